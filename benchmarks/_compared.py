@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain.bench.message_sizes import shown
+from hpctrain.bench.message_sizes import size_text
 
 KIB = 1 << 10
 NATIVES = ("native", "native-plain")
@@ -141,7 +141,7 @@ def _ratios(
 def _claim(
     part: str, ours: str, rival: str, ratios: Mapping[int, float], how: str, least: float | None
 ) -> dict[str, bool | None]:
-    show: Callable[[int], str] = str if part == "step" else shown
+    show: Callable[[int], str] = str if part == "step" else size_text
     sizes = f"{show(min(ratios))} .. {show(max(ratios))}" if len(ratios) > 1 else show(min(ratios))
     if how == "mean":
         value = float(np.exp(np.mean(np.log(list(ratios.values())))))

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from _common import interleaved, options, paired_ratio, spread, world_of, write
 
-from hpctrain.bench.message_sizes import parse, shown
+from hpctrain.bench.message_sizes import parse, size_text
 from hpctrain.bench.sweep import calls_per_round
 from hpctrain.bench.tuning.command import LIMIT_S, ROUNDS, SIZES
 from hpctrain.collectives import Group
@@ -48,7 +48,7 @@ def main() -> None:
     worst = max(found, key=lambda row: row["auto_to_best"])
     claims = {
         f"auto takes at most {worst['auto_to_best']:.3f} of the best fixed algorithm "
-        f"({worst['best']}, {shown(worst['bytes'])}), <= {MOST}": worst["auto_to_best"] <= MOST
+        f"({worst['best']}, {size_text(worst['bytes'])}), <= {MOST}": worst["auto_to_best"] <= MOST
     }
     stairs = {"kept": plan.in_node_memory, "plain": plan.default}
     write(world, f"auto-{world.size}-ranks", found, claims, steps=json.dumps(stairs))
@@ -62,7 +62,7 @@ def one_size(
     calls = {name: select.bound(group, x, np.add, name) for name in names}
     batch = calls_per_round(nbytes)
     looked = interleaved(world.link, calls, LOOK_ROUNDS, calls=batch)
-    late = sweep.slower(looked, sweep.SLOW) - {"auto"}
+    late = sweep.slower(looked, sweep.DROP_RATIO) - {"auto"}
     rivals = {name: call for name, call in calls.items() if name not in late}
     seconds = shuffled(world, rivals, rounds, batch)
     medians = {name: float(np.median(taken)) for name, taken in seconds.items()}

@@ -59,11 +59,11 @@ def measured(world: World, x: np.ndarray, caches: str, rounds: int) -> list[dict
         "native": world.link.native.bind("allreduce", x, np.add).call,
     }
     around = {name: partial(after_one, call) for name, call in contenders.items()}
-    together = partial(interleaved, world.link, contenders, rounds, around=around)
+    together = partial(interleaved, world.link, contenders, rounds, contexts=around)
     if caches == "hot":
         seconds = together(calls=calls_per_round(x.nbytes))
     else:
-        seconds = together(other=np.zeros(COLD_BYTES // 4, np.float32))
+        seconds = together(evicting=np.zeros(COLD_BYTES // 4, np.float32))
     more = float(np.median(np.subtract(seconds["checked"], seconds["unchecked"])))
     return [
         {

@@ -156,7 +156,7 @@ def in_turn(
 def buckets_alone(engine: Any) -> None:
     """Reduce the gradient without computing any."""
     for slot in reversed(engine.replica.arena.slots):
-        engine._reducer.ready(slot.name)
+        engine._reducer.mark_ready(slot.name)
     engine._reducer.wait()
 
 

@@ -54,7 +54,7 @@ def measured(world: World, rounds: int, warm_up: int = 3) -> dict[str, list[floa
     """Return the server's seconds for each way, taken in turn."""
     link, everyone = world.link, tuple(range(world.size - 1))
     push, pull = world.link_for("push"), world.link_for("pull")
-    arena = arenas.make({"w": (BYTES // 4,)}, "float32")
+    arena = arenas.make_arena({"w": (BYTES // 4,)}, "float32")
     arena.grad[:] = 1
     own, ranks = slice(0, arena.param.size), [w + 1 for w in everyone]
     sgd = optim.sgd(RATE)

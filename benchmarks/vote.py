@@ -20,7 +20,7 @@ from _common import interleaved, options, spread, world_of, write
 
 from hpctrain.collectives import all_gather_short
 from hpctrain.collectives.recursive_doubling import recursive_doubling
-from hpctrain.collectives.vote import largest
+from hpctrain.collectives.vote import elementwise_maximum
 from hpctrain.world import World
 
 COMPUTE_S = 0.01
@@ -33,7 +33,7 @@ def main() -> None:
     world = world_of(arguments.ranks)
     said = np.zeros(2, np.int64)
     votes = {
-        "flags": lambda: largest(world.main, (0, 1)),
+        "flags": lambda: elementwise_maximum(world.main, (0, 1)),
         "messages": lambda: recursive_doubling(world.main, said, np.maximum),
         "native": lambda: world.link.native.allreduce(said, np.maximum),
     }

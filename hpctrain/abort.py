@@ -28,7 +28,7 @@ from hpctrain.watch import dump_stacks, write_report
 log = logging.getLogger(__name__)
 #: The time given to the first rank that reports a hang, or a lack of memory.
 FIRST_REPORT_S = 3.0
-SAME_FAULT_S = 0.5  #: in which every rank may print its error before one aborts the job
+FAULT_GROUPING_WINDOW_S = 0.5  #: in which every rank may print its error before one aborts the job
 #: The time that other ranks wait for the report of rank 0 before MPI starts; the second where the
 #: launcher ends all ranks at the first error.
 RANK_0_S, LAUNCHER_S = 1.0, 10.0
@@ -116,7 +116,7 @@ def report(error: BaseException, prefix: str, rank: int = 0, size: int = 1) -> N
     lines = "".join(traceback.format_exception(error)).splitlines()
     lines += notes(error) if sys.version_info < (3, 11) else []  # later ones add them
     _print("\n".join(f"[{prefix}] {line}" for line in lines))
-    time.sleep(SAME_FAULT_S if size > 1 else 0)
+    time.sleep(FAULT_GROUPING_WINDOW_S if size > 1 else 0)
 
 
 def report_hang(rank: int, run: Path | None, text: str) -> None:

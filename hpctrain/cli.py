@@ -22,10 +22,10 @@ from hpctrain.core.errors import (
 )
 
 #: Errors that all ranks raise together; any other is raised by this rank alone.
-AGREED = (UsageError, TrainingError, SaveError, StoppedError)
+AGREED_ERRORS = (UsageError, TrainingError, SaveError, StoppedError)
 INTERRUPTED, BUG = 130, 1
 COMPLETION = "_HPCTRAIN_COMPLETE"  #: set by a shell that asks click for completions
-ANSWERED_BY_RANK_0 = {"--help", "--version"}
+PRINTED_BY_RANK_0 = {"--help", "--version"}
 
 
 @click.command(
@@ -58,7 +58,7 @@ def main() -> None:
 
 def _guarded() -> int:
     try:
-        if launchers.launched(os.environ).rank > 0 and ANSWERED_BY_RANK_0 & set(sys.argv):
+        if launchers.launched(os.environ).rank > 0 and PRINTED_BY_RANK_0 & set(sys.argv):
             return 0  # rank 0 answers
         # Not standalone: there click would print its messages on all ranks.
         code = hpctrain.main(prog_name="hpctrain", standalone_mode=False)
@@ -67,7 +67,7 @@ def _guarded() -> int:
         return abort.refuse(error, error.format_message(), _hint(error))
     except (click.Abort, KeyboardInterrupt):
         return _end_job(INTERRUPTED)
-    except AGREED as error:
+    except AGREED_ERRORS as error:
         if world.current() is None:
             return abort.refuse(error, str(error))
         _print_from_rank_0(abort.with_prefix("hpctrain", "\n".join([str(error), *notes(error)])))

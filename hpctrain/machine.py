@@ -51,8 +51,8 @@ def mpi() -> str:
 
 def versions() -> dict[str, str]:
     """Return the versions that a result depends on; with CuPy's if it was used."""
-    used = (*PACKAGES, *(["cupy"] if "cupy" in sys.modules else []))
-    return {"python": platform.python_version()} | {name: version(name) for name in used}
+    packages = (*PACKAGES, *(["cupy"] if "cupy" in sys.modules else []))
+    return {"python": platform.python_version()} | {name: version(name) for name in packages}
 
 
 @cache  # each summary has it, and it takes reading all metadata of a package

@@ -1,4 +1,4 @@
-"""Pages in headless Chromium: what it says of them, and what colours it paints."""
+"""Pages in headless Chromium: their JavaScript errors and the colours that they paint."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ document.title = [...document.images].map(one => one.alt + "=" + one.naturalWidt
 def browse(folder, *arguments):
     """Return what the browser prints, and what its console says; each time a new profile."""
     profile = f"--user-data-dir={folder / 'profile'}-{len(list(folder.iterdir()))}"
-    done = subprocess.run(
+    completed = subprocess.run(
         [BROWSER, *FLAGS.split(), profile, *map(str, arguments)],
         check=True, timeout=60, capture_output=True, text=True,
     )  # fmt: skip
-    return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+    return completed.stdout, [line for line in completed.stderr.splitlines() if "CONSOLE" in line]
 
 
 def painted(picture: np.ndarray, color: str) -> int:

@@ -1,4 +1,4 @@
-"""Tables that several tests share: lengths, dtypes, and vectors whose sums are known."""
+"""Tables shared by several tests: lengths, dtypes, and vectors with known sums."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TypeVar
 import ml_dtypes
 import numpy as np
 
-#: What tables of lengths, algorithms and ranks go through; test_odd.py has all there are.
+#: What tables of lengths, algorithms and ranks go through; test_odd_arrays.py has all there are.
 DTYPES = ("float16", "bfloat16", "float32", "float64", "int32", "int64")
 OPERATIONS = {"sum": np.add, "min": np.minimum, "max": np.maximum}
 LENGTHS = ("0", "1", "P-1", "P", "P+1", "100003")

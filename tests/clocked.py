@@ -1,4 +1,4 @@
-"""An ideal machine that keeps time: links on which messages take what LogGP says they do.
+"""An ideal machine with clocks: links on which messages take the time that LogGP predicts.
 
 Every rank runs the real algorithm on real data, in a thread; only its clock is not real. A rank
 sends one message and receives one at a time, both at once.
@@ -23,7 +23,7 @@ class Takes(NamedTuple):
     latency: float
     overhead: float
     gap: float
-    per_byte: float
+    seconds_per_byte: float
 
 
 class Machine(NamedTuple):
@@ -46,17 +46,19 @@ class Clocked:
 
     def __init__(self, link, machine, arrivals):
         self.rank, self.size = link.rank, link.size
-        self.now = self.out_free = self.in_free = machine.start(link.rank)
+        self.now = self.send_port_free = self.receive_port_free = machine.start(link.rank)
         self._slow = machine.slow(link.rank)
         self._link, self._machine, self._arrivals = link, machine, arrivals
 
     def isend(self, x, to):
         wire = self._machine.wire(self.rank, to)
         self.now += wire.overhead * self._slow
-        start = max(self.now, self.out_free)
-        self.out_free = start + wire.gap + wire.per_byte * x.nbytes
-        self._arrivals[self.rank, to].append(start + wire.per_byte * x.nbytes + wire.latency)
-        return Until(self, self._link.isend(x, to), self.out_free)
+        start = max(self.now, self.send_port_free)
+        self.send_port_free = start + wire.gap + wire.seconds_per_byte * x.nbytes
+        self._arrivals[self.rank, to].append(
+            start + wire.seconds_per_byte * x.nbytes + wire.latency
+        )
+        return Until(self, self._link.isend(x, to), self.send_port_free)
 
     def irecv(self, x, source):
         return Arrival(self, self._link.irecv(x, source), source, x.nbytes)
@@ -69,9 +71,11 @@ class Clocked:
     def arrived(self, source, nbytes):
         """Let the next message from `source` in, once those before are in."""
         wire = self._machine.wire(source, self.rank)
-        takes = wire.gap + wire.per_byte * nbytes
-        self.in_free = max(self._arrivals[source, self.rank].popleft(), self.in_free + takes)
-        self.now = max(self.now, self.in_free) + wire.overhead * self._slow
+        takes = wire.gap + wire.seconds_per_byte * nbytes
+        self.receive_port_free = max(
+            self._arrivals[source, self.rank].popleft(), self.receive_port_free + takes
+        )
+        self.now = max(self.now, self.receive_port_free) + wire.overhead * self._slow
 
     def add(self, a, b, out):
         np.add(a, b, out=out)
@@ -97,11 +101,13 @@ class Part:
 
 def over_hosts(link, hosts):
     """Return the group of all ranks of a clocked link, of which rank r is on `hosts[r]`."""
-    nodes = tuple(tuple(r for r, h in enumerate(hosts) if h == one) for one in dict.fromkeys(hosts))
-    mine = next(node for node in nodes if link.rank in node)
-    local = mine.index(link.rank)
+    nodes = tuple(
+        tuple(r for r, h in enumerate(hosts) if h == item) for item in dict.fromkeys(hosts)
+    )
+    own = next(node for node in nodes if link.rank in node)
+    local = own.index(link.rank)
     rail = tuple(node[local] for node in nodes if len(node) > local)
-    return Group(link, nodes=nodes, node=Part(link, mine), across=Part(link, rail))
+    return Group(link, nodes=nodes, node=Part(link, own), across=Part(link, rail))
 
 
 class Until:

@@ -1,4 +1,4 @@
-"""What all tests share: starting hpctrain in processes of its own, and order among MPI ranks."""
+"""Fixtures of all tests: child processes of hpctrain, and the order of tests on MPI ranks."""
 
 from __future__ import annotations
 

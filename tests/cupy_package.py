@@ -1,4 +1,4 @@
-"""A package `cupy` for processes that know nothing of tests: the stand-in, with two GPUs.
+"""A package `cupy` for child processes: the stand-in for CuPy, with two GPUs.
 
 Installed by `install` in a folder for PYTHONPATH, with nvml.py as `pynvml`. FAKE_GPUS says how many
 GPUs there are. With FAKE_CRASH set their pointers lead nowhere: an MPI that touches them crashes,

@@ -1,4 +1,4 @@
-"""Jobs of real processes that are to fail: what a test waits for, looks at, and sees through."""
+"""Jobs of real processes with planted faults: waiting for a state, signalling, inspecting."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class Training:
     @property
     def steps(self) -> list[int]:
         """The steps of which there are checkpoints."""
-        found = (self.out / "checkpoints").glob("step-*")
-        return sorted(int(path.name.removeprefix("step-")) for path in found)
+        result = (self.out / "checkpoints").glob("step-*")
+        return sorted(int(path.name.removeprefix("step-")) for path in result)
 
     def reach(self, step: int, ranks: int = 2, timeout: float = 40) -> None:
         """Wait until every rank has begun `step`."""
@@ -73,14 +73,14 @@ def on_fakes(**options: object) -> dict[str, str]:
 
 def carriers(mark: str) -> list[psutil.Process]:
     """Return the processes started with `mark` in their environment; zombies have none."""
-    found = []
+    result = []
     for process in psutil.process_iter():
         try:
             if process.environ().get(MARK) == mark:
-                found.append(process)
+                result.append(process)
         except psutil.Error:  # it has ended, or is not ours
             continue
-    return found
+    return result
 
 
 def trap(kind: str, rank: int, step: int = 7) -> list[str]:
@@ -89,7 +89,7 @@ def trap(kind: str, rank: int, step: int = 7) -> list[str]:
     return sets(**keys, model_step=step)
 
 
-def command_that_resumes(said: str) -> list[str]:
+def command_that_resumes(message: str) -> list[str]:
     """Return the command line after `resume: ` in what a job said, which is there once per rank."""
-    (line,) = set(re.findall(r"resume: (.*)", said))
+    (line,) = set(re.findall(r"resume: (.*)", message))
     return shlex.split(line)

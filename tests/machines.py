@@ -1,4 +1,4 @@
-"""Made-up machines: a folder that looks like the /sys and /proc of one."""
+"""Simulated machines: folders with the contents of /sys and /proc."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def infiniband(
 ) -> None:
     """Make an InfiniBand adapter of one port, at the end of `way`."""
     folder = root / "sys/class/infiniband" / name
-    told = {"state": "4: ACTIVE", "rate": rate, "link_layer": "InfiniBand"} | port
-    write(folder / "ports" / "1", told)
+    reported = {"state": "4: ACTIVE", "rate": rate, "link_layer": "InfiniBand"} | port
+    write(folder / "ports" / "1", reported)
     (folder / "device").symlink_to(pci_device(root, way, numa))
 
 
@@ -52,11 +52,11 @@ ROCE, DOWN = {"link_layer": "Ethernet"}, {"state": "1: DOWN"}
 def numa_nodes(root: Path, cores: list[str], sockets: int = 1) -> None:
     """Make NUMA nodes with these cores, dealt to `sockets` in blocks."""
     count = len(cores)
-    for one, there in enumerate(cores):
-        same = [one * sockets // count == other * sockets // count for other in range(count)]
-        far = [10 if other == one else 12 if same[other] else 32 for other in range(count)]
-        folder = root / f"sys/devices/system/node/node{one}"
-        write(folder, {"cpulist": there, "distance": " ".join(map(str, far))})
+    for item, target in enumerate(cores):
+        same = [item * sockets // count == other * sockets // count for other in range(count)]
+        far = [10 if other == item else 12 if same[other] else 32 for other in range(count)]
+        folder = root / f"sys/devices/system/node/node{item}"
+        write(folder, {"cpulist": target, "distance": " ".join(map(str, far))})
 
 
 def switch(
@@ -89,8 +89,8 @@ def juwels_booster(root: Path, **of_one: object) -> list[str]:
 def leonardo(root: Path) -> list[str]:
     """Make a node of one socket, four GPUs and two cards of two ports; how they sit is made up."""
     numa_nodes(root, ["0-31"])
-    left = switch(root, 1, 0, 2, {"mlx5_0": {}, "mlx5_1": {}}, HDR100, per_card=2)
-    return left + switch(root, 2, 0, 2, {"mlx5_2": {}, "mlx5_3": {}}, HDR100, per_card=2)
+    remaining = switch(root, 1, 0, 2, {"mlx5_0": {}, "mlx5_1": {}}, HDR100, per_card=2)
+    return remaining + switch(root, 2, 0, 2, {"mlx5_2": {}, "mlx5_3": {}}, HDR100, per_card=2)
 
 
 def dgx(root: Path) -> list[str]:

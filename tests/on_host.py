@@ -1,4 +1,4 @@
-"""CUDA sources as C++ of the host: few threads in place of many compute what all do together.
+"""CUDA sources compiled as C++ for the host: a few threads compute the result of a whole grid.
 
     kernels = on_host.compiled(folder, [("float32", source), ...])
     kernels["dropout_float32"](*on_host.arguments(y, x, np.int64(7), ...))
@@ -99,10 +99,10 @@ def compiled(folder: Path, sources: Iterable[tuple[str, str]]) -> ctypes.CDLL:
         "-o",
         "kernels.so",
     ]
-    said = subprocess.run([*command, "kernels.cpp"], cwd=folder, capture_output=True, text=True)
-    if "_Float16" in said.stderr:
+    message = subprocess.run([*command, "kernels.cpp"], cwd=folder, capture_output=True, text=True)
+    if "_Float16" in message.stderr:
         pytest.skip("needs a g++ that knows 16-bit floats")
-    assert said.returncode == 0, said.stderr
+    assert message.returncode == 0, message.stderr
     return ctypes.CDLL(str(folder / "kernels.so"))
 
 

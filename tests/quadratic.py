@@ -1,4 +1,4 @@
-"""A model so simple that whole trainings can be written down again: |w - b|^2 / 2.
+"""A model with closed-form training, |w - b|^2 / 2: expected parameters follow from NumPy.
 
 Each worker has another b in each step, so that nobody can stand in for anybody else.
 """
@@ -26,7 +26,7 @@ class Quadratic:
     """A Replica whose batch is b, and whose parameters begin with 0, 1, 2, ..."""
 
     def __init__(self, dtype: np.typing.DTypeLike = np.float64):
-        self.arena = arenas.make({"w": (LENGTH,)}, dtype, {"b": (8,)})
+        self.arena = arenas.make_arena({"w": (LENGTH,)}, dtype, {"b": (8,)})
         self.arena.param[:] = np.arange(LENGTH)
 
     def gradient(self, batch, scale, key, on_ready):

@@ -1,4 +1,4 @@
-"""One test body on every kind of rank: threads of this process, or the MPI ranks of this job.
+"""One test body on both kinds of ranks: threads of this process, or the MPI ranks of this job.
 
     @on_ranks(1, 2, 3)
     def test_sum(world): ...        # runs on each rank of 1, 2 and 3 ranks

@@ -127,19 +127,19 @@ def _lacks() -> str:
 def _install(deadline: float) -> str | None:
     get = ["apt-get", "-qq", "-o", "DPkg::Lock::Timeout=30"]
     install = [*get, "install", "-y", "--no-install-recommends", *PACKAGES]
-    environ, said = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}, ""
+    environ, message = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}, ""
     for command in (install, [*get, "update"], install):
         try:
-            done = subprocess.run(
+            completed = subprocess.run(
                 command, env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True,
                 timeout=max(deadline - time.monotonic(), 1),
             )  # fmt: skip
         except subprocess.TimeoutExpired:
             return f"Slurm is not here, and was not installed within {INSTALL_S} s"
-        if command is install and done.returncode == 0:
+        if command is install and completed.returncode == 0:
             return None
-        said = done.stderr.strip()[-300:]
-    return f"Slurm is not here, and apt-get cannot install it: {said}"
+        message = completed.stderr.strip()[-300:]
+    return f"Slurm is not here, and apt-get cannot install it: {message}"
 
 
 @dataclass(frozen=True)
@@ -158,21 +158,21 @@ class Slurm:
 
     def run(self, *command: object, cwd: Path | None = None, timeout: float = 60) -> str:
         """Return what a command of Slurm prints; raise with its own words where it fails."""
-        done = subprocess.run(
+        completed = subprocess.run(
             list(map(str, command)), env=self.environ, cwd=cwd or self.folder,
             stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout,
         )  # fmt: skip
-        if done.returncode:
-            raise RuntimeError(f"{command} ended with {done.returncode}: {done.stderr}")
-        return done.stdout
+        if completed.returncode:
+            raise RuntimeError(f"{command} ended with {completed.returncode}: {completed.stderr}")
+        return completed.stdout
 
     def sbatch(self, script: Path | str, *options: object, cwd: Path) -> int:
         """Submit a script, or the text of one, from folder `cwd`; return the job's id."""
         if isinstance(script, str):
             text, script = script, cwd / "job.sh"
             script.write_text(text)
-        said = self.run("sbatch", "--parsable", *options, script, cwd=cwd)
-        self.jobs.append(int(said.split(";")[0]))
+        message = self.run("sbatch", "--parsable", *options, script, cwd=cwd)
+        self.jobs.append(int(message.split(";")[0]))
         return self.jobs[-1]
 
     def scontrol(self, *words: object) -> str:
@@ -193,22 +193,22 @@ class Slurm:
 
         Raises AssertionError, with what the job said, after `limit_s` or where it ended otherwise.
         """
-        wanted, deadline = states or ENDED, time.monotonic() + limit_s
-        while (state := self.state(job)) not in wanted:
+        expected, deadline = states or ENDED, time.monotonic() + limit_s
+        while (state := self.state(job)) not in expected:
             if state in ENDED or time.monotonic() > deadline:
-                raise AssertionError(f"job {job} is {state}, not {wanted}:\n{self.told(job)}")
+                raise AssertionError(f"job {job} is {state}, not {expected}:\n{self.told(job)}")
             time.sleep(0.1)
         return state
 
     def told(self, job: int | str) -> str:
         """Return what a job wrote, what the controller did of late, and errors of the nodes."""
         out = Path(self.job(job)["StdOut"])
-        said = [out.read_text() if out.exists() else f"(no {out})"]
-        said += (self.folder / "slurmctld.log").read_text().splitlines()[-20:]
+        message = [out.read_text() if out.exists() else f"(no {out})"]
+        message += (self.folder / "slurmctld.log").read_text().splitlines()[-20:]
         for log in sorted(self.folder.glob("slurmd-n?.log")):
             lines = log.read_text().splitlines()
-            said += [f"{log.stem}: {line}" for line in lines if "error" in line][-5:]
-        return "\n".join(said)
+            message += [f"{log.stem}: {line}" for line in lines if "error" in line][-5:]
+        return "\n".join(message)
 
     def hurry(self, job: int) -> None:
         """Let a job that was requeued start soon: Slurm makes it wait for two minutes.
@@ -256,16 +256,16 @@ class Slurm:
     def _kill_on(self, node: str) -> bool:
         """Kill what runs on a node, daemons first; return whether anything does, or may."""
         nodes = {process: _node_of(process) for process in self._processes()}
-        found = [process for process, name in nodes.items() if name == node]
-        for process in sorted(found, key=lambda p: not str(_seen(p.name)).startswith("slurm")):
+        result = [process for process, name in nodes.items() if name == node]
+        for process in sorted(result, key=lambda p: not str(_observed(p.name)).startswith("slurm")):
             _kill(process.pid)
         return not {node, "?"}.isdisjoint(nodes.values())
 
     def _daemons(self, jobs: Sequence[str]) -> list[str]:
         """Return the step daemons of jobs, which write their names over their command lines."""
-        lines = {process: " ".join(_seen(process.cmdline)) for process in self._processes()}
-        found = [p for p, line in lines.items() if any(f"[{job}." in line for job in jobs)]
-        return [f"{lines[process]} on {_node_of(process)}" for process in found]
+        lines = {process: " ".join(_observed(process.cmdline)) for process in self._processes()}
+        result = [p for p, line in lines.items() if any(f"[{job}." in line for job in jobs)]
+        return [f"{lines[process]} on {_node_of(process)}" for process in result]
 
     def _processes(self) -> list[psutil.Process]:
         return psutil.Process(self.keeper.pid).children(recursive=True)
@@ -305,15 +305,15 @@ class Slurm:
 
 def _node_of(process: psutil.Process) -> str:
     """Return the node of a process; "?" of a daemon that has not opened its log, which tells."""
-    if _seen(process.name) not in ("slurmd", "slurmstepd"):
-        return dict(_seen(process.environ)).get("SLURMD_NODENAME", "")
-    if _seen(process.status) in (psutil.STATUS_ZOMBIE, ()):
+    if _observed(process.name) not in ("slurmd", "slurmstepd"):
+        return dict(_observed(process.environ)).get("SLURMD_NODENAME", "")
+    if _observed(process.status) in (psutil.STATUS_ZOMBIE, ()):
         return ""
-    logs = (Path(file.path).stem.removeprefix("slurmd-") for file in _seen(process.open_files))
+    logs = (Path(file.path).stem.removeprefix("slurmd-") for file in _observed(process.open_files))
     return next((name for name in logs if name in NODES), "?")
 
 
-def _seen(ask: Callable[[], T]) -> T | tuple[()]:
+def _observed(ask: Callable[[], T]) -> T | tuple[()]:
     """Return what is asked of a process; nothing where it has ended."""
     try:
         return ask()
@@ -340,8 +340,8 @@ def running(environ: Mapping[str, str]) -> Iterator[Slurm]:
         )  # fmt: skip
         with keeper:
             try:
-                if (said := keeper.stdout.readline()) != "up\n":
-                    raise RuntimeError(f"Slurm did not start: {said}{keeper.stdout.read()}")
+                if (message := keeper.stdout.readline()) != "up\n":
+                    raise RuntimeError(f"Slurm did not start: {message}{keeper.stdout.read()}")
                 yield Slurm(folder, own, keeper)
             finally:
                 keeper.stdin.close()
@@ -389,9 +389,9 @@ def _node(folder: Path, name: str) -> subprocess.Popen:
     PMIx looks up what its node runs by the host's name, which is none of Slurm's nodes. Open MPI is
     then told of no neighbours, and ends in MPI_Init where there are more than two ranks on a node.
     """
-    for kept in (folder / f"spool-{name}", folder / "tmp" / name):
-        shutil.rmtree(kept, ignore_errors=True)
-        kept.mkdir(parents=True)
+    for saved in (folder / f"spool-{name}", folder / "tmp" / name):
+        shutil.rmtree(saved, ignore_errors=True)
+        saved.mkdir(parents=True)
     return _daemon(folder, f"slurmd-{name}.out", ["slurmd", "-D", "-N", name], PMIX_HOSTNAME=name)
 
 
@@ -473,8 +473,8 @@ def until(condition, limit_s: float, otherwise: str | Callable[[], str]) -> None
     deadline = time.monotonic() + limit_s
     while not condition():
         if time.monotonic() > deadline:
-            what = otherwise() if callable(otherwise) else otherwise
-            raise TimeoutError(f"{what} after {limit_s} s")
+            kind = otherwise() if callable(otherwise) else otherwise
+            raise TimeoutError(f"{kind} after {limit_s} s")
         time.sleep(0.05)
 
 

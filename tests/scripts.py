@@ -1,4 +1,4 @@
-"""Job scripts, run with commands that are made up; and what sbatch reads in one."""
+"""Runs of job scripts with simulated commands, and the options that sbatch reads in a script."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def fake(folder: Path, name: str, script: str) -> None:
 def run_script(folder: Path, text: str, **environ: str) -> subprocess.CompletedProcess[str]:
     """Run what was rendered, with the commands of `folder`/bin first."""
     (folder / "job.sh").write_text(text)
-    known = {"PATH": f"{folder}/bin:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(folder)}
+    reference = {"PATH": f"{folder}/bin:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(folder)}
     return subprocess.run(
-        ["bash", "job.sh"], cwd=folder, env=known | {"SLURM_JOB_ID": "7"} | environ,
+        ["bash", "job.sh"], cwd=folder, env=reference | {"SLURM_JOB_ID": "7"} | environ,
         capture_output=True, text=True, timeout=60,
     )  # fmt: skip
 

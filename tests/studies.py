@@ -1,4 +1,4 @@
-"""Made-up trials of scaling studies: files as `hpctrain train` leaves them, with known times."""
+"""Simulated trials of scaling studies: the files of `hpctrain train`, with known times."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class Times:
 
 def study(sizes=(1, 2, 4), mode="strong", **changes):
     """Return a study of digits with 100 timed steps."""
-    made = Study(
+    created = Study(
         name="digits", mode=mode, on="local", link=None, sizes=tuple(Size(n) for n in sizes),
         repeats=3, tables=SPEC.tables, batch=128, gradient_bytes=340_008,
         machine={"cpu": "made up", "cores": 8}, threads=1, cores=8, steps=100,
     )  # fmt: skip
-    return replace(made, **changes)
+    return replace(created, **changes)
 
 
 def write(folder, timing, times, samples, ranks, status="done"):
@@ -45,9 +45,9 @@ def write(folder, timing, times, samples, ranks, status="done"):
         slow = COLD if step <= timing.first or step == timing.total else 1.0
         for name in clock:
             clock[name] += steps * slow * getattr(times, name)
-        told = {name: [clock[name]] * ranks for name in collect.TIMES}
+        reported = {name: [clock[name]] * ranks for name in collect.TIMES}
         row = {"step": step, "steps": steps, "since_step": 0, "wall_s": clock["step_s"],
-               "samples_per_s": samples / times.step_s / slow, "ranks": told}  # fmt: skip
+               "samples_per_s": samples / times.step_s / slow, "ranks": reported}  # fmt: skip
         run_folder.append_row(folder, row)
     summary = {"status": status, "exit_code": 0, "algorithm": times.algorithm, "hosts": ["a"],
                "threads": 1, "gpus": []}  # fmt: skip
@@ -60,7 +60,7 @@ def runner(times, calls, failing=()):
     `times` tells the Times of a number of ranks and a repeat; sizes in `failing` say why they fail.
     """
 
-    def run(command, log, threads, limit_s=0.0, look=None):
+    def run(command, log, threads, limit_s=0.0, on_poll=None):
         words = [str(word) for word in command]
         ranks = int(words[words.index("-n") + 1])
         if "train" not in words:

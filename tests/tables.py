@@ -1,13 +1,12 @@
-"""Which rows of a table are run, and on which of them coverage is measured.
+"""Selection of the table rows to run, and of the rows on which coverage is measured.
 
-A table that is a product of three or more columns (calls x places x numbers of ranks) grows with
-each of them, and its rows hardly tell more: what two values do to each other, an earlier row has
-shown. With the marker `pairs` only so many rows are run that every two values which meet in some
-row meet in one that is run; --full runs all of them. It is for columns that do not depend on each
-other: an algorithm, a length and a number of ranks do, and are no such table.
+A table that is a product of three or more independent columns (calls x places x numbers of ranks)
+has many rows, and most of them test no new pair of values. With the marker `pairs` only as many
+rows are run as are needed for every pair of values to occur; --full runs all rows. Columns that
+depend on each other, such as an algorithm, a length and a number of ranks, need all rows.
 
-What starts processes and shows the same with either MPI is marked `either`, and so are such rows of
-a table, by `rows_of`: `make test` runs them with one MPI, `make test-full` with both.
+A test that starts processes and whose result does not depend on the MPI is marked `either`; single
+rows of a table by `rows_of`. `make test` runs them with one MPI, `make test-full` with both.
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ def enough(rows: Sequence[Collection[Value]]) -> list[int]:
     Each time the row with most new pairs, of several the first: the same on all ranks of a job.
     """
     pairs = [set(combinations(row, 2)) for row in rows]
-    left, chosen = set().union(*pairs), []
-    while left:
-        best = max(range(len(rows)), key=lambda i: len(pairs[i] & left))
+    remaining, chosen = set().union(*pairs), []
+    while remaining:
+        best = max(range(len(rows)), key=lambda i: len(pairs[i] & remaining))
         chosen.append(best)
-        left -= pairs[best]
+        remaining -= pairs[best]
     return chosen
 
 
@@ -61,13 +60,13 @@ def spare(items: Sequence[pytest.Item]) -> list[pytest.Item]:
     for item in items:
         if "pairs" in item.keywords and "full" not in item.keywords:
             tables[item.nodeid.partition("[")[0], "mpi" in item.keywords].append(item)
-    kept = {id(t[i]) for t in tables.values() for i in enough([values(item) for item in t])}
-    return [item for table in tables.values() for item in table if id(item) not in kept]
+    saved = {id(t[i]) for t in tables.values() for i in enough([values(item) for item in t])}
+    return [item for table in tables.values() for item in table if id(item) not in saved]
 
 
-def rows_of(table: Iterable, *both: object) -> list:
+def rows_of(table: Iterable, *pair: object) -> list:
     """Return the rows of a table; those that are not in `both` show the same with either MPI."""
-    return [row if row in both else _either(row) for row in table]
+    return [row if row in pair else _either(row) for row in table]
 
 
 def _either(row: object) -> object:
@@ -88,14 +87,14 @@ class Measured:
     def pytest_runtest_protocol(self, item: pytest.Item):
         if self._is_measured(item):
             return (yield)
-        here, threads = sys.gettrace(), threading.gettrace()
+        local, threads = sys.gettrace(), threading.gettrace()
         sys.settrace(None)
         threading.settrace(None)
         try:
             return (yield)
         finally:
             threading.settrace(threads)
-            sys.settrace(here)
+            sys.settrace(local)
 
     def _is_measured(self, item: pytest.Item) -> bool:
         row = {(item.nodeid.partition("[")[0], value) for value in values(item)}

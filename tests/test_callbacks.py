@@ -1,4 +1,4 @@
-"""Callbacks and early stop: told on all ranks, agreed by all, the same after a resume."""
+"""Callbacks and early stop: called on all ranks, agreed by all, and the same after a resume."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ def test_patience(series):
     rows = [row(step, metric, value) for step, value in enumerate(values)]
     stop = EarlyStop(metric=metric, patience=patience, min_delta=min_delta)
     function = stop.begin([])
-    asked = [bool(function(one)) for one in rows]
-    assert (asked.index(True) if any(asked) else None) == stops
+    requested = [bool(function(item)) for item in rows]
+    assert (requested.index(True) if any(requested) else None) == stops
     for begun in range(len(rows)):  # wherever a run was resumed
         function = stop.begin(rows[:begun])
-        assert [bool(function(one)) for one in rows[begun:]] == asked[begun:]
+        assert [bool(function(item)) for item in rows[begun:]] == requested[begun:]
 
 
 @on_ranks(1, 3, mpi=(2,))
@@ -87,8 +87,8 @@ def test_early_stop_ends_a_run_as_done_with_a_checkpoint(ranks, tmp_path):
     for first, again, longer, folder in ranks(body):
         assert (first["status"], first["exit_code"], first["steps"]) == ("done", 0, 4 * EPOCH)
         assert first["reason"].startswith("early stop: test_accuracy has not improved on ")
-        kept = ("status", "steps", "reason", "params_sha256", "test_accuracy")
-        assert [again[key] for key in kept] == [first[key] for key in kept]
+        saved = ("status", "steps", "reason", "params_sha256", "test_accuracy")
+        assert [again[key] for key in saved] == [first[key] for key in saved]
         assert longer["steps"] == 6 * EPOCH and longer["reason"].endswith("in 5 values")
         assert [r["step"] for r in run_folder.rows(folder)] == [EPOCH * i for i in range(1, 7)]
 
@@ -102,35 +102,38 @@ def test_a_run_that_early_stop_lets_live_has_no_reason():
 def test_a_resumed_run_stops_early_where_the_whole_one_does(tmp_path, monkeypatch, at):
     keys = {"evaluate_steps": 4, "interval_steps": 4}
     stop = EarlyStop(metric="test_accuracy", patience=4, min_delta=1.0)
-    whole = run_on("threads", 2, lambda w: fit(w, [stop], tmp_path / "whole", **keys))[0]
-    assert whole["steps"] == 20
-    seen = iter(range(10**6))
+    complete = run_on("threads", 2, lambda w: fit(w, [stop], tmp_path / "whole", **keys))[0]
+    assert complete["steps"] == 20
+    observed = iter(range(10**6))
     monkeypatch.setattr(
-        StopRequest, "requested", property(lambda s: next(seen) >= 2 * at, lambda s, v: None), False
+        StopRequest,
+        "requested",
+        property(lambda s: next(observed) >= 2 * at, lambda s, v: None),
+        False,
     )
     with pytest.raises(StoppedError):
         run_on("threads", 2, lambda w: fit(w, [stop], tmp_path / "cut", **keys))
     monkeypatch.undo()
     ends = run_on("threads", 2, lambda w: fit(w, [stop], tmp_path / "cut", resume=True, **keys))
-    assert {one["params_sha256"] for one in ends} == {whole["params_sha256"]}
-    assert {one["reason"] for one in ends} == {whole["reason"]}
+    assert {item["params_sha256"] for item in ends} == {complete["params_sha256"]}
+    assert {item["reason"] for item in ends} == {complete["reason"]}
 
 
 @on_ranks(1, 3, mpi=(3,))
 def test_rows_are_told_on_every_rank(ranks, tmp_path):
     def body(world):
-        told = []
-        fit(world, [told.append], interval_steps=2, epochs=2)
+        reported = []
+        fit(world, [reported.append], interval_steps=2, epochs=2)
         agreed = ("step", "train_loss", "test_loss", "test_accuracy", "samples")
-        return [[one[key] for key in agreed] for one in told]
+        return [[item[key] for key in agreed] for item in reported]
 
-    first, *others = ranks(body) or [[]]
-    assert [one == first for one in others] == [True] * len(others)
-    assert not first or [one[0] for one in first] == [2, 4, 5, 6, 8, 10]
+    first, *rest = ranks(body) or [[]]
+    assert [item == first for item in rest] == [True] * len(rest)
+    assert not first or [item[0] for item in first] == [2, 4, 5, 6, 8, 10]
 
 
 # What the callback of one rank returns for row 7 -> the reason
-ASKED = {
+REQUESTED = {
     "a reason": ("enough", "enough"),
     "True": (True, "callback asks.<locals>.ask asked to stop at step 7"),
     "NumPy's True": (np.bool_(True), "callback asks.<locals>.ask asked to stop at step 7"),
@@ -144,10 +147,10 @@ def asks(answer):
     return ask
 
 
-@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize("requested", REQUESTED)
 @on_ranks(1, 3, mpi=(3,))
-def test_one_rank_asks_and_all_stop(ranks, asked):
-    answer, reason = ASKED[asked]
+def test_one_rank_asks_and_all_stop(ranks, requested):
+    answer, reason = REQUESTED[requested]
 
     def body(world):
         own = [asks(answer)] if world.rank == world.size - 1 else []
@@ -175,14 +178,14 @@ WRONG = {
 
 @pytest.mark.parametrize("wrong", WRONG)
 def test_a_callback_that_fails_on_one_rank(wrong):
-    callback, said = WRONG[wrong]
+    callback, message = WRONG[wrong]
 
     def body(world):
         fit(world, [callback] if world.rank == 1 else [])
 
     with pytest.raises(HpctrainError) as error:
         run_on("threads", 2, body)
-    assert f"callback {said}" in str(error.value)
+    assert f"callback {message}" in str(error.value)
     assert not isinstance(error.value, UsageError)  # the time to refuse is over
 
 
@@ -200,9 +203,9 @@ def test_when_the_model_is_evaluated(tmp_path, interval):
     keys, steps, tested = INTERVALS[interval]
     run_on("threads", 2, lambda w: fit(w, [], tmp_path / "run", epochs=4, **keys))
     rows = run_folder.rows(tmp_path / "run")
-    assert [one["step"] for one in rows] == steps
-    assert [one["step"] for one in rows if one["test_loss"] is not None] == tested
-    assert all(("test_accuracy" in one) and one["train_loss"] > 0 for one in rows)
+    assert [item["step"] for item in rows] == steps
+    assert [item["step"] for item in rows if item["test_loss"] is not None] == tested
+    assert all(("test_accuracy" in item) and item["train_loss"] > 0 for item in rows)
 
 
 # Keys of fit and its callbacks -> what is said
@@ -214,8 +217,8 @@ REFUSED = {
 
 @pytest.mark.parametrize("wrong", REFUSED)
 def test_refused(tmp_path, wrong):
-    callbacks, keys, said = REFUSED[wrong]
-    with pytest.raises(UsageError, match=said):
+    callbacks, keys, message = REFUSED[wrong]
+    with pytest.raises(UsageError, match=message):
         run_on("threads", 2, lambda w: fit(w, callbacks, tmp_path / "run", **keys))
     assert not (tmp_path / "run").exists()
 
@@ -232,7 +235,7 @@ def test_a_recipe_stops_early_and_is_evaluated_when_it_says(tmp_path):
         "early_stop.metric=test_accuracy", "early_stop.min_delta=1.0"])  # fmt: skip
     summary = run_on("threads", 2, lambda w: runs.train(spec, w, tmp_path / "run", False))[0]
     assert (summary["steps"], summary["status"]) == (20, "done")
-    tested = [one["step"] for one in run_folder.rows(tmp_path / "run") if one["test_loss"]]
+    tested = [item["step"] for item in run_folder.rows(tmp_path / "run") if item["test_loss"]]
     assert tested == [5, 10, 15, 20]
 
 

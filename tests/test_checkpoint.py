@@ -1,4 +1,4 @@
-"""Checkpoints: whatever happens while one is written, or later, only a whole one is ever used."""
+"""Checkpoints: only complete ones are used, whatever fails during or after the write."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ def arrays(step: int) -> dict[str, np.ndarray]:
 
 
 def pieces(state: dict[str, np.ndarray], rank: int, size: int) -> list[Piece]:
-    made = []
+    created = []
     for name, x in state.items():
         first, end = (len(x) * r // size for r in (rank, rank + 1))
-        made.append(Piece(name, first, len(x), x[first:end]))
-    return made
+        created.append(Piece(name, first, len(x), x[first:end]))
+    return created
 
 
 def save(run: Path, step: int, size: int = 1, keep: int | None = None) -> Path:
     def rank(link):
-        mine = pieces(arrays(step), link.rank, link.size)
-        return checkpoint.save(run, step, mine, ABOUT, link, keep)
+        own = pieces(arrays(step), link.rank, link.size)
+        return checkpoint.save(run, step, own, ABOUT, link, keep)
 
     (path,) = set(run_ranks(size, rank))
     return path
@@ -108,9 +108,9 @@ def test_manifest_tells_what_was_saved(tmp_path):
 
 
 def test_prunes_to_the_newest_and_sweeps_what_a_killed_job_left(tmp_path):
-    left = tmp_path / "checkpoints" / ".step-00000009.partial"
-    left.mkdir(parents=True)
-    (left / "part-00000.safetensors").write_bytes(b"half")
+    remaining = tmp_path / "checkpoints" / ".step-00000009.partial"
+    remaining.mkdir(parents=True)
+    (remaining / "part-00000.safetensors").write_bytes(b"half")
     for step in (1, 2, 3, 4):
         save(tmp_path, step, size=2, keep=2)
     assert names(tmp_path) == ["step-00000003", "step-00000004"]
@@ -305,15 +305,15 @@ def test_all_ranks_go_back_when_one_cannot_read_and_nothing_is_renamed(tmp_path,
     save(tmp_path, 2, size=2)
     genuine = files.read
 
-    here = threading.local()
+    local = threading.local()
 
     def read(path, with_arrays):
-        if here.rank == 2 and "step-00000002" in path.name:
+        if local.rank == 2 and "step-00000002" in path.name:
             raise OSError(5, "Input/output error", str(path))
         return genuine(path, with_arrays)
 
     def rank(link):
-        here.rank = link.rank
+        local.rank = link.rank
         return checkpoint.load(tmp_path, link)
 
     monkeypatch.setattr(files, "read", read)
@@ -343,8 +343,8 @@ def test_listing(tmp_path):
     (tmp_path / "checkpoints" / "step-00000004").write_text("a file")
     load(tmp_path)
     set_text(save(tmp_path, 9), "garbage")
-    seen = [(f.path.name, f.step, f.about, f.set_aside) for f in checkpoint.listing(tmp_path)]
-    assert seen == [
+    observed = [(f.path.name, f.step, f.about, f.set_aside) for f in checkpoint.listing(tmp_path)]
+    assert observed == [
         ("step-00000001", 1, ABOUT, False),
         ("bad-step-00000003", 3, ABOUT, True),
         ("step-00000004", 4, None, False),
@@ -403,7 +403,7 @@ def test_an_odd_entry_is_listed_with_its_reason_and_the_one_before_is_used(tmp_p
     odd = tmp_path / "checkpoints" / "step-00000030"
     make(odd)
     with limited(5):
-        assert [found.step for found in checkpoint.listing(tmp_path)] == [10, 20, 30]
+        assert [result.step for result in checkpoint.listing(tmp_path)] == [10, 20, 30]
         for loaded in load(tmp_path, 2):
             assert_holds(loaded, 20)
             assert reason in loaded.set_aside[0]
@@ -411,7 +411,7 @@ def test_an_odd_entry_is_listed_with_its_reason_and_the_one_before_is_used(tmp_p
         assert os.path.lexists(odd)  # it may be whole once its file system is mounted
         for step in (31, 32, 33):
             save(tmp_path, step, keep=2)
-    steps = [found.step for found in checkpoint.listing(tmp_path) if not found.fault]
+    steps = [result.step for result in checkpoint.listing(tmp_path) if not result.fault]
     assert steps == [32, 33]  # whatever is odd takes no place
 
 
@@ -433,10 +433,10 @@ def test_checkpoints_out_of_reach_are_not_none_yet(tmp_path, make):
     assert names_in(tmp_path) == ["checkpoints"]
 
 
-@pytest.mark.parametrize("left", [link_to_nowhere, ODD["loop"][0], os.mkfifo, ODD["file"][0]])
-def test_what_lies_where_a_partial_one_would_is_removed(tmp_path, left):
+@pytest.mark.parametrize("remaining", [link_to_nowhere, ODD["loop"][0], os.mkfifo, ODD["file"][0]])
+def test_what_lies_where_a_partial_one_would_is_removed(tmp_path, remaining):
     (tmp_path / "checkpoints").mkdir()
-    left(tmp_path / "checkpoints" / ".step-00000007.partial")
+    remaining(tmp_path / "checkpoints" / ".step-00000007.partial")
     save(tmp_path, 8)
     assert names(tmp_path) == ["step-00000008"]
 
@@ -466,12 +466,12 @@ HONEST = {
 
 @pytest.mark.parametrize("name", FORGED)
 def test_facts_that_no_run_wrote_are_damage_whatever_their_hash(tmp_path, name):
-    value, told = FORGED[name]
+    value, reported = FORGED[name]
     path = save(tmp_path, 10, size=2)
     rewrite(path, lambda table: table.update(about=HONEST))
     assert checkpoint.verify(path) is None
     rewrite(path, lambda table: table.update(about={**HONEST, name: value}))
-    assert told in checkpoint.verify(path)
+    assert reported in checkpoint.verify(path)
 
 
 def test_places_overlap(tmp_path):
@@ -505,12 +505,12 @@ WRONG_PIECES = {
 
 @pytest.mark.parametrize("name", WRONG_PIECES)
 def test_pieces_that_make_up_no_array_are_not_saved(tmp_path, name):
-    mine, message = WRONG_PIECES[name]
+    own, message = WRONG_PIECES[name]
     save(tmp_path, 1)
 
     def rank(link):
         with pytest.raises(SaveError, match=message):
-            checkpoint.save(tmp_path, 2, mine if link.rank == 1 else [], ABOUT, link)
+            checkpoint.save(tmp_path, 2, own if link.rank == 1 else [], ABOUT, link)
 
     run_ranks(2, rank)
     assert names(tmp_path) == ["step-00000001"]
@@ -590,11 +590,11 @@ print(said[0])
 
 def test_a_disk_that_takes_no_more_leaves_the_old_one_good(tmp_path):
     command = [sys.executable, "-c", FULL, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
-    assert f"rank 1 on {os.uname().nodename}: " in done.stdout
-    assert "File too large" in done.stdout and "part-00001.safetensors" in done.stdout
-    assert f"still good: {tmp_path / 'checkpoints' / 'step-00000001'}" in done.stdout
+    completed = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert completed.returncode == 0, completed.stderr
+    assert f"rank 1 on {os.uname().nodename}: " in completed.stdout
+    assert "File too large" in completed.stdout and "part-00001.safetensors" in completed.stdout
+    assert f"still good: {tmp_path / 'checkpoints' / 'step-00000001'}" in completed.stdout
     assert names(tmp_path) == ["step-00000001"]
     assert checkpoint.verify(tmp_path / "checkpoints" / "step-00000001") is None
 
@@ -641,8 +641,8 @@ def attempt(run: Path, last: int, error: BaseException) -> BaseException | None:
         Calls(patch, last, error)
         try:
             save(run, 3, keep=2)
-        except (Killed, SaveError) as seen:
-            return seen
+        except (Killed, SaveError) as observed:
+            return observed
     return None
 
 
@@ -658,15 +658,15 @@ def test_an_end_between_any_two_calls_leaves_a_whole_checkpoint(tmp_path, error)
     steps = []
     for last in range(1, total + 1):
         run = Path(shutil.copytree(base, tmp_path / f"run-{last}"))
-        seen = attempt(run, last, error)
+        observed = attempt(run, last, error)
         (loaded,) = load(run)
         assert_holds(loaded, loaded.step)
         assert loaded.set_aside == [], last  # no broken one was ever chosen
-        assert not any(checkpoint.verify(found.path) for found in checkpoint.listing(run))
-        if seen is None:
+        assert not any(checkpoint.verify(result.path) for result in checkpoint.listing(run))
+        if observed is None:
             assert loaded.step == 3  # whoever was told that it is saved finds it
-        if isinstance(seen, SaveError):
-            assert "rank 0 on " in str(seen) and "still good: " in str(seen)
+        if isinstance(observed, SaveError):
+            assert "rank 0 on " in str(observed) and "still good: " in str(observed)
         steps.append(loaded.step)
         assert_holds(after(run), 4)
         shutil.rmtree(run)

@@ -1,4 +1,4 @@
-"""What a shell is given for Tab: asked as its own script asks, by way of the environment."""
+"""Tab completion: the candidates that the shell's own completion script receives."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def asked(shell: str, line: str) -> dict[str, str]:
     """Return the variables with which the script of `shell` asks for words that follow `line`."""
     words = ["hpctrain", *line.split(" ")]
     last = words[-1] if shell == "fish" else str(len(words) - 1)
-    given = {"COMP_WORDS": " ".join(words).rstrip(), "COMP_CWORD": last}
-    return given | {cli.COMPLETION: SHELLS[shell]}
+    arguments = {"COMP_WORDS": " ".join(words).rstrip(), "COMP_CWORD": last}
+    return arguments | {cli.COMPLETION: SHELLS[shell]}
 
 
 def offered(shell: str, answer: str) -> set[str]:
@@ -58,21 +58,21 @@ def test_words_that_may_follow(shell, line, monkeypatch, capsys, tmp_path):
         (tmp_path / file).touch()
     for name, value in asked(shell, line).items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(SystemExit) as left:
+    with pytest.raises(SystemExit) as remaining:
         cli.main()
     answer, complaint = capsys.readouterr()
-    there, absent = LINES[line]
+    target, absent = LINES[line]
     words = offered(shell, answer)
-    assert (left.value.code, complaint) == (0, "")
-    assert there <= words and not absent & words
+    assert (remaining.value.code, complaint) == (0, "")
+    assert target <= words and not absent & words
 
 
 @pytest.mark.parametrize("shell", SHELLS)
 def test_the_script_for_a_shell(shell, monkeypatch, capsys):
     monkeypatch.setenv(cli.COMPLETION, f"{shell}_source")
-    with pytest.raises(SystemExit) as left:
+    with pytest.raises(SystemExit) as remaining:
         cli.main()
-    assert (left.value.code, capsys.readouterr().err) == (0, "")
+    assert (remaining.value.code, capsys.readouterr().err) == (0, "")
 
 
 @pytest.mark.processes
@@ -85,8 +85,8 @@ def test_a_bash_completes(tmp_path):
         printf '%s\\n' "${{COMPREPLY[@]}}"
     """
     environ = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}"}
-    seen = subprocess.run(
+    observed = subprocess.run(
         ["bash", "-c", asks], env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=60
     )
-    assert "digits" in seen.stdout.split()
-    assert "Traceback" not in seen.stdout + seen.stderr
+    assert "digits" in observed.stdout.split()
+    assert "Traceback" not in observed.stdout + observed.stderr

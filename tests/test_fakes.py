@@ -1,4 +1,4 @@
-"""The stand-in for CuPy itself: it must refuse what CuPy refuses, and catch what it is made for."""
+"""The stand-in for CuPy: it refuses what CuPy refuses, and detects its classes of errors."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ SAME = {  # the same bytes as NumPy
 @pytest.mark.parametrize("mode", ["cupy", "lazy"])
 def test_computes_what_numpy_computes(request, mode, name):
     xp = request.getfixturevalue(mode)
-    found = SAME[name](xp, xp.asarray(HOST))
-    assert type(found) is xp.ndarray
-    wanted = SAME[name](np, HOST.copy())
-    assert found.dtype == wanted.dtype and (found.get() == wanted).all()
+    result = SAME[name](xp, xp.asarray(HOST))
+    assert type(result) is xp.ndarray
+    expected = SAME[name](np, HOST.copy())
+    assert result.dtype == expected.dtype and (result.get() == expected).all()
 
 
 IMPLICIT = {
@@ -114,10 +114,10 @@ def test_work_waits_for_its_stream(lazy):
 def test_streams_wait_for_events_alone(lazy):
     x = lazy.zeros(3)
     lazy.cuda.Device().synchronize()
-    one, other = (lazy.cuda.Stream(non_blocking=True) for _ in range(2))
-    with one:
+    item, other = (lazy.cuda.Stream(non_blocking=True) for _ in range(2))
+    with item:
         x += 1
-        event = one.record()
+        event = item.record()
         x += 1
     with other:
         y = x * 1
@@ -127,8 +127,8 @@ def test_streams_wait_for_events_alone(lazy):
     with other:
         y = x * 1
     other.synchronize()
-    assert (seen(y) == 1).all() and not one.done  # and what came behind the event still waits
-    one.synchronize()
+    assert (seen(y) == 1).all() and not item.done  # and what came behind the event still waits
+    item.synchronize()
     assert (seen(x) == 2).all()
 
 
@@ -146,18 +146,18 @@ def test_threads_begin_on_device_0():
         import cupy
 
         cupy.cuda.Device(1).use()
-        x, found = cupy.ones(3), []
+        x, result = cupy.ones(3), []
 
         def body():
             try:
-                found.append(x + 1)
+                result.append(x + 1)
             except ValueError as error:
-                found.append(str(error))
+                result.append(str(error))
 
         thread = threading.Thread(target=body)
         thread.start()
         thread.join()
-        assert "array device = 1 while current = 0" in found[0]
+        assert "array device = 1 while current = 0" in result[0]
         assert (x + 1).device.id == 1
 
 
@@ -188,10 +188,10 @@ def test_memory_ends():
     with fakes.installed(pinned_bytes=1000):
         import cupy
 
-        kept = cupy.cuda.alloc_pinned_memory(600)
+        saved = cupy.cuda.alloc_pinned_memory(600)
         with pytest.raises(cupy.cuda.runtime.CUDARuntimeError, match="cudaErrorMemoryAllocation"):
             cupy.cuda.alloc_pinned_memory(600)
-        del kept
+        del saved
         assert cupy.cuda.alloc_pinned_memory(600)
 
 
@@ -200,14 +200,16 @@ def test_hidden_pointers_lead_nowhere_else():
         import cupy
 
         x, n = cupy.asarray(HOST), HOST.nbytes
-        there = cupy.cuda.runtime.malloc(n)
-        cupy.cuda.runtime.memcpy(there, x[1:].data.ptr, n - 16, cupy.cuda.runtime.memcpyDefault)
-        memory = cupy.cuda.UnownedMemory(there, n, None)
+        destination = cupy.cuda.runtime.malloc(n)
+        cupy.cuda.runtime.memcpy(
+            destination, x[1:].data.ptr, n - 16, cupy.cuda.runtime.memcpyDefault
+        )
+        memory = cupy.cuda.UnownedMemory(destination, n, None)
         y = cupy.ndarray((2, 4), np.float32, cupy.cuda.MemoryPointer(memory, 0))
         assert ((y + 1).get() == HOST[1:] + 1).all()
         lines = Path("/proc/self/maps").read_text().splitlines()
         maps = [line.split()[0].split("-") for line in lines]
-        for pointer in (x.data.ptr, there):
+        for pointer in (x.data.ptr, destination):
             assert not any(int(a, 16) <= pointer < int(b, 16) for a, b in maps)
 
 

@@ -1,4 +1,4 @@
-"""Faults take time, just as much as asked and in the right place, and change no result."""
+"""[faults]: planted delays take the requested time, in the right place, and change no result."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Timed:
     """A Replica that takes COMPUTE, and whatever its callbacks take."""
 
     def __init__(self, clock: Clock):
-        self.arena, self.clock = arenas.make({"a": (3,), "b": (2,)}, "float64"), clock
+        self.arena, self.clock = arenas.make_arena({"a": (3,), "b": (2,)}, "float64"), clock
 
     def gradient(self, batch, scale, key, on_ready):
         outside = [lambda: on_ready("b"), lambda: key.sum_over_ranks(np.ones(2)),
@@ -77,9 +77,9 @@ SLEEPS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", SLEEPS)
-def test_sleeps(what):
-    keys, rank, stretch, before = SLEEPS[what]
+@pytest.mark.parametrize("kind", SLEEPS)
+def test_sleeps(kind):
+    keys, rank, stretch, before = SLEEPS[kind]
     clock = Clock()
     start = clock.now
     calls = gradient(FaultsOptions(**keys), rank, clock)
@@ -138,8 +138,8 @@ SLOW = FaultsOptions(slow_rank=0, slow_factor=4.0, jitter=0.5, step_ms=1.0)
 def test_faults_take_time_and_change_nothing(ranks):
     plain = ranks(fit, FaultsOptions())
     slowed = ranks(fit, SLOW)
-    assert [one[0] for one in plain] == [one[0] for one in slowed]
-    assert all(one[1] >= STEPS * SLOW.step_ms / 1e3 for one in slowed)  # it counts as compute
+    assert [item[0] for item in plain] == [item[0] for item in slowed]
+    assert all(item[1] >= STEPS * SLOW.step_ms / 1e3 for item in slowed)  # it counts as compute
 
 
 # What does not fit two ranks -> what is said
@@ -155,10 +155,10 @@ REFUSED = {
 
 @pytest.mark.parametrize("wrong", REFUSED)
 def test_refused(wrong):
-    keys, said = REFUSED[wrong]
+    keys, message = REFUSED[wrong]
 
     def body(world):
-        with pytest.raises(UsageError, match=said):
+        with pytest.raises(UsageError, match=message):
             fit(world, FaultsOptions(**keys))
 
     run_on("threads", 2, body)

@@ -1,4 +1,4 @@
-"""Reads of files that anybody may have left: whole, or one error that tells the place."""
+"""Reading of untrusted files: the whole content, or one error with the place of the fault."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def fifo(path):
 
 
 def listening(path):
-    with socket.socket(socket.AF_UNIX) as here:
-        here.bind(os.path.relpath(path))
+    with socket.socket(socket.AF_UNIX) as local:
+        local.bind(os.path.relpath(path))
 
 
 def unreadable(path):
@@ -58,15 +58,17 @@ ODD_FILES = {
 }
 
 
-@pytest.mark.parametrize("make, told", ODD_FILES.values(), ids=ODD_FILES)
-def test_an_odd_file_is_refused_at_once(tmp_path, monkeypatch, make, told):
+@pytest.mark.parametrize("make, reported", ODD_FILES.values(), ids=ODD_FILES)
+def test_an_odd_file_is_refused_at_once(tmp_path, monkeypatch, make, reported):
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "file"
     make(path)
     with limited(2), pytest.raises(files.FileError) as error:
         files.read_json_object(path, files.MIB)
-    assert str(path) in str(error.value) and told in str(error.value)
-    assert isinstance(error.value, files.MissingError) == (told == "expected a file, seen nothing")
+    assert str(path) in str(error.value) and reported in str(error.value)
+    assert isinstance(error.value, files.MissingError) == (
+        reported == "expected a file, seen nothing"
+    )
     assert isinstance(error.value, UsageError)
 
 
@@ -117,7 +119,7 @@ def test_half_a_last_line_does_not_count(tmp_path, text, steps, torn_bytes):
 
 
 @pytest.mark.parametrize(
-    "line, told",
+    "line, reported",
     [
         (b'{"st', "column 2: expected JSON"),
         (b"", "column 1: expected JSON"),
@@ -127,11 +129,11 @@ def test_half_a_last_line_does_not_count(tmp_path, text, steps, torn_bytes):
         (b'{"step": 3}{"step": 4}', "column 12: expected JSON (extra data)"),
     ],
 )
-def test_any_other_line_is_damage_and_has_its_number(tmp_path, line, told):
+def test_any_other_line_is_damage_and_has_its_number(tmp_path, line, reported):
     (tmp_path / "log").write_bytes(b'{"step": 1}\n' + line + b'\n{"step": 5}\n')
     with pytest.raises(files.FileError) as error:
         files.read_log(tmp_path / "log", with_step)
-    assert f"{tmp_path / 'log'}, line 2" in str(error.value) and told in str(error.value)
+    assert f"{tmp_path / 'log'}, line 2" in str(error.value) and reported in str(error.value)
 
 
 def test_a_line_has_a_limit(tmp_path):
@@ -147,9 +149,9 @@ def test_damaged_logs(count):
 
     def case(rng):
         steps = [{"step": n, "loss": rng.random(), "x": "é"} for n in range(rng.randint(0, 6))]
-        whole = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in steps).encode()
+        complete = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in steps).encode()
         cut = rng.random() < 0.5
-        path.write_bytes(torn(whole, rng) if cut else mutated(whole, rng))
+        path.write_bytes(torn(complete, rng) if cut else mutated(complete, rng))
         log = value_or_refusal(lambda: files.read_log(path, with_step), path)
         if cut:
             lines, rest = path.read_bytes().rpartition(b"\n")[::2]

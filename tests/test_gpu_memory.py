@@ -1,4 +1,4 @@
-"""A GPU has too little memory on one rank: it is named, with its bytes, and nobody waits for it."""
+"""A GPU out of memory on one rank: the error names rank and bytes, and no rank waits."""
 
 from __future__ import annotations
 
@@ -63,18 +63,18 @@ class Springs:
         return self._own.build(*args)
 
 
-def train(world, where: str, spring: Callable[[], None], run) -> None:
+def train(world, location: str, spring: Callable[[], None], run) -> None:
     """Train a few steps; `spring` is called at the place that `where` names."""
-    if where == "arena":
+    if location == "arena":
         spring()
-    layers = {"a": nn.Linear(40), "trap": Trap(where, spring), "b": nn.Linear(3)}
+    layers = {"a": nn.Linear(40), "trap": Trap(location, spring), "b": nn.Linear(3)}
     optimizer, engine = optim.sgd(0.1, 0.9), engines.AllReduce(algorithm="ring", overlap="always")
-    if where == "neighbours":
+    if location == "neighbours":
         engine = Springs(engine, spring)
     trainer = Trainer(
         nn.Model(layers, (8,)),
-        Springs(optimizer, spring) if where == "optimizer" else optimizer,
-        Springs(engine, spring) if where == "staging" else engine,
+        Springs(optimizer, spring) if location == "optimizer" else optimizer,
+        Springs(engine, spring) if location == "staging" else engine,
         world=world,
     )
     x, y = np.ones((90, 8), np.float32), np.arange(90) % 3
@@ -91,15 +91,17 @@ PLACES = {
     "backward": True,
     "look": True,
 }
-ASKED = r"GPU 1 is out of memory \(([\d,]+) of ([\d,]+) bytes free now, .*\): ([\d,]+) bytes asked"
+REQUESTED = (
+    r"GPU 1 is out of memory \(([\d,]+) of ([\d,]+) bytes free now, .*\): ([\d,]+) bytes asked"
+)
 
 
-@pytest.mark.parametrize("where", PLACES)
-def test_a_rank_that_is_short_ends_all(tmp_path, where):
+@pytest.mark.parametrize("location", PLACES)
+def test_a_rank_that_is_short_ends_all(tmp_path, location):
     with fakes.installed(devices=RANKS, ipc_within=True) as machine:
 
         def spring() -> None:
-            if where == "staging":
+            if location == "staging":
                 machine.pinned_bytes = sum(machine.pinned.values())
             elif machine.device == SHORT:
                 machine.limits[SHORT] = machine.used(SHORT) // 2
@@ -109,23 +111,29 @@ def test_a_rank_that_is_short_ends_all(tmp_path, where):
 
             cupy.cuda.Device(plain.rank).use()
             world = on_gpus(plain, gpus="012")
-            train(world, where, spring, tmp_path / "run")
+            train(world, location, spring, tmp_path / "run")
 
         begun = time.monotonic()
         with pytest.raises(GpuMemoryError) as error:
             run_on("threads", RANKS, body)
         assert time.monotonic() - begun < 15  # waits of this kind would take 20 s
-    said = str(error.value)
-    if where == "staging":
-        assert re.search(r"out of pinned host memory.*: [\d,]+ bytes asked.*ulimit -l", said)
+    message = str(error.value)
+    if location == "staging":
+        assert re.search(r"out of pinned host memory.*: [\d,]+ bytes asked.*ulimit -l", message)
     else:
-        free, whole, asked = (int(n.replace(",", "")) for n in re.search(ASKED, said).groups())
-        assert free < asked and free <= whole and "smaller batch or more [optimizer] micro" in said
+        free, complete, requested = (
+            int(n.replace(",", "")) for n in re.search(REQUESTED, message).groups()
+        )
+        assert (
+            free < requested
+            and free <= complete
+            and "smaller batch or more [optimizer] micro" in message
+        )
     summary = run_folder.read_summary(tmp_path / "run")
-    if PLACES[where]:
+    if PLACES[location]:
         assert (summary["status"], summary["exit_code"]) == ("failed", 1)
         assert re.search(rf"rank {SHORT} on \S+, step \d: GpuMemoryError: GPU 1", summary["reason"])
-    elif PLACES[where] is False:
+    elif PLACES[location] is False:
         assert summary is None
 
 
@@ -138,8 +146,8 @@ def test_what_cuda_and_cublas_say(gpu):
         "CUBLAS_STATUS_ALLOC_FAILED": "GPU 0 is out of memory",
         "CUDA_ERROR_OUT_OF_MEMORY: out of memory": "GPU 0 is out of memory",
     }
-    for text, said in short.items():
-        assert said in str(shortage(RuntimeError(text)))
+    for text, message in short.items():
+        assert message in str(shortage(RuntimeError(text)))
     assert shortage(cupy.cuda.runtime.CUDARuntimeError(700, "cudaErrorIllegalAddress: ...")) is None
     assert shortage(ValueError("all is well")) is None
 
@@ -149,10 +157,10 @@ def test_memory_that_cupy_keeps_is_given_back_for_what_neighbours_see(monkeypatc
     with fakes.installed(ipc_within=True, memory_bytes=8 << 20):
         import cupy
 
-        kept = [cupy.zeros(5 << 20, np.uint8)]
+        stored = [cupy.zeros(5 << 20, np.uint8)]
         pool = type(cupy.get_default_memory_pool())
-        monkeypatch.setattr(pool, "free_all_blocks", lambda self: kept.clear())
+        monkeypatch.setattr(pool, "free_all_blocks", lambda self: stored.clear())
         size = run_on(
             "threads", 1, lambda plain: on_gpus(plain).memory.gpu.zeros(1 << 20, "f4").size
         )
-        assert size == [1 << 20] and not kept
+        assert size == [1 << 20] and not stored

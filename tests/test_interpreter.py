@@ -1,4 +1,4 @@
-"""Python children: a module of the standard library's name beside the recipe breaks nothing."""
+"""Python child processes: a module beside the recipe cannot replace one of the standard library."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def shadows(tmp_path):
 @pytest.mark.parametrize("version", VERSIONS)
 def test_a_child_runs_a_module_and_no_file_of_its_folder(shadows, version):
     line = [*module_command("hpctrain", version), "train", "--help"]
-    done = subprocess.run(line, cwd=shadows, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "hpctrain train" in done.stdout
+    completed = subprocess.run(line, cwd=shadows, capture_output=True, text=True)
+    assert (completed.returncode, completed.stderr) == (0, "")
+    assert "hpctrain train" in completed.stdout
 
 
 @pytest.mark.processes

@@ -1,4 +1,4 @@
-"""The last lines of a run: where its results are, and the command that resumes it."""
+"""The last lines of a run: its results folder, and the command that resumes it."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ def test_a_program_that_is_not_on_the_path_is_called_as_it_was(monkeypatch):
     assert last_lines.command_line() == [".venv/bin/hpctrain", "train", "digits"]
 
 
-def fit(world: World, how: str, **given: object) -> None:
+def fit(world: World, method: str, **arguments: object) -> None:
     """Train for long, at a rate that makes the parameters infinite where it is to diverge."""
     model = ht.nn.Model({"out": ht.nn.Linear(2)}, (4,))
-    rate = 1e38 if how == "diverge" else 0.1
+    rate = 1e38 if method == "diverge" else 0.1
     trainer = ht.Trainer(model, ht.optim.sgd(rate=rate), world=world)
     samples = ht.data.Dataset(np.full((8, 4), 1e3, np.float32), np.arange(8) % 2)
-    trainer.fit(samples, epochs=1000, batch=8, **given)
+    trainer.fit(samples, epochs=1000, batch=8, **arguments)
 
 
 # what happens, whether there is a folder; the error, its exit code, what it says, what follows
@@ -80,12 +80,12 @@ ENDINGS = {
 
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_a_script_that_does_not_come_to_its_end(tmp_path, monkeypatch, ending):
-    how, kept, kind, code, said, follows = ENDINGS[ending]
+    method, saved, kind, code, message, follows = ENDINGS[ending]
     out = str(tmp_path / "run")
-    asked = property(lambda request: how == "stop", lambda request, value: None)
-    monkeypatch.setattr(StopRequest, "requested", asked, raising=False)
-    with pytest.raises(kind, match=said) as raised:
-        run_on("threads", 1, lambda world: fit(world, how, **({"out": out} if kept else {})))
+    requested = property(lambda request: method == "stop", lambda request, value: None)
+    monkeypatch.setattr(StopRequest, "requested", requested, raising=False)
+    with pytest.raises(kind, match=message) as raised:
+        run_on("threads", 1, lambda world: fit(world, method, **({"out": out} if saved else {})))
     assert raised.value.exit_code == code
     assert ("resume me" in str(raised.value)) == (ending == "stopped")
     expected = [f"results: {out}", follows.format(out)] if follows else []

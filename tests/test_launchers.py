@@ -1,11 +1,11 @@
-"""launchers: a table of environments, each as its launcher really sets it."""
+"""launchers: ranks and sizes from the environment variables that each launcher sets."""
 
 from __future__ import annotations
 
 import pytest
 
 from hpctrain.core.launchers import (
-    ALONE,
+    SINGLE_RANK,
     Launched,
     allocated_tasks,
     launched,
@@ -41,7 +41,7 @@ DAEMON = SRUN | {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_LOCALID": "0"}
 BATCH = {name: value for name, value in SRUN.items() if name != "SLURM_STEP_ID"}
 
 TABLE = {
-    "alone": ({}, ALONE),
+    "alone": ({}, SINGLE_RANK),
     "openmpi": (OPENMPI, Launched("openmpi", 3, 4, 1, 2)),
     "openmpi in slurm": (DAEMON | OPENMPI, Launched("openmpi", 3, 4, 1, 2)),
     "mvapich2": (
@@ -94,9 +94,9 @@ TABLE = {
         SRUN | {"SLURM_STEP_NUM_TASKS": "4"},
         Launched("srun", 3, 4, 1, 2),
     ),
-    "batch script": (BATCH, ALONE),
-    "interactive step": (SRUN | {"SLURM_STEP_ID": "4294967290"}, ALONE),
-    "srun, no number": (SRUN | {"SLURM_PROCID": "three"}, ALONE),
+    "batch script": (BATCH, SINGLE_RANK),
+    "interactive step": (SRUN | {"SLURM_STEP_ID": "4294967290"}, SINGLE_RANK),
+    "srun, no number": (SRUN | {"SLURM_PROCID": "three"}, SINGLE_RANK),
     "gforker in slurm": (
         DAEMON | {"PMI_RANK": "1", "PMI_SIZE": "2"},
         Launched("pmi", 1, 2, None, None),
@@ -114,9 +114,9 @@ def test_launched(case):
     assert launched(environ) == expected
 
 
-@pytest.mark.parametrize("told, number", [("4", 4), ("2(x3),1", 7), ("", None)])
-def test_slots(told, number):
-    assert allocated_tasks({"SLURM_TASKS_PER_NODE": told}) == number
+@pytest.mark.parametrize("reported, number", [("4", 4), ("2(x3),1", 7), ("", None)])
+def test_slots(reported, number):
+    assert allocated_tasks({"SLURM_TASKS_PER_NODE": reported}) == number
 
 
 @pytest.mark.parametrize(
@@ -169,12 +169,12 @@ def test_scrubbed_environment_is_no_rank_and_keeps_settings():
     ],
 )
 def test_mismatch(environ, mpi_size, vendor, remedy):
-    said = mismatch(launched(environ), mpi_size, vendor, "/opt/lib/libmpi.so.12")
+    message = mismatch(launched(environ), mpi_size, vendor, "/opt/lib/libmpi.so.12")
     if remedy is None:
-        assert said is None
+        assert message is None
     else:
-        assert said is not None
-        assert all(part in said for part in (remedy, vendor, "/opt/lib/libmpi.so.12"))
+        assert message is not None
+        assert all(part in message for part in (remedy, vendor, "/opt/lib/libmpi.so.12"))
 
 
 @pytest.mark.parametrize(
@@ -190,11 +190,11 @@ def test_mismatch(environ, mpi_size, vendor, remedy):
     ],
 )
 def test_unstartable(environ, vendor, wrong):
-    said = unstartable(launched(environ), vendor, "/opt/lib/libmpi.so.12")
-    assert (said is not None) == wrong
-    if said:
+    message = unstartable(launched(environ), vendor, "/opt/lib/libmpi.so.12")
+    assert (message is not None) == wrong
+    if message:
         parts = ("4 ranks were started by Open MPI's mpirun", vendor, "4 jobs of one rank")
-        assert all(part in said for part in parts)
+        assert all(part in message for part in parts)
 
 
 @pytest.mark.parametrize(
@@ -210,10 +210,10 @@ def test_unstartable(environ, vendor, wrong):
 def test_mpich_without_pmix(environ, vendor, wrong):
     """MPI_Init would abort: "unsupported PMI version PMIx"."""
     job, path = launched(environ), "/opt/lib/libmpi.so.12"
-    said = unstartable(job, vendor, path, no_pmix=only_pmix(environ))
-    assert (said is not None) == wrong
-    if said:
-        assert "without PMIx" in said and "srun --mpi=pmi2 -n 5" in said
+    message = unstartable(job, vendor, path, no_pmix=only_pmix(environ))
+    assert (message is not None) == wrong
+    if message:
+        assert "without PMIx" in message and "srun --mpi=pmi2 -n 5" in message
     assert unstartable(job, vendor, path) is None  # it knows PMIx
 
 
@@ -231,7 +231,7 @@ def test_mpich_without_pmix(environ, vendor, wrong):
 def test_daemons_taken_for_ranks(environ, vendor, wrong):
     """Ranks of a node would all be rank 0 of PMIx, and MPI_Init of some would never end."""
     job = launched(environ)
-    said = unstartable(job, vendor, "/opt/lib/libmpi.so.40", daemons=pmix_of_daemons(environ))
-    assert (said is not None) == wrong
-    if said:
-        assert "its daemons would be taken" in said and "hpctrain launch -n 6" in said
+    message = unstartable(job, vendor, "/opt/lib/libmpi.so.40", daemons=pmix_of_daemons(environ))
+    assert (message is not None) == wrong
+    if message:
+        assert "its daemons would be taken" in message and "hpctrain launch -n 6" in message

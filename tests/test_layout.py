@@ -19,62 +19,59 @@ FILES = Path(__file__).parents[1] / "docs" / "files.md"
 MOST_LINES = 300
 #: room: (most files, most lines), `__init__.py` included
 ROOMS = {
-    ".": (6, 800),
+    ".": (5, 460),
     "bench": (14, 1550),
     "bench/prediction": (6, 600),
     "bench/rivals": (4, 350),
     "bench/training_step": (4, 450),
     "bench/tuning": (4, 300),
     "checkpoint": (5, 950),
-    "cluster": (4, 500),
+    "cluster": (3, 440),
     "cluster/netlab": (3, 400),
     "cluster/slurm": (13, 1850),
     "collectives": (23, 2250),
     "collectives/reductions": (5, 500),
     "commands": (20, 1350),
-    "config": (4, 600),
+    "config": (5, 620),
     "core": (13, 1500),
-    "cost_model": (7, 950),
-    "data": (14, 1300),
+    "cost_model": (7, 970),
+    "data": (15, 1330),
     "doctor": (9, 900),
     "doctor/job": (12, 1650),
     "engines": (6, 900),
     "engines/gossip": (6, 750),
-    "engines/local_sgd": (4, 500),
+    "engines/local_sgd": (4, 510),
     "engines/parameter_server": (12, 1800),
-    "engines/synchronous": (9, 1100),
+    "engines/synchronous": (9, 1120),
     "gradients": (9, 1200),
-    "gradients/compress": (7, 850),
-    "hardware": (8, 650),
+    "gradients/compress": (7, 900),
+    "hardware": (7, 620),
     "nn": (19, 2200),
     "nn/cuda": (6, 700),
-    "optim": (8, 1200),
+    "optim": (8, 1250),
     "report": (4, 500),
     "run_files": (5, 550),
-    "scaling": (10, 1550),
+    "scaling": (10, 1570),
     "scaling/output": (7, 900),
-    "scaling/trials": (4, 550),
-    "training": (15, 2450),
+    "scaling/trials": (4, 560),
+    "training": (16, 2480),
     "training/recipes": (1, 50),
     "transport": (3, 250),
-    "transport/device": (5, 900),
-    "transport/gpu_probe": (6, 1000),
+    "transport/device": (6, 930),
+    "transport/gpu_probe": (7, 1090),
     "transport/mpi": (7, 800),
-    "transport/placement": (6, 900),
-    "transport/shared_memory": (4, 650),
+    "transport/placement": (5, 890),
+    "transport/shared_memory": (5, 720),
     "transport/threads": (4, 400),
     "tuning": (10, 1400),
     "user_collectives": (3, 450),
     "watch": (6, 750),
+    "world": (4, 400),
 }
 #: longer files and their lines, which may only shrink
 LONG = {
     "checkpoint/format.py": 302,
     "checkpoint/store.py": 319,
-    "config/usercode.py": 305,
-    "training/recipe.py": 312,
-    "transport/device/transfers.py": 305,
-    "world.py": 341,
 }
 CLAUSES = re.compile(r"(Return|Yield|Tell|Say)s? (what|who|whom|which|where|how|that which)\b")
 
@@ -128,7 +125,7 @@ def test_a_room_keeps_to_its_size(room):
 
 
 def test_files_are_short():
-    limits = {ROOT / name: most for name, most in LONG.items()}
+    limits = {ROOT / name: maximum for name, maximum in LONG.items()}
     assert [p for p in ROOT.rglob("*.py") if lines(p) > limits.get(p, MOST_LINES)] == []
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import hpctrain
 
-MOST = 0.01
+MAXIMUM = 0.01
 STUMBLING = {
     "all", "another", "any", "asked", "both", "done", "each", "enough", "few", "found", "given",
     "here", "how", "it", "kept", "known", "least", "less", "made", "many", "meant", "mine",
@@ -45,7 +45,7 @@ def test_names_are_nouns_or_verbs():
             f"{path.name}: {name}" for name in names if name.strip("_").lower() in STUMBLING
         )
     assert total > 10_000
-    assert stumbling.total() <= MOST * total, stumbling.most_common(40)
+    assert stumbling.total() <= MAXIMUM * total, stumbling.most_common(40)
 
 
 def test_what_is_counted():

@@ -1,4 +1,4 @@
-"""CuPy itself, where it is installed: names that are used, and kernels through its compiler.
+"""CuPy itself, where it is installed: the functions in use, and kernels through its compiler.
 
 No GPU is needed: NVRTC compiles for one that is not there. Where there is one, what kernels of our
 own compute is compared with what NumPy does.
@@ -74,14 +74,14 @@ def traced(function, arrays, numbers):
     """Return the kernel that cupy.fuse makes of `function`."""
     from cupy._core import _fusion_thread_local, fusion
 
-    here, history = _fusion_thread_local.thread_local, fusion._FusionHistory()
-    here.history, here.is_old_fusing = history, True
+    local, history = _fusion_thread_local.thread_local, fusion._FusionHistory()
+    local.history, local.is_old_fusing = history, True
     try:
         kernel, _ = history.get_fusion(
             lambda *args: function(cupy, *args), (*arrays, *numbers), function.__name__.strip("_")
         )
     finally:
-        here.history, here.is_old_fusing = None, False
+        local.history, local.is_old_fusing = None, False
     return kernel
 
 
@@ -162,10 +162,10 @@ def test_kernels_of_compression_compile(dtype):
 def a_gpu():
     """Skip where CUDA finds no GPU."""
     try:
-        found = cupy.cuda.runtime.getDeviceCount()
+        result = cupy.cuda.runtime.getDeviceCount()
     except cupy.cuda.runtime.CUDARuntimeError:
-        found = 0
-    if not found:
+        result = 0
+    if not result:
         pytest.skip("needs a GPU")
 
 
@@ -174,22 +174,22 @@ def a_gpu():
 def test_dropout_has_the_mask_of_the_host(a_gpu, dtype, shape):
     x = np.random.default_rng(0).standard_normal(shape).astype(dtype)
     layer, key = Dropout(0.3), nn.Key(5, 2**63, 2**40, layer=3)
-    (wanted, _), (found, saved) = (layer.forward({}, a, key) for a in (x, cupy.asarray(x)))
+    (expected, _), (result, saved) = (layer.forward({}, a, key) for a in (x, cupy.asarray(x)))
     back = layer.backward({}, {}, saved, cupy.asarray(x), True)
-    assert cupy.asnumpy(found).tobytes() == wanted.tobytes() == cupy.asnumpy(back).tobytes()
+    assert cupy.asnumpy(result).tobytes() == expected.tobytes() == cupy.asnumpy(back).tobytes()
 
 
 @pytest.mark.parametrize("dtype", TYPES)
 def test_the_largest_are_those_of_the_host(a_gpu, dtype):
     x = np.round(np.random.default_rng(0).standard_normal(1_000_000) * 1e3).astype(dtype)
     plane, k = cupy.zeros(x.size, dtype), 10_000  # some are equal: of these the first
-    where, values = cupy.empty(k, np.uint32), cupy.empty(k, dtype)
-    LARGEST.Largest(plane, 0, [(0, x.size, k)])(cupy.asarray(x), where, values)
-    wanted = np.argsort(-abs(x), kind="stable")[:k]
-    order = np.argsort(where.get())
-    assert (where.get()[order] == np.sort(wanted)).all()
-    assert (values.get()[order] == x[np.sort(wanted)]).all()
-    LARGEST.add_pairs(plane, where, values)
+    location, values = cupy.empty(k, np.uint32), cupy.empty(k, dtype)
+    LARGEST.Largest(plane, 0, [(0, x.size, k)])(cupy.asarray(x), location, values)
+    expected = np.argsort(-abs(x), kind="stable")[:k]
+    order = np.argsort(location.get())
+    assert (location.get()[order] == np.sort(expected)).all()
+    assert (values.get()[order] == x[np.sort(expected)]).all()
+    LARGEST.add_pairs(plane, location, values)
     assert (plane.get() == x).all()
 
 
@@ -197,18 +197,18 @@ def test_the_largest_are_those_of_the_host(a_gpu, dtype):
 def test_columns_are_those_of_lapack(a_gpu, dtype):
     rank, rows = 4, [4, 4608, 300]
     x = np.random.default_rng(0).standard_normal(rank * sum(rows)).astype(dtype)
-    found = cupy.asarray(x)
-    for a in (x, found):
+    result = cupy.asarray(x)
+    for a in (x, result):
         ORTHONORMAL.Orthonormal(a, rank, rows)(a)
-    np.testing.assert_allclose(found.get(), x, atol=1e-5 if dtype == "float32" else 1e-13)
+    np.testing.assert_allclose(result.get(), x, atol=1e-5 if dtype == "float32" else 1e-13)
 
 
 def test_bfloat16_has_the_bits_of_the_host(a_gpu):
     x = np.random.default_rng(0).integers(0, 0x7F800000, 100_000, np.uint32).view(np.float32)
-    here, there = np.empty(x.size, np.uint16), cupy.empty(x.size, np.uint16)
-    BF16.narrow(x, here)
-    BF16.narrow(cupy.asarray(x), there)
-    assert (there.get() == here).all()
+    local, target = np.empty(x.size, np.uint16), cupy.empty(x.size, np.uint16)
+    BF16.narrow(x, local)
+    BF16.narrow(cupy.asarray(x), target)
+    assert (target.get() == local).all()
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -216,14 +216,14 @@ def test_bfloat16_has_the_bits_of_the_host(a_gpu):
 def test_convolution_is_that_of_the_host(a_gpu, dtype, channels, kernel, stride, padding):
     draw, layer = np.random.default_rng(0).standard_normal, nn.Conv2d(8, kernel, stride, padding)
     x = draw((4, 17, 16, channels)).astype(dtype)
-    p = {n: draw(one.shape).astype(dtype) for n, one in layer.parameters(x.shape[1:]).items()}
-    told = []
+    p = {n: draw(item.shape).astype(dtype) for n, item in layer.parameters(x.shape[1:]).items()}
+    reported = []
     for to in (np.asarray, cupy.asarray):
-        here, g = ({n: to(a.copy()) for n, a in p.items()} for _ in range(2))
-        y, saved = layer.forward(here, to(x), None)
-        told.append([y, layer.backward(here, g, saved, y, True), *g.values()])
-    for found, wanted in zip(told[1], told[0], strict=True):
-        np.testing.assert_allclose(cupy.asnumpy(found), wanted, rtol=1e-3, atol=1e-2)
+        local, g = ({n: to(a.copy()) for n, a in p.items()} for _ in range(2))
+        y, saved = layer.forward(local, to(x), None)
+        reported.append([y, layer.backward(local, g, saved, y, True), *g.values()])
+    for result, expected in zip(reported[1], reported[0], strict=True):
+        np.testing.assert_allclose(cupy.asnumpy(result), expected, rtol=1e-3, atol=1e-2)
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -233,12 +233,12 @@ def test_normalization_is_that_of_the_host(a_gpu, layer, dtype, shape):
     draw = np.random.default_rng(0).standard_normal
     x, dy = ((draw(shape) + 3).astype(dtype) for _ in range(2))
     p = {n: draw(shape[-1:]).astype(dtype) for n in layer.parameters(shape[1:])}
-    told = []
+    reported = []
     for to in (np.asarray, cupy.asarray):
-        here, g = ({n: to(a.copy()) for n, a in p.items()} for _ in range(2))
-        y, saved = layer.forward(here, to(x), nn.Key(0, 0, 0))
+        local, g = ({n: to(a.copy()) for n, a in p.items()} for _ in range(2))
+        y, saved = layer.forward(local, to(x), nn.Key(0, 0, 0))
         trained = {n: g[n] for n in ("weight", "bias")}
-        dx = layer.backward(here, trained, saved, to(dy), True)
-        told.append([y, dx, *g.values(), *here.values()])
-    for found, wanted in zip(told[1], told[0], strict=True):
-        np.testing.assert_allclose(cupy.asnumpy(found), wanted, rtol=1e-3, atol=1e-2)
+        dx = layer.backward(local, trained, saved, to(dy), True)
+        reported.append([y, dx, *g.values(), *local.values()])
+    for result, expected in zip(reported[1], reported[0], strict=True):
+        np.testing.assert_allclose(cupy.asnumpy(result), expected, rtol=1e-3, atol=1e-2)

@@ -1,4 +1,4 @@
-"""A GPU itself, where there is one: what stand-ins have shown is seen there, by threads and by MPI.
+"""A real GPU, where there is one: the tests of the stand-ins, with threads and MPI ranks.
 
     pytest tests/test_on_cupy.py tests/test_on_gpu.py      # about five minutes; one GPU is enough
 
@@ -23,10 +23,10 @@ from safetensors.numpy import load_file
 from hpctrain.collectives import OPERATIONS, operation
 from hpctrain.collectives.reductions import cuda_sum
 from hpctrain.collectives.reductions.operations import ufunc_of
-from hpctrain.gradients.precision import replica_of
+from hpctrain.gradients.precision import make_replica
 from hpctrain.run_files import run_folder
 
-HERE = Path(__file__).parent
+LOCAL = Path(__file__).parent
 
 
 def devices() -> int:
@@ -46,7 +46,7 @@ pytestmark = [
 
 def of(path: str):
     """Return the test module at `path`: two of them may share a name."""
-    spec = util.spec_from_file_location(path.replace("/", "_"), HERE / f"{path}.py")
+    spec = util.spec_from_file_location(path.replace("/", "_"), LOCAL / f"{path}.py")
     module = util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -58,17 +58,17 @@ MODELS, MIXED, OPTIMIZERS, ENGINES = map(
 )  # fmt: skip
 
 
-def away(found, wanted) -> float:
-    return float(np.linalg.norm(found - wanted) / max(np.linalg.norm(wanted), 1e-30))
+def away(result, expected) -> float:
+    return float(np.linalg.norm(result - expected) / max(np.linalg.norm(expected), 1e-30))
 
 
 @pytest.mark.parametrize("samples", [7, 0])
 @pytest.mark.parametrize("name", MODELS.MODELS)
 def test_gradients(name, samples):
-    host, wanted, order = MODELS.computed(name, False, samples)
+    host, expected, order = MODELS.computed(name, False, samples)
     device, sums, ready = MODELS.computed(name, True, samples)
-    assert ready == order and (sums.correct, sums.count) == (wanted.correct, wanted.count)
-    assert away(sums.loss, wanted.loss) <= 1e-5
+    assert ready == order and (sums.correct, sums.count) == (expected.correct, expected.count)
+    assert away(sums.loss, expected.loss) <= 1e-5
     assert away(device.arena.grad.get(), host.arena.grad) <= 1e-4
     assert away(device.arena.buffer.get(), host.arena.buffer) <= 1e-5
 
@@ -76,29 +76,29 @@ def test_gradients(name, samples):
 @pytest.mark.parametrize("precision", ["tf32", "bf16", "fp16"])
 @pytest.mark.parametrize("name", MIXED.MODELS)
 def test_gradients_with_fewer_digits(name, precision):
-    batch, wanted = MIXED.batch(name), replica_of(MIXED.built(name), 3, "float32", False)
-    found = replica_of(MIXED.built(name), 3, precision, True)
-    told = wanted.gradient(batch, 1 / 6, MIXED.KEY, MIXED.nobody)
-    sums = found.gradient(batch, 1 / 6, MIXED.KEY, MIXED.nobody)
+    batch, expected = MIXED.batch(name), make_replica(MIXED.built(name), 3, "float32", False)
+    result = make_replica(MIXED.built(name), 3, precision, True)
+    reported = expected.gradient(batch, 1 / 6, MIXED.KEY, MIXED.nobody)
+    sums = result.gradient(batch, 1 / 6, MIXED.KEY, MIXED.nobody)
     close = MIXED.CLOSE.get(precision, 0.005)
-    assert away(sums.loss, told.loss) <= close
-    assert away(found.arena.grad.get(), wanted.arena.grad) <= 6 * close
-    again = replica_of(MIXED.built(name), 3, "float32", True)  # with all digits, as ever after
+    assert away(sums.loss, reported.loss) <= close
+    assert away(result.arena.grad.get(), expected.arena.grad) <= 6 * close
+    again = make_replica(MIXED.built(name), 3, "float32", True)  # with all digits, as ever after
     again.gradient(batch, 1 / 6, MIXED.KEY, MIXED.nobody)
-    assert away(again.arena.grad.get(), wanted.arena.grad) <= 1e-4
+    assert away(again.arena.grad.get(), expected.arena.grad) <= 1e-4
 
 
 def test_products_have_the_digits_of_the_precision():
     import cupy
 
     x = np.random.default_rng(0).standard_normal((512, 512)).astype(np.float32)
-    there, wanted, model = cupy.asarray(x), x.astype(np.float64) @ x, MIXED.built("mlp")
-    for precision, least, most in (("float32", 0, 1e-5), ("tf32", 1e-5, 1e-2),
+    target, expected, model = cupy.asarray(x), x.astype(np.float64) @ x, MIXED.built("mlp")
+    for precision, minimum, maximum in (("float32", 0, 1e-5), ("tf32", 1e-5, 1e-2),
                                    ("float32", 0, 1e-5)):  # fmt: skip
-        replica_of(model, 3, precision, True)
-        if int(there.device.compute_capability) < 80:  # no TF32 there
-            least = 0
-        assert least <= away((there @ there).get(), wanted) <= most, precision
+        make_replica(model, 3, precision, True)
+        if int(target.device.compute_capability) < 80:  # no TF32 there
+            minimum = 0
+        assert minimum <= away((target @ target).get(), expected) <= maximum, precision
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -106,11 +106,11 @@ def test_products_have_the_digits_of_the_precision():
 def test_optimizers(name, dtype):
     import cupy
 
-    wanted = OPTIMIZERS.updated(OPTIMIZERS.OPTIMIZERS[name], dtype)
-    found = OPTIMIZERS.updated(OPTIMIZERS.OPTIMIZERS[name], dtype, cupy.asarray)
+    expected = OPTIMIZERS.updated(OPTIMIZERS.OPTIMIZERS[name], dtype)
+    result = OPTIMIZERS.updated(OPTIMIZERS.OPTIMIZERS[name], dtype, cupy.asarray)
     close = 1e-5 if dtype == "float32" else 1e-13  # a kernel multiplies and adds in one
-    for key in found.keys() - {"step"}:
-        assert away(found[key].get(), wanted[key]) <= close, key
+    for key in result.keys() - {"step"}:
+        assert away(result[key].get(), expected[key]) <= close, key
 
 
 @pytest.mark.parametrize("op", OPERATIONS)
@@ -118,29 +118,32 @@ def test_optimizers(name, dtype):
 def test_sums_have_the_bytes_of_the_host(dtype, op):
     import cupy
 
-    draw, how = np.random.default_rng(0), operation(op, dtype_of(dtype))
+    draw, method = np.random.default_rng(0), operation(op, dtype_of(dtype))
     for n, skip in ((1, 0), (1000, 0), (1001, 1), (1 << 20, 0)):
         arrays = [(draw.standard_normal(n + skip) * 100).astype(dtype_of(dtype)) for _ in range(3)]
-        told = arrays[0][skip:].copy()
+        reported = arrays[0][skip:].copy()
         for other in arrays[1:]:
-            how(told, other[skip:], out=told)
-        there = [cupy.asarray(x)[skip:] for x in arrays]
-        cuda_sum.combine(there, ufunc_of(how), there)
-        assert all((x.get().view(np.uint8) == told.view(np.uint8)).all() for x in there), (n, skip)
+            method(reported, other[skip:], out=reported)
+        target = [cupy.asarray(x)[skip:] for x in arrays]
+        cuda_sum.combine(target, ufunc_of(method), target)
+        assert all((x.get().view(np.uint8) == reported.view(np.uint8)).all() for x in target), (
+            n,
+            skip,
+        )
 
 
 @pytest.mark.parametrize("name", ENGINES.ENGINES)
 def test_engines_on_threads(name):
-    wanted = run_on("threads", 3, lambda w: ENGINES.trained(w, ENGINES.ENGINES[name])[0])
-    found = run_on_gpus(3, lambda w: ENGINES.trained(w, ENGINES.ENGINES[name])[0])
-    for one, other in zip(found, wanted, strict=True):
-        assert away(one, other) <= 1e-4
+    expected = run_on("threads", 3, lambda w: ENGINES.trained(w, ENGINES.ENGINES[name])[0])
+    result = run_on_gpus(3, lambda w: ENGINES.trained(w, ENGINES.ENGINES[name])[0])
+    for item, other in zip(result, expected, strict=True):
+        assert away(item, other) <= 1e-4
 
 
 @pytest.mark.parametrize("name", ENGINES.FREE)
 def test_engines_on_threads_that_wait_for_nobody(name):
-    found = run_on_gpus(3, lambda w: ENGINES.trained(w, ENGINES.FREE[name])[1])
-    assert np.isfinite(found[0]["train_loss"])
+    result = run_on_gpus(3, lambda w: ENGINES.trained(w, ENGINES.FREE[name])[1])
+    assert np.isfinite(result[0]["train_loss"])
 
 
 # From here on real ranks of MPI, two of them on a GPU where there is one.
@@ -173,41 +176,41 @@ RUNS = {
 ALIKE = ("model_dropout",)
 
 
-def trained(hpctrain, out: Path, device: str, ranks: int | None, steps: int, keys, *more):
+def trained(hpctrain, out: Path, device: str, ranks: int | None, steps: int, keys, *extra):
     """Train `digits`; return the parameters and the summary."""
     words = sets(**{"run_epochs": "", "run_steps": steps, **keys})
-    done = hpctrain(*TRAIN, device, *words, "--out", out, *more, ranks=ranks, timeout=100)
-    assert done.returncode == 0, done.stderr
+    completed = hpctrain(*TRAIN, device, *words, "--out", out, *extra, ranks=ranks, timeout=100)
+    assert completed.returncode == 0, completed.stderr
     file = out / f"weights-{steps}.safetensors"
     assert hpctrain("checkpoint", "export", out, "--output", file).returncode == 0
     tensors = load_file(file)
-    found = np.concatenate([tensors[name].ravel() for name in sorted(tensors)])
-    return found, run_folder.read_summary(out)
+    result = np.concatenate([tensors[name].ravel() for name in sorted(tensors)])
+    return result, run_folder.read_summary(out)
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("name", RUNS)
 def test_ranks_train(hpctrain, tmp_path, name):
     keys, close = RUNS[name]
-    found, summary = trained(hpctrain, tmp_path / "gpu", "gpu", 2, STEPS, keys)
-    assert np.isfinite(found).all() and summary["status"] == "done"
+    result, summary = trained(hpctrain, tmp_path / "gpu", "gpu", 2, STEPS, keys)
+    assert np.isfinite(result).all() and summary["status"] == "done"
     if close is not None:
         exact = "float64" if keys.get("run_precision") == "float64" else "float32"
         alike = {key: value for key, value in keys.items() if key in ALIKE}
-        one = {"engine_kind": "single", "run_precision": exact, **alike}
-        wanted, _ = trained(hpctrain, tmp_path / "cpu", "cpu", None, STEPS, one)
-        assert away(found, wanted) <= close
+        item = {"engine_kind": "single", "run_precision": exact, **alike}
+        expected, _ = trained(hpctrain, tmp_path / "cpu", "cpu", None, STEPS, item)
+        assert away(result, expected) <= close
 
 
 @pytest.mark.processes
 def test_training_goes_on_and_is_evaluated(hpctrain, tmp_path):
     keys = {"checkpoint_every_steps": STEPS // 2}
-    whole, summary = trained(hpctrain, tmp_path / "whole", "gpu", 2, STEPS, keys)
+    complete, summary = trained(hpctrain, tmp_path / "whole", "gpu", 2, STEPS, keys)
     trained(hpctrain, tmp_path / "two", "gpu", 2, STEPS // 2, keys)
-    found, _ = trained(hpctrain, tmp_path / "two", "gpu", 1, STEPS, keys, "--resume")
-    assert away(found, whole) <= 1e-4
-    done = hpctrain("evaluate", tmp_path / "whole")
-    assert done.returncode == 0 and f"{summary['test_accuracy']:.3f}"[:4] in done.stdout
+    result, _ = trained(hpctrain, tmp_path / "two", "gpu", 1, STEPS, keys, "--resume")
+    assert away(result, complete) <= 1e-4
+    completed = hpctrain("evaluate", tmp_path / "whole")
+    assert completed.returncode == 0 and f"{summary['test_accuracy']:.3f}"[:4] in completed.stdout
 
 
 NEIGHBOURS = """
@@ -235,16 +238,16 @@ for algorithm in ("auto", "ring", "direct", "tree"):
 @pytest.mark.processes
 def test_memory_of_neighbours(start):
     """Sums through CUDA IPC, not a byte by way of the host; arrays of a user's own."""
-    done = start("-c", NEIGHBOURS, ranks=2).finish(60)
-    assert done.returncode == 0, done.stderr
+    completed = start("-c", NEIGHBOURS, ranks=2).finish(60)
+    assert completed.returncode == 0, completed.stderr
 
 
 @pytest.mark.processes
 def test_messages_arrive_on_each_path(hpctrain, tmp_path):
     file = tmp_path / "p2p.json"
     words = ("--sizes", "4B,1MiB,8MiB", "--iterations", "3", "--json", file)
-    done = hpctrain("bench", "p2p", "--device", "gpu", *words, ranks=2)
-    assert done.returncode == 0, done.stderr
+    completed = hpctrain("bench", "p2p", "--device", "gpu", *words, ranks=2)
+    assert completed.returncode == 0, completed.stderr
     rows = json.loads(file.read_text())["rows"]
     assert all(row["correct"] for row in rows) and {"staged", "ipc"} <= {r["path"] for r in rows}
 
@@ -255,5 +258,5 @@ def test_memory_that_does_not_suffice(hpctrain, tmp_path):
 
     wide = math.isqrt(cupy.cuda.runtime.memGetInfo()[1] // 4)  # one plane fills the GPU
     keys = sets(model_widths=f"[64,{wide},{wide},10]", run_steps=1, run_epochs="")
-    done = hpctrain(*TRAIN, "gpu", *keys, "--out", tmp_path / "run", ranks=2, timeout=150)
-    assert done.returncode != 0 and "out of memory" in done.stderr.lower()
+    completed = hpctrain(*TRAIN, "gpu", *keys, "--out", tmp_path / "run", ranks=2, timeout=150)
+    assert completed.returncode != 0 and "out of memory" in completed.stderr.lower()

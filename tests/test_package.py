@@ -1,4 +1,4 @@
-"""The package as others meet it: what importing it costs, its version, its public names."""
+"""The package: the cost of its import, its version, its public names."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from hpctrain import cli
 def test_import_leaves_alone():
     late = {"mpi4py.MPI", "cupy", "sklearn", "matplotlib", "jinja2"}
     code = f"import sys, hpctrain; print({late} & set(sys.modules))"
-    seen = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
-    assert seen == "set()\n"
+    observed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
+    assert observed == "set()\n"
 
 
 def test_import_of_the_package_imports_none_of_its_modules():
@@ -56,25 +56,25 @@ def test_command_is_the_module():
     assert callable(command.load())
 
 
-@pytest.mark.parametrize("asked", ["--help", "--version", "train --help"])
-def test_help_is_said_by_one_rank(asked, monkeypatch, capsys):
-    said = []
+@pytest.mark.parametrize("requested", ["--help", "--version", "train --help"])
+def test_help_is_said_by_one_rank(requested, monkeypatch, capsys):
+    message = []
     for rank in "0", "1":
         for variable, value in {"RANK": rank, "LOCAL_RANK": rank, "SIZE": "2"}.items():
             monkeypatch.setenv(f"MV2_COMM_WORLD_{variable}", value)
-        monkeypatch.setattr(sys, "argv", ["hpctrain", *asked.split()])
+        monkeypatch.setattr(sys, "argv", ["hpctrain", *requested.split()])
         assert cli._guarded() == 0
-        said.append("".join(capsys.readouterr()))
-    assert (said[0] != "", said[1]) == (True, "")
+        message.append("".join(capsys.readouterr()))
+    assert (message[0] != "", message[1]) == (True, "")
 
 
-@pytest.mark.parametrize("told", ["by an exit", "by itself"])
-def test_nothing_is_said_when_nobody_reads_on(told, monkeypatch, capfd):
+@pytest.mark.parametrize("reported", ["by an exit", "by itself"])
+def test_nothing_is_said_when_nobody_reads_on(reported, monkeypatch, capfd):
     def main(**_):
         try:
             raise BrokenPipeError
         except BrokenPipeError:
-            if told == "by itself":
+            if reported == "by itself":
                 raise
             raise SystemExit(1)  # noqa: B904  (as rich does)
 
@@ -90,6 +90,6 @@ PAGES = [["--help"], ["train", "--help"], ["tune", "--help"], ["bench", "--help"
 
 @pytest.mark.parametrize("page", PAGES, ids=" ".join)
 def test_beside_four_ranks_stands_what_fewer_cores_want(page):
-    shown = CliRunner().invoke(cli.hpctrain, page).output
-    assert "mpirun -n 4" in shown
-    assert "mpirun --oversubscribe" in shown
+    output = CliRunner().invoke(cli.hpctrain, page).output
+    assert "mpirun -n 4" in output
+    assert "mpirun --oversubscribe" in output

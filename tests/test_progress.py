@@ -1,4 +1,4 @@
-"""What people see: a bar where somebody watches, nothing where a log is written."""
+"""Progress: a bar on a terminal, plain lines in a log."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ def test_the_bar_is_drawn_where_launch_says_somebody_watches(monkeypatch, capsys
     bar = progress.Bar("digits", 0, 720, visible=True)
     bar.show(360, 30, 0.1234, 56_789.0)
     bar.close(720)
-    said = capsys.readouterr().err
-    assert bar.drawn == drawn
+    message = capsys.readouterr().err
+    assert bar.is_drawn == drawn
     for word in ("digits", "epoch 30", "360/720", "loss 0.1234", "56,789 samples/s", "720/720"):
-        assert (word in said) == drawn
+        assert (word in message) == drawn
 
 
 def test_ranks_that_do_not_speak_draw_nothing(monkeypatch, capsys):
@@ -30,13 +30,13 @@ def test_ranks_that_do_not_speak_draw_nothing(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("watched", "columns", "told"), [(True, 120, "120"), (True, 0, "80"), (False, 120, None)]
+    ("watched", "columns", "reported"), [(True, 120, "120"), (True, 0, "80"), (False, 120, None)]
 )
-def test_launch_tells_the_width(monkeypatch, watched, columns, told):
+def test_launch_tells_the_width(monkeypatch, watched, columns, reported):
     monkeypatch.setattr(launch.os, "isatty", lambda _: watched)
     size = launch.os.terminal_size((columns, 0))
     monkeypatch.setattr(launch.os, "get_terminal_size", lambda _: size)
-    assert launch._rank_variables("announced").get(progress.TERMINAL) == told
+    assert launch._rank_variables("announced").get(progress.TERMINAL) == reported
 
 
 @pytest.mark.parametrize("text", [True, False])
@@ -48,7 +48,7 @@ def test_the_closing_table_names_what_matters(capsys, text):
         "wire_s": 0.7, "test_loss": np.log(4.0),
     }  # fmt: skip
     progress.console().print(progress.closing_table(summary, text))
-    said = capsys.readouterr().err
+    message = capsys.readouterr().err
     for word in (
         "digits: done",
         "4 ranks",
@@ -57,6 +57,6 @@ def test_the_closing_table_names_what_matters(capsys, text):
         "1.00 s (50 %)",
         "2.00 s for the 60 steps after step 300",
     ):
-        assert word in said
+        assert word in message
     # A guess among four is worth two bits; other data than texts are not counted in bytes.
-    assert ("bits per byte" in said and "2.000" in said) == text
+    assert ("bits per byte" in message and "2.000" in message) == text

@@ -1,4 +1,4 @@
-"""Recipes: what is refused, what `--set` does, and that a resolved recipe repeats its run."""
+"""Recipes: refusals, `--set`, and a resolved recipe that repeats its run."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ REFUSED = {
     ),
     "ordered and compressed": (
         ["wire.reduction=ordered", "wire.compression=bf16"],
-        "adds gradients as they are; expected compression = 'none' beside it, seen 'bf16'",
+        "adds exact gradients; expected compression = 'none' beside it, seen 'bf16'",
     ),
     "ordered and shared": (
         ["wire.reduction=ordered", "engine.share_parameters=true"],
@@ -200,11 +200,11 @@ REFUSED = {
 
 @pytest.mark.parametrize("wrong", REFUSED)
 def test_refused(wrong):
-    overrides, told = REFUSED[wrong]
+    overrides, reported = REFUSED[wrong]
     with pytest.raises(UsageError) as error:
         recipe.load("digits", overrides)
     text = str(error.value)
-    assert told in text and "ArgsKwargs" not in text
+    assert reported in text and "ArgsKwargs" not in text
     assert len(text) < 5000 and text.replace("\n", "").isprintable()
 
 
@@ -231,12 +231,12 @@ FILES = {
 
 @pytest.mark.parametrize("wrong", FILES)
 def test_refused_files(tmp_path, wrong):
-    text, told = FILES[wrong]
+    text, reported = FILES[wrong]
     file = tmp_path / "a.toml"
     file.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(UsageError) as error:
         recipe.load(str(file))
-    assert told in str(error.value)
+    assert reported in str(error.value)
 
 
 @pytest.mark.parametrize("setting", ["run.epochs=3", "run.epochs="])
@@ -271,14 +271,14 @@ SETS = [
 ]
 
 
-@pytest.mark.parametrize("given, table, key, value", SETS)
-def test_set(given, table, key, value):
-    assert recipe.load("digits", [given]).tables[table].get(key) == value
+@pytest.mark.parametrize("arguments, table, key, value", SETS)
+def test_set(arguments, table, key, value):
+    assert recipe.load("digits", [arguments]).tables[table].get(key) == value
 
 
 def test_a_table_without_its_last_key_is_gone():
-    taken = recipe.load("digits", ["early_stop.patience=3", "early_stop.patience="])
-    assert taken == recipe.load("digits")
+    chosen = recipe.load("digits", ["early_stop.patience=3", "early_stop.patience="])
+    assert chosen == recipe.load("digits")
 
 
 def test_the_last_set_counts():
@@ -297,13 +297,13 @@ RIVALS = [
 ]
 
 
-@pytest.mark.parametrize("given, gone, there", RIVALS)
-def test_what_is_set_takes_its_rival_away(given, gone, there, tmp_path):
+@pytest.mark.parametrize("arguments, gone, target", RIVALS)
+def test_what_is_set_takes_its_rival_away(arguments, gone, target, tmp_path):
     path = tmp_path / "a.toml"
     path.write_text(recipe.load("digits", ["run.evaluate_epochs=2"]).toml())
-    spec = recipe.load(str(path), given)
+    spec = recipe.load(str(path), arguments)
     keys = spec.tables["run"].keys() | spec.tables["optimizer"].keys()
-    assert not keys & gone and there <= keys
+    assert not keys & gone and target <= keys
 
 
 @pytest.mark.parametrize(

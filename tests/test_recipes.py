@@ -1,4 +1,4 @@
-"""The recipes that come with the package: they fit their data, and P ranks train as one does."""
+"""The built-in recipes: they fit their data, and P ranks train like one."""
 
 from __future__ import annotations
 
@@ -31,22 +31,24 @@ def test_a_built_in_recipe_fits_its_data(name):
 
 @pytest.mark.parametrize("name", recipe.built_in())
 def test_a_built_in_recipe_trains_alike_on_one_rank_and_on_two(name, tmp_path):
-    few = ["run.epochs=", f"run.steps={STEPS}", f"run.interval_steps={STEPS}"]
-    spec = recipe.load(name, [*few, *SMALLER[name]])
-    one, two = (
+    short = ["run.epochs=", f"run.steps={STEPS}", f"run.interval_steps={STEPS}"]
+    spec = recipe.load(name, [*short, *SMALLER[name]])
+    item, two = (
         run_on("threads", p, lambda w, p=p: runs.train(spec, w, tmp_path / f"{p}", False))[0]
         for p in (1, 2)
     )
     for key in ("train_loss", "test_loss"):
-        assert two[key] == pytest.approx(one[key], rel=1e-4)
-    assert one["steps"] == two["steps"] == STEPS
+        assert two[key] == pytest.approx(item[key], rel=1e-4)
+    assert item["steps"] == two["steps"] == STEPS
 
 
 def trained(hpctrain, tmp_path, name: str, ranks: int, **keys: object) -> tuple[dict, list[dict]]:
     """Return the summary and the rows of a built-in recipe, trained by `launch` to its end."""
     out = tmp_path / f"{name}-{ranks}"
-    done = hpctrain("launch", "-n", ranks, "train", name, "--out", out, *sets(**keys), timeout=2400)
-    assert done.returncode == 0, done.stderr
+    completed = hpctrain(
+        "launch", "-n", ranks, "train", name, "--out", out, *sets(**keys), timeout=2400
+    )
+    assert completed.returncode == 0, completed.stderr
     rows = (out / "metrics.jsonl").read_text().splitlines()
     return json.loads((out / "summary.json").read_text()), list(map(json.loads, rows))
 
@@ -62,9 +64,9 @@ def test_mnist_is_learned(hpctrain, tmp_path):
 @pytest.mark.timeout(7200)
 def test_pylm_is_learned_along_one_curve_on_any_number_of_ranks(hpctrain, tmp_path):
     runs_ = [trained(hpctrain, tmp_path, "pylm", ranks) for ranks in (1, 2, 4)]
-    (one, rows), *others = runs_
-    for summary, theirs in others:
-        assert summary["test_loss"] == pytest.approx(one["test_loss"], rel=0.01)
-        for a, b in zip(theirs, rows, strict=True):
+    (item, rows), *rest = runs_
+    for summary, remote in rest:
+        assert summary["test_loss"] == pytest.approx(item["test_loss"], rel=0.01)
+        for a, b in zip(remote, rows, strict=True):
             assert a["train_loss"] == pytest.approx(b["train_loss"], rel=0.01)
-    assert one["test_loss"] / log(2) < 2.6
+    assert item["test_loss"] / log(2) < 2.6

@@ -1,4 +1,4 @@
-"""A run that stops and resumes ends with the bytes of one that did not; accuracy on real data."""
+"""Stop and resume: the bytes of an uninterrupted run; accuracy on real data."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def stops(monkeypatch):
     assert looked is None  # it is an attribute of the object, so a property here goes before it
 
     def at(steps: int):
-        seen = iter(range(10**6))
+        observed = iter(range(10**6))
         monkeypatch.setattr(
-            StopRequest, "requested", property(lambda self: next(seen) >= steps, _ignore), False
+            StopRequest, "requested", property(lambda self: next(observed) >= steps, _ignore), False
         )
 
     yield at
@@ -77,39 +77,41 @@ CHANGES = {
 )
 def test_resumed_runs_end_with_the_same_bytes(tmp_path, stops, monkeypatch, size, change):
     change = CHANGES[change]
-    whole = run_on("threads", size, lambda w: train(w, tmp_path / "whole", False, *change))[0]
-    cut, done = tmp_path / "cut", 0
+    complete = run_on("threads", size, lambda w: train(w, tmp_path / "whole", False, *change))[0]
+    cut, completed = tmp_path / "cut", 0
     random.seed(f"{size} {change}")
     while True:
         stops(size * random.randint(5, 30))
         try:
-            ends = run_on("threads", size, lambda w, again=done > 0: train(w, cut, again, *change))
+            ends = run_on(
+                "threads", size, lambda w, again=completed > 0: train(w, cut, again, *change)
+            )
             break
         except StoppedError:
-            done += 1
+            completed += 1
         monkeypatch.undo()
-    assert done >= 2
-    assert {one["params_sha256"] for one in ends} == {whole["params_sha256"]}
+    assert completed >= 2
+    assert {item["params_sha256"] for item in ends} == {complete["params_sha256"]}
     buffers = [runs.load(folder).arena.buffer for folder in (tmp_path / "whole", cut)]
     assert np.array_equal(*buffers)
     rows = run_folder.rows(cut)
     assert [r["step"] for r in rows] == sorted({r["step"] for r in rows})
     assert sum(row["steps"] for row in rows) == STEPS  # each step in exactly one row
     assert ends[0]["steps_redone"] == 0
-    assert rows[-1]["samples"] == whole["samples"] == 1437 * EPOCHS
+    assert rows[-1]["samples"] == complete["samples"] == 1437 * EPOCHS
 
 
-@pytest.mark.parametrize("kept", [2, 0])
-def test_steps_after_the_last_checkpoint_are_done_again_and_counted(tmp_path, kept):
+@pytest.mark.parametrize("saved", [2, 0])
+def test_steps_after_the_last_checkpoint_are_done_again_and_counted(tmp_path, saved):
     """A killed job leaves rows of steps that no checkpoint holds, also before there is one."""
     out = tmp_path / "run"
-    whole = run_on("threads", 1, lambda w: train(w, out))[0]
+    complete = run_on("threads", 1, lambda w: train(w, out))[0]
     for lost in (1, 2):
-        for checkpoint in sorted((out / "checkpoints").glob("step-*"))[kept:]:
+        for checkpoint in sorted((out / "checkpoints").glob("step-*"))[saved:]:
             shutil.rmtree(checkpoint)
         again = run_on("threads", 1, lambda w: train(w, out, True))[0]
-        assert again["params_sha256"] == whole["params_sha256"]
-        assert again["steps_redone"] == lost * (STEPS - 24 * kept)
+        assert again["params_sha256"] == complete["params_sha256"]
+        assert again["steps_redone"] == lost * (STEPS - 24 * saved)
         assert sum(row["steps"] for row in run_folder.rows(out)) == STEPS
 
 
@@ -117,14 +119,14 @@ def test_a_row_that_was_not_due_at_a_checkpoint_tells_of_all_its_steps(tmp_path)
     out = tmp_path / "run"
     often = ["checkpoint.every_epochs=", "checkpoint.every_steps=7", "checkpoint.keep=20"]
     run_on("threads", 2, lambda w: train(w, out, False, *often))
-    whole = run_folder.rows(out)
+    complete = run_folder.rows(out)
     for lost in (out / "checkpoints").glob("step-*"):
         if int(lost.name.removeprefix("step-")) > 56:
             shutil.rmtree(lost)
     assert run_on("threads", 2, lambda w: train(w, out, True, *often))[0]["steps_redone"] == 16
     again = run_folder.rows(out)
     assert [row["steps"] for row in again] == [12] * EPOCHS
-    losses = [row["train_loss"] for row in whole]
+    losses = [row["train_loss"] for row in complete]
     assert [row["train_loss"] for row in again] == pytest.approx(losses, rel=1e-12)
 
 
@@ -132,13 +134,13 @@ def test_a_row_that_was_not_due_at_a_checkpoint_tells_of_all_its_steps(tmp_path)
 def test_another_number_of_ranks_sees_the_same_batches(tmp_path, sizes, monkeypatch, stops):
     """In float64, 1e-10 of the way: sums are rounded in another order, and no more."""
     precise = "run.precision=float64"
-    whole = run_on("threads", 1, lambda w: train(w, tmp_path / "whole", False, precise))[0]
+    complete = run_on("threads", 1, lambda w: train(w, tmp_path / "whole", False, precise))[0]
     stops(sizes[0] * 30)
     with pytest.raises(StoppedError):
         run_on("threads", sizes[0], lambda w: train(w, tmp_path / "cut", False, precise))
     monkeypatch.undo()
     ends = run_on("threads", sizes[1], lambda w: train(w, tmp_path / "cut", True, precise))[0]
-    assert ends["train_loss"] == pytest.approx(whole["train_loss"], rel=1e-9)
+    assert ends["train_loss"] == pytest.approx(complete["train_loss"], rel=1e-9)
     models = [runs.load(tmp_path / name).arena.param for name in ("whole", "cut")]
     assert abs(models[0] - models[1]).max() < 1e-10
 
@@ -150,26 +152,26 @@ def test_digits_reaches_its_accuracy(ranks, tmp_path, monkeypatch):
     accuracies = []
     for seed in range(5):
         seeded = recipe.load("digits", [f"run.seed={seed}"])
-        for one in ranks(lambda w, seeded=seeded: runs.train(seeded, w, None, False)):
-            accuracies.append(one["test_accuracy"])
+        for item in ranks(lambda w, seeded=seeded: runs.train(seeded, w, None, False)):
+            accuracies.append(item["test_accuracy"])
     assert not accuracies or sum(accuracies) / len(accuracies) >= 0.97
 
 
 def test_resuming_a_complete_run_changes_nothing(tmp_path):
-    whole = run_on("threads", 2, lambda w: train(w, tmp_path / "run"))[0]
+    complete = run_on("threads", 2, lambda w: train(w, tmp_path / "run"))[0]
     before = run_folder.read_summary(tmp_path / "run")
     for again in run_on("threads", 3, lambda w: train(w, tmp_path / "run", True)):
         assert again == before == run_folder.read_summary(tmp_path / "run")
-    assert before["wall_s"] == whole["wall_s"] > 0
+    assert before["wall_s"] == complete["wall_s"] > 0
 
 
 def test_resuming_a_complete_run_removes_what_the_disk_did_not_let_go(tmp_path):
     run_on("threads", 1, lambda w: train(w, tmp_path / "run"))
-    left = tmp_path / "run" / "checkpoints" / ".step-00000024.partial"
-    left.mkdir()
-    (left / "part-00000.safetensors").touch()
+    remaining = tmp_path / "run" / "checkpoints" / ".step-00000024.partial"
+    remaining.mkdir()
+    (remaining / "part-00000.safetensors").touch()
     run_on("threads", 1, lambda w: train(w, tmp_path / "run", True))
-    assert not left.exists()
+    assert not remaining.exists()
 
 
 def test_a_resumed_run_tells_since_when_its_times_are(tmp_path):
@@ -180,13 +182,13 @@ def test_a_resumed_run_tells_since_when_its_times_are(tmp_path):
 
 
 def test_rows_for_which_there_is_no_room_follow_when_there_is(tmp_path, monkeypatch, caplog):
-    kept, calls = run_folder.append_row, []
+    saved, calls = run_folder.append_row, []
 
     def full_twice(run, *rows):
         calls.append(rows)
         if len(calls) < 3:
             raise OSError(28, "No space left on device")
-        kept(run, *rows)
+        saved(run, *rows)
 
     monkeypatch.setattr(run_folder, "append_row", full_twice)
     run_on("threads", 1, lambda w: train(w, tmp_path / "run"))

@@ -1,4 +1,4 @@
-"""A finished run, read back."""
+"""Reading a finished run."""
 
 from __future__ import annotations
 

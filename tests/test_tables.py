@@ -1,4 +1,4 @@
-"""Tables that are thinned: every two values meet all the same, and what is left out is known."""
+"""Reduced tables: every pair of values still occurs, and the omitted rows are known."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ PRODUCT = [[(name, str(v)) for name, v in zip(COLUMNS, row, strict=True)]
 def test_every_two_values_meet_in_few_rows(rows):
     chosen = [rows[i] for i in enough(rows)]
     assert pairs(chosen) == pairs(rows)
-    most = len(COLUMNS["call"]) * len(COLUMNS["ranks"])  # two columns alone need so many
-    assert len(chosen) <= 1.2 * most
+    maximum = len(COLUMNS["call"]) * len(COLUMNS["ranks"])  # two columns alone need so many
+    assert len(chosen) <= 1.2 * maximum
 
 
 def pairs(rows):
@@ -52,10 +52,10 @@ def item(row, *marks, table="test_it"):
 
 
 def test_each_kind_of_ranks_has_its_rows():
-    threads, mpi = ([item(row, "pairs", *more) for row in PRODUCT] for more in ((), ("mpi",)))
-    left = [len(spare(items)) for items in (threads, mpi, threads + mpi)]
-    few = len(PRODUCT) - len(enough(PRODUCT))
-    assert left == [few, few, 2 * few]
+    threads, mpi = ([item(row, "pairs", *extra) for row in PRODUCT] for extra in ((), ("mpi",)))
+    remaining = [len(spare(items)) for items in (threads, mpi, threads + mpi)]
+    short = len(PRODUCT) - len(enough(PRODUCT))
+    assert remaining == [short, short, 2 * short]
 
 
 def test_rows_that_are_for_full_stand_for_no_others():
@@ -74,16 +74,16 @@ def test_tables_without_the_mark_are_whole():
 )
 def test_rows_with_something_new_are_measured(row, measured):
     """Whoever traces, here this test, sees the others not, and all that comes after them."""
-    seen, own, tracer = [], sys.gettrace(), lambda *_: None
+    observed, own, tracer = [], sys.gettrace(), lambda *_: None
     rows = Measured()
     next(rows.pytest_runtest_protocol(item([("a", "0")])))
     sys.settrace(tracer)
     try:
         run = rows.pytest_runtest_protocol(item(row))
         next(run)
-        seen.append(sys.gettrace() is tracer)
+        observed.append(sys.gettrace() is tracer)
         run.close()
-        seen.append(sys.gettrace() is tracer)
+        observed.append(sys.gettrace() is tracer)
     finally:
         sys.settrace(own)
-    assert seen == [measured, True]
+    assert observed == [measured, True]

@@ -1,4 +1,4 @@
-"""The trace of a run: the ranks' spans on one clock, whole however the run ended."""
+"""The trace of a run: spans of all ranks on one clock, complete however the run ended."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class Traced:
     """A trace file, looked at: its spans by (rank, thread), in the order of their starts."""
 
     def __init__(self, path):
-        told = json.loads(path.read_text())
-        self.about, events = told["otherData"], told["traceEvents"]
+        reported = json.loads(path.read_text())
+        self.about, events = reported["otherData"], reported["traceEvents"]
         self.names = {(e["pid"], e["tid"]): e["args"]["name"]
                       for e in events if e["name"] == "thread_name"}  # fmt: skip
         self.threads = defaultdict(list)
@@ -58,16 +58,16 @@ class Traced:
 
 def exclusive(events):
     """Return (event, its microseconds without those of events inside it); fail where two cross."""
-    found, inside = [], []
+    result, inside = [], []
     for event in events:
         while inside and ends(inside[-1][0]) <= event["ts"] + ROUNDING_US:
-            found.append(inside.pop())
+            result.append(inside.pop())
         if inside:
             assert ends(event) <= ends(inside[-1][0]) + ROUNDING_US, (event, inside[-1])
             if (inside[-1][0]["cat"], event["cat"]) != ("wait", "wire"):  # who sums, waits for it
                 inside[-1][1] -= event["dur"]
         inside.append([event, event["dur"]])
-    return found + inside
+    return result + inside
 
 
 def ends(event):
@@ -78,12 +78,15 @@ def ends(event):
 @pytest.mark.parametrize("size", [1, 3])
 def test_spans_nest_and_add_up_to_the_times_of_each_rank(tmp_path, size, change):
     train(tmp_path / "run", size, *change)
-    seen, row = Traced(tmp_path / "run" / timeline.MERGED), run_folder.rows(tmp_path / "run")[-1]
-    assert seen.ranks == list(range(size))
-    for rank in seen.ranks:
+    observed, row = (
+        Traced(tmp_path / "run" / timeline.MERGED),
+        run_folder.rows(tmp_path / "run")[-1],
+    )
+    assert observed.ranks == list(range(size))
+    for rank in observed.ranks:
         for category in ("compute", "wait", "wire"):
             expected = row["ranks"][f"{category}_s"][rank]
-            assert seen.seconds(rank, category) == pytest.approx(expected, rel=0.01, abs=1e-5)
+            assert observed.seconds(rank, category) == pytest.approx(expected, rel=0.01, abs=1e-5)
     assert row["compute_s"] == pytest.approx(row["ranks"]["compute_s"][0], abs=1e-6)
 
 
@@ -105,18 +108,18 @@ def test_wire_overlaps_compute(ranks, tmp_path_factory):
     ranks(body)
 
 
-def look_for_overlap(seen, algorithm):
-    known, taken = {*NAMES, "direct-shared"} - {"auto"}, set()
+def look_for_overlap(observed, algorithm):
+    reference, chosen = {*NAMES, "direct-shared"} - {"auto"}, set()
     for rank in (0, 1):
-        main, wire = seen.threads[rank, "main"], seen.threads[rank, "wire"]
+        main, wire = observed.threads[rank, "main"], observed.threads[rank, "wire"]
         assert sorted(e["args"]["bytes"] for e in wire) == [4 * 256] * 60 + [4 * 256 * 256] * 60
-        taken |= {e["args"]["algorithm"] for e in wire}
+        chosen |= {e["args"]["algorithm"] for e in wire}
         compute = [e for e in main if e["cat"] == "compute"]
-        both = [a for a in compute if any(b["ts"] < ends(a) and a["ts"] < ends(b) for b in wire)]
-        assert both  # in how many of the steps, is the machine's business
-    assert taken <= known
-    told = algorithm.removeprefix("auto (").removesuffix(")").split(", ")
-    assert set(told) == taken and "auto" in algorithm
+        pair = [a for a in compute if any(b["ts"] < ends(a) and a["ts"] < ends(b) for b in wire)]
+        assert pair  # in how many of the steps, is the machine's business
+    assert chosen <= reference
+    reported = algorithm.removeprefix("auto (").removesuffix(")").split(", ")
+    assert set(reported) == chosen and "auto" in algorithm
 
 
 def stop(monkeypatch):
@@ -144,50 +147,53 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize("how", ENDS)
-def test_the_trace_is_whole_however_a_run_ends(tmp_path, monkeypatch, how):
-    plant, changes, error, steps = ENDS[how]
+@pytest.mark.parametrize("method", ENDS)
+def test_the_trace_is_whole_however_a_run_ends(tmp_path, monkeypatch, method):
+    plant, changes, error, steps = ENDS[method]
     plant(monkeypatch)
     if error is None:
         train(tmp_path / "run", 2)
     else:
         with pytest.raises(error):
             train(tmp_path / "run", 2, *changes)
-    seen = Traced(tmp_path / "run" / timeline.MERGED)
+    observed = Traced(tmp_path / "run" / timeline.MERGED)
     for rank in range(2):
         assert Traced(timeline.path_of(tmp_path / "run", rank)).ranks == [rank]
-        main = seen.threads[rank, "main"]
+        main = observed.threads[rank, "main"]
         exclusive(main)
         assert len({e["args"]["step"] for e in main}) == steps
-    assert run_folder.read_summary(tmp_path / "run")["status"] == how.split()[0]
+    assert run_folder.read_summary(tmp_path / "run")["status"] == method.split()[0]
     assert not list((tmp_path / "run").rglob(".*rank*")) + list(tmp_path.rglob(".trace*"))
 
 
 def test_a_resumed_run_replaces_the_trace(tmp_path, monkeypatch):
-    with monkeypatch.context() as asked:
-        stop(asked)
+    with monkeypatch.context() as requested:
+        stop(requested)
         with pytest.raises(StoppedError):
             train(tmp_path / "run", 3)
     train(tmp_path / "run", 2, resume=True)
-    seen = Traced(tmp_path / "run" / timeline.MERGED)
-    assert seen.ranks == [0, 1]
+    observed = Traced(tmp_path / "run" / timeline.MERGED)
+    assert observed.ranks == [0, 1]
     assert not timeline.path_of(tmp_path / "run", 2).exists()
-    steps = [e["args"]["step"] for e in seen.threads[0, "main"] if e["name"] == "update"]
+    steps = [e["args"]["step"] for e in observed.threads[0, "main"] if e["name"] == "update"]
     assert steps == list(range(1, 24))
 
 
 def test_only_the_steps_and_spans_that_were_asked_for(tmp_path, caplog):
     train(tmp_path / "steps", 2, "trace.steps=[3, 5]")
-    seen = Traced(tmp_path / "steps" / timeline.MERGED)
-    assert {e["args"]["step"] for thread in seen.threads.values() for e in thread} == {3, 4}
+    observed = Traced(tmp_path / "steps" / timeline.MERGED)
+    assert {e["args"]["step"] for thread in observed.threads.values() for e in thread} == {3, 4}
     assert "trace" not in caplog.text
     train(tmp_path / "few", 2, "trace.max_spans=20")
-    seen = Traced(tmp_path / "few" / timeline.MERGED)
-    assert [sum(len(t) for of, t in seen.threads.items() if of[0] == r) for r in (0, 1)] == [20, 20]
-    dropped = [about["dropped_spans"] for about in seen.about["ranks"]]
+    observed = Traced(tmp_path / "few" / timeline.MERGED)
+    assert [sum(len(t) for of, t in observed.threads.items() if of[0] == r) for r in (0, 1)] == [
+        20,
+        20,
+    ]
+    dropped = [about["dropped_spans"] for about in observed.about["ranks"]]
     assert min(dropped) > 24 * 3
-    said = f"trace.max_spans is 20, and rank 0 had {dropped[0]} more"
-    assert caplog.text.count("the trace is incomplete") == caplog.text.count(said) == 1
+    message = f"trace.max_spans is 20, and rank 0 had {dropped[0]} more"
+    assert caplog.text.count("the trace is incomplete") == caplog.text.count(message) == 1
 
 
 def test_no_trace_unless_asked(tmp_path):
@@ -214,7 +220,7 @@ def test_a_trace_that_cannot_be_written_is_one_warning(tmp_path, caplog, blocked
         (out / timeline.FOLDER).write_text("in the way")
     with caplog.at_level(logging.WARNING):
         summaries = train(out, 2, resume=True)  # where no checkpoint was made, it starts
-    assert [one["status"] for one in summaries] == ["done", "done"]
+    assert [item["status"] for item in summaries] == ["done", "done"]
     assert run_folder.read_summary(out)["status"] == "done"
     assert caplog.text.count("could not be written: ") == 1
     assert blocked in caplog.text
@@ -241,8 +247,8 @@ def test_offsets_are_found_within_their_uncertainty():
         skew = SKEW_S[world.rank]
         return timeline.clock_offset(world.link, [1, 3], lambda: perf_counter() + skew)
 
-    found = run_on("threads", 4, body)
-    for rank, reading in enumerate(found):
+    result = run_on("threads", 4, body)
+    for rank, reading in enumerate(result):
         expected = -SKEW_S[rank] if rank in (1, 3) else 0.0
         assert abs(reading.offset_s - expected) <= reading.uncertainty_s + 1e-9
         assert (reading.uncertainty_s > 0) == (rank in (1, 3))
@@ -251,12 +257,12 @@ def test_offsets_are_found_within_their_uncertainty():
 def test_ranks_on_other_hosts_are_measured(tmp_path, monkeypatch):
     monkeypatch.setattr(timeline, "kernel", lambda: str(threading.get_ident()))
     train(tmp_path / "run", 3)
-    seen = Traced(tmp_path / "run" / timeline.MERGED)
-    assert [about["clock_uncertainty_s"] > 0 for about in seen.about["ranks"]] == [0, 1, 1]
-    for about in seen.about["ranks"]:  # threads of one process: in truth all clocks are one
+    observed = Traced(tmp_path / "run" / timeline.MERGED)
+    assert [about["clock_uncertainty_s"] > 0 for about in observed.about["ranks"]] == [0, 1, 1]
+    for about in observed.about["ranks"]:  # threads of one process: in truth all clocks are one
         assert abs(about["clock_offset_s"]) <= about["clock_uncertainty_s"]
-    main = [seen.threads[rank, "main"] for rank in range(3)]
-    uncertain = 1e6 * max(about["clock_uncertainty_s"] for about in seen.about["ranks"])
+    main = [observed.threads[rank, "main"] for rank in range(3)]
+    uncertain = 1e6 * max(about["clock_uncertainty_s"] for about in observed.about["ranks"])
     for waits in zip(*([e for e in m if e["cat"] == "wait"] for m in main), strict=True):
         # None is through with a sum before the last has come to it.
         assert min(map(ends, waits)) + 2 * uncertain >= max(e["ts"] for e in waits)
@@ -266,5 +272,5 @@ def test_ranks_on_other_hosts_are_measured(tmp_path, monkeypatch):
 def test_a_trace_of_another_program_is_no_reason_to_end(tmp_path, line):
     (tmp_path / timeline.FOLDER).mkdir()
     timeline.path_of(tmp_path, 0).write_bytes(line + b",\n")
-    said = timeline._fault_of(lambda: timeline.merge(tmp_path, 1))
-    assert "rank-00000.json, line 1" in said
+    message = timeline._fault_of(lambda: timeline.merge(tmp_path, 1))
+    assert "rank-00000.json, line 1" in message

@@ -1,4 +1,4 @@
-"""The recorder: what is kept, what is only counted, and how it is told to Chrome."""
+"""The trace recorder: spans stored, spans only counted, and the Chrome format."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ REFUSED = {
 
 @pytest.mark.parametrize("table", REFUSED)
 def test_refused(table):
-    table, said = REFUSED[table]
+    table, message = REFUSED[table]
     with pytest.raises(UsageError) as refused:
         config.read(TraceOptions, table, "trace")
-    assert said in str(refused.value)
+    assert message in str(refused.value)
 
 
 def recorded(options: TraceOptions | None, steps: int = 5) -> Trace:
@@ -40,7 +40,7 @@ def recorded(options: TraceOptions | None, steps: int = 5) -> Trace:
 
 
 #: options, the steps of which spans are kept, spans that are only counted
-KEPT = {
+SAVED = {
     "never started": (None, [], 0),
     "all": (TraceOptions(), [0, 1, 2, 3, 4], 0),
     "some steps": (TraceOptions(steps=[1, 3]), [1, 2], 0),
@@ -49,9 +49,9 @@ KEPT = {
 }
 
 
-@pytest.mark.parametrize("kind", KEPT)
+@pytest.mark.parametrize("kind", SAVED)
 def test_what_is_kept(kind):
-    options, steps, dropped = KEPT[kind]
+    options, steps, dropped = SAVED[kind]
     trace = recorded(options)
     assert [span.step for span in trace.spans()] == steps
     assert trace.dropped == dropped
@@ -113,5 +113,5 @@ CLOCKS = {
 @pytest.mark.parametrize("kind", CLOCKS)
 def test_clocks(kind):
     readings, expected = CLOCKS[kind]
-    clock = Clock(100.0, tuple(Reading(*one, 0.0) for one in readings))
+    clock = Clock(100.0, tuple(Reading(*item, 0.0) for item in readings))
     assert clock.nanoseconds(list(expected)).tolist() == [1e3 * us for us in expected.values()]

@@ -1,4 +1,4 @@
-"""Code that recipes name: beside the recipe or installed, never Python's own; whose is run."""
+"""Code named by recipes: where it is imported from, and whose code may run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ranks import run_on
 from hpctrain.commands.checkpoint import checkpoint as checkpoint_command
 from hpctrain.commands.evaluate import evaluate as evaluate_command
 from hpctrain.commands.report import report as report_command
-from hpctrain.config import usercode
+from hpctrain.config import code_ownership, usercode
 from hpctrain.core.errors import UsageError
 from hpctrain.run_files import run_folder
 from hpctrain.training import recipe, runs
@@ -92,10 +92,10 @@ def test_modules_of_the_standard_library_are_refused_and_not_imported():
 @pytest.mark.parametrize("place", ["data.kind=", "model.kind=", "run.callbacks="])
 @pytest.mark.parametrize("target", ["os:system", "builtins:exec", "subprocess:run", "__main__:x"])
 def test_whatever_names_it(target, place):
-    given = f'["{target}"]' if "callbacks" in place else target
+    arguments = f'["{target}"]' if "callbacks" in place else target
     table = place.partition(".")[0]
     with pytest.raises(UsageError, match=rf"\[{table}\] .*'{target}': expected a function of a"):
-        recipe.load("digits", [f"{place}{given}"])
+        recipe.load("digits", [f"{place}{arguments}"])
 
 
 @pytest.mark.parametrize(
@@ -108,14 +108,14 @@ def test_functions_of_the_standard_library_are_refused_by_any_name(project, name
         usercode.find(f"{project.stem}:{name}", "[data] kind", str(project.parent))
 
 
-@pytest.mark.parametrize("name, found", [("data", True), ("asarray", True), ("wrapped", False)])
-def test_functions_of_users_and_of_packages_are_taken(project, name, found):
-    given = (f"{project.stem}:{name}", "[data] kind", str(project.parent))
-    if found:
-        assert callable(usercode.find(*given))
+@pytest.mark.parametrize("name, result", [("data", True), ("asarray", True), ("wrapped", False)])
+def test_functions_of_users_and_of_packages_are_taken(project, name, result):
+    arguments = (f"{project.stem}:{name}", "[data] kind", str(project.parent))
+    if result:
+        assert callable(usercode.find(*arguments))
     else:
         with pytest.raises(UsageError, match="unknown function"):
-            usercode.find(*given)
+            usercode.find(*arguments)
 
 
 @pytest.mark.parametrize(
@@ -152,23 +152,23 @@ def test_a_module_that_a_package_hides_is_refused(project, hidden):
     else:
         beside.mkdir()
         (beside / ("__init__.py" if hidden == "package" else "data.csv")).touch()
-    given = ("click:echo", "[data] kind", str(project.parent))
+    arguments = ("click:echo", "[data] kind", str(project.parent))
     if hidden == "folder":  # without __init__.py it hides nothing, nor is it hidden
-        assert usercode.find(*given) is sys.modules["click"].echo
+        assert usercode.find(*arguments) is sys.modules["click"].echo
     else:
         with pytest.raises(UsageError, match=rf"Python takes .*click.*; rename {beside}"):
-            usercode.find(*given)
+            usercode.find(*arguments)
 
 
 def test_the_recipe_of_a_run_keeps_folder_and_hash(project, tmp_path, caplog):
     spec = load(project)
     train(spec, tmp_path / "run")
-    kept = recipe.load(str(tmp_path / "run" / run_folder.RECIPE))
-    assert kept.tables["code"] == {
+    saved = recipe.load(str(tmp_path / "run" / run_folder.RECIPE))
+    assert saved.tables["code"] == {
         "folder": str(project.parent),
         "sha256": {project.stem: usercode._sha256(project)},
     }
-    assert kept.toml() == spec.toml()
+    assert saved.toml() == spec.toml()
     assert "code has changed" not in caplog.text
     project.write_text(MODULE + "# another line")
     train(recipe.load(str(tmp_path / "run" / run_folder.RECIPE)), tmp_path / "again")
@@ -234,10 +234,10 @@ STRANGE = {
 @pytest.mark.parametrize("case", STRANGE)
 def test_strange_code_is_run_with_trust_alone(trained, case):
     run, module = trained
-    change, said = STRANGE[case]
+    change, message = STRANGE[case]
     change(run, module)
     refused = CliRunner().invoke(evaluate_command, [str(run)])
-    assert isinstance(refused.exception, UsageError) and said in str(refused.exception)
+    assert isinstance(refused.exception, UsageError) and message in str(refused.exception)
     assert "add --trust (in Python: trust=True)" in str(refused.exception)
     with pytest.raises(UsageError, match="which is not run"):
         runs.load(run)
@@ -281,10 +281,10 @@ def test_a_group_may_write_that_is_the_users_alone(trained, monkeypatch, members
     def entry(_):
         if members is None:
             raise KeyError
-        return usercode.grp.struct_group((group, "x", 1, members))
+        return code_ownership.grp.struct_group((group, "x", 1, members))
 
-    monkeypatch.setattr(usercode.grp, "getgrgid", entry)
-    monkeypatch.setattr(usercode, "_user", lambda _: "me")
+    monkeypatch.setattr(code_ownership.grp, "getgrgid", entry)
+    monkeypatch.setattr(code_ownership, "_user", lambda _: "me")
     if strange:
         with pytest.raises(UsageError, match=r"run: its group .* may write to it; chmod g-w"):
             runs.evaluate(run)
@@ -300,8 +300,8 @@ def test_what_needs_no_code_runs_none(trained):
         (checkpoint_command, "verify", str(run)),
         (checkpoint_command, "export", str(run)),
     ]:
-        done = CliRunner().invoke(command, words)
-        assert done.exit_code == 0, (command, done.output, done.exception)
+        completed = CliRunner().invoke(command, words)
+        assert completed.exit_code == 0, (command, completed.output, completed.exception)
     assert not module.with_name("ran").exists() and module.stem not in sys.modules
 
 
@@ -318,7 +318,7 @@ def test_an_evaluated_recipe_that_names_a_builtin_is_refused_with_trust_too(trai
 @pytest.mark.processes
 @pytest.mark.either
 def test_one_rank_says_that_it_is_refused(hpctrain, project):
-    given = ("train", project.with_name("my.toml"), "--set", "data.kind=os:system")
-    ended = hpctrain(*given, ranks=3)
+    arguments = ("train", project.with_name("my.toml"), "--set", "data.kind=os:system")
+    ended = hpctrain(*arguments, ranks=3)
     assert ended.returncode == 2
     assert ended.stderr.count("seen Python's own module os") == 1

@@ -1,4 +1,4 @@
-"""The record survives its rank, and the watch names the rank that keeps the others waiting."""
+"""The watch: records survive their rank, and the rank that others wait for is named."""
 
 from __future__ import annotations
 
@@ -136,15 +136,15 @@ def is_named(started: tuple[Job, Path], row: tuple) -> None:
         record.entry("main").enter(b"recv", 1, 512)
         text = reports.get(timeout=20)
         assert not hangs(reports, 1.0)  # once
-    theirs = next(line for line in text.splitlines() if line.startswith("  rank 1 on "))
-    assert f"(pid {job.process.pid}), step 7, at child.py:{COMPUTE_LINE} compute: " in theirs
-    assert f"{judgement}; {call} sendrecv with rank 0, 4096 bytes, begun " in theirs
+    remote = next(line for line in text.splitlines() if line.startswith("  rank 1 on "))
+    assert f"(pid {job.process.pid}), step 7, at child.py:{COMPUTE_LINE} compute: " in remote
+    assert f"{judgement}; {call} sendrecv with rank 0, 4096 bytes, begun " in remote
     assert "waiting; in recv with rank 1, 512 bytes, begun " in text
     headings = text.splitlines()[1::2]
     assert headings[0] == (
         "all ranks wait: mismatched calls" if judgement == "waiting" else "the job waits for:"
     )
-    assert judgement == "waiting" or text.splitlines()[2] == theirs
+    assert judgement == "waiting" or text.splitlines()[2] == remote
 
 
 def test_a_record_survives_kill_9(child: Callable) -> None:
@@ -153,11 +153,16 @@ def test_a_record_survives_kill_9(child: Callable) -> None:
         settle(job, folder)
         job.process.kill()
         job.process.wait(10)
-        seen = read(record_path(folder, 1))
-        (call,) = seen.calls
-        assert (seen.rank, seen.size, seen.pid, seen.step) == (1, 2, job.process.pid, 7)
+        observed = read(record_path(folder, 1))
+        (call,) = observed.calls
+        assert (observed.rank, observed.size, observed.pid, observed.step) == (
+            1,
+            2,
+            job.process.pid,
+            7,
+        )
         assert call == Call("main", "sendrecv", 7, 0, 4096, call.since, does == "wait")
-        assert 0 <= time.time() - call.since < 60 and 0 <= time.time() - seen.heartbeat < 60
+        assert 0 <= time.time() - call.since < 60 and 0 <= time.time() - observed.heartbeat < 60
 
 
 # Steps begun, the limit, its factor in the first step -> whether a call then counts as hung
@@ -173,7 +178,7 @@ LIMITS = [
 
 
 def test_limit() -> None:
-    def told(row: tuple) -> bool:
+    def reported(row: tuple) -> bool:
         steps, timeout_s, factor, expected = row
         with watched(None, timeout_s, factor) as (record, reports):
             for record.step in steps:
@@ -182,7 +187,7 @@ def test_limit() -> None:
             return hangs(reports, 10 if expected else 1.0)
 
     with ThreadPoolExecutor(len(LIMITS)) as pool:
-        assert list(pool.map(told, LIMITS)) == [expected for *_, expected in LIMITS]
+        assert list(pool.map(reported, LIMITS)) == [expected for *_, expected in LIMITS]
 
 
 def test_a_new_call_starts_a_new_wait() -> None:
@@ -213,10 +218,10 @@ def test_a_job_that_slept_does_not_wake_up_hung(
 
 NOW = 1000.0
 WAIT = Call("main", "recv", 5, 0, 64, 990.0, True)
-DONE = replace(WAIT, operation="send", since=980.0, waiting=False)
+COMPLETED = replace(WAIT, operation="send", since=980.0, waiting=False)
 COMM = Call("comm", "barrier", 4, -1, 0, 970.0, True)
 WAITING = Snapshot(0, 3, 70, "n0", 999.5, 5, "ring.py:57 ring", (WAIT,))
-COMPUTING = replace(WAITING, calls=(DONE,))
+COMPUTING = replace(WAITING, calls=(COMPLETED,))
 STOPPED = replace(WAITING, heartbeat=994.0)
 
 
@@ -260,7 +265,7 @@ DEAD = "no heartbeat for 6 s: stopped or dead"
             ],
         ),
         (
-            ranks(WAITING, replace(WAITING, calls=(DONE, COMM))),
+            ranks(WAITING, replace(WAITING, calls=(COMPLETED, COMM))),
             [
                 "all ranks wait: mismatched calls",
                 f"  rank 0 {AT}: waiting; in {RECV}",
@@ -323,11 +328,13 @@ def test_record_holds_what_was_entered(tmp_path: Path, folder: bool) -> None:
         record.entry(name).enter(b"operation " * 3, -1, 2**40 + index)
     record.step = 4
     record.entry("comm").leave()
-    seen = record.snapshot() if path is None else read(path)
-    assert (seen.rank, seen.size, seen.step, seen.line.split()[-1]) == (
+    observed = record.snapshot() if path is None else read(path)
+    assert (observed.rank, observed.size, observed.step, observed.line.split()[-1]) == (
         12, 16, 4, "test_record_holds_what_was_entered",
     )  # fmt: skip
-    assert [(c.thread, c.operation, c.step, c.peer, c.nbytes, c.waiting) for c in seen.calls] == [
+    assert [
+        (c.thread, c.operation, c.step, c.peer, c.nbytes, c.waiting) for c in observed.calls
+    ] == [
         (name, ("operation " * 3)[:24], 3, -1, 2**40 + index, name != "comm")
         for index, name in enumerate(names)
     ]
@@ -390,12 +397,12 @@ def test_nothing_is_collected_while_frames_are_made(
 
 
 def test_where_of_a_thread_that_ended() -> None:
-    made: Queue[WatchRecord] = Queue()
-    thread = threading.Thread(target=lambda: made.put(WatchRecord(None, 0, 1)))
+    created: Queue[WatchRecord] = Queue()
+    thread = threading.Thread(target=lambda: created.put(WatchRecord(None, 0, 1)))
     thread.start()
     thread.join(10)
-    record = made.get(timeout=10)
-    record.beat()
+    record = created.get(timeout=10)
+    record.write_heartbeat()
     assert record.snapshot().line == "(its main thread has ended)"
 
 
@@ -442,9 +449,9 @@ thread.join(10)
 def test_stacks_of_all_threads(tmp_path: Path, folder: str) -> None:
     """In a process of its own: of more than 100 threads, which tests leave, only some are shown."""
     path = tmp_path / folder / "stacks"
-    done = subprocess.run([sys.executable, "-c", WAITS, path], capture_output=True, text=True)
-    text = path.read_text() if folder == "." else done.stderr
-    assert "in asks" in text and "in waits_elsewhere" in text, done.stderr
+    completed = subprocess.run([sys.executable, "-c", WAITS, path], capture_output=True, text=True)
+    text = path.read_text() if folder == "." else completed.stderr
+    assert "in asks" in text and "in waits_elsewhere" in text, completed.stderr
 
 
 def test_a_call_that_notes_nothing_is_noted_by_the_watch() -> None:
@@ -487,7 +494,7 @@ def test_what_a_killed_rank_left_aside_goes_with_its_next_record(tmp_path):
     for rank in (1, 2):
         record_path(tmp_path, rank).with_name(f".rank-0000{rank}.4711").touch()
     WatchRecord(path, 1, 3).close()
-    assert [left.name for left in tmp_path.iterdir()] == [".rank-00002.4711"]
+    assert [remaining.name for remaining in tmp_path.iterdir()] == [".rank-00002.4711"]
 
 
 def test_a_record_that_the_disk_does_not_let_go_ends_no_run(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""Weights by name: exported, read by others, taken to begin another run with."""
+"""Weights by name: exported, read by other libraries, and used to start another run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hpctrain.transport.threads.link import run_ranks
 
 RESNET = ["model.kind=resnet20", "model.widths=", "model.blocks=1", "model.channels=[4]"]
 SMALL = ["model.widths=[64,16,10]", "run.epochs=1", "checkpoint.keep_best=test_loss"]
-MADE = {
+CREATED = {
     "float32": SMALL,
     "float64": [*SMALL, "run.precision=float64"],
     "buffers": [*SMALL[1:], *RESNET],
@@ -37,7 +37,7 @@ def made(tmp_path_factory):
 
     def make(name):
         if not (folder / name).exists():
-            spec = recipe.load("digits", MADE[name])
+            spec = recipe.load("digits", CREATED[name])
             run_on("threads", 2, lambda w: runs.train(spec, w, folder / name, False))
         return folder / name
 
@@ -55,18 +55,18 @@ def tensors_of(run):
     return arena.views(arena.param) | arena.views(arena.buffer)
 
 
-@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize("name", CREATED)
 @pytest.mark.parametrize("best", [False, True])
 def test_exported_tensors_are_those_of_the_run(made, tmp_path, name, best):
     run, file = made(name), tmp_path / "weights.safetensors"
-    said, error = export(run, "--output", file, *(["--best"] if best else []))
-    assert error is None and said.startswith(str(file))
+    message, error = export(run, "--output", file, *(["--best"] if best else []))
+    assert error is None and message.startswith(str(file))
     tensors, expected = safetensors.numpy.load_file(file), tensors_of(run)
     assert tensors.keys() == expected.keys()
     for key, x in expected.items():
         assert (tensors[key].dtype, tensors[key].shape) == (x.dtype, x.shape)
         assert tensors[key].tobytes() == x.tobytes()
-    assert {x.dtype.name for x in tensors.values()} == {MADE[name][-1][-7:]} or name != "float64"
+    assert {x.dtype.name for x in tensors.values()} == {CREATED[name][-1][-7:]} or name != "float64"
     with safetensors.safe_open(file, framework="numpy") as opened:
         about = opened.metadata()
     assert (about["format"], about["step"], about["recipe"]) == ("np", "12", "digits")
@@ -83,22 +83,22 @@ def test_torch_computes_the_same_from_what_was_exported(tmp_path):
     run = tmp_path / "run"
     run_on("threads", 2, lambda w: Trainer(model, optim.sgd(0.1), world=w).fit(
         samples, epochs=3, batch=2, out=run))  # fmt: skip
-    seen = read(weights.export(run))
+    observed = read(weights.export(run))
     a, norm, b = torch.nn.Linear(4, 3), torch.nn.LayerNorm(3), torch.nn.Linear(3, 2)
     for name, layer in {"a": a, "norm": norm, "b": b}.items():
-        weight, bias = seen[f"{name}.weight"].t(), seen[f"{name}.bias"]
+        weight, bias = observed[f"{name}.weight"].t(), observed[f"{name}.bias"]
         layer.load_state_dict({"weight": weight, "bias": bias})
     with torch.no_grad():
-        theirs = b(torch.relu(norm(a(torch.eye(4))))).numpy()
-    ours = runs.load(run, model=model).outputs(samples.x)
-    assert abs(theirs - ours).max() < 1e-5
+        remote = b(torch.relu(norm(a(torch.eye(4))))).numpy()
+    own = runs.load(run, model=model).outputs(samples.x)
+    assert abs(remote - own).max() < 1e-5
 
 
 def test_an_export_lies_in_the_run_and_replaces_nothing_unasked(made, tmp_path):
     run = shutil.copytree(made("float32"), tmp_path / "run")
     file = run / "weights-step-00000012.safetensors"
     assert export(run)[1] is None
-    whole = safetensors.numpy.load_file(file)
+    complete = safetensors.numpy.load_file(file)
     file.write_text("precious")
     error = export(run)[1]
     assert isinstance(error, UsageError) and "exists; name another --output" in str(error)
@@ -106,7 +106,7 @@ def test_an_export_lies_in_the_run_and_replaces_nothing_unasked(made, tmp_path):
     for source in (run, run / "checkpoints" / "step-00000012"):
         assert export(source, "--force")[1] is None
         again = safetensors.numpy.load_file(file)
-        assert all(np.array_equal(again[key], x) for key, x in whole.items())
+        assert all(np.array_equal(again[key], x) for key, x in complete.items())
         file.write_text("precious")
     assert sorted(path.name for path in run.iterdir() if path.name.startswith(".")) == [".lock"]
 
@@ -132,18 +132,18 @@ def test_a_run_begins_with_the_weights_of_another(ranks, made, tmp_path, source,
         shared = [world.gather(str(path))[0] for path in (made(name), tmp_path / "w.safetensors")]
         run, file = map(Path, shared)
         path = world.gather(str(SOURCES[source](run, file) if world.rank == 0 else ""))[0]
-        spec = recipe.load("digits", [*MADE[name], f"model.init={path}"])
+        spec = recipe.load("digits", [*CREATED[name], f"model.init={path}"])
         model = runs.build_model(spec, spec.data.load(0))
         trainer = Trainer(model, optim.sgd(0.1), seed=7, world=world, init=spec.init)
         arena = trainer.replica.arena
-        seen = {**arena.views(arena.param), **arena.views(arena.buffer)}
+        observed = {**arena.views(arena.param), **arena.views(arena.buffer)}
         trainer.close()
-        return run, seen
+        return run, observed
 
-    for run, seen in ranks(body):
+    for run, observed in ranks(body):
         expected = tensors_of(run)
-        assert all(np.array_equal(seen[key], x) for key, x in expected.items())
-        assert seen.keys() == expected.keys()
+        assert all(np.array_equal(observed[key], x) for key, x in expected.items())
+        assert observed.keys() == expected.keys()
 
 
 def test_a_warm_start_trains_from_step_0_and_its_recipe_repeats_it(made, tmp_path, monkeypatch):
@@ -165,15 +165,15 @@ def test_a_warm_start_trains_from_step_0_and_its_recipe_repeats_it(made, tmp_pat
 def test_resume_goes_before_init(made, tmp_path):
     source = shutil.copytree(made("float32"), tmp_path / "source")
 
-    def train(out, resume, *more):
-        spec = recipe.load("digits", [*SMALL, f"model.init={source}", *more])
+    def train(out, resume, *extra):
+        spec = recipe.load("digits", [*SMALL, f"model.init={source}", *extra])
         return run_on("threads", 2, lambda w: runs.train(spec, w, tmp_path / out, resume))[0]
 
-    whole = train("whole", True)  # nothing there to resume: it begins with the source
-    assert whole["params_sha256"] != run_folder.read_summary(source)["params_sha256"]
+    complete = train("whole", True)  # nothing there to resume: it begins with the source
+    assert complete["params_sha256"] != run_folder.read_summary(source)["params_sha256"]
     shutil.rmtree(source)
     again = train("whole", True)
-    assert again["params_sha256"] == whole["params_sha256"]
+    assert again["params_sha256"] == complete["params_sha256"]
     with pytest.raises(UsageError, match="source: expected the folder of a run or of a checkpoint"):
         train("new", True)
 
@@ -201,7 +201,7 @@ def small_model():
 @pytest.mark.parametrize("misfit", MISFITS)
 @pytest.mark.parametrize("size", [1, 2])
 def test_weights_that_do_not_fit_are_listed(tmp_path, misfit, size):
-    change, said = MISFITS[misfit]
+    change, message = MISFITS[misfit]
     tensors = {key: x for key, x in {**GOOD, **change}.items() if x is not None}
     safetensors.numpy.save_file(tensors, tmp_path / "w.safetensors")
 
@@ -210,7 +210,7 @@ def test_weights_that_do_not_fit_are_listed(tmp_path, misfit, size):
 
     with pytest.raises(UsageError, match="do not fit the model") as error:
         run_on("threads", size, body)
-    for line in said:
+    for line in message:
         assert str(error.value).count(line) == 1
     assert len(str(error.value).splitlines()) <= 1 + weights.MOST_FAULTS + 1
 
@@ -249,19 +249,19 @@ NO_WEIGHTS = {
 
 @pytest.mark.parametrize("wrong", NO_WEIGHTS)
 def test_paths_without_weights(tmp_path, wrong):
-    made, said = NO_WEIGHTS[wrong]
+    made, message = NO_WEIGHTS[wrong]
     path = tmp_path / "w"
     if made == "folder":
         path.mkdir()
     elif made:
         path.write_bytes(made)
-    with pytest.raises(UsageError, match=said):
+    with pytest.raises(UsageError, match=message):
         weights.read(path)
 
 
 def test_a_damaged_checkpoint_is_refused_and_stays(made, tmp_path):
-    whole = made("float32") / "checkpoints" / "step-00000012"
-    path = shutil.copytree(whole, tmp_path / whole.name)
+    complete = made("float32") / "checkpoints" / "step-00000012"
+    path = shutil.copytree(complete, tmp_path / complete.name)
     part = path / "part-00001.safetensors"
     part.write_bytes(part.read_bytes()[:-3])
     with pytest.raises(UsageError, match=r"step-00000012 cannot be used: .*bytes; expected"):
@@ -271,14 +271,14 @@ def test_a_damaged_checkpoint_is_refused_and_stays(made, tmp_path):
 
 def without(run, tmp_path, *keys):
     """Return a copy of a run whose checkpoint lacks `keys` in its manifest."""
-    found = weights.checkpoint_of(run)
-    about = {key: value for key, value in found.about.items() if key not in keys}
+    result = weights.checkpoint_of(run)
+    about = {key: value for key, value in result.about.items() if key not in keys}
     about["world_size"] = 1
-    pieces = [Piece(name, 0, len(x), x) for name, x in found.arrays.items()]
+    pieces = [Piece(name, 0, len(x), x) for name, x in result.arrays.items()]
     copy = tmp_path / "old"
     copy.mkdir()
     shutil.copy(run / run_folder.RECIPE, copy)
-    run_ranks(1, lambda link: checkpoint.save(copy, found.step, pieces, about, link))
+    run_ranks(1, lambda link: checkpoint.save(copy, result.step, pieces, about, link))
     return copy
 
 

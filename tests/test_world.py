@@ -1,4 +1,4 @@
-"""The World: what ranks do together."""
+"""The World: collectives, node memory and barriers of all ranks."""
 
 from __future__ import annotations
 
@@ -20,13 +20,15 @@ def refusal(function):
 @on_ranks(1, 2, 3, 5, mpi=(1, 4))
 def test_gather(ranks):
     texts = [f"{'ä' * rank}|" for rank in range(ranks.size)]
-    assert all(seen == texts for seen in ranks(lambda world: world.gather(texts[world.rank])))
+    assert all(
+        observed == texts for observed in ranks(lambda world: world.gather(texts[world.rank]))
+    )
 
 
 @on_ranks(1, 2, 4, mpi=(1, 4))
 def test_together_returns_what_each_rank_made(ranks):
     def body(world):
-        return world.together(lambda: world.rank) == world.rank
+        return world.on_all_ranks(lambda: world.rank) == world.rank
 
     assert all(ranks(body))
 
@@ -39,15 +41,15 @@ FAULTS = [
 
 
 @on_ranks(3, mpi=(3,))
-@pytest.mark.parametrize("failing, kind, own, others", FAULTS)
-def test_together_tells_all_who_failed(ranks, failing, kind, own, others):
+@pytest.mark.parametrize("failing, kind, own, rest", FAULTS)
+def test_together_tells_all_who_failed(ranks, failing, kind, own, rest):
     def body(world):
         def act():
             if world.rank in failing:
                 raise kind(f"fault {world.rank}")
 
-        seen, text = refusal(lambda: world.together(act))
-        assert seen is (own if world.rank in failing else others)
+        observed, text = refusal(lambda: world.on_all_ranks(act))
+        assert observed is (own if world.rank in failing else rest)
         assert text == "\n".join(f"rank {r} on {world.hosts[r]}: fault {r}" for r in failing)
 
     ranks(body)
@@ -59,28 +61,28 @@ def test_together_says_once_what_all_have_seen(ranks):
         def act():
             raise UsageError("no such file")
 
-        return refusal(lambda: world.together(act))
+        return refusal(lambda: world.on_all_ranks(act))
 
-    assert all(seen == (UsageError, "no such file") for seen in ranks(body))
+    assert all(observed == (UsageError, "no such file") for observed in ranks(body))
 
 
 @on_ranks(3, mpi=(3,))
 @pytest.mark.parametrize(
-    "said, told",
+    "message, reported",
     [
         ("aaa", None),
         ("aba", "rank 0 has a, but rank 1 has b"),
         ("abc", "rank 0 has a, but rank 1 has b; rank 2 has c"),
     ],
 )
-def test_must_agree(ranks, said, told):
+def test_must_agree(ranks, message, reported):
     def body(world):
         def act():
-            world.must_agree(said[world.rank], "it")
+            world.must_agree(message[world.rank], "it")
 
-        if told is None:
+        if reported is None:
             return act()
-        text = f"it must be the same on all ranks; {told}"
+        text = f"it must be the same on all ranks; {reported}"
         assert refusal(act) == (UsageError, text)
 
     ranks(body)
@@ -119,15 +121,15 @@ SPEAKERS = {
 
 @pytest.mark.parametrize("case", SPEAKERS)
 def test_who_says_what_went_wrong_before_mpi(case, monkeypatch, capsys):
-    told, error, begins = SPEAKERS[case]
+    reported, error, begins = SPEAKERS[case]
     for name in (*RANK_2, *OPEN_MPI, "SLURM_STEP_ID", "SLURM_STEPID"):
         monkeypatch.delenv(name, raising=False)
-    for name, value in told.items():
+    for name, value in reported.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(worlds, "_world", None)
+    monkeypatch.setattr("hpctrain.world.process._world", None)
     waited = []
     monkeypatch.setattr(abort.time, "sleep", waited.append)
     worlds.fail_alone(error)
-    said = capsys.readouterr().err
-    assert said.startswith(begins) and bool(said) == bool(begins)
-    assert any(waited) == (bool(told) and case != "a bug")  # rank 0 is to be the first
+    message = capsys.readouterr().err
+    assert message.startswith(begins) and bool(message) == bool(begins)
+    assert any(waited) == (bool(reported) and case != "a bug")  # rank 0 is to be the first

@@ -1,4 +1,4 @@
-"""One code for both kinds of array: what `hpctrain.core.xp` does to each."""
+"""`hpctrain.core.xp`: the same functions on arrays of NumPy and of CuPy."""
 
 from __future__ import annotations
 
@@ -64,19 +64,19 @@ def test_one_kernel_on_a_device(kind, gpu):
 def test_streams_of_threads_wait_for_events(lazy_gpu):
     x = on("device")
     x += 1
-    ready, seen = xp.event(x), []
+    ready, observed = xp.event(x), []
 
     def body():
         with xp.own_stream(x):
             xp.wait_for(ready)
             y = x * 2
             xp.finish(y)
-            seen.append(y._host.copy())  # as it lies in memory, with no further wait
+            observed.append(y._host.copy())  # as it lies in memory, with no further wait
 
     thread = threading.Thread(target=body)
     thread.start()
     thread.join()
-    assert (seen[0] == 2 * (HOST + 1)).all()
+    assert (observed[0] == 2 * (HOST + 1)).all()
     assert lazy_gpu.counts["stream sync"] == 1 and not lazy_gpu.counts["device sync"]
 
 

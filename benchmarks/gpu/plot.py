@@ -19,7 +19,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import NullLocator
 
-from hpctrain.bench.message_sizes import shown
+from hpctrain.bench.message_sizes import size_text
 
 RESULTS = Path(__file__).parents[1] / "results" / "gpu"
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000")
@@ -54,7 +54,7 @@ def allreduce(axes: Axes, found: Found) -> None:
                   f"o{style}", color=COLORS[i % len(COLORS)], label=name)  # fmt: skip
     axes.set(xscale="log", yscale="log", ylabel="seconds")
     sizes = sorted({row["bytes"] for row in found["rows"]})
-    axes.set_xticks(sizes, [shown(n) for n in sizes])
+    axes.set_xticks(sizes, [size_text(n) for n in sizes])
     axes.xaxis.set_minor_locator(NullLocator())
     where = "one GPU" if found["one_gpu"] else "several GPUs"
     axes.set_title(f"all-reduce, {found['rows'][0]['ranks']} ranks, {where}")
@@ -74,7 +74,7 @@ def bars(axes: Axes, names: list[str], values: list[float], unit: str, title: st
 def paths(axes: Axes, found: Found) -> None:
     """Draw the rate of each path and of the legs of the staged one."""
     rows = found["rows"]
-    title = f"one way, {shown(rows[0]['bytes'])}"
+    title = f"one way, {size_text(rows[0]['bytes'])}"
     bars(axes, [row["what"] for row in rows], [row["gb_per_s"] for row in rows], "GB/s", title)
     axes.set_xscale("log")  # memory of a GPU and a bus differ by two orders
 
@@ -82,7 +82,7 @@ def paths(axes: Axes, found: Found) -> None:
 def optimizer(axes: Axes, found: Found) -> None:
     """Draw the rate at which each optimizer moves its bytes."""
     rows = found["rows"]
-    title = f"updates, {shown(rows[0]['bytes'])} of parameters"
+    title = f"updates, {size_text(rows[0]['bytes'])} of parameters"
     bars(axes, [row["what"] for row in rows], [row["gb_per_s"] for row in rows], "GB/s", title)
 
 

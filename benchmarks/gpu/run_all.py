@@ -81,7 +81,7 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="sizes for a trial of the scripts")
     given = parser.parse_args()
     try:
-        found = gpus.visible("gpu")
+        found = gpus.visible_gpus("gpu")
     except UsageError as error:
         print(f"no GPU here, nothing was measured: {error}", file=sys.stderr)
         sys.exit(UsageError.exit_code)

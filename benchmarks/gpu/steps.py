@@ -31,7 +31,7 @@ from hpctrain import nn, optim
 from hpctrain.core import xp
 from hpctrain.engines import Flags, Task
 from hpctrain.engines.synchronous.single import SingleEngine
-from hpctrain.gradients.precision import Precision, replica_of
+from hpctrain.gradients.precision import Precision, make_replica
 from hpctrain.gradients.replica import Batch
 from hpctrain.world import World, init
 
@@ -133,7 +133,7 @@ def measured(world: World, name: str, case: Case, rounds: int) -> list[dict[str,
 def ours(case: Case, precision: Precision) -> Step:
     """Return what takes STEPS of our steps, and waits for the last."""
     model = case.options.build(case.x.shape[1:], 10)
-    replica = replica_of(model, 0, precision, on_gpu=True)
+    replica = make_replica(model, 0, precision, on_gpu=True)
     engine, param = SingleEngine(replica, optim.sgd(1e-3, 0.9)), replica.arena.param
     batch = Batch(*(xp.like(param, part, part.dtype) for part in (case.x, case.y)))
     task = Task(batch, 1 / (len(case.x) * model.targets), nn.Key(0, 0, 0))

@@ -30,39 +30,39 @@ def block(rank: int, dtype: np.dtype) -> np.ndarray:
     return (parts[0] + 1j * parts[1] if dtype.kind == "c" else parts[0]).astype(dtype)
 
 
-def wide(values: np.ndarray) -> np.ndarray:
+def to_float64(values: np.ndarray) -> np.ndarray:
     """Return `values` in the dtype in which they are compared: int64, float64 or complex128."""
     if values.dtype.kind in "biu":
         return values.astype(np.int64)
     return values.astype(np.complex128 if values.dtype.kind == "c" else np.float64)
 
 
-def fill(x: np.ndarray, values: np.ndarray, start: int = 0) -> None:
+def fill_pattern(x: np.ndarray, values: np.ndarray, start: int = 0) -> None:
     """Write block `values` into flat `x`, which begins at element `start` of the vector."""
-    for in_array, in_block in _places(start, x.size):
+    for in_array, in_block in _blocks_of(start, x.size):
         x[in_array] = values[in_block]
 
 
 def agrees(x: np.ndarray, expected: np.ndarray, margin: np.ndarray, start: int = 0) -> bool:
-    """Return whether each element of `x` lies within `margin` of `expected`, blocks of `wide`."""
+    """Return whether each element of `x` lies within `margin` of `expected`, blocks in float64."""
     return all(
-        bool(np.all(np.abs(wide(x[in_array]) - expected[in_block]) <= margin[in_block]))
-        for in_array, in_block in _places(start, x.size)
+        bool(np.all(np.abs(to_float64(x[in_array]) - expected[in_block]) <= margin[in_block]))
+        for in_array, in_block in _blocks_of(start, x.size)
     )
 
 
 def reduced(op: str, ranks: int, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
-    """Return the block of the reduction over `ranks`, in `wide` dtype, and its margin, float64.
+    """Return the reduction over `ranks` in the dtype of `to_float64`, and its margin in float64.
 
     A sum of P values has at most P - 1 roundings on the way of each value, in any order: an error
     of (P - 1) u sum|v| (Higham 2002, section 4.2), here with the whole spacing for u, for slack. So
     has a product, each of up to sqrt(5) u where numbers are complex (Brent et al., 2007).
     """
-    values = [wide(block(rank, dtype)) for rank in range(ranks)]
+    values = [to_float64(block(rank, dtype)) for rank in range(ranks)]
     ufunc = ufunc_of(operation(op, dtype))
     expected = ufunc.reduce(values)
     if dtype.kind in "biu":  # what overflows wraps around
-        return wide(expected.astype(dtype)), np.zeros(PERIOD)
+        return to_float64(expected.astype(dtype)), np.zeros(PERIOD)
     if op in ("min", "max"):
         return expected, np.zeros(PERIOD)
     factor = np.sqrt(5) if op == "prod" and dtype.kind == "c" else 1.0
@@ -81,11 +81,11 @@ def gathered(ranks: int, length: int, dtype: np.dtype) -> Iterator[tuple[int, in
         yield edges[rank], edges[rank + 1], block(rank, dtype)
 
 
-def _places(start: int, length: int) -> Iterator[tuple[slice, slice]]:
+def _blocks_of(start: int, length: int) -> Iterator[tuple[slice, slice]]:
     """Yield (slice of the array, slice of the block) for elements `start` .. of the vector."""
-    at = 0
-    while at < length:
-        phase = (start + at) % PERIOD
-        step = min(PERIOD - phase, length - at)
-        yield slice(at, at + step), slice(phase, phase + step)
-        at += step
+    offset = 0
+    while offset < length:
+        phase = (start + offset) % PERIOD
+        step = min(PERIOD - phase, length - offset)
+        yield slice(offset, offset + step), slice(phase, phase + step)
+        offset += step

@@ -89,7 +89,7 @@ def run(world: World, options: Options) -> list[dict[str, Any]]:
     skipped |= _impossible(plan) | {n: _missing_text(plan) for n in joined if n not in able}
     plan = replace(plan, algorithms=[name for name in plan.algorithms if name not in skipped])
     about = rivals.about(able, skipped)
-    output.say(world, [f"# {name}: {text}" for name, text in about.items()])
+    output.print_lines(world, [f"# {name}: {text}" for name, text in about.items()])
     title = _title(world, plan)
     try:
         printer = output.RowPrinter(world, title, output.COLLECTIVE, len(plan.sizes))

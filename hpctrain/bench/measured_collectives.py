@@ -75,7 +75,9 @@ class Collective:
     busbw: Callable[[int], float]  #: ranks -> busbw / algbw
     traffic: Callable[[int], int]  #: ranks of a node -> bytes in its memory / bytes
     shared_traffic: Callable[[int], int] | None = None  #: where the result is one for all
-    typed: Mapping[str, bool] = field(default_factory=dict)  #: `ht.*` itself, and its `check`
+    public_calls: Mapping[str, bool] = field(
+        default_factory=dict
+    )  #: `ht.*`, with or without `check`
     bound: Mapping[str, Binder] = field(default_factory=dict)  #: calls that are made once
     plain: bool = False  #: whether NATIVE_PLAIN is to be had
     equal_chunks: bool = False  #: whether the number of ranks divides the length
@@ -84,7 +86,7 @@ class Collective:
     def names(self) -> tuple[str, ...]:
         """The names of algorithms that a user may choose."""
         natives = (NATIVE, NATIVE_PLAIN) if self.plain else (NATIVE,)
-        return tuple(dict.fromkeys((*self.typed, *self.algorithms, *self.bound, *natives)))
+        return tuple(dict.fromkeys((*self.public_calls, *self.algorithms, *self.bound, *natives)))
 
     def length(self, nbytes: int, itemsize: int, ranks: int) -> int:
         """Return the elements of a vector of about `nbytes`, at least one."""
@@ -95,7 +97,7 @@ class Collective:
         """Fill flat `x` with the input of this rank."""
         x[:] = 0
         own = self.input(case)
-        checks.fill(x[own], checks.block(case.rank, case.dtype), own.start)
+        checks.fill_pattern(x[own], checks.block(case.rank, case.dtype), own.start)
 
     def is_correct(self, result: np.ndarray, case: Case) -> bool:
         """Return whether `result` is right on this rank."""
@@ -124,7 +126,7 @@ def _reduced(case: Case, span: slice) -> list[Part]:
 
 
 def _copy_of(case: Case, rank: int, span: slice) -> Part:
-    values = checks.wide(checks.block(rank, case.dtype))
+    values = checks.to_float64(checks.block(rank, case.dtype))
     return Part(span.start, span.stop, values, np.zeros(checks.PERIOD))
 
 
@@ -160,7 +162,7 @@ COLLECTIVES = {
             busbw=lambda ranks: 2 * (ranks - 1) / ranks,
             traffic=lambda ranks: 2 * ranks,
             shared_traffic=lambda ranks: ranks + 1,
-            typed={"auto": True, "auto-unchecked": False},
+            public_calls={"auto": True, "auto-unchecked": False},
             bound={"auto-bound": bound, "direct-bound": partial(bound, name="direct")},
             plain=True,
         ),

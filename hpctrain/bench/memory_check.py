@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hpctrain.bench.message_sizes import shown
+from hpctrain.bench.message_sizes import size_text
 from hpctrain.core.errors import UsageError
 from hpctrain.hardware.memory import available_bytes
 from hpctrain.hardware.pci import ROOT
@@ -15,42 +15,44 @@ OWN_BUFFERS = 3  #: the buffer to reduce, and the two of the floor
 RIVALS_BUFFERS = 2  #: copies made by other libraries
 
 
-def check(world: World, longest: int, rivals: bool, root: Path = ROOT) -> None:
-    """Raise UsageError on all ranks if buffers of `longest` bytes do not fit; collective."""
-    world.together(lambda: _check(world, longest, rivals, root))
+def check(world: World, max_bytes: int, rivals: bool, root: Path = ROOT) -> None:
+    """Raise UsageError on all ranks if buffers of `max_bytes` bytes do not fit; collective."""
+    world.on_all_ranks(lambda: _check(world, max_bytes, rivals, root))
 
 
-def _check(world: World, longest: int, rivals: bool, root: Path) -> None:
+def _check(world: World, max_bytes: int, rivals: bool, root: Path) -> None:
     ranks = world.hosts.count(world.host)
-    need = longest * (OWN_BUFFERS + RIVALS_BUFFERS * rivals)
-    free = available_bytes(root)
-    if free is not None and ranks * need > free:
+    needed_bytes = max_bytes * (OWN_BUFFERS + RIVALS_BUFFERS * rivals)
+    free_bytes = available_bytes(root)
+    if free_bytes is not None and ranks * needed_bytes > free_bytes:
+        fitting = free_bytes // (ranks * (needed_bytes // max_bytes))
         raise UsageError(
-            f"--sizes: {shown(longest)} needs {_gib(need)} in each of {ranks} ranks on "
-            f"{world.host}, {_gib(ranks * need)} in all, but only {_gib(free)} are available; "
-            f"take at most {shown(free // (ranks * (need // longest)) >> 20 << 20)}, or fewer ranks"
+            f"--sizes: {size_text(max_bytes)} needs {_gib(needed_bytes)} in each of {ranks} ranks "
+            f"on {world.host}, {_gib(ranks * needed_bytes)} in all, but only {_gib(free_bytes)} "
+            f"are available; take at most {size_text(fitting >> 20 << 20)}, or fewer ranks"
         )
 
 
-def check_gpu(world: World, longest: int, need: int) -> None:
+def check_gpu(world: World, max_bytes: int, needed_bytes: int) -> None:
     """Raise UsageError on all ranks if one has no GPU or too little GPU memory; collective.
 
-    Buffers of `longest` bytes need `need` bytes of each rank.
+    Buffers of `max_bytes` bytes need `needed_bytes` bytes of each rank.
     """
-    world.together(lambda: _check_gpu(world, longest, need))
+    world.on_all_ranks(lambda: _check_gpu(world, max_bytes, needed_bytes))
 
 
-def _check_gpu(world: World, longest: int, need: int) -> None:
+def _check_gpu(world: World, max_bytes: int, needed_bytes: int) -> None:
     place = world.places[world.rank]
     if not place.gpu:
         raise UsageError(
             "--device gpu: expected a GPU for every rank, seen none; look at `hpctrain doctor`"
         )
-    ranks, free = world.places.count(place), gpus.free_bytes()
-    if ranks * need > free:
+    ranks, free_bytes = world.places.count(place), gpus.free_bytes()
+    if ranks * needed_bytes > free_bytes:
         raise UsageError(
-            f"--sizes: {shown(longest)} needs {_gib(need)} in each of {ranks} ranks on {place.gpu} "
-            f"of {place.node}, of which {_gib(free)} are free; take shorter ones, or fewer ranks"
+            f"--sizes: {size_text(max_bytes)} needs {_gib(needed_bytes)} in each of {ranks} ranks "
+            f"on {place.gpu} of {place.node}, of which {_gib(free_bytes)} are free; take shorter "
+            "ones, or fewer ranks"
         )
 
 

@@ -17,7 +17,7 @@ def parse(text: str) -> list[int]:
     return sorted(sizes)
 
 
-def shown(size: int) -> str:
+def size_text(size: int) -> str:
     """Return `size` in the largest binary unit that divides it: 4 B, 64 KiB, 3 MiB."""
     for unit in ("GiB", "MiB", "KiB"):
         if size and size % UNITS[unit] == 0:

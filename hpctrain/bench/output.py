@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from hpctrain import machine
-from hpctrain.bench.message_sizes import shown
+from hpctrain.bench.message_sizes import size_text
 from hpctrain.core import progress
 from hpctrain.core.errors import UsageError
 from hpctrain.world import World
@@ -41,7 +41,7 @@ def _four_digits(value: float) -> str:
     return f"{value:.4g}" if abs(value) < 1000 else f"{value:.0f}"
 
 
-SIZE: Column = ("size", lambda row: shown(row["bytes"]))
+SIZE: Column = ("size", lambda row: size_text(row["bytes"]))
 ALGORITHM: Column = ("algorithm", lambda row: row["algorithm"])
 TIMES: tuple[Column, ...] = tuple(
     (f"{name} us", microseconds(f"{name}_s")) for name in ("median", "p5", "p95", "p99")
@@ -88,22 +88,22 @@ class RowPrinter:
     def print_groups(self, groups: Iterable[list[dict[str, Any]]]) -> list[dict[str, Any]]:
         """Show groups of rows as they arrive; return all rows."""
         self._bar.start()
-        self._say(f"# {self._title}")
-        self._say(self._line([heading for heading, _ in self._columns]))
+        self._print_line(f"# {self._title}")
+        self._print_line(self._line([heading for heading, _ in self._columns]))
         rows: list[dict[str, Any]] = []
         for group in groups:
             rows += group
-            self._show(group)
+            self._print_table(group)
         self._bar.stop()
         if self._drawn:
             self._out.print(self._table)
         return rows
 
-    def _show(self, group: Sequence[Row]) -> None:
+    def _print_table(self, group: Sequence[Row]) -> None:
         for row in group:
             words = [text(row) for _, text in self._columns]
             self._table.add_row(*words)
-            self._say(self._line(words))
+            self._print_line(self._line(words))
         self._bar.update(self._task, advance=1, refresh=True)
 
     def _line(self, words: Sequence[str]) -> str:
@@ -111,9 +111,11 @@ class RowPrinter:
         widths = [20 if h == "algorithm" else max(8, len(h)) for h in headings]
         is_left = [h == "algorithm" for h in headings]
         pairs = zip(words, widths, is_left, strict=True)
-        return "  ".join(w.ljust(n) if left else w.rjust(n) for w, n, left in pairs)
+        return "  ".join(
+            w.ljust(n) if is_left_aligned else w.rjust(n) for w, n, is_left_aligned in pairs
+        )
 
-    def _say(self, line: str) -> None:
+    def _print_line(self, line: str) -> None:
         if self._prints and not self._drawn:
             print(line, flush=True)
 
@@ -129,7 +131,7 @@ def write(world: World, path: Path | None, content: Mapping[str, Any]) -> None:
         path.write_text(json.dumps(content, indent=1) + "\n")
 
 
-def say(world: World, lines: Iterable[str]) -> None:
+def print_lines(world: World, lines: Iterable[str]) -> None:
     """Print `lines`, from rank 0."""
     if world.rank == 0:
         for line in lines:
@@ -139,7 +141,7 @@ def say(world: World, lines: Iterable[str]) -> None:
 def must_be_writable(world: World, *paths: Path | None) -> None:
     """Raise UsageError on all ranks before the measurement if rank 0 cannot write to `paths`."""
 
-    def touch() -> None:
+    def update_bar() -> None:
         for path in filter(None, paths):
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -147,4 +149,4 @@ def must_be_writable(world: World, *paths: Path | None) -> None:
             except OSError as error:
                 raise UsageError(f"{path} cannot be written: {error.strerror}") from None
 
-    world.together(touch if world.rank == 0 else lambda: None)
+    world.on_all_ranks(update_bar if world.rank == 0 else lambda: None)

@@ -113,14 +113,16 @@ def measure(
     for size in options.sizes:
         x = buffer[:size]
         calls = max(LEAST_WINDOW, calls_per_round(size))
-        plan = {f"{way}{_path_text(pair)}": (way, pair) for pair in pairs for way in WAYS}
-        ways = {name: WAYS[way](pair, x, calls) for name, (way, pair) in plan.items()}
-        right = {name: _is_correct(world, plan[name][1], x, call) for name, call in ways.items()}
-        seconds = interleaved(world.link, ways, options.rounds, options.warm_up)
+        plan = {f"{way}{_path_text(pair)}": (way, pair) for pair in pairs for way in METHODS}
+        calls_by_name = {name: METHODS[way](pair, x, calls) for name, (way, pair) in plan.items()}
+        correct_by_name = {
+            name: _is_correct(world, plan[name][1], x, call) for name, call in calls_by_name.items()
+        }
+        seconds = interleaved(world.link, calls_by_name, options.rounds, options.warm_up)
         per_message = {"ping-pong": 2 * calls, "one-way": calls}
         yield [
             _row(world, pair, name, size, np.array(seconds[name]) / per_message[way], rate)
-            | {"calls": calls, "rounds": options.rounds, "correct": right[name]}
+            | {"calls": calls, "rounds": options.rounds, "correct": correct_by_name[name]}
             for name, (way, pair) in plan.items()
         ]
 
@@ -148,7 +150,7 @@ def _window(pair: RankPair, x: xp.Array, calls: int) -> Callable[[], None]:
     link, peer, first = pair.link, pair.peer, pair.link.rank == pair.source
     answer = np.zeros(1, np.uint8)
 
-    def rush() -> None:
+    def burst() -> None:
         if peer is None:
             return
         start = link.isend if first else link.irecv
@@ -156,10 +158,10 @@ def _window(pair: RankPair, x: xp.Array, calls: int) -> Callable[[], None]:
             request.wait()
         (link.irecv(answer, peer) if first else link.isend(answer, peer)).wait()
 
-    return rush
+    return burst
 
 
-WAYS = {"ping-pong": _ping_pong, "one-way": _window}
+METHODS = {"ping-pong": _ping_pong, "one-way": _window}
 
 
 def _is_correct(world: World, pair: RankPair, x: xp.Array, call: Callable[[], None]) -> bool:
@@ -167,12 +169,12 @@ def _is_correct(world: World, pair: RankPair, x: xp.Array, call: Callable[[], No
     values = checks.block(0, np.dtype(np.int32)).view(np.uint8)[: checks.PERIOD]
     data = np.zeros(x.size, np.uint8)
     if pair.link.rank == pair.source:
-        checks.fill(data, values)
+        checks.fill_pattern(data, values)
     xp.copy(x, data)
     call()
     expected = values.astype(np.float64)
-    right = pair.peer is None or checks.agrees(xp.to_host(x), expected, np.zeros(checks.PERIOD))
-    return all(vote == b"\1" for vote in all_gather_bytes(world.link, bytes([right])))
+    is_right = pair.peer is None or checks.agrees(xp.to_host(x), expected, np.zeros(checks.PERIOD))
+    return all(vote == b"\1" for vote in all_gather_bytes(world.link, bytes([is_right])))
 
 
 def _row(

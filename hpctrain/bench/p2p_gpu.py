@@ -52,8 +52,8 @@ class MappedLink:
             return self._link.irecv(x, source)
         place = self._memory.locate(x)
         assert place is not None, "looked at before"
-        remote = place.arrays[self._neighbours.index(source)]
-        return _Copy(self._link.irecv(self._word, source), x, remote)
+        remote_array = place.arrays[self._neighbours.index(source)]
+        return _Copy(self._link.irecv(self._word, source), x, remote_array)
 
 
 class _Copy(NamedTuple):
@@ -81,22 +81,24 @@ def pairs(world: World, source: int, to: int, x: xp.Array) -> list[RankPair]:
 
     Raises UsageError on all ranks if one of the two has no GPU.
     """
-    without = [rank for rank in (source, to) if not world.places[rank].gpu]
-    if without:
+    ranks_without_gpu = [rank for rank in (source, to) if not world.places[rank].gpu]
+    if ranks_without_gpu:
         raise UsageError(
-            f"--device gpu: rank {without[0]} on {world.hosts[without[0]]} has no GPU; look at "
-            "`hpctrain doctor` there, or name others with --ranks"
+            f"--device gpu: rank {ranks_without_gpu[0]} on {world.hosts[ranks_without_gpu[0]]} has "
+            "no GPU; look at `hpctrain doctor` there, or name others with --ranks"
         )
-    best = path_to(world.verdict, world.places[source], world.places[to])
-    ways: list[Path] = ["staged", *([best] if best in BY_POINTER else [])]
-    result = [_pair_on(world, source, to, path) for path in ways]
+    best_path = path_to(world.verdict, world.places[source], world.places[to])
+    measured_paths: list[Path] = ["staged", *([best_path] if best_path in BY_POINTER else [])]
+    result = [_pair_on(world, source, to, path) for path in measured_paths]
     return [*result, *_mapped_pairs(world, source, to, x)]
 
 
 def _mapped_pairs(world: World, source: int, to: int, x: xp.Array) -> list[RankPair]:
-    answers = world.gather("y" if world.memory.locate(x) is not None else "")
+    mapped_on_ranks = world.gather("y" if world.memory.locate(x) is not None else "")
     link = world.link_for("p2p ipc")
-    if world.hosts[source] != world.hosts[to] or not (answers[source] and answers[to]):
+    if world.hosts[source] != world.hosts[to] or not (
+        mapped_on_ranks[source] and mapped_on_ranks[to]
+    ):
         return []
     neighbours = [rank for rank, host in enumerate(world.hosts) if host == world.host]
     return [RankPair(MappedLink(link, world.memory, neighbours), source, to, "ipc")]

@@ -22,13 +22,13 @@ from matplotlib.ticker import (
     NullLocator,
 )
 
-from hpctrain.bench.message_sizes import shown
+from hpctrain.bench.message_sizes import size_text
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
 MARKS = "osD^vP*X"
 FEW_TICKS = 7  #: more sizes would run into each other
 SECONDS = EngFormatter(unit="s")  #: 100 us, 1 ms
-PLAIN = FuncFormatter(lambda y, _: f"{y:g}")
+PLAIN_FORMAT = FuncFormatter(lambda y, _: f"{y:g}")
 Row = Mapping[str, Any]
 
 
@@ -39,13 +39,15 @@ def draw(rows: Sequence[Row], title: str, path: Path, bandwidth: str = "busbw") 
     names = list(dict.fromkeys(row["algorithm"] for row in rows))
     styles = _styles(names)
     for name in names:
-        own = sorted((row for row in rows if row["algorithm"] == name), key=lambda r: r["bytes"])
+        own_rows = sorted(
+            (row for row in rows if row["algorithm"] == name), key=lambda r: r["bytes"]
+        )
         style = styles[name]
-        _line(time, own, name, style, "median_s")
-        timed = [row for row in own if row[bandwidth]]
-        _line(speed, timed, name, style, bandwidth)
-        times = [[row[key] for row in own] for key in ("p5_s", "p95_s")]
-        sizes = [row["bytes"] for row in own]
+        _line(time, own_rows, name, style, "median_s")
+        timed_rows = [row for row in own_rows if row[bandwidth]]
+        _line(speed, timed_rows, name, style, bandwidth)
+        times = [[row[key] for row in own_rows] for key in ("p5_s", "p95_s")]
+        sizes = [row["bytes"] for row in own_rows]
         time.fill_between(sizes, *times, color=style["color"], alpha=0.12, linewidth=0)
     sizes = sorted({row["bytes"] for row in rows})
     axes_over(time, sizes, "median time of a call", SECONDS)
@@ -79,15 +81,21 @@ def bars(rows: Sequence[Row], title: str, path: Path) -> None:
     figure = Figure((max(6, 5 * len(batches)), 4.5), layout="constrained")
     places = figure.subplots(1, len(batches), squeeze=False)[0]
     for axes, batch in zip(places, batches, strict=True):
-        own = [r for r in rows if r["batch_per_rank"] == batch and r["exposed_s"] is not None]
-        names = [row["algorithm"] for row in own]
-        alone = [row["alone_s"] * 1e3 for row in own]
-        whole = [row["median_s"] * 1e3 for row in own]
-        exposed = [w - a for w, a in zip(whole, alone, strict=True)]
-        axes.bar(names, alone, color=COLORS[0], label="the library's step without communication")
-        axes.bar(names, exposed, bottom=alone, color=COLORS[1], label="exposed communication")
-        spread = [[row["median_s"] - row["p5_s"], row["p95_s"] - row["median_s"]] for row in own]
-        axes.errorbar(names, whole, np.array(spread).T * 1e3, fmt="none", color="black", capsize=3)
+        own_rows = [r for r in rows if r["batch_per_rank"] == batch and r["exposed_s"] is not None]
+        names = [row["algorithm"] for row in own_rows]
+        compute_ms = [row["alone_s"] * 1e3 for row in own_rows]
+        step_ms = [row["median_s"] * 1e3 for row in own_rows]
+        exposed = [w - a for w, a in zip(step_ms, compute_ms, strict=True)]
+        axes.bar(
+            names, compute_ms, color=COLORS[0], label="the library's step without communication"
+        )
+        axes.bar(names, exposed, bottom=compute_ms, color=COLORS[1], label="exposed communication")
+        error_bars = [
+            [row["median_s"] - row["p5_s"], row["p95_s"] - row["median_s"]] for row in own_rows
+        ]
+        axes.errorbar(
+            names, step_ms, np.array(error_bars).T * 1e3, fmt="none", color="black", capsize=3
+        )
         axes.set_title(f"{batch} samples per rank")
         axes.set_xticks(names, names, rotation=20, ha="right")
         axes.grid(axis="y", alpha=0.3)
@@ -103,14 +111,16 @@ def _line(axes: Axes, rows: Sequence[Row], name: str, style: Mapping[str, Any], 
     axes.plot([row["bytes"] for row in rows], values, label=name, linewidth=1.5, **style)
 
 
-def axes_over(axes: Axes, sizes: Sequence[int], label: str, numbers: Formatter = PLAIN) -> None:
+def axes_over(
+    axes: Axes, sizes: Sequence[int], label: str, numbers: Formatter = PLAIN_FORMAT
+) -> None:
     """Make both axes logarithmic: `sizes` along x, `label` along y in the format of `numbers`."""
     axes.set_xscale("log", base=2)
     log_axis(axes, numbers)
-    every = -(-len(sizes) // FEW_TICKS)
-    axes.xaxis.set_major_locator(FixedLocator(list(sizes)[::every]))
+    tick_step = -(-len(sizes) // FEW_TICKS)
+    axes.xaxis.set_major_locator(FixedLocator(list(sizes)[::tick_step]))
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda size, _: shown(round(size))))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda size, _: size_text(round(size))))
     axes.set_xlabel("size")
     axes.set_ylabel(label)
     axes.grid(alpha=0.3)

@@ -19,7 +19,7 @@ from hpctrain.bench import roofline
 from hpctrain.bench.measured_collectives import NATIVE, NATIVE_PLAIN, Case, Collective
 from hpctrain.bench.rivals import Rival
 from hpctrain.collectives import all_gather_bytes, operation
-from hpctrain.tuning.measure import COLD_BYTES, Around, interleaved, paired_ratio, spread
+from hpctrain.tuning.measure import COLD_BYTES, ContextFactory, interleaved, paired_ratio, spread
 from hpctrain.tuning.select import auto, name_of
 from hpctrain.user_collectives.calls import allreduce
 from hpctrain.world import World
@@ -53,11 +53,11 @@ class CollectiveContender:
 
     call: Callable[[], Any]
     result: np.ndarray
-    awake: Around = nullcontext  #: context manager around the calls
+    awake: ContextFactory = nullcontext  #: context manager around the calls
     first_calls: int = 1  #: before those that count, in each turn
 
     @contextmanager
-    def warm(self) -> Iterator[None]:
+    def warmed_up(self) -> Iterator[None]:
         """Wake up and make the first calls, whose caches still hold another contender's data."""
         with self.awake():
             for _ in range(self.first_calls):
@@ -95,8 +95,8 @@ def contenders(
             by_name[algorithm] = CollectiveContender(
                 *world.link.native.bind(f"{name} plain", x, op)
             )
-        elif algorithm in plan.collective.typed:  # `ht.allreduce` itself
-            check = plan.collective.typed[algorithm]
+        elif algorithm in plan.collective.public_calls:  # `ht.allreduce` itself
+            check = plan.collective.public_calls[algorithm]
             by_name[algorithm] = CollectiveContender(_typed(x, plan.op, world, check), x)
         elif bind := plan.collective.bound.get(algorithm):
             by_name[algorithm] = CollectiveContender(bind(world.main, x, op), x)
@@ -123,10 +123,12 @@ def judge(
     with contender.awake():
         returned = contender.call()
     result = contender.result if returned is None else returned
-    right = plan.collective.is_correct(result, case)
-    elsewhere = not np.shares_memory(result, x)
-    verdicts = all_gather_bytes(world.link, bytes((right, elsewhere)))
-    return all(right for right, _ in verdicts), any(elsewhere for _, elsewhere in verdicts)
+    is_right = plan.collective.is_correct(result, case)
+    is_other_array = not np.shares_memory(result, x)
+    verdicts = all_gather_bytes(world.link, bytes((is_right, is_other_array)))
+    return all(is_right for is_right, _ in verdicts), any(
+        is_other_array for _, is_other_array in verdicts
+    )
 
 
 def _lengths(plan: SweepPlan, ranks: int) -> list[int]:
@@ -145,38 +147,40 @@ def _rows(world: World, plan: SweepPlan, rivals: Mapping[str, Rival], x: np.ndar
     verdicts = {name: judge(world, plan, contender, x) for name, contender in by_name.items()}
     x.fill(0)
     floor, calls = roofline.floor_of(world.main, x), calls_per_round(x.nbytes)
-    timed = {name: contender.call for name, contender in by_name.items()} | {FLOOR: floor.call}
-    around = {name: contender.warm for name, contender in by_name.items()}
-    seconds = interleaved(world.link, timed, plan.rounds, plan.warm_up, calls, around)
+    timed_calls = {name: contender.call for name, contender in by_name.items()} | {
+        FLOOR: floor.call
+    }
+    around = {name: contender.warmed_up for name, contender in by_name.items()}
+    seconds = interleaved(world.link, timed_calls, plan.rounds, plan.warm_up, calls, around)
     streamed = float(np.median(seconds.pop(FLOOR)))
-    cold = _cold(world, plan, by_name, x)
+    cold_seconds = _measure_cold(world, plan, by_name, x)
     rows = []
     for name, times in seconds.items():
-        row = _times(world, plan, name, x.nbytes, times) | {"cold_s": cold.get(name)}
+        row = _times(world, plan, name, x.nbytes, times) | {"cold_s": cold_seconds.get(name)}
         if NATIVE in seconds:
             row["times_native"] = paired_ratio(seconds[NATIVE], times)
-        if name in plan.collective.typed:
+        if name in plan.collective.public_calls:
             row["takes"] = name_of(auto, world.main, x)
         correct, shared = verdicts[name]
         row["result"] = "shared" if shared else "in place"
         row["floor"] = floor.kind
-        row["floor_s"] = streamed * least_bytes(world, plan, shared, x.nbytes) / floor.nbytes
+        row["floor_s"] = streamed * min_bytes_moved(world, plan, shared, x.nbytes) / floor.nbytes
         row["share_of_floor"] = row["floor_s"] / row["median_s"]
         rows.append(row | {"rounds": plan.rounds, "calls": calls, "correct": correct})
     return rows
 
 
-def _cold(
+def _measure_cold(
     world: World, plan: SweepPlan, by_name: Mapping[str, CollectiveContender], x: np.ndarray
 ) -> dict[str, float]:
     """Return the median seconds of calls with cold caches; none where `x` itself fills them."""
     if x.nbytes > COLD_BYTES:
         return {}
-    timed = {name: contender.call for name, contender in by_name.items()}
-    around = {name: contender.warm for name, contender in by_name.items()}
+    timed_calls = {name: contender.call for name, contender in by_name.items()}
+    around = {name: contender.warmed_up for name, contender in by_name.items()}
     other = np.zeros(COLD_BYTES // 4, np.float32)
     link, rounds = world.link, (plan.rounds, plan.warm_up)
-    seconds = interleaved(link, timed, *rounds, around=around, other=other)
+    seconds = interleaved(link, timed_calls, *rounds, contexts=around, evicting=other)
     return {name: float(np.median(times)) for name, times in seconds.items()}
 
 
@@ -185,7 +189,7 @@ def _typed(x: np.ndarray, op: str, world: World, check: bool) -> Callable[[], No
     return lambda: allreduce(x, op, world=world, check=check)
 
 
-def least_bytes(world: World, plan: SweepPlan, shared: bool, nbytes: int) -> float:
+def min_bytes_moved(world: World, plan: SweepPlan, shared: bool, nbytes: int) -> float:
     """Return the fewest bytes to move: in the memory of one node, or out of each of several."""
     collective, nodes = plan.collective, len(world.main.nodes)
     if nodes > 1:

@@ -26,8 +26,10 @@ def seconds(text: str, option: str) -> float:
 
 def ranks(text: str, option: str = "--ranks") -> list[int]:
     """Return the numbers of `text`, such as `4,64` or `2:4096` in doublings, ascending."""
-    noun = option.removeprefix("--")
-    expected = f"expected 1 to {MOST_RANKS} {noun}, such as 4096, 2,4,8 or 2:65536 (doubling)"
+    option_name = option.removeprefix("--")
+    expected = (
+        f"expected 1 to {MOST_RANKS} {option_name}, such as 4096, 2,4,8 or 2:65536 (doubling)"
+    )
     if not re.fullmatch(r"\d+(:\d+)?(,\d+(:\d+)?)*", text):
         raise UsageError(f"{option}: {expected}, seen '{text}'")
     numbers = {n for part in text.split(",") for n in _doublings(*map(int, part.split(":")))}

@@ -11,6 +11,7 @@ import json
 import os
 import select
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,13 +22,22 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from hpctrain.cluster import gpu_probe, guard
-from hpctrain.cluster.slurm.job_end import EXIT_STOPPED, LauncherExit, job_exit_code, print_message
+from hpctrain.cluster import guard
+from hpctrain.cluster.slurm.job_end import (
+    EXIT_STOPPED,
+    ExitCodeFunction,
+    LauncherExit,
+    command_exit_code,
+    job_exit_code,
+    print_message,
+    program_exit_code,
+)
 from hpctrain.core import launchers
 from hpctrain.core.errors import StoppedError, UsageError
 from hpctrain.core.interpreter import module_command
 from hpctrain.core.progress import TERMINAL
 from hpctrain.run_files import last_lines, run_folder
+from hpctrain.transport.gpu_probe import probe_process
 
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 #: Open MPI sends messages up to this size over TCP without a handshake: one segment of the ring
@@ -52,39 +62,53 @@ def launch(n: int, arguments: Sequence[str]) -> int:
 
     Raises UsageError when n < 1, inside a rank of another job, or without an mpiexec.
     """
-    _check_request(n, launchers.launched(os.environ))
-    if gpu_probe.may_use_gpu(arguments):
-        gpu_probe.run_probe()
-    return launch_argv(n, [*module_command("hpctrain"), *arguments])
+    argv = [*module_command("hpctrain"), *arguments]
+    return _launch_guarded(n, arguments, argv, command_exit_code)
 
 
-def launch_argv(n: int, argv: Sequence[str]) -> int:
-    """Run the command `argv` on `n` ranks; returns and raises like `launch`."""
+def launch_program(n: int, argv: Sequence[str]) -> int:
+    """Run any program, `argv` with its arguments, on `n` ranks; return the exit code of the job.
+
+    If the program trains with `ht.Trainer`, the exit code is that of its run. Raises UsageError as
+    `launch` does, and if the program does not exist.
+    """
+    if shutil.which(argv[0]) is None:
+        raise UsageError(
+            f"no program '{argv[0]}': expected one on the PATH or the path of an executable file "
+            "after `--`; for a command of hpctrain leave out `--`"
+        )
+    return _launch_guarded(n, argv, argv, program_exit_code)
+
+
+def _launch_guarded(
+    n: int, arguments: Sequence[str], argv: Sequence[str], exit_code_without_run: ExitCodeFunction
+) -> int:
+    """Run `argv` on `n` ranks; first probe GPU paths if `arguments` allow the use of a GPU."""
     _check_request(n, launchers.launched(os.environ))
+    if probe_process.may_use_gpu(arguments):
+        probe_process.run_probe()
     try:
         with _raise_on_signal():
-            return _run_job(n, argv)
+            return _run_job(n, argv, exit_code_without_run)
     except StoppedError as error:
         print_message(str(error))
         return EXIT_STOPPED
 
 
-def _run_job(n: int, argv: Sequence[str]) -> int:
+def _run_job(n: int, argv: Sequence[str], exit_code_without_run: ExitCodeFunction) -> int:
     mpi, start_time_s = find_mpi(), time.time()
     slots = launchers.allocated_tasks(os.environ) or _count_physical_cores()
-    launcher_command, extra_variables = build_command(
-        mpi, n, argv, oversubscribed=n > slots, as_root=os.geteuid() == 0
-    )
+    as_root = os.geteuid() == 0
+    command, variables = build_command(mpi, n, argv, oversubscribed=n > slots, as_root=as_root)
     job_id = uuid.uuid4().hex
-    with (
-        open(os.memfd_create(run_folder.NOTE), "rb") as note_file,
-        _guard_job(job_id) as job_environ,
-    ):
-        job_environ |= _rank_variables(_proc_path(note_file.fileno()))
-        inherited_variables = launchers.without_rank_variables(os.environ)
-        environ = eager_limit_variables() | inherited_variables | extra_variables | job_environ
-        launcher_exit = _supervise_launcher(launcher_command, environ)
-        return job_exit_code(launcher_exit, note_file.read(), start_time_s)
+    note_descriptor = os.memfd_create(run_folder.ANNOUNCE_FILE)
+    with open(note_descriptor, "rb") as note_file, _guard_job(job_id) as job_variables:
+        job_variables |= _rank_variables(_proc_path(note_file.fileno()))
+        inherited = launchers.without_rank_variables(os.environ)
+        environ = eager_limit_variables() | inherited | variables | job_variables
+        launcher_exit = _supervise_launcher(command, environ)
+        announced_folder = note_file.read()
+        return job_exit_code(launcher_exit, announced_folder, start_time_s, exit_code_without_run)
 
 
 @contextmanager
@@ -260,11 +284,8 @@ def catch_stop_signals() -> Iterator[Callable[[], list[int]]]:
 
     def read_signals() -> list[int]:
         readable = select.select([read_fd], [], [], 1.0)[0]
-        return [
-            number
-            for number in (os.read(read_fd, 64) if readable else b"")
-            if number in caught_signals
-        ]
+        numbers = os.read(read_fd, 64) if readable else b""
+        return [number for number in numbers if number in caught_signals]
 
     try:
         yield read_signals

@@ -37,13 +37,13 @@ def doubling(group: Group, x: np.ndarray) -> None:
     if size & (size - 1):
         round_the_ring(group, x)
         return
-    at, distance = bounds(x.size, size), 1
+    offsets, distance = bounds(x.size, size), 1
     while distance < size:
-        local, remote = (
-            x[at[first] : at[first + distance]]
+        sent_range, received_range = (
+            x[offsets[first] : offsets[first + distance]]
             for first in (r // distance * distance for r in (rank, rank ^ distance))
         )
-        group.link.sendrecv(local, rank ^ distance, remote, rank ^ distance)
+        group.link.sendrecv(sent_range, rank ^ distance, received_range, rank ^ distance)
         distance *= 2
 
 

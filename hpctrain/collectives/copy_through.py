@@ -54,11 +54,11 @@ def bind_short(
     It raises UsageError on all ranks of the node unless all make the same `call`.
     """
     flags, rank, payload = buffers.flags, buffers.link.rank, call.payload
-    operands = [_operands(buffers.short(x.nbytes, x.dtype, odd), rank) for odd in (0, 1)]
+    operands = [_operands(buffers.short(x.nbytes, x.dtype, parity), rank) for parity in (0, 1)]
 
     def reduce() -> np.ndarray:
-        own, first, second, rest = operands[flags.round & 1]
-        own[...] = x
+        own_buffer, first, second, rest = operands[flags.round & 1]
+        own_buffer[...] = x
         if not flags.agree(payload):
             must_match_in_node(buffers, call)
         op(first, second, out=x)
@@ -69,34 +69,36 @@ def bind_short(
     return reduce
 
 
-def long(buffers: NodeBuffers, x: np.ndarray, op: Operation) -> None:
+def reduce_long(buffers: NodeBuffers, x: np.ndarray, op: Operation) -> None:
     """Reduce flat `x` in place; the same length on all ranks is already agreed."""
     if x.nbytes <= SHORT_BYTES:
         bind_short(buffers, x, op, of_length(x.nbytes))()
         return
-    copies = buffers.long(x.dtype)
-    for segment in segments(x, copies[0].nbytes):
-        _segment(buffers, copies, segment, op)
+    row_copies = buffers.long(x.dtype)
+    for segment in segments(x, row_copies[0].nbytes):
+        _segment(buffers, row_copies, segment, op)
 
 
 def _operands(
-    copies: list[np.ndarray], rank: int
+    row_copies: list[np.ndarray], rank: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[np.ndarray]]:
     """Return this rank's buffer, then the first, second and remaining operands."""
-    return copies[rank], copies[0], copies[1], copies[2:]
+    return row_copies[rank], row_copies[0], row_copies[1], row_copies[2:]
 
 
-def _segment(buffers: NodeBuffers, copies: list[np.ndarray], x: np.ndarray, op: Operation) -> None:
-    rank, chunks = buffers.link.rank, slices(x, parts(x, len(copies)))
-    peers, total = [i for i in range(len(copies)) if i != rank], chunks[rank]
+def _segment(
+    buffers: NodeBuffers, row_copies: list[np.ndarray], x: np.ndarray, op: Operation
+) -> None:
+    rank, chunks = buffers.link.rank, slices(x, parts(x, len(row_copies)))
+    peers, total = [i for i in range(len(row_copies)) if i != rank], chunks[rank]
     for i in peers:
-        copies[rank][i, : chunks[i].size] = chunks[i]
+        row_copies[rank][i, : chunks[i].size] = chunks[i]
     buffers.flags.agree()
     # Added in private memory, then copied: a copy overwrites whole cache lines without fetching
     # them from the neighbour that read them last, an addition does not.
     for i in peers:
-        op(total, copies[i][rank, : total.size], out=total)
-    copies[rank][rank, : total.size] = total
+        op(total, row_copies[i][rank, : total.size], out=total)
+    row_copies[rank][rank, : total.size] = total
     buffers.flags.agree()
     for i in peers:
-        chunks[i][:] = copies[i][i, : chunks[i].size]
+        chunks[i][:] = row_copies[i][i, : chunks[i].size]

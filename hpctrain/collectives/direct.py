@@ -55,7 +55,7 @@ from hpctrain.transport.shared_memory.host import SharedArrays
 
 log = logging.getLogger(__name__)
 TILE_BYTES = 128 << 10
-ANYWHERE_BYTES = 8 << 10  # up to here one exchange and copies are faster than two and none
+COPIED_BYTES = 8 << 10  # up to here one exchange and copies are faster than two and none
 _LOCATION = struct.Struct("<qq")
 
 
@@ -92,7 +92,7 @@ def prepared(
     if type(x) is not np.ndarray and on_device(x):
         return partial(_on_gpus, group, buffers, x, op, call, shared)
     call = call or of_length(x.nbytes)
-    if x.nbytes <= ANYWHERE_BYTES:
+    if x.nbytes <= COPIED_BYTES:
         return copy_through.bind_short(buffers, x, op, call)
     location = None if group.memory is None else group.memory.locate(x)
     arrays = None if location is None else location.arrays
@@ -107,7 +107,7 @@ def prepared(
             work(tiles, op)
             agree()
             return result[0]
-        copy_through.long(buffers, x, op)
+        copy_through.reduce_long(buffers, x, op)
         return x
 
     return reduce
@@ -132,9 +132,9 @@ def reduce_scatter(
         return views[rank]
     total = group.scratch.on_device_of(x, TILE_BYTES // x.itemsize)
     for tile in _tiles([array[offsets[rank] : offsets[rank + 1]] for array in arrays]):
-        out = total[: tile[0].size]
-        copy_through.add(tile, op, out)
-        tile[rank][:] = out
+        block_sum = total[: tile[0].size]
+        copy_through.add(tile, op, block_sum)
+        tile[rank][:] = block_sum
     return x[offsets[rank] : offsets[rank + 1]]
 
 
@@ -241,7 +241,10 @@ def _own_tiles(buffers: NodeBuffers, arrays: list[np.ndarray]) -> Tiles:
 def _tiles(arrays: list[np.ndarray]) -> Tiles:
     """Return equally long `arrays` in tiles, of which those of all arrays fit a core's cache."""
     step = TILE_BYTES // arrays[0].itemsize
-    return [[a[at : at + step] for a in arrays] for at in range(0, arrays[0].size, step)]
+    return [
+        [a[first_element : first_element + step] for a in arrays]
+        for first_element in range(0, arrays[0].size, step)
+    ]
 
 
 def _sum_into_first(tiles: Tiles, op: Operation) -> None:

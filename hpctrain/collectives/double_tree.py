@@ -41,7 +41,7 @@ import numpy as np
 from hpctrain.collectives.chunks import SEGMENT_BYTES, segments
 from hpctrain.collectives.group import Group
 from hpctrain.collectives.reductions.operations import Operation
-from hpctrain.collectives.ring import AHEAD, STREAM_BYTES
+from hpctrain.collectives.ring import RECEIVES_AHEAD, STREAM_BYTES
 from hpctrain.transport.link import Link, Request
 
 
@@ -58,20 +58,22 @@ Half = tuple[list[np.ndarray], Family]  #: its segments, and this rank's neighbo
 def double_tree(group: Group, x: np.ndarray, op: Operation) -> None:
     """Reduce flat `x` in place over all ranks of `group`."""
     across = len(group.nodes) > 1
-    segment_bytes, ahead = (STREAM_BYTES, 2 * AHEAD) if across else (SEGMENT_BYTES, AHEAD)
-    inboxes = group.scratch.rows(x, ahead, segment_bytes)
+    segment_bytes, receives_ahead = (
+        (STREAM_BYTES, 2 * RECEIVES_AHEAD) if across else (SEGMENT_BYTES, RECEIVES_AHEAD)
+    )
+    inboxes = group.scratch.rows(x, receives_ahead, segment_bytes)
     halves = [(list(segments(h, segment_bytes)), f) for h, f in _leaf_first(group, x)]
     _reduce(group.link, halves, op, inboxes)
-    _broadcast(group.link, halves, ahead)
+    _broadcast(group.link, halves, receives_ahead)
 
 
 def _reduce(link: Link, halves: list[Half], op: Operation, inboxes: np.ndarray) -> None:
     sends: list[Request] = []
     for half, family in halves:
         transfers = [(child, segment) for segment in half for child in family.children]
-        coming = _received(link, transfers, inboxes)
+        received_segments = _receive_segments(link, transfers, inboxes)
         for segment in half:
-            for _, inbox in zip(family.children, coming, strict=False):
+            for _, inbox in zip(family.children, received_segments, strict=False):
                 op(segment, inbox, out=segment)
             if family.parent is not None:
                 sends.append(link.isend(segment, family.parent))
@@ -79,7 +81,7 @@ def _reduce(link: Link, halves: list[Half], op: Operation, inboxes: np.ndarray) 
         send.wait()
 
 
-def _received(
+def _receive_segments(
     link: Link, transfers: Sequence[tuple[int, np.ndarray]], inboxes: np.ndarray
 ) -> Iterator[np.ndarray]:
     """Yield the data received for each (source, segment), in an inbox valid until the next."""
@@ -89,28 +91,31 @@ def _received(
         inbox = inboxes[k % len(inboxes)][: segment.size]
         return link.irecv(inbox, source), inbox
 
-    under_way = deque(post(k) for k in range(min(len(inboxes), len(transfers))))
+    sends_in_flight = deque(post(k) for k in range(min(len(inboxes), len(transfers))))
     for k in range(len(transfers)):
-        request, inbox = under_way.popleft()
+        request, inbox = sends_in_flight.popleft()
         request.wait()
         yield inbox
         if k + len(inboxes) < len(transfers):
-            under_way.append(post(k + len(inboxes)))
+            sends_in_flight.append(post(k + len(inboxes)))
 
 
-def _broadcast(link: Link, halves: list[Half], ahead: int) -> None:
-    under_way: list[Request] = []
+def _broadcast(link: Link, halves: list[Half], receives_ahead: int) -> None:
+    sends_in_flight: list[Request] = []
     for half, (parent, children) in halves:
         if parent is not None and not children:
-            under_way += [link.irecv(segment, parent) for segment in half]
+            sends_in_flight += [link.irecv(segment, parent) for segment in half]
             continue
-        coming: deque[Request] = deque()
+        received_segments: deque[Request] = deque()
         for k, segment in enumerate(half):
             if parent is not None:
-                coming.extend(link.irecv(s, parent) for s in half[k + len(coming) : k + ahead])
-                coming.popleft().wait()
-            under_way += [link.isend(segment, child) for child in children]
-    for request in under_way:
+                received_segments.extend(
+                    link.irecv(s, parent)
+                    for s in half[k + len(received_segments) : k + receives_ahead]
+                )
+                received_segments.popleft().wait()
+            sends_in_flight += [link.isend(segment, child) for child in children]
+    for request in sends_in_flight:
         request.wait()
 
 
@@ -129,15 +134,17 @@ def _leaf_first(group: Group, x: np.ndarray) -> list[tuple[np.ndarray, Family]]:
 def families(rank: int, size: int) -> tuple[Family, Family]:
     """Return the family of `rank` in the first and in the second tree."""
 
-    def other(v: int) -> int:  # the same place in the second tree; both numbered from 0
+    def to_second_tree(v: int) -> int:  # the same place in the second tree; both numbered from 0
         return (v + 1) % size if size % 2 else size - 1 - v
 
-    def back(v: int) -> int:
+    def from_second_tree(v: int) -> int:
         return (v - 1) % size if size % 2 else size - 1 - v
 
-    parent, children = in_order(other(rank), size)
-    second = Family(None if parent is None else back(parent), tuple(map(back, children)))
-    return in_order(rank, size), second
+    parent, children = in_order(to_second_tree(rank), size)
+    second_family = Family(
+        None if parent is None else from_second_tree(parent), tuple(map(from_second_tree, children))
+    )
+    return in_order(rank, size), second_family
 
 
 def in_order(rank: int, size: int) -> Family:

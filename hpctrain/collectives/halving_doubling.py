@@ -39,29 +39,29 @@ def halving_doubling(group: Group, x: np.ndarray, op: Operation) -> None:
     if rank >= core:
         _hand_over(group, x, op, rank - core)
         return
-    extra = rank + core if rank + core < size else None
-    if extra is not None:
-        _take_over(group, x, op, extra)
+    folded_rank = rank + core if rank + core < size else None
+    if folded_rank is not None:
+        _take_over(group, x, op, folded_rank)
     _halve_and_double(group, x, op, core)
-    if extra is not None:
-        group.link.isend(x, extra).wait()
+    if folded_rank is not None:
+        group.link.isend(x, folded_rank).wait()
 
 
 def _halve_and_double(group: Group, x: np.ndarray, op: Operation, core: int) -> None:
-    link, at = group.link, bounds(x.size, core)
+    link, offsets = group.link, bounds(x.size, core)
     first, last = 0, core  # range of chunks
-    way: list[tuple[int, slice, slice]] = []
+    exchanges: list[tuple[int, slice, slice]] = []
     distance = core // 2
     while distance:
         middle = (first + last) // 2
-        lower, upper = slice(at[first], at[middle]), slice(at[middle], at[last])
+        lower, upper = slice(offsets[first], offsets[middle]), slice(offsets[middle], offsets[last])
         partner = link.rank ^ distance
         keep, give = (upper, lower) if link.rank & distance else (lower, upper)
         _exchange_and_add(group, x[give], x[keep], op, partner)
         first, last = (middle, last) if link.rank & distance else (first, middle)
-        way.append((partner, keep, give))
+        exchanges.append((partner, keep, give))
         distance //= 2
-    for partner, keep, give in reversed(way):
+    for partner, keep, give in reversed(exchanges):
         _exchange(link, x[keep], x[give], partner)
 
 
@@ -86,11 +86,11 @@ def _exchange_and_add(
         send.wait()
 
 
-def _take_over(group: Group, x: np.ndarray, op: Operation, extra: int) -> None:
-    """Add the vector of folded rank `extra`: we add the lower half, it adds and sends the upper."""
+def _take_over(group: Group, x: np.ndarray, op: Operation, folded_rank: int) -> None:
+    """Add the vector of `folded_rank`: this rank adds the lower half, that rank the upper."""
     lower, upper = x[: x.size // 2], x[x.size // 2 :]
-    _exchange_and_add(group, upper, lower, op, extra)
-    group.link.irecv(upper, extra).wait()
+    _exchange_and_add(group, upper, lower, op, folded_rank)
+    group.link.irecv(upper, folded_rank).wait()
 
 
 def _hand_over(group: Group, x: np.ndarray, op: Operation, partner: int) -> None:

@@ -46,7 +46,7 @@ def hierarchical(group: Group, x: np.ndarray, op: Operation) -> None:
     rail = rails(x, group)
     part = _sum_inside(group, x, op, rail)
     if part.size:
-        ring(_between(group), part, op)
+        ring(_rail_group(group), part, op)
     if _neighbours(group):
         all_gather(group, x, rail)
 
@@ -68,7 +68,7 @@ def _neighbours(group: Group) -> int:
     return group.node.size - 1
 
 
-def _between(group: Group) -> Group:
+def _rail_group(group: Group) -> Group:
     """Return the group of the owners of this rank's rail: one on each node."""
     assert group.across is not None
     return Group(group.across, group.scratch, nodes=_first_ranks(group.across.size))

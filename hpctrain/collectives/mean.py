@@ -19,12 +19,12 @@ import numpy as np
 
 from hpctrain.collectives.group import Group
 from hpctrain.collectives.reductions.operations import TILE, Operation
-from hpctrain.collectives.vote import largest
-from hpctrain.core.xp import Array, namespace, on_device, to_host, wide
+from hpctrain.collectives.vote import elementwise_maximum
+from hpctrain.core.xp import Array, namespace, on_device, to_host, widened
 
 #: Sums in place, and returns this rank's part of the sum; None: all of it.
 Sum = Callable[[Group, Array, Operation], Array | None]
-BFLOAT16_LARGEST = 2.0**128 - 2.0**120  # absent from NumPy's finfo
+BFLOAT16_MAX = 2.0**128 - 2.0**120  # absent from NumPy's finfo
 
 
 def mean(group: Group, x: Array, op: Operation, reduce: Sum) -> None:
@@ -35,7 +35,7 @@ def mean(group: Group, x: Array, op: Operation, reduce: Sum) -> None:
     ranks, exponent = group.link.size, -group.link.size.bit_length() - 1
     if ranks == 1 or x.size == 0:
         return
-    if not largest(group, (int(_may_overflow(x, ranks)), 0))[0]:
+    if not elementwise_maximum(group, (int(_may_overflow(x, ranks)), 0))[0]:
         _divide(_sum(group, x, op, reduce), ranks)
         return
     scaled = (_parts(x) * _parts(x).dtype.type(2.0**exponent)).view(x.dtype)
@@ -61,13 +61,13 @@ def _parts(x: Array) -> Array:
 def _may_overflow(x: Array, ranks: int) -> bool:
     """Return whether a sum over `ranks` of numbers as large as those of `x` may overflow."""
     parts = _parts(x)
-    ends = to_host(namespace(x).stack([parts.min(), parts.max()])).astype(np.float64)
-    return not abs(ends).max() < _limit(x.dtype) / (2 * ranks)
+    extremes = to_host(namespace(x).stack([parts.min(), parts.max()])).astype(np.float64)
+    return not abs(extremes).max() < _limit(x.dtype) / (2 * ranks)
 
 
 def _limit(dtype: np.dtype) -> float:
     """Return the largest finite number of `dtype`, or of its parts."""
-    return BFLOAT16_LARGEST if dtype.name == "bfloat16" else float(np.finfo(dtype).max)
+    return BFLOAT16_MAX if dtype.name == "bfloat16" else float(np.finfo(dtype).max)
 
 
 def _divide(total: Array, ranks: int) -> None:
@@ -75,12 +75,12 @@ def _divide(total: Array, ranks: int) -> None:
     step = total.size if on_device(total) else TILE
     for start in range(0, total.size, step):
         part = total[start : start + step]
-        part[...] = wide(part) / ranks
+        part[...] = widened(part) / ranks
 
 
 def _quotients(total: Array, divisor: float) -> Array:
     """Return finite real `total` / `divisor`, clipped at the largest number after rounding."""
-    limit, wider = _limit(total.dtype), wide(total)
+    limit, wider = _limit(total.dtype), widened(total)
     xp = namespace(total)
     quotients = xp.clip(wider / divisor, -limit, limit)
     return xp.where(xp.isfinite(total), quotients, wider).astype(total.dtype)

@@ -36,8 +36,8 @@ def _on_the_host(group: Group, x: np.ndarray, op: Operation) -> None:
         _on_the_host(group, keys, op.ufunc)
         op.decode(keys)
     elif x.dtype.kind in "iu" and x.itemsize <= 2:
-        wide = x.astype(np.int32)
-        group.link.native.allreduce(wide, op)
-        x[...] = wide
+        widened = x.astype(np.int32)
+        group.link.native.allreduce(widened, op)
+        x[...] = widened
     else:
         group.link.native.allreduce(x, np.multiply if op is complex_product else op)

@@ -49,9 +49,9 @@ def communicator(group: Group, x: Array) -> Communicator:
     if link not in _communicators:
         device = x.data.device_id if on_device(x) else node.rank % devices(libraries()[0])
         _must_suffice(group, _shared(node, device))
-        shared = new_id() if link.rank == 0 else np.zeros(ID_BYTES, np.int16)
-        broadcast(group, shared)
-        _communicators[link] = Communicator(link.rank, link.size, device, shared)
+        id_buffer = new_id() if link.rank == 0 else np.zeros(ID_BYTES, np.int16)
+        broadcast(group, id_buffer)
+        _communicators[link] = Communicator(link.rank, link.size, device, id_buffer)
     return _communicators[link]
 
 
@@ -61,9 +61,9 @@ def _shared(node: Link, device: int) -> int:
     return node.size - len(set(all_gather_bytes(node, name.encode())))
 
 
-def _must_suffice(group: Group, missing: int) -> None:
+def _must_suffice(group: Group, missing_text: int) -> None:
     """Raise UsageError, on all ranks, if a node lacks GPUs for its ranks."""
-    shortage = np.array([missing])
+    shortage = np.array([missing_text])
     recursive_doubling(group, shortage, np.maximum)
     if shortage[0] > 0:
         raise UsageError(

@@ -26,7 +26,7 @@ class NodeBuffers:
     def __init__(self, node: Link, flags: NodeFlags, buffers: list[np.ndarray]):
         """`buffers`: (2 * SHORT_BYTES + LONG_BYTES,) uint8 of each rank."""
         self.link, self.flags = node, flags
-        short = [[x[at : at + SHORT_BYTES] for x in buffers] for at in (0, SHORT_BYTES)]
+        short = [[x[offset : offset + SHORT_BYTES] for x in buffers] for offset in (0, SHORT_BYTES)]
         #: (bytes, dtype, odd) -> every rank's short buffer in odd or even rounds: see _cut
         self.short = lru_cache(CACHED_LENGTHS)(partial(_cut, short))
         self._long = [x[2 * SHORT_BYTES :] for x in buffers]
@@ -34,17 +34,21 @@ class NodeBuffers:
     def long(self, dtype: np.dtype) -> list[np.ndarray]:
         """Return every rank's long buffer as an array (P, n): a row for each part."""
         row = LONG_BYTES // len(self._long) // ALIGN_BYTES * ALIGN_BYTES
-        used = row * len(self._long)
-        return [buffer[:used].view(dtype).reshape(len(self._long), -1) for buffer in self._long]
+        used_bytes = row * len(self._long)
+        return [
+            buffer[:used_bytes].view(dtype).reshape(len(self._long), -1) for buffer in self._long
+        ]
 
 
-def _cut(short: list[list[np.ndarray]], nbytes: int, dtype: np.dtype, odd: int) -> list[np.ndarray]:
+def _cut(
+    short: list[list[np.ndarray]], nbytes: int, dtype: np.dtype, parity: int
+) -> list[np.ndarray]:
     """Return every rank's short buffer as an array of `nbytes`.
 
     Short buffers alternate with the rounds of the flags: before one is written again, all ranks
     have completed another round, and so have read it.
     """
-    return [buffer[:nbytes].view(dtype) for buffer in short[odd]]
+    return [buffer[:nbytes].view(dtype) for buffer in short[parity]]
 
 
 def make_node_buffers(node: Link, spins: bool) -> NodeBuffers | None:

@@ -152,10 +152,12 @@ def reduce_scatter(
     `own` are the arrays of `tree.local_subtotals[rank]`, as long as `x`, which may be one of them.
     Rank r's chunk is `offsets[r]:offsets[r + 1]`, which may be empty; without them all are even.
     """
-    at = offsets or bounds(x.size, group.link.size)
+    chunk_offsets = offsets or bounds(x.size, group.link.size)
     width = max(1, SCRATCH_BYTES // (x.itemsize * sum(map(len, tree.local_subtotals))))
-    for start in range(0, max(b - a for a, b in pairwise(at)), width):
-        segment = [slice(min(a + start, b), min(a + start + width, b)) for a, b in pairwise(at)]
+    for start in range(0, max(b - a for a, b in pairwise(chunk_offsets)), width):
+        segment = [
+            slice(min(a + start, b), min(a + start + width, b)) for a, b in pairwise(chunk_offsets)
+        ]
         _sum_segments(group, tree, own, x, op, segment)
 
 
@@ -166,28 +168,28 @@ def from_memory(
 
     This needs a single subtotal on each rank; else it sends messages.
     """
-    single = all(len(subtotals) == 1 for subtotals in tree.local_subtotals)
-    buffers = group.node_buffers if single and all_share_memory(group) else None
+    one_subtotal_each = all(len(subtotals) == 1 for subtotals in tree.local_subtotals)
+    buffers = group.node_buffers if one_subtotal_each and all_share_memory(group) else None
     arrays = None if buffers is None else agreed(group, buffers, x)
     if arrays is None:
         reduce_scatter(group, tree, own, x, op)
         return
-    size, at = group.link.size, bounds(x.size, group.link.size)
-    first, stop = at[group.link.rank], at[group.link.rank + 1]
+    size, chunk_offsets = group.link.size, bounds(x.size, group.link.size)
+    first, stop = chunk_offsets[group.link.rank], chunk_offsets[group.link.rank + 1]
     step = max(1, TILE_BYTES // (size * x.itemsize))
     # A row for each addition: neighbours' arrays are read-only.
     rows = group.scratch.on_device_of(x, (size - 1) * step).reshape(size - 1, step)
     for start in range(first, stop, step):
         tile = slice(start, min(start + step, stop))
-        free = iter(rows[:, : tile.stop - start])
-        into_a_row = partial(_into_next, op, free)
+        free_buffers = iter(rows[:, : tile.stop - start])
+        into_a_row = partial(_into_next, op, free_buffers)
         x[tile] = tree.sum_of([array[tile] for array in arrays], into_a_row)
 
 
 def _into_next(
-    op: Operation, free: Iterator[np.ndarray], left: np.ndarray, right: np.ndarray
+    op: Operation, free_buffers: Iterator[np.ndarray], left: np.ndarray, right: np.ndarray
 ) -> np.ndarray:
-    total = next(free)
+    total = next(free_buffers)
     op(left, right, out=total)
     return total
 
@@ -201,10 +203,10 @@ def _sum_segments(
     segment: list[slice],
 ) -> None:
     """Reduce-scatter one segment of each rank's chunk."""
-    link, local = group.link, segment[group.link.rank]
+    link, own_chunk = group.link, segment[group.link.rank]
     peers = [(link.rank - step) % link.size for step in range(1, link.size)]
     inboxes = iter(
-        _inboxes(group, sum(len(tree.local_subtotals[peer]) for peer in peers), x[local])
+        _inboxes(group, sum(len(tree.local_subtotals[peer]) for peer in peers), x[own_chunk])
     )
     arrays = {peer: [next(inboxes) for _ in tree.local_subtotals[peer]] for peer in peers}
     receives = [link.irecv(array, peer) for peer in peers for array in arrays[peer] if array.size]
@@ -216,9 +218,9 @@ def _sum_segments(
     ]
     for request in receives:
         request.wait()
-    arrays[link.rank] = [array[local] for array in own]
+    arrays[link.rank] = [array[own_chunk] for array in own]
     in_order = [array for rank in range(link.size) for array in arrays[rank]]
-    x[local] = tree.sum_of(in_order, into_the_left(op))
+    x[own_chunk] = tree.sum_of(in_order, into_the_left(op))
     for request in sends:
         request.wait()
 

@@ -37,17 +37,17 @@ def recursive_doubling(group: Group, x: np.ndarray, op: Operation) -> None:
     core = 1 << (size.bit_length() - 1)
     if rank >= core:
         return _fold(group, x, rank - core)
-    extra = rank + core if rank + core < size else None
+    folded_rank = rank + core if rank + core < size else None
     for segment in segments(x):
-        _reduce_segment(group, segment, op, core, extra)
+        _reduce_segment(group, segment, op, core, folded_rank)
 
 
 def _reduce_segment(
-    group: Group, segment: np.ndarray, op: Operation, core: int, extra: int | None
+    group: Group, segment: np.ndarray, op: Operation, core: int, folded_rank: int | None
 ) -> None:
     link, own, inbox = group.link, segment, group.scratch.like(segment)
-    if extra is not None:
-        link.irecv(inbox, extra).wait()
+    if folded_rank is not None:
+        link.irecv(inbox, folded_rank).wait()
         op(own, inbox, out=own)
     distance = 1
     while distance < core:
@@ -59,8 +59,8 @@ def _reduce_segment(
         distance *= 2
     if own is not segment:
         segment[...] = own
-    if extra is not None:
-        link.isend(segment, extra).wait()
+    if folded_rank is not None:
+        link.isend(segment, folded_rank).wait()
 
 
 def _fold(group: Group, x: np.ndarray, partner: int) -> None:

@@ -50,7 +50,7 @@ from hpctrain.collectives.group import Group
 from hpctrain.collectives.reductions.operations import Operation
 from hpctrain.transport.link import Link, Request
 
-AHEAD = 2  # segments whose receive is posted before they are needed
+RECEIVES_AHEAD = 2  # segments whose receive is posted before they are needed
 #: Between nodes. Shorter segments cost too much CPU time at 10 Gbit/s; longer ones, or more of them
 #: ahead, fill queues and delay other messages.
 STREAM_BYTES = SEGMENT_BYTES // 2
@@ -69,9 +69,9 @@ def ring(group: Group, x: np.ndarray, op: Operation) -> None:
 
 def plain_ring(group: Group, x: np.ndarray, op: Operation) -> None:
     """Reduce flat `x` in place with uncut chunks: the baseline of segments."""
-    uncut = Group(group.link, group.scratch)
-    reduce_scatter(uncut, x, op, segment_bytes=max(x.nbytes, 1))
-    all_gather(uncut, x)
+    whole_chunk_group = Group(group.link, group.scratch)
+    reduce_scatter(whole_chunk_group, x, op, segment_bytes=max(x.nbytes, 1))
+    all_gather(whole_chunk_group, x)
 
 
 def reduce_scatter(
@@ -92,10 +92,10 @@ def reduce_scatter(
         return chunk[rank]
     # By the longest of all chunks, so that sender and receiver agree: an empty chunk is one message
     # if uncut, and none if cut into segments.
-    uncut = max(c.nbytes for c in chunk) <= segment_bytes
+    is_uncut = max(c.nbytes for c in chunk) <= segment_bytes
     for step in range(size - 1):
         outgoing, target = chunk[(rank - 1 - step) % size], chunk[(rank - 2 - step) % size]
-        if uncut:
+        if is_uncut:
             _exchange(group, outgoing, target, op)
         else:
             _exchange_in_segments(group, outgoing, target, op, segment_bytes)
@@ -132,39 +132,47 @@ def _stream(
     """
     link = group.link
     left, right = _neighbours(link)
-    cut = [list(segments(c, STREAM_BYTES)) or [c] for c in chunk]
-    out = [segment for s in range(sum(steps)) for segment in cut[(first - s) % link.size]]
-    into = [segment for s in range(sum(steps)) for segment in cut[(first - 1 - s) % link.size]]
-    added = sum(len(cut[(first - 1 - s) % link.size]) for s in range(steps[0]))
+    chunk_segments = [list(segments(c, STREAM_BYTES)) or [c] for c in chunk]
+    sent_segments = [
+        segment for s in range(sum(steps)) for segment in chunk_segments[(first - s) % link.size]
+    ]
+    received_segments = [
+        segment
+        for s in range(sum(steps))
+        for segment in chunk_segments[(first - 1 - s) % link.size]
+    ]
+    added = sum(len(chunk_segments[(first - 1 - s) % link.size]) for s in range(steps[0]))
     # No more than a chunk has: a segment must arrive before it is forwarded, and its own partial
     # sum must have left before the next receive into its place.
-    ahead = min(AHEAD, *map(len, cut))
-    inboxes = group.scratch.rows(max(chunk, key=len), ahead, STREAM_BYTES)
-    sends: deque[Request | None] = deque([None] * ahead)
-    coming: deque[_Coming | None] = deque([None] * ahead)
-    for k, (outgoing, target) in enumerate(zip_longest(out, into)):
-        _add(coming.popleft(), op)
+    receives_ahead = min(RECEIVES_AHEAD, *map(len, chunk_segments))
+    inboxes = group.scratch.rows(max(chunk, key=len), receives_ahead, STREAM_BYTES)
+    sends: deque[Request | None] = deque([None] * receives_ahead)
+    posted_receives: deque[_PostedReceive | None] = deque([None] * receives_ahead)
+    for k, (outgoing, target) in enumerate(zip_longest(sent_segments, received_segments)):
+        _add(posted_receives.popleft(), op)
         _wait(sends.popleft())
-        inbox = inboxes[k % ahead] if k < added else None
-        coming.append(None if target is None else _receive(link, left, target, inbox))
+        inbox = inboxes[k % receives_ahead] if k < added else None
+        posted_receives.append(None if target is None else _receive(link, left, target, inbox))
         sends.append(None if outgoing is None else link.isend(outgoing, right))
-    for segment in coming:
+    for segment in posted_receives:
         _add(segment, op)
     for send in sends:
         _wait(send)
 
 
-class _Coming(NamedTuple):
+class _PostedReceive(NamedTuple):
     """A pending receive of a segment, into an inbox from which it is added, or into place."""
 
     request: Request
     inbox: np.ndarray | None
-    into: np.ndarray
+    received_segments: np.ndarray
 
 
-def _receive(link: Link, source: int, into: np.ndarray, inbox: np.ndarray | None) -> _Coming:
-    inbox = None if inbox is None else inbox[: into.size]
-    return _Coming(link.irecv(into if inbox is None else inbox, source), inbox, into)
+def _receive(
+    link: Link, source: int, segment: np.ndarray, inbox: np.ndarray | None
+) -> _PostedReceive:
+    inbox = None if inbox is None else inbox[: segment.size]
+    return _PostedReceive(link.irecv(segment if inbox is None else inbox, source), inbox, segment)
 
 
 def _exchange(group: Group, outgoing: np.ndarray, target: np.ndarray, op: Operation) -> None:
@@ -180,29 +188,31 @@ def _exchange_in_segments(
 ) -> None:
     link = group.link
     left, right = _neighbours(link)
-    inboxes = group.scratch.rows(target, AHEAD, segment_bytes)
+    inboxes = group.scratch.rows(target, RECEIVES_AHEAD, segment_bytes)
     sends: list[Request] = []
-    coming: deque[_Coming] = deque()
+    posted_receives: deque[_PostedReceive] = deque()
     pairs = zip_longest(segments(outgoing, segment_bytes), segments(target, segment_bytes))
-    for k, (out, into) in enumerate(pairs):
-        if len(coming) == AHEAD:
-            _add(coming.popleft(), op)
-        if into is not None:
-            coming.append(_receive(link, left, into, inboxes[k % AHEAD]))
-        if out is not None:
-            sends.append(link.isend(out, right))
-    for segment in coming:
+    for k, (sent_segment, received_segment) in enumerate(pairs):
+        if len(posted_receives) == RECEIVES_AHEAD:
+            _add(posted_receives.popleft(), op)
+        if received_segment is not None:
+            posted_receives.append(
+                _receive(link, left, received_segment, inboxes[k % RECEIVES_AHEAD])
+            )
+        if sent_segment is not None:
+            sends.append(link.isend(sent_segment, right))
+    for segment in posted_receives:
         _add(segment, op)
     for send in sends:
         send.wait()
 
 
-def _add(segment: _Coming | None, op: Operation) -> None:
+def _add(segment: _PostedReceive | None, op: Operation) -> None:
     if segment is None:
         return
     segment.request.wait()
     if segment.inbox is not None:
-        op(segment.into, segment.inbox, out=segment.into)
+        op(segment.received_segments, segment.inbox, out=segment.received_segments)
 
 
 def _wait(request: Request | None) -> None:

@@ -43,9 +43,9 @@ _FAULT, _CALL = b"!", b" "  # prefixes of exchanged texts
 class Signature(NamedTuple):
     """A collective call as one rank makes it."""
 
-    text: str  #: the call in words; of a faulty one, its fault
+    text: str  #: the call in words, or the fault
     digest: int  #: 64 bits
-    faulty: bool = False  #: whether this rank cannot make the call
+    is_fault: bool = False  #: whether this rank cannot make the call
 
     @property
     def payload(self) -> int:
@@ -58,9 +58,9 @@ def signature(text: str) -> Signature:
     return Signature(text, _digest(text))
 
 
-def faulty(text: str) -> Signature:
+def fault_signature(text: str) -> Signature:
     """Return the signature of a call that this rank cannot make, for the reason in `text`."""
-    return Signature(text, _digest("fault: " + text), faulty=True)
+    return Signature(text, _digest("fault: " + text), is_fault=True)
 
 
 @lru_cache(CACHED_LENGTHS)
@@ -73,9 +73,9 @@ def must_match(group: Group, call: Signature) -> None:
     """Raise UsageError on all ranks, naming those that differ, unless all make the same `call`."""
     buffers = group.node_buffers
     if len(group.nodes) == 1 and buffers is not None:
-        if not buffers.flags.agree(call.payload) or call.faulty:
+        if not buffers.flags.agree(call.payload) or call.is_fault:
             must_match_in_node(buffers, call)
-    elif not _matches(group, buffers, call.digest) or call.faulty:
+    elif not _matches(group, buffers, call.digest) or call.is_fault:
         _explain(group.link, call)
 
 
@@ -104,7 +104,7 @@ def _match_first(group: Group, call: Signature, work: Callable[[], T]) -> T:
 
 def must_match_in_node(buffers: NodeBuffers, call: Signature) -> None:
     """Raise as `must_match`, after an exchange of flags that may differ by place alone."""
-    if not buffers.flags.agree(call.payload) or call.faulty:
+    if not buffers.flags.agree(call.payload) or call.is_fault:
         _explain(buffers.link, call)
 
 
@@ -117,8 +117,8 @@ def _matches(group: Group, buffers: NodeBuffers | None, digest: int) -> bool:
         numbers[:] = np.iinfo(np.uint64).max  # matches no digest with its complement
     if group.node.rank == 0:
         maximum(group.across, numbers)
-    same = np.array_equal(numbers, _with_complement(digest))
-    return _equal(group.node, buffers, int(same)) and same
+    all_match = np.array_equal(numbers, _with_complement(digest))
+    return _equal(group.node, buffers, int(all_match)) and all_match
 
 
 def _equal(link: Link, buffers: NodeBuffers | None, number: int) -> bool:
@@ -146,7 +146,7 @@ def _encoded(text: str) -> bytes:
 
 def _explain(link: Link, call: Signature) -> None:
     """Exchange texts; raise UsageError on all ranks of `link`."""
-    mark = _FAULT if call.faulty else _CALL
+    mark = _FAULT if call.is_fault else _CALL
     rows = all_gather_bytes(link, mark + _encoded(call.text))
     texts = [row[1:].decode() for row in rows]
     faults = [rank for rank, row in enumerate(rows) if row[:1] == _FAULT]

@@ -20,12 +20,12 @@ def all_gather_short(link: Link, row: np.ndarray) -> np.ndarray:
     rank, size = link.rank, link.size
     rows = np.empty((size, row.size), np.uint8)
     rows[0] = row
-    filled = 1
-    while filled < size:
-        count = min(filled, size - filled)
-        to, source = (rank - filled) % size, (rank + filled) % size
-        link.sendrecv(rows[:count], to, rows[filled : filled + count], source)
-        filled += count
+    filled_rows = 1
+    while filled_rows < size:
+        count = min(filled_rows, size - filled_rows)
+        to, source = (rank - filled_rows) % size, (rank + filled_rows) % size
+        link.sendrecv(rows[:count], to, rows[filled_rows : filled_rows + count], source)
+        filled_rows += count
     return np.roll(rows, rank, axis=0)
 
 

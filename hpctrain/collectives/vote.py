@@ -17,7 +17,7 @@ from hpctrain.collectives.recursive_doubling import recursive_doubling
 BITS = 16  # of each number in a payload: enough for any rank of one node
 
 
-def largest(group: Group, pair: Sequence[int]) -> list[int]:
+def elementwise_maximum(group: Group, pair: Sequence[int]) -> list[int]:
     """Return the maxima over all ranks of the first and of the second number; collective.
 
     Both are 0 .. 65535, or, on several nodes, up to 2^63 - 1.

@@ -20,7 +20,7 @@ else:
 
 LEVELS = 32
 LIMIT_BYTES = 1 << 20  #: of a file: hundreds of times as long as usual ones
-_SMALLEST, _LARGEST = -(1 << 63), (1 << 64) - 1  #: signed, and unsigned for seeds
+_MIN_INTEGER, _MAX_INTEGER = -(1 << 63), (1 << 64) - 1  #: signed, and unsigned for seeds
 _PART = r"""(?:[\w-]+|"[^"\n]*"|'[^'\n]*')"""
 # The parser's time grows with the square of a dotted key's parts: hours for one of a whole file.
 _DEEP_KEY = re.compile(rf"""(?<![\w"'.-])(?:{_PART}[ \t]*\.[ \t]*){{{LEVELS}}}""")
@@ -74,7 +74,7 @@ def _faults(value: Any, place: str = "", level: int = 0) -> Iterator[tuple[str, 
 
 
 def _fault(value: Any) -> str:
-    if isinstance(value, int) and not _SMALLEST <= value <= _LARGEST:
+    if isinstance(value, int) and not _MIN_INTEGER <= value <= _MAX_INTEGER:
         return f"expected an integer of at most 64 bits, seen one of {value.bit_length()}"
     if not isinstance(value, str):
         return ""

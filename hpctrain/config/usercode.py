@@ -1,26 +1,22 @@
-"""User functions that a recipe names, `package.module:function`: import and ownership checks.
+"""User functions that a recipe names, `package.module:function`: lookup, import and call.
 
 Modules are imported as Python finds them, installed packages first, and then from the folder of the
 recipe: that is appended to sys.path, so a `queue.py` beside the recipe breaks nothing. Functions of
 the standard library, such as `os:system`, are no user functions and are refused.
 
-A run's recipe.toml keeps in [code] the folder and the SHA-256 of each module's file. Reading a run
-back executes its code: `must_be_own` therefore accepts only code that belongs to this user, that
-no other user can change, and that is unchanged since the run was trained.
+A run's recipe.toml records in [code] the folder and the SHA-256 of each module's file; see
+code_ownership.py.
 """
 
 from __future__ import annotations
 
-import grp
 import hashlib
 import importlib
 import importlib.util
 import inspect
 import os
-import pwd
-import stat
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -124,16 +120,16 @@ def find(target: str, place: str, folder: str) -> Callable[..., Any]:
 
     Raises UsageError, with the nearest name, if there is none or if it is one of Python's own.
     """
-    at, (module_name, function_name) = _place_text(place, target), _parts(target, place)
-    _must_be_users(module_name, at, folder)
-    module = _import(module_name, at, folder)
+    location, (module_name, function_name) = _place_text(place, target), _parts(target, place)
+    _must_be_users(module_name, location, folder)
+    module = _import(module_name, location, folder)
     functions = {name: value for name, value in vars(module).items() if inspect.isroutine(value)}
     if function_name not in functions:
         hint = config.unknown(f"function in {module_name}:", function_name, functions)
-        raise UsageError(f"{at}: {hint}")
+        raise UsageError(f"{location}: {hint}")
     origin = _origin(functions[function_name])
     if _is_standard(origin):
-        raise UsageError(f"{at}: {EXPECTED}, seen one of Python's own module {origin}")
+        raise UsageError(f"{location}: {EXPECTED}, seen one of Python's own module {origin}")
     return functions[function_name]
 
 
@@ -141,37 +137,13 @@ def source(name: str, folder: str) -> Path | None:
     """Return the file that importing `name` would execute, None if there is none."""
     if not _is_name(name) or _is_standard(name):
         return None
-    top, *below = name.split(".")
+    top, *submodules = name.split(".")
     spec = _choose(_installed_spec(top), _recipe_spec(top, folder))
-    for part in below:
+    for part in submodules:
         if spec is None or spec.submodule_search_locations is None:
             return None
         spec = PathFinder.find_spec(f"{spec.name}.{part}", spec.submodule_search_locations)
     return Path(spec.origin) if spec is not None and spec.has_location and spec.origin else None
-
-
-def must_be_own(run: Path, recipe: Path, code: Code) -> None:
-    """Raise UsageError unless the code of the run is this user's and equals the recorded hashes.
-
-    Other users may write neither to `run` and its `recipe` nor to the folders and files of modules;
-    installed packages are trusted.
-    """
-    own: dict[Path, None] = {run: None, recipe: None}
-    faults = []
-    for name in code.sha256:
-        file = source(name, code.folder)
-        assert file is not None  # it was hashed
-        own |= dict.fromkeys(_code_paths(file, Path(os.path.abspath(code.folder))))
-        if (sha256 := code.recorded.get(name)) != code.sha256[name]:
-            expected = f"expected SHA-256 {sha256}" if sha256 else "no SHA-256 is recorded"
-            faults.append(f"module {name} ({file}): {expected}, seen {code.sha256[name]}")
-    faults = [*filter(None, map(_foreign_access, own)), *faults]
-    if faults:
-        raise UsageError(
-            f"{run} names code of its own ({', '.join(code.sha256)}), which is not run:"
-            + "".join(f"\n  {fault}" for fault in faults)
-            + "\nRead it, then add --trust (in Python: trust=True) to run it anyway"
-        )
 
 
 def _hashes(targets: Sequence[tuple[str, str]], folder: str) -> dict[str, str]:
@@ -211,27 +183,31 @@ def _origin(function: Any) -> str:
     return getattr(function, "__module__", None) or name
 
 
-def _must_be_users(name: str, at: str, folder: str) -> None:
+def _must_be_users(name: str, location: str, folder: str) -> None:
     """Raise UsageError if Python would import a module of its own or of another package."""
     top = name.partition(".")[0]
-    beside = _recipe_spec(top, folder)
-    own = beside.origin if beside else None
-    rename = f"; rename {own}" if own else ""
+    recipe_module = _recipe_spec(top, folder)
+    own_paths = recipe_module.origin if recipe_module else None
+    rename = f"; rename {own_paths}" if own_paths else ""
     if _is_standard(name):
-        raise UsageError(f"{at}: {EXPECTED}, seen Python's own module {top}{rename}")
+        raise UsageError(f"{location}: {EXPECTED}, seen Python's own module {top}{rename}")
     installed = _installed_spec(
         top
     )  # not before: another finder of Python's modules would run code
-    other = installed.origin if installed else None
-    if own and other and os.path.realpath(own) != os.path.realpath(other):
-        raise UsageError(f"{at}: Python takes {other} for {top}{rename}")
+    installed_origin = installed.origin if installed else None
+    if (
+        own_paths
+        and installed_origin
+        and os.path.realpath(own_paths) != os.path.realpath(installed_origin)
+    ):
+        raise UsageError(f"{location}: Python takes {installed_origin} for {top}{rename}")
 
 
-def _choose(installed: ModuleSpec | None, beside: ModuleSpec | None) -> ModuleSpec | None:
+def _choose(installed: ModuleSpec | None, recipe_module: ModuleSpec | None) -> ModuleSpec | None:
     """Return the spec that Python imports: a folder without __init__.py only as the last choice."""
-    if installed and (installed.origin or not (beside and beside.origin)):
+    if installed and (installed.origin or not (recipe_module and recipe_module.origin)):
         return installed
-    return beside
+    return recipe_module
 
 
 def _recipe_spec(top: str, folder: str) -> ModuleSpec | None:
@@ -246,7 +222,7 @@ def _installed_spec(top: str) -> ModuleSpec | None:
         return None
 
 
-def _import(name: str, at: str, folder: str) -> ModuleType:
+def _import(name: str, location: str, folder: str) -> ModuleType:
     folder = os.path.abspath(folder)
     if folder not in sys.path:
         sys.path.append(folder)
@@ -254,52 +230,8 @@ def _import(name: str, at: str, folder: str) -> ModuleType:
         return importlib.import_module(name)
     except ImportError as error:
         places = f"looked in {folder} and the installed packages"
-        raise UsageError(f"{at}: {error}; {places}") from error
+        raise UsageError(f"{location}: {error}; {places}") from error
 
 
 def _sha256(file: Path) -> str:
     return hashlib.sha256(files.read_bytes(file, MODULE_BYTES)).hexdigest()
-
-
-def _code_paths(file: Path, folder: Path) -> Iterator[Path]:
-    """Yield the paths that determine the code of a module in `folder`; none if it is installed."""
-    if folder in file.parents:
-        yield from (path for path in (file, *file.parents) if path.is_relative_to(folder))
-        if (cache := file.parent / "__pycache__").is_dir():
-            yield cache
-
-
-def _foreign_access(path: Path) -> str:
-    """Return the way in which another user could have changed `path`; '' if no other user could."""
-    status = os.stat(path)
-    if status.st_uid != os.geteuid():
-        return f"{path}: expected your own, seen that of {_user(status.st_uid)}"
-    if status.st_mode & stat.S_IWOTH:
-        return f"{path}: every user may write to it; chmod o-w"
-    if status.st_mode & stat.S_IWGRP and not _is_private(status.st_gid):
-        return f"{path}: its group {_group(status.st_gid)} may write to it; chmod g-w"
-    return ""
-
-
-def _user(number: int) -> str:
-    try:
-        return pwd.getpwuid(number).pw_name
-    except KeyError:
-        return f"user {number}"
-
-
-def _group(number: int) -> str:
-    try:
-        return grp.getgrgid(number).gr_name
-    except KeyError:
-        return str(number)
-
-
-def _is_private(group: int) -> bool:
-    """Return whether a group is this user's private group, which has the user's name."""
-    try:
-        members = grp.getgrgid(group).gr_mem
-    except KeyError:
-        return False
-    name = _user(os.geteuid())
-    return _group(group) == name and set(members) <= {name}

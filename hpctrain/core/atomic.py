@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 log = logging.getLogger(__name__)
-ASIDE = re.compile(
+TEMPORARY_NAME = re.compile(
     r"\..+\.(json|jsonl|toml|redone)\.(?P<process>[0-9-]{1,40})\.[0-9]+(@(?P<host>.+))?"
 )
 #: After this time a temporary file has no writer, even if of another host.
@@ -60,7 +60,7 @@ def sweep(folder: Path) -> None:
 
 def is_left(path: Path) -> bool:
     """Return whether `path` is a temporary file of a writer that has ended."""
-    named = ASIDE.fullmatch(path.name)
+    named = TEMPORARY_NAME.fullmatch(path.name)
     if named is None:
         return False
     pid = named["process"].partition("-")[0]

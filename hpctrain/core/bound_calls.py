@@ -27,29 +27,29 @@ MOST_MET = 1024
 
 checked: dict[int, Ready] = {}  #: by the id of the array: calls that first compare arguments
 unchecked: dict[int, Ready] = {}
-_alive: dict[int, weakref.ref[np.ndarray]] = {}
-_met: dict[int, weakref.ref[np.ndarray]] = {}  # arrays that were passed once, and may be gone
+_live_arrays: dict[int, weakref.ref[np.ndarray]] = {}
+_seen_once: dict[int, weakref.ref[np.ndarray]] = {}  # arrays that were passed once, and may be gone
 
 
 def met_before(x: np.ndarray) -> bool:
     """Return whether `x` was passed before: a cached call for a temporary array gains nothing."""
-    before = _met.get(id(x))
-    if before is not None and before() is x:
+    weak_array = _seen_once.get(id(x))
+    if weak_array is not None and weak_array() is x:
         return True
-    if len(_met) >= MOST_MET:
-        _met.clear()
-    _met[id(x)] = weakref.ref(x)
+    if len(_seen_once) >= MOST_MET:
+        _seen_once.clear()
+    _seen_once[id(x)] = weakref.ref(x)
     return False
 
 
 def keep(calls: dict[int, Ready], x: np.ndarray, ready: Ready) -> None:
     """Store `ready`, which must not hold `x`, under `id(x)` in `calls` until `x` is gone."""
-    _alive[id(x)] = weakref.ref(x, partial(_drop, id(x)))
+    _live_arrays[id(x)] = weakref.ref(x, partial(_drop, id(x)))
     calls[id(x)] = ready
 
 
 def _drop(key: int, _: object) -> None:
-    for entries in (checked, unchecked, _alive):
+    for entries in (checked, unchecked, _live_arrays):
         entries.pop(key, None)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-LONGEST = 4_000  #: characters of a message on bad input, which may quote that input
+MAX_MESSAGE_CHARACTERS = 4_000  #: characters of a message on bad input, which may quote that input
 
 
 def printable(text: str) -> str:
@@ -35,8 +35,12 @@ class UsageError(HpctrainError, ValueError):
     def __str__(self) -> str:
         """Return the message, printable and of at most LONGEST characters."""
         text = super().__str__()
-        excess = len(text) - LONGEST
-        return text if excess <= 0 else f"{text[:LONGEST]}... ({excess:,} more characters)"
+        excess_characters = len(text) - MAX_MESSAGE_CHARACTERS
+        return (
+            text
+            if excess_characters <= 0
+            else f"{text[:MAX_MESSAGE_CHARACTERS]}... ({excess_characters:,} more characters)"
+        )
 
 
 class HereError(UsageError):

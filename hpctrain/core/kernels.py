@@ -20,14 +20,16 @@ THREADS, BLOCKS_PER_UNIT = 256, 8
 MOST_BLOCKS, LEAST_THREADS = 4096, 32  #: of a kernel with a block for each row
 PACK_BYTES = 16  #: the longest load of a GPU
 
-_SAME = "__device__ REAL wide(REAL x) { return x; } __device__ REAL narrow(REAL x) { return x; }"
+_IDENTITY_CONVERSIONS = (
+    "__device__ REAL wide(REAL x) { return x; } __device__ REAL narrow(REAL x) { return x; }"
+)
 _HALF = """
 __device__ float wide(unsigned short x) { float y; asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
     return y; }
 __device__ unsigned short narrow(float x) { unsigned short y;
     asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x)); return y; }
 """
-_BRAIN = """
+_BFLOAT16_CONVERSIONS = """
 __device__ float wide(unsigned short x) { return __uint_as_float((unsigned)x << 16); }
 __device__ unsigned short narrow(float x) {
     unsigned bits = __float_as_uint(x);
@@ -49,21 +51,21 @@ _SINGLE = _COMPLEX.replace("PART", "float").replace("?", "f")
 _DOUBLE = _COMPLEX.replace("PART", "double").replace("?", "d")
 #: dtype -> its type in memory, the type of its arithmetic, and the conversions
 KINDS = {
-    "bool": ("unsigned char", "unsigned char", _SAME),
-    "uint8": ("unsigned char", "unsigned char", _SAME),
-    "int8": ("signed char", "signed char", _SAME),
-    "int16": ("short", "short", _SAME),
-    "float32": ("float", "float", _SAME),
-    "float64": ("double", "double", _SAME),
-    "int32": ("int", "int", _SAME),
-    "int64": ("long long", "long long", _SAME),
+    "bool": ("unsigned char", "unsigned char", _IDENTITY_CONVERSIONS),
+    "uint8": ("unsigned char", "unsigned char", _IDENTITY_CONVERSIONS),
+    "int8": ("signed char", "signed char", _IDENTITY_CONVERSIONS),
+    "int16": ("short", "short", _IDENTITY_CONVERSIONS),
+    "float32": ("float", "float", _IDENTITY_CONVERSIONS),
+    "float64": ("double", "double", _IDENTITY_CONVERSIONS),
+    "int32": ("int", "int", _IDENTITY_CONVERSIONS),
+    "int64": ("long long", "long long", _IDENTITY_CONVERSIONS),
     "float16": ("unsigned short", "float", _HALF),
-    "bfloat16": ("unsigned short", "float", _BRAIN),
+    "bfloat16": ("unsigned short", "float", _BFLOAT16_CONVERSIONS),
     "complex64": ("struct Complex", "struct Complex", _SINGLE),
     "complex128": ("struct Complex", "struct Complex", _DOUBLE),
 }
 #: The sum of a value of all threads of a block, which are a power of two; in a fixed order.
-ADDED = """
+BLOCK_SUM = """
 __device__ double added(double mine) {
     __shared__ double part[256];
     part[threadIdx.x] = mine;
@@ -77,14 +79,14 @@ __device__ double added(double mine) {
     return total;
 }
 """
-HEAD = "typedef MEMORY T;\ntypedef REAL_TYPE REAL;\nCONVERSIONS\n"
+HEADER = "typedef MEMORY T;\ntypedef REAL_TYPE REAL;\nCONVERSIONS\n"
 
 
 @cache
 def written(source: str, dtype: str) -> str:
     """Return CUDA `source`, written in T and REAL, for arrays of `dtype`."""
     memory, real, conversions = KINDS[dtype]
-    head = HEAD.replace("CONVERSIONS", conversions).replace("MEMORY", memory)
+    head = HEADER.replace("CONVERSIONS", conversions).replace("MEMORY", memory)
     return head.replace("REAL_TYPE", real) + source
 
 

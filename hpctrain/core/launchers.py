@@ -24,7 +24,7 @@ class Launched:
     local_size: int | None
 
 
-ALONE = Launched("none", 0, 1, 0, 1)
+SINGLE_RANK = Launched("none", 0, 1, 0, 1)
 #: The variable in which `hpctrain launch` names a file, which lies in its memory under this name.
 #: Ranks list the shared memory of their MPI there: see transport/mpi/segments.py.
 SEGMENTS = "HPCTRAIN_SEGMENTS"
@@ -71,13 +71,13 @@ _VARIABLES = {
 # they have the variables of a rank, but are none.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 
-_OF_SRUN = {"Open MPI": "pmix", "Cray MPICH": "cray_shasta"}  # else pmi2
-_OF_MPICH = ("MPICH", "MVAPICH", "MVAPICH2", "Intel MPI")
-_OF_A_RANK = (
+_SRUN_VARIABLES = {"Open MPI": "pmix", "Cray MPICH": "cray_shasta"}  # else pmi2
+_MPICH_VARIABLES = ("MPICH", "MVAPICH", "MVAPICH2", "Intel MPI")
+_RANK_VARIABLES = (
     "PMI", "OMPI_", "PRTE", "HYDI", "MPI_LOCAL", "MV2_COMM_WORLD_",
     "PALS_AP", "PALS_FD", "PALS_LOCAL_", "PALS_NODEID", "PALS_RANKID", "PALS_SPOOL_DIR",
 )  # fmt: skip
-_OF_THE_USER = ("OMPI_ALLOW_", "OMPI_MCA_", "PMIX_MCA_", "PRTE_ALLOW_", "PRTE_MCA_")
+_USER_VARIABLES = ("OMPI_ALLOW_", "OMPI_MCA_", "PMIX_MCA_", "PRTE_ALLOW_", "PRTE_MCA_")
 
 
 def launched(environ: Mapping[str, str]) -> Launched:
@@ -88,7 +88,7 @@ def launched(environ: Mapping[str, str]) -> Launched:
             # Slurm's plugin for Cray sets what PALS does.
             by_srun = _srun(environ) if name == "pals" else None
             return by_srun or Launched(name, rank, size, local_rank, local_size)
-    return _srun(environ) or _pmi(environ) or ALONE
+    return _srun(environ) or _pmi(environ) or SINGLE_RANK
 
 
 def restarts(environ: Mapping[str, str]) -> int:
@@ -108,16 +108,18 @@ def nodes(hosts: Sequence[str], slurm: Sequence[str]) -> tuple[str, ...]:
     launcher passes on the environment of the first node: then one name stands for several hosts.
     """
     distinct = set(zip(slurm, hosts, strict=True))
-    several = {name for name, count in Counter(name for name, _ in distinct).items() if count > 1}
+    repeated_names = {
+        name for name, count in Counter(name for name, _ in distinct).items() if count > 1
+    }
     pairs = zip(hosts, slurm, strict=True)
-    return tuple(name if name and name not in several else host for host, name in pairs)
+    return tuple(name if name and name not in repeated_names else host for host, name in pairs)
 
 
 def without_rank_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Return `environ` without the variables of a rank, for a child that starts MPI by itself."""
 
     def is_for_children(name: str) -> bool:
-        return name.startswith(_OF_THE_USER) or not name.startswith(_OF_A_RANK)
+        return name.startswith(_USER_VARIABLES) or not name.startswith(_RANK_VARIABLES)
 
     return {name: value for name, value in environ.items() if is_for_children(name)}
 
@@ -158,7 +160,7 @@ def unstartable(
             f"default, but mpi4py loaded MPICH ({libmpi_path}), which was built without PMIx. "
             + _remedy(job, mpi_vendor, libmpi_path)
         )
-    if job.name != "openmpi" or mpi_vendor not in _OF_MPICH:
+    if job.name != "openmpi" or mpi_vendor not in _MPICH_VARIABLES:
         return None
     return (
         f"{job.size} ranks were started by {TITLES[job.name]}, but mpi4py loaded {mpi_vendor} "
@@ -186,7 +188,7 @@ def mismatch(job: Launched, mpi_size: int, mpi_vendor: str, libmpi_path: str) ->
 def _remedy(job: Launched, mpi_vendor: str, libmpi_path: str) -> str:
     command = f"hpctrain launch -n {job.size} ..."
     if job.name == "srun":
-        kind = _OF_SRUN.get(mpi_vendor, "pmi2")
+        kind = _SRUN_VARIABLES.get(mpi_vendor, "pmi2")
         command = f"srun --mpi={kind} -n {job.size} hpctrain ..."
     return (
         f"Start them with `{command}`, or with the mpiexec that was installed beside {libmpi_path}."

@@ -17,11 +17,11 @@ def goodness(metric: Metric, value: float) -> float:
     return -value if metric.endswith("loss") else value
 
 
-def better(metric: Metric, value: float, best: float | None, by: float = 0.0) -> bool:
-    """Return whether `value` is better than `best`, None for none yet, by more than `by`."""
+def better(metric: Metric, value: float, best: float | None, min_delta: float = 0.0) -> bool:
+    """Return whether `value` is better than `best`, None for none yet, by more than `min_delta`."""
     if not isfinite(value):
         return False
-    return best is None or goodness(metric, value) - goodness(metric, best) > by
+    return best is None or goodness(metric, value) - goodness(metric, best) > min_delta
 
 
 def means(name: str, loss: float, correct: float, count: float) -> dict[str, float | None]:

@@ -50,7 +50,7 @@ class Bar:
         self._progress.start()
 
     @property
-    def drawn(self) -> bool:
+    def is_drawn(self) -> bool:
         return not self._progress.disable
 
     def show(self, step: int, epoch: int, loss: float, samples_per_s: float) -> None:
@@ -104,8 +104,12 @@ def closing_table(summary: Mapping[str, Any], text: bool = False) -> Table:
 
 def _steps(summary: Mapping[str, Any]) -> str:
     """Return the steps that the times cover: those of the last part, if a run was resumed."""
-    steps, since = summary["steps"], summary.get("since_step", 0)
-    return f"the {steps - since} steps after step {since}" if since else f"{steps} steps"
+    steps, first_counted_step = summary["steps"], summary.get("since_step", 0)
+    return (
+        f"the {steps - first_counted_step} steps after step {first_counted_step}"
+        if first_counted_step
+        else f"{steps} steps"
+    )
 
 
 def _number(value: float | None, form: str) -> str:

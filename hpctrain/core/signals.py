@@ -71,9 +71,9 @@ class StopRequest:
         while numbers := self._reading.recv(64):
             for number in numbers:
                 if number in SIGNALS:
-                    self._take(signal.Signals(number))
+                    self._handle_signal(signal.Signals(number))
 
-    def _take(self, number: signal.Signals) -> None:
+    def _handle_signal(self, number: signal.Signals) -> None:
         self.ask(number.name, number)
         self._interrupts += number == signal.SIGINT
         if self._interrupts == 2:
@@ -90,10 +90,10 @@ def cause(number: int) -> str:
 
 
 def _replace(number: signal.Signals) -> Any:
-    old = signal.signal(number, _nothing)
+    old_handler = signal.signal(number, _nothing)
     # Restart interrupted calls: not every C library expects its read to fail half-way.
     signal.siginterrupt(number, False)  # noqa: FBT003
-    return old
+    return old_handler
 
 
 def _nothing(number: int, frame: FrameType | None) -> None:

@@ -56,6 +56,12 @@ def _crossing(times: Times, small: int, large: int, old: str, new: str) -> int:
     """
     fraction = 0.5
     if old in times[large] and new in times[small]:
-        before, after = (math.log(times[n][old] / times[n][new]) for n in (small, large))
-        fraction = min(max(-before / (after - before), 0.0), 1.0) if after > before else 0.0
+        log_ratio_small, log_ratio_large = (
+            math.log(times[n][old] / times[n][new]) for n in (small, large)
+        )
+        fraction = (
+            min(max(-log_ratio_small / (log_ratio_large - log_ratio_small), 0.0), 1.0)
+            if log_ratio_large > log_ratio_small
+            else 0.0
+        )
     return max(small + 1, round(small * (large / small) ** fraction))

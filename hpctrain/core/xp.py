@@ -65,12 +65,12 @@ def like(x: Array, values: Any, dtype: Any = None) -> Array:
     return xp.asarray(values).astype(dtype, copy=False)
 
 
-def wide(x: Array) -> Array:
+def widened(x: Array) -> Array:
     """Return floating-point `x` in 32 bits if it has 16, itself if it has more."""
     return x.astype(np.float32) if x.itemsize == 2 else x
 
 
-def narrow(y: Array, x: Array) -> Array:
+def narrowed(y: Array, x: Array) -> Array:
     """Return `y` in the dtype of `x`, itself if it has that."""
     return y if y.dtype == x.dtype else y.astype(x.dtype)
 
@@ -165,7 +165,7 @@ def own_stream(x: Array) -> AbstractContextManager[Any]:
     return _own_stream(x) if on_device(x) else nullcontext()
 
 
-def another_stream(x: Array) -> AbstractContextManager[Any]:
+def stream_of_thread(x: Array) -> AbstractContextManager[Any]:
     """Return a new stream on the device of `x`; within the block it is the current one.
 
     It can be entered any number of times.
@@ -253,18 +253,18 @@ def shortage_raised() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if (short := shortage(error)) is None:
+        if (shortage_bytes := shortage(error)) is None:
             raise
-        raise short from error
+        raise shortage_bytes from error
 
 
 def _room() -> str:
     """Return a sentence on the free memory of the current device, and on that of this process."""
     cupy = sys.modules["cupy"]
     try:
-        device, (free, whole) = cupy.cuda.runtime.getDevice(), cupy.cuda.runtime.memGetInfo()
+        device, (free, total_bytes) = cupy.cuda.runtime.getDevice(), cupy.cuda.runtime.memGetInfo()
     except cupy.cuda.runtime.CUDARuntimeError:  # too little memory for CUDA itself
         return "out of memory on a GPU that does not report its free memory"
-    held = cupy.get_default_memory_pool().total_bytes()
-    usage = f"{free:,} of {whole:,} bytes free now, {held:,} held by this rank's arrays"
+    pool_bytes = cupy.get_default_memory_pool().total_bytes()
+    usage = f"{free:,} of {total_bytes:,} bytes free now, {pool_bytes:,} held by this rank's arrays"
     return f"GPU {device} is out of memory ({usage})"

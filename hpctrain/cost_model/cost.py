@@ -66,16 +66,20 @@ def tree(n: int, ranks: int) -> Cost:
 def recursive_doubling(n: int, ranks: int) -> Cost:
     """Return L steps with the whole vector, two more where P is no power of two (folding)."""
     core = ranks.bit_length() - 1
-    folded = ranks != 1 << core
-    return Cost(core + 2 * folded, (core + 2 * folded) * n, (core + folded) * n)
+    has_folded_ranks = ranks != 1 << core
+    return Cost(
+        core + 2 * has_folded_ranks,
+        (core + 2 * has_folded_ranks) * n,
+        (core + has_folded_ranks) * n,
+    )
 
 
 def halving_doubling(n: int, ranks: int) -> Cost:
     """Return 2 log2 Q steps, 2n(Q-1)/Q bytes, Q the largest power of two; folding adds 3 and 2n."""
     core = 1 << (ranks.bit_length() - 1)
-    folded, share = ranks != core, n * (core - 1) / core
-    steps = 2 * (core.bit_length() - 1) + 3 * folded
-    return Cost(steps, 2 * share + 2 * n * folded, share + n / 2 * folded)
+    has_folded_ranks, share = ranks != core, n * (core - 1) / core
+    steps = 2 * (core.bit_length() - 1) + 3 * has_folded_ranks
+    return Cost(steps, 2 * share + 2 * n * has_folded_ranks, share + n / 2 * has_folded_ranks)
 
 
 def double_tree(n: int, ranks: int, segment_bytes: int = SEGMENT_BYTES) -> Cost:

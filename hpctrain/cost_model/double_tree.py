@@ -49,70 +49,75 @@ def double_tree(clocks: Clocks, n: float) -> None:
 
 
 def _reduce(clocks: Clocks, half: float) -> None:
-    up = _trees(clocks, up=True)
-    trains = [[clocks.send(tree.leaves, *piece) for piece in _cut(clocks, half)] for tree in up]
-    for tree, from_leaves in zip(up, trains, strict=True):
+    reduce_trees = _trees(clocks, reduce_trees=True)
+    trains = [
+        [clocks.send(tree.leaves, *piece) for piece in _cut(clocks, half)] for tree in reduce_trees
+    ]
+    for tree, from_leaves in zip(reduce_trees, trains, strict=True):
         for segment in _singly(from_leaves):
-            _up(clocks, tree, segment)
+            _reduce_phase(clocks, tree, segment)
     clocks.sent()
 
 
-def _up(clocks: Clocks, tree: Tree, from_leaves: Train) -> None:
+def _reduce_phase(clocks: Clocks, tree: Tree, from_leaves: Train) -> None:
     """Pass one segment from the leaves to the root."""
     arrival = np.zeros(clocks.size)
     arrival[tree.leaves.senders] = from_leaves.first
     for level in tree.levels:
         for route in level.children:
-            coming = Train(arrival[route.senders], 0.0, 1, from_leaves.nbytes)
-            clocks.receive(route, coming, adds=True)
+            arriving = Train(arrival[route.senders], 0.0, 1, from_leaves.nbytes)
+            clocks.receive(route, arriving, adds=True)
         arrival[level.parents.senders] = clocks.send(level.parents, from_leaves.nbytes).first
 
 
 def _broadcast(clocks: Clocks, half: float) -> None:
     # All costs are sums and maxima, so the leaves' last receives can be added up from the start.
-    late = Clocks(clocks.cluster, clocks.nodes, -np.inf, clocks.slow)
-    down = _trees(clocks, up=False)
-    for tree in down:
+    leaf_clocks = Clocks(clocks.cluster, clocks.nodes, -np.inf, clocks.slow_factors)
+    broadcast_trees = _trees(clocks, reduce_trees=False)
+    for tree in broadcast_trees:
         for length, count in _cut(clocks, half):
             for _ in range(count):
-                _down(clocks, late, tree, length)
-    for tree in down:
+                _broadcast_phase(clocks, leaf_clocks, tree, length)
+    for tree in broadcast_trees:
         for length, count in _cut(clocks, half):
-            at_hand = np.full(len(tree.leaves.receivers), -np.inf)
-            clocks.receive(tree.leaves, Train(at_hand, 0.0, count, length))
-    clocks.now = np.maximum(clocks.now, late.now)
+            ready_times = np.full(len(tree.leaves.receivers), -np.inf)
+            clocks.receive(tree.leaves, Train(ready_times, 0.0, count, length))
+    clocks.now = np.maximum(clocks.now, leaf_clocks.now)
     clocks.sent()
 
 
-def _down(clocks: Clocks, late: Clocks, tree: Tree, nbytes: float) -> None:
+def _broadcast_phase(clocks: Clocks, leaf_clocks: Clocks, tree: Tree, nbytes: float) -> None:
     """Pass one segment from the root to the leaves."""
     arrival = np.zeros(clocks.size)
     for level in reversed(tree.levels):
-        came = Train(arrival[level.parents.receivers], 0.0, 1, nbytes)
-        clocks.receive(level.parents, came)
+        arrived_train = Train(arrival[level.parents.receivers], 0.0, 1, nbytes)
+        clocks.receive(level.parents, arrived_train)
         for route in level.children:
             arrival[route.receivers] = clocks.send(route, nbytes).first
-    late.receive(tree.leaves, Train(arrival[tree.leaves.receivers], 0.0, 1, nbytes))
+    leaf_clocks.receive(tree.leaves, Train(arrival[tree.leaves.receivers], 0.0, 1, nbytes))
 
 
-def _trees(clocks: Clocks, up: bool) -> list[Tree]:
+def _trees(clocks: Clocks, reduce_trees: bool) -> list[Tree]:
     """Return both trees; places of ranks in the second are mirrored, or shifted where P is odd."""
     ranks = np.arange(clocks.size)
-    second = np.roll(ranks, 1) if clocks.size % 2 else ranks[::-1]
-    return [_tree(clocks, np.insert(order, 0, 0), up) for order in (ranks, second)]
+    second_order = np.roll(ranks, 1) if clocks.size % 2 else ranks[::-1]
+    return [_tree(clocks, np.insert(order, 0, 0), reduce_trees) for order in (ranks, second_order)]
 
 
-def _tree(clocks: Clocks, rank: Array, up: bool) -> Tree:
+def _tree(clocks: Clocks, rank: Array, reduce_trees: bool) -> Tree:
     """Return the tree with `rank[v]` at place v = 1 .. P."""
-    parent, side = _parents(clocks.size)
-    place = np.flatnonzero(parent)
-    height, above = _height(place), _height(parent[place])
-    ends = (rank[place], rank[parent[place]])
+    parent, is_right_child = _parents(clocks.size)
+    child_indexes = np.flatnonzero(parent)
+    height, above = _height(child_indexes), _height(parent[child_indexes])
+    edge_ranks = (rank[child_indexes], rank[parent[child_indexes]])
     # All edges are busy at the same time, so all of them share the cards.
-    edges = clocks.route(*(ends if up else ends[::-1]))
+    edges = clocks.route(*(edge_ranks if reduce_trees else edge_ranks[::-1]))
     levels = [
         Level(
-            tuple(edges.part((above == h) & (side[place] == right)) for right in (0, 1)),
+            tuple(
+                edges.part((above == h) & (is_right_child[child_indexes] == right))
+                for right in (0, 1)
+            ),
             edges.part(height == h),
         )
         for h in range(1, clocks.size.bit_length())
@@ -150,11 +155,11 @@ def _singly(trains: list[Train]) -> Iterator[Train]:
 
 def _cut(clocks: Clocks, half: float) -> list[tuple[float, int]]:
     """Cut a half into segments, shorter ones between nodes."""
-    return cut(half, STREAM_BYTES if np.ptp(clocks.nodes) else SEGMENT_BYTES)
+    return segments_of(half, STREAM_BYTES if np.ptp(clocks.nodes) else SEGMENT_BYTES)
 
 
-def cut(n: float, segment_bytes: int = SEGMENT_BYTES) -> list[tuple[float, int]]:
+def segments_of(n: float, segment_bytes: int = SEGMENT_BYTES) -> list[tuple[float, int]]:
     """Return (bytes, count) of the whole segments of `n` bytes, and of the remainder."""
-    whole, rest = divmod(n, segment_bytes)
-    pieces = (segment_bytes, int(whole)), (rest, int(rest > 0))
+    full_segments, rest = divmod(n, segment_bytes)
+    pieces = (segment_bytes, int(full_segments)), (rest, int(rest > 0))
     return [(length, count) for length, count in pieces if count]

@@ -33,17 +33,17 @@ def wire(one_way: Times, there_and_back: Times, both_ways: Times, overhead: floa
     """
     gap, per_byte = line(_long(one_way))
     duplex = max(per_byte, line(_long(both_ways))[1])
-    short = min(there_and_back)[1]
+    short_s = min(there_and_back)[1]
     return Wire(
-        max(short - 2 * overhead, 0.0), overhead, min(gap, min(one_way)[1]), per_byte, duplex
+        max(short_s - 2 * overhead, 0.0), overhead, min(gap, min(one_way)[1]), per_byte, duplex
     )
 
 
 def _long(times: Times) -> Times:
     """Return the times of at least ten times the shortest, or all if there are too few."""
     limit = 10 * min(times)[1]
-    long = [(m, t) for m, t in times if t >= limit]
-    return long if len(long) > 1 else times
+    long_messages = [(m, t) for m, t in times if t >= limit]
+    return long_messages if len(long_messages) > 1 else times
 
 
 def line(times: Times) -> tuple[float, float]:
@@ -66,12 +66,12 @@ def nonnegative(table: Array, seconds: Array) -> Array:
     Tries all sets of nonzero columns, of which there are few.
     """
     scaled, ones = table / seconds[:, None], np.ones(len(seconds))
-    best, least_error = np.zeros(table.shape[1]), float(len(seconds))
+    best_costs, least_error = np.zeros(table.shape[1]), float(len(seconds))
     for count in range(1, table.shape[1] + 1):
         for chosen in combinations(range(table.shape[1]), count):
             part, *_ = np.linalg.lstsq(scaled[:, chosen], ones, rcond=None)
             error = float(np.sum((scaled[:, chosen] @ part - 1) ** 2))
             if error < least_error and (part >= 0).all():
-                best, least_error = np.zeros(table.shape[1]), error
-                best[list(chosen)] = part
-    return best
+                best_costs, least_error = np.zeros(table.shape[1]), error
+                best_costs[list(chosen)] = part
+    return best_costs

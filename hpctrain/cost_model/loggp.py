@@ -39,13 +39,18 @@ class Wire:
     latency: float  #: L
     overhead: float  #: o, of the processor, at either end
     gap: float  #: g, between two messages of one port
-    per_byte: float  #: G
-    both_ways: float | None = None  #: G while the other way is in use too; None: the same
+    seconds_per_byte: float  #: G
+    #: G while the other direction is in use too; None: the same
+    seconds_per_byte_duplex: float | None = None
 
     @property
-    def per_byte_both(self) -> float:
+    def seconds_per_byte_both(self) -> float:
         """G while the other way is in use too."""
-        return self.per_byte if self.both_ways is None else self.both_ways
+        return (
+            self.seconds_per_byte
+            if self.seconds_per_byte_duplex is None
+            else self.seconds_per_byte_duplex
+        )
 
 
 @dataclass(frozen=True)
@@ -62,7 +67,7 @@ class Cluster:
     cards: int = 1  #: network cards of a node
 
 
-def alike(machine: cost.Machine) -> Cluster:
+def uniform_cluster(machine: cost.Machine) -> Cluster:
     """Return the cluster on which every message costs the same as on `machine`."""
     wire = Wire(machine.alpha, 0.0, machine.alpha, machine.beta)
     return Cluster(wire, wire, machine.gamma, machine.gamma / 3)  # adding: two reads, one write
@@ -77,7 +82,7 @@ class Route:
     latency: Array
     overhead: Array
     gap: Array
-    per_byte: Array
+    seconds_per_byte: Array
 
     def part(self, chosen: Array) -> Route:
         """Return the route of the `chosen` messages, over the same wires."""
@@ -88,40 +93,49 @@ class Route:
 class Train:
     """Arrival times of messages that follow each other over each wire of a route.
 
-    `out` is the time at which the last one has left its sender's port.
+    `port_times` is when the last message has left its sender's port.
     """
 
     first: Array
     interval: Array | float
     count: int
     nbytes: float
-    out: Array = field(default_factory=lambda: np.zeros(0))
+    port_times: Array = field(default_factory=lambda: np.zeros(0))
 
 
 class Clocks:
     """The time on each rank's processor and on its two ports; `nodes[r]` is the node of rank r."""
 
     def __init__(
-        self, cluster: Cluster, nodes: Array, start: Array | float = 0.0, slow: Array | float = 1.0
+        self,
+        cluster: Cluster,
+        nodes: Array,
+        start: Array | float = 0.0,
+        slow_factors: Array | float = 1.0,
     ):
         """Start rank r at `start[r]`; its processor takes `slow[r]` times as long as others."""
         self.cluster, self.nodes, self.size = cluster, nodes, len(nodes)
         self.neighbours = np.bincount(nodes)[nodes]  #: ranks of each rank's node
-        self.slow = np.full(self.size, 1.0) * slow
-        self.now, self.out_free, self.in_free = (np.full(self.size, 1.0) * start for _ in range(3))
+        self.slow_factors = np.full(self.size, 1.0) * slow_factors
+        self.now, self.send_port_free, self.receive_port_free = (
+            np.full(self.size, 1.0) * start for _ in range(3)
+        )
 
     def route(self, senders: Array, receivers: Array) -> Route:
         """Return the route of simultaneous messages: those between nodes share the cards."""
         a, b = self.nodes[senders], self.nodes[receivers]
         crosses = a != b
-        duplex = self._are(receivers)[senders] | self._are(senders)[receivers]
-        out, into = self._at_work(senders[crosses])[a], self._at_work(receivers[crosses])[b]
-        sharing = np.maximum(np.maximum(out, into) / self.cluster.cards, 1)
+        duplex = self._are_members(receivers)[senders] | self._are_members(senders)[receivers]
+        sender_share, receiver_share = (
+            self._active_counts(senders[crosses])[a],
+            self._active_counts(receivers[crosses])[b],
+        )
+        sharing = np.maximum(np.maximum(sender_share, receiver_share) / self.cluster.cards, 1)
         inside, between = self.cluster.inside, self.cluster.between
-        per_byte = np.where(
+        seconds_per_byte = np.where(
             duplex,
-            np.where(crosses, between.per_byte_both, inside.per_byte_both),
-            np.where(crosses, between.per_byte, inside.per_byte),
+            np.where(crosses, between.seconds_per_byte_both, inside.seconds_per_byte_both),
+            np.where(crosses, between.seconds_per_byte, inside.seconds_per_byte),
         )
         return Route(
             senders,
@@ -129,18 +143,18 @@ class Clocks:
             np.where(crosses, between.latency, inside.latency),
             np.where(crosses, between.overhead, inside.overhead),
             np.where(crosses, between.gap, inside.gap),
-            per_byte * np.where(crosses, sharing, 1),
+            seconds_per_byte * np.where(crosses, sharing, 1),
         )
 
     def send(self, route: Route, nbytes: float, count: int = 1) -> Train:
         """Send `count` messages of `nbytes` one after the other, without waiting."""
-        ranks, port_s = route.senders, route.gap + nbytes * route.per_byte
-        overhead = route.overhead * self.slow[ranks]
-        first = np.maximum(self.now[ranks] + overhead, self.out_free[ranks]) + port_s
+        ranks, port_s = route.senders, route.gap + nbytes * route.seconds_per_byte
+        overhead = route.overhead * self.slow_factors[ranks]
+        first = np.maximum(self.now[ranks] + overhead, self.send_port_free[ranks]) + port_s
         interval = np.maximum(port_s, overhead)
         self.now[ranks] += count * overhead
-        self.out_free[ranks] = out = first + (count - 1) * interval
-        return Train(first - route.gap + route.latency, interval, count, nbytes, out)
+        self.send_port_free[ranks] = port_times = first + (count - 1) * interval
+        return Train(first - route.gap + route.latency, interval, count, nbytes, port_times)
 
     def receive(self, route: Route, train: Train, adds: bool = False) -> None:
         """Wait for each message of `train`, and add each on arrival.
@@ -148,9 +162,11 @@ class Clocks:
         The last one is limited by the processor, the wire or the port.
         """
         ranks, rest = route.receivers, train.count - 1
-        port_s = route.gap + train.nbytes * route.per_byte
-        cpu_s = self.slow[ranks] * (route.overhead + adds * train.nbytes * self.cluster.gamma)
-        port_free = self.in_free[ranks] + port_s
+        port_s = route.gap + train.nbytes * route.seconds_per_byte
+        cpu_s = self.slow_factors[ranks] * (
+            route.overhead + adds * train.nbytes * self.cluster.gamma
+        )
+        port_free = self.receive_port_free[ranks] + port_s
         self.now[ranks] = cpu_s + np.maximum.reduce(
             [
                 self.now[ranks] + rest * cpu_s,
@@ -158,85 +174,91 @@ class Clocks:
                 port_free + rest * np.maximum(port_s, cpu_s),
             ]
         )
-        self.in_free[ranks] = np.maximum(
+        self.receive_port_free[ranks] = np.maximum(
             train.first + rest * train.interval, port_free + rest * port_s
         )
 
     def sent(self, ranks: Array | slice = slice(None)) -> None:
         """Wait until all messages of `ranks` have left their ports."""
-        self.now[ranks] = np.maximum(self.now[ranks], self.out_free[ranks])
+        self.now[ranks] = np.maximum(self.now[ranks], self.send_port_free[ranks])
 
-    def out(self, route: Route, train: Train) -> None:
+    def send_train(self, route: Route, train: Train) -> None:
         """Let the senders of `train` wait until it has left their ports."""
-        self.now[route.senders] = np.maximum(self.now[route.senders], train.out)
+        self.now[route.senders] = np.maximum(self.now[route.senders], train.port_times)
 
     def exchange(self, route: Route, nbytes: float, adds: bool = False) -> None:
         """Send and receive at once, wait for both, and only then add."""
         self.receive(route, self.send(route, nbytes))
         self.sent(route.senders)
         if adds:
-            self.now[route.receivers] += nbytes * self.cluster.gamma * self.slow[route.receivers]
+            self.now[route.receivers] += (
+                nbytes * self.cluster.gamma * self.slow_factors[route.receivers]
+            )
 
-    def meet(self) -> None:
+    def synchronize(self) -> None:
         """Synchronize the ranks of each node by flags, which are visible after a latency."""
         inside = self.cluster.inside
         flag_s = inside.latency + 2 * inside.overhead
-        latest = np.full(int(self.nodes.max()) + 1, -np.inf)
-        np.maximum.at(latest, self.nodes, self.now)
-        self.now = latest[self.nodes] + np.where(self.neighbours > 1, flag_s, 0.0)
+        latest_of_node = np.full(int(self.nodes.max()) + 1, -np.inf)
+        np.maximum.at(latest_of_node, self.nodes, self.now)
+        self.now = latest_of_node[self.nodes] + np.where(self.neighbours > 1, flag_s, 0.0)
 
     def stream(self, nbytes: Array | float) -> None:
         """Let all ranks of rank r's node read or write `nbytes[r]` bytes together."""
-        self.now = self.now + self.cluster.memory * nbytes * self.slow
+        self.now = self.now + self.cluster.memory * nbytes * self.slow_factors
 
     def repeat(
         self,
         times: int,
         step: Callable[[], None],
         period: int = 1,
-        under_way: Iterable[Train] = (),
+        in_flight: Iterable[Train] = (),
     ) -> None:
         """Call `step` `times` times, or until the remaining calls can be extrapolated.
 
-        `under_way` are messages that one step leaves to the next. All costs are sums and maxima of
+        `in_flight` are messages that one step leaves to the next. All costs are sums and maxima of
         clocks. So once `period` steps have advanced their clocks by the same time twice, they will
         do so again: the rest is one jump.
         """
-        last = None
+        last_change = None
         while times >= period:
-            before = self._state()
+            previous_state = self._state()
             for _ in range(period):
                 step()
             times -= period
-            moved = self._state() - before
-            if last is not None and _uniform(moved) and np.allclose(moved, last, 1e-9, 0):
-                self._jump(times // period * moved, under_way)
+            clock_changes = self._state() - previous_state
+            if (
+                last_change is not None
+                and _uniform(clock_changes)
+                and np.allclose(clock_changes, last_change, 1e-9, 0)
+            ):
+                self._jump(times // period * clock_changes, in_flight)
                 times %= period
-            last = moved
+            last_change = clock_changes
         for _ in range(times):
             step()
 
-    def _are(self, ranks: Array) -> Array:
+    def _are_members(self, ranks: Array) -> Array:
         """Return a mask over all ranks: membership in `ranks`."""
         mask = np.zeros(self.size, bool)
         mask[ranks] = True
         return mask
 
-    def _at_work(self, ranks: Array) -> Array:
+    def _active_counts(self, ranks: Array) -> Array:
         """Return the number of `ranks` on each node: one rank has one port."""
-        return np.bincount(self.nodes[self._are(ranks)], minlength=self.nodes.max() + 1)
+        return np.bincount(self.nodes[self._are_members(ranks)], minlength=self.nodes.max() + 1)
 
-    def _jump(self, by: Array, under_way: Iterable[Train]) -> None:
-        self.now, self.out_free, self.in_free = self._state() + by
-        for train in under_way:
-            train.first[:] += by.max()
-            train.out[:] += by.max()
+    def _jump(self, duration: Array, in_flight: Iterable[Train]) -> None:
+        self.now, self.send_port_free, self.receive_port_free = self._state() + duration
+        for train in in_flight:
+            train.first[:] += duration.max()
+            train.port_times[:] += duration.max()
 
     def _state(self) -> Array:
-        return np.stack([self.now, self.out_free, self.in_free])
+        return np.stack([self.now, self.send_port_free, self.receive_port_free])
 
 
-def _uniform(moved: Array) -> bool:
+def _uniform(clock_changes: Array) -> bool:
     """Return whether all clocks that advanced did so by the same time, up to rounding."""
-    shifts = moved[moved > 0]
+    shifts = clock_changes[clock_changes > 0]
     return not shifts.size or bool(np.ptp(shifts) <= 1e-9 * shifts.max())

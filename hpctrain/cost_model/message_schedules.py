@@ -16,8 +16,8 @@ from functools import partial
 import numpy as np
 
 from hpctrain.collectives.chunks import SEGMENT_BYTES
-from hpctrain.collectives.ring import AHEAD, STREAM_BYTES
-from hpctrain.cost_model.double_tree import cut, double_tree
+from hpctrain.collectives.ring import RECEIVES_AHEAD, STREAM_BYTES
+from hpctrain.cost_model.double_tree import double_tree, segments_of
 from hpctrain.cost_model.loggp import Array, Clocks, Route, Train
 
 Schedule = Callable[[Clocks, float], None]
@@ -35,7 +35,7 @@ def _ring(clocks: Clocks, route: Route, chunk: float, size: int, period: int) ->
     if clocks.nodes.max() > 0 and chunk > STREAM_BYTES:
         _stream(clocks, route, chunk, size, period)
         return
-    add = _in_segments if chunk > SEGMENT_BYTES else _at_once
+    add = _in_segments if chunk > SEGMENT_BYTES else _simultaneous_exchange
     clocks.repeat(size - 1, lambda: add(clocks, route, chunk), period)
     clocks.repeat(size - 1, lambda: clocks.exchange(route, chunk), period)
 
@@ -43,38 +43,38 @@ def _ring(clocks: Clocks, route: Route, chunk: float, size: int, period: int) ->
 def _stream(clocks: Clocks, route: Route, chunk: float, size: int, period: int) -> None:
     """Forward each segment on arrival, with a few in flight."""
     lengths = list(segments(chunk, STREAM_BYTES))
-    ahead = min(AHEAD, len(lengths))
-    coming, adds = deque[Train](), deque[bool]()
+    receives_ahead = min(RECEIVES_AHEAD, len(lengths))
+    arriving, adds = deque[Train](), deque[bool]()
 
-    def take() -> None:
-        train = coming.popleft()
+    def receive_segment() -> None:
+        train = arriving.popleft()
         clocks.receive(route, train, adds.popleft())
-        clocks.out(route, train)
+        clocks.send_train(route, train)
 
-    def pass_on(half: bool) -> None:
+    def forward_half(half: bool) -> None:
         for nbytes in lengths:
-            if len(coming) == ahead:
-                take()
-            coming.append(clocks.send(route, nbytes))
+            if len(arriving) == receives_ahead:
+                receive_segment()
+            arriving.append(clocks.send(route, nbytes))
             adds.append(half)
 
     for half in (True, False):
-        clocks.repeat(size - 1, partial(pass_on, half), period, coming)
-    while coming:
-        take()
+        clocks.repeat(size - 1, partial(forward_half, half), period, arriving)
+    while arriving:
+        receive_segment()
 
 
-def _at_once(clocks: Clocks, route: Route, chunk: float) -> None:
+def _simultaneous_exchange(clocks: Clocks, route: Route, chunk: float) -> None:
     clocks.exchange(route, chunk, adds=True)
 
 
 def _in_segments(clocks: Clocks, route: Route, chunk: float) -> None:
-    coming: deque[Train] = deque()
+    arriving: deque[Train] = deque()
     for nbytes in segments(chunk):
-        if len(coming) == AHEAD:
-            clocks.receive(route, coming.popleft(), adds=True)
-        coming.append(clocks.send(route, nbytes))
-    for train in coming:
+        if len(arriving) == RECEIVES_AHEAD:
+            clocks.receive(route, arriving.popleft(), adds=True)
+        arriving.append(clocks.send(route, nbytes))
+    for train in arriving:
         clocks.receive(route, train, adds=True)
     clocks.sent()
 
@@ -82,10 +82,10 @@ def _in_segments(clocks: Clocks, route: Route, chunk: float) -> None:
 def tree(clocks: Clocks, n: float) -> None:
     """Reduce up a binomial tree, then broadcast down the same edges, segment by segment."""
     edges = [_edges(clocks, 1 << k) for k in range((clocks.size - 1).bit_length())]
-    up = [clocks.route(child, parent) for child, parent in edges]
-    down = [clocks.route(parent, child) for child, parent in reversed(edges)]
-    _each_segment(clocks, n, lambda nbytes: _up(clocks, up, nbytes))
-    _each_segment(clocks, n, lambda nbytes: _down(clocks, down, nbytes))
+    child_routes = [clocks.route(child, parent) for child, parent in edges]
+    parent_routes = [clocks.route(parent, child) for child, parent in reversed(edges)]
+    _each_segment(clocks, n, lambda nbytes: _toward_root(clocks, child_routes, nbytes))
+    _each_segment(clocks, n, lambda nbytes: _toward_leaves(clocks, parent_routes, nbytes))
 
 
 def _edges(clocks: Clocks, bit: int) -> tuple[Array, Array]:
@@ -93,13 +93,13 @@ def _edges(clocks: Clocks, bit: int) -> tuple[Array, Array]:
     return children, children - bit
 
 
-def _up(clocks: Clocks, levels: list[Route], nbytes: float) -> None:
+def _toward_root(clocks: Clocks, levels: list[Route], nbytes: float) -> None:
     for route in levels:
         clocks.receive(route, clocks.send(route, nbytes), adds=True)
         clocks.sent(route.senders)
 
 
-def _down(clocks: Clocks, levels: list[Route], nbytes: float) -> None:
+def _toward_leaves(clocks: Clocks, levels: list[Route], nbytes: float) -> None:
     for route in levels:
         clocks.receive(route, clocks.send(route, nbytes))
     clocks.sent()
@@ -108,14 +108,17 @@ def _down(clocks: Clocks, levels: list[Route], nbytes: float) -> None:
 def recursive_doubling(clocks: Clocks, n: float) -> None:
     """Exchange whole vectors over distances 1, 2, 4, ..., segment by segment."""
     core, folded = _fold(clocks.size)
-    into, out_of = clocks.route(folded, folded - core), clocks.route(folded - core, folded)
+    folding_route, unfolding_route = (
+        clocks.route(folded, folded - core),
+        clocks.route(folded - core, folded),
+    )
     partners = [_partners(clocks, 1 << k, core) for k in range(core.bit_length() - 1)]
 
     def double(nbytes: float) -> None:
-        _hand(clocks, into, nbytes, adds=True)
+        _one_message(clocks, folding_route, nbytes, adds=True)
         for route in partners:
             clocks.exchange(route, nbytes, adds=True)
-        _hand(clocks, out_of, nbytes)
+        _one_message(clocks, unfolding_route, nbytes)
 
     _each_segment(clocks, n, double)
 
@@ -123,16 +126,19 @@ def recursive_doubling(clocks: Clocks, n: float) -> None:
 def halving_doubling(clocks: Clocks, n: float) -> None:
     """Exchange halves, quarters, ... and add them; then the same way back."""
     core, folded = _fold(clocks.size)
-    into, out_of = clocks.route(folded, folded - core), clocks.route(folded - core, folded)
+    folding_route, unfolding_route = (
+        clocks.route(folded, folded - core),
+        clocks.route(folded - core, folded),
+    )
     if folded.size:
-        _give_halves(clocks, (into, out_of), n / 2, adds=True)
-        _hand(clocks, into, n / 2)
+        _give_halves(clocks, (folding_route, unfolding_route), n / 2, adds=True)
+        _one_message(clocks, folding_route, n / 2)
     partners = [_partners(clocks, 1 << k, core) for k in reversed(range(core.bit_length() - 1))]
     for k, route in enumerate(partners):
         _give_halves(clocks, (route,), n / 2 ** (k + 1), adds=True)
     for k, route in reversed(list(enumerate(partners))):
         _give_halves(clocks, (route,), n / 2 ** (k + 1), adds=False)
-    _hand(clocks, out_of, n)
+    _one_message(clocks, unfolding_route, n)
 
 
 def _fold(size: int) -> tuple[int, Array]:
@@ -146,7 +152,7 @@ def _partners(clocks: Clocks, distance: int, core: int) -> Route:
     return clocks.route(ranks, ranks ^ distance)
 
 
-def _hand(clocks: Clocks, route: Route, nbytes: float, adds: bool = False) -> None:
+def _one_message(clocks: Clocks, route: Route, nbytes: float, adds: bool = False) -> None:
     """Send one message; its sender waits until it has left."""
     clocks.receive(route, clocks.send(route, nbytes), adds)
     clocks.sent(route.senders)
@@ -157,7 +163,7 @@ def _give_halves(clocks: Clocks, routes: tuple[Route, ...], nbytes: float, adds:
     trains = [
         (route, clocks.send(route, length, count))
         for route in routes
-        for length, count in cut(nbytes)
+        for length, count in segments_of(nbytes)
     ]
     for route, train in trains:
         clocks.receive(route, train, adds)
@@ -166,15 +172,15 @@ def _give_halves(clocks: Clocks, routes: tuple[Route, ...], nbytes: float, adds:
 
 
 def _each_segment(clocks: Clocks, n: float, step: Callable[[float], None]) -> None:
-    for length, count in cut(n):
+    for length, count in segments_of(n):
         clocks.repeat(count, lambda length=length: step(length))  # type: ignore[misc]
 
 
 def direct(clocks: Clocks, n: float) -> None:
     """Sum out of all neighbours' memory and write back: 2Pn bytes on one node, which has all P."""
-    clocks.meet()
+    clocks.synchronize()
     clocks.stream(2 * n * clocks.neighbours)
-    clocks.meet()
+    clocks.synchronize()
 
 
 def hierarchical(clocks: Clocks, n: float) -> None:
@@ -182,22 +188,22 @@ def hierarchical(clocks: Clocks, n: float) -> None:
 
     One ring per local rank, for its part of the vector; as many as the smallest node has ranks.
     """
-    clocks.meet()
+    clocks.synchronize()
     clocks.stream(n * (clocks.neighbours + 1))
-    clocks.meet()
+    clocks.synchronize()
     nodes, lanes = int(clocks.nodes.max()) + 1, int(clocks.neighbours.min())
     first = np.searchsorted(clocks.nodes, np.arange(nodes))
     ranks = np.add.outer(np.arange(lanes), first)
     route = clocks.route(ranks.ravel(), np.roll(ranks, -1, axis=1).ravel())
     _ring(clocks, route, n / lanes / nodes, nodes, 1)
-    clocks.meet()
+    clocks.synchronize()
     clocks.stream(2 * n * (clocks.neighbours - 1))
-    clocks.meet()
+    clocks.synchronize()
 
 
 def segments(n: float, segment_bytes: int = SEGMENT_BYTES) -> Iterator[float]:
     """Yield the bytes of each segment of `n` bytes."""
-    for length, count in cut(n, segment_bytes):
+    for length, count in segments_of(n, segment_bytes):
         yield from [length] * count
 
 

@@ -47,7 +47,7 @@ class StepTime:
     exposed: float
 
 
-def even(compute: float, nbytes: float, bucket_bytes: float) -> Step:
+def even_step(compute: float, nbytes: float, bucket_bytes: float) -> Step:
     """Return the step of a model of equal layers: a third of it forward, the rest backward.
 
     Backward has two matrix products per layer, forward one. The update takes no time.
@@ -60,17 +60,17 @@ def even(compute: float, nbytes: float, bucket_bytes: float) -> Step:
 def step_time(step: Step, schedule: Schedule, clocks: Clocks, overlap: bool = True) -> StepTime:
     """Return the time of `step` on the ranks of `clocks`, which begin it at their time."""
     begin = clocks.now.copy()
-    full = [begin + clocks.slow * time for time in step.full]
+    full = [begin + clocks.slow_factors * time for time in step.full]
     wire = 0.0
     for ready, nbytes in zip(full if overlap else full[-1:] * len(full), step.buckets, strict=True):
         clocks.now = np.maximum(clocks.now, ready)
         started = clocks.now.copy()
         schedule(clocks, nbytes)
         wire += float(np.mean(clocks.now - started))
-    clocks.now = np.maximum(clocks.now, full[-1]) + clocks.slow * step.update
-    alone = begin + clocks.slow * step.compute
-    return StepTime(_later(clocks.now, begin), wire, _later(clocks.now, alone))
+    clocks.now = np.maximum(clocks.now, full[-1]) + clocks.slow_factors * step.update
+    compute_end = begin + clocks.slow_factors * step.compute
+    return StepTime(_lateness(clocks.now, begin), wire, _lateness(clocks.now, compute_end))
 
 
-def _later(end: Array, begin: Array) -> float:
+def _lateness(end: Array, begin: Array) -> float:
     return float(end.max() - begin.max())

@@ -1,4 +1,4 @@
-"""Data sets, and the assignment of their samples to ranks."""
+"""Data sets, and the distribution of their samples to ranks."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from hpctrain.data.idx import IdxOptions
 from hpctrain.data.mnist import MnistOptions
 from hpctrain.data.npy import NpyOptions
 from hpctrain.data.npz import NpzOptions
-from hpctrain.data.prefetch import Prefetch, worth_reading_ahead
-from hpctrain.data.resized import resized
+from hpctrain.data.prefetch import Prefetch, batches_to_read_ahead
+from hpctrain.data.resized import resize_training_set
 from hpctrain.data.sampler import Sampler, order, share
 from hpctrain.data.text import TextOptions
 
@@ -37,14 +37,14 @@ __all__ = [
     "in_pieces",
     "order",
     "read",
-    "resized",
+    "resize_training_set",
     "share",
-    "worth_reading_ahead",
+    "batches_to_read_ahead",
 ]
 
 
 class Source(Protocol):
-    """Options of a data set, which load it."""
+    """The options of a data set, with the method that loads it."""
 
     def load(self, seed: int) -> Split:
         """Return the data set; raise UsageError if it cannot be read."""
@@ -63,7 +63,7 @@ DATA: dict[str, type[Source]] = {
 def read(table: Mapping[str, Any], folder: str = ".") -> Source:
     """Return the options of the recipe's table `[data]`; raise UsageError for unknown names.
 
-    A `kind` with a colon is a user's function, of a module in `folder` or an installed one, and the
+    A `kind` with a colon names a user's function, in a module of `folder` or an installed one; the
     other keys are its arguments.
     """
     if usercode.is_target(table):

@@ -1,8 +1,8 @@
-"""Images shifted and mirrored at random: anew in each epoch, the same on any number of ranks.
+"""Random shifts and flips of images: different in each epoch, the same on any number of ranks.
 
-The change of a sample is a function of (seed, epoch, its index in the set): word number `index`
-of a Philox stream keyed by (seed, epoch) (Salmon et al., 2011). No rank draws for another, and
-there is no state to save.
+The shift and the flip of a sample are functions of (seed, epoch, index of the sample): word number
+`index` of a Philox stream keyed by (seed, epoch) (Salmon et al., 2011). So ranks need not
+communicate, and a checkpoint needs no state of a generator.
 
     bits of the word     0: mirrored?      1 - 16: rows down      17 - 32: columns right
 """
@@ -18,15 +18,15 @@ from hpctrain import config
 from hpctrain.core.errors import UsageError
 from hpctrain.data.dataset import Samples, Split
 
-# Separates this stream from that of `sampler.order`, which has the same key.
-_STREAM = (0, 0, 0, 2)
+# Makes this stream another than that of `sampler.order`, which has the same key.
+_INITIAL_COUNTER = (0, 0, 0, 2)
 
 
-class Augmented:
-    """`samples`, images (h, w) or (h, w, channels), changed at random when read."""
+class AugmentedSamples:
+    """Images (h, w) or (h, w, channels), shifted and mirrored at random when they are read."""
 
     def __init__(self, samples: Samples, seed: int, shift: int, flip: bool) -> None:
-        """Shift each image by up to `shift` pixels in both directions; `flip` half of them."""
+        """Shift each image by up to `shift` pixels along both axes; with `flip`, mirror half."""
         if len(samples.sample_shape) not in (2, 3):
             raise UsageError(
                 "[data] shift and flip: expected images (h, w) or (h, w, channels), seen samples "
@@ -45,45 +45,48 @@ class Augmented:
         return self.samples.sample_shape
 
     def rows(self, indexes: np.ndarray, epoch: int = 0) -> tuple[np.ndarray, np.ndarray]:
-        """Return (x, y) of the samples at `indexes` as they are in `epoch`."""
+        """Return (x, y) of the samples at `indexes`, with the random changes of `epoch`."""
         x, y = self.samples.rows(indexes, epoch)
         if epoch != self._epoch:
-            self._epoch, self._words = epoch, words(self.seed, epoch, len(self))
-        w = self._words[indexes]
-        down, right = ((w >> np.uint64(bit) & np.uint64(0xFFFF)).astype(int) for bit in (1, 17))
-        places = 2 * self.shift + 1
-        x = shifted(x, down * places // 2**16, right * places // 2**16, self.shift)
-        mirrored = (w & np.uint64(1)).astype(bool) & self.flip
-        x[mirrored] = x[mirrored][:, :, ::-1]
+            self._epoch, self._words = epoch, draw_words(self.seed, epoch, len(self))
+        words = self._words[indexes]
+        shift_count = 2 * self.shift + 1
+        down, right = (
+            (words >> np.uint64(bit) & np.uint64(0xFFFF)).astype(int) * shift_count // 2**16
+            for bit in (1, 17)
+        )
+        x = shift_images(x, down, right, self.shift)
+        is_mirrored = (words & np.uint64(1)).astype(bool) & self.flip
+        x[is_mirrored] = x[is_mirrored][:, :, ::-1]
         return x, y
 
 
-def words(seed: int, epoch: int, n: int) -> np.ndarray:
+def draw_words(seed: int, epoch: int, n: int) -> np.ndarray:
     """Return the random words of `n` samples in `epoch`, uint64 (n,)."""
     key = np.array([seed, epoch], dtype=np.uint64)
-    return np.random.Philox(key=key, counter=_STREAM).random_raw(n)
+    return np.random.Philox(key=key, counter=_INITIAL_COUNTER).random_raw(n)
 
 
-def shifted(x: np.ndarray, down: np.ndarray, right: np.ndarray, middle: int) -> np.ndarray:
-    """Return images x (n, h, w, ...) shifted by (down - middle, right - middle), per image.
+def shift_images(x: np.ndarray, down: np.ndarray, right: np.ndarray, max_shift: int) -> np.ndarray:
+    """Return images x (n, h, w, ...), image i shifted by down[i] - max_shift, right[i] - max_shift.
 
     Pixels from beyond the border are 0.
     """
-    edges = [(0, 0), (middle, middle), (middle, middle), *[(0, 0)] * (x.ndim - 3)]
-    windows = np.lib.stride_tricks.sliding_window_view(np.pad(x, edges), x.shape[1:3], (1, 2))
-    at = windows[np.arange(len(x)), 2 * middle - down, 2 * middle - right]
-    return np.moveaxis(at, (-2, -1), (1, 2)).copy()
+    pad_widths = [(0, 0), (max_shift, max_shift), (max_shift, max_shift), *[(0, 0)] * (x.ndim - 3)]
+    windows = np.lib.stride_tricks.sliding_window_view(np.pad(x, pad_widths), x.shape[1:3], (1, 2))
+    images = windows[np.arange(len(x)), 2 * max_shift - down, 2 * max_shift - right]
+    return np.moveaxis(images, (-2, -1), (1, 2)).copy()
 
 
 @config.options
 class AugmentOptions:
-    """Keys of `[data]` for sets of images: training images differ from epoch to epoch."""
+    """Keys of `[data]` for sets of images: random changes of the training images."""
 
     shift: Annotated[int, pydantic.Field(ge=0)] = 0
     flip: bool = False
 
-    def augmented(self, split: Split, seed: int) -> Split:
-        """Return `split` with the training images changed as the keys say."""
+    def augment(self, split: Split, seed: int) -> Split:
+        """Return `split` with training images that are shifted and mirrored as configured."""
         if not (self.shift or self.flip):
             return split
-        return split._replace(train=Augmented(split.train, seed, self.shift, self.flip))
+        return split._replace(train=AugmentedSamples(split.train, seed, self.shift, self.flip))

@@ -10,7 +10,7 @@ import numpy as np
 from hpctrain import config
 from hpctrain.config import usercode
 from hpctrain.core.errors import UsageError
-from hpctrain.data.dataset import Samples, Split, checked, split
+from hpctrain.data.dataset import Samples, Split, make_dataset, make_split
 
 
 @config.options
@@ -19,33 +19,33 @@ class FunctionData:
 
     target: str
     arguments: dict[str, Any] = field(default_factory=dict)
-    folder: str = "."  #: of modules that are not installed
+    folder: str = "."  #: where modules that are not installed are looked up
 
     def load(self, seed: int) -> Split:
-        """Call the function, which returns a Split, or (train, test) with a test of None allowed.
+        """Call the function, which returns a Split or (train, test); test may be None.
 
-        `train` and `test` are Datasets, other Samples or pairs (x, y). Raises UsageError that names
-        a missing function or a wrong return value; errors inside the function pass.
+        `train` and `test` are Datasets, other Samples or pairs (x, y). Raises UsageError for a
+        missing function or an invalid return value. Errors inside the function are not caught.
         """
-        returned = usercode.call(self.target, "[data] kind", self.folder, **self.arguments)
-        return _as_split(returned, self.target)
+        result = usercode.call(self.target, "[data] kind", self.folder, **self.arguments)
+        return _as_split(result, self.target)
 
 
 def _as_split(value: Any, target: str) -> Split:
     if not isinstance(value, tuple) or len(value) not in (2, 3):
-        raise UsageError(f"{target}: expected (train, test) or a Split, seen {_kind(value)}")
+        raise UsageError(f"{target}: expected (train, test) or a Split, seen {_describe(value)}")
     train = _as_dataset(value[0], f"{target} (train)")
     test = None if value[1] is None else _as_dataset(value[1], f"{target} (test)")
-    return split(train, test, target, *value[2:])
+    return make_split(train, test, target, *value[2:])
 
 
 def _as_dataset(value: Any, source: str) -> Samples:
     if isinstance(value, Samples):
         return value
     if not isinstance(value, tuple) or len(value) != 2:
-        raise UsageError(f"{source}: expected a Dataset or a pair (x, y), seen {_kind(value)}")
-    return checked(np.asarray(value[0]), np.asarray(value[1]), source)
+        raise UsageError(f"{source}: expected a Dataset or a pair (x, y), seen {_describe(value)}")
+    return make_dataset(np.asarray(value[0]), np.asarray(value[1]), source)
 
 
-def _kind(value: Any) -> str:
+def _describe(value: Any) -> str:
     return f"a tuple of {len(value)}" if isinstance(value, tuple) else f"a {type(value).__name__}"

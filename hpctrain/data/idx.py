@@ -1,8 +1,8 @@
-"""IDX files, in which MNIST and its kin (Fashion-MNIST, EMNIST) come; gzipped or not.
+"""IDX files, the format of MNIST, Fashion-MNIST and EMNIST, gzipped or not.
 
     00 00 | type | dims | size of each dim, 4 bytes each, big-endian | the numbers, big-endian
 
-Images that are not gzipped stay in their file, and each rank reads the rows of its own batches.
+Images that are not gzipped are not loaded: each rank reads the rows of its own batches.
 Source: LeCun, Cortes and Burges, "The MNIST database of handwritten digits", 1998.
 """
 
@@ -19,8 +19,8 @@ from hpctrain import config
 from hpctrain.core.errors import UsageError
 from hpctrain.core.files import expanded, open_regular
 from hpctrain.data.augment import AugmentOptions
-from hpctrain.data.dataset import Split, split
-from hpctrain.data.stored import Stored, Stream, mapped, unpacked
+from hpctrain.data.dataset import Split, make_split
+from hpctrain.data.stored import StoredSamples, Stream, map_array, unpack_array
 
 _DTYPES = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 _GZIP = b"\x1f\x8b"
@@ -36,30 +36,30 @@ class IdxOptions(AugmentOptions):
     test_labels: str | None = None
 
     def load(self, seed: int) -> Split:
-        """Return the sets; bytes are returned as float32 in 0 .. 1, other numbers unchanged.
+        """Return the sets; samples of bytes become float32 in 0 .. 1, others are unchanged.
 
-        Raises UsageError with the file, the expected and the actual contents.
+        Raises UsageError that names the file, and its expected and actual contents.
         """
         if (self.test_images is None) != (self.test_labels is None):
             raise UsageError("[data] expected test_images and test_labels, seen one of them")
-        labels = _labels(self.labels)
+        labels = _read_labels(self.labels)
         classes = int(labels.max()) + 1
-        train, test = _stored(self.images, self.labels, labels, classes), None
+        train, test = _open_samples(self.images, self.labels, labels, classes), None
         if self.test_images is not None and self.test_labels is not None:
-            y = _labels(self.test_labels)
-            test = _stored(self.test_images, self.test_labels, y, classes)
-        return self.augmented(split(train, test, self.images, classes), seed)
+            y = _read_labels(self.test_labels)
+            test = _open_samples(self.test_images, self.test_labels, y, classes)
+        return self.augment(make_split(train, test, self.images, classes), seed)
 
 
-def _stored(images: str, labels: str, y: np.ndarray, classes: int) -> Stored:
-    x = read(images)
+def _open_samples(images: str, labels: str, y: np.ndarray, classes: int) -> StoredSamples:
+    x = read_array(images)
     divisor = 255.0 if x.dtype == np.uint8 else None
-    return Stored(x, y, classes, f"{images}, {labels}", divisor)
+    return StoredSamples(x, y, classes, f"{images}, {labels}", divisor)
 
 
-def _labels(name: str) -> np.ndarray:
-    """Return all labels of a file, in memory: usually a byte each."""
-    y = read(name)
+def _read_labels(name: str) -> np.ndarray:
+    """Return all labels of a file, in memory, since they usually take a byte each."""
+    y = read_array(name)
     if y.ndim != 1 or y.dtype.kind not in "iu" or not len(y):
         raise UsageError(
             f"{name}: expected labels, integers of shape (samples,), seen {y.dtype} {y.shape}"
@@ -70,34 +70,34 @@ def _labels(name: str) -> np.ndarray:
     return y.astype(np.int64)
 
 
-def read(name: str) -> np.ndarray:
-    """Return the array of an IDX file, in the file's dtype; mapped where it is not gzipped.
+def read_array(name: str) -> np.ndarray:
+    """Return the array of an IDX file, in the file's dtype; map a file that is not gzipped.
 
-    Raises UsageError with the actual contents.
+    Raises UsageError that names the actual contents.
     """
     path = expanded(name)
     with open_regular(path) as file:
-        zipped = file.read(2) == _GZIP
+        is_gzipped = file.read(2) == _GZIP
         file.seek(0)
-        if not zipped:
-            dtype, shape = _header(path, file)
-            return mapped(file, path, dtype, shape, file.tell())
+        if not is_gzipped:
+            dtype, shape = _read_header(path, file)
+            return map_array(file, path, dtype, shape, file.tell())
         try:
             with gzip.GzipFile(fileobj=file) as stream:
-                return unpacked(stream, path, *_header(path, stream))
+                return unpack_array(stream, path, *_read_header(path, stream))
         except (OSError, EOFError, zlib.error) as error:
             raise UsageError(
                 f"{path}: expected a whole gzip file: {error}; copy it again"
             ) from None
 
 
-def _header(path: Path, file: Stream) -> tuple[np.dtype, tuple[int, ...]]:
-    """Return the dtype and the shape of the array whose bytes then follow in `file`."""
+def _read_header(path: Path, file: Stream) -> tuple[np.dtype, tuple[int, ...]]:
+    """Read the header; return the dtype and the shape of the array behind it."""
     start = file.read(4)
     if start[:2] != b"\0\0" or len(start) < 4 or start[2] not in _DTYPES:
         raise UsageError(
             f"{path}: expected an IDX file, which begins with two zero bytes, a type and the "
-            f"number of dims; seen {_looks(start + file.read(56))}"
+            f"number of dims; seen {_describe_start(start + file.read(56))}"
         )
     sizes = file.read(4 * start[3])
     if len(sizes) < 4 * start[3]:
@@ -107,8 +107,8 @@ def _header(path: Path, file: Stream) -> tuple[np.dtype, tuple[int, ...]]:
     return np.dtype(_DTYPES[start[2]]), struct.unpack(f">{start[3]}I", sizes)
 
 
-def _looks(start: bytes) -> str:
-    """Return the beginning of a file for a message: as text if it is ASCII, else as bytes."""
+def _describe_start(start: bytes) -> str:
+    """Return the first bytes of a file for a message: as text if they are ASCII, else in hex."""
     try:
         text = start[:60].decode("ascii")
     except UnicodeDecodeError:

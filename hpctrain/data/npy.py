@@ -1,4 +1,4 @@
-"""Arrays in `.npy` files, of any size: each rank reads the rows of its own batches, no others."""
+"""Arrays in `.npy` files of any size: each rank reads only the rows of its own batches."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from hpctrain import config
 from hpctrain.core.errors import UsageError
 from hpctrain.core.files import brief, expanded, open_regular
 from hpctrain.data.augment import AugmentOptions
-from hpctrain.data.dataset import Split, split
-from hpctrain.data.stored import Stored, mapped
+from hpctrain.data.dataset import Split, make_split
+from hpctrain.data.stored import StoredSamples, map_array
 
 _HINT = "write it with numpy.save(path, array)"
-MOST_BYTES = 10_000  #: of a header, as in NumPy: they are parsed as Python's own literals
+MAX_HEADER_BYTES = 10_000  #: NumPy's limit, since headers are parsed as Python literals
 _FORMATS: dict[tuple[int, int], tuple[str, Callable[..., Any]]] = {
     (1, 0): ("<H", np.lib.format.read_array_header_1_0),
     (2, 0): ("<I", np.lib.format.read_array_header_2_0),
@@ -31,7 +31,7 @@ _FORMATS: dict[tuple[int, int], tuple[str, Callable[..., Any]]] = {
 class NpyOptions(AugmentOptions):
     """`[data] kind = "npy"`: samples in file `x`, labels in file `y`; a test set is optional.
 
-    `classes` is given, since finding the largest label would mean to read them all.
+    `classes` must be given: to find the largest label, all labels would have to be read.
     """
 
     x: str
@@ -41,39 +41,39 @@ class NpyOptions(AugmentOptions):
     classes: Annotated[int, pydantic.Field(ge=1)]
 
     def load(self, seed: int) -> Split:
-        """Return sets that read their files lazily; UsageError names the file and the fault."""
+        """Return sets that read their files lazily; raise UsageError for an invalid file."""
         if (self.x_test is None) != (self.y_test is None):
             raise UsageError("[data] expected x_test and y_test, seen one of them")
-        train, test = self._stored(self.x, self.y), None
+        train, test = self._open_samples(self.x, self.y), None
         if self.x_test is not None and self.y_test is not None:
-            test = self._stored(self.x_test, self.y_test)
-        return self.augmented(split(train, test, self.x, self.classes), seed)
+            test = self._open_samples(self.x_test, self.y_test)
+        return self.augment(make_split(train, test, self.x, self.classes), seed)
 
-    def _stored(self, x: str, y: str) -> Stored:
-        return Stored(_mapped(x), _mapped(y), self.classes, f"{x}, {y}")
+    def _open_samples(self, x: str, y: str) -> StoredSamples:
+        return StoredSamples(_map_file(x), _map_file(y), self.classes, f"{x}, {y}")
 
 
-def _mapped(name: str) -> np.ndarray:
-    """Return the array of a file; only its header is read."""
+def _map_file(name: str) -> np.ndarray:
+    """Return the mapped array of a file; only the header is read."""
     path = expanded(name)
     with open_regular(path) as file:
-        shape, fortran, dtype = header(file, f"{path}: expected an .npy file", _HINT)
-        if fortran and len(shape) > 1:
+        shape, is_fortran, dtype = read_header(file, f"{path}: expected an .npy file", _HINT)
+        if is_fortran and len(shape) > 1:
             raise UsageError(
-                f"{path}: expected rows that lie together (C order), seen Fortran order; write it "
+                f"{path}: expected contiguous rows (C order), seen Fortran order; write it "
                 "with numpy.save(path, numpy.ascontiguousarray(array))"
             )
-        return mapped(file, path, dtype, shape, file.tell())
+        return map_array(file, path, dtype, shape, file.tell())
 
 
-def header(file: IO[bytes], prefix: str, hint: str) -> tuple[tuple[int, ...], bool, np.dtype]:
-    """Return shape, Fortran order and dtype of the array whose bytes then follow in `file`.
+def read_header(file: IO[bytes], prefix: str, hint: str) -> tuple[tuple[int, ...], bool, np.dtype]:
+    """Read the header; return shape, Fortran order and dtype of the array behind it.
 
-    Raises UsageError, which begins with `prefix`, for an invalid header, or one not of numbers.
+    Raises UsageError, which begins with `prefix`, for an invalid header or a dtype of no numbers.
     """
     try:
-        shape, fortran, dtype = _parsed(file)
-    except Exception as error:  # NumPy documents none; RecursionError and MemoryError occur, too
+        shape, is_fortran, dtype = _parse_header(file)
+    except Exception as error:  # undocumented: even RecursionError and MemoryError occur
         fault = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UsageError(f"{prefix}, seen: {fault}; {hint}") from None
     if dtype.hasobject:
@@ -82,30 +82,30 @@ def header(file: IO[bytes], prefix: str, hint: str) -> tuple[tuple[int, ...], bo
         raise UsageError(f"{prefix} of numbers, seen {brief(dtype)}; {hint}")
     if any(dim < 0 for dim in shape):
         raise UsageError(f"{prefix} with dims of 0 or more, seen {brief(shape)}; {hint}")
-    return tuple(map(int, shape)), fortran, dtype
+    return tuple(map(int, shape)), is_fortran, dtype
 
 
-def _parsed(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
+def _parse_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
     version = np.lib.format.read_magic(file)
     if version not in _FORMATS:
         raise ValueError(f"version {version}, which this hpctrain does not read")
-    layout, parse = _FORMATS[version]
-    size = file.read(struct.calcsize(layout))
-    (length,) = struct.unpack(layout, size)
-    if length > MOST_BYTES:
-        raise ValueError(f"a header of {length} bytes, which has {MOST_BYTES} at most")
-    with warnings.catch_warnings():  # of Python 2's numbers, of backslashes in damaged text
+    length_format, parse = _FORMATS[version]
+    size = file.read(struct.calcsize(length_format))
+    (length,) = struct.unpack(length_format, size)
+    if length > MAX_HEADER_BYTES:
+        raise ValueError(f"a header of {length} bytes, which has {MAX_HEADER_BYTES} at most")
+    with warnings.catch_warnings():  # about numbers of Python 2, or backslashes in damaged text
         warnings.simplefilter("ignore")
-        shape, fortran, dtype = _retried(parse, size + file.read(length))
-    return shape, fortran, dtype
+        shape, is_fortran, dtype = _retry_parse(parse, size + file.read(length))
+    return shape, is_fortran, dtype
 
 
-def _retried(parse: Callable[..., Any], text: bytes) -> Any:
-    """Return `parse` of `text`, retried because of a bug in CPython 3.11.
+def _retry_parse(parse: Callable[..., Any], header_bytes: bytes) -> Any:
+    """Call `parse` on `header_bytes`, with retries because of a bug in CPython 3.11.
 
-    It miscounts the depth of an expression while two threads parse one each (gh-106905).
+    CPython miscounts the depth of an expression while two threads parse (gh-106905).
     """
     for _ in range(99):
         with contextlib.suppress(SystemError):
-            return parse(io.BytesIO(text))
-    return parse(io.BytesIO(text))
+            return parse(io.BytesIO(header_bytes))
+    return parse(io.BytesIO(header_bytes))

@@ -1,7 +1,7 @@
-"""Prefetching: a thread reads the next batches during the compute of the present one.
+"""Prefetching: a thread reads the next batches while the current one is computed.
 
-It changes nothing but the time: batches come in the order of the steps, each is read once, and an
-error is raised at the use of its batch.
+Results do not change: batches come in the order of the steps, each is read once, and an error is
+raised when its batch is requested.
 """
 
 from __future__ import annotations
@@ -14,82 +14,86 @@ from types import TracebackType
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from hpctrain.core.errors import HpctrainError
-from hpctrain.data.augment import Augmented
+from hpctrain.data.augment import AugmentedSamples
 from hpctrain.data.dataset import Dataset, Samples
-from hpctrain.data.resized import Resized
+from hpctrain.data.resized import ResizedSamples
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
-AHEAD = 2  #: one in use, one ready: more only take memory
-JOIN_S = 5.0  #: limit of the wait for a read under way, at the end
+MAX_AHEAD = 2  #: batches: one in use and one ready; more would only need memory
+JOIN_TIMEOUT_S = 5.0  #: longest wait of `close` for a read that has not returned
 
 
-def worth_reading_ahead(samples: Samples) -> int:
-    """Return the number of batches to read ahead: none for samples in memory."""
-    # In memory a second thread only competes with the main one: with two ranks on two cores a step
-    # of 1.4 ms on the digits took 3.1 ms.
-    return 0 if _in_memory(samples) else AHEAD
+def batches_to_read_ahead(samples: Samples) -> int:
+    """Return the number of batches to read ahead: 0 for samples in memory."""
+    # For samples in memory a second thread only competes with the main thread: with two ranks on
+    # two cores a step of 1.4 ms on the digits took 3.1 ms.
+    return 0 if _is_in_memory(samples) else MAX_AHEAD
 
 
-def _in_memory(samples: Samples) -> bool:
-    while isinstance(samples, Augmented | Resized):
+def _is_in_memory(samples: Samples) -> bool:
+    while isinstance(samples, AugmentedSamples | ResizedSamples):
         samples = samples.samples
     return isinstance(samples, Dataset)
 
 
-class _Read(NamedTuple):
+class _ReadResult(NamedTuple):
     item: Any
     error: BaseException | None
 
 
 class Prefetch(Generic[T]):
-    """The results of `read(step)` for `steps` in order, at most `ahead` of them made but unused.
+    """The results of `read(step)` for `steps` in order, read up to `max_ahead` steps in advance.
 
-    With `ahead` 0 they are made on request, in the calling thread. A context manager: on
-    leaving it no thread reads on.
+    With `max_ahead` 0 each step is read on request, in the calling thread. A context manager, which
+    ends the thread on exit.
     """
 
     def __init__(
-        self, read: Callable[[int], T], steps: Iterable[int], ahead: int, timeout_s: float = 300.0
+        self,
+        read: Callable[[int], T],
+        steps: Iterable[int],
+        max_ahead: int,
+        timeout_s: float = 300.0,
     ) -> None:
-        """Begin to read; `timeout_s` is the longest that `next` waits."""
+        """Begin to read; `timeout_s` is the longest wait of `next`."""
         self._read, self._steps, self._timeout_s = read, iter(steps), timeout_s
-        self._done: queue.SimpleQueue[_Read] = queue.SimpleQueue()
-        self._room, self._over = threading.Semaphore(ahead), False
+        self._results: queue.SimpleQueue[_ReadResult] = queue.SimpleQueue()
+        self._free_slots, self._is_closed = threading.Semaphore(max_ahead), False
         self._thread = None
-        if ahead:
+        if max_ahead:
             self._thread = threading.Thread(target=self._run, name="hpctrain-reader", daemon=True)
             self._thread.start()
 
     def next(self) -> T:
         """Return the result of the next step; raise the error of `read`, or HpctrainError.
 
-        StopIteration is raised past the last step.
+        Raises StopIteration after the last step.
         """
         if self._thread is None:
             return self._read(next(self._steps))
         try:
-            read = self._done.get(timeout=self._timeout_s)
+            result = self._results.get(timeout=self._timeout_s)
         except queue.Empty:
             raise HpctrainError(
                 f"no batch was read within {self._timeout_s:g} s; is the file system of [data] "
                 "answering?"
             ) from None
-        if read.error is not None:
-            self._done.put(read)  # the next call raises it again
-            raise read.error
-        self._room.release()
-        item: T = read.item
+        if result.error is not None:
+            self._results.put(result)  # the next call raises it again
+            raise result.error
+        self._free_slots.release()
+        item: T = result.item
         return item
 
     def close(self) -> None:
-        """End the thread; a read that does not return is left behind after some seconds."""
-        self._over = True
-        self._room.release()
+        """End the thread; give up after some seconds if a read does not return."""
+        self._is_closed = True
+        self._free_slots.release()
         if self._thread is not None:
-            self._thread.join(JOIN_S)
+            self._thread.join(JOIN_TIMEOUT_S)
             if self._thread.is_alive():
-                log.warning("the reader of data does not end: a read is under way")
+                log.warning("the thread that reads data did not end: a read has not returned")
 
     def __enter__(self) -> Prefetch[T]:
         """Return self."""
@@ -105,15 +109,15 @@ class Prefetch(Generic[T]):
         self.close()
 
     def _run(self) -> None:
-        for read in self._reads():
-            self._done.put(read)
+        for result in self._iterate_reads():
+            self._results.put(result)
 
-    def _reads(self) -> Iterator[_Read]:
-        """Yield the results of `read` as places get free, until the end or an error."""
-        while self._room.acquire() and not self._over:
+    def _iterate_reads(self) -> Iterator[_ReadResult]:
+        """Yield the results of `read` as slots become free, until the last step or an error."""
+        while self._free_slots.acquire() and not self._is_closed:
             try:
                 item = self._read(next(self._steps))
-            except BaseException as error:  # StopIteration too: the end of the steps
-                yield _Read(None, error)
+            except BaseException as error:  # including StopIteration after the last step
+                yield _ReadResult(None, error)
                 return
-            yield _Read(item, None)
+            yield _ReadResult(item, None)

@@ -1,9 +1,9 @@
-"""A set of another length: for epochs longer or shorter than the set of samples.
+"""A training set of another length: for epochs longer or shorter than the set of samples.
 
-    samples a b c, epoch_samples = 5      a b c a b, then shuffled as any epoch
+    samples a b c, epoch_samples = 5      a b c a b, then shuffled like any epoch
 
-A timed run needs full batches and no end of an epoch in between, whatever the batch and the number
-of ranks.
+A timed run must not contain short batches or the end of an epoch, for any batch and number of
+ranks.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from hpctrain.data.dataset import Samples, Split
 
 
 @dataclass(frozen=True)
-class Resized:
-    """`samples`, repeated in order or cut, so that there are `length` of them."""
+class ResizedSamples:
+    """`samples`, repeated in order or cut to `length` samples."""
 
     samples: Samples
     length: int
@@ -36,6 +36,6 @@ class Resized:
         return self.samples.rows(indexes % len(self.samples), epoch)
 
 
-def resized(split: Split, length: int | None) -> Split:
-    """Return `split` with `length` training samples; as it is for None."""
-    return split if length is None else split._replace(train=Resized(split.train, length))
+def resize_training_set(split: Split, length: int | None) -> Split:
+    """Return `split` with `length` training samples, unchanged if `length` is None."""
+    return split if length is None else split._replace(train=ResizedSamples(split.train, length))

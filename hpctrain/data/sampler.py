@@ -1,8 +1,9 @@
 """The samples of each batch: a function of (seed, epoch, global index) alone.
 
-The number of ranks only cuts a batch into shares, so any number of ranks has the same batches and
-a job may be resumed with another number. The last batch of an epoch is short when `batch` does
-not divide the samples, and a share is empty when a batch has fewer samples than there are ranks.
+Batches do not depend on the number of ranks, which only determines the shares of each batch. So a
+job may be resumed with another number of ranks. The last batch of an epoch is short when `batch`
+does not divide the number of samples, and a share is empty when a batch has fewer samples than
+ranks.
 
     epoch 0, n = 10, batch = 4    step 0: 7 2 9 0    step 1: 4 1 8 3    step 2: 6 5
     step 1 on 3 ranks             rank 0: 4          rank 1: 1          rank 2: 8 3
@@ -14,8 +15,8 @@ import numpy as np
 
 from hpctrain.core.errors import UsageError
 
-# Separates this stream from others that use Philox with a key of (seed, small number).
-_STREAM = (0, 0, 0, 1)
+# Makes this stream another than other Philox streams with a key of (seed, small number).
+_INITIAL_COUNTER = (0, 0, 0, 1)
 
 
 def order(seed: int, epoch: int, n: int) -> np.ndarray:
@@ -25,17 +26,18 @@ def order(seed: int, epoch: int, n: int) -> np.ndarray:
     bits, while `Generator.permutation` may change with its version.
     """
     key = np.array([seed, epoch], dtype=np.uint64)
-    return np.argsort(np.random.Philox(key=key, counter=_STREAM).random_raw(n), kind="stable")
+    words = np.random.Philox(key=key, counter=_INITIAL_COUNTER).random_raw(n)
+    return np.argsort(words, kind="stable")
 
 
 def share(
     indexes: np.ndarray, rank: int, size: int, blocks: int | None = None
 ) -> tuple[int, np.ndarray]:
-    """Return (first, own): the contiguous cut of a batch that `rank` of `size` ranks works on.
+    """Return (first, indexes of the share): the contiguous part of a batch for `rank` of `size`.
 
-    `first` is the place of `own[0]` in the batch; shares differ by one sample at most. With
-    `blocks` that holds for the blocks, of which any number of ranks has as many, and a share is
-    made of whole blocks.
+    `first` is the position of the share in the batch. Shares differ by one sample at most. With
+    `blocks` the batch is first divided into that many blocks, which differ by one sample at most,
+    and each share is made of whole blocks.
     """
     parts = blocks or size
     first, end = (len(indexes) * (r * parts // size) // parts for r in (rank, rank + 1))
@@ -54,19 +56,19 @@ class Sampler:
         self.steps_per_epoch = -(-n // batch)
         self._epoch, self._order = -1, np.empty(0, np.int64)
 
-    def place(self, step: int) -> tuple[int, int]:
-        """Return (epoch, index in its order) of the first sample of `step`."""
-        epoch, within = divmod(step, self.steps_per_epoch)
-        return epoch, within * self.batch
+    def locate_step(self, step: int) -> tuple[int, int]:
+        """Return (epoch, position in the order of the epoch) of the first sample of `step`."""
+        epoch, step_in_epoch = divmod(step, self.steps_per_epoch)
+        return epoch, step_in_epoch * self.batch
 
     def samples_before(self, step: int) -> int:
-        """Return the samples of the first `step` steps: each epoch's last batch may be short."""
-        epoch, index = self.place(step)
+        """Return the number of samples in the first `step` steps, with the short batches."""
+        epoch, index = self.locate_step(step)
         return epoch * self.n + index
 
     def batch_indexes(self, step: int) -> np.ndarray:
-        """Return the global indexes of the samples of `step`, int64; the last may be short."""
-        epoch, first = self.place(step)
+        """Return the global indexes of the samples of `step`, int64."""
+        epoch, first = self.locate_step(step)
         if epoch != self._epoch:  # sorting a large set takes longer than a step
             self._epoch, self._order = epoch, order(self.seed, epoch, self.n)
         return self._order[first : first + self.batch]

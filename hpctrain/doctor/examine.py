@@ -14,7 +14,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from hpctrain.cluster import gpu_probe
 from hpctrain.cluster.launch import find_mpi
 from hpctrain.core import launchers
 from hpctrain.core.errors import UsageError
@@ -23,7 +22,7 @@ from hpctrain.doctor.check import Check, exit_code
 from hpctrain.doctor.topology import Topology, find_topology, format_topology
 from hpctrain.hardware import gdr, nics, nvidia, pci, quota
 from hpctrain.machine import version
-from hpctrain.transport.gpu_probe import verdicts
+from hpctrain.transport.gpu_probe import probe_process, verdicts
 from hpctrain.transport.gpu_probe.verdicts import ProbeResult
 from hpctrain.transport.placement import core_binding
 
@@ -157,6 +156,6 @@ def cupy_version() -> str | None:
 
 def _probe_gpu_paths() -> ProbeResult | None:
     try:
-        return verdicts.from_json(gpu_probe.run_probe(force=True))
+        return verdicts.from_json(probe_process.run_probe(force=True))
     except (ValueError, KeyError, TypeError, json.JSONDecodeError):
         return None

@@ -41,7 +41,7 @@ def check_gpus(
 def check_gdr(support: Gdr) -> Check:
     """Return the check of GPUDirect RDMA."""
     answer = {True: "may be used", False: "no", None: "not known"}[support.available]
-    observed = f"{answer}: {support.seen}"
+    observed = f"{answer}: {support.evidence}"
     verdict: Verdict = "ok" if support.available else "note"
     return Check("GPUDirect RDMA", verdict, observed, support.remedy)
 
@@ -51,7 +51,7 @@ def _check_inventory(cards: Cards) -> Check:
     counts_text = ", ".join(f"{count} x {name}" for name, count in names.items())
     slice_count = sum(len(card.slices) for card in cards.cards)
     mig_text = f", divided into {slice_count} MIG slices" if slice_count else ""
-    observed = f"{counts_text}{mig_text}; driver {cards.driver or 'unknown'} ({cards.told_by})"
+    observed = f"{counts_text}{mig_text}; driver {cards.driver or 'unknown'} ({cards.data_source})"
     return Check("GPUs", "ok", observed)
 
 

@@ -105,13 +105,15 @@ def launch_environment(
 
 def parse_output(output: str, code: int, error_text: str) -> LaunchReport:
     """Parse the output of `python -m hpctrain.transport.mpi.hello`."""
-    answers = [json.loads(line) for line in output.splitlines() if line.startswith('{"size"')]
-    if code or not answers:  # Hydra prints the signal that ended a rank on stdout
+    report_lines = [json.loads(line) for line in output.splitlines() if line.startswith('{"size"')]
+    if code or not report_lines:  # Hydra prints the signal that ended a rank on stdout
         messages = [line for line in output.splitlines() if not line.startswith('{"size"')]
         message = " ".join(" ".join([*messages, error_text]).split())
         return LaunchReport((), fault=f"exit code {code}: {message[-200:]}")
-    sizes = tuple(answer["size"] for answer in answers)
-    return LaunchReport(sizes, answers[0]["threads"], all(answer["ulfm"] for answer in answers))
+    sizes = tuple(answer["size"] for answer in report_lines)
+    return LaunchReport(
+        sizes, report_lines[0]["threads"], all(answer["ulfm"] for answer in report_lines)
+    )
 
 
 def _check_launcher(mpi: MpiInstallation, path_launchers: Mapping[str, str]) -> Check:

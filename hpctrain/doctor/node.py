@@ -9,9 +9,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from hpctrain.doctor.check import Check
-from hpctrain.hardware import shm
-from hpctrain.hardware.shm import GIB, MIB, SHM
 from hpctrain.transport.placement.check import FEWER_THREADS
+from hpctrain.transport.shared_memory import dev_shm
+from hpctrain.transport.shared_memory.dev_shm import GIB, MIB, SHM
 
 #: Shared-memory files of MPI libraries and hpctrain; a dead job leaves its files behind.
 LEFTOVER_PATTERNS = ("mpich_shm_*", "sm_segment.*", "vader_segment.*", "hpctrain-*")
@@ -38,7 +38,7 @@ def check_shared_memory(
 ) -> list[Check]:
     """Return the checks of a node's shared memory; processes currently use `mapped_files` of it."""
     try:
-        free_bytes = shm.free(folder)
+        free_bytes = dev_shm.free(folder)
     except OSError as error:
         remedy = "mount a tmpfs there; containers: --shm-size=8g or --ipc=host"
         return [Check("shared memory", "bad", f"{folder}: {error.strerror}", remedy)]
@@ -68,10 +68,12 @@ def check_memlock(limit_bytes: int, has_rdma: bool) -> Check:
 
 def check_free_memory(folder: Path, free_bytes: int) -> Check:
     """Return the check of `free` bytes of shared memory in `folder`."""
-    observed = shm.free_text(free_bytes, folder)
-    if free_bytes >= shm.ENOUGH:
+    observed = dev_shm.free_text(free_bytes, folder)
+    if free_bytes >= dev_shm.AMPLE_BYTES:
         return Check("shared memory", "ok", observed)
-    return Check("shared memory", "bad" if free_bytes < shm.LEAST else "slow", observed, shm.GROW)
+    return Check(
+        "shared memory", "bad" if free_bytes < dev_shm.MIN_BYTES else "slow", observed, dev_shm.GROW
+    )
 
 
 def _check_leftovers(folder: Path, mapped_files: Collection[str]) -> Check:

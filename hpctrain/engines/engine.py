@@ -200,8 +200,8 @@ def join_flags(group: Group, step: int, flags: Flags, failed: bool) -> tuple[int
     numbers = np.array([flags.stop, code], np.int64)
     recursive_doubling(group, numbers, np.maximum)
     stop, code = numbers.tolist()
-    failure, at = divmod(code, 1 << STEP_BITS)
-    return (at if failure else step), Flags(stop, failure)
+    failure, failed_step = divmod(code, 1 << STEP_BITS)
+    return (failed_step if failure else step), Flags(stop, failure)
 
 
 def identity_total(partials: np.ndarray) -> np.ndarray:

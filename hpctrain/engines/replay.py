@@ -163,9 +163,9 @@ class ReplayLog:
         if self._path is None or not self._due:
             return
         try:
-            new = not self._path.exists()
+            is_new = not self._path.exists()
             self._path.parent.mkdir(exist_ok=True)
-            head = [_line({"run": self._depends_on, "about": about()})] if new else []
+            head = [_line({"run": self._depends_on, "about": about()})] if is_new else []
             files.append_lines(self._path, "".join([*head, *self._due]))
             self._due = []
         except OSError as error:
@@ -209,10 +209,10 @@ def read(
     return machine, intervals
 
 
-def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+def differences(logged: Mapping[str, Any], current: Mapping[str, Any]) -> str:
     """Return a text with the old and the new value of each key that differs."""
-    keys = [key for key in before if before[key] != now.get(key)]
-    return ", ".join(f"{key} was {before[key]}, now {now.get(key)}" for key in keys)
+    keys = [key for key in logged if logged[key] != current.get(key)]
+    return ", ".join(f"{key} was {logged[key]}, now {current.get(key)}" for key in keys)
 
 
 def about() -> dict[str, str]:

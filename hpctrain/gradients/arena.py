@@ -1,7 +1,7 @@
-"""The arena: all tensors of a model in flat planes, so that gradients travel without packing.
+"""The arena: all tensors of a model in flat planes, so that gradients are sent without packing.
 
-A *slot* is one tensor's place. Slots begin at multiples of 64 bytes (a cache line), and the gap
-behind a slot stays zero in every plane: an all-reduce or an update may run over it unharmed.
+A *slot* is the range of one tensor. Slots begin at multiples of 64 bytes (a cache line), and the
+gap behind a slot is zero in every plane, so that an all-reduce or an update may include it.
 
     param  | 0.weight .............. |pad| 0.bias .. |pad| 1.weight ....... |
     grad   | the same layout                                                |
@@ -27,7 +27,7 @@ ALIGN_BYTES = 64
 
 @dataclass(frozen=True)
 class Slot:
-    """One tensor's place: `size` elements from element `offset` on."""
+    """The range of one tensor: `size` elements from element `offset` on."""
 
     name: str
     shape: tuple[int, ...]
@@ -44,7 +44,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Arena:
-    """The planes of one model over layouts of slots; each plane is one flat array."""
+    """The planes of one model; each plane is one flat array, divided into slots."""
 
     slots: tuple[Slot, ...]
     param: Array
@@ -53,12 +53,12 @@ class Arena:
     buffer: Array = field(default_factory=lambda: np.zeros(0))
 
     def views(self, plane: Array) -> dict[str, Array]:
-        """Return the tensors of a plane by name: views, so writing them writes the plane."""
+        """Return views of the tensors in a plane, by name."""
         slots = self.buffer_slots if plane is self.buffer else self.slots
         return {s.name: plane[s.offset : s.stop].reshape(s.shape) for s in slots}
 
 
-def make(
+def make_arena(
     shapes: Mapping[str, tuple[int, ...]],
     dtype: np.typing.DTypeLike,
     buffers: Mapping[str, tuple[int, ...]] = {},
@@ -66,35 +66,36 @@ def make(
 ) -> Arena:
     """Return a zeroed arena with a slot for each of `shapes` and of `buffers`, in their order.
 
-    `zeros(length, dtype)` returns the memory of a plane, of the host or of a device.
+    `zeros(length, dtype)` allocates a plane on the host or on a device.
     """
     slots, length = lay_out(shapes, np.dtype(dtype).itemsize)
-    beside, size = lay_out(buffers, np.dtype(dtype).itemsize)
-    return Arena(slots, zeros(length, dtype), zeros(length, dtype), beside, zeros(size, dtype))
+    buffer_slots, buffer_length = lay_out(buffers, np.dtype(dtype).itemsize)
+    param, grad, buffer = (zeros(n, dtype) for n in (length, length, buffer_length))
+    return Arena(slots, param, grad, buffer_slots, buffer)
 
 
 def lay_out(shapes: Mapping[str, tuple[int, ...]], itemsize: int) -> tuple[tuple[Slot, ...], int]:
     """Return the slots and the length of a plane in elements."""
-    slots, offset, align = [], 0, ALIGN_BYTES // itemsize
+    slots, offset, alignment = [], 0, ALIGN_BYTES // itemsize
     for name, shape in shapes.items():
         slots.append(Slot(name, tuple(shape), offset))
-        offset = -(-slots[-1].stop // align) * align
+        offset = -(-slots[-1].stop // alignment) * alignment
     return tuple(slots), offset
 
 
-def offset_in(plane: Array, x: Array) -> int:
+def view_offset(plane: Array, x: Array) -> int:
     """Return the element at which view `x` of flat `plane` begins."""
-    # The address of a view gives its offset in the plane.
+
     return (address_of(x) - address_of(plane)) // plane.itemsize
 
 
-def relative_to(start: int, slots: Iterable[Slot]) -> list[Slot]:
-    """Return the slots with offsets that count from element `start` of the plane."""
+def shift_slots(start: int, slots: Iterable[Slot]) -> list[Slot]:
+    """Return the slots with offsets relative to element `start` of the plane."""
     return [replace(slot, offset=slot.offset - start) for slot in slots]
 
 
 def params_sha256(arena: Arena) -> str:
-    """Return the hash of all parameters: slots in order, without the gaps."""
+    """Return the SHA-256 of all parameters: the slots in order, without the gaps."""
     digest, param = hashlib.sha256(), to_host(arena.param)
     for slot in arena.slots:
         digest.update(param[slot.offset : slot.stop].tobytes())

@@ -1,6 +1,6 @@
 """Buckets: slices of the gradient plane that are reduced together.
 
-Backward finishes the last layer first, so the buckets are cut from the end of the plane:
+Backward finishes the last layer first, so bucket 0 lies at the end of the plane:
 
     grad   | layer 0 ......... | layer 1 ..... | layer 2 | layer 3 |
     bucket |         2         |       1       |         0         |   sent in the order 0, 1, 2
@@ -17,17 +17,19 @@ from hpctrain.gradients.arena import Slot
 
 @dataclass(frozen=True)
 class Bucket:
-    """Elements `start:stop` of the gradient plane, and the slots that lie in them."""
+    """Elements `start:stop` of the gradient plane, and the names of the slots in this range."""
 
     start: int
     stop: int
     names: frozenset[str]
 
 
-def cut(slots: Iterable[Slot], length: int, itemsize: int, bucket_bytes: int) -> list[Bucket]:
+def cut_buckets(
+    slots: Iterable[Slot], length: int, itemsize: int, bucket_bytes: int
+) -> list[Bucket]:
     """Return buckets, last slots first, that cover a plane of `length` elements.
 
-    A bucket is closed by the slot that makes it `bucket_bytes` or more; no slot is divided.
+    A bucket ends with the slot that makes it `bucket_bytes` or larger; no slot is divided.
     """
     buckets: list[Bucket] = []
     stop, names = length, set()
@@ -40,32 +42,32 @@ def cut(slots: Iterable[Slot], length: int, itemsize: int, bucket_bytes: int) ->
 
 
 class BucketProgress:
-    """The progress of a step: buckets fill slot by slot, and are sent in a fixed order."""
+    """The progress of a step: slots become ready one by one, buckets are sent in fixed order."""
 
     def __init__(self, buckets: Sequence[Bucket]):
-        """Begin the first step, with all of `buckets` empty."""
+        """Begin the first step, in which no slot of `buckets` is ready."""
         self._bucket_of = {name: i for i, b in enumerate(buckets) for name in b.names}
         self._names = [bucket.names for bucket in buckets]
         self._missing = [set(names) for names in self._names]
-        self._sent = 0  # buckets, in this step
+        self._sent_count = 0  # buckets sent in this step
 
-    def bucket(self, name: str) -> int | None:
+    def bucket_number(self, name: str) -> int | None:
         """Return the number of the bucket of slot `name`; None if it has none."""
         return self._bucket_of.get(name)
 
-    def ready(self, name: str) -> range:
+    def mark_ready(self, name: str) -> range:
         """Mark slot `name` as final; return the buckets that may be sent now."""
         missing = self._missing[self._bucket_of[name]]
         if name not in missing:
             raise HpctrainError(f"on_ready fired twice for slot '{name}'")
         missing.remove(name)
-        first = self._sent
-        while self._sent < len(self._missing) and not self._missing[self._sent]:
-            self._sent += 1
-        return range(first, self._sent)
+        first = self._sent_count
+        while self._sent_count < len(self._missing) and not self._missing[self._sent_count]:
+            self._sent_count += 1
+        return range(first, self._sent_count)
 
-    def complete(self) -> None:
-        """Check that every slot was ready, and begin the next step."""
-        if silent := sorted(set().union(*self._missing)):
-            raise HpctrainError(f"on_ready never fired for slots: {', '.join(silent)}")
-        self._missing, self._sent = [set(names) for names in self._names], 0
+    def finish_step(self) -> None:
+        """Check that every slot was marked ready, and begin the next step."""
+        if missing := sorted(set().union(*self._missing)):
+            raise HpctrainError(f"on_ready never fired for slots: {', '.join(missing)}")
+        self._missing, self._sent_count = [set(names) for names in self._names], 0

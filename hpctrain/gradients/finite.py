@@ -1,27 +1,27 @@
-"""The check of every gradient: it is finite, and so is its sum over ranks, before any update.
+"""Check that every gradient and its sum over ranks are finite, before any update.
 
     backward         writes slot 3      slot 2      slot 1      slot 0
     check            g . g of slot 3    of slot 2   of slot 1   of slot 0     passes()     vote
     wire                                | slots 3, 2 ..........  | slots 1, 0 ..........
 
 Each rank checks its own gradient, slot by slot, while the slot is in the cache and before a sum
-is written over it. The result rides on the vote that all ranks exchange in each step, so that no
-rank changes a parameter before all ranks know the result.
+overwrites it. The result is part of the vote that all ranks exchange in each step, so that no rank
+changes a parameter before all ranks know the result.
 
-Where all ranks hold the sum anyway, each checks its P-th part of the sum instead, and the vote
-follows the reduction (engines/synchronous/allreduce.py). A second read of every gradient before the
+Where all ranks hold the sum anyway, each rank checks 1/P of the sum instead, and the vote follows
+the reduction (engines/synchronous/allreduce.py). A second read of every gradient before the
 neighbours read it costs 8 to 15 % of a step where cores share no cache: the neighbours then fetch
 these lines more slowly from the core that wrote them.
 
 One product suffices for nearly all gradients: if g . g is finite, every element is below 1.9e19 in
-float32, and no sum over ranks overflows. If not, the elements are checked one by one: each must be
-at most M / 2P, M being the largest number of the dtype and P the number of ranks whose gradients
-are added; for one rank, at most M. A gradient between these bounds and M is finite, but counts as
-too large. Each element of a sum must be at most M / 2: if one is not, the gradient of some rank is
-beyond M / 2P, and the error names that rank.
+float32, and no sum over ranks overflows. If it is not, the elements are checked one by one: each
+must be at most M / 2P, where M is the largest number of the dtype and P the number of ranks whose
+gradients are added (for one rank, at most M). A gradient between these bounds and M is finite, but
+counts as too large. Each element of a sum must be at most M / 2: if an element is larger, the
+gradient of some rank is beyond M / 2P, and the error names that rank.
 
-On a GPU one kernel per bucket, or per gradient if none is sent during backward, keeps the index of
-the first element that does not pass; one number is copied to the host. Cost: n elements are read.
+On a GPU one kernel per bucket, or one per gradient if no bucket is sent during backward, stores the
+index of the first invalid element; one number is copied to the host. Cost: n elements are read.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from hpctrain.core.xp import Array, fetch, namespace, on_device
 from hpctrain.gradients.replica import Replica
 from hpctrain.nn import Sums
 
-#: Twice the index of the first element that does not pass, plus one if it is finite.
+#: Writes twice the index of the first invalid element, plus one if this element is finite.
 SOURCE = """
 extern "C" __global__
 void first_not_finite(const T* x, long long n, REAL limit, unsigned long long start,
@@ -47,68 +47,70 @@ void first_not_finite(const T* x, long long n, REAL limit, unsigned long long st
             atomicMin(first, 2 * (start + i) + (x[i] - x[i] == 0));
 }
 """
-NONE = np.iinfo(np.uint64).max
-#: Returns the summands of elements `at` of the plane: one array, or one per block of samples.
-Parts = Callable[[slice], Sequence[Array]]
+NO_FAULT = np.iinfo(np.uint64).max
+#: Returns the gradients in a range of the plane: one array, or one per block of samples.
+GradientParts = Callable[[slice], Sequence[Array]]
 
 
 class GradientCheck:
-    """Checks the gradients of one rank, and counts those that it drops."""
+    """Checks the gradients of one rank, and counts dropped gradients."""
 
-    def __init__(self, replica: Replica, ranks: int, parts: Parts | None = None):
-        """Check gradients of `replica`, of which `ranks` are added.
+    def __init__(self, replica: Replica, ranks: int, parts: GradientParts | None = None):
+        """Check the gradients of `replica`, which are summed over `ranks`.
 
-        `parts` returns their arrays, if not in the arena's plane alone.
+        `parts` returns their arrays; the default is the gradient plane of the arena.
         """
         arena = replica.arena
-        self.fault = ""  #: the fault of the last gradient, empty for none
-        self.dropped = 0  #: gradients of this rank that were not applied
-        self._replica, self._ranks, self._parts = replica, ranks, parts or self._plane
+        self.fault = ""  #: the fault of the last gradient; empty if it is valid
+        self.dropped = 0  #: number of gradients of this rank that were not applied
+        self._replica, self._ranks, self._parts = replica, ranks, parts or self._grad_parts
         limit = float(np.finfo(arena.grad.dtype).max) / (2 * ranks if ranks > 1 else 1)
         self._limit, self._limit_of_sums = map(arena.grad.dtype.type, (limit, limit * ranks))
         self._slots = {slot.name: slice(slot.offset, slot.stop) for slot in arena.slots}
-        self._unchecked: set[str] = set()  # slots
-        self.own_steps = False  #: whether this rank applies or drops its gradients alone
-        self._in_a_row = 0
+        self._unchecked_slots: set[str] = set()
+        self.has_own_steps = False  #: whether this rank applies or drops its gradients alone
+        self._drops_in_a_row = 0
         self._statistics = arena.buffer.copy()
-        self._first: Array | None = None  # on a device
-        self._early = False
+        self._first_fault: Array | None = None  # on a device
+        self._has_checked_buckets = False
         if on_device(arena.grad):
-            self._first = namespace(arena.grad).full(1, NONE, np.uint64)
+            self._first_fault = namespace(arena.grad).full(1, NO_FAULT, np.uint64)
 
-    def begin(self, on_ready: Callable[[str], None], slots: bool = True) -> Callable[[str], None]:
-        """Return the `on_ready` of a replica: it checks each slot, then calls the one given.
+    def begin(
+        self, on_ready: Callable[[str], None], check_slots: bool = True
+    ) -> Callable[[str], None]:
+        """Begin a gradient; return an `on_ready` that checks each slot, then calls `on_ready`.
 
-        Without `slots` the gradient is not checked: the caller checks the sum, on the host.
+        Without `check_slots` the gradient is not checked: the caller checks the sum, on the host.
         """
-        self.fault, self._early, self._unchecked = "", False, set()
+        self.fault, self._has_checked_buckets, self._unchecked_slots = "", False, set()
         if self._statistics.size:
             self._statistics[...] = self._replica.arena.buffer
-        if self._first is not None or not slots:
+        if self._first_fault is not None or not check_slots:
             return on_ready
-        self._unchecked = set(self._slots)
+        self._unchecked_slots = set(self._slots)
 
-        def check(name: str) -> None:
+        def check_slot(name: str) -> None:
             self._check_slot(name)
             on_ready(name)
 
-        return check
+        return check_slot
 
-    def bucket(self, start: int, stop: int) -> None:
-        """Check elements that are sent from a device during backward."""
-        if self._first is not None:
-            self._early = True
-            self._launch(slice(start, stop))
+    def on_bucket(self, start: int, stop: int) -> None:
+        """Check a bucket that is sent from a device during backward."""
+        if self._first_fault is not None:
+            self._has_checked_buckets = True
+            self._launch_kernel(slice(start, stop))
 
     def passes(self, sums: Sums) -> bool:
-        """Return whether loss and gradient can be applied; if not, undo the running statistics.
+        """Return whether loss and gradient are valid; if not, restore the running statistics.
 
-        On a device it waits until backward is complete.
+        On a device this waits until backward is complete.
         """
-        if self._first is not None:
-            self._check_on_device(self._first)
+        if self._first_fault is not None:
+            self._check_on_device(self._first_fault)
         else:
-            for name in tuple(self._unchecked):
+            for name in tuple(self._unchecked_slots):
                 self._check_slot(name)
         if not isfinite(sums.loss):
             self.fault = "the loss is not finite"
@@ -118,55 +120,56 @@ class GradientCheck:
 
     @np.errstate(over="ignore")
     def sum_passes(self, total: np.ndarray) -> bool:
-        """Return whether `total`, a part of the sum over all ranks, can be applied."""
+        """Return whether `total`, a part of the sum over all ranks, is valid."""
         return isfinite(total.dot(total)) or bool((abs(total) <= self._limit_of_sums).all())
 
     def undo(self) -> None:
-        """Restore the running statistics from before the gradient."""
+        """Restore the running statistics to their values before the gradient."""
         if self._statistics.size:
             self._replica.arena.buffer[...] = self._statistics
 
-    def may_continue(self, applied: bool, limit: int, count: int = 1) -> bool:
-        """Return whether a worker with steps of its own may continue after a gradient.
+    def may_continue(self, is_applied: bool, limit: int, count: int = 1) -> bool:
+        """Return whether a worker that steps independently of others may continue.
 
-        A gradient that is not `applied` is dropped, `count` gradients with it, at most `limit`
-        times in a row.
+        A gradient that is not applied counts as `count` dropped gradients. The worker must stop
+        after more than `limit` drops in a row.
         """
-        self.own_steps = True
-        self._in_a_row = 0 if applied else self._in_a_row + 1
-        if self._in_a_row > limit:
+        self.has_own_steps = True
+        self._drops_in_a_row = 0 if is_applied else self._drops_in_a_row + 1
+        if self._drops_in_a_row > limit:
             return False
-        self.dropped += 0 if applied else count
+        self.dropped += 0 if is_applied else count
         return True
 
     @np.errstate(over="ignore")
     def _check_slot(self, name: str) -> None:
         """Check slot `name`, on the host."""
-        self._unchecked.discard(name)
+        self._unchecked_slots.discard(name)
         for x in self._parts(self._slots[name]):
-            # The product of x with itself is one pass at the speed of the cache.
+            # x . x is one pass over x in the cache; elements are checked only if it is not finite.
             if not isfinite(x.dot(x)) and not (abs(x) <= self._limit).all():
                 self._set_fault(name, bool(np.isfinite(x).all()))
 
-    def _check_on_device(self, first: Array) -> None:
-        if not self._early:
-            self._launch(slice(0, self._replica.arena.grad.size))
-        index, finite = divmod(int(fetch(first)()[0]), 2)
-        if 2 * index + finite != NONE:
-            first[...] = NONE
-            names = (name for name, at in self._slots.items() if at.start <= index < at.stop)
-            self._set_fault(next(names, "?"), bool(finite))
+    def _check_on_device(self, first_fault: Array) -> None:
+        if not self._has_checked_buckets:
+            self._launch_kernel(slice(0, self._replica.arena.grad.size))
+        index, is_finite = divmod(int(fetch(first_fault)()[0]), 2)
+        if 2 * index + is_finite != NO_FAULT:
+            first_fault[...] = NO_FAULT
+            names = (name for name, s in self._slots.items() if s.start <= index < s.stop)
+            self._set_fault(next(names, "?"), bool(is_finite))
 
-    def _launch(self, at: slice) -> None:
-        for x in self._parts(at):
+    def _launch_kernel(self, elements: slice) -> None:
+        for x in self._parts(elements):
             if x.size:
                 source = written(SOURCE, x.dtype.name)
-                args = (x, np.int64(x.size), self._limit, np.uint64(at.start), self._first)
+                offset = np.uint64(elements.start)
+                args = (x, np.int64(x.size), self._limit, offset, self._first_fault)
                 launch(x, source, "first_not_finite", x.size, args)
 
-    def _set_fault(self, name: str, finite: bool) -> None:
-        large = f"too large for a sum over {self._ranks} ranks"
-        self.fault = f"the gradient of '{name}' is {large if finite else 'not finite'}"
+    def _set_fault(self, name: str, is_finite: bool) -> None:
+        too_large = f"too large for a sum over {self._ranks} ranks"
+        self.fault = f"the gradient of '{name}' is {too_large if is_finite else 'not finite'}"
 
-    def _plane(self, at: slice) -> tuple[Array]:
-        return (self._replica.arena.grad[at],)
+    def _grad_parts(self, elements: slice) -> tuple[Array]:
+        return (self._replica.arena.grad[elements],)

@@ -1,17 +1,17 @@
-"""A model that computes in 16 bits, in an arena of 32: master weights (Micikevicius et al., 2018).
+"""Mixed precision: 16-bit compute with 32-bit master weights (Micikevicius et al., 2018).
 
     arena.param, float32   --rounded before each gradient-->   copy, 16 bits    forward, backward
     arena.grad, float32    <--widened, slot by slot---------   gradient, 16 bits
 
-So engines, optimizers, the wire and checkpoints treat it as any other model. Products add in
-float32; so are norms, softmax and losses computed. Samples and all between layers have 16 bits.
+So engines, optimizers, the wire and checkpoints treat it like any other model. Products add in
+float32; norms, softmax and losses are computed in float32. Samples and activations have 16 bits.
 
-bf16 has the range of float32. fp16 has not: gradients are small, and vanish. There the loss counts
-`scale` times, a power of two, and gradients are divided by it when they are widened: as the largest
-are still far from overflow, no digit is lost by it. A gradient that overflows is computed again
-with half the scale, and after GROW_EVERY that did not the scale is doubled. Nothing is skipped,
-and ranks need not agree on a scale, except where layers sum over ranks: there all compute again.
-Checkpoints keep each worker's scale: small gradients are rounded by it.
+bf16 has the range of float32. fp16 has a smaller range, in which small gradients would become 0. So
+the loss is multiplied by the power of two `scale`, and gradients are divided by it when they are
+widened, which is exact. A gradient that overflows is computed again with half the scale; after
+GROWTH_INTERVAL gradients without overflow the scale is doubled. No step is skipped, and ranks need
+not agree on a scale, except where layers sum over ranks: there all ranks compute again. Checkpoints
+contain each worker's scale, because the rounding of small gradients depends on it.
 The price: slots are ready, and are sent, only after backward, when all are known to be finite.
 """
 
@@ -27,13 +27,13 @@ from hpctrain import nn
 from hpctrain.core import xp
 from hpctrain.core.errors import UsageError
 from hpctrain.gradients.arena import Arena
-from hpctrain.gradients.replica import Batch, ModelReplica, in_pieces
+from hpctrain.gradients.replica import Batch, ModelReplica, split_batch
 
-GROW_EVERY = 1000  #: gradients without overflow after which the scale is doubled
-LARGEST, SMALLEST = 2.0**24, 2.0**-14
+GROWTH_INTERVAL = 1000  #: gradients without overflow after which the scale is doubled
+MAX_SCALE, MIN_SCALE = 2.0**24, 2.0**-14
 
 
-def dtype_named(name: str) -> np.dtype:
+def half_dtype(name: str) -> np.dtype:
     """Return the 16-bit dtype "bf16" or "fp16"; raise UsageError if it is not installed."""
     if name == "fp16":
         return np.dtype(np.float16)
@@ -41,26 +41,27 @@ def dtype_named(name: str) -> np.dtype:
         import ml_dtypes
     except ImportError:
         raise UsageError(
-            "[run] precision: bf16 needs ml_dtypes, which the extras bring: pip install "
+            "[run] precision: bf16 needs ml_dtypes, a part of the extras: pip install "
             "'hpctrain[cuda13x]' (with a driver for CUDA 12: 'hpctrain[cuda12x]')"
         ) from None
     return np.dtype(ml_dtypes.bfloat16)
 
 
 class MixedReplica:
-    """See `hpctrain.gradients.replica.Replica`."""
+    """A Replica that computes in 16 bits, with 32-bit master weights in its arena."""
 
     def __init__(self, model: nn.Model, seed: int, dtype: np.dtype, on_gpu: bool):
-        """Lay `model` out, see ModelReplica, with a copy and a gradient in `dtype` beside."""
+        """Create a ModelReplica of `model`, with a copy of weights and a gradient in `dtype`."""
         self._master = ModelReplica(model, seed, np.float32, on_gpu)
         self.model = model
         self.micro_batches = 1
         self.scale = 2.0**15 if dtype == np.float16 else 1.0  #: of the loss
-        self._checked, self._good = dtype == np.float16, 0
+        self._scales_loss, self._finite_count = dtype == np.float16, 0
         param = self.arena.param
-        make = xp.namespace(param).zeros
-        self._copy, self._small = make(param.size, dtype), make(param.size, dtype)
-        self._wide = {n: make(p.shape, np.float32) for n, p in model.parameters.items() if p.wide}
+        zeros = xp.namespace(param).zeros
+        self._half_params, self._half_grad = zeros(param.size, dtype), zeros(param.size, dtype)
+        wide_parameters = {name: p for name, p in model.parameters.items() if p.wide}
+        self._wide_grads = {n: zeros(p.shape, np.float32) for n, p in wide_parameters.items()}
         self._slots = {slot.name: slot for slot in self.arena.slots}
         self._bind_views()
 
@@ -70,119 +71,122 @@ class MixedReplica:
         return self._master.arena
 
     def move(self, **planes: np.ndarray) -> None:
-        """Let planes lie elsewhere; see Replica."""
+        """Move planes to other arrays; see Replica."""
         self._master.move(**planes)
         self._bind_views()
 
     @property
     def scaling(self) -> np.ndarray | None:
-        """The loss scale, and gradients since it changed, float64 (2,); None for bf16."""
-        return np.array([self.scale, self._good]) if self._checked else None
+        """The loss scale, and the gradients since its last change, float64 (2,); None for bf16."""
+        return np.array([self.scale, self._finite_count]) if self._scales_loss else None
 
-    def scale_as(self, saved: np.ndarray) -> None:
-        """Take a `scaling`, or a mean of several: scales are powers of two."""
-        self.scale, self._good = 2.0 ** np.floor(np.log2(saved[0])), int(saved[1])
+    def restore_scaling(self, saved_scaling: np.ndarray) -> None:
+        """Restore a saved `scaling`, or a mean of several: the scale becomes a power of two."""
+        self.scale = 2.0 ** np.floor(np.log2(saved_scaling[0]))
+        self._finite_count = int(saved_scaling[1])
 
     def gradient(
         self, batch: Batch, scale: float, key: nn.Key, on_ready: Callable[[str], None]
     ) -> nn.Sums:
         """Write the gradient into the arena, as the sum over micro-batches; see Replica."""
-        sums, key = nn.Sums(0.0, 0, 0), self._rounded(key)
-        for i, (piece, first) in enumerate(in_pieces(batch, self.micro_batches)):
-            last = i == self.micro_batches - 1
+        sums, key = nn.Sums(0.0, 0, 0), self._round_params(key)
+        for i, (piece, first) in enumerate(split_batch(batch, self.micro_batches)):
+            is_last = i == self.micro_batches - 1
 
-            def take(name: str, add: bool = i > 0, last: bool = last) -> None:
-                self._widen(name, add)
-                if last:
+            def take_slot(name: str, accumulate: bool = i > 0, is_last: bool = is_last) -> None:
+                self._widen_slot(name, accumulate)
+                if is_last:
                     on_ready(name)
 
             piece_key = key._replace(first=key.first + first)
-            compute = self._until_finite if self._checked else self._gradient
-            sums = nn.add(sums, compute(piece, scale, piece_key, take))
+            compute = self._compute_until_finite if self._scales_loss else self._compute_gradient
+            sums = nn.add(sums, compute(piece, scale, piece_key, take_slot))
         return sums
 
     def evaluate(self, batch: Batch) -> nn.Sums:
         """Return the sums over `batch`; see Replica."""
-        self._round_all()
+        self._round_all_params()
         return self.model.evaluate(self._params, *batch)
 
     def outputs(self, x: np.ndarray) -> np.ndarray:
-        """Return the model's outputs for samples `x` (n, ...), float32, of the host."""
-        self._round_all()
-        return xp.to_host(xp.wide(self.model.outputs(self._params, x)))
+        """Return the model's outputs for samples `x` (n, ...), float32, on the host."""
+        self._round_all_params()
+        return xp.to_host(xp.widened(self.model.outputs(self._params, x)))
 
-    def _gradient(
-        self, batch: Batch, scale: float, key: nn.Key, ready: Callable[[str], None]
+    def _compute_gradient(
+        self, batch: Batch, scale: float, key: nn.Key, on_ready: Callable[[str], None]
     ) -> nn.Sums:
-        return self.model.gradient(self._params, self._grads, *batch, scale, key, ready)
+        return self.model.gradient(self._params, self._grads, *batch, scale, key, on_ready)
 
-    def _until_finite(
-        self, batch: Batch, scale: float, key: nn.Key, take: Callable[[str], None]
+    def _compute_until_finite(
+        self, batch: Batch, scale: float, key: nn.Key, take_slot: Callable[[str], None]
     ) -> nn.Sums:
-        """Compute a gradient with ever smaller scales until it is finite; then take its slots."""
-        order: list[str] = []
+        """Compute a gradient, with smaller scales until it is finite; then call `take_slot`."""
+        ready_names: list[str] = []
         while True:
-            order.clear()
-            sums = self._gradient(batch, scale * self.scale, key, order.append)
-            bad, lost = self._overflowed(key, sums)
-            if lost or not bad or self.scale <= SMALLEST:
-                break  # the engine handles a gradient that is still not finite
-            self.scale, self._good = self.scale / 2, 0
-            key = key._replace(again=True)
-        for name in order:
-            take(name)
-        self._good += 1
-        if self._good == GROW_EVERY:
-            self.scale, self._good = min(2 * self.scale, LARGEST), 0
+            ready_names.clear()
+            sums = self._compute_gradient(batch, scale * self.scale, key, ready_names.append)
+            grad_overflowed, loss_overflowed = self._check_overflow(key, sums)
+            if loss_overflowed or not grad_overflowed or self.scale <= MIN_SCALE:
+                break  # the engine handles a gradient that is not finite at the smallest scale
+            self.scale, self._finite_count = self.scale / 2, 0
+            key = key._replace(recomputed=True)
+        for name in ready_names:
+            take_slot(name)
+        self._finite_count += 1
+        if self._finite_count == GROWTH_INTERVAL:
+            self.scale, self._finite_count = min(2 * self.scale, MAX_SCALE), 0
         return sums
 
-    def _overflowed(self, key: nn.Key, sums: nn.Sums) -> tuple[bool, bool]:
-        """Return whether the gradient, and whether the loss, is not finite; one small copy.
+    def _check_overflow(self, key: nn.Key, sums: nn.Sums) -> tuple[bool, bool]:
+        """Return whether the gradient, and whether the loss, is not finite.
 
-        If layers sum over ranks: whether that holds on any rank.
+        If layers sum over ranks, the results are true if they are true on any rank. One small copy
+        from the device.
         """
-        every = xp.namespace(self._small).isfinite
-        fine = every(self._small).all()
-        for x in self._wide.values():
-            fine = fine & every(x).all()
-        local = np.array([1 - xp.to_host(fine.astype(np.float64)), not isfinite(sums.loss)])
-        together = key.sum_over_ranks if self.model.buffers else None
-        bad, lost = local if together is None else together(local)
-        return bool(bad), bool(lost)
+        is_finite = xp.namespace(self._half_grad).isfinite
+        all_finite = is_finite(self._half_grad).all()
+        for x in self._wide_grads.values():
+            all_finite = all_finite & is_finite(x).all()
+        grad_flag = 1 - xp.to_host(all_finite.astype(np.float64))
+        flags = np.array([grad_flag, not isfinite(sums.loss)])
+        if self.model.buffers and key.sum_over_ranks is not None:
+            flags = key.sum_over_ranks(flags)
+        return bool(flags[0]), bool(flags[1])
 
-    def _widen(self, name: str, add: bool) -> None:
-        """Widen the gradient of slot `name` into the arena, or add it there."""
-        into, g = self._masters[name], self._grads[name]
-        g = g if self.scale == 1 else xp.wide(g) * (1 / self.scale)
-        if add:
-            into += g
+    def _widen_slot(self, name: str, accumulate: bool) -> None:
+        """Write the gradient of slot `name` into the arena in 32 bits, or add it there."""
+        slot_grad, g = self._grad_views[name], self._grads[name]
+        g = g if self.scale == 1 else xp.widened(g) * (1 / self.scale)
+        if accumulate:
+            slot_grad += g
         else:
-            into[...] = g
+            slot_grad[...] = g
 
-    def _rounded(self, key: nn.Key) -> nn.Key:
-        """Round the parameters, all now, or each when its `on_need` is called; return the key."""
-        need = key.on_need
-        if need is None:
-            self._round_all()
+    def _round_params(self, key: nn.Key) -> nn.Key:
+        """Round all parameters now, or each in the `on_need` of the returned key."""
+        on_need = key.on_need
+        if on_need is None:
+            self._round_all_params()
             return key
 
         def round_slot(name: str) -> None:
-            need(name)
+            on_need(name)
             if name in self._slots:
                 slot = self._slots[name]
-                at = slice(slot.offset, slot.stop)
-                self._copy[at] = self.arena.param[at]
+                elements = slice(slot.offset, slot.stop)
+                self._half_params[elements] = self.arena.param[elements]
 
         return key._replace(on_need=round_slot)
 
-    def _round_all(self) -> None:
-        self._copy[...] = self.arena.param
+    def _round_all_params(self) -> None:
+        self._half_params[...] = self.arena.param
 
     def _bind_views(self) -> None:
-        """Find the tensors in the planes."""
+        """Create the views of all tensors in the planes."""
         arena = self.arena
-        masters: dict[str, Any] = arena.views(arena.param)
-        self._masters = arena.views(arena.grad)
-        wide = {name: masters[name] for name in self._wide} | arena.views(arena.buffer)
-        self._params = arena.views(self._copy) | wide
-        self._grads = arena.views(self._small) | self._wide
+        param_views: dict[str, Any] = arena.views(arena.param)
+        self._grad_views = arena.views(arena.grad)
+        wide_params = {name: param_views[name] for name in self._wide_grads}
+        self._params = arena.views(self._half_params) | wide_params | arena.views(arena.buffer)
+        self._grads = arena.views(self._half_grad) | self._wide_grads

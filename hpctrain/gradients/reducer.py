@@ -1,26 +1,27 @@
-"""The reducer: gradients are sent while backward still computes the layers before them.
+"""The reducer sends gradients while backward still computes the layers before them.
 
     main thread           layer 3   layer 2   layer 1   layer 0   wait()   update
                              |ready    |ready              |ready    ^
     communication thread     [ bucket 0 ....... ][ bucket 1 ][ bucket 2 ]
 
-One thread per rank does all the communication of gradients, on a link of its own, with blocking
-algorithms: MPI libraries seldom make progress in the background by themselves. Buckets leave in
-one fixed order, so every rank calls the same algorithms in the same order. Where a thread does not
-pay, or MPI does not allow a second one, `wait` reduces the buckets in the calling thread.
+One thread per rank does all communication of gradients, on its own link, with blocking algorithms:
+MPI libraries seldom make progress in the background by themselves. Buckets are sent in one fixed
+order, so every rank calls the same algorithms in the same order. If a thread is not worth its cost,
+or MPI does not allow a second one, `wait` reduces the buckets in the calling thread.
 
-An all-reduce may return another array that holds the sum, in the memory of a neighbour. Then
-`wait` returns the neighbour's plane, and `release` lets the neighbour write there again.
+An all-reduce may return the sum in another array, in the memory of a neighbour. Then `wait` returns
+the neighbour's plane, and `release` lets the neighbour write there again.
 
-With `priority` the buckets that the next forward pass needs first, those of the first layers, go
-before others that wait as well. Which wait differs from rank to rank; so before each bucket the
-ranks agree on how many are ready everywhere (a minimum, 8 bytes), and all take the last of these:
+With `priority`, of the buckets that are ready those of the first layers are sent first, because the
+next forward pass needs them first. The ready buckets differ from rank to rank, so before each
+bucket the ranks agree on the number that is ready on all ranks (a minimum, 8 bytes), and send the
+last of these:
 
-    ready on rank 0      0 1 2 3      agreed: 0 1 2      sent: 2, though 0 and 1 were there first
+    ready on rank 0      0 1 2 3      agreed: 0 1 2      sent: 2, before 0 and 1
     ready on rank 1      0 1 2
 
 Source: Jayarajan, Wei, Gibson, Fedorova and Pekhimenko, "Priority-based parameter propagation for
-distributed DNN training", 2019. There slices of layers are exchanged, here whole buckets.
+distributed DNN training", 2019. The paper sends slices of layers, this file whole buckets.
 """
 
 from __future__ import annotations
@@ -47,19 +48,19 @@ from hpctrain.gradients.compress import CompressionOptions
 from hpctrain.tuning.select import name_of, resolved
 from hpctrain.watch.trace import Trace
 
-JOIN_LIMIT_S = 10.0
-#: An all-reduce that returns the array of the sum; None: the array of the call.
-Sum = Callable[[Group, np.ndarray, Operation], np.ndarray | None]
+JOIN_TIMEOUT_S = 10.0
+#: An all-reduce; it returns the array with the sum, or None if that is the array of the call.
+SumFunction = Callable[[Group, np.ndarray, Operation], np.ndarray | None]
 
 
-def _auto_or_bytes(value: Any) -> Any:
+def _check_bucket_bytes(value: Any) -> Any:
     if value != "auto" and (type(value) is not int or value < 1):
         raise ValueError("expected 'auto' or a number of bytes from 1 on")
     return value
 
 
-#: Keys that need a sum of gradients in each step, and their values without effect.
-ALLREDUCE_ONLY = {"compression": "none", "reduction": "fast", "priority": False}
+#: Keys that need a sum of gradients in each step, with their defaults, which have no effect.
+ALLREDUCE_ONLY_DEFAULTS = {"compression": "none", "reduction": "fast", "priority": False}
 
 
 @config.options
@@ -67,34 +68,34 @@ class WireOptions(ReductionOptions, CompressionOptions):
     """The keys of `[wire]`: all-reduce, bucket length, overlap, order, compression."""
 
     algorithm: str = "auto"
-    bucket_bytes: Annotated[Literal["auto"] | int, BeforeValidator(_auto_or_bytes)] = "auto"
-    overlap: Literal["auto", "always", "never"] = "auto"  #: gradients travel during backward
+    bucket_bytes: Annotated[Literal["auto"] | int, BeforeValidator(_check_bucket_bytes)] = "auto"
+    overlap: Literal["auto", "always", "never"] = "auto"  #: send gradients during backward
     priority: bool = False  #: buckets that the next forward pass needs first are sent first
 
     def __post_init__(self) -> None:
-        """Refuse keys that contradict each other."""
+        """Raise UsageError for keys that contradict each other."""
         ReductionOptions.__post_init__(self)
         CompressionOptions.__post_init__(self)
         if self.reduction == "ordered" and self.compression != "none":
             raise UsageError(
-                "[wire] reduction: 'ordered' adds gradients as they are; expected compression = "
+                "[wire] reduction: 'ordered' adds exact gradients; expected compression = "
                 f"'none' beside it, seen '{self.compression}'"
             )
         if self.priority and self.overlap == "never":
             raise UsageError(
                 "[wire] priority: expected overlap = 'auto' or 'always' beside it, seen 'never': "
-                "it orders what travels while ranks compute"
+                "it orders buckets that are sent during backward"
             )
 
     def must_have_defaults(
-        self, engine: str, keys: Collection[str] = ALLREDUCE_ONLY.keys()
+        self, engine: str, keys: Collection[str] = ALLREDUCE_ONLY_DEFAULTS.keys()
     ) -> None:
-        """Raise UsageError for keys of `keys` that `engine`, without sums of gradients, refuses."""
-        for key, plain in ALLREDUCE_ONLY.items():
-            if key in keys and getattr(self, key) != plain:
+        """Raise UsageError if a key of `keys` is set, but `engine` does not sum gradients."""
+        for key, default in ALLREDUCE_ONLY_DEFAULTS.items():
+            if key in keys and getattr(self, key) != default:
                 raise UsageError(
                     f"[wire] {key}: expected the engine 'allreduce', which sums a gradient in each "
-                    f"step; seen '{engine}'; set {key} = {json.dumps(plain)}"
+                    f"step; seen '{engine}'; set {key} = {json.dumps(default)}"
                 )
 
 
@@ -106,15 +107,15 @@ class Reducer:
         grad: np.ndarray,
         buckets: Sequence[Bucket],
         group: Group,
-        allreduce: Sum,
+        allreduce: SumFunction,
         concurrent: bool,
         trace: Trace | None = None,
         priority: bool = False,
         check: Callable[[int, int], None] | None = None,
     ):
-        """Reduce `grad` over `group`, whose link this object's thread takes over.
+        """Reduce `grad` over `group`, whose link only this object may use from now on.
 
-        `check(start, stop)` is called before elements of `grad` leave during backward.
+        `check(start, stop)` is called before these elements of `grad` are sent during backward.
         """
         self.wire_s = 0.0  #: time in collectives since the start
         self._grad, self._group = grad, group
@@ -124,140 +125,141 @@ class Reducer:
         self._functions = [resolved(allreduce, group, x, np.add) for x in self._slices]
         pairs = list(zip(self._slices, self._functions, strict=True))
         self.algorithms = [name_of(function, group, x) for x, function in pairs]  #: of each bucket
-        self._about = [
+        self._trace_details = [
             {"bytes": x.nbytes, "algorithm": name}
             for x, name in zip(self._slices, self.algorithms, strict=True)
         ]
         neighbours = group.memory.neighbours(grad) if group.memory is not None else None
-        self._first = neighbours[0] if neighbours else grad  # the plane of the node's first rank
+        self._first_plane = neighbours[0] if neighbours else grad  # of the node's first rank
         self._progress, self._buckets, self._check = BucketProgress(buckets), buckets, check
         self._send_queue: SimpleQueue[int | None] = SimpleQueue()
         self._result_queue: SimpleQueue[tuple[int, BaseException | None]] = SimpleQueue()
-        # On a device the streams of the two threads wait for each other, bucket by bucket.
-        self._written: list[Event] = [None] * len(self._slices)
-        self._summed: list[Event] = [None] * len(self._slices)
-        self._summed_buckets: set[int] = set()  # buckets of this step whose sum has arrived
+        # On a device, each bucket's events synchronize the streams of the two threads.
+        self._written_events: list[Event] = [None] * len(self._slices)
+        self._sum_events: list[Event] = [None] * len(self._slices)
+        self._complete_buckets: set[int] = set()  # buckets of this step whose sum is complete
         self._thread: threading.Thread | None = None
         if concurrent:
-            self._thread = threading.Thread(target=self._run, name="wire", daemon=True)
+            self._thread = threading.Thread(target=self._run_thread, name="wire", daemon=True)
             self._thread.start()
 
-    def ready(self, name: str) -> None:
-        """Mark slot `name` as final; send the buckets that are full."""
-        for number in self._progress.ready(name):
+    def mark_ready(self, name: str) -> None:
+        """Mark slot `name` as final; send the buckets whose slots are all final."""
+        for number in self._progress.mark_ready(name):
             if self._thread is not None:
                 if self._check is not None:
                     self._check(self._buckets[number].start, self._buckets[number].stop)
-                self._written[number] = event(self._grad)
+                self._written_events[number] = event(self._grad)
                 self._send_queue.put(number)
 
-    def complete(self) -> None:
-        """Check that every slot was ready; from now on sums may be waited for."""
-        self._progress.complete()
-        self._summed_buckets.clear()
+    def finish_backward(self) -> None:
+        """Check that every slot was marked ready; after this, sums may be waited for."""
+        self._progress.finish_step()
+        self._complete_buckets.clear()
 
     def wait(self) -> np.ndarray:
-        """Return the plane of the sums, once all have arrived; raise an error of the thread."""
-        self.complete()
+        """Wait for all sums; return the plane that holds them, or raise an error of the thread."""
+        self.finish_backward()
         sums = [self.wait_for(number) for number in range(len(self._slices))]
-        elsewhere = [(x, y) for x, y in zip(self._slices, sums, strict=True) if x is not y]
-        if len(elsewhere) == len(sums):
-            return self._first
-        for own, total in elsewhere:  # a plane is to hold all
-            own[...] = total
+        remote_sums = [(x, y) for x, y in zip(self._slices, sums, strict=True) if x is not y]
+        if len(remote_sums) == len(sums):
+            return self._first_plane
+        for bucket_slice, total in remote_sums:  # the returned plane must hold all sums
+            bucket_slice[...] = total
         return self._grad
 
     @property
-    def count(self) -> int:
+    def bucket_count(self) -> int:
         return len(self._slices)
 
-    def bucket(self, name: str) -> int | None:
+    def bucket_number(self, name: str) -> int | None:
         """Return the number of the bucket of slot `name`; None if it has none."""
-        return self._progress.bucket(name)
+        return self._progress.bucket_number(name)
 
     def wait_for(self, number: int) -> np.ndarray:
-        """Return the array that holds the sum of bucket `number`, once it has arrived."""
-        while number not in self._summed_buckets:
-            self._next()
+        """Wait for the sum of bucket `number`; return the array that holds it."""
+        while number not in self._complete_buckets:
+            self._receive_next()
         return self._sums[number]
 
-    def wait_for_any(self, due: Set[int], first: int) -> int:
-        """Return bucket `first` if it is in, else the last of `due` that are; wait for one."""
+    def wait_for_any(self, candidates: Set[int], preferred: int) -> int:
+        """Wait for one of `candidates`; return `preferred` if it is complete, else the last."""
         while not self._result_queue.empty():
-            self._next()
-        while not (arrived := self._summed_buckets & due):
-            self._next()
-        return first if first in arrived else max(arrived)
+            self._receive_next()
+        while not (complete_candidates := self._complete_buckets & candidates):
+            self._receive_next()
+        return preferred if preferred in complete_candidates else max(complete_candidates)
 
-    def _next(self) -> None:
-        """Receive the next bucket that has arrived; raise its error."""
+    def _receive_next(self) -> None:
+        """Wait for the next bucket; raise its error if it failed."""
         if self._thread is None:
-            number = len(self._summed_buckets)
+            number = len(self._complete_buckets)
             self._reduce(number)
         else:
             number, error = self._result_queue.get()
             if error is not None:
                 raise error
-            wait_for(self._summed[number])
-        self._summed_buckets.add(number)
+            wait_for(self._sum_events[number])
+        self._complete_buckets.add(number)
 
     def release(self) -> None:
-        """Wait until all ranks have read the sums: then gradients may be written; collective."""
+        """Wait until all ranks have read the sums, so gradients may be overwritten; collective."""
         if direct_shared in self._functions and self._group.node_buffers is not None:
-            finish(self._grad)  # a kernel queued in our stream has read nothing yet
+            finish(self._grad)  # kernels that are only queued in our stream still have to read
             self._group.node_buffers.flags.exchange()
 
     def close(self) -> None:
         """End the communication thread."""
         if self._thread is not None:
             self._send_queue.put(None)
-            self._thread.join(JOIN_LIMIT_S)
+            self._thread.join(JOIN_TIMEOUT_S)
 
-    def _run(self) -> None:
-        """Reduce the buckets of the outbox: the body of the communication thread."""
+    def _run_thread(self) -> None:
+        """Reduce the queued buckets: the body of the communication thread."""
         with own_stream(self._grad):
-            self._run_all()
+            self._reduce_queued()
 
-    def _run_all(self) -> None:
-        numbers = self._by_priority() if self._priority else iter(self._send_queue.get, None)
+    def _reduce_queued(self) -> None:
+        send_order = iter(self._send_queue.get, None)
+        numbers = self._iterate_by_priority() if self._priority else send_order
         number = -1
         while True:
             try:
                 number = next(numbers)
-                wait_for(self._written[number])
+                wait_for(self._written_events[number])
                 self._reduce(number)
-                self._summed[number] = event(self._grad)
+                self._sum_events[number] = event(self._grad)
                 self._result_queue.put((number, None))
             except StopIteration:
                 return
-            except BaseException as error:  # raised again by wait(), in the main thread
+            except BaseException as error:  # wait() raises it again, in the main thread
                 self._result_queue.put((number, error))
 
-    def _by_priority(self) -> Iterator[int]:
-        """Yield the buckets of each step; of those ready on every rank, the last."""
+    def _iterate_by_priority(self) -> Iterator[int]:
+        """Yield the buckets of each step: always the last one that is ready on all ranks."""
         while True:
-            left, ready = set(range(len(self._slices))), 0
-            while left:
-                # With a bucket to send: count all that are there; without: wait for one.
-                while ready <= min(left) or not self._send_queue.empty():
+            unsent, ready_count = set(range(len(self._slices))), 0
+            while unsent:
+                # Wait until there is an unsent bucket, then count all that are in the queue.
+                while ready_count <= min(unsent) or not self._send_queue.empty():
                     number = self._send_queue.get()
                     if number is None:
                         return
-                    ready = number + 1
-                everywhere = self._ready_on_all(ready)
-                number = max(i for i in left if i < everywhere)
-                left.remove(number)
+                    ready_count = number + 1
+                common_count = self._agree_on_ready_count(ready_count)
+                number = max(i for i in unsent if i < common_count)
+                unsent.remove(number)
                 yield number
 
-    def _ready_on_all(self, ready: int) -> int:
-        """Return the number of buckets that are ready on every rank."""
-        count = np.array([ready])
+    def _agree_on_ready_count(self, ready_count: int) -> int:
+        """Return the number of buckets that are ready on all ranks; collective."""
+        count = np.array([ready_count])
         recursive_doubling(self._group, count, np.minimum)
         return int(count[0])
 
     def _reduce(self, number: int) -> None:
-        start, own = perf_counter(), self._slices[number]
-        total = self._functions[number](self._group, own, np.add)
-        self._sums[number] = own if total is None else total
-        name, about = f"bucket {number}", self._about[number]
-        self.wire_s += self._trace.add(name, "wire", start, perf_counter(), about)
+        start, bucket_slice = perf_counter(), self._slices[number]
+        total = self._functions[number](self._group, bucket_slice, np.add)
+        self._sums[number] = bucket_slice if total is None else total
+        name, details = f"bucket {number}", self._trace_details[number]
+        self.wire_s += self._trace.add(name, "wire", start, perf_counter(), details)

@@ -1,4 +1,4 @@
-"""A model in an arena: the interface that an engine needs of any model."""
+"""A model in an arena: the interface of models for engines, and its implementation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hpctrain.gradients.arena import Arena
 from hpctrain.hardware.memory import available_bytes
 from hpctrain.transport.shared_memory.host import aligned_zeros
 
-START_BYTES = 8  #: of a parameter's start value, float64
+INITIAL_VALUE_BYTES = 8  #: per element: initial values are float64
 
 
 class Batch(NamedTuple):
@@ -32,46 +32,47 @@ class Replica(Protocol):
 
     @property
     def arena(self) -> Arena:
-        """The arena of parameters and gradients; another one after `move`."""
+        """The arena of parameters and gradients; `move` replaces it."""
 
     def gradient(
         self, batch: Batch, scale: float, key: nn.Key, on_ready: Callable[[str], None]
     ) -> nn.Sums:
         """Write the gradient of `scale` times the summed loss into `arena.grad`.
 
-        `on_ready(name)` is called once per slot, when its gradient is final. Random
-        numbers depend on `key` alone.
+        `on_ready(name)` is called once per slot, when its gradient is final. Random numbers depend
+        on `key` alone.
         """
 
     def evaluate(self, batch: Batch) -> nn.Sums:
-        """Return the sums of loss and of right answers over `batch`, without a gradient."""
+        """Return the sums of loss and correct predictions over `batch`, without a gradient."""
 
     def move(self, **planes: np.ndarray) -> None:
         """Move `param` or `grad` of the arena to another array, with its values.
 
-        Only an engine does, before training: the memory of gradients decides how they are sent.
+        For engines, before training: shared memory or device memory is needed to send gradients.
         """
 
 
 class ModelReplica:
-    """A Replica of one of our own models."""
+    """The Replica of an nn.Model in float32 or float64."""
 
     def __init__(
         self, model: nn.Model, seed: int, dtype: np.typing.DTypeLike, on_gpu: bool = False
     ):
-        """Lay `model` out in an arena of `dtype`, with the initial values that `seed` gives.
+        """Create the arena of `model` in `dtype`, with initial values from `seed`.
 
-        `on_gpu`: on the device that is current; batches may then lie in either memory.
+        With `on_gpu` the arena lies on the current device; batches may lie in either memory.
         """
         self.model = model
-        must_fit(model, 0 if on_gpu else np.dtype(dtype).itemsize)
+        require_memory(model, 0 if on_gpu else np.dtype(dtype).itemsize)
         shapes = {name: p.shape for name, p in model.parameters.items()}
         buffers = {name: p.shape for name, p in model.buffers.items()}
-        self.arena = arenas.make(shapes, dtype, buffers, xp.zeros if on_gpu else aligned_zeros)
-        self.micro_batches = 1  #: pieces that a batch is computed in: more need less memory
+        zeros = xp.zeros if on_gpu else aligned_zeros
+        self.arena = arenas.make_arena(shapes, dtype, buffers, zeros)
+        self.micro_batches = 1  #: pieces of a batch, computed in turn; more pieces need less memory
         self._bind_views()
-        for own in (model.parameters, model.buffers):
-            for name, values in nn.initial_values(own, seed).items():
+        for parameters in (model.parameters, model.buffers):
+            for name, values in nn.initial_values(parameters, seed).items():
                 xp.copy(self._params[name], values)
 
     def gradient(
@@ -79,11 +80,12 @@ class ModelReplica:
     ) -> nn.Sums:
         """Write the gradient into the arena, as the sum over micro-batches; see Replica."""
         sums = nn.Sums(0.0, 0, 0)
-        for i, (piece, first) in enumerate(in_pieces(batch, self.micro_batches)):
+        for i, (piece, first) in enumerate(split_batch(batch, self.micro_batches)):
             piece_key = key._replace(first=key.first + first)
-            ready = on_ready if i == self.micro_batches - 1 else ignore_ready
+            piece_on_ready = on_ready if i == self.micro_batches - 1 else ignore_ready
+            arrays = (self._params, self._grads, *piece)
             piece_sums = self.model.gradient(
-                self._params, self._grads, *piece, scale, piece_key, ready, more=i > 0
+                *arrays, scale, piece_key, piece_on_ready, accumulate=i > 0
             )
             sums = nn.add(sums, piece_sums)
         return sums
@@ -104,15 +106,16 @@ class ModelReplica:
         return xp.to_host(self.model.outputs(self._params, x))
 
     def _bind_views(self) -> None:
-        """Find the tensors in the planes."""
+        """Create the views of all tensors in the planes."""
         self._params = self.arena.views(self.arena.param) | self.arena.views(self.arena.buffer)
         self._grads = self.arena.views(self.arena.grad)
 
 
-def in_pieces(batch: Batch, pieces: int) -> Iterator[tuple[Batch, int]]:
+def split_batch(batch: Batch, pieces: int) -> Iterator[tuple[Batch, int]]:
     """Yield `pieces` parts of `batch`, each with the index of its first sample.
 
-    As many on each rank, even where some are empty: a layer may sum over ranks in each.
+    Each rank yields the same number of pieces, some perhaps empty: a layer may sum over ranks in
+    each piece.
     """
     n = len(batch.y)
     for i in range(pieces):
@@ -120,21 +123,23 @@ def in_pieces(batch: Batch, pieces: int) -> Iterator[tuple[Batch, int]]:
         yield Batch(batch.x[start:stop], batch.y[start:stop]), start
 
 
-def must_fit(model: nn.Model, itemsize: int) -> None:
+def require_memory(model: nn.Model, itemsize: int) -> None:
     """Raise UsageError if the model does not fit into memory, before any allocation.
 
-    Its start values are float64, and its two planes of `itemsize` lie beside them while they are
-    copied; with 0 they lie on a device, which raises its own error. The memory of other ranks and
-    of the optimizer comes on top: a model refused here fits in no case.
+    Counted are the initial values in float64 and two planes of `itemsize`, which exist at the same
+    time. Planes on a device have `itemsize` 0 here: its allocator raises its own error. Memory of
+    other ranks and of the optimizer is not counted, so a model refused here cannot fit.
     """
-    numbers = sum(prod(p.shape) for p in model.parameters.values())
-    needed, free = numbers * (START_BYTES + 2 * itemsize), available_bytes()
-    if free is not None and needed > free:
+    element_count = sum(prod(p.shape) for p in model.parameters.values())
+    needed_bytes = element_count * (INITIAL_VALUE_BYTES + 2 * itemsize)
+    available = available_bytes()
+    if available is not None and needed_bytes > available:
         raise UsageError(
-            f"[model] the model has {numbers:,} parameters, which need {needed:,} bytes, but only "
-            f"{free:,} bytes of memory are available here; expected a smaller model"
+            f"[model] the model has {element_count:,} parameters, which need "
+            f"{needed_bytes:,} bytes, but only {available:,} bytes of memory are available here; "
+            "expected a smaller model"
         )
 
 
 def ignore_ready(name: str) -> None:
-    """Do nothing: an `on_ready` for gradients that are not sent during backward."""
+    """Do nothing: the `on_ready` for gradients that are not sent during backward."""

@@ -27,7 +27,7 @@ DMABUF_LINUX, DMABUF_DRIVER = (5, 12), 515
 class Gdr:
     """The state of GPUDirect RDMA: the observation, the remedy; available or not, or None."""
 
-    seen: str
+    evidence: str
     remedy: str = ""
     available: bool | None = None
 
@@ -56,12 +56,12 @@ def _dmabuf(driver: str, release: str) -> Gdr:
         return Gdr("neither the driver nor Linux tells its version")
     lacks = [
         reason
-        for reason, holds in {
+        for reason, condition in {
             f"Linux {release} is older than 5.12": linux >= DMABUF_LINUX,
             "the driver's kernel modules are not the open ones": "Open Kernel Module" in driver,
             f"driver {version[1]} is older than {DMABUF_DRIVER}": int(version[1]) >= DMABUF_DRIVER,
         }.items()
-        if not holds
+        if not condition
     ]
     if lacks:
         remedy = "ask the site to load nvidia_peermem (modprobe nvidia-peermem)"

@@ -24,18 +24,19 @@ _VERSIONS = (
 def available_bytes(root: Path = ROOT) -> int | None:
     """Return the bytes available without swapping; None where the system does not report them."""
     free = _fields(root / "proc/meminfo").get("MemAvailable")
-    rooms = [] if free is None else [free << 10]
-    return min([*rooms, *(room for group in groups("memory", root) for room in _room(group))],
-               default=None)  # fmt: skip
+    limits_bytes = [] if free is None else [free << 10]
+    for group in groups("memory", root):
+        limits_bytes += _free_in_group(group)
+    return min(limits_bytes, default=None)
 
 
-def _room(group: Path) -> Iterator[int]:
+def _free_in_group(group: Path) -> Iterator[int]:
     """Yield the bytes left in a group, if it has a limit."""
     for limit, usage, cache in _VERSIONS:
         words = read(group / limit), read(group / usage)
         if all(word.isdigit() for word in words):  # "max": no limit
-            used = int(words[1]) - _fields(group / "memory.stat").get(cache, 0)
-            yield max(0, int(words[0]) - used)
+            used_bytes = int(words[1]) - _fields(group / "memory.stat").get(cache, 0)
+            yield max(0, int(words[0]) - used_bytes)
 
 
 def _fields(file: Path) -> dict[str, int]:

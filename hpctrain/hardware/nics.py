@@ -38,8 +38,8 @@ def nics(root: Path = ROOT) -> tuple[Nic, ...]:
     adapters = sorted((root / "sys/class/infiniband").glob("*"))
     ports = [_port(port) for adapter in adapters for port in sorted((adapter / "ports").glob("*"))]
     addresses = {nic.pci for nic in ports}
-    faces = [_interface(interface) for interface in sorted((root / "sys/class/net").glob("*"))]
-    return (*ports, *(nic for nic in faces if nic is not None and nic.pci not in addresses))
+    ethernet = [_interface(interface) for interface in sorted((root / "sys/class/net").glob("*"))]
+    return (*ports, *(nic for nic in ethernet if nic is not None and nic.pci not in addresses))
 
 
 def fastest(ports: tuple[Nic, ...]) -> Nic | None:
@@ -66,10 +66,12 @@ def fabric_ports(ports: tuple[Nic, ...]) -> tuple[Nic, ...]:
     """
     active = [nic for nic in ports if nic.active]
     active = [nic for nic in active if nic.rdma] or active
-    alike: dict[tuple[str, float], list[Nic]] = {}
+    ports_by_kind: dict[tuple[str, float], list[Nic]] = {}
     for nic in active:
-        alike.setdefault((nic.kind, nic.gbit_s or 0), []).append(nic)
-    return tuple(max(alike.values(), key=lambda same: sum(n.gbit_s or 0 for n in same), default=()))
+        ports_by_kind.setdefault((nic.kind, nic.gbit_s or 0), []).append(nic)
+    return tuple(
+        max(ports_by_kind.values(), key=lambda same: sum(n.gbit_s or 0 for n in same), default=())
+    )
 
 
 def nearest_ports(gpu: str, ports: Sequence[Nic], root: Path = ROOT) -> tuple[str, ...]:

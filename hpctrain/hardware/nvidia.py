@@ -43,7 +43,7 @@ class Card:
 class Cards:
     """All GPUs of a node, their source, the driver's version, and NVLinks by pair of indices."""
 
-    told_by: str = "nobody"
+    data_source: str = "nobody"
     driver: str | None = None
     cards: tuple[Card, ...] = ()
     nvlinks: Mapping[tuple[int, int], int] = field(default_factory=dict)
@@ -51,7 +51,7 @@ class Cards:
 
 def cards(root: Path = ROOT, nvml: Any = None, smi: Smi | None = None) -> Cards:
     """Return the GPUs of this node, from the first source that works: NVML, nvidia-smi, /proc."""
-    return (nvml and _by_nvml(nvml)) or (smi and _by_smi(smi)) or _by_files(root)
+    return (nvml and _read_nvml(nvml)) or (smi and _read_smi(smi)) or _read_driver_files(root)
 
 
 def nvml() -> Any:
@@ -75,7 +75,7 @@ def driver(root: Path = ROOT) -> str | None:
     return match[1] if match else None
 
 
-def _by_nvml(nvml: Any) -> Cards | None:
+def _read_nvml(nvml: Any) -> Cards | None:
     try:
         nvml.nvmlInit()
     except nvml.NVMLError:
@@ -105,8 +105,8 @@ def _card(nvml: Any, index: int, handle: Any) -> Card:
 def _slices(nvml: Any, handle: Any) -> tuple[str, ...]:
     names = []
     try:
-        cut = nvml.nvmlDeviceGetMigMode(handle)[0]
-        max_slices = nvml.nvmlDeviceGetMaxMigDeviceCount(handle) if cut else 0
+        mig_mode = nvml.nvmlDeviceGetMigMode(handle)[0]
+        max_slices = nvml.nvmlDeviceGetMaxMigDeviceCount(handle) if mig_mode else 0
     except nvml.NVMLError:  # it cannot be cut
         return ()
     for i in range(max_slices):
@@ -119,9 +119,9 @@ def _slices(nvml: Any, handle: Any) -> tuple[str, ...]:
 
 
 def _nvlinks(nvml: Any, handles: Sequence[Any], addresses: Sequence[str]) -> dict[Any, Any]:
-    ends = [Counter(_far_ends(nvml, handle)) for handle in handles]
+    link_ends = [Counter(_far_ends(nvml, handle)) for handle in handles]
     wires = {
-        (i, j): ends[i][addresses[j]] or min(ends[i][_SWITCH], ends[j][_SWITCH])
+        (i, j): link_ends[i][addresses[j]] or min(link_ends[i][_SWITCH], link_ends[j][_SWITCH])
         for i, j in combinations(range(len(handles)), 2)
     }
     return {pair: count for pair, count in wires.items() if count}
@@ -129,21 +129,21 @@ def _nvlinks(nvml: Any, handles: Sequence[Any], addresses: Sequence[str]) -> dic
 
 def _far_ends(nvml: Any, handle: Any) -> list[str]:
     """Return the far end of each active NVLink of a GPU: the address of a GPU, or a switch."""
-    ends = []
+    link_ends = []
     for link in range(nvml.NVML_NVLINK_MAX_LINKS):
         try:
             if not nvml.nvmlDeviceGetNvLinkState(handle, link):
                 continue
             kind = nvml.nvmlDeviceGetNvLinkRemoteDeviceType(handle, link)
-            far = nvml.nvmlDeviceGetNvLinkRemotePciInfo(handle, link)
+            remote_pci = nvml.nvmlDeviceGetNvLinkRemotePciInfo(handle, link)
         except nvml.NVMLError:  # fewer links, or none
             continue
         switch = kind == nvml.NVML_NVLINK_DEVICE_TYPE_SWITCH
-        ends.append(_SWITCH if switch else address(_text(far.busId)))
-    return ends
+        link_ends.append(_SWITCH if switch else address(_text(remote_pci.busId)))
+    return link_ends
 
 
-def _by_smi(smi: Smi) -> Cards | None:
+def _read_smi(smi: Smi) -> Cards | None:
     lines = smi([f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"]).splitlines()
     rows = [[word.strip() for word in row] for row in csv.reader(lines) if len(row) == 6]
     if not rows:
@@ -157,8 +157,8 @@ def _by_smi(smi: Smi) -> Cards | None:
 
 def _drawn_nvlinks(matrix: str) -> dict[tuple[int, int], int]:
     """Return the NVLinks in the matrix that `nvidia-smi topo -m` draws."""
-    plain = re.sub(r"\x1b\[[\d;]*m", "", matrix)  # headings are underlined, also in a pipe
-    rows = [line.split() for line in plain.splitlines() if re.match(r"GPU\d+\s", line)]
+    plain_matrix = re.sub(r"\x1b\[[\d;]*m", "", matrix)  # headings are underlined, also in a pipe
+    rows = [line.split() for line in plain_matrix.splitlines() if re.match(r"GPU\d+\s", line)]
     nvlinks = {}
     for words in rows:
         i = int(words[0].removeprefix("GPU"))
@@ -168,7 +168,7 @@ def _drawn_nvlinks(matrix: str) -> dict[tuple[int, int], int]:
     return nvlinks
 
 
-def _by_files(root: Path) -> Cards:
+def _read_driver_files(root: Path) -> Cards:
     folders = sorted((root / "proc/driver/nvidia/gpus").glob("*"))
     gpus = tuple(_of_file(i, folder) for i, folder in enumerate(folders))
     version = driver(root)

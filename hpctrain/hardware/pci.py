@@ -43,8 +43,8 @@ def relation(device: str, other: str, root: Path = ROOT) -> str | None:
     first, second = bridges(device, root), bridges(other, root)
     if not first or not second:
         return None
-    same = (a == b for a, b in zip(first, second, strict=False))
-    common = len(list(takewhile(bool, same)))
+    equal_parts = (a == b for a, b in zip(first, second, strict=False))
+    common = len(list(takewhile(bool, equal_parts)))
     if common == 0:
         nodes = {numa_node(device, root), numa_node(other, root)}
         return "NODE" if len(nodes) == 1 and None not in nodes else "SYS"
@@ -68,9 +68,9 @@ def nearest(device: str, candidates: Sequence[str], root: Path = ROOT) -> list[s
     Among other NUMA nodes, such as two quarters of one socket, the kernel's distance decides.
     """
     relations = {other: relation(device, other, root) for other in candidates}
-    home = numa_node(device, root)
+    device_node = numa_node(device, root)
     distances = {
-        other: (RELATIONS.index(word), numa_distance(home, numa_node(other, root), root))
+        other: (RELATIONS.index(word), numa_distance(device_node, numa_node(other, root), root))
         for other, word in relations.items()
         if word
     }
@@ -84,9 +84,15 @@ def nearest_to_cores(
 
     For a process that may run on all NUMA nodes that is any device.
     """
-    homes = [node for node, node_cores in numa_cores(root).items() if node_cores & set(cores)]
+    core_nodes = [node for node, node_cores in numa_cores(root).items() if node_cores & set(cores)]
     far = {
-        other: min((numa_distance(home, numa_node(other, root), root) for home in homes), default=0)
+        other: min(
+            (
+                numa_distance(device_node, numa_node(other, root), root)
+                for device_node in core_nodes
+            ),
+            default=0,
+        )
         for other in candidates
     }
     return [other for other in candidates if far[other] == min(far.values())]

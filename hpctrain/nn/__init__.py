@@ -1,4 +1,4 @@
-"""Layers, losses, models: arrays in (NumPy or CuPy), gradients out; knows no MPI."""
+"""Layers, losses and models on arrays of NumPy or CuPy; this package does not use MPI."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ __all__ = [
 def read(table: Mapping[str, Any], folder: str = ".") -> Any:
     """Return the options of a recipe's table `[model]`; raise UsageError for unknown names.
 
-    A `kind` with a colon is a user's function, of a module in `folder` or an installed one, and the
+    A `kind` with a colon names a user's function, in a module of `folder` or an installed one; the
     other keys are its arguments.
     """
     if usercode.is_target(table):

@@ -1,4 +1,4 @@
-"""Activations: functions of single elements, without parameters."""
+"""Activations: elementwise functions without parameters."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from math import pi, sqrt
 from typing import Any
 
-from hpctrain.core.xp import Array, fused, namespace, narrow, on_device, wide
+from hpctrain.core.xp import Array, fused, namespace, narrowed, on_device, widened
 from hpctrain.nn.layer import Key, Parameter, Shape
 
-BLOCK = 32_768  #: elements handled at once on the host: all temporaries stay in the cache
-A, B = sqrt(2 / pi), 0.044715
+BLOCK_ELEMENTS = 32_768  #: elements handled at once on the host: all temporaries stay in the cache
+GELU_SCALE, GELU_CUBIC = sqrt(2 / pi), 0.044715
 
 
 @dataclass(frozen=True)
 class ReLU:
-    """y = max(x, 0) for samples of any shape; not-a-number stays so, and the loss shows it."""
+    """y = max(x, 0) for samples of any shape; a NaN stays NaN, so that the loss shows it."""
 
     def output_shape(self, shape: Shape) -> Shape:
         return shape
@@ -36,9 +36,9 @@ class ReLU:
 
 @dataclass(frozen=True)
 class GELU:
-    """y = x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))), the tanh form of x P(normal < x).
+    """y = x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))), for samples of any shape.
 
-    It is within 5e-4 of the form with erf, which NumPy does not have. Samples of any shape.
+    This approximation differs by less than 5e-4 from the exact GELU, whose erf NumPy does not have.
     Source: Hendrycks and Gimpel (2016).
     """
 
@@ -51,14 +51,14 @@ class GELU:
     def forward(
         self, p: Mapping[str, Array], x: Array, key: Key | None
     ) -> tuple[Array, Array | None]:
-        xp, flat = namespace(x), wide(x.reshape(-1))
+        xp, flat = namespace(x), widened(x.reshape(-1))
         y, slope = xp.empty_like(flat), None if key is None else xp.empty_like(flat)
-        gelu, step = fused(_gelu, x), max(flat.size, 1) if on_device(x) else BLOCK
+        kernel, step = fused(_gelu, x), max(flat.size, 1) if on_device(x) else BLOCK_ELEMENTS
         for i in range(0, flat.size, step):
-            s = slice(i, i + step)
-            gelu(flat[s], y[s], None if slope is None else slope[s])
-        slope = None if slope is None else narrow(slope, x)
-        return narrow(y, x).reshape(x.shape), slope
+            block = slice(i, i + step)
+            kernel(flat[block], y[block], None if slope is None else slope[block])
+        slope = None if slope is None else narrowed(slope, x)
+        return narrowed(y, x).reshape(x.shape), slope
 
     def backward(
         self, p: Mapping[str, Array], g: Mapping[str, Array], saved: Array, dy: Array, want_dx: bool
@@ -67,19 +67,19 @@ class GELU:
 
 
 def _gelu(xp: Any, x: Array, y: Array, slope: Array | None) -> None:
-    """Write y and, from the same tanh, dy/dx: then nothing else needs to be saved."""
+    """Write y and, from the same tanh, dy/dx: the only array that backward needs."""
     square = x * x
-    t = square * (A * B)
-    t += A
+    t = square * (GELU_SCALE * GELU_CUBIC)
+    t += GELU_SCALE
     t *= x
     xp.tanh(t, out=t)
     half = x * 0.5
     xp.multiply(half, t, out=y)
     y += half
     if slope is not None:
-        # dy/dx = (1 + t)/2 + x/2 (1 - t^2) A (1 + 3 B x^2)
-        square *= 3 * A * B
-        square += A
+        # dy/dx = (1 + t)/2 + x/2 (1 - t^2) GELU_SCALE (1 + 3 GELU_CUBIC x^2)
+        square *= 3 * GELU_SCALE * GELU_CUBIC
+        square += GELU_SCALE
         square *= half
         xp.multiply(t, t, out=half)
         xp.subtract(1, half, out=half)

@@ -1,11 +1,11 @@
 """Causal self-attention with several heads (Vaswani et al., 2017).
 
-    q, k, v = x W + b      a = softmax(q kᵀ / sqrt(d), places up to its own)      y = (a v) W' + b'
+    q, k, v = x W + b      a = softmax(q kᵀ / sqrt(d), causal mask)      y = (a v) W' + b'
 
-The heads are views of one product, and of each head the products are views of those: nothing is
-transposed or copied. Samples go one by one through scores and softmax: heads * length^2 numbers
-stay in the cache, and are saved for backward. A device takes all samples at once: there the number
-of calls is the cost.
+One product computes q, k and v of all heads, and each head is a view of the result: nothing is
+transposed or copied. On the host, scores and softmax are computed sample by sample, so that their
+heads * length^2 numbers stay in the cache; they are saved for backward. On a device all samples are
+computed at once, because there the number of kernels decides the time.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hpctrain.core.errors import UsageError
-from hpctrain.core.xp import Array, namespace, narrow, on_device, wide
-from hpctrain.nn.embedding import SPREAD
-from hpctrain.nn.layer import Key, Parameter, Shape, at_least, normal, sum_rows, zeros
+from hpctrain.core.xp import Array, namespace, narrowed, on_device, widened
+from hpctrain.nn.embedding import INIT_STD
+from hpctrain.nn.layer import Key, Parameter, Shape, normal, require_at_least, sum_rows, zeros
 
 
 class AttentionSaved(NamedTuple):
@@ -30,22 +30,22 @@ class AttentionSaved(NamedTuple):
     x: Array  #: (rows, width)
     qkv: Array  #: (n, length, 3, heads, width / heads)
     weights: Array  #: (n, heads, length, length)
-    mixed: Array  #: (rows, width)
+    context: Array  #: (rows, width)
 
 
 @dataclass(frozen=True)
 class CausalAttention:
-    """Attention of every place to itself and to those before it: (length, width) -> the same.
+    """Attention of each position to itself and all earlier ones; samples are (length, width).
 
-    `qkv_weight` is (width, 3 width), `out_weight` (width, width), with a bias each. `spread` is the
-    standard deviation of `out_weight` at the start. Raises UsageError unless heads divide width.
+    `qkv_weight` is (width, 3 width), `out_weight` (width, width), with a bias each. `init_std` is
+    the initial standard deviation of `out_weight`. Raises UsageError unless heads divide width.
     """
 
     heads: int
-    spread: float = SPREAD
+    init_std: float = INIT_STD
 
     def __post_init__(self) -> None:
-        at_least(self, heads=(self.heads, 1))
+        require_at_least(self, heads=(self.heads, 1))
 
     def output_shape(self, shape: Shape) -> Shape:
         if len(shape) != 2 or shape[1] % self.heads:
@@ -57,9 +57,9 @@ class CausalAttention:
     def parameters(self, shape: Shape) -> dict[str, Parameter]:
         width = shape[1]
         return {
-            "qkv_weight": Parameter((width, 3 * width), normal(SPREAD)),
+            "qkv_weight": Parameter((width, 3 * width), normal(INIT_STD)),
             "qkv_bias": Parameter((3 * width,), zeros),
-            "out_weight": Parameter((width, width), normal(self.spread)),
+            "out_weight": Parameter((width, width), normal(self.init_std)),
             "out_bias": Parameter((width,), zeros),
         }
 
@@ -71,18 +71,19 @@ class CausalAttention:
         qkv = flat @ p["qkv_weight"]
         qkv += p["qkv_bias"]
         qkv = qkv.reshape(n, length, 3, self.heads, width // self.heads)
-        scores = np.float32 if x.itemsize == 2 else x.dtype  # else sums would lose small numbers
-        weights = xp.empty((n, self.heads, length, length), scores)
-        mixed = xp.empty((n, length, self.heads, width // self.heads), x.dtype)
-        for i in _pieces(x):
-            q, k, v = _by_head(qkv[i])
-            _product(q, k.swapaxes(-1, -2), out=weights[i])
+        # In 16 bits the sums of softmax would lose small numbers.
+        score_dtype = np.float32 if x.itemsize == 2 else x.dtype
+        weights = xp.empty((n, self.heads, length, length), score_dtype)
+        context = xp.empty((n, length, self.heads, width // self.heads), x.dtype)
+        for i in _sample_indices(x):
+            q, k, v = _split_heads(qkv[i])
+            _matmul(q, k.swapaxes(-1, -2), out=weights[i])
             _softmax(weights[i], 1 / sqrt(q.shape[-1]))
-            _product(weights[i], v, out=mixed[i].swapaxes(-3, -2))
-        mixed = mixed.reshape(n * length, width)
-        y = mixed @ p["out_weight"]
+            _matmul(weights[i], v, out=context[i].swapaxes(-3, -2))
+        context = context.reshape(n * length, width)
+        y = context @ p["out_weight"]
         y += p["out_bias"]
-        return y.reshape(x.shape), AttentionSaved(flat, qkv, narrow(weights, x), mixed)
+        return y.reshape(x.shape), AttentionSaved(flat, qkv, narrowed(weights, x), context)
 
     def backward(
         self,
@@ -94,52 +95,52 @@ class CausalAttention:
     ) -> Array | None:
         xp, shape = namespace(dy), dy.shape
         dy = dy.reshape(saved.x.shape)
-        xp.matmul(saved.mixed.T, dy, out=g["out_weight"])
+        xp.matmul(saved.context.T, dy, out=g["out_weight"])
         sum_rows(dy, out=g["out_bias"])
-        dmixed = dy @ p["out_weight"].T
-        dqkv = self._inner(saved, dmixed).reshape(len(dy), 3 * dy.shape[1])
+        dcontext = dy @ p["out_weight"].T
+        dqkv = self._qkv_gradient(saved, dcontext).reshape(len(dy), 3 * dy.shape[1])
         xp.matmul(saved.x.T, dqkv, out=g["qkv_weight"])
         sum_rows(dqkv, out=g["qkv_bias"])
         return (dqkv @ p["qkv_weight"].T).reshape(shape) if want_dx else None
 
-    def _inner(self, saved: AttentionSaved, dmixed: Array) -> Array:
-        """Return the gradient of `qkv` given that of `mixed`."""
-        xp, (n, length, _, heads, d) = namespace(dmixed), saved.qkv.shape
-        dqkv, dmixed = xp.empty_like(saved.qkv), dmixed.reshape(n, length, heads, d)
-        for i in _pieces(dmixed):
-            (q, k, v), (dq, dk, dv) = _by_head(saved.qkv[i]), _by_head(dqkv[i])
-            a, dm = saved.weights[i], dmixed[i].swapaxes(-3, -2)
-            _product(a.swapaxes(-1, -2), dm, out=dv)
-            ds, full = wide(dm) @ wide(v).swapaxes(-1, -2), wide(a)
-            # Of softmax: ds = a (da - sum(a da)); masked places have a = 0 and stay out by it.
-            ds -= _sum_product(full, ds)
-            ds *= full
+    def _qkv_gradient(self, saved: AttentionSaved, dcontext: Array) -> Array:
+        """Return the gradient of `qkv` given that of `context`."""
+        xp, (n, length, _, heads, d) = namespace(dcontext), saved.qkv.shape
+        dqkv, dcontext = xp.empty_like(saved.qkv), dcontext.reshape(n, length, heads, d)
+        for i in _sample_indices(dcontext):
+            (q, k, v), (dq, dk, dv) = _split_heads(saved.qkv[i]), _split_heads(dqkv[i])
+            a, dc = saved.weights[i], dcontext[i].swapaxes(-3, -2)
+            _matmul(a.swapaxes(-1, -2), dc, out=dv)
+            ds, weights_wide = widened(dc) @ widened(v).swapaxes(-1, -2), widened(a)
+            # Backward of softmax: ds = a (da - sum(a da)). Masked positions have a = 0, so ds = 0.
+            ds -= _sum_of_products(weights_wide, ds)
+            ds *= weights_wide
             ds *= 1 / sqrt(d)
-            _product(ds, k, out=dq)
-            _product(ds.swapaxes(-1, -2), q, out=dk)
+            _matmul(ds, k, out=dq)
+            _matmul(ds.swapaxes(-1, -2), q, out=dk)
         return dqkv
 
 
-def _pieces(x: Array) -> Iterable[Any]:
-    """Return the indices of the samples that are handled together."""
+def _sample_indices(x: Array) -> Iterable[Any]:
+    """Return one index per sample, or a single index of all samples on a device."""
     return [...] if on_device(x) else range(len(x))
 
 
-def _by_head(qkv: Array) -> tuple[Array, Array, Array]:
+def _split_heads(qkv: Array) -> tuple[Array, Array, Array]:
     """Return q, k, v, each (..., heads, length, d), as views of (..., length, 3, heads, d)."""
     return tuple(qkv[..., i, :, :].swapaxes(-3, -2) for i in range(3))
 
 
-def _product(a: Array, b: Array, out: Array) -> None:
+def _matmul(a: Array, b: Array, out: Array) -> None:
     """Write the matrix products of `a` and `b`, (..., n, k) and (..., k, m), into `out`."""
     if min(a.itemsize, b.itemsize) > 2:
         namespace(a).matmul(a, b, out=out)
-    else:  # CuPy has products of many matrices in float32 and float64 alone
-        out[...] = wide(a) @ wide(b)
+    else:  # CuPy multiplies batches of matrices only in float32 and float64
+        out[...] = widened(a) @ widened(b)
 
 
-def _sum_product(a: Array, b: Array) -> Array:
-    """Return the sum of a * b over the last axis, which stays with length 1."""
+def _sum_of_products(a: Array, b: Array) -> Array:
+    """Return the sum of a * b over the last axis, which is kept with length 1."""
     if on_device(a):
         return (a * b).sum(axis=-1, keepdims=True)
     return namespace(a).einsum("hij,hij->hi", a, b)[..., None]
@@ -148,13 +149,13 @@ def _sum_product(a: Array, b: Array) -> Array:
 def _softmax(scores: Array, factor: float) -> None:
     """Turn the scores (..., heads, length, length) into weights, in place."""
     scores *= factor
-    scores += _mask(namespace(scores), scores.shape[-1], scores.dtype.name)
+    scores += _causal_mask(namespace(scores), scores.shape[-1], scores.dtype.name)
     scores -= scores.max(axis=-1, keepdims=True)
     namespace(scores).exp(scores, out=scores)
     scores /= scores.sum(axis=-1, keepdims=True)
 
 
 @cache
-def _mask(xp: Any, length: int, dtype: str) -> Array:
+def _causal_mask(xp: Any, length: int, dtype: str) -> Array:
     """Return the mask added to the scores: minus infinity for later places, else 0."""
     return xp.asarray(np.triu(np.full((length, length), -np.inf, dtype), 1))

@@ -1,12 +1,12 @@
 """Dropout with a mask that depends on the sample, not on the rank that holds it.
 
-Philox is a counter-based generator (Salmon et al., 2011): it gives the n-th number without the
-n - 1 before it. Each sample owns a fixed range of counters, and samples that follow each other own
-ranges that follow each other, so one call draws the rows of any share.
+Philox is a counter-based generator (Salmon et al., 2011): it computes the n-th number without the
+n - 1 before it. Each sample owns a fixed range of counters, and the ranges of consecutive samples
+are consecutive, so one call draws the mask of any share.
 
     counter words    [ sample * blocks + block,  step,  layer,  0 ]      key words  [ seed, STREAM ]
 
-A GPU draws the same numbers itself; see cuda/philox.py.
+On a GPU a kernel draws the same numbers; see cuda/philox.py.
 """
 
 from __future__ import annotations
@@ -19,32 +19,33 @@ import numpy as np
 
 from hpctrain.core.errors import UsageError
 from hpctrain.core.xp import Array, on_device
-from hpctrain.nn.cuda.philox import DRAWS, dropped
+from hpctrain.nn.cuda.philox import DRAWS_PER_COUNTER, apply_dropout
 from hpctrain.nn.layer import Key, Parameter, Shape
 
-STREAM = 1 << 63  #: separate from the initial values, whose keys are (seed, index)
+DROPOUT_STREAM = 1 << 63  #: separate from the initial values, whose keys are (seed, index)
 
 
 def keep_mask(key: Key, rows: int, features: int, rate: float) -> np.ndarray:
-    """Return the bool array (rows, features) that is true for the values kept.
+    """Return a bool array (rows, features), true for the values that dropout keeps.
 
     Row i is a function of (key.seed, key.step, key.layer, key.first + i, features, rate) alone.
     """
-    blocks = -(-features // DRAWS)
-    counter, words = (np.array(n, np.uint64) for n in _numbers(key, features))
-    stream = np.random.Philox(key=words, counter=counter)
-    draws = stream.random_raw(rows * blocks * (DRAWS // 2)).view(np.uint32)
-    return draws.reshape(rows, blocks * DRAWS)[:, :features] >= round(rate * 2**32)
+    blocks = -(-features // DRAWS_PER_COUNTER)
+    counter, key_words = (np.array(n, np.uint64) for n in _philox_words(key, features))
+    stream = np.random.Philox(key=key_words, counter=counter)
+    draws = stream.random_raw(rows * blocks * (DRAWS_PER_COUNTER // 2)).view(np.uint32)
+    return draws.reshape(rows, blocks * DRAWS_PER_COUNTER)[:, :features] >= round(rate * 2**32)
 
 
-def _numbers(key: Key, features: int) -> tuple[tuple[int, ...], tuple[int, int]]:
-    """Return the words of the first sample's counter, and those of the key."""
-    return (key.first * -(-features // DRAWS), key.step, key.layer, 0), (key.seed, STREAM)
+def _philox_words(key: Key, features: int) -> tuple[tuple[int, ...], tuple[int, int]]:
+    """Return the words of the first sample's counter, and the words of the Philox key."""
+    counter = (key.first * -(-features // DRAWS_PER_COUNTER), key.step, key.layer, 0)
+    return counter, (key.seed, DROPOUT_STREAM)
 
 
 @dataclass(frozen=True)
 class Dropout:
-    """Set each value to 0 with probability `rate`, the others grow by 1 / (1 - rate).
+    """Set each value to 0 with probability `rate`, and multiply the others by 1 / (1 - rate).
 
     Evaluation changes nothing. Samples may have any shape. Raises UsageError unless 0 <= rate < 1.
     Source: Srivastava et al. (2014).
@@ -68,7 +69,7 @@ class Dropout:
         if key is None or self.rate == 0:
             return x, None
         if on_device(x):
-            return self._drop(x, key), key
+            return self._drop_on_device(x, key), key
         mask = keep_mask(key, len(x), math.prod(x.shape[1:]), self.rate)
         factor = mask.reshape(x.shape).astype(x.dtype)
         factor *= 1 / (1 - self.rate)
@@ -84,8 +85,8 @@ class Dropout:
     ) -> Array | None:
         if saved is None:
             return dy
-        return self._drop(dy, saved) if isinstance(saved, Key) else dy * saved
+        return self._drop_on_device(dy, saved) if isinstance(saved, Key) else dy * saved
 
-    def _drop(self, x: Array, key: Key) -> Array:
-        """Return `x` of a device after dropout; the mask is drawn again each time."""
-        return dropped(x, self.rate, *_numbers(key, math.prod(x.shape[1:])))
+    def _drop_on_device(self, x: Array, key: Key) -> Array:
+        """Return array `x` of a device after dropout; forward and backward each draw the mask."""
+        return apply_dropout(x, self.rate, *_philox_words(key, math.prod(x.shape[1:])))

@@ -1,4 +1,4 @@
-"""Words (or bytes) to vectors and back: one table may serve both ways.
+"""Embedding of tokens as vectors, and the output layer that may share its table.
 
     ids (n, length) --Embedding--> (n, length, width)  ...  --Unembedding--> (n, length, entries)
                          ^------------- the same table -------------^
@@ -15,24 +15,24 @@ import numpy as np
 
 from hpctrain.core.errors import UsageError
 from hpctrain.core.xp import Array, namespace, on_device
-from hpctrain.nn.layer import Key, Parameter, Shape, at_least, normal, rows_of, sum_rows
+from hpctrain.nn.layer import Key, Parameter, Shape, normal, require_at_least, rows_of, sum_rows
 
-SPREAD = 0.02  #: standard deviation at the start, as in GPT-2 (Radford et al., 2019)
-ONES_BYTES = 64 << 20  #: of the largest matrix of zeros and ones; see `_by_product`
+INIT_STD = 0.02  #: standard deviation at the start, as in GPT-2 (Radford et al., 2019)
+MAX_ONE_HOT_BYTES = 64 << 20  #: of a one-hot matrix; see `_sum_rows_by_matmul`
 
 
 @dataclass(frozen=True)
 class Embedding:
     """Row x of `table` (entries, width) for each number x in 0 .. entries - 1.
 
-    Samples are (length,) whole numbers, in whatever dtype, and leave as (length, width).
+    Samples are whole numbers (length,) of any dtype; outputs are (length, width).
     """
 
     entries: int
     width: int
 
     def __post_init__(self) -> None:
-        at_least(self, entries=(self.entries, 1), width=(self.width, 1))
+        require_at_least(self, entries=(self.entries, 1), width=(self.width, 1))
 
     def output_shape(self, shape: Shape) -> Shape:
         if len(shape) != 1:
@@ -40,7 +40,7 @@ class Embedding:
         return (*shape, self.width)
 
     def parameters(self, shape: Shape) -> dict[str, Parameter]:
-        return {"table": Parameter((self.entries, self.width), normal(SPREAD))}
+        return {"table": Parameter((self.entries, self.width), normal(INIT_STD))}
 
     def forward(self, p: Mapping[str, Array], x: Array, key: Key | None) -> tuple[Array, Array]:
         rows = x.astype("int64")
@@ -60,30 +60,32 @@ class Embedding:
         self, p: Mapping[str, Array], g: Mapping[str, Array], saved: Array, dy: Array, want_dx: bool
     ) -> Array | None:
         if on_device(dy):
-            _by_product(g["table"], saved.reshape(-1), rows_of(dy))
+            _sum_rows_by_matmul(g["table"], saved.reshape(-1), rows_of(dy))
             return None  # numbers have no gradient
-        # Sorted, the rows of one entry are adjacent and are always added in the same order.
+        # Sorting makes the rows of one entry adjacent, and fixes the order in which they are added.
         xp, table = namespace(dy), g["table"]
-        order = saved.reshape(-1).argsort(kind="stable")
-        rows = saved.reshape(-1)[order]
+        sorted_order = saved.reshape(-1).argsort(kind="stable")
+        rows = saved.reshape(-1)[sorted_order]
         table[...] = 0
         if len(rows):
             starts = xp.flatnonzero(xp.concatenate([rows[:1] == rows[:1], rows[1:] != rows[:-1]]))
-            table[rows[starts]] = xp.add.reduceat(dy.reshape(len(rows), -1)[order], starts, axis=0)
+            table[rows[starts]] = xp.add.reduceat(
+                dy.reshape(len(rows), -1)[sorted_order], starts, axis=0
+            )
         return None
 
 
 @dataclass(frozen=True)
 class Positions:
-    """y = x + table: a trained vector (width,) for each place; samples are (length, width)."""
+    """y = x + table: a trained vector (width,) for each position; samples are (length, width)."""
 
     def output_shape(self, shape: Shape) -> Shape:
         if len(shape) != 2:
-            raise UsageError(f"expected vectors at places (length, width), seen {shape}")
+            raise UsageError(f"expected vectors at positions (length, width), seen {shape}")
         return shape
 
     def parameters(self, shape: Shape) -> dict[str, Parameter]:
-        return {"table": Parameter(shape, normal(SPREAD))}
+        return {"table": Parameter(shape, normal(INIT_STD))}
 
     def forward(self, p: Mapping[str, Array], x: Array, key: Key | None) -> tuple[Array, None]:
         return x + p["table"], None
@@ -97,9 +99,9 @@ class Positions:
 
 @dataclass(frozen=True)
 class Unembedding:
-    """y = x tableᵀ, `table` being that of the layer `shared`: (..., width) -> (..., entries)."""
+    """y = x tableᵀ with the table of layer `embedding`: (..., width) -> (..., entries)."""
 
-    shared: str  #: name of an Embedding before this layer
+    embedding: str  #: name of an earlier Embedding
     entries: int
 
     def output_shape(self, shape: Shape) -> Shape:
@@ -108,8 +110,10 @@ class Unembedding:
         return (*shape[:-1], self.entries)
 
     def parameters(self, shape: Shape) -> dict[str, Parameter]:
-        size = (self.entries, shape[-1])
-        return {"table": Parameter(size, normal(SPREAD), same_as=f"{self.shared}.table")}
+        table_shape = (self.entries, shape[-1])
+        return {
+            "table": Parameter(table_shape, normal(INIT_STD), shared_with=f"{self.embedding}.table")
+        }
 
     def forward(self, p: Mapping[str, Array], x: Array, key: Key | None) -> tuple[Array, Array]:
         flat = rows_of(x)
@@ -125,14 +129,14 @@ class Unembedding:
         return (dy @ table).reshape(saved.shape) if want_dx else None
 
 
-def _by_product(table: Array, rows: Array, dy: Array) -> None:
+def _sum_rows_by_matmul(table: Array, rows: Array, dy: Array) -> None:
     """Write into row i of `table` the sum of the rows of `dy` (n, width) where `rows` (n,) is i.
 
-    As a product with a matrix of zeros and ones: fast on a device, and reproducible.
+    The sum is a product with a one-hot matrix: fast on a device, and reproducible.
     """
     xp = namespace(dy)
-    step = max(1, ONES_BYTES // max(1, dy.itemsize * len(dy)))
-    for first in range(0, len(table), step):
-        part = table[first : first + step]
-        entries = xp.arange(first, first + len(part))[:, None]
-        xp.matmul((entries == rows).astype(dy.dtype), dy, out=part)
+    entries_per_product = max(1, MAX_ONE_HOT_BYTES // max(1, dy.itemsize * len(dy)))
+    for first_entry in range(0, len(table), entries_per_product):
+        table_part = table[first_entry : first_entry + entries_per_product]
+        entries = xp.arange(first_entry, first_entry + len(table_part))[:, None]
+        xp.matmul((entries == rows).astype(dy.dtype), dy, out=table_part)

@@ -17,15 +17,17 @@ class FunctionModel:
 
     target: str
     arguments: dict[str, Any] = field(default_factory=dict)
-    folder: str = "."  #: of modules that are not installed
+    folder: str = "."  #: where modules that are not installed are looked up
 
     def build(self, input_shape: Shape | None, classes: int | None) -> Model:
-        """Return the Model of the function; raise UsageError if it returns another type."""
-        place = "[model] kind"
+        """Call the function and return its Model; raise UsageError if it returns another type."""
+        key_path = "[model] kind"
         model = usercode.call(
-            self.target, place, self.folder, input_shape, classes, **self.arguments
+            self.target, key_path, self.folder, input_shape, classes, **self.arguments
         )
         if not isinstance(model, Model):
-            kind = type(model).__name__
-            raise UsageError(f"{place} '{self.target}': expected hpctrain.nn.Model, seen {kind}")
+            type_name = type(model).__name__
+            raise UsageError(
+                f"{key_path} '{self.target}': expected hpctrain.nn.Model, seen {type_name}"
+            )
         return model

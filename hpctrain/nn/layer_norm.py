@@ -1,6 +1,6 @@
-"""Layer normalization: of each vector alone, so without data of other samples or ranks.
+"""Layer normalization: each vector by its own statistics, so without communication.
 
-On a GPU forward and backward are kernels of our own; see cuda/layer_norm.py.
+On a GPU forward and backward are CUDA kernels; see cuda/layer_norm.py.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hpctrain.core.errors import UsageError
-from hpctrain.core.xp import Array, namespace, narrow, on_device, wide
+from hpctrain.core.xp import Array, namespace, narrowed, on_device, widened
 from hpctrain.nn.cuda import layer_norm
 from hpctrain.nn.layer import Key, Parameter, Shape, ones, rows_of, sum_rows, zeros
 
@@ -39,17 +39,17 @@ class LayerNorm:
         self, p: Mapping[str, Array], x: Array, key: Key | None
     ) -> tuple[Array, tuple[np.ndarray, np.ndarray] | layer_norm.RowNormalization]:
         if on_device(x):
-            out, saved = layer_norm.normalized(rows_of(x), p["weight"], p["bias"], self.epsilon)
+            out, saved = layer_norm.normalize(rows_of(x), p["weight"], p["bias"], self.epsilon)
             return out.reshape(x.shape), saved
-        full = wide(x)
-        normal = full - full.mean(axis=-1, keepdims=True)
-        scale = _mean_product(normal, normal)
+        x_wide = widened(x)
+        x_hat = x_wide - x_wide.mean(axis=-1, keepdims=True)
+        scale = _mean_product(x_hat, x_hat)
         scale += self.epsilon
         np.divide(1, np.sqrt(scale, out=scale), out=scale)
-        normal *= scale
-        y = normal * p["weight"]
+        x_hat *= scale
+        y = x_hat * p["weight"]
         y += p["bias"]
-        return narrow(y, x), (normal, scale)
+        return narrowed(y, x), (x_hat, scale)
 
     def backward(
         self,
@@ -61,28 +61,27 @@ class LayerNorm:
     ) -> Array | None:
         if isinstance(saved, layer_norm.RowNormalization):
             flat = namespace(dy).ascontiguousarray(rows_of(dy))
-            layer_norm.sums(saved, flat, g["bias"], g["weight"])
+            layer_norm.write_parameter_gradients(saved, flat, g["bias"], g["weight"])
             return (
                 layer_norm.backward(saved, flat, p["weight"]).reshape(dy.shape) if want_dx else None
             )
-        (normal, scale), incoming = saved, dy
-        dy = wide(dy)
-        sum_rows(rows_of(dy), out=g["bias"])
-        product = dy * normal
+        (x_hat, scale), dy_wide = saved, widened(dy)
+        sum_rows(rows_of(dy_wide), out=g["bias"])
+        product = dy_wide * x_hat
         sum_rows(rows_of(product), out=g["weight"])
         if not want_dx:
             return None
-        dx = np.multiply(dy, p["weight"], out=product)
-        # The parts along the mean and the variance of a vector are removed from its gradient.
-        along = _mean_product(dx, normal)
+        dx = np.multiply(dy_wide, p["weight"], out=product)
+        # Mean and variance are fixed by the normalization: remove the parts of dx that change them.
+        variance_part = _mean_product(dx, x_hat)
         dx -= dx.mean(axis=-1, keepdims=True)
-        dx -= normal * along
+        dx -= x_hat * variance_part
         dx *= scale
-        return narrow(dx, incoming)
+        return narrowed(dx, dy)
 
 
 def _mean_product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Return the mean of a * b over the last axis, which stays with length 1."""
+    """Return the mean of a * b over the last axis, which is kept with length 1."""
     total: np.ndarray = np.einsum("...i,...i->...", a, b)[..., None]
     total /= a.shape[-1]
     return total

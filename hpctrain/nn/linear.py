@@ -1,4 +1,4 @@
-"""The dense layer: three matrix products, everything else is small."""
+"""The dense layer: one matrix product forward, two backward."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from hpctrain.nn.layer import (
     Key,
     Parameter,
     Shape,
-    at_least,
     he_normal,
     normal,
+    require_at_least,
     rows_of,
     sum_rows,
     zeros,
@@ -24,27 +24,28 @@ from hpctrain.nn.layer import (
 class Linear:
     """y = x W + b: (n, inputs) -> (n, outputs); `weight` is (inputs, outputs), `bias` (outputs,).
 
-    `inputs` follows from the layer before. With `places` samples are (length, inputs), and each
-    place is a vector of its own. `spread` is the standard deviation of the weights at the start,
-    that of He et al. (2015) if None. Raises UsageError if samples are not vectors.
+    `inputs` is the size of the previous layer's output. With `per_position`, samples are (length,
+    inputs), and the layer is applied to the vector of each position. `init_std` is the initial
+    standard deviation of the weights; None means that of He et al. (2015). Raises UsageError if
+    samples are not vectors.
     """
 
     outputs: int
-    places: bool = False
-    spread: float | None = None
+    per_position: bool = False
+    init_std: float | None = None
 
     def __post_init__(self) -> None:
-        at_least(self, outputs=(self.outputs, 1))
+        require_at_least(self, outputs=(self.outputs, 1))
 
     def output_shape(self, shape: Shape) -> Shape:
-        if self.places and len(shape) != 2:
-            raise UsageError(f"expected vectors at places (length, features), seen {shape}")
-        if not self.places and len(shape) != 1:
+        if self.per_position and len(shape) != 2:
+            raise UsageError(f"expected vectors at positions (length, features), seen {shape}")
+        if not self.per_position and len(shape) != 1:
             raise UsageError(f"expected vectors (features,), seen {shape}; put a Flatten before")
         return (*shape[:-1], self.outputs)
 
     def parameters(self, shape: Shape) -> dict[str, Parameter]:
-        init = he_normal(shape[-1]) if self.spread is None else normal(self.spread)
+        init = he_normal(shape[-1]) if self.init_std is None else normal(self.init_std)
         weight = Parameter((shape[-1], self.outputs), init)
         return {"weight": weight, "bias": Parameter((self.outputs,), zeros)}
 
@@ -57,7 +58,7 @@ class Linear:
     def backward(
         self, p: Mapping[str, Array], g: Mapping[str, Array], saved: Array, dy: Array, want_dx: bool
     ) -> Array | None:
-        # BLAS reads both transposes in place and writes straight into the slot of the gradient.
+        # BLAS reads both transposes in place and writes directly into the gradient's slot.
         flat = rows_of(dy)
         namespace(dy).matmul(saved.T, flat, out=g["weight"])
         sum_rows(flat, out=g["bias"])

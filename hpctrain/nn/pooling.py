@@ -6,17 +6,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hpctrain.core.errors import UsageError
-from hpctrain.core.xp import Array, namespace, narrow, wide
-from hpctrain.nn.conv import image_shape, places
-from hpctrain.nn.layer import Key, Parameter, Shape, at_least
+from hpctrain.core.xp import Array, namespace, narrowed, widened
+from hpctrain.nn.conv import count_windows, window_pixels
+from hpctrain.nn.layer import Key, Parameter, Shape, require_at_least
 
 
 @dataclass(frozen=True)
 class MaxPool2d:
     """Keep the largest value of each window: (n, h, w, c) -> (n, oh, ow, c).
 
-    oh = (h - window) // stride + 1; rows and columns that fill no window are left out. Of equal
-    values the first gets the gradient. Raises UsageError if samples are not (h, w, c) or are
+    oh = (h - window) // stride + 1; rows and columns that fill no window are ignored. Of several
+    equal maxima the first gets the gradient. Raises UsageError if samples are not (h, w, c) or are
     smaller than the window.
     """
 
@@ -24,10 +24,10 @@ class MaxPool2d:
     stride: int = 2
 
     def __post_init__(self) -> None:
-        at_least(self, window=(self.window, 1), stride=(self.stride, 1))
+        require_at_least(self, window=(self.window, 1), stride=(self.stride, 1))
 
     def output_shape(self, shape: Shape) -> Shape:
-        return (*image_shape(shape, self.window, self.stride), shape[2])
+        return (*count_windows(shape, self.window, self.stride), shape[2])
 
     def parameters(self, shape: Shape) -> dict[str, Parameter]:
         return {}
@@ -35,9 +35,9 @@ class MaxPool2d:
     def forward(
         self, p: Mapping[str, Array], x: Array, key: Key | None
     ) -> tuple[Array, tuple[Array, Array]]:
-        first, *rest = (index for _, _, index in self._places(x))
-        y = x[first].copy()
-        for index in rest:
+        first_index, *other_indices = (index for _, _, index in self._window_pixels(x))
+        y = x[first_index].copy()
+        for index in other_indices:
             namespace(x).maximum(y, x[index], out=y)
         return y, (x, y)
 
@@ -51,17 +51,17 @@ class MaxPool2d:
     ) -> Array | None:
         x, y = saved
         dx = namespace(x).zeros(x.shape, x.dtype)
-        waiting = namespace(x).ones(y.shape, bool)
-        # After a ReLU whole windows are 0: without `waiting` each of them would count four times.
-        for _, _, index in self._places(x):
-            hit = (x[index] == y) & waiting
-            waiting ^= hit
-            dx[index] += dy * hit
+        is_unassigned = namespace(x).ones(y.shape, bool)
+        # All values of a window may be equal, such as 0 after a ReLU: only one gets the gradient.
+        for _, _, index in self._window_pixels(x):
+            is_max = (x[index] == y) & is_unassigned
+            is_unassigned ^= is_max
+            dx[index] += dy * is_max
         return dx
 
-    def _places(self, x: Array) -> list[tuple[int, int, tuple[slice, ...]]]:
+    def _window_pixels(self, x: Array) -> list[tuple[int, int, tuple[slice, ...]]]:
         oh, ow, _ = self.output_shape(x.shape[1:])
-        return list(places(self.window, self.stride, oh, ow))
+        return list(window_pixels(self.window, self.stride, oh, ow))
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class MeanPool:
         return {}
 
     def forward(self, p: Mapping[str, Array], x: Array, key: Key | None) -> tuple[Array, Shape]:
-        return narrow(wide(x).mean(axis=(1, 2)), x), x.shape
+        return narrowed(widened(x).mean(axis=(1, 2)), x), x.shape
 
     def backward(
         self, p: Mapping[str, Array], g: Mapping[str, Array], saved: Shape, dy: Array, want_dx: bool

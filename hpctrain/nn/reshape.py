@@ -1,4 +1,4 @@
-"""Layers without arithmetic: the same numbers in another shape, or some of them."""
+"""Layers without arithmetic: they change the shape of samples, or select some of the values."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from hpctrain.core.errors import UsageError
 from hpctrain.core.xp import Array, namespace
-from hpctrain.nn.layer import Key, Parameter, Shape, at_least
+from hpctrain.nn.layer import Key, Parameter, Shape, require_at_least
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Flatten:
         return {}
 
     def forward(self, p: Mapping[str, Array], x: Array, key: Key | None) -> tuple[Array, Shape]:
-        # The size is spelled out: -1 has no answer for a share of no samples.
+        # NumPy cannot infer a size given as -1 for a share without samples.
         return x.reshape(len(x), math.prod(x.shape[1:])), x.shape
 
     def backward(
@@ -33,7 +33,7 @@ class Flatten:
 
 @dataclass(frozen=True)
 class AddChannel:
-    """Give grey images their one channel: (n, h, w) -> (n, h, w, 1).
+    """Add a channel dim to grey images: (n, h, w) -> (n, h, w, 1).
 
     Raises UsageError if samples are not (h, w).
     """
@@ -68,7 +68,7 @@ class Subsample:
     channels: int
 
     def __post_init__(self) -> None:
-        at_least(self, stride=(self.stride, 1), channels=(self.channels, 1))
+        require_at_least(self, stride=(self.stride, 1), channels=(self.channels, 1))
 
     def output_shape(self, shape: Shape) -> Shape:
         if len(shape) != 3 or shape[2] > self.channels:

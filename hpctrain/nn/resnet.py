@@ -18,7 +18,7 @@ from hpctrain.nn.activations import ReLU
 from hpctrain.nn.batch_norm import BatchNorm
 from hpctrain.nn.chain import Chain, Recompute, Residual
 from hpctrain.nn.conv import Conv2d
-from hpctrain.nn.layer import MOST_LAYERS, Layer, Shape
+from hpctrain.nn.layer import MAX_LAYERS, Layer, Shape
 from hpctrain.nn.linear import Linear
 from hpctrain.nn.model import Model
 from hpctrain.nn.pooling import MeanPool
@@ -29,13 +29,13 @@ Count = Annotated[int, pydantic.Field(gt=0)]
 
 @options
 class ResNetOptions:
-    """ResNet-20 as it stands; `blocks` per group and the `channels` of the groups make others.
+    """ResNet-20 by default; `blocks` per group and `channels` per group define other ResNets.
 
-    Images are channels last: (h, w) or (h, w, c). With `recompute` the blocks save their input
-    alone, and compute the rest again in backward.
+    Images are channels last: (h, w) or (h, w, c). With `recompute` each block saves only its input,
+    and computes its other values again in backward.
     """
 
-    blocks: Annotated[int, pydantic.Field(gt=0, le=MOST_LAYERS)] = 3
+    blocks: Annotated[int, pydantic.Field(gt=0, le=MAX_LAYERS)] = 3
     channels: Annotated[list[Count], pydantic.Field(min_length=1)] = pydantic.Field(
         default_factory=lambda: [16, 32, 64]
     )
@@ -44,7 +44,7 @@ class ResNetOptions:
     def build(self, input_shape: Shape | None, classes: int | None) -> Model:
         """Return the model for images of `input_shape` and `classes` labels.
 
-        Raises UsageError if one is not known or samples are not images.
+        Raises UsageError if either is None or samples are not images.
         """
         if input_shape is None or classes is None:
             raise UsageError(
@@ -55,36 +55,36 @@ class ResNetOptions:
             raise UsageError(
                 f"[model] resnet20: expected images (h, w) or (h, w, channels), seen {shape}"
             )
-        grey: dict[str, Layer] = {"channel": AddChannel()} if len(shape) == 2 else {}
-        ends: dict[str, Layer] = {"pool": MeanPool(), "linear": Linear(classes)}
-        first = {**_convolved("", self.channels[0], 1), "relu": ReLU()}
-        return Model(grey | first | self._groups() | ends, shape)
+        channel_layers: dict[str, Layer] = {"channel": AddChannel()} if len(shape) == 2 else {}
+        head: dict[str, Layer] = {"pool": MeanPool(), "linear": Linear(classes)}
+        stem = {**_conv_and_norm("", self.channels[0], 1), "relu": ReLU()}
+        return Model(channel_layers | stem | self._group_layers() | head, shape)
 
-    def _groups(self) -> dict[str, Layer]:
+    def _group_layers(self) -> dict[str, Layer]:
         layers: dict[str, Layer] = {}
-        before = self.channels[0]
+        input_channels = self.channels[0]
         for i, channels in enumerate(self.channels, 1):
             for j in range(1, self.blocks + 1):
                 stride = 2 if i > 1 and j == 1 else 1
-                layer = block(before, channels, stride)
+                layer = block(input_channels, channels, stride)
                 layers[f"group{i}_block{j}"] = Recompute(layer) if self.recompute else layer
-                before = channels
+                input_channels = channels
         return layers
 
 
-def block(before: int, channels: int, stride: int) -> Layer:
-    """Return two convolutions beside a shortcut, which has no parameters."""
+def block(input_channels: int, channels: int, stride: int) -> Layer:
+    """Return a residual block: two convolutions, and a shortcut without parameters."""
     body: dict[str, Layer] = {
-        **_convolved("1", channels, stride),
+        **_conv_and_norm("1", channels, stride),
         "relu1": ReLU(),
-        **_convolved("2", channels, 1),
+        **_conv_and_norm("2", channels, 1),
     }
-    changes = stride > 1 or channels != before
-    shortcut: dict[str, Layer] = {"subsample": Subsample(stride, channels)} if changes else {}
+    changes_shape = stride > 1 or channels != input_channels
+    shortcut: dict[str, Layer] = {"subsample": Subsample(stride, channels)} if changes_shape else {}
     return Chain({"sum": Residual(body, shortcut), "relu": ReLU()})
 
 
-def _convolved(number: str, channels: int, stride: int) -> dict[str, Layer]:
-    # Without a bias: the normalization behind it would take it out again.
+def _conv_and_norm(suffix: str, channels: int, stride: int) -> dict[str, Layer]:
+    # A bias would have no effect: the normalization subtracts the mean of each channel.
     conv = Conv2d(channels, kernel=3, stride=stride, padding=1, bias=False)
-    return {f"conv{number}": conv, f"norm{number}": BatchNorm()}
+    return {f"conv{suffix}": conv, f"norm{suffix}": BatchNorm()}

@@ -1,10 +1,10 @@
-"""A transformer that reads bytes and predicts at each place the next byte.
+"""A transformer that reads bytes and predicts the next byte at each position.
 
     bytes - table - places - [norm - attention (+) norm - linear - GELU - linear (+)] x layers
           - norm - the same table, transposed
 
-Norms stand before what they norm for, so the sums run through untouched (GPT-2: Radford et al.,
-2019, whose start values these are too).
+Each norm stands at the start of its branch, so the residual path has no norms (pre-norm, as in
+GPT-2: Radford et al., 2019). The initial values are also those of GPT-2.
 """
 
 from __future__ import annotations
@@ -20,25 +20,26 @@ from hpctrain.nn.activations import GELU
 from hpctrain.nn.attention import CausalAttention
 from hpctrain.nn.chain import Chain, Recompute, Residual
 from hpctrain.nn.dropout import Dropout
-from hpctrain.nn.embedding import SPREAD, Embedding, Positions, Unembedding
-from hpctrain.nn.layer import MOST_LAYERS, Layer, Shape
+from hpctrain.nn.embedding import INIT_STD, Embedding, Positions, Unembedding
+from hpctrain.nn.layer import MAX_LAYERS, Layer, Shape
 from hpctrain.nn.layer_norm import LayerNorm
 from hpctrain.nn.linear import Linear
 from hpctrain.nn.model import Model
 
-BYTES = 256
+BYTE_VALUES = 256
 Count = Annotated[int, pydantic.Field(gt=0)]
 Rate = Annotated[float, pydantic.Field(ge=0, lt=1)]
 
 
 @options
 class TransformerOptions:
-    """`layers` blocks of `width` with `heads`; `length` bytes are read at once, as the data says.
+    """`layers` blocks of `width` with `heads`; `length`, the bytes of a sample, is the data's.
 
-    With `recompute` the blocks save their input alone, and compute the rest again in backward.
+    With `recompute` each block saves only its input, and computes its other values again in
+    backward.
     """
 
-    layers: Annotated[int, pydantic.Field(gt=0, le=MOST_LAYERS)]
+    layers: Annotated[int, pydantic.Field(gt=0, le=MAX_LAYERS)]
     width: Count
     heads: Count
     length: Count | None = None
@@ -48,7 +49,7 @@ class TransformerOptions:
     def build(self, input_shape: Shape | None, classes: int | None) -> Model:
         """Return the model for texts of shape (length,), whose targets are the next bytes.
 
-        Raises UsageError if the data has no such shape or another length, or more than 256 labels.
+        Raises UsageError if samples have another shape or length, or more than 256 labels.
         """
         shape = (self.length or 0,) if input_shape is None else tuple(input_shape)
         if len(shape) != 1 or not shape[0] or self.length not in (None, shape[0]):
@@ -56,33 +57,38 @@ class TransformerOptions:
                 f"[model] transformer: expected texts of shape ({self.length or 'length'},), seen "
                 f"{shape}; give [model] and [data] the same length"
             )
-        if classes is not None and classes > BYTES:
+        if classes is not None and classes > BYTE_VALUES:
             raise UsageError(f"[model] transformer: expected labels below 256, seen {classes}")
         return Model(self._layers(), shape)
 
     def _layers(self) -> dict[str, Layer]:
         layers: dict[str, Layer] = {
-            "embedding": Embedding(BYTES, self.width),
+            "embedding": Embedding(BYTE_VALUES, self.width),
             "positions": Positions(),
             "dropout": Dropout(self.dropout),
         }
         for i in range(1, self.layers + 1):
             layers[f"block{i}"] = Recompute(self._block()) if self.recompute else self._block()
-        return layers | {"norm": LayerNorm(), "out": Unembedding("embedding", BYTES)}
+        return layers | {"norm": LayerNorm(), "out": Unembedding("embedding", BYTE_VALUES)}
 
     def _block(self) -> Layer:
-        # What each block adds is small at the start, so that the sum of all does not grow.
-        spread = SPREAD / sqrt(2 * self.layers)
-        attention = CausalAttention(self.heads, spread)
-        wide = Linear(4 * self.width, places=True, spread=SPREAD)
-        narrow = Linear(self.width, places=True, spread=spread)
-        drop = Dropout(self.dropout)
-        mix: dict[str, Layer] = {"norm1": LayerNorm(), "attention": attention, "dropout1": drop}
-        mlp: dict[str, Layer] = {
-            "norm2": LayerNorm(),
-            "wide": wide,
-            "gelu": GELU(),
-            "narrow": narrow,
-            "dropout2": drop,
+        # The outputs of the branches are small at the start, so that their sum does not grow with
+        # the number of layers.
+        init_std = INIT_STD / sqrt(2 * self.layers)
+        attention = CausalAttention(self.heads, init_std)
+        expand = Linear(4 * self.width, per_position=True, init_std=INIT_STD)
+        contract = Linear(self.width, per_position=True, init_std=init_std)
+        dropout = Dropout(self.dropout)
+        attention_branch: dict[str, Layer] = {
+            "norm1": LayerNorm(),
+            "attention": attention,
+            "dropout1": dropout,
         }
-        return Chain({"mix": Residual(mix), "each": Residual(mlp)})
+        mlp_branch: dict[str, Layer] = {
+            "norm2": LayerNorm(),
+            "wide": expand,
+            "gelu": GELU(),
+            "narrow": contract,
+            "dropout2": dropout,
+        }
+        return Chain({"mix": Residual(attention_branch), "each": Residual(mlp_branch)})

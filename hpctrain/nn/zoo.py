@@ -26,22 +26,26 @@ Rate = Annotated[float, pydantic.Field(ge=0, lt=1)]
 
 @options
 class MlpOptions:
-    """Dense layers with ReLU (and dropout) between; `widths` runs from features to classes."""
+    """Dense layers with ReLU and dropout in between; `widths` runs from features to classes."""
 
     widths: Annotated[list[Count], pydantic.Field(min_length=2)]
     dropout: Rate = 0.0
 
     def build(self, input_shape: Shape | None, classes: int | None) -> Model:
-        """Return the model for samples of `input_shape`, flattened first, and `classes` labels.
+        """Return the model for samples of `input_shape`, which it flattens, and `classes` labels.
 
-        Without them the model takes vectors of `widths[0]`. Raises UsageError if they do not fit.
+        Without `input_shape` the model takes vectors of `widths[0]` features. Raises UsageError if
+        `widths` does not fit the data.
         """
         shape = (self.widths[0],) if input_shape is None else tuple(input_shape)
-        self._check(shape, classes)
-        layers: dict[str, Layer] = {"flatten": Flatten(), **_dense(self.widths[1:], self.dropout)}
+        self._check_widths(shape, classes)
+        layers: dict[str, Layer] = {
+            "flatten": Flatten(),
+            **_dense_layers(self.widths[1:], self.dropout),
+        }
         return Model(layers, shape)
 
-    def _check(self, shape: Shape, classes: int | None) -> None:
+    def _check_widths(self, shape: Shape, classes: int | None) -> None:
         features = math.prod(shape)
         if features != self.widths[0]:
             raise UsageError(
@@ -60,7 +64,7 @@ class MlpOptions:
 class CnnOptions:
     """Per entry of `channels` a 3x3 convolution, ReLU and 2x2 max pooling; then two dense layers.
 
-    Images are channels last: (h, w) or (h, w, c), as most image files are read.
+    Images are channels last: (h, w) or (h, w, c).
     """
 
     channels: Annotated[list[Count], pydantic.Field(min_length=1)]
@@ -70,7 +74,7 @@ class CnnOptions:
     def build(self, input_shape: Shape | None, classes: int | None) -> Model:
         """Return the model for images of `input_shape` and `classes` labels.
 
-        Raises UsageError if one is not known or the images are too small for the pooling.
+        Raises UsageError if either is None or the images are too small for the pooling.
         """
         if input_shape is None or classes is None:
             raise UsageError("[model] cnn: expected the shape of images and classes, seen none")
@@ -78,17 +82,17 @@ class CnnOptions:
         if len(shape) not in (2, 3):
             raise UsageError(
                 f"[model] cnn: expected images (h, w) or (h, w, channels), seen {shape}; "
-                f"reshape the data, or take kind = 'mlp'"
+                f"reshape the data, or use kind = 'mlp'"
             )
         return Model(self._layers(len(shape) == 2, classes), shape)
 
-    def _layers(self, grey: bool, classes: int) -> dict[str, Layer]:
-        layers: dict[str, Layer] = {"channel": AddChannel()} if grey else {}
+    def _layers(self, is_grey: bool, classes: int) -> dict[str, Layer]:
+        layers: dict[str, Layer] = {"channel": AddChannel()} if is_grey else {}
         for i, outputs in enumerate(self.channels, 1):
             layers[f"conv{i}"] = Conv2d(outputs, kernel=3, padding=1)
             layers[f"conv{i}_relu"] = ReLU()
             layers[f"pool{i}"] = MaxPool2d()
-        return layers | {"flatten": Flatten()} | _dense([self.hidden, classes], self.dropout)
+        return layers | {"flatten": Flatten()} | _dense_layers([self.hidden, classes], self.dropout)
 
 
 MODELS: dict[str, Any] = {
@@ -99,7 +103,7 @@ MODELS: dict[str, Any] = {
 }
 
 
-def _dense(widths: list[int], dropout: float) -> dict[str, Layer]:
+def _dense_layers(widths: list[int], dropout: float) -> dict[str, Layer]:
     layers: dict[str, Layer] = {}
     for i, outputs in enumerate(widths, 1):
         layers[f"linear{i}"] = Linear(outputs)

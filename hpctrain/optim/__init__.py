@@ -1,4 +1,4 @@
-"""Optimizers and schedules: pairs of functions on flat arrays."""
+"""Optimizers, which are pairs of functions on flat arrays, and learning-rate schedules."""
 
 from typing import Any
 

@@ -4,7 +4,7 @@
     w <- (1 - rate decay) w  -  rate (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + epsilon)
 
 t counts from 1. As in most libraries the decay is multiplied by the rate, not by the schedule
-alone, and all parameters decay, biases too, unless `exempt_vectors` is set.
+alone. All parameters decay, biases too, unless `exempt_vectors` is set.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from typing import Any, NamedTuple
 
 from hpctrain.config import options
 from hpctrain.core.xp import Array, fused, namespace, on_device
-from hpctrain.optim.norms import clip_factor, decayed, runs
+from hpctrain.optim.norms import clip_factor, find_decaying, kernel_slices
 from hpctrain.optim.optimizer import (
-    BLOCK,
+    BLOCK_ELEMENTS,
     CommonOptions,
     Fraction,
-    NotNegative,
+    GatherRows,
+    NonNegativeFloat,
     Optimizer,
-    Positive,
+    PositiveFloat,
     Schedule,
     State,
     TensorSlot,
-    Total,
     blocks,
-    rate_of,
+    initial_state,
+    rate_at,
     require,
-    start,
 )
 
 
@@ -56,22 +56,22 @@ def adamw(
 ) -> Optimizer:
     """Return AdamW; `rate` is a number or a function of the 0-based step.
 
-    With `exempt_vectors` tensors of one dim, such as biases, do not decay; gradients whose norm,
-    all together, is beyond `clip_norm` count as if scaled down to it. The state is "mean" and
-    "square". Raises UsageError unless 0 <= beta1, beta2 < 1, epsilon > 0, weight_decay >= 0 and
+    With `exempt_vectors` tensors of one dim, such as biases, do not decay. A gradient whose norm
+    over all tensors is above `clip_norm` is scaled down to it. The state is "mean" and "square".
+    Raises UsageError unless 0 <= beta1, beta2 < 1, epsilon > 0, weight_decay >= 0 and
     clip_norm > 0.
     """
-    check("adamw", beta1, beta2, epsilon, weight_decay, clip_norm)
-    numbers = _AdamWConstants(rate, beta1, beta2, epsilon, weight_decay, exempt_vectors, clip_norm)
+    check_constants("adamw", beta1, beta2, epsilon, weight_decay, clip_norm)
+    const = _AdamWConstants(rate, beta1, beta2, epsilon, weight_decay, exempt_vectors, clip_norm)
     return Optimizer(
-        partial(start, names=["mean", "square"]),
-        partial(_update, numbers),
+        partial(initial_state, names=["mean", "square"]),
+        partial(_update, const),
         rate,
         clip_norm is not None,
     )
 
 
-def check(
+def check_constants(
     name: str,
     beta1: float,
     beta2: float,
@@ -79,91 +79,94 @@ def check(
     weight_decay: float,
     clip_norm: float | None,
 ) -> None:
-    """Raise UsageError for numbers with which neither AdamW nor LAMB works."""
+    """Raise UsageError for constants that are invalid in AdamW and LAMB."""
     require(name, "in [0, 1)", beta1=beta1, beta2=beta2)
-    # The gaps between tensors have no gradient: with epsilon 0 they would become 0 / 0.
+    # The gradient is zero in the gaps between tensors: with epsilon 0 they would become 0 / 0.
     require(name, "above 0", epsilon=epsilon, clip_norm=clip_norm)
     require(name, "at least 0", weight_decay=weight_decay)
 
 
 def _update(
-    a: _AdamWConstants,
+    const: _AdamWConstants,
     grad: Array,
     state: State,
     param: Array,
     slots: Sequence[TensorSlot],
-    total: Total,
+    gather_rows: GatherRows,
 ) -> None:
     updates = int(state["step"][0])
-    rate, clip = rate_of(a.rate, updates), clip_factor(grad, a.clip_norm, total)
-    # Both corrections are factors of whole blocks; folded in, they cost no pass of their own.
-    step = rate / (1 - a.beta1 ** (updates + 1))
-    grow = 1 / math.sqrt(1 - a.beta2 ** (updates + 1))
+    rate, clip = rate_at(const.rate, updates), clip_factor(grad, const.clip_norm, gather_rows)
+    # The bias corrections are scalars: as part of other factors they need no pass over memory.
+    step_size = rate / (1 - const.beta1 ** (updates + 1))
+    v_correction = 1 / math.sqrt(1 - const.beta2 ** (updates + 1))
     state["step"] += 1
     if on_device(param):
-        for s, decay in runs(param.size, slots, a.exempt_vectors and a.weight_decay > 0):
-            keep = 1 - rate * a.weight_decay * decay
-            arrays = (param[s], state["mean"][s], state["square"][s], grad[s])
-            follow = following(clip, a.beta1, a.beta2)
-            fused(_adamw, param)(*arrays, *follow, keep, step, grow, a.epsilon)
+        beta_factors = moment_factors(clip, const.beta1, const.beta2)
+        per_slot = const.exempt_vectors and const.weight_decay > 0
+        for elements, decays in kernel_slices(param.size, slots, per_slot):
+            decay_factor = 1 - rate * const.weight_decay * decays
+            m, v = state["mean"][elements], state["square"][elements]
+            arrays = (param[elements], m, v, grad[elements])
+            factors = (*beta_factors, decay_factor, step_size, v_correction, const.epsilon)
+            fused(_adamw_kernel, param)(*arrays, *factors)
         return
-    scratch = namespace(param).empty(min(BLOCK, param.size), param.dtype)
-    parts = decayed(param.size, slots, a.exempt_vectors)
-    for s, decays in zip(blocks(param.size), parts, strict=True):
-        m, v, t = state["mean"][s], state["square"][s], scratch[: s.stop - s.start]
-        moments(m, v, grad[s], clip, a.beta1, a.beta2, t)
-        for p in decays if a.weight_decay else ():
-            param[p] *= 1 - rate * a.weight_decay
-        direction(m, v, step, grow, a.epsilon, t)
-        param[s] -= t
+    scratch = namespace(param).empty(min(BLOCK_ELEMENTS, param.size), param.dtype)
+    decaying_slices = find_decaying(param.size, slots, const.exempt_vectors)
+    for block, decaying_parts in zip(blocks(param.size), decaying_slices, strict=True):
+        m, v, t = state["mean"][block], state["square"][block], scratch[: block.stop - block.start]
+        update_moments(m, v, grad[block], clip, const.beta1, const.beta2, t)
+        for part in decaying_parts if const.weight_decay else ():
+            param[part] *= 1 - rate * const.weight_decay
+        write_direction(m, v, step_size, v_correction, const.epsilon, t)
+        param[block] -= t
 
 
-def _adamw(
+def _adamw_kernel(
     xp: Any,
     w: Array,
     m: Array,
     v: Array,
     g: Array,
     beta1: float,
-    new1: float,
+    g_factor: float,
     beta2: float,
-    new2: float,
-    keep: float,
-    step: float,
-    grow: float,
+    g2_factor: float,
+    decay_factor: float,
+    step_size: float,
+    v_correction: float,
     epsilon: float,
 ) -> None:
-    follow(m, v, g, beta1, new1, beta2, new2)
-    w *= keep
-    w -= direction_in_kernel(xp, m, v, step, grow, epsilon)
+    update_moments_in_kernel(m, v, g, beta1, g_factor, beta2, g2_factor)
+    w *= decay_factor
+    w -= direction_in_kernel(xp, m, v, step_size, v_correction, epsilon)
 
 
-def following(clip: float, beta1: float, beta2: float) -> tuple[float, float, float, float]:
-    """Return the numbers for `follow`, in which a kernel computes with arrays alone."""
+def moment_factors(clip: float, beta1: float, beta2: float) -> tuple[float, float, float, float]:
+    """Return the factors beta1, g_factor, beta2 and g2_factor of `update_moments_in_kernel`."""
     return beta1, clip * (1 - beta1), beta2, clip * clip * (1 - beta2)
 
 
-def follow(
-    m: Array, v: Array, g: Array, beta1: float, new1: float, beta2: float, new2: float
+def update_moments_in_kernel(
+    m: Array, v: Array, g: Array, beta1: float, g_factor: float, beta2: float, g2_factor: float
 ) -> None:
-    """As `moments`, in a kernel."""
+    """Do the work of `update_moments` inside a fused kernel."""
     m *= beta1
-    m += g * new1
+    m += g * g_factor
     v *= beta2
-    v += g * g * new2
+    v += g * g * g2_factor
 
 
 def direction_in_kernel(
-    xp: Any, m: Array, v: Array, step: float, grow: float, epsilon: float
+    xp: Any, m: Array, v: Array, step_size: float, v_correction: float, epsilon: float
 ) -> Array:
-    """Return the array that `direction` writes, in a kernel."""
-    return m / (xp.sqrt(v) * grow + epsilon) * step
+    """Return the array that `write_direction` writes, inside a fused kernel."""
+    return m / (xp.sqrt(v) * v_correction + epsilon) * step_size
 
 
-def moments(
+def update_moments(
     m: Array, v: Array, g: Array, clip: float, beta1: float, beta2: float, t: Array
 ) -> None:
-    """Move the mean `m` and the mean square `v` towards `clip` times g, with scratch `t`."""
+    """Update the mean `m` and the mean square `v` of `clip` times g, with scratch `t`."""
     xp = namespace(g)
     m *= beta1
     m += xp.multiply(g, clip * (1 - beta1), out=t)
@@ -173,14 +176,16 @@ def moments(
     v += t
 
 
-def direction(m: Array, v: Array, step: float, grow: float, epsilon: float, t: Array) -> None:
-    """Write `step` m / (`grow` sqrt(v) + epsilon) into `t`."""
+def write_direction(
+    m: Array, v: Array, step_size: float, v_correction: float, epsilon: float, t: Array
+) -> None:
+    """Write `step_size` m / (`v_correction` sqrt(v) + epsilon) into `t`."""
     xp = namespace(m)
     xp.sqrt(v, out=t)
-    t *= grow
+    t *= v_correction
     t += epsilon
     xp.divide(m, t, out=t)
-    t *= step
+    t *= step_size
 
 
 @options
@@ -189,12 +194,12 @@ class AdamWOptions(CommonOptions):
 
     beta1: Fraction = 0.9
     beta2: Fraction = 0.999
-    epsilon: Positive = 1e-8
-    weight_decay: NotNegative = 0.01
+    epsilon: PositiveFloat = 1e-8
+    weight_decay: NonNegativeFloat = 0.01
     exempt_vectors: bool = False
 
     def build(self, schedule: Schedule) -> Optimizer:
-        """Return the optimizer that follows `schedule`, which was made from `rate`."""
+        """Return AdamW whose rate is `schedule`, which was built from `self.rate`."""
         return adamw(
             schedule,
             self.beta1,

@@ -1,12 +1,13 @@
-"""LAMB: Adam whose rate follows the size of each tensor (You et al., 2019, algorithm 2).
+"""LAMB: Adam whose rate is scaled by the norm of each tensor (You et al., 2019, algorithm 2).
 
     m <- beta1 m + (1 - beta1) g            v <- beta2 v + (1 - beta2) g^2
     u = (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + epsilon)  +  decay w
     w <- w - rate (|w| / |u|) u                          for each tensor; t counts from 1
 
-phi, the paper's bound on |w|, is the identity. Tensors of one dim (biases, norms) take the plain
-rate and do not decay unless `exempt_vectors` is off; so do, for the rate, tensors of zeros.
-u would be an array of full length: it is computed twice, for its norm and for the update.
+phi, the paper's bound on |w|, is the identity here. Unless `exempt_vectors` is off, tensors of one
+dim (biases, norms) use the plain rate and do not decay. Tensors of zeros also use the plain rate.
+On the host u is computed twice, for its norm and for the update: it would be an array of full
+length.
 """
 
 from __future__ import annotations
@@ -20,34 +21,41 @@ import numpy as np
 
 from hpctrain.config import options
 from hpctrain.core.xp import Array, fused, namespace, on_device
-from hpctrain.optim.adamw import check, direction, direction_in_kernel, follow, following, moments
+from hpctrain.optim.adamw import (
+    check_constants,
+    direction_in_kernel,
+    moment_factors,
+    update_moments,
+    update_moments_in_kernel,
+    write_direction,
+)
 from hpctrain.optim.norms import (
     BlockPiece,
-    by_slot,
     clip_factor,
     is_vector,
+    kernel_slices,
+    make_scratch,
     pieces,
-    ratio,
-    runs,
-    squares,
-    squares_of,
-    wholes,
-    workspace,
+    safe_ratio,
+    slot_pieces,
+    sum_by_slot,
+    sum_squares,
+    sum_squares_by_piece,
 )
 from hpctrain.optim.optimizer import (
-    BLOCK,
+    BLOCK_ELEMENTS,
     CommonOptions,
     Fraction,
-    NotNegative,
+    GatherRows,
+    NonNegativeFloat,
     Optimizer,
-    Positive,
+    PositiveFloat,
     Schedule,
     State,
     TensorSlot,
-    Total,
     blocks,
-    rate_of,
-    start,
+    initial_state,
+    rate_at,
 )
 
 
@@ -75,99 +83,111 @@ def lamb(
     The state is "mean" and "square". Raises UsageError unless 0 <= beta1, beta2 < 1, epsilon > 0,
     weight_decay >= 0 and clip_norm > 0.
     """
-    check("lamb", beta1, beta2, epsilon, weight_decay, clip_norm)
-    numbers = _LambConstants(rate, beta1, beta2, epsilon, weight_decay, exempt_vectors, clip_norm)
-    return Optimizer(partial(start, names=["mean", "square"]), partial(_update, numbers), rate)
+    check_constants("lamb", beta1, beta2, epsilon, weight_decay, clip_norm)
+    const = _LambConstants(rate, beta1, beta2, epsilon, weight_decay, exempt_vectors, clip_norm)
+    return Optimizer(
+        partial(initial_state, names=["mean", "square"]), partial(_update, const), rate
+    )
 
 
 def _update(
-    a: _LambConstants,
+    const: _LambConstants,
     grad: Array,
     state: State,
     param: Array,
     slots: Sequence[TensorSlot],
-    total: Total,
+    gather_rows: GatherRows,
 ) -> None:
-    rate, clip = rate_of(a.rate, int(state["step"][0])), clip_factor(grad, a.clip_norm, total)
+    rate = rate_at(const.rate, int(state["step"][0]))
+    clip = clip_factor(grad, const.clip_norm, gather_rows)
     if on_device(param):
-        return _on_device(a, rate, clip, grad, state, param, slots, total)
-    scratch = namespace(param).empty((2, min(BLOCK, param.size)), param.dtype)
-    for s in blocks(param.size):
-        m, v = state["mean"][s], state["square"][s]
-        moments(m, v, grad[s], clip, a.beta1, a.beta2, scratch[0, : s.stop - s.start])
-    ratios = _ratios(a, state, param, slots, total, scratch)
+        return _update_on_device(const, rate, clip, grad, state, param, slots, gather_rows)
+    scratch = namespace(param).empty((2, min(BLOCK_ELEMENTS, param.size)), param.dtype)
+    for block in blocks(param.size):
+        m, v = state["mean"][block], state["square"][block]
+        update_moments(m, v, grad[block], clip, const.beta1, const.beta2, scratch[0, : m.size])
+    ratios = _compute_ratios(const, state, param, slots, gather_rows, scratch)
     for piece in pieces(param.size, slots):
-        u = _scaled_direction(a, piece, state, param, slots, scratch)
+        u = _compute_direction(const, piece, state, param, slots, scratch)
         u *= rate * float(ratios[piece.slot])
-        param[piece.at] -= u
+        param[piece.elements] -= u
     state["step"] += 1
 
 
-def _ratios(
-    a: _LambConstants,
+def _compute_ratios(
+    const: _LambConstants,
     state: State,
     param: Array,
     slots: Sequence[TensorSlot],
-    total: Total,
+    gather_rows: GatherRows,
     scratch: Array,
 ) -> np.ndarray:
-    """Return |w| / |u| of each slot, float64; 1 for those exempt."""
-    wide, own = workspace(param), []
+    """Return |w| / |u| of each slot, float64; 1 for exempt slots."""
+    wide_scratch, rows = make_scratch(param), []
     for piece in pieces(param.size, slots):
-        u = _scaled_direction(a, piece, state, param, slots, scratch)
-        own.append((squares(param[piece.at], wide), squares(u, wide)))
-    return _ratios_of(a, total(np.array(own).reshape(-1, 2)), slots)
+        u = _compute_direction(const, piece, state, param, slots, scratch)
+        w = param[piece.elements]
+        rows.append((sum_squares(w, wide_scratch), sum_squares(u, wide_scratch)))
+    return _ratios_from(const, gather_rows(np.array(rows).reshape(-1, 2)), slots)
 
 
-def _ratios_of(a: _LambConstants, rows: np.ndarray, slots: Sequence[TensorSlot]) -> np.ndarray:
-    w, u = np.sqrt(by_slot(rows, slots)).T
-    exempt = [a.exempt_vectors and is_vector(slot) for slot in slots]
-    return np.where(exempt, 1.0, ratio(w, u))
+def _ratios_from(
+    const: _LambConstants, rows: np.ndarray, slots: Sequence[TensorSlot]
+) -> np.ndarray:
+    w, u = np.sqrt(sum_by_slot(rows, slots)).T
+    is_exempt = [const.exempt_vectors and is_vector(slot) for slot in slots]
+    return np.where(is_exempt, 1.0, safe_ratio(w, u))
 
 
-def _scaled_direction(
-    a: _LambConstants,
+def _compute_direction(
+    const: _LambConstants,
     piece: BlockPiece,
     state: State,
     param: Array,
     slots: Sequence[TensorSlot],
     scratch: Array,
 ) -> Array:
-    """Return u of one piece, in row 0 of `scratch`."""
-    at, (u, t) = piece.at, scratch[:, : piece.at.stop - piece.at.start]
+    """Write u of one piece into row 0 of `scratch`, and return it."""
+    elements, (u, t) = piece.elements, scratch[:, : piece.elements.stop - piece.elements.start]
     updates = int(state["step"][0]) + 1
-    step, grow = 1 / (1 - a.beta1**updates), 1 / math.sqrt(1 - a.beta2**updates)
-    direction(state["mean"][at], state["square"][at], step, grow, a.epsilon, u)
-    if a.weight_decay and not (a.exempt_vectors and is_vector(slots[piece.slot])):
-        u += namespace(u).multiply(param[at], a.weight_decay, out=t)
+    step_size = 1 / (1 - const.beta1**updates)
+    v_correction = 1 / math.sqrt(1 - const.beta2**updates)
+    m, v = state["mean"][elements], state["square"][elements]
+    write_direction(m, v, step_size, v_correction, const.epsilon, u)
+    if const.weight_decay and not (const.exempt_vectors and is_vector(slots[piece.slot])):
+        u += namespace(u).multiply(param[elements], const.weight_decay, out=t)
     return u
 
 
-def _on_device(
-    a: _LambConstants,
+def _update_on_device(
+    const: _LambConstants,
     rate: float,
     clip: float,
     grad: Array,
     state: State,
     param: Array,
     slots: Sequence[TensorSlot],
-    total: Total,
+    gather_rows: GatherRows,
 ) -> None:
-    """As `_update`, with memory for all of u: computed once, for its norm and for the update."""
+    """Do the work of `_update` on a device, with an array for all of u, which is computed once."""
     state["step"] += 1
     updates = int(state["step"][0])
-    step, grow = 1 / (1 - a.beta1**updates), 1 / math.sqrt(1 - a.beta2**updates)
-    u, numbers = namespace(param).zeros_like(param), following(clip, a.beta1, a.beta2)
-    for s, decays in runs(param.size, slots, a.exempt_vectors):
-        arrays = (u[s], param[s], state["mean"][s], state["square"][s], grad[s])
-        fused(_lamb, param)(*arrays, *numbers, a.weight_decay * decays, step, grow, a.epsilon)
-    rows = squares_of([param, u], [at for _, at in pieces(param.size, slots)])
-    ratios = _ratios_of(a, total(rows), slots)
-    for slot, at in wholes(param.size, slots):
-        fused(_take, param)(param[at], u[at], rate * float(ratios[slot]))
+    step_size = 1 / (1 - const.beta1**updates)
+    v_correction = 1 / math.sqrt(1 - const.beta2**updates)
+    u = namespace(param).zeros_like(param)
+    moments = moment_factors(clip, const.beta1, const.beta2)
+    for elements, decays in kernel_slices(param.size, slots, const.exempt_vectors):
+        m, v = state["mean"][elements], state["square"][elements]
+        arrays = (u[elements], param[elements], m, v, grad[elements])
+        factors = (*moments, const.weight_decay * decays, step_size, v_correction, const.epsilon)
+        fused(_lamb_kernel, param)(*arrays, *factors)
+    rows = sum_squares_by_piece([param, u], [elements for _, elements in pieces(param.size, slots)])
+    ratios = _ratios_from(const, gather_rows(rows), slots)
+    for slot, elements in slot_pieces(param.size, slots):
+        fused(_step_kernel, param)(param[elements], u[elements], rate * float(ratios[slot]))
 
 
-def _lamb(
+def _lamb_kernel(
     xp: Any,
     u: Array,
     w: Array,
@@ -175,19 +195,19 @@ def _lamb(
     v: Array,
     g: Array,
     beta1: float,
-    new1: float,
+    g_factor: float,
     beta2: float,
-    new2: float,
+    g2_factor: float,
     decay: float,
-    step: float,
-    grow: float,
+    step_size: float,
+    v_correction: float,
     epsilon: float,
 ) -> None:
-    follow(m, v, g, beta1, new1, beta2, new2)
-    xp.add(direction_in_kernel(xp, m, v, step, grow, epsilon), w * decay, out=u)
+    update_moments_in_kernel(m, v, g, beta1, g_factor, beta2, g2_factor)
+    xp.add(direction_in_kernel(xp, m, v, step_size, v_correction, epsilon), w * decay, out=u)
 
 
-def _take(xp: Any, w: Array, u: Array, rate: float) -> None:
+def _step_kernel(xp: Any, w: Array, u: Array, rate: float) -> None:
     w -= u * rate
 
 
@@ -197,12 +217,12 @@ class LambOptions(CommonOptions):
 
     beta1: Fraction = 0.9
     beta2: Fraction = 0.999
-    epsilon: Positive = 1e-6
-    weight_decay: NotNegative = 0.01
+    epsilon: PositiveFloat = 1e-6
+    weight_decay: NonNegativeFloat = 0.01
     exempt_vectors: bool = True
 
     def build(self, schedule: Schedule) -> Optimizer:
-        """Return the optimizer that follows `schedule`, which was made from `rate`."""
+        """Return LAMB whose rate is `schedule`, which was built from `self.rate`."""
         return lamb(
             schedule,
             self.beta1,

@@ -1,13 +1,14 @@
-"""LARS: SGD whose rate follows the size of each tensor (You, Gitman and Ginsburg, 2017, alg. 1).
+"""LARS: SGD with a rate scaled by each tensor's norm (You, Gitman and Ginsburg, 2017, alg. 1).
 
     l = trust |w| / (|g| + decay |w|)                for each tensor; g clipped with `clip_norm`
     v <- momentum v + rate l (g + decay w)
     w <- w - v
 
-So no tensor moves by more than a share of its own size, and large batches can have large rates.
-Tensors of one dim (biases, norms) take l = 1 and do not decay unless `exempt_vectors` is off, as
-in all runs of LARS that set records: their sizes say nothing. l is also 1 for a tensor of zeros,
-and where the divisor is zero: no gradient and no decay. Without a gradient l = trust / decay.
+So no tensor changes by more than a fraction of its own norm, and large batches can have large
+rates. Unless `exempt_vectors` is off, tensors of one dim (biases, norms) have l = 1 and do not
+decay, as in all record runs of LARS: their norms carry no information. l is also 1 for a tensor of
+zeros, and where the divisor is zero (no gradient and no decay). Without
+a gradient l = trust / decay.
 """
 
 from __future__ import annotations
@@ -21,28 +22,28 @@ import numpy as np
 from hpctrain.config import options
 from hpctrain.core.xp import Array, fused, namespace, on_device
 from hpctrain.optim.norms import (
-    by_slot,
     clip_factor,
     is_vector,
     pieces,
-    ratio,
-    squares_of,
-    wholes,
+    safe_ratio,
+    slot_pieces,
+    sum_by_slot,
+    sum_squares_by_piece,
 )
 from hpctrain.optim.optimizer import (
-    BLOCK,
+    BLOCK_ELEMENTS,
     CommonOptions,
     Fraction,
-    NotNegative,
+    GatherRows,
+    NonNegativeFloat,
     Optimizer,
-    Positive,
+    PositiveFloat,
     Schedule,
     State,
     TensorSlot,
-    Total,
-    rate_of,
+    initial_state,
+    rate_at,
     require,
-    start,
 )
 
 
@@ -71,42 +72,44 @@ def lars(
     require("lars", "in [0, 1)", momentum=momentum)
     require("lars", "at least 0", weight_decay=weight_decay)
     require("lars", "above 0", trust=trust, clip_norm=clip_norm)
-    numbers = _LarsConstants(rate, momentum, weight_decay, trust, exempt_vectors, clip_norm)
-    return Optimizer(partial(start, names=["momentum"]), partial(_update, numbers), rate)
+    const = _LarsConstants(rate, momentum, weight_decay, trust, exempt_vectors, clip_norm)
+    return Optimizer(partial(initial_state, names=["momentum"]), partial(_update, const), rate)
 
 
 def _update(
-    a: _LarsConstants,
+    const: _LarsConstants,
     grad: Array,
     state: State,
     param: Array,
     slots: Sequence[TensorSlot],
-    total: Total,
+    gather_rows: GatherRows,
 ) -> None:
-    rate, clip = rate_of(a.rate, int(state["step"][0])), clip_factor(grad, a.clip_norm, total)
-    trusts = _trusts(a, clip, grad, param, slots, total)
+    rate = rate_at(const.rate, int(state["step"][0]))
+    clip = clip_factor(grad, const.clip_norm, gather_rows)
+    trust_ratios = _compute_trust_ratios(const, clip, grad, param, slots, gather_rows)
     state["step"] += 1
     if on_device(param):
-        for i, at in wholes(param.size, slots):
-            exempt = a.exempt_vectors and is_vector(slots[i])
-            local = rate if exempt else rate * float(trusts[i])
-            decay = 0.0 if exempt else local * a.weight_decay
-            arrays = (param[at], state["momentum"][at], grad[at])
-            fused(_lars, param)(*arrays, a.momentum, local * clip, decay)
+        for i, elements in slot_pieces(param.size, slots):
+            is_exempt = const.exempt_vectors and is_vector(slots[i])
+            local_rate = rate if is_exempt else rate * float(trust_ratios[i])
+            decay = 0.0 if is_exempt else local_rate * const.weight_decay
+            arrays = (param[elements], state["momentum"][elements], grad[elements])
+            fused(_lars_kernel, param)(*arrays, const.momentum, local_rate * clip, decay)
         return
-    scratch = namespace(param).empty(min(BLOCK, param.size), param.dtype)
-    for i, at in pieces(param.size, slots):
-        v, w, t = state["momentum"][at], param[at], scratch[: at.stop - at.start]
-        exempt = a.exempt_vectors and is_vector(slots[i])
-        local = rate if exempt else rate * float(trusts[i])
-        v *= a.momentum
-        v += namespace(w).multiply(grad[at], local * clip, out=t)
-        if a.weight_decay and not exempt:
-            v += namespace(w).multiply(w, local * a.weight_decay, out=t)
+    scratch = namespace(param).empty(min(BLOCK_ELEMENTS, param.size), param.dtype)
+    for i, elements in pieces(param.size, slots):
+        v, w = state["momentum"][elements], param[elements]
+        t = scratch[: w.size]
+        is_exempt = const.exempt_vectors and is_vector(slots[i])
+        local_rate = rate if is_exempt else rate * float(trust_ratios[i])
+        v *= const.momentum
+        v += namespace(w).multiply(grad[elements], local_rate * clip, out=t)
+        if const.weight_decay and not is_exempt:
+            v += namespace(w).multiply(w, local_rate * const.weight_decay, out=t)
         w -= v
 
 
-def _lars(
+def _lars_kernel(
     xp: Any, w: Array, v: Array, g: Array, momentum: float, rate: float, decay: float
 ) -> None:
     v *= momentum
@@ -115,18 +118,19 @@ def _lars(
     w -= v
 
 
-def _trusts(
-    a: _LarsConstants,
+def _compute_trust_ratios(
+    const: _LarsConstants,
     clip: float,
     grad: Array,
     param: Array,
     slots: Sequence[TensorSlot],
-    total: Total,
+    gather_rows: GatherRows,
 ) -> np.ndarray:
     """Return l of each slot, float64."""
-    own = squares_of([param, grad], [at for _, at in pieces(param.size, slots)])
-    w, g = np.sqrt(by_slot(total(own), slots)).T
-    return ratio(a.trust * w, clip * g + a.weight_decay * w)
+    ranges = [piece.elements for piece in pieces(param.size, slots)]
+    local_rows = sum_squares_by_piece([param, grad], ranges)
+    w, g = np.sqrt(sum_by_slot(gather_rows(local_rows), slots)).T
+    return safe_ratio(const.trust * w, clip * g + const.weight_decay * w)
 
 
 @options
@@ -134,12 +138,12 @@ class LarsOptions(CommonOptions):
     """`[optimizer] kind = "lars"`."""
 
     momentum: Fraction = 0.9
-    weight_decay: NotNegative = 0.0
-    trust: Positive = 0.001
+    weight_decay: NonNegativeFloat = 0.0
+    trust: PositiveFloat = 0.001
     exempt_vectors: bool = True
 
     def build(self, schedule: Schedule) -> Optimizer:
-        """Return the optimizer that follows `schedule`, which was made from `rate`."""
+        """Return LARS whose rate is `schedule`, which was built from `self.rate`."""
         return lars(
             schedule,
             self.momentum,

@@ -1,4 +1,4 @@
-"""The interface of optimizers, and the loop over flat arrays in blocks that stay in the cache."""
+"""The interface of optimizers, and the blocks in which they process flat arrays."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from hpctrain.config import options
 from hpctrain.core.errors import UsageError
 from hpctrain.core.xp import Array, namespace
 
-BLOCK = 65_536  #: elements handled at once; with their state they fit the second-level cache
-CURVE_POINTS = 17  #: of the rate in an interval, at most
+BLOCK_ELEMENTS = 65_536  #: processed together: with their state they fit the second-level cache
+MAX_CURVE_POINTS = 17  #: points of the rate curve in one row of metrics
 
 State = dict[str, Array]
 Schedule = Callable[[int], float]
-Total = Callable[[np.ndarray], np.ndarray]
-Positive = Annotated[float, pydantic.Field(gt=0)]
-NotNegative = Annotated[float, pydantic.Field(ge=0)]
+GatherRows = Callable[[np.ndarray], np.ndarray]
+PositiveFloat = Annotated[float, pydantic.Field(gt=0)]
+NonNegativeFloat = Annotated[float, pydantic.Field(ge=0)]
 Fraction = Annotated[float, pydantic.Field(ge=0, lt=1)]
 
 
@@ -37,34 +37,41 @@ class TensorSlot(Protocol):
 
 
 class Init(Protocol):
-    """Makes the state of a plane of parameters."""
+    """Returns the initial state for a plane of parameters."""
 
     def __call__(self, param: Array) -> State: ...
 
 
 class Update(Protocol):
-    """Updates `param` and `state` in place, by `grad`."""
+    """Updates `param` and `state` in place with gradient `grad`."""
 
     def __call__(
-        self, grad: Array, state: State, param: Array, slots: Sequence[TensorSlot], total: Total
+        self,
+        grad: Array,
+        state: State,
+        param: Array,
+        slots: Sequence[TensorSlot],
+        gather_rows: GatherRows,
     ) -> None: ...
 
 
 class Optimizer(NamedTuple):
-    """A pair of functions on flat arrays, and the rate; all that changes is `state` and `param`.
+    """A pair of functions on flat arrays, and the rate; an optimizer itself has no state.
 
     `init(param)` returns the state: arrays of the length and dtype of `param`, and "step", int64
-    of shape (1,), the updates done so far. `update(grad, state, param, slots, total)` writes
+    of shape (1,), the updates done so far. `update(grad, state, param, slots, gather_rows)` writes
     `state` and `param` in place, never `grad`.
 
-    The arrays are a whole model's, or one shard of them that begins at a multiple of BLOCK.
-    `slots` are always those of the whole model; offsets count from the first element of the
-    arrays, so that in a shard some are negative or beyond its end. `total(rows)` takes partial
-    sums, float64 (rows, columns), a row for each part of a block, and returns the rows of all
-    shards in order: alone, its argument. Methods that need norms call it, all equally often.
+    The arrays are those of a whole model, or a shard that begins at a multiple of BLOCK_ELEMENTS.
+    `slots` are always those of the whole model; offsets count from the first element of the arrays,
+    so that in a shard some offsets are negative or beyond its end.
 
-    `rate` is for the metrics: a number, or a function of the 0-based step. `needs_norms`
-    says that `total` is called; where it is not, any part of the arrays can be updated alone.
+    `gather_rows(rows)` takes partial sums, float64 (rows, columns), one row per piece, and returns
+    the rows of all shards in order; with a single shard it returns its argument. It is collective:
+    all shards call it equally often.
+
+    `rate` is for the metrics: a number, or a function of the 0-based step. `needs_norms` is true if
+    `update` calls `gather_rows`; if it does not, any range of the arrays can be updated separately.
     """
 
     init: Init
@@ -73,18 +80,18 @@ class Optimizer(NamedTuple):
     needs_norms: bool = True
 
 
-def start(param: Array, names: Sequence[str] = ()) -> State:
-    """Return a state with the step count and zeros like `param` under each of `names`."""
+def initial_state(param: Array, names: Sequence[str] = ()) -> State:
+    """Return a state with a step count of 0, and zeros like `param` under each of `names`."""
     state = {name: namespace(param).zeros_like(param) for name in names}
     return {**state, "step": np.zeros(1, np.int64)}
 
 
 def blocks(size: int) -> Iterator[slice]:
-    """Yield slices that cover `size` elements in order, BLOCK at a time."""
-    return (slice(i, min(i + BLOCK, size)) for i in range(0, size, BLOCK))
+    """Yield slices that cover `size` elements in order, BLOCK_ELEMENTS at a time."""
+    return (slice(i, min(i + BLOCK_ELEMENTS, size)) for i in range(0, size, BLOCK_ELEMENTS))
 
 
-def rate_of(rate: float | Schedule, step: int) -> float:
+def rate_at(rate: float | Schedule, step: int) -> float:
     """Return the rate of the 0-based `step`."""
     return float(rate(step) if callable(rate) else rate)
 
@@ -92,14 +99,14 @@ def rate_of(rate: float | Schedule, step: int) -> float:
 def rate_curve(
     rate: float | Schedule | None, first: int, last: int, updates: Callable[[int], int]
 ) -> list[list[float]] | None:
-    """Return [step, rate] of some steps from `first` to `last`; None where it does not change.
+    """Return [step, rate] of some steps from `first` to `last`; None for a constant rate.
 
-    `updates(step)` is the 0-based update that ends the 1-based `step`.
+    `updates(step)` is the 0-based update at the end of the 1-based `step`.
     """
     if not callable(rate):
         return None
-    steps = np.unique(np.linspace(first, last, CURVE_POINTS).round().astype(int)).tolist()
-    return [[step, float(f"{rate_of(rate, updates(step)):.6g}")] for step in steps]
+    steps = np.unique(np.linspace(first, last, MAX_CURVE_POINTS).round().astype(int)).tolist()
+    return [[step, float(f"{rate_at(rate, updates(step)):.6g}")] for step in steps]
 
 
 _RANGES: dict[str, Callable[[float], bool]] = {
@@ -110,7 +117,7 @@ _RANGES: dict[str, Callable[[float], bool]] = {
 
 
 def require(optimizer: str, interval: str, **values: float | None) -> None:
-    """Raise UsageError for a value outside of `interval`, a key of _RANGES; None is no value."""
+    """Raise UsageError for a value outside `interval`, a key of _RANGES; None is always valid."""
     for name, value in values.items():
         if value is not None and not _RANGES[interval](value):
             raise UsageError(f"{optimizer}: {name} must be {interval}, seen {value}")
@@ -118,7 +125,7 @@ def require(optimizer: str, interval: str, **values: float | None) -> None:
 
 @options
 class CommonOptions:
-    """Options of every optimizer: the rate, and the largest norm of all gradients together."""
+    """Options of every optimizer: the rate, and the maximum norm of the gradient of all tensors."""
 
-    rate: Positive
-    clip_norm: Positive | None = None
+    rate: PositiveFloat
+    clip_norm: PositiveFloat | None = None

@@ -4,9 +4,9 @@
     v <- momentum v + h
     w <- w - rate v                     w <- w - rate (h + momentum v)       with nesterov
 
-The rate stands outside v, so that a changing rate acts at once on all of v; the form in which
-Goyal et al. (2017, section 3) state their rules. Nesterov's method is that of Sutskever et al.
-(2013) as Bengio et al. (2013) write it: w is the point ahead, at which gradients are taken.
+The rate is not a factor in v, so that a new rate applies to all of v at once; Goyal et al. (2017,
+section 3) use the same form. Nesterov's method is that of Sutskever et al. (2013) in the form of
+Bengio et al. (2013): w is the look-ahead point, at which gradients are computed.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from typing import Any, NamedTuple
 from hpctrain.config import options
 from hpctrain.core.errors import UsageError
 from hpctrain.core.xp import Array, fused, namespace, on_device
-from hpctrain.optim.norms import clip_factor, decayed, runs
+from hpctrain.optim.norms import clip_factor, find_decaying, kernel_slices
 from hpctrain.optim.optimizer import (
-    BLOCK,
+    BLOCK_ELEMENTS,
     CommonOptions,
     Fraction,
-    NotNegative,
+    GatherRows,
+    NonNegativeFloat,
     Optimizer,
     Schedule,
     State,
     TensorSlot,
-    Total,
     blocks,
-    rate_of,
+    initial_state,
+    rate_at,
     require,
-    start,
 )
 
 
@@ -55,9 +55,9 @@ def sgd(
 ) -> Optimizer:
     """Return SGD; `rate` is a number or a function of the 0-based step.
 
-    With `exempt_vectors` tensors of one dim, such as biases, do not decay; gradients whose norm,
-    all together, is beyond `clip_norm` count as if scaled down to it. The state is "momentum"
-    (none for momentum 0). Raises UsageError unless 0 <= momentum < 1, nesterov has a momentum,
+    With `exempt_vectors` tensors of one dim, such as biases, do not decay. A gradient whose norm
+    over all tensors is above `clip_norm` is scaled down to it. The state is "momentum", or empty
+    for momentum 0. Raises UsageError unless 0 <= momentum < 1, momentum > 0 with nesterov,
     weight_decay >= 0 and clip_norm > 0.
     """
     require("sgd", "in [0, 1)", momentum=momentum)
@@ -65,51 +65,52 @@ def sgd(
     require("sgd", "above 0", clip_norm=clip_norm)
     if nesterov and not momentum:
         raise UsageError("sgd: nesterov needs a momentum above 0, seen 0")
-    numbers = _SgdConstants(rate, momentum, nesterov, weight_decay, exempt_vectors, clip_norm)
+    const = _SgdConstants(rate, momentum, nesterov, weight_decay, exempt_vectors, clip_norm)
     names = ["momentum"] if momentum else []
     return Optimizer(
-        partial(start, names=names), partial(_update, numbers), rate, clip_norm is not None
+        partial(initial_state, names=names), partial(_update, const), rate, clip_norm is not None
     )
 
 
 def _update(
-    a: _SgdConstants,
+    const: _SgdConstants,
     grad: Array,
     state: State,
     param: Array,
     slots: Sequence[TensorSlot],
-    total: Total,
+    gather_rows: GatherRows,
 ) -> None:
-    rate, clip = rate_of(a.rate, int(state["step"][0])), clip_factor(grad, a.clip_norm, total)
+    rate = rate_at(const.rate, int(state["step"][0]))
+    clip = clip_factor(grad, const.clip_norm, gather_rows)
     state["step"] += 1
     if on_device(param):
-        return _on_device(a, rate, clip, grad, state, param, slots)
-    parts = decayed(param.size, slots, a.exempt_vectors)
-    # Made anew each time: held over, it would be shared by ranks that are threads.
-    scratch = namespace(param).empty(min(BLOCK, param.size), param.dtype)
-    for s, decays in zip(blocks(param.size), parts, strict=True):
-        g, w, t = grad[s], param[s], scratch[: s.stop - s.start]
-        if a.momentum:
-            v = state["momentum"][s]
-            v *= a.momentum
-            _add(v, g, clip, t)
-            for p in decays if a.weight_decay else ():
-                _add(state["momentum"][p], param[p], a.weight_decay, scratch)
-        if a.nesterov or not a.momentum:
-            for p in decays if a.weight_decay else ():
-                param[p] *= 1 - rate * a.weight_decay
-            _add(w, g, -rate * clip, t)
-        if a.momentum:
-            _add(w, v, -rate * a.momentum if a.nesterov else -rate, t)
+        return _update_on_device(const, rate, clip, grad, state, param, slots)
+    decaying_slices = find_decaying(param.size, slots, const.exempt_vectors)
+    # Allocated in each call: ranks that are threads would share a scratch kept between calls.
+    scratch = namespace(param).empty(min(BLOCK_ELEMENTS, param.size), param.dtype)
+    for block, decaying_parts in zip(blocks(param.size), decaying_slices, strict=True):
+        g, w, t = grad[block], param[block], scratch[: block.stop - block.start]
+        if const.momentum:
+            v = state["momentum"][block]
+            v *= const.momentum
+            _add_scaled(v, g, clip, t)
+            for part in decaying_parts if const.weight_decay else ():
+                _add_scaled(state["momentum"][part], param[part], const.weight_decay, scratch)
+        if const.nesterov or not const.momentum:
+            for part in decaying_parts if const.weight_decay else ():
+                param[part] *= 1 - rate * const.weight_decay
+            _add_scaled(w, g, -rate * clip, t)
+        if const.momentum:
+            _add_scaled(w, v, -rate * const.momentum if const.nesterov else -rate, t)
 
 
-def _add(y: Array, x: Array, factor: float, t: Array) -> None:
-    """Add `factor` times x to y, with scratch `t`, which may be longer."""
+def _add_scaled(y: Array, x: Array, factor: float, t: Array) -> None:
+    """Add `factor` times x to y, with scratch `t` of at least the size of x."""
     y += x if factor == 1 else namespace(x).multiply(x, factor, out=t[: x.size])
 
 
-def _on_device(
-    a: _SgdConstants,
+def _update_on_device(
+    const: _SgdConstants,
     rate: float,
     clip: float,
     grad: Array,
@@ -117,25 +118,26 @@ def _on_device(
     param: Array,
     slots: Sequence[TensorSlot],
 ) -> None:
-    for s, decays in runs(param.size, slots, a.exempt_vectors and a.weight_decay > 0):
-        w, g, decay = param[s], grad[s], a.weight_decay * decays
-        if not a.momentum:
-            fused(_plain, w)(w, g, 1 - rate * decay, rate * clip)
+    per_slot = const.exempt_vectors and const.weight_decay > 0
+    for elements, decays in kernel_slices(param.size, slots, per_slot):
+        w, g, decay = param[elements], grad[elements], const.weight_decay * decays
+        if not const.momentum:
+            fused(_plain_kernel, w)(w, g, 1 - rate * decay, rate * clip)
             continue
-        arrays, numbers = (w, state["momentum"][s], g), (a.momentum, clip, decay)
-        if a.nesterov:
-            ahead = (1 - rate * decay, rate * clip, rate * a.momentum)
-            fused(_nesterov, w)(*arrays, *numbers, *ahead)
+        arrays, factors = (w, state["momentum"][elements], g), (const.momentum, clip, decay)
+        if const.nesterov:
+            nesterov_factors = (1 - rate * decay, rate * clip, rate * const.momentum)
+            fused(_nesterov_kernel, w)(*arrays, *factors, *nesterov_factors)
         else:
-            fused(_heavy_ball, w)(*arrays, *numbers, rate)
+            fused(_heavy_ball_kernel, w)(*arrays, *factors, rate)
 
 
-def _plain(xp: Any, w: Array, g: Array, keep: float, rate: float) -> None:
-    w *= keep
+def _plain_kernel(xp: Any, w: Array, g: Array, decay_factor: float, rate: float) -> None:
+    w *= decay_factor
     w -= g * rate
 
 
-def _heavy_ball(
+def _heavy_ball_kernel(
     xp: Any, w: Array, v: Array, g: Array, momentum: float, clip: float, decay: float, rate: float
 ) -> None:
     v *= momentum
@@ -144,7 +146,7 @@ def _heavy_ball(
     w -= v * rate
 
 
-def _nesterov(
+def _nesterov_kernel(
     xp: Any,
     w: Array,
     v: Array,
@@ -152,16 +154,16 @@ def _nesterov(
     momentum: float,
     clip: float,
     decay: float,
-    keep: float,
-    of_gradient: float,
-    of_momentum: float,
+    decay_factor: float,
+    gradient_rate: float,
+    momentum_rate: float,
 ) -> None:
     v *= momentum
     v += g * clip
     v += w * decay
-    w *= keep
-    w -= g * of_gradient
-    w -= v * of_momentum
+    w *= decay_factor
+    w -= g * gradient_rate
+    w -= v * momentum_rate
 
 
 @options
@@ -170,11 +172,11 @@ class SgdOptions(CommonOptions):
 
     momentum: Fraction = 0.0
     nesterov: bool = False
-    weight_decay: NotNegative = 0.0
+    weight_decay: NonNegativeFloat = 0.0
     exempt_vectors: bool = False
 
     def build(self, schedule: Schedule) -> Optimizer:
-        """Return the optimizer that follows `schedule`, which was made from `rate`."""
+        """Return SGD whose rate is `schedule`, which was built from `self.rate`."""
         return sgd(
             schedule,
             self.momentum,

@@ -57,7 +57,7 @@ def write(run: Path, out: Path) -> Path:
     Raises UsageError where there is no run or `out` cannot be written.
     """
     record = read(run)
-    images = _drawn(record)
+    images = _draw_plots(record)
     files = {**images, PAGE: page(record, images).encode()}
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -68,7 +68,7 @@ def write(run: Path, out: Path) -> Path:
     return out / PAGE
 
 
-def _drawn(record: RunRecord) -> dict[str, bytes]:
+def _draw_plots(record: RunRecord) -> dict[str, bytes]:
     """Return the plots; raise UsageError for numbers that cannot be drawn."""
     try:
         return plots(record)
@@ -96,9 +96,11 @@ def page(record: RunRecord, images: Mapping[str, bytes]) -> str:
 
 
 def _headlines(summary: Mapping[str, Any]) -> dict[str, str]:
-    present = {key: value for key, value in summary.items() if value is not None}
+    present_values = {key: value for key, value in summary.items() if value is not None}
     return {
-        name: form.format(present[key]) for key, (name, form) in HEADLINES.items() if key in present
+        name: form.format(present_values[key])
+        for key, (name, form) in HEADLINES.items()
+        if key in present_values
     }
 
 

@@ -22,7 +22,7 @@ LINES: dict[str, dict[str, Any]] = {
     "train": {"color": BLUE, "linestyle": "-", "marker": "o"},
     "test": {"color": VERMILION, "linestyle": "--", "marker": "s"},
 }
-FEW = 40  #: up to so many points each gets a mark; more would hide the line
+MAX_MARKED_POINTS = 40  #: up to so many points each gets a mark; more would hide the line
 DECADES = 30.0  #: a loss that falls by more than this factor is shown on a logarithmic axis
 LABELS = 16  #: more would run into each other
 BINS = 60  #: a histogram has no more bars than this
@@ -34,8 +34,8 @@ def plots(record: RunRecord) -> dict[str, bytes]:
     """Return {file name: PNG} of the plots for which `record` has rows."""
     figures = {"loss.png": _losses, "rate.png": _rate, "time.png": _times,
                "ranks.png": _ranks, "staleness.png": _staleness}  # fmt: skip
-    drawn = {name: draw(record) for name, draw in figures.items() if record.rows}
-    return {name: _png(figure) for name, figure in drawn.items() if figure is not None}
+    images = {name: draw(record) for name, draw in figures.items() if record.rows}
+    return {name: _png(figure) for name, figure in images.items() if figure is not None}
 
 
 def _losses(record: RunRecord) -> Figure:
@@ -43,7 +43,7 @@ def _losses(record: RunRecord) -> Figure:
     kinds = ["loss"] + ["accuracy"] * bool(np.nansum(_train_and_test(record, "accuracy")) > 0)
     figure = Figure((10, 0.6 + 3 * len(kinds)), layout="constrained")
     axes = figure.subplots(len(kinds), 2, sharex="col", sharey="row", squeeze=False)
-    seconds = np.cumsum(record.spent("wall_s"))
+    seconds = np.cumsum(record.seconds_per_row("wall_s"))
     unit = _unit(seconds[-1])
     for kind, (by_step, by_time) in zip(kinds, axes, strict=True):
         _curves(by_step, record, kind, record.column("step"))
@@ -62,10 +62,10 @@ def _curves(axes: Axes, record: RunRecord, kind: str, x: np.ndarray) -> None:
     for name, style in LINES.items():
         y = record.column(f"{name}_{kind}")
         finite = np.isfinite(y)
-        sparse = finite.sum() <= FEW
-        marks = style if sparse else {**style, "marker": ""}
+        sparse = finite.sum() <= MAX_MARKED_POINTS
+        marker_style = style if sparse else {**style, "marker": ""}
         if finite.any():
-            axes.plot(x[finite], y[finite], label=name, markersize=4, linewidth=1.5, **marks)
+            axes.plot(x[finite], y[finite], label=name, markersize=4, linewidth=1.5, **marker_style)
     _logarithmic(axes, _train_and_test(record, kind))
     axes.grid(alpha=0.3)
 
@@ -99,7 +99,7 @@ def _rate(record: RunRecord) -> Figure | None:
 def _times(record: RunRecord) -> Figure:
     """The time of a step: disjoint parts are stacked, the time on the wire overlays them."""
     steps = record.column("steps")
-    wall, compute, wait, wire = (record.spent(f"{x}_s") / steps for x in
+    wall, compute, wait, wire = (record.seconds_per_row(f"{x}_s") / steps for x in
                                  ("wall", "compute", "wait", "wire"))  # fmt: skip
     figure, axes = _single(record, "time of a step on rank 0")
     _step_axis(axes, record)
@@ -117,8 +117,8 @@ def _ranks(record: RunRecord) -> Figure | None:
     if not times:
         return None
     wall, compute, wait, wire = (times[f"{x}_s"] for x in ("wall", "compute", "wait", "wire"))
-    since = f" since step {record.resumed()[-1]:.0f}" if record.resumed() else ""
-    figure, axes = _single(record, f"time of each rank{since}")
+    resume_text = f" since step {record.resumed()[-1]:.0f}" if record.resumed() else ""
+    figure, axes = _single(record, f"time of each rank{resume_text}")
     ranks, width = np.arange(len(wall)), 0.6 if wire.any() else 0.8
     _stacked(axes, ranks - 0.4, np.full(len(wall), width), wall, compute, wait)
     if wire.any():
@@ -161,7 +161,7 @@ def _staleness(record: RunRecord) -> Figure | None:
     means = np.divide(
         increments @ values, counts, np.full(len(increments), np.nan), where=counts > 0
     )
-    mark = "o" if len(means) <= FEW else ""
+    mark = "o" if len(means) <= MAX_MARKED_POINTS else ""
     by_step.plot(record.column("step"), means, color=BLUE, marker=mark, markersize=4)
     by_step.set_ylabel("staleness, mean of an interval")
     by_step.set_ylim(0, 1.1 * max(np.nanmax(means), 1))
@@ -192,13 +192,14 @@ def _stacked(
     axes: Axes, begin: Array, width: Array, wall: Array, compute: Array, wait: Array
 ) -> None:
     """Draw stacked bars of disjoint times that add up to the wall time."""
-    other = np.maximum(wall - compute - wait, 0)
+    other_s = np.maximum(wall - compute - wait, 0)
     parts = {"compute": (compute, BLUE), "wait (exposed wire)": (wait, ORANGE),
-             "other (evaluation, checkpoints, reading)": (other, GREY)}  # fmt: skip
+             "other (evaluation, checkpoints, reading)": (other_s, GREY)}  # fmt: skip
     floor = np.zeros_like(wall)
     for label, (height, color) in parts.items():
+        edge = 0.5 if len(wall) <= MAX_MARKED_POINTS else 0
         axes.bar(begin, height, width, floor, align="edge", color=color, label=label,
-                 edgecolor="white", linewidth=0.5 if len(wall) <= FEW else 0)  # fmt: skip
+                 edgecolor="white", linewidth=edge)  # fmt: skip
         floor = floor + height
 
 

@@ -45,14 +45,14 @@ class RunRecord:
         values = [row.get(name) for row in self.rows]
         return np.array([np.nan if value is None else value for value in values], np.float64)
 
-    def spent(self, name: str) -> np.ndarray:
+    def seconds_per_row(self, name: str) -> np.ndarray:
         """Return the seconds of each row's own interval, float64 (rows,): `name` is of TIMES.
 
         The clocks count from the start of their part, so those of a resumed run begin again.
         """
         clock, part = self.column(name), self.column("since_step")
-        before = np.concatenate([[0.0], clock[:-1]]) if len(clock) else clock
-        return clock - np.where(np.diff(part, prepend=np.nan) == 0, before, 0.0)
+        previous_clock = np.concatenate([[0.0], clock[:-1]]) if len(clock) else clock
+        return clock - np.where(np.diff(part, prepend=np.nan) == 0, previous_clock, 0.0)
 
     def by_rank(self) -> dict[str, np.ndarray]:
         """Return the seconds of each rank since the last resumption: {name of TIMES: (ranks,)}.
@@ -86,10 +86,12 @@ class RunRecord:
         Counted from the first step. No columns where no gradient was stale, or could be.
         """
         histograms = [row.get("staleness_histogram") or {} for row in self.rows]
-        largest = max((int(s) for histogram in histograms for s in histogram), default=-1)
-        if len(histograms) * (largest + 1) > MOST_COUNTS:
-            raise FileError(f"{self.folder}: a staleness of {largest} is too large to be drawn")
-        table = np.zeros((len(histograms), largest + 1), np.int64)
+        max_staleness = max((int(s) for histogram in histograms for s in histogram), default=-1)
+        if len(histograms) * (max_staleness + 1) > MOST_COUNTS:
+            raise FileError(
+                f"{self.folder}: a staleness of {max_staleness} is too large to be drawn"
+            )
+        table = np.zeros((len(histograms), max_staleness + 1), np.int64)
         for line, histogram in zip(table, histograms, strict=True):
             line[[int(s) for s in histogram]] = list(histogram.values())
         return table

@@ -39,8 +39,12 @@ def command_line() -> list[str]:
 def resuming(words: Sequence[str], run: Path) -> list[str]:
     """Return the command line `words` of a training, changed to resume `run`."""
     arguments: list[str] = []
-    for before, word in zip(["", *words], words, strict=False):
-        if "--out" not in (before, word) and not word.startswith("--out=") and word != "--resume":
+    for previous_word, word in zip(["", *words], words, strict=False):
+        if (
+            "--out" not in (previous_word, word)
+            and not word.startswith("--out=")
+            and word != "--resume"
+        ):
             arguments.append(word)
     return [*arguments, "--out", str(run), "--resume"]
 

@@ -42,7 +42,7 @@ SLURM_JOB = ".began"
 NOTE_BYTES, RECIPE_BYTES, SUMMARY_BYTES = 4096, files.MIB, 16 * files.MIB
 #: The variable in which `hpctrain launch` names a file; rank 0 writes the run's folder there. It
 #: lies in launch's memory, under this name: it vanishes when launch ends, also when killed.
-ANNOUNCE, NOTE = "HPCTRAIN_ANNOUNCE", "hpctrain-announce"
+ANNOUNCE, ANNOUNCE_FILE = "HPCTRAIN_ANNOUNCE", "hpctrain-announce"
 
 
 def default_path(recipe_name: str) -> Path:
@@ -135,7 +135,9 @@ def _announce(run: Path) -> None:
     """Announce the run's folder to `hpctrain launch`, if it started us and runs on this host."""
     file = os.environ.get(ANNOUNCE, "")
     with suppress(OSError):
-        if os.readlink(file).startswith(f"/memfd:{NOTE}"):  # not a file of some other process
+        if os.readlink(file).startswith(
+            f"/memfd:{ANNOUNCE_FILE}"
+        ):  # not a file of some other process
             Path(file).write_bytes(os.fsencode(run.absolute()))
 
 
@@ -169,10 +171,10 @@ def write_recipe(run: Path, text: str) -> None:
     """Write the resolved recipe; warn of lines that a resumed run changes."""
     path = run / RECIPE
     try:
-        before = set(files.read_text(path, RECIPE_BYTES).splitlines())
+        previous_lines = set(files.read_text(path, RECIPE_BYTES).splitlines())
     except MissingError:
-        before = set(text.splitlines())
-    for changed in sorted(set(text.splitlines()) - before):
+        previous_lines = set(text.splitlines())
+    for changed in sorted(set(text.splitlines()) - previous_lines):
         log.warning("the recipe of this run changes: %s", changed)
     atomic.replace(path, text)
 
@@ -182,13 +184,13 @@ def append_row(run: Path, *rows: Mapping[str, Any]) -> None:
     files.append_lines(run / METRICS, "".join(json.dumps(row) + "\n" for row in rows))
 
 
-def try_append(run: Path, new: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def try_append(run: Path, new_rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Append rows to metrics.jsonl; after a failure warn, and return them as still pending."""
     try:
-        append_row(run, *new)
+        append_row(run, *new_rows)
     except OSError as error:  # as where a checkpoint cannot be saved, training goes on
         log.warning("%s of %s is not written (%s); training goes on", METRICS, run, error.strerror)
-        return new
+        return new_rows
     return []
 
 
@@ -215,13 +217,13 @@ def _log(run: Path) -> files.Log[dict[str, Any]]:
 
 def cut_rows(run: Path, step: int) -> int:
     """Drop the rows after `step`; return the number of steps in them, which will be done again."""
-    old = _log(run)
-    if old.torn_bytes:
+    old_rows = _log(run)
+    if old_rows.torn_bytes:
         log.warning("%s ended in half a line, which is dropped", run / METRICS)
-    remaining = [row for row in old.entries if row["step"] <= step]
-    if len(remaining) < len(old.entries) or old.torn_bytes:
+    remaining = [row for row in old_rows.entries if row["step"] <= step]
+    if len(remaining) < len(old_rows.entries) or old_rows.torn_bytes:
         atomic.replace(run / METRICS, "".join(json.dumps(row) + "\n" for row in remaining))
-    return max([step, *(row["step"] for row in old.entries)]) - step
+    return max([step, *(row["step"] for row in old_rows.entries)]) - step
 
 
 def go_back(run: Path, step: int, recorded: int) -> int:
@@ -229,9 +231,9 @@ def go_back(run: Path, step: int, recorded: int) -> int:
 
     `recorded`: that number according to the checkpoint.
     """
-    before = _redone(run / REDONE)
-    redone = max(before, recorded) + max(cut_rows(run, step), 0)
-    if redone > before:
+    redone_before = _redone(run / REDONE)
+    redone = max(redone_before, recorded) + max(cut_rows(run, step), 0)
+    if redone > redone_before:
         atomic.replace(run / REDONE, f"{redone}\n")
     return redone
 
@@ -246,13 +248,13 @@ def _redone(path: Path) -> int:
     return int(text)
 
 
-def add_missing(run: Path, due: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Append the rows in `due` later than the last of metrics.jsonl; return all rows."""
-    present = rows(run)
-    last = present[-1]["step"] if present else 0
-    if late := [row for row in due if schemas.row(row)["step"] > last]:
-        append_row(run, *late)
-    return [*present, *late]
+def add_missing(run: Path, due_rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Append the rows in `due_rows` later than the last of metrics.jsonl; return all rows."""
+    present_rows = rows(run)
+    last_step = present_rows[-1]["step"] if present_rows else 0
+    if late_rows := [row for row in due_rows if schemas.row(row)["step"] > last_step]:
+        append_row(run, *late_rows)
+    return [*present_rows, *late_rows]
 
 
 def write_summary(run: Path, summary: Mapping[str, Any]) -> None:
@@ -267,15 +269,15 @@ def write_json(path: Path, table: Mapping[str, Any]) -> None:
 
 def write_first_summary(run: Path, summary: Mapping[str, Any]) -> bool:
     """Write summary.json unless there is one; return whether this rank was the first."""
-    aside = atomic.write_aside(run / SUMMARY, _as_text(summary))
+    temporary = atomic.write_aside(run / SUMMARY, _as_text(summary))
     try:
-        os.link(aside, run / SUMMARY)
+        os.link(temporary, run / SUMMARY)
     except FileExistsError:
         return False
     except OSError:  # a file system without links
         write_summary(run, summary)
     finally:
-        os.unlink(aside)
+        os.unlink(temporary)
     return True
 
 

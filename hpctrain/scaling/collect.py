@@ -59,12 +59,16 @@ def trial(folder: Path, timing: Timing) -> TrialResult | Gap:
         return Gap(f"its files cannot be read: {error}")
     if summary is None or summary.get("status") != "done":
         return Gap(_reason(folder, summary))
-    timed = list(intervals(rows, timing))
-    if len(timed) != INTERVALS:
+    timed_intervals = list(intervals(rows, timing))
+    if len(timed_intervals) != INTERVALS:
         cause = ": it was resumed on the way" if rows and rows[-1]["since_step"] else ""
-        return Gap(f"{len(timed)} timed rows in {run_folder.METRICS}, expected {INTERVALS}{cause}")
-    step_s = {name: median(interval[name] for interval in timed) for name in ("step_s", *TIMES)}
-    rate = median(interval["samples_per_s"] for interval in timed)
+        return Gap(
+            f"{len(timed_intervals)} rows in {run_folder.METRICS}, expected {INTERVALS}{cause}"
+        )
+    step_s = {
+        name: median(interval[name] for interval in timed_intervals) for name in ("step_s", *TIMES)
+    }
+    rate = median(interval["samples_per_s"] for interval in timed_intervals)
     hosts = tuple(summary.get("hosts") or ())
     facts = {name: summary[name] for name in FACTS if summary.get(name)}
     return TrialResult(
@@ -74,13 +78,17 @@ def trial(folder: Path, timing: Timing) -> TrialResult | Gap:
 
 def intervals(rows: Sequence[Row], timing: Timing) -> Iterator[dict[str, float]]:
     """Yield samples/s and seconds per step of each timed interval."""
-    for before, row in pairwise(rows):
-        whole = row["steps"] == timing.interval and row["since_step"] == before["since_step"]
-        if whole and timing.first < row["step"] <= timing.last:
-            spent = {
-                name: fmean(row["ranks"][name]) - fmean(before["ranks"][name]) for name in TIMES
-            } | {"step_s": row["wall_s"] - before["wall_s"]}
-            per_step = {name: seconds / timing.interval for name, seconds in spent.items()}
+    for previous, row in pairwise(rows):
+        is_complete = (
+            row["steps"] == timing.interval and row["since_step"] == previous["since_step"]
+        )
+        if is_complete and timing.first < row["step"] <= timing.last:
+            seconds_by_part = {
+                name: fmean(row["ranks"][name]) - fmean(previous["ranks"][name]) for name in TIMES
+            } | {"step_s": row["wall_s"] - previous["wall_s"]}
+            per_step = {
+                name: seconds / timing.interval for name, seconds in seconds_by_part.items()
+            }
             yield per_step | {"samples_per_s": row["samples_per_s"]}
 
 
@@ -98,8 +106,8 @@ def _reason(folder: Path, summary: dict[str, Any] | None) -> str:
     if summary and summary.get("reason"):
         return f"{summary['status']}: {summary['reason']}"
     lines = [line.strip() for line in log_lines(folder) if line.strip()]
-    own = [line.partition("hpctrain: ")[2] for line in lines if "hpctrain: " in line]
-    return (own or lines or ["not run yet"])[-1]
+    hpctrain_lines = [line.partition("hpctrain: ")[2] for line in lines if "hpctrain: " in line]
+    return (hpctrain_lines or lines or ["not run yet"])[-1]
 
 
 def log_of(folder: Path) -> Path:

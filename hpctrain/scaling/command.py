@@ -18,7 +18,7 @@ from hpctrain import machine
 from hpctrain.cluster.launch import MpiInstallation
 from hpctrain.core import progress
 from hpctrain.core.errors import UsageError
-from hpctrain.gradients.precision import master
+from hpctrain.gradients.precision import master_dtype
 from hpctrain.run_files import run_folder
 from hpctrain.scaling import trial_recipe, world_sizes
 from hpctrain.scaling.collect import Gap, TrialResult
@@ -46,7 +46,7 @@ def scale(words: Words) -> int:
     spec = recipe.load(words["recipe"], words["sets"])
     requested = study_of(spec, words)
     out = words["out"] or run_folder.default_path(f"scale-{requested.name}-{requested.mode}")
-    drawn = study_files.can_draw()
+    with_plots = study_files.can_draw()
     with _claim(out) as folder:
         study = merge(requested, folder.load(), out)
         folder.save(study)
@@ -54,10 +54,10 @@ def scale(words: Words) -> int:
             study = _measure(folder, study, spec)
         except KeyboardInterrupt:
             if (partial_study := folder.load()) and partial_study.steps:
-                _write(folder, partial_study, spec, drawn)
+                _write(folder, partial_study, spec, with_plots)
             raise
-        result, files = _write(folder, study, spec, drawn)
-    _show(result, files)
+        result, files = _write(folder, study, spec, with_plots)
+    _print_result(result, files)
     return GAPS if any(row.get("repeats_missing") for row in result.rows) else 0
 
 
@@ -68,7 +68,7 @@ def _claim(out: Path) -> Iterator[StudyFolder]:
         with claim(out) as folder:
             yield folder
     except run_folder.LockedError:
-        _look(StudyFolder(out))
+        _show_once(StudyFolder(out))
         raise
     except KeyboardInterrupt:
         log.warning(
@@ -135,13 +135,13 @@ def _gradient_bytes(spec: Recipe) -> int:
     """Return the bytes of a gradient, as it is summed."""
     model = runs.build_model(spec, spec.data.load(spec.run.seed))
     count = sum(math.prod(parameter.shape) for parameter in model.parameters.values())
-    return int(count * master(spec.run.precision).itemsize)
+    return int(count * master_dtype(spec.run.precision).itemsize)
 
 
 def _threads(cores: int | None, largest: int) -> int | None:
     """Return the BLAS threads of a rank: its share of the cores when `largest` ranks run."""
-    fair = None if cores is None else max(1, cores // largest)
-    return core_binding.user_threads(os.environ) or fair
+    fair_share = None if cores is None else max(1, cores // largest)
+    return core_binding.user_threads(os.environ) or fair_share
 
 
 def _facts(mpi: MpiInstallation | None) -> dict[str, Any]:
@@ -155,7 +155,7 @@ def _facts(mpi: MpiInstallation | None) -> dict[str, Any]:
     return facts | {"mpi": f"{mpi.vendor} {mpi.version}"}
 
 
-def _look(folder: StudyFolder) -> None:
+def _show_once(folder: StudyFolder) -> None:
     """Show the progress of a study that another process works on."""
     study = folder.load()
     if study is not None:
@@ -169,7 +169,7 @@ def _look(folder: StudyFolder) -> None:
 
 def _measure(folder: StudyFolder, study: Study, spec: Recipe) -> Study:
     """Run the missing trials; return the study with its number of steps."""
-    if study.steps and not runner.missing(folder, study):
+    if study.steps and not runner.missing_trials(folder, study):
         return study
     with LiveView(study) as view:
         _log_folder(folder, study, view)
@@ -203,7 +203,7 @@ def _trials(
     folder: StudyFolder, study: Study, spec: Recipe, view: LiveView
 ) -> Iterator[TrialResult | Gap]:
     if study.on == "slurm":
-        return slurm_runner.trials(folder, study, spec, runner.missing(folder, study), view)
+        return slurm_runner.trials(folder, study, spec, runner.missing_trials(folder, study), view)
     runner.measure_links(folder, study, view)
     return runner.trials(folder, study, spec, view)
 
@@ -218,17 +218,17 @@ def collect_result(folder: StudyFolder, study: Study) -> Result:
 
 
 def _write(
-    folder: StudyFolder, study: Study, spec: Recipe, drawn: bool
+    folder: StudyFolder, study: Study, spec: Recipe, with_plots: bool
 ) -> tuple[Result, list[Path]]:
     """Write the result of all trials so far; return it, and the files."""
     result = collect_result(folder, study)
     deviations = list(
         trial_recipe.deviations(spec, study.mode, study.batch, study.timing, study.threads)
     )
-    return result, study_files.write(folder.path, result, deviations, drawn)
+    return result, study_files.write(folder.path, result, deviations, with_plots)
 
 
-def _show(result: Result, files: Sequence[Path]) -> None:
+def _print_result(result: Result, files: Sequence[Path]) -> None:
     """Print the table, the fits and the paths of files on stdout."""
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
     console.print(tables.table(result))

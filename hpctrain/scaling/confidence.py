@@ -43,15 +43,17 @@ def quantile(freedom: int, confidence: float = CONFIDENCE) -> float:
     low, high = 0.0, math.pi / 2
     for _ in range(60):
         angle = (low + high) / 2
-        low, high = (angle, high) if within(angle, freedom) < confidence else (low, angle)
+        low, high = (
+            (angle, high) if central_probability(angle, freedom) < confidence else (low, angle)
+        )
     return math.tan(low) * math.sqrt(freedom)
 
 
-def within(angle: float, freedom: int) -> float:
+def central_probability(angle: float, freedom: int) -> float:
     """Return P(|T| < t) for t = sqrt(freedom) tan(angle)."""
-    sine, cosine, odd = math.sin(angle), math.cos(angle), freedom % 2
-    total, term = 0.0, cosine if odd else 1.0
-    for i in range(1 + odd, freedom, 2):
+    sine, cosine, is_odd = math.sin(angle), math.cos(angle), freedom % 2
+    total, term = 0.0, cosine if is_odd else 1.0
+    for i in range(1 + is_odd, freedom, 2):
         total += term
         term *= i / (i + 1) * cosine**2
-    return 2 / math.pi * (angle + sine * total) if odd else sine * total
+    return 2 / math.pi * (angle + sine * total) if is_odd else sine * total

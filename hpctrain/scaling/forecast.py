@@ -31,9 +31,9 @@ import numpy as np
 
 from hpctrain.bench.prediction.predict import RankLayout, fits
 from hpctrain.cost_model import cost, fit
-from hpctrain.cost_model.loggp import Clocks, Cluster, Wire, alike
+from hpctrain.cost_model.loggp import Clocks, Cluster, Wire, uniform_cluster
 from hpctrain.cost_model.message_schedules import SCHEDULES
-from hpctrain.cost_model.training_step import even, step_time
+from hpctrain.cost_model.training_step import even_step, step_time
 from hpctrain.scaling.world_sizes import Size
 from hpctrain.tuning import defaults
 
@@ -41,9 +41,9 @@ from hpctrain.tuning import defaults
 LIKE = {"direct-shared": "direct", "native": "halving-doubling"}
 #: In how many buckets the gradient may leave; 0: after backward, in one.
 BUCKETS = (0, 1, 2, 4, 8, 16, 32)
-HIDDEN = 0.03  #: of the wire: where less is hidden behind compute, nothing overlaps
-MESSAGES, WIRE_TIMES, GUESS = "single messages", "wire times of several sizes", "usual networks"
-NEAREST = 3  #: the number of sizes, the largest ones, that the model is fitted to
+MIN_OVERLAP = 0.03  #: of the wire: where less is hidden behind compute, nothing overlaps
+MESSAGES, WIRE_TIMES, NOMINAL = "single messages", "wire times of several sizes", "usual networks"
+FITTED_SIZES = 3  #: the number of sizes, the largest ones, that the model is fitted to
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class StepModel:
     shrinking_s: float  #: compute that ranks share: compute(P) = shrinking_s / P + fixed_s
     fixed_s: float
     across: bool
-    origin: str  #: of alpha and beta: MESSAGES, WIRE_TIMES or GUESS
+    origin: str  #: of alpha and beta: MESSAGES, WIRE_TIMES or NOMINAL
     ranks: tuple[int, ...]  #: sizes that it was fitted to
     uneven_s: float = 0.0
     other_s: float = 0.0
@@ -108,15 +108,15 @@ class StepModel:
     @property
     def beta_s(self) -> float:
         """Seconds per byte."""
-        return self.wire.per_byte_both
+        return self.wire.seconds_per_byte_both
 
     def forecast(self, size: Size, share: float = 1.0) -> Forecast:
         """Return the predicted times of a step on `size` where `share` ranks share a core."""
-        own = self.shrinking_s / size.ranks + self.fixed_s
+        compute_per_share = self.shrinking_s / size.ranks + self.fixed_s
         wire, exposed = replay(
-            self.cluster, self.algorithm, self.nbytes, size, own, self.buckets, share
+            self.cluster, self.algorithm, self.nbytes, size, compute_per_share, self.buckets, share
         )
-        compute, wait = own * share, max(0.0, exposed + self.uneven_s)
+        compute, wait = compute_per_share * share, max(0.0, exposed + self.uneven_s)
         return Forecast(size, compute + wait + self.other_s, compute, wire, wait, self.other_s)
 
 
@@ -139,8 +139,8 @@ def replay(
         return 0.0, 0.0
     layout = RankLayout(size.ranks, size.per_node)
     name = algorithm if fits(algorithm, layout) else "ring"
-    step = even(compute, nbytes, nbytes / max(buckets, 1))
-    clocks = Clocks(cluster, layout.nodes, slow=share)
+    step = even_step(compute, nbytes, nbytes / max(buckets, 1))
+    clocks = Clocks(cluster, layout.nodes, slow_factors=share)
     result = step_time(step, SCHEDULES[name], clocks, overlap=buckets > 0)
     return result.wire, result.exposed
 
@@ -161,14 +161,15 @@ def fit_model(
     Sizes whose ranks share cores count only where there are no others with more than one rank.
     """
     own_cores = [step for step in steps if step.share == 1.0]
-    used = own_cores if any(step.size.ranks > 1 for step in own_cores) else list(steps)
-    communicating = [step for step in used if step.size.ranks > 1 and step.wire_s > 0][-NEAREST:]
+    used_steps = own_cores if any(step.size.ranks > 1 for step in own_cores) else list(steps)
+    communicating = [step for step in used_steps if step.size.ranks > 1 and step.wire_s > 0]
+    communicating = communicating[-FITTED_SIZES:]
     if not communicating:
         return None
-    last = communicating[-1]
-    overlaps = any(step.wait_s < (1 - HIDDEN) * step.wire_s for step in communicating)
+    largest_step = communicating[-1]
+    overlaps = any(step.wait_s < (1 - MIN_OVERLAP) * step.wire_s for step in communicating)
     counts = BUCKETS if overlaps else BUCKETS[:1]
-    shrinking, fixed = _compute_law(used, strong)
+    shrinking, fixed = _compute_law(used_steps, strong)
     cluster = _cluster(communicating, nbytes, inside, between)
     across = any(step.size.nodes > 1 for step in communicating)
     buckets, factor = min(
@@ -180,7 +181,7 @@ def fit_model(
     model = StepModel(
         scale_cluster(cluster, factor),
         nbytes,
-        schedule_of(last.algorithm),
+        schedule_of(largest_step.algorithm),
         buckets,
         shrinking,
         fixed,
@@ -188,9 +189,9 @@ def fit_model(
         _origin(between if across else inside, communicating, nbytes, across),
         tuple(step.size.ranks for step in communicating),
     )
-    exposed = model.forecast(last.size, last.share).wait_s
-    other = max(0.0, last.step_s - last.compute_s - last.wait_s)
-    return replace(model, uneven_s=last.wait_s - exposed, other_s=other)
+    exposed = model.forecast(largest_step.size, largest_step.share).wait_s
+    other_s = max(0.0, largest_step.step_s - largest_step.compute_s - largest_step.wait_s)
+    return replace(model, uneven_s=largest_step.wait_s - exposed, other_s=other_s)
 
 
 def _compute_law(steps: Sequence[StepTimes], strong: bool) -> tuple[float, float]:
@@ -202,9 +203,10 @@ def _compute_law(steps: Sequence[StepTimes], strong: bool) -> tuple[float, float
     if not strong:
         return 0.0, steps[-1].compute_s / steps[-1].share
     ranks = np.array([step.size.ranks for step in steps], float)
-    own = np.array([step.compute_s / step.share for step in steps])
-    b, a = fit.nonnegative(np.stack([1 / ranks, np.ones_like(ranks)], 1), own).tolist()
-    factor = own[-1] / (b / ranks[-1] + a)
+    compute_per_share = np.array([step.compute_s / step.share for step in steps])
+    terms = np.stack([1 / ranks, np.ones_like(ranks)], 1)
+    b, a = fit.nonnegative(terms, compute_per_share).tolist()
+    factor = compute_per_share[-1] / (b / ranks[-1] + a)
     return b * factor, a * factor
 
 
@@ -212,7 +214,7 @@ def _cluster(
     steps: Sequence[StepTimes], nbytes: int, inside: Wire | None, between: Wire | None
 ) -> Cluster:
     """Return the machine before it is scaled: measured messages, else wire times, else guesses."""
-    node_cluster, network_cluster = alike(defaults.NODE), alike(defaults.ACROSS)
+    node_cluster, network_cluster = uniform_cluster(defaults.NODE), uniform_cluster(defaults.ACROSS)
     return replace(
         node_cluster,
         inside=inside
@@ -228,7 +230,7 @@ def _origin(measured: Wire | None, steps: Sequence[StepTimes], nbytes: int, acro
     """Return the origin of the wire of most bytes in `_cluster`."""
     if measured is not None:
         return MESSAGES
-    return WIRE_TIMES if _from_wire_times(_sizes(steps, several_nodes=across), nbytes) else GUESS
+    return WIRE_TIMES if _from_wire_times(_sizes(steps, several_nodes=across), nbytes) else NOMINAL
 
 
 def _sizes(steps: Sequence[StepTimes], *, several_nodes: bool) -> list[StepTimes]:
@@ -250,7 +252,7 @@ def _from_wire_times(steps: Sequence[StepTimes], nbytes: int) -> Wire | None:
         return None
     table = np.array([(path.steps, path.bytes) for path, _ in paths], float)
     alpha, beta = fit.nonnegative(table, np.array([seconds for _, seconds in paths])).tolist()
-    return alike(cost.Machine(alpha, beta, 0.0)).inside
+    return uniform_cluster(cost.Machine(alpha, beta, 0.0)).inside
 
 
 def _factor(cluster: Cluster, steps: Sequence[StepTimes], nbytes: int, buckets: int) -> float:
@@ -273,8 +275,8 @@ def _replay_step(
     cluster: Cluster, step: StepTimes, nbytes: int, buckets: int
 ) -> tuple[float, float]:
     name = schedule_of(step.algorithm)
-    own = step.compute_s / step.share
-    return replay(cluster, name, nbytes, step.size, own, buckets, step.share)
+    compute_per_share = step.compute_s / step.share
+    return replay(cluster, name, nbytes, step.size, compute_per_share, buckets, step.share)
 
 
 def scale_cluster(cluster: Cluster, factor: float) -> Cluster:
@@ -293,6 +295,6 @@ def _slower(wire: Wire, factor: float) -> Wire:
         wire.latency * factor,
         wire.overhead * factor,
         wire.gap * factor,
-        wire.per_byte * factor,
-        None if wire.both_ways is None else wire.both_ways * factor,
+        wire.seconds_per_byte * factor,
+        None if wire.seconds_per_byte_duplex is None else wire.seconds_per_byte_duplex * factor,
     )

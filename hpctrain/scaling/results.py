@@ -30,7 +30,11 @@ Wires = tuple[Wire | None, Wire | None]  #: in a node, between nodes
 Single = Sequence[
     tuple[StepModel, float]
 ]  #: models of single repeats, samples/s of the smallest size
-BEYOND = (2, 4, 8)  #: predicted sizes, as multiples of the largest that the model was fitted to
+PREDICTED_FACTORS = (
+    2,
+    4,
+    8,
+)  #: predicted sizes, as multiples of the largest that the model was fitted to
 PARTS = ("step_s", "compute_s", "wire_s", "wait_s", "other_s")
 
 
@@ -53,9 +57,9 @@ class Result:
 
         A size whose ranks share cores can: it is forecast too, and not fitted to.
         """
-        shared = [row for row in self.of("measured") if row["ranks_per_core"] > 1]
-        beside = any("prediction_error" in row for row in shared)
-        return self.model is not None and (self.model.tested or beside)
+        oversubscribed = [row for row in self.of("measured") if row["ranks_per_core"] > 1]
+        with_prediction = any("prediction_error" in row for row in oversubscribed)
+        return self.model is not None and (self.model.tested or with_prediction)
 
     def of(self, kind: str) -> list[Row]:
         """Return the rows that are measured, a gap, or predicted."""
@@ -92,8 +96,8 @@ class SizeTrials:
     def step_times(self) -> StepTimes:
         """The times a forecast is fitted to: medians, which one disturbed repeat does not move."""
         times = {name: self.median(name) for name in PARTS[:-1]}
-        last = self.trials[max(self.trials)]
-        return StepTimes(self.size, **times, algorithm=last.algorithm, share=self.share)
+        last_trial = self.trials[max(self.trials)]
+        return StepTimes(self.size, **times, algorithm=last_trial.algorithm, share=self.share)
 
 
 def trials_by_size(study: Study, outcomes: Outcomes) -> list[SizeTrials]:
@@ -124,13 +128,15 @@ def evaluate(study: Study, outcomes: Outcomes, wires: Wires = (None, None)) -> R
         gaps = [gap for gap in outcomes[Size(row["ranks"], row["nodes"])] if isinstance(gap, Gap)]
         row |= {"repeats_missing": len(gaps), "reason": gaps[0].reason if gaps else None}
     model = _model(study, steps, wires)
-    beyond = _predicted_rows(study, model, points, _single(study, points, wires)) if model else []
+    predicted_rows = (
+        _predicted_rows(study, model, points, _single(study, points, wires)) if model else []
+    )
     trials = [trial for point in points for trial in point.trials.values()]
     hosts = sorted({host for trial in trials for host in trial.hosts})
     machine = study.machine | _machine(trials, hosts)
     law = "amdahl" if strong else "gustafson"
     fit = _fit_law(points, strong)
-    return Result(study, [*rows, *beyond], law, *fit, model, machine)
+    return Result(study, [*rows, *predicted_rows], law, *fit, model, machine)
 
 
 def _machine(trials: Sequence[TrialResult], hosts: Sequence[str]) -> dict[str, Any]:
@@ -193,9 +199,9 @@ def _single(study: Study, points: Sequence[SizeTrials], wires: Wires) -> Single:
     complete = sorted(set.intersection(*(set(point.trials) for point in points)))
     models = []
     for i in complete:
-        alone = [replace(point, trials={i: point.trials[i]}) for point in points]
-        if model := _model(study, [point.step_times for point in alone], wires):
-            models.append((model, alone[0].mean("samples_per_s")))
+        single_repeats = [replace(point, trials={i: point.trials[i]}) for point in points]
+        if model := _model(study, [point.step_times for point in single_repeats], wires):
+            models.append((model, single_repeats[0].mean("samples_per_s")))
     return models
 
 
@@ -204,11 +210,11 @@ def _predicted_rows(
 ) -> list[Row]:
     """Return the rows beyond the largest size whose ranks have cores of their own."""
     own_cores = [point for point in points if point.share == 1.0 and point.size.ranks > 1]
-    last = (own_cores or list(points))[-1].size
-    beyond = [last.scaled(factor) for factor in BEYOND]
+    largest_size = (own_cores or list(points))[-1].size
+    predicted_sizes = [largest_size.scaled(factor) for factor in PREDICTED_FACTORS]
     if study.mode == "strong":  # each rank needs a sample
-        beyond = [size for size in beyond if size.ranks <= study.batch]
-    return [_predicted_row(study, model, size, points[0], single) for size in beyond]
+        predicted_sizes = [size for size in predicted_sizes if size.ranks <= study.batch]
+    return [_predicted_row(study, model, size, points[0], single) for size in predicted_sizes]
 
 
 def _predicted_row(
@@ -228,9 +234,11 @@ def _predicted_row(
         "kind": "predicted",
         "ranks": size.ranks,
         "nodes": size.nodes,
-        **_entries("samples_per_s", _around(rate, rates)),
-        **_entries("speed_up", _around(speed_up, ratios)),
-        **_entries("efficiency", _around(speed_up * scale, [ratio * scale for ratio in ratios])),
+        **_entries("samples_per_s", _estimate_around(rate, rates)),
+        **_entries("speed_up", _estimate_around(speed_up, ratios)),
+        **_entries(
+            "efficiency", _estimate_around(speed_up * scale, [ratio * scale for ratio in ratios])
+        ),
         "step_s": forecast.step_s,
         "compute_s": forecast.compute_s,
         "wire_s": forecast.wire_s,
@@ -240,7 +248,7 @@ def _predicted_row(
     }
 
 
-def _around(value: float, values: Sequence[float]) -> Estimate:
+def _estimate_around(value: float, values: Sequence[float]) -> Estimate:
     """Return `value` with the interval of `values`."""
     return replace(estimate(values), mean=value) if values else Estimate(value, None, 0)
 
@@ -252,18 +260,18 @@ def _fit_law(
 
     Sizes with cores of their own count.
     """
-    used = [point for point in points if point.share == 1.0]
-    ranks = tuple(point.size.ranks for point in used)
-    if len(used) < 2:
+    points_with_own_cores = [point for point in points if point.share == 1.0]
+    ranks = tuple(point.size.ranks for point in points_with_own_cores)
+    if len(points_with_own_cores) < 2:
         return None, ranks, None
     law: Callable[..., float] = laws.amdahl if strong else laws.gustafson
     speed_up = laws.amdahl_speed_up if strong else laws.gustafson_speed_up
     key = "step_s" if strong else "samples_per_s"
-    complete = sorted(set.intersection(*(set(point.trials) for point in used)))
-    values = [[getattr(point.trials[i], key) for point in used] for i in complete]
-    values = values or [[point.mean(key) for point in used]]
+    complete = sorted(set.intersection(*(set(point.trials) for point in points_with_own_cores)))
+    values = [[getattr(point.trials[i], key) for point in points_with_own_cores] for i in complete]
+    values = values or [[point.mean(key) for point in points_with_own_cores]]
     fraction = estimate([law(ranks, repeat) for repeat in values])
-    if len(used) == 2:
+    if len(points_with_own_cores) == 2:
         return fraction, ranks, None
     shape = [speed_up(fraction.mean, n) ** (-1 if strong else 1) for n in ranks]
     return fraction, ranks, laws.misfit(shape, [fmean(size) for size in zip(*values, strict=True)])

@@ -30,7 +30,7 @@ FILE, FORMAT = "study.json", 1
 MOST_REPEATS = 10_000  #: a larger number is damage: trials are listed
 LIMIT_BYTES = 16 << 20  #: of such a file; a size has some hundred bytes
 #: A difference in these makes it another study; all else may grow, or was decided once.
-FIXED = ("name", "mode", "on", "link", "tables", "machine")
+FIXED_FIELDS = ("name", "mode", "on", "link", "tables", "machine")
 
 
 Key = tuple[int, Size]  #: a trial: its repeat and its size
@@ -150,35 +150,39 @@ def claim(path: Path) -> Iterator[StudyFolder]:
         os.close(lock)
 
 
-def merge(requested: Study, stored: Study | None, out: Path) -> Study:
-    """Return the study to go on with: `stored`, with the sizes and repeats that `requested` adds.
+def merge(requested: Study, stored_study: Study | None, out: Path) -> Study:
+    """Return `stored_study` with the sizes and repeats that `requested` adds to it.
 
     Raises UsageError where the folder `out` holds another study.
     """
-    if stored is None:
+    if stored_study is None:
         return requested
-    for name in FIXED:
-        old, new = (json.loads(json.dumps(getattr(study, name))) for study in (stored, requested))
-        if old != new:
+    for name in FIXED_FIELDS:
+        old_value, new_value = (
+            json.loads(json.dumps(getattr(study, name))) for study in (stored_study, requested)
+        )
+        if old_value != new_value:
             raise UsageError(
-                f"--out {out} holds another study: {_difference(name, old, new)}. Name a new "
-                "folder, or ask for the same"
+                f"--out {out} holds another study: {_difference(name, old_value, new_value)}. Name "
+                "a new folder, or request the same study"
             )
-    if requested.steps not in (None, stored.steps):
+    if requested.steps not in (None, stored_study.steps):
         raise UsageError(
-            f"--out {out} holds another study: trials of {stored.steps} timed steps, now "
+            f"--out {out} holds another study: trials of {stored_study.steps} timed steps, now "
             f"{requested.steps}. Name a new folder, or leave out --steps"
         )
-    sizes = tuple(sorted({*stored.sizes, *requested.sizes}))
-    repeats = max(stored.repeats, requested.repeats)
-    return replace(stored, sizes=sizes, repeats=repeats, job=requested.job)
+    sizes = tuple(sorted({*stored_study.sizes, *requested.sizes}))
+    repeats = max(stored_study.repeats, requested.repeats)
+    return replace(stored_study, sizes=sizes, repeats=repeats, job=requested.job)
 
 
-def _difference(name: str, old: Any, new: Any) -> str:
-    if not isinstance(old, dict):
-        return f"{name} was {old}, now {new}"
-    keys = sorted(k for k in old.keys() | new.keys() if old.get(k) != new.get(k))
-    return "; ".join(f"{name}.{k} was {old.get(k)}, now {new.get(k)}" for k in keys[:3])
+def _difference(name: str, old_value: Any, new_value: Any) -> str:
+    if not isinstance(old_value, dict):
+        return f"{name} was {old_value}, now {new_value}"
+    keys = sorted(
+        k for k in old_value.keys() | new_value.keys() if old_value.get(k) != new_value.get(k)
+    )
+    return "; ".join(f"{name}.{k} was {old_value.get(k)}, now {new_value.get(k)}" for k in keys[:3])
 
 
 _READER = pydantic.TypeAdapter(Study)

@@ -93,11 +93,11 @@ def must_divide(spec: Recipe, mode: str, batch: int, sizes: list[Size]) -> None:
 
 def _even_batch(spec: Recipe, batch: int, sizes: list[Size]) -> str:
     """Return the setting whose batch all sizes divide, the next below `batch` if there is one."""
-    every = math.lcm(*(workers(spec, size) for size in sizes))
-    nearest = batch // every * every or every
+    common_multiple = math.lcm(*(workers(spec, size) for size in sizes))
+    nearest_batch = batch // common_multiple * common_multiple or common_multiple
     if spec.batch.batch is not None:
-        return f"optimizer.batch={nearest}"
-    return f"optimizer.batch_per_rank={nearest // workers(spec, max(sizes))}"
+        return f"optimizer.batch={nearest_batch}"
+    return f"optimizer.batch_per_rank={nearest_batch // workers(spec, max(sizes))}"
 
 
 @contextmanager
@@ -147,10 +147,10 @@ def deviations(
     yield "the training set is repeated, so that all batches are full and no epoch ends on the way"
     key = "batch" if mode == "strong" else "batch_per_rank"
     if getattr(spec.batch, key) != batch:
-        configured = f"batch = {spec.batch.batch}"
+        batch_text = f"batch = {spec.batch.batch}"
         if spec.batch.batch is None:
-            configured = f"batch_per_rank = {spec.batch.batch_per_rank}"
-        yield f"{mode} scaling: {key} = {batch} in place of {configured}"
+            batch_text = f"batch_per_rank = {spec.batch.batch_per_rank}"
+        yield f"{mode} scaling: {key} = {batch} in place of {batch_text}"
     if omissions := list(_omissions(spec)):
         yield f"left out: {', '.join(omissions)}"
     if threads is not None:

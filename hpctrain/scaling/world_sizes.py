@@ -85,11 +85,13 @@ def _over_nodes(ranks: Sequence[int], nodes: Sequence[int], per_node: int | None
 
 def _size_of(ranks: int, nodes: int) -> Size:
     if ranks % nodes:
-        below = ranks // nodes * nodes
-        nearest = f"{below} or {below + nodes}" if below else f"{nodes}"
+        lower_multiple = ranks // nodes * nodes
+        nearest_text = (
+            f"{lower_multiple} or {lower_multiple + nodes}" if lower_multiple else f"{nodes}"
+        )
         raise UsageError(
             f"{ranks} ranks on {nodes} nodes: expected as many ranks on each, seen "
-            f"{ranks / nodes:.3g}; take {nearest} ranks"
+            f"{ranks / nodes:.3g}; take {nearest_text} ranks"
         )
     return Size(ranks, nodes)
 

@@ -19,7 +19,7 @@ from hpctrain.gradients.replica import Replica
 from hpctrain.training import weights
 from hpctrain.training.callbacks import Row
 from hpctrain.training.journal import Journal
-from hpctrain.training.recipe import CheckpointOptions
+from hpctrain.training.run_options import CheckpointOptions
 from hpctrain.world import World
 
 log = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class Checkpointer:
         """
         names = [name for name in (self._scale_name, SCALE) if name in arrays]
         if self._scaled is not None and self._scaled.scaling is not None and names:
-            self._scaled.scale_as(arrays[names[0]])
+            self._scaled.restore_scaling(arrays[names[0]])
 
     def must_fit(self, loaded: checkpoint.Loaded) -> None:
         """Raise UsageError if the facts of a checkpoint differ from this model and engine."""
@@ -86,8 +86,8 @@ class Checkpointer:
 
     def is_due(self, step: int, row: Row) -> bool:
         """Return whether to save after `step`, whose row of metrics is `row`, empty for none."""
-        regular = any(period and step % period == 0 for period in self.periods)
-        return regular or self._new_best(row) is not None
+        is_periodic = any(period and step % period == 0 for period in self.periods)
+        return is_periodic or self._new_best(row) is not None
 
     def save(self, step: int, row: Row, must: bool) -> None:
         """Write a checkpoint; a failure ends the run only if it is the last one (`must`)."""

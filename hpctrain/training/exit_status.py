@@ -45,11 +45,11 @@ def summary_on_exit(journal: Journal) -> Iterator[None]:
     except BaseException as error:
         first = _fail_alone(journal, error)
         _with_last_lines(error, journal)
-        if (short := shortage(error)) is None:
+        if (shortage_error := shortage(error)) is None:
             raise
         if not first:  # ranks are often short of memory together: the first one reports
             time.sleep(FIRST_REPORT_S)
-        raise short from error
+        raise shortage_error from error
     finally:
         journal.world.on_failure = None
 

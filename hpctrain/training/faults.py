@@ -100,16 +100,16 @@ class Pace:
         self._owed += (self._stretch - 1) * (self._clock() - self._since)
         self._pay()
 
-    def outside(self, call: Callable[[U], T]) -> Callable[[U], T]:
+    def not_slowed(self, call: Callable[[U], T]) -> Callable[[U], T]:
         """Return `call` excluded from compute: it first sleeps for the compute before it."""
 
-        def behind(argument: U) -> T:
+        def lag_s(argument: U) -> T:
             self.catch_up()
             result = call(argument)
             self._since = self._clock()
             return result
 
-        return behind
+        return lag_s
 
     def _pay(self) -> None:
         start = self._clock()
@@ -144,10 +144,10 @@ class SlowedReplica:
         """Write the gradient into the arena, and take longer over it; see Replica."""
         self._pace.begin(key.seed, key.step)
         if key.sum_over_ranks is not None:  # a rank waits for the others in it
-            key = key._replace(sum_over_ranks=self._pace.outside(key.sum_over_ranks))
+            key = key._replace(sum_over_ranks=self._pace.not_slowed(key.sum_over_ranks))
         if key.on_need is not None:
-            key = key._replace(on_need=self._pace.outside(key.on_need))
-        sums = self._replica.gradient(batch, scale, key, self._pace.outside(on_ready))
+            key = key._replace(on_need=self._pace.not_slowed(key.on_need))
+        sums = self._replica.gradient(batch, scale, key, self._pace.not_slowed(on_ready))
         self._pace.catch_up()
         return sums
 

@@ -21,7 +21,7 @@ from hpctrain.engines import Engine, staleness
 from hpctrain.engines.staleness import Staleness
 from hpctrain.machine import versions
 from hpctrain.nn import Sums, add
-from hpctrain.optim.optimizer import Schedule, rate_curve, rate_of
+from hpctrain.optim.optimizer import Schedule, rate_at, rate_curve
 from hpctrain.run_files.writer import RunFiles
 from hpctrain.training import run_facts
 from hpctrain.training.recipe import Recipe
@@ -32,7 +32,7 @@ from hpctrain.world import World
 
 log = logging.getLogger(__name__)
 BAR_S = 0.1  # the bar is drawn this often at most: drawing takes time from training
-NOTHING = Sums(0.0, 0, 0)
+NO_SUMS = Sums(0.0, 0, 0)
 
 
 class Journal:
@@ -63,7 +63,7 @@ class Journal:
             None  # the summary of a run that was done before
         )
         self._test_metrics: dict[str, Any] = {"test_loss": None, "test_accuracy": None}
-        self._sums, self._row_step, self._row_s = NOTHING, 0, 0.0
+        self._sums, self._row_step, self._row_s = NO_SUMS, 0, 0.0
         self._earlier_staleness: Staleness | None = None  # in the parts before this one
         self._first_step, self._start_s, self._bar_s = 0, perf_counter(), 0.0
 
@@ -78,11 +78,11 @@ class Journal:
             self._earlier_staleness = Staleness.from_json(about["staleness"])
         self.intervals = about.get("intervals", None if step else 0)
         self.skips.resume(about)
-        open_row = about.get("open_row") or {"since_step": step, "sums": NOTHING}
+        open_row = about.get("open_row") or {"since_step": step, "sums": NO_SUMS}
         self._row_step = open_row["since_step"]
         if self.world.rank == 0:  # they are the sums of all ranks
             self._sums = Sums(*open_row["sums"])
-        rows, summary = self.world.together(lambda: self.files.go_back(step, about))
+        rows, summary = self.world.on_all_ranks(lambda: self.files.go_back(step, about))
         rows, summary = json.loads(self.world.gather(json.dumps([rows, summary]))[0])
         self.steps_redone = self.files.steps_redone
         if summary and (summary["status"], summary.get("steps")) == ("done", step):
@@ -98,7 +98,7 @@ class Journal:
         """Write the recipe, start the clocks and the bar; raise UsageError; collective."""
         self._first_step = step
         text = self.recipe.toml() if self.recipe else None
-        self.world.together(lambda: self.files.begin(text))
+        self.world.on_all_ranks(lambda: self.files.begin(text))
         visible = self.world.rank == 0 and log.isEnabledFor(logging.INFO)
         self._timeline.begin()
         self._bar = progress.Bar(self.name, step, self.total_steps, visible)
@@ -114,7 +114,7 @@ class Journal:
         """Add this rank's share of a step that is done."""
         self._sums = add(self._sums, sums)
         now = self._wall_s()
-        if self._bar.drawn and now - self._bar_s >= BAR_S and self._sums.count:
+        if self._bar.is_drawn and now - self._bar_s >= BAR_S and self._sums.count:
             self._bar_s = now
             loss, rate = self._sums.loss / self._sums.count, self._samples(step) / now
             self._bar.show(step, self._epoch(step), loss, rate)
@@ -142,7 +142,7 @@ class Journal:
             **means("train", *sums),
             **self._test_metrics,
             "skipped_steps": self.skips.skipped_steps,
-            "rate": None if self.rate is None else rate_of(self.rate, self._updates(step)),
+            "rate": None if self.rate is None else rate_at(self.rate, self._updates(step)),
             "rates": rate_curve(self.rate, self._row_step + 1, step, self._updates),
             "samples_per_s": samples / max(now - self._row_s, 1e-9),
             "wall_s": now,
@@ -154,19 +154,19 @@ class Journal:
         }
         if interrupted:
             self._last["interrupted"] = True
-        self._sums, self._row_step, self._row_s = NOTHING, step, now
+        self._sums, self._row_step, self._row_s = NO_SUMS, step, now
         if self.world.rank == 0:
             self._write_row()
         return self._last
 
     def about_now(self, step: int) -> dict[str, Any]:
         """Return the facts beside the arrays of a checkpoint after `step` steps; collective."""
-        epoch, index = self.sampler.place(step)
+        epoch, index = self.sampler.locate_step(step)
         return {
             "step": step,
             "epoch": epoch,
             "sample_index": index,
-            "open_row": self._open_row(step),
+            "open_row": self._unfinished_row(step),
             "world_size": self.world.size,
             "batch": self.sampler.batch,
             "seed": self.sampler.seed,
@@ -181,7 +181,7 @@ class Journal:
             "recipe_sha256": self.recipe and self.recipe.sha256,
         }
 
-    def _open_row(self, step: int) -> dict[str, Any] | None:
+    def _unfinished_row(self, step: int) -> dict[str, Any] | None:
         """Return the sums so far for a row that is not due yet; collective."""
         if step == self._row_step:
             return None
@@ -252,19 +252,19 @@ class Journal:
         One all-reduce; all ranks get the same.
         """
         engine = self.engine
-        own = {
+        own_facts = {
             **self._times(),
             "wall_s": self._wall_s(),
             "bytes_sent": engine.bytes_sent,
             **self.skips.rank_counts(),
         }
-        table = np.zeros((len(own), self.world.size))
-        table[:, self.world.rank] = list(own.values())
+        table = np.zeros((len(own_facts), self.world.size))
+        table[:, self.world.rank] = list(own_facts.values())
         with self.world.trace.span("sum for a row", "other"):
             total = engine.sum(np.array([*self._sums, *table.ravel()]))
-        loss, correct, count = total[: len(NOTHING)].tolist()
-        of_ranks = total[len(NOTHING) :].reshape(table.shape)
-        return Sums(loss, correct, count), dict(zip(own, of_ranks, strict=True))
+        loss, correct, count = total[: len(NO_SUMS)].tolist()
+        of_ranks = total[len(NO_SUMS) :].reshape(table.shape)
+        return Sums(loss, correct, count), dict(zip(own_facts, of_ranks, strict=True))
 
     def _times(self) -> dict[str, float]:
         """Return this rank's times since the start of the clocks: engines may train repeatedly."""
@@ -282,7 +282,7 @@ class Journal:
 
     def _write_row(self) -> None:
         self.files.add(self._last)
-        if not self._bar.drawn:
+        if not self._bar.is_drawn:
             log.info(progress.line(self._last, self.total_steps))
 
     def _log(self, text: str, *args: Any) -> None:

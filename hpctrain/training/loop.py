@@ -23,7 +23,7 @@ from hpctrain.core.xp import finish
 from hpctrain.data import Samples, in_pieces, share
 from hpctrain.engines import Engine, replay
 from hpctrain.engines.worker_state import common_arrays
-from hpctrain.gradients.blocks import NOTHING, in_order
+from hpctrain.gradients.blocks import ZERO_SUMS, add_in_order
 from hpctrain.gradients.replica import Batch, Replica
 from hpctrain.run_files import run_folder
 from hpctrain.training.callbacks import Callbacks, Row
@@ -41,19 +41,19 @@ def evaluate(engine: Engine, samples: Samples, blocks: int) -> nn.Sums:
     They are added block by block: the number of workers only decides the owner of each block.
     """
     engine.settle()
-    table = np.zeros((blocks, len(NOTHING)))
+    table = np.zeros((blocks, len(ZERO_SUMS)))
     if engine.worker is not None:
         _, own_blocks = share(np.arange(blocks), engine.worker, engine.workers)
         for block in own_blocks:
             _, indexes = share(np.arange(len(samples)), block, blocks)
             table[block] = list(sums_over(engine.replica, samples, indexes))
-    return in_order(engine.sum(table.ravel()).reshape(table.shape))
+    return add_in_order(engine.sum(table.ravel()).reshape(table.shape))
 
 
 def sums_over(replica: Replica, samples: Samples, indexes: np.ndarray) -> nn.Sums:
     """Return the sums over the samples at `indexes`, read a few at a time."""
     pieces = (Batch(*rows) for rows in in_pieces(samples, indexes))
-    return reduce(nn.add, map(replica.evaluate, pieces), NOTHING)
+    return reduce(nn.add, map(replica.evaluate, pieces), ZERO_SUMS)
 
 
 class Loop:
@@ -86,7 +86,7 @@ class Loop:
 
         Raises UsageError on all ranks if one cannot be read or written.
         """
-        self.world.together(self._begin_log)
+        self.world.on_all_ranks(self._begin_log)
         self.journal.begin(self.step)
 
     def _begin_log(self) -> None:
@@ -99,37 +99,37 @@ class Loop:
         with Tasks(self.world, self.engine, self.plan, self.journal, request) as work:
             self._train(work)
         self.replay_log.end()
-        early = self.step < self.journal.total_steps
-        return self.journal.finish("done", 0, self.stop_reason if early else None)
+        is_early = self.step < self.journal.total_steps
+        return self.journal.finish("done", 0, self.stop_reason if is_early else None)
 
     def _train(self, work: Tasks) -> None:
         total = self.journal.total_steps
         while self.step < total and not self.stop_reason:
             work.at(self.step)
-            before = self.step
+            step_before = self.step
             self.step, flags = self.engine.train(work, self.step, self._next_stop())
             self.journal.count_interval()
             self.replay_log.write()
-            if self.step > before:
+            if self.step > step_before:
                 self.journal.skips.in_a_row = 0
             if flags.failed:
                 self.journal.skips.skip(self.step, flags.failed - 1, self.plan.max_skipped)
                 self.step += 1
             stopped = bool(flags.stop) and self.step < total
             self._make_row(stopped)
-            last = self.step == total or stopped or bool(self.stop_reason)
-            if last:
+            is_last = self.step == total or stopped or bool(self.stop_reason)
+            if is_last:
                 self.engine.settle()  # the arena then holds the trained parameters
                 finish(self.engine.replica.arena.param)  # no copy into it outlives us
-            if last or self.checkpointer.is_due(self.step, self.row):
+            if is_last or self.checkpointer.is_due(self.step, self.row):
                 self.replay_log.sync()
-                self.checkpointer.save(self.step, self.row, must=last)
+                self.checkpointer.save(self.step, self.row, must=is_last)
             if stopped and not self.stop_reason:
                 raise self._stop_error(flags.stop)
 
     def _stop_error(self, number: int) -> StoppedError:
-        run, by = self.journal.run, cause(number)
-        stopped = f"stopped at step {self.step} of {self.journal.total_steps} {by}"
+        run, stop_cause = self.journal.run, cause(number)
+        stopped = f"stopped at step {self.step} of {self.journal.total_steps} {stop_cause}"
         if run is None:
             return UnsavedError(
                 f"{stopped}; nothing was saved: `fit` was given no folder (out=DIR)"
@@ -139,14 +139,14 @@ class Loop:
 
     def _make_row(self, stopped: bool) -> None:
         """Make a row of metrics and evaluate if due, and call the callbacks with the row."""
-        last = self.step == self.journal.total_steps
-        evaluated = last or self._multiple_of(self.plan.evaluate_every)
-        regular = evaluated or self._multiple_of(self.plan.interval, self._epoch)
+        is_last = self.step == self.journal.total_steps
+        evaluated = is_last or self._multiple_of(self.plan.evaluate_every)
+        is_regular = evaluated or self._multiple_of(self.plan.interval, self._epoch)
         self.row = {}
-        if regular or stopped:
+        if is_regular or stopped:
             # No evaluation for a stop: the time until the job is killed may be short.
             tested = self._evaluate() if evaluated else None
-            self.row = self.journal.row(self.step, tested, interrupted=not regular) or {}
+            self.row = self.journal.row(self.step, tested, interrupted=not is_regular) or {}
             self.stop_reason = self.callbacks.call(self.row) if self.row else ""
 
     def repeat(self, run: Path) -> None:
@@ -157,7 +157,7 @@ class Loop:
                 f"--replay: the engine '{self.engine.name}' is deterministic by itself; "
                 "train again without --replay"
             )
-        recorded, intervals = self.world.together(
+        recorded, intervals = self.world.on_all_ranks(
             lambda: replay.read(run, rank, self._depends_on())
         )
         recorder.replay(intervals, self.journal.intervals or 0)
@@ -186,7 +186,7 @@ class Loop:
         self.checkpointer.must_fit(loaded)
         ratio = self.engine.updates_per_step / loaded.about.get("updates_per_step", 1.0)
         arrays = _convert_counts(common_arrays(loaded.arrays), ratio)
-        self.world.together(lambda: self.engine.load(arrays))
+        self.world.on_all_ranks(lambda: self.engine.load(arrays))
         self.checkpointer.load(arrays)
         self.step = loaded.step
         self.rows = self.journal.resume(loaded.step, loaded.about)
@@ -200,8 +200,8 @@ class Loop:
         """Return the next step with a row, an evaluation, an epoch's end or a checkpoint."""
         plan = self.plan
         periods = (plan.interval, plan.evaluate_every, self._epoch, *self.checkpointer.periods)
-        due = [(self.step // period + 1) * period for period in periods if period]
-        return min(self.journal.total_steps, *due)
+        next_due = [(self.step // period + 1) * period for period in periods if period]
+        return min(self.journal.total_steps, *next_due)
 
     def _multiple_of(self, *periods: int) -> bool:
         return any(period and self.step % period == 0 for period in periods)

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import tomli_w
-from pydantic import AfterValidator, Field
 
 from hpctrain import config, data, engines, nn, optim
 from hpctrain.collectives.direct import must_be_one_node
@@ -21,96 +20,14 @@ from hpctrain.config import overrides, toml, usercode
 from hpctrain.config.usercode import Code
 from hpctrain.core import files
 from hpctrain.core.errors import UsageError
-from hpctrain.core.metrics import Metric
-from hpctrain.gradients.precision import Precision
-from hpctrain.gradients.reducer import ALLREDUCE_ONLY, WireOptions
+from hpctrain.gradients.reducer import ALLREDUCE_ONLY_DEFAULTS, WireOptions
 from hpctrain.training.callbacks import EarlyStop
 from hpctrain.training.faults import FaultsOptions
+from hpctrain.training.run_options import BatchOptions, CheckpointOptions, RunOptions, most_skipped
 from hpctrain.tuning.select import allreduce_named
 from hpctrain.watch.trace import TraceOptions
 
-Positive = Annotated[int, Field(ge=1)]
 Table = dict[str, Any]
-
-
-def _file_name(name: str) -> str:
-    """Return a run's name if it is safe in a folder's name and on a terminal."""
-    if "/" in name or name.startswith(".") or not name.isprintable():
-        raise ValueError("expected a name without '/', control characters and a dot in front")
-    return name
-
-
-NotFinite = Literal["stop", "skip"]
-
-
-def most_skipped(not_finite: NotFinite, max_skipped: int | None) -> int:
-    """Return the limit of skipped steps in a row; raise UsageError for a number beside "stop".
-
-    Without a number it is 0 for "stop" and 10 for "skip".
-    """
-    if not_finite == "skip":
-        return 10 if max_skipped is None else max_skipped
-    if max_skipped is not None:
-        raise UsageError(
-            f"[run] max_skipped: expected not_finite = 'skip' beside it, seen '{not_finite}'"
-        )
-    return 0
-
-
-@config.options
-class RunOptions:
-    """`[run]`: exactly one of `epochs` and `steps`."""
-
-    name: Annotated[str, Field(min_length=1, max_length=100), AfterValidator(_file_name)]
-    seed: Annotated[int, Field(ge=0, lt=1 << 64)] = 0
-    epochs: Positive | None = None
-    steps: Positive | None = None
-    interval_steps: Positive | None = None  #: steps per row of metrics; an epoch if not set
-    epoch_samples: Positive | None = None  #: the training set is repeated, or cut, to this number
-    evaluate_epochs: Positive | None = None  #: epochs from one evaluation to the next; 1 if
-    evaluate_steps: Positive | None = None  #: neither is given
-    callbacks: list[str] = field(default_factory=list)  #: "module:function"s, given each row
-    device: Literal["auto", "cpu", "gpu"] = "auto"
-    precision: Precision = "float32"
-    prefetch: Annotated[int, Field(ge=0)] | None = None  #: batches that a thread reads ahead
-    timeout_s: Annotated[float, Field(gt=0)] = 300.0
-    not_finite: NotFinite = "stop"  #: treatment of a step with a gradient that is not finite
-    max_skipped: Positive | None = None  #: steps in a row that may be skipped; 10 if not given
-
-
-@config.options
-class BatchOptions:
-    """Samples per step: of all ranks together (strong scaling), or per rank (weak scaling).
-
-    A rank's share is computed in `micro_batches` pieces, which need less memory. `base_batch`, for
-    weak scaling alone, is the batch for which the recipe's rate was tuned.
-    """
-
-    batch: Positive | None = None
-    batch_per_rank: Positive | None = None
-    base_batch: Positive | None = None
-    micro_batches: Positive = 1
-
-    def size(self, ranks: int) -> int:
-        """Return the samples of one step over all ranks."""
-        return self.batch or (self.batch_per_rank or 0) * ranks
-
-    def rate_factor(self, ranks: int) -> float:
-        """Return the factor of the rate: k for a batch of k times `base_batch`.
-
-        Source: the linear scaling rule of Goyal et al. (2017, section 2.1).
-        """
-        return self.size(ranks) / self.base_batch if self.base_batch else 1.0
-
-
-@config.options
-class CheckpointOptions:
-    """`[checkpoint]`: when to save, and how many to keep; one is always made at the end."""
-
-    every_epochs: Positive | None = None
-    every_steps: Positive | None = None
-    keep: Positive | None = 3
-    keep_best: Metric | None = None  #: the best by this metric is saved at once, and stays
 
 
 @dataclass(frozen=True)
@@ -186,34 +103,36 @@ def check(tables: Mapping[str, Any], folder: str | Path = ".") -> Recipe:
     for name, table in tables.items():
         config.pick(dict.fromkeys(overrides.TABLES), name, "table")
         overrides.must_be_table(name, table)
-    at = {name: dict(tables.get(name, {})) for name in overrides.TABLES}
+    tables_copy = {name: dict(tables.get(name, {})) for name in overrides.TABLES}
     keys = [option.name for option in fields(BatchOptions)]
-    batch = {key: at["optimizer"].pop(key) for key in keys if key in at["optimizer"]}
-    init = _init(at["model"].pop("init", None))
+    batch = {
+        key: tables_copy["optimizer"].pop(key) for key in keys if key in tables_copy["optimizer"]
+    }
+    init = _init(tables_copy["model"].pop("init", None))
     if init is not None:  # the resolved recipe is to repeat the run wherever it is read
         tables["model"] = {**tables["model"], "init": str(init)}
-    run = _run(at["run"])
-    code = usercode.read(at, run.callbacks, str(folder))
+    run = _run(tables_copy["run"])
+    code = usercode.read(tables_copy, run.callbacks, str(folder))
     tables.pop("code", None)
     tables |= code.tables()
     return Recipe(
         run=run,
-        model=nn.read(at["model"], code.folder),
-        data=data.read(at["data"], code.folder),
+        model=nn.read(tables_copy["model"], code.folder),
+        data=data.read(tables_copy["data"], code.folder),
         batch=_batch(batch),
-        optimizer=_optimizer(at["optimizer"]),
+        optimizer=_optimizer(tables_copy["optimizer"]),
         schedule=config.read_kind(
-            optim.SCHEDULES, {"kind": "constant", **at["schedule"]}, "schedule"
+            optim.SCHEDULES, {"kind": "constant", **tables_copy["schedule"]}, "schedule"
         ),
-        engine=_engine(at["engine"], at["wire"]),
-        checkpoint=config.read(CheckpointOptions, at["checkpoint"], "checkpoint"),
-        faults=config.read(FaultsOptions, at["faults"], "faults"),
+        engine=_engine(tables_copy["engine"], tables_copy["wire"]),
+        checkpoint=config.read(CheckpointOptions, tables_copy["checkpoint"], "checkpoint"),
+        faults=config.read(FaultsOptions, tables_copy["faults"], "faults"),
         early_stop=(
-            config.read(EarlyStop, at["early_stop"], "early_stop")
+            config.read(EarlyStop, tables_copy["early_stop"], "early_stop")
             if "early_stop" in tables
             else None
         ),
-        trace=config.read(TraceOptions, at["trace"], "trace"),
+        trace=config.read(TraceOptions, tables_copy["trace"], "trace"),
         init=init,
         code=code,
         tables={"schema": 1, **tables},
@@ -265,13 +184,13 @@ def _engine(table: Table, wire: Table) -> Any:
     table = {"kind": "allreduce", **table}
     wire_options = config.read(WireOptions, wire, "wire")
     allreduce_named(wire_options.algorithm)
-    misplaced = {option.name for option in fields(WireOptions)} & table.keys()
-    if misplaced:
-        raise UsageError(f"[engine] {', '.join(sorted(misplaced))}: belongs in [wire]")
+    misplaced_keys = {option.name for option in fields(WireOptions)} & table.keys()
+    if misplaced_keys:
+        raise UsageError(f"[engine] {', '.join(sorted(misplaced_keys))}: belongs in [wire]")
     kind = config.pick(engines.ENGINES, table["kind"], "[engine] kind")
     _must_belong(table, kind)
     options = {option.name for option in fields(kind)}
-    wire_options.must_have_defaults(table["kind"], ALLREDUCE_ONLY.keys() - options)
+    wire_options.must_have_defaults(table["kind"], ALLREDUCE_ONLY_DEFAULTS.keys() - options)
     keys = {key: value for key, value in wire.items() if key in options}
     return config.read_kind(engines.ENGINES, table | keys, "engine")
 

@@ -34,8 +34,8 @@ def of_run(world: World, engine: Engine) -> dict[str, Any]:
 
 def trained_sha256(world: World, engine: Engine) -> str:
     """Return the hash of the trained parameters of worker 0: a server's replica is not trained."""
-    own = params_sha256(engine.replica.arena) if engine.worker == 0 else ""
-    return b"".join(all_gather_bytes(world.link, own.encode())).decode()
+    own_hash = params_sha256(engine.replica.arena) if engine.worker == 0 else ""
+    return b"".join(all_gather_bytes(world.link, own_hash.encode())).decode()
 
 
 def _gpu_paths(world: World) -> dict[str, str] | None:

@@ -11,14 +11,14 @@ from typing import Any, get_args
 import numpy as np
 
 from hpctrain import checkpoint, config, engines, nn
-from hpctrain.config import usercode
+from hpctrain.config import code_ownership, usercode
 from hpctrain.core.errors import UsageError
 from hpctrain.core.launchers import launched
 from hpctrain.core.xp import on_device
-from hpctrain.data import Samples, Split, resized
+from hpctrain.data import Samples, Split, resize_training_set
 from hpctrain.engines.engine import load_into
 from hpctrain.gradients.mixed import MixedReplica
-from hpctrain.gradients.precision import Precision, to_read
+from hpctrain.gradients.precision import Precision, make_reading_replica
 from hpctrain.gradients.replica import ModelReplica
 from hpctrain.optim import Optimizer
 from hpctrain.run_files import run_folder
@@ -40,11 +40,13 @@ def train(
 
     Collective; raises the errors of Trainer.fit.
     """
-    world.together(lambda: spec.must_fit(world.size, len(world.main.nodes)))
+    world.on_all_ranks(lambda: spec.must_fit(world.size, len(world.main.nodes)))
     _agree_on_code(spec, world)
-    split = world.together(lambda: resized(spec.data.load(spec.run.seed), spec.run.epoch_samples))
+    split = world.on_all_ranks(
+        lambda: resize_training_set(spec.data.load(spec.run.seed), spec.run.epoch_samples)
+    )
     world.must_agree(_fingerprint(split.train), "training data (by the hash of a few samples)")
-    model = world.together(lambda: build_model(spec, split))
+    model = world.on_all_ranks(lambda: build_model(spec, split))
     batch = spec.batch.size(engines.workers_of(spec.engine, world.size))
     per_epoch = -(-len(split.train) // batch)
     total = spec.run.steps or (spec.run.epochs or 0) * per_epoch
@@ -55,7 +57,7 @@ def train(
         spec.run.seed,
         spec.run.precision,
         world,
-        callbacks=world.together(lambda: _callbacks(spec)),
+        callbacks=world.on_all_ranks(lambda: _callbacks(spec)),
         faults=spec.faults,
         init=None if resume and _has_begun(world, out) else spec.init,
     )
@@ -99,8 +101,8 @@ def _has_begun(world: World, out: Path | None) -> bool:
 
     Collective.
     """
-    begun = world.together(lambda: out is not None and bool(checkpoint.listing(out)))
-    return bool(world.gather("yes" * begun)[0])
+    has_begun = world.on_all_ranks(lambda: out is not None and bool(checkpoint.listing(out)))
+    return bool(world.gather("yes" * has_begun)[0])
 
 
 def _agree_on_code(spec: Recipe, world: World) -> None:
@@ -117,8 +119,8 @@ def _agree_on_code(spec: Recipe, world: World) -> None:
 def _callbacks(spec: Recipe) -> list[Any]:
     """Return the callbacks that receive each row: early stop, then the user's own functions."""
     folder, targets = spec.code.folder, spec.run.callbacks
-    own = [usercode.find(target, "[run] callbacks", folder) for target in targets]
-    return [spec.early_stop, *own] if spec.early_stop else own
+    own_callbacks = [usercode.find(target, "[run] callbacks", folder) for target in targets]
+    return [spec.early_stop, *own_callbacks] if spec.early_stop else own_callbacks
 
 
 def _fingerprint(samples: Samples) -> str:
@@ -158,7 +160,7 @@ def load(
     if model is not None:
         loaded = weights.checkpoint_of(folder, best)
         precision: Precision = "float64" if loaded.arrays["param"].itemsize == 8 else "float32"
-        return _fill(to_read(model, 0, precision, _on_gpu(device)), loaded)
+        return _fill(make_reading_replica(model, 0, precision, _on_gpu(device)), loaded)
     spec = _recipe_of(folder, trust)
     return with_weights(spec, weights.checkpoint_of(folder, best), _on_gpu(device))
 
@@ -168,7 +170,7 @@ def _recipe_of(run: Path, trust: bool) -> Recipe:
     file = run / run_folder.RECIPE
     spec = recipe.load(str(file))
     if spec.code.exists and not trust:
-        usercode.must_be_own(run, file, spec.code)
+        code_ownership.must_be_own(run, file, spec.code)
     return spec
 
 
@@ -184,7 +186,7 @@ def with_weights(
         model = build_model(spec, spec.data.load(spec.run.seed))
     else:
         model = spec.model.build(tuple(facts["input_shape"]), facts["classes"])
-    return _fill(to_read(model, spec.run.seed, spec.run.precision, on_gpu), loaded)
+    return _fill(make_reading_replica(model, spec.run.seed, spec.run.precision, on_gpu), loaded)
 
 
 def _on_gpu(device: Device) -> bool:
@@ -193,7 +195,7 @@ def _on_gpu(device: Device) -> bool:
     world = current()
     if world is None or world.gpu is None:
         on_cores = world is not None and device == "auto"  # as `init` chose
-        return not on_cores and gpus.take(device, launched(os.environ)) is not None
+        return not on_cores and gpus.select_gpu(device, launched(os.environ)) is not None
     if device != "cpu":
         gpus.use(world.gpu.ordinal)
     return device != "cpu"

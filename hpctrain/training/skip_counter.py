@@ -46,16 +46,16 @@ class SkipCounter:
     def rank_counts(self) -> dict[str, float]:
         """Return this rank's counts for `dropped_gradients` and `state`."""
         dropped = self._check.dropped - self._dropped_at_begin
-        return {"dropped": dropped, "own_steps": self._check.own_steps}
+        return {"dropped": dropped, "own_steps": self._check.has_own_steps}
 
     def dropped_gradients(
         self, ranks: Mapping[str, np.ndarray], staleness: Staleness | None
     ) -> int | None:
         """Return the number of dropped gradients, late ones too; None if the regime drops none."""
-        late = staleness.dropped if staleness else None
-        if late is None and not ranks["own_steps"].any():
+        late_gradients = staleness.dropped if staleness else None
+        if late_gradients is None and not ranks["own_steps"].any():
             return None
-        return (late or 0) + self._dropped(ranks)
+        return (late_gradients or 0) + self._dropped(ranks)
 
     def skip(self, step: int, rank: int, limit: int) -> None:
         """Count a step that all ranks skip; raise TrainingError after `limit` in a row.
@@ -64,7 +64,7 @@ class SkipCounter:
         all ranks together. Collective.
         """
         size, check = self._world.size, self._check
-        texts = self._world.gather(json.dumps([check.fault, check.own_steps]))
+        texts = self._world.gather(json.dumps([check.fault, check.has_own_steps]))
         fault, own_steps = json.loads(texts[rank % size])
         place = f"rank {rank} ({self._world.hosts[rank]})" if rank < size else "all ranks"
         text = f"{fault} at step {step} on {place}"

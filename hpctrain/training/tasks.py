@@ -13,7 +13,7 @@ from hpctrain.data import Prefetch, Sampler, Samples, share
 from hpctrain.engines import Engine, Flags, Task
 from hpctrain.gradients.replica import Batch
 from hpctrain.training.journal import Journal
-from hpctrain.training.recipe import CheckpointOptions
+from hpctrain.training.run_options import CheckpointOptions
 from hpctrain.world import World
 
 
@@ -104,6 +104,6 @@ class Tasks:
         sampler, engine = self._plan.sampler, self._engine
         assert engine.worker is not None  # a server has no tasks
         indexes = sampler.batch_indexes(step)
-        first, own = share(indexes, engine.worker, engine.workers, self._plan.blocks)
-        epoch, _ = sampler.place(step)
-        return _Share(step, first, Batch(*self._plan.train.rows(own, epoch)), len(indexes))
+        first, own_indexes = share(indexes, engine.worker, engine.workers, self._plan.blocks)
+        epoch, _ = sampler.locate_step(step)
+        return _Share(step, first, Batch(*self._plan.train.rows(own_indexes, epoch)), len(indexes))

@@ -105,9 +105,9 @@ class Timeline:
     def _write(self) -> None:
         world, run = self._world, self._run
         assert run is not None
-        last = self._readings[-1]
+        last_reading = self._readings[-1]
         about = {
-            "rank": world.rank, "host": world.host, "clock_offset_s": last.offset_s,
+            "rank": world.rank, "host": world.host, "clock_offset_s": last_reading.offset_s,
             "clock_uncertainty_s": max(reading.uncertainty_s for reading in self._readings),
             "dropped_spans": world.trace.dropped,
         }  # fmt: skip
@@ -132,8 +132,8 @@ def merge(run: Path, size: int) -> None:
     """Merge the traces present of `size` ranks into one, line by line; raise OSError."""
     merged: list[Path] = []
     # Ranks that fail together merge together: the last one to rename has read all files.
-    while (present := _files(run, size)) != merged:
-        merged = present
+    while (rank_files := _files(run, size)) != merged:
+        merged = rank_files
         about = {"ranks": [_head(path) for path in merged]}
         _write(run / MERGED, about, chain.from_iterable(map(_lines, merged)))
 
@@ -159,17 +159,18 @@ def clock_offset(
     if link.rank not in remote:
         return Reading(clock(), 0.0, 0.0)
     return min(
-        (_ask(link, clock) for _ in range(ROUNDS)), key=lambda reading: reading.uncertainty_s
+        (_read_remote_clock(link, clock) for _ in range(ROUNDS)),
+        key=lambda reading: reading.uncertainty_s,
     )
 
 
-def _ask(link: Link, clock: Callable[[], float]) -> Reading:
+def _read_remote_clock(link: Link, clock: Callable[[], float]) -> Reading:
     reply = np.empty(1)
     send_s = clock()
     link.sendrecv(np.empty(1), 0, reply, 0)
     receive_s = clock()
-    middle = (send_s + receive_s) / 2
-    return Reading(middle, float(reply[0]) - middle, (receive_s - send_s) / 2)
+    midpoint_s = (send_s + receive_s) / 2
+    return Reading(midpoint_s, float(reply[0]) - midpoint_s, (receive_s - send_s) / 2)
 
 
 def _answer(link: Link, rank: int, clock: Callable[[], float]) -> None:
@@ -206,18 +207,18 @@ def _fault_of(write: Callable[[], None]) -> str:
 
 def _write(path: Path, about: dict[str, Any], events: Iterable[str]) -> None:
     """Write a trace atomically: a header line, then a line per event."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}.{get_ident()}")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{get_ident()}")
     head = json.dumps({"displayTimeUnit": "ms", "otherData": about})
     try:
-        with open(aside, "w") as file:
+        with open(temporary, "w") as file:
             file.write(f'{head[:-1]},\n"traceEvents": [')
             for number, event in enumerate(events):
                 file.write(f"{',' * bool(number)}\n{event}")
             file.write("\n]}\n")
-        os.replace(aside, path)
+        os.replace(temporary, path)
     finally:
         with contextlib.suppress(OSError):
-            aside.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
 
 
 def _head(path: Path) -> dict[str, Any]:

@@ -16,10 +16,10 @@ from hpctrain.core.errors import UsageError
 from hpctrain.core.metrics import Metric
 from hpctrain.core.signals import StopRequest
 from hpctrain.core.xp import shortage_raised
-from hpctrain.data import Sampler, Samples, worth_reading_ahead
+from hpctrain.data import Sampler, Samples, batches_to_read_ahead
 from hpctrain.engines import Engine
 from hpctrain.gradients.arena import params_sha256
-from hpctrain.gradients.precision import Precision, replica_of
+from hpctrain.gradients.precision import Precision, make_replica
 from hpctrain.gradients.replica import Replica
 from hpctrain.optim import Optimizer
 from hpctrain.run_files import run_folder
@@ -30,7 +30,8 @@ from hpctrain.training.exit_status import summary_on_exit
 from hpctrain.training.faults import FaultsOptions, Pace, SlowedReplica
 from hpctrain.training.journal import Journal
 from hpctrain.training.loop import Loop, evaluate
-from hpctrain.training.recipe import CheckpointOptions, NotFinite, Recipe, most_skipped
+from hpctrain.training.recipe import Recipe
+from hpctrain.training.run_options import CheckpointOptions, NotFinite, most_skipped
 from hpctrain.training.tasks import FitPlan
 from hpctrain.watch.trace import TraceOptions
 from hpctrain.world import World
@@ -65,16 +66,16 @@ class Trainer:
         self.world = world or hpctrain.world.init()
         self.seed, self.rate, self.callbacks = seed, optimizer.rate, callbacks
         on_gpu = self.world.gpu is not None
-        self.replica = self.world.together(lambda: replica_of(model, seed, precision, on_gpu))
+        self.replica = self.world.on_all_ranks(lambda: make_replica(model, seed, precision, on_gpu))
         if init is not None:
             self._warm_start(Path(init))
-        replica = self.world.together(lambda: self._slowed(faults))
-        self.engine: Engine = self.world.together(
+        replica = self.world.on_all_ranks(lambda: self._slowed(faults))
+        self.engine: Engine = self.world.on_all_ranks(
             lambda: engine.build(self.world, replica, optimizer)
         )
         self._options = engine
         self._blocks = engines.blocks_of(engine, self.engine.workers)
-        self.world.together(lambda: faults.check(self.world.size, self.engine.workers))
+        self.world.on_all_ranks(lambda: faults.check(self.world.size, self.engine.workers))
 
     def fit(
         self,
@@ -117,7 +118,7 @@ class Trainer:
         there is a checkpoint, or it is an UnsavedError: without `out` nothing is saved) or
         SaveError, each on all ranks.
         """
-        sampler = self.world.together(lambda: self._sampler(train, batch))
+        sampler = self.world.on_all_ranks(lambda: self._sampler(train, batch))
         if (epochs is None) == (steps is None):
             raise UsageError("fit needs exactly one of epochs and steps")
         if evaluate_epochs and evaluate_steps:
@@ -142,7 +143,7 @@ class Trainer:
                 blocks=self._blocks,
                 interval=interval_steps or sampler.steps_per_epoch,
                 evaluate_every=evaluate_steps or (evaluate_epochs or 1) * sampler.steps_per_epoch,
-                prefetch=worth_reading_ahead(train) if prefetch is None else prefetch,
+                prefetch=batches_to_read_ahead(train) if prefetch is None else prefetch,
                 timeout_s=timeout_s,
                 checkpoints=checkpoints,
                 max_skipped=most_skipped(not_finite, max_skipped),
@@ -186,7 +187,7 @@ class Trainer:
     def _warm_start(self, path: Path) -> None:
         """Load the weights at `path`; every rank reads them, as it does with a checkpoint."""
         arena = self.replica.arena
-        self.world.together(lambda: weights.copy_into(arena, weights.read(path), str(path)))
+        self.world.on_all_ranks(lambda: weights.copy_into(arena, weights.read(path), str(path)))
         sha256 = params_sha256(arena)
         self.world.must_agree(sha256, f"the SHA-256 of the weights at {path}")
 
@@ -229,6 +230,6 @@ class Trainer:
                 stack.enter_context(run_folder.claim(run, resume))
                 checkpoint.sweep(run)
 
-        self.world.together(claim)
+        self.world.on_all_ranks(claim)
         stack.enter_context(self.world.watched(run, timeout_s))
         return run

@@ -60,19 +60,19 @@ STAGED = Verdict("ipc", "ipc", "staged", "no trial was made")
 
 def from_table(fields: Mapping[str, Any]) -> Verdict:
     """Return the verdict of a table that `asdict` made, its tuples lists by JSON."""
-    lists = {key: _tuples(fields[key]) for key in ("by_size", "seconds") if key in fields}
-    return Verdict(**{**fields, **lists})
+    size_tables = {key: _tuples(fields[key]) for key in ("by_size", "seconds") if key in fields}
+    return Verdict(**{**fields, **size_tables})
 
 
-def _tuples(lists: Mapping[str, Sequence[Sequence[Any]]]) -> dict[str, Any]:
-    return {name: tuple(map(tuple, rows)) for name, rows in lists.items()}
+def _tuples(size_tables: Mapping[str, Sequence[Sequence[Any]]]) -> dict[str, Any]:
+    return {name: tuple(map(tuple, rows)) for name, rows in size_tables.items()}
 
 
 def classes(places: Sequence[RankPlace]) -> list[str]:
     """Return the classes of pairs among `places`, which all have GPUs."""
     gpus, nodes = len(set(places)), len({place.node for place in places})
-    present = {"same_gpu": gpus < len(places), "same_node": gpus > nodes, "across": nodes > 1}
-    return [name for name, exists in present.items() if exists]
+    occurring = {"same_gpu": gpus < len(places), "same_node": gpus > nodes, "across": nodes > 1}
+    return [name for name, exists in occurring.items() if exists]
 
 
 def table(verdict: Verdict, ipc_refused: bool) -> dict[str, str]:
@@ -84,22 +84,22 @@ def table(verdict: Verdict, ipc_refused: bool) -> dict[str, str]:
     return rows
 
 
-def class_between(local: RankPlace, remote: RankPlace) -> str:
+def class_between(local_place: RankPlace, remote_place: RankPlace) -> str:
     """Return the class of a pair, the name of a field of `Verdict`."""
-    if local.node != remote.node:
+    if local_place.node != remote_place.node:
         return "across"
-    return "same_gpu" if local.gpu == remote.gpu and local.gpu else "same_node"
+    return "same_gpu" if local_place.gpu == remote_place.gpu and local_place.gpu else "same_node"
 
 
-def path_to(verdict: Verdict, local: RankPlace, remote: RankPlace) -> Path:
-    """Return the path between `local` and `remote`."""
-    path: Path = getattr(verdict, class_between(local, remote))
+def path_to(verdict: Verdict, local_place: RankPlace, remote_place: RankPlace) -> Path:
+    """Return the path between `local_place` and `remote_place`."""
+    path: Path = getattr(verdict, class_between(local_place, remote_place))
     return path
 
 
-def thresholds_to(verdict: Verdict, local: RankPlace, remote: RankPlace) -> Thresholds:
+def thresholds_to(verdict: Verdict, local_place: RankPlace, remote_place: RankPlace) -> Thresholds:
     """Return the size thresholds between two places; (): the verdict's path at every length."""
-    return verdict.by_size.get(class_between(local, remote), ())
+    return verdict.by_size.get(class_between(local_place, remote_place), ())
 
 
 def by_pointer(path: Path, by_size: Thresholds, nbytes: int) -> bool:

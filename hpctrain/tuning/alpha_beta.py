@@ -38,21 +38,21 @@ def constants(
 
     `xp`: the module of the arrays, numpy or cupy.
     """
-    gamma, (inside, across) = _gamma(group.link, rounds, xp), pairs(group)
+    gamma, (node_pair, across) = _gamma(group.link, rounds, xp), pairs(group)
     return (
-        _between(group.link, inside, gamma, rounds, xp) if inside else None,
-        _between(group.link, across, gamma, rounds, xp) if across else None,
+        _measure_pair(group.link, node_pair, gamma, rounds, xp) if node_pair else None,
+        _measure_pair(group.link, across, gamma, rounds, xp) if across else None,
     )
 
 
 def pairs(group: Group) -> tuple[Pair | None, Pair | None]:
     """Return two ranks of one node, and two of different nodes; None if there are none."""
     nodes = group.nodes or (tuple(range(group.link.size)),)
-    inside = next(((ranks[0], ranks[1]) for ranks in nodes if len(ranks) > 1), None)
-    return inside, (nodes[0][0], nodes[1][0]) if len(nodes) > 1 else None
+    node_pair = next(((ranks[0], ranks[1]) for ranks in nodes if len(ranks) > 1), None)
+    return node_pair, (nodes[0][0], nodes[1][0]) if len(nodes) > 1 else None
 
 
-def _between(link: Link, pair: Pair, gamma: float, rounds: int, xp: ModuleType) -> Machine:
+def _measure_pair(link: Link, pair: Pair, gamma: float, rounds: int, xp: ModuleType) -> Machine:
     a, b = pair
     word, segments = xp.zeros(1), xp.ones((SEGMENTS, SEGMENT_BYTES), np.uint8)
     alpha = _median(link, _ping_pong(link, a, b, word), rounds, word) / (2 * PING_PONGS)
@@ -95,9 +95,9 @@ def _gamma(link: Link, rounds: int, xp: ModuleType) -> float:
     return _median(link, lambda: np.add(a, b, out=a), rounds, a) / ADDED_BYTES
 
 
-def _median(link: Link, function: Callable[[], object], rounds: int, on: Array) -> float:
+def _median(link: Link, function: Callable[[], object], rounds: int, memory: Array) -> float:
     function()
-    return float(np.median([timed(link, function, on=on) for _ in range(rounds)]))
+    return float(np.median([timed(link, function, memory=memory) for _ in range(rounds)]))
 
 
 def _wait() -> None:

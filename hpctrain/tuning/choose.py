@@ -19,7 +19,7 @@ from hpctrain.core.thresholds import Thresholds, Times, choices_at, lookup, thre
 
 NOISY = 0.25  #: interquartile range over the median: the machine was busy
 FALLBACK = "recursive-doubling"  #: any dtype, any layout: without other times
-NEVER = ("null",)  #: reduces nothing
+NEVER_CHOSEN = ("null",)  #: reduces nothing
 
 Positive = Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)]
 Share = Annotated[float, pydantic.Field(ge=0, allow_inf_nan=False)]
@@ -51,10 +51,12 @@ class TuningPlan:
 
 def plan(rows: Iterable[AlgorithmTime], buckets: Buckets, measured: bool) -> TuningPlan:
     """Return the plan with the fastest algorithms of `rows`."""
-    usable = [row for row in rows if row.algorithm in ALLREDUCE and row.algorithm not in NEVER]
-    private = [row for row in usable if not row.in_memory]
-    in_node_memory = [row for row in usable if row.in_memory] or private
-    kinds = (private, in_node_memory, _non_mpi(private))
+    usable = [
+        row for row in rows if row.algorithm in ALLREDUCE and row.algorithm not in NEVER_CHOSEN
+    ]
+    private_rows = [row for row in usable if not row.in_memory]
+    in_node_memory = [row for row in usable if row.in_memory] or private_rows
+    kinds = (private_rows, in_node_memory, _non_mpi(private_rows))
     default, node_memory, non_mpi = (thresholds_from(times(kind), FALLBACK) for kind in kinds)
     return TuningPlan(default, node_memory, non_mpi, buckets, measured)
 
@@ -99,8 +101,8 @@ def noisy(rows: Iterable[AlgorithmTime]) -> float | None:
     """
     fastest: dict[tuple[int, bool], AlgorithmTime] = {}
     for row in rows:
-        best = fastest.setdefault((row.bytes, row.in_memory), row)
-        if row.seconds < best.seconds:
+        fastest_row = fastest.setdefault((row.bytes, row.in_memory), row)
+        if row.seconds < fastest_row.seconds:
             fastest[row.bytes, row.in_memory] = row
     spreads = sorted(row.spread for row in fastest.values() if row.spread is not None)
     quartile = spreads[len(spreads) * 3 // 4] if spreads else 0.0

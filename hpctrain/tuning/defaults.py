@@ -13,7 +13,7 @@ from functools import cache, partial
 
 from hpctrain import machine
 from hpctrain.collectives import Group
-from hpctrain.collectives.direct import ANYWHERE_BYTES
+from hpctrain.collectives.direct import COPIED_BYTES
 from hpctrain.collectives.node_buffers import LONG_BYTES, SHORT_BYTES
 from hpctrain.core.thresholds import lookup
 from hpctrain.cost_model import cost
@@ -28,7 +28,7 @@ NODE = cost.Machine(alpha=5e-6, beta=1e-10, gamma=5e-11)
 ACROSS = cost.Machine(alpha=1e-5, beta=1e-9, gamma=5e-11)
 #: Between nodes, algorithms that await a message before the next send use only this share of the
 #: bandwidth; rings and double trees send a stream of segments (benchmarks/netlab.py).
-STREAMS, FILLED = ("ring", "double-tree"), 0.65
+STREAMS, BANDWIDTH_SHARE = ("ring", "double-tree"), 0.65
 #: The library's own: less per message, more per byte, which it moves in smaller pieces. Within a
 #: node Open MPI has a special all-reduce for few bytes, MPICH sends messages.
 NODE_NATIVE = cost.Machine(alpha=1e-6, beta=2e-10, gamma=5e-11)
@@ -36,7 +36,7 @@ NODE_ALPHAS = {"Open MPI": 0.7e-6, "MPICH": 2.5e-6}
 ACROSS_NATIVE = cost.Machine(alpha=6e-6, beta=2e-9, gamma=5e-11)
 #: `direct`: Python's time around flags, to read a rank's flag and add its array; a byte read or
 #: written.
-DIRECT_S, PER_RANK_S, PER_BYTE = 0.9e-6, 0.3e-6, 1.5e-11
+DIRECT_S, PER_RANK_S, SECONDS_PER_BYTE = 0.9e-6, 0.3e-6, 1.5e-11
 
 
 @dataclass(frozen=True)
@@ -66,10 +66,10 @@ def layout_of(group: Group, mpi: bool) -> NodeLayout:
 @cache
 def default_plan(layout: NodeLayout) -> TuningPlan:
     """Return the model's plan for `layout`, the same on every rank."""
-    return planned(partial(predicted, layout))
+    return plan_from(partial(predicted, layout))
 
 
-def planned(predict: Callable[[int], Iterable[AlgorithmTime]]) -> TuningPlan:
+def plan_from(predict: Callable[[int], Iterable[AlgorithmTime]]) -> TuningPlan:
     """Return the plan with the fastest predicted algorithm at each length."""
     rows = [row for n in SIZES for row in predict(n)]
     first = plan(rows, (), measured=False)
@@ -98,7 +98,7 @@ def _flat(layout: NodeLayout, name: str, n: int) -> float:
     if len(layout.nodes) == 1:
         return NODE.seconds(cost.ALLREDUCE[name](n, layout.ranks))
     sharing = 1 if name == "ring" else max(layout.nodes)
-    beta = ACROSS.beta * sharing / (1 if name in STREAMS else FILLED)
+    beta = ACROSS.beta * sharing / (1 if name in STREAMS else BANDWIDTH_SHARE)
     return replace(ACROSS, beta=beta).seconds(cost.ALLREDUCE[name](n, layout.ranks))
 
 
@@ -127,9 +127,9 @@ def _direct(ranks: int, n: int, *, in_memory: bool) -> float:
 
     A node's ranks share the memory bandwidth: times P either way.
     """
-    once = DIRECT_S + PER_RANK_S * ranks
-    if in_memory and n > ANYWHERE_BYTES:
-        return once + 2 * ranks * n * PER_BYTE
+    exchange_s = DIRECT_S + PER_RANK_S * ranks
+    if in_memory and n > COPIED_BYTES:
+        return exchange_s + 2 * ranks * n * SECONDS_PER_BYTE
     if n <= SHORT_BYTES:
-        return once + (ranks + 2) * n * PER_BYTE
-    return once * -(-n // LONG_BYTES) + 4 * ranks * n * PER_BYTE
+        return exchange_s + (ranks + 2) * n * SECONDS_PER_BYTE
+    return exchange_s * -(-n // LONG_BYTES) + 4 * ranks * n * SECONDS_PER_BYTE

@@ -15,7 +15,7 @@ from hpctrain.collectives import Group
 from hpctrain.cost_model import cost, fit
 from hpctrain.transport.paths import BY_POINTER
 from hpctrain.tuning.choose import AlgorithmTime, TuningPlan
-from hpctrain.tuning.defaults import planned
+from hpctrain.tuning.defaults import plan_from
 from hpctrain.tuning.gpu_layout import Gpus
 
 #: A byte added: two read and one written, at 2 TB/s.
@@ -41,7 +41,7 @@ class GpuNetwork:
 
 def default_plan(group: Group, gpus: Gpus) -> TuningPlan:
     """Return the model's plan for arrays of `group` on `gpus`."""
-    return planned(partial(predicted, layout_of(group, gpus)))
+    return plan_from(partial(predicted, layout_of(group, gpus)))
 
 
 def layout_of(group: Group, gpus: Gpus) -> GpuNetwork:
@@ -74,24 +74,24 @@ def predicted(layout: GpuNetwork, n: int) -> Iterator[AlgorithmTime]:
 
     MPI's own is not among them: it would reduce on the host.
     """
-    several = len(layout.nodes) > 1
+    has_several_nodes = len(layout.nodes) > 1
     for in_memory in (False, True):
         for name in cost.ALLREDUCE:
             yield AlgorithmTime(name, in_memory, n, _flat(layout, name, n))
-        if several and max(layout.nodes) > 1:
+        if has_several_nodes and max(layout.nodes) > 1:
             yield AlgorithmTime("hierarchical", in_memory, n, _hierarchical(layout, in_memory, n))
-        if not several and in_memory and layout.rate:
+        if not has_several_nodes and in_memory and layout.rate:
             seconds = _direct(layout, layout.nodes[0], layout.rate, n)
             yield AlgorithmTime("direct", in_memory, n, seconds)
 
 
 def _flat(layout: GpuNetwork, name: str, n: int) -> float:
     """Ranks of a node share its wire to other nodes; in a ring only one of them uses it."""
-    of = cost.ALLREDUCE[name](n, sum(layout.nodes))
+    algorithm_cost = cost.ALLREDUCE[name](n, sum(layout.nodes))
     if len(layout.nodes) == 1:
-        return layout.node.seconds(of)
+        return layout.node.seconds(algorithm_cost)
     sharing = 1 if name == "ring" else max(layout.nodes)
-    return replace(layout.across, beta=layout.across.beta * sharing).seconds(of)
+    return replace(layout.across, beta=layout.across.beta * sharing).seconds(algorithm_cost)
 
 
 def _hierarchical(layout: GpuNetwork, in_memory: bool, n: int) -> float:
@@ -108,5 +108,5 @@ def _direct(layout: GpuNetwork, ranks: int, rate: float, n: int) -> float:
 
     A copy at `rate` reads each byte and writes it.
     """
-    moved = ranks * n if layout.one_gpu else 2 * n * (ranks - 1) / ranks
-    return DIRECT_S + moved / rate
+    moved_bytes = ranks * n if layout.one_gpu else 2 * n * (ranks - 1) / ranks
+    return DIRECT_S + moved_bytes / rate

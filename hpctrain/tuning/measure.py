@@ -21,8 +21,8 @@ from hpctrain.core.xp import Array, finish
 from hpctrain.transport.link import Link, Request
 
 COLD_BYTES = 8 << 20  #: of other arrays that a rank writes before a call that is timed cold
-Around = Callable[[], AbstractContextManager[Any]]
-NOTHING_AROUND: Mapping[str, Around] = MappingProxyType({})
+ContextFactory = Callable[[], AbstractContextManager[Any]]
+NO_CONTEXTS: Mapping[str, ContextFactory] = MappingProxyType({})
 
 
 class Line(Protocol):
@@ -38,36 +38,36 @@ class Line(Protocol):
 
 
 def timed(
-    link: Link, function: Callable[[], Any], calls: int = 1, on: Array | None = None
+    link: Link, function: Callable[[], Any], calls: int = 1, memory: Array | None = None
 ) -> float:
     """Return the seconds per call that the slowest rank spends in `calls` calls of `function`.
 
-    All ranks start together and make the calls back to back; collective. If `on` lies on a device,
-    calls end when that device has completed them.
+    All ranks start together and make the calls back to back; collective. If `memory` lies on a
+    device, calls end when that device has completed them.
     """
     repeats = range(calls)
     link.barrier()
     start = time.perf_counter()
     for _ in repeats:
         function()
-    if on is not None:
-        finish(on)
+    if memory is not None:
+        finish(memory)
     elapsed = np.array([(time.perf_counter() - start) / calls])
     return float(all_gather_short(link, elapsed.view(np.uint8)).view(np.float64).max())
 
 
 def timed_cold(
-    link: Link, function: Callable[[], Any], other: Array, on: Array | None = None
+    link: Link, function: Callable[[], Any], evicting: Array, memory: Array | None = None
 ) -> float:
-    """Return the seconds of one call on the slowest rank, with its caches full of `other`.
+    """Return the seconds of one call on the slowest rank, with its caches full of `evicting`.
 
-    Before it every rank writes to all of `other`, as a training step does to its arrays between
-    two reductions, and waits at a barrier; collective. `on` as in `timed`. An untimed call goes
+    Before it every rank writes to all of `evicting`, as a training step does to its arrays between
+    two reductions, and waits at a barrier; collective. `memory` as in `timed`. An untimed call goes
     first, so that the code in the outer caches does not depend on the previous contender.
     """
     function()
-    other += 1
-    return timed(link, function, 1, on)
+    evicting += 1
+    return timed(link, function, 1, memory)
 
 
 def rally(link: Line, peer: int, x: Any, calls: int, first: bool) -> None:
@@ -87,24 +87,24 @@ def interleaved(
     rounds: int,
     warm_up: int = 3,
     calls: int = 1,
-    around: Mapping[str, Around] = NOTHING_AROUND,
-    other: Array | None = None,
+    contexts: Mapping[str, ContextFactory] = NO_CONTEXTS,
+    evicting: Array | None = None,
 ) -> dict[str, list[float]]:
     """Return the seconds per call of each rival, interleaved: A B C A B C ..., after a warm-up.
 
-    Per round every rival makes `calls` calls back to back. `around`: the context manager of a
+    Per round every rival makes `calls` calls back to back. `contexts`: the context manager of a
     rival while it is measured, such as one for threads that would disturb all others.
-    With `other` each call is timed cold, see `timed_cold`.
+    With `evicting` each call is timed cold, see `timed_cold`.
     """
     seconds: dict[str, list[float]] = {name: [] for name in rivals}
-    for round_ in range(warm_up + rounds):
+    for round_number in range(warm_up + rounds):
         for name, function in rivals.items():
-            with around.get(name, nullcontext)():
-                if other is None:
+            with contexts.get(name, nullcontext)():
+                if evicting is None:
                     elapsed = timed(link, function, calls)
                 else:
-                    elapsed = timed_cold(link, function, other)
-            if round_ >= warm_up:
+                    elapsed = timed_cold(link, function, evicting)
+            if round_number >= warm_up:
                 seconds[name].append(elapsed)
     return seconds
 

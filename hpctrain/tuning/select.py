@@ -97,7 +97,7 @@ def prepared(
         return direct_prepared(group, x, op, call, shared)
     by_mpi = allreduce is native and reduced_by_mpi(x, op)
     work = group.link.native.bind_allreduce(x, op) if by_mpi else partial(allreduce, group, x, op)
-    work = partial(_then, work, x) if shared else work
+    work = partial(_call_and_return, work, x) if shared else work
     return work if call is None else matched(group, call, work)
 
 
@@ -109,7 +109,7 @@ def bound(
     return prepared(group, x, op, allreduce, shared=shared)
 
 
-def _then(call: Callable[[], Any], x: np.ndarray) -> np.ndarray:
+def _call_and_return(call: Callable[[], Any], x: np.ndarray) -> np.ndarray:
     call()
     return x
 
@@ -197,7 +197,7 @@ def _decided(group: Group, mpi: bool, gpus: Gpus | None) -> list[dict[str, Any]]
 
 
 def _measured(group: Group, mpi: bool, gpus: Gpus | None) -> TuningPlan | None:
-    tuning_table = table.of_group(group, mpi, gpus)
+    tuning_table = table.fingerprint_of(group, mpi, gpus)
     return None if tuning_table is None else table.plan_of(tuning_table)
 
 

@@ -36,7 +36,7 @@ from hpctrain.tuning.measure import timed
 #: Bytes reduced between two readings of the clock, in as many calls, but 32 at most.
 BATCH_BYTES, MOST_CALLS = 1 << 20, 32
 LEAST_ROUNDS = 3  #: before an algorithm is dropped: one slow round may be due to another process
-SLOW = 2.0  #: times the fastest: dropped
+DROP_RATIO = 2.0  #: times the fastest: dropped
 REFINEMENT_SHARE = 0.2  #: of the time is reserved for the sizes between two choices
 BUCKET_BYTES = [1 << i for i in range(16, 27)]
 #: A plane is too long for the caches, so each bucket comes from memory.
@@ -53,40 +53,42 @@ class TimeLimit:
 
     def remaining(self) -> float:
         """Return the remaining seconds; collective."""
-        spent = np.array([perf_counter() - self.start])
-        everyones = all_gather_short(self.group.link, spent.view(np.uint8)).view(np.float64)
-        return float(self.limit_s - everyones.max())
+        elapsed_s = np.array([perf_counter() - self.start])
+        elapsed_of_all = all_gather_short(self.group.link, elapsed_s.view(np.uint8)).view(
+            np.float64
+        )
+        return float(self.limit_s - elapsed_of_all.max())
 
 
 @dataclass(frozen=True)
 class Arrays:
     """Operands: float32 zeros, so that no sum overflows, as long as the longest size."""
 
-    private: Array
+    private_array: Array
     in_node_memory: Array | None  #: in node memory; None if there is none
 
     @property
     def kinds(self) -> list[tuple[bool, Array]]:
         """(in memory?, array)."""
-        return [(False, self.private)] + (
+        return [(False, self.private_array)] + (
             [] if self.in_node_memory is None else [(True, self.in_node_memory)]
         )
 
 
 def arrays(group: Group, nbytes: int, xp: ModuleType = np) -> Arrays:
     """Return arrays of `nbytes`, of NumPy or CuPy; collective."""
-    private, shared = xp.empty(-(-nbytes // 4), np.float32), None
-    private.fill(0)  # untouched pages all map to one page of zeros
+    private_array, shared = xp.empty(-(-nbytes // 4), np.float32), None
+    private_array.fill(0)  # untouched pages all map to one page of zeros
     memory = group.memory
     if memory is not None and (memory.kind if xp is np else memory.gpu) is not None:
-        shared = memory.zeros_like(private)
+        shared = memory.zeros_like(private_array)
         shared = shared if memory.locate(shared) else None  # sharing failed
-    return Arrays(private, shared)
+    return Arrays(private_array, shared)
 
 
 def applicable(group: Group, xp: ModuleType = np) -> list[str]:
     """Return the names of the algorithms that support the layout of `group`; collective."""
-    excluded = [*choose.NEVER]
+    excluded = [*choose.NEVER_CHOSEN]
     excluded += ["hierarchical"] if len(group.nodes) < 2 else []  # equals `direct` there
     excluded += [] if xp is np else ["native"]  # reduces on the host
     names = []
@@ -122,7 +124,7 @@ def sweep(
     middles = [
         candidates
         for in_memory, x in operands.kinds
-        for candidates in _between(group, x, [c for c in cells if c.in_memory == in_memory])
+        for candidates in _middle_sizes(group, x, [c for c in cells if c.in_memory == in_memory])
     ]
     for _ in _rounds(middles, count if middles else 0, limit, 0.0):
         yield _rows([*cells, *middles])
@@ -133,7 +135,7 @@ def _rounds(
 ) -> Iterator[int]:
     """Measure in rounds and yield their number while more than `spare_s` seconds remain."""
     for count in range(1, rounds + 1):
-        before = limit.remaining()
+        remaining_before = limit.remaining()
         for candidates in cells:
             candidates.measure()
         yield count
@@ -141,7 +143,9 @@ def _rounds(
         if count >= LEAST_ROUNDS:
             for candidates in cells:
                 candidates.drop()
-            if remaining - spare_s < before - remaining:  # the next round may take as long
+            if (
+                remaining - spare_s < remaining_before - remaining
+            ):  # the next round may take as long
                 return
 
 
@@ -149,17 +153,21 @@ def _rows(cells: Iterable[Candidates]) -> list[AlgorithmTime]:
     return [row for candidates in cells for row in candidates.rows]
 
 
-def _between(group: Group, x: Array, cells: Sequence[Candidates]) -> Iterator[Candidates]:
+def _middle_sizes(group: Group, x: Array, cells: Sequence[Candidates]) -> Iterator[Candidates]:
     """Yield the middle of each two neighbours in `cells`, of one kind, with different choices.
 
     In whole elements of `x`. Collective: names in one order on all ranks.
     """
-    at = {candidates.bytes: candidates for candidates in cells}
+    candidates_by_size = {candidates.bytes: candidates for candidates in cells}
     for a, b, names_chosen in choose.changes(_rows(cells)):
         middle = (a + b) // 2 // x.itemsize * x.itemsize
         if a < middle:
-            names = sorted(names_chosen | (at[a].running & at[b].running))
-            yield Candidates(group, middle, at[a].in_memory, x[: middle // x.itemsize], names)
+            names = sorted(
+                names_chosen | (candidates_by_size[a].running & candidates_by_size[b].running)
+            )
+            yield Candidates(
+                group, middle, candidates_by_size[a].in_memory, x[: middle // x.itemsize], names
+            )
 
 
 class Candidates:
@@ -191,8 +199,10 @@ class Candidates:
 
     def drop(self) -> None:
         """Drop the algorithms whose best time is slow."""
-        late = slower(self._seconds, SLOW)
-        self._running = {name: call for name, call in self._running.items() if name not in late}
+        slow_candidates = slower(self._seconds, DROP_RATIO)
+        self._running = {
+            name: call for name, call in self._running.items() if name not in slow_candidates
+        }
 
     @property
     def running(self) -> set[str]:
@@ -205,11 +215,11 @@ class Candidates:
 
         Its own median is one of earlier rounds: since then the machine may have become slower.
         """
-        stayed = {name: float(np.median(self._seconds[name])) for name in self._running}
-        fastest = min(stayed, key=stayed.__getitem__)
-        best = min(self._seconds[fastest])
+        medians_s = {name: float(np.median(self._seconds[name])) for name in self._running}
+        fastest = min(medians_s, key=medians_s.__getitem__)
+        shortest = min(self._seconds[fastest])
         medians = {
-            name: stayed.get(name) or stayed[fastest] * min(times) / best
+            name: medians_s.get(name) or medians_s[fastest] * min(times) / shortest
             for name, times in self._seconds.items()
         }
         return [
@@ -221,18 +231,18 @@ class Candidates:
         """Return the spread of a running algorithm's times, quartiles over median; else None."""
         if name not in self._running:
             return None
-        low, median, high = np.percentile(self._seconds[name], [25, 50, 75]).tolist()
-        return float((high - low) / median)
+        quartile_25, median, high = np.percentile(self._seconds[name], [25, 50, 75]).tolist()
+        return float((high - quartile_25) / median)
 
 
 def slower(times: Mapping[str, Sequence[float]], factor: float) -> set[str]:
     """Return the names whose best time is more than `factor` times that of the fastest."""
-    best = {name: min(seconds) for name, seconds in times.items()}
-    return {name for name, seconds in best.items() if seconds > factor * min(best.values())}
+    shortest = {name: min(seconds) for name, seconds in times.items()}
+    return {name for name, seconds in shortest.items() if seconds > factor * min(shortest.values())}
 
 
 def buckets(
-    group: Group, rows: Sequence[AlgorithmTime], longest: int, rounds: int, xp: ModuleType = np
+    group: Group, rows: Sequence[AlgorithmTime], max_bytes: int, rounds: int, xp: ModuleType = np
 ) -> Buckets:
     """Return the seconds per byte of several bucket lengths, with the fastest of `rows`.
 
@@ -240,28 +250,28 @@ def buckets(
     the last call. Collective.
     """
     chosen = replace(group, choices=choose.choices(choose.plan(rows, (), measured=True)))
-    plane = arrays(group, min(longest, PLANE_BYTES), xp).kinds[-1][1]
+    plane = arrays(group, min(max_bytes, PLANE_BYTES), xp).kinds[-1][1]
     lengths = [n for n in BUCKET_BYTES if n <= plane.nbytes] or [plane.nbytes]
-    walks = {n: _walk(chosen, plane, n // 4) for n in lengths}
+    reducers = {n: _bucket_reducer(chosen, plane, n // 4) for n in lengths}
     seconds: dict[int, list[float]] = {n: [] for n in lengths}
     for _ in range(rounds):
-        for n, walk in walks.items():
-            seconds[n].append(timed(group.link, walk, on=plane))
+        for n, reduce_buckets in reducers.items():
+            seconds[n].append(timed(group.link, reduce_buckets, memory=plane))
     return tuple((n, float(np.median(times)) / plane.nbytes) for n, times in seconds.items())
 
 
-def _walk(group: Group, plane: Array, length: int) -> Callable[[], None]:
+def _bucket_reducer(group: Group, plane: Array, length: int) -> Callable[[], None]:
     """Return a call that reduces `plane` in slices of `length` elements."""
     slices = [plane[start : start + length] for start in range(0, plane.size, length)]
     calls = [select.bound(group, x, np.add) for x in slices]
 
-    def walk() -> None:
+    def reduce_buckets() -> None:
         for call in calls:
             call()
 
-    return walk
+    return reduce_buckets
 
 
-def bytes_needed(longest: int) -> int:
-    """Return the bytes that a rank needs for sizes up to `longest`: two arrays and a plane."""
-    return 2 * longest + min(longest, PLANE_BYTES)
+def bytes_needed(max_bytes: int) -> int:
+    """Return the bytes that a rank needs for sizes up to `max_bytes`: two arrays and a plane."""
+    return 2 * max_bytes + min(max_bytes, PLANE_BYTES)

@@ -99,24 +99,26 @@ class TableError(HpctrainError):
     """A table that cannot be used; the text gives the reason."""
 
 
-def layout(nodes: Sequence[Sequence[int]], noun: str = "node") -> str:
+def layout(nodes: Sequence[Sequence[int]], unit_name: str = "node") -> str:
     """Return the placement of ranks in words: `4 ranks on 2 nodes: 0 1, 2 3`, shortened by hash."""
     text = ", ".join(" ".join(map(str, ranks)) for ranks in nodes)
     if len(text) > 60:
         sizes = sorted({len(ranks) for ranks in nodes})
         digest = hashlib.sha256(text.encode()).hexdigest()[:12]
         text = f"{sizes[0]} to {sizes[-1]} each, {digest}"
-    nodes_text = f"{len(nodes)} {noun}{'s' * (len(nodes) > 1)}"
+    nodes_text = f"{len(nodes)} {unit_name}{'s' * (len(nodes) > 1)}"
     return f"{sum(map(len, nodes))} ranks on {nodes_text}: {text}"
 
 
 def fingerprint(group: Group, mpi: bool, gpus: Gpus | None = None) -> Fingerprint:
     """Return this rank's fingerprint of `group`, of arrays on `gpus` if given."""
     nodes = group.nodes or (tuple(range(group.link.size)),)
-    joined = machine.mpi() if mpi else "threads none"
+    mpi_version = machine.mpi() if mpi else "threads none"
     cores = os.cpu_count() or 1
-    on = (f"{gpus.model}, {layout(gpus.ranks_by_gpu, 'GPU')}", gpus.paths) if gpus else ()
-    return Fingerprint(_cpu(), cores, len(os.sched_getaffinity(0)), joined, layout(nodes), *on)
+    gpu_facts = (f"{gpus.model}, {layout(gpus.ranks_by_gpu, 'GPU')}", gpus.paths) if gpus else ()
+    return Fingerprint(
+        _cpu(), cores, len(os.sched_getaffinity(0)), mpi_version, layout(nodes), *gpu_facts
+    )
 
 
 @cache
@@ -132,14 +134,14 @@ def folder() -> Path:
     return root / "hpctrain" / "tuning"
 
 
-def place(fingerprint: Fingerprint) -> Path:
+def default_file(fingerprint: Fingerprint) -> Path:
     """Return the path of the table of `fingerprint`, which need not exist."""
     setting = os.environ.get(FILE)
     path = Path(setting) if setting else folder()
     return path / fingerprint.file if not setting or path.is_dir() else path
 
 
-def newest(ranks: int, on_gpu: bool = False) -> Path:
+def newest_file(ranks: int, on_gpu: bool = False) -> Path:
     """Return the file with the newest table of this CPU, for `ranks` ranks if more than one.
 
     For arrays on GPUs, or in the memory of the host.
@@ -152,9 +154,9 @@ def newest(ranks: int, on_gpu: bool = False) -> Path:
         return root
     paths = [path for path in root.glob("*.json") if _fits_this_machine(path, ranks, on_gpu)]
     if not paths:
-        of = f" of {ranks} ranks" * (ranks > 1) + " on GPUs" * on_gpu
+        suffix = f" of {ranks} ranks" * (ranks > 1) + " on GPUs" * on_gpu
         advice = ADVICE + " --device gpu" * on_gpu
-        raise UsageError(f"there is no tuning table{of} of this machine in {root}; {advice}")
+        raise UsageError(f"there is no tuning table{suffix} of this machine in {root}; {advice}")
     return max(paths, key=lambda path: path.stat().st_mtime)
 
 
@@ -167,13 +169,13 @@ def _fits_this_machine(path: Path, ranks: int, on_gpu: bool) -> bool:
     return fingerprint.cpu == _cpu() and fingerprint.on_gpu == on_gpu and same_size
 
 
-def of_group(group: Group, mpi: bool, gpus: Gpus | None = None) -> Table | None:
+def fingerprint_of(group: Group, mpi: bool, gpus: Gpus | None = None) -> Table | None:
     """Return the table that fits `group`, else None; warn of a table that does not fit.
 
     A file for the other kind of memory counts as none: the user names one file for both.
     """
     current = fingerprint(group, mpi, gpus)
-    path = place(current)
+    path = default_file(current)
     try:
         if not path.exists() and (current.on_gpu or os.environ.get(FILE) != str(path)):
             return None  # no table is required, or the host's call warns of the file
@@ -187,7 +189,7 @@ def of_group(group: Group, mpi: bool, gpus: Gpus | None = None) -> Table | None:
 def fitting(table: Table, current: Fingerprint) -> Table:
     """Return `table` if machine and algorithms are the `current` ones; else raise TableError."""
     for item in fields(Fingerprint):
-        recorded, actual = (getattr(of, item.name) for of in (table.fingerprint, current))
+        recorded, actual = (getattr(facts, item.name) for facts in (table.fingerprint, current))
         if recorded != actual:
             raise TableError(
                 f"its {item.name} is {brief(recorded)}, here it is {brief(actual)}; "
@@ -201,12 +203,12 @@ def fitting(table: Table, current: Fingerprint) -> Table:
 def read(path: Path) -> Table:
     """Return the table in file `path`; raise TableError if it is missing or unusable."""
     try:
-        return parsed(read_bytes(path, LIMIT_BYTES))
+        return parse_table(read_bytes(path, LIMIT_BYTES))
     except FileError as error:
         raise TableError(f"{str(error).removeprefix(f'{path}: ')}; {ADVICE}") from None
 
 
-def parsed(text: bytes) -> Table:
+def parse_table(text: bytes) -> Table:
     """Return the table parsed from `text`; raise TableError if damaged or of another version."""
     try:
         content: Any = json.loads(text)

@@ -116,8 +116,8 @@ def _reducible(dtype: np.dtype) -> bool:
 
 
 def _must_be_a_rank(root: Any, ranks: int) -> None:
-    whole = isinstance(root, (int, np.integer)) and not isinstance(root, bool)
-    if not (whole and 0 <= root < ranks):
+    is_integer = isinstance(root, (int, np.integer)) and not isinstance(root, bool)
+    if not (is_integer and 0 <= root < ranks):
         raise UsageError(f"expected a root in 0 .. {ranks - 1}, seen {reprlib.repr(root)}")
 
 

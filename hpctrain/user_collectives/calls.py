@@ -31,7 +31,7 @@ from hpctrain.collectives import rooted
 from hpctrain.collectives.mean import mean
 from hpctrain.collectives.ring import all_gather as ring_all_gather
 from hpctrain.collectives.ring import reduce_scatter as ring_reduce_scatter
-from hpctrain.collectives.signature import faulty, must_match
+from hpctrain.collectives.signature import fault_signature, must_match
 from hpctrain.collectives.tree import broadcast as tree_broadcast
 from hpctrain.collectives.tree import reduce as tree_reduce
 from hpctrain.core import bound_calls
@@ -95,9 +95,9 @@ def _allreduce(
         and x.flags.carray
         and bound_calls.met_before(x)
     ):
-        again = prepare(bound_calls.alias(x))
+        rebound = prepare(bound_calls.alias(x))
         bound_calls.keep(
-            _checked if check else _unchecked, x, (x.dtype, x.shape, op, requested, again)
+            _checked if check else _unchecked, x, (x.dtype, x.shape, op, requested, rebound)
         )
 
 
@@ -242,7 +242,7 @@ def _accepted(world: World, name: str, x: Any, *, check: bool, **arguments: Any)
         return accepted(world, name, x, **arguments)
     except UsageError as error:
         if check:
-            must_match(world.main, faulty(str(error)))
+            must_match(world.main, fault_signature(str(error)))
         raise
 
 

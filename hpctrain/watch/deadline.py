@@ -32,7 +32,7 @@ class Watch:
         self._record, self._directory, self._on_hang = record, directory, on_hang
         self._timeout_s, self._first_step_factor = timeout_s, first_step_factor
         self._awake_s, self._reported = 0.0, False
-        self._began: dict[tuple[str, float], float] = {}
+        self._first_observed: dict[tuple[str, float], float] = {}
         self._lasting_calls = LastingCalls()
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hpctrain-watch", daemon=True)
@@ -45,20 +45,20 @@ class Watch:
             self._thread.join(limit_s)
 
     def _run(self) -> None:
-        interval, before = interval_s(self._timeout_s), time.monotonic()
+        interval, previous_s = interval_s(self._timeout_s), time.monotonic()
         while not self._end.wait(interval):
             # Only time that this process was awake counts: a job that its scheduler stopped for an
             # hour, or whose wall clock was set, must not wake up hung.
-            elapsed, before = time.monotonic() - before, time.monotonic()
+            elapsed, previous_s = time.monotonic() - previous_s, time.monotonic()
             self._awake_s += min(elapsed, 2 * interval)
             self._lasting_calls.scan()
-            self._record.beat()
+            self._record.write_heartbeat()
             self._judge()
 
     def _judge(self) -> None:
         keys = [(call.thread, call.since) for call in self._record.snapshot().waits]
-        self._began = {key: self._began.get(key, self._awake_s) for key in keys}
-        waited_s = self._awake_s - min(self._began.values(), default=self._awake_s)
+        self._first_observed = {key: self._first_observed.get(key, self._awake_s) for key in keys}
+        waited_s = self._awake_s - min(self._first_observed.values(), default=self._awake_s)
         factor = self._first_step_factor if self._record.in_first_step else 1
         if waited_s > self._timeout_s * factor and not self._reported:
             self._reported = True

@@ -22,13 +22,13 @@ ENTRIES = 16  #: names of threads: those of all engines that one process may use
 _MAGIC = b"hpcwtch1"
 _BYTES = 4096  # one page: one fault, and the kernel writes it out as a whole
 _HEADER = struct.Struct("<8siii64s")  # magic, rank, size, pid, host
-_BEAT = struct.Struct("<d128s")  # heartbeat, the main thread's line
+_HEARTBEAT = struct.Struct("<d128s")  # heartbeat, the main thread's line
 _STEP = struct.Struct("<q")
 _NAME = struct.Struct("<32s")
 # `waiting` comes last: a reader never sees it set before the fields that it makes valid.
 _CALL = struct.Struct("<24sqqqdB")
 _BEAT_AT = _HEADER.size
-_STEP_AT = _BEAT_AT + _BEAT.size
+_STEP_AT = _BEAT_AT + _HEARTBEAT.size
 _ENTRY_AT = range(512, 512 + ENTRIES * 128, 128)
 _pack_call = _CALL.pack_into
 
@@ -108,7 +108,7 @@ class WatchRecord:
         self._file, self._map = _open(path)
         host = socket.gethostname().encode()
         _HEADER.pack_into(self._map, 0, _MAGIC, rank, size, os.getpid(), host)
-        self.beat()
+        self.write_heartbeat()
         if path is not None and rank == 0:
             # A report of an earlier job in the same folder would silence this one.
             path.with_name(REPORT).unlink(missing_ok=True)
@@ -135,10 +135,10 @@ class WatchRecord:
         self._step, self.in_first_step = value, value == self._first_step
         _STEP.pack_into(self._map, _STEP_AT, value)
 
-    def beat(self) -> None:
+    def write_heartbeat(self) -> None:
         """Write the heartbeat and the main thread's line, and hand the record to other hosts."""
         line = code_location(frame_of_each_thread().get(self._thread))
-        _BEAT.pack_into(self._map, _BEAT_AT, clock(), line.encode())
+        _HEARTBEAT.pack_into(self._map, _BEAT_AT, clock(), line.encode())
         if self._file is not None:
             # Not mmap.flush: that may keep the interpreter locked while the disk works.
             with contextlib.suppress(OSError):
@@ -163,15 +163,15 @@ def _open(path: Path | None) -> tuple[int | None, mmap.mmap | bytearray]:
     if path is None:
         return None, bytearray(_BYTES)
     path.parent.mkdir(parents=True, exist_ok=True)
-    for left in path.parent.glob(f".{path.name}.*"):  # of a killed rank, or of a full disk
-        left.unlink(missing_ok=True)
+    for temporary in path.parent.glob(f".{path.name}.*"):  # of a killed rank, or of a full disk
+        temporary.unlink(missing_ok=True)
     # Written, not truncated to length: a full disk must fail here, not as SIGBUS in a message.
     # Renamed into place: another process may still map the file of an earlier job.
-    fresh = path.with_name(f".{path.name}.{os.getpid()}")
-    file = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+    temporary_path = path.with_name(f".{path.name}.{os.getpid()}")
+    file = os.open(temporary_path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
     if os.write(file, bytes(_BYTES)) < _BYTES:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-    os.replace(fresh, path)
+    os.replace(temporary_path, path)
     return file, mmap.mmap(file, _BYTES)
 
 
@@ -182,12 +182,12 @@ def frame_of_each_thread() -> dict[int, FrameType]:
     may collect garbage: finalizers let another thread run, which may then wait for that lock, and
     does so with the interpreter's own (gh-106883). So nothing is collected now.
     """
-    collects = gc.isenabled()
+    gc_enabled = gc.isenabled()
     gc.disable()
     try:
         return sys._current_frames()
     finally:
-        if collects:
+        if gc_enabled:
             gc.enable()
 
 
@@ -224,7 +224,7 @@ def _decode(raw: bytes) -> Snapshot:
     if len(raw) < _BYTES or not raw.startswith(_MAGIC):
         raise ValueError("not a record of this version")
     _, rank, size, pid, host = _HEADER.unpack_from(raw)
-    heartbeat, line = _BEAT.unpack_from(raw, _BEAT_AT)
+    heartbeat, line = _HEARTBEAT.unpack_from(raw, _BEAT_AT)
     (step,) = _STEP.unpack_from(raw, _STEP_AT)
     calls = tuple(_decode_call(raw, at) for at in _ENTRY_AT if raw[at + _NAME.size])
     return Snapshot(rank, size, pid, _text(host), heartbeat, step, _text(line), calls)

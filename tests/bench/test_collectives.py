@@ -1,4 +1,4 @@
-"""Benchmarks of collectives: rows, what is correct, what is refused, what is said."""
+"""Benchmarks of collectives: rows, correctness, refusals, output."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hpctrain.bench import collectives, sweep
 from hpctrain.bench.measured_collectives import COLLECTIVES, Case
 from hpctrain.core.errors import UsageError
 
-ASKED = {
+REQUESTED = {
     "sizes_text": "4B,1000B",
     "algorithms": "",
     "rivals_text": "",
@@ -34,7 +34,7 @@ COLUMNS = {"operation", "algorithm", "bytes", "ranks", "median_s", "p5_s", "p95_
 
 def asked(operation="allreduce", **changes):
     names = ",".join(COLLECTIVES[operation].names)
-    return collectives.check(operation, **{**ASKED, "algorithms": names, **changes})
+    return collectives.check(operation, **{**REQUESTED, "algorithms": names, **changes})
 
 
 @on_ranks(1, 2, 3, mpi=(1, 2, 3))
@@ -72,10 +72,10 @@ def _turned(group, x, op):
 
 
 def _on_one_rank_only(group, x, op):
-    kept = x.copy()
+    saved = x.copy()
     COLLECTIVES["allreduce"].algorithms["ring"](group, x, op)
     if group.link.rank == 1:
-        x[0] = kept[0]
+        x[0] = saved[0]
 
 
 def _a_bit_less(group, x, op):
@@ -155,18 +155,18 @@ def test_a_plot_has_a_known_suffix(tmp_path):
 
 def test_what_cannot_be_written_is_said_before_anything_is_measured(tmp_path):
     (tmp_path / "file").touch()
-    wanted = asked(json=tmp_path / "file" / "out.json")
+    expected = asked(json=tmp_path / "file" / "out.json")
     with pytest.raises(UsageError, match="cannot be written"):
-        run_on("threads", 2, lambda world: collectives.run(world, wanted))
+        run_on("threads", 2, lambda world: collectives.run(world, expected))
 
 
 def test_rivals_do_not_join_threads(capsys):
-    wanted = asked(rivals_text="gloo,horovod", algorithms="ring", sizes_text="8B")
-    for rows in run_on("threads", 2, lambda world: collectives.run(world, wanted)):
+    expected = asked(rivals_text="gloo,horovod", algorithms="ring", sizes_text="8B")
+    for rows in run_on("threads", 2, lambda world: collectives.run(world, expected)):
         assert [row["algorithm"] for row in rows] == ["ring"]
-    said = capsys.readouterr().out
-    assert said.count("# gloo: skipped: ranks are threads") == 1  # one voice
-    assert said.count("ring") == 1
+    text = capsys.readouterr().out
+    assert text.count("# gloo: skipped: ranks are threads") == 1  # one voice
+    assert text.count("ring") == 1
 
 
 @pytest.mark.processes
@@ -177,14 +177,14 @@ def test_the_command(hpctrain, tmp_path):
                      "--json", str(tmp_path / "a.json"), "--plot", str(tmp_path / "a.svg"),
                      ranks=2)  # fmt: skip
     assert ended.returncode == 0, ended.stderr
-    kept = json.loads((tmp_path / "a.json").read_text())
-    names = {"auto", "native"} | {n for n, said in kept["rivals"].items() if "skipped" not in said}
-    assert set(kept["rivals"]) == {"horovod", "gloo"}
-    assert {(row["algorithm"], row["bytes"]) for row in kept["rows"]} == {
+    saved = json.loads((tmp_path / "a.json").read_text())
+    names = {"auto", "native"} | {n for n, text in saved["rivals"].items() if "skipped" not in text}
+    assert set(saved["rivals"]) == {"horovod", "gloo"}
+    assert {(row["algorithm"], row["bytes"]) for row in saved["rows"]} == {
         (name, size) for name in names for size in (4, 64, 1024)
     }
-    assert all(row.keys() >= COLUMNS and row["correct"] for row in kept["rows"])
-    assert kept["machine"]["mpi"] and kept["buffers"].startswith("node")
+    assert all(row.keys() >= COLUMNS and row["correct"] for row in saved["rows"])
+    assert saved["machine"]["mpi"] and saved["buffers"].startswith("node")
     assert "\r" not in ended.stdout and ended.stdout.count("busbw") == 1
     assert (tmp_path / "a.svg").read_text().startswith("<?xml")
 

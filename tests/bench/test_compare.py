@@ -1,4 +1,4 @@
-"""The script that merges runs under two MPIs: which median is the rival, what is claimed of it."""
+"""The script that merges runs under two MPIs: the reference median, and the claims."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def run(native, direct, correct=True):
 def test_the_better_native_median_is_the_rival(compare):
     runs = [run(8.0, 1.0), run(4.0, 2.0), run(6.0, 3.0), run(5.0, 2.0)]
     merged = compare.merge(runs, ["A", "B", "A", "B"], "allreduce")
-    times = {(one["mpi"], one["algorithm"]): one["times"]["native"] for one in merged}
+    times = {(item["mpi"], item["algorithm"]): item["times"]["native"] for item in merged}
     # medians over runs: native 7.0 under A and 4.5 under B, which is the rival of both
     assert times["A", "direct"] == 4.5 / 2.0 and times["B", "direct"] == 4.5 / 2.0
     assert times["A", "native"] == 4.5 / 7.0 and times["B", "native"] == 1.0
@@ -64,8 +64,8 @@ def test_what_is_only_shown_is_no_claim(compare):
         row("auto", 4, 1.2),
         row("auto-unchecked", 4, 1.25),
     ]
-    told = compare.claims("allreduce", 2, compare.merge([rows], ["A"], "allreduce"))
-    assert told == {
+    reported = compare.claims("allreduce", 2, compare.merge([rows], ["A"], "allreduce"))
+    assert reported == {
         "allreduce: all results are right": True,
         "allreduce: auto-unchecked, A 0.88x own native-plain (least, at 4 B, 4 B), >= 0.7": True,
         "allreduce: auto, A 0.92x own native-plain (least, at 4 B, 4 B)": None,
@@ -78,30 +78,30 @@ def step(algorithm, exposed_s):
     return row(algorithm, MIB, 1.0) | seconds | {"batch_per_rank": 32}
 
 
-@pytest.mark.parametrize("ours, holds", [(0.009, True), (0.011, False), (-0.002, True)])
-def test_exposed_communication_is_a_third_of_the_least_of_a_rival(compare, ours, holds):
-    runs = [[step("auto", ours), step("gloo", 0.06)], [step("auto", ours), step("gloo", 0.03)]]
+@pytest.mark.parametrize("own, holds", [(0.009, True), (0.011, False), (-0.002, True)])
+def test_exposed_communication_is_a_third_of_the_least_of_a_rival(compare, own, holds):
+    runs = [[step("auto", own), step("gloo", 0.06)], [step("auto", own), step("gloo", 0.03)]]
     merged = compare.merge(runs, ["A", "B"], "step")
     claims = compare.claims("step", 2, merged)
-    held = {told: fine for told, fine in claims.items() if "exposes" in told}
+    held = {reported: fine for reported, fine in claims.items() if "exposes" in reported}
     assert len(held) == 2 and set(held.values()) == {holds}
-    assert all("of gloo's 30.00 ms, <= 1/3" in told for told in held)
+    assert all("of gloo's 30.00 ms, <= 1/3" in reported for reported in held)
 
 
 def test_a_comparison_goes_on_where_it_was_stopped(compare, monkeypatch, tmp_path, capsys):
     """Every run is kept when it has ended; of those kept, only equal ones count."""
     (tmp_path / "results").mkdir()
     monkeypatch.setattr(compare, "HERE", tmp_path)
-    made = []
+    created = []
 
     def bench(environment, ranks, rest):
-        if len(made) == 3:
+        if len(created) == 3:
             raise KeyboardInterrupt
-        made.append(environment.name)
+        created.append(environment.name)
         return {"machine": {"mpi": f"{environment.name} 1.0"}, "rows": run(4.0, 1.0)}
 
-    def typed(*more):
-        argv = ["compare.py", "/x/a", "/x/b", "--parts", "allreduce", "--times", "2", *more]
+    def typed(*extra):
+        argv = ["compare.py", "/x/a", "/x/b", "--parts", "allreduce", "--times", "2", *extra]
         monkeypatch.setattr(sys, "argv", argv)
         compare.main()
 
@@ -109,19 +109,19 @@ def test_a_comparison_goes_on_where_it_was_stopped(compare, monkeypatch, tmp_pat
     monkeypatch.setattr(compare, "_must_have_this_hpctrain", lambda environment: None)
     with pytest.raises(KeyboardInterrupt):
         typed()
-    assert made == ["a", "b", "a"]
-    made.clear()
+    assert created == ["a", "b", "a"]
+    created.clear()
     with pytest.raises(SystemExit, match="0"):
         typed("--resume")
-    assert made == ["b"] and "holds: allreduce: direct, a 4.00x" in capsys.readouterr().out
-    kept = tmp_path / "results" / "compare-allreduce-2-ranks.json"
-    found = json.loads(kept.read_text())
-    assert [one["environment"] for one in found["runs"]] == ["a", "b", "a", "b"]
-    assert {one["runs"] for one in found["merged"]} == {2} and kept.with_suffix(".png").exists()
-    made.clear()
+    assert created == ["b"] and "holds: allreduce: direct, a 4.00x" in capsys.readouterr().out
+    saved = tmp_path / "results" / "compare-allreduce-2-ranks.json"
+    result = json.loads(saved.read_text())
+    assert [item["environment"] for item in result["runs"]] == ["a", "b", "a", "b"]
+    assert {item["runs"] for item in result["merged"]} == {2} and saved.with_suffix(".png").exists()
+    created.clear()
     with pytest.raises(KeyboardInterrupt):
         typed("--resume", "--iterations", "3")
-    assert made == ["a", "b", "a"]
+    assert created == ["a", "b", "a"]
 
 
 def test_an_environment_with_another_hpctrain_is_refused(compare, tmp_path, capfd):

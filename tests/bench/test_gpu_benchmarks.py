@@ -1,4 +1,4 @@
-"""benchmarks/gpu: each script runs on stand-ins with small sizes, and claims what its rows say."""
+"""benchmarks/gpu: each script runs on stand-ins with small sizes; claims follow from its rows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from ranks import run_on_gpus
 
-from hpctrain.cluster import gpu_probe
+from hpctrain.transport.gpu_probe import probe_process
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 
@@ -49,9 +49,9 @@ def test_runs(script, gpu, monkeypatch, tmp_path, name):
             module.main()
 
     run_on_gpus(1, main)
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert (len(found["rows"]), len(found["claims"])) == (rows, claims)
-    assert found["device"] == "gpu 0, GPU-0" and gpu.counts["fused"] > 0
+    outcome = json.loads((tmp_path / "found.json").read_text())
+    assert (len(outcome["rows"]), len(outcome["claims"])) == (rows, claims)
+    assert outcome["device"] == "gpu 0, GPU-0" and gpu.counts["fused"] > 0
 
 
 STEPS = [{"what": "mlp", "who": "ours", "ratio": 1.4}, {"what": "mlp", "who": "torch"},
@@ -81,8 +81,8 @@ CLAIMS = {
 @pytest.mark.parametrize("case", CLAIMS)
 def test_claims(script, case):
     function, arguments, ends = CLAIMS[case]
-    found = getattr(script(case.split()[0].rstrip(",")), function)(*arguments)
-    assert list(found.values()) == ends, found
+    outcome = getattr(script(case.split()[0].rstrip(",")), function)(*arguments)
+    assert list(outcome.values()) == ends, outcome
 
 
 def test_what_did_not_come_to_its_end_is_not_measured(script, tmp_path):
@@ -97,13 +97,13 @@ def test_what_did_not_come_to_its_end_is_not_measured(script, tmp_path):
          run_all.Outcome("d", False, 1.0, None, "ended after 1 s")),
     ]  # fmt: skip
     run_all.keep(tmp_path / "run_all.json", {"gpus": []}, pieces)
-    told = json.loads((tmp_path / "run_all.json").read_text())["claims"]
-    assert [one["outcome"] for one in told] == [
+    reported = json.loads((tmp_path / "run_all.json").read_text())["claims"]
+    assert [item["outcome"] for item in reported] == [
         "held", "short", "not measured",
         "held", "short", "not measured", "not measured", "held", "not measured",
     ]  # fmt: skip
-    assert told[6]["claim"] == "all the rest: exit code -11"
-    assert told[-1] == {"piece": "d", "claim": "all of it: ended after 1 s",
+    assert reported[6]["claim"] == "all the rest: exit code -11"
+    assert reported[-1] == {"piece": "d", "claim": "all of it: ended after 1 s",
                         "outcome": "not measured"}  # fmt: skip
 
 
@@ -114,11 +114,13 @@ def test_there_is_time_for_all_pieces(script, tmp_path):
 
 def test_the_runs_of_a_piece_end_before_it(script, monkeypatch, tmp_path):
     """However slow they are: each row is kept, and none takes the time of those behind it."""
-    (piece,) = (one for one in script("run_all").pieces([2], tmp_path) if one.name == "precision")
-    precision, now, taken = script("precision"), [0.0], []
+    (piece,) = (
+        item for item in script("run_all").pieces([2], tmp_path) if item.name == "precision"
+    )
+    precision, now, chosen = script("precision"), [0.0], []
 
     def slow(line, timeout, **_):
-        taken.append(timeout)
+        chosen.append(timeout)
         now[0] += timeout
         raise subprocess.TimeoutExpired(line, timeout)
 
@@ -128,14 +130,14 @@ def test_the_runs_of_a_piece_end_before_it(script, monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "argv", piece.command[1:])
     with pytest.raises(SystemExit):
         precision.main()
-    assert len(json.loads(piece.result.read_text())["rows"]) == len(taken) == 4
-    assert sum(taken) < piece.limit_s and min(taken) > 10
+    assert len(json.loads(piece.result.read_text())["rows"]) == len(chosen) == 4
+    assert sum(chosen) < piece.limit_s and min(chosen) > 10
 
 
 def test_what_was_found_before_the_limit_is_kept(script, monkeypatch, tmp_path):
     equal = script("equal")
 
-    def compared(folder, name, ranks, device, precision, wanted):
+    def compared(folder, name, ranks, device, precision, expected):
         if name == "ps-sync":
             raise KeyboardInterrupt  # as run_all.py ends it
         return {"regime": name, "ranks": ranks, "precision": precision, "said": "", "holds": True}
@@ -145,11 +147,11 @@ def test_what_was_found_before_the_limit_is_kept(script, monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "argv", ["equal", "--json", str(tmp_path / "found.json")])
     with pytest.raises(KeyboardInterrupt):
         equal.main()
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert [(one["regime"], one["precision"]) for one in found["rows"][:3]] == [
+    outcome = json.loads((tmp_path / "found.json").read_text())
+    assert [(item["regime"], item["precision"]) for item in outcome["rows"][:3]] == [
         ("single", "float64"), ("allreduce direct", "float64"), ("single", "float32"),
     ]  # fmt: skip
-    assert len(found["claims"]) == len(found["rows"]) == 6
+    assert len(outcome["claims"]) == len(outcome["rows"]) == 6
 
 
 def test_a_run_on_the_cpu_tries_no_way_between_gpus(script, monkeypatch, tmp_path):
@@ -160,11 +162,11 @@ def test_a_run_on_the_cpu_tries_no_way_between_gpus(script, monkeypatch, tmp_pat
         return SimpleNamespace(returncode=1, stderr="Error")
 
     monkeypatch.setattr(equal, "subprocess", SimpleNamespace(run=run))
-    monkeypatch.setattr(gpu_probe.nvidia, "driver", lambda: "580.1")
-    monkeypatch.setattr(gpu_probe, "find_spec", lambda name: name)
+    monkeypatch.setattr(probe_process.nvidia, "driver", lambda: "580.1")
+    monkeypatch.setattr(probe_process, "find_spec", lambda name: name)
     for device in ("cpu", "gpu"):
         equal.trained(tmp_path / "run", 1, device, ())
-    assert [gpu_probe.may_use_gpu(line) for line in lines] == [False, True]
+    assert [probe_process.may_use_gpu(line) for line in lines] == [False, True]
 
 
 def test_plots(script, monkeypatch, tmp_path):
@@ -177,8 +179,8 @@ def test_plots(script, monkeypatch, tmp_path):
         "steps": [{"what": "mlp", "who": "ours", **point}],
         "precision": [{"precision": "bf16", "curve": [[1, 2.0], [2, 1.0]]}, {"precision": "fp16"}],
     }
-    for name, found in rows.items():
-        (tmp_path / f"{name}.json").write_text(json.dumps({"one_gpu": True, "rows": found}))
+    for name, outcome in rows.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps({"one_gpu": True, "rows": outcome}))
     monkeypatch.setattr(sys, "argv", ["plot", str(tmp_path)])
     plot.main()
     assert (tmp_path / "gpu.png").stat().st_size > 10_000

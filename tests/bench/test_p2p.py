@@ -1,4 +1,4 @@
-"""The benchmark of a link: what arrives, which ranks, what is refused."""
+"""The benchmark of a link: data, ranks, refusals."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from hpctrain.transport.device.gpus import Gpu
 from hpctrain.transport.paths import RankPlace, Verdict
 from hpctrain.transport.shared_memory.cuda_ipc import shared_gpu_memory
 
-ASKED = {"ranks": None, "iterations": 2, "warm_up": 0, "json": None, "plot": None}
+REQUESTED = {"ranks": None, "iterations": 2, "warm_up": 0, "json": None, "plot": None}
 
 
 def asked(sizes="1B,4KiB,70000B", **changes):
-    return p2p.check(sizes, **{**ASKED, **changes})
+    return p2p.check(sizes, **{**REQUESTED, **changes})
 
 
 @on_ranks(2, 3, mpi=(2, 3))
@@ -83,7 +83,7 @@ def on_gpus(world, way="cuda-aware", apart=False):
     world.hosts = tuple(nodes)
     world.gpu = Gpu(0, f"GPU-{world.rank}", "")
     node = world.node
-    gather = lambda told: all_gather_bytes(node, told)  # noqa: E731
+    gather = lambda reported: all_gather_bytes(node, reported)  # noqa: E731
     world.memory.gpu = None if apart else shared_gpu_memory(node, gather, ["G"] * world.size)
     world.verdict = Verdict(way, way, way if way != "ipc" else "staged", "so it was told")
     return world
@@ -117,16 +117,16 @@ def test_where_no_trial_went_well_only_the_host_is_left(gpu):
 
 def test_share_of_the_adapter_between_nodes(gpu, monkeypatch, tmp_path, capsys):
     infiniband(tmp_path, "mlx5_0", "pci0000:10/0000:11:00.0", "80 Gb/sec (4X HDR)")
-    found = nics.nics(tmp_path)
-    monkeypatch.setattr(p2p_gpu.nics, "nics", lambda root: found)
-    kept = tmp_path / "kept.json"
+    result = nics.nics(tmp_path)
+    monkeypatch.setattr(p2p_gpu.nics, "nics", lambda root: result)
+    saved = tmp_path / "kept.json"
     body = lambda world: p2p.run(  # noqa: E731
-        on_gpus(world, "gdr", apart=True), asked("64KiB", device="gpu", json=kept)
+        on_gpus(world, "gdr", apart=True), asked("64KiB", device="gpu", json=saved)
     )
     for rows in run_on("threads", 2, body):
         assert [row["share_of_nic"] for row in rows] == [row["algbw"] / 10 for row in rows]
-    said = json.loads(kept.read_text())
-    assert (said["nic_gb_s"], said["device"], said["paths"]["across"]) == (10.0, "gpu", "gdr")
+    text = json.loads(saved.read_text())
+    assert (text["nic_gb_s"], text["device"], text["paths"]["across"]) == (10.0, "gpu", "gdr")
     assert "of NIC" in capsys.readouterr().out
 
 
@@ -156,6 +156,6 @@ def test_another_device():
 def test_the_command_on_a_machine_without_a_gpu(hpctrain):
     if gpus.driver_cuda():
         pytest.skip("this machine has a GPU")
-    done = hpctrain("bench", "p2p", "--device", "gpu")
-    assert done.returncode == 2
-    assert "CuPy" in done.stderr or "no NVIDIA driver" in done.stderr
+    completed = hpctrain("bench", "p2p", "--device", "gpu")
+    assert completed.returncode == 2
+    assert "CuPy" in completed.stderr or "no NVIDIA driver" in completed.stderr

@@ -1,4 +1,4 @@
-"""Plots of benchmarks: numbers with one unit, and no label over another."""
+"""Plots of benchmarks: numbers with one unit, and no overlapping labels."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from hpctrain.bench import plot
-from hpctrain.bench.message_sizes import shown
+from hpctrain.bench.message_sizes import size_text
 from hpctrain.bench.prediction import plots as prediction_plots
 from hpctrain.cost_model.message_schedules import SCHEDULES
 
@@ -59,9 +59,9 @@ SPANS = {(1e-6, 0.1): {"1 µs", "100 µs", "10 ms", "100 ms"}, (2.1e-3, 9e-3): {
 def test_times_of_collectives_have_one_unit(drawn, tmp_path, span):
     plot.draw(collective(span), "a title", tmp_path / "x.png")
     time, speed = drawn[0].axes
-    said = {label.get_text() for label in labels(time.yaxis)}
-    assert SPANS[span] <= said
-    assert all(text.endswith("s") and "10^" not in text for text in said)
+    message = {label.get_text() for label in labels(time.yaxis)}
+    assert SPANS[span] <= message
+    assert all(text.endswith("s") and "10^" not in text for text in message)
     assert "[us]" not in time.get_ylabel()
     for axes in (time, speed):
         assert overlapping(axes.xaxis) == overlapping(axes.yaxis) == []
@@ -75,7 +75,7 @@ def test_times_of_predictions_have_one_unit(drawn, tmp_path):
     ]  # fmt: skip
     prediction_plots.draw(rows, "a title", tmp_path / "x.png")
     for axes in drawn[0].axes:
-        said = [label.get_text() for label in labels(axes.yaxis)]
-        assert said and all(text.endswith(" ms") for text in said)
+        message = [label.get_text() for label in labels(axes.yaxis)]
+        assert message and all(text.endswith(" ms") for text in message)
         assert overlapping(axes.xaxis) == overlapping(axes.yaxis) == []
-    assert shown(SIZES[-1]) == "64 MiB"
+    assert size_text(SIZES[-1]) == "64 MiB"

@@ -1,4 +1,4 @@
-"""`hpctrain bench predict`: what it prints, what it reads, what it refuses."""
+"""`hpctrain bench predict`: its output, its inputs, its refusals."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def run(*words: str):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ("--ranks 0", "expected 1 to 1048576 ranks"),
         ("--ranks 8:4", "expected 1 to 1048576 ranks"),
@@ -51,14 +51,14 @@ def run(*words: str):
         ("--ranks 4 --sizes 4B --plot x.unknown", "cannot be written"),
     ],
 )
-def test_what_it_refuses(words, said, tmp_path, monkeypatch):
+def test_what_it_refuses(words, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    found = run(*words.split())
-    assert isinstance(found.exception, UsageError) and said in str(found.exception)
+    result = run(*words.split())
+    assert isinstance(result.exception, UsageError) and message in str(result.exception)
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ('{"rows": [', "expected JSON"),
         ("[1, 2]", "expected a JSON object"),
@@ -67,18 +67,18 @@ def test_what_it_refuses(words, said, tmp_path, monkeypatch):
         ('{"fingerprint": {}, "schema": 99}', "its schema is 99"),
     ],
 )
-def test_files_that_are_no_measurement(text, said, tmp_path):
+def test_files_that_are_no_measurement(text, message, tmp_path):
     file = tmp_path / "measured.json"
     file.write_text(text)
-    with pytest.raises(UsageError, match=said):
+    with pytest.raises(UsageError, match=message):
         measurements.read(file)
 
 
 def bench_json(tmp_path, hosts: int, ranks: int, rows: list):
     file = tmp_path / "bench.json"
     keys = ("operation", "algorithm", "bytes", "median_s")
-    told = [dict(zip(keys, row, strict=True), ranks=ranks, more=1) for row in rows]
-    file.write_text(json.dumps({"machine": {"hosts": hosts, "cpu": "x"}, "rows": told}))
+    reported = [dict(zip(keys, row, strict=True), ranks=ranks, more=1) for row in rows]
+    file.write_text(json.dumps({"machine": {"hosts": hosts, "cpu": "x"}, "rows": reported}))
     return file
 
 
@@ -92,19 +92,21 @@ REDUCED = [
 
 @pytest.mark.parametrize(("hosts", "fitted"), [(1, "inside"), (4, "between"), (2, None)])
 def test_a_machine_is_fitted_where_one_kind_of_wire_was_used(tmp_path, hosts, fitted):
-    found = measurements.read(bench_json(tmp_path, hosts, 4, REDUCED))
-    known = {"inside": found.inside, "between": found.between}
-    assert [name for name, wire in known.items() if wire] == [fitted] * bool(fitted)
+    result = measurements.read(bench_json(tmp_path, hosts, 4, REDUCED))
+    reference = {"inside": result.inside, "between": result.between}
+    assert [name for name, wire in reference.items() if wire] == [fitted] * bool(fitted)
     if fitted:
-        wire = known[fitted]
-        assert (wire.latency, wire.per_byte, found.gamma) == pytest.approx((5e-6, 1e-9, 2e-10))
+        wire = reference[fitted]
+        assert (wire.latency, wire.seconds_per_byte, result.gamma) == pytest.approx(
+            (5e-6, 1e-9, 2e-10)
+        )
 
 
 def test_messages_tell_the_wire(tmp_path):
     rows = [("p2p", "one-way", n, 1e-6 + n * 1e-9) for n in [4, *BIG]]
     rows += [("p2p", "ping-pong", n, 8e-6 + n * 1e-9) for n in [4, *BIG]]
     wire = measurements.read(bench_json(tmp_path, 2, 2, rows)).between
-    assert (wire.latency + 2 * wire.overhead, wire.per_byte) == pytest.approx(
+    assert (wire.latency + 2 * wire.overhead, wire.seconds_per_byte) == pytest.approx(
         (8e-6, 1e-9), rel=1e-3
     )
 
@@ -113,9 +115,9 @@ def test_a_tuning_table_tells_both_wires(tmp_path):
     fingerprint = Fingerprint("cpu", 2, 2, "MPI", "4 ranks on 2 nodes: 0 1, 2 3")
     other = cost.Machine(1e-6, 1e-10, 3e-11)
     write(Table(fingerprint, [], [], other, MACHINE), tmp_path / "table.json")
-    found = measurements.read(tmp_path / "table.json")
-    assert (found.hosts, found.gamma) == (2, 3e-11)
-    assert (found.inside.latency, found.between.per_byte) == (1e-6, 1e-9)
+    result = measurements.read(tmp_path / "table.json")
+    assert (result.hosts, result.gamma) == (2, 3e-11)
+    assert (result.inside.latency, result.between.seconds_per_byte) == (1e-6, 1e-9)
 
 
 def test_measured_rows_stand_beside_predictions_and_flags_go_first(tmp_path):
@@ -123,9 +125,11 @@ def test_measured_rows_stand_beside_predictions_and_flags_go_first(tmp_path):
     words = ["--measured", str(file), "--ranks", "4,64", "--sizes", "1MiB", "--json", str(out)]
     printed = run(*words, "--algorithms", "ring,tree").output
     rows = json.loads(out.read_text())["rows"]
-    seen = [row for row in rows if row["kind"] == "measured"]
-    assert len(seen) == len(REDUCED)
-    for row in seen:  # the file's machine is the model's own; chunks of the ring travel as a stream
+    observed = [row for row in rows if row["kind"] == "measured"]
+    assert len(observed) == len(REDUCED)
+    for (
+        row
+    ) in observed:  # the file's machine is the model's own; chunks of the ring travel as a stream
         assert abs(row["error"]) < 0.3 and "measured_s" in row
     at_4 = {r["algorithm"]: r["predicted_s"] for r in rows if r["kind"] != "measured"}
     assert "predicted: all-reduce on 64 ranks, 64 nodes" in printed and "measured, and" in printed
@@ -139,8 +143,8 @@ def test_steps_are_predicted(tmp_path, mode):
     out, plot = tmp_path / "out.json", tmp_path / "plot.png"
     words = "--ranks 1,16 --ranks-per-node 4 --sizes 1MiB --algorithms ring,hierarchical"
     step = ["--step", "64ms,8MiB", "--bucket", "1MiB", "--mode", mode]
-    found = run(*words.split(), *step, "--json", str(out), "--plot", str(plot))
-    assert found.exception is None and "predicted: a step" in found.output
+    result = run(*words.split(), *step, "--json", str(out), "--plot", str(plot))
+    assert result.exception is None and "predicted: a step" in result.output
     rows = [row for row in json.loads(out.read_text())["rows"] if row["operation"] == "step"]
     assert [(row["ranks"], row["algorithm"]) for row in rows] == [
         (1, "ring"), (16, "ring"), (16, "hierarchical")
@@ -168,11 +172,11 @@ def test_a_profile_tells_when_each_bucket_is_full():
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("text", "result"),
     [("400Gbit", 50e9), ("2.5gbit/s", 312.5e6), ("50GB/s", 50e9), ("1 Tbit", 125e9)],
 )
-def test_speeds(text, found):
-    assert units.speed(text, "--link") == found
+def test_speeds(text, result):
+    assert units.speed(text, "--link") == result
 
 
 def test_ranks_of_a_node_share_its_memory_when_they_add():

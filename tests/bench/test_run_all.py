@@ -1,4 +1,4 @@
-"""benchmarks/gpu/run_all.py: what it says without a GPU, and how it ends pieces that do not end."""
+"""benchmarks/gpu/run_all.py: its message without a GPU, and the end of pieces that hang."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def run_all(monkeypatch):
 def test_without_a_gpu_it_says_so(start, tmp_path):
     if gpus.driver_cuda():
         pytest.skip("this machine has a GPU")
-    done = start(SCRIPT, "--out", tmp_path / "out").finish(30)
-    assert done.returncode == 2
-    assert done.stderr.startswith("no GPU here, nothing was measured: ")
+    completed = start(SCRIPT, "--out", tmp_path / "out").finish(30)
+    assert completed.returncode == 2
+    assert completed.stderr.startswith("no GPU here, nothing was measured: ")
     assert not (tmp_path / "out").exists()
 
 
@@ -46,10 +46,10 @@ PIECES = {
 
 @pytest.mark.parametrize("case", PIECES)
 def test_pieces(run_all, case):
-    program, limit_s, codes, good, code, said = PIECES[case]
+    program, limit_s, codes, good, code, message = PIECES[case]
     piece = run_all.Piece("one", [sys.executable, "-c", program], limit_s, codes)
     outcome = run_all.run(piece, time.monotonic() + 100)
-    assert (outcome.holds, outcome.code, outcome.said) == (good, code, said)
+    assert (outcome.holds, outcome.code, outcome.said) == (good, code, message)
 
 
 def test_what_would_come_too_late_is_not_begun(run_all):
@@ -60,8 +60,8 @@ def test_what_would_come_too_late_is_not_begun(run_all):
 def test_pieces_fit_into_ten_minutes_and_can_be_chosen(run_all, tmp_path):
     pieces = run_all.pieces([2, 4], tmp_path)
     assert sum(piece.limit_s for piece in pieces) <= 600
-    asked = {"ranks": "2", "out": tmp_path, "small": False}
-    given = run_all.Namespace(only="p2p,equal", **asked)
-    assert [piece.name for piece in run_all.wanted(given)] == ["equal", "p2p"]
+    requested = {"ranks": "2", "out": tmp_path, "small": False}
+    arguments = run_all.Namespace(only="p2p,equal", **requested)
+    assert [piece.name for piece in run_all.wanted(arguments)] == ["equal", "p2p"]
     with pytest.raises(SystemExit, match="no none; there are doctor"):
-        run_all.wanted(run_all.Namespace(only="none", **asked))
+        run_all.wanted(run_all.Namespace(only="none", **requested))

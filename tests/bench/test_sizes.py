@@ -1,11 +1,11 @@
-"""Sizes as people type them, and what is said where they do not."""
+"""Sizes as users type them, and the errors for invalid ones."""
 
 from __future__ import annotations
 
 import pytest
 
 from hpctrain.bench.memory_check import check
-from hpctrain.bench.message_sizes import parse, shown
+from hpctrain.bench.message_sizes import parse, size_text
 from hpctrain.core.errors import UsageError
 from hpctrain.transport.threads.link import run_ranks
 from hpctrain.world import over_threads
@@ -38,7 +38,7 @@ def test_refused(text):
 
 @pytest.mark.parametrize("size", [0, 4, 1000, 1024, 3 * MIB, MIB + 4, 2 << 30])
 def test_what_is_shown_can_be_typed(size):
-    assert parse(shown(size).replace(" ", "")) == [size]
+    assert parse(size_text(size).replace(" ", "")) == [size]
 
 
 def test_what_does_not_fit_is_refused_before_it_is_made(tmp_path):

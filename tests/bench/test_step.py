@@ -1,4 +1,4 @@
-"""The benchmark of training steps: equal losses are checked, what is refused, rivals' own loss."""
+"""The benchmark of training steps: equal losses, refusals, the losses of rivals."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hpctrain.core.errors import UsageError
 from hpctrain.training import recipe
 
 COMPARED = Path(__file__).parents[2] / "benchmarks" / "mlp-10m.toml"
-ASKED = {
+REQUESTED = {
     "algorithms": "direct",
     "rivals_text": "",
     "batches": "16",
@@ -29,13 +29,13 @@ ASKED = {
 
 
 def asked(name="digits", sets=(), **changes):
-    return command.check(name, sets, **{**ASKED, **changes})
+    return command.check(name, sets, **{**REQUESTED, **changes})
 
 
 @on_ranks(1, 2, 3, mpi=(2, 3))
 def test_all_ways_to_train_end_with_the_same_loss(ranks):
-    wanted = asked(algorithms="ring,direct,auto,share-parameters", batches="8,16")
-    for rows in ranks(lambda world: command.run(world, wanted)):
+    expected = asked(algorithms="ring,direct,auto,share-parameters", batches="8,16")
+    for rows in ranks(lambda world: command.run(world, expected)):
         names = ["ring", "direct", "auto", "share-parameters", "null"]
         assert [row["algorithm"] for row in rows] == names * 2
         assert all(row["correct"] for row in rows)
@@ -133,9 +133,9 @@ CANNOT = {
 }
 
 
-@pytest.mark.parametrize("what", CANNOT)
-def test_what_rivals_cannot_train_is_said(what):
-    name, sets, word = CANNOT[what]
+@pytest.mark.parametrize("subject", CANNOT)
+def test_what_rivals_cannot_train_is_said(subject):
+    name, sets, word = CANNOT[subject]
     assert word in timing.refusal(recipe.load(name, sets))
 
 
@@ -149,12 +149,12 @@ def test_the_recipe_of_the_comparison_has_ten_million_parameters():
 @pytest.mark.either
 def test_the_command(hpctrain, tmp_path):
     flags = ["--batch-per-rank", "16", "--iterations", "2", "--rivals", "gloo,horovod"]
-    kept = tmp_path / "step.json"
-    ended = hpctrain("bench", "step", "digits", *flags, "--json", str(kept), ranks=2)
+    saved = tmp_path / "step.json"
+    ended = hpctrain("bench", "step", "digits", *flags, "--json", str(saved), ranks=2)
     assert ended.returncode == 0, ended.stderr
-    found = json.loads(kept.read_text())
-    assert all(row["correct"] for row in found["rows"])
-    assert found["recipe"]["run"]["name"] == "digits" and set(found["rivals"]) == {
+    result = json.loads(saved.read_text())
+    assert all(row["correct"] for row in result["rows"])
+    assert result["recipe"]["run"]["name"] == "digits" and set(result["rivals"]) == {
         "gloo",
         "horovod",
     }

@@ -1,4 +1,4 @@
-"""`hpctrain tune`, as it is typed: tables, pictures, refusals."""
+"""The command `hpctrain tune`: tables, plots, refusals."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ assert (x == 3).all()
 def test_a_table_is_made_shown_drawn_and_used(hpctrain, start, tmp_path):
     out, plot = tmp_path / "tables" / "mine.json", tmp_path / "mine.png"
     flags = ("--sizes", "4B:64KiB*64", "--rounds", "3", "--out", out, "--plot", plot)
-    done = hpctrain("tune", *flags, ranks=2)
-    assert done.returncode == 0, done.stderr
-    assert "in node memory: takes" in done.stdout and "alpha" in done.stdout
-    found = {row["bytes"] for row in json.loads(out.read_text())["rows"]}
-    assert {4, 256, 16384} <= found <= {4, 128, 256, 8320, 16384}  # middles where the pick changes
+    completed = hpctrain("tune", *flags, ranks=2)
+    assert completed.returncode == 0, completed.stderr
+    assert "in node memory: takes" in completed.stdout and "alpha" in completed.stdout
+    result = {row["bytes"] for row in json.loads(out.read_text())["rows"]}
+    assert {4, 256, 16384} <= result <= {4, 128, 256, 8320, 16384}  # middles where the pick changes
     assert plot.stat().st_size > 10_000
 
-    shown = hpctrain("tune", "--show", out)
-    assert shown.returncode == 0 and shown.stdout == done.stdout
+    output = hpctrain("tune", "--show", out)
+    assert output.returncode == 0 and output.stdout == completed.stdout
 
-    for env, told in (({table.FILE: str(out)}, "measured"), ({}, "guessed")):
-        used = start("-c", AUTO, told, ranks=2, env=env).finish()
+    for env, reported in (({table.FILE: str(out)}, "measured"), ({}, "guessed")):
+        used = start("-c", AUTO, reported, ranks=2, env=env).finish()
         assert used.returncode == 0, used.stderr
 
 
@@ -52,17 +52,17 @@ def test_ranks_that_are_processes_tune_on_gpus_and_train_by_it(start, tmp_path):
     """All of MPI's memory is the host's there: a pointer of the stand-in's would crash it."""
     env = {**on_fakes(hidden=True), table.FILE: str(tmp_path)}
     flags = ("--device", "gpu", "--sizes", "4KiB:64KiB*16", "--rounds", "3")
-    done = start("-m", "fakes", "tune", *flags, ranks=2, env=env).finish()
-    assert done.returncode == 0, done.stderr
+    completed = start("-m", "fakes", "tune", *flags, ranks=2, env=env).finish()
+    assert completed.returncode == 0, completed.stderr
     (path,) = tmp_path.glob("*-gpu-*.json")
-    here = table.read(path).fingerprint
-    assert here.device.endswith("2 ranks on 1 GPU: 0 1") and here.paths in done.stdout
+    local = table.read(path).fingerprint
+    assert local.device.endswith("2 ranks on 1 GPU: 0 1") and local.paths in completed.stdout
     code = "import hpctrain as ht; print(ht.init('gpu').main.choices.gpus.measured)"
     used = start("-c", f"import fakes\nwith fakes.installed(hidden=True): {code}", ranks=2, env=env)
     assert used.finish().stdout.count("True") == 2, used.output()
     env[table.FILE] = str(path)
-    shown = start("-m", "fakes", "tune", "--show", "--device", "gpu", env=env).finish()
-    assert shown.stdout == done.stdout
+    output = start("-m", "fakes", "tune", "--show", "--device", "gpu", env=env).finish()
+    assert output.stdout == completed.stdout
 
 
 # What is typed -> what is said, with exit code 2 and before MPI is started.
@@ -81,12 +81,12 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("typed", "said"), REFUSED)
-def test_bad_input(typed, said, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("typed", "message"), REFUSED)
+def test_bad_input(typed, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("here").mkdir()
     monkeypatch.setenv(table.FILE, str(tmp_path))
-    with pytest.raises(UsageError, match=said.replace(".", r"\.")):
+    with pytest.raises(UsageError, match=message.replace(".", r"\.")):
         run(typed)
 
 
@@ -114,9 +114,9 @@ def test_what_cannot_be_written_is_said_before_anything_is_measured(out, tmp_pat
     monkeypatch.setattr(tune_command, "constants", None)  # the first that would be measured
 
     def body(world):
-        asked = tune_command.check("4B", 3, tmp_path / out, None)
+        requested = tune_command.check("4B", 3, tmp_path / out, None)
         with pytest.raises(UsageError, match=r"cannot be written|expected a file"):
-            tune_command.run(world, asked)
+            tune_command.run(world, requested)
 
     run_on("threads", 2, body)
 
@@ -130,9 +130,9 @@ def test_the_newest_of_so_many_ranks_is_shown(tmp_path, monkeypatch, capsys):
             lambda world: tune_command.run(world, tune_command.check("8B", 3, None, None)),
         )
     capsys.readouterr()
-    for ranks, shown in ((1, 3), (2, 2), (3, 3)):
+    for ranks, output in ((1, 3), (2, 2), (3, 3)):
         tune_command.show(None, ranks, None)
-        assert f"{shown} ranks on 1 node" in capsys.readouterr().out
+        assert f"{output} ranks on 1 node" in capsys.readouterr().out
     with pytest.raises(UsageError, match="of 9 ranks"):
         tune_command.show(None, 9, None)
 
@@ -144,8 +144,8 @@ def test_a_table_made_on_a_busy_machine_says_so(noisy, tmp_path, monkeypatch, ca
     run_on(
         "threads", 2, lambda world: tune_command.run(world, tune_command.check("8B", 3, out, None))
     )
-    told = "noisy: the quartiles of repeats differ by 41% of the median, expected at most 25%"
-    assert (f"hpctrain: tune: {told}" in capsys.readouterr().err) == (noisy is not None)
+    reported = "noisy: the quartiles of repeats differ by 41% of the median, expected at most 25%"
+    assert (f"hpctrain: tune: {reported}" in capsys.readouterr().err) == (noisy is not None)
     assert json.loads(out.read_text())["noisy"] == noisy
     tune_command.show(out, 2, None)
-    assert (told in capsys.readouterr().out) == (noisy is not None)
+    assert (reported in capsys.readouterr().out) == (noisy is not None)

@@ -95,8 +95,10 @@ def _chosen(options: argparse.Namespace) -> list[Case]:
         tables = _tables(options.file)
         lost = [t for t in tables if not options.failed or t.get("verdict") == "failed"]
         return [read(json.dumps(table)) for table in lost]
-    known = _tables(options.results) if options.results else []
-    passed = {(t["case"]["seed"], t["case"]["index"]) for t in known if t["verdict"] == "passed"}
+    reference = _tables(options.results) if options.results else []
+    passed = {
+        (t["case"]["seed"], t["case"]["index"]) for t in reference if t["verdict"] == "passed"
+    }
     return [generate(options.seed, i) for i in options.cases if (options.seed, i) not in passed]
 
 
@@ -132,7 +134,7 @@ def _next_of(running: dict[int, Case], work: Path) -> dict[str, Any]:
 
 
 def _tell(result: dict[str, Any]) -> None:
-    case, codes = result["case"], [one["code"] for one in result["attempts"]]
+    case, codes = result["case"], [item["code"] for item in result["attempts"]]
     faults = " + ".join(_words(fault) for fault in case["faults"])
     line = f"{case['seed']}/{case['index']} {result['mpi']} {case['engine']} x{case['ranks']}"
     print(f"{line} {case['launcher']}: {faults} -> {codes} {result['seconds']:.1f} s", flush=True)
@@ -151,7 +153,7 @@ def _show(options: argparse.Namespace) -> int:
         print(f"\n{title}")
         for name in sorted({k for k, _ in counts}):
             print(f"  {counts[name, 'passed']:5} passed {counts[name, 'failed']:4} failed  {name}")
-    fired = sum(any(one["fired"] for one in r["attempts"]) for r in results)
+    fired = sum(any(item["fired"] for item in r["attempts"]) for r in results)
     failed = sum(r["verdict"] == "failed" for r in results)
     print(f"\n{len(results)} cases, {fired} of them hit by a fault, {failed} failed")
     return 1 if failed else 0

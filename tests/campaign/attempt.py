@@ -79,8 +79,8 @@ def environment(place: Place) -> dict[str, str]:
         "PYTHONDONTWRITEBYTECODE": "",
         "PYTHONPYCACHEPREFIX": str(place.work / "pycache"),
     }
-    given = {k: v for k, v in os.environ.items() if not k.startswith("COVERAGE_PROCESS")}
-    return {**given, **LEAVE, **own}
+    arguments = {k: v for k, v in os.environ.items() if not k.startswith("COVERAGE_PROCESS")}
+    return {**arguments, **LEAVE, **own}
 
 
 def command(case: Case, place: Place, options: list[str], launcher: str) -> list[str]:
@@ -103,14 +103,14 @@ def attempt(case: Case, place: Place, line: list[str], fault: Fault | None, log:
         )  # fmt: skip
         fired = _watched(process, case, place, fault, wall)
         code = process.poll()
-        left, lingered = isolation.ended(GRACE_S) if code is not None else ({}, 0.0)
-        left = left or (isolation.processes() if code is None else {})
+        remaining, lingered = isolation.ended(GRACE_S) if code is not None else ({}, 0.0)
+        remaining = remaining or (isolation.processes() if code is None else {})
         seconds = time.monotonic() - began
         isolation.kill_all()
         process.wait()
     return Attempt(
         code, seconds, fired or report.exists() or isinstance(fault, FullDisk),
-        log.read_text(errors="replace"), left, lingered,
+        log.read_text(errors="replace"), remaining, lingered,
         isolation.shared_memory(), sorted(os.listdir(place.home / "tmp")),
     )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Linux namespaces for a case: processes, mounts and shared memory of its own.
+"""Linux namespaces for a case: its own processes, mounts and shared memory.
 
 Whatever is in them after the job has ended was left by the job; and it ends with the namespace.
 """
@@ -102,9 +102,9 @@ def processes() -> dict[int, str]:
 def ended(limit_s: float) -> tuple[dict[int, str], float]:
     """Wait until no process is left, `limit_s` at most; return those left and the seconds."""
     began = time.monotonic()
-    while (left := processes()) and time.monotonic() - began < limit_s:
+    while (remaining := processes()) and time.monotonic() - began < limit_s:
         time.sleep(0.02)
-    return left, time.monotonic() - began
+    return remaining, time.monotonic() - began
 
 
 def shared_memory() -> list[str]:
@@ -115,8 +115,8 @@ def shared_memory() -> list[str]:
 
 def kill_all() -> None:
     """Kill all other processes of the namespace."""
-    while left := processes():
-        for pid in left:
+    while remaining := processes():
+        for pid in remaining:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.01)

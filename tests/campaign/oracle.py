@@ -1,4 +1,4 @@
-"""What must hold after each attempt, and once the run has completed; problems are sentences."""
+"""Conditions after each attempt and after the completed run; a violation is one sentence."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from hpctrain.run_files import run_folder
 
 STATUS = {0: "done", 1: "failed", 2: "failed", 3: "failed", 75: "stopped", 86: "hung",
           130: "failed"}  # fmt: skip
-OURS = frozenset(STATUS)
-ANY = frozenset(range(-64, 256))
+OWN = frozenset(STATUS)
+ANY_ = frozenset(range(-64, 256))
 LINGER_S = 9.0  # the guard of `hpctrain launch` gives ranks 6.5 s to save
 FATAL = ("kill", "after", "torn")
 NOT_BEGUN = re.compile(r"before a run began|interrupted")
@@ -39,7 +39,7 @@ def expected_codes(case: Case, fault: Fault | None) -> frozenset[int]:
     """
     if fault is None:
         return frozenset({0})
-    lost = frozenset({0, 1}) if case.launcher == "launch" else ANY
+    lost = frozenset({0, 1}) if case.launcher == "launch" else ANY_
     if isinstance(fault, Signal):
         return _codes_of_signal(fault, case.launcher == "launch", lost)
     if isinstance(fault, FailingFile) and fault.effect in FATAL:
@@ -80,7 +80,7 @@ def problems_of(case: Case, fault: Fault | None, seen: Attempt, run: Path) -> It
         yield f"shared memory left: {spare}"
     if spare := _not_of_mpi(case, seen.temporary):
         yield f"temporary files left: {spare}"
-    if seen.code in OURS:
+    if seen.code in OWN:
         yield from _problems_of_summary(case, seen, run)
 
 

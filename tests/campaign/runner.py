@@ -1,4 +1,4 @@
-"""A case from its first attempt to its verdict, in namespaces of its own."""
+"""A case from its first attempt to its verdict, in its own namespaces."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ class Verdict:
 
     def table(self, case: Case) -> dict[str, Any]:
         """Return the line of results."""
-        told = [
-            {"code": one.code, "fired": one.fired, "seconds": round(one.seconds, 2),
-             "lingered_s": round(one.lingered_s, 2)}
-            for one in self.attempts
+        reported = [
+            {"code": item.code, "fired": item.fired, "seconds": round(item.seconds, 2),
+             "lingered_s": round(item.lingered_s, 2)}
+            for item in self.attempts
         ]  # fmt: skip
         return {
             "case": dump(case),
             "mpi": attempts.mpi(),
             "verdict": "failed" if self.problems else "passed",
             "problems": self.problems,
-            "attempts": told,
+            "attempts": reported,
             "params_sha256": self.params_sha256,
             "reference_sha256": self.reference_sha256,
             "seconds": round(self.seconds, 2),
@@ -112,14 +112,14 @@ def _attempts(case: Case, place: Place, verdict: Verdict) -> Iterator[str]:
             options += ["--set", f"faults.step_ms={ORPHAN_MS}"]
         line = attempts.command(case, place, options, launcher)
         log = place.home / f"attempt-{number}.stderr"
-        seen = attempts.attempt(case, place, line, fault, log)
+        observed = attempts.attempt(case, place, line, fault, log)
         isolation.clear(place.home / "tmp")
-        verdict.attempts.append(seen)
-        for problem in oracle.problems_of(case, fault, seen, place.run):
+        verdict.attempts.append(observed)
+        for problem in oracle.problems_of(case, fault, observed, place.run):
             yield f"attempt {number}: {problem}"
-        if seen.code is None or (fault is None and seen.code):
+        if observed.code is None or (fault is None and observed.code):
             return
-    hung = any(seen.code == 86 for seen in verdict.attempts)
+    hung = any(observed.code == 86 for observed in verdict.attempts)
     yield from oracle.problems_at_end(case, place.run, hung)
 
 
@@ -130,7 +130,7 @@ def _compared(case: Case, place: Place, verdict: Verdict) -> Iterator[str]:
         verdict.reference_sha256 = reference(case, place.work)
         if verdict.params_sha256 != verdict.reference_sha256:
             yield "other parameters than the run that was not hurt"
-    elif not any(oracle.GAP in seen.stderr for seen in verdict.attempts):
+    elif not any(oracle.GAP in observed.stderr for observed in verdict.attempts):
         yield from _replayed(case, place, verdict)
 
 
@@ -138,11 +138,11 @@ def _replayed(case: Case, place: Place, verdict: Verdict) -> Iterator[str]:
     again = Place(place.work, place.home / "replay")
     prepare(case, again)
     line = attempts.command(case, again, ["--replay", str(place.run)], "mpiexec")
-    seen = attempts.attempt(case, again, line, None, again.home / "replay.stderr")
+    observed = attempts.attempt(case, again, line, None, again.home / "replay.stderr")
     verdict.reference_sha256 = _sha256(again.run)
-    for problem in oracle.problems_of(replace(case, launcher="mpiexec"), None, seen, again.run):
+    for problem in oracle.problems_of(replace(case, launcher="mpiexec"), None, observed, again.run):
         yield f"replay: {problem}"
-    if seen.code == 0 and verdict.params_sha256 != verdict.reference_sha256:
+    if observed.code == 0 and verdict.params_sha256 != verdict.reference_sha256:
         yield "other parameters than its replay"
 
 
@@ -158,15 +158,17 @@ def reference(case: Case, work: Path) -> str | None:
             place = Place(work, work / f"reference-{name}")
             prepare(plain, place)
             line = attempts.command(plain, place, [], "mpiexec")
-            seen = attempts.attempt(plain, place, line, None, place.home / "stderr")
-            problems = [*oracle.problems_of(plain, None, seen, place.run)]
+            observed = attempts.attempt(plain, place, line, None, place.home / "stderr")
+            problems = [*oracle.problems_of(plain, None, observed, place.run)]
             problems += oracle.problems_at_end(plain, place.run, False)
             note.write_text(json.dumps({"sha256": _sha256(place.run), "problems": problems}))
             isolation.clear()
-    told = json.loads(note.read_text())
-    if told["problems"]:
-        raise RuntimeError(f"the run without faults has problems: {told['problems']}; see {note}")
-    sha256: str | None = told["sha256"]
+    reported = json.loads(note.read_text())
+    if reported["problems"]:
+        raise RuntimeError(
+            f"the run without faults has problems: {reported['problems']}; see {note}"
+        )
+    sha256: str | None = reported["sha256"]
     return sha256
 
 

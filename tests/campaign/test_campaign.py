@@ -1,4 +1,4 @@
-"""A short campaign of faults, a long one with --full; planted errors that the oracle must see."""
+"""A short campaign of faults, a long one with --full, and planted errors for the oracle."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from campaign import case, disks, isolation, oracle
 from hpctrain.run_files import run_folder
 from hpctrain.training import recipe, runs
 
-HERE = Path(__file__).parent
+LOCAL = Path(__file__).parent
 NO_NAMESPACES = isolation.unavailable()
 isolated = pytest.mark.skipif(bool(NO_NAMESPACES), reason=NO_NAMESPACES)
 
 
 def campaign(*words: object) -> list[str]:
     """Run `python -m campaign run WORDS` in the environment of this test; return what it says."""
-    environ = {**os.environ, "PYTHONPATH": str(HERE.parent)}
+    environ = {**os.environ, "PYTHONPATH": str(LOCAL.parent)}
     line = [sys.executable, "-m", "campaign", "run", *map(str, words)]
     ended = subprocess.run(line, env=environ, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stdout + ended.stderr
@@ -38,9 +38,9 @@ def campaign(*words: object) -> list[str]:
 @pytest.mark.either
 def test_a_short_campaign(tmp_path):
     """One case of each kind, picked by hand: their lines are a campaign's file too."""
-    cases = HERE / "short.jsonl"
-    told = campaign("--from", cases, "--work", tmp_path / "work")
-    assert len(told) == len(cases.read_text().splitlines())
+    cases = LOCAL / "short.jsonl"
+    reported = campaign("--from", cases, "--work", tmp_path / "work")
+    assert len(reported) == len(cases.read_text().splitlines())
 
 
 @pytest.mark.full
@@ -54,19 +54,19 @@ def test_a_long_campaign(tmp_path):
 def test_a_case_is_a_function_of_two_numbers():
     cases = [case.generate(15, index) for index in range(300)]
     assert [case.generate(15, index) for index in range(300)] == cases
-    assert [case.read(json.dumps(case.dump(one))) for one in cases] == cases
+    assert [case.read(json.dumps(case.dump(item))) for item in cases] == cases
     assert case.generate(16, 0) != cases[0]
-    assert {one.engine for one in cases} == set(case.ENGINES)
-    assert {fault.kind for one in cases for fault in one.faults} == set(case.KINDS)
+    assert {item.engine for item in cases} == set(case.ENGINES)
+    assert {fault.kind for item in cases for fault in item.faults} == set(case.KINDS)
 
 
 @pytest.mark.parametrize("engine", case.ENGINES)
 def test_each_recipe_fits_its_ranks(engine):
     regime = case.ENGINES[engine]
-    drawn = [one for i in range(300) if (one := case.generate(0, i)).engine == engine]
-    assert {one.ranks for one in drawn} <= {*range(regime.smallest, regime.largest + 1)}
-    for one in drawn:
-        recipe.check({**one.recipe, "data": {"kind": "digits"}}).must_fit(one.ranks)
+    drawn = [item for i in range(300) if (item := case.generate(0, i)).engine == engine]
+    assert {item.ranks for item in drawn} <= {*range(regime.smallest, regime.largest + 1)}
+    for item in drawn:
+        recipe.check({**item.recipe, "data": {"kind": "digits"}}).must_fit(item.ranks)
 
 
 # Ten files are written, one after the other, by `python -c WRITES FOLDER`.
@@ -102,7 +102,7 @@ DISKS = {
 
 @pytest.mark.parametrize("name", DISKS)
 def test_a_failing_disk(tmp_path, name):
-    (operation, number, effect, stays, *rank), code, said, files = DISKS[name]
+    (operation, number, effect, stays, *rank), code, message, files = DISKS[name]
     fault = case.FailingFile(*(rank or [0]), operation, number, effect, stays)
     folder, report = tmp_path / "run", tmp_path / "report"
     folder.mkdir()
@@ -111,7 +111,10 @@ def test_a_failing_disk(tmp_path, name):
         [sys.executable, "-c", WRITES, folder], env={**os.environ, **environ, "PMI_RANK": "0"},
         capture_output=True, text=True,
     )  # fmt: skip
-    assert (ended.returncode, ended.stdout) == (code, said.replace("|", "\n") + "\n" * bool(said))
+    assert (ended.returncode, ended.stdout) == (
+        code,
+        message.replace("|", "\n") + "\n" * bool(message),
+    )
     assert sorted(path.name for path in folder.iterdir()) == sorted(files)
     assert report.exists() == (not rank)
     if effect == "torn":
@@ -162,8 +165,8 @@ def test_the_oracle_sees_what_is_wrong_at_the_end(completed, tmp_path, name):
     run = tmp_path / "run"
     shutil.copytree(completed, run)
     plant(run)
-    whole = case.Case(0, 0, 2, "allreduce", {"run": {"steps": 20}}, "launch")
-    problems = [*oracle.problems_at_end(whole, run, hung=False)]
+    complete = case.Case(0, 0, 2, "allreduce", {"run": {"steps": 20}}, "launch")
+    problems = [*oracle.problems_at_end(complete, run, hung=False)]
     assert bool(problems) == bool(expected), problems
     for text in expected:
         assert any(text in problem for problem in problems), problems

@@ -1,4 +1,4 @@
-"""launch: the command as a table; the launcher itself with real ranks and real signals."""
+"""launch: its command lines as a table; the launcher with real ranks and real signals."""
 
 from __future__ import annotations
 
@@ -18,7 +18,12 @@ from hpctrain.cli import hpctrain as whole_command
 from hpctrain.cluster import guard
 from hpctrain.cluster import launch as module
 from hpctrain.cluster.launch import MpiInstallation, build_command
-from hpctrain.cluster.slurm.job_end import LauncherExit, job_exit_code
+from hpctrain.cluster.slurm.job_end import (
+    LauncherExit,
+    command_exit_code,
+    job_exit_code,
+    program_exit_code,
+)
 from hpctrain.commands.launch import launch as launch_command
 from hpctrain.core.errors import UsageError
 from hpctrain.run_files import run_folder
@@ -77,26 +82,60 @@ def test_inside_a_rank_it_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "given, ranks, passed",
+    "arguments, ranks, passed",
     [
         ("-n 4 train digits --epochs 3", 4, ["train", "digits", "--epochs", "3"]),
         ("--ranks 2 bench allreduce -n 5 --help", 2, ["bench", "allreduce", "-n", "5", "--help"]),
-        ("-n 1 -- train -v", 1, ["train", "-v"]),
+        ("-n 1 train -- -v", 1, ["train", "--", "-v"]),
     ],
 )
-def test_arguments_are_passed_on_untouched(monkeypatch, given, ranks, passed):
-    seen = []
-    monkeypatch.setattr(module, "launch", lambda *call: seen.append(call) or 75)
-    result = CliRunner().invoke(launch_command, given.split())
-    assert seen == [(ranks, passed)]
+def test_arguments_are_passed_on_untouched(monkeypatch, arguments, ranks, passed):
+    observed = []
+    monkeypatch.setattr(module, "launch", lambda *call: observed.append(call) or 75)
+    result = CliRunner().invoke(launch_command, arguments.split())
+    assert observed == [(ranks, passed)]
     assert result.exit_code == 75
 
 
+@pytest.mark.parametrize("words", ["python x.py --epochs 3", "sh -c -- -n", "train digits"])
+def test_a_program_follows_two_dashes(monkeypatch, words):
+    observed = []
+    monkeypatch.setattr(module, "launch_program", lambda *call: observed.append(call) or 5)
+    result = CliRunner().invoke(launch_command, ["-n", "4", "--", *words.split()])
+    assert (observed, result.exit_code) == ([(4, tuple(words.split()))], 5)
+
+
+def test_a_program_must_exist():
+    with pytest.raises(UsageError, match=r"no program 'train'.*command of hpctrain leave out `--`"):
+        module.launch_program(2, ["train", "digits"])
+
+
+# mpiexec's code, signals -> the exit code of a program that announced no run
+PROGRAM_CODES = [
+    (0, (), 0),
+    (5, (), 5),
+    (137, (), 137),
+    (-9, (), 137),
+    (138, (signal.SIGTERM,), 143),  # Open MPI: a rank was ended by SIGUSR1
+    (10, (signal.SIGINT,), 130),  # MPICH
+    (11, (signal.SIGINT,), 130),  # MPICH, which killed another rank
+    (5, (signal.SIGTERM,), 5),  # it handled the signal
+    (0, (signal.SIGINT,), 0),
+    (-15, (signal.SIGINT, signal.SIGINT), 130),
+]
+
+
+@pytest.mark.parametrize("code, signals, expected", PROGRAM_CODES)
+def test_code_of_a_program(code, signals, expected):
+    launcher_exit = LauncherExit(code, signals)
+    assert job_exit_code(launcher_exit, b"", time.time(), program_exit_code) == expected
+
+
 def test_what_stands_before_launch_is_for_the_ranks(monkeypatch):
-    seen = []
-    monkeypatch.setattr(module, "launch", lambda *call: seen.append(call) or 0)
+    observed = []
+    monkeypatch.setattr(module, "launch", lambda *call: observed.append(call) or 0)
     assert CliRunner().invoke(whole_command, ["-q", "launch", "-n", "2", "train"]).exit_code == 0
-    assert seen == [(2, ["--quiet", "train"])]
+    assert observed == [(2, ["--quiet", "train"])]
 
 
 def test_help_shows_examples():
@@ -134,7 +173,9 @@ def test_outcome(tmp_path, code, signals, status, expected):
         run_folder.write_summary(tmp_path, {"status": status, "exit_code": CODES[status]})
     run = None if status == "" else tmp_path
     assert (
-        job_exit_code(LauncherExit(code, signals), os.fsencode(run or ""), time.time() - 1)
+        job_exit_code(
+            LauncherExit(code, signals), os.fsencode(run or ""), time.time() - 1, command_exit_code
+        )
         == expected
     )
 
@@ -146,12 +187,13 @@ def test_what_this_job_did_not_end_with_is_no_outcome(tmp_path, capsys, age_s, s
     os.utime(tmp_path / run_folder.SUMMARY, (then, then))
     (tmp_path / "checkpoints" / "step-00000007").mkdir(parents=True)
     (tmp_path / "checkpoints" / "step-00000007" / "manifest.json").touch()
-    assert job_exit_code(LauncherExit(-9, ()), os.fsencode(tmp_path), time.time() - 1) == 1
-    told = {"status": "failed", "exit_code": 1, "launcher_exit_code": -9, "steps": 7}
-    told["reason"] = "a rank was lost: mpiexec ended with SIGKILL"
-    assert run_folder.read_summary(tmp_path) == told
-    said = capsys.readouterr().err
-    assert said == (
+    killed = LauncherExit(-9, ())
+    assert job_exit_code(killed, os.fsencode(tmp_path), time.time() - 1, program_exit_code) == 1
+    reported = {"status": "failed", "exit_code": 1, "launcher_exit_code": -9, "steps": 7}
+    reported["reason"] = "a rank was lost: mpiexec ended with SIGKILL"
+    assert run_folder.read_summary(tmp_path) == reported
+    message = capsys.readouterr().err
+    assert message == (
         "hpctrain: a rank was lost: mpiexec ended with SIGKILL\n"
         f"hpctrain: results: {tmp_path}\n"
         f"hpctrain: resume: fit(..., out='{tmp_path}', resume=True)\n"
@@ -164,19 +206,13 @@ def test_ranks_learn_whether_somebody_watches(monkeypatch, watched):
     monkeypatch.setattr(os, "get_terminal_size", lambda _: os.terminal_size((97, 40)))
     monkeypatch.setattr(sys, "argv", ["/opt/hpctrain", "launch", "-n", "2", "train", "a b.toml"])
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
-    told = {"HPCTRAIN_ANNOUNCE": "/proc/7/fd/3"}
-    told |= {"HPCTRAIN_TERMINAL": "97"} if watched else {}
-    told["HPCTRAIN_COMMAND"] = "/opt/hpctrain launch -n 2 train 'a b.toml'"
-    assert module._rank_variables("/proc/7/fd/3") == told
+    reported = {"HPCTRAIN_ANNOUNCE": "/proc/7/fd/3"}
+    reported |= {"HPCTRAIN_TERMINAL": "97"} if watched else {}
+    reported["HPCTRAIN_COMMAND"] = "/opt/hpctrain launch -n 2 train 'a b.toml'"
+    assert module._rank_variables("/proc/7/fd/3") == reported
 
 
 # ---- with real ranks ----
-
-LAUNCH = """
-import sys
-from hpctrain.cluster.launch import launch_argv
-sys.exit(launch_argv(int(sys.argv[1]), [sys.executable, *sys.argv[2:]]))
-"""
 
 RANK = """
 import os, signal, sys, time
@@ -220,18 +256,30 @@ def job(start, tmp_path):
     program.write_text(RANK)
     run = tmp_path / "run"
     run.mkdir()
-    yield lambda mode, out=run: start("-c", LAUNCH, 3, program, mode, out), run
-    left = [
+    launch = ("-m", "hpctrain", "launch", "-n", 3, "--", sys.executable, program)
+    yield lambda mode, out=run: start(*launch, mode, out), run
+    remaining = [
         p for p in psutil.process_iter(["cmdline"]) if str(program) in (p.info["cmdline"] or [])
     ]
-    assert not [p for p in left if p.status() != psutil.STATUS_ZOMBIE]
+    assert not [p for p in remaining if p.status() != psutil.STATUS_ZOMBIE]
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("code", [2, 75])
+@pytest.mark.parametrize("code", [2, 5, 75])
 def test_exit_code_comes_through(job, code):
     launch, _ = job
     assert launch("code", code).finish(30).returncode == code
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("number", rows_of([signal.SIGTERM, signal.SIGINT], signal.SIGTERM))
+def test_a_program_without_a_handler_is_ended_by_a_stop(start, number):
+    running = start("-m", "hpctrain", "launch", "-n", 2, "--", "sh", "-c", "echo ready; sleep 60")
+    running.until("ready")
+    running.process.send_signal(number)
+    ended = running.finish(20)
+    assert ended.returncode == 128 + number
+    assert f"stopped by {number.name}, which the program does not handle" in ended.stderr
 
 
 STOPS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
@@ -312,11 +360,11 @@ def test_a_killed_launch_takes_its_ranks_along(job, mode):
         running.ranks()[-1].suspend()
     running.process.kill()
     deadline = time.monotonic() + LIMIT_S
-    while left := [pid for pid in of_job if alive(pid)]:
-        assert time.monotonic() < deadline, [psutil.Process(pid).cmdline() for pid in left]
+    while remaining := [pid for pid in of_job if alive(pid)]:
+        assert time.monotonic() < deadline, [psutil.Process(pid).cmdline() for pid in remaining]
         time.sleep(0.05)
-    asked = [f"rank {rank} of 3 was asked" in running.output() for rank in range(3)]
-    assert asked == [mode == "polite"] * 3
+    requested = [f"rank {rank} of 3 was asked" in running.output() for rank in range(3)]
+    assert requested == [mode == "polite"] * 3
     assert "launch was killed: its ranks are stopped" in running.output()
 
 
@@ -357,15 +405,6 @@ def test_who_does_not_end_is_ended(ignored, number):
 
 
 @pytest.mark.processes
-@pytest.mark.either
-def test_a_stop_before_the_run_began(start, tmp_path):
-    running = start("-c", LAUNCH, 2, "-c", "import time; print('up', flush=True); time.sleep(60)")
-    running.until("up")
-    running.process.send_signal(signal.SIGINT)
-    assert running.finish(20).returncode == 130
-
-
-@pytest.mark.processes
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 @pytest.mark.either
 def test_a_stop_while_launch_looks_for_the_mpi(number):
@@ -377,7 +416,7 @@ def test_a_stop_while_launch_looks_for_the_mpi(number):
             assert time.monotonic() < deadline and process.poll() is None
             time.sleep(0.01)
         process.send_signal(number)
-        said = process.communicate(timeout=60)[1]
+        message = process.communicate(timeout=60)[1]
     assert process.returncode == 75
-    assert said == f"hpctrain: stopped by {number.name} before a run began\n"
+    assert message == f"hpctrain: stopped by {number.name} before a run began\n"
     assert not psutil.wait_procs(children, timeout=60)[1]  # a probe that begins ends by itself

@@ -1,4 +1,4 @@
-"""netlab: command lines as tables; real hosts that see each other, and of which nothing stays."""
+"""netlab: command lines as tables; real hosts that exchange messages and are removed."""
 
 from __future__ import annotations
 
@@ -78,19 +78,19 @@ def test_other_mpis_are_refused(vendor, mpiexec):
 
 
 def test_a_users_own_settings_go_before_ours():
-    given = {"OMPI_MCA_btl": "tcp,self", "UCX_TLS": "tcp", "SLURMD_NODENAME": "n1", "PATH": "/x"}
-    ours = rank_environment(OPENMPI, 2, given)
-    assert ours["OMPI_MCA_btl"] == "tcp,self"
-    assert ours["OMPI_MCA_coll"] == "^han"
-    assert "SLURMD_NODENAME" not in ours  # all hosts would have one name
-    assert rank_environment(MPICH, 2, given)["UCX_TLS"] == "tcp"
+    supplied = {"OMPI_MCA_btl": "tcp,self", "UCX_TLS": "tcp", "SLURMD_NODENAME": "n1", "PATH": "/x"}
+    own = rank_environment(OPENMPI, 2, supplied)
+    assert own["OMPI_MCA_btl"] == "tcp,self"
+    assert own["OMPI_MCA_coll"] == "^han"
+    assert "SLURMD_NODENAME" not in own  # all hosts would have one name
+    assert rank_environment(MPICH, 2, supplied)["UCX_TLS"] == "tcp"
     assert rank_environment(MPICH, 2, {})["UCX_TLS"] == "tcp,self"
-    assert ours["PATH"].endswith(":/x")
+    assert own["PATH"].endswith(":/x")
 
 
 def test_more_ranks_than_cores_make_way_for_each_other():
-    asked = {ranks: rank_environment(OPENMPI, ranks, {}) for ranks in (1, 1 + os.cpu_count())}
-    assert ["OMPI_MCA_mpi_yield_when_idle" in one for one in asked.values()] == [False, True]
+    requested = {ranks: rank_environment(OPENMPI, ranks, {}) for ranks in (1, 1 + os.cpu_count())}
+    assert ["OMPI_MCA_mpi_yield_when_idle" in item for item in requested.values()] == [False, True]
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_a_segment_is_sent_unasked():
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    "arguments, said",
+    "arguments, message",
     [
         ("--hosts 0 -- true", "--hosts 0: a netlab has 1 to 64 hosts"),
         ("--hosts 65 -- true", "--hosts 65"),
@@ -122,9 +122,9 @@ def test_a_segment_is_sent_unasked():
     ],
 )
 @pytest.mark.either
-def test_bad_input(hpctrain, arguments, said):
+def test_bad_input(hpctrain, arguments, message):
     ended = hpctrain("netlab", *arguments.split())
-    assert (ended.returncode, said in ended.stderr) == (2, True), ended.stderr
+    assert (ended.returncode, message in ended.stderr) == (2, True), ended.stderr
 
 
 @pytest.mark.processes
@@ -135,7 +135,7 @@ def test_without_tools_it_is_refused(hpctrain, tmp_path):
     assert "netlab needs Linux with ip, tc" in ended.stderr
 
 
-WHO = """
+SUBJECT = """
 import os
 import hpctrain
 world = hpctrain.init()
@@ -150,11 +150,11 @@ def test_ranks_see_as_many_hosts(hpctrain, tmp_path):
     folder = tmp_path / "o'brien & $(co)"
     folder.mkdir()
     options = ("netlab", "--hosts", 2, "--ranks-per-host", 2, "--")
-    ended = hpctrain(*options, "python", "-c", WHO, cwd=folder)
+    ended = hpctrain(*options, "python", "-c", SUBJECT, cwd=folder)
     assert ended.returncode == 0, ended.stderr
     places = ["h1 0", "h1 1", "h2 0", "h2 1"]
-    told = [f"{rank} of 4 on {place} in {folder}" for rank, place in enumerate(places)]
-    assert sorted(ended.stdout.split("\n")) == ["", *told]
+    reported = [f"{rank} of 4 on {place} in {folder}" for rank, place in enumerate(places)]
+    assert sorted(ended.stdout.split("\n")) == ["", *reported]
 
 
 @pytest.mark.processes
@@ -176,20 +176,20 @@ def test_the_exit_code_is_the_commands(hpctrain):
 
 def links() -> str:
     """Return the names of links and namespaces that the machine shows."""
-    shown = [["ip", "-brief", "link"], ["ip", "netns", "list"]]
-    return "".join(subprocess.run(s, capture_output=True, text=True).stdout for s in shown)
+    output = [["ip", "-brief", "link"], ["ip", "netns", "list"]]
+    return "".join(subprocess.run(s, capture_output=True, text=True).stdout for s in output)
 
 
 def marked() -> list[str]:
     """Return the processes that have our mark in their environment."""
-    found = []
+    result = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         try:
             if f"{MARK}={os.getpid()}\0".encode() in path.read_bytes():
-                found.append(path.parent.name)
+                result.append(path.parent.name)
         except OSError:  # it has ended
             continue
-    return found
+    return result
 
 
 @pytest.mark.processes

@@ -59,16 +59,16 @@ def test_slurm_ends_with_those_who_started_it():
     owner.send_signal(signal.SIGKILL)
     owner.communicate(timeout=30)
     deadline = time.monotonic() + 30
-    while (left := folder.exists() or _processes_of(folder)) and time.monotonic() < deadline:
+    while (remaining := folder.exists() or _processes_of(folder)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not left
+    assert not remaining
 
 
 def _processes_of(folder: Path) -> int:
-    return sum(str(folder) in said for said in map(_told, psutil.process_iter()))
+    return sum(str(folder) in message for message in map(_reported, psutil.process_iter()))
 
 
-def _told(process: psutil.Process) -> str:
+def _reported(process: psutil.Process) -> str:
     try:
         return " ".join([*process.cmdline(), process.environ().get("SLURM_CONF", "")])
     except psutil.Error:
@@ -126,8 +126,8 @@ class Training:
     @property
     def to_do_again(self) -> int:
         """How many steps are done and in no good checkpoint."""
-        found = [one for one in checkpoint.listing(self.run) if not checkpoint.verify(one.path)]
-        return max(self.steps, default=0) - max((one.step for one in found), default=0)
+        result = [item for item in checkpoint.listing(self.run) if not checkpoint.verify(item.path)]
+        return max(self.steps, default=0) - max((item.step for item in result), default=0)
 
     @property
     def summary(self) -> dict:
@@ -139,11 +139,11 @@ def submit(
     folder: Path,
     *options: object,
     step_ms: int = 40,
-    more: Sequence[str] = (),
+    extra: Sequence[str] = (),
     **job: object,
 ) -> Training:
-    sets = [*TINY, *more, f"faults.step_ms={step_ms}"]
-    arguments = tuple(word for one in sets for word in ("--set", one))
+    sets = [*TINY, *extra, f"faults.step_ms={step_ms}"]
+    arguments = tuple(word for item in sets for word in ("--set", item))
     text = render(Job(**{"nodes": 4, "arguments": arguments, "out": "run", **job}))
     folder.mkdir(exist_ok=True)
     job = slurm.sbatch(text, "--export=ALL,OMP_NUM_THREADS=1", *options, cwd=folder)
@@ -151,9 +151,9 @@ def submit(
 
 
 @cache
-def whole(nodes: int, *more: str) -> str:
+def complete(nodes: int, *extra: str) -> str:
     """Return the SHA-256 of the parameters of a run that nothing interrupts."""
-    spec = recipe.load("digits", [*TINY, *more])
+    spec = recipe.load("digits", [*TINY, *extra])
 
     def of_nodes(link: LocalLink) -> World:
         return over_threads(link, real_slurm.NODES[:nodes])
@@ -177,7 +177,7 @@ def limited(slurm_daemons, tmp_path_factory) -> Iterator[Training]:
     ["hpctrain launch -n 4", pytest.param("mpiexec -n 4 hpctrain", marks=pytest.mark.full)],
 )
 def test_launchers_take_the_nodes_of_the_job(slurm, tmp_path, line):
-    sets = " ".join(f"--set {one}" for one in TINY)
+    sets = " ".join(f"--set {item}" for item in TINY)
     text = f"#!/bin/bash\n{line} train digits {sets} --out run\n"
     job = slurm.sbatch(text, "--nodes=4", "--ntasks-per-node=1", cwd=tmp_path)
     assert slurm.wait(job) == "COMPLETED", slurm.told(job)
@@ -201,11 +201,11 @@ def test_templates_train_as_they_are(slurm, tmp_path, name, limited):
     tasks = [f"{job}_{i}" for i in range(3)] if name == ARRAY else [job]
     for task in tasks:
         assert slurm.finish(task, limit_s=100) == "COMPLETED", slurm.told(task)
-    found = [run_folder.read_summary(path.parent) for path in tmp_path.rglob(run_folder.SUMMARY)]
-    assert sorted(one["world_size"] for one in found) == TEMPLATES[name]
-    assert {one["status"] for one in found} == {"done"}
-    assert all(one["test_accuracy"] > 0.96 for one in found)
-    assert max(len(one["hosts"]) for one in found) == (1 if name.startswith("one") else 4)
+    result = [run_folder.read_summary(path.parent) for path in tmp_path.rglob(run_folder.SUMMARY)]
+    assert sorted(item["world_size"] for item in result) == TEMPLATES[name]
+    assert {item["status"] for item in result} == {"done"}
+    assert all(item["test_accuracy"] > 0.96 for item in result)
+    assert max(len(item["hosts"]) for item in result) == (1 if name.startswith("one") else 4)
 
 
 def usr1(slurm, job: int, node: str) -> None:
@@ -248,7 +248,7 @@ def test_an_interrupted_job_loses_nothing(slurm, tmp_path, limited):
     assert "restarted 3 times, which is enough: to go on submit" in slurm.told(training.job)
     assert slurm.job(after)["JobState"] == "PENDING"
     training, after = _with_one_after(slurm, tmp_path)
-    _must_be(training, whole(2), restarts=0)
+    _must_be(training, complete(2), restarts=0)
     assert slurm.wait(after) == "COMPLETED"
 
 
@@ -259,15 +259,15 @@ def _with_one_after(slurm, folder: Path) -> tuple[Training, int]:
     return training, slurm.sbatch("#!/bin/sh\n:", condition, "--nodes=1", cwd=folder)
 
 
-def _must_be(training: Training, whole: str, restarts: int, limit_s: float = 60) -> None:
+def _must_be(training: Training, complete: str, restarts: int, limit_s: float = 60) -> None:
     """Assert that a job ends with each step done once and the parameters `whole`."""
     ended = training.slurm.finish(training.job, limit_s)
     assert ended == "COMPLETED", training.slurm.told(training.job)
     assert training.steps == list(range(1, STEPS + 1))
-    told = training.summary
-    assert (told["status"], told["params_sha256"]) == ("done", whole)
-    assert told["restarts"] >= restarts
-    assert told["steps_redone"] <= INTERVAL
+    reported = training.summary
+    assert (reported["status"], reported["params_sha256"]) == ("done", complete)
+    assert reported["restarts"] >= restarts
+    assert reported["steps_redone"] <= INTERVAL
 
 
 SERVER = ["engine.kind=ps-sync", "engine.servers=1", "engine.placement=dedicated"]
@@ -279,24 +279,24 @@ def test_a_server_on_a_node_of_its_own_comes_back_with_its_workers(slurm, tmp_pa
     """A heterogeneous job has a job for each part; one is requeued with the other."""
     servers = {"nodes": 2, "servers": 1, "server_nodes": 1, "more": SERVER[:1]}
     training = submit(slurm, tmp_path, step_ms=80, **servers)
-    for step, (happen, most, _) in zip((5, 11, 17), EVENTS.values(), strict=True):
+    for step, (happen, maximum, _) in zip((5, 11, 17), EVENTS.values(), strict=True):
         training.reach(step)
         node = slurm.job(f"{training.job}+1")["NodeList"]
         happen(slurm, training.job, node)
         slurm.wait(training.job, "PENDING")
-        assert training.to_do_again <= most, slurm.told(training.job)
+        assert training.to_do_again <= maximum, slurm.told(training.job)
         slurm.hurry(training.job)
     # Slurm may wait a minute longer for the step: its daemons do so for one of a lost node.
-    _must_be(training, whole(3, *SERVER), restarts=3, limit_s=150)
+    _must_be(training, complete(3, *SERVER), restarts=3, limit_s=150)
     assert training.summary["hosts"] == ["n1", "n2", "n4"]
 
 
 @pytest.mark.full
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("why", ["time limit", "preempted"])
-def test_a_job_that_slurm_stops_ends_with_the_same_bytes(slurm, tmp_path, why):
+@pytest.mark.parametrize("cause", ["time limit", "preempted"])
+def test_a_job_that_slurm_stops_ends_with_the_same_bytes(slurm, tmp_path, cause):
     """However often its time is over: Slurm looks twice a minute."""
-    over = why == "time limit"
+    over = cause == "time limit"
     slow = {"step_ms": 1300, "time": "1", "warn_s": 50} if over else {"step_ms": 150}
     training = submit(slurm, tmp_path, **slow)
     training.reach(3)
@@ -304,9 +304,9 @@ def test_a_job_that_slurm_stops_ends_with_the_same_bytes(slurm, tmp_path, why):
         urgent = ("--partition=urgent", "--nodelist=n3", "--exclusive")
         slurm.wait(slurm.sbatch("#!/bin/sh\n:", *urgent, cwd=tmp_path))
     slurm.wait(training.job, "PENDING")
-    assert f"({why})" in training.summary["reason"], slurm.told(training.job)
+    assert f"({cause})" in training.summary["reason"], slurm.told(training.job)
     assert training.to_do_again == 0
-    _must_be(training, whole(4), restarts=1, limit_s=200)
+    _must_be(training, complete(4), restarts=1, limit_s=200)
     assert training.summary["steps_redone"] == 0
 
 
@@ -322,14 +322,14 @@ def test_it_is_told_why_a_job_stops(slurm, tmp_path, limited):
     assert slurm.wait(cancelled.job) == "CANCELLED"
     slurm.wait(preempted.job, "PENDING")
     slurm.wait(limited.job, "PENDING")
-    for training, why in (
+    for training, cause in (
         (preempted, "by SIGUSR1 (preempted)"),
         (cancelled, "by SIGTERM"),
         (limited, "by SIGUSR1 (time limit)"),
     ):
         step = training.steps[-1]
         assert training.summary["status"] == "stopped"
-        assert training.summary["reason"] == f"stopped at step {step} of {STEPS} {why}; resume me"
+        assert training.summary["reason"] == f"stopped at step {step} of {STEPS} {cause}; resume me"
         assert training.to_do_again == 0
 
 
@@ -340,7 +340,7 @@ def test_it_is_told_why_a_job_stops(slurm, tmp_path, limited):
 )
 def test_at_any_moment_nothing_is_lost(slurm, tmp_path, event, seed):
     """From before Python has started to the last step, and while a checkpoint is written."""
-    happen, most, seeds = EVENTS[event]
+    happen, maximum, seeds = EVENTS[event]
     draw = random.Random(f"{event} {seed}")
     share = (seed + draw.random()) / seeds
     training = submit(slurm, tmp_path, step_ms=150, nodes=3)
@@ -351,9 +351,9 @@ def test_at_any_moment_nothing_is_lost(slurm, tmp_path, event, seed):
     step, redone = max(training.steps, default=0), training.to_do_again
     print(f"{event}, {node}, at {share:.2f}: {ended} at step {step}, {redone} to do again")
     if ended == "PENDING":
-        assert redone <= most, slurm.told(training.job)
+        assert redone <= maximum, slurm.told(training.job)
         slurm.hurry(training.job)
     else:
         assert share > 0.8, "it was not stopped"  # later it may have been done before
-    _must_be(training, whole(3), restarts=int(ended == "PENDING"))
+    _must_be(training, complete(3), restarts=int(ended == "PENDING"))
     assert training.summary["steps_redone"] == redone

@@ -1,4 +1,4 @@
-"""Profiles of sites: what is refused in one, what becomes of one in a job or site.env."""
+"""Profiles of sites: refusals, and their effect on a job and on site.env."""
 
 from __future__ import annotations
 
@@ -63,14 +63,14 @@ def test_each_line_of_a_refusal_says_who_speaks(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("name", site.profile_names())
 def test_each_site_renders(name):
-    found = site.load_site(name)
-    for nodes in filter(None, (found.gpu, found.cpu)):
-        text = render(Job(nodes=2, gpus_per_node=nodes.gpus), found)
+    result = site.load_site(name)
+    for nodes in filter(None, (result.gpu, result.cpu)):
+        text = render(Job(nodes=2, gpus_per_node=nodes.gpus), result)
         assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
-        each = nodes.gpus or nodes.tasks_per_node
-        assert f"#SBATCH --ntasks-per-node={each}" in directives(text)
+        item = nodes.gpus or nodes.tasks_per_node
+        assert f"#SBATCH --ntasks-per-node={item}" in directives(text)
         assert f"#SBATCH --cpus-per-task={nodes.cpus_per_task}" in directives(text)
-        assert f"# {found.title}\n" in text
+        assert f"# {result.title}\n" in text
 
 
 def asked_cores(text: str) -> list[int]:
@@ -79,18 +79,18 @@ def asked_cores(text: str) -> list[int]:
         [int(n) for n in re.findall(f"^#SBATCH --{option}=(\\d+)$", text, re.M)]
         for option in ("ntasks-per-node", "cpus-per-task")
     )
-    return [n * each for n, each in zip(tasks, cores, strict=True)]
+    return [n * item for n, item in zip(tasks, cores, strict=True)]
 
 
 @pytest.mark.parametrize("name", [name for name in site.profile_names() if name != "cpu"])
-@pytest.mark.parametrize("more", [{}, {"servers": 1}, {"servers": 4}, {"tasks_per_node": 20}])
-def test_no_job_asks_a_node_for_more_cores_than_it_has(name, more):
-    found = site.load_site(name)
-    for nodes in filter(None, (found.gpu, found.cpu)):
-        gpus = 0 if "tasks_per_node" in more else nodes.gpus
-        if gpus or found.cpu:
-            text = render(Job(nodes=2, gpus_per_node=gpus, **more), found)
-            kind = found.node_kind(gpus)
+@pytest.mark.parametrize("extra", [{}, {"servers": 1}, {"servers": 4}, {"tasks_per_node": 20}])
+def test_no_job_asks_a_node_for_more_cores_than_it_has(name, extra):
+    result = site.load_site(name)
+    for nodes in filter(None, (result.gpu, result.cpu)):
+        gpus = 0 if "tasks_per_node" in extra else nodes.gpus
+        if gpus or result.cpu:
+            text = render(Job(nodes=2, gpus_per_node=gpus, **extra), result)
+            kind = result.node_kind(gpus)
             assert (
                 0 < asked_cores(text)[0] <= kind.cpus_per_task * (kind.gpus or kind.tasks_per_node)
             )
@@ -117,21 +117,21 @@ def test_environment_of_a_site_is_quoted(tmp_path):
     activate = tmp_path / "my env" / "bin" / "activate"
     activate.parent.mkdir(parents=True)
     activate.write_text("A=before")
-    found = site.Site(title="x", cpu=nodes, venv=str(tmp_path / "my env"))
-    (tmp_path / "site.env").write_text(found.site_env(nodes))
+    result = site.Site(title="x", cpu=nodes, venv=str(tmp_path / "my env"))
+    (tmp_path / "site.env").write_text(result.site_env(nodes))
     line = '. ./site.env; echo "$A|$SBATCH_ACCOUNT|$HPCTRAIN_LAUNCHER"'
-    done = subprocess.run(["sh", "-c", line], cwd=tmp_path, capture_output=True, text=True)
-    assert done.stdout == "it's $(touch broken)|m1|srun --kill-on-bad-exit=1\n"
+    completed = subprocess.run(["sh", "-c", line], cwd=tmp_path, capture_output=True, text=True)
+    assert completed.stdout == "it's $(touch broken)|m1|srun --kill-on-bad-exit=1\n"
 
 
 def test_gpus_asked_for_by_gres_stay_beside_others():
     nodes = site.Nodes(gpus=4, gpus_as="gres", options={"gres": "nvme:1"})
-    found = site.Site(title="x", gpu=nodes)
-    assert "export SBATCH_GRES=gpu:4,nvme:1" in found.site_env(nodes).splitlines()
-    assert "#SBATCH --gres=gpu:2,nvme:1" in directives(render(Job(gpus_per_node=2), found))
+    result = site.Site(title="x", gpu=nodes)
+    assert "export SBATCH_GRES=gpu:4,nvme:1" in result.site_env(nodes).splitlines()
+    assert "#SBATCH --gres=gpu:2,nvme:1" in directives(render(Job(gpus_per_node=2), result))
     for interactive in (False, True):
         job = Job(gpus_per_node=2, options={"gres": "craynetwork:0"}, interactive=interactive)
-        assert "--gres=gpu:2,craynetwork:0\n" in render(job, found)
+        assert "--gres=gpu:2,craynetwork:0\n" in render(job, result)
 
 
 @pytest.mark.parametrize("place", ["site.env", "modules", "venv"])
@@ -140,11 +140,11 @@ def test_where_the_site_is_missing_no_rank_starts(place, tmp_path):
     for name, script in (("srun", "touch started"), ("module", "exit 1"), ("scontrol", "")):
         fake(tmp_path, name, script)
     missing = {"modules": ["openmpi"]} if place != "venv" else {"venv": str(tmp_path / "no")}
-    found = site.Site(title="x", cpu=site.Nodes(), **missing)
-    text = render(Job(), None if place == "site.env" else found)
+    result = site.Site(title="x", cpu=site.Nodes(), **missing)
+    text = render(Job(), None if place == "site.env" else result)
     (tmp_path / "slurm").mkdir()
-    (tmp_path / "slurm/site.env").write_text(found.site_env(found.cpu))
-    done = run_script(tmp_path, text)
-    assert done.returncode == 1
+    (tmp_path / "slurm/site.env").write_text(result.site_env(result.cpu))
+    completed = run_script(tmp_path, text)
+    assert completed.returncode == 1
     assert not (tmp_path / "started").exists()
-    assert ("site.env: its last command failed" in done.stderr) == (place == "site.env")
+    assert ("site.env: its last command failed" in completed.stderr) == (place == "site.env")

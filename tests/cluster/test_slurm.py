@@ -1,4 +1,4 @@
-"""slurm render: what is printed, kept as files; bad input as a table; values that stay values.
+"""slurm render: output compared with files; bad input as a table; quoting of values.
 
 `PYTHONPATH=tests python tests/cluster/test_slurm.py` writes the files anew: slurm/ and
 tests/golden/slurm/.
@@ -39,27 +39,27 @@ GOLDEN: dict[str, tuple[Job, str | None]] = {
 
 def files() -> dict[Path, str]:
     """Return the files that are kept, and what is to stand in them."""
-    made = {ROOT / "slurm" / name: render(job) for name, job in DEFAULT_JOBS.items()}
+    created = {ROOT / "slurm" / name: render(job) for name, job in DEFAULT_JOBS.items()}
     for name in site.profile_names():
-        made |= {ROOT / "slurm/sites" / file: text for file, text in envs(name).items()}
-    made[ROOT / "slurm/site.env"] = envs("cpu")["cpu.env"]
-    for name, (job, where) in GOLDEN.items():
-        text = render(job, site.load_site(where) if where else None)
-        made[ROOT / "tests/golden/slurm" / f"{name}.sbatch"] = text
-    return made
+        created |= {ROOT / "slurm/sites" / file: text for file, text in envs(name).items()}
+    created[ROOT / "slurm/site.env"] = envs("cpu")["cpu.env"]
+    for name, (job, location) in GOLDEN.items():
+        text = render(job, site.load_site(location) if location else None)
+        created[ROOT / "tests/golden/slurm" / f"{name}.sbatch"] = text
+    return created
 
 
 def envs(name: str) -> dict[str, str]:
     """Return the files site.env of a profile: one for each kind of node."""
-    found = site.load_site(name)
-    kinds = [kind for kind in (found.gpu, found.cpu) if kind]
+    result = site.load_site(name)
+    kinds = [kind for kind in (result.gpu, result.cpu) if kind]
     names = [name, f"{name}-cpu"][: len(kinds)]
-    return {f"{n}.env": found.site_env(kind) for n, kind in zip(names, kinds, strict=True)}
+    return {f"{n}.env": result.site_env(kind) for n, kind in zip(names, kinds, strict=True)}
 
 
 def test_kept_files_are_what_is_rendered():
-    kept = {path: path.read_text() for path in files() if path.exists()}
-    assert kept == files()
+    saved = {path: path.read_text() for path in files() if path.exists()}
+    assert saved == files()
     assert set((ROOT / "slurm").rglob("*.*")) == {p for p in files() if "golden" not in p.parts}
 
 
@@ -67,10 +67,10 @@ def test_kept_files_are_what_is_rendered():
 def test_shell_accepts_them(path):
     assert subprocess.run(["bash", "-n", path], capture_output=True, text=True).stderr == ""
     if shutil.which("shellcheck"):
-        done = subprocess.run(
+        completed = subprocess.run(
             ["shellcheck", "--shell=bash", path], capture_output=True, text=True, timeout=60
         )
-        assert done.stdout == ""
+        assert completed.stdout == ""
 
 
 # job -> what its error says
@@ -110,11 +110,11 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize("job, told", BAD, ids=lambda x: x if isinstance(x, str) else "")
-def test_refused(job, told):
+@pytest.mark.parametrize("job, reported", BAD, ids=lambda x: x if isinstance(x, str) else "")
+def test_refused(job, reported):
     with pytest.raises(UsageError) as error:
         render(job)
-    assert told in str(error.value)
+    assert reported in str(error.value)
 
 
 def test_refused_of_a_site():
@@ -192,15 +192,15 @@ def test_values_stay_values(text, tmp_path):
     for name in ("srun", "scontrol", "hpctrain"):
         fake(tmp_path, name, 'printf "%s\\0" "$0" "$@" >> said\nmkdir -p "$OUT"')
     job = Job(text, out=f"runs/{text}", arguments=("--set", f"run.name={text}"))
-    done = run_script(tmp_path, render(job), OUT="made")
-    assert (done.returncode, done.stderr) == (1, "")  # no summary says that it is done
-    said = (tmp_path / "said").read_text().split("\0")[1:-1]
-    assert said == [
+    completed = run_script(tmp_path, render(job), OUT="made")
+    assert (completed.returncode, completed.stderr) == (1, "")  # no summary says that it is done
+    message = (tmp_path / "said").read_text().split("\0")[1:-1]
+    assert message == [
         "--kill-on-bad-exit=1", "hpctrain", "train", text, "--set", f"run.name={text}",
         "--out", f"runs/{text}", "--resume",
     ]  # fmt: skip
-    made = sorted(path.name for path in tmp_path.iterdir())
-    assert made == ["bin", "job.sh", "made", "runs", "said"]
+    created = sorted(path.name for path in tmp_path.iterdir())
+    assert created == ["bin", "job.sh", "made", "runs", "said"]
     assert [path.name for path in (tmp_path / "runs").iterdir()] == [text]
     harmless = re.compile(r"#SBATCH --[a-z-]+(=[\w.:@-]+)?")
     assert all(map(harmless.fullmatch, directives(render(job))))
@@ -215,10 +215,10 @@ def test_random_words_stay_words(tmp_path):
     assert len(words) > 100
     fake(tmp_path, "srun", 'printf "%s\\0" "$@" > said')
     fake(tmp_path, "scontrol", "")
-    done = run_script(tmp_path, render(Job(arguments=tuple(words), out="run")))
-    assert (done.returncode, done.stderr) == (1, "")
-    said = (tmp_path / "said").read_text().split("\0")
-    assert said[4:-1] == [*words, "--out", "run", "--resume"]
+    completed = run_script(tmp_path, render(Job(arguments=tuple(words), out="run")))
+    assert (completed.returncode, completed.stderr) == (1, "")
+    message = (tmp_path / "said").read_text().split("\0")
+    assert message[4:-1] == [*words, "--out", "run", "--resume"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bin", "job.sh", "run", "said"]
     for word in words:
         assert re.fullmatch(r"[\w.][\w.-]*", job_name(Job(word or "x")), re.ASCII)
@@ -235,26 +235,26 @@ def test_servers_beside_workers_see_no_gpu(tmp_path):
 
 
 # jobs of which srun is told more than its site says, and what
-MORE = {
+EXTRA = {
     "-n 3 --nodes=1": Job(nodes=2, tasks_per_node=3, sizes=(1, 2)),
     "--distribution=cyclic -n 3": Job(nodes=2, servers=1),
     "--het-group=0,1": Job(nodes=2, servers=2, server_nodes=1),
 }
 
 
-@pytest.mark.parametrize("options", MORE)
+@pytest.mark.parametrize("options", EXTRA)
 def test_options_of_srun_go_before_a_container(options, tmp_path):
     """Nor is srun to keep the site's variables from the ranks, as sbatch --export=NONE asks it."""
     fake(tmp_path, "srun", 'echo srun "$@" "[$SLURM_EXPORT_ENV$SLURM_CLUSTERS]" > said')
     fake(tmp_path, "scontrol", "")
     container = "--mpi=pmix apptainer exec x.sif"
     run_script(
-        tmp_path, render(MORE[options]), HPCTRAIN_LAUNCHER=f"srun {container}",
+        tmp_path, render(EXTRA[options]), HPCTRAIN_LAUNCHER=f"srun {container}",
         SLURM_ARRAY_JOB_ID="7", SLURM_ARRAY_TASK_ID="0", SLURM_JOB_NUM_NODES="2",
         SLURM_CPUS_PER_TASK_HET_GROUP_0="1", SLURM_EXPORT_ENV="NONE", SLURM_CLUSTERS="b",
     )  # fmt: skip
-    said = (tmp_path / "said").read_text()
-    assert said.startswith(f"srun {options} {container} ") and said.endswith(" --resume []\n")
+    message = (tmp_path / "said").read_text()
+    assert message.startswith(f"srun {options} {container} ") and message.endswith(" --resume []\n")
 
 
 def test_interactive_asks_salloc_for_what_sbatch_would_be_asked(tmp_path):
@@ -267,8 +267,8 @@ def test_interactive_asks_salloc_for_what_sbatch_would_be_asked(tmp_path):
         words = ["bash", "-c", script, "x", "hpctrain", "doctor", "a b"]
         assert subprocess.run(words, cwd=tmp_path, env=environ).returncode == 0
         options = "--nodes=2 --ntasks-per-node=1 --cpus-per-task=1 --time=1:00:00 --exclusive"
-        told = (tmp_path / "said").read_text()
-        assert told == f"{options} {started} hpctrain doctor a b [gold] []\n"
+        reported = (tmp_path / "said").read_text()
+        assert reported == f"{options} {started} hpctrain doctor a b [gold] []\n"
 
 
 if __name__ == "__main__":

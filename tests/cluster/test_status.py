@@ -1,4 +1,4 @@
-"""slurm status: what became of jobs, as tables, on a Slurm that is made up of a file per job."""
+"""slurm status: the states of jobs as tables, on a simulated Slurm with a file per job."""
 
 from __future__ import annotations
 
@@ -121,15 +121,15 @@ AWAY = {
 }
 
 
-@pytest.mark.parametrize("said", AWAY)
-def test_a_controller_that_is_away_is_asked_once_and_told_of_once(said):
+@pytest.mark.parametrize("message", AWAY)
+def test_a_controller_that_is_away_is_asked_once_and_told_of_once(message):
     for number in (17, 18, 19):
         run(f"runs/{number}", number)
-    Path("away").write_text(said)
+    Path("away").write_text(message)
     text, code = told()
     assert code == 1
-    assert len(Path("asked").read_text().split()) == AWAY[said]
-    assert f"17, 18, 19: scontrol does not show jobs: {said}" in text
+    assert len(Path("asked").read_text().split()) == AWAY[message]
+    assert f"17, 18, 19: scontrol does not show jobs: {message}" in text
     assert text.count("scontrol") == 1
     assert [row["state"] for row in rows()] == ["NO ANSWER"] * 3
 
@@ -203,7 +203,7 @@ DAMAGE = {
 
 @pytest.mark.parametrize("case", DAMAGE, ids=str)
 def test_a_damaged_folder_is_a_row_beside_the_others(case):
-    (name, text), (state, said) = case, DAMAGE[case]
+    (name, text), (state, message) = case, DAMAGE[case]
     for folder, number in (("a", 16), ("b", 17), ("c", 18)):
         path = run(f"runs/{folder}", number, began=number, status="done")
         job(number, "COMPLETED")
@@ -211,15 +211,15 @@ def test_a_damaged_folder_is_a_row_beside_the_others(case):
             (path / name).unlink()
         if folder == "b" and text is not None:
             (path / name).write_text(text)
-    found = {row["run"]: (row["state"], row["status"]) for row in rows()}
+    outcome = {row["run"]: (row["state"], row["status"]) for row in rows()}
     damaged = (state, None if state == "damaged" else "damaged")
-    assert found == {
+    assert outcome == {
         "runs/a": ("COMPLETED", "done"), "runs/b": damaged, "runs/c": ("COMPLETED", "done"),
     }  # fmt: skip
     text, code = told("--wait", "9")
     assert code == 1
     assert ": damaged: " in text
-    assert said in text
+    assert message in text
 
 
 def test_the_newest_job_comes_last():
@@ -243,8 +243,8 @@ def test_runs_of_scripts_that_were_given_to_sbatch_by_hand_are_found():
     Path("a log").mkdir()
     Path("a log/18_1.out").write_text("job 18_1: ranks were lost")
     for words in ((), ("runs/digits-17", "runs/digits-18")):
-        found = [(row["job"], row["state"], row["status"]) for row in rows(*words)]
-        assert found == [
+        outcome = [(row["job"], row["state"], row["status"]) for row in rows(*words)]
+        assert outcome == [
             ("17", "COMPLETED", "done"), ("18_0", "UNKNOWN", "done"), ("18_1", "FAILED", "failed"),
         ]  # fmt: skip
     assert "18_1: job 18_1: ranks were lost; exit code 1; a log/18_1.out" in told()[0]

@@ -1,4 +1,4 @@
-"""slurm status of scaling studies and of job arrays: a line for each size, on a made-up Slurm."""
+"""slurm status of scaling studies and job arrays: a line per size, on a simulated Slurm."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def slurm(tmp_path, monkeypatch):
 def trial(study: Path, size: str, repeat: int, job: int, step: int, status: str = "") -> None:
     """Make the files of a trial as `hpctrain scale` leaves them."""
     run = study.absolute() / "trials" / size / f"repeat-{repeat}"
-    kept = run.with_name(f"{run.name}.job")
-    kept.mkdir(parents=True)
-    (kept / submit.SCRIPT_FILE).write_text(f"run={run}\n")
-    run_folder.write_json(kept / submit.JOBS_FILE, {"jobs": [job]})
+    saved = run.with_name(f"{run.name}.job")
+    saved.mkdir(parents=True)
+    (saved / submit.SCRIPT_FILE).write_text(f"run={run}\n")
+    run_folder.write_json(saved / submit.JOBS_FILE, {"jobs": [job]})
     if step:
         run.mkdir()
         (run / run_folder.SLURM_JOB).write_text(f"{job}\n")

@@ -1,4 +1,4 @@
-"""slurm submit and status: what commands say is a table; a few jobs on a real Slurm."""
+"""slurm submit and status: output as a table; a few jobs on a real Slurm."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ SHOWN = {
         + "\n"
         + JOB.format("18 ArrayJobId=17 ArrayTaskId=1", "RUNNING", "None"),
         [
-            JobState(f"17_{task}", *where, 1, "00:01:02", "n[1-2]")
-            for task, where in (
+            JobState(f"17_{task}", *location, 1, "00:01:02", "n[1-2]")
+            for task, location in (
                 (1, ("RUNNING", "")),
                 *((later, ("PENDING", "Resources")) for later in (2, 3, 5)),
             )
@@ -75,8 +75,8 @@ def commands(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("case", SHOWN)
 def test_what_scontrol_shows(case, commands):
-    said, states = SHOWN[case]
-    commands("scontrol", f"echo '{said}'")
+    message, states = SHOWN[case]
+    commands("scontrol", f"echo '{message}'")
     assert submit.query_slurm(17) == states
 
 
@@ -100,9 +100,9 @@ def test_status_outlives_a_controller_that_is_away(commands, monkeypatch):
     told("submit", "digits", "--out", "a")
     away = "[ -e asked ] || { : > asked; echo 'Unable to contact' >&2; exit 1; }"
     commands("scontrol", f"{away}; echo '{JOB.format(17, 'COMPLETED', 'None')}'")
-    shown = told("status", "a")
-    assert "NO ANSWER" in shown
-    assert "17: scontrol does not show jobs: Unable to contact" in shown
+    displayed = told("status", "a")
+    assert "NO ANSWER" in displayed
+    assert "17: scontrol does not show jobs: Unable to contact" in displayed
     Path("asked").unlink()
     monkeypatch.setattr(status.time, "sleep", lambda seconds: None)
     monkeypatch.setattr(status, "FILE_DELAY_S", 0.0)
@@ -115,9 +115,9 @@ def test_status_shows_all_jobs_that_have_not_ended(commands):
     run_folder.write_json(Path("a", submit.JOBS_FILE), {"jobs": [17, 18]})
     show = 'case $4 in 17) echo "{}" ;; 18) echo "{}" ;; esac'
     later = JOB.format(18, "PENDING", "Priority")
-    for state, seen in (("RUNNING", ["17", "18"]), ("COMPLETED", ["18"])):
+    for state, observed in (("RUNNING", ["17", "18"]), ("COMPLETED", ["18"])):
         commands("scontrol", show.format(JOB.format(17, state, "None"), later))
-        assert [row["job"] for row in status.status_rows([Path("a")])] == seen
+        assert [row["job"] for row in status.status_rows([Path("a")])] == observed
 
 
 @pytest.mark.parametrize("line, sizes, run", [
@@ -131,9 +131,9 @@ def test_status_reads_the_run_that_the_script_makes(line, sizes, run, commands, 
     submit.submit_script(f"#!/bin/sh\n{line.format(tmp_path)}\n{sizes}\n", Path("study", "a.job"))
     Path(run).mkdir(parents=True)
     run_folder.append_row(Path(run), {"step": 120})
-    *others, row = status.status_rows([Path("study", "a.job")])
+    *rest, row = status.status_rows([Path("study", "a.job")])
     assert (row["run"], row["step"]) == (str(tmp_path / run), 120)
-    assert [(one["job"], one["state"]) for one in others] == [("17_0", "UNKNOWN")] * bool(sizes)
+    assert [(item["job"], item["state"]) for item in rest] == [("17_0", "UNKNOWN")] * bool(sizes)
 
 
 @pytest.mark.parametrize("out", ["afile", "afile/run"])
@@ -155,7 +155,7 @@ def test_damaged_ids_are_said_before_anything_is_submitted(text, commands):
     assert not Path("called").exists()
 
 
-MEANT = {
+INTENDED = {
     "Resources": "waits for nodes",
     "JobArrayTaskLimit": "the sizes of an array run one after the other",
     "PartitionDown": "the partition starts no jobs now",
@@ -171,9 +171,9 @@ MEANT = {
 }
 
 
-@pytest.mark.parametrize("reason", MEANT)
+@pytest.mark.parametrize("reason", INTENDED)
 def test_what_reasons_mean(reason):
-    assert explain_reason(reason).startswith(f"{reason}: {MEANT[reason]}")
+    assert explain_reason(reason).startswith(f"{reason}: {INTENDED[reason]}")
     assert explain_reason(f"Un{reason}") == f"Un{reason}"
 
 
@@ -214,7 +214,7 @@ def test_where_nothing_can_be_submitted(commands, monkeypatch):
         submit.submit_script("#!/bin/sh", Path("run"))
 
 
-SAID = {
+MESSAGE = {
     "invalid partition specified: gold": [4],
     "Batch job submission failed: Requested node configuration is not available": [2, 6, 8],
     "Invalid --time specification": [3],
@@ -231,13 +231,15 @@ TEXT += "#SBATCH --requeue\n#SBATCH --ntasks-per-node=8\n#SBATCH --begin=never\n
 TEXT += "#SBATCH --nodelist=n9\n"
 
 
-@pytest.mark.parametrize("said", SAID)
-def test_refusals_name_the_line(said, commands):
-    commands("sbatch", f'echo "sbatch: error: {said}" >&2; exit 1')
+@pytest.mark.parametrize("message", MESSAGE)
+def test_refusals_name_the_line(message, commands):
+    commands("sbatch", f'echo "sbatch: error: {message}" >&2; exit 1')
     with pytest.raises(UsageError) as error:
         submit.submit_script(TEXT, Path("run"))
-    assert f"sbatch: error: {said}" in str(error.value)
-    assert [int(n) for n in re.findall(r"line (\d+): #SBATCH", str(error.value))] == SAID[said]
+    assert f"sbatch: error: {message}" in str(error.value)
+    assert [int(n) for n in re.findall(r"line (\d+): #SBATCH", str(error.value))] == MESSAGE[
+        message
+    ]
     assert not Path("run").exists()
 
 
@@ -325,19 +327,19 @@ def test_status_shows_job_and_run(commands):
     run_folder.write_recipe(Path("runs/a"), "[run]\nsteps = 360\n")
     row = {"step": 120, "epoch": 10, "train_loss": 0.25, "test_accuracy": None}
     run_folder.append_row(Path("runs/a"), row)
-    shown = told("status")
+    displayed = told("status")
     for words in ("PENDING", "120 of 360", "0.2500", "runs/a", "17: BeginTime: Slurm waits two"):
-        assert words in shown
-    (found,) = json.loads(told("status", "--json", "runs/a"))
-    assert (found["state"], found["restarts"], found["step"]) == ("PENDING", 1, 120)
+        assert words in displayed
+    (outcome,) = json.loads(told("status", "--json", "runs/a"))
+    assert (outcome["state"], outcome["restarts"], outcome["step"]) == ("PENDING", 1, 120)
     Path("runs/a", run_folder.SLURM_JOB).write_text("17\n")
     run_folder.write_summary(Path("runs/a"), {"status": "failed", "reason": "rank 1: disk full"})
     commands("scontrol", f"echo '{JOB.format(17, 'FAILED', 'NonZeroExitCode')}'")
     assert "17: rank 1: disk full" in told("status", "runs/a")
     run_folder.write_summary(Path("runs/a"), {"status": "stopped", "reason": ""})
-    for reason, shown in (("JobHeldUser", False), ("DependencyNeverSatisfied", True)):
+    for reason, displayed in (("JobHeldUser", False), ("DependencyNeverSatisfied", True)):
         commands("scontrol", f"echo '{JOB.format(17, 'CANCELLED', reason)}'")
-        assert (f"17: {reason}" in told("status", "runs/a")) == shown
+        assert (f"17: {reason}" in told("status", "runs/a")) == displayed
 
 
 def test_what_a_job_says_goes_where_it_was_asked_to(commands):
@@ -350,10 +352,10 @@ def test_what_a_job_says_goes_where_it_was_asked_to(commands):
 
 def test_variables_do_not_undo_what_was_asked_for(commands, monkeypatch):
     """For sbatch they go before the lines of a script."""
-    mine = ("TIMELIMIT", "GPUS_PER_NODE", "QOS", "NO_REQUEUE", "SIGNAL", "PARTITION")
-    for name in mine:
+    own = ("TIMELIMIT", "GPUS_PER_NODE", "QOS", "NO_REQUEUE", "SIGNAL", "PARTITION")
+    for name in own:
         monkeypatch.setenv(f"SBATCH_{name}", "1")
-    commands("sbatch", "".join(f'echo "$SBATCH_{name}" >> said\n' for name in mine) + "echo 17")
+    commands("sbatch", "".join(f'echo "$SBATCH_{name}" >> said\n' for name in own) + "echo 17")
     told("submit", "digits", "--gpus-per-node", "2", "--option", "qos=a", "--out", "a")
     assert Path("said").read_text() == "\n\n\n\n\n1\n"
 
@@ -408,22 +410,22 @@ def test_on_a_real_slurm(slurm, tmp_path, monkeypatch):
         told("submit", "digits", "--option", "partition=no-such")
     assert not list(Path("runs").glob("*"))
 
-    said = told("submit", "digits", "--nodes", "4", "--option", "hold", "--out", "held")
-    slurm.jobs.append(int(said.split()[0]))  # it does not end by itself
+    message = told("submit", "digits", "--nodes", "4", "--option", "hold", "--out", "held")
+    slurm.jobs.append(int(message.split()[0]))  # it does not end by itself
     assert "JobHeldUser: held: scontrol release it" in told("status", "held")
 
     shell = ["bash", "-c", render(DEFAULT_JOBS["interactive.sh"]), "x", "printenv", "SLURM_PROCID"]
     assert sorted(slurm.run(*shell, cwd=tmp_path).split()) == ["0", "1", "2", "3"]
 
-    few, name = ("--set", "run.epochs=1", "--out"), "it's 100% $HOME"
-    told("submit", "digits", "--sizes", "1,2", *few, name)
-    told("submit", "digits", "--nodes", "1", "--servers", "1", "--server-nodes", "1", *few, "het")
+    short, name = ("--set", "run.epochs=1", "--out"), "it's 100% $HOME"
+    told("submit", "digits", "--sizes", "1,2", *short, name)
+    told("submit", "digits", "--nodes", "1", "--servers", "1", "--server-nodes", "1", *short, "het")
     *rows, served = json.loads(told("status", "--json", "--wait", "90", name, "het"))
     assert [row["state"] for row in (*rows, served)] == ["COMPLETED"] * 3, rows
     assert [row["run"] for row in rows] == [f"{name}/nodes-1", f"{name}/nodes-2"]
     summaries = [run_folder.read_summary(Path(row["run"])) for row in (*rows, served)]
-    assert [one["status"] for one in summaries] == ["done"] * 3
-    assert [one["world_size"] for one in summaries] == [1, 2, 2]
+    assert [item["status"] for item in summaries] == ["done"] * 3
+    assert [item["world_size"] for item in summaries] == [1, 2, 2]
     assert summaries[2]["servers"] == 1
 
 
@@ -434,11 +436,11 @@ def test_who_sees_which_gpus(slurm, tmp_path):
 
     All see what the site has set, also where jobs begin without variables.
     """
-    seen = tmp_path / "seen.sh"
-    seen.write_text(
+    observed = tmp_path / "seen.sh"
+    observed.write_text(
         '#!/bin/sh\necho $SLURM_PROCID $OURS $SLURMD_NODENAME "$CUDA_VISIBLE_DEVICES" >> seen\n'
     )
-    seen.chmod(0o755)
+    observed.chmod(0o755)
     (tmp_path / "slurm").mkdir()
     (tmp_path / "slurm/site.env").write_text("export OURS=ours\n")
     text = render(Job(nodes=2, gpus_per_node=2, servers=1, max_restarts=0))

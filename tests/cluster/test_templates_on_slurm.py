@@ -1,4 +1,4 @@
-"""slurm/interactive.sh on a real Slurm, as somebody at a terminal uses it; see real_slurm.py.
+"""slurm/interactive.sh on a real Slurm, used from a terminal; see real_slurm.py.
 
 The other templates: test_on_slurm.py.
 """
@@ -33,13 +33,13 @@ CALLS = {
 def test_interactive_trains(slurm, tmp_path, call):
     shutil.copytree(Path(__file__).parents[2] / "slurm", tmp_path / "slurm")
     command, typed = CALLS[call]
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", TERMINAL, "bash", "-c", command], env=slurm.environ, cwd=tmp_path,
         input=typed, capture_output=True, text=True, timeout=100,
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "Granted job allocation" in done.stdout
-    found = run_folder.read_summary(tmp_path / "run")
-    assert (found["status"], found["world_size"], len(found["hosts"])) == ("done", 4, 1)
-    assert found["test_accuracy"] > 0.96
-    assert f"{found['test_accuracy']:.4f}" in done.stdout
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    assert "Granted job allocation" in completed.stdout
+    result = run_folder.read_summary(tmp_path / "run")
+    assert (result["status"], result["world_size"], len(result["hosts"])) == ("done", 4, 1)
+    assert result["test_accuracy"] > 0.96
+    assert f"{result['test_accuracy']:.4f}" in completed.stdout

@@ -44,12 +44,12 @@ def test_exact_on_integers(ranks, name, word, crossed):
 
     def body(world):
         group = world.main
-        for dtype, op, told in rows:
+        for dtype, op, reported in rows:
             if name == "native" and world.transport == "mpi" and dtype in INEXACT and op == "sum":
                 continue  # MPI adds no 16-bit floats
             x = vector(world.rank, n, dtype).copy()
             EVERY[name](group, x, operation(op, x.dtype))
-            assert x.tobytes() == told.tobytes(), (dtype, op)
+            assert x.tobytes() == reported.tobytes(), (dtype, op)
 
     ranks(body)
 
@@ -66,7 +66,7 @@ def test_same_bytes_on_all_ranks_and_near_float64(ranks, name):
         x = values(world.rank)
         EVERY[name](world.main, x, np.add)
         all_bytes = all_gather_bytes(world.link, x.tobytes())
-        assert all(one == all_bytes[0] for one in all_bytes)
+        assert all(item == all_bytes[0] for item in all_bytes)
         all_values = np.array([values(r) for r in range(world.size)], np.float64)
         bound = (world.size - 1) * 2.0**-24 * np.abs(all_values).sum(0) + 1e-30
         assert (np.abs(x - all_values.sum(0)) <= bound).all()
@@ -81,8 +81,8 @@ def test_broadcast_and_gather(ranks):
             x = vector(world.rank, 100_003, "float64").copy()
             broadcast(world.main, x, root)
             np.testing.assert_array_equal(x, vector(root, 100_003, "float64"))
-        said = all_gather_bytes(world.link, b"x" * world.rank)
-        assert said == [b"x" * rank for rank in range(world.size)]
+        message = all_gather_bytes(world.link, b"x" * world.rank)
+        assert message == [b"x" * rank for rank in range(world.size)]
 
     ranks(body)
 
@@ -121,12 +121,12 @@ def test_16_bit_floats_are_summed_in_float32(ranks, name, dtype):
         ]
         x = values[world.rank].copy()
         EVERY[name](world.main, x, operation("sum", kind))
-        exact = np.array([one.astype(np.float64) for one in values])
+        exact = np.array([item.astype(np.float64) for item in values])
         error = np.abs(x.astype(np.float64) - exact.sum(0))
         bound = (world.size - 1) * unit * np.abs(exact).sum(0)
         assert (error <= bound).all()
         assert error.sum() <= bound.sum() / 2
         all_bytes = all_gather_bytes(world.link, x.tobytes())
-        assert all(one == all_bytes[0] for one in all_bytes)
+        assert all(item == all_bytes[0] for item in all_bytes)
 
     ranks(body)

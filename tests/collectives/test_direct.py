@@ -1,4 +1,4 @@
-"""Sums straight out of neighbours' memory: wherever arrays lie, however long they are."""
+"""The algorithm `direct`: arrays in any memory and of any length."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def twice(call, x):
 
 
 def in_parts(group, x, op):
-    mine = reduce_scatter(group, x, op)
-    assert mine.size == np.diff(parts(x, group.link.size))[group.link.rank]
+    own = reduce_scatter(group, x, op)
+    assert own.size == np.diff(parts(x, group.link.size))[group.link.rank]
     all_gather(group, x)
     return x
 
@@ -59,40 +59,40 @@ CALLS = {
     "reduce-scatter, all-gather": in_parts,
 }
 ARRAYS = {
-    "resident": lambda rank, seen, plain: seen[: plain.size],
-    "plain": lambda rank, seen, plain: plain,
-    "mixed": lambda rank, seen, plain: plain if rank else seen[: plain.size],
-    "elsewhere": lambda rank, seen, plain: seen[rank % 2 * plain.size :][: plain.size],
+    "resident": lambda rank, observed, plain: observed[: plain.size],
+    "plain": lambda rank, observed, plain: plain,
+    "mixed": lambda rank, observed, plain: plain if rank else observed[: plain.size],
+    "elsewhere": lambda rank, observed, plain: observed[rank % 2 * plain.size :][: plain.size],
 }
 
 
-def kinds(call: str, where: str, lengths: list[int], crossed) -> list[tuple[int, str, str]]:
+def kinds(call: str, location: str, lengths: list[int], crossed) -> list[tuple[int, str, str]]:
     """Return the lengths, dtypes and operations that are tried: all where memory is read."""
-    by_messages = CALLS[call] is in_parts and where != "resident"  # their dtypes: test_rooted.py
+    by_messages = CALLS[call] is in_parts and location != "resident"  # their dtypes: test_rooted.py
     short = [] if by_messages else [n for n in lengths if n < LONG]
     plain = [n for n in lengths if n not in short]
-    begin = lengths[3] + [*CALLS].index(call) + [*ARRAYS].index(where)
+    begin = lengths[3] + [*CALLS].index(call) + [*ARRAYS].index(location)
     return [*crossed(short, DTYPES, OPS, begin=begin), *product(plain, ["float64"], OPS)]
 
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("where", ARRAYS)
+@pytest.mark.parametrize("location", ARRAYS)
 @on_ranks(*THREAD_RANKS[1:])
-def test_exact_on_integers(ranks, call, where, crossed):
+def test_exact_on_integers(ranks, call, location, crossed):
     """Every length, dtype and operation, to the last bit, and the same bytes on all ranks."""
-    rows = kinds(call, where, [length(word, ranks.size) for word in LENGTHS], crossed)
+    rows = kinds(call, location, [length(word, ranks.size) for word in LENGTHS], crossed)
 
     def body(world):
         group, memory = replace(world.main, spins=True), world.memory.zeros(2 * LONGEST, np.float64)
         for n, dtype, op in rows:
-            seen = memory.view(dtype_of(dtype))
-            x = ARRAYS[where](world.rank, seen, np.zeros(n, seen.dtype))
+            observed = memory.view(dtype_of(dtype))
+            x = ARRAYS[location](world.rank, observed, np.zeros(n, observed.dtype))
             group.link.barrier()  # nobody writes what others still read
             x[...] = vector(world.rank, n, dtype)
             total = CALLS[call](group, x, operation(op, x.dtype))
-            told = expected(world.size, n, dtype, op)
-            assert total.tobytes() == told.tobytes(), (n, dtype, op)
+            reported = expected(world.size, n, dtype, op)
+            assert total.tobytes() == reported.tobytes(), (n, dtype, op)
 
     ranks(body)
 
@@ -102,15 +102,15 @@ def test_lengths_that_differ(ranks):
     """An error on every rank that names the lengths, whichever way each would have gone."""
 
     def body(world):
-        seen = world.memory.zeros(100_000, np.float32)
+        observed = world.memory.zeros(100_000, np.float32)
         for lengths in ((10, 10, 20), (10, 50_000, 10), (40_000, 50_000, 10)):
-            x = seen[: lengths[world.rank]]
+            x = observed[: lengths[world.rank]]
             with pytest.raises(UsageError) as error:
                 direct(world.main, x if world.rank else x.copy(), np.add)
             for rank, n in enumerate(lengths):
                 assert re.search(rf"{rank}[^;h]* ha(s|ve) an array of {4 * n} bytes", str(error))
             x[:] = 1
-            direct(world.main, seen[:30_000], np.add)  # all may go on together
+            direct(world.main, observed[:30_000], np.add)  # all may go on together
 
     ranks(body)
 

@@ -1,4 +1,4 @@
-"""NCCL against a stand-in for CuPy: ids, sizes, dtypes, operations, and what is said without it.
+"""NCCL against a stand-in for CuPy: ids, sizes, dtypes, operations, and the error without it.
 
 No GPU is needed, so this shows the calls that are made, not that they work on one.
 """
@@ -117,11 +117,11 @@ class Stream(Device):
 @pytest.fixture
 def cuda(monkeypatch):
     def install(ranks: int, devices: int | None) -> Cuda:
-        found = Cuda(ranks, devices)
-        for name, module in found.modules().items():
+        result = Cuda(ranks, devices)
+        for name, module in result.modules().items():
             monkeypatch.setitem(sys.modules, name, module)
         Device.used.clear()
-        return found
+        return result
 
     return install
 
@@ -206,29 +206,29 @@ def test_ranks_that_see_one_gpu_each_have_one_each(cuda):
 @pytest.mark.parametrize("devices", [(1, 0), (0, 0)])
 def test_an_engine_takes_the_gpu_of_its_arrays(monkeypatch, devices):
     """Whatever the rank's place in its node; two that share one are refused though two are seen."""
-    nccl, made = ModuleType("cupy.cuda.nccl"), {}
+    nccl, created = ModuleType("cupy.cuda.nccl"), {}
     nccl.get_unique_id = lambda: ID
     with fakes.installed(devices=2) as machine:
         import cupy
 
-        nccl.NcclCommunicator = lambda _, shared, rank: made.update({rank: machine.device})
+        nccl.NcclCommunicator = lambda _, shared, rank: created.update({rank: machine.device})
         monkeypatch.setitem(sys.modules, "cupy.cuda.nccl", nccl)
 
         def body(world):
             cupy.cuda.Device(devices[world.rank]).use()
             world = on_gpus(world, gpus="".join(map(str, devices)))
-            ours = ModelReplica(replica().model, 0, np.float32, on_gpu=True)
+            own = ModelReplica(replica().model, 0, np.float32, on_gpu=True)
             try:
-                engines.AllReduce(algorithm="nccl").build(world, ours, optim.sgd(0.1)).close()
+                engines.AllReduce(algorithm="nccl").build(world, own, optim.sgd(0.1)).close()
             except UsageError as error:
                 return str(error)
             return ""
 
-        said = run_on("threads", 2, body)
+        message = run_on("threads", 2, body)
     if len(set(devices)) == 2:
-        assert said == ["", ""] and made == dict(enumerate(devices))
+        assert message == ["", ""] and created == dict(enumerate(devices))
     else:
-        assert all("seen a node with 1 fewer" in one for one in said) and not made
+        assert all("seen a node with 1 fewer" in item for item in message) and not created
 
 
 def test_what_nccl_would_round_in_its_own_way_is_refused(cuda):

@@ -1,4 +1,4 @@
-"""Every algorithm on arrays of GPUs: the bytes that NumPy's arrays get, and none through the host
+"""Every algorithm on arrays of GPUs: the bytes of NumPy's arrays, none of them through the host.
 where none need go there. The stand-in for CuPy works only when somebody waits for it.
 """
 
@@ -39,9 +39,9 @@ POINTERS = Verdict("cuda-aware", "cuda-aware", "cuda-aware", "")
 @contextmanager
 def machine(**options):
     """Yield a machine on which threads may stand for processes."""
-    with fakes.installed(lazy=True, ipc_within=True, **options) as found:
+    with fakes.installed(lazy=True, ipc_within=True, **options) as result:
         cuda_ipc._warn_of_refusal.cache_clear()
-        yield found
+        yield result
 
 
 def here(x: np.ndarray):
@@ -84,9 +84,9 @@ def _must_have_the_bytes_of_numpy(ranks, name, verdict, crossed):
                 if name == "native" and world.transport == "mpi" and "16" in dtype:
                     continue  # MPI knows no 16-bit floats
                 host = vector(world.rank, length(word, world.size), dtype).copy()
-                x, how = here(host), operation(op, host.dtype)
-                EVERY[name](world.main, x, how)
-                EVERY[name](world.main, host, how)
+                x, method = here(host), operation(op, host.dtype)
+                EVERY[name](world.main, x, method)
+                EVERY[name](world.main, host, method)
                 assert x.get().tobytes() == host.tobytes(), (word, dtype, op)
 
         ranks(body)
@@ -114,8 +114,8 @@ def test_other_collectives(ranks):
             same(lambda x: doubling(group, x))
             same(lambda x: broadcasts(group, x))
             same(lambda x: joined_by(plain_ring)(group, x))
-            mine = SumTree(7, size).run(world.rank)
-            same(lambda x: sum_of_blocks(group, [x * (block + 1) for block in mine], 7))
+            own = SumTree(7, size).run(world.rank)
+            same(lambda x: sum_of_blocks(group, [x * (block + 1) for block in own], 7))
 
             def exchanged(x):
                 out = x * 0
@@ -151,8 +151,8 @@ def test_as_a_user_calls_them(ranks):
             }
             for name, call in calls.items():
                 x, y = here(host), host.copy()
-                found, told = call(x), call(y)
-                for a, b in ((x, y), (found, told)):
+                result, reported = call(x), call(y)
+                for a, b in ((x, y), (result, reported)):
                     assert b is None or a.get().tobytes() == b.tobytes(), name
 
         ranks(body)
@@ -202,31 +202,31 @@ def test_straight_out_of_neighbours_memory(ranks, call, gpus, crossed):
     begin = ranks.size + [*CALLS].index(call) + len(set(gpus))
     rows = crossed(SHORT, DTYPES, [*OPERATIONS], begin=begin)
     rows += [(word, "float32", op) for word in LONG for op in OPERATIONS]
-    with machine(devices=2) as found:
+    with machine(devices=2) as result:
 
         def body(plain):
             world = on_gpus(plain, gpus=gpus[: plain.size])
             group, memory = world.main, {}
             for word, dtype, op in rows:
                 n = length(word, world.size)
-                told = vector(world.rank, n, dtype).copy()
+                reported = vector(world.rank, n, dtype).copy()
                 if (word, dtype) not in memory:
-                    memory[word, dtype] = kept(world, told)
+                    memory[word, dtype] = kept(world, reported)
                 x = memory[word, dtype]
                 group.link.barrier()  # nobody writes what others still read
-                x.set(told)
-                how = operation(op, told.dtype)
-                before = found.counts["raw kernel"]
-                total = CALLS[call](group, x, how)
-                ALLREDUCE["direct"](group, told, how)
-                assert total.get().tobytes() == told.tobytes(), (word, dtype, op)
+                x.set(reported)
+                method = operation(op, reported.dtype)
+                before = result.counts["raw kernel"]
+                total = CALLS[call](group, x, method)
+                ALLREDUCE["direct"](group, reported, method)
+                assert total.get().tobytes() == reported.tobytes(), (word, dtype, op)
                 if world.transport == "mpi" and world.size > 1 and n > 100:
-                    assert found.counts["raw kernel"] == before + 1
+                    assert result.counts["raw kernel"] == before + 1
             assert group.host_bytes == 0
             assert group.bytes_sent < 2**20  # what ranks agreed on while they made arrays
 
         ranks(body)
-        assert found.counts["implicit"] == 0
+        assert result.counts["implicit"] == 0
 
 
 @on_ranks(4)
@@ -235,12 +235,12 @@ def test_one_array_elsewhere_and_all_go_by_messages(ranks):
 
         def body(plain):
             world = on_gpus(plain)
-            told = vector(world.rank, 5003, "float32").copy()
-            seen = kept(world, np.concatenate([told, told]))
-            x = {0: here(told), 1: seen[5003:]}.get(world.rank, seen[:5003])
+            reported = vector(world.rank, 5003, "float32").copy()
+            observed = kept(world, np.concatenate([reported, reported]))
+            x = {0: here(reported), 1: observed[5003:]}.get(world.rank, observed[:5003])
             direct(world.main, x, np.add)
-            direct(world.main, told, np.add)
-            np.testing.assert_array_equal(x.get(), told)
+            direct(world.main, reported, np.add)
+            np.testing.assert_array_equal(x.get(), reported)
             assert world.main.host_bytes > 0
 
         ranks(body)
@@ -261,21 +261,21 @@ def test_lengths_that_differ_are_named(ranks):
 
 @on_ranks(4, 5)
 @pytest.mark.parametrize("verdict", [STAGED, POINTERS], ids=["staged", "cuda-aware"])
-@pytest.mark.parametrize("seen", [True, False])
-def test_hierarchical(ranks, verdict, seen):
+@pytest.mark.parametrize("observed", [True, False])
+def test_hierarchical(ranks, verdict, observed):
     """Inside nodes straight out of memory, between them by messages, staged if need be."""
     with machine():
 
         def body(plain):
             world = on_gpus(plain, "aabbb"[: plain.size], verdict=verdict)
             for n in (5, 40_003, 300_007):
-                told = vector(world.rank, n, "float64").copy()
-                x = kept(world, told) if seen else here(told)
+                reported = vector(world.rank, n, "float64").copy()
+                x = kept(world, reported) if observed else here(reported)
                 ALLREDUCE["hierarchical"](world.main, x, np.add)
-                ALLREDUCE["hierarchical"](world.main, told, np.add)
-                assert x.get().tobytes() == told.tobytes()
+                ALLREDUCE["hierarchical"](world.main, reported, np.add)
+                assert x.get().tobytes() == reported.tobytes()
             by_pointer = verdict is POINTERS and world.transport == "mpi"
-            if seen:
+            if observed:
                 assert world.main.node.host_bytes == 0
             across = world.main.across.host_bytes
             assert across == 0 if by_pointer or world.main.across.size < 2 else across > 0
@@ -293,9 +293,9 @@ def test_where_handles_are_refused_all_is_staged(refused, caplog):
 
             with cupy.cuda.Device(plain.rank % 2 if "peers" in refused else 0):
                 world = on_gpus(plain, gpus="010")
-                told = vector(world.rank, 5003, "float32").copy()
+                reported = vector(world.rank, 5003, "float32").copy()
                 for _ in range(2):
-                    x, host = kept(world, told), told.copy()
+                    x, host = kept(world, reported), reported.copy()
                     assert world.memory.locate(x) is None
                     direct(world.main, x, np.add)
                     direct(world.main, host, np.add)
@@ -310,25 +310,25 @@ def test_where_handles_are_refused_all_is_staged(refused, caplog):
 @on_ranks(3)
 def test_memory_is_given_back_when_it_is_gone_everywhere(ranks):
     """Not before: a neighbour may still read it. Asking for the next array is the time to look."""
-    with machine() as found:
+    with machine() as result:
 
         def body(plain):
             world, n = on_gpus(plain), 1 << 20
             shared = world.transport == "local"  # all ranks count in one machine
             first = kept(world, np.zeros(n, np.float32))
-            full = found.used(0)
+            full = result.used(0)
             if world.rank:
                 del first
             second = kept(world, np.ones(n, np.float32))
             world.link.barrier()
-            assert found.used(0) > full + 4 * n - 1
+            assert result.used(0) > full + 4 * n - 1
             first = None
             world.link.barrier()
             third = kept(world, np.ones(n, np.float32))
             direct(world.main, third, np.add)
             assert third.get()[0] == world.size and second.get()[0] == 1
             world.link.barrier()
-            assert found.used(0) <= 2 * full + (shared * 64 << 10) and first is None
+            assert result.used(0) <= 2 * full + (shared * 64 << 10) and first is None
 
         ranks(body)
 

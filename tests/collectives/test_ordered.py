@@ -1,4 +1,4 @@
-"""Sums over blocks: the bits of one tree, whoever holds the blocks and however they travel."""
+"""Ordered sums: the bits of one tree, for any distribution of blocks and any algorithm."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from hpctrain.transport.threads.link import run_ranks
 from hpctrain.tuning.select import NAMES, all_gather_named
 from hpctrain.world import over_threads
 
-OURS = [name for name in NAMES if name not in ("null", "nccl")]
-GATHERS = {name: all_gather_named(name) for name in OURS}
+OWN = [name for name in NAMES if name not in ("null", "nccl")]
+GATHERS = {name: all_gather_named(name) for name in OWN}
 LENGTHS = ("0", "1", "P-1", "P", "P+1", "10007")
 BLOCKS = ("P", "P+1", "8", "12", "13", "32")  # as many as ranks, and more than are needed
 
@@ -71,8 +71,8 @@ def test_the_bits_of_the_tree(ranks, name):
             for blocks in counts(world.size) if name == "auto" else counts(world.size)[-2:]:
                 for word in LENGTHS:
                     n = length(word, world.size)
-                    found = summed(world, blocks, n, dtype, GATHERS[name])
-                    assert found == told(blocks, n, dtype), (blocks, n)
+                    result = summed(world, blocks, n, dtype, GATHERS[name])
+                    assert result == told(blocks, n, dtype), (blocks, n)
 
     ranks(body)
 
@@ -83,8 +83,8 @@ def test_a_long_vector_travels_in_segments(ranks, monkeypatch):
 
     def body(world):
         for blocks in counts(world.size):
-            found = summed(world, blocks, 5000, "float64", all_gathers.doubling)
-            assert found == told(blocks, 5000, "float64")
+            result = summed(world, blocks, 5000, "float64", all_gathers.doubling)
+            assert result == told(blocks, 5000, "float64")
             assert world.size == 1 or world.link.messages_sent > world.size
 
     ranks(body)
@@ -101,10 +101,10 @@ def test_neighbours_memory_is_read(ranks, n):
             tree, x = SumTree(blocks, size), world.memory.zeros(n, np.float32)
             own = [partial_of(block, n, "float32") for block in tree.run(world.rank)]
             subtotals: list[Subtotal] = []
-            for block, one in zip(tree.run(world.rank), own, strict=True):
-                tree.join(subtotals, Subtotal(block, block + 1, one), into_the_left(np.add))
+            for block, item in zip(tree.run(world.rank), own, strict=True):
+                tree.join(subtotals, Subtotal(block, block + 1, item), into_the_left(np.add))
             x[...] = subtotals[-1].x
-            own = [one.x for one in subtotals[:-1]] + [x]
+            own = [item.x for item in subtotals[:-1]] + [x]
             assert size == 1 or group.node_buffers is not None  # made now: its links send a little
             before = group.bytes_sent
             ordered.from_memory(group, tree, own, x, np.add)
@@ -143,28 +143,28 @@ def test_subtotals_that_a_rank_holds(blocks):
     """One where all is a power of two; else no more than the docs say, and all blocks, once."""
     for size in range(1, blocks + 1):
         held = SumTree(blocks, size).local_subtotals
-        assert [b for some in held for one in some for b in range(one.start, one.stop)] == list(
-            range(blocks)
-        )
-        most = max(map(len, held))
-        assert most <= 2 * np.log2(blocks / size) + 2
+        assert [
+            b for subset in held for item in subset for b in range(item.start, item.stop)
+        ] == list(range(blocks))
+        maximum = max(map(len, held))
+        assert maximum <= 2 * np.log2(blocks / size) + 2
         if not blocks & (blocks - 1) and not size & (size - 1):
-            assert most == 1
+            assert maximum == 1
 
 
 def in_the_order_of_ranks(self, subtotals: list[Subtotal], subtotal: Subtotal, add) -> None:
     """What a sum would be that each rank makes of its own blocks first."""
     if subtotals:
-        left = subtotals.pop()
-        subtotal = Subtotal(left.start, subtotal.stop, add(left.x, subtotal.x))
+        remaining = subtotals.pop()
+        subtotal = Subtotal(remaining.start, subtotal.stop, add(remaining.x, subtotal.x))
     subtotals.append(subtotal)
 
 
 def test_a_planted_error_is_seen(monkeypatch):
     monkeypatch.setattr(SumTree, "join", in_the_order_of_ranks)
     for size in (1, 2, 4):
-        found = run_on("threads", size, lambda w: summed(w, 8, 1000, "float32", GATHERS["ring"]))
-        assert all(one != told(8, 1000, "float32") for one in found)
+        result = run_on("threads", size, lambda w: summed(w, 8, 1000, "float32", GATHERS["ring"]))
+        assert all(item != told(8, 1000, "float32") for item in result)
 
 
 def test_refused():
@@ -177,7 +177,7 @@ def test_refused():
 
 
 @on_ranks(2, 3, 4)
-@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("name", OWN)
 def test_gathered_bits_are_those_of_the_owner(ranks, name):
     """Also of numbers that an addition of zero would change."""
 
@@ -188,9 +188,9 @@ def test_gathered_bits_are_those_of_the_owner(ranks, name):
             x, size = told.copy().view(dtype), world.size
             at = [x.size * r // size for r in range(size + 1)]
             own = slice(at[world.rank], at[world.rank + 1])
-            mine = x[own].copy()
+            local = x[own].copy()
             x.view(told.dtype)[...] = 12345
-            x[own] = mine
+            x[own] = local
             GATHERS[name](world.main, x)
             assert x.tobytes() == told.tobytes(), dtype
 

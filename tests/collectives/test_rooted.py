@@ -25,13 +25,13 @@ def test_reduce_scatter_then_all_gather(ranks, word, crossed):
 
     def body(world):
         group = Group(world.link)
-        for dtype, op, told in rows:
+        for dtype, op, reported in rows:
             x = vector(world.rank, n, dtype).copy()
-            mine = reduce_scatter(group, x, operation(op, x.dtype))
-            assert np.shares_memory(mine, x) or not mine.size
-            assert same(mine, chunks(told, size)[world.rank]), (dtype, op)
+            own = reduce_scatter(group, x, operation(op, x.dtype))
+            assert np.shares_memory(own, x) or not own.size
+            assert same(own, chunks(reported, size)[world.rank]), (dtype, op)
             all_gather(group, x)
-            assert same(x, told), (dtype, op)
+            assert same(x, reported), (dtype, op)
 
     ranks(body)
 
@@ -42,16 +42,16 @@ def test_reduce_scatter_then_all_gather(ranks, word, crossed):
 def test_chunks_of_any_length(ranks, n, cut):
     """Empty ones too, beside those that travel in segments: the bounds are n times `cut`."""
     size = ranks.size
-    told = expected(size, n, "float64", "sum")
+    reported = expected(size, n, "float64", "sum")
     inner = [int(n * cut[min(i, len(cut) - 1)]) for i in range(size - 1)]
     offsets = [0, *inner, n]
 
     def body(world):
         group, x = Group(world.link), vector(world.rank, n, "float64").copy()
-        mine = reduce_scatter(group, x, np.add, offsets=offsets)
-        assert same(mine, told[offsets[world.rank] : offsets[world.rank + 1]])
+        own = reduce_scatter(group, x, np.add, offsets=offsets)
+        assert same(own, reported[offsets[world.rank] : offsets[world.rank + 1]])
         all_gather(group, x, offsets)
-        assert same(x, told)
+        assert same(x, reported)
 
     ranks(body)
 
@@ -65,11 +65,11 @@ def test_reduce_to_every_root(ranks, word, crossed):
 
     def body(world):
         group = Group(world.link)
-        for i, (dtype, op, told) in enumerate(rows):
+        for i, (dtype, op, reported) in enumerate(rows):
             for root in range(size) if n <= size + 1 else [i % size]:
                 x = vector(world.rank, n, dtype).copy()
                 reduce(group, x, operation(op, x.dtype), root)
-                assert world.rank != root or same(x, told), (dtype, op, root)
+                assert world.rank != root or same(x, reported), (dtype, op, root)
 
     ranks(body)
 
@@ -87,13 +87,13 @@ def test_from_and_to_every_root(ranks, word):
             broadcast(group, x, root)
             assert same(x, vector(root, n, dtype))
             x = vector(world.rank, n, dtype).copy()
-            mine = scatter(group, x, root)
-            assert same(mine, chunks(vector(root, n, dtype), size)[world.rank])
+            own = scatter(group, x, root)
+            assert same(own, chunks(vector(root, n, dtype), size)[world.rank])
             x = vector(world.rank, n, dtype).copy()
             gather(group, x, root)
             for rank, chunk in enumerate(chunks(x, size)):
-                told = chunks(vector(rank, n, dtype), size)[rank]
-                assert world.rank != root or same(chunk, told)
+                reported = chunks(vector(rank, n, dtype), size)[rank]
+                assert world.rank != root or same(chunk, reported)
 
     ranks(body)
 
@@ -108,9 +108,9 @@ def test_all_to_all(ranks, word):
             x = vector(world.rank, size * m, dtype)
             out = np.zeros_like(x)
             all_to_all(Group(world.link), x, out)
-            told = [
+            reported = [
                 vector(rank, size * m, dtype).reshape(size, m)[world.rank] for rank in range(size)
             ]
-            assert same(out, np.concatenate(told)), dtype
+            assert same(out, np.concatenate(reported)), dtype
 
     ranks(body)

@@ -1,4 +1,4 @@
-"""Matching of collective calls: whoever calls otherwise, or cannot, all ranks raise one text."""
+"""Matching of collective calls: if one rank calls differently, or cannot call, all ranks raise."""
 
 from __future__ import annotations
 
@@ -9,14 +9,20 @@ import numpy as np
 import pytest
 from ranks import on_ranks
 
-from hpctrain.collectives.signature import faulty, matched, must_match, of_length, signature
+from hpctrain.collectives.signature import (
+    fault_signature,
+    matched,
+    must_match,
+    of_length,
+    signature,
+)
 from hpctrain.collectives.small_messages import maximum
 from hpctrain.core.errors import UsageError
 from hpctrain.transport.shared_memory.host import Memory
 from hpctrain.transport.threads.link import run_ranks
 from hpctrain.world import over_threads
 
-CALL, OTHER, FAULT = signature("one call"), signature("another"), faulty("no array")
+CALL, OTHER, FAULT = signature("one call"), signature("another"), fault_signature("no array")
 #: hosts of the ranks, by which they make up nodes
 HOSTS = ("aaa", "aab", "aabb", "abab", "aaabc", "abcde", "aabbccd")
 
@@ -33,11 +39,11 @@ def everything(group):
     for culprit in range(size):
         must_match(group, CALL)
         assert matched(group, CALL, lambda: "done")() == "done"
-        told = refused(group, OTHER if rank == culprit else CALL)
-        assert told.startswith("shape, dtype and call must be the same on all ranks; ")
-        assert f"rank {culprit} has another" in told
-        told = refused(group, FAULT if rank == culprit else CALL)
-        assert told == f"rank {culprit}: no array"
+        reported = refused(group, OTHER if rank == culprit else CALL)
+        assert reported.startswith("shape, dtype and call must be the same on all ranks; ")
+        assert f"rank {culprit} has another" in reported
+        reported = refused(group, FAULT if rank == culprit else CALL)
+        assert reported == f"rank {culprit}: no array"
         calls = [signature(f"call {r}") for r in range(size)]
         if size > 2:
             assert f"rank {size - 1} has call {size - 1}" in refused(group, calls[rank])
@@ -56,9 +62,9 @@ def test_on_nodes(hosts, shares):
         if not shares:
             group = replace(group, memory=Memory(group.node, None, kinds=()))
         must_match(group, CALL)
-        before = [one.messages_sent for one in group.links], group.bytes_sent
+        before = [item.messages_sent for item in group.links], group.bytes_sent
         must_match(group, CALL)
-        sent = [one.messages_sent - n for one, n in zip(group.links, before[0], strict=True)]
+        sent = [item.messages_sent - n for item, n in zip(group.links, before[0], strict=True)]
         leads = nodes > 1 and group.node.rank == 0
         if shares:
             assert sum(sent) == (math.ceil(math.log2(nodes)) if leads else 0)
@@ -93,5 +99,5 @@ def test_maximum(ranks):
 def test_signatures_differ():
     texts = [f"allreduce sum auto of float32 ({n},)" for n in range(10_000)]
     assert len({signature(text).payload for text in texts}) == len(texts)
-    assert faulty(texts[0]).digest != signature(texts[0]).digest
+    assert fault_signature(texts[0]).digest != signature(texts[0]).digest
     assert of_length(4) != of_length(4, True)

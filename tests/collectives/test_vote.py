@@ -1,4 +1,4 @@
-"""The vote: all ranks learn the largest numbers, by flags in a node, by messages between nodes."""
+"""The vote: all ranks get the maxima, by flags in a node, by messages between nodes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from ranks import THREAD_RANKS, on_ranks
 
-from hpctrain.collectives.vote import largest
+from hpctrain.collectives.vote import elementwise_maximum
 from hpctrain.transport.threads.link import run_ranks
 from hpctrain.world import over_threads
 
@@ -15,9 +15,9 @@ from hpctrain.world import over_threads
 def votes(group):
     rank, size = group.link.rank, group.link.size
     for i in range(20):
-        who = i % size
-        assert largest(group, (int(rank == who), rank + 1)) == [1, size]
-        assert largest(group, (rank == who and 65535, 0)) == [65535, 0]
+        subject = i % size
+        assert elementwise_maximum(group, (int(rank == subject), rank + 1)) == [1, size]
+        assert elementwise_maximum(group, (rank == subject and 65535, 0)) == [65535, 0]
     return group.bytes_sent
 
 

@@ -1,4 +1,4 @@
-"""Images changed by chance: a function of (seed, epoch, index), whoever reads them and when."""
+"""Augmentation: a function of (seed, epoch, index), independent of the reading rank."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from hpctrain import data
 from hpctrain.core.errors import UsageError
 from hpctrain.data import augment
-from hpctrain.data.augment import Augmented
+from hpctrain.data.augment import AugmentedSamples
 
 N = 400
 X = np.random.default_rng(0).standard_normal((N, 6, 5))
@@ -27,14 +27,14 @@ def moved(image: np.ndarray, down: int, right: int) -> np.ndarray:
     return out
 
 
-def found(seen: np.ndarray, image: np.ndarray, shift: int) -> tuple[int, int, bool]:
+def result(observed: np.ndarray, image: np.ndarray, shift: int) -> tuple[int, int, bool]:
     """Return the one way in which `image` became `seen`."""
     ways = [
         (down, right, flip)
         for down in range(-shift, shift + 1)
         for right in range(-shift, shift + 1)
         for flip in (False, True)
-        if np.array_equal(moved(image, down, right)[:, :: -1 if flip else 1], seen)
+        if np.array_equal(moved(image, down, right)[:, :: -1 if flip else 1], observed)
     ]
     (way,) = ways
     return way
@@ -43,11 +43,11 @@ def found(seen: np.ndarray, image: np.ndarray, shift: int) -> tuple[int, int, bo
 @pytest.mark.parametrize("x", [X, COLOUR], ids=["grey", "colour"])
 @pytest.mark.parametrize(("shift", "flip"), [(2, False), (0, True), (1, True)])
 def test_each_image_is_moved_and_mirrored_its_own_way(x, shift, flip):
-    samples = Augmented(data.Dataset(x, Y), seed=3, shift=shift, flip=flip)
+    samples = AugmentedSamples(data.Dataset(x, Y), seed=3, shift=shift, flip=flip)
     assert (len(samples), samples.sample_shape) == (N, x.shape[1:])
-    seen, y = samples.rows(np.arange(N), epoch=5)
-    ways = [found(seen[i], x[i], shift) for i in range(N)]
-    assert np.array_equal(y, Y) and seen.dtype == x.dtype
+    observed, y = samples.rows(np.arange(N), epoch=5)
+    ways = [result(observed[i], x[i], shift) for i in range(N)]
+    assert np.array_equal(y, Y) and observed.dtype == x.dtype
     downs, rights, flips = (np.array(column) for column in zip(*ways, strict=True))
     for moves in (downs, rights):
         expected = N / (2 * shift + 1)
@@ -60,7 +60,7 @@ def test_each_image_is_moved_and_mirrored_its_own_way(x, shift, flip):
 
 def test_what_happens_depends_on_seed_epoch_and_index_alone():
     def read(seed=0, epoch=0, order=None, before=()):
-        samples = Augmented(data.Dataset(X, Y), seed, 2, True)
+        samples = AugmentedSamples(data.Dataset(X, Y), seed, 2, True)
         for other in before:
             samples.rows(np.arange(3), other)
         order = np.arange(N) if order is None else order
@@ -76,12 +76,12 @@ def test_what_happens_depends_on_seed_epoch_and_index_alone():
 
 def test_the_words_stay_the_same_for_good():
     # Or a resumed run would see other images than the run it goes on with.
-    assert augment.words(3, 5, 3).tolist() == GOLDEN
+    assert augment.draw_words(3, 5, 3).tolist() == GOLDEN
 
 
 def test_the_samples_themselves_stay_as_they_are():
     before = X.copy()
-    Augmented(data.Dataset(X, Y), 0, 2, True).rows(np.arange(N))
+    AugmentedSamples(data.Dataset(X, Y), 0, 2, True).rows(np.arange(N))
     assert np.array_equal(X, before)
 
 

@@ -1,4 +1,4 @@
-"""Headers of arrays where the interpreter fails for no fault of theirs."""
+"""Headers of arrays: interpreter failures are not reported as faults of the file."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from hpctrain.data import npy
 def test_a_header_is_parsed_again(monkeypatch, failures, read):
     """CPython 3.11 raises this where two threads parse at once."""
     layout, parse = npy._FORMATS[(1, 0)]
-    left = [failures]
+    remaining = [failures]
 
     def now_and_then(file):
-        left[0] -= 1
-        if left[0] >= 0:
+        remaining[0] -= 1
+        if remaining[0] >= 0:
             raise SystemError("AST constructor recursion depth mismatch")
         return parse(file)
 
@@ -28,7 +28,7 @@ def test_a_header_is_parsed_again(monkeypatch, failures, read):
     np.save(file, np.ones((2, 3)))
     file.seek(0)
     if read:
-        assert npy.header(file, "x", "y") == ((2, 3), False, np.dtype("f8"))
+        assert npy.read_header(file, "x", "y") == ((2, 3), False, np.dtype("f8"))
     else:
         with pytest.raises(UsageError, match="depth mismatch"):
-            npy.header(file, "x", "y")
+            npy.read_header(file, "x", "y")

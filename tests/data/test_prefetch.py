@@ -1,4 +1,4 @@
-"""Reading ahead changes nothing but the time: order, number of reads, errors, the end."""
+"""Prefetch changes only the time: order, number of reads, errors, end of the data."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_no_more_batches_are_made_than_allowed(ahead):
     read: list[int] = []
     with Prefetch(lambda step: read.append(step) or step, range(100), ahead) as batches:
         for used in range(6):
-            until(lambda most=used + ahead: len(read) >= most)
+            until(lambda maximum=used + ahead: len(read) >= maximum)
             time.sleep(0.01)  # time to do wrong
             assert len(read) == used + ahead
             assert batches.next() == used
@@ -70,7 +70,7 @@ def test_an_error_is_raised_where_its_batch_would_be_used(ahead):
 
 
 def test_a_read_that_does_not_return_is_given_up(monkeypatch):
-    monkeypatch.setattr(prefetch, "JOIN_S", 0.05)
+    monkeypatch.setattr(prefetch, "JOIN_TIMEOUT_S", 0.05)
     answer = threading.Event()
     start = time.monotonic()
     with (

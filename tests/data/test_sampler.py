@@ -15,10 +15,10 @@ GOLDEN = [7, 6, 3, 0, 8, 1, 9, 2, 4, 5]
 @pytest.mark.parametrize("n", [1, 2, 1000])
 def test_order_is_a_permutation_of_its_own_for_each_seed_and_epoch(n):
     orders = {(s, e): order(s, e, n) for s in (0, 1, 2**63 - 1) for e in (0, 1, 7)}
-    for seen in orders.values():
-        assert sorted(seen) == list(range(n))
+    for observed in orders.values():
+        assert sorted(observed) == list(range(n))
     if n == 1000:
-        assert len({seen.tobytes() for seen in orders.values()}) == len(orders)
+        assert len({observed.tobytes() for observed in orders.values()}) == len(orders)
 
 
 def test_order_stays_the_same_for_good():
@@ -28,8 +28,8 @@ def test_order_stays_the_same_for_good():
 
 def test_order_is_uniform():
     # Each of the 6 orders of 3 samples: 2000 times in 12,000 epochs, standard deviation 41.
-    seen = [tuple(order(1, epoch, 3)) for epoch in range(12_000)]
-    counts = [seen.count(one) for one in set(seen)]
+    observed = [tuple(order(1, epoch, 3)) for epoch in range(12_000)]
+    counts = [observed.count(item) for item in set(observed)]
     assert len(counts) == 6 and max(abs(count - 2000) for count in counts) < 200
 
 
@@ -40,16 +40,16 @@ def test_an_epoch_has_each_sample_once_and_only_its_last_batch_is_short(n, batch
     for epoch in (0, 1):
         steps = range(epoch * sampler.steps_per_epoch, (epoch + 1) * sampler.steps_per_epoch)
         batches = [sampler.batch_indexes(step) for step in steps]
-        assert all(len(one) == batch for one in batches[:-1])
+        assert all(len(item) == batch for item in batches[:-1])
         assert np.array_equal(np.concatenate(batches), order(4, epoch, n))
-        firsts = [sampler.place(step) for step in steps]
+        firsts = [sampler.locate_step(step) for step in steps]
         assert firsts == [(epoch, i * batch) for i in range(len(batches))]
 
 
 def test_a_batch_does_not_depend_on_the_batches_before():
-    there, alone = Sampler(103, 10, seed=0), [Sampler(103, 10, seed=0) for _ in range(40)]
+    target, alone = Sampler(103, 10, seed=0), [Sampler(103, 10, seed=0) for _ in range(40)]
     for step in (39, 0, 11, 10, 12, 11, 30):
-        assert np.array_equal(there.batch_indexes(step), alone[step].batch_indexes(step))
+        assert np.array_equal(target.batch_indexes(step), alone[step].batch_indexes(step))
 
 
 @pytest.mark.parametrize("size", range(1, 10))

@@ -1,4 +1,4 @@
-"""What the doctor says of planted faults, and of a machine without any."""
+"""The doctor's checks on simulated machines, with planted faults and without any."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hpctrain.transport.gpu_probe.verdicts import ProbeResult
 from hpctrain.transport.paths import Verdict
 
 
-def found(checks, name):
+def result(checks, name):
     """Return verdict, what was seen and remedy of the check of that name."""
     check = next(check for check in checks if check.name == name)
     return check.verdict, check.seen, check.remedy
@@ -33,39 +33,39 @@ def found(checks, name):
 
 OPEN = MpiInstallation("Open MPI", "5.0.11", "/env/lib/libmpi.so.40", "/env/bin/mpiexec")
 TWO = LaunchReport((2, 2), "MULTIPLE", True)
-OURS = {"mpirun": "/env/bin/mpirun", "mpiexec": "/env/bin/mpiexec"}
-OTHERS = {"mpirun": "/usr/bin/mpirun", "mpiexec": "/env/bin/mpiexec"}
+OWN = {"mpirun": "/env/bin/mpirun", "mpiexec": "/env/bin/mpiexec"}
+REST = {"mpirun": "/usr/bin/mpirun", "mpiexec": "/env/bin/mpiexec"}
 # mpi, started, on the PATH, name of the check -> verdict, a word seen, a word of the remedy
 OF_MPI = {
-    "right": (OPEN, TWO, OURS, "launcher", "ok", "/env/bin/mpiexec", ""),
-    "wrong mpirun": (OPEN, TWO, OTHERS, "launcher", "bad", "/usr/bin/mpirun, but Open MPI belongs",
+    "right": (OPEN, TWO, OWN, "launcher", "ok", "/env/bin/mpiexec", ""),
+    "wrong mpirun": (OPEN, TWO, REST, "launcher", "bad", "/usr/bin/mpirun, but Open MPI belongs",
                      "put /env/bin first"),
-    "no mpiexec": (OPEN._replace(mpiexec=None), None, OTHERS, "launcher", "bad",
+    "no mpiexec": (OPEN._replace(mpiexec=None), None, REST, "launcher", "bad",
                    "no mpiexec belongs", "srun"),
-    "jobs of one": (OPEN, LaunchReport((1, 1), "MULTIPLE"), OURS, "ranks", "bad", "jobs of (1, 1)",
+    "jobs of one": (OPEN, LaunchReport((1, 1), "MULTIPLE"), OWN, "ranks", "bad", "jobs of (1, 1)",
                     "must belong"),
-    "does not start": (OPEN, LaunchReport((), fault="exit code 1: no slots"), OURS, "ranks", "bad",
+    "does not start": (OPEN, LaunchReport((), fault="exit code 1: no slots"), OWN, "ranks", "bad",
                        "no slots", "/env/bin/mpiexec -n 2 python -m hpctrain.transport.mpi.hello"),
     "no room": (OPEN, LaunchReport((), fault="exit code 7: Bus error (signal 7)"),
-               OURS, "ranks", "bad",
+               OWN, "ranks", "bad",
                 "signal 7", "see `shared memory`"),
-    "ranks": (OPEN, TWO, OURS, "ranks", "ok", "2 ranks", ""),
-    "threads": (OPEN, TWO, OURS, "threads", "ok", "MULTIPLE", ""),
-    "no threads": (OPEN, replace(TWO, thread_level="FUNNELED"), OURS, "threads", "slow",
+    "ranks": (OPEN, TWO, OWN, "ranks", "ok", "2 ranks", ""),
+    "threads": (OPEN, TWO, OWN, "threads", "ok", "MULTIPLE", ""),
+    "no threads": (OPEN, replace(TWO, thread_level="FUNNELED"), OWN, "threads", "slow",
                    "MPI_THREAD_FUNNELED", "MPI_THREAD_MULTIPLE"),
-    "ULFM": (OPEN, TWO, OURS, "ULFM", "note", "--with-ft ulfm", ""),
-    "no ULFM": (OPEN, replace(TWO, ulfm=False), OURS, "ULFM", "note", "none", ""),
+    "ULFM": (OPEN, TWO, OWN, "ULFM", "note", "--with-ft ulfm", ""),
+    "no ULFM": (OPEN, replace(TWO, ulfm=False), OWN, "ULFM", "note", "none", ""),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", OF_MPI)
 def test_mpi(case, monkeypatch):
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    of, started, on_path, name, verdict, seen, remedy = OF_MPI[case]
-    said = found(mpi.check_mpi(of, started, on_path), name)
-    assert said[0] == verdict
-    assert seen in said[1]
-    assert remedy in said[2]
+    of, started, on_path, name, verdict, observed, remedy = OF_MPI[case]
+    message = result(mpi.check_mpi(of, started, on_path), name)
+    assert message[0] == verdict
+    assert observed in message[1]
+    assert remedy in message[2]
 
 
 def test_lines_of_ranks_among_noise():
@@ -107,10 +107,10 @@ def test_blas_under_a_quota(quota, verdict):
 
 @pytest.mark.parametrize("free, verdict", [(64 << 20, "bad"), (500 << 20, "slow"), (8 << 30, "ok")])
 def test_room_in_shared_memory(free, verdict, tmp_path, monkeypatch):
-    monkeypatch.setattr(node.shm, "free", lambda folder: free)
-    said = found(node.check_shared_memory(tmp_path, ()), "shared memory")
-    assert said[0] == verdict
-    assert (verdict == "ok") or "--shm-size" in said[2]
+    monkeypatch.setattr(node.dev_shm, "free", lambda folder: free)
+    message = result(node.check_shared_memory(tmp_path, ()), "shared memory")
+    assert message[0] == verdict
+    assert (verdict == "ok") or "--shm-size" in message[2]
 
 
 def test_no_shared_memory(tmp_path):
@@ -122,12 +122,12 @@ def test_left_overs_of_dead_jobs_alone(tmp_path):
     for name in ("mpich_shm_1", "mpich_shm_2", "sm_segment.x", "mine.txt"):
         (tmp_path / name).write_bytes(bytes(8192))
     in_use = {str(tmp_path / "sm_segment.x")}
-    verdict, seen, remedy = found(node.check_shared_memory(tmp_path, in_use), "left-overs")
+    verdict, observed, remedy = result(node.check_shared_memory(tmp_path, in_use), "left-overs")
     assert verdict == "note"
-    assert "2 files" in seen
+    assert "2 files" in observed
     assert remedy.endswith(f"rm {tmp_path}/mpich_shm_*")
     everything = {str(file) for file in tmp_path.iterdir()}
-    assert found(node.check_shared_memory(tmp_path, everything), "left-overs")[0] == "ok"
+    assert result(node.check_shared_memory(tmp_path, everything), "left-overs")[0] == "ok"
 
 
 def test_open_files_are_in_use():
@@ -173,11 +173,11 @@ OF_GPUS = {
 
 @pytest.mark.parametrize("case", OF_GPUS)
 def test_gpus(case):
-    cards, on_bus, environ, name, verdict, seen, remedy = OF_GPUS[case]
-    said = found(gpus.check_gpus(cards, on_bus, "cupy 14", None, environ), name)
-    assert said[0] == verdict
-    assert seen in said[1]
-    assert remedy in said[2]
+    cards, on_bus, environ, name, verdict, observed, remedy = OF_GPUS[case]
+    message = result(gpus.check_gpus(cards, on_bus, "cupy 14", None, environ), name)
+    assert message[0] == verdict
+    assert observed in message[1]
+    assert remedy in message[2]
 
 
 def test_names_that_are_right():
@@ -194,19 +194,19 @@ def test_no_gpu_is_no_fault():
 
 
 def test_without_cupy():
-    said = found(gpus.check_gpus(FOUR, 4, None, None, {}), "CuPy")
-    assert (said[0], "hpctrain[cuda12x]" in said[2]) == ("bad", True)
+    message = result(gpus.check_gpus(FOUR, 4, None, None, {}), "CuPy")
+    assert (message[0], "hpctrain[cuda12x]" in message[2]) == ("bad", True)
 
 
 def test_an_mpi_that_claims_cuda_and_crashes():
     way = Verdict("ipc", "ipc", "staged", "a device pointer given to MPI: a crash")
-    told = ProbeResult(way, "take the site's build", {"same_gpu": ProbeTrial(True, False)})
-    said = found(gpus.check_gpus(FOUR, 4, "cupy 14", told, {}), "CUDA-aware MPI")
-    assert said[0] == "slow"
-    assert "a crash" in said[1]
-    assert said[2] == "take the site's build"
+    reported = ProbeResult(way, "take the site's build", {"same_gpu": ProbeTrial(True, False)})
+    message = result(gpus.check_gpus(FOUR, 4, "cupy 14", reported, {}), "CUDA-aware MPI")
+    assert message[0] == "slow"
+    assert "a crash" in message[1]
+    assert message[2] == "take the site's build"
     best = ProbeResult(Verdict("cuda-aware", "cuda-aware", "gdr", "device pointers arrived"))
-    assert found(gpus.check_gpus(FOUR, 4, "cupy 14", best, {}), "CUDA-aware MPI")[0] == "ok"
+    assert result(gpus.check_gpus(FOUR, 4, "cupy 14", best, {}), "CUDA-aware MPI")[0] == "ok"
 
 
 def test_gdr():
@@ -223,8 +223,8 @@ def test_network():
     good = Nic("a:1", "InfiniBand", True, 400.0, "")
     hurt, down = replace(good, name="b:1", gbit_s=100.0), replace(good, name="c:1", active=False)
     assert [c.verdict for c in network.check_adapters([good])] == ["ok"]
-    assert found(network.check_adapters([good, hurt]), "slow links")[1] == "b:1 100 Gbit/s"
-    assert found(network.check_adapters([good, down]), "links down")[1] == "c:1"
+    assert result(network.check_adapters([good, hurt]), "slow links")[1] == "b:1 100 Gbit/s"
+    assert result(network.check_adapters([good, down]), "links down")[1] == "c:1"
     assert network.check_adapters([])[0].verdict == "note"
 
 
@@ -261,8 +261,8 @@ def root(tmp_path):
 
 def told_by_driver(root, addresses):
     for at in addresses:
-        told = f"Model: \t NVIDIA H200\nGPU UUID: \t GPU-{at}"
-        write(root / "proc/driver/nvidia/gpus" / at, {"information": told})
+        reported = f"Model: \t NVIDIA H200\nGPU UUID: \t GPU-{at}"
+        write(root / "proc/driver/nvidia/gpus" / at, {"information": reported})
 
 
 PICTURE = """\
@@ -295,13 +295,13 @@ def test_what_is_shown(root, capsys):
     from rich.console import Console
 
     faults = [Check("one", "bad", "it [broke]", "mend it"), Check("two", "note", "x", "or not")]
-    told = NodeResult("here", faults, find_hardware("here", root), None)
-    print_result(told, Console(width=100))
+    reported = NodeResult("here", faults, find_hardware("here", root), None)
+    print_result(reported, Console(width=100))
     out = capsys.readouterr().out
     assert PICTURE.splitlines()[1] in out
     assert "it [broke]" in out
     assert out.endswith("one: mend it\n")
-    table = told.table()
+    table = reported.table()
     assert table["exit_code"] == 1
     assert table["topology"]["matrix"][0][2] == "PIX"
     assert exit_code([faults[1]]) == 0

@@ -1,4 +1,4 @@
-"""What the doctor says of a whole job: rows of planted faults, one side after the other."""
+"""The checks of a whole job: rows with planted faults, one rank after the other."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from hpctrain.watch.trace import Reading
 GIB = 1 << 30
 
 
-def found(checks, name):
+def result(checks, name):
     """Return verdict, what was seen and remedy of the check of that name."""
     check = next(check for check in checks if check.name == name)
     return check.verdict, check.seen, check.remedy
@@ -83,13 +83,13 @@ def test_outliers(case):
 
 # ---- what must be the same on all ranks ----
 
-TOLD = RankFacts({"python": "3.12", "MPI": "Open MPI 5"}, "", "MULTIPLE", False, "k")
+REPORTED = RankFacts({"python": "3.12", "MPI": "Open MPI 5"}, "", "MULTIPLE", False, "k")
 HOSTS = ("n1", "n1", "n2", "n3")
 
 
 def ranks_of(**changed):
     """Return what four ranks tell; `r2={...}` changes what rank 2 does."""
-    return [replace(TOLD, **changed.get(f"r{rank}", {})) for rank in range(4)]
+    return [replace(REPORTED, **changed.get(f"r{rank}", {})) for rank in range(4)]
 
 
 OTHER = {"versions": {"python": "3.11", "MPI": "Open MPI 5"}}
@@ -106,8 +106,8 @@ VERSIONS = {
 
 @pytest.mark.parametrize("case", VERSIONS)
 def test_versions(case):
-    told, verdict, words, nodes = VERSIONS[case]
-    check = consistency.check_versions(told, HOSTS)
+    reported, verdict, words, nodes = VERSIONS[case]
+    check = consistency.check_versions(reported, HOSTS)
     assert (check.verdict, check.nodes) == (verdict, nodes)
     assert words in check.seen
     assert bool(check.remedy) == (verdict == "bad")
@@ -126,8 +126,8 @@ RECIPES = {
 
 @pytest.mark.parametrize("case", RECIPES)
 def test_recipes(case):
-    told, verdict, words = RECIPES[case]
-    (check,) = consistency.check_recipe(told, HOSTS)
+    reported, verdict, words = RECIPES[case]
+    (check,) = consistency.check_recipe(reported, HOSTS)
     assert check.verdict == verdict
     assert words in check.seen
 
@@ -158,9 +158,9 @@ NODES = {
 
 @pytest.mark.parametrize("case", NODES)
 def test_checks_of_all_nodes_as_one_row(case):
-    by_node, *wanted = NODES[case]
-    (check,) = consistency.merge_checks({node: [one] for node, one in by_node.items()})
-    assert [check.verdict, check.seen, check.nodes] == wanted
+    by_node, *expected = NODES[case]
+    (check,) = consistency.merge_checks({node: [item] for node, item in by_node.items()})
+    assert [check.verdict, check.seen, check.nodes] == expected
     assert bool(check.remedy) == (check.verdict == "bad")
 
 
@@ -205,16 +205,16 @@ SEATS = {
 @pytest.mark.parametrize("case", SEATS)
 def test_seats(case):
     of, name, verdict, words, remedy = SEATS[case]
-    said = found(binding.check_bindings(of), name)
-    assert said[0] == verdict
-    assert words in said[1]
-    assert remedy in said[2]
+    message = result(binding.check_bindings(of), name)
+    assert message[0] == verdict
+    assert words in message[1]
+    assert remedy in message[2]
 
 
 def test_the_map():
     named = replace(ON_GPU, host="n2", nics=NicPorts(nearest=("m0:1",), named=("m1:1",)))
-    near = replace(NEXT, host="n2", nics=NicPorts(nearest=("m0:1", "m1:1")))
-    rows = binding.binding_rows([SEAT, near, named])
+    nearby = replace(NEXT, host="n2", nics=NicPorts(nearest=("m0:1", "m1:1")))
+    rows = binding.binding_rows([SEAT, nearby, named])
     assert rows[0] == ("0", "n1", "0", "0", "1", "-", "-")
     assert rows[1][-1] == "m0:1, m1:1"
     assert rows[2] == ("2", "n2", "1", "0", "1", "G0", "m1:1 (named)")
@@ -246,7 +246,7 @@ FOLDERS = {
 @pytest.mark.parametrize("case", FOLDERS)
 def test_output_folder(case, tmp_path):
     nodes, name, verdict, words, blamed = FOLDERS[case]
-    (check,) = (one for one in output_folder.check_folder(Path("/x"), nodes) if one.name == name)
+    (check,) = (item for item in output_folder.check_folder(Path("/x"), nodes) if item.name == name)
     assert (check.verdict, check.nodes) == (verdict, blamed)
     assert words in check.seen
     assert bool(check.remedy) == (verdict != "ok")
@@ -256,9 +256,9 @@ def test_a_folder_is_looked_at_and_left_as_it_was(tmp_path):
     place = output_folder.nearest_existing_folder(tmp_path / "runs" / "new")
     assert place == tmp_path
     marked, word = output_folder.make_probe(place)
-    seen = output_folder.inspect_folder(place, marked, word)
-    assert (seen.fault, seen.shared) == ("", True)
-    assert seen.free > 0 and seen.fsync_s > 0
+    observed = output_folder.inspect_folder(place, marked, word)
+    assert (observed.fault, observed.shared) == ("", True)
+    assert observed.free > 0 and observed.fsync_s > 0
     assert not output_folder.inspect_folder(place, marked, "another word").shared
     output_folder.remove_probe(marked)
     assert not output_folder.inspect_folder(place, marked, word).shared
@@ -267,7 +267,7 @@ def test_a_folder_is_looked_at_and_left_as_it_was(tmp_path):
 
 def test_a_slow_disk_is_told(tmp_path, monkeypatch):
     monkeypatch.setattr(output_folder.time, "perf_counter", count(0.0, 1.5).__next__)
-    check = found(
+    check = result(
         output_folder.check_folder(
             tmp_path, {"n1": output_folder.inspect_folder(tmp_path, "", "")}
         ),
@@ -278,14 +278,14 @@ def test_a_slow_disk_is_told(tmp_path, monkeypatch):
     assert "[checkpoint] every_epochs" in check[2] and "--out" in check[2]
 
 
-@pytest.mark.parametrize("asked", ["afile", "afile/x"])
-def test_what_lies_there_is_no_folder(asked, tmp_path):
+@pytest.mark.parametrize("requested", ["afile", "afile/x"])
+def test_what_lies_there_is_no_folder(requested, tmp_path):
     (tmp_path / "afile").touch()
-    place = output_folder.nearest_existing_folder(tmp_path / asked)
+    place = output_folder.nearest_existing_folder(tmp_path / requested)
     checks = output_folder.check_folder(
         place, {"n1": output_folder.inspect_folder(place, *output_folder.make_probe(place))}
     )
-    assert found(checks, "output folder")[:2] == ("bad", f"n1: {tmp_path}/afile: Not a directory")
+    assert result(checks, "output folder")[:2] == ("bad", f"n1: {tmp_path}/afile: Not a directory")
 
 
 @pytest.fixture
@@ -311,9 +311,9 @@ def full(tmp_path, monkeypatch):
 
 def test_a_full_disk(full):
     checks = output_folder.check_folder(full, {"n1": output_folder.inspect_folder(full, "", "")})
-    assert found(checks, "disk")[0] == "bad"
-    assert "No space left on device" in found(checks, "output folder")[1]
-    assert "--out" in found(checks, "output folder")[2]
+    assert result(checks, "disk")[0] == "bad"
+    assert "No space left on device" in result(checks, "output folder")[1]
+    assert "--out" in result(checks, "output folder")[2]
 
 
 # ---- cores and clocks ----
@@ -352,15 +352,17 @@ SHARES = {
 
 @pytest.mark.parametrize("shares", SHARES)
 def test_cores_that_somebody_else_uses(shares):
-    given, verdict, named = SHARES[shares]
-    check = cores.check_cores([CoreTiming(r, "n1", r, 0.030 / s, s) for r, s in enumerate(given)])
+    arguments, verdict, named = SHARES[shares]
+    check = cores.check_cores(
+        [CoreTiming(r, "n1", r, 0.030 / s, s) for r, s in enumerate(arguments)]
+    )
     assert check.verdict == verdict
-    for core, share in enumerate(given):
+    for core, share in enumerate(arguments):
         words = f"core {core} of n1 (rank {core}): "
         assert (words in check.seen) == (core in named)
         reason = f"given {share:.0%} of its time (expected: 80%): something else runs there"
         assert (reason in check.seen) == (core in named)
-    assert (f"given {min(given):.0%} of their time or more" in check.seen) == (verdict == "ok")
+    assert (f"given {min(arguments):.0%} of their time or more" in check.seen) == (verdict == "ok")
 
 
 def test_a_core_is_tried_again_where_somebody_else_ran(monkeypatch):
@@ -378,26 +380,26 @@ def test_a_core_under_a_quota():
 
 
 @pytest.mark.parametrize(
-    "given, verdict, words",
+    "arguments, verdict, words",
     [
         ({"n1": None, "n2": None}, None, ""),
         ({"n1": 4.0, "n2": None}, "ok", "4 BLAS threads on n1, quota: the time of 4 cores"),
         ({"n1": 2.5, "n2": 1.0}, "bad", "2 BLAS threads on n2, quota: the time of 1 cores, and 1"),
     ],
 )
-def test_cpu_quotas(given, verdict, words):
+def test_cpu_quotas(arguments, verdict, words):
     sitting = [replace(SEAT, blas_threads=2)] * 2 + [replace(SEAT, host="n2", blas_threads=2)]
-    found = cores.check_quotas(sitting, given)
-    assert [one.verdict for one in found] == ([verdict] if verdict else [])
-    assert all(words in one.seen for one in found)
-    assert all("limits.cpu" in one.remedy for one in found if verdict == "bad")
+    result = cores.check_quotas(sitting, arguments)
+    assert [item.verdict for item in result] == ([verdict] if verdict else [])
+    assert all(words in item.seen for item in result)
+    assert all("limits.cpu" in item.remedy for item in result if verdict == "bad")
 
 
 def test_a_core_is_tried_and_left():
     before = os.sched_getaffinity(0)
-    (one,) = cores.measure_cores(0, "n1", [min(before), 100_000])
-    assert one.core == min(before)
-    assert one.seconds > 0 and 0 < one.share <= 1.1
+    (item,) = cores.measure_cores(0, "n1", [min(before), 100_000])
+    assert item.core == min(before)
+    assert item.seconds > 0 and 0 < item.share <= 1.1
     assert os.sched_getaffinity(0) == before
 
 
@@ -418,9 +420,9 @@ def test_clocks(behind, verdict, words, nodes):
 @on_ranks(3, mpi=(3,))
 def test_clocks_are_read_once_per_kernel(ranks):
     readings = ranks(lambda world: (world.rank, consistency.measure_clock_offset(world, "aba")))
-    for rank, one in readings:
-        assert abs(one.offset_s) < 1.0
-        assert (one.uncertainty_s > 0) == (rank == 1)
+    for rank, item in readings:
+        assert abs(item.offset_s) < 1.0
+        assert (item.uncertainty_s > 0) == (rank == 1)
 
 
 # ---- messages ----
@@ -444,23 +446,23 @@ def test_all_pairs_are_measured(layout):
             worlds.over_threads(link, [f"n{name}" for name in layout])
         )
 
-    measured = [one for some in run_ranks(len(layout), body) for one in some]
+    measured = [item for subset in run_ranks(len(layout), body) for item in subset]
     local = [layout[:rank].count(name) for rank, name in enumerate(layout)]
-    wanted = [
+    expected = [
         (a, b, layout[a] == layout[b])
         for a, b in combinations(range(len(layout)), 2)
         if layout[a] == layout[b] or local[a] == local[b]
     ]
-    assert sorted((one.a, one.b, one.inside) for one in measured) == wanted
-    assert all(one.small_s > 0 and one.large_s > 0 for one in measured)
+    assert sorted((item.a, item.b, item.inside) for item in measured) == expected
+    assert all(item.small_s > 0 and item.large_s > 0 for item in measured)
 
 
 @on_ranks(3, mpi=(3,))
 def test_pairs_over_mpi(ranks):
     def body(world):
-        mine = [(one.a, one.b) for one in ping_pong.measure_all_pairs(world)]
-        return sorted(tuple(pair) for said in world.gather(json.dumps(mine))
-                      for pair in json.loads(said))  # fmt: skip
+        own = [(item.a, item.b) for item in ping_pong.measure_all_pairs(world)]
+        return sorted(tuple(pair) for message in world.gather(json.dumps(own))
+                      for pair in json.loads(message))  # fmt: skip
 
     for measured in ranks(body):
         assert measured == list(combinations(range(3), 2))
@@ -510,14 +512,14 @@ RATES = {
 
 @pytest.mark.parametrize("case", RATES)
 def test_messages_are_held_against_the_rate_of_adapters(case):
-    seconds, ports, wanted = RATES[case]
+    seconds, ports, expected = RATES[case]
     measured = [Ping(0, 1, True, 1e-6, 1e-5), Ping(0, 2, False, 2e-6, seconds)]
     measured.append(Ping(1, 3, False, 2e-6, 2 * seconds))
-    found = ping_pong.check_rdma(measured, ports)
-    assert [(one.verdict, bool(one.remedy)) for one in found] == (
-        [(wanted[0], wanted[0] == "slow")] if wanted else []
+    result = ping_pong.check_rdma(measured, ports)
+    assert [(item.verdict, bool(item.remedy)) for item in result] == (
+        [(expected[0], expected[0] == "slow")] if expected else []
     )
-    assert all(wanted[1] in one.seen for one in found)
+    assert all(expected[1] in item.seen for item in result)
     assert ping_pong.check_rdma(measured[:1], ports) == []
 
 
@@ -553,7 +555,7 @@ def test_a_wrong_sum_is_named(ranks, monkeypatch):
 
     monkeypatch.setitem(collectives.ALLREDUCE, "ring", off_by_one)
     wrong = ranks(lambda world: world.gather(",".join(known_sums.find_failed_algorithms(world))))
-    assert all(one == ["", "ring", ""] for one in wrong)
+    assert all(item == ["", "ring", ""] for item in wrong)
     check = known_sums.check_sums([[], ["ring"], []], ["auto", "ring"])
     assert (check.verdict, "ring is wrong on rank 1" in check.seen) == ("bad", True)
     assert "the MPI library's own" in known_sums.check_sums([["native"]], ["native"]).seen
@@ -569,21 +571,22 @@ def test_direct_is_left_out_where_there_are_several_nodes():
 
 @on_ranks(1, 3, mpi=(3,))
 def test_rank_0_hears_all(ranks):
-    said = ranks(lambda world: (world.rank, gather_json(world.link, {"is": "ä" * world.rank})))
-    for rank, heard in said:
+    message = ranks(lambda world: (world.rank, gather_json(world.link, {"is": "ä" * world.rank})))
+    for rank, heard in message:
         assert heard == ([] if rank else [{"is": "ä" * r} for r in range(ranks.size)])
 
 
 def test_what_is_shown(capsys):
     drawn = [
-        replace(TOLD, topology_lines=(f"node {host}", "  NUMA 0, cores 0-3: -")) for host in FOUR
+        replace(REPORTED, topology_lines=(f"node {host}", "  NUMA 0, cores 0-3: -"))
+        for host in FOUR
     ]
-    told = [facts_from_table({**vars(one), "checks": []}) for one in drawn]
+    reported = [facts_from_table({**vars(item), "checks": []}) for item in drawn]
     faults = [
         Check("links", "bad", "rank 1", "look", ("n2",)),
         Check("x", "slow", "y", "z", ("n3",)),
     ]
-    job = JobResult(FOUR, (SEAT,) * 4, told, faults)
+    job = JobResult(FOUR, (SEAT,) * 4, reported, faults)
     show.print_result(job)
     out = capsys.readouterr().out
     assert out.count("NUMA 0") == 1
@@ -608,13 +611,17 @@ def test_what_many_nodes_say_fits_on_a_page(capsys):
     hosts = [f"n{node:02}" for node in range(1, 65) for _ in range(8)]
     sitting = [replace(SEAT, host=host, local_rank=n % 8) for n, host in enumerate(hosts)]
     sitting[-1] = replace(sitting[-1], blas_threads=9)  # the last node is another kind
-    told = [
-        replace(TOLD, topology_lines=(f"node {host}", "  NUMA 0, cores 0-63: -")) for host in hosts
+    reported = [
+        replace(REPORTED, topology_lines=(f"node {host}", "  NUMA 0, cores 0-63: -"))
+        for host in hosts
     ]
     between = combinations(range(0, len(hosts), 8), 2)
     slow = [Ping(a, b, False, 2e-6, 9e-4 if a // 8 % 2 else 1e-4) for a, b in between]
     job = JobResult(
-        tuple(hosts), tuple(sitting), told, ping_pong.check_links(slow, hosts, oversubscribed=False)
+        tuple(hosts),
+        tuple(sitting),
+        reported,
+        ping_pong.check_links(slow, hosts, oversubscribed=False),
     )
     show.print_result(job)
     out = capsys.readouterr().out

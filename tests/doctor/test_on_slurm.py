@@ -1,4 +1,4 @@
-"""The preflight on a real Slurm: a whole job by srun, and trials with GPU memory inside of one."""
+"""The preflight on a real Slurm: a whole job by srun, and trials with GPU memory inside a job."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def test_a_whole_job_by_srun(slurm, tmp_path):
     job = slurm.sbatch(JOB.format(srun=slurm.srun), "--export=ALL,OMP_NUM_THREADS=1", cwd=tmp_path)
     slurm.wait(job, "COMPLETED", "FAILED", limit_s=100)
     assert "checks" in (tmp_path / "found.json").read_text(), slurm.told(job)
-    found = checks(tmp_path / "found.json")
+    result = checks(tmp_path / "found.json")
     for name in ("versions", "recipe", "output folder", "sums", "clocks", "launcher"):
-        assert name not in found or found[name]["verdict"] == "ok", found[name]
-    assert found["ranks"]["seen"] == "4 ranks on 4 nodes, by srun"
+        assert name not in result or result[name]["verdict"] == "ok", result[name]
+    assert result["ranks"]["seen"] == "4 ranks on 4 nodes, by srun"
     rows = json.loads((tmp_path / "found.json").read_text())["ranks"]
     assert [row["host"] for row in rows] == ["n1", "n2", "n3", "n4"]
     assert "node n[1-4]" in slurm.told(job)
@@ -47,9 +47,10 @@ hpctrain doctor --json found.json
 def test_trials_with_gpu_memory_by_srun(slurm, tmp_path):
     """Each in a step of its own that overlaps; MPI crashes on the pointers of the stand-in."""
     site, tests = cupy_package.install(tmp_path / "site"), Path(__file__).parents[1]
-    told = {"PYTHONPATH": f"{site}:{tests}:{os.environ.get('PYTHONPATH', '')}", "FAKE_CRASH": "1",
-            "FAKE_GPUS": "2", "XDG_CACHE_HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}  # fmt: skip
-    export = ",".join(["ALL", *(f"{name}={value}" for name, value in told.items())])
+    path = f"{site}:{tests}:{os.environ.get('PYTHONPATH', '')}"
+    variables = {"PYTHONPATH": path, "FAKE_CRASH": "1", "FAKE_GPUS": "2",
+                 "XDG_CACHE_HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}  # fmt: skip
+    export = ",".join(["ALL", *(f"{name}={value}" for name, value in variables.items())])
     job = slurm.sbatch(TRIALS, f"--export={export}", cwd=tmp_path)
     slurm.wait(job, "COMPLETED", "FAILED", limit_s=100)
     table = json.loads((tmp_path / "found.json").read_text())
@@ -58,5 +59,5 @@ def test_trials_with_gpu_memory_by_srun(slurm, tmp_path):
     assert [trial["pointer"] for trial in trials.values()] == [False] * 3, trials
     assert [trial["ipc"] for trial in trials.values()] == [True, True, None], trials
     assert table["gpu_paths"]["verdict"]["across"] == "staged"
-    found = {check["name"]: check for check in table["checks"]}["CUDA-aware MPI"]
-    assert found["verdict"] == "slow" and found["remedy"]
+    result = {check["name"]: check for check in table["checks"]}["CUDA-aware MPI"]
+    assert result["verdict"] == "slow" and result["remedy"]

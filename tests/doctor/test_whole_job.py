@@ -1,4 +1,4 @@
-"""`hpctrain doctor --job` in real jobs: a sound one, and faults planted in some of the ranks."""
+"""`hpctrain doctor --job` in real jobs: a job without faults, and faults planted in some ranks."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def spoilt(start, tmp_path):
 
     def spoilt(faults, *arguments, ranks=3):
         file = tmp_path / "found.json"
-        code, more = SPOILT.format(faults=faults), ("doctor", "--job", "--json", file, *arguments)
-        ended = start("-c", code, "-", tmp_path, *more, ranks=ranks, env=QUICK).finish()
+        code, extra = SPOILT.format(faults=faults), ("doctor", "--job", "--json", file, *arguments)
+        ended = start("-c", code, "-", tmp_path, *extra, ranks=ranks, env=QUICK).finish()
         return ended, json.loads(file.read_text())
 
     return spoilt
@@ -66,12 +66,12 @@ def test_a_sound_job(hpctrain, tmp_path):
     arguments = ("--job", "--json", file, "--recipe", "digits", "--out", tmp_path / "runs")
     ended = hpctrain("doctor", *arguments, ranks=3, env=QUICK)
     table = json.loads(file.read_text())
-    found = checks(table)
-    wrong = [check for check in found.values() if check["verdict"] == "bad"]
+    result = checks(table)
+    wrong = [check for check in result.values() if check["verdict"] == "bad"]
     assert ended.returncode == bool(wrong) == table["exit_code"], ended.stdout + ended.stderr
     for name in ("MPI", "threads", "versions", "recipe", "ranks", "clocks", "sums", "disk"):
-        assert found[name]["verdict"] == "ok", found[name]
-    assert all(name in found["sums"]["seen"] for name in ALGORITHMS)
+        assert result[name]["verdict"] == "ok", result[name]
+    assert all(name in result["sums"]["seen"] for name in ALGORITHMS)
     assert [row["rank"] for row in table["ranks"]] == ["0", "1", "2"]
     assert {(ping["a"], ping["b"]) for ping in table["pings"]} == {(0, 1), (0, 2), (1, 2)}
     assert {core["core"] for core in table["cores"]} == os.sched_getaffinity(0)
@@ -88,20 +88,20 @@ def test_several_faults_at_once(spoilt, tmp_path):
     (tmp_path / "elsewhere").mkdir()
     from hpctrain.training import recipe
 
-    mine = recipe.load("digits").toml()
-    (tmp_path / "mine.toml").write_text(mine)
-    (tmp_path / "elsewhere" / "mine.toml").write_text(mine.replace("seed = 0", "seed = 1"))
+    own = recipe.load("digits").toml()
+    (tmp_path / "mine.toml").write_text(own)
+    (tmp_path / "elsewhere" / "mine.toml").write_text(own.replace("seed = 0", "seed = 1"))
     ended, table = spoilt(SEVERAL, "--recipe", "mine.toml")
     assert ended.returncode == table["exit_code"] == 1, ended.stderr
-    found = checks(table)
+    result = checks(table)
     for name, words in {
         "versions": "but rank 1 on",
         "recipe": "but rank 2 on",
         "BLAS threads": "BLAS threads on",
     }.items():
-        assert found[name]["verdict"] == "bad", found
-        assert words in found[name]["seen"] and found[name]["remedy"]
-    assert "9.9.9" in found["versions"]["seen"]
+        assert result[name]["verdict"] == "bad", result
+        assert words in result[name]["seen"] and result[name]["remedy"]
+    assert "9.9.9" in result["versions"]["seen"]
     assert "BLAS threads: unset OMP_NUM_THREADS" in ended.stdout
 
 
@@ -119,8 +119,8 @@ def test_a_rank_that_does_not_answer_is_named(spoilt):
 @pytest.mark.either
 def test_ranks_of_another_launcher(hpctrain, tmp_path):
     """They are two jobs of one rank; this is the first of them."""
-    told = {"RANK": "0", "LOCAL_RANK": "0", "SIZE": "2"}
-    environ = {f"OMPI_COMM_WORLD_{name}": value for name, value in told.items()}
+    reported = {"RANK": "0", "LOCAL_RANK": "0", "SIZE": "2"}
+    environ = {f"OMPI_COMM_WORLD_{name}": value for name, value in reported.items()}
     ended = hpctrain("doctor", "--job", "--json", tmp_path / "x", env=environ | QUICK)
     assert ended.returncode == 1, ended.stderr
     launcher = checks(json.loads((tmp_path / "x").read_text()))["launcher"]
@@ -143,10 +143,10 @@ def test_a_node_that_is_busy_does_not_pass(hpctrain, tmp_path):
         for process in busy:
             process.kill()
             process.wait()
-    found = checks(json.loads((tmp_path / "x").read_text()))["speed of cores"]
-    assert found["verdict"] == "slow"
-    assert found["seen"].count(": something else runs there") == min(len(cores), 4)  # named
-    assert "awk '$1 == " in found["remedy"]
+    result = checks(json.loads((tmp_path / "x").read_text()))["speed of cores"]
+    assert result["verdict"] == "slow"
+    assert result["seen"].count(": something else runs there") == min(len(cores), 4)  # named
+    assert "awk '$1 == " in result["remedy"]
 
 
 @cache
@@ -169,10 +169,10 @@ def test_a_slow_link_is_named(hpctrain, tmp_path):
     ended = hpctrain("netlab", "--hosts", 3, "--", *shell, env=QUICK, timeout=100)
     assert ended.returncode == 1, ended.stdout + ended.stderr
     table = json.loads(file.read_text())
-    found = checks(table)["links between nodes"]
-    assert found["verdict"] == "bad"
-    assert "h3" in found["nodes"]
-    assert "rank 2 on h3 takes" in found["seen"]
+    result = checks(table)["links between nodes"]
+    assert result["verdict"] == "bad"
+    assert "h3" in result["nodes"]
+    assert "rank 2 on h3 takes" in result["seen"]
     # On busy cores others may stand out as well: 'h[1,3]' is quoted for the shell; or all three.
     blamed = {node for check in table["checks"] for node in check["nodes"]}
     excluded = re.search("slow or broken nodes: --exclude='?h", ended.stdout)

@@ -1,4 +1,4 @@
-"""Training with compressed gradients: it learns, replicas stay alike, a stop loses nothing."""
+"""Training with compressed gradients: it converges, replicas stay equal, a stop loses nothing."""
 
 from __future__ import annotations
 
@@ -107,26 +107,26 @@ def sets(method: str, steps: int) -> list[str]:
 ON_THREADS = partial(run_on, "threads")
 
 
-def trained(ranks: int, out, method: str, steps: int, *more: str, on=ON_THREADS) -> dict:
+def trained(ranks: int, out, method: str, steps: int, *extra: str, on=ON_THREADS) -> dict:
     """Train to `steps` in folder `out`, going on where it is."""
-    spec = recipe.load("digits", [*sets(method, steps), *more])
+    spec = recipe.load("digits", [*sets(method, steps), *extra])
     return on(ranks, lambda w: runs.train(spec, w, out, out.exists()))[0]
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_resumed_run_ends_with_the_same_bytes(tmp_path, method):
-    whole = trained(3, tmp_path / "whole", method, 20)
+    complete = trained(3, tmp_path / "whole", method, 20)
     trained(3, tmp_path / "cut", method, 9)
     again = trained(3, tmp_path / "cut", method, 20)
-    assert again["params_sha256"] == whole["params_sha256"]
+    assert again["params_sha256"] == complete["params_sha256"]
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_resumed_run_on_a_device_ends_with_the_same_bytes(tmp_path, lazy_gpu, method):
-    whole = trained(3, tmp_path / "whole", method, 20, on=run_on_gpus)
+    complete = trained(3, tmp_path / "whole", method, 20, on=run_on_gpus)
     trained(3, tmp_path / "cut", method, 9, on=run_on_gpus)
     again = trained(3, tmp_path / "cut", method, 20, on=run_on_gpus)
-    assert again["params_sha256"] == whole["params_sha256"]
+    assert again["params_sha256"] == complete["params_sha256"]
     assert lazy_gpu.counts["implicit"] == 0
 
 
@@ -157,11 +157,11 @@ def test_a_gradient_that_is_not_finite_on_a_device_ends_the_run(lazy_gpu, method
 @pytest.mark.parametrize("method", OWES)
 def test_what_is_owed_matters_to_a_resumed_run(tmp_path, method, monkeypatch):
     """Otherwise the test above would see nothing."""
-    whole = trained(3, tmp_path / "whole", method, 20)
+    complete = trained(3, tmp_path / "whole", method, 20)
     trained(3, tmp_path / "cut", method, 9)
     monkeypatch.setattr("hpctrain.engines.synchronous.compression_state.load", lambda *_: None)
     again = trained(3, tmp_path / "cut", method, 20)
-    assert again["params_sha256"] != whole["params_sha256"]
+    assert again["params_sha256"] != complete["params_sha256"]
 
 
 CHANGES = [("top-k", 3, "top-k", 2), ("powersgd", 2, "powersgd", 4), ("top-k", 2, "powersgd", 3),
@@ -181,7 +181,7 @@ def test_all_ranks_together_owe_the_same_whatever_their_number(
 
         def loaded(arrays):
             load(arrays)
-            owed[world.rank] = engine._compressor.own["residual"].copy()
+            owed[world.rank] = engine._compressor.local_state["residual"].copy()
             saved.append(arrays["compression.residual"])
 
         engine.load = loaded
@@ -209,10 +209,10 @@ def test_a_run_goes_on_without_compression_and_says_what_is_dropped(tmp_path, ca
 def test_savings_are_in_the_summary(tmp_path):
     """Of a model of matrices: what docs/compression.md says, but for votes and evaluations."""
 
-    def sent(name, *more):
+    def sent(name, *extra):
         """Return the bytes of four steps, without those at the start."""
         method = name if name in METHODS else "bf16"
-        runs = (trained(2, tmp_path / f"{name}-{n}", method, n, *more) for n in (2, 6))
+        runs = (trained(2, tmp_path / f"{name}-{n}", method, n, *extra) for n in (2, 6))
         first, second = (run["bytes_sent_per_rank"] for run in runs)
         return second - first
 
@@ -233,8 +233,8 @@ REFUSED = [
     ("engine.kind=gossip", "engine 'allreduce'.*seen 'gossip'"),
     ("engine.shard_optimizer=true", "shard_optimizer.*expected .* none, seen bf16"),
     ("engine.share_parameters=true", "share_parameters.*expected .* none, seen bf16"),
-    ("wire.algorithm=null", "carry 'bf16', seen 'null'"),
-    ("wire.algorithm=native", "carry 'bf16', seen 'native'"),
+    ("wire.algorithm=null", "supports 'bf16', seen 'null'"),
+    ("wire.algorithm=native", "supports 'bf16', seen 'native'"),
     ("wire.compression_rank=3", "expected compression = 'powersgd' beside it, seen 'bf16'"),
     ("wire.compression=top_k", "compression"),
 ]

@@ -1,4 +1,4 @@
-"""Elastic averaging against the equations of its paper, in NumPy, in the order that the log has."""
+"""Elastic averaging against the equations of its paper, in NumPy, in the order of the log."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hpctrain.engines.parameter_server.shard import Use
 from hpctrain.gradients.replica import ModelReplica
 from hpctrain.training import recipe
 from hpctrain.training.faults import FaultsOptions
-from hpctrain.training.recipe import CheckpointOptions
+from hpctrain.training.run_options import CheckpointOptions
 from hpctrain.training.trainer import Trainer
 
 RATE, MOMENTUM = 0.1, 0.9
@@ -52,8 +52,8 @@ def trained(world, way, method, until=(5, 12)):
     for stop in until:
         assert engine.train(work, start, stop) == (stop, Flags())
         start = stop
-    told = world.gather(json.dumps(engine.recorder.take()))
-    happened = next(one for one in map(json.loads, told) if one)
+    reported = world.gather(json.dumps(engine.recorder.take()))
+    happened = next(item for item in map(json.loads, reported) if item)
     own = engine._worker.worker_state.pieces()[0].array if engine.worker is not None else None
     engine.close()
     return engine, own, replica.arena.param, happened
@@ -126,8 +126,8 @@ def test_one_worker_and_its_centre(period):
     for t in range(10):
         g, d = x - target(0, t), 0.5 * (x - centre) * ((t + 1) % period == 0)
         x, centre = x - RATE * g - d, centre + d
-    (found,) = run_on("threads", 1, body)
-    np.testing.assert_allclose(found, centre, rtol=1e-12, atol=1e-10)
+    (result,) = run_on("threads", 1, body)
+    np.testing.assert_allclose(result, centre, rtol=1e-12, atol=1e-10)
 
 
 def test_one_exchange_sends_the_parameters_up_and_the_difference_down():
@@ -156,17 +156,17 @@ def test_a_request_to_stop_and_a_bad_loss_end_all():
         replica = Quadratic()
         engine = Easgd(period=4).build(world, replica, METHODS["EASGD"])
         work = Targets(engine.worker, flags, count=6 if engine.worker == 1 else 0)
-        found = engine.train(work, 0, 5000)
+        result = engine.train(work, 0, 5000)
         engine.close()
-        return found, np.isfinite(replica.arena.param).all(), replica.arena.param.tobytes()
+        return result, np.isfinite(replica.arena.param).all(), replica.arena.param.tobytes()
 
     for flags in (Flags(stop=1), Flags(failed=2)):
-        found = run_on("threads", 4, lambda w, f=flags: body(w, f))
-        assert len({one for one, _, _ in found}) == 1
-        (step, seen), _, _ = found[0]
-        assert seen == flags and 0 < step < 5000
-        assert all(finite for _, finite, _ in found)
-        assert len({param for _, _, param in found[:3]}) == 1  # all workers hold the centre
+        result = run_on("threads", 4, lambda w, f=flags: body(w, f))
+        assert len({item for item, _, _ in result}) == 1
+        (step, observed), _, _ = result[0]
+        assert observed == flags and 0 < step < 5000
+        assert all(finite for _, finite, _ in result)
+        assert len({param for _, _, param in result[:3]}) == 1  # all workers hold the centre
 
 
 SLOW = {
@@ -186,9 +186,9 @@ def test_who_serves_waits_for_the_last_step_of_another(monkeypatch, way):
         if world.rank == 0:
             task = work.task
             work.task = lambda step: time.sleep(0.5) or task(step)
-        found = engine.train(work, 0, 3)
+        result = engine.train(work, 0, 3)
         engine.close()
-        return found
+        return result
 
     assert run_on("threads", 2, body) == [(3, Flags())] * 2
 
@@ -214,12 +214,12 @@ def trainer_of(world, options, model="mlp"):
     return Trainer(built, optimizer, options, precision="float64", world=world, faults=JITTER)
 
 
-def fit(world, out, options, model="mlp", **more):
+def fit(world, out, options, model="mlp", **extra):
     """Return the summary, and what worker 0 holds of parameters and running statistics."""
     trainer = trainer_of(world, options, model)
     out = world.gather(str(out))[0]  # ranks that are processes have folders of their own
     summary = trainer.fit(
-        digits(), **{"steps": STEPS, "batch": BATCH, "interval_steps": 5, "out": out, **more}
+        digits(), **{"steps": STEPS, "batch": BATCH, "interval_steps": 5, "out": out, **extra}
     )
     trainer.close()
     arena = trainer.replica.arena
@@ -254,10 +254,10 @@ def test_a_run_goes_on_where_it_was(tmp_path, model):
     run, options = tmp_path / "run", Easgd(period=3)
     run_on("threads", 4, lambda w: fit(w, run, options, model, **half))
     two = run_on("threads", 4, lambda w: fit(w, run, options, model, steps=20, resume=True))
-    one = run_on("threads", 4, lambda w: fit(w, tmp_path / "1", options, model, steps=20,
+    item = run_on("threads", 4, lambda w: fit(w, tmp_path / "1", options, model, steps=20,
                                              replay=run))  # fmt: skip
-    for (_, found), (_, expected) in zip(two[:3], one[:3], strict=True):
-        assert found.tobytes() == expected.tobytes()
+    for (_, result), (_, expected) in zip(two[:3], item[:3], strict=True):
+        assert result.tobytes() == expected.tobytes()
 
 
 @pytest.mark.parametrize("size", [3, 5])
@@ -283,12 +283,12 @@ REFUSED = {
 
 @pytest.mark.parametrize("wrong", REFUSED)
 def test_refused(wrong):
-    options, said = REFUSED[wrong]
+    options, message = REFUSED[wrong]
     with pytest.raises(UsageError) as error:
         recipe.load(
             "digits", ["engine.kind=easgd", *(f"engine.{k}={v}" for k, v in options.items())]
         )
-    assert said in str(error.value)
+    assert message in str(error.value)
 
 
 def test_servers_leave_room_for_workers():

@@ -1,4 +1,4 @@
-"""Gossip against the equations of its papers, in NumPy; pairs in the order that the logs have."""
+"""Gossip against the equations of its papers, in NumPy; pairs in the order of the logs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hpctrain.engines.gossip.pairs import END, OWN, partner
 from hpctrain.gradients.replica import ModelReplica
 from hpctrain.training import recipe
 from hpctrain.training.faults import FaultsOptions
-from hpctrain.training.recipe import CheckpointOptions
+from hpctrain.training.run_options import CheckpointOptions
 from hpctrain.training.trainer import Trainer
 
 RATE, MOMENTUM = 0.02, 0.9
@@ -61,10 +61,10 @@ def trained(world, graph, optimizer, dtype=np.float64, begin=None):
         assert engine.train(work, start, stop) == (stop, Flags())
     engine.settle()
     happened = engine.recorder.take() if engine.recorder else []
-    told = [json.loads(one) for one in world.gather(json.dumps(happened))]
+    reported = [json.loads(item) for item in world.gather(json.dumps(happened))]
     own = {piece.name: piece.array.copy() for piece in engine.state()}
     engine.close()
-    return world.rank, own[f"worker.{world.rank}.param"], replica.arena, told
+    return world.rank, own[f"worker.{world.rank}.param"], replica.arena, reported
 
 
 def begins(size: int) -> np.ndarray:
@@ -88,7 +88,7 @@ def test_all_in_step(ranks, graph):
         assert arena.buffer == pytest.approx(11)
 
 
-def simulated(size: int, told) -> np.ndarray:
+def simulated(size: int, reported) -> np.ndarray:
     """Return what all end with, given each passive worker's turns; only the order comes from there.
 
     An event happens when it is the next one on both sides: were there a circle, none would be.
@@ -105,15 +105,17 @@ def simulated(size: int, told) -> np.ndarray:
 
     for interval in range(2):
         at[:] = x  # all have met
-        turns = {p: [w for w in told[p][interval]["turns"] if w >= OWN] for p in range(1, size, 2)}
+        turns = {
+            p: [w for w in reported[p][interval]["turns"] if w >= OWN] for p in range(1, size, 2)
+        }
         while any(turns.values()):
             before = sum(map(len, turns.values()))
             for p, coming in turns.items():
                 while coming and is_next(p, coming[0]):
-                    who = coming.pop(0)
-                    if who != OWN:
-                        x[p] = x[who] = (x[p] + x[who]) / 2
-                    update(p if who == OWN else who)
+                    subject = coming.pop(0)
+                    if subject != OWN:
+                        x[p] = x[subject] = (x[p] + x[subject]) / 2
+                    update(p if subject == OWN else subject)
             assert sum(map(len, turns.values())) < before
     assert sum(clock) == 12 * size
     return x
@@ -122,8 +124,8 @@ def simulated(size: int, told) -> np.ndarray:
 @on_ranks(2, 3, 4, 5, mpi=(2, 4))
 def test_pairs_at_their_own_pace(ranks):
     """Both get the mean; a gradient is made before an averaging and taken after it."""
-    for rank, own, arena, told in ranks(trained, "bipartite", optim.sgd(RATE)):
-        x = simulated(ranks.size, told)
+    for rank, own, arena, reported in ranks(trained, "bipartite", optim.sgd(RATE)):
+        x = simulated(ranks.size, reported)
         np.testing.assert_allclose(own, x[rank], rtol=1e-12, atol=1e-10)
         np.testing.assert_allclose(arena.param, x.mean(0), rtol=1e-12, atol=1e-10)
 
@@ -139,8 +141,8 @@ def test_averaging_keeps_the_sum(ranks, graph, dtype):
         _, own, _, _ = trained(world, graph, optim.sgd(0.0), dtype, begin)
         return world.gather(own.astype(np.float64).tobytes().hex())
 
-    for told in ranks(body):
-        end = np.array([np.frombuffer(bytes.fromhex(one)) for one in told])
+    for reported in ranks(body):
+        end = np.array([np.frombuffer(bytes.fromhex(item)) for item in reported])
         drift = abs(end.sum(0) - begin.astype(np.float64).sum(0)).max()
         assert drift <= 12 * ranks.size * np.finfo(dtype).eps * abs(begin).max()
         assert end.var(0).mean() < begin.var(0).mean() / 2
@@ -166,14 +168,14 @@ def test_bytes_of_pairs():
         engine = Gossip().build(world, Quadratic(), optim.sgd(RATE))
         before = engine.bytes_sent
         engine.train(Targets(engine.worker), 0, 20)
-        turns = [who for one in engine.recorder.take() for who in one.get("turns", [])]
+        turns = [subject for item in engine.recorder.take() for subject in item.get("turns", [])]
         engine.close()
-        met = [who for who in turns if who > OWN]
+        met = [subject for subject in turns if subject > OWN]
         return engine.bytes_sent - before, len(met), engine.replica.arena.param.nbytes
 
-    found = run_on("threads", 4, body)
-    n, meetings = found[0][2], sum(met for _, met, _ in found)
-    for sent in (sum(one[0] for one in found[::2]), sum(one[0] for one in found[1::2])):
+    result = run_on("threads", 4, body)
+    n, meetings = result[0][2], sum(met for _, met, _ in result)
+    for sent in (sum(item[0] for item in result[::2]), sum(item[0] for item in result[1::2])):
         assert meetings * n <= sent <= meetings * n + 20_000
     assert 0 < meetings < 4 * 20
 
@@ -187,17 +189,17 @@ def test_a_request_to_stop_and_a_bad_loss_end_all(ranks, graph, flags):
     def body(world):
         engine = Gossip(graph=graph).build(world, Quadratic(), optim.sgd(RATE))
         work = Targets(engine.worker, flags, count=6 if engine.worker == 1 else 0)
-        found = engine.train(work, 0, 5000)
+        result = engine.train(work, 0, 5000)
         engine.settle()
         state = {piece.name: piece.array for piece in engine.state()}
         engine.close()
         assert all(np.isfinite(x).all() for x in state.values())
-        return found, engine.replica.arena.param.tobytes()
+        return result, engine.replica.arena.param.tobytes()
 
-    found = ranks(body)
-    assert len(set(found)) == 1
-    (step, seen), _ = found[0]
-    assert seen == flags and 0 < step < 5000
+    result = ranks(body)
+    assert len(set(result)) == 1
+    (step, observed), _ = result[0]
+    assert observed == flags and 0 < step < 5000
     if graph != "bipartite":
         # From the sixth task on: the stop is said before the seventh; the loss is of the sixth.
         assert step == (6 + GRAPHS[graph].diameter(ranks.size) if flags.stop else 5)
@@ -225,13 +227,13 @@ def trainer_of(world, graph, model="mlp"):
     return Trainer(built, optimizer, options, precision="float64", world=world, faults=JITTER)
 
 
-def fit(world, out, graph, model="mlp", **more):
+def fit(world, out, graph, model="mlp", **extra):
     """Return the summary, and what this rank holds of parameters and running statistics."""
     trainer = trainer_of(world, graph, model)
     # Ranks that are processes have folders of their own.
     out = None if out is None else world.gather(str(out))[0]
     summary = trainer.fit(
-        digits(), **{"steps": STEPS, "batch": BATCH, "interval_steps": 5, "out": out, **more}
+        digits(), **{"steps": STEPS, "batch": BATCH, "interval_steps": 5, "out": out, **extra}
     )
     trainer.close()
     arena = trainer.replica.arena
@@ -267,9 +269,9 @@ def test_a_replay_lets_a_worker_leave_before_others_have_met():
         engine = Gossip().build(world, Quadratic(), optim.sgd(RATE))
         log = [{"start": 0, "until": 1, **logs[world.rank]}] if world.rank in logs else []
         engine.recorder.replay(log, 0)
-        found = engine.train(Targets(engine.worker), 0, 1)
+        result = engine.train(Targets(engine.worker), 0, 1)
         engine.close()
-        return found
+        return result
 
     assert run_on("threads", 3, body) == [(1, Flags())] * 3
 
@@ -288,9 +290,9 @@ def test_a_run_goes_on_where_it_was(tmp_path, graph, model):
     run_on("threads", 3, lambda w: fit(w, run, graph, model, **half))
     two = run_on("threads", 3, lambda w: fit(w, run, graph, model, steps=20, resume=True))
     again = {"steps": 20, "replay": run if graph == "bipartite" else None}
-    one = run_on("threads", 3, lambda w: fit(w, tmp_path / "1", graph, model, **again))
-    for (_, found), (_, expected) in zip(two, one, strict=True):
-        assert found.tobytes() == expected.tobytes()
+    item = run_on("threads", 3, lambda w: fit(w, tmp_path / "1", graph, model, **again))
+    for (_, result), (_, expected) in zip(two, item, strict=True):
+        assert result.tobytes() == expected.tobytes()
 
 
 @pytest.mark.parametrize("graph", EVERY)
@@ -354,9 +356,9 @@ REFUSED = {
 
 @pytest.mark.parametrize("wrong", REFUSED)
 def test_refused(wrong):
-    options, said = REFUSED[wrong]
+    options, message = REFUSED[wrong]
     with pytest.raises(UsageError) as error:
         recipe.load(
             "digits", ["engine.kind=gossip", *(f"engine.{k}={v}" for k, v in options.items())]
         )
-    assert said in str(error.value)
+    assert message in str(error.value)

@@ -1,4 +1,4 @@
-"""Local SGD and its relatives against what their papers write down, in NumPy and float64."""
+"""Local SGD and its variants against the equations of their papers, in NumPy and float64."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def test_averaging_in_each_step_is_averaging_gradients(ranks):
         run_on("threads", 1, lambda w, n=n: trained(w, engines.Single(), optim.sgd(RATE), n))
         for n in (1, STEPS)
     )
-    for found in ranks(trained, engines.LocalSgd(period=1), optim.sgd(RATE)):
-        assert np.linalg.norm(found - end) <= 1e-10 * np.linalg.norm(end - start[0])
+    for result in ranks(trained, engines.LocalSgd(period=1), optim.sgd(RATE)):
+        assert np.linalg.norm(result - end) <= 1e-10 * np.linalg.norm(end - start[0])
 
 
 def simulated(size: int, options: engines.LocalSgd) -> tuple[np.ndarray, int]:
@@ -76,8 +76,8 @@ def simulated(size: int, options: engines.LocalSgd) -> tuple[np.ndarray, int]:
         alone = step >= options.start_after
         for i in range(size):
             nodes = options.apart == "nodes"
-            mine = [k for k in range(size) if (HOSTS[k] == HOSTS[i] if nodes else k == i)]
-            own = sum(size / len(mine) * g[k] for k in mine)
+            local = [k for k in range(size) if (HOSTS[k] == HOSTS[i] if nodes else k == i)]
+            own = sum(size / len(local) * g[k] for k in local)
             v[i] = MOMENTUM * v[i] + (own if alone else sum(g))
             x[i] = x[i] - RATE * v[i]
         since = (step + 1 - options.start_after) % options.period
@@ -85,7 +85,7 @@ def simulated(size: int, options: engines.LocalSgd) -> tuple[np.ndarray, int]:
             centre = x[0].copy()
         elif options.delay and under_way is not None and since == options.delay:
             s, total, under_way = options.delay, under_way, None
-            x = [(2 * s * one + total) / (2 * s + size) for one in x]
+            x = [(2 * s * item + total) / (2 * s + size) for item in x]
         elif since == 0:
             averagings += 1
             mean = sum(x) / size
@@ -129,8 +129,8 @@ def test_the_equations_of_the_papers(ranks, way):
     """Rounds that evaluations and rows cut in two change nothing."""
     options = {"evaluate": digits(), "evaluate_steps": 3, "interval_steps": 5}
     expected = told(ranks.size, way)
-    for found in ranks(lambda w: trained(w, WAYS[way], optim.sgd(RATE, MOMENTUM), **options)):
-        assert abs(found - expected).max() < 1e-12
+    for result in ranks(lambda w: trained(w, WAYS[way], optim.sgd(RATE, MOMENTUM), **options)):
+        assert abs(result - expected).max() < 1e-12
 
 
 def test_the_equations_differ():
@@ -167,13 +167,13 @@ def test_a_second_training_begins_with_the_same_parameters_everywhere(ranks, mon
             precision="float64",
             world=world,
         )
-        trainer.replica.seen = seen = []
+        trainer.replica.seen = observed = []
         for _ in range(2):
             trainer.fit(digits(), steps=12, batch=BATCH)
-            seen.append(trainer.replica.arena.param.copy())
+            observed.append(trainer.replica.arena.param.copy())
         # 12 gradients, the mean in the end, and the first two gradients of the second training.
-        assert np.array_equal(seen[12], seen[13])
-        spread = trainer.engine.sum(seen[14]) / world.size - seen[14]
+        assert np.array_equal(observed[12], observed[13])
+        spread = trainer.engine.sum(observed[14]) / world.size - observed[14]
         trainer.close()
         assert abs(spread).max() < 1e-15
 
@@ -186,10 +186,10 @@ def test_a_second_training_begins_with_the_same_parameters_everywhere(ranks, mon
 
 
 def test_the_numbers_of_diloco_are_those_of_its_paper():
-    given = engines.LocalSgd(period=5, outer="nesterov", outer_rate=0.7, outer_momentum=0.9)
+    arguments = engines.LocalSgd(period=5, outer="nesterov", outer_rate=0.7, outer_momentum=0.9)
     ends = [
         run_on("threads", 2, lambda w, e=e: trained(w, e, optim.adamw(0.01)))[0]
-        for e in (given, engines.LocalSgd(period=5, outer="nesterov"))
+        for e in (arguments, engines.LocalSgd(period=5, outer="nesterov"))
     ]
     assert np.array_equal(*ends)
 
@@ -211,8 +211,8 @@ def test_bytes_fall_with_the_period(ranks):
         n, size = trainer.replica.arena.param.nbytes, world.size
         for period, total in sent.items():
             averagings = 24 // period
-            few = averagings * size * 4 * 16 + 8000
-            assert 0 <= total - averagings * 2 * n * (size - 1) <= few < n
+            short = averagings * size * 4 * 16 + 8000
+            assert 0 <= total - averagings * 2 * n * (size - 1) <= short < n
 
     ranks(body)
 
@@ -239,12 +239,12 @@ def run(world, out, way: str, steps: int, resume: bool = False):
 @pytest.mark.parametrize("way", RESUMED)
 def test_resumed_in_the_middle_of_a_round(tmp_path, way):
     """As many workers end with the same bytes, running statistics too; others are near."""
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
-    expected = run_on("threads", 3, lambda w: run(w, whole, way, LONG))
+    complete, cut = tmp_path / "whole", tmp_path / "cut"
+    expected = run_on("threads", 3, lambda w: run(w, complete, way, LONG))
     for steps in (*SAVED, LONG):
         ends = run_on("threads", 3, lambda w, n=steps: run(w, cut, way, n, n > SAVED[0]))
     assert set(ends) == set(expected) and len(set(ends)) == 1
-    arenas = [runs.load(folder).arena for folder in (whole, cut)]
+    arenas = [runs.load(folder).arena for folder in (complete, cut)]
     assert np.array_equal(*(arena.buffer for arena in arenas))
     for size in (2, 4):
         other = tmp_path / str(size)
@@ -294,16 +294,16 @@ REFUSED = {
 
 @pytest.mark.parametrize("wrong", REFUSED)
 def test_refused(wrong):
-    options, said = REFUSED[wrong]
+    options, message = REFUSED[wrong]
     sets = [f"engine.{key}={str(value).lower()}" for key, value in options.items()]
     with pytest.raises(UsageError) as error:
         recipe.load("digits", ["engine.kind=local-sgd", *sets])
-    assert said in str(error.value) and "ArgsKwargs" not in str(error.value)
+    assert message in str(error.value) and "ArgsKwargs" not in str(error.value)
 
 
 def test_a_request_to_stop_is_heard_at_the_next_averaging(tmp_path, monkeypatch):
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
-    expected = run_on("threads", 3, lambda w: run(w, whole, "kept", LONG))
+    complete, cut = tmp_path / "whole", tmp_path / "cut"
+    expected = run_on("threads", 3, lambda w: run(w, complete, "kept", LONG))
     monkeypatch.setattr(StopRequest, "requested", property(lambda _: True, _ignore), False)
     with pytest.raises(StoppedError, match=f"stopped at step 5 of {LONG}"):
         run_on("threads", 3, lambda w: run(w, cut, "kept", LONG))
@@ -319,7 +319,7 @@ INNER = ["engine.outer=nesterov", "optimizer.kind=adamw", "optimizer.momentum=",
          "optimizer.rate=0.001"]  # fmt: skip
 
 
-# That the others learn, test_trains.py shows in fewer epochs.
+# That the others learn, test_accuracy.py shows in fewer epochs.
 FULL = [[f"engine.{key}"] for key in ("period=8", "delay=3")]
 
 
@@ -329,8 +329,8 @@ FULL = [[f"engine.{key}"] for key in ("period=8", "delay=3")]
 def test_digits_reaches_its_accuracy(tmp_path, monkeypatch, way):
     """The mean of 3 seeds on 4 ranks is at least 0.95."""
     monkeypatch.chdir(tmp_path)
-    found = []
+    result = []
     for seed in range(3):
         spec = recipe.load("digits", ["engine.kind=local-sgd", *way, f"run.seed={seed}"])
-        found.append(run_on("threads", 4, lambda w, s=spec: runs.train(s, w, None, False))[0])
-    assert np.mean([one["test_accuracy"] for one in found]) >= 0.95
+        result.append(run_on("threads", 4, lambda w, s=spec: runs.train(s, w, None, False))[0])
+    assert np.mean([item["test_accuracy"] for item in result]) >= 0.95

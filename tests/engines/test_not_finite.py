@@ -104,11 +104,11 @@ class Planted:
         return sums
 
 
-def trainer_of(world, engine, steps=(), value=np.nan, model=MLP, optimizer=SGD, **more):
+def trainer_of(world, engine, steps=(), value=np.nan, model=MLP, optimizer=SGD, **extra):
     """Return a Trainer that is given `value` in the gradients of `steps`, on this rank."""
     trainer = Trainer.__new__(Trainer)
     trainer._slowed = lambda faults: Planted(trainer.replica, steps, value)
-    trainer.__init__(model.build((8, 8), 10), optimizer, engine, world=world, **more)
+    trainer.__init__(model.build((8, 8), 10), optimizer, engine, world=world, **extra)
     return trainer
 
 
@@ -117,10 +117,10 @@ def state_of(engine) -> dict[str, bytes]:
     return {piece.name: xp.to_host(piece.array).tobytes() for piece in engine.state()}
 
 
-def trained(world, engine, rank, value, *, without=None, **more):
+def trained(world, engine, rank, value, *, without=None, **extra):
     """Return (state, summary) of a run that skips BAD; or of one that is never given it."""
-    mine = [BAD] if world.rank == rank and without is None else []
-    trainer = trainer_of(world, engine, mine, value, **more)
+    own = [BAD] if world.rank == rank and without is None else []
+    trainer = trainer_of(world, engine, own, value, **extra)
     if without is not None:
         train = trainer.engine.train
 
@@ -159,8 +159,8 @@ def leaves_no_trace(ranks, name, first, value):
     def body(world):
         model = RESNET if name in ("ps-sync", "replicated, no overlap") else MLP
         skipped, summary = trained(world, engine, rank, VALUES[value], model=model)
-        wanted, _ = trained(world, engine, rank, 0, model=model, without=BAD)
-        assert skipped == wanted
+        expected, _ = trained(world, engine, rank, 0, model=model, without=BAD)
+        assert skipped == expected
         assert (summary["skipped_steps"], summary["steps"]) == (1, STEPS)
         assert summary["dropped_gradients"] in (None, 0)
         assert np.isfinite(summary["train_loss"])
@@ -184,25 +184,25 @@ def stops_and_says_where(ranks, name, first, value):
     rank = 0 if first else last_worker(engine, ranks.size)
 
     def body(world):
-        mine = range(BAD, 1000) if world.rank == rank else []
-        trainer = trainer_of(world, engine, mine, VALUES[value])
+        own = range(BAD, 1000) if world.rank == rank else []
+        trainer = trainer_of(world, engine, own, VALUES[value])
         before = {}
         train = trainer.engine.train
 
         def watched(work, start, until):
-            found = train(work, start, until)
-            if not found[1].failed:
+            result = train(work, start, until)
+            if not result[1].failed:
                 before.update(state_of(trainer.engine))
-            return found
+            return result
 
         trainer.engine.train = watched
         with pytest.raises(TrainingError) as error:
             steps, interval = (STEPS, 1) if name in TOGETHER else (60, 15)
             trainer.fit(digits(), steps=steps, batch=BATCH, interval_steps=interval, prefetch=0)
         assert error.value.exit_code == 3
-        what = rf"the gradient of '{SLOT}' is (not finite|too large for a sum over \d ranks)"
-        where = rf"at step {BAD if name in TOGETHER else '[0-9]+'} on rank {rank} \("
-        assert re.match(f"{what} {where}", str(error.value)), str(error.value)
+        kind = rf"the gradient of '{SLOT}' is (not finite|too large for a sum over \d ranks)"
+        location = rf"at step {BAD if name in TOGETHER else '[0-9]+'} on rank {rank} \("
+        assert re.match(f"{kind} {location}", str(error.value)), str(error.value)
         arena = trainer.replica.arena
         if name in TOGETHER:
             assert state_of(trainer.engine) == before
@@ -229,8 +229,8 @@ def drops_and_goes_on(ranks, name, first, value):
     bad = range(BAD, BAD + 2)  # with two gradients a push: one push
 
     def body(world):
-        mine = bad if world.rank == rank else []
-        trainer = trainer_of(world, engine, mine, VALUES[value])
+        own = bad if world.rank == rank else []
+        trainer = trainer_of(world, engine, own, VALUES[value])
         summary = trainer.fit(digits(), steps=STEPS, batch=BATCH, interval_steps=INTERVAL,
                               not_finite="skip")  # fmt: skip
         trainer.engine.settle()
@@ -243,7 +243,7 @@ def drops_and_goes_on(ranks, name, first, value):
         assert summary["dropped_gradients"] == total
         nodes = name == "local-sgd, nodes"  # ranks of a node take, or drop, a gradient together
         # Workers at their own pace may have ended before step BAD + 1.
-        assert dropped <= (2 if mine or nodes else 0)
+        assert dropped <= (2 if own or nodes else 0)
         assert total == (2 * world.size if nodes else 2) or trainer.engine.asynchronous
         trainer.close()
 
@@ -272,11 +272,11 @@ def test_no_more_than_so_many_in_a_row(ranks, name):
     engine = (TOGETHER | APART)[name]
 
     def body(world):
-        def run(bad, most):
+        def run(bad, maximum):
             trainer = trainer_of(world, engine, bad if world.rank == 0 else [])
             try:
                 return trainer.fit(digits(), steps=30, batch=BATCH, interval_steps=4,
-                                   not_finite="skip", max_skipped=most)  # fmt: skip
+                                   not_finite="skip", max_skipped=maximum)  # fmt: skip
             except TrainingError as error:
                 return str(error)
             finally:
@@ -304,11 +304,11 @@ def test_a_resumed_run_skips_what_the_uninterrupted_one_skips(tmp_path, name):
         lines = (out / "metrics.jsonl").read_text().splitlines()
         return [[row[key] for key in keys] for row in map(json_of, lines)]
 
-    whole = run_on("threads", 3, lambda w: run(w, tmp_path / "whole", STEPS))
+    complete = run_on("threads", 3, lambda w: run(w, tmp_path / "whole", STEPS))
     for steps in (4, 6, STEPS):
         cut = run_on("threads", 3, lambda w, n=steps: run(w, tmp_path / "cut", n, n > 4))
-    assert cut == whole
-    assert [row[1] for row in whole[0][1][1]] == [0, 1, 2, 3, 3, 3]
+    assert cut == complete
+    assert [row[1] for row in complete[0][1][1]] == [0, 1, 2, 3, 3, 3]
 
 
 def json_of(line: str) -> dict:
@@ -343,7 +343,7 @@ def test_a_finite_gradient_is_taken_however_large():
         )
         return trainer.fit(digits(), steps=STEPS, batch=BATCH, not_finite="skip")
 
-    assert [one["skipped_steps"] for one in run_on("threads", 2, large)] == [0, 0]
+    assert [item["skipped_steps"] for item in run_on("threads", 2, large)] == [0, 0]
 
 
 @pytest.mark.parametrize("name", ["single", "single, ordered"])
@@ -398,8 +398,8 @@ def test_every_part_of_a_sum_is_looked_at(name):
                 replica.steps = [0] if world.rank == rank else []
                 flags = engine.step(task, engines.Flags())[1]
                 assert flags == engines.Flags().with_failure(rank)
-                mine = f"the gradient of '{slot.name}' is not finite" * (world.rank == rank)
-                assert engine.check.fault == mine
+                own = f"the gradient of '{slot.name}' is not finite" * (world.rank == rank)
+                assert engine.check.fault == own
         assert engine.replica.arena.param.tobytes() == before
         replica.steps = []
         assert engine.step(task, engines.Flags())[1] == engines.Flags()
@@ -427,8 +427,8 @@ def test_on_gpus(lazy_gpu, name, precision):
 
     def body(world):
         skipped, summary = trained(world, engine, size - 1, np.nan, precision=precision)
-        wanted, _ = trained(world, engine, 0, 0, precision=precision, without=BAD)
-        return skipped == wanted, summary["skipped_steps"]
+        expected, _ = trained(world, engine, 0, 0, precision=precision, without=BAD)
+        return skipped == expected, summary["skipped_steps"]
 
     assert run_on_gpus(size, body) == [(True, 1)] * size
     assert lazy_gpu.counts["implicit"] == 0
@@ -451,15 +451,15 @@ def test_ranks_on_gpus_wait_no_more_than_before(lazy_gpu, monkeypatch, overlap):
         return {key: lazy_gpu.counts[key] - before.get(key, 0) for key in waits}
 
     def a_step():
-        few, many = counted(2), counted(6)
+        short, repeated = counted(2), counted(6)
         # Of a rank's step: a single wait, as of a prefetch that came late, is rounded off.
-        return {key: round((many[key] - few[key]) / 8) for key in waits}
+        return {key: round((repeated[key] - short[key]) / 8) for key in waits}
 
     checked = a_step()
     monkeypatch.setattr(GradientCheck, "passes", lambda *_: True)
     unchecked = a_step()
-    more = {key: checked[key] - unchecked[key] for key in waits if checked[key] != unchecked[key]}
-    assert more == {"event sync": 1, "D2H": 1}
+    extra = {key: checked[key] - unchecked[key] for key in waits if checked[key] != unchecked[key]}
+    assert extra == {"event sync": 1, "D2H": 1}
 
 
 def test_a_gpu_is_asked_once_per_gradient(lazy_gpu):
@@ -503,7 +503,7 @@ def test_the_kernel_finds_the_first(gpu, monkeypatch, dtype):
             check.begin(lambda name: None)
             assert check.passes(nn.Sums(1.0, 1, 1)) == (not fault)
             assert check.fault == (fault and f"the gradient of '{name}' is {fault}")
-    assert int(check._first.get()[0]) == finite.NONE
+    assert int(check._first_fault.get()[0]) == finite.NO_FAULT
 
 
 def test_backup_workers_do_not_mind_what_comes_too_late():
@@ -569,9 +569,9 @@ def test_a_recipe_skips(tmp_path, monkeypatch):
     monkeypatch.setattr(ModelReplica, "gradient", gradient)
     keys = ["run.epochs=", "run.steps=6", "model.widths=[64,8,10]", "run.not_finite=skip"]
 
-    def train(world, most):
-        spec = recipe.load("digits", [*keys, f"run.max_skipped={most}"])
-        return runs.train(spec, world, tmp_path / str(most), False)["skipped_steps"]
+    def train(world, maximum):
+        spec = recipe.load("digits", [*keys, f"run.max_skipped={maximum}"])
+        return runs.train(spec, world, tmp_path / str(maximum), False)["skipped_steps"]
 
     assert run_on("threads", 2, lambda w: train(w, 2)) == [3, 3]
     with pytest.raises(TrainingError, match="The limit is 1 skipped step in a row"):

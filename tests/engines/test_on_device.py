@@ -1,4 +1,4 @@
-"""Training on a device ends where training on the host does; engines on stand-ins for GPUs."""
+"""Training on a device equals training on the host; engines on stand-ins for GPUs."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def digits() -> data.Dataset:
     return data.Dataset(train.x[:SAMPLES], train.y[:SAMPLES])
 
 
-def trained(world, engine, optimizer=optim.sgd(0.05, 0.9), steps=STEPS, **kept):  # noqa: B008
+def trained(world, engine, optimizer=optim.sgd(0.05, 0.9), steps=STEPS, **saved):  # noqa: B008
     model = nn.MlpOptions(widths=[64, 24, 10]).build((8, 8), 10)
     trainer = Trainer(model, optimizer, engine, seed=3, world=world)
-    summary = trainer.fit(digits(), steps=steps, batch=BATCH, evaluate=digits(), **kept)
+    summary = trainer.fit(digits(), steps=steps, batch=BATCH, evaluate=digits(), **saved)
     trainer.close()
     arena = trainer.replica.arena
     assert xp.on_device(arena.param) == (world.gpu is not None)
@@ -33,10 +33,10 @@ def trained(world, engine, optimizer=optim.sgd(0.05, 0.9), steps=STEPS, **kept):
 
 def test_one_device_has_the_bytes_of_the_host(gpu):
     engine = engines.AllReduce()
-    ((wanted, on_host),) = run_on("threads", 1, lambda w: trained(w, engine))
+    ((expected, on_host),) = run_on("threads", 1, lambda w: trained(w, engine))
     gpu.counts.clear()
-    ((found, summary),) = run_on_gpus(1, lambda w: trained(w, engine))
-    assert (found == wanted).all() and gpu.counts["implicit"] == 0
+    ((result, summary),) = run_on_gpus(1, lambda w: trained(w, engine))
+    assert (result == expected).all() and gpu.counts["implicit"] == 0
     for key in ("train_loss", "test_loss", "test_accuracy", "params_sha256"):
         assert summary[key] == on_host[key], key
 
@@ -78,19 +78,19 @@ FREE = {
 @pytest.mark.parametrize("name", ENGINES)
 def test_ranks_on_a_device_do_what_ranks_on_the_host_do(request, name, mode):
     machine, ranks = request.getfixturevalue(mode), 3
-    wanted = run_on("threads", ranks, lambda w: trained(w, ENGINES[name])[0])
+    expected = run_on("threads", ranks, lambda w: trained(w, ENGINES[name])[0])
     machine.counts.clear()
-    found = run_on_gpus(ranks, lambda w: trained(w, ENGINES[name])[0])
+    result = run_on_gpus(ranks, lambda w: trained(w, ENGINES[name])[0])
     assert machine.counts["implicit"] == 0
-    for one, other in zip(found, wanted, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+    for item, other in zip(result, expected, strict=True):
+        np.testing.assert_allclose(item, other, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", FREE)
 def test_engines_that_wait_for_nobody(lazy_gpu, name):
-    found = run_on_gpus(3, lambda w: trained(w, FREE[name])[1])
+    result = run_on_gpus(3, lambda w: trained(w, FREE[name])[1])
     assert lazy_gpu.counts["implicit"] == 0
-    assert all(np.isfinite(one["train_loss"]) for one in found[:1])
+    assert all(np.isfinite(item["train_loss"]) for item in result[:1])
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -98,15 +98,15 @@ def test_engines_that_wait_for_nobody(lazy_gpu, name):
 def test_ranks_on_one_device_have_the_bytes_of_the_host(size, overlap):
     """Gradients are summed out of neighbours' arenas; of them not a byte visits the host."""
     engine = engines.AllReduce(algorithm="direct", overlap=overlap)
-    wanted = run_on("threads", size, lambda w: trained(w, engine)[0])
+    expected = run_on("threads", size, lambda w: trained(w, engine)[0])
 
     def body(world):
-        found, _ = trained(world, engine)
-        return found, sum(link.host_bytes for link in world.purpose_links.get("wire", []))
+        result, _ = trained(world, engine)
+        return result, sum(link.host_bytes for link in world.purpose_links.get("wire", []))
 
     with fakes.installed(lazy=True, ipc_within=True) as machine:
-        for (found, host_bytes), told in zip(run_on_gpus(size, body), wanted, strict=True):
-            assert (found == told).all() and host_bytes == 0
+        for (result, host_bytes), reported in zip(run_on_gpus(size, body), expected, strict=True):
+            assert (result == reported).all() and host_bytes == 0
         added = sum(n for name, n in machine.counts.items() if name.startswith("add_"))
         assert (added > 0) == (size > 1)
         assert machine.counts["implicit"] == 0
@@ -127,11 +127,13 @@ def test_a_run_goes_on_elsewhere_than_it_began(tmp_path, lazy_gpu, name, begins)
     parts = [{"steps": STEPS - 2}, {"resume": True}]
     for place, part in zip(places, parts, strict=True):
         run = tmp_path / "run"
-        found = place(3, lambda w, p=part, run=run: trained(w, engine, optimizer, out=run, **p))
-    assert found[0][1]["steps"] >= STEPS and lazy_gpu.counts["implicit"] == 0
+        result = place(3, lambda w, p=part, run=run: trained(w, engine, optimizer, out=run, **p))
+    assert result[0][1]["steps"] >= STEPS and lazy_gpu.counts["implicit"] == 0
     if name in FREE:
-        assert np.isfinite(found[0][1]["train_loss"])
+        assert np.isfinite(result[0][1]["train_loss"])
         return
-    wanted = run_on("threads", 3, lambda w: trained(w, engine, optimizer))
-    for (one, _), (other, _) in zip(found[:2], wanted[:2], strict=True):  # the last may only serve
-        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
+    expected = run_on("threads", 3, lambda w: trained(w, engine, optimizer))
+    for (item, _), (other, _) in zip(
+        result[:2], expected[:2], strict=True
+    ):  # the last may only serve
+        np.testing.assert_allclose(item, other, rtol=1e-4, atol=1e-4)

@@ -1,4 +1,4 @@
-"""The same bits on any number of ranks: parameters, losses and what depends on them."""
+"""Ordered sums in training: the same bits of parameters and losses on any number of ranks."""
 
 from __future__ import annotations
 
@@ -63,28 +63,28 @@ def samples(model: str) -> tuple[data.Dataset, data.Dataset]:
     return kind(x[:SAMPLES], y[:SAMPLES]), kind(x[SAMPLES:210], y[SAMPLES:210])
 
 
-def engine(way: str, **more):
+def engine(way: str, **extra):
     if way == "single":
         return engines.Single(reduction="ordered", blocks=BLOCKS)
     if way == "shards":
-        more, way = {"shard_optimizer": True, **more}, "auto"
-    options = {"reduction": "ordered", "blocks": BLOCKS, "bucket_bytes": 1024, **more}
+        extra, way = {"shard_optimizer": True, **extra}, "auto"
+    options = {"reduction": "ordered", "blocks": BLOCKS, "bucket_bytes": 1024, **extra}
     return engines.AllReduce(algorithm=way, **options)
 
 
-def trained(world, model: str, way: str, **more) -> tuple:
+def trained(world, model: str, way: str, **extra) -> tuple:
     """Return all that must be alike."""
     options, shape, classes = MODELS[model]
     built = options.build(shape, classes)
-    trainer = Trainer(built, OPTIMIZERS[model], engine(way, **more), world=world)
+    trainer = Trainer(built, OPTIMIZERS[model], engine(way, **extra), world=world)
     train, test = samples(model)
     summary = trainer.fit(
         train, steps=STEPS, batch=BATCH, evaluate=test, evaluate_steps=5, interval_steps=5
     )
     sums = trainer.evaluate(train)
     trainer.close()
-    seen = ("params_sha256", "train_loss", "test_loss", "test_accuracy")
-    return (*(summary[key] for key in seen), *sums)
+    observed = ("params_sha256", "train_loss", "test_loss", "test_accuracy")
+    return (*(summary[key] for key in observed), *sums)
 
 
 @cache
@@ -107,10 +107,10 @@ def test_any_algorithm(ranks, monkeypatch, way):
 
 def test_blocks_change_bits_and_nothing_else():
     """Otherwise all above would be equal for another reason than the tree."""
-    more = {"reduction": "ordered", "blocks": 4}
+    extra = {"reduction": "ordered", "blocks": 4}
     four, fast = (
-        run_on("threads", 1, lambda w, one=one: trained(w, "mlp", "auto", **one))[0]
-        for one in (more, {"reduction": "fast", "blocks": None})
+        run_on("threads", 1, lambda w, item=item: trained(w, "mlp", "auto", **item))[0]
+        for item in (extra, {"reduction": "fast", "blocks": None})
     )
     assert len({four[0], fast[0], alone("mlp")[0]}) == 3
     assert four[1:3] == pytest.approx(alone("mlp")[1:3], rel=1e-4)
@@ -122,9 +122,9 @@ def added_as_they_come(monkeypatch):
 
     def join(self, subtotals, subtotal, add):
         if subtotals:
-            left = subtotals.pop()
-            x = add(left.x, subtotal.x)
-            subtotal = subtotal._replace(start=left.start, x=x)
+            remaining = subtotals.pop()
+            x = add(remaining.x, subtotal.x)
+            subtotal = subtotal._replace(start=remaining.start, x=x)
         subtotals.append(subtotal)
 
     monkeypatch.setattr(SumTree, "join", join)
@@ -134,8 +134,8 @@ def added_in_the_order_of_ranks(monkeypatch):
     """The nodes are right, but their sum is that of a ring."""
 
     def reduce_scatter(group, tree, own, x, op, offsets=None):
-        for one in own[:-1]:
-            op(x, one, out=x)
+        for item in own[:-1]:
+            op(x, item, out=x)
         ALLREDUCE["ring"](group, x, op)
 
     monkeypatch.setattr(ordered, "reduce_scatter", reduce_scatter)
@@ -160,10 +160,10 @@ PLANTED = {
     "plant, size", [(plant, size) for plant, sizes in PLANTED.items() for size in sizes]
 )
 def test_a_planted_error_is_seen(monkeypatch, plant, size):
-    told = alone("mlp")
+    reported = alone("mlp")
     plant(monkeypatch)
     try:
-        assert run_on("threads", size, lambda w: trained(w, "mlp", "auto"))[0][0] != told[0]
+        assert run_on("threads", size, lambda w: trained(w, "mlp", "auto"))[0][0] != reported[0]
     except HpctrainError as error:
         assert "seen a share of" in str(error)  # the cut is not what the blocks expect
 
@@ -195,7 +195,7 @@ ON_PROCESSES = ((1, "engine.kind=single"), (2, "wire.algorithm=tree"))
 def test_digits_by_the_command_line(hpctrain, tmp_path, monkeypatch, size, way):
     """Processes of this environment's MPI, each on all cores: see core_binding.py."""
     out, sets = tmp_path / "run", ["run.epochs=2", "wire.reduction=ordered", way]
-    words = [word for one in sets for word in ("--set", one)]
+    words = [word for item in sets for word in ("--set", item)]
     no_number_of_threads = {"OMP_NUM_THREADS": ""}
     hpctrain(
         "train", "digits", *words, "--out", out, ranks=size if size > 1 else None,
@@ -203,8 +203,8 @@ def test_digits_by_the_command_line(hpctrain, tmp_path, monkeypatch, size, way):
     )  # fmt: skip
     summary = json.loads((out / "summary.json").read_text())
     monkeypatch.chdir(tmp_path)
-    seen = tuple(summary[key] for key in ("params_sha256", "train_loss", "test_loss"))
-    assert (summary["threads"], seen) == (1, digits(1, "ring"))
+    observed = tuple(summary[key] for key in ("params_sha256", "train_loss", "test_loss"))
+    assert (summary["threads"], observed) == (1, digits(1, "ring"))
 
 
 def test_a_checkpoint_goes_on_with_any_number_of_ranks(tmp_path):
@@ -217,10 +217,10 @@ def test_a_checkpoint_goes_on_with_any_number_of_ranks(tmp_path):
         trainer.close()
         return params_sha256(trainer.replica.arena)
 
-    whole = run_on("threads", 3, lambda w: fit(w, 9, tmp_path / "whole"))[0]
+    complete = run_on("threads", 3, lambda w: fit(w, 9, tmp_path / "whole"))[0]
     run_on("threads", 4, lambda w: fit(w, 3, tmp_path / "parts"))
     run_on("threads", 1, lambda w: fit(w, 7, tmp_path / "parts", True))
-    assert run_on("threads", 2, lambda w: fit(w, 9, tmp_path / "parts", True)) == [whole] * 2
+    assert run_on("threads", 2, lambda w: fit(w, 9, tmp_path / "parts", True)) == [complete] * 2
 
 
 def test_early_stop_at_the_same_step():
@@ -239,10 +239,10 @@ def test_early_stop_at_the_same_step():
         trainer.close()
         return summary["steps"], summary["reason"], summary["params_sha256"]
 
-    (told,) = run_on("threads", 1, fit)
-    assert told[0] < 60
+    (reported,) = run_on("threads", 1, fit)
+    assert reported[0] < 60
     for size in (2, 5):
-        assert set(run_on("threads", size, fit)) == {told}
+        assert set(run_on("threads", size, fit)) == {reported}
 
 
 def test_micro_batches_cut_blocks():
@@ -260,8 +260,8 @@ def test_micro_batches_cut_blocks():
     assert len({run_on("threads", size, fit)[0] for size in (1, 2, 3)}) == 1
 
 
-@pytest.mark.parametrize("blocks, most", [(1, 0), (2, 1), (8, 3), (64, 6), (13, 3)])
-def test_planes_that_are_kept(blocks, most):
+@pytest.mark.parametrize("blocks, maximum", [(1, 0), (2, 1), (8, 3), (64, 6), (13, 3)])
+def test_planes_that_are_kept(blocks, maximum):
     """One rank keeps log2 B sums at most beside the gradient, whatever B."""
     options, shape, classes = MODELS["mlp"]
     replica = BlockReplica(
@@ -271,7 +271,7 @@ def test_planes_that_are_kept(blocks, most):
     key = nn.Key(0, 0, 0, samples=len(train))
     for _ in range(2):
         replica.gradient(Batch(train.x, train.y), 1.0, key, lambda name: None)
-    assert len(replica._planes) == most
+    assert len(replica._planes) == maximum
 
 
 REFUSED = {
@@ -298,12 +298,12 @@ REFUSED = {
 
 @pytest.mark.parametrize("wrong", REFUSED)
 def test_refused(wrong):
-    (options, shape, classes), more, fit, told = REFUSED[wrong]
+    (options, shape, classes), extra, fit, reported = REFUSED[wrong]
 
     def body(world):
         built = options.build(shape, classes)
-        with pytest.raises(UsageError, match=told):
-            Trainer(built, optim.sgd(0.1), engine("auto", **more), world=world).fit(
+        with pytest.raises(UsageError, match=reported):
+            Trainer(built, optim.sgd(0.1), engine("auto", **extra), world=world).fit(
                 samples("mlp")[0], steps=1, **fit
             )
 

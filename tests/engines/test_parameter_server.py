@@ -1,4 +1,4 @@
-"""Parameter servers: equal to one rank where they are synchronous; where not, to their equations.
+"""Parameter servers: equal to one rank if synchronous, else equal to their equations.
 
 An asynchronous run leaves a log of what happened in which order. A simulation in NumPy, which
 knows the papers' equations and the log but no ranks, links or shards, must come to the same
@@ -24,7 +24,7 @@ from hpctrain.engines.parameter_server.shard import Use
 from hpctrain.gradients.replica import Batch, ModelReplica
 from hpctrain.run_files import run_folder
 from hpctrain.training.faults import FaultsOptions
-from hpctrain.training.recipe import CheckpointOptions
+from hpctrain.training.run_options import CheckpointOptions
 from hpctrain.training.trainer import Trainer
 from hpctrain.watch.trace import TraceOptions
 
@@ -80,7 +80,7 @@ def trained(world, engine, *args, **fit):
 
 
 def workers(results) -> list:
-    return [one for one in results if one is not None]
+    return [item for item in results if item is not None]
 
 
 @cache
@@ -97,8 +97,8 @@ def one_rank(model: str) -> tuple[np.ndarray, np.ndarray]:
 @on_ranks(2, 3, 4, 5, mpi=(2, 4))
 def test_together_equals_one_rank(ranks, regime, model):
     begin, end = one_rank(model)
-    found = ranks(lambda world: trained(world, TOGETHER[regime](world.size), model))
-    for w, _, _ in workers(found):
+    result = ranks(lambda world: trained(world, TOGETHER[regime](world.size), model))
+    for w, _, _ in workers(result):
         assert np.linalg.norm(w - end) <= 1e-10 * np.linalg.norm(end - begin)
 
 
@@ -123,12 +123,12 @@ def test_any_number_of_servers_gives_the_same_bytes(monkeypatch, optimizer):
         return trainer.engine.worker is not None and trainer.replica.arena.param.tobytes()
 
     ways = [(4, 1, "dedicated"), (5, 2, "dedicated"), (6, 3, "dedicated"), (3, 3, "colocated")]
-    found = [
+    result = [
         [w for w in run_on("threads", ranks, lambda w, way=way: params(w, *way)) if w]
         for ranks, *way in ways
     ]
-    assert {len(one) for one in found} == {3}  # as many workers: the sum is the same
-    assert len({w for one in found for w in one}) == 1
+    assert {len(item) for item in result} == {3}  # as many workers: the sum is the same
+    assert len({w for item in result for w in item}) == 1
 
 
 def test_each_worker_sends_its_gradient_and_servers_the_parameters():
@@ -140,12 +140,12 @@ def test_each_worker_sends_its_gradient_and_servers_the_parameters():
         trainer.close()
         return engine.bytes_sent - before, trainer.replica.arena.param.nbytes
 
-    found = run_on("threads", 5, sent)
-    n = found[0][1]
+    result = run_on("threads", 5, sent)
+    n = result[0][1]
     small = 4000  # reports, answers, sums of metrics
-    for bytes_sent, _ in found[:3]:
+    for bytes_sent, _ in result[:3]:
         assert 4 * n <= bytes_sent <= 4 * n + small
-    assert 4 * 3 * n <= sum(bytes_sent for bytes_sent, _ in found[3:]) <= 4 * 3 * n + 2 * small
+    assert 4 * 3 * n <= sum(bytes_sent for bytes_sent, _ in result[3:]) <= 4 * 3 * n + 2 * small
 
 
 # What follows is asynchronous.
@@ -174,9 +174,9 @@ def logged(world, engine, out, replay=None, steps=12):
 @pytest.mark.parametrize("regime", REGIMES)
 def test_an_asynchronous_run_follows_the_equations(tmp_path, regime):
     engine = REGIMES[regime]
-    found = workers(run_on("threads", 4, lambda w: logged(w, engine, tmp_path / "run")))
-    expected = simulated(engine, tmp_path / "run", len(found))
-    for w, _, _ in found:
+    result = workers(run_on("threads", 4, lambda w: logged(w, engine, tmp_path / "run")))
+    expected = simulated(engine, tmp_path / "run", len(result))
+    for w, _, _ in result:
         np.testing.assert_allclose(w, expected, rtol=0, atol=1e-12)
 
 
@@ -187,7 +187,7 @@ def simulated(engine, run, size: int) -> np.ndarray:
     replica = ModelReplica(MODELS["mlp"].build((8, 8), 10), 0, np.float64)
     sampler = Sampler(SAMPLES, BATCH, 0)
     w = replica.arena.param.copy()
-    theirs, then, added = [w.copy() for _ in range(size)], [w.copy() for _ in range(size)], 0
+    remote, then, added = [w.copy() for _ in range(size)], [w.copy() for _ in range(size)], 0
     steps, waiting = [0] * size, [None] * size
     push_every = getattr(engine, "push_every", 1)
 
@@ -213,17 +213,17 @@ def simulated(engine, run, size: int) -> np.ndarray:
             if order.use == Use.UPDATE:
                 w, added = w - RATE * added, 0
             for worker in order.pull:
-                theirs[worker], then[worker] = w.copy(), w.copy()
+                remote[worker], then[worker] = w.copy(), w.copy()
             for worker, go, step, _ in event.replies:
                 if not go:
                     continue
-                x, steps[worker], waiting[worker] = theirs[worker], step, 0
-                for one in range(step, step + push_every):
-                    g = gradient(worker, one, x)
+                x, steps[worker], waiting[worker] = remote[worker], step, 0
+                for item in range(step, step + push_every):
+                    g = gradient(worker, item, x)
                     waiting[worker] = waiting[worker] + g
                     if getattr(engine, "pull_every", 1) > 1:
                         x = x - RATE * g
-                theirs[worker] = x
+                remote[worker] = x
     return w
 
 
@@ -250,10 +250,10 @@ def test_a_dedicated_server_returns_the_hash_of_what_was_trained(tmp_path):
         trainer.close()
         return trainer.engine.worker is None, summary["params_sha256"]
 
-    found = run_on("threads", 4, body)
+    result = run_on("threads", 4, body)
     written = json.loads((tmp_path / "run/summary.json").read_text())["params_sha256"]
-    assert sum(serves for serves, _ in found) == 1
-    assert {told for _, told in found} == {written}
+    assert sum(serves for serves, _ in result) == 1
+    assert {reported for _, reported in result} == {written}
 
 
 @pytest.mark.parametrize("regime", REGIMES)
@@ -274,21 +274,21 @@ def test_a_replay_ends_with_the_same_bytes(tmp_path, regime):
 def test_the_clock_gap_reaches_its_bound_and_no_more(bound):
     slow = FaultsOptions(slow_rank=1, slow_factor=20, step_ms=0.5)
     engine = PsAsync(staleness=bound)
-    found = run_on("threads", 4, lambda w: trained(w, engine, "mlp", optim.sgd(0.01), slow))
-    assert workers(found)[0][1]["clock_gap_max"] == bound
+    result = run_on("threads", 4, lambda w: trained(w, engine, "mlp", optim.sgd(0.01), slow))
+    assert workers(result)[0][1]["clock_gap_max"] == bound
 
 
 def test_without_a_bound_the_gap_grows():
     slow = FaultsOptions(slow_rank=1, slow_factor=40, step_ms=0.5)
-    found = run_on("threads", 4, lambda w: trained(w, PsAsync(), "mlp", optim.sgd(0.01), slow))
-    assert workers(found)[0][1]["clock_gap_max"] > 10
+    result = run_on("threads", 4, lambda w: trained(w, PsAsync(), "mlp", optim.sgd(0.01), slow))
+    assert workers(result)[0][1]["clock_gap_max"] > 10
 
 
 def test_backup_workers_wait_for_nobody_and_drop_what_is_late():
     slow = FaultsOptions(slow_rank=1, slow_factor=10, step_ms=1)
     engine = PsSync(backup_workers=1)
-    found = run_on("threads", 4, lambda w: trained(w, engine, "mlp", optim.sgd(0.05), slow))
-    _, summary, _ = workers(found)[0]
+    result = run_on("threads", 4, lambda w: trained(w, engine, "mlp", optim.sgd(0.05), slow))
+    _, summary, _ = workers(result)[0]
     assert summary["dropped_gradients"] >= 1
     assert summary["steps"] == STEPS
 
@@ -321,23 +321,23 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize("who", ["a worker", "the first server"])
+@pytest.mark.parametrize("subject", ["a worker", "the first server"])
 @pytest.mark.parametrize("regime", ENDS)
 @on_ranks(4, mpi=(4,))
-def test_a_request_to_stop_reaches_everybody(ranks, regime, who):
+def test_a_request_to_stop_reaches_everybody(ranks, regime, subject):
     roles = ENDS[regime].roles(4)
-    asked = roles.workers[1] if who == "a worker" else roles.servers[0]
+    requested = roles.workers[1] if subject == "a worker" else roles.servers[0]
 
     def stopped(world):
         trainer = trainer_of(world, ENDS[regime])
-        script = Script(Flags(stop=1) if world.rank == asked else None)
-        found = trainer.engine.train(script, 0, 500)
+        script = Script(Flags(stop=1) if world.rank == requested else None)
+        result = trainer.engine.train(script, 0, 500)
         trainer.close()
-        return found
+        return result
 
-    found = ranks(stopped)
-    assert len(set(found)) == 1
-    step, flags = found[0]
+    result = ranks(stopped)
+    assert len(set(result)) == 1
+    step, flags = result[0]
     assert 0 < step < 500
     assert flags.stop
 
@@ -378,28 +378,28 @@ def test_a_run_goes_on_in_another_regime(tmp_path, change):
     before, after = CHANGES[change]
     half = {"out": tmp_path / "run", "checkpoints": CheckpointOptions(every_steps=STEPS // 2)}
     run_on("threads", 4, lambda w: trained(w, before, steps=STEPS // 2, **half))
-    found = run_on("threads", 4, lambda w: trained(w, after, resume=True, **half))
+    result = run_on("threads", 4, lambda w: trained(w, after, resume=True, **half))
     begin, end = one_rank("mlp")
-    for w, _, _ in workers(found):
+    for w, _, _ in workers(result):
         assert np.linalg.norm(w - end) <= 1e-10 * np.linalg.norm(end - begin)
 
 
 def test_an_asynchronous_run_goes_on(tmp_path):
     """Clocks and counts go on; its log, cut and extended, still replays the whole run."""
     run, engine = tmp_path / "run", PsAsync()
-    one = {"out": run, "steps": 10, "interval_steps": 5}
-    run_on("threads", 4, lambda w: trained(w, engine, "mlp", optim.sgd(RATE), JITTER, **one))
-    two = {**one, "steps": 20, "resume": True}
-    found = workers(
+    item = {"out": run, "steps": 10, "interval_steps": 5}
+    run_on("threads", 4, lambda w: trained(w, engine, "mlp", optim.sgd(RATE), JITTER, **item))
+    two = {**item, "steps": 20, "resume": True}
+    result = workers(
         run_on("threads", 4, lambda w: trained(w, engine, "mlp", optim.sgd(RATE), JITTER, **two))
     )
     again = {"steps": 20, "interval_steps": 5, "replay": run}
     repeated = workers(
         run_on("threads", 4, lambda w: trained(w, engine, "mlp", optim.sgd(RATE), **again))
     )
-    assert found[0][0].tobytes() == repeated[0][0].tobytes()
-    told = run_folder.read_summary(run)
-    assert sum(json.loads(json.dumps(told["staleness_histogram"])).values()) == 3 * 20
+    assert result[0][0].tobytes() == repeated[0][0].tobytes()
+    reported = run_folder.read_summary(run)
+    assert sum(json.loads(json.dumps(reported["staleness_histogram"])).values()) == 3 * 20
 
 
 REFUSED = {
@@ -451,16 +451,16 @@ def test_spans_add_up_to_the_times(tmp_path, placement):
         trainer.fit(digits(), steps=10, batch=BATCH, **fit)
         spans, times = world.trace.spans(), vars(trainer.engine.times)
         return [
-            (times[f"{what}_s"], sum(s.stop - s.start for s in spans if s.category == what))
-            for what in ("compute", "wait")
+            (times[f"{kind}_s"], sum(s.stop - s.start for s in spans if s.category == kind))
+            for kind in ("compute", "wait")
         ], {s.name for s in spans}
 
-    found = run_on("threads", 4, train)
-    for pairs, _ in found[:3]:
-        for told, spans in pairs:
-            assert spans == pytest.approx(told, rel=0.01, abs=1e-4)
-    assert {"forward, backward", "push, pull"} <= found[0][1]
-    assert "serve" in found[-1][1]
+    result = run_on("threads", 4, train)
+    for pairs, _ in result[:3]:
+        for reported, spans in pairs:
+            assert spans == pytest.approx(reported, rel=0.01, abs=1e-4)
+    assert {"forward, backward", "push, pull"} <= result[0][1]
+    assert "serve" in result[-1][1]
 
 
 def test_clocks_of_other_workers_mean_nothing(tmp_path):
@@ -468,6 +468,6 @@ def test_clocks_of_other_workers_mean_nothing(tmp_path):
     half = {"out": tmp_path / "run", "steps": 10, "interval_steps": 5}
     run_on("threads", 4, lambda w: trained(w, PsAsync(), **half))
     rest = {**half, "steps": 15, "resume": True}
-    found = run_on("threads", 3, lambda w: trained(w, PsAsync(), **rest))
-    counted = workers(found)[0][1]["staleness_histogram"]
+    result = run_on("threads", 3, lambda w: trained(w, PsAsync(), **rest))
+    counted = workers(result)[0][1]["staleness_histogram"]
     assert sum(counted.values()) == 3 * 10 + 2 * 5

@@ -1,4 +1,4 @@
-"""Runs that were stopped, resumed or killed are replayed too; and twenty replays end alike."""
+"""Replays of runs that were stopped, resumed or killed; twenty replays end with the same bytes."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def test_a_run_that_was_stopped_and_resumed(tmp_path, monkeypatch, engine):
     """It was stopped within an interval, of which the log has the first part and the second."""
     looks = iter(range(10**6))
     with monkeypatch.context() as patch, pytest.raises(StoppedError):
-        asked = property(lambda self: next(looks) > 60, lambda self, value: None)
-        patch.setattr(StopRequest, "requested", asked, raising=False)
+        requested = property(lambda self: next(looks) > 60, lambda self, value: None)
+        patch.setattr(StopRequest, "requested", requested, raising=False)
         train(engine, tmp_path / "run")
-    whole = train(engine, tmp_path / "run", resume=True)
+    complete = train(engine, tmp_path / "run", resume=True)
     again = train(engine, tmp_path / "again", again=tmp_path / "run")
-    assert again["params_sha256"] == whole["params_sha256"]
+    assert again["params_sha256"] == complete["params_sha256"]
 
 
 class AfterOneGradient:
@@ -84,19 +84,19 @@ def test_a_run_that_was_stopped_before_all_had_done_a_step(tmp_path, monkeypatch
     server = replay.path_of(tmp_path / "run", workers % RANKS)
     (_, interval) = map(json.loads, server.read_text().splitlines())
     assert (interval["start"], sum(interval["clocks"])) == (0, 1)
-    whole = train(engine, tmp_path / "run", resume=True)
+    complete = train(engine, tmp_path / "run", resume=True)
     starts = [json.loads(line).get("start") for line in server.read_text().splitlines()]
     assert starts[1:3] == [0, 0]
     again = train(engine, tmp_path / "again", again=tmp_path / "run")
-    assert again["params_sha256"] == whole["params_sha256"]
+    assert again["params_sha256"] == complete["params_sha256"]
 
 
 def test_a_run_that_was_killed(tmp_path):
     train("ps-async", tmp_path / "run")
     path = replay.path_of(tmp_path / "run", RANKS - 1)
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
-    told = "the log to be replayed has no steps 24 to 36 .*; was the run killed"
-    with pytest.raises(HpctrainError, match=told):
+    reported = "the log to be replayed has no steps 24 to 36 .*; was the run killed"
+    with pytest.raises(HpctrainError, match=reported):
         train("ps-async", tmp_path / "again", again=tmp_path / "run")
 
 
@@ -105,5 +105,5 @@ def test_a_run_that_was_killed(tmp_path):
 def test_twenty_of_twenty(tmp_path, engine):
     first = train(engine, tmp_path / "run")["params_sha256"]
     assert re.fullmatch("[0-9a-f]{64}", first)
-    found = [train(engine, tmp_path / f"{i}", again=tmp_path / "run") for i in range(20)]
-    assert [one["params_sha256"] for one in found] == [first] * 20
+    result = [train(engine, tmp_path / f"{i}", again=tmp_path / "run") for i in range(20)]
+    assert [item["params_sha256"] for item in result] == [first] * 20

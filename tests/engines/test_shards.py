@@ -1,8 +1,8 @@
-"""An optimizer in shards: the update of one, for the same bytes on the wire, in 1/P of the memory.
+"""A sharded optimizer: the update of one rank, the same bytes on the wire, 1/P of the memory.
 
 Shards belong to ranks, or where a node shares its parameters to the ranks of each node. The model
 has six blocks, which no number of ranks here divides but 2 and 3; with nine, some of the shards
-are empty. That P ranks equal one rank: test_equal.py.
+are empty. That P ranks equal one rank: test_equal_to_one_rank.py.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ def trainer_of(world, optimizer, engine=SHARDS, precision="float32") -> Trainer:
 
 def sharded(world, method: str, precision: str, engine=SHARDS):
     """Return this rank's range of the gradient of each step, its state and all parameters."""
-    seen, states = [], []
+    observed, states = [], []
     optimizer = METHODS[method]
 
     def update(grad, state, *rest):
-        seen.append(grad.tobytes())
+        observed.append(grad.tobytes())
         optimizer.update(grad, state, *rest)
 
     def init(param):
@@ -63,7 +63,7 @@ def sharded(world, method: str, precision: str, engine=SHARDS):
     trainer = trainer_of(world, spied, engine, precision)
     trainer.fit(digits(), steps=STEPS, batch=BATCH)
     trainer.close()
-    every = b"".join(seen)  # in a step, the optimizer may be given one piece after the other
+    every = b"".join(observed)  # in a step, the optimizer may be given one piece after the other
     size = len(every) // STEPS
     ranges = [every[i * size : (i + 1) * size] for i in range(STEPS)]
     return ranges, states[0], trainer.replica.arena.param
@@ -88,11 +88,11 @@ def update_of_one_rank(world, engine, method: str, precision: str, hosts: str = 
     """Compare with one rank's update; `hosts` are those of ranks that share, a letter each."""
     world = World(world.link, tuple(hosts), concurrent=world.concurrent) if hosts else world
     link = world.node if hosts else world.link
-    seen, state, param = sharded(world, method, precision, engine)
+    observed, state, param = sharded(world, method, precision, engine)
     names = [name for name in state if name != "step"]
     arena = ModelReplica(MODEL.build((8, 8), 10), 0, np.dtype(precision)).arena
     alone, start = METHODS[method].init(arena.param), arena.param.copy()
-    for grad in joined(link, seen, precision):
+    for grad in joined(link, observed, precision):
         METHODS[method].update(grad, alone, arena.param, arena.slots, lambda rows: rows)
     assert param.tobytes() == arena.param.tobytes() != start.tobytes()
     assert state["step"] == alone["step"] == STEPS
@@ -162,11 +162,11 @@ def test_as_many_bytes_as_a_ring_and_a_part_of_the_memory(ranks):
         return float(sent[0]), states[0]["mean"].size, trainer.replica.arena.param.size
 
     def body(world):
-        sent, kept, size = cost(world, SHARDS)
+        sent, saved, size = cost(world, SHARDS)
         ring, _, _ = cost(world, engines.AllReduce(algorithm="ring"))
         n = size * 4
         assert sent == ring >= STEPS * 2 * n * (world.size - 1)
-        assert kept <= size / world.size + BLOCK
+        assert saved <= size / world.size + BLOCK
 
     ranks(body)
 
@@ -188,6 +188,6 @@ def test_a_checkpoint_fits_any_number_of_shards(tmp_path, first, before, then, a
 
     run_on("threads", before, lambda w: fit(w, first, 3, tmp_path / "run"))
     resumed = run_on("threads", after, lambda w: fit(w, then, 6, tmp_path / "run", True))
-    (whole,) = run_on("threads", 1, lambda w: fit(w, "whole", 6))
+    (complete,) = run_on("threads", 1, lambda w: fit(w, "whole", 6))
     for param in resumed:
-        assert abs(param - whole).max() < 1e-12
+        assert abs(param - complete).max() < 1e-12

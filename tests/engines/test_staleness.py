@@ -1,4 +1,4 @@
-"""Staleness: what is counted, and what of it lies in rows, checkpoints and summaries."""
+"""Staleness: its measurement, and its place in rows, checkpoints and summaries."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hpctrain import data, engines, nn, optim
 from hpctrain.engines.staleness import Staleness, metrics
 from hpctrain.engines.synchronous.allreduce import AllReduceEngine
 from hpctrain.run_files import run_folder
-from hpctrain.training.recipe import CheckpointOptions
+from hpctrain.training.run_options import CheckpointOptions
 from hpctrain.training.trainer import Trainer
 from hpctrain.watch.trace import TraceOptions
 
@@ -28,23 +28,23 @@ COUNTS = {
 }
 
 
-def counted(seen, gaps, dropped):
+def counted(observed, gaps, dropped):
     staleness = Staleness(dropped=dropped)
-    for one in seen:
-        staleness.count(one)
-    for one in gaps:
-        staleness.record_gap(one)
+    for item in observed:
+        staleness.count(item)
+    for item in gaps:
+        staleness.record_gap(item)
     return staleness
 
 
-@pytest.mark.parametrize("what", COUNTS)
-def test_counts(what):
-    *counts, expected = COUNTS[what]
-    found = metrics(counted(*counts))
-    assert list(found.values()) == expected
-    assert tuple(found) == KEYS
-    told = json.loads(json.dumps(counted(*counts).to_json()))
-    assert metrics(Staleness.from_json(told)) == found
+@pytest.mark.parametrize("kind", COUNTS)
+def test_counts(kind):
+    *counts, expected = COUNTS[kind]
+    result = metrics(counted(*counts))
+    assert list(result.values()) == expected
+    assert tuple(result) == KEYS
+    reported = json.loads(json.dumps(counted(*counts).to_json()))
+    assert metrics(Staleness.from_json(reported)) == result
 
 
 def test_regimes_that_know_no_staleness_say_null():
@@ -67,11 +67,11 @@ class Counting(AllReduceEngine):
 
     def train(self, work, start, until):
         self.staleness = self.staleness or Staleness()
-        done, flags = super().train(work, start, until)
-        for step in range(start, done):
+        completed, flags = super().train(work, start, until)
+        for step in range(start, completed):
             self.staleness.count(stale(step))
             self.staleness.record_gap(step % 5)
-        return done, flags
+        return completed, flags
 
 
 class Options(engines.AllReduce):
@@ -99,10 +99,10 @@ def test_rows_and_summary_count_from_the_first_step_also_when_resumed(tmp_path):
     assert [row["step"] for row in rows] == [3, 5, 6, 8, 9, 10, 12, 14]
     assert [row["since_step"] for row in rows] == [0] * 4 + [8] * 4
     for row in [*rows, {**summary, "step": 14}]:
-        seen = [stale(step) for step in range(row["step"])]
-        histogram = {str(s): n for s, n in sorted(Counter(seen).items())}
+        observed = [stale(step) for step in range(row["step"])]
+        histogram = {str(s): n for s, n in sorted(Counter(observed).items())}
         assert [row[key] for key in KEYS] == [
-            pytest.approx(np.mean(seen)), max(seen), histogram, min(row["step"] - 1, 4), 0
+            pytest.approx(np.mean(observed)), max(observed), histogram, min(row["step"] - 1, 4), 0
         ]  # fmt: skip
 
 
@@ -125,8 +125,10 @@ def test_the_trace_tells_the_staleness_of_each_gradient(tmp_path):
 
     summary = run_on("threads", 4, body)[0]
     events = json.loads((tmp_path / "run" / "trace.json").read_text())["traceEvents"]
-    told = [event["args"]["staleness"] for event in events if "staleness" in event.get("args", {})]
-    assert {int(s): n for s, n in summary["staleness_histogram"].items()} == Counter(told)
+    reported = [
+        event["args"]["staleness"] for event in events if "staleness" in event.get("args", {})
+    ]
+    assert {int(s): n for s, n in summary["staleness_histogram"].items()} == Counter(reported)
 
 
 @on_ranks(1, 2, 3, mpi=(2,))
@@ -138,11 +140,11 @@ def test_idle_fraction(ranks):
         summary = fit(world, engines.AllReduce(), None, 5, callbacks=[rows.append])
         return world.rank, [*rows, summary]
 
-    for rank, found in ranks(body):
-        for row in found:
+    for rank, result in ranks(body):
+        for row in result:
             assert [row[key] for key in KEYS] == [None] * len(KEYS)
             assert (row["idle_fraction"] is None) == (ranks.size == 1)
-        for row in found[:-1] if ranks.size > 1 else []:  # the summary has the means over ranks
+        for row in result[:-1] if ranks.size > 1 else []:  # the summary has the means over ranks
             assert len(row["idle_fraction"]) == ranks.size
             assert row["idle_fraction"][rank] == pytest.approx(
                 row["wait_s"] / row["wall_s"], abs=1e-4
@@ -160,5 +162,5 @@ def test_times_are_those_of_one_training(tmp_path):
         trainer.close()
         return summary
 
-    for one in run_on("threads", 2, body):
-        assert one["compute_s"] + one["wait_s"] <= one["wall_s"]
+    for item in run_on("threads", 2, body):
+        assert item["compute_s"] + item["wait_s"] <= item["wall_s"]

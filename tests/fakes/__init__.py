@@ -1,4 +1,4 @@
-"""Stand-ins for what a machine without a GPU lacks; they compute with NumPy, and watch.
+"""Stand-ins for CuPy and its GPUs on a machine without a GPU; they compute with NumPy.
 
     with fakes.installed(devices=2, lazy=True) as machine:     # or the fixtures `gpu`, `lazy_gpu`
         import cupy                                             # the stand-in
@@ -44,20 +44,20 @@ class _Cupy(ModuleType):
 
 def modules() -> dict[str, ModuleType]:
     """Return the modules that Python is to find."""
-    cupy, found = _Cupy("cupy"), cuda.modules()
+    cupy, result = _Cupy("cupy"), cuda.modules()
     cupy.__spec__ = ModuleSpec("cupy", None)  # whoever asks whether there is a CuPy looks for it
-    cupy.ndarray, cupy.cuda = arrays.ndarray, found["cupy.cuda"]
+    cupy.ndarray, cupy.cuda = arrays.ndarray, result["cupy.cuda"]
     cupy._core = products.module()
     cupy.get_default_memory_pool = lambda: cuda.MemoryPool()
-    return {"cupy": cupy, **found}
+    return {"cupy": cupy, **result}
 
 
 @contextmanager
 def installed(**options):
     """Let `import cupy` find the stand-in until the end of the block; yield its Machine."""
-    found = modules()
-    before = {name: sys.modules.get(name) for name in found}
-    sys.modules.update(found)
+    result = modules()
+    before = {name: sys.modules.get(name) for name in result}
+    sys.modules.update(result)
     try:
         with replaced(Machine(**options)) as machine:
             yield machine

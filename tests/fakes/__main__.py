@@ -16,18 +16,18 @@ from hpctrain.transport.device import gpus
 
 def options() -> dict:
     """Return the options of this rank."""
-    found = json.loads(os.environ.get("HPCTRAIN_FAKES", "{}"))
-    own = found.pop("ranks", {}).get(str(launchers.launched(os.environ).rank), {})
-    return {**found, **own}
+    result = json.loads(os.environ.get("HPCTRAIN_FAKES", "{}"))
+    own = result.pop("ranks", {}).get(str(launchers.launched(os.environ).rank), {})
+    return {**result, **own}
 
 
 def machine():
     """Return the context in which hpctrain is to run."""
-    asked = options()
-    if "cupy" in asked:
-        sys.modules["cupy"] = asked.pop("cupy")
-        return nullcontext(fakes.Machine(**asked))
-    return fakes.installed(**asked)
+    requested = options()
+    if "cupy" in requested:
+        sys.modules["cupy"] = requested.pop("cupy")
+        return nullcontext(fakes.Machine(**requested))
+    return fakes.installed(**requested)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Arrays of the device: NumPy inside, and nobody but the stand-in gets at it.
+"""Arrays of the device: NumPy inside, accessible to the stand-in alone.
 
 What CuPy refuses is refused, and what CuPy would do by a silent copy to the host (float(), bool(),
 iteration over numbers, tolist) is counted and refused too: the product must say `get`.
@@ -194,9 +194,9 @@ def _method(name: str):
     )
 
 
-def _in_place(how):
+def _in_place(mode):
     def method(self, other):
-        write(how, self, other)
+        write(mode, self, other)
         return self
 
     return method
@@ -207,15 +207,15 @@ METHODS = (
     "squeeze take clip dot round repeat"
 )
 BINARY = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift"
-OTHERS = "eq ne lt le gt ge neg pos abs invert"
+REST = "eq ne lt le gt ge neg pos abs invert"
 for _name in METHODS.split():
     setattr(ndarray, _name, _method(_name))
-for _name in f"{BINARY} {OTHERS}".split():
-    _how = getattr(operator, f"__{_name}__")
-    setattr(ndarray, f"__{_name}__", lambda self, *y, how=_how: evaluate(how, self, *y))
+for _name in f"{BINARY} {REST}".split():
+    _mode = getattr(operator, f"__{_name}__")
+    setattr(ndarray, f"__{_name}__", lambda self, *y, mode=_mode: evaluate(mode, self, *y))
 for _name in BINARY.split():
-    _how = getattr(operator, f"__{_name}__")
-    setattr(ndarray, f"__r{_name}__", lambda self, x, how=_how: evaluate(how, x, self))
+    _mode = getattr(operator, f"__{_name}__")
+    setattr(ndarray, f"__r{_name}__", lambda self, x, mode=_mode: evaluate(mode, x, self))
     if _name != "matmul":  # CuPy has none in place
         setattr(ndarray, f"__i{_name}__", _in_place(getattr(operator, f"__i{_name}__")))
 
@@ -238,14 +238,14 @@ def evaluate(function, *args, waits: bool = False, **kwargs):
     with np.errstate(all="ignore"):
         result = function(*a, **k)  # on a lazy machine only the shape is right as yet
     if isinstance(result, (tuple, list)):
-        return type(result)(_taken(one, sources) for one in result)
+        return type(result)(_chosen(single, sources) for single in result)
     if not isinstance(result, (np.ndarray, np.generic)):
         return result
-    found = _taken(result, sources)
-    if machine().lazy and not waits and found._keeper is found._host:
-        _spoil(found._host)
-        get_current_stream().put(lambda: np.copyto(found._host, function(*a, **k)))
-    return found
+    outcome = _chosen(result, sources)
+    if machine().lazy and not waits and outcome._keeper is outcome._host:
+        _spoil(outcome._host)
+        get_current_stream().put(lambda: np.copyto(outcome._host, function(*a, **k)))
+    return outcome
 
 
 def write(function, x: ndarray, *args, **kwargs) -> None:
@@ -269,13 +269,13 @@ def _hosts(x, sources: list[ndarray]):
     if isinstance(x, np.ndarray):
         raise TypeError(f"Unsupported type {type(x)}")
     if isinstance(x, (tuple, list)) and type(x) in (tuple, list):
-        return type(x)(_hosts(one, sources) for one in x)
+        return type(x)(_hosts(single, sources) for single in x)
     if isinstance(x, dict):
-        return {name: _hosts(one, sources) for name, one in x.items()}
+        return {name: _hosts(single, sources) for name, single in x.items()}
     return x
 
 
-def _taken(result, sources: list[ndarray]) -> ndarray:
+def _chosen(result, sources: list[ndarray]) -> ndarray:
     """Return a result as an array of the device: a view of a source, or new memory."""
     result = np.asarray(result)
     for source in sources:
@@ -305,11 +305,11 @@ def _round(x: np.ndarray, key):
     keys = key if isinstance(key, tuple) else (key,)
     if any(k is None or k is Ellipsis for k in keys):
         return key
-    found = [
+    outcome = [
         k % max(n, 1) if isinstance(k, np.ndarray) and k.dtype.kind in "iu" else k
         for k, n in zip(keys, x.shape, strict=False)
     ]
-    return tuple(found) if isinstance(key, tuple) else found[0]
+    return tuple(outcome) if isinstance(key, tuple) else outcome[0]
 
 
 def _selects(key) -> bool:

@@ -1,4 +1,4 @@
-"""cupy.cuda and cupy.cuda.runtime: devices, streams, memory, and what the driver tells."""
+"""cupy.cuda and cupy.cuda.runtime: devices, streams, memory, and properties of the driver."""
 
 from __future__ import annotations
 

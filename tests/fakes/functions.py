@@ -119,7 +119,7 @@ def asnumpy(a, stream=None, order="C", out=None, *, blocking=True):
     return np.asarray(a)
 
 
-def copyto(dst, src, casting="same_kind", where=None):
+def copyto(dst, src, casting="same_kind", location=None):
     if isinstance(src, ndarray):
         machine().count("D2D", src.nbytes)
     write(lambda x, y: np.copyto(x, y, casting=casting), dst, src)
@@ -184,15 +184,15 @@ def _of_device(x) -> ndarray:
 
 def __getattr__(name: str):
     """Return the function of NumPy's name, if CuPy has it."""
-    found = getattr(np, name, None)
-    if isinstance(found, np.ufunc) and name not in FUNCTIONS:
-        return Ufunc(found)
+    result = getattr(np, name, None)
+    if isinstance(result, np.ufunc) and name not in FUNCTIONS:
+        return Ufunc(result)
     if name in FUNCTIONS:
-        return partial(_call, found)
+        return partial(_call, result)
     if name in SHAPES:
-        return partial(evaluate, found, waits=True)
+        return partial(evaluate, result, waits=True)
     if name in NAMES:
-        return found
+        return result
     raise AttributeError(f"module 'cupy' (a stand-in) has no attribute '{name}'")
 
 

@@ -1,6 +1,7 @@
-"""Floats of 16 bits as a GPU treats them: NumPy multiplies matrices of them slowly and roughly, and
-makes float32 of a bfloat16 and a number. A GPU adds products in float32 and rounds once; what all
-its operands have, the result has too.
+"""Floats of 16 bits with a GPU's rounding: products are added in float32 and rounded once.
+
+NumPy multiplies matrices of 16-bit floats slowly and rounds after each addition. It also promotes
+a bfloat16 and a number to float32; on a GPU the result has the dtype of its operands.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ import operator
 
 import numpy as np
 
-MANY = (np.matmul, operator.matmul)  #: of several matrices at once, too
-PRODUCTS = (*MANY, np.dot)
+REPEATED = (np.matmul, operator.matmul)  #: of several matrices at once, too
+PRODUCTS = (*REPEATED, np.dot)
 
 
 def plain(function):
@@ -28,7 +29,7 @@ def as_on_a_gpu(function):
         kind = _sixteen(args)
         if kind is None:
             return function(*args, **kwargs, **({} if out is None else {"out": out}))
-        if function in MANY and kind != np.float16 and max(map(np.ndim, args)) > 2:
+        if function in REPEATED and kind != np.float16 and max(map(np.ndim, args)) > 2:
             raise TypeError("data type 'E' not understood")  # as CuPy 14 says of bfloat16
         if function in PRODUCTS:
             args = [a.astype(np.float32) if isinstance(a, np.ndarray) else a for a in args]

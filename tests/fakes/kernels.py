@@ -1,4 +1,4 @@
-"""What the CUDA sources of the product do, told in Python: each is checked by a test of its own."""
+"""Python versions of hpctrain's CUDA kernels; each kernel has a test of its own."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def squares(grid, block, x, starts, stops, sums) -> None:
         part = np.zeros(threads)
         values = x[starts[piece] : stops[piece]].astype(np.float64)
         for i in range(0, len(values), threads):
-            some = values[i : i + threads]
-            part[: len(some)] += some * some
+            subset = values[i : i + threads]
+            part[: len(subset)] += subset * subset
         while len(part) > 1:
             part = part[: len(part) // 2] + part[len(part) // 2 :]
         sums[piece] = part[0]
@@ -27,13 +27,13 @@ def squares(grid, block, x, starts, stops, sums) -> None:
 def combine(ufunc, count, outs, grid, block, *args) -> None:
     """Combine arrays in their order, each time rounded to their dtype, into all outs."""
     *arrays, n, packs = args
-    ys, (total, *others) = arrays[:outs], arrays[outs:]
-    assert len(others) == count - 1 and all(len(x) == n for x in arrays)
+    ys, (total, *rest) = arrays[:outs], arrays[outs:]
+    assert len(rest) == count - 1 and all(len(x) == n for x in arrays)
     assert packs in (0, total.nbytes // 16) and grid[0] * block[0] > 0
     of_dtype = [operation(name, total.dtype) for name in names(total.dtype)]
     op = next(op for op in of_dtype if ufunc_of(op) is ufunc)
     total = total.copy()
-    for other in others:
+    for other in rest:
         op(total, other, out=total)
     for y in ys:
         y[...] = total
@@ -45,8 +45,8 @@ def dropout(grid, block, y, x, factor, limit, rows, features, *words) -> None:
     stream = np.random.Philox(counter=np.array(words[:4]), key=np.array(words[4:6]))
     blocks = -(-int(features) // 8)
     draws = stream.random_raw(int(rows) * blocks * 4).view(np.uint32).reshape(int(rows), -1)
-    kept = (draws[:, : int(features)] >= limit).reshape(x.shape)
-    y[...] = (x.astype(factor.dtype) * (kept * factor)).astype(x.dtype)
+    saved = (draws[:, : int(features)] >= limit).reshape(x.shape)
+    y[...] = (x.astype(factor.dtype) * (saved * factor)).astype(x.dtype)
 
 
 def to_bfloat16(grid, block, y, x, n) -> None:
@@ -74,26 +74,26 @@ def first_not_finite(grid, block, x, n, limit, start, first) -> None:
         first[0] = min(int(first[0]), 2 * (int(start) + int(i)) + int(np.isfinite(x[i])))
 
 
-def owe(grid, block, residual, x, matrices, bucket) -> None:
+def add_to_residual(grid, block, residual, x, matrices, bucket) -> None:
     assert grid[1] == len(matrices)
     for start, size, *_ in matrices:
         residual[start : start + size] += x[start - bucket : start - bucket + size]
 
 
-def take_largest(grid, block, residual, matrices, founds, where, values, bucket) -> None:
+def take_largest(grid, block, residual, matrices, founds, location, values, bucket) -> None:
     """Take the largest, of equal ones the first; what was counted before need not be known."""
     for start, size, k, first in matrices:
         own = residual[start : start + size]
         bits = abs(own).view(f"u{own.itemsize}")  # in their order, not-a-number the largest
         largest = np.argsort(~bits, kind="stable")[:k]
-        where[first : first + k] = start - bucket + largest
+        location[first : first + k] = start - bucket + largest
         values[first : first + k] = own[largest]
         own[largest] = 0
 
 
-def add_pairs(grid, block, x, where, values, n) -> None:
-    assert len(where) == len(values) == n == len(np.unique(where))
-    x[where] += values
+def add_pairs(grid, block, x, location, values, n) -> None:
+    assert len(location) == len(values) == n == len(np.unique(location))
+    x[location] += values
 
 
 def orthonormal(grid, block, x, starts, rows, factors, rank) -> None:
@@ -135,8 +135,8 @@ def sums_of_values(grid, block, part, x, rows, c) -> None:
 
 
 def _normal(x, mean, scale):
-    most = mean.astype(scale.dtype)
-    return (x.astype(scale.dtype) - most - (mean - most).astype(scale.dtype)) * scale
+    maximum = mean.astype(scale.dtype)
+    return (x.astype(scale.dtype) - maximum - (mean - maximum).astype(scale.dtype)) * scale
 
 
 def sums_of_gradients(grid, block, part, x, dy, mean, scale, rows, c) -> None:
@@ -205,16 +205,16 @@ def sums_of_rows(grid, block, part, x, dy, mean, scale, rows, c) -> None:
     part[0] = d.sum(axis=0), (d * _rows_of(x, mean, scale)).sum(axis=0)
 
 
-def entropies(grid, block, told, dz, z, labels, scale, wanted, rows, c) -> None:
+def entropies(grid, block, told, dz, z, labels, scale, expected, rows, c) -> None:
     assert z.shape == (rows, c) and labels.shape == (rows,) and labels.dtype == np.int64
     all_rows, wrong = np.arange(rows), (labels < 0) | (labels >= c)
     own = np.where(wrong, 0, labels)
     powers = z - z.max(axis=1, keepdims=True)
-    least = powers[all_rows, own]
+    minimum = powers[all_rows, own]
     np.exp(powers, out=powers)
     totals = powers.sum(axis=1)
-    told[...] = np.log(totals) - least, z.argmax(axis=1) == labels, wrong
-    if wanted:
+    told[...] = np.log(totals) - minimum, z.argmax(axis=1) == labels, wrong
+    if expected:
         powers *= (float(scale) / totals)[:, None]
         powers[all_rows, own] -= float(scale)
         dz[...] = powers
@@ -243,7 +243,7 @@ KERNELS = {
     "to_bfloat16": to_bfloat16,
     "from_bfloat16": from_bfloat16,
     "first_not_finite": first_not_finite,
-    "owe": owe,
+    "add_to_residual": add_to_residual,
     "count_digits": nothing,
     "pick_digit": nothing,
     "take_largest": take_largest,

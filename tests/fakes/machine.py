@@ -1,4 +1,4 @@
-"""The machine behind the stand-in for CuPy: its devices, their memory, and what was asked of them.
+"""The machine behind the stand-in for CuPy: its devices, their memory, and counts of calls.
 
 There is one at a time, as there is one CUDA in a process: `installed` in `__init__` changes it.
 """
@@ -82,11 +82,11 @@ class Machine:
         """The current device of this thread: 0 until it says otherwise."""
         return getattr(self.here, "device", 0)
 
-    def count(self, what: str, nbytes: int | None = None) -> None:
+    def count(self, kind: str, nbytes: int | None = None) -> None:
         with self.lock:
-            self.counts[what] += 1
+            self.counts[kind] += 1
             if nbytes is not None:
-                self.counts[f"{what} bytes"] += nbytes
+                self.counts[f"{kind} bytes"] += nbytes
 
     def register(self, address: int, nbytes: int, device: int) -> None:
         """Take note of device memory."""
@@ -122,8 +122,8 @@ class Machine:
 
     def room(self, device: int) -> tuple[int, int]:
         """Return the bytes that are free on a device, and all that it has."""
-        whole = self.limits.get(device, self.memory_bytes)
-        return max(whole - self.used(device), 0), whole
+        complete = self.limits.get(device, self.memory_bytes)
+        return max(complete - self.used(device), 0), complete
 
     def must_fit(self, nbytes: int, device: int) -> None:
         """Raise what CuPy's pool raises where a device has no room for `nbytes`."""

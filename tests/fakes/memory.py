@@ -1,4 +1,4 @@
-"""Memory by its address: pointers, pinned host memory, copies, and handles for other processes."""
+"""Device memory by address: pointers, pinned host memory, copies, and IPC handles."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class UnownedMemory:
 
     def __init__(self, ptr, size, owner, device_id=-1):
         if device_id < 0:
-            found = machine().region(ptr)
-            device_id = found[2] if found else machine().device
+            result = machine().region(ptr)
+            device_id = result[2] if result else machine().device
         self.ptr, self.size, self._owner, self.device_id = ptr, size, owner, device_id
 
 
@@ -114,12 +114,12 @@ def ipcGetMemHandle(ptr) -> bytes:
     """The handle is of the whole allocation in which `ptr` lies."""
     if not machine().ipc:
         raise CUDARuntimeError(801, "cudaErrorNotSupported: operation not supported")
-    found = machine().region(ptr)
-    if found is None or found[0] not in _held or _held[found[0]][1] is None:
+    result = machine().region(ptr)
+    if result is None or result[0] not in _held or _held[result[0]][1] is None:
         raise CUDARuntimeError(1, "cudaErrorInvalidValue: invalid argument")
-    start, nbytes, device = found
-    told = _HANDLE.pack(os.getpid(), _held[start][1], nbytes, device)
-    return told.ljust(HANDLE_BYTES, b"\0")
+    start, nbytes, device = result
+    reported = _HANDLE.pack(os.getpid(), _held[start][1], nbytes, device)
+    return reported.ljust(HANDLE_BYTES, b"\0")
 
 
 def ipcOpenMemHandle(handle, flags=1) -> int:
@@ -155,13 +155,13 @@ def memcpy(dst, src, size, kind) -> None:
 
 def memcpyAsync(dst, src, size, kind, stream) -> None:
     _count(dst, src, size, kind)
-    where = by_pointer(stream)
+    location = by_pointer(stream)
     to, source = machine().host(dst), machine().host(src)
-    where.put(lambda: ctypes.memmove(to, source, size))
+    location.put(lambda: ctypes.memmove(to, source, size))
     host = {HOST_TO_DEVICE: src, DEVICE_TO_HOST: dst}.get(kind)
     if host is not None and not machine().is_pinned(host):
         machine().count("pageable")
-        where.run()
+        location.run()
 
 
 def memcpyPeerAsync(dst, dst_device, src, src_device, size, stream) -> None:
@@ -188,11 +188,11 @@ def pageable_or_pinned(x: np.ndarray) -> bool:
 
 def _count(dst, src, size, kind) -> None:
     """Count a copy by its kind; refuse a kind that the memory is not of."""
-    seen = (machine().region(src) is not None, machine().region(dst) is not None)
+    observed = (machine().region(src) is not None, machine().region(dst) is not None)
     kinds = {(False, True): 1, (True, False): 2, (True, True): 3, (False, False): 0}
-    if kind not in (kinds[seen], DEFAULT):
+    if kind not in (kinds[observed], DEFAULT):
         raise CUDARuntimeError(1, "cudaErrorInvalidValue: invalid argument")
-    machine().count(("H2H", "H2D", "D2H", "D2D")[kinds[seen]], size)
+    machine().count(("H2H", "H2D", "D2H", "D2D")[kinds[observed]], size)
 
 
 def _must_be_device(ptr) -> None:
@@ -214,8 +214,8 @@ def _open(process, descriptor, nbytes, device) -> int:
 def _hold(pages, descriptor, nbytes=None, device=None) -> int:
     address = _address_of(pages) - machine().away
     _held[address] = (pages, descriptor)
-    here = machine().device if device is None else device
-    machine().register(address, len(pages) if nbytes is None else nbytes, here)
+    local = machine().device if device is None else device
+    machine().register(address, len(pages) if nbytes is None else nbytes, local)
     return address
 
 

@@ -1,4 +1,4 @@
-"""cupy._core._routines_linalg: of how many bits products are made; here nothing depends on it."""
+"""cupy._core._routines_linalg: the setting of TF32, which changes no result of the stand-in."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def _key(dtype) -> str:
 
 def module() -> ModuleType:
     """Return cupy._core, with what is used of it."""
-    core, found = ModuleType("cupy._core"), ModuleType("cupy._core._routines_linalg")
+    core, result = ModuleType("cupy._core"), ModuleType("cupy._core._routines_linalg")
     for name in ("COMPUTE_TYPE_DEFAULT", "COMPUTE_TYPE_TF32", "get_compute_type",
                  "set_compute_type"):  # fmt: skip
-        setattr(found, name, globals()[name])
-    core._routines_linalg = found
+        setattr(result, name, globals()[name])
+    core._routines_linalg = result
     return core

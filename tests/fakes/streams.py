@@ -1,11 +1,11 @@
-"""Streams and events. On a lazy machine work waits in its stream until somebody waits for it:
+"""Streams and events. On a lazy machine work in a stream is done only when it is waited for:
 
     stream a   [ copy ][ add ][ * event e ]           nothing has run yet
     stream b   [ wait for e ][ multiply ]
     b.synchronize()  runs a up to e, then b           what a does behind e still waits
 
-So whoever reads device memory by its address (MPI, a neighbour) before the right wait sees what
-was there before. The null stream and all streams but those that are `non_blocking` wait for each
+So code that reads device memory by its address (MPI, a neighbour) before the right wait reads the
+old contents. The null stream and all streams but those that are `non_blocking` wait for each
 other, as CUDA's do.
 """
 
@@ -64,9 +64,9 @@ class Stream(metaclass=_WithNull):
         return event
 
     def wait_event(self, event) -> None:
-        where, n = event.where
-        if where is not None:
-            self.put(lambda: where.run(n))
+        location, n = event.where
+        if location is not None:
+            self.put(lambda: location.run(n))
 
     def launch_host_func(self, callback, arg=None) -> None:
         self.put(lambda: callback(arg))

@@ -1,4 +1,4 @@
-"""Start training jobs that are to fail, and prove that nothing of them stays behind."""
+"""Fixtures that start training jobs with planted faults, and verify that nothing is left behind."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ranks import run_on
 from hpctrain import data
 from hpctrain.training import recipe, runs
 
-HERE = Path(__file__).parent
+LOCAL = Path(__file__).parent
 
 
 @pytest.fixture
@@ -25,12 +25,12 @@ def mark(tmp_path: Path) -> Iterator[str]:
     """Return a word that the processes of this test carry; none may be left at its end."""
     yield str(tmp_path)
     deadline = time.monotonic() + 5
-    while (left := carriers(str(tmp_path))) and time.monotonic() < deadline:
+    while (remaining := carriers(str(tmp_path))) and time.monotonic() < deadline:
         time.sleep(0.05)
-    told = [f"{process.pid}: {process.status()}" for process in left]
-    for process in left:
+    reported = [f"{process.pid}: {process.status()}" for process in remaining]
+    for process in remaining:
         process.kill()
-    assert told == []
+    assert reported == []
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def begin(start: Callable[..., Job], tmp_path: Path, mark: str) -> Callable[...,
 
     With `gpus`, options of `fakes.installed`, on stand-ins for GPUs.
     """
-    shutil.copy(HERE / "traps.py", tmp_path)  # found in the folder where the job is started
+    shutil.copy(LOCAL / "traps.py", tmp_path)  # found in the folder where the job is started
 
     def begin(
         *args: object,
@@ -81,7 +81,7 @@ def undisturbed(
     small: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., dict]:
     """Train the same with the trap at no step, on ranks that are threads; return the summary."""
-    monkeypatch.syspath_prepend(HERE)
+    monkeypatch.syspath_prepend(LOCAL)
 
     def undisturbed(*args: str, ranks: int = 2) -> dict:
         never = trap("none", 0, NEVER)

@@ -1,4 +1,4 @@
-"""A rank is killed, or stopped, while it adds up its neighbours' memory; the others wait for it."""
+"""A rank is killed or stopped inside `direct`, while its neighbours wait for it."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ print("never comes here")
 
 
 @pytest.mark.parametrize(
-    "signal, said", [("SIGKILL", ""), ("SIGSTOP", "flags of the node with all")]
+    "signal, message", [("SIGKILL", ""), ("SIGSTOP", "flags of the node with all")]
 )
-def test_a_rank_that_is_lost_in_direct(start, mark, tmp_path, signal, said):
+def test_a_rank_that_is_lost_in_direct(start, mark, tmp_path, signal, message):
     """The launcher sees that one was killed, the watch that one was stopped."""
     before = set(os.listdir("/dev/shm"))
     job = start("-c", SUMS, signal, tmp_path / "run", ranks=2, env={MARK: mark})
@@ -49,10 +49,10 @@ def test_a_rank_that_is_lost_in_direct(start, mark, tmp_path, signal, said):
     assert ended.seconds < 20
     assert "step 1" in ended.stdout
     assert "never comes here" not in ended.stdout
-    assert said in ended.stderr
+    assert message in ended.stderr
     limit = time.monotonic() + 5  # other tests run meanwhile, whose files go at once
-    while left := [n for n in set(os.listdir("/dev/shm")) - before if "hpctrain" in n]:
-        assert time.monotonic() < limit, left
+    while remaining := [n for n in set(os.listdir("/dev/shm")) - before if "hpctrain" in n]:
+        assert time.monotonic() < limit, remaining
         time.sleep(0.02)
 
 

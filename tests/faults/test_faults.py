@@ -1,4 +1,4 @@
-"""What goes wrong on one rank while all train: the job ends, says where, and keeps what it had."""
+"""Faults of one rank during training: the job ends, reports the place, and keeps its results."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ CALLBACK = sets(run_callbacks="['traps:broken']", run_interval_steps=7)
 
 @pytest.mark.parametrize("fault", rows_of(LOST, "error in a step", "loss not finite"))
 def test_a_fault_on_one_rank(digits, fault):
-    (kind, rank, *step), code, said = LOST[fault]
+    (kind, rank, *step), code, message = LOST[fault]
     keys = [*SAVES, *(CALLBACK if fault == "error in a callback" else [])]
     job = digits(*keys, *trap(kind, rank, *step), launch=rank == 0 or code == 3)
     ended = job.finish()
     assert ended.returncode == code, ended.stderr
-    assert len(re.findall(said, ended.stderr)) == 1, ended.stderr
+    assert len(re.findall(message, ended.stderr)) == 1, ended.stderr
     assert (
         ended.seconds < 60
     )  # 10 s from the fault; the start takes its time where cores are shared
@@ -89,13 +89,13 @@ def test_a_stopped_rank(digits, launched):
     assert ended.returncode == 86, ended.stderr
     assert ended.seconds < 60
     assert ended.stderr.count("hung: a call has waited for longer than 1 s") == 1
-    waits_for, others = ended.stderr.split("the job waits for:")[1].split("these wait:")
+    waits_for, rest = ended.stderr.split("the job waits for:")[1].split("these wait:")
     silent = (
         r"rank 1 on \S+ \(pid \d+\), step 7, at \S+:\d+ \w+: no heartbeat .*: stopped or dead; "
     )
     silent += r"last operation [\w ]+ with (rank \d|all ranks)"
     assert re.search(silent, waits_for), waits_for
-    assert len(re.findall(r"rank [02] on .* step 7, at \S+:\d+ .*: waiting; in \w+", others)) == 2
+    assert len(re.findall(r"rank [02] on .* step 7, at \S+:\d+ .*: waiting; in \w+", rest)) == 2
     assert (job.summary["status"], job.summary["exit_code"]) == ("hung", 86)
     assert "rank 1 on" in job.summary["reason"]
     assert f"results: {job.out}\n" in ended.stderr
@@ -146,8 +146,8 @@ def test_a_damaged_checkpoint(digits, trained, tmp_path, damage):
         assert ended.returncode == 0
         assert f"going back to {job.out}/checkpoints/{OLD}" in ended.stderr
         assert "resumed at step 5 of 10" in ended.stderr
-        told = run_folder.read_summary(trained)
-        assert job.summary["params_sha256"] == told["params_sha256"]
+        reported = run_folder.read_summary(trained)
+        assert job.summary["params_sha256"] == reported["params_sha256"]
     else:
         assert ended.returncode == 2
         assert "no checkpoint in" in ended.stderr and "can be used" in ended.stderr
@@ -167,10 +167,10 @@ def test_a_checkpoint_of_another_model(digits, trained, tmp_path):
 FULL = {"while it trains": (7, [5], [10, 15, 18]), "at the end": (17, [5, 10, 15], [18])}
 
 
-@pytest.mark.parametrize("when", FULL)
+@pytest.mark.parametrize("moment", FULL)
 @pytest.mark.either
-def test_a_full_disk(digits, when):
-    step, saved, failed = FULL[when]
+def test_a_full_disk(digits, moment):
+    step, saved, failed = FULL[moment]
     keys = sets(run_epochs="", run_steps=18, checkpoint_every_steps=5)
     job = digits(*keys, *trap("full", EVERY, step))
     ended = job.finish()
@@ -194,10 +194,14 @@ def test_a_disk_full_of_checkpoints_has_no_room_for_the_trace(digits):
     job = digits(*trap("full", EVERY), *keys)
     ended = job.finish()
     assert ended.returncode == 0, ended.stderr
-    said = re.findall(r"could not be written: rank 0 on \S+: File too large", ended.stderr)
-    assert len(said) == 1
+    message = re.findall(r"could not be written: rank 0 on \S+: File too large", ended.stderr)
+    assert len(message) == 1
     assert (job.summary["status"], job.steps) == ("done", [40])
-    assert not [*job.out.glob("trace.json"), *job.out.glob("trace/*"), *job.out.glob(".trace*")]
+    assert not [
+        *job.out.glob("trace.json"),
+        *job.out.glob("trace/*"),
+        *job.out.glob(".trace*"),
+    ]
 
 
 NEVER_COMES = """

@@ -1,4 +1,4 @@
-"""Ranks that are real processes, on stand-ins for GPUs: whole runs, and what goes wrong on them."""
+"""Processes on stand-ins for GPUs: complete runs, and faults during them."""
 
 from __future__ import annotations
 
@@ -32,29 +32,29 @@ RUNS = {
 @pytest.mark.parametrize("kind", rows_of(RUNS, "allreduce"))
 def test_a_run_ends_where_cores_end(digits, undisturbed, kind):
     """All of MPI's memory is the host's: a pointer of the stand-in's would crash it."""
-    ranks, machine, args, said = RUNS[kind]
+    ranks, machine, args, message = RUNS[kind]
     job = digits(*PLAIN, *args, ranks=ranks, gpus=machine)
     ended = job.finish()
     assert ended.returncode == 0, ended.stderr
     summary = job.summary
-    assert ended.stderr.count(said) == 1 or not said, ended.stderr
+    assert ended.stderr.count(message) == 1 or not message, ended.stderr
     engine = sets(engine_kind=args[1]) if args else []
-    wanted = undisturbed(*PLAIN, *engine, ranks=ranks or 1)
-    assert summary["params_sha256"] == wanted["params_sha256"]
-    assert (summary["gpus"], wanted["gpus"]) == (["GPU-number-0"], [])
+    expected = undisturbed(*PLAIN, *engine, ranks=ranks or 1)
+    assert summary["params_sha256"] == expected["params_sha256"]
+    assert (summary["gpus"], expected["gpus"]) == (["GPU-number-0"], [])
     way = "staged" if kind == "no handles" else "ipc"
-    assert (summary["gpu_paths"]["same_gpu"], wanted["gpu_paths"]) == (way, None)
-    for told in TOLD:
-        assert ended.stderr.count(told) == (ranks == 2), ended.stderr
+    assert (summary["gpu_paths"]["same_gpu"], expected["gpu_paths"]) == (way, None)
+    for reported in REPORTED:
+        assert ended.stderr.count(reported) == (ranks == 2), ended.stderr
 
 
 #: What a run says once where more than one rank has a GPU, and nobody has tried the ways
-TOLD = (
+REPORTED = (
     "run `hpctrain doctor` once, in a job on such nodes",
     "GPU memory between ranks: same gpu ipc; no trial was made",
     "GPUs shared: 2 ranks on 1, up to 2 each",
 )
-OTHERS = """
+REST = """
 import json, sys
 import fakes
 holds = fakes.installed(hidden=True)
@@ -73,7 +73,7 @@ ENGINES = {"local-sgd": True, "ps-async": True, "easgd": True, "gossip": False}
 def test_the_other_engines(start, mark, small, tmp_path):
     """One job trains them, one after the other."""
     keys = [*small, *sets(run_epochs=1)][1::2]
-    code = f"from pathlib import Path{OTHERS}"
+    code = f"from pathlib import Path{REST}"
     env = {MARK: mark, **on_fakes()}
     ended = start("-c", code, " ".join(ENGINES), *keys, ranks=2, env=env).finish()
     assert ended.returncode == 0, ended.stderr
@@ -82,8 +82,8 @@ def test_the_other_engines(start, mark, small, tmp_path):
         assert (summary["status"], summary["gpus"]) == ("done", ["GPU-number-0"]), engine
         spec = recipe.load("digits", [f"engine.kind={engine}", *keys])
         body = partial(runs.train, spec, out=tmp_path / engine, resume=False)
-        wanted = run_on("threads", 2, body)[0]["params_sha256"] if repeats else ""
-        assert not repeats or wanted == summary["params_sha256"], engine
+        expected = run_on("threads", 2, body)[0]["params_sha256"] if repeats else ""
+        assert not repeats or expected == summary["params_sha256"], engine
 
 
 # What is asked of the machine -> what is said
@@ -101,12 +101,12 @@ NO_GPU = {
 @pytest.mark.parametrize("lacking", NO_GPU)
 @pytest.mark.either
 def test_no_gpu(begin, lacking):
-    machine, said = NO_GPU[lacking]
+    machine, message = NO_GPU[lacking]
     ranks = 2 if lacking == "an older driver" else None
     job = begin("digits", ranks=ranks, gpus=machine)
     ended = job.finish()
     assert (ended.returncode, "Traceback" in ended.stderr) == (2, False), ended.stderr
-    assert ended.stderr.count(said) == 1 and ended.stderr.count("hpctrain: ") == 1, ended.stderr
+    assert ended.stderr.count(message) == 1 and ended.stderr.count("hpctrain: ") == 1, ended.stderr
     assert not job.out.exists()
 
 
@@ -115,27 +115,29 @@ SHORT = {"in a step": (1, 7), "on all ranks": (EVERY, 7), "before the first": (1
 
 
 @pytest.mark.parametrize(
-    "when", [pytest.param(k, marks=[pytest.mark.full] * (k == "before the first")) for k in SHORT]
+    "moment", [pytest.param(k, marks=[pytest.mark.full] * (k == "before the first")) for k in SHORT]
 )
 @pytest.mark.either
-def test_out_of_memory(digits, when):
-    rank, step = SHORT[when]
+def test_out_of_memory(digits, moment):
+    rank, step = SHORT[moment]
     job = digits(*SAVES, *trap("short", rank, step), gpus={})
     ended = job.finish()
     assert ended.returncode == 1, ended.stderr
     assert ended.seconds < 20
-    (said,) = re.findall(r"hpctrain: rank (\d) on \S+: (GPU 0 is out of memory .*)", ended.stderr)
-    assert re.search(
-        r"\([\d,]+ of [\d,]+ bytes free now, .*\): [\d,]+ bytes asked. Take a", said[1]
+    (message,) = re.findall(
+        r"hpctrain: rank (\d) on \S+: (GPU 0 is out of memory .*)", ended.stderr
     )
-    assert rank == EVERY or said[0] == str(rank)
+    assert re.search(
+        r"\([\d,]+ of [\d,]+ bytes free now, .*\): [\d,]+ bytes asked. Take a", message[1]
+    )
+    assert rank == EVERY or message[0] == str(rank)
     assert "Traceback" not in ended.stderr
     if step < 0:
         assert not job.out.exists()
     else:
         assert (job.summary["status"], job.steps) == ("failed", [5])
-        assert job.summary["reason"].startswith(f"rank {said[0]} on ")
-        assert said[1] in job.summary["reason"]
+        assert job.summary["reason"].startswith(f"rank {message[0]} on ")
+        assert message[1] in job.summary["reason"]
 
 
 SUMS = """
@@ -178,11 +180,11 @@ def test_a_rank_whose_memory_neighbours_map_is_lost(start, mark, tmp_path, numbe
     assert ended.stdout.count("step 1") == 3
     assert "step 2" not in ended.stdout and "never comes here" not in ended.stdout
     if left_alone or number == "SIGSTOP":
-        told = ended.stderr.split("the job waits for:")[1].split("these wait:")[0]
-        assert "rank 1 on" in told
+        reported = ended.stderr.split("the job waits for:")[1].split("these wait:")[0]
+        assert "rank 1 on" in reported
     limit = time.monotonic() + 5  # other tests run meanwhile, whose files go at once
-    while left := [n for n in set(os.listdir("/dev/shm")) - before if "hpctrain" in n]:
-        assert time.monotonic() < limit, left
+    while remaining := [n for n in set(os.listdir("/dev/shm")) - before if "hpctrain" in n]:
+        assert time.monotonic() < limit, remaining
         time.sleep(0.02)
 
 

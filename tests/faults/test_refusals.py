@@ -1,4 +1,4 @@
-"""Bad input: said once, before any training, whatever the number of ranks; exit code 2."""
+"""Bad input: one message before any training, for any number of ranks; exit code 2."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_a_batch_smaller_than_the_job(digits):
     refused(job.finish(), "2 samples per batch for 3 workers", job.out)
 
 
-# What ranks call -> what every one of them is told; more of it in test_arrays.py
+# What ranks call -> what every one of them is told; more of it in test_user_collectives.py
 CALLS = {
     "np.ones(9)[::2]": "expected a C-contiguous array, seen shape (5,)",
     "np.ones(4, 'm8[s]')": "seen timedelta64[s]",
@@ -139,14 +139,14 @@ def test_allreduce_of_what_does_not_fit(start, mark):
     ended = start("-c", SCRIPT, *CALLS, ranks=3, env={MARK: mark}).finish()
     for rank in range(3):
         for message in CALLS.values():
-            told = rf"\[rank {rank} on .*UsageError: .*{re.escape(message)}"
-            assert re.search(told, ended.stderr), ended.stderr
+            reported = rf"\[rank {rank} on .*UsageError: .*{re.escape(message)}"
+            assert re.search(reported, ended.stderr), ended.stderr
     assert ended.stdout == ""
     assert ended.returncode == 2
 
 
 # The variables of the other MPI's launcher, for rank R of 4
-OTHERS = {
+REST = {
     "MPICH": {f"OMPI_COMM_WORLD_{name}": "R" for name in ("RANK", "LOCAL_RANK")}
     | {f"OMPI_COMM_WORLD_{name}": "4" for name in ("SIZE", "LOCAL_SIZE")},
     "Open MPI": {"PMI_RANK": "R", "PMI_SIZE": "4", "MPI_LOCALRANKID": "R", "MPI_LOCALNRANKS": "4"},
@@ -157,7 +157,7 @@ def test_the_launcher_of_another_mpi(start, mark, tmp_path):
     mpi = launch.find_mpi()
     jobs = []
     for rank in range(4):
-        env = {name: value.replace("R", str(rank)) for name, value in OTHERS[mpi.vendor].items()}
+        env = {name: value.replace("R", str(rank)) for name, value in REST[mpi.vendor].items()}
         jobs.append(start("-m", "hpctrain", "train", "digits", env={MARK: mark, **env}))
     first = jobs[0].finish()
     assert first.returncode == 2
@@ -201,8 +201,8 @@ def test_a_folder_that_another_job_writes(digits):
     first = digits("--epochs", "100000", *sets(checkpoint_keep=100000), ranks=1)
     first.reach(5, ranks=1)
     before = {path for path in first.out.rglob("*") if path.is_file()}
-    others = {"is in use": digits(ranks=1), "is being written by": digits("--resume", ranks=1)}
-    for message, other in others.items():
+    rest = {"is in use": digits(ranks=1), "is being written by": digits("--resume", ranks=1)}
+    for message, other in rest.items():
         ended = other.finish()
         assert (ended.returncode, ended.stderr.count(message)) == (2, 1), ended.stderr
     assert before - set(first.out.rglob("*")) == set()
@@ -213,8 +213,8 @@ def test_a_folder_that_another_job_writes(digits):
 @pytest.mark.either
 def test_a_folder_that_two_jobs_take_at_the_same_time(digits):
     jobs = [digits("--epochs", "40", ranks=1) for _ in range(2)]
-    ended = sorted((job.finish() for job in jobs), key=lambda one: one.returncode)
-    assert [one.returncode for one in ended] == [0, 2]
+    ended = sorted((job.finish() for job in jobs), key=lambda item: item.returncode)
+    assert [item.returncode for item in ended] == [0, 2]
     assert re.search("is in use|is being written by", ended[1].stderr)
     assert jobs[0].summary["status"] == "done"
 
@@ -233,6 +233,6 @@ def test_srun_ends_with_our_own_code(slurm, tmp_path, recipe):
         f"#!/bin/bash\n{line}; echo $? >code", "--nodes=2", "--ntasks-per-node=2", cwd=tmp_path
     )
     slurm.wait(job)
-    said = (tmp_path / "said").read_text()
-    assert said.count(REFUSED_BY_SRUN[recipe]) == 1, said
-    assert (tmp_path / "code").read_text().strip() == "2", said
+    text = (tmp_path / "said").read_text()
+    assert text.count(REFUSED_BY_SRUN[recipe]) == 1, text
+    assert (tmp_path / "code").read_text().strip() == "2", text

@@ -1,4 +1,4 @@
-"""Parameter servers on real ranks: whoever is lost, asked to stop or breaks, nobody waits on."""
+"""Parameter servers as processes: lost, stopped or failing ranks leave no rank waiting."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ KILLED = [
     full({"kind": "easgd"}, 2, id="easgd, server"),
     full({"kind": "gossip"}, 1, id="gossip, passive"),
 ]
-ASKED = [
+REQUESTED = [
     pytest.param({"kind": "ps-sync"}, id="ps-sync"),
     full({"kind": "ps-async"}, id="ps-async"),
     full({"kind": "easgd"}, id="easgd"),
@@ -55,14 +55,14 @@ def test_a_lost_rank_ends_the_job_and_its_checkpoint_goes_on(digits, small, engi
     assert ended.returncode == 1
     assert command_that_resumes(ended.stderr)[-3:] == ["--out", str(job.out), "--resume"]
     last = job.steps[-1]
-    few = sets(run_epochs="", run_steps=last + 20)
-    spec = recipe.load("digits", [*small, *KEYS, *keys_of(engine), *few][1::2])
+    short = sets(run_epochs="", run_steps=last + 20)
+    spec = recipe.load("digits", [*small, *KEYS, *keys_of(engine), *short][1::2])
     body = partial(runs.train, spec, out=job.out, resume=True)
     summary = run_on("threads", RANKS, body)[0]
     assert (summary["status"], summary["steps"]) == ("done", last + 20)
 
 
-@pytest.mark.parametrize("engine", ASKED)
+@pytest.mark.parametrize("engine", REQUESTED)
 @pytest.mark.either
 def test_a_server_that_is_asked_to_stop(digits, engine):
     job = digits(*LONG, *keys_of(engine), ranks=RANKS)

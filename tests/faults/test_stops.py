@@ -1,4 +1,4 @@
-"""Asked to stop, by whatever signal: a checkpoint at an agreed step, exit 75, and on from there."""
+"""Stop requests by any signal: a checkpoint at an agreed step, exit code 75, and a resume."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.processes
 # Who gets the signal: a rank from its own model at step 7, mpiexec, or `hpctrain launch`, which
 # hands on SIGTERM, SIGUSR1 and SIGHUP in the same way: tests/cluster/test_launch.py. And what the
 # ranks get.
-ASKED = {
+REQUESTED = {
     "SIGUSR1 to a rank": ("usr1", "SIGUSR1"),
     "SIGTERM to a rank": ("term", "SIGTERM"),
     "SIGUSR1 to mpiexec": ((signal.SIGUSR1, False), "SIGUSR1"),
@@ -34,13 +34,13 @@ def run_line(mark, tmp_path):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("asked", ASKED)
-def test_a_stop(digits, asked):
-    how, name = ASKED[asked]
-    if isinstance(how, str):
-        job = digits(*LONG, *trap(how, 1))
+@pytest.mark.parametrize("requested", REQUESTED)
+def test_a_stop(digits, requested):
+    method, name = REQUESTED[requested]
+    if isinstance(method, str):
+        job = digits(*LONG, *trap(method, 1))
     else:
-        number, launched = how
+        number, launched = method
         job = digits(*LONG, launch=launched)
         job.reach(20)
         job.job.process.send_signal(number)
@@ -49,12 +49,12 @@ def test_a_stop(digits, asked):
     summary = job.summary
     assert (summary["status"], summary["exit_code"]) == ("stopped", 75)
     assert job.steps == [summary["steps"]]
-    said = f"stopped at step {summary['steps']} of 60000 by {name}; resume me"
-    assert ended.stderr.count(said) == 1, ended.stderr
-    assert summary["reason"] == said
+    message = f"stopped at step {summary['steps']} of 60000 by {name}; resume me"
+    assert ended.stderr.count(message) == 1, ended.stderr
+    assert summary["reason"] == message
     assert f"hpctrain: results: {job.out}\n" in ended.stderr
     command = command_that_resumes(ended.stderr)
-    assert ("launch" in command) == (not isinstance(how, str) and how[1])
+    assert ("launch" in command) == (not isinstance(method, str) and method[1])
     assert command[-3:] == ["--out", str(job.out), "--resume"]
 
 

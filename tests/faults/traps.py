@@ -1,4 +1,4 @@
-"""A model that goes wrong on one rank at one step: user code, named in recipes as traps:model."""
+"""A model that fails on one rank at one step: user code, named in recipes as traps:model."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ class WayBack(Trap):
         return x, None if key is None else key.step
 
     def backward(self, p, g, saved, dy, want_dx):
-        here = (self.kind, saved) == ("spoil", self.step) and self.rank == ht.init().rank
-        return dy * float("inf") if here else dy
+        local = (self.kind, saved) == ("spoil", self.step) and self.rank == ht.init().rank
+        return dy * float("inf") if local else dy
 
 
 def broken(row):

@@ -105,8 +105,8 @@ def campaign(
         f"peak +{grown:.0f} MiB of {_peak_mib():.0f}"
     )
     print(report)
-    shown = "\n".join(f"case {n}: {text}" for n, text in list(failed.items())[:SHOWN])
-    assert not failed, f"{report}; numbers {list(failed)[:40]}\n{shown}"
+    output = "\n".join(f"case {n}: {text}" for n, text in list(failed.items())[:SHOWN])
+    assert not failed, f"{report}; numbers {list(failed)[:40]}\n{output}"
     assert grown <= mib, f"{report}; expected at most +{mib} MiB"
     return report
 

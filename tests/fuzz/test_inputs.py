@@ -1,4 +1,4 @@
-"""Data files, start weights and sites with random faults, against plain readers.
+"""Data files, initial weights and sites with random faults, against simple readers.
 
 What is accepted is what NumPy, or a reader of a few lines, finds in the file; what was not changed
 is accepted; all else is refused in one way, which names the file.
@@ -86,18 +86,18 @@ def faulty(content: bytes, rng: Generator) -> tuple[bytes, bool]:
     return mutated(content, rng), False
 
 
-def loaded(keys: dict[str, Any], whole: bool, *names: object) -> data.Split | None:
+def loaded(keys: dict[str, Any], complete: bool, *names: object) -> data.Split | None:
     """Return what `data` reads, None if it refuses."""
-    found = value_or_refusal(lambda: data.read(keys).load(0), *names)
-    if isinstance(found, HpctrainError):
-        assert not whole, found
+    result = value_or_refusal(lambda: data.read(keys).load(0), *names)
+    if isinstance(result, HpctrainError):
+        assert not complete, result
         return None
-    return found
+    return result
 
 
-def are_those_of(found: data.Split, x: np.ndarray, y: np.ndarray, *names: object) -> None:
+def are_those_of(result: data.Split, x: np.ndarray, y: np.ndarray, *names: object) -> None:
     """Compare all rows; those that are not finite are refused."""
-    rows = value_or_refusal(lambda: found.train.rows(np.arange(len(found.train))), *names)
+    rows = value_or_refusal(lambda: result.train.rows(np.arange(len(result.train))), *names)
     if isinstance(rows, HpctrainError):
         assert not np.isfinite(x).all()
         return
@@ -113,29 +113,29 @@ def numpys(path: Path) -> Any:
 
 def npy_case(rng: Generator, folder: Path) -> None:
     (x, y), paths = samples(rng), [folder / "x.npy", folder / "y.npy"]
-    content, whole = (forged(rng), False) if rng.random() < 0.3 else faulty(npy(x, rng), rng)
+    content, complete = (forged(rng), False) if rng.random() < 0.3 else faulty(npy(x, rng), rng)
     paths[0].write_bytes(content)
     paths[1].write_bytes(npy(y, rng))
     keys = {"kind": "npy", "x": str(paths[0]), "y": str(paths[1]), "classes": 3}
-    if found := loaded(keys, whole, paths[0]):
-        are_those_of(found, numpys(paths[0]), y, paths[0])
+    if result := loaded(keys, complete, paths[0]):
+        are_those_of(result, numpys(paths[0]), y, paths[0])
 
 
 def npz_case(rng: Generator, folder: Path) -> None:
     (x, y), path, file = samples(rng), folder / "d.npz", io.BytesIO()
     method = rng.choice([zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED] * 5 + [zipfile.ZIP_LZMA])
-    more = bytes(1 << 20) if rng.random() < 0.05 and method == zipfile.ZIP_DEFLATED else b""
+    extra = bytes(1 << 20) if rng.random() < 0.05 and method == zipfile.ZIP_DEFLATED else b""
     inner = forged(rng) if rng.random() < 0.2 else npy(x, rng)
     with zipfile.ZipFile(file, "w", method) as archive:
-        archive.writestr("x.npy", inner + more)
+        archive.writestr("x.npy", inner + extra)
         archive.writestr("y.npy", npy(y, rng))
     content, _ = faulty(file.getvalue(), rng)
     path.write_bytes(content)
-    if found := loaded({"kind": "npz", "path": str(path)}, False, path):
+    if result := loaded({"kind": "npz", "path": str(path)}, False, path):
         with numpys(path) as arrays:
-            are_those_of(found, arrays["x"], arrays["y"], path)
+            are_those_of(result, arrays["x"], arrays["y"], path)
     elif content == file.getvalue() and method != zipfile.ZIP_LZMA:
-        assert more or inner[:8] == b"\x93NUMPY\x02\0"  # which may be forged
+        assert extra or inner[:8] == b"\x93NUMPY\x02\0"  # which may be forged
 
 
 def plain_idx(content: bytes) -> np.ndarray:
@@ -153,47 +153,47 @@ def idx(x: np.ndarray, code: int) -> bytes:
 
 def idx_case(rng: Generator, folder: Path) -> None:
     (x, y), paths = samples(rng), [folder / "images", folder / "labels"]
-    content, whole = faulty(idx(x, rng.choice(list(IDX))), rng)
+    content, complete = faulty(idx(x, rng.choice(list(IDX))), rng)
     if rng.random() < 0.05:
-        content, whole = content + bytes(1 << 20), False
+        content, complete = content + bytes(1 << 20), False
     zipped = rng.random() < 0.5
     if zipped:
         content = gzip.compress(content, 1)
         content, still = faulty(content, rng)
-        whole = whole and still
+        complete = complete and still
     paths[0].write_bytes(content)
     paths[1].write_bytes(idx(y, 0x08))
     keys = {"kind": "idx", "images": str(paths[0]), "labels": str(paths[1])}
-    if found := loaded(keys, whole, paths[0]):
-        seen = plain_idx(gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content)
-        if seen.dtype == np.uint8:
-            seen = seen.astype(np.float32) / 255
-        are_those_of(found, seen, y, paths[0])
+    if result := loaded(keys, complete, paths[0]):
+        observed = plain_idx(gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content)
+        if observed.dtype == np.uint8:
+            observed = observed.astype(np.float32) / 255
+        are_those_of(result, observed, y, paths[0])
 
 
 def weights_case(rng: Generator, folder: Path) -> None:
     path, (x, y) = folder / "a.safetensors", samples(rng)
     x = x.astype("f4")
-    content, whole = faulty(safetensors.numpy.save({"a": x, "b": y.astype("f8")}), rng)
+    content, complete = faulty(safetensors.numpy.save({"a": x, "b": y.astype("f8")}), rng)
     path.write_bytes(content)
-    found = value_or_refusal(lambda: weights.read(path), path)
-    if isinstance(found, HpctrainError):
-        assert not whole, found
+    result = value_or_refusal(lambda: weights.read(path), path)
+    if isinstance(result, HpctrainError):
+        assert not complete, result
         return
     (length,) = struct.unpack_from("<Q", content)
-    told = json.loads(content[8 : 8 + length])
-    for name, seen in found.items():
-        start, stop = told[name]["data_offsets"]
-        assert seen.tobytes() == content[8 + length :][start:stop]
-        assert list(seen.shape) == told[name]["shape"]
+    reported = json.loads(content[8 : 8 + length])
+    for name, observed in result.items():
+        start, stop = reported[name]["data_offsets"]
+        assert observed.tobytes() == content[8 + length :][start:stop]
+        assert list(observed.shape) == reported[name]["shape"]
 
 
 SITES = [
-    toml.parse(one.read_text(), one.name)
-    for one in sorted(
+    toml.parse(item.read_text(), item.name)
+    for item in sorted(
         resources.files("hpctrain.cluster.slurm").joinpath("sites").iterdir(), key=str
     )
-    if one.name.endswith(".toml")
+    if item.name.endswith(".toml")
 ]
 
 
@@ -206,18 +206,18 @@ def sites_case(rng: Generator, folder: Path) -> None:
         content = tomli_w.dumps(tables).encode()
     except (TypeError, ValueError, AttributeError):  # what TOML cannot say, as null
         return
-    content, whole = faulty(content, rng) if not changed else (content, False)
+    content, complete = faulty(content, rng) if not changed else (content, False)
     path.write_bytes(content)
-    found = value_or_refusal(lambda: site.load_site(str(path)), path)
-    if isinstance(found, HpctrainError):
-        assert not whole, found
+    result = value_or_refusal(lambda: site.load_site(str(path)), path)
+    if isinstance(result, HpctrainError):
+        assert not complete, result
         return
-    assert site.load_site(str(path)) == found
-    for nodes in filter(None, (found.cpu, found.gpu)):
-        exports = found.environment | nodes.environment | {"HPCTRAIN_LAUNCHER": found.launcher}
-        exports |= found.environment | nodes.environment
+    assert site.load_site(str(path)) == result
+    for nodes in filter(None, (result.cpu, result.gpu)):
+        exports = result.environment | nodes.environment | {"HPCTRAIN_LAUNCHER": result.launcher}
+        exports |= result.environment | nodes.environment
         shell = {}
-        for line in found.site_env(nodes).splitlines():
+        for line in result.site_env(nodes).splitlines():
             words = shlex.split(line, comments=True)  # as a shell would read it
             if words[:1] == ["export"]:
                 shell |= dict([words[1].split("=", 1)])

@@ -1,4 +1,4 @@
-"""Recipes with random faults and random --set: refused in one way, or read as they were written."""
+"""Recipes with random faults and random --set: one error, or the values that were written."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def case(rng: Generator, folder: Path) -> None:
 
 def survive(tables: dict[str, Any], settings: list[str], spec: Recipe) -> None:
     """What was not set, and has no rival that was, is what it was; options hold what tables do."""
-    touched = {tuple(one.partition("=")[0].strip().split(".", 1)) for one in settings}
+    touched = {tuple(item.partition("=")[0].strip().split(".", 1)) for item in settings}
     rivals = {(table, other) for table, key in touched for pair in RIVALS.get(table, ())
               if key in pair for other in pair} | {("model", "init")}  # fmt: skip
     for table, key, value in entries(tables):
@@ -124,7 +124,7 @@ def good_case(rng: Generator, folder: Path) -> None:
     path.write_text(tomli_w.dumps(tables))
     settings = rng.sample(list(GOOD), rng.randint(1, 4))
     spec = value_or_refusal(lambda: recipe.load(str(path), settings), "exactly one", "not both")
-    keys = {tuple(one.partition("=")[0].strip().split(".")): GOOD[one] for one in settings}
+    keys = {tuple(item.partition("=")[0].strip().split(".")): GOOD[item] for item in settings}
     pairs = [{(table, key) for key in pair} for table, all_ in RIVALS.items() for pair in all_]
     assert isinstance(spec, UsageError) == any(pair <= keys.keys() for pair in pairs), spec
     if not isinstance(spec, UsageError):
@@ -156,10 +156,10 @@ def can_be_built(spec: Recipe, rng: Generator) -> None:
     )
     assert all(not math.isnan(schedule(step)) for step in (0, 1, 1000, total))
     param, grad = np.zeros(2), np.ones(2)
-    made: optim.Optimizer = spec.optimizer.build(schedule)
+    created: optim.Optimizer = spec.optimizer.build(schedule)
     slots = [Slot("a", (2,), 0)]
     with np.errstate(all="ignore"):
-        made.update(grad, made.init(param), param, slots, lambda rows: rows)
+        created.update(grad, created.init(param), param, slots, lambda rows: rows)
     value_or_refusal(lambda: spec.must_fit(rng.randint(1, 5)))
     deep = max(getattr(spec.model, "layers", 0), getattr(spec.model, "blocks", 0)) > 100
     if not deep and not hasattr(spec.model, "target"):

@@ -1,4 +1,4 @@
-"""Damaged files of runs: what was written comes back, or a prefix of it, or one clear error.
+"""Damaged files of runs: the written content, a prefix of it, or one clear error.
 
 Hundreds of cases of each kind always, 20,000 with --full: they tell time and memory with -s.
 """
@@ -29,8 +29,8 @@ from hpctrain.world import over_threads
 pytestmark = pytest.mark.timeout(1800)  # of 20,000 cases; each has a limit of its own
 
 
-def counts(few, many=20_000):
-    return pytest.mark.parametrize("count", [few, pytest.param(many, marks=pytest.mark.full)])
+def counts(short, repeated=20_000):
+    return pytest.mark.parametrize("count", [short, pytest.param(repeated, marks=pytest.mark.full)])
 
 
 # --- checkpoints ---------------------------------------------------------------------------------
@@ -129,7 +129,7 @@ def test_checkpoints(count):
 
         def look(run, rng):
             rng.choice(DAMAGES)(run / "checkpoints" / "step-00000020", rng)
-            listed = {found.step: found.fault for found in checkpoint.listing(run)}
+            listed = {result.step: result.fault for result in checkpoint.listing(run)}
             loaded = run_ranks(1, lambda link: checkpoint.load(run, link))[0]
             assert same_arrays(loaded, 20) or same_arrays(loaded, 10)
             assert not listed[10]
@@ -168,9 +168,9 @@ def test_resumed_from_forged_facts(count, monkeypatch):
                 del table["sha256"]
                 about = mutated_json(table["about"], rng, most=1)
                 (path / "manifest.json").write_bytes(sealed({**table, "about": about}))
-                seen = value_or_refusal(lambda: train(longer, run, True), run)
-                if not isinstance(seen, HpctrainError):
-                    assert seen["params_sha256"] == expected["params_sha256"]
+                observed = value_or_refusal(lambda: train(longer, run, True), run)
+                if not isinstance(observed, HpctrainError):
+                    assert observed["params_sha256"] == expected["params_sha256"]
                     assert [row["step"] for row in run_folder.rows(run)] == [1, 2, 3, 4, 5]
             finally:
                 shutil.rmtree(run)
@@ -192,16 +192,16 @@ INTERVALS = [
 @counts(500)
 def test_replay_logs(count):
     """A log has a checksum per line: it comes back as it was, cut at its end, or is refused."""
-    whole = "".join(map(replay._line, [HEAD, *INTERVALS])).encode()
+    complete = "".join(map(replay._line, [HEAD, *INTERVALS])).encode()
     with in_memory() as run:
         path = replay.path_of(run, 0)
         path.parent.mkdir()
 
         def case(rng):
-            path.write_bytes((torn if rng.random() < 0.3 else mutated)(whole, rng))
-            seen = value_or_refusal(lambda: replay.read(run, 0, HEAD["run"]), path, run)
-            if not isinstance(seen, HpctrainError):
-                about, intervals = seen
+            path.write_bytes((torn if rng.random() < 0.3 else mutated)(complete, rng))
+            observed = value_or_refusal(lambda: replay.read(run, 0, HEAD["run"]), path, run)
+            if not isinstance(observed, HpctrainError):
+                about, intervals = observed
                 assert about in (HEAD["about"], {})
                 assert without_repeats(intervals) == INTERVALS[: len(without_repeats(intervals))]
 
@@ -210,11 +210,11 @@ def test_replay_logs(count):
 
 def without_repeats(intervals):
     """Return the intervals in order, each once: to double or swap whole lines changes no line."""
-    seen = []
-    for one in sorted(intervals, key=lambda one: one["start"]):
-        if not seen or seen[-1] != one:
-            seen.append(one)
-    return seen
+    observed = []
+    for item in sorted(intervals, key=lambda item: item["start"]):
+        if not observed or observed[-1] != item:
+            observed.append(item)
+    return observed
 
 
 @counts(500)
@@ -228,17 +228,17 @@ def test_forged_replay_logs(count):
             lines = [HEAD, *INTERVALS]
             at = rng.randrange(len(lines))
             lines[at] = mutated_json(lines[at], rng)
-            line = replay._line if rng.random() < 0.5 else lambda one: json.dumps(one) + "\n"
+            line = replay._line if rng.random() < 0.5 else lambda item: json.dumps(item) + "\n"
             texts = (
-                line(one) if isinstance(one, dict) else json.dumps(one) + "\n" for one in lines
+                line(item) if isinstance(item, dict) else json.dumps(item) + "\n" for item in lines
             )
             path.write_text("".join(texts))
-            seen = value_or_refusal(lambda: replay.read(run, 0, HEAD["run"]), path, run)
-            if not isinstance(seen, HpctrainError):
-                for one in seen[1]:
-                    assert one["start"] <= one["until"]
-                    assert all(map(Event.from_json, one.get("events") or ()))
-                    assert one.get("turns") is not None or Staleness.from_json(one["staleness"])
+            observed = value_or_refusal(lambda: replay.read(run, 0, HEAD["run"]), path, run)
+            if not isinstance(observed, HpctrainError):
+                for item in observed[1]:
+                    assert item["start"] <= item["until"]
+                    assert all(map(Event.from_json, item.get("events") or ()))
+                    assert item.get("turns") is not None or Staleness.from_json(item["staleness"])
 
         campaign("forged replay logs", count, case)
 
@@ -265,7 +265,7 @@ def typed(row):
 @counts(500)
 def test_rows(count):
     """Torn rows are a prefix; after `go_back` the file holds the rows up to its step, and grows."""
-    whole = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
+    complete = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
     with in_memory() as run:
         path = run / run_folder.METRICS
 
@@ -277,23 +277,23 @@ def test_rows(count):
                 json.dumps(row) + "\n" for row in (rows if isinstance(rows, list) else ())
             )
             data = {"torn": torn, "bytes": mutated}.get(kind, lambda data, rng: text.encode())
-            path.write_bytes(data(whole, rng))
+            path.write_bytes(data(complete, rng))
             if kind == "redone":
                 (run / run_folder.REDONE).write_bytes(mutated(b"4\n", rng))
-            seen = value_or_refusal(lambda: run_folder.rows(run), path)
+            observed = value_or_refusal(lambda: run_folder.rows(run), path)
             gone = value_or_refusal(
                 lambda: run_folder.go_back(run, 3, 0), path, run / run_folder.REDONE
             )
-            if isinstance(seen, HpctrainError):
+            if isinstance(observed, HpctrainError):
                 assert isinstance(gone, HpctrainError)
                 return
-            assert all(map(typed, seen))
-            assert kind != "torn" or seen == ROWS[: len(seen)]
+            assert all(map(typed, observed))
+            assert kind != "torn" or observed == ROWS[: len(observed)]
             if not isinstance(gone, HpctrainError):
-                kept = [row for row in seen if row["step"] <= 3]
-                assert same(run_folder.rows(run), kept)
+                stored = [row for row in observed if row["step"] <= 3]
+                assert same(run_folder.rows(run), stored)
                 run_folder.append_row(run, {"step": 9})
-                assert same(run_folder.rows(run), [*kept, {"step": 9}])
+                assert same(run_folder.rows(run), [*stored, {"step": 9}])
 
         campaign("rows", count, case)
 
@@ -315,11 +315,11 @@ def test_summaries(count):
                 path.write_bytes(mutated(text, rng))
             else:
                 path.write_text(json.dumps(mutated_json(SUMMARY, rng)))
-            seen = value_or_refusal(lambda: run_folder.read_summary(run), path)
-            if isinstance(seen, HpctrainError):
+            observed = value_or_refusal(lambda: run_folder.read_summary(run), path)
+            if isinstance(observed, HpctrainError):
                 return
-            assert isinstance(seen["status"], str)
-            made = page.page(record.read(run), {})
-            assert "</html>" in made and made.encode()
+            assert isinstance(observed["status"], str)
+            created = page.page(record.read(run), {})
+            assert "</html>" in created and created.encode()
 
         campaign("summaries", count, case)

@@ -1,4 +1,4 @@
-"""Tuning tables, studies and measurements with random faults: refused, or as they were written."""
+"""Tuning tables, studies and measurements with random faults: refused, or as written."""
 
 from __future__ import annotations
 
@@ -21,52 +21,52 @@ from hpctrain.tuning import choose, table
 
 def tables_case(rng: Generator, folder: Path) -> None:
     path, names = folder / "t.json", [name for name in ALLREDUCE if name != "null"]
-    here = table.Fingerprint("cpu", 8, 2, "Open MPI 5.0.8", "4 ranks on 2 nodes: 0 1, 2 3")
+    local = table.Fingerprint("cpu", 8, 2, "Open MPI 5.0.8", "4 ranks on 2 nodes: 0 1, 2 3")
     rows = [
         choose.AlgorithmTime(
             rng.choice(names), rng.random() < 0.5, 4 << i, rng.random() + 1e-9, 0.1
         )
         for i in range(rng.randint(1, 6))
     ]
-    made = table.Table(here, rows, [(1 << 20, 1e-9)], Machine(), None, 0.5)
-    value = asdict(made)
+    created = table.Table(local, rows, [(1 << 20, 1e-9)], Machine(), None, 0.5)
+    value = asdict(created)
     kind = rng.choice(("whole", "values", "values", "bytes"))
     if kind == "values":
         value = mutated_json(value, rng)
     content = json.dumps(value, indent=1).encode()
     path.write_bytes(mutated(content, rng) if kind == "bytes" else content)
-    found = value_or_refusal(lambda: table.read(path), "damaged", "schema", path, exit_code=1)
-    if isinstance(found, HpctrainError):
-        assert kind != "whole", found
-        value_or_refusal(lambda: table.newest(1))  # which looks at all, good or bad
+    result = value_or_refusal(lambda: table.read(path), "damaged", "schema", path, exit_code=1)
+    if isinstance(result, HpctrainError):
+        assert kind != "whole", result
+        value_or_refusal(lambda: table.newest_file(1))  # which looks at all, good or bad
         return
-    assert kind != "whole" or found == made
-    table.write(found, path)
-    assert table.read(path) == found
-    picks = choose.choices(table.plan_of(found)).choices
-    assert {one for choice in picks for one in choice} <= set(ALLREDUCE.values())
+    assert kind != "whole" or result == created
+    table.write(result, path)
+    assert table.read(path) == result
+    picks = choose.choices(table.plan_of(result)).choices
+    assert {item for choice in picks for item in choice} <= set(ALLREDUCE.values())
 
 
 def studies_case(rng: Generator, folder: Path) -> None:
     sizes = tuple(Size(1 << i, 1) for i in range(rng.randint(1, 4)))
-    made = Study("a", "strong", "local", None, sizes, 3, {"run": {"steps": 3}}, 128, 4096, {},
+    created = Study("a", "strong", "local", None, sizes, 3, {"run": {"steps": 3}}, 128, 4096, {},
                  2, 8, 30)  # fmt: skip
     home = StudyFolder(folder)
-    home.save(made)
+    home.save(created)
     path, kind = folder / "study.json", rng.choice(("whole", "values", "values", "bytes"))
     content = path.read_bytes()
     if kind == "values":
         content = json.dumps(mutated_json(json.loads(content), rng)).encode()
     path.write_bytes(mutated(content, rng) if kind == "bytes" else content)
-    found = value_or_refusal(home.load, path)
-    if isinstance(found, HpctrainError):
-        assert kind != "whole", found
+    result = value_or_refusal(home.load, path)
+    if isinstance(result, HpctrainError):
+        assert kind != "whole", result
         return
-    assert kind != "whole" or found == made
-    home.save(found)
-    assert repr(home.load()) == repr(found)  # by repr: a machine may have nan among its facts
-    assert len(found.trials) == found.repeats * len(found.sizes)
-    assert all(found.share(size) >= 1 for size in found.sizes)
+    assert kind != "whole" or result == created
+    home.save(result)
+    assert repr(home.load()) == repr(result)  # by repr: a machine may have nan among its facts
+    assert len(result.trials) == result.repeats * len(result.sizes)
+    assert all(result.share(size) >= 1 for size in result.sizes)
 
 
 def measured_case(rng: Generator, folder: Path) -> None:
@@ -82,12 +82,12 @@ def measured_case(rng: Generator, folder: Path) -> None:
         value = mutated_json(value, rng)
     content = json.dumps(value).encode()
     path.write_bytes(mutated(content, rng) if kind == "bytes" else content)
-    found = value_or_refusal(lambda: measurements.read(path), path)
-    if isinstance(found, HpctrainError):
-        assert kind != "whole", found
+    result = value_or_refusal(lambda: measurements.read(path), path)
+    if isinstance(result, HpctrainError):
+        assert kind != "whole", result
         return
-    assert kind != "whole" or [asdict(row) for row in found.rows] == [
-        {key: row[key] for key in asdict(found.rows[0])} for row in rows
+    assert kind != "whole" or [asdict(row) for row in result.rows] == [
+        {key: row[key] for key in asdict(result.rows[0])} for row in rows
     ]
 
 

@@ -1,4 +1,4 @@
-"""Compressed sums: the same bytes on all ranks, near the sum or owed, and as few as is said."""
+"""Compressed sums: the same bytes on all ranks, within the error bound, in the stated bytes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hpctrain.collectives.reductions import bfloat16
 from hpctrain.core.errors import UsageError
 from hpctrain.gradients import arena as arenas
 from hpctrain.gradients import compress
-from hpctrain.gradients.buckets import cut
+from hpctrain.gradients.buckets import cut_buckets
 from hpctrain.gradients.compress import powersgd
 from hpctrain.gradients.reducer import Reducer, WireOptions
 
@@ -35,12 +35,12 @@ class Side:
 
     def __init__(self, world, method, dtype="float32", algorithm="ring", bucket_bytes=1600):
         options = WireOptions(**METHODS[method], algorithm=algorithm)
-        self.world, self.arena = world, arenas.make(SHAPES, dtype)
+        self.world, self.arena = world, arenas.make_arena(SHAPES, dtype)
         grad = self.arena.grad
         self.compressor = compress.build(
             options, ALLREDUCE[algorithm], self.arena, world.size, world.memory.zeros_like
         )
-        self.buckets = cut(self.arena.slots, grad.size, grad.itemsize, bucket_bytes)
+        self.buckets = cut_buckets(self.arena.slots, grad.size, grad.itemsize, bucket_bytes)
         self.group = world.group_for("compressed")
         self.reducer = Reducer(grad, self.buckets, self.group, self.compressor, True)
 
@@ -49,7 +49,7 @@ class Side:
         for slot in self.arena.slots:
             self.arena.views(self.arena.grad)[slot.name][...] = gradients[slot.name]
         for slot in reversed(self.arena.slots):
-            self.reducer.ready(slot.name)
+            self.reducer.mark_ready(slot.name)
         return self.flat(self.reducer.wait())
 
     def flat(self, plane: np.ndarray) -> np.ndarray:
@@ -101,16 +101,16 @@ def test_what_is_not_sent_is_owed(ranks, method, dtype):
     """After each step: all sums so far and all residuals are all gradients so far."""
 
     def body(world):
-        side, sums, given = Side(world, method, dtype), 0.0, 0.0
+        side, sums, arguments = Side(world, method, dtype), 0.0, 0.0
         for step in range(4):
             total = side.sum(gradients(world.rank, step))
             assert alike(world, total)
-            sums, given = sums + total, given + everyones(world, step).sum(axis=0)
+            sums, arguments = sums + total, arguments + everyones(world, step).sum(axis=0)
             owed = everyones_owed(side)
             assert 0.1 < abs(owed).max() < 40  # something is, and it does not grow without end
-            assert abs(sums + owed - given).max() < PRECISION[dtype] * abs(given).max() * 10
+            assert abs(sums + owed - arguments).max() < PRECISION[dtype] * abs(arguments).max() * 10
         vectors = [s for s in side.arena.slots if len(s.shape) == 1]
-        residual = side.compressor.own["residual"]
+        residual = side.compressor.local_state["residual"]
         assert not any(residual[s.offset : s.stop].any() for s in vectors)
         side.reducer.close()
 
@@ -119,21 +119,21 @@ def test_what_is_not_sent_is_owed(ranks, method, dtype):
 
 def everyones_owed(side: Side) -> np.ndarray:
     """Return the sum of all ranks' residuals."""
-    mine = side.flat(side.compressor.own["residual"])
-    rows = [np.frombuffer(b, mine.dtype) for b in all_gather_bytes(side.world.link, mine.tobytes())]
+    own = side.flat(side.compressor.local_state["residual"])
+    rows = [np.frombuffer(b, own.dtype) for b in all_gather_bytes(side.world.link, own.tobytes())]
     return np.sum(rows, axis=0, dtype=np.float64)
 
 
 def test_top_k_sends_the_largest_of_each_matrix():
     def body(world):
         side = Side(world, "top-k")
-        mine = gradients(world.rank, 0)
-        side.sum(mine)
-        kept = side.arena.views(side.compressor.own["residual"])
+        own = gradients(world.rank, 0)
+        side.sum(own)
+        saved = side.arena.views(side.compressor.local_state["residual"])
         for name, count in {"conv": 29, "small": 1, "wide": 62}.items():  # a tenth, rounded up
-            sent = kept[name] == 0
+            sent = saved[name] == 0
             assert sent.sum() == count
-            assert abs(mine[name][sent]).min() >= abs(mine[name][~sent]).max()
+            assert abs(own[name][sent]).min() >= abs(own[name][~sent]).max()
 
     run_on("threads", 2, body)
 
@@ -143,7 +143,7 @@ def test_top_k_sends_the_largest_of_each_matrix():
     [((20, 31), (20, 31)), ((3, 3, 16, 32), (144, 32)), ((3, 3, 4, 8), (9, 32)), ((5, 1), (5, 1))],
 )
 def test_tensors_are_folded_where_rows_and_columns_are_fewest(shape, matrix):
-    assert powersgd.folded(shape) == matrix
+    assert powersgd.fold_shape(shape) == matrix
 
 
 def test_powersgd_finds_a_matrix_of_its_rank():
@@ -151,11 +151,11 @@ def test_powersgd_finds_a_matrix_of_its_rank():
 
     def body(world):
         side, rng = Side(world, "powersgd", "float64"), np.random.default_rng(world.rank)
-        mine = gradients(world.rank, 0)
-        mine["wide"] = np.outer(rng.standard_normal(20), rng.standard_normal(31))
-        side.sum(mine)
-        assert abs(side.arena.views(side.compressor.own["residual"])["wide"]).max() < 1e-12
-        assert abs(side.arena.views(side.compressor.own["residual"])["conv"]).max() > 0.1
+        own = gradients(world.rank, 0)
+        own["wide"] = np.outer(rng.standard_normal(20), rng.standard_normal(31))
+        side.sum(own)
+        assert abs(side.arena.views(side.compressor.local_state["residual"])["wide"]).max() < 1e-12
+        assert abs(side.arena.views(side.compressor.local_state["residual"])["conv"]).max() > 0.1
 
     run_on("threads", 2, body)
 
@@ -164,19 +164,19 @@ def test_powersgd_improves_from_step_to_step():
     """The same matrix again and again: the warm start comes ever nearer to its best directions."""
 
     def body(world):
-        side, mine = Side(world, "powersgd", "float64"), gradients(world.rank, 0)
+        side, own = Side(world, "powersgd", "float64"), gradients(world.rank, 0)
         rng = np.random.default_rng(7)
-        mine["wide"] = sum(
+        own["wide"] = sum(
             s * np.outer(*(np.linalg.qr(rng.standard_normal((n, 1)))[0][:, 0] for n in (20, 31)))
             for s in (8, 4, 2, 1)
         )
         errors = []
         for _ in range(4):
-            side.compressor.own["residual"][...] = 0
-            side.sum(mine)
+            side.compressor.local_state["residual"][...] = 0
+            side.sum(own)
             total = side.arena.views(side.arena.grad)["wide"]
-            errors.append(np.linalg.norm(total - world.size * mine["wide"]))
-        best = world.size * np.linalg.svd(mine["wide"])[1][2:]
+            errors.append(np.linalg.norm(total - world.size * own["wide"]))
+        best = world.size * np.linalg.svd(own["wide"])[1][2:]
         assert errors[0] > 1.1 * errors[-1]
         assert errors[-1] < 1.05 * np.linalg.norm(best)
 
@@ -188,7 +188,7 @@ def test_fp16_neither_overflows_nor_vanishes(scale):
     def body(world):
         side = Side(world, "fp16")
         total = side.sum(gradients(world.rank, 0, scale))
-        assert side.compressor.finite()
+        assert side.compressor.sums_are_finite()
         expected = scale * everyones(world, 0).sum(axis=0)
         assert np.linalg.norm(total - expected) < 1e-3 * np.linalg.norm(expected)
 
@@ -203,7 +203,7 @@ def test_sums_of_nothing_are_nothing(method):
         side = Side(world, method)
         assert not side.sum(gradients(world.rank, 0, 0.0)).any()
         assert side.sum(gradients(world.rank, 1)).any()
-        assert side.compressor.finite()
+        assert side.compressor.sums_are_finite()
 
     run_on("threads", 3, body)
 
@@ -213,11 +213,11 @@ def test_sums_of_nothing_are_nothing(method):
 @pytest.mark.parametrize("method", METHODS)
 def test_all_ranks_see_what_is_not_finite_on_one(method, name, value):
     def body(world):
-        side, mine = Side(world, method), gradients(world.rank, 0)
+        side, own = Side(world, method), gradients(world.rank, 0)
         if world.rank == 1:
-            mine[name].flat[3] = value
-        side.sum(mine)
-        assert not side.compressor.finite()
+            own[name].flat[3] = value
+        side.sum(own)
+        assert not side.compressor.sums_are_finite()
 
     run_on("threads", 3, body)
 
@@ -278,14 +278,14 @@ EDGES = [0, 1, 0x7F800000, 0xFF800000, 0x7FC00000, 0x7FFFFFFF, 0xFFFFFFFF, 0x7F8
 def test_bfloat16_rounds_as_ml_dtypes_does():
     x = np.concatenate([BITS, np.array(EDGES, np.uint32)]).view(np.float32)
     small, wide = np.empty(x.size, np.uint16), np.empty(x.size, np.float32)
-    bfloat16.narrow(x, small)
+    bfloat16.round_to_bfloat16(x, small)
     with np.errstate(invalid="ignore"):
-        theirs = x.astype(ml_dtypes.bfloat16)
+        remote = x.astype(ml_dtypes.bfloat16)
     numbers = ~np.isnan(x)
-    assert (small[numbers] == theirs.view(np.uint16)[numbers]).all()
+    assert (small[numbers] == remote.view(np.uint16)[numbers]).all()
     bfloat16.widen(small, wide)
     assert (np.isnan(wide) == np.isnan(x)).all()
-    assert (wide[numbers] == theirs.astype(np.float32)[numbers]).all()
+    assert (wide[numbers] == remote.astype(np.float32)[numbers]).all()
 
 
 REFUSED = [
@@ -295,9 +295,9 @@ REFUSED = [
     ({"compression": "fp8"}, "compression"),
     ({"compression": "top-k", "compression_ratio": 1.0}, "compression_ratio"),
     ({"compression": "powersgd", "compression_rank": 0}, "compression_rank"),
-    *((METHODS[m] | {"algorithm": "null"}, f"carry '{m}', seen 'null'") for m in METHODS),
-    *((METHODS[m] | {"algorithm": "native"}, f"carry '{m}', seen 'native'") for m in ROUNDOFF),
-    *((METHODS[m] | {"algorithm": "nccl"}, f"carry '{m}', seen 'nccl'") for m in ROUNDOFF),
+    *((METHODS[m] | {"algorithm": "null"}, f"supports '{m}', seen 'null'") for m in METHODS),
+    *((METHODS[m] | {"algorithm": "native"}, f"supports '{m}', seen 'native'") for m in ROUNDOFF),
+    *((METHODS[m] | {"algorithm": "nccl"}, f"supports '{m}', seen 'nccl'") for m in ROUNDOFF),
 ]
 
 
@@ -314,7 +314,7 @@ def test_native_carries_what_is_summed_as_it_is(method):
 
 def test_a_ratio_that_sends_more_than_the_gradient_is_refused():
     options = WireOptions(compression="top-k", compression_ratio=0.1)
-    arena = arenas.make(SHAPES, "float32")
+    arena = arenas.make_arena(SHAPES, "float32")
     compress.build(options, ALLREDUCE["ring"], arena, 9, np.zeros_like)
     with pytest.raises(UsageError, match=r"expected less than 1/10, seen 0.1"):
         compress.build(options, ALLREDUCE["ring"], arena, 10, np.zeros_like)

@@ -1,4 +1,4 @@
-"""Compressed sums of arrays on a device: the bytes of the host, by kernels of our own."""
+"""Compressed sums of arrays on a device: the bytes of the host, by our own kernels."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from hpctrain.collectives.reductions import bfloat16
 from hpctrain.core import xp
 from hpctrain.gradients import arena as arenas
 from hpctrain.gradients import compress
-from hpctrain.gradients.buckets import cut
-from hpctrain.gradients.compress.orthonormal import Orthonormal
-from hpctrain.gradients.compress.top_k_cuda import Largest
+from hpctrain.gradients.buckets import cut_buckets
+from hpctrain.gradients.compress.orthonormal import Orthonormalizer
+from hpctrain.gradients.compress.top_k_cuda import LargestSelector
 from hpctrain.gradients.reducer import Reducer, WireOptions
 
 SHAPES = {"conv": (3, 3, 4, 8), "bias": (8,), "small": (2, 2), "wide": (20, 31), "last": (5,)}
@@ -42,13 +42,13 @@ class Side:
     def __init__(self, world, method, dtype, algorithm):
         options = WireOptions(**METHODS[method], algorithm=algorithm)
         zeros = {} if world.gpu is None else {"zeros": xp.zeros}
-        self.arena = arenas.make(SHAPES, dtype, **zeros)
+        self.arena = arenas.make_arena(SHAPES, dtype, **zeros)
         grad = world.memory.zeros_like(self.arena.grad)
         self.arena = arenas.Arena(self.arena.slots, self.arena.param, grad)
         self.compressor = compress.build(
             options, ALLREDUCE[algorithm], self.arena, world.size, world.memory.zeros_like
         )
-        buckets = cut(self.arena.slots, grad.size, grad.itemsize, 1600)
+        buckets = cut_buckets(self.arena.slots, grad.size, grad.itemsize, 1600)
         self.group = world.group_for("compressed")
         self.reducer = Reducer(grad, buckets, self.group, self.compressor, True)
 
@@ -61,18 +61,18 @@ class Side:
                 g.flat[3] = spoil
             xp.copy(self.arena.views(self.arena.grad)[slot.name], g.astype(self.arena.grad.dtype))
         for slot in reversed(self.arena.slots):
-            self.reducer.ready(slot.name)
-        found = xp.to_host(self.reducer.wait()).copy()
-        owed = [xp.to_host(x).copy() for x in self.compressor.own.values()]
-        return np.concatenate([found, *owed])
+            self.reducer.mark_ready(slot.name)
+        result = xp.to_host(self.reducer.wait()).copy()
+        owed = [xp.to_host(x).copy() for x in self.compressor.local_state.values()]
+        return np.concatenate([result, *owed])
 
 
 def summed(world, method, dtype, algorithm, spoil=None):
     side = Side(world, method, dtype, algorithm)
-    found = [side.sum(world.rank, step, spoil) for step in range(3)]
+    result = [side.sum(world.rank, step, spoil) for step in range(3)]
     moved = side.group.host_bytes
     side.reducer.close()
-    return np.array(found), side.compressor.finite(), moved
+    return np.array(result), side.compressor.sums_are_finite(), moved
 
 
 @pytest.mark.pairs
@@ -80,25 +80,25 @@ def summed(world, method, dtype, algorithm, spoil=None):
 @pytest.mark.parametrize("algorithm", ["ring", "recursive-doubling", "direct"])
 @pytest.mark.parametrize("method", METHODS)
 def test_sums_are_those_of_the_host(sources, method, algorithm, dtype):
-    wanted = run_on("threads", 3, lambda w: summed(w, method, dtype, algorithm))
+    expected = run_on("threads", 3, lambda w: summed(w, method, dtype, algorithm))
     with fakes.installed(lazy=True, ipc_within=algorithm == "direct") as machine:
-        found = run_on_gpus(3, lambda w: summed(w, method, dtype, algorithm))
+        result = run_on_gpus(3, lambda w: summed(w, method, dtype, algorithm))
     if algorithm == "direct" and method == "bf16":
-        assert [host_bytes for _, _, host_bytes in found] == [0] * 3
+        assert [host_bytes for _, _, host_bytes in result] == [0] * 3
     assert machine.counts["implicit"] == 0 and machine.counts["raw kernel"] > 0
-    for (one, finite, _), (told, _, _) in zip(found, wanted, strict=True):
-        assert finite and one.dtype == told.dtype
+    for (item, finite, _), (reported, _, _) in zip(result, expected, strict=True):
+        assert finite and item.dtype == reported.dtype
         if f"{method} {algorithm}" in ALIKE:
-            np.testing.assert_allclose(one, told, rtol=0, atol=1e-5 * abs(told).max())
+            np.testing.assert_allclose(item, reported, rtol=0, atol=1e-5 * abs(reported).max())
         else:
-            assert one.tobytes() == told.tobytes()
+            assert item.tobytes() == reported.tobytes()
 
 
 @pytest.mark.parametrize("value", [np.nan, -np.inf])
 @pytest.mark.parametrize("method", METHODS)
 def test_all_ranks_see_what_is_not_finite_on_one(lazy_gpu, sources, method, value):
-    found = run_on_gpus(3, lambda w: summed(w, method, "float32", "ring", value))
-    assert [finite for _, finite, _ in found] == [False] * 3
+    result = run_on_gpus(3, lambda w: summed(w, method, "float32", "ring", value))
+    assert [finite for _, finite, _ in result] == [False] * 3
 
 
 EDGES = [0, 1, 0x7F800000, 0xFF800000, 0x7FC00000, 0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001, 0x7F7FFFFF,
@@ -112,14 +112,14 @@ def test_bfloat16_has_the_bits_of_the_host(lazy_gpu, sources, dtype):
     bits = np.random.default_rng(0).integers(0, 1 << 32, 1000, np.uint32)
     with np.errstate(invalid="ignore"):
         x = np.concatenate([bits, np.array(EDGES, np.uint32)]).view(np.float32).astype(dtype)
-    here, there = np.empty(x.size, np.uint16), cupy.empty(x.size, np.uint16)
-    bfloat16.narrow(x, here)
-    bfloat16.narrow(cupy.asarray(x), there)
+    local, target = np.empty(x.size, np.uint16), cupy.empty(x.size, np.uint16)
+    bfloat16.round_to_bfloat16(x, local)
+    bfloat16.round_to_bfloat16(cupy.asarray(x), target)
     numbers = ~np.isnan(x)
-    assert (there.get() == here)[numbers].all()
+    assert (target.get() == local)[numbers].all()
     back, wide = np.empty_like(x), cupy.empty(x.size, dtype)
-    bfloat16.widen(here, back)
-    bfloat16.widen(there, wide)
+    bfloat16.widen(local, back)
+    bfloat16.widen(target, wide)
     np.testing.assert_array_equal(wide.get(), back)
 
 
@@ -128,8 +128,8 @@ def drawn(name: str, n: int, dtype: str) -> np.ndarray:
     spoilt = x.copy()
     spoilt[::7], spoilt[3::11] = np.nan, -np.inf
     tiny = x * np.finfo(dtype).smallest_subnormal * 1000
-    few = np.round(x * 2)  # equal ones by the dozen
-    return {"normal": x, "spoilt": spoilt, "tiny": tiny, "few": few, "none": x * 0}[name]
+    short = np.round(x * 2)  # equal ones by the dozen
+    return {"normal": x, "spoilt": spoilt, "tiny": tiny, "few": short, "none": x * 0}[name]
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -146,19 +146,19 @@ def test_the_k_largest_are_taken_and_of_equal_ones_the_first(request, gpu, name,
         x[...] = 0
     residual = cupy.asarray(plane)
     count = sum(k for _, _, k in matrices)
-    where, values = cupy.zeros(count, np.uint32), cupy.zeros(count, dtype)
+    location, values = cupy.zeros(count, np.uint32), cupy.zeros(count, dtype)
     owed = plane.copy()
-    Largest(residual, bucket, matrices)(cupy.asarray(x), where, values)
+    LargestSelector(residual, bucket, matrices)(cupy.asarray(x), location, values)
     first = 0
     for start, size, k in matrices:
         own = owed[start : start + size]
         own += x[start - bucket : start - bucket + size]
         bits = abs(own).view(f"u{own.itemsize}")
         largest = np.sort(np.argsort(~bits, kind="stable")[:k])
-        taken = slice(first, first + k)
-        order = np.argsort(where.get()[taken])
-        assert (where.get()[taken][order] == largest + start - bucket).all()
-        np.testing.assert_array_equal(values.get()[taken][order], own[largest])
+        chosen = slice(first, first + k)
+        order = np.argsort(location.get()[chosen])
+        assert (location.get()[chosen][order] == largest + start - bucket).all()
+        np.testing.assert_array_equal(values.get()[chosen][order], own[largest])
         own[largest], first = 0, first + k
     np.testing.assert_array_equal(residual.get(), owed)
 
@@ -181,16 +181,16 @@ def test_columns_become_orthonormal(gpu, sources, name, dtype):
 
     rng, rank, rows = np.random.default_rng(0), 4, [4, 5, 300]
     x = np.concatenate([MATRICES[name](rng, n, rank).ravel() for n in rows]).astype(dtype)
-    found = cupy.asarray(x)
-    Orthonormal(found, rank, rows)(found)
-    wanted, close = x.copy(), 1e-5 if dtype == "float32" else 1e-13
-    Orthonormal(wanted, rank, rows)(wanted)
+    result = cupy.asarray(x)
+    Orthonormalizer(result, rank, rows)(result)
+    expected, close = x.copy(), 1e-5 if dtype == "float32" else 1e-13
+    Orthonormalizer(expected, rank, rows)(expected)
     start = 0
     for n in rows:
-        a = found.get()[start : start + n * rank].reshape(n, rank)
+        a = result.get()[start : start + n * rank].reshape(n, rank)
         np.testing.assert_allclose(a.T @ a, np.eye(rank), atol=close)
         if name != "of little rank":
-            np.testing.assert_allclose(a, wanted[start:][: n * rank].reshape(n, rank), atol=close)
+            np.testing.assert_allclose(a, expected[start:][: n * rank].reshape(n, rank), atol=close)
         start += n * rank
 
 
@@ -199,6 +199,6 @@ def test_columns_that_are_not_numbers_stay_so(gpu, sources):
 
     x = np.ones((5, 2), "float32")
     x[3, 0] = np.nan
-    found = cupy.asarray(x.ravel())
-    Orthonormal(found, 2, [5])(found)
-    assert np.isnan(found.get()).any()
+    result = cupy.asarray(x.ravel())
+    Orthonormalizer(result, 2, [5])(result)
+    assert np.isnan(result.get()).any()

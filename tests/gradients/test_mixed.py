@@ -1,4 +1,4 @@
-"""Computing in 16 bits with parameters of 32: on stand-ins, whose products round as a GPU's do."""
+"""Mixed precision: 16 bits with parameters of 32, on stand-ins that round like a GPU."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from ranks import run_on_gpus
 from hpctrain import data, engines, nn, optim
 from hpctrain.core.errors import TrainingError, UsageError
 from hpctrain.gradients import mixed
-from hpctrain.gradients.mixed import MixedReplica, dtype_named
-from hpctrain.gradients.precision import replica_of
+from hpctrain.gradients.mixed import MixedReplica, half_dtype
+from hpctrain.gradients.precision import make_replica
 from hpctrain.gradients.replica import Batch, ModelReplica
 from hpctrain.training.trainer import Trainer
 
@@ -52,14 +52,14 @@ def test_gradients_are_those_of_32_bits_rounded(gpu, name, precision, pieces):
     if name == "resnet" and pieces > 1:
         return  # it normalizes over the batch
     full = ModelReplica(built(name), 3, np.dtype("float32"))
-    small, ready = replica_of(built(name), 3, precision, True), []
+    small, ready = make_replica(built(name), 3, precision, True), []
     assert isinstance(small, MixedReplica)
     small.micro_batches = pieces
-    wanted = full.gradient(batch(name), 1 / 6, KEY, nobody)
+    expected = full.gradient(batch(name), 1 / 6, KEY, nobody)
     sums = small.gradient(batch(name), 1 / 6, KEY, ready.append)
     assert sorted(ready) == sorted(slot.name for slot in full.arena.slots)
     assert small.arena.grad.dtype == np.float32 and gpu.counts["implicit"] == 0
-    np.testing.assert_allclose(sums.loss, wanted.loss, rtol=CLOSE[precision])
+    np.testing.assert_allclose(sums.loss, expected.loss, rtol=CLOSE[precision])
     error = np.linalg.norm(small.arena.grad.get() - full.arena.grad)
     assert error <= 6 * CLOSE[precision] * np.linalg.norm(full.arena.grad)  # ReLUs flip
     np.testing.assert_allclose(
@@ -78,9 +78,9 @@ def trained(world, precision: str):
 
 @pytest.mark.parametrize("precision", SIXTEEN)
 def test_comes_to_the_loss_of_32_bits(gpu, precision):
-    (wanted,) = run_on_gpus(1, lambda w: trained(w, "float32"))
-    (found,) = run_on_gpus(1, lambda w: trained(w, precision))
-    np.testing.assert_allclose(found["test_loss"], wanted["test_loss"], rtol=0.02)
+    (expected,) = run_on_gpus(1, lambda w: trained(w, "float32"))
+    (result,) = run_on_gpus(1, lambda w: trained(w, precision))
+    np.testing.assert_allclose(result["test_loss"], expected["test_loss"], rtol=0.02)
 
 
 def test_an_overflow_is_computed_again_with_half_the_scale(gpu):
@@ -94,7 +94,7 @@ def test_an_overflow_is_computed_again_with_half_the_scale(gpu):
 
 
 def test_the_scale_grows(gpu, monkeypatch):
-    monkeypatch.setattr(mixed, "GROW_EVERY", 2)
+    monkeypatch.setattr(mixed, "GROWTH_INTERVAL", 2)
     small = MixedReplica(built("mlp"), 3, np.dtype("float16"), True)
     small.scale = 4.0
     for _ in range(4):
@@ -106,23 +106,23 @@ def test_small_gradients_do_not_vanish(gpu):
     """Far below the smallest number of float16, they are seen by the scale."""
     small = MixedReplica(built("mlp"), 3, np.dtype("float16"), True)
     small.gradient(batch("mlp"), 1e-7, KEY, nobody)
-    seen = np.count_nonzero(small.arena.grad.get())
+    observed = np.count_nonzero(small.arena.grad.get())
     small.scale = 1.0
     small.gradient(batch("mlp"), 1e-7, KEY, nobody)
-    assert np.count_nonzero(small.arena.grad.get()) < seen / 2
+    assert np.count_nonzero(small.arena.grad.get()) < observed / 2
 
 
 def test_ranks_whose_layers_sum_over_ranks_compute_again_together(gpu):
-    asked = []
+    requested = []
 
     def of_two(numbers):
-        asked.append(numbers.copy())
-        again = len(numbers) == 2 and len(asked) < 12  # the other rank has an overflow
+        requested.append(numbers.copy())
+        again = len(numbers) == 2 and len(requested) < 12  # the other rank has an overflow
         return numbers + np.array([1.0, 0.0]) if again else numbers
 
     small = MixedReplica(built("resnet"), 3, np.dtype("float16"), True)
     small.gradient(batch("resnet"), 1 / 6, KEY._replace(sum_over_ranks=of_two), nobody)
-    verdicts = [x for x in asked if len(x) == 2]
+    verdicts = [x for x in requested if len(x) == 2]
     assert len(verdicts) > 1 and not any(x.any() for x in verdicts)  # ours was always finite
     assert small.scale == 2.0 ** (15 - len(verdicts) + 1)
 
@@ -143,15 +143,17 @@ def half(world, run, steps, resume=False):
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_run_that_is_resumed_goes_on_with_the_scales_it_had(gpu, monkeypatch, tmp_path, size):
-    monkeypatch.setattr(mixed, "GROW_EVERY", 3)
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    wanted = run_on_gpus(size, lambda w: half(w, whole, 11))
+    monkeypatch.setattr(mixed, "GROWTH_INTERVAL", 3)
+    complete, parts = tmp_path / "whole", tmp_path / "parts"
+    expected = run_on_gpus(size, lambda w: half(w, complete, 11))
     begun = run_on_gpus(size, lambda w: half(w, parts, 7))
     assert begun[0][1] == [2.0**-6, 1]  # a run begins with 2^15
-    assert run_on_gpus(size, lambda w: half(w, parts, 11, resume=True)) == wanted
+    assert run_on_gpus(size, lambda w: half(w, parts, 11, resume=True)) == expected
     # Other ranks, who had none, take the mean, rounded down to a power of two.
-    found = run_on_gpus(3, lambda w: half(w, parts, 11, resume=True))
-    assert [one for _, one in found] == [one for _, one in wanted] + [wanted[0][1]] * (3 - size)
+    result = run_on_gpus(3, lambda w: half(w, parts, 11, resume=True))
+    assert [item for _, item in result] == [item for _, item in expected] + [expected[0][1]] * (
+        3 - size
+    )
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(gpu):
@@ -167,10 +169,10 @@ def test_a_loss_that_is_not_finite_ends_the_run(gpu):
 
 
 def test_parameters_are_rounded_when_they_are_needed(gpu):
-    small, told = MixedReplica(built("mlp"), 3, dtype_named("bf16"), True), []
+    small, reported = MixedReplica(built("mlp"), 3, half_dtype("bf16"), True), []
     small.arena.param[...] = 0
-    small.gradient(batch("mlp"), 1.0, KEY._replace(on_need=told.append), nobody)
-    assert set(told) == {slot.name for slot in small.arena.slots}
+    small.gradient(batch("mlp"), 1.0, KEY._replace(on_need=reported.append), nobody)
+    assert set(reported) == {slot.name for slot in small.arena.slots}
     assert small.outputs(batch("mlp").x).dtype == np.float32
     assert (small.outputs(batch("mlp").x) == 0).all()
 
@@ -182,18 +184,18 @@ def test_products_are_those_of_the_last_replica(gpu, monkeypatch):
     monkeypatch.delenv("CUPY_TF32", raising=False)
     products, model = cupy._core._routines_linalg, built("mlp")
     for precision in ("float32", "tf32", "float32", "tf32", "bf16", "tf32", "float64"):
-        replica_of(model, 3, precision, True)
-        wanted = "COMPUTE_TYPE_TF32" if precision == "tf32" else "COMPUTE_TYPE_DEFAULT"
-        assert products.get_compute_type(np.float32) == getattr(products, wanted), precision
+        make_replica(model, 3, precision, True)
+        expected = "COMPUTE_TYPE_TF32" if precision == "tf32" else "COMPUTE_TYPE_DEFAULT"
+        assert products.get_compute_type(np.float32) == getattr(products, expected), precision
 
 
 @pytest.mark.parametrize("precision", ["tf32", *SIXTEEN])
 def test_cores_have_no_such_products(precision):
     with pytest.raises(UsageError, match=f"'{precision}' needs a GPU; .* float32, float64"):
-        replica_of(built("mlp"), 3, precision, False)
+        make_replica(built("mlp"), 3, precision, False)
 
 
 def test_bfloat16_that_is_missing_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "ml_dtypes", None)
     with pytest.raises(UsageError, match=r"pip install 'hpctrain\[cuda13x\]'"):
-        dtype_named("bf16")
+        half_dtype("bf16")

@@ -1,4 +1,4 @@
-"""Buckets leave in one order while gradients still arrive, and every fault comes out at wait()."""
+"""The reducer: buckets are sent in one order during backward; faults are raised in wait()."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from hpctrain.collectives.direct import direct_shared
 from hpctrain.collectives.ring import ring
 from hpctrain.core.errors import HpctrainError
 from hpctrain.gradients import arena as arenas
-from hpctrain.gradients.buckets import cut
+from hpctrain.gradients.buckets import cut_buckets
 from hpctrain.gradients.reducer import Reducer
 
 SHAPES = dict.fromkeys("abcdef", (100,))
 
 
 def reducer_of(world, allreduce=ring, concurrent=True, priority=False):
-    arena = arenas.make(SHAPES, "float64")
-    buckets = cut(arena.slots, arena.grad.size, 8, 1600)  # two slots each
+    arena = arenas.make_arena(SHAPES, "float64")
+    buckets = cut_buckets(arena.slots, arena.grad.size, 8, 1600)  # two slots each
     group = Group(world.link)
     return arena, Reducer(arena.grad, buckets, group, allreduce, concurrent, priority=priority)
 
@@ -36,7 +36,7 @@ def test_sums_whatever_the_order_in_which_gradients_arrive(ranks, order, concurr
         for step in range(3):
             arena.grad[:] = world.rank + step
             for name in order:
-                reducer.ready(name)
+                reducer.mark_ready(name)
             total = reducer.wait()
             assert (total == sum(range(world.size)) + step * world.size).all()
         reducer.close()
@@ -54,13 +54,13 @@ def test_a_bucket_travels_while_later_gradients_are_still_missing():
 
         arena, reducer = reducer_of(world, allreduce)
         arena.grad[:] = 1
-        reducer.ready("f")
-        reducer.ready("e")
+        reducer.mark_ready("f")
+        reducer.mark_ready("e")
         assert arrived.wait(10), "the full bucket was not sent before wait()"
         assert (arena.views(arena.grad)["f"] == 2).all()
         assert (arena.views(arena.grad)["a"] == 1).all()
         for name in "dcba":
-            reducer.ready(name)
+            reducer.mark_ready(name)
         reducer.wait()
         reducer.close()
 
@@ -73,14 +73,14 @@ def test_with_priority_the_last_bucket_that_is_ready_everywhere_goes_first(late,
 
     def body(world):
         sent: list[int] = []
-        first, more, second = (threading.Semaphore(0) for _ in range(3))
+        first, extra, second = (threading.Semaphore(0) for _ in range(3))
 
         def allreduce(group, x, op):
             ring(group, x, op)
             sent.append(int(x[0]) // 2)
             if len(sent) == 1:
                 first.release()
-                more.acquire(timeout=10)
+                extra.acquire(timeout=10)
             elif len(sent) == 2:
                 second.release()
 
@@ -92,11 +92,11 @@ def test_with_priority_the_last_bucket_that_is_ready_everywhere_goes_first(late,
                 if name == "d":
                     first.acquire(timeout=10)
                 if name == "b" and world.rank in late:
-                    more.release()
+                    extra.release()
                     second.acquire(timeout=10)
-                reducer.ready(name)
+                reducer.mark_ready(name)
             if world.rank not in late:
-                more.release()
+                extra.release()
                 second.acquire(timeout=10)
             total = arena.views(reducer.wait())
             assert [int(total[name][0]) for name in "fedcba"] == [0, 0, 2, 2, 4, 4]
@@ -112,14 +112,14 @@ def test_who_needs_a_bucket_is_given_those_that_are_in_before_it(concurrent):
         arena, reducer = reducer_of(world, concurrent=concurrent)
         arena.grad[:] = 1
         for name in "fedcba":
-            reducer.ready(name)
-        reducer.complete()
-        due, taken = {0, 1, 2}, []
+            reducer.mark_ready(name)
+        reducer.finish_backward()
+        due, chosen = {0, 1, 2}, []
         while 2 in due:
-            taken.append(reducer.wait_for_any(due, 2))
-            due.discard(taken[-1])
-        assert taken[-1] == 2
-        assert sorted([*taken, *due]) == [0, 1, 2]
+            chosen.append(reducer.wait_for_any(due, 2))
+            due.discard(chosen[-1])
+        assert chosen[-1] == 2
+        assert sorted([*chosen, *due]) == [0, 1, 2]
         assert all((reducer.wait_for(number) == world.size).all() for number in range(3))
         assert reducer.wait_for_any({0, 1}, 0) == 0, "the one that is needed"
         assert reducer.wait_for_any({0, 1}, 2) == 1, "else the one that is needed next"
@@ -135,15 +135,15 @@ def test_the_sum_may_lie_in_the_plane_of_the_first_rank(ranks, slots):
 
     def body(world):
         lengths = {name: 2000 if name in slots else 100 for name in "abcdef"}
-        arena = arenas.make({name: (n,) for name, n in lengths.items()}, "float64")
+        arena = arenas.make_arena({name: (n,) for name, n in lengths.items()}, "float64")
         arena = replace(arena, grad=world.memory.zeros(arena.grad.size, arena.grad.dtype))
-        buckets = cut(arena.slots, arena.grad.size, 8, 1)
+        buckets = cut_buckets(arena.slots, arena.grad.size, 8, 1)
         group = world.group_for("wire")
         reducer = Reducer(arena.grad, buckets, group, direct_shared, world.concurrent)
         for step in range(3):
             arena.grad[:] = world.rank + step
             for name in "fedcba":
-                reducer.ready(name)
+                reducer.mark_ready(name)
             total = reducer.wait()
             assert (total == sum(range(world.size)) + step * world.size).all()
             if slots == "abcdef":
@@ -163,7 +163,7 @@ def test_a_slot_that_is_not_ready_exactly_once_is_named(fired, fault):
         _, reducer = reducer_of(world)
         with pytest.raises(HpctrainError, match=fault):
             for name in fired:
-                reducer.ready(name)
+                reducer.mark_ready(name)
             reducer.wait()
         reducer.close()
 
@@ -177,7 +177,7 @@ def test_an_error_in_the_communication_thread_is_raised_by_wait():
     def body(world):
         _, reducer = reducer_of(world, broken)
         for name in "fedcba":
-            reducer.ready(name)
+            reducer.mark_ready(name)
         with pytest.raises(ZeroDivisionError, match="planted"):
             reducer.wait()
 

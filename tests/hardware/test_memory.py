@@ -1,4 +1,4 @@
-"""What memory is left, of the machine and of control groups in both versions; and who asks."""
+"""Available memory of the machine and of control groups of both versions."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ GROUPS = {
 
 @pytest.mark.parametrize("case", GROUPS)
 def test_available(case, tmp_path):
-    told, groups, expected = GROUPS[case]
-    for folder, files in (MEMINFO | {"proc/self": {"cgroup": told}} | groups).items():
+    reported, groups, expected = GROUPS[case]
+    for folder, files in (MEMINFO | {"proc/self": {"cgroup": reported}} | groups).items():
         write(tmp_path / folder, files)
     assert available_bytes(tmp_path) == expected
 

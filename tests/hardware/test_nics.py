@@ -1,4 +1,4 @@
-"""Adapters and GPUDirect RDMA of made-up machines."""
+"""Network adapters and GPUDirect RDMA of simulated machines."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ def test_the_adapter_near_a_gpu(tmp_path):
     infiniband(tmp_path, "mlx5_0", f"{switch}/0000:12:01.0/0000:14:00.0", "200 Gb/sec (4X HDR)")
     infiniband(tmp_path, "mlx5_1", "pci0000:80/0000:80:01.0/0000:81:00.0", "400 Gb/sec (4X NDR)")
     ethernet(tmp_path, "eno1", 800000, f"{switch}/0000:12:02.0/0000:15:00.0")
-    found = nics(tmp_path)
-    assert nearest_port(found, "0000:13:00.0", tmp_path).name == "mlx5_0:1"
-    assert nearest_port(found, "", tmp_path).name == "mlx5_1:1"
-    assert nearest_port(found[2:], "0000:13:00.0", tmp_path).name == "eno1"
+    result = nics(tmp_path)
+    assert nearest_port(result, "0000:13:00.0", tmp_path).name == "mlx5_0:1"
+    assert nearest_port(result, "", tmp_path).name == "mlx5_1:1"
+    assert nearest_port(result[2:], "0000:13:00.0", tmp_path).name == "eno1"
     assert nearest_port((), "0000:13:00.0", tmp_path) is None
 
 
@@ -84,9 +84,9 @@ GDR = {
 
 @pytest.mark.parametrize("case", GDR)
 def test_gdr(case, tmp_path):
-    adapters, files, available, seen, remedy = GDR[case]
+    adapters, files, available, observed, remedy = GDR[case]
     write(tmp_path, files)
-    found = gdr(adapters, tmp_path)
-    assert found.available is available
-    assert seen in found.seen
-    assert remedy in found.remedy
+    result = gdr(adapters, tmp_path)
+    assert result.available is available
+    assert observed in result.evidence
+    assert remedy in result.remedy

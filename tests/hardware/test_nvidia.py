@@ -1,4 +1,4 @@
-"""The GPUs of a node as NVML, nvidia-smi and the driver's files tell them, each made up."""
+"""The GPUs of a node, from simulated NVML, nvidia-smi and driver files."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ WIRES = {
 def test_nvlinks(case, tmp_path):
     wires, expected = WIRES[case]
     nvml = Nvml(wires)
-    found = cards(tmp_path, nvml)
-    assert found.nvlinks == expected
-    assert (found.told_by, found.driver, nvml.running) == ("NVML", "580.65.06", 0)
-    assert found.cards[1] == Card(1, "GPU-1", "NVIDIA H200", "0000:11:00.0", 141 * GIB)
+    result = cards(tmp_path, nvml)
+    assert result.nvlinks == expected
+    assert (result.data_source, result.driver, nvml.running) == ("NVML", "580.65.06", 0)
+    assert result.cards[1] == Card(1, "GPU-1", "NVIDIA H200", "0000:11:00.0", 141 * GIB)
 
 
 @pytest.mark.parametrize("mig, slices", [(None, ()), (0, ()), (2, ("MIG-0", "MIG-1"))])
@@ -56,9 +56,9 @@ def smi(arguments):
 def test_nvidia_smi_where_there_is_no_nvml(tmp_path):
     broken = Nvml()
     broken.nvmlInit = lambda: (_ for _ in ()).throw(NVMLError("Driver Not Loaded"))
-    found = cards(tmp_path, broken, smi)
+    result = cards(tmp_path, broken, smi)
     name = "NVIDIA A100-SXM4-40GB"
-    assert found == Cards(
+    assert result == Cards(
         "nvidia-smi",
         "535.129.03",
         (
@@ -70,13 +70,13 @@ def test_nvidia_smi_where_there_is_no_nvml(tmp_path):
 
 
 def test_the_drivers_files_where_nothing_runs(tmp_path):
-    told = "Model: \t\t NVIDIA H200\nIRQ:   \t\t 35\nGPU UUID: \t GPU-ccc\nBus Location: x"
+    reported = "Model: \t\t NVIDIA H200\nIRQ:   \t\t 35\nGPU UUID: \t GPU-ccc\nBus Location: x"
     version = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release"
     write(tmp_path / "proc/driver/nvidia", {
-        "gpus/0000:1b:00.0/information": told, "version": version})  # fmt: skip
-    found = cards(tmp_path, None, lambda arguments: "")
-    assert found.cards == (Card(0, "GPU-ccc", "NVIDIA H200", "0000:1b:00.0"),)
-    assert found.driver == driver(tmp_path) == "580.65.06"
+        "gpus/0000:1b:00.0/information": reported, "version": version})  # fmt: skip
+    result = cards(tmp_path, None, lambda arguments: "")
+    assert result.cards == (Card(0, "GPU-ccc", "NVIDIA H200", "0000:1b:00.0"),)
+    assert result.driver == driver(tmp_path) == "580.65.06"
 
 
 def test_no_gpu_at_all(tmp_path):

@@ -1,4 +1,4 @@
-"""What sysfs tells of a device's place, on a made-up machine of two sockets."""
+"""The place of a PCI device in sysfs, on a simulated machine of two sockets."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def root(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "one, other, word",
+    "item, other, word",
     [
         ("gpu0", "gpu1", "PIX"),
         ("gpu0", "nic0", "PXB"),
@@ -37,9 +37,9 @@ def root(tmp_path):
         ("gpu0", "gpu3", "SYS"),
     ],
 )
-def test_relation(root, one, other, word):
-    assert pci.relation(AT[one], AT[other], root) == word
-    assert pci.relation(AT[other], AT[one], root) == word
+def test_relation(root, item, other, word):
+    assert pci.relation(AT[item], AT[other], root) == word
+    assert pci.relation(AT[other], AT[item], root) == word
 
 
 def test_what_sysfs_does_not_know(root):

@@ -26,8 +26,8 @@ GROUPS = {
 
 @pytest.mark.parametrize("case", GROUPS)
 def test_quota(case, tmp_path):
-    told, groups, cores = GROUPS[case]
-    write(tmp_path / "proc/self", {"cgroup": told})
+    reported, groups, cores = GROUPS[case]
+    write(tmp_path / "proc/self", {"cgroup": reported})
     for folder, files in groups.items():
         write(tmp_path / folder, files)
     assert quota.cores(tmp_path) == cores

@@ -1,4 +1,4 @@
-"""Build a hollow GPU: CuPy itself, as its wheel has it, on a runtime whose kernels compute nothing.
+"""Build a hollow GPU: CuPy's own wheel on a runtime whose kernels compute nothing.
 
     python tests/hollow/build.py FOLDER          # in an environment with cupy-cuda13x[ctk], gcc, nm
     . FOLDER/env.sh
@@ -29,7 +29,7 @@ from pathlib import Path
 
 import cupy_backends
 
-HERE = Path(__file__).parent
+LOCAL = Path(__file__).parent
 CUPY = "cupy-cuda13x"
 ENV = """export LD_PRELOAD={folder}/libcublas.so.13
 export LD_LIBRARY_PATH={folder}:${{LD_LIBRARY_PATH:-}}
@@ -57,12 +57,12 @@ class Finder(importlib.abc.MetaPathFinder):
 
 def patch(module):
     if module.__name__.endswith("losses"):
-        told = lambda self: (self.numbers(), module.Sums(1.0, 0, self.count))[1]
-        module.PendingSums.sums = told
+        told = lambda self: (self.fetch_numbers(), module.Sums(1.0, 0, self.count))[1]
+        module.PendingSums.wait = told
     else:
-        seen = module.MixedReplica._overflowed
+        seen = module.MixedReplica._check_overflow
         fine = lambda self, key, sums: (seen(self, key, sums), (False, False))[1]
-        module.MixedReplica._overflowed = fine
+        module.MixedReplica._check_overflow = fine
 
 
 sys.meta_path.insert(0, Finder())
@@ -76,7 +76,7 @@ def main() -> None:
     (folder / "site" / "sitecustomize.py").write_text(PATCH)
     sources, headers = downloaded(folder)
     runtime(folder, sources, headers)
-    shared(folder, HERE / "driver.c", "libcuda.so.1")
+    shared(folder, LOCAL / "driver.c", "libcuda.so.1")
     cublas(folder)
     (folder / "env.sh").write_text(ENV.format(folder=folder))
     print(f"now: . {folder}/env.sh")
@@ -110,15 +110,17 @@ def runtime(folder: Path, sources: Path, headers: Path) -> None:
     api, code = "cupy_backends/cuda/api", folder / "runtime.cpp"
     constants = {"USE_CUDA_PYTHON": False, "CUDA_VERSION": 13000, "HIP_VERSION": 0,
                  "CUFFT_STATIC": False, "CYTHON_VERSION": "3"}  # fmt: skip
-    told = [word for name, value in constants.items() for word in ("-E", f"CUPY_{name}={value}")]
-    line = ["-3", "--cplus", "-X", "binding=False", *told, "-o", code, f"{api}/runtime.pyx"]
+    reported = [
+        word for name, value in constants.items() for word in ("-E", f"CUPY_{name}={value}")
+    ]
+    line = ["-3", "--cplus", "-X", "binding=False", *reported, "-o", code, f"{api}/runtime.pyx"]
     run(folder / "tools" / "bin" / "cython", *line, cwd=sources, stderr=subprocess.DEVNULL)
     code.write_text(code.read_text().replace('"../../cupy_', f'"{sources}/cupy_backends/cupy_'))
     cuda = installed.parent / "nvidia" / "cu13" / "include"
     include = [f"-I{path}" for path in (cuda, headers, sysconfig.get_paths()["include"])]
     flags = ["-w", "-O1", "-fPIC", *include, "-c"]
     run("g++", *flags, code, "-o", folder / "module.o")
-    run("gcc", *flags, HERE / "runtime.c", "-o", folder / "runtime.o")
+    run("gcc", *flags, LOCAL / "runtime.c", "-o", folder / "runtime.o")
     parts = [folder / "module.o", folder / "runtime.o"]
     library = folder / "site" / api / f"runtime{sysconfig.get_config_var('EXT_SUFFIX')}"
     link = ["g++", "-shared", "-Wl,-Bsymbolic", "-o", library]
@@ -147,8 +149,8 @@ def cublas(folder: Path) -> None:
 
 def symbols(library: Path, kind: str) -> list[str]:
     """Return the names that a library has (T), or lacks (U)."""
-    said = subprocess.run(["nm", "-D", str(library)], check=True, capture_output=True, text=True)
-    words = [line.split() for line in said.stdout.splitlines()]
+    message = subprocess.run(["nm", "-D", str(library)], check=True, capture_output=True, text=True)
+    words = [line.split() for line in message.stdout.splitlines()]
     return [word[-1].split("@")[0] for word in words if word[-2:-1] == [kind]]
 
 

@@ -1,4 +1,4 @@
-"""Batch normalization: running statistics, and shares of a batch that meet in its sums."""
+"""Batch normalization: running statistics, and sums over the shares of a batch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_running_statistics_are_those_of_the_batches_and_evaluation_uses_them(mo
         flat = x.reshape(-1, 2)
         mean = (1 - momentum) * mean + momentum * flat.mean(0)
         variance = (1 - momentum) * variance + momentum * flat.var(0, ddof=1)
-    layer.forward(p, x, KEY._replace(again=True))  # recomputed: seen before
+    layer.forward(p, x, KEY._replace(recomputed=True))  # recomputed: seen before
     np.testing.assert_allclose(p["mean"], mean, rtol=1e-13)
     np.testing.assert_allclose(p["variance"], variance, rtol=1e-13)
     y, _ = layer.forward(p, x, None)

@@ -1,4 +1,4 @@
-"""Every gradient against central differences, in float64: layers, loss and whole models."""
+"""Every gradient against central differences, in float64: layers, losses and whole models."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ def layer_case(layer, shape, batch=3) -> Case:
     generator = np.random.default_rng(0)
     every = layer.parameters(shape)
     p = {
-        name: one + 0.1 * generator.standard_normal(one.shape)
-        for name, one in nn.initial_values(every, 0).items()
+        name: item + 0.1 * generator.standard_normal(item.shape)
+        for name, item in nn.initial_values(every, 0).items()
     }
-    trained = {name: one for name, one in p.items() if every[name].trained}
+    trained = {name: item for name, item in p.items() if every[name].trainable}
     x = generator.standard_normal((batch, *shape))
     weights = generator.standard_normal((batch, *layer.output_shape(shape)))
 
     def gradient() -> Arrays:
-        g = {name: np.full_like(one, np.nan) for name, one in trained.items()}
+        g = {name: np.full_like(item, np.nan) for name, item in trained.items()}
         return {**g, "x": layer.backward(p, g, layer.forward(p, x, KEY)[1], weights, True)}
 
     return Case(
@@ -65,7 +65,7 @@ def loss_case(loss, y, shape=(5, 4)) -> Case:
 def model_case(model, x=None, y=None, noise=0.0) -> Case:
     generator = np.random.default_rng(0)
     p = nn.initial_values(model.parameters, 1)
-    p = {name: one + noise * generator.standard_normal(one.shape) for name, one in p.items()}
+    p = {name: item + noise * generator.standard_normal(item.shape) for name, item in p.items()}
     buffers = nn.initial_values(model.buffers, 1)
     x = generator.standard_normal((4, *model.input_shape)) if x is None else x
     y = np.array([2, 0, 1, 2]) if y is None else y
@@ -74,18 +74,18 @@ def model_case(model, x=None, y=None, noise=0.0) -> Case:
         return 0.3 * model.gradient(p | buffers, g, x, y, 0.3, KEY, lambda name: None).loss
 
     def gradient() -> Arrays:
-        g = {name: np.full_like(one, np.nan) for name, one in p.items()}
+        g = {name: np.full_like(item, np.nan) for name, item in p.items()}
         run(g)
         return g
 
-    return Case(p, lambda: run({name: np.empty_like(one) for name, one in p.items()}), gradient)
+    return Case(p, lambda: run({name: np.empty_like(item) for name, item in p.items()}), gradient)
 
 
 def text_case(layers=2, **options) -> Case:
-    made = nn.TransformerOptions(layers=layers, width=4, heads=2, **options).build((5,), None)
+    created = nn.TransformerOptions(layers=layers, width=4, heads=2, **options).build((5,), None)
     bytes_ = np.random.default_rng(0).integers(0, 256, (2, 6)).astype(np.uint8)
     # Norms of values as small as at the start bend too much for differences to follow.
-    return model_case(made, bytes_[:, :-1], bytes_[:, 1:], noise=1.0)
+    return model_case(created, bytes_[:, :-1], bytes_[:, 1:], noise=1.0)
 
 
 RESNET = {"blocks": 1, "channels": [2, 3]}
@@ -113,7 +113,7 @@ CASES = {
     "pool-remainder": lambda: layer_case(nn.MaxPool2d(), (5, 3, 2)),
     "pool-overlap": lambda: layer_case(nn.MaxPool2d(3, stride=1), (5, 4, 2)),
     "gelu": lambda: layer_case(nn.GELU(), (3, 4)),
-    "linear-places": lambda: layer_case(nn.Linear(4, places=True), (2, 3)),
+    "linear-places": lambda: layer_case(nn.Linear(4, per_position=True), (2, 3)),
     "conv-no-bias": lambda: layer_case(nn.Conv2d(2, kernel=3, padding=1, bias=False), (3, 4, 2)),
     "conv-stride-padding": lambda: layer_case(nn.Conv2d(2, 3, stride=2, padding=1), (5, 4, 2)),
     "mean-pool": lambda: layer_case(nn.MeanPool(), (3, 2, 4)),
@@ -124,8 +124,8 @@ CASES = {
     "batch-norm-vector": lambda: layer_case(nn.BatchNorm(epsilon=0.1), (4,), batch=5),
     "embedding": words_case,
     "positions": lambda: layer_case(nn.Positions(), (4, 3)),
-    "attention": lambda: layer_case(nn.CausalAttention(heads=2, spread=0.5), (5, 4)),
-    "attention-1-head": lambda: layer_case(nn.CausalAttention(heads=1, spread=0.5), (1, 3)),
+    "attention": lambda: layer_case(nn.CausalAttention(heads=2, init_std=0.5), (5, 4)),
+    "attention-1-head": lambda: layer_case(nn.CausalAttention(heads=1, init_std=0.5), (1, 3)),
     "chain": lambda: layer_case(nn.Chain({"a": nn.Linear(3), "b": nn.GELU()}), (4,)),
     "residual": lambda: layer_case(nn.Residual({"a": nn.Linear(4), "b": nn.Dropout(0.5)}), (4,)),
     "residual-shortcut": lambda: layer_case(

@@ -1,4 +1,4 @@
-"""What layers compute, against a second way to compute it, and what they refuse."""
+"""Layers against a second implementation, and their refusals."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def gelu_reference(x):
 
 
 FORWARD = [
-    (nn.Linear(4, places=True), (3, 6), lambda p, x: x @ p["weight"] + p["bias"]),
+    (nn.Linear(4, per_position=True), (3, 6), lambda p, x: x @ p["weight"] + p["bias"]),
     (nn.Conv2d(3, 3, bias=False), (5, 4, 2), lambda p, x: conv_reference(p | {"bias": 0}, x, 1, 0)),
     (nn.GELU(), (3, 2), lambda p, x: gelu_reference(x)),
     (nn.LayerNorm(), (3, 5), lambda p, x: normed(x, -1) * p["weight"] + p["bias"]),
@@ -77,7 +77,7 @@ FORWARD = [
     (nn.Recompute(nn.ReLU()), (4,), lambda p, x: relu(x)),
     (nn.Linear(4), (6,), lambda p, x: np.einsum("ni,io->no", x, p["weight"]) + p["bias"]),
     (nn.ReLU(), (3, 2), lambda p, x: relu(x)),
-    (nn.Flatten(), (2, 3, 2), lambda p, x: np.array([one.ravel() for one in x]).reshape(-1, 12)),
+    (nn.Flatten(), (2, 3, 2), lambda p, x: np.array([item.ravel() for item in x]).reshape(-1, 12)),
     (nn.AddChannel(), (2, 3), lambda p, x: x[:, :, :, np.newaxis]),
     (nn.Conv2d(3, 3), (5, 4, 2), lambda p, x: conv_reference(p, x, 1, 0)),
     (nn.Conv2d(3, 2, stride=2, padding=1), (5, 4, 2), lambda p, x: conv_reference(p, x, 2, 1)),
@@ -92,8 +92,8 @@ FORWARD = [
 @pytest.mark.parametrize(("layer", "shape", "reference"), FORWARD)
 def test_the_output_is_that_of_the_plain_formula(layer, shape, reference, batch, dtype):
     generator = np.random.default_rng(batch)
-    p = {n: one.init(generator, one.shape) + 0.5 for n, one in layer.parameters(shape).items()}
-    p = {name: one.astype(dtype) for name, one in p.items()}
+    p = {n: item.init(generator, item.shape) + 0.5 for n, item in layer.parameters(shape).items()}
+    p = {name: item.astype(dtype) for name, item in p.items()}
     x = generator.standard_normal((batch, *shape)).astype(dtype)
     y, _ = layer.forward(p, x, KEY)
     bound = 1e-5 if dtype == "float32" else 1e-13
@@ -135,14 +135,14 @@ DENSE, CONV = nn.Linear(512), nn.Conv2d(64, kernel=3)
 @pytest.mark.parametrize(("layer", "shape"), [(DENSE, (512,)), (CONV, (3, 3, 512))])
 def test_gradients_are_written_in_place_without_arrays_of_parameter_size(layer, shape):
     p = nn.initial_values(layer.parameters(shape), 0)
-    g = {name: np.full_like(one, np.nan) for name, one in p.items()}
+    g = {name: np.full_like(item, np.nan) for name, item in p.items()}
     y, saved = layer.forward(p, np.ones((2, *shape)), KEY)
     tracemalloc.start()
     layer.backward(p, g, saved, np.ones_like(y), want_dx=True)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < p["weight"].nbytes / 8
-    assert all(np.isfinite(one).all() for one in g.values())
+    assert all(np.isfinite(item).all() for item in g.values())
 
 
 class TestDropout:
@@ -172,7 +172,10 @@ class TestDropout:
 
 
 REFUSED = [
-    (lambda: nn.Linear(2, places=True).output_shape((2,)), r"vectors at places .* seen \(2,\)"),
+    (
+        lambda: nn.Linear(2, per_position=True).output_shape((2,)),
+        r"vectors at positions .* seen \(2,\)",
+    ),
     (lambda: nn.CausalAttention(0), "heads must be at least 1"),
     (lambda: nn.CausalAttention(3).output_shape((5, 4)), r"multiple of 3 heads, seen \(5, 4\)"),
     (lambda: nn.Embedding(0, 1), "entries must be at least 1"),
@@ -181,14 +184,14 @@ REFUSED = [
         lambda: nn.Embedding(7, 2).forward({"table": np.ones((7, 2))}, np.array([[7]]), KEY),
         "numbers in 0 .. 6, seen 7 .. 7",
     ),
-    (lambda: nn.Positions().output_shape((2,)), r"vectors at places .* seen \(2,\)"),
+    (lambda: nn.Positions().output_shape((2,)), r"vectors at positions .* seen \(2,\)"),
     (lambda: nn.MeanPool().output_shape((2,)), r"expected images .* seen \(2,\)"),
     (lambda: nn.Subsample(2, 3).output_shape((4, 4, 5)), r"at most 3 channels\), seen \(4, 4, 5\)"),
     (
         lambda: nn.Residual({"a": nn.Linear(3)}).output_shape((4,)),
         r"body ends in \(3,\) but the shortcut in \(4,\)",
     ),
-    (lambda: nn.mean_squared_error(np.ones((3, 2)), np.ones(3)), r"expected \(3, 2\) .* \(3,\)"),
+    (lambda: nn.mean_squared_error(np.ones((3, 2)), np.ones(3)), r"shape \(3, 2\), .* seen \(3,\)"),
     (lambda: nn.Linear(0), "outputs must be at least 1, seen 0"),
     (lambda: nn.Conv2d(1, kernel=0), "kernel must be at least 1"),
     (lambda: nn.Conv2d(1, kernel=3, padding=-1), "padding must be at least 0"),

@@ -1,4 +1,4 @@
-"""Whole models: shares add up, gradients are announced in order, what does not fit is refused."""
+"""Whole models: sums over shares, the order of gradients, refusals."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ CUTS = [[0, 13], [0, 1, 13], [0, 5, 5, 12, 13], [0, 0, 13], [0, 4, 8, 11, 13]]
 
 def made(model, dtype="float64"):
     every = nn.initial_values(model.parameters, 3), nn.initial_values(model.buffers, 3)
-    p, buffers = ({k: v.astype(dtype) for k, v in some.items()} for some in every)
-    return p | buffers, {name: np.full_like(one, np.nan) for name, one in p.items()}
+    p, buffers = ({k: v.astype(dtype) for k, v in subset.items()} for subset in every)
+    return p | buffers, {name: np.full_like(item, np.nan) for name, item in p.items()}
 
 
 def batch(model, n=13):
@@ -61,16 +61,16 @@ def test_the_gradient_of_a_batch_is_the_sum_of_those_of_its_shares(name, cut):
     model = MODELS[name]()
     p, _ = made(model)
     x, y = batch(model)
-    whole, sums = gradient(model, p, x, y)
+    complete, sums = gradient(model, p, x, y)
     shares = [gradient(model, p, x[a:b], y[a:b], first=a) for a, b in pairwise(cut)]
-    check_shares(shares, whole, sums)
+    check_shares(shares, complete, sums)
 
 
-def check_shares(shares, whole, sums):
-    for k in whole:
+def check_shares(shares, complete, sums):
+    for k in complete:
         total = sum(g[k] for g, _ in shares)
-        np.testing.assert_allclose(total, whole[k], rtol=0, atol=1e-12 * abs(whole[k]).max())
-    parts = functools.reduce(nn.add, (one for _, one in shares))
+        np.testing.assert_allclose(total, complete[k], rtol=0, atol=1e-12 * abs(complete[k]).max())
+    parts = functools.reduce(nn.add, (item for _, item in shares))
     assert parts == pytest.approx(sums, rel=1e-12)
 
 
@@ -80,25 +80,25 @@ def test_statistics_over_all_ranks_make_the_shares_add_up_too(name, cut):
     model = NORMED[name]()
     (p, _), (x, y) = made(model), batch(model)
     before = {k: p[k].copy() for k in model.buffers}
-    whole, sums = gradient(model, p, x, y)
+    complete, sums = gradient(model, p, x, y)
 
     def on_rank(link):
         a, b = cut[link.rank], cut[link.rank + 1]
-        group, mine = Group(link), p | {k: v.copy() for k, v in before.items()}
+        group, own = Group(link), p | {k: v.copy() for k, v in before.items()}
 
         def add(numbers):
             total = numbers.copy()
             recursive_doubling(group, total, np.add)
             return total
 
-        return gradient(model, mine, x[a:b], y[a:b], first=a, add=add), mine
+        return gradient(model, own, x[a:b], y[a:b], first=a, add=add), own
 
-    found = run_ranks(len(cut) - 1, on_rank)
-    check_shares([share for share, _ in found], whole, sums)
+    result = run_ranks(len(cut) - 1, on_rank)
+    check_shares([share for share, _ in result], complete, sums)
     for k in model.buffers:
         assert np.any(p[k] != before[k])
-        for _, mine in found:
-            np.testing.assert_allclose(mine[k], p[k], rtol=1e-13, atol=1e-14)
+        for _, own in result:
+            np.testing.assert_allclose(own[k], p[k], rtol=1e-13, atol=1e-14)
 
 
 @pytest.mark.parametrize("kind", ["transformer", "resnet"])
@@ -109,9 +109,9 @@ def test_recomputation_changes_no_bit(kind):
         p, _ = made(model, "float32")
         g, sums = gradient(model, p, *batch(model))
         results.append((g | {k: p[k] for k in model.buffers}, sums))
-    (one, sums), (other, same) = results
-    assert sums == same and one.keys() == other.keys()
-    assert all(np.array_equal(one[k], other[k]) for k in one)
+    (item, sums), (other, same) = results
+    assert sums == same and item.keys() == other.keys()
+    assert all(np.array_equal(item[k], other[k]) for k in item)
 
 
 @pytest.mark.parametrize("name", ["transformer", "recompute"])
@@ -119,15 +119,15 @@ def test_recomputation_changes_no_bit(kind):
 def test_micro_batches_add_up_and_the_last_one_announces(name, pieces):
     model = MODELS[name]()
     (x, y), replica = batch(model), ModelReplica(model, 3, "float64")
-    fired, seen = Counter(), {}
+    fired, observed = Counter(), {}
     for replica.micro_batches in (1, pieces):
         fired.clear()
         key = nn.Key(0, 5, 0)
         sums = replica.gradient(Batch(x, y), 1 / 13, key, lambda name: fired.update([name]))
         assert set(fired.values()) == {1} and set(fired) == set(model.parameters)
-        seen[replica.micro_batches] = (sums, replica.arena.grad.copy())
-    assert seen[1][0] == pytest.approx(seen[pieces][0], rel=1e-12)
-    np.testing.assert_allclose(seen[1][1], seen[pieces][1], rtol=0, atol=1e-14)
+        observed[replica.micro_batches] = (sums, replica.arena.grad.copy())
+    assert observed[1][0] == pytest.approx(observed[pieces][0], rel=1e-12)
+    np.testing.assert_allclose(observed[1][1], observed[pieces][1], rtol=0, atol=1e-14)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -144,33 +144,33 @@ def test_a_share_that_starts_at_a_wrong_index_is_seen(name):
 def test_each_gradient_is_announced_once_when_final_last_layer_first(name):
     model = MODELS[name]()
     p, g = made(model)
-    seen: list[tuple[str, np.ndarray]] = []
+    observed: list[tuple[str, np.ndarray]] = []
     x, y = batch(model)
     model.gradient(
-        p, g, x, y, 1.0, nn.Key(0, 0, 0), lambda name: seen.append((name, g[name].copy()))
+        p, g, x, y, 1.0, nn.Key(0, 0, 0), lambda name: observed.append((name, g[name].copy()))
     )
-    assert [name for name, _ in seen] == list(model.parameters)[::-1]
-    assert all(np.array_equal(then, g[name]) for name, then in seen)
-    assert all(np.isfinite(one).all() for one in g.values())
+    assert [name for name, _ in observed] == list(model.parameters)[::-1]
+    assert all(np.array_equal(then, g[name]) for name, then in observed)
+    assert all(np.isfinite(item).all() for item in g.values())
 
 
 class Spy(nn.Linear):
     """Notes whether it was asked for the gradient of its input."""
 
     def backward(self, p, g, saved, dy, want_dx):
-        asked.append((self.outputs, want_dx))
+        requested.append((self.outputs, want_dx))
         return super().backward(p, g, saved, dy, want_dx)
 
 
-asked: list[tuple[int, bool]] = []
+requested: list[tuple[int, bool]] = []
 
 
 def test_no_gradient_is_computed_below_the_first_parameters():
     layers = {"relu": nn.ReLU(), "a": Spy(4), "b": Spy(10)}
     model = nn.Model(layers, (3,))
-    asked.clear()
+    requested.clear()
     gradient(model, made(model)[0], *batch(model))
-    assert asked == [(10, True), (4, False)]
+    assert requested == [(10, True), (4, False)]
 
 
 @pytest.mark.parametrize("name", MODELS)

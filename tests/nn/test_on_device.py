@@ -1,4 +1,4 @@
-"""Models on a device: the gradients of the host, and nothing visits the host but the loss."""
+"""Models on a device: the gradients of the host; only the loss is copied to the host."""
 
 from __future__ import annotations
 
@@ -37,29 +37,29 @@ def replica(name: str, on_gpu: bool) -> ModelReplica:
 
 def computed(name: str, on_gpu: bool, n: int = 7):
     """Return the sums, the gradient and the slots in the order they were ready in."""
-    one, ready = replica(name, on_gpu), []
-    sums = one.gradient(batch(name, n), 1 / 7, nn.Key(0, 0, 0, samples=n), ready.append)
-    return one, sums, ready
+    item, ready = replica(name, on_gpu), []
+    sums = item.gradient(batch(name, n), 1 / 7, nn.Key(0, 0, 0, samples=n), ready.append)
+    return item, sums, ready
 
 
 @pytest.mark.parametrize("samples", [7, 1, 0])
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_of_the_host(gpu, name, samples):
-    host, wanted, order = computed(name, False, samples)
+    host, expected, order = computed(name, False, samples)
     device, sums, ready = computed(name, True, samples)
-    assert ready == order and sums.correct == wanted.correct and sums.count == wanted.count
+    assert ready == order and sums.correct == expected.correct and sums.count == expected.count
     close = {"rtol": 0, "atol": 0} if name in SAME else {"rtol": 1e-4, "atol": 1e-6}
-    np.testing.assert_allclose(sums.loss, wanted.loss, **close)
+    np.testing.assert_allclose(sums.loss, expected.loss, **close)
     np.testing.assert_allclose(device.arena.grad.get(), host.arena.grad, **close)
     np.testing.assert_allclose(device.arena.buffer.get(), host.arena.buffer, **close)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_only_batch_and_loss_are_copied(gpu, name):
-    one = replica(name, True)
-    one.gradient(batch(name), 1.0, nn.Key(0, 0, 0), lambda slot: None)  # what is made once
+    item = replica(name, True)
+    item.gradient(batch(name), 1.0, nn.Key(0, 0, 0), lambda slot: None)  # what is made once
     gpu.counts.clear()
-    one.gradient(batch(name), 1.0, nn.Key(0, 1, 0), lambda slot: None)
+    item.gradient(batch(name), 1.0, nn.Key(0, 1, 0), lambda slot: None)
     assert gpu.counts["D2H"] == 1 and gpu.counts["D2H bytes"] == 3 * 8
     assert gpu.counts["H2D"] == 2
     waits = {w: gpu.counts[w] for w in ("stream sync", "event sync", "device sync", "implicit")}
@@ -68,17 +68,17 @@ def test_only_batch_and_loss_are_copied(gpu, name):
 
 def test_the_loss_waits_for_no_gradient(lazy_gpu):
     """The event behind the loss is waited for, not backward, which is behind it."""
-    one = replica("cnn", True)
-    one.gradient(batch("cnn"), 1.0, nn.Key(0, 0, 0), lambda slot: None)
+    item = replica("cnn", True)
+    item.gradient(batch("cnn"), 1.0, nn.Key(0, 0, 0), lambda slot: None)
     assert lazy_gpu.counts["stream sync"] == 0
-    late = one.arena.grad._host.copy()
-    assert one.arena.grad.get().any() and not late.any()
+    late = item.arena.grad._host.copy()
+    assert item.arena.grad.get().any() and not late.any()
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_evaluation(gpu, name):
-    told = [replica(name, on_gpu).evaluate(batch(name)) for on_gpu in (False, True)]
-    np.testing.assert_allclose(told[1], told[0], rtol=1e-5)
+    reported = [replica(name, on_gpu).evaluate(batch(name)) for on_gpu in (False, True)]
+    np.testing.assert_allclose(reported[1], reported[0], rtol=1e-5)
     outputs = replica(name, True).outputs(batch(name).x)
     assert type(outputs) is np.ndarray
 
@@ -86,18 +86,18 @@ def test_evaluation(gpu, name):
 def test_micro_batches_add_up(gpu):
     once, pieces = replica("cnn", True), replica("cnn", True)
     pieces.micro_batches = 3
-    for one in (once, pieces):
-        one.gradient(batch("cnn"), 1.0, nn.Key(0, 0, 0), lambda slot: None)
+    for item in (once, pieces):
+        item.gradient(batch("cnn"), 1.0, nn.Key(0, 0, 0), lambda slot: None)
     np.testing.assert_allclose(pieces.arena.grad.get(), once.arena.grad.get(), rtol=1e-4, atol=1e-5)
 
 
 def test_statistics_over_ranks_travel_by_the_host(gpu):
     """Two ranks, of which the other has the same share: the statistics are those of one."""
-    one, alone = replica("resnet", True), replica("resnet", True)
+    item, alone = replica("resnet", True), replica("resnet", True)
     key = nn.Key(0, 0, 0, sum_over_ranks=lambda numbers: numbers + numbers)
-    one.gradient(batch("resnet"), 1.0, key, lambda slot: None)
+    item.gradient(batch("resnet"), 1.0, key, lambda slot: None)
     alone.gradient(batch("resnet"), 1.0, nn.Key(0, 0, 0), lambda slot: None)
-    np.testing.assert_allclose(one.arena.grad.get(), alone.arena.grad.get(), rtol=1e-3, atol=1e-5)
+    np.testing.assert_allclose(item.arena.grad.get(), alone.arena.grad.get(), rtol=1e-3, atol=1e-5)
 
 
 REFUSED = {
@@ -108,6 +108,6 @@ REFUSED = {
 
 @pytest.mark.parametrize("wrong", REFUSED)
 def test_wrong_data_is_refused(gpu, wrong):
-    name, bad, said = REFUSED[wrong]
-    with pytest.raises(UsageError, match=said):
+    name, bad, message = REFUSED[wrong]
+    with pytest.raises(UsageError, match=message):
         replica(name, True).gradient(bad, 1.0, nn.Key(0, 0, 0), lambda slot: None)

@@ -1,4 +1,4 @@
-"""The linear scaling rule: with a batch per rank, the rate grows with the ranks, if asked to."""
+"""The linear scaling rule: with a batch per rank, the rate grows with the ranks on request."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def test_a_fixed_batch_leaves_nothing_to_scale():
 def test_two_ranks_train_as_one_with_twice_the_batch_and_the_rate(tmp_path):
     short = ["run.steps=8", "run.epochs=", "run.precision=float64"]
     two = recipe.load("digits", [*WEAK, *short, "optimizer.base_batch=32"])
-    one = recipe.load("digits", ["optimizer.batch=64", "optimizer.rate=0.2", *short])
+    item = recipe.load("digits", ["optimizer.batch=64", "optimizer.rate=0.2", *short])
     weak = run_on("threads", 2, lambda w: runs.train(two, w, tmp_path / "two", False))[0]
-    strong = run_on("threads", 1, lambda w: runs.train(one, w, tmp_path / "one", False))[0]
+    strong = run_on("threads", 1, lambda w: runs.train(item, w, tmp_path / "one", False))[0]
     assert weak["train_loss"] == pytest.approx(strong["train_loss"], rel=1e-9)
     assert np.isfinite(weak["train_loss"])

@@ -1,4 +1,4 @@
-"""Optimizers on a device: what they do on the host, in one kernel and with sums of its own."""
+"""Optimizers on a device: the updates of the host, in one kernel."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import pytest
 from hpctrain import optim
 from hpctrain.gradients.arena import lay_out
 from hpctrain.optim import norms
-from hpctrain.optim.optimizer import BLOCK, blocks
+from hpctrain.optim.optimizer import BLOCK_ELEMENTS, blocks
 
-SHAPES = {"a": (3, 5), "b": (300, 300), "c": (9,), "d": (2, BLOCK), "e": (5, 1)}
+SHAPES = {"a": (3, 5), "b": (300, 300), "c": (9,), "d": (2, BLOCK_ELEMENTS), "e": (5, 1)}
 OPTIMIZERS = {
     "sgd": optim.sgd(0.1),
     "sgd, decay": optim.sgd(0.1, weight_decay=0.1),
@@ -49,32 +49,32 @@ def test_as_on_the_host(gpu, name, dtype):
 
     on_host = updated(OPTIMIZERS[name], dtype)
     gpu.counts.clear()
-    found = updated(OPTIMIZERS[name], dtype, cupy.asarray)
+    result = updated(OPTIMIZERS[name], dtype, cupy.asarray)
     assert gpu.counts["fused"] >= 3 and gpu.counts["implicit"] == 0
     assert gpu.counts["D2H"] == 3 * NORMS.get(name, 0)
-    assert found.keys() == on_host.keys() and found["step"][0] == 3
-    for key in found.keys() - {"step"}:
+    assert result.keys() == on_host.keys() and result["step"][0] == 3
+    for key in result.keys() - {"step"}:
         # Without norms the same numbers are computed; with them their sums are added otherwise.
         close = {"rtol": 1e-5, "atol": 1e-6} if name in NORMS else {"rtol": 0, "atol": 0}
-        np.testing.assert_allclose(found[key].get(), on_host[key], **close)
+        np.testing.assert_allclose(result[key].get(), on_host[key], **close)
 
 
 def test_sums_depend_on_their_pieces_alone(gpu):
     import cupy
 
-    x = np.random.default_rng(0).standard_normal(3 * BLOCK + 100).astype("float32")
+    x = np.random.default_rng(0).standard_normal(3 * BLOCK_ELEMENTS + 100).astype("float32")
     own, device = list(blocks(x.size)), cupy.asarray(x)
-    whole = norms.squares_of([device], own)
-    apart = [norms.squares_of([device[s]], [slice(0, s.stop - s.start)])[0] for s in own]
-    assert whole.dtype == np.float64 and (whole == apart).all()
-    np.testing.assert_allclose(whole, norms.squares_of([x], own), rtol=1e-13)
-    assert norms.squares_of([device], []).shape == (0, 1)
+    complete = norms.sum_squares_by_piece([device], own)
+    apart = [norms.sum_squares_by_piece([device[s]], [slice(0, s.stop - s.start)])[0] for s in own]
+    assert complete.dtype == np.float64 and (complete == apart).all()
+    np.testing.assert_allclose(complete, norms.sum_squares_by_piece([x], own), rtol=1e-13)
+    assert norms.sum_squares_by_piece([device], []).shape == (0, 1)
 
 
 def test_one_kernel_takes_a_whole_arena(gpu):
     import cupy
 
-    optimizer, x = optim.sgd(0.1, 0.9), cupy.ones(3 * BLOCK, "float32")
+    optimizer, x = optim.sgd(0.1, 0.9), cupy.ones(3 * BLOCK_ELEMENTS, "float32")
     state = optimizer.init(x)
     gpu.counts.clear()
     optimizer.update(x, state, x, (), lambda rows: rows)

@@ -1,4 +1,4 @@
-"""Optimizers against their equations written out, and against another library where it is."""
+"""Optimizers against their equations, and against PyTorch where it is installed."""
 
 from __future__ import annotations
 
@@ -11,13 +11,20 @@ from hpctrain import optim
 from hpctrain.config import read_kind
 from hpctrain.core.errors import UsageError
 from hpctrain.gradients.arena import lay_out
-from hpctrain.optim.optimizer import BLOCK
+from hpctrain.optim.optimizer import BLOCK_ELEMENTS
 
 LAYOUTS = {
     "nothing": [],
     "one number": [()],
     "vectors": [(7,), (1,), (16,)],
-    "over blocks": [(3, 5), (300, 300), (9,), (2, BLOCK), (BLOCK // 2, 2), (5, 1)],
+    "over blocks": [
+        (3, 5),
+        (300, 300),
+        (9,),
+        (2, BLOCK_ELEMENTS),
+        (BLOCK_ELEMENTS // 2, 2),
+        (5, 1),
+    ],
 }
 
 
@@ -64,12 +71,12 @@ def clipped(gs, limit):
     return gs if limit is None else [g * min(1, limit / size) for g in gs]
 
 
-def equations(one, clip=None):
+def equations(item, clip=None):
     """Return the run of `one(tensor, its gradients) -> tensor` on each tensor."""
 
     def run(ws, grads):
         grads = [clipped(gs, clip) for gs in grads]
-        return [one(w, [gs[i] for gs in grads]) for i, w in enumerate(ws)]
+        return [item(w, [gs[i] for gs in grads]) for i, w in enumerate(ws)]
 
     return run
 
@@ -83,7 +90,7 @@ def always(step):
 
 
 def sgd(rate=always, momentum=0.0, nesterov=False, decay=0.0, exempt=False):
-    def one(w, grads):
+    def item(w, grads):
         v = 0
         for step, g in enumerate(grads):
             h = g + (0 if exempt and w.ndim < 2 else decay) * w
@@ -91,11 +98,11 @@ def sgd(rate=always, momentum=0.0, nesterov=False, decay=0.0, exempt=False):
             w = w - rate(step) * (h + momentum * v if nesterov else v)
         return w
 
-    return one
+    return item
 
 
 def adamw(rate=always, b1=0.9, b2=0.999, e=1e-8, decay=0.01, exempt=False):
-    def one(w, grads):
+    def item(w, grads):
         m = v = 0
         for t, g in enumerate(grads, 1):
             m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g**2
@@ -103,11 +110,11 @@ def adamw(rate=always, b1=0.9, b2=0.999, e=1e-8, decay=0.01, exempt=False):
             w = w - rate(t - 1) * (m / (1 - b1**t)) / (np.sqrt(v / (1 - b2**t)) + e)
         return w
 
-    return one
+    return item
 
 
 def lars(rate=always, momentum=0.9, decay=0.0, trust=0.001, exempt=True):
-    def one(w, grads):
+    def item(w, grads):
         v = 0
         vector = exempt and w.ndim < 2
         beta = 0 if vector else decay
@@ -117,11 +124,11 @@ def lars(rate=always, momentum=0.9, decay=0.0, trust=0.001, exempt=True):
             w = w - v
         return w
 
-    return one
+    return item
 
 
 def lamb(rate=always, b1=0.9, b2=0.999, e=1e-6, decay=0.01, exempt=True):
-    def one(w, grads):
+    def item(w, grads):
         m = v = 0
         vector = exempt and w.ndim < 2
         for t, g in enumerate(grads, 1):
@@ -131,7 +138,7 @@ def lamb(rate=always, b1=0.9, b2=0.999, e=1e-6, decay=0.01, exempt=True):
             w = w - rate(t - 1) * (1 if vector else norm(w) / norm(u)) * u
         return w
 
-    return one
+    return item
 
 
 def torch_run(name, clip=None, **keywords):
@@ -214,11 +221,11 @@ def test_the_parameters_after_five_steps_are_those_of_the_equations(name, layout
     optimizer, reference = ROWS[name]
     shapes = LAYOUTS[layout]
     ws, grads = numbers(shapes)
-    found = run_ours(
+    result = run_ours(
         optimizer, flat(ws, shapes), [flat(gs, shapes) for gs in grads], slots_of(shapes)[0]
     )
     expected = flat(reference(ws, grads), shapes)  # with gaps, which must have stayed zero
-    np.testing.assert_allclose(found, expected, rtol=1e-11, atol=1e-12)
+    np.testing.assert_allclose(result, expected, rtol=1e-11, atol=1e-12)
 
 
 def test_clipping_is_that_of_torch():
@@ -226,10 +233,10 @@ def test_clipping_is_that_of_torch():
     shapes = LAYOUTS["over blocks"]
     ws, grads = numbers(shapes)
     expected = torch_run("SGD", clip=2.0, lr=0.1)(ws, grads)
-    found = run_ours(
+    result = run_ours(
         optim.sgd(0.1, clip_norm=2.0), flat(ws, shapes), [flat(gs, shapes) for gs in grads]
     )
-    np.testing.assert_allclose(found, flat(expected, shapes), atol=1e-7)
+    np.testing.assert_allclose(result, flat(expected, shapes), atol=1e-7)
 
 
 def worked(optimizer, w, grads):
@@ -323,14 +330,14 @@ def test_a_state_carried_over_goes_on_with_the_same_bytes(name):
 
 @pytest.mark.parametrize("name", FOUR)
 def test_an_update_needs_no_array_of_full_length(name):
-    w, g = np.ones(20 * BLOCK), np.ones(20 * BLOCK)
-    slots, _ = slots_of([(20, BLOCK)])
+    w, g = np.ones(20 * BLOCK_ELEMENTS), np.ones(20 * BLOCK_ELEMENTS)
+    slots, _ = slots_of([(20, BLOCK_ELEMENTS)])
     state = FOUR[name].init(w)
     tracemalloc.start()
     FOUR[name].update(g, state, w, slots, alone)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak < 4 * BLOCK * w.itemsize
+    assert peak < 4 * BLOCK_ELEMENTS * w.itemsize
 
 
 REFUSED = [
@@ -374,8 +381,8 @@ def test_a_table_of_a_recipe_builds_the_optimizer_with_its_schedule(table, expec
     built = options.build(lambda step: 0.25 * options.rate)
     shapes = [(2, 3), (4,)]
     ws, grads = numbers(shapes)
-    found, wanted = (
-        run_ours(one, flat(ws, shapes), [flat(g, shapes) for g in grads], slots_of(shapes)[0])
-        for one in (built, expected)
+    result, target = (
+        run_ours(item, flat(ws, shapes), [flat(g, shapes) for g in grads], slots_of(shapes)[0])
+        for item in (built, expected)
     )
-    assert np.array_equal(found, wanted)
+    assert np.array_equal(result, target)

@@ -1,4 +1,4 @@
-"""What each rank sends in each collective: the lengths of its messages, exact for every length.
+"""The lengths of the messages that each rank sends in each collective, exact for every length.
 
 The other half of the cost model: cost.py tells the longest path when P divides n; this tells
 what one rank counts in `bytes_sent` and `messages_sent`, also where chunks differ by an element.
@@ -68,22 +68,22 @@ Messages = Callable[[Call], list[int]]
 
 def reduce_scatter(call: Call) -> list[int]:
     """Return every chunk but r, in segments if one chunk is that long."""
-    others = [call.chunk(call.rank + i) for i in range(1, call.ranks)]
+    rest = [call.chunk(call.rank + i) for i in range(1, call.ranks)]
     if call.streams:
-        return _streamed(call, others)
+        return _streamed(call, rest)
     if not call.exceeds(SEGMENT_BYTES):
-        return others
-    return [segment for chunk in others for segment in call.segments(chunk)]
+        return rest
+    return [segment for chunk in rest for segment in call.segments(chunk)]
 
 
 def all_gather(call: Call) -> list[int]:
     """Return every chunk but that of the right neighbour, r + 1; in segments only between nodes."""
-    others = [call.chunk(call.rank + 1 + i) for i in range(1, call.ranks)]
-    return _streamed(call, others) if call.streams else others
+    rest = [call.chunk(call.rank + 1 + i) for i in range(1, call.ranks)]
+    return _streamed(call, rest) if call.streams else rest
 
 
 def _streamed(call: Call, chunks: list[int]) -> list[int]:
-    return [segment for one in chunks for segment in call.segments(one, STREAM_BYTES) or [0]]
+    return [segment for item in chunks for segment in call.segments(item, STREAM_BYTES) or [0]]
 
 
 def ring(call: Call) -> list[int]:
@@ -103,13 +103,13 @@ def hierarchical(call: Call) -> list[int]:
     """
     if len(call.nodes) < 2:
         return ring(call)
-    mine = next(node for node in call.nodes if call.rank in node)
-    local, rails = mine.index(call.rank), min(map(len, call.nodes))
+    own = next(node for node in call.nodes if call.rank in node)
+    local, rails = own.index(call.rank), min(map(len, call.nodes))
     cuts = bounds(call.length, rails, ALIGN_BYTES // call.itemsize)
-    cuts += [call.length] * (len(mine) - rails)
-    inside = Call(call.length, call.itemsize, len(mine), local, offsets=tuple(cuts))
+    cuts += [call.length] * (len(own) - rails)
+    inside = Call(call.length, call.itemsize, len(own), local, offsets=tuple(cuts))
     rail = [b - a for a, b in pairwise(cuts)][local]
-    place = call.nodes.index(mine)
+    place = call.nodes.index(own)
     between = Call(rail, call.itemsize, len(call.nodes), place, nodes=call.nodes)
     return ring(inside) + (ring(between) if rail else [])
 
@@ -177,9 +177,9 @@ def halving_doubling(call: Call) -> list[int]:
         return [*call.segments(lower), upper]
     extra = [*call.segments(upper), call.length] if call.rank + core < call.ranks else []
     distances = [1 << k for k in range(core.bit_length() - 1)]
-    given = [_block(call, call.rank ^ d, d, core) for d in distances]
-    kept = [_block(call, call.rank, d, core) for d in distances]
-    return extra + [segment for m in given + kept for segment in call.segments(m)]
+    arguments = [_block(call, call.rank ^ d, d, core) for d in distances]
+    saved = [_block(call, call.rank, d, core) for d in distances]
+    return extra + [segment for m in arguments + saved for segment in call.segments(m)]
 
 
 def _block(call: Call, i: int, d: int, core: int) -> int:
@@ -193,8 +193,8 @@ def ordered_reduce_scatter(call: Call) -> list[int]:
     at = [rank * blocks // call.ranks for rank in range(call.ranks + 1)]
     subtotals = [_subtotals(a, b, blocks) for a, b in pairwise(at)]
     step = max(1, SCRATCH_BYTES // (call.itemsize * sum(subtotals)))
-    others = (call.chunk(call.rank + i) for i in range(1, call.ranks))
-    cut = [min(step, chunk - start) for chunk in others for start in range(0, chunk, step)]
+    rest = (call.chunk(call.rank + i) for i in range(1, call.ranks))
+    cut = [min(step, chunk - start) for chunk in rest for start in range(0, chunk, step)]
     return cut * subtotals[call.rank]
 
 
@@ -222,7 +222,7 @@ def doubling(call: Call) -> list[int]:
 def broadcasts(call: Call) -> list[int]:
     """Return each rank's chunk as often as in a broadcast from it."""
     of_each = (replace(call, length=call.chunk(i), root=i) for i in range(call.ranks))
-    return [segment for one in of_each for segment in broadcast(one)]
+    return [segment for item in of_each for segment in broadcast(item)]
 
 
 def gather(call: Call) -> list[int]:

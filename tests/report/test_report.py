@@ -1,4 +1,4 @@
-"""Reports of runs that ended well, badly or not at all; the page in a real browser."""
+"""Reports of runs that are done, failed or still running; the page in a real browser."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NAME = "<script>alert('$x_1$ & more')</script>"
 PLOTS = {"loss.png", "rate.png", "time.png", "ranks.png"}
 
 
-def row(step, since=0, **others):
+def row(step, since=0, **rest):
     """Return a row of an interval of 10 steps: 1 s, of which compute is 0.5 and wait 0.25."""
     intervals = (step - since) // 10
     return {
@@ -38,40 +38,41 @@ def row(step, since=0, **others):
         "ranks": {"compute_s": [0.5 * intervals, 0.3 * intervals],
                   "wait_s": [0.25 * intervals, 0.6 * intervals],
                   "wire_s": [0.4 * intervals] * 2},
-        **others,
+        **rest,
     }  # fmt: skip
 
 
 ROWS = [row(10), row(20, test_loss=0.3, test_accuracy=0.9), row(30)]
-DONE = {"status": "done", "exit_code": 0, "recipe": NAME, "reason": None, "test_accuracy": 0.9,
+COMPLETED = {"status": "done", "exit_code": 0, "recipe": NAME, "reason": None, "test_accuracy": 0.9,
         "hosts": ["a", "b"], "staleness_mean": None, "versions": {"numpy": "9.8.7"}}  # fmt: skip
 FAILED = {"status": "failed", "exit_code": 1, "reason": "rank 1: <b>lost</b>", "recipe": NAME}
 RECIPE = f'[run]\nname = "{NAME}"\n'
 STALE = {"staleness_histogram": {"0": 1, "3": 4, "200": 1}}
 #: rows, summary, recipe, last line of metrics.jsonl, plots, words on the page
 RUNS = {
-    "done": (ROWS, DONE, RECIPE, "", PLOTS, ["done", "0.9000", "9.8.7", "a, b", "–", NAME]),
-    "one row": (ROWS[:1], DONE, RECIPE, "", PLOTS, ["done"]),
-    "stopped": (ROWS, {**DONE, "status": "stopped"}, RECIPE, "", PLOTS, ["stopped"]),
+    "done": (ROWS, COMPLETED, RECIPE, "", PLOTS, ["done", "0.9000", "9.8.7", "a, b", "–", NAME]),
+    "one row": (ROWS[:1], COMPLETED, RECIPE, "", PLOTS, ["done"]),
+    "stopped": (ROWS, {**COMPLETED, "status": "stopped"}, RECIPE, "", PLOTS, ["stopped"]),
     "failed without rows": (
         [], FAILED, RECIPE, "", set(), ["failed", "rank 1: <b>lost</b>", "no row of metrics"]
     ),
-    "torn last line": (ROWS, DONE, RECIPE, '{"step": 4', PLOTS, ["done"]),
+    "torn last line": (ROWS, COMPLETED, RECIPE, '{"step": 4', PLOTS, ["done"]),
     "no summary": (ROWS, None, RECIPE, "", PLOTS, ["no summary: still running, or killed"]),
-    "from Python": (ROWS, DONE, None, "", PLOTS, ["started from Python"]),
-    "rate unknown": ([row(10, rate=None)], DONE, RECIPE, "", PLOTS - {"rate.png"}, ["done"]),
-    "ranks unknown": ([row(10, ranks=None)], DONE, RECIPE, "", PLOTS - {"ranks.png"}, ["done"]),
-    "stale": ([row(10, **STALE), row(20, **STALE)], {**DONE, **STALE}, RECIPE, "",
+    "from Python": (ROWS, COMPLETED, None, "", PLOTS, ["started from Python"]),
+    "rate unknown": ([row(10, rate=None)], COMPLETED, RECIPE, "", PLOTS - {"rate.png"}, ["done"]),
+    "ranks unknown": ([row(10, ranks=None)], COMPLETED, RECIPE, "", PLOTS - {"ranks.png"},
+                      ["done"]),
+    "stale": ([row(10, **STALE), row(20, **STALE)], {**COMPLETED, **STALE}, RECIPE, "",
               PLOTS | {"staleness.png"}, ["0: 1, 3: 4, 200: 1"]),
-    "never stale": ([row(10, staleness_histogram=None)], DONE, RECIPE, "", PLOTS, ["done"]),
+    "never stale": ([row(10, staleness_histogram=None)], COMPLETED, RECIPE, "", PLOTS, ["done"]),
     "nothing but a recipe": ([], None, RECIPE, "", set(), ["no summary", "no row of metrics"]),
 }  # fmt: skip
 
 
 def write(folder, rows, summary, recipe, torn=""):
     folder.mkdir()
-    for one in rows:
-        run_folder.append_row(folder, one)
+    for item in rows:
+        run_folder.append_row(folder, item)
     if torn:
         with open(folder / run_folder.METRICS, "a") as file:
             file.write(torn)
@@ -123,13 +124,13 @@ def test_report(kind, tmp_path, monkeypatch):
     monkeypatch.setattr(page, "plots", drawn)
     run = write(tmp_path / "run", rows, summary, recipe, torn)
     written = page.write(run, tmp_path / "new" / "out")
-    seen = Page(written.read_text())
-    assert (seen.open, seen.links) == ([], [])
-    assert not seen.tags & {"script", "b", "link", "iframe"}  # names and reasons are text
-    assert [word for word in words if word not in seen.text] == []
+    observed = Page(written.read_text())
+    assert (observed.open, observed.links) == ([], [])
+    assert not observed.tags & {"script", "b", "link", "iframe"}  # names and reasons are text
+    assert [word for word in words if word not in observed.text] == []
     assert {file.name for file in written.parent.iterdir()} == {page.PAGE, *expected}
-    assert seen.images.keys() == expected
-    for name, source in seen.images.items():
+    assert observed.images.keys() == expected
+    for name, source in observed.images.items():
         png = base64.b64decode(source.removeprefix("data:image/png;base64,"))
         assert png == (written.parent / name).read_bytes()
         assert painted(image.imread(BytesIO(png)), plots.BLUE) > 10
@@ -146,8 +147,8 @@ HISTOGRAMS = [
 
 @pytest.mark.parametrize(("written", "expected"), HISTOGRAMS)
 def test_staleness_by_row(written, expected):
-    found = record.RunRecord("a", [{"staleness_histogram": one} for one in written]).staleness()
-    np.testing.assert_array_equal(found, expected)
+    result = record.RunRecord("a", [{"staleness_histogram": item} for item in written]).staleness()
+    np.testing.assert_array_equal(result, expected)
 
 
 #: rows as written; then steps kept, seconds of each interval on the wall, steps of a resumption
@@ -166,23 +167,23 @@ def test_clocks_of_resumed_parts_add_up(kind, tmp_path):
     rows, steps, seconds, resumed = PARTS[kind]
     read = record.read(write(tmp_path / "run", rows, None, None))
     assert read.column("step").tolist() == steps
-    assert read.spent("wall_s").tolist() == seconds
+    assert read.seconds_per_row("wall_s").tolist() == seconds
     assert read.resumed() == resumed
 
 
 def test_times_of_ranks_are_those_since_the_last_resumption(tmp_path):
     read = record.read(write(tmp_path / "run", [row(10), row(20, 10), row(30, 10)], None, None))
-    found = {name: seconds.tolist() for name, seconds in read.by_rank().items()}
-    assert found == {
+    result = {name: seconds.tolist() for name, seconds in read.by_rank().items()}
+    assert result == {
         "wall_s": [2, 2], "compute_s": [1, 0.6], "wait_s": [0.5, 1.2], "wire_s": [0.8, 0.8],
     }  # fmt: skip
 
 
 def test_a_thousand_rows_of_many_ranks(tmp_path):
-    run = write(tmp_path / "run", [], DONE, RECIPE)
+    run = write(tmp_path / "run", [], COMPLETED, RECIPE)
     ranks = {f"{name}_s": [0.1] * 200 for name in ("compute", "wait", "wire")}
     rows = [*map(row, range(10, 10_000, 10)), row(10_000, ranks=ranks)]
-    text = "".join(json.dumps(one) + "\n" for one in rows)
+    text = "".join(json.dumps(item) + "\n" for item in rows)
     (run / run_folder.METRICS).write_text(text)
     assert plots.plots(record.read(run)).keys() == PLOTS
 
@@ -190,21 +191,21 @@ def test_a_thousand_rows_of_many_ranks(tmp_path):
 def test_the_run_of_a_trainer_is_reported_by_the_command(hpctrain, tmp_path):
     spec = recipe.load("digits", ["run.epochs=2"])
     run_on("threads", 1, lambda world: runs.train(spec, world, tmp_path / "run", False))
-    done = hpctrain("report", "run")
-    assert (done.returncode, done.stdout) == (0, "run/report.html\n"), done.stderr
+    completed = hpctrain("report", "run")
+    assert (completed.returncode, completed.stdout) == (0, "run/report.html\n"), completed.stderr
     assert Page((tmp_path / "run" / page.PAGE).read_text()).images.keys() == PLOTS
 
 
 def test_a_folder_without_a_run_is_refused(hpctrain, tmp_path):
     for folder in ("nowhere", "."):
-        done = hpctrain("report", folder)
-        assert done.returncode == 2
-        assert f"{folder} holds no run: expected recipe.toml" in done.stderr
+        completed = hpctrain("report", folder)
+        assert completed.returncode == 2
+        assert f"{folder} holds no run: expected recipe.toml" in completed.stderr
         assert not list(tmp_path.rglob("*.html"))
 
 
 def test_what_cannot_be_read_or_written_is_refused(tmp_path):
-    run = write(tmp_path / "run", ROWS, DONE, RECIPE)
+    run = write(tmp_path / "run", ROWS, COMPLETED, RECIPE)
     with pytest.raises(UsageError, match="cannot be written"):
         page.write(run, run / run_folder.RECIPE / "below")
     (run / run_folder.SUMMARY).write_text('{"status": ')
@@ -224,7 +225,7 @@ def test_the_extra_is_named_where_it_is_missing(missing, tmp_path, monkeypatch):
 @pytest.mark.full
 @pytest.mark.skipif(BROWSER is None, reason="needs Chromium: apt-get install chromium")
 def test_the_page_in_a_browser(tmp_path):
-    run = write(tmp_path / "run", ROWS, DONE, RECIPE)
+    run = write(tmp_path / "run", ROWS, COMPLETED, RECIPE)
     written, shot = page.write(run, run), tmp_path / "shot.png"
     screen = ("--window-size=1200,2400", f"--screenshot={shot}")
     assert browse(tmp_path, *screen, written.as_uri())[1] == []
@@ -235,9 +236,9 @@ def test_the_page_in_a_browser(tmp_path):
     assert [color for color in drawn if painted(picture, color) < 50] == []
     looked = tmp_path / "looked.html"
     looked.write_text(re.sub("<meta http-equiv=[^>]*>", LOOK, written.read_text()))
-    dom, said = browse(tmp_path, "--dump-dom", looked.as_uri())
+    dom, message = browse(tmp_path, "--dump-dom", looked.as_uri())
     widths = dict(re.findall(r"(\w+\.png)=(\d+)", dom))
-    assert (widths.keys(), said) == (PLOTS, [])
+    assert (widths.keys(), message) == (PLOTS, [])
     assert min(map(int, widths.values())) > 300
 
 
@@ -251,11 +252,13 @@ def test_the_console_is_heard(tmp_path):
 
 def test_the_summary_is_told_in_words(tmp_path):
     spec = recipe.load("digits", ["run.epochs=1", "model.widths=[64,10]"])
-    done = run_on("threads", 1, lambda world: runs.train(spec, world, tmp_path / "run", False))[0]
-    seen = Page(page.write(tmp_path / "run", tmp_path / "run").read_text()).text
-    told = seen.partition("Summary")[2].partition("Recipe")[0]
-    assert all(page.words(key) in told for key in done if key != "versions")
-    assert "_" not in told.replace(done["recipe"], "")
+    completed = run_on(
+        "threads", 1, lambda world: runs.train(spec, world, tmp_path / "run", False)
+    )[0]
+    observed = Page(page.write(tmp_path / "run", tmp_path / "run").read_text()).text
+    reported = observed.partition("Summary")[2].partition("Recipe")[0]
+    assert all(page.words(key) in reported for key in completed if key != "versions")
+    assert "_" not in reported.replace(completed["recipe"], "")
     assert page.words("wall_s") == "wall time [s]" and page.words("steps") == "steps"
 
 
@@ -274,12 +277,12 @@ RANKS = {
 def test_ticks_are_ranks(case):
     size, workers, ticks, label = RANKS[case]
     times = {"compute_s": [0.5] * size, "wait_s": [0.1] * size, "wire_s": [0.2] * size}
-    told = {} if workers is None else {"world_size": size, "workers": workers}
-    figure = plots._ranks(record.RunRecord("a", [row(10, ranks=times)], told))
+    reported = {} if workers is None else {"world_size": size, "workers": workers}
+    figure = plots._ranks(record.RunRecord("a", [row(10, ranks=times)], reported))
     (axes,) = figure.axes
     figure.canvas.draw()
-    shown = [tick.get_text() for tick in axes.get_xticklabels()]
-    assert shown == ticks or ticks is None
+    output = [tick.get_text() for tick in axes.get_xticklabels()]
+    assert output == ticks or ticks is None
     assert all(float(place).is_integer() for place in axes.get_xticks())
     assert axes.get_xlabel() == label
 
@@ -294,7 +297,7 @@ def test_the_rate_is_a_curve_by_step():
     """Of cosine with a warm-up in 40 steps, and rows every 20: as the schedule has it."""
     rate = CosineOptions(warm_up_epochs=1).build(0.1, 10, 40)
     rates = [rate_curve(rate, first, first + 19, lambda step: step - 1) for first in (1, 21)]
-    rows = [row(20 * n, rate=one[-1][1], rates=one) for n, one in enumerate(rates, 1)]
+    rows = [row(20 * n, rate=item[-1][1], rates=item) for n, item in enumerate(rates, 1)]
     (line,) = plots._rate(record.RunRecord("a", rows)).axes[0].get_lines()
     steps, drawn = line.get_data()
     assert len(steps) == 34 and steps[0] == 1 and steps[-1] == 40

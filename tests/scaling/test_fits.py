@@ -1,4 +1,4 @@
-"""Intervals against closed values; laws and forecasts on machines that are known."""
+"""Confidence intervals against closed values; laws and predictions on known machines."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from hpctrain.scaling import laws
 from hpctrain.scaling.collect import TrialResult
 from hpctrain.scaling.confidence import estimate, quantile
 from hpctrain.scaling.forecast import (
-    GUESS,
     MESSAGES,
+    NOMINAL,
     WIRE_TIMES,
     StepTimes,
     fit_model,
@@ -25,9 +25,9 @@ from hpctrain.scaling.forecast import (
 from hpctrain.scaling.results import SizeTrials
 from hpctrain.scaling.world_sizes import Size
 
-ONE, TWO = math.tan(0.475 * math.pi), 0.95 * math.sqrt(2 / (1 - 0.95**2))
+ITEM, TWO = math.tan(0.475 * math.pi), 0.95 * math.sqrt(2 / (1 - 0.95**2))
 FOUR = math.acos(math.sqrt(0.0975)) / 3  # the cubic of four degrees, in its trigonometric form
-CLOSED = {1: ONE, 2: TWO, 4: 2 * math.sqrt(math.cos(FOUR) / math.sqrt(0.0975) - 1)}
+CLOSED = {1: ITEM, 2: TWO, 4: 2 * math.sqrt(math.cos(FOUR) / math.sqrt(0.0975) - 1)}
 #: Of published tables (NIST/SEMATECH e-Handbook of statistical methods, 1.3.6.7.2).
 PUBLISHED = {3: 3.182, 5: 2.571, 9: 2.262, 10: 2.228, 29: 2.045, 30: 2.042, 100: 1.984}
 
@@ -43,18 +43,18 @@ def test_quantiles_of_published_tables(freedom):
 
 
 def test_intervals():
-    found = estimate([9.0, 10.0, 11.0])
-    assert (found.mean, found.count) == (10.0, 3)
-    assert found.half == pytest.approx(TWO / math.sqrt(3), rel=1e-12)
-    assert estimate([9.0, 11.0]).half == pytest.approx(ONE, rel=1e-12)
+    result = estimate([9.0, 10.0, 11.0])
+    assert (result.mean, result.count) == (10.0, 3)
+    assert result.half == pytest.approx(TWO / math.sqrt(3), rel=1e-12)
+    assert estimate([9.0, 11.0]).half == pytest.approx(ITEM, rel=1e-12)
     assert estimate([5.0]).half is None
 
 
 def share_that_holds(truth, make, studies=1000):
     """Return in what part of made studies the interval holds the truth."""
     rng = np.random.default_rng(7)
-    found = [estimate(make(rng)) for _ in range(studies)]
-    return sum(abs(one.mean - truth) <= one.half for one in found) / studies
+    result = [estimate(make(rng)) for _ in range(studies)]
+    return sum(abs(item.mean - truth) <= item.half for item in result) / studies
 
 
 @pytest.mark.parametrize("count", [2, 3, 5])
@@ -64,8 +64,8 @@ def test_intervals_hold_the_truth_as_often_as_they_say(count):
 
 
 def trials_of(size, rates):
-    some = {i: TrialResult(rate, 1.0, 1.0, 0.0, 0.0, None, ()) for i, rate in enumerate(rates)}
-    return SizeTrials(Size(size), some, 1.0)
+    subset = {i: TrialResult(rate, 1.0, 1.0, 0.0, 0.0, None, ()) for i, rate in enumerate(rates)}
+    return SizeTrials(Size(size), subset, 1.0)
 
 
 def test_the_interval_of_an_efficiency_knows_that_the_base_was_measured_too():
@@ -132,13 +132,13 @@ def step_on(size, compute, buckets, algorithm="ring", other=1e-4):
 @pytest.mark.parametrize("measured", [True, False], ids=["messages", "no messages"])
 def test_four_hosts_from_two_on_a_known_machine(mode, buckets, algorithm, measured):
     strong = mode == "strong"
-    seen = [
+    observed = [
         step_on(Size(n, n), 20e-3 / n + 2e-3 if strong else 22e-3, buckets, algorithm)
         for n in (1, 2, 4, 8)
     ]
-    model = fit_model(seen[:2], NBYTES, strong, None, WIRE if measured else None)
-    for one in seen[2:]:
-        error = model.forecast(one.size).step_s / one.step_s - 1
+    model = fit_model(observed[:2], NBYTES, strong, None, WIRE if measured else None)
+    for item in observed[2:]:
+        error = model.forecast(item.size).step_s / item.step_s - 1
         assert abs(error) < (0.02 if measured else 0.15)
 
 
@@ -151,8 +151,8 @@ def ring_by_formula(ranks):
 
 def test_eight_and_sixteen_hosts_by_the_published_cost_of_a_ring():
     model = fit_model([ring_by_formula(n) for n in (1, 2, 4)], NBYTES, False, None, None)
-    for seen in map(ring_by_formula, (8, 16)):
-        assert model.forecast(seen.size).step_s == pytest.approx(seen.step_s, rel=0.03)
+    for observed in map(ring_by_formula, (8, 16)):
+        assert model.forecast(observed.size).step_s == pytest.approx(observed.step_s, rel=0.03)
 
 
 #: compute by ranks that is no b / P + a: caches that hold a smaller share, a slow largest size
@@ -166,15 +166,15 @@ ODD_COMPUTE = {
 @pytest.mark.parametrize("compute", ODD_COMPUTE.values(), ids=ODD_COMPUTE)
 @pytest.mark.parametrize("wait_s", [0.0, 0.02])
 def test_predictions_stay_above_nothing_and_begin_where_measurements_end(compute, wait_s):
-    seen = [
+    observed = [
         StepTimes(Size(n), own + wait_s * (n > 1), own, 0.02 * (n > 1), wait_s * (n > 1), "ring")
         for n, own in zip((1, 2, 4), compute, strict=True)
     ]
-    model = fit_model(seen, NBYTES, True, WIRE, None)
-    assert model.forecast(Size(4)).step_s == pytest.approx(seen[-1].step_s, rel=1e-9)
+    model = fit_model(observed, NBYTES, True, WIRE, None)
+    assert model.forecast(Size(4)).step_s == pytest.approx(observed[-1].step_s, rel=1e-9)
     beyond = [model.forecast(Size(n)) for n in (8, 16, 32, 64)]
-    assert all(min(one.compute_s, one.step_s) > 0 and one.wait_s >= 0 for one in beyond)
-    assert [one.compute_s for one in beyond] == sorted(one.compute_s for one in beyond)[::-1]
+    assert all(min(item.compute_s, item.step_s) > 0 and item.wait_s >= 0 for item in beyond)
+    assert [item.compute_s for item in beyond] == sorted(item.compute_s for item in beyond)[::-1]
 
 
 def test_hosts_that_share_cores_compute_as_much_slower():
@@ -185,15 +185,15 @@ def test_hosts_that_share_cores_compute_as_much_slower():
 
 
 def test_wires_are_told_by_the_times_of_two_sizes():
-    seen = [step_on(Size(n, n), 20e-3, 0) for n in (2, 4, 8)]
-    model = fit_model(seen, NBYTES, False, None, None)
+    observed = [step_on(Size(n, n), 20e-3, 0) for n in (2, 4, 8)]
+    model = fit_model(observed, NBYTES, False, None, None)
     assert model.beta_s == pytest.approx(8e-9, rel=0.05)
     assert (model.origin, model.ranks) == (WIRE_TIMES, (2, 4, 8))
 
 
 #: how many sizes communicate, and whether messages were measured: is there one to test the model?
 TESTED = {
-    (1, False): (GUESS, False),
+    (1, False): (NOMINAL, False),
     (2, False): (WIRE_TIMES, False),
     (3, False): (WIRE_TIMES, True),
     (1, True): (MESSAGES, False),
@@ -203,22 +203,22 @@ TESTED = {
 
 @pytest.mark.parametrize("case", TESTED, ids=str)
 def test_a_model_with_as_many_sizes_as_unknowns_is_untested(case):
-    seen = [step_on(Size(n, n), 20e-3, 0) for n in (2, 4, 8)[: case[0]]]
-    model = fit_model(seen, NBYTES, False, None, WIRE if case[1] else None)
+    observed = [step_on(Size(n, n), 20e-3, 0) for n in (2, 4, 8)[: case[0]]]
+    model = fit_model(observed, NBYTES, False, None, WIRE if case[1] else None)
     assert (model.origin, model.tested) == TESTED[case]
 
 
-def noisy(one, rng):
+def noisy(item, rng):
     """Return a step as it is seen among others: each of its times is off by some 2 %."""
     times = ("step_s", "compute_s", "wire_s", "wait_s")
-    return replace(one, **{name: getattr(one, name) * rng.normal(1.0, 0.02) for name in times})
+    return replace(item, **{name: getattr(item, name) * rng.normal(1.0, 0.02) for name in times})
 
 
 @pytest.mark.parametrize("wire, off", [(WIRE, 0.05), (None, 0.25)])
 def test_wires_and_forecasts_of_noisy_steps(wire, off):
     rng, exact = np.random.default_rng(3), [step_on(Size(n, n), 20e-3, 0) for n in (1, 2, 4, 8)]
     for _ in range(5):
-        model = fit_model([noisy(one, rng) for one in exact[:3]], NBYTES, False, None, wire)
+        model = fit_model([noisy(item, rng) for item in exact[:3]], NBYTES, False, None, wire)
         assert model.beta_s == pytest.approx(8e-9, rel=off)
         forecast = model.forecast(exact[3].size)
         assert forecast.step_s == pytest.approx(exact[3].step_s, rel=0.05)
@@ -233,6 +233,6 @@ NAMED = {"auto (ring, native)": "ring", "auto (direct-shared)": "direct", "tree"
          "native": "halving-doubling", None: "ring", "null": "ring"}  # fmt: skip
 
 
-@pytest.mark.parametrize("told", NAMED)
-def test_the_schedule_of_an_algorithm(told):
-    assert schedule_of(told) == NAMED[told]
+@pytest.mark.parametrize("reported", NAMED)
+def test_the_schedule_of_an_algorithm(reported):
+    assert schedule_of(reported) == NAMED[reported]

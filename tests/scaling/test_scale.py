@@ -1,4 +1,4 @@
-"""`hpctrain scale` on real ranks: killed half-way and called again; a failure; a netlab."""
+"""`hpctrain scale` on real ranks: killed and called again; a failure; a netlab."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def test_killed_half_way_and_called_again(start, tmp_path):
     # what was there was not run again
     assert re.findall("^(.*): running", again.stderr, re.M) == ["2 ranks, repeat 1 of 1"]
     assert "Amdahl's law: serial fraction" in again.stdout
-    found = rows(study)
-    assert [row["kind"] for row in found[:2]] == ["measured"] * 2
-    assert float(found[0]["step_s"]) == pytest.approx(MADE_UP.step_s)
-    assert found[2]["kind"] == "predicted"
-    summed = [float(found[1][name]) for name in ("compute_s", "wait_s", "other_s")]
-    assert sum(summed) == pytest.approx(float(found[1]["step_s"]), rel=1e-6)
+    result = rows(study)
+    assert [row["kind"] for row in result[:2]] == ["measured"] * 2
+    assert float(result[0]["step_s"]) == pytest.approx(MADE_UP.step_s)
+    assert result[2]["kind"] == "predicted"
+    summed = [float(result[1][name]) for name in ("compute_s", "wait_s", "other_s")]
+    assert sum(summed) == pytest.approx(float(result[1]["step_s"]), rel=1e-6)
     assert not list(study.rglob("checkpoints"))
     for name in ("scaling.png", "scaling.svg", "time.png", "time.svg", "report.html"):
         assert (study / name).stat().st_size > 1000
@@ -70,9 +70,9 @@ def test_what_a_rank_says_is_the_reason_of_a_gap(tmp_path, monkeypatch, caplog):
     words = ("digits", "--ranks", "1", "--mode", "weak", *slow, *map(str, SMALL))
     assert scale.main(words, standalone_mode=False) == 1
     assert "1 rank, repeat 1 of 1: [faults] slow_rank" in caplog.text
-    found = rows(tmp_path / "study")
-    assert [row["kind"] for row in found] == ["gap"]
-    assert "slow_rank: expected less than 1" in found[0]["reason"]
+    result = rows(tmp_path / "study")
+    assert [row["kind"] for row in result] == ["gap"]
+    assert "slow_rank: expected less than 1" in result[0]["reason"]
 
 
 @pytest.mark.full
@@ -80,10 +80,10 @@ def test_hosts_of_a_netlab(hpctrain, tmp_path):
     if shutil.which("tc") is None or (reason := unavailable_reason()):
         pytest.skip(reason or "needs tc")
     words = ("scale", "digits", "--nodes", "1,2,4", "--on", "netlab", "--mode", "weak", *SMALL)
-    done = hpctrain(*words, timeout=110)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = rows(tmp_path / "study")
-    assert [(row["kind"], row["nodes"]) for row in found[:3]] == [("measured", n) for n in "124"]
-    told = json.loads((tmp_path / "study/scaling.json").read_text())
-    assert told["machine"]["hosts_seen"] == ["h1", "h2", "h3", "h4"]
-    assert told["model"]["beta_s_per_byte"] > 1e-9  # memory would be faster
+    completed = hpctrain(*words, timeout=110)
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    result = rows(tmp_path / "study")
+    assert [(row["kind"], row["nodes"]) for row in result[:3]] == [("measured", n) for n in "124"]
+    reported = json.loads((tmp_path / "study/scaling.json").read_text())
+    assert reported["machine"]["hosts_seen"] == ["h1", "h2", "h3", "h4"]
+    assert reported["model"]["beta_s_per_byte"] > 1e-9  # memory would be faster

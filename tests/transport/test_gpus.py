@@ -1,4 +1,4 @@
-"""The choice of a rank's GPU, the cores near it, refusals: with a made-up CuPy and driver."""
+"""The choice of a rank's GPU, the cores near it, refusals: with simulated CuPy and driver."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hpctrain import world as worlds
 from hpctrain.collectives import all_gather_bytes
 from hpctrain.core import xp
 from hpctrain.core.errors import UsageError
-from hpctrain.core.launchers import ALONE, Launched
+from hpctrain.core.launchers import SINGLE_RANK, Launched
 from hpctrain.transport.device import gpus
 from hpctrain.transport.device.gpus import Gpu, GpuCores, gpu_cores, gpu_for
 from hpctrain.transport.gpu_probe import verify
@@ -30,7 +30,7 @@ def rank(local_rank, local_size, rank=0, size=8):
 MIG = ("MIG-1", "MIG-2")
 # launched, visible, CUDA_VISIBLE_DEVICES -> number, a word of the note
 CHOICES = {
-    "alone": (ALONE, 4, (), 0, "one of 4"),
+    "alone": (SINGLE_RANK, 4, (), 0, "one of 4"),
     "one each": (rank(3, 4), 4, (), 3, "one of 4 visible, taken in turn"),
     "narrowed by the site": (rank(3, 4), 1, ("3",), 0, "the only one visible"),
     "a subset": (rank(1, 2), 2, ("2", "3"), 1, "one of 2"),
@@ -51,23 +51,23 @@ def test_choice(case):
 
 def test_no_gpu_to_choose():
     with pytest.raises(UsageError, match=r"no GPU is visible \(CUDA_VISIBLE_DEVICES is -1\)"):
-        gpu_for(ALONE, 0, ("-1",))
+        gpu_for(SINGLE_RANK, 0, ("-1",))
 
 
-LEFT, RIGHT = frozenset(range(4)), frozenset(range(4, 8))
+REMAINING, RIGHT = frozenset(range(4)), frozenset(range(4, 8))
 # launched, number of the GPU, cores near each visible GPU -> what is near
-NEAR = {
-    "two sockets": (rank(3, 4), 3, [LEFT, LEFT, RIGHT, RIGHT], GpuCores(RIGHT, 1, 2)),
-    "shared GPUs": (rank(2, 4), 0, [LEFT, RIGHT], GpuCores(LEFT, 1, 2)),
+NEARBY = {
+    "two sockets": (rank(3, 4), 3, [REMAINING, REMAINING, RIGHT, RIGHT], GpuCores(RIGHT, 1, 2)),
+    "shared GPUs": (rank(2, 4), 0, [REMAINING, RIGHT], GpuCores(REMAINING, 1, 2)),
     "narrowed": (rank(2, 4), 0, [RIGHT], GpuCores(RIGHT, None, 4)),
     "not told": (rank(1, 2), 1, [frozenset(), frozenset()], None),
-    "local rank unknown": (rank(None, None), 0, [LEFT, RIGHT], None),
+    "local rank unknown": (rank(None, None), 0, [REMAINING, RIGHT], None),
 }
 
 
-@pytest.mark.parametrize("case", NEAR)
+@pytest.mark.parametrize("case", NEARBY)
 def test_near(case):
-    launched, ordinal, cores, expected = NEAR[case]
+    launched, ordinal, cores, expected = NEARBY[case]
     assert gpu_cores(launched, ordinal, cores) == expected
 
 
@@ -154,7 +154,7 @@ def test_a_seat_has_a_gpu_and_cores_near_it(machine, monkeypatch, tmp_path):
 
 def test_cpu_asks_for_no_gpu(machine):
     machine(CUDARuntimeError("not to be called"))
-    assert gpus.visible("cpu") == ()
+    assert gpus.visible_gpus("cpu") == ()
 
 
 NOT_THERE = CUDARuntimeError("cudaErrorNoDevice: no CUDA-capable device is detected")
@@ -174,16 +174,16 @@ def test_a_gpu_that_is_not_to_be_had(machine, case):
     answer, driver, words = REFUSED[case]
     machine(answer, driver)
     with pytest.raises(UsageError) as error:
-        gpus.visible("gpu")
+        gpus.visible_gpus("gpu")
     assert [word for word in words if word not in str(error.value)] == []
-    assert gpus.visible("auto") == ()
+    assert gpus.visible_gpus("auto") == ()
 
 
 def test_without_cupy_the_extra_is_named(monkeypatch):
     monkeypatch.setattr(gpus, "driver_cuda", lambda: 12040)
     monkeypatch.setitem(__import__("sys").modules, "cupy", None)
     with pytest.raises(UsageError, match=r"hpctrain\[cuda12x\]"):
-        gpus.visible("gpu")
+        gpus.visible_gpus("gpu")
 
 
 @pytest.mark.parametrize("variable, count", [("", 1), ("4", 4), ("none", 1)])
@@ -301,7 +301,7 @@ def test_a_gpu_that_serves_another_process_alone(gpu, monkeypatch):
 
 def test_another_device_than_before(monkeypatch):
     running = SimpleNamespace(gpu=None, device="cpu")
-    monkeypatch.setattr(worlds, "_world", running)
+    monkeypatch.setattr("hpctrain.world.process._world", running)
     assert worlds.init() is worlds.init("cpu") is running
     with pytest.raises(UsageError, match="MPI was started before, on device cpu"):
         worlds.init("gpu")

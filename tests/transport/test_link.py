@@ -1,4 +1,4 @@
-"""Both Links through one body: order, sizes, splits, and errors where ranks disagree."""
+"""Both Links through one test body: order, sizes, splits, and errors if ranks disagree."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def test_messages_arrive_in_order_whatever_is_awaited_first(ranks, patient):
     def body(world):
         link, size = world.link, world.size
         link.sleeps_while_waiting = patient
-        right, left = (link.rank + 1) % size, (link.rank - 1) % size
+        right, remaining = (link.rank + 1) % size, (link.rank - 1) % size
         first, second = numbers(0), numbers(0)
-        receives = [link.irecv(first, left), link.irecv(second, left)]
+        receives = [link.irecv(first, remaining), link.irecv(second, remaining)]
         sends = [link.isend(numbers(10 + link.rank), right), link.isend(numbers(99), right)]
         for request in [*reversed(receives), *sends]:
             request.wait()
-        assert (first[0], second[0]) == (10 + left, 99)
+        assert (first[0], second[0]) == (10 + remaining, 99)
 
     ranks(body)
 

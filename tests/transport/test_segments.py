@@ -1,4 +1,4 @@
-"""Shared memory that MPI would leave behind: listed for launch by ranks, removed after the job.
+"""Shared memory that MPI leaves behind: listed per rank, removed after the job.
 
 That real libraries leave nothing where ranks or launch are killed, tests/campaign looks at.
 """
@@ -51,7 +51,7 @@ def test_of_another_rank_that_has_ended_no_segment_is_missed(segment, listing):
     segments.announce()
     segment.unlink()  # as its library does it
     guard.remove_segments(listing)
-    assert list(segments.mapped()) == []
+    assert list(segments.mapped_segments()) == []
 
 
 def test_another_file_of_that_name_stays(segment, listing):

@@ -1,4 +1,4 @@
-"""The cost model against what ranks really send, and against an ideal machine that keeps time."""
+"""The cost model against the messages of real ranks, and against an ideal machine with clocks."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ def test_what_each_rank_sends(ranks, name):
                 before = link.bytes_sent, link.messages_sent
                 CALLS[name](Group(link), x, np.add, root)
                 sent = link.bytes_sent - before[0], link.messages_sent - before[1]
-                told = MESSAGES[name](Call(x.size, x.itemsize, link.size, link.rank, root))
-                assert sent == (sum(told) * x.itemsize, len(told)), (word, root)
+                reported = MESSAGES[name](Call(x.size, x.itemsize, link.size, link.rank, root))
+                assert sent == (sum(reported) * x.itemsize, len(reported)), (word, root)
 
     ranks(body)
 
@@ -90,11 +90,13 @@ ALONE = {"steps": (1, 0, 0), "bytes": (0, 1, 0), "added": (0, 0, 1)}
 def test_the_longest_path(name, size):
     n = 8 * 2520  # divides by every P here: chunks are equal
     predicted = cost.COLLECTIVES[name](n, size)
-    found = cost.Cost(*(longest_path(name, size, n, cost.Machine(*one)) for one in ALONE.values()))
+    result = cost.Cost(
+        *(longest_path(name, size, n, cost.Machine(*item)) for item in ALONE.values())
+    )
     if name == "double-tree":
-        assert all(getattr(found, one) <= getattr(predicted, one) for one in ALONE)
+        assert all(getattr(result, item) <= getattr(predicted, item) for item in ALONE)
     else:
-        assert found == predicted
+        assert result == predicted
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 7, 8, 9])
@@ -102,5 +104,5 @@ def test_segments_of_a_double_tree_overlap(size):
     """Otherwise the time of a segment would grow with the depth of the trees."""
     for k in (1, 2, 6):
         n = 2 * k * SEGMENT_BYTES
-        found = longest_path("double-tree", size, n, cost.Machine(1, 0, 0))
-        assert found <= cost.double_tree(n, size).steps
+        result = longest_path("double-tree", size, n, cost.Machine(1, 0, 0))
+        assert result <= cost.double_tree(n, size).steps

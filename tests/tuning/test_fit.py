@@ -1,4 +1,4 @@
-"""Fits find the machine from times that it would take, also where times are noisy."""
+"""Fits recover the parameters of a machine from its times, also from noisy ones."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ SIZES = [4, 1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 23]
 def test_a_machine_from_its_algorithms(noise):
     machine, rng = cost.Machine(3e-6, 2e-10, 7e-11), np.random.default_rng(0)
     paths = [path(n, p) for path in cost.ALLREDUCE.values() for n in SIZES for p in (2, 3, 4, 8)]
-    times = [machine.seconds(one) * rng.uniform(1 - noise, 1 + noise) for one in paths]
-    found = fit.machine(zip(paths, times, strict=True))
-    assert (found.alpha, found.beta, found.gamma) == pytest.approx(
+    times = [machine.seconds(item) * rng.uniform(1 - noise, 1 + noise) for item in paths]
+    result = fit.machine(zip(paths, times, strict=True))
+    assert (result.alpha, result.beta, result.gamma) == pytest.approx(
         (machine.alpha, machine.beta, machine.gamma), rel=1e-6 if not noise else 0.2
     )
 
@@ -25,9 +25,9 @@ def test_a_wire_from_its_messages():
     one_way = [(m, 2e-6 + m * 1e-9) for m in SIZES]
     there_and_back = [(m, 9e-6 + m * 1e-9) for m in SIZES]
     both_ways = [(m, 9e-6 + m * 3e-9) for m in SIZES]
-    found = fit.wire(one_way, there_and_back, both_ways, overhead=1e-6)
+    result = fit.wire(one_way, there_and_back, both_ways, overhead=1e-6)
     expected = (7e-6, 1e-6, 2e-6, 1e-9, 3e-9)
-    assert (*vars(found).values(),) == pytest.approx(expected, rel=0.01)
+    assert (*vars(result).values(),) == pytest.approx(expected, rel=0.01)
 
 
 @pytest.mark.parametrize("seconds", [[1.0, 1.0, 0.5], [1e-6, 2e-6, 1e-7], [1.0, 1.0, 1.0]])

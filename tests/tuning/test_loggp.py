@@ -1,4 +1,4 @@
-"""Schedules replayed on clocks, against the algorithms themselves on an ideal machine."""
+"""Simulated schedules against the algorithms themselves on an ideal machine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from clocked import Machine, Takes, clocks, over_hosts
 
 from hpctrain import collectives
 from hpctrain.cost_model import cost
-from hpctrain.cost_model.loggp import Clocks, Cluster, Wire, alike
+from hpctrain.cost_model.loggp import Clocks, Cluster, Wire, uniform_cluster
 from hpctrain.cost_model.message_schedules import SCHEDULES
 
 INSIDE, BETWEEN = Wire(9e-7, 2e-7, 1e-7, 1e-10), Wire(5e-6, 4e-7, 9e-7, 8e-10)
@@ -41,16 +41,16 @@ def test_every_clock_is_that_of_the_ideal_machine(name, place, n):
     SCHEDULES[name](replayed, n)
 
     def wire(a, b):
-        one = INSIDE if nodes[a] == nodes[b] else BETWEEN
-        return Takes(one.latency, one.overhead, one.gap, one.per_byte)
+        item = INSIDE if nodes[a] == nodes[b] else BETWEEN
+        return Takes(item.latency, item.overhead, item.gap, item.seconds_per_byte)
 
-    slow, start = (np.full(len(nodes), 1.0) * one for one in (slow, np.array(start)))
+    slow, start = (np.full(len(nodes), 1.0) * item for item in (slow, np.array(start)))
     machine = Machine(wire, GAMMA, lambda r: slow[r], lambda r: start[r])
     function = collectives.ALLREDUCE[name]
-    found = clocks(
+    result = clocks(
         lambda link, x, add: function(over_hosts(link, nodes), x, add), len(nodes), n, machine
     )
-    np.testing.assert_allclose(replayed.now, found, rtol=1e-9)
+    np.testing.assert_allclose(replayed.now, result, rtol=1e-9)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8, 37, 64])
@@ -58,7 +58,7 @@ def test_every_clock_is_that_of_the_ideal_machine(name, place, n):
 def test_the_closed_forms(name, ranks):
     """Exact, but for trees in which what one child sends hides behind what another's is added."""
     machine, n = cost.Machine(2e-6, 3e-10, 7e-11), 64 * 37 * 8
-    replayed = Clocks(alike(machine), np.zeros(ranks, int))
+    replayed = Clocks(uniform_cluster(machine), np.zeros(ranks, int))
     SCHEDULES[name](replayed, n)
     expected = machine.seconds(cost.ALLREDUCE[name](n, ranks))
     if name == "double-tree" or (name == "tree" and ranks & (ranks - 1)):
@@ -70,27 +70,27 @@ def test_the_closed_forms(name, ranks):
 def test_ranks_of_a_node_share_its_cards():
     """Of 2 nodes with 4 ranks each, all exchange with the other node over 1, 2 or 8 cards."""
     nodes, ranks = np.arange(8) // 4, np.arange(8)
-    taken = []
+    chosen = []
     for cards in (1, 2, 8):
         replayed = Clocks(Cluster(INSIDE, Wire(0, 0, 0, 1), GAMMA, 0, cards), nodes)
         replayed.exchange(replayed.route(ranks, ranks ^ 4), 10)
-        taken.append(replayed.now.max())
-    assert taken == [40, 20, 10]
+        chosen.append(replayed.now.max())
+    assert chosen == [40, 20, 10]
 
 
 def test_a_port_is_not_shared_with_itself():
     """Two messages to one rank come one after the other: that is all."""
     replayed = Clocks(Cluster(INSIDE, Wire(0, 0, 0, 1), GAMMA, 0), np.arange(3))
     route = replayed.route(np.array([1, 2]), np.array([0, 0]))
-    assert route.per_byte.tolist() == [1, 1]
+    assert route.seconds_per_byte.tolist() == [1, 1]
 
 
 def test_two_ways_at_once_may_take_longer():
-    wire = Wire(0, 0, 0, 1, both_ways=3)
-    alone, both = (Clocks(Cluster(wire, wire, 0, 0), np.zeros(2, int)) for _ in range(2))
+    wire = Wire(0, 0, 0, 1, seconds_per_byte_duplex=3)
+    alone, pair = (Clocks(Cluster(wire, wire, 0, 0), np.zeros(2, int)) for _ in range(2))
     alone.exchange(alone.route(np.array([0]), np.array([1])), 10)
-    both.exchange(both.route(np.array([0, 1]), np.array([1, 0])), 10)
-    assert (alone.now.max(), both.now.max()) == (10, 30)
+    pair.exchange(pair.route(np.array([0, 1]), np.array([1, 0])), 10)
+    assert (alone.now.max(), pair.now.max()) == (10, 30)
 
 
 @pytest.mark.parametrize("ranks", [2, 5])
@@ -106,9 +106,9 @@ def test_hierarchical_is_memory_and_a_ring_of_nodes(nodes, lanes):
     n, m, wire = 2520 * 8.0, 1e-3, Wire(1, 0, 1, 0.25)
     clocks_ = Clocks(Cluster(Wire(0, 0, 0, 0), wire, 0.5, m), np.array(nodes))
     SCHEDULES["hierarchical"](clocks_, n)
-    count, most = max(nodes) + 1, max(np.bincount(nodes))
+    count, maximum = max(nodes) + 1, max(np.bincount(nodes))
     ring = cost.Machine(1, 0.25 * lanes, 0.5).seconds(cost.ring(n / lanes, count))
-    assert clocks_.now.max() == pytest.approx(ring + m * n * (most + 1 + 2 * (most - 1)))
+    assert clocks_.now.max() == pytest.approx(ring + m * n * (maximum + 1 + 2 * (maximum - 1)))
 
 
 @pytest.mark.parametrize("nodes", [np.arange(240) // 8, np.minimum(np.arange(240) // 9, 25)])
@@ -144,6 +144,6 @@ def test_65536_ranks(name):
 
     replayed.exchange = counted
     SCHEDULES[name](replayed, 64 << 20)
-    floor = 2 * (64 << 20) * BETWEEN.per_byte * 65535 / 65536 / (1 if name == "ring" else 8)
+    floor = 2 * (64 << 20) * BETWEEN.seconds_per_byte * 65535 / 65536 / (1 if name == "ring" else 8)
     assert replayed.now.max() > floor
     assert calls < 200

@@ -1,4 +1,4 @@
-"""Clocks of measurements: in turn, as often as asked, and the slowest rank counts."""
+"""Timing loops: interleaved, as often as requested; the slowest rank counts."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ def test_rivals_are_taken_in_turn(ranks):
 
     for order, seconds in ranks(body):
         assert "".join(order) == "aabb" * 3
-        assert {name: len(taken) for name, taken in seconds.items()} == {"a": 2, "b": 2}
+        assert {name: len(chosen) for name, chosen in seconds.items()} == {"a": 2, "b": 2}
 
 
 def test_the_slowest_rank_counts_for_all():
     def body(world):
         return timed(world.link, lambda: time.sleep(0.05 * world.rank), calls=2)
 
-    first, *others = run_on("threads", 3, body)
-    assert first >= 0.1 and all(one == first for one in others)
+    first, *rest = run_on("threads", 3, body)
+    assert first >= 0.1 and all(item == first for item in rest)
 
 
 def test_spread_and_ratio():
@@ -48,7 +48,7 @@ def test_what_a_rival_is_given_lasts_for_its_turns_only():
 
     def body(world):
         rivals = {name: partial(order.append, name) for name in "ab"}
-        interleaved(world.link, rivals, rounds=1, warm_up=1, around={"b": awake})
+        interleaved(world.link, rivals, rounds=1, warm_up=1, contexts={"b": awake})
 
     run_on("threads", 1, body)
     assert "".join(order) == "a<b>" * 2

@@ -1,4 +1,4 @@
-"""`auto`: from times to size thresholds, the same on every rank, whatever file a rank has."""
+"""`auto`: from times to size thresholds, the same on every rank for any file."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ def test_arrays_in_memory_and_dtypes_of_ours_have_their_own_steps():
         *rows(True, native={4: 1, 4096: 90}, tree={4: 5, 4096: 9}, ring={4: 50, 4096: 5}),
     ]
     plan = choose.plan(measured, (), True)
-    found = choose.choices(plan)
-    told = ("native native tree", "tree native tree", "tree ring tree")
-    named = [[ALLREDUCE[name] for name in row.split()] for row in told]
-    assert [list(choice) for choice in found.choices] == named
-    assert found.lookup(found.starts[0] - 1) == tuple(named[0])
-    assert found.lookup(found.starts[0]) == tuple(named[1])
-    assert found.lookup(1 << 40) == tuple(named[2])
+    result = choose.choices(plan)
+    reported = ("native native tree", "tree native tree", "tree ring tree")
+    named = [[ALLREDUCE[name] for name in row.split()] for row in reported]
+    assert [list(choice) for choice in result.choices] == named
+    assert result.lookup(result.starts[0] - 1) == tuple(named[0])
+    assert result.lookup(result.starts[0]) == tuple(named[1])
+    assert result.lookup(1 << 40) == tuple(named[2])
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_auto_and_a_bound_call_reduce(ranks):
     def body(world):
         plan = choose.TuningPlan(((0, "native"),), ((0, "ring"),), ((0, "tree"),), (), True)
         group = Group(world.link, memory=world.memory, choices=choose.choices(plan))
-        for dtype, kept, name in [
+        for dtype, saved, name in [
             ("float32", False, "native"),
             ("float32", True, "ring" if world.size > 1 else "native"),  # nobody to see it
             ("float16", False, "tree"),
@@ -107,7 +107,7 @@ def test_auto_and_a_bound_call_reduce(ranks):
         ]:
             x = (
                 world.memory.zeros(1003, dtype_of(dtype))
-                if kept
+                if saved
                 else np.empty(1003, dtype_of(dtype))
             )
             op = operation("sum", x.dtype)
@@ -155,20 +155,20 @@ def of(nbytes: int) -> np.ndarray:
     return np.broadcast_to(np.uint8(0), nbytes)
 
 
-@pytest.mark.parametrize(("costs", "plane", "wanted"), BUCKETS)
-def test_bucket_bytes(costs, plane, wanted):
+@pytest.mark.parametrize(("costs", "plane", "target"), BUCKETS)
+def test_bucket_bytes(costs, plane, target):
     plan = choose.TuningPlan(
         ((0, "ring"),), ((0, "ring"),), ((0, "ring"),), tuple(costs.items()), True
     )
-    assert select.bucket_bytes(Group(None, choices=choose.choices(plan)), of(plane)) == wanted
+    assert select.bucket_bytes(Group(None, choices=choose.choices(plan)), of(plane)) == target
 
 
 def test_bucket_bytes_of_the_model_grow_with_the_plane():
     def body(world):
         return [select.bucket_bytes(world.main, of(1 << i)) for i in range(10, 34)]
 
-    found = run_on("threads", 3, body)[2]
-    assert found == sorted(found) and 64 << 10 <= found[0] < found[-1] <= 64 << 20
+    result = run_on("threads", 3, body)[2]
+    assert result == sorted(result) and 64 << 10 <= result[0] < result[-1] <= 64 << 20
 
 
 # Spreads of the fastest at each size -> what the table is told; `tree` is slower and never counts.
@@ -183,10 +183,10 @@ NOISE = [
 ]
 
 
-@pytest.mark.parametrize(("spreads", "told"), NOISE)
-def test_a_table_of_a_busy_machine_is_noisy(spreads, told):
+@pytest.mark.parametrize(("spreads", "reported"), NOISE)
+def test_a_table_of_a_busy_machine_is_noisy(spreads, reported):
     fastest = [
         AlgorithmTime("ring", False, 4 << i, 1e-6, spread) for i, spread in enumerate(spreads)
     ]
-    others = [AlgorithmTime("tree", False, row.bytes, 2e-6, 5.0) for row in fastest]
-    assert choose.noisy(others + fastest) == told
+    rest = [AlgorithmTime("tree", False, row.bytes, 2e-6, 5.0) for row in fastest]
+    assert choose.noisy(rest + fastest) == reported

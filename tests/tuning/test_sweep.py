@@ -1,4 +1,4 @@
-"""What `hpctrain tune` measures: who leaves when, how long it lasts, what becomes of it."""
+"""The measurements of `hpctrain tune`: dropped candidates, duration, results."""
 
 from __future__ import annotations
 
@@ -123,8 +123,8 @@ def test_the_middle_is_measured_in_the_time_that_was_kept(monkeypatch):
 
 @on_ranks(2, 3, mpi=(2, 3))
 def test_all_ranks_find_the_same(ranks, monkeypatch):
-    found = [(4, 70_000, {"native", "ring", "direct"})]  # sets have an order of their own per rank
-    monkeypatch.setattr(choose, "changes", lambda rows: found)
+    result = [(4, 70_000, {"native", "ring", "direct"})]  # sets have an order of their own per rank
+    monkeypatch.setattr(choose, "changes", lambda rows: result)
 
     def body(world):
         group = world.main

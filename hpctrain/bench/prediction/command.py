@@ -13,9 +13,9 @@ from hpctrain.bench.prediction import predict
 from hpctrain.bench.training_step.profile import profile
 from hpctrain.core.errors import UsageError
 from hpctrain.cost_model.loggp import Cluster, Wire
-from hpctrain.cost_model.training_step import Step, even
+from hpctrain.cost_model.training_step import Step, even_step
 from hpctrain.engines import Task
-from hpctrain.gradients.precision import master
+from hpctrain.gradients.precision import master_dtype
 from hpctrain.gradients.replica import Batch, ModelReplica
 from hpctrain.training import recipe, runs
 
@@ -67,17 +67,21 @@ def _machine(words: Words, measurements: measurement_files.Measurements | None) 
     return machine if bandwidth or fitted.gamma is None else replace(machine, gamma=fitted.gamma)
 
 
-def _wire(words: Words, prefix: str, fitted: Wire | None, guess: tuple[str, str]) -> Wire:
+def _wire(words: Words, prefix: str, fitted: Wire | None, default_options: tuple[str, str]) -> Wire:
     link, latency = words[f"{prefix}link"], words[f"{prefix}latency"]
     option = prefix.replace("_", "-")
-    speed = units.speed(link or guess[0], f"--{option}link")
-    seconds = units.seconds(latency or guess[1], f"--{option}latency")
+    speed = units.speed(link or default_options[0], f"--{option}link")
+    seconds = units.seconds(latency or default_options[1], f"--{option}latency")
     nominal = predict.wire(speed, seconds)
     if fitted is None:
         return nominal
-    short = nominal if latency else fitted
-    long = nominal if link else fitted
-    return replace(short, per_byte=long.per_byte, both_ways=long.both_ways)
+    latency_wire = nominal if latency else fitted
+    bandwidth_wire = nominal if link else fitted
+    return replace(
+        latency_wire,
+        seconds_per_byte=bandwidth_wire.seconds_per_byte,
+        seconds_per_byte_duplex=bandwidth_wire.seconds_per_byte_duplex,
+    )
 
 
 def _step(words: Words) -> Step:
@@ -85,7 +89,7 @@ def _step(words: Words) -> Step:
     bucket = message_sizes.parse(words["bucket"])[-1]
     compute, comma, nbytes = words["step"].partition(",")
     if comma:
-        return even(units.seconds(compute, "--step"), message_sizes.parse(nbytes)[-1], bucket)
+        return even_step(units.seconds(compute, "--step"), message_sizes.parse(nbytes)[-1], bucket)
     return of_recipe(words["step"], bucket)
 
 
@@ -93,7 +97,8 @@ def of_recipe(name: str, bucket_bytes: int) -> Step:
     """Return one rank's computation in a step of recipe `name`, measured in this process."""
     spec = recipe.load(name)
     split = spec.data.load(spec.run.seed)
-    replica = ModelReplica(runs.build_model(spec, split), spec.run.seed, master(spec.run.precision))
+    dtype = master_dtype(spec.run.precision)
+    replica = ModelReplica(runs.build_model(spec, split), spec.run.seed, dtype)
     replica.micro_batches = spec.batch.micro_batches
     sampler = data.Sampler(len(split.train), spec.batch.size(1), spec.run.seed)
     batch = Batch(*split.train.rows(sampler.batch_indexes(0)))
@@ -104,7 +109,7 @@ def of_recipe(name: str, bucket_bytes: int) -> Step:
 def _machine_text(machine: Cluster, per_node: int) -> str:
     """Return the machine in words."""
     between, inside = (
-        f"{8e-9 / max(wire.per_byte, 1e-15):.4g} Gbit/s, "
+        f"{8e-9 / max(wire.seconds_per_byte, 1e-15):.4g} Gbit/s, "
         f"{1e6 * (wire.latency + 2 * wire.overhead):.3g} us"
         for wire in (machine.between, machine.inside)
     )

@@ -18,10 +18,10 @@ import pydantic
 from hpctrain.core import files
 from hpctrain.core.errors import UsageError
 from hpctrain.cost_model import cost, fit
-from hpctrain.cost_model.loggp import Wire, alike
+from hpctrain.cost_model.loggp import Wire, uniform_cluster
 from hpctrain.tuning import table
 
-AGAIN = "measure again: hpctrain launch -n RANKS bench allreduce --json FILE, or ... tune"
+HOW_TO_MEASURE = "measure again: hpctrain launch -n RANKS bench allreduce --json FILE, or ... tune"
 Positive = Annotated[int, pydantic.Field(gt=0, le=1 << 60)]
 
 
@@ -67,14 +67,14 @@ def read(path: Path) -> Measurements:
         text = files.read_text(path, table.LIMIT_BYTES)
         content = files.as_object(files.parsed_json(text, str(path)), str(path))
     except files.FileError as error:
-        raise UsageError(f"--measured {error}; {AGAIN}") from None
+        raise UsageError(f"--measured {error}; {HOW_TO_MEASURE}") from None
     read_as = _from_table if "fingerprint" in content else _from_bench
     return read_as(path, text.encode())
 
 
 def _from_table(path: Path, text: bytes) -> Measurements:
     try:
-        tuning_table = table.parsed(text)
+        tuning_table = table.parse_table(text)
     except table.TableError as error:
         raise UsageError(f"--measured {path}: {error}") from None
     layout = re.match(r"(\d{1,9}) ranks on (\d{1,9}) node", tuning_table.fingerprint.layout)
@@ -102,7 +102,7 @@ def _from_bench(path: Path, text: bytes) -> Measurements:
         place = ".".join(map(str, first["loc"]))
         raise UsageError(
             f"--measured {path}: damaged or of another version: {place}: {first['msg'].lower()}; "
-            f"{AGAIN}"
+            f"{HOW_TO_MEASURE}"
         ) from None
     hosts, rows = bench.machine.hosts, bench.rows
     apart = hosts > 1 and all(row.ranks == hosts for row in rows)
@@ -115,7 +115,7 @@ def _from_bench(path: Path, text: bytes) -> Measurements:
 
 
 def _wire(machine: cost.Machine | None) -> Wire | None:
-    return alike(machine).inside if machine else None
+    return uniform_cluster(machine).inside if machine else None
 
 
 def _of_messages(rows: Sequence[Measurement]) -> Wire | None:

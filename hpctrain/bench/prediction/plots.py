@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure  # not pyplot, which needs a display
 from matplotlib.ticker import FuncFormatter
 
-from hpctrain.bench.message_sizes import shown
+from hpctrain.bench.message_sizes import size_text
 from hpctrain.bench.plot import SECONDS, log_axis
 from hpctrain.cost_model.message_schedules import SCHEDULES
 
@@ -28,7 +28,10 @@ def draw(rows: Sequence[Row], title: str, path: Path) -> None:
     nbytes = max(row["bytes"] for row in reduces if row["kind"] == "predicted")
     panels = {
         f"all-reduce, {ranks} ranks": ("bytes", [r for r in reduces if r["ranks"] == ranks]),
-        f"all-reduce of {shown(nbytes)}": ("ranks", [r for r in reduces if r["bytes"] == nbytes]),
+        f"all-reduce of {size_text(nbytes)}": (
+            "ranks",
+            [r for r in reduces if r["bytes"] == nbytes],
+        ),
     }
     if steps:
         panels[f"a step, {steps[0]['mode']} scaling"] = ("ranks", steps)
@@ -47,16 +50,18 @@ def draw(rows: Sequence[Row], title: str, path: Path) -> None:
 
 def _lines(axes: Axes, rows: Sequence[Row], key: str) -> None:
     for name, color, mark in zip(SCHEDULES, COLORS, MARKS, strict=True):
-        own = sorted((r for r in rows if r["algorithm"] == name), key=lambda row: row[key])
-        guesses = [r for r in own if r["kind"] == "predicted" and r["predicted_s"] > 0]
-        points = [r for r in own if r["kind"] == "measured"]
-        if guesses:
+        own_rows = sorted((r for r in rows if r["algorithm"] == name), key=lambda row: row[key])
+        predicted_rows = [r for r in own_rows if r["kind"] == "predicted" and r["predicted_s"] > 0]
+        points = [r for r in own_rows if r["kind"] == "measured"]
+        if predicted_rows:
             style: dict[str, Any] = {"color": color, "marker": mark, "markerfacecolor": "white"}
-            at = [r[key] for r in guesses]
-            axes.plot(at, [r["predicted_s"] for r in guesses], "--", label=name, **style)
+            positions = [r[key] for r in predicted_rows]
+            axes.plot(
+                positions, [r["predicted_s"] for r in predicted_rows], "--", label=name, **style
+            )
         if points:
-            at, seconds = [r[key] for r in points], [r["measured_s"] for r in points]
-            axes.plot(at, seconds, mark, color=color, label=f"{name}, measured")
+            positions, seconds = [r[key] for r in points], [r["measured_s"] for r in points]
+            axes.plot(positions, seconds, mark, color=color, label=f"{name}, measured")
     _scales(axes, key)
 
 
@@ -65,6 +70,6 @@ def _scales(axes: Axes, key: str) -> None:
     log_axis(axes, SECONDS)
     axes.set_xlabel("size" if key == "bytes" else "ranks")
     axes.set_ylabel("time")
-    tick = shown if key == "bytes" else str
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: tick(round(x))))
+    tick_text = size_text if key == "bytes" else str
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: tick_text(round(x))))
     axes.grid(alpha=0.3)

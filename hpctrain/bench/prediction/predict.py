@@ -21,11 +21,11 @@ from hpctrain.cost_model.message_schedules import SCHEDULES
 from hpctrain.cost_model.training_step import Step, step_time
 
 Row = dict[str, Any]
-NEEDS = {
+REQUIRED_TIMES = {
     "direct": "works in one node's memory; expected --ranks from 2 up to --ranks-per-node",
     "hierarchical": "works across nodes; expected --ranks-per-node from 2 up to less than --ranks",
 }
-ADDING = 3  # bytes of memory per byte added: two are read, one is written
+BYTES_MOVED_PER_ADDED = 3  # bytes of memory per byte added: two are read, one is written
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def wire(speed: float, latency: float) -> Wire:
 
 def cluster(inside: Wire, between: Wire, memory: float, per_node: int, cards: int) -> Cluster:
     """Return the machine of nodes with `memory` bytes/s, shared by their ranks for additions."""
-    return Cluster(inside, between, ADDING * per_node / memory, 1 / memory, cards)
+    return Cluster(inside, between, BYTES_MOVED_PER_ADDED * per_node / memory, 1 / memory, cards)
 
 
 def chosen(names: str | None, layouts: Sequence[RankLayout]) -> list[str]:
@@ -69,7 +69,7 @@ def chosen(names: str | None, layouts: Sequence[RankLayout]) -> list[str]:
     for name in listed:
         config.pick(SCHEDULES, name, "algorithm")
         if names and not any(fits(name, layout) for layout in layouts):
-            raise UsageError(f"--algorithms {name}: {NEEDS[name]}")
+            raise UsageError(f"--algorithms {name}: {REQUIRED_TIMES[name]}")
     return [name for name in listed if any(fits(name, layout) for layout in layouts)]
 
 
@@ -127,7 +127,7 @@ def step_rows(
         rank_step = step.shared_by(layout.ranks) if mode == "strong" else step
         for name in algorithms:
             if fits(name, layout):
-                overlapping, after = (
+                overlapping, serial_s = (
                     step_time(rank_step, SCHEDULES[name], Clocks(machine, layout.nodes), overlap)
                     for overlap in (True, False)
                 )
@@ -143,7 +143,7 @@ def step_rows(
                     "compute_s": rank_step.compute,
                     "wire_s": overlapping.wire,
                     "exposed_s": overlapping.exposed,
-                    "without_overlap_s": after.step,
+                    "without_overlap_s": serial_s.step,
                     "efficiency": rank_step.compute / overlapping.step,
                 }
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
-from hpctrain.bench.message_sizes import shown
+from hpctrain.bench.message_sizes import size_text
 
 Row = Mapping[str, Any]
 UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
@@ -34,7 +34,7 @@ def tables(rows: Sequence[Row]) -> Iterator[tuple[str, Table]]:
         title = f"predicted: all-reduce on {ranks} ranks, {group[0]['nodes']} nodes (* fastest)"
         yield title, _allreduces(group)
     if steps:
-        about = f"{steps[0]['mode']} scaling, gradients of {shown(steps[0]['bytes'])}"
+        about = f"{steps[0]['mode']} scaling, gradients of {size_text(steps[0]['bytes'])}"
         yield f"predicted: a step, {about}", _steps(steps)
 
 
@@ -44,7 +44,7 @@ def _measured(rows: Sequence[Row]) -> Table:
         table.add_column(heading, justify="left" if heading == "algorithm" else "right")
     for row in rows:
         numbers = time(row["measured_s"]), time(row["predicted_s"]), f"{row['error']:+.0%}"
-        table.add_row(row["algorithm"], str(row["ranks"]), shown(row["bytes"]), *numbers)
+        table.add_row(row["algorithm"], str(row["ranks"]), size_text(row["bytes"]), *numbers)
     return table
 
 
@@ -58,7 +58,7 @@ def _allreduces(rows: Sequence[Row]) -> Table:
         times = {r["algorithm"]: r["predicted_s"] for r in rows if r["bytes"] == nbytes}
         best = min(times.values())
         words = [time(times[name]) + ("*" if times[name] == best else " ") for name in names]
-        table.add_row(shown(nbytes), *words)
+        table.add_row(size_text(nbytes), *words)
     return table
 
 

@@ -69,7 +69,7 @@ def join(world: World, requested: Iterable[str]) -> tuple[dict[str, Rival], dict
 
     A library that one rank lacks is left out on all ranks.
     """
-    joined: dict[str, Rival] = {}
+    joined_rivals: dict[str, Rival] = {}
     skipped: dict[str, str] = {}
     for name in requested:
         rival_class, reason = _rival_class(world, name)
@@ -77,14 +77,14 @@ def join(world: World, requested: Iterable[str]) -> tuple[dict[str, Rival], dict
         if rival_class is None or reasons:
             skipped[name] = reasons[0]
         else:
-            joined[name] = rival_class(world)
-    return joined, skipped
+            joined_rivals[name] = rival_class(world)
+    return joined_rivals, skipped
 
 
-def about(joined: Mapping[str, Rival], skipped: Mapping[str, str]) -> dict[str, str]:
+def about(joined_rivals: Mapping[str, Rival], skipped: Mapping[str, str]) -> dict[str, str]:
     """Return version and settings of each rival, or the reason for its absence."""
-    absences = {name: f"skipped: {reason}" for name, reason in skipped.items()}
-    return {name: rival.about for name, rival in joined.items()} | absences
+    unavailable_rivals = {name: f"skipped: {reason}" for name, reason in skipped.items()}
+    return {name: rival.about for name, rival in joined_rivals.items()} | unavailable_rivals
 
 
 def _rival_class(world: World, name: str) -> tuple[Callable[[World], Rival] | None, str]:

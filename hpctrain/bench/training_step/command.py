@@ -70,14 +70,14 @@ def run(world: World, options: Options) -> list[timing.Row]:
     """Measure, show and save the rows, and return them. Collective."""
     plan = options.plan
     output.must_be_writable(world, options.json, options.plot)
-    split = world.together(lambda: plan.spec.data.load(plan.spec.run.seed))
-    model = world.together(lambda: runs.build_model(plan.spec, split))
+    split = world.on_all_ranks(lambda: plan.spec.data.load(plan.spec.run.seed))
+    model = world.on_all_ranks(lambda: runs.build_model(plan.spec, split))
     joined, skipped = rivals.join(world, options.rivals)
     if reason := timing.refusal(plan.spec):
         skipped |= dict.fromkeys(joined, reason)
     able = {name: library for name, library in joined.items() if name not in skipped}
     about = rivals.about(able, skipped)
-    output.say(world, [f"# {name}: {text}" for name, text in about.items()])
+    output.print_lines(world, [f"# {name}: {text}" for name, text in about.items()])
     title = f"a step of {plan.spec.run.name}, {world.size} ranks"
     printer = output.RowPrinter(world, title, _columns(able), len(plan.batches))
     try:
@@ -94,7 +94,7 @@ def run(world: World, options: Options) -> list[timing.Row]:
 
 
 def _columns(able: Iterable[str]) -> list[output.Column]:
-    beside = [(f"x {name}", _ratio_to(name)) for name in able]
+    ratio_columns = [(f"x {name}", _ratio_to(name)) for name in able]
     return [
         ("batch", output.number("batch_per_rank", "d")),
         output.ALGORITHM,
@@ -102,7 +102,7 @@ def _columns(able: Iterable[str]) -> list[output.Column]:
         ("samples/s", output.number("samples_per_s", ",.0f")),
         ("exposed us", output.microseconds("exposed_s")),
         ("loss", output.number("loss", ".5f")),
-        *beside,
+        *ratio_columns,
         output.CORRECT,
     ]
 

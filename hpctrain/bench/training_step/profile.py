@@ -25,27 +25,29 @@ def profile(
 ) -> Step:
     """Return the medians of `rounds` steps on `task` without communication; trains the model."""
     arena = replica.arena
-    cut = buckets.cut(arena.slots, arena.grad.size, arena.grad.itemsize, bucket_bytes)
+    bucket_list = buckets.cut_buckets(
+        arena.slots, arena.grad.size, arena.grad.itemsize, bucket_bytes
+    )
     state, timings = optimizer.init(arena.param), []
     for _ in range(warm_up + rounds):
-        full = _full(replica, task, cut)
+        full = _full(replica, task, bucket_list)
         start = perf_counter()
         optimizer.update(arena.grad, state, arena.param, arena.slots, identity_total)
         timings.append([*full, perf_counter() - start])
     *full, update = np.median(timings[warm_up:], axis=0).tolist()
-    lengths = (float((bucket.stop - bucket.start) * arena.grad.itemsize) for bucket in cut)
+    lengths = (float((bucket.stop - bucket.start) * arena.grad.itemsize) for bucket in bucket_list)
     return Step(tuple(full), tuple(lengths), update)
 
 
-def _full(replica: Replica, task: Task, cut: list[Bucket]) -> list[float]:
+def _full(replica: Replica, task: Task, bucket_list: list[Bucket]) -> list[float]:
     """Return the seconds of one gradient until each bucket, and all before it, are full."""
     stamps: dict[str, float] = {}
     start = perf_counter()
     replica.gradient(task.batch, task.scale, task.key, lambda name: _stamp(stamps, name))
     stamps[""] = perf_counter()  # time after the last slot counts for the last bucket
-    names = [*(bucket.names for bucket in cut[:-1]), cut[-1].names | {""}]
-    last = [max(stamps[name] for name in slot_names) - start for slot_names in names]
-    return np.maximum.accumulate(last).tolist()
+    names = [*(bucket.names for bucket in bucket_list[:-1]), bucket_list[-1].names | {""}]
+    last_stamps = [max(stamps[name] for name in slot_names) - start for slot_names in names]
+    return np.maximum.accumulate(last_stamps).tolist()
 
 
 def _stamp(stamps: dict[str, float], name: str) -> None:

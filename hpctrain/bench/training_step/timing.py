@@ -28,7 +28,7 @@ from hpctrain.nn.zoo import MlpOptions
 from hpctrain.optim import Optimizer, SgdOptions
 from hpctrain.training.recipe import Recipe
 from hpctrain.transport.placement.core_binding import unbound
-from hpctrain.tuning.measure import Around, interleaved, paired_ratio, spread
+from hpctrain.tuning.measure import ContextFactory, interleaved, paired_ratio, spread
 from hpctrain.world import World
 
 SHARED, NULL, TORCH = "share-parameters", "null", "torch-null"
@@ -55,7 +55,7 @@ class StepContender:
     step: StepFunction
     shares: Sequence[Batch]
     base: str
-    awake: Around = nullcontext  #: context manager around the steps
+    awake: ContextFactory = nullcontext  #: context manager around the steps
     step_count: int = 0
     losses: list[float] = field(default_factory=list)  #: this rank's share of each step's
 
@@ -66,7 +66,7 @@ class StepContender:
             self.step_count += 1
 
     @contextmanager
-    def warm(self) -> Iterator[None]:
+    def warmed_up(self) -> Iterator[None]:
         """Wake up and take a first step, which fills the caches."""
         with self.awake():
             self(1)
@@ -78,7 +78,7 @@ def run(
 ) -> Iterator[list[Row]]:
     """Yield the rows of each batch size; collective."""
     for batch in plan.batches:
-        shares = world.together(partial(_shares, world, train, batch, plan.spec.run.seed))
+        shares = world.on_all_ranks(partial(_shares, world, train, batch, plan.spec.run.seed))
         own_engines: list[Any] = []
         contenders = _contenders(world, plan, model, shares, rivals, own_engines)
         yield _rows(world, plan, batch, model, contenders)
@@ -126,8 +126,8 @@ def _contenders(
     for name, rival in rivals.items():
         dense = _dense(plan, model)
         if TORCH not in contenders:
-            alone = rival.step(dense, alone=True)
-            contenders[TORCH] = StepContender(alone, shares, TORCH, unbound)
+            step_without_messages = rival.step(dense, alone=True)
+            contenders[TORCH] = StepContender(step_without_messages, shares, TORCH, unbound)
         with rival.awake():
             trainer = rival.step(dense, alone=False)
         contenders[name] = StepContender(trainer, shares, TORCH, rival.awake)
@@ -186,11 +186,11 @@ def _rows(
     losses = {name: _loss(world, contender, batch) for name, contender in contenders.items()}
     calls = {name: partial(contender, STEPS) for name, contender in contenders.items()}
     around = {
-        name: contender.warm
+        name: contender.warmed_up
         for name, contender in contenders.items()
         if contender.awake is not nullcontext
     }
-    timings = interleaved(world.link, calls, plan.rounds, plan.warm_up, around=around)
+    timings = interleaved(world.link, calls, plan.rounds, plan.warm_up, contexts=around)
     seconds = {name: np.array(times) / STEPS for name, times in timings.items()}
     about = {
         "operation": "step",
@@ -215,13 +215,17 @@ def _rows(
 
 def _times(seconds: Mapping[str, np.ndarray], name: str, contender: StepContender) -> Row:
     """Return percentiles of a step, its exposed communication, and ratios to other contenders."""
-    own, alone = seconds[name], seconds[contender.base]
+    own_seconds, compute_seconds = seconds[name], seconds[contender.base]
     names = [other for other in seconds if other not in (name, NULL, TORCH)]
     return {
-        **spread(own.tolist()),
-        "alone_s": float(np.median(alone)),
-        "exposed_s": None if name == contender.base else float(np.median(own - alone)),
-        "times": {other: paired_ratio(seconds[other].tolist(), own.tolist()) for other in names},
+        **spread(own_seconds.tolist()),
+        "alone_s": float(np.median(compute_seconds)),
+        "exposed_s": None
+        if name == contender.base
+        else float(np.median(own_seconds - compute_seconds)),
+        "times": {
+            other: paired_ratio(seconds[other].tolist(), own_seconds.tolist()) for other in names
+        },
     }
 
 

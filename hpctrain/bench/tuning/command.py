@@ -74,9 +74,9 @@ def run(world: World, options: Options) -> None:
         memory_check.check_gpu(world, max(options.sizes), sweep.bytes_needed(max(options.sizes)))
     xp = gpus.cupy_module() if on_gpu else np
     fingerprint = table.fingerprint(group, over_mpi, world.gpus if on_gpu else None)
-    path = options.out or table.place(fingerprint)
+    path = options.out or table.default_file(fingerprint)
     memory_check.check(world, max(options.sizes), rivals=False)
-    world.together(lambda: _must_be_writable(world, path, options.plot))
+    world.on_all_ranks(lambda: _must_be_writable(world, path, options.plot))
     rows: list[AlgorithmTime] = []
     with _bar(world, 2 * options.rounds + 1) as bar:
         node, across = constants(group, CONSTANT_ROUNDS, xp)
@@ -86,7 +86,7 @@ def run(world: World, options: Options) -> None:
         buckets = list(sweep.buckets(group, rows, max(options.sizes), BUCKET_ROUNDS, xp))
         bar.update(TASK, advance=1, refresh=True)
     tuning_table = Table(fingerprint, rows, buckets, node, across, choose.noisy(rows))
-    world.together(lambda: _keep(world, tuning_table, path, options.plot))
+    world.on_all_ranks(lambda: _keep(world, tuning_table, path, options.plot))
 
 
 def show(file: Path | None, ranks: int, plot: Path | None, device: str = "cpu") -> None:
@@ -97,7 +97,7 @@ def show(file: Path | None, ranks: int, plot: Path | None, device: str = "cpu") 
     Raises UsageError if there is none.
     """
     must_draw(plot)
-    path = file or table.newest(ranks, config.pick(DEVICES, device, "--device") == "gpu")
+    path = file or table.newest_file(ranks, config.pick(DEVICES, device, "--device") == "gpu")
     try:
         tuning_table = table.read(path)
     except table.TableError as error:

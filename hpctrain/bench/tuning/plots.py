@@ -35,9 +35,11 @@ def _lines(axes: Axes, times: thresholds.Times, names: list[str]) -> None:
     """Draw a line per algorithm, and rings at the sizes for which it is chosen."""
     for number, name in enumerate(names):
         sizes = [nbytes for nbytes, seconds in times.items() if name in seconds]
-        own = [times[nbytes][name] for nbytes in sizes]
+        own_times = [times[nbytes][name] for nbytes in sizes]
         color, mark = COLORS[number % 8], MARKS[number % 8]
-        axes.plot(sizes, own, label=name, color=color, marker=mark, linewidth=1.3, markersize=3.5)
+        axes.plot(
+            sizes, own_times, label=name, color=color, marker=mark, linewidth=1.3, markersize=3.5
+        )
     choices = thresholds.choices_at(times)
     seconds = [times[nbytes][name] for nbytes, name in choices.items()]
     axes.plot(list(choices), seconds, "o", markersize=9, markerfacecolor="none",

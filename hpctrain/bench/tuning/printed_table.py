@@ -8,7 +8,7 @@ from pathlib import Path
 import rich.table
 from rich.console import Console
 
-from hpctrain.bench.message_sizes import shown
+from hpctrain.bench.message_sizes import size_text
 from hpctrain.core import progress, thresholds
 from hpctrain.cost_model import cost
 from hpctrain.tuning import choose, select
@@ -57,8 +57,8 @@ def heading(table: Table, kind: bool) -> str:
 
 def kinds(table: Table) -> dict[bool, thresholds.Times]:
     """Return seconds by size and algorithm, for arrays in node memory and for plain ones."""
-    by = {kind: [row for row in table.rows if row.in_memory == kind] for kind in KINDS}
-    return {kind: choose.times(rows) for kind, rows in by.items() if rows}
+    rows_by_kind = {kind: [row for row in table.rows if row.in_memory == kind] for kind in KINDS}
+    return {kind: choose.times(rows) for kind, rows in rows_by_kind.items() if rows}
 
 
 def _table(table: Table) -> rich.table.Table:
@@ -79,7 +79,9 @@ def _table(table: Table) -> rich.table.Table:
             _words(times_by_kind[kind].get(nbytes, {}), choices[kind].get(nbytes, ""))
             for kind in times_by_kind
         ]
-        result.add_row(shown(nbytes), *(word for three in words for word in three[: 2 + by_mpi]))
+        result.add_row(
+            size_text(nbytes), *(word for cell_group in words for word in cell_group[: 2 + by_mpi])
+        )
     return result
 
 
@@ -99,5 +101,5 @@ def _constants(machine: cost.Machine) -> str:
 
 def _buckets(table: Table) -> str:
     """Return the bucket lengths for planes of several lengths."""
-    lengths = [(shown(plane), select.bucket_of(table.buckets, plane)) for plane in PLANES]
-    return ", ".join(f"{shown(nbytes)} of a plane of {plane}" for plane, nbytes in lengths)
+    lengths = [(size_text(plane), select.bucket_of(table.buckets, plane)) for plane in PLANES]
+    return ", ".join(f"{size_text(nbytes)} of a plane of {plane}" for plane, nbytes in lengths)

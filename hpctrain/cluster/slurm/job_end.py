@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +15,9 @@ _KNOWN_EXIT_CODES = (0, 1, 2, 3, 75, 86, 130)  # the exit codes with a meaning i
 _EXIT_REFUSED, EXIT_STOPPED, _EXIT_INTERRUPTED = 2, 75, 130
 _FINAL_STATUSES = ("done", "stopped", "failed", "hung")
 _BUS_ERROR_HINT = ": a bus error; is /dev/shm full? See `hpctrain doctor`"
+# Launchers report a rank that SIGUSR1 has ended as 128 + its number, or as the number; MPICH then
+# kills the other ranks, and returns the bitwise or of all codes.
+_ENDED_BY_STOP = (signal.SIGUSR1, signal.SIGUSR1 | signal.SIGKILL)
 _CLOCK_TICK_S = 0.05  # the clock of file times is coarser than time.time()
 
 
@@ -29,11 +33,19 @@ class LauncherExit(NamedTuple):
         return self.signals.count(signal.SIGINT) > 1
 
 
-def job_exit_code(launcher_exit: LauncherExit, announced_folder: bytes, start_time_s: float) -> int:
-    """Return the exit code of a job that began at `started`, seconds since the epoch.
+ExitCodeFunction = Callable[[LauncherExit], int]
 
-    `announced_folder` is the folder of its run as rank 0 wrote it, or empty. If the ranks could not
-    write a summary, write one.
+
+def job_exit_code(
+    launcher_exit: LauncherExit,
+    announced_folder: bytes,
+    start_time_s: float,
+    exit_code_without_run: ExitCodeFunction,
+) -> int:
+    """Return the exit code of a job that began at `start_time_s`, seconds since the epoch.
+
+    `announced_folder` is the folder of its run as rank 0 wrote it, or empty if no run began; then
+    `exit_code_without_run` gives the code. If the ranks could not write a summary, write one.
     """
     run = Path(os.fsdecode(announced_folder)) if announced_folder else None
     run = run if run and run.is_dir() else None
@@ -43,7 +55,7 @@ def job_exit_code(launcher_exit: LauncherExit, announced_folder: bytes, start_ti
         summary = _record_lost_rank(run, launcher_exit)
     if launcher_exit.was_killed:
         return _EXIT_INTERRUPTED
-    return int(summary["exit_code"]) if summary else _code_without_run(launcher_exit)
+    return int(summary["exit_code"]) if summary else exit_code_without_run(launcher_exit)
 
 
 def _record_lost_rank(run: Path, launcher_exit: LauncherExit) -> dict[str, Any]:
@@ -62,8 +74,8 @@ def _record_lost_rank(run: Path, launcher_exit: LauncherExit) -> dict[str, Any]:
     return summary
 
 
-def _code_without_run(launcher_exit: LauncherExit) -> int:
-    """Return the exit code of a job without a folder: no training, or ended before training."""
+def command_exit_code(launcher_exit: LauncherExit) -> int:
+    """Return the exit code of a command of hpctrain that has not begun a run."""
     if launcher_exit.code in _KNOWN_EXIT_CODES:
         return launcher_exit.code
     if launcher_exit.signals:  # no progress is lost, so the job may simply be started again
@@ -71,6 +83,15 @@ def _code_without_run(launcher_exit: LauncherExit) -> int:
         return _EXIT_INTERRUPTED if signal.SIGINT in launcher_exit.signals else EXIT_STOPPED
     print_message(f"before a run began, {_describe_exit(launcher_exit.code)}")
     return 1
+
+
+def program_exit_code(launcher_exit: LauncherExit) -> int:
+    """Return the exit code of a program: the launcher's, or 128 + N if signal N stopped it."""
+    if launcher_exit.signals and abs(launcher_exit.code) % 128 in _ENDED_BY_STOP:
+        stop_signal = signal.Signals(launcher_exit.signals[0])
+        print_message(f"stopped by {stop_signal.name}, which the program does not handle")
+        return 128 + stop_signal
+    return launcher_exit.code if launcher_exit.code >= 0 else 128 - launcher_exit.code
 
 
 def _read_new_summary(run: Path, start_time_s: float) -> dict[str, Any] | None:

@@ -39,7 +39,7 @@ def source(dtype: np.dtype) -> str:
     return written(SOURCE.replace("WIDE", "double" if dtype.itemsize == 8 else "float"), "bfloat16")
 
 
-def narrow(x: Array, out: Array) -> None:
+def round_to_bfloat16(x: Array, out: Array) -> None:
     """Round flat `x`, float32 or float64, to bfloat16 in `out`, uint16."""
     if on_device(x):
         _convert("to_bfloat16", x, out, x.dtype)

@@ -26,7 +26,7 @@ from hpctrain.core.kernels import KINDS, PACK_BYTES, launch, written
 from hpctrain.core.xp import Array
 
 #: The expression of numbers `a` and `b`.
-HOW = {
+EXPRESSIONS = {
     "add": "a + b",
     "multiply": "a * b",
     "minimum": "a < b ? a : b",
@@ -38,7 +38,9 @@ HOW = {
     "logical_or": "a || b",
     "logical_xor": "!a != !b",
 }
-BOTH = "__device__ T both(T x, T y) { REAL a = wide(x), b = wide(y); return narrow(HOW); }"
+COMBINE_FLOATS = (
+    "__device__ T both(T x, T y) { REAL a = wide(x), b = wide(y); return narrow(HOW); }"
+)
 #: Floats are ordered by integer keys, see extremum.py.
 KEYED = """
 __device__ T key(T x) {
@@ -47,7 +49,7 @@ __device__ T key(T x) {
 }
 __device__ T both(T x, T y) { return key(x) COMPARED key(y) ? x : y; }
 """
-COMPARED = {"minimum": "<", "maximum": ">"}
+COMPARISONS = {"minimum": "<", "maximum": ">"}
 #: The bits of a NaN's payload, for floats with minimum and maximum.
 FRACTION_BITS = {"float16": 10, "bfloat16": 7, "float32": 23, "float64": 52}
 SOURCE = """
@@ -110,20 +112,25 @@ def source(name: str, count: int, outs: int, dtype: str, ufunc: np.ufunc) -> str
         "SINGLES": " ".join(f"sum = both(sum, {x}[i]);" for x in xs[1:]),
         "NAME": name,
     }
-    text = SOURCE
+    cuda_source = SOURCE
     for word, line in lines.items():
-        text = text.replace(word, line)
-    if ufunc.__name__ in COMPARED and dtype in FRACTION_BITS:
-        return written(text.replace("BOTH", _keyed(ufunc, dtype)), integer_of(dtype))
-    return written(text.replace("BOTH", BOTH.replace("HOW", HOW[ufunc.__name__])), dtype)
+        cuda_source = cuda_source.replace(word, line)
+    if ufunc.__name__ in COMPARISONS and dtype in FRACTION_BITS:
+        return written(cuda_source.replace("BOTH", _keyed(ufunc, dtype)), integer_of(dtype))
+    return written(
+        cuda_source.replace("BOTH", COMBINE_FLOATS.replace("HOW", EXPRESSIONS[ufunc.__name__])),
+        dtype,
+    )
 
 
 def _keyed(ufunc: np.ufunc, dtype: str) -> str:
     """Return the CUDA source of the lesser or greater of two floats."""
     nans = (1 << FRACTION_BITS[dtype]) - 1
     rotation = f"{nans}LL" if ufunc is np.minimum else f"-{nans}LL"
-    text = KEYED.replace("ROTATION", rotation).replace("COMPARED", COMPARED[ufunc.__name__])
-    return text.replace("UNSIGNED", f"unsigned {KINDS[integer_of(dtype)][0]}")
+    cuda_source = KEYED.replace("ROTATION", rotation).replace(
+        "COMPARED", COMPARISONS[ufunc.__name__]
+    )
+    return cuda_source.replace("UNSIGNED", f"unsigned {KINDS[integer_of(dtype)][0]}")
 
 
 def integer_of(dtype: str) -> str:

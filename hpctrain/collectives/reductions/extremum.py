@@ -86,10 +86,10 @@ def extremum(ufunc: np.ufunc, dtype: np.dtype) -> Extremum:
 
 def _turned(bits: Array) -> Array:
     """Return new integers: `bits` with those of negative ones inverted, but for the sign."""
-    turned = bits >> (8 * bits.itemsize - 1)
-    turned &= np.iinfo(bits.dtype).max
-    turned ^= bits
-    return turned
+    sign_mask = bits >> (8 * bits.itemsize - 1)
+    sign_mask &= np.iinfo(bits.dtype).max
+    sign_mask ^= bits
+    return sign_mask
 
 
 def _tiles(x: Array) -> Iterator[slice]:

@@ -9,7 +9,7 @@ from hpctrain.core.launchers import TITLES
 from hpctrain.doctor.check import Check, Verdict
 from hpctrain.hardware.pci import core_list
 from hpctrain.transport.placement.check import (
-    SHOWN,
+    MAX_FAULTS_SHOWN,
     RankBinding,
     description,
     faults,
@@ -70,7 +70,8 @@ def check_bindings(bindings: Sequence[RankBinding]) -> list[Check]:
 
 
 def _join_texts(texts: Sequence[str]) -> str:
-    return "; ".join(texts[:SHOWN]) + f"; and {len(texts) - SHOWN} more" * (len(texts) > SHOWN)
+    suffix = f"; and {len(texts) - MAX_FAULTS_SHOWN} more" * (len(texts) > MAX_FAULTS_SHOWN)
+    return "; ".join(texts[:MAX_FAULTS_SHOWN]) + suffix
 
 
 def is_oversubscribed(bindings: Sequence[RankBinding]) -> bool:

@@ -27,11 +27,11 @@ from hpctrain.doctor.job import (
 )
 from hpctrain.doctor.job.result import JobResult, gather_json, watch_job
 from hpctrain.doctor.node import check_free_memory
-from hpctrain.hardware import shm
 from hpctrain.hardware.nics import Nic
 from hpctrain.training.timeline import kernel
 from hpctrain.transport.device import gpus
 from hpctrain.transport.placement.check import RankBinding
+from hpctrain.transport.shared_memory import dev_shm
 from hpctrain.watch.trace import Reading
 from hpctrain.world import World, init
 
@@ -208,7 +208,7 @@ def _bindings_with_hidden_gpus(result: JobResult) -> tuple[RankBinding, ...]:
 def _save_shm_check(launched: launchers.Launched, options: Options) -> None:
     """Save a bad check of /dev/shm before MPI_Init, which may crash; `world` prints the warning."""
     with suppress(OSError):
-        check = check_free_memory(shm.SHM, shm.free())
+        check = check_free_memory(dev_shm.SHM, dev_shm.free())
         if launched.rank == 0 and options.json and check.verdict == "bad":
             _save_result(JobResult(checks=[check]), options.json)
 

@@ -21,7 +21,7 @@ from statistics import median
 
 from hpctrain.doctor.check import Check, Verdict, node_list
 from hpctrain.doctor.job.outliers import compute_median_mad
-from hpctrain.hardware.shm import GIB, MIB
+from hpctrain.transport.shared_memory.dev_shm import GIB, MIB
 
 PROBE_PREFIX, WORD_FILE = ".hpctrain-doctor-", "word"
 BLOCK_BYTES, WRITE_COUNT = 1 << 16, 5

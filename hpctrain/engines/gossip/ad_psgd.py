@@ -69,7 +69,7 @@ class AdPsgdEngine(GossipEngine):
             self._coordinator = Coordinator(push, pull, range(self.workers))
             self._links += [push, pull]
         kind = PassiveWorker if self.worker % 2 else ActiveWorker
-        self._side = kind(world, self.times, replica.arena.param, link)
+        self._role = kind(world, self.times, replica.arena.param, link)
 
     def train(self, work: Work, start: int, until: int) -> tuple[int, Flags]:
         """Train from step `start` to `until`, at this worker's own pace."""
@@ -83,8 +83,8 @@ class AdPsgdEngine(GossipEngine):
             raise
         history = thread.join() if thread is not None else []
         self._note(start, until, history)
-        if isinstance(self._side, PassiveWorker):
-            self._side.end()
+        if isinstance(self._role, PassiveWorker):
+            self._role.end()
         self.staleness = shared_staleness(
             self._group.link, self._method.staleness if self._coordinator else None
         )
@@ -109,7 +109,7 @@ class AdPsgdEngine(GossipEngine):
 
     def close(self) -> None:
         """End the thread and free the links; collective."""
-        self._side.close()
+        self._role.close()
         super().close()
 
     def _work(self, work: Work, start: int) -> tuple[int, Flags]:
@@ -131,15 +131,15 @@ class AdPsgdEngine(GossipEngine):
             reply = wait_for_reply()
             if passes:
                 work.record(reply.run_step, sums)
-        self._side.finish()
+        self._role.finish()
         reached = self._report(reply.step, 0, flags)().run_step
         return (failed_at if flags.failed else reached), flags
 
     def _step(self, task: Task) -> tuple[Sums, bool]:
         """Average while a gradient is computed; apply the gradient if it is finite."""
-        self._side.begin(task.key)
+        self._role.begin(task.key)
         sums, passes = self._gradient(task, task.scale)
-        self._side.apply(self._update if passes else None)
+        self._role.apply(self._update if passes else None)
         return sums, passes
 
     def _report(self, step: int, steps: int, flags: Flags) -> Callable[[], Reply]:
@@ -167,8 +167,8 @@ class AdPsgdEngine(GossipEngine):
         if self._coordinator is not None:
             count = partial(self._count, self._coordinator, start, until, log)
             return ServerThread(count, self._world.fail)
-        if isinstance(self._side, PassiveWorker):
-            return ServerThread(self._side.server(log.get("turns")), self._world.fail)
+        if isinstance(self._role, PassiveWorker):
+            return ServerThread(self._role.server(log.get("turns")), self._world.fail)
         return None
 
     def _count(
@@ -201,7 +201,7 @@ class AdPsgdEngine(GossipEngine):
     @property
     def _keeps_log(self) -> bool:
         """Whether this rank decides on an order, which it logs."""
-        return self._coordinator is not None or isinstance(self._side, PassiveWorker)
+        return self._coordinator is not None or isinstance(self._role, PassiveWorker)
 
     def _note(self, start: int, until: int, history: list[Any]) -> None:
         if self._coordinator is not None:

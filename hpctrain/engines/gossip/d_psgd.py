@@ -134,16 +134,16 @@ class DPsgdEngine(GossipEngine):
         link, x = self._link, self.replica.arena.param
         targets, sources = self._graph.neighbours(step, link.rank, link.size)
         with self._trace.span("gossip", "wire", bytes=x.nbytes * len(targets)) as wire:
-            end, ends = np.array([self._end]), np.zeros((len(sources), 1), np.int64)
+            end, end_of_all = np.array([self._end]), np.zeros((len(sources), 1), np.int64)
             boxes = self._inbox[: len(sources)]
             requests: list[Request] = []
             for i, rank in enumerate(sources):
-                requests += [link.irecv(ends[i], rank), link.irecv(boxes[i], rank)]
+                requests += [link.irecv(end_of_all[i], rank), link.irecv(boxes[i], rank)]
             for rank in targets:
                 requests += [link.isend(end, rank), link.isend(x, rank)]
             for request in requests:
                 request.wait()
-            self._end = min(self._end, int(ends.min()))
+            self._end = min(self._end, int(end_of_all.min()))
             np.add(x, boxes[0], out=self._mean)
             for received in boxes[1:]:
                 self._mean += received

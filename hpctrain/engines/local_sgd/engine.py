@@ -203,8 +203,8 @@ class LocalSgdEngine:
 
     def _mix_if_due(self, step: int) -> None:
         """Mix in the average that is due at `step`."""
-        since = (step - self._options.start_after) % self._options.period
-        if self._delayed is not None and since == self._options.delay:
+        steps_since_start = (step - self._options.start_after) % self._options.period
+        if self._delayed is not None and steps_since_start == self._options.delay:
             with self._trace.span("wait for an average", "wait") as waiting:
                 self.times.wire_s += self._delayed.mix()
             self.times.wait_s += waiting.seconds
@@ -233,8 +233,8 @@ class LocalSgdEngine:
     @property
     def bytes_sent(self) -> int:
         """Bytes that this rank has sent since the start."""
-        delayed = self._delayed.bytes_sent if self._delayed else 0
-        return self._allreduce_engine.bytes_sent + self._node.bytes_sent + delayed
+        delayed_bytes = self._delayed.bytes_sent if self._delayed else 0
+        return self._allreduce_engine.bytes_sent + self._node.bytes_sent + delayed_bytes
 
     def sum(self, numbers: np.ndarray) -> np.ndarray:
         """Return the sums of a few float64 over all ranks, the same on each."""
@@ -247,17 +247,19 @@ class LocalSgdEngine:
             self._mean(self._planes)
 
     def _restore_planes(self) -> None:
-        for x, own in zip(self._planes, self._own_planes):  # noqa: B905  (may be empty)
-            x[...] = own
+        for x, worker_plane in zip(self._planes, self._own_planes):  # noqa: B905  (may be empty)
+            x[...] = worker_plane
         self._own_planes = []
 
     def state(self) -> list[Piece]:
         """Return this rank's 1/P of the common state, and this worker's own arrays."""
-        link, own = self._group.link, dict(zip(("param", "buffer"), self._own_planes))  # noqa: B905
+        link, own_planes = self._group.link, dict(zip(("param", "buffer"), self._own_planes))  # noqa: B905
         state = self._update.state
         if self._states_differ:
-            own |= {f"optimizer.{name}": x for name, x in state.items()}
-        pieces = [Piece(f"worker.{link.rank}.{name}", 0, x.size, x) for name, x in own.items()]
+            own_planes |= {f"optimizer.{name}": x for name, x in state.items()}
+        pieces = [
+            Piece(f"worker.{link.rank}.{name}", 0, x.size, x) for name, x in own_planes.items()
+        ]
         pieces += pieces_of(
             self.replica.arena, {} if self._states_differ else state, link.rank, link.size
         )
@@ -273,15 +275,17 @@ class LocalSgdEngine:
         saved = count_workers(arrays)
         if saved == self.workers:
             prefix = f"worker.{self._group.link.rank}."
-            own = {n.removeprefix(prefix): x for n, x in arrays.items() if n.startswith(prefix)}
+            own_planes = {
+                n.removeprefix(prefix): x for n, x in arrays.items() if n.startswith(prefix)
+            }
         else:
-            own = mean_states(arrays, self._update.state, saved)
+            own_planes = mean_states(arrays, self._update.state, saved)
         planes = dict(zip(("param", "buffer"), self._planes))  # noqa: B905
-        moments = {name: x for name, x in own.items() if name not in planes}
+        moments = {name: x for name, x in own_planes.items() if name not in planes}
         load_into(self.replica.arena, self._update.state, {**arrays, **moments})
-        self._params_differ, self._states_differ = "param" in own, saved == self.workers
+        self._params_differ, self._states_differ = "param" in own_planes, saved == self.workers
         named = planes.items() if self._params_differ else ()
-        self._own_planes = [like(x, fitting(own, name, x.size)).copy() for name, x in named]
+        self._own_planes = [like(x, fitting(own_planes, name, x.size)).copy() for name, x in named]
         for method in (self._outer, self._delayed):
             if method is not None:
                 method.load(arrays)

@@ -73,12 +73,12 @@ class DelayedAverage:
         self._planes, self._delay, self._workers = planes, delay, world.size
         length = sum(x.size for x in planes)
         self._sum = namespace(planes[0]).zeros(length, planes[0].dtype)
-        ends = np.cumsum([0, *(x.size for x in planes)]).tolist()
-        self._views = slices(self._sum, ends)
+        plane_ends = np.cumsum([0, *(x.size for x in planes)]).tolist()
+        self._views = slices(self._sum, plane_ends)
         self._group, self._concurrent = Group(world.link_for("average")), world.concurrent
-        everything = [Bucket(0, self._sum.size, frozenset({"planes"}))]
+        whole_plane = [Bucket(0, self._sum.size, frozenset({"planes"}))]
         self._reducer = Reducer(
-            self._sum, everything, self._group, allreduce, world.concurrent, world.trace
+            self._sum, whole_plane, self._group, allreduce, world.concurrent, world.trace
         )
         self._pending = self._complete = False
         self._wire_s = 0.0
@@ -91,7 +91,7 @@ class DelayedAverage:
         """Start the sum of the present parameters."""
         for x, view in zip(self._planes, self._views, strict=True):
             view[...] = x
-        self._reducer.ready("planes")
+        self._reducer.mark_ready("planes")
         self._pending, self._complete = True, False
         if not self._concurrent:
             self._wait()  # here, where all ranks arrive
@@ -105,9 +105,9 @@ class DelayedAverage:
             x *= 2 * self._delay
             x += total
             x /= 2 * self._delay + self._workers
-        self._pending, before = False, self._wire_s
+        self._pending, wire_s_before = False, self._wire_s
         self._wire_s = self._reducer.wire_s
-        return self._wire_s - before
+        return self._wire_s - wire_s_before
 
     def discard(self) -> None:
         """Wait for the pending sum, if any, and discard it."""

@@ -122,54 +122,58 @@ class AsyncMethod:
     def events(self, coordinator: Coordinator, start: int, until: int) -> Iterator[Event]:
         """Yield the events until all workers together have done their part of `until` steps."""
         self._pulled = [self._version] * self.workers  # an interval begins with a pull
-        surplus = int(self.clocks.sum()) - start * self.workers
-        if not 0 <= surplus < max(self.workers, self.push_every):
-            self.clocks[:], surplus = start, 0  # of another run, or of other workers
-        left = (until - start) * self.workers - surplus
+        extra_steps = int(self.clocks.sum()) - start * self.workers
+        if not 0 <= extra_steps < max(self.workers, self.push_every):
+            self.clocks[:], extra_steps = start, 0  # of another run, or of other workers
+        steps_left = (until - start) * self.workers - extra_steps
         idle: dict[int, Report] = {}
         while len(idle) < self.workers:
             worker, report = coordinator.receive_report()
             idle[worker] = report
-            stale = self._version - self._pulled[worker]
-            pushed, use, factor = self._count(worker, report, stale)
-            granted = self._grant(idle, left, coordinator)
-            left -= len(granted) * self.push_every
-            pull = tuple(w for w in granted if idle.pop(w).pull)
+            staleness_of_gradient = self._version - self._pulled[worker]
+            pushed_workers, use, factor = self._count(worker, report, staleness_of_gradient)
+            granted_workers = self._grant(idle, steps_left, coordinator)
+            steps_left -= len(granted_workers) * self.push_every
+            pull = tuple(w for w in granted_workers if idle.pop(w).pull)
             for w in pull:
                 self._pulled[w] = self._version
             reached = self._step_reached()
-            replies = tuple(Reply(w, 1, int(self.clocks[w]), reached) for w in granted)
-            staleness = stale if use in (Use.ADD, Use.UPDATE) else None
-            yield Event((worker,), Order(pushed, use, factor, pull), replies, staleness)
+            replies = tuple(Reply(w, 1, int(self.clocks[w]), reached) for w in granted_workers)
+            staleness = staleness_of_gradient if use in (Use.ADD, Use.UPDATE) else None
+            yield Event((worker,), Order(pushed_workers, use, factor, pull), replies, staleness)
         if self._added:  # fewer gradients than an update waits for: the last of the interval
             self._added, self._version = 0, self._version + 1
             yield Event((), Order(use=Use.UPDATE))
         yield final_event(self.workers, min(until, self._step_reached()))
 
-    def _count(self, worker: int, report: Report, stale: int) -> tuple[tuple[int, ...], Use, float]:
+    def _count(
+        self, worker: int, report: Report, staleness_of_gradient: int
+    ) -> tuple[tuple[int, ...], Use, float]:
         """Count a report; return (pushing workers, use of the gradient, its factor)."""
         if report.flags.failed:
             return (worker,), Use.DROP, 1.0
         self.clocks[worker] += report.steps  # also for gradients that the worker dropped
         if not report.push:
             return (), Use.NONE, 1.0
-        self.staleness.count(stale)
+        self.staleness.count(staleness_of_gradient)
         self._added += 1
-        rule = max(stale, 1) if self.options.rate_rule == "inverse-staleness" else 1
+        rule = max(staleness_of_gradient, 1) if self.options.rate_rule == "inverse-staleness" else 1
         factor = 1.0 / (rule * self.gradients_per_update)
         if self._added < self.gradients_per_update:
             return (worker,), Use.ADD, factor
         self._added, self._version = 0, self._version + 1
         return (worker,), Use.UPDATE, factor
 
-    def _grant(self, idle: dict[int, Report], left: int, coordinator: Coordinator) -> list[int]:
+    def _grant(
+        self, idle: dict[int, Report], steps_left: int, coordinator: Coordinator
+    ) -> list[int]:
         """Return the idle workers that may go on, the slowest first."""
         if any(coordinator.flags):
             return []
         slowest, bound = int(self.clocks.min()), self.options.staleness
         gaps = sorted((int(self.clocks[w]) - slowest, w) for w in idle)
-        eligible = [(gap, w) for gap, w in gaps if bound is None or gap <= bound]
-        chosen = eligible[: max(0, -(-left // self.push_every))]
+        eligible_workers = [(gap, w) for gap, w in gaps if bound is None or gap <= bound]
+        chosen = eligible_workers[: max(0, -(-steps_left // self.push_every))]
         for gap, _ in chosen:
             self.staleness.record_gap(gap)
         return [w for _, w in chosen]

@@ -109,9 +109,9 @@ class Coordinator:
 
     def receive_report(self) -> tuple[int, Report]:
         """Return the next report to arrive, as (worker, report)."""
-        posted = list(self._posted.items())
-        index = self._push.wait_any([request for _, request in posted])
-        return posted[index][0], self._read(posted[index][0])
+        posted_receives = list(self._posted.items())
+        index = self._push.wait_any([request for _, request in posted_receives])
+        return posted_receives[index][0], self._read(posted_receives[index][0])
 
     def receive_report_from(self, worker: int) -> Report:
         """Wait for the report of `worker`; return it."""

@@ -112,11 +112,11 @@ class EasgdEngine(ParameterServerEngine):
         self, roles: Roles, optimizer: Optimizer, servers: Link, push: Link, pull: Link
     ) -> CentreShard:
         arena = self.replica.arena
-        own = ranges(arena.param.size, self.servers)[servers.rank]
+        shard_range = ranges(arena.param.size, self.servers)[servers.rank]
         total = partial(gather_rows, servers)
         # Only workers take gradients: the servers' optimizer is never called.
         return CentreShard(
-            arena, own, sgd(0.0), total=total, push=push, pull=pull, workers=roles.workers
+            arena, shard_range, sgd(0.0), total=total, push=push, pull=pull, workers=roles.workers
         )
 
 
@@ -159,17 +159,17 @@ class ElasticWorker(Worker):
 
     def _train_round(self, work: Work, reply: Reply) -> tuple[Sums, Reply]:
         """Run the granted steps; overlap the last one with the exchange."""
-        param, last = self.replica.arena.param, reply.step + reply.grant - 1
-        sums = self._steps(work, range(reply.step, last))
-        due = not self.flags.failed and (last + 1) % self._period == 0
-        if due:
+        param, last_step = self.replica.arena.param, reply.step + reply.grant - 1
+        sums = self._steps(work, range(reply.step, last_step))
+        exchange_is_due = not self.flags.failed and (last_step + 1) % self._period == 0
+        if exchange_is_due:
             self._sent[...] = param
         flags = self.flags.merged(work.flags())
-        report = Report(step=reply.step, flags=flags, steps=reply.grant, push=due)
+        report = Report(step=reply.step, flags=flags, steps=reply.grant, push=exchange_is_due)
         exchange = self._executor.submit(self._exchange, report)
-        sums = add(sums, self._steps(work, range(last, last + 1)))
+        sums = add(sums, self._steps(work, range(last_step, last_step + 1)))
         reply = self._wait(exchange)
-        if due:
+        if exchange_is_due:
             param -= self._difference
         return sums, reply
 

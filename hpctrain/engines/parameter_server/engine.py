@@ -42,7 +42,7 @@ from hpctrain.engines.staleness import Staleness, shared_staleness
 from hpctrain.gradients.finite import GradientCheck
 from hpctrain.gradients.replica import Replica
 from hpctrain.optim import Optimizer
-from hpctrain.optim.optimizer import rate_of
+from hpctrain.optim.optimizer import rate_at
 from hpctrain.transport.link import Link
 from hpctrain.world import World
 
@@ -175,7 +175,7 @@ class ParameterServerEngine:
             check=self.check,
             push_every=method.push_every,
             pull_every=method.pull_every,
-            local_rate=None if rate is None else lambda step: rate_of(rate, int(step * per_step)),
+            local_rate=None if rate is None else lambda step: rate_at(rate, int(step * per_step)),
             sum_over_workers=self._sum_in_layer if method.lockstep else None,
             drops=method.asynchronous,
         )
@@ -194,8 +194,8 @@ class ParameterServerEngine:
         param = self.replica.arena.param
         cut = [
             (i, rank, s)
-            for rank, own in zip(roles.servers, ranges(param.size, self.servers), strict=True)
-            for i, s in enumerate(reversed(slices(own, param.itemsize)))
+            for rank, own_range in zip(roles.servers, ranges(param.size, self.servers), strict=True)
+            for i, s in enumerate(reversed(slices(own_range, param.itemsize)))
         ]
         cut.sort(key=lambda entry: -entry[2].start if on_device(param) else entry[0])
         return [(rank, s) for _, rank, s in cut]
@@ -281,9 +281,9 @@ class ParameterServerEngine:
 
     def _share_worker_state(self) -> None:
         """Send the staleness to all ranks; average the running statistics of the workers."""
-        first = self._server is not None and self._server.first
-        local = self._method.staleness if first else None
-        self.staleness = shared_staleness(self._group.link, local)
+        is_first_server = self._server is not None and self._server.first
+        local_staleness = self._method.staleness if is_first_server else None
+        self.staleness = shared_staleness(self._group.link, local_staleness)
         buffer = self.replica.arena.buffer
         if self.worker is not None and buffer.size:
             recursive_doubling(self._workers, buffer, np.add)

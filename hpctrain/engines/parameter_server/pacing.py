@@ -44,30 +44,34 @@ class PeriodicMethod:
         """Yield the events until all workers together have done their part of `until` steps."""
         if int(self.clocks.sum()) // self.workers != start:
             self.clocks[:] = start  # of another run, or of other workers
-        left, stopping, finished = until * self.workers - int(self.clocks.sum()), set(), 0
+        steps_left, stopping_workers, finished = (
+            until * self.workers - int(self.clocks.sum()),
+            set(),
+            0,
+        )
         while finished < self.workers:
             worker, report = coordinator.receive_report()
-            if worker in stopping:  # the second report: the last step is finished
+            if worker in stopping_workers:  # the second report: the last step is finished
                 finished += 1
                 yield Event((worker,), Order())
                 continue
-            steps = self._grant(worker, report, left, coordinator)
-            left -= steps
+            steps = self._grant(worker, report, steps_left, coordinator)
+            steps_left -= steps
             if not steps:
-                stopping.add(worker)
-            pushed = (worker,) if report.push else ()
-            use = Use.ELASTIC if pushed else Use.NONE
+                stopping_workers.add(worker)
+            pushing_workers = (worker,) if report.push else ()
+            use = Use.ELASTIC if pushing_workers else Use.NONE
             reply = Reply(worker, steps, int(self.clocks[worker]), self._step_reached())
-            yield Event((worker,), Order(pushed, use, self.moving_rate), (reply,))
+            yield Event((worker,), Order(pushing_workers, use, self.moving_rate), (reply,))
         yield final_event(self.workers, self._step_reached())
 
-    def _grant(self, worker: int, report: Report, left: int, coordinator: Coordinator) -> int:
+    def _grant(self, worker: int, report: Report, steps_left: int, coordinator: Coordinator) -> int:
         """Return the number of steps that `worker` may take before it reports again."""
         self.clocks[worker] += report.steps
         clock = int(self.clocks[worker])
         if any(coordinator.flags):
             return 0
-        steps = min(self.period - clock % self.period, left)
+        steps = min(self.period - clock % self.period, steps_left)
         if steps:
             self.staleness.record_gap(clock - int(self.clocks.min()))
         return steps

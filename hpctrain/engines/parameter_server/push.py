@@ -21,9 +21,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from hpctrain.core.xp import Array, Event, another_stream, event, on_device, pinned_like, wait_for
+from hpctrain.core.xp import Array, Event, event, on_device, pinned_like, stream_of_thread, wait_for
 from hpctrain.gradients.arena import Arena
-from hpctrain.gradients.buckets import BucketProgress, cut
+from hpctrain.gradients.buckets import BucketProgress, cut_buckets
 from hpctrain.gradients.replica import ignore_ready
 from hpctrain.transport.link import Link
 
@@ -39,18 +39,19 @@ class GradientPush:
         self._sum = np.zeros_like(arena.grad) if adds else arena.grad
         self._host_copy: HostCopy | None = None
         if on_device(arena.grad):
-            self._buckets = cut(arena.slots, arena.grad.size, arena.grad.itemsize, 1)  # a slot each
+            # With a limit of 1 byte, each slot is a bucket.
+            self._buckets = cut_buckets(arena.slots, arena.grad.size, arena.grad.itemsize, 1)
             self._progress = BucketProgress(self._buckets)
             self._host_copy = HostCopy(self._sum, [s for _, s in cut_])
 
-    def on_ready_for(self, last: bool) -> Callable[[str], None]:
-        """Return the `on_ready` of a backward pass, the `last` before a push or not."""
-        return self._copy_ready if last and self._host_copy else ignore_ready
+    def on_ready_for(self, is_last: bool) -> Callable[[str], None]:
+        """Return the `on_ready` of a backward pass; `is_last`: the last one before a push."""
+        return self._copy_ready if is_last and self._host_copy else ignore_ready
 
-    def add(self, last: bool) -> None:
+    def add(self, is_last: bool) -> None:
         """Complete a gradient: check that all its slots are copied, or add it to the sum."""
-        if last and self._host_copy:
-            self._progress.complete()
+        if is_last and self._host_copy:
+            self._progress.finish_step()
         elif self._sum is not self._grad:
             self._sum += self._grad
 
@@ -68,10 +69,10 @@ class GradientPush:
 
     def _copy_ready(self, name: str) -> None:
         assert self._host_copy is not None
-        for bucket in (self._buckets[number] for number in self._progress.ready(name)):
+        for bucket in (self._buckets[number] for number in self._progress.mark_ready(name)):
             if self._sum is not self._grad:
-                at = slice(bucket.start, bucket.stop)
-                self._sum[at] += self._grad[at]
+                bucket_slice = slice(bucket.start, bucket.stop)
+                self._sum[bucket_slice] += self._grad[bucket_slice]
             self._host_copy.begin(bucket.start)
 
 
@@ -80,9 +81,9 @@ class HostCopy:
 
     def __init__(self, plane: Array, slices: Sequence[slice]):
         """Copy `plane` in `slices` to pinned memory of the same length, owned by this object."""
-        self._plane, self._host, self._stream = plane, pinned_like(plane), another_stream(plane)
+        self._plane, self._host, self._stream = plane, pinned_like(plane), stream_of_thread(plane)
         self._slices = sorted(slices, key=lambda s: s.start, reverse=True)
-        self._left = list(self._slices)
+        self._unsent_slices = list(self._slices)
         self._copied: dict[int, Event] = {}
 
     def begin(self, start: int) -> None:
@@ -90,16 +91,16 @@ class HostCopy:
 
         The slice with the first element is the last one; the next gradient may then begin.
         """
-        due = [s for s in self._left if s.start >= start]
-        if not due:
+        sendable = [s for s in self._unsent_slices if s.start >= start]
+        if not sendable:
             return
         written = event(self._plane)
         with self._stream:
             wait_for(written)
-            for s in due:
+            for s in sendable:
                 self._plane[s].get(out=self._host[s], blocking=False)
                 self._copied[s.start] = event(self._plane)
-        self._left = self._left[len(due) :] or list(self._slices)
+        self._unsent_slices = self._unsent_slices[len(sendable) :] or list(self._slices)
 
     def wait(self, s: slice, link: Link) -> np.ndarray:
         """Wait for the copy of slice `s`, while `link` makes progress; return it."""

@@ -43,12 +43,12 @@ class ServerOptions:
         Raises UsageError where there are more servers than ranks, or no rank is left to work.
         """
         dedicated = self.placement == "dedicated"
-        left = size - self.servers * dedicated
-        if left < 1 or self.servers > size:
+        worker_count = size - self.servers * dedicated
+        if worker_count < 1 or self.servers > size:
             need = self.servers + dedicated
             raise UsageError(
                 f"[engine] servers is {self.servers}, {self.placement}, which needs at least "
                 f"{need} ranks, but {size} were started; start more, take fewer servers"
                 + (' or set engine.placement = "colocated"' if dedicated else "")
             )
-        return Roles(tuple(range(left)), tuple(range(size - self.servers, size)))
+        return Roles(tuple(range(worker_count)), tuple(range(size - self.servers, size)))

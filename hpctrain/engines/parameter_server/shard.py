@@ -27,9 +27,9 @@ from hpctrain.checkpoint import Piece
 from hpctrain.collectives.chunks import SEGMENT_BYTES, bounds
 from hpctrain.core.xp import to_host
 from hpctrain.engines.engine import BLOCK, fitting
-from hpctrain.gradients.arena import Arena, relative_to
+from hpctrain.gradients.arena import Arena, shift_slots
 from hpctrain.optim import Optimizer
-from hpctrain.optim.optimizer import State, Total
+from hpctrain.optim.optimizer import GatherRows, State
 from hpctrain.transport.link import Link, Request
 
 AHEAD = 2  #: slices whose receives are posted before they are needed
@@ -76,7 +76,7 @@ class Shard:
         own: slice,
         optimizer: Optimizer,
         *,
-        total: Total,
+        total: GatherRows,
         push: Link,
         pull: Link,
         workers: Sequence[int],
@@ -98,7 +98,7 @@ class Shard:
         self._whole_gradient = optimizer.needs_norms or adds
         self._sum = np.zeros(self.param.size if self._whole_gradient else 0, self.param.dtype)
         self._parts = [slice(0, self.param.size)] if self._whole_gradient else self._wire
-        self._slots = [relative_to(own.start + part.start, arena.slots) for part in self._parts]
+        self._slots = [shift_slots(own.start + part.start, arena.slots) for part in self._parts]
         self._states: list[State] = [optimizer.init(self.param[part]) for part in self._parts]
         longest = max((s.stop - s.start for s in self._wire), default=0)
         self._inbox = np.empty((AHEAD, len(workers), longest), self.param.dtype)
@@ -108,9 +108,9 @@ class Shard:
 
     def apply(self, order: Order) -> None:
         """Receive and use the gradients of `order`, then send the parameters to its workers."""
-        applies = order.use in (Use.ADD, Use.UPDATE)
+        is_applied = order.use in (Use.ADD, Use.UPDATE)
         for i, gradients in self._gradients(order.pushed):
-            if applies:
+            if is_applied:
                 self._use(i, self._summed(i, gradients, order), order)
             if not self._whole_gradient:
                 self._send(i, order.pull)
@@ -145,12 +145,12 @@ class Shard:
         """Load this shard's part of the full `arrays`, of which "param" was checked to fit."""
         self.param[...] = arrays["param"][self._own]
         for part, state in zip(self._parts, self._states, strict=True):
-            at = slice(self._own.start + part.start, self._own.start + part.stop)
+            part_slice = slice(self._own.start + part.start, self._own.start + part.stop)
             for name, x in state.items():
-                size, own = (1, slice(1)) if name == "step" else (self._length, at)
+                size, own = (1, slice(1)) if name == "step" else (self._length, part_slice)
                 x[...] = fitting(arrays, f"optimizer.{name}", size)[own]
-        for before in self._params_at_pull:
-            before[...] = self.param
+        for pulled_params in self._params_at_pull:
+            pulled_params[...] = self.param
 
     @property
     def _send_order(self) -> range:
@@ -160,12 +160,12 @@ class Shard:
     def _gradients(self, pushed: Sequence[int]) -> Iterator[tuple[int, list[np.ndarray]]]:
         """Yield, slice by slice, the gradients of the workers `pushed`, in this order."""
         remaining = deque(self._send_order if pushed else ())
-        posted: deque[tuple[int, list[tuple[Request, np.ndarray]]]] = deque()
-        while remaining or posted:
-            while len(posted) < AHEAD and remaining:
+        posted_receives: deque[tuple[int, list[tuple[Request, np.ndarray]]]] = deque()
+        while remaining or posted_receives:
+            while len(posted_receives) < AHEAD and remaining:
                 i = remaining.popleft()
-                posted.append((i, self._receives(i, pushed)))
-            i, receives = posted.popleft()
+                posted_receives.append((i, self._receives(i, pushed)))
+            i, receives = posted_receives.popleft()
             for request, _ in receives:
                 request.wait()
             yield i, [x for _, x in receives]

@@ -152,9 +152,9 @@ class Worker:
         self._pull.irecv(x, self._coordinator).wait()
         return Reply(*x.tolist())
 
-    def _receive(self, into: np.ndarray) -> None:
-        """Receive all slices into `into`."""
+    def _receive(self, buffer: np.ndarray) -> None:
+        """Receive all slices into `buffer`."""
         self._since_pull = 0
-        receives = [self._pull.irecv(into[s], rank) for rank, s in self._cut]
+        receives = [self._pull.irecv(buffer[s], rank) for rank, s in self._cut]
         for receive in receives:
             receive.wait()

@@ -19,7 +19,7 @@ from hpctrain import config
 from hpctrain.checkpoint import Piece
 from hpctrain.collectives import Group
 from hpctrain.collectives.nccl import communicator, nccl
-from hpctrain.collectives.vote import largest
+from hpctrain.collectives.vote import elementwise_maximum
 from hpctrain.core.errors import UsageError
 from hpctrain.core.xp import on_device
 from hpctrain.engines.engine import (
@@ -70,8 +70,8 @@ class AllReduce(WireOptions):
     ) -> AllReduceEngine | SingleEngine:
         """Return this rank's engine, SingleEngine for one rank; collective."""
         if world.size == 1:
-            alone = Single(reduction=self.reduction, blocks=self.blocks)
-            return alone.build(world, replica, optimizer)
+            single_options = Single(reduction=self.reduction, blocks=self.blocks)
+            return single_options.build(world, replica, optimizer)
         return AllReduceEngine(world, replica, optimizer, self)
 
 
@@ -129,7 +129,7 @@ class AllReduceEngine:
         cut = overlap.cut(arena, wire, options, concurrent)
         reduce = overlap.prefer_shared_sum(self.update.reduce, wire, arena.grad, cut, options)
         self._reducer = Reducer(
-            arena.grad, cut, wire, reduce, concurrent, trace, options.priority, self.check.bucket
+            arena.grad, cut, wire, reduce, concurrent, trace, options.priority, self.check.on_bucket
         )
         if options.priority:
             parts = [slice(bucket.start, bucket.stop) for bucket in cut]
@@ -152,19 +152,21 @@ class AllReduceEngine:
         with times.compute(self._trace, "forward, backward"):
             if self._compressor is not None:
                 self._compressor.begin()
-            ready = self.check.begin(self._reducer.ready, slots=self._checked_range is None)
+            ready = self.check.begin(
+                self._reducer.mark_ready, check_slots=self._checked_range is None
+            )
             sums = self.replica.gradient(task.batch, task.scale, key, ready)
             if not self.check.passes(sums):
                 flags = flags.with_failure(self.worker)
-        since = perf_counter()
+        start_s = perf_counter()
         if self._checked_range is None:
             flags = self._vote(flags)
         sums = self._sums.step_sums(sums, self.sum)
         if self._deferred_update is not None and not flags.failed:
-            times.wait_s += add("wait for flags", "wait", since, perf_counter())
+            times.wait_s += add("wait for flags", "wait", start_s, perf_counter())
             self._deferred_update.begin()
         else:
-            flags = self._finish(since, flags)
+            flags = self._finish(start_s, flags)
         if flags.failed:
             self._undo()
             if self._checked_range is not None:
@@ -172,16 +174,16 @@ class AllReduceEngine:
         times.wire_s = self._reducer.wire_s
         return sums, flags
 
-    def _finish(self, since: float, flags: Flags) -> Flags:
+    def _finish(self, start_s: float, flags: Flags) -> Flags:
         """Wait for all sums, and update with them unless the step has failed."""
         gradient = self._reducer.wait()
         if self._checked_range is not None:
             passes = self.check.sum_passes(gradient[self._checked_range])
             flags = self._vote(flags if passes else flags.with_failure(self.worker))
-        waits = self._trace.add("wait for gradients", "wait", since, perf_counter())
+        waits = self._trace.add("wait for gradients", "wait", start_s, perf_counter())
         self.times.wait_s += waits
         with self.times.compute(self._trace, "update"):
-            finite = self._compressor is None or self._compressor.finite()
+            finite = self._compressor is None or self._compressor.sums_are_finite()
             if not flags.failed and not finite:  # on all ranks: they hold the same sum
                 self.check.fault = compression_state.sum_fault(self._compressor)
                 flags = flags.with_failure(self.workers)
@@ -196,13 +198,15 @@ class AllReduceEngine:
         The sum was written over the gradients, so all ranks compute theirs once more.
         """
         ready = self.check.begin(ignore_ready)
-        key = task.key._replace(again=True)
+        key = task.key._replace(recomputed=True)
         sums = self.replica.gradient(task.batch, task.scale, key, ready)
-        own = flags._replace(failed=0)
-        own = self._vote(own if self.check.passes(sums) else own.with_failure(self.worker))
+        own_flags = flags._replace(failed=0)
+        own_flags = self._vote(
+            own_flags if self.check.passes(sums) else own_flags.with_failure(self.worker)
+        )
         self.check.undo()
-        if own.failed:
-            return own
+        if own_flags.failed:
+            return own_flags
         self.check.fault = "the sum of gradients is not finite"  # of one with a random state
         return flags.with_failure(self.workers)
 
@@ -251,7 +255,7 @@ class AllReduceEngine:
             self._wire.free()
 
     def _vote(self, flags: Flags) -> Flags:
-        return Flags(*largest(self._group, flags))
+        return Flags(*elementwise_maximum(self._group, flags))
 
 
 def _must_take_buckets(optimizer: Optimizer, options: AllReduce) -> None:

@@ -36,9 +36,10 @@ def pieces(compressor: Compressor | None, rank: int, size: int) -> list[Piece]:
     if compressor is None:
         return []
     own = [
-        Piece(PREFIX + name, rank * x.size, size * x.size, x) for name, x in compressor.own.items()
+        Piece(PREFIX + name, rank * x.size, size * x.size, x)
+        for name, x in compressor.local_state.items()
     ]
-    shared = [piece_of(PREFIX + name, x, rank, size) for name, x in compressor.shared.items()]
+    shared = [piece_of(PREFIX + name, x, rank, size) for name, x in compressor.shared_state.items()]
     return own + shared
 
 
@@ -46,8 +47,8 @@ def load(
     compressor: Compressor | None, arrays: Mapping[str, np.ndarray], rank: int, size: int
 ) -> None:
     """Load this rank's arrays; those not saved, or of another PowerSGD rank, stay."""
-    own = compressor.own if compressor else {}
-    shared = compressor.shared if compressor else {}
+    own = compressor.local_state if compressor else {}
+    shared = compressor.shared_state if compressor else {}
     for name, x in own.items():
         if PREFIX + name in arrays:
             copy(x, _residual_of(arrays[PREFIX + name], x.size, rank, size))

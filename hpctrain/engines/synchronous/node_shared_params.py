@@ -40,7 +40,7 @@ from hpctrain.engines.synchronous.update import (
     load_range,
     range_pieces,
 )
-from hpctrain.gradients.arena import relative_to
+from hpctrain.gradients.arena import shift_slots
 from hpctrain.gradients.replica import Replica
 from hpctrain.optim import Optimizer
 from hpctrain.world import World
@@ -72,18 +72,18 @@ class NodeSharedUpdate:
         _share(world, replica)
         self._arena = arena = replica.arena
         self._own = own = _range(arena.param.size, min(map(len, group.nodes)), self._node.rank)
-        self._param, self._slots = arena.param[own], relative_to(own.start, arena.slots)
+        self._param, self._slots = arena.param[own], shift_slots(own.start, arena.slots)
         self.state = optimizer.init(self._param)
         grads = [x[own] for x in world.memory.neighbours(arena.grad) or [arena.grad]]
         cut = _cut(self._param.size)
-        self._blocks = [[x[at] for x in grads] for at in cut]
+        self._blocks = [[x[range_slice] for x in grads] for range_slice in cut]
         self._block_update = PartwiseUpdate(optimizer, self.state, self._param, self._slots, cut)
         self._sum = np.empty(min(PASS, self._param.size), self._param.dtype)
         buffers = group.node_buffers
         self._node_barrier = self._node.barrier if buffers is None else buffers.flags.exchange
         self._single_pass = world.across.size == 1 and not optimizer.needs_norms
 
-    def ready(self, name: str) -> None:
+    def mark_ready(self, name: str) -> None:
         """Do nothing: gradients are summed after backward."""
 
     def wait(self) -> np.ndarray:
@@ -107,8 +107,8 @@ class NodeSharedUpdate:
         """Return this rank's part of the state; each node saves an equal part of a range."""
         nodes = self._across.link
         offsets = bounds(self._param.size, nodes.size, BLOCK)
-        at = slice(offsets[nodes.rank], offsets[nodes.rank + 1])
-        return range_pieces(self._arena, self.state, self._own.start, at, self._link)
+        range_slice = slice(offsets[nodes.rank], offsets[nodes.rank + 1])
+        return range_pieces(self._arena, self.state, self._own.start, range_slice, self._link)
 
     def load(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Load the parameters, as all ranks of the node do, and this rank's optimizer state."""
@@ -137,8 +137,8 @@ class NodeSharedUpdate:
 
     def _sum_then_update(self, total: np.ndarray) -> None:
         """Sum `total`, this rank's range of its gradient, over all ranks; update with the sum."""
-        for number, at in enumerate(_cut(total.size)):
-            total[at] = self._sum_of(number)
+        for number, range_slice in enumerate(_cut(total.size)):
+            total[range_slice] = self._sum_of(number)
         if self._across.link.size > 1 and total.size:
             with self._trace.span("sum across nodes", "wait", bytes=total.nbytes) as waiting:
                 self._allreduce(self._across, total, np.add)
@@ -153,9 +153,9 @@ class NodeSharedUpdate:
 
 def _share(world: World, replica: Replica) -> None:
     """Move the parameters of a node's ranks to one array."""
-    alone, param = world.node.size == 1, replica.arena.param
-    array = None if alone else world.memory.common_zeros(param.size, param.dtype)
-    world.together(lambda: _must_be_shared(alone or array is not None, param.nbytes))
+    is_alone, param = world.node.size == 1, replica.arena.param
+    array = None if is_alone else world.memory.common_zeros(param.size, param.dtype)
+    world.on_all_ranks(lambda: _must_be_shared(is_alone or array is not None, param.nbytes))
     if array is not None:
         replica.move(param=array)
 

@@ -18,9 +18,9 @@ from hpctrain.collectives import AllReduceFunction, Group, Operation, ordered
 from hpctrain.collectives.all_gathers import IN_MEMORY, AllGather
 from hpctrain.collectives.ordered import SumTree
 from hpctrain.collectives.ring import reduce_scatter
-from hpctrain.gradients.arena import offset_in
-from hpctrain.gradients.blocks import NOTHING, BlockReplica, in_order
-from hpctrain.gradients.finite import Parts
+from hpctrain.gradients.arena import view_offset
+from hpctrain.gradients.blocks import ZERO_SUMS, BlockReplica, add_in_order
+from hpctrain.gradients.finite import GradientParts
 from hpctrain.gradients.reducer import WireOptions
 from hpctrain.gradients.replica import Replica
 from hpctrain.nn import Sums
@@ -35,7 +35,8 @@ class FastSums:
 
     def __init__(self, replica: Replica, allreduce: AllReduceFunction):
         self.replica, self.allreduce, self.reduce_scatter = replica, allreduce, reduce_scatter
-        self.parts: Parts | None = None  #: of this rank's gradient, beside the arena's plane
+        #: Parts of this rank's gradient that are not in the arena's plane
+        self.parts: GradientParts | None = None
 
     def step_sums(self, sums: Sums, add: Add) -> Sums:
         """Return `sums`: each rank reports its own share."""
@@ -49,7 +50,7 @@ class OrderedSums:
         """Raise UsageError where the replica cannot be computed in blocks."""
         self.replica, self.allreduce = BlockReplica(replica, tree, rank), self.ordered
         self._tree, self._rank, self._all_gather = tree, rank, all_gather
-        self.parts: Parts = self.replica.subtotals
+        self.parts: GradientParts = self.replica.subtotals
 
     def reduce_scatter(
         self, group: Group, x: np.ndarray, op: Operation, offsets: Sequence[int] | None = None
@@ -65,14 +66,14 @@ class OrderedSums:
         self._all_gather(group, x)
 
     def _own(self, x: np.ndarray) -> list[np.ndarray]:
-        start = offset_in(self.replica.arena.grad, x)
+        start = view_offset(self.replica.arena.grad, x)
         return self.replica.subtotals(slice(start, start + x.size))
 
     def step_sums(self, sums: Sums, add: Add) -> Sums:
         """Return the sums of all shares on rank 0, zeros elsewhere."""
         table = self.replica.table
-        total = in_order(add(table.ravel()).reshape(table.shape))
-        return total if self._rank == 0 else NOTHING
+        total = add_in_order(add(table.ravel()).reshape(table.shape))
+        return total if self._rank == 0 else ZERO_SUMS
 
 
 def gradient_sums(

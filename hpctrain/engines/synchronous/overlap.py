@@ -32,7 +32,7 @@ from hpctrain.engines.synchronous.update import PartwiseUpdate
 from hpctrain.gradients import buckets
 from hpctrain.gradients.arena import Arena
 from hpctrain.gradients.buckets import Bucket
-from hpctrain.gradients.reducer import Reducer, Sum, WireOptions
+from hpctrain.gradients.reducer import Reducer, SumFunction, WireOptions
 from hpctrain.tuning import select
 from hpctrain.watch.trace import Trace
 from hpctrain.world import World
@@ -45,8 +45,10 @@ def uses_thread(world: World, options: WireOptions) -> bool:
     """Return whether to reduce in a communication thread, the same on all ranks; collective."""
     if world.size == 1 or not world.concurrent or options.overlap == "never":
         return False
-    spare = cores_to_spare(world)
-    return options.overlap == "always" or options.priority or len(world.main.nodes) > 1 or spare
+    spare_cores = cores_to_spare(world)
+    return (
+        options.overlap == "always" or options.priority or len(world.main.nodes) > 1 or spare_cores
+    )
 
 
 def sleep_while_waiting(group: Group, concurrent: bool) -> None:
@@ -73,12 +75,16 @@ def cut(arena: Arena, group: Group, options: WireOptions, concurrent: bool) -> l
     elif concurrent:
         nbytes = select.bucket_bytes(group, grad)
         nbytes = min(nbytes, PRIORITY_BYTES) if options.priority else nbytes
-    return buckets.cut(arena.slots, grad.size, grad.itemsize, nbytes)
+    return buckets.cut_buckets(arena.slots, grad.size, grad.itemsize, nbytes)
 
 
 def prefer_shared_sum(
-    allreduce: Sum, group: Group, grad: np.ndarray, cut: Sequence[Bucket], options: WireOptions
-) -> Sum:
+    allreduce: SumFunction,
+    group: Group,
+    grad: np.ndarray,
+    cut: Sequence[Bucket],
+    options: WireOptions,
+) -> SumFunction:
     """Return `direct_shared` instead of `direct`: all ranks of a node read one array of sums.
 
     Not with priority: a neighbour would write its next gradient while this rank still reads.
@@ -98,12 +104,12 @@ class DeferredUpdate:
 
     def begin(self) -> None:
         """Begin to wait for the sums of a step, whose gradients are complete."""
-        self._reducer.complete()
-        self._due = set(range(self._reducer.count))
+        self._reducer.finish_backward()
+        self._due = set(range(self._reducer.bucket_count))
 
     def need(self, name: str) -> None:
         """Apply the sum of the bucket of slot `name`, unless it was applied already."""
-        number = self._reducer.bucket(name)
+        number = self._reducer.bucket_number(name)
         while number in self._due:
             self._apply_next(number)
 

@@ -36,7 +36,7 @@ from hpctrain.engines.engine import (
     load_into,
     pieces_of,
 )
-from hpctrain.gradients.arena import Arena, Slot, offset_in, relative_to
+from hpctrain.gradients.arena import Arena, Slot, shift_slots, view_offset
 from hpctrain.optim import Optimizer
 from hpctrain.optim.optimizer import State
 from hpctrain.transport.link import Link
@@ -59,7 +59,7 @@ class PartwiseUpdate:
         """`slots` have offsets that count from the first element of `param`."""
         self._optimizer, self._step = optimizer, state["step"]
         self._count = self._step.copy()  # the optimizer counts a step in each part
-        self._parts = [self._part(state, param, slots, at) for at in parts]
+        self._parts = [self._part(state, param, slots, part) for part in parts]
 
     def __call__(self, number: int, gradient: np.ndarray) -> None:
         """Update part `number` with its gradient."""
@@ -71,11 +71,15 @@ class PartwiseUpdate:
         self._step += 1
 
     def _part(
-        self, state: State, param: np.ndarray, slots: Sequence[Slot], at: slice
+        self, state: State, param: np.ndarray, slots: Sequence[Slot], own_slice: slice
     ) -> tuple[State, np.ndarray, list[Slot]]:
-        views = {name: x[at] for name, x in state.items() if name != "step"}
-        overlapping = [s for s in slots if s.stop > at.start and s.offset < at.stop]
-        return {**views, "step": self._count}, param[at], relative_to(at.start, overlapping)
+        views = {name: x[own_slice] for name, x in state.items() if name != "step"}
+        overlapping = [s for s in slots if s.stop > own_slice.start and s.offset < own_slice.stop]
+        return (
+            {**views, "step": self._count},
+            param[own_slice],
+            shift_slots(own_slice.start, overlapping),
+        )
 
 
 class ReplicatedUpdate:
@@ -126,20 +130,24 @@ class ShardedUpdate:
         self._offsets = bounds(arena.param.size, size, BLOCK)
         #: the range of this rank
         self.own = slice(self._offsets[rank], self._offsets[rank + 1])
-        self._slots = relative_to(self.own.start, arena.slots)
+        self._slots = shift_slots(self.own.start, arena.slots)
         self.state = optimizer.init(arena.param[self.own])
 
     def reduce(self, group: Group, x: np.ndarray, op: Operation) -> None:
         """Sum slice `x` of the gradient plane, each element on the rank that updates it."""
-        before = offset_in(self._arena.grad, x)
-        offsets = [min(max(offset - before, 0), x.size) for offset in self._offsets]
+        offset_before = view_offset(self._arena.grad, x)
+        offsets = [min(max(offset - offset_before, 0), x.size) for offset in self._offsets]
         self._sums(group, x, op, offsets=offsets)
 
     def __call__(self, gradient: np.ndarray) -> None:
         """Update this rank's range with its summed gradient; gather the other ranges."""
         param = self._arena.param
         self._optimizer.update(
-            gradient[self.own], self.state, param[self.own], self._slots, self._rows_of_all
+            gradient[self.own],
+            self.state,
+            param[self.own],
+            self._slots,
+            self._rows_of_all,
         )
         with self._trace.span("gather parameters", "wait") as waiting:
             all_gather(self._group, param, self._offsets)
@@ -159,31 +167,33 @@ class ShardedUpdate:
 
 
 def range_pieces(
-    arena: Arena, state: Mapping[str, np.ndarray], start: int, at: slice, link: Link
+    arena: Arena, state: Mapping[str, np.ndarray], start: int, own_slice: slice, link: Link
 ) -> list[Piece]:
-    """Return this rank's part of the common arrays, and elements `at` of its range.
+    """Return this rank's part of the common arrays, and elements `own_slice` of its range.
 
     `state` is the optimizer's state of the range, which begins at element `start`; parameters and
     step are common to all ranks.
     """
-    size, begin = arena.param.size, start + (at.start or 0)
-    own = {name: x for name, x in state.items() if name != "step"}
-    step = {name: state[name] for name in state.keys() - own.keys()}
-    ranges = [Piece(f"optimizer.{name}", begin, size, x[at]) for name, x in own.items()]
+    size, begin = arena.param.size, start + (own_slice.start or 0)
+    own_state = {name: x for name, x in state.items() if name != "step"}
+    step = {name: state[name] for name in state.keys() - own_state.keys()}
+    ranges = [
+        Piece(f"optimizer.{name}", begin, size, x[own_slice]) for name, x in own_state.items()
+    ]
     return ranges + pieces_of(arena, step, link.rank, link.size)
 
 
 def load_range(
     arena: Arena,
     state: Mapping[str, np.ndarray],
-    own: slice,
+    own_range: slice,
     arrays: Mapping[str, np.ndarray],
 ) -> None:
-    """Load the parameters, and range `own` of the optimizer's state, from the full `arrays`."""
+    """Load the parameters and this rank's range of the optimizer's state from full `arrays`."""
     load_into(arena, {}, arrays)
     for name, x in state.items():
-        size, at = (1, slice(1)) if name == "step" else (arena.param.size, own)
-        copy(x, fitting(arrays, f"optimizer.{name}", size)[at])
+        size, source_slice = (1, slice(1)) if name == "step" else (arena.param.size, own_range)
+        copy(x, fitting(arrays, f"optimizer.{name}", size)[source_slice])
 
 
 def gather_rows_waiting(link: Link, rows: np.ndarray, times: Times, trace: Trace) -> np.ndarray:

@@ -1,11 +1,11 @@
-"""The tensors of a bucket, for a method that compresses matrices and keeps residuals.
+"""The tensors of a bucket, for methods that compress matrices and keep residuals.
 
-    bucket    | 1.weight ........... |pad| 1.bias |pad| 2.weight ..... |pad| 2.bias |
-    matrices  | compressed           |            | compressed         |
-    whole                                | as it is |                      | as it is |
+    bucket        | 1.weight ........... |pad| 1.bias |pad| 2.weight ..... |pad| 2.bias |
+    matrices      |      1.weight        |                |    2.weight    |
+    uncompressed                             | 1.bias |                        | 2.bias |
 
-Vectors (tensors of one dim: biases, scales) are few bytes and are sent uncompressed, packed
-together. So is a matrix that the method cannot make smaller.
+Vectors (tensors of one dim: biases, scales) have few bytes and are sent uncompressed, packed
+together. A matrix that the method cannot make smaller is also sent uncompressed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from hpctrain.core.xp import Array, namespace
-from hpctrain.gradients.arena import Arena, Slot, offset_in
+from hpctrain.gradients.arena import Arena, Slot, view_offset
 
 
 @dataclass(frozen=True)
@@ -24,46 +24,47 @@ class BucketSlots:
 
     start: int
     matrices: tuple[Slot, ...]
-    whole: tuple[Slot, ...]
+    uncompressed: tuple[Slot, ...]
 
-    def of(self, x: Array, slot: Slot) -> Array:
-        """Return the view of bucket `x` that is `slot`, flat."""
+    def view_slot(self, x: Array, slot: Slot) -> Array:
+        """Return a flat view of `slot` in bucket `x`."""
         return x[slot.offset - self.start : slot.stop - self.start]
 
     def pack(self, x: Array, extra: int = 0) -> Array:
-        """Return a new array of the uncompressed slots, with `extra` zeros behind them."""
-        parts, xp = [self.of(x, slot) for slot in self.whole], namespace(x)
+        """Return a new array with the uncompressed slots, followed by `extra` zeros."""
+        parts, xp = [self.view_slot(x, slot) for slot in self.uncompressed], namespace(x)
         return xp.concatenate([*parts, xp.zeros(extra, x.dtype)])
 
     def unpack(self, packed: Array, x: Array) -> None:
         """Copy the uncompressed slots back into bucket `x`."""
-        for slot, part in zip(self.whole, slices(slot.size for slot in self.whole), strict=True):
-            self.of(x, slot)[...] = packed[part]
+        parts = consecutive_slices(slot.size for slot in self.uncompressed)
+        for slot, part in zip(self.uncompressed, parts, strict=True):
+            self.view_slot(x, slot)[...] = packed[part]
 
 
 class BucketSlotsCache:
     """The slots of every bucket of one plane, looked up by the address of the bucket."""
 
-    def __init__(self, arena: Arena, shrinks: Callable[[Slot], bool]):
-        """`shrinks(slot)`: whether a tensor of two dims or more is compressed."""
-        self._arena, self._shrinks = arena, shrinks
+    def __init__(self, arena: Arena, is_compressed: Callable[[Slot], bool]):
+        """`is_compressed(slot)`: whether a tensor of two dims or more is compressed."""
+        self._arena, self._is_compressed = arena, is_compressed
         self._cache: dict[tuple[int, int], BucketSlots] = {}
 
     def find(self, x: Array) -> BucketSlots:
         """Return the slots in `x`, a slice of the gradient plane."""
-        start = offset_in(self._arena.grad, x)
+        start = view_offset(self._arena.grad, x)
         if (start, x.size) not in self._cache:
             self._cache[start, x.size] = self._slots_between(start, start + x.size)
         return self._cache[start, x.size]
 
     def _slots_between(self, start: int, stop: int) -> BucketSlots:
         slots = [slot for slot in self._arena.slots if start <= slot.offset < stop and slot.size]
-        matrices = [slot for slot in slots if len(slot.shape) > 1 and self._shrinks(slot)]
-        whole = [slot for slot in slots if slot not in matrices]
-        return BucketSlots(start, tuple(matrices), tuple(whole))
+        matrices = [slot for slot in slots if len(slot.shape) > 1 and self._is_compressed(slot)]
+        uncompressed = [slot for slot in slots if slot not in matrices]
+        return BucketSlots(start, tuple(matrices), tuple(uncompressed))
 
 
-def slices(lengths: Iterable[int]) -> list[slice]:
-    """Return consecutive slices of these lengths."""
+def consecutive_slices(lengths: Iterable[int]) -> list[slice]:
+    """Return consecutive slices with these lengths."""
     stops = list(accumulate(lengths))
     return [slice(a, b) for a, b in zip([0, *stops], stops)]  # noqa: B905

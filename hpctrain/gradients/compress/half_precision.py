@@ -1,21 +1,20 @@
 """16-bit floats on the wire: half the bytes of float32.
 
-A bucket is rounded to 16 bits, summed by any of our algorithms and widened again. Each hop adds in
-float32 and rounds once; the owner of a sum keeps the rounded value, which is then only copied, so
-all ranks end with the same bytes. With P ranks a sum is rounded P times along the way of a ring,
-log2 P times in a tree: for unit roundoff u (2^-8 for bfloat16, 2^-11 for float16) and rounding to
-nearest,
+A bucket is rounded to 16 bits, summed by any algorithm of hpctrain and converted back. Each hop
+adds in float32 and rounds once; the rounded sum is then only copied, so all ranks end with the same
+bytes. With P ranks a sum is rounded P times in a ring, and log2 P times in a tree. For unit
+roundoff u (2^-8 for bfloat16, 2^-11 for float16) and rounding to nearest,
 
     |sum - exact| <= P u (1 + u)^P (|g_1| + ... + |g_P|)
 
-bfloat16 has the range of float32. float16 ends at 65,504 and, below 2^-14, loses digits: gradients
-are small and would vanish. So all ranks agree on the largest magnitude m of a bucket, by a message
-of 8 bytes, and send 2^e times the gradient, where 2^e P m < 2^15: even the sum of the largest
-cannot overflow, and 2^-39 of it is still represented. A power of two costs no digits. Source of the
-scaling: Micikevicius et al., "Mixed precision training", 2018, who use one scale for all.
+bfloat16 has the range of float32. float16 ends at 65,504 and loses digits below 2^-14, so small
+gradients would become 0. Therefore all ranks agree on the largest magnitude m of a bucket, with a
+message of 8 bytes, and send 2^e times the gradient, where 2^e P m < 2^15: no sum can overflow, and
+2^-39 of the largest is still represented. Multiplying by a power of two is exact. Source of the
+scaling: Micikevicius et al., "Mixed precision training", 2018, who use one scale for all tensors.
 
-The 16-bit plane is shared with the neighbours of a node, as the gradient is. On a GPU the bits are
-the same: two kernels per bucket beside those of the all-reduce.
+Like the gradient, the 16-bit plane is shared with the neighbours of a node. On a GPU two further
+kernels per bucket compute the same bits.
 """
 
 from __future__ import annotations
@@ -30,22 +29,22 @@ from hpctrain.collectives.recursive_doubling import recursive_doubling
 from hpctrain.collectives.reductions import bfloat16 as bf16
 from hpctrain.collectives.reductions.operations import in_float32
 from hpctrain.core.xp import Array, namespace, to_host
-from hpctrain.gradients.arena import Arena, offset_in
+from hpctrain.gradients.arena import Arena, view_offset
 
-LARGEST = 15  #: a sum of float16 stays below two to this power
-EXPONENT = 100  #: no gradient is multiplied by more than two to this power
+MAX_SUM_EXPONENT = 15  #: scaled sums stay below 2 to this power
+MAX_SCALE_EXPONENT = 100  #: the scale is at most 2 to this power
 
 
 class _HalfPlane:
-    """The plane in which the buckets of an arena are sent: 16 bits for each element."""
+    """A plane with 16 bits per element of the arena, from which buckets are sent."""
 
     def __init__(self, arena: Arena, dtype: type, zeros_like: Callable[[Array], Array]):
         self._grad = arena.grad
         self._plane = zeros_like(namespace(arena.grad).empty(arena.grad.size, dtype))
 
-    def of(self, x: Array) -> Array:
+    def view_bucket(self, x: Array) -> Array:
         """Return the 16-bit elements of bucket `x`."""
-        start = offset_in(self._grad, x)
+        start = view_offset(self._grad, x)
         return self._plane[start : start + x.size]
 
 
@@ -56,16 +55,16 @@ class Bfloat16:
         self, allreduce: AllReduceFunction, arena: Arena, zeros_like: Callable[[Array], Array]
     ):
         """Sum slices of `arena.grad`; `zeros_like` gives the memory that the wire sees."""
-        self.own: dict[str, Array] = {}
-        self.shared: dict[str, Array] = {}
-        self._allreduce, self._small = allreduce, _HalfPlane(arena, np.uint16, zeros_like)
+        self.local_state: dict[str, Array] = {}
+        self.shared_state: dict[str, Array] = {}
+        self._allreduce, self._half_plane = allreduce, _HalfPlane(arena, np.uint16, zeros_like)
 
     def __call__(self, group: Group, x: Array) -> None:
         """Sum flat `x` in place."""
-        small = self._small.of(x)
-        bf16.narrow(x, small)
-        self._allreduce(group, small, bf16.add)
-        bf16.widen(small, x)
+        rounded_bucket = self._half_plane.view_bucket(x)
+        bf16.round_to_bfloat16(x, rounded_bucket)
+        self._allreduce(group, rounded_bucket, bf16.add)
+        bf16.widen(rounded_bucket, x)
 
 
 class Float16:
@@ -75,37 +74,40 @@ class Float16:
         self, allreduce: AllReduceFunction, arena: Arena, zeros_like: Callable[[Array], Array]
     ):
         """Sum slices of `arena.grad`; `zeros_like` gives the memory that the wire sees."""
-        self.own: dict[str, Array] = {}
-        self.shared: dict[str, Array] = {}
-        self._allreduce, self._small = allreduce, _HalfPlane(arena, np.float16, zeros_like)
+        self.local_state: dict[str, Array] = {}
+        self.shared_state: dict[str, Array] = {}
+        self._allreduce, self._half_plane = allreduce, _HalfPlane(arena, np.float16, zeros_like)
         self._add = in_float32(np.add)
 
     def __call__(self, group: Group, x: Array) -> None:
         """Sum flat `x` in place; where a gradient is not finite, its first element is NaN."""
-        scale = _scale(_largest(group, x), group.link.size)
-        if scale is None:
-            x[:1] = np.nan  # on all ranks: they agree on the largest; gaps between slots stay zero
+        scale = _choose_scale(_find_max_magnitude(group, x), group.link.size)
+        if scale is None:  # on all ranks, since they agree on the magnitude
+            x[:1] = np.nan  # one element is enough, and gaps between slots stay zero
             return
-        small, xp = self._small.of(x), namespace(x)
-        xp.multiply(x, scale, out=small)
-        self._allreduce(group, small, self._add)
-        xp.multiply(small, 1 / scale, out=x, dtype=x.dtype)
+        rounded_bucket, xp = self._half_plane.view_bucket(x), namespace(x)
+        xp.multiply(x, scale, out=rounded_bucket)
+        self._allreduce(group, rounded_bucket, self._add)
+        xp.multiply(rounded_bucket, 1 / scale, out=x, dtype=x.dtype)
 
 
-def _largest(group: Group, x: Array) -> float:
-    """Return the largest magnitude over all ranks, NaN if there is one.
+def _find_max_magnitude(group: Group, x: Array) -> float:
+    """Return the largest magnitude in `x` over all ranks, NaN if any element is NaN.
 
-    From a device two numbers come to the host, which waits for them.
+    On a device, two numbers are copied to the host, which waits for them.
     """
-    ends = to_host(namespace(x).stack([x.min(), x.max()])) if x.size else np.zeros(1)
-    peak = abs(ends).max(keepdims=True).astype(np.float64)  # not Python's max, which may pass NaN
-    recursive_doubling(group, peak, np.maximum)
-    return float(peak[0])
+    extremes = to_host(namespace(x).stack([x.min(), x.max()])) if x.size else np.zeros(1)
+    # Python's max would ignore NaN.
+    magnitude = abs(extremes).max(keepdims=True).astype(np.float64)
+    recursive_doubling(group, magnitude, np.maximum)
+    return float(magnitude[0])
 
 
-def _scale(largest: float, ranks: int) -> float | None:
-    """Return the power of two by which to multiply; None if `largest` is not finite."""
-    if not isfinite(largest):
+def _choose_scale(max_magnitude: float, ranks: int) -> float | None:
+    """Return the power of two for the scale; None if `max_magnitude` is not finite."""
+    if not isfinite(max_magnitude):
         return None
-    _, exponent = frexp(ranks * largest)  # ranks * largest < 2 ** exponent
-    return float(2.0 ** min(LARGEST - exponent, EXPONENT)) if largest else 1.0
+    if not max_magnitude:
+        return 1.0
+    _, exponent = frexp(ranks * max_magnitude)  # ranks * max_magnitude < 2 ** exponent
+    return float(2.0 ** min(MAX_SUM_EXPONENT - exponent, MAX_SCALE_EXPONENT))

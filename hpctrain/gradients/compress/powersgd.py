@@ -7,22 +7,22 @@ Rank i has gradient G_i (n x m) and residual E_i, at first zero; all ranks hold 
     P   <- orthonormal columns of P            the same on all ranks
     Q_i = M_i^T P                              E_i <- M_i - P Q_i^T
     Q   = Q_1 + ... + Q_P                      an all-reduce of m r elements
-    G   = P Q^T                                kept as Q for the next step, too: a warm start
+    G   = P Q^T                                Q is kept for the next step: a warm start
 
-The sum of all G is the sum of all gradients less the present residuals. Gradients of successive
-steps resemble each other, so one multiplication per step follows the largest directions.
+The sum of all G over the steps is the sum of all gradients minus the current residuals. Gradients
+of successive steps are similar, so one multiplication per step approximates the largest directions.
 
     rank 0   M ======   M Q |   all-reduce |   M^T P ---   all-reduce ---   P Q^T ======
                ======       |              |                                      ======
 
-Cost: two all-reduces, of (n + m) r elements in all, in place of n m. Tensors of more than two dims
-are folded where n + m is least. Vectors are sent uncompressed with P; so is a matrix for which
-(n + m) r is no less than n m. Time: about 8 n m r operations per rank.
+Cost: two all-reduces, of (n + m) r elements together, instead of n m. Tensors of more than two dims
+are reshaped to the matrix with the least n + m. Vectors are sent uncompressed with P, and so are
+matrices for which (n + m) r is not less than n m. Time: about 8 n m r operations per rank.
 
 Source: Vogels, Karimireddy and Jaggi, "PowerSGD: practical low-rank gradient compression for
-distributed optimization", 2019. P and Q are made by BLAS and LAPACK, on a GPU by cuBLAS and
-orthonormal.py: that all ranks hold the same bytes needs the same of these, and the same kind of
-cores or GPUs, on all ranks.
+distributed optimization", 2019. P and Q are computed by BLAS and LAPACK, on a GPU by cuBLAS and
+orthonormal.py. Ranks hold the same bytes only if all of them have the same versions of these
+libraries, and the same type of CPU or GPU.
 """
 
 from __future__ import annotations
@@ -35,83 +35,88 @@ import numpy as np
 from hpctrain.collectives import AllReduceFunction, Group
 from hpctrain.core.xp import Array, like, namespace
 from hpctrain.gradients.arena import Arena, Slot
-from hpctrain.gradients.compress.bucket_slots import BucketSlots, BucketSlotsCache, slices
-from hpctrain.gradients.compress.orthonormal import Orthonormal
+from hpctrain.gradients.compress.bucket_slots import (
+    BucketSlots,
+    BucketSlotsCache,
+    consecutive_slices,
+)
+from hpctrain.gradients.compress.orthonormal import Orthonormalizer
 
 
 class _Matrix(NamedTuple):
     """A matrix of n rows and m columns, and its factors; all are views."""
 
-    m: Array  # (n, m): gradient and residual, then the residual
+    m: Array  # (n, m): gradient + residual, later the new residual
     p: Array  # (n, r)
     q: Array  # (m, r)
     out: Array  # (n, m): the sum
 
 
 class PowerSgd:
-    """Sums matrices of low rank."""
+    """Sums gradients as matrices of low rank."""
 
     def __init__(self, allreduce: AllReduceFunction, arena: Arena, rank: int):
-        """Send each matrix of `arena` as a product of `rank` columns and rows."""
+        """Send each matrix of `arena` as the product of matrices of rank `rank`."""
         self._allreduce, self._rank = allreduce, rank
-        self._slots_cache = BucketSlotsCache(arena, self._shrinks)
+        self._slots_cache = BucketSlotsCache(arena, self._is_compressed)
         self._residual = namespace(arena.grad).zeros_like(arena.grad)
-        matrices = [s for s in arena.slots if len(s.shape) > 1 and self._shrinks(s)]
-        parts = slices(folded(slot.shape)[1] * rank for slot in matrices)
-        self._part = {slot.name: part for slot, part in zip(matrices, parts, strict=True)}
-        # The start of the iteration is a function of the layout, hence the same on all ranks.
-        q = np.random.default_rng(0).standard_normal(parts[-1].stop if parts else 0)
+        matrices = [s for s in arena.slots if len(s.shape) > 1 and self._is_compressed(s)]
+        q_slices = consecutive_slices(fold_shape(slot.shape)[1] * rank for slot in matrices)
+        self._q_slices = {slot.name: part for slot, part in zip(matrices, q_slices, strict=True)}
+        # The initial Q is a function of the layout, hence the same on all ranks.
+        q = np.random.default_rng(0).standard_normal(q_slices[-1].stop if q_slices else 0)
         self._q = like(arena.grad, q)
-        self._orthonormal: dict[int, Orthonormal] = {}  # of each bucket
-        self.own = {"residual": self._residual}
-        self.shared = {"powersgd_q": self._q}
+        self._orthonormal: dict[int, Orthonormalizer] = {}  # of each bucket
+        self.local_state = {"residual": self._residual}
+        self.shared_state = {"powersgd_q": self._q}
 
     def __call__(self, group: Group, x: Array) -> None:
         """Sum flat `x`, a slice of the gradient plane, in place."""
         bucket, xp = self._slots_cache.find(x), namespace(x)
-        rows = [folded(slot.shape)[0] for slot in bucket.matrices]
-        columns = [n * self._rank for n in rows]
-        packed = bucket.pack(x, sum(columns))
-        tall = packed[packed.size - sum(columns) :]
-        matrices = self._matrices(bucket, x, [tall[part] for part in slices(columns)])
+        rows = [fold_shape(slot.shape)[0] for slot in bucket.matrices]
+        p_sizes = [n * self._rank for n in rows]
+        packed_slots = bucket.pack(x, sum(p_sizes))
+        stacked_p = packed_slots[packed_slots.size - sum(p_sizes) :]
+        p_parts = [stacked_p[part] for part in consecutive_slices(p_sizes)]
+        matrices = self._matrices(bucket, x, p_parts)
         for m, p, q, _ in matrices:
             xp.matmul(m, q, out=p)
-        if packed.size:
-            self._allreduce(group, packed, np.add)
-        bucket.unpack(packed, x)
+        if packed_slots.size:
+            self._allreduce(group, packed_slots, np.add)
+        bucket.unpack(packed_slots, x)
         if bucket.start not in self._orthonormal:
-            self._orthonormal[bucket.start] = Orthonormal(x, self._rank, rows)
-        self._orthonormal[bucket.start](tall)
+            self._orthonormal[bucket.start] = Orthonormalizer(x, self._rank, rows)
+        self._orthonormal[bucket.start](stacked_p)
         for m, p, q, _ in matrices:
             xp.matmul(m.T, p, out=q)
             m -= p @ q.T
         if matrices:
-            self._allreduce(group, self._rows(bucket), np.add)
+            self._allreduce(group, self._bucket_q(bucket), np.add)
         for _, p, q, out in matrices:
             xp.matmul(p, q.T, out=out)
 
     def _matrices(self, bucket: BucketSlots, x: Array, p: list[Array]) -> list[_Matrix]:
-        """Return the matrices of bucket `x`, its gradient added to the residual, and `p`."""
+        """Add the gradient of bucket `x` to the residual; return the matrices with factors `p`."""
         matrices = []
-        for slot, columns in zip(bucket.matrices, p, strict=True):
-            out = bucket.of(x, slot).reshape(folded(slot.shape))
+        for slot, p_part in zip(bucket.matrices, p, strict=True):
+            out = bucket.view_slot(x, slot).reshape(fold_shape(slot.shape))
             residual = self._residual[slot.offset : slot.stop].reshape(out.shape)
             residual += out
-            q = self._q[self._part[slot.name]].reshape(-1, self._rank)
-            matrices.append(_Matrix(residual, columns.reshape(-1, self._rank), q, out))
+            q = self._q[self._q_slices[slot.name]].reshape(-1, self._rank)
+            matrices.append(_Matrix(residual, p_part.reshape(-1, self._rank), q, out))
         return matrices
 
-    def _rows(self, bucket: BucketSlots) -> Array:
-        """Return Q of all matrices of a bucket: one slice, for both are in the order of slots."""
+    def _bucket_q(self, bucket: BucketSlots) -> Array:
+        """Return Q of all matrices of a bucket: one slice, since Q has the order of slots."""
         first, last = bucket.matrices[0], bucket.matrices[-1]
-        return self._q[self._part[first.name].start : self._part[last.name].stop]
+        return self._q[self._q_slices[first.name].start : self._q_slices[last.name].stop]
 
-    def _shrinks(self, slot: Slot) -> bool:
-        n, m = folded(slot.shape)
+    def _is_compressed(self, slot: Slot) -> bool:
+        n, m = fold_shape(slot.shape)
         return self._rank <= min(n, m) and (n + m) * self._rank < n * m
 
 
-def folded(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Return the rows and columns of a tensor seen as a matrix: those with the least sum."""
-    cuts = ((prod(shape[:i]), prod(shape[i:])) for i in range(1, len(shape)))
-    return min(cuts, key=sum)
+def fold_shape(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Return (rows, columns) of a tensor reshaped to a matrix, with the least rows + columns."""
+    foldings = ((prod(shape[:i]), prod(shape[i:])) for i in range(1, len(shape)))
+    return min(foldings, key=sum)

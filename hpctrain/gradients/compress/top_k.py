@@ -6,22 +6,22 @@ Rank i has gradient g_i and residual e_i, at first zero. For each matrix:
     s_i = a_i where |a_i| is among its k largest, else 0          e_i <- a_i - s_i
     g   = s_1 + ... + s_P                                         in the order of ranks
 
-so that the sum of all updates is the sum of all gradients less the present residuals. Each rank
-sends (index, value) pairs, k per matrix, and all ranks gather the pairs of all:
+so that the sum of all updates is the sum of all gradients minus the current residuals. Each rank
+sends (index, value) pairs, k per matrix, and an all-gather returns the pairs of all ranks:
 
     rank 0   [7 0.3|2 -.9]                 [7 0.3|2 -.9|2 0.5|4 0.1|...]
     rank 1   [2 0.5|4 0.1]    all-gather   the same
     ...
 
-Cost: P-1 steps, 8 k (P-1) bytes sent per rank for float32. That grows with P, where an all-reduce
-does not: it is less than half of 8 n (P-1)/P bytes, the ring's, only for k/n < 1/(2P), and a
-ratio of 1/P or more is refused. Vectors are summed uncompressed, by the all-reduce.
+Cost: P-1 steps, 8 k (P-1) bytes sent per rank for float32. This grows with P, unlike the
+8 n (P-1)/P bytes of a ring all-reduce: it is less than half of them only for k/n < 1/(2P). A ratio
+of 1/P or more is refused. Vectors are summed uncompressed, by the all-reduce.
 
-Source: Stich, Cordonnier and Jaggi, "Sparsified SGD with memory", 2018, who prove that it
-converges as SGD does; Lin et al., "Deep gradient compression", 2018, who also keep momentum on
-each rank and warm the ratio up. Here momentum is the optimizer's, which sees the sum.
+Source: Stich, Cordonnier and Jaggi, "Sparsified SGD with memory", 2018, who prove the convergence
+rate of SGD; Lin et al., "Deep gradient compression", 2018, who also keep momentum on each rank and
+warm up the ratio. Here the optimizer applies momentum to the sum.
 
-On a GPU our own kernels select the largest, see top_k_cuda.py; pairs stay in its memory.
+On a GPU the kernels of top_k_cuda.py select the largest elements; pairs stay in its memory.
 """
 
 from __future__ import annotations
@@ -36,98 +36,104 @@ from hpctrain.collectives.ring import all_gather
 from hpctrain.core.errors import UsageError
 from hpctrain.core.xp import Array, namespace, on_device
 from hpctrain.gradients.arena import Arena
-from hpctrain.gradients.compress.bucket_slots import BucketSlots, BucketSlotsCache, slices
-from hpctrain.gradients.compress.top_k_cuda import Largest, add_pairs
+from hpctrain.gradients.compress.bucket_slots import (
+    BucketSlots,
+    BucketSlotsCache,
+    consecutive_slices,
+)
+from hpctrain.gradients.compress.top_k_cuda import LargestSelector, add_pairs
 
-INDEX = np.dtype(np.uint32)
-ROW_BYTES = 8  #: messages are padded to multiples of this, the alignment of reads on a GPU
+INDEX_DTYPE = np.dtype(np.uint32)
+ROW_BYTES = 8  #: messages are padded to multiples of this, the alignment that GPU kernels need
 
 
-def must_send_less(ratio: float, ranks: int) -> None:
-    """Raise UsageError where `ranks` with `ratio` send more than the gradient."""
+def require_smaller_message(ratio: float, ranks: int) -> None:
+    """Raise UsageError if `ranks` ranks with `ratio` would send more than the whole gradient."""
     if ratio * ranks >= 1:
         raise UsageError(
             f"[wire] compression_ratio: with {ranks} ranks expected less than 1/{ranks}, seen "
-            f"{ratio}: index and value of each element, from each rank, would be more than "
-            "the gradient; lower it, or take compression = 'none'"
+            f"{ratio}: the indices and values of all ranks would need more bytes than "
+            "the gradient; lower the ratio, or use compression = 'none'"
         )
 
 
 class TopK:
-    """Sums the largest elements of each rank."""
+    """Sums the largest gradient elements of each rank."""
 
     def __init__(self, allreduce: AllReduceFunction, arena: Arena, ratio: float, ranks: int):
-        """Send `ratio` of each matrix of `arena`, at least one element of it."""
-        must_send_less(ratio, ranks)
-        if arena.grad.size > np.iinfo(INDEX).max:
+        """Send a fraction `ratio` of each matrix of `arena`, at least one element."""
+        require_smaller_message(ratio, ranks)
+        if arena.grad.size > np.iinfo(INDEX_DTYPE).max:
             raise UsageError(
-                "[wire] compression: top-k counts elements in 32 bits; expected fewer than "
-                f"{np.iinfo(INDEX).max} of them, seen {arena.grad.size}; take 'powersgd'"
+                "[wire] compression: top-k has indices of 32 bits; expected fewer than "
+                f"{np.iinfo(INDEX_DTYPE).max} elements, seen {arena.grad.size}; use 'powersgd'"
             )
         self._residual = namespace(arena.grad).zeros_like(arena.grad)
-        self._largest: dict[int, Largest] = {}  # of each bucket, on a device
-        self.own = {"residual": self._residual}
-        self.shared: dict[str, np.ndarray] = {}
+        self._selectors: dict[int, LargestSelector] = {}  # of each bucket, on a device
+        self.local_state = {"residual": self._residual}
+        self.shared_state: dict[str, np.ndarray] = {}
         self._allreduce, self._ratio, self._scratch = allreduce, ratio, Scratch()
         self._slots_cache = BucketSlotsCache(arena, lambda slot: True)
 
     def __call__(self, group: Group, x: Array) -> None:
         """Sum flat `x`, a slice of the gradient plane, in place."""
         bucket = self._slots_cache.find(x)
-        packed = bucket.pack(x)
-        if packed.size:
-            self._allreduce(group, packed, np.add)
+        packed_slots = bucket.pack(x)
+        if packed_slots.size:
+            self._allreduce(group, packed_slots, np.add)
         if bucket.matrices:
             counts = [ceil(self._ratio * slot.size) for slot in bucket.matrices]
-            rows = self._rows_for(group, x, sum(counts))
-            local = _pairs(rows[group.link.rank], sum(counts), x.dtype)
-            (self._select_on_device if on_device(x) else self._select)(bucket, counts, x, *local)
+            rows = self._pair_buffer(group, x, sum(counts))
+            local_pairs = _view_pairs(rows[group.link.rank], sum(counts), x.dtype)
+            select = self._select_pairs_on_device if on_device(x) else self._select_pairs
+            select(bucket, counts, x, *local_pairs)
             all_gather(group, rows.reshape(-1))
             x[...] = 0
             for row in rows:
-                add(x, *_pairs(row, sum(counts), x.dtype))
-        bucket.unpack(packed, x)
+                add_at(x, *_view_pairs(row, sum(counts), x.dtype))
+        bucket.unpack(packed_slots, x)
 
-    def _select(
+    def _select_pairs(
         self, bucket: BucketSlots, counts: list[int], x: Array, indices: Array, values: Array
     ) -> None:
-        """Write the indices and values that this rank sends; the rest becomes its residual."""
-        for slot, part, k in zip(bucket.matrices, slices(counts), counts, strict=True):
-            grad, residual = bucket.of(x, slot), self._residual[slot.offset : slot.stop]
+        """Write the indices and values that this rank sends; the rest remains in the residual."""
+        for slot, part, k in zip(bucket.matrices, consecutive_slices(counts), counts, strict=True):
+            grad, residual = bucket.view_slot(x, slot), self._residual[slot.offset : slot.stop]
             residual += grad
-            largest = _largest(residual, k)
+            largest_indices = _largest_indices(residual, k)
             indices[part], values[part] = (
-                largest + (slot.offset - bucket.start),
-                residual[largest],
+                largest_indices + (slot.offset - bucket.start),
+                residual[largest_indices],
             )
-            residual[largest] = 0
+            residual[largest_indices] = 0
 
-    def _select_on_device(
+    def _select_pairs_on_device(
         self, bucket: BucketSlots, counts: list[int], x: Array, indices: Array, values: Array
     ) -> None:
-        """As `_select`, in a few kernels."""
-        if bucket.start not in self._largest:
+        """Do the work of `_select_pairs` in a few kernels."""
+        if bucket.start not in self._selectors:
             matrices = [(s.offset, s.size, k) for s, k in zip(bucket.matrices, counts, strict=True)]
-            self._largest[bucket.start] = Largest(self._residual, bucket.start, matrices)
-        self._largest[bucket.start](x, indices, values)
+            self._selectors[bucket.start] = LargestSelector(self._residual, bucket.start, matrices)
+        self._selectors[bucket.start](x, indices, values)
 
-    def _rows_for(self, group: Group, x: Array, count: int) -> Array:
+    def _pair_buffer(self, group: Group, x: Array, count: int) -> Array:
         """Return a buffer for the `count` pairs of every rank, one row of bytes per rank."""
-        nbytes = -(-count * (INDEX.itemsize + x.itemsize) // ROW_BYTES) * ROW_BYTES
+        nbytes = -(-count * (INDEX_DTYPE.itemsize + x.itemsize) // ROW_BYTES) * ROW_BYTES
         return self._scratch.on_device_of(x, group.link.size * nbytes, np.uint8).reshape(-1, nbytes)
 
 
-def _largest(x: np.ndarray, k: int) -> np.ndarray:
-    """Return the indices of the `k` largest magnitudes of flat `x`, of equal ones the first."""
-    # As integers magnitudes keep their order and compare faster. NaN counts as largest: it is
-    # sent, and so reaches all ranks.
+def _largest_indices(x: np.ndarray, k: int) -> np.ndarray:
+    """Return the indices of the `k` largest magnitudes of flat `x`; of equal ones, the first."""
+    # The bits of magnitudes, read as integers, have the same order and compare faster. NaN is the
+    # largest, so it is sent to all ranks.
     bits = abs(x).view(f"u{x.itemsize}")
     threshold = np.partition(bits, -k)[-k]
-    above = np.flatnonzero(bits > threshold)
-    return np.concatenate([above, np.flatnonzero(bits == threshold)[: k - len(above)]])
+    above_threshold = np.flatnonzero(bits > threshold)
+    at_threshold = np.flatnonzero(bits == threshold)
+    return np.concatenate([above_threshold, at_threshold[: k - len(above_threshold)]])
 
 
-def add(x: Array, indices: Array, values: Array) -> None:
+def add_at(x: Array, indices: Array, values: Array) -> None:
     """Add `values` to flat `x` at `indices`, each index at most once."""
     if on_device(x):
         add_pairs(x, indices, values)
@@ -135,8 +141,9 @@ def add(x: Array, indices: Array, values: Array) -> None:
         x[indices] += values
 
 
-def _pairs(row: Array, count: int, dtype: np.dtype) -> tuple[Array, Array]:
-    """Return `count` indices and as many values in a row: views."""
-    # Values first: they may be of 8 bytes, and begin where the row does.
-    middle, end = (count * n for n in (dtype.itemsize, dtype.itemsize + INDEX.itemsize))
-    return row[middle:end].view(INDEX), row[:middle].view(dtype)
+def _view_pairs(row: Array, count: int, dtype: np.dtype) -> tuple[Array, Array]:
+    """Return views of `count` indices and `count` values in a row of bytes."""
+    # Values come first, because values of 8 bytes need the alignment of the row.
+    values_end = count * dtype.itemsize
+    indices_end = values_end + count * INDEX_DTYPE.itemsize
+    return row[values_end:indices_end].view(INDEX_DTYPE), row[:values_end].view(dtype)

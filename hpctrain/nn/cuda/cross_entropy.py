@@ -1,10 +1,10 @@
 """Softmax cross-entropy on a GPU: one kernel and a sum, instead of about twenty kernels.
 
-    z (rows, c), labels (rows,)   entropies   told: loss, right, wrong of each row
+    z (rows, c), labels (rows,)   entropies   row_sums: loss, correct, invalid of each row
                                               dz = scale (softmax z - 1 at the label), if requested
 
-A block of threads works on one row after the other, adding in float64. An invalid label is
-counted as wrong, and never used as an index.
+Each block of threads works on several rows in turn, and adds in float64. An invalid label is
+counted as invalid, and never used as an index.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from functools import cache
 
 import numpy as np
 
-from hpctrain.core.kernels import ADDED, launch_rows, written
+from hpctrain.core.kernels import BLOCK_SUM, launch_rows, written
 from hpctrain.core.xp import Array, namespace
 
-# Of equal values the first counts, as for numpy.argmax.
+# Of equal maxima the first is the prediction, as in numpy.argmax.
 SOURCE = """
-__device__ REAL largest(REAL mine, int at, int* first) {
+__device__ REAL largest(REAL partial, int at, int* first) {
     __shared__ REAL value[256];
     __shared__ int where[256];
     int i = threadIdx.x;
-    value[i] = mine;
+    value[i] = partial;
     where[i] = at;
     for (int half = blockDim.x / 2; half > 0; half /= 2) {
         __syncthreads();
@@ -42,8 +42,8 @@ __device__ REAL largest(REAL mine, int at, int* first) {
 }
 
 extern "C" __global__
-void entropies(double* told, T* dz, const T* z, const long long* labels, double scale, int wanted,
-               long long rows, int c) {
+void entropies(double* row_sums, T* dz, const T* z, const long long* labels, double scale,
+               int with_gradient, long long rows, int c) {
     for (long long row = blockIdx.x; row < rows; row += gridDim.x) {
         const T* own = z + row * c;
         long long label = labels[row];
@@ -56,18 +56,18 @@ void entropies(double* told, T* dz, const T* z, const long long* labels, double 
                 at = k;
             }
         most = largest(most, at, &first);
-        double mine = 0;
-        for (int k = threadIdx.x; k < c; k += blockDim.x) mine += exp(wide(own[k]) - most);
-        double total = added(mine);
-        if (wanted)
+        double partial = 0;
+        for (int k = threadIdx.x; k < c; k += blockDim.x) partial += exp(wide(own[k]) - most);
+        double total = added(partial);
+        if (with_gradient)
             for (int k = threadIdx.x; k < c; k += blockDim.x) {
                 REAL share = exp(wide(own[k]) - most) * REAL(scale / total);
                 dz[row * c + k] = narrow(k == label ? share - REAL(scale) : share);
             }
         if (threadIdx.x == 0) {
-            told[row] = log(total) - (wrong ? 0 : wide(own[label]) - most);
-            told[rows + row] = first == label;
-            told[2 * rows + row] = wrong;
+            row_sums[row] = log(total) - (wrong ? 0 : wide(own[label]) - most);
+            row_sums[rows + row] = first == label;
+            row_sums[2 * rows + row] = wrong;
         }
     }
 }
@@ -75,20 +75,21 @@ void entropies(double* told, T* dz, const T* z, const long long* labels, double 
 
 
 @cache
-def source(dtype: str) -> str:
+def cuda_source(dtype: str) -> str:
     """Return the CUDA source for `dtype`."""
-    return written(ADDED + SOURCE, dtype)
+    return written(BLOCK_SUM + SOURCE, dtype)
 
 
-def entropies(z: Array, labels: Array, scale: float | None) -> tuple[Array, Array | None]:
-    """Return the sums (3,) of loss, right answers and wrong labels, float64; and dz, if a scale.
+def fused_cross_entropy(z: Array, labels: Array, scale: float | None) -> tuple[Array, Array | None]:
+    """Return (sums, dz) without waiting for the device; dz is None without `scale`.
 
-    `z` is (rows, c), contiguous; `labels` (rows,), of any integers. Asynchronous.
+    The sums are [loss, correct predictions, invalid labels], float64. `z` is (rows, c), contiguous;
+    `labels` is (rows,) of any integer dtype.
     """
     xp = namespace(z)
-    z, numbers = xp.ascontiguousarray(z), xp.empty((3, len(z)), np.float64)
+    z, row_sums = xp.ascontiguousarray(z), xp.empty((3, len(z)), np.float64)
     dz = None if scale is None else xp.empty_like(z)
     scalars = np.float64(scale or 0), np.int32(dz is not None)
-    args = (numbers, z if dz is None else dz, z, labels.astype(np.int64), *scalars)
-    launch_rows(z, source(z.dtype.name), "entropies", args)
-    return numbers.sum(axis=1), dz
+    args = (row_sums, z if dz is None else dz, z, labels.astype(np.int64), *scalars)
+    launch_rows(z, cuda_source(z.dtype.name), "entropies", args)
+    return row_sums.sum(axis=1), dz

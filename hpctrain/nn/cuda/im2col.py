@@ -1,14 +1,14 @@
-"""Windows of images on a GPU: every window becomes a row in one kernel, and back in one.
+"""im2col and col2im on a GPU: one kernel copies windows to rows, one sums rows into images.
 
     columns   out[n, oy, ox, i, j, c] = x[n, oy s + i - q, ox s + j - q, c], 0 beyond the border
     image     dx[n, y, x, c] = sum of rows[n, (y + q - i) / s, (x + q - j) / s, i, j, c]
-                               over all i, j for which these are whole numbers of a window
+                               over all i, j for which both quotients are indices of a window
 
-s is the stride, q the padding. There is no padded copy of an image, and each pixel of dx gathers
-what its windows send back, in the order in which the host adds it: nothing is read, added to and
-written once for each place of the kernel. A thread moves 16 bytes where the channels fill them.
+s is the stride, q the padding. There is no padded copy of an image. Each pixel of dx adds the
+gradients of its windows in the same order as the host, and is written once. A thread moves 16 bytes
+at once if the number of channels allows it.
 
-Cost: kernel^2 / stride^2 times the image written or read, and the image once.
+Cost: kernel^2 / stride^2 times the image is written or read, and the image once.
 """
 
 from __future__ import annotations
@@ -72,13 +72,15 @@ void image(Some* dx, const Some* rows, SHAPE, long long count) {
 
 
 @cache
-def source(dtype: str, width: int, far: bool) -> str:
-    """Return the CUDA source for `width` channels at once; `far`: more elements than 2^31."""
-    index = "unsigned long long" if far else "unsigned"
+def cuda_source(dtype: str, width: int, use_64_bits: bool) -> str:
+    """Return the CUDA source for `width` channels at once, with indices of 32 or 64 bits."""
+    index = "unsigned long long" if use_64_bits else "unsigned"
     return written(SOURCE.replace("WIDTH", str(width)).replace("INDEX", index), dtype)
 
 
-def columns(x: Array, windows: tuple[int, int], kernel: int, stride: int, padding: int) -> Array:
+def image_to_columns(
+    x: Array, windows: tuple[int, int], kernel: int, stride: int, padding: int
+) -> Array:
     """Return the windows of images `x` (n, h, w, c), rows (n * oh * ow, kernel * kernel * c).
 
     `windows` is (oh, ow).
@@ -90,26 +92,26 @@ def columns(x: Array, windows: tuple[int, int], kernel: int, stride: int, paddin
     return out
 
 
-def image(
+def columns_to_image(
     rows: Array, shape: tuple[int, ...], windows: tuple[int, int], kernel: int, stride: int,
     padding: int,
 ) -> Array:  # fmt: skip
-    """Return images of `shape` (n, h, w, c): in each pixel the sum of its values in `rows`."""
+    """Return images of `shape` (n, h, w, c): each pixel is the sum of its copies in `rows`."""
     dx = namespace(rows).empty(shape, rows.dtype)
     _launch("image", dx, rows, shape, (*windows, kernel, stride, padding))
     return dx
 
 
 def _launch(
-    name: str, out: Array, values: Array, shape: tuple[int, ...], numbers: tuple[int, ...]
+    name: str, out: Array, values: Array, shape: tuple[int, ...], window_args: tuple[int, ...]
 ) -> None:
     if not out.size:
         return
     _, h, w, c = shape
     width = PACK_BYTES // out.itemsize
-    if c % width or any(a.data.ptr % PACK_BYTES for a in (out, values)):
+    if c % width or any(array.data.ptr % PACK_BYTES for array in (out, values)):
         width = 1
     count = out.size // width
-    about = [np.int32(n) for n in (h, w, c // width, *numbers)]
-    code = source(out.dtype.name, width, max(out.size, values.size) >> 31 > 0)
-    launch(out, code, name, count, (out, values, *about, np.int64(count)))
+    shape_args = [np.int32(n) for n in (h, w, c // width, *window_args)]
+    code = cuda_source(out.dtype.name, width, max(out.size, values.size) >> 31 > 0)
+    launch(out, code, name, count, (out, values, *shape_args, np.int64(count)))

@@ -1,16 +1,17 @@
-"""Dropout in one kernel of a GPU, which draws the mask itself: NumPy's, bit for bit.
+"""Dropout in one GPU kernel, which draws the same mask as NumPy, bit for bit.
 
 Philox4x64-10 (Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", 2011)
-makes of a counter of four words and a key of two, by ten rounds,
+turns a counter of four words and a key of two words, by ten rounds of
 
     (c0, c1, c2, c3)  <-  (high(M1 c2) ^ c1 ^ k0,  low(M1 c2),  high(M0 c0) ^ c3 ^ k1,  low(M0 c0))
     (k0, k1)          <-  (k0 + W0, k1 + W1)       between two rounds
 
-four words of 64 bits, or eight numbers of 32: of each word the lower half comes first. NumPy
-counts, over all four words, *before* it draws: block i of a stream has the counter given + i + 1.
+into four words of 64 bits, or eight numbers of 32 bits: the lower half of each word comes first.
+NumPy increments the counter, over all four words, *before* it draws: block i of a stream has the
+initial counter + i + 1.
 
-A thread makes a block and so takes eight values of one sample. No mask lies in memory, and none is
-kept for the way back, where it is drawn again: about 50 operations per value each time.
+A thread draws one block for eight values of one sample. No mask is written to memory: backward
+draws it again, at about 50 operations per value.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import numpy as np
 from hpctrain.core.kernels import PACK_BYTES, launch, written
 from hpctrain.core.xp import Array, namespace
 
-DRAWS = 8  #: numbers of 32 bits that one counter gives
+DRAWS_PER_COUNTER = 8  #: numbers of 32 bits that one counter gives
 SOURCE = """
 typedef unsigned long long Word;
 struct __align__(16) Eight { T at[8]; };
@@ -71,20 +72,22 @@ void dropout(T* y, const T* x, REAL factor, Word limit, long long rows, long lon
 """
 
 
-def dropped(x: Array, rate: float, counter: tuple[int, ...], key: tuple[int, int]) -> Array:
-    """Return `x` (n, ...) on a GPU with values set to 0 with probability `rate`, others grown.
+def apply_dropout(x: Array, rate: float, counter: tuple[int, ...], key: tuple[int, int]) -> Array:
+    """Return `x` (n, ...) on a GPU with each value set to 0 with probability `rate`.
 
-    `counter` is that of the first sample, four words; each sample takes one block for eight values.
+    The other values are multiplied by 1 / (1 - rate). `counter` holds the four words for the first
+    sample; each sample uses one block of the stream for eight values.
     """
     x = namespace(x).ascontiguousarray(x)
     y = namespace(x).empty_like(x)
     if x.size:
         features = prod(x.shape[1:])
-        real = np.float64 if x.itemsize == 8 else np.float32
-        factor = real(x.dtype.type(1 / (1 - rate)))  # rounded as the values are
-        words = [np.uint64(n) for n in (round(rate * 2**32), len(x), features, *counter, *key)]
-        packed = features % DRAWS == 0 and all(a.data.ptr % PACK_BYTES == 0 for a in (x, y))
-        count = len(x) * -(-features // DRAWS)
+        real_type = np.float64 if x.itemsize == 8 else np.float32
+        factor = real_type(x.dtype.type(1 / (1 - rate)))  # rounded as on the host
+        word_args = [np.uint64(n) for n in (round(rate * 2**32), len(x), features, *counter, *key)]
+        is_aligned = all(array.data.ptr % PACK_BYTES == 0 for array in (x, y))
+        can_pack = features % DRAWS_PER_COUNTER == 0 and is_aligned
+        count = len(x) * -(-features // DRAWS_PER_COUNTER)
         source = written(SOURCE, x.dtype.name)
-        launch(x, source, "dropout", count, (y, x, factor, *words, np.int32(packed)))
+        launch(x, source, "dropout", count, (y, x, factor, *word_args, np.int32(can_pack)))
     return y

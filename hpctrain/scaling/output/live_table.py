@@ -40,7 +40,7 @@ class TrialStatus:
     trial: TrialResult | None = None
 
     @staticmethod
-    def of(outcome: TrialResult | Gap, job: int | None = None) -> TrialStatus:
+    def from_outcome(outcome: TrialResult | Gap, job: int | None = None) -> TrialStatus:
         """Return the status of a trial that has ended."""
         if isinstance(outcome, Gap):
             return TrialStatus(FAILED, job, reason=outcome.reason)
@@ -156,24 +156,26 @@ def _jobs(statuses: Sequence[TrialStatus]) -> str:
     return ", ".join(str(status.job) for status in statuses if status.job is not None)
 
 
-def change_lines(study: Study, before: Statuses, after: Statuses) -> Iterator[tuple[int, str]]:
+def change_lines(
+    study: Study, old_statuses: Statuses, new_statuses: Statuses
+) -> Iterator[tuple[int, str]]:
     """Yield the log line of each change, with its level; a new step alone is no change.
 
     A trial that ended has a line of its own; others of a size with the same change share one.
     """
-    efficiency = {row.size: row.efficiency for row in rows(study, after)}
-    alike: dict[tuple[Size, str, str], list[Key]] = {}
-    for key, status in after.items():
+    efficiency = {row.size: row.efficiency for row in rows(study, new_statuses)}
+    keys_by_change: dict[tuple[Size, str, str], list[Key]] = {}
+    for key, status in new_statuses.items():
         if status.state in (WAITING, SUBMITTED) or _log_key(status) == _log_key(
-            before.get(key, TrialStatus())
+            old_statuses.get(key, TrialStatus())
         ):
             continue
         if status.state in (MEASURED, FAILED):
             yield _end_line(study, key, status, efficiency[key[1]])
         else:
-            alike.setdefault((key[1], status.state, status.reason), []).append(key)
-    for (_, state, reason), keys in alike.items():
-        jobs = _jobs([after[key] for key in keys])
+            keys_by_change.setdefault((key[1], status.state, status.reason), []).append(key)
+    for (_, state, reason), keys in keys_by_change.items():
+        jobs = _jobs([new_statuses[key] for key in keys])
         words = [state, f"job{'s' * (len(keys) > 1)} {jobs}" * bool(jobs), reason]
         yield logging.INFO, f"{_label(study, keys)}: {', '.join(filter(None, words))}"
 

@@ -26,9 +26,9 @@ class LiveView:
         self._statuses: dict[Key, TrialStatus] = dict.fromkeys(study.trials, TrialStatus())
         self._activity, self._start_s, self._end_count = "", 0.0, 0
         console = progress.console()
-        self.drawn = log.isEnabledFor(logging.INFO) and console.is_terminal
+        self.is_drawn = log.isEnabledFor(logging.INFO) and console.is_terminal
         # No thread that draws: it would take a core from the ranks.
-        self._live = Live(console=console, auto_refresh=False) if self.drawn else None
+        self._live = Live(console=console, auto_refresh=False) if self.is_drawn else None
 
     def __enter__(self) -> LiveView:
         """Return self; the table appears with the first change."""
@@ -60,13 +60,13 @@ class LiveView:
 
     def update(self, changed: Mapping[Key, TrialStatus]) -> None:
         """Show the new statuses of some trials; in a log only the changes."""
-        before, self._statuses = self._statuses, {**self._statuses, **changed}
+        previous, self._statuses = self._statuses, {**self._statuses, **changed}
         self._activity = ""
-        self._end_count += len(_final_keys(self._statuses) - _final_keys(before))
+        self._end_count += len(_final_keys(self._statuses) - _final_keys(previous))
         if self._live:
             self._draw()
             return
-        for level, text in live_table.change_lines(self.study, before, self._statuses):
+        for level, text in live_table.change_lines(self.study, previous, self._statuses):
             log.log(level, text)
 
     def log_line(self, level: int, text: str) -> None:
@@ -79,17 +79,19 @@ class LiveView:
     def _draw(self) -> None:
         if self._live:
             title = tables.title(self.study)
-            drawn = live_table.table(self.study, self._statuses, title, self._note())
+            live_rows = live_table.table(self.study, self._statuses, title, self._note())
             self._live.start()  # for the first time
-            self._live.update(drawn, refresh=True)
+            self._live.update(live_rows, refresh=True)
 
     def _note(self) -> str:
         """Return the current activity other than a trial; else the time left for trials."""
         remaining = len(self._statuses) - len(_final_keys(self._statuses))
         if self._activity or not (remaining and self._end_count) or self.study.on == "slurm":
             return self._activity
-        per_trial = (time.monotonic() - self._start_s) / self._end_count
-        return f"about {max(1, round(per_trial * remaining / 60))} min left" if remaining else ""
+        steps_per_trial = (time.monotonic() - self._start_s) / self._end_count
+        return (
+            f"about {max(1, round(steps_per_trial * remaining / 60))} min left" if remaining else ""
+        )
 
 
 def _final_keys(statuses: Mapping[Key, TrialStatus]) -> set[Key]:

@@ -28,7 +28,7 @@ def page(result: Result, images: Mapping[str, bytes], changes: Sequence[str]) ->
     table = tables.table(result)
     return environment.from_string(text).render(
         title=tables.title(result.study),
-        lead=list(tables.lead(result)),
+        lead=list(tables.summary_lines(result)),
         gaps=len(result.of(tables.GAP)),
         sizes=len(result.study.sizes),
         images={CAPTIONS[name]: b64encode(png).decode() for name, png in images.items()},

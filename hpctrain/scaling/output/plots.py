@@ -77,7 +77,7 @@ def scaling(result: Result, heading: str | None = None) -> Figure:
     order = sorted(range(len(labels)), key=lambda i: LEGEND.index(labels[i].split()[0].strip(",:")))
     handles, labels = [handles[i] for i in order], [labels[i] for i in order]
     figure.legend(handles, labels, loc="outside lower center", ncols=5, fontsize="small")
-    figure.suptitle(_plain(title(result.study) if heading is None else heading))
+    figure.suptitle(_without_markup(title(result.study) if heading is None else heading))
     return figure
 
 
@@ -105,7 +105,7 @@ def time(result: Result, heading: str | None = None) -> Figure:
     axes.grid(alpha=0.3, axis="y")
     axes.set_axisbelow(True)
     figure.legend(loc="outside lower center", ncols=5, fontsize="small")
-    figure.suptitle(_plain(title(result.study) if heading is None else heading))
+    figure.suptitle(_without_markup(title(result.study) if heading is None else heading))
     return figure
 
 
@@ -120,8 +120,10 @@ def _bars(
     width: float,
 ) -> None:
     """Draw a part of each bar, those that are predicted paler and hatched."""
-    at = np.arange(len(height)) + shift
-    bars = axes.bar(at, height, width, floor, label=label, edgecolor=EDGE, linewidth=0.6, **style)
+    positions = np.arange(len(height)) + shift
+    bars = axes.bar(
+        positions, height, width, floor, label=label, edgecolor=EDGE, linewidth=0.6, **style
+    )
     for bar, row in zip(bars, result.rows, strict=True):
         if row["kind"] == PREDICTED:
             bar.set(facecolor=(*to_rgb(bar.get_facecolor()), 0.45), hatch="//", linestyle="--")
@@ -129,17 +131,20 @@ def _bars(
 
 def _points(axes: Axes, result: Result, key: str) -> None:
     """Draw the measured sizes: filled marks, hollow ones where ranks share cores."""
-    for shared, label in ((False, "measured, 95 % interval"), (True, "measured, oversubscribed")):
-        rows = [r for r in result.of(MEASURED) if (r["ranks_per_core"] > 1) == shared]
+    for is_oversubscribed, label in (
+        (False, "measured, 95 % interval"),
+        (True, "measured, oversubscribed"),
+    ):
+        rows = [r for r in result.of(MEASURED) if (r["ranks_per_core"] > 1) == is_oversubscribed]
         if rows:
-            if not shared:
+            if not is_oversubscribed:
                 _line(axes, result, key)
-            style: dict[str, Any] = {"markerfacecolor": "white"} if shared else {}
+            style: dict[str, Any] = {"markerfacecolor": "white"} if is_oversubscribed else {}
             values = np.array(_values(rows, key))
             low, high = _spread(rows, key)
-            axes.errorbar(_at(rows, result), values, [values - low, high - values], color=BLUE,
-                          marker="s" if shared else "o", linestyle="", capsize=4, label=label,
-                          **style)  # fmt: skip
+            axes.errorbar(_positions_of(rows, result), values, [values - low, high - values],
+                          color=BLUE, marker="s" if is_oversubscribed else "o", linestyle="",
+                          capsize=4, label=label, **style)  # fmt: skip
 
 
 def _line(axes: Axes, result: Result, key: str) -> None:
@@ -147,7 +152,7 @@ def _line(axes: Axes, result: Result, key: str) -> None:
     rows = [r for r in result.rows if r["kind"] == GAP or r.get("ranks_per_core") == 1]
     rows = [row for row in rows if row["kind"] != PREDICTED]
     values = [row.get(key, np.nan) for row in rows]
-    axes.plot(_at(rows, result), values, "-", color=BLUE)
+    axes.plot(_positions_of(rows, result), values, "-", color=BLUE)
 
 
 def _predictions(axes: Axes, result: Result, key: str) -> None:
@@ -163,9 +168,11 @@ def _predictions(axes: Axes, result: Result, key: str) -> None:
         own_cores = [r for r in result.of(MEASURED) if r["ranks_per_core"] == 1 and r["ranks"] > 1]
         line = [*own_cores[-1:], *rows]
         low, high = _spread(line, key)
-        axes.fill_between(_at(line, result), low, high, color=VERMILION, alpha=0.15, linewidth=0)
-        axes.plot(_at(line, result), _values(line, key), "--", color=VERMILION, marker="D",
-                  markerfacecolor="white", markevery=slice(len(line) - len(rows), None),
+        axes.fill_between(
+            _positions_of(line, result), low, high, color=VERMILION, alpha=0.15, linewidth=0
+        )
+        axes.plot(_positions_of(line, result), _values(line, key), "--", color=VERMILION,
+                  marker="D", markerfacecolor="white", markevery=slice(len(line) - len(rows), None),
                   label=label)  # fmt: skip
 
 
@@ -174,24 +181,25 @@ def _ideal(axes: Axes, result: Result, key: str) -> None:
     sizes = [row for row in result.rows if row["ranks"] >= base["ranks"]]
     values = [base[key] * (1 if key == "efficiency" else row["ranks"] / base["ranks"])
               for row in sizes]  # fmt: skip
-    pairs = sorted(set(zip(_at(sizes, result), values, strict=True)))
+    pairs = sorted(set(zip(_positions_of(sizes, result), values, strict=True)))
     axes.plot(*zip(*pairs, strict=True), ":", color=BLACK, linewidth=1.2, label="ideal")
 
 
 def _gaps(axes: Axes, result: Result) -> None:
     for i, row in enumerate(result.of(GAP)):
         label = "gap: not measured" if i == 0 else None
-        axes.axvspan(*(_at([row], result)[0] * factor for factor in (0.93, 1.07)), color=GREY,
-                     alpha=0.5, linewidth=0, label=label)  # fmt: skip
+        position = _positions_of([row], result)[0]
+        axes.axvspan(position * 0.93, position * 1.07, color=GREY, alpha=0.5, linewidth=0,
+                     label=label)  # fmt: skip
 
 
 def _sizes_axis(axes: Axes, result: Result) -> None:
-    at = sorted(set(_at(result.rows, result)))
+    positions = sorted(set(_positions_of(result.rows, result)))
     axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_locator(FixedLocator(at))
+    axes.xaxis.set_major_locator(FixedLocator(positions))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
-    axes.set_xlim(at[0] / 1.25, at[-1] * 1.25)
+    axes.set_xlim(positions[0] / 1.25, positions[-1] * 1.25)
     axes.set_xlabel(_unit(result))
 
 
@@ -203,7 +211,7 @@ def _log_rate(axes: Axes) -> None:
     axes.yaxis.set_major_formatter(EngFormatter(sep=""))
 
 
-def _at(rows: Sequence[Row], result: Result) -> list[int]:
+def _positions_of(rows: Sequence[Row], result: Result) -> list[int]:
     return [row["nodes" if result.study.by_nodes else "ranks"] for row in rows]
 
 
@@ -217,7 +225,7 @@ def _unit(result: Result) -> str:
 
 
 def _label(row: Row, result: Result) -> str:
-    size = f"{_at([row], result)[0]}"
+    size = f"{_positions_of([row], result)[0]}"
     if row["kind"] != MEASURED:
         return f"{size}\n{row['kind']}"
     return f"{size}\noversubscribed" if row["ranks_per_core"] > 1 else size
@@ -234,7 +242,7 @@ def _spread(rows: Sequence[Row], key: str) -> tuple[np.ndarray, np.ndarray]:
     return values - half, values + half
 
 
-def _plain(text: str) -> str:
+def _without_markup(text: str) -> str:
     """Return a title in which a dollar sign begins no formula."""
     return text.replace("$", r"\$")
 

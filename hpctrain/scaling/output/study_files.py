@@ -30,13 +30,13 @@ def can_draw() -> bool:
     return True
 
 
-def write(folder: Path, result: Result, changes: Sequence[str], drawn: bool) -> list[Path]:
-    """Write JSON, CSV and, where they can be `drawn`, plots and the report; return their paths."""
+def write(folder: Path, result: Result, changes: Sequence[str], with_plots: bool) -> list[Path]:
+    """Write JSON, CSV and, if `with_plots`, plots and the report; return their paths."""
     files = {
         "scaling.json": (json.dumps(to_json(result), indent=1) + "\n").encode(),
         "scaling.csv": tables.to_csv(result.rows).encode(),
     }
-    if drawn:
+    if with_plots:
         from hpctrain.scaling.output.page import PAGE, page
         from hpctrain.scaling.output.plots import for_page, plots
 

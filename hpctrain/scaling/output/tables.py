@@ -20,10 +20,10 @@ from hpctrain.scaling.study import Study
 
 HEADINGS = ("samples/s", "step", "speed-up", "efficiency", "compute", "wait", "other", "wire")
 MEASURED, GAP, PREDICTED = "measured", "gap", "predicted"
-BEYOND = "Predicted, not measured, for ranks with cores of their own"
+PREDICTED_NOTE = "Predicted, not measured, for ranks with cores of their own"
 UNTESTED = "which meet any such model: one more size would test it"
-WIDE = 0.1  #: half an interval of efficiency
-MOST = 1.02  #: efficiency, and a share of a link's rate, that only noise exceeds
+WIDE_INTERVAL = 0.1  #: half an interval of efficiency
+MAX_CREDIBLE = 1.02  #: efficiency, and a share of a link's rate, that only noise exceeds
 BOUND = 1 - 1e-9  #: serial fractions above are 1
 
 
@@ -102,25 +102,28 @@ def remarks(row: Row) -> Iterator[str]:
         yield f"oversubscribed: {row['ranks_per_core']:.3g} ranks per core"
     if row.get("samples_per_s_ci95") is not None and not is_meaningful(row, "samples_per_s"):
         yield "± ?: repeats differ by more than they have in common"
-    if row["kind"] == MEASURED and row["efficiency"] > MOST:
+    if row["kind"] == MEASURED and row["efficiency"] > MAX_CREDIBLE:
         yield "above 100 %: noise, or data that fit the caches of more ranks alone"
     if "prediction_error" in row:
         error, step = row["prediction_error"], time(row["predicted_step_s"])
         yield f"from smaller sizes {step} was predicted ({error:+.1%})"
 
 
-def lead(result: Result) -> Iterator[str]:
+def summary_lines(result: Result) -> Iterator[str]:
     """Yield the summary of a report: measured and predicted sizes, and how far to trust them."""
     measured = result.of(MEASURED)
-    for kind, word in ((MEASURED, "Measured"), (GAP, "Not measured"), (PREDICTED, BEYOND)):
+    for kind, word in ((MEASURED, "Measured"), (GAP, "Not measured"), (PREDICTED, PREDICTED_NOTE)):
         if rows := result.of(kind):
             yield f"{word}: {rank_list([row['ranks'] for row in rows])}."
     apart = [row for row in measured[1:] if row["ranks_per_core"] == 1]
     for row in apart[-1:]:
         ratios = [with_interval(row, "speed_up", ".2f"), with_interval(row, "efficiency", ".1%")]
-        than = f"the samples/s of {rank_list([measured[0]['ranks']])}"
-        yield f"{row['ranks']} ranks do {ratios[0]} times {than}: an efficiency of {ratios[1]}."
-        if (row["efficiency_ci95"] or 0.0) > WIDE:
+        baseline_text = f"the samples/s of {rank_list([measured[0]['ranks']])}"
+        yield (
+            f"{row['ranks']} ranks do {ratios[0]} times {baseline_text}: "
+            f"an efficiency of {ratios[1]}."
+        )
+        if (row["efficiency_ci95"] or 0.0) > WIDE_INTERVAL:
             yield "Repeats differ much: a quieter machine, or more repeats, would narrow this."
     if measured and result.study.repeats == 1:
         yield "One repeat: how much another would differ is unknown."
@@ -160,17 +163,19 @@ def _trials_text(study: Study) -> str:
 
 def _model_text(model: StepModel) -> str:
     rate = f"{8e-9 / model.beta_s:.3g} Gbit/s" if model.beta_s else "no cost per byte"
-    when = f"in {model.buckets} buckets during backward" if model.buckets else "after backward"
+    overlap_text = (
+        f"in {model.buckets} buckets during backward" if model.buckets else "after backward"
+    )
     return (
         f"alpha {time(model.alpha_s)}, beta {model.beta_s * 1e9:.3g} ns per byte ({rate}), "
-        f"{model.algorithm} of {model.nbytes:,} bytes, {when}; from {model.origin}, scaled to the "
-        f"wire of {rank_list(model.ranks)}"
+        f"{model.algorithm} of {model.nbytes:,} bytes, {overlap_text}; from {model.origin}, scaled "
+        f"to the wire of {rank_list(model.ranks)}"
     )
 
 
 def _faster_than_link(model: StepModel, link: str | None) -> str:
     """Return a remark on a fitted rate above that of the netlab's links, else ""."""
-    if link is None or not model.beta_s or 8 / model.beta_s < MOST * parse_speed(link):
+    if link is None or not model.beta_s or 8 / model.beta_s < MAX_CREDIBLE * parse_speed(link):
         return ""
     return f"; more than a link of {link} carries: noise, or trials too short to fill it"
 
@@ -201,11 +206,11 @@ def _serial_text(result: Result) -> str:
     return f"{text}; if it held, 64 ranks would do {work} times the work of one"
 
 
-def _ranged(serial: Estimate, form: Callable[[float], str], ends: tuple[int, int]) -> str:
-    """Return `form` of the serial fraction, then of both `ends` of its interval."""
+def _ranged(serial: Estimate, form: Callable[[float], str], limits: tuple[int, int]) -> str:
+    """Return `form` of the serial fraction, then of both `limits` of its interval."""
     if serial.half is None:
         return form(serial.mean)
-    low, high = (form(min(1.0, max(0.0, serial.mean + end * serial.half))) for end in ends)
+    low, high = (form(min(1.0, max(0.0, serial.mean + end * serial.half))) for end in limits)
     return f"{form(serial.mean)} ({low} to {high})"
 
 

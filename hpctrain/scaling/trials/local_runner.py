@@ -26,7 +26,7 @@ from hpctrain.scaling.world_sizes import Size
 
 PLACES = ("local", "netlab", "slurm")
 LIMIT_S = 3600.0  #: a trial that takes longer is ended; one that hangs is ended by its own watch
-LOOK_S = 2.0  #: more often would take time from the timed ranks
+POLL_S = 2.0  #: more often would take time from the timed ranks
 _GRACE_S = 20.0
 _PR_SET_PDEATHSIG = 1
 
@@ -76,12 +76,12 @@ def run(
     log: Path,
     threads: int | None,
     limit_s: float = LIMIT_S,
-    look: Callable[[], None] | None = None,
+    on_poll: Callable[[], None] | None = None,
 ) -> int:
     """Run `command` to its end with its output in `log`; return its exit code.
 
-    Meanwhile `look` is called every LOOK_S. A command that takes longer than `limit_s` is stopped;
-    `log` then says so.
+    Meanwhile `on_poll` is called every POLL_S. A command that takes longer than `limit_s` is
+    stopped, and `log` reports it.
     """
     environ = {k: v for k, v in os.environ.items() if k != progress.TERMINAL}
     if threads is not None:
@@ -97,7 +97,7 @@ def run(
             preexec_fn=_end_with_parent,
         )
         try:
-            return _wait(process, limit_s, look)
+            return _wait(process, limit_s, on_poll)
         except subprocess.TimeoutExpired:
             _stop(process)
             print(f"hpctrain: ended after {limit_s:g} s, the limit of a trial", file=out)
@@ -107,13 +107,15 @@ def run(
             raise
 
 
-def _wait(process: subprocess.Popen[bytes], limit_s: float, look: Callable[[], None] | None) -> int:
+def _wait(
+    process: subprocess.Popen[bytes], limit_s: float, on_poll: Callable[[], None] | None
+) -> int:
     """Return the exit code of `process`; raise TimeoutExpired after `limit_s`."""
     deadline = time.monotonic() + limit_s
-    while look is not None and time.monotonic() + LOOK_S < deadline:
+    while on_poll is not None and time.monotonic() + POLL_S < deadline:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            return process.wait(LOOK_S)
-        look()
+            return process.wait(POLL_S)
+        on_poll()
     return process.wait(max(0.0, deadline - time.monotonic()))
 
 

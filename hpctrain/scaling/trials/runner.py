@@ -31,7 +31,7 @@ from hpctrain.scaling.world_sizes import Size
 from hpctrain.training.recipe import Recipe
 
 PILOT_STEPS = 10
-TRIAL_S, FEWEST, MOST = 2.0, 20, 3000  #: seconds that are timed per trial; bounds in steps
+TRIAL_S, MIN_STEPS, MAX_STEPS = 2.0, 20, 3000  #: seconds that are timed per trial; bounds in steps
 MESSAGES = "4B,1KiB,16KiB,64KiB,256KiB,1MiB,4MiB"
 
 
@@ -43,33 +43,35 @@ def run_pilots(folder: StudyFolder, study: Study, spec: Recipe, view: LiveView) 
         outcome = _train(folder, study, spec, size, folder.pilot(size), timing)
         if isinstance(outcome, TrialResult):
             step_times.append(outcome.step_s)
-    step_count = TRIAL_S / max(step_times) if step_times else FEWEST
-    steps = round(min(max(step_count, FEWEST), MOST) / 10) * 10
+    step_count = TRIAL_S / max(step_times) if step_times else MIN_STEPS
+    steps = round(min(max(step_count, MIN_STEPS), MAX_STEPS) / 10) * 10
     return replace(study, steps=steps)
 
 
 def measure_links(folder: StudyFolder, study: Study, view: LiveView) -> None:
     """Measure single messages in a node, and between nodes: each on the smallest size that can."""
     for size in link_sizes(study):
-        at = folder.link(size)
-        if not (at / "link.json").exists():
+        link_folder = folder.link(size)
+        if not (link_folder / "link.json").exists():
             view.show_activity(f"messages on {size.text}")
-            at.mkdir(parents=True, exist_ok=True)
-            aside = at / "aside.json"
+            link_folder.mkdir(parents=True, exist_ok=True)
+            temporary = link_folder / "aside.json"
             arguments = ["bench", "p2p", "--sizes", MESSAGES, "--iterations", "10"]
-            command = local_runner.line(study, size, [*arguments, "--json", str(aside.absolute())])
-            if local_runner.run(command, at / "link.log", study.threads) == 0:
-                aside.rename(at / "link.json")
+            command = local_runner.line(
+                study, size, [*arguments, "--json", str(temporary.absolute())]
+            )
+            if local_runner.run(command, link_folder / "link.log", study.threads) == 0:
+                temporary.rename(link_folder / "link.json")
             else:
-                text = f"messages on {size.text} were not measured, see {at / 'link.log'}"
+                text = f"messages on {size.text} were not measured, see {link_folder / 'link.log'}"
                 view.log_line(logging.WARNING, f"{text}: predictions do without")
 
 
 def link_sizes(study: Study) -> list[Size]:
     """Return the sizes on which messages are measured."""
-    several = [size for size in study.sizes if size.ranks > 1]
-    within = [size for size in several if size.nodes == 1][:1]
-    return within + [size for size in several if size.nodes > 1][:1]
+    sizes_of_several_ranks = [size for size in study.sizes if size.ranks > 1]
+    one_node_size = [size for size in sizes_of_several_ranks if size.nodes == 1][:1]
+    return one_node_size + [size for size in sizes_of_several_ranks if size.nodes > 1][:1]
 
 
 def wires(folder: StudyFolder, study: Study) -> tuple[Wire | None, Wire | None]:
@@ -92,7 +94,9 @@ def statuses(folder: StudyFolder, study: Study) -> dict[Key, TrialStatus]:
 def _status(out: Path, study: Study) -> TrialStatus:
     outcome, jobs = collect.trial(out, study.timing), submit.read_job_ids(collect.job_of(out))
     return (
-        TrialStatus.of(outcome, *jobs[-1:]) if isinstance(outcome, TrialResult) else TrialStatus()
+        TrialStatus.from_outcome(outcome, *jobs[-1:])
+        if isinstance(outcome, TrialResult)
+        else TrialStatus()
     )
 
 
@@ -102,20 +106,22 @@ def current_statuses(folder: StudyFolder, study: Study) -> dict[Key, TrialStatus
     Of the trials begun and not done the latest is running, since they run one after another.
     """
     result = statuses(folder, study)
-    logs = {key: collect.log_of(folder.trial(key[1], key[0])) for key in missing(folder, study)}
-    begun = {key: log.stat().st_mtime_ns for key, log in logs.items() if log.exists()}
-    for key in begun:
+    logs = {
+        key: collect.log_of(folder.trial(key[1], key[0])) for key in missing_trials(folder, study)
+    }
+    start_times = {key: log.stat().st_mtime_ns for key, log in logs.items() if log.exists()}
+    for key in start_times:
         out = folder.trial(key[1], key[0])
-        running = key == max(begun, key=lambda k: begun[k])
+        running = key == max(start_times, key=lambda k: start_times[k])
         result[key] = (
             TrialStatus(RUNNING, step=collect.last_step(out))
             if running
-            else TrialStatus.of(trial(folder, study, *key))
+            else TrialStatus.from_outcome(trial(folder, study, *key))
         )
     return result
 
 
-def missing(folder: StudyFolder, study: Study) -> list[Key]:
+def missing_trials(folder: StudyFolder, study: Study) -> list[Key]:
     """Return each trial that is not done, in the order of the trials."""
     by_key = statuses(folder, study)
     return [key for key, status in by_key.items() if status.trial is None]
@@ -131,22 +137,22 @@ def trials(
 ) -> Iterator[TrialResult | Gap]:
     """Run the missing trials; yield the outcome of each."""
     failed: set[Size] = set()
-    for key in missing(folder, study):
+    for key in missing_trials(folder, study):
         repeat, size = key
         if size in failed:
-            view.update({key: TrialStatus.of(Gap("not tried: an earlier repeat failed"))})
+            view.update({key: TrialStatus.from_outcome(Gap("not tried: an earlier repeat failed"))})
             continue
         out = folder.trial(size, repeat)
         view.update({key: TrialStatus(RUNNING)})
-        look = partial(_look, view, key, out) if view.drawn else None
-        outcome = _train(folder, study, spec, size, out, study.timing, look)
+        on_poll = partial(_show_progress, view, key, out) if view.is_drawn else None
+        outcome = _train(folder, study, spec, size, out, study.timing, on_poll)
         if isinstance(outcome, Gap):
             failed.add(size)
-        view.update({key: TrialStatus.of(outcome)})
+        view.update({key: TrialStatus.from_outcome(outcome)})
         yield outcome
 
 
-def _look(view: LiveView, key: Key, out: Path) -> None:
+def _show_progress(view: LiveView, key: Key, out: Path) -> None:
     """Show the current step of a trial."""
     view.update({key: TrialStatus(RUNNING, step=collect.last_step(out))})
 
@@ -158,15 +164,15 @@ def _train(
     size: Size,
     out: Path,
     timing: Timing,
-    look: Callable[[], None] | None = None,
+    on_poll: Callable[[], None] | None = None,
 ) -> TrialResult | Gap:
     """Run one trial into `out`, which is emptied first; its checkpoint is not kept."""
     shutil.rmtree(out, ignore_errors=True)
     out.parent.mkdir(parents=True, exist_ok=True)
-    timed = trial_recipe.trial(spec, study.mode, study.batch, size, timing)
-    file = folder.recipe(size, timed.toml()).absolute()
+    timed_recipe = trial_recipe.trial(spec, study.mode, study.batch, size, timing)
+    file = folder.recipe(size, timed_recipe.toml()).absolute()
     arguments = ["train", str(file), "--out", str(out.absolute())]
     line = local_runner.line(study, size, arguments)
-    local_runner.run(line, collect.log_of(out), study.threads, look=look)
+    local_runner.run(line, collect.log_of(out), study.threads, on_poll=on_poll)
     shutil.rmtree(out / "checkpoints", ignore_errors=True)
     return collect.trial(out, timing)

@@ -105,7 +105,7 @@ def _outcome(
     folder: StudyFolder, study: Study, key: Key, view: LiveView, job: int | None = None
 ) -> TrialResult | Gap:
     outcome = collect.trial(folder.trial(key[1], key[0]), study.timing)
-    view.update({key: TrialStatus.of(outcome, job)})
+    view.update({key: TrialStatus.from_outcome(outcome, job)})
     return outcome
 
 
@@ -139,8 +139,8 @@ def _current_status(
 ) -> TrialStatus:
     if state is not None and state.state not in END_STATES:
         return status(out, state)
-    begun = isinstance(outcome, TrialResult) or job is not None or collect.log_of(out).exists()
-    return TrialStatus.of(outcome, job) if begun else TrialStatus()
+    has_begun = isinstance(outcome, TrialResult) or job is not None or collect.log_of(out).exists()
+    return TrialStatus.from_outcome(outcome, job) if has_begun else TrialStatus()
 
 
 def _open_job(study: Study, key: Key, out: Path) -> int | None:
@@ -163,8 +163,8 @@ def _submit(folder: StudyFolder, study: Study, spec: Recipe, key: Key, out: Path
     shutil.rmtree(collect.job_of(out), ignore_errors=True)
     collect.log_of(out).unlink(missing_ok=True)
     out.parent.mkdir(parents=True, exist_ok=True)
-    timed = trial_recipe.trial(spec, study.mode, study.batch, key[1], study.timing)
-    file = folder.recipe(key[1], timed.toml()).absolute()
+    timed_recipe = trial_recipe.trial(spec, study.mode, study.batch, key[1], study.timing)
+    file = folder.recipe(key[1], timed_recipe.toml()).absolute()
     job = _job(study, key[1], str(file), str(out.absolute()), _name(study, key, out))
     with _defer_interrupt():
         return submit.submit_script(render(job, _site(study)), collect.job_of(out))
@@ -173,23 +173,23 @@ def _submit(folder: StudyFolder, study: Study, spec: Recipe, key: Key, out: Path
 @contextmanager
 def _defer_interrupt() -> Iterator[None]:
     """Defer Ctrl-C until the id of a job is written down, and keep it from sbatch."""
-    pressed: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
+    interrupts: list[int] = []
+    old_handler = signal.signal(signal.SIGINT, lambda number, _: interrupts.append(number))
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # a child inherits that
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-        signal.signal(signal.SIGINT, before)
-    if pressed:
+        signal.signal(signal.SIGINT, old_handler)
+    if interrupts:
         raise KeyboardInterrupt
 
 
 def _name(study: Study, key: Key, out: Path) -> str:
     """Return a job name that is unique among trials of all studies."""
     mark = hashlib.sha256(str(out.absolute()).encode()).hexdigest()[:8]
-    plain = re.sub(r"[^\w.-]", "_", study.name)  # squeue would take a comma for two names
-    return f"scale-{plain}-{key[1].ranks}-{key[0]}-{mark}"
+    safe_name = re.sub(r"[^\w.-]", "_", study.name)  # squeue would take a comma for two names
+    return f"scale-{safe_name}-{key[1].ranks}-{key[0]}-{mark}"
 
 
 def _job(study: Study, size: Size, recipe: str, out: str, name: str) -> Job:
@@ -212,10 +212,10 @@ def _await_ends(waiting: Mapping[Key, int], folder: StudyFolder, view: LiveView)
     while remaining:
         states_of = submit.query_jobs(remaining.values())
         states = {key: states_of[job][0] for key, job in remaining.items()}
-        over = time.monotonic() > deadline
-        final = [key for key, state in states.items() if over or _is_final(state)]
-        view.update({k: status(outs[k], states[k]) for k in remaining if k not in final})
-        for key in final:
+        is_over = time.monotonic() > deadline
+        ended_keys = [key for key, state in states.items() if is_over or _is_final(state)]
+        view.update({k: status(outs[k], states[k]) for k in remaining if k not in ended_keys})
+        for key in ended_keys:
             del remaining[key]
             _log_end(outs[key], states[key])
             yield key

@@ -56,32 +56,32 @@ class GpuCores:
     count: int
 
 
-def gpu_for(launched: Launched, visible: int, listed: Sequence[str] = ()) -> GpuChoice:
-    """Return the choice among `visible` GPUs; `listed` is CUDA_VISIBLE_DEVICES, split.
+def gpu_for(launched: Launched, visible_gpus: int, listed: Sequence[str] = ()) -> GpuChoice:
+    """Return the choice among `visible_gpus` GPUs; `listed` is CUDA_VISIBLE_DEVICES, split.
 
     Raises UsageError where there is none.
     """
-    if visible < 1:
-        raise HereError(f"no GPU is visible{_as_listed(listed)}; {_LOOK}")
-    if visible == 1:
+    if visible_gpus < 1:
+        raise HereError(f"no GPU is visible{_as_listed(listed)}; {_REMEDY}")
+    if visible_gpus == 1:
         return GpuChoice(0, "the only one visible" + _one_slice(listed))
     rank, unsure = launched.local_rank, ""
     if rank is None:
         rank, unsure = launched.rank, ", by its rank: the launcher sets no local rank"
-    if launched.local_size is not None and launched.local_size > visible:
-        unsure += f"; {launched.local_size} ranks share {visible} GPUs"
-    return GpuChoice(rank % visible, f"one of {visible} visible, taken in turn{unsure}")
+    if launched.local_size is not None and launched.local_size > visible_gpus:
+        unsure += f"; {launched.local_size} ranks share {visible_gpus} GPUs"
+    return GpuChoice(rank % visible_gpus, f"one of {visible_gpus} visible, taken in turn{unsure}")
 
 
 def listed(environ: Mapping[str, str]) -> tuple[str, ...]:
     """Return the words of CUDA_VISIBLE_DEVICES; none where it is not set."""
-    return tuple(word.strip() for word in environ.get(VISIBLE, "").split(",") if word.strip())
+    return tuple(entry.strip() for entry in environ.get(VISIBLE, "").split(",") if entry.strip())
 
 
-def of_job(environ: Mapping[str, str], visible: int) -> int:
+def of_job(environ: Mapping[str, str], visible_gpus: int) -> int:
     """Return the number of this node's GPUs in the job, with those hidden from this rank."""
     count = environ.get("SLURM_GPUS_ON_NODE", "")
-    return max(visible, int(count) if count.isdigit() else 0)
+    return max(visible_gpus, int(count) if count.isdigit() else 0)
 
 
 def gpu_cores(launched: Launched, ordinal: int, cores: Sequence[frozenset[int]]) -> GpuCores | None:
@@ -90,16 +90,20 @@ def gpu_cores(launched: Launched, ordinal: int, cores: Sequence[frozenset[int]])
     None where the machine does not report them. The index of this rank among the ranks near these
     cores is known only where it sees its neighbours' GPUs.
     """
-    own = cores[ordinal]
-    if not own or launched.local_rank is None or launched.local_size is None:
+    own_cores = cores[ordinal]
+    if not own_cores or launched.local_rank is None or launched.local_size is None:
         return None
     if len(cores) == 1:
-        return GpuCores(own, None, launched.local_size)
-    together = [r for r in range(launched.local_size) if cores[r % len(cores)] == own]
-    return GpuCores(own, together.index(launched.local_rank), len(together))
+        return GpuCores(own_cores, None, launched.local_size)
+    local_ranks_of_block = [
+        r for r in range(launched.local_size) if cores[r % len(cores)] == own_cores
+    ]
+    return GpuCores(
+        own_cores, local_ranks_of_block.index(launched.local_rank), len(local_ranks_of_block)
+    )
 
 
-def visible(device: Device) -> tuple[Gpu, ...]:
+def visible_gpus(device: Device) -> tuple[Gpu, ...]:
     """Return the GPUs that this process sees, none for "cpu"; no context is made on any.
 
     Where something is missing "auto" returns none and "gpu" raises UsageError.
@@ -134,13 +138,13 @@ def runtime() -> Any:
     return cupy_module().cuda.runtime
 
 
-def take(device: Device, launched: Launched) -> Gpu | None:
+def select_gpu(device: Device, launched: Launched) -> Gpu | None:
     """Make a GPU current for this process and return it; None: it computes on its cores.
 
     For processes without MPI; see `seat` for ranks. Raises UsageError if `device` is "gpu" and none
     is available.
     """
-    gpus = visible(device)
+    gpus = visible_gpus(device)
     if not gpus:
         return None
     gpu = gpus[gpu_for(launched, len(gpus), listed(os.environ)).ordinal]
@@ -169,7 +173,7 @@ def driver_cuda() -> int | None:
     return version.value or None
 
 
-_LOOK = "look at `hpctrain doctor`, or take device = 'cpu'"
+_REMEDY = "look at `hpctrain doctor`, or take device = 'cpu'"
 
 
 def _as_listed(listed: Sequence[str]) -> str:
@@ -190,7 +194,7 @@ def _visible() -> tuple[Gpu, ...]:
     except cuda.CUDARuntimeError as error:
         raise HereError(_refused(str(error), cuda.runtimeGetVersion())) from None
     if not count:
-        raise HereError(f"no GPU is visible{_as_listed(words)}; {_LOOK}")
+        raise HereError(f"no GPU is visible{_as_listed(words)}; {_REMEDY}")
     return tuple(Gpu(i, _uuid(i, words), _address(cuda, i)) for i in range(count))
 
 
@@ -209,13 +213,13 @@ def _refused(error: str, made_for: int) -> str:
     """Return the sentence about a CUDA that does not start, under a CuPy made for `made_for`."""
     driver = driver_cuda()
     if driver is None:
-        return f"no GPU: this machine has no NVIDIA driver (libcuda.so.1); {_LOOK}"
+        return f"no GPU: this machine has no NVIDIA driver (libcuda.so.1); {_REMEDY}"
     if driver // 1000 < made_for // 1000:
         return (
             f"CuPy was made for CUDA {made_for // 1000}, and the driver brings {_dotted(driver)}: "
             f"pip uninstall cupy-cuda{made_for // 1000}x; pip install 'hpctrain[{_extra()}]'"
         )
-    return f"CUDA finds no GPU ({error}){_as_listed(listed(os.environ))}; {_LOOK}"
+    return f"CUDA finds no GPU ({error}){_as_listed(listed(os.environ))}; {_REMEDY}"
 
 
 def _extra() -> str:
@@ -233,14 +237,16 @@ def _uuid(ordinal: int, words: Sequence[str]) -> str:
     raw, device = (ctypes.c_ubyte * 16)(), ctypes.c_int()
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
-        ask = getattr(cuda, "cuDeviceGetUuid_v2", None) or cuda.cuDeviceGetUuid
-        failed = cuda.cuDeviceGet(ctypes.byref(device), ordinal) or ask(raw, device)
+        get_uuid = getattr(cuda, "cuDeviceGetUuid_v2", None) or cuda.cuDeviceGetUuid
+        failed = cuda.cuDeviceGet(ctypes.byref(device), ordinal) or get_uuid(raw, device)
     except (OSError, AttributeError):
         failed = True
     if failed:
         return f"GPU-number-{ordinal}"
-    text = bytes(raw).hex()
-    return "GPU-" + "-".join((text[:8], text[8:12], text[12:16], text[16:20], text[20:]))
+    uuid_hex = bytes(raw).hex()
+    return "GPU-" + "-".join(
+        (uuid_hex[:8], uuid_hex[8:12], uuid_hex[12:16], uuid_hex[16:20], uuid_hex[20:])
+    )
 
 
 def _address(cuda: Any, ordinal: int) -> str:

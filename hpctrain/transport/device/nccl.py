@@ -65,13 +65,13 @@ def new_id() -> np.ndarray:
 class Communicator:
     """All ranks, each with a GPU of its own; used by one thread."""
 
-    def __init__(self, rank: int, size: int, device: int, shared: np.ndarray):
-        """Join the communicator that `shared`, of `new_id`, stands for; all ranks must call."""
+    def __init__(self, rank: int, size: int, device: int, id_of_rank_0: np.ndarray):
+        """Join the communicator of `id_of_rank_0`, made by `new_id`; all ranks must call."""
         self._cupy, self._nccl = libraries()
         self._device = self._cupy.cuda.Device(device)
         with self._device:
             self._stream = self._cupy.cuda.Stream(non_blocking=True)
-            self._comm = self._nccl.NcclCommunicator(size, tuple(shared.tolist()), rank)
+            self._comm = self._nccl.NcclCommunicator(size, tuple(id_of_rank_0.tolist()), rank)
 
     def allreduce(self, x: Array, op: Any) -> None:
         """Reduce flat `x` in place over all ranks; on a GPU, as the current stream sees it."""

@@ -25,7 +25,7 @@ import numpy as np
 
 from hpctrain.core.xp import namespace, pinned
 
-SMALLEST_BYTES, LARGEST_BYTES, SEGMENTS = 256 << 10, 4 << 20, 32
+MIN_SEGMENT_BYTES, MAX_SEGMENT_BYTES, SEGMENTS = 256 << 10, 4 << 20, 32
 BUFFERS = 3  # one is filled while one is on the wire and one waits for it
 
 
@@ -57,7 +57,7 @@ class Segment(NamedTuple):
 def segment_bytes(nbytes: int) -> int:
     """Return the length of the segments in which a message of `nbytes` is staged."""
     ideal = 1 << max(nbytes // SEGMENTS - 1, 0).bit_length()
-    return min(max(ideal, SMALLEST_BYTES), LARGEST_BYTES)
+    return min(max(ideal, MIN_SEGMENT_BYTES), MAX_SEGMENT_BYTES)
 
 
 def segments(nbytes: int) -> Iterator[Segment]:
@@ -74,8 +74,10 @@ class Staging:
         """Make the streams on the current device."""
         self.host_bytes = 0  #: copied to or from the host
         self._cuda = xp.cuda
-        self._up, self._down = (xp.cuda.Stream(non_blocking=True) for _ in range(2))
-        self._free: dict[int, list[PinnedBuffer]] = defaultdict(list)
+        self._to_device_stream, self._to_host_stream = (
+            xp.cuda.Stream(non_blocking=True) for _ in range(2)
+        )
+        self._free_buffers: dict[int, list[PinnedBuffer]] = defaultdict(list)
         self._copying: deque[tuple[Any, PinnedBuffer]] = deque()
 
     def record_event(self) -> Any:
@@ -90,30 +92,36 @@ class Staging:
         """Return an unused buffer of at least `nbytes`."""
         while self._copying and self._copying[0][0].done:
             self.release(self._copying.popleft()[1])
-        size = max(SMALLEST_BYTES, 1 << max(nbytes - 1, 0).bit_length())
-        return self._free[size].pop() if self._free[size] else self._pinned(size)
+        size = max(MIN_SEGMENT_BYTES, 1 << max(nbytes - 1, 0).bit_length())
+        return self._free_buffers[size].pop() if self._free_buffers[size] else self._pinned(size)
 
     def release(self, buffer: PinnedBuffer) -> None:
         """Return a buffer to the free ones."""
-        self._free[buffer.size].append(buffer)
+        self._free_buffers[buffer.size].append(buffer)
 
-    def to_host(self, pointer: int, buffer: PinnedBuffer, nbytes: int, after: Any) -> Any:
-        """Start to copy device memory into `buffer` after event `after`; return its event."""
+    def to_host(self, pointer: int, buffer: PinnedBuffer, nbytes: int, awaited_event: Any) -> Any:
+        """Start to copy device memory into `buffer` after `awaited_event`; return its event."""
         kind = self._cuda.runtime.memcpyDeviceToHost
-        return self._copied(self._up, buffer.pointer, pointer, nbytes, kind, after)
+        return self._copied(
+            self._to_device_stream, buffer.pointer, pointer, nbytes, kind, awaited_event
+        )
 
-    def to_device(self, buffer: PinnedBuffer, pointer: int, nbytes: int, after: Any) -> Any:
+    def to_device(self, buffer: PinnedBuffer, pointer: int, nbytes: int, awaited_event: Any) -> Any:
         """Start to copy from `buffer`, which is free again after the returned event."""
         kind = self._cuda.runtime.memcpyHostToDevice
-        event = self._copied(self._down, pointer, buffer.pointer, nbytes, kind, after)
+        event = self._copied(
+            self._to_host_stream, pointer, buffer.pointer, nbytes, kind, awaited_event
+        )
         self._copying.append((event, buffer))
         return event
 
-    def _copied(self, stream: Any, to: int, source: int, nbytes: int, kind: int, after: Any) -> Any:
-        stream.wait_event(after)
+    def _copied(
+        self, stream: Any, destination: int, source: int, nbytes: int, kind: int, awaited_event: Any
+    ) -> Any:
+        stream.wait_event(awaited_event)
         self.host_bytes += nbytes
         if nbytes:  # an array without elements has no address
-            self._cuda.runtime.memcpyAsync(to, source, nbytes, kind, stream.ptr)
+            self._cuda.runtime.memcpyAsync(destination, source, nbytes, kind, stream.ptr)
         return stream.record(self._event())
 
     def _event(self) -> Any:
@@ -148,7 +156,7 @@ class Sending:
     def __init__(self, x: Any, post: Post):
         """Send contiguous `x` by `post`, which is called for each buffer in turn."""
         self._staging, self._post, self._x = staging(x), post, x
-        self._after = self._staging.record_event()
+        self._awaited_event = self._staging.record_event()
         self._remaining = deque(segments(x.nbytes))
         self._copied: deque[tuple[Any, PinnedBuffer, int]] = deque()
         self._sent: deque[tuple[Posted, PinnedBuffer]] = deque()
@@ -170,7 +178,7 @@ class Sending:
             segment = self._remaining.popleft()
             buffer = self._staging.acquire(segment.nbytes)
             pointer = self._x.data.ptr + segment.start
-            event = self._staging.to_host(pointer, buffer, segment.nbytes, self._after)
+            event = self._staging.to_host(pointer, buffer, segment.nbytes, self._awaited_event)
             self._copied.append((event, buffer, segment.nbytes))
             steps += 1
         while may_post and self._copied and self._copied[0][0].done:
@@ -192,7 +200,7 @@ class Receiving:
     def __init__(self, x: Any, post: Post):
         """Fill contiguous `x` by `post`, which is called for each buffer in turn."""
         self._staging, self._post, self._x = staging(x), post, x
-        self._after = self._last_copy = self._staging.record_event()
+        self._awaited_event = self._last_copy = self._staging.record_event()
         self._remaining = deque(segments(x.nbytes))
         self._receiving: deque[tuple[Posted, PinnedBuffer, Segment]] = deque()
         self._copying: deque[Any] = deque()
@@ -220,7 +228,7 @@ class Receiving:
         while self._receiving and self._receiving[0][0].done():
             _, buffer, (start, nbytes) = self._receiving.popleft()
             pointer = self._x.data.ptr + start
-            self._last_copy = self._staging.to_device(buffer, pointer, nbytes, self._after)
+            self._last_copy = self._staging.to_device(buffer, pointer, nbytes, self._awaited_event)
             self._copying.append(self._last_copy)
             steps += 1
         return steps

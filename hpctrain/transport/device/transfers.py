@@ -19,95 +19,22 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from hpctrain.core.errors import UsageError
-from hpctrain.core.thresholds import Thresholds
 from hpctrain.core.xp import Array, namespace
-from hpctrain.transport.device.staging import Posted, Receiving, Sending, segments
-from hpctrain.transport.paths import Path, by_pointer
+from hpctrain.transport.device.direct_transfer import (
+    DirectTransfer,
+    PostedMessage,
+    Transfer,
+    TransferLink,
+)
+from hpctrain.transport.device.staging import Receiving, Sending, segments
+from hpctrain.transport.paths import by_pointer
 
 NAP_S = 50e-6  # of a link that sleeps while it waits, after a poll without progress
-
-
-class PostedMessage(Posted, Protocol):
-    """A message posted to the wire."""
-
-    def wait(self) -> None:
-        """Return once it is complete; raise TransportError if the sizes differ."""
-
-
-class TransferLink(Protocol):
-    """The part of a link that queues use."""
-
-    rank: int
-    size: int
-    unqueued_type: type | None
-    host_bytes: int
-    paths: tuple[Path, ...]
-    by_size: tuple[Thresholds, ...]
-    queues: TransferQueues | None
-
-    def count(self, nbytes: int) -> None: ...
-
-    def message(self, x: Array) -> Any: ...
-
-    def post_send(self, message: Any, to: int) -> PostedMessage: ...
-
-    def post_receive(self, message: Any, source: int) -> PostedMessage: ...
-
-    def wait_for(
-        self, ready: Callable[[], bool], call: bytes, peer: int = -1, nbytes: int = 0
-    ) -> None: ...
-
-
-class Transfer(Protocol):
-    """An entry of a queue."""
-
-    @property
-    def posted(self) -> bool: ...
-
-    @property
-    def done(self) -> bool: ...
-
-    def advance(self, may_post: bool) -> int: ...
-
-    def finish(self) -> None: ...
-
-
-class DirectTransfer:
-    """Messages that the wire takes as they are, in pieces that are posted together."""
-
-    def __init__(self, x: Array, posts: Sequence[Callable[[], PostedMessage]]):
-        """Send or fill `x` by `posts`; holds a reference to `x`, since MPI has its address only."""
-        self._x, self._posts, self.posted = x, posts, False
-        self._under_way: deque[PostedMessage] = deque()
-
-    @property
-    def done(self) -> bool:
-        """Whether all pieces are complete."""
-        return self.posted and not self._under_way
-
-    def advance(self, may_post: bool) -> int:
-        """Return the number of steps done; `may_post`: the messages may be posted."""
-        steps = 0
-        if may_post and not self.posted:
-            self._under_way.extend(post() for post in self._posts)
-            self.posted, steps = True, 1
-        while self._under_way and self._under_way[0].done():
-            self._under_way.popleft()
-            steps += 1
-        return steps
-
-    def wait(self) -> None:
-        """Wait by the wire's own blocking call, where nothing else is under way."""
-        while self._under_way:
-            self._under_way.popleft().wait()
-
-    def finish(self) -> None:
-        """Do nothing: host memory, and device memory that MPI writes, can be read now."""
 
 
 class _ThreadQueues(threading.local):
@@ -217,7 +144,11 @@ class TransferQueues:
     def wait(self, transfer: Any, call: bytes, peer: int, nbytes: int) -> None:
         """Return once `transfer` is done."""
         _thread.busy.add(self)  # it may have been begun by another thread, which has ended
-        if type(transfer) is DirectTransfer and transfer.posted and self._alone(transfer):
+        if (
+            type(transfer) is DirectTransfer
+            and transfer.posted
+            and self._is_only_transfer(transfer)
+        ):
             transfer.wait()
         elif not transfer.done:
             self._link.wait_for(lambda: transfer.done, call, peer, nbytes)
@@ -244,8 +175,8 @@ class TransferQueues:
         pointer = self._by_pointer(peer, x.nbytes)
         if on_gpu and not pointer:
             return staged(x, lambda buffer: self._posted(post, buffer, peer))
-        uncut = pointer or not link.paths
-        pieces = [x] if uncut else cut_as_staged(x)
+        is_sent_whole = pointer or not link.paths
+        pieces = [x] if is_sent_whole else cut_as_staged(x)
         return DirectTransfer(x, [partial(post, link.message(piece), peer) for piece in pieces])
 
     def _by_pointer(self, peer: int, nbytes: int) -> bool:
@@ -258,7 +189,7 @@ class TransferQueues:
         self._link.host_bytes += buffer.nbytes
         return post(self._link.message(buffer), peer)
 
-    def _alone(self, transfer: Any) -> bool:
+    def _is_only_transfer(self, transfer: Any) -> bool:
         """Return whether this thread has nothing but `transfer` under way."""
         queues = list(self._queues.values())
         return _thread.busy <= {self} and len(queues) == 1 and list(queues[0]) == [transfer]

@@ -48,7 +48,7 @@ ROUNDS = 8
 OUTPUT_S = 0.3  # srun drops output when it kills a step: a crash must not follow a line at once
 #: Lengths at which both paths are timed, from a vote to a long bucket.
 TIMED = tuple(1 << i for i in (10, 14, 18, 20, 22, 25))
-LONG, LONG_ROUNDS = 1 << 22, 3  #: from LONG bytes on fewer rounds: a wire may be slow
+LONG_BYTES, LONG_ROUNDS = 1 << 22, 3  #: from LONG bytes on fewer rounds: a wire may be slow
 TO_DEVICE, TO_HOST, DEFAULT = 1, 2, 4  # kinds of cudaMemcpy
 
 
@@ -95,7 +95,7 @@ def main() -> None:
     cupy = gpus.cupy_module()
     _report(comm, "staged", seconds=messages(link, cupy, ["staged"]))
     time.sleep(OUTPUT_S)
-    result = by_pointer(comm, outbox, inbox)
+    result = exchange_pointers(comm, outbox, inbox)
     _report(comm, "pointer", **result)
     if result["right"]:
         _report(comm, "sizes", seconds=messages(link, cupy, ["staged", "cuda-aware"]))
@@ -106,36 +106,38 @@ def main() -> None:
 def by_ipc(comm: MPI.Comm, runtime: Any, outbox: Buffer, inbox: Buffer) -> dict[str, Any]:
     """Copy the other rank's memory into `inbox`; return correctness, GB/s and the error if any."""
     outbox.write(pattern(comm.rank, outbox.nbytes))
-    reason, seconds, right = "", float("inf"), False
+    reason, seconds, all_correct = "", float("inf"), False
     handles = comm.allgather(_handle(runtime, outbox))
-    if refused := [handle for handle in handles if isinstance(handle, str)]:
-        return {"right": False, "gb_s": 0.0, "why": refused[0]}
+    if errors := [handle for handle in handles if isinstance(handle, str)]:
+        return {"right": False, "gb_s": 0.0, "why": errors[0]}
     try:
-        remote = runtime.ipcOpenMemHandle(handles[1 - comm.rank])
-        copy = lambda: _copy(runtime, inbox.pointer, remote, outbox.nbytes)  # noqa: E731
-        seconds = best(copy)
-        right = bool((inbox.read(outbox.nbytes) == pattern(1 - comm.rank, outbox.nbytes)).all())
+        remote_pointer = runtime.ipcOpenMemHandle(handles[1 - comm.rank])
+        copy = lambda: _copy(runtime, inbox.pointer, remote_pointer, outbox.nbytes)  # noqa: E731
+        seconds = shortest_s(copy)
+        all_correct = bool(
+            (inbox.read(outbox.nbytes) == pattern(1 - comm.rank, outbox.nbytes)).all()
+        )
     except runtime.CUDARuntimeError as error:
         reason = str(error)
-    outcomes = comm.allgather((right, reason))  # no rank may free its memory before
-    if right:
-        runtime.ipcCloseMemHandle(remote)
+    outcomes = comm.allgather((all_correct, reason))  # no rank may free its memory before
+    if all_correct:
+        runtime.ipcCloseMemHandle(remote_pointer)
     return _outcome(outcomes, outbox.nbytes / seconds)
 
 
-def by_pointer(comm: MPI.Comm, outbox: Buffer, inbox: Buffer) -> dict[str, Any]:
+def exchange_pointers(comm: MPI.Comm, outbox: Buffer, inbox: Buffer) -> dict[str, Any]:
     """Exchange by pointers; return correctness, GB/s one way and MPI's error if any."""
-    reason, right, seconds = "", True, float("inf")
+    reason, all_correct, seconds = "", True, float("inf")
     try:
         for nbytes in SIZES:
             outbox.write(pattern(comm.rank, nbytes))
             inbox.write(np.zeros(nbytes, np.uint8))
             _exchange(comm, outbox.message(nbytes), inbox.message(nbytes))
-            right &= bool((inbox.read(nbytes) == pattern(1 - comm.rank, nbytes)).all())
-        seconds = best(lambda: _one_way(comm, outbox, inbox))
+            all_correct &= bool((inbox.read(nbytes) == pattern(1 - comm.rank, nbytes)).all())
+        seconds = shortest_s(lambda: _one_way(comm, outbox, inbox))
     except MPI.Exception as error:
-        reason, right = str(error), False
-    return _outcome(comm.allgather((right, reason)), max(SIZES) / seconds)
+        reason, all_correct = str(error), False
+    return _outcome(comm.allgather((all_correct, reason)), max(SIZES) / seconds)
 
 
 def messages(
@@ -147,11 +149,11 @@ def messages(
     """
     fastest_by_path: dict[Path, dict[int, float]] = {path: {} for path in paths}
     x = cupy.zeros(max(sizes), np.uint8)
-    turns = [(i, path) for i in range(ROUNDS) for path in paths]
-    for i, path in turns:
+    interleaved_paths = [(i, path) for i in range(ROUNDS) for path in paths]
+    for i, path in interleaved_paths:
         link.set_paths([path] * link.size)
         fastest = fastest_by_path[path]
-        for nbytes in (n for n in sizes if n < LONG or i < LONG_ROUNDS):
+        for nbytes in (n for n in sizes if n < LONG_BYTES or i < LONG_ROUNDS):
             start = time.perf_counter()
             _round_trip(link, x[:nbytes])
             fastest[nbytes] = min(fastest.get(nbytes, math.inf), time.perf_counter() - start)
@@ -168,7 +170,7 @@ def _round_trip(link: Link, x: Any) -> None:
     finish(x)
 
 
-def best(call: Callable[[], None]) -> float:
+def shortest_s(call: Callable[[], None]) -> float:
     """Return the seconds of the fastest of ROUNDS calls."""
     times = []
     for _ in range(ROUNDS):
@@ -204,9 +206,9 @@ def _copy(runtime: Any, to: int, source: int, nbytes: int) -> None:
     runtime.deviceSynchronize()
 
 
-def _exchange(comm: MPI.Comm, out: list[Any], into: list[Any]) -> None:
+def _exchange(comm: MPI.Comm, outgoing: list[Any], incoming: list[Any]) -> None:
     peer = 1 - comm.rank
-    comm.Sendrecv(out, peer, 0, into, peer, 0)
+    comm.Sendrecv(outgoing, peer, 0, incoming, peer, 0)
 
 
 def _one_way(comm: MPI.Comm, outbox: Buffer, inbox: Buffer) -> None:
@@ -218,9 +220,11 @@ def _one_way(comm: MPI.Comm, outbox: Buffer, inbox: Buffer) -> None:
 
 
 def _outcome(outcomes: list[tuple[bool, str]], rate: float) -> dict[str, Any]:
-    right = all(fine for fine, _ in outcomes)
-    reason = next((text for _, text in outcomes if text), "" if right else "other bytes arrived")
-    return {"right": right, "gb_s": rate / 1e9, "why": reason}
+    all_correct = all(correct for correct, _ in outcomes)
+    reason = next(
+        (text for _, text in outcomes if text), "" if all_correct else "other bytes arrived"
+    )
+    return {"right": all_correct, "gb_s": rate / 1e9, "why": reason}
 
 
 def _report(comm: MPI.Comm, stage: str, **result: Any) -> None:

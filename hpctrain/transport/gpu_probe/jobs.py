@@ -83,22 +83,22 @@ def _rate(stage: Mapping[str, Any]) -> float | None:
 
 def exit_text(code: int, errors: str) -> str:
     """Return the exit of a job in words; launchers exit with 128 + signal, or with its number."""
-    last = " ".join(errors.split())[-_STDERR_CHARACTERS:]
+    error_tail = " ".join(errors.split())[-_STDERR_CHARACTERS:]
     number = -code if code < 0 else code - 128 if code > 128 else code
     if code == TIMED_OUT:
         return f"still running after {LIMIT_S:.0f} s"
     crashed = "egmentation fault" in errors or number in (signal.SIGSEGV, signal.SIGBUS)
     if crashed:
         return "a crash (segmentation fault)"
-    return f"exit code {code}" + (f", {last}" if last else "")
+    return f"exit code {code}" + (f", {error_tail}" if error_tail else "")
 
 
 def jobs(
-    mpiexec: str | None, vendor: str, visible: int, nodes: int, environ: Mapping[str, str]
+    mpiexec: str | None, vendor: str, visible_gpus: int, nodes: int, environ: Mapping[str, str]
 ) -> dict[str, list[str]]:
     """Return the trial's command for each class of pairs that this machine has."""
     child = module_command("hpctrain.transport.gpu_probe.child")
-    pairs = {"same_gpu": "0,0", "same_node": "0,1" if visible > 1 else "", "across": "0,0"}
+    pairs = {"same_gpu": "0,0", "same_node": "0,1" if visible_gpus > 1 else "", "across": "0,0"}
     commands = {}
     for name, numbers in pairs.items():
         across = name == "across"
@@ -132,10 +132,10 @@ def _mpiexec(mpiexec: str | None, vendor: str) -> list[str] | None:
 
 def run(command: Sequence[str], environ: Mapping[str, str]) -> ProbeTrial:
     """Run a trial's job to its end, or to the time limit, and return its result."""
-    leave = dict.fromkeys(("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"), "1")
+    permissions = dict.fromkeys(("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"), "1")
     process = subprocess.Popen(
         command,
-        env={**without_rank_variables(environ), **(leave if os.geteuid() == 0 else {})},
+        env={**without_rank_variables(environ), **(permissions if os.geteuid() == 0 else {})},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -126,8 +126,8 @@ def relevant(environ: Mapping[str, str], libmpi: str) -> dict[str, str]:
 
 def _variable_fault(claims: Claims, environ: Mapping[str, str]) -> CudaFault | None:
     for switch in _SWITCHES:
-        off = environ.get(switch.name, "").lower() in ("", "0", "no", "off", "false")
-        if off and claims.vendor in switch.vendors and claims.mapped(switch.mark):
+        is_disabled = environ.get(switch.name, "").lower() in ("", "0", "no", "off", "false")
+        if is_disabled and claims.vendor in switch.vendors and claims.mapped(switch.mark):
             reason = f"{claims.vendor} takes device pointers only where {switch.name}=1 is set"
             return CudaFault(reason, f"export {switch.name}=1 (it needs {switch.requirements})")
     return None

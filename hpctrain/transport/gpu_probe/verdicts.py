@@ -67,12 +67,12 @@ def apply_override(override: str, cached: ProbeResult) -> ProbeResult:
     MPI gets no pointers without evidence that it takes them, whatever the override says.
     """
     chosen = _parsed(override)
-    refused = [
+    failed_trials = [
         name
         for name, path in chosen.items()
         if path in paths.BY_POINTER and not _is_credible(name, cached.trials)
     ]
-    chosen |= dict.fromkeys(refused, "staged")
+    chosen |= dict.fromkeys(failed_trials, "staged")
     remaining: dict[str, Any] = {
         of: {
             name: values
@@ -81,10 +81,11 @@ def apply_override(override: str, cached: ProbeResult) -> ProbeResult:
         }
         for of in ("by_size", "seconds")
     }
-    reason = f"{OVERRIDE}={override}" + (f", refused for {', '.join(refused)}" if refused else "")
+    refused = f", refused for {', '.join(failed_trials)}" if failed_trials else ""
+    reason = f"{OVERRIDE}={override}{refused}"
     verdict = replace(cached.verdict, **chosen, **remaining, reason=reason)
-    unproven = (*refused, *(name for name in cached.unproven if name not in chosen))
-    return ProbeResult(verdict, UNTRIED if refused else "", cached.trials, unproven)
+    unproven = (*failed_trials, *(name for name in cached.unproven if name not in chosen))
+    return ProbeResult(verdict, UNTRIED if failed_trials else "", cached.trials, unproven)
 
 
 def _is_credible(name: str, results: Mapping[str, ProbeTrial]) -> bool:
@@ -123,7 +124,7 @@ def _parsed(override: str) -> dict[str, Any]:
     if chosen.get("across") == "ipc" and "=" not in override:
         chosen["across"] = "staged"  # no handle opens on another node
     for name, path in chosen.items():
-        if name not in jobs.CLASSES or path not in _possible(name):
+        if name not in jobs.CLASSES or path not in _possible_paths(name):
             raise UsageError(
                 f"{OVERRIDE}: expected one of {', '.join(get_args(paths.Path))}, or some of "
                 f"{', '.join(f'{c}=PATH' for c in jobs.CLASSES)} (no ipc across), "
@@ -132,7 +133,7 @@ def _parsed(override: str) -> dict[str, Any]:
     return chosen
 
 
-def _possible(name: str) -> tuple[str, ...]:
+def _possible_paths(name: str) -> tuple[str, ...]:
     return tuple(p for p in get_args(paths.Path) if (name, p) != ("across", "ipc"))
 
 
@@ -142,22 +143,22 @@ def probe(environ: Mapping[str, str], again: bool = False) -> ProbeResult:
     `again`: repeat all trials. The verdict is cached if all trials could be run.
     """
     try:
-        visible = gpus.visible("gpu")
+        visible = gpus.visible_gpus("gpu")
     except UsageError as error:
         return ProbeResult(replace(STAGED, reason=str(error)))
     file, mpi = cache_file(environ), installation.loaded_mpi()
-    before = None if again else _read(file)
-    results = dict(before.trials) if before else {}
+    cached_trials = None if again else _read(file)
+    results = dict(cached_trials.trials) if cached_trials else {}
     commands = jobs.jobs(
         installation.mpiexec(mpi), mpi.vendor, len(visible), _nodes(environ), environ
     )
     if not commands:
         return ProbeResult(replace(STAGED, reason="no mpiexec and no srun to start a trial with"))
-    missing = {name: line for name, line in commands.items() if name not in results}
-    if missing:
-        message = f"probing the path of GPU memory, once ({', '.join(missing)})"
+    missing_commands = {name: line for name, line in commands.items() if name not in results}
+    if missing_commands:
+        message = f"probing the path of GPU memory, once ({', '.join(missing_commands)})"
         print(message.replace("_", " "), file=sys.stderr, flush=True)
-    results |= {name: jobs.run(line, environ) for name, line in missing.items()}
+    results |= {name: jobs.run(line, environ) for name, line in missing_commands.items()}
     judgement = judge(results, gdr.gdr(nics.nics()), environ)
     if all(trial.claims for trial in results.values()):
         _write(file, judgement)
@@ -184,7 +185,7 @@ def judge(
         )
         reason, remedy = f"device pointers arrived: {rates}", ""
         if chosen["across"] == "cuda-aware":
-            reason, remedy = f"{reason}; no GPUDirect RDMA: {adapter.seen}", adapter.remedy
+            reason, remedy = f"{reason}; no GPUDirect RDMA: {adapter.evidence}", adapter.remedy
     else:
         reason, remedy = _explanation(bad, environ)
     by_size = {
@@ -192,18 +193,18 @@ def judge(
     }
     reason += "".join(f"; {_description(name, steps)}" for name, steps in by_size.items())
     seconds = {
-        name: best for name, trial in results.items() if (best := _best(chosen[name], trial))
+        name: times for name, trial in results.items() if (times := _shortest(chosen[name], trial))
     }
-    mapped = {name: trial.ipc_gb_s for name, trial in results.items() if trial.ipc_gb_s}
+    ipc_rates = {name: trial.ipc_gb_s for name, trial in results.items() if trial.ipc_gb_s}
     return ProbeResult(Verdict(**chosen, reason=reason, by_size=by_size, seconds=seconds,
-                        mapped_gb_s=mapped), remedy, results)  # fmt: skip
+                        mapped_gb_s=ipc_rates), remedy, results)  # fmt: skip
 
 
 def _steps(path: paths.Path, trial: ProbeTrial) -> Thresholds:
     """Return the size thresholds between staged and pointer; () where there is no choice."""
     if not _timed(path, trial):
         return ()
-    times = {n: {paths.POINTER: by, paths.HOST: staged} for n, staged, by in trial.sizes}
+    times = {n: {paths.POINTER: direct, paths.HOST: staged} for n, staged, direct in trial.sizes}
     steps = thresholds.thresholds_from(times, paths.POINTER)
     return () if steps == ((0, paths.POINTER),) else steps
 
@@ -213,7 +214,7 @@ def _timed(path: paths.Path, trial: ProbeTrial) -> bool:
     return path in paths.BY_POINTER and bool(trial.sizes)
 
 
-def _best(path: paths.Path, trial: ProbeTrial) -> paths.Seconds:
+def _shortest(path: paths.Path, trial: ProbeTrial) -> paths.Seconds:
     """Return the seconds of messages on the faster path, or on the only one."""
     if _timed(path, trial):
         return tuple((n, min(seconds)) for n, *seconds in trial.sizes)
@@ -221,7 +222,7 @@ def _best(path: paths.Path, trial: ProbeTrial) -> paths.Seconds:
 
 
 def _description(name: str, steps: Thresholds) -> str:
-    text = ", ".join(f"from {start:,} bytes on {way}" if start else way for start, way in steps)
+    text = ", ".join(f"from {n:,} bytes on {path}" if n else path for n, path in steps)
     return f"{name.replace('_', ' ')} by size: {text}"
 
 
@@ -237,8 +238,8 @@ def _explanation(trial: ProbeTrial, environ: Mapping[str, str]) -> tuple[str, st
     if trial.claims is None:
         return f"no trial could be made: {trial.ended}", "run `hpctrain doctor` in the job itself"
     reason, remedy = mpi_claims.fault(trial.claims, environ)
-    refused = f"; CUDA IPC: {trial.ipc_fault}" if trial.ipc_fault else ""
-    return f"{reason}; a device pointer given to MPI: {trial.ended}{refused}", remedy
+    ipc_text = f"; CUDA IPC: {trial.ipc_fault}" if trial.ipc_fault else ""
+    return f"{reason}; a device pointer given to MPI: {trial.ended}{ipc_text}", remedy
 
 
 def cache_file(environ: Mapping[str, str], root: Path = pci.ROOT) -> Path:

@@ -57,14 +57,17 @@ def _corrupted_path(link: Link, places: Sequence[RankPlace], verdict: Verdict) -
     corrupted, step = "", 1
     while step < link.size:
         left, right = (link.rank - step) % link.size, (link.rank + step) % link.size
-        intact = [_arrives(link, bool(places[link.rank].gpu), left, right, n) for n in SIZES]
+        intact = [
+            _message_arrives_intact(link, bool(places[link.rank].gpu), left, right, n)
+            for n in SIZES
+        ]
         path = path_to(verdict, places[left], places[link.rank])
         corrupted = corrupted if all(intact) or path not in BY_POINTER else path
         step *= 2
     return corrupted
 
 
-def _arrives(link: Link, on_gpu: bool, left: int, right: int, nbytes: int) -> bool:
+def _message_arrives_intact(link: Link, on_gpu: bool, left: int, right: int, nbytes: int) -> bool:
     library = gpus.cupy_module() if on_gpu else np
     x: Array = library.asarray(pattern(link.rank, nbytes))
     inbox: Array = library.zeros(nbytes, np.uint8)

@@ -32,7 +32,7 @@ class LoadedMpi:
 
 LONGEST_REASON = 300  # characters: the loader may name a dozen files that it has tried
 # What `mpiexec --version` of each vendor must contain; MPICH's and MVAPICH's are both Hydra.
-_SIGNS = {
+_LIBRARY_SIGNATURES = {
     "Open MPI": "Open MPI",
     "MPICH": "HYDRA",
     "MVAPICH": "HYDRA",
@@ -54,12 +54,12 @@ def loaded_mpi() -> LoadedMpi:
         mpi4py.rc.initialize = mpi4py.rc.finalize = False
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
-        raise HereError(missing(str(error))) from None
+        raise HereError(missing_mpi_text(str(error))) from None
     vendor, version = MPI.get_vendor()
     return LoadedMpi(vendor, ".".join(map(str, version)), _mapped_libmpi())
 
 
-def missing(reason: str) -> str:
+def missing_mpi_text(reason: str) -> str:
     """Return the message for a missing MPI: the remedy, then the reason in two lines."""
     first, *rest = reason.splitlines() or ["no reason was given"]
     lines = [
@@ -76,7 +76,9 @@ def knows_pmix(mpi: LoadedMpi) -> bool:
 
 def mpiexec(mpi: LoadedMpi) -> str | None:
     """Return the launcher that belongs to `mpi`: beside its libmpi, beside Python, on the PATH."""
-    return next((path for path in _candidates(mpi.libmpi) if _belongs(path, mpi.vendor)), None)
+    return next(
+        (path for path in _candidates(mpi.libmpi) if _belongs_to_vendor(path, mpi.vendor)), None
+    )
 
 
 def main() -> None:
@@ -96,13 +98,13 @@ def _mapped_libmpi() -> str:
 
 def _candidates(libmpi: str) -> Iterator[str]:
     # Distributions keep libmpi up to four folders deep: /usr/lib/ARCH/openmpi/lib.
-    beside = [str(folder / "bin") for folder in Path(libmpi).parents[1:5]] if libmpi else []
-    places = [*beside, str(Path(sys.prefix) / "bin"), os.environ.get("PATH", os.defpath)]
+    sibling_bins = [str(folder / "bin") for folder in Path(libmpi).parents[1:5]] if libmpi else []
+    places = [*sibling_bins, str(Path(sys.prefix) / "bin"), os.environ.get("PATH", os.defpath)]
     for place in places:
         yield from filter(None, (shutil.which(name, path=place) for name in _NAMES))
 
 
-def _belongs(path: str, vendor: str) -> bool:
+def _belongs_to_vendor(path: str, vendor: str) -> bool:
     try:
         completed = subprocess.run(
             [path, "--version"],
@@ -114,7 +116,7 @@ def _belongs(path: str, vendor: str) -> bool:
         )
     except (OSError, subprocess.TimeoutExpired):
         return False
-    return _SIGNS.get(vendor, vendor) in completed.stdout + completed.stderr
+    return _LIBRARY_SIGNATURES.get(vendor, vendor) in completed.stdout + completed.stderr
 
 
 if __name__ == "__main__":

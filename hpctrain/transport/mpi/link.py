@@ -223,22 +223,22 @@ class MpiLink:
             sleeping_wait = requests.SleepingWait()  # waits for segments do not predict an exchange
             receive = self._comm.Irecv(spec(inbox), source, TAG)
             finish(self._comm.Isend(spec(x), to, TAG), status, sleeping_wait)
-            came = finish(receive, status, sleeping_wait)
+            received_bytes = finish(receive, status, sleeping_wait)
         else:
             self._comm.Sendrecv(spec(x), to, TAG, spec(inbox), source, TAG, status)
-            came = status.Get_count(MPI.BYTE)
-        if came != size:
-            raise self.failure("sendrecv", source, size, f"{came} came")
+            received_bytes = status.Get_count(MPI.BYTE)
+        if received_bytes != size:
+            raise self.failure("sendrecv", source, size, f"{received_bytes} came")
 
     def _exchange_in_pieces(self, x: np.ndarray, to: int, inbox: np.ndarray, source: int) -> None:
-        nothing = np.empty(0, np.uint8)
+        empty = np.empty(0, np.uint8)
         pairs = zip_longest(cuts(x, self.cut_bytes), cuts(inbox, self.cut_bytes))
-        for out, into in pairs:
+        for outgoing, incoming in pairs:
             self._exchange(
-                nothing if out is None else out,
-                MPI.PROC_NULL if out is None else to,
-                nothing if into is None else into,
-                MPI.PROC_NULL if into is None else source,
+                empty if outgoing is None else outgoing,
+                MPI.PROC_NULL if outgoing is None else to,
+                empty if incoming is None else incoming,
+                MPI.PROC_NULL if incoming is None else source,
             )
 
     def failure(self, call: str, peer: int, size: int, actual: object) -> TransportError:

@@ -60,9 +60,9 @@ class MpiCollectives:
             self.allreduce(aligned, op)
             x[...] = aligned
             return
-        by, cut_bytes = operation(x, op), self.link.cut_bytes
+        op_and_type, cut_bytes = operation(x, op), self.link.cut_bytes
         for piece in [x] if x.nbytes <= cut_bytes else cuts(x, cut_bytes):
-            self._comm.Allreduce(MPI.IN_PLACE, piece, by)
+            self._comm.Allreduce(MPI.IN_PLACE, piece, op_and_type)
 
     def bind_allreduce(self, x: np.ndarray, op: Any) -> Callable[[], Any]:
         """Return a call that does `allreduce` to flat `x`, also recorded by the watch."""
@@ -115,11 +115,11 @@ def bound(comm: MPI.Comm, collective: str, x: np.ndarray, op: Any) -> NativeCall
         )
     chunk, kind = x.size // comm.size, MPI.Datatype.fromcode(x.dtype.char)
     vector, chunks = [x, x.size, kind], [x, chunk, kind]
-    in_place, by = MPI.IN_PLACE, operation(x, op)
+    in_place, op_and_type = MPI.IN_PLACE, operation(x, op)
     calls: dict[str, Callable[[], Any]] = {
-        "allreduce": partial(comm.Allreduce, in_place, vector, by),
-        "allreduce plain": lambda: comm.Allreduce(MPI.IN_PLACE, x, by),
-        "reduce-scatter": partial(comm.Reduce_scatter_block, in_place, chunks, by),
+        "allreduce": partial(comm.Allreduce, in_place, vector, op_and_type),
+        "allreduce plain": lambda: comm.Allreduce(MPI.IN_PLACE, x, op_and_type),
+        "reduce-scatter": partial(comm.Reduce_scatter_block, in_place, chunks, op_and_type),
         "all-gather": partial(comm.Allgather, in_place, chunks),
         "broadcast": partial(comm.Bcast, vector, 0),
     }

@@ -38,11 +38,11 @@ class SleepingWait:
 
     def wait(self, piece: MPI.Request, status: MPI.Status) -> None:
         """Return once `piece` is complete."""
-        nap_s, since = self._first_s, time.perf_counter()
+        nap_s, start_s = self._first_s, time.perf_counter()
         while not any(piece.Test(status) for _ in range(POLLS)):
             time.sleep(nap_s)
             nap_s = min(2 * nap_s, LONGEST_NAP_S)
-            waited_s = time.perf_counter() - since
+            waited_s = time.perf_counter() - start_s
             self._first_s = min(max(waited_s / 4, SHORTEST_NAP_S), LONGEST_NAP_S)
 
 
@@ -86,14 +86,14 @@ class MpiRequest:
             self._must_be_complete(self._received)
         return not self._pieces
 
-    def wait(self, elsewhere: int = 0) -> None:
-        """Return when all pieces are complete; `elsewhere`: bytes completed by `wait_any`.
+    def wait(self, external_bytes: int = 0) -> None:
+        """Return when all pieces are complete; `external_bytes`: bytes completed by `wait_any`.
 
         One `Wait` per piece, never `Waitall`: where a peer was killed, Waitall can hang.
         """
         link = self._link
         link.entry.enter(self._call, self._peer, self._expected)
-        received = elsewhere + self._received
+        received = external_bytes + self._received
         try:
             sleeping_wait = link.sleeping_wait if link.sleeps_while_waiting else None
             received += sum(finish(piece, link.status, sleeping_wait) for piece in self._pieces)

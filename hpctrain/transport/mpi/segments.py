@@ -24,10 +24,10 @@ def announce() -> None:
     with suppress(OSError):  # launch may run on another host, or have been killed
         if os.readlink(file).startswith(f"/memfd:{launchers.SEGMENTS}"):
             with open(file, "a") as note:
-                note.write("".join(f"{inode} {path}\n" for inode, path in mapped()))
+                note.write("".join(f"{inode} {path}\n" for inode, path in mapped_segments()))
 
 
-def mapped() -> Iterator[tuple[int, str]]:
+def mapped_segments() -> Iterator[tuple[int, str]]:
     """Yield (inode, path) of the files in /dev/shm that this process has mapped."""
     lines = (line.split(maxsplit=5) for line in MAPS.read_text().splitlines())
     yield from {

@@ -50,7 +50,7 @@ OWN_NIC = (
     "in its place"
 )
 EXISTING_PORTS = f"name ports that `hpctrain doctor` shows as up, or unset {UCX_DEVICES}"
-SHOWN = 4  # of the faults of one kind: a job may have hundreds of nodes
+MAX_FAULTS_SHOWN = 4  # of the faults of one kind: a job may have hundreds of nodes
 
 
 @dataclass(frozen=True)
@@ -99,13 +99,18 @@ def ports(bindings: Sequence[RankBinding]) -> str:
     "" where there is no choice: one node, or a port on each.
     """
     nodes = list(_groups(bindings, range(len(bindings)), "host"))
-    alike = Counter(
+    faults_by_kind = Counter(
         _port_names(bindings, ranks) for ranks in nodes if len(bindings[ranks[0]].nics.ports) > 1
     )
-    if len(nodes) < 2 or not alike:
+    if len(nodes) < 2 or not faults_by_kind:
         return ""
-    texts = [f"{n} node{'s' * (n > 1)}: {text}" for text, n in alike.most_common(SHOWN)]
-    rest = f". And others, {len(alike) - SHOWN} kinds" * (len(alike) > SHOWN)
+    texts = [
+        f"{n} node{'s' * (n > 1)}: {text}"
+        for text, n in faults_by_kind.most_common(MAX_FAULTS_SHOWN)
+    ]
+    rest = f". And others, {len(faults_by_kind) - MAX_FAULTS_SHOWN} kinds" * (
+        len(faults_by_kind) > MAX_FAULTS_SHOWN
+    )
     note = bindings[0].nics.note
     suffix = f"; {NIC_VARIABLE}: {note}" * bool(note)
     return f"NICs near local ranks, {'. '.join(texts)}{rest}{suffix}"
@@ -119,8 +124,8 @@ def binding_from_table(table: Mapping[str, Any]) -> RankBinding:
 def description(group: Sequence[PlacementFault]) -> tuple[str, str]:
     """Return a description of some of the faults of one kind, and their remedy."""
     texts = [fault.observed for fault in group]
-    rest = f"; and {len(texts) - SHOWN} more like this" * (len(texts) > SHOWN)
-    return "; ".join(texts[:SHOWN]) + rest, group[0].remedy
+    rest = f"; and {len(texts) - MAX_FAULTS_SHOWN} more like this" * (len(texts) > MAX_FAULTS_SHOWN)
+    return "; ".join(texts[:MAX_FAULTS_SHOWN]) + rest, group[0].remedy
 
 
 def grouped_by_kind(faults_found: Sequence[PlacementFault]) -> list[list[PlacementFault]]:
@@ -131,10 +136,10 @@ def grouped_by_kind(faults_found: Sequence[PlacementFault]) -> list[list[Placeme
 
 def unbind(launcher: str) -> str:
     """Return the advice that gives ranks cores of their own; `launcher`: a key of TITLES."""
-    own = _UNBIND.get(launcher, "a launcher that binds no cores")
+    binding_option = _UNBIND.get(launcher, "a launcher that binds no cores")
     return (
-        f"{own}, no taskset or numactl before the command; or start with `hpctrain launch`, and "
-        "ranks share the cores out"
+        f"{binding_option}, no taskset or numactl before the command; or start with "
+        "`hpctrain launch`, which divides the cores among the ranks"
     )
 
 
@@ -185,27 +190,33 @@ def _local_ranks(bindings: Sequence[RankBinding], node: Sequence[int]) -> Iterat
 
 def _gpus(bindings: Sequence[RankBinding], node: Sequence[int]) -> Iterator[PlacementFault]:
     """Yield the ranks that share a GPU while another GPU of the job on the node is idle."""
-    with_gpu = [rank for rank in node if bindings[rank].gpu]
-    used = {bindings[rank].gpu for rank in with_gpu}
-    idle = max((bindings[rank].gpus for rank in with_gpu), default=0) - len(used)
-    for ranks in _groups(bindings, with_gpu, "gpu"):
-        if len(ranks) > 1 and idle > 0:
+    ranks_with_gpu = [rank for rank in node if bindings[rank].gpu]
+    used_gpus = {bindings[rank].gpu for rank in ranks_with_gpu}
+    idle_gpu_count = max((bindings[rank].gpus for rank in ranks_with_gpu), default=0) - len(
+        used_gpus
+    )
+    for ranks in _groups(bindings, ranks_with_gpu, "gpu"):
+        if len(ranks) > 1 and idle_gpu_count > 0:
             binding = bindings[ranks[0]]
-            idle_gpus = f"{idle} of its GPUs are" if idle > 1 else "another of its GPUs is"
+            idle_gpus = (
+                f"{idle_gpu_count} of its GPUs are"
+                if idle_gpu_count > 1
+                else "another of its GPUs is"
+            )
             text = f"{named(ranks)} share {binding.gpu} of {binding.host}, and {idle_gpus} idle"
             yield PlacementFault("GPUs shared", ranks, text, OWN_GPU)
 
 
 def _cores(bindings: Sequence[RankBinding], node: Sequence[int]) -> Iterator[PlacementFault]:
     """Yield the ranks that outnumber their cores while other cores of the node are idle."""
-    used = {core for rank in node for core in core_list(bindings[rank].cores)}
-    idle = max(bindings[rank].offered for rank in node) - len(used)
+    used_cores = {core for rank in node for core in core_list(bindings[rank].cores)}
+    idle_core_count = max(bindings[rank].offered for rank in node) - len(used_cores)
     for ranks in _groups(bindings, node, "cores"):
         binding = bindings[ranks[0]]
         count = len(core_list(binding.cores))
-        if len(ranks) > count and idle > 0:
+        if len(ranks) > count and idle_core_count > 0:
             shared = f"core{'s' * (count > 1)} {binding.cores}"
-            idle_cores = f"{idle} others are" if idle > 1 else "another is"
+            idle_cores = f"{idle_core_count} others are" if idle_core_count > 1 else "another is"
             text = f"{named(ranks)} of {binding.host} all run on {shared}, and {idle_cores} idle"
             yield PlacementFault("cores shared", ranks, text, unbind(binding.launcher))
 
@@ -215,14 +226,14 @@ def _blas(bindings: Sequence[RankBinding], node: Sequence[int]) -> Iterator[Plac
 
     More ranks than cores may be intended; one BLAS thread per rank is then the minimum.
     """
-    wrong: dict[tuple[str, str], list[int]] = {}  # by count, and ranks if they share cores
+    ranks_by_count: dict[tuple[str, str], list[int]] = {}  # by count, and ranks if they share cores
     for ranks in _groups(bindings, node, "cores"):
         threads = [bindings[rank].blas_threads for rank in ranks]
         count = len(core_list(bindings[ranks[0]].cores))
         if sum(threads) > count and max(threads) > 1:
             load = f"{sum(threads)} BLAS threads on {count} core{'s' * (count > 1)}"
-            wrong.setdefault((load, named(ranks) * (len(ranks) > 1)), []).extend(ranks)
-    for (load, shared), group in wrong.items():
+            ranks_by_count.setdefault((load, named(ranks) * (len(ranks) > 1)), []).extend(ranks)
+    for (load, shared), group in ranks_by_count.items():
         suffix = " each" * (len(group) > 1 and not shared)
         text = f"{named(group)} of {bindings[group[0]].host}: {load}{suffix}, so they take turns"
         yield PlacementFault("BLAS threads", tuple(group), text, FEWER_THREADS)
@@ -231,29 +242,33 @@ def _blas(bindings: Sequence[RankBinding], node: Sequence[int]) -> Iterator[Plac
 def _nics(bindings: Sequence[RankBinding], node: Sequence[int]) -> Iterator[PlacementFault]:
     """Yield the ranks whose UCX_NET_DEVICES names missing ports, one shared by all, or far ones."""
     host = bindings[node[0]].host
-    wrong = {rank: bindings[rank].nics.faults for rank in node if bindings[rank].nics.faults}
-    for problems in dict.fromkeys(wrong.values()):
-        ranks = tuple(rank for rank in wrong if wrong[rank] == problems)
+    faults_by_rank = {
+        rank: bindings[rank].nics.faults for rank in node if bindings[rank].nics.faults
+    }
+    for problems in dict.fromkeys(faults_by_rank.values()):
+        ranks = tuple(rank for rank in faults_by_rank if faults_by_rank[rank] == problems)
         text = f"{named(ranks)} of {host}: of what {UCX_DEVICES} names, {' and '.join(problems)}"
         yield PlacementFault("NICs named", ranks, text, EXISTING_PORTS)
     yield from _one_nic(bindings, node)
-    remote = tuple(rank for rank in node if bindings[rank].nics.remote)
-    if remote:
-        nics = bindings[remote[0]].nics
+    ranks_with_remote_nic = tuple(rank for rank in node if bindings[rank].nics.remote)
+    if ranks_with_remote_nic:
+        nics = bindings[ranks_with_remote_nic[0]].nics
         text = (
-            f"{named(remote)} of {host}: {UCX_DEVICES} names a port on another NUMA node than the "
-            f"one near the rank's GPU or cores; rank {remote[0]} has {', '.join(nics.named)}, and "
-            f"near is {', '.join(nics.nearest)}"
+            f"{named(ranks_with_remote_nic)} of {host}: {UCX_DEVICES} names a port on another NUMA "
+            f"node than the nearest port; rank {ranks_with_remote_nic[0]} has "
+            f"{', '.join(nics.named)}, and the nearest is {', '.join(nics.nearest)}"
         )
-        yield PlacementFault("NICs far", remote, text, OWN_NIC)
+        yield PlacementFault("NICs far", ranks_with_remote_nic, text, OWN_NIC)
 
 
 def _one_nic(bindings: Sequence[RankBinding], node: Sequence[int]) -> Iterator[PlacementFault]:
     """Yield the ranks of a node if all name the same port while others are idle."""
     nics = [bindings[rank].nics for rank in node]
-    idle = set(nics[0].ports) - set(nics[0].named)
-    if len(node) > 1 and nics[0].named and idle and len({r.named for r in nics}) == 1:
+    unnamed_ports = set(nics[0].ports) - set(nics[0].named)
+    if len(node) > 1 and nics[0].named and unnamed_ports and len({r.named for r in nics}) == 1:
         names = ", ".join(nics[0].named)
         text = f"{named(node)} of {bindings[node[0]].host} all name {names} in {UCX_DEVICES}, and "
-        text += f"{', '.join(sorted(idle))} {'are' if len(idle) > 1 else 'is'} idle"
+        text += (
+            f"{', '.join(sorted(unnamed_ports))} {'are' if len(unnamed_ports) > 1 else 'is'} idle"
+        )
         yield PlacementFault("NICs shared", tuple(node), text, OWN_NIC)

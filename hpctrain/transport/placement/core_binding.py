@@ -68,23 +68,23 @@ def unbound() -> Iterator[None]:
 
     For other libraries' threads, which would otherwise share the rank's own core with ours.
     """
-    before = os.sched_getaffinity(0)
+    initial_cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, _reachable())
     try:
         yield
     finally:
-        os.sched_setaffinity(0, before)
+        os.sched_setaffinity(0, initial_cores)
 
 
 @contextmanager
 def on_core(core: int) -> Iterator[None]:
     """Bind this thread alone to one `core` meanwhile; raise OSError where that is refused."""
-    before = os.sched_getaffinity(0)
+    initial_cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {core})
     try:
         yield
     finally:
-        os.sched_setaffinity(0, before)
+        os.sched_setaffinity(0, initial_cores)
 
 
 def plan(
@@ -106,8 +106,8 @@ def plan(
     if gpu_cores is not None and launched.size > 1 and not set(online) - set(allowed):
         cores, note = _cores_for_gpu(gpu_cores, online) or (cores, note)
     # Ranks bound to one socket share its cores, so even a bound rank may not use all of them.
-    fair = min(len(cores), max(1, len(online) // neighbours))
-    return Binding(cores, user_threads(environ) or fair, note, len(online))
+    fair_share = min(len(cores), max(1, len(online) // neighbours))
+    return Binding(cores, user_threads(environ) or fair_share, note, len(online))
 
 
 def by_topology(cores: Collection[int]) -> tuple[int, ...]:
@@ -118,15 +118,15 @@ def by_topology(cores: Collection[int]) -> tuple[int, ...]:
 def _cores(
     launched: Launched, neighbours: int, allowed: Collection[int], online: Sequence[int]
 ) -> tuple[tuple[int, ...], str]:
-    own, rank, count = tuple(sorted(allowed)), launched.local_rank, len(online)
+    allowed_cores, rank, count = tuple(sorted(allowed)), launched.local_rank, len(online)
     if launched.size == 1:
-        return own, "alone"
+        return allowed_cores, "alone"
     if set(online) - set(allowed):
-        return own, f"bound by the launcher to {len(own)} of {count} cores"
+        return allowed_cores, f"bound by the launcher to {len(allowed_cores)} of {count} cores"
     if neighbours > count:
-        return own, f"not bound: {neighbours} ranks share {count} cores"
+        return allowed_cores, f"not bound: {neighbours} ranks share {count} cores"
     if rank is None or launched.local_size is None or rank >= neighbours:
-        return own, "not bound: the launcher sets no local rank"
+        return allowed_cores, "not bound: the launcher sets no local rank"
     share = online[rank * count // neighbours : (rank + 1) * count // neighbours]
     return tuple(sorted(share)), f"took {len(share)} of {count} cores as local rank {rank}"
 
@@ -159,14 +159,14 @@ def user_threads(environ: Mapping[str, str]) -> int | None:
 
 def _reachable() -> set[int]:
     """Return the cores that this process could run on: online, and in its cpuset."""
-    before = os.sched_getaffinity(0)
+    initial_cores = os.sched_getaffinity(0)
     try:  # the kernel reduces a request for all cores to those of the cpuset
         os.sched_setaffinity(0, range(os.sysconf("SC_NPROCESSORS_CONF")))
         return os.sched_getaffinity(0)
     except OSError:
-        return before
+        return initial_cores
     finally:
-        os.sched_setaffinity(0, before)
+        os.sched_setaffinity(0, initial_cores)
 
 
 def _socket_and_core(core: int) -> tuple[int, int]:

@@ -61,7 +61,7 @@ UNKNOWN = NicPorts()
 
 
 @dataclass(frozen=True)
-class Spot:
+class GpuPosition:
     """The GPUs that a rank sees, by address, and the number of its own; else its cores."""
 
     gpus: tuple[str, ...] = ()
@@ -75,7 +75,7 @@ def from_table(table: Mapping[str, Any]) -> NicPorts:
     return NicPorts(**fields)
 
 
-def select_ports(launched: Launched, spot: Spot, root: Path = pci.ROOT) -> NicPorts:
+def select_ports(launched: Launched, gpu_position: GpuPosition, root: Path = pci.ROOT) -> NicPorts:
     """Return the ports near this rank; set UCX_NET_DEVICES to one if HPCTRAIN_NIC requests it.
 
     Raises UsageError for any other value of HPCTRAIN_NIC.
@@ -84,11 +84,11 @@ def select_ports(launched: Launched, spot: Spot, root: Path = pci.ROOT) -> NicPo
     ports = nics.fabric_ports(adapters)
     value, note = "", ""
     if near_requested(os.environ):
-        value, note = select_port(launched, ports, spot, os.environ, root)
+        value, note = select_port(launched, ports, gpu_position, os.environ, root)
     if value:
-        beside = [nic.name for nic in adapters if nic.active and not nic.rdma]
-        os.environ[UCX_DEVICES] = ",".join([value, *beside])
-    return ports_near(adapters, spot, os.environ.get(UCX_DEVICES, ""), note, root)
+        ethernet_names = [nic.name for nic in adapters if nic.active and not nic.rdma]
+        os.environ[UCX_DEVICES] = ",".join([value, *ethernet_names])
+    return ports_near(adapters, gpu_position, os.environ.get(UCX_DEVICES, ""), note, root)
 
 
 def near_requested(environ: Mapping[str, str]) -> bool:
@@ -105,7 +105,7 @@ def near_requested(environ: Mapping[str, str]) -> bool:
 def select_port(
     launched: Launched,
     ports: Sequence[Nic],
-    spot: Spot,
+    gpu_position: GpuPosition,
     environ: Mapping[str, str],
     root: Path = pci.ROOT,
 ) -> tuple[str, str]:
@@ -118,9 +118,9 @@ def select_port(
         return "", "there is no choice of ports"
     if rank is None or ranks is None or rank >= ranks:
         return "", "the launcher sets no local rank"
-    nearest = _nearest_by_rank(spot, ranks, ports, root)
-    of_gpus = {name for gpu in spot.gpus for name in nics.nearest_ports(gpu, ports, root)}
-    usable = len(of_gpus if len(spot.gpus) > 1 else ports)
+    nearest = _nearest_by_rank(gpu_position, ranks, ports, root)
+    of_gpus = {name for gpu in gpu_position.gpus for name in nics.nearest_ports(gpu, ports, root)}
+    usable = len(of_gpus if len(gpu_position.gpus) > 1 else ports)
     if ranks < usable:
         return "", f"{ranks} rank{'s' * (ranks > 1)} to {usable} ports: all are left to each"
     return port_in_turn(nearest, rank), f"one of {', '.join(nearest[rank])}, the nearest"
@@ -128,25 +128,36 @@ def select_port(
 
 def port_in_turn(nearest: Sequence[Sequence[str]], local_rank: int) -> str:
     """Return the port of a local rank; ranks with the same `nearest` ports get them in turn."""
-    own = nearest[local_rank]
-    return own[sum(ports == own for ports in nearest[:local_rank]) % len(own)]
+    own_ports = nearest[local_rank]
+    return own_ports[sum(ports == own_ports for ports in nearest[:local_rank]) % len(own_ports)]
 
 
 def ports_near(
-    adapters: tuple[Nic, ...], spot: Spot, value: str, note: str = "", root: Path = pci.ROOT
+    adapters: tuple[Nic, ...],
+    gpu_position: GpuPosition,
+    value: str,
+    note: str = "",
+    root: Path = pci.ROOT,
 ) -> NicPorts:
     """Return the ports of `adapters` near the rank and those named by UCX_NET_DEVICES' `value`."""
     ports = nics.fabric_ports(adapters)
-    nearest = _nearest(spot, ports, root)
+    nearest = _nearest(gpu_position, ports, root)
     named = [nic for word in device_names(value) for nic in _matching(word, adapters)]
-    up = tuple(nic.name for nic in named if nic.rdma and nic.active)
-    at = {nic.name: pci.numa_node(nic.pci, root) for nic in adapters}
-    homes, close = {at[name] for name in up}, {at[name] for name in nearest}
-    remote = bool(homes and close) and None not in homes | close and not homes & close
+    active_rdma = tuple(nic.name for nic in named if nic.rdma and nic.active)
+    numa_nodes = {nic.name: pci.numa_node(nic.pci, root) for nic in adapters}
+    named_nodes, nearest_nodes = (
+        {numa_nodes[name] for name in active_rdma},
+        {numa_nodes[name] for name in nearest},
+    )
+    remote = (
+        bool(named_nodes and nearest_nodes)
+        and None not in named_nodes | nearest_nodes
+        and not named_nodes & nearest_nodes
+    )
     return NicPorts(
         tuple(nic.name for nic in ports),
         nearest,
-        up,
+        active_rdma,
         device_faults(value, adapters, root),
         remote,
         note,
@@ -155,15 +166,15 @@ def ports_near(
 
 def device_faults(value: str, adapters: Sequence[Nic], root: Path = pci.ROOT) -> tuple[str, ...]:
     """Return the faults of UCX_NET_DEVICES' `value`, such as "mlx5_7:1 is not there"."""
-    out = []
+    expanded_names = []
     for word in device_names(value):
         matching = _matching(word, adapters)
         if not matching and not (root / "sys/class/net" / word).exists():
-            out.append(f"{word} is not there")
+            expanded_names.append(f"{word} is not there")
         # The kernel does not always report whether a TCP interface is up.
         elif matching and all(nic.rdma and not nic.active for nic in matching):
-            out.append(f"{word} is down")
-    return tuple(out)
+            expanded_names.append(f"{word} is down")
+    return tuple(expanded_names)
 
 
 def device_names(value: str) -> tuple[str, ...]:
@@ -189,17 +200,17 @@ def _matching(word: str, adapters: Sequence[Nic]) -> list[Nic]:
 
 
 def _nearest_by_rank(
-    spot: Spot, ranks: int, ports: Sequence[Nic], root: Path
+    gpu_position: GpuPosition, ranks: int, ports: Sequence[Nic], root: Path
 ) -> list[tuple[str, ...]]:
     """Return the ports near each rank of the node; those of this rank where unknown."""
-    if len(spot.gpus) < 2:
-        return [_nearest(spot, ports, root)] * ranks
-    of_gpus = [nics.nearest_ports(gpu, ports, root) for gpu in spot.gpus]
+    if len(gpu_position.gpus) < 2:
+        return [_nearest(gpu_position, ports, root)] * ranks
+    of_gpus = [nics.nearest_ports(gpu, ports, root) for gpu in gpu_position.gpus]
     return [of_gpus[rank % len(of_gpus)] for rank in range(ranks)]
 
 
-def _nearest(spot: Spot, ports: Sequence[Nic], root: Path) -> tuple[str, ...]:
-    if spot.gpus:
-        return nics.nearest_ports(spot.gpus[spot.ordinal], ports, root)
-    close = pci.nearest_to_cores(spot.cores, [nic.pci for nic in ports], root)
-    return tuple(nic.name for nic in ports if nic.pci in close)
+def _nearest(gpu_position: GpuPosition, ports: Sequence[Nic], root: Path) -> tuple[str, ...]:
+    if gpu_position.gpus:
+        return nics.nearest_ports(gpu_position.gpus[gpu_position.ordinal], ports, root)
+    nearest_nodes = pci.nearest_to_cores(gpu_position.cores, [nic.pci for nic in ports], root)
+    return tuple(nic.name for nic in ports if nic.pci in nearest_nodes)

@@ -37,7 +37,7 @@ from hpctrain.transport.placement.check import (
     ranges,
 )
 from hpctrain.transport.placement.core_binding import Binding, bind
-from hpctrain.transport.placement.nearest_nics import UNKNOWN, NicPorts, Spot
+from hpctrain.transport.placement.nearest_nics import UNKNOWN, GpuPosition, NicPorts
 
 logger = logging.getLogger("hpctrain")
 
@@ -77,8 +77,10 @@ class JobPlacement(NamedTuple):
 
 def node_name(gather: verify.Gather, rank: int) -> str:
     """Return the name of this rank's node; collective."""
-    local = f"{socket.gethostname()}\n{os.environ.get('SLURMD_NODENAME', '')}"
-    hosts, slurm = zip(*(text.decode().split("\n") for text in gather(local.encode())), strict=True)
+    host_key = f"{socket.gethostname()}\n{os.environ.get('SLURMD_NODENAME', '')}"
+    hosts, slurm = zip(
+        *(text.decode().split("\n") for text in gather(host_key.encode())), strict=True
+    )
     return launchers.nodes(hosts, slurm)[rank]
 
 
@@ -88,19 +90,21 @@ def place_rank(launched: Launched, device: gpus.Device) -> Placement:
     Raises UsageError if `device` is "gpu" and none is available ("auto" then takes the CPU), and
     if HPCTRAIN_NIC is invalid.
     """
-    visible = gpus.visible(device)
+    visible = gpus.visible_gpus(device)
     if not visible:
         binding = bind(launched)
         return Placement(
-            launched, binding, nics=nearest_nics.select_ports(launched, Spot(cores=binding.cores))
+            launched,
+            binding,
+            nics=nearest_nics.select_ports(launched, GpuPosition(cores=binding.cores)),
         )
     choice = gpus.gpu_for(launched, len(visible), gpus.listed(os.environ))
     gpu = visible[choice.ordinal]
     cores = [pci.near_cores(g.pci) for g in visible]
     binding = bind(launched, gpu_cores=gpus.gpu_cores(launched, choice.ordinal, cores))
     gpus.use(choice.ordinal)
-    spot = Spot(tuple(g.pci for g in visible), choice.ordinal)
-    nics = nearest_nics.select_ports(launched, spot)
+    gpu_position = GpuPosition(tuple(g.pci for g in visible), choice.ordinal)
+    nics = nearest_nics.select_ports(launched, gpu_position)
     logger.debug("%s: %s; %s; NIC: %s", gpu, choice.note, binding.note, nics.note or nics.label)
     return Placement(launched, binding, gpu, gpus.of_job(os.environ, len(visible)), nics)
 
@@ -161,16 +165,20 @@ def _log_bindings(bindings: Sequence[RankBinding]) -> None:
 
 def _log_paths(places: Sequence[RankPlace], verdict: Verdict, unproven: Sequence[str]) -> None:
     """Log the path of memory between the GPUs at `places`, and whether ranks share GPUs."""
-    present = classes(places)
-    if untried := [name.replace("_", " ") for name in present if name in unproven]:
+    occurring_classes = classes(places)
+    if untried := [name.replace("_", " ") for name in occurring_classes if name in unproven]:
         logger.warning(
             "GPU memory goes through the host (%s), since no trial showed that this MPI takes "
             "pointers to it: %s", ", ".join(untried), verdicts.UNTRIED,
         )  # fmt: skip
-    paths = ", ".join(f"{name.replace('_', ' ')} {getattr(verdict, name)}" for name in present)
+    paths = ", ".join(
+        f"{name.replace('_', ' ')} {getattr(verdict, name)}" for name in occurring_classes
+    )
     if paths:
         logger.info("GPU memory between ranks: %s; %s", paths, verdict.reason)
-    if "same_gpu" in present:
+    if "same_gpu" in occurring_classes:
         counts = Counter(places)
-        largest = max(counts.values())
-        logger.info("GPUs shared: %d ranks on %d, up to %d each", len(places), len(counts), largest)
+        max_sharers = max(counts.values())
+        logger.info(
+            "GPUs shared: %d ranks on %d, up to %d each", len(places), len(counts), max_sharers
+        )

@@ -133,7 +133,7 @@ class SharedGpuMemory:
         """Return the address of zeros; raise GpuMemoryError on all ranks if one has too little."""
         runtime, size = self._xp.cuda.runtime, _pages(nbytes + HEADER_BYTES) * PAGE_BYTES
         address, short = self._malloc(size)
-        problems = [problem.decode() for problem in self._gather(short.encode())]
+        problems = [fault.decode() for fault in self._gather(short.encode())]
         if any(problems):
             runtime.free(address)
             texts = [f"local rank {rank}: {text}" for rank, text in enumerate(problems) if text]
@@ -157,8 +157,8 @@ class SharedGpuMemory:
         """Return the allocation mapped by all ranks, None if one of them cannot map it."""
         descriptions = self._gather(self._describe(address, nbytes))
         mapped = list(self._map_all(descriptions)) if all(descriptions) else []
-        problem = "" if len(mapped) == self._link.size else "a handle was refused"
-        if any(self._gather(problem.encode())):
+        fault = "" if len(mapped) == self._link.size else "a handle was refused"
+        if any(self._gather(fault.encode())):
             self._close([pointer for pointer in mapped if pointer])
             self.shares, self.refused = False, True
             if self._link.rank == 0:

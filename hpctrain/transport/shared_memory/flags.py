@@ -39,7 +39,7 @@ SPINS = 20  # polls, 50 ns each, before the core is yielded
 ROUND_BITS = 32
 MASK = (1 << ROUND_BITS) - 1
 #: Whether this processor may reorder loads and stores, so that flags need fences.
-FENCED = platform.machine().lower() not in ("x86_64", "amd64", "i386", "i686")
+NEEDS_FENCE = platform.machine().lower() not in ("x86_64", "amd64", "i386", "i686")
 
 
 def words_needed(ranks: int) -> int:
@@ -50,7 +50,7 @@ def words_needed(ranks: int) -> int:
 class NodeFlags:
     """One rank's view of the flags of its node; belongs to one thread, like its link."""
 
-    def __init__(self, link: Link, words: np.ndarray, spins: bool, fenced: bool = FENCED):
+    def __init__(self, link: Link, words: np.ndarray, spins: bool, fenced: bool = NEEDS_FENCE):
         """Use `words` (`words_needed`,) uint64, zeros at first, shared by all ranks of `link`.
 
         `spins`: poll the words, instead of waiting in the link's barrier.
@@ -59,7 +59,9 @@ class NodeFlags:
         lines = [range(p * link.size, (p + 1) * link.size) for p in (0, 1)]
         self._offsets = [[line * WORDS_PER_LINE for line in lines[p]] for p in (0, 1)]
         self._own = [offsets[link.rank] for offsets in self._offsets]
-        self._peers = [[at for at in self._offsets[p] if at != self._own[p]] for p in (0, 1)]
+        self._peers = [
+            [index for index in self._offsets[p] if index != self._own[p]] for p in (0, 1)
+        ]
         self.round = 0  #: of the last exchange; its lowest bit selects one of two copies
         self._lock = threading.Lock() if fenced else None
         if self._lock is not None:
@@ -73,20 +75,20 @@ class NodeFlags:
         if not self._spins:
             payloads = self._exchange_by_barrier(payload)
             return payloads.count(payload) == len(payloads)
-        words, lock, same = self._words, self._lock, True
-        now = self.round = (self.round + 1) & MASK
-        word = now << ROUND_BITS | payload
+        words, lock, all_equal = self._words, self._lock, True
+        round_number = self.round = (self.round + 1) & MASK
+        word = round_number << ROUND_BITS | payload
         if lock is not None:
             lock.release()
             lock.acquire()
-        words[self._own[now & 1]] = word
-        for at in self._peers[now & 1]:
-            if words[at] != word and self._wait_for_round(at, now) != payload:
-                same = False
+        words[self._own[round_number & 1]] = word
+        for index in self._peers[round_number & 1]:
+            if words[index] != word and self._wait_for_round(index, round_number) != payload:
+                all_equal = False
         if lock is not None:
             lock.release()
             lock.acquire()
-        return same
+        return all_equal
 
     def exchange(self, payload: int = 0) -> list[int]:
         """Return every rank's `payload`, in rank order; else as `agree`."""
@@ -94,20 +96,22 @@ class NodeFlags:
             return self._exchange_by_barrier(payload)
         self.agree(payload)
         # No word can have changed yet: for that, this rank would have to be in the next round.
-        return [self._words[at] & MASK for at in self._offsets[self.round & 1]]
+        return [self._words[index] & MASK for index in self._offsets[self.round & 1]]
 
     def _exchange_by_barrier(self, payload: int) -> list[int]:
-        now = self.round = (self.round + 1) & MASK
-        self._words[self._own[now & 1]] = payload
+        round_number = self.round = (self.round + 1) & MASK
+        self._words[self._own[round_number & 1]] = payload
         self._link.barrier()
-        return [self._words[at] for at in self._offsets[now & 1]]
+        return [self._words[index] for index in self._offsets[round_number & 1]]
 
-    def _wait_for_round(self, at: int, now: int) -> int:
-        """Return the payload at `at` once it is that of round `now`."""
+    def _wait_for_round(self, index: int, round_number: int) -> int:
+        """Return the payload at `index` once it is that of round `round_number`."""
         words = self._words
         for _ in range(SPINS):
-            if words[at] >> ROUND_BITS == now:
+            if words[index] >> ROUND_BITS == round_number:
                 break
         else:
-            self._link.wait_for(lambda: words[at] >> ROUND_BITS == now, b"flags of the node")
-        return words[at] & MASK
+            self._link.wait_for(
+                lambda: words[index] >> ROUND_BITS == round_number, b"flags of the node"
+            )
+        return words[index] & MASK

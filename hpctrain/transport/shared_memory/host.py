@@ -102,13 +102,13 @@ class Memory:
         arrays = self._share(nbytes)
         if arrays is None:
             return aligned_zeros(length, dtype)
-        own, address = arrays[self._link.rank], _address(arrays[self._link.rank])
-        remote = [None if i == self._link.rank else x for i, x in enumerate(arrays)]
-        self._regions[address] = Region(self._next_number, nbytes, remote)
+        own_array, address = arrays[self._link.rank], _address(arrays[self._link.rank])
+        neighbour_arrays = [None if i == self._link.rank else x for i, x in enumerate(arrays)]
+        self._regions[address] = Region(self._next_number, nbytes, neighbour_arrays)
         self._next_number += 1
         # Once no array uses our pages, neighbours' pages need not be mapped either.
-        weakref.finalize(own.base, self._regions.pop, address, None)
-        return own.view(dtype)
+        weakref.finalize(own_array.base, self._regions.pop, address, None)
+        return own_array.view(dtype)
 
     def zeros_like(self, x: Array) -> Array:
         """Return zeros of the length and dtype of flat `x`, on our GPU if `x` is; see `zeros`."""
@@ -137,9 +137,9 @@ class Memory:
         for start, (number, nbytes, arrays) in self._regions.items():
             offset = address - start
             if offset >= 0 and offset + x.nbytes <= nbytes:
-                at = slice(offset, offset + x.nbytes)
-                same = [x if y is None else y[at].view(x.dtype) for y in arrays]
-                return SharedArrays(number, offset, same)
+                byte_range = slice(offset, offset + x.nbytes)
+                same_range = [x if y is None else y[byte_range].view(x.dtype) for y in arrays]
+                return SharedArrays(number, offset, same_range)
         return None
 
     def _share(self, nbytes: int) -> list[np.ndarray] | None:
@@ -161,17 +161,17 @@ class Memory:
             token + _EXTENT.pack(skew, nbytes) + file.path.encode() if file else b""
         )
         arrays = list(map(_mapped, descriptions)) if all(descriptions) else [None]
-        fine = all(x is not None for x in arrays)
-        everywhere = self._unanimous(fine)
+        all_opened = all(x is not None for x in arrays)
+        opened_on_all = self._unanimous(all_opened)
         if file is not None:
             os.close(file.descriptor)
             with suppress(OSError):  # a memfd has no name to remove
                 os.unlink(file.path)
-        return [x for x in arrays if x is not None] if everywhere else None
+        return [x for x in arrays if x is not None] if opened_on_all else None
 
-    def _unanimous(self, fine: bool) -> bool:
-        """Return whether this kind is `fine` on all ranks."""
-        return all(vote == b"y" for vote in self._gather(b"y" if fine else b"n"))
+    def _unanimous(self, condition: bool) -> bool:
+        """Return whether this kind is `condition` on all ranks."""
+        return all(vote == b"y" for vote in self._gather(b"y" if condition else b"n"))
 
 
 def aligned_zeros(length: int, dtype: np.typing.DTypeLike) -> np.ndarray:

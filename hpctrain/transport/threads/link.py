@@ -70,18 +70,18 @@ class LocalLink:
             return self.queues.wait_any(requests)
         finished: list[int] = []
 
-        def look() -> bool:
+        def poll() -> bool:
             finished[:] = [i for i, request in enumerate(requests) if request.finished()]
             return bool(finished)
 
-        self.wait_until(look, f"wait_any of {len(requests)} requests")  # looks under the lock
+        self.wait_until(poll, f"wait_any of {len(requests)} requests")  # looks under the lock
         return finished[0]
 
     def split(self, color: int, key: int) -> LocalLink:
         """Return the link of the ranks of the same `color`, ordered by `key`; all must call."""
         self._splits += 1
-        answers = self.gather_items((color, key))
-        members = sorted((k, r) for r, (c, k) in enumerate(answers) if c == color)
+        colors = self.gather_items((color, key))
+        members = sorted((k, r) for r, (c, k) in enumerate(colors) if c == color)
         hub = self.hub.child((self._splits, color), len(members))
         return self._like(hub, members.index((key, self.rank)), [r for _, r in members])
 
@@ -207,9 +207,9 @@ class _Receive:
     def finished(self) -> bool:
         """Complete receives from this source in the order in which they were posted."""
         link = self._link
-        box, pending = link.hub.mailboxes[self._source, link.rank], link.pending[self._source]
-        while box and pending and not self._done:
-            pending.popleft()._take(box.popleft())
+        mailbox, pending = link.hub.mailboxes[self._source, link.rank], link.pending[self._source]
+        while mailbox and pending and not self._done:
+            pending.popleft()._receive_message(mailbox.popleft())
         return self._done
 
     def done(self) -> bool:
@@ -220,7 +220,7 @@ class _Receive:
         call = f"irecv of {self._x.nbytes} bytes from rank {self._source}"
         self._link.wait_until(self.finished, call)
 
-    def _take(self, message: SentMessage) -> None:
+    def _receive_message(self, message: SentMessage) -> None:
         if message.x.nbytes != self._x.nbytes:
             raise TransportError(
                 f"rank {self._link.rank}: irecv from rank {self._source} expected "

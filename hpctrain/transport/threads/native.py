@@ -42,13 +42,13 @@ class ThreadCollectives:
     def bind(self, collective: str, x: np.ndarray, op: Any) -> NativeCall:
         """Return a call that does `collective` on flat `x`."""
         gather, rank, chunk = self._link.gather_items, self._link.rank, x.size // self._link.size
-        local = slice(rank * chunk, (rank + 1) * chunk)
+        own_chunk = slice(rank * chunk, (rank + 1) * chunk)
 
         def reduce_scatter() -> None:
-            x[local] = op.reduce([array[local] for array in gather(x.copy())])
+            x[own_chunk] = op.reduce([array[own_chunk] for array in gather(x.copy())])
 
         def all_gather() -> None:
-            x[:] = np.concatenate(gather(x[local].copy()))
+            x[:] = np.concatenate(gather(x[own_chunk].copy()))
 
         def broadcast() -> None:
             x[:] = gather(x.copy())[0]
@@ -60,5 +60,5 @@ class ThreadCollectives:
             "all-gather": all_gather,
             "broadcast": broadcast,
         }
-        result = x[local] if collective == "reduce-scatter" else x
+        result = x[own_chunk] if collective == "reduce-scatter" else x
         return NativeCall(calls[collective], result)

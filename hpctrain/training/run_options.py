@@ -1,0 +1,93 @@
+"""Options of a run, its batch and its checkpoints: `[run]`, `[checkpoint]`, `[optimizer]`."""
+
+from __future__ import annotations
+
+from dataclasses import field
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field
+
+from hpctrain import config
+from hpctrain.core.errors import UsageError
+from hpctrain.core.metrics import Metric
+from hpctrain.gradients.precision import Precision
+
+Positive = Annotated[int, Field(ge=1)]
+NotFinite = Literal["stop", "skip"]
+
+
+def _file_name(name: str) -> str:
+    """Return a run's name if it is safe in a folder's name and on a terminal."""
+    if "/" in name or name.startswith(".") or not name.isprintable():
+        raise ValueError("expected a name without '/', control characters and a dot in front")
+    return name
+
+
+def most_skipped(not_finite: NotFinite, max_skipped: int | None) -> int:
+    """Return the limit of skipped steps in a row; raise UsageError for a number beside "stop".
+
+    Without a number it is 0 for "stop" and 10 for "skip".
+    """
+    if not_finite == "skip":
+        return 10 if max_skipped is None else max_skipped
+    if max_skipped is not None:
+        raise UsageError(
+            f"[run] max_skipped: expected not_finite = 'skip' beside it, seen '{not_finite}'"
+        )
+    return 0
+
+
+@config.options
+class RunOptions:
+    """`[run]`: exactly one of `epochs` and `steps`."""
+
+    name: Annotated[str, Field(min_length=1, max_length=100), AfterValidator(_file_name)]
+    seed: Annotated[int, Field(ge=0, lt=1 << 64)] = 0
+    epochs: Positive | None = None
+    steps: Positive | None = None
+    interval_steps: Positive | None = None  #: steps per row of metrics; an epoch if not set
+    epoch_samples: Positive | None = None  #: the training set is repeated, or cut, to this number
+    evaluate_epochs: Positive | None = None  #: epochs from one evaluation to the next; 1 if
+    evaluate_steps: Positive | None = None  #: neither is given
+    callbacks: list[str] = field(default_factory=list)  #: "module:function"s, given each row
+    device: Literal["auto", "cpu", "gpu"] = "auto"
+    precision: Precision = "float32"
+    prefetch: Annotated[int, Field(ge=0)] | None = None  #: batches that a thread reads ahead
+    timeout_s: Annotated[float, Field(gt=0)] = 300.0
+    not_finite: NotFinite = "stop"  #: treatment of a step with a gradient that is not finite
+    max_skipped: Positive | None = None  #: steps in a row that may be skipped; 10 if not given
+
+
+@config.options
+class BatchOptions:
+    """Samples per step: of all ranks together (strong scaling), or per rank (weak scaling).
+
+    A rank's share is computed in `micro_batches` pieces, which need less memory. `base_batch`, for
+    weak scaling alone, is the batch for which the recipe's rate was tuned.
+    """
+
+    batch: Positive | None = None
+    batch_per_rank: Positive | None = None
+    base_batch: Positive | None = None
+    micro_batches: Positive = 1
+
+    def size(self, ranks: int) -> int:
+        """Return the samples of one step over all ranks."""
+        return self.batch or (self.batch_per_rank or 0) * ranks
+
+    def rate_factor(self, ranks: int) -> float:
+        """Return the factor of the rate: k for a batch of k times `base_batch`.
+
+        Source: the linear scaling rule of Goyal et al. (2017, section 2.1).
+        """
+        return self.size(ranks) / self.base_batch if self.base_batch else 1.0
+
+
+@config.options
+class CheckpointOptions:
+    """`[checkpoint]`: when to save, and how many to keep; one is always made at the end."""
+
+    every_epochs: Positive | None = None
+    every_steps: Positive | None = None
+    keep: Positive | None = 3
+    keep_best: Metric | None = None  #: the best by this metric is saved at once, and stays

@@ -1,0 +1,81 @@
+"""The World of this process: made by the first `init()`, finalized at exit, aborted on an error."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+from functools import partial
+
+from hpctrain import abort
+from hpctrain.core.errors import HpctrainError, UsageError
+from hpctrain.transport.device import gpus
+from hpctrain.world.start import over_mpi
+from hpctrain.world.world import World
+
+DEFAULT_TIMEOUT_S = 300.0
+
+_world: World | None = None
+
+
+def init(device: gpus.Device = "auto", timeout_s: float = DEFAULT_TIMEOUT_S) -> World:
+    """Bind cores and GPU, start MPI and return the World; a second call returns the same one.
+
+    `device`: "cpu", "gpu", or "auto", a GPU where CuPy and CUDA find one. `timeout_s`: limit of a
+    wait for other ranks, at the start and outside of a training run. Without a launcher this is a
+    world of one rank. Raises UsageError if the launcher belongs to another MPI than the one
+    that mpi4py loads, or if a "gpu" is not available.
+    """
+    global _world
+    if _world is None:
+        try:
+            _world = over_mpi(device, timeout_s)
+        except UsageError as error:  # most likely on all ranks: one reports it
+            sys.excepthook = partial(_uncaught, refused=error)
+            raise
+        atexit.register(finish)
+        sys.excepthook = _uncaught
+    elif device not in ("auto", _world.device[:3]):
+        raise UsageError(f"init('{device}'): MPI was started before, on device {_world.device}")
+    return _world
+
+
+def current() -> World | None:
+    """Return the World of `init()`, None before that call."""
+    return _world
+
+
+def finish() -> None:
+    """Finalize MPI once every rank has called this; a script that called `init` does so at exit."""
+    if _world is None:
+        return
+    from hpctrain.transport.mpi import link as mpi_link
+
+    if mpi_link.running():
+        _world.link.barrier()  # on our own link: the watch names the missing ranks
+        mpi_link.finalize()
+
+
+def fail_alone(error: BaseException) -> None:
+    """Print this rank's error, and abort the job: the other ranks wait for this one."""
+    if _world is None:
+        abort.report_before_mpi(error)
+    else:
+        _world.abort(error)
+
+
+def _uncaught(
+    kind: type[BaseException],
+    error: BaseException,
+    trace: object,
+    refused: BaseException | None = None,
+) -> None:
+    """Print an uncaught error; exit with its code, also in a world of one rank.
+
+    An error that `init` has `refused` needs no traceback: the script is not at fault.
+    """
+    if error is refused:
+        abort.refuse(error, str(error))
+    else:
+        fail_alone(error)
+    if isinstance(error, HpctrainError):
+        sys.exit(error.exit_code)

@@ -1,0 +1,227 @@
+"""The World that `init()` returns: ranks, hosts, device, links, node memory, the watch."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing
+
+from hpctrain import abort, collectives
+from hpctrain.collectives import Group, over_nodes
+from hpctrain.core.errors import HpctrainError, UsageError
+from hpctrain.transport.device import gpus
+from hpctrain.transport.link import Link
+from hpctrain.transport.paths import STAGED, RankPlace, Verdict
+from hpctrain.transport.placement.check import RankBinding
+from hpctrain.transport.shared_memory.cuda_ipc import shared_gpu_memory
+from hpctrain.transport.shared_memory.host import Memory
+from hpctrain.tuning.gpu_layout import Gpus
+from hpctrain.tuning.select import with_choices
+from hpctrain.watch import Watch, WatchRecord, record_path
+from hpctrain.watch.trace import Trace
+
+T = TypeVar("T")
+Report = Callable[[str], None]  #: called with the text that names the ranks of a hung job
+
+
+@dataclass
+class World:
+    """All ranks, from the point of view of one of them."""
+
+    link: Link  #: the main thread's; others are made by `link_for`
+    hosts: tuple[str, ...]  #: of each rank
+    local_rank: int = 0
+    concurrent: bool = True  #: whether several threads may communicate at once
+    transport: str = "local"
+    record: WatchRecord | None = None  #: of the link operations that wait; None among threads
+    gpu: gpus.Gpu | None = None  #: the one this rank computes on; None: on its cores
+    places: tuple[RankPlace, ...] = ()  #: of each rank: its node, and its GPU where it has one
+    verdict: Verdict = STAGED  #: the path of GPU memory between ranks
+    bindings: tuple[RankBinding, ...] = ()  #: of each rank at the start; none among threads
+    trace: Trace = field(default_factory=Trace)  #: of the spans of all threads
+    #: records the reason why this rank ends
+    on_failure: Callable[[BaseException], Any] | None = None
+    purpose_links: dict[str, list[Link]] = field(default_factory=dict)  #: of other threads
+    main: Group = field(init=False)  #: all ranks, for the main thread; its scratch is kept
+    memory: Memory = field(init=False)  #: memory shared by the ranks of this node
+
+    def __post_init__(self) -> None:
+        """Split the ranks by node, share memory, and fix the choices of `auto`; collective."""
+        self.places = self.places or tuple(RankPlace(host, "") for host in self.hosts)
+        self.main = over_nodes(self.link, self.host)
+        gather = partial(collectives.all_gather_bytes, self.node)
+        self.memory = Memory(self.node, gather)
+        node_gpus = [place.gpu for place in self.places if place.node == self.host]
+        self.memory.gpu = shared_gpu_memory(self.node, gather, node_gpus)
+        # Ranks that are threads of one process must yield to each other.
+        over_mpi = self.transport == "mpi"
+        main = replace(self.main, memory=self.memory, spins=over_mpi)
+        self.main = with_choices(main, over_mpi, self.gpus)
+
+    @property
+    def rank(self) -> int:
+        return self.link.rank
+
+    @property
+    def size(self) -> int:
+        return self.link.size
+
+    @property
+    def node(self) -> Link:
+        """The main thread's link to the ranks of this node."""
+        assert self.main.node is not None  # made by `over_nodes`
+        return self.main.node
+
+    @property
+    def across(self) -> Link:
+        """The main thread's link to the ranks with the same local rank, one of each node."""
+        assert self.main.across is not None
+        return self.main.across
+
+    @property
+    def host(self) -> str:
+        return self.hosts[self.rank]
+
+    @property
+    def device(self) -> str:
+        """The device of this rank: "cpu", or "gpu N, UUID" with CUDA's number on this node."""
+        return "cpu" if self.gpu is None else str(self.gpu)
+
+    @property
+    def gpus(self) -> Gpus | None:
+        """The GPUs of all ranks, for `auto`; None unless each rank has one."""
+        if self.gpu is None or not all(place.gpu for place in self.places):
+            return None
+        shares = self.memory.gpu is not None and self.memory.gpu.shares
+        return Gpus(gpus.model(self.gpu.ordinal), self.places, self.verdict, shares)
+
+    def zeros(self, length: int, dtype: np.typing.DTypeLike = np.float32) -> np.ndarray:
+        """Return zeros (length,) in memory shared by the node's ranks: sums over them are fastest.
+
+        Collective: all ranks call with the same length, in the same order. Without node memory the
+        array is private to this rank.
+        """
+        return self.memory.zeros(length, dtype)
+
+    def group_for(self, purpose: str, alone: bool = False) -> Group:
+        """Return another thread's group of all ranks; collective.
+
+        `alone`: no other thread computes while this one communicates, so it may spin.
+        """
+        group = over_nodes(self.link.split(0, self.rank), self.host)
+        self._register(purpose, *group.links)
+        spins = alone and self.main.spins
+        return replace(group, memory=self.memory, choices=self.main.choices, spins=spins)
+
+    def link_for(self, purpose: str, color: int = 0) -> Link:
+        """Return another link, to all ranks that give the same `color`; all ranks must call."""
+        return self._register(purpose, self.link.split(color, self.rank))[0]
+
+    def view_for(self, purpose: str, link: Link) -> Link:
+        """Return a view of `link` for a second thread: one of the two sends, one receives."""
+        return self._register(purpose, link.view())[0]
+
+    def fail(self, error: BaseException) -> None:
+        """End the job because of an error in a thread other than the main one."""
+        try:
+            if self.on_failure is not None:
+                self.on_failure(error)
+        finally:
+            if not self.link.interrupt_others():
+                self.abort(error)
+
+    def abort(self, error: BaseException) -> None:
+        """Print this rank's error, and abort the job: the other ranks wait for this one."""
+        abort.report(error, f"rank {self.rank} on {self.host}", self.rank, self.size)
+        if self.size > 1:
+            abort.abort(error.exit_code if isinstance(error, HpctrainError) else 1)
+
+    def _register(self, purpose: str, *links: Link) -> list[Link]:
+        """Return `links` of another thread, whose waiting calls are recorded from now on."""
+        self.purpose_links[purpose] = list(links)
+        if self.record is not None:
+            self._record_in(self.record)
+        return self.purpose_links[purpose]
+
+    def gather(self, text: str) -> list[str]:
+        """Return every rank's `text`."""
+        return [b.decode() for b in collectives.all_gather_bytes(self.link, text.encode())]
+
+    def must_agree(self, text: str, subject: str) -> None:
+        """Raise UsageError on every rank, naming those that differ, unless all texts are equal."""
+        texts = self.gather(text)
+        differing = [rank for rank, other in enumerate(texts) if other != texts[0]]
+        if differing:
+            raise UsageError(
+                f"{subject} must be the same on all ranks; rank 0 has {texts[0]}, but "
+                + "; ".join(f"rank {rank} has {texts[rank]}" for rank in differing[:8])
+            )
+
+    def on_all_ranks(self, function: Callable[[], T]) -> T:
+        """Return `function()`; if it raises an HpctrainError on any rank, all ranks raise it."""
+        try:
+            result, fault = function(), ""
+        except HpctrainError as error:
+            fault, kind = str(error) or type(error).__name__, type(error)
+        faults = self.gather(fault)
+        if not any(faults):
+            return result
+        raise (kind if fault else UsageError)(self._joined(faults))
+
+    def _joined(self, faults: list[str]) -> str:
+        if len(set(faults)) == 1:
+            return faults[0]
+        named = ((f"rank {r} on {self.hosts[r]}", fault) for r, fault in enumerate(faults) if fault)
+        return "\n".join(map(": ".join, named))
+
+    @contextmanager
+    def watched(self, run: Path, timeout_s: float, on_hang: Report | None = None) -> Iterator[None]:
+        """Record this rank's state in the run's folder; when it hangs, end the job.
+
+        `on_hang`, called on every rank, replaces that for jobs without training steps, and so
+        without a longer limit for the first.
+        """
+        if self.record is None:
+            yield
+            return
+        directory = run / "watch"
+        record = self.on_all_ranks(lambda: self._new_record(directory))
+        report = on_hang or partial(abort.report_hang, self.rank, run)
+        watch = Watch(record, directory, timeout_s, report, 1 if on_hang else 10)
+        previous_record = self.record
+        self._record_in(record)
+        try:
+            yield
+        finally:
+            watch.stop()
+            self._record_in(previous_record)
+            record.close()
+
+    def _new_record(self, directory: Path) -> WatchRecord:
+        try:
+            return WatchRecord(record_path(directory, self.rank), self.rank, self.size)
+        except OSError as error:
+            raise UsageError(f"nothing can be written in {directory}: {error.strerror}") from None
+
+    def _record_in(self, record: WatchRecord) -> None:
+        """Let every thread's links record the calls that wait in `record`."""
+        self.record = record
+        for thread, links in {"main": self.main.links, **self.purpose_links}.items():
+            for link in links:
+                link.record_in(record.entry(thread))
+
+
+def over_threads(link: Link, hosts: Sequence[str] = ()) -> World:
+    """Return the World of a rank that is a thread, see transport/threads/link.py; collective.
+
+    `hosts` of the ranks may be invented: ranks of one host are a node.
+    """
+    hosts = tuple(hosts) or (socket.gethostname(),) * link.size
+    return World(link, hosts, hosts[: link.rank].count(hosts[link.rank]))

@@ -1,0 +1,77 @@
+"""A run resumes with any other engine: with its parameters and the optimizer's state."""
+
+from __future__ import annotations
+
+import shutil
+from functools import cache
+
+import numpy as np
+import pytest
+from ranks import run_on
+
+from hpctrain import data, engines, nn, optim
+from hpctrain.core.errors import UsageError
+from hpctrain.engines.worker_state import common_arrays
+from hpctrain.training.trainer import Trainer
+
+STEPS, SGD = 7, optim.sgd(0.05, 0.9)
+REGIMES = {
+    "single": engines.Single(),
+    "allreduce": engines.AllReduce(),
+    "sharded": engines.AllReduce(shard_optimizer=True),
+    "ps-sync": engines.PsSync(servers=2, placement="colocated"),
+    "ps-async": engines.PsAsync(),
+    "local-sgd": engines.LocalSgd(period=3),
+    "averaged": engines.LocalSgd(period=3, momentum="averaged"),
+    "delayed": engines.LocalSgd(period=3, delay=1),
+    "diloco": engines.LocalSgd(period=3, outer="nesterov"),
+    "easgd": engines.Easgd(period=3),
+    "gossip": engines.Gossip(),
+    "gossip, ring": engines.Gossip(graph="ring"),
+}
+
+
+@cache
+def digits() -> data.Dataset:
+    return data.DigitsOptions().load(0).train
+
+
+def trained(regime, out, optimizer=SGD, steps=STEPS, resume=False):
+    """Return the summary of a run in `out`, or of what becomes of it when resumed."""
+
+    def train(world):
+        model = nn.MlpOptions(widths=[64, 16, 10]).build((8, 8), 10)
+        trainer = Trainer(model, optimizer, REGIMES[regime], world=world)
+        summary = trainer.fit(digits(), steps=steps, batch=64, out=out, resume=resume)
+        trainer.close()
+        return summary
+
+    return run_on("threads", 1 if regime == "single" else 4, train)[0]
+
+
+@pytest.mark.parametrize("before", REGIMES)
+def test_every_regime_takes_over(tmp_path, before):
+    first = trained(before, tmp_path / before)
+    for after in REGIMES:
+        shutil.copytree(tmp_path / before, tmp_path / f"to-{after}")
+        again = trained(after, tmp_path / f"to-{after}", resume=True)
+        assert again["params_sha256"] == first["params_sha256"], after
+        on = trained(after, tmp_path / f"to-{after}", steps=2 * STEPS, resume=True)
+        assert on["train_loss"] < first["train_loss"], after
+
+
+def test_what_only_workers_have_is_averaged():
+    apart = {f"worker.{i}.optimizer.momentum": np.full(3, i, np.float32) for i in range(11)}
+    steps = {f"worker.{i}.optimizer.step": np.array([2 * i]) for i in range(11)}
+    own = {"param": np.zeros(3), "worker.0.param": np.ones(3)}
+    shared = common_arrays({**apart, **steps, **own})
+    assert shared["optimizer.momentum"].tolist() == [5.0] * 3
+    assert shared["optimizer.step"].tolist() == [10]
+    assert not shared["param"].any()
+
+
+@pytest.mark.parametrize("after", REGIMES)
+def test_another_optimizer_does_not_take_over(tmp_path, after):
+    trained("allreduce", tmp_path / "run")
+    with pytest.raises(UsageError, match="the checkpoint does not fit the recipe"):
+        trained(after, tmp_path / "run", optim.adamw(0.01), resume=True)
