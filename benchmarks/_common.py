@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hpctrain.cluster.launch import launch_argv
+from hpctrain.cluster.launch import launch_program
 from hpctrain.core import launchers
 from hpctrain.machine import facts
 from hpctrain.tuning.measure import interleaved, paired_ratio, spread
@@ -34,7 +34,7 @@ RESULTS = Path(__file__).parent / "results"
 def world_of(ranks: int) -> World:
     """Return the World of `ranks` ranks; started alone, start this script on them and leave."""
     if launchers.launched(os.environ).size == 1 and ranks > 1:
-        sys.exit(launch_argv(ranks, [sys.executable, *sys.argv]))
+        sys.exit(launch_program(ranks, [sys.executable, *sys.argv]))
     return init()
 
 

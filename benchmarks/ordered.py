@@ -22,7 +22,7 @@ import numpy as np
 from _common import interleaved, options, paired_ratio, spread, write
 
 from hpctrain import engines, nn, optim
-from hpctrain.cluster.launch import launch_argv
+from hpctrain.cluster.launch import launch_program
 from hpctrain.data import share
 from hpctrain.engines import Engine, Flags, Task
 from hpctrain.gradients.arena import params_sha256
@@ -63,7 +63,7 @@ def join(models: list[str], rounds: int) -> None:
         part = Path(folder, "part")
         given = ["--models", *models, "--rounds", str(rounds), "--part", str(part)]
         for ranks in RANKS:
-            if code := launch_argv(ranks, [sys.executable, __file__, *given]):
+            if code := launch_program(ranks, [sys.executable, __file__, *given]):
                 sys.exit(code)
             rows += json.loads(part.read_text())
     claims = {}

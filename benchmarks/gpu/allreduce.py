@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from _common import RESULTS, interleaved, machine, spread
 from _kept import keep, told
 
-from hpctrain.cluster.launch import launch_argv
+from hpctrain.cluster.launch import launch_program
 from hpctrain.collectives import Group
 from hpctrain.collectives.direct import direct, direct_shared
 from hpctrain.collectives.ring import ring
@@ -49,7 +49,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=RESULTS / "gpu" / "allreduce.json")
     given = parser.parse_args()
     if launchers.launched(os.environ).size == 1:
-        sys.exit(launch_argv(given.ranks, [sys.executable, *sys.argv]))
+        sys.exit(launch_program(given.ranks, [sys.executable, *sys.argv]))
     world = init("gpu")
     groups = {"staged": through_host(world), "by pointer": by_pointer(world)}
     sizes = [int(word) for word in given.sizes.split(",")]

@@ -27,7 +27,7 @@ from _kept import keep, told
 
 from hpctrain.bench import p2p, p2p_gpu
 from hpctrain.bench.rank_pair import RankPair
-from hpctrain.cluster.launch import launch_argv
+from hpctrain.cluster.launch import launch_program
 from hpctrain.core import launchers, xp
 from hpctrain.transport.device import gpus
 from hpctrain.transport.shared_memory.host import aligned_zeros
@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=RESULTS / "gpu" / "paths.json")
     given = parser.parse_args()
     if launchers.launched(os.environ).size == 1:
-        sys.exit(launch_argv(2, [sys.executable, *sys.argv]))
+        sys.exit(launch_program(2, [sys.executable, *sys.argv]))
     world = init("gpu")
     rows = measured(world, given.bytes, given.rounds)
     found = claims({row["what"]: row["gb_per_s"] for row in rows})

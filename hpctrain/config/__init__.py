@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar, cast
 
@@ -23,7 +24,33 @@ def options(cls: type[T]) -> type[T]:
     """Make `cls` a frozen dataclass that checks its fields, whether made from a file or in code."""
     strict = pydantic.ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     strict_cls = pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=strict)(cls)
+    validate = strict_cls.__init__
+
+    def init(self: Any, *args: Any, **fields: Any) -> None:
+        try:
+            validate(self, *args, **fields)
+        except pydantic.ValidationError as error:
+            raise OptionsError(cls.__name__, list(strict_cls.__pydantic_fields__), error) from None
+
+    # Assigned afterwards: pydantic itself makes nested options without calling it.
+    strict_cls.__init__ = functools.wraps(validate)(init)  # type: ignore[method-assign]
     return cast("type[T]", strict_cls)
+
+
+class OptionsError(UsageError):
+    """Options that are unknown, missing or have a wrong value; all faults, a line each."""
+
+    def __init__(self, name: str, keys: list[str], error: pydantic.ValidationError):
+        # An unknown key first: it may be a misspelling of the missing one.
+        self._errors = sorted(error.errors(), key=lambda e: e["type"] in _MISSING)
+        self._keys = keys
+        super().__init__(self.text(name))
+
+    def text(self, name: str) -> str:
+        """Return the faults as those of the options or the table `name`."""
+        faults = [_fault(error, self._keys, name) for error in self._errors[:_MOST_FAULTS]]
+        omitted = len(self._errors) - _MOST_FAULTS
+        return "\n".join([*faults, *[f"{name} and {omitted} more"] * (omitted > 0)])
 
 
 def read(cls: type[T], table: Any, name: str) -> T:
@@ -32,13 +59,8 @@ def read(cls: type[T], table: Any, name: str) -> T:
         raise UsageError(f"[{name}] expected a table, seen {brief(table)}")
     try:
         return cls(**table)
-    except pydantic.ValidationError as error:
-        keys = list(cls.__pydantic_fields__)  # type: ignore[attr-defined]
-        # an unknown key first: it may be a misspelling of the missing one
-        errors = sorted(error.errors(), key=lambda e: e["type"] in _MISSING)
-        faults = [_fault(e, keys, name) for e in errors[:_MOST_FAULTS]]
-        more = [f"[{name}] and {len(errors) - _MOST_FAULTS} more"] * (len(errors) > _MOST_FAULTS)
-        raise UsageError("\n".join(faults + more)) from None
+    except OptionsError as error:
+        raise UsageError(error.text(f"[{name}]")) from None
 
 
 def read_kind(kinds: Mapping[str, type[T]], table: Mapping[str, Any], name: str) -> T:
@@ -68,9 +90,12 @@ def unknown(kind: str, name: Any, names: Iterable[str]) -> str:
 def _fault(error: Any, keys: Iterable[str], name: str) -> str:
     key = ".".join(str(part) for part in error["loc"])
     if error["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
-        return unknown(f"key in [{name}]:", key, keys)
+        return unknown(f"key in {name}:", key, keys)
     if error["type"] in _MISSING:
-        return f"[{name}] {key} is missing"
+        return f"{name} {key} is missing"
+    if error["type"] == "unexpected_positional_argument":
+        names = f"{name}({', '.join(f'{key}=...' for key in keys)})"
+        return f"{name} takes its options by name, seen {brief(error['input'])}; write {names}"
     if not key and "error" in error.get("ctx", {}):
         return str(error["ctx"]["error"])  # a check of several options together
-    return f"[{name}] {key}: {error['msg'].lower()}, seen {brief(error['input'])}"
+    return f"{name} {key}: {error['msg'].lower()}, seen {brief(error['input'])}"
