@@ -167,7 +167,7 @@ def test_a_job_that_will_not_start_as_it_is_is_a_gap(tmp_path, monkeypatch):
     never = lambda job: [JobState(str(job), "PENDING", "PartitionNodeLimit")]  # noqa: E731
     monkeypatch.setattr(
         slurm_runner.submit,
-        "from_slurm",
+        "query_slurm",
         lambda job: never(job) if job % 2 == 0 else created.ask(job),
     )
     for _ in range(2):  # called again, it is waited for no longer, and not given to Slurm anew
