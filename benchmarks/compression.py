@@ -29,7 +29,7 @@ from _common import interleaved, paired_ratio, spread, write
 
 from hpctrain import nn, optim
 from hpctrain import world as worlds
-from hpctrain.cluster.netlab.netlab import Lab, bits_of, netlab
+from hpctrain.cluster.netlab.netlab import Lab, netlab, parse_speed
 from hpctrain.core import launchers
 from hpctrain.engines import AllReduce, Flags, Task
 from hpctrain.gradients.replica import Batch, ModelReplica
@@ -82,7 +82,7 @@ def on_hosts(hosts: int, given: argparse.Namespace) -> int:
     """Run this script on each host of a netlab; return the exit code."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # hosts share the cores of this machine
     here = [sys.executable, __file__, "--link", given.link, "--rounds", str(given.rounds)]
-    return netlab(Lab(hosts, 1, bits_of(given.link)), here)
+    return netlab(Lab(hosts, 1, parse_speed(given.link)), here)
 
 
 def measure_steps(world: World, link: str, rounds: int) -> None:

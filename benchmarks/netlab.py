@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from _common import interleaved, keep, machine, paired_ratio, spread
 
-from hpctrain.cluster.netlab.netlab import Lab, bits_of, netlab
+from hpctrain.cluster.netlab.netlab import Lab, netlab, parse_speed
 from hpctrain.collectives import ALLREDUCE, Group, all_gather_bytes
 from hpctrain.collectives.chunks import segments
 from hpctrain.collectives.ring import STREAM_BYTES
@@ -88,7 +88,7 @@ def start(name: str, rounds: int, sizes: Sequence[int]) -> int:
     """Run this script on the hosts of a section, tell what it found, and return the exit code."""
     one = SECTIONS[name]
     print(f"{name}: {one.hosts} hosts x {one.ranks_per_host} ranks, {one.link}", flush=True)
-    lab, found = Lab(one.hosts, one.ranks_per_host, bits_of(one.link)), {}
+    lab, found = Lab(one.hosts, one.ranks_per_host, parse_speed(one.link)), {}
     with tempfile.TemporaryDirectory() as folder:
         part = Path(folder, "part")
         part.touch()

@@ -29,7 +29,7 @@ from _common import paired_ratio, spread, world_of, write
 
 from hpctrain import nn, optim
 from hpctrain import world as worlds
-from hpctrain.cluster.netlab.netlab import Lab, bits_of, netlab
+from hpctrain.cluster.netlab.netlab import Lab, netlab, parse_speed
 from hpctrain.core import launchers
 from hpctrain.engines import AllReduce, Flags, Task
 from hpctrain.gradients.replica import Batch, ModelReplica
@@ -73,7 +73,7 @@ def on_hosts(given: argparse.Namespace) -> int:
     batches = [str(batch) for batch in given.batches]
     here = [sys.executable, __file__, "hosts", "--link", given.link,
             "--batches", *batches, "--rounds", str(given.rounds)]  # fmt: skip
-    return netlab(Lab(2, 1, bits_of(given.link)), here)
+    return netlab(Lab(2, 1, parse_speed(given.link)), here)
 
 
 def measure_hosts(world: World, given: argparse.Namespace) -> None:

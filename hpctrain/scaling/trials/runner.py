@@ -92,7 +92,7 @@ def statuses(folder: StudyFolder, study: Study) -> dict[Key, TrialStatus]:
 
 
 def _status(out: Path, study: Study) -> TrialStatus:
-    outcome, jobs = collect.trial(out, study.timing), submit.jobs_of(collect.job_of(out))
+    outcome, jobs = collect.trial(out, study.timing), submit.read_job_ids(collect.job_of(out))
     return (
         TrialStatus.from_outcome(outcome, *jobs[-1:])
         if isinstance(outcome, TrialResult)
