@@ -19,7 +19,7 @@ FILES = Path(__file__).parents[1] / "docs" / "files.md"
 MOST_LINES = 300
 #: room: (most files, most lines), `__init__.py` included
 ROOMS = {
-    ".": (5, 460),
+    ".": (5, 490),
     "bench": (14, 1550),
     "bench/prediction": (6, 600),
     "bench/rivals": (4, 350),

@@ -79,7 +79,7 @@ def test_nothing_is_said_when_nobody_reads_on(reported, monkeypatch, capfd):
             raise SystemExit(1)  # noqa: B904  (as rich does)
 
     monkeypatch.setattr(cli.hpctrain, "main", main)
-    monkeypatch.setattr(cli.world, "current", lambda: None)
+    monkeypatch.setattr(cli, "_world", lambda: None)
     assert cli._guarded() == 1
     assert capfd.readouterr().err == ""
 
@@ -106,3 +106,12 @@ print(*sorted(names & {"pydantic", "rich", "click", "safetensors", "scipy", "skl
 print(*sorted(name for name in sys.modules if name.startswith(("hpctrain.nn", "hpctrain.data"))))
 """
     assert subprocess.check_output([sys.executable, "-c", code], text=True) == "\n\n"
+
+
+def test_the_version_imports_neither_numpy_nor_pydantic():
+    code = (
+        "import sys; sys.argv = ['hpctrain', '--version']; from hpctrain import cli; cli._guarded()"
+    )
+    code += "; print(*sorted({'numpy', 'pydantic', 'rich'} & set(sys.modules)))"
+    observed = subprocess.check_output([sys.executable, "-c", code], text=True)
+    assert observed == f"hpctrain, version {ht.__version__}\n\n"

@@ -7,7 +7,7 @@ from importlib import import_module
 
 import click
 
-from hpctrain import config
+from hpctrain.core.names import pick
 
 CommandLoaders = Mapping[str, Callable[[], click.Command]]
 
@@ -30,4 +30,4 @@ class LazyGroup(click.Group):
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
         if context.resilient_parsing and name not in self.loaders:
             return None  # a shell asks to complete a partial word
-        return config.pick(self.loaders, name, "command")()
+        return pick(self.loaders, name, "command")()
