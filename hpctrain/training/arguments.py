@@ -27,7 +27,7 @@ def as_model(model: Any) -> nn.Model:
 
 def as_optimizer(optimizer: Any) -> Optimizer:
     """Return the optimizer, or that of the name "sgd" or "adamw" with its default rate."""
-    if isinstance(optimizer, Optimizer):
+    if all(callable(getattr(optimizer, name, None)) for name in ("init", "update")):
         return optimizer
     if isinstance(optimizer, str) and optimizer in optim.OPTIMIZERS:
         if optimizer in DEFAULT_RATES:
