@@ -212,7 +212,7 @@ def test_weights_that_do_not_fit_are_listed(tmp_path, misfit, size):
         run_on("threads", size, body)
     for line in message:
         assert str(error.value).count(line) == 1
-    assert len(str(error.value).splitlines()) <= 1 + weights.MOST_FAULTS + 1
+    assert len(str(error.value).splitlines()) <= 1 + weights.MAX_FAULTS + 1
 
 
 def test_weights_of_another_precision_fit(tmp_path):

@@ -18,7 +18,7 @@ __all__ = ["OptionsError", "options", "pick", "read", "read_kind", "unknown"]
 
 T = TypeVar("T")
 _MISSING = ("missing", "missing_argument")
-_MOST_FAULTS = 10  #: of one table that an error lists: a list may have thousands
+_MAX_FAULTS = 10  #: of one table that an error lists: a list may have thousands
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(pydantic.Field,))
@@ -50,8 +50,8 @@ class OptionsError(UsageError):
 
     def text(self, name: str) -> str:
         """Return the faults as those of the options or the table `name`."""
-        faults = [_fault(error, self._keys, name) for error in self._errors[:_MOST_FAULTS]]
-        omitted = len(self._errors) - _MOST_FAULTS
+        faults = [_fault(error, self._keys, name) for error in self._errors[:_MAX_FAULTS]]
+        omitted = len(self._errors) - _MAX_FAULTS
         return "\n".join([*faults, *[f"{name} and {omitted} more"] * (omitted > 0)])
 
 

@@ -61,7 +61,7 @@ def check(
     must_draw(plot)
     if rounds is None:
         return Options(target, lengths, ROUNDS, LIMIT_S, out, plot)
-    minimum = sweep.LEAST_ROUNDS
+    minimum = sweep.MIN_ROUNDS
     return Options(target, lengths, rounds_of("--rounds", rounds, minimum), NO_LIMIT_S, out, plot)
 
 
