@@ -21,7 +21,7 @@ from _common import interleaved, options, paired_ratio, spread, world_of, write
 
 from hpctrain.bench.message_sizes import parse, size_text
 from hpctrain.bench.sweep import calls_per_round
-from hpctrain.bench.tuning.command import LIMIT_S, ROUNDS, SIZES
+from hpctrain.bench.tuning.command import DEFAULT_LIMIT_S, DEFAULT_ROUNDS, DEFAULT_SIZES
 from hpctrain.collectives import Group
 from hpctrain.tuning import choose, select, sweep
 from hpctrain.tuning.measure import timed
@@ -35,8 +35,8 @@ LOOK_ROUNDS = 3
 def main() -> None:
     arguments = options(__doc__).parse_args()
     world = world_of(arguments.ranks)
-    tuned = parse(SIZES)
-    *_, rows = sweep.sweep(world.main, tuned, ROUNDS, LIMIT_S)
+    tuned = parse(DEFAULT_SIZES)
+    *_, rows = sweep.sweep(world.main, tuned, DEFAULT_ROUNDS, DEFAULT_LIMIT_S)
     plan = choose.plan(rows, (), measured=True)
     group = replace(world.main, choices=choose.choices(plan))
     arrays = sweep.arrays(group, max(tuned))

@@ -182,7 +182,7 @@ def _tell(path: Path, part: str, ranks: int, runs: Sequence[Any]) -> bool:
         for row in merged
         if row["algorithm"] not in NOT_DRAWN
     ]
-    draw = plot.bars if part == "step" else plot.draw
+    draw = plot.draw_step_bars if part == "step" else plot.draw_size_plot
     draw(named, f"{part}, {ranks} ranks on 1 node", path.with_suffix(".png"))
     for claim, holds in held.items():
         print({True: "holds:", False: "DOES NOT HOLD:", None: "shown:"}[holds], claim)

@@ -23,7 +23,7 @@ import numpy as np
 from _common import interleaved, options, spread, world_of, write
 
 from hpctrain import collectives, engines, nn, optim
-from hpctrain.bench.training_step.profile import profile
+from hpctrain.bench.training_step.profile import profile_step
 from hpctrain.cluster.netlab.netlab import Lab, bits_of, netlab
 from hpctrain.collectives import Group
 from hpctrain.core import launchers
@@ -196,7 +196,7 @@ def steps(world: World, clocks: Any, rounds: int) -> Iterator[dict[str, Any]]:
     for algorithm in CLAIMED:
         replica, task, sgd = *a_model(world), optim.sgd(rate=1e-6, momentum=0.9)
         world.link.barrier()
-        step = profile(replica, sgd, task, BUCKET, rounds)
+        step = profile_step(replica, sgd, task, BUCKET, rounds)
         predicted = step_time(step, SCHEDULES[algorithm], clocks())
         engine_is = engines.AllReduce(algorithm=algorithm, bucket_bytes=BUCKET)
         engine = engine_is.build(world, replica, sgd)

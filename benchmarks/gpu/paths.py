@@ -56,11 +56,11 @@ def main() -> None:
 
 def measured(world: World, nbytes: int, rounds: int) -> list[dict[str, Any]]:
     """Return a row for each path and leg."""
-    x, host = p2p_gpu.buffer(world, nbytes), aligned_zeros(nbytes, np.uint8)
+    x, host = p2p_gpu.zeros_on_gpu(world, nbytes), aligned_zeros(nbytes, np.uint8)
     host.fill(0)  # pages of its own
     line = p2p.METHODS["one-way"]
     calls: dict[str, Callable[[], Any]] = {
-        ends.path: line(ends, x, MESSAGES) for ends in p2p_gpu.pairs(world, 0, 1, x)
+        ends.path: line(ends, x, MESSAGES) for ends in p2p_gpu.pairs_by_path(world, 0, 1, x)
     }
     wire = world.link_for("between hosts")
     calls["host to host"] = line(RankPair(wire, 0, 1), host, MESSAGES)

@@ -73,7 +73,7 @@ def _command(name: str) -> click.Command:
     )
     @_options(name)
     def command(sizes: str, rivals: str, **flags: Any) -> None:
-        options = collectives.check(name, sizes_text=sizes, rivals_text=rivals, **flags)
+        options = collectives.parse_options(name, sizes_text=sizes, rivals_text=rivals, **flags)
         collectives.run(world.init("cpu"), options)
 
     return command

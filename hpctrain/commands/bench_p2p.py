@@ -37,5 +37,5 @@ FILE = click.Path(path_type=Path, dir_okay=False)
 @click.option("--plot", type=FILE, metavar="FILE", help="Draw them: .png or .svg.")
 def p2p(sizes: str, **flags: Any) -> None:
     """Time messages between two ranks: latency by ping-pong, bandwidth one way."""
-    options = bench.check(sizes, **flags)
+    options = bench.parse_options(sizes, **flags)
     bench.run(world.init(options.device), options)

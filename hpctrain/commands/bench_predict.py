@@ -13,11 +13,11 @@ from rich.console import Console
 
 from hpctrain.bench.prediction import tables
 from hpctrain.bench.prediction.command import (
-    LATENCY,
-    LINK,
-    MEMORY,
-    NODE_LATENCY,
-    NODE_LINK,
+    DEFAULT_LATENCY,
+    DEFAULT_LINK,
+    DEFAULT_MEMORY_BANDWIDTH,
+    DEFAULT_NODE_LATENCY,
+    DEFAULT_NODE_LINK,
     Prediction,
     run,
 )
@@ -48,15 +48,15 @@ FILE = click.Path(path_type=Path, dir_okay=False)
     metavar="R",
     help="Ranks fill nodes in order.",
 )
-@click.option("--link", metavar="SPEED", help=f"Of a node's network card: {LINK}.")
-@click.option("--latency", metavar="TIME", help=f"Of a short message between nodes: {LATENCY}.")
+@click.option("--link", metavar="SPEED", help=f"Of a node's network card: {DEFAULT_LINK}.")
+@click.option("--latency", metavar="TIME", help=f"Short message between nodes: {DEFAULT_LATENCY}.")
 @click.option("--cards", type=int, default=1, show_default=True, help="Network cards of a node.")
-@click.option("--node-link", metavar="SPEED", help=f"Between ranks of a node: {NODE_LINK}.")
-@click.option("--node-latency", metavar="TIME", help=f"Between ranks of a node: {NODE_LATENCY}.")
+@click.option("--node-link", metavar="SPEED", help=f"Between ranks of a node: {DEFAULT_NODE_LINK}.")
+@click.option("--node-latency", metavar="TIME", help=f"In a node: {DEFAULT_NODE_LATENCY}.")
 @click.option(
     "--memory-bandwidth",
     metavar="SPEED",
-    help=f"What all cores of a node stream together: {MEMORY}.",
+    help=f"Memory bandwidth of all cores of a node: {DEFAULT_MEMORY_BANDWIDTH}.",
 )
 @click.option(
     "--sizes",
@@ -92,7 +92,7 @@ def bench_predict(**words: Any) -> None:
     """Predict how long all-reduces take on N ranks, and whole training steps; needs no MPI."""
     result = run(words)
     console = Console(width=None if sys.stdout.isatty() else 160)
-    for title, table in tables.tables(result.rows):
+    for title, table in tables.make_tables(result.rows):
         click.echo(title)
         console.print(table)
     click.echo(f"assumed: {result.machine_text}")
@@ -109,9 +109,9 @@ def _keep(result: Prediction, json_file: Path | None, plot: Path | None) -> None
         if json_file:
             json_file.write_text(json.dumps(content, indent=1) + "\n")
         if plot:
-            from hpctrain.bench.prediction.plots import draw  # late: only plots need matplotlib
+            from hpctrain.bench.prediction.plots import draw_prediction  # needs matplotlib
 
-            draw(result.rows, result.machine_text, plot)
+            draw_prediction(result.rows, result.machine_text, plot)
     except ImportError as error:
         raise UsageError(f"{MISSING} ({error})") from None
     except (OSError, ValueError) as error:

@@ -39,5 +39,5 @@ FILE = click.Path(path_type=Path, dir_okay=False)
 @click.option("--plot", type=FILE, metavar="FILE", help="Draw them: .png or .svg.")
 def step(name: str, rivals: str, **flags: Any) -> None:
     """Time whole training steps of RECIPE's model, beside other libraries."""
-    options = command.check(name, rivals_text=rivals, **flags)
+    options = command.parse_options(name, rivals_text=rivals, **flags)
     command.run(world.init("cpu"), options)

@@ -34,7 +34,7 @@ On fewer cores than ranks Open MPI needs `mpirun --oversubscribe`; `hpctrain lau
 @click.option(
     "--sizes",
     metavar="SIZES",
-    help=f"Default: {tuning.SIZES}. Where the fastest changes between two, their middle as well.",
+    help=f"Default: {tuning.DEFAULT_SIZES}; also the size midway where the fastest changes.",
 )
 @click.option(
     "--device",
@@ -63,9 +63,9 @@ def tune(
 ) -> None:
     """Measure which all-reduce is fastest here: `auto` then takes it."""
     if show is None:
-        options = tuning.check(sizes, rounds, out, plot, device)
+        options = tuning.parse_options(sizes, rounds, out, plot, device)
         tuning.run(world.init(options.device), options)
     elif (sizes, rounds, out) != (None, None, None):
         raise UsageError("--show measures nothing: leave out --sizes, --rounds and --out")
     elif (job := launchers.launched(os.environ)).rank == 0:
-        tuning.show(Path(show) if show else None, job.size, plot, device)
+        tuning.show_table(Path(show) if show else None, job.size, plot, device)

@@ -29,7 +29,7 @@ from functools import cache
 
 import numpy as np
 
-from hpctrain.bench.prediction.predict import RankLayout, fits
+from hpctrain.bench.prediction.predict import RankLayout, applies_to
 from hpctrain.cost_model import cost, fit
 from hpctrain.cost_model.loggp import Clocks, Cluster, Wire, uniform_cluster
 from hpctrain.cost_model.message_schedules import SCHEDULES
@@ -138,7 +138,7 @@ def replay(
     if size.ranks == 1:
         return 0.0, 0.0
     layout = RankLayout(size.ranks, size.per_node)
-    name = algorithm if fits(algorithm, layout) else "ring"
+    name = algorithm if applies_to(algorithm, layout) else "ring"
     step = even_step(compute, nbytes, nbytes / max(buckets, 1))
     clocks = Clocks(cluster, layout.nodes, slow_factors=share)
     result = step_time(step, SCHEDULES[name], clocks, overlap=buckets > 0)

@@ -60,10 +60,10 @@ def parse(ranks: str | None, nodes: str | None, per_node: int | None, on: str) -
         raise UsageError(
             "--nodes: this machine is one node; say --ranks, or --on netlab or --on slurm"
         )
-    counts = units.ranks(nodes, "--nodes") if nodes else []
+    counts = units.parse_counts(nodes, "--nodes") if nodes else []
     if not ranks:
         return [Size(n * (per_node or 1), n) for n in counts]
-    listed = units.ranks(ranks)
+    listed = units.parse_counts(ranks)
     if on == "local":
         return [Size(n) for n in listed]
     return _over_nodes(listed, counts, per_node)

@@ -114,7 +114,7 @@ def test_better_than_ideal_is_a_serial_fraction_of_nothing():
     assert laws.gustafson([1, 2, 4], [1.0, 2.2, 5.0]) == 0.0
 
 
-WIRE = predict.wire(125e6, 50e-6)
+WIRE = predict.make_wire(125e6, 50e-6)
 MACHINE = Cluster(WIRE, WIRE, 5e-11, 2e-11)
 NBYTES = 4_000_000
 

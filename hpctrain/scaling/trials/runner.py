@@ -79,7 +79,7 @@ def wires(folder: StudyFolder, study: Study) -> tuple[Wire | None, Wire | None]:
     wire_of: dict[bool, Wire | None] = {}
     for size in link_sizes(study):
         try:
-            cluster = measurements.read(folder.link(size) / "link.json")
+            cluster = measurements.read_measurements(folder.link(size) / "link.json")
         except UsageError:  # not there, or damaged: the model does without
             continue
         wire_of[size.nodes > 1] = cluster.between or cluster.inside
