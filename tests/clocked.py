@@ -23,7 +23,7 @@ class Takes(NamedTuple):
     latency: float
     overhead: float
     gap: float
-    per_byte: float
+    seconds_per_byte: float
 
 
 class Machine(NamedTuple):
@@ -47,7 +47,7 @@ class Clocked:
     def __init__(self, link, machine, arrivals):
         self.rank, self.size = link.rank, link.size
         self.now = self.send_port_free = self.receive_port_free = machine.start(link.rank)
-        self._slow = machine.slow_factors(link.rank)
+        self._slow = machine.slow(link.rank)
         self._link, self._machine, self._arrivals = link, machine, arrivals
 
     def isend(self, x, to):

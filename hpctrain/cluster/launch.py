@@ -11,6 +11,7 @@ import json
 import os
 import select
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,7 +23,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hpctrain.cluster import guard
-from hpctrain.cluster.slurm.job_end import STOPPED, LauncherExit, exit_code, print_line
+from hpctrain.cluster.slurm.job_end import (
+    STOPPED,
+    CodeWithoutRun,
+    LauncherExit,
+    code_of_command,
+    code_of_program,
+    exit_code,
+    print_line,
+)
 from hpctrain.core import launchers
 from hpctrain.core.errors import StoppedError, UsageError
 from hpctrain.core.interpreter import module_command
@@ -52,24 +61,39 @@ def launch(n: int, arguments: Sequence[str]) -> int:
 
     Raises UsageError when n < 1, inside a rank of another job, or without an mpiexec.
     """
+    return _launch_guarded(n, arguments, [*module_command("hpctrain"), *arguments], code_of_command)
+
+
+def launch_program(n: int, argv: Sequence[str]) -> int:
+    """Run any program, `argv` with its arguments, on `n` ranks; return the exit code of the job.
+
+    If the program trains with `ht.Trainer`, the code is that of its run. Raises UsageError as
+    `launch`, and if there is no such program.
+    """
+    if shutil.which(argv[0]) is None:
+        raise UsageError(
+            f"no program '{argv[0]}': expected one on the PATH or the path of an executable file "
+            "after `--`; for a command of hpctrain leave out `--`"
+        )
+    return _launch_guarded(n, argv, argv, code_of_program)
+
+
+def _launch_guarded(
+    n: int, arguments: Sequence[str], argv: Sequence[str], without_run: CodeWithoutRun
+) -> int:
+    """Run `argv` on `n` ranks; probe GPU paths first if its `arguments` allow for a GPU."""
     _refuse(n, launchers.launched(os.environ))
     if probe_process.may_use_gpu(arguments):
         probe_process.verdict()
-    return launch_argv(n, [*module_command("hpctrain"), *arguments])
-
-
-def launch_argv(n: int, argv: Sequence[str]) -> int:
-    """Run the command `argv` on `n` ranks; as `launch`."""
-    _refuse(n, launchers.launched(os.environ))
     try:
         with _stoppable():
-            return _launch(n, argv)
+            return _launch(n, argv, without_run)
     except StoppedError as error:
         print_line(str(error))
         return STOPPED
 
 
-def _launch(n: int, argv: Sequence[str]) -> int:
+def _launch(n: int, argv: Sequence[str], without_run: CodeWithoutRun) -> int:
     mpi, start_s = find_mpi(), time.time()
     tasks = launchers.allocated_tasks(os.environ) or _physical_cores()
     line, extra = command(mpi, n, argv, oversubscribed=n > tasks, root=os.geteuid() == 0)
@@ -82,7 +106,7 @@ def _launch(n: int, argv: Sequence[str]) -> int:
         inherited = launchers.without_rank_variables(os.environ)
         environ = eager_defaults() | inherited | extra | job_environ
         launcher_exit = _supervise(line, environ)
-        return exit_code(launcher_exit, note.read(), start_s)
+        return exit_code(launcher_exit, note.read(), start_s, without_run)
 
 
 @contextmanager

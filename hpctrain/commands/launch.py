@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import click
+from click.shell_completion import CompletionItem
 
 from hpctrain.commands._complete import Forwarding, command_line
 
@@ -10,14 +11,35 @@ EPILOG = """\b
 Examples:
   hpctrain launch -n 4 train digits --epochs 3
   hpctrain -q launch -n 2 train digits --out runs/digits --resume
+  hpctrain launch -n 4 -- python my_script.py --epochs 3
 
-SIGTERM and the first Ctrl-C stop a training run: it saves a checkpoint and ends with 75. A second
-Ctrl-C kills it and ends with 130.
+After -- stands any program with its arguments; it is started N times, as one MPI job.
+
+SIGTERM and the first Ctrl-C reach the ranks as SIGUSR1. A training run saves a checkpoint and ends
+with 75; another program ends unless it handles SIGUSR1. A second Ctrl-C kills the ranks and ends
+with 130. A program's exit code is the one that the MPI's launcher returns for it.
 """
+PROGRAM = "hpctrain.commands.launch.program"  #: key of the context: whether `--` precedes
+
+
+class Launch(Forwarding):
+    """A command whose arguments are a command line of hpctrain or, after `--`, of a program."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        words = list(args)
+        rest: list[str] = super().parse_args(ctx, args)
+        forwarded = len(ctx.params.get("arguments") or ())
+        ctx.meta[PROGRAM] = words[: len(words) - forwarded][-1:] == ["--"]
+        return rest
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        if ctx.meta.get(PROGRAM):
+            return [CompletionItem(incomplete, type="file")]
+        return super().shell_complete(ctx, incomplete)
 
 
 @click.command(
-    cls=Forwarding,
+    cls=Launch,
     epilog=EPILOG,
     options_metavar="-n N",
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
@@ -28,15 +50,17 @@ Ctrl-C kills it and ends with 130.
     nargs=-1,
     required=True,
     type=click.UNPROCESSED,
-    metavar="COMMAND [ARGS]...",
+    metavar="COMMAND [ARGS]... | -- PROGRAM [ARGS]...",
     shell_complete=command_line,
 )
 @click.pass_context
 def launch(context: click.Context, ranks: int, arguments: tuple[str, ...]) -> None:
-    """Run an hpctrain COMMAND on N ranks; the exit code is the job's."""
-    from hpctrain.cluster.launch import launch as start  # `--help` stays quick
+    """Run an hpctrain COMMAND, or any PROGRAM, on N ranks; the exit code is the job's."""
+    from hpctrain.cluster import launch as launcher  # `--help` stays quick
 
-    context.exit(start(ranks, [*_verbosity(context), *arguments]))
+    if context.meta[PROGRAM]:
+        context.exit(launcher.launch_program(ranks, arguments))
+    context.exit(launcher.launch(ranks, [*_verbosity(context), *arguments]))
 
 
 def _verbosity(context: click.Context) -> list[str]:

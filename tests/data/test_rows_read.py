@@ -43,7 +43,7 @@ def test_each_sample_is_read_once_in_an_epoch_by_one_rank(size, prefetch):
     def body(world):
         train, test = Counted(X, Y), Counted(X, Y)
         fitted(world, train, test, prefetch, epochs=EPOCHS)
-        return train.evidence, test.evidence
+        return train.seen, test.seen
 
     trains, tests = zip(*run_on("threads", size, body), strict=True)
     expected = {(epoch, i): 1 for epoch in range(EPOCHS) for i in range(N)}
@@ -58,7 +58,7 @@ def test_each_sample_is_read_once_in_an_epoch_by_one_rank(size, prefetch):
 def test_a_run_that_ends_within_an_epoch_reads_nothing_beyond():
     train = Counted(X, Y)
     run_on("threads", 1, lambda world: fitted(world, train, prefetch=5, steps=8))
-    assert len(train.evidence) == N + 2 * BATCH
+    assert len(train.seen) == N + 2 * BATCH
 
 
 def resident(path: Path) -> int:

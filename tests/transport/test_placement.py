@@ -135,7 +135,7 @@ NICS = {
     ),
     "far": (
         [named(FOUR[3], remote=True)],
-        [("NICs far", (0,), "rank 0 has mlx5_3:1, and near is mlx5_0:1")],
+        [("NICs far", (0,), "rank 0 has mlx5_3:1, and the nearest is mlx5_0:1")],
     ),
 }
 

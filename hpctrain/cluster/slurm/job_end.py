@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +15,9 @@ _EXIT_CODES = (0, 1, 2, 3, 75, 86, 130)  # the exit codes with a meaning in hpct
 _REFUSED, STOPPED, _INTERRUPTED = 2, 75, 130
 _FINAL_STATUSES = ("done", "stopped", "failed", "hung")
 _BUS_ERROR = ": a bus error; is /dev/shm full? See `hpctrain doctor`"
+# Launchers report a rank that SIGUSR1 has ended as 128 + its number, or as the number; MPICH then
+# kills the other ranks, and returns the bitwise or of all codes.
+_ENDED_BY_STOP = (signal.SIGUSR1, signal.SIGUSR1 | signal.SIGKILL)
 _SAME_TIME_S = 0.05  # file times come from a clock that ticks more coarsely than time.time()
 
 
@@ -29,10 +33,16 @@ class LauncherExit(NamedTuple):
         return self.signals.count(signal.SIGINT) > 1
 
 
-def exit_code(launcher_exit: LauncherExit, note: bytes, started: float) -> int:
+CodeWithoutRun = Callable[[LauncherExit], int]
+
+
+def exit_code(
+    launcher_exit: LauncherExit, note: bytes, started: float, without_run: CodeWithoutRun
+) -> int:
     """Return the exit code of a job that began at `started`, seconds since the epoch.
 
-    `note`: the folder of its run, as rank 0 announced it. Writes a summary where ranks could not.
+    `note`: the folder of its run, as rank 0 announced it; `without_run` gives the code of a job
+    that has none. Writes a summary where ranks could not.
     """
     run = Path(os.fsdecode(note)) if note else None
     run = run if run and run.is_dir() else None
@@ -42,7 +52,7 @@ def exit_code(launcher_exit: LauncherExit, note: bytes, started: float) -> int:
         summary = _record_loss(run, launcher_exit)
     if launcher_exit.killed:
         return _INTERRUPTED
-    return int(summary["exit_code"]) if summary else _code_without_run(launcher_exit)
+    return int(summary["exit_code"]) if summary else without_run(launcher_exit)
 
 
 def _record_loss(run: Path, launcher_exit: LauncherExit) -> dict[str, Any]:
@@ -63,8 +73,8 @@ def _record_loss(run: Path, launcher_exit: LauncherExit) -> dict[str, Any]:
     return summary
 
 
-def _code_without_run(launcher_exit: LauncherExit) -> int:
-    """Return the code of a job that has no folder: it is no training, or did not come to it."""
+def code_of_command(launcher_exit: LauncherExit) -> int:
+    """Return the code of a command of hpctrain that is no training, or that trained nothing."""
     if launcher_exit.code in _EXIT_CODES:
         return launcher_exit.code
     if launcher_exit.signals:  # nothing can be lost yet: to start again is to resume
@@ -72,6 +82,15 @@ def _code_without_run(launcher_exit: LauncherExit) -> int:
         return _INTERRUPTED if signal.SIGINT in launcher_exit.signals else STOPPED
     print_line(f"before a run began, {_exit_text(launcher_exit.code)}")
     return 1
+
+
+def code_of_program(launcher_exit: LauncherExit) -> int:
+    """Return the code of any other program: the launcher's, or 128 + N if signal N stopped it."""
+    if launcher_exit.signals and abs(launcher_exit.code) % 128 in _ENDED_BY_STOP:
+        number = signal.Signals(launcher_exit.signals[0])
+        print_line(f"stopped by {number.name}, which the program does not handle")
+        return 128 + number
+    return launcher_exit.code if launcher_exit.code >= 0 else 128 - launcher_exit.code
 
 
 def _new_summary(run: Path, started: float) -> dict[str, Any] | None:
