@@ -9,7 +9,7 @@ import click
 
 from hpctrain.commands import _options
 from hpctrain.commands._complete import recipes
-from hpctrain.scaling.trial_recipe import MODES
+from hpctrain.scaling.trial_recipe import SCALING_MODES
 from hpctrain.scaling.trials.local_runner import PLACES
 
 EPILOG = """\b
@@ -35,7 +35,7 @@ interrupted. See docs/scaling.md.
 @click.option("--ranks-per-node", type=int, metavar="R", help="On each node; 1 unless given.")
 @click.option(
     "--mode",
-    type=click.Choice(MODES),
+    type=click.Choice(SCALING_MODES),
     default="strong",
     show_default=True,
     help="One batch for all ranks (strong), or the same for each rank (weak).",
