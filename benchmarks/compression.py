@@ -29,7 +29,7 @@ from _common import interleaved, paired_ratio, report_result, spread
 
 from hpctrain import nn, optim
 from hpctrain import world as worlds
-from hpctrain.cluster.netlab.netlab import Lab, bits_of, netlab
+from hpctrain.cluster.netlab.netlab import Lab, netlab, parse_speed
 from hpctrain.core import launchers
 from hpctrain.engines import AllReduce, Flags, Task
 from hpctrain.gradients.replica import Batch, ModelReplica
@@ -82,7 +82,7 @@ def start_on_hosts(hosts: int, options: argparse.Namespace) -> int:
     """Run this script on each host of a netlab; return the exit code."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # hosts share the cores of this machine
     command = [sys.executable, __file__, "--link", options.link, "--rounds", str(options.rounds)]
-    return netlab(Lab(hosts, 1, bits_of(options.link)), command)
+    return netlab(Lab(hosts, 1, parse_speed(options.link)), command)
 
 
 def measure_steps(world: World, link: str, rounds: int) -> None:

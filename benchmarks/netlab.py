@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from _common import interleaved, machine_facts, paired_ratio, save_result, spread
 
-from hpctrain.cluster.netlab.netlab import Lab, bits_of, netlab
+from hpctrain.cluster.netlab.netlab import Lab, netlab, parse_speed
 from hpctrain.collectives import ALLREDUCE, Group, all_gather_bytes
 from hpctrain.collectives.chunks import segments
 from hpctrain.collectives.ring import STREAM_BYTES
@@ -93,7 +93,7 @@ def run_section(name: str, rounds: int, sizes: Sequence[int]) -> int:
         f"{name}: {section.hosts} hosts x {section.ranks_per_host} ranks, {section.link}",
         flush=True,
     )
-    lab, results_by_mib = Lab(section.hosts, section.ranks_per_host, bits_of(section.link)), {}
+    lab, results_by_mib = Lab(section.hosts, section.ranks_per_host, parse_speed(section.link)), {}
     with tempfile.TemporaryDirectory() as folder:
         part = Path(folder, "part")
         part.touch()

@@ -29,7 +29,7 @@ from _common import paired_ratio, report_result, spread, start_world
 
 from hpctrain import nn, optim
 from hpctrain import world as worlds
-from hpctrain.cluster.netlab.netlab import Lab, bits_of, netlab
+from hpctrain.cluster.netlab.netlab import Lab, netlab, parse_speed
 from hpctrain.core import launchers
 from hpctrain.engines import AllReduce, Flags, Task
 from hpctrain.gradients.replica import Batch, ModelReplica
@@ -73,7 +73,7 @@ def start_on_hosts(options: argparse.Namespace) -> int:
     batches = [str(batch) for batch in options.batches]
     command = [sys.executable, __file__, "hosts", "--link", options.link,
             "--batches", *batches, "--rounds", str(options.rounds)]  # fmt: skip
-    return netlab(Lab(2, 1, bits_of(options.link)), command)
+    return netlab(Lab(2, 1, parse_speed(options.link)), command)
 
 
 def measure_hosts(world: World, options: argparse.Namespace) -> None:

@@ -24,7 +24,7 @@ from _common import interleaved, make_parser, report_result, spread, start_world
 
 from hpctrain import collectives, engines, nn, optim
 from hpctrain.bench.training_step.profile import profile_step
-from hpctrain.cluster.netlab.netlab import Lab, bits_of, netlab
+from hpctrain.cluster.netlab.netlab import Lab, netlab, parse_speed
 from hpctrain.collectives import Group
 from hpctrain.core import launchers
 from hpctrain.cost_model import fit
@@ -76,7 +76,7 @@ def main() -> None:
 def start_world_on(hosts: int, ranks: int, link: str) -> World:
     """Return the World of a rank on each of `hosts`, or of `ranks` ranks here; see world_of."""
     if hosts > 1 and launchers.launched(os.environ).size == 1:
-        sys.exit(netlab(Lab(hosts, 1, bits_of(link)), [sys.executable, *sys.argv]))
+        sys.exit(netlab(Lab(hosts, 1, parse_speed(link)), [sys.executable, *sys.argv]))
     return start_world(ranks)
 
 

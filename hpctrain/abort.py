@@ -21,8 +21,6 @@ from hpctrain.core import launchers
 from hpctrain.core.errors import HereError, HungError, UsageError, notes, printable
 from hpctrain.core.launchers import Launched
 from hpctrain.core.xp import shortage
-from hpctrain.run_files import run_folder
-from hpctrain.run_files.last_lines import last_lines
 from hpctrain.watch import dump_stacks, write_report
 
 log = logging.getLogger(__name__)
@@ -137,8 +135,13 @@ def report_hang(rank: int, run: Path | None, text: str) -> None:
 
 def _write_hang(run: Path | None, text: str) -> None:
     """Print the report and the last lines at once: launchers drop output that an abort follows."""
-    _print("\n".join([text, *(last_lines(run) if run is not None else [])]))
-    if run is not None:
+    if run is None:
+        _print(text)
+    else:  # a run has imported these
+        from hpctrain.run_files import run_folder
+        from hpctrain.run_files.last_lines import last_lines
+
+        _print("\n".join([text, *last_lines(run)]))
         summary = {"status": "hung", "exit_code": HungError.exit_code, "reason": text}
         run_folder.write_summary(run, summary)
 

@@ -90,7 +90,7 @@ def test_torch_computes_the_same_from_what_was_exported(tmp_path):
         layer.load_state_dict({"weight": weight, "bias": bias})
     with torch.no_grad():
         remote = b(torch.relu(norm(a(torch.eye(4))))).numpy()
-    own = runs.load(run, model=model).outputs(samples.x)
+    own = runs.load(run, model=model).predict(samples.x)
     assert abs(remote - own).max() < 1e-5
 
 

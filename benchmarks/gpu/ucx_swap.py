@@ -27,7 +27,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from _common import save_result
 
-from hpctrain.cluster.launch import command, find_mpi
+from hpctrain.cluster.launch import build_command, find_mpi
 from hpctrain.core import launchers
 from hpctrain.machine import facts
 
@@ -93,7 +93,9 @@ def build_stand_ins(folder: Path) -> None:
 
 def run_ranks(mpi: Any, way: str, variables: Mapping[str, str]) -> dict[str, Any]:
     """Return how the ranks fared under these variables."""
-    line, extra = command(mpi, 2, [sys.executable, __file__, "--pair", "1"], True, True)
+    line, extra = build_command(
+        mpi, 2, [sys.executable, __file__, "--pair", "1"], oversubscribed=True, as_root=True
+    )
     process = subprocess.run(
         line,
         env={**launchers.without_rank_variables(os.environ), **extra, **variables},

@@ -15,7 +15,7 @@ import click
 from rich.console import Console
 
 from hpctrain import machine
-from hpctrain.cluster.launch import Mpi
+from hpctrain.cluster.launch import MpiInstallation
 from hpctrain.core import progress
 from hpctrain.core.errors import UsageError
 from hpctrain.gradients.precision import master_dtype
@@ -151,7 +151,7 @@ def _blas_threads(cores: int | None, max_ranks: int) -> int | None:
     return core_binding.user_threads(os.environ) or cores_per_rank
 
 
-def _machine_facts(mpi: Mpi | None) -> dict[str, Any]:
+def _machine_facts(mpi: MpiInstallation | None) -> dict[str, Any]:
     """Return the facts of this machine that results depend on."""
     facts = machine.facts([os.uname().nodename], "none")
     for name in ("cores_per_rank", "blas_threads", "hosts"):  # of this process: no rank

@@ -117,7 +117,7 @@ def test_there_is_time_for_all_pieces(script, tmp_path):
 def test_the_runs_of_a_piece_end_before_it(script, monkeypatch, tmp_path):
     """However slow they are: each row is kept, and none takes the time of those behind it."""
     (piece,) = (
-        item for item in script("run_all").pieces([2], tmp_path) if item.name == "precision"
+        item for item in script("run_all").make_pieces([2], tmp_path) if item.name == "precision"
     )
     precision, now, chosen = script("precision"), [0.0], []
 

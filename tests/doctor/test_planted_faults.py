@@ -55,7 +55,7 @@ def has_few_threads(checks, ended):
     """Assert that the level of `FUNNELED` was told."""
     assert checks["threads"]["verdict"] == "slow"
     assert checks["threads"]["seen"].startswith("MPI_THREAD_FUNNELED: gradients cannot travel")
-    assert "threads: a build of MPI with MPI_THREAD_MULTIPLE" in ended.stdout
+    assert "threads: use an MPI that was built with MPI_THREAD_MULTIPLE" in ended.stdout
 
 
 SPACE = ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--mount", "--map-root-user"]
@@ -127,7 +127,7 @@ def test_a_full_disk(with_little_room, tmp_path):
     assert code == 1 and ended.returncode
     assert checks["disk"]["verdict"] == checks["output folder"]["verdict"] == "bad"
     assert "No space left on device" in checks["output folder"]["seen"]
-    assert "output folder: name a folder that can be written with --out" in ended.stdout
+    assert "output folder: name a writable folder with --out" in ended.stdout
     assert checks["sums"]["verdict"] == "ok"  # and the rest is looked at
 
 

@@ -11,7 +11,7 @@ from functools import cache
 
 import pytest
 
-from hpctrain.cluster.netlab.netlab import refusal
+from hpctrain.cluster.netlab.netlab import unavailable_reason
 
 pytestmark = pytest.mark.processes
 QUICK = {"OMP_NUM_THREADS": "1"}
@@ -151,7 +151,7 @@ def test_a_node_that_is_busy_does_not_pass(hpctrain, tmp_path):
 
 @cache
 def refused():
-    return refusal()
+    return unavailable_reason()
 
 
 SHAPED = """

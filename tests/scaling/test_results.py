@@ -21,7 +21,7 @@ from matplotlib import image
 from rich.console import Console
 from studies import SPEC, Times, runner, study, write
 
-from hpctrain.cluster.launch import Mpi
+from hpctrain.cluster.launch import MpiInstallation
 from hpctrain.commands.scale import scale
 from hpctrain.core.errors import UsageError
 from hpctrain.run_files import run_folder
@@ -372,7 +372,9 @@ def called(monkeypatch, out, *words, failing=(), times=amdahl, draw=no_time):
     """Return the exit code of `hpctrain scale` with trials that take no time, and their calls."""
     calls = []
     monkeypatch.setattr(plots, "plots", draw)
-    monkeypatch.setattr(local_runner, "must_work", lambda *_: Mpi("MPICH", "5", "lib", "mpiexec"))
+    monkeypatch.setattr(
+        local_runner, "must_work", lambda *_: MpiInstallation("MPICH", "5", "lib", "mpiexec")
+    )
     monkeypatch.setattr(local_runner, "run", runner(times, calls, failing))
     line = ["digits", "--ranks", "1,2", "--out", str(out), *words]
     return scale.main(line, standalone_mode=False), [

@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from hpctrain.bench.prediction.tables import format_time
-from hpctrain.cluster.netlab.netlab import bits_of
+from hpctrain.cluster.netlab.netlab import parse_speed
 from hpctrain.scaling import laws
 from hpctrain.scaling.confidence import Estimate
 from hpctrain.scaling.forecast import StepModel
@@ -175,7 +175,7 @@ def _model_text(model: StepModel) -> str:
 
 def _faster_than_link(model: StepModel, link: str | None) -> str:
     """Return a remark on a fitted rate above that of the netlab's links, else ""."""
-    if link is None or not model.beta_s or 8 / model.beta_s < MAX_CREDIBLE * bits_of(link):
+    if link is None or not model.beta_s or 8 / model.beta_s < MAX_CREDIBLE * parse_speed(link):
         return ""
     return f"; more than a link of {link} carries: noise, or trials too short to fill it"
 

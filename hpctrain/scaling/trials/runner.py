@@ -92,7 +92,10 @@ def statuses(folder: StudyFolder, study: Study) -> dict[TrialKey, TrialStatus]:
 
 
 def _status(out: Path, study: Study) -> TrialStatus:
-    outcome, jobs = collect.read_trial(out, study.timing), submit.jobs_of(collect.job_folder(out))
+    outcome, jobs = (
+        collect.read_trial(out, study.timing),
+        submit.read_job_ids(collect.job_folder(out)),
+    )
     return (
         TrialStatus.from_outcome(outcome, *jobs[-1:])
         if isinstance(outcome, TrialResult)

@@ -22,14 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.cluster.slurm import sbatch, submit
-from hpctrain.cluster.slurm.job import Job
-from hpctrain.cluster.slurm.job import check as check_job
+from hpctrain.cluster.slurm.job import Job, check_job
 from hpctrain.cluster.slurm.queries import JobState
-from hpctrain.cluster.slurm.reasons import explain, is_permanent
+from hpctrain.cluster.slurm.reasons import explain_reason, is_permanent
 from hpctrain.cluster.slurm.render import render
-from hpctrain.cluster.slurm.site import Site
-from hpctrain.cluster.slurm.site import load as load_site
-from hpctrain.cluster.slurm.submit import END_STATES, POLL_S
+from hpctrain.cluster.slurm.site import Site, load_site
+from hpctrain.cluster.slurm.submit import END_STATES, POLL_INTERVAL_S
 from hpctrain.core.errors import HpctrainError
 from hpctrain.run_files import run_folder
 from hpctrain.scaling import collect, trial_recipe
@@ -115,7 +113,7 @@ def status(out: Path, state: JobState) -> TrialStatus:
     """Return the status of a trial from the state of its job."""
     word = state.state.lower()
     step = collect.read_last_step(out) if word == RUNNING else None
-    reason = "" if word == RUNNING else explain(state.reason)
+    reason = "" if word == RUNNING else explain_reason(state.reason)
     return TrialStatus(word, int(state.job), step, reason)
 
 
@@ -124,7 +122,7 @@ def current_statuses(folder: StudyFolder, study: Study) -> dict[TrialKey, TrialS
     outs = {key: folder.trial(key[1], key[0]) for key in study.trials}
     outcomes = {key: collect.read_trial(out, study.timing) for key, out in outs.items()}
     jobs = {key: ids[-1] for key, out in outs.items() if (ids := _jobs(out))}
-    states = submit.job_states([job for key, job in jobs.items() if isinstance(outcomes[key], Gap)])
+    states = submit.query_jobs([job for key, job in jobs.items() if isinstance(outcomes[key], Gap)])
     state = {key: states[job][0] for key, job in jobs.items() if job in states}
     return {
         k: _current_status(out, outcomes[k], jobs.get(k), state.get(k)) for k, out in outs.items()
@@ -133,7 +131,7 @@ def current_statuses(folder: StudyFolder, study: Study) -> dict[TrialKey, TrialS
 
 def _jobs(out: Path) -> list[int]:
     """Return the jobs submitted for the run `out`, the latest last."""
-    return submit.jobs_of(collect.job_folder(out))
+    return submit.read_job_ids(collect.job_folder(out))
 
 
 def _current_status(
@@ -150,13 +148,13 @@ def _current_status(
 def _open_job(study: Study, key: TrialKey, out: Path) -> int | None:
     """Return the job of the run `out` that has not ended, None if there is none."""
     job_folder = collect.job_folder(out)
-    ids = submit.jobs_of(job_folder)
+    ids = submit.read_job_ids(job_folder)
     if not ids and job_folder.exists():  # the submitting process was killed before the id came back
-        ids = submit.jobs_named(_name(study, key, out))
-        run_folder.write_json(job_folder / submit.JOBS, {"jobs": ids})
+        ids = submit.find_jobs_by_name(_name(study, key, out))
+        run_folder.write_json(job_folder / submit.JOBS_FILE, {"jobs": ids})
     return (
         ids[-1]
-        if ids and submit.job_states([ids[-1]])[ids[-1]][0].state not in END_STATES
+        if ids and submit.query_jobs([ids[-1]])[ids[-1]][0].state not in END_STATES
         else None
     )
 
@@ -173,7 +171,7 @@ def _submit(folder: StudyFolder, study: Study, spec: Recipe, key: TrialKey, out:
     file = folder.recipe(key[1], timed_recipe.toml()).absolute()
     job = _job(study, key[1], str(file), str(out.absolute()), _name(study, key, out))
     with _defer_interrupt():
-        return submit.submit(render(job, _site(study)), collect.job_folder(out))
+        return submit.submit_script(render(job, _site(study)), collect.job_folder(out))
 
 
 @contextmanager
@@ -218,7 +216,7 @@ def _await_ends(
     remaining, deadline, pause = dict(waiting), time.monotonic() + LIMIT_S, 0.5
     outs = {key: folder.trial(key[1], key[0]) for key in waiting}
     while remaining:
-        states_of = submit.job_states(remaining.values())
+        states_of = submit.query_jobs(remaining.values())
         states = {key: states_of[job][0] for key, job in remaining.items()}
         is_over = time.monotonic() > deadline
         ended_keys = [key for key, state in states.items() if is_over or _is_final(state)]
@@ -229,7 +227,7 @@ def _await_ends(
             yield key
         if remaining:
             time.sleep(pause)
-            pause = min(1.3 * pause, POLL_S)
+            pause = min(1.3 * pause, POLL_INTERVAL_S)
 
 
 def _is_final(state: JobState) -> bool:
@@ -242,7 +240,7 @@ def _log_end(out: Path, state: JobState) -> None:
     deadline = time.monotonic() + LATE_S * (state.state == "COMPLETED")
     while not (out / collect.SUMMARY).exists() and time.monotonic() < deadline:
         time.sleep(0.2)
-    reason = f" ({explain(state.reason)})" if state.reason else ""
+    reason = f" ({explain_reason(state.reason)})" if state.reason else ""
     end = "" if state.state in END_STATES else f"; `scancel {state.job}` ends it"
     text = f"hpctrain: Slurm's job {state.job} is {state.state}{reason}{end}\n"
     collect.log_path(out).write_text(text)

@@ -35,7 +35,6 @@ from hpctrain.transport.paths import STAGED, Verdict
 
 OVERRIDE = "HPCTRAIN_GPU_PATH"
 CACHE = "XDG_CACHE_HOME"
-UNTRIED = "run `hpctrain doctor` once, in a job on such nodes"
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ def cached_result(environ: Mapping[str, str]) -> ProbeResult:
 
     MPI is loaded, not started. Raises UsageError if the user's variable makes no sense.
     """
-    cached = _read(cache_file(environ)) or ProbeResult(STAGED, UNTRIED)
+    cached = _read(cache_file(environ)) or ProbeResult(STAGED, paths.UNTRIED)
     untried = tuple(name for name in jobs.CLASSES if name not in cached.trials)
     cached = replace(cached, unproven=untried)
     override = environ.get(OVERRIDE, "")
@@ -85,7 +84,7 @@ def apply_override(override: str, cached: ProbeResult) -> ProbeResult:
     reason = f"{OVERRIDE}={override}{refused}"
     verdict = replace(cached.verdict, **chosen, **remaining, reason=reason)
     unproven = (*failed_trials, *(name for name in cached.unproven if name not in chosen))
-    return ProbeResult(verdict, UNTRIED if failed_trials else "", cached.trials, unproven)
+    return ProbeResult(verdict, paths.UNTRIED if failed_trials else "", cached.trials, unproven)
 
 
 def _is_credible(name: str, results: Mapping[str, ProbeTrial]) -> bool:
