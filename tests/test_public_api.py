@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -120,6 +122,11 @@ def test_wrong_arguments_of_a_trainer(wrong):
             ht.Trainer(**arguments, world=world).fit(samples, epochs=1)
 
     alone(body)
+
+
+def test_docs_list_the_public_names():
+    page = (Path(__file__).parents[1] / "docs" / "python.md").read_text()
+    assert [name for name in ht.__all__ if f"`ht.{name}" not in page] == []
 
 
 def test_reprs_are_short():
