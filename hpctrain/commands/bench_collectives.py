@@ -74,7 +74,9 @@ def _make_command(name: str) -> click.Command:
     )
     @_add_options(name)
     def command(sizes: str, rivals: str, **option_values: Any) -> None:
-        options = collectives.check(name, sizes_text=sizes, rivals_text=rivals, **option_values)
+        options = collectives.parse_options(
+            name, sizes_text=sizes, rivals_text=rivals, **option_values
+        )
         collectives.run(world.init("cpu"), options)
 
     return command

@@ -43,5 +43,5 @@ FILE_TYPE = click.Path(path_type=Path, dir_okay=False)
 @click.option("--plot", type=FILE_TYPE, metavar="FILE", help="Plot the rows: .png or .svg.")
 def p2p(sizes: str, **option_values: Any) -> None:
     """Time messages between two ranks: latency by ping-pong, bandwidth one way."""
-    options = bench.check(sizes, **option_values)
+    options = bench.parse_options(sizes, **option_values)
     bench.run(world.init(options.device), options)

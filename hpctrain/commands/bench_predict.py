@@ -13,11 +13,11 @@ from rich.console import Console
 
 from hpctrain.bench.prediction import tables
 from hpctrain.bench.prediction.command import (
-    LATENCY,
-    LINK,
-    MEMORY,
-    NODE_LATENCY,
-    NODE_LINK,
+    DEFAULT_LATENCY,
+    DEFAULT_LINK,
+    DEFAULT_MEMORY_BANDWIDTH,
+    DEFAULT_NODE_LATENCY,
+    DEFAULT_NODE_LINK,
     Prediction,
     run,
 )
@@ -48,19 +48,21 @@ FILE_TYPE = click.Path(path_type=Path, dir_okay=False)
     metavar="R",
     help="Ranks fill nodes in order.",
 )
-@click.option("--link", metavar="SPEED", help=f"Rate of a network card; default {LINK}.")
-@click.option("--latency", metavar="TIME", help=f"Latency between nodes; default {LATENCY}.")
+@click.option("--link", metavar="SPEED", help=f"Rate of a network card; default {DEFAULT_LINK}.")
+@click.option(
+    "--latency", metavar="TIME", help=f"Latency between nodes; default {DEFAULT_LATENCY}."
+)
 @click.option("--cards", type=int, default=1, show_default=True, help="Network cards per node.")
 @click.option(
-    "--node-link", metavar="SPEED", help=f"Rate between ranks of a node; default {NODE_LINK}."
+    "--node-link", metavar="SPEED", help=f"Rate inside a node; default {DEFAULT_NODE_LINK}."
 )
 @click.option(
-    "--node-latency", metavar="TIME", help=f"Latency inside a node; default {NODE_LATENCY}."
+    "--node-latency", metavar="TIME", help=f"Latency inside a node; default {DEFAULT_NODE_LATENCY}."
 )
 @click.option(
     "--memory-bandwidth",
     metavar="SPEED",
-    help=f"Memory bandwidth of a node; default {MEMORY}.",
+    help=f"Memory bandwidth of a node; default {DEFAULT_MEMORY_BANDWIDTH}.",
 )
 @click.option(
     "--sizes",
@@ -96,7 +98,7 @@ def bench_predict(**option_values: Any) -> None:
     """Predict how long all-reduces take on N ranks, and whole training steps; needs no MPI."""
     prediction = run(option_values)
     console = Console(width=None if sys.stdout.isatty() else 160)
-    for title, table in tables.tables(prediction.rows):
+    for title, table in tables.make_tables(prediction.rows):
         click.echo(title)
         console.print(table)
     click.echo(f"assumed: {prediction.machine_text}")
@@ -113,9 +115,9 @@ def _write_files(prediction: Prediction, json_file: Path | None, plot: Path | No
         if json_file:
             json_file.write_text(json.dumps(content, indent=1) + "\n")
         if plot:
-            from hpctrain.bench.prediction.plots import draw  # late: only plots need matplotlib
+            from hpctrain.bench.prediction.plots import draw_prediction  # needs matplotlib
 
-            draw(prediction.rows, prediction.machine_text, plot)
+            draw_prediction(prediction.rows, prediction.machine_text, plot)
     except ImportError as error:
         raise UsageError(f"{MISSING_PACKAGES_MESSAGE} ({error})") from None
     except (OSError, ValueError) as error:

@@ -45,5 +45,5 @@ FILE_TYPE = click.Path(path_type=Path, dir_okay=False)
 @click.option("--plot", type=FILE_TYPE, metavar="FILE", help="Plot the rows: .png or .svg.")
 def step(name: str, rivals: str, **option_values: Any) -> None:
     """Time whole training steps of RECIPE's model, beside other libraries."""
-    options = command.check(name, rivals_text=rivals, **option_values)
+    options = command.parse_options(name, rivals_text=rivals, **option_values)
     command.run(world.init("cpu"), options)

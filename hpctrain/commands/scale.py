@@ -9,7 +9,7 @@ import click
 
 from hpctrain.commands import _options
 from hpctrain.commands._complete import complete_recipes
-from hpctrain.scaling.trial_recipe import MODES
+from hpctrain.scaling.trial_recipe import SCALING_MODES
 from hpctrain.scaling.trials.local_runner import PLACES
 
 EPILOG = """\b
@@ -35,7 +35,7 @@ first trial; 130 interrupted. See docs/scaling.md.
 @click.option("--ranks-per-node", type=int, metavar="R", help="Ranks per node; default: 1.")
 @click.option(
     "--mode",
-    type=click.Choice(MODES),
+    type=click.Choice(SCALING_MODES),
     default="strong",
     show_default=True,
     help="One batch for all ranks (strong), or one per rank (weak).",

@@ -34,7 +34,7 @@ On fewer cores than ranks Open MPI needs `mpirun --oversubscribe`; `hpctrain lau
 @click.option(
     "--sizes",
     metavar="SIZES",
-    help=f"Default: {tuning.SIZES}, and the middle of two sizes between which the fastest changes.",
+    help=f"Default: {tuning.DEFAULT_SIZES}; also the size midway where the fastest changes.",
 )
 @click.option(
     "--device",
@@ -67,9 +67,9 @@ def tune(
 ) -> None:
     """Measure which all-reduce is fastest here; `auto` then uses it."""
     if show is None:
-        options = tuning.check(sizes, rounds, out, plot, device)
+        options = tuning.parse_options(sizes, rounds, out, plot, device)
         tuning.run(world.init(options.device), options)
     elif (sizes, rounds, out) != (None, None, None):
         raise UsageError("--show measures nothing: leave out --sizes, --rounds and --out")
     elif (launched := launchers.launched(os.environ)).rank == 0:
-        tuning.show(Path(show) if show else None, launched.size, plot, device)
+        tuning.show_table(Path(show) if show else None, launched.size, plot, device)

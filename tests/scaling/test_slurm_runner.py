@@ -144,7 +144,7 @@ def test_a_ctrl_c_waits_until_the_id_of_a_job_is_kept(tmp_path, monkeypatch):
         patched.setattr(slurm_runner.submit, "submit_script", pressed)
         with pytest.raises(KeyboardInterrupt):
             run(folder, of)
-    assert submit.read_job_ids(collect.job_of(folder.trial(Size(1), 0))) == [1]
+    assert submit.read_job_ids(collect.job_folder(folder.trial(Size(1), 0))) == [1]
     run(folder, of)
     assert len(created.jobs) == of.repeats
     with pytest.raises(KeyboardInterrupt):  # as ever

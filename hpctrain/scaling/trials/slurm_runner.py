@@ -34,7 +34,7 @@ from hpctrain.scaling import collect, trial_recipe
 from hpctrain.scaling.collect import Gap, TrialResult
 from hpctrain.scaling.output.live_table import RUNNING, SUBMITTED, TrialStatus
 from hpctrain.scaling.output.live_view import LiveView
-from hpctrain.scaling.study import Key, Study, StudyFolder
+from hpctrain.scaling.study import Study, StudyFolder, TrialKey
 from hpctrain.scaling.world_sizes import Size
 from hpctrain.training.recipe import Recipe
 
@@ -70,10 +70,10 @@ def must_render(study: Study) -> None:
 
 
 def trials(
-    folder: StudyFolder, study: Study, spec: Recipe, missing: list[Key], view: LiveView
+    folder: StudyFolder, study: Study, spec: Recipe, missing: list[TrialKey], view: LiveView
 ) -> Iterator[TrialResult | Gap]:
     """Submit missing trials that are not under way; yield the outcome of each."""
-    waiting: dict[Key, int] = {}
+    waiting: dict[TrialKey, int] = {}
     try:
         for key in missing:
             if (job := _job_for(folder, study, spec, key)) is None:
@@ -90,21 +90,21 @@ def trials(
         raise
 
 
-def _job_for(folder: StudyFolder, study: Study, spec: Recipe, key: Key) -> int | None:
+def _job_for(folder: StudyFolder, study: Study, spec: Recipe, key: TrialKey) -> int | None:
     """Return the job of a trial, a new one if none is under way; None where it is refused."""
     out = folder.trial(key[1], key[0])
     try:
         return _open_job(study, key, out) or _submit(folder, study, spec, key, out)
     except HpctrainError as error:  # of this size alone, it may be; so is an sbatch too slow
         out.parent.mkdir(parents=True, exist_ok=True)
-        collect.log_of(out).write_text(f"hpctrain: {' '.join(str(error).split())}\n")
+        collect.log_path(out).write_text(f"hpctrain: {' '.join(str(error).split())}\n")
         return None
 
 
 def _outcome(
-    folder: StudyFolder, study: Study, key: Key, view: LiveView, job: int | None = None
+    folder: StudyFolder, study: Study, key: TrialKey, view: LiveView, job: int | None = None
 ) -> TrialResult | Gap:
-    outcome = collect.trial(folder.trial(key[1], key[0]), study.timing)
+    outcome = collect.read_trial(folder.trial(key[1], key[0]), study.timing)
     view.update({key: TrialStatus.from_outcome(outcome, job)})
     return outcome
 
@@ -112,15 +112,15 @@ def _outcome(
 def status(out: Path, state: JobState) -> TrialStatus:
     """Return the status of a trial from the state of its job."""
     word = state.state.lower()
-    step = collect.last_step(out) if word == RUNNING else None
+    step = collect.read_last_step(out) if word == RUNNING else None
     reason = "" if word == RUNNING else explain_reason(state.reason)
     return TrialStatus(word, int(state.job), step, reason)
 
 
-def current_statuses(folder: StudyFolder, study: Study) -> dict[Key, TrialStatus]:
+def current_statuses(folder: StudyFolder, study: Study) -> dict[TrialKey, TrialStatus]:
     """Return the status of each trial by its files and Slurm, for a process that only looks."""
     outs = {key: folder.trial(key[1], key[0]) for key in study.trials}
-    outcomes = {key: collect.trial(out, study.timing) for key, out in outs.items()}
+    outcomes = {key: collect.read_trial(out, study.timing) for key, out in outs.items()}
     jobs = {key: ids[-1] for key, out in outs.items() if (ids := _jobs(out))}
     states = submit.query_jobs([job for key, job in jobs.items() if isinstance(outcomes[key], Gap)])
     state = {key: states[job][0] for key, job in jobs.items() if job in states}
@@ -131,7 +131,7 @@ def current_statuses(folder: StudyFolder, study: Study) -> dict[Key, TrialStatus
 
 def _jobs(out: Path) -> list[int]:
     """Return the jobs submitted for the run `out`, the latest last."""
-    return submit.read_job_ids(collect.job_of(out))
+    return submit.read_job_ids(collect.job_folder(out))
 
 
 def _current_status(
@@ -139,13 +139,15 @@ def _current_status(
 ) -> TrialStatus:
     if state is not None and state.state not in END_STATES:
         return status(out, state)
-    has_begun = isinstance(outcome, TrialResult) or job is not None or collect.log_of(out).exists()
+    has_begun = (
+        isinstance(outcome, TrialResult) or job is not None or collect.log_path(out).exists()
+    )
     return TrialStatus.from_outcome(outcome, job) if has_begun else TrialStatus()
 
 
-def _open_job(study: Study, key: Key, out: Path) -> int | None:
+def _open_job(study: Study, key: TrialKey, out: Path) -> int | None:
     """Return the job of the run `out` that has not ended, None if there is none."""
-    job_folder = collect.job_of(out)
+    job_folder = collect.job_folder(out)
     ids = submit.read_job_ids(job_folder)
     if not ids and job_folder.exists():  # the submitting process was killed before the id came back
         ids = submit.find_jobs_by_name(_name(study, key, out))
@@ -157,17 +159,19 @@ def _open_job(study: Study, key: Key, out: Path) -> int | None:
     )
 
 
-def _submit(folder: StudyFolder, study: Study, spec: Recipe, key: Key, out: Path) -> int:
+def _submit(folder: StudyFolder, study: Study, spec: Recipe, key: TrialKey, out: Path) -> int:
     """Submit a new job to Slurm; return its id. Files of an earlier one are removed."""
     shutil.rmtree(out, ignore_errors=True)
-    shutil.rmtree(collect.job_of(out), ignore_errors=True)
-    collect.log_of(out).unlink(missing_ok=True)
+    shutil.rmtree(collect.job_folder(out), ignore_errors=True)
+    collect.log_path(out).unlink(missing_ok=True)
     out.parent.mkdir(parents=True, exist_ok=True)
-    timed_recipe = trial_recipe.trial(spec, study.mode, study.batch, key[1], study.timing)
+    timed_recipe = trial_recipe.make_trial_recipe(
+        spec, study.mode, study.batch, key[1], study.timing
+    )
     file = folder.recipe(key[1], timed_recipe.toml()).absolute()
     job = _job(study, key[1], str(file), str(out.absolute()), _name(study, key, out))
     with _defer_interrupt():
-        return submit.submit_script(render(job, _site(study)), collect.job_of(out))
+        return submit.submit_script(render(job, _site(study)), collect.job_folder(out))
 
 
 @contextmanager
@@ -185,7 +189,7 @@ def _defer_interrupt() -> Iterator[None]:
         raise KeyboardInterrupt
 
 
-def _name(study: Study, key: Key, out: Path) -> str:
+def _name(study: Study, key: TrialKey, out: Path) -> str:
     """Return a job name that is unique among trials of all studies."""
     mark = hashlib.sha256(str(out.absolute()).encode()).hexdigest()[:8]
     safe_name = re.sub(r"[^\w.-]", "_", study.name)  # squeue would take a comma for two names
@@ -205,7 +209,9 @@ def _site(study: Study) -> Site | None:
     return None if name is None else load_site(name)
 
 
-def _await_ends(waiting: Mapping[Key, int], folder: StudyFolder, view: LiveView) -> Iterator[Key]:
+def _await_ends(
+    waiting: Mapping[TrialKey, int], folder: StudyFolder, view: LiveView
+) -> Iterator[TrialKey]:
     """Yield trials as their jobs end or cannot start; after LIMIT_S all the others."""
     remaining, deadline, pause = dict(waiting), time.monotonic() + LIMIT_S, 0.5
     outs = {key: folder.trial(key[1], key[0]) for key in waiting}
@@ -237,5 +243,5 @@ def _log_end(out: Path, state: JobState) -> None:
     reason = f" ({explain_reason(state.reason)})" if state.reason else ""
     end = "" if state.state in END_STATES else f"; `scancel {state.job}` ends it"
     text = f"hpctrain: Slurm's job {state.job} is {state.state}{reason}{end}\n"
-    collect.log_of(out).write_text(text)
+    collect.log_path(out).write_text(text)
     shutil.rmtree(out / "checkpoints", ignore_errors=True)
