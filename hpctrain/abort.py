@@ -30,7 +30,7 @@ FAULT_GROUPING_WINDOW_S = 0.5  #: in which every rank may print its error before
 #: The time that other ranks wait for the report of rank 0 before MPI starts; the second where the
 #: launcher ends all ranks at the first error.
 RANK_0_S, LAUNCHER_S = 1.0, 10.0
-REPORTS_S = 2.0  #: over which the reports of ranks short of memory are spread
+REPORT_SPREAD_S = 2.0  #: over which the reports of ranks short of memory are spread
 
 
 def abort(code: int) -> None:
@@ -107,7 +107,7 @@ def report(error: BaseException, prefix: str, rank: int = 0, size: int = 1) -> N
     """Print on stderr the error that ended `rank` of `size`; after that it may abort the job."""
     memory_error = shortage(error)
     if memory_error is not None:
-        time.sleep(REPORTS_S * rank / size)
+        time.sleep(REPORT_SPREAD_S * rank / size)
         _print(f"hpctrain: {prefix}: {memory_error}" if size > 1 else f"hpctrain: {memory_error}")
         log.debug("the allocation that failed:", exc_info=error)
         return

@@ -7,7 +7,7 @@ import weakref
 import numpy as np
 import pytest
 
-from hpctrain.core import bound_calls
+from hpctrain.user_collectives import bound_calls
 
 
 def kept(x: np.ndarray) -> None:

@@ -33,7 +33,7 @@ ROOMS = {
     "collectives/reductions": (5, 500),
     "commands": (20, 1350),
     "config": (5, 650),
-    "core": (14, 1550),
+    "core": (13, 1520),
     "cost_model": (7, 970),
     "data": (15, 1330),
     "doctor": (9, 900),
@@ -64,7 +64,7 @@ ROOMS = {
     "transport/shared_memory": (5, 720),
     "transport/threads": (4, 400),
     "tuning": (10, 1400),
-    "user_collectives": (3, 450),
+    "user_collectives": (4, 520),
     "watch": (6, 750),
     "world": (4, 400),
 }

@@ -158,10 +158,10 @@ def probe(environ: Mapping[str, str], again: bool = False) -> ProbeResult:
         message = f"probing the path of GPU memory, once ({', '.join(missing_commands)})"
         print(message.replace("_", " "), file=sys.stderr, flush=True)
     results |= {name: jobs.run(line, environ) for name, line in missing_commands.items()}
-    judgement = judge(results, gdr.gdr(nics.nics()), environ)
+    result = judge(results, gdr.gdr(nics.nics()), environ)
     if all(trial.claims for trial in results.values()):
-        _write(file, judgement)
-    return judgement
+        _write(file, result)
+    return result
 
 
 def _nodes(environ: Mapping[str, str]) -> int:
@@ -271,12 +271,12 @@ def from_json(text: str) -> ProbeResult:
     return ProbeResult(paths.from_table(fields["verdict"]), fields["remedy"], results)
 
 
-def _write(file: Path, judgement: ProbeResult) -> None:
+def _write(file: Path, result: ProbeResult) -> None:
     """Write a verdict to its cache file atomically; warn where it cannot be written."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         temporary = file.with_suffix(f".{os.getpid()}")
-        temporary.write_text(json.dumps(asdict(judgement)))
+        temporary.write_text(json.dumps(asdict(result)))
         temporary.replace(file)
     except OSError as error:
         print(

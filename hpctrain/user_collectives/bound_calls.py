@@ -22,11 +22,11 @@ from typing import Any
 import numpy as np
 
 #: The arguments, and the call. A plain tuple: a named one takes twice as long to unpack.
-Ready = tuple[np.dtype, tuple[int, ...], str, Any, Callable[[], Any]]
+BoundEntry = tuple[np.dtype, tuple[int, ...], str, Any, Callable[[], Any]]
 MAX_REMEMBERED_ARRAYS = 1024
 
-checked: dict[int, Ready] = {}  #: by the id of the array: calls that first compare arguments
-unchecked: dict[int, Ready] = {}
+checked: dict[int, BoundEntry] = {}  #: by the id of the array: calls that first compare arguments
+unchecked: dict[int, BoundEntry] = {}
 _live_arrays: dict[int, weakref.ref[np.ndarray]] = {}
 _arrays_met_once: dict[
     int, weakref.ref[np.ndarray]
@@ -44,7 +44,7 @@ def met_before(x: np.ndarray) -> bool:
     return False
 
 
-def keep(calls: dict[int, Ready], x: np.ndarray, ready: Ready) -> None:
+def keep(calls: dict[int, BoundEntry], x: np.ndarray, ready: BoundEntry) -> None:
     """Store `ready`, which must not hold `x`, under `id(x)` in `calls` until `x` is gone."""
     _live_arrays[id(x)] = weakref.ref(x, partial(_drop, id(x)))
     calls[id(x)] = ready
