@@ -109,7 +109,7 @@ def run(world: World, options: Options) -> list[Row]:
         world, options.json, output.make_report(world, rows, timed=TIMING_METHOD, **gpu_facts)
     )
     if options.plot is not None and world.rank == 0:
-        import_module("hpctrain.bench.plot").draw(rows, title, options.plot, "algbw")
+        import_module("hpctrain.bench.plot").draw_size_plot(rows, title, options.plot, "algbw")
     return rows
 
 

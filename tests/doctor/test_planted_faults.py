@@ -178,14 +178,14 @@ THROTTLED = """
 import os, sys
 group, *sys.argv[1:] = sys.argv[1:]
 from hpctrain.doctor.job import cores
-measure = cores.measure
+measure = cores.measure_cores
 def held_up(*arguments):
     for folder, function in ((group, lambda: measure(*arguments)), (os.path.dirname(group), None)):
         open(folder + "/cgroup.procs", "w").write(str(os.getpid()))
         found = function() if function else found
     return found
 if os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK")) == "1":
-    cores.measure = held_up
+    cores.measure_cores = held_up
 from hpctrain.cli import main
 main()
 """

@@ -38,9 +38,9 @@ if rank == 2:
 """
 SILENT = """
 from hpctrain.doctor.job import examine, known_sums as sums
-examine.LIMIT_S = 1.5
+examine.HANG_TIMEOUT_S = 1.5
 if rank == 1:
-    sums.failed_algorithms = lambda world: time.sleep(100)
+    sums.find_failed_algorithms = lambda world: time.sleep(100)
 """
 
 

@@ -97,7 +97,7 @@ def run(world: World, options: Options) -> list[timing.Row]:
     )
     output.write_json(world, options.json, json_report)
     if options.plot is not None and world.rank == 0:
-        import_module("hpctrain.bench.plot").bars(rows, title, options.plot)
+        import_module("hpctrain.bench.plot").draw_step_bars(rows, title, options.plot)
     return rows
 
 

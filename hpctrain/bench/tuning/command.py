@@ -134,7 +134,7 @@ def _save_and_show(world: World, tuning_table: Table, path: Path, plot: Path | N
 
 def _draw_plot(tuning_table: Table, plot: Path | None) -> None:
     if plot is not None:
-        import_module("hpctrain.bench.tuning.plots").draw(tuning_table, plot)
+        import_module("hpctrain.bench.tuning.plots").draw_table(tuning_table, plot)
 
 
 def _make_progress_bar(world: World, step_count: int) -> Progress:
