@@ -19,7 +19,13 @@ import numpy as np
 from _common import options, paired_ratio, spread, world_of, write
 
 from hpctrain import optim
-from hpctrain.engines.parameter_server.shard import AHEAD, Order, Shard, Use, slices
+from hpctrain.engines.parameter_server.shard import (
+    POSTED_SLICES,
+    GradientAction,
+    Order,
+    Shard,
+    wire_slices,
+)
 from hpctrain.gradients import arena as arenas
 from hpctrain.transport.link import Link
 from hpctrain.world import World
@@ -58,7 +64,9 @@ def measured(world: World, rounds: int, warm_up: int = 3) -> dict[str, list[floa
     arena.grad[:] = 1
     own, ranks = slice(0, arena.param.size), [w + 1 for w in everyone]
     sgd = optim.sgd(RATE)
-    shard = Shard(arena, own, sgd, total=np.asarray, push=push, pull=pull, workers=ranks)
+    shard = Shard(
+        arena, own, sgd, gather_rows=np.asarray, push_link=push, pull_link=pull, workers=ranks
+    )
     one_by_one = [(w,) for w in everyone]
     ways = {
         "memory": (lambda: in_memory(arena, len(everyone)), lambda: time.sleep(REST_S)),
@@ -95,21 +103,21 @@ def in_memory(arena: arenas.Arena, times: int) -> None:
 def serve(shard: Shard, pushes: list[tuple[int, ...]], pull: bool) -> None:
     """Apply pushes, each of some workers together."""
     for who in pushes:
-        shard.apply(Order(who, Use.UPDATE, 1.0, who if pull else (), False))
-    shard.rest()
+        shard.apply(Order(who, GradientAction.UPDATE, 1.0, who if pull else (), False))
+    shard.flush()
 
 
 def send(link: Link, push: Link, arena: arenas.Arena, all_of_us: bool = True) -> None:
     """Push a gradient in slices; of all workers, or of the first alone."""
     if link.rank == 1 or all_of_us:
-        cut = slices(slice(0, arena.grad.size), 4)
+        cut = wire_slices(slice(0, arena.grad.size), 4)
         for request in [push.isend(arena.grad[s], 0) for s in cut]:
             request.wait()
 
 
 def exchange(push: Link, pull: Link, arena: arenas.Arena) -> None:
     """Push a gradient and pull the parameters."""
-    cut = slices(slice(0, arena.grad.size), 4)
+    cut = wire_slices(slice(0, arena.grad.size), 4)
     receives = [pull.irecv(arena.param[s], 0) for s in cut]
     sends = [push.isend(arena.grad[s], 0) for s in cut]
     for request in [*receives, *sends]:
@@ -119,9 +127,9 @@ def exchange(push: Link, pull: Link, arena: arenas.Arena) -> None:
 def receive(push: Link, into: np.ndarray) -> None:
     """Take what the first worker sends, with as many receives ahead as a shard has."""
     posted: list = []
-    for s in slices(slice(0, into.size), 4):
+    for s in wire_slices(slice(0, into.size), 4):
         posted.append(push.irecv(into[s], 1))
-        if len(posted) == AHEAD:
+        if len(posted) == POSTED_SLICES:
             posted.pop(0).wait()
     for request in posted:
         request.wait()
