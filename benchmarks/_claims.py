@@ -10,88 +10,95 @@ import numpy as np
 Row = Mapping[str, Any]
 
 
-def mean(rows: Sequence[Row], key: str, **where: Any) -> float:
-    """Return the mean of column `key` over the results that have the values of `where`."""
-    found = [row[key] for row in rows if all(row[name] == one for name, one in where.items())]
-    if not found or None in found:
-        raise LookupError(f"no {key} of {where}")
-    return float(np.mean(found))
+def mean(rows: Sequence[Row], key: str, **conditions: Any) -> float:
+    """Return the mean of column `key` over the results that have the values of `conditions`."""
+    values = [
+        row[key] for row in rows if all(row[name] == value for name, value in conditions.items())
+    ]
+    if not values or None in values:
+        raise LookupError(f"no {key} of {conditions}")
+    return float(np.mean(values))
 
 
-def straggler(rows: Sequence[Row]) -> dict[str, bool]:
-    def seconds(method: str, factor: float) -> float:
+def straggler_claims(rows: Sequence[Row]) -> dict[str, bool]:
+    def time_to_target(method: str, factor: float) -> float:
         return mean(rows, "time_to_target_s", method=method, slow_factor=factor)
 
-    sync, late, backup, free, bound = (
-        seconds("sync (server)", 1.0), seconds("sync (server)", 10.0),
-        seconds("1 backup worker", 10.0), seconds("async", 10.0), seconds("SSP s = 3", 10.0),
+    sync_s, slow_s, backup_s, async_s, bounded_s = (
+        time_to_target("sync (server)", 1.0), time_to_target("sync (server)", 10.0),
+        time_to_target("1 backup worker", 10.0), time_to_target("async", 10.0),
+        time_to_target("SSP s = 3", 10.0),
     )  # fmt: skip
-    others = {row["method"]: seconds(row["method"], 1.0) for row in rows}
-    fastest = min(others, key=lambda method: others[method])
+    base_s = {row["method"]: time_to_target(row["method"], 1.0) for row in rows}
+    fastest = min(base_s, key=lambda method: base_s[method])
     return {
-        f"beside a worker 10 times slower sync takes {late:.1f} s, {late / sync:.1f} times what it "
-        "takes without, >= 5": late >= 5 * sync,
-        f"with a backup worker {backup:.1f} s, {backup / sync:.2f} times sync's time without a "
-        "slow worker, <= 1.5": backup <= 1.5 * sync,
-        f"async {free:.1f} s, {free / sync:.2f} times, <= 2": free <= 2 * sync,
-        f"a bound of 3 steps is no help where a worker is always slow: {bound:.1f} s, "
-        f"{bound / late:.2f} times what sync takes there, >= 0.5": bound >= 0.5 * late,
-        f"without a slow worker sync takes {sync:.1f} s, <= 1.5 times the fastest, which is "
-        f"{fastest} with {others[fastest]:.1f} s": sync <= 1.5 * others[fastest],
+        f"beside a worker 10 times slower sync takes {slow_s:.1f} s, {slow_s / sync_s:.1f} times "
+        "what it takes without, >= 5": slow_s >= 5 * sync_s,
+        f"with a backup worker {backup_s:.1f} s, {backup_s / sync_s:.2f} times sync's time without "
+        "a slow worker, <= 1.5": backup_s <= 1.5 * sync_s,
+        f"async {async_s:.1f} s, {async_s / sync_s:.2f} times, <= 2": async_s <= 2 * sync_s,
+        f"a bound of 3 steps is no help where a worker is always slow: {bounded_s:.1f} s, "
+        f"{bounded_s / slow_s:.2f} times what sync takes there, >= 0.5": bounded_s >= 0.5 * slow_s,
+        f"without a slow worker sync takes {sync_s:.1f} s, <= 1.5 times the fastest, which is "
+        f"{fastest} with {base_s[fastest]:.1f} s": sync_s <= 1.5 * base_s[fastest],
     }
 
 
-def staleness(rows: Sequence[Row]) -> dict[str, bool]:
-    single = mean(rows, "accuracy", method="single", rate=0.5)
+def staleness_claims(rows: Sequence[Row]) -> dict[str, bool]:
+    single_accuracy = mean(rows, "accuracy", method="single", rate=0.5)
     claims = {}
     for n in (8, 16):
-        at = {"rate": 0.5, "workers": n, "softsync": n}
-        plain = mean(rows, "accuracy", method="none", **at)
-        ruled = mean(rows, "accuracy", method="inverse-staleness", **at)
-        stale = mean(rows, "staleness_mean", method="none", **at)
+        settings = {"rate": 0.5, "workers": n, "softsync": n}
+        plain_accuracy = mean(rows, "accuracy", method="none", **settings)
+        scaled_accuracy = mean(rows, "accuracy", method="inverse-staleness", **settings)
+        mean_staleness = mean(rows, "staleness_mean", method="none", **settings)
         claims |= {
-            f"{n} workers are stale by {stale:.1f} on average, within 1.5 of {n}": (
-                abs(stale - n) <= 1.5
+            f"{n} workers are stale by {mean_staleness:.1f} on average, within 1.5 of {n}": (
+                abs(mean_staleness - n) <= 1.5
             ),
-            f"at the rate of one device, which reaches {single:.1%}, {n}-softsync with the plain "
-            f"rate reaches {plain:.1%}, <= 20 %": plain <= 0.2,
-            f"... and with rate/staleness {ruled:.1%}, within 3 points of it": (
-                ruled >= single - 0.03
+            f"at the rate of one device, which reaches {single_accuracy:.1%}, {n}-softsync with "
+            f"the plain rate reaches {plain_accuracy:.1%}, <= 20 %": plain_accuracy <= 0.2,
+            f"... and with rate/staleness {scaled_accuracy:.1%}, within 3 points of it": (
+                scaled_accuracy >= single_accuracy - 0.03
             ),
         }
     return claims
 
 
-def sent(rows: Sequence[Row]) -> dict[str, bool]:
-    def of(method: str, period: int) -> tuple[float, float]:
-        at = {"method": method, "period": period}
-        return mean(rows, "accuracy", **at), mean(rows, "bytes_sent_per_rank", **at)
+def bytes_claims(rows: Sequence[Row]) -> dict[str, bool]:
+    def accuracy_and_bytes(method: str, period: int) -> tuple[float, float]:
+        settings = {"method": method, "period": period}
+        return mean(rows, "accuracy", **settings), mean(rows, "bytes_sent_per_rank", **settings)
 
-    sync, most = of("all-reduce, SGD", 1)
-    local_1, _ = of("local SGD", 1)
-    local_64, few = of("local SGD", 64)
-    adamw, _ = of("all-reduce, AdamW", 1)
-    diloco, less = of("DiLoCo", 32)
+    all_reduce, sync_bytes = accuracy_and_bytes("all-reduce, SGD", 1)
+    local_1, _ = accuracy_and_bytes("local SGD", 1)
+    local_64, local_bytes = accuracy_and_bytes("local SGD", 64)
+    adamw_accuracy, _ = accuracy_and_bytes("all-reduce, AdamW", 1)
+    diloco_accuracy, diloco_bytes = accuracy_and_bytes("DiLoCo", 32)
     return {
-        f"local SGD with H = 1 reaches {local_1:.1%}, all-reduce {sync:.1%}, the same within 0.5 "
-        "points": abs(local_1 - sync) <= 0.005,
-        f"H = 64 sends {few / most:.3f} of the bytes, <= 0.02, and reaches {local_64:.1%}, within "
-        "3 points": few <= 0.02 * most and local_64 >= sync - 0.03,
-        f"DiLoCo with H = 32 sends {less / most:.3f} of the bytes, <= 0.04, and reaches "
-        f"{diloco:.1%}, within 2 points of all-reduce with AdamW, {adamw:.1%}": (
-            less <= 0.04 * most and diloco >= adamw - 0.02
+        f"local SGD with H = 1 reaches {local_1:.1%}, all-reduce {all_reduce:.1%}, the same within "
+        "0.5 points": abs(local_1 - all_reduce) <= 0.005,
+        f"H = 64 sends {local_bytes / sync_bytes:.3f} of the bytes, <= 0.02, and reaches "
+        f"{local_64:.1%}, within 3 points": local_bytes <= 0.02 * sync_bytes
+        and local_64 >= all_reduce - 0.03,
+        f"DiLoCo with H = 32 sends {diloco_bytes / sync_bytes:.3f} of the bytes, <= 0.04, and "
+        f"reaches {diloco_accuracy:.1%}, within 2 points of all-reduce with AdamW, "
+        f"{adamw_accuracy:.1%}": (
+            diloco_bytes <= 0.04 * sync_bytes and diloco_accuracy >= adamw_accuracy - 0.02
         ),
     }
 
 
-def period(rows: Sequence[Row]) -> dict[str, bool]:
+def period_claims(rows: Sequence[Row]) -> dict[str, bool]:
     methods = ("single", "Downpour", "EASGD", "EAMSGD")
     single, downpour, easgd, eamsgd = (mean(rows, "accuracy", method=m) for m in methods)
-    slow, fast = mean(rows, "rate", method="Downpour"), mean(rows, "rate", method="EASGD")
+    downpour_rate, easgd_rate = (
+        mean(rows, "rate", method="Downpour"),
+        mean(rows, "rate", method="EASGD"),
+    )
     return {
-        f"Downpour, tuned, bears a rate of {slow:g}, EASGD of {fast:g}: >= 5 times as much": (
-            fast >= 5 * slow
-        ),
+        f"Downpour, tuned, bears a rate of {downpour_rate:g}, EASGD of {easgd_rate:g}: >= 5 times "
+        "as much": (easgd_rate >= 5 * downpour_rate),
         f"Downpour reaches {downpour:.1%}, EASGD {easgd:.1%}, more by >= 1 point": (
             easgd >= downpour + 0.01
         ),
@@ -103,10 +110,10 @@ def period(rows: Sequence[Row]) -> dict[str, bool]:
 
 
 CLAIMS: dict[str, Callable[[Sequence[Row]], dict[str, bool]]] = {
-    "straggler": straggler,
-    "staleness": staleness,
-    "period": period,
-    "bytes": sent,
+    "straggler": straggler_claims,
+    "staleness": staleness_claims,
+    "period": period_claims,
+    "bytes": bytes_claims,
 }
 
 
@@ -114,5 +121,5 @@ def claims_of(study: str, rows: Sequence[Row]) -> dict[str, bool]:
     """Return {claim: whether it holds}, for the rows that are results."""
     try:
         return CLAIMS[study]([row for row in rows if row["role"] == "result"])
-    except LookupError as missing:  # some methods were left out, or never reached the target
-        return {f"everything was measured: {missing}": False}
+    except LookupError as error:  # some methods were left out, or never reached the target
+        return {f"everything was measured: {error}": False}

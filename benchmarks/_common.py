@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hpctrain.cluster.launch import launch_argv
+from hpctrain.cluster.launch import launch_program
 from hpctrain.core import launchers
 from hpctrain.machine import facts
 from hpctrain.tuning.measure import interleaved, paired_ratio, spread
@@ -19,26 +19,26 @@ from hpctrain.world import World, init
 __all__ = [
     "RESULTS",
     "interleaved",
-    "keep",
-    "machine",
-    "options",
+    "machine_facts",
+    "make_parser",
     "paired_ratio",
-    "short",
+    "report_result",
+    "save_result",
+    "short_text",
     "spread",
-    "world_of",
-    "write",
+    "start_world",
 ]
 RESULTS = Path(__file__).parent / "results"
 
 
-def world_of(ranks: int) -> World:
+def start_world(ranks: int) -> World:
     """Return the World of `ranks` ranks; started alone, start this script on them and leave."""
     if launchers.launched(os.environ).size == 1 and ranks > 1:
-        sys.exit(launch_argv(ranks, [sys.executable, *sys.argv]))
+        sys.exit(launch_program(ranks, [sys.executable, *sys.argv]))
     return init()
 
 
-def options(description: str) -> argparse.ArgumentParser:
+def make_parser(description: str) -> argparse.ArgumentParser:
     """Return the parser that every benchmark begins with."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--ranks", type=int, default=2)
@@ -46,12 +46,12 @@ def options(description: str) -> argparse.ArgumentParser:
     return parser
 
 
-def machine(world: World) -> dict[str, Any]:
+def machine_facts(world: World) -> dict[str, Any]:
     """Return what a reader needs to know of where a result was measured."""
     return facts(world.hosts, world.transport)
 
 
-def write(
+def report_result(
     world: World,
     name: str,
     rows: Sequence[Mapping[str, Any]],
@@ -63,30 +63,30 @@ def write(
     Rank 0 writes. Every rank leaves with exit code 1 if a claim does not hold.
     """
     if world.rank == 0:
-        keep(name, {"machine": machine(world), **about}, rows, claims)
+        save_result(name, {"machine": machine_facts(world), **about}, rows, claims)
     if not all(claims.values()):
         sys.exit(1)
 
 
-def keep(
+def save_result(
     name: str,
     about: Mapping[str, Any],
     rows: Sequence[Mapping[str, Any]],
     claims: Mapping[str, bool],
 ) -> None:
-    """Do what `write` does, in a process that is no rank; `about` has the facts of the machine."""
+    """Do the same as `report_result` in a process that is no rank; `about` has the machine."""
     mpi = about["machine"]["mpi"].rsplit(maxsplit=1)[0].lower().replace(" ", "")
     path = RESULTS / f"{name}-{mpi}.json"
-    found = {**about, "claims": dict(claims), "rows": list(rows)}
-    path.write_text(json.dumps(found, indent=1) + "\n")
+    document = {**about, "claims": dict(claims), "rows": list(rows)}
+    path.write_text(json.dumps(document, indent=1) + "\n")
     print(f"-> {path.name}")
     for row in rows:
-        print("  ".join(f"{k}={short(v)}" for k, v in row.items()))
-    for claim, holds in claims.items():
-        print("holds:" if holds else "DOES NOT HOLD:", claim)
+        print("  ".join(f"{key}={short_text(v)}" for key, v in row.items()))
+    for claim, is_held in claims.items():
+        print("holds:" if is_held else "DOES NOT HOLD:", claim)
     sys.stdout.flush()  # once another rank has left with 1, a launcher may kill this one
 
 
-def short(value: Any) -> str:
+def short_text(value: Any) -> str:
     """Return a value as a table shows it."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)

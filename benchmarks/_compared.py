@@ -41,113 +41,131 @@ CLAIMS: dict[tuple[str, int], list[tuple[str, str, int, int, str, float | None]]
         ("share-parameters", "gloo", 128, 128, "each", 1.4),
     ],
 }
-EXPOSED_AT, EXPOSED_SHARE = 32, 1 / 3  #: batch per rank; of what each of these exposes, at most
-EXPOSING = ("horovod", "gloo")
+EXPOSED_BATCH, EXPOSED_SHARE = 32, 1 / 3  #: batch per rank; of what each of these exposes, at most
+EXPOSED_RIVALS = ("horovod", "gloo")
 Row = dict[str, Any]
 
 
-def merge(runs: Sequence[Sequence[Row]], mpis: Sequence[str], part: str) -> list[Row]:
+def merge_runs(runs: Sequence[Sequence[Row]], mpis: Sequence[str], part: str) -> list[Row]:
     """Return a row per MPI, algorithm and size: the median over runs of the medians.
 
     `times`: how many times faster it is than each rival, of which each is taken under the MPI
     under which it is faster, and than the native of its own MPI.
     """
-    at = "batch_per_rank" if part == "step" else "bytes"
-    cells: dict[tuple[str, str, int], list[Row]] = {}
+    size_key = "batch_per_rank" if part == "step" else "bytes"
+    rows_by_cell: dict[tuple[str, str, int], list[Row]] = {}
     for rows, mpi in zip(runs, mpis, strict=True):
         for row in rows:
-            cells.setdefault((mpi, row["algorithm"], row[at]), []).append(row)
-    merged = [_merged(mpi, found) for (mpi, _, _), found in cells.items()]
+            rows_by_cell.setdefault((mpi, row["algorithm"], row[size_key]), []).append(row)
+    merged = [_median_row(mpi, cell_rows) for (mpi, _, _), cell_rows in rows_by_cell.items()]
     for row in merged:
-        same = [other for other in merged if other[at] == row[at]]
+        same_size = [other for other in merged if other[size_key] == row[size_key]]
         row["times"] = {
-            rival: min(r["median_s"] for r in same if r["algorithm"] == rival) / row["median_s"]
+            rival: min(r["median_s"] for r in same_size if r["algorithm"] == rival)
+            / row["median_s"]
             for rival in ("native", "horovod", "gloo")
-            if any(r["algorithm"] == rival for r in same)
+            if any(r["algorithm"] == rival for r in same_size)
         }
-        for own in same:
-            if own["algorithm"] in NATIVES and own["mpi"] == row["mpi"]:
-                row["times"][f"own {own['algorithm']}"] = own["median_s"] / row["median_s"]
+        for native in same_size:
+            if native["algorithm"] in NATIVES and native["mpi"] == row["mpi"]:
+                row["times"][f"own {native['algorithm']}"] = native["median_s"] / row["median_s"]
     return merged
 
 
-def _merged(mpi: str, found: Sequence[Row]) -> Row:
-    medians = [row["median_s"] for row in found]
-    row = {key: found[0].get(key) for key in ("operation", "algorithm", "bytes", "ranks")}
-    if "batch_per_rank" in found[0]:
-        exposed = [r["exposed_s"] for r in found if r["exposed_s"] is not None]
-        row["batch_per_rank"] = found[0]["batch_per_rank"]
-        row["alone_s"] = float(np.median([r["alone_s"] for r in found]))
+def _median_row(mpi: str, cell_rows: Sequence[Row]) -> Row:
+    medians = [row["median_s"] for row in cell_rows]
+    row = {key: cell_rows[0].get(key) for key in ("operation", "algorithm", "bytes", "ranks")}
+    if "batch_per_rank" in cell_rows[0]:
+        exposed = [r["exposed_s"] for r in cell_rows if r["exposed_s"] is not None]
+        row["batch_per_rank"] = cell_rows[0]["batch_per_rank"]
+        row["alone_s"] = float(np.median([r["alone_s"] for r in cell_rows]))
         row["exposed_s"] = float(np.median(exposed)) if exposed else None
-        row["samples_per_s"] = float(np.median([r["samples_per_s"] for r in found]))
+        row["samples_per_s"] = float(np.median([r["samples_per_s"] for r in cell_rows]))
     else:
-        row["busbw"] = float(np.median([r["busbw"] for r in found]))
-        row["share_of_floor"] = float(np.median([r["share_of_floor"] for r in found]))
+        row["busbw"] = float(np.median([r["busbw"] for r in cell_rows]))
+        row["share_of_floor"] = float(np.median([r["share_of_floor"] for r in cell_rows]))
     return row | {
         "mpi": mpi,
-        "runs": len(found),
+        "runs": len(cell_rows),
         "median_s": float(np.median(medians)),
         "p5_s": min(medians),  # over runs: the fastest and the slowest
         "p95_s": max(medians),
-        "correct": all(r["correct"] for r in found),
+        "correct": all(r["correct"] for r in cell_rows),
     }
 
 
-def claims(part: str, ranks: int, merged: Sequence[Row]) -> dict[str, bool | None]:
+def check_claims(part: str, ranks: int, merged: Sequence[Row]) -> dict[str, bool | None]:
     """Return {claim: whether it holds}, None where nothing is claimed; each under every MPI."""
-    right = all(row["correct"] for row in merged)
-    held: dict[str, bool | None] = {f"{part}: all results are right": right}
-    for ours, rival, low, high, how, least in CLAIMS.get((part, ranks), []):
+    is_correct = all(row["correct"] for row in merged)
+    results: dict[str, bool | None] = {f"{part}: all results are right": is_correct}
+    for contender, rival, min_size, max_size, aggregate, minimum in CLAIMS.get((part, ranks), []):
         for mpi in sorted({row["mpi"] for row in merged}):
-            ratios = _ratios(merged, part, ours, rival, mpi, low, high)
+            ratios = _speed_ups(merged, part, contender, rival, mpi, min_size, max_size)
             if ratios:
-                held |= _claim(part, f"{ours}, {mpi}", rival, ratios, how, least)
-    return {**held, **(exposed(merged) if part == "step" else {})}
+                results |= _ratio_claim(
+                    part, f"{contender}, {mpi}", rival, ratios, aggregate, minimum
+                )
+    return {**results, **(exposed_claims(merged) if part == "step" else {})}
 
 
-def exposed(merged: Sequence[Row]) -> dict[str, bool]:
+def exposed_claims(merged: Sequence[Row]) -> dict[str, bool]:
     """Return claims of each library's step minus its own step without communication.
 
     A rival's is the least it has under any MPI.
     """
-    at = [row for row in merged if row["batch_per_rank"] == EXPOSED_AT]
-    held = {}
-    for ours in (row for row in at if row["algorithm"] == "auto"):
-        for rival in EXPOSING:
-            theirs = [row["exposed_s"] for row in at if row["algorithm"] == rival]
-            if theirs:
-                share = ours["exposed_s"] / min(theirs)
-                held[
-                    f"step: auto, {ours['mpi']} exposes {ours['exposed_s'] * 1e3:.2f} ms of "
-                    f"communication at {EXPOSED_AT}, {share:.3f} of {rival}'s "
-                    f"{min(theirs) * 1e3:.2f} ms, <= 1/3"
-                ] = ours["exposed_s"] <= EXPOSED_SHARE * min(theirs)
-    return held
+    batch_rows = [row for row in merged if row["batch_per_rank"] == EXPOSED_BATCH]
+    results = {}
+    for own_row in (row for row in batch_rows if row["algorithm"] == "auto"):
+        for rival in EXPOSED_RIVALS:
+            rival_exposed_s = [row["exposed_s"] for row in batch_rows if row["algorithm"] == rival]
+            if rival_exposed_s:
+                exposed_ratio = own_row["exposed_s"] / min(rival_exposed_s)
+                results[
+                    f"step: auto, {own_row['mpi']} exposes {own_row['exposed_s'] * 1e3:.2f} ms of "
+                    f"communication at {EXPOSED_BATCH}, {exposed_ratio:.3f} of {rival}'s "
+                    f"{min(rival_exposed_s) * 1e3:.2f} ms, <= 1/3"
+                ] = own_row["exposed_s"] <= EXPOSED_SHARE * min(rival_exposed_s)
+    return results
 
 
-def _ratios(
-    merged: Sequence[Row], part: str, ours: str, rival: str, mpi: str, low: int, high: int
+def _speed_ups(
+    merged: Sequence[Row],
+    part: str,
+    contender: str,
+    rival: str,
+    mpi: str,
+    min_size: int,
+    max_size: int,
 ) -> dict[int, float]:
-    at = "batch_per_rank" if part == "step" else "bytes"
+    size_key = "batch_per_rank" if part == "step" else "bytes"
     return {
-        row[at]: row["times"][rival]
+        row[size_key]: row["times"][rival]
         for row in merged
-        if (row["algorithm"], row["mpi"]) == (ours, mpi)
-        and low <= row[at] <= high
+        if (row["algorithm"], row["mpi"]) == (contender, mpi)
+        and min_size <= row[size_key] <= max_size
         and rival in row["times"]
     }
 
 
-def _claim(
-    part: str, ours: str, rival: str, ratios: Mapping[int, float], how: str, least: float | None
+def _ratio_claim(
+    part: str,
+    contender: str,
+    rival: str,
+    ratios: Mapping[int, float],
+    aggregate: str,
+    minimum: float | None,
 ) -> dict[str, bool | None]:
-    show: Callable[[int], str] = str if part == "step" else size_text
-    sizes = f"{show(min(ratios))} .. {show(max(ratios))}" if len(ratios) > 1 else show(min(ratios))
-    if how == "mean":
+    size_label: Callable[[int], str] = str if part == "step" else size_text
+    sizes = (
+        f"{size_label(min(ratios))} .. {size_label(max(ratios))}"
+        if len(ratios) > 1
+        else size_label(min(ratios))
+    )
+    if aggregate == "mean":
         value = float(np.exp(np.mean(np.log(list(ratios.values())))))
-        what = "geometric mean"
+        value_text = "geometric mean"
     else:
-        worst = min(ratios, key=lambda size: ratios[size])
-        value, what = ratios[worst], f"least, at {show(worst)}"
-    found = f"{part}: {ours} {value:.2f}x {rival} ({what}, {sizes})"
-    return {found: None} if least is None else {f"{found}, >= {least}": value >= least}
+        slowest_size = min(ratios, key=lambda size: ratios[size])
+        value, value_text = ratios[slowest_size], f"least, at {size_label(slowest_size)}"
+    claim = f"{part}: {contender} {value:.2f}x {rival} ({value_text}, {sizes})"
+    return {claim: None} if minimum is None else {f"{claim}, >= {minimum}": value >= minimum}

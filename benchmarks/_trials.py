@@ -28,8 +28,8 @@ from hpctrain.training.faults import FaultsOptions, Pace, SlowedReplica
 from hpctrain.transport.link import Link
 from hpctrain.transport.threads.link import run_ranks
 
-LOOK_S = 0.02
-HELD = 3
+POLL_S = 0.02
+REQUIRED_HITS = 3
 Table = Mapping[str, Any]
 
 
@@ -52,14 +52,16 @@ class Trial:
     faults: Table = field(default_factory=dict)
 
 
-class Draws:
+class WorkerTasks:
     """The tasks of one worker: see `hpctrain.engines.Work`."""
 
     max_drops = 0
 
-    def __init__(self, engine: Engine, train: data.Dataset, trial: Trial, ended: threading.Event):
+    def __init__(
+        self, engine: Engine, train: data.Dataset, trial: Trial, stop_event: threading.Event
+    ):
         self.step = 0
-        self._engine, self._train, self._ended = engine, train, ended
+        self._engine, self._train, self._stop_event = engine, train, stop_event
         self._sampler = Sampler(len(train), trial.batch, trial.seed)
 
     def task(self, step: int) -> Task:
@@ -73,20 +75,20 @@ class Draws:
         self.step = step
 
     def flags(self) -> Flags:
-        return Flags(stop=int(self._ended.is_set()))
+        return Flags(stop=int(self._stop_event.is_set()))
 
 
 class Watcher:
     """Looks at a training: `curve` has (seconds, step, test accuracy) of each look."""
 
-    def __init__(self, trial: Trial, ended: threading.Event):
+    def __init__(self, trial: Trial, stop_event: threading.Event):
         self.curve: list[tuple[float, int, float]] = []
         self.engines: dict[int, Engine] = {}
-        self.draws: dict[int, Draws] = {}
-        self._held: dict[int, float] = {}  # steps at which the target was seen, when first
-        self._trial, self._ended = trial, ended
-        self._replica, self._test = replica_of(trial), split_of(trial.data).test
-        self._thread = threading.Thread(target=self._look, daemon=True)
+        self.worker_tasks: dict[int, WorkerTasks] = {}
+        self._hit_times: dict[int, float] = {}  # steps at which the target was seen, when first
+        self._trial, self._stop_event = trial, stop_event
+        self._replica, self._test = make_replica(trial), load_split(trial.data).test
+        self._thread = threading.Thread(target=self._watch, daemon=True)
 
     def start(self) -> None:
         self._start = time.perf_counter()
@@ -94,115 +96,115 @@ class Watcher:
 
     def stop(self) -> float:
         """Return the seconds since the start."""
-        self._ended.set()
+        self._stop_event.set()
         self._thread.join()
         return time.perf_counter() - self._start
 
-    def _look(self) -> None:
-        while not self._ended.wait(LOOK_S):
-            now = time.perf_counter() - self._start
+    def _watch(self) -> None:
+        while not self._stop_event.wait(POLL_S):
+            elapsed_s = time.perf_counter() - self._start
             accuracy = self.accuracy()
-            step = max(one.step for one in self.draws.values())
-            self.curve.append((round(now, 4), step, round(accuracy, 4)))
+            step = max(tasks.step for tasks in self.worker_tasks.values())
+            self.curve.append((round(elapsed_s, 4), step, round(accuracy, 4)))
             if accuracy < self._trial.target:
-                self._held.clear()
+                self._hit_times.clear()
             else:
-                self._held.setdefault(step, now)
-            if len(self._held) == HELD or now > self._trial.limit_s:
-                self._ended.set()
+                self._hit_times.setdefault(step, elapsed_s)
+            if len(self._hit_times) == REQUIRED_HITS or elapsed_s > self._trial.limit_s:
+                self._stop_event.set()
 
     @property
     def reached_s(self) -> float | None:
         """When the target was first seen of HELD times in a row, each at another step."""
-        return min(self._held.values()) if len(self._held) == HELD else None
+        return min(self._hit_times.values()) if len(self._hit_times) == REQUIRED_HITS else None
 
     def accuracy(self) -> float:
         """Return the test accuracy of what would be evaluated now."""
-        self._replica.arena.param[:] = seen_from_outside(list(self.engines.values()))
+        self._replica.arena.param[:] = evaluated_parameters(list(self.engines.values()))
         sums = self._replica.evaluate(Batch(self._test.x, self._test.y))
         return sums.correct / sums.count
 
 
-def seen_from_outside(engines: Sequence[Any]) -> np.ndarray:
+def evaluated_parameters(engines: Sequence[Any]) -> np.ndarray:
     """Return what is evaluated: what servers keep; else the mean of all workers."""
     shards = [e._server.shard.param for e in engines if getattr(e, "_server", None)]
     if shards:
         return np.concatenate(shards)
-    return np.mean([own(e) for e in engines], axis=0)
+    return np.mean([worker_parameters(e) for e in engines], axis=0)
 
 
-def own(engine: Any) -> np.ndarray:
+def worker_parameters(engine: Any) -> np.ndarray:
     """Return a worker's own parameters; while it computes, others may average with a copy."""
-    side = getattr(engine, "_side", None)
-    return getattr(side, "_x", engine.replica.arena.param)
+    local_state = getattr(engine, "_side", None)
+    return getattr(local_state, "_x", engine.replica.arena.param)
 
 
 def run(trial: Trial) -> dict[str, Any]:
     """Train; return when the target was reached (None: never), the end, and what was measured."""
     sys.setswitchinterval(2e-4)  # a rank that wakes up does not wait for 5 ms
-    ended = threading.Event()
-    watcher = Watcher(trial, ended)
+    stop_event = threading.Event()
+    watcher = Watcher(trial, stop_event)
     with threadpoolctl.threadpool_limits(1), np.errstate(all="ignore"):
         try:
             size = trial.workers + trial.servers
-            found = run_ranks(size, lambda link: _rank(link, trial, watcher), timeout_s=60)
+            results = run_ranks(size, lambda link: _train_rank(link, trial, watcher), timeout_s=60)
         finally:
-            ended.set()
-    return {**found[0], "time_to_target_s": watcher.reached_s, "curve": watcher.curve}
+            stop_event.set()
+    return {**results[0], "time_to_target_s": watcher.reached_s, "curve": watcher.curve}
 
 
-def _rank(link: Link, trial: Trial, watcher: Watcher) -> dict[str, Any]:
+def _train_rank(link: Link, trial: Trial, watcher: Watcher) -> dict[str, Any]:
     world = worlds.over_threads(link)
     pace = Pace(config.read(FaultsOptions, trial.faults, "faults"), world.rank)
-    replica = SlowedReplica(replica_of(trial), pace)
+    replica = SlowedReplica(make_replica(trial), pace)
     options = config.read_kind(ENGINES, trial.engine, "engine")
-    engine = options.build(world, replica, optimizer_of(trial))
-    draws = Draws(engine, split_of(trial.data).train, trial, watcher._ended)
-    watcher.engines[world.rank], watcher.draws[world.rank] = engine, draws
+    engine = options.build(world, replica, make_optimizer(trial))
+    worker_tasks = WorkerTasks(engine, load_split(trial.data).train, trial, watcher._stop_event)
+    watcher.engines[world.rank], watcher.worker_tasks[world.rank] = engine, worker_tasks
     link.barrier()
     if world.rank == 0:
         watcher.start()
-    step, flags = engine.train(draws, 0, trial.steps)
-    return _told(world, engine, watcher, step, flags)
+    step, flags = engine.train(worker_tasks, 0, trial.steps)
+    return _collect_result(world, engine, watcher, step, flags)
 
 
-def _told(
+def _collect_result(
     world: worlds.World, engine: Engine, watcher: Watcher, step: int, flags: Flags
 ) -> dict[str, Any]:
     world.link.barrier()
-    wall = watcher.stop() if world.rank == 0 else 1.0
-    idle = np.zeros(world.size)
-    idle[world.rank] = engine.times.wait_s
-    idle, sent = engine.sum(idle), engine.sum(np.array([float(engine.bytes_sent)]))
+    wall_s = watcher.stop() if world.rank == 0 else 1.0
+    idle_s = np.zeros(world.size)
+    idle_s[world.rank] = engine.times.wait_s
+    idle_s, bytes_sent = engine.sum(idle_s), engine.sum(np.array([float(engine.bytes_sent)]))
     engine.settle()
     world.link.barrier()
-    found = {
+    result = {
         "accuracy": watcher.accuracy() if world.rank == 0 else 0.0,
         "diverged": bool(flags.failed),
         "steps": step,
-        "wall_s": wall,
-        "bytes_sent_per_rank": float(sent[0]) / world.size,
-        "idle_fraction": (idle / wall).round(3).tolist(),
+        "wall_s": wall_s,
+        "bytes_sent_per_rank": float(bytes_sent[0]) / world.size,
+        "idle_fraction": (idle_s / wall_s).round(3).tolist(),
         **metrics(engine.staleness),
     }
     world.link.barrier()
     engine.close()
-    return found
+    return result
 
 
-def optimizer_of(trial: Trial) -> optim.Optimizer:
+def make_optimizer(trial: Trial) -> optim.Optimizer:
     options = config.read_kind(optim.OPTIMIZERS, dict(trial.optimizer), "optimizer")
     schedule = optim.SCHEDULES[trial.schedule]()
     return options.build(schedule.build(options.rate, 1, trial.steps))
 
 
-def replica_of(trial: Trial) -> ModelReplica:
-    train = split_of(trial.data).train
+def make_replica(trial: Trial) -> ModelReplica:
+    train = load_split(trial.data).train
     widths = [int(np.prod(train.sample_shape)), trial.hidden, 10]
     model = nn.MlpOptions(widths=widths).build(train.sample_shape, 10)
     return ModelReplica(model, trial.seed, np.dtype("float32"))
 
 
 @cache
-def split_of(name: str) -> Split:
+def load_split(name: str) -> Split:
     return data.DATA[name]().load(0)

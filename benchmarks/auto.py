@@ -17,55 +17,58 @@ from random import Random
 from typing import Any
 
 import numpy as np
-from _common import interleaved, options, paired_ratio, spread, world_of, write
+from _common import interleaved, make_parser, paired_ratio, report_result, spread, start_world
 
 from hpctrain.bench.message_sizes import parse, size_text
 from hpctrain.bench.sweep import calls_per_round
-from hpctrain.bench.tuning.command import LIMIT_S, ROUNDS, SIZES
+from hpctrain.bench.tuning.command import DEFAULT_LIMIT_S, DEFAULT_ROUNDS, DEFAULT_SIZES
 from hpctrain.collectives import Group
 from hpctrain.tuning import choose, select, sweep
 from hpctrain.tuning.measure import timed
 from hpctrain.world import World
 
-MOST = 1.10
-ASKED = "4B,48B,1KiB,3KiB,8KiB,12KiB,32KiB,48KiB,128KiB,384KiB,1MiB,3MiB,8MiB,24MiB,64MiB"
-LOOK_ROUNDS = 3
+MAX_RATIO = 1.10
+MEASURED_SIZES = "4B,48B,1KiB,3KiB,8KiB,12KiB,32KiB,48KiB,128KiB,384KiB,1MiB,3MiB,8MiB,24MiB,64MiB"
+SCREENING_ROUNDS = 3
 
 
 def main() -> None:
-    arguments = options(__doc__).parse_args()
-    world = world_of(arguments.ranks)
-    tuned = parse(SIZES)
-    *_, rows = sweep.sweep(world.main, tuned, ROUNDS, LIMIT_S)
+    arguments = make_parser(__doc__).parse_args()
+    world = start_world(arguments.ranks)
+    tuned_sizes = parse(DEFAULT_SIZES)
+    *_, rows = sweep.sweep(world.main, tuned_sizes, DEFAULT_ROUNDS, DEFAULT_LIMIT_S)
     plan = choose.plan(rows, (), measured=True)
     group = replace(world.main, choices=choose.choices(plan))
-    arrays = sweep.arrays(group, max(tuned))
-    found = [
-        one_size(world, group, nbytes, in_memory, x[: nbytes // 4], arguments.rounds)
-        for nbytes in parse(ASKED)
+    arrays = sweep.arrays(group, max(tuned_sizes))
+    results = [
+        measure_size(world, group, nbytes, in_memory, x[: nbytes // 4], arguments.rounds)
+        for nbytes in parse(MEASURED_SIZES)
         for in_memory, x in arrays.kinds
     ]
-    worst = max(found, key=lambda row: row["auto_to_best"])
+    worst = max(results, key=lambda row: row["auto_to_best"])
     claims = {
         f"auto takes at most {worst['auto_to_best']:.3f} of the best fixed algorithm "
-        f"({worst['best']}, {size_text(worst['bytes'])}), <= {MOST}": worst["auto_to_best"] <= MOST
+        f"({worst['best']}, {size_text(worst['bytes'])}), <= {MAX_RATIO}": worst["auto_to_best"]
+        <= MAX_RATIO
     }
-    stairs = {"kept": plan.in_node_memory, "plain": plan.default}
-    write(world, f"auto-{world.size}-ranks", found, claims, steps=json.dumps(stairs))
+    thresholds_text = {"kept": plan.in_node_memory, "plain": plan.default}
+    report_result(
+        world, f"auto-{world.size}-ranks", results, claims, steps=json.dumps(thresholds_text)
+    )
 
 
-def one_size(
+def measure_size(
     world: World, group: Group, nbytes: int, in_memory: bool, x: np.ndarray, rounds: int
 ) -> dict:
     """Return the row of one size: `auto` beside the best of the others."""
     names = ["auto", *sweep.applicable(group)]
     calls = {name: select.bound(group, x, np.add, name) for name in names}
-    batch = calls_per_round(nbytes)
-    looked = interleaved(world.link, calls, LOOK_ROUNDS, calls=batch)
-    late = sweep.slower(looked, sweep.DROP_RATIO) - {"auto"}
-    rivals = {name: call for name, call in calls.items() if name not in late}
-    seconds = shuffled(world, rivals, rounds, batch)
-    medians = {name: float(np.median(taken)) for name, taken in seconds.items()}
+    calls_per_timing = calls_per_round(nbytes)
+    screening_seconds = interleaved(world.link, calls, SCREENING_ROUNDS, calls=calls_per_timing)
+    slow_names = sweep.slower(screening_seconds, sweep.DROP_RATIO) - {"auto"}
+    rivals = {name: call for name, call in calls.items() if name not in slow_names}
+    seconds = measure_shuffled(world, rivals, rounds, calls_per_timing)
+    medians = {name: float(np.median(times)) for name, times in seconds.items()}
     best = min((name for name in medians if name != "auto"), key=medians.__getitem__)
     return {
         "bytes": nbytes,
@@ -76,11 +79,11 @@ def one_size(
         "best": best,
         "auto_to_best": paired_ratio(seconds["auto"], seconds[best]),
         "auto": spread(seconds["auto"]),
-        "fixed_s": {name: s for name, s in medians.items() if name != "auto"},
+        "fixed_s": {name: median_s for name, median_s in medians.items() if name != "auto"},
     }
 
 
-def shuffled(
+def measure_shuffled(
     world: World, rivals: dict[str, Callable[[], Any]], rounds: int, calls: int
 ) -> dict[str, list[float]]:
     """Return the seconds of each rival, in another order in each round.

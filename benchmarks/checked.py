@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from _common import interleaved, options, spread, world_of, write
+from _common import interleaved, make_parser, report_result, spread, start_world
 
 import hpctrain as ht
 from hpctrain.bench import message_sizes
@@ -27,44 +27,46 @@ from hpctrain.bench.sweep import calls_per_round
 from hpctrain.tuning.measure import COLD_BYTES
 from hpctrain.world import World
 
-MOST_S = 1.5e-6
-CLAIMED = 4  # bytes
+MAX_CHECK_S = 1.5e-6
+CLAIMED_BYTES = 4  # bytes
 CONTENDERS = ("checked", "unchecked", "native")
 
 
 def main() -> None:
-    parser = options(__doc__)
+    parser = make_parser(__doc__)
     parser.set_defaults(rounds=200)
     parser.add_argument("--sizes", default="4B,1KiB,16KiB,128KiB,1MiB")
     arguments = parser.parse_args()
-    world = world_of(arguments.ranks)
+    world = start_world(arguments.ranks)
     x = world.zeros(1 << 20)
     rows, claims = [], {}
     for nbytes in message_sizes.parse(arguments.sizes):
         for caches in ("hot", "cold"):
-            found = measured(world, x[: nbytes // 4], caches, arguments.rounds)
-            rows += found
-            more = found[0]["check_s"]
-            if nbytes == CLAIMED:
-                text = f"{nbytes} B, {caches}: the check adds {more * 1e6:.2f} us, <= 1.5"
-                claims[text] = more <= MOST_S
-    write(world, f"checked-{world.size}-ranks", rows, claims)
+            case_rows = measure_contenders(world, x[: nbytes // 4], caches, arguments.rounds)
+            rows += case_rows
+            check_s = case_rows[0]["check_s"]
+            if nbytes == CLAIMED_BYTES:
+                claim = f"{nbytes} B, {caches}: the check adds {check_s * 1e6:.2f} us, <= 1.5"
+                claims[claim] = check_s <= MAX_CHECK_S
+    report_result(world, f"checked-{world.size}-ranks", rows, claims)
 
 
-def measured(world: World, x: np.ndarray, caches: str, rounds: int) -> list[dict[str, Any]]:
+def measure_contenders(
+    world: World, x: np.ndarray, caches: str, rounds: int
+) -> list[dict[str, Any]]:
     """Return a row for each contender on `x`."""
     contenders = {
         "checked": lambda: ht.allreduce(x),
         "unchecked": lambda: ht.allreduce(x, check=False),
         "native": world.link.native.bind("allreduce", x, np.add).call,
     }
-    around = {name: partial(after_one, call) for name, call in contenders.items()}
-    together = partial(interleaved, world.link, contenders, rounds, contexts=around)
+    around = {name: partial(warm_up_call, call) for name, call in contenders.items()}
+    measure = partial(interleaved, world.link, contenders, rounds, contexts=around)
     if caches == "hot":
-        seconds = together(calls=calls_per_round(x.nbytes))
+        seconds = measure(calls=calls_per_round(x.nbytes))
     else:
-        seconds = together(evicting=np.zeros(COLD_BYTES // 4, np.float32))
-    more = float(np.median(np.subtract(seconds["checked"], seconds["unchecked"])))
+        seconds = measure(evicting=np.zeros(COLD_BYTES // 4, np.float32))
+    check_s = float(np.median(np.subtract(seconds["checked"], seconds["unchecked"])))
     return [
         {
             "call": name,
@@ -72,14 +74,14 @@ def measured(world: World, x: np.ndarray, caches: str, rounds: int) -> list[dict
             "caches": caches,
             "ranks": world.size,
             **spread(seconds[name]),
-            "check_s": more if name == "checked" else None,
+            "check_s": check_s if name == "checked" else None,
         }
         for name in CONTENDERS
     ]
 
 
 @contextmanager
-def after_one(call: Callable[[], Any]) -> Iterator[None]:
+def warm_up_call(call: Callable[[], Any]) -> Iterator[None]:
     """Be timed after a call that does not count: the caches hold what another has left."""
     call()
     yield

@@ -32,18 +32,18 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from _compared import Row, claims, merge
+from _compared import Row, check_claims, merge_runs
 
 from hpctrain.bench import plot
 from hpctrain.tuning import table
 
-HERE = Path(__file__).parent
+BENCHMARKS = Path(__file__).parent
 #: Near others: more lines would hide them.
-NOT_DRAWN = ("ring", "auto-unchecked", "auto-bound", "direct-bound", "native-plain")
-MEET_RIVALS = ("allreduce", "step")
-_ROWS = "rows come here"
+HIDDEN_CONTENDERS = ("ring", "auto-unchecked", "auto-bound", "direct-bound", "native-plain")
+PARTS_WITH_RIVALS = ("allreduce", "step")
+ROWS_PLACEHOLDER = "rows come here"
 #: Prints a hash of all sources, and where they lie.
-SOURCES = """
+SOURCES_SCRIPT = """
 import hashlib, pathlib, hpctrain
 folder = pathlib.Path(hpctrain.__path__[0])
 texts = b"".join(path.read_bytes() for path in sorted(folder.rglob("*.py")))
@@ -55,7 +55,7 @@ PARTS: dict[str, list[str]] = {
                   "native-plain"],
     "private": ["allreduce", "--algorithms", "auto,auto-bound,direct,ring,native",
                 "--buffers", "private"],
-    "step": ["step", str(HERE / "mlp-10m.toml"), "--batch-per-rank", "32,128",
+    "step": ["step", str(BENCHMARKS / "mlp-10m.toml"), "--batch-per-rank", "32,128",
              "--algorithms", "auto,direct,share-parameters,native"],
 }  # fmt: skip
 
@@ -63,14 +63,14 @@ PARTS: dict[str, list[str]] = {
 def main() -> None:
     arguments = _arguments()
     for environment in arguments.environments:
-        _must_have_this_hpctrain(environment)
-    fine = [_measure(part, arguments) for part in arguments.parts.split(",")]
-    sys.exit(0 if all(fine) else 1)
+        _check_same_sources(environment)
+    outcomes = [_measure_part(part, arguments) for part in arguments.parts.split(",")]
+    sys.exit(0 if all(outcomes) else 1)
 
 
 def _arguments() -> argparse.Namespace:
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
     parser.add_argument("environments", nargs="+", type=Path)
     parser.add_argument("--times", type=int, default=5, help="runs of each environment")
     parser.add_argument("--ranks", type=int, default=2)
@@ -82,112 +82,125 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _must_have_this_hpctrain(environment: Path) -> None:
+def _check_same_sources(environment: Path) -> None:
     """End if `environment` has another hpctrain than this process: it would be measured instead."""
-    ours, theirs = (
+    own_sources, other_sources = (
         subprocess.run(
-            [python, "-c", SOURCES], stdout=subprocess.PIPE, text=True, check=True
+            [python, "-c", SOURCES_SCRIPT], stdout=subprocess.PIPE, text=True, check=True
         ).stdout
         for python in (sys.executable, environment / "bin" / "python")
     )
-    if ours.split()[0] != theirs.split()[0]:
+    if own_sources.split()[0] != other_sources.split()[0]:
         sys.exit(
-            f"{environment} has another hpctrain, {theirs.split()[1]}, than the one that is to be "
-            f"measured, {ours.split()[1]}: install that one there, or set PYTHONPATH"
+            f"{environment} has another hpctrain, {other_sources.split()[1]}, than the one "
+            f"that is to be measured, {own_sources.split()[1]}: install that one there, or set "
+            "PYTHONPATH"
         )
 
 
-def _measure(part: str, arguments: argparse.Namespace) -> bool:
+def _measure_part(part: str, arguments: argparse.Namespace) -> bool:
     """Make the runs of `part`, keep each when it has ended; return whether all claims hold."""
     sizes = [] if part == "step" else ["--sizes", arguments.sizes]
-    rivals = ["--rivals", arguments.rivals] if part in MEET_RIVALS and arguments.rivals else []
-    rest = [*PARTS[part], *rivals, *sizes, "--iterations", str(arguments.iterations)]
-    path = HERE / "results" / f"compare-{part}-{arguments.ranks}-ranks.json"
-    asked = {"bench": _named(rest), "algorithms": table.sources()}
-    runs = _kept(path, asked) if arguments.resume else []
-    for number in range(1, arguments.times + 1):
+    rivals = (
+        ["--rivals", arguments.rivals] if part in PARTS_WITH_RIVALS and arguments.rivals else []
+    )
+    bench_arguments = [*PARTS[part], *rivals, *sizes, "--iterations", str(arguments.iterations)]
+    path = BENCHMARKS / "results" / f"compare-{part}-{arguments.ranks}-ranks.json"
+    request = {"bench": _command_text(bench_arguments), "algorithms": table.sources()}
+    runs = _load_runs(path, request) if arguments.resume else []
+    for run_number in range(1, arguments.times + 1):
         for environment in arguments.environments:
-            if sum(run["environment"] == environment.name for run in runs) >= number:
+            if sum(run["environment"] == environment.name for run in runs) >= run_number:
                 continue
-            print(f"{part}: run {number} of {arguments.times}, {environment}", end="", flush=True)
-            began = perf_counter()
-            found = _run(environment, arguments.ranks, rest)
-            print(f": {perf_counter() - began:.0f} s", flush=True)
-            runs.append({"environment": environment.name, "asked": asked, **found})
-            _keep(path, part, arguments.ranks, runs)
-    return _tell(path, part, arguments.ranks, runs)
+            print(
+                f"{part}: run {run_number} of {arguments.times}, {environment}", end="", flush=True
+            )
+            start_s = perf_counter()
+            report = _run_job(environment, arguments.ranks, bench_arguments)
+            print(f": {perf_counter() - start_s:.0f} s", flush=True)
+            runs.append({"environment": environment.name, "asked": request, **report})
+            _save_runs(path, part, arguments.ranks, runs)
+    return _report_part(path, part, arguments.ranks, runs)
 
 
-def _named(rest: Sequence[str]) -> str:
+def _command_text(bench_arguments: Sequence[str]) -> str:
     """Return what `hpctrain bench` was asked for, files by their names."""
-    return " ".join(word.replace(f"{HERE}{os.sep}", "") for word in rest)
+    return " ".join(word.replace(f"{BENCHMARKS}{os.sep}", "") for word in bench_arguments)
 
 
-def _kept(path: Path, asked: Mapping[str, str]) -> list[dict[str, Any]]:
+def _load_runs(path: Path, request: Mapping[str, str]) -> list[dict[str, Any]]:
     """Return the runs in `path` that were asked for the same."""
-    there = json.loads(path.read_text())["runs"] if path.exists() else []
-    runs = [run for run in there if run.get("asked") == asked]
-    print(f"{path.name}: {len(runs)} of {len(there)} runs count", flush=True)
+    saved_runs = json.loads(path.read_text())["runs"] if path.exists() else []
+    runs = [run for run in saved_runs if run.get("asked") == request]
+    print(f"{path.name}: {len(runs)} of {len(saved_runs)} runs count", flush=True)
     return runs
 
 
-def _run(environment: Path, ranks: int, rest: Sequence[str]) -> dict[str, Any]:
+def _run_job(environment: Path, ranks: int, bench_arguments: Sequence[str]) -> dict[str, Any]:
     """Return what one job kept; end where it failed."""
     with tempfile.TemporaryDirectory() as folder:
-        kept = Path(folder, "rows.json")
+        json_path = Path(folder, "rows.json")
         launch = [environment / "bin" / "python", "-m", "hpctrain", "launch", "-n", str(ranks)]
         path = f"{environment / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}"
         job = subprocess.run(
-            [*map(str, launch), "bench", *rest, "--json", str(kept)],
+            [*map(str, launch), "bench", *bench_arguments, "--json", str(json_path)],
             env={**os.environ, "PATH": path},
             stdout=subprocess.DEVNULL,
         )
         if job.returncode:
             sys.exit(f"{environment}: hpctrain bench ended with {job.returncode}")
-        found: dict[str, Any] = json.loads(kept.read_text())
-        return found
+        report: dict[str, Any] = json.loads(json_path.read_text())
+        return report
 
 
-def _mpi(run: Mapping[str, Any]) -> str:
+def _mpi_name(run: Mapping[str, Any]) -> str:
     return str(run["machine"]["mpi"]).rsplit(maxsplit=1)[0]
 
 
-def _found(part: str, ranks: int, runs: Sequence[Any]) -> tuple[list[Row], dict[str, bool | None]]:
+def _merge_and_check(
+    part: str, ranks: int, runs: Sequence[Any]
+) -> tuple[list[Row], dict[str, bool | None]]:
     """Return what was merged, and what holds of the claims."""
-    merged = merge([run["rows"] for run in runs], [_mpi(run) for run in runs], part)
-    return merged, claims(part, ranks, merged)
+    merged = merge_runs([run["rows"] for run in runs], [_mpi_name(run) for run in runs], part)
+    return merged, check_claims(part, ranks, merged)
 
 
-def _keep(path: Path, part: str, ranks: int, runs: Sequence[Any]) -> None:
+def _save_runs(path: Path, part: str, ranks: int, runs: Sequence[Any]) -> None:
     """Write all of it, a row a line, whole or not at all: we may be stopped at any time."""
-    merged, held = _found(part, ranks, runs)
-    kept = {"claims": held, "merged": _ROWS, "runs": [{**run, "rows": _ROWS} for run in runs]}
+    merged, claims_held = _merge_and_check(part, ranks, runs)
+    document = {
+        "claims": claims_held,
+        "merged": ROWS_PLACEHOLDER,
+        "runs": [{**run, "rows": ROWS_PLACEHOLDER} for run in runs],
+    }
     tables = iter([merged, *(run["rows"] for run in runs)])
-    pieces = json.dumps(kept, indent=1).split(json.dumps(_ROWS))
-    text = pieces[0] + "".join(_lines(next(tables)) + piece for piece in pieces[1:])
-    aside = path.with_suffix(".part")
-    aside.write_text(text + "\n")
-    aside.replace(path)
+    text_parts = json.dumps(document, indent=1).split(json.dumps(ROWS_PLACEHOLDER))
+    text = text_parts[0] + "".join(
+        _rows_text(next(tables)) + text_part for text_part in text_parts[1:]
+    )
+    temporary_path = path.with_suffix(".part")
+    temporary_path.write_text(text + "\n")
+    temporary_path.replace(path)
 
 
-def _lines(rows: Sequence[Row]) -> str:
+def _rows_text(rows: Sequence[Row]) -> str:
     return "[\n" + ",\n".join(json.dumps(row) for row in rows) + "]"
 
 
-def _tell(path: Path, part: str, ranks: int, runs: Sequence[Any]) -> bool:
+def _report_part(path: Path, part: str, ranks: int, runs: Sequence[Any]) -> bool:
     """Draw what was merged, print the claims; return whether all hold."""
-    merged, held = _found(part, ranks, runs)
-    named = [
+    merged, claims_held = _merge_and_check(part, ranks, runs)
+    drawn_rows = [
         {**row, "algorithm": f"{row['algorithm']}, {row['mpi']}"}
         for row in merged
-        if row["algorithm"] not in NOT_DRAWN
+        if row["algorithm"] not in HIDDEN_CONTENDERS
     ]
-    draw = plot.bars if part == "step" else plot.draw
-    draw(named, f"{part}, {ranks} ranks on 1 node", path.with_suffix(".png"))
-    for claim, holds in held.items():
-        print({True: "holds:", False: "DOES NOT HOLD:", None: "shown:"}[holds], claim)
+    draw_plot = plot.draw_step_bars if part == "step" else plot.draw_size_plot
+    draw_plot(drawn_rows, f"{part}, {ranks} ranks on 1 node", path.with_suffix(".png"))
+    for claim, is_held in claims_held.items():
+        print({True: "holds:", False: "DOES NOT HOLD:", None: "shown:"}[is_held], claim)
     print(f"-> {path.name}, {path.stem}.png", flush=True)
-    return False not in held.values()
+    return False not in claims_held.values()
 
 
 if __name__ == "__main__":

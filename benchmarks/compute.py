@@ -24,40 +24,42 @@ from typing import Any
 
 import numpy as np
 import threadpoolctl
-from _common import interleaved, options, paired_ratio, spread, world_of, write
+from _common import interleaved, make_parser, paired_ratio, report_result, spread, start_world
 
 try:
     import torch
 except ImportError:
     raise SystemExit(print("not measured: PyTorch is not installed")) from None
 
-from _in_torch import Text, resnet20_of, step_of, transformer_of
+from _in_torch import TransformerSizes, make_resnet20, make_step, make_transformer
 
 from hpctrain import nn, optim
 from hpctrain.engines import Flags, Task
 from hpctrain.engines.synchronous.single import SingleEngine
 from hpctrain.gradients.replica import Batch, ModelReplica
 
-TEXT = Text(layers=4, width=256, heads=8, length=128)
-LIMIT = {"mlp": 1.3, "transformer": 2.0, "resnet20": 4.0}
+TRANSFORMER_SIZES = TransformerSizes(layers=4, width=256, heads=8, length=128)
+MAX_RATIO = {"mlp": 1.3, "transformer": 2.0, "resnet20": 4.0}
 Step = Callable[[], object]
 
 
 def main() -> None:
-    parser = options(__doc__)
-    parser.add_argument("--only", choices=list(LIMIT))
+    parser = make_parser(__doc__)
+    parser.add_argument("--only", choices=list(MAX_RATIO))
     arguments = parser.parse_args()
-    world, rows = world_of(1), []
+    world, rows = start_world(1), []
     torch.set_num_threads(1)
-    for name in [arguments.only] if arguments.only else LIMIT:
+    for name in [arguments.only] if arguments.only else MAX_RATIO:
         ours, theirs = CASES[name]()
         seconds = interleaved(world.link, {"ours": ours, "torch": theirs}, arguments.rounds)
         ratio = paired_ratio(seconds["ours"], seconds["torch"])
-        for who, each in seconds.items():
-            rows.append({"what": name, "who": who, **spread(each)})
-        rows[-2] |= {"ratio": ratio, "limit": LIMIT[name]}
-    pools = threadpoolctl.threadpool_info()
-    kernels = sorted({str(pool.get("architecture")) for pool in pools if "openblas" in str(pool)})
+        for library, times in seconds.items():
+            rows.append({"what": name, "who": library, **spread(times)})
+        rows[-2] |= {"ratio": ratio, "limit": MAX_RATIO[name]}
+    thread_pools = threadpoolctl.threadpool_info()
+    kernels = sorted(
+        {str(pool.get("architecture")) for pool in thread_pools if "openblas" in str(pool)}
+    )
     claims = {
         f"{row['what']} takes {row['ratio']:.2f} of PyTorch's step, <= {row['limit']}": (
             row["ratio"] <= row["limit"]
@@ -65,48 +67,56 @@ def main() -> None:
         for row in rows
         if "ratio" in row
     }
-    write(world, "compute", rows, claims, torch=torch.__version__, openblas_kernels=kernels)
+    report_result(world, "compute", rows, claims, torch=torch.__version__, openblas_kernels=kernels)
 
 
 def mlp() -> tuple[Step, Step]:
-    x, y = images(128, (784,))
-    layers = torch.nn.Sequential(
+    x, y = random_images(128, (784,))
+    network = torch.nn.Sequential(
         torch.nn.Linear(784, 1024), torch.nn.ReLU(), torch.nn.Linear(1024, 1024), torch.nn.ReLU(),
         torch.nn.Linear(1024, 10),
     )  # fmt: skip
-    return ours(nn.MlpOptions(widths=[784, 1024, 1024, 10]), x, y), theirs(layers, x, y)
+    return make_own_step(nn.MlpOptions(widths=[784, 1024, 1024, 10]), x, y), make_torch_step(
+        network, x, y
+    )
 
 
 def transformer() -> tuple[Step, Step]:
-    draw = np.random.default_rng(0)
-    text = draw.integers(0, 256, (16, TEXT.length + 1))
-    x, y = text[:, :-1].astype(np.uint8), np.ascontiguousarray(text[:, 1:])
-    model = nn.TransformerOptions(layers=TEXT.layers, width=TEXT.width, heads=TEXT.heads)
-    return ours(model, x, y), theirs(transformer_of(TEXT), x.astype(np.int64), y)
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 256, (16, TRANSFORMER_SIZES.length + 1))
+    x, y = tokens[:, :-1].astype(np.uint8), np.ascontiguousarray(tokens[:, 1:])
+    model = nn.TransformerOptions(
+        layers=TRANSFORMER_SIZES.layers,
+        width=TRANSFORMER_SIZES.width,
+        heads=TRANSFORMER_SIZES.heads,
+    )
+    return make_own_step(model, x, y), make_torch_step(
+        make_transformer(TRANSFORMER_SIZES), x.astype(np.int64), y
+    )
 
 
 def resnet20() -> tuple[Step, Step]:
-    x, y = images(64, (28, 28))
-    return ours(nn.ResNetOptions(), x, y), theirs(resnet20_of(), x[:, None], y)
+    x, y = random_images(64, (28, 28))
+    return make_own_step(nn.ResNetOptions(), x, y), make_torch_step(make_resnet20(), x[:, None], y)
 
 
 CASES = {"mlp": mlp, "transformer": transformer, "resnet20": resnet20}
 
 
-def images(n: int, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    draw = np.random.default_rng(0)
-    return draw.standard_normal((n, *shape)).astype(np.float32), draw.integers(0, 10, n)
+def random_images(n: int, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(0)
+    return rng.standard_normal((n, *shape)).astype(np.float32), rng.integers(0, 10, n)
 
 
-def ours(options_: Any, x: np.ndarray, y: np.ndarray) -> Step:
-    model = options_.build(x.shape[1:], 10)
+def make_own_step(model_options: Any, x: np.ndarray, y: np.ndarray) -> Step:
+    model = model_options.build(x.shape[1:], 10)
     engine = SingleEngine(ModelReplica(model, 0, "float32"), optim.sgd(1e-3, 0.9))
     batch, scale = Batch(x, y), 1 / (len(x) * model.targets)
     return lambda: engine.step(Task(batch, scale, nn.Key(0, 0, 0)), Flags())
 
 
-def theirs(model: Any, x: np.ndarray, y: np.ndarray) -> Step:
-    return step_of(model, torch.from_numpy(x), torch.from_numpy(y))
+def make_torch_step(model: Any, x: np.ndarray, y: np.ndarray) -> Step:
+    return make_step(model, torch.from_numpy(x), torch.from_numpy(y))
 
 
 if __name__ == "__main__":

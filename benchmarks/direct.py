@@ -18,42 +18,46 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from _common import interleaved, options, paired_ratio, spread, world_of, write
+from _common import interleaved, make_parser, paired_ratio, report_result, spread, start_world
 
 from hpctrain.user_collectives.calls import bind
 from hpctrain.world import World
 
 SIZES = [64 << 20, 128 << 20]
-LEAST = 0.9
+MIN_SHARE = 0.9
 
 
 def main() -> None:
-    parser = options(__doc__.split("\n\n")[0])
+    parser = make_parser(__doc__.split("\n\n")[0])
     parser.set_defaults(rounds=21)
-    sizes = {"type": lambda text: [int(n) for n in text.split(",")], "default": SIZES}
+    sizes = {"type": lambda text: [int(count) for count in text.split(",")], "default": SIZES}
     parser.add_argument("--sizes", **sizes, help="bytes, which must not fit into the caches")
     arguments = parser.parse_args()
-    world = world_of(arguments.ranks)
-    rows = [row for n in arguments.sizes for row in measured(world, n, arguments.rounds)]
+    world = start_world(arguments.ranks)
+    rows = [
+        row for count in arguments.sizes for row in measure_size(world, count, arguments.rounds)
+    ]
     claims = {
         f"{row['what']}, {row['bytes'] >> 20} MiB: {row['share_of_floor']:.3f} of the floor of "
-        f"memory, >= {LEAST}": row["share_of_floor"] >= LEAST
+        f"memory, >= {MIN_SHARE}": row["share_of_floor"] >= MIN_SHARE
         for row in rows
     }
-    write(world, f"direct-{world.size}-ranks", rows, claims)
+    report_result(world, f"direct-{world.size}-ranks", rows, claims)
 
 
-def measured(world: World, nbytes: int, rounds: int) -> list[dict[str, Any]]:
+def measure_size(world: World, nbytes: int, rounds: int) -> list[dict[str, Any]]:
     """Return a row for either form at this size."""
-    n, ranks = nbytes // 4, world.size
-    x = world.zeros(n)
+    count, ranks = nbytes // 4, world.size
+    x = world.zeros(count)
     calls: Mapping[str, Callable[[], object]] = {
         "shared": bind(x, algorithm="direct", result="shared", world=world),
         "in-place": bind(x, algorithm="direct", world=world),
     }
-    moved = {"shared": (ranks + 1) * nbytes, "in-place": 2 * ranks * nbytes}
-    floors = {f"floor of {name}": stream(moved[name] // ranks) for name in calls}
-    seconds = interleaved(world.link, calls | floors, rounds)
+    bytes_moved = {"shared": (ranks + 1) * nbytes, "in-place": 2 * ranks * nbytes}
+    floor_calls = {
+        f"floor of {name}": make_stream_call(bytes_moved[name] // ranks) for name in calls
+    }
+    seconds = interleaved(world.link, calls | floor_calls, rounds)
     return [
         {
             "bytes": nbytes,
@@ -61,14 +65,14 @@ def measured(world: World, nbytes: int, rounds: int) -> list[dict[str, Any]]:
             "what": name,
             **spread(seconds[name]),
             "floor_s": float(np.median(floor := seconds[f"floor of {name}"])),
-            "gb_per_s": moved[name] / float(np.median(seconds[name])) / 1e9,
+            "gb_per_s": bytes_moved[name] / float(np.median(seconds[name])) / 1e9,
             "share_of_floor": paired_ratio(floor, seconds[name]),
         }
         for name in calls
     ]
 
 
-def stream(nbytes: int) -> Callable[[], object]:
+def make_stream_call(nbytes: int) -> Callable[[], object]:
     """Return a call that moves `nbytes` bytes: `a += b` reads two arrays and writes one."""
     a, b = np.ones((2, nbytes // 12), np.float32)  # written once: pages of their own
     b[:] = 0

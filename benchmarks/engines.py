@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 from _claims import claims_of
-from _common import RESULTS, machine, short
+from _common import RESULTS, machine_facts, short_text
 from _trials import Trial, run
 
 from hpctrain.engines import ENGINES
@@ -37,7 +37,7 @@ from hpctrain.world import over_threads
 
 GRID = (0.5, 0.2, 1.0, 0.1, 0.05)
 TUNING_SEEDS = (100, 101)
-POINTS = 30  #: of a curve that is kept
+CURVE_POINTS = 30  #: of a curve that is kept
 Row = dict[str, Any]
 SGD = {"kind": "sgd"}
 
@@ -59,7 +59,7 @@ class Cell:
         return "  ".join([self.study, self.method, *map(str, self.facts.values())])
 
 
-def straggler() -> list[Cell]:
+def straggler_cells() -> list[Cell]:
     methods: dict[str, tuple[dict[str, Any], int]] = {
         "sync (all-reduce)": ({"kind": "allreduce"}, 0),
         "sync (server)": ({"kind": "ps-sync"}, 1),
@@ -80,7 +80,7 @@ def straggler() -> list[Cell]:
     ]  # fmt: skip
 
 
-def staleness() -> list[Cell]:
+def staleness_cells() -> list[Cell]:
     grid = (0.05, 0.1, 0.2, 0.5, 1.0)
     cells = [Cell("staleness", "single", Trial({"kind": "single"}, SGD, 1, batch=16, steps=1800),
                   grid, {"workers": 1, "softsync": 1}, every_rate=True)]  # fmt: skip
@@ -95,7 +95,7 @@ def staleness() -> list[Cell]:
     return cells
 
 
-def period() -> list[Cell]:
+def period_cells() -> list[Cell]:
     momentum = {"kind": "sgd", "momentum": 0.9, "nesterov": True}
     methods: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
         "single": ({"kind": "single"}, SGD, 0),
@@ -113,7 +113,7 @@ def period() -> list[Cell]:
     ]  # fmt: skip
 
 
-def sent() -> list[Cell]:
+def bytes_cells() -> list[Cell]:
     adamw = {"kind": "adamw", "weight_decay": 0.01}
     rates = (1.0, 0.5, 2.0, 0.2, 0.1)
     local: dict[str, Any] = {"kind": "local-sgd"}
@@ -127,29 +127,34 @@ def sent() -> list[Cell]:
     ]
     return [
         Cell("bytes", name,
-             Trial(engine if engine["kind"] == "allreduce" else engine | {"period": h}, optimizer,
-                   4, data="mnist", steps=192, schedule="cosine"),
-             grid, {"period": h})
-        for name, engine, optimizer, grid, of in methods
-        for h in of
+             Trial(engine if engine["kind"] == "allreduce" else engine | {"period": period},
+                   optimizer, 4, data="mnist", steps=192, schedule="cosine"),
+             grid, {"period": period})
+        for name, engine, optimizer, grid, method_periods in methods
+        for period in method_periods
     ]  # fmt: skip
 
 
-STUDIES = {"straggler": straggler, "staleness": staleness, "period": period, "bytes": sent}
+STUDIES = {
+    "straggler": straggler_cells,
+    "staleness": staleness_cells,
+    "period": period_cells,
+    "bytes": bytes_cells,
+}
 
 
 def main() -> int:
-    arguments, failed = read(), 0
+    arguments, failed_claims = parse_arguments(), 0
     for study in arguments.studies or STUDIES:
         cells = [cell for cell in STUDIES[study]() if cell.trial.engine["kind"] in ENGINES]
         if arguments.only:
             cells = [cell for cell in cells if cell.method in arguments.only.split(",")]
-        rows = measured(cells, arguments.jobs, arguments.seeds)
-        failed += keep(study, rows, {cell.method for cell in cells})
-    return int(failed > 0)
+        rows = measure_cells(cells, arguments.jobs, arguments.seeds)
+        failed_claims += save_rows(study, rows, {cell.method for cell in cells})
+    return int(failed_claims > 0)
 
 
-def read() -> argparse.Namespace:
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -160,70 +165,75 @@ def read() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def measured(cells: Sequence[Cell], jobs: int, seeds: int) -> list[Row]:
+def measure_cells(cells: Sequence[Cell], jobs: int, seeds: int) -> list[Row]:
     """Return the rows of all cells, each measured in one of `jobs` processes."""
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
         rows = []
-        for found in pool.map(rows_of, cells, [seeds] * len(cells)):
-            rows += found
-            print(told(found), flush=True)
+        for cell_rows in pool.map(measure_cell, cells, [seeds] * len(cells)):
+            rows += cell_rows
+            print(cell_line(cell_rows), flush=True)
     return rows
 
 
-def rows_of(cell: Cell, seeds: int) -> list[Row]:
+def measure_cell(cell: Cell, seeds: int) -> list[Row]:
     """Return the rows of the trainings of a cell: those that tune the rate, and the results."""
     if cell.every_rate:
-        return [one(cell, rate, seed, "result") for rate in cell.grid for seed in range(seeds)]
+        return [
+            train_once(cell, rate, seed, "result") for rate in cell.grid for seed in range(seeds)
+        ]
     tuning: list[Row] = []
-    best, best_loss = cell.grid[0], np.inf
+    best_rate, best_loss = cell.grid[0], np.inf
     for rate in cell.grid:
         # What takes longer than the best of the rates before need not be known exactly.
-        limit_s = min(cell.trial.limit_s, 1.2 * best_loss) if timed(cell) else cell.trial.limit_s
-        rows = [one(cell, rate, seed, "tuning", limit_s) for seed in TUNING_SEEDS]
+        limit_s = min(cell.trial.limit_s, 1.2 * best_loss) if is_timed(cell) else cell.trial.limit_s
+        rows = [train_once(cell, rate, seed, "tuning", limit_s) for seed in TUNING_SEEDS]
         loss = float(np.mean([loss_of(cell, row) for row in rows]))
         tuning += rows
         if loss < best_loss:
-            best, best_loss = rate, loss
-    return tuning + [one(cell, best, seed, "result") for seed in range(seeds)]
+            best_rate, best_loss = rate, loss
+    return tuning + [train_once(cell, best_rate, seed, "result") for seed in range(seeds)]
 
 
-def timed(cell: Cell) -> bool:
+def is_timed(cell: Cell) -> bool:
     return cell.trial.target <= 1
 
 
 def loss_of(cell: Cell, row: Row) -> float:
     """Return what a good rate makes small: the time to the target, or the test error."""
-    if not timed(cell):
+    if not is_timed(cell):
         return 1 - row["accuracy"]
-    reached = row["time_to_target_s"]
-    return 2 * row["wall_s"] if reached is None else reached
+    target_s = row["time_to_target_s"]
+    return 2 * row["wall_s"] if target_s is None else target_s
 
 
-def one(cell: Cell, rate: float, seed: int, role: str, limit_s: float | None = None) -> Row:
+def train_once(cell: Cell, rate: float, seed: int, role: str, limit_s: float | None = None) -> Row:
     optimizer = {**cell.trial.optimizer, "rate": rate}
     limit_s = cell.trial.limit_s if limit_s is None else limit_s
-    found = run(replace(cell.trial, optimizer=optimizer, seed=seed, limit_s=limit_s))
-    curve = found.pop("curve")
+    result = run(replace(cell.trial, optimizer=optimizer, seed=seed, limit_s=limit_s))
+    curve = result.pop("curve")
     if cell.curves and role == "result":
-        found["curve"] = curve[:: max(1, len(curve) // POINTS)]
+        result["curve"] = curve[:: max(1, len(curve) // CURVE_POINTS)]
     facts = {"workers": cell.trial.workers, **cell.facts, "rate": rate, "seed": seed}
-    return {"method": cell.method, "role": role, **facts, **found}
+    return {"method": cell.method, "role": role, **facts, **result}
 
 
-def told(rows: Sequence[Row]) -> str:
+def cell_line(rows: Sequence[Row]) -> str:
     """Return a cell as a line: the medians of its results."""
     results = [row for row in rows if row["role"] == "result"]
     by_rate = {row["rate"]: [r for r in results if r["rate"] == row["rate"]] for row in results}
     first = results[0]
-    parts = [f"{first['method']}", *(f"{k}={first[k]}" for k in KEYS if k in first)]
-    for rate, here in by_rate.items():
-        parts.append(f"rate {rate:g}: " + ", ".join(f"{name} {short(median(here, key))}"
-                     for name, key in SHOWN.items() if median(here, key) is not None))  # fmt: skip
+    parts = [f"{first['method']}", *(f"{k}={first[k]}" for k in CELL_KEYS if k in first)]
+    for rate, rate_rows in by_rate.items():
+        medians = {name: median(rate_rows, key) for name, key in PRINTED_COLUMNS.items()}
+        parts.append(
+            f"rate {rate:g}: "
+            + ", ".join(f"{name} {short_text(m)}" for name, m in medians.items() if m is not None)
+        )
     return "  ".join(parts)
 
 
-KEYS = ("slow_factor", "workers", "softsync", "period")
-SHOWN = {"s": "time_to_target_s", "accuracy": "accuracy", "staleness": "staleness_mean"}
+CELL_KEYS = ("slow_factor", "workers", "softsync", "period")
+PRINTED_COLUMNS = {"s": "time_to_target_s", "accuracy": "accuracy", "staleness": "staleness_mean"}
 
 
 def median(rows: Sequence[Row], key: str) -> float | None:
@@ -231,20 +241,20 @@ def median(rows: Sequence[Row], key: str) -> float | None:
     return None if None in values else float(np.median(values))
 
 
-def keep(study: str, rows: Sequence[Row], methods: set[str]) -> int:
+def save_rows(study: str, rows: Sequence[Row], methods: set[str]) -> int:
     """Write the rows, those of other methods as they were; return how many claims do not hold."""
     path = RESULTS / f"engines-{study}.json"
-    before = json.loads(path.read_text())["rows"] if path.exists() else []
-    rows = [row for row in before if row["method"] not in methods] + list(rows)
+    saved_rows = json.loads(path.read_text())["rows"] if path.exists() else []
+    rows = [row for row in saved_rows if row["method"] not in methods] + list(rows)
     order = list(dict.fromkeys(cell.method for cell in STUDIES[study]()))
     rows = sorted(rows, key=lambda row: order.index(row["method"]))
-    facts = run_ranks(1, lambda link: machine(over_threads(link)))[0]
+    facts = run_ranks(1, lambda link: machine_facts(over_threads(link)))[0]
     lines = ",\n  ".join(json.dumps(row) for row in rows)
     claims = claims_of(study, rows)
-    head = json.dumps({"machine": facts, "study": study, "claims": claims}, indent=1)[:-2]
-    path.write_text(f'{head},\n "rows": [\n  {lines}\n ]\n}}\n')
-    for claim, holds in claims.items():
-        print("holds:" if holds else "DOES NOT HOLD:", claim)
+    header = json.dumps({"machine": facts, "study": study, "claims": claims}, indent=1)[:-2]
+    path.write_text(f'{header},\n "rows": [\n  {lines}\n ]\n}}\n')
+    for claim, is_held in claims.items():
+        print("holds:" if is_held else "DOES NOT HOLD:", claim)
     print(f"-> {path.name}")
     return list(claims.values()).count(False)
 

@@ -24,7 +24,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from _common import interleaved, options, paired_ratio, spread, world_of, write
+from _common import interleaved, make_parser, paired_ratio, report_result, spread, start_world
 
 import hpctrain as ht
 from hpctrain.tuning.select import auto
@@ -35,43 +35,45 @@ CALLS = 64
 
 
 def main() -> None:
-    parser = options(__doc__)
+    parser = make_parser(__doc__)
     parser.set_defaults(rounds=60)
     parser.add_argument("--bytes", type=int, default=4)
     arguments = parser.parse_args()
-    world = world_of(arguments.ranks)
-    calls = contenders(world, world.zeros(max(1, arguments.bytes // 4)))
+    world = start_world(arguments.ranks)
+    calls = make_contenders(world, world.zeros(max(1, arguments.bytes // 4)))
     seconds = interleaved(world.link, calls, arguments.rounds, calls=CALLS)
-    least = float(np.median(seconds["native"]))
+    native_s = float(np.median(seconds["native"]))
     rows = [
         {
             "call": name,
             "bytes": arguments.bytes,
             "ranks": world.size,
-            "ns": 1e9 * found["median_s"],
-            "ns_over_native": 1e9 * (found["median_s"] - least),
+            "ns": 1e9 * statistics["median_s"],
+            "ns_over_native": 1e9 * (statistics["median_s"] - native_s),
             "times_native": paired_ratio(seconds["native"], seconds[name]),
-            **found,
+            **statistics,
         }
-        for name, found in ((name, spread(taken)) for name, taken in seconds.items())
+        for name, statistics in ((name, spread(times)) for name, times in seconds.items())
     ]
-    bound = paired_ratio(seconds["native"], seconds["bound"])
-    plain = paired_ratio(seconds["native-plain"], seconds["plain"])
+    bound_ratio = paired_ratio(seconds["native"], seconds["bound"])
+    plain_ratio = paired_ratio(seconds["native-plain"], seconds["plain"])
     claims = {
-        f"a bound call is {bound:.2f} times as fast as MPI's own bound, >= 0.8": bound >= 0.8,
-        f"a plain call is {plain:.2f} times as fast as mpi4py's plain, >= 0.7": plain >= 0.7,
+        f"a bound call is {bound_ratio:.2f} times as fast as MPI's own bound, >= 0.8": bound_ratio
+        >= 0.8,
+        f"a plain call is {plain_ratio:.2f} times as fast as mpi4py's plain, >= 0.7": plain_ratio
+        >= 0.7,
     }
-    write(world, f"few-bytes-{world.size}-ranks", rows, claims)
+    report_result(world, f"few-bytes-{world.size}-ranks", rows, claims)
 
 
-def contenders(world: World, x: np.ndarray) -> dict[str, Callable[[], Any]]:
+def make_contenders(world: World, x: np.ndarray) -> dict[str, Callable[[], Any]]:
     """Return the calls, all of MPI's own all-reduce of `x` unless `auto` takes another."""
     link = world.link
-    given = link.native.bind("allreduce", x, np.add).call
+    native_call = link.native.bind("allreduce", x, np.add).call
     return {
-        "native": given,
-        "in a frame": lambda: given(),
-        "in notes": partial(noted, world, given, x.nbytes),
+        "native": native_call,
+        "in a frame": lambda: native_call(),
+        "in notes": partial(call_with_notes, world, native_call, x.nbytes),
         "noticed": link.native.bind_allreduce(x, np.add),
         "bound": user_calls.bind(x, algorithm="native", world=world),
         "native-plain": link.native.bind("allreduce plain", x, np.add).call,
@@ -81,7 +83,7 @@ def contenders(world: World, x: np.ndarray) -> dict[str, Callable[[], Any]]:
     }
 
 
-def noted(world: World, call: Callable[[], Any], nbytes: int) -> None:
+def call_with_notes(world: World, call: Callable[[], Any], nbytes: int) -> None:
     """Make a call with a note in the watch's record before and after it."""
     entry = world.link.entry  # type: ignore[attr-defined]
     entry.enter(b"MPI_Allreduce", -1, nbytes)

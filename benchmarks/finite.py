@@ -22,7 +22,7 @@ from time import perf_counter
 from typing import Any
 
 import numpy as np
-from _common import interleaved, options, paired_ratio, spread, world_of, write
+from _common import interleaved, make_parser, paired_ratio, report_result, spread, start_world
 
 from hpctrain import broadcast, nn, optim
 from hpctrain.engines import Flags, Task
@@ -34,7 +34,7 @@ from hpctrain.nn import Sums
 from hpctrain.world import World
 
 MODELS = {"1.1M": [784, 1024, 256, 10], "1.9M": [784, 1024, 1024, 10]}  #: widths
-UNCLAIMED = ("single", "1.9M")
+UNCLAIMED_CASE = ("single", "1.9M")
 STEP_S = 10e-3
 ENGINES = {
     "single": None,
@@ -42,15 +42,17 @@ ENGINES = {
     "allreduce, overlap": AllReduce(overlap="always", bucket_bytes=1 << 20),
     "allreduce, shard_optimizer": AllReduce(shard_optimizer=True),
 }
-MOST = 0.02
+MAX_SHARE = 0.02
 
 
-class LossAlone:
+class LossCheck:
     """What was looked at before."""
 
     fault = ""
 
-    def begin(self, on_ready: Callable[[str], None], slots: bool = True) -> Callable[[str], None]:
+    def begin(
+        self, on_ready: Callable[[str], None], check_slots: bool = True
+    ) -> Callable[[str], None]:
         return on_ready
 
     def passes(self, sums: Sums) -> bool:
@@ -60,111 +62,123 @@ class LossAlone:
         return True
 
 
-class Timed:
+class TimedCheck:
     """A check that takes the time of itself."""
 
     def __init__(self, check: GradientCheck):
         self._check, self.seconds = check, list[float]()
 
-    def begin(self, on_ready: Callable[[str], None], slots: bool = True) -> Callable[[str], None]:
-        start, outside = perf_counter(), [0.0]
+    def begin(
+        self, on_ready: Callable[[str], None], check_slots: bool = True
+    ) -> Callable[[str], None]:
+        start_s, outside_s = perf_counter(), [0.0]
 
-        def told(name: str) -> None:
-            before = perf_counter()
+        def timed_on_ready(name: str) -> None:
+            before_s = perf_counter()
             on_ready(name)
-            outside[0] += perf_counter() - before
+            outside_s[0] += perf_counter() - before_s
 
-        ready = self._check.begin(told, slots)
-        self.seconds.append(perf_counter() - start)
+        check_slot = self._check.begin(timed_on_ready, check_slots)
+        self.seconds.append(perf_counter() - start_s)
 
-        def timed(name: str) -> None:
-            start, before = perf_counter(), outside[0]
-            ready(name)
-            self.seconds[-1] += perf_counter() - start - (outside[0] - before)
+        def timed_slot(name: str) -> None:
+            start_s, before_s = perf_counter(), outside_s[0]
+            check_slot(name)
+            self.seconds[-1] += perf_counter() - start_s - (outside_s[0] - before_s)
 
-        return timed
+        return timed_slot
 
     def passes(self, sums: Sums) -> bool:
-        start = perf_counter()
-        fine = self._check.passes(sums)
-        self.seconds[-1] += perf_counter() - start
-        return fine
+        start_s = perf_counter()
+        is_finite = self._check.passes(sums)
+        self.seconds[-1] += perf_counter() - start_s
+        return is_finite
 
     def sum_passes(self, total: np.ndarray) -> bool:
-        start = perf_counter()
-        fine = self._check.sum_passes(total)
-        self.seconds[-1] += perf_counter() - start
-        return fine
+        start_s = perf_counter()
+        is_finite = self._check.sum_passes(total)
+        self.seconds[-1] += perf_counter() - start_s
+        return is_finite
 
 
 def main() -> None:
-    parser = options(__doc__)
+    parser = make_parser(__doc__)
     parser.set_defaults(rounds=200)
     arguments = parser.parse_args()
-    world = world_of(arguments.ranks)
+    world = start_world(arguments.ranks)
     rows = [
-        row_of(world, name, engine, model, arguments.rounds)
+        measure_engine(world, name, engine, model, arguments.rounds)
         for model in MODELS
         for name, engine in ENGINES.items()
     ]
     claims = {
         f"{row['engine']}, {row['model']}: {100 * row['part']:.2f} % of a step of "
-        f"{1e3 * row['median_s']:.1f} ms, <= {100 * MOST:.0f}": row["part"] <= MOST
+        f"{1e3 * row['median_s']:.1f} ms, <= {100 * MAX_SHARE:.0f}": row["part"] <= MAX_SHARE
         for row in rows
-        if (row["engine"], row["model"]) != UNCLAIMED
+        if (row["engine"], row["model"]) != UNCLAIMED_CASE
     }
-    write(world, "finite", rows, claims)
+    report_result(world, "finite", rows, claims)
 
 
-def row_of(world: World, name: str, options: Any, model: str, rounds: int) -> dict[str, Any]:
+def measure_engine(
+    world: World, name: str, options: Any, model: str, rounds: int
+) -> dict[str, Any]:
     """Return what steps take with the check and without."""
     widths = MODELS[model]
-    built = nn.MlpOptions(widths=widths).build((widths[0],), widths[-1])
+    network = nn.MlpOptions(widths=widths).build((widths[0],), widths[-1])
     # A rate at which nothing moves: all steps are the same.
-    replica, optimizer = ModelReplica(built, 0, np.float32), optim.sgd(1e-6, 0.9)
+    replica, optimizer = ModelReplica(network, 0, np.float32), optim.sgd(1e-6, 0.9)
     engine = (
         options.build(world, replica, optimizer) if options else SingleEngine(replica, optimizer)
     )
-    check, timed = engine.check, Timed(engine.check)
-    samples = samples_of(world, engine, widths)
-    task = task_of(world, widths, samples)
+    check, timed_check = engine.check, TimedCheck(engine.check)
+    samples = samples_for_step(world, engine, widths)
+    task = make_task(world, widths, samples)
 
-    def step_with(one: Any) -> Callable[[], Any]:
+    def make_step(check: Any) -> Callable[[], Any]:
         def step() -> Any:
-            engine.check = one
+            engine.check = check
             return engine.step(task, Flags())
 
         return step
 
-    steps = {"checked": check, "loss alone": LossAlone(), "timed": timed}
-    seconds = interleaved(world.link, {key: step_with(one) for key, one in steps.items()}, rounds)
+    steps = {"checked": check, "loss alone": LossCheck(), "timed": timed_check}
+    seconds = interleaved(world.link, {key: make_step(one) for key, one in steps.items()}, rounds)
     engine.close()
-    inside, plain = float(np.median(timed.seconds)), spread(seconds["loss alone"])
+    check_s, unchecked = float(np.median(timed_check.seconds)), spread(seconds["loss alone"])
     return {
         "engine": name,
         "model": model,
         "ranks": world.size,
         "samples_per_rank": samples,
-        **plain,
+        **unchecked,
         "ratio": paired_ratio(seconds["checked"], seconds["loss alone"]),
-        "check_us": 1e6 * inside,
-        "part": inside / plain["median_s"],
-        "seconds": {key: [round(s, 7) for s in found] for key, found in seconds.items()},
+        "check_us": 1e6 * check_s,
+        "part": check_s / unchecked["median_s"],
+        "seconds": {key: [round(time_s, 7) for time_s in times] for key, times in seconds.items()},
     }
 
 
-def samples_of(world: World, engine: Any, widths: list[int]) -> int:
+def samples_for_step(world: World, engine: Any, widths: list[int]) -> int:
     """Return how many samples per rank make a step of STEP_S: the time is affine in them."""
-    few, many = 16, 64
-    step = {n: partial(engine.step, task_of(world, widths, n), Flags()) for n in (few, many)}
-    seconds = interleaved(world.link, {"few": step[few], "many": step[many]}, 20)
-    low, high = (float(np.median(seconds[name])) for name in ("few", "many"))
-    samples = np.array([few + (STEP_S - low) * (many - few) / (high - low)])
+    min_samples, max_samples = 16, 64
+    step = {
+        n: partial(engine.step, make_task(world, widths, n), Flags())
+        for n in (min_samples, max_samples)
+    }
+    seconds = interleaved(world.link, {"few": step[min_samples], "many": step[max_samples]}, 20)
+    min_step_s, max_step_s = (float(np.median(seconds[name])) for name in ("few", "many"))
+    samples = np.array(
+        [
+            min_samples
+            + (STEP_S - min_step_s) * (max_samples - min_samples) / (max_step_s - min_step_s)
+        ]
+    )
     broadcast(samples, world=world)
-    return max(few, round(float(samples[0])))
+    return max(min_samples, round(float(samples[0])))
 
 
-def task_of(world: World, widths: list[int], samples: int) -> Task:
+def make_task(world: World, widths: list[int], samples: int) -> Task:
     rng = np.random.default_rng(world.rank)
     x = rng.standard_normal((samples, widths[0]), np.float32)
     batch = Batch(x, rng.integers(0, widths[-1], samples))

@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from _common import write
+from _common import report_result
 from recipes import is_done
 
 from hpctrain import world as worlds
@@ -24,9 +24,9 @@ from hpctrain.training import recipe, runs
 from hpctrain.transport.link import Link
 from hpctrain.transport.threads.link import run_ranks
 
-RANKS, POINTS, RATES = 4, 0.015, (0.1, 0.05)
-SMALL = ["model.blocks=1", "model.channels=[8,16,32]"]
-KEPT = ("workers", "servers", "epochs", "test_accuracy", "test_loss", "train_loss",
+RANKS, MAX_ACCURACY_LOSS, RATES = 4, 0.015, (0.1, 0.05)
+SMALL_MODEL = ["model.blocks=1", "model.channels=[8,16,32]"]
+SUMMARY_KEYS = ("workers", "servers", "epochs", "test_accuracy", "test_loss", "train_loss",
         "staleness_mean", "clock_gap_max", "dropped_gradients", "bytes_sent_per_rank")  # fmt: skip
 # name -> keys of [engine]; where servers are dedicated, three ranks are workers
 ENGINES: dict[str, dict[str, Any]] = {
@@ -58,20 +58,24 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=12)
     parser.add_argument("--rates", type=float, nargs="+", default=RATES)
     parser.add_argument("--runs", type=Path, help="folder of the runs; a temporary one if not said")
-    given = parser.parse_args()
-    names = ["single", *(name for name in given.engines or ENGINES if name != "single")]
+    options = parser.parse_args()
+    names = ["single", *(name for name in options.engines or ENGINES if name != "single")]
     with tempfile.TemporaryDirectory() as folder:
-        where = given.runs or Path(folder)
-        changes = [f"run.epochs={given.epochs}", *(SMALL if given.small else [])]
-        rows = [row_of(name, rate, changes, where) for name in names for rate in given.rates]
-    which = "resnet8" if given.small else "resnet20"
-    write(worlds.init(), f"mnist_engines-{which}", rows, claims(rows), model=which)
+        runs_folder = options.runs or Path(folder)
+        changes = [f"run.epochs={options.epochs}", *(SMALL_MODEL if options.small else [])]
+        rows = [
+            train_row(name, rate, changes, runs_folder) for name in names for rate in options.rates
+        ]
+    model_name = "resnet8" if options.small else "resnet20"
+    report_result(
+        worlds.init(), f"mnist_engines-{model_name}", rows, check_claims(rows), model=model_name
+    )
 
 
-def row_of(name: str, rate: float, changes: list[str], folder: Path) -> dict[str, Any]:
+def train_row(name: str, rate: float, changes: list[str], folder: Path) -> dict[str, Any]:
     """Return what engine `name` came to with `rate`."""
-    sets = [f"engine.{key}={str(value).lower()}" for key, value in ENGINES[name].items()]
-    spec = recipe.load("mnist", [*changes, *sets, f"optimizer.rate={rate}"])
+    settings = [f"engine.{key}={str(value).lower()}" for key, value in ENGINES[name].items()]
+    spec = recipe.load("mnist", [*changes, *settings, f"optimizer.rate={rate}"])
     size = 1 if name == "single" else RANKS
     out = folder / f"{name}-{rate}".replace(" ", "").replace(",", "-")
 
@@ -82,20 +86,22 @@ def row_of(name: str, rate: float, changes: list[str], folder: Path) -> dict[str
         run_ranks(size, train, timeout_s=600)
     summary = run_folder.read_summary(out)
     assert summary and summary["status"] == "done"
-    kept = {key: summary[key] for key in KEPT}
-    return {"engine": name, "ranks": size, "rate": rate, **kept}
+    summary_values = {key: summary[key] for key in SUMMARY_KEYS}
+    return {"engine": name, "ranks": size, "rate": rate, **summary_values}
 
 
-def claims(rows: list[dict[str, Any]]) -> dict[str, bool]:
+def check_claims(rows: list[dict[str, Any]]) -> dict[str, bool]:
     """Return for each engine whether its best rate is as good as `single`'s, but for 1.5 points."""
-    best: dict[str, float] = {}
+    best_accuracy: dict[str, float] = {}
     for row in rows:
-        best[row["engine"]] = max(row["test_accuracy"], best.get(row["engine"], 0.0))
-    least = best["single"] - POINTS
+        best_accuracy[row["engine"]] = max(
+            row["test_accuracy"], best_accuracy.get(row["engine"], 0.0)
+        )
+    minimum = best_accuracy["single"] - MAX_ACCURACY_LOSS
     return {
-        f"{name}: {accuracy:.4f} >= {least:.4f} = {best['single']:.4f} - {POINTS}": accuracy
-        >= least
-        for name, accuracy in best.items()
+        f"{name}: {accuracy:.4f} >= {minimum:.4f} = {best_accuracy['single']:.4f} - "
+        f"{MAX_ACCURACY_LOSS}": (accuracy >= minimum)
+        for name, accuracy in best_accuracy.items()
         if name != "single"
     }
 

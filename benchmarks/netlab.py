@@ -29,9 +29,9 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 import numpy as np
-from _common import interleaved, keep, machine, paired_ratio, spread
+from _common import interleaved, machine_facts, paired_ratio, save_result, spread
 
-from hpctrain.cluster.netlab.netlab import Lab, bits_of, netlab
+from hpctrain.cluster.netlab.netlab import Lab, netlab, parse_speed
 from hpctrain.collectives import ALLREDUCE, Group, all_gather_bytes
 from hpctrain.collectives.chunks import segments
 from hpctrain.collectives.ring import STREAM_BYTES
@@ -40,8 +40,8 @@ from hpctrain.world import World, init
 
 MIB = 1 << 20
 SIZES = (8, 16, 64)
-TIMES = 2  #: a section is begun
-INTERRUPTED = 130
+MAX_ATTEMPTS = 2  #: a section is begun
+EXIT_INTERRUPTED = 130
 
 
 class Section(NamedTuple):
@@ -51,7 +51,7 @@ class Section(NamedTuple):
     ranks_per_host: int
     link: str
     algorithms: tuple[str, ...]
-    claimed: dict[str, float]
+    claimed_shares: dict[str, float]
     times: tuple[tuple[str, str, float], ...] = ()  #: this one, that one, how many times as fast
 
 
@@ -75,116 +75,132 @@ def main() -> int:
     parser.add_argument("--sections", default=",".join(SECTIONS))
     parser.add_argument("--rounds", type=int, default=7, help="times each rival is measured")
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="in MiB")
-    parser.add_argument("--part", type=Path, help="where ranks leave what they saw of each size")
+    parser.add_argument(
+        "--part", type=Path, help="file to which rank 0 appends the result of each size"
+    )
     arguments = parser.parse_args()
     names = arguments.sections.split(",")
     if launchers.launched(os.environ).size > 1:
         measure(init(), SECTIONS[names[0]], arguments)
         return 0
-    return max(start(name, arguments.rounds, arguments.sizes) for name in names)
+    return max(run_section(name, arguments.rounds, arguments.sizes) for name in names)
 
 
-def start(name: str, rounds: int, sizes: Sequence[int]) -> int:
-    """Run this script on the hosts of a section, tell what it found, and return the exit code."""
-    one = SECTIONS[name]
-    print(f"{name}: {one.hosts} hosts x {one.ranks_per_host} ranks, {one.link}", flush=True)
-    lab, found = Lab(one.hosts, one.ranks_per_host, bits_of(one.link)), {}
+def run_section(name: str, rounds: int, sizes: Sequence[int]) -> int:
+    """Run this script on the hosts of a section and save the results; return the exit code."""
+    section = SECTIONS[name]
+    print(
+        f"{name}: {section.hosts} hosts x {section.ranks_per_host} ranks, {section.link}",
+        flush=True,
+    )
+    lab, results_by_mib = Lab(section.hosts, section.ranks_per_host, parse_speed(section.link)), {}
     with tempfile.TemporaryDirectory() as folder:
         part = Path(folder, "part")
         part.touch()
-        here = [sys.executable, __file__, "--sections", name, "--rounds", str(rounds)]
-        for time_ in range(TIMES):
-            missing = [str(size) for size in sizes if size not in found]
-            began = perf_counter()
-            code = netlab(lab, [*here, "--part", str(part), "--sizes", *missing])
-            found |= {told["mib"]: told for told in map(json.loads, part.open())}
-            if len(found) == len(sizes):
+        command = [sys.executable, __file__, "--sections", name, "--rounds", str(rounds)]
+        for attempt in range(MAX_ATTEMPTS):
+            missing = [str(size) for size in sizes if size not in results_by_mib]
+            start_s = perf_counter()
+            code = netlab(lab, [*command, "--part", str(part), "--sizes", *missing])
+            results_by_mib |= {result["mib"]: result for result in map(json.loads, part.open())}
+            if len(results_by_mib) == len(sizes):
                 break
-            _say_what_is_missing(name, code, perf_counter() - began, set(sizes) - set(found))
-            if code == INTERRUPTED or time_ + 1 == TIMES:
+            _print_missing_sizes(
+                name, code, perf_counter() - start_s, set(sizes) - set(results_by_mib)
+            )
+            if code == EXIT_INTERRUPTED or attempt + 1 == MAX_ATTEMPTS:
                 break
             print(f"{name}: once more", flush=True)
-    return tell(name, one, found, len(found) == len(sizes))
+    return save_section(name, section, results_by_mib, len(results_by_mib) == len(sizes))
 
 
-def _say_what_is_missing(name: str, code: int, seconds: float, sizes: Collection[int]) -> None:
-    why = " (interrupted, or its time was up)" if code == INTERRUPTED else ""
+def _print_missing_sizes(name: str, code: int, seconds: float, sizes: Collection[int]) -> None:
+    reason = " (interrupted, or its time was up)" if code == EXIT_INTERRUPTED else ""
     missing = ", ".join(map(str, sorted(sizes)))
-    print(f"{name}: ended with code {code}{why} after {seconds:.0f} s, without {missing} MiB",
+    print(f"{name}: ended with code {code}{reason} after {seconds:.0f} s, without {missing} MiB",
           flush=True)  # fmt: skip
 
 
-def measure(world: World, section: Section, given: argparse.Namespace) -> None:
+def measure(world: World, section: Section, options: argparse.Namespace) -> None:
     """Measure every size; rank 0 leaves the rows of each when it has them."""
-    for size in given.sizes:
-        rows = measure_size(world, section, size * MIB, given.rounds)
+    for size in options.sizes:
+        rows = measure_size(world, section, size * MIB, options.rounds)
         if world.rank == 0:
-            told = {"mib": size, "machine": machine(world), "rows": rows}
-            with given.part.open("a") as part:
-                print(json.dumps(told), file=part)
+            result = {"mib": size, "machine": machine_facts(world), "rows": rows}
+            with options.part.open("a") as part:
+                print(json.dumps(result), file=part)
             print(f"{size} MiB:", *(f"{r['algorithm']} {r['share_of_link']:.1%}" for r in rows),
                   flush=True)  # fmt: skip
 
 
-def tell(name: str, section: Section, found: Mapping[int, Any], whole: bool) -> int:
-    """Keep what was `found` at each size, and what is claimed of it; return the exit code."""
-    if not found:
+def save_section(
+    name: str, section: Section, results_by_mib: Mapping[int, Any], is_complete: bool
+) -> int:
+    """Save the results of all sizes and their claims; return the exit code."""
+    if not results_by_mib:
         return 1
-    parts = [found[size] for size in sorted(found)]
+    parts = [results_by_mib[size] for size in sorted(results_by_mib)]
     rows = [row for part in parts for row in part["rows"]]
-    held = claims(section, rows, parts[0]["machine"]["mpi"].rsplit(maxsplit=1)[0])
-    held["every size was measured"] = whole
+    claims_held = check_claims(section, rows, parts[0]["machine"]["mpi"].rsplit(maxsplit=1)[0])
+    claims_held["every size was measured"] = is_complete
     lab = {"hosts": section.hosts, "ranks_per_host": section.ranks_per_host, "link": section.link}
-    keep(f"netlab-{name}", {"machine": parts[0]["machine"], **lab}, rows, held)
-    return 0 if all(held.values()) else 1
+    save_result(f"netlab-{name}", {"machine": parts[0]["machine"], **lab}, rows, claims_held)
+    return 0 if all(claims_held.values()) else 1
 
 
-def claims(section: Section, rows: Sequence[Mapping[str, Any]], mpi: str) -> dict[str, bool]:
-    """Return what is claimed of `rows` under this MPI, and whether it holds."""
-    best, held = section.algorithms[0], {}
+def check_claims(section: Section, rows: Sequence[Mapping[str, Any]], mpi: str) -> dict[str, bool]:
+    """Return {claim: whether it holds} for `rows` under this MPI."""
+    best, claims_held = section.algorithms[0], {}
     for row in rows:
         size, share = row["bytes"] // MIB, row["share_of_link"]
-        if row["algorithm"] == best and mpi in section.claimed:
-            least = section.claimed[mpi]
-            held[f"{best} {share:.1%} of the link at {size} MiB, >= {least:.0%}"] = share >= least
-        for this, that, least in section.times:
-            if row["algorithm"] == that:
-                times = row["speed_up"]
-                held[f"{this} {times:.2f}x {that} at {size} MiB, >= {least}"] = times >= least
-    held["all sums are right"] = all(row["correct"] for row in rows)
-    return held
+        if row["algorithm"] == best and mpi in section.claimed_shares:
+            minimum = section.claimed_shares[mpi]
+            claims_held[f"{best} {share:.1%} of the link at {size} MiB, >= {minimum:.0%}"] = (
+                share >= minimum
+            )
+        for faster, slower, minimum in section.times:
+            if row["algorithm"] == slower:
+                ratio = row["speed_up"]
+                claims_held[f"{faster} {ratio:.2f}x {slower} at {size} MiB, >= {minimum}"] = (
+                    ratio >= minimum
+                )
+    claims_held["all sums are right"] = all(row["correct"] for row in rows)
+    return claims_held
 
 
 def measure_size(world: World, section: Section, size: int, rounds: int) -> list[dict[str, Any]]:
     """Return a row per algorithm, and of the link, for `size` bytes."""
     x = world.memory.zeros(size // 4, np.float32)
-    rivals = {one: partial(ALLREDUCE[one], world.main, x, np.add) for one in section.algorithms}
-    crossing = size * 2 * (section.hosts - 1) // section.hosts  # bytes of `best`, a host's link
-    seconds = interleaved(world.link, {**rivals, **links(world, crossing)}, rounds, warm_up=1)
-    link = min(("link", "link-in-segments"), key=lambda one: np.median(seconds[one]))
-    best, ranks = section.algorithms[0], world.size
+    rivals = {name: partial(ALLREDUCE[name], world.main, x, np.add) for name in section.algorithms}
+    # Bytes that the reference algorithm sends over the link of a host.
+    link_bytes = size * 2 * (section.hosts - 1) // section.hosts
+    seconds = interleaved(
+        world.link, {**rivals, **link_calls(world, link_bytes)}, rounds, warm_up=1
+    )
+    link = min(("link", "link-in-segments"), key=lambda name: np.median(seconds[name]))
+    reference, ranks = section.algorithms[0], world.size
     rows = []
-    for name, taken in seconds.items():
-        found, is_link = spread(taken), name.startswith("link")
-        moved = crossing if is_link else size * 2 * (ranks - 1) / ranks
+    for name, times in seconds.items():
+        statistics, is_link = spread(times), name.startswith("link")
+        bytes_moved = link_bytes if is_link else size * 2 * (ranks - 1) / ranks
         rows.append(
             {
                 "operation": "p2p" if is_link else "allreduce",
                 "algorithm": name,
                 "bytes": size,
                 "ranks": ranks,
-                **found,
-                "busbw": moved / found["median_s"] / 1e9,
-                "share_of_link": paired_ratio(seconds[link], taken),
-                "speed_up": paired_ratio(taken, seconds[best]),
-                "correct": is_link or correct(world.main, name),
+                **statistics,
+                "busbw": bytes_moved / statistics["median_s"] / 1e9,
+                "share_of_link": paired_ratio(seconds[link], times),
+                "speed_up": paired_ratio(times, seconds[reference]),
+                "correct": is_link or is_correct(world.main, name),
             }
         )
     return rows
 
 
-def links(world: World, nbytes: int) -> dict[str, Callable[[], None]]:
-    """Return one-way messages of `nbytes` from rank 0 to the next host: whole, and in segments."""
+def link_calls(world: World, nbytes: int) -> dict[str, Callable[[], None]]:
+    """Return calls that send `nbytes` from rank 0 to the next host: whole, and in segments."""
     x = np.zeros(nbytes, np.uint8)
     to = next((r for r, host in enumerate(world.hosts) if host != world.hosts[0]), 0)
     return {
@@ -194,21 +210,22 @@ def links(world: World, nbytes: int) -> dict[str, Callable[[], None]]:
 
 
 def one_way(world: World, to: int, pieces: list[np.ndarray]) -> None:
-    """Send `pieces` from rank 0 to rank `to`; each of the two returns when all are there."""
-    link, word = world.link, np.zeros(1, np.uint8)
+    """Send `pieces` from rank 0 to rank `to`; both return after the last one has arrived."""
+    link, reply = world.link, np.zeros(1, np.uint8)
     if link.rank == 0:
         for request in [link.isend(piece, to) for piece in pieces]:
             request.wait()
-        link.irecv(word, to).wait()
+        link.irecv(reply, to).wait()
     elif link.rank == to:
         for request in [link.irecv(piece, 0) for piece in pieces]:
             request.wait()
-        link.isend(word, 0).wait()
+        link.isend(reply, 0).wait()
 
 
-def correct(group: Group, name: str) -> bool:
-    """Return whether random data, long enough to stream, are summed to what float64 says; on all
-    ranks: collective.
+def is_correct(group: Group, name: str) -> bool:
+    """Return whether the sum of random data agrees with float64 on all ranks; collective.
+
+    The data are long enough for the streaming path.
     """
     length = group.link.size * STREAM_BYTES // 4 * 3 + 1
     values = [
@@ -216,8 +233,8 @@ def correct(group: Group, name: str) -> bool:
     ]
     x = values[group.link.rank].astype(np.float32)
     ALLREDUCE[name](group, x, np.add)
-    right = np.allclose(x, np.sum(values, 0), atol=1e-4)
-    return all(said == b"\1" for said in all_gather_bytes(group.link, bytes([right])))
+    is_close = np.allclose(x, np.sum(values, 0), atol=1e-4)
+    return all(vote == b"\1" for vote in all_gather_bytes(group.link, bytes([is_close])))
 
 
 if __name__ == "__main__":

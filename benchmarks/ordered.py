@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from _common import interleaved, options, paired_ratio, spread, write
+from _common import interleaved, make_parser, paired_ratio, report_result, spread
 
 from hpctrain import engines, nn, optim
-from hpctrain.cluster.launch import launch_argv
+from hpctrain.cluster.launch import launch_program
 from hpctrain.data import share
 from hpctrain.engines import Engine, Flags, Task
 from hpctrain.gradients.arena import params_sha256
@@ -33,7 +33,7 @@ RANKS = (1, 2, 4)
 BLOCKS = 8
 BATCH = 128
 MODELS = {"digits": [64, 256, 256, 10], "mlp-10m": [784, 2560, 2560, 512, 10]}
-WAYS: dict[str, dict[str, Any]] = {
+REDUCTIONS: dict[str, dict[str, Any]] = {
     "fast": {},
     "pieces": {},
     "ordered-4": {"reduction": "ordered", "blocks": 4},
@@ -42,76 +42,82 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def main() -> None:
-    parser = options(__doc__)
+    parser = make_parser(__doc__)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--part", type=Path, help="where the ranks of one size leave what they saw")
     arguments = parser.parse_args()
     if arguments.part is None:
-        join(arguments.models, arguments.rounds)
+        run_all_sizes(arguments.models, arguments.rounds)
         return
     world = init()
-    rows = [row for m in arguments.models for row in rows_of(world, m, arguments.rounds)]
+    rows = [row for m in arguments.models for row in measure_model(world, m, arguments.rounds)]
     if world.rank == 0:
         arguments.part.write_text(json.dumps(rows))
 
 
-def join(models: list[str], rounds: int) -> None:
+def run_all_sizes(models: list[str], rounds: int) -> None:
     """Start the ranks of each size, one size after the other, and keep what they saw."""
     os.environ["OMP_NUM_THREADS"] = "1"
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         part = Path(folder, "part")
-        given = ["--models", *models, "--rounds", str(rounds), "--part", str(part)]
+        command_options = ["--models", *models, "--rounds", str(rounds), "--part", str(part)]
         for ranks in RANKS:
-            if code := launch_argv(ranks, [sys.executable, __file__, *given]):
+            if code := launch_program(ranks, [sys.executable, __file__, *command_options]):
                 sys.exit(code)
             rows += json.loads(part.read_text())
     claims = {}
     for row in rows:
         if "blocks" in row:
-            alike = [r["params_sha256"] for r in rows if (r["model"], r["way"]) == name_of(row)]
-            told = f"{row['model']}, {row['way']}: the same bytes on {len(alike)} numbers of ranks"
-            claims[told] = len(alike) == len(RANKS) and len(set(alike)) == 1
-    write(init(), "ordered", rows, claims, batch=BATCH)
+            hashes = [
+                r["params_sha256"] for r in rows if (r["model"], r["way"]) == model_and_way(row)
+            ]
+            claim = (
+                f"{row['model']}, {row['way']}: the same bytes on {len(hashes)} numbers of ranks"
+            )
+            claims[claim] = len(hashes) == len(RANKS) and len(set(hashes)) == 1
+    report_result(init(), "ordered", rows, claims, batch=BATCH)
 
 
-def name_of(row: dict[str, Any]) -> tuple[str, str]:
+def model_and_way(row: dict[str, Any]) -> tuple[str, str]:
     return row["model"], row["way"]
 
 
-def rows_of(world: World, model: str, rounds: int) -> list[dict[str, Any]]:
+def measure_model(world: World, model: str, rounds: int) -> list[dict[str, Any]]:
     """Return a row per way of summing, on this number of ranks."""
-    built = {way: engine_of(world, model, way) for way in WAYS}
-    steps = {way: step_of(engine, world, model) for way, engine in built.items()}
+    engines_by_way = {way: make_engine(world, model, way) for way in REDUCTIONS}
+    steps = {way: make_step(engine, world, model) for way, engine in engines_by_way.items()}
     seconds = interleaved(world.link, steps, rounds)
     return [
         {
             "model": model,
             "ranks": world.size,
             "way": way,
-            **WAYS[way],
-            **spread(taken),
-            "times_fast": paired_ratio(taken, seconds["fast"]),
-            "params_sha256": params_sha256(built[way].replica.arena),
+            **REDUCTIONS[way],
+            **spread(times),
+            "times_fast": paired_ratio(times, seconds["fast"]),
+            "params_sha256": params_sha256(engines_by_way[way].replica.arena),
         }
-        for way, taken in seconds.items()
+        for way, times in seconds.items()
     ]
 
 
-def engine_of(world: World, model: str, way: str) -> Engine:
+def make_engine(world: World, model: str, way: str) -> Engine:
     replica = ModelReplica(nn.MlpOptions(widths=MODELS[model]).build(None, None), 0, "float32")
     if way == "pieces":
         replica.micro_batches = BLOCKS // world.size
-    return engines.AllReduce(**WAYS[way]).build(world, replica, optim.sgd(0.01, 0.9))
+    return engines.AllReduce(**REDUCTIONS[way]).build(world, replica, optim.sgd(0.01, 0.9))
 
 
-def step_of(engine: Engine, world: World, model: str) -> Callable[[], object]:
+def make_step(engine: Engine, world: World, model: str) -> Callable[[], object]:
     """Return a training step on this rank's share of one batch, the same each time."""
-    draw, widths = np.random.default_rng(0), MODELS[model]
-    x = draw.standard_normal((BATCH, widths[0])).astype(np.float32)
-    y = draw.integers(0, widths[-1], BATCH)
-    first, own = share(np.arange(BATCH), world.rank, world.size)
-    task = Task(Batch(x[own], y[own]), 1 / BATCH, nn.Key(0, 0, first, samples=BATCH))
+    rng, widths = np.random.default_rng(0), MODELS[model]
+    x = rng.standard_normal((BATCH, widths[0])).astype(np.float32)
+    y = rng.integers(0, widths[-1], BATCH)
+    first_index, own_indexes = share(np.arange(BATCH), world.rank, world.size)
+    task = Task(
+        Batch(x[own_indexes], y[own_indexes]), 1 / BATCH, nn.Key(0, 0, first_index, samples=BATCH)
+    )
     return lambda: engine.step(task, Flags())  # type: ignore[attr-defined]
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-from _common import interleaved, options, paired_ratio, spread, world_of, write
+from _common import interleaved, make_parser, paired_ratio, report_result, spread, start_world
 
 from hpctrain import nn, optim
 from hpctrain.engines import Flags, Task
@@ -29,12 +29,12 @@ LAYERS, WIDTH = 64, 64
 
 
 def main() -> None:
-    arguments = options(__doc__).parse_args()
-    world = world_of(arguments.ranks)
+    arguments = make_parser(__doc__).parse_args()
+    world = start_world(arguments.ranks)
     rows = [row for batch in BATCHES for row in against_single(world, batch, arguments.rounds)]
-    ratios = {batch: ratio_at(batch, rows) for batch in BATCHES}
+    ratios = {batch: overhead_ratio(batch, rows) for batch in BATCHES}
     rows += over_buckets(world, arguments.rounds)
-    slope = slope_of(rows)
+    slope = slope_us(rows)
     for row in rows:
         row.pop("seconds")
     claims = {
@@ -42,20 +42,22 @@ def main() -> None:
         f"a bucket takes {slope:.1f} us, <= 25": slope <= 25,
     }
     facts = {"ratio_null_to_single_at_batch": ratios, "us_per_bucket": slope}
-    write(world, "overhead", rows, claims, **facts)
+    report_result(world, "overhead", rows, claims, **facts)
 
 
 def against_single(world: World, batch_per_rank: int, rounds: int) -> list[dict]:
     """Return the rows of `single` and of `allreduce` with `null`."""
     # A rate at which nothing moves: a step whose loss is not finite would skip its update.
     widths, optimizer = [784, 1024, 1024, 10], optim.sgd(1e-6, 0.9)
-    batch = samples(batch_per_rank, 784, 10)
+    batch = make_batch(batch_per_rank, 784, 10)
     engines = {
-        "single": SingleEngine(replica_of(widths), optimizer),
-        "null": AllReduceEngine(world, replica_of(widths), optimizer, AllReduce(algorithm="null")),
+        "single": SingleEngine(make_replica(widths), optimizer),
+        "null": AllReduceEngine(
+            world, make_replica(widths), optimizer, AllReduce(algorithm="null")
+        ),
     }
-    steps = {name: step_of(engine, batch) for name, engine in engines.items()}
-    return rows_of(f"mlp batch {batch_per_rank}", interleaved(world.link, steps, rounds))
+    steps = {name: make_step(engine, batch) for name, engine in engines.items()}
+    return make_rows(f"mlp batch {batch_per_rank}", interleaved(world.link, steps, rounds))
 
 
 def over_buckets(world: World, rounds: int) -> list[dict]:
@@ -65,40 +67,45 @@ def over_buckets(world: World, rounds: int) -> list[dict]:
     steps = {}
     for count in BUCKETS:
         size = layer_bytes * LAYERS // count
-        options_ = AllReduce(algorithm="null", bucket_bytes=size)
-        engine = AllReduceEngine(world, replica_of(widths), optim.sgd(1e-6), options_)
+        engine_options = AllReduce(algorithm="null", bucket_bytes=size)
+        engine = AllReduceEngine(world, make_replica(widths), optim.sgd(1e-6), engine_options)
         assert len(engine._reducer._slices) == count
-        steps[str(count)] = step_of(engine, samples(32, WIDTH, WIDTH))
-    return rows_of("buckets", interleaved(world.link, steps, rounds))
+        steps[str(count)] = make_step(engine, make_batch(32, WIDTH, WIDTH))
+    return make_rows("buckets", interleaved(world.link, steps, rounds))
 
 
-def replica_of(widths: list[int]) -> ModelReplica:
+def make_replica(widths: list[int]) -> ModelReplica:
     return ModelReplica(nn.MlpOptions(widths=widths).build(None, None), 0, "float32")
 
 
-def samples(count: int, features: int, classes: int) -> Batch:
-    draw = np.random.default_rng(0)
-    x = draw.standard_normal((count, features)).astype(np.float32)
-    return Batch(x, draw.integers(0, classes, count))
+def make_batch(count: int, features: int, classes: int) -> Batch:
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((count, features)).astype(np.float32)
+    return Batch(x, rng.integers(0, classes, count))
 
 
-def step_of(engine: SingleEngine | AllReduceEngine, batch: Batch) -> Callable[[], object]:
+def make_step(engine: SingleEngine | AllReduceEngine, batch: Batch) -> Callable[[], object]:
     return lambda: engine.step(Task(batch, 1 / len(batch.y), nn.Key(0, 0, 0)), Flags())
 
 
-def rows_of(study: str, seconds: dict[str, list[float]]) -> list[dict]:
-    return [{"study": study, "what": k, **spread(v), "seconds": v} for k, v in seconds.items()]
+def make_rows(study: str, seconds: dict[str, list[float]]) -> list[dict]:
+    return [
+        {"study": study, "what": k, **spread(times), "seconds": times}
+        for k, times in seconds.items()
+    ]
 
 
-def ratio_at(batch: int, rows: list[dict]) -> float:
-    by = {row["what"]: row["seconds"] for row in rows if row["study"] == f"mlp batch {batch}"}
-    return paired_ratio(by["null"], by["single"])
+def overhead_ratio(batch: int, rows: list[dict]) -> float:
+    seconds_by_engine = {
+        row["what"]: row["seconds"] for row in rows if row["study"] == f"mlp batch {batch}"
+    }
+    return paired_ratio(seconds_by_engine["null"], seconds_by_engine["single"])
 
 
-def slope_of(rows: list[dict]) -> float:
+def slope_us(rows: list[dict]) -> float:
     """Return microseconds per bucket: the least-squares slope of the medians."""
-    found = [(int(r["what"]), r["median_s"]) for r in rows if r["study"] == "buckets"]
-    return float(np.polyfit(*zip(*found, strict=True), 1)[0] * 1e6)
+    medians_by_count = [(int(r["what"]), r["median_s"]) for r in rows if r["study"] == "buckets"]
+    return float(np.polyfit(*zip(*medians_by_count, strict=True), 1)[0] * 1e6)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from __future__ import annotations
 from functools import partial
 
 import numpy as np
-from _common import interleaved, options, paired_ratio, spread, world_of, write
+from _common import interleaved, make_parser, paired_ratio, report_result, spread, start_world
 
 from hpctrain.collectives import Group
 from hpctrain.collectives.native import native
@@ -20,46 +20,48 @@ from hpctrain.collectives.ring import plain_ring, ring
 
 MIB = 1 << 20
 RIVALS = {"ring": ring, "plain-ring": plain_ring, "native": native}
-SIZES = [n * MIB for n in (1, 4, 16, 64, 128)]
+SIZES = [mib * MIB for mib in (1, 4, 16, 64, 128)]
 
 
 def main() -> None:
-    arguments = options(__doc__).parse_args()
-    world = world_of(arguments.ranks)
+    arguments = make_parser(__doc__).parse_args()
+    world = start_world(arguments.ranks)
     group, rows = Group(world.link), []
     for size in SIZES:
         x = np.zeros(size // 4, np.float32)
-        rivals = {name: partial(f, group, x, np.add) for name, f in RIVALS.items()}
+        rivals = {name: partial(function, group, x, np.add) for name, function in RIVALS.items()}
         seconds = interleaved(world.link, rivals, arguments.rounds)
-        for name, taken in seconds.items():
-            found = spread(taken)
-            algbw = size / found["median_s"] / 1e9
+        for name, times in seconds.items():
+            statistics = spread(times)
+            algbw = size / statistics["median_s"] / 1e9
             rows.append(
                 {
                     "operation": "allreduce",
                     "algorithm": name,
                     "bytes": size,
                     "ranks": world.size,
-                    **found,
+                    **statistics,
                     "algbw": algbw,
                     "busbw": algbw * 2 * (world.size - 1) / world.size,
-                    "correct": correct(group, name),
-                    "speed_up_of_ring": paired_ratio(taken, seconds["ring"]),
+                    "correct": is_correct(group, name),
+                    "speed_up_of_ring": paired_ratio(times, seconds["ring"]),
                 }
             )
-    by = {(row["algorithm"], row["bytes"] // MIB): row["speed_up_of_ring"] for row in rows}
-    claims = {
-        f"ring {by['native', n]:.2f}x MPI_Allreduce at {n} MiB, >= 1": by["native", n] >= 1
-        for n in (16, 64, 128)
+    speed_up_of_ring = {
+        (row["algorithm"], row["bytes"] // MIB): row["speed_up_of_ring"] for row in rows
     }
-    segments = by["plain-ring", 64]
-    claims[f"segments {segments:.2f}x at 64 MiB, >= 1.2"] = segments >= 1.2
+    claims = {}
+    for mib in (16, 64, 128):
+        ratio = speed_up_of_ring["native", mib]
+        claims[f"ring {ratio:.2f}x MPI_Allreduce at {mib} MiB, >= 1"] = ratio >= 1
+    segment_ratio = speed_up_of_ring["plain-ring", 64]
+    claims[f"segments {segment_ratio:.2f}x at 64 MiB, >= 1.2"] = segment_ratio >= 1.2
     claims["all sums are right"] = all(row["correct"] for row in rows)
-    write(world, "ring_vs_native", rows, claims)
+    report_result(world, "ring_vs_native", rows, claims)
 
 
-def correct(group: Group, name: str) -> bool:
-    """Return whether random data are summed to what float64 says."""
+def is_correct(group: Group, name: str) -> bool:
+    """Return whether the sum of random data agrees with float64."""
     values = [
         np.random.default_rng(rank).standard_normal(99_991) for rank in range(group.link.size)
     ]

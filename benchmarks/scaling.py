@@ -18,7 +18,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from _common import RESULTS, keep
+from _common import RESULTS, save_result
 
 RECIPE = Path(__file__).with_name("mlp-10m.toml")
 HOSTS = "1,2,4"
@@ -30,28 +30,29 @@ def main() -> None:
     parser.add_argument("--repeats", default="3")
     parser.add_argument("--modes", default="weak,strong")
     arguments = parser.parse_args()
-    good = [study(mode, arguments.link, arguments.repeats) for mode in arguments.modes.split(",")]
-    sys.exit(0 if all(good) else 1)
+    outcomes = [
+        run_study(mode, arguments.link, arguments.repeats) for mode in arguments.modes.split(",")
+    ]
+    sys.exit(0 if all(outcomes) else 1)
 
 
-def study(mode: str, link: str, repeats: str) -> bool:
+def run_study(mode: str, link: str, repeats: str) -> bool:
     """Make a study, keep its rows and plots, and return whether its claim holds."""
     with tempfile.TemporaryDirectory() as folder:
         flags = ["--mode", mode, "--link", link, "--repeats", repeats, "--out", folder]
-        ours = [sys.executable, "-m", "hpctrain", "scale", str(RECIPE), "--on", "netlab"]
-        subprocess.run([*ours, "--nodes", HOSTS, *flags], check=True)
-        found = json.loads(Path(folder, "scaling.json").read_text())
-        last = [row for row in found["rows"] if row["kind"] == "measured"][-1]
-        error = last["prediction_error"]
+        command = [sys.executable, "-m", "hpctrain", "scale", str(RECIPE), "--on", "netlab"]
+        subprocess.run([*command, "--nodes", HOSTS, *flags], check=True)
+        report = json.loads(Path(folder, "scaling.json").read_text())
+        last_row = [row for row in report["rows"] if row["kind"] == "measured"][-1]
+        error = last_row["prediction_error"]
         claims = {
-            f"{mode} scaling, {last['nodes']} hosts from fewer: {error:+.1%} off, within 15 %": (
-                abs(error) <= 0.15
-            )
+            f"{mode} scaling, {last_row['nodes']} hosts from fewer: {error:+.1%} off, within "
+            "15 %": abs(error) <= 0.15
         }
         name = f"scaling-{link}-{mode}"
-        about = {key: found[key] for key in ("machine", "study", "law", "model")}
-        keep(name, about, found["rows"], claims)
-        mpi = found["machine"]["mpi"].rsplit(maxsplit=1)[0].lower().replace(" ", "")
+        about = {key: report[key] for key in ("machine", "study", "law", "model")}
+        save_result(name, about, report["rows"], claims)
+        mpi = report["machine"]["mpi"].rsplit(maxsplit=1)[0].lower().replace(" ", "")
         for plot in ("scaling", "time"):
             shutil.copy(Path(folder, f"{plot}.png"), RESULTS / f"{name}-{plot}-{mpi}.png")
     return all(claims.values())

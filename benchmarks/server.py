@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 
 import numpy as np
-from _common import options, paired_ratio, spread, world_of, write
+from _common import make_parser, paired_ratio, report_result, spread, start_world
 
 from hpctrain import optim
 from hpctrain.engines.parameter_server.shard import (
@@ -30,108 +30,128 @@ from hpctrain.gradients import arena as arenas
 from hpctrain.transport.link import Link
 from hpctrain.world import World
 
-BYTES, RATE, BLOCK = 40 << 20, 1e-3, 65_536
-REST_S = 0.12  # workers sleep while the server works alone: there may be fewer cores than ranks
+BYTES, LEARNING_RATE, BLOCK = 40 << 20, 1e-3, 65_536
+IDLE_S = 0.12  # workers sleep while the server works alone: there may be fewer cores than ranks
 
 
 def main() -> None:
-    parser = options(__doc__)
+    parser = make_parser(__doc__)
     parser.set_defaults(ranks=3)
     arguments = parser.parse_args()
-    world = world_of(arguments.ranks)
+    world = start_world(arguments.ranks)
     workers = world.size - 1
-    seconds = measured(world, arguments.rounds)
+    seconds = measure_cases(world, arguments.rounds)
     ratio = paired_ratio(seconds["memory"], seconds["push"])
     rows = [
-        {"what": what, "workers": workers, "bytes": amount(what, workers), **spread(times),
-         "GB_per_s": amount(what, workers) / float(np.median(times)) / 1e9}
-        for what, times in seconds.items()
+        {"what": case, "workers": workers, "bytes": bytes_moved(case, workers), **spread(count),
+         "GB_per_s": bytes_moved(case, workers) / float(np.median(count)) / 1e9}
+        for case, count in seconds.items()
     ]  # fmt: skip
     claims = {f"pushes are applied at {ratio:.2f} of the speed of memory, >= 0.5": ratio >= 0.5}
-    write(world, f"server-{workers}-workers", rows, claims if workers == 2 else {}, ratio=ratio)
+    report_result(
+        world, f"server-{workers}-workers", rows, claims if workers == 2 else {}, ratio=ratio
+    )
 
 
-def amount(what: str, workers: int) -> int:
+def bytes_moved(case: str, workers: int) -> int:
     """Return the bytes of gradients that are applied, or merely sent."""
-    return BYTES if what == "one way" else BYTES * workers
+    return BYTES if case == "one way" else BYTES * workers
 
 
-def measured(world: World, rounds: int, warm_up: int = 3) -> dict[str, list[float]]:
+def measure_cases(world: World, rounds: int, warm_up: int = 3) -> dict[str, list[float]]:
     """Return the server's seconds for each way, taken in turn."""
-    link, everyone = world.link, tuple(range(world.size - 1))
+    link, all_workers = world.link, tuple(range(world.size - 1))
     push, pull = world.link_for("push"), world.link_for("pull")
     arena = arenas.make_arena({"w": (BYTES // 4,)}, "float32")
     arena.grad[:] = 1
-    own, ranks = slice(0, arena.param.size), [w + 1 for w in everyone]
-    sgd = optim.sgd(RATE)
+    own_range, ranks = slice(0, arena.param.size), [w + 1 for w in all_workers]
+    sgd = optim.sgd(LEARNING_RATE)
     shard = Shard(
-        arena, own, sgd, gather_rows=np.asarray, push_link=push, pull_link=pull, workers=ranks
+        arena,
+        own_range,
+        sgd,
+        gather_rows=np.asarray,
+        push_link=push,
+        pull_link=pull,
+        workers=ranks,
     )
-    one_by_one = [(w,) for w in everyone]
-    ways = {
-        "memory": (lambda: in_memory(arena, len(everyone)), lambda: time.sleep(REST_S)),
-        "one way": (lambda: receive(push, arena.grad), lambda: send(link, push, arena, False)),
-        "push": (lambda: serve(shard, one_by_one, False), lambda: send(link, push, arena)),
+    single_workers = [(w,) for w in all_workers]
+    together = [all_workers]
+    cases = {
+        "memory": (lambda: update_in_memory(arena, len(all_workers)), lambda: time.sleep(IDLE_S)),
+        "one way": (
+            lambda: receive_gradient(push, arena.grad),
+            lambda: push_gradient(link, push, arena, False),
+        ),
+        "push": (
+            lambda: apply_pushes(shard, single_workers, False),
+            lambda: push_gradient(link, push, arena),
+        ),
         "push, pull": (
-            lambda: serve(shard, one_by_one, True), lambda: exchange(push, pull, arena)
+            lambda: apply_pushes(shard, single_workers, True),
+            lambda: push_and_pull(push, pull, arena),
         ),
-        "sum": (lambda: serve(shard, [everyone], False), lambda: send(link, push, arena)),
+        "sum": (
+            lambda: apply_pushes(shard, together, False),
+            lambda: push_gradient(link, push, arena),
+        ),
         "sum, pull": (
-            lambda: serve(shard, [everyone], True), lambda: exchange(push, pull, arena)
+            lambda: apply_pushes(shard, together, True),
+            lambda: push_and_pull(push, pull, arena),
         ),
-    }  # fmt: skip
-    seconds: dict[str, list[float]] = {what: [] for what in ways}
-    for round_ in range(warm_up + rounds):
-        for what, (serving, working) in ways.items():
+    }
+    seconds: dict[str, list[float]] = {case: [] for case in cases}
+    for round_number in range(warm_up + rounds):
+        for case, (server_call, worker_call) in cases.items():
             link.barrier()
             start = time.perf_counter()
-            (working if link.rank else serving)()
-            if round_ >= warm_up:
-                seconds[what].append(time.perf_counter() - start)
+            (worker_call if link.rank else server_call)()
+            if round_number >= warm_up:
+                seconds[case].append(time.perf_counter() - start)
     return seconds
 
 
-def in_memory(arena: arenas.Arena, times: int) -> None:
+def update_in_memory(arena: arenas.Arena, count: int) -> None:
     """Do `w -= r * g` for as many gradients, in blocks."""
     scratch = np.empty(BLOCK, np.float32)
-    for _ in range(times):
+    for _ in range(count):
         for i in range(0, arena.param.size, BLOCK):
             w, g = arena.param[i : i + BLOCK], arena.grad[i : i + BLOCK]
-            w -= np.multiply(g, RATE, out=scratch[: w.size])
+            w -= np.multiply(g, LEARNING_RATE, out=scratch[: w.size])
 
 
-def serve(shard: Shard, pushes: list[tuple[int, ...]], pull: bool) -> None:
+def apply_pushes(shard: Shard, pushes: list[tuple[int, ...]], pull: bool) -> None:
     """Apply pushes, each of some workers together."""
     for who in pushes:
         shard.apply(Order(who, GradientAction.UPDATE, 1.0, who if pull else (), False))
     shard.flush()
 
 
-def send(link: Link, push: Link, arena: arenas.Arena, all_of_us: bool = True) -> None:
+def push_gradient(link: Link, push: Link, arena: arenas.Arena, all_push: bool = True) -> None:
     """Push a gradient in slices; of all workers, or of the first alone."""
-    if link.rank == 1 or all_of_us:
-        cut = wire_slices(slice(0, arena.grad.size), 4)
-        for request in [push.isend(arena.grad[s], 0) for s in cut]:
+    if link.rank == 1 or all_push:
+        ranges = wire_slices(slice(0, arena.grad.size), 4)
+        for request in [push.isend(arena.grad[part], 0) for part in ranges]:
             request.wait()
 
 
-def exchange(push: Link, pull: Link, arena: arenas.Arena) -> None:
+def push_and_pull(push: Link, pull: Link, arena: arenas.Arena) -> None:
     """Push a gradient and pull the parameters."""
-    cut = wire_slices(slice(0, arena.grad.size), 4)
-    receives = [pull.irecv(arena.param[s], 0) for s in cut]
-    sends = [push.isend(arena.grad[s], 0) for s in cut]
+    ranges = wire_slices(slice(0, arena.grad.size), 4)
+    receives = [pull.irecv(arena.param[part], 0) for part in ranges]
+    sends = [push.isend(arena.grad[part], 0) for part in ranges]
     for request in [*receives, *sends]:
         request.wait()
 
 
-def receive(push: Link, into: np.ndarray) -> None:
+def receive_gradient(push: Link, buffer: np.ndarray) -> None:
     """Take what the first worker sends, with as many receives ahead as a shard has."""
-    posted: list = []
-    for s in wire_slices(slice(0, into.size), 4):
-        posted.append(push.irecv(into[s], 1))
-        if len(posted) == POSTED_SLICES:
-            posted.pop(0).wait()
-    for request in posted:
+    requests: list = []
+    for part in wire_slices(slice(0, buffer.size), 4):
+        requests.append(push.irecv(buffer[part], 1))
+        if len(requests) == POSTED_SLICES:
+            requests.pop(0).wait()
+    for request in requests:
         request.wait()
 
 

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 
 import numpy as np
-from _common import interleaved, options, spread, world_of, write
+from _common import interleaved, make_parser, report_result, spread, start_world
 
 from hpctrain.collectives import all_gather_short
 from hpctrain.collectives.recursive_doubling import recursive_doubling
@@ -27,51 +27,57 @@ COMPUTE_S = 0.01
 
 
 def main() -> None:
-    parser = options(__doc__)
+    parser = make_parser(__doc__)
     parser.set_defaults(ranks=4, rounds=200)
     arguments = parser.parse_args()
-    world = world_of(arguments.ranks)
-    said = np.zeros(2, np.int64)
+    world = start_world(arguments.ranks)
+    ballot = np.zeros(2, np.int64)
     votes = {
         "flags": lambda: elementwise_maximum(world.main, (0, 1)),
-        "messages": lambda: recursive_doubling(world.main, said, np.maximum),
-        "native": lambda: world.link.native.allreduce(said, np.maximum),
+        "messages": lambda: recursive_doubling(world.main, ballot, np.maximum),
+        "native": lambda: world.link.native.allreduce(ballot, np.maximum),
     }
     back_to_back = interleaved(world.link, votes, arguments.rounds, calls=50)
-    late = {name: after_compute(world, vote, arguments.rounds) for name, vote in votes.items()}
+    after_compute_s = {
+        name: after_compute(world, vote, arguments.rounds) for name, vote in votes.items()
+    }
     rows = [
         {"study": study, "vote": name, "ranks": world.size, **spread(seconds)}
-        for study, by_name in (("back to back", back_to_back), ("after compute", late))
+        for study, by_name in (("back to back", back_to_back), ("after compute", after_compute_s))
         for name, seconds in by_name.items()
     ]
-    fast, after = (1e6 * float(np.median(found["flags"])) for found in (back_to_back, late))
+    back_to_back_us, after_compute_us = (
+        1e6 * float(np.median(seconds["flags"])) for seconds in (back_to_back, after_compute_s)
+    )
     claims = {
-        f"a vote takes {fast:.1f} us back to back, <= 20": fast <= 20,
-        f"a vote after 10 ms of compute takes {after:.1f} us, <= 60": after <= 60,
-        f"it is {after / COMPUTE_S / 1e4:.2f} % of such a step, < 1": after < 1e4 * COMPUTE_S,
+        f"a vote takes {back_to_back_us:.1f} us back to back, <= 20": back_to_back_us <= 20,
+        f"a vote after 10 ms of compute takes {after_compute_us:.1f} us, <= 60": after_compute_us
+        <= 60,
+        f"it is {after_compute_us / COMPUTE_S / 1e4:.2f} % of such a step, < 1": after_compute_us
+        < 1e4 * COMPUTE_S,
     }
-    write(world, f"vote-{world.size}-ranks", rows, claims)
+    report_result(world, f"vote-{world.size}-ranks", rows, claims)
 
 
 def after_compute(world: World, vote: Callable[[], object], rounds: int) -> list[float]:
     """Return the seconds from the last arrival to the last departure; one clock for all ranks."""
-    found = []
+    durations = []
     for _ in range(rounds):
         compute(COMPUTE_S)
         times = [time.monotonic()]
         vote()
         times.append(time.monotonic())
-        mine = np.array(times).view(np.uint8)
-        both = all_gather_short(world.link, mine).view(np.float64)
-        found.append(float(both[:, 1].max() - both[:, 0].max()))
-    return found
+        own_times = np.array(times).view(np.uint8)
+        all_times = all_gather_short(world.link, own_times).view(np.float64)
+        durations.append(float(all_times[:, 1].max() - all_times[:, 0].max()))
+    return durations
 
 
 def compute(seconds: float) -> None:
     """Multiply matrices for `seconds` of this process's own time."""
     a = np.ones((64, 64), np.float32)
-    end = time.process_time() + seconds
-    while time.process_time() < end:
+    end_s = time.process_time() + seconds
+    while time.process_time() < end_s:
         a @ a
 
 

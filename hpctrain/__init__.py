@@ -9,28 +9,35 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hpctrain import data, engines, nn, optim
+    from hpctrain.training import callbacks
+    from hpctrain.training.run_options import CheckpointOptions
     from hpctrain.training.runs import load
     from hpctrain.training.trainer import Trainer
     from hpctrain.user_collectives.calls import (
         all_gather,
         all_to_all,
         allreduce,
+        bind,
         broadcast,
         gather,
         reduce,
         reduce_scatter,
         scatter,
     )
-    from hpctrain.world import init
+    from hpctrain.world import World, init
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "CheckpointOptions",
     "Trainer",
+    "World",
     "all_gather",
     "all_to_all",
     "allreduce",
+    "bind",
     "broadcast",
+    "callbacks",
     "data",
     "engines",
     "gather",
@@ -45,7 +52,9 @@ __all__ = [
 
 _PACKAGES = {"data", "engines", "nn", "optim"}
 _MODULE_OF = {
+    "CheckpointOptions": "hpctrain.training.run_options",
     "Trainer": "hpctrain.training.trainer",
+    "World": "hpctrain.world",
     "init": "hpctrain.world",
     "load": "hpctrain.training.runs",
 }
@@ -56,6 +65,8 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'hpctrain' has no attribute {name!r}")
     if name in _PACKAGES:
         return import_module(f"hpctrain.{name}")
+    if name == "callbacks":
+        return import_module("hpctrain.training.callbacks")
     value = getattr(import_module(_MODULE_OF.get(name, "hpctrain.user_collectives.calls")), name)
     globals()[name] = value
     return value

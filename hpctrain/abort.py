@@ -21,8 +21,6 @@ from hpctrain.core import launchers
 from hpctrain.core.errors import HereError, HungError, UsageError, notes, printable
 from hpctrain.core.launchers import Launched
 from hpctrain.core.xp import shortage
-from hpctrain.run_files import run_folder
-from hpctrain.run_files.last_lines import last_lines
 from hpctrain.watch import dump_stacks, write_report
 
 log = logging.getLogger(__name__)
@@ -32,7 +30,7 @@ FAULT_GROUPING_WINDOW_S = 0.5  #: in which every rank may print its error before
 #: The time that other ranks wait for the report of rank 0 before MPI starts; the second where the
 #: launcher ends all ranks at the first error.
 RANK_0_S, LAUNCHER_S = 1.0, 10.0
-REPORTS_S = 2.0  #: over which the reports of ranks short of memory are spread
+REPORT_SPREAD_S = 2.0  #: over which the reports of ranks short of memory are spread
 
 
 def abort(code: int) -> None:
@@ -109,7 +107,7 @@ def report(error: BaseException, prefix: str, rank: int = 0, size: int = 1) -> N
     """Print on stderr the error that ended `rank` of `size`; after that it may abort the job."""
     memory_error = shortage(error)
     if memory_error is not None:
-        time.sleep(REPORTS_S * rank / size)
+        time.sleep(REPORT_SPREAD_S * rank / size)
         _print(f"hpctrain: {prefix}: {memory_error}" if size > 1 else f"hpctrain: {memory_error}")
         log.debug("the allocation that failed:", exc_info=error)
         return
@@ -137,8 +135,13 @@ def report_hang(rank: int, run: Path | None, text: str) -> None:
 
 def _write_hang(run: Path | None, text: str) -> None:
     """Print the report and the last lines at once: launchers drop output that an abort follows."""
-    _print("\n".join([text, *(last_lines(run) if run is not None else [])]))
-    if run is not None:
+    if run is None:
+        _print(text)
+    else:  # a run has imported these
+        from hpctrain.run_files import run_folder
+        from hpctrain.run_files.last_lines import last_lines
+
+        _print("\n".join([text, *last_lines(run)]))
         summary = {"status": "hung", "exit_code": HungError.exit_code, "reason": text}
         run_folder.write_summary(run, summary)
 

@@ -6,10 +6,11 @@ import logging
 import os
 import signal
 import sys
+from typing import TYPE_CHECKING
 
 import click
 
-from hpctrain import abort, world
+from hpctrain import __version__
 from hpctrain.commands import COMMANDS, LazyGroup
 from hpctrain.core import launchers
 from hpctrain.core.errors import (
@@ -20,6 +21,9 @@ from hpctrain.core.errors import (
     UsageError,
     notes,
 )
+
+if TYPE_CHECKING:
+    from hpctrain.world import World
 
 #: Errors that all ranks raise together; any other is raised by this rank alone.
 AGREED_ERRORS = (UsageError, TrainingError, SaveError, StoppedError)
@@ -43,7 +47,7 @@ On fewer cores than ranks Open MPI needs `mpirun --oversubscribe`; `hpctrain lau
 )
 @click.option("-v", "--verbose", is_flag=True, help="Also log the origin of one-line errors.")
 @click.option("-q", "--quiet", is_flag=True, help="Log only warnings and errors.")
-@click.version_option(package_name="hpctrain")
+@click.version_option(__version__, package_name="hpctrain")
 def hpctrain(verbose: bool, quiet: bool) -> None:
     """Train neural networks with the MPI you have, and measure how that scales."""
     _set_up_logging(logging.DEBUG if verbose else logging.WARNING if quiet else logging.INFO)
@@ -64,19 +68,31 @@ def _guarded() -> int:
         code = hpctrain.main(prog_name="hpctrain", standalone_mode=False)
         return _finish(code if isinstance(code, int) else 0)
     except click.ClickException as error:
+        from hpctrain import abort
+
         return abort.refuse(error, error.format_message(), _hint(error))
     except (click.Abort, KeyboardInterrupt):
         return _end_job(INTERRUPTED)
     except AGREED_ERRORS as error:
-        if world.current() is None:
+        from hpctrain import abort
+
+        if _world() is None:
             return abort.refuse(error, str(error))
         _print_from_rank_0(abort.with_prefix("hpctrain", "\n".join([str(error), *notes(error)])))
         return _finish(error.exit_code)
     except (Exception, SystemExit) as error:  # also sys.exit in a user's code, on this rank alone
-        if world.current() is None and _output_closed(error):
+        if _world() is None and _output_closed(error):
             return BUG
+        from hpctrain import world
+
         world.fail_alone(error)
         return error.exit_code if isinstance(error, HpctrainError) else BUG
+
+
+def _world() -> World | None:
+    """Return the World of this process; None before `init`, whose module may not be imported."""
+    process = sys.modules.get("hpctrain.world.process")
+    return process.current() if process is not None else None
 
 
 def _output_closed(error: BaseException) -> bool:
@@ -89,22 +105,27 @@ def _output_closed(error: BaseException) -> bool:
 
 def _end_job(code: int) -> int:
     """End the whole job, if there is one: the other ranks wait for this one."""
-    job = world.current()
+    job = _world()
     if job is not None and job.size > 1:
+        from hpctrain import abort
+
         abort.abort(code)
     return code
 
 
 def _finish(code: int) -> int:
     """Wait for all ranks, end MPI, and return the code on which they agree."""
-    world.finish()
+    if _world() is not None:
+        from hpctrain import world
+
+        world.finish()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # from `srun -K1`, once a rank has failed
     return code
 
 
 def _print_from_rank_0(message: str) -> None:
     """Print on stderr, from rank 0 of the job."""
-    job = world.current()
+    job = _world()
     if job is None or job.rank == 0:
         print(message, file=sys.stderr, flush=True)
 

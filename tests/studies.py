@@ -39,13 +39,13 @@ def study(sizes=(1, 2, 4), mode="strong", **changes):
 def write(folder, timing, times, samples, ranks, status="done"):
     """Write the files of a trial whose steps take `times`, of `samples` each."""
     folder.mkdir(parents=True)
-    clock = dict.fromkeys(("step_s", *collect.TIMES), 0.0)
+    clock = dict.fromkeys(("step_s", *collect.TIME_COLUMNS), 0.0)
     for step in [*range(timing.interval, timing.last + 1, timing.interval), timing.total]:
         steps = 1 if step == timing.total else timing.interval
         slow = COLD if step <= timing.first or step == timing.total else 1.0
         for name in clock:
             clock[name] += steps * slow * getattr(times, name)
-        reported = {name: [clock[name]] * ranks for name in collect.TIMES}
+        reported = {name: [clock[name]] * ranks for name in collect.TIME_COLUMNS}
         row = {"step": step, "steps": steps, "since_step": 0, "wall_s": clock["step_s"],
                "samples_per_s": samples / times.step_s / slow, "ranks": reported}  # fmt: skip
         run_folder.append_row(folder, row)

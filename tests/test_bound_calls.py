@@ -7,7 +7,7 @@ import weakref
 import numpy as np
 import pytest
 
-from hpctrain.core import bound_calls
+from hpctrain.user_collectives import bound_calls
 
 
 def kept(x: np.ndarray) -> None:
@@ -46,6 +46,6 @@ def test_only_who_comes_again_has_been_met():
     x = np.zeros(3)
     assert [bound_calls.met_before(x) for _ in range(3)] == [False, True, True]
     assert not any(bound_calls.met_before(np.zeros(3)) for _ in range(3))  # at the same address
-    rest = [np.zeros(1) for _ in range(bound_calls.MOST_MET)]
+    rest = [np.zeros(1) for _ in range(bound_calls.MAX_REMEMBERED_ARRAYS)]
     assert not any(map(bound_calls.met_before, rest))
-    assert len(bound_calls._seen_once) <= bound_calls.MOST_MET
+    assert len(bound_calls._arrays_met_once) <= bound_calls.MAX_REMEMBERED_ARRAYS

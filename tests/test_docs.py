@@ -32,7 +32,7 @@ from hpctrain.gradients.reducer import WireOptions
 from hpctrain.training import run_options
 from hpctrain.training.callbacks import EarlyStop
 from hpctrain.training.faults import FaultsOptions
-from hpctrain.watch.trace import TraceOptions
+from hpctrain.training.run_options import TraceOptions
 from hpctrain.world import World
 
 ROOT = Path(__file__).parent.parent

@@ -71,8 +71,8 @@ def test_a_loaded_model_gives_outputs_of_the_host(made, precision, own):
     model = nn.MlpOptions(widths=[64, 16, 10]).build((8, 8), 10) if own else None
     on_gpu, on_host = (runs.load(made(precision)[0], False, model, d) for d in ("gpu", "cpu"))
     assert xp.on_device(on_gpu.arena.param) and not xp.on_device(on_host.arena.param)
-    assert type(on_gpu.outputs(x)) is np.ndarray and on_gpu.outputs(x).dtype == np.float32
-    np.testing.assert_allclose(on_gpu.outputs(x), on_host.outputs(x), rtol=0.05, atol=0.05)
+    assert type(on_gpu.predict(x)) is np.ndarray and on_gpu.predict(x).dtype == np.float32
+    np.testing.assert_allclose(on_gpu.predict(x), on_host.predict(x), rtol=0.05, atol=0.05)
 
 
 #: the world of the process, whether CUDA is there -> where "auto" computes

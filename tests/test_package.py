@@ -42,7 +42,7 @@ def test_version_is_that_of_the_metadata():
 
 
 def test_public_names_exist_and_are_few():
-    assert len(ht.__all__) <= 15
+    assert len(ht.__all__) <= 19 and set(dir(ht)) == {*ht.__all__, "__version__"}
     assert [name for name in ht.__all__ if not hasattr(ht, name)] == []
 
 
@@ -79,7 +79,7 @@ def test_nothing_is_said_when_nobody_reads_on(reported, monkeypatch, capfd):
             raise SystemExit(1)  # noqa: B904  (as rich does)
 
     monkeypatch.setattr(cli.hpctrain, "main", main)
-    monkeypatch.setattr(cli.world, "current", lambda: None)
+    monkeypatch.setattr(cli, "_world", lambda: None)
     assert cli._guarded() == 1
     assert capfd.readouterr().err == ""
 
@@ -93,3 +93,25 @@ def test_beside_four_ranks_stands_what_fewer_cores_want(page):
     output = CliRunner().invoke(cli.hpctrain, page).output
     assert "mpirun -n 4" in output
     assert "mpirun --oversubscribe" in output
+
+
+def test_a_program_with_an_allreduce_alone_loads_no_more_than_it_needs():
+    code = """
+import sys
+import numpy as np
+import hpctrain as ht
+ht.init(); x = np.ones(4, np.float32); ht.allreduce(x)
+names = {name.split(".")[0] for name in sys.modules}
+print(*sorted(names & {"pydantic", "rich", "click", "safetensors", "scipy", "sklearn"}))
+print(*sorted(name for name in sys.modules if name.startswith(("hpctrain.nn", "hpctrain.data"))))
+"""
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "\n\n"
+
+
+def test_the_version_imports_neither_numpy_nor_pydantic():
+    code = (
+        "import sys; sys.argv = ['hpctrain', '--version']; from hpctrain import cli; cli._guarded()"
+    )
+    code += "; print(*sorted({'numpy', 'pydantic', 'rich'} & set(sys.modules)))"
+    observed = subprocess.check_output([sys.executable, "-c", code], text=True)
+    assert observed == f"hpctrain, version {ht.__version__}\n\n"

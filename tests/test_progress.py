@@ -36,7 +36,7 @@ def test_launch_tells_the_width(monkeypatch, watched, columns, reported):
     monkeypatch.setattr(launch.os, "isatty", lambda _: watched)
     size = launch.os.terminal_size((columns, 0))
     monkeypatch.setattr(launch.os, "get_terminal_size", lambda _: size)
-    assert launch._for_ranks("announced").get(progress.TERMINAL) == reported
+    assert launch._rank_variables("announced").get(progress.TERMINAL) == reported
 
 
 @pytest.mark.parametrize("text", [True, False])

@@ -24,7 +24,7 @@ def test_the_loaded_model_is_the_trained_one(finished):
     out, summary = finished
     spec = recipe.load(str(out / run_folder.RECIPE))
     test = spec.data.load(spec.run.seed).test
-    right = runs.load(out).outputs(test.x).argmax(1) == test.y
+    right = runs.load(out).predict(test.x).argmax(1) == test.y
     assert right.mean() == summary["test_accuracy"]
     assert runs.evaluate(out, device="cpu") == pytest.approx(
         {key: summary[key] for key in ("test_loss", "test_accuracy")}

@@ -18,9 +18,9 @@ from hpctrain.core.errors import StoppedError, TrainingError, UsageError
 from hpctrain.core.signals import StopRequest
 from hpctrain.run_files import run_folder
 from hpctrain.training import recipe, runs, timeline
+from hpctrain.training.run_options import TraceOptions
 from hpctrain.training.trainer import Trainer
 from hpctrain.tuning.select import NAMES
-from hpctrain.watch.trace import TraceOptions
 
 ROUNDING_US = 1e-5  # times are written in whole nanoseconds
 SMALL = ["model.widths=[64,32,10]", "run.epochs=2", "trace.enabled=true", "wire.bucket_bytes=2048"]

@@ -8,7 +8,8 @@ import pytest
 
 from hpctrain import config
 from hpctrain.core.errors import UsageError
-from hpctrain.watch.trace import Clock, Reading, Trace, TraceOptions
+from hpctrain.training.run_options import TraceOptions
+from hpctrain.watch.trace import Clock, Reading, Trace
 
 CLOCK = Clock(0.0, (Reading(0.0, 0.0, 0.0),))
 REFUSED = {
@@ -32,7 +33,7 @@ def recorded(options: TraceOptions | None, steps: int = 5) -> Trace:
     """Return a trace of one span of 2 s per step."""
     trace = Trace()
     if options is not None:
-        trace.start(options)
+        trace.start(options.traced_steps, options.max_spans)
     for step in range(steps):
         trace.step = step
         assert trace.add("work", "compute", 10.0 * step, 10.0 * step + 2) == 2.0
@@ -61,7 +62,7 @@ def test_what_is_kept(kind):
 
 def test_a_trace_begins_anew_and_ends():
     trace = recorded(TraceOptions())
-    trace.start(TraceOptions())
+    trace.start(TraceOptions().traced_steps, TraceOptions().max_spans)
     trace.add("again", "other", 1.0, 2.0)
     trace.stop()
     trace.step = 6
@@ -74,7 +75,7 @@ def test_a_span_tells_its_seconds_recorded_or_not_and_whatever_happens_in_it():
     with trace.span("unseen", "other") as unseen:
         pass
     assert (trace.spans(), 0 <= unseen.seconds < 1) == ([], True)
-    trace.start(TraceOptions())
+    trace.start(TraceOptions().traced_steps, TraceOptions().max_spans)
     with pytest.raises(ZeroDivisionError), trace.span("push", "wire", nbytes=8) as push:
         raise ZeroDivisionError
     (span,) = trace.spans()
@@ -84,7 +85,7 @@ def test_a_span_tells_its_seconds_recorded_or_not_and_whatever_happens_in_it():
 
 def test_events_of_two_threads():
     trace = Trace()
-    trace.start(TraceOptions())
+    trace.start(TraceOptions().traced_steps, TraceOptions().max_spans)
     with trace.span("outer", "compute"):
         trace.add("inner", "wait", 0.0, 0.0)
     wire = threading.Thread(target=lambda: trace.add("bucket 0", "wire", 3.0, 4.5), name="wire")

@@ -10,9 +10,9 @@ import pytest
 from ranks import on_ranks, run_on
 
 from hpctrain.collectives import ALLREDUCE
-from hpctrain.core import bound_calls
 from hpctrain.core.errors import UsageError
 from hpctrain.tuning.choose import TuningPlan, choices
+from hpctrain.user_collectives import bound_calls
 from hpctrain.user_collectives import calls as user_calls
 from hpctrain.user_collectives.arguments import RESULTS
 from hpctrain.user_collectives.calls import allreduce

@@ -90,7 +90,7 @@ def test_torch_computes_the_same_from_what_was_exported(tmp_path):
         layer.load_state_dict({"weight": weight, "bias": bias})
     with torch.no_grad():
         remote = b(torch.relu(norm(a(torch.eye(4))))).numpy()
-    own = runs.load(run, model=model).outputs(samples.x)
+    own = runs.load(run, model=model).predict(samples.x)
     assert abs(remote - own).max() < 1e-5
 
 
@@ -212,7 +212,7 @@ def test_weights_that_do_not_fit_are_listed(tmp_path, misfit, size):
         run_on("threads", size, body)
     for line in message:
         assert str(error.value).count(line) == 1
-    assert len(str(error.value).splitlines()) <= 1 + weights.MOST_FAULTS + 1
+    assert len(str(error.value).splitlines()) <= 1 + weights.MAX_FAULTS + 1
 
 
 def test_weights_of_another_precision_fit(tmp_path):

@@ -12,14 +12,14 @@ Claims = Mapping[str, bool | None]  #: None: what it takes is missing here
 Rows = Sequence[Mapping[str, Any]]
 
 
-def keep(path: Path, about: Mapping[str, Any], claims: Claims, rows: Rows) -> None:
+def save_result(path: Path, about: Mapping[str, Any], claims: Claims, rows: Rows) -> None:
     """Write a result; what was written there before is of no use any more."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    found = {**about, "claims": dict(claims), "rows": list(rows)}
-    path.write_text(json.dumps(found, indent=1) + "\n")
+    document = {**about, "claims": dict(claims), "rows": list(rows)}
+    path.write_text(json.dumps(document, indent=1) + "\n")
 
 
-def told(claims: Claims) -> bool:
+def print_claims(claims: Claims) -> bool:
     """Print each claim and how it ended; return whether none is short."""
     for claim, outcome in claims.items():
         print(f"{OUTCOMES[outcome]}: {claim}", flush=True)

@@ -24,10 +24,10 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from _common import RESULTS, interleaved, machine, spread
-from _kept import keep, told
+from _common import RESULTS, interleaved, machine_facts, spread
+from _kept import print_claims, save_result
 
-from hpctrain.cluster.launch import launch_argv
+from hpctrain.cluster.launch import launch_program
 from hpctrain.collectives import Group
 from hpctrain.collectives.direct import direct, direct_shared
 from hpctrain.collectives.ring import ring
@@ -37,7 +37,7 @@ from hpctrain.transport.paths import BY_POINTER
 from hpctrain.world import World, init
 
 SIZES = "1048576,67108864,536870912"
-TIMES, SHARE = 10, 0.5
+MIN_SPEED_UP, MIN_COPY_SHARE = 10, 0.5
 Calls = Mapping[str, Callable[[], Any]]
 
 
@@ -47,22 +47,26 @@ def main() -> None:
     parser.add_argument("--sizes", default=SIZES, help="bytes, a list")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--json", type=Path, default=RESULTS / "gpu" / "allreduce.json")
-    given = parser.parse_args()
+    options = parser.parse_args()
     if launchers.launched(os.environ).size == 1:
-        sys.exit(launch_argv(given.ranks, [sys.executable, *sys.argv]))
+        sys.exit(launch_program(options.ranks, [sys.executable, *sys.argv]))
     world = init("gpu")
-    groups = {"staged": through_host(world), "by pointer": by_pointer(world)}
-    sizes = [int(word) for word in given.sizes.split(",")]
-    rows = [row for n in sizes for row in measured(world, groups, n, given.rounds)]
-    found = claims(world, [row for row in rows if row["bytes"] == max(sizes)])
+    groups = {"staged": staged_group(world), "by pointer": pointer_group(world)}
+    sizes = [int(word) for word in options.sizes.split(",")]
+    rows = [row for n in sizes for row in measure_size(world, groups, n, options.rounds)]
+    claims = check_claims(world, [row for row in rows if row["bytes"] == max(sizes)])
     if world.rank == 0:
-        about = {"machine": machine(world), "device": world.device, "one_gpu": one_gpu(world)}
-        keep(given.json, about, found, rows)
-        told(found)
-    sys.exit(False in found.values())
+        about = {
+            "machine": machine_facts(world),
+            "device": world.device,
+            "one_gpu": ranks_share_gpu(world),
+        }
+        save_result(options.json, about, claims, rows)
+        print_claims(claims)
+    sys.exit(False in claims.values())
 
 
-def measured(
+def measure_size(
     world: World, groups: Mapping[str, Group | None], nbytes: int, rounds: int
 ) -> list[dict[str, Any]]:
     """Return a row for each contender at this size."""
@@ -72,55 +76,59 @@ def measured(
         if gpu_memory
         else gpus.cupy_module().zeros(nbytes // 4, "f4")
     )
-    calls = contenders(world, groups, x)
-    right = {name: correct(world, x, call) for name, call in calls.items()}
-    copies = {name: group_of(world, groups, name).host_bytes for name in calls}
+    calls = make_contenders(world, groups, x)
+    correct_by_name = {name: is_correct(world, x, call) for name, call in calls.items()}
+    bytes_before = {name: group_for(world, groups, name).host_bytes for name in calls}
     for call in calls.values():
         call()
-    copied = {name: group_of(world, groups, name).host_bytes - n for name, n in copies.items()}
+    copied_bytes = {
+        name: group_for(world, groups, name).host_bytes - n for name, n in bytes_before.items()
+    }
     x.fill(0)
     y = gpus.cupy_module().empty_like(x)
-    few = y[:1024]
-    kernel = partial(done, few, partial(few.fill, 1))
-    yardsticks: Calls = {
-        "copy": alone(world, partial(done, y, partial(xp.copy, y, x))),
-        "flags": flags_of(world),
-        "a kernel alone": alone(world, kernel),
+    short_array = y[:1024]
+    kernel = partial(run_and_wait, short_array, partial(short_array.fill, 1))
+    references: Calls = {
+        "copy": on_rank_0(world, partial(run_and_wait, y, partial(xp.copy, y, x))),
+        "flags": flag_exchange(world),
+        "a kernel alone": on_rank_0(world, kernel),
         "a kernel of each": kernel,
     }
-    seconds = interleaved(world.link, {**calls, **yardsticks}, rounds)
-    one = {"bytes": nbytes, "ranks": world.size}
+    seconds = interleaved(world.link, {**calls, **references}, rounds)
+    size_columns = {"bytes": nbytes, "ranks": world.size}
     return [
-        {**one, "what": name, **spread(taken), "right": right.get(name, True),
-         "host_bytes": copied.get(name, 0)}
-        for name, taken in seconds.items()
+        {**size_columns, "what": name, **spread(durations),
+         "right": correct_by_name.get(name, True), "host_bytes": copied_bytes.get(name, 0)}
+        for name, durations in seconds.items()
     ]  # fmt: skip
 
 
-def contenders(world: World, groups: Mapping[str, Group | None], x: xp.Array) -> Calls:
+def make_contenders(world: World, groups: Mapping[str, Group | None], x: xp.Array) -> Calls:
     """Return a call for each algorithm, after which the sum is there on this rank's GPU."""
-    found: dict[str, Callable[[], Any]] = {
-        "direct": partial(done, x, partial(direct, world.main, x, np.add)),
-        "direct, one result": partial(done, x, partial(direct_shared, world.main, x, np.add)),
+    calls: dict[str, Callable[[], Any]] = {
+        "direct": partial(run_and_wait, x, partial(direct, world.main, x, np.add)),
+        "direct, one result": partial(
+            run_and_wait, x, partial(direct_shared, world.main, x, np.add)
+        ),
     }
     for name, group in groups.items():
         if group is not None:
-            found[f"ring {name}"] = partial(done, x, partial(ring, group, x, np.add))
-    return found
+            calls[f"ring {name}"] = partial(run_and_wait, x, partial(ring, group, x, np.add))
+    return calls
 
 
-def done(x: xp.Array, work: Callable[[], Any]) -> Any:
+def run_and_wait(x: xp.Array, work: Callable[[], Any]) -> Any:
     """Return what `work` does once it is done."""
     result = work()
     xp.finish(x)
     return result
 
 
-def group_of(world: World, groups: Mapping[str, Group | None], name: str) -> Group:
+def group_for(world: World, groups: Mapping[str, Group | None], name: str) -> Group:
     return groups.get(name.removeprefix("ring ")) or world.main
 
 
-def through_host(world: World) -> Group:
+def staged_group(world: World) -> Group:
     """Return a group in which GPUs' arrays go through pinned memory of the host."""
     group = world.group_for("staged")
     for link in group.links:
@@ -128,16 +136,16 @@ def through_host(world: World) -> Group:
     return group
 
 
-def by_pointer(world: World) -> Group | None:
+def pointer_group(world: World) -> Group | None:
     """Return a group in which MPI is given pointers to GPU memory, if it may be everywhere."""
     return world.main if all(path in BY_POINTER for path in world.link.paths) else None
 
 
-def one_gpu(world: World) -> bool:
+def ranks_share_gpu(world: World) -> bool:
     return len(set(world.places)) == 1
 
 
-def correct(world: World, x: xp.Array, call: Callable[[], Any]) -> bool:
+def is_correct(world: World, x: xp.Array, call: Callable[[], Any]) -> bool:
     """Return whether `call` sums what the ranks have, on all ranks; small integers are exact."""
     library = xp.namespace(x)
     base = library.arange(x.size, dtype=np.float32) % 7
@@ -145,41 +153,42 @@ def correct(world: World, x: xp.Array, call: Callable[[], Any]) -> bool:
     result = call()
     summed = xp.to_host(x if result is None else result)
     total = xp.to_host(base) * world.size + world.size * (world.size - 1) // 2
-    mine = bool((summed == total).all())
-    return all(said == "y" for said in world.gather("y" if mine else "n"))
+    is_own_correct = bool((summed == total).all())
+    return all(vote == "y" for vote in world.gather("y" if is_own_correct else "n"))
 
 
-def alone(world: World, work: Callable[[], Any]) -> Callable[[], Any]:
+def on_rank_0(world: World, work: Callable[[], Any]) -> Callable[[], Any]:
     """Return `work` for rank 0, and for others what does nothing."""
     return work if world.rank == 0 else lambda: None
 
 
-def flags_of(world: World) -> Callable[[], Any]:
+def flag_exchange(world: World) -> Callable[[], Any]:
     """Return an exchange of flags of the node, or a barrier where it has none."""
-    near = world.main.node_buffers
-    return world.link.barrier if near is None else near.flags.agree
+    node_buffers = world.main.node_buffers
+    return world.link.barrier if node_buffers is None else node_buffers.flags.agree
 
 
-def claims(world: World, rows: list[dict[str, Any]]) -> dict[str, bool]:
+def check_claims(world: World, rows: list[dict[str, Any]]) -> dict[str, bool]:
     """Return what is claimed of the longest size, and whether it holds."""
-    of = {row["what"]: row for row in rows}
+    row_by_name = {row["what"]: row for row in rows}
     mib, ranks = rows[0]["bytes"] >> 20, world.size
-    times = of["ring staged"]["median_s"] / of["direct"]["median_s"]
+    speed_up = row_by_name["ring staged"]["median_s"] / row_by_name["direct"]["median_s"]
     found = {
-        f"{ranks} ranks, {mib} MiB: direct is {times:.1f} times the staged ring, >= {TIMES}": (
-            times >= TIMES
-        ),
+        f"{ranks} ranks, {mib} MiB: direct is {speed_up:.1f} times the staged ring, "
+        f">= {MIN_SPEED_UP}": (speed_up >= MIN_SPEED_UP),
         "all sums are right": all(row["right"] for row in rows),
         "direct copies no byte to or from the host": (
-            of["direct"]["host_bytes"] == of["direct, one result"]["host_bytes"] == 0
+            row_by_name["direct"]["host_bytes"]
+            == row_by_name["direct, one result"]["host_bytes"]
+            == 0
         ),
     }
-    if one_gpu(world):
-        copied = 2 * rows[0]["bytes"] / of["copy"]["median_s"]
-        moved = (ranks + 1) * rows[0]["bytes"] / of["direct, one result"]["median_s"]
-        share = moved / copied
-        found[f"one result for all moves {moved / 1e9:.0f} GB/s, {share:.2f} of a copy's, >= "
-              f"{SHARE}"] = share >= SHARE  # fmt: skip
+    if ranks_share_gpu(world):
+        copied_bytes = 2 * rows[0]["bytes"] / row_by_name["copy"]["median_s"]
+        bytes_per_s = (ranks + 1) * rows[0]["bytes"] / row_by_name["direct, one result"]["median_s"]
+        share = bytes_per_s / copied_bytes
+        found[f"one result for all moves {bytes_per_s / 1e9:.0f} GB/s, {share:.2f} of a copy's, >= "
+              f"{MIN_COPY_SHARE}"] = share >= MIN_COPY_SHARE  # fmt: skip
     return found
 
 

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from _common import RESULTS, interleaved, machine, spread
-from _kept import keep, told
+from _common import RESULTS, interleaved, machine_facts, spread
+from _kept import print_claims, save_result
 
 from hpctrain import optim
 from hpctrain.core import xp
@@ -30,7 +30,7 @@ from hpctrain.optim import Optimizer
 from hpctrain.transport.device import gpus
 from hpctrain.world import World, init
 
-SHARE, CALLS, SLOTS = 0.7, 10, 64
+MIN_COPY_SHARE, CALLS_PER_TIMING, TENSOR_COUNT = 0.7, 10, 64
 
 
 class Case(NamedTuple):
@@ -55,58 +55,67 @@ def main() -> None:
     parser.add_argument("--bytes", type=int, default=512 << 20)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--json", type=Path, default=RESULTS / "gpu" / "optimizer.json")
-    given = parser.parse_args()
+    options = parser.parse_args()
     world = init("gpu")
-    rows = measured(world, given.bytes, given.rounds)
-    claims = claims_of(rows)
-    keep(given.json, {"machine": machine(world), "device": world.device}, claims, rows)
-    sys.exit(not told(claims))
+    rows = measure_optimizers(world, options.bytes, options.rounds)
+    claims = make_claims(rows)
+    save_result(
+        options.json, {"machine": machine_facts(world), "device": world.device}, claims, rows
+    )
+    sys.exit(not print_claims(claims))
 
 
-def measured(world: World, nbytes: int, rounds: int) -> list[dict[str, Any]]:
+def measure_optimizers(world: World, nbytes: int, rounds: int) -> list[dict[str, Any]]:
     """Return a row for the copy and one for each optimizer, with the GB/s that it moves."""
     cupy = gpus.cupy_module()
     param, grad = (cupy.full(nbytes // 4, 1e-3, np.float32) for _ in range(2))
-    found = [row("copy", 2, nbytes, world, repeated(lambda: xp.copy(param, grad), param), rounds)]
+    found = [
+        measure_row(
+            "copy", 2, nbytes, world, repeat_call(lambda: xp.copy(param, grad), param), rounds
+        )
+    ]
     for name, case in CASES.items():
-        call = repeated(updates(case.optimizer, param, grad), param)
-        found.append(row(name, case.passes, nbytes, world, call, rounds))
+        call = repeat_call(make_update(case.optimizer, param, grad), param)
+        found.append(measure_row(name, case.passes, nbytes, world, call, rounds))
     return found
 
 
-def row(
+def measure_row(
     name: str, passes: int, nbytes: int, world: World, call: Callable[[], None], rounds: int
 ) -> dict[str, Any]:
     """Time `call` and return its row."""
-    seconds = [one / CALLS for one in interleaved(world.link, {name: call}, rounds)[name]]
+    seconds = [
+        duration / CALLS_PER_TIMING
+        for duration in interleaved(world.link, {name: call}, rounds)[name]
+    ]
     rate = passes * nbytes / float(np.median(seconds)) / 1e9
     return {"what": name, "bytes": nbytes, "passes": passes, **spread(seconds), "gb_per_s": rate}
 
 
-def updates(optimizer: Optimizer, param: xp.Array, grad: xp.Array) -> Callable[[], None]:
+def make_update(optimizer: Optimizer, param: xp.Array, grad: xp.Array) -> Callable[[], None]:
     """Return a call that updates `param`, of SLOTS equal tensors, once."""
-    state, n = optimizer.init(param), param.size // SLOTS
-    slots = [Slot(f"{i}", (n // 16, 16), i * n) for i in range(SLOTS)]
+    state, n = optimizer.init(param), param.size // TENSOR_COUNT
+    slots = [Slot(f"{i}", (n // 16, 16), i * n) for i in range(TENSOR_COUNT)]
     return lambda: optimizer.update(grad, state, param, slots, lambda rows: rows)
 
 
-def repeated(once: Callable[[], None], x: xp.Array) -> Callable[[], None]:
+def repeat_call(once: Callable[[], None], x: xp.Array) -> Callable[[], None]:
     """Return a call that does CALLS of `once` and waits for the last."""
 
     def calls() -> None:
-        for _ in range(CALLS):
+        for _ in range(CALLS_PER_TIMING):
             once()
         xp.finish(x)
 
     return calls
 
 
-def claims_of(rows: list[dict[str, Any]]) -> dict[str, bool | None]:
+def make_claims(rows: list[dict[str, Any]]) -> dict[str, bool | None]:
     """Return what is claimed of the rates."""
-    copy = rows[0]["gb_per_s"]
+    copy_rate = rows[0]["gb_per_s"]
     return {
-        f"{r['what']} moves {r['gb_per_s']:.0f} GB/s, {r['gb_per_s'] / copy:.2f} of a copy's "
-        f"{copy:.0f}, >= {SHARE}": r["gb_per_s"] >= SHARE * copy
+        f"{r['what']} moves {r['gb_per_s']:.0f} GB/s, {r['gb_per_s'] / copy_rate:.2f} of a copy's "
+        f"{copy_rate:.0f}, >= {MIN_COPY_SHARE}": r["gb_per_s"] >= MIN_COPY_SHARE * copy_rate
         for r in rows[1:]
         if CASES[r["what"]].claimed
     }

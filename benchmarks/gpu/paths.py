@@ -22,12 +22,12 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from _common import RESULTS, interleaved, machine, spread
-from _kept import keep, told
+from _common import RESULTS, interleaved, machine_facts, spread
+from _kept import print_claims, save_result
 
 from hpctrain.bench import p2p, p2p_gpu
 from hpctrain.bench.rank_pair import RankPair
-from hpctrain.cluster.launch import launch_argv
+from hpctrain.cluster.launch import launch_program
 from hpctrain.core import launchers, xp
 from hpctrain.transport.device import gpus
 from hpctrain.transport.shared_memory.host import aligned_zeros
@@ -41,47 +41,51 @@ def main() -> None:
     parser.add_argument("--bytes", type=int, default=64 << 20)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--json", type=Path, default=RESULTS / "gpu" / "paths.json")
-    given = parser.parse_args()
+    options = parser.parse_args()
     if launchers.launched(os.environ).size == 1:
-        sys.exit(launch_argv(2, [sys.executable, *sys.argv]))
+        sys.exit(launch_program(2, [sys.executable, *sys.argv]))
     world = init("gpu")
-    rows = measured(world, given.bytes, given.rounds)
-    found = claims({row["what"]: row["gb_per_s"] for row in rows})
+    rows = measure_paths(world, options.bytes, options.rounds)
+    claims = check_claims({row["what"]: row["gb_per_s"] for row in rows})
     if world.rank == 0:
-        about = {"machine": machine(world), "device": world.device, "reason": world.verdict.reason}
-        keep(given.json, about, found, rows)
-        told(found)
-    sys.exit(False in found.values())
+        about = {
+            "machine": machine_facts(world),
+            "device": world.device,
+            "reason": world.verdict.reason,
+        }
+        save_result(options.json, about, claims, rows)
+        print_claims(claims)
+    sys.exit(False in claims.values())
 
 
-def measured(world: World, nbytes: int, rounds: int) -> list[dict[str, Any]]:
+def measure_paths(world: World, nbytes: int, rounds: int) -> list[dict[str, Any]]:
     """Return a row for each path and leg."""
-    x, host = p2p_gpu.buffer(world, nbytes), aligned_zeros(nbytes, np.uint8)
+    x, host = p2p_gpu.zeros_on_gpu(world, nbytes), aligned_zeros(nbytes, np.uint8)
     host.fill(0)  # pages of its own
-    line = p2p.METHODS["one-way"]
+    one_way = p2p.METHODS["one-way"]
     calls: dict[str, Callable[[], Any]] = {
-        ends.path: line(ends, x, MESSAGES) for ends in p2p_gpu.pairs(world, 0, 1, x)
+        pair.path: one_way(pair, x, MESSAGES) for pair in p2p_gpu.pairs_by_path(world, 0, 1, x)
     }
     wire = world.link_for("between hosts")
-    calls["host to host"] = line(RankPair(wire, 0, 1), host, MESSAGES)
+    calls["host to host"] = one_way(RankPair(wire, 0, 1), host, MESSAGES)
     # As the staged path uses the bus: the sender's way up, the receiver's way down.
-    calls["to the host"] = partial(leg, x, True) if world.rank == 0 else nothing
-    calls["from the host"] = partial(leg, x, False) if world.rank == 1 else nothing
+    calls["to the host"] = partial(copy_leg, x, True) if world.rank == 0 else do_nothing
+    calls["from the host"] = partial(copy_leg, x, False) if world.rank == 1 else do_nothing
     seconds = interleaved(world.link, calls, rounds)
     return [
-        {"what": name, "bytes": nbytes, **spread(taken),
-         "gb_per_s": MESSAGES * nbytes / float(np.median(taken)) / 1e9}
-        for name, taken in seconds.items()
+        {"what": name, "bytes": nbytes, **spread(times),
+         "gb_per_s": MESSAGES * nbytes / float(np.median(times)) / 1e9}
+        for name, times in seconds.items()
     ]  # fmt: skip
 
 
-def nothing() -> None:
+def do_nothing() -> None:
     """Leave the bus to the other rank."""
 
 
-def leg(x: xp.Array, to_host: bool) -> None:
+def copy_leg(x: xp.Array, to_host: bool) -> None:
     """Copy `x` MESSAGES times between the GPU and pinned memory."""
-    pinned = _pinned(x.nbytes)
+    pinned = _pinned_buffer(x.nbytes)
     for _ in range(MESSAGES):
         if to_host:
             x.get(out=pinned, blocking=False)
@@ -90,32 +94,35 @@ def leg(x: xp.Array, to_host: bool) -> None:
     xp.finish(x)
 
 
-def _pinned(nbytes: int) -> np.ndarray:
-    if nbytes not in _kept:
+def _pinned_buffer(nbytes: int) -> np.ndarray:
+    if nbytes not in _pinned_buffers:
         memory = gpus.cupy_module().cuda.alloc_pinned_memory(nbytes)
-        _kept[nbytes] = np.frombuffer(memory, np.uint8, nbytes)
-    return _kept[nbytes]
+        _pinned_buffers[nbytes] = np.frombuffer(memory, np.uint8, nbytes)
+    return _pinned_buffers[nbytes]
 
 
-_kept: dict[int, np.ndarray] = {}
+_pinned_buffers: dict[int, np.ndarray] = {}
 
 
-def claims(rates: dict[str, float]) -> dict[str, bool | None]:
+def check_claims(rates: dict[str, float]) -> dict[str, bool | None]:
     """Return what is claimed of the rates in GB/s, and whether it holds."""
     slowest = min(("to the host", "from the host", "host to host"), key=lambda leg: rates[leg])
     share = rates["staged"] / rates[slowest]
-    found: dict[str, bool | None] = {
+    claims: dict[str, bool | None] = {
         f"the staged path moves {rates['staged']:.1f} GB/s, {share:.2f} of its slowest leg, "
         f"{slowest} with {rates[slowest]:.1f}, >= {STAGED_SHARE}": share >= STAGED_SHARE
     }
-    pointer = next((path for path in ("gdr", "cuda-aware") if path in rates), None)
-    if pointer is None or "ipc" not in rates:
-        seen = ", ".join(path for path in ("cuda-aware", "ipc") if path in rates) or "neither"
-        return {**found, f"by pointer within 20 % of CUDA IPC: there is {seen} of the two": None}
-    share = rates[pointer] / rates["ipc"]
-    found[f"by pointer {rates[pointer]:.1f} GB/s, {share:.2f} of CUDA IPC's, >= "
+    pointer_path = next((path for path in ("gdr", "cuda-aware") if path in rates), None)
+    if pointer_path is None or "ipc" not in rates:
+        available = ", ".join(path for path in ("cuda-aware", "ipc") if path in rates) or "neither"
+        return {
+            **claims,
+            f"by pointer within 20 % of CUDA IPC: there is {available} of the two": None,
+        }
+    share = rates[pointer_path] / rates["ipc"]
+    claims[f"by pointer {rates[pointer_path]:.1f} GB/s, {share:.2f} of CUDA IPC's, >= "
           f"{POINTER_SHARE}"] = share >= POINTER_SHARE  # fmt: skip
-    return found
+    return claims
 
 
 if __name__ == "__main__":

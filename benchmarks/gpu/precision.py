@@ -21,14 +21,14 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from _common import RESULTS
-from _kept import keep, told
-from equal import told as fault_told
+from _kept import print_claims, save_result
+from equal import error_line
 
 from hpctrain.machine import facts
 from hpctrain.run_files import run_folder
 
 PRECISIONS = ("float32", "bf16", "fp16", "tf32")
-CLOSE = 0.02
+TOLERANCE = 0.02
 
 
 def main() -> None:
@@ -37,35 +37,50 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=240.0, help="seconds for all of it")
     parser.add_argument("--set", action="append", default=[], help="further keys of the recipe")
     parser.add_argument("--json", type=Path, default=RESULTS / "gpu" / "precision.json")
-    given = parser.parse_args()
-    until = monotonic() + given.limit
-    about = {"machine": facts(("here",), "mpi"), "steps": given.steps}
+    options = parser.parse_args()
+    deadline = monotonic() + options.limit
+    about = {"machine": facts(("here",), "mpi"), "steps": options.steps}
     rows: list[dict[str, Any]] = []
     claims: dict[str, bool | None] = {}
     with tempfile.TemporaryDirectory() as folder:
         for i, name in enumerate(PRECISIONS):
-            share_s = (until - monotonic()) / (len(PRECISIONS) - i)
-            rows.append(trained(Path(folder, name), name, given.steps, given.set, share_s))
-            claims = claims_of(rows)
-            keep(given.json, about, claims, rows)
-    sys.exit(not told(claims))
+            share_s = (deadline - monotonic()) / (len(PRECISIONS) - i)
+            rows.append(train_run(Path(folder, name), name, options.steps, options.set, share_s))
+            claims = make_claims(rows)
+            save_result(options.json, about, claims, rows)
+    sys.exit(not print_claims(claims))
 
 
-def trained(
-    run: Path, precision: str, steps: int, further: Sequence[str], limit_s: float
+def train_run(
+    run: Path, precision: str, steps: int, extra_settings: Sequence[str], limit_s: float
 ) -> dict[str, Any]:
     """Train `pylm`; return its losses, samples per second, and what went wrong."""
-    keys = (f"run.steps={steps}", f"run.precision={precision}", "run.interval_steps=20", *further)
-    words = [word for key in keys for word in ("--set", key)]
-    line = [sys.executable, "-m", "hpctrain", "-q", "train", "pylm", "--device", "gpu", *words]
+    keys = (
+        f"run.steps={steps}",
+        f"run.precision={precision}",
+        "run.interval_steps=20",
+        *extra_settings,
+    )
+    set_options = [word for key in keys for word in ("--set", key)]
+    line = [
+        sys.executable,
+        "-m",
+        "hpctrain",
+        "-q",
+        "train",
+        "pylm",
+        "--device",
+        "gpu",
+        *set_options,
+    ]
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             [*line, "--out", str(run)], capture_output=True, text=True, timeout=limit_s
         )
     except subprocess.TimeoutExpired:
         return {"precision": precision, "fault": f"still training after {limit_s:.0f} s"}
-    if done.returncode != 0:
-        return {"precision": precision, "fault": fault_told(done.stderr)}
+    if process.returncode != 0:
+        return {"precision": precision, "fault": error_line(process.stderr)}
     summary, curve = run_folder.read_summary(run) or {}, run / "metrics.jsonl"
     lines = [json.loads(one) for one in curve.read_text().splitlines()] if curve.exists() else []
     return {
@@ -76,19 +91,18 @@ def trained(
     }
 
 
-def claims_of(rows: Sequence[dict[str, Any]]) -> dict[str, bool | None]:
+def make_claims(rows: Sequence[dict[str, Any]]) -> dict[str, bool | None]:
     """Return what is claimed of each precision against float32's run, the first."""
-    wanted = rows[0].get("test_loss")
+    reference_loss = rows[0].get("test_loss")
     found: dict[str, bool | None] = {}
     for row in rows[1:] or rows:
         if row["fault"]:
             found[f"{row['precision']}: {row['fault']}"] = False
-        elif row is not rows[0] and wanted is not None:
-            away = row["test_loss"] / wanted - 1
-            loss = (
-                f"{row['precision']} ends with a test loss of {row['test_loss']:.4f}, {away:+.1%}"
-            )
-            found[f"{loss} from float32's {wanted:.4f}, <= {CLOSE:.0%}"] = away <= CLOSE
+        elif row is not rows[0] and reference_loss is not None:
+            difference = row["test_loss"] / reference_loss - 1
+            loss = f"{row['precision']} ends with a test loss of {row['test_loss']:.4f}"
+            claim = f"{loss}, {difference:+.1%} from float32's {reference_loss:.4f}"
+            found[f"{claim}, <= {TOLERANCE:.0%}"] = difference <= TOLERANCE
     return found
 
 

@@ -33,14 +33,14 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from _common import RESULTS
 from _kept import OUTCOMES
-from equal import told as reason
+from equal import error_line
 
 from hpctrain.core.errors import UsageError
 from hpctrain.transport.device import gpus
 
-HERE = Path(__file__).parent
+SCRIPTS = Path(__file__).parent
 TOTAL_S, GRACE_S = 585.0, 5.0
-_LAST_WORDS = 400
+_MAX_ERROR_CHARS = 400
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a piece went."""
+    """The outcome of a piece."""
 
     name: str
     holds: bool
@@ -79,63 +79,68 @@ def main() -> None:
     parser.add_argument("--only", default="", help="which pieces, a list")
     parser.add_argument("--out", type=Path, default=RESULTS / "gpu", help="where results go")
     parser.add_argument("--small", action="store_true", help="sizes for a trial of the scripts")
-    given = parser.parse_args()
+    options = parser.parse_args()
     try:
-        found = gpus.visible_gpus("gpu")
+        visible_gpus = gpus.visible_gpus("gpu")
     except UsageError as error:
         print(f"no GPU here, nothing was measured: {error}", file=sys.stderr)
         sys.exit(UsageError.exit_code)
-    given.out.mkdir(parents=True, exist_ok=True)
-    print("; ".join(map(str, found)), flush=True)
-    about = {"gpus": [asdict(gpu) for gpu in found]}
-    done: list[tuple[Piece, Outcome]] = []
-    for piece, until in timed(wanted(given)):
-        done.append((piece, run(piece, until)))
-        keep(given.out / "run_all.json", about, done)  # now: what comes next may end us
-    show(claims(done))
-    sys.exit(not all(outcome.holds for _, outcome in done))
+    options.out.mkdir(parents=True, exist_ok=True)
+    print("; ".join(map(str, visible_gpus)), flush=True)
+    about = {"gpus": [asdict(gpu) for gpu in visible_gpus]}
+    finished: list[tuple[Piece, Outcome]] = []
+    for piece, deadline in with_deadline(select_pieces(options)):
+        finished.append((piece, run_piece(piece, deadline)))
+        # Save now: the next piece may exhaust the time of this process.
+        save_report(options.out / "run_all.json", about, finished)
+    print_claims(collect_claims(finished))
+    sys.exit(not all(outcome.holds for _, outcome in finished))
 
 
-def pieces(ranks: Sequence[int], out: Path, small: bool = False) -> list[Piece]:
+def make_pieces(ranks: Sequence[int], out: Path, small: bool = False) -> list[Piece]:
     """Return all pieces, the surest first; for two numbers of ranks there is time for each."""
     main = [sys.executable, "-m", "hpctrain"]
     p2p = "4KiB,64KiB" if small else "4KiB:256MiB*4"
-    draws = find_spec("matplotlib") is not None
-    plot = ["--plot", str(out / "p2p.png")] if draws else []
-    many = ",".join(map(str, ranks))
+    has_matplotlib = find_spec("matplotlib") is not None
+    plot = ["--plot", str(out / "p2p.png")] if has_matplotlib else []
+    all_ranks = ",".join(map(str, ranks))
 
-    def ours(name: str, limit_s: float, *words: str, file: str = "") -> Piece:
-        result, script = out / f"{name}.json", HERE / f"{file or name}.py"
+    def make_script_piece(name: str, limit_s: float, *words: str, file: str = "") -> Piece:
+        result, script = out / f"{name}.json", SCRIPTS / f"{file or name}.py"
         line = [sys.executable, str(script), *words, "--json", str(result)]
         return Piece(name, line, limit_s, result=result)
 
-    def sized(*words: str) -> Sequence[str]:
+    def small_options(*words: str) -> Sequence[str]:
         return (*words, "--rounds", "2") if small else ()
 
     return [
-        # What is bad about the node is told in its JSON; the pieces below say whether it matters.
+        # Its JSON lists faults of the node; the pieces below show whether they matter.
         Piece("doctor", [*main, "doctor", "--json", str(out / "doctor.json")], 70, (0, 1)),
-        ours("equal", 160, "--ranks", many),
-        *(ours(f"allreduce-{p}-ranks", 40, "--ranks", str(p), *sized("--sizes", "4096,65536"),
-               file="allreduce") for p in ranks),
-        ours("paths", 35, *sized("--bytes", "65536")),
-        ours("steps", 60, *sized("--sizes", "small")),
-        ours("optimizer", 30, *sized("--bytes", "4194304")),
-        ours("precision", 75, "--limit", "70", *(SHORT if small else ())),
+        make_script_piece("equal", 160, "--ranks", all_ranks),
+        *(make_script_piece(f"allreduce-{p}-ranks", 40, "--ranks", str(p),
+                            *small_options("--sizes", "4096,65536"), file="allreduce")
+          for p in ranks),
+        make_script_piece("paths", 35, *small_options("--bytes", "65536")),
+        make_script_piece("steps", 60, *small_options("--sizes", "small")),
+        make_script_piece("optimizer", 30, *small_options("--bytes", "4194304")),
+        make_script_piece("precision", 75, "--limit", "70", *(SMALL_PRECISION if small else ())),
         Piece("p2p", [*main, "launch", "-n", "2", "bench", "p2p", "--device", "gpu", "--sizes",
                       p2p, "--json", str(out / "p2p.json"), *plot], 60),
-        *([Piece("plot", [sys.executable, str(HERE / "plot.py"), str(out)], 15)] if draws else []),
+        *([Piece("plot", [sys.executable, str(SCRIPTS / "plot.py"), str(out)], 15)]
+          if has_matplotlib else []),
     ]  # fmt: skip
 
 
-SHORT = ("--steps", "3", "--set", "model.width=16", "--set", "model.layers=1",
+SMALL_PRECISION = ("--steps", "3", "--set", "model.width=16", "--set", "model.layers=1",
          "--set", "data.test_fraction=0.0001")  # fmt: skip
 
 
-def wanted(given: Namespace) -> list[Piece]:
+def select_pieces(options: Namespace) -> list[Piece]:
     """Return the pieces that were asked for, all by default."""
-    all_pieces = pieces([int(word) for word in given.ranks.split(",")], given.out, given.small)
-    names = [word for word in given.only.split(",") if word]
+    all_pieces = make_pieces(
+        [int(word) for word in options.ranks.split(",")], options.out, options.small
+    )
+    names = [word for word in options.only.split(",") if word]
     unknown = set(names) - {piece.name for piece in all_pieces}
     if unknown:
         sys.exit(f"--only: no {', '.join(sorted(unknown))}; there are "
@@ -143,16 +148,16 @@ def wanted(given: Namespace) -> list[Piece]:
     return [piece for piece in all_pieces if not names or piece.name in names]
 
 
-def timed(wanted: Sequence[Piece]) -> list[tuple[Piece, float]]:
+def with_deadline(pieces: Sequence[Piece]) -> list[tuple[Piece, float]]:
     """Return each piece and the moment at which all must be over."""
-    until = time.monotonic() + TOTAL_S
-    return [(piece, until) for piece in wanted]
+    deadline = time.monotonic() + TOTAL_S
+    return [(piece, deadline) for piece in pieces]
 
 
-def run(piece: Piece, until: float) -> Outcome:
-    """Run a piece to its end or its limit; say how it went."""
+def run_piece(piece: Piece, deadline: float) -> Outcome:
+    """Run a piece to its end or its time limit; return its outcome."""
     start = time.monotonic()
-    limit_s = min(piece.limit_s, until - start)
+    limit_s = min(piece.limit_s, deadline - start)
     environ = {**os.environ, "PYTHONUNBUFFERED": "1"}
     if piece.result is not None:
         piece.result.unlink(missing_ok=True)  # it would be taken for today's
@@ -168,16 +173,16 @@ def run(piece: Piece, until: float) -> Outcome:
     try:
         said, code = process.communicate(timeout=max(0.0, limit_s))[1], process.returncode
     except subprocess.TimeoutExpired as error:
-        end(process)
+        stop_piece(process)
         code, said = None, f"ended after {error.timeout:.0f} s"
     seconds, holds = time.monotonic() - start, code in piece.good
     print(f"== {piece.name}: {'good' if holds else 'FAILED'}, {seconds:.0f} s", flush=True)
     if not holds:
-        print(said[-_LAST_WORDS:], flush=True)
-    return Outcome(piece.name, holds, seconds, code, "" if holds else reason(said))
+        print(said[-_MAX_ERROR_CHARS:], flush=True)
+    return Outcome(piece.name, holds, seconds, code, "" if holds else error_line(said))
 
 
-def end(process: subprocess.Popen[str]) -> None:
+def stop_piece(process: subprocess.Popen[str]) -> None:
     """End a piece; the second interrupt lets `hpctrain launch` kill its ranks."""
     for number in (signal.SIGINT, signal.SIGINT, signal.SIGKILL):
         with suppress(ProcessLookupError):
@@ -187,38 +192,44 @@ def end(process: subprocess.Popen[str]) -> None:
             return
 
 
-def claims(done: Sequence[tuple[Piece, Outcome]]) -> list[Claim]:
+def collect_claims(finished: Sequence[tuple[Piece, Outcome]]) -> list[Claim]:
     """Return the claims of all pieces; of one that did not come to its end, that as well."""
-    return [claim for piece, outcome in done for claim in _claims(piece, outcome)]
+    return [claim for piece, outcome in finished for claim in _piece_claims(piece, outcome)]
 
 
-def _claims(piece: Piece, outcome: Outcome) -> Iterator[Claim]:
-    found = {}
+def _piece_claims(piece: Piece, outcome: Outcome) -> Iterator[Claim]:
+    claims = {}
     if piece.result is not None and piece.result.exists():
-        found = json.loads(piece.result.read_text())["claims"]
-    for claim, how in found.items():
-        yield Claim(piece.name, claim, OUTCOMES[how])
+        claims = json.loads(piece.result.read_text())["claims"]
+    for claim, is_held in claims.items():
+        yield Claim(piece.name, claim, OUTCOMES[is_held])
     if outcome.code not in (0, 1):
         said = " ".join(outcome.said.split())[-120:]
-        rest = "all the rest" if found else "all of it"
-        yield Claim(piece.name, f"{rest}: {said or f'exit code {outcome.code}'}", OUTCOMES[None])
-    elif not found:
-        how = OUTCOMES[True] if outcome.holds else OUTCOMES[None]
-        yield Claim(piece.name, "it runs" if outcome.holds else outcome.said[-120:], how)
+        missing_part = "all the rest" if claims else "all of it"
+        yield Claim(
+            piece.name, f"{missing_part}: {said or f'exit code {outcome.code}'}", OUTCOMES[None]
+        )
+    elif not claims:
+        outcome_text = OUTCOMES[True] if outcome.holds else OUTCOMES[None]
+        yield Claim(piece.name, "it runs" if outcome.holds else outcome.said[-120:], outcome_text)
 
 
-def keep(path: Path, about: dict, done: Sequence[tuple[Piece, Outcome]]) -> None:
+def save_report(path: Path, about: dict, finished: Sequence[tuple[Piece, Outcome]]) -> None:
     """Write what became of the pieces so far."""
-    outcomes = [asdict(outcome) for _, outcome in done]
-    told = {**about, "pieces": outcomes, "claims": [one._asdict() for one in claims(done)]}
-    path.write_text(json.dumps(told, indent=1) + "\n")
+    outcomes = [asdict(outcome) for _, outcome in finished]
+    report = {
+        **about,
+        "pieces": outcomes,
+        "claims": [claim._asdict() for claim in collect_claims(finished)],
+    }
+    path.write_text(json.dumps(report, indent=1) + "\n")
 
 
-def show(found: Sequence[Claim]) -> None:
+def print_claims(claims: Sequence[Claim]) -> None:
     """Print the claims as a table."""
     table = Table("piece", "claim", "outcome", title="claims")
-    for one in found:
-        table.add_row(*one)
+    for claim in claims:
+        table.add_row(*claim)
     Console(width=None if sys.stdout.isatty() else 140).print(table)
 
 

@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from _common import RESULTS, interleaved, machine, paired_ratio, spread
-from _kept import keep, told
+from _common import RESULTS, interleaved, machine_facts, paired_ratio, spread
+from _kept import print_claims, save_result
 
 from hpctrain import nn, optim
 from hpctrain.core import xp
@@ -35,10 +35,10 @@ from hpctrain.gradients.precision import Precision, make_replica
 from hpctrain.gradients.replica import Batch
 from hpctrain.world import World, init
 
-LIMIT = {"mlp": 1.5, "transformer": 1.5, "resnet20": 3.0}
+MAX_RATIO = {"mlp": 1.5, "transformer": 1.5, "resnet20": 3.0}
 #: each timed before the next is made: the last replica tells how products are made, for all
-BESIDE: tuple[Precision, ...] = ("bf16", "tf32")
-STEPS = 5  # between two looks at the clock
+OTHER_PRECISIONS: tuple[Precision, ...] = ("bf16", "tf32")
+STEPS_PER_CALL = 5  # between two looks at the clock
 Step = Callable[[], object]
 
 
@@ -65,7 +65,7 @@ class Case(NamedTuple):
     """Our model, its equal in PyTorch (made on call), and a batch of the host for each."""
 
     options: Any
-    theirs: Callable[[], Any]
+    make_torch_model: Callable[[], Any]
     x: np.ndarray
     y: np.ndarray
     torch_x: np.ndarray
@@ -76,14 +76,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--sizes", choices=list(SIZES), default="large")
     parser.add_argument("--json", type=Path, default=RESULTS / "gpu" / "steps.json")
-    given = parser.parse_args()
+    options_ = parser.parse_args()
     world, rows, claims = init("gpu"), [], {}
-    about = {"machine": machine(world), "device": world.device, "torch": torch_version()}
-    for name, case in cases(SIZES[given.sizes]):
-        rows += measured(world, name, case, given.rounds)
-        claims = claims_of(rows, about["torch"])
-        keep(given.json, about, claims, rows)  # now: what comes next may end the process
-    sys.exit(not told(claims))
+    about = {"machine": machine_facts(world), "device": world.device, "torch": torch_version()}
+    for name, case in cases(SIZES[options_.sizes]):
+        rows += measure_case(world, name, case, options_.rounds)
+        claims = make_claims(rows, about["torch"])
+        save_result(options_.json, about, claims, rows)  # now: what comes next may end the process
+    sys.exit(not print_claims(claims))
 
 
 def torch_version() -> str | None:
@@ -95,42 +95,45 @@ def torch_version() -> str | None:
     return str(torch.__version__) if torch.cuda.is_available() else None
 
 
-def cases(s: Sizes) -> Iterator[tuple[str, Case]]:
+def cases(sizes_: Sizes) -> Iterator[tuple[str, Case]]:
     """Yield all models."""
-    draw = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
 
     def images(n: int, *shape: int) -> tuple[np.ndarray, np.ndarray]:
-        return draw.standard_normal((n, *shape)).astype(np.float32), draw.integers(0, 10, n)
+        return rng.standard_normal((n, *shape)).astype(np.float32), rng.integers(0, 10, n)
 
-    x, y = images(s.vectors, s.widths[0])
-    mlp = lambda: _torch().mlp_of(s.widths)  # noqa: E731
-    yield "mlp", Case(nn.MlpOptions(widths=s.widths), mlp, x, y, x)
-    text = draw.integers(0, 256, (s.texts, s.length + 1))
+    x, y = images(sizes_.vectors, sizes_.widths[0])
+    mlp = lambda: _torch_models().make_mlp(sizes_.widths)  # noqa: E731
+    yield "mlp", Case(nn.MlpOptions(widths=sizes_.widths), mlp, x, y, x)
+    text = rng.integers(0, 256, (sizes_.texts, sizes_.length + 1))
     x, y = text[:, :-1].astype(np.uint8), np.ascontiguousarray(text[:, 1:])
-    options = nn.TransformerOptions(layers=s.layers, width=s.width, heads=s.heads)
-    sizes = (s.layers, s.width, s.heads, s.length)
-    transformer = lambda: _torch().transformer_of(_torch().Text(*sizes))  # noqa: E731
+    options = nn.TransformerOptions(layers=sizes_.layers, width=sizes_.width, heads=sizes_.heads)
+    sizes = (sizes_.layers, sizes_.width, sizes_.heads, sizes_.length)
+    transformer = lambda: _torch_models().make_transformer(_torch_models().TransformerSizes(*sizes))  # noqa: E731
     yield "transformer", Case(options, transformer, x, y, x.astype(np.int64))
-    x, y = images(s.images, 28, 28)
-    yield "resnet20", Case(nn.ResNetOptions(), lambda: _torch().resnet20_of(), x, y, x[:, None])
+    x, y = images(sizes_.images, 28, 28)
+    yield (
+        "resnet20",
+        Case(nn.ResNetOptions(), lambda: _torch_models().make_resnet20(), x, y, x[:, None]),
+    )
 
 
-def measured(world: World, name: str, case: Case, rounds: int) -> list[dict[str, Any]]:
+def measure_case(world: World, name: str, case: Case, rounds: int) -> list[dict[str, Any]]:
     """Return a row for each contender."""
-    steps = {"ours": ours(case, "float32")}
+    steps = {"ours": make_own_steps(case, "float32")}
     if torch_version():
-        steps["torch"] = theirs(case)
+        steps["torch"] = make_torch_steps(case)
     seconds = interleaved(world.link, steps, rounds)
-    for precision in BESIDE if find_spec("ml_dtypes") else BESIDE[1:]:
-        seconds |= interleaved(world.link, {precision: ours(case, precision)}, rounds)
-    rows = [{"what": name, "who": who, **spread(np.divide(took, STEPS).tolist())}
-            for who, took in seconds.items()]  # fmt: skip
+    for precision in OTHER_PRECISIONS if find_spec("ml_dtypes") else OTHER_PRECISIONS[1:]:
+        seconds |= interleaved(world.link, {precision: make_own_steps(case, precision)}, rounds)
+    rows = [{"what": name, "who": library, **spread(np.divide(times, STEPS_PER_CALL).tolist())}
+            for library, times in seconds.items()]  # fmt: skip
     if "torch" in seconds:
         rows[0] |= {"ratio": paired_ratio(seconds["ours"], seconds["torch"])}
     return rows
 
 
-def ours(case: Case, precision: Precision) -> Step:
+def make_own_steps(case: Case, precision: Precision) -> Step:
     """Return what takes STEPS of our steps, and waits for the last."""
     model = case.options.build(case.x.shape[1:], 10)
     replica = make_replica(model, 0, precision, on_gpu=True)
@@ -139,43 +142,45 @@ def ours(case: Case, precision: Precision) -> Step:
     task = Task(batch, 1 / (len(case.x) * model.targets), nn.Key(0, 0, 0))
 
     def steps() -> None:
-        for _ in range(STEPS):
+        for _ in range(STEPS_PER_CALL):
             engine.step(task, Flags())
         xp.finish(param)
 
     return steps
 
 
-def theirs(case: Case) -> Step:
+def make_torch_steps(case: Case) -> Step:
     """Return what takes STEPS of PyTorch's steps, and waits for the last."""
     import torch
 
     torch.backends.cudnn.allow_tf32 = False  # as it is for products
     on_gpu = partial(torch.as_tensor, device="cuda")
-    step = _torch().step_of(case.theirs().to("cuda"), on_gpu(case.torch_x), on_gpu(case.y))
+    step = _torch_models().make_step(
+        case.make_torch_model().to("cuda"), on_gpu(case.torch_x), on_gpu(case.y)
+    )
 
     def steps() -> None:
-        for _ in range(STEPS):
+        for _ in range(STEPS_PER_CALL):
             step()
         torch.cuda.synchronize()
 
     return steps
 
 
-def _torch() -> Any:
+def _torch_models() -> Any:
     import _in_torch
 
     return _in_torch
 
 
-def claims_of(rows: list[dict[str, Any]], torch: str | None) -> dict[str, bool | None]:
+def make_claims(rows: list[dict[str, Any]], torch: str | None) -> dict[str, bool | None]:
     """Return what is claimed of each model that was timed."""
-    missing = "no PyTorch with this GPU" if torch is None else ""
+    reason = "no PyTorch with this GPU" if torch is None else ""
     return {
-        f"{row['what']}: {row.get('ratio', 0):.2f} of PyTorch's step, <= {LIMIT[row['what']]}"
+        f"{row['what']}: {row.get('ratio', 0):.2f} of PyTorch's step, <= {MAX_RATIO[row['what']]}"
         if "ratio" in row
-        else f"{row['what']}: a step against PyTorch's, {missing}": (
-            row["ratio"] <= LIMIT[row["what"]] if "ratio" in row else None
+        else f"{row['what']}: a step against PyTorch's, {reason}": (
+            row["ratio"] <= MAX_RATIO[row["what"]] if "ratio" in row else None
         )
         for row in rows
         if row["who"] == "ours"

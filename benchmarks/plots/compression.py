@@ -24,29 +24,31 @@ def main() -> None:
     files = sorted(RESULTS.glob(f"compression-steps-*-hosts-{mpi}.json"))
     steps = [json.loads(file.read_text()) for file in files]
     accuracy = json.loads(next(RESULTS.glob("compression-accuracy-*.json")).read_text())
-    figure, (left, right) = plt.subplots(
+    figure, (step_axes, accuracy_axes) = plt.subplots(
         1, 2, figsize=(10, 3.8), width_ratios=(3, 2), layout="constrained"
     )
-    draw_steps(left, steps)
-    draw_accuracy(right, accuracy["rows"])
-    left.set_title(f"one step, MLP of 5.8 M parameters, links of {steps[0]['link']}")
-    right.set_title(f"mnist, {accuracy['model']}, {accuracy['ranks']} ranks, each dot a seed")
+    draw_steps(step_axes, steps)
+    draw_accuracy(accuracy_axes, accuracy["rows"])
+    step_axes.set_title(f"one step, MLP of 5.8 M parameters, links of {steps[0]['link']}")
+    accuracy_axes.set_title(
+        f"mnist, {accuracy['model']}, {accuracy['ranks']} ranks, each dot a seed"
+    )
     path = RESULTS / "compression.png"
     figure.savefig(path, dpi=150)
     print("->", path.name)
 
 
-def draw_steps(axes: Axes, found: list[Row]) -> None:
+def draw_steps(axes: Axes, reports: list[Row]) -> None:
     """Draw bars of the step time, a colour per number of hosts, bytes written on them."""
-    methods = [row["method"] for row in found[0]["rows"]]
-    for i, (one, color) in enumerate(zip(found, COLORS, strict=False)):
-        at = np.arange(len(methods)) + (i - 0.5) * 0.4
-        milliseconds = [1e3 * row["median_s"] for row in one["rows"]]
-        spread = [[1e3 * abs(row["median_s"] - row[p]) for row in one["rows"]]
+    methods = [row["method"] for row in reports[0]["rows"]]
+    for i, (report, color) in enumerate(zip(reports, COLORS, strict=False)):
+        positions = np.arange(len(methods)) + (i - 0.5) * 0.4
+        milliseconds = [1e3 * row["median_s"] for row in report["rows"]]
+        spread = [[1e3 * abs(row["median_s"] - row[p]) for row in report["rows"]]
                   for p in ("p5_s", "p95_s")]  # fmt: skip
-        label = f"{one['rows'][0]['hosts']} hosts"
-        bars = axes.bar(at, milliseconds, 0.4, yerr=spread, color=color, label=label)
-        axes.bar_label(bars, [megabytes(row) for row in one["rows"]], fontsize=7, padding=2)
+        label = f"{report['rows'][0]['hosts']} hosts"
+        bars = axes.bar(positions, milliseconds, 0.4, yerr=spread, color=color, label=label)
+        axes.bar_label(bars, [megabytes(row) for row in report["rows"]], fontsize=7, padding=2)
     axes.set_xticks(range(len(methods)), [m.replace(" ", "\n", 1) for m in methods])
     axes.set(ylabel="ms per step; on the bars: MB sent per rank")
     axes.margins(y=0.1)
@@ -61,9 +63,9 @@ def draw_accuracy(axes: Axes, rows: list[Row]) -> None:
     """Draw the test accuracy of each seed, and their mean as a line."""
     methods = list(dict.fromkeys(row["method"] for row in rows))
     for i, method in enumerate(methods):
-        seen = [100 * row["test_accuracy"] for row in rows if row["method"] == method]
-        axes.plot([i] * len(seen), seen, "o", color=COLORS[0], alpha=0.6)
-        axes.hlines(np.mean(seen), i - 0.3, i + 0.3, color=COLORS[1])
+        accuracies = [100 * row["test_accuracy"] for row in rows if row["method"] == method]
+        axes.plot([i] * len(accuracies), accuracies, "o", color=COLORS[0], alpha=0.6)
+        axes.hlines(np.mean(accuracies), i - 0.3, i + 0.3, color=COLORS[1])
     axes.set_xticks(range(len(methods)), [m.replace(" ", "\n", 1) for m in methods])
     axes.set(ylabel="test accuracy, %")
 

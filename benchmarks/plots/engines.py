@@ -24,10 +24,13 @@ MARKS = "osD^vXP"
 
 
 def main() -> None:
-    draw: Mapping[str, Callable[[list[Row]], Figure]] = {
-        "straggler": straggler, "staleness": staleness, "period": period, "bytes": sent
-    }  # fmt: skip
-    for study, function in draw.items():
+    figures_by_study: Mapping[str, Callable[[list[Row]], Figure]] = {
+        "straggler": draw_straggler,
+        "staleness": draw_staleness,
+        "period": draw_period,
+        "bytes": draw_bytes_sent,
+    }
+    for study, function in figures_by_study.items():
         path = RESULTS / f"engines-{study}.json"
         if path.exists():
             rows = [r for r in json.loads(path.read_text())["rows"] if r["role"] == "result"]
@@ -35,7 +38,7 @@ def main() -> None:
             figure.savefig(path.with_suffix(".png"), dpi=110)
 
 
-def grouped(rows: Sequence[Row], *keys: str) -> dict[tuple, list[Row]]:
+def group_rows(rows: Sequence[Row], *keys: str) -> dict[tuple, list[Row]]:
     """Return the rows by their values of `keys`, in the order in which these come."""
     groups: dict[tuple, list[Row]] = defaultdict(list)
     for row in rows:
@@ -43,26 +46,26 @@ def grouped(rows: Sequence[Row], *keys: str) -> dict[tuple, list[Row]]:
     return groups
 
 
-def spread(values: Sequence[float]) -> tuple[float, list[list[float]]]:
+def median_and_range(values: Sequence[float]) -> tuple[float, list[list[float]]]:
     """Return the median, and how far smallest and largest are from it."""
     middle = float(np.median(values))
     return middle, [[middle - min(values)], [max(values) - middle]]
 
 
-def straggler(rows: list[Row]) -> Figure:
+def draw_straggler(rows: list[Row]) -> Figure:
     """Time to the target by method and by how slow one worker is; a bar of seeds on each."""
     figure, axes = plt.subplots(figsize=(10, 4.2), layout="constrained")
     methods = list(dict.fromkeys(row["method"] for row in rows))
     factors = sorted({row["slow_factor"] for row in rows})
     width = 0.8 / len(factors)
     for i, factor in enumerate(factors):
-        for at, method in enumerate(methods):
-            here = [r for r in rows if (r["method"], r["slow_factor"]) == (method, factor)]
-            times = [r["time_to_target_s"] or np.nan for r in here]
-            middle, error = spread(times)
-            x = at + (i - (len(factors) - 1) / 2) * width
+        for position, method in enumerate(methods):
+            selected_rows = [r for r in rows if (r["method"], r["slow_factor"]) == (method, factor)]
+            times = [r["time_to_target_s"] or np.nan for r in selected_rows]
+            middle, error = median_and_range(times)
+            x = position + (i - (len(factors) - 1) / 2) * width
             label = f"one worker {factor:g} times slower" if factor > 1 else "no slow worker"
-            axes.bar(x, middle, width, color=COLORS[i], label=label if at == 0 else None)
+            axes.bar(x, middle, width, color=COLORS[i], label=label if position == 0 else None)
             axes.errorbar(x, middle, error, color="black", capsize=2, linewidth=1)
     axes.set(yscale="log", ylabel="seconds to 95 % test accuracy")
     axes.yaxis.set_major_locator(FixedLocator([0.5, 1, 2, 5, 10, 20, 50]))
@@ -76,7 +79,7 @@ def straggler(rows: list[Row]) -> Figure:
     return figure
 
 
-def staleness(rows: list[Row]) -> Figure:
+def draw_staleness(rows: list[Row]) -> Figure:
     """Test error over the rate: one device, then n-softsync with and without the rule."""
     counts = sorted({row["workers"] for row in rows} - {1})
     figure, panels = plt.subplots(
@@ -84,67 +87,75 @@ def staleness(rows: list[Row]) -> Figure:
     )
     single = [row for row in rows if row["method"] == "single"]
     for panel, workers in zip(panels, counts, strict=True):
-        line(panel, single, "rate", "black", "-", "one device")
-        here = [row for row in rows if row["workers"] == workers]
-        ns = sorted({row["softsync"] for row in here})
-        for (method, n), group in grouped(here, "method", "softsync").items():
-            tau = np.mean([row["staleness_mean"] for row in group])
-            ruled = method != "none"
-            name = f"n = {n}, {'rate / staleness' if ruled else 'plain rate'}, staleness {tau:.1f}"
-            line(panel, group, "rate", COLORS[ns.index(n)], "-" if ruled else ":", name)
+        draw_line(panel, single, "rate", "black", "-", "one device")
+        selected_rows = [row for row in rows if row["workers"] == workers]
+        softsync_values = sorted({row["softsync"] for row in selected_rows})
+        for (method, n), group in group_rows(selected_rows, "method", "softsync").items():
+            mean_staleness = np.mean([row["staleness_mean"] for row in group])
+            is_scaled = method != "none"
+            rule = "rate / staleness" if is_scaled else "plain rate"
+            name = f"n = {n}, {rule}, staleness {mean_staleness:.1f}"
+            draw_line(
+                panel,
+                group,
+                "rate",
+                COLORS[softsync_values.index(n)],
+                "-" if is_scaled else ":",
+                name,
+            )
         panel.set(xscale="log", yscale="log", xlabel="rate", ylim=(0.015, 1.1))
         panel.set_title(f"{workers} workers, n-softsync")
         panel.grid(which="both", alpha=0.3)
         panel.legend(fontsize=8, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.15))
-        percent(panel)
+        format_percent(panel)
     panels[0].set_ylabel("test error, mean and range of the seeds")
     return figure
 
 
-def percent(axes: Axes) -> None:
+def format_percent(axes: Axes) -> None:
     """Label a logarithmic axis of errors with percents."""
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     axes.yaxis.set_major_locator(FixedLocator([0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 0.9]))
     axes.yaxis.set_minor_locator(NullLocator())
 
 
-def line(axes: Axes, rows: list[Row], x: str, color: str, style: str, label: str) -> None:
+def draw_line(axes: Axes, rows: list[Row], x: str, color: str, style: str, label: str) -> None:
     """Draw the mean test error over column `x`, with the range of the seeds."""
-    groups = sorted(grouped(rows, x).items())
-    at = [key[0] for key, _ in groups]
+    groups = sorted(group_rows(rows, x).items())
+    position = [key[0] for key, _ in groups]
     errors = [[1 - row["accuracy"] for row in group] for _, group in groups]
-    axes.plot(at, [np.mean(e) for e in errors], style, color=color, marker="o", label=label)
-    axes.fill_between(at, [min(e) for e in errors], [max(e) for e in errors], color=color,
+    axes.plot(position, [np.mean(e) for e in errors], style, color=color, marker="o", label=label)
+    axes.fill_between(position, [min(e) for e in errors], [max(e) for e in errors], color=color,
                       alpha=0.12, linewidth=0)  # fmt: skip
 
 
-def period(rows: list[Row]) -> Figure:
+def draw_period(rows: list[Row]) -> Figure:
     """Test error over steps, a line per seed."""
     figure, axes = plt.subplots(figsize=(8, 4.2), layout="constrained")
-    for i, ((method,), group) in enumerate(grouped(rows, "method").items()):
+    for i, ((method,), group) in enumerate(group_rows(rows, "method").items()):
         for row in group:
             steps, accuracy = np.array(row["curve"])[:, 1:].T
             label = f"{method}, rate {row['rate']:g}" if row is group[0] else None
             axes.plot(steps, 1 - accuracy, color=COLORS[i], linewidth=1, label=label)
     axes.set(yscale="log", xlabel="step (a batch of each worker)", ylabel="test error")
-    percent(axes)
+    format_percent(axes)
     axes.set_title("4 workers that exchange parameters every 10 steps; a line per seed")
     axes.grid(which="both", alpha=0.3)
     axes.legend()
     return figure
 
 
-def sent(rows: list[Row]) -> Figure:
+def draw_bytes_sent(rows: list[Row]) -> Figure:
     """Test error over bytes sent."""
     figure, axes = plt.subplots(figsize=(8, 4.2), layout="constrained")
-    for i, ((method,), group) in enumerate(grouped(rows, "method").items()):
+    for i, ((method,), group) in enumerate(group_rows(rows, "method").items()):
         points = []
-        for (h,), here in grouped(group, "period").items():
-            middle, error = spread([1 - row["accuracy"] for row in here])
-            points.append((np.mean([row["bytes_sent_per_rank"] for row in here]), middle))
+        for (period,), selected_rows in group_rows(group, "period").items():
+            middle, error = median_and_range([1 - row["accuracy"] for row in selected_rows])
+            points.append((np.mean([row["bytes_sent_per_rank"] for row in selected_rows]), middle))
             axes.errorbar(*points[-1], error, color=COLORS[i], capsize=2)
-            if len(grouped(group, "period")) > 1:
-                axes.annotate(f"H = {h}", points[-1], (4, 4), textcoords="offset points",
+            if len(group_rows(group, "period")) > 1:
+                axes.annotate(f"H = {period}", points[-1], (4, 4), textcoords="offset points",
                               fontsize=8)  # fmt: skip
         axes.plot(*zip(*points, strict=True), f"{MARKS[i]}:", color=COLORS[i], label=method)
     axes.set(xscale="log", xlabel="bytes sent per rank", ylabel="test error")

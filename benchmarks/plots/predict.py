@@ -25,9 +25,11 @@ def main() -> None:
             axes.plot(row["median_s"], row["predicted_s"], MARKS[row["operation"]], markersize=8,
                       color=COLORS[row["algorithm"]], markeredgecolor="black",
                       label=f"{row['operation']}, {row['algorithm']}")  # fmt: skip
-        ends = axes.get_xlim()
+        limits = axes.get_xlim()
         for factor, style in ((1, "-"), (1.15, ":"), (1 / 1.15, ":")):
-            axes.plot(ends, [factor * one for one in ends], style, color="grey", linewidth=1)
+            axes.plot(
+                limits, [factor * limit for limit in limits], style, color="grey", linewidth=1
+            )
         axes.set(xscale="log", yscale="log", xlabel="measured", ylabel="predicted")
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -35,8 +37,10 @@ def main() -> None:
             axis.set_minor_formatter(NullFormatter())
         axes.set_title(file.stem.removeprefix("predict-").replace("-", " "), fontsize="medium")
         axes.grid(alpha=0.3)
-    known = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
-    figure.legend(known.values(), known.keys(), loc="outside lower center", ncols=4)
+    handles_by_label = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+    figure.legend(
+        handles_by_label.values(), handles_by_label.keys(), loc="outside lower center", ncols=4
+    )
     figure.suptitle("fitted to single messages and additions; dotted: 15 % off")
     figure.savefig(RESULTS / "predict.png", dpi=110)
 

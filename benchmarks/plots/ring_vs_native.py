@@ -19,12 +19,12 @@ def main() -> None:
     files = sorted(BENCHMARKS.glob("results/ring_vs_native-*.json"))
     figure, panels = plt.subplots(1, len(files), figsize=(9, 3.6), sharey=True, squeeze=False)
     for panel, file in zip(panels[0], files, strict=True):
-        found = json.loads(file.read_text())
-        for name, (line, label) in STYLE.items():
-            rows = [row for row in found["rows"] if row["algorithm"] == name]
+        report = json.loads(file.read_text())
+        for name, (line_style, label) in STYLE.items():
+            rows = [row for row in report["rows"] if row["algorithm"] == name]
             sizes = [row["bytes"] / 2**20 for row in rows]
-            panel.plot(sizes, [row["busbw"] for row in rows], line, label=label)
-        panel.set(xscale="log", xlabel="MiB", title=f"{found['machine']['mpi']}, 2 ranks")
+            panel.plot(sizes, [row["busbw"] for row in rows], line_style, label=label)
+        panel.set(xscale="log", xlabel="MiB", title=f"{report['machine']['mpi']}, 2 ranks")
         panel.grid(alpha=0.3)
     panels[0][0].set_ylabel("busbw, GB/s")
     panels[0][0].legend()

@@ -28,7 +28,7 @@ test = ht.data.DigitsOptions().load(seed=0).test
 sums = model.evaluate((test.x, test.y))
 print(f"{folder}: {sums.correct} of {sums.count} test images right")
 
-predicted = model.outputs(test.x).argmax(axis=1)  # of logits, (360, 10)
+predicted = model.predict(test.x).argmax(axis=1)  # of logits, (360, 10)
 for i in range(5):
     print(f"image {i}: a {test.y[i]}, taken for a {predicted[i]}")
 assert (predicted == test.y).sum() == sums.correct > 0.8 * sums.count

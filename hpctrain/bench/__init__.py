@@ -1,1 +1,1 @@
-"""Benchmarks that anyone can rerun: ours beside the MPI library's own and other libraries."""
+"""Benchmarks: our collectives and steps beside those of the MPI library and other libraries."""

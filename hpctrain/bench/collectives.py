@@ -12,28 +12,28 @@ import numpy as np
 
 from hpctrain import collectives, config
 from hpctrain.bench import memory_check, message_sizes, output, rivals, sweep
-from hpctrain.bench.measured_collectives import COLLECTIVES, NATIVE, NATIVE_PLAIN
+from hpctrain.bench.measured_collectives import COLLECTIVES, NATIVE, NATIVE_UNBOUND
 from hpctrain.collectives import DTYPES, OPERATIONS
 from hpctrain.collectives.reductions.operations import reduced_by_mpi
 from hpctrain.core.errors import UsageError
 from hpctrain.tuning.measure import COLD_BYTES
 from hpctrain.world import World
 
-BUFFERS = {"node": True, "private": False}
-TIMED = (
-    "per round, after a call that does not count, all ranks start at a barrier and make `calls` "
-    "calls back to back; the slowest rank's time / calls counts; contenders and floor take "
-    "turns; buffers hold zeros; cold: one call after a barrier, before which each rank has written "
-    f"{COLD_BYTES} bytes of other arrays"
+NODE_MEMORY_BY_BUFFERS = {"node": True, "private": False}
+TIMING_METHOD = (
+    "per round, after a warm-up call, all ranks start at a barrier and make `calls` calls back to "
+    "back; the slowest rank's time / calls counts; contenders and floor take turns; buffers hold "
+    f"zeros; cold: each rank writes {COLD_BYTES} bytes of other arrays, then one call after a "
+    "barrier is timed"
 )
-RIVALS_OPERATIONS = ("sum", "min", "max")
-RIVALS_DTYPES = ("float16", "bfloat16", "float32", "float64", "int32", "int64")
-MATPLOTLIB = "--plot needs matplotlib; run: pip install 'hpctrain[report]'"
+RIVAL_OPERATIONS = ("sum", "min", "max")
+RIVAL_DTYPES = ("float16", "bfloat16", "float32", "float64", "int32", "int64")
+MATPLOTLIB_HINT = "--plot needs matplotlib; run: pip install 'hpctrain[report]'"
 
 
 @dataclass(frozen=True)
 class Options:
-    """Options of the command line, validated; this needs no MPI."""
+    """Validated options of the command line; validation needs no MPI."""
 
     plan: sweep.SweepPlan
     rivals: tuple[str, ...]
@@ -41,7 +41,7 @@ class Options:
     plot: Path | None
 
 
-def check(
+def parse_options(
     operation: str,
     sizes_text: str,
     algorithms: str,
@@ -54,53 +54,65 @@ def check(
     json: Path | None,
     plot: Path | None,
 ) -> Options:
-    """Return the validated options; raise UsageError with the expected and the nearest value."""
+    """Return the validated options; a UsageError names the expected and the nearest value."""
     collective = COLLECTIVES[operation]
     names = list(split_words(algorithms))
     for name in names:
         config.pick(dict.fromkeys(collective.names), name, "algorithm")
-    kind = parse_dtype(dtype)
+    parsed_dtype = parse_dtype(dtype)
     config.pick(dict.fromkeys(OPERATIONS), op, "op")
-    collectives.operation(op, kind)
+    collectives.operation(op, parsed_dtype)
     plan = sweep.SweepPlan(
         collective,
         message_sizes.parse(sizes_text),
         names,
-        kind,
+        parsed_dtype,
         op,
-        rounds_of("--iterations", iterations, 1),
-        rounds_of("--warm-up", warm_up, 0),
-        config.pick(BUFFERS, buffers, "--buffers"),
+        require_minimum("--iterations", iterations, 1),
+        require_minimum("--warm-up", warm_up, 0),
+        config.pick(NODE_MEMORY_BY_BUFFERS, buffers, "--buffers"),
     )
-    rival_names = rivals.names(rivals_text)
+    rival_names = rivals.parse_names(rivals_text)
     if not names and not rival_names:
         raise UsageError(f"--algorithms: choose some of {', '.join(collective.names)}")
-    must_draw(plot)
+    check_plot_path(plot)
     return Options(plan, tuple(rival_names), json, plot)
 
 
 def run(world: World, options: Options) -> list[dict[str, Any]]:
-    """Measure, show and save the rows, and return them. Collective."""
+    """Measure, print, save and return the rows; collective."""
     plan = options.plan
-    memory_check.check(world, max(plan.sizes), bool(options.rivals))
-    output.must_be_writable(world, options.json, options.plot)
-    joined, skipped = rivals.join(world, options.rivals)
-    able = {name: library for name, library in joined.items() if _offered(plan, library)}
-    skipped |= _impossible(plan) | {n: _missing_text(plan) for n in joined if n not in able}
-    plan = replace(plan, algorithms=[name for name in plan.algorithms if name not in skipped])
-    about = rivals.about(able, skipped)
-    output.print_lines(world, [f"# {name}: {text}" for name, text in about.items()])
+    memory_check.check_host_memory(world, max(plan.sizes), bool(options.rivals))
+    output.check_writable(world, options.json, options.plot)
+    joined_rivals, skip_reasons = rivals.join(world, options.rivals)
+    supported_rivals = {
+        name: library for name, library in joined_rivals.items() if _is_offered(plan, library)
+    }
+    skip_reasons |= _skipped_natives(plan) | {
+        rival_name: _not_offered_text(plan)
+        for rival_name in joined_rivals
+        if rival_name not in supported_rivals
+    }
+    plan = replace(plan, algorithms=[name for name in plan.algorithms if name not in skip_reasons])
+    rival_descriptions = rivals.describe(supported_rivals, skip_reasons)
+    output.print_lines(world, [f"# {name}: {text}" for name, text in rival_descriptions.items()])
     title = _title(world, plan)
     try:
-        printer = output.RowPrinter(world, title, output.COLLECTIVE, len(plan.sizes))
-        rows = printer.print_groups(sweep.run(world, plan, able))
+        printer = output.RowPrinter(world, title, output.COLLECTIVE_COLUMNS, len(plan.sizes))
+        rows = printer.print_groups(sweep.run(world, plan, supported_rivals))
     finally:
-        for library in joined.values():
+        for library in joined_rivals.values():
             library.close()
-    report = output.report(world, rows, buffers=_buffers(world, plan), timed=TIMED, rivals=about)
-    output.write(world, options.json, report)
+    report = output.make_report(
+        world,
+        rows,
+        buffers=_buffer_text(world, plan),
+        timed=TIMING_METHOD,
+        rivals=rival_descriptions,
+    )
+    output.write_json(world, options.json, report)
     if options.plot is not None and world.rank == 0:
-        import_module("hpctrain.bench.plot").draw(rows, title, options.plot)
+        import_module("hpctrain.bench.plot").draw_size_plot(rows, title, options.plot)
     return rows
 
 
@@ -109,7 +121,7 @@ def split_words(text: str) -> Iterable[str]:
     return dict.fromkeys(word.strip() for word in text.split(",") if word.strip())
 
 
-def rounds_of(flag: str, number: int, minimum: int) -> int:
+def require_minimum(flag: str, number: int, minimum: int) -> int:
     """Return `number`; raise UsageError if it is less than `minimum`."""
     if number < minimum:
         raise UsageError(f"{flag}: expected at least {minimum}, seen {number}")
@@ -117,7 +129,7 @@ def rounds_of(flag: str, number: int, minimum: int) -> int:
 
 
 def parse_dtype(name: str) -> np.dtype:
-    """Return the dtype called `name`; bfloat16 needs the package ml_dtypes."""
+    """Return the dtype with this `name`; bfloat16 needs the package ml_dtypes."""
     config.pick(dict.fromkeys(DTYPES), name, "dtype")
     if name != "bfloat16":
         return np.dtype(name)
@@ -127,7 +139,7 @@ def parse_dtype(name: str) -> np.dtype:
         raise UsageError("--dtype bfloat16 needs ml_dtypes: pip install ml_dtypes") from None
 
 
-def must_draw(plot: Path | None) -> None:
+def check_plot_path(plot: Path | None) -> None:
     """Raise UsageError if `plot` has another suffix than .png or .svg, or without matplotlib."""
     if plot is None:
         return
@@ -136,33 +148,35 @@ def must_draw(plot: Path | None) -> None:
     try:
         import_module("hpctrain.bench.plot")
     except ImportError as error:
-        raise UsageError(f"{MATPLOTLIB} ({error})") from None
+        raise UsageError(f"{MATPLOTLIB_HINT} ({error})") from None
 
 
-def _impossible(plan: sweep.SweepPlan) -> dict[str, str]:
-    """Return {algorithm: reason} of MPI's own collective where it lacks the same operation."""
+def _skipped_natives(plan: sweep.SweepPlan) -> dict[str, str]:
+    """Return {algorithm: reason} for native contenders if MPI lacks the operation."""
     if reduced_by_mpi(np.empty(0, plan.dtype), collectives.operation(plan.op, plan.dtype)):
         return {}
-    natives = [name for name in (NATIVE, NATIVE_PLAIN) if name in plan.algorithms]
-    return dict.fromkeys(natives, f"MPI has not the same {plan.op} of {plan.dtype.name}")
+    natives = [name for name in (NATIVE, NATIVE_UNBOUND) if name in plan.algorithms]
+    return dict.fromkeys(natives, f"MPI has no {plan.op} of {plan.dtype.name}")
 
 
-def _offered(plan: sweep.SweepPlan, library: rivals.Rival) -> bool:
-    supported = plan.op in RIVALS_OPERATIONS and plan.dtype.name in RIVALS_DTYPES
-    return supported and library.offers(plan.collective.name, plan.dtype)
+def _is_offered(plan: sweep.SweepPlan, library: rivals.Rival) -> bool:
+    is_supported = plan.op in RIVAL_OPERATIONS and plan.dtype.name in RIVAL_DTYPES
+    return is_supported and library.offers(plan.collective.name, plan.dtype)
 
 
-def _missing_text(plan: sweep.SweepPlan) -> str:
+def _not_offered_text(plan: sweep.SweepPlan) -> str:
     return f"offers no {plan.collective.name} ({plan.op}) of {plan.dtype.name} in place"
 
 
-def _buffers(world: World, plan: sweep.SweepPlan) -> str:
-    kind = world.memory.kind if plan.in_node_memory else None
-    return f"node ({kind})" if kind else "private"
+def _buffer_text(world: World, plan: sweep.SweepPlan) -> str:
+    parsed_dtype = world.memory.kind if plan.in_node_memory else None
+    return f"node ({parsed_dtype})" if parsed_dtype else "private"
 
 
 def _title(world: World, plan: sweep.SweepPlan) -> str:
     nodes = len(world.main.nodes)
-    on_nodes = "1 node" if nodes == 1 else f"{nodes} nodes"
-    reduced = f", {plan.op}" if plan.collective.name in ("allreduce", "reduce-scatter") else ""
-    return f"{plan.collective.name} of {plan.dtype.name}{reduced}, {world.size} ranks on {on_nodes}"
+    node_text = "1 node" if nodes == 1 else f"{nodes} nodes"
+    op_text = f", {plan.op}" if plan.collective.name in ("allreduce", "reduce-scatter") else ""
+    return (
+        f"{plan.collective.name} of {plan.dtype.name}{op_text}, {world.size} ranks on {node_text}"
+    )

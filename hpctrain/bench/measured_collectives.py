@@ -1,8 +1,8 @@
-"""The collectives under measurement: input and output of each rank, and the factor of busbw.
+"""The measured collectives: input and output of each rank, and the factor from algbw to busbw.
 
-`bytes` is the length of the longest array of a rank, as in nccl-tests: the input of reduce-scatter,
-the output of all-gather. busbw is algbw times a factor, so that with the best algorithm it is the
-speed of one rank's link, whatever the number of ranks. The bytes in memory are the least that a
+`bytes` is the length of a rank's longest array, as in nccl-tests: the input of reduce-scatter,
+the output of all-gather. busbw is algbw times a factor. With the best algorithm, busbw equals the
+bandwidth of one rank's link for any number of ranks. The bytes in memory are the minimum that a
 node must read or write: each needed byte once, each changed byte once.
 
     operation        busbw/algbw    bytes in memory, over n    chunk r is
@@ -32,16 +32,18 @@ from hpctrain.collectives.direct import reduce_scatter as direct_reduce_scatter
 from hpctrain.collectives.ring import all_gather, reduce_scatter
 from hpctrain.tuning.select import bound
 
-#: f(group, x, op): works in place; returns the array of the result where that is not `x`.
+#: f(group, x, op) works in place, or returns the array of the result.
 Algorithm = Callable[[Group, np.ndarray, Operation], Any]
-#: f(group, x, op) that returns a call without arguments; all ranks must call f.
+#: f(group, x, op) returns a bound call; all ranks must call f.
 Binder = Callable[[Group, np.ndarray, Operation], Callable[[], Any]]
-NATIVE = "native"  #: the MPI library's own, called with nothing around it
-NATIVE_PLAIN = "native-plain"  #: the same through mpi4py's detection of the array's type
+NATIVE = "native"  #: the MPI library's collective as a bound call
+NATIVE_UNBOUND = (
+    "native-plain"  #: the same through mpi4py, which detects the array's type in each call
+)
 
 
-class Case(NamedTuple):
-    """One call: on `rank` of `ranks`, with `length` elements of `dtype`, reduced by `op`."""
+class CollectiveCall(NamedTuple):
+    """The call of one rank: `length` elements of `dtype`, reduced by `op` over `ranks` ranks."""
 
     rank: int
     ranks: int
@@ -50,13 +52,13 @@ class Case(NamedTuple):
     op: str
 
     @property
-    def edges(self) -> list[int]:
-        """Where chunks begin, and the last one ends."""
+    def chunk_bounds(self) -> list[int]:
+        """The first element of each chunk, then the end of the last one."""
         return bounds(self.length, self.ranks)
 
 
-class Part(NamedTuple):
-    """Expected elements `start` .. of a vector: a block of `checks`, within a margin."""
+class ExpectedRange(NamedTuple):
+    """Expected elements `start` to `stop` of a vector: a repeated block and its error margin."""
 
     start: int
     stop: int
@@ -66,73 +68,83 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Collective:
-    """An operation, its algorithms and the checks of its result."""
+    """A collective operation: its algorithms, its costs and the expected results."""
 
     name: str
     algorithms: Mapping[str, Algorithm]
-    input: Callable[[Case], slice]  #: which elements a rank has before
-    output: Callable[[Case], list[Part]]  #: and what its result is made of
+    input: Callable[[CollectiveCall], slice]  #: elements that a rank contributes
+    output: Callable[[CollectiveCall], list[ExpectedRange]]  #: parts of a rank's result
     busbw: Callable[[int], float]  #: ranks -> busbw / algbw
     traffic: Callable[[int], int]  #: ranks of a node -> bytes in its memory / bytes
-    shared_traffic: Callable[[int], int] | None = None  #: where the result is one for all
+    shared_traffic: Callable[[int], int] | None = None  #: if ranks share one result
     public_calls: Mapping[str, bool] = field(
         default_factory=dict
     )  #: `ht.*`, with or without `check`
-    bound: Mapping[str, Binder] = field(default_factory=dict)  #: calls that are made once
-    plain: bool = False  #: whether NATIVE_PLAIN is to be had
-    equal_chunks: bool = False  #: whether the number of ranks divides the length
+    binders: Mapping[str, Binder] = field(default_factory=dict)  #: bound calls, made once per array
+    has_native_unbound: bool = False  #: whether NATIVE_UNBOUND is available
+    equal_chunks: bool = False  #: whether the length must be divisible by the number of ranks
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of algorithms that a user may choose."""
-        natives = (NATIVE, NATIVE_PLAIN) if self.plain else (NATIVE,)
-        return tuple(dict.fromkeys((*self.public_calls, *self.algorithms, *self.bound, *natives)))
+        """The algorithms that a user may choose."""
+        natives = (NATIVE, NATIVE_UNBOUND) if self.has_native_unbound else (NATIVE,)
+        return tuple(dict.fromkeys((*self.public_calls, *self.algorithms, *self.binders, *natives)))
 
     def length(self, nbytes: int, itemsize: int, ranks: int) -> int:
-        """Return the elements of a vector of about `nbytes`, at least one."""
-        step = ranks if self.equal_chunks else 1
-        return -(-max(1, nbytes // itemsize) // step) * step
+        """Return the number of elements of a vector of about `nbytes`, at least one."""
+        multiple = ranks if self.equal_chunks else 1
+        return -(-max(1, nbytes // itemsize) // multiple) * multiple
 
-    def prepare(self, x: np.ndarray, case: Case) -> None:
+    def prepare(self, x: np.ndarray, case: CollectiveCall) -> None:
         """Fill flat `x` with the input of this rank."""
         x[:] = 0
-        own = self.input(case)
-        checks.fill_pattern(x[own], checks.block(case.rank, case.dtype), own.start)
+        own_slice = self.input(case)
+        checks.fill_with_block(
+            x[own_slice], checks.random_block(case.rank, case.dtype), own_slice.start
+        )
 
-    def is_correct(self, result: np.ndarray, case: Case) -> bool:
+    def is_correct(self, result: np.ndarray, case: CollectiveCall) -> bool:
         """Return whether `result` is right on this rank."""
-        parts = self.output(case)
-        first = parts[0].start
-        return result.size == parts[-1].stop - first and all(
-            checks.agrees(result[a - first : b - first], expected, margin, a)
-            for a, b, expected, margin in parts
+        expected_ranges = self.output(case)
+        first_element = expected_ranges[0].start
+        return result.size == expected_ranges[-1].stop - first_element and all(
+            checks.is_close(
+                result[start - first_element : stop - first_element], expected, margin, start
+            )
+            for start, stop, expected, margin in expected_ranges
         )
 
 
-def _whole_vector(case: Case) -> slice:
+def _vector_slice(case: CollectiveCall) -> slice:
     return slice(0, case.length)
 
 
-def _own_chunk(case: Case) -> slice:
-    return slice(*case.edges[case.rank : case.rank + 2])
+def _chunk_slice(case: CollectiveCall) -> slice:
+    return slice(*case.chunk_bounds[case.rank : case.rank + 2])
 
 
-def _root_vector(case: Case) -> slice:
+def _root_slice(case: CollectiveCall) -> slice:
     return slice(0, case.length if case.rank == 0 else 0)
 
 
-def _reduced(case: Case, span: slice) -> list[Part]:
-    return [Part(span.start, span.stop, *checks.reduced(case.op, case.ranks, case.dtype))]
+def _expected_reduction(case: CollectiveCall, elements: slice) -> list[ExpectedRange]:
+    return [
+        ExpectedRange(
+            elements.start,
+            elements.stop,
+            *checks.expected_reduction(case.op, case.ranks, case.dtype),
+        )
+    ]
 
 
-def _copy_of(case: Case, rank: int, span: slice) -> Part:
-    values = checks.to_float64(checks.block(rank, case.dtype))
-    return Part(span.start, span.stop, values, np.zeros(checks.PERIOD))
+def _expected_copy(case: CollectiveCall, rank: int, elements: slice) -> ExpectedRange:
+    values = checks.widen(checks.random_block(rank, case.dtype))
+    return ExpectedRange(elements.start, elements.stop, values, np.zeros(checks.BLOCK_LENGTH))
 
 
-def _chunks_of_ranks(case: Case) -> list[Part]:
+def _expected_chunks(case: CollectiveCall) -> list[ExpectedRange]:
     ranks = range(case.ranks)
-    return [_copy_of(case, rank, _own_chunk(case._replace(rank=rank))) for rank in ranks]
+    return [_expected_copy(case, rank, _chunk_slice(case._replace(rank=rank))) for rank in ranks]
 
 
 def _ring_all_gather(group: Group, x: np.ndarray, op: Operation) -> None:
@@ -140,11 +152,11 @@ def _ring_all_gather(group: Group, x: np.ndarray, op: Operation) -> None:
 
 
 def _direct_reduce_scatter(group: Group, x: np.ndarray, op: Operation) -> np.ndarray:
-    """Reduce our chunk; nobody may change its array before all have read it."""
-    own = direct_reduce_scatter(group, x, op, bounds(x.size, group.link.size))
+    """Reduce our chunk, then wait until the neighbours have read our array."""
+    own_slice = direct_reduce_scatter(group, x, op, bounds(x.size, group.link.size))
     if group.node_buffers is not None:
         group.node_buffers.flags.exchange()
-    return own
+    return own_slice
 
 
 def _tree_broadcast(group: Group, x: np.ndarray, op: Operation) -> None:
@@ -157,20 +169,20 @@ COLLECTIVES = {
         Collective(
             "allreduce",
             {**collectives.ALLREDUCE, "direct-shared": direct_shared},
-            input=_whole_vector,
-            output=lambda case: _reduced(case, _whole_vector(case)),
+            input=_vector_slice,
+            output=lambda case: _expected_reduction(case, _vector_slice(case)),
             busbw=lambda ranks: 2 * (ranks - 1) / ranks,
             traffic=lambda ranks: 2 * ranks,
             shared_traffic=lambda ranks: ranks + 1,
             public_calls={"auto": True, "auto-unchecked": False},
-            bound={"auto-bound": bound, "direct-bound": partial(bound, name="direct")},
-            plain=True,
+            binders={"auto-bound": bound, "direct-bound": partial(bound, name="direct")},
+            has_native_unbound=True,
         ),
         Collective(
             "reduce-scatter",
             {"ring": reduce_scatter, "direct": _direct_reduce_scatter},
-            input=_whole_vector,
-            output=lambda case: _reduced(case, _own_chunk(case)),
+            input=_vector_slice,
+            output=lambda case: _expected_reduction(case, _chunk_slice(case)),
             busbw=lambda ranks: (ranks - 1) / ranks,
             traffic=lambda ranks: ranks + 1,
             equal_chunks=True,
@@ -178,8 +190,8 @@ COLLECTIVES = {
         Collective(
             "all-gather",
             {"ring": _ring_all_gather},
-            input=_own_chunk,
-            output=_chunks_of_ranks,
+            input=_chunk_slice,
+            output=_expected_chunks,
             busbw=lambda ranks: (ranks - 1) / ranks,
             traffic=lambda ranks: ranks,
             equal_chunks=True,
@@ -187,8 +199,8 @@ COLLECTIVES = {
         Collective(
             "broadcast",
             {"tree": _tree_broadcast},
-            input=_root_vector,
-            output=lambda case: [_copy_of(case, 0, _whole_vector(case))],
+            input=_root_slice,
+            output=lambda case: [_expected_copy(case, 0, _vector_slice(case))],
             busbw=lambda ranks: 1.0,
             traffic=lambda ranks: ranks,
         ),

@@ -1,4 +1,4 @@
-"""Parse sizes of the command line: `4B`, `1,5,64KiB`, `4B:128MiB` in doublings, `1MiB:16MiB*4`."""
+"""Parse message sizes such as `4B`, `1,5,64KiB`, `4B:128MiB` (doublings), `1MiB:16MiB*4`."""
 
 from __future__ import annotations
 
@@ -6,42 +6,44 @@ import re
 
 from hpctrain.core.errors import UsageError
 
-UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
-UNITS |= {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "kB": 1000, "MB": 10**6, "GB": 10**9}
-EXPECTED = "expected sizes such as 4B:128MiB (doubling), 1MiB:64MiB*4 or 1KiB,1MiB"
+BYTES_PER_UNIT = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+BYTES_PER_UNIT |= {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "kB": 1000, "MB": 10**6, "GB": 10**9}
+EXPECTED_SIZES = "expected sizes such as 4B:128MiB (doubling), 1MiB:64MiB*4 or 1KiB,1MiB"
 
 
 def parse(text: str) -> list[int]:
     """Return the sizes of `text` in bytes, ascending, without duplicates; raise UsageError."""
-    sizes = {size for part in text.split(",") for size in _sizes(part.strip(), text)}
+    sizes = {
+        size for range_text in text.split(",") for size in _parse_range(range_text.strip(), text)
+    }
     return sorted(sizes)
 
 
 def size_text(size: int) -> str:
     """Return `size` in the largest binary unit that divides it: 4 B, 64 KiB, 3 MiB."""
     for unit in ("GiB", "MiB", "KiB"):
-        if size and size % UNITS[unit] == 0:
-            return f"{size // UNITS[unit]} {unit}"
+        if size and size % BYTES_PER_UNIT[unit] == 0:
+            return f"{size // BYTES_PER_UNIT[unit]} {unit}"
     return f"{size} B"
 
 
-def _sizes(part: str, text: str) -> list[int]:
-    first, colon, rest = part.partition(":")
+def _parse_range(range_text: str, text: str) -> list[int]:
+    first_text, colon, rest_text = range_text.partition(":")
     if not colon:
-        return [_size(first, text)]
-    last, _, factor = rest.partition("*")
-    low, high = _size(first, text), _size(last, text)
-    step = int(factor) if factor.isdigit() else 0 if factor else 2
-    if not 1 <= low <= high or step < 2:
-        raise UsageError(f"--sizes: {EXPECTED}, from small to large, seen '{text}'")
-    sizes = [low]
-    while sizes[-1] * step <= high:
-        sizes.append(sizes[-1] * step)
+        return [_parse_size(first_text, text)]
+    last_text, _, factor = rest_text.partition("*")
+    min_size, max_size = _parse_size(first_text, text), _parse_size(last_text, text)
+    growth_factor = int(factor) if factor.isdigit() else 0 if factor else 2
+    if not 1 <= min_size <= max_size or growth_factor < 2:
+        raise UsageError(f"--sizes: {EXPECTED_SIZES}, from small to large, seen '{text}'")
+    sizes = [min_size]
+    while sizes[-1] * growth_factor <= max_size:
+        sizes.append(sizes[-1] * growth_factor)
     return sizes
 
 
-def _size(word: str, text: str) -> int:
-    match = re.fullmatch(r"(\d+)\s*([A-Za-z]*)", word.strip())
-    if match is None or match[2] not in UNITS:
-        raise UsageError(f"--sizes: {EXPECTED}, seen '{word.strip()}' in '{text}'")
-    return int(match[1]) * UNITS[match[2]]
+def _parse_size(size_word: str, text: str) -> int:
+    size_match = re.fullmatch(r"(\d+)\s*([A-Za-z]*)", size_word.strip())
+    if size_match is None or size_match[2] not in BYTES_PER_UNIT:
+        raise UsageError(f"--sizes: {EXPECTED_SIZES}, seen '{size_word.strip()}' in '{text}'")
+    return int(size_match[1]) * BYTES_PER_UNIT[size_match[2]]

@@ -3,8 +3,8 @@
     ping-pong   round trips, back to back; half of one is the time of one message
     one-way     a window of messages at once, then one byte back; the time of the window / messages
 
-As OSU's osu_latency and osu_bw do it, over the Link that our algorithms use. With `--device gpu`
-the messages lie on GPUs, and each path they may take is measured: see p2p_gpu.py.
+These are the methods of OSU's osu_latency and osu_bw, over the Link of our algorithms. With
+`--device gpu` the messages lie on GPUs, and each available path is measured: see p2p_gpu.py.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 
 from hpctrain import config
 from hpctrain.bench import checks, memory_check, message_sizes, output, p2p_gpu
-from hpctrain.bench.collectives import must_draw, rounds_of
+from hpctrain.bench.collectives import check_plot_path, require_minimum
 from hpctrain.bench.rank_pair import RankPair
 from hpctrain.bench.sweep import calls_per_round
 from hpctrain.collectives import all_gather_bytes
@@ -32,22 +32,27 @@ from hpctrain.tuning.measure import interleaved, rally, spread
 from hpctrain.world import World
 
 DEVICES: dict[str, gpus.Device] = {"cpu": "cpu", "gpu": "gpu"}
-LEAST_WINDOW = 8  #: messages on their way at once, also of the longest
-TIMED = (
+MIN_WINDOW = 8  #: messages in flight at once, also for the longest messages
+TIMING_METHOD = (
     "ping-pong: half the time of `calls` round trips / calls; one-way: the time of a window of "
-    "`calls` messages and a byte back / calls; the slower end counts"
+    "`calls` messages and a byte back / calls; the slower rank of the two counts"
 )
-COLUMNS = (output.SIZE, output.ALGORITHM, *output.TIMES, ("GB/s", output.number("algbw", ".3g")),
-           output.CORRECT)  # fmt: skip
+COLUMNS = (
+    output.SIZE_COLUMN,
+    output.ALGORITHM_COLUMN,
+    *output.TIME_COLUMNS,
+    ("GB/s", output.number_column("algbw", ".3g")),
+    output.CORRECT_COLUMN,
+)
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Options:
-    """Options of the command line, validated."""
+    """Validated options of the command line."""
 
     sizes: Sequence[int]
-    ranks: tuple[int, int] | None  #: the two ranks; None: the default
+    ranks: tuple[int, int] | None  #: the measured pair; None: the default pair
     rounds: int
     warm_up: int
     json: Path | None
@@ -55,7 +60,7 @@ class Options:
     device: gpus.Device = "cpu"
 
 
-def check(
+def parse_options(
     sizes_text: str,
     ranks: str | None,
     iterations: int,
@@ -65,12 +70,12 @@ def check(
     device: str = "cpu",
 ) -> Options:
     """Return the validated options; raise UsageError."""
-    must_draw(plot)
+    check_plot_path(plot)
     return Options(
         message_sizes.parse(sizes_text),
         None if ranks is None else _parse_pair(ranks),
-        rounds_of("--iterations", iterations, 1),
-        rounds_of("--warm-up", warm_up, 0),
+        require_minimum("--iterations", iterations, 1),
+        require_minimum("--warm-up", warm_up, 0),
         json,
         plot,
         config.pick(DEVICES, device, "--device"),
@@ -78,24 +83,33 @@ def check(
 
 
 def run(world: World, options: Options) -> list[Row]:
-    """Measure, show and save the rows, and return them. Collective."""
-    source, to = _choose_pair(world, options.ranks)
-    memory_check.check(world, max(options.sizes), rivals=False)
-    on_gpu = options.device == "gpu"
-    if on_gpu and all(place.gpu for place in world.places):  # else `ranks` names a rank without one
-        memory_check.check_gpu(world, max(options.sizes), max(options.sizes))
-    output.must_be_writable(world, options.json, options.plot)
-    x = _buffer(world, max(options.sizes), on_gpu)
-    pairs = p2p_gpu.pairs(world, source, to, x) if on_gpu else [RankPair(world.link, source, to)]
-    rate = p2p_gpu.nic_rate(world, source, to) if on_gpu else None
-    title = f"p2p, {_rank_text(world, source)} to {_rank_text(world, to)}"
-    columns = p2p_gpu.COLUMNS if on_gpu else COLUMNS
+    """Measure, print, save and return the rows; collective."""
+    source, target = _choose_pair(world, options.ranks)
+    memory_check.check_host_memory(world, max(options.sizes), with_rivals=False)
+    is_on_gpu = options.device == "gpu"
+    # If a rank lacks a GPU, `pairs_by_path` reports whether it is one of the two.
+    if is_on_gpu and all(place.gpu for place in world.places):
+        memory_check.check_gpu_memory(world, max(options.sizes), max(options.sizes))
+    output.check_writable(world, options.json, options.plot)
+    x = _make_buffer(world, max(options.sizes), is_on_gpu)
+    pairs = (
+        p2p_gpu.pairs_by_path(world, source, target, x)
+        if is_on_gpu
+        else [RankPair(world.link, source, target)]
+    )
+    nic_rate = p2p_gpu.nominal_nic_rate(world, source, target) if is_on_gpu else None
+    title = f"p2p, {_describe_rank(world, source)} to {_describe_rank(world, target)}"
+    columns = p2p_gpu.COLUMNS if is_on_gpu else COLUMNS
     printer = output.RowPrinter(world, title, columns, len(options.sizes))
-    rows = printer.print_groups(measure(world, options, x, pairs, rate))
-    about = {"device": "gpu", "paths": asdict(world.verdict), "nic_gb_s": rate} if on_gpu else {}
-    output.write(world, options.json, output.report(world, rows, timed=TIMED, **about))
+    rows = printer.print_groups(measure(world, options, x, pairs, nic_rate))
+    gpu_facts = (
+        {"device": "gpu", "paths": asdict(world.verdict), "nic_gb_s": nic_rate} if is_on_gpu else {}
+    )
+    output.write_json(
+        world, options.json, output.make_report(world, rows, timed=TIMING_METHOD, **gpu_facts)
+    )
     if options.plot is not None and world.rank == 0:
-        import_module("hpctrain.bench.plot").draw(rows, title, options.plot, "algbw")
+        import_module("hpctrain.bench.plot").draw_size_plot(rows, title, options.plot, "algbw")
     return rows
 
 
@@ -104,100 +118,119 @@ def measure(
     options: Options,
     buffer: xp.Array,
     pairs: Sequence[RankPair],
-    rate: float | None = None,
+    nic_rate: float | None = None,
 ) -> Iterator[list[Row]]:
-    """Yield the rows of each size, both ways over each of `pairs`; collective.
+    """Yield the rows of each size: every method over each of `pairs`; collective.
 
-    Messages are the beginning of `buffer`. `rate`: the GB/s of which a row's bandwidth is a share.
+    Messages are the first bytes of `buffer`. `nic_rate`: the nominal GB/s of the network adapters.
     """
-    for size in options.sizes:
-        x = buffer[:size]
-        calls = max(LEAST_WINDOW, calls_per_round(size))
-        plan = {f"{way}{_path_text(pair)}": (way, pair) for pair in pairs for way in METHODS}
-        calls_by_name = {name: METHODS[way](pair, x, calls) for name, (way, pair) in plan.items()}
+    for nbytes in options.sizes:
+        x = buffer[:nbytes]
+        calls = max(MIN_WINDOW, calls_per_round(nbytes))
+        contenders = {
+            f"{method}{_path_suffix(pair)}": (method, pair) for pair in pairs for method in METHODS
+        }
+        calls_by_name = {
+            name: METHODS[method](pair, x, calls) for name, (method, pair) in contenders.items()
+        }
         correct_by_name = {
-            name: _is_correct(world, plan[name][1], x, call) for name, call in calls_by_name.items()
+            name: _delivers_data(world, contenders[name][1], x, call)
+            for name, call in calls_by_name.items()
         }
         seconds = interleaved(world.link, calls_by_name, options.rounds, options.warm_up)
-        per_message = {"ping-pong": 2 * calls, "one-way": calls}
+        messages_per_call = {"ping-pong": 2 * calls, "one-way": calls}
         yield [
-            _row(world, pair, name, size, np.array(seconds[name]) / per_message[way], rate)
+            _make_row(
+                world,
+                pair,
+                name,
+                nbytes,
+                np.array(seconds[name]) / messages_per_call[method],
+                nic_rate,
+            )
             | {"calls": calls, "rounds": options.rounds, "correct": correct_by_name[name]}
-            for name, (way, pair) in plan.items()
+            for name, (method, pair) in contenders.items()
         ]
 
 
-def _path_text(pair: RankPair) -> str:
+def _path_suffix(pair: RankPair) -> str:
     return "" if pair.path == "host" else f" {pair.path}"
 
 
-def _buffer(world: World, nbytes: int, on_gpu: bool) -> xp.Array:
-    """Return zeros (nbytes,), uint8, with every page written once; collective."""
-    if on_gpu:
-        return p2p_gpu.buffer(world, nbytes)
+def _make_buffer(world: World, nbytes: int, is_on_gpu: bool) -> xp.Array:
+    """Return a uint8 array of `nbytes` zeros with every page written once; collective."""
+    if is_on_gpu:
+        return p2p_gpu.zeros_on_gpu(world, nbytes)
     x = aligned_zeros(nbytes, np.uint8)
     x.fill(0)
     return x
 
 
-def _ping_pong(pair: RankPair, x: xp.Array, calls: int) -> Callable[[], None]:
+def _ping_pong_call(pair: RankPair, x: xp.Array, calls: int) -> Callable[[], None]:
     if pair.peer is None:
         return lambda: None
     return partial(rally, pair.link, pair.peer, x, calls, pair.link.rank == pair.source)
 
 
-def _window(pair: RankPair, x: xp.Array, calls: int) -> Callable[[], None]:
-    link, peer, first = pair.link, pair.peer, pair.link.rank == pair.source
-    answer = np.zeros(1, np.uint8)
+def _one_way_call(pair: RankPair, x: xp.Array, calls: int) -> Callable[[], None]:
+    link, peer, is_sender = pair.link, pair.peer, pair.link.rank == pair.source
+    reply = np.zeros(1, np.uint8)
 
     def burst() -> None:
         if peer is None:
             return
-        start = link.isend if first else link.irecv
+        start = link.isend if is_sender else link.irecv
         for request in [start(x, peer) for _ in range(calls)]:
             request.wait()
-        (link.irecv(answer, peer) if first else link.isend(answer, peer)).wait()
+        (link.irecv(reply, peer) if is_sender else link.isend(reply, peer)).wait()
 
     return burst
 
 
-METHODS = {"ping-pong": _ping_pong, "one-way": _window}
+METHODS = {"ping-pong": _ping_pong_call, "one-way": _one_way_call}
 
 
-def _is_correct(world: World, pair: RankPair, x: xp.Array, call: Callable[[], None]) -> bool:
-    """Return whether `call` brings the data of one end to the other end; collective."""
-    values = checks.block(0, np.dtype(np.int32)).view(np.uint8)[: checks.PERIOD]
-    data = np.zeros(x.size, np.uint8)
+def _delivers_data(world: World, pair: RankPair, x: xp.Array, call: Callable[[], None]) -> bool:
+    """Return whether `call` delivers the source's data to the target; collective."""
+    pattern = checks.random_block(0, np.dtype(np.int32)).view(np.uint8)[: checks.BLOCK_LENGTH]
+    sent_data = np.zeros(x.size, np.uint8)
     if pair.link.rank == pair.source:
-        checks.fill_pattern(data, values)
-    xp.copy(x, data)
+        checks.fill_with_block(sent_data, pattern)
+    xp.copy(x, sent_data)
     call()
-    expected = values.astype(np.float64)
-    is_right = pair.peer is None or checks.agrees(xp.to_host(x), expected, np.zeros(checks.PERIOD))
-    return all(vote == b"\1" for vote in all_gather_bytes(world.link, bytes([is_right])))
+    expected = pattern.astype(np.float64)
+    is_received = pair.peer is None or checks.is_close(
+        xp.to_host(x), expected, np.zeros(checks.BLOCK_LENGTH)
+    )
+    return all(vote == b"\1" for vote in all_gather_bytes(world.link, bytes([is_received])))
 
 
-def _row(
-    world: World, pair: RankPair, name: str, size: int, seconds: np.ndarray, rate: float | None
+def _make_row(
+    world: World,
+    pair: RankPair,
+    name: str,
+    nbytes: int,
+    seconds: np.ndarray,
+    nic_rate: float | None,
 ) -> Row:
     statistics = spread(seconds.tolist())
-    speed = size / statistics["median_s"] / 1e9
+    bandwidth = nbytes / statistics["median_s"] / 1e9
     return {
         "operation": "p2p",
         "algorithm": name,
-        "bytes": size,
+        "bytes": nbytes,
         "ranks": world.size,
         "from": pair.source,
-        "to": pair.to,
+        "to": pair.target,
         "path": pair.path,
         **statistics,
-        "algbw": speed,
-        "busbw": speed,
-        **({"share_of_nic": speed / rate} if rate else {}),
+        "algbw": bandwidth,
+        "busbw": bandwidth,
+        **({"share_of_nic": bandwidth / nic_rate} if nic_rate else {}),
     }
 
 
-def _rank_text(world: World, rank: int) -> str:
+def _describe_rank(world: World, rank: int) -> str:
     gpu = world.places[rank].gpu
     return f"rank {rank} ({world.hosts[rank]}{f', {gpu}' if gpu else ''})"
 
@@ -210,12 +243,12 @@ def _parse_pair(text: str) -> tuple[int, int]:
 
 
 def _choose_pair(world: World, pair: tuple[int, int] | None) -> tuple[int, int]:
-    """Return the chosen `pair`, by default rank 0 and a rank on another node if there is one."""
+    """Return `pair`; by default rank 0 and, if possible, a rank on another node."""
     if world.size < 2:
         raise UsageError("p2p needs two ranks, seen 1: hpctrain launch -n 2 bench p2p")
     if pair is None:
-        nodes = world.main.nodes
-        return 0, nodes[1][0] if len(nodes) > 1 else 1
+        node_ranks = world.main.nodes
+        return 0, node_ranks[1][0] if len(node_ranks) > 1 else 1
     if max(pair) >= world.size:
         raise UsageError(f"--ranks: expected ranks below {world.size}, seen {max(pair)}")
     return pair

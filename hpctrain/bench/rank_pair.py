@@ -1,4 +1,4 @@
-"""Two ranks and the link between them."""
+"""Two ranks and the link between them, as `hpctrain bench p2p` measures them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from hpctrain.tuning.measure import Line
 
 @dataclass(frozen=True)
 class RankPair:
-    """A pair of ranks; `peer` is None on ranks outside of the pair."""
+    """A pair of ranks; `peer` is None on all other ranks."""
 
     link: Line
     source: int
-    to: int
-    path: str = "host"  #: of the messages
+    target: int
+    path: str = "host"  #: taken by the messages
 
     @property
     def peer(self) -> int | None:
-        return {self.source: self.to, self.to: self.source}.get(self.link.rank)
+        return {self.source: self.target, self.target: self.source}.get(self.link.rank)

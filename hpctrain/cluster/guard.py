@@ -4,12 +4,13 @@
       |                      :
     mpiexec --> ranks     signals     all have HPCTRAIN_JOB=JOB in their environment
 
-Nobody writes to the pipe. When launch dies the kernel closes it, and the guard reads its end: it
-asks mpiexec for a stop, as launch does, so that the ranks save a checkpoint; after 4 s it sends
-SIGTERM to processes that are left, and after 6.5 s SIGKILL. Ranks on other hosts are ended by
-mpiexec. Then it removes the shared memory of which the ranks wrote into the descriptor SEGMENTS.
+Nobody writes to the pipe. When launch dies, the kernel closes the pipe, and the guard reads
+end-of-file. The guard asks mpiexec for a stop, as launch does, so that the ranks save a checkpoint.
+It sends SIGTERM to the remaining processes after 4 s, and SIGKILL after 6.5 s. Ranks on other hosts
+are ended by mpiexec. Finally the guard removes the shared-memory files that the ranks have listed
+in the file descriptor SEGMENTS.
 
-The guard is run as a file and needs the standard library alone: it starts in 20 ms and takes 9 MB.
+The guard runs as a file and imports only the standard library: it starts in 20 ms and takes 9 MB.
 """
 
 from __future__ import annotations
@@ -20,48 +21,49 @@ import sys
 import time
 from collections.abc import Sequence
 
-JOB = "HPCTRAIN_JOB"  #: the variable that marks all processes of a job
-POLL_S = 0.05
-#: mpiexec may just be about to start: where no process exists yet, the guard looks for so long.
-START_S = 1.0
-#: (seconds after launch's death, signal to all that are left)
-SIGNALS = ((4.0, signal.SIGTERM), (6.5, signal.SIGKILL), (7.0, signal.SIGKILL))
-LAST_S = 1.0  #: no process outlives SIGKILL for longer, but one that a file system holds
+JOB_VARIABLE = "HPCTRAIN_JOB"  #: the variable that marks all processes of a job
+POLL_INTERVAL_S = 0.05
+#: How long the guard waits for the first process of the job: mpiexec may be about to start.
+START_TIMEOUT_S = 1.0
+#: (seconds after launch's death, signal to all remaining processes)
+SIGNAL_SCHEDULE = ((4.0, signal.SIGTERM), (6.5, signal.SIGKILL), (7.0, signal.SIGKILL))
+FINAL_WAIT_S = 1.0  #: only a process blocked in a file system outlives SIGKILL for longer
 
 
 def main() -> None:
-    """Wait for the end of launch; end its job."""
-    job, segments = sys.argv[1], int(sys.argv[2])
+    """Wait until launch ends, then end its job."""
+    job, segments_fd = sys.argv[1], int(sys.argv[2])
     with open("/proc/self/comm", "w") as file:
         file.write("hpctrain-guard")  # what `top` shows
     os.read(0, 1)
-    if pids := _await_members(job):
+    if pids := _await_pids(job):
         print("hpctrain: launch was killed: its ranks are stopped", file=sys.stderr, flush=True)
-        # Only to the roots of the job: mpiexec forwards the signal to the ranks.
-        send([pid for pid in pids if _parent(pid) not in pids], signal.SIGUSR1)
-        end_job(job, SIGNALS)
-    remove(segments)
+        # Only the root processes of the job get the signal: mpiexec forwards it to the ranks.
+        send_signal([pid for pid in pids if _parent_pid(pid) not in pids], signal.SIGUSR1)
+        end_job(job, SIGNAL_SCHEDULE)
+    remove_segments(segments_fd)
 
 
-def remove(segments: int) -> None:
-    """Remove the files of shared memory listed in a descriptor; see transport/mpi/segments.py.
+def remove_segments(descriptor: int) -> None:
+    """Remove the shared-memory files listed in a descriptor; see transport/mpi/segments.py.
 
-    MPI libraries leave theirs where ranks were killed. A file that has the name of one of them, and
-    is another, stays.
+    MPI libraries leave these files behind if their ranks are killed. A newer file of the same name
+    has another inode, and stays.
     """
-    for line in os.pread(segments, os.fstat(segments).st_size, 0).decode().splitlines():
+    for line in os.pread(descriptor, os.fstat(descriptor).st_size, 0).decode().splitlines():
         inode, _, path = line.partition(" ")
         try:
             if os.stat(path).st_ino == int(inode):
                 os.unlink(path)
-        except OSError:  # its library has removed it
+        except OSError:  # the MPI library has removed the file
             continue
 
 
-def members(job: str) -> list[int]:
-    """Return the processes here that belong to `job`; zombies have no environment.
+def find_pids(job: str) -> list[int]:
+    """Return the ids of this host's processes that belong to `job`, without zombies.
 
-    Neither process group nor session holds them all: Hydra's proxies and PRRTE's ranks leave.
+    The environment identifies them, since Hydra's proxies and PRRTE's ranks leave the process group
+    and the session of mpiexec.
     """
     return [
         int(name) for name in os.listdir("/proc") if name.isdigit() and _belongs_to_job(name, job)
@@ -69,43 +71,43 @@ def members(job: str) -> list[int]:
 
 
 def end_job(job: str, signals: Sequence[tuple[float, int]]) -> None:
-    """Return when no process of `job` is left; send each of `signals` to all when it is due.
+    """Send each of `signals` to all processes of `job` when it is due; return when all have ended.
 
-    Those that even the last one does not end within a second are left alone.
+    Also return if a process is still alive a second after the last signal.
     """
     start = time.monotonic()
-    for time_s, number in (*signals, (signals[-1][0] + LAST_S, 0)):
-        while (pids := members(job)) and time.monotonic() < start + time_s:
-            time.sleep(POLL_S)
-        send(pids, number)
+    for time_s, signal_number in (*signals, (signals[-1][0] + FINAL_WAIT_S, 0)):
+        while (pids := find_pids(job)) and time.monotonic() < start + time_s:
+            time.sleep(POLL_INTERVAL_S)
+        send_signal(pids, signal_number)
 
 
-def send(pids: Sequence[int], number: int) -> None:
-    """Send the signal `number` to those of `pids` that still run."""
+def send_signal(pids: Sequence[int], signal_number: int) -> None:
+    """Send a signal to each process of `pids` that still runs."""
     for pid in pids:
         try:
-            os.kill(pid, number)
+            os.kill(pid, signal_number)
         except ProcessLookupError:
             continue
 
 
-def _await_members(job: str) -> list[int]:
-    """Return the processes of `job`; also those of which the first is just being started."""
-    deadline = time.monotonic() + START_S
-    while not (pids := members(job)) and time.monotonic() < deadline:
-        time.sleep(POLL_S)
+def _await_pids(job: str) -> list[int]:
+    """Return the process ids of `job`; wait for the first if the job is only starting."""
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while not (pids := find_pids(job)) and time.monotonic() < deadline:
+        time.sleep(POLL_INTERVAL_S)
     return pids
 
 
 def _belongs_to_job(pid: str, job: str) -> bool:
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
-            return f"{JOB}={job}".encode() in file.read().split(b"\0")
-    except OSError:  # it has ended, or is not ours
+            return f"{JOB_VARIABLE}={job}".encode() in file.read().split(b"\0")
+    except OSError:  # the process has ended, or belongs to another user
         return False
 
 
-def _parent(pid: int) -> int:
+def _parent_pid(pid: int) -> int:
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             return int(file.read().rpartition(b")")[2].split()[1])

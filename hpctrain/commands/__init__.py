@@ -1,13 +1,13 @@
-"""The subcommands, a thin file each, imported on use."""
+"""The subcommands: one thin file per command, imported when the command is used."""
 
 from __future__ import annotations
 
 from functools import partial
 
-from hpctrain.commands._lazy import LazyGroup, load
+from hpctrain.commands._lazy import LazyGroup, load_command
 
 COMMANDS = {
-    name: partial(load, name, name)
+    name: partial(load_command, name, name)
     for name in (
         *("train", "launch", "netlab", "evaluate", "report", "checkpoint", "bench", "tune"),
         *("doctor", "scale", "slurm"),

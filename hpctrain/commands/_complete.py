@@ -1,4 +1,4 @@
-"""Shell completion: the words that may follow on a command line, beyond click's own."""
+"""Shell completion of recipes, choices and nested command lines, in addition to click's own."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from glob import escape, glob
 import click
 from click.shell_completion import CompletionItem, ShellComplete
 
-Complete = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]
+CompletionFunction = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]
 
 
-def recipes(
+def complete_recipes(
     context: click.Context, parameter: click.Parameter, incomplete: str
 ) -> list[CompletionItem]:
     """Return the recipes that begin with `incomplete`, built-in ones and TOML files."""
-    from hpctrain.training import recipe  # `launch --help` stays quick
+    from hpctrain.training import recipe  # late, so that `launch --help` stays fast
 
     names = [*recipe.built_in(), *sorted(glob(f"{escape(incomplete)}*.toml"))]
-    # Shells drop the names that stand before an item of this type.
-    return _starting_with(incomplete, names) or [CompletionItem(incomplete, type="file")]
+    # An item of type "file" makes shells drop all preceding names, so it is returned alone.
+    return _filter_by_prefix(incomplete, names) or [CompletionItem(incomplete, type="file")]
 
 
-def choices(names: Iterable[str]) -> Complete:
+def complete_choices(names: Iterable[str]) -> CompletionFunction:
     """Return the completion of an option that takes one of `names`."""
-    return lambda context, parameter, incomplete: _starting_with(incomplete, names)
+    return lambda context, parameter, incomplete: _filter_by_prefix(incomplete, names)
 
 
-def command_line(
+def complete_command_line(
     context: click.Context, parameter: click.Parameter, incomplete: str
 ) -> list[CompletionItem]:
     """Return the completions for a command whose arguments are a command line of hpctrain."""
@@ -36,14 +36,14 @@ def command_line(
     return ShellComplete(root, {}, "hpctrain", "").get_completions(words, incomplete)
 
 
-class Forwarding(click.Command):
-    """A command that runs the command line in its arguments, and completes its options."""
+class ForwardingCommand(click.Command):
+    """A command that runs the command line in its arguments and can complete it."""
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         if ctx.params.get("arguments"):
-            return command_line(ctx, self.params[-1], incomplete)
+            return complete_command_line(ctx, self.params[-1], incomplete)
         return super().shell_complete(ctx, incomplete)
 
 
-def _starting_with(incomplete: str, names: Iterable[str]) -> list[CompletionItem]:
+def _filter_by_prefix(incomplete: str, names: Iterable[str]) -> list[CompletionItem]:
     return [CompletionItem(name) for name in names if name.startswith(incomplete)]

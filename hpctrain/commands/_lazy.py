@@ -1,4 +1,4 @@
-"""Groups whose subcommands are imported on use: MPI and CuPy cost seconds."""
+"""Command groups that import a subcommand when it is used, since MPI and CuPy load slowly."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from importlib import import_module
 
 import click
 
-from hpctrain import config
+from hpctrain.core.names import pick
 
-Loaders = Mapping[str, Callable[[], click.Command]]
+CommandLoaders = Mapping[str, Callable[[], click.Command]]
 
 
-def load(module: str, name: str) -> click.Command:
+def load_command(module: str, name: str) -> click.Command:
     """Return the command `name` of `hpctrain.commands.MODULE`."""
     return getattr(import_module(f"hpctrain.commands.{module}"), name)
 
 
 class LazyGroup(click.Group):
-    """A group of the subcommands in `loaders`, a table of functions that import them."""
+    """A command group; `loaders` maps the names of subcommands to functions that import them."""
 
-    def __init__(self, *args: object, loaders: Loaders, **kwargs: object):
+    def __init__(self, *args: object, loaders: CommandLoaders, **kwargs: object):
         super().__init__(*args, **kwargs)  # type: ignore[arg-type]
         self.loaders = loaders
 
@@ -29,5 +29,5 @@ class LazyGroup(click.Group):
 
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
         if context.resilient_parsing and name not in self.loaders:
-            return None  # a shell completes a partial word
-        return config.pick(self.loaders, name, "command")()
+            return None  # a shell asks to complete a partial word
+        return pick(self.loaders, name, "command")()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import click
 
-sets = click.option(
+set_option = click.option(
     "--set",
     "sets",
     multiple=True,
     metavar="TABLE.KEY=VALUE",
-    help="Change the recipe; a key that this one excludes is removed.",
+    help="Change a key of the recipe; conflicting keys are removed.",
 )

@@ -1,4 +1,4 @@
-"""`hpctrain bench`: its subcommands, a file each, imported on use."""
+"""`hpctrain bench`: a group of subcommands, imported when they are used."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from functools import partial
 
 import click
 
-from hpctrain.commands._lazy import LazyGroup, load
+from hpctrain.commands._lazy import LazyGroup, load_command
 
 EPILOG = """\b
 Examples:
@@ -17,7 +17,7 @@ Examples:
 On fewer cores than ranks Open MPI needs `mpirun --oversubscribe`; `hpctrain launch` adds it.
 """
 
-#: name: (file of commands/, function in it)
+#: {name: (file in commands/, function in this file)}
 SUBCOMMANDS: dict[str, tuple[str, str]] = {
     "allreduce": ("bench_collectives", "allreduce"),
     "reduce-scatter": ("bench_collectives", "reduce_scatter"),
@@ -27,7 +27,7 @@ SUBCOMMANDS: dict[str, tuple[str, str]] = {
     "p2p": ("bench_p2p", "p2p"),
     "step": ("bench_step", "step"),
 }
-LOADERS = {name: partial(load, *place) for name, place in SUBCOMMANDS.items()}
+LOADERS = {name: partial(load_command, *target) for name, target in SUBCOMMANDS.items()}
 
 
 @click.command(cls=LazyGroup, loaders=LOADERS, epilog=EPILOG)

@@ -24,34 +24,35 @@ Examples:
   mpirun -n 2 hpctrain bench {name} --sizes 4B:128MiB --rivals horovod,gloo
   srun -n 16 hpctrain bench {name} --sizes 1MiB,64MiB --json out.json --plot out.png
 
-Algorithms: {algorithms}. `native` is the MPI library's own, called in place with nothing around
-it. Rivals that are not installed are named and left out. Columns: docs/benchmarks.md.
+Algorithms: {algorithms}. `native` is the MPI library's own collective, called directly.
+Rivals that are not installed are reported and left out. Columns: docs/benchmarks.md.
 
 On fewer cores than ranks Open MPI needs `mpirun --oversubscribe`; `hpctrain launch` adds it.
 """
 
 
-def _options(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    file = click.Path(path_type=Path, dir_okay=False)
+def _add_options(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    file_type = click.Path(path_type=Path, dir_okay=False)
     options = [
         click.option("--sizes", default="4B:128MiB", show_default=True, metavar="SIZES",
-                     help="A doubling range, with *4 a quadrupling one, or a list."),
+                     help="A:B doubles, A:B*4 quadruples; or a list."),
         click.option("--algorithms", default=DEFAULTS[name], show_default=True, metavar="NAMES",
                      help="Algorithms of hpctrain, in the order in which they take turns."),
         click.option("--rivals", default="", metavar="NAMES",
                      help="Other libraries: horovod, gloo."),
         click.option("--dtype", default="float32", show_default=True, metavar="DTYPE",
-                     help="A dtype that ht.allreduce takes, as bfloat16 or int32."),
+                     help="A dtype of ht.allreduce, such as bfloat16 or int32."),
         click.option("--op", default="sum", show_default=True, metavar="OP",
-                     help="sum, prod, min, max, and, or, xor, where anything is reduced."),
+                     help="Of reductions: sum, prod, min, max, and, or, xor."),
         click.option("--buffers", default="node", show_default=True, metavar="WHERE",
-                     help="node: where neighbours see them, as gradients are; or private."),
+                     help="node: in node memory, like gradients; or private."),
         click.option("--iterations", default=20, show_default=True, metavar="N",
-                     help="Timed rounds of each."),
+                     help="Timed rounds per algorithm."),
         click.option("--warm-up", default=3, show_default=True, metavar="N",
-                     help="Rounds before, not timed."),
-        click.option("--json", type=file, metavar="FILE", help="Write all rows, with the machine."),
-        click.option("--plot", type=file, metavar="FILE", help="Draw them: .png or .svg."),
+                     help="Untimed rounds before these."),
+        click.option("--json", type=file_type, metavar="FILE",
+                     help="Write all rows and facts of the machine."),
+        click.option("--plot", type=file_type, metavar="FILE", help="Plot the rows: .png or .svg."),
     ]  # fmt: skip
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
@@ -62,21 +63,23 @@ def _options(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     return decorate
 
 
-def _command(name: str) -> click.Command:
+def _make_command(name: str) -> click.Command:
     algorithms = ", ".join(COLLECTIVES[name].names)
 
     @click.command(
         name,
-        help=f"Time {name} over sizes: ours, the MPI library's, other libraries'.",
+        help=f"Time {name} over sizes: hpctrain, the MPI library and other libraries.",
         short_help=f"Time {name} over sizes.",
         epilog=EPILOG.format(name=name, algorithms=algorithms),
     )
-    @_options(name)
-    def command(sizes: str, rivals: str, **flags: Any) -> None:
-        options = collectives.check(name, sizes_text=sizes, rivals_text=rivals, **flags)
+    @_add_options(name)
+    def command(sizes: str, rivals: str, **option_values: Any) -> None:
+        options = collectives.parse_options(
+            name, sizes_text=sizes, rivals_text=rivals, **option_values
+        )
         collectives.run(world.init("cpu"), options)
 
     return command
 
 
-allreduce, reduce_scatter, all_gather, broadcast = map(_command, DEFAULTS)
+allreduce, reduce_scatter, all_gather, broadcast = map(_make_command, DEFAULTS)

@@ -13,15 +13,15 @@ from rich.console import Console
 
 from hpctrain.bench.prediction import tables
 from hpctrain.bench.prediction.command import (
-    LATENCY,
-    LINK,
-    MEMORY,
-    NODE_LATENCY,
-    NODE_LINK,
+    DEFAULT_LATENCY,
+    DEFAULT_LINK,
+    DEFAULT_MEMORY_BANDWIDTH,
+    DEFAULT_NODE_LATENCY,
+    DEFAULT_NODE_LINK,
     Prediction,
     run,
 )
-from hpctrain.commands.report import MISSING
+from hpctrain.commands.report import MISSING_PACKAGES_MESSAGE
 from hpctrain.core.errors import UsageError
 
 EPILOG = """\b
@@ -32,10 +32,10 @@ Examples:
   hpctrain bench predict --ranks 64 --step mnist
   hpctrain bench predict --ranks 2:256 --measured allreduce.json --json predicted.json
 
-Nothing is started but, for --step RECIPE, that recipe's gradient in this process. What was not
-measured is called predicted; docs/model.md has the equations.
+No ranks are started; --step RECIPE computes a gradient of RECIPE in this process. Values that were
+not measured are marked as predicted; docs/model.md has the equations.
 """
-FILE = click.Path(path_type=Path, dir_okay=False)
+FILE_TYPE = click.Path(path_type=Path, dir_okay=False)
 
 
 @click.command(epilog=EPILOG)
@@ -48,71 +48,77 @@ FILE = click.Path(path_type=Path, dir_okay=False)
     metavar="R",
     help="Ranks fill nodes in order.",
 )
-@click.option("--link", metavar="SPEED", help=f"Of a node's network card: {LINK}.")
-@click.option("--latency", metavar="TIME", help=f"Of a short message between nodes: {LATENCY}.")
-@click.option("--cards", type=int, default=1, show_default=True, help="Network cards of a node.")
-@click.option("--node-link", metavar="SPEED", help=f"Between ranks of a node: {NODE_LINK}.")
-@click.option("--node-latency", metavar="TIME", help=f"Between ranks of a node: {NODE_LATENCY}.")
+@click.option("--link", metavar="SPEED", help=f"Rate of a network card; default {DEFAULT_LINK}.")
+@click.option(
+    "--latency", metavar="TIME", help=f"Latency between nodes; default {DEFAULT_LATENCY}."
+)
+@click.option("--cards", type=int, default=1, show_default=True, help="Network cards per node.")
+@click.option(
+    "--node-link", metavar="SPEED", help=f"Rate inside a node; default {DEFAULT_NODE_LINK}."
+)
+@click.option(
+    "--node-latency", metavar="TIME", help=f"Latency inside a node; default {DEFAULT_NODE_LATENCY}."
+)
 @click.option(
     "--memory-bandwidth",
     metavar="SPEED",
-    help=f"What all cores of a node stream together: {MEMORY}.",
+    help=f"Memory bandwidth of a node; default {DEFAULT_MEMORY_BANDWIDTH}.",
 )
 @click.option(
     "--sizes",
     default="1KiB:1GiB*8",
     show_default=True,
     metavar="SIZES",
-    help="As of bench allreduce.",
+    help="As for bench allreduce.",
 )
-@click.option("--algorithms", metavar="NAMES", help="Default: all that fit the ranks.")
+@click.option("--algorithms", metavar="NAMES", help="Default: all that suit these ranks.")
 @click.option(
     "--step",
     metavar="SECONDS,BYTES|RECIPE",
-    help="Also predict training steps: compute time and gradient bytes, or measured here.",
+    help="Also predict training steps, from compute time and gradient size, or from a recipe.",
 )
 @click.option(
     "--mode",
     type=click.Choice(["weak", "strong"]),
     default="weak",
     show_default=True,
-    help="A fixed number of samples per rank (weak), or in total (strong).",
+    help="Fixed number of samples per rank (weak) or in total (strong).",
 )
 @click.option(
     "--bucket",
     default="4MiB",
     show_default=True,
     metavar="SIZE",
-    help="Bytes that are reduced at once.",
+    help="Size of a gradient bucket.",
 )
-@click.option("--measured", type=FILE, help="Of bench allreduce --json, or of tune.")
-@click.option("--json", type=FILE, help="Write all rows there.")
-@click.option("--plot", type=FILE, help="Draw time over size and over ranks there.")
-def bench_predict(**words: Any) -> None:
+@click.option("--measured", type=FILE_TYPE, help="Times from bench allreduce --json or from tune.")
+@click.option("--json", type=FILE_TYPE, help="Write all rows to this file.")
+@click.option("--plot", type=FILE_TYPE, help="Plot time over size and over ranks.")
+def bench_predict(**option_values: Any) -> None:
     """Predict how long all-reduces take on N ranks, and whole training steps; needs no MPI."""
-    result = run(words)
+    prediction = run(option_values)
     console = Console(width=None if sys.stdout.isatty() else 160)
-    for title, table in tables.tables(result.rows):
+    for title, table in tables.make_tables(prediction.rows):
         click.echo(title)
         console.print(table)
-    click.echo(f"assumed: {result.machine_text}")
-    _keep(result, words["json"], words["plot"])
+    click.echo(f"assumed: {prediction.machine_text}")
+    _write_files(prediction, option_values["json"], option_values["plot"])
 
 
-def _keep(result: Prediction, json_file: Path | None, plot: Path | None) -> None:
+def _write_files(prediction: Prediction, json_file: Path | None, plot: Path | None) -> None:
     content = {
-        "machine": asdict(result.machine),
-        "assumed": result.machine_text,
-        "rows": result.rows,
+        "machine": asdict(prediction.machine),
+        "assumed": prediction.machine_text,
+        "rows": prediction.rows,
     }
     try:
         if json_file:
             json_file.write_text(json.dumps(content, indent=1) + "\n")
         if plot:
-            from hpctrain.bench.prediction.plots import draw  # late: only plots need matplotlib
+            from hpctrain.bench.prediction.plots import draw_prediction  # needs matplotlib
 
-            draw(result.rows, result.machine_text, plot)
+            draw_prediction(prediction.rows, prediction.machine_text, plot)
     except ImportError as error:
-        raise UsageError(f"{MISSING} ({error})") from None
+        raise UsageError(f"{MISSING_PACKAGES_MESSAGE} ({error})") from None
     except (OSError, ValueError) as error:
         raise UsageError(f"--json, --plot: cannot be written: {error}") from None

@@ -10,7 +10,7 @@ import click
 from hpctrain import world
 from hpctrain.bench.training_step import command
 from hpctrain.commands import _options
-from hpctrain.commands._complete import recipes
+from hpctrain.commands._complete import complete_recipes
 
 EPILOG = """\b
 Examples:
@@ -18,26 +18,32 @@ Examples:
   mpirun -n 2 hpctrain bench step benchmarks/mlp-10m.toml --batch-per-rank 32,128 \\
       --algorithms auto,direct,share-parameters --rivals gloo,horovod --json step.json
 
-`share-parameters` is one array of parameters per node; any other algorithm is that of [wire].
-Steps without communication are always among them. Rivals are PyTorch with DistributedDataParallel
+`share-parameters` keeps one array of parameters per node; all other names are algorithms of [wire].
+Steps without communication are always timed too. Rivals are PyTorch with DistributedDataParallel
 on Gloo and with Horovod's DistributedOptimizer; they train a dense model by SGD. The schedule of
-the recipe is left out: all train at its rate.
+the recipe is ignored: all steps use its constant rate.
 """
-FILE = click.Path(path_type=Path, dir_okay=False)
+FILE_TYPE = click.Path(path_type=Path, dir_okay=False)
 
 
 @click.command(epilog=EPILOG)
-@click.argument("name", metavar="RECIPE", shell_complete=recipes)
+@click.argument("name", metavar="RECIPE", shell_complete=complete_recipes)
 @click.option("--algorithms", default="auto,share-parameters", show_default=True, metavar="NAMES",
               help="Algorithms of hpctrain.")  # fmt: skip
 @click.option("--rivals", default="", metavar="NAMES", help="Other libraries: horovod, gloo.")
-@click.option("--batch-per-rank", "batches", metavar="N,...", help="Default: the recipe's.")
-@_options.sets
+@click.option(
+    "--batch-per-rank", "batches", metavar="N,...", help="Samples per rank; default: as in RECIPE."
+)
+@_options.set_option
 @click.option("--iterations", default=20, show_default=True, metavar="N", help="Timed rounds.")
-@click.option("--warm-up", default=2, show_default=True, metavar="N", help="Rounds before.")
-@click.option("--json", type=FILE, metavar="FILE", help="Write all rows, with the machine.")
-@click.option("--plot", type=FILE, metavar="FILE", help="Draw them: .png or .svg.")
-def step(name: str, rivals: str, **flags: Any) -> None:
+@click.option(
+    "--warm-up", default=2, show_default=True, metavar="N", help="Untimed rounds before these."
+)
+@click.option(
+    "--json", type=FILE_TYPE, metavar="FILE", help="Write all rows and facts of the machine."
+)
+@click.option("--plot", type=FILE_TYPE, metavar="FILE", help="Plot the rows: .png or .svg.")
+def step(name: str, rivals: str, **option_values: Any) -> None:
     """Time whole training steps of RECIPE's model, beside other libraries."""
-    options = command.check(name, rivals_text=rivals, **flags)
+    options = command.parse_options(name, rivals_text=rivals, **option_values)
     command.run(world.init("cpu"), options)

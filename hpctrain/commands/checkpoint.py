@@ -10,7 +10,7 @@ from hpctrain import checkpoint as checkpoints
 from hpctrain.core.errors import UsageError
 from hpctrain.training import weights
 
-RUN = click.argument("run", type=click.Path(path_type=Path, exists=True), metavar="DIR")
+RUN_ARGUMENT = click.argument("run", type=click.Path(path_type=Path, exists=True), metavar="DIR")
 
 
 @click.group(epilog="\b\nExample:\n  hpctrain checkpoint verify runs/digits-20260101-120000")
@@ -19,13 +19,13 @@ def checkpoint() -> None:
 
 
 @checkpoint.command("list")
-@RUN
-def list_(run: Path) -> None:
-    """Print a line per checkpoint in DIR, oldest first; the best is marked, where it is kept."""
-    listed = checkpoints.listing(run)
-    metric = checkpoints.best_metric(listed)
-    best = checkpoints.ranked(listed, metric)[:1] if metric else []
-    for entry in listed:
+@RUN_ARGUMENT
+def list_checkpoints(run: Path) -> None:
+    """Print a line per checkpoint in DIR, oldest first; the best one is marked."""
+    entries = checkpoints.listing(run)
+    metric = checkpoints.best_metric(entries)
+    best = checkpoints.ranked(entries, metric)[:1] if metric else []
+    for entry in entries:
         ranks = entry.about.get("world_size", "?") if entry.about else "?"
         note = f"  (cannot be used: {entry.fault})" if entry.fault else ""
         note = "  (damaged, set aside)" if entry.set_aside else note
@@ -37,9 +37,9 @@ def list_(run: Path) -> None:
 
 
 @checkpoint.command()
-@RUN
+@RUN_ARGUMENT
 def verify(run: Path) -> None:
-    """Read every checkpoint in DIR and compare all hashes; end with 2 if one is damaged."""
+    """Read every checkpoint in DIR and compare all hashes; exit with 2 if one is damaged."""
     entries = [entry for entry in checkpoints.listing(run) if not entry.set_aside]
     if not entries:
         raise UsageError(f"{run} holds no checkpoint")
@@ -47,12 +47,14 @@ def verify(run: Path) -> None:
     for path, fault in faults.items():
         click.echo(f"{path}: {fault or 'good'}")
     if any(faults.values()):
-        raise UsageError("at least one checkpoint is damaged; --resume takes the newest good one")
+        raise UsageError(
+            "at least one checkpoint is damaged; --resume uses the newest undamaged one"
+        )
 
 
 @checkpoint.command()
-@RUN
-@click.option("--best", is_flag=True, help="Take the best checkpoint, not the newest.")
+@RUN_ARGUMENT
+@click.option("--best", is_flag=True, help="Use the best checkpoint, not the newest.")
 @click.option(
     "--output",
     type=click.Path(path_type=Path, dir_okay=False),
@@ -63,8 +65,8 @@ def verify(run: Path) -> None:
 def export(run: Path, best: bool, output: Path | None, force: bool) -> None:
     """Write the weights in DIR, a run or one checkpoint of it, to one safetensors file.
 
-    It holds a tensor per parameter and buffer by name, which other frameworks read, and which
-    [model] init takes.
+    The file holds a named tensor per parameter and buffer. Other frameworks can read it, and
+    [model] init starts a run from it.
     """
     file = weights.export(run, output, best, force)
     click.echo(f"{file}  {file.stat().st_size} bytes")

@@ -23,51 +23,53 @@ Examples:
   hpctrain launch -n 4 doctor --job --json job.json
 
 With --job all ranks take part, as they would in training: their versions, placement, clocks, cores
-and the messages between them are compared. Ends with 1 if something would break a run, else with 0.
+and the messages between them are compared. Exits with 1 if a fault would break a run, else with 0.
 
 On fewer cores than ranks Open MPI needs `mpirun --oversubscribe`; `hpctrain launch` adds it.
 """
-FILE = click.Path(path_type=Path, dir_okay=False)
+FILE_TYPE = click.Path(path_type=Path, dir_okay=False)
 DEVICES: dict[str, gpus.Device] = {"auto": "auto", "cpu": "cpu", "gpu": "gpu"}
 
 
 @click.command(epilog=EPILOG)
 @click.option("--job", is_flag=True, help="Check all ranks of this job together.")
-@click.option("--json", "file", type=FILE, metavar="FILE", help="Write all results.")
+@click.option("--json", "file", type=FILE_TYPE, metavar="FILE", help="Write all results.")
 @click.option("--out", type=click.Path(path_type=Path), metavar="DIR",
-              help="With --job: where results will go; by default here.")  # fmt: skip
-@click.option("--recipe", metavar="RECIPE", help="With --job: what all ranks will train.")
+              help="With --job: the output folder of runs; default: this folder.")  # fmt: skip
+@click.option(
+    "--recipe", metavar="RECIPE", help="With --job: the recipe that all ranks will train."
+)
 @click.option("--device", metavar="DEVICE", help="With --job: auto, cpu or gpu.")
 @click.pass_context
-def doctor(context: click.Context, /, job: bool, file: Path | None, **of_job: Any) -> None:
+def doctor(context: click.Context, /, job: bool, file: Path | None, **job_options: Any) -> None:
     """Check MPI, cores, memory, GPUs and network of this node, or of this job; name remedies."""
-    options = {name: value for name, value in of_job.items() if value is not None}
+    options = {name: value for name, value in job_options.items() if value is not None}
     if options and not job:
         raise UsageError(f"--{next(iter(options))} applies to a whole job: add --job")
-    context.exit(_job(file, options) if job else _node(file))
+    context.exit(_examine_job(file, options) if job else _examine_node(file))
 
 
-def _node(file: Path | None) -> int:
-    from hpctrain.doctor import check, examine, show  # `--help` stays quick
+def _examine_node(file: Path | None) -> int:
+    from hpctrain.doctor import check, examine, show  # late, so that `--help` stays fast
 
-    _write(file, {})  # refused now, rather than after a minute
-    report = examine.examine()
-    show.show(report, show.console())
-    _write(file, report.table())
+    _write_json(file, {})  # fails now if the file is not writable, rather than after a minute
+    report = examine.examine_node()
+    show.print_result(report, show.make_console())
+    _write_json(file, report.table())
     return check.exit_code(report.checks)
 
 
-def _job(file: Path | None, options: dict[str, Any]) -> int:
+def _examine_job(file: Path | None, options: dict[str, Any]) -> int:
     from hpctrain.doctor.job import examine
 
     if "device" in options:
         options["device"] = config.pick(DEVICES, options["device"], "--device")
     if launchers.launched(os.environ).rank == 0:
-        _write(file, {})
-    return examine.run(examine.Options(json=file, **options))
+        _write_json(file, {})
+    return examine.examine_job(examine.Options(json=file, **options))
 
 
-def _write(file: Path | None, content: dict[str, Any]) -> None:
+def _write_json(file: Path | None, content: dict[str, Any]) -> None:
     if file is None:
         return
     try:

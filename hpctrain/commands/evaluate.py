@@ -13,18 +13,19 @@ from hpctrain.transport.device.gpus import Device
 
 @click.command(epilog="\b\nExample:\n  hpctrain evaluate runs/digits-20260101-120000")
 @click.argument("run", type=click.Path(path_type=Path), metavar="DIR")
-@click.option("--best", is_flag=True, help="Take the best checkpoint, not the newest.")
+@click.option("--best", is_flag=True, help="Use the best checkpoint, not the newest.")
 @click.option(
     "--device",
     type=click.Choice(["auto", "cpu", "gpu"]),
     default="auto",
     help="The device to compute on; auto: a GPU if there is one.",
 )
-@click.option("--trust", is_flag=True, help="Run the code that DIR names, whoever owns it.")
+@click.option("--trust", is_flag=True, help="Run the code that DIR names, even if others own it.")
 def evaluate(run: Path, best: bool, device: Device, trust: bool) -> None:
     """Print loss and accuracy of the newest checkpoint in DIR on the test set, as JSON.
 
-    Where data or model are functions of the user's own they are called: if folder and code belong
-    to you, nobody else can write to them, and the code is what DIR was trained with.
+    If data or model are functions of the user, their code is run. Without --trust this requires
+    that DIR and the code belong to you, that nobody else can write to them, and that the code has
+    not changed since the training.
     """
     click.echo(json.dumps(runs.evaluate(run, best, device, trust)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 from click.shell_completion import CompletionItem
 
-from hpctrain.commands._complete import Forwarding, command_line
+from hpctrain.commands._complete import ForwardingCommand, complete_command_line
 
 EPILOG = """\b
 Examples:
@@ -13,33 +13,33 @@ Examples:
   hpctrain -q launch -n 2 train digits --out runs/digits --resume
   hpctrain launch -n 4 -- python my_script.py --epochs 3
 
-After -- stands any program with its arguments; it is started N times, as one MPI job.
+A program after -- is started N times with its arguments, as one MPI job.
 
-SIGTERM and the first Ctrl-C reach the ranks as SIGUSR1. A training run saves a checkpoint and ends
-with 75; another program ends unless it handles SIGUSR1. A second Ctrl-C kills the ranks and ends
-with 130. A program's exit code is the one that the MPI's launcher returns for it.
+SIGTERM and the first Ctrl-C reach the ranks as SIGUSR1. A training run saves a checkpoint and exits
+with 75; another program ends unless it handles SIGUSR1. A second Ctrl-C kills the ranks, and launch
+exits with 130. The exit code of a program is the one that MPI's launcher returns.
 """
-PROGRAM = "hpctrain.commands.launch.program"  #: key of the context: whether `--` precedes
+IS_PROGRAM_KEY = "hpctrain.commands.launch.program"  #: key in click's context
 
 
-class Launch(Forwarding):
+class LaunchCommand(ForwardingCommand):
     """A command whose arguments are a command line of hpctrain or, after `--`, of a program."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         words = list(args)
-        rest: list[str] = super().parse_args(ctx, args)
-        forwarded = len(ctx.params.get("arguments") or ())
-        ctx.meta[PROGRAM] = words[: len(words) - forwarded][-1:] == ["--"]
-        return rest
+        remaining_words: list[str] = super().parse_args(ctx, args)
+        argument_count = len(ctx.params.get("arguments") or ())
+        ctx.meta[IS_PROGRAM_KEY] = words[: len(words) - argument_count][-1:] == ["--"]
+        return remaining_words
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        if ctx.meta.get(PROGRAM):
+        if ctx.meta.get(IS_PROGRAM_KEY):
             return [CompletionItem(incomplete, type="file")]
         return super().shell_complete(ctx, incomplete)
 
 
 @click.command(
-    cls=Launch,
+    cls=LaunchCommand,
     epilog=EPILOG,
     options_metavar="-n N",
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
@@ -51,19 +51,19 @@ class Launch(Forwarding):
     required=True,
     type=click.UNPROCESSED,
     metavar="COMMAND [ARGS]... | -- PROGRAM [ARGS]...",
-    shell_complete=command_line,
+    shell_complete=complete_command_line,
 )
 @click.pass_context
 def launch(context: click.Context, ranks: int, arguments: tuple[str, ...]) -> None:
     """Run an hpctrain COMMAND, or any PROGRAM, on N ranks; the exit code is the job's."""
-    from hpctrain.cluster import launch as launcher  # `--help` stays quick
+    from hpctrain.cluster import launch as launcher  # late, so that `--help` stays fast
 
-    if context.meta[PROGRAM]:
+    if context.meta[IS_PROGRAM_KEY]:
         context.exit(launcher.launch_program(ranks, arguments))
-    context.exit(launcher.launch(ranks, [*_verbosity(context), *arguments]))
+    context.exit(launcher.launch(ranks, [*_verbosity_options(context), *arguments]))
 
 
-def _verbosity(context: click.Context) -> list[str]:
+def _verbosity_options(context: click.Context) -> list[str]:
     """Return the -v and -q before `launch`, which apply to the ranks."""
     parameters = context.parent.params if context.parent else {}
     return [f"--{name}" for name in ("verbose", "quiet") if parameters.get(name)]

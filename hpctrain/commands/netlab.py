@@ -9,10 +9,10 @@ Examples:
   hpctrain netlab --hosts 4 -- hpctrain train digits --epochs 1
   hpctrain netlab --hosts 2 --ranks-per-host 2 --link 2.5gbit -- python my_script.py
 
-Hosts are network namespaces named h1, h2, ..., joined by links of that speed; COMMAND is started on
-every rank by the mpiexec of the MPI that mpi4py loads, and its exit code is netlab's. Hosts see
-the same files, but /dev/shm, and reach nothing but each other. Needs Linux, ip and tc, and root or
-the right to make namespaces. Bandwidth is shaped, latency is not.
+Hosts are network namespaces named h1, h2, ..., joined by links of that speed. The
+mpiexec of the MPI that mpi4py loads starts COMMAND on every rank, and netlab returns its exit code.
+Hosts share all files except /dev/shm, and can reach only each other. netlab needs Linux, ip and tc,
+and root or the right to create namespaces. It limits bandwidth, not latency.
 """
 
 
@@ -21,9 +21,12 @@ the right to make namespaces. Bandwidth is shaped, latency is not.
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
 )
 @click.option("--hosts", type=int, required=True, metavar="N", help="Number of hosts.")
-@click.option("--ranks-per-host", type=int, default=1, metavar="R", help="1 unless given.")
+@click.option("--ranks-per-host", type=int, default=1, metavar="R", help="Default: 1.")
 @click.option(
-    "--link", default="1gbit", metavar="SPEED", help="Of each host's link, each way: 1gbit."
+    "--link",
+    default="1gbit",
+    metavar="SPEED",
+    help="Rate of each host's link in each direction; default 1gbit.",
 )
 @click.argument(
     "arguments", nargs=-1, required=True, type=click.UNPROCESSED, metavar="COMMAND [ARGS]..."
@@ -33,7 +36,7 @@ def netlab(
     context: click.Context, hosts: int, ranks_per_host: int, link: str, arguments: tuple[str, ...]
 ) -> None:
     """Run COMMAND on N hosts x R ranks, with MPI over TCP on links of a given speed."""
-    from hpctrain.cluster.netlab import netlab as module  # `--help` stays quick
+    from hpctrain.cluster.netlab import netlab as lab_module  # late, so that `--help` stays fast
 
-    lab = module.Lab(hosts, ranks_per_host, module.bits_of(link))
-    context.exit(module.netlab(lab, arguments))
+    lab = lab_module.Lab(hosts, ranks_per_host, lab_module.parse_speed(link))
+    context.exit(lab_module.netlab(lab, arguments))

@@ -8,16 +8,16 @@ import click
 
 from hpctrain.core.errors import UsageError
 
-MISSING = "reports are drawn with matplotlib and jinja2; run: pip install 'hpctrain[report]'"
+MISSING_PACKAGES_MESSAGE = "reports need matplotlib and jinja2; run: pip install 'hpctrain[report]'"
 
 
 @click.command(epilog="\b\nExample:\n  hpctrain report runs/digits-20260101-120000")
 @click.argument("run", type=click.Path(path_type=Path), metavar="DIR")
 @click.option("--out", type=click.Path(path_type=Path), metavar="DIR", help="Default: the run's.")
 def report(run: Path, out: Path | None) -> None:
-    """Write report.html, which needs nothing beside it, and its plots as PNG; print where."""
-    try:  # late: only this command needs them
+    """Write a self-contained report.html, and its plots as PNG; print the file's path."""
+    try:  # late: only reports need matplotlib and jinja2
         from hpctrain.report.page import write
     except ImportError as error:
-        raise UsageError(f"{MISSING} ({error})") from None
+        raise UsageError(f"{MISSING_PACKAGES_MESSAGE} ({error})") from None
     click.echo(write(run, out or run))

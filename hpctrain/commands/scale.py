@@ -8,8 +8,8 @@ from typing import Any
 import click
 
 from hpctrain.commands import _options
-from hpctrain.commands._complete import recipes
-from hpctrain.scaling.trial_recipe import MODES
+from hpctrain.commands._complete import complete_recipes
+from hpctrain.scaling.trial_recipe import SCALING_MODES
 from hpctrain.scaling.trials.local_runner import PLACES
 
 EPILOG = """\b
@@ -19,43 +19,48 @@ Examples:
   hpctrain scale mnist --nodes 1,2,4 --on netlab --link 1gbit
   hpctrain scale my.toml --nodes 1,2,4,8 --ranks-per-node 4 --on slurm --out studies/mine
 
-Strong scaling shares the recipe's batch among all ranks; weak scaling gives as much to each. While
-trials run, a table shows the state of each size; a log gets a line per change. The same command on
-the same folder goes on where it was stopped, finds the jobs it has submitted to Slurm, and may add
-sizes and repeats; while another process works there it shows the progress. Exit codes: 0 all sizes
-measured; 1 something is missing, which the table names; 2 refused before anything ran; 130
-interrupted. See docs/scaling.md.
+Strong scaling shares the recipe's batch among all ranks; weak scaling gives the whole batch to each
+rank. While trials run, a table shows the state of each size; a log gets a line per change. The same
+command on the same folder continues an interrupted study, finds the jobs it has submitted to Slurm,
+and may add sizes and repeats. While another process runs the study, it shows the progress. Exit
+codes: 0 all sizes measured; 1 measurements are missing, as the table shows; 2 refused before the
+first trial; 130 interrupted. See docs/scaling.md.
 """
 
 
 @click.command(epilog=EPILOG)
-@click.argument("recipe", metavar="RECIPE", shell_complete=recipes)
-@click.option("--ranks", metavar="N,...", help="Ranks in all: 1,2,4; 1:64 doubles.")
-@click.option("--nodes", metavar="N,...", help="Nodes, or hosts of a netlab.")
-@click.option("--ranks-per-node", type=int, metavar="R", help="On each node; 1 unless given.")
+@click.argument("recipe", metavar="RECIPE", shell_complete=complete_recipes)
+@click.option("--ranks", metavar="N,...", help="Numbers of ranks: 1,2,4; 1:64 doubles.")
+@click.option("--nodes", metavar="N,...", help="Numbers of nodes, or of hosts of a netlab.")
+@click.option("--ranks-per-node", type=int, metavar="R", help="Ranks per node; default: 1.")
 @click.option(
     "--mode",
-    type=click.Choice(MODES),
+    type=click.Choice(SCALING_MODES),
     default="strong",
     show_default=True,
-    help="One batch for all ranks (strong), or the same for each rank (weak).",
+    help="One batch for all ranks (strong), or one per rank (weak).",
 )
 @click.option(
     "--on", type=click.Choice(PLACES), default="local", show_default=True, help="Where trials run."
 )
-@click.option("--link", metavar="SPEED", help="Of a netlab's links; 1gbit unless given.")
-@click.option("--site", metavar="NAME", help="Of Slurm: as for `hpctrain slurm render`.")
-@click.option("--time", metavar="TIME", help="Of each job of Slurm; 0:30:00 unless given.")
-@click.option("--gpus-per-node", type=int, metavar="N", help="Of Slurm's nodes; a rank per GPU.")
-@click.option("--cpus-per-task", type=int, metavar="N", help="Of Slurm's: cores of a rank.")
-@click.option("--option", "options", multiple=True, metavar="NAME=VALUE", help="Of sbatch.")
+@click.option("--link", metavar="SPEED", help="Rate of a netlab's links; default: 1gbit.")
+@click.option("--site", metavar="NAME", help="Slurm: as for `hpctrain slurm render`.")
+@click.option("--time", metavar="TIME", help="Slurm: time limit of each job; default: 0:30:00.")
+@click.option("--gpus-per-node", type=int, metavar="N", help="Slurm: GPUs per node, one rank each.")
+@click.option("--cpus-per-task", type=int, metavar="N", help="Slurm: cores per rank.")
+@click.option(
+    "--option", "options", multiple=True, metavar="NAME=VALUE", help="Slurm: an option of sbatch."
+)
 @click.option(
     "--repeats", type=int, default=3, show_default=True, metavar="N", help="Trials per size."
 )
 @click.option(
-    "--steps", type=int, metavar="N", help="Timed per trial; some 2 s unless given, 200 on Slurm."
+    "--steps",
+    type=int,
+    metavar="N",
+    help="Timed steps per trial; default: about 2 s, on Slurm 200 steps.",
 )
-@_options.sets
+@_options.set_option
 @click.option(
     "--out",
     type=click.Path(path_type=Path, file_okay=False),
@@ -63,8 +68,8 @@ interrupted. See docs/scaling.md.
     help="Default: runs/scale-RECIPE-MODE-TIME.",
 )
 @click.pass_context
-def scale(context: click.Context, /, **words: Any) -> None:
+def scale(context: click.Context, /, **option_values: Any) -> None:
     """Measure how RECIPE scales: a table, fits, plots and a report, from trials on many sizes."""
-    from hpctrain.scaling import command  # `--help` stays quick
+    from hpctrain.scaling import command  # late, so that `--help` stays fast
 
-    context.exit(command.scale(words))
+    context.exit(command.scale(option_values))

@@ -1,4 +1,4 @@
-"""`hpctrain slurm`: its subcommands render a job, submit it, and report its state."""
+"""`hpctrain slurm`: renders a job, submits it, and reports its state."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ from hpctrain.cluster.slurm import studies
 from hpctrain.cluster.slurm.job import job_name
 from hpctrain.cluster.slurm.queries import NO_ANSWER
 from hpctrain.cluster.slurm.render import render as render_script
-from hpctrain.cluster.slurm.site import names as site_names
-from hpctrain.cluster.slurm.status import is_done, wait
+from hpctrain.cluster.slurm.site import profile_names as site_names
+from hpctrain.cluster.slurm.status import is_done, wait_for_jobs
 from hpctrain.cluster.slurm.status_table import print_table
-from hpctrain.cluster.slurm.submit import must_be_free
-from hpctrain.cluster.slurm.submit import submit as submit_script
+from hpctrain.cluster.slurm.submit import must_have_no_active_job, submit_script
 from hpctrain.commands import _options
-from hpctrain.commands._complete import choices, recipes
-from hpctrain.commands._job import job_of, must_be_same_recipe
+from hpctrain.commands._complete import complete_choices, complete_recipes
+from hpctrain.commands._job import build_job, must_be_same_recipe
 from hpctrain.core.errors import HpctrainError, UsageError
 from hpctrain.run_files import run_folder
 
@@ -33,8 +32,8 @@ Examples:
   hpctrain slurm submit digits --nodes 4 --servers 2
   hpctrain slurm status --wait 3600 runs/digits-20260101-120000
 
-A job is stopped in time, put back into the queue, and goes on at the step where it stopped. What
-`render` prints is what `sbatch` takes.
+Before its time limit a job is stopped and requeued, and it continues at the step where it stopped.
+The output of `render` is a script for `sbatch`.
 """
 
 
@@ -45,48 +44,72 @@ def slurm() -> None:
 
 def _job_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Give a command the argument and options that describe a job."""
-    for option in reversed(OPTIONS):
-        command = option(command)
+    for add_option in reversed(JOB_OPTIONS):
+        command = add_option(command)
     return command
 
 
-OPTIONS = [
-    click.argument("name", metavar="RECIPE", shell_complete=recipes),
-    click.option("--nodes", type=int, metavar="N", help="1, or the largest of --sizes."),
-    click.option("--ranks", type=int, metavar="N", help="Of all nodes together."),
-    click.option("--tasks-per-node", type=int, metavar="N", help="Ranks on each; one per GPU."),
-    click.option("--gpus-per-node", type=int, default=0, metavar="N", help="None unless given."),
-    click.option("--cpus-per-task", type=int, metavar="N", help="Cores of a rank."),
-    click.option("--time", default="1:00:00", metavar="TIME", help="As for sbatch; an hour."),
-    click.option("--site", metavar="NAME", help=f"{', '.join(site_names())}, or a .toml file."),
-    click.option("--servers", type=int, default=0, metavar="N", help="Server ranks, in addition."),
+JOB_OPTIONS = [
+    click.argument("name", metavar="RECIPE", shell_complete=complete_recipes),
     click.option(
-        "--server-nodes", type=int, default=0, metavar="N", help="Nodes for the servers alone."
+        "--nodes",
+        type=int,
+        metavar="N",
+        help="Number of nodes; default: 1, or the largest of --sizes.",
     ),
-    click.option("--sizes", metavar="N,N,...", help="A job array over these numbers of nodes."),
+    click.option("--ranks", type=int, metavar="N", help="Number of ranks on all nodes together."),
+    click.option(
+        "--tasks-per-node", type=int, metavar="N", help="Ranks per node; default: one per GPU."
+    ),
+    click.option(
+        "--gpus-per-node", type=int, default=0, metavar="N", help="GPUs per node; default: none."
+    ),
+    click.option("--cpus-per-task", type=int, metavar="N", help="Cores per rank."),
+    click.option(
+        "--time",
+        default="1:00:00",
+        metavar="TIME",
+        help="Time limit, as for sbatch; default: 1:00:00.",
+    ),
+    click.option(
+        "--site", metavar="NAME", help=f"A profile: {', '.join(site_names())}, or a .toml file."
+    ),
+    click.option(
+        "--servers", type=int, default=0, metavar="N", help="Additional ranks that are servers."
+    ),
+    click.option(
+        "--server-nodes", type=int, default=0, metavar="N", help="Nodes only for servers."
+    ),
+    click.option(
+        "--sizes", metavar="N,N,...", help="Submit a job array over these numbers of nodes."
+    ),
     click.option(
         "--engine",
         metavar="KIND",
-        shell_complete=choices(engines.ENGINES),
+        shell_complete=complete_choices(engines.ENGINES),
         help=f"One of: {', '.join(engines.ENGINES)}.",
     ),
     click.option("--epochs", type=int, metavar="N", help="Passes over the training data."),
-    _options.sets,
-    click.option("--option", "options", multiple=True, metavar="NAME=VALUE", help="Of sbatch."),
-    click.option("--job-name", metavar="NAME", help="The recipe's unless given."),
+    _options.set_option,
+    click.option(
+        "--option", "options", multiple=True, metavar="NAME=VALUE", help="An option of sbatch."
+    ),
+    click.option("--job-name", metavar="NAME", help="Default: the name of the recipe."),
     click.option(
         "--warn-s",
         type=int,
         default=120,
         metavar="S",
-        help="Seconds from the stop to the end of the job: 120.",
+        help="Seconds from the stop signal to the time limit; default: 120.",
     ),
-    click.option("--max-restarts", type=int, default=20, metavar="N", help="20 unless given."),
+    click.option(
+        "--max-restarts", type=int, default=20, metavar="N", help="Requeues at most; default: 20."
+    ),
     click.option("--out", metavar="DIR", help="The run's folder."),
 ]
 
 
-RENDER = """\b
+RENDER_EPILOG = """\b
 Examples:
   hpctrain slurm render digits --nodes 2 --tasks-per-node 4 --option account=m1234
   hpctrain slurm render my.toml --nodes 4 --gpus-per-node 4 --site leonardo > job.sbatch
@@ -94,46 +117,46 @@ Examples:
 """
 
 
-@slurm.command(epilog=RENDER)
+@slurm.command(epilog=RENDER_EPILOG)
 @_job_options
 @click.option("--interactive", is_flag=True, help="Print a script that calls salloc.")
 def render(interactive: bool, **options: Any) -> None:
     """Print the script of a job that trains RECIPE."""
-    click.echo(render_script(*job_of(options, interactive)), nl=False)
+    click.echo(render_script(*build_job(options, interactive)), nl=False)
 
 
-SUBMIT = """\b
+SUBMIT_EPILOG = """\b
 Examples:
   hpctrain slurm submit my.toml --nodes 4 --gpus-per-node 4 --time 12:00:00 --site perlmutter
   hpctrain slurm submit my.toml --nodes 4 --option dependency=afterok:4711
-  hpctrain slurm submit my.toml --nodes 4 --out runs/first      again: goes on with that run
+  hpctrain slurm submit my.toml --nodes 4 --out runs/first      called again: continues that run
 """
 
 
-@slurm.command(epilog=SUBMIT)
+@slurm.command(epilog=SUBMIT_EPILOG)
 @_job_options
 @click.pass_context
 def submit(context: click.Context, /, **options: Any) -> None:
-    """Submit a job that trains RECIPE; prints its id and the run's folder.
+    """Submit a job that trains RECIPE; print its id and the run's folder.
 
     The folder keeps the script, the job's id and the job's output.
     """
-    job, site = job_of(options)
+    job, site = build_job(options)
     folder = Path(job.out or run_folder.default_path(job_name(job)))
     for run in [folder / f"nodes-{size}" for size in job.sizes] or [folder]:
         must_be_same_recipe(options, run)
-    must_be_free(folder, job.options.get("dependency", ""))
+    must_have_no_active_job(folder, job.options.get("dependency", ""))
     text = render_script(replace(job, out=str(folder)), site)
     try:
         click.echo(f"{submit_script(text, folder)}  {folder}")
     except UsageError:
         raise
-    except HpctrainError as error:  # not a fault of this program: no traceback
+    except HpctrainError as error:  # a fault of Slurm needs no traceback
         click.echo(f"hpctrain: {error}", err=True)
         context.exit(error.exit_code)
 
 
-STATUS = """\b
+STATUS_EPILOG = """\b
 Examples:
   hpctrain slurm status
   hpctrain slurm status runs/first --json
@@ -142,33 +165,35 @@ Examples:
 """
 
 
-@slurm.command(epilog=STATUS)
+@slurm.command(epilog=STATUS_EPILOG)
 @click.argument("folders", nargs=-1, type=click.Path(path_type=Path), metavar="[DIR]...")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON in place of a table.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 @click.option(
     "--wait",
     "wait_s",
     type=float,
     metavar="S",
-    help="Wait until all have ended, at most S seconds.",
+    help="Wait until all jobs have ended, at most S seconds.",
 )
 @click.pass_context
 def status(
     context: click.Context, folders: tuple[Path, ...], as_json: bool, wait_s: float | None
 ) -> None:
-    """Show the state of the jobs of DIR, a run or a study, or of all in runs/.
+    """Show the state of the jobs of DIR, a run or a study; by default of all runs in runs/.
 
-    With --wait it ends with 0 if all are done, else with 1; without, with 1 where Slurm does not
-    answer.
+    With --wait the exit code is 0 if all jobs are done, else 1. Without, it is 1 if Slurm does not
+    answer, else 0.
     """
-    job_folders = [job for folder in folders for job in studies.folders(folder) or [folder]]
-    targets = job_folders or studies.by_age(Path("runs").glob("*"))
+    job_folders = [
+        job for folder in folders for job in studies.find_job_folders(folder) or [folder]
+    ]
+    targets = job_folders or studies.sort_by_age(Path("runs").glob("*"))
     if not targets:
-        raise UsageError("no run in runs/ was submitted; name the folder of one")
-    rows = wait(targets, wait_s or 0)
+        raise UsageError("runs/ holds no submitted run; name the folder of a run")
+    rows = wait_for_jobs(targets, wait_s or 0)
     click.echo(json.dumps(rows, indent=1)) if as_json else print_table(rows)
-    is_good = is_done if wait_s is not None else _has_answer
-    context.exit(0 if all(map(is_good, rows)) else 1)
+    is_successful = is_done if wait_s is not None else _has_answer
+    context.exit(0 if all(map(is_successful, rows)) else 1)
 
 
 def _has_answer(row: dict[str, Any]) -> bool:

@@ -9,7 +9,7 @@ import click
 
 from hpctrain import engines, world
 from hpctrain.commands import _options
-from hpctrain.commands._complete import choices, recipes
+from hpctrain.commands._complete import complete_choices, complete_recipes
 from hpctrain.training import recipe, runs
 from hpctrain.transport.device.gpus import Device
 
@@ -26,30 +26,30 @@ checkpoint (resume with --resume); 86 hung, ended by the watch; 130 interrupted.
 
 On fewer cores than ranks Open MPI needs `mpirun --oversubscribe`; `hpctrain launch` adds it.
 
-A recipe may name functions in files beside it: whoever trains a recipe runs its code.
+A recipe may name functions in files beside it: training a recipe runs this code.
 """
 
 
 @click.command(epilog=EPILOG)
-@click.argument("name", metavar="RECIPE", shell_complete=recipes)
+@click.argument("name", metavar="RECIPE", shell_complete=complete_recipes)
 @click.option(
     "--engine",
     metavar="KIND",
-    shell_complete=choices(engines.ENGINES),
+    shell_complete=complete_choices(engines.ENGINES),
     help=f"The training regime: {', '.join(engines.ENGINES)}.",
 )
 @click.option("--epochs", type=int, metavar="N", help="Passes over the training data.")
 @click.option(
     "--device",
     metavar="DEVICE",
-    shell_complete=choices(get_args(Device)),
+    shell_complete=complete_choices(get_args(Device)),
     help="auto, cpu or gpu.",
 )
-@_options.sets
+@_options.set_option
 @click.option(
     "--out", type=click.Path(path_type=Path), metavar="DIR", help="Default: runs/RECIPE-TIME."
 )
-@click.option("--resume", is_flag=True, help="Go on from the newest checkpoint in --out.")
+@click.option("--resume", is_flag=True, help="Continue from the newest checkpoint in --out.")
 @click.option("--trace", is_flag=True, help="Record what each thread does: DIR/trace.json.")
 @click.option(
     "--replay",
@@ -70,9 +70,9 @@ def train(
 ) -> None:
     """Train the model that RECIPE describes; results go to the folder --out."""
     if resume and out is None:
-        raise click.UsageError("--resume needs --out DIR, the folder of the run to go on with")
-    flags = {"engine.kind": engine, "run.epochs": epochs, "run.device": device}
-    settings = [f"{key}={value}" for key, value in flags.items() if value is not None]
-    settings += ["trace.enabled=true"] * trace
-    spec = recipe.load(name, [*settings, *sets])
-    runs.train(spec, world.init(spec.run.device), out, resume, replay)
+        raise click.UsageError("--resume needs --out DIR, the folder of the run to continue")
+    recipe_values = {"engine.kind": engine, "run.epochs": epochs, "run.device": device}
+    overrides = [f"{key}={value}" for key, value in recipe_values.items() if value is not None]
+    overrides += ["trace.enabled=true"] * trace
+    resolved_recipe = recipe.load(name, [*overrides, *sets])
+    runs.train(resolved_recipe, world.init(resolved_recipe.run.device), out, resume, replay)

@@ -12,7 +12,7 @@ from hpctrain.bench.tuning import command as tuning
 from hpctrain.core import launchers
 from hpctrain.core.errors import UsageError
 
-FILE = click.Path(path_type=Path)
+FILE_TYPE = click.Path(path_type=Path)
 EPILOG = """\b
 Examples:
   mpirun -n 4 hpctrain tune
@@ -22,9 +22,9 @@ Examples:
   hpctrain tune --show --device gpu
 
 The table lies in $XDG_CACHE_HOME/hpctrain/tuning, by default ~/.cache/hpctrain/tuning; the
-environment variable HPCTRAIN_TUNING names another folder, or one file. `auto` takes it wherever
+environment variable HPCTRAIN_TUNING names another folder, or one file. `auto` uses it wherever
 machine, MPI and layout of the ranks are the same: see docs/tuning.md. Arrays on GPUs have a table
-of their own, for these GPUs and the way their memory takes.
+of their own, for these GPUs and this GPU path.
 
 On fewer cores than ranks Open MPI needs `mpirun --oversubscribe`; `hpctrain launch` adds it.
 """
@@ -34,7 +34,7 @@ On fewer cores than ranks Open MPI needs `mpirun --oversubscribe`; `hpctrain lau
 @click.option(
     "--sizes",
     metavar="SIZES",
-    help=f"Default: {tuning.SIZES}. Where the fastest changes between two, their middle as well.",
+    help=f"Default: {tuning.DEFAULT_SIZES}; also the size midway where the fastest changes.",
 )
 @click.option(
     "--device",
@@ -43,8 +43,12 @@ On fewer cores than ranks Open MPI needs `mpirun --oversubscribe`; `hpctrain lau
     metavar="cpu|gpu",
     help="The memory of the arrays.",
 )
-@click.option("--rounds", type=int, metavar="N", help="Default: as many as fit into a minute.")
-@click.option("--out", type=FILE, metavar="FILE", help="Keep the table there instead.")
+@click.option(
+    "--rounds", type=int, metavar="N", help="Rounds; default: as many as fit into a minute."
+)
+@click.option(
+    "--out", type=FILE_TYPE, metavar="FILE", help="Write the table to FILE instead of the cache."
+)
 @click.option(
     "--show",
     is_flag=False,
@@ -52,7 +56,7 @@ On fewer cores than ranks Open MPI needs `mpirun --oversubscribe`; `hpctrain lau
     metavar="[FILE]",
     help="Measure nothing: show the table in FILE, or the newest of this machine.",
 )
-@click.option("--plot", type=FILE, metavar="FILE", help="Draw it: .png or .svg.")  # fmt: skip
+@click.option("--plot", type=FILE_TYPE, metavar="FILE", help="Plot the table: .png or .svg.")
 def tune(
     sizes: str | None,
     device: str,
@@ -61,11 +65,11 @@ def tune(
     show: str | None,
     plot: Path | None,
 ) -> None:
-    """Measure which all-reduce is fastest here: `auto` then takes it."""
+    """Measure which all-reduce is fastest here; `auto` then uses it."""
     if show is None:
-        options = tuning.check(sizes, rounds, out, plot, device)
+        options = tuning.parse_options(sizes, rounds, out, plot, device)
         tuning.run(world.init(options.device), options)
     elif (sizes, rounds, out) != (None, None, None):
         raise UsageError("--show measures nothing: leave out --sizes, --rounds and --out")
-    elif (job := launchers.launched(os.environ)).rank == 0:
-        tuning.show(Path(show) if show else None, job.size, plot, device)
+    elif (launched := launchers.launched(os.environ)).rank == 0:
+        tuning.show_table(Path(show) if show else None, launched.size, plot, device)

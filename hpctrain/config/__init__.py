@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
+import functools
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar, cast
 
@@ -12,10 +12,13 @@ from typing_extensions import dataclass_transform
 
 from hpctrain.core.errors import UsageError
 from hpctrain.core.files import brief
+from hpctrain.core.names import pick, unknown
+
+__all__ = ["OptionsError", "options", "pick", "read", "read_kind", "unknown"]
 
 T = TypeVar("T")
 _MISSING = ("missing", "missing_argument")
-_MOST_FAULTS = 10  #: of one table that an error lists: a list may have thousands
+_MAX_FAULTS = 10  #: of one table that an error lists: a list may have thousands
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(pydantic.Field,))
@@ -23,7 +26,33 @@ def options(cls: type[T]) -> type[T]:
     """Make `cls` a frozen dataclass that checks its fields, whether made from a file or in code."""
     strict = pydantic.ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     strict_cls = pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=strict)(cls)
+    validate = strict_cls.__init__
+
+    def init(self: Any, *args: Any, **fields: Any) -> None:
+        try:
+            validate(self, *args, **fields)
+        except pydantic.ValidationError as error:
+            raise OptionsError(cls.__name__, list(strict_cls.__pydantic_fields__), error) from None
+
+    # Assigned afterwards: pydantic itself makes nested options without calling it.
+    strict_cls.__init__ = functools.wraps(validate)(init)  # type: ignore[method-assign]
     return cast("type[T]", strict_cls)
+
+
+class OptionsError(UsageError):
+    """Options that are unknown, missing or have a wrong value; all faults, a line each."""
+
+    def __init__(self, name: str, keys: list[str], error: pydantic.ValidationError):
+        # An unknown key first: it may be a misspelling of the missing one.
+        self._errors = sorted(error.errors(), key=lambda e: e["type"] in _MISSING)
+        self._keys = keys
+        super().__init__(self.text(name))
+
+    def text(self, name: str) -> str:
+        """Return the faults as those of the options or the table `name`."""
+        faults = [_fault(error, self._keys, name) for error in self._errors[:_MAX_FAULTS]]
+        omitted = len(self._errors) - _MAX_FAULTS
+        return "\n".join([*faults, *[f"{name} and {omitted} more"] * (omitted > 0)])
 
 
 def read(cls: type[T], table: Any, name: str) -> T:
@@ -32,13 +61,8 @@ def read(cls: type[T], table: Any, name: str) -> T:
         raise UsageError(f"[{name}] expected a table, seen {brief(table)}")
     try:
         return cls(**table)
-    except pydantic.ValidationError as error:
-        keys = list(cls.__pydantic_fields__)  # type: ignore[attr-defined]
-        # an unknown key first: it may be a misspelling of the missing one
-        errors = sorted(error.errors(), key=lambda e: e["type"] in _MISSING)
-        faults = [_fault(e, keys, name) for e in errors[:_MOST_FAULTS]]
-        more = [f"[{name}] and {len(errors) - _MOST_FAULTS} more"] * (len(errors) > _MOST_FAULTS)
-        raise UsageError("\n".join(faults + more)) from None
+    except OptionsError as error:
+        raise UsageError(error.text(f"[{name}]")) from None
 
 
 def read_kind(kinds: Mapping[str, type[T]], table: Mapping[str, Any], name: str) -> T:
@@ -48,29 +72,15 @@ def read_kind(kinds: Mapping[str, type[T]], table: Mapping[str, Any], name: str)
     return read(kind, table, name)
 
 
-def pick(choices: Mapping[str, T], key: Any, kind: str) -> T:
-    """Return `choices[key]`; raise UsageError with the nearest name if there is none."""
-    if key is None:
-        raise UsageError(f"{kind} is missing; choose one of: {', '.join(choices)}")
-    if not isinstance(key, str) or key not in choices:
-        raise UsageError(unknown(kind, key, choices))
-    return choices[key]
-
-
-def unknown(kind: str, name: Any, names: Iterable[str]) -> str:
-    """Return the message about an unknown `name`: the nearest of `names`, or all of them."""
-    names = list(names)
-    nearest = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
-    hint = f"did you mean '{nearest[0]}'?" if nearest else f"choose one of: {', '.join(names)}"
-    return f"unknown {kind} {brief(str(name))}; {hint}"
-
-
 def _fault(error: Any, keys: Iterable[str], name: str) -> str:
     key = ".".join(str(part) for part in error["loc"])
     if error["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
-        return unknown(f"key in [{name}]:", key, keys)
+        return unknown(f"key in {name}:", key, keys)
     if error["type"] in _MISSING:
-        return f"[{name}] {key} is missing"
+        return f"{name} {key} is missing"
+    if error["type"] == "unexpected_positional_argument":
+        names = f"{name}({', '.join(f'{key}=...' for key in keys)})"
+        return f"{name} takes its options by name, seen {brief(error['input'])}; write {names}"
     if not key and "error" in error.get("ctx", {}):
         return str(error["ctx"]["error"])  # a check of several options together
-    return f"[{name}] {key}: {error['msg'].lower()}, seen {brief(error['input'])}"
+    return f"{name} {key}: {error['msg'].lower()}, seen {brief(error['input'])}"

@@ -29,7 +29,7 @@ from hpctrain.core.errors import UsageError
 
 STANDARD = sys.stdlib_module_names | {"__main__", "test"}
 MODULE_BYTES = 1 << 30  #: of a module's file at most; extensions are large
-EXPECTED = "expected a function of a module beside the recipe or of an installed package"
+EXPECTED_FUNCTION = "expected a function of a module beside the recipe or of an installed package"
 
 
 @config.options
@@ -129,7 +129,9 @@ def find(target: str, place: str, folder: str) -> Callable[..., Any]:
         raise UsageError(f"{location}: {hint}")
     origin = _origin(functions[function_name])
     if _is_standard(origin):
-        raise UsageError(f"{location}: {EXPECTED}, seen one of Python's own module {origin}")
+        raise UsageError(
+            f"{location}: {EXPECTED_FUNCTION}, seen one of Python's own module {origin}"
+        )
     return functions[function_name]
 
 
@@ -190,7 +192,7 @@ def _must_be_users(name: str, location: str, folder: str) -> None:
     own_paths = recipe_module.origin if recipe_module else None
     rename = f"; rename {own_paths}" if own_paths else ""
     if _is_standard(name):
-        raise UsageError(f"{location}: {EXPECTED}, seen Python's own module {top}{rename}")
+        raise UsageError(f"{location}: {EXPECTED_FUNCTION}, seen Python's own module {top}{rename}")
     installed = _installed_spec(
         top
     )  # not before: another finder of Python's modules would run code

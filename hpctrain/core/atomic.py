@@ -22,7 +22,7 @@ TEMPORARY_NAME = re.compile(
     r"\..+\.(json|jsonl|toml|redone)\.(?P<process>[0-9-]{1,40})\.[0-9]+(@(?P<host>.+))?"
 )
 #: After this time a temporary file has no writer, even if of another host.
-LONGEST_WRITE_S = 3600.0
+MAX_WRITE_S = 3600.0
 
 
 def replace(path: Path, content: str | bytes) -> None:
@@ -67,7 +67,7 @@ def is_left(path: Path) -> bool:
     if named["host"] == os.uname().nodename and _process(pid) != named["process"]:
         return True
     try:
-        return time.time() - path.lstat().st_mtime > LONGEST_WRITE_S
+        return time.time() - path.lstat().st_mtime > MAX_WRITE_S
     except FileNotFoundError:
         return False
 

@@ -17,7 +17,7 @@ import numpy as np
 from hpctrain.core.xp import Array, namespace, raw_kernel
 
 THREADS, BLOCKS_PER_UNIT = 256, 8
-MOST_BLOCKS, LEAST_THREADS = 4096, 32  #: of a kernel with a block for each row
+MAX_CUDA_BLOCKS, LEAST_THREADS = 4096, 32  #: of a kernel with a block for each row
 PACK_BYTES = 16  #: the longest load of a GPU
 
 _IDENTITY_CONVERSIONS = (
@@ -111,7 +111,7 @@ def launch_rows(x: Array, source: str, name: str, args: tuple[Any, ...]) -> None
     rows, c = x.shape
     threads = min(THREADS, max(LEAST_THREADS, 1 << (c - 1).bit_length()))
     if rows:
-        grid = min(rows, MOST_BLOCKS), 1
+        grid = min(rows, MAX_CUDA_BLOCKS), 1
         raw_kernel(x, source, name)(grid, (threads,), (*args, np.int64(rows), np.int32(c)))
 
 

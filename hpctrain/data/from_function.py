@@ -24,7 +24,7 @@ class FunctionData:
     def load(self, seed: int) -> Split:
         """Call the function, which returns a Split or (train, test); test may be None.
 
-        `train` and `test` are Datasets, other Samples or pairs (x, y). Raises UsageError for a
+        `train` and `test_set` are Datasets, other Samples or pairs (x, y). Raises UsageError for a
         missing function or an invalid return value. Errors inside the function are not caught.
         """
         result = usercode.call(self.target, "[data] kind", self.folder, **self.arguments)
@@ -35,8 +35,8 @@ def _as_split(value: Any, target: str) -> Split:
     if not isinstance(value, tuple) or len(value) not in (2, 3):
         raise UsageError(f"{target}: expected (train, test) or a Split, seen {_describe(value)}")
     train = _as_dataset(value[0], f"{target} (train)")
-    test = None if value[1] is None else _as_dataset(value[1], f"{target} (test)")
-    return make_split(train, test, target, *value[2:])
+    test_set = None if value[1] is None else _as_dataset(value[1], f"{target} (test)")
+    return make_split(train, test_set, target, *value[2:])
 
 
 def _as_dataset(value: Any, source: str) -> Samples:

@@ -1,5 +1,5 @@
-"""The preflight: finds faults of this node, and causes of slowness, before a run.
+"""The preflight: finds faults and slow settings of this node before a run.
 
-Each file looks at one side and returns checks: functions of facts that are passed in, so that tests
-plant faults. `examine.py` gathers the facts of the real machine, `show.py` prints the result.
+Each file checks one aspect with functions of facts that are passed in, so that tests can plant
+faults. `examine.py` gathers the facts of the real machine, `show.py` prints the result.
 """

@@ -1,4 +1,4 @@
-"""The result of a check: a row of the table, whether it should stop a run, the nodes to blame."""
+"""The result of a check: its verdict, a remedy, and the nodes to blame."""
 
 from __future__ import annotations
 
@@ -21,40 +21,45 @@ class Check:
     verdict: Verdict
     seen: str
     remedy: str = ""
-    nodes: tuple[str, ...] = ()  #: to blame, and better left out; only a job has several
+    nodes: tuple[str, ...] = ()  #: the nodes to blame, which a run should leave out
 
 
 def exit_code(checks: Iterable[Check]) -> int:
-    """Return 1 if something would break a run, else 0."""
+    """Return 1 if a check is "bad", else 0."""
     return int(any(check.verdict == "bad" for check in checks))
 
 
 def node_list(hosts: Iterable[str]) -> str:
     """Return `hosts` as one word for srun's --exclude and --nodelist."""
-    parts = [_parts(host) for host in dict.fromkeys(hosts)]
-    # n08, n09 and n10 are two digits wide; without a leading zero n9 and n10 form one group.
-    padded = {(prefix, len(digits)) for prefix, digits in parts if digits[:1] == "0" != digits}
-    numbered: dict[tuple[str, int], list[int]] = {}
-    unnumbered: list[str] = []
+    parts = [_split_trailing_digits(host) for host in dict.fromkeys(hosts)]
+    # n08, n09 and n10 form a group of two digits; n9 and n10 form a group without leading zeros.
+    padded_groups = {
+        (prefix, len(digits)) for prefix, digits in parts if digits[:1] == "0" != digits
+    }
+    numbers_by_group: dict[tuple[str, int], list[int]] = {}
+    plain_names: list[str] = []
     for prefix, digits in parts:
         if digits:
-            width = len(digits) if (prefix, len(digits)) in padded else 0
-            numbered.setdefault((prefix, width), []).append(int(digits))
+            width = len(digits) if (prefix, len(digits)) in padded_groups else 0
+            numbers_by_group.setdefault((prefix, width), []).append(int(digits))
         else:
-            unnumbered.append(prefix)
+            plain_names.append(prefix)
     return ",".join(
-        [*unnumbered, *(_name(*key, sorted(numbers)) for key, numbers in numbered.items())]
+        [
+            *plain_names,
+            *(_format_group(*key, sorted(numbers)) for key, numbers in numbers_by_group.items()),
+        ]
     )
 
 
-def _parts(host: str) -> tuple[str, str]:
-    """Return a name without its trailing digits, and these digits."""
+def _split_trailing_digits(host: str) -> tuple[str, str]:
+    """Split a host name into a prefix and its trailing digits."""
     prefix = host.rstrip("0123456789")
     return prefix, host[len(prefix) :]
 
 
-def _name(prefix: str, width: int, numbers: list[int]) -> str:
+def _format_group(prefix: str, width: int, numbers: list[int]) -> str:
     if len(numbers) == 1:
         return f"{prefix}{numbers[0]:0{width}d}"
-    text = re.sub(r"\d+", lambda match: match[0].zfill(width), ranges(numbers))
-    return f"{prefix}[{text}]"
+    ranges_text = re.sub(r"\d+", lambda match: match[0].zfill(width), ranges(numbers))
+    return f"{prefix}[{ranges_text}]"

@@ -1,4 +1,4 @@
-"""Gather and check the facts of this node; MPI starts in child processes only."""
+"""Examine this node: gather its facts and check them; MPI starts only in child processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hpctrain.core import launchers
 from hpctrain.core.errors import UsageError
 from hpctrain.doctor import gpus, mpi, network, node
 from hpctrain.doctor.check import Check, exit_code
-from hpctrain.doctor.topology import Topology, find_topology, lines
+from hpctrain.doctor.topology import Topology, find_topology, format_topology
 from hpctrain.hardware import gdr, nics, nvidia, pci, quota
 from hpctrain.machine import version
 from hpctrain.transport.gpu_probe import probe_process, verdicts
@@ -27,20 +27,20 @@ from hpctrain.transport.gpu_probe.verdicts import ProbeResult
 from hpctrain.transport.placement import core_binding
 
 PACKAGES = ("hpctrain", "numpy", "mpi4py")
-_CUPY = ("cupy-cuda12x", "cupy-cuda13x", "cupy")
+_CUPY_PACKAGES = ("cupy-cuda12x", "cupy-cuda13x", "cupy")
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """GPUs, adapters and their topology, as found below `root`."""
+    """GPUs, network adapters and their topology."""
 
     cards: nvidia.Cards
-    on_bus: int  #: GPUs that the driver knows, hidden ones among them
+    gpus_on_bus: int  #: GPUs that the driver knows, including hidden ones
     nics: tuple[nics.Nic, ...]
     gdr: gdr.Gdr
     topology: Topology
-    lines: list[str]
-    quota: float | None = None  #: CPU time of so many cores by the control group; None: no limit
+    topology_lines: list[str]
+    quota_cores: float | None = None  #: CPU limit of the control group; None: no limit
 
     def table(self) -> dict[str, Any]:
         """Return the hardware as --json writes it."""
@@ -49,13 +49,13 @@ class Hardware:
             "nics": [asdict(nic) for nic in self.nics],
             "topology": asdict(self.topology),
             "gdr": asdict(self.gdr),
-            "cpu_quota": self.quota,
+            "cpu_quota": self.quota_cores,
         }
 
 
 @dataclass(frozen=True)
 class NodeResult:
-    """Checks and hardware of a node."""
+    """The checks and the hardware of a node."""
 
     host: str
     checks: list[Check]
@@ -73,77 +73,89 @@ class NodeResult:
         }
 
 
-def examine() -> NodeResult:
+def examine_node() -> NodeResult:
     """Check this node; raise UsageError inside a job of several ranks."""
-    _refuse(launchers.launched(os.environ))
-    node_hardware = hardware(socket.gethostname())
-    gpu_paths = _gpu_paths() if node_hardware.cards.cards and cupy() else None
-    checks = [_versions(), *_mpi_checks(), _blas(node_hardware.quota)]
-    checks += node_checks(node_hardware, gpu_paths)
-    checks += network.named_nics(node_hardware.nics, os.environ)
+    _must_be_single_process(launchers.launched(os.environ))
+    node_hardware = find_hardware(socket.gethostname())
+    gpu_paths = _probe_gpu_paths() if node_hardware.cards.cards and cupy_version() else None
+    checks = [_check_versions(), *_check_mpi(), _check_blas(node_hardware.quota_cores)]
+    checks += check_node(node_hardware, gpu_paths)
+    checks += network.check_named_nics(node_hardware.nics, os.environ)
     return NodeResult(socket.gethostname(), checks, node_hardware, gpu_paths)
 
 
-def node_checks(node_hardware: Hardware, gpu_paths: ProbeResult | None) -> list[Check]:
-    """Return the checks of memory, GPUs and network, the same for all processes of a node."""
-    rdma = any(nic.rdma for nic in node_hardware.nics)
-    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    checks = [*node.shared_memory(), node.memlock(limit, rdma)]
-    checks += gpus.checks(node_hardware.cards, node_hardware.on_bus, cupy(), gpu_paths, os.environ)
+def check_node(node_hardware: Hardware, gpu_paths: ProbeResult | None) -> list[Check]:
+    """Return the checks of memory, GPUs and network, equal for all processes of a node."""
+    has_rdma = any(nic.rdma for nic in node_hardware.nics)
+    memlock_limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    checks = [*node.check_shared_memory(), node.check_memlock(memlock_limit, has_rdma)]
+    checks += gpus.check_gpus(
+        node_hardware.cards, node_hardware.gpus_on_bus, cupy_version(), gpu_paths, os.environ
+    )
     if node_hardware.cards.cards:
-        checks.append(gpus.gdr(node_hardware.gdr))
-    return checks + network.checks(node_hardware.nics)
+        checks.append(gpus.check_gdr(node_hardware.gdr))
+    return checks + network.check_adapters(node_hardware.nics)
 
 
-def hardware(host: str, root: Path = pci.ROOT) -> Hardware:
+def find_hardware(host: str, root: Path = pci.ROOT) -> Hardware:
     """Return GPUs, adapters and the topology between them."""
-    of_driver = [nvidia.nvml(), nvidia.smi()] if root == pci.ROOT else [None, None]
-    cards, adapters = nvidia.cards(root, *of_driver), nics.nics(root)
-    topology = find_topology(cards, adapters, root)
-    on_bus = len(list((root / "proc/driver/nvidia/gpus").glob("*")))
-    text = lines(host, cards, adapters, topology, root)
+    driver_reports = [nvidia.nvml(), nvidia.smi()] if root == pci.ROOT else [None, None]
+    cards, all_nics = nvidia.cards(root, *driver_reports), nics.nics(root)
+    topology = find_topology(cards, all_nics, root)
+    gpus_on_bus = len(list((root / "proc/driver/nvidia/gpus").glob("*")))
+    topology_lines = format_topology(host, cards, all_nics, topology, root)
     quota_cores = quota.cores(root)
-    return Hardware(cards, on_bus, adapters, gdr.gdr(adapters, root), topology, text, quota_cores)
+    return Hardware(
+        cards,
+        gpus_on_bus,
+        all_nics,
+        gdr.gdr(all_nics, root),
+        topology,
+        topology_lines,
+        quota_cores,
+    )
 
 
-def _refuse(launched: launchers.Launched) -> None:
+def _must_be_single_process(launched: launchers.Launched) -> None:
     if launched.size > 1:
         raise UsageError(
-            f"doctor looks at one node, from one process; this is rank {launched.rank} of "
-            f"{launched.size} that a launcher started: call `hpctrain doctor --job` to look at the "
+            f"doctor checks one node, from one process; this is rank {launched.rank} of "
+            f"{launched.size} that a launcher started: call `hpctrain doctor --job` to check the "
             "whole job, or `srun -N 1 -n 1 hpctrain doctor`"
         )
 
 
-def _versions() -> Check:
+def _check_versions() -> Check:
     packages = [f"{name} {version(name)}" for name in PACKAGES]
     return Check("versions", "ok", ", ".join([f"Python {platform.python_version()}", *packages]))
 
 
-def _mpi_checks() -> list[Check]:
+def _check_mpi() -> list[Check]:
     try:
         library = find_mpi()
     except UsageError as error:
         remedy, *details = str(error).splitlines()
         return [Check("MPI", "bad", " ".join(" ".join(details).split()), remedy)]
-    return mpi.checks(library, mpi.start(library), mpi.on_path())
+    return mpi.check_mpi(library, mpi.start_two_ranks(library), mpi.find_launchers())
 
 
-def _blas(quota_cores: float | None) -> Check:
-    cores = len(os.sched_getaffinity(0))
-    return node.blas(core_binding.user_threads(os.environ) or cores, cores, quota_cores)
+def _check_blas(quota_cores: float | None) -> Check:
+    core_count = len(os.sched_getaffinity(0))
+    return node.check_blas(
+        core_binding.user_threads(os.environ) or core_count, core_count, quota_cores
+    )
 
 
-def cupy() -> str | None:
-    """Return the installed CuPy's name and version, None where there is none."""
-    for name in _CUPY:
+def cupy_version() -> str | None:
+    """Return the package name and version of the installed CuPy, else None."""
+    for name in _CUPY_PACKAGES:
         with suppress(metadata.PackageNotFoundError):
             return f"{name} {metadata.version(name)}"
     return "version unknown" if find_spec("cupy") else None
 
 
-def _gpu_paths() -> ProbeResult | None:
+def _probe_gpu_paths() -> ProbeResult | None:
     try:
-        return verdicts.from_json(probe_process.verdict(repeat=True))
+        return verdicts.from_json(probe_process.run_probe(force=True))
     except (ValueError, KeyError, TypeError, json.JSONDecodeError):
         return None

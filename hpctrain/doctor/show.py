@@ -11,35 +11,35 @@ from rich.text import Text
 from hpctrain.doctor.check import Check
 from hpctrain.doctor.examine import NodeResult
 
-COLOURS = {"ok": "green", "note": "cyan", "slow": "yellow", "bad": "bold red"}
-WIDTH = 110  # where there is no terminal
+VERDICT_COLOURS = {"ok": "green", "note": "cyan", "slow": "yellow", "bad": "bold red"}
+DEFAULT_WIDTH = 110  # characters, if stdout is no terminal
 
 
-def show(result: NodeResult, console: Console) -> None:
-    """Print the topology, the table, then the remedies, a line each that can be copied."""
-    for line in result.hardware.lines:
+def print_result(result: NodeResult, console: Console) -> None:
+    """Print the topology, the table of checks, and the remedies on lines that users can copy."""
+    for line in result.hardware.topology_lines:
         console.print(Text(line), soft_wrap=True)
-    console.print(table(result.checks))
-    remedies(result.checks, console)
+    console.print(checks_table(result.checks))
+    print_remedies(result.checks, console)
 
 
-def remedies(checks: Sequence[Check], console: Console) -> None:
-    """Print the remedies, a line each."""
+def print_remedies(checks: Sequence[Check], console: Console) -> None:
+    """Print one line per remedy."""
     for check in checks:
         if check.remedy and check.verdict in ("slow", "bad"):
             console.print(Text(f"{check.name}: {check.remedy}"), soft_wrap=True)
 
 
-def table(checks: Sequence[Check]) -> Table:
-    """Return a row per check."""
-    grid = Table("check", "verdict", "seen", "remedy")
+def checks_table(checks: Sequence[Check]) -> Table:
+    """Return a table with a row per check."""
+    table = Table("check", "verdict", "seen", "remedy")
     for check in checks:
-        verdict = Text(check.verdict, COLOURS[check.verdict])
-        grid.add_row(check.name, verdict, Text(check.seen), Text(check.remedy))
-    return grid
+        verdict = Text(check.verdict, VERDICT_COLOURS[check.verdict])
+        table.add_row(check.name, verdict, Text(check.seen), Text(check.remedy))
+    return table
 
 
-def console() -> Console:
-    """Return a console on stdout, wide enough for the table if it is no terminal."""
-    out = Console()
-    return out if out.is_terminal else Console(width=WIDTH)
+def make_console() -> Console:
+    """Return a console on stdout, wide enough for the table if stdout is no terminal."""
+    stdout_console = Console()
+    return stdout_console if stdout_console.is_terminal else Console(width=DEFAULT_WIDTH)

@@ -108,7 +108,7 @@ class MixedReplica:
         self._round_all_params()
         return self.model.evaluate(self._params, *batch)
 
-    def outputs(self, x: np.ndarray) -> np.ndarray:
+    def predict(self, x: np.ndarray) -> np.ndarray:
         """Return the model's outputs for samples `x` (n, ...), float32, on the host."""
         self._round_all_params()
         return xp.to_host(xp.widened(self.model.outputs(self._params, x)))

@@ -101,7 +101,7 @@ class ModelReplica:
         self.arena = replace(self.arena, **planes)  # type: ignore[arg-type]
         self._bind_views()
 
-    def outputs(self, x: np.ndarray) -> np.ndarray:
+    def predict(self, x: np.ndarray) -> np.ndarray:
         """Return the model's outputs for samples `x` (n, ...): logits (n, classes), a new array."""
         return xp.to_host(self.model.outputs(self._params, x))
 

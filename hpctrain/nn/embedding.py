@@ -43,10 +43,10 @@ class Embedding:
         return {"table": Parameter((self.entries, self.width), normal(INIT_STD))}
 
     def forward(self, p: Mapping[str, Array], x: Array, key: Key | None) -> tuple[Array, Array]:
-        rows = x.astype("int64")
+        indices = x.astype("int64")
         if not on_device(x):  # else the model has checked them on the host
-            self.check(rows)
-        return p["table"][rows], rows
+            self.check(indices)
+        return p["table"][indices], indices
 
     def check(self, x: np.ndarray) -> None:
         """Raise UsageError for samples on the host that are not indices of the table."""

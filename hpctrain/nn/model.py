@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -25,15 +25,19 @@ __all__ = ["Key", "Model", "initial_values"]
 class Model:
     """A sequence of layers: a description without arrays, which ranks and threads may share.
 
-    `layers` maps names to layers, first layer first; `input_shape` is the shape of one sample.
-    Raises UsageError if the output of a layer does not fit the next one.
+    `layers` maps names to layers, first layer first; the layers of a sequence are named by their
+    class and number, such as "linear1". `input_shape` is the shape of one sample; a number stands
+    for a vector. Raises UsageError if the output of a layer does not fit the next one.
     """
 
     def __init__(
-        self, layers: Mapping[str, Layer], input_shape: Shape, loss: Loss = cross_entropy
+        self,
+        layers: Mapping[str, Layer] | Sequence[Layer],
+        input_shape: Shape | int,
+        loss: Loss = cross_entropy,
     ) -> None:
-        self.layers = dict(layers)
-        self.input_shape = tuple(input_shape)
+        self.layers = _named(layers)
+        self.input_shape = _shape(input_shape)
         self.loss = loss
         self._first_layer = next(iter(self.layers.values()), None)
         sample_shapes = infer_shapes(self.layers, self.input_shape)
@@ -49,6 +53,11 @@ class Model:
         self._dtype_parameter = next((n for n, p in self.parameters.items() if not p.wide),
                              next(iter(self.parameters)))  # fmt: skip
         self._use_counts = Counter(name for names in self._names for name in names.values())
+
+    def __repr__(self) -> str:
+        parameters = sum(prod(parameter.shape) for parameter in self.parameters.values())
+        shapes = f"{self.input_shape} -> {self.output_shape}"
+        return f"Model({', '.join(self.layers)}: {shapes}, {parameters:,} parameters)"
 
     @property
     def targets(self) -> int:
@@ -202,3 +211,32 @@ def _philox_key(seed: int, index: int) -> np.ndarray:
 
 def _empty_like(x: Array) -> Array:
     return namespace(x).empty_like(x)
+
+
+def _named(layers: Mapping[str, Layer] | Sequence[Layer]) -> dict[str, Layer]:
+    """Return the layers by name; those of a sequence by class and number, such as "linear1"."""
+    if not isinstance(layers, (Mapping, list, tuple)):
+        raise UsageError(
+            f"layers: expected a list of layers, or a dict of them by name, seen {layers!r}"
+        )
+    values = list(layers.values() if isinstance(layers, Mapping) else layers)
+    for layer in values:
+        if isinstance(layer, type) or not hasattr(layer, "output_shape"):
+            raise UsageError(f"layers: expected layers such as ht.nn.Linear(10), seen {layer!r}")
+    if isinstance(layers, Mapping):
+        return dict(layers)
+    kinds = [type(layer).__name__.lower() for layer in values]
+    numbers = [kinds[: i + 1].count(kind) for i, kind in enumerate(kinds)]
+    return {f"{kind}{n}": layer for kind, n, layer in zip(kinds, numbers, values, strict=True)}
+
+
+def _shape(input_shape: Any) -> Shape:
+    """Return the shape of one sample as a tuple."""
+    shape = (input_shape,) if isinstance(input_shape, (int, np.integer)) else input_shape
+    if not isinstance(shape, (tuple, list)) or not all(
+        isinstance(n, (int, np.integer)) and n > 0 for n in shape
+    ):
+        raise UsageError(
+            f"input_shape: expected the shape of one sample, such as (28, 28), seen {input_shape!r}"
+        )
+    return tuple(int(n) for n in shape)

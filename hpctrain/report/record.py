@@ -15,7 +15,7 @@ from hpctrain.core.errors import UsageError
 from hpctrain.core.files import FileError, MissingError
 from hpctrain.run_files import run_folder
 
-MOST_COUNTS = 10**8  #: rows times kinds of staleness
+MAX_COUNTS = 10**8  #: rows times kinds of staleness
 TIMES = ("wall_s", "compute_s", "wait_s", "wire_s")
 
 
@@ -87,7 +87,7 @@ class RunRecord:
         """
         histograms = [row.get("staleness_histogram") or {} for row in self.rows]
         max_staleness = max((int(s) for histogram in histograms for s in histogram), default=-1)
-        if len(histograms) * (max_staleness + 1) > MOST_COUNTS:
+        if len(histograms) * (max_staleness + 1) > MAX_COUNTS:
             raise FileError(
                 f"{self.folder}: a staleness of {max_staleness} is too large to be drawn"
             )

@@ -1,8 +1,8 @@
-"""The result of each trial, read from its files: summary.json and metrics.jsonl, nothing else.
+"""The result of each trial, read only from its files: summary.json and metrics.jsonl.
 
-A row of metrics holds rank 0's clock and the time of each rank since the start; the difference of
-two rows is an interval. A trial counts with the median over its timed intervals: a disturbance of a
-few (another process, a page fault) does not count, one of most of them does.
+A row of metrics holds rank 0's clock and the times of each rank since the start; the difference of
+two rows is an interval. The result of a trial is the median over its timed intervals. It ignores
+disturbances of a few intervals, such as another process or page faults.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from statistics import fmean, median
 from typing import Any
 
 from hpctrain.run_files import run_folder
-from hpctrain.scaling.trial_recipe import INTERVALS, Timing
+from hpctrain.scaling.trial_recipe import TIMED_INTERVALS, Timing
 
-TIMES = ("compute_s", "wire_s", "wait_s")
-#: Facts in a run's summary about its machine; jobs run elsewhere than this process.
-FACTS = ("transport", "threads", "gpus", "gpu_paths")
+TIME_COLUMNS = ("compute_s", "wire_s", "wait_s")
+#: Facts about the machine in a run's summary: jobs may run on other nodes than this process.
+MACHINE_FACTS = ("transport", "threads", "gpus", "gpu_paths")
 SUMMARY = run_folder.SUMMARY
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class TrialResult:
-    """Medians of one trial; seconds are those of a step, means over ranks but for `step_s`."""
+    """Medians of one trial: seconds per step; all but `step_s` are means over ranks."""
 
     samples_per_s: float
     step_s: float
@@ -39,44 +39,50 @@ class TrialResult:
 
     @property
     def other_s(self) -> float:
-        """Time in neither compute nor wait: reading data, rows of metrics, the loop itself."""
+        """The rest of a step: reading data, writing metrics, the training loop."""
         return max(0.0, self.step_s - self.compute_s - self.wait_s)
 
 
 @dataclass(frozen=True)
 class Gap:
-    """A missing trial, and the reason."""
+    """A missing trial, with the reason."""
 
     reason: str
 
 
-def trial(folder: Path, timing: Timing) -> TrialResult | Gap:
-    """Return the medians of the run in `folder`, a Gap where it is missing or incomplete."""
+def read_trial(folder: Path, timing: Timing) -> TrialResult | Gap:
+    """Return the medians of the run in `folder`; a Gap if the run is missing or incomplete."""
     try:
         summary = run_folder.read_summary(folder)
         rows = run_folder.rows(folder)
     except (OSError, ValueError) as error:
         return Gap(f"its files cannot be read: {error}")
     if summary is None or summary.get("status") != "done":
-        return Gap(_reason(folder, summary))
-    timed_intervals = list(intervals(rows, timing))
-    if len(timed_intervals) != INTERVALS:
-        cause = ": it was resumed on the way" if rows and rows[-1]["since_step"] else ""
+        return Gap(_gap_reason(folder, summary))
+    interval_list = list(timed_intervals(rows, timing))
+    if len(interval_list) != TIMED_INTERVALS:
+        resume_note = ": it was resumed on the way" if rows and rows[-1]["since_step"] else ""
         return Gap(
-            f"{len(timed_intervals)} rows in {run_folder.METRICS}, expected {INTERVALS}{cause}"
+            f"{len(interval_list)} rows in {run_folder.METRICS}, expected {TIMED_INTERVALS}"
+            f"{resume_note}"
         )
-    step_s = {
-        name: median(interval[name] for interval in timed_intervals) for name in ("step_s", *TIMES)
+    median_times = {
+        name: median(interval[name] for interval in interval_list)
+        for name in ("step_s", *TIME_COLUMNS)
     }
-    rate = median(interval["samples_per_s"] for interval in timed_intervals)
+    samples_per_s_median = median(interval["samples_per_s"] for interval in interval_list)
     hosts = tuple(summary.get("hosts") or ())
-    facts = {name: summary[name] for name in FACTS if summary.get(name)}
+    machine_facts = {name: summary[name] for name in MACHINE_FACTS if summary.get(name)}
     return TrialResult(
-        rate, **step_s, algorithm=summary.get("algorithm"), hosts=hosts, machine=facts
+        samples_per_s_median,
+        **median_times,
+        algorithm=summary.get("algorithm"),
+        hosts=hosts,
+        machine=machine_facts,
     )
 
 
-def intervals(rows: Sequence[Row], timing: Timing) -> Iterator[dict[str, float]]:
+def timed_intervals(rows: Sequence[Row], timing: Timing) -> Iterator[dict[str, float]]:
     """Yield samples/s and seconds per step of each timed interval."""
     for previous, row in pairwise(rows):
         is_complete = (
@@ -84,7 +90,8 @@ def intervals(rows: Sequence[Row], timing: Timing) -> Iterator[dict[str, float]]
         )
         if is_complete and timing.first < row["step"] <= timing.last:
             seconds_by_part = {
-                name: fmean(row["ranks"][name]) - fmean(previous["ranks"][name]) for name in TIMES
+                name: fmean(row["ranks"][name]) - fmean(previous["ranks"][name])
+                for name in TIME_COLUMNS
             } | {"step_s": row["wall_s"] - previous["wall_s"]}
             per_step = {
                 name: seconds / timing.interval for name, seconds in seconds_by_part.items()
@@ -92,36 +99,38 @@ def intervals(rows: Sequence[Row], timing: Timing) -> Iterator[dict[str, float]]
             yield per_step | {"samples_per_s": row["samples_per_s"]}
 
 
-def last_step(folder: Path) -> int | None:
+def read_last_step(folder: Path) -> int | None:
     """Return the last step in the metrics of the run in `folder`."""
     try:
         rows = run_folder.rows(folder)
-    except OSError:  # a shared file system may take it away for a moment
+    except OSError:  # the file may vanish briefly on a shared file system
         return None
     return rows[-1]["step"] if rows else None
 
 
-def _reason(folder: Path, summary: dict[str, Any] | None) -> str:
-    """Return the reason why a trial is not done: the summary's, else the last line of output."""
+def _gap_reason(folder: Path, summary: dict[str, Any] | None) -> str:
+    """Return the reason for a gap: the summary's, otherwise the last line of output."""
     if summary and summary.get("reason"):
         return f"{summary['status']}: {summary['reason']}"
-    lines = [line.strip() for line in log_lines(folder) if line.strip()]
-    hpctrain_lines = [line.partition("hpctrain: ")[2] for line in lines if "hpctrain: " in line]
-    return (hpctrain_lines or lines or ["not run yet"])[-1]
+    nonempty_lines = [line.strip() for line in read_log_lines(folder) if line.strip()]
+    hpctrain_lines = [
+        line.partition("hpctrain: ")[2] for line in nonempty_lines if "hpctrain: " in line
+    ]
+    return (hpctrain_lines or nonempty_lines or ["not run yet"])[-1]
 
 
-def log_of(folder: Path) -> Path:
-    """Return the file with the output of a trial: beside its folder, which must be new to it."""
+def log_path(folder: Path) -> Path:
+    """Return the log file of a trial; it lies beside the folder, which the trial must create."""
     return folder.with_name(f"{folder.name}.log")
 
 
-def job_of(folder: Path) -> Path:
-    """Return the folder of the job of Slurm that makes a trial."""
+def job_folder(folder: Path) -> Path:
+    """Return the folder of the Slurm job that runs a trial."""
     return folder.with_name(f"{folder.name}.job")
 
 
-def log_lines(folder: Path) -> list[str]:
-    """Return the output lines of a trial, those of its job last: they say more than Slurm does."""
-    logs = [log_of(folder), *sorted(job_of(folder).glob("slurm-*.out"))]
-    texts = [log.read_text(errors="replace") for log in logs if log.exists()]
-    return "\n".join(texts).splitlines()
+def read_log_lines(folder: Path) -> list[str]:
+    """Return the output lines of a trial; those of its Slurm job come last, as the most precise."""
+    logs = [log_path(folder), *sorted(job_folder(folder).glob("slurm-*.out"))]
+    log_texts = [log_file.read_text(errors="replace") for log_file in logs if log_file.exists()]
+    return "\n".join(log_texts).splitlines()

@@ -15,7 +15,7 @@ import click
 from rich.console import Console
 
 from hpctrain import machine
-from hpctrain.cluster.launch import Mpi
+from hpctrain.cluster.launch import MpiInstallation
 from hpctrain.core import progress
 from hpctrain.core.errors import UsageError
 from hpctrain.gradients.precision import master_dtype
@@ -25,104 +25,111 @@ from hpctrain.scaling.collect import Gap, TrialResult
 from hpctrain.scaling.output import live_table, study_files, tables
 from hpctrain.scaling.output.live_view import LiveView
 from hpctrain.scaling.results import Result, evaluate
-from hpctrain.scaling.study import Study, StudyFolder, claim, merge
+from hpctrain.scaling.study import Study, StudyFolder, extend_study, lock_folder
 from hpctrain.scaling.trials import local_runner, runner, slurm_runner
 from hpctrain.scaling.world_sizes import Size
 from hpctrain.training import recipe, runs
 from hpctrain.training.recipe import Recipe
 from hpctrain.transport.placement import core_binding
 
-WIDTH = 200  #: of tables where there is no terminal
+DEFAULT_WIDTH = 200  #: of tables where there is no terminal
 log = logging.getLogger(__name__)
-GAPS = 1  #: the exit code of a study in which something is missing
-Words = Mapping[str, Any]
+EXIT_CODE_GAPS = 1  #: the exit code of a study in which something is missing
+CommandOptions = Mapping[str, Any]
 
 
-def scale(words: Words) -> int:
-    """Run the missing trials of the study that `words` ask for; return the exit code.
+def scale(options: CommandOptions) -> int:
+    """Run the missing trials of the study that `options` ask for; return the exit code.
 
     Raises UsageError before anything is run.
     """
-    spec = recipe.load(words["recipe"], words["sets"])
-    requested = study_of(spec, words)
-    out = words["out"] or run_folder.default_path(f"scale-{requested.name}-{requested.mode}")
+    spec = recipe.load(options["recipe"], options["sets"])
+    requested_study = make_study(spec, options)
+    folder_path = options["out"] or run_folder.default_path(
+        f"scale-{requested_study.name}-{requested_study.mode}"
+    )
     with_plots = study_files.can_draw()
-    with _claim(out) as folder:
-        study = merge(requested, folder.load(), out)
+    with _lock_or_show(folder_path) as folder:
+        study = extend_study(requested_study, folder.load(), folder_path)
         folder.save(study)
         try:
-            study = _measure(folder, study, spec)
+            study = _run_missing_trials(folder, study, spec)
         except KeyboardInterrupt:
             if (partial_study := folder.load()) and partial_study.steps:
-                _write(folder, partial_study, spec, with_plots)
+                _write_result(folder, partial_study, spec, with_plots)
             raise
-        result, files = _write(folder, study, spec, with_plots)
+        result, files = _write_result(folder, study, spec, with_plots)
     _print_result(result, files)
-    return GAPS if any(row.get("repeats_missing") for row in result.rows) else 0
+    return EXIT_CODE_GAPS if any(row.get("repeats_missing") for row in result.rows) else 0
 
 
 @contextmanager
-def _claim(out: Path) -> Iterator[StudyFolder]:
+def _lock_or_show(folder_path: Path) -> Iterator[StudyFolder]:
     """Lock the folder of a study; if another process has locked it, show its progress."""
     try:
-        with claim(out) as folder:
+        with lock_folder(folder_path) as folder:
             yield folder
     except run_folder.LockedError:
-        _show_once(StudyFolder(out))
+        _print_progress(StudyFolder(folder_path))
         raise
     except KeyboardInterrupt:
         log.warning(
-            "stopped: results so far are in %s; the same command with this --out goes on there", out
+            "stopped: results so far are in %s; the same command with this --out goes on there",
+            folder_path,
         )
         raise
 
 
-def study_of(spec: Recipe, words: Words) -> Study:
-    """Return the study that `words` ask for; raise UsageError for one that cannot run."""
-    on, mode = words["on"], words["mode"]
-    link = words["link"] or ("1gbit" if on == "netlab" else None)
-    per_node = words["ranks_per_node"]
-    per_node = (words["gpus_per_node"] or None) if per_node is None else per_node
-    size_list = world_sizes.parse(words["ranks"], words["nodes"], per_node, on)
-    _must_be_slurm(words)
-    _must_have_gpus(words["gpus_per_node"], size_list)
+def make_study(spec: Recipe, options: CommandOptions) -> Study:
+    """Return the study that `options` ask for; raise UsageError for one that cannot run."""
+    platform, mode = options["on"], options["mode"]
+    link = options["link"] or ("1gbit" if platform == "netlab" else None)
+    ranks_per_node = options["ranks_per_node"]
+    ranks_per_node = (
+        (options["gpus_per_node"] or None) if ranks_per_node is None else ranks_per_node
+    )
+    size_list = world_sizes.parse_sizes(
+        options["ranks"], options["nodes"], ranks_per_node, platform
+    )
+    _check_slurm_options(options)
+    _check_gpus_per_node(options["gpus_per_node"], size_list)
     for option in ("repeats", "steps"):
-        if words[option] is not None and words[option] < 1:
-            raise UsageError(f"--{option}: expected 1 or more, seen {words[option]}")
-    batch = trial_recipe.base_batch(spec, mode, size_list)
-    trial_recipe.must_divide(spec, mode, batch, size_list)
-    mpi = local_runner.must_work(on, size_list, link)
-    cores = None if on == "slurm" else len(os.sched_getaffinity(0))
+        if options[option] is not None and options[option] < 1:
+            raise UsageError(f"--{option}: expected 1 or more, seen {options[option]}")
+    batch = trial_recipe.choose_batch(spec, mode, size_list)
+    trial_recipe.check_divisible(spec, mode, batch, size_list)
+    mpi = local_runner.must_work(platform, size_list, link)
+    cores = None if platform == "slurm" else len(os.sched_getaffinity(0))
     study = Study(
         name=spec.run.name,
         mode=mode,
-        on=on,
+        on=platform,
         link=link,
         sizes=tuple(size_list),
-        repeats=words["repeats"],
+        repeats=options["repeats"],
         tables=spec.tables,
         batch=batch,
         gradient_bytes=_gradient_bytes(spec),
-        machine=_facts(mpi),
-        threads=_threads(cores, max(size_list).ranks),
+        machine=_machine_facts(mpi),
+        threads=_blas_threads(cores, max(size_list).ranks),
         cores=cores,
-        steps=words["steps"] or (slurm_runner.STEPS if on == "slurm" else None),
-        job=slurm_runner.job_options(words) if on == "slurm" else {},
+        steps=options["steps"] or (slurm_runner.STEPS if platform == "slurm" else None),
+        job=slurm_runner.job_options(options) if platform == "slurm" else {},
     )
-    if on == "slurm":
+    if platform == "slurm":
         slurm_runner.must_render(study)
     return study
 
 
-def _must_be_slurm(words: Words) -> None:
+def _check_slurm_options(options: CommandOptions) -> None:
     """Raise UsageError for options of jobs where there are none."""
     for name in ("site", "time", "gpus_per_node", "cpus_per_task", "options"):
-        if words[name] not in (None, ()) and words["on"] != "slurm":
+        if options[name] not in (None, ()) and options["on"] != "slurm":
             option = "--option" if name == "options" else f"--{name.replace('_', '-')}"
-            raise UsageError(f"{option} is about jobs of Slurm; seen --on {words['on']}")
+            raise UsageError(f"{option} is about jobs of Slurm; seen --on {options['on']}")
 
 
-def _must_have_gpus(gpus: int | None, size_list: Sequence[Size]) -> None:
+def _check_gpus_per_node(gpus: int | None, size_list: Sequence[Size]) -> None:
     for size in size_list:
         if gpus and size.per_node > gpus:
             raise UsageError(
@@ -134,17 +141,17 @@ def _must_have_gpus(gpus: int | None, size_list: Sequence[Size]) -> None:
 def _gradient_bytes(spec: Recipe) -> int:
     """Return the bytes of a gradient, as it is summed."""
     model = runs.build_model(spec, spec.data.load(spec.run.seed))
-    count = sum(math.prod(parameter.shape) for parameter in model.parameters.values())
-    return int(count * master_dtype(spec.run.precision).itemsize)
+    parameter_count = sum(math.prod(parameter.shape) for parameter in model.parameters.values())
+    return int(parameter_count * master_dtype(spec.run.precision).itemsize)
 
 
-def _threads(cores: int | None, largest: int) -> int | None:
-    """Return the BLAS threads of a rank: its share of the cores when `largest` ranks run."""
-    fair_share = None if cores is None else max(1, cores // largest)
-    return core_binding.user_threads(os.environ) or fair_share
+def _blas_threads(cores: int | None, max_ranks: int) -> int | None:
+    """Return the BLAS threads of a rank: its share of the cores when `max_ranks` ranks run."""
+    cores_per_rank = None if cores is None else max(1, cores // max_ranks)
+    return core_binding.user_threads(os.environ) or cores_per_rank
 
 
-def _facts(mpi: Mpi | None) -> dict[str, Any]:
+def _machine_facts(mpi: MpiInstallation | None) -> dict[str, Any]:
     """Return the facts of this machine that results depend on."""
     facts = machine.facts([os.uname().nodename], "none")
     for name in ("cores_per_rank", "blas_threads", "hosts"):  # of this process: no rank
@@ -155,38 +162,40 @@ def _facts(mpi: Mpi | None) -> dict[str, Any]:
     return facts | {"mpi": f"{mpi.vendor} {mpi.version}"}
 
 
-def _show_once(folder: StudyFolder) -> None:
+def _print_progress(folder: StudyFolder) -> None:
     """Show the progress of a study that another process works on."""
     study = folder.load()
     if study is not None:
-        statuses_of = (
+        read_statuses = (
             slurm_runner.current_statuses if study.on == "slurm" else runner.current_statuses
         )
         console = progress.console()
-        grid = live_table.table(study, statuses_of(folder, study), tables.title(study))
-        (console if console.is_terminal else Console(stderr=True, width=WIDTH)).print(grid)
+        status_table = live_table.table(study, read_statuses(folder, study), tables.title(study))
+        (console if console.is_terminal else Console(stderr=True, width=DEFAULT_WIDTH)).print(
+            status_table
+        )
 
 
-def _measure(folder: StudyFolder, study: Study, spec: Recipe) -> Study:
+def _run_missing_trials(folder: StudyFolder, study: Study, spec: Recipe) -> Study:
     """Run the missing trials; return the study with its number of steps."""
     if study.steps and not runner.missing_trials(folder, study):
         return study
     with LiveView(study) as view:
-        _log_folder(folder, study, view)
+        _log_study_folder(folder, study, view)
         if study.steps is None:
             study = runner.run_pilots(folder, study, spec, view)
             folder.save(study)
-        for deviation in trial_recipe.deviations(
+        for deviation in trial_recipe.describe_deviations(
             spec, study.mode, study.batch, study.timing, study.threads
         ):
             view.log_line(logging.INFO, f"# {deviation}")
         view.set_study(study, runner.statuses(folder, study))
-        for _ in _trials(folder, study, spec, view):
+        for _ in _start_trials(folder, study, spec, view):
             pass
     return study
 
 
-def _log_folder(folder: StudyFolder, study: Study, view: LiveView) -> None:
+def _log_study_folder(folder: StudyFolder, study: Study, view: LiveView) -> None:
     view.log_line(
         logging.INFO, f"# in {folder.path}: the same command with that --out goes on there"
     )
@@ -199,7 +208,7 @@ def _log_folder(folder: StudyFolder, study: Study, view: LiveView) -> None:
             )
 
 
-def _trials(
+def _start_trials(
     folder: StudyFolder, study: Study, spec: Recipe, view: LiveView
 ) -> Iterator[TrialResult | Gap]:
     if study.on == "slurm":
@@ -217,20 +226,20 @@ def collect_result(folder: StudyFolder, study: Study) -> Result:
     return evaluate(study, outcomes, runner.wires(folder, study))
 
 
-def _write(
+def _write_result(
     folder: StudyFolder, study: Study, spec: Recipe, with_plots: bool
 ) -> tuple[Result, list[Path]]:
     """Write the result of all trials so far; return it, and the files."""
     result = collect_result(folder, study)
     deviations = list(
-        trial_recipe.deviations(spec, study.mode, study.batch, study.timing, study.threads)
+        trial_recipe.describe_deviations(spec, study.mode, study.batch, study.timing, study.threads)
     )
     return result, study_files.write(folder.path, result, deviations, with_plots)
 
 
 def _print_result(result: Result, files: Sequence[Path]) -> None:
     """Print the table, the fits and the paths of files on stdout."""
-    console = Console(width=None if sys.stdout.isatty() else WIDTH)
+    console = Console(width=None if sys.stdout.isatty() else DEFAULT_WIDTH)
     console.print(tables.table(result))
     for name, text in tables.facts(result).items():
         click.echo(f"{name}: {text}")

@@ -1,8 +1,8 @@
-"""Confidence intervals of means of a few repeats, after Student (1908).
+"""Confidence intervals of the mean of a few repeats, by Student's t distribution (1908).
 
-With mean m and standard deviation s of n repeats the interval is m -+ t s / sqrt(n), where t is
-exceeded in either direction by 5 % of Student's distribution with v = n - 1 degrees of freedom. Its
-probability of |T| < t has a closed form in the angle x = arctan(t / sqrt(v)):
+With mean m and standard deviation s of n repeats the interval is m -+ t s / sqrt(n), where T of
+Student's distribution with v = n - 1 degrees of freedom satisfies P(|T| > t) = 5 %. P(|T| < t) has
+a closed form in the angle x = arctan(t / sqrt(v)):
 
     v odd     2/pi (x + sin x (cos x + 2/3 cos^3 x + ... + (2 4 .. v-3)/(3 5 .. v-2) cos^(v-2) x))
     v even    sin x (1 + 1/2 cos^2 x + ... + (1 3 .. v-3)/(2 4 .. v-2) cos^(v-2) x)
@@ -23,14 +23,14 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean of `count` repeats, and half of its interval; None for a single repeat."""
+    """A mean of `count` repeats and its half interval, which is None for a single repeat."""
 
     mean: float
     half: float | None
     count: int
 
 
-def estimate(values: Sequence[float]) -> Estimate:
+def estimate_mean(values: Sequence[float]) -> Estimate:
     """Return the mean of `values` and its interval of 95 % confidence."""
     n = len(values)
     half = quantile(n - 1) * stdev(values) / math.sqrt(n) if n > 1 else None
@@ -38,22 +38,24 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 
 @cache
-def quantile(freedom: int, confidence: float = CONFIDENCE) -> float:
-    """Return t with P(|T| < t) = `confidence` for `freedom` degrees, by halving the angle."""
-    low, high = 0.0, math.pi / 2
+def quantile(degrees: int, confidence: float = CONFIDENCE) -> float:
+    """Return t with P(|T| < t) = `confidence`, by bisection of the angle."""
+    min_angle, max_angle = 0.0, math.pi / 2
     for _ in range(60):
-        angle = (low + high) / 2
-        low, high = (
-            (angle, high) if central_probability(angle, freedom) < confidence else (low, angle)
+        angle = (min_angle + max_angle) / 2
+        min_angle, max_angle = (
+            (angle, max_angle)
+            if central_probability(angle, degrees) < confidence
+            else (min_angle, angle)
         )
-    return math.tan(low) * math.sqrt(freedom)
+    return math.tan(min_angle) * math.sqrt(degrees)
 
 
-def central_probability(angle: float, freedom: int) -> float:
+def central_probability(angle: float, degrees: int) -> float:
     """Return P(|T| < t) for t = sqrt(freedom) tan(angle)."""
-    sine, cosine, is_odd = math.sin(angle), math.cos(angle), freedom % 2
-    total, term = 0.0, cosine if is_odd else 1.0
-    for i in range(1 + is_odd, freedom, 2):
+    sin_angle, cos_angle, is_odd = math.sin(angle), math.cos(angle), degrees % 2
+    total, term = 0.0, cos_angle if is_odd else 1.0
+    for i in range(1 + is_odd, degrees, 2):
         total += term
-        term *= i / (i + 1) * cosine**2
-    return 2 / math.pi * (angle + sine * total) if is_odd else sine * total
+        term *= i / (i + 1) * cos_angle**2
+    return 2 / math.pi * (angle + sin_angle * total) if is_odd else sin_angle * total

@@ -1,22 +1,20 @@
-"""The alpha-beta model of a step, fitted to measurements, for sizes beyond the measured ones.
+"""The alpha-beta model of a step, fitted to measured sizes, predicts larger ones.
 
     T(P) = compute(P) + exposed(P) + uneven + other
 
-compute    strong scaling: a + b / P fitted to the measured times; weak: that of the largest size
-exposed    the all-reduce of n bytes, replayed message by message on a clock per rank, as
-           `hpctrain bench predict` does (message_schedules.py): on a ring 2(P-1) messages
-           of n/P bytes, each alpha + m beta. Overlapped compute hides a part of it
-uneven     waiting that the wire does not explain: for each other; that of the largest size
-other      reading, bookkeeping; that of the largest size
+compute    strong scaling: a + b / P fitted to the measured times; weak: as at the largest size
+exposed    the all-reduce of n bytes minus the part hidden behind compute. Its messages are
+           replayed on one clock per rank (message_schedules.py), each alpha + m beta
+uneven     waiting for slower ranks, which the wire does not explain; as at the largest size
+other      reading data, bookkeeping; as at the largest size
 
-alpha and beta are those of single messages between two ranks, if the study has measured such. All
-costs are then scaled by one factor, so that the time on the wire is the one measured in trials.
-Without such messages alpha and beta come from the wire times of several sizes, and are those of
-usual networks if there is only one size. The number of buckets that leave during backward is the
-one that explains the measured waits best. The model is fitted to the three largest sizes that
-communicate.
+alpha and beta come from single messages between two ranks, if the study has measured them. One
+factor then scales all costs to the wire times of the trials. Without single messages alpha and beta
+are fitted to the wire times of several sizes, or are defaults if only one size communicates. The
+number of buckets sent during backward is the one that explains the measured waits best. The model
+is fitted to the three largest sizes that communicate.
 
-Source: Hockney, "The communication challenge for MPP: Intel Paragon and Meiko CS-2", 1994, for
+Sources: Hockney, "The communication challenge for MPP: Intel Paragon and Meiko CS-2", 1994, for
 alpha + m beta; Alexandrov et al., 1995, for its refinement.
 """
 
@@ -29,7 +27,7 @@ from functools import cache
 
 import numpy as np
 
-from hpctrain.bench.prediction.predict import RankLayout, fits
+from hpctrain.bench.prediction.predict import RankLayout, applies_to
 from hpctrain.cost_model import cost, fit
 from hpctrain.cost_model.loggp import Clocks, Cluster, Wire, uniform_cluster
 from hpctrain.cost_model.message_schedules import SCHEDULES
@@ -37,18 +35,19 @@ from hpctrain.cost_model.training_step import even_step, step_time
 from hpctrain.scaling.world_sizes import Size
 from hpctrain.tuning import defaults
 
-#: All-reduces without a schedule in hpctrain, and the schedule nearest to each.
-LIKE = {"direct-shared": "direct", "native": "halving-doubling"}
-#: In how many buckets the gradient may leave; 0: after backward, in one.
-BUCKETS = (0, 1, 2, 4, 8, 16, 32)
-MIN_OVERLAP = 0.03  #: of the wire: where less is hidden behind compute, nothing overlaps
-MESSAGES, WIRE_TIMES, NOMINAL = "single messages", "wire times of several sizes", "usual networks"
-FITTED_SIZES = 3  #: the number of sizes, the largest ones, that the model is fitted to
+#: All-reduces without a schedule in the cost model, and the most similar schedule.
+NEAREST_SCHEDULE = {"direct-shared": "direct", "native": "halving-doubling"}
+#: Candidate numbers of buckets; 0: the gradient is sent after backward.
+BUCKET_COUNTS = (0, 1, 2, 4, 8, 16, 32)
+MIN_HIDDEN_SHARE = 0.03  #: of the wire time; with less hidden behind compute, nothing overlaps
+FROM_MESSAGES, FROM_WIRE_TIMES = "single messages", "wire times of several sizes"
+FROM_DEFAULTS = "usual networks"
+MAX_FITTED_SIZES = 3  #: the model is fitted to the largest sizes
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """The measured times of a step on one size, in seconds; `share` ranks shared a core."""
+    """The measured times of a step at one size, in seconds; `share` ranks shared a core."""
 
     size: Size
     step_s: float
@@ -61,7 +60,7 @@ class StepTimes:
 
 @dataclass(frozen=True)
 class Forecast:
-    """The predicted times of a step on one size, in seconds."""
+    """The predicted times of a step at one size, in seconds."""
 
     size: Size
     step_s: float
@@ -79,30 +78,27 @@ class StepModel:
     nbytes: int
     algorithm: str
     buckets: int
-    shrinking_s: float  #: compute that ranks share: compute(P) = shrinking_s / P + fixed_s
+    shrinking_s: float  #: parallel part of compute: compute(P) = shrinking_s / P + fixed_s
     fixed_s: float
     across: bool
-    origin: str  #: of alpha and beta: MESSAGES, WIRE_TIMES or NOMINAL
-    ranks: tuple[int, ...]  #: sizes that it was fitted to
+    origin: str  #: of alpha and beta: FROM_MESSAGES, FROM_WIRE_TIMES or FROM_DEFAULTS
+    ranks: tuple[int, ...]  #: of the fitted sizes
     uneven_s: float = 0.0
     other_s: float = 0.0
 
     @property
     def tested(self) -> bool:
-        """Whether more sizes communicate than the model has unknowns, so that it could miss them.
-
-        With messages the unknown is one factor, without them alpha and beta.
-        """
-        return len(self.ranks) > (2 if self.origin == WIRE_TIMES else 1)
+        """Whether the fit has more sizes than unknowns: one factor, or alpha and beta."""
+        return len(self.ranks) > (2 if self.origin == FROM_WIRE_TIMES else 1)
 
     @property
     def wire(self) -> Wire:
-        """The wire of most bytes: between nodes, if there are several."""
+        """The wire that limits: between nodes, if there are several."""
         return self.cluster.between if self.across else self.cluster.inside
 
     @property
     def alpha_s(self) -> float:
-        """Seconds of a short message."""
+        """Seconds per short message."""
         return self.wire.latency + 2 * self.wire.overhead
 
     @property
@@ -111,44 +107,46 @@ class StepModel:
         return self.wire.seconds_per_byte_both
 
     def forecast(self, size: Size, share: float = 1.0) -> Forecast:
-        """Return the predicted times of a step on `size` where `share` ranks share a core."""
-        compute_per_share = self.shrinking_s / size.ranks + self.fixed_s
-        wire, exposed = replay(
-            self.cluster, self.algorithm, self.nbytes, size, compute_per_share, self.buckets, share
+        """Return the predicted times of a step at `size` if `share` ranks share a core."""
+        own_compute_s = self.shrinking_s / size.ranks + self.fixed_s
+        wire, exposed = predict_communication(
+            self.cluster, self.algorithm, self.nbytes, size, own_compute_s, self.buckets, share
         )
-        compute, wait = compute_per_share * share, max(0.0, exposed + self.uneven_s)
-        return Forecast(size, compute + wait + self.other_s, compute, wire, wait, self.other_s)
+        compute_s, wait_s = own_compute_s * share, max(0.0, exposed + self.uneven_s)
+        return Forecast(
+            size, compute_s + wait_s + self.other_s, compute_s, wire, wait_s, self.other_s
+        )
 
 
 @cache
-def replay(
+def predict_communication(
     cluster: Cluster,
     algorithm: str,
     nbytes: int,
     size: Size,
-    compute: float,
+    compute_s: float,
     buckets: int,
     share: float = 1.0,
 ) -> tuple[float, float]:
-    """Return the seconds of a step on the wire, and those of them that compute does not hide.
+    """Return the wire time of a step and its exposed part, in seconds.
 
-    `compute` is that of a rank with a core of its own; where `share` ranks have one, all work of
-    processors takes as much longer.
+    `compute_s` is the compute time of a rank with its own core. If `share` ranks share a core, all
+    work of processors takes `share` times as long.
     """
     if size.ranks == 1:
         return 0.0, 0.0
     layout = RankLayout(size.ranks, size.per_node)
-    name = algorithm if fits(algorithm, layout) else "ring"
-    step = even_step(compute, nbytes, nbytes / max(buckets, 1))
+    schedule = algorithm if applies_to(algorithm, layout) else "ring"
+    step = even_step(compute_s, nbytes, nbytes / max(buckets, 1))
     clocks = Clocks(cluster, layout.nodes, slow_factors=share)
-    result = step_time(step, SCHEDULES[name], clocks, overlap=buckets > 0)
+    result = step_time(step, SCHEDULES[schedule], clocks, overlap=buckets > 0)
     return result.wire, result.exposed
 
 
-def schedule_of(algorithm: str | None) -> str:
-    """Return the schedule of an algorithm in summary.json, such as "auto (ring, native)"."""
+def choose_schedule(algorithm: str | None) -> str:
+    """Return the schedule for an algorithm of summary.json such as "auto (ring, native)"."""
     for word in re.findall(r"[a-z-]+", algorithm or ""):
-        if (name := LIKE.get(word, word)) in SCHEDULES:
+        if (name := NEAREST_SCHEDULE.get(word, word)) in SCHEDULES:
             return name
     return "ring"
 
@@ -156,141 +154,143 @@ def schedule_of(algorithm: str | None) -> str:
 def fit_model(
     steps: Sequence[StepTimes], nbytes: int, strong: bool, inside: Wire | None, between: Wire | None
 ) -> StepModel | None:
-    """Return the model fitted to `steps`, sizes ascending; None where no ranks communicated.
+    """Return the model fitted to `steps` of ascending size; None if no ranks communicated.
 
-    Sizes whose ranks share cores count only where there are no others with more than one rank.
+    Oversubscribed sizes count only if no other size has more than one rank.
     """
-    own_cores = [step for step in steps if step.share == 1.0]
-    used_steps = own_cores if any(step.size.ranks > 1 for step in own_cores) else list(steps)
-    communicating = [step for step in used_steps if step.size.ranks > 1 and step.wire_s > 0]
-    communicating = communicating[-FITTED_SIZES:]
-    if not communicating:
+    own_core = [step for step in steps if step.share == 1.0]
+    basis = own_core if any(step.size.ranks > 1 for step in own_core) else list(steps)
+    fitted = [step for step in basis if step.size.ranks > 1 and step.wire_s > 0]
+    fitted = fitted[-MAX_FITTED_SIZES:]
+    if not fitted:
         return None
-    largest_step = communicating[-1]
-    overlaps = any(step.wait_s < (1 - MIN_OVERLAP) * step.wire_s for step in communicating)
-    counts = BUCKETS if overlaps else BUCKETS[:1]
-    shrinking, fixed = _compute_law(used_steps, strong)
-    cluster = _cluster(communicating, nbytes, inside, between)
-    across = any(step.size.nodes > 1 for step in communicating)
+    largest = fitted[-1]
+    has_overlap = any(step.wait_s < (1 - MIN_HIDDEN_SHARE) * step.wire_s for step in fitted)
+    bucket_counts = BUCKET_COUNTS if has_overlap else BUCKET_COUNTS[:1]
+    shrinking, fixed = _fit_compute_law(basis, strong)
+    cluster = _make_cluster(fitted, nbytes, inside, between)
+    across = any(step.size.nodes > 1 for step in fitted)
     buckets, factor = min(
-        ((count, _factor(cluster, communicating, nbytes, count)) for count in counts),
+        ((count, _wire_factor(cluster, fitted, nbytes, count)) for count in bucket_counts),
         key=lambda candidate: _wait_error(
-            scale_cluster(cluster, candidate[1]), communicating, nbytes, candidate[0]
+            scale_cluster(cluster, candidate[1]), fitted, nbytes, candidate[0]
         ),
     )
     model = StepModel(
         scale_cluster(cluster, factor),
         nbytes,
-        schedule_of(largest_step.algorithm),
+        choose_schedule(largest.algorithm),
         buckets,
         shrinking,
         fixed,
         across,
-        _origin(between if across else inside, communicating, nbytes, across),
-        tuple(step.size.ranks for step in communicating),
+        _wire_origin(between if across else inside, fitted, nbytes, across),
+        tuple(step.size.ranks for step in fitted),
     )
-    exposed = model.forecast(largest_step.size, largest_step.share).wait_s
-    other_s = max(0.0, largest_step.step_s - largest_step.compute_s - largest_step.wait_s)
-    return replace(model, uneven_s=largest_step.wait_s - exposed, other_s=other_s)
+    exposed = model.forecast(largest.size, largest.share).wait_s
+    other_s = max(0.0, largest.step_s - largest.compute_s - largest.wait_s)
+    return replace(model, uneven_s=largest.wait_s - exposed, other_s=other_s)
 
 
-def _compute_law(steps: Sequence[StepTimes], strong: bool) -> tuple[float, float]:
-    """Return (b, a) of the compute b / P + a of a rank with a core of its own.
+def _fit_compute_law(steps: Sequence[StepTimes], strong: bool) -> tuple[float, float]:
+    """Return (b, a) of the compute time b / P + a of a rank with its own core.
 
-    Where such a sum misses the times, as where a smaller share fits into the cache, it is scaled to
-    the time of the largest size, so that predictions beyond it stay positive.
+    The fit is scaled to the time of the largest size: it may miss that time, for example if small
+    shares fit into the cache, and predictions must stay positive.
     """
     if not strong:
         return 0.0, steps[-1].compute_s / steps[-1].share
     ranks = np.array([step.size.ranks for step in steps], float)
-    compute_per_share = np.array([step.compute_s / step.share for step in steps])
+    compute_s = np.array([step.compute_s / step.share for step in steps])
     terms = np.stack([1 / ranks, np.ones_like(ranks)], 1)
-    b, a = fit.nonnegative(terms, compute_per_share).tolist()
-    factor = compute_per_share[-1] / (b / ranks[-1] + a)
+    b, a = fit.nonnegative(terms, compute_s).tolist()
+    factor = compute_s[-1] / (b / ranks[-1] + a)
     return b * factor, a * factor
 
 
-def _cluster(
+def _make_cluster(
     steps: Sequence[StepTimes], nbytes: int, inside: Wire | None, between: Wire | None
 ) -> Cluster:
-    """Return the machine before it is scaled: measured messages, else wire times, else guesses."""
+    """Return the unscaled machine: from single messages, wire times or defaults."""
     node_cluster, network_cluster = uniform_cluster(defaults.NODE), uniform_cluster(defaults.ACROSS)
     return replace(
         node_cluster,
-        inside=inside
-        or _from_wire_times(_sizes(steps, several_nodes=False), nbytes)
-        or node_cluster.inside,
+        inside=inside or _fit_wire_times(steps, nbytes, several_nodes=False) or node_cluster.inside,
         between=between
-        or _from_wire_times(_sizes(steps, several_nodes=True), nbytes)
+        or _fit_wire_times(steps, nbytes, several_nodes=True)
         or network_cluster.between,
     )
 
 
-def _origin(measured: Wire | None, steps: Sequence[StepTimes], nbytes: int, across: bool) -> str:
-    """Return the origin of the wire of most bytes in `_cluster`."""
+def _wire_origin(
+    measured: Wire | None, steps: Sequence[StepTimes], nbytes: int, across: bool
+) -> str:
+    """Return the origin of the limiting wire of `_make_cluster`."""
     if measured is not None:
-        return MESSAGES
-    return WIRE_TIMES if _from_wire_times(_sizes(steps, several_nodes=across), nbytes) else NOMINAL
+        return FROM_MESSAGES
+    return (
+        FROM_WIRE_TIMES if _fit_wire_times(steps, nbytes, several_nodes=across) else FROM_DEFAULTS
+    )
 
 
-def _sizes(steps: Sequence[StepTimes], *, several_nodes: bool) -> list[StepTimes]:
-    """Return the sizes on several nodes, or those on one."""
-    return [step for step in steps if (step.size.nodes > 1) == several_nodes]
+def _fit_wire_times(steps: Sequence[StepTimes], nbytes: int, *, several_nodes: bool) -> Wire | None:
+    """Return the wire on which the critical paths of the all-reduces take the measured times.
 
-
-def _from_wire_times(steps: Sequence[StepTimes], nbytes: int) -> Wire | None:
-    """Return the wire on which the longest paths of the all-reduces take the measured times.
-
-    Needs two sizes or more: one alone cannot separate the cost of messages from that of bytes.
+    None for less than two sizes: one size cannot separate alpha from beta.
     """
-    paths = [
-        (formula(nbytes, step.size.ranks), step.wire_s)
+    samples = [
+        (cost_of(nbytes, step.size.ranks), step.wire_s)
         for step in steps
-        if (formula := cost.ALLREDUCE.get(schedule_of(step.algorithm)))
+        if (step.size.nodes > 1) == several_nodes
+        and (cost_of := cost.ALLREDUCE.get(choose_schedule(step.algorithm)))
     ]
-    if len({path.steps for path, _ in paths}) < 2:
+    if len({path.steps for path, _ in samples}) < 2:
         return None
-    table = np.array([(path.steps, path.bytes) for path, _ in paths], float)
-    alpha, beta = fit.nonnegative(table, np.array([seconds for _, seconds in paths])).tolist()
+    coefficients = np.array([(path.steps, path.bytes) for path, _ in samples], float)
+    alpha, beta = fit.nonnegative(
+        coefficients, np.array([seconds for _, seconds in samples])
+    ).tolist()
     return uniform_cluster(cost.Machine(alpha, beta, 0.0)).inside
 
 
-def _factor(cluster: Cluster, steps: Sequence[StepTimes], nbytes: int, buckets: int) -> float:
-    """Return the factor from modelled to measured time on the wire: a geometric mean."""
-    ratios = [step.wire_s / _replay_step(cluster, step, nbytes, buckets)[0] for step in steps]
+def _wire_factor(cluster: Cluster, steps: Sequence[StepTimes], nbytes: int, buckets: int) -> float:
+    """Return the geometric mean of measured over modelled wire times."""
+    ratios = [step.wire_s / _predict_wire(cluster, step, nbytes, buckets)[0] for step in steps]
     return float(np.exp(np.mean(np.log(ratios))))
 
 
 def _wait_error(cluster: Cluster, steps: Sequence[StepTimes], nbytes: int, buckets: int) -> float:
-    """Return the squared error of exposed times against measured waits, as shares of steps."""
+    """Return the squared error of modelled exposed times, relative to the steps."""
     errors = [
-        (_replay_step(cluster, step, nbytes, buckets)[1] - min(step.wait_s, step.wire_s))
+        (_predict_wire(cluster, step, nbytes, buckets)[1] - min(step.wait_s, step.wire_s))
         / step.step_s
         for step in steps
     ]
     return float(np.sum(np.square(errors)))
 
 
-def _replay_step(
+def _predict_wire(
     cluster: Cluster, step: StepTimes, nbytes: int, buckets: int
 ) -> tuple[float, float]:
-    name = schedule_of(step.algorithm)
-    compute_per_share = step.compute_s / step.share
-    return replay(cluster, name, nbytes, step.size, compute_per_share, buckets, step.share)
+    schedule = choose_schedule(step.algorithm)
+    own_compute_s = step.compute_s / step.share
+    return predict_communication(
+        cluster, schedule, nbytes, step.size, own_compute_s, buckets, step.share
+    )
 
 
 def scale_cluster(cluster: Cluster, factor: float) -> Cluster:
-    """Return the machine on which every message, and adding, takes `factor` times as long."""
+    """Return the machine on which messages and additions take `factor` times as long."""
     return Cluster(
-        _slower(cluster.inside, factor),
-        _slower(cluster.between, factor),
+        _scale_wire(cluster.inside, factor),
+        _scale_wire(cluster.between, factor),
         cluster.gamma * factor,
         cluster.memory * factor,
         cluster.cards,
     )
 
 
-def _slower(wire: Wire, factor: float) -> Wire:
+def _scale_wire(wire: Wire, factor: float) -> Wire:
     return Wire(
         wire.latency * factor,
         wire.overhead * factor,

@@ -1,19 +1,19 @@
-"""The two laws of scaling, fitted to measurements: how large is the serial fraction?
+"""The laws of Amdahl and Gustafson, fitted to measurements: the serial fraction of a step.
 
-Strong scaling, a fixed problem on P ranks. Part s of the time on one rank cannot be shared:
+Strong scaling: a fixed problem on P ranks. The fraction s of the time on one rank is serial:
 
     T(P) = T(1) (s + (1 - s) / P)          speed-up <= 1 / s
 
 Source: Amdahl, "Validity of the single processor approach to achieving large scale computing
-capabilities", 1967. Weak scaling, a problem that grows with P. Part s of the time on the parallel
-machine is not shared:
+capabilities", 1967. Weak scaling: a problem that grows with P. The fraction s of the time on the
+parallel machine is serial:
 
     speed-up(P) = s + (1 - s) P
 
 Source: Gustafson, "Reevaluating Amdahl's law", 1988. Both are a + b x with a, b >= 0 and
-s = a / (a + b), so that sizes need not begin with one rank; least squares of relative errors. In
-training, s stands for all that does not shrink with P, first of all communication, which is not
-constant in P: it describes the sizes that were measured.
+s = a / (a + b), fitted by least squares of relative errors; the smallest size may have several
+ranks. In training, s covers all time that does not shrink with P, mainly communication. That time
+varies with P, so s describes the measured sizes only.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ import numpy as np
 
 from hpctrain.cost_model.fit import nonnegative
 
-Numbers = Sequence[float]
+Floats = Sequence[float]
 
 
-def amdahl(ranks: Sequence[int], seconds: Numbers) -> float:
+def fit_amdahl(ranks: Sequence[int], seconds: Floats) -> float:
     """Return the serial fraction of steps that take `seconds` on `ranks`: strong scaling."""
-    return _constant_part(1 / np.array(ranks, float), np.array(seconds, float))
+    return _constant_fraction(1 / np.array(ranks, float), np.array(seconds, float))
 
 
-def gustafson(ranks: Sequence[int], rates: Numbers) -> float:
-    """Return the serial fraction where `ranks` reach `rates` in samples/s: weak scaling."""
-    return _constant_part(np.array(ranks, float), np.array(rates, float))
+def fit_gustafson(ranks: Sequence[int], rates: Floats) -> float:
+    """Return the serial fraction if `ranks` reach `rates` in samples/s: weak scaling."""
+    return _constant_fraction(np.array(ranks, float), np.array(rates, float))
 
 
-def _constant_part(x: np.ndarray, y: np.ndarray) -> float:
-    """Return a / (a + b) for y = a + b x; the slope goes first where either alone would do."""
+def _constant_fraction(x: np.ndarray, y: np.ndarray) -> float:
+    """Return a / (a + b) of the fit y = a + b x with a, b >= 0."""
     b, a = nonnegative(np.stack([x, np.ones_like(x)], 1), y).tolist()
     return float(a / (a + b))
 
 
-def misfit(shape: Numbers, measured: Numbers) -> float:
-    """Return the largest distance of `measured` from the best multiple of `shape`, as a share."""
-    ratio = np.array(shape, float) / np.array(measured, float)
+def max_misfit(law_values: Floats, measured: Floats) -> float:
+    """Return the largest relative distance of `measured` from the best multiple of `law_values`."""
+    ratio = np.array(law_values, float) / np.array(measured, float)
     return float(np.abs(ratio * ratio.sum() / np.square(ratio).sum() - 1).max())
 
 

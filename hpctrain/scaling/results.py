@@ -12,14 +12,14 @@ in strong scaling and in weak scaling alike, where r(P) belongs to a larger prob
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from statistics import fmean, median
 from typing import Any
 
 from hpctrain.cost_model.loggp import Wire
 from hpctrain.scaling import laws
 from hpctrain.scaling.collect import Gap, TrialResult
-from hpctrain.scaling.confidence import Estimate, estimate
+from hpctrain.scaling.confidence import Estimate, estimate_mean
 from hpctrain.scaling.forecast import StepModel, StepTimes, fit_model
 from hpctrain.scaling.study import Study
 from hpctrain.scaling.world_sizes import Size
@@ -27,7 +27,7 @@ from hpctrain.scaling.world_sizes import Size
 Row = dict[str, Any]
 Outcomes = Mapping[Size, Sequence[TrialResult | Gap]]  #: of each size a trial, or a gap, per repeat
 Wires = tuple[Wire | None, Wire | None]  #: in a node, between nodes
-Single = Sequence[
+RepeatModels = Sequence[
     tuple[StepModel, float]
 ]  #: models of single repeats, samples/s of the smallest size
 PREDICTED_FACTORS = (
@@ -35,7 +35,7 @@ PREDICTED_FACTORS = (
     4,
     8,
 )  #: predicted sizes, as multiples of the largest that the model was fitted to
-PARTS = ("step_s", "compute_s", "wire_s", "wait_s", "other_s")
+TIME_COLUMNS = ("step_s", "compute_s", "wire_s", "wait_s", "other_s")
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,9 @@ class Result:
 
         A size whose ranks share cores can: it is forecast too, and not fitted to.
         """
-        oversubscribed = [row for row in self.of("measured") if row["ranks_per_core"] > 1]
-        with_prediction = any("prediction_error" in row for row in oversubscribed)
-        return self.model is not None and (self.model.tested or with_prediction)
+        oversubscribed_rows = [row for row in self.of("measured") if row["ranks_per_core"] > 1]
+        is_predicted = any("prediction_error" in row for row in oversubscribed_rows)
+        return self.model is not None and (self.model.tested or is_predicted)
 
     def of(self, kind: str) -> list[Row]:
         """Return the rows that are measured, a gap, or predicted."""
@@ -84,8 +84,10 @@ class SizeTrials:
 
     def speed_ups(self, base: SizeTrials) -> list[float]:
         """Return the ratios to the samples/s of `base`, in each repeat that measured both."""
-        pairs = sorted(self.trials.keys() & base.trials.keys())
-        ratios = [self.trials[i].samples_per_s / base.trials[i].samples_per_s for i in pairs]
+        common_repeats = sorted(self.trials.keys() & base.trials.keys())
+        ratios = [
+            self.trials[i].samples_per_s / base.trials[i].samples_per_s for i in common_repeats
+        ]
         return ratios or [self.mean("samples_per_s") / base.mean("samples_per_s")]
 
     def efficiencies(self, base: SizeTrials) -> list[float]:
@@ -95,12 +97,12 @@ class SizeTrials:
     @property
     def step_times(self) -> StepTimes:
         """The times a forecast is fitted to: medians, which one disturbed repeat does not move."""
-        times = {name: self.median(name) for name in PARTS[:-1]}
+        times = {name: self.median(name) for name in TIME_COLUMNS[:-1]}
         last_trial = self.trials[max(self.trials)]
         return StepTimes(self.size, **times, algorithm=last_trial.algorithm, share=self.share)
 
 
-def trials_by_size(study: Study, outcomes: Outcomes) -> list[SizeTrials]:
+def group_trials(study: Study, outcomes: Outcomes) -> list[SizeTrials]:
     """Return the sizes with at least one measured trial."""
     trials = {
         size: {i: trial for i, trial in enumerate(outcomes[size]) if isinstance(trial, TrialResult)}
@@ -115,11 +117,11 @@ def trials_by_size(study: Study, outcomes: Outcomes) -> list[SizeTrials]:
 
 def evaluate(study: Study, outcomes: Outcomes, wires: Wires = (None, None)) -> Result:
     """Return the result of the trials in `outcomes`, one per size and repeat."""
-    points = trials_by_size(study, outcomes)
-    strong = study.mode == "strong"
+    points = group_trials(study, outcomes)
+    is_strong = study.mode == "strong"
     steps = [point.step_times for point in points]
     rows = [
-        _measured_row(point, points[0]) | _backcast(study, steps[:i], point, wires)
+        _measured_row(point, points[0]) | _backcast_row(study, steps[:i], point, wires)
         for i, point in enumerate(points)
     ]
     rows += [_gap_row(size) for size in study.sizes if size not in {point.size for point in points}]
@@ -127,29 +129,31 @@ def evaluate(study: Study, outcomes: Outcomes, wires: Wires = (None, None)) -> R
     for row in rows:
         gaps = [gap for gap in outcomes[Size(row["ranks"], row["nodes"])] if isinstance(gap, Gap)]
         row |= {"repeats_missing": len(gaps), "reason": gaps[0].reason if gaps else None}
-    model = _model(study, steps, wires)
+    model = _fit_model(study, steps, wires)
     predicted_rows = (
-        _predicted_rows(study, model, points, _single(study, points, wires)) if model else []
+        _predicted_rows(study, model, points, _fit_repeat_models(study, points, wires))
+        if model
+        else []
     )
     trials = [trial for point in points for trial in point.trials.values()]
     hosts = sorted({host for trial in trials for host in trial.hosts})
-    machine = study.machine | _machine(trials, hosts)
-    law = "amdahl" if strong else "gustafson"
-    fit = _fit_law(points, strong)
+    machine = study.machine | _machine_facts(trials, hosts)
+    law = "amdahl" if is_strong else "gustafson"
+    fit = _fit_law(points, is_strong)
     return Result(study, [*rows, *predicted_rows], law, *fit, model, machine)
 
 
-def _machine(trials: Sequence[TrialResult], hosts: Sequence[str]) -> dict[str, Any]:
+def _machine_facts(trials: Sequence[TrialResult], hosts: Sequence[str]) -> dict[str, Any]:
     """Return the facts of the machine reported by trials; a list where they report several."""
     facts: dict[str, Any] = {"hosts_seen": hosts}
     for name in dict.fromkeys(name for trial in trials for name in trial.machine):
         values = [trial.machine[name] for trial in trials if name in trial.machine]
-        distinct = [value for i, value in enumerate(values) if value not in values[:i]]
-        facts[name] = distinct[0] if len(distinct) == 1 else distinct
+        distinct_values = [value for i, value in enumerate(values) if value not in values[:i]]
+        facts[name] = distinct_values[0] if len(distinct_values) == 1 else distinct_values
     return facts
 
 
-def _model(study: Study, steps: Sequence[StepTimes], wires: Wires) -> StepModel | None:
+def _fit_model(study: Study, steps: Sequence[StepTimes], wires: Wires) -> StepModel | None:
     """Return the model fitted to `steps`; None for regimes without an all-reduce of gradients."""
     if study.tables.get("engine", {}).get("kind", "allreduce") != "allreduce":
         return None
@@ -157,33 +161,35 @@ def _model(study: Study, steps: Sequence[StepTimes], wires: Wires) -> StepModel 
 
 
 def _measured_row(point: SizeTrials, base: SizeTrials) -> Row:
-    rate = estimate([trial.samples_per_s for trial in point.trials.values()])
+    rate = estimate_mean([trial.samples_per_s for trial in point.trials.values()])
     return {
         "kind": "measured",
         "ranks": point.size.ranks,
         "nodes": point.size.nodes,
         "repeats": len(point.trials),
-        **_entries("samples_per_s", rate),
-        **_entries("speed_up", _of_base(point, base, point.speed_ups(base))),
-        **_entries("efficiency", _of_base(point, base, point.efficiencies(base))),
-        **{name: point.mean(name) for name in PARTS},
+        **_mean_columns("samples_per_s", rate),
+        **_mean_columns("speed_up", _estimate_ratios(point, base, point.speed_ups(base))),
+        **_mean_columns("efficiency", _estimate_ratios(point, base, point.efficiencies(base))),
+        **{name: point.mean(name) for name in TIME_COLUMNS},
         "algorithm": point.step_times.algorithm,
         "ranks_per_core": point.share,
     }
 
 
-def _of_base(point: SizeTrials, base: SizeTrials, ratios: Sequence[float]) -> Estimate:
+def _estimate_ratios(point: SizeTrials, base: SizeTrials, ratios: Sequence[float]) -> Estimate:
     """Return the estimate of `ratios`; the base's own is 1 by definition, without an interval."""
-    return Estimate(1.0, None, len(ratios)) if point is base else estimate(ratios)
+    return Estimate(1.0, None, len(ratios)) if point is base else estimate_mean(ratios)
 
 
-def _entries(name: str, value: Estimate) -> Row:
-    return {name: value.mean, f"{name}_ci95": value.half}
+def _mean_columns(name: str, estimate: Estimate) -> Row:
+    return {name: estimate.mean, f"{name}_ci95": estimate.half}
 
 
-def _backcast(study: Study, smaller: Sequence[StepTimes], point: SizeTrials, wires: Wires) -> Row:
+def _backcast_row(
+    study: Study, smaller: Sequence[StepTimes], point: SizeTrials, wires: Wires
+) -> Row:
     """Return the prediction from smaller sizes alone, and its error: how far to trust the rest."""
-    model = _model(study, smaller, wires)
+    model = _fit_model(study, smaller, wires)
     if model is None:
         return {}
     step_s = model.forecast(point.size, point.share).step_s
@@ -194,50 +200,53 @@ def _gap_row(size: Size) -> Row:
     return {"kind": "gap", "ranks": size.ranks, "nodes": size.nodes, "repeats": 0}
 
 
-def _single(study: Study, points: Sequence[SizeTrials], wires: Wires) -> Single:
+def _fit_repeat_models(study: Study, points: Sequence[SizeTrials], wires: Wires) -> RepeatModels:
     """Return the model of each repeat alone, with the samples/s of the smallest size in it."""
-    complete = sorted(set.intersection(*(set(point.trials) for point in points)))
+    repeats = sorted(set.intersection(*(set(point.trials) for point in points)))
     models = []
-    for i in complete:
-        single_repeats = [replace(point, trials={i: point.trials[i]}) for point in points]
-        if model := _model(study, [point.step_times for point in single_repeats], wires):
-            models.append((model, single_repeats[0].mean("samples_per_s")))
+    for i in repeats:
+        repeat_points = [replace(point, trials={i: point.trials[i]}) for point in points]
+        if model := _fit_model(study, [point.step_times for point in repeat_points], wires):
+            models.append((model, repeat_points[0].mean("samples_per_s")))
     return models
 
 
 def _predicted_rows(
-    study: Study, model: StepModel, points: Sequence[SizeTrials], single: Single
+    study: Study, model: StepModel, points: Sequence[SizeTrials], repeat_models: RepeatModels
 ) -> list[Row]:
     """Return the rows beyond the largest size whose ranks have cores of their own."""
-    own_cores = [point for point in points if point.share == 1.0 and point.size.ranks > 1]
-    largest_size = (own_cores or list(points))[-1].size
-    predicted_sizes = [largest_size.scaled(factor) for factor in PREDICTED_FACTORS]
+    own_core_points = [point for point in points if point.share == 1.0 and point.size.ranks > 1]
+    last_size = (own_core_points or list(points))[-1].size
+    predicted_sizes = [last_size.scaled(factor) for factor in PREDICTED_FACTORS]
     if study.mode == "strong":  # each rank needs a sample
         predicted_sizes = [size for size in predicted_sizes if size.ranks <= study.batch]
-    return [_predicted_row(study, model, size, points[0], single) for size in predicted_sizes]
+    return [
+        _predicted_row(study, model, size, points[0], repeat_models) for size in predicted_sizes
+    ]
 
 
 def _predicted_row(
-    study: Study, model: StepModel, size: Size, base: SizeTrials, single: Single
+    study: Study, model: StepModel, size: Size, base: SizeTrials, repeat_models: RepeatModels
 ) -> Row:
     """Return the row of a size as predicted by the model of all repeats.
 
     Intervals are those of the models of single repeats: they do not include the model's error.
     """
     samples = study.batch if study.mode == "strong" else study.batch * size.ranks
-    scale, forecast = base.size.ranks / size.ranks, model.forecast(size)
+    ranks_ratio, forecast = base.size.ranks / size.ranks, model.forecast(size)
     rate = samples / forecast.step_s
     speed_up = rate / base.mean("samples_per_s")
-    rates = [samples / repeat.forecast(size).step_s for repeat, _ in single]
-    ratios = [rate / base_rate for rate, (_, base_rate) in zip(rates, single, strict=True)]
+    rates = [samples / single_model.forecast(size).step_s for single_model, _ in repeat_models]
+    ratios = [rate / base_rate for rate, (_, base_rate) in zip(rates, repeat_models, strict=True)]
     return {
         "kind": "predicted",
         "ranks": size.ranks,
         "nodes": size.nodes,
-        **_entries("samples_per_s", _estimate_around(rate, rates)),
-        **_entries("speed_up", _estimate_around(speed_up, ratios)),
-        **_entries(
-            "efficiency", _estimate_around(speed_up * scale, [ratio * scale for ratio in ratios])
+        **_mean_columns("samples_per_s", _recenter(rate, rates)),
+        **_mean_columns("speed_up", _recenter(speed_up, ratios)),
+        **_mean_columns(
+            "efficiency",
+            _recenter(speed_up * ranks_ratio, [ratio * ranks_ratio for ratio in ratios]),
         ),
         "step_s": forecast.step_s,
         "compute_s": forecast.compute_s,
@@ -248,50 +257,34 @@ def _predicted_row(
     }
 
 
-def _estimate_around(value: float, values: Sequence[float]) -> Estimate:
-    """Return `value` with the interval of `values`."""
-    return replace(estimate(values), mean=value) if values else Estimate(value, None, 0)
+def _recenter(mean: float, values: Sequence[float]) -> Estimate:
+    """Return `mean` with the interval of `values`."""
+    return replace(estimate_mean(values), mean=mean) if values else Estimate(mean, None, 0)
 
 
 def _fit_law(
-    points: Sequence[SizeTrials], strong: bool
+    points: Sequence[SizeTrials], is_strong: bool
 ) -> tuple[Estimate | None, tuple[int, ...], float | None]:
     """Return the serial fraction, fitted in each repeat, the ranks it is of, and its misfit.
 
     Sizes with cores of their own count.
     """
-    points_with_own_cores = [point for point in points if point.share == 1.0]
-    ranks = tuple(point.size.ranks for point in points_with_own_cores)
-    if len(points_with_own_cores) < 2:
+    fitted_points = [point for point in points if point.share == 1.0]
+    ranks = tuple(point.size.ranks for point in fitted_points)
+    if len(fitted_points) < 2:
         return None, ranks, None
-    law: Callable[..., float] = laws.amdahl if strong else laws.gustafson
-    speed_up = laws.amdahl_speed_up if strong else laws.gustafson_speed_up
-    key = "step_s" if strong else "samples_per_s"
-    complete = sorted(set.intersection(*(set(point.trials) for point in points_with_own_cores)))
-    values = [[getattr(point.trials[i], key) for point in points_with_own_cores] for i in complete]
-    values = values or [[point.mean(key) for point in points_with_own_cores]]
-    fraction = estimate([law(ranks, repeat) for repeat in values])
-    if len(points_with_own_cores) == 2:
+    law: Callable[..., float] = laws.fit_amdahl if is_strong else laws.fit_gustafson
+    speed_up = laws.amdahl_speed_up if is_strong else laws.gustafson_speed_up
+    key = "step_s" if is_strong else "samples_per_s"
+    repeats = sorted(set.intersection(*(set(point.trials) for point in fitted_points)))
+    values = [[getattr(point.trials[i], key) for point in fitted_points] for i in repeats]
+    values = values or [[point.mean(key) for point in fitted_points]]
+    fraction = estimate_mean([law(ranks, repeat) for repeat in values])
+    if len(fitted_points) == 2:
         return fraction, ranks, None
-    shape = [speed_up(fraction.mean, n) ** (-1 if strong else 1) for n in ranks]
-    return fraction, ranks, laws.misfit(shape, [fmean(size) for size in zip(*values, strict=True)])
-
-
-def to_json(result: Result) -> dict[str, Any]:
-    """Return the contents of scaling.json."""
-    study, model = result.study, result.model
-    wire = {"alpha_s": model.alpha_s, "beta_s_per_byte": model.beta_s} if model else {}
-    return {
-        "machine": result.machine,
-        "study": {k: v for k, v in asdict(study).items() if k != "machine"},
-        "numbers": "means over repeats; of a trial the median of ten parts of its timed steps",
-        "confidence": "95 %, Student's t over repeats",
-        "law": {
-            "name": result.law,
-            "serial_fraction": result.serial and asdict(result.serial),
-            "ranks": list(result.law_ranks),
-            "misfit": result.law_misfit,
-        },
-        "model": {**wire, **asdict(model)} if model else None,
-        "rows": result.rows,
-    }
+    law_values = [speed_up(fraction.mean, count) ** (-1 if is_strong else 1) for count in ranks]
+    return (
+        fraction,
+        ranks,
+        laws.max_misfit(law_values, [fmean(size) for size in zip(*values, strict=True)]),
+    )

@@ -1,11 +1,11 @@
-"""A study and its folder: which process may write there, which study it holds.
+"""A study and its folder; one process at a time may write there.
 
 DIR/study.json               the request, and the values decided once: batch, steps, threads
 DIR/recipes/SIZE.toml        the recipe of each size, made for timing
 DIR/trials/SIZE/repeat-0/    the run of `hpctrain train`; beside it repeat-0.log, its output
 DIR/links/SIZE/link.json     single messages between two ranks, of `hpctrain bench p2p`
 DIR/pilots/SIZE/             short runs that measured how long a step takes
-DIR/scaling.{json,csv,png,svg}, time.{png,svg}, report.html      made again from the files above
+DIR/scaling.{json,csv,png,svg}, time.{png,svg}, report.html      derived from the files above
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from hpctrain.core import atomic, files
 from hpctrain.core.errors import UsageError
 from hpctrain.run_files import run_folder
 from hpctrain.scaling.trial_recipe import Timing
-from hpctrain.scaling.world_sizes import Positive, Size, oversubscribed
+from hpctrain.scaling.world_sizes import PositiveInt, Size, ranks_per_core
 
-FILE, FORMAT = "study.json", 1
-MOST_REPEATS = 10_000  #: a larger number is damage: trials are listed
-LIMIT_BYTES = 16 << 20  #: of such a file; a size has some hundred bytes
-#: A difference in these makes it another study; all else may grow, or was decided once.
-FIXED_FIELDS = ("name", "mode", "on", "link", "tables", "machine")
+STUDY_FILE, FORMAT_VERSION = "study.json", 1
+MAX_REPEATS = 10_000  #: a larger number means a damaged file
+MAX_FILE_BYTES = 16 << 20  #: of study.json; each size needs some hundred bytes
+#: A study with other values in these fields is another study.
+IDENTITY_FIELDS = ("name", "mode", "on", "link", "tables", "machine")
 
 
-Key = tuple[int, Size]  #: a trial: its repeat and its size
+TrialKey = tuple[int, Size]  #: a trial: its repeat and its size
 
 
 @dataclass(frozen=True)
@@ -45,14 +45,14 @@ class Study:
     on: str  #: local, netlab or slurm
     link: str | None  #: of a netlab
     sizes: Annotated[tuple[Size, ...], pydantic.Field(min_length=1)]
-    repeats: Annotated[int, pydantic.Field(ge=1, le=MOST_REPEATS)]
+    repeats: Annotated[int, pydantic.Field(ge=1, le=MAX_REPEATS)]
     tables: dict[str, Any]  #: the recipe as the user has it
-    batch: Positive  #: of all ranks in strong scaling, of each worker in weak scaling
+    batch: PositiveInt  #: of all ranks in strong scaling, of each worker in weak scaling
     gradient_bytes: int
     machine: dict[str, Any]  #: facts; with Slurm those of the login node
-    threads: Positive | None = None  #: BLAS threads of a rank; None: Slurm's affair
-    cores: Positive | None = None  #: that all sizes share; None where each node has its own
-    steps: Positive | None = None  #: timed steps per trial
+    threads: PositiveInt | None = None  #: BLAS threads of a rank; None: Slurm decides
+    cores: PositiveInt | None = None  #: shared by all sizes; None if each node has its own
+    steps: PositiveInt | None = None  #: timed steps per trial
     job: dict[str, Any] = field(default_factory=dict)  #: options of Slurm's jobs
 
     @property
@@ -61,22 +61,22 @@ class Study:
         return Timing.of(self.steps or 0)
 
     @property
-    def trials(self) -> list[Key]:
-        """All trials, in the order in which they are run: sizes in turn."""
+    def trials(self) -> list[TrialKey]:
+        """All trials in the order of execution: repeat by repeat, all sizes in each."""
         return [(repeat, size) for repeat in range(self.repeats) for size in self.sizes]
 
     @property
     def by_nodes(self) -> bool:
-        """Whether sizes are named by their nodes: all nodes have the same number of ranks, > 1."""
+        """Whether to name sizes by nodes: all nodes have the same number of ranks, > 1."""
         return len({s.per_node for s in self.sizes}) == 1 and self.sizes[0].per_node > 1
 
     def share(self, size: Size) -> float:
-        """Return the number of ranks per core at `size`; 1 where each has its own."""
-        return oversubscribed(size, self.cores, self.threads or 1)
+        """Return the number of ranks per core at `size`; 1 if each rank has its own core."""
+        return ranks_per_core(size, self.cores, self.threads or 1)
 
 
 class StudyFolder:
-    """The folder of a study, held for this process alone."""
+    """The folder of a study."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -86,11 +86,11 @@ class StudyFolder:
         return self.path / "trials" / size.name / f"repeat-{repeat}"
 
     def pilot(self, size: Size) -> Path:
-        """Return the folder of a run that measures how long a step takes."""
+        """Return the folder of a short run that measures the time of a step."""
         return self.path / "pilots" / size.name
 
     def link(self, size: Size) -> Path:
-        """Return the folder of the messages between two ranks of `size`."""
+        """Return the folder with times of single messages between two ranks of `size`."""
         return self.path / "links" / size.name
 
     def recipe(self, size: Size, text: str) -> Path:
@@ -101,70 +101,73 @@ class StudyFolder:
         return path
 
     def save(self, study: Study) -> None:
-        """Write study.json whole or not at all."""
-        text = json.dumps({"format": FORMAT, **asdict(study)}, indent=1)
-        atomic.replace(self.path / FILE, text + "\n")
+        """Write study.json atomically."""
+        text = json.dumps({"format": FORMAT_VERSION, **asdict(study)}, indent=1)
+        atomic.replace(self.path / STUDY_FILE, text + "\n")
 
     def load(self) -> Study | None:
-        """Return the study stored in this folder, None if there is none yet."""
-        path = self.path / FILE
-        return read(path) if path.exists() else None
+        """Return the stored study; None if the folder has none yet."""
+        path = self.path / STUDY_FILE
+        return read_study(path) if path.exists() else None
 
 
-def read(path: Path) -> Study:
-    """Return the study of study.json at `path`; raise UsageError if it cannot be read."""
+def read_study(path: Path) -> Study:
+    """Read study.json at `path`; raise UsageError if it is damaged."""
     try:
-        document = files.read_json_object(path, LIMIT_BYTES)
+        document = files.read_json_object(path, MAX_FILE_BYTES)
     except files.FileError as error:
         raise UsageError(f"{error}; name a new folder with --out") from None
-    if document.pop("format", None) != FORMAT:
+    if document.pop("format", None) != FORMAT_VERSION:
         raise UsageError(f"{path}: made by another version; name a new folder with --out")
     try:
-        return _READER.validate_json(json.dumps(document), strict=True)
+        return _STUDY_READER.validate_json(json.dumps(document), strict=True)
     except pydantic.ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(map(str, first["loc"]))
+        first_error = error.errors()[0]
+        key = ".".join(map(str, first_error["loc"]))
         raise UsageError(
-            f"{path}: {key}: {first['msg'].lower()}; name a new folder with --out"
+            f"{path}: {key}: {first_error['msg'].lower()}; name a new folder with --out"
         ) from None
 
 
 @contextmanager
-def claim(path: Path) -> Iterator[StudyFolder]:
-    """Make the folder of a study and lock it; the kernel releases the lock however we end.
+def lock_folder(path: Path) -> Iterator[StudyFolder]:
+    """Create and lock the folder of a study; the kernel releases the lock when the process ends.
 
     Raises UsageError if something else lies there or if it cannot be written, LockedError if
     another process holds it.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
-        names = sorted(entry.name for entry in path.iterdir() if entry.name != run_folder.LOCK)
-        if names and FILE not in names:
-            raise UsageError(f"--out {path} is in use, and by no study: it holds {names[0]}, ...")
-        lock = run_folder.lock_folder(path)
+        names = sorted(
+            path_entry.name for path_entry in path.iterdir() if path_entry.name != run_folder.LOCK
+        )
+        if names and STUDY_FILE not in names:
+            raise UsageError(f"--out {path} is not the folder of a study: it holds {names[0]}, ...")
+        lock_fd = run_folder.lock_folder(path)
     except OSError as error:
         raise UsageError(f"--out {path} cannot be written: {error.strerror}") from None
     try:
         yield StudyFolder(path)
     finally:
-        os.close(lock)
+        os.close(lock_fd)
 
 
-def merge(requested: Study, stored_study: Study | None, out: Path) -> Study:
+def extend_study(requested: Study, stored_study: Study | None, out: Path) -> Study:
     """Return `stored_study` with the sizes and repeats that `requested` adds to it.
 
     Raises UsageError where the folder `out` holds another study.
     """
     if stored_study is None:
         return requested
-    for name in FIXED_FIELDS:
+    for name in IDENTITY_FIELDS:
         old_value, new_value = (
             json.loads(json.dumps(getattr(study, name))) for study in (stored_study, requested)
         )
         if old_value != new_value:
             raise UsageError(
-                f"--out {out} holds another study: {_difference(name, old_value, new_value)}. Name "
-                "a new folder, or request the same study"
+                f"--out {out} holds another study: "
+                f"{_describe_difference(name, old_value, new_value)}. Name a new folder, or "
+                "request the same study"
             )
     if requested.steps not in (None, stored_study.steps):
         raise UsageError(
@@ -176,13 +179,18 @@ def merge(requested: Study, stored_study: Study | None, out: Path) -> Study:
     return replace(stored_study, sizes=sizes, repeats=repeats, job=requested.job)
 
 
-def _difference(name: str, old_value: Any, new_value: Any) -> str:
+def _describe_difference(name: str, old_value: Any, new_value: Any) -> str:
     if not isinstance(old_value, dict):
         return f"{name} was {old_value}, now {new_value}"
     keys = sorted(
-        k for k in old_value.keys() | new_value.keys() if old_value.get(k) != new_value.get(k)
+        changed_key
+        for changed_key in old_value.keys() | new_value.keys()
+        if old_value.get(changed_key) != new_value.get(changed_key)
     )
-    return "; ".join(f"{name}.{k} was {old_value.get(k)}, now {new_value.get(k)}" for k in keys[:3])
+    return "; ".join(
+        f"{name}.{changed_key} was {old_value.get(changed_key)}, now {new_value.get(changed_key)}"
+        for changed_key in keys[:3]
+    )
 
 
-_READER = pydantic.TypeAdapter(Study)
+_STUDY_READER = pydantic.TypeAdapter(Study)

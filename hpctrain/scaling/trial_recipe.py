@@ -1,11 +1,11 @@
-"""From a recipe to the recipe of a trial: the same steps, and nothing else.
+"""Derive the recipe of a trial: the same training steps, without interruptions.
 
     warm-up          timed                                      tail
     | row | row | row | row | row | row | row | row | row | ... | 1 step, evaluation, checkpoint |
 
-A row of metrics is made every `interval` steps. The first two do not count, since caches, buffers
-and branch predictors are cold there; the last step does not, since the model is evaluated and saved
-behind it. All else that interrupts steps is left out, and each change is reported to the user.
+A row of metrics covers `interval` steps. The first two rows are warm-up: caches, buffers and branch
+predictors are cold. The last step is not timed: evaluation and checkpoint follow it. Everything
+else that interrupts steps is removed, and each change of the recipe is reported to the user.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from hpctrain.scaling.world_sizes import Size
 from hpctrain.training import recipe
 from hpctrain.training.recipe import Recipe
 
-INTERVALS, WARM_UP = 10, 2  #: rows of metrics that count, and before them
-#: The order of an epoch's samples is drawn at once; more would cost memory and seconds.
-MOST_SAMPLES = 1 << 24
-MODES = ("strong", "weak")
+TIMED_INTERVALS, WARM_UP_INTERVALS = 10, 2  #: timed rows of metrics, and warm-up rows before them
+#: The sampler draws the order of a whole epoch at once: more samples cost memory and seconds.
+MAX_EPOCH_SAMPLES = 1 << 24
+SCALING_MODES = ("strong", "weak")
 
 
 @dataclass(frozen=True)
@@ -37,79 +37,81 @@ class Timing:
 
     @staticmethod
     def of(steps: int) -> Timing:
-        """Return the timing with `steps` timed steps or a few more."""
-        return Timing(-(-steps // INTERVALS))
+        """Return the timing with at least `steps` timed steps."""
+        return Timing(-(-steps // TIMED_INTERVALS))
 
     @property
     def first(self) -> int:
         """The step at which the timed part begins."""
-        return WARM_UP * self.interval
+        return WARM_UP_INTERVALS * self.interval
 
     @property
     def last(self) -> int:
-        """The step at which it ends."""
-        return (WARM_UP + INTERVALS) * self.interval
+        """The step at which the timed part ends."""
+        return (WARM_UP_INTERVALS + TIMED_INTERVALS) * self.interval
 
     @property
     def total(self) -> int:
-        """All steps."""
+        """The number of all steps."""
         return self.last + 1
 
 
-def base_batch(spec: Recipe, mode: str, sizes: list[Size]) -> int:
-    """Return the samples of a step: of all ranks in strong scaling, of each in weak scaling.
+def choose_batch(spec: Recipe, mode: str, sizes: list[Size]) -> int:
+    """Return the batch: of all ranks in strong scaling, of each rank in weak scaling.
 
-    Where the recipe gives the other number: in strong scaling each worker of the largest size has
-    the recipe's batch per rank; in weak scaling each has the recipe's batch of all ranks.
+    If the recipe only has the other number: in strong scaling each worker of the largest size gets
+    the recipe's batch per rank; in weak scaling each worker gets the recipe's batch of all ranks.
     """
     batch = spec.batch.batch or spec.batch.batch_per_rank or 0
     if mode == "strong" and spec.batch.batch is None:
-        return batch * workers(spec, max(sizes))
+        return batch * count_workers(spec, max(sizes))
     return batch
 
 
-def workers(spec: Recipe, size: Size) -> int:
-    """Return the number of workers of `size`; raise UsageError for impossible sizes."""
-    with _name_size(size):
+def count_workers(spec: Recipe, size: Size) -> int:
+    """Return the number of workers of `size`; raise UsageError if the engine rejects the size."""
+    with _prefix_errors(size):
         return engines.workers_of(spec.engine, size.ranks)
 
 
-def must_divide(spec: Recipe, mode: str, batch: int, sizes: list[Size]) -> None:
-    """Raise UsageError where ranks would have uneven shares of a batch, or cannot train at all.
+def check_divisible(spec: Recipe, mode: str, batch: int, sizes: list[Size]) -> None:
+    """Raise UsageError for uneven shares of a batch or a size that cannot train.
 
-    The largest share counts.
+    Uneven shares would distort the results: each step takes as long as the largest share.
     """
     for size in sizes:
-        n = workers(spec, size)
-        if mode == "strong" and batch % n:
+        worker_count = count_workers(spec, size)
+        if mode == "strong" and batch % worker_count:
             raise UsageError(
-                f"{size.text}: a batch of {batch} is not divisible by {n} workers, and uneven "
-                "shares would be timed as bad scaling; use --set "
-                f"{_even_batch(spec, batch, sizes)}, other sizes, or --mode weak"
+                f"{size.text}: a batch of {batch} is not divisible by {worker_count} workers, and "
+                "uneven shares would be timed as bad scaling; use --set "
+                f"{_suggest_batch(spec, batch, sizes)}, other sizes, or --mode weak"
             )
-        with _name_size(size):
-            engines.must_fit(spec.engine, size.ranks, batch if mode == "strong" else batch * n)
+        with _prefix_errors(size):
+            engines.must_fit(
+                spec.engine, size.ranks, batch if mode == "strong" else batch * worker_count
+            )
 
 
-def _even_batch(spec: Recipe, batch: int, sizes: list[Size]) -> str:
-    """Return the setting whose batch all sizes divide, the next below `batch` if there is one."""
-    common_multiple = math.lcm(*(workers(spec, size) for size in sizes))
+def _suggest_batch(spec: Recipe, batch: int, sizes: list[Size]) -> str:
+    """Return a setting with a batch that all sizes divide, if possible just below `batch`."""
+    common_multiple = math.lcm(*(count_workers(spec, size) for size in sizes))
     nearest_batch = batch // common_multiple * common_multiple or common_multiple
     if spec.batch.batch is not None:
         return f"optimizer.batch={nearest_batch}"
-    return f"optimizer.batch_per_rank={nearest_batch // workers(spec, max(sizes))}"
+    return f"optimizer.batch_per_rank={nearest_batch // count_workers(spec, max(sizes))}"
 
 
 @contextmanager
-def _name_size(size: Size) -> Iterator[None]:
-    """Name the size in a UsageError raised inside."""
+def _prefix_errors(size: Size) -> Iterator[None]:
+    """Prefix a UsageError raised inside with the size."""
     try:
         yield
     except UsageError as error:
         raise UsageError(f"{size.text}: {error}") from None
 
 
-def trial(spec: Recipe, mode: str, batch: int, size: Size, timing: Timing) -> Recipe:
+def make_trial_recipe(spec: Recipe, mode: str, batch: int, size: Size, timing: Timing) -> Recipe:
     """Return the recipe of a trial of `size`."""
     tables = deepcopy(spec.tables)
     for name in ("early_stop", "trace"):
@@ -118,12 +120,13 @@ def trial(spec: Recipe, mode: str, batch: int, size: Size, timing: Timing) -> Re
     run = tables["run"]
     for key in ("epochs", "evaluate_epochs", "callbacks"):
         run.pop(key, None)
-    of_step = batch if mode == "strong" else batch * workers(spec, size)
+    samples_per_step = batch if mode == "strong" else batch * count_workers(spec, size)
     run |= {
         "steps": timing.total,
         "interval_steps": timing.interval,
         "evaluate_steps": timing.total,
-        "epoch_samples": of_step * min(timing.total, max(1, MOST_SAMPLES // of_step)),
+        "epoch_samples": samples_per_step
+        * min(timing.total, max(1, MAX_EPOCH_SAMPLES // samples_per_step)),
     }
     optimizer = tables["optimizer"]
     for key in overrides.BATCH_KEYS:
@@ -134,13 +137,13 @@ def trial(spec: Recipe, mode: str, batch: int, size: Size, timing: Timing) -> Re
     return recipe.check(tables)
 
 
-def deviations(
+def describe_deviations(
     spec: Recipe, mode: str, batch: int, timing: Timing, threads: int | None
 ) -> Iterator[str]:
-    """Yield the differences between a trial and the recipe, a sentence each."""
-    length = f"{spec.run.epochs} epochs" if spec.run.epochs else f"{spec.run.steps} steps"
+    """Yield one sentence for each difference between a trial and the recipe."""
+    recipe_length = f"{spec.run.epochs} epochs" if spec.run.epochs else f"{spec.run.steps} steps"
     yield (
-        f"{timing.total} steps in place of {length}: {timing.first} to warm up, "
+        f"{timing.total} steps in place of {recipe_length}: {timing.first} to warm up, "
         f"{timing.last - timing.first} timed, 1 behind them"
     )
     yield "evaluation and a checkpoint only behind the last timed step"
@@ -151,13 +154,13 @@ def deviations(
         if spec.batch.batch is None:
             batch_text = f"batch_per_rank = {spec.batch.batch_per_rank}"
         yield f"{mode} scaling: {key} = {batch} in place of {batch_text}"
-    if omissions := list(_omissions(spec)):
-        yield f"left out: {', '.join(omissions)}"
+    if omitted := list(_omitted_features(spec)):
+        yield f"left out: {', '.join(omitted)}"
     if threads is not None:
         yield f"OMP_NUM_THREADS={threads} at every size, so that a rank is the same everywhere"
 
 
-def _omissions(spec: Recipe) -> Iterator[str]:
+def _omitted_features(spec: Recipe) -> Iterator[str]:
     if spec.run.callbacks:
         yield "callbacks"
     if spec.early_stop:

@@ -1,4 +1,4 @@
-"""The sizes of a study: how many ranks, on how many nodes."""
+"""The sizes of a study: numbers of ranks and nodes."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import pydantic
 from hpctrain.bench import units
 from hpctrain.core.errors import UsageError
 
-Positive = Annotated[int, pydantic.Field(ge=1, le=1 << 60)]
+PositiveInt = Annotated[int, pydantic.Field(ge=1, le=1 << 60)]
 
 
 @dataclass(frozen=True, order=True)
 class Size:
-    """`ranks` in all, as many on each of `nodes`."""
+    """`ranks` ranks in total, evenly distributed over `nodes` nodes."""
 
-    ranks: Positive
-    nodes: Positive = 1
+    ranks: PositiveInt
+    nodes: PositiveInt = 1
 
     @property
     def per_node(self) -> int:
@@ -28,7 +28,7 @@ class Size:
 
     @property
     def name(self) -> str:
-        """The name of its folder."""
+        """The name of the size's folder."""
         return f"{self.ranks:05d}-ranks-{self.nodes:05d}-nodes"
 
     @property
@@ -45,33 +45,37 @@ class Size:
         return Size(self.ranks * factor, self.nodes * factor if self.nodes > 1 else 1)
 
 
-def parse(ranks: str | None, nodes: str | None, per_node: int | None, on: str) -> list[Size]:
+def parse_sizes(
+    ranks: str | None, nodes: str | None, per_node: int | None, platform: str
+) -> list[Size]:
     """Return the sizes that `--ranks`, `--nodes` and `--ranks-per-node` ask for, ascending.
 
-    `--nodes` alone has `per_node` (1) ranks on each. `--ranks` alone lies on one node locally, and
-    elsewhere on as few as have room, `per_node` (1) ranks on each. Both: pairs, or one number of
-    nodes for all. Raises UsageError for ranks that nodes do not divide.
+    Only `--nodes`: each node has `per_node` (default 1) ranks. Only `--ranks`: one node locally,
+    elsewhere as few nodes as possible with `per_node` (default 1) ranks each. Both: pairs, or one
+    number of nodes for all sizes. Raises UsageError if the nodes do not divide the ranks.
     """
     if per_node is not None and per_node < 1:
         raise UsageError(f"--ranks-per-node: expected 1 or more, seen {per_node}")
     if not ranks and not nodes:
         raise UsageError("scale needs sizes: --ranks 1,2,4 or --nodes 1,2,4")
-    if on == "local" and nodes:
+    if platform == "local" and nodes:
         raise UsageError(
-            "--nodes: this machine is one node; say --ranks, or --on netlab or --on slurm"
+            "--nodes: this machine is one node; use --ranks, or --on netlab or --on slurm"
         )
-    counts = units.ranks(nodes, "--nodes") if nodes else []
+    node_counts = units.parse_counts(nodes, "--nodes") if nodes else []
     if not ranks:
-        return [Size(n * (per_node or 1), n) for n in counts]
-    listed = units.ranks(ranks)
-    if on == "local":
-        return [Size(n) for n in listed]
-    return _over_nodes(listed, counts, per_node)
+        return [Size(count * (per_node or 1), count) for count in node_counts]
+    rank_counts = units.parse_counts(ranks)
+    if platform == "local":
+        return [Size(count) for count in rank_counts]
+    return _sizes_over_nodes(rank_counts, node_counts, per_node)
 
 
-def _over_nodes(ranks: Sequence[int], nodes: Sequence[int], per_node: int | None) -> list[Size]:
+def _sizes_over_nodes(
+    ranks: Sequence[int], nodes: Sequence[int], per_node: int | None
+) -> list[Size]:
     if not nodes:
-        return [_size_of(n, -(-n // (per_node or 1))) for n in ranks]
+        return [_make_size(count, -(-count // (per_node or 1))) for count in ranks]
     if per_node is not None:
         raise UsageError("--ranks-per-node follows from --ranks and --nodes: leave it out")
     if len(nodes) not in (1, len(ranks)):
@@ -80,25 +84,25 @@ def _over_nodes(ranks: Sequence[int], nodes: Sequence[int], per_node: int | None
             f"seen {len(nodes)}"
         )
     pairs = zip(ranks, nodes if len(nodes) > 1 else [*nodes] * len(ranks), strict=True)
-    return [_size_of(*pair) for pair in pairs]
+    return [_make_size(*ranks_and_nodes) for ranks_and_nodes in pairs]
 
 
-def _size_of(ranks: int, nodes: int) -> Size:
+def _make_size(ranks: int, nodes: int) -> Size:
     if ranks % nodes:
         lower_multiple = ranks // nodes * nodes
-        nearest_text = (
+        valid_counts = (
             f"{lower_multiple} or {lower_multiple + nodes}" if lower_multiple else f"{nodes}"
         )
         raise UsageError(
             f"{ranks} ranks on {nodes} nodes: expected as many ranks on each, seen "
-            f"{ranks / nodes:.3g}; take {nearest_text} ranks"
+            f"{ranks / nodes:.3g}; take {valid_counts} ranks"
         )
     return Size(ranks, nodes)
 
 
-def oversubscribed(size: Size, cores: int | None, threads: int) -> float:
-    """Return the number of ranks per core: above 1 if ranks, each with `threads`, exceed `cores`.
+def ranks_per_core(size: Size, cores: int | None, threads: int) -> float:
+    """Return the number of ranks per core: above 1 if `threads` of all ranks exceed `cores`.
 
-    All nodes of a study on one machine share its cores; None for `cores` where each has its own.
+    All nodes of a netlab share the cores of one machine. `cores` is None if nodes have their own.
     """
     return 1.0 if cores is None else max(1.0, size.ranks * threads / cores)

@@ -23,7 +23,7 @@ from hpctrain.gradients.replica import Batch, Replica
 
 # Keeps this stream apart from others that use Philox with a key of (seed, small number).
 _STREAM = 3
-SHORTEST_S = 5e-5  #: the shortest sleep, about: less is put off
+MIN_SLEEP_S = 5e-5  #: the shortest sleep, about: less is put off
 T = TypeVar("T")
 U = TypeVar("U")
 
@@ -113,7 +113,7 @@ class Pace:
 
     def _pay(self) -> None:
         start = self._clock()
-        if self._owed > SHORTEST_S:
+        if self._owed > MIN_SLEEP_S:
             self._sleep(self._owed)
         self._since = self._clock()
         self._owed -= self._since - start  # a sleep is longer than requested: the next is shorter

@@ -25,9 +25,9 @@ from hpctrain.optim.optimizer import Schedule, rate_at, rate_curve
 from hpctrain.run_files.writer import RunFiles
 from hpctrain.training import run_facts
 from hpctrain.training.recipe import Recipe
+from hpctrain.training.run_options import TraceOptions
 from hpctrain.training.skip_counter import SkipCounter
 from hpctrain.training.timeline import Timeline
-from hpctrain.watch.trace import TraceOptions
 from hpctrain.world import World
 
 log = logging.getLogger(__name__)

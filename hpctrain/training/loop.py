@@ -72,7 +72,7 @@ class Loop:
         self.world, self.engine, self.plan, self.journal = world, engine, plan, journal
         self.callbacks = callbacks
         self.replay_log = replay.ReplayLog(
-            engine.recorder, journal.run, world.rank, self._depends_on()
+            engine.recorder, journal.run, world.rank, self._replay_settings()
         )
         self.step, self.rows = 0, list[Row]()  # rows: those of the run before this part
         self.row: Row = {}  # of this step, where there is one
@@ -158,7 +158,7 @@ class Loop:
                 "train again without --replay"
             )
         recorded, intervals = self.world.on_all_ranks(
-            lambda: replay.read_log(run, rank, self._depends_on())
+            lambda: replay.read_log(run, rank, self._replay_settings())
         )
         recorder.start_replay(intervals, self.journal.intervals or 0)
         changes = replay.describe_differences(recorded, replay.describe_machine())
@@ -166,7 +166,7 @@ class Loop:
         if rank == 0 and (text := " | ".join(notes)):
             log.warning("the last bits may differ from those of %s: %s", run, text)
 
-    def _depends_on(self) -> dict[str, Any]:
+    def _replay_settings(self) -> dict[str, Any]:
         """Return the settings that must be equal in a run and in its replay."""
         return {
             "engine": self.engine.name,

@@ -23,9 +23,14 @@ from hpctrain.core.errors import UsageError
 from hpctrain.gradients.reducer import ALLREDUCE_ONLY_DEFAULTS, WireOptions
 from hpctrain.training.callbacks import EarlyStop
 from hpctrain.training.faults import FaultsOptions
-from hpctrain.training.run_options import BatchOptions, CheckpointOptions, RunOptions, most_skipped
+from hpctrain.training.run_options import (
+    BatchOptions,
+    CheckpointOptions,
+    RunOptions,
+    TraceOptions,
+    most_skipped,
+)
 from hpctrain.tuning.select import allreduce_named
-from hpctrain.watch.trace import TraceOptions
 
 Table = dict[str, Any]
 

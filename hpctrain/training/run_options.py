@@ -1,4 +1,4 @@
-"""Options of a run, its batch and its checkpoints: `[run]`, `[checkpoint]`, `[optimizer]`."""
+"""Options of a run, its batch and its checkpoints: `[run]`, `[checkpoint]`, `[trace]`."""
 
 from __future__ import annotations
 
@@ -91,3 +91,25 @@ class CheckpointOptions:
     every_steps: Positive | None = None
     keep: Positive | None = 3
     keep_best: Metric | None = None  #: the best by this metric is saved at once, and stays
+
+
+def _first_and_end(steps: list[int]) -> list[int]:
+    if len(steps) != 2 or not 0 <= steps[0] < steps[1]:
+        raise ValueError("expected [first, last], of which the last is not traced")
+    return steps
+
+
+@config.options
+class TraceOptions:
+    """`[trace]`: whether to record spans, in which steps, and how many."""
+
+    enabled: bool = False
+    steps: Annotated[list[int], AfterValidator(_first_and_end)] | None = (
+        None  #: [first, last); or all
+    )
+    max_spans: Positive = 100_000  #: per rank, of about 180 bytes each
+
+    @property
+    def traced_steps(self) -> range:
+        """The steps to trace."""
+        return range(*(self.steps or (0, 1 << 62)))

@@ -27,8 +27,9 @@ import numpy as np
 
 from hpctrain.core import files
 from hpctrain.core.errors import UsageError
+from hpctrain.training.run_options import TraceOptions
 from hpctrain.transport.link import Link
-from hpctrain.watch.trace import Clock, Reading, TraceOptions
+from hpctrain.watch.trace import Clock, Reading
 from hpctrain.world import World
 
 log = logging.getLogger(__name__)
@@ -61,7 +62,7 @@ class Timeline:
         self._origin_s = float(clocks[0])
         self._remote = [rank for rank, kernel in enumerate(kernels) if kernel != kernels[0]]
         self._readings = (clock_offset(self._world.link, self._remote),)
-        self._world.trace.start(self._options)
+        self._world.trace.start(self._options.traced_steps, self._options.max_spans)
         self._active = True
 
     def end(self) -> None:

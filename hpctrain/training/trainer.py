@@ -25,27 +25,30 @@ from hpctrain.optim import Optimizer
 from hpctrain.run_files import run_folder
 from hpctrain.run_files.last_lines import last_lines
 from hpctrain.training import weights
+from hpctrain.training.arguments import as_engine, as_model, as_optimizer, as_samples
 from hpctrain.training.callbacks import Callbacks, EarlyStop
 from hpctrain.training.exit_status import summary_on_exit
 from hpctrain.training.faults import FaultsOptions, Pace, SlowedReplica
 from hpctrain.training.journal import Journal
 from hpctrain.training.loop import Loop, evaluate
 from hpctrain.training.recipe import Recipe
-from hpctrain.training.run_options import CheckpointOptions, NotFinite, most_skipped
+from hpctrain.training.run_options import CheckpointOptions, NotFinite, TraceOptions, most_skipped
 from hpctrain.training.tasks import FitPlan
-from hpctrain.watch.trace import TraceOptions
 from hpctrain.world import World
 
 
 class Trainer:
-    """A model, an optimizer and an engine, ready to be trained; every rank makes its own."""
+    """A model, an optimizer and an engine, ready to be trained; every rank makes its own.
+
+    A context manager: `with ht.Trainer(...) as trainer:` closes it at the end.
+    """
 
     @shortage_raised()
     def __init__(
         self,
         model: nn.Model,
-        optimizer: Optimizer,
-        engine: Any = engines.AllReduce(),  # noqa: B008  (frozen)
+        optimizer: Optimizer | str,
+        engine: Any = "allreduce",
         seed: int = 0,
         precision: Precision = "float32",
         world: World | None = None,
@@ -55,16 +58,20 @@ class Trainer:
     ):
         """Lay the model out and build the engine; collective.
 
-        `engine`: options such as `ht.engines.AllReduce(algorithm="ring")`. `precision`: float32 or
-        float64; on a GPU also tf32, bf16 or fp16, see `hpctrain.gradients.precision`. `callbacks`
-        receive each row of metrics; see `training.callbacks`. `faults`: planted delays of ranks;
+        `optimizer`: such as `ht.optim.adamw(rate=0.001)`, or the name "sgd" or "adamw" for its
+        default rate. `engine`: options such as `ht.engines.AllReduce(algorithm="ring")`, or a
+        name, such as "ps-async", for their defaults. `precision`: float32 or float64; on a GPU also
+        tf32, bf16 or fp16, see `hpctrain.gradients.precision`. `callbacks` receive each row of
+        metrics; see `ht.callbacks`. `faults`: planted delays of ranks;
         see `training.faults`. `init`: the folder of a run or a checkpoint, or a .safetensors file,
         with the initial weights. Raises UsageError on all ranks if engine, faults or `init` do not
         fit, or if ranks have different models, and GpuMemoryError, on the rank itself, if its GPU
         has too little memory.
         """
         self.world = world or hpctrain.world.init()
+        model, optimizer, engine = as_model(model), as_optimizer(optimizer), as_engine(engine)
         self.seed, self.rate, self.callbacks = seed, optimizer.rate, callbacks
+        self.summary: dict[str, Any] | None = None  #: of the last `fit`
         on_gpu = self.world.gpu is not None
         self.replica = self.world.on_all_ranks(lambda: make_replica(model, seed, precision, on_gpu))
         if init is not None:
@@ -79,12 +86,12 @@ class Trainer:
 
     def fit(
         self,
-        train: Samples,
+        train: Samples | tuple[np.ndarray, np.ndarray],
         epochs: int | None = None,
         steps: int | None = None,
         batch: int = 128,
         micro_batches: int = 1,
-        evaluate: Samples | None = None,
+        evaluate: Samples | tuple[np.ndarray, np.ndarray] | None = None,
         evaluate_epochs: int | None = None,
         evaluate_steps: int | None = None,
         prefetch: int | None = None,
@@ -102,6 +109,7 @@ class Trainer:
     ) -> dict[str, Any]:
         """Train for `epochs` or `steps` with `batch` samples per step over all ranks; collective.
 
+        `train` and `evaluate` are pairs of arrays (x, y) or data sets, the same on all ranks.
         Each rank computes its share of a step in `micro_batches` pieces, which need less memory.
         Returns the summary, which also lies in `out`/summary.json if `out` is given, beside
         metrics and checkpoints; `resume` goes on from the newest good checkpoint there. A row of
@@ -118,6 +126,8 @@ class Trainer:
         there is a checkpoint, or it is an UnsavedError: without `out` nothing is saved) or
         SaveError, each on all ranks.
         """
+        train = as_samples(train, "fit")
+        evaluate = None if evaluate is None else as_samples(evaluate, "evaluate")
         sampler = self.world.on_all_ranks(lambda: self._sampler(train, batch))
         if (epochs is None) == (steps is None):
             raise UsageError("fit needs exactly one of epochs and steps")
@@ -162,7 +172,8 @@ class Trainer:
             loop.begin()
             stack.enter_context(summary_on_exit(journal))
             with np.errstate(over="ignore", invalid="ignore"):  # the loss is checked, each step
-                return loop.run(request)
+                self.summary = loop.run(request)
+            return self.summary
 
     def _last_words(self, run: Path | None) -> str:
         """Return the last words of a run interrupted at once; those of rank 0 alone."""
@@ -174,9 +185,27 @@ class Trainer:
         """End the engine's threads and free its links; collective."""
         self.engine.close()
 
-    def evaluate(self, samples: Samples) -> nn.Sums:
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Trainer({self.replica.model!r}, {self._options!r}, {self.world!r})"
+
+    def evaluate(self, samples: Samples | tuple[np.ndarray, np.ndarray]) -> nn.Sums:
         """Return the sums of loss and right answers over `samples`; each rank does its share."""
-        return evaluate(self.engine, samples, self._blocks)
+        return evaluate(self.engine, as_samples(samples, "evaluate"), self._blocks)
+
+    def predict(self, x: np.ndarray) -> np.ndarray:
+        """Return the model's outputs for samples `x` (n, ...), such as logits (n, classes).
+
+        Each rank computes all of its own `x`. Collective: with some engines the ranks first agree
+        on one model.
+        """
+        self.engine.settle()
+        return self.replica.predict(x)
 
     def _slowed(self, faults: FaultsOptions) -> Replica:
         faults.check(self.world.size)

@@ -29,7 +29,7 @@ from hpctrain.machine import version
 from hpctrain.transport.threads.link import run_ranks
 
 Tensors = dict[str, np.ndarray]
-MOST_FAULTS = 10  # differences that an error lists
+MAX_FAULTS = 10  # differences that an error lists
 # What reading a file of another kind may raise, bfloat16 included, which NumPy does not have.
 _READ_ERRORS = (
     safetensors.SafetensorError,
@@ -107,8 +107,8 @@ def copy_into(arena: Arena, tensors: Mapping[str, np.ndarray], source: str) -> N
     faults = [fault for name, x in views.items() if (fault := _fault(name, x, tensors.get(name)))]
     faults += [f"'{name}': the model has none" for name in sorted(tensors) if name not in views]
     if faults:
-        rest = [f"and {len(faults) - MOST_FAULTS} more"] if len(faults) > MOST_FAULTS else []
-        listed = "".join(f"\n  {line}" for line in faults[:MOST_FAULTS] + rest)
+        rest = [f"and {len(faults) - MAX_FAULTS} more"] if len(faults) > MAX_FAULTS else []
+        listed = "".join(f"\n  {line}" for line in faults[:MAX_FAULTS] + rest)
         raise UsageError(f"the weights of {source} do not fit the model:{listed}")
     for name, view in views.items():
         xp.copy(view, tensors[name])

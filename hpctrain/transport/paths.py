@@ -56,6 +56,7 @@ class Verdict:
 
 #: The verdict without a trial: host memory, and neighbours' GPU memory where handles open.
 STAGED = Verdict("ipc", "ipc", "staged", "no trial was made")
+UNTRIED = "run `hpctrain doctor` once, in a job on such nodes"  #: the remedy without a trial
 
 
 def from_table(fields: Mapping[str, Any]) -> Verdict:

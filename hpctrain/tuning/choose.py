@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Annotated
+from typing import Annotated, ClassVar
 
-import pydantic
+from annotated_types import Ge, Gt, Le
 
 from hpctrain.collectives import ALLREDUCE
 from hpctrain.collectives.dispatch import Choice, Choices
@@ -21,9 +21,10 @@ NOISY = 0.25  #: interquartile range over the median: the machine was busy
 FALLBACK = "recursive-doubling"  #: any dtype, any layout: without other times
 NEVER_CHOSEN = ("null",)  #: reduces nothing
 
-Positive = Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)]
-Share = Annotated[float, pydantic.Field(ge=0, allow_inf_nan=False)]
-Bytes = Annotated[int, pydantic.Field(gt=0, le=1 << 60)]
+# Limits of values in files, which pydantic checks when it reads one.
+Positive = Annotated[float, Gt(0)]
+Share = Annotated[float, Ge(0)]
+Bytes = Annotated[int, Gt(0), Le(1 << 60)]
 Buckets = tuple[tuple[int, float], ...]  #: ((bytes of a bucket, seconds per byte), ...)
 
 
@@ -31,6 +32,7 @@ Buckets = tuple[tuple[int, float], ...]  #: ((bytes of a bucket, seconds per byt
 class AlgorithmTime:
     """The median seconds of an algorithm with arrays of `bytes`, in node memory or private."""
 
+    __pydantic_config__: ClassVar = {"allow_inf_nan": False}
     algorithm: str
     in_memory: bool
     bytes: Bytes

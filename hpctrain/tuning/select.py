@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain import collectives, config
+from hpctrain import collectives
 from hpctrain.collectives import AllReduceFunction, Group, broadcast
 from hpctrain.collectives.all_gathers import ALL_GATHERS, AllGather, joined_by
 from hpctrain.collectives.direct import direct
@@ -29,6 +29,7 @@ from hpctrain.collectives.null import null
 from hpctrain.collectives.recursive_doubling import recursive_doubling
 from hpctrain.collectives.reductions.operations import Operation, reduced_by_mpi
 from hpctrain.collectives.signature import Signature, matched
+from hpctrain.core import names
 from hpctrain.core.errors import UsageError
 from hpctrain.core.xp import Array, on_device
 from hpctrain.transport.device.nccl import libraries
@@ -136,7 +137,7 @@ def allreduce_named(name: str) -> AllReduceFunction:
         return auto
     if name == "nccl":
         libraries()
-    return config.pick({"auto": auto, **collectives.ALLREDUCE, "nccl": nccl}, name, "algorithm")
+    return names.pick({"auto": auto, **collectives.ALLREDUCE, "nccl": nccl}, name, "algorithm")
 
 
 def all_gather_named(name: str) -> AllGather:

@@ -35,7 +35,7 @@ from hpctrain.tuning.measure import timed
 
 #: Bytes reduced between two readings of the clock, in as many calls, but 32 at most.
 BATCH_BYTES, MOST_CALLS = 1 << 20, 32
-LEAST_ROUNDS = 3  #: before an algorithm is dropped: one slow round may be due to another process
+MIN_ROUNDS = 3  #: before an algorithm is dropped: one slow round may be due to another process
 DROP_RATIO = 2.0  #: times the fastest: dropped
 REFINEMENT_SHARE = 0.2  #: of the time is reserved for the sizes between two choices
 BUCKET_BYTES = [1 << i for i in range(16, 27)]
@@ -140,7 +140,7 @@ def _rounds(
             candidates.measure()
         yield count
         remaining = limit.remaining()
-        if count >= LEAST_ROUNDS:
+        if count >= MIN_ROUNDS:
             for candidates in cells:
                 candidates.drop()
             if (

@@ -23,8 +23,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import pydantic
-
 from hpctrain import collectives, machine
 from hpctrain.collectives import Group
 from hpctrain.core.errors import HpctrainError, UsageError
@@ -210,6 +208,8 @@ def read(path: Path) -> Table:
 
 def parse_table(text: bytes) -> Table:
     """Return the table parsed from `text`; raise TableError if damaged or of another version."""
+    import pydantic  # takes 50 ms, and most programs have no table
+
     try:
         content: Any = json.loads(text)
         schema = content.get("schema")
@@ -218,7 +218,7 @@ def parse_table(text: bytes) -> Table:
     if schema != SCHEMA:
         raise TableError(f"its schema is {brief(schema)}, this hpctrain reads {SCHEMA}; {ADVICE}")
     try:
-        table = _READER.validate_json(text, strict=True)
+        table: Table = pydantic.TypeAdapter(Table).validate_json(text, strict=True)
     except pydantic.ValidationError as error:
         first = error.errors()[0]
         location = brief(".".join(map(str, first["loc"]))).strip("'")
@@ -265,6 +265,3 @@ def must_be_writable(path: Path) -> None:
 def plan_of(table: Table) -> choose.TuningPlan:
     """Return the plan of `table`: thresholds and buckets."""
     return choose.plan(table.rows, tuple(table.buckets), measured=True)
-
-
-_READER = pydantic.TypeAdapter(Table)

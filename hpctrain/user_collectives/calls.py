@@ -34,10 +34,10 @@ from hpctrain.collectives.ring import reduce_scatter as ring_reduce_scatter
 from hpctrain.collectives.signature import fault_signature, must_match
 from hpctrain.collectives.tree import broadcast as tree_broadcast
 from hpctrain.collectives.tree import reduce as tree_reduce
-from hpctrain.core import bound_calls
 from hpctrain.core.errors import UsageError
 from hpctrain.core.xp import namespace, on_device
 from hpctrain.tuning.select import allreduce_named, bound, prepared
+from hpctrain.user_collectives import bound_calls
 from hpctrain.user_collectives.arguments import Accepted, accepted, must_be_writable
 from hpctrain.world import World, init
 

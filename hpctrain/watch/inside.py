@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from hpctrain.watch.record import Entry, frame_of_each_thread
 
-ALL = -1  # the peer of a call that waits for every rank
+ALL_RANKS = -1  # the peer of a call that waits for every rank
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -78,6 +78,6 @@ class LastingCalls:
         for thread in lasting - self._notes.keys():
             frame = frames[thread]
             if (note := _NOTES[frame.f_code](frame.f_locals)) is not None:
-                note.link.entry.enter(note.operation, ALL, note.nbytes)
+                note.link.entry.enter(note.operation, ALL_RANKS, note.nbytes)
                 self._notes[thread] = note.link.entry, note.link.entry.note
         self._frames = frames

@@ -20,31 +20,13 @@ from collections.abc import Iterator, Mapping
 from threading import current_thread, get_ident
 from time import perf_counter
 from types import TracebackType
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from pydantic import AfterValidator, Field
-
-from hpctrain import config
 
 Category = Literal["compute", "wire", "wait", "other"]
 Args = Mapping[str, Any]
 THREADS = 1000  #: more than any rank has
-
-
-def _from_to(steps: list[int]) -> list[int]:
-    if len(steps) != 2 or not 0 <= steps[0] < steps[1]:
-        raise ValueError("expected [first, last], of which the last is not traced")
-    return steps
-
-
-@config.options
-class TraceOptions:
-    """`[trace]`: whether to record spans, in which steps, and how many."""
-
-    enabled: bool = False
-    steps: Annotated[list[int], AfterValidator(_from_to)] | None = None  #: [first, last); or all
-    max_spans: Annotated[int, Field(ge=1)] = 100_000  #: per rank, of about 180 bytes each
 
 
 class Span(NamedTuple):
@@ -68,10 +50,9 @@ class Trace:
         self._threads: dict[int, str] = {}
         self._recording, self._step, self._steps, self._max_spans = False, 0, range(0), 0
 
-    def start(self, options: TraceOptions) -> None:
-        """Begin to record, in the steps that `options` name; the calling thread is the main one."""
-        first, last = options.steps or (0, 1 << 62)
-        self._steps, self._max_spans = range(first, last), options.max_spans
+    def start(self, steps: range, max_spans: int) -> None:
+        """Begin to record `max_spans` spans in `steps`; the calling thread is the main one."""
+        self._steps, self._max_spans = steps, max_spans
         self._spans, self._threads, self.dropped = [], {get_ident(): "main"}, 0
         self.step = self._step
 

@@ -31,7 +31,7 @@ T = TypeVar("T")
 Report = Callable[[str], None]  #: called with the text that names the ranks of a hung job
 
 
-@dataclass
+@dataclass(repr=False)
 class World:
     """All ranks, from the point of view of one of them."""
 
@@ -101,6 +101,16 @@ class World:
             return None
         shares = self.memory.gpu is not None and self.memory.gpu.shares
         return Gpus(gpus.model(self.gpu.ordinal), self.places, self.verdict, shares)
+
+    def __repr__(self) -> str:
+        return (
+            f"World(rank {self.rank} of {self.size} on {self.host}, local rank {self.local_rank}, "
+            f"device {self.device}, transport {self.transport})"
+        )
+
+    def barrier(self) -> None:
+        """Wait until every rank has called this; collective."""
+        self.link.barrier()
 
     def zeros(self, length: int, dtype: np.typing.DTypeLike = np.float32) -> np.ndarray:
         """Return zeros (length,) in memory shared by the node's ranks: sums over them are fastest.

@@ -11,7 +11,7 @@ import pytest
 from ranks import on_ranks, run_on
 
 from hpctrain.bench import collectives, sweep
-from hpctrain.bench.measured_collectives import COLLECTIVES, Case
+from hpctrain.bench.measured_collectives import COLLECTIVES, CollectiveCall
 from hpctrain.core.errors import UsageError
 
 REQUESTED = {
@@ -34,7 +34,7 @@ COLUMNS = {"operation", "algorithm", "bytes", "ranks", "median_s", "p5_s", "p95_
 
 def asked(operation="allreduce", **changes):
     names = ",".join(COLLECTIVES[operation].names)
-    return collectives.check(operation, **{**REQUESTED, "algorithms": names, **changes})
+    return collectives.parse_options(operation, **{**REQUESTED, "algorithms": names, **changes})
 
 
 @on_ranks(1, 2, 3, mpi=(1, 2, 3))
@@ -104,7 +104,7 @@ def test_a_planted_error_is_seen(wrong):
 @pytest.mark.parametrize("operation", COLLECTIVES)
 def test_each_operation_sees_a_wrong_element(operation):
     collective = COLLECTIVES[operation]
-    case = Case(0, 2, 10, np.dtype("float64"), "sum")
+    case = CollectiveCall(0, 2, 10, np.dtype("float64"), "sum")
     result = np.concatenate([p.expected[: p.stop - p.start] for p in collective.output(case)])
     if operation == "all-gather":  # its second part begins within the block
         result[5:] = collective.output(case)[1].expected[5:10]

@@ -39,7 +39,7 @@ def run(native, direct, correct=True):
 
 def test_the_better_native_median_is_the_rival(compare):
     runs = [run(8.0, 1.0), run(4.0, 2.0), run(6.0, 3.0), run(5.0, 2.0)]
-    merged = compare.merge(runs, ["A", "B", "A", "B"], "allreduce")
+    merged = compare.merge_runs(runs, ["A", "B", "A", "B"], "allreduce")
     times = {(item["mpi"], item["algorithm"]): item["times"]["native"] for item in merged}
     # medians over runs: native 7.0 under A and 4.5 under B, which is the rival of both
     assert times["A", "direct"] == 4.5 / 2.0 and times["B", "direct"] == 4.5 / 2.0
@@ -48,8 +48,8 @@ def test_the_better_native_median_is_the_rival(compare):
 
 @pytest.mark.parametrize("direct, correct", [(1.0, True), (2.0, True), (1.0, False)])
 def test_claims_fail_where_they_do_not_hold(compare, direct, correct):
-    merged = compare.merge([run(4.0, direct, correct)], ["A"], "allreduce")
-    held = compare.claims("allreduce", 2, merged)
+    merged = compare.merge_runs([run(4.0, direct, correct)], ["A"], "allreduce")
+    held = compare.check_claims("allreduce", 2, merged)
     assert held.pop("allreduce: all results are right") is correct
     ((claim, holds),) = held.items()
     assert claim.startswith(f"allreduce: direct, A {4 / direct:.2f}x native (geometric mean, 1 MiB")
@@ -64,7 +64,7 @@ def test_what_is_only_shown_is_no_claim(compare):
         row("auto", 4, 1.2),
         row("auto-unchecked", 4, 1.25),
     ]
-    reported = compare.claims("allreduce", 2, compare.merge([rows], ["A"], "allreduce"))
+    reported = compare.check_claims("allreduce", 2, compare.merge_runs([rows], ["A"], "allreduce"))
     assert reported == {
         "allreduce: all results are right": True,
         "allreduce: auto-unchecked, A 0.88x own native-plain (least, at 4 B, 4 B), >= 0.7": True,
@@ -81,8 +81,8 @@ def step(algorithm, exposed_s):
 @pytest.mark.parametrize("own, holds", [(0.009, True), (0.011, False), (-0.002, True)])
 def test_exposed_communication_is_a_third_of_the_least_of_a_rival(compare, own, holds):
     runs = [[step("auto", own), step("gloo", 0.06)], [step("auto", own), step("gloo", 0.03)]]
-    merged = compare.merge(runs, ["A", "B"], "step")
-    claims = compare.claims("step", 2, merged)
+    merged = compare.merge_runs(runs, ["A", "B"], "step")
+    claims = compare.check_claims("step", 2, merged)
     held = {reported: fine for reported, fine in claims.items() if "exposes" in reported}
     assert len(held) == 2 and set(held.values()) == {holds}
     assert all("of gloo's 30.00 ms, <= 1/3" in reported for reported in held)
@@ -91,7 +91,7 @@ def test_exposed_communication_is_a_third_of_the_least_of_a_rival(compare, own, 
 def test_a_comparison_goes_on_where_it_was_stopped(compare, monkeypatch, tmp_path, capsys):
     """Every run is kept when it has ended; of those kept, only equal ones count."""
     (tmp_path / "results").mkdir()
-    monkeypatch.setattr(compare, "HERE", tmp_path)
+    monkeypatch.setattr(compare, "BENCHMARKS", tmp_path)
     created = []
 
     def bench(environment, ranks, rest):
@@ -105,8 +105,8 @@ def test_a_comparison_goes_on_where_it_was_stopped(compare, monkeypatch, tmp_pat
         monkeypatch.setattr(sys, "argv", argv)
         compare.main()
 
-    monkeypatch.setattr(compare, "_run", bench)
-    monkeypatch.setattr(compare, "_must_have_this_hpctrain", lambda environment: None)
+    monkeypatch.setattr(compare, "_run_job", bench)
+    monkeypatch.setattr(compare, "_check_same_sources", lambda environment: None)
     with pytest.raises(KeyboardInterrupt):
         typed()
     assert created == ["a", "b", "a"]
@@ -133,7 +133,7 @@ def test_an_environment_with_another_hpctrain_is_refused(compare, tmp_path, capf
     with pytest.raises(
         SystemExit, match=r"another hpctrain, /somewhere/hpctrain, than .*PYTHONPATH"
     ):
-        compare._must_have_this_hpctrain(tmp_path)
+        compare._check_same_sources(tmp_path)
     python.unlink()
     python.symlink_to(sys.executable)
-    compare._must_have_this_hpctrain(Path(sys.prefix))
+    compare._check_same_sources(Path(sys.prefix))

@@ -65,16 +65,18 @@ LOSSES = [{"precision": "float32", "fault": "", "test_loss": 2.0},
 RATES = {"to the host": 50.0, "from the host": 52.0, "host to host": 10.0, "staged": 8.1}
 #: script -> what its claims are made of, and how they end
 CLAIMS = {
-    "steps": ("claims_of", (STEPS, "2.11"), [True, False]),
+    "steps": ("make_claims", (STEPS, "2.11"), [True, False]),
     "steps without torch": (
-        "claims_of", ([{"what": "mlp", "who": "ours"}], None), [None]),
-    "optimizer": ("claims_of", (UPDATES,), [True, False]),
-    "precision": ("claims_of", (LOSSES,), [True, False, False]),
-    "precision, all failed": ("claims_of", ([{"precision": "float32", "fault": "no"}],), [False]),
-    "paths": ("claims", (RATES,), [True, None]),
-    "paths with ipc": ("claims", ({**RATES, "ipc": 1000.0},), [True, None]),
-    "paths by pointer": ("claims", ({**RATES, "ipc": 1000.0, "cuda-aware": 810.0},), [True, True]),
-    "paths, slow": ("claims", ({**RATES, "staged": 7.9, "ipc": 9.0, "gdr": 7.0},), [False, False]),
+        "make_claims", ([{"what": "mlp", "who": "ours"}], None), [None]),
+    "optimizer": ("make_claims", (UPDATES,), [True, False]),
+    "precision": ("make_claims", (LOSSES,), [True, False, False]),
+    "precision, all failed": ("make_claims", ([{"precision": "float32", "fault": "no"}],), [False]),
+    "paths": ("check_claims", (RATES,), [True, None]),
+    "paths with ipc": ("check_claims", ({**RATES, "ipc": 1000.0},), [True, None]),
+    "paths by pointer": (
+        "check_claims", ({**RATES, "ipc": 1000.0, "cuda-aware": 810.0},), [True, True]),
+    "paths, slow": (
+        "check_claims", ({**RATES, "staged": 7.9, "ipc": 9.0, "gdr": 7.0},), [False, False]),
 }  # fmt: skip
 
 
@@ -96,7 +98,7 @@ def test_what_did_not_come_to_its_end_is_not_measured(script, tmp_path):
         (run_all.Piece("d", [], 1.0, result=tmp_path / "none"),
          run_all.Outcome("d", False, 1.0, None, "ended after 1 s")),
     ]  # fmt: skip
-    run_all.keep(tmp_path / "run_all.json", {"gpus": []}, pieces)
+    run_all.save_report(tmp_path / "run_all.json", {"gpus": []}, pieces)
     reported = json.loads((tmp_path / "run_all.json").read_text())["claims"]
     assert [item["outcome"] for item in reported] == [
         "held", "short", "not measured",
@@ -109,13 +111,13 @@ def test_what_did_not_come_to_its_end_is_not_measured(script, tmp_path):
 
 def test_there_is_time_for_all_pieces(script, tmp_path):
     run_all = script("run_all")
-    assert sum(piece.limit_s for piece in run_all.pieces([2, 4], tmp_path)) <= run_all.TOTAL_S
+    assert sum(piece.limit_s for piece in run_all.make_pieces([2, 4], tmp_path)) <= run_all.TOTAL_S
 
 
 def test_the_runs_of_a_piece_end_before_it(script, monkeypatch, tmp_path):
     """However slow they are: each row is kept, and none takes the time of those behind it."""
     (piece,) = (
-        item for item in script("run_all").pieces([2], tmp_path) if item.name == "precision"
+        item for item in script("run_all").make_pieces([2], tmp_path) if item.name == "precision"
     )
     precision, now, chosen = script("precision"), [0.0], []
 
@@ -142,8 +144,8 @@ def test_what_was_found_before_the_limit_is_kept(script, monkeypatch, tmp_path):
             raise KeyboardInterrupt  # as run_all.py ends it
         return {"regime": name, "ranks": ranks, "precision": precision, "said": "", "holds": True}
 
-    monkeypatch.setattr(equal, "reference", lambda *_: np.zeros(1))
-    monkeypatch.setattr(equal, "compared", compared)
+    monkeypatch.setattr(equal, "train_reference", lambda *_: np.zeros(1))
+    monkeypatch.setattr(equal, "compare_run", compared)
     monkeypatch.setattr(sys, "argv", ["equal", "--json", str(tmp_path / "found.json")])
     with pytest.raises(KeyboardInterrupt):
         equal.main()
@@ -165,7 +167,7 @@ def test_a_run_on_the_cpu_tries_no_way_between_gpus(script, monkeypatch, tmp_pat
     monkeypatch.setattr(probe_process.nvidia, "driver", lambda: "580.1")
     monkeypatch.setattr(probe_process, "find_spec", lambda name: name)
     for device in ("cpu", "gpu"):
-        equal.trained(tmp_path / "run", 1, device, ())
+        equal.train_run(tmp_path / "run", 1, device, ())
     assert [probe_process.may_use_gpu(line) for line in lines] == [False, True]
 
 

@@ -24,7 +24,7 @@ REQUESTED = {"ranks": None, "iterations": 2, "warm_up": 0, "json": None, "plot":
 
 
 def asked(sizes="1B,4KiB,70000B", **changes):
-    return p2p.check(sizes, **{**REQUESTED, **changes})
+    return p2p.parse_options(sizes, **{**REQUESTED, **changes})
 
 
 @on_ranks(2, 3, mpi=(2, 3))
@@ -45,10 +45,10 @@ def test_a_message_that_goes_wrong_is_seen():
         ends, x = RankPair(world.link, 0, 1), np.zeros(100, np.uint8)
 
         def damaged():
-            p2p._window(ends, x, 2)()
+            p2p._one_way_call(ends, x, 2)()
             x[world.rank * 50] ^= world.rank
 
-        return p2p._is_correct(world, ends, x, damaged)
+        return p2p._delivers_data(world, ends, x, damaged)
 
     assert run_on("threads", 2, body) == [False, False]
 

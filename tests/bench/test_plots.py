@@ -57,7 +57,7 @@ SPANS = {(1e-6, 0.1): {"1 µs", "100 µs", "10 ms", "100 ms"}, (2.1e-3, 9e-3): {
 
 @pytest.mark.parametrize("span", SPANS)
 def test_times_of_collectives_have_one_unit(drawn, tmp_path, span):
-    plot.draw(collective(span), "a title", tmp_path / "x.png")
+    plot.draw_size_plot(collective(span), "a title", tmp_path / "x.png")
     time, speed = drawn[0].axes
     message = {label.get_text() for label in labels(time.yaxis)}
     assert SPANS[span] <= message
@@ -73,7 +73,7 @@ def test_times_of_predictions_have_one_unit(drawn, tmp_path):
          "bytes": size, "predicted_s": 2e-3 * (1 + i % 5)}
         for i, name in enumerate(SCHEDULES) for ranks in (2, 4) for size in SIZES
     ]  # fmt: skip
-    prediction_plots.draw(rows, "a title", tmp_path / "x.png")
+    prediction_plots.draw_prediction(rows, "a title", tmp_path / "x.png")
     for axes in drawn[0].axes:
         message = [label.get_text() for label in labels(axes.yaxis)]
         assert message and all(text.endswith(" ms") for text in message)

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from hpctrain import optim
 from hpctrain.bench import units
 from hpctrain.bench.prediction import measurements, predict, tables
-from hpctrain.bench.training_step.profile import profile
+from hpctrain.bench.training_step.profile import profile_step
 from hpctrain.commands.bench_predict import bench_predict
 from hpctrain.core.errors import UsageError
 from hpctrain.cost_model import cost
@@ -71,7 +71,7 @@ def test_files_that_are_no_measurement(text, message, tmp_path):
     file = tmp_path / "measured.json"
     file.write_text(text)
     with pytest.raises(UsageError, match=message):
-        measurements.read(file)
+        measurements.read_measurements(file)
 
 
 def bench_json(tmp_path, hosts: int, ranks: int, rows: list):
@@ -92,7 +92,7 @@ REDUCED = [
 
 @pytest.mark.parametrize(("hosts", "fitted"), [(1, "inside"), (4, "between"), (2, None)])
 def test_a_machine_is_fitted_where_one_kind_of_wire_was_used(tmp_path, hosts, fitted):
-    result = measurements.read(bench_json(tmp_path, hosts, 4, REDUCED))
+    result = measurements.read_measurements(bench_json(tmp_path, hosts, 4, REDUCED))
     reference = {"inside": result.inside, "between": result.between}
     assert [name for name, wire in reference.items() if wire] == [fitted] * bool(fitted)
     if fitted:
@@ -105,7 +105,7 @@ def test_a_machine_is_fitted_where_one_kind_of_wire_was_used(tmp_path, hosts, fi
 def test_messages_tell_the_wire(tmp_path):
     rows = [("p2p", "one-way", n, 1e-6 + n * 1e-9) for n in [4, *BIG]]
     rows += [("p2p", "ping-pong", n, 8e-6 + n * 1e-9) for n in [4, *BIG]]
-    wire = measurements.read(bench_json(tmp_path, 2, 2, rows)).between
+    wire = measurements.read_measurements(bench_json(tmp_path, 2, 2, rows)).between
     assert (wire.latency + 2 * wire.overhead, wire.seconds_per_byte) == pytest.approx(
         (8e-6, 1e-9), rel=1e-3
     )
@@ -115,7 +115,7 @@ def test_a_tuning_table_tells_both_wires(tmp_path):
     fingerprint = Fingerprint("cpu", 2, 2, "MPI", "4 ranks on 2 nodes: 0 1, 2 3")
     other = cost.Machine(1e-6, 1e-10, 3e-11)
     write(Table(fingerprint, [], [], other, MACHINE), tmp_path / "table.json")
-    result = measurements.read(tmp_path / "table.json")
+    result = measurements.read_measurements(tmp_path / "table.json")
     assert (result.hosts, result.gamma) == (2, 3e-11)
     assert (result.inside.latency, result.between.seconds_per_byte) == (1e-6, 1e-9)
 
@@ -166,7 +166,7 @@ def test_a_profile_tells_when_each_bucket_is_full():
     model = MODELS["mlp"](widths=[64, 256, 256, 10]).build(None, None)
     replica = ModelReplica(model, 0, np.float32)
     task = Task(Batch(np.ones((8, 64), np.float32), np.zeros(8, np.int64)), 1.0, Key(0, 0, 0))
-    step = profile(replica, optim.sgd(rate=0.1), task, 100_000, rounds=3, warm_up=1)
+    step = profile_step(replica, optim.sgd(rate=0.1), task, 100_000, rounds=3, warm_up=1)
     assert sum(step.buckets) == replica.arena.grad.nbytes and len(step.buckets) == 2
     assert 0 < step.full[0] <= step.full[1] < step.compute
 
@@ -176,13 +176,13 @@ def test_a_profile_tells_when_each_bucket_is_full():
     [("400Gbit", 50e9), ("2.5gbit/s", 312.5e6), ("50GB/s", 50e9), ("1 Tbit", 125e9)],
 )
 def test_speeds(text, result):
-    assert units.speed(text, "--link") == result
+    assert units.parse_speed(text, "--link") == result
 
 
 def test_ranks_of_a_node_share_its_memory_when_they_add():
-    wire = predict.wire(1e9, 4e-6)
+    wire = predict.make_wire(1e9, 4e-6)
     assert wire.latency + 2 * wire.overhead == 4e-6
-    assert predict.cluster(wire, wire, 30e9, 10, 1).gamma == pytest.approx(1e-9)
+    assert predict.make_cluster(wire, wire, 30e9, 10, 1).gamma == pytest.approx(1e-9)
 
 
 @pytest.mark.parametrize("seconds, text", [
@@ -190,4 +190,4 @@ def test_ranks_of_a_node_share_its_memory_when_they_add():
     (5e-8, "0.05 us"), (83.0, "83 s"),
 ])  # fmt: skip
 def test_times_have_the_unit_of_what_is_shown(seconds, text):
-    assert tables.time(seconds) == text
+    assert tables.format_time(seconds) == text

@@ -48,20 +48,20 @@ PIECES = {
 def test_pieces(run_all, case):
     program, limit_s, codes, good, code, message = PIECES[case]
     piece = run_all.Piece("one", [sys.executable, "-c", program], limit_s, codes)
-    outcome = run_all.run(piece, time.monotonic() + 100)
+    outcome = run_all.run_piece(piece, time.monotonic() + 100)
     assert (outcome.holds, outcome.code, outcome.said) == (good, code, message)
 
 
 def test_what_would_come_too_late_is_not_begun(run_all):
     piece = run_all.Piece("one", [sys.executable, "-c", "import time; time.sleep(60)"], 30)
-    assert run_all.run(piece, time.monotonic() - 1).said == "ended after 0 s"
+    assert run_all.run_piece(piece, time.monotonic() - 1).said == "ended after 0 s"
 
 
 def test_pieces_fit_into_ten_minutes_and_can_be_chosen(run_all, tmp_path):
-    pieces = run_all.pieces([2, 4], tmp_path)
+    pieces = run_all.make_pieces([2, 4], tmp_path)
     assert sum(piece.limit_s for piece in pieces) <= 600
     requested = {"ranks": "2", "out": tmp_path, "small": False}
     arguments = run_all.Namespace(only="p2p,equal", **requested)
-    assert [piece.name for piece in run_all.wanted(arguments)] == ["equal", "p2p"]
+    assert [piece.name for piece in run_all.select_pieces(arguments)] == ["equal", "p2p"]
     with pytest.raises(SystemExit, match="no none; there are doctor"):
-        run_all.wanted(run_all.Namespace(only="none", **requested))
+        run_all.select_pieces(run_all.Namespace(only="none", **requested))

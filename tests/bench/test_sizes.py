@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.bench.memory_check import check
+from hpctrain.bench.memory_check import check_host_memory
 from hpctrain.bench.message_sizes import parse, size_text
 from hpctrain.core.errors import UsageError
 from hpctrain.transport.threads.link import run_ranks
@@ -46,7 +46,9 @@ def test_what_does_not_fit_is_refused_before_it_is_made(tmp_path):
     (tmp_path / "proc/meminfo").write_text("MemTotal: 9 kB\nMemAvailable:    6144 kB\n")
 
     def fits(nbytes, rivals=False):
-        return run_ranks(2, lambda link: check(over_threads(link), nbytes, rivals, tmp_path))
+        return run_ranks(
+            2, lambda link: check_host_memory(over_threads(link), nbytes, rivals, tmp_path)
+        )
 
     fits(MIB)
     for nbytes, rivals in ((MIB + 1, False), (MIB, True)):

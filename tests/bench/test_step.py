@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from ranks import on_ranks, run_on
 
-from hpctrain.bench.rivals import Dense
+from hpctrain.bench.rivals import DenseModel
 from hpctrain.bench.training_step import command, timing
 from hpctrain.core.errors import UsageError
 from hpctrain.training import recipe
@@ -29,7 +29,7 @@ REQUESTED = {
 
 
 def asked(name="digits", sets=(), **changes):
-    return command.check(name, sets, **{**REQUESTED, **changes})
+    return command.parse_options(name, sets, **{**REQUESTED, **changes})
 
 
 @on_ranks(1, 2, 3, mpi=(2, 3))
@@ -49,16 +49,16 @@ class Rival:
     def __init__(self, world, right):
         self.world, self.right, self.about = world, right, "made up"
 
-    def awake(self):
+    def awake_context(self):
         return nullcontext()
 
-    def step(self, dense: Dense, alone: bool):
-        world, rate, momentum = self.world, dense.sgd["lr"], dense.sgd["momentum"]
+    def step(self, dense: DenseModel, without_communication: bool):
+        world, rate, momentum = self.world, dense.sgd_options["lr"], dense.sgd_options["momentum"]
         w = [(a.astype(np.float64), b.astype(np.float64)) for a, b in dense.layers]
         v = [[np.zeros_like(a), np.zeros_like(b)] for a, b in w]
 
         def together(x):
-            if alone or not self.right:
+            if without_communication or not self.right:
                 return x
             total = x.copy()
             world.link.native.allreduce(total, np.add)
@@ -108,7 +108,7 @@ REFUSED = {
     "nothing": ({"algorithms": "null"}, "--algorithms: expected one that communicates"),
     "rival": ({"rivals_text": "glo"}, "unknown rival 'glo'; did you mean 'gloo'?"),
     "batch": ({"batches": "0"}, "--batch-per-rank: expected numbers such as 32,128, seen '0'"),
-    "no batch": ({"batches": None}, "say --batch-per-rank N"),
+    "no batch": ({"batches": None}, "use --batch-per-rank N"),
     "recipe": ({"name": "digts"}, "unknown recipe 'digts'"),
     "too large": ({"batches": "9999"}, "--batch-per-rank: expected at most 718 with 1437 samples"),
 }
@@ -136,12 +136,12 @@ CANNOT = {
 @pytest.mark.parametrize("subject", CANNOT)
 def test_what_rivals_cannot_train_is_said(subject):
     name, sets, word = CANNOT[subject]
-    assert word in timing.refusal(recipe.load(name, sets))
+    assert word in timing.rival_refusal(recipe.load(name, sets))
 
 
 def test_the_recipe_of_the_comparison_has_ten_million_parameters():
     spec = recipe.load(str(COMPARED))
-    assert timing.refusal(spec) is None
+    assert timing.rival_refusal(spec) is None
     assert sum(a * b + b for a, b in pairwise(spec.model.widths)) == 10_020_874
 
 

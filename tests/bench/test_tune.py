@@ -114,7 +114,7 @@ def test_what_cannot_be_written_is_said_before_anything_is_measured(out, tmp_pat
     monkeypatch.setattr(tune_command, "constants", None)  # the first that would be measured
 
     def body(world):
-        requested = tune_command.check("4B", 3, tmp_path / out, None)
+        requested = tune_command.parse_options("4B", 3, tmp_path / out, None)
         with pytest.raises(UsageError, match=r"cannot be written|expected a file"):
             tune_command.run(world, requested)
 
@@ -127,14 +127,14 @@ def test_the_newest_of_so_many_ranks_is_shown(tmp_path, monkeypatch, capsys):
         run_on(
             "threads",
             ranks,
-            lambda world: tune_command.run(world, tune_command.check("8B", 3, None, None)),
+            lambda world: tune_command.run(world, tune_command.parse_options("8B", 3, None, None)),
         )
     capsys.readouterr()
     for ranks, output in ((1, 3), (2, 2), (3, 3)):
-        tune_command.show(None, ranks, None)
+        tune_command.show_table(None, ranks, None)
         assert f"{output} ranks on 1 node" in capsys.readouterr().out
     with pytest.raises(UsageError, match="of 9 ranks"):
-        tune_command.show(None, 9, None)
+        tune_command.show_table(None, 9, None)
 
 
 @pytest.mark.parametrize("noisy", [0.414, None])
@@ -142,10 +142,12 @@ def test_a_table_made_on_a_busy_machine_says_so(noisy, tmp_path, monkeypatch, ca
     monkeypatch.setattr(choose, "noisy", lambda rows: noisy)
     out = tmp_path / "table.json"
     run_on(
-        "threads", 2, lambda world: tune_command.run(world, tune_command.check("8B", 3, out, None))
+        "threads",
+        2,
+        lambda world: tune_command.run(world, tune_command.parse_options("8B", 3, out, None)),
     )
     reported = "noisy: the quartiles of repeats differ by 41% of the median, expected at most 25%"
     assert (f"hpctrain: tune: {reported}" in capsys.readouterr().err) == (noisy is not None)
     assert json.loads(out.read_text())["noisy"] == noisy
-    tune_command.show(out, 2, None)
+    tune_command.show_table(out, 2, None)
     assert (reported in capsys.readouterr().out) == (noisy is not None)

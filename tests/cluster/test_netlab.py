@@ -11,20 +11,26 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.cluster.launch import Mpi
-from hpctrain.cluster.netlab.namespaces import cores_of, shape
-from hpctrain.cluster.netlab.netlab import Lab, bits_of, command, environment, refusal
+from hpctrain.cluster.launch import MpiInstallation
+from hpctrain.cluster.netlab.namespaces import host_cores, shaping_command
+from hpctrain.cluster.netlab.netlab import (
+    Lab,
+    build_command,
+    parse_speed,
+    rank_environment,
+    unavailable_reason,
+)
 from hpctrain.collectives.chunks import SEGMENT_BYTES
 from hpctrain.core.errors import UsageError
 
-OPENMPI = Mpi("Open MPI", "5", "/opt/libmpi.so", "/opt/mpiexec")
-MPICH = Mpi("MPICH", "5", "/opt/libmpi.so", "/opt/mpiexec")
+OPENMPI = MpiInstallation("Open MPI", "5", "/opt/libmpi.so", "/opt/mpiexec")
+MPICH = MpiInstallation("MPICH", "5", "/opt/libmpi.so", "/opt/mpiexec")
 MARK = "HPCTRAIN_TEST_NETLAB"
 
 
 @cache
 def refused() -> str | None:
-    return refusal()
+    return unavailable_reason()
 
 
 @pytest.fixture
@@ -38,18 +44,18 @@ def permitted():
     [("1gbit", 10**9), ("2.5Gbit", 25 * 10**8), ("100mbit", 10**8), ("5000kbit", 5 * 10**6)],
 )
 def test_speeds(word, bits):
-    assert bits_of(word) == bits
+    assert parse_speed(word) == bits
 
 
 @pytest.mark.parametrize("word", ["", "1", "1gb", "fast", "-1gbit", "0gbit", "1e3mbit", "999gbit"])
 def test_other_speeds_are_refused(word):
     with pytest.raises(UsageError, match="expected 1mbit to 100gbit"):
-        bits_of(word)
+        parse_speed(word)
 
 
 @pytest.mark.parametrize("speed, burst", [("10mbit", 65536), ("1gbit", 250000), ("9gbit", 262144)])
 def test_a_burst_is_short(speed, burst):
-    assert f" burst {burst} " in shape(bits_of(speed), "eth0")
+    assert f" burst {burst} " in shaping_command(parse_speed(speed), "eth0")
 
 
 @pytest.mark.parametrize(
@@ -60,7 +66,7 @@ def test_a_burst_is_short(speed, burst):
     ],
 )
 def test_command(mpi, placed):
-    line = " ".join(command(mpi, Lab(3, 2, 10**9), ["python", "x.py"]))
+    line = " ".join(build_command(mpi, Lab(3, 2, 10**9), ["python", "x.py"]))
     assert line.startswith("/opt/mpiexec ")
     assert line.endswith(f"{placed} 10.99.0.1:2,10.99.0.2:2,10.99.0.3:2 -n 6 python x.py")
 
@@ -68,22 +74,22 @@ def test_command(mpi, placed):
 @pytest.mark.parametrize("vendor, mpiexec", [("Intel MPI", "/opt/mpiexec"), ("MPICH", None)])
 def test_other_mpis_are_refused(vendor, mpiexec):
     with pytest.raises(UsageError, match="of Open MPI or MPICH"):
-        command(Mpi(vendor, "1", "", mpiexec), Lab(2, 1, 10**9), ["x"])
+        build_command(MpiInstallation(vendor, "1", "", mpiexec), Lab(2, 1, 10**9), ["x"])
 
 
 def test_a_users_own_settings_go_before_ours():
     supplied = {"OMPI_MCA_btl": "tcp,self", "UCX_TLS": "tcp", "SLURMD_NODENAME": "n1", "PATH": "/x"}
-    own = environment(OPENMPI, 2, supplied)
+    own = rank_environment(OPENMPI, 2, supplied)
     assert own["OMPI_MCA_btl"] == "tcp,self"
     assert own["OMPI_MCA_coll"] == "^han"
     assert "SLURMD_NODENAME" not in own  # all hosts would have one name
-    assert environment(MPICH, 2, supplied)["UCX_TLS"] == "tcp"
-    assert environment(MPICH, 2, {})["UCX_TLS"] == "tcp,self"
+    assert rank_environment(MPICH, 2, supplied)["UCX_TLS"] == "tcp"
+    assert rank_environment(MPICH, 2, {})["UCX_TLS"] == "tcp,self"
     assert own["PATH"].endswith(":/x")
 
 
 def test_more_ranks_than_cores_make_way_for_each_other():
-    requested = {ranks: environment(OPENMPI, ranks, {}) for ranks in (1, 1 + os.cpu_count())}
+    requested = {ranks: rank_environment(OPENMPI, ranks, {}) for ranks in (1, 1 + os.cpu_count())}
     assert ["OMPI_MCA_mpi_yield_when_idle" in item for item in requested.values()] == [False, True]
 
 
@@ -92,11 +98,11 @@ def test_more_ranks_than_cores_make_way_for_each_other():
 )
 def test_hosts_have_cores_of_their_own_where_these_suffice(ranks_per_host, cores):
     lab = {"hosts": 2, "ranks_per_host": ranks_per_host}
-    assert [cores_of(host, lab, [4, 5, 6, 7]) for host in (1, 2)] == cores
+    assert [host_cores(host, lab, [4, 5, 6, 7]) for host in (1, 2)] == cores
 
 
 def test_a_segment_is_sent_unasked():
-    assert int(environment(OPENMPI, 2, {})["OMPI_MCA_btl_tcp_eager_limit"]) > SEGMENT_BYTES
+    assert int(rank_environment(OPENMPI, 2, {})["OMPI_MCA_btl_tcp_eager_limit"]) > SEGMENT_BYTES
 
 
 @pytest.mark.processes

@@ -21,13 +21,13 @@ SITES = {
     'gpus_pernode = 4\ntitle = "x"': "unknown key in [site s.toml]: 'gpus_pernode'",
     f"{HEAD}task_per_node = 4": "in [site s.toml.cpu]: 'task_per_node'; did you mean 'tasks_per_n",
     f'{HEAD}options.partion = "a"': "did you mean 'partition'?",
-    f'{HEAD}options.partition = "a b"': "[site s.toml] partition: expected letters",
+    f'{HEAD}options.partition = "a b"': "[site s.toml] partition: expected only ASCII letters",
     f'{HEAD}options.time = "1"': "[site s.toml] time cannot be set: use --time",
     f'{HEAD}options.clusters = "b"': "[site s.toml] clusters cannot be set: export SLURM_CLUSTERS",
     f'{HEAD}options.gpus-per-node = "2"': "cannot be set: use --gpus-per-node",
     f'{HEAD}options.gres = "gpu:4"': "cannot ask for GPUs",
-    f'{HEAD}options.gpu-bind = "closest"': "'none' undoes that",
-    f'{HEAD}environment."A B" = "1"': "'A B' is no name of a variable",
+    f'{HEAD}options.gpu-bind = "closest"': "use 'none', otherwise",
+    f'{HEAD}environment."A B" = "1"': "'A B' is not a variable name",
     f'{HEAD}environment.A = "1\\n2"': "without control characters",
     f'{HEAD}modules = ["a\\nb"]': "without control characters",
     'title = "x"': "expected a table [cpu] or [gpu]",
@@ -46,7 +46,7 @@ def test_bad_profiles_of_sites(text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("s.toml").write_text(text)
     with pytest.raises(UsageError) as error:
-        site.load("s.toml")
+        site.load_site("s.toml")
     assert SITES[text] in str(error.value)
 
 
@@ -61,9 +61,9 @@ def test_each_line_of_a_refusal_says_who_speaks(tmp_path, monkeypatch, capsys):
     assert missing.endswith("title is missing")
 
 
-@pytest.mark.parametrize("name", site.names())
+@pytest.mark.parametrize("name", site.profile_names())
 def test_each_site_renders(name):
-    result = site.load(name)
+    result = site.load_site(name)
     for nodes in filter(None, (result.gpu, result.cpu)):
         text = render(Job(nodes=2, gpus_per_node=nodes.gpus), result)
         assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
@@ -82,22 +82,22 @@ def asked_cores(text: str) -> list[int]:
     return [n * item for n, item in zip(tasks, cores, strict=True)]
 
 
-@pytest.mark.parametrize("name", [name for name in site.names() if name != "cpu"])
+@pytest.mark.parametrize("name", [name for name in site.profile_names() if name != "cpu"])
 @pytest.mark.parametrize("extra", [{}, {"servers": 1}, {"servers": 4}, {"tasks_per_node": 20}])
 def test_no_job_asks_a_node_for_more_cores_than_it_has(name, extra):
-    result = site.load(name)
+    result = site.load_site(name)
     for nodes in filter(None, (result.gpu, result.cpu)):
         gpus = 0 if "tasks_per_node" in extra else nodes.gpus
         if gpus or result.cpu:
             text = render(Job(nodes=2, gpus_per_node=gpus, **extra), result)
-            kind = result.nodes(gpus)
+            kind = result.node_kind(gpus)
             assert (
                 0 < asked_cores(text)[0] <= kind.cpus_per_task * (kind.gpus or kind.tasks_per_node)
             )
 
 
 def test_cores_of_servers():
-    perlmutter = site.load("perlmutter")
+    perlmutter = site.load_site("perlmutter")
     beside = Job(nodes=2, gpus_per_node=4, servers=2)
     assert asked_cores(render(beside, perlmutter)) == [5 * 25]
     assert asked_cores(render(replace(beside, cpus_per_task=7), perlmutter)) == [5 * 7]
@@ -107,9 +107,9 @@ def test_cores_of_servers():
 
 def test_unknown_site():
     with pytest.raises(UsageError, match=r"unknown site 'cpus'; did you mean 'cpu'\?"):
-        site.load("cpus")
+        site.load_site("cpus")
     with pytest.raises(UsageError, match=r"no/such\.toml: expected a file, seen nothing"):
-        site.load("no/such.toml")
+        site.load_site("no/such.toml")
 
 
 def test_environment_of_a_site_is_quoted(tmp_path):
@@ -118,7 +118,7 @@ def test_environment_of_a_site_is_quoted(tmp_path):
     activate.parent.mkdir(parents=True)
     activate.write_text("A=before")
     result = site.Site(title="x", cpu=nodes, venv=str(tmp_path / "my env"))
-    (tmp_path / "site.env").write_text(result.env(nodes))
+    (tmp_path / "site.env").write_text(result.site_env(nodes))
     line = '. ./site.env; echo "$A|$SBATCH_ACCOUNT|$HPCTRAIN_LAUNCHER"'
     completed = subprocess.run(["sh", "-c", line], cwd=tmp_path, capture_output=True, text=True)
     assert completed.stdout == "it's $(touch broken)|m1|srun --kill-on-bad-exit=1\n"
@@ -127,7 +127,7 @@ def test_environment_of_a_site_is_quoted(tmp_path):
 def test_gpus_asked_for_by_gres_stay_beside_others():
     nodes = site.Nodes(gpus=4, gpus_as="gres", options={"gres": "nvme:1"})
     result = site.Site(title="x", gpu=nodes)
-    assert "export SBATCH_GRES=gpu:4,nvme:1" in result.env(nodes).splitlines()
+    assert "export SBATCH_GRES=gpu:4,nvme:1" in result.site_env(nodes).splitlines()
     assert "#SBATCH --gres=gpu:2,nvme:1" in directives(render(Job(gpus_per_node=2), result))
     for interactive in (False, True):
         job = Job(gpus_per_node=2, options={"gres": "craynetwork:0"}, interactive=interactive)
@@ -143,7 +143,7 @@ def test_where_the_site_is_missing_no_rank_starts(place, tmp_path):
     result = site.Site(title="x", cpu=site.Nodes(), **missing)
     text = render(Job(), None if place == "site.env" else result)
     (tmp_path / "slurm").mkdir()
-    (tmp_path / "slurm/site.env").write_text(result.env(result.cpu))
+    (tmp_path / "slurm/site.env").write_text(result.site_env(result.cpu))
     completed = run_script(tmp_path, text)
     assert completed.returncode == 1
     assert not (tmp_path / "started").exists()

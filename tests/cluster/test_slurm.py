@@ -17,8 +17,8 @@ import pytest
 from scripts import directives, fake, run_script
 
 from hpctrain.cluster.slurm import sbatch, site
-from hpctrain.cluster.slurm.job import Job, job_name, ranks, seconds
-from hpctrain.cluster.slurm.render import DEFAULTS, render
+from hpctrain.cluster.slurm.job import Job, job_name, parse_time_limit_s, total_ranks
+from hpctrain.cluster.slurm.render import DEFAULT_JOBS, render
 from hpctrain.core.errors import UsageError
 
 ROOT = Path(__file__).parents[2]
@@ -39,22 +39,22 @@ GOLDEN: dict[str, tuple[Job, str | None]] = {
 
 def files() -> dict[Path, str]:
     """Return the files that are kept, and what is to stand in them."""
-    created = {ROOT / "slurm" / name: render(job) for name, job in DEFAULTS.items()}
-    for name in site.names():
+    created = {ROOT / "slurm" / name: render(job) for name, job in DEFAULT_JOBS.items()}
+    for name in site.profile_names():
         created |= {ROOT / "slurm/sites" / file: text for file, text in envs(name).items()}
     created[ROOT / "slurm/site.env"] = envs("cpu")["cpu.env"]
     for name, (job, location) in GOLDEN.items():
-        text = render(job, site.load(location) if location else None)
+        text = render(job, site.load_site(location) if location else None)
         created[ROOT / "tests/golden/slurm" / f"{name}.sbatch"] = text
     return created
 
 
 def envs(name: str) -> dict[str, str]:
     """Return the files site.env of a profile: one for each kind of node."""
-    result = site.load(name)
+    result = site.load_site(name)
     kinds = [kind for kind in (result.gpu, result.cpu) if kind]
     names = [name, f"{name}-cpu"][: len(kinds)]
-    return {f"{n}.env": result.env(kind) for n, kind in zip(names, kinds, strict=True)}
+    return {f"{n}.env": result.site_env(kind) for n, kind in zip(names, kinds, strict=True)}
 
 
 def test_kept_files_are_what_is_rendered():
@@ -78,32 +78,35 @@ BAD = [
     (Job(nodes=0), "--nodes: expected 1 or more, seen 0"),
     (Job(tasks_per_node=-1), "--tasks-per-node: expected 1 or more, seen -1"),
     (Job(gpus_per_node=4, tasks_per_node=8), "8 ranks per node share 4 GPUs"),
-    (Job(nodes=2, sizes=(1, 4)), "--sizes up to 4 do not go on --nodes 2"),
-    (Job(nodes=4, sizes=(4, 1)), "in rising order"),
+    (Job(nodes=2, sizes=(1, 4)), "--sizes up to 4 do not fit on --nodes 2"),
+    (Job(nodes=4, sizes=(4, 1)), "in ascending order"),
     (Job(nodes=4, sizes=(0, 1)), "--sizes: expected 1 or more, seen 0"),
     (Job(nodes=2, servers=3), "--servers 3 for 2 workers"),
     (Job(nodes=4, servers=3, server_nodes=2), "3 cannot be divided among --server-nodes 2"),
     (Job(nodes=4, server_nodes=2), "--server-nodes without --servers"),
     (Job(nodes=4, servers=1, sizes=(1,)), "exclude each other"),
     (Job(time="2 hours"), "--time 2 hours: expected minutes"),
-    (Job(time="1"), "is 60 s, and a stop is asked for 120 s before"),
-    (Job(recipe=""), "expected the name of a recipe"),
-    (Job(recipe="--help"), "expected the name of a recipe"),
+    (Job(time="1"), "is 60 s, but the stop signal comes 120 s before"),
+    (Job(recipe=""), "expected the name or the file of a recipe"),
+    (Job(recipe="--help"), "expected the name or the file of a recipe"),
     (Job(recipe="a\n#SBATCH --wrap=b"), "one line without control characters"),
     (Job(arguments=("\x1b[2J",)), "one line without control characters"),
     (Job(out="runs/\udcff"), "one line without control characters"),
     (Job(options={"constrain": "a100"}), "did you mean 'constraint'"),
     (Job(options={"gpus-per-task": "1"}), "hides the neighbours' GPUs"),
-    (Job(options={"gpu-bind": "single:1"}), "where the site binds tasks to GPUs, 'none' undoes"),
-    (Job(options={"tres-per-task": "gres/gpu:1"}), "hides the neighbours'"),
+    (Job(options={"gpu-bind": "single:1"}), "if the site binds tasks to GPUs, use 'none'"),
+    (Job(options={"tres-per-task": "gres/gpu:1"}), "hides neighbours'"),
     (Job(options={"tres-bind": "gres/gpu:single:1"}), "hides the neighbours' GPUs"),
     (Job(options={"gres": "nvme:1,gpu:a100:4"}), "cannot ask for GPUs: use --gpus-per-node"),
     (Job(options={"gres": "gres:gpu"}), "cannot ask for GPUs: use --gpus-per-node"),
     (Job(options={"clusters": "b"}), "--clusters cannot be set: export SLURM_CLUSTERS=NAME"),
-    (Job(options={"chdir": "/tmp"}), "runs in the folder in which it was submitted"),
-    (Job(options={"qos": "a b"}), "sbatch reads it from a line of the script; seen 'a b'"),
-    (Job(options={"comment": "a\n#SBATCH --uid=0"}), "--option comment: expected letters"),
-    (Job(options={"comment": "$(touch broken)"}), "--option comment: expected letters"),
+    (Job(options={"chdir": "/tmp"}), "runs in the folder from which it was submitted"),
+    (Job(options={"qos": "a b"}), "sbatch reads the value from a line of the script; seen 'a b'"),
+    (
+        Job(options={"comment": "a\n#SBATCH --uid=0"}),
+        "--option comment: expected only ASCII letters",
+    ),
+    (Job(options={"comment": "$(touch broken)"}), "--option comment: expected only ASCII letters"),
 ]
 
 
@@ -115,17 +118,17 @@ def test_refused(job, reported):
 
 
 def test_refused_of_a_site():
-    with pytest.raises(UsageError, match="has no GPUs that hpctrain was tried on; leave it out"):
+    with pytest.raises(UsageError, match="has no GPUs for hpctrain; leave it out"):
         render(Job(gpus_per_node=4), CPU)
     with pytest.raises(UsageError, match=r"8: Alps .* has nodes with 4 GPUs; ask for 4 at most"):
-        render(Job(gpus_per_node=8), site.load("alps"))
+        render(Job(gpus_per_node=8), site.load_site("alps"))
     for name in ("alps", "alps-openmpi", "juwels-booster"):
-        with pytest.raises(UsageError, match="nodes with 4 GPUs alone; add --gpus-per-node 4"):
-            render(Job(), site.load(name))
+        with pytest.raises(UsageError, match="nodes with 4 GPUs; add --gpus-per-node 4"):
+            render(Job(), site.load_site(name))
     with pytest.raises(UsageError, match=r"--server-nodes 2: Alps .* has no nodes without GPUs"):
-        render(Job(nodes=2, gpus_per_node=4, servers=2, server_nodes=2), site.load("alps"))
+        render(Job(nodes=2, gpus_per_node=4, servers=2, server_nodes=2), site.load_site("alps"))
     with pytest.raises(UsageError, match="did you mean 'uenv'"):
-        render(Job(gpus_per_node=4, options={"uenf": "a"}), site.load("alps"))
+        render(Job(gpus_per_node=4, options={"uenf": "a"}), site.load_site("alps"))
     with pytest.raises(UsageError, match="A cluster starts ranks with `mpirun`"):
         render(
             Job(nodes=2, servers=1),
@@ -135,14 +138,14 @@ def test_refused_of_a_site():
 
 def test_a_refusal_of_a_value_names_all_that_is_allowed():
     with pytest.raises(UsageError) as error:
-        sbatch.must_be_plain("--option comment", "\n")
-    named = re.search(r"digits and (\S+) alone", str(error.value))[1]
+        sbatch.must_be_plain_value("--option comment", "\n")
+    named = re.search(r"digits and (\S+), since", str(error.value))[1]
     for mark in filter(str.isprintable, map(chr, range(256))):
         if mark in named or (mark.isascii() and mark.isalnum()):
-            sbatch.must_be_plain("", mark)
+            sbatch.must_be_plain_value("", mark)
         else:
             with pytest.raises(UsageError):
-                sbatch.must_be_plain("", mark)
+                sbatch.must_be_plain_value("", mark)
 
 
 def test_gpu_bind_none_undoes_a_binding():
@@ -161,11 +164,11 @@ TIMES = {"90": 5400, "2:30": 150, "2:00:00": 7200, "1-12": 129600, "1-0:30": 882
 
 @pytest.mark.parametrize("time", TIMES)
 def test_time_limits_as_sbatch_reads_them(time):
-    assert seconds(time) == TIMES[time]
+    assert parse_time_limit_s(time) == TIMES[time]
 
 
 def test_ranks():
-    assert ranks(Job(nodes=4, gpus_per_node=4, servers=2)) == 18
+    assert total_ranks(Job(nodes=4, gpus_per_node=4, servers=2)) == 18
 
 
 HOSTILE = [
@@ -222,8 +225,8 @@ def test_random_words_stay_words(tmp_path):
 
 
 def test_servers_beside_workers_see_no_gpu(tmp_path):
-    ranks = "while [ $1 != bash ]; do shift; done; for SLURM_PROCID in 0 3 4; do "
-    fake(tmp_path, "srun", f'echo $@ > srun\nexport SLURM_PROCID\n{ranks} "$@"; done')
+    total_ranks = "while [ $1 != bash ]; do shift; done; for SLURM_PROCID in 0 3 4; do "
+    fake(tmp_path, "srun", f'echo $@ > srun\nexport SLURM_PROCID\n{total_ranks} "$@"; done')
     fake(tmp_path, "hpctrain", 'echo "$SLURM_PROCID $1 [$CUDA_VISIBLE_DEVICES]" >> said')
     text = render(Job(nodes=2, gpus_per_node=2, servers=1))
     run_script(tmp_path, text, SLURM_JOB_NUM_NODES="2", CUDA_VISIBLE_DEVICES="0,1")

@@ -91,7 +91,7 @@ def test_a_summary_tells_of_the_job_that_wrote_it(case):
     text, ended = told("--wait", "0.01", "runs/x")
     assert ended == code
     assert ("said by it" in text) == (case == "Slurm says otherwise")
-    assert "18: before it in this folder: 17 COMPLETED" in text
+    assert "18: earlier jobs in this folder: 17 COMPLETED" in text
 
 
 def test_a_summary_that_a_file_system_shows_late_is_waited_for(monkeypatch):
@@ -164,10 +164,10 @@ ENDED = {
     ("CANCELLED", "BeginTime", "0:15", None, ""): None,
     ("CANCELLED", "JobHeldUser", "0:0", None, ""): None,
     ("CANCELLED", "DependencyNeverSatisfied", "0:0", None, ""): (
-        "DependencyNeverSatisfied: the job that had to end well did not"
+        "DependencyNeverSatisfied: the job on which it depends failed"
     ),
     ("RUNNING", "BeginTime", "0:0", LOG, ""): None,
-    ("PENDING", "BeginTime", "0:0", None, ""): "BeginTime: not before its time",
+    ("PENDING", "BeginTime", "0:0", None, ""): "BeginTime: its start time has not come yet",
 }
 
 
@@ -188,7 +188,7 @@ def test_why_a_job_is_where_it_is(case):
 def test_after_a_requeue_a_job_waits_for_another_reason():
     run("runs/x", 17)
     job(17, "PENDING", "BeginTime", restarts=1)
-    assert "17: BeginTime: after a requeue Slurm lets two minutes pass" in told()[0]
+    assert "17: BeginTime: Slurm waits two minutes after a requeue" in told()[0]
 
 
 # what is damaged -> the state of its row, and what is said of it

@@ -39,8 +39,8 @@ def trial(study: Path, size: str, repeat: int, job: int, step: int, status: str 
     run = study.absolute() / "trials" / size / f"repeat-{repeat}"
     saved = run.with_name(f"{run.name}.job")
     saved.mkdir(parents=True)
-    (saved / submit.SCRIPT).write_text(f"run={run}\n")
-    run_folder.write_json(saved / submit.JOBS, {"jobs": [job]})
+    (saved / submit.SCRIPT_FILE).write_text(f"run={run}\n")
+    run_folder.write_json(saved / submit.JOBS_FILE, {"jobs": [job]})
     if step:
         run.mkdir()
         (run / run_folder.SLURM_JOB).write_text(f"{job}\n")
@@ -106,8 +106,8 @@ def test_tasks_of_an_array_that_slurm_has_forgotten_keep_their_lines(slurm):
     run = Path("runs/first")
     for size, step, status in ((1, 220, "done"), (2, 110, "")):
         make(run / f"nodes-{size}", step, status)
-    (run / submit.SCRIPT).write_text("run=runs/first/nodes-$nodes\nsizes=(1 2 4 8)\n")
-    run_folder.write_json(run / submit.JOBS, {"jobs": [17]})
+    (run / submit.SCRIPT_FILE).write_text("run=runs/first/nodes-$nodes\nsizes=(1 2 4 8)\n")
+    run_folder.write_json(run / submit.JOBS_FILE, {"jobs": [17]})
     task = "{0} ArrayJobId=17 ArrayTaskId="
     slurm({17: "\n".join(
         [RUNS.replace("{0}", f"{task}1"), WAITS.replace("{0}", f"{task}2-3%1")]

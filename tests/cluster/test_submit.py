@@ -12,8 +12,8 @@ from click.testing import CliRunner
 from hpctrain.cli import hpctrain
 from hpctrain.cluster.slurm import queries, sbatch, status, submit
 from hpctrain.cluster.slurm.job import Job
-from hpctrain.cluster.slurm.reasons import explain, is_permanent
-from hpctrain.cluster.slurm.render import DEFAULTS, render
+from hpctrain.cluster.slurm.reasons import explain_reason, is_permanent
+from hpctrain.cluster.slurm.render import DEFAULT_JOBS, render
 from hpctrain.cluster.slurm.submit import JobState
 from hpctrain.core.errors import HpctrainError, UsageError
 from hpctrain.run_files import run_folder
@@ -77,14 +77,14 @@ def commands(tmp_path, monkeypatch):
 def test_what_scontrol_shows(case, commands):
     message, states = SHOWN[case]
     commands("scontrol", f"echo '{message}'")
-    assert submit.from_slurm(17) == states
+    assert submit.query_slurm(17) == states
 
 
 def test_what_the_controller_forgot_is_asked_of_accounting(commands):
     commands("scontrol", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
-    assert submit.from_slurm(17) == [JobState("17", "UNKNOWN", "Slurm has forgotten it")]
+    assert submit.query_slurm(17) == [JobState("17", "UNKNOWN", "Slurm has forgotten it")]
     commands("sacct", "echo '17|CANCELLED by 1000|00:01:02|n[1-2]|0:15'")
-    assert submit.from_slurm(17) == [
+    assert submit.query_slurm(17) == [
         JobState("17", "CANCELLED", "", None, "00:01:02", "n[1-2]", "0:15")
     ]
 
@@ -92,7 +92,7 @@ def test_what_the_controller_forgot_is_asked_of_accounting(commands):
 def test_a_controller_that_is_away_is_an_error(commands):
     commands("scontrol", "echo 'Unable to contact slurm controller' >&2; exit 1")
     with pytest.raises(HpctrainError, match="show jobs: Unable to contact"):
-        submit.from_slurm(17)
+        submit.query_slurm(17)
 
 
 def test_status_outlives_a_controller_that_is_away(commands, monkeypatch):
@@ -105,19 +105,19 @@ def test_status_outlives_a_controller_that_is_away(commands, monkeypatch):
     assert "17: scontrol does not show jobs: Unable to contact" in displayed
     Path("asked").unlink()
     monkeypatch.setattr(status.time, "sleep", lambda seconds: None)
-    monkeypatch.setattr(status, "LATE_S", 0.0)
-    assert [row["state"] for row in status.wait([Path("a")], 60)] == ["COMPLETED"]
+    monkeypatch.setattr(status, "FILE_DELAY_S", 0.0)
+    assert [row["state"] for row in status.wait_for_jobs([Path("a")], 60)] == ["COMPLETED"]
 
 
 def test_status_shows_all_jobs_that_have_not_ended(commands):
     commands("sbatch", "echo 17")
     told("submit", "digits", "--out", "a")
-    run_folder.write_json(Path("a", submit.JOBS), {"jobs": [17, 18]})
+    run_folder.write_json(Path("a", submit.JOBS_FILE), {"jobs": [17, 18]})
     show = 'case $4 in 17) echo "{}" ;; 18) echo "{}" ;; esac'
     later = JOB.format(18, "PENDING", "Priority")
     for state, observed in (("RUNNING", ["17", "18"]), ("COMPLETED", ["18"])):
         commands("scontrol", show.format(JOB.format(17, state, "None"), later))
-        assert [row["job"] for row in status.status([Path("a")])] == observed
+        assert [row["job"] for row in status.status_rows([Path("a")])] == observed
 
 
 @pytest.mark.parametrize("line, sizes, run", [
@@ -128,10 +128,10 @@ def test_status_reads_the_run_that_the_script_makes(line, sizes, run, commands, 
     job = "18 ArrayJobId=17 ArrayTaskId=1" if sizes else 17
     commands("scontrol", f"echo '{JOB.format(job, 'RUNNING', 'None')}'")
     commands("sbatch", "echo 17")
-    submit.submit(f"#!/bin/sh\n{line.format(tmp_path)}\n{sizes}\n", Path("study", "a.job"))
+    submit.submit_script(f"#!/bin/sh\n{line.format(tmp_path)}\n{sizes}\n", Path("study", "a.job"))
     Path(run).mkdir(parents=True)
     run_folder.append_row(Path(run), {"step": 120})
-    *rest, row = status.status([Path("study", "a.job")])
+    *rest, row = status.status_rows([Path("study", "a.job")])
     assert (row["run"], row["step"]) == (str(tmp_path / run), 120)
     assert [(item["job"], item["state"]) for item in rest] == [("17_0", "UNKNOWN")] * bool(sizes)
 
@@ -149,7 +149,7 @@ def test_a_folder_that_cannot_be_made(out, commands):
 def test_damaged_ids_are_said_before_anything_is_submitted(text, commands):
     commands("sbatch", ": > called; echo 18")
     Path("a").mkdir()
-    Path("a", submit.JOBS).write_text(text)
+    Path("a", submit.JOBS_FILE).write_text(text)
     with pytest.raises(UsageError, match=r"a/jobs\.json is damaged: expected"):
         told("submit", "digits", "--out", "a")
     assert not Path("called").exists()
@@ -159,22 +159,22 @@ INTENDED = {
     "Resources": "waits for nodes",
     "JobArrayTaskLimit": "the sizes of an array run one after the other",
     "PartitionDown": "the partition starts no jobs now",
-    "Nodes_required_for_job_are_DOWN,_DRAINED_or_reserved": "so many nodes are not up",
+    "Nodes_required_for_job_are_DOWN,_DRAINED_or_reserved": "too few nodes are up",
     "ReqNodeNotAvail,_UnavailableNodes:n1": "nodes are down",
-    "QOSMaxNodePerUserLimit": "a limit of the QOS on all jobs together",
-    "QOSMaxNodePerJobLimit": "more than the QOS gives one job",
-    "QOSMinGRES": "less than the QOS takes",
-    "QOSGrpCPURunMinutesLimit": "a limit of the QOS on all",
+    "QOSMaxNodePerUserLimit": "all jobs together reach a limit of the QOS",
+    "QOSMaxNodePerJobLimit": "it asks for more than the QOS allows per job",
+    "QOSMinGRES": "it asks for less than the minimum of the QOS",
+    "QOSGrpCPURunMinutesLimit": "all jobs together reach a limit of the QOS",
     "QOSGrpCPUMinutesLimit": "the QOS has used up",
     "AssocGrpCPUMinutesLimit": "the account has used up",
-    "AssocMaxJobsLimit": "a limit of the account on all",
+    "AssocMaxJobsLimit": "all jobs together reach a limit of the account",
 }
 
 
 @pytest.mark.parametrize("reason", INTENDED)
 def test_what_reasons_mean(reason):
-    assert explain(reason).startswith(f"{reason}: {INTENDED[reason]}")
-    assert explain(f"Un{reason}") == f"Un{reason}"
+    assert explain_reason(reason).startswith(f"{reason}: {INTENDED[reason]}")
+    assert explain_reason(f"Un{reason}") == f"Un{reason}"
 
 
 LASTING = {
@@ -189,8 +189,8 @@ def test_reasons_that_do_not_pass_by_waiting():
 
 
 def test_without_slurm_it_is_told_what_to_do(commands):
-    with pytest.raises(UsageError, match=r"no sbatch on this PATH.* `hpctrain slurm render`"):
-        submit.submit("#!/bin/sh", Path("run"))
+    with pytest.raises(UsageError, match=r"the PATH has no sbatch.* `hpctrain slurm render`"):
+        submit.submit_script("#!/bin/sh", Path("run"))
     assert not Path("run").exists()
 
 
@@ -198,20 +198,20 @@ def test_a_folder_that_cannot_be_written(commands):
     """It is found before Slurm is asked; if it goes away later, the job's id is told."""
     commands("sbatch", ": > asked; /bin/rm -r run; echo 17")
     with pytest.raises(UsageError, match="--out /proc cannot be written"):
-        submit.submit("#!/bin/sh", Path("/proc"))
+        submit.submit_script("#!/bin/sh", Path("/proc"))
     assert not Path("asked").exists()
     with pytest.raises(HpctrainError, match="job 17 is submitted, but run cannot keep its id: No"):
-        submit.submit("#!/bin/sh", Path("run"))
+        submit.submit_script("#!/bin/sh", Path("run"))
 
 
 def test_where_nothing_can_be_submitted(commands, monkeypatch):
     commands("sbatch", "echo welcome")
     with pytest.raises(HpctrainError, match=r"did not return the job's id: 'welcome\\n'"):
-        submit.submit("#!/bin/sh", Path("run"))
+        submit.submit_script("#!/bin/sh", Path("run"))
     for name, value in (("RANK", "1"), ("SIZE", "4"), ("LOCAL_RANK", "1")):
         monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", value)
     with pytest.raises(UsageError, match="this is rank 1 of 4: each would submit a job"):
-        submit.submit("#!/bin/sh", Path("run"))
+        submit.submit_script("#!/bin/sh", Path("run"))
 
 
 MESSAGE = {
@@ -235,7 +235,7 @@ TEXT += "#SBATCH --nodelist=n9\n"
 def test_refusals_name_the_line(message, commands):
     commands("sbatch", f'echo "sbatch: error: {message}" >&2; exit 1')
     with pytest.raises(UsageError) as error:
-        submit.submit(TEXT, Path("run"))
+        submit.submit_script(TEXT, Path("run"))
     assert f"sbatch: error: {message}" in str(error.value)
     assert [int(n) for n in re.findall(r"line (\d+): #SBATCH", str(error.value))] == MESSAGE[
         message
@@ -275,7 +275,7 @@ REFUSED = {
     "--job-name=": "--job-name: expected a value, seen ''",
     "--out=": "--out: expected a value, seen ''",
     "--option account=": "--option account=: expected a value behind the =",
-    "--warn-s 70000 --time 2-0": "--warn-s: expected 65535 at most, as of sbatch, seen 70000",
+    "--warn-s 70000 --time 2-0": "--warn-s: expected at most 65535, sbatch's limit, seen 70000",
     "--interactive --sizes 1,2": "salloc for nodes and trains nothing: leave out --sizes",
     "--interactive --nodes 2 --servers 1 --server-nodes 1": "leave out --servers, --server-nodes",
     "--interactive --out a --warn-s 60 --max-restarts 1 --engine single --set run.epochs=1": (
@@ -322,13 +322,13 @@ def test_status_shows_job_and_run(commands):
     commands("sbatch", "echo welcome to the cluster; echo '17;cluster'")
     commands("scontrol", f"echo '{JOB.format(17, 'PENDING', 'BeginTime')}'")
     assert told("submit", "digits", "--out", "runs/a") == "17  runs/a\n"
-    assert submit.jobs_of(Path("runs/a")) == [17]
-    assert "run=runs/a\n" in Path("runs/a", submit.SCRIPT).read_text()
+    assert submit.read_job_ids(Path("runs/a")) == [17]
+    assert "run=runs/a\n" in Path("runs/a", submit.SCRIPT_FILE).read_text()
     run_folder.write_recipe(Path("runs/a"), "[run]\nsteps = 360\n")
     row = {"step": 120, "epoch": 10, "train_loss": 0.25, "test_accuracy": None}
     run_folder.append_row(Path("runs/a"), row)
     displayed = told("status")
-    for words in ("PENDING", "120 of 360", "0.2500", "runs/a", "17: BeginTime: after a requeue"):
+    for words in ("PENDING", "120 of 360", "0.2500", "runs/a", "17: BeginTime: Slurm waits two"):
         assert words in displayed
     (outcome,) = json.loads(told("status", "--json", "runs/a"))
     assert (outcome["state"], outcome["restarts"], outcome["step"]) == ("PENDING", 1, 120)
@@ -363,7 +363,9 @@ def test_variables_do_not_undo_what_was_asked_for(commands, monkeypatch):
 def test_status_asks_the_cluster_that_a_job_was_given_to(commands, monkeypatch):
     commands("sbatch", "echo '17;b'")
     monkeypatch.setenv("SBATCH_CLUSTERS", "b")
-    with pytest.raises(UsageError, match="would query another cluster: export SLURM_CLUSTERS=b"):
+    with pytest.raises(
+        UsageError, match="would query another cluster: also export SLURM_CLUSTERS=b"
+    ):
         told("submit", "digits", "--out", "a")
     assert not Path("a").exists()
     monkeypatch.setenv("SLURM_CLUSTERS", "b")
@@ -376,7 +378,7 @@ def test_status_asks_the_cluster_that_a_job_was_given_to(commands, monkeypatch):
 
 def test_status_wants_a_run_that_was_submitted(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UsageError, match=r"no run in runs/ was submitted"):
+    with pytest.raises(UsageError, match=r"runs/ holds no submitted run"):
         told("status")
     with pytest.raises(UsageError, match=r"elsewhere holds no jobs\.json"):
         told("status", "elsewhere")
@@ -390,14 +392,18 @@ def test_on_a_real_slurm(slurm, tmp_path, monkeypatch):
     for name, value in slurm.environ.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("SLURM_MPI_TYPE", slurm.srun.rpartition("=")[2])
-    monkeypatch.setattr(status, "POLL_S", 1.0)
+    monkeypatch.setattr(status, "POLL_INTERVAL_S", 1.0)
     of_sbatch, of_salloc = (
         set(re.findall(r"--([a-z][a-z-]+)", slurm.run(name, "--help")))
         for name in ("sbatch", "salloc")
     )
     assert of_sbatch <= {*sbatch.ALL_OPTIONS}
     alone = of_sbatch - of_salloc
-    assert sbatch.NOT_OF_SALLOC <= alone <= sbatch.NOT_OF_SALLOC | sbatch.RESERVED.keys()
+    assert (
+        sbatch.SBATCH_ONLY_OPTIONS
+        <= alone
+        <= sbatch.SBATCH_ONLY_OPTIONS | sbatch.RESERVED_OPTIONS.keys()
+    )
     with pytest.raises(
         UsageError, match=r"(?s)invalid partition.*line \d+: #SBATCH --partition=no"
     ):
@@ -408,7 +414,7 @@ def test_on_a_real_slurm(slurm, tmp_path, monkeypatch):
     slurm.jobs.append(int(message.split()[0]))  # it does not end by itself
     assert "JobHeldUser: held: scontrol release it" in told("status", "held")
 
-    shell = ["bash", "-c", render(DEFAULTS["interactive.sh"]), "x", "printenv", "SLURM_PROCID"]
+    shell = ["bash", "-c", render(DEFAULT_JOBS["interactive.sh"]), "x", "printenv", "SLURM_PROCID"]
     assert sorted(slurm.run(*shell, cwd=tmp_path).split()) == ["0", "1", "2", "3"]
 
     short, name = ("--set", "run.epochs=1", "--out"), "it's 100% $HOME"

@@ -78,7 +78,7 @@ def test_an_answer_that_is_late_is_no_refusal(words, tmp_path):
     arguments(tmp_path, f"echo 'sbatch: error: {words}' >&2; exit 1")
     code, message = told("digits", "--job-name", "mine", "--out", "kept")
     assert code == (1 if LATE[words] else 2)
-    assert ("the job may be in the queue" in message) == LATE[words]
+    assert ("the job may still be in the queue" in message) == LATE[words]
     assert ("`squeue --me --name=mine`" in message) == LATE[words]
     assert message.startswith("sbatch refuses the job") != LATE[words]
     assert Path("kept/job.sbatch").exists() == Path("kept").exists() == LATE[words]
@@ -86,11 +86,11 @@ def test_an_answer_that_is_late_is_no_refusal(words, tmp_path):
 
 def test_an_sbatch_that_does_not_answer_at_all(tmp_path, monkeypatch):
     arguments(tmp_path, "exec sleep 9")
-    monkeypatch.setattr(queries, "LIMIT_S", 0.1)
+    monkeypatch.setattr(queries, "COMMAND_TIMEOUT_S", 0.1)
     code, message = told("digits", "--out", "kept")
     assert code == 1
     assert "sbatch has not answered within" in message
-    assert "may be in the queue" in message
+    assert "may still be in the queue" in message
     assert Path("kept/job.sbatch").exists()
 
 

@@ -9,12 +9,12 @@ from dataclasses import replace
 import pytest
 from machines import ethernet, infiniband, juwels_booster, pci_device, write
 
-from hpctrain.cluster.launch import Mpi
+from hpctrain.cluster.launch import MpiInstallation
 from hpctrain.doctor import gpus, mpi, network, node
 from hpctrain.doctor.check import Check, exit_code
-from hpctrain.doctor.examine import NodeResult, hardware
+from hpctrain.doctor.examine import NodeResult, find_hardware
 from hpctrain.doctor.mpi import LaunchReport
-from hpctrain.doctor.show import show
+from hpctrain.doctor.show import print_result
 from hpctrain.hardware.gdr import Gdr
 from hpctrain.hardware.nics import Nic
 from hpctrain.hardware.nvidia import Card, Cards
@@ -31,7 +31,7 @@ def result(checks, name):
 
 # ---- MPI ----
 
-OPEN = Mpi("Open MPI", "5.0.11", "/env/lib/libmpi.so.40", "/env/bin/mpiexec")
+OPEN = MpiInstallation("Open MPI", "5.0.11", "/env/lib/libmpi.so.40", "/env/bin/mpiexec")
 TWO = LaunchReport((2, 2), "MULTIPLE", True)
 OWN = {"mpirun": "/env/bin/mpirun", "mpiexec": "/env/bin/mpiexec"}
 REST = {"mpirun": "/usr/bin/mpirun", "mpiexec": "/env/bin/mpiexec"}
@@ -51,7 +51,7 @@ OF_MPI = {
                 "signal 7", "see `shared memory`"),
     "ranks": (OPEN, TWO, OWN, "ranks", "ok", "2 ranks", ""),
     "threads": (OPEN, TWO, OWN, "threads", "ok", "MULTIPLE", ""),
-    "no threads": (OPEN, replace(TWO, threads="FUNNELED"), OWN, "threads", "slow",
+    "no threads": (OPEN, replace(TWO, thread_level="FUNNELED"), OWN, "threads", "slow",
                    "MPI_THREAD_FUNNELED", "MPI_THREAD_MULTIPLE"),
     "ULFM": (OPEN, TWO, OWN, "ULFM", "note", "--with-ft ulfm", ""),
     "no ULFM": (OPEN, replace(TWO, ulfm=False), OWN, "ULFM", "note", "none", ""),
@@ -62,7 +62,7 @@ OF_MPI = {
 def test_mpi(case, monkeypatch):
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     of, started, on_path, name, verdict, observed, remedy = OF_MPI[case]
-    message = result(mpi.checks(of, started, on_path), name)
+    message = result(mpi.check_mpi(of, started, on_path), name)
     assert message[0] == verdict
     assert observed in message[1]
     assert remedy in message[2]
@@ -79,42 +79,42 @@ def test_in_a_step_mpiexec_does_not_ask_slurm():
     """Its own srun would wait for the cores of the step."""
     batch = {"SLURM_JOB_ID": "7", "SLURM_NODELIST": "n1", "PATH": "/bin"}
     step = batch | {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}
-    assert mpi.environ(step, {"A": "1"}) == {"PATH": "/bin", "A": "1"}
-    assert mpi.environ(batch, {}) == batch
+    assert mpi.launch_environment(step, {"A": "1"}) == {"PATH": "/bin", "A": "1"}
+    assert mpi.launch_environment(batch, {}) == batch
 
 
 def test_what_a_user_would_start(tmp_path):
     (tmp_path / "mpirun").touch(0o755)
-    assert mpi.on_path(str(tmp_path)) == {"mpirun": str(tmp_path / "mpirun")}
+    assert mpi.find_launchers(str(tmp_path)) == {"mpirun": str(tmp_path / "mpirun")}
 
 
 # ---- cores and memory ----
 
 
 def test_blas():
-    assert node.blas(4, 4).verdict == "ok"
-    check = node.blas(64, 2)
+    assert node.check_blas(4, 4).verdict == "ok"
+    check = node.check_blas(64, 2)
     assert (check.verdict, "64 BLAS threads on 2 cores" in check.seen) == ("bad", True)
     assert "OMP_NUM_THREADS" in check.remedy
 
 
 @pytest.mark.parametrize("quota, verdict", [(None, "ok"), (0.5, "bad"), (3.9, "bad"), (4.0, "ok")])
 def test_blas_under_a_quota(quota, verdict):
-    check = node.blas(4, 64, quota)
+    check = node.check_blas(4, 64, quota)
     assert (check.verdict, "limits.cpu" in check.remedy) == (verdict, verdict == "bad")
-    assert node.blas(1, 64, quota).verdict == "ok"  # a thread there must be
+    assert node.check_blas(1, 64, quota).verdict == "ok"  # a thread there must be
 
 
 @pytest.mark.parametrize("free, verdict", [(64 << 20, "bad"), (500 << 20, "slow"), (8 << 30, "ok")])
 def test_room_in_shared_memory(free, verdict, tmp_path, monkeypatch):
     monkeypatch.setattr(node.dev_shm, "free", lambda folder: free)
-    message = result(node.shared_memory(tmp_path, ()), "shared memory")
+    message = result(node.check_shared_memory(tmp_path, ()), "shared memory")
     assert message[0] == verdict
     assert (verdict == "ok") or "--shm-size" in message[2]
 
 
 def test_no_shared_memory(tmp_path):
-    (check,) = node.shared_memory(tmp_path / "none")
+    (check,) = node.check_shared_memory(tmp_path / "none")
     assert (check.verdict, "No such file" in check.seen) == ("bad", True)
 
 
@@ -122,19 +122,19 @@ def test_left_overs_of_dead_jobs_alone(tmp_path):
     for name in ("mpich_shm_1", "mpich_shm_2", "sm_segment.x", "mine.txt"):
         (tmp_path / name).write_bytes(bytes(8192))
     in_use = {str(tmp_path / "sm_segment.x")}
-    verdict, observed, remedy = result(node.shared_memory(tmp_path, in_use), "left-overs")
+    verdict, observed, remedy = result(node.check_shared_memory(tmp_path, in_use), "left-overs")
     assert verdict == "note"
     assert "2 files" in observed
     assert remedy.endswith(f"rm {tmp_path}/mpich_shm_*")
     everything = {str(file) for file in tmp_path.iterdir()}
-    assert result(node.shared_memory(tmp_path, everything), "left-overs")[0] == "ok"
+    assert result(node.check_shared_memory(tmp_path, everything), "left-overs")[0] == "ok"
 
 
 def test_open_files_are_in_use():
     file = node.SHM / f"hpctrain-{os.getpid()}"
     try:
         with open(file, "w"):
-            assert str(file) in node._mapped()
+            assert str(file) in node._find_mapped_files()
     finally:
         file.unlink()
 
@@ -144,7 +144,7 @@ def test_open_files_are_in_use():
     [(resource.RLIM_INFINITY, True, "ok"), (8 << 20, True, "slow"), (8 << 20, False, "note")],
 )
 def test_memlock(limit, rdma, verdict):
-    assert node.memlock(limit, rdma).verdict == verdict
+    assert node.check_memlock(limit, rdma).verdict == verdict
 
 
 # ---- GPUs ----
@@ -174,7 +174,7 @@ OF_GPUS = {
 @pytest.mark.parametrize("case", OF_GPUS)
 def test_gpus(case):
     cards, on_bus, environ, name, verdict, observed, remedy = OF_GPUS[case]
-    message = result(gpus.checks(cards, on_bus, "cupy 14", None, environ), name)
+    message = result(gpus.check_gpus(cards, on_bus, "cupy 14", None, environ), name)
     assert message[0] == verdict
     assert observed in message[1]
     assert remedy in message[2]
@@ -182,36 +182,36 @@ def test_gpus(case):
 
 def test_names_that_are_right():
     for words in ("0,1", "GPU-0a,2", "GPU-3"):
-        names = [c.name for c in gpus.checks(FOUR, 4, "cupy 14", None, {VISIBLE: words})]
+        names = [c.name for c in gpus.check_gpus(FOUR, 4, "cupy 14", None, {VISIBLE: words})]
         assert "GPUs listed" not in names
     older = {VISIBLE: "MIG-GPU-0a/1/0"}
-    assert "GPUs listed" not in [c.name for c in gpus.checks(CUT, 1, "cupy 14", None, older)]
+    assert "GPUs listed" not in [c.name for c in gpus.check_gpus(CUT, 1, "cupy 14", None, older)]
 
 
 def test_no_gpu_is_no_fault():
-    (check,) = gpus.checks(Cards(), 0, None, None, {})
+    (check,) = gpus.check_gpus(Cards(), 0, None, None, {})
     assert (check.verdict, check.name) == ("note", "GPUs")
 
 
 def test_without_cupy():
-    message = result(gpus.checks(FOUR, 4, None, None, {}), "CuPy")
+    message = result(gpus.check_gpus(FOUR, 4, None, None, {}), "CuPy")
     assert (message[0], "hpctrain[cuda12x]" in message[2]) == ("bad", True)
 
 
 def test_an_mpi_that_claims_cuda_and_crashes():
     way = Verdict("ipc", "ipc", "staged", "a device pointer given to MPI: a crash")
     reported = ProbeResult(way, "take the site's build", {"same_gpu": ProbeTrial(True, False)})
-    message = result(gpus.checks(FOUR, 4, "cupy 14", reported, {}), "CUDA-aware MPI")
+    message = result(gpus.check_gpus(FOUR, 4, "cupy 14", reported, {}), "CUDA-aware MPI")
     assert message[0] == "slow"
     assert "a crash" in message[1]
     assert message[2] == "take the site's build"
     best = ProbeResult(Verdict("cuda-aware", "cuda-aware", "gdr", "device pointers arrived"))
-    assert result(gpus.checks(FOUR, 4, "cupy 14", best, {}), "CUDA-aware MPI")[0] == "ok"
+    assert result(gpus.check_gpus(FOUR, 4, "cupy 14", best, {}), "CUDA-aware MPI")[0] == "ok"
 
 
 def test_gdr():
-    assert gpus.gdr(Gdr("dmabuf", available=True)).verdict == "ok"
-    assert gpus.gdr(Gdr("no", "modprobe", available=False)) == Check(
+    assert gpus.check_gdr(Gdr("dmabuf", available=True)).verdict == "ok"
+    assert gpus.check_gdr(Gdr("no", "modprobe", available=False)) == Check(
         "GPUDirect RDMA", "note", "no: no", "modprobe"
     )
 
@@ -222,10 +222,10 @@ def test_gdr():
 def test_network():
     good = Nic("a:1", "InfiniBand", True, 400.0, "")
     hurt, down = replace(good, name="b:1", gbit_s=100.0), replace(good, name="c:1", active=False)
-    assert [c.verdict for c in network.checks([good])] == ["ok"]
-    assert result(network.checks([good, hurt]), "slow links")[1] == "b:1 100 Gbit/s"
-    assert result(network.checks([good, down]), "links down")[1] == "c:1"
-    assert network.checks([])[0].verdict == "note"
+    assert [c.verdict for c in network.check_adapters([good])] == ["ok"]
+    assert result(network.check_adapters([good, hurt]), "slow links")[1] == "b:1 100 Gbit/s"
+    assert result(network.check_adapters([good, down]), "links down")[1] == "c:1"
+    assert network.check_adapters([])[0].verdict == "note"
 
 
 @pytest.mark.parametrize(
@@ -238,11 +238,11 @@ def test_network():
 )
 def test_what_ucx_was_told(value, verdict, words, tmp_path):
     good = Nic("a:1", "InfiniBand", True, 400.0, "")
-    (check,) = network.named_nics(
+    (check,) = network.check_named_nics(
         [good, replace(good, name="c:1", active=False)], {"UCX_NET_DEVICES": value}, tmp_path
     )
     assert (check.verdict, words in check.seen) == (verdict, True)
-    assert network.named_nics([good], {}, tmp_path) == []
+    assert network.check_named_nics([good], {}, tmp_path) == []
 
 
 @pytest.fixture
@@ -278,15 +278,15 @@ node here
 
 
 def test_picture(root):
-    drawn = hardware("here", root)
-    assert "\n".join(drawn.lines).startswith(PICTURE.rstrip())
-    assert drawn.on_bus == 2
+    drawn = find_hardware("here", root)
+    assert "\n".join(drawn.topology_lines).startswith(PICTURE.rstrip())
+    assert drawn.gpus_on_bus == 2
     assert drawn.gdr.available is None
 
 
 def test_which_adapter_is_near_which_gpu(tmp_path):
     told_by_driver(tmp_path, juwels_booster(tmp_path))
-    lines = hardware("here", tmp_path).lines
+    lines = find_hardware("here", tmp_path).topology_lines
     assert lines[2].startswith("  NUMA 1, cores 6-11: GPU1 NVIDIA H200; mlx5_1:1 InfiniBand 200")
     assert lines[-1] == "  near: GPU0 mlx5_0:1; GPU1 mlx5_1:1; GPU2 mlx5_2:1; GPU3 mlx5_3:1"
 
@@ -295,8 +295,8 @@ def test_what_is_shown(root, capsys):
     from rich.console import Console
 
     faults = [Check("one", "bad", "it [broke]", "mend it"), Check("two", "note", "x", "or not")]
-    reported = NodeResult("here", faults, hardware("here", root), None)
-    show(reported, Console(width=100))
+    reported = NodeResult("here", faults, find_hardware("here", root), None)
+    print_result(reported, Console(width=100))
     out = capsys.readouterr().out
     assert PICTURE.splitlines()[1] in out
     assert "it [broke]" in out

@@ -86,6 +86,6 @@ def test_the_trial_is_asked_of_a_child(monkeypatch, tmp_path):
     cupy_package.install(tmp_path / "site")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'site'}:{os.environ.get('PYTHONPATH', '')}")
     monkeypatch.setenv("FAKE_GPUS", "0")
-    reported = examine._gpu_paths()
+    reported = examine._probe_gpu_paths()
     assert reported.verdict.across == "staged"
     assert "GPU" in reported.verdict.reason

@@ -25,10 +25,10 @@ from hpctrain.doctor.job import (
     show,
 )
 from hpctrain.doctor.job.cores import CoreTiming
-from hpctrain.doctor.job.outliers import median_mad
+from hpctrain.doctor.job.outliers import compute_median_mad
 from hpctrain.doctor.job.output_folder import FolderState
 from hpctrain.doctor.job.ping_pong import Ping
-from hpctrain.doctor.job.rank_facts import RankFacts, from_table
+from hpctrain.doctor.job.rank_facts import RankFacts, facts_from_table
 from hpctrain.doctor.job.result import JobResult, gather_json
 from hpctrain.hardware.nics import Nic
 from hpctrain.transport.placement.check import RankBinding
@@ -78,7 +78,7 @@ FIGURES = {
 @pytest.mark.parametrize("case", FIGURES)
 def test_outliers(case):
     values, out = FIGURES[case]
-    assert [value for value in values if value > median_mad(values).limit] == out
+    assert [value for value in values if value > compute_median_mad(values).limit] == out
 
 
 # ---- what must be the same on all ranks ----
@@ -107,7 +107,7 @@ VERSIONS = {
 @pytest.mark.parametrize("case", VERSIONS)
 def test_versions(case):
     reported, verdict, words, nodes = VERSIONS[case]
-    check = consistency.versions(reported, HOSTS)
+    check = consistency.check_versions(reported, HOSTS)
     assert (check.verdict, check.nodes) == (verdict, nodes)
     assert words in check.seen
     assert bool(check.remedy) == (verdict == "bad")
@@ -127,19 +127,19 @@ RECIPES = {
 @pytest.mark.parametrize("case", RECIPES)
 def test_recipes(case):
     reported, verdict, words = RECIPES[case]
-    (check,) = consistency.recipe(reported, HOSTS)
+    (check,) = consistency.check_recipe(reported, HOSTS)
     assert check.verdict == verdict
     assert words in check.seen
 
 
 def test_no_recipe_was_asked_for():
-    assert consistency.recipe(ranks_of(), HOSTS) == []
+    assert consistency.check_recipe(ranks_of(), HOSTS) == []
 
 
 def test_two_machines_of_one_name():
-    (check,) = consistency.machines(ranks_of(r1={"kernel": "other"}), HOSTS)
+    (check,) = consistency.check_host_names(ranks_of(r1={"kernel": "other"}), HOSTS)
     assert (check.verdict, "n1 is the name of 2 machines" in check.seen) == ("bad", True)
-    assert consistency.machines(ranks_of(), HOSTS) == []
+    assert consistency.check_host_names(ranks_of(), HOSTS) == []
 
 
 FINE, TINY = Check("shm", "ok", "9 GiB"), Check("shm", "bad", "1 MiB", "grow it")
@@ -159,7 +159,7 @@ NODES = {
 @pytest.mark.parametrize("case", NODES)
 def test_checks_of_all_nodes_as_one_row(case):
     by_node, *expected = NODES[case]
-    (check,) = consistency.merged({node: [item] for node, item in by_node.items()})
+    (check,) = consistency.merge_checks({node: [item] for node, item in by_node.items()})
     assert [check.verdict, check.seen, check.nodes] == expected
     assert bool(check.remedy) == (check.verdict == "bad")
 
@@ -173,7 +173,7 @@ EQUAL = NicPorts(("m0:1", "m1:1", "m2:1", "m3:1"), ("m0:1", "m1:1", "m2:1", "m3:
 # seats -> name of a check, verdict, words of what was seen, of the remedy
 SEATS = {
     "a core each": ([SEAT, NEXT], "cores", "ok", "its own", ""),
-    "alone": ([SEAT], "ranks", "note", "start as many as will train", "srun"),
+    "alone": ([SEAT], "ranks", "note", "start as many ranks as the training", "srun"),
     "ranks": ([SEAT, NEXT], "ranks", "ok", "2 ranks on 1 node, by srun", ""),
     "doubled GPU": ([ON_GPU, BESIDE], "GPUs shared", "bad", "ranks 0-1 share G0 of n1",
                     "--gpu-bind=none"),
@@ -191,7 +191,7 @@ SEATS = {
     "equally near": ([replace(s, nics=EQUAL) for s in (SEAT, NEXT, replace(SEAT, host="n2"))],
                      "NICs", "note", "ranks 0-1 of n1 are equally near 4 ports", "HPCTRAIN_NIC"),
     "a port each": ([replace(s, nics=replace(EQUAL, nearest=("m0:1",))) for s in
-                     (SEAT, NEXT, replace(SEAT, host="n2"))], "NICs", "ok", "in the map", ""),
+                     (SEAT, NEXT, replace(SEAT, host="n2"))], "NICs", "ok", "the map shows", ""),
     "one port for all": ([replace(s, nics=replace(EQUAL, named=("m0:1",))) for s in
                           (SEAT, NEXT, replace(SEAT, host="n2"))], "NICs shared", "slow",
                          "ranks 0-1 of n1 all name m0:1", "unset UCX_NET_DEVICES"),
@@ -205,7 +205,7 @@ SEATS = {
 @pytest.mark.parametrize("case", SEATS)
 def test_seats(case):
     of, name, verdict, words, remedy = SEATS[case]
-    message = result(binding.checks(of), name)
+    message = result(binding.check_bindings(of), name)
     assert message[0] == verdict
     assert words in message[1]
     assert remedy in message[2]
@@ -214,7 +214,7 @@ def test_seats(case):
 def test_the_map():
     named = replace(ON_GPU, host="n2", nics=NicPorts(nearest=("m0:1",), named=("m1:1",)))
     nearby = replace(NEXT, host="n2", nics=NicPorts(nearest=("m0:1", "m1:1")))
-    rows = binding.rows([SEAT, nearby, named])
+    rows = binding.binding_rows([SEAT, nearby, named])
     assert rows[0] == ("0", "n1", "0", "0", "1", "-", "-")
     assert rows[1][-1] == "m0:1, m1:1"
     assert rows[2] == ("2", "n2", "1", "0", "1", "G0", "m1:1 (named)")
@@ -234,7 +234,7 @@ FOLDERS = {
     "refused on one": ({"n1": GOOD, "n2": FolderState(9, None, "Read-only file system")},
                        "output folder", "bad", "n2: /x: Read-only", ("n2",)),
     "not one": ({"n1": GOOD, "n2": replace(GOOD, shared=False)}, "output folder", "bad",
-                "n2 does not see what rank 0 wrote", ()),
+                "n2 does not see the file that rank 0 wrote", ()),
     "fast": ({"n1": GOOD, "n2": replace(GOOD, fsync_s=0.02)}, "file system", "ok", "median 1.0 ms",
              ()),
     "one slow": ({"n1": GOOD, "n2": replace(GOOD, fsync_s=0.3)}, "file system", "slow",
@@ -246,29 +246,31 @@ FOLDERS = {
 @pytest.mark.parametrize("case", FOLDERS)
 def test_output_folder(case, tmp_path):
     nodes, name, verdict, words, blamed = FOLDERS[case]
-    (check,) = (item for item in output_folder.checks(Path("/x"), nodes) if item.name == name)
+    (check,) = (item for item in output_folder.check_folder(Path("/x"), nodes) if item.name == name)
     assert (check.verdict, check.nodes) == (verdict, blamed)
     assert words in check.seen
     assert bool(check.remedy) == (verdict != "ok")
 
 
 def test_a_folder_is_looked_at_and_left_as_it_was(tmp_path):
-    place = output_folder.nearest_existing(tmp_path / "runs" / "new")
+    place = output_folder.nearest_existing_folder(tmp_path / "runs" / "new")
     assert place == tmp_path
     marked, word = output_folder.make_probe(place)
-    observed = output_folder.inspect(place, marked, word)
+    observed = output_folder.inspect_folder(place, marked, word)
     assert (observed.fault, observed.shared) == ("", True)
     assert observed.free > 0 and observed.fsync_s > 0
-    assert not output_folder.inspect(place, marked, "another word").shared
-    output_folder.remove(marked)
-    assert not output_folder.inspect(place, marked, word).shared
+    assert not output_folder.inspect_folder(place, marked, "another word").shared
+    output_folder.remove_probe(marked)
+    assert not output_folder.inspect_folder(place, marked, word).shared
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_slow_disk_is_told(tmp_path, monkeypatch):
     monkeypatch.setattr(output_folder.time, "perf_counter", count(0.0, 1.5).__next__)
     check = result(
-        output_folder.checks(tmp_path, {"n1": output_folder.inspect(tmp_path, "", "")}),
+        output_folder.check_folder(
+            tmp_path, {"n1": output_folder.inspect_folder(tmp_path, "", "")}
+        ),
         "file system",
     )
     assert check[:2] == ("slow", "median 1500.0 ms to write 64 KiB and fsync (MAD 0.0); n1: up to "
@@ -279,9 +281,9 @@ def test_a_slow_disk_is_told(tmp_path, monkeypatch):
 @pytest.mark.parametrize("requested", ["afile", "afile/x"])
 def test_what_lies_there_is_no_folder(requested, tmp_path):
     (tmp_path / "afile").touch()
-    place = output_folder.nearest_existing(tmp_path / requested)
-    checks = output_folder.checks(
-        place, {"n1": output_folder.inspect(place, *output_folder.make_probe(place))}
+    place = output_folder.nearest_existing_folder(tmp_path / requested)
+    checks = output_folder.check_folder(
+        place, {"n1": output_folder.inspect_folder(place, *output_folder.make_probe(place))}
     )
     assert result(checks, "output folder")[:2] == ("bad", f"n1: {tmp_path}/afile: Not a directory")
 
@@ -308,7 +310,7 @@ def full(tmp_path, monkeypatch):
 
 
 def test_a_full_disk(full):
-    checks = output_folder.checks(full, {"n1": output_folder.inspect(full, "", "")})
+    checks = output_folder.check_folder(full, {"n1": output_folder.inspect_folder(full, "", "")})
     assert result(checks, "disk")[0] == "bad"
     assert "No space left on device" in result(checks, "output folder")[1]
     assert "--out" in result(checks, "output folder")[2]
@@ -319,21 +321,21 @@ def test_a_full_disk(full):
 
 def test_every_core_of_a_machine_is_tried_once():
     free = replace(SEAT, cores="0-4")
-    assert cores.assign([free, free], "aa") == [[0, 2, 4], [1, 3]]
-    assert cores.assign([SEAT, NEXT], "aa") == [[0], [1]]
-    assert cores.assign([SEAT, SEAT, replace(SEAT, host="n2")], "aab") == [[0], [], [0]]
+    assert cores.assign_cores([free, free], "aa") == [[0, 2, 4], [1, 3]]
+    assert cores.assign_cores([SEAT, NEXT], "aa") == [[0], [1]]
+    assert cores.assign_cores([SEAT, SEAT, replace(SEAT, host="n2")], "aab") == [[0], [], [0]]
 
 
 def test_speed_of_cores():
     fine = [CoreTiming(rank, f"n{rank}", 7, 0.030, 1.0) for rank in range(4)]
-    assert cores.check(fine).verdict == "ok"
-    check = cores.check([*fine, CoreTiming(4, "n9", 3, 0.060, 0.49)])
+    assert cores.check_cores(fine).verdict == "ok"
+    check = cores.check_cores([*fine, CoreTiming(4, "n9", 3, 0.060, 0.49)])
     assert (check.verdict, check.nodes) == ("slow", ("n9",))
     for words in ("median 30.0 ms", "core 3 of n9 (rank 4): 2.0 x", "given 49% of its time"):
         assert words in check.seen
     assert "ps -eLo psr" in check.remedy
-    assert "a slow core" in cores.check([*fine, CoreTiming(4, "n9", 3, 0.060, 1.0)]).seen
-    assert cores.check([]).verdict == "note"
+    assert "a slow core" in cores.check_cores([*fine, CoreTiming(4, "n9", 3, 0.060, 1.0)]).seen
+    assert cores.check_cores([]).verdict == "note"
 
 
 # shares of its time that each core was given -> verdict, cores that are named
@@ -351,7 +353,9 @@ SHARES = {
 @pytest.mark.parametrize("shares", SHARES)
 def test_cores_that_somebody_else_uses(shares):
     arguments, verdict, named = SHARES[shares]
-    check = cores.check([CoreTiming(r, "n1", r, 0.030 / s, s) for r, s in enumerate(arguments)])
+    check = cores.check_cores(
+        [CoreTiming(r, "n1", r, 0.030 / s, s) for r, s in enumerate(arguments)]
+    )
     assert check.verdict == verdict
     for core, share in enumerate(arguments):
         words = f"core {core} of n1 (rank {core}): "
@@ -363,14 +367,14 @@ def test_cores_that_somebody_else_uses(shares):
 
 def test_a_core_is_tried_again_where_somebody_else_ran(monkeypatch):
     tries = iter([(0.06, 0.5), (0.03, 1.0), (0.06, 0.4), (0.05, 0.6), (0.03, 0.9)])
-    monkeypatch.setattr(cores, "_compute", lambda: next(tries))
-    shares = [cores._faster_timing()[1] for _ in range(3)]
+    monkeypatch.setattr(cores, "_time_computation", lambda: next(tries))
+    shares = [cores._measure_best_of_two()[1] for _ in range(3)]
     assert shares == [1.0, 0.6, 0.9]
 
 
 def test_a_core_under_a_quota():
     fine = [CoreTiming(rank, f"n{rank}", 7, 0.030, 1.0) for rank in range(4)]
-    check = cores.check([*fine, CoreTiming(4, "n9", 3, 0.150, 0.2, quota=0.2)])
+    check = cores.check_cores([*fine, CoreTiming(4, "n9", 3, 0.150, 0.2, quota=0.2)])
     assert "core 3 of n9 (rank 4): 5.0 x, given 20% of its time: a quota of 0.2" in check.seen
     assert "limits.cpu" in check.remedy
 
@@ -385,7 +389,7 @@ def test_a_core_under_a_quota():
 )
 def test_cpu_quotas(arguments, verdict, words):
     sitting = [replace(SEAT, blas_threads=2)] * 2 + [replace(SEAT, host="n2", blas_threads=2)]
-    result = cores.quotas(sitting, arguments)
+    result = cores.check_quotas(sitting, arguments)
     assert [item.verdict for item in result] == ([verdict] if verdict else [])
     assert all(words in item.seen for item in result)
     assert all("limits.cpu" in item.remedy for item in result if verdict == "bad")
@@ -393,7 +397,7 @@ def test_cpu_quotas(arguments, verdict, words):
 
 def test_a_core_is_tried_and_left():
     before = os.sched_getaffinity(0)
-    (item,) = cores.measure(0, "n1", [min(before), 100_000])
+    (item,) = cores.measure_cores(0, "n1", [min(before), 100_000])
     assert item.core == min(before)
     assert item.seconds > 0 and 0 < item.share <= 1.1
     assert os.sched_getaffinity(0) == before
@@ -408,14 +412,14 @@ def test_a_core_is_tried_and_left():
     ],
 )
 def test_clocks(behind, verdict, words, nodes):
-    check = consistency.clocks({node: Reading(0.0, s, 1e-5) for node, s in behind.items()})
+    check = consistency.check_clocks({node: Reading(0.0, s, 1e-5) for node, s in behind.items()})
     assert (check.verdict, check.nodes) == (verdict, nodes)
     assert words in check.seen
 
 
 @on_ranks(3, mpi=(3,))
 def test_clocks_are_read_once_per_kernel(ranks):
-    readings = ranks(lambda world: (world.rank, consistency.clock_reading(world, "aba")))
+    readings = ranks(lambda world: (world.rank, consistency.measure_clock_offset(world, "aba")))
     for rank, item in readings:
         assert abs(item.offset_s) < 1.0
         assert (item.uncertainty_s > 0) == (rank == 1)
@@ -428,7 +432,7 @@ def test_clocks_are_read_once_per_kernel(ranks):
 def test_everybody_meets_everybody_once(size):
     met = []
     for round_ in range(size - 1 + size % 2):
-        partners = [ping_pong.partner(rank, round_, size) for rank in range(size)]
+        partners = [ping_pong.find_partner(rank, round_, size) for rank in range(size)]
         for rank, other in enumerate(partners):
             assert other is None or (other != rank and partners[other] == rank)
             met += [(rank, other)] if other is not None and rank < other else []
@@ -438,7 +442,9 @@ def test_everybody_meets_everybody_once(size):
 @pytest.mark.parametrize("layout", ["aaaa", "aabb", "abc", "aabbb", "ab"])
 def test_all_pairs_are_measured(layout):
     def body(link):
-        return ping_pong.all_pairs(worlds.over_threads(link, [f"n{name}" for name in layout]))
+        return ping_pong.measure_all_pairs(
+            worlds.over_threads(link, [f"n{name}" for name in layout])
+        )
 
     measured = [item for subset in run_ranks(len(layout), body) for item in subset]
     local = [layout[:rank].count(name) for rank, name in enumerate(layout)]
@@ -454,7 +460,7 @@ def test_all_pairs_are_measured(layout):
 @on_ranks(3, mpi=(3,))
 def test_pairs_over_mpi(ranks):
     def body(world):
-        own = [(item.a, item.b) for item in ping_pong.all_pairs(world)]
+        own = [(item.a, item.b) for item in ping_pong.measure_all_pairs(world)]
         return sorted(tuple(pair) for message in world.gather(json.dumps(own))
                       for pair in json.loads(message))  # fmt: skip
 
@@ -520,15 +526,15 @@ def test_messages_are_held_against_the_rate_of_adapters(case):
 @pytest.mark.parametrize("case", LINKS)
 def test_slow_links_are_named(case):
     measured, hosts, verdict, words, nodes = LINKS[case]
-    (check,) = ping_pong.checks(measured, hosts, oversubscribed=False)
+    (check,) = ping_pong.check_links(measured, hosts, oversubscribed=False)
     assert (check.verdict, check.nodes) == (verdict, nodes)
     assert words in check.seen
     assert bool(check.remedy) == (verdict != "ok")
 
 
 def test_ranks_that_take_turns_are_not_judged():
-    (check,) = ping_pong.checks(links(FOUR, [2]), FOUR, oversubscribed=True)
-    assert (check.verdict, "not judged" in check.seen) == ("note", True)
+    (check,) = ping_pong.check_links(links(FOUR, [2]), FOUR, oversubscribed=True)
+    assert (check.verdict, "no verdict" in check.seen) == ("note", True)
 
 
 # ---- sums ----
@@ -536,9 +542,9 @@ def test_ranks_that_take_turns_are_not_judged():
 
 @on_ranks(1, 2, 3, 5, mpi=(1, 3))
 def test_sums_are_right(ranks):
-    wrong = ranks(known_sums.failed_algorithms)
+    wrong = ranks(known_sums.find_failed_algorithms)
     assert not any(wrong)
-    assert known_sums.check(wrong, ["ring"]).verdict == "ok"
+    assert known_sums.check_sums(wrong, ["ring"]).verdict == "ok"
 
 
 @on_ranks(3, mpi=(3,))
@@ -548,15 +554,15 @@ def test_a_wrong_sum_is_named(ranks, monkeypatch):
         x[-1:] += group.link.rank == 1
 
     monkeypatch.setitem(collectives.ALLREDUCE, "ring", off_by_one)
-    wrong = ranks(lambda world: world.gather(",".join(known_sums.failed_algorithms(world))))
+    wrong = ranks(lambda world: world.gather(",".join(known_sums.find_failed_algorithms(world))))
     assert all(item == ["", "ring", ""] for item in wrong)
-    check = known_sums.check([[], ["ring"], []], ["auto", "ring"])
+    check = known_sums.check_sums([[], ["ring"], []], ["auto", "ring"])
     assert (check.verdict, "ring is wrong on rank 1" in check.seen) == ("bad", True)
-    assert "the MPI library's own" in known_sums.check([["native"]], ["native"]).seen
+    assert "the MPI library's own" in known_sums.check_sums([["native"]], ["native"]).seen
 
 
 def test_direct_is_left_out_where_there_are_several_nodes():
-    body = lambda link: known_sums.names(worlds.over_threads(link, ("a", "b")))  # noqa: E731
+    body = lambda link: known_sums.algorithm_names(worlds.over_threads(link, ("a", "b")))  # noqa: E731
     assert all("direct" not in names and "ring" in names for names in run_ranks(2, body))
 
 
@@ -571,14 +577,17 @@ def test_rank_0_hears_all(ranks):
 
 
 def test_what_is_shown(capsys):
-    drawn = [replace(REPORTED, lines=(f"node {host}", "  NUMA 0, cores 0-3: -")) for host in FOUR]
-    reported = [from_table({**vars(item), "checks": []}) for item in drawn]
+    drawn = [
+        replace(REPORTED, topology_lines=(f"node {host}", "  NUMA 0, cores 0-3: -"))
+        for host in FOUR
+    ]
+    reported = [facts_from_table({**vars(item), "checks": []}) for item in drawn]
     faults = [
         Check("links", "bad", "rank 1", "look", ("n2",)),
         Check("x", "slow", "y", "z", ("n3",)),
     ]
     job = JobResult(FOUR, (SEAT,) * 4, reported, faults)
-    show.show(job)
+    show.print_result(job)
     out = capsys.readouterr().out
     assert out.count("NUMA 0") == 1
     assert "node n[1-4]\n" in out
@@ -590,12 +599,12 @@ def test_what_is_shown(capsys):
 
 
 def test_not_all_nodes_are_left_out():
-    assert JobResult(("n1",), checks=[Check("x", "bad", "", "", ("n1",))]).exclude == ""
+    assert JobResult(("n1",), checks=[Check("x", "bad", "", "", ("n1",))]).excluded_nodes == ""
 
 
 def test_a_long_map_is_cut():
-    rows = [("0",) * len(binding.COLUMNS)] * (show.MOST_RANKS + 2)
-    assert show.binding_map(rows).caption == "and 2 ranks more: --json"
+    rows = [("0",) * len(binding.COLUMNS)] * (show.MAX_SHOWN_RANKS + 2)
+    assert show.binding_table(rows).caption == "and 2 ranks more: --json"
 
 
 def test_what_many_nodes_say_fits_on_a_page(capsys):
@@ -603,14 +612,18 @@ def test_what_many_nodes_say_fits_on_a_page(capsys):
     sitting = [replace(SEAT, host=host, local_rank=n % 8) for n, host in enumerate(hosts)]
     sitting[-1] = replace(sitting[-1], blas_threads=9)  # the last node is another kind
     reported = [
-        replace(REPORTED, lines=(f"node {host}", "  NUMA 0, cores 0-63: -")) for host in hosts
+        replace(REPORTED, topology_lines=(f"node {host}", "  NUMA 0, cores 0-63: -"))
+        for host in hosts
     ]
     between = combinations(range(0, len(hosts), 8), 2)
     slow = [Ping(a, b, False, 2e-6, 9e-4 if a // 8 % 2 else 1e-4) for a, b in between]
     job = JobResult(
-        tuple(hosts), tuple(sitting), reported, ping_pong.checks(slow, hosts, oversubscribed=False)
+        tuple(hosts),
+        tuple(sitting),
+        reported,
+        ping_pong.check_links(slow, hosts, oversubscribed=False),
     )
-    show.show(job)
+    show.print_result(job)
     out = capsys.readouterr().out
     assert "node n[01-64]" in out
     assert "n[02-63] are bound as n01: --json" in out

@@ -55,7 +55,7 @@ def has_few_threads(checks, ended):
     """Assert that the level of `FUNNELED` was told."""
     assert checks["threads"]["verdict"] == "slow"
     assert checks["threads"]["seen"].startswith("MPI_THREAD_FUNNELED: gradients cannot travel")
-    assert "threads: a build of MPI with MPI_THREAD_MULTIPLE" in ended.stdout
+    assert "threads: use an MPI that was built with MPI_THREAD_MULTIPLE" in ended.stdout
 
 
 SPACE = ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--mount", "--map-root-user"]
@@ -127,7 +127,7 @@ def test_a_full_disk(with_little_room, tmp_path):
     assert code == 1 and ended.returncode
     assert checks["disk"]["verdict"] == checks["output folder"]["verdict"] == "bad"
     assert "No space left on device" in checks["output folder"]["seen"]
-    assert "output folder: name a folder that can be written with --out" in ended.stdout
+    assert "output folder: name a writable folder with --out" in ended.stdout
     assert checks["sums"]["verdict"] == "ok"  # and the rest is looked at
 
 
@@ -178,14 +178,14 @@ THROTTLED = """
 import os, sys
 group, *sys.argv[1:] = sys.argv[1:]
 from hpctrain.doctor.job import cores
-measure = cores.measure
+measure = cores.measure_cores
 def held_up(*arguments):
     for folder, function in ((group, lambda: measure(*arguments)), (os.path.dirname(group), None)):
         open(folder + "/cgroup.procs", "w").write(str(os.getpid()))
         found = function() if function else found
     return found
 if os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK")) == "1":
-    cores.measure = held_up
+    cores.measure_cores = held_up
 from hpctrain.cli import main
 main()
 """

@@ -11,7 +11,7 @@ from functools import cache
 
 import pytest
 
-from hpctrain.cluster.netlab.netlab import refusal
+from hpctrain.cluster.netlab.netlab import unavailable_reason
 
 pytestmark = pytest.mark.processes
 QUICK = {"OMP_NUM_THREADS": "1"}
@@ -38,9 +38,9 @@ if rank == 2:
 """
 SILENT = """
 from hpctrain.doctor.job import examine, known_sums as sums
-examine.LIMIT_S = 1.5
+examine.HANG_TIMEOUT_S = 1.5
 if rank == 1:
-    sums.failed_algorithms = lambda world: time.sleep(100)
+    sums.find_failed_algorithms = lambda world: time.sleep(100)
 """
 
 
@@ -151,7 +151,7 @@ def test_a_node_that_is_busy_does_not_pass(hpctrain, tmp_path):
 
 @cache
 def refused():
-    return refusal()
+    return unavailable_reason()
 
 
 SHAPED = """

@@ -24,9 +24,8 @@ from hpctrain.engines.parameter_server.shard import GradientAction
 from hpctrain.gradients.replica import Batch, ModelReplica
 from hpctrain.run_files import run_folder
 from hpctrain.training.faults import FaultsOptions
-from hpctrain.training.run_options import CheckpointOptions
+from hpctrain.training.run_options import CheckpointOptions, TraceOptions
 from hpctrain.training.trainer import Trainer
-from hpctrain.watch.trace import TraceOptions
 
 STEPS, SAMPLES, BATCH = 30, 151, 37  # the last batch of an epoch has 3 samples: fewer than workers
 MODELS = {

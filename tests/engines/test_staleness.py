@@ -13,9 +13,8 @@ from hpctrain import data, engines, nn, optim
 from hpctrain.engines.staleness import Staleness, metrics
 from hpctrain.engines.synchronous.allreduce import AllReduceEngine
 from hpctrain.run_files import run_folder
-from hpctrain.training.run_options import CheckpointOptions
+from hpctrain.training.run_options import CheckpointOptions, TraceOptions
 from hpctrain.training.trainer import Trainer
-from hpctrain.watch.trace import TraceOptions
 
 KEYS = ("staleness_mean", "staleness_max", "staleness_histogram", "clock_gap_max",
         "dropped_gradients")  # fmt: skip

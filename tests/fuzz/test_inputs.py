@@ -208,16 +208,16 @@ def sites_case(rng: Generator, folder: Path) -> None:
         return
     content, complete = faulty(content, rng) if not changed else (content, False)
     path.write_bytes(content)
-    result = value_or_refusal(lambda: site.load(str(path)), path)
+    result = value_or_refusal(lambda: site.load_site(str(path)), path)
     if isinstance(result, HpctrainError):
         assert not complete, result
         return
-    assert site.load(str(path)) == result
+    assert site.load_site(str(path)) == result
     for nodes in filter(None, (result.cpu, result.gpu)):
         exports = result.environment | nodes.environment | {"HPCTRAIN_LAUNCHER": result.launcher}
         exports |= result.environment | nodes.environment
         shell = {}
-        for line in result.env(nodes).splitlines():
+        for line in result.site_env(nodes).splitlines():
             words = shlex.split(line, comments=True)  # as a shell would read it
             if words[:1] == ["export"]:
                 shell |= dict([words[1].split("=", 1)])

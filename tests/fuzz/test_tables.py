@@ -82,7 +82,7 @@ def measured_case(rng: Generator, folder: Path) -> None:
         value = mutated_json(value, rng)
     content = json.dumps(value).encode()
     path.write_bytes(mutated(content, rng) if kind == "bytes" else content)
-    result = value_or_refusal(lambda: measurements.read(path), path)
+    result = value_or_refusal(lambda: measurements.read_measurements(path), path)
     if isinstance(result, HpctrainError):
         assert kind != "whole", result
         return

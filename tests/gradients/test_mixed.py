@@ -173,8 +173,8 @@ def test_parameters_are_rounded_when_they_are_needed(gpu):
     small.arena.param[...] = 0
     small.gradient(batch("mlp"), 1.0, KEY._replace(on_need=reported.append), nobody)
     assert set(reported) == {slot.name for slot in small.arena.slots}
-    assert small.outputs(batch("mlp").x).dtype == np.float32
-    assert (small.outputs(batch("mlp").x) == 0).all()
+    assert small.predict(batch("mlp").x).dtype == np.float32
+    assert (small.predict(batch("mlp").x) == 0).all()
 
 
 def test_products_are_those_of_the_last_replica(gpu, monkeypatch):

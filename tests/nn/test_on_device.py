@@ -79,7 +79,7 @@ def test_the_loss_waits_for_no_gradient(lazy_gpu):
 def test_evaluation(gpu, name):
     reported = [replica(name, on_gpu).evaluate(batch(name)) for on_gpu in (False, True)]
     np.testing.assert_allclose(reported[1], reported[0], rtol=1e-5)
-    outputs = replica(name, True).outputs(batch(name).x)
+    outputs = replica(name, True).predict(batch(name).x)
     assert type(outputs) is np.ndarray
 
 

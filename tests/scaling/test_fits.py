@@ -12,15 +12,15 @@ from hpctrain.bench.prediction import predict
 from hpctrain.cost_model.loggp import Cluster
 from hpctrain.scaling import laws
 from hpctrain.scaling.collect import TrialResult
-from hpctrain.scaling.confidence import estimate, quantile
+from hpctrain.scaling.confidence import estimate_mean, quantile
 from hpctrain.scaling.forecast import (
-    MESSAGES,
-    NOMINAL,
-    WIRE_TIMES,
+    FROM_DEFAULTS,
+    FROM_MESSAGES,
+    FROM_WIRE_TIMES,
     StepTimes,
+    choose_schedule,
     fit_model,
-    replay,
-    schedule_of,
+    predict_communication,
 )
 from hpctrain.scaling.results import SizeTrials
 from hpctrain.scaling.world_sizes import Size
@@ -43,17 +43,17 @@ def test_quantiles_of_published_tables(freedom):
 
 
 def test_intervals():
-    result = estimate([9.0, 10.0, 11.0])
+    result = estimate_mean([9.0, 10.0, 11.0])
     assert (result.mean, result.count) == (10.0, 3)
     assert result.half == pytest.approx(TWO / math.sqrt(3), rel=1e-12)
-    assert estimate([9.0, 11.0]).half == pytest.approx(ITEM, rel=1e-12)
-    assert estimate([5.0]).half is None
+    assert estimate_mean([9.0, 11.0]).half == pytest.approx(ITEM, rel=1e-12)
+    assert estimate_mean([5.0]).half is None
 
 
 def share_that_holds(truth, make, studies=1000):
     """Return in what part of made studies the interval holds the truth."""
     rng = np.random.default_rng(7)
-    result = [estimate(make(rng)) for _ in range(studies)]
+    result = [estimate_mean(make(rng)) for _ in range(studies)]
     return sum(abs(item.mean - truth) <= item.half for item in result) / studies
 
 
@@ -86,12 +86,12 @@ FRACTIONS = [0.0, 0.03, 0.5, 1.0]
 def test_laws_find_the_serial_fraction(fraction, ranks):
     seconds = [7e-3 / laws.amdahl_speed_up(fraction, n) for n in ranks]
     rates = [900 * laws.gustafson_speed_up(fraction, n) for n in ranks]
-    assert laws.amdahl(ranks, seconds) == pytest.approx(fraction, abs=1e-9)
-    assert laws.gustafson(ranks, rates) == pytest.approx(fraction, abs=1e-9)
+    assert laws.fit_amdahl(ranks, seconds) == pytest.approx(fraction, abs=1e-9)
+    assert laws.fit_gustafson(ranks, rates) == pytest.approx(fraction, abs=1e-9)
 
 
 @pytest.mark.parametrize("law, speed_up, sign", [
-    (laws.amdahl, laws.amdahl_speed_up, -1), (laws.gustafson, laws.gustafson_speed_up, 1),
+    (laws.fit_amdahl, laws.amdahl_speed_up, -1), (laws.fit_gustafson, laws.gustafson_speed_up, 1),
 ])  # fmt: skip
 def test_the_fraction_of_noisy_repeats_and_its_interval(law, speed_up, sign):
     ranks = [1, 2, 4, 8]
@@ -105,23 +105,23 @@ def test_the_fraction_of_noisy_repeats_and_its_interval(law, speed_up, sign):
 
 
 def test_how_far_sizes_miss_a_law():
-    assert laws.misfit([1.0, 2.0, 3.0], [5.0, 10.0, 15.0]) == pytest.approx(0.0, abs=1e-12)
-    assert laws.misfit([1.0, 1.0], [1.0, 1.1]) == pytest.approx(0.05, abs=0.005)
+    assert laws.max_misfit([1.0, 2.0, 3.0], [5.0, 10.0, 15.0]) == pytest.approx(0.0, abs=1e-12)
+    assert laws.max_misfit([1.0, 1.0], [1.0, 1.1]) == pytest.approx(0.05, abs=0.005)
 
 
 def test_better_than_ideal_is_a_serial_fraction_of_nothing():
-    assert laws.amdahl([1, 2, 4], [1.0, 0.4, 0.15]) == 0.0
-    assert laws.gustafson([1, 2, 4], [1.0, 2.2, 5.0]) == 0.0
+    assert laws.fit_amdahl([1, 2, 4], [1.0, 0.4, 0.15]) == 0.0
+    assert laws.fit_gustafson([1, 2, 4], [1.0, 2.2, 5.0]) == 0.0
 
 
-WIRE = predict.wire(125e6, 50e-6)
+WIRE = predict.make_wire(125e6, 50e-6)
 MACHINE = Cluster(WIRE, WIRE, 5e-11, 2e-11)
 NBYTES = 4_000_000
 
 
 def step_on(size, compute, buckets, algorithm="ring", other=1e-4):
     """Return what is seen of a step on MACHINE, of which nothing is left to chance."""
-    wire, exposed = replay(MACHINE, algorithm, NBYTES, size, compute, buckets)
+    wire, exposed = predict_communication(MACHINE, algorithm, NBYTES, size, compute, buckets)
     step = compute + exposed + other
     return StepTimes(size, step, compute, wire, exposed, f"auto ({algorithm})")
 
@@ -188,16 +188,16 @@ def test_wires_are_told_by_the_times_of_two_sizes():
     observed = [step_on(Size(n, n), 20e-3, 0) for n in (2, 4, 8)]
     model = fit_model(observed, NBYTES, False, None, None)
     assert model.beta_s == pytest.approx(8e-9, rel=0.05)
-    assert (model.origin, model.ranks) == (WIRE_TIMES, (2, 4, 8))
+    assert (model.origin, model.ranks) == (FROM_WIRE_TIMES, (2, 4, 8))
 
 
 #: how many sizes communicate, and whether messages were measured: is there one to test the model?
 TESTED = {
-    (1, False): (NOMINAL, False),
-    (2, False): (WIRE_TIMES, False),
-    (3, False): (WIRE_TIMES, True),
-    (1, True): (MESSAGES, False),
-    (2, True): (MESSAGES, True),
+    (1, False): (FROM_DEFAULTS, False),
+    (2, False): (FROM_WIRE_TIMES, False),
+    (3, False): (FROM_WIRE_TIMES, True),
+    (1, True): (FROM_MESSAGES, False),
+    (2, True): (FROM_MESSAGES, True),
 }
 
 
@@ -235,4 +235,4 @@ NAMED = {"auto (ring, native)": "ring", "auto (direct-shared)": "direct", "tree"
 
 @pytest.mark.parametrize("reported", NAMED)
 def test_the_schedule_of_an_algorithm(reported):
-    assert schedule_of(reported) == NAMED[reported]
+    assert choose_schedule(reported) == NAMED[reported]

@@ -164,8 +164,8 @@ def test_who_looks_on_sees_what_runs(tmp_path):
     for age, out in enumerate([folder.trial(ITEM, 1), folder.trial(TWO, 0)]):
         out.mkdir(parents=True)
         collect.run_folder.append_row(out, {"step": 30})
-        collect.log_of(out).write_text("hpctrain: no such thing\n")
-        os.utime(collect.log_of(out), (0, 1000 - age))
+        collect.log_path(out).write_text("hpctrain: no such thing\n")
+        os.utime(collect.log_path(out), (0, 1000 - age))
     observed = runner.current_statuses(folder, of)
     assert [observed[key].state for key in of.trials] == ["measured", FAILED, RUNNING, WAITING]
     assert (observed[0, TWO].reason, observed[1, ITEM].step) == ("no such thing", 30)

@@ -21,7 +21,7 @@ from matplotlib import image
 from rich.console import Console
 from studies import SPEC, Times, runner, study, write
 
-from hpctrain.cluster.launch import Mpi
+from hpctrain.cluster.launch import MpiInstallation
 from hpctrain.commands.scale import scale
 from hpctrain.core.errors import UsageError
 from hpctrain.run_files import run_folder
@@ -31,7 +31,7 @@ from hpctrain.scaling.output import plots, study_files, tables
 from hpctrain.scaling.output.live_view import LiveView
 from hpctrain.scaling.output.page import page
 from hpctrain.scaling.results import evaluate
-from hpctrain.scaling.study import StudyFolder, claim
+from hpctrain.scaling.study import StudyFolder, lock_folder
 from hpctrain.scaling.trial_recipe import Timing
 from hpctrain.scaling.trials import local_runner
 from hpctrain.scaling.trials import runner as trial_runner
@@ -237,7 +237,7 @@ def test_names_are_no_markup(tmp_path):
 def test_only_timed_rows_count(tmp_path):
     times = Times(2e-3, 1e-3, 5e-4, 8e-4)
     write(tmp_path / "run", Timing.of(100), times, 128, ranks=2)
-    result = collect.trial(tmp_path / "run", Timing.of(100))
+    result = collect.read_trial(tmp_path / "run", Timing.of(100))
     assert result.samples_per_s == pytest.approx(64_000)
     observed = (result.step_s, result.compute_s, result.wire_s, result.wait_s, result.other_s)
     assert observed == pytest.approx((2e-3, 1e-3, 5e-4, 8e-4, 2e-4))
@@ -284,7 +284,7 @@ def test_trials_that_do_not_count(kind, tmp_path):
     spoil, reason = GAPS[kind]
     write(tmp_path / "run", Timing.of(100), Times(2e-3, 1e-3), 128, ranks=2)
     spoil(tmp_path / "run")
-    result = collect.trial(tmp_path / "run", Timing.of(100))
+    result = collect.read_trial(tmp_path / "run", Timing.of(100))
     assert isinstance(result, Gap)
     assert re.search(reason, result.reason)
 
@@ -372,7 +372,9 @@ def called(monkeypatch, out, *words, failing=(), times=amdahl, draw=no_time):
     """Return the exit code of `hpctrain scale` with trials that take no time, and their calls."""
     calls = []
     monkeypatch.setattr(plots, "plots", draw)
-    monkeypatch.setattr(local_runner, "must_work", lambda *_: Mpi("MPICH", "5", "lib", "mpiexec"))
+    monkeypatch.setattr(
+        local_runner, "must_work", lambda *_: MpiInstallation("MPICH", "5", "lib", "mpiexec")
+    )
     monkeypatch.setattr(local_runner, "run", runner(times, calls, failing))
     line = ["digits", "--ranks", "1,2", "--out", str(out), *words]
     return scale.main(line, standalone_mode=False), [
@@ -427,7 +429,10 @@ def test_the_exit_code_tells_of_gaps(tmp_path, monkeypatch):
 def test_who_calls_while_another_works_sees_how_things_stand(tmp_path, monkeypatch, capsys):
     assert called(monkeypatch, tmp_path / "s", "--repeats", "1")[0] == 0
     shutil.rmtree(StudyFolder(tmp_path / "s").trial(Size(2), 0))
-    with claim(tmp_path / "s"), pytest.raises(UsageError, match="is being written by process"):
+    with (
+        lock_folder(tmp_path / "s"),
+        pytest.raises(UsageError, match="is being written by process"),
+    ):
         called(monkeypatch, tmp_path / "s", "--repeats", "1")
     message = " ".join(capsys.readouterr().err.split())
     assert "│ 1 │ measured │ 1 of 1 │ - │ 12,800 │ 100.0% │" in message

@@ -13,7 +13,7 @@ import pytest
 from conftest import LAUNCHER, Completed
 from studies import Times, write
 
-from hpctrain.cluster.netlab.netlab import refusal
+from hpctrain.cluster.netlab.netlab import unavailable_reason
 from hpctrain.commands.scale import scale
 from hpctrain.scaling.trial_recipe import Timing
 
@@ -77,7 +77,7 @@ def test_what_a_rank_says_is_the_reason_of_a_gap(tmp_path, monkeypatch, caplog):
 
 @pytest.mark.full
 def test_hosts_of_a_netlab(hpctrain, tmp_path):
-    if shutil.which("tc") is None or (reason := refusal()):
+    if shutil.which("tc") is None or (reason := unavailable_reason()):
         pytest.skip(reason or "needs tc")
     words = ("scale", "digits", "--nodes", "1,2,4", "--on", "netlab", "--mode", "weak", *SMALL)
     completed = hpctrain(*words, timeout=110)

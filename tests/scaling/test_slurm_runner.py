@@ -32,8 +32,8 @@ class MadeUp:
 
     def __init__(self, monkeypatch, refused=(), lost=(), silent=()):
         self.refused, self.lost, self.silent, self.jobs, self.asked = refused, lost, silent, [], {}
-        monkeypatch.setattr(slurm_runner.submit, "submit", self.submit)
-        monkeypatch.setattr(slurm_runner.submit, "from_slurm", self.ask)
+        monkeypatch.setattr(slurm_runner.submit, "submit_script", self.submit)
+        monkeypatch.setattr(slurm_runner.submit, "query_slurm", self.ask)
         monkeypatch.setattr(slurm_runner.time, "sleep", lambda seconds: None)
         monkeypatch.setattr(slurm_runner, "LATE_S", 0.0)
 
@@ -47,7 +47,7 @@ class MadeUp:
         run = shlex.split(re.search(r"^run=(.*)$", text, re.M)[1])[0]
         self.jobs.append((size, words[2], submit.Path(run)))
         folder.mkdir(parents=True)
-        submit.run_folder.write_json(folder / submit.JOBS, {"jobs": [len(self.jobs)]})
+        submit.run_folder.write_json(folder / submit.JOBS_FILE, {"jobs": [len(self.jobs)]})
         return len(self.jobs)
 
     def ask(self, job):
@@ -109,15 +109,15 @@ def test_a_job_whose_id_never_came_back_is_found_by_its_name(tmp_path, monkeypat
 
     def killed(text, saved):
         created.submit(text, saved)
-        (saved / submit.JOBS).unlink()
+        (saved / submit.JOBS_FILE).unlink()
         raise SystemExit
 
-    monkeypatch.setattr(slurm_runner.submit, "submit", killed)
+    monkeypatch.setattr(slurm_runner.submit, "submit_script", killed)
     with pytest.raises(SystemExit):
         run(folder, of)
     requested = []
     monkeypatch.setattr(
-        slurm_runner.submit, "jobs_named", lambda name: requested.append(name) or [1]
+        slurm_runner.submit, "find_jobs_by_name", lambda name: requested.append(name) or [1]
     )
     assert all(isinstance(item, collect.TrialResult) for item in run(folder, of))
     assert len(created.jobs) == 1  # `killed` was not called again
@@ -141,10 +141,10 @@ def test_a_ctrl_c_waits_until_the_id_of_a_job_is_kept(tmp_path, monkeypatch):
         return created.submit(text, saved)
 
     with monkeypatch.context() as patched:
-        patched.setattr(slurm_runner.submit, "submit", pressed)
+        patched.setattr(slurm_runner.submit, "submit_script", pressed)
         with pytest.raises(KeyboardInterrupt):
             run(folder, of)
-    assert submit.jobs_of(collect.job_of(folder.trial(Size(1), 0))) == [1]
+    assert submit.read_job_ids(collect.job_folder(folder.trial(Size(1), 0))) == [1]
     run(folder, of)
     assert len(created.jobs) == of.repeats
     with pytest.raises(KeyboardInterrupt):  # as ever
@@ -167,15 +167,15 @@ def test_a_job_that_will_not_start_as_it_is_is_a_gap(tmp_path, monkeypatch):
     never = lambda job: [JobState(str(job), "PENDING", "PartitionNodeLimit")]  # noqa: E731
     monkeypatch.setattr(
         slurm_runner.submit,
-        "from_slurm",
+        "query_slurm",
         lambda job: never(job) if job % 2 == 0 else created.ask(job),
     )
     for _ in range(2):  # called again, it is waited for no longer, and not given to Slurm anew
         run(folder, of)
         assert isinstance(runner.trial(folder, of, 0, Size(1, 1)), collect.TrialResult)
         assert runner.trial(folder, of, 0, Size(8, 8)).reason == (
-            "Slurm's job 2 is PENDING (PartitionNodeLimit: the partition has not, or does not "
-            "give, so many nodes); `scancel 2` ends it"
+            "Slurm's job 2 is PENDING (PartitionNodeLimit: it asks for more nodes than the "
+            "partition has or allows); `scancel 2` ends it"
         )
         assert len(created.jobs) == 4
 
@@ -190,7 +190,7 @@ def test_who_waits_in_a_log_reads_why_jobs_do_not_start(tmp_path, monkeypatch, c
             created.ask(job) if polls[job] > 5 else [JobState(str(job), "PENDING", "JobHeldUser")]
         )
 
-    monkeypatch.setattr(slurm_runner.submit, "from_slurm", held)
+    monkeypatch.setattr(slurm_runner.submit, "query_slurm", held)
     with caplog.at_level(logging.INFO, "hpctrain"):
         run(folder, of)
     rate = "12,800 samples/s, efficiency so far 100.0%"
@@ -257,7 +257,7 @@ def test_a_collector_on_a_real_slurm_is_killed_and_called_again(slurm, start, tm
     slurm.jobs.extend(arguments)
     assert len(arguments) == 2
     # as where the one who waits is killed before it has kept an id
-    (tmp_path / "study/trials/00002-ranks-00002-nodes/repeat-0.job" / submit.JOBS).unlink()
+    (tmp_path / "study/trials/00002-ranks-00002-nodes/repeat-0.job" / submit.JOBS_FILE).unlink()
     again = start(*words, *small, env={**env, progress.TERMINAL: "150"})
     again.until("JobHeldUser: held: scontrol release it")
     slurm.scontrol("release", ",".join(map(str, arguments)))

@@ -36,7 +36,7 @@ TYPED = {
 
 @pytest.mark.parametrize("typed", TYPED, ids=str)
 def test_sizes(typed):
-    assert world_sizes.parse(*typed) == [Size(*item) for item in TYPED[typed]]
+    assert world_sizes.parse_sizes(*typed) == [Size(*item) for item in TYPED[typed]]
 
 
 REFUSED = {
@@ -55,14 +55,14 @@ REFUSED = {
 @pytest.mark.parametrize("typed", REFUSED, ids=str)
 def test_sizes_that_cannot_be(typed):
     with pytest.raises(UsageError, match=REFUSED[typed]):
-        world_sizes.parse(*typed)
+        world_sizes.parse_sizes(*typed)
 
 
 @pytest.mark.parametrize("ranks, cores, threads, share", [
     (2, 2, 1, 1.0), (4, 2, 1, 2.0), (2, 2, 2, 2.0), (1, 8, 4, 1.0), (64, None, 1, 1.0),
 ])  # fmt: skip
 def test_oversubscription(ranks, cores, threads, share):
-    assert world_sizes.oversubscribed(Size(ranks), cores, threads) == share
+    assert world_sizes.ranks_per_core(Size(ranks), cores, threads) == share
 
 
 FULL = """
@@ -103,14 +103,14 @@ def full(tmp_path):
 def test_a_trial_has_nothing_beside_its_steps(full):
     timing = Timing.of(100)
     assert (timing.interval, timing.first, timing.last, timing.total) == (10, 20, 120, 121)
-    timed = trial_recipe.trial(full, "weak", 32, Size(4), timing)
+    timed = trial_recipe.make_trial_recipe(full, "weak", 32, Size(4), timing)
     run = timed.run
     assert (run.epochs, run.steps, run.interval_steps, run.evaluate_steps) == (None, 121, 10, 121)
     assert run.epoch_samples == 121 * 4 * 32  # so that no epoch ends on the way
     assert (run.callbacks, timed.early_stop, timed.trace.enabled) == ([], None, False)
     assert (timed.checkpoint.every_epochs, timed.checkpoint.keep_best) == (None, None)
     assert (timed.batch.batch_per_rank, timed.batch.base_batch) == (32, 64)
-    message = "\n".join(trial_recipe.deviations(full, "weak", 32, timing, 1))
+    message = "\n".join(trial_recipe.describe_deviations(full, "weak", 32, timing, 1))
     for word in ("121 steps in place of 3 epochs", "20 to warm up, 100 timed", "callbacks",
                  "early stop, trace, keep_best", "OMP_NUM_THREADS=1"):  # fmt: skip
         assert word in message
@@ -120,32 +120,32 @@ def test_a_trial_has_nothing_beside_its_steps(full):
 def test_batches_of_both_modes(full):
     four = [Size(2), Size(4)]
     assert (
-        trial_recipe.base_batch(SPEC, "strong", four)
-        == trial_recipe.base_batch(SPEC, "weak", four)
+        trial_recipe.choose_batch(SPEC, "strong", four)
+        == trial_recipe.choose_batch(SPEC, "weak", four)
         == 128
     )
-    assert trial_recipe.base_batch(full, "weak", four) == 32
-    assert trial_recipe.base_batch(full, "strong", four) == 4 * 32
-    timed = trial_recipe.trial(full, "strong", 128, Size(2), Timing(1))
+    assert trial_recipe.choose_batch(full, "weak", four) == 32
+    assert trial_recipe.choose_batch(full, "strong", four) == 4 * 32
+    timed = trial_recipe.make_trial_recipe(full, "strong", 128, Size(2), Timing(1))
     assert (timed.batch.batch, timed.batch.batch_per_rank, timed.batch.base_batch) == (
         128, None, None,
     )  # fmt: skip
     assert "batch = 128 in place of batch_per_rank = 32" in "\n".join(
-        trial_recipe.deviations(full, "strong", 128, Timing(1), None)
+        trial_recipe.describe_deviations(full, "strong", 128, Timing(1), None)
     )
 
 
 def test_a_batch_that_ranks_cannot_share():
     with pytest.raises(UsageError, match=r"3 ranks: a batch of 128 is not divisible by 3 workers.*"
                        "--set optimizer.batch=126"):  # fmt: skip
-        trial_recipe.must_divide(SPEC, "strong", 128, [Size(1), Size(3)])
-    trial_recipe.must_divide(SPEC, "weak", 128, [Size(3)])
+        trial_recipe.check_divisible(SPEC, "strong", 128, [Size(1), Size(3)])
+    trial_recipe.check_divisible(SPEC, "weak", 128, [Size(3)])
 
 
 def test_servers_need_ranks():
     served = recipe.load("digits", ["engine.kind=ps-sync", "engine.servers=2"])
     with pytest.raises(UsageError, match=r"^2 ranks: "):
-        trial_recipe.must_divide(served, "strong", 128, [Size(2), Size(4)])
+        trial_recipe.check_divisible(served, "strong", 128, [Size(2), Size(4)])
 
 
 def test_a_set_of_another_length(tmp_path):
@@ -186,8 +186,8 @@ def test_the_remedy_for_an_uneven_batch_keeps_to_the_recipes_key():
     spec = recipe.load("digits", ["optimizer.batch=", "optimizer.batch_per_rank=7"])
     short = [Size(2), Size(3), Size(4)]
     with pytest.raises(UsageError, match=r"--set optimizer\.batch_per_rank=6,"):
-        trial_recipe.must_divide(
-            spec, "strong", trial_recipe.base_batch(spec, "strong", short), short
+        trial_recipe.check_divisible(
+            spec, "strong", trial_recipe.choose_batch(spec, "strong", short), short
         )
 
 
@@ -208,7 +208,7 @@ def test_ranks_do_not_start_studies(monkeypatch):
 
 
 def test_a_study_comes_back_from_its_file(tmp_path):
-    with studies.claim(tmp_path / "study") as folder:
+    with studies.lock_folder(tmp_path / "study") as folder:
         assert folder.load() is None
         folder.save(study())
         assert folder.load() == study()
@@ -216,7 +216,7 @@ def test_a_study_comes_back_from_its_file(tmp_path):
 
 def test_a_study_may_grow(tmp_path):
     requested = study(sizes=(2, 8), repeats=2, steps=None)
-    grown = studies.merge(requested, study(), tmp_path)
+    grown = studies.extend_study(requested, study(), tmp_path)
     assert [size.ranks for size in grown.sizes] == [1, 2, 4, 8]
     assert (grown.repeats, grown.steps) == (3, 100)
 
@@ -233,29 +233,29 @@ OTHER = {
 def test_another_study_is_refused(subject, tmp_path):
     changed, message = OTHER[subject]
     with pytest.raises(UsageError, match=f"holds another study: {message}"):
-        studies.merge(replace(study(), **changed), study(), tmp_path)
+        studies.extend_study(replace(study(), **changed), study(), tmp_path)
 
 
 def test_a_folder_of_something_else_is_refused(tmp_path):
     (tmp_path / "thesis.tex").write_text("")
     with (
-        pytest.raises(UsageError, match=r"in use, and by no study: it holds thesis\.tex"),
-        studies.claim(tmp_path),
+        pytest.raises(UsageError, match=r"is not the folder of a study: it holds thesis\.tex"),
+        studies.lock_folder(tmp_path),
     ):
         pass
 
 
 def test_one_process_at_a_time(tmp_path):
     with (
-        studies.claim(tmp_path / "study"),
+        studies.lock_folder(tmp_path / "study"),
         pytest.raises(UsageError, match="is being written by process"),
-        studies.claim(tmp_path / "study"),
+        studies.lock_folder(tmp_path / "study"),
     ):
         pass
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", json.dumps({"format": 0}), '{"format": 1}'])
 def test_a_damaged_study_is_refused(text, tmp_path):
-    (tmp_path / studies.FILE).write_text(text)
+    (tmp_path / studies.STUDY_FILE).write_text(text)
     with pytest.raises(UsageError, match="name a new folder"):
-        studies.read(tmp_path / studies.FILE)
+        studies.read_study(tmp_path / studies.STUDY_FILE)

@@ -345,7 +345,7 @@ def test_launch_ends_trials_that_take_too_long(monkeypatch, tmp_path, caplog):
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
     interrupted(monkeypatch, up, subprocess.TimeoutExpired("child", 1))
-    assert probe_process.verdict() == "" and ended.exists()
+    assert probe_process.run_probe() == "" and ended.exists()
     assert "did not end within 240 s" in caplog.text
 
 

@@ -17,7 +17,7 @@ from hpctrain.core.errors import UsageError
 from hpctrain.core.launchers import SINGLE_RANK, Launched
 from hpctrain.transport.device import gpus
 from hpctrain.transport.device.gpus import Gpu, GpuCores, gpu_cores, gpu_for
-from hpctrain.transport.gpu_probe import verify
+from hpctrain.transport.gpu_probe import verdicts, verify
 from hpctrain.transport.paths import STAGED, RankPlace, Verdict
 from hpctrain.transport.placement import core_binding, rank_placement
 from hpctrain.transport.placement.check import RankBinding
@@ -209,8 +209,8 @@ def placed_on(world, gpu=True):
 @on_ranks(2, mpi=(2,))
 def test_all_know_the_placement_of_all(ranks, caplog, monkeypatch, gpu):
     way = Verdict("cuda-aware", "ipc", "staged", "so it was told")
-    remembered = lambda environ: rank_placement.verdicts.ProbeResult(way, unproven=("across",))  # noqa: E731
-    monkeypatch.setattr(rank_placement.verdicts, "cached_result", remembered)
+    remembered = lambda environ: verdicts.ProbeResult(way, unproven=("across",))  # noqa: E731
+    monkeypatch.setattr(verdicts, "cached_result", remembered)
     with caplog.at_level(logging.WARNING, "hpctrain"):
         results = ranks(lambda world: (placed_on(world), world.rank, world.link.paths))
     for (places, verdict, seats), rank, paths in results:

@@ -43,14 +43,14 @@ def test_a_segment_is_listed_and_removed(segment, listing):
     segments.announce()
     segments.announce()  # each rank does
     assert segment.exists()
-    guard.remove(listing)
+    guard.remove_segments(listing)
     assert not segment.exists()
 
 
 def test_of_another_rank_that_has_ended_no_segment_is_missed(segment, listing):
     segments.announce()
     segment.unlink()  # as its library does it
-    guard.remove(listing)
+    guard.remove_segments(listing)
     assert list(segments.mapped_segments()) == []
 
 
@@ -58,7 +58,7 @@ def test_another_file_of_that_name_stays(segment, listing):
     segments.announce()
     segment.rename(segment.with_suffix(".gone"))
     segment.touch()
-    guard.remove(listing)
+    guard.remove_segments(listing)
     assert segment.exists()
     segment.with_suffix(".gone").unlink()
 

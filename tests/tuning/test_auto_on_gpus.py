@@ -190,7 +190,7 @@ def test_ranks_that_stage_share_the_way_of_their_gpu():
 def test_tune_on_gpus_and_auto_after_it(tmp_path, monkeypatch, capsys):
     """On arrays of GPUs alone, whose table is then taken; the library's own is not among them."""
     monkeypatch.setenv(table.FILE, str(tmp_path))
-    requested = command.check("4B:256KiB*256", 3, None, None, "gpu")
+    requested = command.parse_options("4B:256KiB*256", 3, None, None, "gpu")
     with fakes.installed(lazy=True, ipc_within=True) as machine:
         run_on_gpus(2, lambda world: command.run(world, requested))
         assert machine.counts["implicit"] == 0
@@ -206,10 +206,10 @@ def test_tune_on_gpus_and_auto_after_it(tmp_path, monkeypatch, capsys):
         assert "neighbours see it" in output
         assert run_on_gpus(2, lambda w: w.main.choices.gpus.measured) == [True, True]
         assert run_on_gpus(2, lambda w: w.main.choices.measured) == [False, False]
-    command.show(None, 2, None, "gpu")
+    command.show_table(None, 2, None, "gpu")
     assert capsys.readouterr().out == output
     with pytest.raises(UsageError, match=r"no tuning table of 2 ranks of this machine in"):
-        command.show(None, 2, None)
+        command.show_table(None, 2, None)
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,7 @@ def test_tune_on_gpus_and_auto_after_it(tmp_path, monkeypatch, capsys):
     [(None, "expected a GPU for every rank, seen none"), ({"memory_bytes": MIB}, "are free; take")],
 )
 def test_what_cannot_be_measured_is_said_before(options, message):
-    requested = command.check("64MiB", 3, None, None, "gpu")
+    requested = command.parse_options("64MiB", 3, None, None, "gpu")
     with fakes.installed(**options or {}), pytest.raises(UsageError, match=message):
         ranks = run_on_gpus if options else lambda n, body: run_on("threads", n, body)
         ranks(2, lambda world: command.run(world, requested))

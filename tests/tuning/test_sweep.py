@@ -37,7 +37,7 @@ def measured(monkeypatch, sizes, rounds=5, limit_s=1e9, steps=0.0, slower=1.0, t
         name, nbytes = call()
         counts[name, nbytes] += 1
         # The first round is another process's.
-        now_slower = slower if counts[name, nbytes] > sweep.LEAST_ROUNDS else 1.0
+        now_slower = slower if counts[name, nbytes] > sweep.MIN_ROUNDS else 1.0
         return 1.0 if counts[name, nbytes] == 1 else took(name, nbytes) * now_slower
 
     def body(world):
@@ -118,7 +118,7 @@ def test_the_middle_is_measured_in_the_time_that_was_kept(monkeypatch):
     took = jumps(4 * KIB)
     _, counts = measured(monkeypatch, [2 * KIB, 4 * KIB], 50, 12.0, steps=1.0, took=took)
     assert counts["ring", 2 * KIB] == 5
-    assert counts["ring", 3 * KIB] == sweep.LEAST_ROUNDS  # however little is left
+    assert counts["ring", 3 * KIB] == sweep.MIN_ROUNDS  # however little is left
 
 
 @on_ranks(2, 3, mpi=(2, 3))

@@ -1,4 +1,4 @@
-"""Options of `hpctrain bench predict`: from words to a machine, a step, and rows."""
+"""`hpctrain bench predict`: from options to a machine, a training step and predicted rows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hpctrain import data, nn
 from hpctrain.bench import message_sizes, units
 from hpctrain.bench.prediction import measurements as measurement_files
 from hpctrain.bench.prediction import predict
-from hpctrain.bench.training_step.profile import profile
+from hpctrain.bench.training_step.profile import profile_step
 from hpctrain.core.errors import UsageError
 from hpctrain.cost_model.loggp import Cluster, Wire
 from hpctrain.cost_model.training_step import Step, even_step
@@ -19,10 +19,15 @@ from hpctrain.gradients.precision import master_dtype
 from hpctrain.gradients.replica import Batch, ModelReplica
 from hpctrain.training import recipe, runs
 
-#: Defaults without a flag or a measurement.
-LINK, LATENCY, NODE_LINK, NODE_LATENCY = "100Gbit", "2us", "10GB/s", "1us"
-MEMORY = "100GB/s"
-Words = Mapping[str, Any]
+#: Defaults of options that are neither given nor measured.
+DEFAULT_LINK, DEFAULT_LATENCY, DEFAULT_NODE_LINK, DEFAULT_NODE_LATENCY = (
+    "100Gbit",
+    "2us",
+    "10GB/s",
+    "1us",
+)
+DEFAULT_MEMORY_BANDWIDTH = "100GB/s"
+CommandOptions = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -34,49 +39,65 @@ class Prediction:
     machine_text: str
 
 
-def run(words: Words) -> Prediction:
-    """Return the predictions for the options `words`; raise UsageError."""
-    for option in ("ranks_per_node", "cards"):
-        if words[option] < 1:
-            name = option.replace("_", "-")
-            raise UsageError(f"--{name}: expected 1 or more, seen {words[option]}")
-    per_node = words["ranks_per_node"]
-    layouts = [predict.RankLayout(ranks, per_node) for ranks in units.ranks(words["ranks"])]
-    names, lengths = (
-        predict.chosen(words["algorithms"], layouts),
-        message_sizes.parse(words["sizes"]),
+def run(options: CommandOptions) -> Prediction:
+    """Return the predictions for the command line's `options`; raise UsageError."""
+    for option_prefix in ("ranks_per_node", "cards"):
+        if options[option_prefix] < 1:
+            name = option_prefix.replace("_", "-")
+            raise UsageError(f"--{name}: expected 1 or more, seen {options[option_prefix]}")
+    ranks_per_node = options["ranks_per_node"]
+    layouts = [
+        predict.RankLayout(ranks, ranks_per_node) for ranks in units.parse_counts(options["ranks"])
+    ]
+    names, sizes = (
+        predict.choose_algorithms(options["algorithms"], layouts),
+        message_sizes.parse(options["sizes"]),
     )
-    measurements = measurement_files.read(words["measured"]) if words["measured"] else None
-    machine = _machine(words, measurements)
-    step = _step(words) if words["step"] else None
-    rows = list(predict.compare(measurements, machine)) if measurements else []
-    rows += predict.allreduce_rows(machine, layouts, names, lengths)
+    measurements = (
+        measurement_files.read_measurements(options["measured"]) if options["measured"] else None
+    )
+    machine = _make_machine(options, measurements)
+    step = _make_step(options) if options["step"] else None
+    rows = list(predict.compare_measurements(measurements, machine)) if measurements else []
+    rows += predict.allreduce_rows(machine, layouts, names, sizes)
     if step:
-        rows += predict.step_rows(machine, layouts, names, step, words["mode"])
-    return Prediction(rows, machine, _machine_text(machine, per_node))
+        rows += predict.step_rows(machine, layouts, names, step, options["mode"])
+    return Prediction(rows, machine, _machine_text(machine, ranks_per_node))
 
 
-def _machine(words: Words, measurements: measurement_files.Measurements | None) -> Cluster:
-    """Return the machine: flags override measurements, and measurements override defaults."""
+def _make_machine(
+    options: CommandOptions, measurements: measurement_files.Measurements | None
+) -> Cluster:
+    """Return the machine: options override measurements, and measurements override defaults."""
     fitted = measurements or measurement_files.Measurements([], 1)
-    inside = _wire(words, "node_", fitted.inside, (NODE_LINK, NODE_LATENCY))
-    between = _wire(words, "", fitted.between, (LINK, LATENCY))
-    per_node, bandwidth = words["ranks_per_node"], words["memory_bandwidth"]
-    memory = units.speed(bandwidth or MEMORY, "--memory-bandwidth")
-    machine = predict.cluster(inside, between, memory, per_node, words["cards"])
-    return machine if bandwidth or fitted.gamma is None else replace(machine, gamma=fitted.gamma)
+    node_wire = _make_wire(
+        options, "node_", fitted.inside, (DEFAULT_NODE_LINK, DEFAULT_NODE_LATENCY)
+    )
+    network_wire = _make_wire(options, "", fitted.between, (DEFAULT_LINK, DEFAULT_LATENCY))
+    ranks_per_node, bandwidth_text = options["ranks_per_node"], options["memory_bandwidth"]
+    memory_bytes_per_s = units.parse_speed(
+        bandwidth_text or DEFAULT_MEMORY_BANDWIDTH, "--memory-bandwidth"
+    )
+    machine = predict.make_cluster(
+        node_wire, network_wire, memory_bytes_per_s, ranks_per_node, options["cards"]
+    )
+    return (
+        machine if bandwidth_text or fitted.gamma is None else replace(machine, gamma=fitted.gamma)
+    )
 
 
-def _wire(words: Words, prefix: str, fitted: Wire | None, default_options: tuple[str, str]) -> Wire:
-    link, latency = words[f"{prefix}link"], words[f"{prefix}latency"]
-    option = prefix.replace("_", "-")
-    speed = units.speed(link or default_options[0], f"--{option}link")
-    seconds = units.seconds(latency or default_options[1], f"--{option}latency")
-    nominal = predict.wire(speed, seconds)
-    if fitted is None:
-        return nominal
-    latency_wire = nominal if latency else fitted
-    bandwidth_wire = nominal if link else fitted
+def _make_wire(
+    options: CommandOptions, prefix: str, fitted_wire: Wire | None, defaults: tuple[str, str]
+) -> Wire:
+    link_text, latency_text = options[f"{prefix}link"], options[f"{prefix}latency"]
+    option_prefix = prefix.replace("_", "-")
+    bytes_per_s = units.parse_speed(link_text or defaults[0], f"--{option_prefix}link")
+    latency_s = units.parse_seconds(latency_text or defaults[1], f"--{option_prefix}latency")
+    nominal_wire = predict.make_wire(bytes_per_s, latency_s)
+    if fitted_wire is None:
+        return nominal_wire
+    latency_wire = nominal_wire if latency_text else fitted_wire
+    bandwidth_wire = nominal_wire if link_text else fitted_wire
     return replace(
         latency_wire,
         seconds_per_byte=bandwidth_wire.seconds_per_byte,
@@ -84,18 +105,22 @@ def _wire(words: Words, prefix: str, fitted: Wire | None, default_options: tuple
     )
 
 
-def _step(words: Words) -> Step:
-    """Return the step of `--step`, measured here if it names a recipe."""
-    bucket = message_sizes.parse(words["bucket"])[-1]
-    compute, comma, nbytes = words["step"].partition(",")
-    if comma:
-        return even_step(units.seconds(compute, "--step"), message_sizes.parse(nbytes)[-1], bucket)
-    return of_recipe(words["step"], bucket)
+def _make_step(options: CommandOptions) -> Step:
+    """Return the step of `--step`; if it names a recipe, measure the step in this process."""
+    bucket = message_sizes.parse(options["bucket"])[-1]
+    compute_text, separator, gradient_text = options["step"].partition(",")
+    if separator:
+        return even_step(
+            units.parse_seconds(compute_text, "--step"),
+            message_sizes.parse(gradient_text)[-1],
+            bucket,
+        )
+    return measure_step(options["step"], bucket)
 
 
-def of_recipe(name: str, bucket_bytes: int) -> Step:
-    """Return one rank's computation in a step of recipe `name`, measured in this process."""
-    spec = recipe.load(name)
+def measure_step(recipe_name: str, bucket_bytes: int) -> Step:
+    """Measure the computation of one rank in a step of a recipe, in this process."""
+    spec = recipe.load(recipe_name)
     split = spec.data.load(spec.run.seed)
     dtype = master_dtype(spec.run.precision)
     replica = ModelReplica(runs.build_model(spec, split), spec.run.seed, dtype)
@@ -103,14 +128,14 @@ def of_recipe(name: str, bucket_bytes: int) -> Step:
     sampler = data.Sampler(len(split.train), spec.batch.size(1), spec.run.seed)
     batch = Batch(*split.train.rows(sampler.batch_indexes(0)))
     task = Task(batch, 1 / len(batch.y), nn.Key(spec.run.seed, 0, 0))
-    return profile(replica, spec.optimizer.build(lambda step: 0.0), task, bucket_bytes)
+    return profile_step(replica, spec.optimizer.build(lambda step: 0.0), task, bucket_bytes)
 
 
-def _machine_text(machine: Cluster, per_node: int) -> str:
+def _machine_text(machine: Cluster, ranks_per_node: int) -> str:
     """Return the machine in words."""
-    between, inside = (
+    network_wire, node_wire = (
         f"{8e-9 / max(wire.seconds_per_byte, 1e-15):.4g} Gbit/s, "
         f"{1e6 * (wire.latency + 2 * wire.overhead):.3g} us"
         for wire in (machine.between, machine.inside)
     )
-    return f"{per_node} ranks a node; between nodes {between}; in a node {inside}"
+    return f"{ranks_per_node} ranks a node; between nodes {network_wire}; in a node {node_wire}"

@@ -1,8 +1,7 @@
-"""Predicts all-reduces and training steps on machines that you do not have.
+"""Predict all-reduces and training steps on machines that you do not have.
 
-A machine is two kinds of wires, seconds per byte added, and memory: from flags, from measurements
-(`measurements.py`), or else defaults. Rows mark the times that were measured; all others are called
-*predicted*.
+A machine has two kinds of wires, seconds per byte added and a memory bandwidth. They come from
+options, measurements (`measurements.py`) or defaults. Each row is marked *measured* or *predicted*.
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ from hpctrain.cost_model.message_schedules import SCHEDULES
 from hpctrain.cost_model.training_step import Step, step_time
 
 Row = dict[str, Any]
-REQUIRED_TIMES = {
+LAYOUT_REQUIREMENTS = {
     "direct": "works in one node's memory; expected --ranks from 2 up to --ranks-per-node",
     "hierarchical": "works across nodes; expected --ranks-per-node from 2 up to less than --ranks",
 }
-BYTES_MOVED_PER_ADDED = 3  # bytes of memory per byte added: two are read, one is written
+BYTES_MOVED_PER_ADDED = 3  # bytes of memory per byte added: two reads, one write
 
 
 @dataclass(frozen=True)
 class RankLayout:
-    """Ranks, filled into nodes in order."""
+    """The assignment of ranks to nodes, in order."""
 
     ranks: int
     per_node: int
@@ -41,46 +40,54 @@ class RankLayout:
         return np.arange(self.ranks) // self.per_node
 
     @property
-    def count(self) -> int:
+    def node_count(self) -> int:
         """The number of nodes."""
         return -(-self.ranks // self.per_node)
 
 
-def wire(speed: float, latency: float) -> Wire:
-    """Return the wire of `speed` bytes/s on which a short message takes `latency` seconds.
+def make_wire(bytes_per_s: float, latency: float) -> Wire:
+    """Return a wire of `bytes_per_s` on which a short message takes `latency` seconds.
 
-    Half of that goes to the processors at both ends, and a port takes the next message as soon as
-    its processor can.
+    Half of the latency is overhead of the two processors. A port accepts the next message as soon
+    as its processor does.
     """
-    return Wire(latency / 2, latency / 4, latency / 4, 1 / speed)
+    return Wire(latency / 2, latency / 4, latency / 4, 1 / bytes_per_s)
 
 
-def cluster(inside: Wire, between: Wire, memory: float, per_node: int, cards: int) -> Cluster:
-    """Return the machine of nodes with `memory` bytes/s, shared by their ranks for additions."""
-    return Cluster(inside, between, BYTES_MOVED_PER_ADDED * per_node / memory, 1 / memory, cards)
+def make_cluster(
+    inside: Wire, between: Wire, memory_bytes_per_s: float, per_node: int, nic_count: int
+) -> Cluster:
+    """Return a machine of equal nodes; the ranks of a node share its memory when they add."""
+    return Cluster(
+        inside,
+        between,
+        BYTES_MOVED_PER_ADDED * per_node / memory_bytes_per_s,
+        1 / memory_bytes_per_s,
+        nic_count,
+    )
 
 
-def chosen(names: str | None, layouts: Sequence[RankLayout]) -> list[str]:
-    """Return the algorithms listed in `names`, by default all that fit at least one layout.
+def choose_algorithms(names: str | None, layouts: Sequence[RankLayout]) -> list[str]:
+    """Return the algorithms listed in `names`, by default all that apply to some layout.
 
-    Raises UsageError with the nearest name, or where an algorithm fits no layout.
+    Raises UsageError for an unknown name or an algorithm that applies to no layout.
     """
     listed = [name.strip() for name in names.split(",")] if names else list(SCHEDULES)
     for name in listed:
         config.pick(SCHEDULES, name, "algorithm")
-        if names and not any(fits(name, layout) for layout in layouts):
-            raise UsageError(f"--algorithms {name}: {REQUIRED_TIMES[name]}")
-    return [name for name in listed if any(fits(name, layout) for layout in layouts)]
+        if names and not any(applies_to(name, layout) for layout in layouts):
+            raise UsageError(f"--algorithms {name}: {LAYOUT_REQUIREMENTS[name]}")
+    return [name for name in listed if any(applies_to(name, layout) for layout in layouts)]
 
 
-def fits(name: str, layout: RankLayout) -> bool:
+def applies_to(name: str, layout: RankLayout) -> bool:
     """Return whether `name` applies to `layout`: direct in one node, hierarchical across nodes."""
     if name == "direct":
-        return layout.count == 1 and layout.ranks > 1
-    return name != "hierarchical" or (layout.count > 1 and layout.per_node > 1)
+        return layout.node_count == 1 and layout.ranks > 1
+    return name != "hierarchical" or (layout.node_count > 1 and layout.per_node > 1)
 
 
-def seconds(name: str, nbytes: int, machine: Cluster, layout: RankLayout) -> float:
+def allreduce_seconds(name: str, nbytes: int, machine: Cluster, layout: RankLayout) -> float:
     """Return the seconds of an all-reduce until the last rank has finished."""
     clocks = Clocks(machine, layout.nodes)
     SCHEDULES[name](clocks, nbytes)
@@ -94,20 +101,20 @@ def allreduce_rows(
     for layout in layouts:
         for nbytes in sizes:
             for name in algorithms:
-                if fits(name, layout):
-                    duration = seconds(name, nbytes, machine, layout)
+                if applies_to(name, layout):
+                    duration = allreduce_seconds(name, nbytes, machine, layout)
                     yield allreduce_row(name, nbytes, layout, duration)
 
 
 def allreduce_row(name: str, nbytes: int, layout: RankLayout, duration: float) -> Row:
-    """Return one row; busbw as nccl-tests defines it, in GB/s."""
+    """Return one row with busbw in GB/s, as nccl-tests defines it."""
     algbw = nbytes / duration / 1e9 if duration else None
     return {
         "operation": "allreduce",
         "algorithm": name,
         "bytes": nbytes,
         "ranks": layout.ranks,
-        "nodes": layout.count,
+        "nodes": layout.node_count,
         "kind": "predicted",
         "predicted_s": duration,
         "algbw": algbw,
@@ -122,12 +129,12 @@ def step_rows(
     step: Step,
     mode: str,
 ) -> Iterator[Row]:
-    """Yield a row per layout and algorithm; `mode` is weak (as many samples per rank) or strong."""
+    """Yield a row per layout and algorithm; `mode`: weak (constant samples per rank) or strong."""
     for layout in layouts:
         rank_step = step.shared_by(layout.ranks) if mode == "strong" else step
         for name in algorithms:
-            if fits(name, layout):
-                overlapping, serial_s = (
+            if applies_to(name, layout):
+                with_overlap, without_overlap = (
                     step_time(rank_step, SCHEDULES[name], Clocks(machine, layout.nodes), overlap)
                     for overlap in (True, False)
                 )
@@ -136,24 +143,24 @@ def step_rows(
                     "algorithm": name,
                     "bytes": round(sum(step.buckets)),
                     "ranks": layout.ranks,
-                    "nodes": layout.count,
+                    "nodes": layout.node_count,
                     "mode": mode,
                     "kind": "predicted",
-                    "predicted_s": overlapping.step,
+                    "predicted_s": with_overlap.step,
                     "compute_s": rank_step.compute,
-                    "wire_s": overlapping.wire,
-                    "exposed_s": overlapping.exposed,
-                    "without_overlap_s": serial_s.step,
-                    "efficiency": rank_step.compute / overlapping.step,
+                    "wire_s": with_overlap.wire,
+                    "exposed_s": with_overlap.exposed,
+                    "without_overlap_s": without_overlap.step,
+                    "efficiency": rank_step.compute / with_overlap.step,
                 }
 
 
-def compare(measurements: Measurements, machine: Cluster) -> Iterator[Row]:
+def compare_measurements(measurements: Measurements, machine: Cluster) -> Iterator[Row]:
     """Yield rows of measured all-reduces with the model's prediction and its error."""
     for row in measurements.rows:
         layout, name = RankLayout(row.ranks, -(-row.ranks // measurements.hosts)), row.algorithm
-        if row.operation == "allreduce" and name in SCHEDULES and fits(name, layout):
-            duration = seconds(name, row.bytes, machine, layout)
+        if row.operation == "allreduce" and name in SCHEDULES and applies_to(name, layout):
+            duration = allreduce_seconds(name, row.bytes, machine, layout)
             yield allreduce_row(name, row.bytes, layout, duration) | {
                 "kind": "measured",
                 "measured_s": row.median_s,

@@ -1,4 +1,4 @@
-"""Tables of predictions; times that were not measured are called predicted."""
+"""Tables of predictions beside measurements."""
 
 from __future__ import annotations
 
@@ -10,66 +10,73 @@ from rich.table import Table
 from hpctrain.bench.message_sizes import size_text
 
 Row = Mapping[str, Any]
-UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
+SECONDS_PER_UNIT = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 
 
-def time(seconds: float) -> str:
-    """Return seconds in the unit in which they have one to three digits before the point."""
+def format_time(seconds: float) -> str:
+    """Return a time in s, ms or us, with one to three digits before the point."""
     seconds = float(f"{seconds:.3g}")  # 999.6 us are 1 ms
-    unit = next((name for name, size in UNITS.items() if seconds >= size), "us")
-    return f"{seconds / UNITS[unit]:.3g} {unit}"
+    unit = next((name for name, unit_s in SECONDS_PER_UNIT.items() if seconds >= unit_s), "us")
+    return f"{seconds / SECONDS_PER_UNIT[unit]:.3g} {unit}"
 
 
-def tables(rows: Sequence[Row]) -> Iterator[tuple[str, Table]]:
-    """Yield titles and tables: measurements beside their predictions, then predictions."""
+def make_tables(rows: Sequence[Row]) -> Iterator[tuple[str, Table]]:
+    """Yield (title, table): measurements with their predictions, then pure predictions."""
     if measured := [row for row in rows if row["kind"] == "measured"]:
-        yield "measured, and the model's prediction", _measured(measured)
+        yield "measured, and the model's prediction", _measured_table(measured)
     predictions = [row for row in rows if row["kind"] == "predicted"]
-    reduces, steps = (
+    allreduces, steps = (
         [row for row in predictions if row["operation"] == operation]
         for operation in ("allreduce", "step")
     )
-    for ranks in sorted({row["ranks"] for row in reduces}):
-        group = [row for row in reduces if row["ranks"] == ranks]
-        title = f"predicted: all-reduce on {ranks} ranks, {group[0]['nodes']} nodes (* fastest)"
-        yield title, _allreduces(group)
+    for ranks in sorted({row["ranks"] for row in allreduces}):
+        rank_rows = [row for row in allreduces if row["ranks"] == ranks]
+        title = f"predicted: all-reduce on {ranks} ranks, {rank_rows[0]['nodes']} nodes (* fastest)"
+        yield title, _allreduce_table(rank_rows)
     if steps:
-        about = f"{steps[0]['mode']} scaling, gradients of {size_text(steps[0]['bytes'])}"
-        yield f"predicted: a step, {about}", _steps(steps)
+        step_text = f"{steps[0]['mode']} scaling, gradients of {size_text(steps[0]['bytes'])}"
+        yield f"predicted: a step, {step_text}", _step_table(steps)
 
 
-def _measured(rows: Sequence[Row]) -> Table:
+def _measured_table(rows: Sequence[Row]) -> Table:
     table = Table()
     for heading in ("algorithm", "ranks", "size", "measured", "predicted", "error"):
         table.add_column(heading, justify="left" if heading == "algorithm" else "right")
     for row in rows:
-        numbers = time(row["measured_s"]), time(row["predicted_s"]), f"{row['error']:+.0%}"
-        table.add_row(row["algorithm"], str(row["ranks"]), size_text(row["bytes"]), *numbers)
+        number_cells = (
+            format_time(row["measured_s"]),
+            format_time(row["predicted_s"]),
+            f"{row['error']:+.0%}",
+        )
+        table.add_row(row["algorithm"], str(row["ranks"]), size_text(row["bytes"]), *number_cells)
     return table
 
 
-def _allreduces(rows: Sequence[Row]) -> Table:
+def _allreduce_table(rows: Sequence[Row]) -> Table:
     """Return a row per size and a column per algorithm; a star marks the fastest."""
     table = Table()
-    names = list(dict.fromkeys(row["algorithm"] for row in rows))
-    for heading in ("size", *names):
+    algorithms = list(dict.fromkeys(row["algorithm"] for row in rows))
+    for heading in ("size", *algorithms):
         table.add_column(heading, justify="right")
     for nbytes in dict.fromkeys(row["bytes"] for row in rows):
         times = {r["algorithm"]: r["predicted_s"] for r in rows if r["bytes"] == nbytes}
-        best = min(times.values())
-        words = [time(times[name]) + ("*" if times[name] == best else " ") for name in names]
-        table.add_row(size_text(nbytes), *words)
+        fastest_s = min(times.values())
+        time_cells = [
+            format_time(times[name]) + ("*" if times[name] == fastest_s else " ")
+            for name in algorithms
+        ]
+        table.add_row(size_text(nbytes), *time_cells)
     return table
 
 
-def _steps(rows: Sequence[Row]) -> Table:
+def _step_table(rows: Sequence[Row]) -> Table:
     """Return a row per rank count and algorithm."""
     table = Table()
-    keys = {"step": "predicted_s", "compute": "compute_s", "wire": "wire_s",
+    columns = {"step": "predicted_s", "compute": "compute_s", "wire": "wire_s",
             "exposed": "exposed_s", "without overlap": "without_overlap_s"}  # fmt: skip
-    for heading in ("ranks", "algorithm", *keys, "efficiency"):
+    for heading in ("ranks", "algorithm", *columns, "efficiency"):
         table.add_column(heading, justify="left" if heading == "algorithm" else "right")
     for row in rows:
-        times = [time(row[key]) for key in keys.values()]
+        times = [format_time(row[column]) for column in columns.values()]
         table.add_row(str(row["ranks"]), row["algorithm"], *times, f"{row['efficiency']:.1%}")
     return table

@@ -24,11 +24,11 @@ StepFunction = Callable[[np.ndarray, np.ndarray], float]
 
 
 @dataclass(frozen=True)
-class Dense:
+class DenseModel:
     """A model of dense layers with ReLU in between, and its parameters of SGD."""
 
     layers: Sequence[tuple[np.ndarray, np.ndarray]]  #: (inputs, outputs) and (outputs,), to copy
-    sgd: Mapping[str, Any]  #: rate and the like, by PyTorch's names
+    sgd_options: Mapping[str, Any]  #: rate and the like, by PyTorch's names
 
 
 class Rival(Protocol):
@@ -42,11 +42,11 @@ class Rival(Protocol):
     def call(self, operation: str, x: np.ndarray, op: str) -> Callable[[], None]:
         """Return a call of `operation` on flat `x` itself."""
 
-    def awake(self) -> AbstractContextManager[None]:
+    def awake_context(self) -> AbstractContextManager[None]:
         """Return the context manager for calls; outside of it the library's threads sleep."""
 
-    def step(self, dense: Dense, alone: bool) -> StepFunction:
-        """Return a training step of `dense` on all ranks; with `alone`, without communication."""
+    def step(self, dense: DenseModel, without_communication: bool) -> StepFunction:
+        """Return a training step of `dense`; on all ranks unless `without_communication`."""
 
     def close(self) -> None:
         """Leave the job; collective."""
@@ -56,38 +56,38 @@ class Rival(Protocol):
 RIVALS = {"horovod": ("horovod", "Horovod"), "gloo": ("gloo", "Gloo")}
 
 
-def names(text: str) -> list[str]:
+def parse_names(text: str) -> list[str]:
     """Return the rivals listed in `text`; raise UsageError for an unknown one."""
-    listed = [name.strip() for name in text.split(",") if name.strip()]
-    for name in listed:
+    listed_names = [name.strip() for name in text.split(",") if name.strip()]
+    for name in listed_names:
         config.pick(RIVALS, name, "rival")
-    return list(dict.fromkeys(listed))
+    return list(dict.fromkeys(listed_names))
 
 
-def join(world: World, requested: Iterable[str]) -> tuple[dict[str, Rival], dict[str, str]]:
+def join(world: World, names: Iterable[str]) -> tuple[dict[str, Rival], dict[str, str]]:
     """Return the rivals that joined, and for the others the reason for their absence; collective.
 
     A library that one rank lacks is left out on all ranks.
     """
     joined_rivals: dict[str, Rival] = {}
-    skipped: dict[str, str] = {}
-    for name in requested:
-        rival_class, reason = _rival_class(world, name)
+    skip_reasons: dict[str, str] = {}
+    for name in names:
+        rival_class, reason = _import_rival_class(world, name)
         reasons = [text for text in world.gather(reason) if text]
         if rival_class is None or reasons:
-            skipped[name] = reasons[0]
+            skip_reasons[name] = reasons[0]
         else:
             joined_rivals[name] = rival_class(world)
-    return joined_rivals, skipped
+    return joined_rivals, skip_reasons
 
 
-def about(joined_rivals: Mapping[str, Rival], skipped: Mapping[str, str]) -> dict[str, str]:
+def describe(joined_rivals: Mapping[str, Rival], skip_reasons: Mapping[str, str]) -> dict[str, str]:
     """Return version and settings of each rival, or the reason for its absence."""
-    unavailable_rivals = {name: f"skipped: {reason}" for name, reason in skipped.items()}
-    return {name: rival.about for name, rival in joined_rivals.items()} | unavailable_rivals
+    unavailable = {name: f"skipped: {reason}" for name, reason in skip_reasons.items()}
+    return {name: rival.about for name, rival in joined_rivals.items()} | unavailable
 
 
-def _rival_class(world: World, name: str) -> tuple[Callable[[World], Rival] | None, str]:
+def _import_rival_class(world: World, name: str) -> tuple[Callable[[World], Rival] | None, str]:
     module, class_name = RIVALS[name]
     if world.transport != "mpi":
         return None, "ranks are threads of one process"

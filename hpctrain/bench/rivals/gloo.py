@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from hpctrain.bench.rivals import TIMEOUT_S, Dense, StepFunction
-from hpctrain.bench.rivals.training import stepper
+from hpctrain.bench.rivals import TIMEOUT_S, DenseModel, StepFunction
+from hpctrain.bench.rivals.training import make_step
 from hpctrain.transport.placement.core_binding import unbound
 from hpctrain.world import World
 
@@ -28,20 +28,20 @@ class Gloo:
     def __init__(self, world: World):
         """Join the other ranks through a store on a free port of rank 0."""
         torch.set_num_threads(1)
-        limit = timedelta(seconds=TIMEOUT_S)
+        timeout = timedelta(seconds=TIMEOUT_S)
         host = "127.0.0.1" if len(set(world.hosts)) == 1 else socket.getfqdn()
         with unbound():  # Gloo's threads
-            self._join(world, host, limit)
+            self._join_process_group(world, host, timeout)
         self.about = f"torch {torch.__version__}, Gloo, 1 thread, unbound"
 
-    def _join(self, world: World, host: str, limit: timedelta) -> None:
-        store, make_store = None, partial(dist.TCPStore, world_size=world.size, timeout=limit)
+    def _join_process_group(self, world: World, host: str, timeout: timedelta) -> None:
+        store, open_store = None, partial(dist.TCPStore, world_size=world.size, timeout=timeout)
         if world.rank == 0:
-            store = make_store(host, 0, is_master=True, wait_for_workers=False)
-        place = world.gather(f"{host} {store.port}" if store else "")[0].split()
-        store = store or make_store(place[0], int(place[1]), is_master=False)
+            store = open_store(host, 0, is_master=True, wait_for_workers=False)
+        address = world.gather(f"{host} {store.port}" if store else "")[0].split()
+        store = store or open_store(address[0], int(address[1]), is_master=False)
         dist.init_process_group(
-            "gloo", store=store, rank=world.rank, world_size=world.size, timeout=limit
+            "gloo", store=store, rank=world.rank, world_size=world.size, timeout=timeout
         )
 
     def offers(self, operation: str, dtype: np.dtype) -> bool:
@@ -52,39 +52,40 @@ class Gloo:
         """Return a call on `x`'s own memory."""
         tensor = torch.from_numpy(x)
         if operation == "allreduce":
-            return _without_result(dist.all_reduce, tensor, OPERATIONS[op])
+            return _discard_result(dist.all_reduce, tensor, OPERATIONS[op])
         if operation == "broadcast":
-            return _without_result(dist.broadcast, tensor, 0)
-        parts = list(tensor.chunk(dist.get_world_size()))
-        return _without_result(dist.all_gather, parts, parts[dist.get_rank()])
+            return _discard_result(dist.broadcast, tensor, 0)
+        chunks = list(tensor.chunk(dist.get_world_size()))
+        return _discard_result(dist.all_gather, chunks, chunks[dist.get_rank()])
 
-    def awake(self) -> AbstractContextManager[None]:
-        """Return a context manager that unbinds this thread from the core that Gloo's own need.
+    def awake_context(self) -> AbstractContextManager[None]:
+        """Return a context manager that unbinds this thread from its core.
 
-        With both on one core a call takes five times as long. Without calls Gloo's threads sleep.
+        On the same core as Gloo's threads a call takes five times as long. Between calls Gloo's
+        threads sleep.
         """
         return unbound()
 
-    def step(self, dense: Dense, alone: bool) -> StepFunction:
-        """Return a step of DistributedDataParallel, which reduces while backward goes on."""
-        return stepper(dense, _unchanged if alone else _distributed)
+    def step(self, dense: DenseModel, without_communication: bool) -> StepFunction:
+        """Return a step of DistributedDataParallel, which reduces gradients during backward."""
+        return make_step(dense, _leave_unwrapped if without_communication else _wrap_in_ddp)
 
     def close(self) -> None:
         """Leave the process group."""
         dist.destroy_process_group()
 
 
-def _distributed(network: Any, optimizer: Any) -> tuple[Any, Any]:
-    # Gradients lie in the buckets that travel: without this DDP copies them.
+def _wrap_in_ddp(network: Any, optimizer: Any) -> tuple[Any, Any]:
+    # Gradients are views of the buckets that are sent: otherwise DDP copies them.
     return DistributedDataParallel(network, gradient_as_bucket_view=True), optimizer
 
 
-def _unchanged(network: Any, optimizer: Any) -> tuple[Any, Any]:
+def _leave_unwrapped(network: Any, optimizer: Any) -> tuple[Any, Any]:
     return network, optimizer
 
 
-def _without_result(function: Callable[..., Any], *arguments: Any) -> Callable[[], None]:
-    """Return a call that returns nothing: the result is in place."""
+def _discard_result(function: Callable[..., Any], *arguments: Any) -> Callable[[], None]:
+    """Return a call without a return value: the result is in place."""
 
     def call() -> None:
         function(*arguments)

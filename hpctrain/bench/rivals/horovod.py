@@ -12,8 +12,8 @@ import horovod.torch as hvd
 import numpy as np
 import torch
 
-from hpctrain.bench.rivals import Dense, StepFunction
-from hpctrain.bench.rivals.training import stepper
+from hpctrain.bench.rivals import DenseModel, StepFunction
+from hpctrain.bench.rivals.training import make_step
 from hpctrain.world import World
 
 OPERATIONS = {"sum": hvd.Sum, "min": hvd.Min, "max": hvd.Max}
@@ -23,10 +23,12 @@ class Horovod:
     """See `hpctrain.bench.rivals.Rival`."""
 
     def __init__(self, world: World):
-        """Record version and settings; Horovod itself starts in `awake`."""
+        """Record version and settings; Horovod itself starts in `awake_context`."""
         torch.set_num_threads(1)
-        cycle = os.environ.get("HOROVOD_CYCLE_TIME", "1 (default)")
-        self.about = f"horovod {horovod.__version__}, torch {torch.__version__}, cycle {cycle} ms"
+        cycle_time = os.environ.get("HOROVOD_CYCLE_TIME", "1 (default)")
+        self.about = (
+            f"horovod {horovod.__version__}, torch {torch.__version__}, cycle {cycle_time} ms"
+        )
 
     def offers(self, operation: str, dtype: np.dtype) -> bool:
         """Return whether Horovod supports `operation` in place on `dtype`."""
@@ -45,7 +47,7 @@ class Horovod:
         return allreduce if operation == "allreduce" else broadcast
 
     @contextmanager
-    def awake(self) -> Iterator[None]:
+    def awake_context(self) -> Iterator[None]:
         """Run Horovod's thread on the MPI that is already initialized.
 
         It polls all ranks for work every millisecond, waiting in MPI, and so takes the cores from
@@ -58,18 +60,18 @@ class Horovod:
         finally:
             hvd.shutdown()
 
-    def step(self, dense: Dense, alone: bool) -> StepFunction:
-        """Return a step of DistributedOptimizer, which reduces while backward goes on."""
-        return stepper(dense, _unchanged if alone else _distributed)
+    def step(self, dense: DenseModel, without_communication: bool) -> StepFunction:
+        """Return a step of DistributedOptimizer, which reduces gradients during backward."""
+        return make_step(dense, _leave_unwrapped if without_communication else _wrap_optimizer)
 
     def close(self) -> None:
-        """Do nothing: Horovod is stopped outside of `awake`."""
+        """Do nothing: `awake_context` has stopped Horovod already."""
 
 
-def _distributed(network: Any, optimizer: Any) -> tuple[Any, Any]:
+def _wrap_optimizer(network: Any, optimizer: Any) -> tuple[Any, Any]:
     parameters = network.named_parameters()
     return network, hvd.DistributedOptimizer(optimizer, named_parameters=parameters)
 
 
-def _unchanged(network: Any, optimizer: Any) -> tuple[Any, Any]:
+def _leave_unwrapped(network: Any, optimizer: Any) -> tuple[Any, Any]:
     return network, optimizer

@@ -11,7 +11,7 @@ import threadpoolctl
 
 from hpctrain import config
 from hpctrain.bench import output, rivals
-from hpctrain.bench.collectives import must_draw, rounds_of, split_words
+from hpctrain.bench.collectives import check_plot_path, require_minimum, split_words
 from hpctrain.bench.training_step import timing
 from hpctrain.core.errors import UsageError
 from hpctrain.training import recipe, runs
@@ -19,17 +19,18 @@ from hpctrain.training.recipe import Recipe
 from hpctrain.tuning.select import NAMES
 from hpctrain.world import World
 
-TIMED = (
+TIMING_METHOD = (
     "contenders take turns, `calls` steps each; the slowest rank's time / calls counts; exposed_s: "
     "the median of a step minus the same library's own step without communication, taken in the "
-    f"same round; correct: after {timing.EQUAL_AFTER} steps from equal weights on equal samples "
-    f"the loss lies within {timing.EQUAL_WITHIN:g} of the first row's; one BLAS thread per rank"
+    f"same round; correct: after {timing.EQUAL_LOSS_STEPS} steps from equal weights on equal "
+    f"samples the loss lies within {timing.LOSS_TOLERANCE:g} of the first row's; one BLAS thread "
+    "per rank"
 )
 
 
 @dataclass(frozen=True)
 class Options:
-    """Options of the command line, validated."""
+    """Validated options of the command line."""
 
     plan: timing.StepPlan
     rivals: tuple[str, ...]
@@ -37,7 +38,7 @@ class Options:
     plot: Path | None
 
 
-def check(
+def parse_options(
     name: str,
     sets: Sequence[str],
     algorithms: str,
@@ -48,77 +49,84 @@ def check(
     json: Path | None,
     plot: Path | None,
 ) -> Options:
-    """Return the validated options; raise UsageError with the expected and the nearest value."""
+    """Return the validated options; a UsageError names the expected and the nearest value."""
     spec = recipe.load(name, sets)
     names = list(split_words(algorithms))
     for algorithm in names:
-        config.pick(dict.fromkeys((*NAMES, timing.SHARED)), algorithm, "algorithm")
-    if not set(names) - {timing.NULL}:
+        config.pick(dict.fromkeys((*NAMES, timing.SHARE_PARAMETERS)), algorithm, "algorithm")
+    if not set(names) - {timing.NULL_ALGORITHM}:
         raise UsageError("--algorithms: expected one that communicates, seen none")
-    must_draw(plot)
+    check_plot_path(plot)
     plan = timing.StepPlan(
         spec,
-        [algorithm for algorithm in names if algorithm != timing.NULL],  # which is always measured
-        _batches(spec, batches),
-        rounds_of("--iterations", iterations, 1),
-        rounds_of("--warm-up", warm_up, 0),
+        # `null` is measured in any case.
+        [algorithm for algorithm in names if algorithm != timing.NULL_ALGORITHM],
+        _parse_batches(spec, batches),
+        require_minimum("--iterations", iterations, 1),
+        require_minimum("--warm-up", warm_up, 0),
     )
-    return Options(plan, tuple(rivals.names(rivals_text)), json, plot)
+    return Options(plan, tuple(rivals.parse_names(rivals_text)), json, plot)
 
 
 def run(world: World, options: Options) -> list[timing.Row]:
-    """Measure, show and save the rows, and return them. Collective."""
+    """Measure, print, save and return the rows; collective."""
     plan = options.plan
-    output.must_be_writable(world, options.json, options.plot)
+    output.check_writable(world, options.json, options.plot)
     split = world.on_all_ranks(lambda: plan.spec.data.load(plan.spec.run.seed))
     model = world.on_all_ranks(lambda: runs.build_model(plan.spec, split))
-    joined, skipped = rivals.join(world, options.rivals)
-    if reason := timing.refusal(plan.spec):
-        skipped |= dict.fromkeys(joined, reason)
-    able = {name: library for name, library in joined.items() if name not in skipped}
-    about = rivals.about(able, skipped)
-    output.print_lines(world, [f"# {name}: {text}" for name, text in about.items()])
+    joined_rivals, skip_reasons = rivals.join(world, options.rivals)
+    if reason := timing.rival_refusal(plan.spec):
+        skip_reasons |= dict.fromkeys(joined_rivals, reason)
+    supported_rivals = {
+        name: library for name, library in joined_rivals.items() if name not in skip_reasons
+    }
+    rival_descriptions = rivals.describe(supported_rivals, skip_reasons)
+    output.print_lines(world, [f"# {name}: {text}" for name, text in rival_descriptions.items()])
     title = f"a step of {plan.spec.run.name}, {world.size} ranks"
-    printer = output.RowPrinter(world, title, _columns(able), len(plan.batches))
+    printer = output.RowPrinter(world, title, _columns(supported_rivals), len(plan.batches))
     try:
         with threadpoolctl.threadpool_limits(1, "blas"):
-            rows = printer.print_groups(timing.run(world, plan, model, split.train, able))
+            rows = printer.print_groups(
+                timing.run(world, plan, model, split.train, supported_rivals)
+            )
     finally:
-        for library in joined.values():
+        for library in joined_rivals.values():
             library.close()
-    report = output.report(world, rows, timed=TIMED, rivals=about, recipe=plan.spec.tables)
-    output.write(world, options.json, report)
+    json_report = output.make_report(
+        world, rows, timed=TIMING_METHOD, rivals=rival_descriptions, recipe=plan.spec.tables
+    )
+    output.write_json(world, options.json, json_report)
     if options.plot is not None and world.rank == 0:
-        import_module("hpctrain.bench.plot").bars(rows, title, options.plot)
+        import_module("hpctrain.bench.plot").draw_step_bars(rows, title, options.plot)
     return rows
 
 
-def _columns(able: Iterable[str]) -> list[output.Column]:
-    ratio_columns = [(f"x {name}", _ratio_to(name)) for name in able]
+def _columns(supported_rivals: Iterable[str]) -> list[output.Column]:
+    rival_columns = [(f"x {name}", _ratio_formatter(name)) for name in supported_rivals]
     return [
-        ("batch", output.number("batch_per_rank", "d")),
-        output.ALGORITHM,
-        *output.TIMES[:3],
-        ("samples/s", output.number("samples_per_s", ",.0f")),
-        ("exposed us", output.microseconds("exposed_s")),
-        ("loss", output.number("loss", ".5f")),
-        *ratio_columns,
-        output.CORRECT,
+        ("batch", output.number_column("batch_per_rank", "d")),
+        output.ALGORITHM_COLUMN,
+        *output.TIME_COLUMNS[:3],
+        ("samples/s", output.number_column("samples_per_s", ",.0f")),
+        ("exposed us", output.microseconds_column("exposed_s")),
+        ("loss", output.number_column("loss", ".5f")),
+        *rival_columns,
+        output.CORRECT_COLUMN,
     ]
 
 
-def _ratio_to(name: str) -> output.Text:
+def _ratio_formatter(name: str) -> output.RowFormatter:
     return lambda row: f"{row['times'][name]:.2f}" if name in row["times"] else "-"
 
 
-def _batches(spec: Recipe, text: str | None) -> list[int]:
+def _parse_batches(spec: Recipe, text: str | None) -> list[int]:
     if text is None:
         if spec.batch.batch_per_rank is None:
             raise UsageError(
-                "the recipe gives a batch for all ranks together; say --batch-per-rank N"
+                "the recipe gives a batch for all ranks together; use --batch-per-rank N"
             )
         return [spec.batch.batch_per_rank]
-    words = list(split_words(text))
-    if not words or not all(word.isdigit() and int(word) for word in words):
+    batch_words = list(split_words(text))
+    if not batch_words or not all(word.isdigit() and int(word) for word in batch_words):
         raise UsageError(f"--batch-per-rank: expected numbers such as 32,128, seen '{text}'")
-    return [int(word) for word in words]
+    return [int(word) for word in batch_words]

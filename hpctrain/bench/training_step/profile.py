@@ -1,4 +1,4 @@
-"""Compute time of one rank in a training step: when each bucket is full, and the update."""
+"""Compute times of one rank in a training step: until each bucket is full, and the update."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hpctrain.gradients.replica import Replica
 from hpctrain.optim import Optimizer
 
 
-def profile(
+def profile_step(
     replica: Replica,
     optimizer: Optimizer,
     task: Task,
@@ -23,32 +23,38 @@ def profile(
     rounds: int = 7,
     warm_up: int = 2,
 ) -> Step:
-    """Return the medians of `rounds` steps on `task` without communication; trains the model."""
+    """Return the median times of `rounds` steps without communication; trains the model."""
     arena = replica.arena
     bucket_list = buckets.cut_buckets(
         arena.slots, arena.grad.size, arena.grad.itemsize, bucket_bytes
     )
-    state, timings = optimizer.init(arena.param), []
+    optimizer_state, round_times = optimizer.init(arena.param), []
     for _ in range(warm_up + rounds):
-        full = _full(replica, task, bucket_list)
+        full_times = _bucket_times(replica, task, bucket_list)
         start = perf_counter()
-        optimizer.update(arena.grad, state, arena.param, arena.slots, identity_total)
-        timings.append([*full, perf_counter() - start])
-    *full, update = np.median(timings[warm_up:], axis=0).tolist()
-    lengths = (float((bucket.stop - bucket.start) * arena.grad.itemsize) for bucket in bucket_list)
-    return Step(tuple(full), tuple(lengths), update)
+        optimizer.update(arena.grad, optimizer_state, arena.param, arena.slots, identity_total)
+        round_times.append([*full_times, perf_counter() - start])
+    *full_times, update_s = np.median(round_times[warm_up:], axis=0).tolist()
+    bucket_bytes_list = (
+        float((bucket.stop - bucket.start) * arena.grad.itemsize) for bucket in bucket_list
+    )
+    return Step(tuple(full_times), tuple(bucket_bytes_list), update_s)
 
 
-def _full(replica: Replica, task: Task, bucket_list: list[Bucket]) -> list[float]:
-    """Return the seconds of one gradient until each bucket, and all before it, are full."""
-    stamps: dict[str, float] = {}
+def _bucket_times(replica: Replica, task: Task, bucket_list: list[Bucket]) -> list[float]:
+    """Compute one gradient; return the seconds until each bucket and all before it are full."""
+    times_by_name: dict[str, float] = {}
     start = perf_counter()
-    replica.gradient(task.batch, task.scale, task.key, lambda name: _stamp(stamps, name))
-    stamps[""] = perf_counter()  # time after the last slot counts for the last bucket
-    names = [*(bucket.names for bucket in bucket_list[:-1]), bucket_list[-1].names | {""}]
-    last_stamps = [max(stamps[name] for name in slot_names) - start for slot_names in names]
-    return np.maximum.accumulate(last_stamps).tolist()
+    replica.gradient(
+        task.batch, task.scale, task.key, lambda name: _record_time(times_by_name, name)
+    )
+    times_by_name[""] = perf_counter()  # the end of backward counts for the last bucket
+    slots_by_bucket = [*(bucket.names for bucket in bucket_list[:-1]), bucket_list[-1].names | {""}]
+    full_times = [
+        max(times_by_name[name] for name in slot_names) - start for slot_names in slots_by_bucket
+    ]
+    return np.maximum.accumulate(full_times).tolist()
 
 
-def _stamp(stamps: dict[str, float], name: str) -> None:
-    stamps[name] = perf_counter()
+def _record_time(times_by_name: dict[str, float], name: str) -> None:
+    times_by_name[name] = perf_counter()

@@ -1,9 +1,9 @@
-"""Times whole training steps: forward, backward, reduction, update; ours and other libraries'.
+"""Time whole training steps (forward, backward, reduction, update), ours and other libraries'.
 
-All start from the same weights, read the same samples in the same order and use the same update:
-after 20 steps the losses must be equal, or the times mean nothing. A library's *exposed*
-communication is its step minus its own step without communication: for ours the algorithm `null`,
-for PyTorch's the same network without a wrapper. Contenders take turns, a few steps each.
+All contenders have the same initial weights, samples and updates: after 20 steps their losses must
+be equal, otherwise the times are not comparable. The *exposed* communication of a library is its
+step minus its own step without communication: the algorithm `null` for ours, the network without a
+wrapper for PyTorch. Contenders take turns, a few steps each.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from hpctrain import engines
-from hpctrain.bench.rivals import Dense, Rival, StepFunction
+from hpctrain.bench.rivals import DenseModel, Rival, StepFunction
 from hpctrain.core.errors import UsageError
 from hpctrain.data import Sampler, Samples, share
 from hpctrain.engines.engine import Flags, Task
@@ -31,9 +31,9 @@ from hpctrain.transport.placement.core_binding import unbound
 from hpctrain.tuning.measure import ContextFactory, interleaved, paired_ratio, spread
 from hpctrain.world import World
 
-SHARED, NULL, TORCH = "share-parameters", "null", "torch-null"
-EQUAL_AFTER, EQUAL_WITHIN = 20, 1e-3  # steps, and relative to our loss
-STEPS = 3  # of one contender between two readings of the clock
+SHARE_PARAMETERS, NULL_ALGORITHM, TORCH_NULL = "share-parameters", "null", "torch-null"
+EQUAL_LOSS_STEPS, LOSS_TOLERANCE = 20, 1e-3  # steps, and relative to our loss
+STEPS_PER_CALL = 3  # of one contender between two readings of the clock
 Row = dict[str, Any]
 
 
@@ -49,15 +49,15 @@ class StepPlan:
 
 
 @dataclass
-class StepContender:
-    """A trainer and its progress; `base` names the same trainer without communication."""
+class Contender:
+    """A trainer and its progress; `baseline` names the same trainer without communication."""
 
     step: StepFunction
     shares: Sequence[Batch]
-    base: str
-    awake: ContextFactory = nullcontext  #: context manager around the steps
+    baseline: str
+    awake_context: ContextFactory = nullcontext  #: context manager around the steps
     step_count: int = 0
-    losses: list[float] = field(default_factory=list)  #: this rank's share of each step's
+    losses: list[float] = field(default_factory=list)  #: this rank's share of the loss of each step
 
     def __call__(self, steps: int) -> None:
         """Train for `steps` steps."""
@@ -67,26 +67,28 @@ class StepContender:
 
     @contextmanager
     def warmed_up(self) -> Iterator[None]:
-        """Wake up and take a first step, which fills the caches."""
-        with self.awake():
+        """Take one untimed step, which fills the caches."""
+        with self.awake_context():
             self(1)
             yield
 
 
 def run(
-    world: World, plan: StepPlan, model: Model, train: Samples, rivals: Mapping[str, Rival]
+    world: World, plan: StepPlan, model: Model, train_samples: Samples, rivals: Mapping[str, Rival]
 ) -> Iterator[list[Row]]:
     """Yield the rows of each batch size; collective."""
     for batch in plan.batches:
-        shares = world.on_all_ranks(partial(_shares, world, train, batch, plan.spec.run.seed))
-        own_engines: list[Any] = []
-        contenders = _contenders(world, plan, model, shares, rivals, own_engines)
-        yield _rows(world, plan, batch, model, contenders)
-        for engine in own_engines:
+        shares = world.on_all_ranks(
+            partial(_rank_shares, world, train_samples, batch, plan.spec.run.seed)
+        )
+        built_engines: list[Any] = []
+        contenders = _make_contenders(world, plan, model, shares, rivals, built_engines)
+        yield _measure_batch(world, plan, batch, model, contenders)
+        for engine in built_engines:
             engine.close()
 
 
-def refusal(spec: Recipe) -> str | None:
+def rival_refusal(spec: Recipe) -> str | None:
     """Return the reason why the rivals cannot train `spec`; None if they can."""
     model, optimizer = spec.model, spec.optimizer
     if not isinstance(model, MlpOptions) or model.dropout:
@@ -96,146 +98,164 @@ def refusal(spec: Recipe) -> str | None:
     return None
 
 
-def _shares(world: World, train: Samples, batch: int, seed: int) -> list[Batch]:
-    """Return this rank's shares of the first batches, which are repeated in turn."""
-    total = batch * world.size
-    if len(train) < total:
+def _rank_shares(world: World, train_samples: Samples, batch: int, seed: int) -> list[Batch]:
+    """Return this rank's shares of the first batches; contenders cycle through them."""
+    global_batch = batch * world.size
+    if len(train_samples) < global_batch:
         raise UsageError(
-            f"--batch-per-rank: expected at most {len(train) // world.size} with "
-            f"{len(train)} samples on {world.size} ranks, seen {batch}"
+            f"--batch-per-rank: expected at most {len(train_samples) // world.size} with "
+            f"{len(train_samples)} samples on {world.size} ranks, seen {batch}"
         )
-    sampler = Sampler(len(train), total, seed)
-    steps = range(min(EQUAL_AFTER, len(train) // total))
-    parts = (share(sampler.batch_indexes(step), world.rank, world.size)[1] for step in steps)
-    return [Batch(*train.rows(indexes)) for indexes in parts]
+    sampler = Sampler(len(train_samples), global_batch, seed)
+    steps = range(min(EQUAL_LOSS_STEPS, len(train_samples) // global_batch))
+    share_indexes = (
+        share(sampler.batch_indexes(step), world.rank, world.size)[1] for step in steps
+    )
+    return [Batch(*train_samples.rows(indexes)) for indexes in share_indexes]
 
 
-def _contenders(
+def _make_contenders(
     world: World,
     plan: StepPlan,
     model: Model,
     shares: list[Batch],
     rivals: Mapping[str, Rival],
-    own_engines: list[Any],
-) -> dict[str, StepContender]:
+    built_engines: list[Any],
+) -> dict[str, Contender]:
     contenders = {}
-    for name in dict.fromkeys((*plan.algorithms, NULL)):
-        engine = _options(name).build(world, _replica(plan, model), _optimizer(plan.spec))
-        own_engines.append(engine)
-        contenders[name] = StepContender(_step_of(world, engine, plan.spec.run.seed), shares, NULL)
+    for name in dict.fromkeys((*plan.algorithms, NULL_ALGORITHM)):
+        engine = _engine_options(name).build(
+            world, _make_replica(plan, model), _constant_rate_optimizer(plan.spec)
+        )
+        built_engines.append(engine)
+        contenders[name] = Contender(
+            _engine_step(world, engine, plan.spec.run.seed), shares, NULL_ALGORITHM
+        )
     for name, rival in rivals.items():
-        dense = _dense(plan, model)
-        if TORCH not in contenders:
-            step_without_messages = rival.step(dense, alone=True)
-            contenders[TORCH] = StepContender(step_without_messages, shares, TORCH, unbound)
-        with rival.awake():
-            trainer = rival.step(dense, alone=False)
-        contenders[name] = StepContender(trainer, shares, TORCH, rival.awake)
+        dense = _dense_model(plan, model)
+        if TORCH_NULL not in contenders:
+            step_without_messages = rival.step(dense, without_communication=True)
+            contenders[TORCH_NULL] = Contender(step_without_messages, shares, TORCH_NULL, unbound)
+        with rival.awake_context():
+            trainer = rival.step(dense, without_communication=False)
+        contenders[name] = Contender(trainer, shares, TORCH_NULL, rival.awake_context)
     return contenders
 
 
-def _options(name: str) -> engines.AllReduce:
-    if name == SHARED:
+def _engine_options(name: str) -> engines.AllReduce:
+    if name == SHARE_PARAMETERS:
         return engines.AllReduce(share_parameters=True)
     return engines.AllReduce(algorithm=name)
 
 
-def _replica(plan: StepPlan, model: Model) -> ModelReplica:
+def _make_replica(plan: StepPlan, model: Model) -> ModelReplica:
     return ModelReplica(model, plan.spec.run.seed, np.float32)
 
 
-def _optimizer(spec: Recipe) -> Optimizer:
+def _constant_rate_optimizer(spec: Recipe) -> Optimizer:
     """Return the recipe's optimizer with a constant learning rate."""
-    built: Optimizer = spec.optimizer.build(lambda step: spec.optimizer.rate)
-    return built
+    optimizer: Optimizer = spec.optimizer.build(lambda step: spec.optimizer.rate)
+    return optimizer
 
 
-def _step_of(world: World, engine: Any, seed: int) -> StepFunction:
+def _engine_step(world: World, engine: Any, seed: int) -> StepFunction:
     """Return a function that takes one training step with `engine`."""
-    numbers = iter(range(1 << 62))
+    step_numbers = iter(range(1 << 62))
 
     def step(x: np.ndarray, y: np.ndarray) -> float:
-        key = Key(seed, next(numbers), world.rank * len(y))
+        key = Key(seed, next(step_numbers), world.rank * len(y))
         sums, _ = engine.step(Task(Batch(x, y), 1 / (len(y) * world.size), key), Flags())
         return float(sums.loss)
 
     return step
 
 
-def _dense(plan: StepPlan, model: Model) -> Dense:
-    """Return our initial values and the hyperparameters of SGD, for the rivals."""
-    replica, rule = _replica(plan, model), plan.spec.optimizer
-    values = list(replica.arena.views(replica.arena.param).values())
-    return Dense(
-        list(zip(values[::2], values[1::2], strict=True)),
+def _dense_model(plan: StepPlan, model: Model) -> DenseModel:
+    """Return our initial weights and the options of SGD, for the rivals."""
+    replica, sgd = _make_replica(plan, model), plan.spec.optimizer
+    initial_arrays = list(replica.arena.views(replica.arena.param).values())
+    return DenseModel(
+        list(zip(initial_arrays[::2], initial_arrays[1::2], strict=True)),
         {
-            "lr": rule.rate,
-            "momentum": rule.momentum,
-            "nesterov": rule.nesterov,
-            "weight_decay": rule.weight_decay,
+            "lr": sgd.rate,
+            "momentum": sgd.momentum,
+            "nesterov": sgd.nesterov,
+            "weight_decay": sgd.weight_decay,
         },
     )
 
 
-def _rows(
-    world: World, plan: StepPlan, batch: int, model: Model, contenders: Mapping[str, StepContender]
+def _measure_batch(
+    world: World, plan: StepPlan, batch: int, model: Model, contenders: Mapping[str, Contender]
 ) -> list[Row]:
     for contender in contenders.values():
-        with contender.awake():
-            contender(EQUAL_AFTER)
-    losses = {name: _loss(world, contender, batch) for name, contender in contenders.items()}
-    calls = {name: partial(contender, STEPS) for name, contender in contenders.items()}
-    around = {
+        with contender.awake_context():
+            contender(EQUAL_LOSS_STEPS)
+    losses = {name: _mean_loss(world, contender, batch) for name, contender in contenders.items()}
+    step_calls = {
+        name: partial(contender, STEPS_PER_CALL) for name, contender in contenders.items()
+    }
+    contender_contexts = {
         name: contender.warmed_up
         for name, contender in contenders.items()
-        if contender.awake is not nullcontext
+        if contender.awake_context is not nullcontext
     }
-    timings = interleaved(world.link, calls, plan.rounds, plan.warm_up, contexts=around)
-    seconds = {name: np.array(times) / STEPS for name, times in timings.items()}
-    about = {
+    timings = interleaved(
+        world.link, step_calls, plan.rounds, plan.warm_up, contexts=contender_contexts
+    )
+    seconds = {name: np.array(times) / STEPS_PER_CALL for name, times in timings.items()}
+    shared_columns = {
         "operation": "step",
-        "bytes": 4 * sum(prod(p.shape) for p in model.parameters.values()),
+        "bytes": 4 * sum(prod(parameter.shape) for parameter in model.parameters.values()),
         "batch_per_rank": batch,
         "ranks": world.size,
         "rounds": plan.rounds,
-        "calls": STEPS,
+        "calls": STEPS_PER_CALL,
     }
-    first = losses[plan.algorithms[0]]
+    reference_loss = losses[plan.algorithms[0]]
     return [
-        about
+        shared_columns
         | {
             "algorithm": name,
-            **_times(seconds, name, contender),
-            **_loss_of(losses, name, contender, first),
+            **_time_columns(seconds, name, contender),
+            **_loss_columns(losses, name, contender, reference_loss),
         }
         | {"samples_per_s": batch * world.size / float(np.median(seconds[name]))}
         for name, contender in contenders.items()
     ]
 
 
-def _times(seconds: Mapping[str, np.ndarray], name: str, contender: StepContender) -> Row:
-    """Return percentiles of a step, its exposed communication, and ratios to other contenders."""
-    own_seconds, compute_seconds = seconds[name], seconds[contender.base]
-    names = [other for other in seconds if other not in (name, NULL, TORCH)]
+def _time_columns(seconds: Mapping[str, np.ndarray], name: str, contender: Contender) -> Row:
+    """Return percentiles, the exposed communication and ratios to the other contenders."""
+    own_seconds, compute_seconds = seconds[name], seconds[contender.baseline]
+    other_names = [
+        other_name for other_name in seconds if other_name not in (name, NULL_ALGORITHM, TORCH_NULL)
+    ]
     return {
         **spread(own_seconds.tolist()),
         "alone_s": float(np.median(compute_seconds)),
         "exposed_s": None
-        if name == contender.base
+        if name == contender.baseline
         else float(np.median(own_seconds - compute_seconds)),
         "times": {
-            other: paired_ratio(seconds[other].tolist(), own_seconds.tolist()) for other in names
+            other_name: paired_ratio(seconds[other_name].tolist(), own_seconds.tolist())
+            for other_name in other_names
         },
     }
 
 
-def _loss_of(losses: Mapping[str, float], name: str, contender: StepContender, first: float) -> Row:
-    """Return the loss, and whether it equals ours; null without communication."""
-    if name == contender.base:
+def _loss_columns(
+    losses: Mapping[str, float], name: str, contender: Contender, reference_loss: float
+) -> Row:
+    """Return the loss, and whether it equals ours; no loss without communication."""
+    if name == contender.baseline:
         return {"loss": None, "correct": isfinite(losses[name])}
-    return {"loss": losses[name], "correct": abs(losses[name] / first - 1) <= EQUAL_WITHIN}
+    return {
+        "loss": losses[name],
+        "correct": abs(losses[name] / reference_loss - 1) <= LOSS_TOLERANCE,
+    }
 
 
-def _loss(world: World, contender: StepContender, batch: int) -> float:
+def _mean_loss(world: World, contender: Contender, batch: int) -> float:
     """Return the mean loss of the last step over all ranks; collective."""
     return sum(map(float, world.gather(str(contender.losses[-1])))) / (batch * world.size)

@@ -14,35 +14,35 @@ from hpctrain.cost_model import cost
 from hpctrain.tuning import choose, select
 from hpctrain.tuning.table import Table
 
-KINDS = {True: "in node memory", False: "plain arrays"}
-GPU_KINDS = {True: "neighbours see it", False: "plain arrays"}
-PLANES = [1 << 20, 16 << 20, 256 << 20]
-WIDTH = 110  #: if the output is no terminal
+MEMORY_HEADINGS = {True: "in node memory", False: "plain arrays"}
+GPU_MEMORY_HEADINGS = {True: "neighbours see it", False: "plain arrays"}
+PLANE_BYTES = [1 << 20, 16 << 20, 256 << 20]
+DEFAULT_WIDTH = 110  #: without a terminal
 
 
-def show(table: Table, path: Path) -> None:
-    """Print `table` of file `path`."""
+def print_table(table: Table, path: Path) -> None:
+    """Print `table`, which was read from or written to `path`."""
     terminal = progress.console()
-    width = terminal.width if terminal.is_terminal else WIDTH
-    out = Console(file=sys.stdout, force_terminal=terminal.is_terminal, width=width)
+    width = terminal.width if terminal.is_terminal else DEFAULT_WIDTH
+    console = Console(file=sys.stdout, force_terminal=terminal.is_terminal, width=width)
     fingerprint = table.fingerprint
-    out.print(
+    console.print(
         f"{fingerprint.mpi}, {fingerprint.layout}; "
         f"{fingerprint.cpu}, {fingerprint.cores} cores; {table.date}"
     )
     if fingerprint.on_gpu:
-        out.print(f"arrays on {fingerprint.device}; {fingerprint.paths}")
-    out.print(_table(table))
-    for label, constants in (("inside a node", table.node), ("between nodes", table.across)):
+        console.print(f"arrays on {fingerprint.device}; {fingerprint.paths}")
+    console.print(_choice_table(table))
+    for place_text, constants in (("inside a node", table.node), ("between nodes", table.across)):
         if constants is not None:
-            out.print(f"{label}: {_constants(constants)}")
-    out.print(f"buckets: {_buckets(table)}")
+            console.print(f"{place_text}: {_constants_text(constants)}")
+    console.print(f"buckets: {_buckets_text(table)}")
     if table.noisy is not None:
-        out.print(noise(table.noisy), soft_wrap=True)
-    out.print(f"table: {path}", soft_wrap=True)
+        console.print(noise_warning(table.noisy), soft_wrap=True)
+    console.print(f"table: {path}", soft_wrap=True)
 
 
-def noise(spread: float) -> str:
+def noise_warning(spread: float) -> str:
     """Return the warning for a table measured on a busy machine."""
     return (
         f"noisy: the quartiles of repeats differ by {spread:.0%} of the median, expected at most "
@@ -50,56 +50,73 @@ def noise(spread: float) -> str:
     )
 
 
-def heading(table: Table, kind: bool) -> str:
-    """Return the heading of arrays in node memory (`kind`) or elsewhere."""
-    return (GPU_KINDS if table.fingerprint.on_gpu else KINDS)[kind]
+def memory_heading(table: Table, in_memory: bool) -> str:
+    """Return the heading for arrays in node memory, or for arrays elsewhere."""
+    return (GPU_MEMORY_HEADINGS if table.fingerprint.on_gpu else MEMORY_HEADINGS)[in_memory]
 
 
-def kinds(table: Table) -> dict[bool, thresholds.Times]:
-    """Return seconds by size and algorithm, for arrays in node memory and for plain ones."""
-    rows_by_kind = {kind: [row for row in table.rows if row.in_memory == kind] for kind in KINDS}
-    return {kind: choose.times(rows) for kind, rows in rows_by_kind.items() if rows}
+def times_by_memory(table: Table) -> dict[bool, thresholds.Times]:
+    """Return {in node memory: {bytes: {algorithm: seconds}}}."""
+    rows_by_memory = {
+        in_memory: [row for row in table.rows if row.in_memory == in_memory]
+        for in_memory in MEMORY_HEADINGS
+    }
+    return {in_memory: choose.times(rows) for in_memory, rows in rows_by_memory.items() if rows}
 
 
-def _table(table: Table) -> rich.table.Table:
-    """Return a row per size: for either kind the chosen algorithm, its time, the gain over MPI's.
+def _choice_table(table: Table) -> rich.table.Table:
+    """Return a row per size: the chosen algorithm, its time and its gain over MPI's all-reduce.
 
-    MPI's own reduces no arrays of GPUs.
+    There is no gain for arrays on GPUs: MPI's own all-reduce is not measured there.
     """
-    result, times_by_kind, by_mpi = rich.table.Table(), kinds(table), not table.fingerprint.on_gpu
-    result.add_column("size", justify="right")
-    for kind in times_by_kind:
-        result.add_column(f"{heading(table, kind)}: takes")
-        result.add_column("us", justify="right")
-        if by_mpi:
-            result.add_column("x native", justify="right")
-    choices = {kind: thresholds.choices_at(times) for kind, times in times_by_kind.items()}
+    grid, seconds_by_memory, has_native = (
+        rich.table.Table(),
+        times_by_memory(table),
+        not table.fingerprint.on_gpu,
+    )
+    grid.add_column("size", justify="right")
+    for in_memory in seconds_by_memory:
+        grid.add_column(f"{memory_heading(table, in_memory)}: takes")
+        grid.add_column("us", justify="right")
+        if has_native:
+            grid.add_column("x native", justify="right")
+    chosen_algorithms = {
+        in_memory: thresholds.choices_at(times) for in_memory, times in seconds_by_memory.items()
+    }
     for nbytes in sorted({row.bytes for row in table.rows}):
-        words = [
-            _words(times_by_kind[kind].get(nbytes, {}), choices[kind].get(nbytes, ""))
-            for kind in times_by_kind
+        cells = [
+            _choice_cells(
+                seconds_by_memory[in_memory].get(nbytes, {}),
+                chosen_algorithms[in_memory].get(nbytes, ""),
+            )
+            for in_memory in seconds_by_memory
         ]
-        result.add_row(
-            size_text(nbytes), *(word for cell_group in words for word in cell_group[: 2 + by_mpi])
+        grid.add_row(
+            size_text(nbytes),
+            *(cell for cells_of_memory in cells for cell in cells_of_memory[: 2 + has_native]),
         )
-    return result
+    return grid
 
 
-def _words(seconds: dict[str, float], name: str) -> tuple[str, str, str]:
+def _choice_cells(seconds: dict[str, float], name: str) -> tuple[str, str, str]:
     if name not in seconds:
         return "-", "-", "-"
     gain = f"{seconds['native'] / seconds[name]:.2f}" if "native" in seconds else "-"
     return name, f"{seconds[name] * 1e6:.4g}", gain
 
 
-def _constants(machine: cost.Machine) -> str:
+def _constants_text(machine: cost.Machine) -> str:
     return (
         f"alpha {machine.alpha * 1e6:.3g} us, beta {1e-9 / machine.beta:.3g} GB/s, "
         f"gamma {1e-9 / machine.gamma:.3g} GB/s"
     )
 
 
-def _buckets(table: Table) -> str:
-    """Return the bucket lengths for planes of several lengths."""
-    lengths = [(size_text(plane), select.bucket_of(table.buckets, plane)) for plane in PLANES]
-    return ", ".join(f"{size_text(nbytes)} of a plane of {plane}" for plane, nbytes in lengths)
+def _buckets_text(table: Table) -> str:
+    """Return the chosen bucket size for gradient planes of several sizes."""
+    bucket_lengths = [
+        (size_text(plane), select.bucket_of(table.buckets, plane)) for plane in PLANE_BYTES
+    ]
+    return ", ".join(
+        f"{size_text(nbytes)} of a plane of {plane}" for plane, nbytes in bucket_lengths
+    )

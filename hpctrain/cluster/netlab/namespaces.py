@@ -1,11 +1,11 @@
-"""The inside of a netlab: process 1 of its namespaces makes hosts, then runs mpiexec.
+"""The first process inside a netlab: it sets up the hosts, then runs mpiexec.
 
-    python -m hpctrain.cluster.netlab.namespaces '{"hosts": 4, "bits": 1000000000, ...}' mpiexec ...
+    python -m hpctrain.cluster.netlab.namespaces '{"hosts": 4, ...}' mpiexec ...
 
-Each host is a shell that enters namespaces of its own, sets up its end of a veth pair and says
-"up"; the other end it puts on the bridge, in the namespace of process 1. /dev/shm is a file system
-of the lab's own, and of each host's own: no MPI finds another host's shared memory, and whatever
-ranks leave there goes with the lab.
+Each host is a shell that enters namespaces of its own, sets up its end of a veth pair, and prints
+"up". It attaches the other end to the bridge, which lies in the namespace of process 1. The lab and
+each host mount a /dev/shm of their own: no MPI finds the shared memory of another host, and files
+that ranks leave there vanish with the lab.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ NETWORK = "10.99.0.0/24"
 INTERFACE = (
     "lab"  # the bridge, and each host's end of its link: one name suits all of MPI's options
 )
-SHM = "/dev/shm"
-SSH = f"{SHM}/ssh"
+SHM_PATH = "/dev/shm"
+SSH_PATH = f"{SHM_PATH}/ssh"
 
-_LAB = f"""
-mount -t tmpfs tmpfs {SHM}
+_LAB_TEMPLATE = f"""
+mount -t tmpfs tmpfs {SHM_PATH}
 ip link set lo up
 ip link add name {INTERFACE} type bridge
 ip addr add {{address}}/24 dev {INTERFACE}
 ip link set {INTERFACE} up
 """
 
-# UCX looks for network devices in /sys, which shows those of the namespace that mounted it. The far
-# end of the link goes to the namespace of process 1, the lab's. Congestion control is Linux's own
-# default also where this machine has another: `bbr` sends at the rate of the last second, and a
-# rank that turns to another partner meets two connections that each keep to half of its link.
-_HOST = f"""
+# UCX looks for network devices in /sys, which shows the devices of the namespace that mounted it.
+# The far end of the link goes to the network namespace of process 1. Congestion control is Linux's
+# default, cubic, even if this machine uses another: `bbr` sends at the rate of the last second, so
+# when a rank changes its partner, the old and the new connection each keep to half of the link.
+_HOST_TEMPLATE = f"""
 hostname h{{host}}
 mount -t sysfs sysfs /sys
-mount -t tmpfs tmpfs {SHM}
+mount -t tmpfs tmpfs {SHM_PATH}
 ip link set lo up
 ip link add name {INTERFACE} type veth peer name v{{host}} netns 1
 ip addr add {{address}}/24 dev {INTERFACE}
@@ -57,81 +57,96 @@ echo up
 
 _IN_NAMESPACES = ["unshare", "--net", "--uts", "--ipc", "--mount", "sh", "-ec"]
 
-# Called as `ssh [OPTIONS] ADDRESS COMMAND...`; entering a mount namespace loses the folder. What
-# runs on a host keeps to the host's cores.
-_SSH = f"""#!/bin/sh
+# mpiexec calls it as `ssh [OPTIONS] ADDRESS COMMAND...`. Entering a mount namespace loses the
+# current folder, so the script changes back to it. taskset binds processes to the host's cores.
+_SSH_SCRIPT = f"""#!/bin/sh
 while [ "${{1#-}}" != "$1" ]; do shift; done
-read -r pid cores < {SHM}/$1; shift
+read -r pid cores < {SHM_PATH}/$1; shift
 exec taskset -c $cores nsenter --target $pid --net --uts --ipc --mount \\
   sh -c 'cd "$0" && eval "$1"' "$PWD" "$*"
 """
 
 
-def address(host: int) -> str:
-    """Return the address of host 1, 2, ...; 254 is where mpiexec runs."""
+def host_address(host: int) -> str:
+    """Return the IP address of host 1, 2, ...; mpiexec runs on host 254."""
     return NETWORK.replace("0/24", str(host))
 
 
-def cores_of(host: int, lab: Mapping[str, int], cores: Sequence[int]) -> Sequence[int]:
-    """Return the cores of host 1, 2, ...: its own where there are as many as ranks, else all."""
-    share = len(cores) // lab["hosts"]
-    return cores[(host - 1) * share : host * share] if share >= lab["ranks_per_host"] else cores
+def host_cores(host: int, lab: Mapping[str, int], cores: Sequence[int]) -> Sequence[int]:
+    """Return the cores of host 1, 2, ...: an equal part, or all if a part has fewer than ranks."""
+    cores_per_host = len(cores) // lab["hosts"]
+    return (
+        cores[(host - 1) * cores_per_host : host * cores_per_host]
+        if cores_per_host >= lab["ranks_per_host"]
+        else cores
+    )
 
 
-def shape(bits: int, device: str) -> str:
-    """Return the tc command that lets `bits` per second out of `device`.
+def shaping_command(bits_per_s: int, device: str) -> str:
+    """Return the tc command that limits `device` to sending `bits_per_s`.
 
-    A burst is 2 ms long: far below any message of interest, enough for the clock to keep up.
+    A burst lasts 2 ms: shorter than any message of interest, longer than a tick of the clock.
     """
-    burst = min(max(bits // 8 // 500, 1 << 16), 1 << 18)
-    return f"tc qdisc add dev {device} root tbf rate {bits}bit burst {burst} latency 50ms"
+    burst_bytes = min(max(bits_per_s // 8 // 500, 1 << 16), 1 << 18)
+    return (
+        f"tc qdisc add dev {device} root tbf rate {bits_per_s}bit burst {burst_bytes} latency 50ms"
+    )
 
 
-def probe_script() -> str:
-    """Return a script that makes a lab of one host and leaves; it fails where no lab can be."""
-    return f"{_lab()}{shlex.join([*_IN_NAMESPACES, _host(1, 10**9)])}"
+def build_probe_script() -> str:
+    """Return a script that sets up a lab of one host and exits; it fails if labs are impossible."""
+    return f"{_lab_script()}{shlex.join([*_IN_NAMESPACES, _host_script(1, 10**9)])}"
 
 
 def main() -> int:
-    """Set the lab up, run the command, and return its code; the kernel clears up behind us."""
+    """Set up the lab, run the command and return its exit code; the kernel removes the lab."""
     lab, command = json.loads(sys.argv[1]), sys.argv[2:]
     threading.Thread(target=_exit_with_parent, daemon=True).start()
-    subprocess.run(["sh", "-ec", _lab()], check=True)
-    Path(SSH).write_text(_SSH)
-    Path(SSH).chmod(0o755)
+    subprocess.run(["sh", "-ec", _lab_script()], check=True)
+    Path(SSH_PATH).write_text(_SSH_SCRIPT)
+    Path(SSH_PATH).chmod(0o755)
     hosts = [_start_host(host, lab) for host in range(1, lab["hosts"] + 1)]
     for host, process in enumerate(hosts, start=1):
         if process.stdout.readline() != b"up\n":  # type: ignore[union-attr]
             print(f"hpctrain: netlab: host h{host} could not be set up", file=sys.stderr)
             return 1
-    code = subprocess.run(command, stdin=subprocess.DEVNULL).returncode
-    if code < 0:
-        print(f"hpctrain: netlab: mpiexec ended with {signal.Signals(-code).name}", file=sys.stderr)
-    return code if code >= 0 else 128 - code
+    exit_code = subprocess.run(command, stdin=subprocess.DEVNULL).returncode
+    if exit_code < 0:
+        print(
+            f"hpctrain: netlab: mpiexec ended with {signal.Signals(-exit_code).name}",
+            file=sys.stderr,
+        )
+    return exit_code if exit_code >= 0 else 128 - exit_code
 
 
-def _lab() -> str:
-    return _LAB.format(address=address(254))
+def _lab_script() -> str:
+    return _LAB_TEMPLATE.format(address=host_address(254))
 
 
-def _host(host: int, bits: int) -> str:
-    host_end, bridge_end = shape(bits, INTERFACE), shape(bits, f"v{host}")
-    return _HOST.format(
-        host=host, address=address(host), shape_host_end=host_end, shape_bridge_end=bridge_end
+def _host_script(host: int, bits_per_s: int) -> str:
+    host_end_shaping, bridge_end_shaping = (
+        shaping_command(bits_per_s, INTERFACE),
+        shaping_command(bits_per_s, f"v{host}"),
+    )
+    return _HOST_TEMPLATE.format(
+        host=host,
+        address=host_address(host),
+        shape_host_end=host_end_shaping,
+        shape_bridge_end=bridge_end_shaping,
     )
 
 
 def _start_host(host: int, lab: Mapping[str, int]) -> subprocess.Popen[bytes]:
-    line = [*_IN_NAMESPACES, f"{_host(host, lab['bits'])}exec sleep infinity"]
-    process = subprocess.Popen(line, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
-    cores = cores_of(host, lab, sorted(os.sched_getaffinity(0)))
-    Path(SHM, address(host)).write_text(f"{process.pid} {','.join(map(str, cores))}\n")
+    command = [*_IN_NAMESPACES, f"{_host_script(host, lab['bits_per_s'])}exec sleep infinity"]
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+    cores = host_cores(host, lab, sorted(os.sched_getaffinity(0)))
+    Path(SHM_PATH, host_address(host)).write_text(f"{process.pid} {','.join(map(str, cores))}\n")
     return process
 
 
 def _exit_with_parent() -> None:
-    """End when our stdin does. As process 1 we take everybody along."""
-    os.read(0, 1)  # nothing is ever written
+    """Exit when our stdin is closed; the end of process 1 kills all processes of the lab."""
+    os.read(0, 1)  # the parent never writes: the read returns at end-of-file
     os._exit(1)
 
 

@@ -1,4 +1,4 @@
-"""States of jobs in Slurm: from scontrol, and from sacct once the controller has forgotten them."""
+"""States of Slurm jobs: from scontrol, or from sacct once the controller has forgotten the job."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from pathlib import Path
 
 from hpctrain.core.errors import HpctrainError, UsageError
 
-NO_LONGER_KNOWN = "Slurm has forgotten it"
+FORGOTTEN_REASON = "Slurm has forgotten it"
 NO_ANSWER = "NO ANSWER"
-LIMIT_S = 120.0  #: a busy controller answers late
-#: Error text of Slurm's commands after a lost answer: the request may or may not have been done.
-_LOST_REPLY = re.compile(
+COMMAND_TIMEOUT_S = 120.0  #: a busy controller answers late
+#: Error text of Slurm's commands after a lost answer: the request may or may not have succeeded.
+_LOST_REPLY_PATTERN = re.compile(
     "timed out|Zero Bytes were transmitted|receive failure|Connection reset", re.I
 )
-_NO_CONTACT = re.compile(f"Unable to contact|{_LOST_REPLY.pattern}", re.I)
+_NO_CONTACT_PATTERN = re.compile(f"Unable to contact|{_LOST_REPLY_PATTERN.pattern}", re.I)
 JobId = int | str  #: 17, or 17_2 for a task of an array
-_UNKNOWN_JOB = (
-    "no {command} on this PATH, so no Slurm: call this on a login node of the cluster. Here, "
+_NO_SLURM_MESSAGE = (
+    "the PATH has no {command}: call this on a login node of a Slurm cluster. Here, "
     "`hpctrain slurm render` prints the script, and `hpctrain launch -n 4 train ...` starts ranks"
 )
 
@@ -38,113 +38,138 @@ class JobState:
     restarts: int | None = None
     elapsed: str = ""
     nodes: str = ""
-    exit_code: str = ""  #: of the script, and the signal: 1:0
-    log: str = ""  #: the file with the job's output, if Slurm reports it
+    exit_code: str = ""  #: exit code and signal of the script, as in 1:0
+    log: str = ""  #: the file with the job's output, if Slurm reports the file
 
 
 class NoAnswerError(HpctrainError):
-    """Slurm's controller has not answered: the state of jobs is unknown."""
+    """Slurm's controller has not answered, so the state of jobs is unknown."""
 
 
-def from_slurm(job: JobId) -> list[JobState]:
-    """Return the state of `job`, for an array that of each task.
+def query_slurm(job: JobId) -> list[JobState]:
+    """Return the state of `job`, or the states of all tasks of an array.
 
     The controller forgets jobs some minutes after their end; then accounting is queried. Raises
-    NoAnswerError, or HpctrainError with Slurm's words.
+    NoAnswerError, or HpctrainError with Slurm's error text.
     """
-    return from_scontrol(job) or from_sacct(job) or [JobState(str(job), "UNKNOWN", NO_LONGER_KNOWN)]
+    return (
+        query_scontrol(job) or query_sacct(job) or [JobState(str(job), "UNKNOWN", FORGOTTEN_REASON)]
+    )
 
 
-def from_scontrol(job: JobId) -> list[JobState]:
-    """Return the states of `job` in the controller, empty where it has forgotten the job."""
-    must_have("scontrol")
-    process = run(["scontrol", "--oneliner", "show", "job", str(job)])
+def query_scontrol(job: JobId) -> list[JobState]:
+    """Return the states of `job` in the controller; empty if it has forgotten the job."""
+    require_command("scontrol")
+    process = run_command(["scontrol", "--oneliner", "show", "job", str(job)])
     if process.returncode == 0:
-        return _tasks(process.stdout)
+        return _parse_scontrol(process.stdout)
     if "Invalid job id" in process.stderr:
         return []
-    kind = NoAnswerError if _NO_CONTACT.search(process.stderr) else HpctrainError
-    raise kind(f"scontrol does not show jobs: {process.stderr.strip()}")
+    error_type = NoAnswerError if _NO_CONTACT_PATTERN.search(process.stderr) else HpctrainError
+    raise error_type(f"scontrol does not show jobs: {process.stderr.strip()}")
 
 
-def reply_was_lost(stderr: str) -> bool:
+def is_reply_lost(stderr: str) -> bool:
     """Return whether `stderr` means that the reply was lost, so the request may have been done."""
-    return _LOST_REPLY.search(stderr) is not None
+    return _LOST_REPLY_PATTERN.search(stderr) is not None
 
 
-def _tasks(output: str) -> list[JobState]:
-    """Return the states in scontrol's output; that of a heterogeneous job is its first part's."""
+def _parse_scontrol(output: str) -> list[JobState]:
+    """Return the states in scontrol's output; of a heterogeneous job only its first part's."""
     states = []
     for line in output.splitlines():
         fields = dict(re.findall(r"(\w+)=(\S*)", line))
         if fields and fields.get("HetJobOffset", "0") == "0":
-            array = "ArrayTaskId" in fields
-            job = f"{fields['ArrayJobId']}_{fields['ArrayTaskId']}" if array else fields["JobId"]
+            is_array_task = "ArrayTaskId" in fields
+            job = (
+                f"{fields['ArrayJobId']}_{fields['ArrayTaskId']}"
+                if is_array_task
+                else fields["JobId"]
+            )
             reason = "" if fields["Reason"] == "None" else fields["Reason"]
             restarts = int(fields.get("Restarts", 0))
-            names = fields.get("NodeList", "").replace("(null)", "")
-            state = JobState(job, fields["JobState"], reason, restarts, fields["RunTime"], names,
-                         fields.get("ExitCode", ""), _path(line, "StdOut"))  # fmt: skip
-            states += [replace(state, job=task) for task in tasks_in(job)]
+            node_names = fields.get("NodeList", "").replace("(null)", "")
+            state = JobState(
+                job,
+                fields["JobState"],
+                reason,
+                restarts,
+                elapsed=fields["RunTime"],
+                nodes=node_names,
+                exit_code=fields.get("ExitCode", ""),
+                log=_parse_path(line, "StdOut"),
+            )
+            states += [replace(state, job=task) for task in expand_task_range(job)]
     return sorted(states, key=lambda state: [int(n) for n in re.findall(r"\d+", state.job)])
 
 
-def _path(line: str, field: str) -> str:
-    """Return the path in a field of a line of scontrol; it may hold blanks."""
+def _parse_path(line: str, field: str) -> str:
+    """Return the path in a field of scontrol's output line; the path may contain blanks."""
     match = re.search(rf" {field}=(.*?)(?= \w+=|$)", line)
     return match[1].strip() if match else ""
 
 
-def tasks_in(job: str) -> list[str]:
+def expand_task_range(job: str) -> list[str]:
     """Return the tasks of a range in Slurm's notation: 17_2-4%1 means 17_2, 17_3 and 17_4."""
-    array, sign, ranges = job.partition("_")
-    if not sign:
+    array_id, separator, ranges = job.partition("_")
+    if not separator:
         return [job]
-    parts = re.findall(r"(\d+)(?:-(\d+))?(?::(\d+))?", ranges.partition("%")[0])
-    runs = [range(int(a), int(b or a) + 1, int(stride or 1)) for a, b, stride in parts]
-    return [f"{array}_{task}" for run in runs for task in run]
+    range_fields = re.findall(r"(\d+)(?:-(\d+))?(?::(\d+))?", ranges.partition("%")[0])
+    task_ranges = [
+        range(int(a), int(b or a) + 1, int(stride or 1)) for a, b, stride in range_fields
+    ]
+    return [f"{array_id}_{task}" for task_range in task_ranges for task in task_range]
 
 
-def from_sacct(job: JobId) -> list[JobState]:
-    """Return the states of `job` in accounting; empty where there is none or no answer."""
+def query_sacct(job: JobId) -> list[JobState]:
+    """Return the states of `job` in accounting; empty if there is no accounting or no answer."""
     if shutil.which("sacct") is None:
         return []
-    line = ["sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={job}"]
-    if clusters := os.environ.get("SLURM_CLUSTERS"):  # which the other commands read by themselves
-        line.append(f"--clusters={clusters}")
+    command = ["sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={job}"]
+    if clusters := os.environ.get("SLURM_CLUSTERS"):  # sacct alone does not read it
+        command.append(f"--clusters={clusters}")
     try:
-        process = run([*line, "--format=JobID,State,Elapsed,NodeList,ExitCode"])
+        process = run_command([*command, "--format=JobID,State,Elapsed,NodeList,ExitCode"])
     except NoAnswerError:
         return []
     rows = [row.split("|") for row in process.stdout.splitlines() if row.count("|") == 4]
-    # "CANCELLED by 1000"
+    # The state may be "CANCELLED by 1000". ID+1 is the second part of a heterogeneous job.
     states = [
-        JobState(i, s.split()[0], elapsed=e, nodes=n, exit_code=code)
-        for i, s, e, n, code in rows
-        if "+1" not in i
+        JobState(task, state.split()[0], elapsed=elapsed, nodes=nodes, exit_code=exit_code)
+        for task, state, elapsed, nodes, exit_code in rows
+        if "+1" not in task
     ]
-    return [replace(state, job=task) for state in states for task in tasks_in(state.job)]
+    return [replace(state, job=task) for state in states for task in expand_task_range(state.job)]
 
 
-def must_have(command: str) -> None:
-    """Raise UsageError where there is no such command, and so no Slurm."""
+def require_command(command: str) -> None:
+    """Raise UsageError if this command of Slurm is not on the PATH."""
     if shutil.which(command) is None:
-        raise UsageError(_UNKNOWN_JOB.format(command=command))
+        raise UsageError(_NO_SLURM_MESSAGE.format(command=command))
 
 
-def run(
-    line: Sequence[str], text: str = "", ignored: Collection[str] = ()
+def run_command(
+    command: Sequence[str], input_text: str = "", removed_variables: Collection[str] = ()
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command of Slurm with `text` as its input and without the `ignored` variables.
+    """Run a command of Slurm with `input_text` as its stdin; this Python comes first on its PATH.
 
-    Raises NoAnswerError after LIMIT_S.
+    `removed_variables` are not passed on. Raises NoAnswerError after COMMAND_TIMEOUT_S.
     """
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
-    inherited = {name: value for name, value in os.environ.items() if name not in ignored}
-    environ = {**inherited, "PATH": path}
+    search_path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+    inherited_variables = {
+        name: value for name, value in os.environ.items() if name not in removed_variables
+    }
+    environ = {**inherited_variables, "PATH": search_path}
     try:
         return subprocess.run(
-            line, input=text, env=environ, capture_output=True, text=True, timeout=LIMIT_S
+            command,
+            input=input_text,
+            env=environ,
+            capture_output=True,
+            text=True,
+            timeout=COMMAND_TIMEOUT_S,
         )
     except subprocess.TimeoutExpired:
-        raise NoAnswerError(f"{line[0]} has not answered within {LIMIT_S:.0f} s") from None
+        raise NoAnswerError(
+            f"{command[0]} has not answered within {COMMAND_TIMEOUT_S:.0f} s"
+        ) from None

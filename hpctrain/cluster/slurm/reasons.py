@@ -4,101 +4,108 @@ from __future__ import annotations
 
 import re
 
-_RELEASE = "scontrol release it"
-_MEANINGS = {
+_RELEASE_COMMAND = "scontrol release it"
+_WAITING_MEANINGS = {
     "AccountNotAllowed": "the partition is not for this account: name another",
-    "BadConstraints": "no node has what the job asks for",
-    "BeginTime": "not before its time",
-    "BurstBufferOperation": "its burst buffer could not be made ready",
+    "BadConstraints": "no node satisfies the constraints of the job",
+    "BeginTime": "its start time has not come yet",
+    "BurstBufferOperation": "its burst buffer could not be prepared",
     "BurstBufferResources": "waits for a burst buffer",
-    "BurstBufferStageIn": "its burst buffer is made ready",
-    "Cleaning": "what it has left on its nodes is removed first",
+    "BurstBufferStageIn": "its burst buffer is being prepared",
+    "Cleaning": "Slurm first cleans up its nodes after its last run",
     "Dependency": "another job has to end first",
-    "DependencyNeverSatisfied": "the job that had to end well did not: scancel this one",
-    "InvalidAccount": "the account is none of yours here: scancel it, and name another",
-    "InvalidQOS": "there is no such QOS for it: scancel it, and name another",
+    "DependencyNeverSatisfied": "the job on which it depends failed: scancel this one",
+    "InvalidAccount": "you may not use this account here: scancel the job, and name another",
+    "InvalidQOS": "this QOS does not exist: scancel the job, and name another",
     "JobArrayTaskLimit": "the sizes of an array run one after the other",
     "JobHeldAdmin": "held by an administrator",
-    "JobHeldUser": f"held: {_RELEASE}",
-    "JobHoldMaxRequeue": f"put back so often that Slurm holds it: {_RELEASE}",
+    "JobHeldUser": f"held: {_RELEASE_COMMAND}",
+    "JobHoldMaxRequeue": f"held by Slurm after too many requeues: {_RELEASE_COMMAND}",
     "Licenses": "waits for a license",
-    "MaxMemPerLimit": "more memory for a node or a core than is given: ask for less",
-    "Nodes_required_for_job_are_DOWN": "so many nodes are not up, or kept for others",
-    "PartitionConfig": "the partition cannot give that: ask for less, or name another",
+    "MaxMemPerLimit": "it asks for more memory per node or core than the limit: ask for less",
+    "Nodes_required_for_job_are_DOWN": "too few nodes are up and not reserved",
+    "PartitionConfig": "it exceeds the limits of the partition: ask for less, or name another",
     "PartitionDown": "the partition starts no jobs now",
-    "PartitionInactive": "the partition takes and starts no jobs now",
-    "PartitionNodeLimit": "the partition has not, or does not give, so many nodes",
-    "PartitionTimeLimit": "the partition does not give so much time",
+    "PartitionInactive": "the partition accepts and starts no jobs now",
+    "PartitionNodeLimit": "it asks for more nodes than the partition has or allows",
+    "PartitionTimeLimit": "it asks for more time than the partition allows",
     "Priority": "other jobs come first",
     "Prolog": "the site prepares its nodes",
-    "QOSNotAllowed": "the account or the partition has not this QOS: name another",
-    "QOSUsageThreshold": "the account has had more than its share, and this QOS wants less",
+    "QOSNotAllowed": "the account or the partition does not allow this QOS: name another",
+    "QOSUsageThreshold": "the account has used more than the share that this QOS requires",
     "ReqNodeNotAvail": "nodes are down, drained or reserved",
-    "Reservation": "not before its reservation begins",
-    "ReservationDeleted": "there is no such reservation any more: scancel it",
+    "Reservation": "its reservation has not begun yet",
+    "ReservationDeleted": "its reservation was deleted: scancel it",
     "Resources": "waits for nodes to become free",
-    "SchedDefer": "Slurm has not looked at it yet",
-    "WaitingForScheduling": "Slurm has not looked at it yet",
-    "job_requeued_in_held_state": f"held: {_RELEASE}",
-    "launch_failed_requeued_held": f"its nodes could not start it, and Slurm holds it: {_RELEASE}",
+    "SchedDefer": "Slurm has not considered it yet",
+    "WaitingForScheduling": "Slurm has not considered it yet",
+    "job_requeued_in_held_state": f"held: {_RELEASE_COMMAND}",
+    "launch_failed_requeued_held": f"held since its nodes could not start it: {_RELEASE_COMMAND}",
 }
-#: Reasons why a job has ended; then the reasons for waiting do not hold any more.
-_ENDS = {
+#: Reasons why a job has ended; the reasons for waiting no longer apply then.
+_END_MEANINGS = {
     "DeadLine": "it could not end before its deadline",
-    "DependencyNeverSatisfied": "the job that had to end well did not",
-    "InactiveLimit": "it has done nothing for too long",
+    "DependencyNeverSatisfied": "the job on which it depends failed",
+    "InactiveLimit": "it was inactive for too long",
     "JobLaunchFailure": "its nodes could not start it: a file system, or the nodes themselves",
-    "NodeDown": "a node of it is down",
+    "NodeDown": "one of its nodes is down",
     "NonZeroExitCode": "its script ended with an error",
-    "OutOfMemory": "a node of it had too little memory",
+    "OutOfMemory": "one of its nodes ran out of memory",
     "RaisedSignal": "its script was ended by a signal",
     "SystemFailure": "Slurm, a file system or the network has failed",
     "TimeLimit": "its time was over",
 }
-#: The same for the many limits of a QOS and of an account; the first match counts.
-_LIMITS = {
+#: Reasons that name a limit of a QOS or an account, as patterns; the first match counts.
+_LIMIT_MEANINGS = {
     r"(QOS|Assoc)Grp\w*(?<!Run)Minutes\w*": "the {} has used up its time",
-    r"(QOS|Assoc)\w*PerJob\w*": "more than the {} gives one job: ask for less",
-    r"(QOS|Assoc)Min(?!utes)\w*": "less than the {} takes of a job: ask for more",
-    r"(QOS|Assoc)\w*": "a limit of the {} on all jobs together: others end first, or ask for less",
+    r"(QOS|Assoc)\w*PerJob\w*": "it asks for more than the {} allows per job: ask for less",
+    r"(QOS|Assoc)Min(?!utes)\w*": "it asks for less than the minimum of the {}: ask for more",
+    r"(QOS|Assoc)\w*": "all jobs together reach a limit of the {}: wait, or ask for less",
 }
 
-#: Reasons that do not pass by waiting: somebody has to change the job, or the cluster.
-_PERMANENT = {"BadConstraints", "DependencyNeverSatisfied", "PartitionNodeLimit",
+#: Reasons that waiting does not resolve: somebody has to change the job or the cluster.
+_PERMANENT_REASONS = {"BadConstraints", "DependencyNeverSatisfied", "PartitionNodeLimit",
             "PartitionTimeLimit", "QOSNotAllowed"}  # fmt: skip
 
 
 def is_permanent(reason: str) -> bool:
-    """Return whether a job that has this reason will not start by waiting."""
-    word = _word(reason)
-    return word in _PERMANENT or re.fullmatch(r"(QOS|Assoc)\w*PerJob\w*", word) is not None
+    """Return whether a job with this reason will never start by itself."""
+    first_word = _first_word(reason)
+    return (
+        first_word in _PERMANENT_REASONS
+        or re.fullmatch(r"(QOS|Assoc)\w*PerJob\w*", first_word) is not None
+    )
 
 
-def explain(reason: str, restarts: int | None = None) -> str:
+def explain_reason(reason: str, restarts: int | None = None) -> str:
     """Return Slurm's reason, followed by its meaning if that is known.
 
     `restarts` is the number of requeues, after which BeginTime has another meaning.
     """
-    word = _word(reason)
-    meaning = _MEANINGS.get(word) or _ENDS.get(word) or _limit(word)
-    if word == "BeginTime" and restarts:
-        meaning = "after a requeue Slurm lets two minutes pass"
+    first_word = _first_word(reason)
+    meaning = (
+        _WAITING_MEANINGS.get(first_word)
+        or _END_MEANINGS.get(first_word)
+        or _explain_limit(first_word)
+    )
+    if first_word == "BeginTime" and restarts:
+        meaning = "Slurm waits two minutes after a requeue"
     return f"{reason}: {meaning}" if meaning else reason
 
 
-def explain_end(reason: str) -> str:
-    """Return the same for an ended job; "" if the reason is one for waiting."""
-    meaning = _ENDS.get(_word(reason))
+def explain_end_reason(reason: str) -> str:
+    """Return the reason of an ended job and its meaning; "" for a reason to wait."""
+    meaning = _END_MEANINGS.get(_first_word(reason))
     return f"{reason}: {meaning}" if meaning else ""
 
 
-def _word(reason: str) -> str:
+def _first_word(reason: str) -> str:
     match = re.match(r"\w+", reason)  # ReqNodeNotAvail,_UnavailableNodes:n1
     return match[0] if match else ""
 
 
-def _limit(word: str) -> str:
-    for pattern, meaning in _LIMITS.items():
-        if match := re.fullmatch(pattern, word):
+def _explain_limit(first_word: str) -> str:
+    for pattern, meaning in _LIMIT_MEANINGS.items():
+        if match := re.fullmatch(pattern, first_word):
             return meaning.format("QOS" if match[1] == "QOS" else "account")
     return ""

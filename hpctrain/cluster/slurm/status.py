@@ -1,7 +1,7 @@
-"""The status of jobs: their state in Slurm, and the progress in the files of their runs.
+"""The status of jobs: their state in Slurm, and their progress from the files of their runs.
 
-Several jobs may have written into one run, one after the other. The script of each leaves its id in
-RUN/.began, so summary.json describes that job if it is newer, and no other.
+Several jobs may have written into one run, one after the other. The script of each job writes its
+id into RUN/.began. If summary.json is newer than this file, it describes that job.
 """
 
 from __future__ import annotations
@@ -14,168 +14,181 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpctrain.cluster.slurm.queries import NO_ANSWER, NO_LONGER_KNOWN, JobState, from_sacct
-from hpctrain.cluster.slurm.reasons import explain, explain_end
-from hpctrain.cluster.slurm.submit import END_STATES, JOBS, POLL_S, SCRIPT, job_states, jobs_of
+from hpctrain.cluster.slurm.queries import FORGOTTEN_REASON, NO_ANSWER, JobState, query_sacct
+from hpctrain.cluster.slurm.reasons import explain_end_reason, explain_reason
+from hpctrain.cluster.slurm.submit import (
+    END_STATES,
+    JOBS_FILE,
+    POLL_INTERVAL_S,
+    SCRIPT_FILE,
+    query_jobs,
+    read_job_ids,
+)
 from hpctrain.config import toml
 from hpctrain.core import files
 from hpctrain.core.errors import UsageError
 from hpctrain.run_files import run_folder
 
 Row = dict[str, Any]
-DAMAGED = "damaged"
-LATE_S = 10.0  #: a shared file system may show the files of a job that has ended so much later
-TAIL_BYTES = 1 << 16  #: of a job's output
-FAULTS = (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError)  #: of damaged files
-OF_ROWS = ("step", "epoch", "train_loss", "test_accuracy", "samples_per_s")
-OF_RUN = ("status", "reason_of_run", "steps", "epochs", *OF_ROWS)
+DAMAGED_STATE = "damaged"
+#: How long a shared file system may hide the files of a job that has ended.
+FILE_DELAY_S = 10.0
+TAIL_BYTES = 1 << 16  #: the part of a job's output that is searched for its last line
+#: Exceptions that damaged files cause.
+DAMAGE_ERRORS = (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError)
+METRIC_KEYS = ("step", "epoch", "train_loss", "test_accuracy", "samples_per_s")
+RUN_KEYS = ("status", "reason_of_run", "steps", "epochs", *METRIC_KEYS)
 
 
 @dataclass(frozen=True)
 class JobHistory:
-    """The jobs submitted from a folder, and the script of the latest."""
+    """The jobs that were submitted with one folder, and the script of the latest job."""
 
     folder: Path
-    jobs: tuple[str, ...]  #: the latest last
-    script: str = ""  #: empty for one that was given to sbatch by hand
+    jobs: tuple[str, ...]  #: ids, the latest last
+    script: str = ""  #: empty if the user called sbatch
 
     @property
     def sizes(self) -> list[str]:
-        """The numbers of nodes of the tasks of a job array; empty for another job."""
+        """The numbers of nodes of a job array's tasks; empty for other jobs."""
         match = re.search(r"^sizes=\(([\d ]+)\)$", self.script, re.M)
         return match[1].split() if match else []
 
-    def run(self, job: str) -> Path:
-        """Return the folder of the run of `job`, which may be a task of an array.
+    def find_run(self, job: str) -> Path:
+        """Return the run's folder of `job`, which may be a task of an array.
 
-        The script names it; for a trial of `hpctrain scale` it is not `folder`.
+        The script names this folder; a trial of `hpctrain scale` runs in another than `folder`.
         """
         match = re.search(r"^run=(.*)$", self.script, re.M)
         run = Path(shlex.split(match[1])[0].removesuffix("/nodes-$nodes")) if match else self.folder
-        # seen from the folder of submission; not there where it was moved
+        # A relative path starts at the folder of submission; a missing folder was moved.
         run = run if run.is_absolute() and run.is_dir() else self.folder
         task = job.partition("_")[2]
         return run / f"nodes-{self.sizes[int(task)]}" if self.sizes and task else run
 
 
-def job_history(folder: Path) -> JobHistory:
-    """Return the job history of `folder`; a job submitted by hand has left its id there.
+def read_job_history(folder: Path) -> JobHistory:
+    """Return the job history of `folder`; a job submitted by hand has written its id there.
 
-    Raises UsageError for damaged ids, and OSError where the script is gone.
+    Raises UsageError for damaged ids, and OSError if the script is missing.
     """
-    jobs, started = [str(job) for job in jobs_of(folder)], run_folder.slurm_job(folder)
-    if started and started not in jobs:
-        jobs = sorted([*jobs, started], key=_numbers)
-    script = folder / SCRIPT
-    by_hand = not script.exists() and not (folder / JOBS).exists()
-    return JobHistory(folder, tuple(jobs), "" if by_hand else script.read_text())
+    jobs, started_job = [str(job) for job in read_job_ids(folder)], run_folder.slurm_job(folder)
+    if started_job and started_job not in jobs:
+        jobs = sorted([*jobs, started_job], key=_job_numbers)
+    script = folder / SCRIPT_FILE
+    is_hand_submitted = not script.exists() and not (folder / JOBS_FILE).exists()
+    return JobHistory(folder, tuple(jobs), "" if is_hand_submitted else script.read_text())
 
 
-def _numbers(job: str) -> list[int]:
+def _job_numbers(job: str) -> list[int]:
     return [int(n) for n in re.findall(r"\d+", job)]
 
 
-def status(folders: Sequence[Path]) -> list[Row]:
+def status_rows(folders: Sequence[Path]) -> list[Row]:
     """Return a row for the latest job of each run, and for each earlier one that has not ended.
 
-    An array has a row per task, also for tasks that Slurm has forgotten; a damaged folder has one
-    that says so. Raises UsageError where no job was submitted from a folder.
+    An array has a row per task, including tasks that Slurm has forgotten. A damaged folder has one
+    row with the fault. Raises UsageError if no job was submitted with a folder.
     """
-    histories = [_history_or_row(folder) for folder in folders]
-    readable = [history for history in histories if isinstance(history, JobHistory)]
-    if empty := [history.folder for history in readable if not history.jobs]:
+    histories = [_read_history(folder) for folder in folders]
+    readable_histories = [history for history in histories if isinstance(history, JobHistory)]
+    if unsubmitted_folders := [
+        history.folder for history in readable_histories if not history.jobs
+    ]:
         raise UsageError(
-            f"{empty[0]} holds no {JOBS}: expected the folder of a run that `hpctrain slurm "
-            "submit` or a script of slurm/ made, or of a study of `hpctrain scale --on slurm`"
+            f"{unsubmitted_folders[0]} holds no {JOBS_FILE}: expected the folder of a run that "
+            "`hpctrain slurm submit` or a script of slurm/ made, or of a study of "
+            "`hpctrain scale --on slurm`"
         )
-    states_of = job_states(
-        [history.jobs[-1] for history in readable],
-        [job for history in readable for job in history.jobs[:-1]],
+    states_by_job = query_jobs(
+        [history.jobs[-1] for history in readable_histories],
+        [job for history in readable_histories for job in history.jobs[:-1]],
     )
     rows = (
-        _rows(history, states_of) if isinstance(history, JobHistory) else [history]
+        _history_rows(history, states_by_job) if isinstance(history, JobHistory) else [history]
         for history in histories
     )
     return [row for group in rows for row in group]
 
 
-def _history_or_row(folder: Path) -> JobHistory | Row:
+def _read_history(folder: Path) -> JobHistory | Row:
     try:
-        return job_history(folder)
-    except FAULTS as error:
-        state = JobState("-", DAMAGED, _fault(error))
-        return {**vars(state), **_of_run(folder), "log": None, "said": None, "earlier": ""}
+        return read_job_history(folder)
+    except DAMAGE_ERRORS as error:
+        state = JobState("-", DAMAGED_STATE, _error_text(error))
+        return {**vars(state), **_run_fields(folder), "log": None, "said": None, "earlier": ""}
 
 
-def _fault(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     return f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
 
 
-def _of_run(run: Path, **values: Any) -> Row:
-    return {"run": str(run), **dict.fromkeys(OF_RUN), **values}
+def _run_fields(run: Path, **values: Any) -> Row:
+    return {"run": str(run), **dict.fromkeys(RUN_KEYS), **values}
 
 
-def _rows(history: JobHistory, states_of: Mapping[str, list[JobState]]) -> list[Row]:
-    """Return the rows of a run; the last lists how earlier jobs ended, if Slurm knows."""
+def _history_rows(history: JobHistory, states_by_job: Mapping[str, list[JobState]]) -> list[Row]:
+    """Return the rows of a run; the last row lists the end states of earlier jobs, if known."""
     *earlier_jobs, newest_job = history.jobs
-    states = [state for job in earlier_jobs for state in states_of[job]]
-    listed = [state for state in states if state.state not in END_STATES]
-    listed += _all_tasks(newest_job, states_of[newest_job], len(history.sizes))
-    earlier = ", ".join(
+    states = [state for job in earlier_jobs for state in states_by_job[job]]
+    listed_states = [state for state in states if state.state not in END_STATES]
+    listed_states += _add_forgotten_tasks(newest_job, states_by_job[newest_job], len(history.sizes))
+    ended_jobs = ", ".join(
         f"{state.job} {state.state}" for state in states if state.state in END_STATES
     )
-    rows = [_row(history, state) for state in listed]
-    return [*rows[:-1], rows[-1] | {"earlier": earlier}]
+    rows = [_job_row(history, state) for state in listed_states]
+    return [*rows[:-1], rows[-1] | {"earlier": ended_jobs}]
 
 
-def _all_tasks(job: str, states: list[JobState], tasks: int) -> list[JobState]:
-    """Return `states`, for an array of `tasks` also those that the controller has forgotten.
+def _add_forgotten_tasks(job: str, states: list[JobState], tasks: int) -> list[JobState]:
+    """Return `states` and, for an array of `tasks`, the states that the controller has forgotten.
 
-    It forgets each task some minutes after its end, while others go on.
+    The controller forgets each task some minutes after its end, while other tasks still run.
     """
     if not tasks or states[0].state == NO_ANSWER:
         return states
     names = [f"{job}_{task}" for task in range(tasks)]
-    by_task = {state.job: state for state in states}
-    if not by_task.keys() >= set(names):
-        by_task = {state.job: state for state in from_sacct(job)} | by_task
-    return [by_task.get(name, JobState(name, "UNKNOWN", NO_LONGER_KNOWN)) for name in names]
+    state_by_task = {state.job: state for state in states}
+    if not state_by_task.keys() >= set(names):
+        state_by_task = {state.job: state for state in query_sacct(job)} | state_by_task
+    return [state_by_task.get(name, JobState(name, "UNKNOWN", FORGOTTEN_REASON)) for name in names]
 
 
-def _row(history: JobHistory, state: JobState) -> Row:
+def _job_row(history: JobHistory, state: JobState) -> Row:
     """Return the row of a job, or of a task of an array."""
     try:
-        run = history.run(state.job)
-        of_run = _of_run(run, **run_progress(run, state.job))
-    except FAULTS as error:
-        of_run = _of_run(history.folder, status=DAMAGED, reason_of_run=_fault(error))
-    log = _log(history.folder, state)
-    failed = state.state in END_STATES and of_run["status"] != "done"
+        run = history.find_run(state.job)
+        run_fields = _run_fields(run, **read_run_progress(run, state.job))
+    except DAMAGE_ERRORS as error:
+        error_text = _error_text(error)
+        run_fields = _run_fields(history.folder, status=DAMAGED_STATE, reason_of_run=error_text)
+    log_path = _find_log(history.folder, state)
+    has_failed = state.state in END_STATES and run_fields["status"] != "done"
     output = {
-        "log": str(log) if log else None,
-        "said": last_line(log, state.job) if log and failed else None,
+        "log": str(log_path) if log_path else None,
+        "said": read_last_line(log_path, state.job) if log_path and has_failed else None,
     }
-    return {**vars(state), **of_run, **output, "earlier": ""}
+    return {**vars(state), **run_fields, **output, "earlier": ""}
 
 
-def run_progress(run: Path, job: str) -> Row:
-    """Return the progress in the files of a run; its end only if that was in `job`."""
-    last: Row = {}
-    for row in run_folder.rows(run):  # not every one comes with an evaluation
-        last |= {key: row[key] for key in OF_ROWS if row.get(key) is not None}
+def read_run_progress(run: Path, job: str) -> Row:
+    """Return the progress from the files of a run; its final status only if `job` wrote it."""
+    latest_values: Row = {}
+    for row in run_folder.rows(run):  # a row may lack an evaluation
+        latest_values |= {key: row[key] for key in METRIC_KEYS if row.get(key) is not None}
     summary = run_folder.read_summary(run) or {}
-    options = _run_options(run)
-    own_summary = summary if run_folder.is_summary_of(run, job) else {}
+    options = _read_run_options(run)
+    job_summary = summary if run_folder.is_summary_of(run, job) else {}
     return {
-        "status": own_summary.get("status"),
-        "reason_of_run": own_summary.get("reason"),
+        "status": job_summary.get("status"),
+        "reason_of_run": job_summary.get("reason"),
         "steps": options.get("steps"),
         "epochs": options.get("epochs"),
-        **last,
+        **latest_values,
     }
 
 
-def _run_options(run: Path) -> Row:
+def _read_run_options(run: Path) -> Row:
     """Return `[run]` of the resolved recipe; empty before training begins."""
     path = run / run_folder.RECIPE
     text = files.read_text(path, toml.LIMIT_BYTES) if path.exists() else ""
@@ -183,43 +196,41 @@ def _run_options(run: Path) -> Row:
     return table if isinstance(table, dict) else {}
 
 
-def _log(folder: Path, state: JobState) -> Path | None:
+def _find_log(folder: Path, state: JobState) -> Path | None:
     """Return the output file of a job: in `folder`, or where Slurm reports it; None if missing."""
-    default = folder / f"slurm-{state.job}.out"
-    reported = Path(state.log) if state.log else default
-    return next((path for path in (default, reported) if path.is_file()), None)
+    default_path = folder / f"slurm-{state.job}.out"
+    reported_path = Path(state.log) if state.log else default_path
+    return next((path for path in (default_path, reported_path) if path.is_file()), None)
 
 
-def last_line(log: Path, job: str) -> str:
+def read_last_line(log_path: Path, job: str) -> str:
     """Return the last line written by the script of `job` or by hpctrain, else the last line."""
-    with open(log, "rb") as file:
-        file.seek(max(0, log.stat().st_size - TAIL_BYTES))
+    with open(log_path, "rb") as file:
+        file.seek(max(0, log_path.stat().st_size - TAIL_BYTES))
         text = file.read().decode(errors="replace")
-    printable_lines = (
-        "".join(c for c in line if c.isprintable()).strip() for line in text.splitlines()
-    )
+    printable_lines = ("".join(filter(str.isprintable, line)).strip() for line in text.splitlines())
     lines = [line for line in printable_lines if line]
     own_lines = [line for line in lines if line.startswith((f"job {job}: ", "hpctrain: "))]
     return (own_lines or lines or [""])[-1]
 
 
-def wait(folders: Sequence[Path], limit_s: float) -> list[Row]:
-    """Return the status of all jobs once they have ended, or after `limit_s`."""
-    deadline, pause, last_run_s = time.monotonic() + limit_s, 0.5, time.monotonic()
+def wait_for_jobs(folders: Sequence[Path], limit_s: float) -> list[Row]:
+    """Return the status of all jobs as soon as all have ended, or after `limit_s`."""
+    deadline, pause_s, last_run_s = time.monotonic() + limit_s, 0.5, time.monotonic()
     while True:
-        rows, now = status(folders), time.monotonic()
-        finished = all(row["state"] in (*END_STATES, DAMAGED) for row in rows)
-        last_run_s = last_run_s if finished else now
-        may_be_late = now - last_run_s < LATE_S and any(map(_is_late, rows))
-        remaining_s = deadline - now
-        if remaining_s <= 0 or (finished and not may_be_late):
+        rows, now_s = status_rows(folders), time.monotonic()
+        all_ended = all(row["state"] in (*END_STATES, DAMAGED_STATE) for row in rows)
+        last_run_s = last_run_s if all_ended else now_s
+        is_late = now_s - last_run_s < FILE_DELAY_S and any(map(_is_summary_missing, rows))
+        remaining_s = deadline - now_s
+        if remaining_s <= 0 or (all_ended and not is_late):
             return rows
-        time.sleep(min(pause, remaining_s))
-        pause = min(2 * pause, POLL_S)
+        time.sleep(min(pause_s, remaining_s))
+        pause_s = min(2 * pause_s, POLL_INTERVAL_S)
 
 
-def _is_late(row: Row) -> bool:
-    """Return whether the summary of a completed job is not visible yet on this file system."""
+def _is_summary_missing(row: Row) -> bool:
+    """Return whether this file system does not show the summary of a completed job yet."""
     return row["state"] == "COMPLETED" and row["status"] is None
 
 
@@ -228,21 +239,21 @@ def is_done(row: Row) -> bool:
     return row["status"] == "done" and row["state"] in ("COMPLETED", "UNKNOWN")
 
 
-def meaning(row: Row) -> str:
-    """Return the reason for the state of a job: the run's own, else the log's, else Slurm's."""
-    if DAMAGED in (row["state"], row["status"]):
+def explain_state(row: Row) -> str:
+    """Return the reason for a job's state, from its run's summary, its log, or Slurm."""
+    if DAMAGED_STATE in (row["state"], row["status"]):
         return f"damaged: {row['reason_of_run'] or row['reason']}"
     if row["state"] in ("RUNNING", "COMPLETING") or is_done(row):
         return ""
     if row["state"] not in END_STATES:
-        return explain(row["reason"], row["restarts"])
-    reason = row["reason_of_run"] or row["said"] or explain_end(row["reason"])
-    code = "" if row["state"] == "CANCELLED" else _code(row["exit_code"])
+        return explain_reason(row["reason"], row["restarts"])
+    reason = row["reason_of_run"] or row["said"] or explain_end_reason(row["reason"])
+    code = "" if row["state"] == "CANCELLED" else _describe_exit_code(row["exit_code"])
     return "; ".join(part for part in (reason, code, row["log"]) if part)
 
 
-def _code(exit_code: str) -> str:
-    """Return the end of a script in words, from Slurm's CODE:SIGNAL."""
+def _describe_exit_code(exit_code: str) -> str:
+    """Return a description of Slurm's CODE:SIGNAL for the end of a script; "" for success."""
     code, _, signal = exit_code.partition(":")
     if signal not in ("", "0"):
         return f"signal {signal}"

@@ -12,79 +12,80 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hpctrain.cluster.slurm.status import is_done, job_history
-from hpctrain.cluster.slurm.submit import END_STATES, JOBS
+from hpctrain.cluster.slurm.status import is_done, read_job_history
+from hpctrain.cluster.slurm.submit import END_STATES, JOBS_FILE
 from hpctrain.run_files import run_folder
 
 Row = dict[str, Any]
 
 
-def folders(path: Path) -> list[Path]:
-    """Return the folders that hold jobs of `path`: itself, or those of the trials of a study.
+def find_job_folders(path: Path) -> list[Path]:
+    """Return the folders in `path` with submitted jobs: itself, or those of a study's trials.
 
-    For a job array submitted by hand, the folders of its sizes. Empty where no job was submitted.
+    For a job array submitted by hand these are the folders of its sizes. Empty if there is no job.
     """
-    if (path / JOBS).exists() or run_folder.slurm_job(path):
+    if (path / JOBS_FILE).exists() or run_folder.slurm_job(path):
         return [path]
-    trials = [job.parent for job in path.glob(f"trials/*/*/{JOBS}")]
+    trials = [job.parent for job in path.glob(f"trials/*/*/{JOBS_FILE}")]
     sizes = [size for size in path.glob("nodes-*") if run_folder.slurm_job(size)]
-    return sorted(trials or sizes, key=_numbers)
+    return sorted(trials or sizes, key=_path_numbers)
 
 
-def by_age(paths: Iterable[Path]) -> list[Path]:
-    """Return the folders that hold jobs of all `paths`, the one of the newest job last."""
-    groups = [group for path in paths if (group := folders(path))]
-    return [folder for group in sorted(groups, key=_newest) for folder in group]
+def sort_by_age(paths: Iterable[Path]) -> list[Path]:
+    """Return the folders with submitted jobs in all `paths`, the folder of the newest job last."""
+    groups = [group for path in paths if (group := find_job_folders(path))]
+    return [folder for group in sorted(groups, key=_newest_job_key) for folder in group]
 
 
-def _newest(group: Sequence[Path]) -> tuple[int, str]:
-    """Return the highest id of a job in a group of folders; 0 if it is damaged."""
-    numbers = [0]
+def _newest_job_key(group: Sequence[Path]) -> tuple[int, str]:
+    """Return the sort key of a group of folders: its highest job id (0 if damaged), its path."""
+    job_ids = [0]
     for folder in group:
         with suppress(OSError, ValueError):
-            numbers += [int(job.partition("_")[0]) for job in job_history(folder).jobs]
-    return max(numbers), str(group[0])
+            job_ids += [int(job.partition("_")[0]) for job in read_job_history(folder).jobs]
+    return max(job_ids), str(group[0])
 
 
-def _numbers(job: Path) -> list[int]:
+def _path_numbers(job: Path) -> list[int]:
     return [int(n) for n in re.findall(r"\d+", f"{job.parent.name} {job.name}")]
 
 
-def by_size(rows: Sequence[Row]) -> list[Row]:
-    """Return `rows`, those of one size of a study as one."""
+def merge_by_size(rows: Sequence[Row]) -> list[Row]:
+    """Return `rows` with all rows of one size of a study merged into one."""
     groups: dict[object, list[Row]] = {}
-    for number, row in enumerate(rows):
-        groups.setdefault(_size(row) or number, []).append(row)
+    for row_number, row in enumerate(rows):
+        groups.setdefault(_size_folder(row) or row_number, []).append(row)
     return [
-        _merge(key, group) if isinstance(key, Path) else group[0] for key, group in groups.items()
+        _merge_rows(key, group) if isinstance(key, Path) else group[0]
+        for key, group in groups.items()
     ]
 
 
-def _size(row: Row) -> Path | None:
-    """Return the folder of the size that the run of `row` is a trial of; None for other runs."""
+def _size_folder(row: Row) -> Path | None:
+    """Return the folder of a trial's size; None if the run of `row` is no trial."""
     folder = Path(row["run"]).parent
     return folder if folder.parent.name == "trials" else None
 
 
-def _merge(size: Path, rows: list[Row]) -> Row:
-    """Return one row: the counts of states, and the numbers of the job that runs or ended last."""
+def _merge_rows(size: Path, rows: list[Row]) -> Row:
+    """Return one row: the counts of states, and the metrics of the running or latest job."""
     states = [row["state"] for row in rows]
-    chosen = min(reversed(rows), key=_rank)
-    has_several = len(rows) > 1
+    chosen_row = min(reversed(rows), key=_display_order)
+    has_several_jobs = len(rows) > 1
     done_count = sum(is_done(row) for row in rows)
-    counts = [f"{states.count(state)} {state}" for state in dict.fromkeys(states)]
+    state_counts = [f"{states.count(state)} {state}" for state in dict.fromkeys(states)]
     cwd = Path.cwd()
-    return chosen | {
+    return chosen_row | {
         "job": ", ".join(row["job"] for row in rows),
-        "state": ", ".join(counts) if has_several else states[0],
+        "state": ", ".join(state_counts) if has_several_jobs else states[0],
         "restarts": sum(row["restarts"] or 0 for row in rows),
-        "status": f"{done_count} of {len(rows)} done" if has_several else chosen["status"],
+        "status": f"{done_count} of {len(rows)} done" if has_several_jobs else chosen_row["status"],
         "run": str(size.relative_to(cwd) if size.is_relative_to(cwd) else size),
     }
 
 
-def _rank(row: Row) -> int:
-    """Return 0 for a job that runs, 1 for an ended one that reported a step, 2 for others."""
+def _display_order(row: Row) -> int:
+    """Return 0 for a running job with a step, 1 for an ended job with a step, 2 for others."""
     if row["state"] not in END_STATES and row["step"] is not None:
         return 0
     return 1 if row["step"] is not None else 2

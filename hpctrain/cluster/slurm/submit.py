@@ -1,9 +1,9 @@
-"""Submit jobs to Slurm and query their states; status.py adds the files of their runs.
+"""Submit jobs to Slurm and query their states; status.py also reads the files of their runs.
 
-Beside the files of `hpctrain train`, a run's folder holds
-job.sbatch      the script submitted last
+Besides the files of `hpctrain train`, a run's folder holds
+job.sbatch      the script of the latest job
 jobs.json       the ids of its jobs, the latest last
-slurm-ID.out    the output of each of them
+slurm-ID.out    the output of each job
 """
 
 from __future__ import annotations
@@ -23,46 +23,48 @@ from hpctrain.cluster.slurm.queries import (
     JobId,
     JobState,
     NoAnswerError,
-    from_scontrol,
-    from_slurm,
-    must_have,
-    reply_was_lost,
-    run,
+    is_reply_lost,
+    query_scontrol,
+    query_slurm,
+    require_command,
+    run_command,
 )
-from hpctrain.cluster.slurm.refusals import refusal
+from hpctrain.cluster.slurm.refusals import explain_refusal
 from hpctrain.core import files, launchers
 from hpctrain.core.errors import HpctrainError, UsageError
 from hpctrain.run_files import run_folder
 
 T = TypeVar("T", int, str)
-SCRIPT, JOBS = "job.sbatch", "jobs.json"
-LIMIT_BYTES = 1 << 20  #: of jobs.json
-POLL_S = 10.0
+SCRIPT_FILE, JOBS_FILE = "job.sbatch", "jobs.json"
+MAX_JOBS_FILE_BYTES = 1 << 20
+POLL_INTERVAL_S = 10.0
 END_STATES = (
     "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY",
     "PREEMPTED", "TIMEOUT", "UNKNOWN",
 )  # fmt: skip
 
 
-def submit(text: str, folder: Path, options: Sequence[str] = ()) -> int:
-    """Give the script `text` to sbatch and return the job's id; keep both in `folder`.
+def submit_script(script_text: str, folder: Path, options: Sequence[str] = ()) -> int:
+    """Submit a script to sbatch and return the job's id; keep both in `folder`.
 
-    `options` are words for sbatch. The job runs in the current folder, and finds this Python's
-    `hpctrain` first. Raises UsageError in a rank of another job, where there is no Slurm, where
-    `folder` cannot be made or written, or with sbatch's own words; HpctrainError where the job may
-    be, or is, in the queue, and something else went wrong.
+    `options` are command-line options of sbatch. The job runs in the current folder, and this
+    Python's `hpctrain` comes first on its PATH. Raises UsageError in a rank of another job, without
+    Slurm, if `folder` is not writable, and if sbatch refuses the script. Raises HpctrainError for
+    another failure, after which the job may be in the queue.
     """
-    must_have("sbatch")
-    outer = launchers.launched(os.environ)
-    if outer.size > 1:
-        raise UsageError(f"this is rank {outer.rank} of {outer.size}: each would submit a job")
-    _must_be_same_cluster()
+    require_command("sbatch")
+    outer_job = launchers.launched(os.environ)
+    if outer_job.size > 1:
+        raise UsageError(
+            f"this is rank {outer_job.rank} of {outer_job.size}: each would submit a job"
+        )
+    _must_query_same_cluster()
     is_new_folder = not folder.exists()
-    earlier = jobs_of(folder)
-    script = _write_script(folder, text, is_new_folder)
-    job = _id_in(_sbatch_reply(text, folder, script, options, is_new_folder))
+    earlier_jobs = read_job_ids(folder)
+    script_path = _write_script(folder, script_text, is_new_folder)
+    job = _parse_job_id(_call_sbatch(script_text, folder, script_path, options, is_new_folder))
     try:
-        run_folder.write_json(folder / JOBS, {"jobs": [*earlier, job]})
+        run_folder.write_json(folder / JOBS_FILE, {"jobs": [*earlier_jobs, job]})
     except OSError as error:
         raise HpctrainError(
             f"job {job} is submitted, but {folder} cannot keep its id: {error.strerror}; "
@@ -71,110 +73,118 @@ def submit(text: str, folder: Path, options: Sequence[str] = ()) -> int:
     return job
 
 
-def _sbatch_reply(
-    text: str, folder: Path, script: Path, options: Sequence[str], is_new_folder: bool
+def _call_sbatch(
+    script_text: str, folder: Path, script_path: Path, options: Sequence[str], is_new_folder: bool
 ) -> str:
-    """Return sbatch's reply on an accepted job; its script gets its final name."""
-    line = ["sbatch", "--parsable", *_output(text, folder), *options]
+    """Call sbatch and return its reply; the script of an accepted job gets its final name."""
+    command = ["sbatch", "--parsable", *_output_option(script_text, folder), *options]
     try:
-        # For sbatch a variable overrides a line of the script, which was checked.
-        process = run(line, text, ignored=sbatch.variables(_options(text)))
+        # For sbatch, variables override lines of the script, and only the lines were checked.
+        process = run_command(
+            command,
+            script_text,
+            removed_variables=sbatch.overriding_variables(_script_options(script_text)),
+        )
     except NoAnswerError as error:
-        raise _no_answer(str(error), folder, text, script) from None
-    if process.returncode and reply_was_lost(process.stderr):
-        raise _no_answer(process.stderr, folder, text, script)
+        raise _no_answer_error(str(error), folder, script_text, script_path) from None
+    if process.returncode and is_reply_lost(process.stderr):
+        raise _no_answer_error(process.stderr, folder, script_text, script_path)
     if process.returncode:
-        _remove_script(script, is_new_folder)
-        raise UsageError(refusal(process.stderr, text))
-    with suppress(OSError):  # where this fails, jobs.json cannot be written, which is reported
-        script.replace(folder / SCRIPT)
+        _remove_script(script_path, is_new_folder)
+        raise UsageError(explain_refusal(process.stderr, script_text))
+    with suppress(OSError):  # jobs.json then cannot be written either, which is reported
+        script_path.replace(folder / SCRIPT_FILE)
     return process.stdout
 
 
-def _must_be_same_cluster() -> None:
-    """Raise UsageError where sbatch would submit to another cluster than scontrol queries."""
-    chosen = os.environ.get("SBATCH_CLUSTERS")
-    if chosen and chosen != os.environ.get("SLURM_CLUSTERS"):
+def _must_query_same_cluster() -> None:
+    """Raise UsageError if sbatch would submit to a cluster that scontrol does not query."""
+    sbatch_cluster = os.environ.get("SBATCH_CLUSTERS")
+    if sbatch_cluster and sbatch_cluster != os.environ.get("SLURM_CLUSTERS"):
         raise UsageError(
-            f"SBATCH_CLUSTERS={chosen} is read by sbatch alone, and `status` would query another "
-            f"cluster: export SLURM_CLUSTERS={chosen} as well"
+            f"only sbatch reads SBATCH_CLUSTERS={sbatch_cluster}, and `status` would query another "
+            f"cluster: also export SLURM_CLUSTERS={sbatch_cluster}"
         )
 
 
-def _write_script(folder: Path, text: str, is_new_folder: bool) -> Path:
-    """Make `folder`, and a file in it that holds the script: after sbatch it only gets its name.
+def _write_script(folder: Path, script_text: str, is_new_folder: bool) -> Path:
+    """Make `folder` and write the script to a temporary file in it, renamed after submission.
 
-    Raises UsageError where that cannot be, as on a full disk, and leaves nothing.
+    Raises UsageError and removes the files if that fails, as on a full disk.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"--out {folder} cannot be made: {error.strerror}") from None
-    script = folder / f".{SCRIPT}.{os.getpid()}"
+    script_path = folder / f".{SCRIPT_FILE}.{os.getpid()}"
     try:
-        script.write_text(text)
+        script_path.write_text(script_text)
     except OSError as error:
-        _remove_script(script, is_new_folder)
+        _remove_script(script_path, is_new_folder)
         raise UsageError(f"--out {folder} cannot be written: {error.strerror}") from None
-    return script
+    return script_path
 
 
-def _remove_script(script: Path, is_new_folder: bool) -> None:
+def _remove_script(script_path: Path, is_new_folder: bool) -> None:
     """Remove the files that `_write_script` made."""
     with suppress(OSError):
-        script.unlink(missing_ok=True)
+        script_path.unlink(missing_ok=True)
         if is_new_folder:
-            script.parent.rmdir()
+            script_path.parent.rmdir()
 
 
-def _no_answer(reply: str, folder: Path, text: str, script: Path) -> HpctrainError:
-    """Return the error about a job that may be in the queue, and keep its script."""
-    script.replace(folder / SCRIPT)
-    match = re.search(r"^#SBATCH --job-name=(.*)$", text, re.M)
+def _no_answer_error(
+    reply: str, folder: Path, script_text: str, script_path: Path
+) -> HpctrainError:
+    """Return the error for a job that may be in the queue; its script gets its final name."""
+    script_path.replace(folder / SCRIPT_FILE)
+    match = re.search(r"^#SBATCH --job-name=(.*)$", script_text, re.M)
     name = f" --name={match[1]}" if match else ""
     return NoAnswerError(
-        f"no answer of Slurm's controller ({' '.join(reply.split())}): the job may be in the queue "
-        f"all the same. See `squeue --me{name}` before you submit again; {folder} stays, and "
-        "`hpctrain slurm status` shows the job there once it runs"
+        f"no answer from Slurm's controller ({' '.join(reply.split())}): the job may still be in "
+        f"the queue. See `squeue --me{name}` before you submit again; {folder} is kept, and "
+        "`hpctrain slurm status` shows the job as soon as it runs"
     )
 
 
-def _id_in(output: str) -> int:
-    """Return the job's id in sbatch's output; some sites add lines of their own."""
+def _parse_job_id(output: str) -> int:
+    """Return the job's id in sbatch's output, to which some sites add lines."""
     match = re.search(r"^(\d+)(;\S*)?$", output, re.M)
     if match is None:
-        raise HpctrainError(f"sbatch took the script, but did not return the job's id: {output!r}")
+        raise HpctrainError(
+            f"sbatch accepted the script, but did not return the job's id: {output!r}"
+        )
     return int(match[1])
 
 
-def _output(text: str, folder: Path) -> list[str]:
-    """Return the option that writes a job's output into `folder`, unless the script has one."""
-    options = _options(text)
+def _output_option(script_text: str, folder: Path) -> list[str]:
+    """Return sbatch's option for a job output in `folder`; [] if the script sets the option."""
+    options = _script_options(script_text)
     if "output" in options:
         return []
     output_prefix = str(folder.absolute() / "slurm-").replace("%", "%%")
     return [f"--output={output_prefix}{'%A_%a' if 'array' in options else '%j'}.out"]
 
 
-def _options(text: str) -> set[str]:
-    return {match[1] for match in re.finditer(r"^#SBATCH --([a-z-]+)", text, re.M)}
+def _script_options(script_text: str) -> set[str]:
+    return {match[1] for match in re.finditer(r"^#SBATCH --([a-z-]+)", script_text, re.M)}
 
 
-def jobs_of(folder: Path) -> list[int]:
+def read_job_ids(folder: Path) -> list[int]:
     """Return the ids of the jobs of a run, the latest last."""
-    path = folder / JOBS
+    path = folder / JOBS_FILE
     try:
-        document = files.read_json(path, LIMIT_BYTES) if path.exists() else {"jobs": []}
+        document = files.read_json(path, MAX_JOBS_FILE_BYTES) if path.exists() else {"jobs": []}
         return [int(job) for job in document["jobs"]]
     except (ValueError, KeyError, TypeError):
         raise UsageError(
-            f'{path} is damaged: expected {{"jobs": [17, ...]}}; write the ids anew, or remove it'
+            f'{path} is damaged: expected {{"jobs": [17, ...]}}; correct the file, or remove it'
         ) from None
 
 
-def jobs_named(name: str) -> list[int]:
-    """Return the jobs of this name that have not ended, the latest last."""
-    process = run(
+def find_jobs_by_name(name: str) -> list[int]:
+    """Return the ids of unfinished jobs with this name, the latest last."""
+    process = run_command(
         ["squeue", "--noheader", f"--user={getpass.getuser()}", f"--name={name}", "--format=%A"]
     )
     if process.returncode:
@@ -182,32 +192,32 @@ def jobs_named(name: str) -> list[int]:
     return sorted({int(line) for line in process.stdout.split()})
 
 
-def must_be_free(folder: Path, dependency: str = "") -> None:
-    """Raise UsageError where a job of `folder` has not ended, unless the new one waits for it.
+def must_have_no_active_job(folder: Path, dependency: str = "") -> None:
+    """Raise UsageError if a job of `folder` has not ended, unless the new job waits for its end.
 
-    `dependency` is the option of that name which the new job has.
+    `dependency` is the new job's option --dependency.
     """
-    for states in job_states([], jobs_of(folder)).values():
+    for states in query_jobs([], read_job_ids(folder)).values():
         for state in states:
-            waits_for_job = state.job.partition("_")[0] in re.findall(r"\d+", dependency)
+            is_awaited = state.job.partition("_")[0] in re.findall(r"\d+", dependency)
             if state.state in (*END_STATES, NO_ANSWER) or "singleton" in dependency:
                 continue
-            if not waits_for_job or "after:" in dependency:
+            if not is_awaited or "after:" in dependency:
                 raise UsageError(
                     f"--out {folder}: its job {state.job} is {state.state}, and two jobs cannot "
-                    f"write there at once; add --option dependency=afterany:{state.job}, name "
+                    f"share a folder; add --option dependency=afterany:{state.job}, name "
                     f"another --out, or `scancel {state.job}`"
                 )
 
 
-def job_states(jobs: Iterable[T], older_jobs: Iterable[T] = ()) -> dict[T, list[JobState]]:
-    """Return the states of each job; of `older_jobs` only those that the controller still knows.
+def query_jobs(jobs: Iterable[T], older_jobs: Iterable[T] = ()) -> dict[T, list[JobState]]:
+    """Return the states of each job; accounting is not queried for `older_jobs`.
 
-    After a controller that does not answer, the state is NO_ANSWER for all other jobs as well.
+    Once the controller does not answer, all further jobs get the state NO_ANSWER.
     """
     states, failure = {}, ""
     for job, query in chain(
-        ((job, from_slurm) for job in jobs), ((job, from_scontrol) for job in older_jobs)
+        ((job, query_slurm) for job in jobs), ((job, query_scontrol) for job in older_jobs)
     ):
         try:
             states[job] = [_no_answer_state(job, failure)] if failure else query(job)

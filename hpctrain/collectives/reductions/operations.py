@@ -22,10 +22,10 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain import config
 from hpctrain.collectives.reductions import bfloat16, cuda_sum
 from hpctrain.collectives.reductions.extremum import Extremum, extremum
 from hpctrain.core.errors import UsageError
+from hpctrain.core.names import unknown
 from hpctrain.core.xp import Array, on_device
 
 #: (accumulator, received, out=accumulator), called like NumPy's ufuncs.
@@ -91,7 +91,7 @@ def _refusal(name: str, dtype: np.dtype, defined: Sequence[str]) -> str:
     expected = f"{dtype.name} has: {', '.join(defined)}"
     if name in (*OPERATIONS, MEAN):
         return f"op '{name}' is not defined for {dtype.name}; {expected}"
-    return f"{config.unknown('op', name, defined).partition('; choose')[0]}; {expected}"
+    return f"{unknown('op', name, defined).partition('; choose')[0]}; {expected}"
 
 
 def reduced_by_mpi(x: Array, op: Operation) -> bool:

@@ -1,4 +1,4 @@
-"""The preflight of a whole job: all ranks together, in less than a minute, before they train.
+"""The preflight of a whole job: all ranks are checked together, in less than a minute.
 
     examine.py        the stages in their order
     result.py         answers gathered on rank 0; show.py prints them
@@ -10,5 +10,5 @@
     ping_pong.py      all pairs, as a tournament                               and MAD
     known_sums.py     each all-reduce, on integers
 
-A rank that does not answer ends the job after a while, with its name and the result so far.
+If a rank does not answer, the job ends after 30 s with the name of the rank and the result so far.
 """

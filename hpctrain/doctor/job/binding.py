@@ -1,4 +1,4 @@
-"""The binding map: host, cores, GPU and NIC of every rank, and the faults of this placement."""
+"""The binding map: host, cores, GPU and NIC of every rank; the faults of this placement."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hpctrain.transport.placement.nearest_nics import NEAR, NIC_VARIABLE, UCX_RA
 
 COLUMNS = ("rank", "host", "local rank", "cores", "BLAS threads", "GPU", "NIC")
 #: Placement faults: a bad one makes a run many times slower, or ends it.
-KINDS: dict[str, Verdict] = {
+FAULT_VERDICTS: dict[str, Verdict] = {
     "local ranks": "bad",
     "GPUs shared": "bad",
     "cores shared": "bad",
@@ -32,108 +32,121 @@ KINDS: dict[str, Verdict] = {
 }
 
 
-def rows(seats: Sequence[RankBinding]) -> list[tuple[str, ...]]:
-    """Return the cells of the map, a row per rank, under `COLUMNS`."""
-    last_local: dict[str, int] = {}
-    cells_of_ranks = []
-    for rank, seat in enumerate(seats):
-        local = last_local[seat.host] = last_local.get(seat.host, -1) + 1
-        nic = seat.nics.label
-        cells = (rank, seat.host, local, seat.cores, seat.blas_threads, seat.gpu, nic)
-        cells_of_ranks.append(tuple(str(cell) or "-" for cell in cells))
-    return cells_of_ranks
-
-
-def checks(seats: Sequence[RankBinding]) -> list[Check]:
-    """Return a check for each kind of fault, and one for each kind that is absent."""
-    problems = faults(seats)
-    checks_found = [_launcher(seats)]
-    for fault_group in grouped_by_kind(problems):
-        checks_found.append(
-            Check(fault_group[0].name, KINDS[fault_group[0].name], *description(fault_group))
+def binding_rows(bindings: Sequence[RankBinding]) -> list[tuple[str, ...]]:
+    """Return a row of cells per rank, under the headings `COLUMNS`."""
+    last_local_rank: dict[str, int] = {}
+    rows = []
+    for rank, binding in enumerate(bindings):
+        local_rank = last_local_rank[binding.host] = last_local_rank.get(binding.host, -1) + 1
+        nic = binding.nics.label
+        cells = (
+            rank,
+            binding.host,
+            local_rank,
+            binding.cores,
+            binding.blas_threads,
+            binding.gpu,
+            nic,
         )
-    if not any(fault.name in ("cores shared", "BLAS threads") for fault in problems):
-        checks_found.append(_shared_cores(seats))
-    gpus_are_shared = any(fault.name == "GPUs shared" for fault in problems)
-    if any(seat.gpu for seat in seats) and not gpus_are_shared:
-        checks_found.append(_gpus(seats))
-    if not any(fault.name.startswith("NICs") for fault in problems):
-        checks_found += _nics(seats)
-    return checks_found
+        rows.append(tuple(str(cell) or "-" for cell in cells))
+    return rows
 
 
-def _shorten(words: Sequence[str]) -> str:
-    return "; ".join(words[:MAX_FAULTS_SHOWN]) + f"; and {len(words) - MAX_FAULTS_SHOWN} more" * (
-        len(words) > MAX_FAULTS_SHOWN
+def check_bindings(bindings: Sequence[RankBinding]) -> list[Check]:
+    """Return the checks of the placement: a row per kind of fault, else of cores, GPUs and NICs."""
+    rank_faults = faults(bindings)
+    checks = [_check_launcher(bindings)]
+    for fault_group in grouped_by_kind(rank_faults):
+        name = fault_group[0].name
+        checks.append(Check(name, FAULT_VERDICTS[name], *description(fault_group)))
+    if not any(fault.name in ("cores shared", "BLAS threads") for fault in rank_faults):
+        checks.append(_check_shared_cores(bindings))
+    has_shared_gpus = any(fault.name == "GPUs shared" for fault in rank_faults)
+    if any(binding.gpu for binding in bindings) and not has_shared_gpus:
+        checks.append(_check_shared_gpus(bindings))
+    if not any(fault.name.startswith("NICs") for fault in rank_faults):
+        checks += _check_near_nics(bindings)
+    return checks
+
+
+def _join_texts(texts: Sequence[str]) -> str:
+    suffix = f"; and {len(texts) - MAX_FAULTS_SHOWN} more" * (len(texts) > MAX_FAULTS_SHOWN)
+    return "; ".join(texts[:MAX_FAULTS_SHOWN]) + suffix
+
+
+def is_oversubscribed(bindings: Sequence[RankBinding]) -> bool:
+    """Return whether any ranks share fewer cores than there are ranks."""
+    return any(
+        len(ranks) > len(core_list(cores)) for ranks, cores, _ in _ranks_by_value(bindings, "cores")
     )
 
 
-def is_oversubscribed(seats: Sequence[RankBinding]) -> bool:
-    """Return whether any ranks share fewer cores than they are."""
-    return any(len(ranks) > len(core_list(cores)) for ranks, cores, _ in _sharing(seats, "cores"))
-
-
-def _launcher(seats: Sequence[RankBinding]) -> Check:
-    names = list(dict.fromkeys(TITLES[seat.launcher] for seat in seats))
-    hosts = len({seat.host for seat in seats})
-    observed = f"{len(seats)} rank{'s' * (len(seats) > 1)} on {hosts} node{'s' * (hosts > 1)}, by "
-    observed += " and ".join(names)
-    if len(seats) > 1:
+def _check_launcher(bindings: Sequence[RankBinding]) -> Check:
+    launcher_names = list(dict.fromkeys(TITLES[binding.launcher] for binding in bindings))
+    node_count = len({binding.host for binding in bindings})
+    observed = f"{len(bindings)} rank{'s' * (len(bindings) > 1)} "
+    observed += f"on {node_count} node{'s' * (node_count > 1)}, by {' and '.join(launcher_names)}"
+    if len(bindings) > 1:
         return Check("ranks", "ok", observed)
-    return Check("ranks", "note", f"{observed}: start as many as will train",
+    return Check("ranks", "note", f"{observed}: start as many ranks as the training will have",
                  "srun, mpirun or hpctrain launch -n N")  # fmt: skip
 
 
-def _shared_cores(seats: Sequence[RankBinding]) -> Check:
-    """Return the check of ranks that share cores, though none is idle."""
-    groups = list(_sharing(seats, "cores"))
+def _check_shared_cores(bindings: Sequence[RankBinding]) -> Check:
+    """Return the check of ranks that share cores on nodes without idle cores."""
+    groups = list(_ranks_by_value(bindings, "cores"))
     if not groups:
         return Check("cores", "ok", "every rank has its own")
-    observed = _shorten([
+    observed = _join_texts([
         f"{named(ranks)} of {host} share {len(core_list(cores))} cores"
         for ranks, cores, host in groups
     ])  # fmt: skip
-    if is_oversubscribed(seats):
+    if is_oversubscribed(bindings):
         return Check("cores", "slow", f"{observed}: they take turns", "start fewer ranks per node")
-    remedy = unbind(seats[0].launcher)
+    remedy = unbind(bindings[0].launcher)
     return Check("cores", "note", f"{observed}: ranks are not bound", remedy)
 
 
-def _gpus(seats: Sequence[RankBinding]) -> Check:
-    """Return the check of ranks that share a GPU, though none is idle."""
-    texts = [f"{named(ranks)} of {host} share {gpu}" for ranks, gpu, host in _sharing(seats, "gpu")
-             if gpu]  # fmt: skip
+def _check_shared_gpus(bindings: Sequence[RankBinding]) -> Check:
+    """Return the check of ranks that share a GPU on nodes without idle GPUs."""
+    groups = _ranks_by_value(bindings, "gpu")
+    texts = [f"{named(ranks)} of {host} share {gpu}" for ranks, gpu, host in groups if gpu]
     if texts:
-        return Check("GPUs", "note", _shorten(texts), "start as many ranks per node as it has GPUs")
+        return Check(
+            "GPUs", "note", _join_texts(texts), "start as many ranks per node as it has GPUs"
+        )
     return Check("GPUs", "ok", "every rank has its own")
 
 
-def _nics(seats: Sequence[RankBinding]) -> list[Check]:
-    """Return the check of ranks equally near to more ports than UCX uses at once; [] on one node.
+def _check_near_nics(bindings: Sequence[RankBinding]) -> list[Check]:
+    """Return the check of ranks that are equally near to many ports; [] on one node.
 
-    UCX would take the same ports for each of these ranks.
+    If there are more such ports than UCX uses at once, UCX selects the same ones for all ranks.
     """
-    if len({seat.host for seat in seats}) < 2 or all(len(s.nics.ports) < 2 for s in seats):
+    is_one_node = len({binding.host for binding in bindings}) < 2
+    if is_one_node or all(len(binding.nics.ports) < 2 for binding in bindings):
         return []
     texts = [
         f"{named(ranks)} of {host} are equally near {len(nics.nearest)} ports"
-        for ranks, nics, host in _sharing(seats, "nics")
+        for ranks, nics, host in _ranks_by_value(bindings, "nics")
         if len(nics.nearest) > UCX_RAILS and not nics.named
     ]
     if texts:
-        observed = f"{_shorten(texts)}: UCX may give all of them the same {UCX_RAILS}"
+        observed = f"{_join_texts(texts)}: UCX may give all of them the same {UCX_RAILS}"
         return [
             Check(
                 "NICs", "note", observed, f"export {NIC_VARIABLE}={NEAR}: ranks share the ports out"
             )
         ]
-    return [Check("NICs", "ok", "those near each rank are in the map")]
+    return [Check("NICs", "ok", "the map shows the ports near each rank")]
 
 
-def _sharing(seats: Sequence[RankBinding], attribute: str) -> Iterator[tuple[list[int], Any, str]]:
-    """Yield the ranks of a node with equal `attribute`, its value, and the node."""
-    keys = [(seat.host, getattr(seat, attribute)) for seat in seats]
+def _ranks_by_value(
+    bindings: Sequence[RankBinding], attribute: str
+) -> Iterator[tuple[list[int], Any, str]]:
+    """Yield groups of ranks of one node with the same `attribute`: ranks, value, node."""
+    keys = [(binding.host, getattr(binding, attribute)) for binding in bindings]
     for key in dict.fromkeys(keys):
-        ranks = [rank for rank, seat_key in enumerate(keys) if seat_key == key]
+        ranks = [rank for rank, rank_key in enumerate(keys) if rank_key == key]
         if len(ranks) > 1:
             yield ranks, key[1], key[0]

@@ -1,12 +1,12 @@
-"""A short computation on every core: one slow core, or one shared with other work, delays all.
+"""A short computation on every core, since one slow or shared core delays all ranks.
 
 Each core is assigned to one of the ranks that may run on it. A rank measures its cores one after
-the other, while the ranks of its node run side by side, as training will use them. On a core
-shared with other work the CPU time of the thread is less than the wall time. That share has a limit
-of its own, not relative to the median: on a busy node all cores are alike.
+the other, while all ranks of the node measure at once, as in training. On a core shared with other
+work, the CPU time of the thread is less than the wall time. This share has an absolute limit rather
+than one relative to the median, since all cores of a busy node may be slow.
 
-Cost: some 30 ms for each core that a rank may use and no other rank tries, at most 4 s for one rank
-on 128 cores, twice that on cores that are busy; the output grows as the cores of the job.
+Cost: about 30 ms per core assigned to a rank, at most 4 s for one rank on 128 cores, and twice that
+on busy cores. The output grows linearly with the cores of the job.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from hpctrain.doctor.check import Check
-from hpctrain.doctor.job.outliers import median_mad
-from hpctrain.doctor.node import MORE_TIME
+from hpctrain.doctor.job.outliers import compute_median_mad
+from hpctrain.doctor.node import MORE_CPU_TIME
 from hpctrain.hardware import quota
 from hpctrain.hardware.pci import core_list
 from hpctrain.transport.placement.check import FEWER_THREADS, RankBinding
 from hpctrain.transport.placement.core_binding import on_core
 
-LENGTH, CALLS = 4096, 60_000  # 32 KiB in all, in the first cache; some 30 ms
-#: The smallest share of CPU time of a thread on a core of its own. A thread that shares its core
-#: with another gets half; a daemon that wakes up once leaves seven eighths of 30 ms.
-MIN_SHARE = 0.8
+ARRAY_LENGTH, CALL_COUNT = 4096, 60_000  # 32 KiB, which fit the L1 cache; about 30 ms
+#: The smallest share of CPU time of a thread that has a core to itself. A thread that shares its
+#: core with another thread gets half; a daemon that wakes up once leaves 7/8 of 30 ms.
+MIN_CPU_SHARE = 0.8
 
 
 @dataclass(frozen=True)
@@ -41,106 +41,122 @@ class CoreTiming:
     core: int
     seconds: float
     share: float
-    quota: float | None = None  #: CPU time of so many cores that its rank may use; None: no limit
+    quota: float | None = None  #: its rank's CPU time in cores; None: no limit
 
 
-def assign(seats: Sequence[RankBinding], machines: Sequence[str]) -> list[list[int]]:
-    """Return the cores that each rank measures: each of a machine once, as evenly as possible."""
-    cores_of_ranks: list[list[int]] = [[] for _ in seats]
+def assign_cores(bindings: Sequence[RankBinding], machines: Sequence[str]) -> list[list[int]]:
+    """Return the cores that each rank measures; every core has one rank, in balanced shares."""
+    cores_of_ranks: list[list[int]] = [[] for _ in bindings]
     for machine in dict.fromkeys(machines):
-        ranks = [rank for rank, name in enumerate(machines) if name == machine]
-        allowed = {rank: set(core_list(seats[rank].cores)) for rank in ranks}
-        for core in sorted(set().union(*allowed.values())):
-            candidates = [rank for rank in ranks if core in allowed[rank]]
-            cores_of_ranks[min(candidates, key=lambda rank: len(cores_of_ranks[rank]))].append(core)
+        ranks = [rank for rank, rank_machine in enumerate(machines) if rank_machine == machine]
+        allowed_cores = {rank: set(core_list(bindings[rank].cores)) for rank in ranks}
+        for core in sorted(set().union(*allowed_cores.values())):
+            candidate_ranks = [rank for rank in ranks if core in allowed_cores[rank]]
+            cores_of_ranks[min(candidate_ranks, key=lambda rank: len(cores_of_ranks[rank]))].append(
+                core
+            )
     return cores_of_ranks
 
 
-def measure(rank: int, host: str, cores: Iterable[int]) -> list[CoreTiming]:
-    """Return a measurement of each of `cores` that the thread can be bound to."""
+def measure_cores(rank: int, host: str, cores: Iterable[int]) -> list[CoreTiming]:
+    """Return a measurement of each of `cores` to which the thread can be bound."""
     timings, quota_cores = [], quota.cores()
     for core in cores:
         try:
             with on_core(core):
-                timings.append(CoreTiming(rank, host, core, *_faster_timing(), quota_cores))
-        except OSError:  # removed from the rank since
+                timings.append(CoreTiming(rank, host, core, *_measure_best_of_two(), quota_cores))
+        except OSError:  # meanwhile the rank has lost this core
             continue
     return timings
 
 
-def check(timings: Sequence[CoreTiming]) -> Check:
+def check_cores(timings: Sequence[CoreTiming]) -> Check:
     """Return the check of the speed of all cores."""
     if not timings:
-        return Check("speed of cores", "note", "none could be tried")
-    stats = median_mad([core.seconds for core in timings])
+        return Check("speed of cores", "note", "no core could be measured")
+    stats = compute_median_mad([timing.seconds for timing in timings])
     observed = f"{len(timings)} cores, median {stats.median * 1e3:.1f} ms for a short computation"
-    slow_cores = [c for c in timings if c.seconds > stats.limit or c.share < MIN_SHARE]
-    slow_cores.sort(key=lambda c: -c.seconds)
+    slow_cores = [
+        timing for timing in timings if timing.seconds > stats.limit or timing.share < MIN_CPU_SHARE
+    ]
+    slow_cores.sort(key=lambda timing: -timing.seconds)
     if not slow_cores:
-        lowest = min(1.0, *(c.share for c in timings))
-        observed += f", given {lowest:.0%} of their time or more"
+        min_share = min(1.0, *(timing.share for timing in timings))
+        observed += f", given {min_share:.0%} of their time or more"
         return Check("speed of cores", "ok", observed)
-    words = [f"core {c.core} of {c.host} (rank {c.rank}): {stats.times(c.seconds)}{_reason(c)}"
-             for c in slow_cores[:4]]  # fmt: skip
-    observed += f", MAD {stats.mad * 1e3:.1f}; {'; '.join(words)}"
+    slow_texts = [
+        f"core {timing.core} of {timing.host} (rank {timing.rank}): "
+        f"{stats.format_ratio(timing.seconds)}{_describe_cause(timing)}"
+        for timing in slow_cores[:4]
+    ]
+    observed += f", MAD {stats.mad * 1e3:.1f}; {'; '.join(slow_texts)}"
     observed += f"; and {len(slow_cores) - 4} more" * (len(slow_cores) > 4)
-    nodes = tuple(dict.fromkeys(c.host for c in slow_cores))
-    return Check("speed of cores", "slow", observed, _remedy(slow_cores[0]), nodes)
+    nodes = tuple(dict.fromkeys(timing.host for timing in slow_cores))
+    return Check("speed of cores", "slow", observed, _slow_core_remedy(slow_cores[0]), nodes)
 
 
-def quotas(seats: Sequence[RankBinding], quota_of: Mapping[str, float | None]) -> list[Check]:
-    """Return the check of the CPU quotas by node; none where no quota limits CPU time."""
-    threads: Counter[str] = Counter()
-    for seat in seats:
-        threads[seat.host] += seat.blas_threads
-    limits = {host: limit for host, limit in quota_of.items() if limit is not None}
-    exceeded = {host: limit for host, limit in limits.items() if threads[host] > max(1, limit)}
+def check_quotas(
+    bindings: Sequence[RankBinding], quota_by_host: Mapping[str, float | None]
+) -> list[Check]:
+    """Return the check of the nodes' CPU quotas; [] if no quota limits CPU time."""
+    threads_by_host: Counter[str] = Counter()
+    for binding in bindings:
+        threads_by_host[binding.host] += binding.blas_threads
+    limits = {host: limit for host, limit in quota_by_host.items() if limit is not None}
+    exceeded_limits = {
+        host: limit for host, limit in limits.items() if threads_by_host[host] > max(1, limit)
+    }
     if not limits:
         return []
-    host = min(exceeded or limits, key=limits.__getitem__)
-    observed = f"{threads[host]} BLAS threads on {host}, quota: the time of {limits[host]:g} cores"
-    if not exceeded:
-        return [Check("CPU quota", "ok", observed)]
-    observed += (
-        f"{f', and {len(exceeded) - 1} nodes like it' * (len(exceeded) > 1)}: they are stopped"
+    host = min(exceeded_limits or limits, key=limits.__getitem__)
+    observed = (
+        f"{threads_by_host[host]} BLAS threads on {host}, quota: the time of {limits[host]:g} cores"
     )
-    return [Check("CPU quota", "bad", f"{observed} when it is used up",
-                  f"{FEWER_THREADS}, or ask for more: {MORE_TIME}")]  # fmt: skip
+    if not exceeded_limits:
+        return [Check("CPU quota", "ok", observed)]
+    observed += f", and {len(exceeded_limits) - 1} nodes like it" * (len(exceeded_limits) > 1)
+    observed += ": threads are stopped when the quota is used up"
+    remedy = f"{FEWER_THREADS}, or ask for more: {MORE_CPU_TIME}"
+    return [Check("CPU quota", "bad", observed, remedy)]
 
 
-def _remedy(core: CoreTiming) -> str:
-    if _throttled(core):
-        return f"ask for more CPU time ({MORE_TIME}), or start fewer ranks"
+def _slow_core_remedy(core: CoreTiming) -> str:
+    if _is_throttled(core):
+        return f"ask for more CPU time ({MORE_CPU_TIME}), or start fewer ranks"
     return (
         f"see what else runs there (on {core.host}: ps -eLo psr,pcpu,pid,user,comm | awk '$1 == "
         f"{core.core}'), ask for whole nodes (srun --exclusive), or leave the node out"
     )
 
 
-def _throttled(core: CoreTiming) -> bool:
-    return core.share < MIN_SHARE and core.quota is not None
+def _is_throttled(core: CoreTiming) -> bool:
+    return core.share < MIN_CPU_SHARE and core.quota is not None
 
 
-def _reason(core: CoreTiming) -> str:
+def _describe_cause(core: CoreTiming) -> str:
     share = f", given {core.share:.0%} of its time"
-    if _throttled(core):
+    if _is_throttled(core):
         return f"{share}: a quota of {core.quota:g} cores"
-    if core.share < MIN_SHARE:
-        return f"{share} (expected: {MIN_SHARE:.0%}): something else runs there"
+    if core.share < MIN_CPU_SHARE:
+        return f"{share} (expected: {MIN_CPU_SHARE:.0%}): something else runs there"
     return ", all of its time: a slow core, a hot one, or another model"
 
 
-def _faster_timing() -> tuple[float, float]:
-    """Return the result of `_compute`, of the better of two tries if the core was shared."""
-    first = _compute()
-    return first if first[1] >= MIN_SHARE else max(first, _compute(), key=lambda timing: timing[1])
+def _measure_best_of_two() -> tuple[float, float]:
+    """Return the result of `_time_computation`; on a shared core the better of two tries."""
+    first_timing = _time_computation()
+    return (
+        first_timing
+        if first_timing[1] >= MIN_CPU_SHARE
+        else max(first_timing, _time_computation(), key=lambda timing: timing[1])
+    )
 
 
-def _compute() -> tuple[float, float]:
-    x, y = np.zeros(LENGTH // 2), np.ones(LENGTH // 2)
-    np.add(x, y, out=x)  # now on that core, and in its cache
+def _time_computation() -> tuple[float, float]:
+    x, y = np.zeros(ARRAY_LENGTH // 2), np.ones(ARRAY_LENGTH // 2)
+    np.add(x, y, out=x)  # moves the thread to its core and the arrays into the cache
     start, cpu_start = time.perf_counter(), time.thread_time()
-    for _ in range(CALLS):
+    for _ in range(CALL_COUNT):
         np.add(x, y, out=x)
     seconds = time.perf_counter() - start
     return seconds, (time.thread_time() - cpu_start) / seconds

@@ -1,6 +1,6 @@
-"""Each all-reduce, on integers whose sum is known: a wrong sum trains a wrong model.
+"""Check every all-reduce on integers whose sum is known, since wrong sums train wrong models.
 
-Rank r contributes r + 1 times the numbers i mod 1009; the sum is P (P + 1) / 2 times these.
+At index i, rank r contributes (r + 1) (i mod 1009). The sum is (i mod 1009) P (P + 1) / 2.
 """
 
 from __future__ import annotations
@@ -16,44 +16,49 @@ from hpctrain.transport.placement.check import named
 from hpctrain.tuning.select import auto
 from hpctrain.world import World
 
-PERIOD = 1009
+NUMBER_PERIOD = 1009
 
 
-def names(world: World) -> list[str]:
+def algorithm_names(world: World) -> list[str]:
     """Return the algorithms that can run on these nodes."""
-    excluded = {"null"} | ({"direct"} if len(world.main.nodes) > 1 else set())
-    return ["auto", *(name for name in collectives.ALLREDUCE if name not in excluded)]
+    unsuitable_algorithms = {"null"} | ({"direct"} if len(world.main.nodes) > 1 else set())
+    return ["auto", *(name for name in collectives.ALLREDUCE if name not in unsuitable_algorithms)]
 
 
-def failed_algorithms(world: World) -> list[str]:
+def find_failed_algorithms(world: World) -> list[str]:
     """Return the algorithms with a wrong sum on this rank; collective."""
-    return [name for name in names(world) if not _is_correct(world, name)]
+    return [name for name in algorithm_names(world) if not _is_correct(world, name)]
 
 
-def check(failures: Sequence[Sequence[str]], tried: Sequence[str]) -> Check:
-    """Return the check of the algorithms that gave a wrong sum on each rank."""
-    bad = {name: [rank for rank, failed in enumerate(failures) if name in failed] for name in tried}
-    bad = {name: ranks for name, ranks in bad.items() if ranks}
-    if not bad:
-        return Check("sums", "ok", f"right on all ranks: {', '.join(tried)}")
-    observed = "; ".join(f"{name} is wrong on {named(ranks)}" for name, ranks in bad.items())
-    if set(bad) == {"native"}:
+def check_sums(failures: Sequence[Sequence[str]], tried_algorithms: Sequence[str]) -> Check:
+    """Return the check of all algorithms; `failures` lists the failed algorithms of each rank."""
+    failed_ranks = {
+        name: [rank for rank, failed_names in enumerate(failures) if name in failed_names]
+        for name in tried_algorithms
+    }
+    failed_ranks = {name: ranks for name, ranks in failed_ranks.items() if ranks}
+    if not failed_ranks:
+        return Check("sums", "ok", f"right on all ranks: {', '.join(tried_algorithms)}")
+    observed = "; ".join(
+        f"{name} is wrong on {named(ranks)}" for name, ranks in failed_ranks.items()
+    )
+    if set(failed_ranks) == {"native"}:
         return Check("sums", "bad", f"{observed}: the MPI library's own",
                      "use another one: [wire] algorithm; tell the site")  # fmt: skip
-    return Check("sums", "bad", observed, "messages are damaged, or shared memory is: try MPI over "
-                 "another transport (UCX_TLS, OMPI_MCA_btl), and tell us")  # fmt: skip
+    return Check("sums", "bad", observed, "messages or shared memory are damaged: try another "
+                 "transport of MPI (UCX_TLS, OMPI_MCA_btl), and report it to us")  # fmt: skip
 
 
 def _is_correct(world: World, name: str) -> bool:
-    """Return whether `name` sums correctly: one element, one more than ranks, several segments."""
+    """Return whether algorithm `name` is correct on 1, P + 1 and 100,003 elements."""
     allreduce = auto if name == "auto" else collectives.ALLREDUCE[name]
-    correct = True
+    is_correct = True
     for length in (1, world.size + 1, 100_003):
-        numbers = np.arange(length) % PERIOD
+        numbers = np.arange(length) % NUMBER_PERIOD
         x = numbers * (world.rank + 1)
         try:
             allreduce(world.main, x, np.add)
-        except HpctrainError:  # on all ranks alike; otherwise the watch names the missing rank
+        except HpctrainError:  # all ranks raise it; otherwise the watch names the missing rank
             return False
-        correct &= bool((x == numbers * (world.size * (world.size + 1) // 2)).all())
-    return correct
+        is_correct &= bool((x == numbers * (world.size * (world.size + 1) // 2)).all())
+    return is_correct

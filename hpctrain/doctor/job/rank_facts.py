@@ -1,4 +1,4 @@
-"""Facts of each rank: versions, recipe, MPI; the first rank of a node adds those of the node."""
+"""Facts of each rank: versions, recipe, MPI; the first rank of a node adds facts of the node."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ from hpctrain.training.timeline import kernel
 from hpctrain.transport.gpu_probe import verdicts
 from hpctrain.world import World
 
-REFUSAL_PREFIX = "refused: "
+REFUSED_PREFIX = "refused: "
 
 
 @dataclass(frozen=True)
 class RankFacts:
-    """Facts that must be equal on all ranks, and facts of one rank or node."""
+    """Facts of one rank, some of which must be equal on all ranks."""
 
     versions: Mapping[str, str]
-    recipe: str  #: its hash, or how it was refused; "" where none was named
+    recipe: str  #: the hash of the recipe, or the reason of its refusal; "" without a recipe
     threads: str  #: thread level that MPI grants, such as "MULTIPLE"
     ulfm: bool
-    kernel: str  #: identifies the machine, whatever its hostname
+    kernel: str  #: identifies the machine independently of its hostname
     checks: tuple[Check, ...] = ()  #: of the node; only from its first rank
-    lines: tuple[str, ...] = ()  #: the topology of the node as text
+    topology_lines: tuple[str, ...] = ()  #: the topology of the node as text
     hardware: Mapping[str, Any] = field(default_factory=dict)
 
 
-def local_facts(world: World, name: str | None) -> RankFacts:
+def collect_local_facts(world: World, recipe_name: str | None) -> RankFacts:
     """Return the facts of this rank."""
     from hpctrain.transport.mpi import hello
 
     return RankFacts(
-        {**machine.versions(), "cupy": examine.cupy() or "none", "MPI": machine.mpi()},
-        _recipe(name),
+        {**machine.versions(), "cupy": examine.cupy_version() or "none", "MPI": machine.mpi()},
+        _hash_recipe(recipe_name),
         hello.level(),
         hello.ulfm(),
         kernel(),
-        **(_node_facts(world.host) if is_first_of_node(world) else {}),
+        **(_collect_node_facts(world.host) if is_first_of_node(world) else {}),
     )
 
 
@@ -52,21 +52,27 @@ def is_first_of_node(world: World) -> bool:
     return world.hosts.index(world.host) == world.rank
 
 
-def _node_facts(host: str) -> dict[str, Any]:
-    hardware = examine.hardware(host)
+def _collect_node_facts(host: str) -> dict[str, Any]:
+    hardware = examine.find_hardware(host)
     gpu_paths = verdicts.cached_result(os.environ) if hardware.cards.cards else None
-    checks = tuple(examine.node_checks(hardware, gpu_paths))
-    return {"checks": checks, "lines": tuple(hardware.lines), "hardware": hardware.table()}
+    checks = tuple(examine.check_node(hardware, gpu_paths))
+    return {
+        "checks": checks,
+        "topology_lines": tuple(hardware.topology_lines),
+        "hardware": hardware.table(),
+    }
 
 
-def from_table(table: Mapping[str, Any]) -> RankFacts:
-    """Return the facts from the table of `asdict` after its way through JSON."""
+def facts_from_table(table: Mapping[str, Any]) -> RankFacts:
+    """Return the facts from a table that `asdict` made and JSON transported."""
     checks = tuple(Check(**{**row, "nodes": tuple(row["nodes"])}) for row in table["checks"])
-    return RankFacts(**{**table, "checks": checks, "lines": tuple(table["lines"])})
+    return RankFacts(
+        **{**table, "checks": checks, "topology_lines": tuple(table["topology_lines"])}
+    )
 
 
-def _recipe(name: str | None) -> str:
+def _hash_recipe(recipe_name: str | None) -> str:
     try:
-        return recipe.load(name).sha256 if name else ""
+        return recipe.load(recipe_name).sha256 if recipe_name else ""
     except UsageError as error:
-        return f"{REFUSAL_PREFIX}{error}"
+        return f"{REFUSED_PREFIX}{error}"

@@ -1,8 +1,8 @@
-"""The result of a job's preflight, gathered on rank 0; a rank that gives no answer ends the job.
+"""The result of a job's preflight, gathered on rank 0; a rank without an answer ends the job.
 
 Rank 0 receives the answers one by one, so that its record in the watch names the rank it waits for.
-Where all nodes share a folder, each rank keeps its record there, and the report names the silent
-ranks and those that wait for them. Rank 0 then prints the result so far, and aborts the job.
+If all nodes share a folder, each rank keeps its record in it, and the report names the silent ranks
+and the ranks that wait for them. Rank 0 then prints the result so far and aborts the job.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from hpctrain.transport.placement.check import RankBinding
 from hpctrain.watch import Watch, write_report
 from hpctrain.world import World
 
-RANK_0_HEAD_START_S = 3.0  # for rank 0, before another rank reports a hang
-PrintReport = Callable[[str], None]  #: prints the report, on rank 0
+RANK_0_HEAD_START_S = 3.0  # so that rank 0 reports a hang before other ranks do
+PrintReport = Callable[[str], None]  #: prints a report of a hang, on rank 0
 
 
 def gather_json(link: Link, answer: Any) -> list[Any]:
-    """Return every rank's `answer`, which JSON can hold, on rank 0; nothing elsewhere."""
+    """Return the JSON-serializable `answer` of every rank on rank 0; [] on the other ranks."""
     payload = np.frombuffer(json.dumps(answer).encode(), np.uint8)
     if link.rank:
         link.isend(np.array([payload.size]), 0).wait()
@@ -48,21 +48,24 @@ def gather_json(link: Link, answer: Any) -> list[Any]:
 def _receive_json(link: Link, rank: int) -> Any:
     size = np.empty(1, np.int64)
     link.irecv(size, rank).wait()
-    text = np.empty(int(size[0]), np.uint8)
-    link.irecv(text, rank).wait()
-    return json.loads(text.tobytes())
+    payload = np.empty(int(size[0]), np.uint8)
+    link.irecv(payload, rank).wait()
+    return json.loads(payload.tobytes())
 
 
 @contextmanager
-def watched(
+def watch_job(
     world: World, folder: Path | None, limit_s: float, print_report: PrintReport
 ) -> Iterator[None]:
-    """End the job when a rank keeps others waiting; with `folder`, name it; collective."""
-    on_hang = partial(_hung, world.rank, folder, print_report)
+    """End the job if a rank keeps others waiting; collective.
+
+    The report names this rank if `folder` is shared by all nodes.
+    """
+    on_hang = partial(_report_hang, world.rank, folder, print_report)
     with ExitStack() as stack:
         try:
             if folder is None:
-                raise UsageError("no folder that all see")
+                raise UsageError("no folder that all ranks share")
             stack.enter_context(world.watched(folder, limit_s, on_hang))
         except UsageError:
             assert world.record is not None
@@ -71,7 +74,7 @@ def watched(
         yield
 
 
-def _hung(rank: int, folder: Path | None, print_report: PrintReport, report: str) -> None:
+def _report_hang(rank: int, folder: Path | None, print_report: PrintReport, report: str) -> None:
     try:
         if rank == 0:
             print_report(report)
@@ -85,19 +88,19 @@ def _hung(rank: int, folder: Path | None, print_report: PrintReport, report: str
 
 @dataclass
 class JobResult:
-    """Placement, facts, measurements and checks of the job; each stage adds its own."""
+    """Placement, facts, measurements and checks of the job; each stage adds its results."""
 
     hosts: tuple[str, ...] = ()
-    seats: tuple[RankBinding, ...] = ()
+    bindings: tuple[RankBinding, ...] = ()
     facts: list[RankFacts] = field(default_factory=list)
     checks: list[Check] = field(default_factory=list)
     cores: list[CoreTiming] = field(default_factory=list)
     pings: list[Ping] = field(default_factory=list)
 
     @property
-    def map(self) -> list[tuple[str, ...]]:
+    def binding_map(self) -> list[tuple[str, ...]]:
         """The rows of the binding map, under binding.COLUMNS."""
-        return binding.rows(self.seats)
+        return binding.binding_rows(self.bindings)
 
     @property
     def nodes(self) -> dict[str, RankFacts]:
@@ -105,18 +108,18 @@ class JobResult:
         return {host: self.facts[self.hosts.index(host)] for host in self.hosts if self.facts}
 
     @property
-    def exclude(self) -> str:
-        """The nodes to leave out, as srun takes them; "" for none, or if no node would remain."""
-        blamed = dict.fromkeys(node for check in self.checks for node in check.nodes)
-        return "" if blamed.keys() >= set(self.hosts) else node_list(blamed)
+    def excluded_nodes(self) -> str:
+        """The nodes to leave out, in srun's notation; "" for none, or if no node would remain."""
+        blamed_nodes = dict.fromkeys(node for check in self.checks for node in check.nodes)
+        return "" if blamed_nodes.keys() >= set(self.hosts) else node_list(blamed_nodes)
 
     def table(self) -> dict[str, Any]:
         """Return the table that --json writes."""
         return {
             "exit_code": exit_code(self.checks),
-            "exclude": self.exclude,
+            "exclude": self.excluded_nodes,
             "checks": [asdict(check) for check in self.checks],
-            "ranks": [dict(zip(binding.COLUMNS, row, strict=True)) for row in self.map],
+            "ranks": [dict(zip(binding.COLUMNS, row, strict=True)) for row in self.binding_map],
             "versions": [rank_facts.versions for rank_facts in self.facts],
             "nodes": {host: node.hardware for host, node in self.nodes.items()},
             "cores": [asdict(core) for core in self.cores],

@@ -14,81 +14,88 @@ from hpctrain.core import progress
 from hpctrain.doctor.check import node_list
 from hpctrain.doctor.job import binding
 from hpctrain.doctor.job.result import JobResult
-from hpctrain.doctor.show import WIDTH, remedies, table
+from hpctrain.doctor.show import DEFAULT_WIDTH, checks_table, print_remedies
 
-MOST_RANKS = 64  # in the map; --json has all
+MAX_SHOWN_RANKS = 64  # in the binding map; --json has all ranks
 
 
 class StageLine:
-    """The line of the current stage: overwritten on a terminal, one after the other in a log."""
+    """The line that names the current stage: a terminal overwrites it, a log keeps all lines."""
 
-    def __init__(self, visible: bool):
-        self._visible, self._terminal = visible, progress.console().is_terminal
+    def __init__(self, is_visible: bool):
+        self._is_visible, self._is_terminal = is_visible, progress.console().is_terminal
         self._start_s = time.monotonic()
 
-    def say(self, text: str) -> None:
+    def show_stage(self, text: str) -> None:
         """Show the stage that begins now."""
-        if self._visible:
+        if self._is_visible:
             line = f"doctor: {time.monotonic() - self._start_s:4.1f} s  {text}"
-            start, stop = ("\r\x1b[K", "") if self._terminal else ("", "\n")
-            print(f"{start}{line}", end=stop, file=sys.stderr, flush=True)
+            line_start, line_end = ("\r\x1b[K", "") if self._is_terminal else ("", "\n")
+            print(f"{line_start}{line}", end=line_end, file=sys.stderr, flush=True)
 
-    def end(self) -> None:
+    def erase(self) -> None:
         """Erase the line on a terminal."""
-        if self._visible and self._terminal:
+        if self._is_visible and self._is_terminal:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
-def show(result: JobResult) -> None:
-    """Print the result on stdout, wide enough for the tables where it is no terminal."""
-    terminal = progress.console()  # under mpirun stdout may look like a terminal though it is not
-    drawn, width = terminal.is_terminal, terminal.width if terminal.is_terminal else WIDTH
-    console = Console(file=sys.stdout, force_terminal=drawn, width=width)
-    for line in topology_lines({host: facts.lines for host, facts in result.nodes.items()}):
+def print_result(result: JobResult) -> None:
+    """Print the result on stdout, wide enough for the tables if stdout is no terminal."""
+    terminal = progress.console()  # knows that under mpirun stdout only looks like a terminal
+    width = terminal.width if terminal.is_terminal else DEFAULT_WIDTH
+    console = Console(file=sys.stdout, force_terminal=terminal.is_terminal, width=width)
+    lines_by_host = {host: facts.topology_lines for host, facts in result.nodes.items()}
+    for line in format_topologies(lines_by_host):
         console.print(Text(line), soft_wrap=True)
-    if result.map:
-        console.print(binding_map(result.map))
-    console.print(table(result.checks))
-    remedies(result.checks, console)
-    if result.exclude:
-        console.print(Text(f"slow or broken nodes: --exclude={result.exclude}"), soft_wrap=True)
+    if result.binding_map:
+        console.print(binding_table(result.binding_map))
+    console.print(checks_table(result.checks))
+    print_remedies(result.checks, console)
+    if result.excluded_nodes:
+        console.print(
+            Text(f"slow or broken nodes: --exclude={result.excluded_nodes}"), soft_wrap=True
+        )
 
 
-def topology_lines(lines: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return the topologies of all nodes as text; equal ones once."""
-    ranks_by_binding: dict[tuple[str, ...], list[str]] = {}
-    for host, drawn in lines.items():
-        ranks_by_binding.setdefault(tuple(drawn[1:]), []).append(host)
+def format_topologies(lines_by_host: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return the topologies of all nodes as text; equal topologies appear once."""
+    hosts_by_lines: dict[tuple[str, ...], list[str]] = {}
+    for host, lines in lines_by_host.items():
+        hosts_by_lines.setdefault(tuple(lines[1:]), []).append(host)
     return [
         line
-        for drawn, hosts in ranks_by_binding.items()
-        for line in (f"node {node_list(hosts)}", *drawn)
+        for lines, hosts in hosts_by_lines.items()
+        for line in (f"node {node_list(hosts)}", *lines)
     ]
 
 
-def binding_map(rows: Sequence[tuple[str, ...]]) -> Table:
-    """Return the map as a table; for many ranks one node of each kind."""
-    drawn = Table(*binding.COLUMNS)
-    words: list[str] = []
-    if len(rows) > MOST_RANKS:
-        rows, words = _kinds(rows)
-    for row in rows[:MOST_RANKS]:
-        drawn.add_row(*map(Text, row))
-    if len(rows) > MOST_RANKS:
-        words.append(f"and {len(rows) - MOST_RANKS} ranks more")
-    drawn.caption = f"{'; '.join(words)}: --json" if words else None
-    return drawn
+def binding_table(rows: Sequence[tuple[str, ...]]) -> Table:
+    """Return the binding map as a table; with many ranks only one of all equally bound nodes."""
+    table = Table(*binding.COLUMNS)
+    notes: list[str] = []
+    if len(rows) > MAX_SHOWN_RANKS:
+        rows, notes = _example_nodes(rows)
+    for row in rows[:MAX_SHOWN_RANKS]:
+        table.add_row(*map(Text, row))
+    if len(rows) > MAX_SHOWN_RANKS:
+        notes.append(f"and {len(rows) - MAX_SHOWN_RANKS} ranks more")
+    table.caption = f"{'; '.join(notes)}: --json" if notes else None
+    return table
 
 
-def _kinds(rows: Sequence[tuple[str, ...]]) -> tuple[list[tuple[str, ...]], list[str]]:
-    """Return the rows of one node of each kind, and a text for the nodes equal to it."""
-    of_hosts: dict[str, list[tuple[str, ...]]] = {}
+def _example_nodes(rows: Sequence[tuple[str, ...]]) -> tuple[list[tuple[str, ...]], list[str]]:
+    """Return the rows of one node per kind of binding, and notes on the nodes bound equally."""
+    rows_by_host: dict[str, list[tuple[str, ...]]] = {}
     for row in rows:
-        of_hosts.setdefault(row[1], []).append(row)
-    hosts_by_kind: dict[tuple[tuple[str, ...], ...], list[str]] = {}
-    for host, node_rows in of_hosts.items():
-        hosts_by_kind.setdefault(tuple(row[2:] for row in node_rows), []).append(host)
-    examples = [row for first, *_ in hosts_by_kind.values() for row in of_hosts[first]]
-    return examples, [
-        f"{node_list(rest)} are bound as {first}" for first, *rest in hosts_by_kind.values() if rest
+        rows_by_host.setdefault(row[1], []).append(row)
+    hosts_by_lines: dict[tuple[tuple[str, ...], ...], list[str]] = {}
+    for host, node_rows in rows_by_host.items():
+        hosts_by_lines.setdefault(tuple(row[2:] for row in node_rows), []).append(host)
+    example_rows = [
+        row for first_host, *_ in hosts_by_lines.values() for row in rows_by_host[first_host]
+    ]
+    return example_rows, [
+        f"{node_list(other_hosts)} are bound as {first_host}"
+        for first_host, *other_hosts in hosts_by_lines.values()
+        if other_hosts
     ]

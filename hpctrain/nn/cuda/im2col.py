@@ -79,26 +79,26 @@ def cuda_source(dtype: str, width: int, use_64_bits: bool) -> str:
 
 
 def image_to_columns(
-    x: Array, windows: tuple[int, int], kernel: int, stride: int, padding: int
+    x: Array, output_size: tuple[int, int], kernel: int, stride: int, padding: int
 ) -> Array:
     """Return the windows of images `x` (n, h, w, c), rows (n * oh * ow, kernel * kernel * c).
 
-    `windows` is (oh, ow).
+    `output_size` is (oh, ow).
     """
     x = namespace(x).ascontiguousarray(x)
     n, _, _, c = x.shape
-    out = namespace(x).empty((n * windows[0] * windows[1], kernel * kernel * c), x.dtype)
-    _launch("columns", out, x, x.shape, (*windows, kernel, stride, padding))
+    out = namespace(x).empty((n * output_size[0] * output_size[1], kernel * kernel * c), x.dtype)
+    _launch("columns", out, x, x.shape, (*output_size, kernel, stride, padding))
     return out
 
 
 def columns_to_image(
-    rows: Array, shape: tuple[int, ...], windows: tuple[int, int], kernel: int, stride: int,
+    rows: Array, shape: tuple[int, ...], output_size: tuple[int, int], kernel: int, stride: int,
     padding: int,
 ) -> Array:  # fmt: skip
     """Return images of `shape` (n, h, w, c): each pixel is the sum of its copies in `rows`."""
     dx = namespace(rows).empty(shape, rows.dtype)
-    _launch("image", dx, rows, shape, (*windows, kernel, stride, padding))
+    _launch("image", dx, rows, shape, (*output_size, kernel, stride, padding))
     return dx
 
 

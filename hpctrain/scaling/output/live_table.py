@@ -20,8 +20,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from hpctrain.scaling.collect import Gap, TrialResult
-from hpctrain.scaling.results import SizeTrials, trials_by_size
-from hpctrain.scaling.study import Key, Study
+from hpctrain.scaling.results import SizeTrials, group_trials
+from hpctrain.scaling.study import Study, TrialKey
 from hpctrain.scaling.world_sizes import Size
 
 WAITING, SUBMITTED, RUNNING = "waiting", "submitted", "running"
@@ -47,7 +47,7 @@ class TrialStatus:
         return TrialStatus(MEASURED, job, trial=outcome)
 
 
-Statuses = Mapping[Key, TrialStatus]
+Statuses = Mapping[TrialKey, TrialStatus]
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def rows(study: Study, statuses: Statuses) -> list[SizeStatus]:
     outcomes = {
         size: [status.trial or Gap(status.reason) for status in by_size[size]] for size in by_size
     }
-    points = {point.size: point for point in trials_by_size(study, outcomes)}
+    points = {point.size: point for point in group_trials(study, outcomes)}
     base = _base(by_size, points)
     return [_row(size, by_size[size], points.get(size), base) for size in by_size]
 
@@ -164,7 +164,7 @@ def change_lines(
     A trial that ended has a line of its own; others of a size with the same change share one.
     """
     efficiency = {row.size: row.efficiency for row in rows(study, new_statuses)}
-    keys_by_change: dict[tuple[Size, str, str], list[Key]] = {}
+    keys_by_change: dict[tuple[Size, str, str], list[TrialKey]] = {}
     for key, status in new_statuses.items():
         if status.state in (WAITING, SUBMITTED) or _log_key(status) == _log_key(
             old_statuses.get(key, TrialStatus())
@@ -184,13 +184,13 @@ def _log_key(status: TrialStatus) -> tuple[str, int | None, str]:
     return status.state, status.job, status.reason
 
 
-def _label(study: Study, keys: Sequence[Key]) -> str:
+def _label(study: Study, keys: Sequence[TrialKey]) -> str:
     numbers = ", ".join(str(repeat + 1) for repeat, _ in keys)
     return f"{keys[0][1].text}, repeat{'s' * (len(keys) > 1)} {numbers} of {study.repeats}"
 
 
 def _end_line(
-    study: Study, key: Key, status: TrialStatus, efficiency: float | None
+    study: Study, key: TrialKey, status: TrialStatus, efficiency: float | None
 ) -> tuple[int, str]:
     if status.trial is None:
         return logging.WARNING, f"{_label(study, [key])}: {status.reason}"

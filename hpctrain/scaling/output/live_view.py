@@ -13,7 +13,7 @@ from rich.markup import escape
 from hpctrain.core import progress
 from hpctrain.scaling.output import live_table, tables
 from hpctrain.scaling.output.live_table import MEASURED, TrialStatus
-from hpctrain.scaling.study import Key, Study
+from hpctrain.scaling.study import Study, TrialKey
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ class LiveView:
 
     def __init__(self, study: Study):
         self.study = study
-        self._statuses: dict[Key, TrialStatus] = dict.fromkeys(study.trials, TrialStatus())
+        self._statuses: dict[TrialKey, TrialStatus] = dict.fromkeys(study.trials, TrialStatus())
         self._activity, self._start_s, self._end_count = "", 0.0, 0
         console = progress.console()
         self.is_drawn = log.isEnabledFor(logging.INFO) and console.is_terminal
@@ -45,7 +45,7 @@ class LiveView:
             self._live.transient = kind is None
             self._live.stop()
 
-    def set_study(self, study: Study, statuses: Mapping[Key, TrialStatus]) -> None:
+    def set_study(self, study: Study, statuses: Mapping[TrialKey, TrialStatus]) -> None:
         """Take the final study, and the statuses of its trials so far."""
         self.study, self._statuses, self._start_s = study, dict(statuses), time.monotonic()
         self._draw()
@@ -58,7 +58,7 @@ class LiveView:
         else:
             log.info(activity)
 
-    def update(self, changed: Mapping[Key, TrialStatus]) -> None:
+    def update(self, changed: Mapping[TrialKey, TrialStatus]) -> None:
         """Show the new statuses of some trials; in a log only the changes."""
         previous, self._statuses = self._statuses, {**self._statuses, **changed}
         self._activity = ""
@@ -88,13 +88,11 @@ class LiveView:
         remaining = len(self._statuses) - len(_final_keys(self._statuses))
         if self._activity or not (remaining and self._end_count) or self.study.on == "slurm":
             return self._activity
-        steps_per_trial = (time.monotonic() - self._start_s) / self._end_count
-        return (
-            f"about {max(1, round(steps_per_trial * remaining / 60))} min left" if remaining else ""
-        )
+        trial_s = (time.monotonic() - self._start_s) / self._end_count
+        return f"about {max(1, round(trial_s * remaining / 60))} min left" if remaining else ""
 
 
-def _final_keys(statuses: Mapping[Key, TrialStatus]) -> set[Key]:
+def _final_keys(statuses: Mapping[TrialKey, TrialStatus]) -> set[TrialKey]:
     return {
         key for key, status in statuses.items() if status.state in (MEASURED, live_table.FAILED)
     }

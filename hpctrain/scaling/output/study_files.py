@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from hpctrain.core import atomic
 from hpctrain.core.errors import UsageError
 from hpctrain.scaling.output import tables
-from hpctrain.scaling.results import Result, to_json
+from hpctrain.scaling.results import Result
 
 log = logging.getLogger(__name__)
 MISSING = (
@@ -33,7 +35,7 @@ def can_draw() -> bool:
 def write(folder: Path, result: Result, changes: Sequence[str], with_plots: bool) -> list[Path]:
     """Write JSON, CSV and, if `with_plots`, plots and the report; return their paths."""
     files = {
-        "scaling.json": (json.dumps(to_json(result), indent=1) + "\n").encode(),
+        "scaling.json": (json.dumps(_result_json(result), indent=1) + "\n").encode(),
         "scaling.csv": tables.to_csv(result.rows).encode(),
     }
     if with_plots:
@@ -47,3 +49,23 @@ def write(folder: Path, result: Result, changes: Sequence[str], with_plots: bool
     except OSError as error:
         raise UsageError(f"--out {folder} cannot be written: {error.strerror}") from None
     return [folder / name for name in files]
+
+
+def _result_json(result: Result) -> dict[str, Any]:
+    """Return the contents of scaling.json."""
+    study, model = result.study, result.model
+    wire = {"alpha_s": model.alpha_s, "beta_s_per_byte": model.beta_s} if model else {}
+    return {
+        "machine": result.machine,
+        "study": {key: value for key, value in asdict(study).items() if key != "machine"},
+        "numbers": "means over repeats; of a trial the median of ten parts of its timed steps",
+        "confidence": "95 %, Student's t over repeats",
+        "law": {
+            "name": result.law,
+            "serial_fraction": result.serial and asdict(result.serial),
+            "ranks": list(result.law_ranks),
+            "misfit": result.law_misfit,
+        },
+        "model": {**wire, **asdict(model)} if model else None,
+        "rows": result.rows,
+    }

@@ -10,8 +10,8 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from hpctrain.bench.prediction.tables import time
-from hpctrain.cluster.netlab.netlab import bits_of
+from hpctrain.bench.prediction.tables import format_time
+from hpctrain.cluster.netlab.netlab import parse_speed
 from hpctrain.scaling import laws
 from hpctrain.scaling.confidence import Estimate
 from hpctrain.scaling.forecast import StepModel
@@ -70,7 +70,7 @@ def _numbers(row: Row) -> list[str]:
 
 def seconds(value: float | None) -> str:
     """Return seconds with their unit, a dash for none."""
-    return "-" if value is None else time(value) if value > 1e-9 else "0 us"
+    return "-" if value is None else format_time(value) if value > 1e-9 else "0 us"
 
 
 def with_interval(row: Row, name: str, form: str) -> str:
@@ -105,7 +105,7 @@ def remarks(row: Row) -> Iterator[str]:
     if row["kind"] == MEASURED and row["efficiency"] > MAX_CREDIBLE:
         yield "above 100 %: noise, or data that fit the caches of more ranks alone"
     if "prediction_error" in row:
-        error, step = row["prediction_error"], time(row["predicted_step_s"])
+        error, step = row["prediction_error"], format_time(row["predicted_step_s"])
         yield f"from smaller sizes {step} was predicted ({error:+.1%})"
 
 
@@ -167,7 +167,7 @@ def _model_text(model: StepModel) -> str:
         f"in {model.buckets} buckets during backward" if model.buckets else "after backward"
     )
     return (
-        f"alpha {time(model.alpha_s)}, beta {model.beta_s * 1e9:.3g} ns per byte ({rate}), "
+        f"alpha {format_time(model.alpha_s)}, beta {model.beta_s * 1e9:.3g} ns per byte ({rate}), "
         f"{model.algorithm} of {model.nbytes:,} bytes, {overlap_text}; from {model.origin}, scaled "
         f"to the wire of {rank_list(model.ranks)}"
     )
@@ -175,7 +175,7 @@ def _model_text(model: StepModel) -> str:
 
 def _faster_than_link(model: StepModel, link: str | None) -> str:
     """Return a remark on a fitted rate above that of the netlab's links, else ""."""
-    if link is None or not model.beta_s or 8 / model.beta_s < MAX_CREDIBLE * bits_of(link):
+    if link is None or not model.beta_s or 8 / model.beta_s < MAX_CREDIBLE * parse_speed(link):
         return ""
     return f"; more than a link of {link} carries: noise, or trials too short to fill it"
 

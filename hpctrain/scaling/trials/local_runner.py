@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from hpctrain.cluster.launch import Mpi, find_mpi
+from hpctrain.cluster.launch import MpiInstallation, find_mpi
 from hpctrain.cluster.netlab import netlab
 from hpctrain.core import launchers, progress
 from hpctrain.core.errors import UsageError
@@ -31,7 +31,7 @@ _GRACE_S = 20.0
 _PR_SET_PDEATHSIG = 1
 
 
-def must_work(on: str, sizes: Sequence[Size], link: str | None) -> Mpi | None:
+def must_work(on: str, sizes: Sequence[Size], link: str | None) -> MpiInstallation | None:
     """Raise UsageError where trials cannot run; return the MPI that they will use, if known."""
     outer = launchers.launched(os.environ)
     if outer.size > 1:
@@ -48,10 +48,10 @@ def must_work(on: str, sizes: Sequence[Size], link: str | None) -> Mpi | None:
             )
         return None
     if on == "netlab":
-        speed = netlab.bits_of(link or "")
+        speed = netlab.parse_speed(link or "")
         for size in sizes:
             netlab.Lab(size.nodes, size.per_node, speed)
-        if (reason := netlab.refusal()) is not None:
+        if (reason := netlab.unavailable_reason()) is not None:
             raise UsageError(f"--on netlab: {reason}")
     mpi = find_mpi()
     if mpi.mpiexec is None:

@@ -24,7 +24,7 @@ from hpctrain.scaling import collect, trial_recipe
 from hpctrain.scaling.collect import Gap, TrialResult
 from hpctrain.scaling.output.live_table import RUNNING, TrialStatus
 from hpctrain.scaling.output.live_view import LiveView
-from hpctrain.scaling.study import Key, Study, StudyFolder
+from hpctrain.scaling.study import Study, StudyFolder, TrialKey
 from hpctrain.scaling.trial_recipe import Timing
 from hpctrain.scaling.trials import local_runner
 from hpctrain.scaling.world_sizes import Size
@@ -79,20 +79,23 @@ def wires(folder: StudyFolder, study: Study) -> tuple[Wire | None, Wire | None]:
     wire_of: dict[bool, Wire | None] = {}
     for size in link_sizes(study):
         try:
-            cluster = measurements.read(folder.link(size) / "link.json")
+            cluster = measurements.read_measurements(folder.link(size) / "link.json")
         except UsageError:  # not there, or damaged: the model does without
             continue
         wire_of[size.nodes > 1] = cluster.between or cluster.inside
     return wire_of.get(False), wire_of.get(True)
 
 
-def statuses(folder: StudyFolder, study: Study) -> dict[Key, TrialStatus]:
+def statuses(folder: StudyFolder, study: Study) -> dict[TrialKey, TrialStatus]:
     """Return the status of each trial by its files: one that is not measured waits."""
     return {key: _status(folder.trial(key[1], key[0]), study) for key in study.trials}
 
 
 def _status(out: Path, study: Study) -> TrialStatus:
-    outcome, jobs = collect.trial(out, study.timing), submit.jobs_of(collect.job_of(out))
+    outcome, jobs = (
+        collect.read_trial(out, study.timing),
+        submit.read_job_ids(collect.job_folder(out)),
+    )
     return (
         TrialStatus.from_outcome(outcome, *jobs[-1:])
         if isinstance(outcome, TrialResult)
@@ -100,28 +103,28 @@ def _status(out: Path, study: Study) -> TrialStatus:
     )
 
 
-def current_statuses(folder: StudyFolder, study: Study) -> dict[Key, TrialStatus]:
+def current_statuses(folder: StudyFolder, study: Study) -> dict[TrialKey, TrialStatus]:
     """Return the status of each trial by its files, for a process that only looks.
 
     Of the trials begun and not done the latest is running, since they run one after another.
     """
     result = statuses(folder, study)
     logs = {
-        key: collect.log_of(folder.trial(key[1], key[0])) for key in missing_trials(folder, study)
+        key: collect.log_path(folder.trial(key[1], key[0])) for key in missing_trials(folder, study)
     }
     start_times = {key: log.stat().st_mtime_ns for key, log in logs.items() if log.exists()}
     for key in start_times:
         out = folder.trial(key[1], key[0])
         running = key == max(start_times, key=lambda k: start_times[k])
         result[key] = (
-            TrialStatus(RUNNING, step=collect.last_step(out))
+            TrialStatus(RUNNING, step=collect.read_last_step(out))
             if running
             else TrialStatus.from_outcome(trial(folder, study, *key))
         )
     return result
 
 
-def missing_trials(folder: StudyFolder, study: Study) -> list[Key]:
+def missing_trials(folder: StudyFolder, study: Study) -> list[TrialKey]:
     """Return each trial that is not done, in the order of the trials."""
     by_key = statuses(folder, study)
     return [key for key, status in by_key.items() if status.trial is None]
@@ -129,7 +132,7 @@ def missing_trials(folder: StudyFolder, study: Study) -> list[Key]:
 
 def trial(folder: StudyFolder, study: Study, repeat: int, size: Size) -> TrialResult | Gap:
     """Return the outcome of a trial."""
-    return collect.trial(folder.trial(size, repeat), study.timing)
+    return collect.read_trial(folder.trial(size, repeat), study.timing)
 
 
 def trials(
@@ -152,9 +155,9 @@ def trials(
         yield outcome
 
 
-def _show_progress(view: LiveView, key: Key, out: Path) -> None:
+def _show_progress(view: LiveView, key: TrialKey, out: Path) -> None:
     """Show the current step of a trial."""
-    view.update({key: TrialStatus(RUNNING, step=collect.last_step(out))})
+    view.update({key: TrialStatus(RUNNING, step=collect.read_last_step(out))})
 
 
 def _train(
@@ -169,10 +172,10 @@ def _train(
     """Run one trial into `out`, which is emptied first; its checkpoint is not kept."""
     shutil.rmtree(out, ignore_errors=True)
     out.parent.mkdir(parents=True, exist_ok=True)
-    timed_recipe = trial_recipe.trial(spec, study.mode, study.batch, size, timing)
+    timed_recipe = trial_recipe.make_trial_recipe(spec, study.mode, study.batch, size, timing)
     file = folder.recipe(size, timed_recipe.toml()).absolute()
     arguments = ["train", str(file), "--out", str(out.absolute())]
     line = local_runner.line(study, size, arguments)
-    local_runner.run(line, collect.log_of(out), study.threads, on_poll=on_poll)
+    local_runner.run(line, collect.log_path(out), study.threads, on_poll=on_poll)
     shutil.rmtree(out / "checkpoints", ignore_errors=True)
-    return collect.trial(out, timing)
+    return collect.read_trial(out, timing)

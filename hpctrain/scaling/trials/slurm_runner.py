@@ -22,21 +22,19 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.cluster.slurm import sbatch, submit
-from hpctrain.cluster.slurm.job import Job
-from hpctrain.cluster.slurm.job import check as check_job
+from hpctrain.cluster.slurm.job import Job, check_job
 from hpctrain.cluster.slurm.queries import JobState
-from hpctrain.cluster.slurm.reasons import explain, is_permanent
+from hpctrain.cluster.slurm.reasons import explain_reason, is_permanent
 from hpctrain.cluster.slurm.render import render
-from hpctrain.cluster.slurm.site import Site
-from hpctrain.cluster.slurm.site import load as load_site
-from hpctrain.cluster.slurm.submit import END_STATES, POLL_S
+from hpctrain.cluster.slurm.site import Site, load_site
+from hpctrain.cluster.slurm.submit import END_STATES, POLL_INTERVAL_S
 from hpctrain.core.errors import HpctrainError
 from hpctrain.run_files import run_folder
 from hpctrain.scaling import collect, trial_recipe
 from hpctrain.scaling.collect import Gap, TrialResult
 from hpctrain.scaling.output.live_table import RUNNING, SUBMITTED, TrialStatus
 from hpctrain.scaling.output.live_view import LiveView
-from hpctrain.scaling.study import Key, Study, StudyFolder
+from hpctrain.scaling.study import Study, StudyFolder, TrialKey
 from hpctrain.scaling.world_sizes import Size
 from hpctrain.training.recipe import Recipe
 
@@ -72,10 +70,10 @@ def must_render(study: Study) -> None:
 
 
 def trials(
-    folder: StudyFolder, study: Study, spec: Recipe, missing: list[Key], view: LiveView
+    folder: StudyFolder, study: Study, spec: Recipe, missing: list[TrialKey], view: LiveView
 ) -> Iterator[TrialResult | Gap]:
     """Submit missing trials that are not under way; yield the outcome of each."""
-    waiting: dict[Key, int] = {}
+    waiting: dict[TrialKey, int] = {}
     try:
         for key in missing:
             if (job := _job_for(folder, study, spec, key)) is None:
@@ -92,21 +90,21 @@ def trials(
         raise
 
 
-def _job_for(folder: StudyFolder, study: Study, spec: Recipe, key: Key) -> int | None:
+def _job_for(folder: StudyFolder, study: Study, spec: Recipe, key: TrialKey) -> int | None:
     """Return the job of a trial, a new one if none is under way; None where it is refused."""
     out = folder.trial(key[1], key[0])
     try:
         return _open_job(study, key, out) or _submit(folder, study, spec, key, out)
     except HpctrainError as error:  # of this size alone, it may be; so is an sbatch too slow
         out.parent.mkdir(parents=True, exist_ok=True)
-        collect.log_of(out).write_text(f"hpctrain: {' '.join(str(error).split())}\n")
+        collect.log_path(out).write_text(f"hpctrain: {' '.join(str(error).split())}\n")
         return None
 
 
 def _outcome(
-    folder: StudyFolder, study: Study, key: Key, view: LiveView, job: int | None = None
+    folder: StudyFolder, study: Study, key: TrialKey, view: LiveView, job: int | None = None
 ) -> TrialResult | Gap:
-    outcome = collect.trial(folder.trial(key[1], key[0]), study.timing)
+    outcome = collect.read_trial(folder.trial(key[1], key[0]), study.timing)
     view.update({key: TrialStatus.from_outcome(outcome, job)})
     return outcome
 
@@ -114,17 +112,17 @@ def _outcome(
 def status(out: Path, state: JobState) -> TrialStatus:
     """Return the status of a trial from the state of its job."""
     word = state.state.lower()
-    step = collect.last_step(out) if word == RUNNING else None
-    reason = "" if word == RUNNING else explain(state.reason)
+    step = collect.read_last_step(out) if word == RUNNING else None
+    reason = "" if word == RUNNING else explain_reason(state.reason)
     return TrialStatus(word, int(state.job), step, reason)
 
 
-def current_statuses(folder: StudyFolder, study: Study) -> dict[Key, TrialStatus]:
+def current_statuses(folder: StudyFolder, study: Study) -> dict[TrialKey, TrialStatus]:
     """Return the status of each trial by its files and Slurm, for a process that only looks."""
     outs = {key: folder.trial(key[1], key[0]) for key in study.trials}
-    outcomes = {key: collect.trial(out, study.timing) for key, out in outs.items()}
+    outcomes = {key: collect.read_trial(out, study.timing) for key, out in outs.items()}
     jobs = {key: ids[-1] for key, out in outs.items() if (ids := _jobs(out))}
-    states = submit.job_states([job for key, job in jobs.items() if isinstance(outcomes[key], Gap)])
+    states = submit.query_jobs([job for key, job in jobs.items() if isinstance(outcomes[key], Gap)])
     state = {key: states[job][0] for key, job in jobs.items() if job in states}
     return {
         k: _current_status(out, outcomes[k], jobs.get(k), state.get(k)) for k, out in outs.items()
@@ -133,7 +131,7 @@ def current_statuses(folder: StudyFolder, study: Study) -> dict[Key, TrialStatus
 
 def _jobs(out: Path) -> list[int]:
     """Return the jobs submitted for the run `out`, the latest last."""
-    return submit.jobs_of(collect.job_of(out))
+    return submit.read_job_ids(collect.job_folder(out))
 
 
 def _current_status(
@@ -141,35 +139,39 @@ def _current_status(
 ) -> TrialStatus:
     if state is not None and state.state not in END_STATES:
         return status(out, state)
-    has_begun = isinstance(outcome, TrialResult) or job is not None or collect.log_of(out).exists()
+    has_begun = (
+        isinstance(outcome, TrialResult) or job is not None or collect.log_path(out).exists()
+    )
     return TrialStatus.from_outcome(outcome, job) if has_begun else TrialStatus()
 
 
-def _open_job(study: Study, key: Key, out: Path) -> int | None:
+def _open_job(study: Study, key: TrialKey, out: Path) -> int | None:
     """Return the job of the run `out` that has not ended, None if there is none."""
-    job_folder = collect.job_of(out)
-    ids = submit.jobs_of(job_folder)
+    job_folder = collect.job_folder(out)
+    ids = submit.read_job_ids(job_folder)
     if not ids and job_folder.exists():  # the submitting process was killed before the id came back
-        ids = submit.jobs_named(_name(study, key, out))
-        run_folder.write_json(job_folder / submit.JOBS, {"jobs": ids})
+        ids = submit.find_jobs_by_name(_name(study, key, out))
+        run_folder.write_json(job_folder / submit.JOBS_FILE, {"jobs": ids})
     return (
         ids[-1]
-        if ids and submit.job_states([ids[-1]])[ids[-1]][0].state not in END_STATES
+        if ids and submit.query_jobs([ids[-1]])[ids[-1]][0].state not in END_STATES
         else None
     )
 
 
-def _submit(folder: StudyFolder, study: Study, spec: Recipe, key: Key, out: Path) -> int:
+def _submit(folder: StudyFolder, study: Study, spec: Recipe, key: TrialKey, out: Path) -> int:
     """Submit a new job to Slurm; return its id. Files of an earlier one are removed."""
     shutil.rmtree(out, ignore_errors=True)
-    shutil.rmtree(collect.job_of(out), ignore_errors=True)
-    collect.log_of(out).unlink(missing_ok=True)
+    shutil.rmtree(collect.job_folder(out), ignore_errors=True)
+    collect.log_path(out).unlink(missing_ok=True)
     out.parent.mkdir(parents=True, exist_ok=True)
-    timed_recipe = trial_recipe.trial(spec, study.mode, study.batch, key[1], study.timing)
+    timed_recipe = trial_recipe.make_trial_recipe(
+        spec, study.mode, study.batch, key[1], study.timing
+    )
     file = folder.recipe(key[1], timed_recipe.toml()).absolute()
     job = _job(study, key[1], str(file), str(out.absolute()), _name(study, key, out))
     with _defer_interrupt():
-        return submit.submit(render(job, _site(study)), collect.job_of(out))
+        return submit.submit_script(render(job, _site(study)), collect.job_folder(out))
 
 
 @contextmanager
@@ -187,7 +189,7 @@ def _defer_interrupt() -> Iterator[None]:
         raise KeyboardInterrupt
 
 
-def _name(study: Study, key: Key, out: Path) -> str:
+def _name(study: Study, key: TrialKey, out: Path) -> str:
     """Return a job name that is unique among trials of all studies."""
     mark = hashlib.sha256(str(out.absolute()).encode()).hexdigest()[:8]
     safe_name = re.sub(r"[^\w.-]", "_", study.name)  # squeue would take a comma for two names
@@ -207,12 +209,14 @@ def _site(study: Study) -> Site | None:
     return None if name is None else load_site(name)
 
 
-def _await_ends(waiting: Mapping[Key, int], folder: StudyFolder, view: LiveView) -> Iterator[Key]:
+def _await_ends(
+    waiting: Mapping[TrialKey, int], folder: StudyFolder, view: LiveView
+) -> Iterator[TrialKey]:
     """Yield trials as their jobs end or cannot start; after LIMIT_S all the others."""
     remaining, deadline, pause = dict(waiting), time.monotonic() + LIMIT_S, 0.5
     outs = {key: folder.trial(key[1], key[0]) for key in waiting}
     while remaining:
-        states_of = submit.job_states(remaining.values())
+        states_of = submit.query_jobs(remaining.values())
         states = {key: states_of[job][0] for key, job in remaining.items()}
         is_over = time.monotonic() > deadline
         ended_keys = [key for key, state in states.items() if is_over or _is_final(state)]
@@ -223,7 +227,7 @@ def _await_ends(waiting: Mapping[Key, int], folder: StudyFolder, view: LiveView)
             yield key
         if remaining:
             time.sleep(pause)
-            pause = min(1.3 * pause, POLL_S)
+            pause = min(1.3 * pause, POLL_INTERVAL_S)
 
 
 def _is_final(state: JobState) -> bool:
@@ -236,8 +240,8 @@ def _log_end(out: Path, state: JobState) -> None:
     deadline = time.monotonic() + LATE_S * (state.state == "COMPLETED")
     while not (out / collect.SUMMARY).exists() and time.monotonic() < deadline:
         time.sleep(0.2)
-    reason = f" ({explain(state.reason)})" if state.reason else ""
+    reason = f" ({explain_reason(state.reason)})" if state.reason else ""
     end = "" if state.state in END_STATES else f"; `scancel {state.job}` ends it"
     text = f"hpctrain: Slurm's job {state.job} is {state.state}{reason}{end}\n"
-    collect.log_of(out).write_text(text)
+    collect.log_path(out).write_text(text)
     shutil.rmtree(out / "checkpoints", ignore_errors=True)

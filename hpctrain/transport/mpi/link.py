@@ -39,7 +39,7 @@ TAG = 0
 #: A rank that waits for a word in shared memory first yields its core in a loop; after YIELD_S it
 #: sleeps between polls: a nap is 1/100 of the time waited by then.
 YIELD_S, NAP_S, POLLS_PER_PROBE = 0.05, 0.0005, 32
-ALL = -1  # the peer, in the watch's record, of a call that waits for every rank
+ALL_PEERS = -1  # the peer, in the watch's record, of a call that waits for every rank
 
 
 class MpiLink:
@@ -92,7 +92,7 @@ class MpiLink:
         """Return the index of one finished request, which needs no further `wait`."""
         if self.queues is not None:
             return self.queues.wait_any(requests)
-        self.entry.enter(b"wait_any", ALL, 0)
+        self.entry.enter(b"wait_any", ALL_PEERS, 0)
         index = MPI.Request.Waitany([request.last for request in requests], self.status)
         requests[index].wait(self.status.Get_count(MPI.BYTE))
         self.entry.leave()
@@ -100,7 +100,7 @@ class MpiLink:
 
     def split(self, color: int, key: int) -> MpiLink:
         """Return the link of the ranks of the same `color`, ordered by `key`; all must call."""
-        self.entry.enter(b"split", ALL, 0)
+        self.entry.enter(b"split", ALL_PEERS, 0)
         link = self._like(self._comm.Split(color, key))
         self.entry.leave()
         return link
@@ -118,12 +118,12 @@ class MpiLink:
         """Return once every rank has called."""
         if self.paths:
             return self._barrier_of_gpus()
-        self.entry.enter(b"barrier", ALL, 0)
+        self.entry.enter(b"barrier", ALL_PEERS, 0)
         self._comm.Barrier()
         self.entry.leave()
 
     def wait_for(
-        self, ready: Callable[[], bool], call: bytes, peer: int = ALL, nbytes: int = 0
+        self, ready: Callable[[], bool], call: bytes, peer: int = ALL_PEERS, nbytes: int = 0
     ) -> None:
         """Return once `ready()`; yields the core and drives MPI progress while waiting.
 
@@ -147,7 +147,7 @@ class MpiLink:
         Freeing it would be collective, and no rank knows when the last array in it is gone. Returns
         no arrays where MPI refuses.
         """
-        self.entry.enter(b"window", ALL, nbytes)
+        self.entry.enter(b"window", ALL_PEERS, nbytes)
         try:
             window = MPI.Win.Allocate_shared(nbytes, 1, comm=MPI.Intracomm(self._comm))
         except MPI.Exception:

@@ -17,7 +17,7 @@ from hpctrain.transport.link import NativeCall
 from hpctrain.transport.mpi.requests import cuts
 from hpctrain.watch import CallNote, Entry, detectable, detectable_call
 
-LONGEST_BYTES = (1 << 31) - 1  # the limit of Open MPI in one call
+MAX_BYTES = (1 << 31) - 1  # the limit of Open MPI in one call
 _Operations = dict[np.ufunc, MPI.Op]
 _LOGICAL: _Operations = {np.logical_and: MPI.LAND, np.logical_or: MPI.LOR, np.logical_xor: MPI.LXOR}
 #: No minimum of floats: of zeros and NaNs the result depends on the library.
@@ -79,7 +79,7 @@ class MpiCollectives:
 
 def is_native(x: np.ndarray, op: Any) -> bool:
     """Return whether MPI reduces `x` by `op` in one call; arrays of GPUs it is never given."""
-    return isinstance(x, np.ndarray) and x.nbytes <= LONGEST_BYTES and op in _operations(x)
+    return isinstance(x, np.ndarray) and x.nbytes <= MAX_BYTES and op in _operations(x)
 
 
 def operation(x: np.ndarray, op: Any) -> MPI.Op:
@@ -111,7 +111,7 @@ def bound(comm: MPI.Comm, collective: str, x: np.ndarray, op: Any) -> NativeCall
     if not is_native(x, op):
         raise UsageError(
             f"MPI's own {collective}: expected a dtype and an operation that it has, and at most "
-            f"{LONGEST_BYTES} bytes, seen {x.nbytes} bytes of {x.dtype}"
+            f"{MAX_BYTES} bytes, seen {x.nbytes} bytes of {x.dtype}"
         )
     chunk, kind = x.size // comm.size, MPI.Datatype.fromcode(x.dtype.char)
     vector, chunks = [x, x.size, kind], [x, chunk, kind]

@@ -21,7 +21,7 @@ Spec = list[Any]  #: a buffer specification: buffer, bytes, MPI.BYTE
 #: MPI waits by polling without a pause. A thread beside one that computes on the same cores sleeps
 #: between polls, twice as long each time: 1 ms of 1 Gbit/s are 125 KB, which the kernel's buffers
 #: hold meanwhile.
-SHORTEST_NAP_S, LONGEST_NAP_S = 50e-6, 1e-3
+MIN_NAP_S, LONGEST_NAP_S = 50e-6, 1e-3
 #: Polls in a row: UCX, in MPICH, takes no more than 64 KiB out of the kernel at a poll.
 POLLS = 4
 
@@ -34,7 +34,7 @@ class SleepingWait:
     """
 
     def __init__(self) -> None:
-        self._first_s = SHORTEST_NAP_S
+        self._first_s = MIN_NAP_S
 
     def wait(self, piece: MPI.Request, status: MPI.Status) -> None:
         """Return once `piece` is complete."""
@@ -43,7 +43,7 @@ class SleepingWait:
             time.sleep(nap_s)
             nap_s = min(2 * nap_s, LONGEST_NAP_S)
             waited_s = time.perf_counter() - start_s
-            self._first_s = min(max(waited_s / 4, SHORTEST_NAP_S), LONGEST_NAP_S)
+            self._first_s = min(max(waited_s / 4, MIN_NAP_S), LONGEST_NAP_S)
 
 
 class Owner(Protocol):

@@ -23,9 +23,9 @@ from hpctrain.core.errors import UsageError
 from hpctrain.core.launchers import Launched
 from hpctrain.hardware import pci
 from hpctrain.transport.device import gpus
-from hpctrain.transport.gpu_probe import verdicts, verify
+from hpctrain.transport.gpu_probe import verify
 from hpctrain.transport.link import Link
-from hpctrain.transport.paths import STAGED, RankPlace, Verdict, classes, from_table
+from hpctrain.transport.paths import STAGED, UNTRIED, RankPlace, Verdict, classes, from_table
 from hpctrain.transport.placement import nearest_nics
 from hpctrain.transport.placement.check import (
     RankBinding,
@@ -139,6 +139,8 @@ def _report(host: str, placement: Placement) -> dict[str, Any]:
     report: dict[str, Any] = {"binding": asdict(placement.rank_binding(host))}
     if placement.gpu is None:
         return report
+    from hpctrain.transport.gpu_probe import verdicts  # ranks without a GPU do not need it
+
     try:
         cached = verdicts.cached_result(os.environ)
     except UsageError as error:
@@ -169,7 +171,7 @@ def _log_paths(places: Sequence[RankPlace], verdict: Verdict, unproven: Sequence
     if untried := [name.replace("_", " ") for name in occurring_classes if name in unproven]:
         logger.warning(
             "GPU memory goes through the host (%s), since no trial showed that this MPI takes "
-            "pointers to it: %s", ", ".join(untried), verdicts.UNTRIED,
+            "pointers to it: %s", ", ".join(untried), UNTRIED,
         )  # fmt: skip
     paths = ", ".join(
         f"{name.replace('_', ' ')} {getattr(verdict, name)}" for name in occurring_classes

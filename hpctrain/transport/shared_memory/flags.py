@@ -56,11 +56,12 @@ class NodeFlags:
         `spins`: poll the words, instead of waiting in the link's barrier.
         """
         self._link, self._words, self._spins = link, words.data, spins
-        lines = [range(p * link.size, (p + 1) * link.size) for p in (0, 1)]
-        self._offsets = [[line * WORDS_PER_LINE for line in lines[p]] for p in (0, 1)]
+        lines = [range(parity * link.size, (parity + 1) * link.size) for parity in (0, 1)]
+        self._offsets = [[line * WORDS_PER_LINE for line in lines[parity]] for parity in (0, 1)]
         self._own = [offsets[link.rank] for offsets in self._offsets]
         self._peers = [
-            [index for index in self._offsets[p] if index != self._own[p]] for p in (0, 1)
+            [index for index in self._offsets[parity] if index != self._own[parity]]
+            for parity in (0, 1)
         ]
         self.round = 0  #: of the last exchange; its lowest bit selects one of two copies
         self._lock = threading.Lock() if fenced else None

@@ -22,27 +22,29 @@ from typing import Any
 import numpy as np
 
 #: The arguments, and the call. A plain tuple: a named one takes twice as long to unpack.
-Ready = tuple[np.dtype, tuple[int, ...], str, Any, Callable[[], Any]]
-MOST_MET = 1024
+BoundEntry = tuple[np.dtype, tuple[int, ...], str, Any, Callable[[], Any]]
+MAX_REMEMBERED_ARRAYS = 1024
 
-checked: dict[int, Ready] = {}  #: by the id of the array: calls that first compare arguments
-unchecked: dict[int, Ready] = {}
+checked: dict[int, BoundEntry] = {}  #: by the id of the array: calls that first compare arguments
+unchecked: dict[int, BoundEntry] = {}
 _live_arrays: dict[int, weakref.ref[np.ndarray]] = {}
-_seen_once: dict[int, weakref.ref[np.ndarray]] = {}  # arrays that were passed once, and may be gone
+_arrays_met_once: dict[
+    int, weakref.ref[np.ndarray]
+] = {}  # arrays that were passed once, and may be gone
 
 
 def met_before(x: np.ndarray) -> bool:
     """Return whether `x` was passed before: a cached call for a temporary array gains nothing."""
-    weak_array = _seen_once.get(id(x))
+    weak_array = _arrays_met_once.get(id(x))
     if weak_array is not None and weak_array() is x:
         return True
-    if len(_seen_once) >= MOST_MET:
-        _seen_once.clear()
-    _seen_once[id(x)] = weakref.ref(x)
+    if len(_arrays_met_once) >= MAX_REMEMBERED_ARRAYS:
+        _arrays_met_once.clear()
+    _arrays_met_once[id(x)] = weakref.ref(x)
     return False
 
 
-def keep(calls: dict[int, Ready], x: np.ndarray, ready: Ready) -> None:
+def keep(calls: dict[int, BoundEntry], x: np.ndarray, ready: BoundEntry) -> None:
     """Store `ready`, which must not hold `x`, under `id(x)` in `calls` until `x` is gone."""
     _live_arrays[id(x)] = weakref.ref(x, partial(_drop, id(x)))
     calls[id(x)] = ready

@@ -1,0 +1,29 @@
+"""Names that users type, and the nearest valid one to a name that is unknown."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+from hpctrain.core.errors import UsageError
+from hpctrain.core.files import brief
+
+T = TypeVar("T")
+
+
+def pick(choices: Mapping[str, T], key: Any, kind: str) -> T:
+    """Return `choices[key]`; raise UsageError with the nearest name if there is none."""
+    if key is None:
+        raise UsageError(f"{kind} is missing; choose one of: {', '.join(choices)}")
+    if not isinstance(key, str) or key not in choices:
+        raise UsageError(unknown(kind, key, choices))
+    return choices[key]
+
+
+def unknown(kind: str, name: Any, names: Iterable[str]) -> str:
+    """Return the message about an unknown `name`: the nearest of `names`, or all of them."""
+    names = list(names)
+    nearest = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
+    hint = f"did you mean '{nearest[0]}'?" if nearest else f"choose one of: {', '.join(names)}"
+    return f"unknown {kind} {brief(str(name))}; {hint}"

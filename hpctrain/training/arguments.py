@@ -1,0 +1,74 @@
+"""Arguments of the Trainer as users write them: names, pairs of arrays, options."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from hpctrain import config, engines, nn, optim
+from hpctrain.core.errors import UsageError
+from hpctrain.core.files import brief
+from hpctrain.data import Dataset, Samples
+from hpctrain.optim import Optimizer
+
+DEFAULT_RATES = {"sgd": 0.01, "adamw": 0.001}  #: those of Keras, for optimizers given by name
+
+
+def as_model(model: Any) -> nn.Model:
+    """Return `model`; raise UsageError unless it is an `ht.nn.Model`."""
+    if isinstance(model, nn.Model):
+        return model
+    raise UsageError(
+        f"model: expected an ht.nn.Model, seen {_described(model)}; write "
+        "ht.nn.Model([ht.nn.Linear(32), ht.nn.ReLU(), ht.nn.Linear(10)], input_shape=64)"
+    )
+
+
+def as_optimizer(optimizer: Any) -> Optimizer:
+    """Return the optimizer, or that of the name "sgd" or "adamw" with its default rate."""
+    if all(callable(getattr(optimizer, name, None)) for name in ("init", "update")):
+        return optimizer
+    if isinstance(optimizer, str) and optimizer in optim.OPTIMIZERS:
+        if optimizer in DEFAULT_RATES:
+            make = getattr(optim, optimizer)
+            return make(rate=DEFAULT_RATES[optimizer])
+        raise UsageError(
+            f"optimizer '{optimizer}' needs a rate: write ht.optim.{optimizer}(rate=...)"
+        )
+    if isinstance(optimizer, str):
+        raise UsageError(config.unknown("optimizer", optimizer, optim.OPTIMIZERS))
+    raise UsageError(
+        f"optimizer: expected one such as ht.optim.sgd(rate=0.1), or a name, seen "
+        f"{_described(optimizer)}"
+    )
+
+
+def as_engine(engine: Any) -> Any:
+    """Return the options of an engine, or those of its name with their defaults."""
+    if isinstance(engine, str):
+        return config.pick(engines.ENGINES, engine, "engine")()
+    if callable(getattr(engine, "build", None)) and not isinstance(engine, type):
+        return engine
+    raise UsageError(
+        f"engine: expected a name ({', '.join(engines.ENGINES)}) or options such as "
+        f'ht.engines.AllReduce(algorithm="ring"), seen {_described(engine)}'
+    )
+
+
+def as_samples(samples: Any, name: str) -> Samples:
+    """Return `samples`, or the Dataset of a pair of arrays (x, y)."""
+    if isinstance(samples, Samples):
+        return samples
+    if isinstance(samples, (tuple, list)) and len(samples) == 2:
+        return Dataset(*map(np.asarray, samples))
+    raise UsageError(
+        f"{name}: expected a pair of arrays (x, y), an ht.data.Dataset, or an object with `rows`, "
+        f"`sample_shape` and a length, seen {_described(samples)}"
+    )
+
+
+def _described(value: object) -> str:
+    if isinstance(value, type):
+        return f"the class {value.__name__}; call it to make one"
+    return brief(value) if isinstance(value, str) else type(value).__name__
