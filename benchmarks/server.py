@@ -20,7 +20,7 @@ from _common import make_parser, paired_ratio, report_result, spread, start_worl
 
 from hpctrain import optim
 from hpctrain.engines.parameter_server.shard import (
-    POSTED_SLICES,
+    RECEIVES_AHEAD,
     GradientAction,
     Order,
     Shard,
@@ -149,7 +149,7 @@ def receive_gradient(push: Link, buffer: np.ndarray) -> None:
     requests: list = []
     for part in wire_slices(slice(0, buffer.size), 4):
         requests.append(push.irecv(buffer[part], 1))
-        if len(requests) == POSTED_SLICES:
+        if len(requests) == RECEIVES_AHEAD:
             requests.pop(0).wait()
     for request in requests:
         request.wait()

@@ -32,7 +32,7 @@ from hpctrain.optim import Optimizer
 from hpctrain.optim.optimizer import GatherRows, State
 from hpctrain.transport.link import Link, Request
 
-POSTED_SLICES = 2  #: the number of slices for which receives are posted in advance
+RECEIVES_AHEAD = 2  #: the number of slices for which receives are posted in advance
 
 
 class GradientAction(IntEnum):
@@ -105,7 +105,7 @@ class Shard:
         self._slots = [shift_slots(first + part.start, arena.slots) for part in self._parts]
         self._states: list[State] = [optimizer.init(self.param[part]) for part in self._parts]
         max_length = max((s.stop - s.start for s in self._wire_slices), default=0)
-        self._inbox = np.empty((POSTED_SLICES, len(workers), max_length), self.param.dtype)
+        self._inbox = np.empty((RECEIVES_AHEAD, len(workers), max_length), self.param.dtype)
         self._sends: list[list[Request]] = [[] for _ in self._wire_slices]
         self._delay_compensation = delay_compensation
         self._params_at_pull = [self.param.copy() for _ in workers] if delay_compensation else []
@@ -166,7 +166,7 @@ class Shard:
         slice_numbers = deque(self._send_order if workers else ())
         posted_slices: deque[tuple[int, list[tuple[Request, np.ndarray]]]] = deque()
         while slice_numbers or posted_slices:
-            while len(posted_slices) < POSTED_SLICES and slice_numbers:
+            while len(posted_slices) < RECEIVES_AHEAD and slice_numbers:
                 i = slice_numbers.popleft()
                 posted_slices.append((i, [self._post_receive(i, worker) for worker in workers]))
             i, receives = posted_slices.popleft()
@@ -176,7 +176,7 @@ class Shard:
 
     def _post_receive(self, i: int, worker: int) -> tuple[Request, np.ndarray]:
         length = self._wire_slices[i].stop - self._wire_slices[i].start
-        gradient = self._inbox[i % POSTED_SLICES, worker, :length]
+        gradient = self._inbox[i % RECEIVES_AHEAD, worker, :length]
         return self._push_link.irecv(gradient, self._workers[worker]), gradient
 
     def _sum_gradients(self, i: int, gradients: list[np.ndarray], order: Order) -> np.ndarray:
