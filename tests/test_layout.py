@@ -41,7 +41,7 @@ ROOMS = {
     "engines": (6, 900),
     "engines/gossip": (6, 750),
     "engines/local_sgd": (4, 510),
-    "engines/parameter_server": (12, 1800),
+    "engines/parameter_server": (12, 1850),
     "engines/synchronous": (9, 1120),
     "gradients": (9, 1200),
     "gradients/compress": (7, 900),

@@ -1,8 +1,8 @@
 """The state of one worker where workers train apart: parameters and the optimizer's state.
 
-Between trainings the arena holds the parameters that are evaluated and saved, such as the mean over
-workers, and a copy holds the worker's own planes. A checkpoint has both: "param" is the former,
-"worker.3.param" the plane of worker 3.
+Between two calls of `train` the arena holds the parameters that are evaluated and saved, such as
+the mean over workers, and a copy holds the worker's own planes. A checkpoint has both: "param" is
+the plane of the arena, "worker.3.param" the plane of worker 3.
 """
 
 from __future__ import annotations
@@ -46,24 +46,24 @@ class WorkerState:
 
     def pieces(self) -> list[Piece]:
         """Return this worker's pieces of a checkpoint; call `save_planes` before."""
-        named = {**self._own_planes, **{f"optimizer.{name}": x for name, x in self.state.items()}}
-        return [Piece(self._prefix + name, 0, x.size, x) for name, x in named.items()]
+        arrays = {**self._own_planes, **{f"optimizer.{name}": x for name, x in self.state.items()}}
+        return [Piece(self._prefix + name, 0, x.size, x) for name, x in arrays.items()]
 
     def load(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Load the common planes, and this worker's own if the number of workers is the same.
 
         Otherwise workers begin with the common planes and the mean of the optimizer states.
         """
-        saved, prefix = count_workers(arrays), self._prefix
-        own = {n.removeprefix(prefix): x for n, x in arrays.items() if n.startswith(prefix)}
-        if saved != self._workers:
-            own = mean_states(arrays, self.state, saved)
-        moments = {name: x for name, x in own.items() if name not in self._planes}
+        saved_workers, prefix = count_workers(arrays), self._prefix
+        own_arrays = {n.removeprefix(prefix): x for n, x in arrays.items() if n.startswith(prefix)}
+        if saved_workers != self._workers:
+            own_arrays = mean_states(arrays, self.state, saved_workers)
+        moments = {name: x for name, x in own_arrays.items() if name not in self._planes}
         load_into(self._arena, self.state, {**arrays, **moments})
         self._own_planes = {
-            name: like(x, fitting(own, name, x.size)).copy()
+            name: like(x, fitting(own_arrays, name, x.size)).copy()
             for name, x in self._planes.items()
-            if name in own
+            if name in own_arrays
         }
 
 
@@ -78,24 +78,24 @@ def mean_states(
     """Return the means of the optimizer states of `workers`; empty if there are none."""
     means = {}
     for name in state if workers else ():
-        own = [f"worker.{i}.optimizer.{name}" for i in range(workers)]
-        if arrays.keys() >= set(own):
-            means[f"optimizer.{name}"] = np.mean([arrays[key] for key in own], axis=0)
+        keys = [f"worker.{i}.optimizer.{name}" for i in range(workers)]
+        if arrays.keys() >= set(keys):
+            means[f"optimizer.{name}"] = np.mean([arrays[key] for key in keys], axis=0)
     return means
 
 
 def common_arrays(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Return the `arrays` of a checkpoint, with the mean of each array that all workers have.
 
-    So a regime with one common state can resume from workers that trained apart.
+    A regime with one common state can then resume a run whose workers trained apart.
     """
-    shared = dict(arrays)
+    means = {}
     for name in (key.removeprefix("worker.0.") for key in arrays if key.startswith("worker.0.")):
         if name not in arrays:
-            own = [x for key, x in arrays.items() if _is_own(key, name)]
-            shared[name] = np.mean(own, axis=0).astype(own[0].dtype)
-    return shared
+            worker_arrays = [x for key, x in arrays.items() if _is_worker_array(key, name)]
+            means[name] = np.mean(worker_arrays, axis=0).astype(worker_arrays[0].dtype)
+    return {**arrays, **means}
 
 
-def _is_own(array: str, name: str) -> bool:
-    return array.startswith("worker.") and array.split(".", 2)[2] == name
+def _is_worker_array(key: str, name: str) -> bool:
+    return key.startswith("worker.") and key.split(".", 2)[2] == name

@@ -101,7 +101,7 @@ def test_one_rank_or_many(ranks, model):
 @on_ranks(2, 4, mpi=(4,))
 @pytest.mark.parametrize("way", [*WAYS, "shards"])
 def test_any_algorithm(ranks, monkeypatch, way):
-    monkeypatch.setattr(update, "BLOCK", 512)  # or this small model would be one shard
+    monkeypatch.setattr(update, "BLOCK_ELEMENTS", 512)  # or this small model would be one shard
     assert set(ranks(trained, "mlp", way)) <= {alone("mlp")}
 
 

@@ -27,7 +27,7 @@ from hpctrain.engines.engine import (
     Task,
     Times,
     Work,
-    begin_equal,
+    broadcast_replica,
     sum_in_layer,
     sum_over,
     train_in_lockstep,
@@ -278,4 +278,4 @@ def _begin_equal(world: World, replica: Replica, options: AllReduce) -> None:
     """Move gradients to memory shared with neighbours; broadcast the parameters of rank 0."""
     grad = replica.arena.grad
     replica.move(grad=world.memory.zeros_like(grad))
-    begin_equal(world, replica, str(options))
+    broadcast_replica(world, replica, str(options))

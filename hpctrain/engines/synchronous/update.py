@@ -28,7 +28,7 @@ from hpctrain.collectives.copy_through import parts
 from hpctrain.collectives.ring import all_gather
 from hpctrain.core.xp import copy
 from hpctrain.engines.engine import (
-    BLOCK,
+    BLOCK_ELEMENTS,
     Times,
     fitting,
     gather_rows,
@@ -127,7 +127,7 @@ class ShardedUpdate:
         self._sums = sums
         self._times, self._trace = times, trace
         rank, size = group.link.rank, group.link.size
-        self._offsets = bounds(arena.param.size, size, BLOCK)
+        self._offsets = bounds(arena.param.size, size, BLOCK_ELEMENTS)
         #: the range of this rank
         self.own = slice(self._offsets[rank], self._offsets[rank + 1])
         self._slots = shift_slots(self.own.start, arena.slots)
