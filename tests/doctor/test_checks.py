@@ -15,9 +15,9 @@ from hpctrain.doctor.check import Check, exit_code
 from hpctrain.doctor.examine import NodeResult, find_hardware
 from hpctrain.doctor.mpi import LaunchReport
 from hpctrain.doctor.show import print_result
-from hpctrain.hardware.gdr import Gdr
+from hpctrain.hardware.gdr import GdrState
 from hpctrain.hardware.nics import Nic
-from hpctrain.hardware.nvidia import Card, Cards
+from hpctrain.hardware.nvidia import GpuInfo, NodeGpus
 from hpctrain.transport.gpu_probe.jobs import ProbeTrial
 from hpctrain.transport.gpu_probe.verdicts import ProbeResult
 from hpctrain.transport.paths import Verdict
@@ -149,15 +149,15 @@ def test_memlock(limit, rdma, verdict):
 
 # ---- GPUs ----
 
-H200 = [Card(i, f"GPU-{i}a", "NVIDIA H200", f"0000:1{i}:00.0", 141 << 30) for i in range(4)]
-FOUR = Cards("NVML", "580.65", tuple(H200), {})
-CUT = Cards("NVML", "580.65", (replace(H200[0], slices=("MIG-1", "MIG-2")),))
+H200 = [GpuInfo(i, f"GPU-{i}a", "NVIDIA H200", f"0000:1{i}:00.0", 141 << 30) for i in range(4)]
+FOUR = NodeGpus("NVML", "580.65", tuple(H200), {})
+CUT = NodeGpus("NVML", "580.65", (replace(H200[0], slices=("MIG-1", "MIG-2")),))
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 # cards, GPUs on the bus, environment, name of the check -> verdict, a word seen, of the remedy
 OF_GPUS = {
     "all": (FOUR, 4, {}, "GPUs in sight", "ok", "all 4", ""),
     "names": (FOUR, 4, {}, "GPUs", "ok", "4 x NVIDIA H200; driver 580.65 (NVML)", ""),
-    "hidden": (replace(FOUR, cards=FOUR.cards[:1]), 4, {}, "GPUs in sight", "slow", "1 of 4",
+    "hidden": (replace(FOUR, gpus=FOUR.gpus[:1]), 4, {}, "GPUs in sight", "slow", "1 of 4",
                "--gpu-bind=none"),
     "narrowed": (FOUR, 4, {VISIBLE: "2"}, "GPUs in sight", "note", "1 of 4", "--gpu-bind=none"),
     "empty": (FOUR, 4, {VISIBLE: ""}, "GPUs in sight", "bad", "is empty", "unset"),
@@ -189,7 +189,7 @@ def test_names_that_are_right():
 
 
 def test_no_gpu_is_no_fault():
-    (check,) = gpus.check_gpus(Cards(), 0, None, None, {})
+    (check,) = gpus.check_gpus(NodeGpus(), 0, None, None, {})
     assert (check.verdict, check.name) == ("note", "GPUs")
 
 
@@ -210,8 +210,8 @@ def test_an_mpi_that_claims_cuda_and_crashes():
 
 
 def test_gdr():
-    assert gpus.check_gdr(Gdr("dmabuf", available=True)).verdict == "ok"
-    assert gpus.check_gdr(Gdr("no", "modprobe", available=False)) == Check(
+    assert gpus.check_gdr(GdrState("dmabuf", available=True)).verdict == "ok"
+    assert gpus.check_gdr(GdrState("no", "modprobe", available=False)) == Check(
         "GPUDirect RDMA", "note", "no: no", "modprobe"
     )
 

@@ -16,13 +16,13 @@ from ranks import on_ranks
 
 from hpctrain.core.errors import UsageError
 from hpctrain.core.interpreter import module_command
-from hpctrain.hardware.gdr import Gdr
+from hpctrain.hardware.gdr import GdrState
 from hpctrain.transport.device import gpus
 from hpctrain.transport.gpu_probe import child as probe_child
 from hpctrain.transport.gpu_probe import jobs, mpi_claims, probe_process, verdicts
 from hpctrain.transport.gpu_probe.jobs import ProbeTrial
 from hpctrain.transport.gpu_probe.mpi_claims import Claims
-from hpctrain.transport.paths import STAGED, Verdict
+from hpctrain.transport.paths import STAGED_VERDICT, Verdict
 
 PLAIN = Claims("Open MPI", query_cuda=False, libraries=("/x/libucp.so.0",))
 WORKS = ProbeTrial(True, True, 100.0, 50.0, replace(PLAIN, query_cuda=True))
@@ -34,8 +34,8 @@ SLOW = replace(WORKS, sizes=((1024, 1e-5, 2e-5), (65536, 2e-5, 3e-5)))
 FAST = replace(WORKS, sizes=((1024, 1e-5, 0.99e-5), (65536, 2e-5, 2.01e-5)))
 CLOSED = replace(CRASHED, ipc=False, ipc_fault="cudaErrorInvalidValue")
 NEVER = ProbeTrial(ended="exit code 1, no slots")
-ADAPTER = Gdr("dmabuf", available=True)
-NO_GDR = Gdr("no nvidia_peermem", "modprobe nvidia-peermem", available=False)
+ADAPTER = GdrState("dmabuf", available=True)
+NO_GDR = GdrState("no nvidia_peermem", "modprobe nvidia-peermem", available=False)
 
 # trials, adapter -> paths, a word of the reason, a word of the remedy
 VERDICTS = {
@@ -233,7 +233,7 @@ OVERRIDES = {
 
 @pytest.mark.parametrize("override", OVERRIDES)
 def test_overridden(override):
-    remembered = verdicts.ProbeResult(STAGED, trials=dict.fromkeys(jobs.CLASSES, WORKS))
+    remembered = verdicts.ProbeResult(STAGED_VERDICT, trials=dict.fromkeys(jobs.CLASSES, WORKS))
     assert verdicts.apply_override(override, remembered).verdict == OVERRIDES[override]
 
 
@@ -255,7 +255,9 @@ BELIEVED = {
 def test_who_asks_for_pointers_needs_a_trial_or_an_mpi_that_is_sure(case, monkeypatch):
     by_class, says, expected = BELIEVED[case]
     monkeypatch.setattr(verdicts, "_claims_of_running_mpi", lambda: says)
-    result = verdicts.apply_override("cuda-aware", verdicts.ProbeResult(STAGED, trials=by_class))
+    result = verdicts.apply_override(
+        "cuda-aware", verdicts.ProbeResult(STAGED_VERDICT, trials=by_class)
+    )
     ways = {name: getattr(result.verdict, name) for name in jobs.CLASSES}
     assert ways == {n: "cuda-aware" if n in expected else "staged" for n in jobs.CLASSES}
     assert result.unproven == tuple(name for name in jobs.CLASSES if name not in expected)
@@ -352,7 +354,7 @@ def test_launch_ends_trials_that_take_too_long(monkeypatch, tmp_path, caplog):
 @pytest.mark.parametrize("override", ["rdma", "across=ipc", "everywhere=gdr", "across=", "a=b=c"])
 def test_an_override_that_makes_no_sense(override):
     with pytest.raises(UsageError, match="expected one of gdr, cuda-aware, ipc, staged"):
-        verdicts.apply_override(override, verdicts.ProbeResult(STAGED))
+        verdicts.apply_override(override, verdicts.ProbeResult(STAGED_VERDICT))
 
 
 def test_what_a_verdict_depends_on(tmp_path):
@@ -369,7 +371,7 @@ def test_what_a_verdict_depends_on(tmp_path):
 
 def test_what_cannot_be_remembered_is_said(tmp_path, capfd):
     (tmp_path / "cache").write_text("not a folder")
-    verdicts._write(tmp_path / "cache" / "one.json", verdicts.ProbeResult(STAGED))
+    verdicts._write(tmp_path / "cache" / "one.json", verdicts.ProbeResult(STAGED_VERDICT))
     errors = capfd.readouterr().err
     assert f"cannot be cached in {tmp_path / 'cache'} (" in errors
     assert "set XDG_CACHE_HOME to a folder" in errors
@@ -450,7 +452,7 @@ def test_a_container_that_opens_no_handles(machine):
 @pytest.mark.processes
 @pytest.mark.either
 def test_without_a_gpu_nothing_is_tried(tmp_path):
-    if gpus.driver_cuda():
+    if gpus.driver_cuda_version():
         pytest.skip("this machine has a GPU")
     result = find({**os.environ, "XDG_CACHE_HOME": str(tmp_path)})
     assert result.trials == {}

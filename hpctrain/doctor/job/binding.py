@@ -7,7 +7,7 @@ from typing import Any
 
 from hpctrain.core.launchers import TITLES
 from hpctrain.doctor.check import Check, Verdict
-from hpctrain.hardware.pci import core_list
+from hpctrain.hardware.pci import parse_core_list
 from hpctrain.transport.placement.check import (
     MAX_FAULTS_SHOWN,
     RankBinding,
@@ -77,7 +77,8 @@ def _join_texts(texts: Sequence[str]) -> str:
 def is_oversubscribed(bindings: Sequence[RankBinding]) -> bool:
     """Return whether any ranks share fewer cores than there are ranks."""
     return any(
-        len(ranks) > len(core_list(cores)) for ranks, cores, _ in _ranks_by_value(bindings, "cores")
+        len(ranks) > len(parse_core_list(cores))
+        for ranks, cores, _ in _ranks_by_value(bindings, "cores")
     )
 
 
@@ -98,7 +99,7 @@ def _check_shared_cores(bindings: Sequence[RankBinding]) -> Check:
     if not groups:
         return Check("cores", "ok", "every rank has its own")
     observed = _join_texts([
-        f"{named(ranks)} of {host} share {len(core_list(cores))} cores"
+        f"{named(ranks)} of {host} share {len(parse_core_list(cores))} cores"
         for ranks, cores, host in groups
     ])  # fmt: skip
     if is_oversubscribed(bindings):

@@ -92,7 +92,7 @@ def main() -> None:
     if hosts[0] == hosts[1]:
         _report(comm, "ipc", **by_ipc(comm, runtime, outbox, inbox))
     link = mpi_link.MpiLink(comm.Dup(), WatchRecord(None, comm.rank, comm.size).entry("main"))
-    cupy = gpus.cupy_module()
+    cupy = gpus.import_cupy()
     _report(comm, "staged", seconds=messages(link, cupy, ["staged"]))
     time.sleep(OUTPUT_S)
     result = exchange_pointers(comm, outbox, inbox)
@@ -182,8 +182,8 @@ def shortest_s(call: Callable[[], None]) -> float:
 
 def _use_gpu(ordinal: int) -> Any:
     """Make the GPU current before MPI starts; return CUDA's runtime."""
-    gpus.use(ordinal)
-    return gpus.runtime()
+    gpus.use_gpu(ordinal)
+    return gpus.cuda_runtime()
 
 
 def _claims(comm: MPI.Comm) -> mpi_claims.Claims:

@@ -31,7 +31,7 @@ from hpctrain.transport.device import gpus
 from hpctrain.transport.gpu_probe import jobs, mpi_claims
 from hpctrain.transport.gpu_probe.jobs import ProbeTrial
 from hpctrain.transport.mpi import installation
-from hpctrain.transport.paths import STAGED, Verdict
+from hpctrain.transport.paths import STAGED_VERDICT, Verdict
 
 OVERRIDE = "HPCTRAIN_GPU_PATH"
 CACHE = "XDG_CACHE_HOME"
@@ -53,7 +53,7 @@ def cached_result(environ: Mapping[str, str]) -> ProbeResult:
 
     MPI is loaded, not started. Raises UsageError if the user's variable makes no sense.
     """
-    cached = _read(cache_file(environ)) or ProbeResult(STAGED, paths.UNTRIED)
+    cached = _read(cache_file(environ)) or ProbeResult(STAGED_VERDICT, paths.TRIAL_REMEDY)
     untried = tuple(name for name in jobs.CLASSES if name not in cached.trials)
     cached = replace(cached, unproven=untried)
     override = environ.get(OVERRIDE, "")
@@ -69,7 +69,7 @@ def apply_override(override: str, cached: ProbeResult) -> ProbeResult:
     failed_trials = [
         name
         for name, path in chosen.items()
-        if path in paths.BY_POINTER and not _is_credible(name, cached.trials)
+        if path in paths.POINTER_PATHS and not _is_credible(name, cached.trials)
     ]
     chosen |= dict.fromkeys(failed_trials, "staged")
     remaining: dict[str, Any] = {
@@ -84,7 +84,9 @@ def apply_override(override: str, cached: ProbeResult) -> ProbeResult:
     reason = f"{OVERRIDE}={override}{refused}"
     verdict = replace(cached.verdict, **chosen, **remaining, reason=reason)
     unproven = (*failed_trials, *(name for name in cached.unproven if name not in chosen))
-    return ProbeResult(verdict, paths.UNTRIED if failed_trials else "", cached.trials, unproven)
+    return ProbeResult(
+        verdict, paths.TRIAL_REMEDY if failed_trials else "", cached.trials, unproven
+    )
 
 
 def _is_credible(name: str, results: Mapping[str, ProbeTrial]) -> bool:
@@ -144,7 +146,7 @@ def probe(environ: Mapping[str, str], again: bool = False) -> ProbeResult:
     try:
         visible = gpus.visible_gpus("gpu")
     except UsageError as error:
-        return ProbeResult(replace(STAGED, reason=str(error)))
+        return ProbeResult(replace(STAGED_VERDICT, reason=str(error)))
     file, mpi = cache_file(environ), installation.loaded_mpi()
     cached_trials = None if again else _read(file)
     results = dict(cached_trials.trials) if cached_trials else {}
@@ -152,13 +154,15 @@ def probe(environ: Mapping[str, str], again: bool = False) -> ProbeResult:
         installation.mpiexec(mpi), mpi.vendor, len(visible), _nodes(environ), environ
     )
     if not commands:
-        return ProbeResult(replace(STAGED, reason="no mpiexec and no srun to start a trial with"))
+        return ProbeResult(
+            replace(STAGED_VERDICT, reason="no mpiexec and no srun to start a trial with")
+        )
     missing_commands = {name: line for name, line in commands.items() if name not in results}
     if missing_commands:
         message = f"probing the path of GPU memory, once ({', '.join(missing_commands)})"
         print(message.replace("_", " "), file=sys.stderr, flush=True)
     results |= {name: jobs.run(line, environ) for name, line in missing_commands.items()}
-    result = judge(results, gdr.gdr(nics.nics()), environ)
+    result = judge(results, gdr.gdr_state(nics.read_nics()), environ)
     if all(trial.claims for trial in results.values()):
         _write(file, result)
     return result
@@ -171,7 +175,7 @@ def _nodes(environ: Mapping[str, str]) -> int:
 
 
 def judge(
-    results: Mapping[str, ProbeTrial], adapter: gdr.Gdr, environ: Mapping[str, str]
+    results: Mapping[str, ProbeTrial], adapter: gdr.GdrState, environ: Mapping[str, str]
 ) -> ProbeResult:
     """Return the verdict that trials lead to: for each class the best path that worked."""
     chosen = {name: _path(name, results.get(name), adapter) for name in jobs.CLASSES}
@@ -203,17 +207,17 @@ def _steps(path: paths.Path, trial: ProbeTrial) -> Thresholds:
     """Return the size thresholds between staged and pointer; () where there is no choice."""
     if not _timed(path, trial):
         return ()
-    times = {n: {paths.POINTER: direct, paths.HOST: staged} for n, staged, direct in trial.sizes}
+    times = {n: {paths.POINTER: direct, paths.STAGED: staged} for n, staged, direct in trial.sizes}
     steps = thresholds.thresholds_from(times, paths.POINTER)
     return () if steps == ((0, paths.POINTER),) else steps
 
 
 def _timed(path: paths.Path, trial: ProbeTrial) -> bool:
     """Return whether messages may take either way, and both were timed."""
-    return path in paths.BY_POINTER and bool(trial.sizes)
+    return path in paths.POINTER_PATHS and bool(trial.sizes)
 
 
-def _shortest(path: paths.Path, trial: ProbeTrial) -> paths.Seconds:
+def _shortest(path: paths.Path, trial: ProbeTrial) -> paths.MessageTimes:
     """Return the seconds of messages on the faster path, or on the only one."""
     if _timed(path, trial):
         return tuple((n, min(seconds)) for n, *seconds in trial.sizes)
@@ -225,7 +229,7 @@ def _description(name: str, steps: Thresholds) -> str:
     return f"{name.replace('_', ' ')} by size: {text}"
 
 
-def _path(name: str, trial: ProbeTrial | None, adapter: gdr.Gdr) -> paths.Path:
+def _path(name: str, trial: ProbeTrial | None, adapter: gdr.GdrState) -> paths.Path:
     if trial is None or trial.claims is None:  # one GPU, one node, or no job that started
         return "staged" if name == "across" else "ipc"
     if trial.pointer:
@@ -246,9 +250,9 @@ def cache_file(environ: Mapping[str, str], root: Path = pci.ROOT) -> Path:
     mpi = installation.loaded_mpi()
     facts = (
         *(mpi.vendor, mpi.version, mpi.libmpi),
-        nvidia.driver(root),
-        pci.read(root / "etc/os-release"),
-        pci.read(root / "proc/sys/kernel/osrelease"),
+        nvidia.driver_version(root),
+        pci.read_text(root / "etc/os-release"),
+        pci.read_text(root / "proc/sys/kernel/osrelease"),
         mpi_claims.relevant(environ, mpi.libmpi),
     )
     key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12]
@@ -268,7 +272,7 @@ def from_json(text: str) -> ProbeResult:
     """Return the verdict of a text that `asdict` and `json.dumps` made."""
     fields = json.loads(text)
     results = {name: jobs.from_table(trial) for name, trial in fields["trials"].items()}
-    return ProbeResult(paths.from_table(fields["verdict"]), fields["remedy"], results)
+    return ProbeResult(paths.verdict_from_table(fields["verdict"]), fields["remedy"], results)
 
 
 def _write(file: Path, result: ProbeResult) -> None:

@@ -20,7 +20,14 @@ import numpy as np
 from hpctrain.core.xp import Array, to_host
 from hpctrain.transport.device import gpus
 from hpctrain.transport.link import Link
-from hpctrain.transport.paths import BY_POINTER, Path, RankPlace, Verdict, path_to, thresholds_to
+from hpctrain.transport.paths import (
+    POINTER_PATHS,
+    Path,
+    RankPlace,
+    Verdict,
+    path_between,
+    thresholds_between,
+)
 
 logger = logging.getLogger("hpctrain")
 Gather = Callable[[bytes], list[bytes]]  #: from this rank's bytes to those of all ranks
@@ -34,7 +41,9 @@ def verify_paths(
     if not any(place.gpu for place in places):
         return verdict
     link.set_paths(_paths(verdict, places, link.rank))  # whatever the length
-    if not any(path in BY_POINTER for r in range(link.size) for path in _paths(verdict, places, r)):
+    if not any(
+        path in POINTER_PATHS for r in range(link.size) for path in _paths(verdict, places, r)
+    ):
         return verdict
     corrupted = {
         name.decode() for name in gather(_corrupted_path(link, places, verdict).encode())
@@ -43,13 +52,13 @@ def verify_paths(
         verdict = _without(verdict, corrupted)
         if link.rank == 0:
             logger.warning("%s; run `hpctrain doctor`", verdict.reason)
-    steps = [thresholds_to(verdict, places[link.rank], place) for place in places]
+    steps = [thresholds_between(verdict, places[link.rank], place) for place in places]
     link.set_paths(_paths(verdict, places, link.rank), steps)
     return verdict
 
 
 def _paths(verdict: Verdict, places: Sequence[RankPlace], rank: int) -> list[Path]:
-    return [path_to(verdict, places[rank], place) for place in places]
+    return [path_between(verdict, places[rank], place) for place in places]
 
 
 def _corrupted_path(link: Link, places: Sequence[RankPlace], verdict: Verdict) -> str:
@@ -61,14 +70,14 @@ def _corrupted_path(link: Link, places: Sequence[RankPlace], verdict: Verdict) -
             _message_arrives_intact(link, bool(places[link.rank].gpu), left, right, n)
             for n in SIZES
         ]
-        path = path_to(verdict, places[left], places[link.rank])
-        corrupted = corrupted if all(intact) or path not in BY_POINTER else path
+        path = path_between(verdict, places[left], places[link.rank])
+        corrupted = corrupted if all(intact) or path not in POINTER_PATHS else path
         step *= 2
     return corrupted
 
 
 def _message_arrives_intact(link: Link, on_gpu: bool, left: int, right: int, nbytes: int) -> bool:
-    library = gpus.cupy_module() if on_gpu else np
+    library = gpus.import_cupy() if on_gpu else np
     x: Array = library.asarray(pattern(link.rank, nbytes))
     inbox: Array = library.zeros(nbytes, np.uint8)
     link.sendrecv(x, right, inbox, left)

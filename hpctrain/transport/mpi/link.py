@@ -55,35 +55,35 @@ class MpiLink:
         #: of arrays that need no queue; None: all types do, see device/transfers.py
         self.unqueued_type: type | None = np.ndarray
         self.paths: tuple[Path, ...] = ()  #: to each rank; none where no rank has a GPU
-        self.by_size: tuple[Thresholds, ...] = ()
+        self.path_thresholds: tuple[Thresholds, ...] = ()
         self.queues: transfers.TransferQueues | None = None
         self._comm = comm
         self.status = MPI.Status()
 
-    def isend(self, x: np.ndarray, to: int) -> Request:
-        """Start to send `x` to rank `to`."""
+    def isend(self, x: np.ndarray, dest: int) -> Request:
+        """Start to send `x` to rank `dest`."""
         if type(x) is not self.unqueued_type:
-            return transfers.queues_of(self).isend(x, to)
-        self.count(x.nbytes)
-        return self.post_send([spec(piece) for piece in cuts(x, self.cut_bytes)], to)
+            return transfers.queues_for(self).isend(x, dest)
+        self.count_message(x.nbytes)
+        return self.post_send([spec(piece) for piece in cuts(x, self.cut_bytes)], dest)
 
     def irecv(self, x: np.ndarray, source: int) -> Request:
         """Start to fill `x` from rank `source`."""
         if type(x) is not self.unqueued_type:
-            return transfers.queues_of(self).irecv(x, source)
+            return transfers.queues_for(self).irecv(x, source)
         return self.post_receive([spec(piece) for piece in cuts(x, self.cut_bytes)], source)
 
-    def sendrecv(self, x: np.ndarray, to: int, inbox: np.ndarray, source: int) -> None:
+    def sendrecv(self, x: np.ndarray, dest: int, inbox: np.ndarray, source: int) -> None:
         """Send `x` and fill `inbox`, both at once."""
         if type(x) is not self.unqueued_type or type(inbox) is not self.unqueued_type:
-            return transfers.queues_of(self).sendrecv(x, to, inbox, source)
-        self.count(x.nbytes)
+            return transfers.queues_for(self).sendrecv(x, dest, inbox, source)
+        self.count_message(x.nbytes)
         self.entry.enter(b"sendrecv", source, inbox.nbytes)
         try:
             if x.nbytes <= self.cut_bytes and inbox.nbytes <= self.cut_bytes:
-                self._exchange(x, to, inbox, source)
+                self._exchange(x, dest, inbox, source)
             else:
-                self._exchange_in_pieces(x, to, inbox, source)
+                self._exchange_in_pieces(x, dest, inbox, source)
         except MPI.Exception as error:
             raise self.failure("sendrecv", source, inbox.nbytes, error) from error
         self.entry.leave()
@@ -109,10 +109,10 @@ class MpiLink:
         """Return this link for a second thread: of the two, one may only send, one only receive."""
         return self._like(self._comm)
 
-    def set_paths(self, paths: Sequence[Path], by_size: Sequence[Thresholds] = ()) -> None:
+    def set_paths(self, paths: Sequence[Path], path_thresholds: Sequence[Thresholds] = ()) -> None:
         """Give GPUs' arrays to MPI only where `paths` allow it; see Link; all must call."""
         self.paths, self.unqueued_type = tuple(paths), None
-        self.by_size = tuple(by_size) or ((),) * len(self.paths)
+        self.path_thresholds = tuple(path_thresholds) or ((),) * len(self.paths)
 
     def barrier(self) -> None:
         """Return once every rank has called."""
@@ -123,16 +123,16 @@ class MpiLink:
         self.entry.leave()
 
     def wait_for(
-        self, ready: Callable[[], bool], call: bytes, peer: int = ALL_PEERS, nbytes: int = 0
+        self, condition: Callable[[], bool], call: bytes, peer: int = ALL_PEERS, nbytes: int = 0
     ) -> None:
-        """Return once `ready()`; yields the core and drives MPI progress while waiting.
+        """Return once `condition()`; yields the core and drives MPI progress while waiting.
 
         The other rank may itself wait for a message of ours that MPI has not sent yet.
         """
-        ready = transfers.with_progress(ready, self.sleeps_while_waiting)
+        condition = transfers.with_progress(condition, self.sleeps_while_waiting)
         self.entry.enter(call, peer, nbytes)
         nap_at, polls = time.monotonic() + YIELD_S, 0
-        while not ready():
+        while not condition():
             os.sched_yield()
             polls += 1
             if polls % POLLS_PER_PROBE == 0:
@@ -165,7 +165,7 @@ class MpiLink:
         """MPI's own collectives on these ranks."""
         return MpiCollectives(self._comm, self)
 
-    def record_in(self, entry: Entry) -> None:
+    def record_waits_in(self, entry: Entry) -> None:
         """From now on record the calls that wait in the watch's `entry`."""
         self.entry = entry
 
@@ -178,7 +178,7 @@ class MpiLink:
         if self._comm != MPI.COMM_NULL:  # freed by way of a view
             self._comm.Free()
 
-    def count(self, nbytes: int) -> None:
+    def count_message(self, nbytes: int) -> None:
         """Count a message of `nbytes`."""
         self.bytes_sent += nbytes
         self.messages_sent += 1
@@ -193,10 +193,10 @@ class MpiLink:
         namespace(x).cuda.get_current_stream().synchronize()
         return [spec_of_gpu(piece.data.ptr, piece.nbytes) for piece in cuts(x, self.cut_bytes)]
 
-    def post_send(self, message: Sequence[Spec], to: int) -> MpiRequest:
+    def post_send(self, message: Sequence[Spec], dest: int) -> MpiRequest:
         """Start to send a message."""
-        pieces = [self._comm.Isend(piece, to, TAG) for piece in message]
-        return MpiRequest(self, pieces, to, 0, b"wait for isend")
+        pieces = [self._comm.Isend(piece, dest, TAG) for piece in message]
+        return MpiRequest(self, pieces, dest, 0, b"wait for isend")
 
     def post_receive(self, message: Sequence[Spec], source: int) -> MpiRequest:
         """Start to receive a message."""
@@ -209,7 +209,7 @@ class MpiLink:
         link.sleeps_while_waiting = self.sleeps_while_waiting
         if self.paths:
             ranks = comm.group.Translate_ranks(list(range(comm.size)), self._comm.group)
-            link.set_paths([self.paths[r] for r in ranks], [self.by_size[r] for r in ranks])
+            link.set_paths([self.paths[r] for r in ranks], [self.path_thresholds[r] for r in ranks])
         return link
 
     def _barrier_of_gpus(self) -> None:
@@ -217,26 +217,26 @@ class MpiLink:
         request = self._comm.Ibarrier()
         self.wait_for(request.Test, b"barrier")
 
-    def _exchange(self, x: np.ndarray, to: int, inbox: np.ndarray, source: int) -> None:
+    def _exchange(self, x: np.ndarray, dest: int, inbox: np.ndarray, source: int) -> None:
         status, size = self.status, inbox.nbytes
         if self.sleeps_while_waiting:
             sleeping_wait = requests.SleepingWait()  # waits for segments do not predict an exchange
             receive = self._comm.Irecv(spec(inbox), source, TAG)
-            finish(self._comm.Isend(spec(x), to, TAG), status, sleeping_wait)
+            finish(self._comm.Isend(spec(x), dest, TAG), status, sleeping_wait)
             received_bytes = finish(receive, status, sleeping_wait)
         else:
-            self._comm.Sendrecv(spec(x), to, TAG, spec(inbox), source, TAG, status)
+            self._comm.Sendrecv(spec(x), dest, TAG, spec(inbox), source, TAG, status)
             received_bytes = status.Get_count(MPI.BYTE)
         if received_bytes != size:
             raise self.failure("sendrecv", source, size, f"{received_bytes} came")
 
-    def _exchange_in_pieces(self, x: np.ndarray, to: int, inbox: np.ndarray, source: int) -> None:
+    def _exchange_in_pieces(self, x: np.ndarray, dest: int, inbox: np.ndarray, source: int) -> None:
         empty = np.empty(0, np.uint8)
         pairs = zip_longest(cuts(x, self.cut_bytes), cuts(inbox, self.cut_bytes))
         for outgoing, incoming in pairs:
             self._exchange(
                 empty if outgoing is None else outgoing,
-                MPI.PROC_NULL if outgoing is None else to,
+                MPI.PROC_NULL if outgoing is None else dest,
                 empty if incoming is None else incoming,
                 MPI.PROC_NULL if incoming is None else source,
             )

@@ -19,7 +19,7 @@ from itertools import groupby
 from typing import Any
 
 from hpctrain.core.launchers import TITLES
-from hpctrain.hardware.pci import core_list
+from hpctrain.hardware.pci import parse_core_list
 from hpctrain.transport.placement.nearest_nics import (
     NEAR,
     NIC_VARIABLE,
@@ -209,11 +209,11 @@ def _gpus(bindings: Sequence[RankBinding], node: Sequence[int]) -> Iterator[Plac
 
 def _cores(bindings: Sequence[RankBinding], node: Sequence[int]) -> Iterator[PlacementFault]:
     """Yield the ranks that outnumber their cores while other cores of the node are idle."""
-    used_cores = {core for rank in node for core in core_list(bindings[rank].cores)}
+    used_cores = {core for rank in node for core in parse_core_list(bindings[rank].cores)}
     idle_core_count = max(bindings[rank].offered for rank in node) - len(used_cores)
     for ranks in _groups(bindings, node, "cores"):
         binding = bindings[ranks[0]]
-        count = len(core_list(binding.cores))
+        count = len(parse_core_list(binding.cores))
         if len(ranks) > count and idle_core_count > 0:
             shared = f"core{'s' * (count > 1)} {binding.cores}"
             idle_cores = f"{idle_core_count} others are" if idle_core_count > 1 else "another is"
@@ -229,7 +229,7 @@ def _blas(bindings: Sequence[RankBinding], node: Sequence[int]) -> Iterator[Plac
     ranks_by_count: dict[tuple[str, str], list[int]] = {}  # by count, and ranks if they share cores
     for ranks in _groups(bindings, node, "cores"):
         threads = [bindings[rank].blas_threads for rank in ranks]
-        count = len(core_list(bindings[ranks[0]].cores))
+        count = len(parse_core_list(bindings[ranks[0]].cores))
         if sum(threads) > count and max(threads) > 1:
             load = f"{sum(threads)} BLAS threads on {count} core{'s' * (count > 1)}"
             ranks_by_count.setdefault((load, named(ranks) * (len(ranks) > 1)), []).extend(ranks)

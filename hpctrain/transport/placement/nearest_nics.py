@@ -80,13 +80,13 @@ def select_ports(launched: Launched, gpu_position: GpuPosition, root: Path = pci
 
     Raises UsageError for any other value of HPCTRAIN_NIC.
     """
-    adapters = nics.nics(root)
+    adapters = nics.read_nics(root)
     ports = nics.fabric_ports(adapters)
     value, note = "", ""
     if near_requested(os.environ):
         value, note = select_port(launched, ports, gpu_position, os.environ, root)
     if value:
-        ethernet_names = [nic.name for nic in adapters if nic.active and not nic.rdma]
+        ethernet_names = [nic.name for nic in adapters if nic.active and not nic.has_rdma]
         os.environ[UCX_DEVICES] = ",".join([value, *ethernet_names])
     return ports_near(adapters, gpu_position, os.environ.get(UCX_DEVICES, ""), note, root)
 
@@ -114,7 +114,7 @@ def select_port(
     variable = next((name for name in UCX_VARIABLES if environ.get(name)), None)
     if variable is not None:
         return "", f"{variable} is set, and overrides this"
-    if len(ports) < 2 or not ports[0].rdma:
+    if len(ports) < 2 or not ports[0].has_rdma:
         return "", "there is no choice of ports"
     if rank is None or ranks is None or rank >= ranks:
         return "", "the launcher sets no local rank"
@@ -143,7 +143,7 @@ def ports_near(
     ports = nics.fabric_ports(adapters)
     nearest = _nearest(gpu_position, ports, root)
     named = [nic for word in device_names(value) for nic in _matching(word, adapters)]
-    active_rdma = tuple(nic.name for nic in named if nic.rdma and nic.active)
+    active_rdma = tuple(nic.name for nic in named if nic.has_rdma and nic.active)
     numa_nodes = {nic.name: pci.numa_node(nic.pci, root) for nic in adapters}
     named_nodes, nearest_nodes = (
         {numa_nodes[name] for name in active_rdma},
@@ -172,7 +172,7 @@ def device_faults(value: str, adapters: Sequence[Nic], root: Path = pci.ROOT) ->
         if not matching and not (root / "sys/class/net" / word).exists():
             expanded_names.append(f"{word} is not there")
         # The kernel does not always report whether a TCP interface is up.
-        elif matching and all(nic.rdma and not nic.active for nic in matching):
+        elif matching and all(nic.has_rdma and not nic.active for nic in matching):
             expanded_names.append(f"{word} is down")
     return tuple(expanded_names)
 
@@ -212,5 +212,7 @@ def _nearest_by_rank(
 def _nearest(gpu_position: GpuPosition, ports: Sequence[Nic], root: Path) -> tuple[str, ...]:
     if gpu_position.gpus:
         return nics.nearest_ports(gpu_position.gpus[gpu_position.ordinal], ports, root)
-    nearest_nodes = pci.nearest_to_cores(gpu_position.cores, [nic.pci for nic in ports], root)
+    nearest_nodes = pci.devices_nearest_to_cores(
+        gpu_position.cores, [nic.pci for nic in ports], root
+    )
     return tuple(nic.name for nic in ports if nic.pci in nearest_nodes)

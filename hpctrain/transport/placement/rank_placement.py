@@ -25,7 +25,14 @@ from hpctrain.hardware import pci
 from hpctrain.transport.device import gpus
 from hpctrain.transport.gpu_probe import verify
 from hpctrain.transport.link import Link
-from hpctrain.transport.paths import STAGED, UNTRIED, RankPlace, Verdict, classes, from_table
+from hpctrain.transport.paths import (
+    STAGED_VERDICT,
+    TRIAL_REMEDY,
+    RankPlace,
+    Verdict,
+    pair_classes,
+    verdict_from_table,
+)
 from hpctrain.transport.placement import nearest_nics
 from hpctrain.transport.placement.check import (
     RankBinding,
@@ -98,15 +105,15 @@ def place_rank(launched: Launched, device: gpus.Device) -> Placement:
             binding,
             nics=nearest_nics.select_ports(launched, GpuPosition(cores=binding.cores)),
         )
-    choice = gpus.gpu_for(launched, len(visible), gpus.listed(os.environ))
+    choice = gpus.choose_gpu(launched, len(visible), gpus.parse_visible_devices(os.environ))
     gpu = visible[choice.ordinal]
     cores = [pci.near_cores(g.pci) for g in visible]
     binding = bind(launched, gpu_cores=gpus.gpu_cores(launched, choice.ordinal, cores))
-    gpus.use(choice.ordinal)
+    gpus.use_gpu(choice.ordinal)
     gpu_position = GpuPosition(tuple(g.pci for g in visible), choice.ordinal)
     nics = nearest_nics.select_ports(launched, gpu_position)
     logger.debug("%s: %s; %s; NIC: %s", gpu, choice.note, binding.note, nics.note or nics.label)
-    return Placement(launched, binding, gpu, gpus.of_job(os.environ, len(visible)), nics)
+    return Placement(launched, binding, gpu, gpus.job_gpu_count(os.environ, len(visible)), nics)
 
 
 def exchange(link: Link, gather: verify.Gather, host: str, placement: Placement) -> JobPlacement:
@@ -122,8 +129,8 @@ def exchange(link: Link, gather: verify.Gather, host: str, placement: Placement)
     if link.rank == 0:
         _log_bindings(bindings)
     cached, unproven = next(
-        ((from_table(r["verdict"]), r["unproven"]) for r in reports if "verdict" in r),
-        (STAGED, ()),
+        ((verdict_from_table(r["verdict"]), r["unproven"]) for r in reports if "verdict" in r),
+        (STAGED_VERDICT, ()),
     )
     verdict = verify.verify_paths(link, gather, places, cached)
     if link.rank == 0:
@@ -167,11 +174,11 @@ def _log_bindings(bindings: Sequence[RankBinding]) -> None:
 
 def _log_paths(places: Sequence[RankPlace], verdict: Verdict, unproven: Sequence[str]) -> None:
     """Log the path of memory between the GPUs at `places`, and whether ranks share GPUs."""
-    occurring_classes = classes(places)
+    occurring_classes = pair_classes(places)
     if untried := [name.replace("_", " ") for name in occurring_classes if name in unproven]:
         logger.warning(
             "GPU memory goes through the host (%s), since no trial showed that this MPI takes "
-            "pointers to it: %s", ", ".join(untried), UNTRIED,
+            "pointers to it: %s", ", ".join(untried), TRIAL_REMEDY,
         )  # fmt: skip
     paths = ", ".join(
         f"{name.replace('_', ' ')} {getattr(verdict, name)}" for name in occurring_classes

@@ -39,28 +39,28 @@ class LocalLink:
         self.sleeps_while_waiting = True  # a thread that waits sleeps
         self.unqueued_type: type | None = np.ndarray
         self.paths: tuple[Path, ...] = ()
-        self.by_size: tuple[Thresholds, ...] = ()
+        self.path_thresholds: tuple[Thresholds, ...] = ()
         self.queues: transfers.TransferQueues | None = None
         self.hub = hub
         self.pending: dict[int, deque[_Receive]] = defaultdict(deque)
         self._splits = 0
 
-    def isend(self, x: np.ndarray, to: int) -> Request:
-        """Start to send `x` to rank `to`."""
+    def isend(self, x: np.ndarray, dest: int) -> Request:
+        """Start to send `x` to rank `dest`."""
         if type(x) is not self.unqueued_type:
-            return transfers.queues_of(self).isend(x, to)
-        self.count(x.nbytes)
-        return self.post_send(self.message(x), to)
+            return transfers.queues_for(self).isend(x, dest)
+        self.count_message(x.nbytes)
+        return self.post_send(self.message(x), dest)
 
     def irecv(self, x: np.ndarray, source: int) -> Request:
         """Start to fill `x` from rank `source`."""
         if type(x) is not self.unqueued_type:
-            return transfers.queues_of(self).irecv(x, source)
+            return transfers.queues_for(self).irecv(x, source)
         return self.post_receive(self.message(x), source)
 
-    def sendrecv(self, x: np.ndarray, to: int, inbox: np.ndarray, source: int) -> None:
+    def sendrecv(self, x: np.ndarray, dest: int, inbox: np.ndarray, source: int) -> None:
         """Send `x` and fill `inbox`, both at once."""
-        receive, send = self.irecv(inbox, source), self.isend(x, to)
+        receive, send = self.irecv(inbox, source), self.isend(x, dest)
         receive.wait()
         send.wait()
 
@@ -89,11 +89,11 @@ class LocalLink:
         """Return this link for a second thread: of the two, one may only send, one only receive."""
         return self._like(self.hub, self.rank, range(self.size))
 
-    def set_paths(self, paths: Sequence[Path], by_size: Sequence[Thresholds] = ()) -> None:
+    def set_paths(self, paths: Sequence[Path], path_thresholds: Sequence[Thresholds] = ()) -> None:
         """Cut all messages as staged ones, whatever the `paths`: threads have no MPI."""
         staged: Path = "staged"
         self.paths, self.unqueued_type = (staged,) * len(paths), None
-        self.by_size = ((),) * len(paths)
+        self.path_thresholds = ((),) * len(paths)
 
     def barrier(self) -> None:
         """Return once every rank has called."""
@@ -103,12 +103,12 @@ class LocalLink:
             raise self._wait_error("barrier") from None
 
     def wait_for(
-        self, ready: Callable[[], bool], call: bytes, peer: int = -1, nbytes: int = 0
+        self, condition: Callable[[], bool], call: bytes, peer: int = -1, nbytes: int = 0
     ) -> None:
-        """Return once `ready()`, which is polled, since no condition variable signals it."""
-        ready = transfers.with_progress(ready)
+        """Return once `condition()`, which is polled, since no condition variable signals it."""
+        condition = transfers.with_progress(condition)
         limit = time.monotonic() + self.hub.timeout_s
-        while not ready():
+        while not condition():
             if self.hub.failed.is_set() or time.monotonic() > limit:
                 raise self._wait_error(call.decode())
             time.sleep(POLL_S)
@@ -122,7 +122,7 @@ class LocalLink:
         """The collectives of the hub, in place of a library's own."""
         return ThreadCollectives(self)
 
-    def record_in(self, entry: Entry) -> None:
+    def record_waits_in(self, entry: Entry) -> None:
         """Do nothing: waits of threads have a time limit, and no record."""
 
     def interrupt_others(self) -> bool:
@@ -133,7 +133,7 @@ class LocalLink:
     def free(self) -> None:
         """Do nothing: a hub is freed with its last link."""
 
-    def count(self, nbytes: int) -> None:
+    def count_message(self, nbytes: int) -> None:
         """Count a message of `nbytes`."""
         self.bytes_sent += nbytes
         self.messages_sent += 1
@@ -142,13 +142,13 @@ class LocalLink:
         """Return the bytes of contiguous `x`."""
         return x.reshape(-1).view(np.uint8)
 
-    def post_send(self, message: np.ndarray, to: int) -> _Send:
+    def post_send(self, message: np.ndarray, dest: int) -> _Send:
         """Start to send bytes."""
         sent = SentMessage(message)
         with self.hub.lock:
-            self.hub.mailboxes[self.rank, to].append(sent)
-            self.hub.wakeups[to].notify_all()
-        return _Send(self, sent, to)
+            self.hub.mailboxes[self.rank, dest].append(sent)
+            self.hub.wakeups[dest].notify_all()
+        return _Send(self, sent, dest)
 
     def post_receive(self, message: np.ndarray, source: int) -> _Receive:
         """Start to receive bytes."""
@@ -163,12 +163,12 @@ class LocalLink:
             link.set_paths([self.paths[r] for r in ranks])
         return link
 
-    def wait_until(self, ready: Callable[[], bool], call: str) -> None:
-        """Wait for `ready()`; raise HungError after the time limit, or as soon as a rank failed."""
+    def wait_until(self, condition: Callable[[], bool], call: str) -> None:
+        """Wait for `condition()`; raise HungError after the time limit or if a rank failed."""
         hub, wakeup = self.hub, self.hub.wakeups[self.rank]
         with hub.lock:
-            wakeup.wait_for(lambda: ready() or hub.failed.is_set(), hub.timeout_s)
-            if not ready():
+            wakeup.wait_for(lambda: condition() or hub.failed.is_set(), hub.timeout_s)
+            if not condition():
                 raise self._wait_error(call)
 
     def gather_items(self, item: T) -> list[T]:
