@@ -25,7 +25,7 @@ from hpctrain.hardware import nics, pci
 from hpctrain.transport.device import gpus
 from hpctrain.transport.link import Link, Request
 from hpctrain.transport.paths import POINTER_PATHS, Path, path_between
-from hpctrain.transport.shared_memory.host import Memory
+from hpctrain.transport.shared_memory.host import NodeMemory
 from hpctrain.world import World
 
 COLUMNS = (
@@ -41,7 +41,7 @@ COLUMNS = (
 class MappedLink:
     """A link that sends notifications; the receiver then copies from the sender's memory."""
 
-    def __init__(self, link: Link, memory: Memory, neighbours: Sequence[int]):
+    def __init__(self, link: Link, memory: NodeMemory, neighbours: Sequence[int]):
         """Notify over `link`; `neighbours` are the ranks that share `memory`, in order."""
         self.rank, self._link, self._memory = link.rank, link, memory
         self._neighbours, self._notification = neighbours, np.zeros(1, np.uint8)

@@ -144,7 +144,7 @@ def _check_mpi() -> list[Check]:
 def _check_blas(quota_cores: float | None) -> Check:
     core_count = len(os.sched_getaffinity(0))
     return node.check_blas(
-        core_binding.user_threads(os.environ) or core_count, core_count, quota_cores
+        core_binding.user_blas_threads(os.environ) or core_count, core_count, quota_cores
     )
 
 
@@ -158,6 +158,6 @@ def cupy_version() -> str | None:
 
 def _probe_gpu_paths() -> ProbeResult | None:
     try:
-        return verdicts.from_json(probe_process.run_probe(force=True))
+        return verdicts.result_from_json(probe_process.run_probe(force=True))
     except (ValueError, KeyError, TypeError, json.JSONDecodeError):
         return None

@@ -9,7 +9,7 @@ from hpctrain.doctor.check import Check
 from hpctrain.hardware.nics import Nic, fastest_port
 from hpctrain.hardware.pci import ROOT
 from hpctrain.transport.placement import nearest_nics
-from hpctrain.transport.placement.check import EXISTING_PORTS
+from hpctrain.transport.placement.check import EXISTING_PORTS_REMEDY
 
 
 def check_adapters(nics: Sequence[Nic]) -> list[Check]:
@@ -48,7 +48,7 @@ def check_named_nics(
                 "NICs named",
                 "bad",
                 f"{nearest_nics.UCX_DEVICES}={value}: {', '.join(faults)}",
-                EXISTING_PORTS,
+                EXISTING_PORTS_REMEDY,
             )
         ]
     return [Check("NICs named", "ok", f"{nearest_nics.UCX_DEVICES}={value}")]

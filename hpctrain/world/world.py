@@ -21,7 +21,7 @@ from hpctrain.transport.link import Link
 from hpctrain.transport.paths import STAGED_VERDICT, RankPlace, Verdict
 from hpctrain.transport.placement.check import RankBinding
 from hpctrain.transport.shared_memory.cuda_ipc import shared_gpu_memory
-from hpctrain.transport.shared_memory.host import Memory
+from hpctrain.transport.shared_memory.host import NodeMemory
 from hpctrain.tuning.gpu_layout import Gpus
 from hpctrain.tuning.select import with_choices
 from hpctrain.watch import Watch, WatchRecord, record_path
@@ -50,14 +50,14 @@ class World:
     on_failure: Callable[[BaseException], Any] | None = None
     purpose_links: dict[str, list[Link]] = field(default_factory=dict)  #: of other threads
     main: Group = field(init=False)  #: all ranks, for the main thread; its scratch is kept
-    memory: Memory = field(init=False)  #: memory shared by the ranks of this node
+    memory: NodeMemory = field(init=False)  #: memory shared by the ranks of this node
 
     def __post_init__(self) -> None:
         """Split the ranks by node, share memory, and fix the choices of `auto`; collective."""
         self.places = self.places or tuple(RankPlace(host, "") for host in self.hosts)
         self.main = over_nodes(self.link, self.host)
         gather = partial(collectives.all_gather_bytes, self.node)
-        self.memory = Memory(self.node, gather)
+        self.memory = NodeMemory(self.node, gather)
         node_gpus = [place.gpu for place in self.places if place.node == self.host]
         self.memory.gpu = shared_gpu_memory(self.node, gather, node_gpus)
         # Ranks that are threads of one process must yield to each other.

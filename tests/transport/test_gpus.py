@@ -86,7 +86,7 @@ BLOCKS = {
 @pytest.mark.parametrize("case", BLOCKS)
 def test_block_near_the_gpu(case):
     gpu_cores, allowed, cores, threads, word = BLOCKS[case]
-    plan = core_binding.plan(rank(1, 4), set(allowed), EIGHT, {}, gpu_cores)
+    plan = core_binding.plan_binding(rank(1, 4), set(allowed), EIGHT, {}, gpu_cores)
     assert (plan.cores, plan.blas_threads) == (cores, threads)
     assert word in plan.note
 
@@ -201,7 +201,7 @@ ON_CORE_0 = core_binding.Binding((0,), 1, "", 2)
 
 def placed_on(world, gpu=True):
     local = rank_placement.Placement(rank(0, 2), ON_CORE_0, Gpu(0, "GPU-x", "") if gpu else None, 2)
-    return rank_placement.exchange(
+    return rank_placement.exchange_placements(
         world.link, lambda data: all_gather_bytes(world.link, data), "a", local
     )
 

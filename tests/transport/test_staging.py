@@ -144,7 +144,7 @@ def test_a_trial_times_both_ways(ranks, lazy_gpu):
     sizes = (1000, 300 * KIB)
 
     def body(world):
-        rows = child.messages(world.link, cupy, ["staged", "cuda-aware"], sizes)
+        rows = child.time_messages(world.link, cupy, ["staged", "cuda-aware"], sizes)
         assert [n for n, *_ in rows] == list(sizes) and all(min(row) > 0 for row in rows)
         staged = 2 * sum(sizes) * child.ROUNDS  # one there, one back
         assert world.link.host_bytes == staged * (1 if world.transport == "mpi" else 2)

@@ -40,8 +40,8 @@ def collect_local_facts(world: World, recipe_name: str | None) -> RankFacts:
     return RankFacts(
         {**machine.versions(), "cupy": examine.cupy_version() or "none", "MPI": machine.mpi()},
         _hash_recipe(recipe_name),
-        hello.level(),
-        hello.ulfm(),
+        hello.thread_level(),
+        hello.has_ulfm(),
         kernel(),
         **(_collect_node_facts(world.host) if is_first_of_node(world) else {}),
     )

@@ -78,7 +78,9 @@ class Communicator:
     def allreduce(self, x: Array, op: Any) -> None:
         """Reduce flat `x` in place over all ranks; GPU arrays in the current stream's order."""
         if op not in OPERATIONS or x.dtype.name not in DTYPES:
-            raise UsageError(f"NCCL reduces no arrays of {x.dtype} here; take an algorithm of ours")
+            raise UsageError(
+                f"NCCL reduces no arrays of {x.dtype} here; take an algorithm of hpctrain"
+            )
         nccl_dtype, nccl_op = (
             getattr(self._nccl, name) for name in (DTYPES[x.dtype.name], OPERATIONS[op])
         )
