@@ -21,6 +21,7 @@ from hpctrain.hardware.nvidia import GpuInfo, NodeGpus
 from hpctrain.transport.gpu_probe.jobs import ProbeTrial
 from hpctrain.transport.gpu_probe.verdicts import ProbeResult
 from hpctrain.transport.paths import Verdict
+from hpctrain.transport.shared_memory.dev_shm import SHM_FOLDER
 
 
 def result(checks, name):
@@ -107,7 +108,7 @@ def test_blas_under_a_quota(quota, verdict):
 
 @pytest.mark.parametrize("free, verdict", [(64 << 20, "bad"), (500 << 20, "slow"), (8 << 30, "ok")])
 def test_room_in_shared_memory(free, verdict, tmp_path, monkeypatch):
-    monkeypatch.setattr(node.dev_shm, "free", lambda folder: free)
+    monkeypatch.setattr(node.dev_shm, "free_shm_bytes", lambda folder: free)
     message = result(node.check_shared_memory(tmp_path, ()), "shared memory")
     assert message[0] == verdict
     assert (verdict == "ok") or "--shm-size" in message[2]
@@ -131,7 +132,7 @@ def test_left_overs_of_dead_jobs_alone(tmp_path):
 
 
 def test_open_files_are_in_use():
-    file = node.SHM / f"hpctrain-{os.getpid()}"
+    file = SHM_FOLDER / f"hpctrain-{os.getpid()}"
     try:
         with open(file, "w"):
             assert str(file) in node._find_mapped_files()

@@ -82,9 +82,9 @@ BOUND = """
 import json, os, sys
 import numpy, threadpoolctl
 from hpctrain.core.launchers import Launched
-from hpctrain.transport.placement.core_binding import bind
+from hpctrain.transport.placement.core_binding import bind_process
 online = sorted(os.sched_getaffinity(0))
-binding = bind(Launched("openmpi", 1, 2, 1, 2), online)
+binding = bind_process(Launched("openmpi", 1, 2, 1, 2), online)
 masks = {t: sorted(os.sched_getaffinity(int(t))) for t in os.listdir("/proc/self/task")}
 pools = [p["num_threads"] for p in threadpoolctl.threadpool_info() if p["user_api"] == "blas"]
 print(json.dumps([online, binding.cores, binding.blas_threads, masks, pools]))
@@ -94,7 +94,7 @@ print(json.dumps([online, binding.cores, binding.blas_threads, masks, pools]))
 @pytest.mark.processes
 @pytest.mark.parametrize("threads_set", [None, "1"])
 @pytest.mark.either
-def test_bind_moves_every_thread_and_limits_blas(start, threads_set):
+def test_bind_process_moves_every_thread_and_limits_blas(start, threads_set):
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("needs two cores")
     env = dict.fromkeys(("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "")

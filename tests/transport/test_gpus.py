@@ -145,7 +145,7 @@ def test_a_seat_has_a_gpu_and_cores_near_it(machine, monkeypatch, tmp_path):
     cores = {address: rank_placement.pci.near_cores(address, tmp_path) for address in
              ("0000:13:00.0", "0000:14:00.0")}  # fmt: skip
     monkeypatch.setattr(rank_placement.pci, "near_cores", cores.get)
-    monkeypatch.setattr(rank_placement, "bind", lambda launched, gpu_cores:
+    monkeypatch.setattr(rank_placement, "bind_process", lambda launched, gpu_cores:
         bound.append(gpu_cores) or SimpleNamespace(note=""))  # fmt: skip
     result = rank_placement.place_rank(rank(1, 2), "auto")
     assert (str(result.gpu), result.gpus, cupy.used) == ("gpu 1, GPU-1", 2, [1])

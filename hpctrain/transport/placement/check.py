@@ -258,7 +258,10 @@ def _nic_faults(bindings: Sequence[RankBinding], node: Sequence[int]) -> Iterato
     }
     for faults in dict.fromkeys(faults_by_rank.values()):
         ranks = tuple(rank for rank in faults_by_rank if faults_by_rank[rank] == faults)
-        text = f"{format_ranks(ranks)} of {host}: of the ports in {UCX_DEVICES}, {' and '.join(faults)}"
+        text = (
+            f"{format_ranks(ranks)} of {host}: of the ports in {UCX_DEVICES}, "
+            f"{' and '.join(faults)}"
+        )
         yield PlacementFault("NICs named", ranks, text, EXISTING_PORTS_REMEDY)
     yield from _shared_nic_faults(bindings, node)
     ranks_with_remote_nic = tuple(rank for rank in node if bindings[rank].nics.remote)
