@@ -425,7 +425,7 @@ def test_native_refuses_what_mpi_cannot_add(ranks):
         if world.transport == "mpi":
             x = np.ones(3, np.float16)
             assert (
-                "take an algorithm of ours"
+                "take an algorithm of hpctrain"
                 in refusal(lambda: allreduce(x, algorithm="native", world=world))[1]
             )
 

@@ -67,7 +67,7 @@ def main() -> None:
 
 def measure_optimizers(world: World, nbytes: int, rounds: int) -> list[dict[str, Any]]:
     """Return a row for the copy and one for each optimizer, with the GB/s that it moves."""
-    cupy = gpus.cupy_module()
+    cupy = gpus.import_cupy()
     param, grad = (cupy.full(nbytes // 4, 1e-3, np.float32) for _ in range(2))
     found = [
         measure_row(

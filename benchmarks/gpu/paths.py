@@ -96,7 +96,7 @@ def copy_leg(x: xp.Array, to_host: bool) -> None:
 
 def _pinned_buffer(nbytes: int) -> np.ndarray:
     if nbytes not in _pinned_buffers:
-        memory = gpus.cupy_module().cuda.alloc_pinned_memory(nbytes)
+        memory = gpus.import_cupy().cuda.alloc_pinned_memory(nbytes)
         _pinned_buffers[nbytes] = np.frombuffer(memory, np.uint8, nbytes)
     return _pinned_buffers[nbytes]
 

@@ -57,7 +57,7 @@ def bind_short(
     operands = [_operands(buffers.short(x.nbytes, x.dtype, parity), rank) for parity in (0, 1)]
 
     def reduce() -> np.ndarray:
-        own_buffer, first, second, rest = operands[flags.round & 1]
+        own_buffer, first, second, rest = operands[flags.round_number & 1]
         own_buffer[...] = x
         if not flags.agree(payload):
             must_match_in_node(buffers, call)

@@ -12,7 +12,7 @@ from hpctrain.collectives.node_buffers import NodeBuffers, make_node_buffers
 from hpctrain.collectives.small_messages import all_gather_bytes
 from hpctrain.core.xp import Array, finish, namespace
 from hpctrain.transport.link import Link
-from hpctrain.transport.shared_memory.host import Memory
+from hpctrain.transport.shared_memory.host import NodeMemory
 
 
 class Scratch:
@@ -60,7 +60,7 @@ class Group:
     nodes: tuple[tuple[int, ...], ...] = ()  #: the ranks of each node, in the order of first ranks
     node: Link | None = None  #: to the ranks of our node, in their order
     across: Link | None = None  #: to the ranks that have our local rank, one of each node
-    memory: Memory | None = None  #: shared by the ranks of `node`; None without sharing
+    memory: NodeMemory | None = None  #: shared by the ranks of `node`; None without sharing
     spins: bool = False  #: whether this thread may look for a flag without letting others run
     choices: Choices | None = None  #: of `auto`; None: by the cost model, anew
     _node_buffers: list[NodeBuffers | None] = field(

@@ -21,7 +21,13 @@ from hpctrain.collectives.small_messages import all_gather_bytes
 from hpctrain.collectives.tree import broadcast
 from hpctrain.core.errors import UsageError
 from hpctrain.core.xp import Array, on_device
-from hpctrain.transport.device.nccl import ID_BYTES, Communicator, devices, libraries, new_id
+from hpctrain.transport.device.nccl import (
+    ID_BYTES,
+    Communicator,
+    count_devices,
+    load_libraries,
+    new_unique_id,
+)
 from hpctrain.transport.link import Link
 
 _communicators: WeakKeyDictionary[Link, Communicator] = WeakKeyDictionary()
@@ -47,9 +53,11 @@ def communicator(group: Group, x: Array) -> Communicator:
     """
     link, node = group.link, group.node or group.link
     if link not in _communicators:
-        device = x.data.device_id if on_device(x) else node.rank % devices(libraries()[0])
+        device = (
+            x.data.device_id if on_device(x) else node.rank % count_devices(load_libraries()[0])
+        )
         _must_suffice(group, _shared(node, device))
-        id_buffer = new_id() if link.rank == 0 else np.zeros(ID_BYTES, np.int16)
+        id_buffer = new_unique_id() if link.rank == 0 else np.zeros(ID_BYTES, np.int16)
         broadcast(group, id_buffer)
         _communicators[link] = Communicator(link.rank, link.size, device, id_buffer)
     return _communicators[link]
@@ -57,7 +65,7 @@ def communicator(group: Group, x: Array) -> Communicator:
 
 def _shared(node: Link, device: int) -> int:
     """Return the number of GPUs that the node lacks, with this rank on `device`; collective."""
-    name = libraries()[0].cuda.runtime.deviceGetPCIBusId(device)
+    name = load_libraries()[0].cuda.runtime.deviceGetPCIBusId(device)
     return node.size - len(set(all_gather_bytes(node, name.encode())))
 
 

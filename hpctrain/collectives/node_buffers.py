@@ -13,7 +13,7 @@ import numpy as np
 from hpctrain.collectives.small_messages import all_gather_bytes
 from hpctrain.transport.link import Link
 from hpctrain.transport.shared_memory.flags import NodeFlags, words_needed
-from hpctrain.transport.shared_memory.host import ALIGN_BYTES, Memory
+from hpctrain.transport.shared_memory.host import ALIGN_BYTES, NodeMemory
 
 SHORT_BYTES = 128 << 10  # copied as a whole and added by every rank
 CACHED_LENGTHS = 256  # of short arrays, whose buffer views are cached
@@ -53,7 +53,7 @@ def _cut(
 
 def make_node_buffers(node: Link, spins: bool) -> NodeBuffers | None:
     """Return the buffers shared by the ranks of `node`, None without shared memory; collective."""
-    memory = Memory(node, partial(all_gather_bytes, node))
+    memory = NodeMemory(node, partial(all_gather_bytes, node))
     words = memory.common_zeros(words_needed(node.size), np.uint64)
     buffers = memory.neighbours(memory.zeros(2 * SHORT_BYTES + LONG_BYTES, np.uint8))
     if words is None or buffers is None:

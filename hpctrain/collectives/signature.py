@@ -33,7 +33,7 @@ from hpctrain.collectives.node_buffers import CACHED_LENGTHS, NodeBuffers
 from hpctrain.collectives.small_messages import all_gather_bytes, maximum
 from hpctrain.core.errors import UsageError
 from hpctrain.transport.link import Link
-from hpctrain.transport.shared_memory.flags import MASK
+from hpctrain.transport.shared_memory.flags import PAYLOAD_MASK
 
 T = TypeVar("T")
 RANKS_NAMED = 8
@@ -50,7 +50,7 @@ class Signature(NamedTuple):
     @property
     def payload(self) -> int:
         """The digest as the flags of a node carry it."""
-        return self.digest & MASK
+        return self.digest & PAYLOAD_MASK
 
 
 def signature(text: str) -> Signature:
@@ -124,7 +124,7 @@ def _matches(group: Group, buffers: NodeBuffers | None, digest: int) -> bool:
 def _equal(link: Link, buffers: NodeBuffers | None, number: int) -> bool:
     """Return whether all ranks of `link` have the same `number`."""
     if buffers is not None:
-        return buffers.flags.agree(number & MASK)
+        return buffers.flags.agree(number & PAYLOAD_MASK)
     numbers = _with_complement(number)
     maximum(link, numbers)
     return np.array_equal(numbers, _with_complement(number))

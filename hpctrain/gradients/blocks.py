@@ -29,7 +29,7 @@ from hpctrain.collectives.ordered import Subtotal, SumTree, into_the_left
 from hpctrain.core.errors import HpctrainError, UsageError
 from hpctrain.gradients.arena import Arena
 from hpctrain.gradients.replica import Batch, Replica, ignore_ready
-from hpctrain.transport.placement.core_binding import one_blas_thread
+from hpctrain.transport.placement.core_binding import limit_blas_to_one_thread
 
 DEFAULT_BLOCKS = 8
 ZERO_SUMS = nn.Sums(0.0, 0, 0)
@@ -73,7 +73,7 @@ class BlockReplica:
                 "computed in blocks: expected a model without BatchNorm; use LayerNorm, or "
                 "reduction = 'fast'"
             )
-        one_blas_thread()
+        limit_blas_to_one_thread()
         #: Sums of each block of the step, (blocks, 3); zeros for blocks of other ranks
         self.table = np.zeros((tree.blocks, len(ZERO_SUMS)))
         self._replica, self._tree, self._own_blocks = replica, tree, tree.run(rank)

@@ -13,7 +13,7 @@ from functools import partial
 
 from hpctrain.collectives import Group
 from hpctrain.cost_model import cost, fit
-from hpctrain.transport.paths import BY_POINTER
+from hpctrain.transport.paths import POINTER_PATHS
 from hpctrain.tuning.choose import AlgorithmTime, TuningPlan
 from hpctrain.tuning.defaults import plan_from
 from hpctrain.tuning.gpu_layout import Gpus
@@ -62,7 +62,7 @@ def layout_of(group: Group, gpus: Gpus) -> GpuNetwork:
 
 def _wire(gpus: Gpus, name: str, scope: str) -> cost.Machine:
     """Return the message cost of a class of pairs; staging ranks share their GPU's link."""
-    pointer = getattr(gpus.verdict, name) in BY_POINTER
+    pointer = getattr(gpus.verdict, name) in POINTER_PATHS
     wire = POINTER[scope] if pointer else STAGED[scope]
     if times := gpus.verdict.seconds.get(name):
         wire = cost.Machine(*fit.line(times), GAMMA)

@@ -30,8 +30,8 @@ class Line(Protocol):
 
     rank: int
 
-    def isend(self, x: Any, to: int) -> Request:
-        """Start to send `x` to rank `to`."""
+    def isend(self, x: Any, dest: int) -> Request:
+        """Start to send `x` to rank `dest`."""
 
     def irecv(self, x: Any, source: int) -> Request:
         """Start to fill `x` from rank `source`."""

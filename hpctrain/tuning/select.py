@@ -32,7 +32,7 @@ from hpctrain.collectives.signature import Signature, matched
 from hpctrain.core import names
 from hpctrain.core.errors import UsageError
 from hpctrain.core.xp import Array, on_device
-from hpctrain.transport.device.nccl import libraries
+from hpctrain.transport.device.nccl import load_libraries
 from hpctrain.tuning import defaults_gpu, table
 from hpctrain.tuning.choose import TuningPlan, choices
 from hpctrain.tuning.defaults import NodeLayout, default_plan, layout_of
@@ -136,7 +136,7 @@ def allreduce_named(name: str) -> AllReduceFunction:
     if name == "auto":  # the most common; for few bytes every microsecond counts
         return auto
     if name == "nccl":
-        libraries()
+        load_libraries()
     return names.pick({"auto": auto, **collectives.ALLREDUCE, "nccl": nccl}, name, "algorithm")
 
 

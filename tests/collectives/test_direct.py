@@ -21,7 +21,7 @@ from hpctrain.collectives.direct import (
     reduce_scatter,
 )
 from hpctrain.core.errors import UsageError
-from hpctrain.transport.shared_memory.host import Memory
+from hpctrain.transport.shared_memory.host import NodeMemory
 from hpctrain.transport.threads.link import run_ranks
 from hpctrain.world import over_threads
 
@@ -127,7 +127,7 @@ def test_without_node_memory_messages_do(caplog):
     _warn_of_messages.cache_clear()
 
     def body(world):
-        group = replace(world.main, memory=Memory(world.link, None, kinds=()))
+        group = replace(world.main, memory=NodeMemory(world.link, None, kinds=()))
         for _ in range(2):
             x = vector(world.rank, 5003, "int64").copy()
             assert CALLS["direct"](group, x, np.add) is x

@@ -18,7 +18,7 @@ from hpctrain.collectives.signature import (
 )
 from hpctrain.collectives.small_messages import maximum
 from hpctrain.core.errors import UsageError
-from hpctrain.transport.shared_memory.host import Memory
+from hpctrain.transport.shared_memory.host import NodeMemory
 from hpctrain.transport.threads.link import run_ranks
 from hpctrain.world import over_threads
 
@@ -60,7 +60,7 @@ def test_on_nodes(hosts, shares):
     def body(link):
         group = over_threads(link, hosts).main
         if not shares:
-            group = replace(group, memory=Memory(group.node, None, kinds=()))
+            group = replace(group, memory=NodeMemory(group.node, None, kinds=()))
         must_match(group, CALL)
         before = [item.messages_sent for item in group.links], group.bytes_sent
         must_match(group, CALL)
@@ -80,7 +80,7 @@ def test_in_a_node(ranks):
 
     def body(world):
         everything(world.main)
-        everything(replace(world.main, memory=Memory(world.link, None, kinds=())))
+        everything(replace(world.main, memory=NodeMemory(world.link, None, kinds=())))
 
     ranks(body)
 

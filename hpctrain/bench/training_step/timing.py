@@ -27,7 +27,7 @@ from hpctrain.nn import Key, Model
 from hpctrain.nn.zoo import MlpOptions
 from hpctrain.optim import Optimizer, SgdOptions
 from hpctrain.training.recipe import Recipe
-from hpctrain.transport.placement.core_binding import unbound
+from hpctrain.transport.placement.core_binding import allow_all_cores
 from hpctrain.tuning.measure import ContextFactory, interleaved, paired_ratio, spread
 from hpctrain.world import World
 
@@ -135,7 +135,9 @@ def _make_contenders(
         dense = _dense_model(plan, model)
         if TORCH_NULL not in contenders:
             step_without_messages = rival.step(dense, without_communication=True)
-            contenders[TORCH_NULL] = Contender(step_without_messages, shares, TORCH_NULL, unbound)
+            contenders[TORCH_NULL] = Contender(
+                step_without_messages, shares, TORCH_NULL, allow_all_cores
+            )
         with rival.awake_context():
             trainer = rival.step(dense, without_communication=False)
         contenders[name] = Contender(trainer, shares, TORCH_NULL, rival.awake_context)

@@ -74,7 +74,7 @@ def run(world: World, options: Options) -> None:
         memory_check.check_gpu_memory(
             world, max(options.sizes), sweep.bytes_needed(max(options.sizes))
         )
-    array_module = gpus.cupy_module() if is_on_gpu else np
+    array_module = gpus.import_cupy() if is_on_gpu else np
     fingerprint = table.fingerprint(group, is_over_mpi, world.gpus if is_on_gpu else None)
     path = options.out or table.default_file(fingerprint)
     memory_check.check_host_memory(world, max(options.sizes), with_rivals=False)

@@ -30,7 +30,7 @@ import numpy as np
 from hpctrain.collectives import all_gather_short
 from hpctrain.doctor.check import Check, Verdict, node_list
 from hpctrain.doctor.job.outliers import MIN_RELATIVE_MARGIN, MedianMad, compute_median_mad
-from hpctrain.hardware.nics import Nic, fastest
+from hpctrain.hardware.nics import Nic, fastest_port
 from hpctrain.transport.link import Link
 from hpctrain.tuning.measure import rally
 from hpctrain.world import World
@@ -110,7 +110,7 @@ def check_rdma(pings: Sequence[Ping], adapters: Sequence[Sequence[Nic]]) -> list
     the ports of each node. Returns [] if a node has no RDMA: sockets may reach any share of a rate.
     """
     seconds = [ping.large_s for ping in pings if not ping.inside]
-    fastest_nics = [fastest(tuple(nic for nic in ports if nic.rdma)) for ports in adapters]
+    fastest_nics = [fastest_port(tuple(nic for nic in ports if nic.has_rdma)) for ports in adapters]
     rates = [nic.gbit_s for nic in fastest_nics if nic is not None and nic.gbit_s]
     if not seconds or len(rates) < len(adapters):
         return []
