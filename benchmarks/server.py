@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 
 import numpy as np
-from _common import make_parser, paired_ratio, report_result, spread, start_world
+from _common import make_parser, median_ratio, report_result, start_world, summarize_times
 
 from hpctrain import optim
 from hpctrain.engines.parameter_server.shard import (
@@ -41,9 +41,10 @@ def main() -> None:
     world = start_world(arguments.ranks)
     workers = world.size - 1
     seconds = measure_cases(world, arguments.rounds)
-    ratio = paired_ratio(seconds["memory"], seconds["push"])
+    ratio = median_ratio(seconds["memory"], seconds["push"])
     rows = [
-        {"what": case, "workers": workers, "bytes": bytes_moved(case, workers), **spread(count),
+        {"what": case, "workers": workers, "bytes": bytes_moved(case, workers),
+         **summarize_times(count),
          "GB_per_s": bytes_moved(case, workers) / float(np.median(count)) / 1e9}
         for case, count in seconds.items()
     ]  # fmt: skip

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from _common import RESULTS, interleaved, machine_facts, spread
+from _common import RESULTS, machine_facts, summarize_times, time_interleaved
 from _kept import print_claims, save_result
 
 from hpctrain.cluster.launch import launch_program
@@ -94,10 +94,10 @@ def measure_size(
         "a kernel alone": on_rank_0(world, kernel),
         "a kernel of each": kernel,
     }
-    seconds = interleaved(world.link, {**calls, **references}, rounds)
+    seconds = time_interleaved(world.link, {**calls, **references}, rounds)
     size_columns = {"bytes": nbytes, "ranks": world.size}
     return [
-        {**size_columns, "what": name, **spread(durations),
+        {**size_columns, "what": name, **summarize_times(durations),
          "right": correct_by_name.get(name, True), "host_bytes": copied_bytes.get(name, 0)}
         for name, durations in seconds.items()
     ]  # fmt: skip

@@ -16,8 +16,8 @@ from hpctrain.collectives.direct import (
     _warn_of_messages,
     all_gather,
     direct_shared,
-    parts,
-    prepared,
+    part_offsets,
+    prepare_direct,
     reduce_scatter,
 )
 from hpctrain.core.errors import UsageError
@@ -46,7 +46,7 @@ def twice(call, x):
 
 def in_parts(group, x, op):
     own = reduce_scatter(group, x, op)
-    assert own.size == np.diff(parts(x, group.link.size))[group.link.rank]
+    assert own.size == np.diff(part_offsets(x, group.link.size))[group.link.rank]
     all_gather(group, x)
     return x
 
@@ -55,7 +55,7 @@ def in_parts(group, x, op):
 CALLS = {
     "direct": in_place,
     "shared": direct_shared,
-    "twice": lambda group, x, op: twice(prepared(group, x, op), x),
+    "twice": lambda group, x, op: twice(prepare_direct(group, x, op), x),
     "reduce-scatter, all-gather": in_parts,
 }
 ARRAYS = {

@@ -40,7 +40,7 @@ OPTIMIZERS = {
     "transformer": optim.adamw(0.01, clip_norm=0.5),
 }
 #: What must not matter. A word that is no algorithm's: in shards, or in pieces of a block.
-WAYS = [name for name in select.NAMES if name not in ("null", "nccl")]
+WAYS = [name for name in select.ALGORITHM_NAMES if name not in ("null", "nccl")]
 
 
 class Texts(data.Dataset):
@@ -127,7 +127,7 @@ def added_as_they_come(monkeypatch):
             subtotal = subtotal._replace(start=remaining.start, x=x)
         subtotals.append(subtotal)
 
-    monkeypatch.setattr(SumTree, "join", join)
+    monkeypatch.setattr(SumTree, "append_subtotal", join)
 
 
 def added_in_the_order_of_ranks(monkeypatch):

@@ -32,7 +32,7 @@ from hpctrain.doctor.check import Check, Verdict, node_list
 from hpctrain.doctor.job.outliers import MIN_RELATIVE_MARGIN, MedianMad, compute_median_mad
 from hpctrain.hardware.nics import Nic, fastest_port
 from hpctrain.transport.link import Link
-from hpctrain.tuning.measure import rally
+from hpctrain.tuning.measure import ping_pong
 from hpctrain.world import World
 
 SMALL_BYTES, LARGE_BYTES = 8, 1 << 20
@@ -145,8 +145,8 @@ def _run_tournament(
 def _measure_one_way_s(link: Link, peer: int, x: np.ndarray, budget_s: float) -> float:
     """Return the one-way time of the fastest message; the lower rank sets the number of calls."""
     is_leading, counts = link.rank < peer, np.zeros(2, np.int64)
-    rally(link, peer, x[:1], 1, is_leading)  # establishes the connection
-    first_try_s = _time_call(lambda: rally(link, peer, x, 1, is_leading))
+    ping_pong(link, peer, x[:1], 1, is_leading)  # establishes the connection
+    first_try_s = _time_call(lambda: ping_pong(link, peer, x, 1, is_leading))
     if is_leading:
         tries = min(MAX_TRIES, max(MIN_TRIES, int(budget_s / first_try_s)))
         counts[:] = tries, min(MAX_CALLS, max(1, int(budget_s / tries / first_try_s)))
@@ -155,7 +155,8 @@ def _measure_one_way_s(link: Link, peer: int, x: np.ndarray, budget_s: float) ->
         link.irecv(counts, peer).wait()
     tries, calls = map(int, counts)
     seconds = [
-        _time_call(lambda: rally(link, peer, x, calls, is_leading)) / calls for _ in range(tries)
+        _time_call(lambda: ping_pong(link, peer, x, calls, is_leading)) / calls
+        for _ in range(tries)
     ]
     return min(first_try_s, *seconds) / 2
 

@@ -55,7 +55,7 @@ from hpctrain.gradients.reducer import WireOptions
 from hpctrain.gradients.replica import Replica, ignore_ready
 from hpctrain.nn import Sums
 from hpctrain.optim import Optimizer
-from hpctrain.tuning.select import allreduce_named
+from hpctrain.tuning.select import find_allreduce
 from hpctrain.world import World
 
 
@@ -117,7 +117,7 @@ class LocalSgdEngine:
         self.workers, self.worker = world.size, world.rank
         self._options, self._trace, self._group = options, world.trace, world.main
         self._update = self._allreduce_engine.update
-        self._allreduce = allreduce_named(options.algorithm)
+        self._allreduce = find_allreduce(options.algorithm)
         self._node_group = NodeGroup(world, self.times, self._allreduce, options.apart == "nodes")
         arena = replica.arena
         self._planes = [x for x in (arena.param, arena.buffer) if x.size]

@@ -24,7 +24,7 @@ import numpy as np
 from hpctrain.checkpoint import Piece
 from hpctrain.collectives import AllReduceFunction, Group, Operation
 from hpctrain.collectives.chunks import bounds
-from hpctrain.collectives.copy_through import parts
+from hpctrain.collectives.copy_through import part_offsets
 from hpctrain.collectives.ring import all_gather
 from hpctrain.core.xp import copy
 from hpctrain.engines.engine import (
@@ -90,7 +90,7 @@ class ReplicatedUpdate:
         self.reduce, self.state = sums, optimizer.init(arena.param)
         self._arena, self._optimizer, self._link = arena, optimizer, group.link
         #: the range that `direct` sums on this rank
-        self.own = slice(*parts(arena.grad, group.link.size)[group.link.rank :][:2])
+        self.own = slice(*part_offsets(arena.grad, group.link.size)[group.link.rank :][:2])
 
     def __call__(self, gradient: np.ndarray) -> None:
         """Update with a summed gradient, of the length of the plane."""

@@ -15,7 +15,7 @@ from mpi4py import MPI
 from hpctrain.core.errors import UsageError
 from hpctrain.transport.link import NativeCall
 from hpctrain.transport.mpi.requests import cut_pieces
-from hpctrain.watch import CallNote, Entry, detectable, detectable_call
+from hpctrain.watch import CallNote, Entry, detect_waits, make_detectable
 
 MAX_BYTES = (1 << 31) - 1  # the limit of Open MPI in one call
 _MpiOps = dict[np.ufunc, MPI.Op]
@@ -52,7 +52,7 @@ class MpiCollectives:
     def __init__(self, comm: MPI.Comm, link: CollectivesLink):
         self._comm, self.link = comm, link
 
-    @detectable(lambda frame: CallNote(frame["self"].link, b"MPI_Allreduce", frame["x"].nbytes))
+    @detect_waits(lambda frame: CallNote(frame["self"].link, b"MPI_Allreduce", frame["x"].nbytes))
     def allreduce(self, x: np.ndarray, op: Any) -> None:
         """Reduce `x` in place by `MPI_Allreduce`; the watch records it."""
         if not x.flags.aligned:  # mpi4py has no datatype for unaligned numbers
@@ -72,7 +72,7 @@ class MpiCollectives:
         ):
             return partial(self.allreduce, x, op)
         call_note = CallNote(self.link, b"MPI_Allreduce", x.nbytes)
-        return detectable_call(allreduce_call(self._comm, x, op), call_note)
+        return make_detectable(allreduce_call(self._comm, x, op), call_note)
 
     def bind(self, collective: str, x: np.ndarray, op: Any) -> NativeCall:
         """Return a call of MPI's own `collective` on `x`, without the watch's record."""
