@@ -32,9 +32,9 @@ from hpctrain.watch import (
     WatchRecord,
     code_location,
     make_detectable,
+    make_report,
     read_record,
     record_path,
-    report,
 )
 from hpctrain.watch.inside import LastingCalls
 from hpctrain.watch.record import frame_of_each_thread
@@ -218,7 +218,7 @@ def test_a_job_that_slept_does_not_wake_up_hung(
 
 NOW = 1000.0
 WAIT = Call("main", "recv", 5, 0, 64, 990.0, True)
-COMPLETED = replace(WAIT, operation="send", since=980.0, waiting=False)
+COMPLETED = replace(WAIT, operation="send", start_s=980.0, is_waiting=False)
 COMM = Call("comm", "barrier", 4, -1, 0, 970.0, True)
 WAITING = Snapshot(0, 3, 70, "n0", 999.5, 5, "ring.py:57 ring", (WAIT,))
 COMPUTING = replace(WAITING, calls=(COMPLETED,))
@@ -279,7 +279,7 @@ DEAD = "no heartbeat for 6 s: stopped or dead"
     ],
 )
 def test_report(snapshots: list[Snapshot], body: list[str]) -> None:
-    lines = report(snapshots, NOW, 300).splitlines()
+    lines = make_report(snapshots, NOW, 300).splitlines()
     assert lines[0] == "hung: a call has waited for longer than 300 s (run.timeout_s)"
     assert lines[1 : len(body) + 1] == body
     assert lines[len(body) + 1].startswith("what to do: ")
@@ -292,7 +292,7 @@ def test_report(snapshots: list[Snapshot], body: list[str]) -> None:
 )
 def test_silence_is_three_heartbeats(timeout_s: float, age_s: float, dead: bool) -> None:
     snapshot = replace(COMPUTING, size=1, heartbeat=NOW - age_s)
-    assert ("stopped or dead;" in report([snapshot], NOW, timeout_s)) == dead
+    assert ("stopped or dead;" in make_report([snapshot], NOW, timeout_s)) == dead
 
 
 def test_torn_records_are_read_as_something(tmp_path: Path) -> None:
@@ -306,7 +306,7 @@ def test_torn_records_are_read_as_something(tmp_path: Path) -> None:
         snapshot = replace(
             read_record(torn), size=2
         )  # a size of 2^31 is no torn read: it never changes
-        assert report([snapshot], NOW, 300).startswith("hung: ")
+        assert make_report([snapshot], NOW, 300).startswith("hung: ")
     record.close()
 
 
@@ -335,7 +335,7 @@ def test_record_holds_what_was_entered(tmp_path: Path, folder: bool) -> None:
         12, 16, 4, "test_record_holds_what_was_entered",
     )  # fmt: skip
     assert [
-        (c.thread, c.operation, c.step, c.peer, c.nbytes, c.waiting) for c in observed.calls
+        (c.thread, c.operation, c.step, c.peer, c.nbytes, c.is_waiting) for c in observed.calls
     ] == [
         (name, ("operation " * 3)[:24], 3, -1, 2**40 + index, name != "comm")
         for index, name in enumerate(names)
