@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import glob
 import os
-from importlib import import_module
 
 import fakes
 import numpy as np
@@ -16,30 +15,30 @@ import pytest
 from fakes import cuda, functions
 
 from hpctrain import nn
+from hpctrain.collectives.reductions import bfloat16
 from hpctrain.core.kernels import KINDS, written
+from hpctrain.gradients.compress import orthonormal, top_k_cuda
+from hpctrain.nn.activations import _gelu
+from hpctrain.nn.cuda import batch_norm, cross_entropy, im2col, layer_norm, philox
 from hpctrain.nn.dropout import Dropout
+from hpctrain.optim.adamw import _adamw_kernel
+from hpctrain.optim.lamb import _lamb_kernel, _step_kernel
+from hpctrain.optim.lars import _lars_kernel
+from hpctrain.optim.norms import SQUARES_KERNEL
+from hpctrain.optim.sgd import _heavy_ball_kernel, _nesterov_kernel, _plain_kernel
 
 cupy = pytest.importorskip("cupy")
 
-(SGD, ADAMW, LARS, LAMB, NORMS, GELU, PHILOX, BF16, LARGEST, ORTHONORMAL, WINDOWS, CHANNELS,
- VECTORS, ENTROPIES) = (
-    import_module(f"hpctrain.{name}")
-    for name in ("optim.sgd", "optim.adamw", "optim.lars", "optim.lamb", "optim.norms",
-                 "nn.activations", "nn.cuda.philox", "collectives.reductions.bfloat16",
-                 "gradients.compress.top_k_cuda", "gradients.compress.orthonormal",
-                 "nn.cuda.im2col", "nn.cuda.batch_norm", "nn.cuda.layer_norm",
-                 "nn.cuda.cross_entropy")
-)  # fmt: skip
 #: function -> arrays and numbers that it takes
 FUSED = {
-    SGD._plain: (2, 2),
-    SGD._heavy_ball: (3, 4),
-    SGD._nesterov: (3, 6),
-    ADAMW._adamw: (4, 8),
-    LARS._lars: (3, 3),
-    LAMB._lamb: (5, 8),
-    LAMB._take: (2, 1),
-    GELU._gelu: (3, 0),
+    _plain_kernel: (2, 2),
+    _heavy_ball_kernel: (3, 4),
+    _nesterov_kernel: (3, 6),
+    _adamw_kernel: (4, 8),
+    _lars_kernel: (3, 3),
+    _lamb_kernel: (5, 8),
+    _step_kernel: (2, 1),
+    _gelu: (3, 0),
 }
 TYPES = {"float32": "float", "float64": "double"}
 FLOATS = [dtype for dtype in KINDS if "float" in dtype]
@@ -130,7 +129,7 @@ def test_fused_functions_become_one_kernel(function, dtype):
 
 @pytest.mark.parametrize("real", TYPES.values())
 def test_sums_of_squares_compile(real):
-    assert compiled(NORMS.SQUARES.replace("REAL", real))
+    assert compiled(SQUARES_KERNEL.replace("REAL", real))
 
 
 def test_sixteen_bits_have_products():
@@ -142,20 +141,20 @@ def test_sixteen_bits_have_products():
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_kernels_compile(dtype):
     ml_dtypes = pytest.importorskip("ml_dtypes")
-    assert compiled(written(PHILOX.SOURCE, dtype))
-    assert compiled(VECTORS.source(dtype))
-    assert compiled(ENTROPIES.source(dtype))
+    assert compiled(written(philox.SOURCE, dtype))
+    assert compiled(layer_norm.cuda_source(dtype))
+    assert compiled(cross_entropy.cuda_source(dtype))
     for width in (1, 16 // np.dtype(getattr(ml_dtypes, dtype, dtype)).itemsize):
         for far in (False, True):
-            assert compiled(WINDOWS.source(dtype, width, far))
-            assert compiled(CHANNELS.source(dtype, far))
+            assert compiled(im2col.cuda_source(dtype, width, far))
+            assert compiled(batch_norm.cuda_source(dtype, far))
 
 
 @pytest.mark.parametrize("dtype", TYPES)
 def test_kernels_of_compression_compile(dtype):
-    assert compiled(BF16.source(np.dtype(dtype)))
-    assert compiled(LARGEST.source(np.dtype(dtype)))
-    assert compiled(ORTHONORMAL.source(dtype))
+    assert compiled(bfloat16.kernel_source(np.dtype(dtype)))
+    assert compiled(top_k_cuda.cuda_source(np.dtype(dtype)))
+    assert compiled(orthonormal.cuda_source(dtype))
 
 
 @pytest.fixture(scope="module")
@@ -184,12 +183,12 @@ def test_the_largest_are_those_of_the_host(a_gpu, dtype):
     x = np.round(np.random.default_rng(0).standard_normal(1_000_000) * 1e3).astype(dtype)
     plane, k = cupy.zeros(x.size, dtype), 10_000  # some are equal: of these the first
     location, values = cupy.empty(k, np.uint32), cupy.empty(k, dtype)
-    LARGEST.Largest(plane, 0, [(0, x.size, k)])(cupy.asarray(x), location, values)
+    top_k_cuda.LargestSelector(plane, 0, [(0, x.size, k)])(cupy.asarray(x), location, values)
     expected = np.argsort(-abs(x), kind="stable")[:k]
     order = np.argsort(location.get())
     assert (location.get()[order] == np.sort(expected)).all()
     assert (values.get()[order] == x[np.sort(expected)]).all()
-    LARGEST.add_pairs(plane, location, values)
+    top_k_cuda.add_pairs(plane, location, values)
     assert (plane.get() == x).all()
 
 
@@ -199,15 +198,15 @@ def test_columns_are_those_of_lapack(a_gpu, dtype):
     x = np.random.default_rng(0).standard_normal(rank * sum(rows)).astype(dtype)
     result = cupy.asarray(x)
     for a in (x, result):
-        ORTHONORMAL.Orthonormal(a, rank, rows)(a)
+        orthonormal.Orthonormalizer(a, rank, rows)(a)
     np.testing.assert_allclose(result.get(), x, atol=1e-5 if dtype == "float32" else 1e-13)
 
 
 def test_bfloat16_has_the_bits_of_the_host(a_gpu):
     x = np.random.default_rng(0).integers(0, 0x7F800000, 100_000, np.uint32).view(np.float32)
     local, target = np.empty(x.size, np.uint16), cupy.empty(x.size, np.uint16)
-    BF16.narrow(x, local)
-    BF16.narrow(cupy.asarray(x), target)
+    bfloat16.round_to_bfloat16(x, local)
+    bfloat16.round_to_bfloat16(cupy.asarray(x), target)
     assert (target.get() == local).all()
 
 

@@ -367,7 +367,7 @@ def test_a_handle_that_leads_elsewhere_is_refused(monkeypatch):
         def body(plain):
             world = on_gpus(plain)
             if world.rank == 1:
-                world.memory.gpu._read = lambda pointer: b"another token..."
+                world.memory.gpu._read_token = lambda pointer: b"another token..."
             assert world.memory.locate(kept(world, np.zeros(10))) is None
 
         run_ranks(2, lambda link: body(over_threads(link)))

@@ -76,7 +76,7 @@ GDR = {
                   "peermem"),
     "closed modules": ([UP], {DRIVER: CLOSED, LINUX: "5.14.0"}, False, "not the open ones",
                        "modprobe"),
-    "unknown": ([UP], {LINUX: "5.14.0"}, None, "neither", ""),
+    "unknown": ([UP], {LINUX: "5.14.0"}, None, "is unknown", ""),
     "down": ([DOWN], {}, False, "no active port", "ibstat"),
     "Ethernet": ([Nic("eth0", "Ethernet", True, 25.0, "")], {}, False, "no adapter", ""),
 }  # fmt: skip

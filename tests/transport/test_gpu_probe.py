@@ -154,7 +154,7 @@ MAPS = """\
 def test_libraries_of_interest():
     libraries = mpi_claims.gpu_libraries(MAPS.splitlines())
     assert libraries == ("/opt/lib/libuct_cuda.so.0.0.0", "/opt/my lib/libucp.so.0")
-    assert MpiClaims("Open MPI", libraries=libraries).mapped("libuct_cuda")
+    assert MpiClaims("Open MPI", libraries=libraries).has_library("libuct_cuda")
 
 
 OPEN = json.dumps({"stage": "started", "claims": asdict(PLAIN), "hosts": ["a", "a"]})

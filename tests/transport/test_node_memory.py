@@ -110,7 +110,7 @@ def test_too_little_memory_is_no_crash():
 
     def body(world):
         shared_memory, _ = shared(world, "file")
-        assert shared_memory._share(1 << 60) is None
+        assert shared_memory._allocate_shared(1 << 60) is None
         assert shared_memory.kind is None
         assert shared_memory.neighbours(shared_memory.zeros(10, np.float32)) is None
 

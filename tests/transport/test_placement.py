@@ -131,7 +131,13 @@ NICS = {
     "all name all": ([named(*FOUR), replace(named(*FOUR), local_rank=1, cores="1")], []),
     "not there": (
         [named(faults=("mlx5_9:1 is not there",))],
-        [("NICs named", (0,), "rank 0 of a: of what UCX_NET_DEVICES names, mlx5_9:1 is not there")],
+        [
+            (
+                "NICs named",
+                (0,),
+                "rank 0 of a: of the ports in UCX_NET_DEVICES, mlx5_9:1 is not there",
+            )
+        ],
     ),
     "far": (
         [named(FOUR[3], remote=True)],

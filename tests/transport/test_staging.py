@@ -260,7 +260,7 @@ def test_what_the_link_refuses():
     run_on("threads", 1, body)
 
 
-@pytest.mark.parametrize("forgotten", ["to_host", "to_device", "make_stream_wait"])
+@pytest.mark.parametrize("forgotten", ["copy_to_host", "copy_to_device", "make_stream_wait"])
 def test_a_forgotten_event_is_seen(lazy_gpu, monkeypatch, forgotten):
     """Without one of the three orderings, a rank reads stale data."""
     complete = getattr(Staging, forgotten)
@@ -311,7 +311,7 @@ class Message:
 
 
 def logged(monkeypatch, wire: ByHand) -> None:
-    for name in ("to_host", "to_device"):
+    for name in ("copy_to_host", "copy_to_device"):
         complete = getattr(Staging, name)
 
         def noted(self, *args, name=name, complete=complete):
@@ -332,15 +332,15 @@ def test_copies_and_wire_overlap(lazy_gpu, monkeypatch, transfer):
     for k in range(count):
         for _ in range(50):  # all that can be done before segment k is through
             moving.advance(True)
-        counts = dict.fromkeys(["wire", "to_host", "to_device"], 0)
+        counts = dict.fromkeys(["wire", "copy_to_host", "copy_to_device"], 0)
         for event, number in wire.log:
             counts[event] = number + 1
         ahead = min(count, k + MAX_BUFFERS)
         assert counts["wire"] == ahead  # k .. k + BUFFERS - 1 are with the wire
         if transfer is StagedSend:
-            assert counts["to_host"] == ahead
+            assert counts["copy_to_host"] == ahead
         else:
-            assert counts["to_device"] == k
+            assert counts["copy_to_device"] == k
         wire.through = k + 1
         assert not moving.done
     moving.advance(True)

@@ -82,7 +82,7 @@ def longest_path(name: str, size: int, n: int, machine: cost.Machine) -> float:
 
 
 #: Each alone takes the time, so that each is measured alone.
-ALONE = {"steps": (1, 0, 0), "bytes": (0, 1, 0), "added": (0, 0, 1)}
+ALONE = {"steps": (1, 0, 0), "bytes": (0, 1, 0), "added_bytes": (0, 0, 1)}
 
 
 @pytest.mark.parametrize("size", THREAD_RANKS)
