@@ -2,20 +2,14 @@
 
 from hpctrain.checkpoint.folder import SavedCheckpoint, best_metric, listing, ranked, value_of
 from hpctrain.checkpoint.format import Piece
-from hpctrain.checkpoint.store import (
-    Loaded,
-    best_value,
-    is_checkpoint,
-    load,
-    read,
-    save,
-    sweep,
-    verify,
-)
+from hpctrain.checkpoint.reader import Reader
+from hpctrain.checkpoint.restore import Loaded, best_value, is_checkpoint, load, read, verify
+from hpctrain.checkpoint.store import save, sweep
 
 __all__ = [
     "Loaded",
     "Piece",
+    "Reader",
     "SavedCheckpoint",
     "best_metric",
     "best_value",

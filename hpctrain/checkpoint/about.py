@@ -90,11 +90,10 @@ class CheckpointFacts(pydantic.BaseModel):
     weights: dict[str, dict[str, TensorPlace]] = {}
 
 
-def fault_of(about: Mapping[str, Any], step: int, ranks: int, sizes: Mapping[str, int]) -> str:
+def fault_of(about: Mapping[str, Any], step: int, sizes: Mapping[str, int]) -> str:
     """Return the first fault of `about` in a checkpoint, empty for none.
 
-    `step` is that of the checkpoint, `ranks` the number of ranks that wrote it, `sizes` the
-    elements of each array.
+    `step` is that of the checkpoint, `sizes` the elements of each array.
     """
     try:
         entries = CheckpointFacts.model_validate(dict(about))
@@ -103,8 +102,7 @@ def fault_of(about: Mapping[str, Any], step: int, ranks: int, sizes: Mapping[str
     entered = about.keys()
     return (
         _differing("step", entries.step, step, entered)
-        or _differing("world_size", entries.world_size, ranks, entered)
-        or _too_often(entries.updates_per_step, ranks)
+        or _too_often(entries.updates_per_step, entries.world_size)
         or _misplaced(entries, step, entered)
         or _not_in_planes(entries.weights, sizes)
     )
@@ -116,9 +114,9 @@ def _differing(name: str, actual: object, expected: object, entered: Any) -> str
     return f"'about.{name}': expected {expected}, seen {actual}"
 
 
-def _too_often(updates_per_step: float, ranks: int) -> str:
+def _too_often(updates_per_step: float, ranks: int | None) -> str:
     """Return the fault of more updates per step than ranks that send gradients."""
-    if updates_per_step <= ranks:
+    if ranks is None or updates_per_step <= ranks:
         return ""
     return f"'about.updates_per_step': expected at most {ranks}, seen {updates_per_step}"
 

@@ -12,8 +12,8 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hpctrain.checkpoint import format as files
-from hpctrain.checkpoint.format import NAME, DamagedError
+from hpctrain.checkpoint import manifest
+from hpctrain.checkpoint.format import NAME, DamagedError, step_name
 from hpctrain.core.errors import UsageError
 from hpctrain.core.files import FileError
 from hpctrain.core.metrics import METRICS, Metric, goodness
@@ -88,7 +88,7 @@ def vacant(checkpoints: Path, step: int, bad: bool) -> Path:
     # Never reuse the number of a removed one: the newest revision must stay the newest.
     revisions = [e.revision for e in scan(checkpoints) if (e.step, e.bad) == (step, bad)]
     revision = f".{max(revisions) + 1}" if revisions else ""
-    return checkpoints / f"{'bad-' if bad else ''}{files.step_name(step)}{revision}"
+    return checkpoints / f"{'bad-' if bad else ''}{step_name(step)}{revision}"
 
 
 def listing(run: Path) -> list[SavedCheckpoint]:
@@ -125,7 +125,7 @@ def ranked(checkpoints: Sequence[SavedCheckpoint], metric: Metric) -> list[Saved
 def _summarized(path: Path, entry: CheckpointName) -> SavedCheckpoint:
     try:
         must_be_folder(path)
-        about, fault = files.read_manifest(path).about, ""
+        about, fault = manifest.read(path).about, ""
     except (DamagedError, UsageError, OSError) as error:
         about, fault = None, str(error)
     return SavedCheckpoint(path, entry.step, _size_bytes(path), about, entry.bad, fault)

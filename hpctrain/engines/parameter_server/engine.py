@@ -10,7 +10,7 @@ async_.py. The two sides are worker.py and server.py; shard.py is what a server 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from time import perf_counter
 from typing import Protocol
@@ -28,7 +28,7 @@ from hpctrain.engines.engine import (
     Work,
     begin_equal,
     gather_rows,
-    load_into,
+    request_state,
     sum_in_layer,
     sum_over,
 )
@@ -38,6 +38,7 @@ from hpctrain.engines.parameter_server.server import Events, Server, ServerThrea
 from hpctrain.engines.parameter_server.shard import Shard, Use, ranges, slices
 from hpctrain.engines.parameter_server.worker import ServerLinks, Worker
 from hpctrain.engines.replay import Recorder
+from hpctrain.engines.saved_state import SavedState
 from hpctrain.engines.staleness import Staleness, shared_staleness
 from hpctrain.gradients.finite import GradientCheck
 from hpctrain.gradients.replica import Replica
@@ -149,14 +150,14 @@ class ParameterServerEngine:
             pieces.append(Piece("clocks", 0, clocks.size, clocks))
         return pieces
 
-    def load(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Load the whole state; clocks of another number of workers are ignored."""
-        load_into(self.replica.arena, {}, arrays)
+    def load(self, saved: SavedState) -> None:
+        """Request this rank's part; clocks of another number of workers are ignored."""
+        request_state(self.replica.arena, {}, saved)
         if self._server:
-            self._server.shard.load(arrays)
+            self._server.shard.load(saved)
         clocks = self._method.clocks
-        if clocks is not None and "clocks" in arrays and arrays["clocks"].size == clocks.size:
-            clocks[...] = arrays["clocks"]
+        if clocks is not None and saved.sizes.get("clocks") == clocks.size:
+            saved.request_aside("clocks", clocks)
 
     def close(self) -> None:
         """Free the links; collective."""

@@ -1,0 +1,274 @@
+"""The part files of a checkpoint: written in one pass, read back by ranges that are verified.
+
+A part is a safetensors file, which other libraries open: the length of the header, the header as
+JSON, then the pieces, those of wide numbers first, so that each is aligned.
+
+    | 8 bytes | {"param@0": {"dtype": "F32", "shape": [n], "data_offsets": [0, 4n]}, ...} | pieces |
+
+The header follows from the lengths of the pieces. So it is written first, and each bucket is hashed
+on its way to the file: no copy of the state is made, only one bucket of what lies on a device.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+
+from hpctrain.checkpoint.format import (
+    DamagedError,
+    Dtype,
+    Edges,
+    Flat,
+    Manifest,
+    PartFile,
+    Piece,
+    SavedPiece,
+    Written,
+)
+from hpctrain.checkpoint.hashes import cuts
+from hpctrain.core import files
+from hpctrain.core.xp import to_host
+
+#: Bytes that are read, sent or written at once, unless a single unit has more.
+BUCKET_BYTES = 4 * files.MIB
+_CODES = {"float64": "F64", "float32": "F32", "float16": "F16", "bool": "BOOL",
+          **{f"{u}int{n}": f"{u or 'i'}{n}".upper() for u in ("", "u") for n in (8, 16, 32, 64)}
+          }  # fmt: skip
+
+
+class Bucket(NamedTuple):
+    """Consecutive units of one piece, at most BUCKET_BYTES."""
+
+    file: str
+    begin: int  #: the first byte in the file
+    array: str
+    dtype: str
+    bounds: list[int]  #: of the units, in elements of the array
+    sha256: list[str]  #: of the units
+
+    @property
+    def start(self) -> int:
+        return self.bounds[0]
+
+    @property
+    def stop(self) -> int:
+        return self.bounds[-1]
+
+    @property
+    def nbytes(self) -> int:
+        return (self.stop - self.start) * np.dtype(self.dtype).itemsize
+
+
+def part_name(rank: int) -> str:
+    """Return the name of the file that `rank` writes."""
+    return f"part-{rank:05d}.safetensors"
+
+
+def write_part(
+    file: Path, pieces: Sequence[Piece], edges: Edges, state: Mapping[str, int | str]
+) -> Written:
+    """Write `pieces` to a new `file` and through to the disk; return what the manifest says of it.
+
+    `edges`: the bounds of slots, at which arrays are cut into hashed units.
+    """
+    arrays = [(p.name, p.size, _dtype_of(p)) for p in pieces]
+    # An array of no elements needs no piece: its name and dtype are in the manifest.
+    full = sorted((p for p in pieces if len(p.array)), key=lambda p: -p.array.itemsize)
+    header = _header(full)
+    saved, end = [], len(header)
+    with new_file(file) as write:
+        write(header)
+        for piece in full:
+            sha256 = _write_piece(write, piece, edges.get(piece.name, ()))
+            length = len(piece.array)
+            saved.append(
+                SavedPiece(
+                    array=piece.name, offset=piece.offset, length=length, begin=end, sha256=sha256
+                )
+            )
+            end += piece.array.nbytes
+    part = PartFile(
+        file=file.name,
+        size_bytes=end,
+        header_bytes=len(header),
+        header_sha256=hashlib.sha256(header).hexdigest(),
+        pieces=saved,
+    )
+    return Written(asdict(part), arrays, dict(state))
+
+
+def check_parts(path: Path, manifest: Manifest) -> None:
+    """Raise DamagedError unless all parts of the checkpoint `path` are as the manifest says."""
+    check_sizes(path, manifest)
+    for part in manifest.parts:
+        check_part(path, part, manifest.arrays, manifest.edges)
+
+
+def check_sizes(path: Path, manifest: Manifest) -> None:
+    """Raise DamagedError unless each part has its size; before memory is taken for arrays."""
+    for part in manifest.parts:
+        with _opened(path / part.file) as handle:
+            actual = os.fstat(handle).st_size
+        if actual != part.size_bytes:
+            raise DamagedError(f"{path / part.file} has {actual} bytes; expected {part.size_bytes}")
+
+
+def check_part(path: Path, part: PartFile, arrays: Mapping[str, Flat], edges: Edges) -> None:
+    """Raise DamagedError unless the header and all units of a part have their hashes."""
+    check_header(path, part)
+    buckets = list(buckets_of(part, arrays, edges))
+    buffer = np.empty(max((b.nbytes for b in buckets), default=0), np.uint8)
+    for bucket in buckets:
+        read_bucket(path, bucket, buffer)
+
+
+def check_header(path: Path, part: PartFile) -> None:
+    """Raise DamagedError unless the header of a part has its hash."""
+    header = np.empty(part.header_bytes, np.uint8)
+    read_range(path / part.file, 0, header)
+    if hashlib.sha256(header.data).hexdigest() != part.header_sha256:
+        raise DamagedError(f"{path / part.file} was altered: its header has another SHA-256")
+
+
+def read_bucket(path: Path, bucket: Bucket, buffer: np.ndarray) -> np.ndarray:
+    """Return the bytes of `bucket`, read into the begin of `buffer`, uint8, and verified."""
+    data, itemsize = buffer[: bucket.nbytes], np.dtype(bucket.dtype).itemsize
+    read_range(path / bucket.file, bucket.begin, data)
+    for (start, stop), sha256 in zip(pairwise(bucket.bounds), bucket.sha256, strict=True):
+        unit = data[(start - bucket.start) * itemsize : (stop - bucket.start) * itemsize]
+        if hashlib.sha256(unit.data).hexdigest() != sha256:
+            raise DamagedError(
+                f"{path / bucket.file} was altered: elements {start} to {stop - 1} of "
+                f"'{bucket.array}' do not have the SHA-256 of the manifest"
+            )
+    return data
+
+
+def read_range(file: Path, begin: int, out: np.ndarray) -> None:
+    """Fill `out`, uint8, with the bytes of `file` from `begin` on."""
+    rest = out.data
+    with _opened(file) as handle:
+        while rest:
+            count = os.preadv(handle, [rest], begin)
+            if not count:
+                raise DamagedError(f"{file} ends at byte {begin}; expected {len(rest)} more")
+            begin, rest = begin + count, rest[count:]
+
+
+def buckets_of(part: PartFile, arrays: Mapping[str, Flat], edges: Edges) -> Iterator[Bucket]:
+    """Yield the buckets that cover the pieces of a part, in the order of its bytes."""
+    for piece in part.pieces:
+        dtype = arrays[piece.array].dtype
+        itemsize, hashed = np.dtype(dtype).itemsize, 0
+        bounds = cuts(piece.offset, piece.offset + piece.length, edges.get(piece.array, ()))
+        for group in _groups(bounds, itemsize):
+            begin = piece.begin + (group[0] - piece.offset) * itemsize
+            sha256 = piece.sha256[hashed : hashed + len(group) - 1]
+            yield Bucket(part.file, begin, piece.array, dtype, group, sha256)
+            hashed += len(group) - 1
+
+
+@contextmanager
+def new_file(file: Path) -> Iterator[Callable[[Any], None]]:
+    """Create `file`; yield a function that appends bytes; write all through to the disk at the end.
+
+    An OSError names the file.
+    """
+    try:
+        handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        try:
+            yield lambda data: _write(handle, data)
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+    except OSError as error:  # those of write and fsync do not know the file's name
+        raise OSError(error.errno, error.strerror, str(file)) from None
+
+
+def sync(directory: Path) -> None:
+    """Write the entries of `directory`, such as a rename in it, through to the disk."""
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # some network file systems do not support it, and need not
+            raise
+    finally:
+        os.close(handle)
+
+
+def _write_piece(
+    write: Callable[[Any], None], piece: Piece, slot_edges: Sequence[int]
+) -> list[str]:
+    """Append a piece to the file; return the hashes of its units."""
+    sha256 = []
+    bounds = cuts(piece.offset, piece.offset + len(piece.array), slot_edges)
+    for group in _groups(bounds, piece.array.itemsize):
+        first = group[0] - piece.offset
+        x = piece.array[first : group[-1] - piece.offset]
+        data, itemsize = np.ascontiguousarray(to_host(x)).view(np.uint8), x.itemsize
+        for start, stop in pairwise(group):
+            unit = data[(start - group[0]) * itemsize : (stop - group[0]) * itemsize]
+            sha256.append(hashlib.sha256(unit.data).hexdigest())
+        write(data)
+    return sha256
+
+
+def _groups(bounds: Sequence[int], itemsize: int) -> Iterator[list[int]]:
+    """Yield the `bounds` of consecutive units in groups of at most BUCKET_BYTES."""
+    group = [bounds[0]]
+    for stop in bounds[1:]:
+        if len(group) > 1 and (stop - group[0]) * itemsize > BUCKET_BYTES:
+            yield group
+            group = group[-1:]
+        group.append(stop)
+    yield group
+
+
+def _header(pieces: Sequence[Piece]) -> bytes:
+    """Return the begin of a safetensors file that holds `pieces` one after the other."""
+    table, end = {}, 0
+    for p in pieces:
+        begin, end = end, end + p.array.nbytes
+        code = _CODES[p.array.dtype.name]
+        table[f"{p.name}@{p.offset}"] = {
+            "dtype": code, "shape": [len(p.array)], "data_offsets": [begin, end]
+        }  # fmt: skip
+    text = json.dumps(table).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _dtype_of(piece: Piece) -> Dtype:
+    dtype = piece.array.dtype.name
+    if piece.array.ndim != 1:
+        raise ValueError(f"piece '{piece.name}' has shape {piece.array.shape}; expected it flat")
+    if dtype not in _CODES:
+        raise ValueError(f"piece '{piece.name}': expected {', '.join(_CODES)}, seen {dtype}")
+    return cast(Dtype, dtype)
+
+
+def _write(handle: int, data: Any) -> None:
+    rest = memoryview(data)
+    while rest:
+        rest = rest[os.write(handle, rest) :]
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[int]:
+    try:
+        stream = files.open_regular(file)
+    except files.MissingError:
+        raise DamagedError(f"{file} is missing") from None
+    with stream:
+        yield stream.fileno()

@@ -1,0 +1,207 @@
+"""Loading the checkpoint that a run goes on from: the newest, or the best, that is whole.
+
+A checkpoint that is found damaged is renamed `bad-...` and kept for inspection; all ranks go back
+to the one before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hpctrain.checkpoint import folder, manifest, parts
+from hpctrain.checkpoint.format import NAME, DamagedError, params_sha256
+from hpctrain.checkpoint.reader import Reader
+from hpctrain.checkpoint.reports import Report, faults, gather
+from hpctrain.core.errors import UsageError
+from hpctrain.core.metrics import Metric
+from hpctrain.transport.link import Link
+
+logger = logging.getLogger(__name__)
+Request = Callable[[Reader], None]
+
+
+class Loaded(NamedTuple):
+    """A checkpoint that was loaded, and the arrays that were requested whole.
+
+    `set_aside`: the faults of newer ones. `params_sha256`: the hash of its parameters by the
+    manifest, None if no tensors are named.
+    """
+
+    path: Path
+    step: int
+    about: dict[str, Any]
+    state: dict[str, int | str]
+    arrays: dict[str, np.ndarray]
+    params_sha256: str | None
+    set_aside: list[str]
+
+
+def load(
+    run: Path, link: Link, best: bool = False, request: Request | None = None
+) -> Loaded | None:
+    """Load the newest whole checkpoint, or return None if none was ever written; collective.
+
+    `request(reader)`, on every rank, requests the arrays that this rank needs, all of them whole if
+    it is None; they have arrived when `load` returns. An error that it raises must be raised on all
+    ranks. With `best`: the best by the metric `keep_best` of the run. The number of ranks may
+    differ from that of the save. Damaged checkpoints are renamed `bad-...`; one that only some rank
+    cannot read stays, but all ranks go back to the one before, or to the next best, and request
+    anew. Raises UsageError if there were checkpoints and none can be used.
+    """
+    checkpoints = folder.of(run)
+    order = _best_first if best else _newest_first
+    look = gather(link, lambda: order(Path(run)) if link.rank == 0 else None)
+    if look[0].fault:
+        raise UsageError(f"cannot look for checkpoints: {look[0].fault}")
+    names: list[str] = look[0].value
+    reasons: list[str] = []
+    for name in names:
+        if name.startswith("bad-"):
+            continue
+        loaded, reports = _try_load(checkpoints / name, link, request, reasons)
+        if loaded is not None:
+            return loaded
+        reasons.append(_set_aside(checkpoints / name, link, reports))
+    if names:
+        raise UsageError(
+            f"no checkpoint in {checkpoints} can be used: {'; '.join(reasons or names)}; put a "
+            "good copy there as step-NNNNNNNN, or start anew in another --out"
+        )
+    return None
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Return whether `path` is a checkpoint's own folder, rather than a run's."""
+    return os.path.lexists(path / manifest.MANIFEST)
+
+
+def read(path: Path, link: Link, request: Request | None = None) -> Loaded:
+    """Load the checkpoint at `path`, see `load`; raise UsageError if it is damaged."""
+    loaded, reports = _try_load(path, link, request, [])
+    if loaded is None:
+        raise UsageError(f"{path} cannot be used: {faults(reports)}")
+    return loaded
+
+
+def best_value(run: Path, metric: Metric, link: Link, good: Path | None = None) -> float | None:
+    """Return the value of the best whole checkpoint, None if there is none; collective.
+
+    Rank 0 reads it, unless it is `good`, which was read before. A damaged best checkpoint is set
+    aside, and the next one takes its place.
+    """
+    report = gather(link, lambda: _best_intact(run, metric, good) if link.rank == 0 else None)[0]
+    if report.fault:
+        raise UsageError(f"cannot look for the best checkpoint: {report.fault}")
+    value: float | None = report.value
+    return value
+
+
+def verify(path: Path) -> str | None:
+    """Return the fault of the checkpoint at `path`, or None; reads and hashes all files."""
+    try:
+        folder.must_be_folder(path)
+        _check(path)
+    except (DamagedError, UsageError, OSError) as error:
+        return str(error)
+    return None
+
+
+def _newest_first(run: Path) -> list[str]:
+    return [entry.name for entry in folder.scan(folder.of(run))]
+
+
+def _best_first(run: Path) -> list[str]:
+    metric = folder.best_metric(folder.listing(run))
+    names = (
+        [saved.path.name for saved in folder.ranked(folder.listing(run), metric)] if metric else []
+    )
+    if not names:
+        raise UsageError(
+            f"{run} keeps no best checkpoint; train with [checkpoint] keep_best, such as "
+            'keep_best = "test_accuracy"'
+        )
+    return names
+
+
+def _best_intact(run: Path, metric: Metric, good: Path | None) -> float | None:
+    for saved in folder.ranked(folder.listing(run), metric):
+        try:
+            if saved.path != good:
+                _check(saved.path)
+            return folder.value_of(saved, metric)
+        except DamagedError as error:
+            _rename_bad(saved.path)
+            logger.warning("the best checkpoint is damaged, set aside: %s", error)
+        except (UsageError, OSError) as error:
+            logger.warning("the best checkpoint cannot be read: %s", error)
+    return None
+
+
+def _try_load(
+    path: Path, link: Link, request: Request | None, reasons: list[str]
+) -> tuple[Loaded | None, list[Report]]:
+    """Return the checkpoint at `path`, or None and the reports of all ranks on its faults."""
+    reports = gather(link, lambda: _opened(path) if link.rank == 0 else None)
+    if faults(reports):
+        return None, reports
+    read_by_first = manifest.parsed(reports[0].value)
+    reader = Reader(path, read_by_first)
+    (request or _request_all)(reader)
+    reports = gather(link, lambda: reader.fetch(link))
+    if faults(reports):
+        return None, reports
+    reader.finish()
+    if reasons and link.rank == 0:
+        logger.warning("%s; going back to %s", "; ".join(reasons), path)
+    sha256, reasons = params_sha256(read_by_first), list(reasons)
+    return Loaded(path, reader.step, reader.about, reader.state, reader.arrays, sha256, reasons), []
+
+
+def _opened(path: Path) -> dict[str, Any]:
+    """Return the manifest of a checkpoint whose parts have their sizes, as a table."""
+    folder.must_be_folder(path)
+    table = manifest.read(path)
+    parts.check_sizes(path, table)
+    return asdict(table)
+
+
+def _request_all(reader: Reader) -> None:
+    reader.request_whole(reader.sizes)
+
+
+def _set_aside(path: Path, link: Link, reports: list[Report]) -> str:
+    """Rename a damaged checkpoint; return the reason why it cannot be used; collective."""
+    damaged = any(report.damaged for report in reports)
+    # If it is whole on rank 0, another rank's node merely cannot read it.
+    confirm = gather(link, lambda: _rename_if_bad(path) if damaged and link.rank == 0 else False)
+    state = "is damaged, set aside" if confirm[0].value else "cannot be read"
+    return f"{path.name} {state} ({faults(reports)})"
+
+
+def _rename_if_bad(path: Path) -> bool:
+    try:
+        _check(path)
+    except DamagedError:
+        _rename_bad(path)
+        return True
+    return False
+
+
+def _check(path: Path) -> None:
+    """Raise DamagedError unless all files of a checkpoint are whole."""
+    parts.check_parts(path, manifest.read(path))
+
+
+def _rename_bad(path: Path) -> None:
+    with contextlib.suppress(OSError):  # the file system may be read-only
+        step = int(NAME.fullmatch(path.name)[2])  # type: ignore[index]
+        os.rename(path, folder.vacant(path.parent, step, bad=True))
+        parts.sync(path.parent)
