@@ -90,10 +90,13 @@ def write_part(
         write(header)
         for piece in full:
             sha256 = _write_piece(write, piece, edges.get(piece.name, ()))
-            length = len(piece.array)
             saved.append(
                 SavedPiece(
-                    array=piece.name, offset=piece.offset, length=length, begin=end, sha256=sha256
+                    array=piece.name,
+                    offset=piece.offset,
+                    length=len(piece.array),
+                    begin=end,
+                    sha256=sha256,
                 )
             )
             end += piece.array.nbytes

@@ -137,7 +137,7 @@ def _metadata(loaded: Loaded) -> dict[str, str]:
 def _request_planes(reader: checkpoint.Reader) -> None:
     if "weights" not in reader.about:
         raise UsageError(f"{reader.path} does not name its tensors: hpctrain did not write it")
-    reader.request_whole(reader.about["weights"])
+    reader.request_whole(plane for plane, places in reader.about["weights"].items() if places)
 
 
 def _places(slots: tuple[Slot, ...]) -> dict[str, Any]:
