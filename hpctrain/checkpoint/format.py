@@ -14,8 +14,9 @@ gap, no overlap. Nothing is pickled, so reading executes no code.
 from __future__ import annotations
 
 import re
-from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from itertools import pairwise
 from math import prod
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -114,18 +115,24 @@ def slots_of(about: Mapping[str, Any]) -> dict[str, list[hashes.Span]]:
     }
 
 
-def slot_hashes(manifest: Manifest, plane: str) -> list[str]:
-    """Return the hash of each tensor in `plane`, in order; without reading a part."""
-    slot_edges = manifest.edges.get(plane, ())
+def params_sha256(manifest: Manifest) -> str | None:
+    """Return the hash of all parameters, by the manifest alone.
+
+    None if the checkpoint does not name its tensors, or if a piece cuts a unit, as no engine does.
+    """
+    slots, slot_edges = slots_of(manifest.about).get("param"), manifest.edges.get("param", ())
     units = {
-        start: sha256
+        span: sha256
         for part in manifest.parts
         for piece in part.pieces
-        if piece.array == plane
-        for start, sha256 in zip(_cuts(piece, slot_edges), piece.sha256, strict=False)
+        if piece.array == "param"
+        for span, sha256 in zip(pairwise(_cuts(piece, slot_edges)), piece.sha256, strict=True)
     }
-    slots = slots_of(manifest.about).get(plane, [])
-    return [hashes.slot_sha256(slot, lambda start, _: units[start]) for slot in slots]
+    try:
+        slot = partial(hashes.slot_sha256, unit_sha256=lambda *span: units[span])
+        return None if slots is None else hashes.sha256_of(map(slot, sorted(slots)))
+    except KeyError:
+        return None
 
 
 def arrays_of(written: Iterable[Written]) -> dict[str, Flat]:
@@ -140,12 +147,6 @@ def add(table: dict[str, Any], name: str, entry: Any, kind: str) -> None:
     """Add an entry to `table`; raise DamagedError if it has another one of this name."""
     if table.setdefault(name, entry) != entry:
         raise DamagedError(f"{kind} of '{name}' are of {table[name]} and of {entry}")
-
-
-def params_sha256(manifest: Manifest) -> str | None:
-    """Return the hash of all parameters; None if the checkpoint does not name its tensors."""
-    named = "param" in slots_of(manifest.about)
-    return hashes.sha256_of(slot_hashes(manifest, "param")) if named else None
 
 
 def part_of(table: Mapping[str, Any]) -> PartFile:
@@ -178,7 +179,6 @@ def check_pieces(manifest: Manifest) -> None:
     if len(set(names)) != len(names):
         raise DamagedError("two parts have one name")
     _check_cover(manifest.arrays, spans)
-    _check_slots(manifest, spans)
 
 
 def _check_cover(arrays: Mapping[str, Flat], spans: Iterable[tuple[str, int, int]]) -> None:
@@ -191,18 +191,6 @@ def _check_cover(arrays: Mapping[str, Flat], spans: Iterable[tuple[str, int, int
     for name, flat in arrays.items():
         if reached[name] != flat.size:
             raise DamagedError(f"pieces of '{name}' have {reached[name]} of {flat.size} elements")
-
-
-def _check_slots(manifest: Manifest, spans: Iterable[tuple[str, int, int]]) -> None:
-    """Raise DamagedError for a piece that begins within a unit of a slot, which has one hash."""
-    slots = {name: sorted(spans) for name, spans in slots_of(manifest.about).items()}
-    for name, offset, _ in spans:
-        before = bisect_left(slots.get(name, []), (offset, 0)) - 1
-        if before >= 0 and offset < slots[name][before][1] and offset % hashes.BLOCK:
-            raise DamagedError(
-                f"a piece of '{name}' begins at element {offset}, inside a tensor; expected a "
-                f"multiple of {hashes.BLOCK} there"
-            )
 
 
 def _cuts(piece: SavedPiece, slot_edges: Sequence[int]) -> list[int]:
