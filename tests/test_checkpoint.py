@@ -629,7 +629,18 @@ def test_a_disk_that_takes_no_more_leaves_the_old_one_good(tmp_path):
     assert checkpoint.verify(tmp_path / "checkpoints" / "step-00000001") is None
 
 
-CALLS = ("open", "write", "fsync", "close", "mkdir", "rename", "unlink", "rmdir", "scandir")
+CALLS = (
+    "open",
+    "write",
+    "preadv",
+    "fsync",
+    "close",
+    "mkdir",
+    "rename",
+    "unlink",
+    "rmdir",
+    "scandir",
+)
 
 
 class Killed(BaseException):

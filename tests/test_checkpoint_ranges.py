@@ -132,9 +132,9 @@ def test_a_job_reads_each_byte_once(ranks, tmp_path, monkeypatch, name, writers)
 
 
 @pytest.mark.parametrize("size", [1, 4])
-def test_memory_beside_the_arrays_is_two_buckets_per_rank(tmp_path, monkeypatch, size):
-    length, bucket = 64 * BLOCK, 4 * BLOCK * 4
-    monkeypatch.setattr(parts, "BUCKET_BYTES", bucket)
+def test_memory_beside_the_arrays_is_two_extents_per_rank(tmp_path, monkeypatch, size):
+    length, extent = 64 * BLOCK, 4 * BLOCK * 4
+    monkeypatch.setattr(parts, "EXTENT_BYTES", extent)
     arrays = {name: np.ones(length, np.float32) for name in ("common", "sharded")}
     common = [np.zeros(length, np.float32) for _ in range(size)]
     cut = bounds(length, size, BLOCK)
@@ -162,8 +162,8 @@ def test_memory_beside_the_arrays_is_two_buckets_per_rank(tmp_path, monkeypatch,
         tracemalloc.stop()
     assert all(x.all() for x in (*common, *sharded))
     slack = 2 << 20
-    assert peaks[0] < size * bucket + slack < arrays["common"].nbytes  # to check what was written
-    assert peaks[1] < size * 2 * bucket + slack < arrays["common"].nbytes
+    assert peaks[0] < size * extent + slack < arrays["common"].nbytes  # to check what was written
+    assert peaks[1] < size * 2 * extent + slack < arrays["common"].nbytes
 
 
 def merged(path: Path, count: int) -> None:
@@ -252,19 +252,19 @@ def test_nothing_of_a_damaged_checkpoint_stays(tmp_path, size, array):
     flip_last_of(path, array)
 
     def rank(link):
-        steps, found = [], {name: np.full(x.size, 9, x.dtype) for name, x in state(1).items()}
+        steps, outputs = [], {name: np.full(x.size, 9, x.dtype) for name, x in state(1).items()}
 
         def request(reader):
-            for name, x in found.items():
+            for name, x in outputs.items():
                 reader.request(name, x)
             reader.then(lambda: steps.append(reader.step))
 
         loaded = checkpoint.load(tmp_path, link, request=request)
-        return loaded.set_aside, steps, found
+        return loaded.set_aside, steps, outputs
 
-    for set_aside, steps, found in run_ranks(size, rank):
+    for set_aside, steps, outputs in run_ranks(size, rank):
         assert f"of '{array}' do not have the SHA-256" in set_aside[0] and steps == [1]
-        assert all(np.array_equal(found[name], x) for name, x in state(1).items())
+        assert all(np.array_equal(outputs[name], x) for name, x in state(1).items())
 
 
 def flip_last_of(path: Path, array: str) -> None:
@@ -285,7 +285,7 @@ def test_damage_in_what_no_rank_requests_is_not_read(tmp_path):
     assert loaded.step == 2 and (x == 1).all()
 
 
-def test_any_flipped_byte_is_found(tmp_path):
+def test_any_flipped_byte_is_outputs(tmp_path):
     x = {"a": np.arange(9, dtype=np.float32), "b": np.zeros(5, bool), "c": np.ones(3, np.int16)}
     own = [Piece(name, 0, len(array), array) for name, array in x.items()]
     places = {"w": {"shape": [3], "offset": 0}, "v": {"shape": [4], "offset": 5}}
@@ -304,9 +304,9 @@ def test_any_flipped_byte_is_found(tmp_path):
     assert checkpoint.verify(path) is None
 
 
-def same_json(one: bytes, other: bytes) -> bool:
+def same_json(first: bytes, second: bytes) -> bool:
     try:
-        return json.loads(one) == json.loads(other)
+        return json.loads(first) == json.loads(second)
     except ValueError:
         return False
 
@@ -314,28 +314,28 @@ def same_json(one: bytes, other: bytes) -> bool:
 @pytest.mark.parametrize("seed", range(20))
 def test_requests_of_any_ranges_get_what_was_saved(tmp_path, monkeypatch, seed):
     rng = np.random.default_rng(seed)
-    monkeypatch.setattr(parts, "BUCKET_BYTES", int(rng.choice([1, 1 << 19, 1 << 22])))
+    monkeypatch.setattr(parts, "EXTENT_BYTES", int(rng.choice([1, 1 << 19, 1 << 22])))
     length, size = int(rng.integers(1, 6 * BLOCK)), int(rng.integers(1, 6))
     x = rng.integers(0, 1 << 30, length)
     cut = np.unique([0, *rng.integers(0, length + 1, 3), length])
     own = [Piece("x", int(a), length, x[a:b]) for a, b in pairwise(cut)]
     run_ranks(1, lambda link: checkpoint.save(tmp_path, 1, own, {}, link))
     counts = rng.integers(0, 4, size)
-    asked = [np.sort(rng.integers(0, length + 1, (count, 2))) for count in counts]
+    spans = [np.sort(rng.integers(0, length + 1, (count, 2))) for count in counts]
 
     def rank(link):
-        outs = [np.zeros(b - a, np.int64) for a, b in asked[link.rank]]
+        outs = [np.zeros(b - a, np.int64) for a, b in spans[link.rank]]
         total = np.full(length // 2, 5.0)
 
         def request(reader):
-            for (a, _), out in zip(asked[link.rank], outs, strict=True):
+            for (a, _), out in zip(spans[link.rank], outs, strict=True):
                 reader.request("x", out, int(a))
             reader.request("x", total)
             reader.request("x", total, length - total.size, turn=1)
 
         checkpoint.load(tmp_path, link, request=request)
         assert all(
-            np.array_equal(out, x[a:b]) for (a, b), out in zip(asked[link.rank], outs, strict=True)
+            np.array_equal(out, x[a:b]) for (a, b), out in zip(spans[link.rank], outs, strict=True)
         )
         half = length // 2
         assert np.array_equal(total, x[:half] + x[length - half :])
@@ -353,8 +353,8 @@ def test_a_range_beyond_the_array_is_refused(tmp_path):
         load(tmp_path, 1, request)
 
 
-def test_buckets_are_dealt_evenly():
-    buckets = [parts.Bucket("f", 0, "x", "float32", [i, i + 1], [""]) for i in range(10)]
-    tasks = [reader._Task(bucket, {0, 1, 2}) for bucket in buckets]
-    tasks += [reader._Task(bucket, {2}) for bucket in buckets[:3]]
+def test_extents_are_dealt_evenly():
+    extents = [parts.Extent("f", 0, "x", "float32", [i, i + 1], [""]) for i in range(10)]
+    tasks = [reader._Read(extent, {0, 1, 2}) for extent in extents]
+    tasks += [reader._Read(extent, {2}) for extent in extents[:3]]
     assert [len(own) for own in reader._dealt(tasks, 4)] == [4, 3, 6, 0]

@@ -5,8 +5,8 @@ JSON, then the pieces, those of wide numbers first, so that each is aligned.
 
     | 8 bytes | {"param@0": {"dtype": "F32", "shape": [n], "data_offsets": [0, 4n]}, ...} | pieces |
 
-The header follows from the lengths of the pieces. So it is written first, and each bucket is hashed
-on its way to the file: no copy of the state is made, only one bucket of what lies on a device.
+The header follows from the lengths of the pieces. So it is written first, and each extent is hashed
+on its way to the file: no copy of the state is made, only one extent of what lies on a device.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from hpctrain.core import files
 from hpctrain.core.xp import to_host
 
 #: Bytes that are read, sent or written at once, unless a single unit has more.
-BUCKET_BYTES = 4 * files.MIB
+EXTENT_BYTES = 4 * files.MIB
 _CODES = {"float64": "F64", "float32": "F32", "float16": "F16", "bool": "BOOL",
           **{f"{u}int{n}": f"{u or 'i'}{n}".upper() for u in ("", "u") for n in (8, 16, 32, 64)}
           }  # fmt: skip
 
 
-class Bucket(NamedTuple):
-    """Consecutive units of one piece, at most BUCKET_BYTES."""
+class Extent(NamedTuple):
+    """Consecutive units of one piece, at most EXTENT_BYTES."""
 
     file: str
     begin: int  #: the first byte in the file
@@ -129,10 +129,10 @@ def check_sizes(path: Path, manifest: Manifest) -> None:
 def check_part(path: Path, part: PartFile, arrays: Mapping[str, Flat], edges: Edges) -> None:
     """Raise DamagedError unless the header and all units of a part have their hashes."""
     check_header(path, part)
-    buckets = list(buckets_of(part, arrays, edges))
-    buffer = np.empty(max((b.nbytes for b in buckets), default=0), np.uint8)
-    for bucket in buckets:
-        read_bucket(path, bucket, buffer)
+    extents = list(extents_of(part, arrays, edges))
+    buffer = np.empty(max((b.nbytes for b in extents), default=0), np.uint8)
+    for extent in extents:
+        read_extent(path, extent, buffer)
 
 
 def check_header(path: Path, part: PartFile) -> None:
@@ -143,16 +143,16 @@ def check_header(path: Path, part: PartFile) -> None:
         raise DamagedError(f"{path / part.file} was altered: its header has another SHA-256")
 
 
-def read_bucket(path: Path, bucket: Bucket, buffer: np.ndarray) -> np.ndarray:
-    """Return the bytes of `bucket`, read into the begin of `buffer`, uint8, and verified."""
-    data, itemsize = buffer[: bucket.nbytes], np.dtype(bucket.dtype).itemsize
-    read_range(path / bucket.file, bucket.begin, data)
-    for (start, stop), sha256 in zip(pairwise(bucket.bounds), bucket.sha256, strict=True):
-        unit = data[(start - bucket.start) * itemsize : (stop - bucket.start) * itemsize]
+def read_extent(path: Path, extent: Extent, buffer: np.ndarray) -> np.ndarray:
+    """Return the bytes of `extent`, read into the begin of `buffer`, uint8, and verified."""
+    data, itemsize = buffer[: extent.nbytes], np.dtype(extent.dtype).itemsize
+    read_range(path / extent.file, extent.begin, data)
+    for (start, stop), sha256 in zip(pairwise(extent.bounds), extent.sha256, strict=True):
+        unit = data[(start - extent.start) * itemsize : (stop - extent.start) * itemsize]
         if hashlib.sha256(unit.data).hexdigest() != sha256:
             raise DamagedError(
-                f"{path / bucket.file} was altered: elements {start} to {stop - 1} of "
-                f"'{bucket.array}' do not have the SHA-256 of the manifest"
+                f"{path / extent.file} was altered: elements {start} to {stop - 1} of "
+                f"'{extent.array}' do not have the SHA-256 of the manifest"
             )
     return data
 
@@ -168,8 +168,8 @@ def read_range(file: Path, begin: int, out: np.ndarray) -> None:
             begin, rest = begin + count, rest[count:]
 
 
-def buckets_of(part: PartFile, arrays: Mapping[str, Flat], edges: Edges) -> Iterator[Bucket]:
-    """Yield the buckets that cover the pieces of a part, in the order of its bytes."""
+def extents_of(part: PartFile, arrays: Mapping[str, Flat], edges: Edges) -> Iterator[Extent]:
+    """Yield the extents that cover the pieces of a part, in the order of its bytes."""
     for piece in part.pieces:
         dtype = arrays[piece.array].dtype
         itemsize, hashed = np.dtype(dtype).itemsize, 0
@@ -177,7 +177,7 @@ def buckets_of(part: PartFile, arrays: Mapping[str, Flat], edges: Edges) -> Iter
         for group in _groups(bounds, itemsize):
             begin = piece.begin + (group[0] - piece.offset) * itemsize
             sha256 = piece.sha256[hashed : hashed + len(group) - 1]
-            yield Bucket(part.file, begin, piece.array, dtype, group, sha256)
+            yield Extent(part.file, begin, piece.array, dtype, group, sha256)
             hashed += len(group) - 1
 
 
@@ -228,10 +228,10 @@ def _write_piece(
 
 
 def _groups(bounds: Sequence[int], itemsize: int) -> Iterator[list[int]]:
-    """Yield the `bounds` of consecutive units in groups of at most BUCKET_BYTES."""
+    """Yield the `bounds` of consecutive units in groups of at most EXTENT_BYTES."""
     group = [bounds[0]]
     for stop in bounds[1:]:
-        if len(group) > 1 and (stop - group[0]) * itemsize > BUCKET_BYTES:
+        if len(group) > 1 and (stop - group[0]) * itemsize > EXTENT_BYTES:
             yield group
             group = group[-1:]
         group.append(stop)

@@ -17,15 +17,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hpctrain.checkpoint import folder, manifest, parts
+from hpctrain.checkpoint.agreement import RankResult, faults, gather
 from hpctrain.checkpoint.format import NAME, DamagedError, params_sha256
 from hpctrain.checkpoint.reader import Reader
-from hpctrain.checkpoint.reports import Report, faults, gather
 from hpctrain.core.errors import UsageError
 from hpctrain.core.metrics import Metric
 from hpctrain.transport.link import Link
 
 logger = logging.getLogger(__name__)
-Request = Callable[[Reader], None]
+RequestArrays = Callable[[Reader], None]
 
 
 class Loaded(NamedTuple):
@@ -45,7 +45,7 @@ class Loaded(NamedTuple):
 
 
 def load(
-    run: Path, link: Link, best: bool = False, request: Request | None = None
+    run: Path, link: Link, best: bool = False, request: RequestArrays | None = None
 ) -> Loaded | None:
     """Load the newest whole checkpoint, or return None if none was ever written; collective.
 
@@ -66,10 +66,10 @@ def load(
     for name in names:
         if name.startswith("bad-"):
             continue
-        loaded, reports = _try_load(checkpoints / name, link, request, reasons)
+        loaded, results = _try_load(checkpoints / name, link, request, reasons)
         if loaded is not None:
             return loaded
-        reasons.append(_set_aside(checkpoints / name, link, reports))
+        reasons.append(_set_aside(checkpoints / name, link, results))
     if names:
         raise UsageError(
             f"no checkpoint in {checkpoints} can be used: {'; '.join(reasons or names)}; put a "
@@ -83,11 +83,11 @@ def is_checkpoint(path: Path) -> bool:
     return os.path.lexists(path / manifest.MANIFEST)
 
 
-def read(path: Path, link: Link, request: Request | None = None) -> Loaded:
+def read(path: Path, link: Link, request: RequestArrays | None = None) -> Loaded:
     """Load the checkpoint at `path`, see `load`; raise UsageError if it is damaged."""
-    loaded, reports = _try_load(path, link, request, [])
+    loaded, results = _try_load(path, link, request, [])
     if loaded is None:
-        raise UsageError(f"{path} cannot be used: {faults(reports)}")
+        raise UsageError(f"{path} cannot be used: {faults(results)}")
     return loaded
 
 
@@ -97,10 +97,10 @@ def best_value(run: Path, metric: Metric, link: Link, good: Path | None = None) 
     Rank 0 reads it, unless it is `good`, which was read before. A damaged best checkpoint is set
     aside, and the next one takes its place.
     """
-    report = gather(link, lambda: _best_intact(run, metric, good) if link.rank == 0 else None)[0]
-    if report.fault:
-        raise UsageError(f"cannot look for the best checkpoint: {report.fault}")
-    value: float | None = report.value
+    result = gather(link, lambda: _best_intact(run, metric, good) if link.rank == 0 else None)[0]
+    if result.fault:
+        raise UsageError(f"cannot look for the best checkpoint: {result.fault}")
+    value: float | None = result.value
     return value
 
 
@@ -146,18 +146,18 @@ def _best_intact(run: Path, metric: Metric, good: Path | None) -> float | None:
 
 
 def _try_load(
-    path: Path, link: Link, request: Request | None, reasons: list[str]
-) -> tuple[Loaded | None, list[Report]]:
-    """Return the checkpoint at `path`, or None and the reports of all ranks on its faults."""
-    reports = gather(link, lambda: _opened(path) if link.rank == 0 else None)
-    if faults(reports):
-        return None, reports
-    read_by_first = manifest.parsed(reports[0].value)
+    path: Path, link: Link, request: RequestArrays | None, reasons: list[str]
+) -> tuple[Loaded | None, list[RankResult]]:
+    """Return the checkpoint at `path`, or None and the results of all ranks on its faults."""
+    results = gather(link, lambda: _opened(path) if link.rank == 0 else None)
+    if faults(results):
+        return None, results
+    read_by_first = manifest.parsed(results[0].value)
     reader = Reader(path, read_by_first)
     (request or _request_all)(reader)
-    reports = gather(link, lambda: reader.fetch(link))
-    if faults(reports):
-        return None, reports
+    results = gather(link, lambda: reader.fetch(link))
+    if faults(results):
+        return None, results
     reader.finish()
     if reasons and link.rank == 0:
         logger.warning("%s; going back to %s", "; ".join(reasons), path)
@@ -177,13 +177,13 @@ def _request_all(reader: Reader) -> None:
     reader.request_whole(reader.sizes)
 
 
-def _set_aside(path: Path, link: Link, reports: list[Report]) -> str:
+def _set_aside(path: Path, link: Link, results: list[RankResult]) -> str:
     """Rename a damaged checkpoint; return the reason why it cannot be used; collective."""
-    damaged = any(report.damaged for report in reports)
+    damaged = any(result.damaged for result in results)
     # If it is whole on rank 0, another rank's node merely cannot read it.
     confirm = gather(link, lambda: _rename_if_bad(path) if damaged and link.rank == 0 else False)
     state = "is damaged, set aside" if confirm[0].value else "cannot be read"
-    return f"{path.name} {state} ({faults(reports)})"
+    return f"{path.name} {state} ({faults(results)})"
 
 
 def _rename_if_bad(path: Path) -> bool:

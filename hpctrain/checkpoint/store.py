@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.checkpoint import folder, manifest, parts
+from hpctrain.checkpoint.agreement import faults, gather
 from hpctrain.checkpoint.format import (
     Edges,
     Piece,
@@ -30,7 +31,6 @@ from hpctrain.checkpoint.format import (
     step_name,
 )
 from hpctrain.checkpoint.hashes import edges
-from hpctrain.checkpoint.reports import faults, gather
 from hpctrain.core.errors import SaveError, UsageError
 from hpctrain.core.files import FileError
 from hpctrain.core.metrics import Metric
@@ -53,7 +53,7 @@ def save(
 
     The pieces must cover each array exactly; `about` is JSON data, that of rank 0 counts; the
     entries of `state`, which are no arrays, are those of all ranks together. Needs memory for one
-    bucket. Checkpoints older than the `keep` newest are then removed, except the best by
+    extent. Checkpoints older than the `keep` newest are then removed, except the best by
     `keep_best`, of the values in the `about["metrics"]` of each. Raises SaveError on every rank if
     any rank failed; the checkpoints before stay as they were.
     """
@@ -157,11 +157,11 @@ def _best(run: Path, metric: Metric) -> list[str]:
 
 
 def _on_all_ranks(link: Link, partial: Path, act: Callable[[], Any]) -> list[Any]:
-    reports = gather(link, act)
-    if fault_text := faults(reports):
+    results = gather(link, act)
+    if fault_text := faults(results):
         remaining = _newest_remaining(partial.parent)
         raise SaveError(f"could not save {partial}: {fault_text}; {remaining}")
-    return [report.value for report in reports]
+    return [result.value for result in results]
 
 
 def _newest_remaining(checkpoints: Path) -> str:

@@ -13,6 +13,7 @@ from hpctrain import checkpoint, data, engines, nn, optim
 from hpctrain.checkpoint import Piece
 from hpctrain.core.errors import UsageError
 from hpctrain.engines.saved_state import SavedState
+from hpctrain.training import weights
 from hpctrain.training.trainer import Trainer
 from hpctrain.transport.threads.link import run_ranks
 
@@ -54,6 +55,8 @@ def trained(regime, out, optimizer=SGD, steps=STEPS, resume=False):
 @pytest.mark.parametrize("before", REGIMES)
 def test_every_regime_takes_over(tmp_path, before):
     first = trained(before, tmp_path / before)
+    loaded = weights.checkpoint_of(tmp_path / before)
+    assert loaded.params_sha256 == first["params_sha256"]  # by the manifest alone
     for after in REGIMES:
         shutil.copytree(tmp_path / before, tmp_path / f"to-{after}")
         again = trained(after, tmp_path / f"to-{after}", resume=True)

@@ -1,4 +1,4 @@
-"""Results and faults of all ranks: each rank acts, then every rank gets the reports of all."""
+"""Results and faults of all ranks: each rank acts, then every rank gets the results of all."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hpctrain.transport.link import Link
 logger = logging.getLogger(__name__)
 
 
-class Report(NamedTuple):
+class RankResult(NamedTuple):
     """One rank's result or fault; `damaged` if the checkpoint itself is the cause."""
 
     value: Any
@@ -24,20 +24,20 @@ class Report(NamedTuple):
     damaged: bool = False
 
 
-def gather(link: Link, act: Callable[[], Any]) -> list[Report]:
-    """Return the reports of all ranks on their call of `act`, whose results are JSON data."""
+def gather(link: Link, act: Callable[[], Any]) -> list[RankResult]:
+    """Return the results of `act` on all ranks, which are JSON data."""
     try:
-        payload = json.dumps(Report(act()))
-    except Exception as error:  # the other ranks wait for this rank's report
+        payload = json.dumps(RankResult(act()))
+    except Exception as error:  # the other ranks wait for this rank's result
         logger.debug("reported to all ranks:", exc_info=True)
         fault = _fault_of(link.rank, error)
-        payload = json.dumps(Report(None, fault, isinstance(error, DamagedError)))
-    return [Report(*json.loads(reply)) for reply in all_gather_bytes(link, payload.encode())]
+        payload = json.dumps(RankResult(None, fault, isinstance(error, DamagedError)))
+    return [RankResult(*json.loads(reply)) for reply in all_gather_bytes(link, payload.encode())]
 
 
-def faults(reports: list[Report]) -> str:
-    """Return the faults of `reports`, the first three; empty for none."""
-    texts = [report.fault for report in reports if report.fault]
+def faults(results: list[RankResult]) -> str:
+    """Return the faults of `results`, the first three; empty for none."""
+    texts = [result.fault for result in results if result.fault]
     rest = f" (and {len(texts) - 3} more ranks)" if len(texts) > 3 else ""
     return "; ".join(texts[:3]) + rest
 
