@@ -20,6 +20,7 @@ from hpctrain.checkpoint import Piece, hashes, manifest, parts, reader
 from hpctrain.collectives.chunks import bounds
 from hpctrain.core import files
 from hpctrain.core.errors import SaveError, UsageError
+from hpctrain.engines import engine
 from hpctrain.gradients import arena as arenas
 from hpctrain.training import weights
 from hpctrain.transport.threads.link import run_ranks
@@ -351,6 +352,10 @@ def test_a_range_beyond_the_array_is_refused(tmp_path):
 
     with pytest.raises(UsageError, match=r"'worker\.0\.x' has 1000 elements; expected 10 from 991"):
         load(tmp_path, 1, request)
+
+
+def test_shards_begin_at_bounds_of_units():
+    assert engine.BLOCK % BLOCK == 0
 
 
 def test_extents_are_dealt_evenly():

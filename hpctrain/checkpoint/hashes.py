@@ -19,9 +19,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 
-from hpctrain.optim import optimizer
-
-BLOCK = optimizer.BLOCK  #: elements; shards of arrays begin at multiples of it
+BLOCK = 65_536  #: elements; a part of the format: shards begin at multiples of it
 Span = tuple[int, int]  #: the first element and the one after the last
 
 
