@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from hpctrain.checkpoint.format import DamagedError
-from hpctrain.collectives import all_gather_bytes
+from hpctrain.collectives import Group, all_gather_bytes, broadcast
 from hpctrain.core.errors import UsageError
 from hpctrain.transport.link import Link
 
@@ -35,7 +37,18 @@ def gather(link: Link, act: Callable[[], Any]) -> list[RankResult]:
     return [RankResult(*json.loads(reply)) for reply in all_gather_bytes(link, payload.encode())]
 
 
-def faults(results: list[RankResult]) -> str:
+def from_first(link: Link, act: Callable[[], bytes]) -> tuple[bytes, list[RankResult]]:
+    """Return the bytes of `act` on rank 0, and the results of all ranks; memory for one copy."""
+    own = [b""]
+    results = gather(link, lambda: own.append(act()) if link.rank == 0 else None)
+    length = np.array([len(own[-1])])
+    broadcast(Group(link), length)
+    data = np.frombuffer(bytearray(own[-1]) or bytearray(int(length[0])), np.uint8)
+    broadcast(Group(link), data)
+    return data.tobytes(), results
+
+
+def faults(results: Sequence[RankResult]) -> str:
     """Return the faults of `results`, the first three; empty for none."""
     texts = [result.fault for result in results if result.fault]
     rest = f" (and {len(texts) - 3} more ranks)" if len(texts) > 3 else ""

@@ -69,7 +69,7 @@ def read(path: Path) -> Manifest:
             raise DamagedError(f"{file} was altered: its own SHA-256 is another")
         number = table["format"]
         newer = number > FORMAT
-        manifest = parsed(table) if number == FORMAT else None
+        manifest = parsed(json.dumps(table)) if number == FORMAT else None
     except pydantic.ValidationError as error:
         raise DamagedError(f"{file} cannot be understood: {first_fault(error)}") from None
     except _NONSENSE as error:
@@ -83,9 +83,9 @@ def read(path: Path) -> Manifest:
     return manifest
 
 
-def parsed(table: Any) -> Manifest:
-    """Return the manifest of a JSON `table`; raise pydantic.ValidationError."""
-    return _MANIFEST.validate_json(json.dumps(table))
+def parsed(text: str | bytes) -> Manifest:
+    """Return the manifest that JSON `text` holds; raise pydantic.ValidationError."""
+    return _MANIFEST.validate_json(text)
 
 
 def _check(path: Path, manifest: Manifest) -> None:

@@ -7,6 +7,7 @@ to the one before.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hpctrain.checkpoint import folder, manifest, parts
-from hpctrain.checkpoint.agreement import RankResult, faults, gather
+from hpctrain.checkpoint.agreement import RankResult, faults, from_first, gather
 from hpctrain.checkpoint.format import NAME, DamagedError, params_sha256
 from hpctrain.checkpoint.reader import Reader
 from hpctrain.core.errors import UsageError
@@ -149,11 +150,11 @@ def _try_load(
     path: Path, link: Link, request: RequestArrays | None, reasons: list[str]
 ) -> tuple[Loaded | None, list[RankResult]]:
     """Return the checkpoint at `path`, or None and the results of all ranks on its faults."""
-    results = gather(link, lambda: _opened(path) if link.rank == 0 else None)
+    data, results = from_first(link, lambda: _opened(path))
     if faults(results):
         return None, results
-    read_by_first = manifest.parsed(results[0].value)
-    reader = Reader(path, read_by_first)
+    entries = manifest.parsed(data)
+    reader = Reader(path, entries)
     (request or _request_all)(reader)
     results = gather(link, lambda: reader.fetch(link))
     if faults(results):
@@ -161,16 +162,16 @@ def _try_load(
     reader.finish()
     if reasons and link.rank == 0:
         logger.warning("%s; going back to %s", "; ".join(reasons), path)
-    sha256, reasons = params_sha256(read_by_first), list(reasons)
+    sha256, reasons = params_sha256(entries), list(reasons)
     return Loaded(path, reader.step, reader.about, reader.state, reader.arrays, sha256, reasons), []
 
 
-def _opened(path: Path) -> dict[str, Any]:
-    """Return the manifest of a checkpoint whose parts have their sizes, as a table."""
+def _opened(path: Path) -> bytes:
+    """Return the manifest of a checkpoint whose parts have their sizes, as JSON."""
     folder.must_be_folder(path)
-    table = manifest.read(path)
-    parts.check_sizes(path, table)
-    return asdict(table)
+    entries = manifest.read(path)
+    parts.check_sizes(path, entries)
+    return json.dumps(asdict(entries)).encode()
 
 
 def _request_all(reader: Reader) -> None:

@@ -12,6 +12,7 @@ reads. This file and restore.py, which sets damaged ones aside, are those that r
 from __future__ import annotations
 
 import functools
+import json
 import logging
 import os
 import shutil
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.checkpoint import folder, manifest, parts
-from hpctrain.checkpoint.agreement import faults, gather
+from hpctrain.checkpoint.agreement import RankResult, faults, from_first, gather
 from hpctrain.checkpoint.format import (
     Edges,
     Piece,
@@ -63,15 +64,10 @@ def save(
     partial = checkpoints / f".{step_name(step)}.partial"
     on_all_ranks = functools.partial(_on_all_ranks, link, partial)
     try:
-        slots = on_all_ranks(lambda: _prepare(partial, about) if link.rank == 0 else None)[0]
-        slot_edges = {name: edges(spans) for name, spans in slots.items()}
+        slot_edges = _prepare_on_first(link, partial, about)
         part = partial / parts.part_name(link.rank)
-        written = [
-            Written(*table)
-            for table in on_all_ranks(
-                lambda: parts.write_part(part, pieces, slot_edges, state or {})
-            )
-        ]
+        tables = on_all_ranks(lambda: parts.write_part(part, pieces, slot_edges, state or {}))
+        written = [Written(*table) for table in tables]
         # Another process, on many clusters another node, reads each part before it counts.
         peer = written[(link.rank + 1) % link.size]
         on_all_ranks(lambda: _check_written(partial, peer, slot_edges))
@@ -94,14 +90,22 @@ def sweep(run: Path) -> None:
         logger.warning("partial checkpoints stay: %s", error)
 
 
-def _prepare(partial: Path, about: Mapping[str, Any]) -> dict[str, Any]:
-    """Create the folder of a checkpoint; return the slots by which all ranks cut arrays."""
+def _prepare_on_first(link: Link, partial: Path, about: Mapping[str, Any]) -> Edges:
+    """Let rank 0 create the folder; return the edges, by rank 0, at which all ranks cut arrays."""
+    data, results = from_first(link, lambda: _prepare(partial, about))
+    _must_succeed(results, partial)
+    slot_edges: Edges = json.loads(data)
+    return slot_edges
+
+
+def _prepare(partial: Path, about: Mapping[str, Any]) -> bytes:
+    """Create the folder of a checkpoint; return the edges of its slots as JSON."""
     checkpoints = partial.parent
     checkpoints.mkdir(parents=True, exist_ok=True)
     parts.sync(checkpoints.parent)
     _remove_partial(checkpoints)
     partial.mkdir()
-    return slots_of(about)
+    return json.dumps({name: edges(spans) for name, spans in slots_of(about).items()}).encode()
 
 
 def _remove_partial(checkpoints: Path) -> None:
@@ -158,10 +162,15 @@ def _best(run: Path, metric: Metric) -> list[str]:
 
 def _on_all_ranks(link: Link, partial: Path, act: Callable[[], Any]) -> list[Any]:
     results = gather(link, act)
+    _must_succeed(results, partial)
+    return [result.value for result in results]
+
+
+def _must_succeed(results: Sequence[RankResult], partial: Path) -> None:
+    """Raise SaveError if any rank has failed."""
     if fault_text := faults(results):
         remaining = _newest_remaining(partial.parent)
         raise SaveError(f"could not save {partial}: {fault_text}; {remaining}")
-    return [result.value for result in results]
 
 
 def _newest_remaining(checkpoints: Path) -> str:
