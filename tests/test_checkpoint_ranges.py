@@ -31,7 +31,7 @@ SHAPES = {"a": (3, BLOCK), "b": (7,), "empty": (0,), "c": (BLOCK, 2), "d": (BLOC
 
 
 def arena_of(step: int) -> arenas.Arena:
-    arena = arenas.make(SHAPES, "float32")
+    arena = arenas.make_arena(SHAPES, "float32")
     for name, view in arena.views(arena.param).items():
         view[...] = np.random.default_rng([step, len(name)]).normal(size=view.shape)
     return arena
