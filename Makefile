@@ -42,6 +42,8 @@ train: .venv/installed  ## train the built-in recipe "digits" on four MPI ranks
 test test-full: export OMPI_ALLOW_RUN_AS_ROOT = 1
 test test-full: export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM = 1
 test test-full: export PRTE_MCA_rmaps_default_mapping_policy = :oversubscribe
+# Folders that killed launchers of Open MPI left in /tmp would stop new ones of the same process number.
+test test-full: export PRTE_MCA_prte_tmpdir_base = $(CURDIR)/$(REPORTS)
 test test-full: export OMP_NUM_THREADS = 1
 test test-full: export COVERAGE_FILE = $(CURDIR)/$(REPORTS)/coverage
 # Each of hundreds of processes would compile the package anew.

@@ -13,19 +13,19 @@ from typing import Any
 from hpctrain.cluster.launch import launch_program
 from hpctrain.core import launchers
 from hpctrain.machine import facts
-from hpctrain.tuning.measure import interleaved, paired_ratio, spread
+from hpctrain.tuning.measure import median_ratio, summarize_times, time_interleaved
 from hpctrain.world import World, init
 
 __all__ = [
     "RESULTS",
-    "interleaved",
+    "time_interleaved",
     "machine_facts",
     "make_parser",
-    "paired_ratio",
+    "median_ratio",
     "report_result",
     "save_result",
     "short_text",
-    "spread",
+    "summarize_times",
     "start_world",
 ]
 RESULTS = Path(__file__).parent / "results"

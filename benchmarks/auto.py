@@ -17,14 +17,21 @@ from random import Random
 from typing import Any
 
 import numpy as np
-from _common import interleaved, make_parser, paired_ratio, report_result, spread, start_world
+from _common import (
+    make_parser,
+    median_ratio,
+    report_result,
+    start_world,
+    summarize_times,
+    time_interleaved,
+)
 
 from hpctrain.bench.message_sizes import parse, size_text
 from hpctrain.bench.sweep import calls_per_round
 from hpctrain.bench.tuning.command import DEFAULT_LIMIT_S, DEFAULT_ROUNDS, DEFAULT_SIZES
 from hpctrain.collectives import Group
 from hpctrain.tuning import choose, select, sweep
-from hpctrain.tuning.measure import timed
+from hpctrain.tuning.measure import time_calls
 from hpctrain.world import World
 
 MAX_RATIO = 1.10
@@ -37,13 +44,13 @@ def main() -> None:
     world = start_world(arguments.ranks)
     tuned_sizes = parse(DEFAULT_SIZES)
     *_, rows = sweep.sweep(world.main, tuned_sizes, DEFAULT_ROUNDS, DEFAULT_LIMIT_S)
-    plan = choose.plan(rows, (), measured=True)
-    group = replace(world.main, choices=choose.choices(plan))
-    arrays = sweep.arrays(group, max(tuned_sizes))
+    plan = choose.make_plan(rows, (), measured=True)
+    group = replace(world.main, choices=choose.make_choices(plan))
+    arrays = sweep.make_operands(group, max(tuned_sizes))
     results = [
         measure_size(world, group, nbytes, in_memory, x[: nbytes // 4], arguments.rounds)
         for nbytes in parse(MEASURED_SIZES)
-        for in_memory, x in arrays.kinds
+        for in_memory, x in arrays.arrays_by_kind
     ]
     worst = max(results, key=lambda row: row["auto_to_best"])
     claims = {
@@ -61,11 +68,13 @@ def measure_size(
     world: World, group: Group, nbytes: int, in_memory: bool, x: np.ndarray, rounds: int
 ) -> dict:
     """Return the row of one size: `auto` beside the best of the others."""
-    names = ["auto", *sweep.applicable(group)]
-    calls = {name: select.bound(group, x, np.add, name) for name in names}
+    names = ["auto", *sweep.applicable_algorithms(group)]
+    calls = {name: select.bind_allreduce(group, x, np.add, name) for name in names}
     calls_per_timing = calls_per_round(nbytes)
-    screening_seconds = interleaved(world.link, calls, SCREENING_ROUNDS, calls=calls_per_timing)
-    slow_names = sweep.slower(screening_seconds, sweep.DROP_RATIO) - {"auto"}
+    screening_seconds = time_interleaved(
+        world.link, calls, SCREENING_ROUNDS, calls=calls_per_timing
+    )
+    slow_names = sweep.find_slower(screening_seconds, sweep.DROP_RATIO) - {"auto"}
     rivals = {name: call for name, call in calls.items() if name not in slow_names}
     seconds = measure_shuffled(world, rivals, rounds, calls_per_timing)
     medians = {name: float(np.median(times)) for name, times in seconds.items()}
@@ -75,10 +84,10 @@ def measure_size(
         "in_memory": in_memory,
         "ranks": world.size,
         "rounds": rounds,
-        "takes": select.name_of(select.auto, group, x),
+        "takes": select.algorithm_name(select.auto, group, x),
         "best": best,
-        "auto_to_best": paired_ratio(seconds["auto"], seconds[best]),
-        "auto": spread(seconds["auto"]),
+        "auto_to_best": median_ratio(seconds["auto"], seconds[best]),
+        "auto": summarize_times(seconds["auto"]),
         "fixed_s": {name: median_s for name, median_s in medians.items() if name != "auto"},
     }
 
@@ -95,7 +104,7 @@ def measure_shuffled(
     for _ in range(rounds):
         random.shuffle(order)
         for name in order:
-            seconds[name].append(timed(world.link, rivals[name], calls))
+            seconds[name].append(time_calls(world.link, rivals[name], calls))
     return seconds
 
 

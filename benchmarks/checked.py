@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from _common import interleaved, make_parser, report_result, spread, start_world
+from _common import make_parser, report_result, start_world, summarize_times, time_interleaved
 
 import hpctrain as ht
 from hpctrain.bench import message_sizes
@@ -61,11 +61,11 @@ def measure_contenders(
         "native": world.link.native.bind("allreduce", x, np.add).call,
     }
     around = {name: partial(warm_up_call, call) for name, call in contenders.items()}
-    measure = partial(interleaved, world.link, contenders, rounds, contexts=around)
+    measure = partial(time_interleaved, world.link, contenders, rounds, contexts=around)
     if caches == "hot":
         seconds = measure(calls=calls_per_round(x.nbytes))
     else:
-        seconds = measure(evicting=np.zeros(COLD_BYTES // 4, np.float32))
+        seconds = measure(eviction_array=np.zeros(COLD_BYTES // 4, np.float32))
     check_s = float(np.median(np.subtract(seconds["checked"], seconds["unchecked"])))
     return [
         {
@@ -73,7 +73,7 @@ def measure_contenders(
             "bytes": x.nbytes,
             "caches": caches,
             "ranks": world.size,
-            **spread(seconds[name]),
+            **summarize_times(seconds[name]),
             "check_s": check_s if name == "checked" else None,
         }
         for name in CONTENDERS

@@ -106,7 +106,7 @@ def _measure_part(part: str, arguments: argparse.Namespace) -> bool:
     )
     bench_arguments = [*PARTS[part], *rivals, *sizes, "--iterations", str(arguments.iterations)]
     path = BENCHMARKS / "results" / f"compare-{part}-{arguments.ranks}-ranks.json"
-    request = {"bench": _command_text(bench_arguments), "algorithms": table.sources()}
+    request = {"bench": _command_text(bench_arguments), "algorithms": table.hash_sources()}
     runs = _load_runs(path, request) if arguments.resume else []
     for run_number in range(1, arguments.times + 1):
         for environment in arguments.environments:

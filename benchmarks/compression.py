@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 import threadpoolctl
-from _common import interleaved, paired_ratio, report_result, spread
+from _common import median_ratio, report_result, summarize_times, time_interleaved
 
 from hpctrain import nn, optim
 from hpctrain import world as worlds
@@ -99,14 +99,16 @@ def measure_steps(world: World, link: str, rounds: int) -> None:
         engines[name].step(task, Flags())
         bytes_sent[name] = engines[name].bytes_sent - bytes_before
 
-    seconds = interleaved(world.link, {name: partial(step, name) for name in engines}, rounds, 2)
+    seconds = time_interleaved(
+        world.link, {name: partial(step, name) for name in engines}, rounds, 2
+    )
     rows = [
         {
             "method": name,
             "hosts": world.size,
             "algorithm": engines[name].algorithm,
-            **spread(seconds[name]),
-            "faster": paired_ratio(seconds["plain"], seconds[name]),
+            **summarize_times(seconds[name]),
+            "faster": median_ratio(seconds["plain"], seconds[name]),
             "bytes_per_step": bytes_sent[name],
         }
         for name in engines

@@ -24,7 +24,14 @@ from typing import Any
 
 import numpy as np
 import threadpoolctl
-from _common import interleaved, make_parser, paired_ratio, report_result, spread, start_world
+from _common import (
+    make_parser,
+    median_ratio,
+    report_result,
+    start_world,
+    summarize_times,
+    time_interleaved,
+)
 
 try:
     import torch
@@ -51,10 +58,10 @@ def main() -> None:
     torch.set_num_threads(1)
     for name in [arguments.only] if arguments.only else MAX_RATIO:
         ours, theirs = CASES[name]()
-        seconds = interleaved(world.link, {"ours": ours, "torch": theirs}, arguments.rounds)
-        ratio = paired_ratio(seconds["ours"], seconds["torch"])
+        seconds = time_interleaved(world.link, {"ours": ours, "torch": theirs}, arguments.rounds)
+        ratio = median_ratio(seconds["ours"], seconds["torch"])
         for library, times in seconds.items():
-            rows.append({"what": name, "who": library, **spread(times)})
+            rows.append({"what": name, "who": library, **summarize_times(times)})
         rows[-2] |= {"ratio": ratio, "limit": MAX_RATIO[name]}
     thread_pools = threadpoolctl.threadpool_info()
     kernels = sorted(

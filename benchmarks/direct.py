@@ -18,7 +18,14 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from _common import interleaved, make_parser, paired_ratio, report_result, spread, start_world
+from _common import (
+    make_parser,
+    median_ratio,
+    report_result,
+    start_world,
+    summarize_times,
+    time_interleaved,
+)
 
 from hpctrain.user_collectives.calls import bind
 from hpctrain.world import World
@@ -57,16 +64,16 @@ def measure_size(world: World, nbytes: int, rounds: int) -> list[dict[str, Any]]
     floor_calls = {
         f"floor of {name}": make_stream_call(bytes_moved[name] // ranks) for name in calls
     }
-    seconds = interleaved(world.link, calls | floor_calls, rounds)
+    seconds = time_interleaved(world.link, calls | floor_calls, rounds)
     return [
         {
             "bytes": nbytes,
             "ranks": ranks,
             "what": name,
-            **spread(seconds[name]),
+            **summarize_times(seconds[name]),
             "floor_s": float(np.median(floor := seconds[f"floor of {name}"])),
             "gb_per_s": bytes_moved[name] / float(np.median(seconds[name])) / 1e9,
-            "share_of_floor": paired_ratio(floor, seconds[name]),
+            "share_of_floor": median_ratio(floor, seconds[name]),
         }
         for name in calls
     ]

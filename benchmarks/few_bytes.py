@@ -24,7 +24,14 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from _common import interleaved, make_parser, paired_ratio, report_result, spread, start_world
+from _common import (
+    make_parser,
+    median_ratio,
+    report_result,
+    start_world,
+    summarize_times,
+    time_interleaved,
+)
 
 import hpctrain as ht
 from hpctrain.tuning.select import auto
@@ -41,7 +48,7 @@ def main() -> None:
     arguments = parser.parse_args()
     world = start_world(arguments.ranks)
     calls = make_contenders(world, world.zeros(max(1, arguments.bytes // 4)))
-    seconds = interleaved(world.link, calls, arguments.rounds, calls=CALLS)
+    seconds = time_interleaved(world.link, calls, arguments.rounds, calls=CALLS)
     native_s = float(np.median(seconds["native"]))
     rows = [
         {
@@ -50,13 +57,13 @@ def main() -> None:
             "ranks": world.size,
             "ns": 1e9 * statistics["median_s"],
             "ns_over_native": 1e9 * (statistics["median_s"] - native_s),
-            "times_native": paired_ratio(seconds["native"], seconds[name]),
+            "times_native": median_ratio(seconds["native"], seconds[name]),
             **statistics,
         }
-        for name, statistics in ((name, spread(times)) for name, times in seconds.items())
+        for name, statistics in ((name, summarize_times(times)) for name, times in seconds.items())
     ]
-    bound_ratio = paired_ratio(seconds["native"], seconds["bound"])
-    plain_ratio = paired_ratio(seconds["native-plain"], seconds["plain"])
+    bound_ratio = median_ratio(seconds["native"], seconds["bound"])
+    plain_ratio = median_ratio(seconds["native-plain"], seconds["plain"])
     claims = {
         f"a bound call is {bound_ratio:.2f} times as fast as MPI's own bound, >= 0.8": bound_ratio
         >= 0.8,

@@ -22,7 +22,14 @@ from time import perf_counter
 from typing import Any
 
 import numpy as np
-from _common import interleaved, make_parser, paired_ratio, report_result, spread, start_world
+from _common import (
+    make_parser,
+    median_ratio,
+    report_result,
+    start_world,
+    summarize_times,
+    time_interleaved,
+)
 
 from hpctrain import broadcast, nn, optim
 from hpctrain.engines import Flags, Task
@@ -143,16 +150,21 @@ def measure_engine(
         return step
 
     steps = {"checked": check, "loss alone": LossCheck(), "timed": timed_check}
-    seconds = interleaved(world.link, {key: make_step(one) for key, one in steps.items()}, rounds)
+    seconds = time_interleaved(
+        world.link, {key: make_step(one) for key, one in steps.items()}, rounds
+    )
     engine.close()
-    check_s, unchecked = float(np.median(timed_check.seconds)), spread(seconds["loss alone"])
+    check_s, unchecked = (
+        float(np.median(timed_check.seconds)),
+        summarize_times(seconds["loss alone"]),
+    )
     return {
         "engine": name,
         "model": model,
         "ranks": world.size,
         "samples_per_rank": samples,
         **unchecked,
-        "ratio": paired_ratio(seconds["checked"], seconds["loss alone"]),
+        "ratio": median_ratio(seconds["checked"], seconds["loss alone"]),
         "check_us": 1e6 * check_s,
         "part": check_s / unchecked["median_s"],
         "seconds": {key: [round(time_s, 7) for time_s in times] for key, times in seconds.items()},
@@ -166,7 +178,9 @@ def samples_for_step(world: World, engine: Any, widths: list[int]) -> int:
         n: partial(engine.step, make_task(world, widths, n), Flags())
         for n in (min_samples, max_samples)
     }
-    seconds = interleaved(world.link, {"few": step[min_samples], "many": step[max_samples]}, 20)
+    seconds = time_interleaved(
+        world.link, {"few": step[min_samples], "many": step[max_samples]}, 20
+    )
     min_step_s, max_step_s = (float(np.median(seconds[name])) for name in ("few", "many"))
     samples = np.array(
         [

@@ -29,12 +29,12 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 import numpy as np
-from _common import interleaved, machine_facts, paired_ratio, save_result, spread
+from _common import machine_facts, median_ratio, save_result, summarize_times, time_interleaved
 
 from hpctrain.cluster.netlab.netlab import Lab, netlab, parse_speed
 from hpctrain.collectives import ALLREDUCE, Group, all_gather_bytes
 from hpctrain.collectives.chunks import segments
-from hpctrain.collectives.ring import STREAM_BYTES
+from hpctrain.collectives.ring import STREAM_SEGMENT_BYTES
 from hpctrain.core import launchers
 from hpctrain.world import World, init
 
@@ -174,14 +174,14 @@ def measure_size(world: World, section: Section, size: int, rounds: int) -> list
     rivals = {name: partial(ALLREDUCE[name], world.main, x, np.add) for name in section.algorithms}
     # Bytes that the reference algorithm sends over the link of a host.
     link_bytes = size * 2 * (section.hosts - 1) // section.hosts
-    seconds = interleaved(
+    seconds = time_interleaved(
         world.link, {**rivals, **link_calls(world, link_bytes)}, rounds, warm_up=1
     )
     link = min(("link", "link-in-segments"), key=lambda name: np.median(seconds[name]))
     reference, ranks = section.algorithms[0], world.size
     rows = []
     for name, times in seconds.items():
-        statistics, is_link = spread(times), name.startswith("link")
+        statistics, is_link = summarize_times(times), name.startswith("link")
         bytes_moved = link_bytes if is_link else size * 2 * (ranks - 1) / ranks
         rows.append(
             {
@@ -191,8 +191,8 @@ def measure_size(world: World, section: Section, size: int, rounds: int) -> list
                 "ranks": ranks,
                 **statistics,
                 "busbw": bytes_moved / statistics["median_s"] / 1e9,
-                "share_of_link": paired_ratio(seconds[link], times),
-                "speed_up": paired_ratio(times, seconds[reference]),
+                "share_of_link": median_ratio(seconds[link], times),
+                "speed_up": median_ratio(times, seconds[reference]),
                 "correct": is_link or is_correct(world.main, name),
             }
         )
@@ -205,7 +205,7 @@ def link_calls(world: World, nbytes: int) -> dict[str, Callable[[], None]]:
     to = next((r for r, host in enumerate(world.hosts) if host != world.hosts[0]), 0)
     return {
         "link": partial(one_way, world, to, [x]),
-        "link-in-segments": partial(one_way, world, to, list(segments(x, STREAM_BYTES))),
+        "link-in-segments": partial(one_way, world, to, list(segments(x, STREAM_SEGMENT_BYTES))),
     }
 
 
@@ -227,7 +227,7 @@ def is_correct(group: Group, name: str) -> bool:
 
     The data are long enough for the streaming path.
     """
-    length = group.link.size * STREAM_BYTES // 4 * 3 + 1
+    length = group.link.size * STREAM_SEGMENT_BYTES // 4 * 3 + 1
     values = [
         np.random.default_rng(rank).standard_normal(length) for rank in range(group.link.size)
     ]

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from _common import interleaved, make_parser, paired_ratio, report_result, spread
+from _common import make_parser, median_ratio, report_result, summarize_times, time_interleaved
 
 from hpctrain import engines, nn, optim
 from hpctrain.cluster.launch import launch_program
@@ -87,15 +87,15 @@ def measure_model(world: World, model: str, rounds: int) -> list[dict[str, Any]]
     """Return a row per way of summing, on this number of ranks."""
     engines_by_way = {way: make_engine(world, model, way) for way in REDUCTIONS}
     steps = {way: make_step(engine, world, model) for way, engine in engines_by_way.items()}
-    seconds = interleaved(world.link, steps, rounds)
+    seconds = time_interleaved(world.link, steps, rounds)
     return [
         {
             "model": model,
             "ranks": world.size,
             "way": way,
             **REDUCTIONS[way],
-            **spread(times),
-            "times_fast": paired_ratio(times, seconds["fast"]),
+            **summarize_times(times),
+            "times_fast": median_ratio(times, seconds["fast"]),
             "params_sha256": params_sha256(engines_by_way[way].replica.arena),
         }
         for way, times in seconds.items()

@@ -14,7 +14,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-from _common import interleaved, make_parser, paired_ratio, report_result, spread, start_world
+from _common import (
+    make_parser,
+    median_ratio,
+    report_result,
+    start_world,
+    summarize_times,
+    time_interleaved,
+)
 
 from hpctrain import nn, optim
 from hpctrain.engines import Flags, Task
@@ -57,7 +64,7 @@ def against_single(world: World, batch_per_rank: int, rounds: int) -> list[dict]
         ),
     }
     steps = {name: make_step(engine, batch) for name, engine in engines.items()}
-    return make_rows(f"mlp batch {batch_per_rank}", interleaved(world.link, steps, rounds))
+    return make_rows(f"mlp batch {batch_per_rank}", time_interleaved(world.link, steps, rounds))
 
 
 def over_buckets(world: World, rounds: int) -> list[dict]:
@@ -71,7 +78,7 @@ def over_buckets(world: World, rounds: int) -> list[dict]:
         engine = AllReduceEngine(world, make_replica(widths), optim.sgd(1e-6), engine_options)
         assert len(engine._reducer._slices) == count
         steps[str(count)] = make_step(engine, make_batch(32, WIDTH, WIDTH))
-    return make_rows("buckets", interleaved(world.link, steps, rounds))
+    return make_rows("buckets", time_interleaved(world.link, steps, rounds))
 
 
 def make_replica(widths: list[int]) -> ModelReplica:
@@ -90,7 +97,7 @@ def make_step(engine: SingleEngine | AllReduceEngine, batch: Batch) -> Callable[
 
 def make_rows(study: str, seconds: dict[str, list[float]]) -> list[dict]:
     return [
-        {"study": study, "what": k, **spread(times), "seconds": times}
+        {"study": study, "what": k, **summarize_times(times), "seconds": times}
         for k, times in seconds.items()
     ]
 
@@ -99,7 +106,7 @@ def overhead_ratio(batch: int, rows: list[dict]) -> float:
     seconds_by_engine = {
         row["what"]: row["seconds"] for row in rows if row["study"] == f"mlp batch {batch}"
     }
-    return paired_ratio(seconds_by_engine["null"], seconds_by_engine["single"])
+    return median_ratio(seconds_by_engine["null"], seconds_by_engine["single"])
 
 
 def slope_us(rows: list[dict]) -> float:

@@ -25,7 +25,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from _common import paired_ratio, report_result, spread, start_world
+from _common import median_ratio, report_result, start_world, summarize_times
 
 from hpctrain import nn, optim
 from hpctrain import world as worlds
@@ -33,7 +33,7 @@ from hpctrain.cluster.netlab.netlab import Lab, netlab, parse_speed
 from hpctrain.core import launchers
 from hpctrain.engines import AllReduce, Flags, Task
 from hpctrain.gradients.replica import Batch, ModelReplica
-from hpctrain.tuning.measure import timed
+from hpctrain.tuning.measure import time_calls
 from hpctrain.world import World
 
 WIDTHS = [784, *[640] * 24, 10]  # 10 M parameters in as many layers as networks have
@@ -95,18 +95,20 @@ def measure_hosts(world: World, options: argparse.Namespace) -> None:
         limit_s = np.add(seconds["compute"], busy_s["wire"]) + np.multiply(
             first_layer_share, seconds["wire"]
         )
-        ratio = paired_ratio(seconds["wire"], seconds["compute"])
+        ratio = median_ratio(seconds["wire"], seconds["compute"])
         for name, times in seconds.items():
-            to_longer = paired_ratio(times, longer_s)
+            to_longer = median_ratio(times, longer_s)
             row = {"batch": batch, "wire_to_compute": ratio, "what": name, "to_longer": to_longer}
-            rows.append({**row, "busy_s": float(np.median(busy_s[name])), **spread(times)})
+            rows.append({**row, "busy_s": float(np.median(busy_s[name])), **summarize_times(times)})
         limit_columns = {
             "what": "limit",
-            "to_longer": paired_ratio(np.maximum(limit_s, longer_s), longer_s),
+            "to_longer": median_ratio(np.maximum(limit_s, longer_s), longer_s),
         }
-        rows.append({"batch": batch, "wire_to_compute": ratio, **limit_columns, **spread(limit_s)})
+        rows.append(
+            {"batch": batch, "wire_to_compute": ratio, **limit_columns, **summarize_times(limit_s)}
+        )
         if 0.8 <= ratio <= 1.25:
-            ratio_to_longer = paired_ratio(seconds["priority"], longer_s)
+            ratio_to_longer = median_ratio(seconds["priority"], longer_s)
             claims[
                 f"wire/compute {ratio:.2f}: a step takes {ratio_to_longer:.2f} <= 1.2 of the longer"
             ] = ratio_to_longer <= 1.2
@@ -128,16 +130,16 @@ def measure_node(world: World, options: argparse.Namespace) -> None:
         seconds, _ = interleave_steps(world, steps, engines, options.rounds)
         better_s = np.minimum(seconds["never"], seconds["always"])
         for name, times in seconds.items():
-            rows.append({"batch": batch, "what": name, **spread(times),
-                         "to_never": paired_ratio(times, seconds["never"])})  # fmt: skip
-        ratio_to_longer = paired_ratio(seconds["auto"], better_s)
+            rows.append({"batch": batch, "what": name, **summarize_times(times),
+                         "to_never": median_ratio(times, seconds["never"])})  # fmt: skip
+        ratio_to_longer = median_ratio(seconds["auto"], better_s)
         claims[f"batch {batch}: auto takes {ratio_to_longer:.3f} <= 1.05 of the better way"] = (
             ratio_to_longer <= 1.05
         )
     reducer = make_engine(
         world, {"algorithm": "null", "overlap": "always", "bucket_bytes": 1 << 30}
     )
-    hand_off = [timed(world.link, partial(reduce_only, reducer)) * 1e6 for _ in range(300)]
+    hand_off = [time_calls(world.link, partial(reduce_only, reducer)) * 1e6 for _ in range(300)]
     median = float(np.median(hand_off))
     rows.append({"what": "hand-off", "median_us": median, "p95_us": np.percentile(hand_off, 95)})
     claims[f"a hand-off there and back takes {median:.1f} us <= 30"] = median <= 30
@@ -158,7 +160,7 @@ def interleave_steps(
         for name, step in steps.items():
             step()
             cpu_start_s = time.process_time()
-            times = timed(world.link, step, STEPS)
+            times = time_calls(world.link, step, STEPS)
             cpu_s = (time.process_time() - cpu_start_s) / STEPS
             if name in engines:
                 engines[name].settle()

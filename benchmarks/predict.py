@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from _common import interleaved, make_parser, report_result, spread, start_world
+from _common import make_parser, report_result, start_world, summarize_times, time_interleaved
 
 from hpctrain import collectives, engines, nn, optim
 from hpctrain.bench.training_step.profile import profile_step
@@ -35,7 +35,7 @@ from hpctrain.engines import Flags, Task
 from hpctrain.gradients.replica import Batch, ModelReplica
 from hpctrain.nn import Key
 from hpctrain.transport.link import Link
-from hpctrain.tuning.measure import timed
+from hpctrain.tuning.measure import time_calls
 from hpctrain.world import World
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -85,7 +85,7 @@ def fit_machine(world: World, rounds: int) -> tuple[Cluster, dict[str, Any]]:
     link = world.link
     patterns = (one_way, there_and_back, both_ways)
     measurements = {pattern.__name__: message_times(link, pattern, rounds) for pattern in patterns}
-    wire = fit.wire(*measurements.values(), send_overhead(link, rounds))
+    wire = fit.fit_wire(*measurements.values(), send_overhead(link, rounds))
     gamma = time_per_byte_added(link, rounds)
     return Cluster(wire, wire, gamma, gamma / 3), {
         **measurements,
@@ -100,7 +100,7 @@ def message_times(link: Link, pattern: Any, rounds: int) -> list[tuple[int, floa
     seconds: dict[int, list[float]] = {nbytes: [] for nbytes in MESSAGES}
     for _ in range(rounds + 1):
         for nbytes, (call, messages) in calls.items():
-            seconds[nbytes].append(timed(link, call) / messages)
+            seconds[nbytes].append(time_calls(link, call) / messages)
     return [
         (nbytes, broadcast_number(link, float(np.median(times[1:]))))
         for nbytes, times in seconds.items()
@@ -182,7 +182,9 @@ def time_per_byte_added(link: Link, rounds: int) -> float:
 def median_time(link: Link, function: Any, rounds: int) -> float:
     """Return the median seconds, the same on every rank."""
     function()
-    return broadcast_number(link, float(np.median([timed(link, function) for _ in range(rounds)])))
+    return broadcast_number(
+        link, float(np.median([time_calls(link, function) for _ in range(rounds)]))
+    )
 
 
 def broadcast_number(link: Link, number: float) -> float:
@@ -198,7 +200,7 @@ def allreduce_rows(world: World, clocks: Any, rounds: int) -> Iterator[dict[str,
         calls = {
             name: partial(collectives.ALLREDUCE[name], world.main, x, np.add) for name in ALGORITHMS
         }
-        for name, seconds in interleaved(world.link, calls, rounds).items():
+        for name, seconds in time_interleaved(world.link, calls, rounds).items():
             clocks_now = clocks()
             SCHEDULES[name](clocks_now, nbytes)
             yield make_row("allreduce", name, nbytes, world, float(clocks_now.now.max()), seconds)
@@ -213,7 +215,9 @@ def step_rows(world: World, clocks: Any, rounds: int) -> Iterator[dict[str, Any]
         predicted = step_time(step, SCHEDULES[algorithm], clocks())
         options_ = engines.AllReduce(algorithm=algorithm, bucket_bytes=BUCKET)
         engine = options_.build(world, replica, sgd)
-        seconds = interleaved(world.link, {"": partial(engine.step, task, Flags())}, rounds)[""]
+        seconds = time_interleaved(world.link, {"": partial(engine.step, task, Flags())}, rounds)[
+            ""
+        ]
         engine.close()
         nbytes = replica.arena.grad.nbytes
         about = {"compute_s": step.compute, "predicted_exposed_s": predicted.exposed}
@@ -235,7 +239,7 @@ def make_row(
     predicted: float,
     seconds: list[float],
 ) -> dict[str, Any]:
-    statistics = spread(seconds)
+    statistics = summarize_times(seconds)
     return {
         "operation": operation,
         "algorithm": algorithm,

@@ -12,7 +12,14 @@ from __future__ import annotations
 from functools import partial
 
 import numpy as np
-from _common import interleaved, make_parser, paired_ratio, report_result, spread, start_world
+from _common import (
+    make_parser,
+    median_ratio,
+    report_result,
+    start_world,
+    summarize_times,
+    time_interleaved,
+)
 
 from hpctrain.collectives import Group
 from hpctrain.collectives.native import native
@@ -30,9 +37,9 @@ def main() -> None:
     for size in SIZES:
         x = np.zeros(size // 4, np.float32)
         rivals = {name: partial(function, group, x, np.add) for name, function in RIVALS.items()}
-        seconds = interleaved(world.link, rivals, arguments.rounds)
+        seconds = time_interleaved(world.link, rivals, arguments.rounds)
         for name, times in seconds.items():
-            statistics = spread(times)
+            statistics = summarize_times(times)
             algbw = size / statistics["median_s"] / 1e9
             rows.append(
                 {
@@ -44,7 +51,7 @@ def main() -> None:
                     "algbw": algbw,
                     "busbw": algbw * 2 * (world.size - 1) / world.size,
                     "correct": is_correct(group, name),
-                    "speed_up_of_ring": paired_ratio(times, seconds["ring"]),
+                    "speed_up_of_ring": median_ratio(times, seconds["ring"]),
                 }
             )
     speed_up_of_ring = {

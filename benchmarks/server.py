@@ -16,10 +16,16 @@ from __future__ import annotations
 import time
 
 import numpy as np
-from _common import make_parser, paired_ratio, report_result, spread, start_world
+from _common import make_parser, median_ratio, report_result, start_world, summarize_times
 
 from hpctrain import optim
-from hpctrain.engines.parameter_server.shard import AHEAD, Order, Shard, Use, slices
+from hpctrain.engines.parameter_server.shard import (
+    RECEIVES_AHEAD,
+    GradientAction,
+    Order,
+    Shard,
+    wire_slices,
+)
 from hpctrain.gradients import arena as arenas
 from hpctrain.transport.link import Link
 from hpctrain.world import World
@@ -35,9 +41,10 @@ def main() -> None:
     world = start_world(arguments.ranks)
     workers = world.size - 1
     seconds = measure_cases(world, arguments.rounds)
-    ratio = paired_ratio(seconds["memory"], seconds["push"])
+    ratio = median_ratio(seconds["memory"], seconds["push"])
     rows = [
-        {"what": case, "workers": workers, "bytes": bytes_moved(case, workers), **spread(count),
+        {"what": case, "workers": workers, "bytes": bytes_moved(case, workers),
+         **summarize_times(count),
          "GB_per_s": bytes_moved(case, workers) / float(np.median(count)) / 1e9}
         for case, count in seconds.items()
     ]  # fmt: skip
@@ -60,7 +67,15 @@ def measure_cases(world: World, rounds: int, warm_up: int = 3) -> dict[str, list
     arena.grad[:] = 1
     own_range, ranks = slice(0, arena.param.size), [w + 1 for w in all_workers]
     sgd = optim.sgd(LEARNING_RATE)
-    shard = Shard(arena, own_range, sgd, total=np.asarray, push=push, pull=pull, workers=ranks)
+    shard = Shard(
+        arena,
+        own_range,
+        sgd,
+        gather_rows=np.asarray,
+        push_link=push,
+        pull_link=pull,
+        workers=ranks,
+    )
     single_workers = [(w,) for w in all_workers]
     together = [all_workers]
     cases = {
@@ -109,21 +124,21 @@ def update_in_memory(arena: arenas.Arena, count: int) -> None:
 def apply_pushes(shard: Shard, pushes: list[tuple[int, ...]], pull: bool) -> None:
     """Apply pushes, each of some workers together."""
     for who in pushes:
-        shard.apply(Order(who, Use.UPDATE, 1.0, who if pull else (), False))
-    shard.rest()
+        shard.apply(Order(who, GradientAction.UPDATE, 1.0, who if pull else (), False))
+    shard.flush()
 
 
 def push_gradient(link: Link, push: Link, arena: arenas.Arena, all_push: bool = True) -> None:
     """Push a gradient in slices; of all workers, or of the first alone."""
     if link.rank == 1 or all_push:
-        ranges = slices(slice(0, arena.grad.size), 4)
+        ranges = wire_slices(slice(0, arena.grad.size), 4)
         for request in [push.isend(arena.grad[part], 0) for part in ranges]:
             request.wait()
 
 
 def push_and_pull(push: Link, pull: Link, arena: arenas.Arena) -> None:
     """Push a gradient and pull the parameters."""
-    ranges = slices(slice(0, arena.grad.size), 4)
+    ranges = wire_slices(slice(0, arena.grad.size), 4)
     receives = [pull.irecv(arena.param[part], 0) for part in ranges]
     sends = [push.isend(arena.grad[part], 0) for part in ranges]
     for request in [*receives, *sends]:
@@ -133,9 +148,9 @@ def push_and_pull(push: Link, pull: Link, arena: arenas.Arena) -> None:
 def receive_gradient(push: Link, buffer: np.ndarray) -> None:
     """Take what the first worker sends, with as many receives ahead as a shard has."""
     requests: list = []
-    for part in slices(slice(0, buffer.size), 4):
+    for part in wire_slices(slice(0, buffer.size), 4):
         requests.append(push.irecv(buffer[part], 1))
-        if len(requests) == AHEAD:
+        if len(requests) == RECEIVES_AHEAD:
             requests.pop(0).wait()
     for request in requests:
         request.wait()

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 
 import numpy as np
-from _common import interleaved, make_parser, report_result, spread, start_world
+from _common import make_parser, report_result, start_world, summarize_times, time_interleaved
 
 from hpctrain.collectives import all_gather_short
 from hpctrain.collectives.recursive_doubling import recursive_doubling
@@ -37,12 +37,12 @@ def main() -> None:
         "messages": lambda: recursive_doubling(world.main, ballot, np.maximum),
         "native": lambda: world.link.native.allreduce(ballot, np.maximum),
     }
-    back_to_back = interleaved(world.link, votes, arguments.rounds, calls=50)
+    back_to_back = time_interleaved(world.link, votes, arguments.rounds, calls=50)
     after_compute_s = {
         name: after_compute(world, vote, arguments.rounds) for name, vote in votes.items()
     }
     rows = [
-        {"study": study, "vote": name, "ranks": world.size, **spread(seconds)}
+        {"study": study, "vote": name, "ranks": world.size, **summarize_times(seconds)}
         for study, by_name in (("back to back", back_to_back), ("after compute", after_compute_s))
         for name, seconds in by_name.items()
     ]

@@ -37,7 +37,7 @@ def abort(code: int) -> None:
     """End the whole job at once with exit code `code`."""
     from hpctrain.transport.mpi import link as mpi_link
 
-    mpi_link.abort(code)
+    mpi_link.abort_job(code)
 
 
 def refuse(error: BaseException, message: str, hint: str = "") -> int:

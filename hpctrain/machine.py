@@ -14,7 +14,7 @@ from typing import Any
 
 import threadpoolctl
 
-from hpctrain.transport.mpi.installation import loaded_mpi
+from hpctrain.transport.mpi.installation import load_mpi
 
 PACKAGES = ("hpctrain", "numpy", "mpi4py")
 
@@ -45,7 +45,7 @@ def cpu() -> str:
 
 def mpi() -> str:
     """Return vendor and version of the MPI that mpi4py loads."""
-    loaded = loaded_mpi()
+    loaded = load_mpi()
     return f"{loaded.vendor} {loaded.version}"
 
 

@@ -52,7 +52,10 @@ class Job:
         self._logs = log.with_suffix(".stdout"), log.with_suffix(".stderr")
         self._began = time.monotonic()
         with open(self._logs[0], "w") as out, open(self._logs[1], "w") as err:
-            environment = {**os.environ, **LAUNCHER, **env}
+            # A launcher of Open MPI that is killed leaves its folder, named by its process number;
+            # the next launcher with that number would not start.
+            folder = {"PRTE_MCA_prte_tmpdir_base": str(log.with_suffix(".prte"))}
+            environment = {**os.environ, **LAUNCHER, **folder, **env}
             # A session of its own: a Ctrl-C for the tests does not reach it, its own can be sent.
             self.process = subprocess.Popen(
                 command, env=environment, cwd=cwd, stdin=subprocess.DEVNULL, stdout=out, stderr=err,

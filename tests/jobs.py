@@ -60,7 +60,7 @@ class Training:
 
     def _has_begun(self, step: int, rank: int) -> bool:
         try:
-            return watch.read(watch.record_path(self.out / "watch", rank)).step >= step
+            return watch.read_record(watch.record_path(self.out / "watch", rank)).step >= step
         except (OSError, ValueError):
             return False
 

@@ -11,12 +11,12 @@ from hpctrain.user_collectives import bound_calls
 
 
 def kept(x: np.ndarray) -> None:
-    for calls in (bound_calls.checked, bound_calls.unchecked):
-        bound_calls.keep(calls, x, (x.dtype, x.shape, "sum", None, len))
+    for calls in (bound_calls.checked_calls, bound_calls.unchecked_calls):
+        bound_calls.store_call(calls, x, (x.dtype, x.shape, "sum", None, len))
 
 
 def test_an_entry_goes_with_its_array():
-    entries = bound_calls.checked, bound_calls.unchecked, bound_calls._live_arrays
+    entries = bound_calls.checked_calls, bound_calls.unchecked_calls, bound_calls._live_arrays
     before, x = list(map(len, entries)), np.zeros(3)
     kept(x)
     kept(x)
@@ -35,7 +35,7 @@ def test_an_array_with_an_entry_keeps_its_place():
 @pytest.mark.parametrize("shape", [(0,), (7,), (2, 3), ()])
 def test_an_alias_is_the_same_memory_and_does_not_hold_it(shape):
     x = np.zeros(shape, np.float32)
-    same, gone = bound_calls.alias(x), weakref.ref(x)
+    same, gone = bound_calls.make_alias(x), weakref.ref(x)
     same[:] = 5
     assert (x == 5).all() and same.size == x.size
     del x
@@ -44,8 +44,10 @@ def test_an_alias_is_the_same_memory_and_does_not_hold_it(shape):
 
 def test_only_who_comes_again_has_been_met():
     x = np.zeros(3)
-    assert [bound_calls.met_before(x) for _ in range(3)] == [False, True, True]
-    assert not any(bound_calls.met_before(np.zeros(3)) for _ in range(3))  # at the same address
+    assert [bound_calls.was_passed_before(x) for _ in range(3)] == [False, True, True]
+    assert not any(
+        bound_calls.was_passed_before(np.zeros(3)) for _ in range(3)
+    )  # at the same address
     rest = [np.zeros(1) for _ in range(bound_calls.MAX_REMEMBERED_ARRAYS)]
-    assert not any(map(bound_calls.met_before, rest))
-    assert len(bound_calls._arrays_met_once) <= bound_calls.MAX_REMEMBERED_ARRAYS
+    assert not any(map(bound_calls.was_passed_before, rest))
+    assert len(bound_calls._arrays_passed_once) <= bound_calls.MAX_REMEMBERED_ARRAYS

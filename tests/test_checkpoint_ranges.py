@@ -355,7 +355,7 @@ def test_a_range_beyond_the_array_is_refused(tmp_path):
 
 
 def test_shards_begin_at_bounds_of_units():
-    assert engine.BLOCK % BLOCK == 0
+    assert engine.BLOCK_ELEMENTS % BLOCK == 0
 
 
 def test_extents_are_dealt_evenly():

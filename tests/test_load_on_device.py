@@ -82,7 +82,7 @@ AUTO = [(None, True, "gpu"), (None, False, "cpu"), ("cpu", True, "cpu"), ("gpu",
 @pytest.mark.parametrize(("world", "cuda", "location"), AUTO)
 def test_auto_takes_what_there_is(made, monkeypatch, world, cuda, location):
     run, _ = made("float32")
-    monkeypatch.setattr(gpus, "driver_cuda", lambda: 13000 if cuda else None)
+    monkeypatch.setattr(gpus, "driver_cuda_version", lambda: 13000 if cuda else None)
     if world is not None:
         local = run_on_gpus(1, lambda w: w)[0]
         local.gpu = local.gpu if world == "gpu" else None

@@ -20,7 +20,7 @@ from hpctrain.run_files import run_folder
 from hpctrain.training import recipe, runs, timeline
 from hpctrain.training.run_options import TraceOptions
 from hpctrain.training.trainer import Trainer
-from hpctrain.tuning.select import NAMES
+from hpctrain.tuning.select import ALGORITHM_NAMES
 
 ROUNDING_US = 1e-5  # times are written in whole nanoseconds
 SMALL = ["model.widths=[64,32,10]", "run.epochs=2", "trace.enabled=true", "wire.bucket_bytes=2048"]
@@ -109,7 +109,7 @@ def test_wire_overlaps_compute(ranks, tmp_path_factory):
 
 
 def look_for_overlap(observed, algorithm):
-    reference, chosen = {*NAMES, "direct-shared"} - {"auto"}, set()
+    reference, chosen = {*ALGORITHM_NAMES, "direct-shared"} - {"auto"}, set()
     for rank in (0, 1):
         main, wire = observed.threads[rank, "main"], observed.threads[rank, "wire"]
         assert sorted(e["args"]["bytes"] for e in wire) == [4 * 256] * 60 + [4 * 256 * 256] * 60

@@ -11,7 +11,7 @@ from ranks import on_ranks, run_on
 
 from hpctrain.collectives import ALLREDUCE
 from hpctrain.core.errors import UsageError
-from hpctrain.tuning.choose import TuningPlan, choices
+from hpctrain.tuning.choose import TuningPlan, make_choices
 from hpctrain.user_collectives import bound_calls
 from hpctrain.user_collectives import calls as user_calls
 from hpctrain.user_collectives.arguments import RESULTS
@@ -81,10 +81,10 @@ def test_calls_made_ready(ranks, chosen, check, times):
     """Where an array comes again, here on one rank only, changed at times; all exchange alike."""
     plan = TuningPlan(((0, chosen),), ((0, chosen),), ((0, "ring"),), (), True)
     target = {"sum": ranks.size * (ranks.size + 1) // 2, "max": ranks.size}
-    calls = bound_calls.checked if check else bound_calls.unchecked
+    calls = bound_calls.checked_calls if check else bound_calls.unchecked_calls
 
     def body(world):
-        world.main = replace(world.main, choices=choices(plan))
+        world.main = replace(world.main, choices=make_choices(plan))
         for flat in (world.zeros(6 * times), np.zeros(6 * times, np.float32)):
             same = flat[:]
             for op, dtype, (rows, columns), again in AGAIN:
@@ -111,12 +111,12 @@ def test_what_was_made_ready_is_compared_again(ranks, chosen):
     }
 
     def body(world):
-        world.main = replace(world.main, choices=choices(plan))
+        world.main = replace(world.main, choices=make_choices(plan))
         for change, reported in changes.values():
             x = np.ones(6, np.float32)
             for _ in range(3):
                 allreduce(x, "max", world=world)
-            assert id(x) in bound_calls.checked
+            assert id(x) in bound_calls.checked_calls
             if world.rank == 1:
                 change(x)
             with pytest.raises(UsageError, match=reported):
@@ -425,7 +425,7 @@ def test_native_refuses_what_mpi_cannot_add(ranks):
         if world.transport == "mpi":
             x = np.ones(3, np.float16)
             assert (
-                "take an algorithm of ours"
+                "take an algorithm of hpctrain"
                 in refusal(lambda: allreduce(x, algorithm="native", world=world))[1]
             )
 

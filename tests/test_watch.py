@@ -31,10 +31,10 @@ from hpctrain.watch import (
     Watch,
     WatchRecord,
     code_location,
-    detectable_call,
-    read,
+    make_detectable,
+    make_report,
+    read_record,
     record_path,
-    report,
 )
 from hpctrain.watch.inside import LastingCalls
 from hpctrain.watch.record import frame_of_each_thread
@@ -81,7 +81,7 @@ def settle(job: Job, folder: Path) -> None:
     """Wait until the record of rank 1 tells that it is in `compute`."""
     job.until("ready")
     limit = time.monotonic() + 10
-    while "compute" not in read(record_path(folder, 1)).line and time.monotonic() < limit:
+    while "compute" not in read_record(record_path(folder, 1)).line and time.monotonic() < limit:
         time.sleep(0.05)
 
 
@@ -153,7 +153,7 @@ def test_a_record_survives_kill_9(child: Callable) -> None:
         settle(job, folder)
         job.process.kill()
         job.process.wait(10)
-        observed = read(record_path(folder, 1))
+        observed = read_record(record_path(folder, 1))
         (call,) = observed.calls
         assert (observed.rank, observed.size, observed.pid, observed.step) == (
             1,
@@ -161,8 +161,8 @@ def test_a_record_survives_kill_9(child: Callable) -> None:
             job.process.pid,
             7,
         )
-        assert call == Call("main", "sendrecv", 7, 0, 4096, call.since, does == "wait")
-        assert 0 <= time.time() - call.since < 60 and 0 <= time.time() - observed.heartbeat < 60
+        assert call == Call("main", "sendrecv", 7, 0, 4096, call.start_s, does == "wait")
+        assert 0 <= time.time() - call.start_s < 60 and 0 <= time.time() - observed.heartbeat < 60
 
 
 # Steps begun, the limit, its factor in the first step -> whether a call then counts as hung
@@ -218,7 +218,7 @@ def test_a_job_that_slept_does_not_wake_up_hung(
 
 NOW = 1000.0
 WAIT = Call("main", "recv", 5, 0, 64, 990.0, True)
-COMPLETED = replace(WAIT, operation="send", since=980.0, waiting=False)
+COMPLETED = replace(WAIT, operation="send", start_s=980.0, is_waiting=False)
 COMM = Call("comm", "barrier", 4, -1, 0, 970.0, True)
 WAITING = Snapshot(0, 3, 70, "n0", 999.5, 5, "ring.py:57 ring", (WAIT,))
 COMPUTING = replace(WAITING, calls=(COMPLETED,))
@@ -279,7 +279,7 @@ DEAD = "no heartbeat for 6 s: stopped or dead"
     ],
 )
 def test_report(snapshots: list[Snapshot], body: list[str]) -> None:
-    lines = report(snapshots, NOW, 300).splitlines()
+    lines = make_report(snapshots, NOW, 300).splitlines()
     assert lines[0] == "hung: a call has waited for longer than 300 s (run.timeout_s)"
     assert lines[1 : len(body) + 1] == body
     assert lines[len(body) + 1].startswith("what to do: ")
@@ -292,19 +292,21 @@ def test_report(snapshots: list[Snapshot], body: list[str]) -> None:
 )
 def test_silence_is_three_heartbeats(timeout_s: float, age_s: float, dead: bool) -> None:
     snapshot = replace(COMPUTING, size=1, heartbeat=NOW - age_s)
-    assert ("stopped or dead;" in report([snapshot], NOW, timeout_s)) == dead
+    assert ("stopped or dead;" in make_report([snapshot], NOW, timeout_s)) == dead
 
 
 def test_torn_records_are_read_as_something(tmp_path: Path) -> None:
     record, noise = WatchRecord(record_path(tmp_path, 0), 0, 2), random.Random(0)
-    for index in range(watch.ENTRIES):
+    for index in range(watch.MAX_ENTRIES):
         record.entry(f"thread {index}").enter(b"recv", 1, index)
     raw, torn = record_path(tmp_path, 0).read_bytes(), tmp_path / "torn"
     for _ in range(200):
         start, length = noise.randrange(8, 1500), noise.randrange(1, 400)
         torn.write_bytes(raw[:start] + noise.randbytes(length) + raw[start + length :])
-        snapshot = replace(read(torn), size=2)  # a size of 2^31 is no torn read: it never changes
-        assert report([snapshot], NOW, 300).startswith("hung: ")
+        snapshot = replace(
+            read_record(torn), size=2
+        )  # a size of 2^31 is no torn read: it never changes
+        assert make_report([snapshot], NOW, 300).startswith("hung: ")
     record.close()
 
 
@@ -312,10 +314,10 @@ def test_torn_records_are_read_as_something(tmp_path: Path) -> None:
 def test_what_is_no_record_is_refused(tmp_path: Path, raw: bytes) -> None:
     path = record_path(tmp_path, 3)
     with pytest.raises(FileNotFoundError):
-        read(path)
+        read_record(path)
     path.write_bytes(raw)
     with pytest.raises(ValueError, match="not a record"):
-        read(path)
+        read_record(path)
 
 
 @pytest.mark.parametrize("folder", [True, False])
@@ -323,17 +325,17 @@ def test_record_holds_what_was_entered(tmp_path: Path, folder: bool) -> None:
     path = record_path(tmp_path / "watch", 12) if folder else None
     record = WatchRecord(path, 12, 16)
     record.step = 3
-    names = ["main", "comm", *map(str, range(watch.ENTRIES - 2))]
+    names = ["main", "comm", *map(str, range(watch.MAX_ENTRIES - 2))]
     for index, name in enumerate(names):
         record.entry(name).enter(b"operation " * 3, -1, 2**40 + index)
     record.step = 4
     record.entry("comm").leave()
-    observed = record.snapshot() if path is None else read(path)
+    observed = record.snapshot() if path is None else read_record(path)
     assert (observed.rank, observed.size, observed.step, observed.line.split()[-1]) == (
         12, 16, 4, "test_record_holds_what_was_entered",
     )  # fmt: skip
     assert [
-        (c.thread, c.operation, c.step, c.peer, c.nbytes, c.waiting) for c in observed.calls
+        (c.thread, c.operation, c.step, c.peer, c.nbytes, c.is_waiting) for c in observed.calls
     ] == [
         (name, ("operation " * 3)[:24], 3, -1, 2**40 + index, name != "comm")
         for index, name in enumerate(names)
@@ -418,9 +420,9 @@ def test_one_rank_speaks(tmp_path: Path) -> None:
         for _ in range(8):
             threading.Thread(target=rank, daemon=True).start()
         assert sum(won.get(timeout=10) for _ in range(8)) == 1
-        assert (tmp_path / watch.REPORT).read_text() == "text"
+        assert (tmp_path / watch.REPORT_NAME).read_text() == "text"
         WatchRecord(record_path(tmp_path, 1), 1, 2).close()
-        assert (tmp_path / watch.REPORT).exists()
+        assert (tmp_path / watch.REPORT_NAME).exists()
         WatchRecord(record_path(tmp_path, 0), 0, 2).close()
     assert watch.write_report(tmp_path / "lost", "text")
 
@@ -462,7 +464,7 @@ def test_a_call_that_notes_nothing_is_noted_by_the_watch() -> None:
 
     def work() -> None:
         for gate in gates:
-            detectable_call(gate.acquire, CallNote(link, b"MPI_Allreduce", 12))()
+            make_detectable(gate.acquire, CallNote(link, b"MPI_Allreduce", 12))()
         link.entry.enter(b"barrier", -1, 0)
 
     for gate in gates:
@@ -472,21 +474,21 @@ def test_a_call_that_notes_nothing_is_noted_by_the_watch() -> None:
     for gate in gates:
         waits: tuple[Call, ...] | list[Call] = []
         for _ in range(1000):
-            if waits := record.snapshot().waits:
+            if waits := record.snapshot().waiting_calls:
                 break
             insides.scan()
             time.sleep(0.001)  # the thread comes to the call when it may run
         assert [(c.operation, c.peer, c.nbytes) for c in waits] == [("MPI_Allreduce", -1, 12)]
         insides.scan()
-        assert record.snapshot().waits == waits
+        assert record.snapshot().waiting_calls == waits
         gate.release()
         while insides._notes:
             insides.scan()
-            assert len(record.snapshot().waits) <= 1
+            assert len(record.snapshot().waiting_calls) <= 1
             time.sleep(0.001)
     thread.join(20)
     insides.scan()
-    assert [call.operation for call in record.snapshot().waits] == ["barrier"]
+    assert [call.operation for call in record.snapshot().waiting_calls] == ["barrier"]
 
 
 def test_what_a_killed_rank_left_aside_goes_with_its_next_record(tmp_path):

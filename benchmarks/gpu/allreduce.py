@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from _common import RESULTS, interleaved, machine_facts, spread
+from _common import RESULTS, machine_facts, summarize_times, time_interleaved
 from _kept import print_claims, save_result
 
 from hpctrain.cluster.launch import launch_program
@@ -33,7 +33,7 @@ from hpctrain.collectives.direct import direct, direct_shared
 from hpctrain.collectives.ring import ring
 from hpctrain.core import launchers, xp
 from hpctrain.transport.device import gpus
-from hpctrain.transport.paths import BY_POINTER
+from hpctrain.transport.paths import POINTER_PATHS
 from hpctrain.world import World, init
 
 SIZES = "1048576,67108864,536870912"
@@ -74,7 +74,7 @@ def measure_size(
     x = (
         gpu_memory.zeros(nbytes // 4, np.float32)
         if gpu_memory
-        else gpus.cupy_module().zeros(nbytes // 4, "f4")
+        else gpus.import_cupy().zeros(nbytes // 4, "f4")
     )
     calls = make_contenders(world, groups, x)
     correct_by_name = {name: is_correct(world, x, call) for name, call in calls.items()}
@@ -85,7 +85,7 @@ def measure_size(
         name: group_for(world, groups, name).host_bytes - n for name, n in bytes_before.items()
     }
     x.fill(0)
-    y = gpus.cupy_module().empty_like(x)
+    y = gpus.import_cupy().empty_like(x)
     short_array = y[:1024]
     kernel = partial(run_and_wait, short_array, partial(short_array.fill, 1))
     references: Calls = {
@@ -94,10 +94,10 @@ def measure_size(
         "a kernel alone": on_rank_0(world, kernel),
         "a kernel of each": kernel,
     }
-    seconds = interleaved(world.link, {**calls, **references}, rounds)
+    seconds = time_interleaved(world.link, {**calls, **references}, rounds)
     size_columns = {"bytes": nbytes, "ranks": world.size}
     return [
-        {**size_columns, "what": name, **spread(durations),
+        {**size_columns, "what": name, **summarize_times(durations),
          "right": correct_by_name.get(name, True), "host_bytes": copied_bytes.get(name, 0)}
         for name, durations in seconds.items()
     ]  # fmt: skip
@@ -138,7 +138,7 @@ def staged_group(world: World) -> Group:
 
 def pointer_group(world: World) -> Group | None:
     """Return a group in which MPI is given pointers to GPU memory, if it may be everywhere."""
-    return world.main if all(path in BY_POINTER for path in world.link.paths) else None
+    return world.main if all(path in POINTER_PATHS for path in world.link.paths) else None
 
 
 def ranks_share_gpu(world: World) -> bool:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from _common import RESULTS, interleaved, machine_facts, spread
+from _common import RESULTS, machine_facts, summarize_times, time_interleaved
 from _kept import print_claims, save_result
 
 from hpctrain import optim
@@ -67,7 +67,7 @@ def main() -> None:
 
 def measure_optimizers(world: World, nbytes: int, rounds: int) -> list[dict[str, Any]]:
     """Return a row for the copy and one for each optimizer, with the GB/s that it moves."""
-    cupy = gpus.cupy_module()
+    cupy = gpus.import_cupy()
     param, grad = (cupy.full(nbytes // 4, 1e-3, np.float32) for _ in range(2))
     found = [
         measure_row(
@@ -86,10 +86,16 @@ def measure_row(
     """Time `call` and return its row."""
     seconds = [
         duration / CALLS_PER_TIMING
-        for duration in interleaved(world.link, {name: call}, rounds)[name]
+        for duration in time_interleaved(world.link, {name: call}, rounds)[name]
     ]
     rate = passes * nbytes / float(np.median(seconds)) / 1e9
-    return {"what": name, "bytes": nbytes, "passes": passes, **spread(seconds), "gb_per_s": rate}
+    return {
+        "what": name,
+        "bytes": nbytes,
+        "passes": passes,
+        **summarize_times(seconds),
+        "gb_per_s": rate,
+    }
 
 
 def make_update(optimizer: Optimizer, param: xp.Array, grad: xp.Array) -> Callable[[], None]:

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from _common import RESULTS, interleaved, machine_facts, spread
+from _common import RESULTS, machine_facts, summarize_times, time_interleaved
 from _kept import print_claims, save_result
 
 from hpctrain.bench import p2p, p2p_gpu
@@ -71,9 +71,9 @@ def measure_paths(world: World, nbytes: int, rounds: int) -> list[dict[str, Any]
     # As the staged path uses the bus: the sender's way up, the receiver's way down.
     calls["to the host"] = partial(copy_leg, x, True) if world.rank == 0 else do_nothing
     calls["from the host"] = partial(copy_leg, x, False) if world.rank == 1 else do_nothing
-    seconds = interleaved(world.link, calls, rounds)
+    seconds = time_interleaved(world.link, calls, rounds)
     return [
-        {"what": name, "bytes": nbytes, **spread(times),
+        {"what": name, "bytes": nbytes, **summarize_times(times),
          "gb_per_s": MESSAGES * nbytes / float(np.median(times)) / 1e9}
         for name, times in seconds.items()
     ]  # fmt: skip
@@ -96,7 +96,7 @@ def copy_leg(x: xp.Array, to_host: bool) -> None:
 
 def _pinned_buffer(nbytes: int) -> np.ndarray:
     if nbytes not in _pinned_buffers:
-        memory = gpus.cupy_module().cuda.alloc_pinned_memory(nbytes)
+        memory = gpus.import_cupy().cuda.alloc_pinned_memory(nbytes)
         _pinned_buffers[nbytes] = np.frombuffer(memory, np.uint8, nbytes)
     return _pinned_buffers[nbytes]
 

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from _common import RESULTS, interleaved, machine_facts, paired_ratio, spread
+from _common import RESULTS, machine_facts, median_ratio, summarize_times, time_interleaved
 from _kept import print_claims, save_result
 
 from hpctrain import nn, optim
@@ -123,13 +123,16 @@ def measure_case(world: World, name: str, case: Case, rounds: int) -> list[dict[
     steps = {"ours": make_own_steps(case, "float32")}
     if torch_version():
         steps["torch"] = make_torch_steps(case)
-    seconds = interleaved(world.link, steps, rounds)
+    seconds = time_interleaved(world.link, steps, rounds)
     for precision in OTHER_PRECISIONS if find_spec("ml_dtypes") else OTHER_PRECISIONS[1:]:
-        seconds |= interleaved(world.link, {precision: make_own_steps(case, precision)}, rounds)
-    rows = [{"what": name, "who": library, **spread(np.divide(times, STEPS_PER_CALL).tolist())}
+        seconds |= time_interleaved(
+            world.link, {precision: make_own_steps(case, precision)}, rounds
+        )
+    rows = [{"what": name, "who": library,
+             **summarize_times(np.divide(times, STEPS_PER_CALL).tolist())}
             for library, times in seconds.items()]  # fmt: skip
     if "torch" in seconds:
-        rows[0] |= {"ratio": paired_ratio(seconds["ours"], seconds["torch"])}
+        rows[0] |= {"ratio": median_ratio(seconds["ours"], seconds["torch"])}
     return rows
 
 

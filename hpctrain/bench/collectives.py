@@ -14,7 +14,7 @@ from hpctrain import collectives, config
 from hpctrain.bench import memory_check, message_sizes, output, rivals, sweep
 from hpctrain.bench.measured_collectives import COLLECTIVES, NATIVE, NATIVE_UNBOUND
 from hpctrain.collectives import DTYPES, OPERATIONS
-from hpctrain.collectives.reductions.operations import reduced_by_mpi
+from hpctrain.collectives.reductions.operations import can_mpi_reduce
 from hpctrain.core.errors import UsageError
 from hpctrain.tuning.measure import COLD_BYTES
 from hpctrain.world import World
@@ -153,7 +153,7 @@ def check_plot_path(plot: Path | None) -> None:
 
 def _skipped_natives(plan: sweep.SweepPlan) -> dict[str, str]:
     """Return {algorithm: reason} for native contenders if MPI lacks the operation."""
-    if reduced_by_mpi(np.empty(0, plan.dtype), collectives.operation(plan.op, plan.dtype)):
+    if can_mpi_reduce(np.empty(0, plan.dtype), collectives.operation(plan.op, plan.dtype)):
         return {}
     natives = [name for name in (NATIVE, NATIVE_UNBOUND) if name in plan.algorithms]
     return dict.fromkeys(natives, f"MPI has no {plan.op} of {plan.dtype.name}")

@@ -30,7 +30,7 @@ from hpctrain.collectives.chunks import bounds
 from hpctrain.collectives.direct import direct_shared
 from hpctrain.collectives.direct import reduce_scatter as direct_reduce_scatter
 from hpctrain.collectives.ring import all_gather, reduce_scatter
-from hpctrain.tuning.select import bound
+from hpctrain.tuning.select import bind_allreduce
 
 #: f(group, x, op) works in place, or returns the array of the result.
 Algorithm = Callable[[Group, np.ndarray, Operation], Any]
@@ -175,7 +175,10 @@ COLLECTIVES = {
             traffic=lambda ranks: 2 * ranks,
             shared_traffic=lambda ranks: ranks + 1,
             public_calls={"auto": True, "auto-unchecked": False},
-            binders={"auto-bound": bound, "direct-bound": partial(bound, name="direct")},
+            binders={
+                "auto-bound": bind_allreduce,
+                "direct-bound": partial(bind_allreduce, name="direct"),
+            },
             has_native_unbound=True,
         ),
         Collective(

@@ -48,7 +48,7 @@ def _check_gpu(world: World, max_bytes: int, needed_bytes: int) -> None:
         raise UsageError(
             "--device gpu: expected a GPU for every rank, seen none; look at `hpctrain doctor`"
         )
-    ranks, free_bytes = world.places.count(place), gpus.free_bytes()
+    ranks, free_bytes = world.places.count(place), gpus.free_gpu_bytes()
     if ranks * needed_bytes > free_bytes:
         raise UsageError(
             f"--sizes: {size_text(max_bytes)} needs {_gib_text(needed_bytes)} in each of {ranks} "

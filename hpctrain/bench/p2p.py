@@ -28,7 +28,7 @@ from hpctrain.core import xp
 from hpctrain.core.errors import UsageError
 from hpctrain.transport.device import gpus
 from hpctrain.transport.shared_memory.host import aligned_zeros
-from hpctrain.tuning.measure import interleaved, rally, spread
+from hpctrain.tuning.measure import ping_pong, summarize_times, time_interleaved
 from hpctrain.world import World
 
 DEVICES: dict[str, gpus.Device] = {"cpu": "cpu", "gpu": "gpu"}
@@ -137,7 +137,7 @@ def measure(
             name: _delivers_data(world, contenders[name][1], x, call)
             for name, call in calls_by_name.items()
         }
-        seconds = interleaved(world.link, calls_by_name, options.rounds, options.warm_up)
+        seconds = time_interleaved(world.link, calls_by_name, options.rounds, options.warm_up)
         messages_per_call = {"ping-pong": 2 * calls, "one-way": calls}
         yield [
             _make_row(
@@ -169,7 +169,7 @@ def _make_buffer(world: World, nbytes: int, is_on_gpu: bool) -> xp.Array:
 def _ping_pong_call(pair: RankPair, x: xp.Array, calls: int) -> Callable[[], None]:
     if pair.peer is None:
         return lambda: None
-    return partial(rally, pair.link, pair.peer, x, calls, pair.link.rank == pair.source)
+    return partial(ping_pong, pair.link, pair.peer, x, calls, pair.link.rank == pair.source)
 
 
 def _one_way_call(pair: RankPair, x: xp.Array, calls: int) -> Callable[[], None]:
@@ -213,7 +213,7 @@ def _make_row(
     seconds: np.ndarray,
     nic_rate: float | None,
 ) -> Row:
-    statistics = spread(seconds.tolist())
+    statistics = summarize_times(seconds.tolist())
     bandwidth = nbytes / statistics["median_s"] / 1e9
     return {
         "operation": "p2p",

@@ -24,8 +24,8 @@ from hpctrain.core.errors import UsageError
 from hpctrain.hardware import nics, pci
 from hpctrain.transport.device import gpus
 from hpctrain.transport.link import Link, Request
-from hpctrain.transport.paths import BY_POINTER, Path, path_to
-from hpctrain.transport.shared_memory.host import Memory
+from hpctrain.transport.paths import POINTER_PATHS, Path, path_between
+from hpctrain.transport.shared_memory.host import NodeMemory
 from hpctrain.world import World
 
 COLUMNS = (
@@ -41,15 +41,15 @@ COLUMNS = (
 class MappedLink:
     """A link that sends notifications; the receiver then copies from the sender's memory."""
 
-    def __init__(self, link: Link, memory: Memory, neighbours: Sequence[int]):
+    def __init__(self, link: Link, memory: NodeMemory, neighbours: Sequence[int]):
         """Notify over `link`; `neighbours` are the ranks that share `memory`, in order."""
         self.rank, self._link, self._memory = link.rank, link, memory
         self._neighbours, self._notification = neighbours, np.zeros(1, np.uint8)
 
-    def isend(self, x: xp.Array, to: int) -> Request:
-        """Start to send `x` to rank `to`."""
+    def isend(self, x: xp.Array, dest: int) -> Request:
+        """Start to send `x` to rank `dest`."""
         xp.finish(x)
-        return self._link.isend(self._notification if xp.on_device(x) else x, to)
+        return self._link.isend(self._notification if xp.on_device(x) else x, dest)
 
     def irecv(self, x: xp.Array, source: int) -> Request:
         """Start to fill `x` from rank `source`."""
@@ -78,7 +78,7 @@ def zeros_on_gpu(world: World, nbytes: int) -> xp.Array:
     """Return `nbytes` zeros (uint8) on this rank's GPU, mapped by its neighbours; collective."""
     if world.memory.gpu is not None:
         return world.memory.gpu.zeros(nbytes, np.uint8)
-    return gpus.cupy_module().zeros(nbytes, np.uint8)
+    return gpus.import_cupy().zeros(nbytes, np.uint8)
 
 
 def pairs_by_path(world: World, source: int, target: int, x: xp.Array) -> list[RankPair]:
@@ -92,8 +92,8 @@ def pairs_by_path(world: World, source: int, target: int, x: xp.Array) -> list[R
             f"--device gpu: rank {ranks_without_gpu[0]} on {world.hosts[ranks_without_gpu[0]]} has "
             "no GPU; look at `hpctrain doctor` there, or name others with --ranks"
         )
-    best_path = path_to(world.verdict, world.places[source], world.places[target])
-    measured_paths: list[Path] = ["staged", *([best_path] if best_path in BY_POINTER else [])]
+    best_path = path_between(world.verdict, world.places[source], world.places[target])
+    measured_paths: list[Path] = ["staged", *([best_path] if best_path in POINTER_PATHS else [])]
     pairs = [_pair_over_path(world, source, target, path) for path in measured_paths]
     return [*pairs, *_mapped_pairs(world, source, target, x)]
 
@@ -117,7 +117,7 @@ def nominal_nic_rate(
     Collective.
     """
     nearest_port = nics.nearest_port(
-        nics.nics(sysfs_root), world.gpu.pci if world.gpu else "", sysfs_root
+        nics.read_nics(sysfs_root), world.gpu.pci if world.gpu else "", sysfs_root
     )
     nominal_rates = world.gather(str(nearest_port.gbit_s or "") if nearest_port else "")
     if (

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hpctrain.tuning.measure import Line
+from hpctrain.tuning.measure import TimedLink
 
 
 @dataclass(frozen=True)
 class RankPair:
     """A pair of ranks; `peer` is None on all other ranks."""
 
-    link: Line
+    link: TimedLink
     source: int
     target: int
     path: str = "host"  #: taken by the messages

@@ -19,8 +19,14 @@ from hpctrain.bench import roofline
 from hpctrain.bench.measured_collectives import NATIVE, NATIVE_UNBOUND, Collective, CollectiveCall
 from hpctrain.bench.rivals import Rival
 from hpctrain.collectives import all_gather_bytes, operation
-from hpctrain.tuning.measure import COLD_BYTES, ContextFactory, interleaved, paired_ratio, spread
-from hpctrain.tuning.select import auto, name_of
+from hpctrain.tuning.measure import (
+    COLD_BYTES,
+    ContextFactory,
+    median_ratio,
+    summarize_times,
+    time_interleaved,
+)
+from hpctrain.tuning.select import algorithm_name, auto
 from hpctrain.user_collectives.calls import allreduce
 from hpctrain.world import World
 
@@ -153,7 +159,7 @@ def _measure_length(
         FLOOR_NAME: floor.call
     }
     contender_contexts = {name: contender.warmed_up for name, contender in contenders.items()}
-    seconds = interleaved(
+    seconds = time_interleaved(
         world.link, calls_by_name, plan.rounds, plan.warm_up, call_count, contender_contexts
     )
     streaming_s = float(np.median(seconds.pop(FLOOR_NAME)))
@@ -162,9 +168,9 @@ def _measure_length(
     for name, times_s in seconds.items():
         row = _make_row(world, plan, name, x.nbytes, times_s) | {"cold_s": cold_seconds.get(name)}
         if NATIVE in seconds:
-            row["times_native"] = paired_ratio(seconds[NATIVE], times_s)
+            row["times_native"] = median_ratio(seconds[NATIVE], times_s)
         if name in plan.collective.public_calls:
-            row["takes"] = name_of(auto, world.main, x)
+            row["takes"] = algorithm_name(auto, world.main, x)
         is_correct, is_shared = verdicts[name]
         row["result"] = "shared" if is_shared else "in place"
         row["floor"] = floor.kind
@@ -186,8 +192,8 @@ def _measure_cold(
     contender_contexts = {name: contender.warmed_up for name, contender in contenders.items()}
     eviction_buffer = np.zeros(COLD_BYTES // 4, np.float32)
     link, rounds = world.link, (plan.rounds, plan.warm_up)
-    seconds = interleaved(
-        link, calls_by_name, *rounds, contexts=contender_contexts, evicting=eviction_buffer
+    seconds = time_interleaved(
+        link, calls_by_name, *rounds, contexts=contender_contexts, eviction_array=eviction_buffer
     )
     return {name: float(np.median(times_s)) for name, times_s in seconds.items()}
 
@@ -209,7 +215,7 @@ def min_bytes_moved(world: World, plan: SweepPlan, is_shared: bool, nbytes: int)
 def _make_row(
     world: World, plan: SweepPlan, name: str, nbytes: int, times_s: Sequence[float]
 ) -> Row:
-    statistics = spread(times_s)
+    statistics = summarize_times(times_s)
     algbw = nbytes / statistics["median_s"] / 1e9
     return {
         "operation": plan.collective.name,

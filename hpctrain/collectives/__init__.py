@@ -13,7 +13,7 @@ import numpy as np
 from hpctrain.collectives.chunks import chunks
 from hpctrain.collectives.direct import direct
 from hpctrain.collectives.double_tree import double_tree
-from hpctrain.collectives.group import Group, over_nodes
+from hpctrain.collectives.group import Group, group_over_nodes
 from hpctrain.collectives.halving_doubling import halving_doubling
 from hpctrain.collectives.hierarchical import hierarchical
 from hpctrain.collectives.native import native
@@ -51,6 +51,6 @@ __all__ = [
     "broadcast",
     "chunks",
     "operation",
-    "over_nodes",
+    "group_over_nodes",
     "reduce",
 ]

@@ -4,9 +4,9 @@
     doubling      log2 P steps, 1, 2, 4, ... chunks at a time      n(P-1)/P
     broadcasts    each chunk down the tree of its owner            n(P-1)/P on average
     direct        read from node neighbours' memory                0
-    joined_by     or, by any all-reduce                            those of the all-reduce
+    all-reduce    bitwise or by any algorithm, other chunks 0      those of the all-reduce
 
-Before, each rank's own chunk of `x` is in place: chunk r is r n/P .. (r + 1) n/P.
+Before the call each rank's own chunk of `x` is in place: chunk r is r n/P .. (r + 1) n/P.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable
 import numpy as np
 
 from hpctrain.collectives.chunks import bounds, chunks
-from hpctrain.collectives.direct import all_gather as from_neighbours
+from hpctrain.collectives.direct import all_gather as direct_all_gather
 from hpctrain.collectives.group import Group
 from hpctrain.collectives.reductions.operations import Operation
 from hpctrain.collectives.ring import all_gather as round_the_ring
@@ -27,11 +27,11 @@ from hpctrain.core.errors import UsageError
 AllGather = Callable[[Group, np.ndarray], None]
 
 
-def doubling(group: Group, x: np.ndarray) -> None:
+def gather_by_doubling(group: Group, x: np.ndarray) -> None:
     """Fill flat `x` with all chunks in log2 P steps; round the ring if P is no power of two.
 
-    With distance d = 1, 2, 4, ... the partner is r xor d; each sends the d chunks it has. The
-    second half of Rabenseifner's all-reduce; see halving_doubling.py.
+    With distance d = 1, 2, 4, ... the partner is r xor d; each rank sends the d chunks it holds.
+    This is the second half of Rabenseifner's all-reduce; see halving_doubling.py.
     """
     rank, size = group.link.rank, group.link.size
     if size & (size - 1):
@@ -47,16 +47,16 @@ def doubling(group: Group, x: np.ndarray) -> None:
         distance *= 2
 
 
-def broadcasts(group: Group, x: np.ndarray) -> None:
+def gather_by_broadcasts(group: Group, x: np.ndarray) -> None:
     """Fill flat `x` with all chunks, each broadcast down the binomial tree of its owner."""
     for root, chunk in enumerate(chunks(x, group.link.size)):
         broadcast(group, chunk, root)
 
 
-def through_memory(group: Group, x: np.ndarray) -> None:
+def gather_through_memory(group: Group, x: np.ndarray) -> None:
     """Fill flat `x` with all chunks, read from node neighbours' memory.
 
-    Without node memory they go round the ring. Raises UsageError on several nodes.
+    Without node memory the chunks go round the ring. Raises UsageError on several nodes.
     """
     if len(group.nodes) > 1:
         raise UsageError(
@@ -65,13 +65,13 @@ def through_memory(group: Group, x: np.ndarray) -> None:
     if group.node_buffers is None:
         round_the_ring(group, x)
     else:
-        from_neighbours(group, x, bounds(x.size, group.link.size))
+        direct_all_gather(group, x, bounds(x.size, group.link.size))
 
 
-def joined_by(allreduce: Callable[[Group, np.ndarray, Operation], None]) -> AllGather:
+def gather_by_allreduce(allreduce: Callable[[Group, np.ndarray, Operation], None]) -> AllGather:
     """Return the all-gather by `allreduce`: bitwise or, with all other chunks zero.
 
-    It sends the bytes of an all-reduce, about twice those of an all-gather.
+    Such an all-gather sends as many bytes as the all-reduce, about twice the fewest possible.
     """
 
     def all_gather(group: Group, x: np.ndarray) -> None:
@@ -86,23 +86,23 @@ def joined_by(allreduce: Callable[[Group, np.ndarray, Operation], None]) -> AllG
 
 def auto(group: Group, x: np.ndarray) -> None:
     """Fill flat `x` with all chunks: through memory if all ranks share it, else by doubling."""
-    (through_memory if all_share_memory(group) else doubling)(group, x)
+    (gather_through_memory if ranks_share_memory(group) else gather_by_doubling)(group, x)
 
 
-def all_share_memory(group: Group) -> bool:
+def ranks_share_memory(group: Group) -> bool:
     """Return whether all ranks of `group` are on one node and share memory."""
     return len(group.nodes) == 1 and group.node_buffers is not None
 
 
-#: The all-gathers that are the second half of an all-reduce, by its name.
+#: The name of an all-reduce: the all-gather that is its second half.
 ALL_GATHERS: dict[str, AllGather] = {
     "auto": auto,
     "ring": round_the_ring,
-    "halving-doubling": doubling,
-    "recursive-doubling": doubling,
-    "tree": broadcasts,
-    "direct": through_memory,
+    "halving-doubling": gather_by_doubling,
+    "recursive-doubling": gather_by_doubling,
+    "tree": gather_by_broadcasts,
+    "direct": gather_through_memory,
 }
 
-#: Those with which other exchanges also go through memory if possible.
-IN_MEMORY = (auto, through_memory)
+#: With these all-gathers, other exchanges also go through node memory where possible.
+IN_MEMORY_ALL_GATHERS = (auto, gather_through_memory)

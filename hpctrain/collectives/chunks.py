@@ -1,4 +1,4 @@
-"""Cutting a vector: into P chunks, one for each rank, or into segments that stay in the cache."""
+"""Views of a vector: P chunks, one for each rank, or segments that stay in the cache."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 
-#: Bounds the scratch of the algorithms that exchange whole vectors, and fits a core's L2 cache.
+#: It limits the scratch of algorithms that exchange whole vectors, and fits a core's L2 cache.
 SEGMENT_BYTES = 1 << 20
 
 
@@ -23,17 +23,19 @@ def chunks(x: np.ndarray, parts: int) -> list[np.ndarray]:
 
 
 def slices(x: np.ndarray, offsets: Sequence[int]) -> list[np.ndarray]:
-    """Return the views of flat `x` between each two neighbours of `offsets`."""
+    """Return the views of flat `x` between consecutive `offsets`."""
     return [x[a:b] for a, b in pairwise(offsets)]
 
 
-def parts_of(arrays: Sequence[np.ndarray], offsets: Sequence[int], number: int) -> list[np.ndarray]:
-    """Return the view of each array between offset `number` and the next."""
-    return [x[offsets[number] : offsets[number + 1]] for x in arrays]
+def views_of_part(
+    arrays: Sequence[np.ndarray], offsets: Sequence[int], part: int
+) -> list[np.ndarray]:
+    """Return the view of each array between `offsets[part]` and the next offset."""
+    return [x[offsets[part] : offsets[part + 1]] for x in arrays]
 
 
 def segments(x: np.ndarray, segment_bytes: int = SEGMENT_BYTES) -> Iterator[np.ndarray]:
-    """Yield views of at most `segment_bytes` that cover flat `x`; none if it is empty."""
+    """Yield views of at most `segment_bytes` that cover flat `x`; none if `x` is empty."""
     step = max(1, segment_bytes // x.itemsize)
     for start in range(0, x.size, step):
         yield x[start : start + step]

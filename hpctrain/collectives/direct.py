@@ -1,4 +1,4 @@
-"""Direct: node neighbours add straight out of each other's memory; no message, no copy.
+"""Direct: ranks of a node add straight out of each other's memory, without messages or copies.
 
 Each array lies in memory shared by all ranks of the node (`transport/shared_memory/`) and is cut
 into P parts; rank r works on part r. Four ranks, parts a b c d; `4b` means "the sum of four ranks":
@@ -10,25 +10,27 @@ into P parts; rank r works on part r. Four ranks, parts a b c d; `4b` means "the
      3      a  b  c  d     d0 + d1 + d2 + d3 = 4d       |  arrays    4a 4b 4c 4d
                        ^ all have arrived                          ^ all are done
 
-    `direct_shared` writes the sum into rank 0's array alone, and all ranks read that one.
+    `direct_shared` writes the sum into rank 0's array alone, and all ranks read this array.
 
 Index rule: part r is elements r n/P .. (r + 1) n/P, cut at cache lines. A part is processed in
-tiles that stay in the core's cache from the sum to the write-back. Always in the order of ranks:
-((x0 + x1) + x2) + x3, added once and copied: all ranks end with the same bytes.
+tiles that stay in the core's cache from the sum to the write-back. The order of additions is that
+of ranks, ((x0 + x1) + x2) + x3. Each part is summed once and copied: all ranks end with the same
+bytes.
 
 Cost: two exchanges of flags; 2n bytes through memory per rank (2Pn in all), n (P-1)/P added;
-`direct_shared` n (P+1)/P per rank. Whatever the sizes, no bytes are sent.
+`direct_shared` n (P+1)/P per rank. No bytes are sent.
 
-Arrays outside of node memory, and all short ones, go through buffers (copy_through.py). Ranks agree
-on this in the first exchange, whose payload is a digest of the call and of the place of the array.
-If any rank's array lies at another place than the others', all go through buffers; if calls differ,
-all ranks raise (signature.py).
+Arrays outside of node memory, and all short arrays, are copied through buffers (copy_through.py).
+Ranks agree on this in the first exchange of flags. Its payload is a digest of the call and of the
+array's location in node memory. If locations differ between ranks, all ranks use the buffers; if
+calls differ, all ranks raise (signature.py).
 
-Arrays of GPUs lie in memory that CUDA IPC maps (`cuda_ipc.py`); a part is one kernel, which reads
-it in all arrays and writes it to all (`cuda_sum.py`). The host alone synchronises: each rank waits
-for its stream, then come the flags. Arrays in other memory travel as messages. If all ranks share
-one GPU, `direct_shared` moves (P+1)n bytes there, `direct` 2Pn; across GPUs `direct_shared` is
-`direct`, since all would read the sum over one link.
+Arrays on GPUs lie in memory that CUDA IPC maps (`cuda_ipc.py`). One kernel sums a part: it reads
+the part in all arrays and writes the sum to all (`cuda_sum.py`). The host synchronizes: each rank
+waits for its stream, then exchanges flags. GPU arrays in other memory travel as messages. If all
+ranks share one GPU, `direct_shared` moves (P+1)n bytes, `direct` 2Pn. On several GPUs
+`direct_shared` does the same as `direct`, since otherwise all ranks would read the sum over one
+link.
 """
 
 from __future__ import annotations
@@ -43,19 +45,25 @@ import numpy as np
 
 from hpctrain.collectives import copy_through
 from hpctrain.collectives import ring as messages
-from hpctrain.collectives.chunks import parts_of
-from hpctrain.collectives.copy_through import parts
+from hpctrain.collectives.chunks import views_of_part
+from hpctrain.collectives.copy_through import part_offsets
 from hpctrain.collectives.group import Group
 from hpctrain.collectives.node_buffers import NodeBuffers
 from hpctrain.collectives.reductions.operations import Operation, combine
-from hpctrain.collectives.signature import Signature, must_match, must_match_in_node, of_length
+from hpctrain.collectives.signature import (
+    Signature,
+    length_signature,
+    must_match,
+    must_match_in_node,
+)
 from hpctrain.core.errors import UsageError
 from hpctrain.core.xp import Array, finish, on_device
 from hpctrain.transport.shared_memory.host import SharedArrays
 
 log = logging.getLogger(__name__)
 TILE_BYTES = 128 << 10
-COPIED_BYTES = 8 << 10  # up to here one exchange and copies are faster than two and none
+#: Up to this length, one exchange of flags and copies are faster than two exchanges.
+MAX_COPIED_BYTES = 8 << 10
 _LOCATION = struct.Struct("<qq")
 
 
@@ -64,47 +72,48 @@ def direct(group: Group, x: np.ndarray, op: Operation) -> None:
 
     Without node memory this is a ring. Raises UsageError on several nodes.
     """
-    prepared(group, x, op)()
+    prepare_direct(group, x, op)()
 
 
 def direct_shared(group: Group, x: np.ndarray, op: Operation) -> np.ndarray:
     """Return the array that holds the sum of all flat `x`: rank 0's, in node memory.
 
-    It is read-only, and valid until rank 0 writes there again: the caller must let all ranks finish
-    before that, by an exchange of flags or a barrier. Other ranks' `x` is unchanged. If `x` is
-    short, or lies outside of node memory, the result is the rank's own `x`.
+    The result is read-only, and valid until rank 0 writes to it again: before that, the caller must
+    let all ranks finish reading, by an exchange of flags or a barrier. Other ranks' `x` is
+    unchanged. If `x` is short, or lies outside of node memory, the result is the rank's own `x`.
     """
-    return prepared(group, x, op, shared=True)()
+    return prepare_direct(group, x, op, shared=True)()
 
 
-def prepared(
+def prepare_direct(
     group: Group, x: np.ndarray, op: Operation, call: Signature | None = None, shared: bool = False
 ) -> Callable[[], np.ndarray]:
     """Return a call of `direct` on flat `x`, or of `direct_shared`, that returns the sum.
 
-    Local lookups are done now; ranks agree in each call that all make the same `call`, by default
-    with arrays of one length, and whether these lie at the same place. So other ranks may call
-    `direct` itself.
+    Local lookups are done now. In each call ranks compare `call`, by default the length of their
+    arrays, and the location of these arrays. So other ranks may call `direct` itself.
     """
     buffers = _node_buffers(group)
     if buffers is None:
-        return partial(_by_messages, group, x, op, call)
+        return partial(_reduce_by_messages, group, x, op, call)
     if type(x) is not np.ndarray and on_device(x):
-        return partial(_on_gpus, group, buffers, x, op, call, shared)
-    call = call or of_length(x.nbytes)
-    if x.nbytes <= COPIED_BYTES:
-        return copy_through.bind_short(buffers, x, op, call)
+        return partial(_reduce_on_gpus, group, buffers, x, op, call, shared)
+    call = call or length_signature(x.nbytes)
+    if x.nbytes <= MAX_COPIED_BYTES:
+        return copy_through.bind_short_reduction(buffers, x, op, call)
     location = None if group.memory is None else group.memory.locate(x)
     arrays = None if location is None else location.arrays
     tiles = None if arrays is None else _own_tiles(buffers, arrays)
-    work, result = (_sum_into_first, arrays) if shared and arrays else (_sum_and_write_back, [x])
-    payload, agree = call.payload ^ _location_number(location), buffers.flags.agree
+    sum_tiles, result = (
+        (_sum_into_first, arrays) if shared and arrays else (_sum_and_write_back, [x])
+    )
+    payload, agree = call.payload ^ _location_hash(location), buffers.flags.agree
 
     def reduce() -> np.ndarray:
         if not agree(payload):
             must_match_in_node(buffers, call)
         elif tiles is not None:
-            work(tiles, op)
+            sum_tiles(tiles, op)
             agree()
             return result[0]
         copy_through.reduce_long(buffers, x, op)
@@ -119,30 +128,30 @@ def reduce_scatter(
     """Return this rank's part of flat `x` as a view, summed over its node of `group`.
 
     Local rank r's part is `offsets[r]:offsets[r + 1]`, by default an even one at cache lines
-    (`parts`); the rest of `x` must stay unchanged until `all_gather`.
+    (`part_offsets`); the rest of `x` must stay unchanged until `all_gather`.
     """
-    buffers, node = group.node_buffers, _of_node(group)
-    offsets, rank = offsets or parts(x, node.link.size), node.link.rank
-    arrays = None if buffers is None else agreed(group, buffers, x)
+    buffers, node = group.node_buffers, _node_group(group)
+    offsets, rank = offsets or part_offsets(x, node.link.size), node.link.rank
+    arrays = None if buffers is None else agree_on_arrays(group, buffers, x)
     if arrays is None:
         return messages.reduce_scatter(node, x, op, offsets=offsets)
     if on_device(x):
-        views = parts_of(arrays, offsets, rank)
+        views = views_of_part(arrays, offsets, rank)
         combine(views, op, [views[rank]])
         return views[rank]
-    total = group.scratch.on_device_of(x, TILE_BYTES // x.itemsize)
+    scratch = group.scratch.buffer(x, TILE_BYTES // x.itemsize)
     for tile in _tiles([array[offsets[rank] : offsets[rank + 1]] for array in arrays]):
-        block_sum = total[: tile[0].size]
-        copy_through.add(tile, op, block_sum)
+        block_sum = scratch[: tile[0].size]
+        copy_through.sum_in_order(tile, op, block_sum)
         tile[rank][:] = block_sum
     return x[offsets[rank] : offsets[rank + 1]]
 
 
 def all_gather(group: Group, x: np.ndarray, offsets: Sequence[int] | None = None) -> None:
     """Fill flat `x` with the parts of all ranks of the node; this rank's own is in place."""
-    buffers, node = group.node_buffers, _of_node(group)
-    offsets = offsets or parts(x, node.link.size)
-    arrays = None if buffers is None else agreed(group, buffers, x)
+    buffers, node = group.node_buffers, _node_group(group)
+    offsets = offsets or part_offsets(x, node.link.size)
+    arrays = None if buffers is None else agree_on_arrays(group, buffers, x)
     if buffers is None or arrays is None:
         return messages.all_gather(node, x, offsets)
     for rank, array in enumerate(arrays):
@@ -153,17 +162,17 @@ def all_gather(group: Group, x: np.ndarray, offsets: Sequence[int] | None = None
     buffers.flags.agree()  # no rank may write while a neighbour still reads
 
 
-def must_be_one_node(nodes: int) -> None:
-    """Raise UsageError if there are several `nodes`, whose ranks share no memory."""
-    if nodes > 1:
+def require_one_node(node_count: int) -> None:
+    """Raise UsageError if there are several `node_count`, whose ranks share no memory."""
+    if node_count > 1:
         raise UsageError(
-            f"algorithm direct works inside one node, seen {nodes}; use hierarchical, or auto"
+            f"algorithm direct works inside one node, seen {node_count}; use hierarchical, or auto"
         )
 
 
 def _node_buffers(group: Group) -> NodeBuffers | None:
     """Return the node buffers of `group`, all on one node; None without shared memory."""
-    must_be_one_node(len(group.nodes))
+    require_one_node(len(group.nodes))
     buffers = group.node_buffers
     if buffers is None and group.link.size > 1 and group.link.rank == 0:
         _warn_of_messages()
@@ -175,7 +184,7 @@ def _warn_of_messages() -> None:
     log.warning("node neighbours share no memory: algorithm direct sends messages, as ring does")
 
 
-def _of_node(group: Group) -> Group:
+def _node_group(group: Group) -> Group:
     """Return the group of this rank's node, for messages."""
     assert group.node is not None
     return Group(group.node, group.scratch)
@@ -184,7 +193,7 @@ def _of_node(group: Group) -> Group:
 Tiles = list[list[np.ndarray]]  #: of each tile, the arrays of all ranks
 
 
-def _by_messages(
+def _reduce_by_messages(
     group: Group, x: np.ndarray, op: Operation, call: Signature | None = None
 ) -> np.ndarray:
     if call is not None:
@@ -193,7 +202,7 @@ def _by_messages(
     return x
 
 
-def _on_gpus(
+def _reduce_on_gpus(
     group: Group,
     buffers: NodeBuffers,
     x: Array,
@@ -202,10 +211,10 @@ def _on_gpus(
     shared: bool,
 ) -> Array:
     """Reduce `x` on GPUs; with `shared`, on one GPU, the sum is in the first array alone."""
-    arrays, rank = agreed(group, buffers, x, call), buffers.link.rank
+    arrays, rank = agree_on_arrays(group, buffers, x, call), buffers.link.rank
     if arrays is None:
-        return _by_messages(group, x, op)
-    views = parts_of(arrays, parts(x, len(arrays)), rank)
+        return _reduce_by_messages(group, x, op)
+    views = views_of_part(arrays, part_offsets(x, len(arrays)), rank)
     shared = shared and group.memory is not None and group.memory.on_one_gpu
     combine(views, op, views[:1] if shared else views)
     finish(x)
@@ -213,49 +222,49 @@ def _on_gpus(
     return arrays[0] if shared else x
 
 
-def agreed(
+def agree_on_arrays(
     group: Group, buffers: NodeBuffers, x: Array, call: Signature | None = None
 ) -> list[Array] | None:
-    """Return all ranks' arrays, ready to read; None unless all lie at the same place."""
+    """Return all ranks' arrays, ready to read; None unless all have the same location."""
     on_gpu = type(x) is not np.ndarray and on_device(x)
     location = None if group.memory is None else group.memory.locate(x)
-    call = call or of_length(x.nbytes, on_gpu)
+    call = call or length_signature(x.nbytes, on_gpu)
     finish(x)
-    if buffers.flags.agree(call.payload ^ _location_number(location)):
+    if buffers.flags.agree(call.payload ^ _location_hash(location)):
         return None if location is None else location.arrays
     must_match_in_node(buffers, call)
     return None
 
 
-def _location_number(location: SharedArrays | None) -> int:
-    """Return a number for `location`: equal on all ranks if their arrays lie at the same place."""
+def _location_hash(location: SharedArrays | None) -> int:
+    """Return a number for `location`: equal on all ranks if their locations are equal."""
     return 0 if location is None else crc32(_LOCATION.pack(location.number, location.offset))
 
 
 def _own_tiles(buffers: NodeBuffers, arrays: list[np.ndarray]) -> Tiles:
     """Return the tiles of this rank's part of all `arrays`."""
-    start, stop = parts(arrays[0], len(arrays))[buffers.link.rank :][:2]
+    start, stop = part_offsets(arrays[0], len(arrays))[buffers.link.rank :][:2]
     return _tiles([array[start:stop] for array in arrays])
 
 
 def _tiles(arrays: list[np.ndarray]) -> Tiles:
-    """Return equally long `arrays` in tiles, of which those of all arrays fit a core's cache."""
-    step = TILE_BYTES // arrays[0].itemsize
+    """Return equally long `arrays` cut into tiles; a tile of all arrays fits a core's cache."""
+    tile_length = TILE_BYTES // arrays[0].itemsize
     return [
-        [a[first_element : first_element + step] for a in arrays]
-        for first_element in range(0, arrays[0].size, step)
+        [a[start : start + tile_length] for a in arrays]
+        for start in range(0, arrays[0].size, tile_length)
     ]
 
 
 def _sum_into_first(tiles: Tiles, op: Operation) -> None:
     for first, *rest in tiles:
-        for other in rest:
-            op(first, other, out=first)
+        for operand in rest:
+            op(first, operand, out=first)
 
 
 def _sum_and_write_back(tiles: Tiles, op: Operation) -> None:
     for first, *rest in tiles:
-        for other in rest:
-            op(first, other, out=first)
-        for other in rest:
-            other[:] = first
+        for operand in rest:
+            op(first, operand, out=first)
+        for operand in rest:
+            operand[:] = first

@@ -3,7 +3,7 @@
     bytes      0 ........ starts[0] ........... starts[1] ............
     choices     choices[0]    |     choices[1]      |    choices[2]
 
-One bisection per call; all ranks must choose alike, so all have the same table.
+Each call makes one bisection. All ranks must choose alike, so all have the same table.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-Function = Callable[..., Any]
+ReductionFunction = Callable[..., Any]
 
 
 class Choice(NamedTuple):
     """The all-reduces for one range of lengths."""
 
-    default: Function  #: arrays outside of node memory
-    in_node_memory: Function  #: arrays in node memory
-    non_mpi: Function  #: dtypes and operations that MPI does not reduce, in any memory
+    default: ReductionFunction  #: arrays outside of node memory
+    in_node_memory: ReductionFunction  #: arrays in node memory
+    non_mpi: ReductionFunction  #: arrays that MPI cannot reduce by the operation, in any memory
 
 
 @dataclass(frozen=True)
 class Choices:
     """All-reduces by message size, and the cost of buckets of several lengths on the wire."""
 
-    starts: tuple[int, ...]  #: bytes from which the next choice applies, ascending
-    choices: tuple[Choice, ...]  #: one more than `starts`
+    start_bytes: tuple[int, ...]  #: bytes from which the next choice applies, ascending
+    choices: tuple[Choice, ...]  #: one more than `start_bytes`
     buckets: tuple[tuple[int, float], ...]  #: (bytes, seconds per byte), ascending
     measured: bool  #: by `hpctrain tune`; else predicted by the cost model
     gpus: Choices | None = None  #: for arrays on GPUs, if every rank has one; None: the host's
@@ -40,4 +40,4 @@ class Choices:
 
     def lookup(self, nbytes: int) -> Choice:
         """Return the choice for `nbytes` bytes."""
-        return self.choices[bisect_right(self.starts, nbytes)]
+        return self.choices[bisect_right(self.start_bytes, nbytes)]

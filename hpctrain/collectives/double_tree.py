@@ -1,8 +1,8 @@
 """Double binary tree: two trees, each for half of the vector, so that every rank works in both.
 
-In one binary tree half of the ranks are leaves: they send, but never add or pass on. A second tree
-in which these are the inner ranks uses them. Eight ranks, numbered from 1; in order, odd ones are
-leaves, and mirroring (P + 1 - v; for odd P: shifting by one) makes them inner:
+In one binary tree half of the ranks are leaves: they send, but never add or forward. In a second
+tree these are the inner ranks. Eight ranks, numbered from 1; in tree 1 odd ranks are leaves, and
+mirroring (P + 1 - v; for odd P shifting by one) makes them inner ranks of tree 2:
 
     tree 1, lower half        8                 tree 2, upper half    1
                             /                                          \\
@@ -16,10 +16,10 @@ Index rule for tree 1: the root of v..w is the node whose distance from v - 1 is
 of two; left of it lies a complete tree, right of it the same rule again.
 
 Halves travel in segments: a rank receives segment k from its children, adds, and sends it up while
-k + 1 is in flight; then the sums come down the same edges. No rank is inner in both trees: it
-starts with the one in which it is a leaf, and there it waits for no rank. In the other one the
-receives of the next segments are posted before they are needed; between nodes segments are shorter,
-so that the deeper ranks start earlier.
+k + 1 is in flight; then the sums come down the same edges. No rank is inner in both trees. A rank
+starts with the tree in which it is a leaf, and waits for no rank there. In the other tree it posts
+the receives of the next segments before they are needed. Between nodes segments are shorter, so
+that ranks deep in the tree start earlier.
 
 Cost: up to 4L + 6k steps of n/2k bytes for k segments of a half, L = ceil(log2 P): about 2n bytes
 sent per rank as in a ring, with a latency that grows as log P. Scratch: 2 MiB, the segments whose
@@ -41,7 +41,7 @@ import numpy as np
 from hpctrain.collectives.chunks import SEGMENT_BYTES, segments
 from hpctrain.collectives.group import Group
 from hpctrain.collectives.reductions.operations import Operation
-from hpctrain.collectives.ring import RECEIVES_AHEAD, STREAM_BYTES
+from hpctrain.collectives.ring import RECEIVES_AHEAD, STREAM_SEGMENT_BYTES
 from hpctrain.transport.link import Link, Request
 
 
@@ -57,12 +57,14 @@ Half = tuple[list[np.ndarray], Family]  #: its segments, and this rank's neighbo
 
 def double_tree(group: Group, x: np.ndarray, op: Operation) -> None:
     """Reduce flat `x` in place over all ranks of `group`."""
-    across = len(group.nodes) > 1
+    crosses_nodes = len(group.nodes) > 1
     segment_bytes, receives_ahead = (
-        (STREAM_BYTES, 2 * RECEIVES_AHEAD) if across else (SEGMENT_BYTES, RECEIVES_AHEAD)
+        (STREAM_SEGMENT_BYTES, 2 * RECEIVES_AHEAD)
+        if crosses_nodes
+        else (SEGMENT_BYTES, RECEIVES_AHEAD)
     )
-    inboxes = group.scratch.rows(x, receives_ahead, segment_bytes)
-    halves = [(list(segments(h, segment_bytes)), f) for h, f in _leaf_first(group, x)]
+    inboxes = group.scratch.buffer_rows(x, receives_ahead, segment_bytes)
+    halves = [(list(segments(h, segment_bytes)), f) for h, f in _halves_leaf_first(group, x)]
     _reduce(group.link, halves, op, inboxes)
     _broadcast(group.link, halves, receives_ahead)
 
@@ -70,8 +72,8 @@ def double_tree(group: Group, x: np.ndarray, op: Operation) -> None:
 def _reduce(link: Link, halves: list[Half], op: Operation, inboxes: np.ndarray) -> None:
     sends: list[Request] = []
     for half, family in halves:
-        transfers = [(child, segment) for segment in half for child in family.children]
-        received_segments = _receive_segments(link, transfers, inboxes)
+        arrivals = [(child, segment) for segment in half for child in family.children]
+        received_segments = _receive_segments(link, arrivals, inboxes)
         for segment in half:
             for _, inbox in zip(family.children, received_segments, strict=False):
                 op(segment, inbox, out=segment)
@@ -82,48 +84,48 @@ def _reduce(link: Link, halves: list[Half], op: Operation, inboxes: np.ndarray) 
 
 
 def _receive_segments(
-    link: Link, transfers: Sequence[tuple[int, np.ndarray]], inboxes: np.ndarray
+    link: Link, arrivals: Sequence[tuple[int, np.ndarray]], inboxes: np.ndarray
 ) -> Iterator[np.ndarray]:
     """Yield the data received for each (source, segment), in an inbox valid until the next."""
 
-    def post(k: int) -> tuple[Request, np.ndarray]:
-        source, segment = transfers[k]
+    def post_receive(k: int) -> tuple[Request, np.ndarray]:
+        source, segment = arrivals[k]
         inbox = inboxes[k % len(inboxes)][: segment.size]
         return link.irecv(inbox, source), inbox
 
-    sends_in_flight = deque(post(k) for k in range(min(len(inboxes), len(transfers))))
-    for k in range(len(transfers)):
-        request, inbox = sends_in_flight.popleft()
+    posted_receives = deque(post_receive(k) for k in range(min(len(inboxes), len(arrivals))))
+    for k in range(len(arrivals)):
+        request, inbox = posted_receives.popleft()
         request.wait()
         yield inbox
-        if k + len(inboxes) < len(transfers):
-            sends_in_flight.append(post(k + len(inboxes)))
+        if k + len(inboxes) < len(arrivals):
+            posted_receives.append(post_receive(k + len(inboxes)))
 
 
 def _broadcast(link: Link, halves: list[Half], receives_ahead: int) -> None:
-    sends_in_flight: list[Request] = []
+    pending_requests: list[Request] = []
     for half, (parent, children) in halves:
         if parent is not None and not children:
-            sends_in_flight += [link.irecv(segment, parent) for segment in half]
+            pending_requests += [link.irecv(segment, parent) for segment in half]
             continue
-        received_segments: deque[Request] = deque()
+        posted_receives: deque[Request] = deque()
         for k, segment in enumerate(half):
             if parent is not None:
-                received_segments.extend(
+                posted_receives.extend(
                     link.irecv(s, parent)
-                    for s in half[k + len(received_segments) : k + receives_ahead]
+                    for s in half[k + len(posted_receives) : k + receives_ahead]
                 )
-                received_segments.popleft().wait()
-            sends_in_flight += [link.isend(segment, child) for child in children]
-    for request in sends_in_flight:
+                posted_receives.popleft().wait()
+            pending_requests += [link.isend(segment, child) for child in children]
+    for request in pending_requests:
         request.wait()
 
 
-def _leaf_first(group: Group, x: np.ndarray) -> list[tuple[np.ndarray, Family]]:
+def _halves_leaf_first(group: Group, x: np.ndarray) -> list[tuple[np.ndarray, Family]]:
     """Return both halves with this rank's family in their trees, first as a leaf.
 
-    A leaf waits for no rank, so all its segments are in flight before this rank waits for any of
-    the other half. In turn, each segment of one tree would wait for one that crosses the other.
+    A leaf waits for no rank, so all its segments are in flight before this rank waits for a segment
+    of the other half. If halves alternated, segments of one tree would wait for those of the other.
     """
     halves = x[: x.size // 2], x[x.size // 2 :]
     pairs = zip(halves, families(group.link.rank, group.link.size), strict=True)
@@ -140,14 +142,14 @@ def families(rank: int, size: int) -> tuple[Family, Family]:
     def from_second_tree(v: int) -> int:
         return (v - 1) % size if size % 2 else size - 1 - v
 
-    parent, children = in_order(to_second_tree(rank), size)
+    parent, children = family_in_order(to_second_tree(rank), size)
     second_family = Family(
         None if parent is None else from_second_tree(parent), tuple(map(from_second_tree, children))
     )
-    return in_order(rank, size), second_family
+    return family_in_order(rank, size), second_family
 
 
-def in_order(rank: int, size: int) -> Family:
+def family_in_order(rank: int, size: int) -> Family:
     """Return the family of `rank` in the tree whose nodes are numbered from left to right."""
     low, high, parent = 0, size, None
     while (root := _root(low, high)) != rank:

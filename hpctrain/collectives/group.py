@@ -12,43 +12,43 @@ from hpctrain.collectives.node_buffers import NodeBuffers, make_node_buffers
 from hpctrain.collectives.small_messages import all_gather_bytes
 from hpctrain.core.xp import Array, finish, namespace
 from hpctrain.transport.link import Link
-from hpctrain.transport.shared_memory.host import Memory
+from hpctrain.transport.shared_memory.host import NodeMemory
 
 
 class Scratch:
     """Memory that is kept from call to call, so that no step of training allocates."""
 
     def __init__(self) -> None:
-        self._memory = np.empty(0, np.uint8)
-        self._on_gpus: dict[int, Array] = {}  # on each GPU
+        self._host_memory = np.empty(0, np.uint8)
+        self._gpu_memory: dict[int, Array] = {}  # by the number of the GPU
 
-    def take(self, length: int, dtype: np.dtype) -> np.ndarray:
+    def host_buffer(self, length: int, dtype: np.dtype) -> np.ndarray:
         """Return an array of `length` elements; the next call hands out the same memory."""
         nbytes = length * dtype.itemsize
-        if self._memory.nbytes < nbytes:
-            self._memory = np.empty(nbytes, np.uint8)
-        return self._memory[:nbytes].view(dtype)
+        if self._host_memory.nbytes < nbytes:
+            self._host_memory = np.empty(nbytes, np.uint8)
+        return self._host_memory[:nbytes].view(dtype)
 
-    def on_device_of(self, x: Array, length: int, dtype: Any = None) -> Array:
-        """As `take`, on the device of `x`; `dtype` is by default that of `x`."""
+    def buffer(self, x: Array, length: int, dtype: Any = None) -> Array:
+        """Return `host_buffer` for the device of `x`; `dtype` is by default that of `x`."""
         dtype = x.dtype if dtype is None else np.dtype(dtype)
         if type(x) is np.ndarray:
-            return self.take(length, dtype)
+            return self.host_buffer(length, dtype)
         device, nbytes = x.data.device_id, length * dtype.itemsize
-        if device not in self._on_gpus or self._on_gpus[device].nbytes < nbytes:
+        if device not in self._gpu_memory or self._gpu_memory[device].nbytes < nbytes:
             # CuPy's pool may reuse the freed memory on another stream while ours still reads it.
             finish(x)
-            self._on_gpus[device] = namespace(x).empty(nbytes, np.uint8)
-        return self._on_gpus[device][:nbytes].view(dtype)
+            self._gpu_memory[device] = namespace(x).empty(nbytes, np.uint8)
+        return self._gpu_memory[device][:nbytes].view(dtype)
 
-    def like(self, x: Array) -> Array:
+    def buffer_like(self, x: Array) -> Array:
         """Return an array of `x`'s length and dtype; the next call hands out the same memory."""
-        return self.on_device_of(x, x.size)
+        return self.buffer(x, x.size)
 
-    def rows(self, x: Array, count: int, row_bytes: int) -> Array:
+    def buffer_rows(self, x: Array, count: int, row_bytes: int) -> Array:
         """Return an array (count, n) of `x`'s dtype, n being the longest segment of `x`."""
         length = min(x.size, max(1, row_bytes // x.itemsize))
-        return self.on_device_of(x, count * length).reshape(count, length)
+        return self.buffer(x, count * length).reshape(count, length)
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,9 @@ class Group:
     nodes: tuple[tuple[int, ...], ...] = ()  #: the ranks of each node, in the order of first ranks
     node: Link | None = None  #: to the ranks of our node, in their order
     across: Link | None = None  #: to the ranks that have our local rank, one of each node
-    memory: Memory | None = None  #: shared by the ranks of `node`; None without sharing
-    spins: bool = False  #: whether this thread may look for a flag without letting others run
-    choices: Choices | None = None  #: of `auto`; None: by the cost model, anew
+    memory: NodeMemory | None = None  #: shared by the ranks of `node`; None without sharing
+    spins: bool = False  #: whether this thread may poll flags without yielding its core
+    choices: Choices | None = None  #: of `auto`; None: chosen by the cost model
     _node_buffers: list[NodeBuffers | None] = field(
         default_factory=list, init=False, repr=False, compare=False
     )
@@ -77,7 +77,7 @@ class Group:
 
     @property
     def links(self) -> list[Link]:
-        """All links, of the thread that uses this group."""
+        """All links of this group."""
         return [link for link in (self.link, self.node, self.across) if link is not None]
 
     @property
@@ -96,7 +96,7 @@ class Group:
             link.free()
 
 
-def over_nodes(link: Link, host: str) -> Group:
+def group_over_nodes(link: Link, host: str) -> Group:
     """Return the group of all ranks of `link`, of which this one is on `host`; collective."""
     hosts = [name.decode() for name in all_gather_bytes(link, host.encode())]
     ranks = range(link.size)

@@ -1,6 +1,6 @@
 """Halving-doubling: the bytes of a ring in the steps of a tree.
 
-Reduce-scatter by recursive halving, then all-gather by recursive doubling, the same way back.
+Reduce-scatter by recursive halving, then all-gather by recursive doubling, with the same partners.
 Four ranks; a rank's *range* is the part of the vector for which it is responsible:
 
     rank    start     halve with r^2   halve with r^1   double with r^1   double with r^2
@@ -12,12 +12,12 @@ Four ranks; a rank's *range* is the part of the vector for which it is responsib
 Index rule: with distance d = Q/2, Q/4, ..., 1 the partner is r xor d; both have the same range of
 chunks; the rank whose bit d is clear keeps the lower half, sends the upper, adds the received one.
 
-If P is no power of two, let Q be the largest one below it. Ranks Q.. are folded: each adds its
-vector into rank r - Q, halves first so that both add one half, and receives the result at the end.
+If P is no power of two, let Q be the largest one below P. Ranks Q.. are folded: rank r adds its
+vector to that of rank r - Q, each of the two adding one half, and receives the result at the end.
 
 Cost for P = 2^k: 2 log2 P steps, 2n(P-1)/P bytes sent per rank, n(P-1)/P added. Folding: three
-more steps and up to 2n more bytes. All travels in segments, so the scratch is one segment.
-One order of additions per chunk, then copies: all ranks end with the same bytes.
+more steps and up to 2n more bytes. Vectors travel in segments, so the scratch is one segment.
+Each chunk is summed in one order and then copied: all ranks end with the same bytes.
 
 Source: Rabenseifner, "Optimization of collective reduction operations", 2004.
 """
@@ -35,38 +35,38 @@ from hpctrain.transport.link import Link
 def halving_doubling(group: Group, x: np.ndarray, op: Operation) -> None:
     """Reduce flat `x` in place over all ranks of `group`."""
     rank, size = group.link.rank, group.link.size
-    core = 1 << (size.bit_length() - 1)
-    if rank >= core:
-        _hand_over(group, x, op, rank - core)
+    core_size = 1 << (size.bit_length() - 1)
+    if rank >= core_size:
+        _fold_into(group, x, op, rank - core_size)
         return
-    folded_rank = rank + core if rank + core < size else None
+    folded_rank = rank + core_size if rank + core_size < size else None
     if folded_rank is not None:
-        _take_over(group, x, op, folded_rank)
-    _halve_and_double(group, x, op, core)
+        _add_folded_vector(group, x, op, folded_rank)
+    _halve_and_double(group, x, op, core_size)
     if folded_rank is not None:
         group.link.isend(x, folded_rank).wait()
 
 
-def _halve_and_double(group: Group, x: np.ndarray, op: Operation, core: int) -> None:
-    link, offsets = group.link, bounds(x.size, core)
-    first, last = 0, core  # range of chunks
+def _halve_and_double(group: Group, x: np.ndarray, op: Operation, core_size: int) -> None:
+    link, offsets = group.link, bounds(x.size, core_size)
+    first, last = 0, core_size  # range of chunks
     exchanges: list[tuple[int, slice, slice]] = []
-    distance = core // 2
+    distance = core_size // 2
     while distance:
         middle = (first + last) // 2
         lower, upper = slice(offsets[first], offsets[middle]), slice(offsets[middle], offsets[last])
         partner = link.rank ^ distance
-        keep, give = (upper, lower) if link.rank & distance else (lower, upper)
-        _exchange_and_add(group, x[give], x[keep], op, partner)
+        kept_range, sent_range = (upper, lower) if link.rank & distance else (lower, upper)
+        _exchange_and_add(group, x[sent_range], x[kept_range], op, partner)
         first, last = (middle, last) if link.rank & distance else (first, middle)
-        exchanges.append((partner, keep, give))
+        exchanges.append((partner, kept_range, sent_range))
         distance //= 2
-    for partner, keep, give in reversed(exchanges):
-        _exchange(link, x[keep], x[give], partner)
+    for partner, kept_range, sent_range in reversed(exchanges):
+        _exchange(link, x[kept_range], x[sent_range], partner)
 
 
 def _exchange(link: Link, outgoing: np.ndarray, incoming: np.ndarray, partner: int) -> None:
-    """Exchange both in segments: uncut, one direction would wait for the other."""
+    """Exchange in segments: as one message each, one direction would wait for the other."""
     receives = [link.irecv(segment, partner) for segment in segments(incoming)]
     sends = [link.isend(segment, partner) for segment in segments(outgoing)]
     for request in (*receives, *sends):
@@ -74,27 +74,27 @@ def _exchange(link: Link, outgoing: np.ndarray, incoming: np.ndarray, partner: i
 
 
 def _exchange_and_add(
-    group: Group, give: np.ndarray, keep: np.ndarray, op: Operation, partner: int
+    group: Group, sent_half: np.ndarray, kept_half: np.ndarray, op: Operation, partner: int
 ) -> None:
-    """Send `give` and add the received half to `keep`; halves may differ by an element."""
-    sends = [group.link.isend(segment, partner) for segment in segments(give)]
-    for segment in segments(keep):
-        inbox = group.scratch.like(segment)
+    """Send `sent_half`, add the received half to `kept_half`; they may differ by an element."""
+    sends = [group.link.isend(segment, partner) for segment in segments(sent_half)]
+    for segment in segments(kept_half):
+        inbox = group.scratch.buffer_like(segment)
         group.link.irecv(inbox, partner).wait()
         op(segment, inbox, out=segment)
     for send in sends:
         send.wait()
 
 
-def _take_over(group: Group, x: np.ndarray, op: Operation, folded_rank: int) -> None:
+def _add_folded_vector(group: Group, x: np.ndarray, op: Operation, folded_rank: int) -> None:
     """Add the vector of `folded_rank`: this rank adds the lower half, that rank the upper."""
     lower, upper = x[: x.size // 2], x[x.size // 2 :]
     _exchange_and_add(group, upper, lower, op, folded_rank)
     group.link.irecv(upper, folded_rank).wait()
 
 
-def _hand_over(group: Group, x: np.ndarray, op: Operation, partner: int) -> None:
-    """Fold into `partner`, and receive the result."""
+def _fold_into(group: Group, x: np.ndarray, op: Operation, partner: int) -> None:
+    """Add this rank's vector to that of `partner`, and receive the result."""
     lower, upper = x[: x.size // 2], x[x.size // 2 :]
     _exchange_and_add(group, lower, upper, op, partner)
     group.link.isend(upper, partner).wait()

@@ -13,13 +13,14 @@ and local rank j owns rail j of its node. `2a` means "the sum of two ranks":
 Index rule: of g rails, rail j is elements j n/g .. (j + 1) n/g, cut at cache lines. If a node has
 more than g ranks, those from g on own no rail: they only contribute and receive.
 
-So each byte crosses a node's link as seldom as if the node were one rank: with N nodes 2n(N-1)/N
-bytes leave each node, of 2n(P-1)/P in a flat ring that is well placed. All ranks of a node send at
-once, each to its own peers: all network cards work, and all cores add. Inside, the sums go through
-node memory if the arrays lie there (direct.py), else by messages.
+With N nodes 2n(N-1)/N bytes leave each node, as if it were one rank; in a flat ring with ranks in
+the order of nodes 2n(P-1)/P. All ranks of a node send at once, each to its own peers, so all
+network cards and all cores work. Inside a node, sums go through node memory if the arrays lie there
+(direct.py), else by messages.
 
 Cost, g ranks on each of N nodes: 2(g-1) steps of n/g bytes inside, 2(N-1) steps of n/gN between.
-A rail's sum is the same on all nodes, as the ring's are, and then only copied: the same bytes.
+The ring makes a rail's sum the same on all nodes, and inside nodes it is only copied: all ranks end
+with the same bytes.
 
 Source: Cho, Finkler, Kumar, Kung, Saxena and Sreedhar, "BlueConnect: decomposing all-reduce for
 deep learning on heterogeneous network hierarchy", 2019.
@@ -31,7 +32,7 @@ from functools import cache
 
 import numpy as np
 
-from hpctrain.collectives.copy_through import parts
+from hpctrain.collectives.copy_through import part_offsets
 from hpctrain.collectives.direct import all_gather, direct, reduce_scatter
 from hpctrain.collectives.group import Group
 from hpctrain.collectives.reductions.operations import Operation
@@ -39,31 +40,31 @@ from hpctrain.collectives.ring import ring
 
 
 def hierarchical(group: Group, x: np.ndarray, op: Operation) -> None:
-    """Reduce flat `x` in place over all ranks of `group`; in one node as `direct`, or a ring."""
+    """Reduce flat `x` in place over all ranks of `group`; on one node by `direct`, or a ring."""
     if len(group.nodes) < 2:
         (ring if group.node_buffers is None else direct)(group, x, op)
         return
-    rail = rails(x, group)
-    part = _sum_inside(group, x, op, rail)
+    offsets = rail_offsets(x, group)
+    part = _sum_in_node(group, x, op, offsets)
     if part.size:
         ring(_rail_group(group), part, op)
-    if _neighbours(group):
-        all_gather(group, x, rail)
+    if _count_neighbours(group):
+        all_gather(group, x, offsets)
 
 
-def rails(x: np.ndarray, group: Group) -> list[int]:
-    """Return the offsets of each local rank's rail, which is empty for those beyond the g-th."""
+def rail_offsets(x: np.ndarray, group: Group) -> list[int]:
+    """Return the offsets of each local rank's rail; ranks beyond the g-th have empty rails."""
     assert group.node is not None
     count = min(map(len, group.nodes))
-    return parts(x, count) + [x.size] * (group.node.size - count)
+    return part_offsets(x, count) + [x.size] * (group.node.size - count)
 
 
-def _sum_inside(group: Group, x: np.ndarray, op: Operation, rail: list[int]) -> np.ndarray:
+def _sum_in_node(group: Group, x: np.ndarray, op: Operation, offsets: list[int]) -> np.ndarray:
     """Return this rank's rail, summed over its node."""
-    return reduce_scatter(group, x, op, rail) if _neighbours(group) else x
+    return reduce_scatter(group, x, op, offsets) if _count_neighbours(group) else x
 
 
-def _neighbours(group: Group) -> int:
+def _count_neighbours(group: Group) -> int:
     assert group.node is not None
     return group.node.size - 1
 
@@ -71,9 +72,9 @@ def _neighbours(group: Group) -> int:
 def _rail_group(group: Group) -> Group:
     """Return the group of the owners of this rank's rail: one on each node."""
     assert group.across is not None
-    return Group(group.across, group.scratch, nodes=_first_ranks(group.across.size))
+    return Group(group.across, group.scratch, nodes=_single_rank_nodes(group.across.size))
 
 
 @cache
-def _first_ranks(count: int) -> tuple[tuple[int, ...], ...]:
+def _single_rank_nodes(count: int) -> tuple[tuple[int, ...], ...]:
     return tuple((rank,) for rank in range(count))

@@ -2,13 +2,13 @@
 
 A sum of P finite numbers may overflow although their mean does not: twice 40,000 in float16.
 Numbers scaled by 2^-k, 2^k >= 2P, cannot overflow, but small ones would lose digits. So ranks vote
-whether any of them has a number large enough for an overflow, and only then sum both:
+whether any rank has a number large enough for an overflow, and only then compute two sums:
 
-    x         sum of x         divided by P                    where that sum is finite,
-    x 2^-k    sum of x 2^-k    divided by P 2^-k, exactly      elsewhere this one
+    x         sum of x         divided by P                    used where this sum is finite
+    x 2^-k    sum of x 2^-k    divided by P 2^-k, exactly      used elsewhere
 
-Cost beside that of the sum: x is read once more, and one vote (vote.py); after a positive vote, a
-second sum and a copy of x.
+The cost beyond that of the sum is one more pass over x and one vote (vote.py); after a positive
+vote, also a second sum and a copy of x.
 """
 
 from __future__ import annotations
@@ -18,69 +18,73 @@ from collections.abc import Callable
 import numpy as np
 
 from hpctrain.collectives.group import Group
-from hpctrain.collectives.reductions.operations import TILE, Operation
+from hpctrain.collectives.reductions.operations import TILE_ELEMENTS, Operation
 from hpctrain.collectives.vote import elementwise_maximum
 from hpctrain.core.xp import Array, namespace, on_device, to_host, widened
 
-#: Sums in place, and returns this rank's part of the sum; None: all of it.
-Sum = Callable[[Group, Array, Operation], Array | None]
+#: Sums in place, and returns this rank's part of the sum; None if every rank has the whole sum.
+SumFunction = Callable[[Group, Array, Operation], Array | None]
 BFLOAT16_MAX = 2.0**128 - 2.0**120  # absent from NumPy's finfo
 
 
-def mean(group: Group, x: Array, op: Operation, reduce: Sum) -> None:
+def mean(group: Group, x: Array, op: Operation, reduce: SumFunction) -> None:
     """Reduce flat `x`, float or complex, by `reduce`, and divide this rank's part of the sum.
 
-    Collective. `op` adds.
+    Collective. `op` must be an addition.
     """
     ranks, exponent = group.link.size, -group.link.size.bit_length() - 1
     if ranks == 1 or x.size == 0:
         return
     if not elementwise_maximum(group, (int(_may_overflow(x, ranks)), 0))[0]:
-        _divide(_sum(group, x, op, reduce), ranks)
+        _divide(_sum_as_real(group, x, op, reduce), ranks)
         return
-    scaled = (_parts(x) * _parts(x).dtype.type(2.0**exponent)).view(x.dtype)
+    scaled = (_view_as_real(x) * _view_as_real(x).dtype.type(2.0**exponent)).view(x.dtype)
     with np.errstate(over="ignore", invalid="ignore"):
-        total = _sum(group, x, op, reduce)
-        fallback = _quotients(_sum(group, scaled, op, reduce), ranks * 2.0**exponent)
+        total = _sum_as_real(group, x, op, reduce)
+        fallback = _clipped_quotients(
+            _sum_as_real(group, scaled, op, reduce), ranks * 2.0**exponent
+        )
         finite = namespace(x).isfinite(total)
         _divide(total, ranks)
         total[...] = namespace(x).where(finite, total, fallback)
 
 
-def _sum(group: Group, x: Array, op: Operation, reduce: Sum) -> Array:
-    """Return this rank's part of the sum by `reduce`, complex numbers as pairs of real ones."""
+def _sum_as_real(group: Group, x: Array, op: Operation, reduce: SumFunction) -> Array:
+    """Return this rank's part of the sum by `reduce`; complex numbers as pairs of real numbers."""
     total = reduce(group, x, op)
-    return _parts(x if total is None else total)
+    return _view_as_real(x if total is None else total)
 
 
-def _parts(x: Array) -> Array:
-    """Return a view of flat `x`, complex numbers as pairs of real ones."""
+def _view_as_real(x: Array) -> Array:
+    """Return a view of flat `x` in which complex numbers are pairs of real numbers."""
     return x.view(f"f{x.itemsize // 2}") if x.dtype.kind == "c" else x
 
 
 def _may_overflow(x: Array, ranks: int) -> bool:
     """Return whether a sum over `ranks` of numbers as large as those of `x` may overflow."""
-    parts = _parts(x)
-    extremes = to_host(namespace(x).stack([parts.min(), parts.max()])).astype(np.float64)
-    return not abs(extremes).max() < _limit(x.dtype) / (2 * ranks)
+    real_numbers = _view_as_real(x)
+    extremes = to_host(namespace(x).stack([real_numbers.min(), real_numbers.max()])).astype(
+        np.float64
+    )
+    return not abs(extremes).max() < _max_finite(x.dtype) / (2 * ranks)
 
 
-def _limit(dtype: np.dtype) -> float:
-    """Return the largest finite number of `dtype`, or of its parts."""
+def _max_finite(dtype: np.dtype) -> float:
+    """Return the largest finite number of `dtype`; of a complex one, that of its parts."""
     return BFLOAT16_MAX if dtype.name == "bfloat16" else float(np.finfo(dtype).max)
 
 
 def _divide(total: Array, ranks: int) -> None:
     """Divide real `total` in place; 16-bit floats in float32."""
-    step = total.size if on_device(total) else TILE
-    for start in range(0, total.size, step):
-        part = total[start : start + step]
+    tile_length = total.size if on_device(total) else TILE_ELEMENTS
+    for start in range(0, total.size, tile_length):
+        part = total[start : start + tile_length]
         part[...] = widened(part) / ranks
 
 
-def _quotients(total: Array, divisor: float) -> Array:
+def _clipped_quotients(total: Array, divisor: float) -> Array:
     """Return finite real `total` / `divisor`, clipped at the largest number after rounding."""
-    limit, wider = _limit(total.dtype), widened(total)
+    limit, wide_total = _max_finite(total.dtype), widened(total)
     xp = namespace(total)
-    quotients = xp.clip(wider / divisor, -limit, limit)
-    return xp.where(xp.isfinite(total), quotients, wider).astype(total.dtype)
+    quotients = xp.clip(wide_total / divisor, -limit, limit)
+    return xp.where(xp.isfinite(total), quotients, wide_total).astype(total.dtype)

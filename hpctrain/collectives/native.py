@@ -1,8 +1,8 @@
-"""The MPI library's own all-reduce: the yardstick of our benchmarks and an oracle of our tests.
+"""The MPI library's all-reduce, the reference of our benchmarks and an oracle of our tests.
 
-Minima and maxima of floats are reduced as integers (extremum.py): Open MPI's own lose NaNs, and
-MPICH's the signs of zeros. Integers of 8 and 16 bits are reduced in 32: Open MPI's own sums, if
-long enough, saturate instead of wrapping around (its issue 8045).
+Minima and maxima of floats are reduced as integers (extremum.py): Open MPI's reductions lose NaNs,
+MPICH's lose the signs of zeros. Integers of 8 and 16 bits are reduced in 32 bits: Open MPI's sums
+of long arrays saturate instead of wrapping around (its issue 8045).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import numpy as np
 
 from hpctrain.collectives.group import Group
 from hpctrain.collectives.reductions.extremum import Extremum
-from hpctrain.collectives.reductions.operations import Operation, complex_product
+from hpctrain.collectives.reductions.operations import Operation, multiply_complex
 from hpctrain.core.xp import copy, on_device, to_host
 
 
@@ -22,22 +22,22 @@ def native(group: Group, x: np.ndarray, op: Operation) -> None:
     without CUDA would crash.
     """
     if not on_device(x):
-        _on_the_host(group, x, op)
+        _reduce_on_host(group, x, op)
         return
     host = to_host(x)
-    _on_the_host(group, host, op)
+    _reduce_on_host(group, host, op)
     copy(x, host)
     group.link.host_bytes += 2 * x.nbytes
 
 
-def _on_the_host(group: Group, x: np.ndarray, op: Operation) -> None:
+def _reduce_on_host(group: Group, x: np.ndarray, op: Operation) -> None:
     if isinstance(op, Extremum):
         keys = op.encode(x)
-        _on_the_host(group, keys, op.ufunc)
+        _reduce_on_host(group, keys, op.ufunc)
         op.decode(keys)
     elif x.dtype.kind in "iu" and x.itemsize <= 2:
         widened = x.astype(np.int32)
         group.link.native.allreduce(widened, op)
         x[...] = widened
     else:
-        group.link.native.allreduce(x, np.multiply if op is complex_product else op)
+        group.link.native.allreduce(x, np.multiply if op is multiply_complex else op)

@@ -1,7 +1,7 @@
 """Node buffers: the flags shared by the ranks of a node, and buffers to copy through.
 
-Made on first use and kept by the group, over the group's own link: so they belong to the group's
-thread, as the link does.
+They are made on first use over the link of the group, which keeps them: like that link, they belong
+to the group's thread.
 """
 
 from __future__ import annotations
@@ -13,49 +13,55 @@ import numpy as np
 from hpctrain.collectives.small_messages import all_gather_bytes
 from hpctrain.transport.link import Link
 from hpctrain.transport.shared_memory.flags import NodeFlags, words_needed
-from hpctrain.transport.shared_memory.host import ALIGN_BYTES, Memory
+from hpctrain.transport.shared_memory.host import ALIGN_BYTES, NodeMemory
 
-SHORT_BYTES = 128 << 10  # copied as a whole and added by every rank
-CACHED_LENGTHS = 256  # of short arrays, whose buffer views are cached
-LONG_BYTES = 1 << 20  # buffer of longer arrays: own buffer and parts of neighbours' fit the cache
+#: Arrays of up to this length are copied as a whole, and every rank adds all copies.
+SHORT_BUFFER_BYTES = 128 << 10
+#: Views of short buffers are cached for so many lengths.
+MAX_CACHED_LENGTHS = 256
+#: This buffer for longer arrays fits the cache together with parts of the neighbours' buffers.
+LONG_BUFFER_BYTES = 1 << 20
 
 
 class NodeBuffers:
     """The flags and the copy buffers of the ranks of one node, as mapped by one of them."""
 
     def __init__(self, node: Link, flags: NodeFlags, buffers: list[np.ndarray]):
-        """`buffers`: (2 * SHORT_BYTES + LONG_BYTES,) uint8 of each rank."""
+        """`buffers`: (2 * SHORT_BUFFER_BYTES + LONG_BUFFER_BYTES,) uint8 of each rank."""
         self.link, self.flags = node, flags
-        short = [[x[offset : offset + SHORT_BYTES] for x in buffers] for offset in (0, SHORT_BYTES)]
-        #: (bytes, dtype, odd) -> every rank's short buffer in odd or even rounds: see _cut
-        self.short = lru_cache(CACHED_LENGTHS)(partial(_cut, short))
-        self._long = [x[2 * SHORT_BYTES :] for x in buffers]
+        short = [
+            [x[offset : offset + SHORT_BUFFER_BYTES] for x in buffers]
+            for offset in (0, SHORT_BUFFER_BYTES)
+        ]
+        #: (bytes, dtype, odd) -> every rank's short buffer in odd or even rounds
+        self.short_buffers = lru_cache(MAX_CACHED_LENGTHS)(partial(_views_of_short_buffers, short))
+        self._long = [x[2 * SHORT_BUFFER_BYTES :] for x in buffers]
 
-    def long(self, dtype: np.dtype) -> list[np.ndarray]:
+    def long_buffers(self, dtype: np.dtype) -> list[np.ndarray]:
         """Return every rank's long buffer as an array (P, n): a row for each part."""
-        row = LONG_BYTES // len(self._long) // ALIGN_BYTES * ALIGN_BYTES
-        used_bytes = row * len(self._long)
+        row_bytes = LONG_BUFFER_BYTES // len(self._long) // ALIGN_BYTES * ALIGN_BYTES
+        used_bytes = row_bytes * len(self._long)
         return [
             buffer[:used_bytes].view(dtype).reshape(len(self._long), -1) for buffer in self._long
         ]
 
 
-def _cut(
+def _views_of_short_buffers(
     short: list[list[np.ndarray]], nbytes: int, dtype: np.dtype, parity: int
 ) -> list[np.ndarray]:
     """Return every rank's short buffer as an array of `nbytes`.
 
     Short buffers alternate with the rounds of the flags: before one is written again, all ranks
-    have completed another round, and so have read it.
+    have completed another round, and so have read the buffer.
     """
     return [buffer[:nbytes].view(dtype) for buffer in short[parity]]
 
 
 def make_node_buffers(node: Link, spins: bool) -> NodeBuffers | None:
     """Return the buffers shared by the ranks of `node`, None without shared memory; collective."""
-    memory = Memory(node, partial(all_gather_bytes, node))
-    words = memory.common_zeros(words_needed(node.size), np.uint64)
-    buffers = memory.neighbours(memory.zeros(2 * SHORT_BYTES + LONG_BYTES, np.uint8))
-    if words is None or buffers is None:
+    memory = NodeMemory(node, partial(all_gather_bytes, node))
+    flag_words = memory.common_zeros(words_needed(node.size), np.uint64)
+    buffers = memory.neighbours(memory.zeros(2 * SHORT_BUFFER_BYTES + LONG_BUFFER_BYTES, np.uint8))
+    if flag_words is None or buffers is None:
         return None
-    return NodeBuffers(node, NodeFlags(node, words, spins), buffers)
+    return NodeBuffers(node, NodeFlags(node, flag_words, spins), buffers)

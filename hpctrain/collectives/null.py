@@ -1,6 +1,6 @@
 """The all-reduce that sends nothing, to time a step without communication.
 
-Every rank keeps its own gradient, so training with it is wrong on purpose: only for timing.
+Every rank keeps its own gradient, so training with this algorithm is useful only for timing.
 """
 
 from __future__ import annotations

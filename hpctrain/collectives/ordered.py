@@ -21,9 +21,9 @@ blocks are all its own, which leaves m of them: one if P and B are powers of two
      1     23             23a                         23c           b: the same
      2     45             45a           45b                         c: the same
 
-Each goes straight to the owner of each chunk, and the owner adds in the order of the tree. If all
-ranks share memory and m is 1, the owner reads there (`from_memory`): no messages.
-Cost: P - 1 steps, m n(P-1)/P bytes sent per rank: with m = 1 those of a ring, in as few messages.
+The chunks of each subtotal are sent to their owners, which add them in the order of the tree. If
+all ranks share memory and m is 1, owners read node memory instead (`reduce_scatter_in_memory`).
+Cost: P - 1 steps, m n(P-1)/P bytes sent per rank; with m = 1 as many bytes and messages as a ring.
 Scratch: segments of all incoming subtotals, SCRATCH_BYTES at most. The all-gather of finished
 chunks changes no bit: n(P-1)/P bytes round the ring, or in log2 P steps by doubling.
 """
@@ -38,19 +38,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hpctrain.collectives.all_gathers import AllGather, all_share_memory
+from hpctrain.collectives.all_gathers import AllGather, ranks_share_memory
 from hpctrain.collectives.chunks import bounds
-from hpctrain.collectives.direct import agreed
+from hpctrain.collectives.direct import agree_on_arrays
 from hpctrain.collectives.group import Group
 from hpctrain.collectives.reductions.operations import Operation
 from hpctrain.collectives.ring import all_gather as round_the_ring
 from hpctrain.core.errors import UsageError
 
 SCRATCH_BYTES = 2 << 20
-TILE_BYTES = 256 << 10  # of all ranks together, added while in the cache
+TILE_BYTES = 256 << 10  # the sum over all ranks' tiles, which are added while in the cache
 
 #: Returns the array that holds the sum of a left and a right one; it may be one of them.
-Add = Callable[[Any, Any], Any]
+AddFunction = Callable[[Any, Any], Any]
 
 
 class Subtotal(NamedTuple):
@@ -61,19 +61,19 @@ class Subtotal(NamedTuple):
     x: Any
 
 
-def into_the_left(op: Operation) -> Add:
+def make_in_place_add(op: Operation) -> AddFunction:
     """Return a function that adds two arrays in place of the first."""
 
-    def add(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    def add_in_place(left: np.ndarray, right: np.ndarray) -> np.ndarray:
         op(left, right, out=left)
         return left
 
-    return add
+    return add_in_place
 
 
 @dataclass(frozen=True)
 class SumTree:
-    """The tree over `blocks` blocks, each of `ranks` ranks holding a run of them."""
+    """The tree over `blocks` blocks; each of `ranks` ranks holds a range of them."""
 
     blocks: int
     ranks: int
@@ -86,26 +86,28 @@ class SumTree:
                 f"each needs at least one: start fewer, or set blocks to {self.ranks} or more"
             )
 
-    def run(self, rank: int) -> range:
+    def blocks_of(self, rank: int) -> range:
         """Return the blocks that `rank` holds."""
         return range(rank * self.blocks // self.ranks, (rank + 1) * self.blocks // self.ranks)
 
-    def join(self, subtotals: list[Subtotal], subtotal: Subtotal, add: Add) -> None:
-        """Append `subtotal` to `subtotals`, and add up all subtotals that it completes."""
-        while subtotals and self.siblings(subtotals[-1], subtotal):
+    def append_subtotal(
+        self, subtotals: list[Subtotal], subtotal: Subtotal, add: AddFunction
+    ) -> None:
+        """Append `subtotal` to `subtotals`, after adding each left sibling to it."""
+        while subtotals and self.are_siblings(subtotals[-1], subtotal):
             left = subtotals.pop()
             subtotal = Subtotal(left.start, subtotal.stop, add(left.x, subtotal.x))
         subtotals.append(subtotal)
 
-    def sum_of(self, arrays: Sequence[np.ndarray], add: Add) -> np.ndarray:
+    def sum_subtotals(self, arrays: Sequence[np.ndarray], add: AddFunction) -> np.ndarray:
         """Return the sum over all blocks, given the arrays of all ranks' subtotals, in order."""
         subtotals: list[Subtotal] = []
         for subtotal, array in zip(chain.from_iterable(self.local_subtotals), arrays, strict=True):
-            self.join(subtotals, subtotal._replace(x=array), add)
+            self.append_subtotal(subtotals, subtotal._replace(x=array), add)
         (total,) = subtotals
         return total.x
 
-    def siblings(self, left: Subtotal, right: Subtotal) -> bool:
+    def are_siblings(self, left: Subtotal, right: Subtotal) -> bool:
         """Return whether two consecutive subtotals are the children of one."""
         width = left.stop - left.start
         return left.start % (2 * width) == 0 and right.stop == min(left.stop + width, self.blocks)
@@ -115,12 +117,14 @@ class SumTree:
         """The subtotals of each rank after all local additions; without arrays."""
         local_subtotals: list[list[Subtotal]] = [[] for _ in range(self.ranks)]
         for rank, subtotals in enumerate(local_subtotals):
-            for block in self.run(rank):
-                self.join(subtotals, Subtotal(block, block + 1, None), lambda left, right: None)
+            for block in self.blocks_of(rank):
+                self.append_subtotal(
+                    subtotals, Subtotal(block, block + 1, None), lambda left, right: None
+                )
         return local_subtotals
 
 
-def sum_of_blocks(
+def sum_blocks(
     group: Group,
     partials: Sequence[np.ndarray],
     blocks: int,
@@ -128,12 +132,12 @@ def sum_of_blocks(
 ) -> np.ndarray:
     """Return the sum of `blocks` equal flat arrays, the same bytes for any number of ranks.
 
-    `partials` are those of this rank's blocks, see `SumTree.run`; they are overwritten, the last
-    with the sum.
+    `partials` are the arrays of this rank's blocks, see `SumTree.blocks_of`; they are overwritten,
+    the last with the sum.
     """
     tree, subtotals = SumTree(blocks, group.link.size), list[Subtotal]()
-    for block, x in zip(tree.run(group.link.rank), partials, strict=True):
-        tree.join(subtotals, Subtotal(block, block + 1, x), into_the_left(np.add))
+    for block, x in zip(tree.blocks_of(group.link.rank), partials, strict=True):
+        tree.append_subtotal(subtotals, Subtotal(block, block + 1, x), make_in_place_add(np.add))
     reduce_scatter(group, tree, [subtotal.x for subtotal in subtotals], partials[-1], np.add)
     all_gather(group, partials[-1])
     return partials[-1]
@@ -142,51 +146,53 @@ def sum_of_blocks(
 def reduce_scatter(
     group: Group,
     tree: SumTree,
-    own: Sequence[np.ndarray],
+    own_arrays: Sequence[np.ndarray],
     x: np.ndarray,
     op: Operation,
     offsets: Sequence[int] | None = None,
 ) -> None:
-    """Write the sum over all blocks into this rank's chunk of flat `x`; overwrites the rest.
+    """Write the sum over all blocks into this rank's chunk of flat `x`; overwrite the rest.
 
-    `own` are the arrays of `tree.local_subtotals[rank]`, as long as `x`, which may be one of them.
-    Rank r's chunk is `offsets[r]:offsets[r + 1]`, which may be empty; without them all are even.
+    `own_arrays` are the arrays of `tree.local_subtotals[rank]`, as long as `x`, which may be one of
+    them. Rank r's chunk is `offsets[r]:offsets[r + 1]`, which may be empty; by default chunks are
+    even.
     """
     chunk_offsets = offsets or bounds(x.size, group.link.size)
-    width = max(1, SCRATCH_BYTES // (x.itemsize * sum(map(len, tree.local_subtotals))))
-    for start in range(0, max(b - a for a, b in pairwise(chunk_offsets)), width):
+    segment_length = max(1, SCRATCH_BYTES // (x.itemsize * sum(map(len, tree.local_subtotals))))
+    for start in range(0, max(b - a for a, b in pairwise(chunk_offsets)), segment_length):
         segment = [
-            slice(min(a + start, b), min(a + start + width, b)) for a, b in pairwise(chunk_offsets)
+            slice(min(a + start, b), min(a + start + segment_length, b))
+            for a, b in pairwise(chunk_offsets)
         ]
-        _sum_segments(group, tree, own, x, op, segment)
+        _sum_segments(group, tree, own_arrays, x, op, segment)
 
 
-def from_memory(
-    group: Group, tree: SumTree, own: Sequence[np.ndarray], x: np.ndarray, op: Operation
+def reduce_scatter_in_memory(
+    group: Group, tree: SumTree, own_arrays: Sequence[np.ndarray], x: np.ndarray, op: Operation
 ) -> None:
     """Reduce-scatter as `reduce_scatter`, without messages if all subtotals are in node memory.
 
-    This needs a single subtotal on each rank; else it sends messages.
+    Node memory is used only if each rank has a single subtotal; otherwise ranks send messages.
     """
-    one_subtotal_each = all(len(subtotals) == 1 for subtotals in tree.local_subtotals)
-    buffers = group.node_buffers if one_subtotal_each and all_share_memory(group) else None
-    arrays = None if buffers is None else agreed(group, buffers, x)
+    has_single_subtotals = all(len(subtotals) == 1 for subtotals in tree.local_subtotals)
+    buffers = group.node_buffers if has_single_subtotals and ranks_share_memory(group) else None
+    arrays = None if buffers is None else agree_on_arrays(group, buffers, x)
     if arrays is None:
-        reduce_scatter(group, tree, own, x, op)
+        reduce_scatter(group, tree, own_arrays, x, op)
         return
     size, chunk_offsets = group.link.size, bounds(x.size, group.link.size)
     first, stop = chunk_offsets[group.link.rank], chunk_offsets[group.link.rank + 1]
-    step = max(1, TILE_BYTES // (size * x.itemsize))
+    tile_length = max(1, TILE_BYTES // (size * x.itemsize))
     # A row for each addition: neighbours' arrays are read-only.
-    rows = group.scratch.on_device_of(x, (size - 1) * step).reshape(size - 1, step)
-    for start in range(first, stop, step):
-        tile = slice(start, min(start + step, stop))
+    rows = group.scratch.buffer(x, (size - 1) * tile_length).reshape(size - 1, tile_length)
+    for start in range(first, stop, tile_length):
+        tile = slice(start, min(start + tile_length, stop))
         free_buffers = iter(rows[:, : tile.stop - start])
-        into_a_row = partial(_into_next, op, free_buffers)
-        x[tile] = tree.sum_of([array[tile] for array in arrays], into_a_row)
+        add_into_row = partial(_add_into_next, op, free_buffers)
+        x[tile] = tree.sum_subtotals([array[tile] for array in arrays], add_into_row)
 
 
-def _into_next(
+def _add_into_next(
     op: Operation, free_buffers: Iterator[np.ndarray], left: np.ndarray, right: np.ndarray
 ) -> np.ndarray:
     total = next(free_buffers)
@@ -197,7 +203,7 @@ def _into_next(
 def _sum_segments(
     group: Group,
     tree: SumTree,
-    own: Sequence[np.ndarray],
+    own_arrays: Sequence[np.ndarray],
     x: np.ndarray,
     op: Operation,
     segment: list[slice],
@@ -205,25 +211,20 @@ def _sum_segments(
     """Reduce-scatter one segment of each rank's chunk."""
     link, own_chunk = group.link, segment[group.link.rank]
     peers = [(link.rank - step) % link.size for step in range(1, link.size)]
-    inboxes = iter(
-        _inboxes(group, sum(len(tree.local_subtotals[peer]) for peer in peers), x[own_chunk])
-    )
+    length, count = x[own_chunk].size, sum(len(tree.local_subtotals[peer]) for peer in peers)
+    inboxes = iter(group.scratch.buffer(x, count * length).reshape(count, length))
     arrays = {peer: [next(inboxes) for _ in tree.local_subtotals[peer]] for peer in peers}
     receives = [link.irecv(array, peer) for peer in peers for array in arrays[peer] if array.size]
     sends = [
         link.isend(array[segment[peer]], peer)
         for peer in reversed(peers)
-        for array in own
+        for array in own_arrays
         if array[segment[peer]].size  # empty segments are not sent
     ]
     for request in receives:
         request.wait()
-    arrays[link.rank] = [array[own_chunk] for array in own]
-    in_order = [array for rank in range(link.size) for array in arrays[rank]]
-    x[own_chunk] = tree.sum_of(in_order, into_the_left(op))
+    arrays[link.rank] = [array[own_chunk] for array in own_arrays]
+    ordered_arrays = [array for rank in range(link.size) for array in arrays[rank]]
+    x[own_chunk] = tree.sum_subtotals(ordered_arrays, make_in_place_add(op))
     for request in sends:
         request.wait()
-
-
-def _inboxes(group: Group, count: int, like: np.ndarray) -> np.ndarray:
-    return group.scratch.on_device_of(like, count * like.size).reshape(count, like.size)

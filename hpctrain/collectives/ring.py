@@ -10,7 +10,7 @@ The vector is cut into P chunks. Four ranks, chunks a b c d; `2b` means "the sum
 
 Index rule: at step s of the reduce-scatter, rank r sends chunk r - 1 - s and adds the chunk from
 the left to chunk r - 2 - s; so it ends owning the sum of chunk r. At step s of the all-gather it
-sends chunk r - s and receives chunk r - 1 - s into place.
+sends chunk r - s and receives chunk r - 1 - s directly into `x`.
 
 A chunk travels in segments: while segment k is added, k + 1 and those behind it are on the wire,
 and segment k is still in the cache.
@@ -25,11 +25,12 @@ idle:
     to the right    [ own 0 ][ own 1 ][ own 2 ][ sum 0 ][ sum 1 ][ sum 2 ][ ...
     from the left   [ seg 0 ][ seg 1 ][ seg 2 ][ ...
 
-Within a node, where a wire does not idle but costs the cores' own time, long steps are cheaper.
+Within a node messages cost the time of the cores, and no wire idles: there, fewer and longer steps
+are faster.
 
 Cost of the all-reduce: 2(P-1) steps, 2n(P-1)/P bytes sent per rank (the least possible), n(P-1)/P
-elements added. Scratch: 2 MiB, the segments whose receive is posted before they are needed;
-`plain_ring`, which does not cut chunks: one chunk, n/P. The sum of a chunk is added along one path
+elements added. Scratch: 2 MiB, the segments whose receive is posted before they are needed; for
+`plain_ring`, which does not cut chunks, one chunk of n/P. Each chunk is summed once round the ring
 and then only copied: all ranks end with the same bytes.
 
 Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
@@ -51,17 +52,17 @@ from hpctrain.collectives.reductions.operations import Operation
 from hpctrain.transport.link import Link, Request
 
 RECEIVES_AHEAD = 2  # segments whose receive is posted before they are needed
-#: Between nodes. Shorter segments cost too much CPU time at 10 Gbit/s; longer ones, or more of them
-#: ahead, fill queues and delay other messages.
-STREAM_BYTES = SEGMENT_BYTES // 2
+#: Segments between nodes. Shorter ones cost too much CPU time at 10 Gbit/s; longer ones, or more
+#: receives ahead, fill queues and delay other messages.
+STREAM_SEGMENT_BYTES = SEGMENT_BYTES // 2
 
 
 def ring(group: Group, x: np.ndarray, op: Operation) -> None:
     """Reduce flat `x` in place over all ranks of `group`."""
     rank, size = group.link.rank, group.link.size
-    chunk = chunks(x, size)
-    if streams(group, chunk):
-        _stream(group, chunk, rank - 1, (size - 1, size - 1), op)
+    chunk_views = chunks(x, size)
+    if is_streamed(group, chunk_views):
+        _stream_chunks(group, chunk_views, rank - 1, (size - 1, size - 1), op)
         return
     reduce_scatter(group, x, op)
     all_gather(group, x)
@@ -83,56 +84,65 @@ def reduce_scatter(
 ) -> np.ndarray:
     """Return this rank's chunk of flat `x` as a view, reduced; the rest of `x` is overwritten.
 
-    Rank r's chunk is `offsets[r]:offsets[r + 1]`, which may be empty; without them all are even.
+    Rank r's chunk is `offsets[r]:offsets[r + 1]`, which may be empty; by default chunks are even.
     """
     rank, size = group.link.rank, group.link.size
-    chunk = slices(x, offsets or bounds(x.size, size))
-    if streams(group, chunk):
-        _stream(group, chunk, rank - 1, (size - 1, 0), op)
-        return chunk[rank]
-    # By the longest of all chunks, so that sender and receiver agree: an empty chunk is one message
-    # if uncut, and none if cut into segments.
-    is_uncut = max(c.nbytes for c in chunk) <= segment_bytes
+    chunk_views = slices(x, offsets or bounds(x.size, size))
+    if is_streamed(group, chunk_views):
+        _stream_chunks(group, chunk_views, rank - 1, (size - 1, 0), op)
+        return chunk_views[rank]
+    # The longest of all chunks decides, so that sender and receiver agree: an empty chunk is one
+    # message if uncut, and none if cut into segments.
+    is_uncut = max(c.nbytes for c in chunk_views) <= segment_bytes
     for step in range(size - 1):
-        outgoing, target = chunk[(rank - 1 - step) % size], chunk[(rank - 2 - step) % size]
+        outgoing, target = (
+            chunk_views[(rank - 1 - step) % size],
+            chunk_views[(rank - 2 - step) % size],
+        )
         if is_uncut:
-            _exchange(group, outgoing, target, op)
+            _exchange_and_add(group, outgoing, target, op)
         else:
-            _exchange_in_segments(group, outgoing, target, op, segment_bytes)
-    return chunk[rank]
+            _exchange_and_add_segments(group, outgoing, target, op, segment_bytes)
+    return chunk_views[rank]
 
 
 def all_gather(group: Group, x: np.ndarray, offsets: Sequence[int] | None = None) -> None:
-    """Fill flat `x` with every rank's chunk; before, this rank's own is in place.
+    """Fill flat `x` with every rank's chunk; this rank's own chunk is in place before the call.
 
     Chunks are those of `reduce_scatter`.
     """
     link = group.link
     rank, size = link.rank, link.size
     left, right = _neighbours(link)
-    chunk = slices(x, offsets or bounds(x.size, size))
-    if streams(group, chunk):
-        _stream(group, chunk, rank, (0, size - 1), np.add)
+    chunk_views = slices(x, offsets or bounds(x.size, size))
+    if is_streamed(group, chunk_views):
+        _stream_chunks(group, chunk_views, rank, (0, size - 1), np.add)
         return
     for step in range(size - 1):
-        link.sendrecv(chunk[(rank - step) % size], right, chunk[(rank - 1 - step) % size], left)
+        link.sendrecv(
+            chunk_views[(rank - step) % size], right, chunk_views[(rank - 1 - step) % size], left
+        )
 
 
-def streams(group: Group, chunk: Sequence[np.ndarray]) -> bool:
+def is_streamed(group: Group, chunk_views: Sequence[np.ndarray]) -> bool:
     """Return whether chunks travel as one stream: they cross nodes, and exceed one segment."""
-    return len(group.nodes) > 1 and max(c.nbytes for c in chunk) > STREAM_BYTES
+    return len(group.nodes) > 1 and max(c.nbytes for c in chunk_views) > STREAM_SEGMENT_BYTES
 
 
-def _stream(
-    group: Group, chunk: Sequence[np.ndarray], first: int, steps: tuple[int, int], op: Operation
+def _stream_chunks(
+    group: Group,
+    chunk_views: Sequence[np.ndarray],
+    first: int,
+    steps: tuple[int, int],
+    op: Operation,
 ) -> None:
-    """Send chunks `first`, `first - 1`, ... to the right; those but the first come from the left.
+    """Send chunks `first`, `first - 1`, ... to the right; all but the first come from the left.
 
-    `steps`: the number of steps that add, and of those that receive into place.
+    `steps`: the number of steps that add, and of those that receive directly into `x`.
     """
     link = group.link
     left, right = _neighbours(link)
-    chunk_segments = [list(segments(c, STREAM_BYTES)) or [c] for c in chunk]
+    chunk_segments = [list(segments(c, STREAM_SEGMENT_BYTES)) or [c] for c in chunk_views]
     sent_segments = [
         segment for s in range(sum(steps)) for segment in chunk_segments[(first - s) % link.size]
     ]
@@ -141,81 +151,85 @@ def _stream(
         for s in range(sum(steps))
         for segment in chunk_segments[(first - 1 - s) % link.size]
     ]
-    added = sum(len(chunk_segments[(first - 1 - s) % link.size]) for s in range(steps[0]))
-    # No more than a chunk has: a segment must arrive before it is forwarded, and its own partial
-    # sum must have left before the next receive into its place.
+    added_count = sum(len(chunk_segments[(first - 1 - s) % link.size]) for s in range(steps[0]))
+    # At most the segments of a chunk: a segment must arrive before it is forwarded, and the partial
+    # sum in `x` must have been sent before a segment is received into the same place.
     receives_ahead = min(RECEIVES_AHEAD, *map(len, chunk_segments))
-    inboxes = group.scratch.rows(max(chunk, key=len), receives_ahead, STREAM_BYTES)
+    inboxes = group.scratch.buffer_rows(
+        max(chunk_views, key=len), receives_ahead, STREAM_SEGMENT_BYTES
+    )
     sends: deque[Request | None] = deque([None] * receives_ahead)
     posted_receives: deque[_PostedReceive | None] = deque([None] * receives_ahead)
     for k, (outgoing, target) in enumerate(zip_longest(sent_segments, received_segments)):
-        _add(posted_receives.popleft(), op)
-        _wait(sends.popleft())
-        inbox = inboxes[k % receives_ahead] if k < added else None
-        posted_receives.append(None if target is None else _receive(link, left, target, inbox))
+        _add_received(posted_receives.popleft(), op)
+        _wait_for(sends.popleft())
+        inbox = inboxes[k % receives_ahead] if k < added_count else None
+        posted_receives.append(None if target is None else _post_receive(link, left, target, inbox))
         sends.append(None if outgoing is None else link.isend(outgoing, right))
-    for segment in posted_receives:
-        _add(segment, op)
+    for receive in posted_receives:
+        _add_received(receive, op)
     for send in sends:
-        _wait(send)
+        _wait_for(send)
 
 
 class _PostedReceive(NamedTuple):
-    """A pending receive of a segment, into an inbox from which it is added, or into place."""
+    """A pending receive: into an inbox that will be added to `segment`, or into `segment`."""
 
     request: Request
     inbox: np.ndarray | None
-    received_segments: np.ndarray
+    segment: np.ndarray
 
 
-def _receive(
+def _post_receive(
     link: Link, source: int, segment: np.ndarray, inbox: np.ndarray | None
 ) -> _PostedReceive:
     inbox = None if inbox is None else inbox[: segment.size]
     return _PostedReceive(link.irecv(segment if inbox is None else inbox, source), inbox, segment)
 
 
-def _exchange(group: Group, outgoing: np.ndarray, target: np.ndarray, op: Operation) -> None:
+def _exchange_and_add(
+    group: Group, outgoing: np.ndarray, target: np.ndarray, op: Operation
+) -> None:
     """Send chunk `outgoing` to the right and add the chunk from the left to `target`."""
     left, right = _neighbours(group.link)
-    inbox = group.scratch.like(target)
+    inbox = group.scratch.buffer_like(target)
     group.link.sendrecv(outgoing, right, inbox, left)
     op(target, inbox, out=target)
 
 
-def _exchange_in_segments(
+def _exchange_and_add_segments(
     group: Group, outgoing: np.ndarray, target: np.ndarray, op: Operation, segment_bytes: int
 ) -> None:
     link = group.link
     left, right = _neighbours(link)
-    inboxes = group.scratch.rows(target, RECEIVES_AHEAD, segment_bytes)
+    inboxes = group.scratch.buffer_rows(target, RECEIVES_AHEAD, segment_bytes)
     sends: list[Request] = []
     posted_receives: deque[_PostedReceive] = deque()
     pairs = zip_longest(segments(outgoing, segment_bytes), segments(target, segment_bytes))
     for k, (sent_segment, received_segment) in enumerate(pairs):
         if len(posted_receives) == RECEIVES_AHEAD:
-            _add(posted_receives.popleft(), op)
+            _add_received(posted_receives.popleft(), op)
         if received_segment is not None:
             posted_receives.append(
-                _receive(link, left, received_segment, inboxes[k % RECEIVES_AHEAD])
+                _post_receive(link, left, received_segment, inboxes[k % RECEIVES_AHEAD])
             )
         if sent_segment is not None:
             sends.append(link.isend(sent_segment, right))
-    for segment in posted_receives:
-        _add(segment, op)
+    for receive in posted_receives:
+        _add_received(receive, op)
     for send in sends:
         send.wait()
 
 
-def _add(segment: _PostedReceive | None, op: Operation) -> None:
-    if segment is None:
+def _add_received(receive: _PostedReceive | None, op: Operation) -> None:
+    if receive is None:
         return
-    segment.request.wait()
-    if segment.inbox is not None:
-        op(segment.received_segments, segment.inbox, out=segment.received_segments)
+    receive.request.wait()
+    if receive.inbox is not None:
+        op(receive.segment, receive.inbox, out=receive.segment)
 
 
-def _wait(request: Request | None) -> None:
+def _wait_for(request: Request | None) -> None:
     if request is not None:
         request.wait()
 

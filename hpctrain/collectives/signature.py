@@ -4,16 +4,16 @@
     rank 1   allreduce sum auto of float32 (3,)   8a1c..   |
     rank 2   allreduce sum auto of float64 (3,)   07e3..   |  else texts follow: one error, on all
 
-A rank that cannot make the call at all, because an argument is wrong there, takes part too: its
-text describes the fault, its digest matches no call, and so all ranks raise and none waits.
+A rank with an invalid argument takes part, too: its text describes the fault and its digest matches
+no call, so all ranks raise and none waits.
 
 Inside a node the digest is the payload of one exchange of flags; `direct` combines it with its own
 (`direct.py`). Between nodes the leaders, or without shared memory all ranks, take the maximum of
-(digest, complement): 16 bytes, ceil(log2 nodes) messages. It equals the input of each rank only if
-all inputs are equal.
+(digest, complement): 16 bytes, ceil(log2 nodes) messages. The maximum equals the input of each rank
+only if all inputs are equal.
 
-In a node's first exchange a payload may also depend on the place of an array. So if it differs, a
-second exchange, of digests alone, distinguishes different calls from different places.
+In a node's first exchange a payload may also depend on the location of an array. So if payloads
+differ, a second exchange, of digests alone, distinguishes different calls from different locations.
 
 Source: Falzone, Chan, Lusk and Gropp, "Collective error detection for MPI collective operations",
 2005.
@@ -29,15 +29,15 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from hpctrain.collectives.group import Group
-from hpctrain.collectives.node_buffers import CACHED_LENGTHS, NodeBuffers
-from hpctrain.collectives.small_messages import all_gather_bytes, maximum
+from hpctrain.collectives.node_buffers import MAX_CACHED_LENGTHS, NodeBuffers
+from hpctrain.collectives.small_messages import all_gather_bytes, reduce_to_maximum
 from hpctrain.core.errors import UsageError
 from hpctrain.transport.link import Link
-from hpctrain.transport.shared_memory.flags import MASK
+from hpctrain.transport.shared_memory.flags import PAYLOAD_MASK
 
 T = TypeVar("T")
-RANKS_NAMED = 8
-_FAULT, _CALL = b"!", b" "  # prefixes of exchanged texts
+MAX_NAMED_RANKS = 8
+_FAULT_PREFIX, _CALL_PREFIX = b"!", b" "  # prefixes of exchanged texts
 
 
 class Signature(NamedTuple):
@@ -49,24 +49,24 @@ class Signature(NamedTuple):
 
     @property
     def payload(self) -> int:
-        """The digest as the flags of a node carry it."""
-        return self.digest & MASK
+        """The bits of the digest that fit the flags of a node."""
+        return self.digest & PAYLOAD_MASK
 
 
-def signature(text: str) -> Signature:
+def make_signature(text: str) -> Signature:
     """Return the signature of the call described by `text`."""
-    return Signature(text, _digest(text))
+    return Signature(text, _compute_digest(text))
 
 
 def fault_signature(text: str) -> Signature:
     """Return the signature of a call that this rank cannot make, for the reason in `text`."""
-    return Signature(text, _digest("fault: " + text), is_fault=True)
+    return Signature(text, _compute_digest("fault: " + text), is_fault=True)
 
 
-@lru_cache(CACHED_LENGTHS)
-def of_length(nbytes: int, on_gpu: bool = False) -> Signature:
+@lru_cache(MAX_CACHED_LENGTHS)
+def length_signature(nbytes: int, on_gpu: bool = False) -> Signature:
     """Return the signature of a call by its array's length and kind alone."""
-    return signature(f"an array of {nbytes} bytes" + on_gpu * " of a GPU")
+    return make_signature(f"an array of {nbytes} bytes" + on_gpu * " of a GPU")
 
 
 def must_match(group: Group, call: Signature) -> None:
@@ -75,95 +75,97 @@ def must_match(group: Group, call: Signature) -> None:
     if len(group.nodes) == 1 and buffers is not None:
         if not buffers.flags.agree(call.payload) or call.is_fault:
             must_match_in_node(buffers, call)
-    elif not _matches(group, buffers, call.digest) or call.is_fault:
-        _explain(group.link, call)
+    elif not _digests_match(group, buffers, call.digest) or call.is_fault:
+        _raise_mismatch(group.link, call)
 
 
-def matched(group: Group, call: Signature, work: Callable[[], T]) -> Callable[[], T]:
-    """Return a call of `work` after `must_match`, with all lookups done now.
+def bind_match(group: Group, call: Signature, work: Callable[[], T]) -> Callable[[], T]:
+    """Return a function that calls `must_match`, then `work`, with all lookups done now.
 
     The first match in `group` is collective.
     """
     buffers = group.node_buffers
     if len(group.nodes) != 1 or buffers is None:
-        return partial(_match_first, group, call, work)
+        return partial(_match_then_call, group, call, work)
     agree, payload = buffers.flags.agree, call.payload
 
-    def checked() -> T:
+    def match_and_call() -> T:
         if not agree(payload):
             must_match_in_node(buffers, call)
         return work()
 
-    return checked
+    return match_and_call
 
 
-def _match_first(group: Group, call: Signature, work: Callable[[], T]) -> T:
+def _match_then_call(group: Group, call: Signature, work: Callable[[], T]) -> T:
     must_match(group, call)
     return work()
 
 
 def must_match_in_node(buffers: NodeBuffers, call: Signature) -> None:
-    """Raise as `must_match`, after an exchange of flags that may differ by place alone."""
+    """Raise as `must_match`, after payloads differed, perhaps only by the location of arrays."""
     if not buffers.flags.agree(call.payload) or call.is_fault:
-        _explain(buffers.link, call)
+        _raise_mismatch(buffers.link, call)
 
 
-def _matches(group: Group, buffers: NodeBuffers | None, digest: int) -> bool:
+def _digests_match(group: Group, buffers: NodeBuffers | None, digest: int) -> bool:
     """Return whether all ranks have the same `digest`: in each node, then among the leaders."""
     if group.node is None or group.across is None or len(group.nodes) < 2:
-        return _equal(group.link, None, digest)
-    numbers = _with_complement(digest)
-    if not _equal(group.node, buffers, digest):
+        return _is_equal(group.link, None, digest)
+    numbers = _append_complement(digest)
+    if not _is_equal(group.node, buffers, digest):
         numbers[:] = np.iinfo(np.uint64).max  # matches no digest with its complement
     if group.node.rank == 0:
-        maximum(group.across, numbers)
-    all_match = np.array_equal(numbers, _with_complement(digest))
-    return _equal(group.node, buffers, int(all_match)) and all_match
+        reduce_to_maximum(group.across, numbers)
+    all_match = np.array_equal(numbers, _append_complement(digest))
+    return _is_equal(group.node, buffers, int(all_match)) and all_match
 
 
-def _equal(link: Link, buffers: NodeBuffers | None, number: int) -> bool:
+def _is_equal(link: Link, buffers: NodeBuffers | None, number: int) -> bool:
     """Return whether all ranks of `link` have the same `number`."""
     if buffers is not None:
-        return buffers.flags.agree(number & MASK)
-    numbers = _with_complement(number)
-    maximum(link, numbers)
-    return np.array_equal(numbers, _with_complement(number))
+        return buffers.flags.agree(number & PAYLOAD_MASK)
+    numbers = _append_complement(number)
+    reduce_to_maximum(link, numbers)
+    return np.array_equal(numbers, _append_complement(number))
 
 
-def _with_complement(number: int) -> np.ndarray:
-    words = np.array([number, number], np.uint64)
-    np.invert(words[1:], out=words[1:])
-    return words
+def _append_complement(number: int) -> np.ndarray:
+    pair = np.array([number, number], np.uint64)
+    np.invert(pair[1:], out=pair[1:])
+    return pair
 
 
-def _digest(text: str) -> int:
-    return int.from_bytes(blake2b(_encoded(text), digest_size=8).digest(), "little")
+def _compute_digest(text: str) -> int:
+    return int.from_bytes(blake2b(_encode(text), digest_size=8).digest(), "little")
 
 
-def _encoded(text: str) -> bytes:
+def _encode(text: str) -> bytes:
     return text.encode(errors="backslashreplace")  # a user's string may be invalid Unicode
 
 
-def _explain(link: Link, call: Signature) -> None:
+def _raise_mismatch(link: Link, call: Signature) -> None:
     """Exchange texts; raise UsageError on all ranks of `link`."""
-    mark = _FAULT if call.is_fault else _CALL
-    rows = all_gather_bytes(link, mark + _encoded(call.text))
+    prefix = _FAULT_PREFIX if call.is_fault else _CALL_PREFIX
+    rows = all_gather_bytes(link, prefix + _encode(call.text))
     texts = [row[1:].decode() for row in rows]
-    faults = [rank for rank, row in enumerate(rows) if row[:1] == _FAULT]
+    faults = [rank for rank, row in enumerate(rows) if row[:1] == _FAULT_PREFIX]
     if len(faults) == link.size and len(set(texts)) == 1:
         raise UsageError(texts[0])
     if faults:
-        raise UsageError("; ".join(f"rank {rank}: {texts[rank]}" for rank in faults[:RANKS_NAMED]))
+        raise UsageError(
+            "; ".join(f"rank {rank}: {texts[rank]}" for rank in faults[:MAX_NAMED_RANKS])
+        )
     first, *rest = dict.fromkeys(texts)
-    differing = [f"{_ranks_with(text, texts)} {text}" for text in rest[:RANKS_NAMED]]
+    differences = [f"{_name_ranks_with(text, texts)} {text}" for text in rest[:MAX_NAMED_RANKS]]
     raise UsageError(
         "shape, dtype and call must be the same on all ranks; "
-        f"{_ranks_with(first, texts)} {first}, but {', '.join(differing)}"
+        f"{_name_ranks_with(first, texts)} {first}, but {', '.join(differences)}"
     )
 
 
-def _ranks_with(text: str, texts: Sequence[str]) -> str:
+def _name_ranks_with(text: str, texts: Sequence[str]) -> str:
     """Return "rank 1 has", or "ranks 1, 2, 5 have", for the ranks with `text`."""
-    ranks = [str(rank) for rank, other in enumerate(texts) if other == text]
-    named = ", ".join(ranks[:RANKS_NAMED]) + ", ..." * (len(ranks) > RANKS_NAMED)
-    return f"rank {named} has" if len(ranks) == 1 else f"ranks {named} have"
+    ranks = [str(rank) for rank, rank_text in enumerate(texts) if rank_text == text]
+    rank_list = ", ".join(ranks[:MAX_NAMED_RANKS]) + ", ..." * (len(ranks) > MAX_NAMED_RANKS)
+    return f"rank {rank_list} has" if len(ranks) == 1 else f"ranks {rank_list} have"

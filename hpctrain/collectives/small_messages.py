@@ -13,8 +13,8 @@ from hpctrain.transport.link import Link
 def all_gather_short(link: Link, row: np.ndarray) -> np.ndarray:
     """Return an array (P, n) uint8 of every rank's `row` (n,) uint8; ceil(log2 P) steps.
 
-    Row i is filled relative to the own rank (row i is rank r + i), and rows are rotated at the end:
-    after step k a rank holds 2^k rows and sends rank r - 2^k as many as that lacks.
+    On rank r, row i is that of rank r + i, until rows are rotated at the end. After step k a rank
+    holds 2^k rows, and sends rank r - 2^k the rows that it lacks.
     Source: Bruck et al., "Efficient algorithms for all-to-all communications", 1997.
     """
     rank, size = link.rank, link.size
@@ -23,8 +23,8 @@ def all_gather_short(link: Link, row: np.ndarray) -> np.ndarray:
     filled_rows = 1
     while filled_rows < size:
         count = min(filled_rows, size - filled_rows)
-        to, source = (rank - filled_rows) % size, (rank + filled_rows) % size
-        link.sendrecv(rows[:count], to, rows[filled_rows : filled_rows + count], source)
+        target, source = (rank - filled_rows) % size, (rank + filled_rows) % size
+        link.sendrecv(rows[:count], target, rows[filled_rows : filled_rows + count], source)
         filled_rows += count
     return np.roll(rows, rank, axis=0)
 
@@ -39,12 +39,12 @@ def all_gather_bytes(link: Link, payload: bytes) -> list[bytes]:
     return [row[:n].tobytes() for row, n in zip(rows, lengths)]  # noqa: B905
 
 
-def maximum(link: Link, numbers: np.ndarray) -> None:
+def reduce_to_maximum(link: Link, numbers: np.ndarray) -> None:
     """Replace each of `numbers` (n,) by its largest value on any rank; ceil(log2 P) steps.
 
-    After step k a rank holds the maximum of its own and the 2^k - 1 ranks before it. Steps
-    overlap if P is no power of two, which does not change a maximum.
-    Source: Hensgen, Finkel and Manber, "Two algorithms for barrier synchronization", 1988.
+    After step k a rank holds the maximum of its own value and those of the 2^k - 1 ranks before. If
+    P is no power of two some values count twice, which does not change a maximum. Source: Hensgen,
+    Finkel and Manber, "Two algorithms for barrier synchronization", 1988.
     """
     rank, size, distance = link.rank, link.size, 1
     inbox = np.empty_like(numbers)

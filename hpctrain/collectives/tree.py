@@ -41,7 +41,7 @@ def reduce(group: Group, x: np.ndarray, op: Operation, root: int = 0) -> None:
     parent, children = family(link.rank, link.size, root)
     for segment in segments(x):
         for child in children:
-            inbox = group.scratch.like(segment)
+            inbox = group.scratch.buffer_like(segment)
             link.irecv(inbox, child).wait()
             op(segment, inbox, out=segment)
         if parent is not None:
@@ -62,8 +62,8 @@ def broadcast(group: Group, x: np.ndarray, root: int = 0) -> None:
 
 def family(rank: int, size: int, root: int) -> tuple[int | None, list[int]]:
     """Return parent (None at the root) and children, nearest first, of `rank` in the tree."""
-    me = (rank - root) % size
-    lowest = me & -me if me else 1 << (size - 1).bit_length()
-    bits = [1 << i for i in range(lowest.bit_length() - 1)]
-    children = [(me + bit + root) % size for bit in bits if me + bit < size]
-    return (None if me == 0 else (me - lowest + root) % size), children
+    relative_rank = (rank - root) % size
+    lowest_bit = relative_rank & -relative_rank if relative_rank else 1 << (size - 1).bit_length()
+    bits = [1 << i for i in range(lowest_bit.bit_length() - 1)]
+    children = [(relative_rank + bit + root) % size for bit in bits if relative_rank + bit < size]
+    return (None if relative_rank == 0 else (relative_rank - lowest_bit + root) % size), children

@@ -21,7 +21,7 @@ class Cost:
 
     steps: int
     bytes: float
-    added: float
+    added_bytes: float
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Machine:
 
     def seconds(self, cost: Cost) -> float:
         """Return the predicted time of `cost`."""
-        return self.alpha * cost.steps + self.beta * cost.bytes + self.gamma * cost.added
+        return self.alpha * cost.steps + self.beta * cost.bytes + self.gamma * cost.added_bytes
 
 
 def ring(n: int, ranks: int) -> Cost:
@@ -52,8 +52,8 @@ def hierarchical(n: int, ranks: int, nodes: int = 1) -> Cost:
 
     N nodes with g = P/N ranks each. Source: Cho et al., "BlueConnect", 2019.
     """
-    inside, between = ring(n, ranks // nodes), ring(n * nodes // ranks, nodes)
-    pairs = zip(vars(inside).values(), vars(between).values(), strict=True)
+    node_cost, network_cost = ring(n, ranks // nodes), ring(n * nodes // ranks, nodes)
+    pairs = zip(vars(node_cost).values(), vars(network_cost).values(), strict=True)
     return Cost(*(a + b for a, b in pairs))
 
 
@@ -65,20 +65,20 @@ def tree(n: int, ranks: int) -> Cost:
 
 def recursive_doubling(n: int, ranks: int) -> Cost:
     """Return L steps with the whole vector, two more where P is no power of two (folding)."""
-    core = ranks.bit_length() - 1
-    has_folded_ranks = ranks != 1 << core
+    log2_core_size = ranks.bit_length() - 1
+    has_folded_ranks = ranks != 1 << log2_core_size
     return Cost(
-        core + 2 * has_folded_ranks,
-        (core + 2 * has_folded_ranks) * n,
-        (core + has_folded_ranks) * n,
+        log2_core_size + 2 * has_folded_ranks,
+        (log2_core_size + 2 * has_folded_ranks) * n,
+        (log2_core_size + has_folded_ranks) * n,
     )
 
 
 def halving_doubling(n: int, ranks: int) -> Cost:
     """Return 2 log2 Q steps, 2n(Q-1)/Q bytes, Q the largest power of two; folding adds 3 and 2n."""
-    core = 1 << (ranks.bit_length() - 1)
-    has_folded_ranks, share = ranks != core, n * (core - 1) / core
-    steps = 2 * (core.bit_length() - 1) + 3 * has_folded_ranks
+    core_size = 1 << (ranks.bit_length() - 1)
+    has_folded_ranks, share = ranks != core_size, n * (core_size - 1) / core_size
+    steps = 2 * (core_size.bit_length() - 1) + 3 * has_folded_ranks
     return Cost(steps, 2 * share + 2 * n * has_folded_ranks, share + n / 2 * has_folded_ranks)
 
 

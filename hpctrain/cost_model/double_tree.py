@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hpctrain.collectives.chunks import SEGMENT_BYTES
-from hpctrain.collectives.ring import STREAM_BYTES
+from hpctrain.collectives.ring import STREAM_SEGMENT_BYTES
 from hpctrain.cost_model.loggp import Array, Clocks, Route, Train
 
 
@@ -48,15 +48,16 @@ def double_tree(clocks: Clocks, n: float) -> None:
     _broadcast(clocks, n / 2)
 
 
-def _reduce(clocks: Clocks, half: float) -> None:
-    reduce_trees = _trees(clocks, reduce_trees=True)
+def _reduce(clocks: Clocks, half_bytes: float) -> None:
+    reduce_trees = _make_trees(clocks, reduce_trees=True)
     trains = [
-        [clocks.send(tree.leaves, *piece) for piece in _cut(clocks, half)] for tree in reduce_trees
+        [clocks.send(tree.leaves, *piece) for piece in _count_half_segments(clocks, half_bytes)]
+        for tree in reduce_trees
     ]
     for tree, from_leaves in zip(reduce_trees, trains, strict=True):
-        for segment in _singly(from_leaves):
+        for segment in _split_trains(from_leaves):
             _reduce_phase(clocks, tree, segment)
-    clocks.sent()
+    clocks.wait_until_sent()
 
 
 def _reduce_phase(clocks: Clocks, tree: Tree, from_leaves: Train) -> None:
@@ -65,79 +66,81 @@ def _reduce_phase(clocks: Clocks, tree: Tree, from_leaves: Train) -> None:
     arrival[tree.leaves.senders] = from_leaves.first
     for level in tree.levels:
         for route in level.children:
-            arriving = Train(arrival[route.senders], 0.0, 1, from_leaves.nbytes)
-            clocks.receive(route, arriving, adds=True)
+            arriving_train = Train(arrival[route.senders], 0.0, 1, from_leaves.nbytes)
+            clocks.receive(route, arriving_train, adds=True)
         arrival[level.parents.senders] = clocks.send(level.parents, from_leaves.nbytes).first
 
 
-def _broadcast(clocks: Clocks, half: float) -> None:
+def _broadcast(clocks: Clocks, half_bytes: float) -> None:
     # All costs are sums and maxima, so the leaves' last receives can be added up from the start.
     leaf_clocks = Clocks(clocks.cluster, clocks.nodes, -np.inf, clocks.slow_factors)
-    broadcast_trees = _trees(clocks, reduce_trees=False)
+    broadcast_trees = _make_trees(clocks, reduce_trees=False)
     for tree in broadcast_trees:
-        for length, count in _cut(clocks, half):
+        for length, count in _count_half_segments(clocks, half_bytes):
             for _ in range(count):
                 _broadcast_phase(clocks, leaf_clocks, tree, length)
     for tree in broadcast_trees:
-        for length, count in _cut(clocks, half):
+        for length, count in _count_half_segments(clocks, half_bytes):
             ready_times = np.full(len(tree.leaves.receivers), -np.inf)
             clocks.receive(tree.leaves, Train(ready_times, 0.0, count, length))
     clocks.now = np.maximum(clocks.now, leaf_clocks.now)
-    clocks.sent()
+    clocks.wait_until_sent()
 
 
 def _broadcast_phase(clocks: Clocks, leaf_clocks: Clocks, tree: Tree, nbytes: float) -> None:
     """Pass one segment from the root to the leaves."""
     arrival = np.zeros(clocks.size)
     for level in reversed(tree.levels):
-        arrived_train = Train(arrival[level.parents.receivers], 0.0, 1, nbytes)
-        clocks.receive(level.parents, arrived_train)
+        arriving_train = Train(arrival[level.parents.receivers], 0.0, 1, nbytes)
+        clocks.receive(level.parents, arriving_train)
         for route in level.children:
             arrival[route.receivers] = clocks.send(route, nbytes).first
     leaf_clocks.receive(tree.leaves, Train(arrival[tree.leaves.receivers], 0.0, 1, nbytes))
 
 
-def _trees(clocks: Clocks, reduce_trees: bool) -> list[Tree]:
+def _make_trees(clocks: Clocks, reduce_trees: bool) -> list[Tree]:
     """Return both trees; places of ranks in the second are mirrored, or shifted where P is odd."""
     ranks = np.arange(clocks.size)
     second_order = np.roll(ranks, 1) if clocks.size % 2 else ranks[::-1]
-    return [_tree(clocks, np.insert(order, 0, 0), reduce_trees) for order in (ranks, second_order)]
+    return [
+        _make_tree(clocks, np.insert(order, 0, 0), reduce_trees) for order in (ranks, second_order)
+    ]
 
 
-def _tree(clocks: Clocks, rank: Array, reduce_trees: bool) -> Tree:
+def _make_tree(clocks: Clocks, ranks_by_place: Array, reduce_trees: bool) -> Tree:
     """Return the tree with `rank[v]` at place v = 1 .. P."""
-    parent, is_right_child = _parents(clocks.size)
+    parent, is_right_child = _find_parents(clocks.size)
     child_indexes = np.flatnonzero(parent)
-    height, above = _height(child_indexes), _height(parent[child_indexes])
-    edge_ranks = (rank[child_indexes], rank[parent[child_indexes]])
+    height, parent_height = _heights(child_indexes), _heights(parent[child_indexes])
+    edge_ranks = (ranks_by_place[child_indexes], ranks_by_place[parent[child_indexes]])
     # All edges are busy at the same time, so all of them share the cards.
     edges = clocks.route(*(edge_ranks if reduce_trees else edge_ranks[::-1]))
     levels = [
         Level(
             tuple(
-                edges.part((above == h) & (is_right_child[child_indexes] == right))
-                for right in (0, 1)
+                edges.select((parent_height == h) & (is_right_child[child_indexes] == is_right))
+                for is_right in (0, 1)
             ),
-            edges.part(height == h),
+            edges.select(height == h),
         )
         for h in range(1, clocks.size.bit_length())
     ]
-    return Tree(levels, edges.part(height == 0))
+    return Tree(levels, edges.select(height == 0))
 
 
-def _parents(size: int) -> tuple[Array, Array]:
+def _find_parents(size: int) -> tuple[Array, Array]:
     """Return for each place its parent, 0 for the root, and whether it is the right child."""
-    parent, right = np.zeros(size + 1, int), np.zeros(size + 1, int)
+    parent, is_right_child = np.zeros(size + 1, int), np.zeros(size + 1, int)
     v = np.arange(2, size + 1, 2)
-    b = 1 << (_height(v) - 1)
+    b = 1 << (_heights(v) - 1)
     parent[v - b] = v
     v, b = v[v < size], b[v < size]
     child = v + np.minimum(b, 1 << _log2(size - v))
-    parent[child], right[child] = v, 1
-    return parent, right
+    parent[child], is_right_child[child] = v, 1
+    return parent, is_right_child
 
 
-def _height(v: Array) -> Array:
+def _heights(v: Array) -> Array:
     return _log2(v & -v)
 
 
@@ -146,20 +149,22 @@ def _log2(v: Array) -> Array:
     return np.frexp(v)[1] - 1
 
 
-def _singly(trains: list[Train]) -> Iterator[Train]:
+def _split_trains(trains: list[Train]) -> Iterator[Train]:
     """Yield each message of `trains` as a train of one."""
     for train in trains:
         for k in range(train.count):
             yield Train(train.first + k * train.interval, train.interval, 1, train.nbytes)
 
 
-def _cut(clocks: Clocks, half: float) -> list[tuple[float, int]]:
+def _count_half_segments(clocks: Clocks, half_bytes: float) -> list[tuple[float, int]]:
     """Cut a half into segments, shorter ones between nodes."""
-    return segments_of(half, STREAM_BYTES if np.ptp(clocks.nodes) else SEGMENT_BYTES)
+    return count_segments(
+        half_bytes, STREAM_SEGMENT_BYTES if np.ptp(clocks.nodes) else SEGMENT_BYTES
+    )
 
 
-def segments_of(n: float, segment_bytes: int = SEGMENT_BYTES) -> list[tuple[float, int]]:
+def count_segments(n: float, segment_bytes: int = SEGMENT_BYTES) -> list[tuple[float, int]]:
     """Return (bytes, count) of the whole segments of `n` bytes, and of the remainder."""
-    full_segments, rest = divmod(n, segment_bytes)
-    pieces = (segment_bytes, int(full_segments)), (rest, int(rest > 0))
+    full_segments, remaining_bytes = divmod(n, segment_bytes)
+    pieces = (segment_bytes, int(full_segments)), (remaining_bytes, int(remaining_bytes > 0))
     return [(length, count) for length, count in pieces if count]

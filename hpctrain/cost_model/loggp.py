@@ -44,7 +44,7 @@ class Wire:
     seconds_per_byte_duplex: float | None = None
 
     @property
-    def seconds_per_byte_both(self) -> float:
+    def duplex_seconds_per_byte(self) -> float:
         """G while the other way is in use too."""
         return (
             self.seconds_per_byte
@@ -84,9 +84,9 @@ class Route:
     gap: Array
     seconds_per_byte: Array
 
-    def part(self, chosen: Array) -> Route:
-        """Return the route of the `chosen` messages, over the same wires."""
-        return Route(*(getattr(self, column.name)[chosen] for column in fields(self)))
+    def select(self, mask: Array) -> Route:
+        """Return the route of the `mask` messages, over the same wires."""
+        return Route(*(getattr(self, column.name)[mask] for column in fields(self)))
 
 
 @dataclass(frozen=True)
@@ -124,26 +124,30 @@ class Clocks:
     def route(self, senders: Array, receivers: Array) -> Route:
         """Return the route of simultaneous messages: those between nodes share the cards."""
         a, b = self.nodes[senders], self.nodes[receivers]
-        crosses = a != b
-        duplex = self._are_members(receivers)[senders] | self._are_members(senders)[receivers]
-        sender_share, receiver_share = (
-            self._active_counts(senders[crosses])[a],
-            self._active_counts(receivers[crosses])[b],
+        crosses_nodes = a != b
+        duplex = (
+            self._membership_mask(receivers)[senders] | self._membership_mask(senders)[receivers]
         )
-        sharing = np.maximum(np.maximum(sender_share, receiver_share) / self.cluster.cards, 1)
+        sender_share, receiver_share = (
+            self._count_on_nodes(senders[crosses_nodes])[a],
+            self._count_on_nodes(receivers[crosses_nodes])[b],
+        )
+        sharing_ranks = np.maximum(np.maximum(sender_share, receiver_share) / self.cluster.cards, 1)
         inside, between = self.cluster.inside, self.cluster.between
         seconds_per_byte = np.where(
             duplex,
-            np.where(crosses, between.seconds_per_byte_both, inside.seconds_per_byte_both),
-            np.where(crosses, between.seconds_per_byte, inside.seconds_per_byte),
+            np.where(
+                crosses_nodes, between.duplex_seconds_per_byte, inside.duplex_seconds_per_byte
+            ),
+            np.where(crosses_nodes, between.seconds_per_byte, inside.seconds_per_byte),
         )
         return Route(
             senders,
             receivers,
-            np.where(crosses, between.latency, inside.latency),
-            np.where(crosses, between.overhead, inside.overhead),
-            np.where(crosses, between.gap, inside.gap),
-            seconds_per_byte * np.where(crosses, sharing, 1),
+            np.where(crosses_nodes, between.latency, inside.latency),
+            np.where(crosses_nodes, between.overhead, inside.overhead),
+            np.where(crosses_nodes, between.gap, inside.gap),
+            seconds_per_byte * np.where(crosses_nodes, sharing_ranks, 1),
         )
 
     def send(self, route: Route, nbytes: float, count: int = 1) -> Train:
@@ -161,7 +165,7 @@ class Clocks:
 
         The last one is limited by the processor, the wire or the port.
         """
-        ranks, rest = route.receivers, train.count - 1
+        ranks, later_messages = route.receivers, train.count - 1
         port_s = route.gap + train.nbytes * route.seconds_per_byte
         cpu_s = self.slow_factors[ranks] * (
             route.overhead + adds * train.nbytes * self.cluster.gamma
@@ -169,27 +173,27 @@ class Clocks:
         port_free = self.receive_port_free[ranks] + port_s
         self.now[ranks] = cpu_s + np.maximum.reduce(
             [
-                self.now[ranks] + rest * cpu_s,
-                train.first + rest * np.maximum(train.interval, cpu_s),
-                port_free + rest * np.maximum(port_s, cpu_s),
+                self.now[ranks] + later_messages * cpu_s,
+                train.first + later_messages * np.maximum(train.interval, cpu_s),
+                port_free + later_messages * np.maximum(port_s, cpu_s),
             ]
         )
         self.receive_port_free[ranks] = np.maximum(
-            train.first + rest * train.interval, port_free + rest * port_s
+            train.first + later_messages * train.interval, port_free + later_messages * port_s
         )
 
-    def sent(self, ranks: Array | slice = slice(None)) -> None:
+    def wait_until_sent(self, ranks: Array | slice = slice(None)) -> None:
         """Wait until all messages of `ranks` have left their ports."""
         self.now[ranks] = np.maximum(self.now[ranks], self.send_port_free[ranks])
 
-    def send_train(self, route: Route, train: Train) -> None:
+    def wait_for_train(self, route: Route, train: Train) -> None:
         """Let the senders of `train` wait until it has left their ports."""
         self.now[route.senders] = np.maximum(self.now[route.senders], train.port_times)
 
     def exchange(self, route: Route, nbytes: float, adds: bool = False) -> None:
         """Send and receive at once, wait for both, and only then add."""
         self.receive(route, self.send(route, nbytes))
-        self.sent(route.senders)
+        self.wait_until_sent(route.senders)
         if adds:
             self.now[route.receivers] += (
                 nbytes * self.cluster.gamma * self.slow_factors[route.receivers]
@@ -209,56 +213,56 @@ class Clocks:
 
     def repeat(
         self,
-        times: int,
+        count: int,
         step: Callable[[], None],
         period: int = 1,
         in_flight: Iterable[Train] = (),
     ) -> None:
-        """Call `step` `times` times, or until the remaining calls can be extrapolated.
+        """Call `step` `count` times, or until the remaining calls can be extrapolated.
 
         `in_flight` are messages that one step leaves to the next. All costs are sums and maxima of
         clocks. So once `period` steps have advanced their clocks by the same time twice, they will
         do so again: the rest is one jump.
         """
-        last_change = None
-        while times >= period:
-            previous_state = self._state()
+        last_changes = None
+        while count >= period:
+            previous_clocks = self._read_clocks()
             for _ in range(period):
                 step()
-            times -= period
-            clock_changes = self._state() - previous_state
+            count -= period
+            clock_changes = self._read_clocks() - previous_clocks
             if (
-                last_change is not None
-                and _uniform(clock_changes)
-                and np.allclose(clock_changes, last_change, 1e-9, 0)
+                last_changes is not None
+                and _is_uniform(clock_changes)
+                and np.allclose(clock_changes, last_changes, 1e-9, 0)
             ):
-                self._jump(times // period * clock_changes, in_flight)
-                times %= period
-            last_change = clock_changes
-        for _ in range(times):
+                self._advance(count // period * clock_changes, in_flight)
+                count %= period
+            last_changes = clock_changes
+        for _ in range(count):
             step()
 
-    def _are_members(self, ranks: Array) -> Array:
+    def _membership_mask(self, ranks: Array) -> Array:
         """Return a mask over all ranks: membership in `ranks`."""
         mask = np.zeros(self.size, bool)
         mask[ranks] = True
         return mask
 
-    def _active_counts(self, ranks: Array) -> Array:
+    def _count_on_nodes(self, ranks: Array) -> Array:
         """Return the number of `ranks` on each node: one rank has one port."""
-        return np.bincount(self.nodes[self._are_members(ranks)], minlength=self.nodes.max() + 1)
+        return np.bincount(self.nodes[self._membership_mask(ranks)], minlength=self.nodes.max() + 1)
 
-    def _jump(self, duration: Array, in_flight: Iterable[Train]) -> None:
-        self.now, self.send_port_free, self.receive_port_free = self._state() + duration
+    def _advance(self, duration: Array, in_flight: Iterable[Train]) -> None:
+        self.now, self.send_port_free, self.receive_port_free = self._read_clocks() + duration
         for train in in_flight:
             train.first[:] += duration.max()
             train.port_times[:] += duration.max()
 
-    def _state(self) -> Array:
+    def _read_clocks(self) -> Array:
         return np.stack([self.now, self.send_port_free, self.receive_port_free])
 
 
-def _uniform(clock_changes: Array) -> bool:
+def _is_uniform(clock_changes: Array) -> bool:
     """Return whether all clocks that advanced did so by the same time, up to rounding."""
-    shifts = clock_changes[clock_changes > 0]
-    return not shifts.size or bool(np.ptp(shifts) <= 1e-9 * shifts.max())
+    advances = clock_changes[clock_changes > 0]
+    return not advances.size or bool(np.ptp(advances) <= 1e-9 * advances.max())

@@ -24,18 +24,18 @@ from hpctrain.cost_model.message_schedules import Schedule
 class Step:
     """One rank's computation and communication in a step: seconds and bytes per bucket."""
 
-    full: tuple[float, ...]  #: times of full buckets, from the step's begin; the last ends it
+    full_times: tuple[float, ...]  #: times of full buckets, from the step's begin; the last ends it
     buckets: tuple[float, ...]  #: bytes, in the order in which buckets leave
     update: float = 0.0
 
     @property
     def compute(self) -> float:
         """Seconds of a step without communication."""
-        return self.full[-1] + self.update
+        return self.full_times[-1] + self.update
 
-    def shared_by(self, ranks: int) -> Step:
+    def split_over(self, ranks: int) -> Step:
         """Return the step of a rank with 1/ranks of the samples: strong scaling."""
-        return Step(tuple(time / ranks for time in self.full), self.buckets, self.update)
+        return Step(tuple(time / ranks for time in self.full_times), self.buckets, self.update)
 
 
 @dataclass(frozen=True)
@@ -47,27 +47,29 @@ class StepTime:
     exposed: float
 
 
-def even_step(compute: float, nbytes: float, bucket_bytes: float) -> Step:
+def uniform_step(compute: float, nbytes: float, bucket_bytes: float) -> Step:
     """Return the step of a model of equal layers: a third of it forward, the rest backward.
 
     Backward has two matrix products per layer, forward one. The update takes no time.
     """
     count = max(1, round(nbytes / bucket_bytes))
-    full = compute * (1 / 3 + 2 / 3 * np.arange(1, count + 1) / count)
-    return Step(tuple(full.tolist()), (nbytes / count,) * count)
+    full_times = compute * (1 / 3 + 2 / 3 * np.arange(1, count + 1) / count)
+    return Step(tuple(full_times.tolist()), (nbytes / count,) * count)
 
 
 def step_time(step: Step, schedule: Schedule, clocks: Clocks, overlap: bool = True) -> StepTime:
     """Return the time of `step` on the ranks of `clocks`, which begin it at their time."""
     begin = clocks.now.copy()
-    full = [begin + clocks.slow_factors * time for time in step.full]
+    full_clocks = [begin + clocks.slow_factors * seconds for seconds in step.full_times]
     wire = 0.0
-    for ready, nbytes in zip(full if overlap else full[-1:] * len(full), step.buckets, strict=True):
-        clocks.now = np.maximum(clocks.now, ready)
-        started = clocks.now.copy()
+    for full_time, nbytes in zip(
+        full_clocks if overlap else full_clocks[-1:] * len(full_clocks), step.buckets, strict=True
+    ):
+        clocks.now = np.maximum(clocks.now, full_time)
+        start = clocks.now.copy()
         schedule(clocks, nbytes)
-        wire += float(np.mean(clocks.now - started))
-    clocks.now = np.maximum(clocks.now, full[-1]) + clocks.slow_factors * step.update
+        wire += float(np.mean(clocks.now - start))
+    clocks.now = np.maximum(clocks.now, full_clocks[-1]) + clocks.slow_factors * step.update
     compute_end = begin + clocks.slow_factors * step.compute
     return StepTime(_lateness(clocks.now, begin), wire, _lateness(clocks.now, compute_end))
 

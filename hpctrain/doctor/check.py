@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from hpctrain.transport.placement.check import ranges
+from hpctrain.transport.placement.check import format_ranges
 
 Verdict = Literal["ok", "note", "slow", "bad"]
 VERDICTS: tuple[Verdict, ...] = ("ok", "note", "slow", "bad")  #: from best to worst
@@ -61,5 +61,5 @@ def _split_trailing_digits(host: str) -> tuple[str, str]:
 def _format_group(prefix: str, width: int, numbers: list[int]) -> str:
     if len(numbers) == 1:
         return f"{prefix}{numbers[0]:0{width}d}"
-    ranges_text = re.sub(r"\d+", lambda match: match[0].zfill(width), ranges(numbers))
+    ranges_text = re.sub(r"\d+", lambda match: match[0].zfill(width), format_ranges(numbers))
     return f"{prefix}[{ranges_text}]"

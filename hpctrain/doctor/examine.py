@@ -34,10 +34,10 @@ _CUPY_PACKAGES = ("cupy-cuda12x", "cupy-cuda13x", "cupy")
 class Hardware:
     """GPUs, network adapters and their topology."""
 
-    cards: nvidia.Cards
+    cards: nvidia.NodeGpus
     gpus_on_bus: int  #: GPUs that the driver knows, including hidden ones
     nics: tuple[nics.Nic, ...]
-    gdr: gdr.Gdr
+    gdr: gdr.GdrState
     topology: Topology
     topology_lines: list[str]
     quota_cores: float | None = None  #: CPU limit of the control group; None: no limit
@@ -45,7 +45,7 @@ class Hardware:
     def table(self) -> dict[str, Any]:
         """Return the hardware as --json writes it."""
         return {
-            "gpus": [asdict(card) for card in self.cards.cards],
+            "gpus": [asdict(card) for card in self.cards.gpus],
             "nics": [asdict(nic) for nic in self.nics],
             "topology": asdict(self.topology),
             "gdr": asdict(self.gdr),
@@ -77,7 +77,7 @@ def examine_node() -> NodeResult:
     """Check this node; raise UsageError inside a job of several ranks."""
     _must_be_single_process(launchers.launched(os.environ))
     node_hardware = find_hardware(socket.gethostname())
-    gpu_paths = _probe_gpu_paths() if node_hardware.cards.cards and cupy_version() else None
+    gpu_paths = _probe_gpu_paths() if node_hardware.cards.gpus and cupy_version() else None
     checks = [_check_versions(), *_check_mpi(), _check_blas(node_hardware.quota_cores)]
     checks += check_node(node_hardware, gpu_paths)
     checks += network.check_named_nics(node_hardware.nics, os.environ)
@@ -86,30 +86,32 @@ def examine_node() -> NodeResult:
 
 def check_node(node_hardware: Hardware, gpu_paths: ProbeResult | None) -> list[Check]:
     """Return the checks of memory, GPUs and network, equal for all processes of a node."""
-    has_rdma = any(nic.rdma for nic in node_hardware.nics)
+    has_rdma = any(nic.has_rdma for nic in node_hardware.nics)
     memlock_limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     checks = [*node.check_shared_memory(), node.check_memlock(memlock_limit, has_rdma)]
     checks += gpus.check_gpus(
         node_hardware.cards, node_hardware.gpus_on_bus, cupy_version(), gpu_paths, os.environ
     )
-    if node_hardware.cards.cards:
+    if node_hardware.cards.gpus:
         checks.append(gpus.check_gdr(node_hardware.gdr))
     return checks + network.check_adapters(node_hardware.nics)
 
 
 def find_hardware(host: str, root: Path = pci.ROOT) -> Hardware:
     """Return GPUs, adapters and the topology between them."""
-    driver_reports = [nvidia.nvml(), nvidia.smi()] if root == pci.ROOT else [None, None]
-    cards, all_nics = nvidia.cards(root, *driver_reports), nics.nics(root)
+    driver_reports = (
+        [nvidia.import_nvml(), nvidia.find_nvidia_smi()] if root == pci.ROOT else [None, None]
+    )
+    cards, all_nics = nvidia.read_gpus(root, *driver_reports), nics.read_nics(root)
     topology = find_topology(cards, all_nics, root)
     gpus_on_bus = len(list((root / "proc/driver/nvidia/gpus").glob("*")))
     topology_lines = format_topology(host, cards, all_nics, topology, root)
-    quota_cores = quota.cores(root)
+    quota_cores = quota.quota_cores(root)
     return Hardware(
         cards,
         gpus_on_bus,
         all_nics,
-        gdr.gdr(all_nics, root),
+        gdr.gdr_state(all_nics, root),
         topology,
         topology_lines,
         quota_cores,
@@ -142,7 +144,7 @@ def _check_mpi() -> list[Check]:
 def _check_blas(quota_cores: float | None) -> Check:
     core_count = len(os.sched_getaffinity(0))
     return node.check_blas(
-        core_binding.user_threads(os.environ) or core_count, core_count, quota_cores
+        core_binding.user_blas_threads(os.environ) or core_count, core_count, quota_cores
     )
 
 
@@ -156,6 +158,6 @@ def cupy_version() -> str | None:
 
 def _probe_gpu_paths() -> ProbeResult | None:
     try:
-        return verdicts.from_json(probe_process.run_probe(force=True))
+        return verdicts.result_from_json(probe_process.run_probe(force=True))
     except (ValueError, KeyError, TypeError, json.JSONDecodeError):
         return None

@@ -6,20 +6,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hpctrain.doctor.check import Check
-from hpctrain.hardware.nics import Nic, fastest
+from hpctrain.hardware.nics import Nic, fastest_port
 from hpctrain.hardware.pci import ROOT
 from hpctrain.transport.placement import nearest_nics
-from hpctrain.transport.placement.check import EXISTING_PORTS
+from hpctrain.transport.placement.check import EXISTING_PORTS_REMEDY
 
 
 def check_adapters(nics: Sequence[Nic]) -> list[Check]:
     """Return the checks of the adapters."""
     if not nics:
         return [Check("network", "note", "no hardware adapter in /sys/class")]
-    fastest_nic = fastest(tuple(nics))
+    fastest_nic = fastest_port(tuple(nics))
     observed = ", ".join(map(describe_nic, nics))
     checks = [Check("network", "ok" if fastest_nic else "note", observed)]
-    down_ports = [nic for nic in nics if nic.rdma and not nic.active]
+    down_ports = [nic for nic in nics if nic.has_rdma and not nic.active]
     if down_ports:
         names = ", ".join(nic.name for nic in down_ports)
         checks.append(
@@ -48,7 +48,7 @@ def check_named_nics(
                 "NICs named",
                 "bad",
                 f"{nearest_nics.UCX_DEVICES}={value}: {', '.join(faults)}",
-                EXISTING_PORTS,
+                EXISTING_PORTS_REMEDY,
             )
         ]
     return [Check("NICs named", "ok", f"{nearest_nics.UCX_DEVICES}={value}")]
@@ -62,6 +62,6 @@ def describe_nic(nic: Nic) -> str:
 
 def _slow_ports(nics: Sequence[Nic]) -> list[Nic]:
     """Return the active RDMA ports slower than the node's fastest: damaged links run slower."""
-    rdma_ports = [nic for nic in nics if nic.rdma and nic.active and nic.gbit_s]
+    rdma_ports = [nic for nic in nics if nic.has_rdma and nic.active and nic.gbit_s]
     max_gbit_s = max((nic.gbit_s or 0 for nic in rdma_ports), default=0)
     return [nic for nic in rdma_ports if (nic.gbit_s or 0) < max_gbit_s]

@@ -9,9 +9,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from hpctrain.doctor.check import Check
-from hpctrain.transport.placement.check import FEWER_THREADS
+from hpctrain.transport.placement.check import FEWER_THREADS_REMEDY
 from hpctrain.transport.shared_memory import dev_shm
-from hpctrain.transport.shared_memory.dev_shm import GIB, MIB, SHM
+from hpctrain.transport.shared_memory.dev_shm import GIB, MIB, SHM_FOLDER
 
 #: Shared-memory files of MPI libraries and hpctrain; a dead job leaves its files behind.
 LEFTOVER_PATTERNS = ("mpich_shm_*", "sm_segment.*", "vader_segment.*", "hpctrain-*")
@@ -25,20 +25,22 @@ def check_blas(threads: int, cores: int, quota_cores: float | None = None) -> Ch
     """
     observed = f"{threads} BLAS threads on {cores} cores"
     if threads > cores:
-        return Check("BLAS", "bad", f"{observed}: threads take turns", FEWER_THREADS)
+        return Check("BLAS", "bad", f"{observed}: threads take turns", FEWER_THREADS_REMEDY)
     if quota_cores is not None and threads > max(1, quota_cores):
         observed += f", and a quota gives the time of {quota_cores:g}: "
         observed += "threads are stopped when it is used up"
-        return Check("BLAS", "bad", observed, f"{FEWER_THREADS}, or ask for more: {MORE_CPU_TIME}")
+        return Check(
+            "BLAS", "bad", observed, f"{FEWER_THREADS_REMEDY}, or ask for more: {MORE_CPU_TIME}"
+        )
     return Check("BLAS", "ok", observed)
 
 
 def check_shared_memory(
-    folder: Path = SHM, mapped_files: Collection[str] | None = None
+    folder: Path = SHM_FOLDER, mapped_files: Collection[str] | None = None
 ) -> list[Check]:
     """Return the checks of a node's shared memory; processes currently use `mapped_files` of it."""
     try:
-        free_bytes = dev_shm.free(folder)
+        free_bytes = dev_shm.free_shm_bytes(folder)
     except OSError as error:
         remedy = "mount a tmpfs there; containers: --shm-size=8g or --ipc=host"
         return [Check("shared memory", "bad", f"{folder}: {error.strerror}", remedy)]
@@ -68,11 +70,14 @@ def check_memlock(limit_bytes: int, has_rdma: bool) -> Check:
 
 def check_free_memory(folder: Path, free_bytes: int) -> Check:
     """Return the check of `free` bytes of shared memory in `folder`."""
-    observed = dev_shm.free_text(free_bytes, folder)
+    observed = dev_shm.format_free_bytes(free_bytes, folder)
     if free_bytes >= dev_shm.AMPLE_BYTES:
         return Check("shared memory", "ok", observed)
     return Check(
-        "shared memory", "bad" if free_bytes < dev_shm.MIN_BYTES else "slow", observed, dev_shm.GROW
+        "shared memory",
+        "bad" if free_bytes < dev_shm.MIN_BYTES else "slow",
+        observed,
+        dev_shm.REMEDY,
     )
 
 
@@ -110,7 +115,7 @@ def _find_mapped_files() -> set[str]:
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # the process has ended, or belongs to another user
             lines = (process / "maps").read_text().splitlines()
-            files |= {line.split(maxsplit=5)[-1] for line in lines if str(SHM) in line}
+            files |= {line.split(maxsplit=5)[-1] for line in lines if str(SHM_FOLDER) in line}
             for descriptor in os.listdir(process / "fd"):
                 with suppress(OSError):  # the file was closed meanwhile
                     files.add(os.readlink(process / "fd" / descriptor))

@@ -9,7 +9,7 @@ from pathlib import Path
 from hpctrain.doctor import network
 from hpctrain.hardware import pci
 from hpctrain.hardware.nics import Nic, fabric_ports, nearest_ports
-from hpctrain.hardware.nvidia import Card, Cards
+from hpctrain.hardware.nvidia import GpuInfo, NodeGpus
 
 _LEGEND = "NV# that many NVLinks, PIX one PCIe switch, PXB several, PHB one host bridge, NODE one \
 NUMA node, SYS two"
@@ -24,9 +24,9 @@ class Topology:
     matrix: tuple[tuple[str, ...], ...]
 
 
-def find_topology(cards: Cards, nics: Sequence[Nic], root: Path = pci.ROOT) -> Topology:
+def find_topology(cards: NodeGpus, nics: Sequence[Nic], root: Path = pci.ROOT) -> Topology:
     """Return the topology of the node below `root` with these GPUs and adapters."""
-    devices = [(f"GPU{card.index}", card.pci) for card in cards.cards]
+    devices = [(f"GPU{card.index}", card.pci) for card in cards.gpus]
     devices += [(nic.name, nic.pci) for nic in nics if nic.pci]
     nvlinks = {frozenset((f"GPU{i}", f"GPU{j}")): f"NV{n}" for (i, j), n in cards.nvlinks.items()}
     rows = tuple(
@@ -42,14 +42,14 @@ def find_topology(cards: Cards, nics: Sequence[Nic], root: Path = pci.ROOT) -> T
 
 
 def format_topology(
-    host: str, cards: Cards, nics: Sequence[Nic], topology: Topology, root: Path = pci.ROOT
+    host: str, cards: NodeGpus, nics: Sequence[Nic], topology: Topology, root: Path = pci.ROOT
 ) -> list[str]:
     """Return the topology as lines of text: one per NUMA node and, with GPUs, the matrix.
 
     With several adapters, a last line names the adapters nearest to each GPU.
     """
     texts_by_node: dict[int | None, list[str]] = {number: [] for number in topology.numa}
-    for card in cards.cards:
+    for card in cards.gpus:
         texts_by_node.setdefault(pci.numa_node(card.pci, root), []).append(_format_card(card))
     for nic in nics:
         texts_by_node.setdefault(pci.numa_node(nic.pci, root), []).append(network.describe_nic(nic))
@@ -62,17 +62,17 @@ def format_topology(
         else:
             lines.append(f"  NUMA node unknown: {'; '.join(devices)}")
     return lines + (
-        _format_matrix(topology) + _format_nearest_ports(cards, nics, root) if cards.cards else []
+        _format_matrix(topology) + _format_nearest_ports(cards, nics, root) if cards.gpus else []
     )
 
 
-def _format_nearest_ports(cards: Cards, nics: Sequence[Nic], root: Path) -> list[str]:
+def _format_nearest_ports(cards: NodeGpus, nics: Sequence[Nic], root: Path) -> list[str]:
     ports = fabric_ports(tuple(nics))
     if len(ports) < 2:
         return []
-    nearest_by_card = [nearest_ports(card.pci, ports, root) for card in cards.cards]
+    nearest_by_card = [nearest_ports(card.pci, ports, root) for card in cards.gpus]
     texts = (
-        f"GPU{c.index} {', '.join(n)}" for c, n in zip(cards.cards, nearest_by_card, strict=True)
+        f"GPU{c.index} {', '.join(n)}" for c, n in zip(cards.gpus, nearest_by_card, strict=True)
     )
     return [f"  near: {'; '.join(texts)}"]
 
@@ -87,7 +87,7 @@ def _format_matrix(topology: Topology) -> list[str]:
     return [f"  {line.rstrip()}" for line in (header, *rows, _LEGEND)]
 
 
-def _format_card(card: Card) -> str:
+def _format_card(card: GpuInfo) -> str:
     memory_text = f" {card.memory_bytes / 2**30:.0f} GiB" if card.memory_bytes else ""
     return f"GPU{card.index} {card.name}{memory_text}"
 
@@ -95,4 +95,4 @@ def _format_card(card: Card) -> str:
 def _read_numa_nodes(root: Path) -> dict[int, str]:
     folders = (root / "sys/devices/system/node").glob("node[0-9]*")
     folders_by_number = {int(folder.name.removeprefix("node")): folder for folder in folders}
-    return {n: pci.read(folder / "cpulist") for n, folder in sorted(folders_by_number.items())}
+    return {n: pci.read_text(folder / "cpulist") for n, folder in sorted(folders_by_number.items())}

@@ -1,4 +1,4 @@
-"""Training regimes, one file each; the words are those of `engine.py`."""
+"""Training regimes: the options of each by name; their interface is in `engine.py`."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from hpctrain.engines.synchronous.allreduce import AllReduce
 from hpctrain.engines.synchronous.single import Single
 from hpctrain.gradients.blocks import ReductionOptions
 
-#: The options of each regime by its name on the command line; `build` returns the engine.
+#: The options class of each regime, by the name on the command line; `build` returns the engine.
 ENGINES = {
     "single": Single,
     "allreduce": AllReduce,
@@ -35,19 +35,19 @@ def workers_of(options: Any, ranks: int) -> int:
 
 
 def blocks_of(options: Any, workers: int) -> int:
-    """Return the number of parts that a batch is cut into; each worker computes whole parts.
+    """Return the number of parts into which a batch is cut; each worker computes whole parts.
 
-    One part per worker; with ordered sums a number of blocks that does not depend on the workers.
+    There is one part per worker; with ordered sums the number does not depend on the workers.
     """
     tree = options.tree(workers) if isinstance(options, ReductionOptions) else None
     return tree.blocks if tree else workers
 
 
 def must_fit(options: Any, ranks: int, batch: int, samples: int | None = None) -> None:
-    """Raise UsageError where `ranks` cannot train by the regime, or some would have nothing to do.
+    """Raise UsageError if `ranks` do not fit the regime, or if one would compute no sample.
 
-    Each worker, or block of an ordered sum, needs one of the `batch` samples of a step at least,
-    and of the `samples` of the training set, where they are known.
+    Each worker, or each block of an ordered sum, needs at least one of the `batch` samples of a
+    step. A training set of fewer `samples` limits the batch.
     """
     workers = workers_of(options, ranks)
     blocks = blocks_of(options, workers)
@@ -62,7 +62,7 @@ def must_fit(options: Any, ranks: int, batch: int, samples: int | None = None) -
 
 
 def updates_per_step(options: Any, ranks: int) -> float:
-    """Return the calls of the optimizer per step; its schedule counts these calls."""
+    """Return the optimizer's updates per step; its learning-rate schedule counts updates."""
     if isinstance(options, PsAsync):
         return options.updates_per_step(workers_of(options, ranks))
     return 1.0

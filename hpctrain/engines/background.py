@@ -1,4 +1,4 @@
-"""A background thread, which makes calls in order on links of its own."""
+"""Run calls in order in a background thread that has its own links."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 from hpctrain.core.xp import Array, Event, event, finish, keep_stream, on_device, wait_for
 
 
-def background_executor(concurrent: bool, name: str, x: Array) -> Executor:
-    """Return an executor: a helper thread, or inline calls if MPI lacks THREAD_MULTIPLE.
+def background_executor(use_thread: bool, name: str, x: Array) -> Executor:
+    """Return an executor: one thread, or inline calls without `use_thread`.
 
-    MPI libraries seldom make progress in the background: to overlap compute and communication
-    takes a thread that waits for the latter. The calls use arrays in the memory of `x`: on a device
-    they run after the work queued in the caller's stream, and are complete when their future is.
+    MPI libraries seldom make progress in the background: overlap of compute and communication needs
+    a thread that waits for communication. The calls use arrays in the memory of `x`: on a device
+    they run after the work queued in the caller's stream, and their future waits for the device.
     """
-    if not concurrent:
+    if not use_thread:
         return _InlineExecutor()
     return _DeviceExecutor(name, x) if on_device(x) else ThreadPoolExecutor(1, name)
 
@@ -30,10 +30,12 @@ class _DeviceExecutor(Executor):
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Return the future of a call."""
-        return self._thread.submit(self._call, event(self._x), fn, *args, **kwargs)
+        return self._thread.submit(self._run_call, event(self._x), fn, *args, **kwargs)
 
-    def _call(self, before: Event, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        wait_for(before)
+    def _run_call(
+        self, inputs_ready: Event, fn: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        wait_for(inputs_ready)
         result = fn(*args, **kwargs)
         finish(self._x)
         return result

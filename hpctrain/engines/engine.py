@@ -28,50 +28,50 @@ from hpctrain.transport.link import Link
 from hpctrain.watch.trace import Trace
 from hpctrain.world import World
 
-#: Shards of the arena are cut at multiples of this, so that partial sums do not depend on P.
-BLOCK = 65_536
-STEP_BITS = 40  # of a number that holds a rank and a step
+#: Shards of the arena begin at multiples of this, so that partial sums do not depend on P.
+BLOCK_ELEMENTS = 65_536
+STEP_BITS = 40  # the low bits of an integer that encodes a failed rank and its step
 
 
 class Flags(NamedTuple):
     """The flags of a rank at a step boundary; all ranks receive the maximum of each."""
 
     stop: int = 0  #: the signal that requests a stop, 0 for none; see hpctrain.core.signals
-    #: one more than the highest rank whose gradient cannot be applied, 0 for none; if only the sum
-    #: over ranks cannot, the number of ranks stands for the rank
+    #: 1 + the highest rank whose gradient cannot be applied, 0 for none; 1 + the number of ranks
+    #: if only the sum over ranks cannot be applied
     failed: int = 0
 
     def with_failure(self, rank: int) -> Flags:
         """Return these flags with a failure of `rank`, whose gradient cannot be applied."""
         return self._replace(failed=rank + 1)
 
-    def merged(self, other: Flags) -> Flags:
+    def merge(self, other: Flags) -> Flags:
         """Return the larger value of each flag."""
         return Flags(*map(max, self, other))
 
 
 @dataclass
 class Times:
-    """Seconds since the start of training."""
+    """Seconds of each activity since the start of training."""
 
-    compute_s: float = 0.0  #: main thread in forward, backward, update
-    wait_s: float = 0.0  #: main thread waiting for the wire: exposed communication
-    wire_s: float = 0.0  #: in collectives, of the communication thread where there is one
+    compute_s: float = 0.0  #: forward, backward and update in the main thread
+    wait_s: float = 0.0  #: exposed communication: the main thread waits for messages
+    wire_s: float = 0.0  #: communication, of the communication thread if the engine has one
 
     @contextmanager
     def compute(self, trace: Trace, name: str) -> Iterator[None]:
-        """Record a span of compute; seconds that are added to `wait_s` meanwhile do not count.
+        """Record a span of compute without the waits in it, which are added to `wait_s`.
 
         A layer or an update may wait for other ranks.
         """
-        start, waited = perf_counter(), self.wait_s
+        start, wait_s_before = perf_counter(), self.wait_s
         yield
         span = trace.add(name, "compute", start, perf_counter())
-        self.compute_s += span - (self.wait_s - waited)
+        self.compute_s += span - (self.wait_s - wait_s_before)
 
 
 class Task(NamedTuple):
-    """The work of one worker in one step: the gradient of `scale` times the loss of `batch`."""
+    """One worker's part of a step: the gradient of `scale` times the loss of `batch`."""
 
     batch: Batch
     scale: float
@@ -81,7 +81,7 @@ class Task(NamedTuple):
 class Work(Protocol):
     """The source of tasks and the sink of their results: the trainer's side of an engine."""
 
-    #: Gradients in a row that a worker with steps of its own may drop, if they are not finite.
+    #: The consecutive non-finite gradients that a worker may drop where workers train apart.
     max_drops: int
 
     def task(self, step: int) -> Task:
@@ -95,39 +95,39 @@ class Work(Protocol):
 
 
 class Engine(Protocol):
-    """One rank's part in a training regime."""
+    """The part of one rank in a training regime."""
 
     name: str
-    algorithm: str | None  #: the all-reduce of gradients; None where none are reduced
+    algorithm: str | None  #: the all-reduce of gradients; None without one
     workers: int  #: ranks that compute gradients
-    servers: int  #: ranks, or threads in them, that keep parameters for workers
-    worker: int | None  #: this rank's index among the workers; None where it only serves
-    asynchronous: bool  #: a step of one worker counts by itself; else all workers share each step
+    servers: int  #: ranks or threads that keep parameters for workers
+    worker: int | None  #: this rank's index among the workers; None for a rank that only serves
+    asynchronous: bool  #: each worker takes steps of its own; else all workers share each step
     updates_per_step: float  #: calls of the optimizer per step of all workers
-    recorder: Recorder | None  #: of the order of events, where it matters
+    recorder: Recorder | None  #: the recorder of the order of events; None if the order is fixed
     replica: Replica
     times: Times
     bytes_sent: int
-    staleness: Staleness | None  #: on all ranks after `train`; None where no gradient is stale
-    check: GradientCheck  #: of this rank's gradients
+    staleness: Staleness | None  #: set on all ranks by `train`; None if no gradient can be stale
+    check: GradientCheck  #: the check of this rank's gradients
 
     def train(self, work: Work, start: int, until: int) -> tuple[int, Flags]:
         """Train from step `start` to `until`; return the step reached and the flags; collective.
 
-        A step is one batch of samples, on whichever workers. The flags are the maxima over all
-        ranks, the same on each. With `stop` set the step may lie before `until`. With `failed` set
-        no rank has applied the gradient of the step returned: parameters, optimizer state and all
-        else are as before it, bit for bit, and training can go on with the next step.
+        A step is one batch of samples, whichever workers compute it. The flags are the maxima over
+        all ranks, the same on each. With `stop` set the step may lie before `until`. With `failed`
+        set no rank has applied the gradient of the returned step: the whole state is bit for bit
+        the one before this step, and training can go on with the next step.
         """
 
     def sum(self, numbers: np.ndarray) -> np.ndarray:
         """Return the sums of a few float64 over all ranks, the same on each."""
 
     def settle(self) -> None:
-        """Bring the parameters that are evaluated and saved into `replica.arena.param`."""
+        """Put the parameters to evaluate and save into `replica.arena.param`."""
 
     def state(self) -> list[Piece]:
-        """Return this rank's pieces of the state; those of all ranks make up the whole."""
+        """Return this rank's pieces of the state; the pieces of all ranks cover it once."""
 
     def load(self, saved: SavedState) -> None:
         """Request this rank's part of the state; it has arrived when all ranks have fetched.
@@ -140,7 +140,7 @@ class Engine(Protocol):
         """End the threads of this engine and free its links; collective."""
 
 
-class SteppingEngine(Protocol):
+class LockstepEngine(Protocol):
     """An engine whose workers take every step together."""
 
     def step(self, task: Task, flags: Flags) -> tuple[Sums, Flags]:
@@ -148,7 +148,7 @@ class SteppingEngine(Protocol):
 
 
 def train_in_lockstep(
-    engine: SteppingEngine, work: Work, start: int, until: int
+    engine: LockstepEngine, work: Work, start: int, until: int
 ) -> tuple[int, Flags]:
     """Train from step `start` to `until`, all workers in each step; see `Engine.train`."""
     flags = Flags()
@@ -162,7 +162,7 @@ def train_in_lockstep(
     return until, flags
 
 
-def begin_equal(world: World, replica: Replica, settings: str) -> None:
+def broadcast_replica(world: World, replica: Replica, settings: str) -> None:
     """Broadcast the parameters and buffers of rank 0; collective.
 
     Raises an error on all ranks if `settings` or the layout of the model differ between them.
@@ -171,7 +171,7 @@ def begin_equal(world: World, replica: Replica, settings: str) -> None:
     layout = f"{settings}, {arena.param.dtype}, {arena.slots}, {arena.buffer_slots}"
     world.must_agree(layout, "model and options")
     for plane in (arena.param, arena.buffer):
-        broadcast(world.main, plane)  # a user's own model may start from random numbers
+        broadcast(world.main, plane)  # users' models may start from other random numbers per rank
 
 
 def sum_over(group: Group, numbers: np.ndarray) -> np.ndarray:
@@ -183,14 +183,14 @@ def sum_over(group: Group, numbers: np.ndarray) -> np.ndarray:
 
 def sum_in_layer(group: Group, numbers: np.ndarray, times: Times, trace: Trace) -> np.ndarray:
     """Return the sums over ranks that a layer needs; the time counts as waiting."""
-    with trace.span("sum in a layer", "wait") as waiting:
+    with trace.span("sum in a layer", "wait") as wait_span:
         total = sum_over(group, numbers)
-    times.wait_s += waiting.seconds
+    times.wait_s += wait_span.seconds
     return total
 
 
 def gather_rows(link: Link, rows: np.ndarray) -> np.ndarray:
-    """Return the rows of partial sums of all ranks, in order; see `hpctrain.optim.Optimizer`."""
+    """Return the rows of partial sums of all ranks, in the order of ranks."""
     if link.size == 1:
         return rows
     parts = all_gather_bytes(link, rows.tobytes())
@@ -199,23 +199,23 @@ def gather_rows(link: Link, rows: np.ndarray) -> np.ndarray:
 
 def join_flags(group: Group, step: int, flags: Flags, failed: bool) -> tuple[int, Flags]:
     """Return (step, flags) of all ranks: `step`, or the one at which a rank has `failed`."""
-    code = ((group.link.rank + 1) << STEP_BITS) + step if failed else 0
-    numbers = np.array([flags.stop, code], np.int64)
+    failure_code = ((group.link.rank + 1) << STEP_BITS) + step if failed else 0
+    numbers = np.array([flags.stop, failure_code], np.int64)
     recursive_doubling(group, numbers, np.maximum)
-    stop, code = numbers.tolist()
-    failure, failed_step = divmod(code, 1 << STEP_BITS)
+    stop, failure_code = numbers.tolist()
+    failure, failed_step = divmod(failure_code, 1 << STEP_BITS)
     return (failed_step if failure else step), Flags(stop, failure)
 
 
 def identity_total(partials: np.ndarray) -> np.ndarray:
-    """Return `partials` as they are: one rank holds the whole arena."""
+    """Return `partials` unchanged: one rank holds the whole arena."""
     return partials
 
 
 def pieces_of(
     arena: Arena, optimizer_state: Mapping[str, np.ndarray], rank: int, size: int
 ) -> list[Piece]:
-    """Return rank's 1/P of a state that every rank holds in full: all ranks share the writing."""
+    """Return the 1/P that `rank` saves of a state that every rank holds in full."""
     return [piece_of(name, x, rank, size) for name, x in _flat(arena, optimizer_state).items()]
 
 
@@ -240,7 +240,7 @@ def _flat(arena: Arena, optimizer_state: Mapping[str, np.ndarray]) -> dict[str, 
 
 
 def piece_of(name: str, x: np.ndarray, rank: int, size: int) -> Piece:
-    """Return rank's 1/P of flat array `x`, which every rank holds in full."""
-    offsets: Sequence[int] = bounds(x.size, size, BLOCK)
+    """Return the 1/P that `rank` saves of flat array `x`, which every rank holds in full."""
+    offsets: Sequence[int] = bounds(x.size, size, BLOCK_ELEMENTS)
     start, stop = offsets[rank], offsets[rank + 1]
     return Piece(name, start, x.size, x[start:stop])

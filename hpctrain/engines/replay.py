@@ -1,9 +1,9 @@
 """The log of an asynchronous run, and its replay: only the order of events is recorded.
 
 A gradient depends on the worker's parameters and on its step; parameters depend on the order of
-updates and averagings. So a run is replayed, bit for bit, by waiting for the next rank of the log
-instead of for any rank; on MPI or with ranks as threads. Each rank that decides on an order writes
-a file, whose first line describes the run and the machine:
+updates and averagings. A replay waits for the next rank of the log instead of for any rank, and so
+repeats the run bit for bit, over MPI or with ranks as threads. Each rank that decides on an order
+writes a file, whose first line describes the run and the machine:
 
     DIR/replay/rank-00003.jsonl    {"run": {...}, "about": {...}}
                                    {"start": 0, "until": 12, ...}      an interval of training
@@ -33,31 +33,31 @@ from hpctrain.run_files.schemas import first_fault
 log = logging.getLogger(__name__)
 FOLDER = "replay"
 Count = Annotated[int, Field(ge=0, lt=2**63)]
-#: An event as a list of JSON: the workers that reported, the order (its second entry is a
-#: Use, see shard.py), the replies, perhaps the staleness.
+#: An event as a JSON list: the workers that reported, the order (its second entry is a
+#: GradientAction, see shard.py), the replies, and the staleness if the gradient may be stale.
 OrderEntry = tuple[list[Count], Annotated[int, Field(ge=0, le=5)], float, list[Count], bool]
 ReplyEntries = list[tuple[Count, Count, Count, Count]]
 EventEntry = (
     tuple[list[Count], OrderEntry, ReplyEntries]
     | tuple[list[Count], OrderEntry, ReplyEntries, Count | None]
 )
-_STRICT = pydantic.ConfigDict(strict=True, extra="forbid")
+_STRICT_CONFIG = pydantic.ConfigDict(strict=True, extra="forbid")
 Interval = dict[str, Any]  #: the decisions of an engine from step "start" to "until"
 
 
 class StalenessEntry(pydantic.BaseModel):
     """The counts of stale gradients after an interval."""
 
-    model_config = _STRICT
+    model_config = _STRICT_CONFIG
     histogram: dict[Annotated[str, Field(pattern=r"^[0-9]{1,18}$")], Count]
     clock_gap_max: Count | None
     dropped: Count
 
 
 class LogHead(pydantic.BaseModel):
-    """The first line of a log: settings that a replay must share, and facts for the reader."""
+    """The first line of a log: the settings that a replay must share, and the machine."""
 
-    model_config = _STRICT
+    model_config = _STRICT_CONFIG
     run: dict[str, Any]
     about: dict[str, str]
 
@@ -65,7 +65,7 @@ class LogHead(pydantic.BaseModel):
 class IntervalEntry(pydantic.BaseModel):
     """The other lines: the decisions of an interval, as engines record them."""
 
-    model_config = _STRICT
+    model_config = _STRICT_CONFIG
     start: Count
     until: Count
     events: list[EventEntry] | None = None
@@ -74,7 +74,7 @@ class IntervalEntry(pydantic.BaseModel):
     staleness: StalenessEntry | None = None
 
     @pydantic.model_validator(mode="after")
-    def _complete(self) -> IntervalEntry:
+    def _check_fields(self) -> IntervalEntry:
         if self.start > self.until:
             raise ValueError(f"expected 'until' of at least {self.start}")
         if self.turns is None and None in (self.events, self.clocks, self.staleness):
@@ -87,87 +87,93 @@ class Recorder:
 
     def __init__(self) -> None:
         self._intervals: list[Interval] = []
-        self._log: list[Interval] | None = None
-        self._next = 0  # index of the next interval of the log
+        self._logged_intervals: list[Interval] | None = None
+        self._next_index = 0  # index of the next interval of the log
 
     @property
-    def replays(self) -> bool:
-        return self._log is not None
+    def is_replay(self) -> bool:
+        return self._logged_intervals is not None
 
-    def note(self, start: int, until: int, **decisions: Any) -> None:
+    def record_interval(self, start: int, until: int, **decisions: Any) -> None:
         """Record the decisions of the interval from step `start` to `until`."""
         self._intervals.append({"start": start, "until": until, **decisions})
 
-    def take(self) -> list[Interval]:
+    def take_intervals(self) -> list[Interval]:
         """Return the intervals recorded since the last call."""
         intervals, self._intervals = self._intervals, []
         return intervals
 
-    def replay(self, log: list[Interval], first: int) -> None:
-        """Replay `log` from interval `first` on."""
-        self._log, self._next = log, first
+    def start_replay(self, intervals: list[Interval], first_index: int) -> None:
+        """Replay the logged `intervals`, from index `first_index` on."""
+        self._logged_intervals, self._next_index = intervals, first_index
 
-    def interval(self, start: int, until: int) -> Interval:
+    def next_interval(self, start: int, until: int) -> Interval:
         """Return the next interval of the log; raise HpctrainError if it has other steps.
 
-        Two intervals may have the same steps: one that a stop ended before all workers had done a
-        step has changed the parameters nevertheless.
+        Two intervals may have the same steps: a stop may end an interval before all workers have
+        done a step, but the parameters have changed.
         """
-        assert self._log is not None
-        rest, self._next = self._log[self._next :], self._next + 1
-        if not rest or (rest[0]["start"], rest[0]["until"]) != (start, until):
-            spans = ", ".join(f"{row['start']} to {row['until']}" for row in rest[:4]) or "none"
+        assert self._logged_intervals is not None
+        intervals = self._logged_intervals[self._next_index :]
+        self._next_index += 1
+        if not intervals or (intervals[0]["start"], intervals[0]["until"]) != (start, until):
+            steps = (
+                ", ".join(f"{row['start']} to {row['until']}" for row in intervals[:4]) or "none"
+            )
             raise HpctrainError(
-                f"the log to be replayed has no steps {start} to {until} but {spans}, ...; was the "
+                f"the log to be replayed has no steps {start} to {until} but {steps}, ...; was the "
                 "run killed before it reached them?"
             )
-        return rest[0]
+        return intervals[0]
 
 
 class ReplayLog:
-    """The file of one rank's recorder; does nothing without a run's folder."""
+    """The log file of one rank; without a recorder or a run folder all methods do nothing."""
 
     def __init__(
-        self, recorder: Recorder | None, run: Path | None, rank: int, depends_on: Mapping[str, Any]
+        self, recorder: Recorder | None, run: Path | None, rank: int, settings: Mapping[str, Any]
     ):
-        self._recorder, self._depends_on = recorder, depends_on
-        self._path = None if recorder is None or run is None else path_of(run, rank)
-        self._due: list[str] = []  # lines that could not be written yet
+        """Write the intervals of `recorder`; a replay must have equal `settings`."""
+        self._recorder, self._settings = recorder, settings
+        self._path = None if recorder is None or run is None else log_path(run, rank)
+        self._unwritten_lines: list[str] = []
 
-    def begin(self, step: int, intervals: int | None) -> None:
-        """Drop all but the first `intervals`: those after `step` will be trained again.
+    def truncate(self, step: int, interval_count: int | None) -> None:
+        """Keep the first `interval_count` intervals: steps after `step` will be trained again.
 
-        None: the checkpoint is of an older version, which did not save this number. Raises
-        FileError for a damaged log; a partial last line, which a crash leaves, is dropped.
+        With None, from checkpoints of older versions, keep the intervals that begin before `step`.
+        Drop a partial last line, which a crash leaves. Raises FileError for a damaged log.
         """
         if self._path is None or not os.path.lexists(self._path):
             return
-        contents = _read(self._path)
+        contents = _read_file(self._path)
         if contents.torn_bytes:
             log.warning("%s ended in half a line, which is dropped", self._path)
-        if intervals is None:  # the first line, of the machine, has no start
+        if interval_count is None:  # the first line describes the machine and has no start
             entries = [entry for entry in contents.entries if entry.get("start", -1) < step]
         else:
-            entries = contents.entries[: intervals + 1]
-            if len(entries) <= intervals:
+            entries = contents.entries[: interval_count + 1]
+            if len(entries) <= interval_count:
                 log.warning("%s has a gap: the run cannot be replayed", self._path)
         if len(entries) < len(contents.entries) or contents.torn_bytes:
-            atomic.replace(self._path, "".join(map(_line, entries)))
+            atomic.replace(self._path, "".join(map(_encode_line, entries)))
 
     def write(self) -> None:
-        """Append the intervals recorded since the last call; if that fails, training goes on.
+        """Append the intervals recorded since the last call.
 
-        Lines that could not be written are tried again by the next call.
+        After a write error training goes on; the next call tries again to write these lines.
         """
-        self._due += map(_line, self._recorder.take() if self._recorder else [])
-        if self._path is None or not self._due:
+        intervals = self._recorder.take_intervals() if self._recorder else []
+        self._unwritten_lines += map(_encode_line, intervals)
+        if self._path is None or not self._unwritten_lines:
             return
         try:
-            is_new = not self._path.exists()
+            lines = list(self._unwritten_lines)
+            if not self._path.exists():
+                lines.insert(0, _encode_line({"run": self._settings, "about": describe_machine()}))
             self._path.parent.mkdir(exist_ok=True)
-            head = [_line({"run": self._depends_on, "about": about()})] if is_new else []
-            files.append_lines(self._path, "".join([*head, *self._due]))
-            self._due = []
+            files.append_lines(self._path, "".join(lines))
+            self._unwritten_lines = []
         except OSError as error:
             log.warning("%s is not written (%s); training goes on", self._path, error.strerror)
 
@@ -180,53 +186,52 @@ class ReplayLog:
     def end(self) -> None:
         """Write the remaining lines; warn if the log has a gap."""
         self.write()
-        if self._path is not None and self._due:
+        if self._path is not None and self._unwritten_lines:
             log.warning("%s has a gap: the run cannot be replayed", self._path)
 
 
-def path_of(run: Path, rank: int) -> Path:
+def log_path(run: Path, rank: int) -> Path:
     """Return the path of the log of `rank`."""
     return Path(run) / FOLDER / f"rank-{rank:05d}.jsonl"
 
 
-def read(
-    run: Path, rank: int, depends_on: Mapping[str, Any]
+def read_log(
+    run: Path, rank: int, settings: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[Interval]]:
     """Return (about, intervals) of the log of `rank`, which may be empty.
 
-    Raises UsageError if the run has no log, a damaged one, or other settings than `depends_on`.
+    Raises UsageError if the run has no log, a damaged one, or other `settings`.
     """
     folder = Path(run) / FOLDER
     if not folder.is_dir():
         raise UsageError(
             f"--replay {run}: there is no folder {FOLDER}; only regimes in which the order of "
-            "events matters keep one"
+            "events matters write one"
         )
-    head, *intervals = _entries(path_of(run, rank)) or [{"run": depends_on, "about": {}}]
-    settings, machine = head["run"], head["about"]
-    if changes := differences(settings, depends_on):
+    head, *intervals = _read_entries(log_path(run, rank)) or [{"run": settings, "about": {}}]
+    if changes := describe_differences(head["run"], settings):
         raise UsageError(f"--replay {run}: that run had other settings: {changes}; take its recipe")
-    return machine, intervals
+    return head["about"], intervals
 
 
-def differences(logged: Mapping[str, Any], current: Mapping[str, Any]) -> str:
+def describe_differences(old_facts: Mapping[str, Any], new_facts: Mapping[str, Any]) -> str:
     """Return a text with the old and the new value of each key that differs."""
-    keys = [key for key in logged if logged[key] != current.get(key)]
-    return ", ".join(f"{key} was {logged[key]}, now {current.get(key)}" for key in keys)
+    keys = [key for key in old_facts if old_facts[key] != new_facts.get(key)]
+    return ", ".join(f"{key} was {old_facts[key]}, now {new_facts.get(key)}" for key in keys)
 
 
-def about() -> dict[str, str]:
-    """Return the processor and the libraries, on which the last bits of products depend."""
-    blas = [lib for lib in threadpoolctl.threadpool_info() if lib["user_api"] == "blas"]
+def describe_machine() -> dict[str, str]:
+    """Return the processor and the libraries, on which the last bits of matrix products depend."""
+    libraries = [lib for lib in threadpoolctl.threadpool_info() if lib["user_api"] == "blas"]
     return {
-        "cpu": _cpu(),
-        "blas": ", ".join(sorted(f"{lib['internal_api']} {lib['version']}" for lib in blas)),
-        "blas_threads": ", ".join(sorted(str(lib["num_threads"]) for lib in blas)),
+        "cpu": _cpu_model(),
+        "blas": ", ".join(sorted(f"{lib['internal_api']} {lib['version']}" for lib in libraries)),
+        "blas_threads": ", ".join(sorted(str(lib["num_threads"]) for lib in libraries)),
         "numpy": np.__version__,
     }
 
 
-def _cpu() -> str:
+def _cpu_model() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -235,35 +240,35 @@ def _cpu() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-def _entries(path: Path) -> list[dict[str, Any]]:
-    """Return the head and the intervals of a log; an empty list if there is no file."""
+def _read_entries(path: Path) -> list[dict[str, Any]]:
+    """Return the first line and the intervals of a log; an empty list if there is no file."""
     try:
-        entries = _read(path).entries
+        entries = _read_file(path).entries
     except files.MissingError:
         return []
-    for number, entry in enumerate(entries, start=1):
-        if (number == 1) != ("run" in entry):
-            expected = "the line of the machine" if number == 1 else "an interval"
-            raise files.FileError(f"{path}, line {number}: expected {expected}")
+    for line_number, entry in enumerate(entries, start=1):
+        if (line_number == 1) != ("run" in entry):
+            expected = "the line of the machine" if line_number == 1 else "an interval"
+            raise files.FileError(f"{path}, line {line_number}: expected {expected}")
     return entries
 
 
-def _line(entry: Mapping[str, Any]) -> str:
+def _encode_line(entry: Mapping[str, Any]) -> str:
     """Return `entry` as a line with a checksum: a changed bit could change the order."""
     return json.dumps({**entry, "crc32": zlib.crc32(json.dumps(entry).encode())}) + "\n"
 
 
-def _read(path: Path) -> files.Log[dict[str, Any]]:
-    return files.read_log(path, _checked)
+def _read_file(path: Path) -> files.Log[dict[str, Any]]:
+    return files.read_log(path, _check_entry)
 
 
-def _checked(entry: dict[str, Any]) -> dict[str, Any]:
-    """Check an entry; return it without its checksum, which older versions did not write."""
-    checksum, text = entry.pop("crc32", None), json.dumps(entry)
-    if checksum is not None and checksum != zlib.crc32(text.encode()):
+def _check_entry(entry: dict[str, Any]) -> dict[str, Any]:
+    """Return a valid `entry` without its checksum, which older versions did not write."""
+    checksum, payload = entry.pop("crc32", None), json.dumps(entry)
+    if checksum is not None and checksum != zlib.crc32(payload.encode()):
         raise ValueError("expected a line that has its CRC-32, seen one that was altered")
     try:
-        (LogHead if "run" in entry else IntervalEntry).model_validate_json(text)
+        (LogHead if "run" in entry else IntervalEntry).model_validate_json(payload)
     except pydantic.ValidationError as error:
         raise ValueError(first_fault(error)) from None
     return entry

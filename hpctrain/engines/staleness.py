@@ -1,8 +1,8 @@
 """Staleness of gradients, measured on the rank that applies them.
 
 The *staleness* of a gradient is the number of updates between the pull of the parameters at which
-it was computed and its push. The *clock gap* of a worker is the number of steps by which it is
-ahead of the slowest when it starts one. Source of both terms: Ho et al. (2013).
+it was computed and its push. The *clock gap* is the number of steps by which a worker that starts a
+step is ahead of the slowest one. Source of both terms: Ho et al. (2013).
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from hpctrain.transport.link import Link
 
 @dataclass
 class Staleness:
-    """The counts of an engine since its start."""
+    """The stale and the dropped gradients of an engine since its start."""
 
     histogram: Counter[int] = field(default_factory=Counter)  #: staleness -> applied gradients
     clock_gap_max: int | None = None  #: None where no worker can be ahead
     dropped: int = 0  #: gradients that arrived too late to be applied
 
-    def count(self, staleness: int) -> None:
-        """Count a gradient that is applied."""
+    def record_gradient(self, staleness: int) -> None:
+        """Record an applied gradient."""
         self.histogram[staleness] += 1
 
     def record_gap(self, steps: int) -> None:
@@ -36,16 +36,17 @@ class Staleness:
     @property
     def mean(self) -> float | None:
         """The mean over gradients; None if no gradient was applied on its own."""
-        count = self.histogram.total()
-        return sum(s * n for s, n in self.histogram.items()) / count if count else None
+        gradients = self.histogram.total()
+        total = sum(staleness * count for staleness, count in self.histogram.items())
+        return total / gradients if gradients else None
 
     @property
     def max(self) -> int | None:
-        """The largest; None if no gradient was applied on its own."""
+        """The largest staleness; None if no gradient was applied on its own."""
         return max(self.histogram, default=None)
 
-    def merged(self, other: Staleness) -> Staleness:
-        """Return the counts of both: two parts of a run, or two servers."""
+    def merge(self, other: Staleness) -> Staleness:
+        """Return the counts of two parts of a run, or of two servers, added up."""
         gaps = [gap for gap in (self.clock_gap_max, other.clock_gap_max) if gap is not None]
         return Staleness(
             self.histogram + other.histogram,
@@ -55,9 +56,8 @@ class Staleness:
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON object for `from_json`."""
-        histogram = {str(s): n for s, n in sorted(self.histogram.items())}
         return {
-            "histogram": histogram,
+            "histogram": {str(key): count for key, count in sorted(self.histogram.items())},
             "clock_gap_max": self.clock_gap_max,
             "dropped": self.dropped,
         }
@@ -65,18 +65,18 @@ class Staleness:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Staleness:
         """Return the counts of an object from `to_json`."""
-        histogram = Counter({int(s): n for s, n in data["histogram"].items()})
+        histogram = Counter({int(key): count for key, count in data["histogram"].items()})
         return cls(histogram, data["clock_gap_max"], data["dropped"])
 
 
-def shared_staleness(link: Link, local: Staleness | None) -> Staleness:
-    """Return, on all ranks, the counts of the one rank that passes `local`; collective."""
-    message = b"" if local is None else json.dumps(local.to_json()).encode()
+def broadcast_staleness(link: Link, local_counts: Staleness | None) -> Staleness:
+    """Return on all ranks the counts of the only rank that passes `local_counts`; collective."""
+    message = b"" if local_counts is None else json.dumps(local_counts.to_json()).encode()
     return Staleness.from_json(json.loads(b"".join(all_gather_bytes(link, message))))
 
 
 def metrics(staleness: Staleness | None) -> dict[str, Any]:
-    """Return the entries of rows and summaries; None for counts that a regime does not have."""
+    """Return the entries of rows and summaries; None for counts that a regime lacks."""
     if staleness is None:
         return dict.fromkeys(metrics(Staleness()))
     return {

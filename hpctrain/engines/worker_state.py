@@ -1,8 +1,8 @@
 """The state of one worker where workers train apart: parameters and the optimizer's state.
 
-Between trainings the arena holds the parameters that are evaluated and saved, such as the mean over
-workers, and a copy holds the worker's own planes. A checkpoint has both: "param" is the former,
-"worker.3.param" the plane of worker 3.
+Between two calls of `train` the arena holds the parameters that are evaluated and saved, such as
+the mean over workers, and a copy holds the worker's own planes. A checkpoint has both: "param" is
+the plane of the arena, "worker.3.param" the plane of worker 3.
 """
 
 from __future__ import annotations

@@ -25,11 +25,11 @@ import numpy as np
 from pydantic import Field
 
 from hpctrain import config, nn
-from hpctrain.collectives.ordered import Subtotal, SumTree, into_the_left
+from hpctrain.collectives.ordered import Subtotal, SumTree, make_in_place_add
 from hpctrain.core.errors import HpctrainError, UsageError
 from hpctrain.gradients.arena import Arena
 from hpctrain.gradients.replica import Batch, Replica, ignore_ready
-from hpctrain.transport.placement.core_binding import one_blas_thread
+from hpctrain.transport.placement.core_binding import limit_blas_to_one_thread
 
 DEFAULT_BLOCKS = 8
 ZERO_SUMS = nn.Sums(0.0, 0, 0)
@@ -73,10 +73,10 @@ class BlockReplica:
                 "computed in blocks: expected a model without BatchNorm; use LayerNorm, or "
                 "reduction = 'fast'"
             )
-        one_blas_thread()
+        limit_blas_to_one_thread()
         #: Sums of each block of the step, (blocks, 3); zeros for blocks of other ranks
         self.table = np.zeros((tree.blocks, len(ZERO_SUMS)))
-        self._replica, self._tree, self._own_blocks = replica, tree, tree.run(rank)
+        self._replica, self._tree, self._own_blocks = replica, tree, tree.blocks_of(rank)
         self._slots = {slot.name: slot for slot in replica.arena.slots}
         self._planes: list[np.ndarray] = []
         self._subtotals: list[Subtotal] = []
@@ -131,7 +131,9 @@ class BlockReplica:
     def _add_or_copy(self, block: int) -> None:
         """Add the gradient of `block` to the subtotal before it, or keep a copy of the gradient."""
         grad = self.arena.grad
-        self._tree.join(self._subtotals, Subtotal(block, block + 1, grad), into_the_left(np.add))
+        self._tree.append_subtotal(
+            self._subtotals, Subtotal(block, block + 1, grad), make_in_place_add(np.add)
+        )
         if self._subtotals[-1].x is grad:
             plane = self._find_free_plane()
             plane[...] = grad
@@ -145,7 +147,9 @@ class BlockReplica:
             waiting_planes.append(left)
             return right
 
-        self._tree.join(self._subtotals, Subtotal(block, block + 1, self.arena.grad), record_left)
+        self._tree.append_subtotal(
+            self._subtotals, Subtotal(block, block + 1, self.arena.grad), record_left
+        )
         return waiting_planes
 
     def _finish_slot(

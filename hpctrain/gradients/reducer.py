@@ -45,7 +45,7 @@ from hpctrain.core.xp import Event, event, finish, own_stream, wait_for
 from hpctrain.gradients.blocks import ReductionOptions
 from hpctrain.gradients.buckets import Bucket, BucketProgress
 from hpctrain.gradients.compress import CompressionOptions
-from hpctrain.tuning.select import name_of, resolved
+from hpctrain.tuning.select import algorithm_name, resolve_auto
 from hpctrain.watch.trace import Trace
 
 JOIN_TIMEOUT_S = 10.0
@@ -122,9 +122,11 @@ class Reducer:
         self._trace, self._priority = trace or Trace(), priority
         self._slices = [grad[bucket.start : bucket.stop] for bucket in buckets]
         self._sums = list(self._slices)  # the array of each bucket's sum
-        self._functions = [resolved(allreduce, group, x, np.add) for x in self._slices]
+        self._functions = [resolve_auto(allreduce, group, x, np.add) for x in self._slices]
         pairs = list(zip(self._slices, self._functions, strict=True))
-        self.algorithms = [name_of(function, group, x) for x, function in pairs]  #: of each bucket
+        self.algorithms = [
+            algorithm_name(function, group, x) for x, function in pairs
+        ]  #: of each bucket
         self._trace_details = [
             {"bytes": x.nbytes, "algorithm": name}
             for x, name in zip(self._slices, self.algorithms, strict=True)

@@ -1,10 +1,12 @@
-"""Memory still available to this process: of the machine, and of its control groups.
+"""Memory available to this process, limited by the machine and by its control groups.
 
     version 2   memory.max, memory.current, memory.stat: file
     version 1   memory.limit_in_bytes, memory.usage_in_bytes, memory.stat: total_cache
 
-Pages of files count as free: the kernel drops them when a process needs memory. Each group above a
-process may limit it: the smallest limit counts. Source: Linux, Documentation/admin-guide/cgroup-v2.
+Cached pages of files count as free: the kernel drops them when a process needs memory. Each group
+above a process may limit it: the smallest limit counts.
+
+Source: Linux, Documentation/admin-guide/cgroup-v2.
 """
 
 from __future__ import annotations
@@ -12,10 +14,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from hpctrain.hardware.pci import ROOT, read
-from hpctrain.hardware.quota import groups
+from hpctrain.hardware.pci import ROOT, read_text
+from hpctrain.hardware.quota import control_groups
 
-_VERSIONS = (
+_CGROUP_FILES = (
     ("memory.max", "memory.current", "file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_cache"),
 )
@@ -23,23 +25,23 @@ _VERSIONS = (
 
 def available_bytes(root: Path = ROOT) -> int | None:
     """Return the bytes available without swapping; None where the system does not report them."""
-    free = _fields(root / "proc/meminfo").get("MemAvailable")
-    limits_bytes = [] if free is None else [free << 10]
-    for group in groups("memory", root):
-        limits_bytes += _free_in_group(group)
+    free_kib = _parse_fields(root / "proc/meminfo").get("MemAvailable")
+    limits_bytes = [] if free_kib is None else [free_kib << 10]
+    for group in control_groups("memory", root):
+        limits_bytes += _free_bytes_in_group(group)
     return min(limits_bytes, default=None)
 
 
-def _free_in_group(group: Path) -> Iterator[int]:
-    """Yield the bytes left in a group, if it has a limit."""
-    for limit, usage, cache in _VERSIONS:
-        words = read(group / limit), read(group / usage)
+def _free_bytes_in_group(group: Path) -> Iterator[int]:
+    """Yield the bytes available in a control group if it has a limit."""
+    for limit_file, usage_file, cache_field in _CGROUP_FILES:
+        words = read_text(group / limit_file), read_text(group / usage_file)
         if all(word.isdigit() for word in words):  # "max": no limit
-            used_bytes = int(words[1]) - _fields(group / "memory.stat").get(cache, 0)
+            used_bytes = int(words[1]) - _parse_fields(group / "memory.stat").get(cache_field, 0)
             yield max(0, int(words[0]) - used_bytes)
 
 
-def _fields(file: Path) -> dict[str, int]:
-    """Return the numbers of a file of the kernel by their names, one per line."""
-    lines = (line.replace(":", " ").split() for line in read(file).splitlines())
+def _parse_fields(file: Path) -> dict[str, int]:
+    """Return {name: number} from a kernel file with one name and number per line."""
+    lines = (line.replace(":", " ").split() for line in read_text(file).splitlines())
     return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}

@@ -14,34 +14,36 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from hpctrain.hardware.pci import ROOT, read
+from hpctrain.hardware.pci import ROOT, read_text
 
-GROUPS = "sys/fs/cgroup"
+CGROUP_FOLDER = "sys/fs/cgroup"
 
 
-def cores(root: Path = ROOT) -> float | None:
-    """Return the CPU time of this process in cores; None where nothing limits it."""
-    limits = [limit for group in groups("cpu", root) if (limit := _limit(group)) is not None]
+def quota_cores(root: Path = ROOT) -> float | None:
+    """Return the CPU quota of this process in cores; None without a limit."""
+    limits = [
+        limit for group in control_groups("cpu", root) if (limit := _cpu_limit(group)) is not None
+    ]
     return min(limits, default=None)
 
 
-def groups(controller: str, root: Path = ROOT) -> Iterator[Path]:
-    """Yield the folders of this process's groups, from the root down."""
-    for line in read(root / "proc/self/cgroup").splitlines():
-        _, kinds, path = line.split(":", 2)
-        if kinds and controller not in kinds.split(","):
+def control_groups(controller: str, root: Path = ROOT) -> Iterator[Path]:
+    """Yield the folders of this process's control groups, from the root down."""
+    for line in read_text(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
             continue
-        top = root / GROUPS / controller if kinds else root / GROUPS
-        # In a container `path` may be the host's: then only `top` exists, and is the container's.
+        root_group = root / CGROUP_FOLDER / controller if controllers else root / CGROUP_FOLDER
+        # In a container `path` may be the host's: then only the container's `root_group` exists.
         parts = Path(path).parts[1:]
-        yield from (top.joinpath(*parts[:depth]) for depth in range(len(parts) + 1))
+        yield from (root_group.joinpath(*parts[:depth]) for depth in range(len(parts) + 1))
 
 
-def _limit(group: Path) -> float | None:
-    words = read(group / "cpu.max").split()
-    words = words or [read(group / f"cpu.cfs_{name}_us") for name in ("quota", "period")]
+def _cpu_limit(group: Path) -> float | None:
+    words = read_text(group / "cpu.max").split()
+    words = words or [read_text(group / f"cpu.cfs_{name}_us") for name in ("quota", "period")]
     try:
         quota, period = map(int, words)
-    except ValueError:  # no limit, or no such group in sight
+    except ValueError:  # no limit, or the group is not visible here
         return None
     return quota / period if quota > 0 else None

@@ -148,7 +148,7 @@ def _gradient_bytes(spec: Recipe) -> int:
 def _blas_threads(cores: int | None, max_ranks: int) -> int | None:
     """Return the BLAS threads of a rank: its share of the cores when `max_ranks` ranks run."""
     cores_per_rank = None if cores is None else max(1, cores // max_ranks)
-    return core_binding.user_threads(os.environ) or cores_per_rank
+    return core_binding.user_blas_threads(os.environ) or cores_per_rank
 
 
 def _machine_facts(mpi: MpiInstallation | None) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from hpctrain.bench.prediction.predict import RankLayout, applies_to
 from hpctrain.cost_model import cost, fit
 from hpctrain.cost_model.loggp import Clocks, Cluster, Wire, uniform_cluster
 from hpctrain.cost_model.message_schedules import SCHEDULES
-from hpctrain.cost_model.training_step import even_step, step_time
+from hpctrain.cost_model.training_step import step_time, uniform_step
 from hpctrain.scaling.world_sizes import Size
 from hpctrain.tuning import defaults
 
@@ -104,7 +104,7 @@ class StepModel:
     @property
     def beta_s(self) -> float:
         """Seconds per byte."""
-        return self.wire.seconds_per_byte_both
+        return self.wire.duplex_seconds_per_byte
 
     def forecast(self, size: Size, share: float = 1.0) -> Forecast:
         """Return the predicted times of a step at `size` if `share` ranks share a core."""
@@ -137,7 +137,7 @@ def predict_communication(
         return 0.0, 0.0
     layout = RankLayout(size.ranks, size.per_node)
     schedule = algorithm if applies_to(algorithm, layout) else "ring"
-    step = even_step(compute_s, nbytes, nbytes / max(buckets, 1))
+    step = uniform_step(compute_s, nbytes, nbytes / max(buckets, 1))
     clocks = Clocks(cluster, layout.nodes, slow_factors=share)
     result = step_time(step, SCHEDULES[schedule], clocks, overlap=buckets > 0)
     return result.wire, result.exposed
@@ -203,7 +203,7 @@ def _fit_compute_law(steps: Sequence[StepTimes], strong: bool) -> tuple[float, f
     ranks = np.array([step.size.ranks for step in steps], float)
     compute_s = np.array([step.compute_s / step.share for step in steps])
     terms = np.stack([1 / ranks, np.ones_like(ranks)], 1)
-    b, a = fit.nonnegative(terms, compute_s).tolist()
+    b, a = fit.solve_nonnegative(terms, compute_s).tolist()
     factor = compute_s[-1] / (b / ranks[-1] + a)
     return b * factor, a * factor
 
@@ -212,7 +212,8 @@ def _make_cluster(
     steps: Sequence[StepTimes], nbytes: int, inside: Wire | None, between: Wire | None
 ) -> Cluster:
     """Return the unscaled machine: from single messages, wire times or defaults."""
-    node_cluster, network_cluster = uniform_cluster(defaults.NODE), uniform_cluster(defaults.ACROSS)
+    node_cluster = uniform_cluster(defaults.INTRA_NODE)
+    network_cluster = uniform_cluster(defaults.INTER_NODE)
     return replace(
         node_cluster,
         inside=inside or _fit_wire_times(steps, nbytes, several_nodes=False) or node_cluster.inside,
@@ -247,9 +248,8 @@ def _fit_wire_times(steps: Sequence[StepTimes], nbytes: int, *, several_nodes: b
     if len({path.steps for path, _ in samples}) < 2:
         return None
     coefficients = np.array([(path.steps, path.bytes) for path, _ in samples], float)
-    alpha, beta = fit.nonnegative(
-        coefficients, np.array([seconds for _, seconds in samples])
-    ).tolist()
+    measured_s = np.array([seconds for _, seconds in samples])
+    alpha, beta = fit.solve_nonnegative(coefficients, measured_s).tolist()
     return uniform_cluster(cost.Machine(alpha, beta, 0.0)).inside
 
 

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hpctrain.cost_model.fit import nonnegative
+from hpctrain.cost_model.fit import solve_nonnegative
 
 Floats = Sequence[float]
 
@@ -39,7 +39,7 @@ def fit_gustafson(ranks: Sequence[int], rates: Floats) -> float:
 
 def _constant_fraction(x: np.ndarray, y: np.ndarray) -> float:
     """Return a / (a + b) of the fit y = a + b x with a, b >= 0."""
-    b, a = nonnegative(np.stack([x, np.ones_like(x)], 1), y).tolist()
+    b, a = solve_nonnegative(np.stack([x, np.ones_like(x)], 1), y).tolist()
     return float(a / (a + b))
 
 

@@ -274,7 +274,7 @@ class Journal:
     def _staleness(self) -> Staleness | None:
         """The counts since the first step, also those before the run was resumed."""
         since_resume, earlier = self.engine.staleness, self._earlier_staleness
-        return since_resume.merged(earlier) if since_resume and earlier else since_resume or earlier
+        return since_resume.merge(earlier) if since_resume and earlier else since_resume or earlier
 
     def _updates(self, step: int) -> int:
         """Return the number of updates before that of step `step`, counted from 1."""

@@ -90,7 +90,7 @@ class Loop:
 
     def _begin_log(self) -> None:
         with run_folder.writable(self.journal.run or Path()):
-            self.replay_log.begin(self.step, self.journal.intervals)
+            self.replay_log.truncate(self.step, self.journal.intervals)
 
     def run(self, request: StopRequest) -> dict[str, Any]:
         """Train from `step` to the end, or to the step of a request to stop."""
@@ -157,10 +157,11 @@ class Loop:
                 "train again without --replay"
             )
         recorded, intervals = self.world.on_all_ranks(
-            lambda: replay.read(run, rank, self._replay_settings())
+            lambda: replay.read_log(run, rank, self._replay_settings())
         )
-        recorder.replay(intervals, self.journal.intervals or 0)
-        notes = filter(None, self.world.gather(replay.differences(recorded, replay.about())))
+        recorder.start_replay(intervals, self.journal.intervals or 0)
+        changes = replay.describe_differences(recorded, replay.describe_machine())
+        notes = filter(None, self.world.gather(changes))
         if rank == 0 and (text := " | ".join(notes)):
             log.warning("the last bits may differ from those of %s: %s", run, text)
 

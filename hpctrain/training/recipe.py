@@ -15,7 +15,7 @@ from typing import Any
 import tomli_w
 
 from hpctrain import config, data, engines, nn, optim
-from hpctrain.collectives.direct import must_be_one_node
+from hpctrain.collectives.direct import require_one_node
 from hpctrain.config import overrides, toml, usercode
 from hpctrain.config.usercode import Code
 from hpctrain.core import files
@@ -30,7 +30,7 @@ from hpctrain.training.run_options import (
     TraceOptions,
     most_skipped,
 )
-from hpctrain.tuning.select import allreduce_named
+from hpctrain.tuning.select import find_allreduce
 
 Table = dict[str, Any]
 
@@ -67,7 +67,7 @@ class Recipe:
         engines.must_fit(self.engine, ranks, self.batch.size(workers))
         self.faults.check(ranks, workers)
         if getattr(self.engine, "algorithm", "auto") == "direct":
-            must_be_one_node(nodes)
+            require_one_node(nodes)
 
     @property
     def sha256(self) -> str:
@@ -188,7 +188,7 @@ def _engine(table: Table, wire: Table) -> Any:
     """Return the engine's options; engines with wire options also take the keys of `[wire]`."""
     table = {"kind": "allreduce", **table}
     wire_options = config.read(WireOptions, wire, "wire")
-    allreduce_named(wire_options.algorithm)
+    find_allreduce(wire_options.algorithm)
     misplaced_keys = {option.name for option in fields(WireOptions)} & table.keys()
     if misplaced_keys:
         raise UsageError(f"[engine] {', '.join(sorted(misplaced_keys))}: belongs in [wire]")

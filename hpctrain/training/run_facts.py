@@ -43,4 +43,4 @@ def _gpu_paths(world: World) -> dict[str, str] | None:
     if not any(place.gpu for place in world.places):
         return None
     gpu_memory = world.memory.gpu
-    return paths.table(world.verdict, gpu_memory is not None and gpu_memory.refused)
+    return paths.summarize_paths(world.verdict, gpu_memory is not None and gpu_memory.refused)

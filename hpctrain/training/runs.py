@@ -197,7 +197,7 @@ def _on_gpu(device: Device) -> bool:
         on_cores = world is not None and device == "auto"  # as `init` chose
         return not on_cores and gpus.select_gpu(device, launched(os.environ)) is not None
     if device != "cpu":
-        gpus.use(world.gpu.ordinal)
+        gpus.use_gpu(world.gpu.ordinal)
     return device != "cpu"
 
 

@@ -1,9 +1,9 @@
 """The interface of every transport: one rank's view of the ranks it can send to.
 
 A Link belongs to one thread; another thread gets its own by `split`. Arrays are contiguous, of
-NumPy or CuPy (device/transfers.py), and travel as bytes. There is no receive from "anyone": its
-order could not be replayed, and a dead peer would leave it pending. Every receive compares the
-bytes that came with the bytes expected.
+NumPy or CuPy (device/transfers.py), and travel as bytes. There is no receive from any source: its
+order could not be replayed, and a dead peer would leave it pending. Every receive checks the number
+of bytes.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ class Request(Protocol):
 
 
 class NativeCall(NamedTuple):
-    """A bare call of the library, and the view that holds its result."""
+    """A bare call of the library, and the array that holds its result."""
 
     call: Callable[[], Any]
     result: np.ndarray
 
 
 class NativeCollectives(Protocol):
-    """The library's own collectives on the ranks of a link: yardstick and oracle of ours."""
+    """The library's own collectives on the ranks of a link, for comparison with ours."""
 
     def allreduce(self, x: np.ndarray, op: Any) -> None:
         """Reduce `x` in place."""
@@ -41,7 +41,7 @@ class NativeCollectives(Protocol):
     def bind_allreduce(self, x: np.ndarray, op: Any) -> Callable[[], Any]:
         """Return a call that does `allreduce` to flat `x`, with all lookups done before.
 
-        It matches `allreduce` on other ranks.
+        Other ranks may call `allreduce` instead.
         """
 
     def bind(self, collective: str, x: np.ndarray, op: Any) -> NativeCall:
@@ -53,24 +53,25 @@ class NativeCollectives(Protocol):
 
 
 class Link(Protocol):
-    """`size` ranks that can send to each other, seen from `rank`."""
+    """Links `rank` to `size` ranks that can send to each other."""
 
     rank: int
     size: int
     bytes_sent: int  #: payload bytes this rank has sent on this link
     messages_sent: int
-    host_bytes: int  #: of GPUs' arrays, copied to or from the host for its messages
-    paths: tuple[Path, ...]  #: of GPU memory to each rank; none if there is no GPU
-    by_size: tuple[Thresholds, ...]  #: to each rank: from which length on staged, or by pointer
-    sleeps_while_waiting: bool  #: and leaves the core to threads that compute
+    host_bytes: int  #: bytes of GPU arrays, copied to or from the host for messages
+    paths: tuple[Path, ...]  #: path of GPU memory to each rank; empty without GPUs
+    #: to each rank: the sizes from which messages are staged, or sent by pointer
+    path_thresholds: tuple[Thresholds, ...]
+    sleeps_while_waiting: bool  #: leaves the core to threads that compute
 
-    def isend(self, x: np.ndarray, to: int) -> Request:
-        """Start to send `x` to rank `to`."""
+    def isend(self, x: np.ndarray, dest: int) -> Request:
+        """Start to send `x` to rank `dest`."""
 
     def irecv(self, x: np.ndarray, source: int) -> Request:
         """Start to fill `x` from rank `source`."""
 
-    def sendrecv(self, x: np.ndarray, to: int, inbox: np.ndarray, source: int) -> None:
+    def sendrecv(self, x: np.ndarray, dest: int, inbox: np.ndarray, source: int) -> None:
         """Send `x` and fill `inbox`, both at once."""
 
     def wait_any(self, requests: Sequence[Any]) -> int:
@@ -82,28 +83,28 @@ class Link(Protocol):
     def view(self) -> Link:
         """Return this link for a second thread: of the two, one may only send, one only receive."""
 
-    def set_paths(self, paths: Sequence[Path], by_size: Sequence[Thresholds] = ()) -> None:
-        """Give GPUs' arrays to MPI only where `paths`, one to each rank, allow it; all must call.
+    def set_paths(self, paths: Sequence[Path], path_thresholds: Sequence[Thresholds] = ()) -> None:
+        """Give GPU arrays to MPI only if `paths`, one per rank, allow it; all must call.
 
-        `by_size`, also one for each rank, limits them to some lengths; () for all. Both also hold
-        for the links that are split from this one.
+        `path_thresholds`, also one per rank, restricts the paths to some message sizes; () to none.
+        Links that are split from this one inherit both.
         """
 
     def barrier(self) -> None:
         """Return once every rank has called."""
 
-    def wait_for(self, ready: Callable[[], bool], call: bytes) -> None:
-        """Return once `ready()`, a condition on shared memory that another rank fulfils."""
+    def wait_for(self, condition: Callable[[], bool], call: bytes) -> None:
+        """Return once `condition()` holds; it reads shared memory that another rank writes."""
 
     def window(self, nbytes: int) -> Sequence[np.ndarray]:
-        """Return all ranks' arrays of zeros, uint8, ours of `nbytes`; all on one node must call."""
+        """Return the zeroed uint8 arrays of all ranks, ours of `nbytes`; collective on one node."""
 
     @property
     def native(self) -> NativeCollectives:
         """The library's own collectives on these ranks."""
 
-    def record_in(self, entry: Entry) -> None:
-        """From now on record the calls that wait in the watch's `entry`."""
+    def record_waits_in(self, entry: Entry) -> None:
+        """Record waiting calls in the watch's `entry` from now on."""
 
     def interrupt_others(self) -> bool:
         """If all ranks are threads of this process, end their waits; return whether they are."""

@@ -1,16 +1,16 @@
 """The path of GPU memory between two ranks, and the reason: a verdict, made before the run.
 
     gdr          GPU -> NIC -> wire -> NIC -> GPU           the MPI is given device pointers
-    cuda-aware   GPU -> (the MPI knows how) -> GPU          the MPI is given device pointers
+    cuda-aware   GPU -> (as MPI chooses) -> GPU             the MPI is given device pointers
     ipc          GPU -> NVLink, PCIe or the same GPU        mapped memory of a node neighbour
     staged       GPU -> host -> wire -> host -> GPU         the MPI is given host memory
 
-A wrong "cuda-aware" is a segfault, so pointers need the success of a trial that ran as a job of its
-own. `STAGED`, the verdict without a trial, hands no device pointer to MPI.
+A wrong "cuda-aware" is a segfault, so pointers are used only after a successful trial in a job of
+its own. `STAGED_VERDICT`, the verdict without a trial, gives MPI no device pointer.
 
-Where pointers work they are not faster at every length: an MPI may stage worse than we do, or an
-adapter may read a far GPU slower than the host. So the trial times both, and a message then takes
-the path that was faster at its length.
+Pointers that work are not faster at every length: an MPI may stage worse than we do, or an adapter
+may read a far GPU slower than host memory. So the trial times both, and a message takes the path
+that was faster at its length.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from hpctrain.core.thresholds import Thresholds
 
 Path = Literal["gdr", "cuda-aware", "ipc", "staged"]
 #: The paths on which MPI is given device pointers.
-BY_POINTER: tuple[Path, ...] = ("gdr", "cuda-aware")
-HOST, POINTER = "staged", "pointer"  #: the two paths that a trial times, in a verdict's `by_size`
+POINTER_PATHS: tuple[Path, ...] = ("gdr", "cuda-aware")
+STAGED, POINTER = "staged", "pointer"  #: the two paths that a trial times, in a verdict's `by_size`
 
 
-Seconds = tuple[tuple[int, float], ...]
+MessageTimes = tuple[tuple[int, float], ...]
 
 
 class RankPlace(NamedTuple):
@@ -40,43 +40,45 @@ class RankPlace(NamedTuple):
 
 @dataclass(frozen=True)
 class Verdict:
-    """The path for each class of pairs, and the reason that it is no better one."""
+    """The path for each class of pairs, and the reason for the choice."""
 
     same_gpu: Path
     same_node: Path
     across: Path
     reason: str
-    #: by class, where pointers may be given: from how many bytes on "staged" or "pointer" is faster
+    #: by class, if pointers are allowed: the sizes from which "staged" or "pointer" is faster
     by_size: Mapping[str, Thresholds] = field(default_factory=dict)
-    #: by class: seconds of messages of some lengths, the faster way: ((bytes, seconds), ...)
-    seconds: Mapping[str, Seconds] = field(default_factory=dict)
-    #: by class: of copies out of memory that a neighbour maps
+    #: by class: the time of messages on the faster path: ((bytes, seconds), ...)
+    seconds: Mapping[str, MessageTimes] = field(default_factory=dict)
+    #: by class: the rate of copies from a neighbour's mapped memory
     mapped_gb_s: Mapping[str, float] = field(default_factory=dict)
 
 
-#: The verdict without a trial: host memory, and neighbours' GPU memory where handles open.
-STAGED = Verdict("ipc", "ipc", "staged", "no trial was made")
-UNTRIED = "run `hpctrain doctor` once, in a job on such nodes"  #: the remedy without a trial
+#: The verdict without a trial: CUDA IPC inside a node, else staging through the host.
+STAGED_VERDICT = Verdict("ipc", "ipc", "staged", "no trial was made")
+TRIAL_REMEDY = "run `hpctrain doctor` once, in a job on such nodes"  #: the remedy without a trial
 
 
-def from_table(fields: Mapping[str, Any]) -> Verdict:
-    """Return the verdict of a table that `asdict` made, its tuples lists by JSON."""
-    size_tables = {key: _tuples(fields[key]) for key in ("by_size", "seconds") if key in fields}
+def verdict_from_table(fields: Mapping[str, Any]) -> Verdict:
+    """Return the verdict from a table made by `asdict`; JSON has turned its tuples into lists."""
+    size_tables = {
+        key: _rows_as_tuples(fields[key]) for key in ("by_size", "seconds") if key in fields
+    }
     return Verdict(**{**fields, **size_tables})
 
 
-def _tuples(size_tables: Mapping[str, Sequence[Sequence[Any]]]) -> dict[str, Any]:
+def _rows_as_tuples(size_tables: Mapping[str, Sequence[Sequence[Any]]]) -> dict[str, Any]:
     return {name: tuple(map(tuple, rows)) for name, rows in size_tables.items()}
 
 
-def classes(places: Sequence[RankPlace]) -> list[str]:
-    """Return the classes of pairs among `places`, which all have GPUs."""
+def pair_classes(places: Sequence[RankPlace]) -> list[str]:
+    """Return the classes of pairs among `places`, all of which have GPUs."""
     gpus, nodes = len(set(places)), len({place.node for place in places})
-    occurring = {"same_gpu": gpus < len(places), "same_node": gpus > nodes, "across": nodes > 1}
-    return [name for name, exists in occurring.items() if exists]
+    class_exists = {"same_gpu": gpus < len(places), "same_node": gpus > nodes, "across": nodes > 1}
+    return [name for name, exists in class_exists.items() if exists]
 
 
-def table(verdict: Verdict, ipc_refused: bool) -> dict[str, str]:
+def summarize_paths(verdict: Verdict, ipc_refused: bool) -> dict[str, str]:
     """Return the path of each class and the reason, for the summary of a run."""
     rows = {name: getattr(verdict, name) for name in ("same_gpu", "same_node", "across", "reason")}
     if ipc_refused:
@@ -85,24 +87,28 @@ def table(verdict: Verdict, ipc_refused: bool) -> dict[str, str]:
     return rows
 
 
-def class_between(local_place: RankPlace, remote_place: RankPlace) -> str:
+def pair_class(local_place: RankPlace, remote_place: RankPlace) -> str:
     """Return the class of a pair, the name of a field of `Verdict`."""
     if local_place.node != remote_place.node:
         return "across"
     return "same_gpu" if local_place.gpu == remote_place.gpu and local_place.gpu else "same_node"
 
 
-def path_to(verdict: Verdict, local_place: RankPlace, remote_place: RankPlace) -> Path:
+def path_between(verdict: Verdict, local_place: RankPlace, remote_place: RankPlace) -> Path:
     """Return the path between `local_place` and `remote_place`."""
-    path: Path = getattr(verdict, class_between(local_place, remote_place))
+    path: Path = getattr(verdict, pair_class(local_place, remote_place))
     return path
 
 
-def thresholds_to(verdict: Verdict, local_place: RankPlace, remote_place: RankPlace) -> Thresholds:
+def thresholds_between(
+    verdict: Verdict, local_place: RankPlace, remote_place: RankPlace
+) -> Thresholds:
     """Return the size thresholds between two places; (): the verdict's path at every length."""
-    return verdict.by_size.get(class_between(local_place, remote_place), ())
+    return verdict.by_size.get(pair_class(local_place, remote_place), ())
 
 
-def by_pointer(path: Path, by_size: Thresholds, nbytes: int) -> bool:
+def sends_by_pointer(path: Path, path_thresholds: Thresholds, nbytes: int) -> bool:
     """Return whether MPI is given pointers for messages of `nbytes`, the same on both sides."""
-    return path in BY_POINTER and (not by_size or thresholds.lookup(by_size, nbytes) == POINTER)
+    return path in POINTER_PATHS and (
+        not path_thresholds or thresholds.lookup(path_thresholds, nbytes) == POINTER
+    )

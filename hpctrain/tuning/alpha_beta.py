@@ -22,30 +22,30 @@ from hpctrain.collectives.chunks import SEGMENT_BYTES
 from hpctrain.core.xp import Array
 from hpctrain.cost_model.cost import Machine
 from hpctrain.transport.link import Link
-from hpctrain.tuning.measure import timed
+from hpctrain.tuning.measure import time_calls
 
-PING_PONGS, SEGMENTS = 200, 16
+PING_PONGS, SEGMENT_COUNT = 200, 16
 ADDED_BYTES = 16 << 20
 
 
 Pair = tuple[int, int]
 
 
-def constants(
+def measure_constants(
     group: Group, rounds: int, xp: ModuleType = np
 ) -> tuple[Machine | None, Machine | None]:
     """Return (inside a node, between nodes), None without such a pair; collective.
 
     `xp`: the module of the arrays, numpy or cupy.
     """
-    gamma, (node_pair, across) = _gamma(group.link, rounds, xp), pairs(group)
+    gamma, (node_pair, network_pair) = _measure_gamma(group.link, rounds, xp), measured_pairs(group)
     return (
         _measure_pair(group.link, node_pair, gamma, rounds, xp) if node_pair else None,
-        _measure_pair(group.link, across, gamma, rounds, xp) if across else None,
+        _measure_pair(group.link, network_pair, gamma, rounds, xp) if network_pair else None,
     )
 
 
-def pairs(group: Group) -> tuple[Pair | None, Pair | None]:
+def measured_pairs(group: Group) -> tuple[Pair | None, Pair | None]:
     """Return two ranks of one node, and two of different nodes; None if there are none."""
     nodes = group.nodes or (tuple(range(group.link.size)),)
     node_pair = next(((ranks[0], ranks[1]) for ranks in nodes if len(ranks) > 1), None)
@@ -54,51 +54,61 @@ def pairs(group: Group) -> tuple[Pair | None, Pair | None]:
 
 def _measure_pair(link: Link, pair: Pair, gamma: float, rounds: int, xp: ModuleType) -> Machine:
     a, b = pair
-    word, segments = xp.zeros(1), xp.ones((SEGMENTS, SEGMENT_BYTES), np.uint8)
-    alpha = _median(link, _ping_pong(link, a, b, word), rounds, word) / (2 * PING_PONGS)
-    streamed = _median(link, _stream(link, a, b, segments, word), rounds, word)
-    beta = max(streamed - (SEGMENTS + 1) * alpha, streamed / 10) / (SEGMENTS * SEGMENT_BYTES)
+    short_message, segments = xp.zeros(1), xp.ones((SEGMENT_COUNT, SEGMENT_BYTES), np.uint8)
+    alpha = _median_seconds(link, _ping_pong(link, a, b, short_message), rounds, short_message) / (
+        2 * PING_PONGS
+    )
+    stream_s = _median_seconds(
+        link, _stream_segments(link, a, b, segments, short_message), rounds, short_message
+    )
+    beta = max(stream_s - (SEGMENT_COUNT + 1) * alpha, stream_s / 10) / (
+        SEGMENT_COUNT * SEGMENT_BYTES
+    )
     return Machine(alpha, beta, gamma)
 
 
-def _ping_pong(link: Link, a: int, b: int, word: Array) -> Callable[[], None]:
-    def first() -> None:
+def _ping_pong(link: Link, a: int, b: int, short_message: Array) -> Callable[[], None]:
+    def send_then_receive() -> None:
         for _ in range(PING_PONGS):
-            link.isend(word, b).wait()
-            link.irecv(word, b).wait()
+            link.isend(short_message, b).wait()
+            link.irecv(short_message, b).wait()
 
-    def second() -> None:
+    def receive_then_send() -> None:
         for _ in range(PING_PONGS):
-            link.irecv(word, a).wait()
-            link.isend(word, a).wait()
+            link.irecv(short_message, a).wait()
+            link.isend(short_message, a).wait()
 
-    return {a: first, b: second}.get(link.rank, _wait)
+    return {a: send_then_receive, b: receive_then_send}.get(link.rank, _do_nothing)
 
 
-def _stream(link: Link, a: int, b: int, segments: Array, word: Array) -> Callable[[], None]:
-    def first() -> None:
+def _stream_segments(
+    link: Link, a: int, b: int, segments: Array, short_message: Array
+) -> Callable[[], None]:
+    def send_all() -> None:
         for request in [link.isend(segment, b) for segment in segments]:
             request.wait()
-        link.irecv(word, b).wait()
+        link.irecv(short_message, b).wait()
 
-    def second() -> None:
+    def receive_all() -> None:
         for request in [link.irecv(segment, a) for segment in segments]:
             request.wait()
-        link.isend(word, a).wait()
+        link.isend(short_message, a).wait()
 
-    return {a: first, b: second}.get(link.rank, _wait)
+    return {a: send_all, b: receive_all}.get(link.rank, _do_nothing)
 
 
-def _gamma(link: Link, rounds: int, xp: ModuleType) -> float:
+def _measure_gamma(link: Link, rounds: int, xp: ModuleType) -> float:
     a, b = xp.ones(ADDED_BYTES // 4, np.float32), xp.zeros(ADDED_BYTES // 4, np.float32)
     b.fill(0)  # untouched pages all map to one page, which stays in the cache
-    return _median(link, lambda: np.add(a, b, out=a), rounds, a) / ADDED_BYTES
+    return _median_seconds(link, lambda: np.add(a, b, out=a), rounds, a) / ADDED_BYTES
 
 
-def _median(link: Link, function: Callable[[], object], rounds: int, memory: Array) -> float:
+def _median_seconds(
+    link: Link, function: Callable[[], object], rounds: int, memory: Array
+) -> float:
     function()
-    return float(np.median([timed(link, function, memory=memory) for _ in range(rounds)]))
+    return float(np.median([time_calls(link, function, memory=memory) for _ in range(rounds)]))
 
 
-def _wait() -> None:
+def _do_nothing() -> None:
     """Do nothing; the clock waits for the pair."""

@@ -17,15 +17,15 @@ from hpctrain.collectives import ALLREDUCE
 from hpctrain.collectives.dispatch import Choice, Choices
 from hpctrain.core.thresholds import Thresholds, Times, choices_at, lookup, thresholds_from
 
-NOISY = 0.25  #: interquartile range over the median: the machine was busy
-FALLBACK = "recursive-doubling"  #: any dtype, any layout: without other times
+MAX_SPREAD = 0.25  #: interquartile range over the median: the machine was busy
+FALLBACK_ALGORITHM = "recursive-doubling"  #: any dtype, any layout: without other times
 NEVER_CHOSEN = ("null",)  #: reduces nothing
 
 # Limits of values in files, which pydantic checks when it reads one.
-Positive = Annotated[float, Gt(0)]
-Share = Annotated[float, Ge(0)]
-Bytes = Annotated[int, Gt(0), Le(1 << 60)]
-Buckets = tuple[tuple[int, float], ...]  #: ((bytes of a bucket, seconds per byte), ...)
+PositiveFloat = Annotated[float, Gt(0)]
+NonNegativeFloat = Annotated[float, Ge(0)]
+ByteCount = Annotated[int, Gt(0), Le(1 << 60)]
+BucketCosts = tuple[tuple[int, float], ...]  #: ((bytes of a bucket, seconds per byte), ...)
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class AlgorithmTime:
     __pydantic_config__: ClassVar = {"allow_inf_nan": False}
     algorithm: str
     in_memory: bool
-    bytes: Bytes
-    seconds: Positive
-    spread: Share | None = None  #: interquartile range of the repeats over the median
+    bytes: ByteCount
+    seconds: PositiveFloat
+    spread: NonNegativeFloat | None = None  #: interquartile range of the repeats over the median
 
 
 @dataclass(frozen=True)
@@ -47,31 +47,36 @@ class TuningPlan:
     default: Thresholds
     in_node_memory: Thresholds
     non_mpi: Thresholds
-    buckets: Buckets
+    buckets: BucketCosts
     measured: bool
 
 
-def plan(rows: Iterable[AlgorithmTime], buckets: Buckets, measured: bool) -> TuningPlan:
+def make_plan(rows: Iterable[AlgorithmTime], buckets: BucketCosts, measured: bool) -> TuningPlan:
     """Return the plan with the fastest algorithms of `rows`."""
-    usable = [
+    usable_rows = [
         row for row in rows if row.algorithm in ALLREDUCE and row.algorithm not in NEVER_CHOSEN
     ]
-    private_rows = [row for row in usable if not row.in_memory]
-    in_node_memory = [row for row in usable if row.in_memory] or private_rows
-    kinds = (private_rows, in_node_memory, _non_mpi(private_rows))
-    default, node_memory, non_mpi = (thresholds_from(times(kind), FALLBACK) for kind in kinds)
+    private_rows = [row for row in usable_rows if not row.in_memory]
+    in_node_memory = [row for row in usable_rows if row.in_memory] or private_rows
+    row_groups = (private_rows, in_node_memory, _without_native(private_rows))
+    default, node_memory, non_mpi = (
+        thresholds_from(times_by_size(rows_of_kind), FALLBACK_ALGORITHM)
+        for rows_of_kind in row_groups
+    )
     return TuningPlan(default, node_memory, non_mpi, buckets, measured)
 
 
-def choices(plan: TuningPlan) -> Choices:
-    """Return the three tables of thresholds in `plan`, merged."""
+def make_choices(plan: TuningPlan) -> Choices:
+    """Return the three tables of thresholds in `make_plan`, merged."""
     tables = (plan.default, plan.in_node_memory, plan.non_mpi)
     starts = sorted({start for table in tables for start, _ in table})
-    merged = [Choice(*(ALLREDUCE[lookup(table, start)] for table in tables)) for start in starts]
-    return Choices(tuple(starts[1:]), tuple(merged), plan.buckets, plan.measured)
+    merged_choices = [
+        Choice(*(ALLREDUCE[lookup(table, start)] for table in tables)) for start in starts
+    ]
+    return Choices(tuple(starts[1:]), tuple(merged_choices), plan.buckets, plan.measured)
 
 
-def times(rows: Iterable[AlgorithmTime]) -> Times:
+def times_by_size(rows: Iterable[AlgorithmTime]) -> Times:
     """Return the seconds of `rows` by length, ascending, and algorithm."""
     result: Times = {}
     for row in sorted(rows, key=lambda row: row.bytes):
@@ -79,33 +84,45 @@ def times(rows: Iterable[AlgorithmTime]) -> Times:
     return result
 
 
-def changes(rows: Sequence[AlgorithmTime]) -> list[tuple[int, int, set[str]]]:
+def find_changes(rows: Sequence[AlgorithmTime]) -> list[tuple[int, int, set[str]]]:
     """Return the pairs of neighbouring lengths between which the choice changes, with all choices.
 
     These include the choices for dtypes that MPI cannot reduce, which have their own thresholds.
     """
-    chosen, non_mpi = choices_at(times(rows)), choices_at(times(_non_mpi(rows)))
+    chosen, non_mpi = (
+        choices_at(times_by_size(rows)),
+        choices_at(times_by_size(_without_native(rows))),
+    )
     return [
-        (a, b, {table[n] for table in (chosen, non_mpi) for n in (a, b) if n in table})
+        (
+            a,
+            b,
+            {
+                choices_by_size[n]
+                for choices_by_size in (chosen, non_mpi)
+                for n in (a, b)
+                if n in choices_by_size
+            },
+        )
         for a, b in pairwise(chosen)
         if chosen[a] != chosen[b]
     ]
 
 
-def _non_mpi(rows: Iterable[AlgorithmTime]) -> list[AlgorithmTime]:
+def _without_native(rows: Iterable[AlgorithmTime]) -> list[AlgorithmTime]:
     return [row for row in rows if row.algorithm != "native"]
 
 
-def noisy(rows: Iterable[AlgorithmTime]) -> float | None:
-    """Return the spread of the fastest's repeats if it exceeds NOISY, else None.
+def find_noise(rows: Iterable[AlgorithmTime]) -> float | None:
+    """Return the spread of the fastest's repeats if it exceeds MAX_SPREAD, else None.
 
     The upper quartile of the spreads of the fastest at each size and kind of array.
     """
-    fastest: dict[tuple[int, bool], AlgorithmTime] = {}
+    fastest_rows: dict[tuple[int, bool], AlgorithmTime] = {}
     for row in rows:
-        fastest_row = fastest.setdefault((row.bytes, row.in_memory), row)
+        fastest_row = fastest_rows.setdefault((row.bytes, row.in_memory), row)
         if row.seconds < fastest_row.seconds:
-            fastest[row.bytes, row.in_memory] = row
-    spreads = sorted(row.spread for row in fastest.values() if row.spread is not None)
+            fastest_rows[row.bytes, row.in_memory] = row
+    spreads = sorted(row.spread for row in fastest_rows.values() if row.spread is not None)
     quartile = spreads[len(spreads) * 3 // 4] if spreads else 0.0
-    return quartile if quartile > NOISY else None
+    return quartile if quartile > MAX_SPREAD else None

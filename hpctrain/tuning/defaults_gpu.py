@@ -13,19 +13,25 @@ from functools import partial
 
 from hpctrain.collectives import Group
 from hpctrain.cost_model import cost, fit
-from hpctrain.transport.paths import BY_POINTER
+from hpctrain.transport.paths import POINTER_PATHS
 from hpctrain.tuning.choose import AlgorithmTime, TuningPlan
-from hpctrain.tuning.defaults import plan_from
-from hpctrain.tuning.gpu_layout import Gpus
+from hpctrain.tuning.defaults import plan_from_model
+from hpctrain.tuning.gpu_layout import GpuLayout
 
 #: A byte added: two read and one written, at 2 TB/s.
 GAMMA = 1.5e-12
 #: By the host: an event is awaited, two copies and a message. By pointer: MPI after a stream.
-STAGED = {"node": cost.Machine(6e-5, 1.2e-10, GAMMA), "across": cost.Machine(8e-5, 1.5e-10, GAMMA)}
-POINTER = {"node": cost.Machine(2e-5, 2e-11, GAMMA), "across": cost.Machine(3e-5, 1e-10, GAMMA)}
+STAGED_COSTS = {
+    "node": cost.Machine(6e-5, 1.2e-10, GAMMA),
+    "across": cost.Machine(8e-5, 1.5e-10, GAMMA),
+}
+POINTER_COSTS = {
+    "node": cost.Machine(2e-5, 2e-11, GAMMA),
+    "across": cost.Machine(3e-5, 1e-10, GAMMA),
+}
 #: `direct`: two waits for a stream, two exchanges of flags, one kernel; the rate of a copy out of
 #: mapped memory, on one GPU and between two.
-DIRECT_S, ONE_GPU_RATE, BETWEEN_RATE = 4e-5, 1e12, 5e10
+SYNCHRONIZATION_S, SAME_GPU_RATE, BETWEEN_GPUS_RATE = 4e-5, 1e12, 5e10
 
 
 @dataclass(frozen=True)
@@ -33,43 +39,45 @@ class GpuNetwork:
     """Ranks of each node, wires inside and between them, and the rate of mapped memory."""
 
     nodes: tuple[int, ...]
-    node: cost.Machine
-    across: cost.Machine
-    one_gpu: bool  #: for all ranks of a node
-    rate: float | None  #: bytes per second out of mapped memory; None if none is mapped
+    intra_node: cost.Machine
+    inter_node: cost.Machine
+    shares_one_gpu: bool  #: for all ranks of a node
+    mapped_rate: float | None  #: bytes per second out of mapped memory; None if none is mapped
 
 
-def default_plan(group: Group, gpus: Gpus) -> TuningPlan:
+def default_plan(group: Group, gpus: GpuLayout) -> TuningPlan:
     """Return the model's plan for arrays of `group` on `gpus`."""
-    return plan_from(partial(predicted, layout_of(group, gpus)))
+    return plan_from_model(partial(predict_times, layout_of(group, gpus)))
 
 
-def layout_of(group: Group, gpus: Gpus) -> GpuNetwork:
+def layout_of(group: Group, gpus: GpuLayout) -> GpuNetwork:
     """Return the placement of `group`'s ranks and the cost of their paths."""
     nodes = group.nodes or (tuple(range(group.link.size)),)
     one_gpu = all(map(gpus.share_one_gpu, nodes))
     name = "same_gpu" if one_gpu else "same_node"
     rate = gpus.verdict.mapped_gb_s.get(name, 0.0) * 1e9
-    rate = rate or (ONE_GPU_RATE if one_gpu else BETWEEN_RATE)
+    rate = rate or (SAME_GPU_RATE if one_gpu else BETWEEN_GPUS_RATE)
     return GpuNetwork(
         tuple(map(len, nodes)),
-        _wire(gpus, name, "node"),
-        _wire(gpus, "across", "across"),
+        _message_cost(gpus, name, "node"),
+        _message_cost(gpus, "across", "across"),
         one_gpu,
-        rate if gpus.mapped else None,
+        rate if gpus.is_mapped else None,
     )
 
 
-def _wire(gpus: Gpus, name: str, scope: str) -> cost.Machine:
+def _message_cost(gpus: GpuLayout, name: str, scope: str) -> cost.Machine:
     """Return the message cost of a class of pairs; staging ranks share their GPU's link."""
-    pointer = getattr(gpus.verdict, name) in BY_POINTER
-    wire = POINTER[scope] if pointer else STAGED[scope]
+    is_by_pointer = getattr(gpus.verdict, name) in POINTER_PATHS
+    wire = POINTER_COSTS[scope] if is_by_pointer else STAGED_COSTS[scope]
     if times := gpus.verdict.seconds.get(name):
-        wire = cost.Machine(*fit.line(times), GAMMA)
-    return wire if pointer else replace(wire, beta=wire.beta * max(map(len, gpus.ranks_by_gpu)))
+        wire = cost.Machine(*fit.fit_line(times), GAMMA)
+    return (
+        wire if is_by_pointer else replace(wire, beta=wire.beta * max(map(len, gpus.ranks_by_gpu)))
+    )
 
 
-def predicted(layout: GpuNetwork, n: int) -> Iterator[AlgorithmTime]:
+def predict_times(layout: GpuNetwork, n: int) -> Iterator[AlgorithmTime]:
     """Yield the predicted time of each applicable algorithm for arrays of `n` bytes.
 
     MPI's own is not among them: it would reduce on the host.
@@ -77,36 +85,40 @@ def predicted(layout: GpuNetwork, n: int) -> Iterator[AlgorithmTime]:
     has_several_nodes = len(layout.nodes) > 1
     for in_memory in (False, True):
         for name in cost.ALLREDUCE:
-            yield AlgorithmTime(name, in_memory, n, _flat(layout, name, n))
+            yield AlgorithmTime(name, in_memory, n, _flat_seconds(layout, name, n))
         if has_several_nodes and max(layout.nodes) > 1:
-            yield AlgorithmTime("hierarchical", in_memory, n, _hierarchical(layout, in_memory, n))
-        if not has_several_nodes and in_memory and layout.rate:
-            seconds = _direct(layout, layout.nodes[0], layout.rate, n)
+            yield AlgorithmTime(
+                "hierarchical", in_memory, n, _hierarchical_seconds(layout, in_memory, n)
+            )
+        if not has_several_nodes and in_memory and layout.mapped_rate:
+            seconds = _direct_seconds(layout, layout.nodes[0], layout.mapped_rate, n)
             yield AlgorithmTime("direct", in_memory, n, seconds)
 
 
-def _flat(layout: GpuNetwork, name: str, n: int) -> float:
+def _flat_seconds(layout: GpuNetwork, name: str, n: int) -> float:
     """Ranks of a node share its wire to other nodes; in a ring only one of them uses it."""
     algorithm_cost = cost.ALLREDUCE[name](n, sum(layout.nodes))
     if len(layout.nodes) == 1:
-        return layout.node.seconds(algorithm_cost)
-    sharing = 1 if name == "ring" else max(layout.nodes)
-    return replace(layout.across, beta=layout.across.beta * sharing).seconds(algorithm_cost)
+        return layout.intra_node.seconds(algorithm_cost)
+    sharing_ranks = 1 if name == "ring" else max(layout.nodes)
+    return replace(layout.inter_node, beta=layout.inter_node.beta * sharing_ranks).seconds(
+        algorithm_cost
+    )
 
 
-def _hierarchical(layout: GpuNetwork, in_memory: bool, n: int) -> float:
+def _hierarchical_seconds(layout: GpuNetwork, in_memory: bool, n: int) -> float:
     """Inside as in `direct` or a ring; between nodes a ring of the whole vector, on all rails."""
     node_ranks = max(layout.nodes)
-    rate = layout.rate if in_memory else None
-    ring = layout.node.seconds(cost.ring(n, node_ranks))
-    inside = _direct(layout, node_ranks, rate, n) if rate else ring
-    return inside + layout.across.seconds(cost.ring(n, len(layout.nodes)))
+    rate = layout.mapped_rate if in_memory else None
+    ring_s = layout.intra_node.seconds(cost.ring(n, node_ranks))
+    inside_s = _direct_seconds(layout, node_ranks, rate, n) if rate else ring_s
+    return inside_s + layout.inter_node.seconds(cost.ring(n, len(layout.nodes)))
 
 
-def _direct(layout: GpuNetwork, ranks: int, rate: float, n: int) -> float:
+def _direct_seconds(layout: GpuNetwork, ranks: int, rate: float, n: int) -> float:
     """On one GPU P arrays are read and written; else each rank reads and writes 2n (P-1)/P abroad.
 
-    A copy at `rate` reads each byte and writes it.
+    A copy at `mapped_rate` reads each byte and writes it.
     """
-    moved_bytes = ranks * n if layout.one_gpu else 2 * n * (ranks - 1) / ranks
-    return DIRECT_S + moved_bytes / rate
+    moved_bytes = ranks * n if layout.shares_one_gpu else 2 * n * (ranks - 1) / ranks
+    return SYNCHRONIZATION_S + moved_bytes / rate

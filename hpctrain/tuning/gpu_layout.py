@@ -9,21 +9,21 @@ from hpctrain.transport.paths import RankPlace, Verdict
 
 
 @dataclass(frozen=True)
-class Gpus:
+class GpuLayout:
     """The GPUs of a group in which every rank has one."""
 
     model: str  #: of rank 0's
     places: tuple[RankPlace, ...]
     verdict: Verdict
-    mapped: bool  #: whether neighbours may map each other's arrays by CUDA IPC
+    is_mapped: bool  #: whether neighbours may map each other's arrays by CUDA IPC
 
     @property
     def ranks_by_gpu(self) -> list[list[int]]:
         """The ranks on each GPU, in the order of first ranks."""
-        by_topology: dict[RankPlace, list[int]] = {}
+        ranks_by_place: dict[RankPlace, list[int]] = {}
         for rank, place in enumerate(self.places):
-            by_topology.setdefault(place, []).append(rank)
-        return list(by_topology.values())
+            ranks_by_place.setdefault(place, []).append(rank)
+        return list(ranks_by_place.values())
 
     def share_one_gpu(self, node: Sequence[int]) -> bool:
         """Return whether the ranks of `node` share one GPU."""
@@ -32,5 +32,7 @@ class Gpus:
     @property
     def paths(self) -> str:
         """The verdict in words."""
-        path = self.verdict
-        return f"same GPU {path.same_gpu}, same node {path.same_node}, across {path.across}"
+        verdict = self.verdict
+        return (
+            f"same GPU {verdict.same_gpu}, same node {verdict.same_node}, across {verdict.across}"
+        )

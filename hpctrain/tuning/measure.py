@@ -25,19 +25,19 @@ ContextFactory = Callable[[], AbstractContextManager[Any]]
 NO_CONTEXTS: Mapping[str, ContextFactory] = MappingProxyType({})
 
 
-class Line(Protocol):
+class TimedLink(Protocol):
     """The part of a link that benchmarks use, or a substitute for one."""
 
     rank: int
 
-    def isend(self, x: Any, to: int) -> Request:
-        """Start to send `x` to rank `to`."""
+    def isend(self, x: Any, dest: int) -> Request:
+        """Start to send `x` to rank `dest`."""
 
     def irecv(self, x: Any, source: int) -> Request:
         """Start to fill `x` from rank `source`."""
 
 
-def timed(
+def time_calls(
     link: Link, function: Callable[[], Any], calls: int = 1, memory: Array | None = None
 ) -> float:
     """Return the seconds per call that the slowest rank spends in `calls` calls of `function`.
@@ -56,24 +56,25 @@ def timed(
     return float(all_gather_short(link, elapsed.view(np.uint8)).view(np.float64).max())
 
 
-def timed_cold(
-    link: Link, function: Callable[[], Any], evicting: Array, memory: Array | None = None
+def time_cold_call(
+    link: Link, function: Callable[[], Any], eviction_array: Array, memory: Array | None = None
 ) -> float:
-    """Return the seconds of one call on the slowest rank, with its caches full of `evicting`.
+    """Return the seconds of one call on the slowest rank, with its caches full of `eviction_array`.
 
-    Before it every rank writes to all of `evicting`, as a training step does to its arrays between
-    two reductions, and waits at a barrier; collective. `memory` as in `timed`. An untimed call goes
-    first, so that the code in the outer caches does not depend on the previous contender.
+    Before it every rank writes to all of `eviction_array`, as a training step does to its arrays
+    between two reductions, and waits at a barrier; collective. `memory` as in `time_calls`. An
+    untimed call goes first, so that the code in the outer caches does not depend on the previous
+    contender.
     """
     function()
-    evicting += 1
-    return timed(link, function, 1, memory)
+    eviction_array += 1
+    return time_calls(link, function, 1, memory)
 
 
-def rally(link: Line, peer: int, x: Any, calls: int, first: bool) -> None:
-    """Send `x` to `peer` and back `calls` times; one of the two is `first`."""
+def ping_pong(link: TimedLink, peer: int, x: Any, calls: int, sends_first: bool) -> None:
+    """Send `x` to `peer` and back `calls` times; one of the two is `sends_first`."""
     for _ in range(calls):
-        if first:
+        if sends_first:
             link.isend(x, peer).wait()
             link.irecv(x, peer).wait()
         else:
@@ -81,40 +82,40 @@ def rally(link: Line, peer: int, x: Any, calls: int, first: bool) -> None:
             link.isend(x, peer).wait()
 
 
-def interleaved(
+def time_interleaved(
     link: Link,
     rivals: Mapping[str, Callable[[], Any]],
     rounds: int,
     warm_up: int = 3,
     calls: int = 1,
     contexts: Mapping[str, ContextFactory] = NO_CONTEXTS,
-    evicting: Array | None = None,
+    eviction_array: Array | None = None,
 ) -> dict[str, list[float]]:
     """Return the seconds per call of each rival, interleaved: A B C A B C ..., after a warm-up.
 
     Per round every rival makes `calls` calls back to back. `contexts`: the context manager of a
     rival while it is measured, such as one for threads that would disturb all others.
-    With `evicting` each call is timed cold, see `timed_cold`.
+    With `eviction_array` each call is timed cold, see `time_cold_call`.
     """
     seconds: dict[str, list[float]] = {name: [] for name in rivals}
     for round_number in range(warm_up + rounds):
         for name, function in rivals.items():
             with contexts.get(name, nullcontext)():
-                if evicting is None:
-                    elapsed = timed(link, function, calls)
+                if eviction_array is None:
+                    elapsed = time_calls(link, function, calls)
                 else:
-                    elapsed = timed_cold(link, function, evicting)
+                    elapsed = time_cold_call(link, function, eviction_array)
             if round_number >= warm_up:
                 seconds[name].append(elapsed)
     return seconds
 
 
-def spread(seconds: Sequence[float]) -> dict[str, float]:
+def summarize_times(seconds: Sequence[float]) -> dict[str, float]:
     """Return median and percentiles in seconds."""
     p5, median, p95, p99 = np.percentile(seconds, [5, 50, 95, 99]).tolist()
     return {"median_s": median, "p5_s": p5, "p95_s": p95, "p99_s": p99}
 
 
-def paired_ratio(a: Sequence[float], b: Sequence[float]) -> float:
+def median_ratio(a: Sequence[float], b: Sequence[float]) -> float:
     """Return the median of a/b over pairs measured next to each other."""
     return float(np.median(np.array(a) / np.array(b)))

@@ -19,27 +19,27 @@ import numpy as np
 
 from hpctrain import collectives
 from hpctrain.collectives import AllReduceFunction, Group, broadcast
-from hpctrain.collectives.all_gathers import ALL_GATHERS, AllGather, joined_by
+from hpctrain.collectives.all_gathers import ALL_GATHERS, AllGather, gather_by_allreduce
 from hpctrain.collectives.direct import direct
-from hpctrain.collectives.direct import prepared as direct_prepared
+from hpctrain.collectives.direct import prepare_direct as direct_prepared
 from hpctrain.collectives.dispatch import Choices
 from hpctrain.collectives.native import native
 from hpctrain.collectives.nccl import nccl
 from hpctrain.collectives.null import null
 from hpctrain.collectives.recursive_doubling import recursive_doubling
-from hpctrain.collectives.reductions.operations import Operation, reduced_by_mpi
-from hpctrain.collectives.signature import Signature, matched
+from hpctrain.collectives.reductions.operations import Operation, can_mpi_reduce
+from hpctrain.collectives.signature import Signature, bind_match
 from hpctrain.core import names
 from hpctrain.core.errors import UsageError
 from hpctrain.core.xp import Array, on_device
-from hpctrain.transport.device.nccl import libraries
+from hpctrain.transport.device.nccl import load_libraries
 from hpctrain.tuning import defaults_gpu, table
-from hpctrain.tuning.choose import TuningPlan, choices
+from hpctrain.tuning.choose import TuningPlan, make_choices
 from hpctrain.tuning.defaults import NodeLayout, default_plan, layout_of
-from hpctrain.tuning.gpu_layout import Gpus
+from hpctrain.tuning.gpu_layout import GpuLayout
 
 #: The names of all-reduces for users.
-NAMES = ("auto", *collectives.ALLREDUCE, "nccl")
+ALGORITHM_NAMES = ("auto", *collectives.ALLREDUCE, "nccl")
 #: The cost of one more bucket beside its time on the wire: the hand-off to the communication
 #: thread, and back (benchmarks/overhead.py).
 HAND_OFF_S = 15e-6
@@ -47,24 +47,24 @@ HAND_OFF_S = 15e-6
 
 def auto(group: Group, x: np.ndarray, op: Operation) -> None:
     """Reduce flat `x` in place by the algorithm chosen for its length and memory."""
-    algorithm_for(group, x, op)(group, x, op)
+    choose_algorithm(group, x, op)(group, x, op)
 
 
-def algorithm_for(group: Group, x: np.ndarray, op: Operation) -> AllReduceFunction:
+def choose_algorithm(group: Group, x: np.ndarray, op: Operation) -> AllReduceFunction:
     """Return the algorithm of `auto` for `x`, the same on all ranks; collective."""
-    choice = _choices(group, x).lookup(x.nbytes)
+    choice = _choices_for(group, x).lookup(x.nbytes)
     function = choice.default
-    if choice.in_node_memory is not function and _in_node_memory_everywhere(group, x):
+    if choice.in_node_memory is not function and _is_in_node_memory_everywhere(group, x):
         function = choice.in_node_memory
-    return choice.non_mpi if function is native and not reduced_by_mpi(x, op) else function
+    return choice.non_mpi if function is native and not can_mpi_reduce(x, op) else function
 
 
-def _choices(group: Group, x: Array) -> Choices:
+def _choices_for(group: Group, x: Array) -> Choices:
     group_choices = group.choices or _default_choices(group.link.size)
     return group_choices if type(x) is np.ndarray else group_choices.for_memory(on_device(x))
 
 
-def _in_node_memory_everywhere(group: Group, x: np.ndarray) -> bool:
+def _is_in_node_memory_everywhere(group: Group, x: np.ndarray) -> bool:
     """Return whether `x` lies in node memory on every rank: a user may have mixed arrays.
 
     Ranks with different choices would deadlock. In a node, flags take 1 us.
@@ -77,7 +77,7 @@ def _in_node_memory_everywhere(group: Group, x: np.ndarray) -> bool:
     return bool(vote[0])
 
 
-def prepared(
+def prepare_allreduce(
     group: Group,
     x: np.ndarray,
     op: Operation,
@@ -92,22 +92,28 @@ def prepared(
     neighbour's (`direct_shared`).
     """
     if allreduce is auto:
-        choice = _choices(group, x).lookup(x.nbytes)
-        allreduce = algorithm_for(group, x, op) if choice.default is choice.in_node_memory else auto
+        choice = _choices_for(group, x).lookup(x.nbytes)
+        allreduce = (
+            choose_algorithm(group, x, op) if choice.default is choice.in_node_memory else auto
+        )
     if allreduce is direct:
         return direct_prepared(group, x, op, call, shared)
-    by_mpi = allreduce is native and reduced_by_mpi(x, op)
-    work = group.link.native.bind_allreduce(x, op) if by_mpi else partial(allreduce, group, x, op)
-    work = partial(_call_and_return, work, x) if shared else work
-    return work if call is None else matched(group, call, work)
+    is_reduced_by_mpi = allreduce is native and can_mpi_reduce(x, op)
+    reduce_call = (
+        group.link.native.bind_allreduce(x, op)
+        if is_reduced_by_mpi
+        else partial(allreduce, group, x, op)
+    )
+    reduce_call = partial(_call_and_return, reduce_call, x) if shared else reduce_call
+    return reduce_call if call is None else bind_match(group, call, reduce_call)
 
 
-def bound(
+def bind_allreduce(
     group: Group, x: np.ndarray, op: Operation, name: str = "auto", shared: bool = False
 ) -> Callable[[], Any]:
-    """Return a `prepared` call for algorithm `name`, selected once; collective."""
-    allreduce = resolved(allreduce_named(name), group, x, op)
-    return prepared(group, x, op, allreduce, shared=shared)
+    """Return a `prepare_allreduce` call for algorithm `name`, selected once; collective."""
+    allreduce = resolve_auto(find_allreduce(name), group, x, op)
+    return prepare_allreduce(group, x, op, allreduce, shared=shared)
 
 
 def _call_and_return(call: Callable[[], Any], x: np.ndarray) -> np.ndarray:
@@ -115,20 +121,20 @@ def _call_and_return(call: Callable[[], Any], x: np.ndarray) -> np.ndarray:
     return x
 
 
-def resolved(
+def resolve_auto(
     allreduce: Callable[..., Any], group: Group, x: np.ndarray, op: Operation
 ) -> Callable[..., Any]:
     """Return `allreduce`; for `auto` the algorithm that it selects for `x`; collective."""
-    return algorithm_for(group, x, op) if allreduce is auto else allreduce
+    return choose_algorithm(group, x, op) if allreduce is auto else allreduce
 
 
-def name_of(allreduce: Callable[..., Any], group: Group, x: np.ndarray) -> str:
+def algorithm_name(allreduce: Callable[..., Any], group: Group, x: np.ndarray) -> str:
     """Return the name of `allreduce`; for `auto` that of its algorithm for the sum of `x`."""
-    function = resolved(allreduce, group, x, np.add)
+    function = resolve_auto(allreduce, group, x, np.add)
     return getattr(function, "__name__", "unknown").replace("_", "-")
 
 
-def allreduce_named(name: str) -> AllReduceFunction:
+def find_allreduce(name: str) -> AllReduceFunction:
     """Return the all-reduce called `name`; raise UsageError with the nearest name.
 
     Also if a library that it needs is not installed.
@@ -136,27 +142,27 @@ def allreduce_named(name: str) -> AllReduceFunction:
     if name == "auto":  # the most common; for few bytes every microsecond counts
         return auto
     if name == "nccl":
-        libraries()
+        load_libraries()
     return names.pick({"auto": auto, **collectives.ALLREDUCE, "nccl": nccl}, name, "algorithm")
 
 
-def all_gather_named(name: str) -> AllGather:
+def find_all_gather(name: str) -> AllGather:
     """Return the all-gather of algorithm `name`; raise UsageError if it has none."""
-    allreduce = allreduce_named(name)
+    allreduce = find_allreduce(name)
     if allreduce in (null, nccl):  # one sends nothing, the other has no bitwise operations
         raise UsageError(
             "[wire] reduction is 'ordered', whose chunks the algorithm cannot gather: expected "
             f"one of ours, or native, seen {name}"
         )
-    return ALL_GATHERS.get(name) or joined_by(allreduce)
+    return ALL_GATHERS.get(name) or gather_by_allreduce(allreduce)
 
 
 def bucket_bytes(group: Group, plane: Array) -> int:
     """Return the bucket length in bytes for a plane of gradients, the same on all ranks."""
-    return bucket_of(_choices(group, plane).buckets, plane.nbytes)
+    return best_bucket_bytes(_choices_for(group, plane).buckets, plane.nbytes)
 
 
-def bucket_of(costs: Sequence[tuple[int, float]], plane_bytes: int) -> int:
+def best_bucket_bytes(costs: Sequence[tuple[int, float]], plane_bytes: int) -> int:
     """Return the best bucket length for a plane among `costs`: (bytes, seconds per byte).
 
     With buckets of b bytes a plane of n takes n/b (c + t(b)) on the wire, c being the hand-off and
@@ -164,54 +170,55 @@ def bucket_of(costs: Sequence[tuple[int, float]], plane_bytes: int) -> int:
     leaves. The sum is least at b = sqrt(n (c + a) / beta) if t(b) = a + beta b, as in any pipeline
     (e.g. Sanders et al., 2009, on segments); here the minimum is over the lengths measured.
     """
-    able = [cost for cost in costs if cost[0] <= plane_bytes] or costs[:1]
-    return min(able, key=partial(_bare_seconds, plane_bytes))[0]
+    fitting_costs = [cost for cost in costs if cost[0] <= plane_bytes] or costs[:1]
+    return min(fitting_costs, key=partial(_plane_seconds, plane_bytes))[0]
 
 
-def _bare_seconds(plane_bytes: int, bucket: tuple[int, float]) -> float:
+def _plane_seconds(plane_bytes: int, bucket: tuple[int, float]) -> float:
     """Return the worst-case seconds of a plane in buckets of (bytes, seconds per byte)."""
-    nbytes, per_byte = bucket
-    return math.ceil(plane_bytes / nbytes) * HAND_OFF_S + (plane_bytes + nbytes) * per_byte
+    nbytes, seconds_per_byte = bucket
+    return math.ceil(plane_bytes / nbytes) * HAND_OFF_S + (plane_bytes + nbytes) * seconds_per_byte
 
 
-def with_choices(group: Group, mpi: bool, gpus: Gpus | None = None) -> Group:
+def add_choices(group: Group, mpi: bool, gpus: GpuLayout | None = None) -> Group:
     """Return `group` with the choices of rank 0; `mpi` if its ranks use MPI; collective.
 
     Also for arrays on `gpus`, if every rank has one. Rank 0 reads the tables; it warns of a table
     that does not fit, and ignores it.
     """
     if group.link.size == 1:
-        return replace(group, choices=choices(default_plan(layout_of(group, mpi))))
-    message = json.dumps(_decided(group, mpi, gpus)).encode() if group.link.rank == 0 else b""
-    host, *gpu_choices = (
-        choices(TuningPlan(**plan)) for plan in json.loads(_from_rank_0(group, message))
+        return replace(group, choices=make_choices(default_plan(layout_of(group, mpi))))
+    message = json.dumps(_decide_plans(group, mpi, gpus)).encode() if group.link.rank == 0 else b""
+    host_choices, *gpu_choices = (
+        make_choices(TuningPlan(**plan))
+        for plan in json.loads(_broadcast_from_rank_0(group, message))
     )
-    return replace(group, choices=replace(host, gpus=next(iter(gpu_choices), None)))
+    return replace(group, choices=replace(host_choices, gpus=next(iter(gpu_choices), None)))
 
 
-def _decided(group: Group, mpi: bool, gpus: Gpus | None) -> list[dict[str, Any]]:
+def _decide_plans(group: Group, mpi: bool, gpus: GpuLayout | None) -> list[dict[str, Any]]:
     """Return the plans of fitting tables, else of the model: for the host, then for `gpus`."""
-    plans = [_measured(group, mpi, None) or default_plan(layout_of(group, mpi))]
+    plans = [_measured_plan(group, mpi, None) or default_plan(layout_of(group, mpi))]
     if gpus is not None:
-        plans.append(_measured(group, mpi, gpus) or defaults_gpu.default_plan(group, gpus))
+        plans.append(_measured_plan(group, mpi, gpus) or defaults_gpu.default_plan(group, gpus))
     return list(map(asdict, plans))
 
 
-def _measured(group: Group, mpi: bool, gpus: Gpus | None) -> TuningPlan | None:
-    tuning_table = table.fingerprint_of(group, mpi, gpus)
-    return None if tuning_table is None else table.plan_of(tuning_table)
+def _measured_plan(group: Group, mpi: bool, gpus: GpuLayout | None) -> TuningPlan | None:
+    tuning_table = table.find_table(group, mpi, gpus)
+    return None if tuning_table is None else table.plan_from_table(tuning_table)
 
 
-def _from_rank_0(group: Group, message: bytes) -> bytes:
+def _broadcast_from_rank_0(group: Group, message: bytes) -> bytes:
     """Return the `message` of rank 0; collective."""
     length = np.array([len(message)])
     broadcast(group, length)
-    text = np.frombuffer(message.ljust(int(length[0])), np.uint8).copy()
-    broadcast(group, text)
-    return text.tobytes()
+    padded_message = np.frombuffer(message.ljust(int(length[0])), np.uint8).copy()
+    broadcast(group, padded_message)
+    return padded_message.tobytes()
 
 
 @cache
 def _default_choices(ranks: int) -> Choices:
     """Return the choices for a group without a World."""
-    return choices(default_plan(NodeLayout((ranks,))))
+    return make_choices(default_plan(NodeLayout((ranks,))))

@@ -30,11 +30,11 @@ from hpctrain.collectives import ALLREDUCE, Group, all_gather_short
 from hpctrain.core.errors import UsageError
 from hpctrain.core.xp import Array
 from hpctrain.tuning import choose, select
-from hpctrain.tuning.choose import AlgorithmTime, Buckets
-from hpctrain.tuning.measure import timed
+from hpctrain.tuning.choose import AlgorithmTime, BucketCosts
+from hpctrain.tuning.measure import time_calls
 
 #: Bytes reduced between two readings of the clock, in as many calls, but 32 at most.
-BATCH_BYTES, MOST_CALLS = 1 << 20, 32
+BATCH_BYTES, MAX_CALLS = 1 << 20, 32
 MIN_ROUNDS = 3  #: before an algorithm is dropped: one slow round may be due to another process
 DROP_RATIO = 2.0  #: times the fastest: dropped
 REFINEMENT_SHARE = 0.2  #: of the time is reserved for the sizes between two choices
@@ -61,32 +61,34 @@ class TimeLimit:
 
 
 @dataclass(frozen=True)
-class Arrays:
+class Operands:
     """Operands: float32 zeros, so that no sum overflows, as long as the longest size."""
 
     private_array: Array
-    in_node_memory: Array | None  #: in node memory; None if there is none
+    node_memory_array: Array | None  #: in node memory; None if there is none
 
     @property
-    def kinds(self) -> list[tuple[bool, Array]]:
+    def arrays_by_kind(self) -> list[tuple[bool, Array]]:
         """(in memory?, array)."""
         return [(False, self.private_array)] + (
-            [] if self.in_node_memory is None else [(True, self.in_node_memory)]
+            [] if self.node_memory_array is None else [(True, self.node_memory_array)]
         )
 
 
-def arrays(group: Group, nbytes: int, xp: ModuleType = np) -> Arrays:
+def make_operands(group: Group, nbytes: int, xp: ModuleType = np) -> Operands:
     """Return arrays of `nbytes`, of NumPy or CuPy; collective."""
-    private_array, shared = xp.empty(-(-nbytes // 4), np.float32), None
+    private_array, node_memory_array = xp.empty(-(-nbytes // 4), np.float32), None
     private_array.fill(0)  # untouched pages all map to one page of zeros
     memory = group.memory
     if memory is not None and (memory.kind if xp is np else memory.gpu) is not None:
-        shared = memory.zeros_like(private_array)
-        shared = shared if memory.locate(shared) else None  # sharing failed
-    return Arrays(private_array, shared)
+        node_memory_array = memory.zeros_like(private_array)
+        node_memory_array = (
+            node_memory_array if memory.locate(node_memory_array) else None
+        )  # sharing failed
+    return Operands(private_array, node_memory_array)
 
 
-def applicable(group: Group, xp: ModuleType = np) -> list[str]:
+def applicable_algorithms(group: Group, xp: ModuleType = np) -> list[str]:
     """Return the names of the algorithms that support the layout of `group`; collective."""
     excluded = [*choose.NEVER_CHOSEN]
     excluded += ["hierarchical"] if len(group.nodes) < 2 else []  # equals `direct` there
@@ -111,62 +113,71 @@ def sweep(
     At most `rounds`, as many as `limit_s` seconds allow, at least three; then as many at the sizes
     between two choices.
     """
-    names, operands = applicable(group, xp), arrays(group, max(sizes), xp)
+    names, operands = applicable_algorithms(group, xp), make_operands(group, max(sizes), xp)
     limit = TimeLimit(group, limit_s)
-    cells = [
+    candidate_sets = [
         Candidates(group, nbytes, in_memory, x[: -(-nbytes // 4)], names)
         for nbytes in sizes
-        for in_memory, x in operands.kinds
+        for in_memory, x in operands.arrays_by_kind
     ]
     count = 0
-    for count in _rounds(cells, rounds, limit, REFINEMENT_SHARE * limit_s):  # noqa: B007
-        yield _rows(cells)
-    middles = [
+    for count in _measure_rounds(candidate_sets, rounds, limit, REFINEMENT_SHARE * limit_s):  # noqa: B007
+        yield _collect_rows(candidate_sets)
+    middle_sets = [
         candidates
-        for in_memory, x in operands.kinds
-        for candidates in _middle_sizes(group, x, [c for c in cells if c.in_memory == in_memory])
+        for in_memory, x in operands.arrays_by_kind
+        for candidates in _middle_sizes(
+            group, x, [c for c in candidate_sets if c.in_memory == in_memory]
+        )
     ]
-    for _ in _rounds(middles, count if middles else 0, limit, 0.0):
-        yield _rows([*cells, *middles])
+    for _ in _measure_rounds(middle_sets, count if middle_sets else 0, limit, 0.0):
+        yield _collect_rows([*candidate_sets, *middle_sets])
 
 
-def _rounds(
-    cells: Sequence[Candidates], rounds: int, limit: TimeLimit, spare_s: float
+def _measure_rounds(
+    candidate_sets: Sequence[Candidates], rounds: int, limit: TimeLimit, spare_s: float
 ) -> Iterator[int]:
     """Measure in rounds and yield their number while more than `spare_s` seconds remain."""
     for count in range(1, rounds + 1):
         remaining_before = limit.remaining()
-        for candidates in cells:
+        for candidates in candidate_sets:
             candidates.measure()
         yield count
         remaining = limit.remaining()
         if count >= MIN_ROUNDS:
-            for candidates in cells:
-                candidates.drop()
+            for candidates in candidate_sets:
+                candidates.drop_slow()
             if (
                 remaining - spare_s < remaining_before - remaining
             ):  # the next round may take as long
                 return
 
 
-def _rows(cells: Iterable[Candidates]) -> list[AlgorithmTime]:
-    return [row for candidates in cells for row in candidates.rows]
+def _collect_rows(candidate_sets: Iterable[Candidates]) -> list[AlgorithmTime]:
+    return [row for candidates in candidate_sets for row in candidates.rows]
 
 
-def _middle_sizes(group: Group, x: Array, cells: Sequence[Candidates]) -> Iterator[Candidates]:
-    """Yield the middle of each two neighbours in `cells`, of one kind, with different choices.
+def _middle_sizes(
+    group: Group, x: Array, candidate_sets: Sequence[Candidates]
+) -> Iterator[Candidates]:
+    """Yield the middle of two neighbours in `candidate_sets`, of one kind, whose choices differ.
 
     In whole elements of `x`. Collective: names in one order on all ranks.
     """
-    candidates_by_size = {candidates.bytes: candidates for candidates in cells}
-    for a, b, names_chosen in choose.changes(_rows(cells)):
-        middle = (a + b) // 2 // x.itemsize * x.itemsize
-        if a < middle:
+    candidates_by_size = {candidates.bytes: candidates for candidates in candidate_sets}
+    for a, b, names_chosen in choose.find_changes(_collect_rows(candidate_sets)):
+        middle_bytes = (a + b) // 2 // x.itemsize * x.itemsize
+        if a < middle_bytes:
             names = sorted(
-                names_chosen | (candidates_by_size[a].running & candidates_by_size[b].running)
+                names_chosen
+                | (candidates_by_size[a].running_names & candidates_by_size[b].running_names)
             )
             yield Candidates(
-                group, middle, candidates_by_size[a].in_memory, x[: middle // x.itemsize], names
+                group,
+                middle_bytes,
+                candidates_by_size[a].in_memory,
+                x[: middle_bytes // x.itemsize],
+                names,
             )
 
 
@@ -182,32 +193,34 @@ class Candidates:
         names: Iterable[str],
     ):
         self._link, self._x, self.bytes, self.in_memory = group.link, x, nbytes, in_memory
-        self._batch = max(1, min(MOST_CALLS, BATCH_BYTES // x.nbytes))
-        self._running = {name: select.bound(group, x, np.add, name) for name in names}
-        self._seconds: dict[str, list[float]] = {name: [] for name in self._running}
+        self._calls_per_batch = max(1, min(MAX_CALLS, BATCH_BYTES // x.nbytes))
+        self._running_calls = {
+            name: select.bind_allreduce(group, x, np.add, name) for name in names
+        }
+        self._seconds: dict[str, list[float]] = {name: [] for name in self._running_calls}
         self._order = Random(nbytes)  # the same on all ranks
 
     def measure(self) -> None:
         """Time each running algorithm once; collective."""
-        order = sorted(self._running)
+        order = sorted(self._running_calls)
         self._order.shuffle(order)  # the caches hold the predecessor's data: vary it
         for name in order:
-            call = self._running[name]
-            if self._batch == 1 or not self._seconds[name]:
+            call = self._running_calls[name]
+            if self._calls_per_batch == 1 or not self._seconds[name]:
                 call()  # warm the cache; the first call allocates scratch and connects
-            self._seconds[name].append(timed(self._link, call, self._batch, self._x))
+            self._seconds[name].append(time_calls(self._link, call, self._calls_per_batch, self._x))
 
-    def drop(self) -> None:
+    def drop_slow(self) -> None:
         """Drop the algorithms whose best time is slow."""
-        slow_candidates = slower(self._seconds, DROP_RATIO)
-        self._running = {
-            name: call for name, call in self._running.items() if name not in slow_candidates
+        slow_names = find_slower(self._seconds, DROP_RATIO)
+        self._running_calls = {
+            name: call for name, call in self._running_calls.items() if name not in slow_names
         }
 
     @property
-    def running(self) -> set[str]:
+    def running_names(self) -> set[str]:
         """The names of the algorithms not dropped."""
-        return set(self._running)
+        return set(self._running_calls)
 
     @property
     def rows(self) -> list[AlgorithmTime]:
@@ -215,7 +228,7 @@ class Candidates:
 
         Its own median is one of earlier rounds: since then the machine may have become slower.
         """
-        medians_s = {name: float(np.median(self._seconds[name])) for name in self._running}
+        medians_s = {name: float(np.median(self._seconds[name])) for name in self._running_calls}
         fastest = min(medians_s, key=medians_s.__getitem__)
         shortest = min(self._seconds[fastest])
         medians = {
@@ -223,47 +236,49 @@ class Candidates:
             for name, times in self._seconds.items()
         }
         return [
-            AlgorithmTime(name, self.in_memory, self.bytes, s, self._spread(name))
+            AlgorithmTime(name, self.in_memory, self.bytes, s, self._relative_spread(name))
             for name, s in medians.items()
         ]
 
-    def _spread(self, name: str) -> float | None:
+    def _relative_spread(self, name: str) -> float | None:
         """Return the spread of a running algorithm's times, quartiles over median; else None."""
-        if name not in self._running:
+        if name not in self._running_calls:
             return None
-        quartile_25, median, high = np.percentile(self._seconds[name], [25, 50, 75]).tolist()
-        return float((high - quartile_25) / median)
+        quartile_25, median, quartile_75 = np.percentile(self._seconds[name], [25, 50, 75]).tolist()
+        return float((quartile_75 - quartile_25) / median)
 
 
-def slower(times: Mapping[str, Sequence[float]], factor: float) -> set[str]:
+def find_slower(times: Mapping[str, Sequence[float]], factor: float) -> set[str]:
     """Return the names whose best time is more than `factor` times that of the fastest."""
     shortest = {name: min(seconds) for name, seconds in times.items()}
     return {name for name, seconds in shortest.items() if seconds > factor * min(shortest.values())}
 
 
-def buckets(
+def measure_buckets(
     group: Group, rows: Sequence[AlgorithmTime], max_bytes: int, rounds: int, xp: ModuleType = np
-) -> Buckets:
+) -> BucketCosts:
     """Return the seconds per byte of several bucket lengths, with the fastest of `rows`.
 
     A whole plane is reduced, bucket after bucket, as in training: no bucket is in the cache from
     the last call. Collective.
     """
-    chosen = replace(group, choices=choose.choices(choose.plan(rows, (), measured=True)))
-    plane = arrays(group, min(max_bytes, PLANE_BYTES), xp).kinds[-1][1]
+    tuned_group = replace(
+        group, choices=choose.make_choices(choose.make_plan(rows, (), measured=True))
+    )
+    plane = make_operands(group, min(max_bytes, PLANE_BYTES), xp).arrays_by_kind[-1][1]
     lengths = [n for n in BUCKET_BYTES if n <= plane.nbytes] or [plane.nbytes]
-    reducers = {n: _bucket_reducer(chosen, plane, n // 4) for n in lengths}
+    reducers = {n: _bucket_reducer(tuned_group, plane, n // 4) for n in lengths}
     seconds: dict[int, list[float]] = {n: [] for n in lengths}
     for _ in range(rounds):
         for n, reduce_buckets in reducers.items():
-            seconds[n].append(timed(group.link, reduce_buckets, memory=plane))
+            seconds[n].append(time_calls(group.link, reduce_buckets, memory=plane))
     return tuple((n, float(np.median(times)) / plane.nbytes) for n, times in seconds.items())
 
 
 def _bucket_reducer(group: Group, plane: Array, length: int) -> Callable[[], None]:
     """Return a call that reduces `plane` in slices of `length` elements."""
     slices = [plane[start : start + length] for start in range(0, plane.size, length)]
-    calls = [select.bound(group, x, np.add) for x in slices]
+    calls = [select.bind_allreduce(group, x, np.add) for x in slices]
 
     def reduce_buckets() -> None:
         for call in calls:

@@ -29,18 +29,18 @@ from hpctrain.core.errors import HpctrainError, UsageError
 from hpctrain.core.files import FileError, brief, read_bytes
 from hpctrain.cost_model import cost
 from hpctrain.tuning import choose
-from hpctrain.tuning.gpu_layout import Gpus
+from hpctrain.tuning.gpu_layout import GpuLayout
 
 log = logging.getLogger(__name__)
-SCHEMA = 1
-LIMIT_BYTES = 64 << 20  #: of a file; a row has some hundred bytes
-FILE = "HPCTRAIN_TUNING"  #: environment: another file, or another folder of them
-CPU = "cpu"
+SCHEMA_VERSION = 1
+MAX_FILE_BYTES = 64 << 20  #: of a file; a row has some hundred bytes
+FILE_VARIABLE = "HPCTRAIN_TUNING"  #: environment: another file, or another folder of them
+CPU_DEVICE = "cpu"
 ADVICE = "make one with: hpctrain launch -n RANKS tune"
 
 
 @cache
-def sources() -> str:
+def hash_sources() -> str:
     """Return the hash of the algorithms' sources: times of other versions are not valid."""
     sources = sorted(Path(collectives.__path__[0]).glob("*.py"))
     return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
@@ -54,22 +54,22 @@ class Fingerprint:
     cores: int
     cores_per_rank: int  #: those on which rank 0 may run
     mpi: str  #: vendor and version
-    layout: str  #: see `layout`
-    device: str = CPU  #: of the arrays; for GPUs the model, and the ranks on each
+    layout: str  #: see `describe_layout`
+    device: str = CPU_DEVICE  #: of the arrays; for GPUs the model, and the ranks on each
     paths: str = ""  #: of messages from GPU memory
 
     @property
     def on_gpu(self) -> bool:
         """Whether arrays lie on GPUs."""
-        return self.device != CPU
+        return self.device != CPU_DEVICE
 
     @property
-    def file(self) -> str:
+    def file_name(self) -> str:
         """The name of the table's file: readable, and different for all that differ."""
         digest = hashlib.sha256(json.dumps(asdict(self)).encode()).hexdigest()[:12]
         words = self.mpi.rsplit(maxsplit=1)[0].lower().split()
-        gpu = ["gpu"] if self.on_gpu else []
-        return "-".join((*words, *self.layout.split()[:2], *gpu, digest)) + ".json"
+        gpu_words = ["gpu"] if self.on_gpu else []
+        return "-".join((*words, *self.layout.split()[:2], *gpu_words, digest)) + ".json"
 
     @property
     def advice(self) -> str:
@@ -83,21 +83,23 @@ class Table:
 
     fingerprint: Fingerprint
     rows: list[choose.AlgorithmTime]
-    buckets: list[tuple[choose.Bytes, choose.Positive]]  #: (bytes, seconds per byte)
+    buckets: list[tuple[choose.ByteCount, choose.PositiveFloat]]  #: (bytes, seconds per byte)
     node: cost.Machine | None = None  #: between two ranks of a node
     across: cost.Machine | None = None  #: between two ranks of different nodes
-    noisy: choose.Share | None = None  #: how far repeats lay apart, if too far: see `choose.noisy`
-    algorithms: str = field(default_factory=sources)
+    noisy: choose.NonNegativeFloat | None = (
+        None  #: how far repeats lay apart, if too far: see `choose.noisy`
+    )
+    algorithms: str = field(default_factory=hash_sources)
     versions: dict[str, str] = field(default_factory=machine.versions)
     date: str = field(default_factory=lambda: time.strftime("%Y-%m-%d"))
-    schema: int = SCHEMA
+    schema: int = SCHEMA_VERSION
 
 
 class TableError(HpctrainError):
     """A table that cannot be used; the text gives the reason."""
 
 
-def layout(nodes: Sequence[Sequence[int]], unit_name: str = "node") -> str:
+def describe_layout(nodes: Sequence[Sequence[int]], unit_name: str = "node") -> str:
     """Return the placement of ranks in words: `4 ranks on 2 nodes: 0 1, 2 3`, shortened by hash."""
     text = ", ".join(" ".join(map(str, ranks)) for ranks in nodes)
     if len(text) > 60:
@@ -108,35 +110,42 @@ def layout(nodes: Sequence[Sequence[int]], unit_name: str = "node") -> str:
     return f"{sum(map(len, nodes))} ranks on {nodes_text}: {text}"
 
 
-def fingerprint(group: Group, mpi: bool, gpus: Gpus | None = None) -> Fingerprint:
+def make_fingerprint(group: Group, mpi: bool, gpus: GpuLayout | None = None) -> Fingerprint:
     """Return this rank's fingerprint of `group`, of arrays on `gpus` if given."""
     nodes = group.nodes or (tuple(range(group.link.size)),)
     mpi_version = machine.mpi() if mpi else "threads none"
     cores = os.cpu_count() or 1
-    gpu_facts = (f"{gpus.model}, {layout(gpus.ranks_by_gpu, 'GPU')}", gpus.paths) if gpus else ()
+    gpu_facts = (
+        (f"{gpus.model}, {describe_layout(gpus.ranks_by_gpu, 'GPU')}", gpus.paths) if gpus else ()
+    )
     return Fingerprint(
-        _cpu(), cores, len(os.sched_getaffinity(0)), mpi_version, layout(nodes), *gpu_facts
+        _cpu_model(),
+        cores,
+        len(os.sched_getaffinity(0)),
+        mpi_version,
+        describe_layout(nodes),
+        *gpu_facts,
     )
 
 
 @cache
-def _cpu() -> str:
+def _cpu_model() -> str:
     return machine.cpu()
 
 
-def folder() -> Path:
+def table_folder() -> Path:
     """Return the folder of tables, unless HPCTRAIN_TUNING overrides it."""
-    cached = os.environ.get("XDG_CACHE_HOME", "")
+    cache_home = os.environ.get("XDG_CACHE_HOME", "")
     # The standard: a path that is not absolute is to be ignored.
-    root = Path(cached) if os.path.isabs(cached) else Path.home() / ".cache"
-    return root / "hpctrain" / "tuning"
+    cache_folder = Path(cache_home) if os.path.isabs(cache_home) else Path.home() / ".cache"
+    return cache_folder / "hpctrain" / "tuning"
 
 
 def default_file(fingerprint: Fingerprint) -> Path:
-    """Return the path of the table of `fingerprint`, which need not exist."""
-    setting = os.environ.get(FILE)
-    path = Path(setting) if setting else folder()
-    return path / fingerprint.file if not setting or path.is_dir() else path
+    """Return the path of the table of `make_fingerprint`, which need not exist."""
+    setting = os.environ.get(FILE_VARIABLE)
+    path = Path(setting) if setting else table_folder()
+    return path / fingerprint.file_name if not setting or path.is_dir() else path
 
 
 def newest_file(ranks: int, on_gpu: bool = False) -> Path:
@@ -146,8 +155,8 @@ def newest_file(ranks: int, on_gpu: bool = False) -> Path:
 
     Raises UsageError if there is none.
     """
-    setting = os.environ.get(FILE)
-    root = Path(setting) if setting else folder()
+    setting = os.environ.get(FILE_VARIABLE)
+    root = Path(setting) if setting else table_folder()
     if setting and not root.is_dir():
         return root
     paths = [path for path in root.glob("*.json") if _fits_this_machine(path, ranks, on_gpu)]
@@ -160,48 +169,48 @@ def newest_file(ranks: int, on_gpu: bool = False) -> Path:
 
 def _fits_this_machine(path: Path, ranks: int, on_gpu: bool) -> bool:
     try:
-        fingerprint = read(path).fingerprint
+        fingerprint = read_table(path).fingerprint
     except TableError:
         return False
     same_size = ranks == 1 or fingerprint.layout.startswith(f"{ranks} ranks ")
-    return fingerprint.cpu == _cpu() and fingerprint.on_gpu == on_gpu and same_size
+    return fingerprint.cpu == _cpu_model() and fingerprint.on_gpu == on_gpu and same_size
 
 
-def fingerprint_of(group: Group, mpi: bool, gpus: Gpus | None = None) -> Table | None:
+def find_table(group: Group, mpi: bool, gpus: GpuLayout | None = None) -> Table | None:
     """Return the table that fits `group`, else None; warn of a table that does not fit.
 
     A file for the other kind of memory counts as none: the user names one file for both.
     """
-    current = fingerprint(group, mpi, gpus)
+    current = make_fingerprint(group, mpi, gpus)
     path = default_file(current)
     try:
-        if not path.exists() and (current.on_gpu or os.environ.get(FILE) != str(path)):
+        if not path.exists() and (current.on_gpu or os.environ.get(FILE_VARIABLE) != str(path)):
             return None  # no table is required, or the host's call warns of the file
-        table = read(path)
-        return fitting(table, current) if table.fingerprint.on_gpu == current.on_gpu else None
+        table = read_table(path)
+        return check_fit(table, current) if table.fingerprint.on_gpu == current.on_gpu else None
     except TableError as error:
         log.warning("tuning table %s is ignored: %s", path, error)
         return None
 
 
-def fitting(table: Table, current: Fingerprint) -> Table:
+def check_fit(table: Table, current: Fingerprint) -> Table:
     """Return `table` if machine and algorithms are the `current` ones; else raise TableError."""
-    for item in fields(Fingerprint):
-        recorded, actual = (getattr(facts, item.name) for facts in (table.fingerprint, current))
+    for fact in fields(Fingerprint):
+        recorded, actual = (getattr(facts, fact.name) for facts in (table.fingerprint, current))
         if recorded != actual:
             raise TableError(
-                f"its {item.name} is {brief(recorded)}, here it is {brief(actual)}; "
+                f"its {fact.name} is {brief(recorded)}, here it is {brief(actual)}; "
                 f"{current.advice}"
             )
-    if table.algorithms != sources():
+    if table.algorithms != hash_sources():
         raise TableError(f"it was made for other algorithms than this hpctrain's; {current.advice}")
     return table
 
 
-def read(path: Path) -> Table:
+def read_table(path: Path) -> Table:
     """Return the table in file `path`; raise TableError if it is missing or unusable."""
     try:
-        return parse_table(read_bytes(path, LIMIT_BYTES))
+        return parse_table(read_bytes(path, MAX_FILE_BYTES))
     except FileError as error:
         raise TableError(f"{str(error).removeprefix(f'{path}: ')}; {ADVICE}") from None
 
@@ -215,20 +224,24 @@ def parse_table(text: bytes) -> Table:
         schema = content.get("schema")
     except (ValueError, AttributeError, RecursionError):
         raise TableError(f"it is damaged; {ADVICE}") from None
-    if schema != SCHEMA:
-        raise TableError(f"its schema is {brief(schema)}, this hpctrain reads {SCHEMA}; {ADVICE}")
+    if schema != SCHEMA_VERSION:
+        raise TableError(
+            f"its schema is {brief(schema)}, this hpctrain reads {SCHEMA_VERSION}; {ADVICE}"
+        )
     try:
         table: Table = pydantic.TypeAdapter(Table).validate_json(text, strict=True)
     except pydantic.ValidationError as error:
-        first = error.errors()[0]
-        location = brief(".".join(map(str, first["loc"]))).strip("'")
-        raise TableError(f"it is damaged: {location}: {first['msg'].lower()}; {ADVICE}") from None
+        first_error = error.errors()[0]
+        location = brief(".".join(map(str, first_error["loc"]))).strip("'")
+        raise TableError(
+            f"it is damaged: {location}: {first_error['msg'].lower()}; {ADVICE}"
+        ) from None
     for name in ("node", "across"):
-        _must_be_real(getattr(table, name), name)
+        _check_machine(getattr(table, name), name)
     return table
 
 
-def _must_be_real(machine: cost.Machine | None, name: str) -> None:
+def _check_machine(machine: cost.Machine | None, name: str) -> None:
     """Raise TableError for times of `machine` that are negative or not finite."""
     for key, value in asdict(machine).items() if machine else ():
         if not 0 <= value < math.inf:
@@ -237,7 +250,7 @@ def _must_be_real(machine: cost.Machine | None, name: str) -> None:
             )
 
 
-def write(table: Table, path: Path) -> None:
+def write_table(table: Table, path: Path) -> None:
     """Write `table` to file `path` atomically; raise UsageError if that fails."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
@@ -249,7 +262,7 @@ def write(table: Table, path: Path) -> None:
         raise UsageError(f"the table cannot be written to {path}: {error.strerror}") from None
 
 
-def must_be_writable(path: Path) -> None:
+def check_writable(path: Path) -> None:
     """Raise UsageError unless a table can be written to `path`; leaves no file."""
     if path.is_dir():
         raise UsageError(f"--out: expected a file, seen the folder {path}")
@@ -262,6 +275,6 @@ def must_be_writable(path: Path) -> None:
         raise UsageError(f"the table cannot be written to {path}: {error.strerror}") from None
 
 
-def plan_of(table: Table) -> choose.TuningPlan:
+def plan_from_table(table: Table) -> choose.TuningPlan:
     """Return the plan of `table`: thresholds and buckets."""
-    return choose.plan(table.rows, tuple(table.buckets), measured=True)
+    return choose.make_plan(table.rows, tuple(table.buckets), measured=True)

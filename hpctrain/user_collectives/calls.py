@@ -1,4 +1,4 @@
-"""Collectives on a user's own arrays, without a trainer: `ht.allreduce` and its neighbours.
+"""Collectives on a user's arrays, without a trainer: `ht.allreduce` and the others.
 
     before, ranks 0 1 2        x: a   b   c                      x: (a0 a1 a2) (b0 b1 b2) (c0 c1 c2)
 
@@ -8,15 +8,16 @@
     all_gather            (a b c) on all      gather, root 0    (a b c)    -          -
 
 Arrays are C-contiguous, of NumPy or CuPy, in native byte order, in bool, uint8, int8, int16, int32,
-int64, float16, bfloat16 (of ml_dtypes), float32, float64, complex64 or complex128; those written to
-must be writable. `op` is sum, prod, min or max (not of complex numbers), mean (not of integers),
-and, or, xor (of integers bitwise, of bools logical): see `collectives/reductions/operations.py`.
+int64, float16, bfloat16 (of ml_dtypes), float32, float64, complex64 or complex128; a call's results
+need a writable array. `op` is sum, prod, min or max (not of complex numbers), mean (not of
+integers), and, or, xor (of integers bitwise, of bools logical): see
+`collectives/reductions/operations.py`.
 
-All ranks must call with the same shape, dtype and arguments, and all with arrays of the host or all
-of GPUs. With `check` ranks first compare a digest of these (collectives/signature.py): a fault on
-any rank is one UsageError on all ranks, before any data moves. Without it the rank that finds a
-wrong argument raises alone, and ranks that differ get an error, or wrong numbers. Results on a GPU
-are ready for later work of its current stream.
+All ranks must call with the same shape, dtype and arguments, and either all with arrays on the host
+or all with arrays on GPUs. With `check`, ranks first compare a digest of the call
+(collectives/signature.py): a fault on any rank is one UsageError on all ranks, before any data
+moves. Without `check`, a rank with an invalid argument raises alone, and different calls lead to an
+error or wrong numbers. Results on a GPU are ready for later work on its current stream.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ from hpctrain.collectives.tree import broadcast as tree_broadcast
 from hpctrain.collectives.tree import reduce as tree_reduce
 from hpctrain.core.errors import UsageError
 from hpctrain.core.xp import namespace, on_device
-from hpctrain.tuning.select import allreduce_named, bound, prepared
+from hpctrain.tuning.select import bind_allreduce, find_allreduce, prepare_allreduce
 from hpctrain.user_collectives import bound_calls
-from hpctrain.user_collectives.arguments import Accepted, accepted, must_be_writable
+from hpctrain.user_collectives.arguments import ValidArguments, check_writable, validate_arguments
 from hpctrain.world import World, init
 
-_checked, _unchecked = bound_calls.checked, bound_calls.unchecked
+_checked_calls, _unchecked_calls = bound_calls.checked_calls, bound_calls.unchecked_calls
 
 
 def allreduce(
@@ -57,10 +58,12 @@ def allreduce(
     `hpctrain.collectives.ALLREDUCE`. Cost: see the file of the algorithm; of a mean also that of
     `hpctrain.collectives.mean`. Raises UsageError if an argument does not fit, or if ranks differ.
     """
-    # The quickest way in Python to an array's call: at few bytes every 10 ns count. Strings from
-    # the same source line are the same object; others take the slower path.
+    # Fast path: at few bytes every 10 ns count. Strings from the same source line are the same
+    # object; equal strings from elsewhere take the slower path.
     try:
-        dtype, shape, bound_op, bound_world, call = (_checked if check else _unchecked)[id(x)]
+        dtype, shape, bound_op, bound_world, call = (_checked_calls if check else _unchecked_calls)[
+            id(x)
+        ]
     except KeyError:
         pass
     else:
@@ -75,29 +78,31 @@ def allreduce(
 
 
 def _allreduce(
-    x: np.ndarray, op: str, algorithm: str, requested: World | None, check: bool
+    x: np.ndarray, op: str, algorithm: str, requested_world: World | None, check: bool
 ) -> None:
-    world = requested or init()
-    flat, operation, signature = _accepted(
+    world = requested_world or init()
+    flat, operation, signature = _validate(
         world, "allreduce", x, check=check, op=op, algorithm=algorithm
     )
-    function, call = allreduce_named(algorithm), signature if check else None
+    function, call = find_allreduce(algorithm), signature if check else None
     if op == "mean":
         if call is not None:
             must_match(world.main, call)
         mean(world.main, flat, operation, function)
         return
-    prepare = partial(prepared, world.main, op=operation, allreduce=function, call=call)
+    prepare = partial(prepare_allreduce, world.main, op=operation, allreduce=function, call=call)
     prepare(flat)()
     if (
         algorithm == "auto"
         and type(x) is np.ndarray
         and x.flags.carray
-        and bound_calls.met_before(x)
+        and bound_calls.was_passed_before(x)
     ):
-        rebound = prepare(bound_calls.alias(x))
-        bound_calls.keep(
-            _checked if check else _unchecked, x, (x.dtype, x.shape, op, requested, rebound)
+        bound_call = prepare(bound_calls.make_alias(x))
+        bound_calls.store_call(
+            _checked_calls if check else _unchecked_calls,
+            x,
+            (x.dtype, x.shape, op, requested_world, bound_call),
         )
 
 
@@ -108,26 +113,26 @@ def bind(
     result: str = "in-place",
     world: World | None = None,
 ) -> Callable[[], Any]:
-    """Return a call that reduces the contents of `x` at that time over all ranks, without look-ups.
+    """Return a call that reduces the current contents of `x` over all ranks, without look-ups.
 
-    All ranks must call here, and then the bound calls in the same order. `x` as in `allreduce`; in
-    `world.zeros` it is reduced fastest. `op`: as in `allreduce`, but for the mean. With `result`
-    "shared" the call returns the flat array that holds the sum, which may belong to another rank
-    of the node: it is for reading, until the next collective call; `x` may be left as it is. With
-    "in-place" the sum is in `x`. Raises as `allreduce`.
+    All ranks must call `bind`, and then the bound calls in the same order. `x` is as in
+    `allreduce`; an array from `world.zeros` is reduced fastest. `op` is as in `allreduce`, but not
+    "mean". With `result` "in-place" the sum is in `x`. With "shared" the call returns a flat array
+    with the sum, which may belong to another rank of the node: it is read-only, and valid until the
+    next collective call; `x` may stay unchanged. Raises as `allreduce`.
     """
     world = world or init()
-    flat, operation = _matched(
+    flat, operation = _validate_and_match(
         world, "bind", x, check=True, op=op, algorithm=algorithm, result=result
     )
-    call = bound(world.main, flat, operation, algorithm, result == "shared")
+    call = bind_allreduce(world.main, flat, operation, algorithm, result == "shared")
 
-    def unless_read_only() -> Any:
-        if not x.flags.writeable:  # checked here: a call of `must_be_writable` costs as much again
-            must_be_writable(x)
+    def call_if_writable() -> Any:
+        if not x.flags.writeable:  # tested here: a call of `check_writable` would double the cost
+            check_writable(x)
         return call()
 
-    return call if on_device(x) else unless_read_only
+    return call if on_device(x) else call_if_writable
 
 
 def reduce(
@@ -138,7 +143,7 @@ def reduce(
     `x`: any shape. Binomial tree: ceil(log2 P) steps. Raises as `allreduce`.
     """
     world = world or init()
-    flat, operation = _matched(world, "reduce", x, check=check, op=op, root=root)
+    flat, operation = _validate_and_match(world, "reduce", x, check=check, op=op, root=root)
     function = partial(tree_reduce, root=root)
     if op == "mean":
         mean(world.main, flat, operation, function)
@@ -152,19 +157,21 @@ def broadcast(x: np.ndarray, root: int = 0, world: World | None = None, check: b
     `root`'s own may be read-only. Raises as `allreduce`.
     """
     world = world or init()
-    flat, _ = _matched(world, "broadcast", x, check=check, root=root, root_sends=True)
+    flat, _ = _validate_and_match(world, "broadcast", x, check=check, root=root, root_sends=True)
     tree_broadcast(world.main, flat, root)
 
 
 def reduce_scatter(
     x: np.ndarray, op: str = "sum", world: World | None = None, check: bool = True
 ) -> np.ndarray:
-    """Return this rank's row of the reduced `x` (P, ...), a view of `x`; the other rows are spoilt.
+    """Return this rank's row of reduced `x` (P, ...), a view of `x`; it overwrites other rows.
 
     Ring: P-1 steps, n(P-1)/P bytes sent. Raises as `allreduce`.
     """
     world = world or init()
-    flat, operation = _matched(world, "reduce_scatter", x, check=check, op=op, rows=True)
+    flat, operation = _validate_and_match(
+        world, "reduce_scatter", x, check=check, op=op, has_rows=True
+    )
     if op == "mean":
         mean(world.main, flat, operation, ring_reduce_scatter)
     else:
@@ -178,8 +185,8 @@ def all_gather(x: np.ndarray, world: World | None = None, check: bool = True) ->
     `x` may be read-only. Raises as `allreduce`.
     """
     world = world or init()
-    _matched(world, "all_gather", x, check=check, written=False)
-    rows = _room_for(x, world)
+    _validate_and_match(world, "all_gather", x, check=check, writes_x=False)
+    rows = _allocate_rows(x, world)
     ring_all_gather(world.main, rows.reshape(-1))
     return rows
 
@@ -192,11 +199,11 @@ def gather(
     `x` may be read-only. Raises as `allreduce`.
     """
     world = world or init()
-    flat, _ = _matched(world, "gather", x, check=check, root=root, written=False)
+    flat, _ = _validate_and_match(world, "gather", x, check=check, root=root, writes_x=False)
     if world.rank != root:
         world.link.isend(flat, root).wait()
         return None
-    rows = _room_for(x, world)
+    rows = _allocate_rows(x, world)
     rooted.gather(world.main, rows.reshape(-1), root)
     return rows
 
@@ -204,12 +211,14 @@ def gather(
 def scatter(
     x: np.ndarray, root: int = 0, world: World | None = None, check: bool = True
 ) -> np.ndarray:
-    """Return row r of `root`'s `x` (P, ...) on rank r: a view of its own `x`, which receives it.
+    """Return row r of `root`'s `x` (P, ...) on rank r: a view of rank r's `x`, filled by the call.
 
     `root`'s own may be read-only. Raises as `allreduce`.
     """
     world = world or init()
-    flat, _ = _matched(world, "scatter", x, check=check, root=root, rows=True, root_sends=True)
+    flat, _ = _validate_and_match(
+        world, "scatter", x, check=check, root=root, has_rows=True, root_sends=True
+    )
     rooted.scatter(world.main, flat, root)
     return x[world.rank]
 
@@ -220,33 +229,35 @@ def all_to_all(x: np.ndarray, world: World | None = None, check: bool = True) ->
     `x` may be read-only. Raises as `allreduce`.
     """
     world = world or init()
-    flat, _ = _matched(world, "all_to_all", x, check=check, rows=True, written=False)
+    flat, _ = _validate_and_match(
+        world, "all_to_all", x, check=check, has_rows=True, writes_x=False
+    )
     out = namespace(x).empty(x.shape, x.dtype)
     rooted.all_to_all(world.main, flat, out.reshape(-1))
     return out
 
 
-def _matched(
+def _validate_and_match(
     world: World, name: str, x: Any, *, check: bool, **arguments: Any
 ) -> tuple[np.ndarray, Any]:
-    """Return flat `x` and the operation; with `check` after all ranks have compared their calls."""
-    flat, operation, call = _accepted(world, name, x, check=check, **arguments)
+    """Return flat `x` and the operation; with `check`, all ranks compare their calls first."""
+    flat, operation, call = _validate(world, name, x, check=check, **arguments)
     if check:
         must_match(world.main, call)
     return flat, operation
 
 
-def _accepted(world: World, name: str, x: Any, *, check: bool, **arguments: Any) -> Accepted:
-    """Return the arguments if valid on this rank; else raise UsageError, with `check` on all."""
+def _validate(world: World, name: str, x: Any, *, check: bool, **arguments: Any) -> ValidArguments:
+    """Return the arguments if valid; else raise UsageError, with `check` on all ranks."""
     try:
-        return accepted(world, name, x, **arguments)
+        return validate_arguments(world, name, x, **arguments)
     except UsageError as error:
         if check:
             must_match(world.main, fault_signature(str(error)))
         raise
 
 
-def _room_for(x: np.ndarray, world: World) -> np.ndarray:
+def _allocate_rows(x: np.ndarray, world: World) -> np.ndarray:
     """Return an array (P, *x.shape) that holds `x` in this rank's row."""
     rows = namespace(x).empty((world.size, *x.shape), x.dtype)
     rows[world.rank] = x

@@ -7,23 +7,23 @@ it reads all records and reports. In DIR: rank-00000, ... (removed at a clean en
 """
 
 from hpctrain.watch.deadline import Watch
-from hpctrain.watch.inside import CallNote, detectable, detectable_call
+from hpctrain.watch.inside import CallNote, detect_waits, make_detectable
 from hpctrain.watch.record import (
-    ENTRIES,
-    REPORT,
+    MAX_ENTRIES,
+    REPORT_NAME,
     Call,
     Entry,
     Snapshot,
     WatchRecord,
     code_location,
-    read,
+    read_record,
     record_path,
 )
-from hpctrain.watch.report import dump_stacks, interval_s, report, write_report
+from hpctrain.watch.report import dump_stacks, interval_s, make_report, write_report
 
 __all__ = [
-    "ENTRIES",
-    "REPORT",
+    "MAX_ENTRIES",
+    "REPORT_NAME",
     "CallNote",
     "Call",
     "Entry",
@@ -33,10 +33,10 @@ __all__ = [
     "code_location",
     "dump_stacks",
     "interval_s",
-    "detectable",
-    "read",
+    "detect_waits",
+    "read_record",
     "record_path",
-    "report",
-    "detectable_call",
+    "make_report",
+    "make_detectable",
     "write_report",
 ]

@@ -10,8 +10,8 @@ from pathlib import Path
 from time import time as clock
 
 from hpctrain.watch.inside import LastingCalls
-from hpctrain.watch.record import Snapshot, WatchRecord, read, record_path
-from hpctrain.watch.report import interval_s, report
+from hpctrain.watch.record import Snapshot, WatchRecord, read_record, record_path
+from hpctrain.watch.report import interval_s, make_report
 
 
 class Watch:
@@ -34,41 +34,43 @@ class Watch:
         self._awake_s, self._reported = 0.0, False
         self._first_observed: dict[tuple[str, float], float] = {}
         self._lasting_calls = LastingCalls()
-        self._end = threading.Event()
+        self._stop_event = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hpctrain-watch", daemon=True)
         self._thread.start()
 
     def stop(self, limit_s: float = 5.0) -> None:
         """End the thread; wait for it `limit_s` at most."""
-        self._end.set()
+        self._stop_event.set()
         if self._thread is not threading.current_thread():
             self._thread.join(limit_s)
 
     def _run(self) -> None:
-        interval, previous_s = interval_s(self._timeout_s), time.monotonic()
-        while not self._end.wait(interval):
+        beat_s, previous_s = interval_s(self._timeout_s), time.monotonic()
+        while not self._stop_event.wait(beat_s):
             # Only time that this process was awake counts: a job that its scheduler stopped for an
             # hour, or whose wall clock was set, must not wake up hung.
-            elapsed, previous_s = time.monotonic() - previous_s, time.monotonic()
-            self._awake_s += min(elapsed, 2 * interval)
+            elapsed_s, previous_s = time.monotonic() - previous_s, time.monotonic()
+            self._awake_s += min(elapsed_s, 2 * beat_s)
             self._lasting_calls.scan()
             self._record.write_heartbeat()
-            self._judge()
+            self._check_waits()
 
-    def _judge(self) -> None:
-        keys = [(call.thread, call.since) for call in self._record.snapshot().waits]
-        self._first_observed = {key: self._first_observed.get(key, self._awake_s) for key in keys}
+    def _check_waits(self) -> None:
+        wait_keys = [(call.thread, call.start_s) for call in self._record.snapshot().waiting_calls]
+        self._first_observed = {
+            key: self._first_observed.get(key, self._awake_s) for key in wait_keys
+        }
         waited_s = self._awake_s - min(self._first_observed.values(), default=self._awake_s)
         factor = self._first_step_factor if self._record.in_first_step else 1
         if waited_s > self._timeout_s * factor and not self._reported:
             self._reported = True
-            self._on_hang(report(self._collect(), clock(), self._timeout_s))
+            self._on_hang(make_report(self._collect_snapshots(), clock(), self._timeout_s))
 
-    def _collect(self) -> list[Snapshot]:
+    def _collect_snapshots(self) -> list[Snapshot]:
         if self._directory is None:
             return [self._record.snapshot()]
         snapshots = []
         for rank in range(self._record.size):
             with contextlib.suppress(OSError, ValueError):
-                snapshots.append(read(record_path(self._directory, rank)))
+                snapshots.append(read_record(record_path(self._directory, rank)))
         return snapshots

@@ -1,7 +1,7 @@
 """Calls too short for a note in the record: the watch itself detects a thread inside one.
 
 MPI's all-reduce of four bytes takes well below a microsecond; a note in the record before it and
-one after would take a fifth of that. So a function that is `detectable` notes nothing. Once per
+one after would take a fifth of that. So a function that is `detect_waits` notes nothing. Once per
 beat the watch looks at the innermost frame of every thread: if it is that of such a function, and
 the same as a beat ago, the watch writes the note on the thread's behalf, and removes it when the
 thread has moved on.
@@ -34,30 +34,30 @@ class CallNote(NamedTuple):
 
 
 Locals = Mapping[str, Any]
-_NOTES: dict[CodeType, Callable[[Locals], CallNote | None]] = {}
+_NOTE_FUNCTIONS: dict[CodeType, Callable[[Locals], CallNote | None]] = {}
 
 
-def detectable(note: Callable[[Locals], CallNote | None]) -> Callable[[F], F]:
+def detect_waits(note: Callable[[Locals], CallNote | None]) -> Callable[[F], F]:
     """Mark a function that waits in C, so that the watch detects a thread that stays in it.
 
     `note` returns the note from the function's local variables; None if it does not wait.
     """
 
-    def mark(function: F) -> F:
-        _NOTES[function.__code__] = note
+    def register(function: F) -> F:
+        _NOTE_FUNCTIONS[function.__code__] = note
         return function
 
-    return mark
+    return register
 
 
-def detectable_call(call: Callable[[], Any], note: CallNote) -> Callable[[], Any]:
+def make_detectable(call: Callable[[], Any], note: CallNote) -> Callable[[], Any]:
     """Return `call` wrapped in a function whose frame the watch recognizes."""
 
-    @detectable(lambda local_variables: local_variables["note"])
-    def inside(call: Callable[[], Any] = call, note: CallNote = note) -> Any:
+    @detect_waits(lambda local_variables: local_variables["note"])
+    def call_inside(call: Callable[[], Any] = call, note: CallNote = note) -> Any:
         return call()
 
-    return inside
+    return call_inside
 
 
 class LastingCalls:
@@ -69,15 +69,15 @@ class LastingCalls:
 
     def scan(self) -> None:
         """Note the calls that last since the last scan; remove the notes of those that are over."""
-        frames = {i: f for i, f in frame_of_each_thread().items() if f.f_code in _NOTES}
-        lasting = {i for i, frame in frames.items() if self._frames.get(i) is frame}
-        for thread in self._notes.keys() - lasting:
-            entry, written = self._notes.pop(thread)
-            if entry.note == written:  # else the thread has written its next call over it
+        frames = {i: f for i, f in frame_of_each_thread().items() if f.f_code in _NOTE_FUNCTIONS}
+        lasting_threads = {i for i, frame in frames.items() if self._frames.get(i) is frame}
+        for thread in self._notes.keys() - lasting_threads:
+            entry, note_bytes = self._notes.pop(thread)
+            if entry.note == note_bytes:  # else the thread has written its next call over it
                 entry.leave()
-        for thread in lasting - self._notes.keys():
+        for thread in lasting_threads - self._notes.keys():
             frame = frames[thread]
-            if (note := _NOTES[frame.f_code](frame.f_locals)) is not None:
+            if (note := _NOTE_FUNCTIONS[frame.f_code](frame.f_locals)) is not None:
                 note.link.entry.enter(note.operation, ALL_RANKS, note.nbytes)
                 self._notes[thread] = note.link.entry, note.link.entry.note
         self._frames = frames

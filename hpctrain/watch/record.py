@@ -16,39 +16,39 @@ from pathlib import Path
 from time import time as clock
 from types import FrameType
 
-REPORT = "hung-report.txt"  #: by the one rank that reports a hung job
-ENTRIES = 16  #: names of threads: those of all engines that one process may use in turn
+REPORT_NAME = "hung-report.txt"  #: by the one rank that reports a hung job
+MAX_ENTRIES = 16  #: names of threads: those of all engines that one process may use in turn
 
 _MAGIC = b"hpcwtch1"
-_BYTES = 4096  # one page: one fault, and the kernel writes it out as a whole
-_HEADER = struct.Struct("<8siii64s")  # magic, rank, size, pid, host
-_HEARTBEAT = struct.Struct("<d128s")  # heartbeat, the main thread's line
-_STEP = struct.Struct("<q")
-_NAME = struct.Struct("<32s")
-# `waiting` comes last: a reader never sees it set before the fields that it makes valid.
-_CALL = struct.Struct("<24sqqqdB")
-_BEAT_AT = _HEADER.size
-_STEP_AT = _BEAT_AT + _HEARTBEAT.size
-_ENTRY_AT = range(512, 512 + ENTRIES * 128, 128)
-_pack_call = _CALL.pack_into
+_RECORD_BYTES = 4096  # one page: one fault, and the kernel writes it out as a whole
+_HEADER_FORMAT = struct.Struct("<8siii64s")  # magic, rank, size, pid, host
+_HEARTBEAT_FORMAT = struct.Struct("<d128s")  # heartbeat, the main thread's line
+_STEP_FORMAT = struct.Struct("<q")
+_NAME_FORMAT = struct.Struct("<32s")
+# `is_waiting` comes last: a reader never sees it set before the fields that it makes valid.
+_CALL_FORMAT = struct.Struct("<24sqqqdB")
+_HEARTBEAT_OFFSET = _HEADER_FORMAT.size
+_STEP_OFFSET = _HEARTBEAT_OFFSET + _HEARTBEAT_FORMAT.size
+_ENTRY_OFFSETS = range(512, 512 + MAX_ENTRIES * 128, 128)
+_pack_call = _CALL_FORMAT.pack_into
 
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 # The entry names the call already; the useful line is that of its caller.
-_LINKS = (_PACKAGE + "transport" + os.sep, _PACKAGE + "watch" + os.sep)
-_LIBRARIES = (os.path.dirname(os.__file__) + os.sep, "<frozen")
+_LINK_FOLDERS = (_PACKAGE + "transport" + os.sep, _PACKAGE + "watch" + os.sep)
+_LIBRARY_FOLDERS = (os.path.dirname(os.__file__) + os.sep, "<frozen")
 
 
 @dataclass(frozen=True)
 class Call:
-    """The last Link call of one thread; `since` is wall-clock seconds, `peer` -1 means all."""
+    """The last Link call of one thread; `start_s` is wall-clock seconds, `peer` -1 means all."""
 
     thread: str
     operation: str
     step: int
     peer: int
     nbytes: int
-    since: float
-    waiting: bool
+    start_s: float
+    is_waiting: bool
 
 
 @dataclass(frozen=True)
@@ -65,32 +65,32 @@ class Snapshot:
     calls: tuple[Call, ...]
 
     @property
-    def waits(self) -> list[Call]:
+    def waiting_calls(self) -> list[Call]:
         """The calls in which this rank waits."""
-        return [call for call in self.calls if call.waiting]
+        return [call for call in self.calls if call.is_waiting]
 
 
 class Entry:
     """One thread's place in the record; only that thread writes it, so it needs no lock."""
 
-    __slots__ = ("_at", "_flag", "_map", "_record")
+    __slots__ = ("_map", "_offset", "_record", "_waiting_offset")
 
-    def __init__(self, record: WatchRecord, at: int) -> None:
+    def __init__(self, record: WatchRecord, offset: int) -> None:
         self._record, self._map = record, record._map
-        self._at, self._flag = at, at + _CALL.size - 1
+        self._offset, self._waiting_offset = offset, offset + _CALL_FORMAT.size - 1
 
     def enter(self, operation: bytes, peer: int, nbytes: int) -> None:
         """Note that a call begins; `peer` -1 means all. On the path of every message."""
-        _pack_call(self._map, self._at, operation, self._record._step, peer, nbytes, clock(), 1)
+        _pack_call(self._map, self._offset, operation, self._record._step, peer, nbytes, clock(), 1)
 
     def leave(self) -> None:
         """Note that the call is over; its note stays readable as the last operation."""
-        self._map[self._flag] = 0
+        self._map[self._waiting_offset] = 0
 
     @property
     def note(self) -> bytes:
         """The bytes that `enter` wrote last."""
-        return bytes(self._map[self._at : self._flag + 1])
+        return bytes(self._map[self._offset : self._waiting_offset + 1])
 
 
 class WatchRecord:
@@ -105,23 +105,25 @@ class WatchRecord:
         self._step, self._first_step = 0, -1
         self._thread, self._lock = threading.get_ident(), threading.Lock()
         self._entries: dict[str, Entry] = {}
-        self._file, self._map = _open(path)
+        self._descriptor, self._map = _open_record(path)
         host = socket.gethostname().encode()
-        _HEADER.pack_into(self._map, 0, _MAGIC, rank, size, os.getpid(), host)
+        _HEADER_FORMAT.pack_into(self._map, 0, _MAGIC, rank, size, os.getpid(), host)
         self.write_heartbeat()
         if path is not None and rank == 0:
             # A report of an earlier job in the same folder would silence this one.
-            path.with_name(REPORT).unlink(missing_ok=True)
+            path.with_name(REPORT_NAME).unlink(missing_ok=True)
 
     def entry(self, name: str) -> Entry:
         """Return the entry of the thread called `name`; raise ValueError where none is free."""
         with self._lock:
             if name not in self._entries:
-                if len(self._entries) == ENTRIES:
-                    raise ValueError(f"rank {self.rank}: {name}: over {ENTRIES} threads use links")
-                at = _ENTRY_AT[len(self._entries)]
-                _NAME.pack_into(self._map, at, name.encode())
-                self._entries[name] = Entry(self, at + _NAME.size)
+                if len(self._entries) == MAX_ENTRIES:
+                    raise ValueError(
+                        f"rank {self.rank}: {name}: over {MAX_ENTRIES} threads use links"
+                    )
+                offset = _ENTRY_OFFSETS[len(self._entries)]
+                _NAME_FORMAT.pack_into(self._map, offset, name.encode())
+                self._entries[name] = Entry(self, offset + _NAME_FORMAT.size)
             return self._entries[name]
 
     @property
@@ -133,16 +135,16 @@ class WatchRecord:
     def step(self, value: int) -> None:
         self._first_step = value if self._first_step < 0 else self._first_step
         self._step, self.in_first_step = value, value == self._first_step
-        _STEP.pack_into(self._map, _STEP_AT, value)
+        _STEP_FORMAT.pack_into(self._map, _STEP_OFFSET, value)
 
     def write_heartbeat(self) -> None:
         """Write the heartbeat and the main thread's line, and hand the record to other hosts."""
         line = code_location(frame_of_each_thread().get(self._thread))
-        _HEARTBEAT.pack_into(self._map, _BEAT_AT, clock(), line.encode())
-        if self._file is not None:
+        _HEARTBEAT_FORMAT.pack_into(self._map, _HEARTBEAT_OFFSET, clock(), line.encode())
+        if self._descriptor is not None:
             # Not mmap.flush: that may keep the interpreter locked while the disk works.
             with contextlib.suppress(OSError):
-                getattr(os, "fdatasync", os.fsync)(self._file)
+                getattr(os, "fdatasync", os.fsync)(self._descriptor)
 
     def snapshot(self) -> Snapshot:
         """Return the present content of the record."""
@@ -150,29 +152,29 @@ class WatchRecord:
 
     def close(self) -> None:
         """Remove the record at a clean end. Its watch and links must have stopped before."""
-        if self._path is not None and self._file is not None:
+        if self._path is not None and self._descriptor is not None:
             with contextlib.suppress(OSError):  # on a full disk it stays, which does no harm
                 self._path.unlink()
-            os.close(self._file)
-            self._file = None
+            os.close(self._descriptor)
+            self._descriptor = None
         if isinstance(self._map, mmap.mmap):
             self._map.close()
 
 
-def _open(path: Path | None) -> tuple[int | None, mmap.mmap | bytearray]:
+def _open_record(path: Path | None) -> tuple[int | None, mmap.mmap | bytearray]:
     if path is None:
-        return None, bytearray(_BYTES)
+        return None, bytearray(_RECORD_BYTES)
     path.parent.mkdir(parents=True, exist_ok=True)
     for temporary in path.parent.glob(f".{path.name}.*"):  # of a killed rank, or of a full disk
         temporary.unlink(missing_ok=True)
     # Written, not truncated to length: a full disk must fail here, not as SIGBUS in a message.
     # Renamed into place: another process may still map the file of an earlier job.
     temporary_path = path.with_name(f".{path.name}.{os.getpid()}")
-    file = os.open(temporary_path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
-    if os.write(file, bytes(_BYTES)) < _BYTES:
+    descriptor = os.open(temporary_path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+    if os.write(descriptor, bytes(_RECORD_BYTES)) < _RECORD_BYTES:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
     os.replace(temporary_path, path)
-    return file, mmap.mmap(file, _BYTES)
+    return descriptor, mmap.mmap(descriptor, _RECORD_BYTES)
 
 
 def frame_of_each_thread() -> dict[int, FrameType]:
@@ -205,8 +207,8 @@ def code_location(frame: FrameType | None) -> str:
 
 def _is_relevant(filename: str) -> bool:
     if filename.startswith(_PACKAGE):
-        return not filename.startswith(_LINKS)
-    return not filename.startswith(_LIBRARIES) and f"-packages{os.sep}" not in filename
+        return not filename.startswith(_LINK_FOLDERS)
+    return not filename.startswith(_LIBRARY_FOLDERS) and f"-packages{os.sep}" not in filename
 
 
 def record_path(directory: Path, rank: int) -> Path:
@@ -214,27 +216,31 @@ def record_path(directory: Path, rank: int) -> Path:
     return directory / f"rank-{rank:05d}"
 
 
-def read(path: Path) -> Snapshot:
+def read_record(path: Path) -> Snapshot:
     """Return another rank's record; raise OSError where there is none, ValueError if it is none."""
     return _decode(path.read_bytes())
 
 
 def _decode(raw: bytes) -> Snapshot:
     # Its rank may be writing: any mixture of old and new bytes must decode to something.
-    if len(raw) < _BYTES or not raw.startswith(_MAGIC):
+    if len(raw) < _RECORD_BYTES or not raw.startswith(_MAGIC):
         raise ValueError("not a record of this version")
-    _, rank, size, pid, host = _HEADER.unpack_from(raw)
-    heartbeat, line = _HEARTBEAT.unpack_from(raw, _BEAT_AT)
-    (step,) = _STEP.unpack_from(raw, _STEP_AT)
-    calls = tuple(_decode_call(raw, at) for at in _ENTRY_AT if raw[at + _NAME.size])
-    return Snapshot(rank, size, pid, _text(host), heartbeat, step, _text(line), calls)
+    _, rank, size, pid, host = _HEADER_FORMAT.unpack_from(raw)
+    heartbeat, line = _HEARTBEAT_FORMAT.unpack_from(raw, _HEARTBEAT_OFFSET)
+    (step,) = _STEP_FORMAT.unpack_from(raw, _STEP_OFFSET)
+    calls = tuple(_decode_call(raw, at) for at in _ENTRY_OFFSETS if raw[at + _NAME_FORMAT.size])
+    return Snapshot(rank, size, pid, _decode_text(host), heartbeat, step, _decode_text(line), calls)
 
 
-def _decode_call(raw: bytes, at: int) -> Call:
-    (thread,) = _NAME.unpack_from(raw, at)
-    operation, step, peer, nbytes, since, waiting = _CALL.unpack_from(raw, at + _NAME.size)
-    return Call(_text(thread), _text(operation), step, peer, nbytes, since, bool(waiting))
+def _decode_call(raw: bytes, offset: int) -> Call:
+    (thread,) = _NAME_FORMAT.unpack_from(raw, offset)
+    operation, step, peer, nbytes, start_s, is_waiting = _CALL_FORMAT.unpack_from(
+        raw, offset + _NAME_FORMAT.size
+    )
+    return Call(
+        _decode_text(thread), _decode_text(operation), step, peer, nbytes, start_s, bool(is_waiting)
+    )
 
 
-def _text(raw: bytes) -> str:
+def _decode_text(raw: bytes) -> str:
     return raw.split(b"\0", 1)[0].decode(errors="replace")

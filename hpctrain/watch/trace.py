@@ -25,8 +25,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 Category = Literal["compute", "wire", "wait", "other"]
-Args = Mapping[str, Any]
-THREADS = 1000  #: more than any rank has
+SpanArgs = Mapping[str, Any]
+MAX_THREADS = 1000  #: more than any rank has
 
 
 class Span(NamedTuple):
@@ -38,7 +38,7 @@ class Span(NamedTuple):
     start: float
     stop: float
     step: int
-    args: Args | None
+    args: SpanArgs | None
 
 
 class Trace:
@@ -70,11 +70,11 @@ class Trace:
         self._step, self._recording = value, value in self._steps
 
     def add(
-        self, name: str, category: Category, start: float, stop: float, args: Args | None = None
+        self, name: str, category: Category, start: float, stop: float, args: SpanArgs | None = None
     ) -> float:
         """Record a span of the calling thread; return its length in seconds."""
         if self._recording:
-            self._keep(name, category, start, stop, args)
+            self._record_span(name, category, start, stop, args)
         return stop - start
 
     def span(self, name: str, category: Category, **args: Any) -> OpenSpan:
@@ -85,7 +85,9 @@ class Trace:
         """Return the recorded spans, in the order of their ends."""
         return list(map(Span._make, self._spans))
 
-    def _keep(self, name: str, category: str, start: float, stop: float, args: Args | None) -> None:
+    def _record_span(
+        self, name: str, category: str, start: float, stop: float, args: SpanArgs | None
+    ) -> None:
         if len(self._spans) >= self._max_spans:
             self.dropped += 1
             return
@@ -100,23 +102,23 @@ class Trace:
         A process is a rank; complete events ("X") are spans, instants ("i") begin a step.
         """
         # Perfetto merges threads of the same number, even of two processes.
-        numbers = {t: rank * THREADS + i for i, t in enumerate(self._threads, start=1)}
-        main = rank * THREADS + 1
-        yield _metadata("process_name", rank, main, name=f"rank {rank} ({host})")
-        yield _metadata("process_sort_index", rank, main, sort_index=rank)
-        for thread, number in numbers.items():
-            yield _metadata("thread_name", rank, number, name=self._threads[thread])
-        spans = sorted(self.spans(), key=lambda s: (numbers[s.thread], s.start, -s.stop))
+        thread_numbers = {t: rank * MAX_THREADS + i for i, t in enumerate(self._threads, start=1)}
+        main_number = rank * MAX_THREADS + 1
+        yield _make_metadata("process_name", rank, main_number, name=f"rank {rank} ({host})")
+        yield _make_metadata("process_sort_index", rank, main_number, sort_index=rank)
+        for thread, number in thread_numbers.items():
+            yield _make_metadata("thread_name", rank, number, name=self._threads[thread])
+        spans = sorted(self.spans(), key=lambda s: (thread_numbers[s.thread], s.start, -s.stop))
         starts = clock.nanoseconds([span.start for span in spans])
         stops = clock.nanoseconds([span.stop for span in spans])
         step = None
         for span, start, stop in zip(spans, starts.tolist(), stops.tolist(), strict=True):
-            place = {"pid": rank, "tid": numbers[span.thread], "ts": start / 1000}
-            if span.step != step and place["tid"] == main:
+            event_place = {"pid": rank, "tid": thread_numbers[span.thread], "ts": start / 1000}
+            if span.step != step and event_place["tid"] == main_number:
                 step = span.step
-                yield {"name": f"step {step}", "ph": "i", "s": "t", **place}
+                yield {"name": f"step {step}", "ph": "i", "s": "t", **event_place}
             args = {"step": span.step, **(span.args or {})}
-            yield {"name": span.name, "cat": span.category, "ph": "X", **place,
+            yield {"name": span.name, "cat": span.category, "ph": "X", **event_place,
                    "dur": (stop - start) / 1000, "args": args}  # fmt: skip
 
 
@@ -125,7 +127,7 @@ class OpenSpan:
 
     __slots__ = ("_args", "_category", "_name", "_start", "_trace", "seconds")
 
-    def __init__(self, trace: Trace, name: str, category: Category, args: Args) -> None:
+    def __init__(self, trace: Trace, name: str, category: Category, args: SpanArgs) -> None:
         self._trace, self._name, self._category, self._args = trace, name, category, args
 
     def __enter__(self) -> OpenSpan:
@@ -135,7 +137,7 @@ class OpenSpan:
 
     def __exit__(
         self,
-        kind: type[BaseException] | None,
+        error_type: type[BaseException] | None,
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
@@ -164,11 +166,13 @@ class Clock(NamedTuple):
         They are whole, so that spans that touch still do so in the file: viewers drop a span that
         reaches into the next one by as little as rounding does.
         """
-        t = np.array(seconds, np.float64)
-        at, offsets, _ = zip(*self.readings, strict=True)
-        since: np.ndarray = (t + np.interp(t, at, offsets) - self.origin_s) * 1e9
-        return np.rint(since).astype(np.int64)
+        clock_s = np.array(seconds, np.float64)
+        times_s, offsets_s, _ = zip(*self.readings, strict=True)
+        elapsed_ns: np.ndarray = (
+            clock_s + np.interp(clock_s, times_s, offsets_s) - self.origin_s
+        ) * 1e9
+        return np.rint(elapsed_ns).astype(np.int64)
 
 
-def _metadata(kind: str, rank: int, thread: int, **args: Any) -> dict[str, Any]:
+def _make_metadata(kind: str, rank: int, thread: int, **args: Any) -> dict[str, Any]:
     return {"name": kind, "ph": "M", "pid": rank, "tid": thread, "args": args}

@@ -50,9 +50,9 @@ def finish() -> None:
         return
     from hpctrain.transport.mpi import link as mpi_link
 
-    if mpi_link.running():
+    if mpi_link.is_running():
         _world.link.barrier()  # on our own link: the watch names the missing ranks
-        mpi_link.finalize()
+        mpi_link.finalize_mpi()
 
 
 def fail_alone(error: BaseException) -> None:

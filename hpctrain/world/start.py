@@ -25,34 +25,34 @@ def over_mpi(device: gpus.Device, timeout_s: float) -> World:
     Raises UsageError if the launcher belongs to another MPI than the one that mpi4py loads, or if
     a "gpu" is not available.
     """
-    from hpctrain.transport.mpi.installation import knows_pmix, loaded_mpi
+    from hpctrain.transport.mpi.installation import has_pmix, load_mpi
 
     launched = launchers.launched(os.environ)
     placement = rank_placement.place_rank(launched, device)
-    mpi_is = loaded_mpi()  # its error names what is missing without MPI
-    no_pmix = launchers.only_pmix(os.environ) and not knows_pmix(mpi_is)
+    mpi_is = load_mpi()  # its error names what is missing without MPI
+    no_pmix = launchers.only_pmix(os.environ) and not has_pmix(mpi_is)
     daemons = launchers.pmix_of_daemons(os.environ)
     if fault := launchers.unstartable(launched, mpi_is.vendor, mpi_is.libmpi, no_pmix, daemons):
         raise UsageError(fault)
-    dev_shm.warn(launched)
+    dev_shm.warn_if_full(launched)
     from hpctrain.transport.mpi import link as mpi_link
 
     record = WatchRecord(None, launched.rank, launched.size)
-    link = mpi_link.start(record.entry("main"), timeout_s)
-    segments.announce()
+    link = mpi_link.start_mpi(record.entry("main"), timeout_s)
+    segments.announce_segments()
     if fault := launchers.mismatch(launched, link.size, mpi_is.vendor, mpi_is.libmpi):
         if link.size == 1:  # several ranks of different jobs would wait for each other for ever
-            mpi_link.finalize()
+            mpi_link.finalize_mpi()
         raise UsageError(fault)
     gather = partial(collectives.all_gather_bytes, link)
     host = rank_placement.node_name(gather, link.rank)
-    places, verdict, bindings = rank_placement.exchange(link, gather, host, placement)
+    places, verdict, bindings = rank_placement.exchange_placements(link, gather, host, placement)
     hosts = tuple(binding.host for binding in bindings)
     world = World(
         link,
         hosts,
         local_rank=hosts[: link.rank].count(host),
-        concurrent=mpi_link.concurrent(),
+        concurrent=mpi_link.is_thread_safe(),
         transport="mpi",
         record=record,
         gpu=placement.gpu,

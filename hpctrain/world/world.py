@@ -14,16 +14,16 @@ import numpy as np
 import numpy.typing
 
 from hpctrain import abort, collectives
-from hpctrain.collectives import Group, over_nodes
+from hpctrain.collectives import Group, group_over_nodes
 from hpctrain.core.errors import HpctrainError, UsageError
 from hpctrain.transport.device import gpus
 from hpctrain.transport.link import Link
-from hpctrain.transport.paths import STAGED, RankPlace, Verdict
+from hpctrain.transport.paths import STAGED_VERDICT, RankPlace, Verdict
 from hpctrain.transport.placement.check import RankBinding
 from hpctrain.transport.shared_memory.cuda_ipc import shared_gpu_memory
-from hpctrain.transport.shared_memory.host import Memory
-from hpctrain.tuning.gpu_layout import Gpus
-from hpctrain.tuning.select import with_choices
+from hpctrain.transport.shared_memory.host import NodeMemory
+from hpctrain.tuning.gpu_layout import GpuLayout
+from hpctrain.tuning.select import add_choices
 from hpctrain.watch import Watch, WatchRecord, record_path
 from hpctrain.watch.trace import Trace
 
@@ -43,27 +43,27 @@ class World:
     record: WatchRecord | None = None  #: of the link operations that wait; None among threads
     gpu: gpus.Gpu | None = None  #: the one this rank computes on; None: on its cores
     places: tuple[RankPlace, ...] = ()  #: of each rank: its node, and its GPU where it has one
-    verdict: Verdict = STAGED  #: the path of GPU memory between ranks
+    verdict: Verdict = STAGED_VERDICT  #: the path of GPU memory between ranks
     bindings: tuple[RankBinding, ...] = ()  #: of each rank at the start; none among threads
     trace: Trace = field(default_factory=Trace)  #: of the spans of all threads
     #: records the reason why this rank ends
     on_failure: Callable[[BaseException], Any] | None = None
     purpose_links: dict[str, list[Link]] = field(default_factory=dict)  #: of other threads
     main: Group = field(init=False)  #: all ranks, for the main thread; its scratch is kept
-    memory: Memory = field(init=False)  #: memory shared by the ranks of this node
+    memory: NodeMemory = field(init=False)  #: memory shared by the ranks of this node
 
     def __post_init__(self) -> None:
         """Split the ranks by node, share memory, and fix the choices of `auto`; collective."""
         self.places = self.places or tuple(RankPlace(host, "") for host in self.hosts)
-        self.main = over_nodes(self.link, self.host)
+        self.main = group_over_nodes(self.link, self.host)
         gather = partial(collectives.all_gather_bytes, self.node)
-        self.memory = Memory(self.node, gather)
+        self.memory = NodeMemory(self.node, gather)
         node_gpus = [place.gpu for place in self.places if place.node == self.host]
         self.memory.gpu = shared_gpu_memory(self.node, gather, node_gpus)
         # Ranks that are threads of one process must yield to each other.
         over_mpi = self.transport == "mpi"
         main = replace(self.main, memory=self.memory, spins=over_mpi)
-        self.main = with_choices(main, over_mpi, self.gpus)
+        self.main = add_choices(main, over_mpi, self.gpus)
 
     @property
     def rank(self) -> int:
@@ -76,7 +76,7 @@ class World:
     @property
     def node(self) -> Link:
         """The main thread's link to the ranks of this node."""
-        assert self.main.node is not None  # made by `over_nodes`
+        assert self.main.node is not None  # made by `group_over_nodes`
         return self.main.node
 
     @property
@@ -95,12 +95,12 @@ class World:
         return "cpu" if self.gpu is None else str(self.gpu)
 
     @property
-    def gpus(self) -> Gpus | None:
+    def gpus(self) -> GpuLayout | None:
         """The GPUs of all ranks, for `auto`; None unless each rank has one."""
         if self.gpu is None or not all(place.gpu for place in self.places):
             return None
         shares = self.memory.gpu is not None and self.memory.gpu.shares
-        return Gpus(gpus.model(self.gpu.ordinal), self.places, self.verdict, shares)
+        return GpuLayout(gpus.product_name(self.gpu.ordinal), self.places, self.verdict, shares)
 
     def __repr__(self) -> str:
         return (
@@ -125,7 +125,7 @@ class World:
 
         `alone`: no other thread computes while this one communicates, so it may spin.
         """
-        group = over_nodes(self.link.split(0, self.rank), self.host)
+        group = group_over_nodes(self.link.split(0, self.rank), self.host)
         self._register(purpose, *group.links)
         spins = alone and self.main.spins
         return replace(group, memory=self.memory, choices=self.main.choices, spins=spins)
@@ -225,7 +225,7 @@ class World:
         self.record = record
         for thread, links in {"main": self.main.links, **self.purpose_links}.items():
             for link in links:
-                link.record_in(record.entry(thread))
+                link.record_waits_in(record.entry(thread))
 
 
 def over_threads(link: Link, hosts: Sequence[str] = ()) -> World:

@@ -164,7 +164,7 @@ def test_a_run_on_the_cpu_tries_no_way_between_gpus(script, monkeypatch, tmp_pat
         return SimpleNamespace(returncode=1, stderr="Error")
 
     monkeypatch.setattr(equal, "subprocess", SimpleNamespace(run=run))
-    monkeypatch.setattr(probe_process.nvidia, "driver", lambda: "580.1")
+    monkeypatch.setattr(probe_process.nvidia, "driver_version", lambda: "580.1")
     monkeypatch.setattr(probe_process, "find_spec", lambda name: name)
     for device in ("cpu", "gpu"):
         equal.train_run(tmp_path / "run", 1, device, ())

@@ -117,8 +117,8 @@ def test_where_no_trial_went_well_only_the_host_is_left(gpu):
 
 def test_share_of_the_adapter_between_nodes(gpu, monkeypatch, tmp_path, capsys):
     infiniband(tmp_path, "mlx5_0", "pci0000:10/0000:11:00.0", "80 Gb/sec (4X HDR)")
-    result = nics.nics(tmp_path)
-    monkeypatch.setattr(p2p_gpu.nics, "nics", lambda root: result)
+    result = nics.read_nics(tmp_path)
+    monkeypatch.setattr(p2p_gpu.nics, "read_nics", lambda root: result)
     saved = tmp_path / "kept.json"
     body = lambda world: p2p.run(  # noqa: E731
         on_gpus(world, "gdr", apart=True), asked("64KiB", device="gpu", json=saved)
@@ -131,7 +131,7 @@ def test_share_of_the_adapter_between_nodes(gpu, monkeypatch, tmp_path, capsys):
 
 
 def test_gpus_without_room(gpu, monkeypatch):
-    monkeypatch.setattr(p2p.memory_check.gpus, "free_bytes", lambda: 4095)
+    monkeypatch.setattr(p2p.memory_check.gpus, "free_gpu_bytes", lambda: 4095)
     with pytest.raises(UsageError, match="--sizes: 4 KiB needs"):
         run_on("threads", 2, lambda w: p2p.run(on_gpus(w), asked("4KiB", device="gpu")))
 
@@ -154,7 +154,7 @@ def test_another_device():
 @pytest.mark.processes
 @pytest.mark.either
 def test_the_command_on_a_machine_without_a_gpu(hpctrain):
-    if gpus.driver_cuda():
+    if gpus.driver_cuda_version():
         pytest.skip("this machine has a GPU")
     completed = hpctrain("bench", "p2p", "--device", "gpu")
     assert completed.returncode == 2

@@ -18,7 +18,7 @@ from hpctrain.cost_model import cost
 from hpctrain.engines import Task
 from hpctrain.gradients.replica import Batch, ModelReplica
 from hpctrain.nn import MODELS, Key
-from hpctrain.tuning.table import Fingerprint, Table, write
+from hpctrain.tuning.table import Fingerprint, Table, write_table
 
 BIG = [1 << 16, 1 << 20, 1 << 24]
 
@@ -114,7 +114,7 @@ def test_messages_tell_the_wire(tmp_path):
 def test_a_tuning_table_tells_both_wires(tmp_path):
     fingerprint = Fingerprint("cpu", 2, 2, "MPI", "4 ranks on 2 nodes: 0 1, 2 3")
     other = cost.Machine(1e-6, 1e-10, 3e-11)
-    write(Table(fingerprint, [], [], other, MACHINE), tmp_path / "table.json")
+    write_table(Table(fingerprint, [], [], other, MACHINE), tmp_path / "table.json")
     result = measurements.read_measurements(tmp_path / "table.json")
     assert (result.hosts, result.gamma) == (2, 3e-11)
     assert (result.inside.latency, result.between.seconds_per_byte) == (1e-6, 1e-9)
@@ -168,7 +168,7 @@ def test_a_profile_tells_when_each_bucket_is_full():
     task = Task(Batch(np.ones((8, 64), np.float32), np.zeros(8, np.int64)), 1.0, Key(0, 0, 0))
     step = profile_step(replica, optim.sgd(rate=0.1), task, 100_000, rounds=3, warm_up=1)
     assert sum(step.buckets) == replica.arena.grad.nbytes and len(step.buckets) == 2
-    assert 0 < step.full[0] <= step.full[1] < step.compute
+    assert 0 < step.full_times[0] <= step.full_times[1] < step.compute
 
 
 @pytest.mark.parametrize(

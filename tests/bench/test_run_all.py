@@ -27,7 +27,7 @@ def run_all(monkeypatch):
 @pytest.mark.processes
 @pytest.mark.either
 def test_without_a_gpu_it_says_so(start, tmp_path):
-    if gpus.driver_cuda():
+    if gpus.driver_cuda_version():
         pytest.skip("this machine has a GPU")
     completed = start(SCRIPT, "--out", tmp_path / "out").finish(30)
     assert completed.returncode == 2

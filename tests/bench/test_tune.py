@@ -41,7 +41,7 @@ def test_a_table_is_made_shown_drawn_and_used(hpctrain, start, tmp_path):
     output = hpctrain("tune", "--show", out)
     assert output.returncode == 0 and output.stdout == completed.stdout
 
-    for env, reported in (({table.FILE: str(out)}, "measured"), ({}, "guessed")):
+    for env, reported in (({table.FILE_VARIABLE: str(out)}, "measured"), ({}, "guessed")):
         used = start("-c", AUTO, reported, ranks=2, env=env).finish()
         assert used.returncode == 0, used.stderr
 
@@ -50,17 +50,17 @@ def test_a_table_is_made_shown_drawn_and_used(hpctrain, start, tmp_path):
 @pytest.mark.either
 def test_ranks_that_are_processes_tune_on_gpus_and_train_by_it(start, tmp_path):
     """All of MPI's memory is the host's there: a pointer of the stand-in's would crash it."""
-    env = {**on_fakes(hidden=True), table.FILE: str(tmp_path)}
+    env = {**on_fakes(hidden=True), table.FILE_VARIABLE: str(tmp_path)}
     flags = ("--device", "gpu", "--sizes", "4KiB:64KiB*16", "--rounds", "3")
     completed = start("-m", "fakes", "tune", *flags, ranks=2, env=env).finish()
     assert completed.returncode == 0, completed.stderr
     (path,) = tmp_path.glob("*-gpu-*.json")
-    local = table.read(path).fingerprint
+    local = table.read_table(path).fingerprint
     assert local.device.endswith("2 ranks on 1 GPU: 0 1") and local.paths in completed.stdout
     code = "import hpctrain as ht; print(ht.init('gpu').main.choices.gpus.measured)"
     used = start("-c", f"import fakes\nwith fakes.installed(hidden=True): {code}", ranks=2, env=env)
     assert used.finish().stdout.count("True") == 2, used.output()
-    env[table.FILE] = str(path)
+    env[table.FILE_VARIABLE] = str(path)
     output = start("-m", "fakes", "tune", "--show", "--device", "gpu", env=env).finish()
     assert output.stdout == completed.stdout
 
@@ -85,7 +85,7 @@ REFUSED = [
 def test_bad_input(typed, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("here").mkdir()
-    monkeypatch.setenv(table.FILE, str(tmp_path))
+    monkeypatch.setenv(table.FILE_VARIABLE, str(tmp_path))
     with pytest.raises(UsageError, match=message.replace(".", r"\.")):
         run(typed)
 
@@ -102,7 +102,7 @@ def run(typed):
 
 
 def test_show_where_there_is_no_table_says_how_to_make_one(tmp_path, monkeypatch):
-    monkeypatch.setenv(table.FILE, str(tmp_path))
+    monkeypatch.setenv(table.FILE_VARIABLE, str(tmp_path))
     with pytest.raises(UsageError, match=r"no tuning table of this machine in .*launch -n"):
         run(["--show"])
 
@@ -111,7 +111,7 @@ def test_show_where_there_is_no_table_says_how_to_make_one(tmp_path, monkeypatch
 def test_what_cannot_be_written_is_said_before_anything_is_measured(out, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     (tmp_path / "folder").mkdir()
-    monkeypatch.setattr(tune_command, "constants", None)  # the first that would be measured
+    monkeypatch.setattr(tune_command, "measure_constants", None)  # the first that would be measured
 
     def body(world):
         requested = tune_command.parse_options("4B", 3, tmp_path / out, None)
@@ -122,7 +122,7 @@ def test_what_cannot_be_written_is_said_before_anything_is_measured(out, tmp_pat
 
 
 def test_the_newest_of_so_many_ranks_is_shown(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv(table.FILE, str(tmp_path))
+    monkeypatch.setenv(table.FILE_VARIABLE, str(tmp_path))
     for ranks in (2, 3):
         run_on(
             "threads",
@@ -139,7 +139,7 @@ def test_the_newest_of_so_many_ranks_is_shown(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("noisy", [0.414, None])
 def test_a_table_made_on_a_busy_machine_says_so(noisy, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(choose, "noisy", lambda rows: noisy)
+    monkeypatch.setattr(choose, "find_noise", lambda rows: noisy)
     out = tmp_path / "table.json"
     run_on(
         "threads",

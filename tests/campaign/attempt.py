@@ -165,7 +165,7 @@ def _at_step(step: int, ranks: int, run: Path, wall: float) -> list[int]:
     pids = []
     for rank in range(ranks):
         try:
-            record = watch.read(watch.record_path(run / "watch", rank))
+            record = watch.read_record(watch.record_path(run / "watch", rank))
         except (OSError, ValueError):
             break
         if record.heartbeat < wall or record.step < step:  # of an earlier attempt; or not yet

@@ -11,7 +11,7 @@ from ranks import on_ranks
 from hpctrain.collectives import ALLREDUCE, Group, broadcast
 from hpctrain.collectives.chunks import bounds
 from hpctrain.collectives.ring import all_gather, plain_ring
-from hpctrain.transport.mpi.link import CUT_BYTES
+from hpctrain.transport.mpi.link import MAX_PIECE_BYTES
 
 LENGTH = ((2 << 30) + 16) // 4  # of int32: rank r holds r, 1 + r, 2 + r, ...
 
@@ -59,7 +59,9 @@ def test_two_gib_and_16_bytes(ranks, name):
     call, ramp = CALLS[name]
 
     def body(world):
-        assert world.link.cut_bytes == CUT_BYTES < LENGTH * 2  # chunks of 1 GiB + 8 are cut too
+        assert (
+            world.link.max_piece_bytes == MAX_PIECE_BYTES < LENGTH * 2
+        )  # chunks of 1 GiB + 8 are cut too
         x = np.arange(LENGTH, dtype=np.int32)
         x += world.rank
         call(Group(world.link), x)

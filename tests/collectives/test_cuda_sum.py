@@ -12,11 +12,11 @@ from cases import dtype_of
 
 from hpctrain.collectives import DTYPES, operation
 from hpctrain.collectives.reductions import cuda_sum
-from hpctrain.collectives.reductions.operations import MEAN, names, ufunc_of
+from hpctrain.collectives.reductions.operations import MEAN, operation_names, ufunc_of
 from hpctrain.core import kernels
 
 SHAPES = ((2, 1), (3, 3), (5, 1))  # arrays, outs
-ROWS = [(d, op) for d in DTYPES for op in names(dtype_of(d)) if op != MEAN]
+ROWS = [(d, op) for d in DTYPES for op in operation_names(dtype_of(d)) if op != MEAN]
 
 
 def name_of(ufunc: np.ufunc, count: int, outs: int) -> str:
@@ -38,7 +38,7 @@ def compiled(tmp_path_factory):
         kind = computed_in(dtype, ufunc)
         for count, outs in SHAPES:
             name = name_of(ufunc, count, outs)
-            sources[kind, name] = kind, cuda_sum.source(name, count, outs, kind, ufunc)
+            sources[kind, name] = kind, cuda_sum.kernel_source(name, count, outs, kind, ufunc)
     return on_host.compiled(tmp_path_factory.mktemp("kernels"), sources.values())
 
 

@@ -16,12 +16,12 @@ from hpctrain.collectives.direct import (
     _warn_of_messages,
     all_gather,
     direct_shared,
-    parts,
-    prepared,
+    part_offsets,
+    prepare_direct,
     reduce_scatter,
 )
 from hpctrain.core.errors import UsageError
-from hpctrain.transport.shared_memory.host import Memory
+from hpctrain.transport.shared_memory.host import NodeMemory
 from hpctrain.transport.threads.link import run_ranks
 from hpctrain.world import over_threads
 
@@ -46,7 +46,7 @@ def twice(call, x):
 
 def in_parts(group, x, op):
     own = reduce_scatter(group, x, op)
-    assert own.size == np.diff(parts(x, group.link.size))[group.link.rank]
+    assert own.size == np.diff(part_offsets(x, group.link.size))[group.link.rank]
     all_gather(group, x)
     return x
 
@@ -55,7 +55,7 @@ def in_parts(group, x, op):
 CALLS = {
     "direct": in_place,
     "shared": direct_shared,
-    "twice": lambda group, x, op: twice(prepared(group, x, op), x),
+    "twice": lambda group, x, op: twice(prepare_direct(group, x, op), x),
     "reduce-scatter, all-gather": in_parts,
 }
 ARRAYS = {
@@ -127,7 +127,7 @@ def test_without_node_memory_messages_do(caplog):
     _warn_of_messages.cache_clear()
 
     def body(world):
-        group = replace(world.main, memory=Memory(world.link, None, kinds=()))
+        group = replace(world.main, memory=NodeMemory(world.link, None, kinds=()))
         for _ in range(2):
             x = vector(world.rank, 5003, "int64").copy()
             assert CALLS["direct"](group, x, np.add) is x

@@ -18,7 +18,7 @@ from hpctrain import collectives, engines, nn, optim
 from hpctrain.core.errors import UsageError
 from hpctrain.gradients.replica import Batch, ModelReplica
 from hpctrain.training import recipe
-from hpctrain.tuning.select import allreduce_named
+from hpctrain.tuning.select import find_allreduce
 
 ID = tuple(range(-128, 0))
 CONSTANTS = {"NCCL_SUM": 0, "NCCL_PROD": 1, "NCCL_MAX": 2, "NCCL_MIN": 3, "NCCL_INT8": 0,
@@ -133,7 +133,7 @@ def test_sums_over_ranks(cuda, dtype, op):
     ufunc = {"sum": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}[op]
 
     def body(world):
-        function, group = allreduce_named("nccl"), world.main
+        function, group = find_allreduce("nccl"), world.main
         for n in (1, 100, 0):
             x = (np.arange(n) * (world.rank + 1) - 40).astype(dtype)
             function(group, x, collectives.operation(op, x.dtype))
@@ -153,7 +153,7 @@ def test_arrays_of_a_gpu_stay_there(cuda):
     def body(world):
         host = np.arange(100, dtype=np.float32) * (world.rank + 1)
         x = DeviceArray(host, fake.memory, device=3 - world.rank)
-        allreduce_named("nccl")(world.main, x, np.add)
+        find_allreduce("nccl")(world.main, x, np.add)
         assert (x._x == np.arange(100) * 6).all()
 
     run_on("threads", 3, body)
@@ -166,7 +166,7 @@ def test_ranks_on_one_gpu_are_refused_by_all(cuda):
     def body(world):
         x = DeviceArray(np.ones(4, np.float32), fake.memory)
         with pytest.raises(UsageError, match="a GPU for each rank, seen a node with 1 fewer"):
-            allreduce_named("nccl")(world.main, x, np.add)
+            find_allreduce("nccl")(world.main, x, np.add)
 
     run_on("threads", 2, body)
 
@@ -196,7 +196,7 @@ def test_ranks_that_see_one_gpu_each_have_one_each(cuda):
     def body(world):
         fake.here.first = world.rank
         x = np.full(4, world.rank, np.float32)
-        allreduce_named("nccl")(world.main, x, np.add)
+        find_allreduce("nccl")(world.main, x, np.add)
         assert (x == 3).all()
 
     run_on("threads", 3, body)
@@ -237,7 +237,7 @@ def test_what_nccl_would_round_in_its_own_way_is_refused(cuda):
     def body(world):
         x = np.ones(4, np.float16)
         with pytest.raises(UsageError, match="no arrays of float16"):
-            allreduce_named("nccl")(world.main, x, collectives.operation("sum", x.dtype))
+            find_allreduce("nccl")(world.main, x, collectives.operation("sum", x.dtype))
 
     run_on("threads", 1, body)
 
@@ -269,4 +269,4 @@ def test_cupy_without_nccl_names_it(cuda, monkeypatch):
     cuda(1, 1)
     monkeypatch.setattr(sys.modules["cupy.cuda"], "nccl", SimpleNamespace(available=False))
     with pytest.raises(UsageError, match=r"nvidia-nccl-cu12.*NcclCommunicator"):
-        allreduce_named("nccl")
+        find_allreduce("nccl")

@@ -17,7 +17,7 @@ from cases import dtype_of
 from ranks import on_ranks
 
 from hpctrain.collectives import ALLREDUCE, DTYPES, all_gather_bytes
-from hpctrain.collectives.reductions.operations import names
+from hpctrain.collectives.reductions.operations import operation_names
 from hpctrain.user_collectives import calls
 from hpctrain.world import World
 
@@ -85,7 +85,7 @@ def must_be_right(world: World, name: str, dtype: str, step: int) -> int:
     memory = {True: world.memory.zeros(longest, np.uint8), False: np.zeros(longest, np.uint8)}
     by_mpi = name == "native" and world.transport == "mpi"
     faults, digests = [], []
-    for number, op in enumerate(names(dtype_of(dtype))):
+    for number, op in enumerate(operation_names(dtype_of(dtype))):
         if by_mpi and "16" in dtype and dtype != "int16" and op in LACKING:
             continue
         for form in forms[(begin + number) % step :: step]:
@@ -163,7 +163,7 @@ def test_other_reductions(ranks, call, dtype, checks):
 
     def body(world):
         faults, count = [], 0
-        for op in names(dtype_of(dtype)):
+        for op in operation_names(dtype_of(dtype)):
             for width in (1, 7):
                 case = odd_arrays.Case(world.size, world.size * width, dtype, op)
                 x = odd_arrays.rows(case)[world.rank].copy().reshape(world.size, width)

@@ -14,9 +14,19 @@ from cases import DTYPES, OPERATIONS, length, vector
 from ranks import STAGED, on_gpus, on_ranks, run_on
 
 from hpctrain.collectives import ALLREDUCE, broadcast, operation
-from hpctrain.collectives.all_gathers import broadcasts, doubling, joined_by
-from hpctrain.collectives.direct import all_gather, direct, direct_shared, prepared, reduce_scatter
-from hpctrain.collectives.ordered import SumTree, sum_of_blocks
+from hpctrain.collectives.all_gathers import (
+    gather_by_allreduce,
+    gather_by_broadcasts,
+    gather_by_doubling,
+)
+from hpctrain.collectives.direct import (
+    all_gather,
+    direct,
+    direct_shared,
+    prepare_direct,
+    reduce_scatter,
+)
+from hpctrain.collectives.ordered import SumTree, sum_blocks
 from hpctrain.collectives.ring import plain_ring
 from hpctrain.collectives.rooted import all_to_all, gather, scatter
 from hpctrain.core.errors import GpuMemoryError, UsageError
@@ -111,11 +121,11 @@ def test_other_collectives(ranks):
             same(lambda x: broadcast(group, x, size - 1))
             same(lambda x: gather(group, x))
             same(lambda x: scatter(group, x))
-            same(lambda x: doubling(group, x))
-            same(lambda x: broadcasts(group, x))
-            same(lambda x: joined_by(plain_ring)(group, x))
-            own = SumTree(7, size).run(world.rank)
-            same(lambda x: sum_of_blocks(group, [x * (block + 1) for block in own], 7))
+            same(lambda x: gather_by_doubling(group, x))
+            same(lambda x: gather_by_broadcasts(group, x))
+            same(lambda x: gather_by_allreduce(plain_ring)(group, x))
+            own = SumTree(7, size).blocks_of(world.rank)
+            same(lambda x: sum_blocks(group, [x * (block + 1) for block in own], 7))
 
             def exchanged(x):
                 out = x * 0
@@ -186,8 +196,8 @@ def in_place(group, x, op):
 CALLS = {
     "direct": in_place,
     "shared": direct_shared,
-    "prepared": lambda group, x, op: prepared(group, x, op)(),
-    "prepared, shared": lambda group, x, op: prepared(group, x, op, shared=True)(),
+    "prepared": lambda group, x, op: prepare_direct(group, x, op)(),
+    "prepared, shared": lambda group, x, op: prepare_direct(group, x, op, shared=True)(),
     "auto": lambda group, x, op: (select.auto(group, x, op), x)[1],
     "reduce-scatter, all-gather": in_parts,
 }

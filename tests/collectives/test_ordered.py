@@ -9,14 +9,14 @@ from oracles.messages import MESSAGES, Call
 from ranks import THREAD_RANKS, on_ranks, run_on
 
 from hpctrain.collectives import all_gathers, ordered
-from hpctrain.collectives.ordered import Subtotal, SumTree, into_the_left
+from hpctrain.collectives.ordered import Subtotal, SumTree, make_in_place_add
 from hpctrain.core.errors import UsageError
 from hpctrain.transport.threads.link import run_ranks
-from hpctrain.tuning.select import NAMES, all_gather_named
+from hpctrain.tuning.select import ALGORITHM_NAMES, find_all_gather
 from hpctrain.world import over_threads
 
-OWN = [name for name in NAMES if name not in ("null", "nccl")]
-GATHERS = {name: all_gather_named(name) for name in OWN}
+OWN = [name for name in ALGORITHM_NAMES if name not in ("null", "nccl")]
+GATHERS = {name: find_all_gather(name) for name in OWN}
 LENGTHS = ("0", "1", "P-1", "P", "P+1", "10007")
 BLOCKS = ("P", "P+1", "8", "12", "13", "32")  # as many as ranks, and more than are needed
 
@@ -54,8 +54,10 @@ def told(blocks: int, n: int, dtype: str) -> bytes:
 
 def summed(world, blocks: int, n: int, dtype: str, gather) -> bytes:
     group = world.main
-    own = [partial_of(block, n, dtype) for block in SumTree(blocks, world.size).run(world.rank)]
-    return ordered.sum_of_blocks(group, own, blocks, gather).tobytes()
+    own = [
+        partial_of(block, n, dtype) for block in SumTree(blocks, world.size).blocks_of(world.rank)
+    ]
+    return ordered.sum_blocks(group, own, blocks, gather).tobytes()
 
 
 @on_ranks(*THREAD_RANKS)
@@ -83,7 +85,7 @@ def test_a_long_vector_travels_in_segments(ranks, monkeypatch):
 
     def body(world):
         for blocks in counts(world.size):
-            result = summed(world, blocks, 5000, "float64", all_gathers.doubling)
+            result = summed(world, blocks, 5000, "float64", all_gathers.gather_by_doubling)
             assert result == told(blocks, 5000, "float64")
             assert world.size == 1 or world.link.messages_sent > world.size
 
@@ -99,16 +101,18 @@ def test_neighbours_memory_is_read(ranks, n):
         group, size = world.main, world.size
         for blocks in counts(size):
             tree, x = SumTree(blocks, size), world.memory.zeros(n, np.float32)
-            own = [partial_of(block, n, "float32") for block in tree.run(world.rank)]
+            own = [partial_of(block, n, "float32") for block in tree.blocks_of(world.rank)]
             subtotals: list[Subtotal] = []
-            for block, item in zip(tree.run(world.rank), own, strict=True):
-                tree.join(subtotals, Subtotal(block, block + 1, item), into_the_left(np.add))
+            for block, item in zip(tree.blocks_of(world.rank), own, strict=True):
+                tree.append_subtotal(
+                    subtotals, Subtotal(block, block + 1, item), make_in_place_add(np.add)
+                )
             x[...] = subtotals[-1].x
             own = [item.x for item in subtotals[:-1]] + [x]
             assert size == 1 or group.node_buffers is not None  # made now: its links send a little
             before = group.bytes_sent
-            ordered.from_memory(group, tree, own, x, np.add)
-            all_gathers.through_memory(group, x)
+            ordered.reduce_scatter_in_memory(group, tree, own, x, np.add)
+            all_gathers.gather_through_memory(group, x)
             assert x.tobytes() == told(blocks, n, "float32"), blocks
             if n >= 1000:
                 one_each = max(map(len, tree.local_subtotals)) == 1
@@ -161,7 +165,7 @@ def in_the_order_of_ranks(self, subtotals: list[Subtotal], subtotal: Subtotal, a
 
 
 def test_a_planted_error_is_seen(monkeypatch):
-    monkeypatch.setattr(SumTree, "join", in_the_order_of_ranks)
+    monkeypatch.setattr(SumTree, "append_subtotal", in_the_order_of_ranks)
     for size in (1, 2, 4):
         result = run_on("threads", size, lambda w: summed(w, 8, 1000, "float32", GATHERS["ring"]))
         assert all(item != told(8, 1000, "float32") for item in result)
@@ -171,9 +175,9 @@ def test_refused():
     with pytest.raises(UsageError, match=r"blocks is 3, but 4 ranks .* set blocks to 4 or more"):
         SumTree(3, 4)
     with pytest.raises(UsageError, match=r"whose chunks the algorithm cannot gather: .* seen null"):
-        all_gather_named("null")
+        find_all_gather("null")
     with pytest.raises(UsageError, match="did you mean 'ring'"):
-        all_gather_named("rign")
+        find_all_gather("rign")
 
 
 @on_ranks(2, 3, 4)

@@ -9,10 +9,10 @@ from clocked import alike, clocks, over_hosts
 from oracles.messages import MESSAGES, Call
 
 from hpctrain.collectives import ALLREDUCE, all_gather_bytes, operation
-from hpctrain.collectives.group import over_nodes
+from hpctrain.collectives.group import group_over_nodes
 from hpctrain.collectives.ring import (
     RECEIVES_AHEAD,
-    STREAM_BYTES,
+    STREAM_SEGMENT_BYTES,
     all_gather,
     reduce_scatter,
 )
@@ -37,7 +37,7 @@ CALLS = {
     "all-gather": lambda group, x, op: all_gather(group, x),
 }
 #: Elements of float64 in a segment of a stream; chunks of some of them.
-SEGMENT = STREAM_BYTES // 8
+SEGMENT = STREAM_SEGMENT_BYTES // 8
 LENGTHS = (0, 1, 7, 10_007)
 
 
@@ -91,7 +91,7 @@ def test_hierarchical_gives_all_ranks_the_same_bytes(hosts):
 @pytest.mark.parametrize("name", CALLS)
 def test_what_each_rank_sends(hosts, name):
     def body(link):
-        group = over_nodes(link, hosts[link.rank])
+        group = group_over_nodes(link, hosts[link.rank])
         for n in (*LENGTHS, *long(link.size)):
             before = group.bytes_sent, sum(item.messages_sent for item in group.links)
             CALLS[name](group, np.zeros(n), np.add)
@@ -131,7 +131,7 @@ def test_the_longest_path_of_hierarchical(hosts, part):
 
 def test_a_rank_that_fails_between_nodes_ends_the_others():
     def body(link):
-        group = over_nodes(link, "abc"[link.rank])
+        group = group_over_nodes(link, "abc"[link.rank])
         if link.rank == 1:
             raise ZeroDivisionError
         ALLREDUCE["ring"](group, np.zeros(long(3)[0]), np.add)

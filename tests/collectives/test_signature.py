@@ -10,19 +10,23 @@ import pytest
 from ranks import on_ranks
 
 from hpctrain.collectives.signature import (
+    bind_match,
     fault_signature,
-    matched,
+    length_signature,
+    make_signature,
     must_match,
-    of_length,
-    signature,
 )
-from hpctrain.collectives.small_messages import maximum
+from hpctrain.collectives.small_messages import reduce_to_maximum
 from hpctrain.core.errors import UsageError
-from hpctrain.transport.shared_memory.host import Memory
+from hpctrain.transport.shared_memory.host import NodeMemory
 from hpctrain.transport.threads.link import run_ranks
 from hpctrain.world import over_threads
 
-CALL, OTHER, FAULT = signature("one call"), signature("another"), fault_signature("no array")
+CALL, OTHER, FAULT = (
+    make_signature("one call"),
+    make_signature("another"),
+    fault_signature("no array"),
+)
 #: hosts of the ranks, by which they make up nodes
 HOSTS = ("aaa", "aab", "aabb", "abab", "aaabc", "abcde", "aabbccd")
 
@@ -38,13 +42,13 @@ def everything(group):
     size, rank = group.link.size, group.link.rank
     for culprit in range(size):
         must_match(group, CALL)
-        assert matched(group, CALL, lambda: "done")() == "done"
+        assert bind_match(group, CALL, lambda: "done")() == "done"
         reported = refused(group, OTHER if rank == culprit else CALL)
         assert reported.startswith("shape, dtype and call must be the same on all ranks; ")
         assert f"rank {culprit} has another" in reported
         reported = refused(group, FAULT if rank == culprit else CALL)
         assert reported == f"rank {culprit}: no array"
-        calls = [signature(f"call {r}") for r in range(size)]
+        calls = [make_signature(f"call {r}") for r in range(size)]
         if size > 2:
             assert f"rank {size - 1} has call {size - 1}" in refused(group, calls[rank])
     assert refused(group, FAULT) == "no array"
@@ -60,7 +64,7 @@ def test_on_nodes(hosts, shares):
     def body(link):
         group = over_threads(link, hosts).main
         if not shares:
-            group = replace(group, memory=Memory(group.node, None, kinds=()))
+            group = replace(group, memory=NodeMemory(group.node, None, kinds=()))
         must_match(group, CALL)
         before = [item.messages_sent for item in group.links], group.bytes_sent
         must_match(group, CALL)
@@ -80,7 +84,7 @@ def test_in_a_node(ranks):
 
     def body(world):
         everything(world.main)
-        everything(replace(world.main, memory=Memory(world.link, None, kinds=())))
+        everything(replace(world.main, memory=NodeMemory(world.link, None, kinds=())))
 
     ranks(body)
 
@@ -90,7 +94,7 @@ def test_maximum(ranks):
     def body(world):
         for culprit in range(world.size):
             numbers = np.array([world.rank == culprit, world.rank], np.uint64)
-            maximum(world.link, numbers)
+            reduce_to_maximum(world.link, numbers)
             assert numbers.tolist() == [1, world.size - 1]
 
     ranks(body)
@@ -98,6 +102,6 @@ def test_maximum(ranks):
 
 def test_signatures_differ():
     texts = [f"allreduce sum auto of float32 ({n},)" for n in range(10_000)]
-    assert len({signature(text).payload for text in texts}) == len(texts)
-    assert fault_signature(texts[0]).digest != signature(texts[0]).digest
-    assert of_length(4) != of_length(4, True)
+    assert len({make_signature(text).payload for text in texts}) == len(texts)
+    assert fault_signature(texts[0]).digest != make_signature(texts[0]).digest
+    assert length_signature(4) != length_signature(4, True)

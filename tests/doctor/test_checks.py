@@ -15,12 +15,13 @@ from hpctrain.doctor.check import Check, exit_code
 from hpctrain.doctor.examine import NodeResult, find_hardware
 from hpctrain.doctor.mpi import LaunchReport
 from hpctrain.doctor.show import print_result
-from hpctrain.hardware.gdr import Gdr
+from hpctrain.hardware.gdr import GdrState
 from hpctrain.hardware.nics import Nic
-from hpctrain.hardware.nvidia import Card, Cards
+from hpctrain.hardware.nvidia import GpuInfo, NodeGpus
 from hpctrain.transport.gpu_probe.jobs import ProbeTrial
 from hpctrain.transport.gpu_probe.verdicts import ProbeResult
 from hpctrain.transport.paths import Verdict
+from hpctrain.transport.shared_memory.dev_shm import SHM_FOLDER
 
 
 def result(checks, name):
@@ -107,7 +108,7 @@ def test_blas_under_a_quota(quota, verdict):
 
 @pytest.mark.parametrize("free, verdict", [(64 << 20, "bad"), (500 << 20, "slow"), (8 << 30, "ok")])
 def test_room_in_shared_memory(free, verdict, tmp_path, monkeypatch):
-    monkeypatch.setattr(node.dev_shm, "free", lambda folder: free)
+    monkeypatch.setattr(node.dev_shm, "free_shm_bytes", lambda folder: free)
     message = result(node.check_shared_memory(tmp_path, ()), "shared memory")
     assert message[0] == verdict
     assert (verdict == "ok") or "--shm-size" in message[2]
@@ -131,7 +132,7 @@ def test_left_overs_of_dead_jobs_alone(tmp_path):
 
 
 def test_open_files_are_in_use():
-    file = node.SHM / f"hpctrain-{os.getpid()}"
+    file = SHM_FOLDER / f"hpctrain-{os.getpid()}"
     try:
         with open(file, "w"):
             assert str(file) in node._find_mapped_files()
@@ -149,15 +150,15 @@ def test_memlock(limit, rdma, verdict):
 
 # ---- GPUs ----
 
-H200 = [Card(i, f"GPU-{i}a", "NVIDIA H200", f"0000:1{i}:00.0", 141 << 30) for i in range(4)]
-FOUR = Cards("NVML", "580.65", tuple(H200), {})
-CUT = Cards("NVML", "580.65", (replace(H200[0], slices=("MIG-1", "MIG-2")),))
+H200 = [GpuInfo(i, f"GPU-{i}a", "NVIDIA H200", f"0000:1{i}:00.0", 141 << 30) for i in range(4)]
+FOUR = NodeGpus("NVML", "580.65", tuple(H200), {})
+CUT = NodeGpus("NVML", "580.65", (replace(H200[0], slices=("MIG-1", "MIG-2")),))
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 # cards, GPUs on the bus, environment, name of the check -> verdict, a word seen, of the remedy
 OF_GPUS = {
     "all": (FOUR, 4, {}, "GPUs in sight", "ok", "all 4", ""),
     "names": (FOUR, 4, {}, "GPUs", "ok", "4 x NVIDIA H200; driver 580.65 (NVML)", ""),
-    "hidden": (replace(FOUR, cards=FOUR.cards[:1]), 4, {}, "GPUs in sight", "slow", "1 of 4",
+    "hidden": (replace(FOUR, gpus=FOUR.gpus[:1]), 4, {}, "GPUs in sight", "slow", "1 of 4",
                "--gpu-bind=none"),
     "narrowed": (FOUR, 4, {VISIBLE: "2"}, "GPUs in sight", "note", "1 of 4", "--gpu-bind=none"),
     "empty": (FOUR, 4, {VISIBLE: ""}, "GPUs in sight", "bad", "is empty", "unset"),
@@ -189,7 +190,7 @@ def test_names_that_are_right():
 
 
 def test_no_gpu_is_no_fault():
-    (check,) = gpus.check_gpus(Cards(), 0, None, None, {})
+    (check,) = gpus.check_gpus(NodeGpus(), 0, None, None, {})
     assert (check.verdict, check.name) == ("note", "GPUs")
 
 
@@ -210,8 +211,8 @@ def test_an_mpi_that_claims_cuda_and_crashes():
 
 
 def test_gdr():
-    assert gpus.check_gdr(Gdr("dmabuf", available=True)).verdict == "ok"
-    assert gpus.check_gdr(Gdr("no", "modprobe", available=False)) == Check(
+    assert gpus.check_gdr(GdrState("dmabuf", available=True)).verdict == "ok"
+    assert gpus.check_gdr(GdrState("no", "modprobe", available=False)) == Check(
         "GPUDirect RDMA", "note", "no: no", "modprobe"
     )
 

@@ -17,7 +17,7 @@ from hpctrain.engines import Easgd, Flags, Gossip
 from hpctrain.engines.parameter_server import server as server_side
 from hpctrain.engines.parameter_server import shard
 from hpctrain.engines.parameter_server.coordinator import Event
-from hpctrain.engines.parameter_server.shard import Use
+from hpctrain.engines.parameter_server.shard import GradientAction
 from hpctrain.gradients.replica import ModelReplica
 from hpctrain.training import recipe
 from hpctrain.training.faults import FaultsOptions
@@ -30,7 +30,7 @@ RATE, MOMENTUM = 0.1, 0.9
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     """Cut finely, or these small models would be one shard and one slice."""
-    monkeypatch.setattr(shard, "BLOCK", 512)
+    monkeypatch.setattr(shard, "BLOCK_ELEMENTS", 512)
     monkeypatch.setattr(shard, "SEGMENT_BYTES", 4096)
 
 
@@ -52,7 +52,7 @@ def trained(world, way, method, until=(5, 12)):
     for stop in until:
         assert engine.train(work, start, stop) == (stop, Flags())
         start = stop
-    reported = world.gather(json.dumps(engine.recorder.take()))
+    reported = world.gather(json.dumps(engine.recorder.take_intervals()))
     happened = next(item for item in map(json.loads, reported) if item)
     own = engine._worker.worker_state.pieces()[0].array if engine.worker is not None else None
     engine.close()
@@ -78,7 +78,7 @@ def simulated(size: int, happened, moving_rate: float, period: int, nesterov: bo
                 for _ in range(leave[i][1] - 1):
                     step(i)
                 d = 0.0
-                if event.order.use == Use.ELASTIC:
+                if event.order.action == GradientAction.ELASTIC:
                     assert (clock[i] + 1) % period == 0
                     d = moving_rate * (x[i] - centre)
                     centre = centre + d
@@ -178,7 +178,7 @@ SLOW = {
 @pytest.mark.parametrize("way", SLOW)
 def test_who_serves_waits_for_the_last_step_of_another(monkeypatch, way):
     """However long it takes: the limit is for threads that have nothing more to do."""
-    monkeypatch.setattr(server_side, "JOIN_LIMIT_S", 0.1)
+    monkeypatch.setattr(server_side, "JOIN_TIMEOUT_S", 0.1)
 
     def body(world):
         engine = SLOW[way].build(world, Quadratic(), METHODS["EASGD"])

@@ -111,7 +111,7 @@ def relative_distance(w, model: str, precision: str) -> float:
 def short_blocks(monkeypatch):
     """Without them these small models would be one shard."""
     for module in (node_shared_params, update):
-        monkeypatch.setattr(module, "BLOCK", 512)
+        monkeypatch.setattr(module, "BLOCK_ELEMENTS", 512)
 
 
 @pytest.mark.pairs

@@ -14,7 +14,7 @@ from hpctrain import data, nn, optim
 from hpctrain.core.errors import TrainingError, UsageError
 from hpctrain.engines import Flags, Gossip
 from hpctrain.engines.gossip.d_psgd import GRAPHS
-from hpctrain.engines.gossip.pairs import END, OWN, partner
+from hpctrain.engines.gossip.pairs import END_TURN, OWN_TURN, choose_partner
 from hpctrain.gradients.replica import ModelReplica
 from hpctrain.training import recipe
 from hpctrain.training.faults import FaultsOptions
@@ -60,7 +60,7 @@ def trained(world, graph, optimizer, dtype=np.float64, begin=None):
     for start, stop in ((0, 5), (5, 12)):
         assert engine.train(work, start, stop) == (stop, Flags())
     engine.settle()
-    happened = engine.recorder.take() if engine.recorder else []
+    happened = engine.recorder.take_intervals() if engine.recorder else []
     reported = [json.loads(item) for item in world.gather(json.dumps(happened))]
     own = {piece.name: piece.array.copy() for piece in engine.state()}
     engine.close()
@@ -101,21 +101,22 @@ def simulated(size: int, reported) -> np.ndarray:
         at[i], clock[i] = x[i], clock[i] + 1
 
     def is_next(p, coming):
-        return coming == OWN or partner(0, coming, clock[coming], size) == p
+        return coming == OWN_TURN or choose_partner(0, coming, clock[coming], size) == p
 
     for interval in range(2):
         at[:] = x  # all have met
         turns = {
-            p: [w for w in reported[p][interval]["turns"] if w >= OWN] for p in range(1, size, 2)
+            p: [w for w in reported[p][interval]["turns"] if w >= OWN_TURN]
+            for p in range(1, size, 2)
         }
         while any(turns.values()):
             before = sum(map(len, turns.values()))
             for p, coming in turns.items():
                 while coming and is_next(p, coming[0]):
                     subject = coming.pop(0)
-                    if subject != OWN:
+                    if subject != OWN_TURN:
                         x[p] = x[subject] = (x[p] + x[subject]) / 2
-                    update(p if subject == OWN else subject)
+                    update(p if subject == OWN_TURN else subject)
             assert sum(map(len, turns.values())) < before
     assert sum(clock) == 12 * size
     return x
@@ -168,9 +169,13 @@ def test_bytes_of_pairs():
         engine = Gossip().build(world, Quadratic(), optim.sgd(RATE))
         before = engine.bytes_sent
         engine.train(Targets(engine.worker), 0, 20)
-        turns = [subject for item in engine.recorder.take() for subject in item.get("turns", [])]
+        turns = [
+            subject
+            for item in engine.recorder.take_intervals()
+            for subject in item.get("turns", [])
+        ]
         engine.close()
-        met = [subject for subject in turns if subject > OWN]
+        met = [subject for subject in turns if subject > OWN_TURN]
         return engine.bytes_sent - before, len(met), engine.replica.arena.param.nbytes
 
     result = run_on("threads", 4, body)
@@ -262,13 +267,13 @@ def test_a_replay_lets_a_worker_leave_before_others_have_met():
     counted = {"histogram": {}, "clock_gap_max": 0, "dropped": 0}
     logs = {
         0: {"events": events, "clocks": [0, 1, 1], "staleness": counted},
-        1: {"turns": [END - 0, OWN, 2, END - 2]},
+        1: {"turns": [END_TURN - 0, OWN_TURN, 2, END_TURN - 2]},
     }
 
     def body(world):
         engine = Gossip().build(world, Quadratic(), optim.sgd(RATE))
         log = [{"start": 0, "until": 1, **logs[world.rank]}] if world.rank in logs else []
-        engine.recorder.replay(log, 0)
+        engine.recorder.start_replay(log, 0)
         result = engine.train(Targets(engine.worker), 0, 1)
         engine.close()
         return result

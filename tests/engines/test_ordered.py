@@ -40,7 +40,7 @@ OPTIMIZERS = {
     "transformer": optim.adamw(0.01, clip_norm=0.5),
 }
 #: What must not matter. A word that is no algorithm's: in shards, or in pieces of a block.
-WAYS = [name for name in select.NAMES if name not in ("null", "nccl")]
+WAYS = [name for name in select.ALGORITHM_NAMES if name not in ("null", "nccl")]
 
 
 class Texts(data.Dataset):
@@ -101,7 +101,7 @@ def test_one_rank_or_many(ranks, model):
 @on_ranks(2, 4, mpi=(4,))
 @pytest.mark.parametrize("way", [*WAYS, "shards"])
 def test_any_algorithm(ranks, monkeypatch, way):
-    monkeypatch.setattr(update, "BLOCK", 512)  # or this small model would be one shard
+    monkeypatch.setattr(update, "BLOCK_ELEMENTS", 512)  # or this small model would be one shard
     assert set(ranks(trained, "mlp", way)) <= {alone("mlp")}
 
 
@@ -127,7 +127,7 @@ def added_as_they_come(monkeypatch):
             subtotal = subtotal._replace(start=remaining.start, x=x)
         subtotals.append(subtotal)
 
-    monkeypatch.setattr(SumTree, "join", join)
+    monkeypatch.setattr(SumTree, "append_subtotal", join)
 
 
 def added_in_the_order_of_ranks(monkeypatch):

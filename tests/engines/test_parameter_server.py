@@ -20,7 +20,7 @@ from hpctrain.data import Sampler, share
 from hpctrain.engines import Flags, PsAsync, PsSync, Task
 from hpctrain.engines.parameter_server import shard
 from hpctrain.engines.parameter_server.coordinator import Event
-from hpctrain.engines.parameter_server.shard import Use
+from hpctrain.engines.parameter_server.shard import GradientAction
 from hpctrain.gradients.replica import Batch, ModelReplica
 from hpctrain.run_files import run_folder
 from hpctrain.training.faults import FaultsOptions
@@ -47,7 +47,7 @@ TOGETHER = {
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     """Cut finely, or these small models would be one shard and one slice."""
-    monkeypatch.setattr(shard, "BLOCK", 512)
+    monkeypatch.setattr(shard, "BLOCK_ELEMENTS", 512)
     monkeypatch.setattr(shard, "SEGMENT_BYTES", 4096)
 
 
@@ -203,15 +203,20 @@ def simulated(engine, run, size: int) -> np.ndarray:
     for interval in intervals:
         for event in map(Event.from_json, interval["events"]):
             order = event.order
-            total = sum(waiting[worker] for worker in order.pushed)
-            if order.use in (Use.ADD, Use.UPDATE) and order.pushed:
+            total = sum(waiting[worker] for worker in order.pushing_workers)
+            if (
+                order.action in (GradientAction.ADD, GradientAction.UPDATE)
+                and order.pushing_workers
+            ):
                 if getattr(engine, "delay_compensation", 0):
                     g = total
-                    total = g + engine.delay_compensation * g * g * (w - then[order.pushed[0]])
+                    total = g + engine.delay_compensation * g * g * (
+                        w - then[order.pushing_workers[0]]
+                    )
                 added = added + order.factor * total
-            if order.use == Use.UPDATE:
+            if order.action == GradientAction.UPDATE:
                 w, added = w - RATE * added, 0
-            for worker in order.pull:
+            for worker in order.pulling_workers:
                 remote[worker], then[worker] = w.copy(), w.copy()
             for worker, go, step, _ in event.replies:
                 if not go:
@@ -232,10 +237,10 @@ def test_factors_follow_the_rule(tmp_path):
     version, pulled = 0, [0] * 3
     for line in (tmp_path / "run/replay/rank-00003.jsonl").read_text().splitlines()[1:]:
         for event in map(Event.from_json, json.loads(line)["events"]):
-            for worker in event.order.pushed:
+            for worker in event.order.pushing_workers:
                 assert event.order.factor == 1 / max(version - pulled[worker], 1)
                 version += 1
-            for worker in event.order.pull:
+            for worker in event.order.pulling_workers:
                 pulled[worker] = version
     assert version >= 3 * 12
 

@@ -15,7 +15,7 @@ from hpctrain.core import xp
 from hpctrain.core.errors import HpctrainError
 from hpctrain.engines.engine import Times
 from hpctrain.engines.parameter_server import push, shard
-from hpctrain.engines.parameter_server.worker import ServerLinks, Worker
+from hpctrain.engines.parameter_server.worker import Worker, WorkerContext
 from hpctrain.gradients import arena as arenas
 from hpctrain.gradients.finite import GradientCheck
 from hpctrain.gradients.replica import ModelReplica
@@ -28,7 +28,7 @@ WAITS = ("event sync", "stream sync", "device sync", "pageable")
 
 @pytest.fixture(autouse=True)
 def small_slices(monkeypatch):
-    monkeypatch.setattr(shard, "BLOCK", 512)
+    monkeypatch.setattr(shard, "BLOCK_ELEMENTS", 512)
     monkeypatch.setattr(shard, "SEGMENT_BYTES", 2048)
 
 
@@ -114,12 +114,21 @@ def test_a_slice_goes_to_the_device_before_the_next_has_come(lazy_gpu):
         arena = arenas.make_arena({"w": (length,)}, np.float32, zeros=xp.zeros)
         none = type("Replica", (), {"arena": arena})()
         check = GradientCheck(none, 1)
-        servers = ServerLinks(push=world.link, pull=world.link, coordinator=0, cut=cut)
         worker = Worker(
-            rank=1, replica=none, times=Times(), trace=Trace(), servers=servers, check=check
+            WorkerContext(
+                rank=1,
+                replica=none,
+                times=Times(),
+                trace=Trace(),
+                check=check,
+                push_link=world.link,
+                pull_link=world.link,
+                coordinator_rank=0,
+                server_slices=cut,
+            )
         )
         syncs = lazy_gpu.counts["stream sync"] + lazy_gpu.counts["event sync"]
-        worker._receive(arena.param)
+        worker._receive_slices(arena.param)
         assert lazy_gpu.counts["stream sync"] + lazy_gpu.counts["event sync"] == syncs
         assert (xp.to_host(arena.param) == np.arange(length)).all()
 
@@ -128,7 +137,7 @@ def test_a_slice_goes_to_the_device_before_the_next_has_come(lazy_gpu):
 
 def test_a_slot_that_is_never_ready_is_named(gpu):
     arena = arenas.make_arena(dict.fromkeys("ab", (100,)), np.float32, zeros=xp.zeros)
-    box = push.GradientPush(arena, [(0, slice(0, arena.grad.size))], adds=False)
-    box.on_ready_for(is_last=True)("b")
+    box = push.GradientPush(arena, [(0, slice(0, arena.grad.size))], accumulates=False)
+    box.make_on_ready(is_last=True)("b")
     with pytest.raises(HpctrainError, match="on_ready never fired for slots: a"):
-        box.add(is_last=True)
+        box.finish_gradient(is_last=True)

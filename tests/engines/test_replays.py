@@ -81,7 +81,7 @@ def test_a_run_that_was_stopped_before_all_had_done_a_step(tmp_path, monkeypatch
     with monkeypatch.context() as patch, pytest.raises(StoppedError):
         patch.setattr(StopRequest, "requested", AfterOneGradient(workers), raising=False)
         train(engine, tmp_path / "run")
-    server = replay.path_of(tmp_path / "run", workers % RANKS)
+    server = replay.log_path(tmp_path / "run", workers % RANKS)
     (_, interval) = map(json.loads, server.read_text().splitlines())
     assert (interval["start"], sum(interval["clocks"])) == (0, 1)
     complete = train(engine, tmp_path / "run", resume=True)
@@ -93,7 +93,7 @@ def test_a_run_that_was_stopped_before_all_had_done_a_step(tmp_path, monkeypatch
 
 def test_a_run_that_was_killed(tmp_path):
     train("ps-async", tmp_path / "run")
-    path = replay.path_of(tmp_path / "run", RANKS - 1)
+    path = replay.log_path(tmp_path / "run", RANKS - 1)
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
     reported = "the log to be replayed has no steps 24 to 36 .*; was the run killed"
     with pytest.raises(HpctrainError, match=reported):

@@ -16,11 +16,11 @@ from ranks import on_ranks, run_on
 from hpctrain import data, engines, nn, optim
 from hpctrain.collectives import all_gather_bytes
 from hpctrain.core.errors import UsageError
-from hpctrain.engines.engine import BLOCK
+from hpctrain.engines.engine import BLOCK_ELEMENTS
 from hpctrain.gradients.arena import params_sha256
 from hpctrain.gradients.replica import ModelReplica
 from hpctrain.training.trainer import Trainer
-from hpctrain.transport.shared_memory.host import Memory
+from hpctrain.transport.shared_memory.host import NodeMemory
 from hpctrain.world import World
 
 STEPS, BATCH = 3, 20
@@ -137,7 +137,7 @@ def test_a_node_has_one_array_of_parameters(ranks):
 
 def test_where_no_memory_can_be_shared_all_ranks_say_so():
     def body(world):
-        world.memory = Memory(world.node, world.gather, kinds=())
+        world.memory = NodeMemory(world.node, world.gather, kinds=())
         with pytest.raises(UsageError, match=r"share_parameters: expected \d+ bytes of memory"):
             trainer_of(world, METHODS["momentum"], SHARED)
 
@@ -166,7 +166,7 @@ def test_as_many_bytes_as_a_ring_and_a_part_of_the_memory(ranks):
         ring, _, _ = cost(world, engines.AllReduce(algorithm="ring"))
         n = size * 4
         assert sent == ring >= STEPS * 2 * n * (world.size - 1)
-        assert saved <= size / world.size + BLOCK
+        assert saved <= size / world.size + BLOCK_ELEMENTS
 
     ranks(body)
 

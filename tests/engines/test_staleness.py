@@ -30,7 +30,7 @@ COUNTS = {
 def counted(observed, gaps, dropped):
     staleness = Staleness(dropped=dropped)
     for item in observed:
-        staleness.count(item)
+        staleness.record_gradient(item)
     for item in gaps:
         staleness.record_gap(item)
     return staleness
@@ -54,7 +54,7 @@ def test_regimes_that_know_no_staleness_say_null():
 @pytest.mark.parametrize("second", COUNTS)
 def test_two_parts_are_merged_to_what_one_would_have_counted(first, second):
     (a, b, c, _), (d, e, f, _) = COUNTS[first], COUNTS[second]
-    assert counted(a, b, c).merged(counted(d, e, f)) == counted(a + d, b + e, c + f)
+    assert counted(a, b, c).merge(counted(d, e, f)) == counted(a + d, b + e, c + f)
 
 
 def stale(step: int) -> int:
@@ -68,7 +68,7 @@ class Counting(AllReduceEngine):
         self.staleness = self.staleness or Staleness()
         completed, flags = super().train(work, start, until)
         for step in range(start, completed):
-            self.staleness.count(stale(step))
+            self.staleness.record_gradient(stale(step))
             self.staleness.record_gap(step % 5)
         return completed, flags
 

@@ -32,7 +32,7 @@ def machine():
 
 if __name__ == "__main__":
     with machine() as stand_in:
-        gpus.driver_cuda = lambda: stand_in.driver or None  # whose library is not here
+        gpus.driver_cuda_version = lambda: stand_in.driver or None  # whose library is not here
         from hpctrain.cli import main
 
         main()

@@ -7,7 +7,7 @@ from functools import partial
 import ml_dtypes
 import numpy as np
 
-from hpctrain.collectives.reductions.operations import names, operation, ufunc_of
+from hpctrain.collectives.reductions.operations import operation, operation_names, ufunc_of
 
 
 def squares(grid, block, x, starts, stops, sums) -> None:
@@ -30,7 +30,7 @@ def combine(ufunc, count, outs, grid, block, *args) -> None:
     ys, (total, *rest) = arrays[:outs], arrays[outs:]
     assert len(rest) == count - 1 and all(len(x) == n for x in arrays)
     assert packs in (0, total.nbytes // 16) and grid[0] * block[0] > 0
-    of_dtype = [operation(name, total.dtype) for name in names(total.dtype)]
+    of_dtype = [operation(name, total.dtype) for name in operation_names(total.dtype)]
     op = next(op for op in of_dtype if ufunc_of(op) is ufunc)
     total = total.copy()
     for other in rest:

@@ -62,13 +62,13 @@ from pathlib import Path
 from dataclasses import replace
 import numpy as np
 import hpctrain as ht
-from hpctrain.tuning.choose import TuningPlan, choices
+from hpctrain.tuning.choose import TuningPlan, make_choices
 from hpctrain.user_collectives.calls import bind
 
 world = ht.init()
 native = ((0, "native"),)
 plan = TuningPlan(native, native, ((0, "ring"),), (), True)
-world.main = replace(world.main, choices=choices(plan))
+world.main = replace(world.main, choices=make_choices(plan))
 x = np.ones(1)
 reduce = {
     "plain": lambda: ht.allreduce(x, check=False),

@@ -210,7 +210,7 @@ from hpctrain.transport.mpi import link
 from hpctrain.watch import WatchRecord
 if "1" in (os.environ.get("PMI_RANK"), os.environ.get("OMPI_COMM_WORLD_RANK")):
     time.sleep(20)
-link.start(WatchRecord(None, 0, 2).entry("main"), timeout_s=2)
+link.start_mpi(WatchRecord(None, 0, 2).entry("main"), timeout_s=2)
 """
 
 

@@ -191,14 +191,14 @@ INTERVALS = [
 @counts(500)
 def test_replay_logs(count):
     """A log has a checksum per line: it comes back as it was, cut at its end, or is refused."""
-    complete = "".join(map(replay._line, [HEAD, *INTERVALS])).encode()
+    complete = "".join(map(replay._encode_line, [HEAD, *INTERVALS])).encode()
     with in_memory() as run:
-        path = replay.path_of(run, 0)
+        path = replay.log_path(run, 0)
         path.parent.mkdir()
 
         def case(rng):
             path.write_bytes((torn if rng.random() < 0.3 else mutated)(complete, rng))
-            observed = value_or_refusal(lambda: replay.read(run, 0, HEAD["run"]), path, run)
+            observed = value_or_refusal(lambda: replay.read_log(run, 0, HEAD["run"]), path, run)
             if not isinstance(observed, HpctrainError):
                 about, intervals = observed
                 assert about in (HEAD["about"], {})
@@ -220,19 +220,21 @@ def without_repeats(intervals):
 def test_forged_replay_logs(count):
     """What has a right checksum, or none, has the types that engines need."""
     with in_memory() as run:
-        path = replay.path_of(run, 0)
+        path = replay.log_path(run, 0)
         path.parent.mkdir()
 
         def case(rng):
             lines = [HEAD, *INTERVALS]
             at = rng.randrange(len(lines))
             lines[at] = mutated_json(lines[at], rng)
-            line = replay._line if rng.random() < 0.5 else lambda item: json.dumps(item) + "\n"
+            line = (
+                replay._encode_line if rng.random() < 0.5 else lambda item: json.dumps(item) + "\n"
+            )
             texts = (
                 line(item) if isinstance(item, dict) else json.dumps(item) + "\n" for item in lines
             )
             path.write_text("".join(texts))
-            observed = value_or_refusal(lambda: replay.read(run, 0, HEAD["run"]), path, run)
+            observed = value_or_refusal(lambda: replay.read_log(run, 0, HEAD["run"]), path, run)
             if not isinstance(observed, HpctrainError):
                 for item in observed[1]:
                     assert item["start"] <= item["until"]

@@ -35,15 +35,17 @@ def tables_case(rng: Generator, folder: Path) -> None:
         value = mutated_json(value, rng)
     content = json.dumps(value, indent=1).encode()
     path.write_bytes(mutated(content, rng) if kind == "bytes" else content)
-    result = value_or_refusal(lambda: table.read(path), "damaged", "schema", path, exit_code=1)
+    result = value_or_refusal(
+        lambda: table.read_table(path), "damaged", "schema", path, exit_code=1
+    )
     if isinstance(result, HpctrainError):
         assert kind != "whole", result
         value_or_refusal(lambda: table.newest_file(1))  # which looks at all, good or bad
         return
     assert kind != "whole" or result == created
-    table.write(result, path)
-    assert table.read(path) == result
-    picks = choose.choices(table.plan_of(result)).choices
+    table.write_table(result, path)
+    assert table.read_table(path) == result
+    picks = choose.make_choices(table.plan_from_table(result)).choices
     assert {item for choice in picks for item in choice} <= set(ALLREDUCE.values())
 
 
@@ -100,5 +102,5 @@ CASES = [tables_case, studies_case, measured_case]
 @pytest.mark.parametrize("case", CASES)
 def test_tables(case, count, monkeypatch):
     with in_memory() as folder:
-        monkeypatch.setenv(table.FILE, str(folder))
+        monkeypatch.setenv(table.FILE_VARIABLE, str(folder))
         campaign(case.__name__, count, partial(case, folder=folder))

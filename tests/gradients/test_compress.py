@@ -283,7 +283,7 @@ def test_bfloat16_rounds_as_ml_dtypes_does():
         remote = x.astype(ml_dtypes.bfloat16)
     numbers = ~np.isnan(x)
     assert (small[numbers] == remote.view(np.uint16)[numbers]).all()
-    bfloat16.widen(small, wide)
+    bfloat16.widen_bfloat16(small, wide)
     assert (np.isnan(wide) == np.isnan(x)).all()
     assert (wide[numbers] == remote.astype(np.float32)[numbers]).all()
 

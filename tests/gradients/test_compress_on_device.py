@@ -118,8 +118,8 @@ def test_bfloat16_has_the_bits_of_the_host(lazy_gpu, sources, dtype):
     numbers = ~np.isnan(x)
     assert (target.get() == local)[numbers].all()
     back, wide = np.empty_like(x), cupy.empty(x.size, dtype)
-    bfloat16.widen(local, back)
-    bfloat16.widen(target, wide)
+    bfloat16.widen_bfloat16(local, back)
+    bfloat16.widen_bfloat16(target, wide)
     np.testing.assert_array_equal(wide.get(), back)
 
 

@@ -187,6 +187,6 @@ def test_an_error_in_the_communication_thread_is_raised_by_wait():
 def test_no_step_allocates_after_the_first():
     """The scratch of a group is kept: the memory it hands out is the same each time."""
     group = Group(link=None)
-    first = group.scratch.like(np.zeros(100)).ctypes.data
-    assert group.scratch.like(np.zeros(10, np.int32)).ctypes.data == first
-    assert group.scratch.like(np.zeros(100, np.float32)).ctypes.data == first
+    first = group.scratch.buffer_like(np.zeros(100)).ctypes.data
+    assert group.scratch.buffer_like(np.zeros(10, np.int32)).ctypes.data == first
+    assert group.scratch.buffer_like(np.zeros(100, np.float32)).ctypes.data == first

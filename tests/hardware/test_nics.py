@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from machines import ethernet, infiniband, pci_device, write
 
-from hpctrain.hardware.gdr import gdr
-from hpctrain.hardware.nics import Nic, fastest, nearest_port, nics
+from hpctrain.hardware.gdr import gdr_state
+from hpctrain.hardware.nics import Nic, fastest_port, nearest_port, read_nics
 
 IB, ETH = "pci0000:10/0000:10:01.0/0000:11:00.0", "pci0000:80/0000:80:02.0/0000:82:00.0"
 VIRTUAL = "pci0000:20/0000:20:03.0"
@@ -18,7 +18,7 @@ def test_ports_and_interfaces(tmp_path):
     ethernet(tmp_path, "lo", "")
     (tmp_path / "sys/class/net/ib0").mkdir()
     (tmp_path / "sys/class/net/ib0/device").symlink_to(tmp_path / "sys/devices" / IB)
-    assert nics(tmp_path) == (
+    assert read_nics(tmp_path) == (
         Nic("mlx5_0:1", "InfiniBand", True, 200.0, "0000:11:00.0"),
         Nic("eno1", "Ethernet", True, 25.0, "0000:82:00.0"),
     )
@@ -33,21 +33,21 @@ def test_roce_down_and_unknown_rates(tmp_path):
     link = tmp_path / "sys/class/net/eth0/device"
     link.unlink()
     link.symlink_to(tmp_path / "sys/devices" / VIRTUAL / "virtio0")
-    assert nics(tmp_path) == (
+    assert read_nics(tmp_path) == (
         Nic("mlx5_1:1", "RoCE", False, None, "0000:11:00.0"),
         Nic("eth0", "Ethernet", False, None, "0000:20:03.0"),
     )
 
 
 def test_a_machine_without_any(tmp_path):
-    assert nics(tmp_path) == ()
-    assert fastest(()) is None
+    assert read_nics(tmp_path) == ()
+    assert fastest_port(()) is None
 
 
 def test_fastest_prefers_rdma():
     slow, fast = Nic("a", "InfiniBand", True, 100.0, ""), Nic("b", "Ethernet", True, 400.0, "")
-    assert fastest((fast, slow)) == slow
-    assert fastest((fast, Nic("c", "RoCE", False, 800.0, ""))) == fast
+    assert fastest_port((fast, slow)) == slow
+    assert fastest_port((fast, Nic("c", "RoCE", False, 800.0, ""))) == fast
 
 
 def test_the_adapter_near_a_gpu(tmp_path):
@@ -56,7 +56,7 @@ def test_the_adapter_near_a_gpu(tmp_path):
     infiniband(tmp_path, "mlx5_0", f"{switch}/0000:12:01.0/0000:14:00.0", "200 Gb/sec (4X HDR)")
     infiniband(tmp_path, "mlx5_1", "pci0000:80/0000:80:01.0/0000:81:00.0", "400 Gb/sec (4X NDR)")
     ethernet(tmp_path, "eno1", 800000, f"{switch}/0000:12:02.0/0000:15:00.0")
-    result = nics(tmp_path)
+    result = read_nics(tmp_path)
     assert nearest_port(result, "0000:13:00.0", tmp_path).name == "mlx5_0:1"
     assert nearest_port(result, "", tmp_path).name == "mlx5_1:1"
     assert nearest_port(result[2:], "0000:13:00.0", tmp_path).name == "eno1"
@@ -86,7 +86,7 @@ GDR = {
 def test_gdr(case, tmp_path):
     adapters, files, available, observed, remedy = GDR[case]
     write(tmp_path, files)
-    result = gdr(adapters, tmp_path)
+    result = gdr_state(adapters, tmp_path)
     assert result.available is available
     assert observed in result.evidence
     assert remedy in result.remedy

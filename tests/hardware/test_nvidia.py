@@ -6,7 +6,7 @@ import pytest
 from machines import write
 from nvml import GIB, Nvml, NVMLError
 
-from hpctrain.hardware.nvidia import Card, Cards, cards, driver
+from hpctrain.hardware.nvidia import GpuInfo, NodeGpus, driver_version, read_gpus
 
 # what each GPU's NVLinks lead to -> links per pair
 WIRES = {
@@ -22,19 +22,19 @@ WIRES = {
 def test_nvlinks(case, tmp_path):
     wires, expected = WIRES[case]
     nvml = Nvml(wires)
-    result = cards(tmp_path, nvml)
+    result = read_gpus(tmp_path, nvml)
     assert result.nvlinks == expected
     assert (result.data_source, result.driver, nvml.running) == ("NVML", "580.65.06", 0)
-    assert result.cards[1] == Card(1, "GPU-1", "NVIDIA H200", "0000:11:00.0", 141 * GIB)
+    assert result.gpus[1] == GpuInfo(1, "GPU-1", "NVIDIA H200", "0000:11:00.0", 141 * GIB)
 
 
 @pytest.mark.parametrize("mig, slices", [(None, ()), (0, ()), (2, ("MIG-0", "MIG-1"))])
 def test_slices(mig, slices, tmp_path):
-    assert cards(tmp_path, Nvml(mig=mig)).cards[0].slices == slices
+    assert read_gpus(tmp_path, Nvml(mig=mig)).gpus[0].slices == slices
 
 
 def test_slices_after_one_that_was_removed(tmp_path):
-    assert cards(tmp_path, Nvml(mig=1, gap=2)).cards[0].slices == ("MIG-2",)
+    assert read_gpus(tmp_path, Nvml(mig=1, gap=2)).gpus[0].slices == ("MIG-2",)
 
 
 QUERY = """\
@@ -56,14 +56,14 @@ def smi(arguments):
 def test_nvidia_smi_where_there_is_no_nvml(tmp_path):
     broken = Nvml()
     broken.nvmlInit = lambda: (_ for _ in ()).throw(NVMLError("Driver Not Loaded"))
-    result = cards(tmp_path, broken, smi)
+    result = read_gpus(tmp_path, broken, smi)
     name = "NVIDIA A100-SXM4-40GB"
-    assert result == Cards(
+    assert result == NodeGpus(
         "nvidia-smi",
         "535.129.03",
         (
-            Card(0, "GPU-aaa", name, "0000:07:00.0", 40 * GIB),
-            Card(1, "GPU-bbb", name, "0000:0a:00.0"),
+            GpuInfo(0, "GPU-aaa", name, "0000:07:00.0", 40 * GIB),
+            GpuInfo(1, "GPU-bbb", name, "0000:0a:00.0"),
         ),
         {(0, 1): 12},
     )
@@ -74,11 +74,11 @@ def test_the_drivers_files_where_nothing_runs(tmp_path):
     version = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release"
     write(tmp_path / "proc/driver/nvidia", {
         "gpus/0000:1b:00.0/information": reported, "version": version})  # fmt: skip
-    result = cards(tmp_path, None, lambda arguments: "")
-    assert result.cards == (Card(0, "GPU-ccc", "NVIDIA H200", "0000:1b:00.0"),)
-    assert result.driver == driver(tmp_path) == "580.65.06"
+    result = read_gpus(tmp_path, None, lambda arguments: "")
+    assert result.gpus == (GpuInfo(0, "GPU-ccc", "NVIDIA H200", "0000:1b:00.0"),)
+    assert result.driver == driver_version(tmp_path) == "580.65.06"
 
 
 def test_no_gpu_at_all(tmp_path):
-    assert cards(tmp_path) == Cards()
-    assert driver(tmp_path) is None
+    assert read_gpus(tmp_path) == NodeGpus()
+    assert driver_version(tmp_path) is None

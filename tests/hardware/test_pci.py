@@ -46,7 +46,7 @@ def test_what_sysfs_does_not_know(root):
     assert pci.relation(AT["gpu0"], "0000:ff:00.0", root) is None
     assert pci.numa_node("0000:ff:00.0", root) is None
     assert pci.near_cores("0000:ff:00.0", root) == frozenset()
-    (root / pci.DEVICES / AT["gpu3"] / "numa_node").write_text("-1\n")
+    (root / pci.PCI_FOLDER / AT["gpu3"] / "numa_node").write_text("-1\n")
     assert pci.numa_node(AT["gpu3"], root) is None
     assert pci.relation(AT["gpu0"], AT["gpu3"], root) == "SYS"
 
@@ -58,9 +58,9 @@ def test_numa_and_cores(root):
 
 def test_nearest(root):
     nics = [AT["nic0"], AT["nic1"]]
-    assert pci.nearest(AT["gpu1"], nics, root) == [AT["nic0"]]
-    assert pci.nearest(AT["gpu3"], nics, root) == [AT["nic1"]]
-    assert pci.nearest("0000:ff:00.0", nics, root) == []
+    assert pci.nearest_devices(AT["gpu1"], nics, root) == [AT["nic0"]]
+    assert pci.nearest_devices(AT["gpu3"], nics, root) == [AT["nic1"]]
+    assert pci.nearest_devices("0000:ff:00.0", nics, root) == []
 
 
 @pytest.mark.parametrize(
@@ -73,9 +73,9 @@ def test_nearest(root):
     ],
 )
 def test_address(text, is_at):
-    assert pci.address(text) == is_at
+    assert pci.normalize_address(text) == is_at
 
 
 def test_core_list():
-    assert pci.core_list("0-2,8,10-11\n") == (0, 1, 2, 8, 10, 11)
-    assert pci.core_list("") == ()
+    assert pci.parse_core_list("0-2,8,10-11\n") == (0, 1, 2, 8, 10, 11)
+    assert pci.parse_core_list("") == ()

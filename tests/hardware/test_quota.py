@@ -30,8 +30,8 @@ def test_quota(case, tmp_path):
     write(tmp_path / "proc/self", {"cgroup": reported})
     for folder, files in groups.items():
         write(tmp_path / folder, files)
-    assert quota.cores(tmp_path) == cores
+    assert quota.quota_cores(tmp_path) == cores
 
 
 def test_no_groups_at_all(tmp_path):
-    assert quota.cores(tmp_path) is None
+    assert quota.quota_cores(tmp_path) is None

@@ -15,7 +15,7 @@ from itertools import pairwise
 
 from hpctrain.collectives.chunks import SEGMENT_BYTES, bounds
 from hpctrain.collectives.ordered import SCRATCH_BYTES
-from hpctrain.collectives.ring import STREAM_BYTES
+from hpctrain.collectives.ring import STREAM_SEGMENT_BYTES
 from hpctrain.transport.shared_memory.host import ALIGN_BYTES
 
 
@@ -55,7 +55,7 @@ class Call:
     @property
     def streams(self) -> bool:
         """Whether a ring between nodes is one stream of segments."""
-        return len(self.nodes) > 1 and self.exceeds(STREAM_BYTES)
+        return len(self.nodes) > 1 and self.exceeds(STREAM_SEGMENT_BYTES)
 
     def segments(self, elements: int, nbytes: int = SEGMENT_BYTES) -> list[int]:
         """Return `elements` cut into segments of `nbytes`; none if there are no elements."""
@@ -83,7 +83,9 @@ def all_gather(call: Call) -> list[int]:
 
 
 def _streamed(call: Call, chunks: list[int]) -> list[int]:
-    return [segment for item in chunks for segment in call.segments(item, STREAM_BYTES) or [0]]
+    return [
+        segment for item in chunks for segment in call.segments(item, STREAM_SEGMENT_BYTES) or [0]
+    ]
 
 
 def ring(call: Call) -> list[int]:
@@ -138,7 +140,7 @@ def tree(call: Call) -> list[int]:
 def double_tree(call: Call) -> list[int]:
     """Return n/2 to each neighbour in either tree: up to the parent, down to each child."""
     p, r = call.ranks, call.rank
-    cut = STREAM_BYTES if len(call.nodes) > 1 else SEGMENT_BYTES
+    cut = STREAM_SEGMENT_BYTES if len(call.nodes) > 1 else SEGMENT_BYTES
     places = r + 1, ((r + 1) % p if p % 2 else p - 1 - r) + 1  # in the two trees, from 1
     halves = call.length // 2, call.length - call.length // 2
     return [

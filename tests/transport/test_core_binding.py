@@ -12,8 +12,18 @@ import pytest
 
 from hpctrain.core.errors import HereError
 from hpctrain.core.launchers import SINGLE_RANK, Launched
-from hpctrain.transport.mpi.installation import _LIBMPI, LoadedMpi, knows_pmix, loaded_mpi, mpiexec
-from hpctrain.transport.placement.core_binding import by_topology, plan, unbound
+from hpctrain.transport.mpi.installation import (
+    _LIBMPI_PATTERN,
+    LoadedMpi,
+    find_mpiexec,
+    has_pmix,
+    load_mpi,
+)
+from hpctrain.transport.placement.core_binding import (
+    allow_all_cores,
+    plan_binding,
+    sort_by_topology,
+)
 
 
 def rank(local_rank, local_size, size=8):
@@ -52,29 +62,29 @@ PLANS = {
 @pytest.mark.parametrize("case", PLANS)
 def test_plan(case):
     launched, allowed, online, environ, cores, threads, word = PLANS[case]
-    binding = plan(launched, set(allowed), online, environ)
+    binding = plan_binding(launched, set(allowed), online, environ)
     assert (binding.cores, binding.blas_threads) == (cores, threads)
     assert word in binding.note
 
 
 @pytest.mark.parametrize("ranks", range(1, 9))
 def test_blocks_use_every_core_once(ranks):
-    plans = [plan(rank(r, ranks), set(EIGHT), PAIRED, {}) for r in range(ranks)]
+    plans = [plan_binding(rank(r, ranks), set(EIGHT), PAIRED, {}) for r in range(ranks)]
     assert sorted(core for p in plans for core in p.cores) == list(EIGHT)
     assert max(len(p.cores) for p in plans) - min(len(p.cores) for p in plans) <= 1
 
 
 def test_by_place_keeps_every_core():
-    assert sorted(by_topology(os.sched_getaffinity(0))) == sorted(os.sched_getaffinity(0))
+    assert sorted(sort_by_topology(os.sched_getaffinity(0))) == sorted(os.sched_getaffinity(0))
 
 
 BOUND = """
 import json, os, sys
 import numpy, threadpoolctl
 from hpctrain.core.launchers import Launched
-from hpctrain.transport.placement.core_binding import bind
+from hpctrain.transport.placement.core_binding import bind_process
 online = sorted(os.sched_getaffinity(0))
-binding = bind(Launched("openmpi", 1, 2, 1, 2), online)
+binding = bind_process(Launched("openmpi", 1, 2, 1, 2), online)
 masks = {t: sorted(os.sched_getaffinity(int(t))) for t in os.listdir("/proc/self/task")}
 pools = [p["num_threads"] for p in threadpoolctl.threadpool_info() if p["user_api"] == "blas"]
 print(json.dumps([online, binding.cores, binding.blas_threads, masks, pools]))
@@ -84,7 +94,7 @@ print(json.dumps([online, binding.cores, binding.blas_threads, masks, pools]))
 @pytest.mark.processes
 @pytest.mark.parametrize("threads_set", [None, "1"])
 @pytest.mark.either
-def test_bind_moves_every_thread_and_limits_blas(start, threads_set):
+def test_bind_process_moves_every_thread_and_limits_blas(start, threads_set):
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("needs two cores")
     env = dict.fromkeys(("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "")
@@ -101,15 +111,15 @@ def test_probe_names_the_loaded_mpi_and_its_mpiexec(start):
     job = start("-m", "hpctrain.transport.mpi.installation").finish(30)
     printed = json.loads(job.stdout)
     assert os.access(printed.pop("mpiexec"), os.X_OK)
-    assert printed == asdict(loaded_mpi())
+    assert printed == asdict(load_mpi())
     assert os.path.basename(printed["libmpi"]).startswith("libmpi")
 
 
 def test_whether_mpi_knows_pmix():
-    assert not knows_pmix(LoadedMpi("MPICH", "4.3.2", "libc.so.6"))
-    assert knows_pmix(LoadedMpi("MPICH", "4.3.2", ""))  # unknown: let it try
-    mpi = loaded_mpi()
-    assert knows_pmix(mpi) or mpi.vendor != "Open MPI"
+    assert not has_pmix(LoadedMpi("MPICH", "4.3.2", "libc.so.6"))
+    assert has_pmix(LoadedMpi("MPICH", "4.3.2", ""))  # unknown: let it try
+    mpi = load_mpi()
+    assert has_pmix(mpi) or mpi.vendor != "Open MPI"
 
 
 WITHOUT_MPI = {
@@ -133,7 +143,7 @@ def test_without_any_mpi_the_remedy_comes_first(start, way):
 def test_without_mpi4py_the_reason_is_its_absence(monkeypatch):
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     with pytest.raises(HereError) as refused:
-        loaded_mpi()
+        load_mpi()
     remedy, reason = str(refused.value).splitlines()
     assert "hpctrain[openmpi]" in remedy and "mpi4py" in reason
 
@@ -152,10 +162,10 @@ def test_mpiexec_of_another_vendor_is_passed_over(tmp_path, monkeypatch):
     path = f"{tmp_path}/a/bin:{shutil.which('sh').rpartition('/')[0]}"
     monkeypatch.setenv("PATH", path)
     library = str(tmp_path / "b" / "lib" / "libmpi.so.12")
-    assert mpiexec(LoadedMpi("MPICH", "4.3", library)) == beside
+    assert find_mpiexec(LoadedMpi("MPICH", "4.3", library)) == beside
     elsewhere = LoadedMpi("Intel MPI", "2021", library)
-    assert mpiexec(elsewhere) == f"{tmp_path}/a/bin/mpiexec"
-    assert mpiexec(LoadedMpi("Some MPI", "1", library)) is None
+    assert find_mpiexec(elsewhere) == f"{tmp_path}/a/bin/mpiexec"
+    assert find_mpiexec(LoadedMpi("Some MPI", "1", library)) is None
 
 
 @pytest.mark.parametrize(
@@ -174,7 +184,7 @@ def test_mpiexec_of_another_vendor_is_passed_over(tmp_path, monkeypatch):
     ],
 )
 def test_which_file_is_libmpi(path, is_libmpi):
-    assert bool(_LIBMPI.search(path)) is is_libmpi
+    assert bool(_LIBMPI_PATTERN.search(path)) is is_libmpi
 
 
 def test_unbound_for_a_while():
@@ -182,7 +192,7 @@ def test_unbound_for_a_while():
     core = {min(before)}
     os.sched_setaffinity(0, core)
     try:
-        with unbound():
+        with allow_all_cores():
             assert os.sched_getaffinity(0) >= before
         assert os.sched_getaffinity(0) == core
     finally:

@@ -22,13 +22,13 @@ ROOM = [
 
 @pytest.mark.parametrize("launched, free, says", ROOM)
 def test_little_room_is_said_once_per_node(launched, free, says, monkeypatch, caplog):
-    monkeypatch.setattr(dev_shm, "free", lambda folder: free)
+    monkeypatch.setattr(dev_shm, "free_shm_bytes", lambda folder: free)
     monkeypatch.setattr(dev_shm.time, "sleep", lambda seconds: None)
     with caplog.at_level(logging.WARNING, "hpctrain"):
-        dev_shm.warn(launched)
+        dev_shm.warn_if_full(launched)
     assert ("64 KiB free in /dev/shm" in caplog.text) == says
     assert ("--shm-size" in caplog.text) == says
 
 
 def test_no_dev_shm_is_said(tmp_path):
-    assert "No such file" in dev_shm.too_little(tmp_path / "none")
+    assert "No such file" in dev_shm.shortage_warning(tmp_path / "none")

@@ -48,7 +48,7 @@ def test_all_see_what_all_said_and_wrote(ranks, spins, fenced):
 def test_who_disagrees_is_heard_by_all(ranks, spins, fenced):
     def body(world):
         node_flags = flags_of(world, spins, fenced)
-        node_flags.round = flags.MASK - 5  # on past the end of the counter
+        node_flags.round_number = flags.PAYLOAD_MASK - 5  # on past the end of the counter
         for i in range(12):
             odd = i % 4  # 3: nobody
             assert node_flags.agree(int(world.rank == odd)) == (odd == 3)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from hpctrain.transport.paths import (
-    BY_POINTER,
-    STAGED,
+    POINTER_PATHS,
+    STAGED_VERDICT,
     RankPlace,
     Verdict,
-    by_pointer,
-    path_to,
-    thresholds_to,
+    path_between,
+    sends_by_pointer,
+    thresholds_between,
 )
 
 LOCAL = RankPlace("n1", "GPU-a")
@@ -26,19 +26,19 @@ ROWS = [
 
 @pytest.mark.parametrize(("other", "path"), ROWS)
 def test_the_class_of_a_pair(other, path):
-    assert path_to(Verdict("ipc", "cuda-aware", "gdr", ""), LOCAL, other) == path
+    assert path_between(Verdict("ipc", "cuda-aware", "gdr", ""), LOCAL, other) == path
 
 
 def test_two_ranks_without_a_gpu_share_none():
     assert (
-        path_to(Verdict("ipc", "staged", "gdr", ""), RankPlace("n1", ""), RankPlace("n1", ""))
+        path_between(Verdict("ipc", "staged", "gdr", ""), RankPlace("n1", ""), RankPlace("n1", ""))
         == "staged"
     )
 
 
 @pytest.mark.parametrize("other", [other for other, _ in ROWS])
 def test_without_a_trial_no_pointer_goes_to_mpi(other):
-    assert path_to(STAGED, LOCAL, other) not in BY_POINTER
+    assert path_between(STAGED_VERDICT, LOCAL, other) not in POINTER_PATHS
 
 
 STEPS = ((0, "staged"), (4096, "pointer"), (1 << 20, "staged"))
@@ -55,10 +55,10 @@ STEPS = ((0, "staged"), (4096, "pointer"), (1 << 20, "staged"))
     ],
 )
 def test_which_way_a_length_takes(path, steps, lengths):
-    assert {n: by_pointer(path, steps, n) for n in lengths} == lengths
+    assert {n: sends_by_pointer(path, steps, n) for n in lengths} == lengths
 
 
 @pytest.mark.parametrize(("other", "steps"), [(ROWS[0][0], ()), (ROWS[2][0], STEPS)])
 def test_each_class_has_its_own_lengths(other, steps):
     verdict = Verdict("cuda-aware", "cuda-aware", "gdr", "", {"across": STEPS})
-    assert thresholds_to(verdict, LOCAL, other) == steps
+    assert thresholds_between(verdict, LOCAL, other) == steps

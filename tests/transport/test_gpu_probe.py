@@ -16,15 +16,15 @@ from ranks import on_ranks
 
 from hpctrain.core.errors import UsageError
 from hpctrain.core.interpreter import module_command
-from hpctrain.hardware.gdr import Gdr
+from hpctrain.hardware.gdr import GdrState
 from hpctrain.transport.device import gpus
 from hpctrain.transport.gpu_probe import child as probe_child
 from hpctrain.transport.gpu_probe import jobs, mpi_claims, probe_process, verdicts
 from hpctrain.transport.gpu_probe.jobs import ProbeTrial
-from hpctrain.transport.gpu_probe.mpi_claims import Claims
-from hpctrain.transport.paths import STAGED, Verdict
+from hpctrain.transport.gpu_probe.mpi_claims import MpiClaims
+from hpctrain.transport.paths import STAGED_VERDICT, Verdict
 
-PLAIN = Claims("Open MPI", query_cuda=False, libraries=("/x/libucp.so.0",))
+PLAIN = MpiClaims("Open MPI", query_cuda=False, libraries=("/x/libucp.so.0",))
 WORKS = ProbeTrial(True, True, 100.0, 50.0, replace(PLAIN, query_cuda=True))
 CRASHED = ProbeTrial(True, False, 100.0, None, PLAIN, "a crash (segmentation fault)")
 NO_IPC = replace(WORKS, ipc=False)
@@ -34,8 +34,8 @@ SLOW = replace(WORKS, sizes=((1024, 1e-5, 2e-5), (65536, 2e-5, 3e-5)))
 FAST = replace(WORKS, sizes=((1024, 1e-5, 0.99e-5), (65536, 2e-5, 2.01e-5)))
 CLOSED = replace(CRASHED, ipc=False, ipc_fault="cudaErrorInvalidValue")
 NEVER = ProbeTrial(ended="exit code 1, no slots")
-ADAPTER = Gdr("dmabuf", available=True)
-NO_GDR = Gdr("no nvidia_peermem", "modprobe nvidia-peermem", available=False)
+ADAPTER = GdrState("dmabuf", available=True)
+NO_GDR = GdrState("no nvidia_peermem", "modprobe nvidia-peermem", available=False)
 
 # trials, adapter -> paths, a word of the reason, a word of the remedy
 VERDICTS = {
@@ -56,11 +56,11 @@ VERDICTS = {
 @pytest.mark.parametrize("case", VERDICTS)
 def test_judged(case):
     by_class, adapter, ways, word, remedy = VERDICTS[case]
-    result = verdicts.judge(by_class, adapter, {})
+    result = verdicts.decide_verdict(by_class, adapter, {})
     assert (result.verdict.same_gpu, result.verdict.same_node, result.verdict.across) == ways
     assert word in result.verdict.reason
     assert remedy in result.remedy
-    assert verdicts.from_json(json.dumps(asdict(result))) == result
+    assert verdicts.result_from_json(json.dumps(asdict(result))) == result
 
 
 STAGED_ONLY = replace(CRASHED, staged=((1024, 3e-5), (65536, 5e-5)))
@@ -75,10 +75,10 @@ SECONDS = {
 @pytest.mark.parametrize("case", SECONDS)
 def test_what_messages_take(case):
     trial, seconds = SECONDS[case]
-    result = verdicts.judge({"same_gpu": trial}, ADAPTER, {})
+    result = verdicts.decide_verdict({"same_gpu": trial}, ADAPTER, {})
     assert result.verdict.seconds == ({} if seconds is None else {"same_gpu": seconds})
     assert result.verdict.mapped_gb_s == {"same_gpu": 100.0}
-    assert verdicts.from_json(json.dumps(asdict(result))) == result
+    assert verdicts.result_from_json(json.dumps(asdict(result))) == result
 
 
 #: trial of each class -> from which lengths on which way, and what the reason tells
@@ -95,30 +95,30 @@ BY_SIZE = {
 @pytest.mark.parametrize("case", BY_SIZE)
 def test_judged_by_size(case):
     by_class, by_size, words = BY_SIZE[case]
-    result = verdicts.judge(by_class, ADAPTER, {})
+    result = verdicts.decide_verdict(by_class, ADAPTER, {})
     assert result.verdict.by_size == by_size and words in result.verdict.reason
-    assert verdicts.from_json(json.dumps(asdict(result))) == result
+    assert verdicts.result_from_json(json.dumps(asdict(result))) == result
 
 
 def test_what_a_user_asks_for_holds_at_every_length():
-    verdict = verdicts.judge({"same_gpu": TIMED, "across": TIMED}, ADAPTER, {}).verdict
+    verdict = verdicts.decide_verdict({"same_gpu": TIMED, "across": TIMED}, ADAPTER, {}).verdict
     assert set(verdict.by_size) == {"same_gpu", "across"}
-    result = verdicts.ProbeResult(verdict, trials=dict.fromkeys(jobs.CLASSES, TIMED))
+    result = verdicts.ProbeResult(verdict, trials=dict.fromkeys(jobs.PAIR_CLASSES, TIMED))
     across, all_of = (
         verdicts.apply_override(f"{c}cuda-aware", result).verdict for c in ("across=", "")
     )
     assert (set(across.by_size), all_of.by_size) == ({"same_gpu"}, {})
 
 
-CRAY = Claims("Cray MPICH", True, True)
-MPICH = Claims("MPICH", False, False, "mpi,system")
+CRAY = MpiClaims("Cray MPICH", True, True)
+MPICH = MpiClaims("MPICH", False, False, "mpi,system")
 # claims, environment -> words of reason and remedy
 FAULTS = {
     "Cray, switched off": (CRAY, {}, "MPICH_GPU_SUPPORT_ENABLED=1", "export MPICH_GPU_SUPPORT"),
     "Cray without its layer": (CRAY, {"MPICH_GPU_SUPPORT_ENABLED": "1"}, "libmpi_gtl_cuda",
                                "craype-accel"),
-    "MVAPICH2": (Claims("MVAPICH2"), {"MV2_USE_CUDA": "0"}, "MV2_USE_CUDA=1", "export MV2"),
-    "Intel": (Claims("Intel MPI"), {}, "I_MPI_OFFLOAD=1", "export I_MPI_OFFLOAD=1"),
+    "MVAPICH2": (MpiClaims("MVAPICH2"), {"MV2_USE_CUDA": "0"}, "MV2_USE_CUDA=1", "export MV2"),
+    "Intel": (MpiClaims("Intel MPI"), {}, "I_MPI_OFFLOAD=1", "export I_MPI_OFFLOAD=1"),
     "ParaStation": (replace(MPICH, libraries=("/x/libpscom.so.2",)), {}, "PSP_CUDA=1",
                     "export PSP_CUDA=1"),
     "MPICH": (MPICH, {}, "built without CUDA", "--with-cuda"),
@@ -131,14 +131,14 @@ FAULTS = {
     "half of it": (replace(PLAIN, query_cuda=True), {"UCX_TLS": "all"}, "no CUDA transports",
                    "UCX"),
     "no UCX at all": (replace(PLAIN, libraries=()), {}, "built without CUDA", "OMPI_MCA_pml=ucx"),
-    "all there": (Claims("Open MPI", True), {}, "reports support of", "tell the site"),
+    "all there": (MpiClaims("Open MPI", True), {}, "reports support of", "tell the site"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", FAULTS)
 def test_fault(case):
     of, environ, reason, remedy = FAULTS[case]
-    fault = mpi_claims.fault(of, environ)
+    fault = mpi_claims.find_fault(of, environ)
     assert reason in fault.reason
     assert remedy in fault.remedy
 
@@ -152,9 +152,9 @@ MAPS = """\
 
 
 def test_libraries_of_interest():
-    libraries = mpi_claims.libraries(MAPS.splitlines())
+    libraries = mpi_claims.gpu_libraries(MAPS.splitlines())
     assert libraries == ("/opt/lib/libuct_cuda.so.0.0.0", "/opt/my lib/libucp.so.0")
-    assert Claims("Open MPI", libraries=libraries).mapped("libuct_cuda")
+    assert MpiClaims("Open MPI", libraries=libraries).mapped("libuct_cuda")
 
 
 OPEN = json.dumps({"stage": "started", "claims": asdict(PLAIN), "hosts": ["a", "a"]})
@@ -166,7 +166,7 @@ ENDS = {
     "launcher's code": ([OPEN, "noise", IPC], 139, "Signal: Segmentation fault (11)", CRASHED),
     "hydra's code": ([OPEN, IPC], 11, "", CRASHED),
     "wrong bytes": ([OPEN, IPC, WRONG], 0, "", replace(CRASHED, ended="other bytes arrived")),
-    "hangs": ([OPEN, IPC], jobs.TIMED_OUT, "",
+    "hangs": ([OPEN, IPC], jobs.TIMEOUT_CODE, "",
               replace(CRASHED, ended="still running after 60 s")),
     "never": (["{}", "[1]"], 1, "no slots", NEVER),
 }  # fmt: skip
@@ -208,7 +208,7 @@ def test_jobs(case, tmp_path):
     vendor, count, nodes, slurm, expected = JOBS[case]
     environ = {"PATH": str(tmp_path), **({"SLURM_JOB_ID": "7"} if slurm else {})}
     (tmp_path / "srun").touch(0o755)
-    commands = jobs.jobs("mpiexec", vendor, count, nodes, environ)
+    commands = jobs.trial_commands("mpiexec", vendor, count, nodes, environ)
     child = " ".join(module_command("hpctrain.transport.gpu_probe.child"))
     assert {name: " ".join(line) for name, line in commands.items()} == {
         name: line.replace("*", child) for name, line in expected.items()
@@ -218,8 +218,10 @@ def test_jobs(case, tmp_path):
 def test_jobs_obey_slurms_own_choice_and_need_a_launcher(tmp_path):
     (tmp_path / "srun").touch(0o755)
     environ = {"PATH": str(tmp_path), "SLURM_JOB_ID": "7", "SLURM_MPI_TYPE": "cray_shasta"}
-    assert not any("--mpi" in w for w in jobs.jobs(None, "MPICH", 1, 1, environ)["same_gpu"])
-    assert jobs.jobs(None, "MPICH", 1, 1, {"PATH": str(tmp_path)}) == {}
+    assert not any(
+        "--mpi" in w for w in jobs.trial_commands(None, "MPICH", 1, 1, environ)["same_gpu"]
+    )
+    assert jobs.trial_commands(None, "MPICH", 1, 1, {"PATH": str(tmp_path)}) == {}
 
 
 OVERRIDES = {
@@ -233,7 +235,9 @@ OVERRIDES = {
 
 @pytest.mark.parametrize("override", OVERRIDES)
 def test_overridden(override):
-    remembered = verdicts.ProbeResult(STAGED, trials=dict.fromkeys(jobs.CLASSES, WORKS))
+    remembered = verdicts.ProbeResult(
+        STAGED_VERDICT, trials=dict.fromkeys(jobs.PAIR_CLASSES, WORKS)
+    )
     assert verdicts.apply_override(override, remembered).verdict == OVERRIDES[override]
 
 
@@ -242,8 +246,8 @@ SURE, UNSURE = replace(PLAIN, query_gpu=True), PLAIN
 BELIEVED = {
     "no trial": ({}, None, ()),
     "no trial, says no": ({}, UNSURE, ()),
-    "no trial, is sure": ({}, SURE, jobs.CLASSES),
-    "one worked, is sure": ({"same_gpu": WORKS}, None, jobs.CLASSES),
+    "no trial, is sure": ({}, SURE, jobs.PAIR_CLASSES),
+    "one worked, is sure": ({"same_gpu": WORKS}, None, jobs.PAIR_CLASSES),
     "one worked, says no": ({"same_gpu": replace(WORKS, claims=PLAIN)}, SURE, ("same_gpu",)),
     "crashed": ({"same_gpu": CRASHED}, SURE, ()),
     "crashed, though sure": ({"same_gpu": replace(CRASHED, claims=SURE)}, SURE, ()),
@@ -255,10 +259,12 @@ BELIEVED = {
 def test_who_asks_for_pointers_needs_a_trial_or_an_mpi_that_is_sure(case, monkeypatch):
     by_class, says, expected = BELIEVED[case]
     monkeypatch.setattr(verdicts, "_claims_of_running_mpi", lambda: says)
-    result = verdicts.apply_override("cuda-aware", verdicts.ProbeResult(STAGED, trials=by_class))
-    ways = {name: getattr(result.verdict, name) for name in jobs.CLASSES}
-    assert ways == {n: "cuda-aware" if n in expected else "staged" for n in jobs.CLASSES}
-    assert result.unproven == tuple(name for name in jobs.CLASSES if name not in expected)
+    result = verdicts.apply_override(
+        "cuda-aware", verdicts.ProbeResult(STAGED_VERDICT, trials=by_class)
+    )
+    ways = {name: getattr(result.verdict, name) for name in jobs.PAIR_CLASSES}
+    assert ways == {n: "cuda-aware" if n in expected else "staged" for n in jobs.PAIR_CLASSES}
+    assert result.unproven == tuple(name for name in jobs.PAIR_CLASSES if name not in expected)
     assert ("refused for" in result.verdict.reason, "doctor" in result.remedy) == (
         bool(result.unproven),
     ) * 2
@@ -323,9 +329,9 @@ def test_no_rank_of_a_trial_outlives_it(monkeypatch, tmp_path, ended_by):
     line = [sys.executable, "-c", LAUNCHER_OF_ONE, str(note)]
     if ended_by == "us":
         with pytest.raises(SystemExit):
-            jobs.run(line, os.environ)
+            jobs.run_trial(line, os.environ)
     else:
-        result = jobs.run(line, os.environ)
+        result = jobs.run_trial(line, os.environ)
         assert (result.pointer, result.ended) == (False, "still running after 60 s")
     assert not alive(int(note.read_text()))
 
@@ -352,7 +358,7 @@ def test_launch_ends_trials_that_take_too_long(monkeypatch, tmp_path, caplog):
 @pytest.mark.parametrize("override", ["rdma", "across=ipc", "everywhere=gdr", "across=", "a=b=c"])
 def test_an_override_that_makes_no_sense(override):
     with pytest.raises(UsageError, match="expected one of gdr, cuda-aware, ipc, staged"):
-        verdicts.apply_override(override, verdicts.ProbeResult(STAGED))
+        verdicts.apply_override(override, verdicts.ProbeResult(STAGED_VERDICT))
 
 
 def test_what_a_verdict_depends_on(tmp_path):
@@ -369,7 +375,7 @@ def test_what_a_verdict_depends_on(tmp_path):
 
 def test_what_cannot_be_remembered_is_said(tmp_path, capfd):
     (tmp_path / "cache").write_text("not a folder")
-    verdicts._write(tmp_path / "cache" / "one.json", verdicts.ProbeResult(STAGED))
+    verdicts._write_cache(tmp_path / "cache" / "one.json", verdicts.ProbeResult(STAGED_VERDICT))
     errors = capfd.readouterr().err
     assert f"cannot be cached in {tmp_path / 'cache'} (" in errors
     assert "set XDG_CACHE_HOME to a folder" in errors
@@ -391,7 +397,7 @@ def find(environ, *arguments, notice=""):
     line = [sys.executable, "-m", "hpctrain.transport.gpu_probe.verdicts", *arguments]
     process = subprocess.run(line, env=environ, capture_output=True, text=True, timeout=100)
     assert process.returncode == 0 and notice in process.stderr, process.stderr
-    return verdicts.from_json(process.stdout)
+    return verdicts.result_from_json(process.stdout)
 
 
 REFERENCE = """
@@ -417,10 +423,10 @@ def test_an_mpi_that_takes_these_pointers(machine):
     # A rank, with all its launcher's variables, finds what was remembered.
     line = [BIN / "mpiexec", "-n", "1", sys.executable, "-c", REFERENCE]
     rank = subprocess.run(line, env=machine, capture_output=True, text=True, timeout=60)
-    assert verdicts.from_json(rank.stdout) == result
+    assert verdicts.result_from_json(rank.stdout) == result
     by_pointer = {**machine, "HPCTRAIN_GPU_PATH": "same_gpu=cuda-aware"}
     rank = subprocess.run(line, env=by_pointer, capture_output=True, text=True, timeout=60)
-    assert verdicts.from_json(rank.stdout).verdict.same_gpu == "cuda-aware"
+    assert verdicts.result_from_json(rank.stdout).verdict.same_gpu == "cuda-aware"
     # and what is remembered is not tried again
     broken = {**machine, "FAKE_CRASH": "1"}
     assert find(broken) == result
@@ -450,7 +456,7 @@ def test_a_container_that_opens_no_handles(machine):
 @pytest.mark.processes
 @pytest.mark.either
 def test_without_a_gpu_nothing_is_tried(tmp_path):
-    if gpus.driver_cuda():
+    if gpus.driver_cuda_version():
         pytest.skip("this machine has a GPU")
     result = find({**os.environ, "XDG_CACHE_HOME": str(tmp_path)})
     assert result.trials == {}

@@ -16,9 +16,9 @@ from hpctrain.core import xp
 from hpctrain.core.errors import UsageError
 from hpctrain.core.launchers import SINGLE_RANK, Launched
 from hpctrain.transport.device import gpus
-from hpctrain.transport.device.gpus import Gpu, GpuCores, gpu_cores, gpu_for
+from hpctrain.transport.device.gpus import Gpu, GpuCores, choose_gpu, gpu_cores
 from hpctrain.transport.gpu_probe import verdicts, verify
-from hpctrain.transport.paths import STAGED, RankPlace, Verdict
+from hpctrain.transport.paths import STAGED_VERDICT, RankPlace, Verdict
 from hpctrain.transport.placement import core_binding, rank_placement
 from hpctrain.transport.placement.check import RankBinding
 
@@ -44,14 +44,14 @@ CHOICES = {
 @pytest.mark.parametrize("case", CHOICES)
 def test_choice(case):
     launched, visible, listed, ordinal, word = CHOICES[case]
-    choice = gpu_for(launched, visible, listed)
+    choice = choose_gpu(launched, visible, listed)
     assert choice.ordinal == ordinal
     assert word in choice.note
 
 
 def test_no_gpu_to_choose():
     with pytest.raises(UsageError, match=r"no GPU is visible \(CUDA_VISIBLE_DEVICES is -1\)"):
-        gpu_for(SINGLE_RANK, 0, ("-1",))
+        choose_gpu(SINGLE_RANK, 0, ("-1",))
 
 
 REMAINING, RIGHT = frozenset(range(4)), frozenset(range(4, 8))
@@ -86,7 +86,7 @@ BLOCKS = {
 @pytest.mark.parametrize("case", BLOCKS)
 def test_block_near_the_gpu(case):
     gpu_cores, allowed, cores, threads, word = BLOCKS[case]
-    plan = core_binding.plan(rank(1, 4), set(allowed), EIGHT, {}, gpu_cores)
+    plan = core_binding.plan_binding(rank(1, 4), set(allowed), EIGHT, {}, gpu_cores)
     assert (plan.cores, plan.blas_threads) == (cores, threads)
     assert word in plan.note
 
@@ -128,10 +128,10 @@ def machine(monkeypatch):
 
     def pretend(count, driver=13000):
         cupy = Cupy(count)
-        monkeypatch.setattr(gpus, "cupy_module", lambda: cupy)
+        monkeypatch.setattr(gpus, "import_cupy", lambda: cupy)
         monkeypatch.setattr(gpus, "find_spec", lambda name: cupy)
-        monkeypatch.setattr(gpus, "driver_cuda", lambda: driver)
-        monkeypatch.setattr(gpus, "_uuid", lambda ordinal, words: f"GPU-{ordinal}")
+        monkeypatch.setattr(gpus, "driver_cuda_version", lambda: driver)
+        monkeypatch.setattr(gpus, "_query_uuid", lambda ordinal, words: f"GPU-{ordinal}")
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         return cupy
 
@@ -145,7 +145,7 @@ def test_a_seat_has_a_gpu_and_cores_near_it(machine, monkeypatch, tmp_path):
     cores = {address: rank_placement.pci.near_cores(address, tmp_path) for address in
              ("0000:13:00.0", "0000:14:00.0")}  # fmt: skip
     monkeypatch.setattr(rank_placement.pci, "near_cores", cores.get)
-    monkeypatch.setattr(rank_placement, "bind", lambda launched, gpu_cores:
+    monkeypatch.setattr(rank_placement, "bind_process", lambda launched, gpu_cores:
         bound.append(gpu_cores) or SimpleNamespace(note=""))  # fmt: skip
     result = rank_placement.place_rank(rank(1, 2), "auto")
     assert (str(result.gpu), result.gpus, cupy.used) == ("gpu 1, GPU-1", 2, [1])
@@ -180,7 +180,7 @@ def test_a_gpu_that_is_not_to_be_had(machine, case):
 
 
 def test_without_cupy_the_extra_is_named(monkeypatch):
-    monkeypatch.setattr(gpus, "driver_cuda", lambda: 12040)
+    monkeypatch.setattr(gpus, "driver_cuda_version", lambda: 12040)
     monkeypatch.setitem(__import__("sys").modules, "cupy", None)
     with pytest.raises(UsageError, match=r"hpctrain\[cuda12x\]"):
         gpus.visible_gpus("gpu")
@@ -188,12 +188,12 @@ def test_without_cupy_the_extra_is_named(monkeypatch):
 
 @pytest.mark.parametrize("variable, count", [("", 1), ("4", 4), ("none", 1)])
 def test_slurm_tells_of_gpus_that_a_rank_does_not_see(variable, count):
-    assert gpus.of_job({"SLURM_GPUS_ON_NODE": variable}, 1) == count
+    assert gpus.job_gpu_count({"SLURM_GPUS_ON_NODE": variable}, 1) == count
 
 
 def test_names(monkeypatch):
-    assert gpus._uuid(1, ("0", "MIG-abc")) == "MIG-abc"
-    assert gpus.listed({"CUDA_VISIBLE_DEVICES": " 0, GPU-1,"}) == ("0", "GPU-1")
+    assert gpus._query_uuid(1, ("0", "MIG-abc")) == "MIG-abc"
+    assert gpus.parse_visible_devices({"CUDA_VISIBLE_DEVICES": " 0, GPU-1,"}) == ("0", "GPU-1")
 
 
 ON_CORE_0 = core_binding.Binding((0,), 1, "", 2)
@@ -201,7 +201,7 @@ ON_CORE_0 = core_binding.Binding((0,), 1, "", 2)
 
 def placed_on(world, gpu=True):
     local = rank_placement.Placement(rank(0, 2), ON_CORE_0, Gpu(0, "GPU-x", "") if gpu else None, 2)
-    return rank_placement.exchange(
+    return rank_placement.exchange_placements(
         world.link, lambda data: all_gather_bytes(world.link, data), "a", local
     )
 
@@ -237,7 +237,7 @@ def test_an_override_that_makes_no_sense_is_refused_by_all(ranks, monkeypatch):
 def test_where_nobody_has_a_gpu_nothing_changes(ranks, monkeypatch):
     monkeypatch.setenv("HPCTRAIN_GPU_PATH", "cuda-aware")
     for verdict, paths in ranks(lambda world: (placed_on(world, gpu=False)[1], world.link.paths)):
-        assert (verdict, paths) == (STAGED, ())
+        assert (verdict, paths) == (STAGED_VERDICT, ())
 
 
 def bitten(link):
@@ -283,7 +283,7 @@ def test_a_world_without_gpus(ranks):
 @pytest.mark.processes
 @pytest.mark.either
 def test_gpu_on_a_machine_without(start):
-    if gpus.driver_cuda():
+    if gpus.driver_cuda_version():
         pytest.skip("this machine has a GPU")
     job = start("-c", "import hpctrain; hpctrain.init('gpu')").finish(30)
     assert job.returncode == 2
@@ -296,7 +296,7 @@ def test_a_gpu_that_serves_another_process_alone(gpu, monkeypatch):
 
     monkeypatch.setattr(fakes.cuda, "setDevice", refuse)
     with pytest.raises(UsageError, match=r"GPU 0 cannot be used: cudaErrorDevices.*E. Process"):
-        gpus.use(0)
+        gpus.use_gpu(0)
 
 
 def test_another_device_than_before(monkeypatch):

@@ -51,7 +51,7 @@ def test_the_first_nap_is_a_quarter_of_the_last_wait(clock):
 def test_after_a_nap_it_looks_several_times(clock):
     """A poll moves no more than a library takes from the kernel at once."""
     naps = clock.naps_of(requests.SleepingWait(), 2 * MS)
-    assert clock.looks == len(naps) * requests.POLLS + 1
+    assert clock.looks == len(naps) * requests.POLLS_PER_NAP + 1
 
 
 @pytest.mark.parametrize("last, nap", [(1000 * MS, MS), (0.01 * MS, 0.05 * MS)])

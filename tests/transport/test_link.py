@@ -90,7 +90,7 @@ def test_long_messages_travel_in_pieces(ranks, patient):
     def body(world):
         link, other = world.link, 1 - world.rank
         link.sleeps_while_waiting = patient
-        link.cut_bytes = 1024
+        link.max_piece_bytes = 1024
         x = np.arange(1000, dtype=np.float64) + link.rank
         # Each direction its own length: one side runs out of pieces before the other.
         inbox = np.zeros(1000 if link.rank else 700)

@@ -9,13 +9,13 @@ import pytest
 
 from hpctrain.core.errors import UsageError
 from hpctrain.core.launchers import SINGLE_RANK, Launched
-from hpctrain.hardware.nics import fabric_ports, nics
+from hpctrain.hardware.nics import fabric_ports, read_nics
 from hpctrain.transport.placement.nearest_nics import (
     UCX_DEVICES,
     GpuPosition,
     device_names,
-    near_requested,
-    ports_near,
+    is_near_requested,
+    ports_for_rank,
     select_port,
     select_ports,
 )
@@ -43,7 +43,7 @@ def test_what_is_near_a_gpu(node, tmp_path):
     gpus = tuple(getattr(machines, node)(tmp_path))
     ports, nearest = NEARBY[node]
     actual = [
-        ports_near(nics(tmp_path), GpuPosition(gpus, i), "", root=tmp_path)
+        ports_for_rank(read_nics(tmp_path), GpuPosition(gpus, i), "", root=tmp_path)
         for i in range(len(gpus))
     ]
     assert [r.nearest for r in actual] == nearest
@@ -65,13 +65,16 @@ def test_what_is_near_cores(case, tmp_path):
     node, cores, nearest = CORES[case]
     getattr(machines, node)(tmp_path)
     assert (
-        ports_near(nics(tmp_path), GpuPosition(cores=cores), "", root=tmp_path).nearest == nearest
+        ports_for_rank(read_nics(tmp_path), GpuPosition(cores=cores), "", root=tmp_path).nearest
+        == nearest
     )
 
 
 def test_a_gpu_whose_place_is_not_known(tmp_path):
     machines.two_sockets(tmp_path)
-    assert ports_near(nics(tmp_path), GpuPosition(("",)), "", root=tmp_path).nearest == names(0, 1)
+    assert ports_for_rank(
+        read_nics(tmp_path), GpuPosition(("",)), "", root=tmp_path
+    ).nearest == names(0, 1)
 
 
 # node, ranks, whether each sees all GPUs -> the port that each of the first ranks names
@@ -88,7 +91,7 @@ DEALT = {
 def test_ports_are_dealt_out(case, tmp_path):
     node, ranks, see_all, expected = DEALT[case]
     gpus = getattr(machines, node)(tmp_path)
-    ports = fabric_ports(nics(tmp_path))
+    ports = fabric_ports(read_nics(tmp_path))
     spots = [
         GpuPosition(tuple(gpus), r % len(gpus)) if see_all else GpuPosition((gpus[r % len(gpus)],))
         for r in range(ranks)
@@ -102,7 +105,7 @@ def test_ports_are_dealt_out(case, tmp_path):
 @pytest.mark.parametrize("ranks", [2, 4, 6])
 def test_cores_name_the_port_of_their_socket(ranks, tmp_path):
     machines.two_sockets(tmp_path)
-    ports = fabric_ports(nics(tmp_path))
+    ports = fabric_ports(read_nics(tmp_path))
     first = select_port(rank(0, ranks), ports, GpuPosition(cores=(0, 1)), {}, tmp_path)
     last = select_port(rank(ranks - 1, ranks), ports, GpuPosition(cores=(7,)), {}, tmp_path)
     assert (first[0], last[0]) == ("mlx5_0:1", "mlx5_1:1")
@@ -128,20 +131,20 @@ def test_what_is_left_to_mpi(case, tmp_path):
     node, launched, count, environ, word = REMAINING[case]
     gpus = tuple(getattr(machines, node)(tmp_path))
     spot = GpuPosition(gpus[:count], 0, ALL)
-    value, note = select_port(launched, fabric_ports(nics(tmp_path)), spot, environ, tmp_path)
+    value, note = select_port(launched, fabric_ports(read_nics(tmp_path)), spot, environ, tmp_path)
     assert value == ""
     assert word in note
 
 
 def test_a_port_that_is_down_is_nobodys(tmp_path):
     gpus = tuple(machines.juwels_booster(tmp_path, **machines.DOWN))
-    adapters = nics(tmp_path)
+    adapters = read_nics(tmp_path)
     ports = fabric_ports(adapters)
     named = [
         select_port(rank(r, 4), ports, GpuPosition(gpus, r), {}, tmp_path)[0] for r in range(4)
     ]
     assert named == ["mlx5_0:1", "mlx5_1:1", "mlx5_3:1", "mlx5_3:1"]  # on GPU 2's own socket
-    actual = ports_near(adapters, GpuPosition(gpus, 2), "mlx5_2:1", root=tmp_path)
+    actual = ports_for_rank(adapters, GpuPosition(gpus, 2), "mlx5_2:1", root=tmp_path)
     assert (actual.faults, actual.named, actual.remote) == (("mlx5_2:1 is down",), (), False)
 
 
@@ -166,7 +169,7 @@ def test_what_is_said_to_ucx(case, tmp_path):
     value, ordinal, named, wrong, far = NAMED[case]
     gpus = tuple(machines.juwels_booster(tmp_path))
     machines.ethernet(tmp_path, "lo", "")
-    actual = ports_near(nics(tmp_path), GpuPosition(gpus, ordinal), value, root=tmp_path)
+    actual = ports_for_rank(read_nics(tmp_path), GpuPosition(gpus, ordinal), value, root=tmp_path)
     assert (actual.named, actual.faults, actual.remote) == (named, wrong, far)
 
 
@@ -200,6 +203,6 @@ def test_no_adapter_at_all(tmp_path, monkeypatch, unsaid):
 
 
 def test_a_word_that_makes_no_sense_is_refused():
-    assert near_requested({}) is False
+    assert is_near_requested({}) is False
     with pytest.raises(UsageError, match=r"HPCTRAIN_NIC: expected 'near'.*seen 'mlx5_0'"):
-        near_requested({"HPCTRAIN_NIC": "mlx5_0"})
+        is_near_requested({"HPCTRAIN_NIC": "mlx5_0"})

@@ -13,7 +13,7 @@ from ranks import on_ranks, run_on
 
 from hpctrain.collectives import all_gather_bytes
 from hpctrain.transport.shared_memory import host
-from hpctrain.transport.shared_memory.host import Memory
+from hpctrain.transport.shared_memory.host import NodeMemory
 from hpctrain.transport.threads.link import LocalLink
 
 KINDS = ("memfd", "file", "window")
@@ -21,7 +21,7 @@ KINDS = ("memfd", "file", "window")
 
 def shared(world, *kinds):
     """Return a Memory of all ranks, and their link."""
-    return Memory(world.link, partial(all_gather_bytes, world.link), kinds), world.link
+    return NodeMemory(world.link, partial(all_gather_bytes, world.link), kinds), world.link
 
 
 @on_ranks(2, 3, 4)
@@ -94,10 +94,10 @@ def test_all_fall_back_where_one_is_refused(monkeypatch, row):
         link.barrier()
         return shared_memory.kind
 
-    makers = dict(host.FILES)
+    makers = dict(host.FILE_MAKERS)
     for name, error in refused.items():
         makers[names[name]] = partial(_refuse, error)
-    monkeypatch.setattr(host, "FILES", makers)
+    monkeypatch.setattr(host, "FILE_MAKERS", makers)
     assert run_on("threads", 3, body) == [kind] * 3
 
 

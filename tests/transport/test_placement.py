@@ -12,11 +12,11 @@ from hpctrain.transport.placement.check import (
     MAX_FAULTS_SHOWN,
     RankBinding,
     binding_from_table,
-    description,
-    faults,
-    grouped_by_kind,
-    ports,
-    ranges,
+    describe_faults,
+    describe_ports,
+    find_faults,
+    format_ranges,
+    group_by_kind,
 )
 from hpctrain.transport.placement.nearest_nics import NicPorts
 
@@ -101,7 +101,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_faults(case):
     seats, expected = CASES[case]
-    result = faults(seats)
+    result = find_faults(seats)
     assert [(fault.name, fault.ranks) for fault in result] == [
         (name, ranks) for name, ranks, _ in expected
     ]
@@ -143,26 +143,26 @@ NICS = {
 @pytest.mark.parametrize("case", NICS)
 def test_adapters(case):
     seats, expected = NICS[case]
-    result = faults([*seats, ELSEWHERE])
+    result = find_faults([*seats, ELSEWHERE])
     assert [(fault.name, fault.ranks) for fault in result] == [
         (name, ranks) for name, ranks, _ in expected
     ]
     assert all(
         words in fault.observed for fault, (_, _, words) in zip(result, expected, strict=True)
     )
-    assert faults(seats) == []  # on one node nobody needs an adapter
+    assert find_faults(seats) == []  # on one node nobody needs an adapter
 
 
 def test_the_line_about_adapters():
     two = [named(nearby=FOUR[1]), replace(named(FOUR[2]), local_rank=1)]
-    assert ports(two) == ""
+    assert describe_ports(two) == ""
     job = [*two, *(replace(seat, host="b") for seat in two), replace(ITEM, host="c")]
-    assert ports(job) == "NICs near local ranks, 2 nodes: 0 mlx5_1:1; 1 mlx5_2:1 (named)"
-    assert ports([ITEM, replace(ITEM, host="b")]) == ""
-    assert ports([replace(seat, host=host) for host in "ab" for seat in [named()] * 3]) == (
-        "NICs near local ranks, 2 nodes: 0-2 mlx5_0:1"
-    )
-    assert ports([named(note="so"), ELSEWHERE]).endswith("; HPCTRAIN_NIC: so")
+    assert describe_ports(job) == "NICs near local ranks, 2 nodes: 0 mlx5_1:1; 1 mlx5_2:1 (named)"
+    assert describe_ports([ITEM, replace(ITEM, host="b")]) == ""
+    assert describe_ports(
+        [replace(seat, host=host) for host in "ab" for seat in [named()] * 3]
+    ) == ("NICs near local ranks, 2 nodes: 0-2 mlx5_0:1")
+    assert describe_ports([named(note="so"), ELSEWHERE]).endswith("; HPCTRAIN_NIC: so")
 
 
 def test_seats_travel_as_json():
@@ -173,8 +173,8 @@ def test_seats_travel_as_json():
 
 def test_many_nodes_are_told_in_few_words():
     seats = [replace(ITEM, host=f"n{n // 2}", local_rank=n % 2) for n in range(40)]
-    (kind,) = grouped_by_kind(faults(seats))
-    text, remedy = description(kind)
+    (kind,) = group_by_kind(find_faults(seats))
+    text, remedy = describe_faults(kind)
     assert text.count("all run on core 0") == MAX_FAULTS_SHOWN
     assert text.endswith("and 16 more like this")
     assert "--cpus-per-task" in remedy
@@ -184,7 +184,7 @@ def test_many_nodes_are_told_in_few_words():
     "numbers, text", [([], ""), ([3], "3"), ([0, 1, 2, 8, 10, 11], "0-2,8,10-11")]
 )
 def test_ranges(numbers, text):
-    assert ranges(numbers) == text
+    assert format_ranges(numbers) == text
 
 
 MISLED = """

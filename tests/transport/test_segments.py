@@ -22,7 +22,7 @@ BYTES = mmap.PAGESIZE
 @pytest.fixture
 def segment():
     """A file of shared memory that this process has mapped."""
-    number, path = tempfile.mkstemp(prefix="hpctrain-test-", dir=segments.FOLDER)
+    number, path = tempfile.mkstemp(prefix="hpctrain-test-", dir=segments.SHM_FOLDER)
     os.truncate(number, BYTES)
     with mmap.mmap(number, BYTES):
         os.close(number)
@@ -40,22 +40,22 @@ def listing(monkeypatch):
 
 
 def test_a_segment_is_listed_and_removed(segment, listing):
-    segments.announce()
-    segments.announce()  # each rank does
+    segments.announce_segments()
+    segments.announce_segments()  # each rank does
     assert segment.exists()
     guard.remove_segments(listing)
     assert not segment.exists()
 
 
 def test_of_another_rank_that_has_ended_no_segment_is_missed(segment, listing):
-    segments.announce()
+    segments.announce_segments()
     segment.unlink()  # as its library does it
     guard.remove_segments(listing)
     assert list(segments.mapped_segments()) == []
 
 
 def test_another_file_of_that_name_stays(segment, listing):
-    segments.announce()
+    segments.announce_segments()
     segment.rename(segment.with_suffix(".gone"))
     segment.touch()
     guard.remove_segments(listing)
@@ -69,5 +69,5 @@ def test_nothing_is_written_to_a_file_of_another_process(segment, tmp_path, monk
     if exists:
         file.touch()
     monkeypatch.setenv(launchers.SEGMENTS, str(file))
-    segments.announce()
+    segments.announce_segments()
     assert exists == file.exists() and not (exists and file.read_text())

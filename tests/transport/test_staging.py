@@ -15,12 +15,12 @@ from ranks import on_ranks, run_on
 from hpctrain.core.errors import TransportError, UsageError
 from hpctrain.transport.device import transfers
 from hpctrain.transport.device.staging import (
-    BUFFERS,
-    Receiving,
-    Sending,
+    MAX_BUFFERS,
+    StagedReceive,
+    StagedSend,
     Staging,
+    cut_segments,
     segment_bytes,
-    segments,
 )
 from hpctrain.transport.gpu_probe import child
 
@@ -56,7 +56,7 @@ def use(world, path: str) -> None:
     "n", [0, 1, 256 * KIB, 256 * KIB + 1, MIB, 64 * MIB, 100 * MIB, 2**31 + 16]
 )
 def test_segments_cover_a_message(n):
-    cuts = list(segments(n))
+    cuts = list(cut_segments(n))
     assert cuts[0].start == 0 and sum(s.nbytes for s in cuts) == n
     assert all(a.start + a.nbytes == b.start for a, b in pairwise(cuts))
     step = segment_bytes(n)
@@ -144,7 +144,7 @@ def test_a_trial_times_both_ways(ranks, lazy_gpu):
     sizes = (1000, 300 * KIB)
 
     def body(world):
-        rows = child.messages(world.link, cupy, ["staged", "cuda-aware"], sizes)
+        rows = child.time_messages(world.link, cupy, ["staged", "cuda-aware"], sizes)
         assert [n for n, *_ in rows] == list(sizes) and all(min(row) > 0 for row in rows)
         staged = 2 * sum(sizes) * child.ROUNDS  # one there, one back
         assert world.link.host_bytes == staged * (1 if world.transport == "mpi" else 2)
@@ -233,7 +233,7 @@ def test_another_size_than_expected_is_an_error(ranks, lazy_gpu, path):
             if world.transport == "mpi":
                 sent.wait()
             for _ in range(9):  # among threads it is never done: the other side refuses it
-                transfers.advance()
+                transfers.advance_thread_transfers()
             return
         with pytest.raises(TransportError, match="expected 4 bytes"):
             world.link.irecv(empty(4), 0).wait()
@@ -322,22 +322,22 @@ def logged(monkeypatch, wire: ByHand) -> None:
         monkeypatch.setattr(Staging, name, noted)
 
 
-@pytest.mark.parametrize("transfer", [Sending, Receiving])
+@pytest.mark.parametrize("transfer", [StagedSend, StagedReceive])
 def test_copies_and_wire_overlap(lazy_gpu, monkeypatch, transfer):
     """While segment k is on the wire, k + 1 is copied; never are more than BUFFERS between."""
     wire, n = ByHand(), 8 * MIB
     logged(monkeypatch, wire)
     moving = transfer(computed(0, n), wire.post)
-    count = len(list(segments(n)))
+    count = len(list(cut_segments(n)))
     for k in range(count):
         for _ in range(50):  # all that can be done before segment k is through
             moving.advance(True)
         counts = dict.fromkeys(["wire", "to_host", "to_device"], 0)
         for event, number in wire.log:
             counts[event] = number + 1
-        ahead = min(count, k + BUFFERS)
+        ahead = min(count, k + MAX_BUFFERS)
         assert counts["wire"] == ahead  # k .. k + BUFFERS - 1 are with the wire
-        if transfer is Sending:
+        if transfer is StagedSend:
             assert counts["to_host"] == ahead
         else:
             assert counts["to_device"] == k
@@ -351,13 +351,13 @@ def test_copies_and_wire_overlap(lazy_gpu, monkeypatch, transfer):
 
 def test_a_transfer_whose_turn_has_not_come_is_copied_only(lazy_gpu):
     wire = ByHand()
-    sending = Sending(computed(0, MIB), wire.post)
+    sending = StagedSend(computed(0, MIB), wire.post)
     for _ in range(50):
         sending.advance(False)
-    assert wire.log == [] and lazy_gpu.counts["D2H"] == BUFFERS
+    assert wire.log == [] and lazy_gpu.counts["D2H"] == MAX_BUFFERS
     for _ in range(50):
         sending.advance(True)
-    assert len(wire.log) == BUFFERS
+    assert len(wire.log) == MAX_BUFFERS
 
 
 def test_slots_are_used_again(lazy_gpu):

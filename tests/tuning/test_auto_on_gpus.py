@@ -17,7 +17,7 @@ from hpctrain.core.errors import UsageError
 from hpctrain.transport.paths import RankPlace, Verdict
 from hpctrain.tuning import choose, defaults_gpu, select, table
 from hpctrain.tuning.choose import AlgorithmTime
-from hpctrain.tuning.gpu_layout import Gpus
+from hpctrain.tuning.gpu_layout import GpuLayout
 
 KIB, MIB = 1 << 10, 1 << 20
 RANKS = 3
@@ -28,12 +28,12 @@ def named(world, nbytes: int, on_gpu: bool) -> str:
     import cupy
 
     x = (cupy if on_gpu else np).zeros(nbytes, np.uint8)
-    return select.name_of(select.auto, world.main, x)
+    return select.algorithm_name(select.auto, world.main, x)
 
 
 def made(world, on_gpu: bool) -> table.Table:
     """Return a table that fits `world`: on GPUs trees, from 3 KiB on rings, else double trees."""
-    local = table.fingerprint(world.main, False, world.gpus if on_gpu else None)
+    local = table.make_fingerprint(world.main, False, world.gpus if on_gpu else None)
     if on_gpu:
         rows = [AlgorithmTime("tree", False, KIB, 1e-6), AlgorithmTime("ring", False, KIB, 1e-4)]
         rows += [
@@ -49,7 +49,7 @@ def made(world, on_gpu: bool) -> table.Table:
 @pytest.fixture
 def tables(gpu, tmp_path, monkeypatch):
     """Return what keeps tables where worlds look for them."""
-    monkeypatch.setenv(table.FILE, str(tmp_path))
+    monkeypatch.setenv(table.FILE_VARIABLE, str(tmp_path))
     first = run_on_gpus(RANKS, lambda w: [made(w, on_gpu) for on_gpu in (False, True)])[0]
 
     def keep(*kinds: bool, **facts) -> list:
@@ -57,7 +57,7 @@ def tables(gpu, tmp_path, monkeypatch):
         for item in (first[kind] for kind in kinds):
             local = replace(item.fingerprint, **facts)
             paths.append(table.default_file(local))
-            table.write(replace(item, fingerprint=local), paths[-1])
+            table.write_table(replace(item, fingerprint=local), paths[-1])
         return paths
 
     return keep
@@ -99,7 +99,7 @@ def test_a_table_of_other_gpus_or_paths_is_not_taken(tables, fact, monkeypatch, 
     usual = run_on_gpus(RANKS, picks)[0]
     (path,) = tables(True, **{fact: REST[fact]})
     assert run_on_gpus(RANKS, picks)[0] == usual and not caplog.text
-    monkeypatch.setenv(table.FILE, str(path))  # a user who names it is told
+    monkeypatch.setenv(table.FILE_VARIABLE, str(path))  # a user who names it is told
     with caplog.at_level(logging.WARNING):
         assert run_on_gpus(RANKS, picks)[0] == usual
     (message,) = [r.getMessage() for r in caplog.records]
@@ -110,7 +110,7 @@ def test_a_table_of_other_gpus_or_paths_is_not_taken(tables, fact, monkeypatch, 
 def test_one_file_that_is_named_serves_its_kind_alone(tables, kind, monkeypatch, caplog):
     usual = run_on_gpus(RANKS, picks)[0]
     (path,) = tables(kind)
-    monkeypatch.setenv(table.FILE, str(path))
+    monkeypatch.setenv(table.FILE_VARIABLE, str(path))
     result = run_on_gpus(RANKS, picks)[0]
     assert result == (["tree", "ring", *usual[2:]] if kind else [*usual[:2], *["double-tree"] * 2])
     assert not caplog.text
@@ -119,7 +119,7 @@ def test_one_file_that_is_named_serves_its_kind_alone(tables, kind, monkeypatch,
 def test_the_key_names_devices_ranks_on_each_and_paths(gpu):
     def body(world):
         verdict = Verdict("ipc", "cuda-aware", "gdr", "")
-        return table.fingerprint(world.main, False, replace(world.gpus, verdict=verdict))
+        return table.make_fingerprint(world.main, False, replace(world.gpus, verdict=verdict))
 
     local = run_on_gpus(2, body)[0]
     assert local.device == "Stand-in 0, 2 ranks on 1 GPU: 0 1" and local.on_gpu
@@ -138,7 +138,7 @@ def guess(nodes: str, cards: str, verdict: Verdict, seen=True, **figures):
     places = tuple(RankPlace(n, f"GPU-{c}") for n, c in zip(nodes, cards, strict=True))
     ranks = range(len(nodes))
     of = tuple(tuple(r for r in ranks if nodes[r] == n) for n in dict.fromkeys(nodes))
-    gpus = Gpus("X", places, replace(verdict, **figures), seen)
+    gpus = GpuLayout("X", places, replace(verdict, **figures), seen)
     return defaults_gpu.default_plan(Group(None, nodes=of), gpus)
 
 
@@ -189,14 +189,14 @@ def test_ranks_that_stage_share_the_way_of_their_gpu():
 
 def test_tune_on_gpus_and_auto_after_it(tmp_path, monkeypatch, capsys):
     """On arrays of GPUs alone, whose table is then taken; the library's own is not among them."""
-    monkeypatch.setenv(table.FILE, str(tmp_path))
+    monkeypatch.setenv(table.FILE_VARIABLE, str(tmp_path))
     requested = command.parse_options("4B:256KiB*256", 3, None, None, "gpu")
     with fakes.installed(lazy=True, ipc_within=True) as machine:
         run_on_gpus(2, lambda world: command.run(world, requested))
         assert machine.counts["implicit"] == 0
         assert machine.counts["raw kernel"] > 0 and machine.counts["D2H"] > 0
         (path,) = tmp_path.iterdir()
-        result = table.read(path)
+        result = table.read_table(path)
         names = {(row.algorithm, row.in_memory) for row in result.rows}
         assert {("direct", True), ("ring", False)} <= names
         assert "native" not in {name for name, _ in names}
@@ -236,7 +236,7 @@ def test_what_auto_takes_goes_the_way_of_its_length(ranks, lazy_gpu):
         world.link.set_paths(["cuda-aware"] * 2, [STEPS] * 2)
         doubling = choose.TuningPlan(*(((0, "recursive-doubling"),),) * 3, (), True)
         ring = choose.TuningPlan(*(((0, "ring"),),) * 3, (), True)
-        kinds = replace(choose.choices(ring), gpus=choose.choices(doubling))
+        kinds = replace(choose.make_choices(ring), gpus=choose.make_choices(doubling))
         group = replace(world.main, choices=kinds)
         for nbytes, staged in ((4 * KIB, True), (200 * KIB, False)):
             x = cupy.full(nbytes // 4, world.rank + 1.0, np.float32)

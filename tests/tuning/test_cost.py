@@ -39,8 +39,8 @@ CALLS = {
     "ordered-reduce-scatter": lambda group, x, op, root: ordered.reduce_scatter(
         group, ordered.SumTree(group.link.size, group.link.size), [x], x, op
     ),
-    "doubling": lambda group, x, op, root: all_gathers.doubling(group, x),
-    "broadcasts": lambda group, x, op, root: all_gathers.broadcasts(group, x),
+    "doubling": lambda group, x, op, root: all_gathers.gather_by_doubling(group, x),
+    "broadcasts": lambda group, x, op, root: all_gathers.gather_by_broadcasts(group, x),
     "reduce": lambda group, x, op, root: collectives.reduce(group, x, op, root),
     "broadcast": lambda group, x, op, root: collectives.broadcast(group, x, root),
     "gather": lambda group, x, op, root: rooted.gather(group, x, root),

@@ -42,7 +42,7 @@ STAIRS = [
 
 @pytest.mark.parametrize(("measured", "steps"), STAIRS)
 def test_steps(measured, steps):
-    assert choose.plan(measured, (), True).default == steps
+    assert choose.make_plan(measured, (), True).default == steps
 
 
 def test_arrays_in_memory_and_dtypes_of_ours_have_their_own_steps():
@@ -50,13 +50,13 @@ def test_arrays_in_memory_and_dtypes_of_ours_have_their_own_steps():
         *rows(native={4: 1, 4096: 90}, tree={4: 5, 4096: 9}),
         *rows(True, native={4: 1, 4096: 90}, tree={4: 5, 4096: 9}, ring={4: 50, 4096: 5}),
     ]
-    plan = choose.plan(measured, (), True)
-    result = choose.choices(plan)
+    plan = choose.make_plan(measured, (), True)
+    result = choose.make_choices(plan)
     reported = ("native native tree", "tree native tree", "tree ring tree")
     named = [[ALLREDUCE[name] for name in row.split()] for row in reported]
     assert [list(choice) for choice in result.choices] == named
-    assert result.lookup(result.starts[0] - 1) == tuple(named[0])
-    assert result.lookup(result.starts[0]) == tuple(named[1])
+    assert result.lookup(result.start_bytes[0] - 1) == tuple(named[0])
+    assert result.lookup(result.start_bytes[0]) == tuple(named[1])
     assert result.lookup(1 << 40) == tuple(named[2])
 
 
@@ -76,7 +76,7 @@ def test_without_a_table_the_model_chooses(nbytes, ranks, name):
     )
     assert (
         thresholds.lookup(
-            defaults.default_plan(defaults.NodeLayout((ranks,), mpi=True)).non_mpi, nbytes
+            defaults.default_plan(defaults.NodeLayout((ranks,), uses_mpi=True)).non_mpi, nbytes
         )
         == name
     )
@@ -84,7 +84,7 @@ def test_without_a_table_the_model_chooses(nbytes, ranks, name):
 
 def test_the_library_is_taken_for_short_arrays_only():
     for nodes in ((2,), (4,), (2, 2)):
-        plan = defaults.default_plan(defaults.NodeLayout(nodes, mpi=True))
+        plan = defaults.default_plan(defaults.NodeLayout(nodes, uses_mpi=True))
         assert (
             thresholds.lookup(plan.default, 4)
             == "native"
@@ -98,7 +98,7 @@ def test_auto_and_a_bound_call_reduce(ranks):
 
     def body(world):
         plan = choose.TuningPlan(((0, "native"),), ((0, "ring"),), ((0, "tree"),), (), True)
-        group = Group(world.link, memory=world.memory, choices=choose.choices(plan))
+        group = Group(world.link, memory=world.memory, choices=choose.make_choices(plan))
         for dtype, saved, name in [
             ("float32", False, "native"),
             ("float32", True, "ring" if world.size > 1 else "native"),  # nobody to see it
@@ -111,14 +111,14 @@ def test_auto_and_a_bound_call_reduce(ranks):
                 else np.empty(1003, dtype_of(dtype))
             )
             op = operation("sum", x.dtype)
-            call = select.bound(group, x, op)
+            call = select.bind_allreduce(group, x, op)
             for reduce in (call, lambda x=x, op=op: select.auto(group, x, op)):
                 x[:] = vector(world.rank, 1003, dtype)
                 reduce()
                 assert x.tobytes() == expected(world.size, 1003, dtype, "sum").tobytes()
-            assert select.algorithm_for(group, x, op) is ALLREDUCE[name]
+            assert select.choose_algorithm(group, x, op) is ALLREDUCE[name]
             if dtype == "float32":
-                assert select.name_of(select.auto, group, x) == name
+                assert select.algorithm_name(select.auto, group, x) == name
 
     ranks(body)
 
@@ -128,12 +128,12 @@ def test_auto_and_a_bound_call_reduce(ranks):
 def test_ranks_with_arrays_in_different_memory_take_the_same(ranks, nodes):
     def body(world):
         plan = choose.TuningPlan(((0, "tree"),), ((0, "ring"),), ((0, "tree"),), (), True)
-        group = replace(world.main, choices=choose.choices(plan))
+        group = replace(world.main, choices=choose.make_choices(plan))
         # Those of another node see no flags of ours.
         group = replace(group, nodes=group.nodes if nodes == 1 else (*group.nodes, ()))
         mixed = world.memory.zeros(5, np.float32)
         for x, name in ((mixed, "ring"), (mixed if world.rank else np.zeros(5), "tree")):
-            assert select.algorithm_for(group, x, np.add) is ALLREDUCE[name]
+            assert select.choose_algorithm(group, x, np.add) is ALLREDUCE[name]
 
     ranks(body)
 
@@ -160,7 +160,7 @@ def test_bucket_bytes(costs, plane, target):
     plan = choose.TuningPlan(
         ((0, "ring"),), ((0, "ring"),), ((0, "ring"),), tuple(costs.items()), True
     )
-    assert select.bucket_bytes(Group(None, choices=choose.choices(plan)), of(plane)) == target
+    assert select.bucket_bytes(Group(None, choices=choose.make_choices(plan)), of(plane)) == target
 
 
 def test_bucket_bytes_of_the_model_grow_with_the_plane():
@@ -189,4 +189,4 @@ def test_a_table_of_a_busy_machine_is_noisy(spreads, reported):
         AlgorithmTime("ring", False, 4 << i, 1e-6, spread) for i, spread in enumerate(spreads)
     ]
     rest = [AlgorithmTime("tree", False, row.bytes, 2e-6, 5.0) for row in fastest]
-    assert choose.noisy(rest + fastest) == reported
+    assert choose.find_noise(rest + fastest) == reported

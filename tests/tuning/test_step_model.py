@@ -8,7 +8,7 @@ import pytest
 from hpctrain.cost_model import cost
 from hpctrain.cost_model.loggp import Clocks, uniform_cluster
 from hpctrain.cost_model.message_schedules import SCHEDULES
-from hpctrain.cost_model.training_step import Step, even_step, step_time
+from hpctrain.cost_model.training_step import Step, step_time, uniform_step
 
 
 def clocks(ranks: int, slow=1.0) -> Clocks:
@@ -42,7 +42,7 @@ def _waits(step, slow, overlap):
     if np.ndim(slow) == 0 or not overlap:
         return 0.0
     waits, free = 0.0, 0.0
-    for full, seconds in zip(step.full, step.buckets, strict=True):
+    for full, seconds in zip(step.full_times, step.buckets, strict=True):
         starts = [max(free, full * factor) for factor in slow]
         waits += max(starts) - float(np.mean(starts))
         free = max(starts) + seconds
@@ -50,17 +50,19 @@ def _waits(step, slow, overlap):
 
 
 def test_buckets_wait_for_each_other_on_every_wire():
-    step = even_step(0.003, 8e6, 1e6)
+    step = uniform_step(0.003, 8e6, 1e6)
     assert step.compute == pytest.approx(0.003)
     assert sum(step.buckets) == 8e6 and len(step.buckets) == 8
     machine = cost.Machine(1e-6, 1e-9, 0)
     result = step_time(step, SCHEDULES["ring"], Clocks(uniform_cluster(machine), np.zeros(4, int)))
     item = machine.seconds(cost.ring(1_000_000, 4))
     assert result.wire == pytest.approx(8 * item)
-    assert result.step == pytest.approx(step.full[0] + 8 * item)  # the wire is never idle again
+    assert result.step == pytest.approx(
+        step.full_times[0] + 8 * item
+    )  # the wire is never idle again
 
 
 def test_strong_scaling_computes_less_and_sends_the_same():
-    step = Step((4.0, 6.0), (1.0, 1.0), 2.0).shared_by(2)
+    step = Step((4.0, 6.0), (1.0, 1.0), 2.0).split_over(2)
     assert step == Step((2.0, 3.0), (1.0, 1.0), 2.0)
     assert step.compute == 5.0

@@ -9,7 +9,7 @@ import pytest
 from ranks import on_ranks, run_on
 
 from hpctrain.tuning import choose, select, sweep
-from hpctrain.tuning.alpha_beta import constants, pairs
+from hpctrain.tuning.alpha_beta import measure_constants, measured_pairs
 from hpctrain.tuning.choose import AlgorithmTime
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -41,10 +41,10 @@ def measured(monkeypatch, sizes, rounds=5, limit_s=1e9, steps=0.0, slower=1.0, t
         return 1.0 if counts[name, nbytes] == 1 else took(name, nbytes) * now_slower
 
     def body(world):
-        monkeypatch.setattr(sweep, "timed", timed)
+        monkeypatch.setattr(sweep, "time_calls", timed)
         monkeypatch.setattr(sweep, "perf_counter", lambda: float(next(now)))
-        monkeypatch.setattr(sweep, "applicable", lambda group, xp: list(FACTORS))
-        monkeypatch.setattr(select, "bound", bound)
+        monkeypatch.setattr(sweep, "applicable_algorithms", lambda group, xp: list(FACTORS))
+        monkeypatch.setattr(select, "bind_allreduce", bound)
         *_, rows = sweep.sweep(world.main, sizes, rounds, limit_s)
         return rows
 
@@ -108,7 +108,7 @@ def test_between_two_picks_the_middle_is_measured_too(monkeypatch, took, rounds,
     rows, counts = measured(monkeypatch, [2 * KIB, 4 * KIB], took=took)
     assert {name: counts[name, 3 * KIB] for name in rounds} == rounds
     assert {row.algorithm for row in rows if row.bytes == 3 * KIB} == set(rounds)
-    plan = choose.plan(rows, (), measured=True)
+    plan = choose.make_plan(rows, (), measured=True)
     assert plan.default == ((0, "native"), *([(step, "ring")] if step else []))
     assert plan.non_mpi[0] == (0, "tree" if took is trees else "ring")
 
@@ -124,12 +124,12 @@ def test_the_middle_is_measured_in_the_time_that_was_kept(monkeypatch):
 @on_ranks(2, 3, mpi=(2, 3))
 def test_all_ranks_find_the_same(ranks, monkeypatch):
     result = [(4, 70_000, {"native", "ring", "direct"})]  # sets have an order of their own per rank
-    monkeypatch.setattr(choose, "changes", lambda rows: result)
+    monkeypatch.setattr(choose, "find_changes", lambda rows: result)
 
     def body(world):
         group = world.main
         *_, rows = sweep.sweep(group, [4, 70_000], 3, 1e9)
-        return rows, sweep.buckets(group, rows, 200_000, 1), constants(group, 1)
+        return rows, sweep.measure_buckets(group, rows, 200_000, 1), measure_constants(group, 1)
 
     results = ranks(body)
     for rows, buckets, (node, across) in results:
@@ -157,4 +157,4 @@ def test_between_whom_alpha_and_beta_are_measured(nodes, inside, across):
 
     group = Group()
     group.nodes = nodes
-    assert pairs(group) == (inside, across)
+    assert measured_pairs(group) == (inside, across)

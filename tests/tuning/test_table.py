@@ -21,7 +21,7 @@ RANKS = 3
 
 def made(world, name: str = "tree") -> table.Table:
     """Return a table that fits `world` and makes `auto` take `name`."""
-    local = table.fingerprint(world.main, mpi=world.transport == "mpi")
+    local = table.make_fingerprint(world.main, mpi=world.transport == "mpi")
     rows = [AlgorithmTime(name, False, 4, 1e-6), AlgorithmTime("native", False, 4, 1e-3)]
     return table.Table(local, rows, [(1 << 20, 1e-9)], Machine())
 
@@ -32,8 +32,8 @@ def written(result: table.Table) -> str:
 
 def told(world) -> str:
     """Return what `auto` takes in a world made anew, on the same link."""
-    group = select.with_choices(world.main, mpi=world.transport == "mpi")
-    return select.name_of(select.auto, group, np.zeros(100, np.float32))
+    group = select.add_choices(world.main, mpi=world.transport == "mpi")
+    return select.algorithm_name(select.auto, group, np.zeros(100, np.float32))
 
 
 # What stands in the file, from a table that would fit -> what the warning says.
@@ -87,7 +87,7 @@ def test_a_table_that_does_not_fit_is_ignored_with_a_word(
     def body(world):
         usual = told(world)
         if world.rank == 0:
-            monkeypatch.setenv(table.FILE, str(path))
+            monkeypatch.setenv(table.FILE_VARIABLE, str(path))
             path.write_text(write(made(world)), encoding="latin1")
         world.link.barrier()
         result = told(world)
@@ -108,14 +108,14 @@ def test_where_tables_lie(location, tmp_path, monkeypatch, caplog):
     result = run_on("threads", RANKS, made)[0]
     usual = run_on("threads", RANKS, told)[0]
     folder = tmp_path / "hpctrain" / "tuning" if location == "cache" else tmp_path
-    path = folder / ("table.json" if location == "file" else result.fingerprint.file)
+    path = folder / ("table.json" if location == "file" else result.fingerprint.file_name)
     if location == "cache":
-        monkeypatch.delenv(table.FILE)
+        monkeypatch.delenv(table.FILE_VARIABLE)
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     else:
-        monkeypatch.setenv(table.FILE, str(folder if location == "folder" else path))
+        monkeypatch.setenv(table.FILE_VARIABLE, str(folder if location == "folder" else path))
     if location != "missing":
-        table.write(result, path)
+        table.write_table(result, path)
     chosen = usual if location == "missing" else "tree"
     assert set(run_on("threads", RANKS, told)) == {chosen} != {usual, "tree"}
     assert ("expected a file, seen nothing" in caplog.text) == (location == "missing")
@@ -125,9 +125,7 @@ def test_where_tables_lie(location, tmp_path, monkeypatch, caplog):
 def test_where_ranks_have_different_tables_that_of_rank_0_is_taken(ranks, monkeypatch):
     def body(world):
         tables = {rank: made(world, "tree" if rank else "ring") for rank in range(RANKS)}
-        monkeypatch.setattr(
-            table, "fingerprint_of", lambda group, mpi, gpus: tables[group.link.rank]
-        )
+        monkeypatch.setattr(table, "find_table", lambda group, mpi, gpus: tables[group.link.rank])
         world.link.barrier()
         return told(world)
 
@@ -137,16 +135,16 @@ def test_where_ranks_have_different_tables_that_of_rank_0_is_taken(ranks, monkey
 def test_a_table_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     result = run_on("threads", 2, made)[0]
     path = tmp_path / "new" / "table.json"
-    table.write(result, path)
-    assert table.read(path) == result
+    table.write_table(result, path)
+    assert table.read_table(path) == result
 
     def full(*_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "replace", full)
     with pytest.raises(UsageError, match="No space left"):
-        table.write(replace(result, date="2000-01-01"), path)
-    assert table.read(path) == result and os.listdir(path.parent) == [path.name]
+        table.write_table(replace(result, date="2000-01-01"), path)
+    assert table.read_table(path) == result and os.listdir(path.parent) == [path.name]
 
 
 def test_layouts_that_differ_have_names_that_differ():
@@ -158,5 +156,5 @@ def test_layouts_that_differ_have_names_that_differ():
         [list(range(64)), list(range(64, 128))],
         [list(range(0, 128, 2)), list(range(1, 128, 2))],
     ]
-    names = {table.layout(nodes) for nodes in layouts}
+    names = {table.describe_layout(nodes) for nodes in layouts}
     assert len(names) == len(layouts) and max(map(len, names)) < 80

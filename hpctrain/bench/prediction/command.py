@@ -13,7 +13,7 @@ from hpctrain.bench.prediction import predict
 from hpctrain.bench.training_step.profile import profile_step
 from hpctrain.core.errors import UsageError
 from hpctrain.cost_model.loggp import Cluster, Wire
-from hpctrain.cost_model.training_step import Step, even_step
+from hpctrain.cost_model.training_step import Step, uniform_step
 from hpctrain.engines import Task
 from hpctrain.gradients.precision import master_dtype
 from hpctrain.gradients.replica import Batch, ModelReplica
@@ -110,7 +110,7 @@ def _make_step(options: CommandOptions) -> Step:
     bucket = message_sizes.parse(options["bucket"])[-1]
     compute_text, separator, gradient_text = options["step"].partition(",")
     if separator:
-        return even_step(
+        return uniform_step(
             units.parse_seconds(compute_text, "--step"),
             message_sizes.parse(gradient_text)[-1],
             bucket,

@@ -64,7 +64,7 @@ _REPORT_READER = pydantic.TypeAdapter(_BenchReport)
 def read_measurements(path: Path) -> Measurements:
     """Read the measurements in `path`; raise UsageError if it is damaged or of another version."""
     try:
-        text = files.read_text(path, table.LIMIT_BYTES)
+        text = files.read_text(path, table.MAX_FILE_BYTES)
         content = files.as_object(files.parsed_json(text, str(path)), str(path))
     except files.FileError as error:
         raise UsageError(f"--measured {error}; {HOW_TO_MEASURE}") from None
@@ -132,7 +132,7 @@ def _wire_from_messages(rows: Sequence[Measurement]) -> Wire | None:
     )
     if len(one_way) < 2 or not ping_pong:
         return None
-    return fit.wire(one_way, ping_pong, one_way, min(ping_pong)[1] / 4)
+    return fit.fit_wire(one_way, ping_pong, one_way, min(ping_pong)[1] / 4)
 
 
 def _fit_machine(rows: Sequence[Measurement]) -> cost.Machine | None:
@@ -143,7 +143,7 @@ def _fit_machine(rows: Sequence[Measurement]) -> cost.Machine | None:
         if row.operation == "allreduce" and row.algorithm in cost.ALLREDUCE and row.ranks > 1
     ]
     return (
-        fit.machine(paths_and_times)
+        fit.fit_machine(paths_and_times)
         if len({path.bytes for path, _ in paths_and_times}) > 2
         else None
     )

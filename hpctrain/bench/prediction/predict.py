@@ -131,7 +131,7 @@ def step_rows(
 ) -> Iterator[Row]:
     """Yield a row per layout and algorithm; `mode`: weak (constant samples per rank) or strong."""
     for layout in layouts:
-        rank_step = step.shared_by(layout.ranks) if mode == "strong" else step
+        rank_step = step.split_over(layout.ranks) if mode == "strong" else step
         for name in algorithms:
             if applies_to(name, layout):
                 with_overlap, without_overlap = (

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hpctrain.bench.rivals import TIMEOUT_S, DenseModel, StepFunction
 from hpctrain.bench.rivals.training import make_step
-from hpctrain.transport.placement.core_binding import unbound
+from hpctrain.transport.placement.core_binding import allow_all_cores
 from hpctrain.world import World
 
 OPERATIONS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
@@ -30,7 +30,7 @@ class Gloo:
         torch.set_num_threads(1)
         timeout = timedelta(seconds=TIMEOUT_S)
         host = "127.0.0.1" if len(set(world.hosts)) == 1 else socket.getfqdn()
-        with unbound():  # Gloo's threads
+        with allow_all_cores():  # Gloo's threads
             self._join_process_group(world, host, timeout)
         self.about = f"torch {torch.__version__}, Gloo, 1 thread, unbound"
 
@@ -64,7 +64,7 @@ class Gloo:
         On the same core as Gloo's threads a call takes five times as long. Between calls Gloo's
         threads sleep.
         """
-        return unbound()
+        return allow_all_cores()
 
     def step(self, dense: DenseModel, without_communication: bool) -> StepFunction:
         """Return a step of DistributedDataParallel, which reduces gradients during backward."""

@@ -16,7 +16,7 @@ from hpctrain.bench.training_step import timing
 from hpctrain.core.errors import UsageError
 from hpctrain.training import recipe, runs
 from hpctrain.training.recipe import Recipe
-from hpctrain.tuning.select import NAMES
+from hpctrain.tuning.select import ALGORITHM_NAMES
 from hpctrain.world import World
 
 TIMING_METHOD = (
@@ -53,7 +53,9 @@ def parse_options(
     spec = recipe.load(name, sets)
     names = list(split_words(algorithms))
     for algorithm in names:
-        config.pick(dict.fromkeys((*NAMES, timing.SHARE_PARAMETERS)), algorithm, "algorithm")
+        config.pick(
+            dict.fromkeys((*ALGORITHM_NAMES, timing.SHARE_PARAMETERS)), algorithm, "algorithm"
+        )
     if not set(names) - {timing.NULL_ALGORITHM}:
         raise UsageError("--algorithms: expected one that communicates, seen none")
     check_plot_path(plot)

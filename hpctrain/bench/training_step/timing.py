@@ -27,8 +27,8 @@ from hpctrain.nn import Key, Model
 from hpctrain.nn.zoo import MlpOptions
 from hpctrain.optim import Optimizer, SgdOptions
 from hpctrain.training.recipe import Recipe
-from hpctrain.transport.placement.core_binding import unbound
-from hpctrain.tuning.measure import ContextFactory, interleaved, paired_ratio, spread
+from hpctrain.transport.placement.core_binding import allow_all_cores
+from hpctrain.tuning.measure import ContextFactory, median_ratio, summarize_times, time_interleaved
 from hpctrain.world import World
 
 SHARE_PARAMETERS, NULL_ALGORITHM, TORCH_NULL = "share-parameters", "null", "torch-null"
@@ -135,7 +135,9 @@ def _make_contenders(
         dense = _dense_model(plan, model)
         if TORCH_NULL not in contenders:
             step_without_messages = rival.step(dense, without_communication=True)
-            contenders[TORCH_NULL] = Contender(step_without_messages, shares, TORCH_NULL, unbound)
+            contenders[TORCH_NULL] = Contender(
+                step_without_messages, shares, TORCH_NULL, allow_all_cores
+            )
         with rival.awake_context():
             trainer = rival.step(dense, without_communication=False)
         contenders[name] = Contender(trainer, shares, TORCH_NULL, rival.awake_context)
@@ -200,7 +202,7 @@ def _measure_batch(
         for name, contender in contenders.items()
         if contender.awake_context is not nullcontext
     }
-    timings = interleaved(
+    timings = time_interleaved(
         world.link, step_calls, plan.rounds, plan.warm_up, contexts=contender_contexts
     )
     seconds = {name: np.array(times) / STEPS_PER_CALL for name, times in timings.items()}
@@ -232,13 +234,13 @@ def _time_columns(seconds: Mapping[str, np.ndarray], name: str, contender: Conte
         other_name for other_name in seconds if other_name not in (name, NULL_ALGORITHM, TORCH_NULL)
     ]
     return {
-        **spread(own_seconds.tolist()),
+        **summarize_times(own_seconds.tolist()),
         "alone_s": float(np.median(compute_seconds)),
         "exposed_s": None
         if name == contender.baseline
         else float(np.median(own_seconds - compute_seconds)),
         "times": {
-            other_name: paired_ratio(seconds[other_name].tolist(), own_seconds.tolist())
+            other_name: median_ratio(seconds[other_name].tolist(), own_seconds.tolist())
             for other_name in other_names
         },
     }

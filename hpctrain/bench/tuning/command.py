@@ -19,7 +19,7 @@ from hpctrain.core import progress
 from hpctrain.core.errors import UsageError
 from hpctrain.transport.device import gpus
 from hpctrain.tuning import choose, sweep, table
-from hpctrain.tuning.alpha_beta import constants
+from hpctrain.tuning.alpha_beta import measure_constants
 from hpctrain.tuning.choose import AlgorithmTime
 from hpctrain.tuning.table import Table
 from hpctrain.world import World
@@ -74,14 +74,14 @@ def run(world: World, options: Options) -> None:
         memory_check.check_gpu_memory(
             world, max(options.sizes), sweep.bytes_needed(max(options.sizes))
         )
-    array_module = gpus.cupy_module() if is_on_gpu else np
-    fingerprint = table.fingerprint(group, is_over_mpi, world.gpus if is_on_gpu else None)
+    array_module = gpus.import_cupy() if is_on_gpu else np
+    fingerprint = table.make_fingerprint(group, is_over_mpi, world.gpus if is_on_gpu else None)
     path = options.out or table.default_file(fingerprint)
     memory_check.check_host_memory(world, max(options.sizes), with_rivals=False)
     world.on_all_ranks(lambda: _check_writable(world, path, options.plot))
     rows: list[AlgorithmTime] = []
     with _make_progress_bar(world, 2 * options.rounds + 1) as progress_bar:
-        in_node, between_nodes = constants(group, CONSTANT_ROUNDS, array_module)
+        in_node, between_nodes = measure_constants(group, CONSTANT_ROUNDS, array_module)
         rounds = sweep.sweep(group, options.sizes, options.rounds, options.limit_s, array_module)
         for rows in rounds:  # noqa: B007
             progress_bar.update(
@@ -90,9 +90,13 @@ def run(world: World, options: Options) -> None:
         progress_bar.update(
             PROGRESS_TASK, completed=2 * options.rounds, description="buckets", refresh=True
         )
-        buckets = list(sweep.buckets(group, rows, max(options.sizes), BUCKET_ROUNDS, array_module))
+        buckets = list(
+            sweep.measure_buckets(group, rows, max(options.sizes), BUCKET_ROUNDS, array_module)
+        )
         progress_bar.update(PROGRESS_TASK, advance=1, refresh=True)
-    tuning_table = Table(fingerprint, rows, buckets, in_node, between_nodes, choose.noisy(rows))
+    tuning_table = Table(
+        fingerprint, rows, buckets, in_node, between_nodes, choose.find_noise(rows)
+    )
     world.on_all_ranks(lambda: _save_and_show(world, tuning_table, path, options.plot))
 
 
@@ -106,7 +110,7 @@ def show_table(file: Path | None, ranks: int, plot: Path | None, device: str = "
     check_plot_path(plot)
     path = file or table.newest_file(ranks, config.pick(DEVICES, device, "--device") == "gpu")
     try:
-        tuning_table = table.read(path)
+        tuning_table = table.read_table(path)
     except table.TableError as error:
         raise UsageError(f"--show {path}: {error}") from None
     printed_table.print_table(tuning_table, path)
@@ -116,12 +120,12 @@ def show_table(file: Path | None, ranks: int, plot: Path | None, device: str = "
 def _check_writable(world: World, path: Path, plot: Path | None) -> None:
     if world.rank == 0:
         for file in filter(None, (path, plot)):
-            table.must_be_writable(file)
+            table.check_writable(file)
 
 
 def _save_and_show(world: World, tuning_table: Table, path: Path, plot: Path | None) -> None:
     if world.rank == 0:
-        table.write(tuning_table, path)
+        table.write_table(tuning_table, path)
         printed_table.print_table(tuning_table, path)
         _draw_plot(tuning_table, plot)
         if tuning_table.noisy:

@@ -46,7 +46,8 @@ def noise_warning(spread: float) -> str:
     """Return the warning for a table measured on a busy machine."""
     return (
         f"noisy: the quartiles of repeats differ by {spread:.0%} of the median, expected at most "
-        f"{choose.NOISY:.0%}: something else kept the machine busy; tune again when it is quiet"
+        f"{choose.MAX_SPREAD:.0%}: something else kept the machine busy; tune again when it is "
+        "quiet"
     )
 
 
@@ -61,7 +62,9 @@ def times_by_memory(table: Table) -> dict[bool, thresholds.Times]:
         in_memory: [row for row in table.rows if row.in_memory == in_memory]
         for in_memory in MEMORY_HEADINGS
     }
-    return {in_memory: choose.times(rows) for in_memory, rows in rows_by_memory.items() if rows}
+    return {
+        in_memory: choose.times_by_size(rows) for in_memory, rows in rows_by_memory.items() if rows
+    }
 
 
 def _choice_table(table: Table) -> rich.table.Table:
@@ -115,7 +118,7 @@ def _constants_text(machine: cost.Machine) -> str:
 def _buckets_text(table: Table) -> str:
     """Return the chosen bucket size for gradient planes of several sizes."""
     bucket_lengths = [
-        (size_text(plane), select.bucket_of(table.buckets, plane)) for plane in PLANE_BYTES
+        (size_text(plane), select.best_bucket_bytes(table.buckets, plane)) for plane in PLANE_BYTES
     ]
     return ", ".join(
         f"{size_text(nbytes)} of a plane of {plane}" for plane, nbytes in bucket_lengths

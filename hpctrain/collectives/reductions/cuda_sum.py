@@ -1,4 +1,4 @@
-"""One kernel that combines P arrays of a GPU and writes the result into Q: each byte passes once.
+"""One CUDA kernel that combines P arrays and writes the result into Q arrays, in one pass.
 
     in    [ x0 ..... ]  [ x1 ..... ]  [ x2 ..... ]  [ x3 ..... ]      each read once, 16 bytes at
                \\            |            |            /               a time and thread
@@ -6,11 +6,11 @@
                /            |            |            \\
     out   [ y0 ..... ]  [ y1 ..... ]  ...                             each written once
 
-The order of additions is that of NumPy in `direct`, and each is one operation of IEEE 754, 16-bit
-floats being added in float32 and rounded after each: the same bytes as on the CPU, but for the bits
+Additions have the order of NumPy in `direct`, and each is one IEEE 754 operation; 16-bit floats are
+added in float32, and each sum is rounded. So the bytes equal those of the CPU, except for the bits
 of a NaN from a sum or a product. An output may be one of the inputs, since a thread reads an
-element of all arrays before it writes there. Arrays of neighbours, even on another GPU, are read
-like the own ones: no cache holds them between kernels.
+element of all arrays before it writes the result. Arrays of neighbours, even on another GPU, need
+no special reads: no cache holds them between kernels.
 
 Cost: (P + Q) n bytes through memory. The source is generated for each P, Q, dtype and operation.
 """
@@ -25,7 +25,7 @@ import numpy as np
 from hpctrain.core.kernels import KINDS, PACK_BYTES, launch, written
 from hpctrain.core.xp import Array
 
-#: The expression of numbers `a` and `b`.
+#: NumPy's name of an operation: the CUDA expression of numbers `a` and `b`.
 EXPRESSIONS = {
     "add": "a + b",
     "multiply": "a * b",
@@ -38,11 +38,11 @@ EXPRESSIONS = {
     "logical_or": "a || b",
     "logical_xor": "!a != !b",
 }
-COMBINE_FLOATS = (
+ARITHMETIC_SOURCE = (
     "__device__ T both(T x, T y) { REAL a = wide(x), b = wide(y); return narrow(HOW); }"
 )
 #: Floats are ordered by integer keys, see extremum.py.
-KEYED = """
+COMPARISON_SOURCE = """
 __device__ T key(T x) {
     const T last = 8 * sizeof(T) - 1, most = (UNSIGNED)-1 >> 1;
     return (T)((UNSIGNED)(x ^ ((x >> last) & most)) + (UNSIGNED)(ROTATION));
@@ -77,33 +77,36 @@ void NAME(PARAMETERS, long long n, long long packs) {
 
 
 def combine(
-    arrays: Sequence[Array], ufunc: np.ufunc, outs: Sequence[Array], kind: str | None = None
+    arrays: Sequence[Array], ufunc: np.ufunc, outs: Sequence[Array], dtype_name: str | None = None
 ) -> None:
     """Combine flat `arrays`, two or more, by `ufunc` in their order, into all of `outs`.
 
-    All are of one length and dtype, on the current GPU or accessible from it, and computed as
-    numbers of that dtype, or of `kind`; each of `outs` may be one of `arrays`. The kernel is
-    launched on the current stream, without waiting.
+    All have one length and dtype, and lie on the current GPU or are accessible from it; each of
+    `outs` may be one of `arrays`. `dtype_name`: the dtype of the numbers, by default that of the
+    arrays. The kernel is launched on the current stream, without waiting.
     """
-    if arrays[0].dtype.kind == "c" and ufunc is np.add:  # part by part
-        real = np.dtype(f"f{arrays[0].itemsize // 2}")
-        arrays, outs = [x.view(real) for x in arrays], [x.view(real) for x in outs]
+    if (
+        arrays[0].dtype.kind == "c" and ufunc is np.add
+    ):  # real and imaginary parts are summed separately
+        real_dtype = np.dtype(f"f{arrays[0].itemsize // 2}")
+        arrays, outs = [x.view(real_dtype) for x in arrays], [x.view(real_dtype) for x in outs]
     first, pointers = arrays[0], [x.data.ptr for x in (*arrays, *outs)]
     if not first.size:
         return
-    aligned = all(pointer % PACK_BYTES == 0 for pointer in pointers)
-    packs = first.nbytes // PACK_BYTES if aligned else 0
-    name = f"{ufunc.__name__}_{len(arrays)}_into_{len(outs)}{'_' if kind else ''}{kind or ''}"
-    code = source(name, len(arrays), len(outs), kind or first.dtype.name, ufunc)
-    numbers = np.int64(first.size), np.int64(packs)
-    launch(first, code, name, packs or first.size, (*outs, *arrays, *numbers))
+    is_aligned = all(pointer % PACK_BYTES == 0 for pointer in pointers)
+    pack_count = first.nbytes // PACK_BYTES if is_aligned else 0
+    suffix = f"_{dtype_name}" if dtype_name else ""
+    name = f"{ufunc.__name__}_{len(arrays)}_into_{len(outs)}{suffix}"
+    cuda_source = kernel_source(name, len(arrays), len(outs), dtype_name or first.dtype.name, ufunc)
+    counts = np.int64(first.size), np.int64(pack_count)
+    launch(first, cuda_source, name, pack_count or first.size, (*outs, *arrays, *counts))
 
 
 @lru_cache(maxsize=256)
-def source(name: str, count: int, outs: int, dtype: str, ufunc: np.ufunc) -> str:
-    """Return the CUDA source of the kernel `name` for `count` arrays into `outs` of them."""
+def kernel_source(name: str, count: int, outs: int, dtype: str, ufunc: np.ufunc) -> str:
+    """Return the CUDA source of the kernel `name` that combines `count` arrays into `outs`."""
     xs, ys = [f"x{i}" for i in range(count)], [f"y{i}" for i in range(outs)]
-    lines = {
+    replacements = {
         "PARAMETERS": ", ".join([*(f"T* {y}" for y in ys), *(f"const T* {x}" for x in xs)]),
         "LOADS": ", ".join(f"p{x} = ((const Pack*){x})[i]" for x in xs),
         "ADDITIONS": " ".join(f"px0.at[k] = both(px0.at[k], p{x}.at[k]);" for x in xs[1:]),
@@ -113,26 +116,28 @@ def source(name: str, count: int, outs: int, dtype: str, ufunc: np.ufunc) -> str
         "NAME": name,
     }
     cuda_source = SOURCE
-    for word, line in lines.items():
-        cuda_source = cuda_source.replace(word, line)
+    for placeholder, code in replacements.items():
+        cuda_source = cuda_source.replace(placeholder, code)
     if ufunc.__name__ in COMPARISONS and dtype in FRACTION_BITS:
-        return written(cuda_source.replace("BOTH", _keyed(ufunc, dtype)), integer_of(dtype))
+        return written(
+            cuda_source.replace("BOTH", _comparison_source(ufunc, dtype)), integer_name(dtype)
+        )
     return written(
-        cuda_source.replace("BOTH", COMBINE_FLOATS.replace("HOW", EXPRESSIONS[ufunc.__name__])),
+        cuda_source.replace("BOTH", ARITHMETIC_SOURCE.replace("HOW", EXPRESSIONS[ufunc.__name__])),
         dtype,
     )
 
 
-def _keyed(ufunc: np.ufunc, dtype: str) -> str:
-    """Return the CUDA source of the lesser or greater of two floats."""
-    nans = (1 << FRACTION_BITS[dtype]) - 1
-    rotation = f"{nans}LL" if ufunc is np.minimum else f"-{nans}LL"
-    cuda_source = KEYED.replace("ROTATION", rotation).replace(
+def _comparison_source(ufunc: np.ufunc, dtype: str) -> str:
+    """Return the CUDA source for the minimum or maximum of two floats."""
+    max_nan_payload = (1 << FRACTION_BITS[dtype]) - 1
+    rotation = f"{max_nan_payload}LL" if ufunc is np.minimum else f"-{max_nan_payload}LL"
+    cuda_source = COMPARISON_SOURCE.replace("ROTATION", rotation).replace(
         "COMPARED", COMPARISONS[ufunc.__name__]
     )
-    return cuda_source.replace("UNSIGNED", f"unsigned {KINDS[integer_of(dtype)][0]}")
+    return cuda_source.replace("UNSIGNED", f"unsigned {KINDS[integer_name(dtype)][0]}")
 
 
-def integer_of(dtype: str) -> str:
+def integer_name(dtype: str) -> str:
     """Return the name of the signed integer that is as wide as floats of `dtype`."""
     return f"int{dtype.removeprefix('bfloat').removeprefix('float')}"

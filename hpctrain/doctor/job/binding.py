@@ -7,17 +7,17 @@ from typing import Any
 
 from hpctrain.core.launchers import TITLES
 from hpctrain.doctor.check import Check, Verdict
-from hpctrain.hardware.pci import core_list
+from hpctrain.hardware.pci import parse_core_list
 from hpctrain.transport.placement.check import (
     MAX_FAULTS_SHOWN,
     RankBinding,
-    description,
-    faults,
-    grouped_by_kind,
-    named,
-    unbind,
+    describe_faults,
+    find_faults,
+    format_ranks,
+    group_by_kind,
+    unbind_advice,
 )
-from hpctrain.transport.placement.nearest_nics import NEAR, NIC_VARIABLE, UCX_RAILS
+from hpctrain.transport.placement.nearest_nics import NEAR_VALUE, NIC_VARIABLE, UCX_RAILS
 
 COLUMNS = ("rank", "host", "local rank", "cores", "BLAS threads", "GPU", "NIC")
 #: Placement faults: a bad one makes a run many times slower, or ends it.
@@ -54,11 +54,11 @@ def binding_rows(bindings: Sequence[RankBinding]) -> list[tuple[str, ...]]:
 
 def check_bindings(bindings: Sequence[RankBinding]) -> list[Check]:
     """Return the checks of the placement: a row per kind of fault, else of cores, GPUs and NICs."""
-    rank_faults = faults(bindings)
+    rank_faults = find_faults(bindings)
     checks = [_check_launcher(bindings)]
-    for fault_group in grouped_by_kind(rank_faults):
+    for fault_group in group_by_kind(rank_faults):
         name = fault_group[0].name
-        checks.append(Check(name, FAULT_VERDICTS[name], *description(fault_group)))
+        checks.append(Check(name, FAULT_VERDICTS[name], *describe_faults(fault_group)))
     if not any(fault.name in ("cores shared", "BLAS threads") for fault in rank_faults):
         checks.append(_check_shared_cores(bindings))
     has_shared_gpus = any(fault.name == "GPUs shared" for fault in rank_faults)
@@ -77,7 +77,8 @@ def _join_texts(texts: Sequence[str]) -> str:
 def is_oversubscribed(bindings: Sequence[RankBinding]) -> bool:
     """Return whether any ranks share fewer cores than there are ranks."""
     return any(
-        len(ranks) > len(core_list(cores)) for ranks, cores, _ in _ranks_by_value(bindings, "cores")
+        len(ranks) > len(parse_core_list(cores))
+        for ranks, cores, _ in _ranks_by_value(bindings, "cores")
     )
 
 
@@ -98,19 +99,19 @@ def _check_shared_cores(bindings: Sequence[RankBinding]) -> Check:
     if not groups:
         return Check("cores", "ok", "every rank has its own")
     observed = _join_texts([
-        f"{named(ranks)} of {host} share {len(core_list(cores))} cores"
+        f"{format_ranks(ranks)} of {host} share {len(parse_core_list(cores))} cores"
         for ranks, cores, host in groups
     ])  # fmt: skip
     if is_oversubscribed(bindings):
         return Check("cores", "slow", f"{observed}: they take turns", "start fewer ranks per node")
-    remedy = unbind(bindings[0].launcher)
+    remedy = unbind_advice(bindings[0].launcher)
     return Check("cores", "note", f"{observed}: ranks are not bound", remedy)
 
 
 def _check_shared_gpus(bindings: Sequence[RankBinding]) -> Check:
     """Return the check of ranks that share a GPU on nodes without idle GPUs."""
     groups = _ranks_by_value(bindings, "gpu")
-    texts = [f"{named(ranks)} of {host} share {gpu}" for ranks, gpu, host in groups if gpu]
+    texts = [f"{format_ranks(ranks)} of {host} share {gpu}" for ranks, gpu, host in groups if gpu]
     if texts:
         return Check(
             "GPUs", "note", _join_texts(texts), "start as many ranks per node as it has GPUs"
@@ -127,7 +128,7 @@ def _check_near_nics(bindings: Sequence[RankBinding]) -> list[Check]:
     if is_one_node or all(len(binding.nics.ports) < 2 for binding in bindings):
         return []
     texts = [
-        f"{named(ranks)} of {host} are equally near {len(nics.nearest)} ports"
+        f"{format_ranks(ranks)} of {host} are equally near {len(nics.nearest)} ports"
         for ranks, nics, host in _ranks_by_value(bindings, "nics")
         if len(nics.nearest) > UCX_RAILS and not nics.named
     ]
@@ -135,7 +136,10 @@ def _check_near_nics(bindings: Sequence[RankBinding]) -> list[Check]:
         observed = f"{_join_texts(texts)}: UCX may give all of them the same {UCX_RAILS}"
         return [
             Check(
-                "NICs", "note", observed, f"export {NIC_VARIABLE}={NEAR}: ranks share the ports out"
+                "NICs",
+                "note",
+                observed,
+                f"export {NIC_VARIABLE}={NEAR_VALUE}: ranks share the ports out",
             )
         ]
     return [Check("NICs", "ok", "the map shows the ports near each rank")]

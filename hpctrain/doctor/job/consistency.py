@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from hpctrain.doctor.check import VERDICTS, Check, node_list
 from hpctrain.doctor.job.rank_facts import REFUSED_PREFIX, RankFacts
 from hpctrain.training.timeline import clock_offset
-from hpctrain.transport.placement.check import named
+from hpctrain.transport.placement.check import format_ranks
 from hpctrain.watch.trace import Reading
 from hpctrain.world import World
 
@@ -125,7 +125,7 @@ def _describe_difference(values: Sequence[str], hosts: Sequence[str]) -> str:
     for value, ranks in list(ranks_by_value.items())[:MAX_SHOWN_GROUPS]:
         verb = "have" if len(ranks) > 1 else "has"
         nodes = node_list(hosts[rank] for rank in ranks)
-        deviations.append(f"{named(ranks)} on {nodes} {verb} {value}")
+        deviations.append(f"{format_ranks(ranks)} on {nodes} {verb} {value}")
     return f"{usual_value}, but {', '.join(deviations)}"
 
 

@@ -22,9 +22,9 @@ from hpctrain.doctor.check import Check
 from hpctrain.doctor.job.outliers import compute_median_mad
 from hpctrain.doctor.node import MORE_CPU_TIME
 from hpctrain.hardware import quota
-from hpctrain.hardware.pci import core_list
-from hpctrain.transport.placement.check import FEWER_THREADS, RankBinding
-from hpctrain.transport.placement.core_binding import on_core
+from hpctrain.hardware.pci import parse_core_list
+from hpctrain.transport.placement.check import FEWER_THREADS_REMEDY, RankBinding
+from hpctrain.transport.placement.core_binding import bind_thread_to_core
 
 ARRAY_LENGTH, CALL_COUNT = 4096, 60_000  # 32 KiB, which fit the L1 cache; about 30 ms
 #: The smallest share of CPU time of a thread that has a core to itself. A thread that shares its
@@ -49,7 +49,7 @@ def assign_cores(bindings: Sequence[RankBinding], machines: Sequence[str]) -> li
     cores_of_ranks: list[list[int]] = [[] for _ in bindings]
     for machine in dict.fromkeys(machines):
         ranks = [rank for rank, rank_machine in enumerate(machines) if rank_machine == machine]
-        allowed_cores = {rank: set(core_list(bindings[rank].cores)) for rank in ranks}
+        allowed_cores = {rank: set(parse_core_list(bindings[rank].cores)) for rank in ranks}
         for core in sorted(set().union(*allowed_cores.values())):
             candidate_ranks = [rank for rank in ranks if core in allowed_cores[rank]]
             cores_of_ranks[min(candidate_ranks, key=lambda rank: len(cores_of_ranks[rank]))].append(
@@ -60,10 +60,10 @@ def assign_cores(bindings: Sequence[RankBinding], machines: Sequence[str]) -> li
 
 def measure_cores(rank: int, host: str, cores: Iterable[int]) -> list[CoreTiming]:
     """Return a measurement of each of `cores` to which the thread can be bound."""
-    timings, quota_cores = [], quota.cores()
+    timings, quota_cores = [], quota.quota_cores()
     for core in cores:
         try:
-            with on_core(core):
+            with bind_thread_to_core(core):
                 timings.append(CoreTiming(rank, host, core, *_measure_best_of_two(), quota_cores))
         except OSError:  # meanwhile the rank has lost this core
             continue
@@ -116,7 +116,7 @@ def check_quotas(
         return [Check("CPU quota", "ok", observed)]
     observed += f", and {len(exceeded_limits) - 1} nodes like it" * (len(exceeded_limits) > 1)
     observed += ": threads are stopped when the quota is used up"
-    remedy = f"{FEWER_THREADS}, or ask for more: {MORE_CPU_TIME}"
+    remedy = f"{FEWER_THREADS_REMEDY}, or ask for more: {MORE_CPU_TIME}"
     return [Check("CPU quota", "bad", observed, remedy)]
 
 

@@ -208,7 +208,7 @@ def _bindings_with_hidden_gpus(result: JobResult) -> tuple[RankBinding, ...]:
 def _save_shm_check(launched: launchers.Launched, options: Options) -> None:
     """Save a bad check of /dev/shm before MPI_Init, which may crash; `world` prints the warning."""
     with suppress(OSError):
-        check = check_free_memory(dev_shm.SHM, dev_shm.free())
+        check = check_free_memory(dev_shm.SHM_FOLDER, dev_shm.free_shm_bytes())
         if launched.rank == 0 and options.json and check.verdict == "bad":
             _save_result(JobResult(checks=[check]), options.json)
 

@@ -12,7 +12,7 @@ import numpy as np
 from hpctrain import collectives
 from hpctrain.core.errors import HpctrainError
 from hpctrain.doctor.check import Check
-from hpctrain.transport.placement.check import named
+from hpctrain.transport.placement.check import format_ranks
 from hpctrain.tuning.select import auto
 from hpctrain.world import World
 
@@ -40,7 +40,7 @@ def check_sums(failures: Sequence[Sequence[str]], tried_algorithms: Sequence[str
     if not failed_ranks:
         return Check("sums", "ok", f"right on all ranks: {', '.join(tried_algorithms)}")
     observed = "; ".join(
-        f"{name} is wrong on {named(ranks)}" for name, ranks in failed_ranks.items()
+        f"{name} is wrong on {format_ranks(ranks)}" for name, ranks in failed_ranks.items()
     )
     if set(failed_ranks) == {"native"}:
         return Check("sums", "bad", f"{observed}: the MPI library's own",

@@ -30,9 +30,9 @@ import numpy as np
 from hpctrain.collectives import all_gather_short
 from hpctrain.doctor.check import Check, Verdict, node_list
 from hpctrain.doctor.job.outliers import MIN_RELATIVE_MARGIN, MedianMad, compute_median_mad
-from hpctrain.hardware.nics import Nic, fastest
+from hpctrain.hardware.nics import Nic, fastest_port
 from hpctrain.transport.link import Link
-from hpctrain.tuning.measure import rally
+from hpctrain.tuning.measure import ping_pong
 from hpctrain.world import World
 
 SMALL_BYTES, LARGE_BYTES = 8, 1 << 20
@@ -110,7 +110,7 @@ def check_rdma(pings: Sequence[Ping], adapters: Sequence[Sequence[Nic]]) -> list
     the ports of each node. Returns [] if a node has no RDMA: sockets may reach any share of a rate.
     """
     seconds = [ping.large_s for ping in pings if not ping.inside]
-    fastest_nics = [fastest(tuple(nic for nic in ports if nic.rdma)) for ports in adapters]
+    fastest_nics = [fastest_port(tuple(nic for nic in ports if nic.has_rdma)) for ports in adapters]
     rates = [nic.gbit_s for nic in fastest_nics if nic is not None and nic.gbit_s]
     if not seconds or len(rates) < len(adapters):
         return []
@@ -145,8 +145,8 @@ def _run_tournament(
 def _measure_one_way_s(link: Link, peer: int, x: np.ndarray, budget_s: float) -> float:
     """Return the one-way time of the fastest message; the lower rank sets the number of calls."""
     is_leading, counts = link.rank < peer, np.zeros(2, np.int64)
-    rally(link, peer, x[:1], 1, is_leading)  # establishes the connection
-    first_try_s = _time_call(lambda: rally(link, peer, x, 1, is_leading))
+    ping_pong(link, peer, x[:1], 1, is_leading)  # establishes the connection
+    first_try_s = _time_call(lambda: ping_pong(link, peer, x, 1, is_leading))
     if is_leading:
         tries = min(MAX_TRIES, max(MIN_TRIES, int(budget_s / first_try_s)))
         counts[:] = tries, min(MAX_CALLS, max(1, int(budget_s / tries / first_try_s)))
@@ -155,7 +155,8 @@ def _measure_one_way_s(link: Link, peer: int, x: np.ndarray, budget_s: float) ->
         link.irecv(counts, peer).wait()
     tries, calls = map(int, counts)
     seconds = [
-        _time_call(lambda: rally(link, peer, x, calls, is_leading)) / calls for _ in range(tries)
+        _time_call(lambda: ping_pong(link, peer, x, calls, is_leading)) / calls
+        for _ in range(tries)
     ]
     return min(first_try_s, *seconds) / 2
 

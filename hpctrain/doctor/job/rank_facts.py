@@ -40,8 +40,8 @@ def collect_local_facts(world: World, recipe_name: str | None) -> RankFacts:
     return RankFacts(
         {**machine.versions(), "cupy": examine.cupy_version() or "none", "MPI": machine.mpi()},
         _hash_recipe(recipe_name),
-        hello.level(),
-        hello.ulfm(),
+        hello.thread_level(),
+        hello.has_ulfm(),
         kernel(),
         **(_collect_node_facts(world.host) if is_first_of_node(world) else {}),
     )
@@ -54,7 +54,7 @@ def is_first_of_node(world: World) -> bool:
 
 def _collect_node_facts(host: str) -> dict[str, Any]:
     hardware = examine.find_hardware(host)
-    gpu_paths = verdicts.cached_result(os.environ) if hardware.cards.cards else None
+    gpu_paths = verdicts.cached_result(os.environ) if hardware.cards.gpus else None
     checks = tuple(examine.check_node(hardware, gpu_paths))
     return {
         "checks": checks,

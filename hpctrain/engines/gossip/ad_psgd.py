@@ -5,8 +5,8 @@
 
 The graph is bipartite: *active* workers, those of even number, choose a *passive* one at random in
 each step. A thread of the passive worker serves them, so that no cycle of workers can deadlock. An
-averaging is atomic: neither x_i nor x_j changes in between, both receive the same bytes, and the
-sum of all x is invariant. With 4 workers:
+averaging is atomic: neither x_i nor x_j changes meanwhile, both workers receive the same bytes, and
+the sum of all x is invariant. With 4 workers:
 
     active 0    [ gradient .... ][ update ]          0 ------ 1
                 [ <-> 3 ]                             \\    /
@@ -14,11 +14,11 @@ sum of all x is invariant. With 4 workers:
                    [0]       [2]                       /  \\
                                                       2 ------ 3
 
-Workers go at their own pace until all together have done the steps of the run, which a coordinator
-on rank 0 counts: a few bytes to it and back while a gradient is computed. The log holds how many
-steps each worker takes, and in which order a passive worker averages and applies its own gradients:
-these determine the rest. Sent per step: n bytes by the active worker, n by the passive one; n being
-the size of the parameters in bytes.
+Workers go at their own pace until all together have done the steps of the run. A coordinator on
+rank 0 counts the steps; it exchanges a few bytes with each worker while a gradient is computed. The
+log holds the number of steps of each worker and the order in which a passive worker averages and
+applies its own gradients; these facts determine the whole run. Sent per step: n bytes by the active
+worker, n by the passive one; n is the size of the parameters in bytes.
 
 Source: Lian, Zhang, Zhang and Liu, "Asynchronous decentralized parallel stochastic gradient
 descent", 2018.
@@ -42,13 +42,13 @@ from hpctrain.engines.parameter_server.pacing import PeriodicMethod
 from hpctrain.engines.parameter_server.server import ServerThread
 from hpctrain.engines.replay import Recorder
 from hpctrain.engines.saved_state import SavedState
-from hpctrain.engines.staleness import Staleness, shared_staleness
+from hpctrain.engines.staleness import Staleness, broadcast_staleness
 from hpctrain.gradients.replica import Replica
 from hpctrain.nn import Sums
 from hpctrain.optim import Optimizer
 from hpctrain.world import World
 
-COORDINATOR = 0  # the rank that counts steps
+COORDINATOR_RANK = 0  # the rank that counts steps
 
 
 class AdPsgdEngine(GossipEngine):
@@ -60,39 +60,40 @@ class AdPsgdEngine(GossipEngine):
     def __init__(self, world: World, replica: Replica, optimizer: Optimizer):
         """Take part as an active or a passive worker; collective."""
         super().__init__(world, replica, optimizer, "gossip, graph bipartite")
-        link, self._push, self._pull = (world.link_for(name) for name in ("gossip", "push", "pull"))
-        self._links = [link, self._push, self._pull]
+        link = world.link_for("gossip")
+        self._push_link, self._pull_link = world.link_for("push"), world.link_for("pull")
+        self._links = [link, self._push_link, self._pull_link]
         self.recorder, self._method = Recorder(), PeriodicMethod(self.workers)
         self._coordinator: Coordinator | None = None
-        if self.worker == COORDINATOR:
-            push = world.view_for("server push", self._push)
-            pull = world.view_for("server pull", self._pull)
-            self._coordinator = Coordinator(push, pull, range(self.workers))
-            self._links += [push, pull]
-        kind = PassiveWorker if self.worker % 2 else ActiveWorker
-        self._role = kind(world, self.times, replica.arena.param, link)
+        if self.worker == COORDINATOR_RANK:
+            push_link = world.view_for("server push", self._push_link)
+            pull_link = world.view_for("server pull", self._pull_link)
+            self._coordinator = Coordinator(push_link, pull_link, range(self.workers))
+            self._links += [push_link, pull_link]
+        role_class = PassiveWorker if self.worker % 2 else ActiveWorker
+        self._role = role_class(world, self.times, replica.arena.param, link)
 
     def train(self, work: Work, start: int, until: int) -> tuple[int, Flags]:
         """Train from step `start` to `until`, at this worker's own pace."""
         self._restore_planes()
         thread = self._start_thread(start, until)
         try:
-            reached, flags = self._work(work, start)
+            reached_step, flags = self._run_steps(work, start)
         except TransportError:
             if thread is not None:
                 thread.join()  # raises the thread's error, if that was the cause
             raise
         history = thread.join() if thread is not None else []
-        self._note(start, until, history)
+        self._record_interval(start, until, history)
         if isinstance(self._role, PassiveWorker):
-            self._role.end()
-        self.staleness = shared_staleness(
+            self._role.load_average()
+        self.staleness = broadcast_staleness(
             self._group.link, self._method.staleness if self._coordinator else None
         )
-        reached, flags = join_flags(self._group, reached, flags, bool(flags.failed))
+        reached_step, flags = join_flags(self._group, reached_step, flags, bool(flags.failed))
         if flags.failed:
             self.settle()
-        return reached, flags
+        return reached_step, flags
 
     def state(self) -> list[Piece]:
         """Return this rank's pieces, and the steps that each worker has done."""
@@ -113,100 +114,110 @@ class AdPsgdEngine(GossipEngine):
         self._role.close()
         super().close()
 
-    def _work(self, work: Work, start: int) -> tuple[int, Flags]:
-        """Run steps while the coordinator grants them; return the step of the run, and our flags.
+    def _run_steps(self, work: Work, start: int) -> tuple[int, Flags]:
+        """Run steps while the coordinator grants them; return (step of the run, flags).
 
-        If this worker fails, the step returned is the one at which it failed.
+        A worker that fails returns the step at which it failed.
         """
-        flags, failed_at = work.flags(), start
-        reply = self._report(start, 0, flags)()
+        flags, failed_step = work.flags(), start
+        reply = self._send_report(start, 0, flags)()
         while reply.grant:
-            flags = flags.merged(work.flags())
-            wait_for_reply = self._report(reply.step, 1, flags)
+            flags = flags.merge(work.flags())
+            wait_for_reply = self._send_report(reply.step, 1, flags)
             if flags.failed:
                 reply = wait_for_reply()
                 continue
-            failed_at, (sums, passes) = reply.step, self._step(work.task(reply.step))
-            if not self.check.may_continue(passes, work.max_drops):
+            failed_step, (sums, is_finite) = reply.step, self._train_step(work.task(reply.step))
+            if not self.check.may_continue(is_finite, work.max_drops):
                 flags = flags.with_failure(self.worker)
             reply = wait_for_reply()
-            if passes:
+            if is_finite:
                 work.record(reply.run_step, sums)
-        self._role.finish()
-        reached = self._report(reply.step, 0, flags)().run_step
-        return (failed_at if flags.failed else reached), flags
+        self._role.finish_averaging()
+        reached_step = self._send_report(reply.step, 0, flags)().run_step
+        return (failed_step if flags.failed else reached_step), flags
 
-    def _step(self, task: Task) -> tuple[Sums, bool]:
-        """Average while a gradient is computed; apply the gradient if it is finite."""
-        self._role.begin(task.key)
-        sums, passes = self._gradient(task, task.scale)
-        self._role.apply(self._update if passes else None)
-        return sums, passes
+    def _train_step(self, task: Task) -> tuple[Sums, bool]:
+        """Compute a gradient during the averaging; apply it if it is finite."""
+        self._role.start_averaging(task.key)
+        sums, is_finite = self._compute_gradient(task, task.scale)
+        self._role.apply_gradient(self._apply_gradient if is_finite else None)
+        return sums, is_finite
 
-    def _report(self, step: int, steps: int, flags: Flags) -> Callable[[], Reply]:
-        """Report to the coordinator that `steps` have begun; return the wait for its reply."""
+    def _send_report(self, step: int, steps: int, flags: Flags) -> Callable[[], Reply]:
+        """Report that `steps` have begun; return a function that waits for the reply."""
         message = Report(step=step, steps=steps, flags=flags).encode()
         reply = np.zeros(len(Reply._fields), np.int64)
-        requests = self._push.isend(message, COORDINATOR), self._pull.irecv(reply, COORDINATOR)
+        requests = (
+            self._push_link.isend(message, COORDINATOR_RANK),
+            self._pull_link.irecv(reply, COORDINATOR_RANK),
+        )
 
         def wait_for_reply() -> Reply:
-            with self._trace.span("wait for grant", "wait") as waiting:
+            with self._trace.span("wait for grant", "wait") as wait_span:
                 for request in requests:
                     request.wait()
-            self.times.wait_s += waiting.seconds
+            self.times.wait_s += wait_span.seconds
             return Reply(*reply.tolist())
 
         return wait_for_reply
 
     def _start_thread(self, start: int, until: int) -> ServerThread[Any] | None:
-        """Start the thread of the coordinator or of a passive worker; it ends with the interval."""
-        log = (
-            self.recorder.interval(start, until)
-            if self._keeps_log and self.recorder.replays
+        """Start the coordinator's or a passive worker's thread, which ends with the interval."""
+        interval = (
+            self.recorder.next_interval(start, until)
+            if self._keeps_log and self.recorder.is_replay
             else {}
         )
         if self._coordinator is not None:
-            count = partial(self._count, self._coordinator, start, until, log)
-            return ServerThread(count, self._world.fail)
+            serve = partial(self._run_coordinator, self._coordinator, start, until, interval)
+            return ServerThread(serve, self._world.fail)
         if isinstance(self._role, PassiveWorker):
-            return ServerThread(self._role.server(log.get("turns")), self._world.fail)
+            return ServerThread(self._role.server_body(interval.get("turns")), self._world.fail)
         return None
 
-    def _count(
-        self, coordinator: Coordinator, start: int, until: int, log: Mapping[str, Any]
+    def _run_coordinator(
+        self, coordinator: Coordinator, start: int, until: int, interval: Mapping[str, Any]
     ) -> list[Event]:
         """Grant steps to all workers until none are left; return the events."""
         events = (
-            self._replayed(coordinator, log)
-            if log
+            self._replay_events(coordinator, interval)
+            if interval
             else self._method.events(coordinator, start, until)
         )
         history = []
-        coordinator.open(Flags)  # this rank reports its flags as a worker
+        coordinator.begin_interval(Flags)  # this rank reports its flags as a worker
         for event in events:
             coordinator.send_replies(event.replies)
-            if not event.order.last:
+            if not event.order.is_last:
                 coordinator.expect_reports(event.replies)
             history.append(event)
         return history
 
-    def _replayed(self, coordinator: Coordinator, log: Mapping[str, Any]) -> Iterator[Event]:
+    def _replay_events(
+        self, coordinator: Coordinator, interval: Mapping[str, Any]
+    ) -> Iterator[Event]:
         """Yield the events of the log, each after the report of its worker has arrived."""
-        for event in map(Event.from_json, log["events"]):
+        for event in map(Event.from_json, interval["events"]):
             for worker in event.reporters:
                 coordinator.receive_report_from(worker)
             yield event
-        self._method.staleness = Staleness.from_json(log["staleness"])
-        self._method.clocks[:] = log["clocks"]
+        self._method.staleness = Staleness.from_json(interval["staleness"])
+        self._method.clocks[:] = interval["clocks"]
 
     @property
     def _keeps_log(self) -> bool:
-        """Whether this rank decides on an order, which it logs."""
+        """Whether this rank decides on an order of events, and so logs it."""
         return self._coordinator is not None or isinstance(self._role, PassiveWorker)
 
-    def _note(self, start: int, until: int, history: list[Any]) -> None:
+    def _record_interval(self, start: int, until: int, history: list[Any]) -> None:
         if self._coordinator is not None:
-            clocks, staleness = self._method.clocks.tolist(), self._method.staleness.to_json()
-            self.recorder.note(start, until, events=history, clocks=clocks, staleness=staleness)
+            self.recorder.record_interval(
+                start,
+                until,
+                events=history,
+                clocks=self._method.clocks.tolist(),
+                staleness=self._method.staleness.to_json(),
+            )
         elif self._keeps_log:
-            self.recorder.note(start, until, turns=history)
+            self.recorder.record_interval(start, until, turns=history)

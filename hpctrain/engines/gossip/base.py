@@ -1,4 +1,4 @@
-"""The base of the gossip engines: each worker has its own parameters, the mean is evaluated."""
+"""The base of the gossip engines: workers have parameters of their own, the mean is evaluated."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hpctrain.checkpoint import Piece
 from hpctrain.engines.engine import (
     Task,
     Times,
-    begin_equal,
+    broadcast_replica,
     pieces_of,
     sum_over,
 )
@@ -26,7 +26,7 @@ from hpctrain.world import World
 
 
 class GossipEngine:
-    """The parts of `hpctrain.engines.engine.Engine` that do not train."""
+    """All of `hpctrain.engines.engine.Engine` but `train`."""
 
     name = "gossip"
     algorithm = None
@@ -37,13 +37,13 @@ class GossipEngine:
 
     def __init__(self, world: World, replica: Replica, optimizer: Optimizer, settings: str):
         """Begin with the parameters of rank 0; `settings` must agree on all ranks. Collective."""
-        begin_equal(world, replica, settings)
+        broadcast_replica(world, replica, settings)
         self.replica, self.times = replica, Times()
         self.check = GradientCheck(replica, world.size)
         self.workers, self.worker = world.size, world.rank
         self._world, self._trace, self._group = world, world.trace, world.main
         self._worker_state = WorkerState(replica.arena, optimizer, self.worker, self.workers)
-        self._params_differ = False  # whether arenas of ranks may differ
+        self._params_differ = False  # whether the arenas of ranks may differ
         self._links: list[Link] = []
 
     @property
@@ -56,17 +56,17 @@ class GossipEngine:
         return sum_over(self._group, numbers)
 
     def settle(self) -> None:
-        """Bring the mean into the arena; the next `train` resumes from each worker's own planes."""
+        """Average into the arena; the next `train` continues from each worker's own planes."""
         if not self._params_differ:
             return
         self._params_differ = False
         self._worker_state.save_planes()
-        with self._trace.span("average", "wait") as waiting:
+        with self._trace.span("average", "wait") as wait_span:
             for x in (self.replica.arena.param, self.replica.arena.buffer):
                 if x.size:
                     auto(self._group, x, np.add)
                     x /= self.workers
-        self.times.wait_s += waiting.seconds
+        self.times.wait_s += wait_span.seconds
 
     def state(self) -> list[Piece]:
         """Return this rank's 1/P of the mean, and this worker's own arrays."""
@@ -84,18 +84,18 @@ class GossipEngine:
             link.free()
 
     def _restore_planes(self) -> None:
-        """Bring this worker's own planes back into the arena."""
+        """Copy this worker's own planes back into the arena."""
         self._worker_state.restore_planes()
         self._params_differ = True
 
-    def _gradient(self, task: Task, scale: float) -> tuple[Sums, bool]:
-        """Compute a gradient; return its sums, and whether it passes the check."""
+    def _compute_gradient(self, task: Task, scale: float) -> tuple[Sums, bool]:
+        """Compute a gradient; return (sums, whether the gradient is finite)."""
         with self.times.compute(self._trace, "forward, backward"):
-            ready = self.check.begin(ignore_ready)
-            sums = self.replica.gradient(task.batch, scale, task.key, ready)
-            passes = self.check.passes(sums)
-        return sums, passes
+            on_ready = self.check.begin(ignore_ready)
+            sums = self.replica.gradient(task.batch, scale, task.key, on_ready)
+            is_finite = self.check.passes(sums)
+        return sums, is_finite
 
-    def _update(self, param: np.ndarray) -> None:
+    def _apply_gradient(self, param: np.ndarray) -> None:
         with self.times.compute(self._trace, "update"):
             self._worker_state.update(param)

@@ -10,13 +10,14 @@ others. With 4 workers:
     exponential   W_ij = 1/2 for i and i - 2^k, k = 0, 1, 0, 1, ...  (sent per step: n)
 
 where n is the size of the parameters in bytes; log2 P steps of the exponential graph reach all P
-workers. A worker waits only for its neighbours. A request to stop, or a failure, is sent with the
-parameters as the step at which to end, late enough for the whole graph to receive it in time. The
-gradient is scaled as in local SGD: with even shares it is the mean over the worker's samples.
+workers. A worker waits only for its neighbours. After a failure or a request to stop, workers send
+the step at which to end with their parameters; it is late enough for the whole graph to receive it
+in time. The gradient is scaled as in local SGD: with even shares it is the mean over the worker's
+samples.
 
 Sources: Lian et al., "Can decentralized algorithms outperform centralized algorithms?", 2017;
 Assran, Loizou, Ballas and Rabbat, "Stochastic gradient push for distributed deep learning", 2019,
-of which the exponential graph is taken: with one peer a step its W is doubly stochastic.
+for the exponential graph, whose W is doubly stochastic with one peer per step.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ from hpctrain.optim import Optimizer
 from hpctrain.transport.link import Request
 from hpctrain.world import World
 
-NEVER = 1 << 62
+NO_END_STEP = 1 << 62
 
 
 class Neighbours(NamedTuple):
-    """The ranks that a worker sends to and receives from in a step; weights are even."""
+    """The ranks to which a worker sends and from which it receives; all weights are equal."""
 
     targets: tuple[int, ...]
     sources: tuple[int, ...]
@@ -49,24 +50,24 @@ class Graph(NamedTuple):
     """A graph of workers, as a function `neighbours(step, rank, ranks)`, and its diameter."""
 
     neighbours: Callable[[int, int, int], Neighbours]
-    diameter: Callable[[int], int]  #: of a number of ranks: steps until all have received from each
+    diameter: Callable[[int], int]  #: from the number of ranks: steps until each has reached all
 
 
-def ring(step: int, rank: int, ranks: int) -> Neighbours:
-    """Return the ranks before and after `rank`; of two ranks the other one."""
-    pair = tuple(sorted({(rank - 1) % ranks, (rank + 1) % ranks}))
-    return Neighbours(pair, pair)
+def ring_neighbours(step: int, rank: int, ranks: int) -> Neighbours:
+    """Return the ranks before and after `rank`; on two ranks they are the same."""
+    neighbours = tuple(sorted({(rank - 1) % ranks, (rank + 1) % ranks}))
+    return Neighbours(neighbours, neighbours)
 
 
-def exponential(step: int, rank: int, ranks: int) -> Neighbours:
-    """Return the rank at distance 1, 2, 4, ... in turn."""
+def exponential_neighbours(step: int, rank: int, ranks: int) -> Neighbours:
+    """Return the ranks at distance 2^k, where k cycles with `step`."""
     distance = 1 << step % (ranks - 1).bit_length()
     return Neighbours(((rank + distance) % ranks,), ((rank - distance) % ranks,))
 
 
 GRAPHS = {
-    "ring": Graph(ring, lambda ranks: ranks // 2),
-    "exponential": Graph(exponential, lambda ranks: (ranks - 1).bit_length()),
+    "ring": Graph(ring_neighbours, lambda ranks: ranks // 2),
+    "exponential": Graph(exponential_neighbours, lambda ranks: (ranks - 1).bit_length()),
 }
 
 
@@ -83,69 +84,69 @@ class DPsgdEngine(GossipEngine):
         self._mean = np.zeros_like(replica.arena.param)
         self._executor = background_executor(world.concurrent, "gossip", self._mean)
         self._inbox = namespace(self._mean).zeros((2, self._mean.size), self._mean.dtype)
-        self._end = NEVER  # the step at which all end, NEVER until this worker knows
+        self._end_step = NO_END_STEP  # the step at which all workers end, once this one knows it
 
     def train(self, work: Work, start: int, until: int) -> tuple[int, Flags]:
         """Train from step `start` to `until`."""
-        step, flags, failed_at = start, Flags(), None
+        step, flags, failed_step = start, Flags(), None
         self._restore_planes()
-        self._end = NEVER
-        while step < min(until, self._end):
-            flags = flags.merged(work.flags())
-            if flags.stop or failed_at is not None:
-                self._end = min(self._end, step + self._graph.diameter(self.workers))
-            if not self._step(work, step, failed_at is None) and failed_at is None:
-                failed_at = step
+        self._end_step = NO_END_STEP
+        while step < min(until, self._end_step):
+            flags = flags.merge(work.flags())
+            if flags.stop or failed_step is not None:
+                self._end_step = min(self._end_step, step + self._graph.diameter(self.workers))
+            if not self._train_step(work, step, failed_step is None) and failed_step is None:
+                failed_step = step
             step += 1
-        reached = step if failed_at is None else failed_at
-        reached, flags = join_flags(self._group, reached, flags, failed_at is not None)
+        reached_step = step if failed_step is None else failed_step
+        reached_step, flags = join_flags(self._group, reached_step, flags, failed_step is not None)
         if flags.failed:
             self.settle()
-        return reached, flags
+        return reached_step, flags
 
     def close(self) -> None:
         """End the thread and free its link; collective."""
         self._executor.shutdown()
         super().close()
 
-    def _step(self, work: Work, step: int, trains: bool) -> bool:
-        """Average; if this worker still `trains`, compute a gradient and apply it if finite.
+    def _train_step(self, work: Work, step: int, is_training: bool) -> bool:
+        """Average; with `is_training` also compute a gradient, and apply it if it is finite.
 
-        Return whether the worker goes on training.
+        Return whether this worker can continue training.
         """
-        task = work.task(step) if trains else None
-        mixing = self._executor.submit(self._mix, step)
-        # The mean over workers is to be the gradient of the batch, so each counts P times.
-        result = self._gradient(task, task.scale * self.workers) if task else None
-        with self._trace.span("wait for neighbours", "wait") as waiting:
-            mixing.result()
-        self.times.wait_s += waiting.seconds
+        task = work.task(step) if is_training else None
+        averaging = self._executor.submit(self._average_with_neighbours, step)
+        # The mean over workers must equal the gradient of the batch: scale each share by P.
+        result = self._compute_gradient(task, task.scale * self.workers) if task else None
+        with self._trace.span("wait for neighbours", "wait") as wait_span:
+            averaging.result()
+        self.times.wait_s += wait_span.seconds
         self.replica.arena.param[...] = self._mean
         if result is None:
             return False
-        sums, passes = result
-        if passes:
-            self._update(self.replica.arena.param)
+        sums, is_finite = result
+        if is_finite:
+            self._apply_gradient(self.replica.arena.param)
             work.record(step + 1, sums)
-        return self.check.may_continue(passes, work.max_drops)
+        return self.check.may_continue(is_finite, work.max_drops)
 
-    def _mix(self, step: int) -> None:
-        """Average with the neighbours of this step, and exchange the step at which to end."""
-        link, x = self._link, self.replica.arena.param
+    def _average_with_neighbours(self, step: int) -> None:
+        """Average with the neighbours of this step; exchange the step at which to end."""
+        link, param = self._link, self.replica.arena.param
         targets, sources = self._graph.neighbours(step, link.rank, link.size)
-        with self._trace.span("gossip", "wire", bytes=x.nbytes * len(targets)) as wire:
-            end, end_of_all = np.array([self._end]), np.zeros((len(sources), 1), np.int64)
-            boxes = self._inbox[: len(sources)]
+        with self._trace.span("gossip", "wire", bytes=param.nbytes * len(targets)) as wire_span:
+            end_step, end_steps = np.array([self._end_step]), np.zeros((len(sources), 1), np.int64)
+            receive_buffers = self._inbox[: len(sources)]
             requests: list[Request] = []
             for i, rank in enumerate(sources):
-                requests += [link.irecv(end_of_all[i], rank), link.irecv(boxes[i], rank)]
+                requests += [link.irecv(end_steps[i], rank), link.irecv(receive_buffers[i], rank)]
             for rank in targets:
-                requests += [link.isend(end, rank), link.isend(x, rank)]
+                requests += [link.isend(end_step, rank), link.isend(param, rank)]
             for request in requests:
                 request.wait()
-            self._end = min(self._end, int(end_of_all.min()))
-            np.add(x, boxes[0], out=self._mean)
-            for received in boxes[1:]:
-                self._mean += received
+            self._end_step = min(self._end_step, int(end_steps.min()))
+            np.add(param, receive_buffers[0], out=self._mean)
+            for neighbour_param in receive_buffers[1:]:
+                self._mean += neighbour_param
             self._mean /= 1 + len(sources)
-        self.times.wire_s += wire.seconds
+        self.times.wire_s += wire_span.seconds

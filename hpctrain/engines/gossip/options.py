@@ -1,4 +1,4 @@
-"""Gossip: workers average with each other along one of three graphs, without any server.
+"""Options of gossip: workers average with each other along one of three graphs, without servers.
 
 `bipartite`: random pairs, no barrier (ad_psgd.py). `ring` and `exponential`: all
 workers take each step together, and each averages with its neighbours (d_psgd.py). The mean

@@ -5,8 +5,8 @@
     passive     main     [ gradient at a copy of x ......... ]  x <- x - update, copy
                 thread   receives x_a:  x, m <- (x + x_a) / 2, sends m
 
-A passive worker's x is shared by two threads, which take turns: in any order, which is recorded,
-or in the recorded order of the run that is replayed.
+Two threads share the x of a passive worker and take turns. The order of turns is recorded; a replay
+repeats the recorded order.
 """
 
 from __future__ import annotations
@@ -27,52 +27,51 @@ from hpctrain.nn import Key
 from hpctrain.transport.link import Link, Request
 from hpctrain.world import World
 
-_STREAM = 4  # separates this stream from others that use Philox with a key of (seed, number)
-#: In a list of turns: OWN is a gradient of the worker, END - a the end of active worker a;
-OWN, END = -1, -2  # any other number is the active worker of an averaging
-AVERAGE, FINISH = 1, 0  # the header of each message of an active worker
+_RANDOM_STREAM = 4  # in Philox's counter: separates these random numbers from other uses
+#: A list of turns holds OWN_TURN for a gradient of the passive worker itself, END_TURN - a for the
+#: end of active worker a, and a for an averaging with active worker a.
+OWN_TURN, END_TURN = -1, -2
+AVERAGE_MESSAGE, FINISH_MESSAGE = 1, 0  # the header of each message of an active worker
 ApplyUpdate = Callable[[np.ndarray], None]
 
 
-def actives(workers: int) -> list[int]:
-    """Return the active workers: those of even number; they choose passive partners only."""
-    return list(range(0, workers, 2))
-
-
-def partner(seed: int, worker: int, step: int, workers: int) -> int:
-    """Return the passive worker that active `worker` averages with in its `step`, from Philox."""
+def choose_partner(seed: int, worker: int, step: int, workers: int) -> int:
+    """Return a random passive worker: the partner of the active `worker` in its `step`."""
     key = np.array([seed, worker], dtype=np.uint64)
-    word = np.random.Philox(key=key, counter=(step, 0, 0, _STREAM)).random_raw()
-    return int(word) % (workers // 2) * 2 + 1
+    random_word = np.random.Philox(key=key, counter=(step, 0, 0, _RANDOM_STREAM)).random_raw()
+    return int(random_word) % (workers // 2) * 2 + 1
 
 
 class ActiveWorker:
-    """Averages with a passive worker in each step, in a thread beside its gradient."""
+    """A worker that averages with a passive one in each step, in a second thread."""
 
     def __init__(self, world: World, times: Times, param: np.ndarray, link: Link):
-        """Exchange `param`, not written from `begin` to `apply`; the thread alone uses `link`."""
+        """Average `param`; only the second thread uses `link`.
+
+        `param` may not change between `start_averaging` and `apply_gradient`.
+        """
         self._param, self._link, self._times, self._trace = param, link, times, world.trace
         self._mean = np.zeros_like(param)
         self._executor = background_executor(world.concurrent, "gossip", param)
         self._averaging: Future[None] | None = None
 
-    def begin(self, key: Key) -> None:
-        """Start the averaging; the gradient is computed meanwhile."""
-        peer = partner(key.seed, self._link.rank, key.step, self._link.size)
+    def start_averaging(self, key: Key) -> None:
+        """Start the averaging in the second thread."""
+        peer = choose_partner(key.seed, self._link.rank, key.step, self._link.size)
         self._averaging = self._executor.submit(self._average_with, peer)
 
-    def apply(self, update: ApplyUpdate | None) -> None:
-        """Wait for the averaging, then apply the gradient with `update` unless that is None."""
+    def apply_gradient(self, update: ApplyUpdate | None) -> None:
+        """Wait for the averaging; then apply the gradient by `update`, if it is not None."""
         assert self._averaging is not None
-        with self._trace.span("wait for partner", "wait") as waiting:
+        with self._trace.span("wait for partner", "wait") as wait_span:
             self._averaging.result()
-        self._times.wait_s += waiting.seconds
+        self._times.wait_s += wait_span.seconds
         self._param[...] = self._mean
         if update is not None:
             update(self._param)
 
-    def finish(self) -> None:
-        """Tell all passive workers that this one sends no more parameters."""
+    def finish_averaging(self) -> None:
+        """Inform all passive workers that this worker sends no more parameters."""
         self._executor.submit(self._send_finish).result()
 
     def close(self) -> None:
@@ -80,138 +79,140 @@ class ActiveWorker:
         self._executor.shutdown()
 
     def _average_with(self, peer: int) -> None:
-        with self._trace.span("gossip", "wire", bytes=self._param.nbytes, rank=peer) as wire:
-            header = np.array([AVERAGE])
+        with self._trace.span("gossip", "wire", bytes=self._param.nbytes, rank=peer) as wire_span:
+            header = np.array([AVERAGE_MESSAGE])
             reply = self._link.irecv(self._mean, peer)
             for request in (self._link.isend(header, peer), self._link.isend(self._param, peer)):
                 request.wait()
             reply.wait()
-        self._times.wire_s += wire.seconds
+        self._times.wire_s += wire_span.seconds
 
     def _send_finish(self) -> None:
-        header = np.array([FINISH])
-        for passive in range(1, self._link.size, 2):
-            self._link.isend(header, passive).wait()
+        header = np.array([FINISH_MESSAGE])
+        for passive_rank in range(1, self._link.size, 2):
+            self._link.isend(header, passive_rank).wait()
 
 
 class PassiveWorker:
-    """A worker whose second thread averages with every active worker that sends to it."""
+    """A worker whose second thread averages with each active worker that sends parameters."""
 
     def __init__(self, world: World, times: Times, param: np.ndarray, link: Link):
-        """Compute gradients at `param`, a copy of the average; the thread alone uses `link`."""
+        """Compute gradients at `param`, a copy of the average; only the thread uses `link`."""
         self._param, self._link, self._times, self._trace = param, link, times, world.trace
-        self._x, self._inbox = np.zeros_like(param), np.zeros_like(param)
-        self._actives = actives(link.size)
-        self._turns = Turns()
+        self._averaged_param, self._inbox = np.zeros_like(param), np.zeros_like(param)
+        self._turn_lock = TurnLock()
 
-    def server(self, turns: Sequence[int] | None) -> Callable[[], list[int]]:
-        """Return the body of the thread, which returns the turns when all workers have finished.
+    def server_body(self, turns: Sequence[int] | None) -> Callable[[], list[int]]:
+        """Return the function that the thread runs; it returns the list of turns at the end.
 
-        `turns` are those of the log if the run is a replay.
+        A replay repeats the `turns` of the log.
         """
-        self._x[...] = self._param
-        finish(self._x)  # another thread reads it, on a stream of its own
-        self._turns = Turns(turns)
+        self._averaged_param[...] = self._param
+        finish(self._averaged_param)  # another thread reads these parameters, on its own stream
+        self._turn_lock = TurnLock(turns)
         return self._serve
 
-    def begin(self, key: Key) -> None:
+    def start_averaging(self, key: Key) -> None:
         """Do nothing: active workers choose when to average."""
 
-    def apply(self, update: ApplyUpdate | None) -> None:
-        """Apply the gradient to the parameters as averaged so far, unless `update` is None."""
+    def apply_gradient(self, update: ApplyUpdate | None) -> None:
+        """Apply the gradient to the present average by `update`, if it is not None."""
         if update is not None:
-            with self._turns.turn(OWN):
-                update(self._x)
-                self._param[...] = self._x
-                finish(self._x)
+            with self._turn_lock.turn(OWN_TURN):
+                update(self._averaged_param)
+                self._param[...] = self._averaged_param
+                finish(self._averaged_param)
 
-    def finish(self) -> None:
+    def finish_averaging(self) -> None:
         """Do nothing: the thread serves until all active workers have finished."""
 
-    def end(self) -> None:
-        """Copy the averaged parameters into `param`, after the end of the thread."""
-        self._param[...] = self._x
+    def load_average(self) -> None:
+        """Copy the average into `param`, after the end of the thread."""
+        self._param[...] = self._averaged_param
 
     def close(self) -> None:
         """Do nothing: the thread ends with each training."""
 
     def _serve(self) -> list[int]:
-        with own_stream(self._x):
-            return self._serve_all()
+        with own_stream(self._averaged_param):
+            return self._serve_on_stream()
 
-    def _serve_all(self) -> list[int]:
-        header = np.zeros((self._link.size, 1), np.int64)
-        posted = {a: self._link.irecv(header[a], a) for a in self._actives}
-        logged = deque(self._turns.logged_actives)
+    def _serve_on_stream(self) -> list[int]:
+        headers = np.zeros((self._link.size, 1), np.int64)
+        active_ranks = range(0, self._link.size, 2)
+        receives = {rank: self._link.irecv(headers[rank], rank) for rank in active_ranks}
+        logged_senders = deque(self._turn_lock.logged_senders)
         try:
-            while posted:
-                peer = self._next_sender(posted, logged)
-                if header[peer] == AVERAGE:
+            while receives:
+                peer = self._wait_for_sender(receives, logged_senders)
+                if headers[peer] == AVERAGE_MESSAGE:
                     self._average_with(peer)
-                    posted[peer] = self._link.irecv(header[peer], peer)
-                else:  # a turn too: a later message may have waited for this one
-                    with self._turns.turn(END - peer):
+                    receives[peer] = self._link.irecv(headers[peer], peer)
+                else:  # recorded as a turn: in a replay a later message may wait for this one
+                    with self._turn_lock.turn(END_TURN - peer):
                         pass
         except BaseException:
-            self._turns.abort()
+            self._turn_lock.abort()
             raise
-        return self._turns.history
+        return self._turn_lock.history
 
-    def _next_sender(self, posted: dict[int, Request], logged: deque[int]) -> int:
-        """Return the worker whose header has arrived: any, or the next one of `logged`."""
-        if self._turns.replays:
-            posted.pop(peer := logged.popleft()).wait()
+    def _wait_for_sender(self, receives: dict[int, Request], logged_senders: deque[int]) -> int:
+        """Return a worker whose header has arrived; in a replay the next of `logged_senders`."""
+        if self._turn_lock.is_replay:
+            receives.pop(peer := logged_senders.popleft()).wait()
             return peer
         # The latest sender is last in the list, so that no worker starves.
-        peer = list(posted)[self._link.wait_any(list(posted.values()))]
-        del posted[peer]
+        peer = list(receives)[self._link.wait_any(list(receives.values()))]
+        del receives[peer]
         return peer
 
     def _average_with(self, peer: int) -> None:
-        with self._trace.span("gossip", "wire", bytes=self._x.nbytes, rank=peer) as wire:
-            mean = self._inbox
+        mean, param = self._inbox, self._averaged_param
+        with self._trace.span("gossip", "wire", bytes=param.nbytes, rank=peer) as wire_span:
             self._link.irecv(mean, peer).wait()
-            with self._turns.turn(peer):
-                mean += self._x
+            with self._turn_lock.turn(peer):
+                mean += param
                 mean /= 2
-                self._x[...] = mean
-                finish(self._x)
+                param[...] = mean
+                finish(param)
             self._link.isend(mean, peer).wait()
-        self._times.wire_s += wire.seconds
+        self._times.wire_s += wire_span.seconds
 
 
-class Turns:
-    """Mutual exclusion of two threads that records the order of turns, or follows an `order`."""
+class TurnLock:
+    """A mutex of two threads that records the order of turns, or enforces a given order."""
 
     def __init__(self, order: Sequence[int] | None = None):
+        """Enforce `order`; with None allow any."""
         self.history: list[int] = []
-        self._order, self._failed, self._changed = order, False, threading.Condition()
+        self._order, self._has_failed, self._condition = order, False, threading.Condition()
 
     @property
-    def replays(self) -> bool:
+    def is_replay(self) -> bool:
         return self._order is not None
 
     @property
-    def logged_actives(self) -> list[int]:
+    def logged_senders(self) -> list[int]:
         """The active workers of the log, in the order of their messages."""
-        return [turn if turn >= 0 else END - turn for turn in self._order or () if turn != OWN]
+        turns = [turn for turn in self._order or () if turn != OWN_TURN]
+        return [turn if turn >= 0 else END_TURN - turn for turn in turns]
 
     @contextmanager
     def turn(self, entry: int) -> Iterator[None]:
-        """Hold the turn `entry`; raise TransportError if the other thread has failed."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._failed or self._is_next(entry))
-            if self._failed:
+        """Hold the lock for turn `entry`; raise TransportError if the other thread has failed."""
+        with self._condition:
+            self._condition.wait_for(lambda: self._has_failed or self._is_next(entry))
+            if self._has_failed:
                 raise TransportError("the thread that averages with other workers has failed")
             yield
             self.history.append(entry)
-            self._changed.notify_all()
+            self._condition.notify_all()
 
     def abort(self) -> None:
-        """Raise an error in threads that wait for a turn."""
-        with self._changed:
-            self._failed = True
-            self._changed.notify_all()
+        """Raise an error in a thread that waits for its turn."""
+        with self._condition:
+            self._has_failed = True
+            self._condition.notify_all()
 
     def _is_next(self, entry: int) -> bool:
         return self._order is None or self._order[len(self.history)] == entry

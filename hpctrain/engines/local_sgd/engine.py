@@ -1,18 +1,18 @@
 """Local SGD: workers train apart for `period` steps, then their parameters are averaged.
 
     x_i <- x_i - update(P g_i)     H times, each worker i on its share of each batch
-    x_i <- (x_1 + ... + x_P) / P   running statistics too; the optimizer's state on demand
+    x_i <- (x_1 + ... + x_P) / P   also running statistics, and the optimizer's state if requested
 
 g_i is scaled as in every engine, so that the shares of a batch add up to its gradient: with even
-shares P g_i is the mean gradient of the worker's samples, and with H = 1 plain SGD makes the step
-of `allreduce`, also with uneven ones. Sent per rank and averaging: 2n(P-1)/P bytes with a ring,
-every H steps. Ranks exchange flags when they average, and at the steps at which something is
-evaluated or saved: there all ranks learn of a worker that cannot go on, or of a request to stop. A
-worker whose gradient is not finite does not apply it; it drops it and goes on, or ends the run, see
+shares P g_i is the mean gradient of the worker's samples. With H = 1 plain SGD makes the step of
+`allreduce`, also with uneven shares. Sent per rank and averaging: 2n(P-1)/P bytes with a ring,
+every H steps. Ranks exchange flags when they average, and at the steps of evaluations and
+checkpoints: there all ranks receive requests to stop and failures of workers. A worker does not
+apply a gradient that is not finite: it drops the gradient and continues, or ends the run, see
 `[run] not_finite`.
 
 start_after  before that step gradients are averaged, in each step (post-local SGD)
-momentum     "kept": each worker keeps its own optimizer state; "averaged": it is averaged too
+momentum     "kept": each worker keeps its own optimizer state; "averaged": the state is averaged
 outer        "nesterov": the change of a round is the gradient of an outer optimizer (DiLoCo)
                  d = x - mean x_i,   v <- mu v + d,   x <- x - rate (d + mu v),   x_i <- x
 delay        S: the sum is exchanged during S more steps (DASO)
@@ -55,7 +55,7 @@ from hpctrain.gradients.reducer import WireOptions
 from hpctrain.gradients.replica import Replica, ignore_ready
 from hpctrain.nn import Sums
 from hpctrain.optim import Optimizer
-from hpctrain.tuning.select import allreduce_named
+from hpctrain.tuning.select import find_allreduce
 from hpctrain.world import World
 
 
@@ -64,12 +64,12 @@ class LocalSgd(WireOptions):
     """When parameters are averaged, and how the average is applied."""
 
     period: Annotated[int, Field(ge=1)] = 8  #: steps between two averagings
-    start_after: Annotated[int, Field(ge=0)] = 0  #: steps that average gradients, at first
+    start_after: Annotated[int, Field(ge=0)] = 0  #: first steps, which average gradients
     momentum: Literal["averaged", "kept"] = "kept"
     outer: Literal["none", "nesterov"] = "none"
-    outer_rate: Annotated[float, Field(gt=0)] | None = None  #: 0.7, if there is an outer method
-    outer_momentum: Annotated[float, Field(ge=0, lt=1)] | None = None  #: 0.9, likewise
-    delay: Annotated[int, Field(ge=0)] = 0  #: steps for which an average is on its way
+    outer_rate: Annotated[float, Field(gt=0)] | None = None  #: None: 0.7
+    outer_momentum: Annotated[float, Field(ge=0, lt=1)] | None = None  #: None: 0.9
+    delay: Annotated[int, Field(ge=0)] = 0  #: steps during which an average is exchanged
     apart: Literal["ranks", "nodes"] = "ranks"  #: the units that train apart
 
     def __post_init__(self) -> None:
@@ -84,7 +84,7 @@ class LocalSgd(WireOptions):
         if self.delay >= self.period:
             raise UsageError(
                 f"[engine] delay: expected less than the period of {self.period} steps, so that "
-                f"one average arrives before the next leaves; seen {self.delay}"
+                f"one average arrives before the next one starts; seen {self.delay}"
             )
         if self.delay and (self.outer != "none" or self.momentum != "kept"):
             raise UsageError(
@@ -108,25 +108,23 @@ class LocalSgdEngine:
 
     def __init__(self, world: World, replica: Replica, optimizer: Optimizer, options: LocalSgd):
         world.must_agree(str(options), "the options of local SGD")
-        wire = AllReduce(
-            algorithm=options.algorithm,
-            bucket_bytes=options.bucket_bytes,
-            overlap=options.overlap,
+        allreduce_options = AllReduce(
+            algorithm=options.algorithm, bucket_bytes=options.bucket_bytes, overlap=options.overlap
         )
-        self._allreduce_engine = AllReduceEngine(world, replica, optimizer, wire)
+        self._allreduce_engine = AllReduceEngine(world, replica, optimizer, allreduce_options)
         self.replica, self.algorithm = replica, options.algorithm
         self.times, self.check = self._allreduce_engine.times, self._allreduce_engine.check
         self.workers, self.worker = world.size, world.rank
         self._options, self._trace, self._group = options, world.trace, world.main
         self._update = self._allreduce_engine.update
-        self._allreduce = allreduce_named(options.algorithm)
-        self._node = NodeGroup(world, self.times, self._allreduce, options.apart == "nodes")
+        self._allreduce = find_allreduce(options.algorithm)
+        self._node_group = NodeGroup(world, self.times, self._allreduce, options.apart == "nodes")
         arena = replica.arena
         self._planes = [x for x in (arena.param, arena.buffer) if x.size]
         self._moments = [x for name, x in self._update.state.items() if name != "step"]
-        self._own_planes: list[np.ndarray] = []  # while the arena holds the mean
-        self._params_differ = False  # whether workers may have different parameters
-        self._states_differ = False  # whether their optimizers may have different states
+        self._own_planes: list[np.ndarray] = []  # this worker's, while the arena holds the mean
+        self._params_differ = False  # whether the parameters of workers may differ
+        self._states_differ = False  # whether the optimizer states of workers may differ
         self._outer = self._delayed = None
         if options.outer != "none":
             self._outer = OuterOptimizer(arena, options.outer_rate, options.outer_momentum)
@@ -135,116 +133,119 @@ class LocalSgdEngine:
 
     def train(self, work: Work, start: int, until: int) -> tuple[int, Flags]:
         """Train from step `start` to `until`."""
-        step, flags, first = start, Flags(), self._options.start_after
+        step, flags = start, Flags()
         self._restore_planes()
-        if step < first:
-            self._average_all()
-            step, flags = train_in_lockstep(self._allreduce_engine, work, step, min(until, first))
+        if step < self._options.start_after:
+            self._average_states()
+            lockstep_end = min(until, self._options.start_after)
+            step, flags = train_in_lockstep(self._allreduce_engine, work, step, lockstep_end)
             if self._outer is not None:
                 self._outer.begin()
         while step < until and not any(flags):
-            step, flags = self._round(work, step, min(until, self._end_of_round(step)))
+            step, flags = self._train_round(work, step, min(until, self._round_end(step)))
         return step, flags
 
-    def _round(self, work: Work, start: int, stop: int) -> tuple[int, Flags]:
-        """Train apart from step `start` to `stop`, where all ranks exchange their flags."""
+    def _train_round(self, work: Work, start: int, stop: int) -> tuple[int, Flags]:
+        """Train apart from step `start` to `stop`; there all ranks exchange flags."""
         self._params_differ = self._states_differ = True
-        step, running = start, True
-        while step < stop and running:
-            sums, applied = self._step(work.task(step))
-            running = self.check.may_continue(applied, work.max_drops)
-            if running:
+        step, may_continue = start, True
+        while step < stop and may_continue:
+            sums, is_applied = self._train_step(work.task(step))
+            may_continue = self.check.may_continue(is_applied, work.max_drops)
+            if may_continue:
                 step += 1
-                self._mix_if_due(step)
-            if applied:
+                self._mix_delayed_average(step)
+            if is_applied:
                 work.record(step, sums)
-        # If a node has failed, only the rank whose gradient is at fault says so.
-        step, flags = self._vote(step, not running and bool(self.check.fault), work.flags())
+        # If a node has failed, only the rank with the non-finite gradient reports it.
+        failed = not may_continue and bool(self.check.fault)
+        step, flags = self._join_flags(step, failed, work.flags())
         if flags.failed:
             self.settle()
-        elif self._end_of_round(stop - 1) == stop:
-            self._average()
+        elif self._round_end(stop - 1) == stop:
+            self._finish_round()
         return step, flags
 
-    def _average_all(self) -> None:
-        """Average the workers' states: synchronous steps begin with one state for all."""
+    def _average_states(self) -> None:
+        """Average the states of the workers: synchronous steps need equal states."""
         if self._states_differ:
-            self._mean([*self._planes, *self._moments])
+            self._average_arrays([*self._planes, *self._moments])
             self._params_differ = self._states_differ = False
         if self._delayed is not None:
             self._delayed.discard()
 
-    def _step(self, task: Task) -> tuple[Sums, bool]:
-        """Update with the gradient of this rank's share, or of the node's, if it is finite."""
+    def _train_step(self, task: Task) -> tuple[Sums, bool]:
+        """Update with the gradient of this node, if finite; return (sums, whether it was)."""
         grad, times = self.replica.arena.grad, self.times
-        # The mean over workers is to be the gradient of the batch, so each counts P times.
-        scale, key = task.scale * self.workers / self._node.size, self._node.key(task.key)
+        # The mean over workers must equal the gradient of the batch: scale each share by P.
+        scale = task.scale * self.workers / self._node_group.size
+        key = self._node_group.key_with_sums(task.key)
         with times.compute(self._trace, "forward, backward"):
             sums = self.replica.gradient(task.batch, scale, key, self.check.begin(ignore_ready))
-            passes = self.check.passes(sums)
-        finite = self._node.sum(grad, passes)
+            is_finite = self.check.passes(sums)
+        is_applied = self._node_group.sum_gradients(grad, is_finite)
         with times.compute(self._trace, "update"):
-            if finite:
+            if is_applied:
                 self._update(grad)
             else:
                 self.check.undo()
-        return sums, finite
+        return sums, is_applied
 
-    def _average(self) -> None:
-        """Average at the end of a round, by the method of the options."""
+    def _finish_round(self) -> None:
+        """Average the workers, or start a delayed average."""
         if self._delayed is not None:
             self._delayed.start()
             return
-        averaged = self._options.momentum == "averaged"
-        self._mean([*self._planes, *(self._moments if averaged else [])])
-        self._params_differ, self._states_differ = False, not averaged
+        averages_moments = self._options.momentum == "averaged"
+        self._average_arrays([*self._planes, *(self._moments if averages_moments else [])])
+        self._params_differ, self._states_differ = False, not averages_moments
         if self._outer is not None:
             self._outer.step()
 
-    def _mix_if_due(self, step: int) -> None:
-        """Mix in the average that is due at `step`."""
+    def _mix_delayed_average(self, step: int) -> None:
+        """Mix in the delayed average, if it is due at `step`."""
         steps_since_start = (step - self._options.start_after) % self._options.period
         if self._delayed is not None and steps_since_start == self._options.delay:
-            with self._trace.span("wait for an average", "wait") as waiting:
+            with self._trace.span("wait for an average", "wait") as wait_span:
                 self.times.wire_s += self._delayed.mix()
-            self.times.wait_s += waiting.seconds
+            self.times.wait_s += wait_span.seconds
 
-    def _mean(self, arrays: Sequence[np.ndarray]) -> None:
-        """Bring the mean over workers into each of `arrays`."""
-        with self._trace.span("average", "wait") as waiting:
+    def _average_arrays(self, arrays: Sequence[np.ndarray]) -> None:
+        """Replace each of `arrays` by its mean over the workers."""
+        with self._trace.span("average", "wait") as wait_span:
             for x in arrays:
                 self._allreduce(self._group, x, np.add)
                 x /= self.workers
-        self.times.wait_s += waiting.seconds
-        self.times.wire_s += waiting.seconds
+        self.times.wait_s += wait_span.seconds
+        self.times.wire_s += wait_span.seconds
 
-    def _end_of_round(self, step: int) -> int:
+    def _round_end(self, step: int) -> int:
         """Return the step at which the round of `step` ends."""
-        first, period = self._options.start_after, self._options.period
-        return first + ((step - first) // period + 1) * period
+        period, local_steps = self._options.period, step - self._options.start_after
+        return step - local_steps % period + period
 
-    def _vote(self, step: int, failed: bool, flags: Flags) -> tuple[int, Flags]:
+    def _join_flags(self, step: int, failed: bool, flags: Flags) -> tuple[int, Flags]:
         """Return (step, flags) of all ranks: `step`, or the one at which a rank failed."""
-        with self._trace.span("wait for flags", "wait") as waiting:
-            merged = join_flags(self._group, step, flags, failed)
-        self.times.wait_s += waiting.seconds
-        return merged
+        with self._trace.span("wait for flags", "wait") as wait_span:
+            step, flags = join_flags(self._group, step, flags, failed)
+        self.times.wait_s += wait_span.seconds
+        return step, flags
 
     @property
     def bytes_sent(self) -> int:
         """Bytes that this rank has sent since the start."""
         delayed_bytes = self._delayed.bytes_sent if self._delayed else 0
-        return self._allreduce_engine.bytes_sent + self._node.bytes_sent + delayed_bytes
+        return self._allreduce_engine.bytes_sent + self._node_group.bytes_sent + delayed_bytes
 
     def sum(self, numbers: np.ndarray) -> np.ndarray:
         """Return the sums of a few float64 over all ranks, the same on each."""
         return self._allreduce_engine.sum(numbers)
 
     def settle(self) -> None:
-        """Bring the mean into the arena; the next `train` resumes from each worker's own planes."""
+        """Average into the arena; the next `train` continues from each worker's own planes."""
         if self._params_differ and not self._own_planes:
             self._own_planes = [x.copy() for x in self._planes]
-            self._mean(self._planes)
+            self._average_arrays(self._planes)
 
     def _restore_planes(self) -> None:
         for x, worker_plane in zip(self._planes, self._own_planes):  # noqa: B905  (may be empty)
@@ -270,7 +271,7 @@ class LocalSgdEngine:
     def load(self, saved: SavedState) -> None:
         """Request the whole state; the same number of workers request each its own arrays.
 
-        Another number starts from the means of parameters and of optimizer states.
+        Another number of workers starts from the means of parameters and of optimizer states.
         """
         state, planes = self._update.state, dict(zip(("param", "buffer"), self._planes))  # noqa: B905
         own = partial(saved.own, worker=self.worker, workers=self.workers)
@@ -290,6 +291,6 @@ class LocalSgdEngine:
     def close(self) -> None:
         """End the communication threads and free their links; collective."""
         self._allreduce_engine.close()
-        self._node.close()
+        self._node_group.close()
         if self._delayed is not None:
             self._delayed.close()

@@ -25,7 +25,7 @@ from hpctrain.world import World
 class OuterOptimizer:
     """Nesterov's method, with the change of a round as its gradient (DiLoCo).
 
-    Every rank makes the same step from the same mean. Memory: parameters and momentum.
+    Every rank makes the same step from the same mean. Memory per rank: parameters and momentum.
     """
 
     def __init__(self, arena: Arena, rate: float | None, momentum: float | None):
@@ -40,9 +40,9 @@ class OuterOptimizer:
         self._centre[...] = self._arena.param
 
     def step(self) -> None:
-        """Step from the start of the round towards the mean, which the arena holds, and past it."""
+        """Step from the start of the round in the direction of the mean, which the arena holds."""
         arena = self._arena
-        np.subtract(self._centre, arena.param, out=arena.grad)  # its content is no longer needed
+        np.subtract(self._centre, arena.param, out=arena.grad)  # overwrites a used gradient
         self._optimizer.update(arena.grad, self._state, self._centre, arena.slots, identity_total)
         arena.param[...] = self._centre
 
@@ -74,12 +74,12 @@ class DelayedAverage:
         self._planes, self._delay, self._workers = planes, delay, world.size
         length = sum(x.size for x in planes)
         self._sum = namespace(planes[0]).zeros(length, planes[0].dtype)
-        plane_ends = np.cumsum([0, *(x.size for x in planes)]).tolist()
-        self._views = slices(self._sum, plane_ends)
-        self._group, self._concurrent = Group(world.link_for("average")), world.concurrent
-        whole_plane = [Bucket(0, self._sum.size, frozenset({"planes"}))]
+        offsets = np.cumsum([0, *(x.size for x in planes)]).tolist()
+        self._buffers = slices(self._sum, offsets)
+        self._group, self._uses_thread = Group(world.link_for("average")), world.concurrent
+        buckets = [Bucket(0, self._sum.size, frozenset({"planes"}))]
         self._reducer = Reducer(
-            self._sum, whole_plane, self._group, allreduce, world.concurrent, world.trace
+            self._sum, buckets, self._group, allreduce, world.concurrent, world.trace
         )
         self._pending = self._complete = False
         self._wire_s = 0.0
@@ -89,22 +89,22 @@ class DelayedAverage:
         return self._group.link.bytes_sent
 
     def start(self) -> None:
-        """Start the sum of the present parameters."""
-        for x, view in zip(self._planes, self._views, strict=True):
-            view[...] = x
+        """Start to sum the current parameters."""
+        for x, buffer in zip(self._planes, self._buffers, strict=True):
+            buffer[...] = x
         self._reducer.mark_ready("planes")
         self._pending, self._complete = True, False
-        if not self._concurrent:
-            self._wait()  # here, where all ranks arrive
+        if not self._uses_thread:
+            self._wait()  # without a thread the sum runs now, while all ranks are here
 
     def mix(self) -> float:
-        """Mix the sum into the planes, if one was started; return its seconds on the wire."""
+        """Mix the pending sum, if any, into the planes; return its seconds on the wire."""
         if not self._pending:
             return 0.0
         self._wait()
-        for x, total in zip(self._planes, self._views, strict=True):
+        for x, plane_sum in zip(self._planes, self._buffers, strict=True):
             x *= 2 * self._delay
-            x += total
+            x += plane_sum
             x /= 2 * self._delay + self._workers
         self._pending, wire_s_before = False, self._wire_s
         self._wire_s = self._reducer.wire_s

@@ -1,18 +1,18 @@
-"""Elastic averaging: workers train apart, each on a spring to a centre that servers keep.
+"""Elastic averaging: workers train apart; a spring force ties each to a centre on the servers.
 
 Every `period` steps of its own, worker i and the centre c move towards each other by the same d:
 
     worker i    x_i -> server    a step of its own      <- d    x_i <- x_i - d
     server                       d = a (x_i - c),  c <- c + d
 
-The difference is exchanged while the worker takes a step, so that the wire hides behind compute.
-The servers compute it from the x_i that was sent, so that it is the same on both sides. There is no
+The exchange runs while the worker takes a step, so that compute hides the communication. The
+servers compute d from the x_i that was sent, so that d is the same on both sides. There is no
 barrier: workers go at their own pace until all together have done the steps of the run. The centre
-is evaluated and saved. With plain SGD steps in between the method is EASGD, with Nesterov's
-momentum EAMSGD: both are the recipe's optimizer, whose state each worker has to itself.
+is evaluated and saved. With local steps of plain SGD the method is EASGD, with Nesterov's momentum
+EAMSGD: the recipe's optimizer makes these steps, and each worker has its own optimizer state.
 
-Sent per exchange: n bytes by the worker, n by all servers together; n being the bytes of the
-parameters. Source: Zhang, Choromanska and LeCun, "Deep learning with elastic averaging SGD", 2015,
+Sent per exchange: n bytes by the worker, n by all servers together; n is the size of the parameters
+in bytes. Source: Zhang, Choromanska and LeCun, "Deep learning with elastic averaging SGD", 2015,
 algorithms 1 and 2, where a, the *moving rate*, is 0.9 / P for P workers.
 """
 
@@ -28,21 +28,25 @@ from pydantic import Field
 from hpctrain import config
 from hpctrain.checkpoint import Piece
 from hpctrain.engines.background import background_executor
-from hpctrain.engines.engine import Flags, Times, Work, gather_rows
+from hpctrain.engines.engine import Flags, Work, gather_rows
 from hpctrain.engines.parameter_server.coordinator import Reply, Report
 from hpctrain.engines.parameter_server.engine import ParameterServerEngine
 from hpctrain.engines.parameter_server.pacing import PeriodicMethod
 from hpctrain.engines.parameter_server.roles import Roles, ServerOptions
-from hpctrain.engines.parameter_server.shard import Order, Shard, Use, ranges, wait_all
-from hpctrain.engines.parameter_server.worker import ServerLinks, Worker
+from hpctrain.engines.parameter_server.shard import (
+    GradientAction,
+    Order,
+    Shard,
+    shard_ranges,
+    wait_all,
+)
+from hpctrain.engines.parameter_server.worker import Worker, WorkerContext
 from hpctrain.engines.saved_state import SavedState
 from hpctrain.engines.worker_state import WorkerState
-from hpctrain.gradients.finite import GradientCheck
 from hpctrain.gradients.replica import Replica, ignore_ready
 from hpctrain.nn import Sums, add
 from hpctrain.optim import Optimizer, sgd
 from hpctrain.transport.link import Link
-from hpctrain.watch.trace import Trace
 from hpctrain.world import World
 
 
@@ -56,9 +60,13 @@ class Easgd(ServerOptions):
     def build(self, world: World, replica: Replica, optimizer: Optimizer) -> EasgdEngine:
         """Return this rank's engine; collective."""
         roles = self.roles(world.size)
-        rate = self.moving_rate or 0.9 / len(roles.workers)
+        moving_rate = self.moving_rate or 0.9 / len(roles.workers)
         return EasgdEngine(
-            world, replica, optimizer, roles, PeriodicMethod(len(roles.workers), self.period, rate)
+            world,
+            replica,
+            optimizer,
+            roles,
+            PeriodicMethod(len(roles.workers), self.period, moving_rate),
         )
 
 
@@ -97,148 +105,145 @@ class EasgdEngine(ParameterServerEngine):
     def _make_worker(self, roles: Roles, optimizer: Optimizer) -> ElasticWorker:
         assert self.worker is not None
         return ElasticWorker(
-            rank=self._world.rank,
-            replica=self.replica,
-            times=self.times,
-            trace=self._world.trace,
-            servers=self._server_links(roles),
-            check=self.check,
+            self._worker_context(roles),
             worker_state=WorkerState(self.replica.arena, optimizer, self.worker, self.workers),
             period=self._period,
             executor=self._executor,
         )
 
     def _make_shard(
-        self, roles: Roles, optimizer: Optimizer, servers: Link, push: Link, pull: Link
+        self, roles: Roles, optimizer: Optimizer, servers: Link, push_link: Link, pull_link: Link
     ) -> CentreShard:
         arena = self.replica.arena
-        shard_range = ranges(arena.param.size, self.servers)[servers.rank]
-        total = partial(gather_rows, servers)
-        # Only workers take gradients: the servers' optimizer is never called.
+        shard_range = shard_ranges(arena.param.size, self.servers)[servers.rank]
         return CentreShard(
-            arena, shard_range, sgd(0.0), total=total, push=push, pull=pull, workers=roles.workers
+            arena,
+            shard_range,
+            sgd(0.0),  # never called: only workers update with gradients
+            gather_rows=partial(gather_rows, servers),
+            push_link=push_link,
+            pull_link=pull_link,
+            workers=roles.workers,
         )
 
 
 class ElasticWorker(Worker):
-    """A worker that takes steps of its own, and exchanges differences meanwhile."""
+    """A worker that trains apart and exchanges differences with the centre."""
 
     def __init__(
         self,
+        context: WorkerContext,
         *,
-        rank: int,
-        replica: Replica,
-        times: Times,
-        trace: Trace,
-        servers: ServerLinks,
-        check: GradientCheck,
         worker_state: WorkerState,
         period: int,
         executor: Executor,
     ):
-        """Exchange every `period` steps in the thread of `executor`, the only user of the links."""
-        super().__init__(
-            rank=rank, replica=replica, times=times, trace=trace, servers=servers, check=check
-        )
+        """Exchange every `period` steps; only the thread of `executor` uses the links."""
+        super().__init__(context)
         self.worker_state = worker_state
         self._period, self._executor = period, executor
-        self._sent, self._difference = (np.zeros_like(replica.arena.param) for _ in range(2))
+        param = context.replica.arena.param
+        self._sent_param, self._difference = np.zeros_like(param), np.zeros_like(param)
 
-    def work(self, work: Work, start: int) -> None:
-        """Work from step `start` on while the coordinator grants steps; receive the centre."""
+    def run(self, work: Work, start: int) -> None:
+        """Train from step `start` on while the coordinator grants steps; receive the centre."""
         self.flags = Flags()
         self.worker_state.restore_planes()
         report = Report(step=start, flags=work.flags())
-        reply = self._wait(self._executor.submit(self._exchange, report))
+        reply = self._wait_for_reply(self._executor.submit(self._exchange_with_servers, report))
         while reply.grant:
             sums, reply = self._train_round(work, reply)
             work.record(reply.run_step, sums)
         self.worker_state.save_planes()
         report = Report(step=reply.step, flags=self.flags)
-        self._wait(self._executor.submit(self._final_exchange, report))
+        self._wait_for_reply(self._executor.submit(self._receive_centre, report))
 
     def _train_round(self, work: Work, reply: Reply) -> tuple[Sums, Reply]:
         """Run the granted steps; overlap the last one with the exchange."""
         param, last_step = self.replica.arena.param, reply.step + reply.grant - 1
-        sums = self._steps(work, range(reply.step, last_step))
+        sums = self._run_steps(work, range(reply.step, last_step))
         exchange_is_due = not self.flags.failed and (last_step + 1) % self._period == 0
         if exchange_is_due:
-            self._sent[...] = param
-        flags = self.flags.merged(work.flags())
-        report = Report(step=reply.step, flags=flags, steps=reply.grant, push=exchange_is_due)
-        exchange = self._executor.submit(self._exchange, report)
-        sums = add(sums, self._steps(work, range(last_step, last_step + 1)))
-        reply = self._wait(exchange)
+            self._sent_param[...] = param
+        flags = self.flags.merge(work.flags())
+        report = Report(step=reply.step, flags=flags, steps=reply.grant, has_push=exchange_is_due)
+        exchange = self._executor.submit(self._exchange_with_servers, report)
+        sums = add(sums, self._run_steps(work, range(last_step, last_step + 1)))
+        reply = self._wait_for_reply(exchange)
         if exchange_is_due:
             param -= self._difference
         return sums, reply
 
-    def _steps(self, work: Work, steps: range) -> Sums:
+    def _run_steps(self, work: Work, steps: range) -> Sums:
         """Run local steps, up to the one at which this worker fails."""
         sums = Sums(0.0, 0, 0)
         for step in () if self.flags.failed else steps:
             task = work.task(step)
             with self.times.compute(self.trace, "forward, backward"):
-                ready = self.check.begin(ignore_ready)
-                part = self.replica.gradient(task.batch, task.scale, task.key, ready)
-                passes = self.check.passes(part)
-            if not self.check.may_continue(passes, work.max_drops):
+                on_ready = self.check.begin(ignore_ready)
+                step_sums = self.replica.gradient(task.batch, task.scale, task.key, on_ready)
+                is_finite = self.check.passes(step_sums)
+            if not self.check.may_continue(is_finite, work.max_drops):
                 self.flags = self.flags.with_failure(self._rank)
                 break
-            if not passes:
+            if not is_finite:
                 continue
-            sums = add(sums, part)
+            sums = add(sums, step_sums)
             with self.times.compute(self.trace, "update"):
                 self.worker_state.update(self.replica.arena.param)
         return sums
 
-    def _exchange(self, report: Report) -> Reply:
+    def _exchange_with_servers(self, report: Report) -> Reply:
         """Report, push the parameters if an exchange is due; return the reply."""
-        with self.trace.span("exchange", "wire") as wire:
+        with self.trace.span("exchange", "wire") as wire_span:
             message = report.encode()
-            sends = [self._push.isend(message, self._coordinator)]
-            if report.push:
-                sends += [self._push.isend(self._sent[s], rank) for rank, s in self._cut]
+            send_requests = [self._push_link.isend(message, self._coordinator_rank)]
+            if report.has_push:
+                send_requests += [
+                    self._push_link.isend(self._sent_param[s], rank)
+                    for rank, s in self._server_slices
+                ]
             reply = self._receive_reply()
-            if report.push:
-                self._receive(self._difference)
-            for send in sends:
-                send.wait()
-        self.times.wire_s += wire.seconds
+            if report.has_push:
+                self._receive_slices(self._difference)
+            for request in send_requests:
+                request.wait()
+        self.times.wire_s += wire_span.seconds
         return reply
 
-    def _final_exchange(self, report: Report) -> Reply:
-        """Report the end; receive the centre, after all workers have reported theirs."""
-        reply = self._exchange(report)
-        self._receive(self.replica.arena.param)
+    def _receive_centre(self, report: Report) -> Reply:
+        """Report the end of training; receive the centre when all workers have reported theirs."""
+        reply = self._exchange_with_servers(report)
+        self._receive_slices(self.replica.arena.param)
         return reply
 
-    def _wait(self, exchange: Future[Reply]) -> Reply:
-        with self.trace.span("wait for servers", "wait") as waiting:
+    def _wait_for_reply(self, exchange: Future[Reply]) -> Reply:
+        with self.trace.span("wait for servers", "wait") as wait_span:
             reply = exchange.result()
-        self.times.wait_s += waiting.seconds
+        self.times.wait_s += wait_span.seconds
         return reply
 
 
 class CentreShard(Shard):
     """A server's range of the centre."""
 
-    def __init__(self, *args: Any, **keys: Any):
-        super().__init__(*args, **keys)
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
         self._difference = np.empty_like(self.param)
 
     def apply(self, order: Order) -> None:
-        """Move towards the parameters of the pushing worker, and send it the difference."""
-        if order.use != Use.ELASTIC:
+        """Move towards the parameters of the pushing worker; send the difference back."""
+        if order.action != GradientAction.ELASTIC:
             return super().apply(order)
-        (worker,) = order.pushed
-        for i, (x,) in self._gradients(order.pushed):
-            s = self._wire[i]
-            wait_all(self._outgoing[i])  # a send may still read the difference
-            d = np.subtract(x, self.param[s], out=self._difference[s])
-            d *= order.factor
-            self.param[s] += d
-            self._outgoing[i].append(self._pull.isend(d, self._workers[worker]))
+        (worker,) = order.pushing_workers
+        for i, (worker_param,) in self._receive_gradients(order.pushing_workers):
+            part = self._wire_slices[i]
+            wait_all(self._sends[i])  # a send may still read the difference
+            centre, difference = self.param[part], self._difference[part]
+            np.subtract(worker_param, centre, out=difference)
+            difference *= order.factor
+            centre += difference
+            self._sends[i].append(self._pull_link.isend(difference, self._workers[worker]))
 
     def pieces(self) -> list[Piece]:
         """Return this server's part of the centre."""

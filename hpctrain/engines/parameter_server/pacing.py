@@ -1,8 +1,8 @@
-"""Workers at their own pace: each goes on until all together have done the steps of the run.
+"""Workers at their own pace: each trains until all together have done the steps of the run.
 
-A worker reports, is granted a number of steps, and reports again when it begins the last of them,
-so that the reply arrives while it computes. A worker whose grant is zero finishes its step and
-reports once more. The order of reports decides how many steps each worker takes: it is logged.
+A worker reports, receives a grant of steps, and reports again when it begins the last of them, so
+that the reply arrives while it computes. After a grant of zero steps a worker finishes its step and
+reports once more. The order of reports decides how many steps each worker takes, and is logged.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from hpctrain.engines.parameter_server.coordinator import (
     Report,
     final_event,
 )
-from hpctrain.engines.parameter_server.shard import Order, Use
+from hpctrain.engines.parameter_server.shard import GradientAction, Order
 from hpctrain.engines.staleness import Staleness
 
 
 class PeriodicMethod:
-    """Grants each worker `period` steps at a time; see `Method` in engine.py."""
+    """Grants each worker `period` steps at a time; see `ServerMethod` in engine.py."""
 
     asynchronous = True
-    lockstep = adds = False
+    is_lockstep = accumulates = False
     push_every = pull_every = 1
     updates_per_step = 1.0
     delay_compensation = 0.0
 
     def __init__(self, workers: int, period: int = 1, moving_rate: float = 0.0):
-        """End each grant at an exchange, which is due every `period` steps of a worker.
+        """Grant steps up to the next exchange, which is due every `period` steps of a worker.
 
-        The servers move by `moving_rate` times the difference to the parameters of a report.
+        In an exchange the servers move by `moving_rate` times the difference to the worker.
         """
         self.workers, self.period, self.moving_rate = workers, period, moving_rate
         self.clocks = np.zeros(self.workers, np.int64)  #: steps that each worker has done
@@ -43,29 +43,29 @@ class PeriodicMethod:
     def events(self, coordinator: Coordinator, start: int, until: int) -> Iterator[Event]:
         """Yield the events until all workers together have done their part of `until` steps."""
         if int(self.clocks.sum()) // self.workers != start:
-            self.clocks[:] = start  # of another run, or of other workers
-        steps_left, stopping_workers, finished = (
-            until * self.workers - int(self.clocks.sum()),
-            set(),
-            0,
-        )
-        while finished < self.workers:
+            self.clocks[:] = start  # the clocks are of another run or of other workers
+        steps_left = until * self.workers - int(self.clocks.sum())
+        stopping_workers: set[int] = set()
+        finished_workers = 0
+        while finished_workers < self.workers:
             worker, report = coordinator.receive_report()
-            if worker in stopping_workers:  # the second report: the last step is finished
-                finished += 1
+            if worker in stopping_workers:  # its last report, after its last step
+                finished_workers += 1
                 yield Event((worker,), Order())
                 continue
-            steps = self._grant(worker, report, steps_left, coordinator)
+            steps = self._grant_steps(worker, report, steps_left, coordinator)
             steps_left -= steps
             if not steps:
                 stopping_workers.add(worker)
-            pushing_workers = (worker,) if report.push else ()
-            use = Use.ELASTIC if pushing_workers else Use.NONE
-            reply = Reply(worker, steps, int(self.clocks[worker]), self._step_reached())
-            yield Event((worker,), Order(pushing_workers, use, self.moving_rate), (reply,))
-        yield final_event(self.workers, self._step_reached())
+            pushing_workers = (worker,) if report.has_push else ()
+            action = GradientAction.ELASTIC if pushing_workers else GradientAction.NONE
+            reply = Reply(worker, steps, int(self.clocks[worker]), self._reached_step())
+            yield Event((worker,), Order(pushing_workers, action, self.moving_rate), (reply,))
+        yield final_event(self.workers, self._reached_step())
 
-    def _grant(self, worker: int, report: Report, steps_left: int, coordinator: Coordinator) -> int:
+    def _grant_steps(
+        self, worker: int, report: Report, steps_left: int, coordinator: Coordinator
+    ) -> int:
         """Return the number of steps that `worker` may take before it reports again."""
         self.clocks[worker] += report.steps
         clock = int(self.clocks[worker])
@@ -76,5 +76,5 @@ class PeriodicMethod:
             self.staleness.record_gap(clock - int(self.clocks.min()))
         return steps
 
-    def _step_reached(self) -> int:
+    def _reached_step(self) -> int:
         return int(self.clocks.sum()) // self.workers

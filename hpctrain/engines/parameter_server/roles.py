@@ -16,17 +16,17 @@ from hpctrain.core.errors import UsageError
 
 
 class Roles(NamedTuple):
-    """The ranks of the workers and of the servers, each in their order."""
+    """The ranks of the workers and of the servers, in ascending order."""
 
     workers: tuple[int, ...]
     servers: tuple[int, ...]
 
-    def worker(self, rank: int) -> int | None:
-        """Return the index of `rank` among the workers, None where it only serves."""
+    def worker_index(self, rank: int) -> int | None:
+        """Return the index of `rank` among the workers; None if it only serves."""
         return self.workers.index(rank) if rank in self.workers else None
 
-    def server(self, rank: int) -> int | None:
-        """Return the index of `rank` among the servers, None where it only works."""
+    def server_index(self, rank: int) -> int | None:
+        """Return the index of `rank` among the servers; None if it is only a worker."""
         return self.servers.index(rank) if rank in self.servers else None
 
 
@@ -38,17 +38,17 @@ class ServerOptions:
     placement: Literal["dedicated", "colocated"] = "dedicated"
 
     def roles(self, size: int) -> Roles:
-        """Return the roles of `size` ranks: the servers are the last.
+        """Return the roles of `size` ranks: the last ranks are servers.
 
-        Raises UsageError where there are more servers than ranks, or no rank is left to work.
+        Raises UsageError for more servers than ranks, or if no rank would be a worker.
         """
-        dedicated = self.placement == "dedicated"
-        worker_count = size - self.servers * dedicated
+        is_dedicated = self.placement == "dedicated"
+        worker_count = size - self.servers * is_dedicated
         if worker_count < 1 or self.servers > size:
-            need = self.servers + dedicated
+            min_ranks = self.servers + is_dedicated
             raise UsageError(
                 f"[engine] servers is {self.servers}, {self.placement}, which needs at least "
-                f"{need} ranks, but {size} were started; start more, take fewer servers"
-                + (' or set engine.placement = "colocated"' if dedicated else "")
+                f"{min_ranks} ranks, but {size} were started; start more, take fewer servers"
+                + (' or set engine.placement = "colocated"' if is_dedicated else "")
             )
         return Roles(tuple(range(worker_count)), tuple(range(size - self.servers, size)))

@@ -3,7 +3,7 @@
     server 0       receive a report -> event -> forward the order -> reply -> apply
     server 1 ...                                receive the order ->           apply
 
-So all servers apply the same orders in the same sequence, in whatever order slices arrive.
+All servers apply the same orders in the same sequence, whatever the order in which slices arrive.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import numpy as np
 from hpctrain.core.errors import HpctrainError
 from hpctrain.engines.engine import Flags
 from hpctrain.engines.parameter_server.coordinator import Coordinator, Event
-from hpctrain.engines.parameter_server.shard import Order, Shard, Use
+from hpctrain.engines.parameter_server.shard import GradientAction, Order, Shard
 from hpctrain.transport.link import Link, Request
 from hpctrain.watch.trace import Category, Trace
 
 T = TypeVar("T")
-JOIN_LIMIT_S = 10.0
-Events = Callable[[Coordinator], Iterator[Event]]
+JOIN_TIMEOUT_S = 10.0
+EventSource = Callable[[Coordinator], Iterator[Event]]
 
 
 class Server:
@@ -33,75 +33,85 @@ class Server:
     def __init__(
         self, shard: Shard, coordinator: Coordinator, servers: Link, workers: int, trace: Trace
     ):
-        """`servers` links all servers; orders are recorded in `trace`."""
+        """Serve `workers` workers; `servers` is the link between servers."""
         self.shard, self.coordinator, self._trace = shard, coordinator, trace
-        self.category: Category = "compute"  #: of its spans; "wire" in a thread beside a worker
-        self.busy_s = 0.0  #: time spent on orders
+        self.category: Category = "compute"  #: of trace spans; "wire" in a thread beside a worker
+        self.busy_s = 0.0  #: the time of all orders
         self._servers, self._workers = servers, workers
-        self._sent: list[tuple[Request, np.ndarray]] = []
+        self._pending_sends: list[tuple[Request, np.ndarray]] = []
 
     @property
     def first(self) -> bool:
         return self._servers.rank == 0
 
-    def serve(self, events: Events, own_flags: Callable[[], Flags] = Flags) -> list[Event]:
-        """Serve until the interval ends; return its events on the first server, else an empty list.
+    def serve(
+        self, events: EventSource, read_own_flags: Callable[[], Flags] = Flags
+    ) -> list[Event]:
+        """Serve until the interval ends; return its events, on other servers than the first none.
 
-        `own_flags()` returns the flags of a rank that only serves; the coordinator merges them.
+        `read_own_flags()` returns the flags of a rank that only serves, for the coordinator.
         """
         if self.first:
-            return list(self._coordinate(events, own_flags))
-        order = self._next_order()
-        while not order.last:
-            self._apply(order)
-            order = self._next_order()
-        self._apply(order)
+            return list(self._run_coordinator(events, read_own_flags))
+        order = self._receive_order()
+        while not order.is_last:
+            self._apply_order(order)
+            order = self._receive_order()
+        self._apply_order(order)
         self.shard.flush()
         return []
 
-    def _coordinate(self, events: Events, own_flags: Callable[[], Flags]) -> Iterator[Event]:
+    def _run_coordinator(
+        self, events: EventSource, read_own_flags: Callable[[], Flags]
+    ) -> Iterator[Event]:
         """Yield the events of an interval, each after it was applied."""
-        self.coordinator.open(own_flags)
+        self.coordinator.begin_interval(read_own_flags)
         for event in events(self.coordinator):
-            self._forward(event.order)
+            self._forward_order(event.order)
             self.coordinator.send_replies(event.replies)
-            self._apply(event.order, event.staleness)
-            if not event.order.last:
+            self._apply_order(event.order, event.staleness)
+            if not event.order.is_last:
                 self.coordinator.expect_reports(event.replies)
             yield event
         self.shard.flush()
 
-    def _apply(self, order: Order, staleness: int | None = None) -> None:
+    def _apply_order(self, order: Order, staleness: int | None = None) -> None:
         start = perf_counter()
         self.shard.apply(order)
-        args: dict[str, Any] = {"pushed": order.pushed, "pull": order.pull, "use": order.use.name}
+        span_args: dict[str, Any] = {
+            "pushed": order.pushing_workers,
+            "pull": order.pulling_workers,
+            "use": order.action.name,
+        }
         if staleness is not None:
-            args["staleness"] = staleness
-        self.busy_s += self._trace.add("serve", self.category, start, perf_counter(), args)
+            span_args["staleness"] = staleness
+        self.busy_s += self._trace.add("serve", self.category, start, perf_counter(), span_args)
 
-    def _forward(self, order: Order) -> None:
+    def _forward_order(self, order: Order) -> None:
         """Send `order` to the other servers."""
-        for request, _ in self._sent:  # the previous order: a server is at most one behind
-            request.wait()
-        x = _encode(order, self._workers)
-        ranks = range(1, self._servers.size)
-        self._sent = [(self._servers.isend(x, rank), x) for rank in ranks]
-        if order.last:
-            for request, _ in self._sent:
-                request.wait()
-            self._sent = []
+        self._wait_for_sends()  # of the previous order: no server is more than one order behind
+        message = _encode_order(order, self._workers)
+        peers = range(1, self._servers.size)
+        self._pending_sends = [(self._servers.isend(message, rank), message) for rank in peers]
+        if order.is_last:
+            self._wait_for_sends()
 
-    def _next_order(self) -> Order:
-        x = _encode(Order(), self._workers)
-        self._servers.irecv(x, 0).wait()
-        return _decode(x)
+    def _wait_for_sends(self) -> None:
+        for request, _ in self._pending_sends:
+            request.wait()
+        self._pending_sends = []
+
+    def _receive_order(self) -> Order:
+        message = _encode_order(Order(), self._workers)
+        self._servers.irecv(message, 0).wait()
+        return _decode_order(message)
 
 
 class ServerThread(Generic[T]):
     """A thread that serves other ranks beside a worker, for one interval."""
 
-    def __init__(self, serve: Callable[[], list[T]], failed: Callable[[BaseException], None]):
-        """Start the thread; it calls `failed` with the exception that ends it."""
+    def __init__(self, serve: Callable[[], list[T]], on_failure: Callable[[BaseException], None]):
+        """Start the thread; it calls `on_failure` with the exception that ends it."""
         self._result: list[T] = []
         self._error: BaseException | None = None
 
@@ -110,14 +120,14 @@ class ServerThread(Generic[T]):
                 self._result = serve()
             except BaseException as error:
                 self._error = error
-                failed(error)
+                on_failure(error)
 
         self._thread = threading.Thread(target=run, name="server", daemon=True)
         self._thread.start()
 
     def join(self) -> list[T]:
         """Return the result of the thread; raise its exception."""
-        self._thread.join(JOIN_LIMIT_S)
+        self._thread.join(JOIN_TIMEOUT_S)
         if self._error is not None:
             raise self._error
         if self._thread.is_alive():
@@ -125,12 +135,14 @@ class ServerThread(Generic[T]):
         return self._result
 
 
-def _encode(order: Order, workers: int) -> np.ndarray:
-    """Return `order` as float64 (3 + 2 workers): use, factor, last, two masks of workers."""
-    masks = [[float(w in group) for w in range(workers)] for group in (order.pushed, order.pull)]
-    return np.array([float(order.use), order.factor, float(order.last), *masks[0], *masks[1]])
+def _encode_order(order: Order, workers: int) -> np.ndarray:
+    """Return `order` as float64 (3 + 2 workers): action, factor, is_last, two masks of workers."""
+    pushing = [float(worker in order.pushing_workers) for worker in range(workers)]
+    pulling = [float(worker in order.pulling_workers) for worker in range(workers)]
+    return np.array([float(order.action), order.factor, float(order.is_last), *pushing, *pulling])
 
 
-def _decode(x: np.ndarray) -> Order:
-    pushed, pull = (tuple(np.flatnonzero(mask).tolist()) for mask in x[3:].reshape(2, -1))
-    return Order(pushed, Use(int(x[0])), float(x[1]), pull, bool(x[2]))
+def _decode_order(message: np.ndarray) -> Order:
+    action, factor, is_last = message[:3].tolist()
+    pushing, pulling = (tuple(np.flatnonzero(mask).tolist()) for mask in message[3:].reshape(2, -1))
+    return Order(pushing, GradientAction(int(action)), factor, pulling, bool(is_last))

@@ -1,15 +1,15 @@
-"""A server's shard: one byte range of the parameters, with the optimizer's state for it.
+"""A server's shard: one range of the parameters, and the optimizer's state of this range.
 
 Gradients arrive and parameters leave in slices: while one slice is updated, the next is received
-and the one before is sent:
+and the previous one is sent:
 
     in       [ slice 2 ][ slice 1 ][ slice 0 ]
     update              [ slice 2 ][ slice 1 ][ slice 0 ]
     out                            [ slice 2 ][ slice 1 ][ slice 0 ]
 
-Optimizers that need norms of whole tensors wait for the whole gradient. The sum over workers is
-made in the order of workers, and shards begin at blocks of the optimizers, so that the bytes
-depend neither on the order of arrival nor on the number of servers.
+Optimizers that need norms of whole tensors wait for the whole gradient. Gradients are added in the
+order of workers, and shards begin at blocks of the optimizers, so that the bytes depend neither on
+the order of arrival nor on the number of servers.
 """
 
 from __future__ import annotations
@@ -26,46 +26,46 @@ import numpy as np
 from hpctrain.checkpoint import Piece
 from hpctrain.collectives.chunks import SEGMENT_BYTES, bounds
 from hpctrain.core.xp import to_host
-from hpctrain.engines.engine import BLOCK
+from hpctrain.engines.engine import BLOCK_ELEMENTS
 from hpctrain.engines.saved_state import SavedState
 from hpctrain.gradients.arena import Arena, shift_slots
 from hpctrain.optim import Optimizer
 from hpctrain.optim.optimizer import GatherRows, State
 from hpctrain.transport.link import Link, Request
 
-AHEAD = 2  #: slices whose receives are posted before they are needed
+RECEIVES_AHEAD = 2  #: the number of slices for which receives are posted in advance
 
 
-class Use(IntEnum):
+class GradientAction(IntEnum):
     """How a server uses incoming gradients."""
 
-    NONE = 0  #: no gradient comes
+    NONE = 0  #: no gradient arrives
     DROP = 1  #: receive and discard
     ADD = 2  #: add to the sum
-    UPDATE = 3  #: add to the sum, and update with it
-    ELASTIC = 4  #: parameters come instead; see easgd.py
-    LATE = 5  #: as DROP: their step was taken without them
+    UPDATE = 3  #: add to the sum, and update with the sum
+    ELASTIC = 4  #: parameters arrive instead; see easgd.py
+    LATE = 5  #: as DROP: the step of these gradients was updated without them
 
 
 class Order(NamedTuple):
     """The next action of a server: receive gradients of some workers, send parameters to some."""
 
-    pushed: tuple[int, ...] = ()  #: the workers whose gradients come now; empty with Use.NONE
-    use: Use = Use.NONE
+    pushing_workers: tuple[int, ...] = ()  #: the workers whose gradients arrive
+    action: GradientAction = GradientAction.NONE
     factor: float = 1.0  #: multiplies each of these gradients
-    pull: tuple[int, ...] = ()  #: the workers that receive the parameters afterwards
-    last: bool = False  #: the last order of the interval
+    pulling_workers: tuple[int, ...] = ()  #: the workers that receive the parameters afterwards
+    is_last: bool = False  #: the last order of the interval
 
 
-def ranges(length: int, servers: int) -> list[slice]:
-    """Return each server's range of a plane of `length` elements, even but for one block."""
-    return [slice(a, b) for a, b in pairwise(bounds(length, servers, BLOCK))]
+def shard_ranges(length: int, servers: int) -> list[slice]:
+    """Return each server's range of a plane of `length` elements; sizes differ by one block."""
+    return [slice(start, stop) for start, stop in pairwise(bounds(length, servers, BLOCK_ELEMENTS))]
 
 
-def slices(own: slice, itemsize: int) -> list[slice]:
-    """Return the slices in which the range `own` is sent."""
-    step = SEGMENT_BYTES // itemsize
-    return [slice(a, min(a + step, own.stop)) for a in range(own.start, own.stop, step)]
+def wire_slices(own_range: slice, itemsize: int) -> list[slice]:
+    """Return the slices in which the range `own_range` is sent."""
+    length, stop = SEGMENT_BYTES // itemsize, own_range.stop
+    return [slice(i, min(i + length, stop)) for i in range(own_range.start, stop, length)]
 
 
 class Shard:
@@ -74,59 +74,63 @@ class Shard:
     def __init__(
         self,
         arena: Arena,
-        own: slice,
+        own_range: slice,
         optimizer: Optimizer,
         *,
-        total: GatherRows,
-        push: Link,
-        pull: Link,
+        gather_rows: GatherRows,
+        push_link: Link,
+        pull_link: Link,
         workers: Sequence[int],
         delay_compensation: float = 0.0,
-        adds: bool = False,
+        accumulates: bool = False,
     ):
-        """Keep range `own` of the arena's parameters.
+        """Keep the arena's parameters in `own_range`.
 
-        Gradients arrive by `push`, parameters leave by `pull`; `workers` are ranks. `total` sums
-        the rows of all shards. `delay_compensation` is the lambda of Zheng et al. (2017). With
-        `adds` orders to ADD may come, which need memory for a whole gradient.
+        Gradients arrive by `push_link`, parameters leave by `pull_link`; `workers` are ranks.
+        `gather_rows` returns the partial sums of all shards. `delay_compensation` is the lambda of
+        Zheng et al. (2017). With `accumulates` the shard accepts orders to ADD, which need memory
+        for a whole gradient.
         """
-        # In host memory, wherever workers compute: servers use the host's memory and cores.
-        self.param = to_host(arena.param[own]).copy()
-        self._own, self._length, self._total = own, arena.param.size, total
-        self._optimizer, self._push, self._pull, self._workers = optimizer, push, pull, workers
-        self._wire = [slice(s.start - own.start, s.stop - own.start)
-                      for s in slices(own, self.param.itemsize)]  # fmt: skip
-        self._whole_gradient = optimizer.needs_norms or adds
-        self._sum = np.zeros(self.param.size if self._whole_gradient else 0, self.param.dtype)
-        self._parts = [slice(0, self.param.size)] if self._whole_gradient else self._wire
-        self._slots = [shift_slots(own.start + part.start, arena.slots) for part in self._parts]
+        # In host memory even if workers compute on GPUs: servers run on the cores of the host.
+        self.param = to_host(arena.param[own_range]).copy()
+        self._own, self._length, self._gather_rows = own_range, arena.param.size, gather_rows
+        self._optimizer, self._workers = optimizer, workers
+        self._push_link, self._pull_link = push_link, pull_link
+        self._wire_slices = wire_slices(slice(0, self.param.size), self.param.itemsize)
+        self._needs_whole_gradient = optimizer.needs_norms or accumulates
+        self._sum = np.zeros(self.param.size if self._needs_whole_gradient else 0, self.param.dtype)
+        self._parts = (
+            [slice(0, self.param.size)] if self._needs_whole_gradient else self._wire_slices
+        )
+        first = own_range.start
+        self._slots = [shift_slots(first + part.start, arena.slots) for part in self._parts]
         self._states: list[State] = [optimizer.init(self.param[part]) for part in self._parts]
-        longest = max((s.stop - s.start for s in self._wire), default=0)
-        self._inbox = np.empty((AHEAD, len(workers), longest), self.param.dtype)
-        self._outgoing: list[list[Request]] = [[] for _ in self._wire]
+        max_length = max((s.stop - s.start for s in self._wire_slices), default=0)
+        self._inbox = np.empty((RECEIVES_AHEAD, len(workers), max_length), self.param.dtype)
+        self._sends: list[list[Request]] = [[] for _ in self._wire_slices]
         self._delay_compensation = delay_compensation
         self._params_at_pull = [self.param.copy() for _ in workers] if delay_compensation else []
 
     def apply(self, order: Order) -> None:
         """Receive and use the gradients of `order`, then send the parameters to its workers."""
-        is_applied = order.use in (Use.ADD, Use.UPDATE)
-        for i, gradients in self._gradients(order.pushed):
-            if is_applied:
-                self._use(i, self._summed(i, gradients, order), order)
-            if not self._whole_gradient:
-                self._send(i, order.pull)
-        if self._whole_gradient and order.use == Use.UPDATE:
-            for requests in self._outgoing:
+        adds_gradients = order.action in (GradientAction.ADD, GradientAction.UPDATE)
+        for i, gradients in self._receive_gradients(order.pushing_workers):
+            if adds_gradients:
+                self._apply_sum(i, self._sum_gradients(i, gradients, order))
+            if not self._needs_whole_gradient:
+                self._send_slice(i, order.pulling_workers)
+        if self._needs_whole_gradient and order.action == GradientAction.UPDATE:
+            for requests in self._sends:
                 wait_all(requests)
-            self._update(0, self._sum)
+            self._update_part(0, self._sum)
             self._sum[...] = 0
-        if self._whole_gradient or not order.pushed:
+        if self._needs_whole_gradient or not order.pushing_workers:
             for i in self._send_order:
-                self._send(i, order.pull)
+                self._send_slice(i, order.pulling_workers)
 
     def flush(self) -> None:
         """Wait until all sends are complete."""
-        for requests in self._outgoing:
+        for requests in self._sends:
             wait_all(requests)
 
     def pieces(self) -> list[Piece]:
@@ -156,76 +160,75 @@ class Shard:
     @property
     def _send_order(self) -> range:
         """The slices in the order of sending: the last first, as backward computes them."""
-        return range(len(self._wire))[::-1]
+        return range(len(self._wire_slices))[::-1]
 
-    def _gradients(self, pushed: Sequence[int]) -> Iterator[tuple[int, list[np.ndarray]]]:
-        """Yield, slice by slice, the gradients of the workers `pushed`, in this order."""
-        remaining = deque(self._send_order if pushed else ())
-        posted_receives: deque[tuple[int, list[tuple[Request, np.ndarray]]]] = deque()
-        while remaining or posted_receives:
-            while len(posted_receives) < AHEAD and remaining:
-                i = remaining.popleft()
-                posted_receives.append((i, self._receives(i, pushed)))
-            i, receives = posted_receives.popleft()
+    def _receive_gradients(self, workers: Sequence[int]) -> Iterator[tuple[int, list[np.ndarray]]]:
+        """Yield (number of a slice, its gradients in the order of `workers`)."""
+        slice_numbers = deque(self._send_order if workers else ())
+        posted_slices: deque[tuple[int, list[tuple[Request, np.ndarray]]]] = deque()
+        while slice_numbers or posted_slices:
+            while len(posted_slices) < RECEIVES_AHEAD and slice_numbers:
+                i = slice_numbers.popleft()
+                posted_slices.append((i, [self._post_receive(i, worker) for worker in workers]))
+            i, receives = posted_slices.popleft()
             for request, _ in receives:
                 request.wait()
-            yield i, [x for _, x in receives]
+            yield i, [gradient for _, gradient in receives]
 
-    def _receives(self, i: int, pushed: Sequence[int]) -> list[tuple[Request, np.ndarray]]:
-        length = self._wire[i].stop - self._wire[i].start
-        boxes = [self._inbox[i % AHEAD, w, :length] for w in pushed]
-        pairs = zip(pushed, boxes, strict=True)
-        return [(self._push.irecv(x, self._workers[w]), x) for w, x in pairs]
+    def _post_receive(self, i: int, worker: int) -> tuple[Request, np.ndarray]:
+        length = self._wire_slices[i].stop - self._wire_slices[i].start
+        gradient = self._inbox[i % RECEIVES_AHEAD, worker, :length]
+        return self._push_link.irecv(gradient, self._workers[worker]), gradient
 
-    def _summed(self, i: int, gradients: list[np.ndarray], order: Order) -> np.ndarray:
-        """Return the sum of slice `i` over workers, written over the first of `gradients`."""
+    def _sum_gradients(self, i: int, gradients: list[np.ndarray], order: Order) -> np.ndarray:
+        """Return the sum of slice `i` over workers; it overwrites the first of `gradients`."""
         if self._delay_compensation:
-            for w, g in zip(order.pushed, gradients, strict=True):
-                self._compensate(w, i, g)
-        first, *others = gradients
-        for g in others:
-            first += g
+            for worker, gradient in zip(order.pushing_workers, gradients, strict=True):
+                self._compensate_delay(worker, i, gradient)
+        total, *other_gradients = gradients
+        for gradient in other_gradients:
+            total += gradient
         if order.factor != 1:
-            first *= order.factor
-        return first
+            total *= order.factor
+        return total
 
-    def _compensate(self, w: int, i: int, g: np.ndarray) -> None:
-        """Compensate the delay of gradient `g`: g + lambda g g (w_now - w_then).
+    def _compensate_delay(self, worker: int, i: int, gradient: np.ndarray) -> None:
+        """Compensate the delay of `gradient` in place: g + lambda g g (w_now - w_then).
 
-        Where the result is so large that a sum over workers may overflow, `g` stays as it is.
+        Keep the gradient if the result is so large that a sum over workers may overflow.
         """
-        s = self._wire[i]
-        corrected = self.param[s] - self._params_at_pull[w][s]
+        part = self._wire_slices[i]
+        compensated = self.param[part] - self._params_at_pull[worker][part]
         with np.errstate(over="ignore", invalid="ignore"):
-            corrected *= g
-            corrected *= g
-            corrected *= self._delay_compensation
-            corrected += g
-        if isfinite(corrected.dot(corrected)):
-            g[...] = corrected
+            compensated *= gradient
+            compensated *= gradient
+            compensated *= self._delay_compensation
+            compensated += gradient
+        if isfinite(compensated.dot(compensated)):
+            gradient[...] = compensated
 
-    def _use(self, i: int, gradient: np.ndarray, order: Order) -> None:
-        if self._whole_gradient:
-            self._sum[self._wire[i]] += gradient
+    def _apply_sum(self, i: int, gradient: np.ndarray) -> None:
+        if self._needs_whole_gradient:
+            self._sum[self._wire_slices[i]] += gradient
         else:
-            wait_all(self._outgoing[i])  # these sends still read the slice
-            self._update(i, gradient)
+            wait_all(self._sends[i])  # these sends still read the slice
+            self._update_part(i, gradient)
 
-    def _update(self, part: int, gradient: np.ndarray) -> None:
+    def _update_part(self, part: int, gradient: np.ndarray) -> None:
         param, state = self.param[self._parts[part]], self._states[part]
-        self._optimizer.update(gradient, state, param, self._slots[part], self._total)
+        self._optimizer.update(gradient, state, param, self._slots[part], self._gather_rows)
 
-    def _send(self, i: int, pull: Sequence[int]) -> None:
-        """Send slice `i` of the parameters to the workers `pull`."""
-        s = self._wire[i]
-        for w in pull:
-            self._outgoing[i].append(self._pull.isend(self.param[s], self._workers[w]))
+    def _send_slice(self, i: int, workers: Sequence[int]) -> None:
+        """Send slice `i` of the parameters to `workers`."""
+        part = self._wire_slices[i]
+        for worker in workers:
+            self._sends[i].append(self._pull_link.isend(self.param[part], self._workers[worker]))
             if self._params_at_pull:
-                self._params_at_pull[w][s] = self.param[s]
+                self._params_at_pull[worker][part] = self.param[part]
 
 
 def wait_all(requests: list[Request]) -> None:
-    """Wait for all of `requests`; clear the list."""
+    """Wait for all `requests`; clear the list."""
     for request in requests:
         request.wait()
     requests.clear()

@@ -1,4 +1,4 @@
-"""Synchronous SGD with parameter servers: they keep the parameters, workers send them gradients.
+"""Synchronous SGD with parameter servers: servers keep the parameters, workers send gradients.
 
     worker i         g_i = dL/dw on its share        push g_i                 pull w
     server j         for its range of w:   g = g_1 + ... + g_N     w <- w - update(g)
@@ -8,8 +8,8 @@ n bytes by each worker, n N / k by each of k servers, whose wires are the bottle
 bytes of the parameters. Source: Li et al., "Scaling distributed machine learning with the
 parameter server", 2014.
 
-With b *backup workers* the servers step on the first N - b gradients of this version of w and drop
-the late ones, so that b slow workers delay no step. The sum is scaled up to the whole batch.
+With b *backup workers* the servers update with the first N - b gradients of this version of w and
+drop the late ones, so that b slow workers delay no step. The sum is scaled up to the whole batch.
 Source: Chen et al., "Revisiting distributed synchronous SGD", 2016.
 """
 
@@ -32,7 +32,7 @@ from hpctrain.engines.parameter_server.coordinator import (
 )
 from hpctrain.engines.parameter_server.engine import ParameterServerEngine
 from hpctrain.engines.parameter_server.roles import ServerOptions
-from hpctrain.engines.parameter_server.shard import Order, Use
+from hpctrain.engines.parameter_server.shard import GradientAction, Order
 from hpctrain.engines.staleness import Staleness
 from hpctrain.gradients.replica import Replica
 from hpctrain.optim import Optimizer
@@ -63,71 +63,76 @@ class PsSync(ServerOptions):
 
 
 class SyncMethod:
-    """Each update takes the first `needed` gradients of one version of the parameters."""
+    """Each update uses the first `required_gradients` of one version of the parameters."""
 
     push_every = pull_every = 1
-    asynchronous = adds = False
+    asynchronous = accumulates = False
     delay_compensation = 0.0
     clocks: np.ndarray | None = None
     updates_per_step = 1.0
 
-    def __init__(self, workers: int, needed: int):
-        self.workers, self.needed = workers, needed
-        self.lockstep = needed == workers
+    def __init__(self, workers: int, required_gradients: int):
+        self.workers, self.required_gradients = workers, required_gradients
+        self.is_lockstep = required_gradients == workers
         self.staleness = Staleness()
 
     def events(self, coordinator: Coordinator, start: int, until: int) -> Iterator[Event]:
         """Yield the events from step `start` on, as workers report."""
-        step, pending = start, set(range(self.workers))
+        step, unfinished_workers = start, set(range(self.workers))
         while step < until and not any(coordinator.flags):
-            pushed: dict[int, Report] = {}
-            while len(pushed) < self.needed:
+            reports: dict[int, Report] = {}
+            while len(reports) < self.required_gradients:
                 failed = coordinator.flags.failed
                 worker, report = coordinator.receive_report()
-                if report.push and report.step == step:
-                    pushed[worker] = report
-                else:  # an unused gradient fails no step
+                if report.has_push and report.step == step:
+                    reports[worker] = report
+                else:  # a failure of an unused gradient does not count
                     coordinator.flags = coordinator.flags._replace(failed=failed)
-                    yield self._admit(worker, report, step)
-            finite = not coordinator.flags.failed
-            step += finite
+                    yield self._admit_report(worker, report, step)
+            is_finite = not coordinator.flags.failed
+            step += is_finite
             if step < until and not any(coordinator.flags):
-                yield _step(pushed, finite, step, pull=True)
+                yield _update_event(reports, is_finite, step, continues=True)
             else:
-                yield _step(pushed, finite, step, pull=False)
-                pending -= set(pushed)
+                yield _update_event(reports, is_finite, step, continues=False)
+                unfinished_workers -= set(reports)
         failed = coordinator.flags.failed
-        while pending:
+        while unfinished_workers:
             worker, report = coordinator.receive_report()
             coordinator.flags = coordinator.flags._replace(failed=failed)
-            pending.remove(worker)
-            yield self._admit(worker, report, None)
+            unfinished_workers.remove(worker)
+            yield self._admit_report(worker, report, None)
         yield final_event(self.workers, step)
 
-    def _admit(self, worker: int, report: Report, step: int | None) -> Event:
-        """Return the event of a report without a gradient of this step: the first, or a late one.
+    def _admit_report(self, worker: int, report: Report, step: int | None) -> Event:
+        """Return the event of a report without a gradient for the present step.
 
-        The worker joins at `step`; with None the interval ends.
+        It is the first report of a worker, or its gradient is late. The worker joins at `step`;
+        None: the interval ends.
         """
-        self.staleness.dropped += report.push
+        self.staleness.dropped += report.has_push
         order = Order(
-            pushed=(worker,) if report.push else (),
-            use=Use.LATE if report.push else Use.NONE,
-            pull=(worker,) if step is not None and report.pull else (),
+            pushing_workers=(worker,) if report.has_push else (),
+            action=GradientAction.LATE if report.has_push else GradientAction.NONE,
+            pulling_workers=(worker,) if step is not None and report.wants_pull else (),
         )
         replies = (Reply(worker, 1, step, step),) if step is not None else ()
         return Event((worker,), order, replies)
 
 
-def _step(pushed: Mapping[int, Report], finite: bool, step: int, pull: bool) -> Event:
-    """Return the event that applies the gradients `pushed`, if all are `finite`: reaches `step`.
+def _update_event(
+    reports: Mapping[int, Report], is_finite: bool, step: int, continues: bool
+) -> Event:
+    """Return the event that updates with the gradients of `reports`, or drops them, at `step`.
 
-    The sum is scaled up for the part of the batch whose gradients are late.
+    The sum is scaled up for the part of the batch whose gradients are late. With `continues` the
+    workers receive the parameters and go on.
     """
-    workers = tuple(sorted(pushed))
-    targets = sum(report.targets for report in pushed.values())
-    batch_targets = next(iter(pushed.values())).batch_targets
+    workers = tuple(sorted(reports))
+    targets = sum(report.targets for report in reports.values())
+    batch_targets = next(iter(reports.values())).batch_targets
     factor = batch_targets / targets if 0 < targets < batch_targets else 1.0
-    replies = tuple(Reply(w, 1, step, step) for w in workers) if pull else ()
-    use = Use.UPDATE if finite else Use.DROP
-    return Event(workers, Order(workers, use, factor, workers if pull else ()), replies)
+    action = GradientAction.UPDATE if is_finite else GradientAction.DROP
+    pulling_workers = workers if continues else ()
+    replies = tuple(Reply(worker, 1, step, step) for worker in pulling_workers)
+    return Event(workers, Order(workers, action, factor, pulling_workers), replies)

@@ -11,7 +11,7 @@ import numpy as np
 
 from hpctrain.engines.engine import Flags, Task, Times, Work, identity_total
 from hpctrain.engines.parameter_server.coordinator import Reply, Report
-from hpctrain.engines.parameter_server.push import Cut, GradientPush
+from hpctrain.engines.parameter_server.push import GradientPush, ServerSlices
 from hpctrain.gradients.finite import GradientCheck
 from hpctrain.gradients.replica import Replica
 from hpctrain.nn import Sums, add
@@ -23,138 +23,147 @@ SumOverWorkers = Callable[[np.ndarray], np.ndarray]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerLinks:
-    """A worker's links to the servers."""
+class WorkerContext:
+    """The replica of a worker, its links to the servers, and its records of times and failures."""
 
-    push: Link  #: to the servers: reports and gradients
-    pull: Link  #: from the servers: replies and parameters
-    coordinator: int  #: the rank of the first server
-    cut: Cut  #: (serving rank, slice) in the order of sending
+    rank: int
+    replica: Replica
+    times: Times
+    trace: Trace
+    check: GradientCheck
+    push_link: Link  #: to the servers: reports and gradients
+    pull_link: Link  #: from the servers: replies and parameters
+    coordinator_rank: int  #: the rank of the first server
+    server_slices: ServerSlices
 
 
 class Worker:
-    """One worker: its replica, and its links to the servers."""
+    """A worker that pushes gradients and pulls parameters."""
 
     def __init__(
         self,
+        context: WorkerContext,
         *,
-        rank: int,
-        replica: Replica,
-        times: Times,
-        trace: Trace,
-        servers: ServerLinks,
-        check: GradientCheck,
         push_every: int = 1,
         pull_every: int = 1,
         local_rate: Callable[[int], float] | None = None,
         sum_over_workers: SumOverWorkers | None = None,
-        drops: bool = False,
+        drops_gradients: bool = False,
     ):
         """Push every `push_every` steps, pull every `pull_every`.
 
-        A gradient that does not pass the `check` is dropped here, if this worker `drops` its own;
-        else it reports the failure, and the servers drop all gradients of that step. Between pulls
-        the worker's parameters follow its own gradients with `local_rate`. Layers use
-        `sum_over_workers`, if all workers take each step together.
+        With `drops_gradients` the worker itself drops a gradient that is not finite; otherwise it
+        reports the failure, and the servers drop all gradients of that step. Between pulls the
+        worker updates its parameters by plain SGD with `local_rate`. Layers use `sum_over_workers`
+        if all workers take each step together.
         """
-        self.replica, self.times, self.trace = replica, times, trace
+        self.replica, self.times, self.trace = context.replica, context.times, context.trace
         self.flags = Flags()  #: flags at the end of training that no report contained
-        self.check, self._drops = check, drops
-        self._rank, self._coordinator = rank, servers.coordinator
-        self._push, self._pull, self._cut = servers.push, servers.pull, servers.cut
+        self.check, self._drops_gradients = context.check, drops_gradients
+        self._rank, self._coordinator_rank = context.rank, context.coordinator_rank
+        self._push_link, self._pull_link = context.push_link, context.pull_link
+        self._server_slices = context.server_slices
         self._push_every, self._pull_every = push_every, pull_every
-        self._since_pull = 0
-        self._sum = sum_over_workers
-        self._local: Optimizer | None = None
+        self._steps_since_pull = 0
+        self._sum_over_workers = sum_over_workers
+        self._local_optimizer: Optimizer | None = None
         if self._pull_every > 1 and local_rate is not None:
-            self._local = sgd(local_rate)
+            self._local_optimizer = sgd(local_rate)
 
     @cached_property
     def _gradient_push(self) -> GradientPush:
-        """The gradients to push; created on first use: a subclass may push something else."""
-        return GradientPush(self.replica.arena, self._cut, adds=self._push_every > 1)
+        """The gradients to push; created on first use: a subclass may push parameters instead."""
+        accumulates = self._push_every > 1
+        return GradientPush(self.replica.arena, self._server_slices, accumulates)
 
-    def work(self, work: Work, start: int) -> None:
-        """Work from step `start` on while the coordinator grants steps."""
-        self._since_pull = 0
-        reply = self._exchange(Report(step=start, flags=work.flags()))
+    def run(self, work: Work, start: int) -> None:
+        """Train from step `start` on while the coordinator grants steps."""
+        self._steps_since_pull = 0
+        reply = self._exchange_with_servers(Report(step=start, flags=work.flags()))
         while reply.grant:
-            first = reply.step
-            sums, report = self._round(work, first)
-            reply = self._exchange(report)
-            failed = report.flags.failed or (not self._drops and reply.run_step == first)
-            if report.push and not failed:
+            first_step = reply.step
+            sums, report = self._compute_round(work, first_step)
+            reply = self._exchange_with_servers(report)
+            is_updated = self._drops_gradients or reply.run_step != first_step
+            if report.has_push and not report.flags.failed and is_updated:
                 work.record(reply.run_step, sums)
 
-    def _round(self, work: Work, first: int) -> tuple[Sums, Report]:
-        """Compute the gradients of one push, from step `first` on."""
-        sums, flags, batch_targets, passes = Sums(0.0, 0, 0), work.flags(), 0, True
-        for step in range(first, first + self._push_every):
+    def _compute_round(self, work: Work, first_step: int) -> tuple[Sums, Report]:
+        """Compute the gradients of one push, from step `first_step` on."""
+        sums, flags, batch_targets, is_finite = Sums(0.0, 0, 0), work.flags(), 0, True
+        last_step = first_step + self._push_every - 1
+        for step in range(first_step, last_step + 1):
             task = work.task(step)
-            part, passes = self._gradient(task, step, last=step == first + self._push_every - 1)
-            if not passes:
+            step_sums, is_finite = self._compute_gradient(task, step, is_last=step == last_step)
+            if not is_finite:
                 break
-            sums = add(sums, part)
+            sums = add(sums, step_sums)
             batch_targets += round(1 / task.scale)
-        pushes = True
-        if self._drops and self.check.may_continue(passes, work.max_drops, self._push_every):
-            pushes = passes
-        elif not passes:
+        has_push, steps = True, self._push_every
+        if self._drops_gradients and self.check.may_continue(is_finite, work.max_drops, steps):
+            has_push = is_finite
+        elif not is_finite:
             flags = flags.with_failure(self._rank)
-        if not pushes:
+        if not has_push:
             self._gradient_push.clear()
-        self._since_pull += self._push_every
+        self._steps_since_pull += self._push_every
         return sums, Report(
-            step=first,
+            step=first_step,
             flags=flags,
             steps=self._push_every,
-            push=pushes,
-            pull=self._since_pull >= self._pull_every,
+            has_push=has_push,
+            wants_pull=self._steps_since_pull >= self._pull_every,
             targets=sums.count,
             batch_targets=batch_targets,
         )
 
-    def _gradient(self, task: Task, step: int, last: bool) -> tuple[Sums, bool]:
-        """Compute one gradient, `last` of a push or not; return its sums and whether it passes."""
+    def _compute_gradient(self, task: Task, step: int, is_last: bool) -> tuple[Sums, bool]:
+        """Compute a gradient, the last one of a push if `is_last`; return (sums, is it finite)."""
         key, arena = task.key, self.replica.arena
-        if self._sum is not None:
-            key = key._replace(sum_over_ranks=self._sum)
+        if self._sum_over_workers is not None:
+            key = key._replace(sum_over_ranks=self._sum_over_workers)
         with self.times.compute(self.trace, "forward, backward"):
-            ready = self.check.begin(self._gradient_push.on_ready_for(last))
-            sums = self.replica.gradient(task.batch, task.scale, key, ready)
-            self._gradient_push.add(last)
-            passes = self.check.passes(sums)
-            if self._local is not None and passes:
-                state = {"step": np.array([step])}
-                self._local.update(arena.grad, state, arena.param, arena.slots, identity_total)
-        return sums, passes
+            on_ready = self.check.begin(self._gradient_push.make_on_ready(is_last))
+            sums = self.replica.gradient(task.batch, task.scale, key, on_ready)
+            self._gradient_push.finish_gradient(is_last)
+            is_finite = self.check.passes(sums)
+            if self._local_optimizer is not None and is_finite:
+                self._local_optimizer.update(
+                    arena.grad,
+                    {"step": np.array([step])},
+                    arena.param,
+                    arena.slots,
+                    identity_total,
+                )
+        return sums, is_finite
 
-    def _exchange(self, report: Report) -> Reply:
+    def _exchange_with_servers(self, report: Report) -> Reply:
         """Report, push the gradient, pull the parameters if due; return the reply."""
         start, message, gradient = perf_counter(), report.encode(), self._gradient_push
-        sends = [self._push.isend(message, self._coordinator)]
-        if report.push:
-            sends += [self._push.isend(x, rank) for rank, x in gradient.slices(self._push)]
+        link = self._push_link
+        send_requests = [link.isend(message, self._coordinator_rank)]
+        if report.has_push:
+            send_requests += [link.isend(x, rank) for rank, x in gradient.slices(link)]
         reply = self._receive_reply()
-        if report.pull or not reply.grant:
-            self._receive(self.replica.arena.param)
-        for send in sends:
-            send.wait()
-        if report.push:
+        if report.wants_pull or not reply.grant:
+            self._receive_slices(self.replica.arena.param)
+        for request in send_requests:
+            request.wait()
+        if report.has_push:
             gradient.clear()
-        spent = self.trace.add("push, pull", "wait", start, perf_counter())
-        self.times.wait_s += spent
-        self.times.wire_s += spent
+        exchange_s = self.trace.add("push, pull", "wait", start, perf_counter())
+        self.times.wait_s += exchange_s
+        self.times.wire_s += exchange_s
         return reply
 
     def _receive_reply(self) -> Reply:
-        x = np.zeros(len(Reply._fields), np.int64)
-        self._pull.irecv(x, self._coordinator).wait()
-        return Reply(*x.tolist())
+        message = np.zeros(len(Reply._fields), np.int64)
+        self._pull_link.irecv(message, self._coordinator_rank).wait()
+        return Reply(*message.tolist())
 
-    def _receive(self, buffer: np.ndarray) -> None:
+    def _receive_slices(self, buffer: np.ndarray) -> None:
         """Receive all slices into `buffer`."""
-        self._since_pull = 0
-        receives = [self._pull.irecv(buffer[s], rank) for rank, s in self._cut]
-        for receive in receives:
-            receive.wait()
+        self._steps_since_pull = 0
+        requests = [self._pull_link.irecv(buffer[s], rank) for rank, s in self._server_slices]
+        for request in requests:
+            request.wait()

@@ -17,7 +17,7 @@ import numpy as np
 from hpctrain import config
 from hpctrain.checkpoint import Piece
 from hpctrain.collectives import Group
-from hpctrain.collectives.nccl import communicator, nccl
+from hpctrain.collectives.nccl import communicator_for, nccl
 from hpctrain.collectives.vote import elementwise_maximum
 from hpctrain.core.errors import UsageError
 from hpctrain.core.xp import on_device
@@ -26,7 +26,7 @@ from hpctrain.engines.engine import (
     Task,
     Times,
     Work,
-    begin_equal,
+    broadcast_replica,
     sum_in_layer,
     sum_over,
     train_in_lockstep,
@@ -45,7 +45,7 @@ from hpctrain.gradients.reducer import Reducer, WireOptions
 from hpctrain.gradients.replica import Replica, ignore_ready
 from hpctrain.nn import Sums
 from hpctrain.optim import Optimizer
-from hpctrain.tuning.select import all_gather_named, auto
+from hpctrain.tuning.select import auto, find_all_gather
 from hpctrain.world import World
 
 
@@ -60,7 +60,7 @@ class AllReduce(WireOptions):
         """Refuse options that contradict each other or the method of compression."""
         super().__post_init__()
         if self.reduction == "ordered":
-            all_gather_named(self.algorithm)  # raises an error if there is none
+            find_all_gather(self.algorithm)  # raises an error if there is none
         for conflict, message in contradictions(self):
             if conflict:
                 raise UsageError(message)
@@ -124,7 +124,9 @@ class AllReduceEngine:
         concurrent = overlap.uses_thread(world, options)
         wire = self._wire = world.group_for("wire", alone=not concurrent)
         if sums.allreduce is nccl:
-            communicator(wire, arena.grad)  # before training, where a failure can still be reported
+            communicator_for(
+                wire, arena.grad
+            )  # before training, where a failure can still be reported
         overlap.sleep_while_waiting(wire, concurrent)
         cut = overlap.cut(arena, wire, options, concurrent)
         reduce = overlap.prefer_shared_sum(self.update.reduce, wire, arena.grad, cut, options)
@@ -277,4 +279,4 @@ def _begin_equal(world: World, replica: Replica, options: AllReduce) -> None:
     """Move gradients to memory shared with neighbours; broadcast the parameters of rank 0."""
     grad = replica.arena.grad
     replica.move(grad=world.memory.zeros_like(grad))
-    begin_equal(world, replica, str(options))
+    broadcast_replica(world, replica, str(options))

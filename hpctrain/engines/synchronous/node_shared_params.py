@@ -31,7 +31,7 @@ from hpctrain.checkpoint import Piece
 from hpctrain.collectives import AllReduceFunction, Group
 from hpctrain.collectives.chunks import bounds
 from hpctrain.core.errors import UsageError
-from hpctrain.engines.engine import BLOCK, Times
+from hpctrain.engines.engine import BLOCK_ELEMENTS, Times
 from hpctrain.engines.saved_state import SavedState
 from hpctrain.engines.synchronous.update import (
     PartwiseUpdate,
@@ -105,7 +105,7 @@ class NodeSharedUpdate:
     def pieces(self) -> list[Piece]:
         """Return this rank's part of the state; each node saves an equal part of a range."""
         nodes = self._across.link
-        offsets = bounds(self._param.size, nodes.size, BLOCK)
+        offsets = bounds(self._param.size, nodes.size, BLOCK_ELEMENTS)
         range_slice = slice(offsets[nodes.rank], offsets[nodes.rank + 1])
         return range_pieces(self._arena, self.state, self._own.start, range_slice, self._link)
 
@@ -170,7 +170,7 @@ def _must_be_shared(shared: bool, nbytes: int) -> None:
 
 def _range(size: int, parts: int, rank: int) -> slice:
     """Return the range of a node's rank, cut at blocks; of ranks beyond `parts` an empty one."""
-    offsets = bounds(size, parts, BLOCK)
+    offsets = bounds(size, parts, BLOCK_ELEMENTS)
     return slice(*offsets[rank : rank + 2]) if rank < parts else slice(0, 0)
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from hpctrain.collectives import AllReduceFunction, Group, Operation, ordered
-from hpctrain.collectives.all_gathers import IN_MEMORY, AllGather
+from hpctrain.collectives.all_gathers import IN_MEMORY_ALL_GATHERS, AllGather
 from hpctrain.collectives.ordered import SumTree
 from hpctrain.collectives.ring import reduce_scatter
 from hpctrain.gradients.arena import view_offset
@@ -24,7 +24,7 @@ from hpctrain.gradients.finite import GradientParts
 from hpctrain.gradients.reducer import WireOptions
 from hpctrain.gradients.replica import Replica
 from hpctrain.nn import Sums
-from hpctrain.tuning.select import all_gather_named, allreduce_named
+from hpctrain.tuning.select import find_all_gather, find_allreduce
 
 #: Takes a few float64, returns their sums over all ranks, the same on each.
 Add = Callable[[np.ndarray], np.ndarray]
@@ -60,8 +60,8 @@ class OrderedSums:
 
     def ordered(self, group: Group, x: np.ndarray, op: Operation) -> None:
         """Sum slice `x` of the gradient plane, all of it on every rank."""
-        in_memory = self._all_gather in IN_MEMORY
-        scatter = ordered.from_memory if in_memory else ordered.reduce_scatter
+        in_memory = self._all_gather in IN_MEMORY_ALL_GATHERS
+        scatter = ordered.reduce_scatter_in_memory if in_memory else ordered.reduce_scatter
         scatter(group, self._tree, self._own(x), x, op)
         self._all_gather(group, x)
 
@@ -81,5 +81,5 @@ def gradient_sums(
 ) -> FastSums | OrderedSums:
     """Return the sums of `[wire] reduction`."""
     if tree := options.tree(size):
-        return OrderedSums(replica, tree, rank, all_gather_named(options.algorithm))
-    return FastSums(replica, allreduce_named(options.algorithm))
+        return OrderedSums(replica, tree, rank, find_all_gather(options.algorithm))
+    return FastSums(replica, find_allreduce(options.algorithm))

@@ -24,10 +24,10 @@ import numpy as np
 from hpctrain.checkpoint import Piece
 from hpctrain.collectives import AllReduceFunction, Group, Operation
 from hpctrain.collectives.chunks import bounds
-from hpctrain.collectives.copy_through import parts
+from hpctrain.collectives.copy_through import part_offsets
 from hpctrain.collectives.ring import all_gather
 from hpctrain.engines.engine import (
-    BLOCK,
+    BLOCK_ELEMENTS,
     Times,
     gather_rows,
     identity_total,
@@ -89,7 +89,7 @@ class ReplicatedUpdate:
         self.reduce, self.state = sums, optimizer.init(arena.param)
         self._arena, self._optimizer, self._link = arena, optimizer, group.link
         #: the range that `direct` sums on this rank
-        self.own = slice(*parts(arena.grad, group.link.size)[group.link.rank :][:2])
+        self.own = slice(*part_offsets(arena.grad, group.link.size)[group.link.rank :][:2])
 
     def __call__(self, gradient: np.ndarray) -> None:
         """Update with a summed gradient, of the length of the plane."""
@@ -126,7 +126,7 @@ class ShardedUpdate:
         self._sums = sums
         self._times, self._trace = times, trace
         rank, size = group.link.rank, group.link.size
-        self._offsets = bounds(arena.param.size, size, BLOCK)
+        self._offsets = bounds(arena.param.size, size, BLOCK_ELEMENTS)
         #: the range of this rank
         self.own = slice(self._offsets[rank], self._offsets[rank + 1])
         self._slots = shift_slots(self.own.start, arena.slots)

@@ -27,7 +27,7 @@ import numpy as np
 from hpctrain.collectives import AllReduceFunction, Group
 from hpctrain.collectives.recursive_doubling import recursive_doubling
 from hpctrain.collectives.reductions import bfloat16 as bf16
-from hpctrain.collectives.reductions.operations import in_float32
+from hpctrain.collectives.reductions.operations import float32_ufunc
 from hpctrain.core.xp import Array, namespace, to_host
 from hpctrain.gradients.arena import Arena, view_offset
 
@@ -64,7 +64,7 @@ class Bfloat16:
         rounded_bucket = self._half_plane.view_bucket(x)
         bf16.round_to_bfloat16(x, rounded_bucket)
         self._allreduce(group, rounded_bucket, bf16.add)
-        bf16.widen(rounded_bucket, x)
+        bf16.widen_bfloat16(rounded_bucket, x)
 
 
 class Float16:
@@ -77,7 +77,7 @@ class Float16:
         self.local_state: dict[str, Array] = {}
         self.shared_state: dict[str, Array] = {}
         self._allreduce, self._half_plane = allreduce, _HalfPlane(arena, np.float16, zeros_like)
-        self._add = in_float32(np.add)
+        self._add = float32_ufunc(np.add)
 
     def __call__(self, group: Group, x: Array) -> None:
         """Sum flat `x` in place; where a gradient is not finite, its first element is NaN."""

@@ -119,7 +119,7 @@ class TopK:
     def _pair_buffer(self, group: Group, x: Array, count: int) -> Array:
         """Return a buffer for the `count` pairs of every rank, one row of bytes per rank."""
         nbytes = -(-count * (INDEX_DTYPE.itemsize + x.itemsize) // ROW_BYTES) * ROW_BYTES
-        return self._scratch.on_device_of(x, group.link.size * nbytes, np.uint8).reshape(-1, nbytes)
+        return self._scratch.buffer(x, group.link.size * nbytes, np.uint8).reshape(-1, nbytes)
 
 
 def _largest_indices(x: np.ndarray, k: int) -> np.ndarray:

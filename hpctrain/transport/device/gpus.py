@@ -3,9 +3,9 @@
     4 ranks, 2 GPUs         rank 0 1 2 3   ->   GPU 0 1 0 1        shared in turn, and logged
     a site that shows each rank one GPU    ->   that GPU, which CUDA calls 0
 
-CUDA_VISIBLE_DEVICES is read and never narrowed: a process cannot map the memory of a GPU that it
-does not see, so a rank must see its neighbours' GPUs. A *name* of a GPU is its UUID,
-the same for every process: CUDA's numbers are each process's own.
+CUDA_VISIBLE_DEVICES is read, never changed: a process cannot map the memory of a GPU that it does
+not see, so a rank must see its neighbours' GPUs. GPUs are compared by UUID, which is the same in
+every process; CUDA's numbers differ between processes.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from hpctrain.core.launchers import Launched
 from hpctrain.hardware import pci
 
 Device = Literal["cpu", "gpu", "auto"]
-VISIBLE = "CUDA_VISIBLE_DEVICES"
-#: CUDA's major version: the extra of ours whose CuPy is made for it
+VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+#: {major version of CUDA: the extra of hpctrain that installs the CuPy for it}
 EXTRAS = {12: "cuda12x", 13: "cuda13x"}
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU that this process sees: CUDA's number for it here, its name, its PCI address."""
+    """One GPU that this process sees: its number in this process, its UUID, its PCI address."""
 
     ordinal: int
     uuid: str
@@ -41,7 +41,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class GpuChoice:
-    """The number of the GPU a rank takes, as CUDA counts here, and the reason in a few words."""
+    """The number of a rank's GPU, as CUDA counts in this process, and a short reason."""
 
     ordinal: int
     note: str
@@ -49,45 +49,49 @@ class GpuChoice:
 
 @dataclass(frozen=True)
 class GpuCores:
-    """The cores near a rank's GPU; it is rank `index` of `count` near them, None: unknown."""
+    """The cores near a rank's GPU, shared by `count` ranks; `index` of this one, or None."""
 
     cores: frozenset[int]
     index: int | None
     count: int
 
 
-def gpu_for(launched: Launched, visible_gpus: int, listed: Sequence[str] = ()) -> GpuChoice:
-    """Return the choice among `visible_gpus` GPUs; `listed` is CUDA_VISIBLE_DEVICES, split.
+def choose_gpu(
+    launched: Launched, visible_gpus: int, listed_devices: Sequence[str] = ()
+) -> GpuChoice:
+    """Return the choice among `visible_gpus` GPUs; `listed_devices`: from CUDA_VISIBLE_DEVICES.
 
-    Raises UsageError where there is none.
+    Raises UsageError if no GPU is visible.
     """
     if visible_gpus < 1:
-        raise HereError(f"no GPU is visible{_as_listed(listed)}; {_REMEDY}")
+        raise HereError(f"no GPU is visible{_visible_devices_text(listed_devices)}; {_REMEDY}")
     if visible_gpus == 1:
-        return GpuChoice(0, "the only one visible" + _one_slice(listed))
-    rank, unsure = launched.local_rank, ""
+        return GpuChoice(0, "the only one visible" + _mig_note(listed_devices))
+    rank, warning = launched.local_rank, ""
     if rank is None:
-        rank, unsure = launched.rank, ", by its rank: the launcher sets no local rank"
+        rank, warning = launched.rank, ", by its rank: the launcher sets no local rank"
     if launched.local_size is not None and launched.local_size > visible_gpus:
-        unsure += f"; {launched.local_size} ranks share {visible_gpus} GPUs"
-    return GpuChoice(rank % visible_gpus, f"one of {visible_gpus} visible, taken in turn{unsure}")
+        warning += f"; {launched.local_size} ranks share {visible_gpus} GPUs"
+    return GpuChoice(rank % visible_gpus, f"one of {visible_gpus} visible, taken in turn{warning}")
 
 
-def listed(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the words of CUDA_VISIBLE_DEVICES; none where it is not set."""
-    return tuple(entry.strip() for entry in environ.get(VISIBLE, "").split(",") if entry.strip())
+def parse_visible_devices(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the entries of CUDA_VISIBLE_DEVICES; empty if it is not set."""
+    return tuple(
+        entry.strip() for entry in environ.get(VISIBLE_DEVICES, "").split(",") if entry.strip()
+    )
 
 
-def of_job(environ: Mapping[str, str], visible_gpus: int) -> int:
-    """Return the number of this node's GPUs in the job, with those hidden from this rank."""
+def job_gpu_count(environ: Mapping[str, str], visible_gpus: int) -> int:
+    """Return the number of this node's GPUs in the job, including GPUs hidden from this rank."""
     count = environ.get("SLURM_GPUS_ON_NODE", "")
     return max(visible_gpus, int(count) if count.isdigit() else 0)
 
 
 def gpu_cores(launched: Launched, ordinal: int, cores: Sequence[frozenset[int]]) -> GpuCores | None:
-    """Return the cores near GPU `ordinal` of a rank; `cores`: those near each visible GPU.
+    """Return the cores near a rank's GPU `ordinal`; `cores`: the cores near each visible GPU.
 
-    None where the machine does not report them. The index of this rank among the ranks near these
+    None if the machine does not report them. The index of this rank among the ranks near these
     cores is known only where it sees its neighbours' GPUs.
     """
     own_cores = cores[ordinal]
@@ -95,37 +99,37 @@ def gpu_cores(launched: Launched, ordinal: int, cores: Sequence[frozenset[int]])
         return None
     if len(cores) == 1:
         return GpuCores(own_cores, None, launched.local_size)
-    local_ranks_of_block = [
-        r for r in range(launched.local_size) if cores[r % len(cores)] == own_cores
+    local_ranks_near = [
+        local_rank
+        for local_rank in range(launched.local_size)
+        if cores[local_rank % len(cores)] == own_cores
     ]
-    return GpuCores(
-        own_cores, local_ranks_of_block.index(launched.local_rank), len(local_ranks_of_block)
-    )
+    return GpuCores(own_cores, local_ranks_near.index(launched.local_rank), len(local_ranks_near))
 
 
 def visible_gpus(device: Device) -> tuple[Gpu, ...]:
-    """Return the GPUs that this process sees, none for "cpu"; no context is made on any.
+    """Return the GPUs that this process sees, empty for "cpu"; makes no context on them.
 
-    Where something is missing "auto" returns none and "gpu" raises UsageError.
+    Without a driver, CuPy or GPU, "auto" returns () and "gpu" raises UsageError.
     """
-    if device == "cpu" or (device == "auto" and not (driver_cuda() and find_spec("cupy"))):
+    if device == "cpu" or (device == "auto" and not (driver_cuda_version() and find_spec("cupy"))):
         return ()
     try:
-        return _visible()
+        return _query_visible_gpus()
     except UsageError:
         if device == "gpu":
             raise
         return ()
 
 
-def use(ordinal: int) -> None:
-    """Make the GPU current in this thread; threads that use it later call this, too.
+def use_gpu(ordinal: int) -> None:
+    """Make the GPU current in this thread; every thread that uses the GPU must call this.
 
-    Raises UsageError where it is unavailable: its compute mode may allow one process only.
+    Raises UsageError if the GPU is unavailable: its compute mode may allow only one process.
     """
-    cuda = runtime()
+    cuda = cuda_runtime()
     try:
-        cupy_module().cuda.Device(ordinal).use()
+        import_cupy().cuda.Device(ordinal).use()
     except cuda.CUDARuntimeError as error:
         raise HereError(
             f"GPU {ordinal} cannot be used: {error}; if nvidia-smi shows the compute mode "
@@ -133,38 +137,38 @@ def use(ordinal: int) -> None:
         ) from None
 
 
-def runtime() -> Any:
-    """Return CUDA's runtime as CuPy offers it."""
-    return cupy_module().cuda.runtime
+def cuda_runtime() -> Any:
+    """Return CuPy's module of the CUDA runtime."""
+    return import_cupy().cuda.runtime
 
 
 def select_gpu(device: Device, launched: Launched) -> Gpu | None:
-    """Make a GPU current for this process and return it; None: it computes on its cores.
+    """Make a GPU current for this process and return it; None: compute on the CPU.
 
-    For processes without MPI; see `seat` for ranks. Raises UsageError if `device` is "gpu" and none
-    is available.
+    For processes without MPI; ranks use placement/rank_placement.py. Raises UsageError if `device`
+    is "gpu" and no GPU is available.
     """
     gpus = visible_gpus(device)
     if not gpus:
         return None
-    gpu = gpus[gpu_for(launched, len(gpus), listed(os.environ)).ordinal]
-    use(gpu.ordinal)
+    gpu = gpus[choose_gpu(launched, len(gpus), parse_visible_devices(os.environ)).ordinal]
+    use_gpu(gpu.ordinal)
     return gpu
 
 
-def model(ordinal: int) -> str:
+def product_name(ordinal: int) -> str:
     """Return the product name of the GPU, such as NVIDIA H200."""
-    name = runtime().getDeviceProperties(ordinal)["name"]
+    name = cuda_runtime().getDeviceProperties(ordinal)["name"]
     return name.decode() if isinstance(name, bytes) else str(name)
 
 
-def free_bytes() -> int:
+def free_gpu_bytes() -> int:
     """Return the free memory of the current GPU, in bytes."""
-    return int(runtime().memGetInfo()[0])
+    return int(cuda_runtime().memGetInfo()[0])
 
 
-def driver_cuda() -> int | None:
-    """Return the driver's CUDA version, 12040 for 12.4; None where there is no driver."""
+def driver_cuda_version() -> int | None:
+    """Return the driver's CUDA version, 12040 for 12.4; None without a driver."""
     version = ctypes.c_int()
     try:
         ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
@@ -176,81 +180,87 @@ def driver_cuda() -> int | None:
 _REMEDY = "look at `hpctrain doctor`, or take device = 'cpu'"
 
 
-def _as_listed(listed: Sequence[str]) -> str:
-    return f" ({VISIBLE} is {','.join(listed)})" if listed else ""
+def _visible_devices_text(listed_devices: Sequence[str]) -> str:
+    return f" ({VISIBLE_DEVICES} is {','.join(listed_devices)})" if listed_devices else ""
 
 
-def _one_slice(listed: Sequence[str]) -> str:
-    """Return a note if several MIG slices are listed, of which CUDA shows only the first."""
-    if len(listed) < 2 or not listed[0].startswith("MIG-"):
+def _mig_note(listed_devices: Sequence[str]) -> str:
+    """Return a note if several MIG slices are listed: CUDA shows only the first of them."""
+    if len(listed_devices) < 2 or not listed_devices[0].startswith("MIG-"):
         return ""
-    return f", the first of {len(listed)} MIG slices: let the launcher give each rank its own"
+    return (
+        f", the first of {len(listed_devices)} MIG slices: let the launcher give each rank its own"
+    )
 
 
-def _visible() -> tuple[Gpu, ...]:
-    cuda, words = runtime(), listed(os.environ)
+def _query_visible_gpus() -> tuple[Gpu, ...]:
+    cuda, listed_devices = cuda_runtime(), parse_visible_devices(os.environ)
     try:
         count = cuda.getDeviceCount()
     except cuda.CUDARuntimeError as error:
-        raise HereError(_refused(str(error), cuda.runtimeGetVersion())) from None
+        raise HereError(_startup_error_text(str(error), cuda.runtimeGetVersion())) from None
     if not count:
-        raise HereError(f"no GPU is visible{_as_listed(words)}; {_REMEDY}")
-    return tuple(Gpu(i, _uuid(i, words), _address(cuda, i)) for i in range(count))
+        raise HereError(f"no GPU is visible{_visible_devices_text(listed_devices)}; {_REMEDY}")
+    return tuple(
+        Gpu(i, _query_uuid(i, listed_devices), _query_pci_address(cuda, i)) for i in range(count)
+    )
 
 
-def cupy_module() -> Any:
-    """Return the module `cupy`; raise UsageError that names the extra where there is none."""
+def import_cupy() -> Any:
+    """Return the module `cupy`; without it, raise UsageError with the extra to install."""
     try:
         import cupy
     except ImportError as error:
         raise HereError(
-            f"device = 'gpu' needs CuPy: pip install 'hpctrain[{_extra()}]'; seen: {error}"
+            f"device = 'gpu' needs CuPy: pip install 'hpctrain[{_matching_extra()}]'; seen: {error}"
         ) from None
     return cupy
 
 
-def _refused(error: str, made_for: int) -> str:
-    """Return the sentence about a CUDA that does not start, under a CuPy made for `made_for`."""
-    driver = driver_cuda()
-    if driver is None:
+def _startup_error_text(error: str, cupy_cuda_version: int) -> str:
+    """Return the reason why CUDA does not start with a CuPy for `cupy_cuda_version`."""
+    driver_version, cupy_major = driver_cuda_version(), cupy_cuda_version // 1000
+    if driver_version is None:
         return f"no GPU: this machine has no NVIDIA driver (libcuda.so.1); {_REMEDY}"
-    if driver // 1000 < made_for // 1000:
+    if driver_version // 1000 < cupy_major:
         return (
-            f"CuPy was made for CUDA {made_for // 1000}, and the driver brings {_dotted(driver)}: "
-            f"pip uninstall cupy-cuda{made_for // 1000}x; pip install 'hpctrain[{_extra()}]'"
+            f"CuPy was made for CUDA {cupy_major}, and the driver brings "
+            f"{_format_version(driver_version)}: pip uninstall cupy-cuda{cupy_major}x; "
+            f"pip install 'hpctrain[{_matching_extra()}]'"
         )
-    return f"CUDA finds no GPU ({error}){_as_listed(listed(os.environ))}; {_REMEDY}"
+    listed_devices = parse_visible_devices(os.environ)
+    return f"CUDA finds no GPU ({error}){_visible_devices_text(listed_devices)}; {_REMEDY}"
 
 
-def _extra() -> str:
-    return EXTRAS.get((driver_cuda() or 0) // 1000, EXTRAS[max(EXTRAS)])
+def _matching_extra() -> str:
+    return EXTRAS.get((driver_cuda_version() or 0) // 1000, EXTRAS[max(EXTRAS)])
 
 
-def _dotted(version: int) -> str:
+def _format_version(version: int) -> str:
     return f"{version // 1000}.{version % 1000 // 10}"
 
 
-def _uuid(ordinal: int, words: Sequence[str]) -> str:
-    """Return the name of a GPU or MIG slice; CUDA has been started."""
-    if ordinal < len(words) and words[ordinal].startswith("MIG-"):
-        return words[ordinal]
-    raw, device = (ctypes.c_ubyte * 16)(), ctypes.c_int()
+def _query_uuid(ordinal: int, listed_devices: Sequence[str]) -> str:
+    """Return the UUID of a GPU or MIG slice; CUDA must have been initialized."""
+    if ordinal < len(listed_devices) and listed_devices[ordinal].startswith("MIG-"):
+        return listed_devices[ordinal]
+    uuid_bytes, device = (ctypes.c_ubyte * 16)(), ctypes.c_int()
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
         get_uuid = getattr(cuda, "cuDeviceGetUuid_v2", None) or cuda.cuDeviceGetUuid
-        failed = cuda.cuDeviceGet(ctypes.byref(device), ordinal) or get_uuid(raw, device)
+        has_failed = cuda.cuDeviceGet(ctypes.byref(device), ordinal) or get_uuid(uuid_bytes, device)
     except (OSError, AttributeError):
-        failed = True
-    if failed:
+        has_failed = True
+    if has_failed:
         return f"GPU-number-{ordinal}"
-    uuid_hex = bytes(raw).hex()
+    uuid_hex = bytes(uuid_bytes).hex()
     return "GPU-" + "-".join(
         (uuid_hex[:8], uuid_hex[8:12], uuid_hex[12:16], uuid_hex[16:20], uuid_hex[20:])
     )
 
 
-def _address(cuda: Any, ordinal: int) -> str:
+def _query_pci_address(cuda: Any, ordinal: int) -> str:
     try:
-        return pci.address(cuda.deviceGetPCIBusId(ordinal))
+        return pci.normalize_address(cuda.deviceGetPCIBusId(ordinal))
     except (cuda.CUDARuntimeError, ValueError):
         return ""

@@ -1,11 +1,11 @@
 """NCCL by way of CuPy: NVIDIA's own all-reduce, between one GPU of each rank.
 
-    rank 0       id = 128 bytes  --by our own links-->  all ranks make one communicator of it
+    rank 0       id = 128 bytes  --by our own links-->  all ranks join one communicator
 
     on a GPU     the sum over all ranks there, in the current stream
     elsewhere    host memory --copy--> GPU, sum over all ranks there --copy--> host memory
 
-CuPy is imported when the algorithm is asked for, never before. **Not yet run on a GPU**: tests run
+CuPy is imported only if the algorithm is selected. **Not yet run on a GPU**: tests run
 it against a stand-in for CuPy that checks every call. Source of the calls: the reference of
 `cupy.cuda.nccl.NcclCommunicator`.
 """
@@ -36,20 +36,20 @@ DTYPES = {
 ID_BYTES = 128
 
 
-def libraries() -> tuple[Any, Any]:
-    """Return the modules `cupy` and `cupy.cuda.nccl`; raise UsageError if something is missing."""
+def load_libraries() -> tuple[Any, Any]:
+    """Return the modules `cupy` and `cupy.cuda.nccl`; raise UsageError if one is missing."""
     try:
         import cupy
         from cupy.cuda import nccl
 
-        _ = nccl.NcclCommunicator  # where CuPy finds no NCCL, the module is there and empty
+        _ = nccl.NcclCommunicator  # without NCCL the module exists, but is empty
     except (ImportError, AttributeError) as error:
         raise UsageError(
             "algorithm 'nccl' needs CuPy and NCCL: pip install 'hpctrain[cuda12x]' "
             "nvidia-nccl-cu12 (with CUDA 13: cuda13x and nvidia-nccl-cu13), or take algorithm = "
             f"'auto'; seen: {error}"
         ) from None
-    if not devices(cupy):
+    if not count_devices(cupy):
         raise UsageError(
             "algorithm 'nccl' needs a GPU for each rank, and CUDA sees none here; look at "
             "nvidia-smi and CUDA_VISIBLE_DEVICES, or take algorithm = 'auto'"
@@ -57,41 +57,49 @@ def libraries() -> tuple[Any, Any]:
     return cupy, nccl
 
 
-def new_id() -> np.ndarray:
+def new_unique_id() -> np.ndarray:
     """Return the unique id of a new communicator, for all its ranks: (128,) int16."""
-    return np.array(libraries()[1].get_unique_id(), np.int16)  # of chars, signed or not
+    return np.array(
+        load_libraries()[1].get_unique_id(), np.int16
+    )  # its chars may be signed or unsigned
 
 
 class Communicator:
-    """All ranks, each with a GPU of its own; used by one thread."""
+    """An NCCL communicator of all ranks, one GPU per rank; used by one thread."""
 
-    def __init__(self, rank: int, size: int, device: int, id_of_rank_0: np.ndarray):
-        """Join the communicator of `id_of_rank_0`, made by `new_id`; all ranks must call."""
-        self._cupy, self._nccl = libraries()
+    def __init__(self, rank: int, size: int, device: int, unique_id: np.ndarray):
+        """Join the communicator of `unique_id`, made by `new_unique_id`; all ranks must call."""
+        self._cupy, self._nccl = load_libraries()
         self._device = self._cupy.cuda.Device(device)
         with self._device:
             self._stream = self._cupy.cuda.Stream(non_blocking=True)
-            self._comm = self._nccl.NcclCommunicator(size, tuple(id_of_rank_0.tolist()), rank)
+            self._comm = self._nccl.NcclCommunicator(size, tuple(unique_id.tolist()), rank)
 
     def allreduce(self, x: Array, op: Any) -> None:
-        """Reduce flat `x` in place over all ranks; on a GPU, as the current stream sees it."""
+        """Reduce flat `x` in place over all ranks; GPU arrays in the current stream's order."""
         if op not in OPERATIONS or x.dtype.name not in DTYPES:
-            raise UsageError(f"NCCL reduces no arrays of {x.dtype} here; take an algorithm of ours")
-        kind, reduction = (getattr(self._nccl, s) for s in (DTYPES[x.dtype.name], OPERATIONS[op]))
+            raise UsageError(
+                f"NCCL reduces no arrays of {x.dtype} here; take an algorithm of hpctrain"
+            )
+        nccl_dtype, nccl_op = (
+            getattr(self._nccl, name) for name in (DTYPES[x.dtype.name], OPERATIONS[op])
+        )
         if on_device(x):
             stream = self._cupy.cuda.get_current_stream()
-            self._comm.allReduce(x.data.ptr, x.data.ptr, x.size, kind, reduction, stream.ptr)
+            self._comm.allReduce(x.data.ptr, x.data.ptr, x.size, nccl_dtype, nccl_op, stream.ptr)
             return
         with self._device, self._stream:
             y = self._cupy.asarray(x)
-            self._comm.allReduce(y.data.ptr, y.data.ptr, y.size, kind, reduction, self._stream.ptr)
+            self._comm.allReduce(
+                y.data.ptr, y.data.ptr, y.size, nccl_dtype, nccl_op, self._stream.ptr
+            )
             y.get(stream=self._stream, out=x)
             self._stream.synchronize()
 
 
-def devices(cupy: Any) -> int:
+def count_devices(cupy: Any) -> int:
     """Return the number of GPUs that this process may use."""
     try:
         return int(cupy.cuda.runtime.getDeviceCount())
-    except cupy.cuda.runtime.CUDARuntimeError:  # no driver, or none that fits
+    except cupy.cuda.runtime.CUDARuntimeError:  # no driver, or an incompatible one
         return 0

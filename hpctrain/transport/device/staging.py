@@ -1,8 +1,8 @@
 """Staged transfers: a GPU's array travels through pinned host memory, in segments.
 
-    GPU -> host    [ 0 ][ 1 ][ 2 ][ 3 ]                      stream `up` of the sender
+    GPU -> host    [ 0 ][ 1 ][ 2 ][ 3 ]                      the sender's stream to the host
     wire                [ 0 ][ 1 ][ 2 ][ 3 ]                 MPI sends and receives host memory
-    host -> GPU              [ 0 ][ 1 ][ 2 ][ 3 ]            stream `down` of the receiver
+    host -> GPU              [ 0 ][ 1 ][ 2 ][ 3 ]            the receiver's stream to the GPU
 
 A message of n bytes is cut into about 32 segments of 256 KiB to 4 MiB, a power of two: the first
 and the last of them fill and drain the pipeline of three stages, and each costs some 20 us of
@@ -25,22 +25,23 @@ import numpy as np
 
 from hpctrain.core.xp import namespace, pinned
 
-MIN_SEGMENT_BYTES, MAX_SEGMENT_BYTES, SEGMENTS = 256 << 10, 4 << 20, 32
-BUFFERS = 3  # one is filled while one is on the wire and one waits for it
+MIN_SEGMENT_BYTES, MAX_SEGMENT_BYTES, TARGET_SEGMENTS = 256 << 10, 4 << 20, 32
+MAX_BUFFERS = 3  # one is filled while one is on the wire and one waits for it
 
 
-class Posted(Protocol):
-    """A message posted to the wire."""
+class PostedBuffer(Protocol):
+    """A buffer posted to the wire."""
 
     def done(self) -> bool:
-        """Return whether it is complete."""
+        """Return whether the message is complete."""
 
 
-Post = Callable[[np.ndarray], Posted]  #: posts a buffer to the wire, to send it or to fill it
+#: Posts a buffer to the wire, to send or to fill it.
+PostBuffer = Callable[[np.ndarray], PostedBuffer]
 
 
 class PinnedBuffer(NamedTuple):
-    """Pinned host memory, by address and as bytes, of the power of two that is `size`."""
+    """Pinned host memory: its address, its bytes, and its `size`, a power of two."""
 
     pointer: int
     bytes: np.ndarray
@@ -56,11 +57,11 @@ class Segment(NamedTuple):
 
 def segment_bytes(nbytes: int) -> int:
     """Return the length of the segments in which a message of `nbytes` is staged."""
-    ideal = 1 << max(nbytes // SEGMENTS - 1, 0).bit_length()
-    return min(max(ideal, MIN_SEGMENT_BYTES), MAX_SEGMENT_BYTES)
+    ideal_bytes = 1 << max(nbytes // TARGET_SEGMENTS - 1, 0).bit_length()
+    return min(max(ideal_bytes, MIN_SEGMENT_BYTES), MAX_SEGMENT_BYTES)
 
 
-def segments(nbytes: int) -> Iterator[Segment]:
+def cut_segments(nbytes: int) -> Iterator[Segment]:
     """Yield the segments of a message; an empty message is one empty segment, as on every link."""
     step = segment_bytes(nbytes)
     for start in range(0, max(nbytes, 1), step):
@@ -68,21 +69,21 @@ def segments(nbytes: int) -> Iterator[Segment]:
 
 
 class Staging:
-    """The copy streams and the buffers of one thread on one GPU."""
+    """The copy streams and pinned buffers of one thread on one GPU."""
 
     def __init__(self, xp: Any):
         """Make the streams on the current device."""
-        self.host_bytes = 0  #: copied to or from the host
+        self.host_bytes = 0  #: bytes copied to or from the host
         self._cuda = xp.cuda
-        self._to_device_stream, self._to_host_stream = (
+        self._to_host_stream, self._to_device_stream = (
             xp.cuda.Stream(non_blocking=True) for _ in range(2)
         )
         self._free_buffers: dict[int, list[PinnedBuffer]] = defaultdict(list)
         self._copying: deque[tuple[Any, PinnedBuffer]] = deque()
 
     def record_event(self) -> Any:
-        """Return an event behind the present work of the current stream."""
-        return self._cuda.get_current_stream().record(self._event())
+        """Return an event after the present work of the current stream."""
+        return self._cuda.get_current_stream().record(self._new_event())
 
     def make_stream_wait(self, event: Any) -> None:
         """Order later work of the current stream after `event`."""
@@ -93,24 +94,32 @@ class Staging:
         while self._copying and self._copying[0][0].done:
             self.release(self._copying.popleft()[1])
         size = max(MIN_SEGMENT_BYTES, 1 << max(nbytes - 1, 0).bit_length())
-        return self._free_buffers[size].pop() if self._free_buffers[size] else self._pinned(size)
+        return (
+            self._free_buffers[size].pop()
+            if self._free_buffers[size]
+            else self._allocate_pinned(size)
+        )
 
     def release(self, buffer: PinnedBuffer) -> None:
-        """Return a buffer to the free ones."""
+        """Return `buffer` to the free buffers."""
         self._free_buffers[buffer.size].append(buffer)
 
-    def to_host(self, pointer: int, buffer: PinnedBuffer, nbytes: int, awaited_event: Any) -> Any:
+    def copy_to_host(
+        self, pointer: int, buffer: PinnedBuffer, nbytes: int, awaited_event: Any
+    ) -> Any:
         """Start to copy device memory into `buffer` after `awaited_event`; return its event."""
         kind = self._cuda.runtime.memcpyDeviceToHost
         return self._copied(
-            self._to_device_stream, buffer.pointer, pointer, nbytes, kind, awaited_event
+            self._to_host_stream, buffer.pointer, pointer, nbytes, kind, awaited_event
         )
 
-    def to_device(self, buffer: PinnedBuffer, pointer: int, nbytes: int, awaited_event: Any) -> Any:
-        """Start to copy from `buffer`, which is free again after the returned event."""
+    def copy_to_device(
+        self, buffer: PinnedBuffer, pointer: int, nbytes: int, awaited_event: Any
+    ) -> Any:
+        """Start to copy from `buffer`; it is free again after the returned event."""
         kind = self._cuda.runtime.memcpyHostToDevice
         event = self._copied(
-            self._to_host_stream, pointer, buffer.pointer, nbytes, kind, awaited_event
+            self._to_device_stream, pointer, buffer.pointer, nbytes, kind, awaited_event
         )
         self._copying.append((event, buffer))
         return event
@@ -122,12 +131,12 @@ class Staging:
         self.host_bytes += nbytes
         if nbytes:  # an array without elements has no address
             self._cuda.runtime.memcpyAsync(destination, source, nbytes, kind, stream.ptr)
-        return stream.record(self._event())
+        return stream.record(self._new_event())
 
-    def _event(self) -> Any:
+    def _new_event(self) -> Any:
         return self._cuda.Event(disable_timing=True)
 
-    def _pinned(self, size: int) -> PinnedBuffer:
+    def _allocate_pinned(self, size: int) -> PinnedBuffer:
         # Never freed: allocating pinned memory stops the whole device for milliseconds.
         memory = pinned(size)
         return PinnedBuffer(memory.ptr, np.frombuffer(memory, np.uint8, size), size)
@@ -135,58 +144,61 @@ class Staging:
 
 class _ThreadStaging(threading.local):
     def __init__(self) -> None:
-        self.by_device: dict[tuple[Any, int], Staging] = {}  # by CuPy and device
+        self.staging_by_device: dict[tuple[Any, int], Staging] = {}  # by CuPy and device
 
 
-_thread = _ThreadStaging()
+_thread_state = _ThreadStaging()
 
 
-def staging(x: Any) -> Staging:
+def staging_for(x: Any) -> Staging:
     """Return this thread's streams and buffers for the GPU of the device array `x`."""
     xp = namespace(x)
-    name = (xp, x.data.device_id)
-    if name not in _thread.by_device:
-        _thread.by_device[name] = Staging(xp)
-    return _thread.by_device[name]
+    key = (xp, x.data.device_id)
+    if key not in _thread_state.staging_by_device:
+        _thread_state.staging_by_device[key] = Staging(xp)
+    return _thread_state.staging_by_device[key]
 
 
-class Sending:
+class StagedSend:
     """A staged send of a device array."""
 
-    def __init__(self, x: Any, post: Post):
-        """Send contiguous `x` by `post`, which is called for each buffer in turn."""
-        self._staging, self._post, self._x = staging(x), post, x
+    def __init__(self, x: Any, post_buffer: PostBuffer):
+        """Send contiguous `x` by `post_buffer`, which is called for each buffer in turn."""
+        self._staging, self._post_buffer, self._x = staging_for(x), post_buffer, x
         self._awaited_event = self._staging.record_event()
-        self._remaining = deque(segments(x.nbytes))
+        self._remaining_segments = deque(cut_segments(x.nbytes))
         self._copied: deque[tuple[Any, PinnedBuffer, int]] = deque()
-        self._sent: deque[tuple[Posted, PinnedBuffer]] = deque()
+        self._sending_buffers: deque[tuple[PostedBuffer, PinnedBuffer]] = deque()
 
     @property
-    def posted(self) -> bool:
+    def is_posted(self) -> bool:
         """Whether all segments are posted."""
-        return not self._remaining and not self._copied
+        return not self._remaining_segments and not self._copied
 
     @property
     def done(self) -> bool:
         """Whether the array may be written again."""
-        return self.posted and not self._sent
+        return self.is_posted and not self._sending_buffers
 
     def advance(self, may_post: bool) -> int:
         """Return the number of steps done; `may_post`: segments may be posted."""
         steps = 0
-        while self._remaining and len(self._copied) + len(self._sent) < BUFFERS:
-            segment = self._remaining.popleft()
+        while (
+            self._remaining_segments
+            and len(self._copied) + len(self._sending_buffers) < MAX_BUFFERS
+        ):
+            segment = self._remaining_segments.popleft()
             buffer = self._staging.acquire(segment.nbytes)
             pointer = self._x.data.ptr + segment.start
-            event = self._staging.to_host(pointer, buffer, segment.nbytes, self._awaited_event)
+            event = self._staging.copy_to_host(pointer, buffer, segment.nbytes, self._awaited_event)
             self._copied.append((event, buffer, segment.nbytes))
             steps += 1
         while may_post and self._copied and self._copied[0][0].done:
             _, buffer, nbytes = self._copied.popleft()
-            self._sent.append((self._post(buffer.bytes[:nbytes]), buffer))
+            self._sending_buffers.append((self._post_buffer(buffer.bytes[:nbytes]), buffer))
             steps += 1
-        while self._sent and self._sent[0][0].done():
-            self._staging.release(self._sent.popleft()[1])
+        while self._sending_buffers and self._sending_buffers[0][0].done():
+            self._staging.release(self._sending_buffers.popleft()[1])
             steps += 1
         return steps
 
@@ -194,41 +206,49 @@ class Sending:
         """Do nothing: a complete send needs no ordering."""
 
 
-class Receiving:
+class StagedReceive:
     """A staged receive into a device array."""
 
-    def __init__(self, x: Any, post: Post):
-        """Fill contiguous `x` by `post`, which is called for each buffer in turn."""
-        self._staging, self._post, self._x = staging(x), post, x
+    def __init__(self, x: Any, post_buffer: PostBuffer):
+        """Fill contiguous `x` by `post_buffer`, which is called for each buffer in turn."""
+        self._staging, self._post_buffer, self._x = staging_for(x), post_buffer, x
         self._awaited_event = self._last_copy = self._staging.record_event()
-        self._remaining = deque(segments(x.nbytes))
-        self._receiving: deque[tuple[Posted, PinnedBuffer, Segment]] = deque()
+        self._remaining_segments = deque(cut_segments(x.nbytes))
+        self._receiving_buffers: deque[tuple[PostedBuffer, PinnedBuffer, Segment]] = deque()
         self._copying: deque[Any] = deque()
 
     @property
-    def posted(self) -> bool:
+    def is_posted(self) -> bool:
         """Whether all buffers are posted."""
-        return not self._remaining
+        return not self._remaining_segments
 
     @property
     def done(self) -> bool:
         """Whether `finish` may be called."""
-        return not self._remaining and not self._receiving
+        return not self._remaining_segments and not self._receiving_buffers
 
     def advance(self, may_post: bool) -> int:
         """Return the number of steps done; `may_post`: buffers may be posted."""
         steps = 0
         while self._copying and self._copying[0].done:
             self._copying.popleft()
-        while may_post and self._remaining and len(self._receiving) + len(self._copying) < BUFFERS:
-            segment = self._remaining.popleft()
+        while (
+            may_post
+            and self._remaining_segments
+            and len(self._receiving_buffers) + len(self._copying) < MAX_BUFFERS
+        ):
+            segment = self._remaining_segments.popleft()
             buffer = self._staging.acquire(segment.nbytes)
-            self._receiving.append((self._post(buffer.bytes[: segment.nbytes]), buffer, segment))
+            self._receiving_buffers.append(
+                (self._post_buffer(buffer.bytes[: segment.nbytes]), buffer, segment)
+            )
             steps += 1
-        while self._receiving and self._receiving[0][0].done():
-            _, buffer, (start, nbytes) = self._receiving.popleft()
+        while self._receiving_buffers and self._receiving_buffers[0][0].done():
+            _, buffer, (start, nbytes) = self._receiving_buffers.popleft()
             pointer = self._x.data.ptr + start
-            self._last_copy = self._staging.to_device(buffer, pointer, nbytes, self._awaited_event)
+            self._last_copy = self._staging.copy_to_device(
+                buffer, pointer, nbytes, self._awaited_event
+            )
             self._copying.append(self._last_copy)
             steps += 1
         return steps

@@ -35,7 +35,7 @@ from hpctrain.core import launchers  # noqa: E402
 from hpctrain.core.xp import finish  # noqa: E402
 from hpctrain.transport.device import gpus  # noqa: E402
 from hpctrain.transport.gpu_probe import mpi_claims  # noqa: E402
-from hpctrain.transport.gpu_probe.verify import pattern  # noqa: E402
+from hpctrain.transport.gpu_probe.verify import byte_pattern  # noqa: E402
 from hpctrain.transport.link import Link  # noqa: E402
 from hpctrain.transport.mpi import installation  # noqa: E402
 from hpctrain.transport.mpi import link as mpi_link  # noqa: E402
@@ -43,16 +43,18 @@ from hpctrain.transport.paths import Path  # noqa: E402
 from hpctrain.watch import WatchRecord  # noqa: E402
 
 #: Short, long, and as long as a piece of a bucket: MPIs use another protocol for each.
-SIZES = (1, 1 << 16, 1 << 24)
+MESSAGE_SIZES = (1, 1 << 16, 1 << 24)
 ROUNDS = 8
-OUTPUT_S = 0.3  # srun drops output when it kills a step: a crash must not follow a line at once
+OUTPUT_DELAY_S = (
+    0.3  # srun drops output when it kills a step: a crash must not follow a line at once
+)
 #: Lengths at which both paths are timed, from a vote to a long bucket.
-TIMED = tuple(1 << i for i in (10, 14, 18, 20, 22, 25))
-LONG_BYTES, LONG_ROUNDS = 1 << 22, 3  #: from LONG bytes on fewer rounds: a wire may be slow
-TO_DEVICE, TO_HOST, DEFAULT = 1, 2, 4  # kinds of cudaMemcpy
+TIMED_SIZES = tuple(1 << i for i in (10, 14, 18, 20, 22, 25))
+LONG_MESSAGE_BYTES, LONG_ROUNDS = 1 << 22, 3  #: from LONG bytes on fewer rounds: a wire may be slow
+HOST_TO_DEVICE, DEVICE_TO_HOST, ANY_DIRECTION = 1, 2, 4  # kinds of cudaMemcpy
 
 
-class Buffer:
+class GpuBuffer:
     """Memory of the GPU, from an allocation of its own: IPC handles stand for whole allocations."""
 
     def __init__(self, runtime: Any, nbytes: int):
@@ -61,17 +63,17 @@ class Buffer:
 
     def write(self, x: np.ndarray) -> None:
         """Fill the beginning with `x`."""
-        self._runtime.memcpy(self.pointer, x.ctypes.data, x.nbytes, TO_DEVICE)
+        self._runtime.memcpy(self.pointer, x.ctypes.data, x.nbytes, HOST_TO_DEVICE)
         self._runtime.deviceSynchronize()
 
     def read(self, nbytes: int) -> np.ndarray:
         """Return the beginning, uint8."""
         x = np.empty(nbytes, np.uint8)
         self._runtime.deviceSynchronize()
-        self._runtime.memcpy(x.ctypes.data, self.pointer, nbytes, TO_HOST)
+        self._runtime.memcpy(x.ctypes.data, self.pointer, nbytes, DEVICE_TO_HOST)
         return x
 
-    def message(self, nbytes: int) -> list[Any]:
+    def mpi_message(self, nbytes: int) -> list[Any]:
         """Return the beginning as an MPI buffer, by its pointer."""
         return [MPI.memory.fromaddress(self.pointer, nbytes), nbytes, MPI.BYTE]
 
@@ -79,69 +81,71 @@ class Buffer:
 def main() -> None:
     """Run the stages; rank 0 prints their results."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash is expected: no core file
-    launched, numbers = launchers.launched(os.environ), sys.argv[1].split(",")
-    runtime = _use_gpu(int(numbers[launched.rank]))
+    launched, gpu_numbers = launchers.launched(os.environ), sys.argv[1].split(",")
+    runtime = _use_gpu(int(gpu_numbers[launched.rank]))
     MPI.Init_thread(MPI.THREAD_MULTIPLE)  # as the run does: MPIs use other paths without
     comm = MPI.COMM_WORLD
     if comm.size != 2:
         sys.exit(f"expected a job of 2 ranks, this one has {comm.size}")
     # Slurm may have several nodes on one machine.
     hosts = comm.allgather(os.environ.get("SLURMD_NODENAME") or MPI.Get_processor_name())
-    _report(comm, "started", claims=asdict(_claims(comm)), hosts=hosts)
-    outbox, inbox = Buffer(runtime, max(SIZES)), Buffer(runtime, max(SIZES))
+    _print_stage(comm, "started", claims=asdict(_query_claims(comm)), hosts=hosts)
+    outbox, inbox = GpuBuffer(runtime, max(MESSAGE_SIZES)), GpuBuffer(runtime, max(MESSAGE_SIZES))
     if hosts[0] == hosts[1]:
-        _report(comm, "ipc", **by_ipc(comm, runtime, outbox, inbox))
+        _print_stage(comm, "ipc", **exchange_by_ipc(comm, runtime, outbox, inbox))
     link = mpi_link.MpiLink(comm.Dup(), WatchRecord(None, comm.rank, comm.size).entry("main"))
-    cupy = gpus.cupy_module()
-    _report(comm, "staged", seconds=messages(link, cupy, ["staged"]))
-    time.sleep(OUTPUT_S)
-    result = exchange_pointers(comm, outbox, inbox)
-    _report(comm, "pointer", **result)
+    cupy = gpus.import_cupy()
+    _print_stage(comm, "staged", seconds=time_messages(link, cupy, ["staged"]))
+    time.sleep(OUTPUT_DELAY_S)
+    result = exchange_by_pointer(comm, outbox, inbox)
+    _print_stage(comm, "pointer", **result)
     if result["right"]:
-        _report(comm, "sizes", seconds=messages(link, cupy, ["staged", "cuda-aware"]))
+        _print_stage(comm, "sizes", seconds=time_messages(link, cupy, ["staged", "cuda-aware"]))
     comm.Barrier()
     MPI.Finalize()
 
 
-def by_ipc(comm: MPI.Comm, runtime: Any, outbox: Buffer, inbox: Buffer) -> dict[str, Any]:
+def exchange_by_ipc(
+    comm: MPI.Comm, runtime: Any, outbox: GpuBuffer, inbox: GpuBuffer
+) -> dict[str, Any]:
     """Copy the other rank's memory into `inbox`; return correctness, GB/s and the error if any."""
-    outbox.write(pattern(comm.rank, outbox.nbytes))
+    outbox.write(byte_pattern(comm.rank, outbox.nbytes))
     reason, seconds, all_correct = "", float("inf"), False
-    handles = comm.allgather(_handle(runtime, outbox))
+    handles = comm.allgather(_ipc_handle(runtime, outbox))
     if errors := [handle for handle in handles if isinstance(handle, str)]:
         return {"right": False, "gb_s": 0.0, "why": errors[0]}
     try:
         remote_pointer = runtime.ipcOpenMemHandle(handles[1 - comm.rank])
-        copy = lambda: _copy(runtime, inbox.pointer, remote_pointer, outbox.nbytes)  # noqa: E731
-        seconds = shortest_s(copy)
+        copy = lambda: _copy_memory(runtime, inbox.pointer, remote_pointer, outbox.nbytes)  # noqa: E731
+        seconds = min_seconds(copy)
         all_correct = bool(
-            (inbox.read(outbox.nbytes) == pattern(1 - comm.rank, outbox.nbytes)).all()
+            (inbox.read(outbox.nbytes) == byte_pattern(1 - comm.rank, outbox.nbytes)).all()
         )
     except runtime.CUDARuntimeError as error:
         reason = str(error)
     outcomes = comm.allgather((all_correct, reason))  # no rank may free its memory before
     if all_correct:
         runtime.ipcCloseMemHandle(remote_pointer)
-    return _outcome(outcomes, outbox.nbytes / seconds)
+    return _merge_outcomes(outcomes, outbox.nbytes / seconds)
 
 
-def exchange_pointers(comm: MPI.Comm, outbox: Buffer, inbox: Buffer) -> dict[str, Any]:
+def exchange_by_pointer(comm: MPI.Comm, outbox: GpuBuffer, inbox: GpuBuffer) -> dict[str, Any]:
     """Exchange by pointers; return correctness, GB/s one way and MPI's error if any."""
     reason, all_correct, seconds = "", True, float("inf")
     try:
-        for nbytes in SIZES:
-            outbox.write(pattern(comm.rank, nbytes))
+        for nbytes in MESSAGE_SIZES:
+            outbox.write(byte_pattern(comm.rank, nbytes))
             inbox.write(np.zeros(nbytes, np.uint8))
-            _exchange(comm, outbox.message(nbytes), inbox.message(nbytes))
-            all_correct &= bool((inbox.read(nbytes) == pattern(1 - comm.rank, nbytes)).all())
-        seconds = shortest_s(lambda: _one_way(comm, outbox, inbox))
+            _exchange_messages(comm, outbox.mpi_message(nbytes), inbox.mpi_message(nbytes))
+            all_correct &= bool((inbox.read(nbytes) == byte_pattern(1 - comm.rank, nbytes)).all())
+        seconds = min_seconds(lambda: _send_one_way(comm, outbox, inbox))
     except MPI.Exception as error:
         reason, all_correct = str(error), False
-    return _outcome(comm.allgather((all_correct, reason)), max(SIZES) / seconds)
+    return _merge_outcomes(comm.allgather((all_correct, reason)), max(MESSAGE_SIZES) / seconds)
 
 
-def messages(
-    link: Link, cupy: Any, paths: Sequence[Path], sizes: Sequence[int] = TIMED
+def time_messages(
+    link: Link, cupy: Any, paths: Sequence[Path], sizes: Sequence[int] = TIMED_SIZES
 ) -> list[tuple[int | float, ...]]:
     """Return for each of `sizes` the bytes, and the seconds of a message on each of `paths`.
 
@@ -152,47 +156,51 @@ def messages(
     interleaved_paths = [(i, path) for i in range(ROUNDS) for path in paths]
     for i, path in interleaved_paths:
         link.set_paths([path] * link.size)
-        fastest = fastest_by_path[path]
-        for nbytes in (n for n in sizes if n < LONG_BYTES or i < LONG_ROUNDS):
+        fastest_times = fastest_by_path[path]
+        for nbytes in (n for n in sizes if n < LONG_MESSAGE_BYTES or i < LONG_ROUNDS):
             start = time.perf_counter()
-            _round_trip(link, x[:nbytes])
-            fastest[nbytes] = min(fastest.get(nbytes, math.inf), time.perf_counter() - start)
-    return [(n, *(fastest[n] / 2 for fastest in fastest_by_path.values())) for n in sizes]
+            _send_round_trip(link, x[:nbytes])
+            fastest_times[nbytes] = min(
+                fastest_times.get(nbytes, math.inf), time.perf_counter() - start
+            )
+    return [
+        (n, *(fastest_times[n] / 2 for fastest_times in fastest_by_path.values())) for n in sizes
+    ]
 
 
-def _round_trip(link: Link, x: Any) -> None:
-    other = 1 - link.rank
+def _send_round_trip(link: Link, x: Any) -> None:
+    peer = 1 - link.rank
     if link.rank == 0:
-        link.isend(x, other).wait()
-    link.irecv(x, other).wait()
+        link.isend(x, peer).wait()
+    link.irecv(x, peer).wait()
     if link.rank == 1:
-        link.isend(x, other).wait()
+        link.isend(x, peer).wait()
     finish(x)
 
 
-def shortest_s(call: Callable[[], None]) -> float:
+def min_seconds(function: Callable[[], None]) -> float:
     """Return the seconds of the fastest of ROUNDS calls."""
     times = []
     for _ in range(ROUNDS):
         start = time.perf_counter()
-        call()
+        function()
         times.append(time.perf_counter() - start)
     return min(times)
 
 
 def _use_gpu(ordinal: int) -> Any:
     """Make the GPU current before MPI starts; return CUDA's runtime."""
-    gpus.use(ordinal)
-    return gpus.runtime()
+    gpus.use_gpu(ordinal)
+    return gpus.cuda_runtime()
 
 
-def _claims(comm: MPI.Comm) -> mpi_claims.Claims:
-    mpi = installation.loaded_mpi()
-    kinds = comm.Get_info().Get("mpi_memory_alloc_kinds") or ""
-    return mpi_claims.query(mpi.vendor, mpi.libmpi, kinds)
+def _query_claims(comm: MPI.Comm) -> mpi_claims.MpiClaims:
+    mpi = installation.load_mpi()
+    alloc_kinds = comm.Get_info().Get("mpi_memory_alloc_kinds") or ""
+    return mpi_claims.query_claims(mpi.vendor, mpi.libmpi, alloc_kinds)
 
 
-def _handle(runtime: Any, buffer: Buffer) -> bytes | str:
+def _ipc_handle(runtime: Any, buffer: GpuBuffer) -> bytes | str:
     """Return the IPC handle, or CUDA's error text."""
     try:
         handle: bytes = runtime.ipcGetMemHandle(buffer.pointer)
@@ -201,33 +209,34 @@ def _handle(runtime: Any, buffer: Buffer) -> bytes | str:
     return handle
 
 
-def _copy(runtime: Any, to: int, source: int, nbytes: int) -> None:
-    runtime.memcpy(to, source, nbytes, DEFAULT)
+def _copy_memory(runtime: Any, destination: int, source: int, nbytes: int) -> None:
+    runtime.memcpy(destination, source, nbytes, ANY_DIRECTION)
     runtime.deviceSynchronize()
 
 
-def _exchange(comm: MPI.Comm, outgoing: list[Any], incoming: list[Any]) -> None:
+def _exchange_messages(comm: MPI.Comm, outgoing: list[Any], incoming: list[Any]) -> None:
     peer = 1 - comm.rank
     comm.Sendrecv(outgoing, peer, 0, incoming, peer, 0)
 
 
-def _one_way(comm: MPI.Comm, outbox: Buffer, inbox: Buffer) -> None:
+def _send_one_way(comm: MPI.Comm, outbox: GpuBuffer, inbox: GpuBuffer) -> None:
     if comm.rank == 0:
-        comm.Send(outbox.message(max(SIZES)), 1)
+        comm.Send(outbox.mpi_message(max(MESSAGE_SIZES)), 1)
     else:
-        comm.Recv(inbox.message(max(SIZES)), 0)
+        comm.Recv(inbox.mpi_message(max(MESSAGE_SIZES)), 0)
     comm.Barrier()
 
 
-def _outcome(outcomes: list[tuple[bool, str]], rate: float) -> dict[str, Any]:
+def _merge_outcomes(outcomes: list[tuple[bool, str]], rate: float) -> dict[str, Any]:
     all_correct = all(correct for correct, _ in outcomes)
     reason = next(
-        (text for _, text in outcomes if text), "" if all_correct else "other bytes arrived"
+        (error_text for _, error_text in outcomes if error_text),
+        "" if all_correct else "other bytes arrived",
     )
     return {"right": all_correct, "gb_s": rate / 1e9, "why": reason}
 
 
-def _report(comm: MPI.Comm, stage: str, **result: Any) -> None:
+def _print_stage(comm: MPI.Comm, stage: str, **result: Any) -> None:
     if comm.rank == 0:
         print(json.dumps({"stage": stage, **result}), flush=True)
 

@@ -21,12 +21,12 @@ from hpctrain.core.interpreter import module_command
 from hpctrain.core.launchers import without_rank_variables
 from hpctrain.transport.gpu_probe import mpi_claims
 
-CLASSES = ("same_gpu", "same_node", "across")
+PAIR_CLASSES = ("same_gpu", "same_node", "across")
 #: A crash takes a second, an MPI that starts 10; a job that hangs is ended.
-LIMIT_S = 60.0
+TIMEOUT_S = 60.0
 GRACE_S = 5.0  #: for a launcher to end its ranks
-_STDERR_CHARACTERS = 200  # characters of the stderr of a failed job
-TIMED_OUT = 1000  # stands for an exit code: no process ends with this one
+_MAX_STDERR_CHARACTERS = 200  # characters of the stderr of a failed job
+TIMEOUT_CODE = 1000  # stands for an exit code: no process ends with this one
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class ProbeTrial:
     pointer: bool | None = None
     ipc_gb_s: float | None = None
     pointer_gb_s: float | None = None
-    claims: mpi_claims.Claims | None = None  #: None: the job did not start
+    claims: mpi_claims.MpiClaims | None = None  #: None: the job did not start
     ended: str = ""  #: the exit of a failed job, or MPI's error
     ipc_fault: str = ""
     #: (bytes, seconds of a message staged, of one by pointer), where pointers were right
@@ -45,19 +45,21 @@ class ProbeTrial:
     staged: tuple[tuple[int, float], ...] = ()  #: (bytes, seconds of a message staged), always
 
 
-def from_table(fields: Mapping[str, Any]) -> ProbeTrial:
+def trial_from_table(fields: Mapping[str, Any]) -> ProbeTrial:
     """Return the trial of a table that `asdict` made."""
     times = {key: tuple(map(tuple, fields.get(key, ()))) for key in ("sizes", "staged")}
-    return ProbeTrial(**{**fields, "claims": _claims(fields["claims"]), **times})
+    return ProbeTrial(**{**fields, "claims": _claims_from_table(fields["claims"]), **times})
 
 
-def _claims(fields: Mapping[str, Any] | None) -> mpi_claims.Claims | None:
+def _claims_from_table(fields: Mapping[str, Any] | None) -> mpi_claims.MpiClaims | None:
     return (
-        mpi_claims.Claims(**{**fields, "libraries": tuple(fields["libraries"])}) if fields else None
+        mpi_claims.MpiClaims(**{**fields, "libraries": tuple(fields["libraries"])})
+        if fields
+        else None
     )
 
 
-def parse_trial(output: str, code: int, errors: str) -> ProbeTrial:
+def parse_trial(output: str, exit_code: int, stderr: str) -> ProbeTrial:
     """Return the result of a trial's job, from its lines, exit code and stderr."""
     stages: dict[str, dict[str, Any]] = {}
     for line in output.splitlines():
@@ -68,69 +70,85 @@ def parse_trial(output: str, code: int, errors: str) -> ProbeTrial:
     return ProbeTrial(
         ipc.get("right"),
         pointer.get("right", False if started else None),
-        _rate(ipc),
-        _rate(pointer),
-        _claims(started.get("claims")),
-        pointer.get("why", "") if pointer else exit_text(code, errors),
+        _rate_gb_s(ipc),
+        _rate_gb_s(pointer),
+        _claims_from_table(started.get("claims")),
+        pointer.get("why", "") if pointer else describe_exit(exit_code, stderr),
         ipc.get("why", ""),
-        *(tuple(map(tuple, stages.get(s, {}).get("seconds", ()))) for s in ("sizes", "staged")),
+        *(
+            tuple(map(tuple, stages.get(name, {}).get("seconds", ())))
+            for name in ("sizes", "staged")
+        ),
     )
 
 
-def _rate(stage: Mapping[str, Any]) -> float | None:
+def _rate_gb_s(stage: Mapping[str, Any]) -> float | None:
     return stage.get("gb_s") if stage.get("right") else None
 
 
-def exit_text(code: int, errors: str) -> str:
+def describe_exit(exit_code: int, stderr: str) -> str:
     """Return the exit of a job in words; launchers exit with 128 + signal, or with its number."""
-    error_tail = " ".join(errors.split())[-_STDERR_CHARACTERS:]
-    number = -code if code < 0 else code - 128 if code > 128 else code
-    if code == TIMED_OUT:
-        return f"still running after {LIMIT_S:.0f} s"
-    crashed = "egmentation fault" in errors or number in (signal.SIGSEGV, signal.SIGBUS)
-    if crashed:
+    error_tail = " ".join(stderr.split())[-_MAX_STDERR_CHARACTERS:]
+    signal_number = (
+        -exit_code if exit_code < 0 else exit_code - 128 if exit_code > 128 else exit_code
+    )
+    if exit_code == TIMEOUT_CODE:
+        return f"still running after {TIMEOUT_S:.0f} s"
+    has_crashed = "egmentation fault" in stderr or signal_number in (signal.SIGSEGV, signal.SIGBUS)
+    if has_crashed:
         return "a crash (segmentation fault)"
-    return f"exit code {code}" + (f", {error_tail}" if error_tail else "")
+    return f"exit code {exit_code}" + (f", {error_tail}" if error_tail else "")
 
 
-def jobs(
+def trial_commands(
     mpiexec: str | None, vendor: str, visible_gpus: int, nodes: int, environ: Mapping[str, str]
 ) -> dict[str, list[str]]:
     """Return the trial's command for each class of pairs that this machine has."""
     child = module_command("hpctrain.transport.gpu_probe.child")
     pairs = {"same_gpu": "0,0", "same_node": "0,1" if visible_gpus > 1 else "", "across": "0,0"}
     commands = {}
-    for name, numbers in pairs.items():
-        across = name == "across"
-        if numbers and (nodes > 1 or not across):
-            start = _srun(vendor, across, environ) or (
-                None if across else _mpiexec(mpiexec, vendor)
+    for name, gpu_numbers in pairs.items():
+        is_across = name == "across"
+        if gpu_numbers and (nodes > 1 or not is_across):
+            launcher_command = _srun_command(vendor, is_across, environ) or (
+                None if is_across else _mpiexec_command(mpiexec, vendor)
             )
-            if start:
-                commands[name] = [*start, *child, numbers]
+            if launcher_command:
+                commands[name] = [*launcher_command, *child, gpu_numbers]
     return commands
 
 
-def _srun(vendor: str, across: bool, environ: Mapping[str, str]) -> list[str] | None:
+def _srun_command(vendor: str, is_across: bool, environ: Mapping[str, str]) -> list[str] | None:
     if "SLURM_JOB_ID" not in environ or not shutil.which("srun", path=environ.get("PATH")):
         return None
-    places = ["-N", "2", "--ntasks-per-node=1"] if across else ["-N", "1"]
-    kind = [] if "SLURM_MPI_TYPE" in environ or vendor == "Cray MPICH" else [_mpi_plugin(vendor)]
-    return ["srun", "--overlap", "--kill-on-bad-exit=1", "--input=none", *places, "-n", "2", *kind]
+    node_options = ["-N", "2", "--ntasks-per-node=1"] if is_across else ["-N", "1"]
+    mpi_options = (
+        [] if "SLURM_MPI_TYPE" in environ or vendor == "Cray MPICH" else [_mpi_plugin(vendor)]
+    )
+    return [
+        "srun",
+        "--overlap",
+        "--kill-on-bad-exit=1",
+        "--input=none",
+        *node_options,
+        "-n",
+        "2",
+        *mpi_options,
+    ]
 
 
 def _mpi_plugin(vendor: str) -> str:
     return f"--mpi={'pmix' if vendor == 'Open MPI' else 'pmi2'}"
 
 
-def _mpiexec(mpiexec: str | None, vendor: str) -> list[str] | None:
+def _mpiexec_command(mpiexec: str | None, vendor: str) -> list[str] | None:
     if mpiexec is None:
         return None
     options = ["--bind-to", "none", "--oversubscribe"] if vendor == "Open MPI" else []
     return [mpiexec, *options, "-n", "2"]
 
 
-def run(command: Sequence[str], environ: Mapping[str, str]) -> ProbeTrial:
+def run_trial(command: Sequence[str], environ: Mapping[str, str]) -> ProbeTrial:
     """Run a trial's job to its end, or to the time limit, and return its result."""
     permissions = dict.fromkeys(("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"), "1")
     process = subprocess.Popen(
@@ -144,26 +162,26 @@ def run(command: Sequence[str], environ: Mapping[str, str]) -> ProbeTrial:
         start_new_session=True,
     )
     try:
-        output, errors = process.communicate(timeout=LIMIT_S)
-        return parse_trial(output, process.returncode, errors)
+        output, stderr = process.communicate(timeout=TIMEOUT_S)
+        return parse_trial(output, process.returncode, stderr)
     except subprocess.TimeoutExpired:
-        return parse_trial(_stopped(process), TIMED_OUT, "")
+        return parse_trial(_stop_job(process), TIMEOUT_CODE, "")
     except BaseException:  # this process must end: no trial outlives it
-        _stopped(process)
+        _stop_job(process)
         raise
 
 
-def _stopped(process: subprocess.Popen[str]) -> str:
+def _stop_job(process: subprocess.Popen[str]) -> str:
     """End a job and return its output.
 
     Ranks may have left the launcher's process group: only it can end them, so SIGTERM comes first.
     """
     output = b""
-    for number in (signal.SIGTERM, signal.SIGKILL):
+    for signal_number in (signal.SIGTERM, signal.SIGKILL):
         with suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
+            os.killpg(process.pid, signal_number)
         try:
             return process.communicate(timeout=GRACE_S)[0]
-        except subprocess.TimeoutExpired as late:  # a process still holds the pipe
-            output = late.output or b""
+        except subprocess.TimeoutExpired as error:  # a process still holds the pipe
+            output = error.output or b""
     return output.decode(errors="replace")

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 #: the kind of GPU in MPIX_GPU_query_support
-_CUDA = 0
+_GPU_TYPE_CUDA = 0
 _GPU_LIBRARIES = re.compile(r"/lib(mpi_gtl_cuda|uct_cuda|ucp|pscom\w*|fabric)[^/]*\.so[^/]*$")
 #: Variables whose values a verdict depends on; all of UCX's count, too.
-VARIABLES = (
+RELEVANT_VARIABLES = (
     "FI_HMEM_CUDA_ENABLE_XFER",
     "FI_PROVIDER",
     "I_MPI_OFFLOAD",
@@ -40,11 +40,11 @@ VARIABLES = (
     "OMPI_MCA_pml",
     "PSP_CUDA",
 )
-_UCX, _LOADER = "UCX_", "LD_LIBRARY_PATH"
+_UCX_PREFIX, _LIBRARY_PATH = "UCX_", "LD_LIBRARY_PATH"
 
 
 @dataclass(frozen=True)
-class Claims:
+class MpiClaims:
     """The CUDA support that a running MPI reports; None where it lacks the function."""
 
     vendor: str
@@ -58,7 +58,7 @@ class Claims:
         """Whether one of its functions reports CUDA support."""
         return bool(self.query_cuda or self.query_gpu or "cuda" in self.alloc_kinds)
 
-    def mapped(self, name: str) -> bool:
+    def has_library(self, name: str) -> bool:
         """Return whether a library whose name begins with `name` is loaded; "" always is."""
         return not name or any(Path(path).name.startswith(name) for path in self.libraries)
 
@@ -70,30 +70,38 @@ class CudaFault(NamedTuple):
     remedy: str
 
 
-class _Switch(NamedTuple):
+class _EnablingVariable(NamedTuple):
     """A variable without which a vendor's MPI takes no device pointers."""
 
     vendors: tuple[str, ...]
     name: str
     requirements: str  #: other requirements
-    mark: str = ""  #: library that tells it from others of this vendor
+    identifying_library: str = ""  #: library that tells it from others of this vendor
 
 
-_SWITCHES = (
-    _Switch(("Cray MPICH",), "MPICH_GPU_SUPPORT_ENABLED", "libmpi_gtl_cuda in the process"),
-    _Switch(("MVAPICH2", "MVAPICH"), "MV2_USE_CUDA", "a build for CUDA (MVAPICH2-GDR)"),
-    _Switch(("Intel MPI",), "I_MPI_OFFLOAD", "version 2021.9 or newer, and libfabric with CUDA"),
-    _Switch(("MPICH",), "PSP_CUDA", "ParaStation's CUDA module (mpi-settings/CUDA)", "libpscom"),
+_ENABLING_VARIABLES = (
+    _EnablingVariable(
+        ("Cray MPICH",), "MPICH_GPU_SUPPORT_ENABLED", "libmpi_gtl_cuda in the process"
+    ),
+    _EnablingVariable(("MVAPICH2", "MVAPICH"), "MV2_USE_CUDA", "a build for CUDA (MVAPICH2-GDR)"),
+    _EnablingVariable(
+        ("Intel MPI",), "I_MPI_OFFLOAD", "version 2021.9 or newer, and libfabric with CUDA"
+    ),
+    _EnablingVariable(
+        ("MPICH",), "PSP_CUDA", "ParaStation's CUDA module (mpi-settings/CUDA)", "libpscom"
+    ),
 )
 
 
-def query(vendor: str, libmpi: str, alloc_kinds: str) -> Claims:
+def query_claims(vendor: str, libmpi: str, alloc_kinds: str) -> MpiClaims:
     """Query the `libmpi` that this process has loaded; MPI must have been started."""
     library = ctypes.CDLL(libmpi)
-    return Claims(vendor, _cuda(library), _gpu(library), alloc_kinds, _libraries())
+    return MpiClaims(
+        vendor, _query_cuda_support(library), _query_gpu_support(library), alloc_kinds, _libraries()
+    )
 
 
-def fault(claims: Claims, environ: Mapping[str, str]) -> CudaFault:
+def find_fault(claims: MpiClaims, environ: Mapping[str, str]) -> CudaFault:
     """Return the most likely reason why an MPI failed its trial, and the remedy."""
     return (
         _variable_fault(claims, environ)
@@ -109,27 +117,33 @@ def fault(claims: Claims, environ: Mapping[str, str]) -> CudaFault:
     )
 
 
-def relevant(environ: Mapping[str, str], libmpi: str) -> dict[str, str]:
+def relevant_variables(environ: Mapping[str, str], libmpi: str) -> dict[str, str]:
     """Return the variables that a verdict depends on, equal inside and outside of a rank."""
     values = {
         name: value
         for name, value in sorted(environ.items())
-        if name in VARIABLES or name.startswith(_UCX)
+        if name in RELEVANT_VARIABLES or name.startswith(_UCX_PREFIX)
     }
     # Open MPI's mpirun puts the folder of its own libraries in front, several times.
     mpi_folder = str(Path(libmpi).parent)
     folders = [
-        folder for folder in values.get(_LOADER, "").split(":") if folder not in ("", mpi_folder)
+        folder
+        for folder in values.get(_LIBRARY_PATH, "").split(":")
+        if folder not in ("", mpi_folder)
     ]
-    return values | {_LOADER: ":".join(folders)}
+    return values | {_LIBRARY_PATH: ":".join(folders)}
 
 
-def _variable_fault(claims: Claims, environ: Mapping[str, str]) -> CudaFault | None:
-    for switch in _SWITCHES:
-        is_disabled = environ.get(switch.name, "").lower() in ("", "0", "no", "off", "false")
-        if is_disabled and claims.vendor in switch.vendors and claims.mapped(switch.mark):
-            reason = f"{claims.vendor} takes device pointers only where {switch.name}=1 is set"
-            return CudaFault(reason, f"export {switch.name}=1 (it needs {switch.requirements})")
+def _variable_fault(claims: MpiClaims, environ: Mapping[str, str]) -> CudaFault | None:
+    for variable in _ENABLING_VARIABLES:
+        is_disabled = environ.get(variable.name, "").lower() in ("", "0", "no", "off", "false")
+        if (
+            is_disabled
+            and claims.vendor in variable.vendors
+            and claims.has_library(variable.identifying_library)
+        ):
+            reason = f"{claims.vendor} takes device pointers only where {variable.name}=1 is set"
+            return CudaFault(reason, f"export {variable.name}=1 (it needs {variable.requirements})")
     return None
 
 
@@ -144,8 +158,8 @@ def _ucx_fault(environ: Mapping[str, str]) -> CudaFault | None:
     )
 
 
-def _cray_fault(claims: Claims) -> CudaFault | None:
-    if claims.vendor != "Cray MPICH" or claims.mapped("libmpi_gtl_cuda"):
+def _cray_fault(claims: MpiClaims) -> CudaFault | None:
+    if claims.vendor != "Cray MPICH" or claims.has_library("libmpi_gtl_cuda"):
         return None
     return CudaFault(
         "Cray MPICH's GPU layer, libmpi_gtl_cuda, is not in the process",
@@ -154,12 +168,12 @@ def _cray_fault(claims: Claims) -> CudaFault | None:
     )
 
 
-def _mpich_fault(claims: Claims, environ: Mapping[str, str]) -> CudaFault | None:
+def _mpich_fault(claims: MpiClaims, environ: Mapping[str, str]) -> CudaFault | None:
     if claims.vendor not in ("MPICH", "MVAPICH", "MVAPICH2", "Intel MPI") or claims.reports_cuda:
         return None
     if environ.get("MPIR_CVAR_ENABLE_GPU") == "0":
         return CudaFault("MPIR_CVAR_ENABLE_GPU=0 is set", "unset MPIR_CVAR_ENABLE_GPU")
-    if claims.mapped("libuct_cuda") and environ.get("MPIR_CVAR_NOLOCAL", "0") == "0":
+    if claims.has_library("libuct_cuda") and environ.get("MPIR_CVAR_NOLOCAL", "0") == "0":
         return CudaFault(
             "UCX knows GPUs, but inside a node MPICH takes a way of its own that does not",
             "export MPIR_CVAR_NOLOCAL=1",
@@ -171,10 +185,10 @@ def _mpich_fault(claims: Claims, environ: Mapping[str, str]) -> CudaFault | None
     )
 
 
-def _open_mpi_fault(claims: Claims) -> CudaFault | None:
+def _open_mpi_fault(claims: MpiClaims) -> CudaFault | None:
     if claims.vendor != "Open MPI":
         return None
-    if claims.mapped("libucp") and not claims.mapped("libuct_cuda"):
+    if claims.has_library("libucp") and not claims.has_library("libuct_cuda"):
         return CudaFault(
             "the UCX that Open MPI loaded has no CUDA transports"
             + ("" if claims.reports_cuda else ", and Open MPI itself was built without CUDA"),
@@ -190,23 +204,23 @@ def _open_mpi_fault(claims: Claims) -> CudaFault | None:
     )
 
 
-def _cuda(library: ctypes.CDLL) -> bool | None:
+def _query_cuda_support(library: ctypes.CDLL) -> bool | None:
     query = getattr(library, "MPIX_Query_cuda_support", None)
     return None if query is None else bool(query())
 
 
-def _gpu(library: ctypes.CDLL) -> bool | None:
-    query, answer = getattr(library, "MPIX_GPU_query_support", None), ctypes.c_int(0)
-    if query is None or query(_CUDA, ctypes.byref(answer)):
+def _query_gpu_support(library: ctypes.CDLL) -> bool | None:
+    query, support = getattr(library, "MPIX_GPU_query_support", None), ctypes.c_int(0)
+    if query is None or query(_GPU_TYPE_CUDA, ctypes.byref(support)):
         return None
-    return bool(answer.value)
+    return bool(support.value)
 
 
 def _libraries() -> tuple[str, ...]:
-    return libraries(Path("/proc/self/maps").read_text().splitlines())
+    return gpu_libraries(Path("/proc/self/maps").read_text().splitlines())
 
 
-def libraries(maps: Sequence[str]) -> tuple[str, ...]:
+def gpu_libraries(maps: Sequence[str]) -> tuple[str, ...]:
     """Return the libraries that matter for GPU memory, from the lines of /proc/PID/maps."""
     paths = {line.split(maxsplit=5)[-1] for line in maps if "/" in line}
     return tuple(sorted(path for path in paths if _GPU_LIBRARIES.search(path)))

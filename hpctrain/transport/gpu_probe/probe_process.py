@@ -25,7 +25,9 @@ GRACE_PERIOD_S = 15.0  # the child itself waits up to 5 s after SIGTERM and 5 s 
 def may_use_gpu(arguments: Sequence[str]) -> bool:
     """Return whether `hpctrain ARGUMENTS` may use a GPU: a driver, CuPy, and no --device cpu."""
     cpu_requested = "--device=cpu" in arguments or ("--device", "cpu") in pairwise(arguments)
-    return not cpu_requested and nvidia.driver() is not None and find_spec("cupy") is not None
+    return (
+        not cpu_requested and nvidia.driver_version() is not None and find_spec("cupy") is not None
+    )
 
 
 def run_probe(force: bool = False) -> str:

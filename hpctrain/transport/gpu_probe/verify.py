@@ -20,11 +20,18 @@ import numpy as np
 from hpctrain.core.xp import Array, to_host
 from hpctrain.transport.device import gpus
 from hpctrain.transport.link import Link
-from hpctrain.transport.paths import BY_POINTER, Path, RankPlace, Verdict, path_to, thresholds_to
+from hpctrain.transport.paths import (
+    POINTER_PATHS,
+    Path,
+    RankPlace,
+    Verdict,
+    path_between,
+    thresholds_between,
+)
 
 logger = logging.getLogger("hpctrain")
 Gather = Callable[[bytes], list[bytes]]  #: from this rank's bytes to those of all ranks
-SIZES = (1 << 8, 1 << 20)  #: MPIs send short and long messages in different ways
+TEST_MESSAGE_BYTES = (1 << 8, 1 << 20)  #: MPIs send short and long messages in different ways
 
 
 def verify_paths(
@@ -33,58 +40,60 @@ def verify_paths(
     """Give `link` the paths of `verdict` that pass; return them as a verdict; collective."""
     if not any(place.gpu for place in places):
         return verdict
-    link.set_paths(_paths(verdict, places, link.rank))  # whatever the length
-    if not any(path in BY_POINTER for r in range(link.size) for path in _paths(verdict, places, r)):
+    link.set_paths(_paths_from(verdict, places, link.rank))  # whatever the length
+    if not any(
+        path in POINTER_PATHS for r in range(link.size) for path in _paths_from(verdict, places, r)
+    ):
         return verdict
-    corrupted = {
-        name.decode() for name in gather(_corrupted_path(link, places, verdict).encode())
+    corrupted_paths = {
+        name.decode() for name in gather(_find_corrupted_path(link, places, verdict).encode())
     } - {""}
-    if corrupted:
-        verdict = _without(verdict, corrupted)
+    if corrupted_paths:
+        verdict = _replace_corrupted_paths(verdict, corrupted_paths)
         if link.rank == 0:
             logger.warning("%s; run `hpctrain doctor`", verdict.reason)
-    steps = [thresholds_to(verdict, places[link.rank], place) for place in places]
-    link.set_paths(_paths(verdict, places, link.rank), steps)
+    path_thresholds = [thresholds_between(verdict, places[link.rank], place) for place in places]
+    link.set_paths(_paths_from(verdict, places, link.rank), path_thresholds)
     return verdict
 
 
-def _paths(verdict: Verdict, places: Sequence[RankPlace], rank: int) -> list[Path]:
-    return [path_to(verdict, places[rank], place) for place in places]
+def _paths_from(verdict: Verdict, places: Sequence[RankPlace], rank: int) -> list[Path]:
+    return [path_between(verdict, places[rank], place) for place in places]
 
 
-def _corrupted_path(link: Link, places: Sequence[RankPlace], verdict: Verdict) -> str:
+def _find_corrupted_path(link: Link, places: Sequence[RankPlace], verdict: Verdict) -> str:
     """Return a path on which this rank received corrupted bytes, "" if there is none."""
-    corrupted, step = "", 1
-    while step < link.size:
-        left, right = (link.rank - step) % link.size, (link.rank + step) % link.size
-        intact = [
-            _message_arrives_intact(link, bool(places[link.rank].gpu), left, right, n)
-            for n in SIZES
+    corrupted_path, distance = "", 1
+    while distance < link.size:
+        left, right = (link.rank - distance) % link.size, (link.rank + distance) % link.size
+        is_intact = [
+            _message_arrives_intact(link, bool(places[link.rank].gpu), left, right, nbytes)
+            for nbytes in TEST_MESSAGE_BYTES
         ]
-        path = path_to(verdict, places[left], places[link.rank])
-        corrupted = corrupted if all(intact) or path not in BY_POINTER else path
-        step *= 2
-    return corrupted
+        path = path_between(verdict, places[left], places[link.rank])
+        corrupted_path = corrupted_path if all(is_intact) or path not in POINTER_PATHS else path
+        distance *= 2
+    return corrupted_path
 
 
 def _message_arrives_intact(link: Link, on_gpu: bool, left: int, right: int, nbytes: int) -> bool:
-    library = gpus.cupy_module() if on_gpu else np
-    x: Array = library.asarray(pattern(link.rank, nbytes))
-    inbox: Array = library.zeros(nbytes, np.uint8)
+    xp = gpus.import_cupy() if on_gpu else np
+    x: Array = xp.asarray(byte_pattern(link.rank, nbytes))
+    inbox: Array = xp.zeros(nbytes, np.uint8)
     link.sendrecv(x, right, inbox, left)
-    return bool((to_host(inbox) == pattern(left, nbytes)).all())
+    return bool((to_host(inbox) == byte_pattern(left, nbytes)).all())
 
 
-def _without(verdict: Verdict, corrupted: set[str]) -> Verdict:
-    """Return `verdict` with "staged" in place of the paths in `corrupted`."""
-    chosen: dict[str, Any] = {
-        name: "staged" if getattr(verdict, name) in corrupted else getattr(verdict, name)
+def _replace_corrupted_paths(verdict: Verdict, corrupted_paths: set[str]) -> Verdict:
+    """Return `verdict` with "staged" in place of the paths in `corrupted_paths`."""
+    chosen_paths: dict[str, Any] = {
+        name: "staged" if getattr(verdict, name) in corrupted_paths else getattr(verdict, name)
         for name in ("same_gpu", "same_node", "across")
     }
-    names = ", ".join(sorted(corrupted))
-    return replace(verdict, **chosen, reason=f"test messages by {names} arrived corrupted")
+    names = ", ".join(sorted(corrupted_paths))
+    return replace(verdict, **chosen_paths, reason=f"test messages by {names} arrived corrupted")
 
 
-def pattern(rank: int, nbytes: int) -> np.ndarray:
+def byte_pattern(rank: int, nbytes: int) -> np.ndarray:
     """Return bytes that differ from those of other ranks: (nbytes,) uint8, none of them zero."""
     return ((np.arange(nbytes, dtype=np.uint32) * 31 + rank) % 251 + 1).astype(np.uint8)

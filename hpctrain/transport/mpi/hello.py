@@ -1,4 +1,4 @@
-"""`mpiexec -n 2 python -m hpctrain.transport.mpi.hello`: MPI's size, threads, ULFM."""
+"""Size, thread level and ULFM of MPI: `mpiexec -n 2 python -m hpctrain.transport.mpi.hello`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import mpi4py
 mpi4py.rc.initialize = mpi4py.rc.finalize = False
 from mpi4py import MPI  # noqa: E402
 
-FT = "OMPI_MCA_mpi_ft_enable"
-LEVELS = {
+FT_VARIABLE = "OMPI_MCA_mpi_ft_enable"
+THREAD_LEVELS = {
     MPI.THREAD_SINGLE: "SINGLE",
     MPI.THREAD_FUNNELED: "FUNNELED",
     MPI.THREAD_SERIALIZED: "SERIALIZED",
@@ -19,21 +19,21 @@ LEVELS = {
 }
 
 
-def ulfm() -> bool:
-    """Return whether ranks of this job can outlive a lost one."""
-    # With ULFM off its functions exist all the same: Agree is then an all-reduce.
-    return os.environ.get(FT, "0") in ("1", "true")
+def has_ulfm() -> bool:
+    """Return whether the ranks of this job survive the loss of one (ULFM)."""
+    # The functions exist without ULFM, too: Agree is then an all-reduce.
+    return os.environ.get(FT_VARIABLE, "0") in ("1", "true")
 
 
-def level() -> str:
-    """Return the thread level of MPI, which was started."""
-    return LEVELS[MPI.Query_thread()]
+def thread_level() -> str:
+    """Return the thread level of the running MPI."""
+    return THREAD_LEVELS[MPI.Query_thread()]
 
 
 def main() -> None:
-    """Start MPI, print a line, and end it."""
+    """Start MPI, print the facts as a line of JSON, and finalize MPI."""
     MPI.Init_thread(MPI.THREAD_MULTIPLE)
-    facts = {"size": MPI.COMM_WORLD.size, "threads": level(), "ulfm": ulfm()}
+    facts = {"size": MPI.COMM_WORLD.size, "threads": thread_level(), "ulfm": has_ulfm()}
     print(json.dumps(facts) + "\n", end="", flush=True)  # one write: ranks share the pipe
     MPI.Finalize()
 

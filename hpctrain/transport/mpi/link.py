@@ -1,7 +1,7 @@
 """The Link over MPI: bytes between ranks, on a communicator of our own.
 
-MPI is started here and nowhere else, late and by hand (`start`), so that cores, BLAS threads and
-devices are set before MPI_Init reads them, and so that `import hpctrain` costs nothing.
+Only `start_mpi` here starts MPI, and not at import: cores, BLAS threads and devices must be set
+before MPI_Init reads them, and `import hpctrain` must not start MPI.
 """
 
 from __future__ import annotations
@@ -29,71 +29,71 @@ from hpctrain.transport.device import transfers  # noqa: E402
 from hpctrain.transport.link import Request  # noqa: E402
 from hpctrain.transport.mpi import requests  # noqa: E402
 from hpctrain.transport.mpi.native import MpiCollectives  # noqa: E402
-from hpctrain.transport.mpi.requests import MpiRequest, Spec, cuts, finish, spec, spec_of_gpu  # noqa: E402
+from hpctrain.transport.mpi.requests import buffer_spec, cut_pieces, finish_piece  # noqa: E402
 from hpctrain.transport.paths import Path  # noqa: E402
 from hpctrain.watch import Entry  # noqa: E402
 
 #: Open MPI refuses counts above 2^31 - 1; longer messages travel in pieces of this many bytes.
-CUT_BYTES = 1 << 30
+MAX_PIECE_BYTES = 1 << 30
 TAG = 0
 #: A rank that waits for a word in shared memory first yields its core in a loop; after YIELD_S it
-#: sleeps between polls: a nap is 1/100 of the time waited by then.
+#: also sleeps for NAP_S between polls.
 YIELD_S, NAP_S, POLLS_PER_PROBE = 0.05, 0.0005, 32
-ALL_PEERS = -1  # the peer, in the watch's record, of a call that waits for every rank
+ALL_PEERS = -1  # the peer in the watch's record if a call waits for all ranks
 
 
 class MpiLink:
     """One rank's view of a communicator; see `hpctrain.transport.link.Link`."""
 
-    def __init__(self, comm: MPI.Comm, entry: Entry, cut_bytes: int = CUT_BYTES):
+    def __init__(self, comm: MPI.Comm, entry: Entry, max_piece_bytes: int = MAX_PIECE_BYTES):
         """Take over `comm` for exclusive use; `entry` is this thread's watch record."""
         self.rank, self.size = comm.rank, comm.size
         self.bytes_sent = self.messages_sent = self.host_bytes = 0
         self.entry = entry
-        self.cut_bytes = cut_bytes
+        self.max_piece_bytes = max_piece_bytes
         self.sleeps_while_waiting, self.sleeping_wait = False, requests.SleepingWait()
-        #: of arrays that need no queue; None: all types do, see device/transfers.py
+        #: the type of arrays that need no queue; None: all need one, see device/transfers.py
         self.unqueued_type: type | None = np.ndarray
-        self.paths: tuple[Path, ...] = ()  #: to each rank; none where no rank has a GPU
-        self.by_size: tuple[Thresholds, ...] = ()
+        self.paths: tuple[Path, ...] = ()  #: to each rank; empty if no rank has a GPU
+        self.path_thresholds: tuple[Thresholds, ...] = ()
         self.queues: transfers.TransferQueues | None = None
         self._comm = comm
         self.status = MPI.Status()
 
-    def isend(self, x: np.ndarray, to: int) -> Request:
-        """Start to send `x` to rank `to`."""
+    def isend(self, x: np.ndarray, dest: int) -> Request:
+        """Start to send `x` to rank `dest`."""
         if type(x) is not self.unqueued_type:
-            return transfers.queues_of(self).isend(x, to)
-        self.count(x.nbytes)
-        return self.post_send([spec(piece) for piece in cuts(x, self.cut_bytes)], to)
+            return transfers.queues_for(self).isend(x, dest)
+        self.count_message(x.nbytes)
+        return self.post_send(self.message(x), dest)
 
     def irecv(self, x: np.ndarray, source: int) -> Request:
         """Start to fill `x` from rank `source`."""
         if type(x) is not self.unqueued_type:
-            return transfers.queues_of(self).irecv(x, source)
-        return self.post_receive([spec(piece) for piece in cuts(x, self.cut_bytes)], source)
+            return transfers.queues_for(self).irecv(x, source)
+        return self.post_receive(self.message(x), source)
 
-    def sendrecv(self, x: np.ndarray, to: int, inbox: np.ndarray, source: int) -> None:
+    def sendrecv(self, x: np.ndarray, dest: int, inbox: np.ndarray, source: int) -> None:
         """Send `x` and fill `inbox`, both at once."""
         if type(x) is not self.unqueued_type or type(inbox) is not self.unqueued_type:
-            return transfers.queues_of(self).sendrecv(x, to, inbox, source)
-        self.count(x.nbytes)
+            return transfers.queues_for(self).sendrecv(x, dest, inbox, source)
+        self.count_message(x.nbytes)
         self.entry.enter(b"sendrecv", source, inbox.nbytes)
         try:
-            if x.nbytes <= self.cut_bytes and inbox.nbytes <= self.cut_bytes:
-                self._exchange(x, to, inbox, source)
+            if x.nbytes <= self.max_piece_bytes and inbox.nbytes <= self.max_piece_bytes:
+                self._exchange_arrays(x, dest, inbox, source)
             else:
-                self._exchange_in_pieces(x, to, inbox, source)
+                self._exchange_in_pieces(x, dest, inbox, source)
         except MPI.Exception as error:
-            raise self.failure("sendrecv", source, inbox.nbytes, error) from error
+            raise self.make_call_error("sendrecv", source, inbox.nbytes, error) from error
         self.entry.leave()
 
     def wait_any(self, requests: Sequence[Any]) -> int:
-        """Return the index of one finished request, which needs no further `wait`."""
+        """Return the index of one finished request; it needs no further `wait`."""
         if self.queues is not None:
             return self.queues.wait_any(requests)
         self.entry.enter(b"wait_any", ALL_PEERS, 0)
-        index = MPI.Request.Waitany([request.last for request in requests], self.status)
+        index = MPI.Request.Waitany([request.last_piece for request in requests], self.status)
         requests[index].wait(self.status.Get_count(MPI.BYTE))
         self.entry.leave()
         return index
@@ -101,51 +101,51 @@ class MpiLink:
     def split(self, color: int, key: int) -> MpiLink:
         """Return the link of the ranks of the same `color`, ordered by `key`; all must call."""
         self.entry.enter(b"split", ALL_PEERS, 0)
-        link = self._like(self._comm.Split(color, key))
+        link = self._derive_link(self._comm.Split(color, key))
         self.entry.leave()
         return link
 
     def view(self) -> MpiLink:
         """Return this link for a second thread: of the two, one may only send, one only receive."""
-        return self._like(self._comm)
+        return self._derive_link(self._comm)
 
-    def set_paths(self, paths: Sequence[Path], by_size: Sequence[Thresholds] = ()) -> None:
-        """Give GPUs' arrays to MPI only where `paths` allow it; see Link; all must call."""
+    def set_paths(self, paths: Sequence[Path], path_thresholds: Sequence[Thresholds] = ()) -> None:
+        """Give GPU arrays to MPI only if `paths` allow it; see Link; all must call."""
         self.paths, self.unqueued_type = tuple(paths), None
-        self.by_size = tuple(by_size) or ((),) * len(self.paths)
+        self.path_thresholds = tuple(path_thresholds) or ((),) * len(self.paths)
 
     def barrier(self) -> None:
         """Return once every rank has called."""
         if self.paths:
-            return self._barrier_of_gpus()
+            return self._barrier_with_progress()
         self.entry.enter(b"barrier", ALL_PEERS, 0)
         self._comm.Barrier()
         self.entry.leave()
 
     def wait_for(
-        self, ready: Callable[[], bool], call: bytes, peer: int = ALL_PEERS, nbytes: int = 0
+        self, condition: Callable[[], bool], call: bytes, peer: int = ALL_PEERS, nbytes: int = 0
     ) -> None:
-        """Return once `ready()`; yields the core and drives MPI progress while waiting.
+        """Return once `condition()` holds; yields the core and drives MPI progress while waiting.
 
-        The other rank may itself wait for a message of ours that MPI has not sent yet.
+        The other rank may wait for a message of ours that MPI has not sent yet.
         """
-        ready = transfers.with_progress(ready, self.sleeps_while_waiting)
+        condition = transfers.with_progress(condition, self.sleeps_while_waiting)
         self.entry.enter(call, peer, nbytes)
-        nap_at, polls = time.monotonic() + YIELD_S, 0
-        while not ready():
+        nap_start_s, polls = time.monotonic() + YIELD_S, 0
+        while not condition():
             os.sched_yield()
             polls += 1
             if polls % POLLS_PER_PROBE == 0:
                 self._comm.Iprobe(self.rank, TAG)
-                if time.monotonic() > nap_at:
+                if time.monotonic() > nap_start_s:
                     time.sleep(NAP_S)
         self.entry.leave()
 
     def window(self, nbytes: int) -> list[np.ndarray]:
-        """Return all ranks' arrays of zeros, ours of `nbytes`, in a window that lives to the end.
+        """Return all ranks' zeroed arrays, ours of `nbytes`, in a window that is never freed.
 
-        Freeing it would be collective, and no rank knows when the last array in it is gone. Returns
-        no arrays where MPI refuses.
+        To free the window would be collective, and no rank knows when the last array is gone.
+        Returns no arrays if MPI refuses the window.
         """
         self.entry.enter(b"window", ALL_PEERS, nbytes)
         try:
@@ -165,8 +165,8 @@ class MpiLink:
         """MPI's own collectives on these ranks."""
         return MpiCollectives(self._comm, self)
 
-    def record_in(self, entry: Entry) -> None:
-        """From now on record the calls that wait in the watch's `entry`."""
+    def record_waits_in(self, entry: Entry) -> None:
+        """Record waiting calls in the watch's `entry` from now on."""
         self.entry = entry
 
     def interrupt_others(self) -> bool:
@@ -175,81 +175,85 @@ class MpiLink:
 
     def free(self) -> None:
         """Give the communicator back to MPI; all its ranks must call, and none may use it after."""
-        if self._comm != MPI.COMM_NULL:  # freed by way of a view
+        if self._comm != MPI.COMM_NULL:  # a view may have freed it
             self._comm.Free()
 
-    def count(self, nbytes: int) -> None:
+    def count_message(self, nbytes: int) -> None:
         """Count a message of `nbytes`."""
         self.bytes_sent += nbytes
         self.messages_sent += 1
 
-    def message(self, x: Array) -> list[Spec]:
-        """Return the MPI buffers of `x`, in pieces: the one place that gives MPI GPU memory.
+    def message(self, x: Array) -> list[requests.Spec]:
+        """Return the MPI buffers of `x`, in pieces; only this method gives MPI GPU memory.
 
-        MPI knows no streams: work in the current one must finish before MPI reads the memory.
+        MPI knows no streams: work of the current stream must finish before MPI reads the memory.
         """
+        pieces = cut_pieces(x, self.max_piece_bytes)
         if isinstance(x, np.ndarray):
-            return [spec(piece) for piece in cuts(x, self.cut_bytes)]
+            return [buffer_spec(piece) for piece in pieces]
         namespace(x).cuda.get_current_stream().synchronize()
-        return [spec_of_gpu(piece.data.ptr, piece.nbytes) for piece in cuts(x, self.cut_bytes)]
+        return [requests.gpu_buffer_spec(piece.data.ptr, piece.nbytes) for piece in pieces]
 
-    def post_send(self, message: Sequence[Spec], to: int) -> MpiRequest:
+    def post_send(self, message: Sequence[requests.Spec], dest: int) -> requests.MpiRequest:
         """Start to send a message."""
-        pieces = [self._comm.Isend(piece, to, TAG) for piece in message]
-        return MpiRequest(self, pieces, to, 0, b"wait for isend")
+        pieces = [self._comm.Isend(piece, dest, TAG) for piece in message]
+        return requests.MpiRequest(self, pieces, dest, 0, b"wait for isend")
 
-    def post_receive(self, message: Sequence[Spec], source: int) -> MpiRequest:
+    def post_receive(self, message: Sequence[requests.Spec], source: int) -> requests.MpiRequest:
         """Start to receive a message."""
         pieces = [self._comm.Irecv(piece, source, TAG) for piece in message]
-        return MpiRequest(self, pieces, source, sum(p[1] for p in message), b"wait for irecv")
+        expected_bytes = sum(nbytes for _, nbytes, _ in message)
+        return requests.MpiRequest(self, pieces, source, expected_bytes, b"wait for irecv")
 
-    def _like(self, comm: MPI.Comm) -> MpiLink:
+    def _derive_link(self, comm: MPI.Comm) -> MpiLink:
         """Return a link over `comm` whose ranks are among ours."""
-        link = MpiLink(comm, self.entry, self.cut_bytes)
+        link = MpiLink(comm, self.entry, self.max_piece_bytes)
         link.sleeps_while_waiting = self.sleeps_while_waiting
         if self.paths:
             ranks = comm.group.Translate_ranks(list(range(comm.size)), self._comm.group)
-            link.set_paths([self.paths[r] for r in ranks], [self.by_size[r] for r in ranks])
+            link.set_paths([self.paths[r] for r in ranks], [self.path_thresholds[r] for r in ranks])
         return link
 
-    def _barrier_of_gpus(self) -> None:
-        """Wait for all ranks, and post pending messages meanwhile, for which others may wait."""
+    def _barrier_with_progress(self) -> None:
+        """Wait for all ranks; meanwhile post pending messages, since others may wait for them."""
         request = self._comm.Ibarrier()
         self.wait_for(request.Test, b"barrier")
 
-    def _exchange(self, x: np.ndarray, to: int, inbox: np.ndarray, source: int) -> None:
+    def _exchange_arrays(self, x: np.ndarray, dest: int, inbox: np.ndarray, source: int) -> None:
         status, size = self.status, inbox.nbytes
         if self.sleeps_while_waiting:
-            sleeping_wait = requests.SleepingWait()  # waits for segments do not predict an exchange
-            receive = self._comm.Irecv(spec(inbox), source, TAG)
-            finish(self._comm.Isend(spec(x), to, TAG), status, sleeping_wait)
-            received_bytes = finish(receive, status, sleeping_wait)
+            sleeping_wait = requests.SleepingWait()  # not the link's: its pace is that of segments
+            receive = self._comm.Irecv(buffer_spec(inbox), source, TAG)
+            finish_piece(self._comm.Isend(buffer_spec(x), dest, TAG), status, sleeping_wait)
+            received_bytes = finish_piece(receive, status, sleeping_wait)
         else:
-            self._comm.Sendrecv(spec(x), to, TAG, spec(inbox), source, TAG, status)
+            self._comm.Sendrecv(buffer_spec(x), dest, TAG, buffer_spec(inbox), source, TAG, status)
             received_bytes = status.Get_count(MPI.BYTE)
         if received_bytes != size:
-            raise self.failure("sendrecv", source, size, f"{received_bytes} came")
+            raise self.make_call_error("sendrecv", source, size, f"{received_bytes} came")
 
-    def _exchange_in_pieces(self, x: np.ndarray, to: int, inbox: np.ndarray, source: int) -> None:
+    def _exchange_in_pieces(self, x: np.ndarray, dest: int, inbox: np.ndarray, source: int) -> None:
         empty = np.empty(0, np.uint8)
-        pairs = zip_longest(cuts(x, self.cut_bytes), cuts(inbox, self.cut_bytes))
+        pairs = zip_longest(
+            cut_pieces(x, self.max_piece_bytes), cut_pieces(inbox, self.max_piece_bytes)
+        )
         for outgoing, incoming in pairs:
-            self._exchange(
+            self._exchange_arrays(
                 empty if outgoing is None else outgoing,
-                MPI.PROC_NULL if outgoing is None else to,
+                MPI.PROC_NULL if outgoing is None else dest,
                 empty if incoming is None else incoming,
                 MPI.PROC_NULL if incoming is None else source,
             )
 
-    def failure(self, call: str, peer: int, size: int, actual: object) -> TransportError:
-        self.entry.leave()  # no longer waiting: a caller that catches this may go on
+    def make_call_error(self, call: str, peer: int, size: int, actual: object) -> TransportError:
+        self.entry.leave()  # the call no longer waits: callers may catch the error
         return TransportError(
             f"rank {self.rank}: {call} with rank {peer} expected {size} bytes, but: {actual}. "
             "All ranks must call with arrays of the same length and dtype, in the same order."
         )
 
 
-def start(entry: Entry, timeout_s: float) -> MpiLink:
+def start_mpi(entry: Entry, timeout_s: float) -> MpiLink:
     """Start MPI with THREAD_MULTIPLE unless it is running, and return a link to all ranks.
 
     If a rank never comes, the others exit after `timeout_s` with their stacks and exit code 1.
@@ -258,37 +262,37 @@ def start(entry: Entry, timeout_s: float) -> MpiLink:
         # mpi4py holds the interpreter's lock in MPI_Init, so no Python thread could time it.
         faulthandler.dump_traceback_later(timeout_s, exit=True)
         with warnings.catch_warnings():
-            # Of a foreign launcher; `hpctrain.init` warns of it once, with a remedy.
+            # mpi4py warns of a foreign launcher; `hpctrain.init` warns once, with a remedy.
             warnings.filterwarnings("ignore", "suspicious MPI", RuntimeWarning)
             MPI.Init_thread(MPI.THREAD_MULTIPLE)
         faulthandler.cancel_dump_traceback_later()
     return MpiLink(MPI.COMM_WORLD.Dup(), entry)
 
 
-def concurrent() -> bool:
+def is_thread_safe() -> bool:
     """Return whether MPI lets several threads call it at once."""
     return MPI.Query_thread() == MPI.THREAD_MULTIPLE
 
 
-def running() -> bool:
-    """Return whether MPI was started and not yet ended."""
+def is_running() -> bool:
+    """Return whether MPI was initialized and not yet finalized."""
     return MPI.Is_initialized() and not MPI.Is_finalized()
 
 
-def finalize() -> None:
-    """End MPI after a barrier, so that no launcher takes a rank that exits early for lost."""
-    if running():
+def finalize_mpi() -> None:
+    """Finalize MPI after a barrier: a launcher may treat a rank that exits early as lost."""
+    if is_running():
         MPI.COMM_WORLD.Barrier()
         MPI.Finalize()
 
 
-def abort(code: int, grace_s: float = 2.0) -> None:
+def abort_job(code: int, grace_s: float = 2.0) -> None:
     """End the whole job with exit code `code`, even while another thread is inside MPI.
 
-    MPI_Abort may wait for a lock that this other thread holds: then this process exits alone
-    after `grace_s` seconds, and the launcher ends the rest.
+    MPI_Abort may wait for a lock that the other thread holds: then this process exits alone
+    after `grace_s` seconds, and the launcher ends the other ranks.
     """
-    if running():
+    if is_running():
         threading.Thread(target=MPI.COMM_WORLD.Abort, args=(code,), daemon=True).start()
         time.sleep(grace_s)
     os._exit(code)

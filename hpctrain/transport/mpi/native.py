@@ -1,6 +1,6 @@
-"""MPI's own collectives, bound to an array once: yardsticks, and fast for a few bytes.
+"""MPI's own collectives, bound to an array: for comparison, and for messages of a few bytes.
 
-Imported by transport/mpi/link.py, which sets first how mpi4py starts MPI.
+transport/mpi/link.py imports this after it has kept mpi4py from starting MPI.
 """
 
 from __future__ import annotations
@@ -14,113 +14,115 @@ from mpi4py import MPI
 
 from hpctrain.core.errors import UsageError
 from hpctrain.transport.link import NativeCall
-from hpctrain.transport.mpi.requests import cuts
-from hpctrain.watch import CallNote, Entry, detectable, detectable_call
+from hpctrain.transport.mpi.requests import cut_pieces
+from hpctrain.watch import CallNote, Entry, detect_waits, make_detectable
 
 MAX_BYTES = (1 << 31) - 1  # the limit of Open MPI in one call
-_Operations = dict[np.ufunc, MPI.Op]
-_LOGICAL: _Operations = {np.logical_and: MPI.LAND, np.logical_or: MPI.LOR, np.logical_xor: MPI.LXOR}
-#: No minimum of floats: of zeros and NaNs the result depends on the library.
-_FLOAT: _Operations = {np.add: MPI.SUM, np.multiply: MPI.PROD}
-_INTEGER: _Operations = {
-    **_FLOAT,
+_MpiOps = dict[np.ufunc, MPI.Op]
+_LOGICAL_OPS: _MpiOps = {np.logical_and: MPI.LAND, np.logical_or: MPI.LOR, np.logical_xor: MPI.LXOR}
+#: No minimum of floats: for zeros of both signs and for NaNs the result depends on the library.
+_FLOAT_OPS: _MpiOps = {np.add: MPI.SUM, np.multiply: MPI.PROD}
+_INTEGER_OPS: _MpiOps = {
+    **_FLOAT_OPS,
     np.minimum: MPI.MIN,
     np.maximum: MPI.MAX,
     np.bitwise_and: MPI.BAND,
     np.bitwise_or: MPI.BOR,
     np.bitwise_xor: MPI.BXOR,
 }
-#: NumPy's code of a dtype -> its ufunc -> MPI's operation with the same result. Open MPI's sums of
-#: integers of 8 and 16 bits saturate.
-OPERATIONS: dict[str, _Operations] = {
-    "?": _LOGICAL,
-    **dict.fromkeys("ilq", _INTEGER),
-    **dict.fromkeys("fdFD", _FLOAT),
+#: {NumPy's dtype code: {ufunc: MPI's operation with the same result}}. Integers of 8 and 16 bits
+#: are missing, since Open MPI's sums of them saturate.
+OPS_BY_DTYPE: dict[str, _MpiOps] = {
+    "?": _LOGICAL_OPS,
+    **dict.fromkeys("ilq", _INTEGER_OPS),
+    **dict.fromkeys("fdFD", _FLOAT_OPS),
 }
 
 
-class Owner(Protocol):
+class CollectivesLink(Protocol):
     """The part of a link that its collectives use."""
 
     entry: Entry
-    cut_bytes: int
+    max_piece_bytes: int
 
 
 class MpiCollectives:
     """MPI's own collectives on the ranks of a link; see NativeCollectives."""
 
-    def __init__(self, comm: MPI.Comm, link: Owner):
+    def __init__(self, comm: MPI.Comm, link: CollectivesLink):
         self._comm, self.link = comm, link
 
-    @detectable(lambda frame: CallNote(frame["self"].link, b"MPI_Allreduce", frame["x"].nbytes))
+    @detect_waits(lambda frame: CallNote(frame["self"].link, b"MPI_Allreduce", frame["x"].nbytes))
     def allreduce(self, x: np.ndarray, op: Any) -> None:
         """Reduce `x` in place by `MPI_Allreduce`; the watch records it."""
-        if not x.flags.aligned:  # mpi4py knows no datatype for it, and MPI adds aligned numbers
-            aligned = x.copy()
-            self.allreduce(aligned, op)
-            x[...] = aligned
+        if not x.flags.aligned:  # mpi4py has no datatype for unaligned numbers
+            aligned_copy = x.copy()
+            self.allreduce(aligned_copy, op)
+            x[...] = aligned_copy
             return
-        op_and_type, cut_bytes = operation(x, op), self.link.cut_bytes
-        for piece in [x] if x.nbytes <= cut_bytes else cuts(x, cut_bytes):
-            self._comm.Allreduce(MPI.IN_PLACE, piece, op_and_type)
+        native_op, max_piece_bytes = mpi_op(x, op), self.link.max_piece_bytes
+        for piece in [x] if x.nbytes <= max_piece_bytes else cut_pieces(x, max_piece_bytes):
+            self._comm.Allreduce(MPI.IN_PLACE, piece, native_op)
 
     def bind_allreduce(self, x: np.ndarray, op: Any) -> Callable[[], Any]:
         """Return a call that does `allreduce` to flat `x`, also recorded by the watch."""
-        # A longer array is cut as in `allreduce`, which other ranks may call.
-        if not (x.flags.aligned and x.nbytes <= self.link.cut_bytes and is_native(x, op)):
+        # `allreduce` cuts a longer array; other ranks may call it.
+        if not (
+            x.flags.aligned and x.nbytes <= self.link.max_piece_bytes and can_reduce_natively(x, op)
+        ):
             return partial(self.allreduce, x, op)
-        note = CallNote(self.link, b"MPI_Allreduce", x.nbytes)
-        return detectable_call(allreduce_call(self._comm, x, op), note)
+        call_note = CallNote(self.link, b"MPI_Allreduce", x.nbytes)
+        return make_detectable(allreduce_call(self._comm, x, op), call_note)
 
     def bind(self, collective: str, x: np.ndarray, op: Any) -> NativeCall:
-        """Return a call of MPI's own `collective` on `x`, unknown to the watch."""
-        return bound(self._comm, collective, x, op)
+        """Return a call of MPI's own `collective` on `x`, without the watch's record."""
+        return bind_collective(self._comm, collective, x, op)
 
 
-def is_native(x: np.ndarray, op: Any) -> bool:
-    """Return whether MPI reduces `x` by `op` in one call; arrays of GPUs it is never given."""
-    return isinstance(x, np.ndarray) and x.nbytes <= MAX_BYTES and op in _operations(x)
+def can_reduce_natively(x: np.ndarray, op: Any) -> bool:
+    """Return whether MPI reduces `x` by `op` in one call; never for GPU arrays."""
+    return isinstance(x, np.ndarray) and x.nbytes <= MAX_BYTES and op in _supported_ops(x)
 
 
-def operation(x: np.ndarray, op: Any) -> MPI.Op:
-    """Return MPI's `op`; raise UsageError where it has none."""
-    if op not in _operations(x):
-        raise UsageError(f"MPI reduces no arrays of {x.dtype} so; take an algorithm of ours")
-    return _operations(x)[op]
+def mpi_op(x: np.ndarray, op: Any) -> MPI.Op:
+    """Return MPI's operation for `op`; raise UsageError if MPI has none."""
+    if op not in _supported_ops(x):
+        raise UsageError(f"MPI has no such reduction of {x.dtype}; take an algorithm of hpctrain")
+    return _supported_ops(x)[op]
 
 
-def _operations(x: np.ndarray) -> _Operations:
-    return OPERATIONS.get(x.dtype.char, {})
+def _supported_ops(x: np.ndarray) -> _MpiOps:
+    return OPS_BY_DTYPE.get(x.dtype.char, {})
 
 
 def allreduce_call(comm: MPI.Comm, x: np.ndarray, op: Any) -> Callable[[], Any]:
-    """Return an all-reduce of flat `x`: the quickest call that mpi4py knows.
+    """Return an all-reduce of flat `x`, the fastest call through mpi4py.
 
-    In every call it asks an array for shape and format, but not memory of its own. A method that
-    is not bound to its object yet saves a call in C.
+    mpi4py inspects shape and format of an array in every call, but not of its own memory object. An
+    unbound method saves a call in C.
     """
     spec = [MPI.memory.frombuffer(x), x.size, MPI.Datatype.fromcode(x.dtype.char)]
-    return partial(MPI.Comm.Allreduce, comm, MPI.IN_PLACE, spec, operation(x, op))
+    return partial(MPI.Comm.Allreduce, comm, MPI.IN_PLACE, spec, mpi_op(x, op))
 
 
-def bound(comm: MPI.Comm, collective: str, x: np.ndarray, op: Any) -> NativeCall:
+def bind_collective(comm: MPI.Comm, collective: str, x: np.ndarray, op: Any) -> NativeCall:
     """Return a call of MPI's own `collective` on flat `x`; see NativeCollectives.bind.
 
     Raises UsageError for a dtype that MPI does not reduce, and above the limit of Open MPI.
     """
-    if not is_native(x, op):
+    if not can_reduce_natively(x, op):
         raise UsageError(
             f"MPI's own {collective}: expected a dtype and an operation that it has, and at most "
             f"{MAX_BYTES} bytes, seen {x.nbytes} bytes of {x.dtype}"
         )
-    chunk, kind = x.size // comm.size, MPI.Datatype.fromcode(x.dtype.char)
-    vector, chunks = [x, x.size, kind], [x, chunk, kind]
-    in_place, op_and_type = MPI.IN_PLACE, operation(x, op)
+    chunk, datatype = x.size // comm.size, MPI.Datatype.fromcode(x.dtype.char)
+    array_spec, chunk_spec = [x, x.size, datatype], [x, chunk, datatype]
+    in_place, native_op = MPI.IN_PLACE, mpi_op(x, op)
     calls: dict[str, Callable[[], Any]] = {
-        "allreduce": partial(comm.Allreduce, in_place, vector, op_and_type),
-        "allreduce plain": lambda: comm.Allreduce(MPI.IN_PLACE, x, op_and_type),
-        "reduce-scatter": partial(comm.Reduce_scatter_block, in_place, chunks, op_and_type),
-        "all-gather": partial(comm.Allgather, in_place, chunks),
-        "broadcast": partial(comm.Bcast, vector, 0),
+        "allreduce": partial(comm.Allreduce, in_place, array_spec, native_op),
+        "allreduce plain": lambda: comm.Allreduce(MPI.IN_PLACE, x, native_op),
+        "reduce-scatter": partial(comm.Reduce_scatter_block, in_place, chunk_spec, native_op),
+        "all-gather": partial(comm.Allgather, in_place, chunk_spec),
+        "broadcast": partial(comm.Bcast, array_spec, 0),
     }
     return NativeCall(calls[collective], x[:chunk] if collective == "reduce-scatter" else x)

@@ -1,6 +1,6 @@
-"""A transfer over MPI: the pieces in which an array travels, and the wait for them.
+"""A transfer over MPI: an array is cut into pieces, and a request waits for all of them.
 
-Imported by transport/mpi/link.py, which sets first how mpi4py starts MPI.
+transport/mpi/link.py imports this after it has kept mpi4py from starting MPI.
 """
 
 from __future__ import annotations
@@ -18,35 +18,34 @@ from hpctrain.core.xp import Array
 from hpctrain.watch import Entry
 
 Spec = list[Any]  #: a buffer specification: buffer, bytes, MPI.BYTE
-#: MPI waits by polling without a pause. A thread beside one that computes on the same cores sleeps
-#: between polls, twice as long each time: 1 ms of 1 Gbit/s are 125 KB, which the kernel's buffers
-#: hold meanwhile.
-MIN_NAP_S, LONGEST_NAP_S = 50e-6, 1e-3
-#: Polls in a row: UCX, in MPICH, takes no more than 64 KiB out of the kernel at a poll.
-POLLS = 4
+#: MPI waits by polling without a pause. A thread that shares cores with a computing thread sleeps
+#: between polls, twice as long each time, up to 1 ms: at 1 Gbit/s the kernel's buffers hold the
+#: 125 KB that arrive meanwhile.
+MIN_NAP_S, MAX_NAP_S = 50e-6, 1e-3
+#: Several polls in a row: UCX, in MPICH, reads at most 64 KiB from the kernel at a poll.
+POLLS_PER_NAP = 4
 
 
 class SleepingWait:
     """Polling with sleeps: each wake-up takes some 20 us from the threads that compute.
 
-    Segments arrive at the regular pace of the wire, so the first nap of a wait is a quarter of the
-    last wait.
+    Segments arrive at a regular pace, so the first nap of a wait is a quarter of the previous wait.
     """
 
     def __init__(self) -> None:
-        self._first_s = MIN_NAP_S
+        self._first_nap_s = MIN_NAP_S
 
     def wait(self, piece: MPI.Request, status: MPI.Status) -> None:
-        """Return once `piece` is complete."""
-        nap_s, start_s = self._first_s, time.perf_counter()
-        while not any(piece.Test(status) for _ in range(POLLS)):
+        """Return once the request `piece` is complete."""
+        nap_s, start_s = self._first_nap_s, time.perf_counter()
+        while not any(piece.Test(status) for _ in range(POLLS_PER_NAP)):
             time.sleep(nap_s)
-            nap_s = min(2 * nap_s, LONGEST_NAP_S)
+            nap_s = min(2 * nap_s, MAX_NAP_S)
             waited_s = time.perf_counter() - start_s
-            self._first_s = min(max(waited_s / 4, MIN_NAP_S), LONGEST_NAP_S)
+            self._first_nap_s = min(max(waited_s / 4, MIN_NAP_S), MAX_NAP_S)
 
 
-class Owner(Protocol):
+class RequestLink(Protocol):
     """The part of a link that its requests use."""
 
     entry: Entry
@@ -54,22 +53,29 @@ class Owner(Protocol):
     sleeping_wait: SleepingWait
     status: MPI.Status
 
-    def failure(self, call: str, peer: int, size: int, actual: object) -> TransportError: ...
+    def make_call_error(
+        self, call: str, peer: int, size: int, actual: object
+    ) -> TransportError: ...
 
 
 class MpiRequest:
     """The pieces of one transfer under way."""
 
     def __init__(
-        self, link: Owner, pieces: list[MPI.Request], peer: int, expected: int, call: bytes
+        self,
+        link: RequestLink,
+        pieces: list[MPI.Request],
+        peer: int,
+        expected_bytes: int,
+        call: bytes,
     ):
-        self._link, self._pieces, self._peer, self._expected, self._call = (
-            link, pieces, peer, expected, call,
+        self._link, self._pieces, self._peer, self._expected_bytes, self._call = (
+            link, pieces, peer, expected_bytes, call,
         )  # fmt: skip
-        self._received = 0  # bytes of pieces that `done` has completed
+        self._received_bytes = 0  # in pieces completed by `done`
 
     @property
-    def last(self) -> MPI.Request:
+    def last_piece(self) -> MPI.Request:
         """The piece that `wait_any` waits for; `wait` then completes the others."""
         return self._pieces[-1]
 
@@ -78,61 +84,63 @@ class MpiRequest:
         status = self._link.status
         try:
             while self._pieces and self._pieces[0].Test(status):
-                self._received += status.Get_count(MPI.BYTE)
+                self._received_bytes += status.Get_count(MPI.BYTE)
                 self._pieces.pop(0)
         except MPI.Exception as error:
-            raise self._failure(self._call.decode(), error) from error
+            raise self._make_error(self._call.decode(), error) from error
         if not self._pieces:
-            self._must_be_complete(self._received)
+            self._check_size(self._received_bytes)
         return not self._pieces
 
     def wait(self, external_bytes: int = 0) -> None:
-        """Return when all pieces are complete; `external_bytes`: bytes completed by `wait_any`.
+        """Return when all pieces are complete; `external_bytes`: received by `wait_any`.
 
-        One `Wait` per piece, never `Waitall`: where a peer was killed, Waitall can hang.
+        One `Wait` per piece, never `Waitall`, which can hang if a peer was killed.
         """
         link = self._link
-        link.entry.enter(self._call, self._peer, self._expected)
-        received = external_bytes + self._received
+        link.entry.enter(self._call, self._peer, self._expected_bytes)
+        received_bytes = external_bytes + self._received_bytes
         try:
             sleeping_wait = link.sleeping_wait if link.sleeps_while_waiting else None
-            received += sum(finish(piece, link.status, sleeping_wait) for piece in self._pieces)
+            received_bytes += sum(
+                finish_piece(piece, link.status, sleeping_wait) for piece in self._pieces
+            )
         except MPI.Exception as error:
-            raise self._failure(self._call.decode(), error) from error
-        self._must_be_complete(received)
+            raise self._make_error(self._call.decode(), error) from error
+        self._check_size(received_bytes)
         link.entry.leave()
 
-    def _must_be_complete(self, received: int) -> None:
-        if self._expected and received != self._expected:
-            raise self._failure("irecv", f"{received} came")
+    def _check_size(self, received_bytes: int) -> None:
+        if self._expected_bytes and received_bytes != self._expected_bytes:
+            raise self._make_error("irecv", f"{received_bytes} came")
 
-    def _failure(self, call: str, actual: object) -> TransportError:
-        return self._link.failure(call, self._peer, self._expected, actual)
+    def _make_error(self, call: str, actual: object) -> TransportError:
+        return self._link.make_call_error(call, self._peer, self._expected_bytes, actual)
 
 
-def cuts(x: Array, cut_bytes: int) -> Iterator[Array]:
-    """Yield contiguous `x` in views of at most `cut_bytes`; an empty array is one empty piece."""
-    if x.nbytes <= cut_bytes:
+def cut_pieces(x: Array, max_piece_bytes: int) -> Iterator[Array]:
+    """Yield contiguous `x` in views of at most `max_piece_bytes`; one view if `x` is empty."""
+    if x.nbytes <= max_piece_bytes:
         yield x
         return
-    flat, step = x.reshape(-1), cut_bytes // x.itemsize
+    flat, step = x.reshape(-1), max_piece_bytes // x.itemsize
     for start in range(0, flat.size, step):
         yield flat[start : start + step]
 
 
-def spec(x: np.ndarray) -> Spec:
+def buffer_spec(x: np.ndarray) -> Spec:
     """Return the MPI buffer of contiguous `x` in host memory."""
     return [x, x.nbytes, MPI.BYTE]
 
 
 @lru_cache(maxsize=4096)
-def spec_of_gpu(pointer: int, nbytes: int) -> Spec:
+def gpu_buffer_spec(pointer: int, nbytes: int) -> Spec:
     """Return the MPI buffer of GPU memory; cached, since making one costs microseconds."""
     return [MPI.memory.fromaddress(pointer, nbytes), nbytes, MPI.BYTE]
 
 
-def finish(piece: MPI.Request, status: MPI.Status, sleeping_wait: SleepingWait | None) -> int:
-    """Return the number of bytes received, or 0 if this piece was completed elsewhere."""
+def finish_piece(piece: MPI.Request, status: MPI.Status, sleeping_wait: SleepingWait | None) -> int:
+    """Wait for `piece` and return the bytes received; 0 if `wait_any` has completed it."""
     if piece == MPI.REQUEST_NULL:
         return 0
     if sleeping_wait is None:

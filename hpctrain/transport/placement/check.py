@@ -1,4 +1,4 @@
-"""Faults of placement that show only when the bindings of all ranks are compared.
+"""Faults of placement, found by comparing the bindings of all ranks.
 
     rank  host  local rank  cores  BLAS  GPU     NIC
     0     n1    0           0-7    8     GPU-5a  mlx5_0:1   both have local rank 0: one GPU
@@ -6,8 +6,8 @@
     2     n2    0           0      1             mlx5_0:1   both run on core 0, and others are
     3     n2    1           0      1             mlx5_0:1   idle; both name one port of several
 
-Ranks exchange their bindings once, after MPI_Init; a run pays for one comparison of them.
-Adapters are not checked where all ranks are on one node: they need none.
+Ranks exchange and compare their bindings once, after MPI_Init. Network adapters are not checked if
+all ranks are on one node, which needs none.
 """
 
 from __future__ import annotations
@@ -19,38 +19,38 @@ from itertools import groupby
 from typing import Any
 
 from hpctrain.core.launchers import TITLES
-from hpctrain.hardware.pci import core_list
+from hpctrain.hardware.pci import parse_core_list
 from hpctrain.transport.placement.nearest_nics import (
-    NEAR,
+    NEAR_VALUE,
     NIC_VARIABLE,
     UCX_DEVICES,
-    UNKNOWN,
+    UNKNOWN_PORTS,
     NicPorts,
-    from_table,
+    ports_from_table,
 )
 
-_UNBIND = {
+_UNBIND_OPTIONS = {
     "srun": "srun --cpus-per-task=N, and export SRUN_CPUS_PER_TASK=N",
     "openmpi": "mpirun --bind-to none",
     "hydra": "mpiexec -bind-to none",
 }
-FEWER_THREADS = (
+FEWER_THREADS_REMEDY = (
     "unset OMP_NUM_THREADS, OPENBLAS_NUM_THREADS and MKL_NUM_THREADS, or set them to the cores of "
     "a rank"
 )
-OWN_GPU = (
+OWN_GPU_REMEDY = (
     "srun --gpus-per-node=N --ntasks-per-node=N, where the site binds tasks to GPUs also "
     "--gpu-bind=none: every rank sees all GPUs and takes one by its local rank"
 )
-LOCAL_RANKS = (
+LOCAL_RANKS_REMEDY = (
     "start ranks with `srun --mpi=pmix` (MPICH: pmi2), the MPI's own mpiexec or `hpctrain launch`"
 )
-OWN_NIC = (
-    f"unset {UCX_DEVICES}: UCX takes a port near each rank; or export {NIC_VARIABLE}={NEAR} "
+OWN_NIC_REMEDY = (
+    f"unset {UCX_DEVICES}: UCX takes a port near each rank; or export {NIC_VARIABLE}={NEAR_VALUE} "
     "in its place"
 )
-EXISTING_PORTS = f"name ports that `hpctrain doctor` shows as up, or unset {UCX_DEVICES}"
-MAX_FAULTS_SHOWN = 4  # of the faults of one kind: a job may have hundreds of nodes
+EXISTING_PORTS_REMEDY = f"name ports that `hpctrain doctor` shows as up, or unset {UCX_DEVICES}"
+MAX_FAULTS_SHOWN = 4  # per kind of fault: a job may have hundreds of nodes
 
 
 @dataclass(frozen=True)
@@ -59,18 +59,18 @@ class RankBinding:
 
     host: str
     launcher: str  #: a key of launchers.TITLES
-    local_rank: int | None  #: as the launcher gave it
+    local_rank: int | None  #: as set by the launcher
     cores: str
-    offered: int  #: cores of the node that the rank could be given
+    offered: int  #: number of cores of the node available to the job
     blas_threads: int
     gpu: str = ""  #: its UUID
-    gpus: int = 0  #: how many of the node's the job may use
-    nics: NicPorts = UNKNOWN
+    gpus: int = 0  #: number of the node's GPUs in the job
+    nics: NicPorts = UNKNOWN_PORTS
 
 
 @dataclass(frozen=True)
 class PlacementFault:
-    """A fault of the placement of `ranks`, which are on one node, and its remedy."""
+    """A fault of the placement of `ranks` of one node, and its remedy."""
 
     name: str
     ranks: tuple[int, ...]
@@ -78,38 +78,39 @@ class PlacementFault:
     remedy: str
 
 
-def faults(bindings: Sequence[RankBinding]) -> list[PlacementFault]:
+def find_faults(bindings: Sequence[RankBinding]) -> list[PlacementFault]:
     """Return the faults of the placement of ranks 0, 1, ...; a cause comes before its effects."""
-    result = []
-    for ranks in _groups(bindings, range(len(bindings)), "host"):
-        result += [
-            *_local_ranks(bindings, ranks),
-            *_gpus(bindings, ranks),
-            *_cores(bindings, ranks),
+    faults = []
+    for ranks in _group_ranks(bindings, range(len(bindings)), "host"):
+        faults += [
+            *_local_rank_faults(bindings, ranks),
+            *_gpu_faults(bindings, ranks),
+            *_core_faults(bindings, ranks),
         ]
-        result += _blas(bindings, ranks)
+        faults += _blas_faults(bindings, ranks)
         if len(ranks) < len(bindings):
-            result += _nics(bindings, ranks)
-    return result
+            faults += _nic_faults(bindings, ranks)
+    return faults
 
 
-def ports(bindings: Sequence[RankBinding]) -> str:
-    """Return the line about network ports near the ranks, of one node of each kind.
+def describe_ports(bindings: Sequence[RankBinding]) -> str:
+    """Return a line about the network ports near the ranks, one node of each kind.
 
-    "" where there is no choice: one node, or a port on each.
+    "" without a choice of ports: on a single node, or if each node has one port.
     """
-    nodes = list(_groups(bindings, range(len(bindings)), "host"))
-    faults_by_kind = Counter(
-        _port_names(bindings, ranks) for ranks in nodes if len(bindings[ranks[0]].nics.ports) > 1
+    nodes = list(_group_ranks(bindings, range(len(bindings)), "host"))
+    port_texts = Counter(
+        _describe_node_ports(bindings, ranks)
+        for ranks in nodes
+        if len(bindings[ranks[0]].nics.ports) > 1
     )
-    if len(nodes) < 2 or not faults_by_kind:
+    if len(nodes) < 2 or not port_texts:
         return ""
     texts = [
-        f"{n} node{'s' * (n > 1)}: {text}"
-        for text, n in faults_by_kind.most_common(MAX_FAULTS_SHOWN)
+        f"{n} node{'s' * (n > 1)}: {text}" for text, n in port_texts.most_common(MAX_FAULTS_SHOWN)
     ]
-    rest = f". And others, {len(faults_by_kind) - MAX_FAULTS_SHOWN} kinds" * (
-        len(faults_by_kind) > MAX_FAULTS_SHOWN
+    rest = f". And others, {len(port_texts) - MAX_FAULTS_SHOWN} kinds" * (
+        len(port_texts) > MAX_FAULTS_SHOWN
     )
     note = bindings[0].nics.note
     suffix = f"; {NIC_VARIABLE}: {note}" * bool(note)
@@ -117,33 +118,33 @@ def ports(bindings: Sequence[RankBinding]) -> str:
 
 
 def binding_from_table(table: Mapping[str, Any]) -> RankBinding:
-    """Return the binding of a table that `asdict` made and JSON has carried."""
-    return RankBinding(**{**table, "nics": from_table(table["nics"])})
+    """Return the binding from the JSON table of its `asdict`."""
+    return RankBinding(**{**table, "nics": ports_from_table(table["nics"])})
 
 
-def description(group: Sequence[PlacementFault]) -> tuple[str, str]:
-    """Return a description of some of the faults of one kind, and their remedy."""
+def describe_faults(group: Sequence[PlacementFault]) -> tuple[str, str]:
+    """Return a text about the first faults of one kind, and their remedy."""
     texts = [fault.observed for fault in group]
     rest = f"; and {len(texts) - MAX_FAULTS_SHOWN} more like this" * (len(texts) > MAX_FAULTS_SHOWN)
     return "; ".join(texts[:MAX_FAULTS_SHOWN]) + rest, group[0].remedy
 
 
-def grouped_by_kind(faults_found: Sequence[PlacementFault]) -> list[list[PlacementFault]]:
-    """Return `faults_found` grouped by kind, in the order of the first fault of each."""
-    names = dict.fromkeys(fault.name for fault in faults_found)
-    return [[fault for fault in faults_found if fault.name == name] for name in names]
+def group_by_kind(faults: Sequence[PlacementFault]) -> list[list[PlacementFault]]:
+    """Return `faults` grouped by kind, in the order of the first fault of each."""
+    names = dict.fromkeys(fault.name for fault in faults)
+    return [[fault for fault in faults if fault.name == name] for name in names]
 
 
-def unbind(launcher: str) -> str:
-    """Return the advice that gives ranks cores of their own; `launcher`: a key of TITLES."""
-    binding_option = _UNBIND.get(launcher, "a launcher that binds no cores")
+def unbind_advice(launcher: str) -> str:
+    """Return the advice for giving each rank its own cores; `launcher`: a key of TITLES."""
+    binding_option = _UNBIND_OPTIONS.get(launcher, "a launcher that binds no cores")
     return (
         f"{binding_option}, no taskset or numactl before the command; or start with "
         "`hpctrain launch`, which divides the cores among the ranks"
     )
 
 
-def ranges(numbers: Sequence[int]) -> str:
+def format_ranges(numbers: Sequence[int]) -> str:
     """Return "0-3,8" of ascending `numbers`, as the kernel writes lists of cores."""
     runs = [
         [n for _, n in run]
@@ -152,12 +153,12 @@ def ranges(numbers: Sequence[int]) -> str:
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
-def named(ranks: Sequence[int]) -> str:
+def format_ranks(ranks: Sequence[int]) -> str:
     """Return "rank 3" or "ranks 0-2,4"."""
-    return f"rank{'s' * (len(ranks) > 1)} {ranges(ranks)}"
+    return f"rank{'s' * (len(ranks) > 1)} {format_ranges(ranks)}"
 
 
-def _groups(
+def _group_ranks(
     bindings: Sequence[RankBinding], ranks: Sequence[int], field: str
 ) -> Iterator[tuple[int, ...]]:
     """Yield the groups of `ranks` that agree in `field`, in the order of their first rank."""
@@ -165,37 +166,39 @@ def _groups(
         yield tuple(rank for rank in ranks if getattr(bindings[rank], field) == value)
 
 
-def _port_names(bindings: Sequence[RankBinding], node: Sequence[int]) -> str:
+def _describe_node_ports(bindings: Sequence[RankBinding], node: Sequence[int]) -> str:
     """Return the ports of a node by local ranks, as in "0-1 mlx5_0:1; 2-3 mlx5_1:1"."""
     by_ports: dict[str, list[int]] = {}
     for local_rank, rank in enumerate(node):
         by_ports.setdefault(bindings[rank].nics.label, []).append(local_rank)
-    return "; ".join(f"{ranges(ranks)} {names}" for names, ranks in by_ports.items())
+    return "; ".join(f"{format_ranges(ranks)} {names}" for names, ranks in by_ports.items())
 
 
-def _local_ranks(bindings: Sequence[RankBinding], node: Sequence[int]) -> Iterator[PlacementFault]:
-    """Yield the ranks of equal local rank: it is that of the daemon which started them."""
-    for ranks in _groups(bindings, node, "local_rank"):
+def _local_rank_faults(
+    bindings: Sequence[RankBinding], node: Sequence[int]
+) -> Iterator[PlacementFault]:
+    """Yield ranks with the same local rank: each was started by its own daemon."""
+    for ranks in _group_ranks(bindings, node, "local_rank"):
         binding = bindings[ranks[0]]
         if len(ranks) > 1 and binding.local_rank is not None:
             source = "SLURM_LOCALID is its daemon's" if binding.launcher == "srun" else "a daemon's"
             yield PlacementFault(
                 "local ranks",
                 ranks,
-                f"{named(ranks)} of {binding.host} all got local rank {binding.local_rank} from "
-                f"{TITLES[binding.launcher]} ({source}), so they take the same cores and GPU",
-                LOCAL_RANKS,
+                f"{format_ranks(ranks)} of {binding.host} all got local rank {binding.local_rank} "
+                f"from {TITLES[binding.launcher]} ({source}), so they take the same cores and GPU",
+                LOCAL_RANKS_REMEDY,
             )
 
 
-def _gpus(bindings: Sequence[RankBinding], node: Sequence[int]) -> Iterator[PlacementFault]:
-    """Yield the ranks that share a GPU while another GPU of the job on the node is idle."""
+def _gpu_faults(bindings: Sequence[RankBinding], node: Sequence[int]) -> Iterator[PlacementFault]:
+    """Yield ranks that share a GPU while another GPU of the job on the node is idle."""
     ranks_with_gpu = [rank for rank in node if bindings[rank].gpu]
     used_gpus = {bindings[rank].gpu for rank in ranks_with_gpu}
     idle_gpu_count = max((bindings[rank].gpus for rank in ranks_with_gpu), default=0) - len(
         used_gpus
     )
-    for ranks in _groups(bindings, ranks_with_gpu, "gpu"):
+    for ranks in _group_ranks(bindings, ranks_with_gpu, "gpu"):
         if len(ranks) > 1 and idle_gpu_count > 0:
             binding = bindings[ranks[0]]
             idle_gpus = (
@@ -203,72 +206,86 @@ def _gpus(bindings: Sequence[RankBinding], node: Sequence[int]) -> Iterator[Plac
                 if idle_gpu_count > 1
                 else "another of its GPUs is"
             )
-            text = f"{named(ranks)} share {binding.gpu} of {binding.host}, and {idle_gpus} idle"
-            yield PlacementFault("GPUs shared", ranks, text, OWN_GPU)
+            text = (
+                f"{format_ranks(ranks)} share {binding.gpu} of {binding.host}, and {idle_gpus} idle"
+            )
+            yield PlacementFault("GPUs shared", ranks, text, OWN_GPU_REMEDY)
 
 
-def _cores(bindings: Sequence[RankBinding], node: Sequence[int]) -> Iterator[PlacementFault]:
-    """Yield the ranks that outnumber their cores while other cores of the node are idle."""
-    used_cores = {core for rank in node for core in core_list(bindings[rank].cores)}
+def _core_faults(bindings: Sequence[RankBinding], node: Sequence[int]) -> Iterator[PlacementFault]:
+    """Yield ranks that outnumber their cores while other cores of the node are idle."""
+    used_cores = {core for rank in node for core in parse_core_list(bindings[rank].cores)}
     idle_core_count = max(bindings[rank].offered for rank in node) - len(used_cores)
-    for ranks in _groups(bindings, node, "cores"):
+    for ranks in _group_ranks(bindings, node, "cores"):
         binding = bindings[ranks[0]]
-        count = len(core_list(binding.cores))
+        count = len(parse_core_list(binding.cores))
         if len(ranks) > count and idle_core_count > 0:
             shared = f"core{'s' * (count > 1)} {binding.cores}"
             idle_cores = f"{idle_core_count} others are" if idle_core_count > 1 else "another is"
-            text = f"{named(ranks)} of {binding.host} all run on {shared}, and {idle_cores} idle"
-            yield PlacementFault("cores shared", ranks, text, unbind(binding.launcher))
+            names = f"{format_ranks(ranks)} of {binding.host}"
+            text = f"{names} all run on {shared}, and {idle_cores} idle"
+            yield PlacementFault("cores shared", ranks, text, unbind_advice(binding.launcher))
 
 
-def _blas(bindings: Sequence[RankBinding], node: Sequence[int]) -> Iterator[PlacementFault]:
-    """Yield the ranks whose BLAS has more threads than they have cores, unless it has one each.
+def _blas_faults(bindings: Sequence[RankBinding], node: Sequence[int]) -> Iterator[PlacementFault]:
+    """Yield ranks with more BLAS threads than cores, unless each rank has one BLAS thread.
 
     More ranks than cores may be intended; one BLAS thread per rank is then the minimum.
     """
-    ranks_by_count: dict[tuple[str, str], list[int]] = {}  # by count, and ranks if they share cores
-    for ranks in _groups(bindings, node, "cores"):
+    ranks_by_load: dict[
+        tuple[str, str], list[int]
+    ] = {}  # by load, and by the ranks if they share cores
+    for ranks in _group_ranks(bindings, node, "cores"):
         threads = [bindings[rank].blas_threads for rank in ranks]
-        count = len(core_list(bindings[ranks[0]].cores))
+        count = len(parse_core_list(bindings[ranks[0]].cores))
         if sum(threads) > count and max(threads) > 1:
             load = f"{sum(threads)} BLAS threads on {count} core{'s' * (count > 1)}"
-            ranks_by_count.setdefault((load, named(ranks) * (len(ranks) > 1)), []).extend(ranks)
-    for (load, shared), group in ranks_by_count.items():
+            ranks_by_load.setdefault((load, format_ranks(ranks) * (len(ranks) > 1)), []).extend(
+                ranks
+            )
+    for (load, shared), group in ranks_by_load.items():
         suffix = " each" * (len(group) > 1 and not shared)
-        text = f"{named(group)} of {bindings[group[0]].host}: {load}{suffix}, so they take turns"
-        yield PlacementFault("BLAS threads", tuple(group), text, FEWER_THREADS)
+        names = f"{format_ranks(group)} of {bindings[group[0]].host}"
+        text = f"{names}: {load}{suffix}, so they take turns"
+        yield PlacementFault("BLAS threads", tuple(group), text, FEWER_THREADS_REMEDY)
 
 
-def _nics(bindings: Sequence[RankBinding], node: Sequence[int]) -> Iterator[PlacementFault]:
-    """Yield the ranks whose UCX_NET_DEVICES names missing ports, one shared by all, or far ones."""
+def _nic_faults(bindings: Sequence[RankBinding], node: Sequence[int]) -> Iterator[PlacementFault]:
+    """Yield ranks whose UCX_NET_DEVICES names missing ports, one port for all, or far ports."""
     host = bindings[node[0]].host
     faults_by_rank = {
         rank: bindings[rank].nics.faults for rank in node if bindings[rank].nics.faults
     }
-    for problems in dict.fromkeys(faults_by_rank.values()):
-        ranks = tuple(rank for rank in faults_by_rank if faults_by_rank[rank] == problems)
-        text = f"{named(ranks)} of {host}: of what {UCX_DEVICES} names, {' and '.join(problems)}"
-        yield PlacementFault("NICs named", ranks, text, EXISTING_PORTS)
-    yield from _one_nic(bindings, node)
+    for faults in dict.fromkeys(faults_by_rank.values()):
+        ranks = tuple(rank for rank in faults_by_rank if faults_by_rank[rank] == faults)
+        text = (
+            f"{format_ranks(ranks)} of {host}: of the ports in {UCX_DEVICES}, "
+            f"{' and '.join(faults)}"
+        )
+        yield PlacementFault("NICs named", ranks, text, EXISTING_PORTS_REMEDY)
+    yield from _shared_nic_faults(bindings, node)
     ranks_with_remote_nic = tuple(rank for rank in node if bindings[rank].nics.remote)
     if ranks_with_remote_nic:
         nics = bindings[ranks_with_remote_nic[0]].nics
         text = (
-            f"{named(ranks_with_remote_nic)} of {host}: {UCX_DEVICES} names a port on another NUMA "
-            f"node than the nearest port; rank {ranks_with_remote_nic[0]} has "
+            f"{format_ranks(ranks_with_remote_nic)} of {host}: {UCX_DEVICES} names a port on "
+            f"another NUMA node than the nearest port; rank {ranks_with_remote_nic[0]} has "
             f"{', '.join(nics.named)}, and the nearest is {', '.join(nics.nearest)}"
         )
-        yield PlacementFault("NICs far", ranks_with_remote_nic, text, OWN_NIC)
+        yield PlacementFault("NICs far", ranks_with_remote_nic, text, OWN_NIC_REMEDY)
 
 
-def _one_nic(bindings: Sequence[RankBinding], node: Sequence[int]) -> Iterator[PlacementFault]:
-    """Yield the ranks of a node if all name the same port while others are idle."""
+def _shared_nic_faults(
+    bindings: Sequence[RankBinding], node: Sequence[int]
+) -> Iterator[PlacementFault]:
+    """Yield the ranks of a node if all name the same port while other ports are idle."""
     nics = [bindings[rank].nics for rank in node]
     unnamed_ports = set(nics[0].ports) - set(nics[0].named)
-    if len(node) > 1 and nics[0].named and unnamed_ports and len({r.named for r in nics}) == 1:
+    if len(node) > 1 and nics[0].named and unnamed_ports and len({nic.named for nic in nics}) == 1:
         names = ", ".join(nics[0].named)
-        text = f"{named(node)} of {bindings[node[0]].host} all name {names} in {UCX_DEVICES}, and "
+        text = f"{format_ranks(node)} of {bindings[node[0]].host} all name {names} in "
+        text += f"{UCX_DEVICES}, and "
         text += (
             f"{', '.join(sorted(unnamed_ports))} {'are' if len(unnamed_ports) > 1 else 'is'} idle"
         )
-        yield PlacementFault("NICs shared", tuple(node), text, OWN_NIC)
+        yield PlacementFault("NICs shared", tuple(node), text, OWN_NIC_REMEDY)

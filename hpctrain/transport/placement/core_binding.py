@@ -1,7 +1,7 @@
-"""Local rank -> cores and BLAS threads. Called before MPI starts; the one place that binds cores.
+"""Local rank -> cores and BLAS threads, before MPI starts; no other module binds cores.
 
-The binding of a launcher is kept. Without one, each rank takes its own share of cores: otherwise
-P ranks with a BLAS pool of all cores each would take turns on every core.
+A launcher's binding is kept. Without one, each rank takes its own share of cores: otherwise P ranks
+with BLAS pools of all cores would compete for every core.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from hpctrain.transport.device.gpus import GpuCores
 
 @dataclass(frozen=True)
 class Binding:
-    """The cores this rank may run on, the threads of its BLAS, and the reason in a few words."""
+    """The cores of this rank, the number of its BLAS threads, and a short reason."""
 
     cores: tuple[int, ...]
     blas_threads: int
     note: str
-    offered: int  #: cores of the node that could be given
+    offered: int  #: number of cores of the node available to the job
 
 
 _THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS")
@@ -34,42 +34,43 @@ _THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS
 _limiters: list[threadpoolctl.threadpool_limits] = []  # references that keep the limits in force
 
 
-def bind(
+def bind_process(
     launched: Launched,
-    cores_available: Sequence[int] | None = None,
+    available_cores: Sequence[int] | None = None,
     gpu_cores: GpuCores | None = None,
 ) -> Binding:
-    """Bind this process and limit its BLAS as `plan` says; return the plan.
+    """Bind this process and limit its BLAS by `plan_binding`; return the binding.
 
-    `cores_available`, in the order in which shares are cut from it, replaces the machine's cores.
+    `available_cores` replaces the machine's cores; shares are cut from it in its order.
     """
-    online = cores_available or by_topology(_reachable())
-    allowed = os.sched_getaffinity(0)
-    binding = plan(launched, allowed, online, os.environ, gpu_cores)
-    if set(binding.cores) != allowed:
-        _move(binding.cores)
-    if user_threads(os.environ) is None:
-        _limit(binding.blas_threads)
+    online_cores = available_cores or sort_by_topology(_reachable_cores())
+    allowed_cores = os.sched_getaffinity(0)
+    binding = plan_binding(launched, allowed_cores, online_cores, os.environ, gpu_cores)
+    if set(binding.cores) != allowed_cores:
+        _move_threads(binding.cores)
+    if user_blas_threads(os.environ) is None:
+        _limit_blas(binding.blas_threads)
     return binding
 
 
-def one_blas_thread() -> None:
-    """Limit the BLAS of this process to one thread, unless the user set a number.
+def limit_blas_to_one_thread() -> None:
+    """Limit the BLAS of this process to one thread, unless the user has set a number.
 
-    Cores per rank depend on the number of ranks, and the order of BLAS' sums on its threads.
+    Otherwise results would depend on the number of ranks: it sets the number of BLAS threads, which
+    sets the order of BLAS' sums.
     """
-    if _limiters or user_threads(os.environ) is None:  # the variable may be our own limit
-        _limit(1)
+    if _limiters or user_blas_threads(os.environ) is None:  # `_limit_blas` sets the variable, too
+        _limit_blas(1)
 
 
 @contextmanager
-def unbound() -> Iterator[None]:
-    """Let this thread, and those it starts meanwhile, run on every core of its cpuset.
+def allow_all_cores() -> Iterator[None]:
+    """Let this thread, and threads it starts meanwhile, run on every core of its cpuset.
 
-    For other libraries' threads, which would otherwise share the rank's own core with ours.
+    For threads of other libraries, which would otherwise share the rank's cores with ours.
     """
     initial_cores = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, _reachable())
+    os.sched_setaffinity(0, _reachable_cores())
     try:
         yield
     finally:
@@ -77,8 +78,8 @@ def unbound() -> Iterator[None]:
 
 
 @contextmanager
-def on_core(core: int) -> Iterator[None]:
-    """Bind this thread alone to one `core` meanwhile; raise OSError where that is refused."""
+def bind_thread_to_core(core: int) -> Iterator[None]:
+    """Bind only this thread to one `core` meanwhile; raise OSError if the kernel refuses."""
     initial_cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {core})
     try:
@@ -87,58 +88,57 @@ def on_core(core: int) -> Iterator[None]:
         os.sched_setaffinity(0, initial_cores)
 
 
-def plan(
+def plan_binding(
     launched: Launched,
-    allowed: Collection[int],
-    online: Sequence[int],
+    allowed_cores: Collection[int],
+    online_cores: Sequence[int],
     environ: Mapping[str, str],
     gpu_cores: GpuCores | None = None,
 ) -> Binding:
-    """Return the cores and BLAS threads of a rank that may run on `allowed` of `online` cores.
+    """Return the cores and BLAS threads of a rank that may run on `allowed_cores`.
 
-    `online` is in the order in which shares are cut from it; a rank with a GPU takes its share of
-    `gpu_cores`. A user's OPENBLAS_NUM_THREADS, MKL_NUM_THREADS or OMP_NUM_THREADS overrides our
-    count.
+    Shares are cut from `online_cores` in its order; a rank with a GPU has a share of `gpu_cores`.
+    A user's OPENBLAS_NUM_THREADS, MKL_NUM_THREADS or OMP_NUM_THREADS overrides our count.
     """
-    # Without the local size the number of nodes is unknown: assume the worst, a single one.
-    neighbours = launched.local_size or launched.size
-    cores, note = _cores(launched, neighbours, allowed, online)
-    if gpu_cores is not None and launched.size > 1 and not set(online) - set(allowed):
-        cores, note = _cores_for_gpu(gpu_cores, online) or (cores, note)
+    # Without the local size the number of nodes is unknown: assume a single node.
+    node_ranks = launched.local_size or launched.size
+    cores, note = _choose_cores(launched, node_ranks, allowed_cores, online_cores)
+    if gpu_cores is not None and launched.size > 1 and not set(online_cores) - set(allowed_cores):
+        cores, note = _choose_gpu_cores(gpu_cores, online_cores) or (cores, note)
     # Ranks bound to one socket share its cores, so even a bound rank may not use all of them.
-    fair_share = min(len(cores), max(1, len(online) // neighbours))
-    return Binding(cores, user_threads(environ) or fair_share, note, len(online))
+    fair_share = min(len(cores), max(1, len(online_cores) // node_ranks))
+    return Binding(cores, user_blas_threads(environ) or fair_share, note, len(online_cores))
 
 
-def by_topology(cores: Collection[int]) -> tuple[int, ...]:
-    """Return `cores` ordered by socket and physical core, so that a share keeps siblings."""
+def sort_by_topology(cores: Collection[int]) -> tuple[int, ...]:
+    """Return `cores` ordered by socket and physical core: a share has both threads of a core."""
     return tuple(sorted(cores, key=lambda core: (*_socket_and_core(core), core)))
 
 
-def _cores(
-    launched: Launched, neighbours: int, allowed: Collection[int], online: Sequence[int]
+def _choose_cores(
+    launched: Launched, node_ranks: int, allowed_cores: Collection[int], online_cores: Sequence[int]
 ) -> tuple[tuple[int, ...], str]:
-    allowed_cores, rank, count = tuple(sorted(allowed)), launched.local_rank, len(online)
+    sorted_cores, rank, count = tuple(sorted(allowed_cores)), launched.local_rank, len(online_cores)
     if launched.size == 1:
-        return allowed_cores, "alone"
-    if set(online) - set(allowed):
-        return allowed_cores, f"bound by the launcher to {len(allowed_cores)} of {count} cores"
-    if neighbours > count:
-        return allowed_cores, f"not bound: {neighbours} ranks share {count} cores"
-    if rank is None or launched.local_size is None or rank >= neighbours:
-        return allowed_cores, "not bound: the launcher sets no local rank"
-    share = online[rank * count // neighbours : (rank + 1) * count // neighbours]
+        return sorted_cores, "alone"
+    if set(online_cores) - set(allowed_cores):
+        return sorted_cores, f"bound by the launcher to {len(sorted_cores)} of {count} cores"
+    if node_ranks > count:
+        return sorted_cores, f"not bound: {node_ranks} ranks share {count} cores"
+    if rank is None or launched.local_size is None or rank >= node_ranks:
+        return sorted_cores, "not bound: the launcher sets no local rank"
+    share = online_cores[rank * count // node_ranks : (rank + 1) * count // node_ranks]
     return tuple(sorted(share)), f"took {len(share)} of {count} cores as local rank {rank}"
 
 
-def _cores_for_gpu(
-    gpu_cores: GpuCores, online: Sequence[int]
+def _choose_gpu_cores(
+    gpu_cores: GpuCores, online_cores: Sequence[int]
 ) -> tuple[tuple[int, ...], str] | None:
-    """Return the share of a rank among the ranks whose GPUs are near the same cores.
+    """Return a rank's share of the cores near its GPU, and a short reason.
 
-    None where these cores are too few. A rank of unknown index among them takes all.
+    None if the cores are fewer than the ranks near them. A rank of unknown index takes all cores.
     """
-    cores = [core for core in online if core in gpu_cores.cores]
+    cores = [core for core in online_cores if core in gpu_cores.cores]
     if not cores or (gpu_cores.index is not None and gpu_cores.count > len(cores)):
         return None
     if gpu_cores.index is None:
@@ -148,17 +148,17 @@ def _cores_for_gpu(
     return tuple(sorted(share)), f"took {len(share)} of {len(cores)} cores near its GPU"
 
 
-def user_threads(environ: Mapping[str, str]) -> int | None:
+def user_blas_threads(environ: Mapping[str, str]) -> int | None:
     """Return the number of BLAS threads that the user set; None if no variable is set."""
     for name in _THREAD_VARIABLES:
-        # OpenMP takes a list, one number per level of nesting; the first is the outer one
+        # OpenMP's value may list one number per level of nesting; the first is the outermost
         if match := re.match(r"\s*([1-9]\d*)", environ.get(name, "")):
             return int(match[1])
     return None
 
 
-def _reachable() -> set[int]:
-    """Return the cores that this process could run on: online, and in its cpuset."""
+def _reachable_cores() -> set[int]:
+    """Return the online cores in the cpuset of this process."""
     initial_cores = os.sched_getaffinity(0)
     try:  # the kernel reduces a request for all cores to those of the cpuset
         os.sched_setaffinity(0, range(os.sysconf("SC_NPROCESSORS_CONF")))
@@ -178,18 +178,18 @@ def _socket_and_core(core: int) -> tuple[int, int]:
         return 0, core
 
 
-def _move(cores: Collection[int]) -> None:
-    # A BLAS that is already loaded has its threads, and each thread has a mask of its own.
+def _move_threads(cores: Collection[int]) -> None:
+    # A loaded BLAS has started its threads, and each thread has its own mask.
     for thread in os.listdir("/proc/self/task"):
         try:
             os.sched_setaffinity(int(thread), cores)
-        except ProcessLookupError:  # it ended since the listing
+        except ProcessLookupError:  # the thread has ended meanwhile
             continue
 
 
-def _limit(threads: int) -> None:
+def _limit_blas(threads: int) -> None:
     import numpy  # noqa: F401 - a limit reaches only the BLAS that is loaded
 
-    # Libraries that are loaded later bring a BLAS of their own (SciPy does): they read these.
+    # Libraries loaded later, such as SciPy, may have their own BLAS, which reads the variables.
     os.environ.update(dict.fromkeys(_THREAD_VARIABLES, str(threads)))
     _limiters.append(threadpoolctl.threadpool_limits(limits=threads, user_api="blas"))

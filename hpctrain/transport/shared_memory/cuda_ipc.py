@@ -38,11 +38,13 @@ from hpctrain.transport.shared_memory.host import Gather, SharedArrays
 
 log = logging.getLogger(__name__)
 PAGE_BYTES, HEADER_BYTES, TOKEN_BYTES = 2 << 20, 512, 16
-FIRST_NUMBER = 1 << 40  # beyond those of memory.py: two places are alike only if their kinds are
+FIRST_ALLOCATION_NUMBER = (
+    1 << 40
+)  # beyond those of memory.py: two places are alike only if their kinds are
 _DESCRIPTION = struct.Struct(f"<{TOKEN_BYTES}sq64s")  # token, bytes of the array, handle
 
 
-class _Owner:
+class _MemoryOwner:
     """The owner of an array's memory: it lives as long as some array of the allocation."""
 
 
@@ -53,7 +55,7 @@ class _Allocation:
     address: int
     nbytes: int
     addresses: list[int]  #: addresses of all ranks' arrays, in this rank's address space
-    mapped: list[int] = field(default_factory=list)  #: pointers to close
+    mapped_pointers: list[int] = field(default_factory=list)  #: pointers to close
 
 
 class SharedGpuMemory:
@@ -69,9 +71,9 @@ class SharedGpuMemory:
         self.one_gpu = one_gpu
         self._link, self._gather, self._xp = link, gather, cupy
         self._allocations: dict[int, _Allocation] = {}  # by number
-        self._dropped: set[int] = set()  # whose array is gone here
+        self._dropped_numbers: set[int] = set()  # whose array is gone here
         self._cached_arrays: dict[tuple[int, int, str], SharedArrays] = {}
-        self._next_number = FIRST_NUMBER
+        self._next_number = FIRST_ALLOCATION_NUMBER
         self.shares = link.size > 1  #: false once a handle was refused
         self.refused = False  #: whether one was
 
@@ -85,36 +87,39 @@ class SharedGpuMemory:
         self._free_dropped()
         address = self._allocate(length * dtype.itemsize)
         allocation = self._map_everywhere(address, length * dtype.itemsize) if self.shares else None
-        owner, number = _Owner(), self._next_number
+        owner, number = _MemoryOwner(), self._next_number
         self._next_number += 1
         if allocation is None:
             finalizer = weakref.finalize(owner, self._xp.cuda.runtime.free, address)
         else:
             self._allocations[number] = allocation
-            finalizer = weakref.finalize(owner, self._dropped.add, number)
+            finalizer = weakref.finalize(owner, self._dropped_numbers.add, number)
         finalizer.atexit = False  # CUDA may be gone by then, and frees all itself
-        return self._array(address + HEADER_BYTES, length, dtype, owner)
+        return self._view_memory(address + HEADER_BYTES, length, dtype, owner)
 
     def locate(self, x: Array) -> SharedArrays | None:
         """Return the place of this rank's contiguous `x`, None if in no array of `zeros`."""
-        name = (x.data.ptr, x.nbytes, x.dtype.name)
-        if name not in self._cached_arrays:
-            number = self._number(x.data.ptr, x.nbytes)
+        key = (x.data.ptr, x.nbytes, x.dtype.name)
+        if key not in self._cached_arrays:
+            number = self._find_allocation(x.data.ptr, x.nbytes)
             if number is None:
                 return None
-            self._cached_arrays[name] = self._shared_arrays(number, x)
-        number, offset, arrays = self._cached_arrays[name]
+            self._cached_arrays[key] = self._shared_arrays(number, x)
+        number, offset, arrays = self._cached_arrays[key]
         rank = self._link.rank
         return SharedArrays(number, offset, [*arrays[:rank], x, *arrays[rank + 1 :]])
 
     def _shared_arrays(self, number: int, x: Array) -> SharedArrays:
         """Return a place to cache, without `x`, which would keep its own allocation alive."""
-        bases = self._allocations[number].addresses
-        offset = x.data.ptr - bases[self._link.rank]
-        arrays = [self._array(base + offset, x.size, x.dtype, None) for base in bases]
+        base_addresses = self._allocations[number].addresses
+        offset = x.data.ptr - base_addresses[self._link.rank]
+        arrays = [
+            self._view_memory(base_address + offset, x.size, x.dtype, None)
+            for base_address in base_addresses
+        ]
         return SharedArrays(number, offset, arrays)
 
-    def _number(self, pointer: int, nbytes: int) -> int | None:
+    def _find_allocation(self, pointer: int, nbytes: int) -> int | None:
         """Return the number of the allocation in which memory lies."""
         for number, allocation in self._allocations.items():
             start = allocation.addresses[self._link.rank]
@@ -122,7 +127,7 @@ class SharedGpuMemory:
                 return number
         return None
 
-    def _array(self, pointer: int, length: int, dtype: np.dtype, owner: Any) -> Array:
+    def _view_memory(self, pointer: int, length: int, dtype: np.dtype, owner: Any) -> Array:
         cuda = self._xp.cuda
         # Declared as memory of our GPU even if it is a neighbour's: CuPy must not copy it first.
         device = cuda.runtime.getDevice()
@@ -131,13 +136,15 @@ class SharedGpuMemory:
 
     def _allocate(self, nbytes: int) -> int:
         """Return the address of zeros; raise GpuMemoryError on all ranks if one has too little."""
-        runtime, size = self._xp.cuda.runtime, _pages(nbytes + HEADER_BYTES) * PAGE_BYTES
-        address, short = self._malloc(size)
-        problems = [fault.decode() for fault in self._gather(short.encode())]
-        if any(problems):
+        runtime, size = self._xp.cuda.runtime, _page_count(nbytes + HEADER_BYTES) * PAGE_BYTES
+        address, error_text = self._malloc(size)
+        error_texts = [fault.decode() for fault in self._gather(error_text.encode())]
+        if any(error_texts):
             runtime.free(address)
-            texts = [f"local rank {rank}: {text}" for rank, text in enumerate(problems) if text]
-            raise GpuMemoryError("; ".join(texts))
+            rank_errors = [
+                f"local rank {rank}: {text}" for rank, text in enumerate(error_texts) if text
+            ]
+            raise GpuMemoryError("; ".join(rank_errors))
         runtime.memset(address, 0, size)
         runtime.deviceSynchronize()
         return int(address)
@@ -149,36 +156,38 @@ class SharedGpuMemory:
         try:
             return runtime.malloc(size), ""
         except runtime.CUDARuntimeError as error:
-            if (short := shortage(error, size)) is None:
+            if (error_text := shortage(error, size)) is None:
                 raise
-            return 0, str(short)
+            return 0, str(error_text)
 
     def _map_everywhere(self, address: int, nbytes: int) -> _Allocation | None:
         """Return the allocation mapped by all ranks, None if one of them cannot map it."""
-        descriptions = self._gather(self._describe(address, nbytes))
-        mapped = list(self._map_all(descriptions)) if all(descriptions) else []
-        fault = "" if len(mapped) == self._link.size else "a handle was refused"
+        descriptions = self._gather(self._describe_memory(address, nbytes))
+        mapped_pointers = list(self._map_descriptions(descriptions)) if all(descriptions) else []
+        fault = "" if len(mapped_pointers) == self._link.size else "a handle was refused"
         if any(self._gather(fault.encode())):
-            self._close([pointer for pointer in mapped if pointer])
+            self._close_pointers([pointer for pointer in mapped_pointers if pointer])
             self.shares, self.refused = False, True
             if self._link.rank == 0:
                 _warn_of_refusal()
             return None
-        bases = [(pointer or address) + HEADER_BYTES for pointer in mapped]
-        return _Allocation(address, nbytes, bases, [pointer for pointer in mapped if pointer])
+        base_addresses = [(pointer or address) + HEADER_BYTES for pointer in mapped_pointers]
+        return _Allocation(
+            address, nbytes, base_addresses, [pointer for pointer in mapped_pointers if pointer]
+        )
 
-    def _describe(self, address: int, nbytes: int) -> bytes:
+    def _describe_memory(self, address: int, nbytes: int) -> bytes:
         """Return the bytes by which neighbours map our memory; b"" where CUDA refuses."""
         runtime, token = self._xp.cuda.runtime, secrets.token_bytes(TOKEN_BYTES)
         try:
             handle = runtime.ipcGetMemHandle(address)
         except runtime.CUDARuntimeError:
             return b""
-        runtime.memcpy(address, _address(token), TOKEN_BYTES, runtime.memcpyHostToDevice)
+        runtime.memcpy(address, _data_address(token), TOKEN_BYTES, runtime.memcpyHostToDevice)
         runtime.deviceSynchronize()  # a copy from pageable memory may return before it arrived
         return _DESCRIPTION.pack(token, nbytes, handle)
 
-    def _map_all(self, descriptions: Sequence[bytes]) -> Iterator[int]:
+    def _map_descriptions(self, descriptions: Sequence[bytes]) -> Iterator[int]:
         """Yield the addresses of all ranks' memory, 0 for our own; stop at the first refusal."""
         runtime = self._xp.cuda.runtime
         for rank, description in enumerate(descriptions):
@@ -190,39 +199,41 @@ class SharedGpuMemory:
                 pointer = runtime.ipcOpenMemHandle(handle)
             except runtime.CUDARuntimeError:
                 return
-            if not self._in_reach(pointer) or self._read(pointer) != token:
+            if not self._is_reachable(pointer) or self._read_token(pointer) != token:
                 runtime.ipcCloseMemHandle(pointer)
                 return
             yield pointer
 
-    def _in_reach(self, pointer: int) -> bool:
+    def _is_reachable(self, pointer: int) -> bool:
         """Return whether kernels on our GPU may read at `pointer`; copies need no such access."""
         cuda = self._xp.cuda
         device, owner = cuda.runtime.getDevice(), cuda.UnownedMemory(pointer, 1, None).device_id
         return device == owner or bool(cuda.runtime.deviceCanAccessPeer(device, owner))
 
-    def _read(self, pointer: int) -> bytes:
+    def _read_token(self, pointer: int) -> bytes:
         token, runtime = np.empty(TOKEN_BYTES, np.uint8), self._xp.cuda.runtime
         runtime.memcpy(token.ctypes.data, pointer, TOKEN_BYTES, runtime.memcpyDeviceToHost)
         return token.tobytes()
 
     def _free_dropped(self) -> None:
         """Free allocations whose arrays are gone on all ranks, after all have closed them."""
-        dropped = " ".join(str(number) for number in sorted(self._dropped))
-        drops = [frozenset(map(int, text.split())) for text in self._gather(dropped.encode())]
-        numbers = drops[0].intersection(*drops)
+        dropped_text = " ".join(str(number) for number in sorted(self._dropped_numbers))
+        dropped_sets = [
+            frozenset(map(int, text.split())) for text in self._gather(dropped_text.encode())
+        ]
+        numbers = dropped_sets[0].intersection(*dropped_sets)
         if not numbers:
             return
-        unused = [self._allocations.pop(number) for number in sorted(numbers)]
-        self._dropped -= numbers
+        unused_allocations = [self._allocations.pop(number) for number in sorted(numbers)]
+        self._dropped_numbers -= numbers
         self._cached_arrays.clear()
-        for allocation in unused:
-            self._close(allocation.mapped)
+        for allocation in unused_allocations:
+            self._close_pointers(allocation.mapped_pointers)
         self._link.barrier()
-        for allocation in unused:
+        for allocation in unused_allocations:
             self._xp.cuda.runtime.free(allocation.address)
 
-    def _close(self, pointers: Sequence[int]) -> None:
+    def _close_pointers(self, pointers: Sequence[int]) -> None:
         for pointer in pointers:
             self._xp.cuda.runtime.ipcCloseMemHandle(pointer)
 
@@ -240,9 +251,9 @@ def _warn_of_refusal() -> None:
     )
 
 
-def _pages(nbytes: int) -> int:
+def _page_count(nbytes: int) -> int:
     return -(-nbytes // PAGE_BYTES)
 
 
-def _address(data: bytes) -> int:
+def _data_address(data: bytes) -> int:
     return int(np.frombuffer(data, np.uint8).ctypes.data)

@@ -17,44 +17,44 @@ from hpctrain.core.launchers import Launched
 
 logger = logging.getLogger("hpctrain")
 
-SHM = Path("/dev/shm")
+SHM_FOLDER = Path("/dev/shm")
 MIB, GIB = 1 << 20, 1 << 30
 MIN_BYTES, AMPLE_BYTES = 128 * MIB, GIB
-GROW = "containers: --shm-size=8g or --ipc=host; else mount -o remount,size=50% /dev/shm"
+REMEDY = "containers: --shm-size=8g or --ipc=host; else mount -o remount,size=50% /dev/shm"
 #: For the launcher, to forward the warning; and for the rank that warns, to do so before another
 #: rank of the node dies and takes all with it.
-FORWARD_S, WARN_FIRST_S = 0.2, 2.0
+FORWARD_DELAY_S, WARNING_LEAD_S = 0.2, 2.0
 
 
-def free(folder: Path = SHM) -> int:
+def free_shm_bytes(folder: Path = SHM_FOLDER) -> int:
     """Return the bytes free in `folder`; raise OSError where there is none."""
     return shutil.disk_usage(folder).free
 
 
-def too_little(folder: Path = SHM) -> str:
+def shortage_warning(folder: Path = SHM_FOLDER) -> str:
     """Return the warning for the time before MPI_Init, "" if there is enough room."""
     try:
-        free_bytes = free(folder)
+        free_bytes = free_shm_bytes(folder)
     except OSError as error:
-        return f"{folder}: {error.strerror}: MPI may fail to start; {GROW}"
+        return f"{folder}: {error.strerror}: MPI may fail to start; {REMEDY}"
     if free_bytes >= MIN_BYTES:
         return ""
-    text = free_text(free_bytes, folder)
-    return f"{text}: MPI may end with a bus error when it starts, or send slowly; {GROW}"
+    text = format_free_bytes(free_bytes, folder)
+    return f"{text}: MPI may end with a bus error when it starts, or send slowly; {REMEDY}"
 
 
-def free_text(free_bytes: int, folder: Path = SHM) -> str:
+def format_free_bytes(free_bytes: int, folder: Path = SHM_FOLDER) -> str:
     """Return the bytes `free_bytes` in `folder` as text."""
     size = f"{free_bytes / MIB:,.0f} MiB" if free_bytes >= MIB else f"{free_bytes >> 10} KiB"
     return f"{size} free in {folder}"
 
 
-def warn(launched: Launched) -> None:
+def warn_if_full(launched: Launched) -> None:
     """Warn, once on each node, that its ranks may be lost as soon as MPI starts."""
-    message = too_little() if launched.size > 1 else ""
+    message = shortage_warning() if launched.size > 1 else ""
     if not message:
         return
-    warns = launched.local_rank in (0, None)
-    if warns:
+    logs_warning = launched.local_rank in (0, None)
+    if logs_warning:
         logger.warning("%s: %s", socket.gethostname(), message)
-    time.sleep(FORWARD_S if warns else WARN_FIRST_S)
+    time.sleep(FORWARD_DELAY_S if logs_warning else WARNING_LEAD_S)

@@ -37,7 +37,7 @@ from hpctrain.transport.link import Link
 WORDS_PER_LINE = 8  # 64 bytes: no two ranks write the same cache line
 SPINS = 20  # polls, 50 ns each, before the core is yielded
 ROUND_BITS = 32
-MASK = (1 << ROUND_BITS) - 1
+PAYLOAD_MASK = (1 << ROUND_BITS) - 1
 #: Whether this processor may reorder loads and stores, so that flags need fences.
 NEEDS_FENCE = platform.machine().lower() not in ("x86_64", "amd64", "i386", "i686")
 
@@ -50,7 +50,7 @@ def words_needed(ranks: int) -> int:
 class NodeFlags:
     """One rank's view of the flags of its node; belongs to one thread, like its link."""
 
-    def __init__(self, link: Link, words: np.ndarray, spins: bool, fenced: bool = NEEDS_FENCE):
+    def __init__(self, link: Link, words: np.ndarray, spins: bool, uses_fences: bool = NEEDS_FENCE):
         """Use `words` (`words_needed`,) uint64, zeros at first, shared by all ranks of `link`.
 
         `spins`: poll the words, instead of waiting in the link's barrier.
@@ -58,13 +58,13 @@ class NodeFlags:
         self._link, self._words, self._spins = link, words.data, spins
         lines = [range(parity * link.size, (parity + 1) * link.size) for parity in (0, 1)]
         self._offsets = [[line * WORDS_PER_LINE for line in lines[parity]] for parity in (0, 1)]
-        self._own = [offsets[link.rank] for offsets in self._offsets]
-        self._peers = [
-            [index for index in self._offsets[parity] if index != self._own[parity]]
+        self._own_offsets = [offsets[link.rank] for offsets in self._offsets]
+        self._peer_offsets = [
+            [offset for offset in self._offsets[parity] if offset != self._own_offsets[parity]]
             for parity in (0, 1)
         ]
-        self.round = 0  #: of the last exchange; its lowest bit selects one of two copies
-        self._lock = threading.Lock() if fenced else None
+        self.round_number = 0  #: of the last exchange; its lowest bit selects one of two copies
+        self._lock = threading.Lock() if uses_fences else None
         if self._lock is not None:
             self._lock.acquire()
 
@@ -77,14 +77,14 @@ class NodeFlags:
             payloads = self._exchange_by_barrier(payload)
             return payloads.count(payload) == len(payloads)
         words, lock, all_equal = self._words, self._lock, True
-        round_number = self.round = (self.round + 1) & MASK
+        round_number = self.round_number = (self.round_number + 1) & PAYLOAD_MASK
         word = round_number << ROUND_BITS | payload
         if lock is not None:
             lock.release()
             lock.acquire()
-        words[self._own[round_number & 1]] = word
-        for index in self._peers[round_number & 1]:
-            if words[index] != word and self._wait_for_round(index, round_number) != payload:
+        words[self._own_offsets[round_number & 1]] = word
+        for offset in self._peer_offsets[round_number & 1]:
+            if words[offset] != word and self._wait_for_round(offset, round_number) != payload:
                 all_equal = False
         if lock is not None:
             lock.release()
@@ -97,22 +97,24 @@ class NodeFlags:
             return self._exchange_by_barrier(payload)
         self.agree(payload)
         # No word can have changed yet: for that, this rank would have to be in the next round.
-        return [self._words[index] & MASK for index in self._offsets[self.round & 1]]
+        return [
+            self._words[offset] & PAYLOAD_MASK for offset in self._offsets[self.round_number & 1]
+        ]
 
     def _exchange_by_barrier(self, payload: int) -> list[int]:
-        round_number = self.round = (self.round + 1) & MASK
-        self._words[self._own[round_number & 1]] = payload
+        round_number = self.round_number = (self.round_number + 1) & PAYLOAD_MASK
+        self._words[self._own_offsets[round_number & 1]] = payload
         self._link.barrier()
-        return [self._words[index] for index in self._offsets[round_number & 1]]
+        return [self._words[offset] for offset in self._offsets[round_number & 1]]
 
-    def _wait_for_round(self, index: int, round_number: int) -> int:
-        """Return the payload at `index` once it is that of round `round_number`."""
+    def _wait_for_round(self, offset: int, round_number: int) -> int:
+        """Return the payload at `offset` once it is that of round `round_number`."""
         words = self._words
         for _ in range(SPINS):
-            if words[index] >> ROUND_BITS == round_number:
+            if words[offset] >> ROUND_BITS == round_number:
                 break
         else:
             self._link.wait_for(
-                lambda: words[index] >> ROUND_BITS == round_number, b"flags of the node"
+                lambda: words[offset] >> ROUND_BITS == round_number, b"flags of the node"
             )
-        return words[index] & MASK
+        return words[offset] & PAYLOAD_MASK

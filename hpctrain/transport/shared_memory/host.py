@@ -38,11 +38,11 @@ Gather = Callable[[bytes], list[bytes]]  #: from this rank's bytes to those of a
 #: store in the last 12 bits of its address would have to wait for it ("4 KiB aliasing").
 SKEW_BYTES, PAGE_BYTES = 1088, 4096
 ALIGN_BYTES = 64  # a cache line; the first holds the token
-SHM = "/dev/shm"
-_EXTENT = struct.Struct("<qq")  # bytes before the array, and of it
+SHM_FOLDER = "/dev/shm"
+_LAYOUT = struct.Struct("<qq")  # bytes before the array, and of it
 
 
-class File(NamedTuple):
+class SharedFile(NamedTuple):
     """A file of this rank's pages, and the path by which neighbours open it."""
 
     descriptor: int
@@ -68,7 +68,7 @@ class SharedArrays(NamedTuple):
     arrays: list[Array]
 
 
-class Memory:
+class NodeMemory:
     """Memory shared by the ranks of one node; all methods but `neighbours` are collective."""
 
     def __init__(
@@ -99,10 +99,10 @@ class Memory:
         Without sharing they are private to this rank, and `neighbours` returns None.
         """
         nbytes = length * np.dtype(dtype).itemsize
-        arrays = self._share(nbytes)
+        arrays = self._allocate_shared(nbytes)
         if arrays is None:
             return aligned_zeros(length, dtype)
-        own_array, address = arrays[self._link.rank], _address(arrays[self._link.rank])
+        own_array, address = arrays[self._link.rank], _data_address(arrays[self._link.rank])
         neighbour_arrays = [None if i == self._link.rank else x for i, x in enumerate(arrays)]
         self._regions[address] = Region(self._next_number, nbytes, neighbour_arrays)
         self._next_number += 1
@@ -118,7 +118,9 @@ class Memory:
 
     def common_zeros(self, length: int, dtype: np.typing.DTypeLike) -> np.ndarray | None:
         """Return zeros (length,), one array for all ranks of the node; None without sharing."""
-        arrays = self._share(length * np.dtype(dtype).itemsize if self._link.rank == 0 else 0)
+        arrays = self._allocate_shared(
+            length * np.dtype(dtype).itemsize if self._link.rank == 0 else 0
+        )
         return None if arrays is None else arrays[0].view(dtype)
 
     def neighbours(self, x: Array) -> list[Array] | None:
@@ -133,43 +135,45 @@ class Memory:
         """Return the place of our contiguous `x`, None if in no array of `zeros`."""
         if type(x) is not np.ndarray and on_device(x):
             return None if self.gpu is None else self.gpu.locate(x)
-        address = _address(x)
+        address = _data_address(x)
         for start, (number, nbytes, arrays) in self._regions.items():
             offset = address - start
             if offset >= 0 and offset + x.nbytes <= nbytes:
                 byte_range = slice(offset, offset + x.nbytes)
-                same_range = [x if y is None else y[byte_range].view(x.dtype) for y in arrays]
+                same_range = [
+                    x if array is None else array[byte_range].view(x.dtype) for array in arrays
+                ]
                 return SharedArrays(number, offset, same_range)
         return None
 
-    def _share(self, nbytes: int) -> list[np.ndarray] | None:
+    def _allocate_shared(self, nbytes: int) -> list[np.ndarray] | None:
         """Return all ranks' arrays, uint8, this rank's of `nbytes`; None if no kind works."""
         while self._kinds:
-            if (arrays := self._shared_by(self._kinds[0], nbytes)) is not None:
+            if (arrays := self._allocate_by_kind(self._kinds[0], nbytes)) is not None:
                 return arrays
             self._kinds = self._kinds[1:]
         return None
 
-    def _shared_by(self, kind: str, nbytes: int) -> list[np.ndarray] | None:
+    def _allocate_by_kind(self, kind: str, nbytes: int) -> list[np.ndarray] | None:
         skew = ALIGN_BYTES + self._link.rank * SKEW_BYTES % PAGE_BYTES
         if kind == "window":
             pages = self._link.window(nbytes + ALIGN_BYTES)
-            return [_cache_aligned(x) for x in pages] if self._unanimous(bool(pages)) else None
+            return [_cache_aligned(x) for x in pages] if self._is_true_on_all(bool(pages)) else None
         token = secrets.token_bytes(16)
-        file = _new_file(FILES[kind], token, skew + nbytes)
+        file = _new_file(FILE_MAKERS[kind], token, skew + nbytes)
         descriptions = self._gather(
-            token + _EXTENT.pack(skew, nbytes) + file.path.encode() if file else b""
+            token + _LAYOUT.pack(skew, nbytes) + file.path.encode() if file else b""
         )
-        arrays = list(map(_mapped, descriptions)) if all(descriptions) else [None]
+        arrays = list(map(_map_file, descriptions)) if all(descriptions) else [None]
         all_opened = all(x is not None for x in arrays)
-        opened_on_all = self._unanimous(all_opened)
+        opened_on_all = self._is_true_on_all(all_opened)
         if file is not None:
             os.close(file.descriptor)
             with suppress(OSError):  # a memfd has no name to remove
                 os.unlink(file.path)
         return [x for x in arrays if x is not None] if opened_on_all else None
 
-    def _unanimous(self, condition: bool) -> bool:
+    def _is_true_on_all(self, condition: bool) -> bool:
         """Return whether this kind is `condition` on all ranks."""
         return all(vote == b"y" for vote in self._gather(b"y" if condition else b"n"))
 
@@ -185,27 +189,32 @@ def _cache_aligned(x: np.ndarray) -> np.ndarray:
 
     All ranks that map these pages skip the same number: pages begin at cache lines everywhere.
     """
-    skip = -_address(x) % ALIGN_BYTES
-    return x[skip : skip + x.size - ALIGN_BYTES]
+    skipped_bytes = -_data_address(x) % ALIGN_BYTES
+    return x[skipped_bytes : skipped_bytes + x.size - ALIGN_BYTES]
 
 
-def _anonymous() -> File:
+def _create_memfd() -> SharedFile:
     descriptor = os.memfd_create("hpctrain")
-    return File(descriptor, f"/proc/{os.getpid()}/fd/{descriptor}")
+    return SharedFile(descriptor, f"/proc/{os.getpid()}/fd/{descriptor}")
 
 
-def _file_in_shm() -> File:
-    return File(*tempfile.mkstemp(prefix="hpctrain-", dir=SHM))
+def _create_shm_file() -> SharedFile:
+    return SharedFile(*tempfile.mkstemp(prefix="hpctrain-", dir=SHM_FOLDER))
 
 
-FILES: dict[str, Callable[[], File]] = {"memfd": _anonymous, "file": _file_in_shm}
+FILE_MAKERS: dict[str, Callable[[], SharedFile]] = {
+    "memfd": _create_memfd,
+    "file": _create_shm_file,
+}
 
 
-def _new_file(make: Callable[[], File], token: bytes, nbytes: int) -> File | None:
+def _new_file(
+    create_file: Callable[[], SharedFile], token: bytes, nbytes: int
+) -> SharedFile | None:
     """Return a file of `nbytes` that begins with `token`; None where the system refuses."""
     file = None
     try:
-        file = make()
+        file = create_file()
         # Claimed now, by the rank that will use it: too little memory is an error here instead of
         # a SIGBUS later, and the pages lie on this rank's NUMA node.
         os.posix_fallocate(file.descriptor, 0, nbytes)
@@ -219,13 +228,13 @@ def _new_file(make: Callable[[], File], token: bytes, nbytes: int) -> File | Non
     return file
 
 
-def _mapped(description: bytes) -> np.ndarray | None:
+def _map_file(description: bytes) -> np.ndarray | None:
     """Return the array at the place of `description`; None if it cannot be mapped.
 
     In containers the same path may lead to another process: its file lacks the token.
     """
-    token, path = description[:16], description[16 + _EXTENT.size :].decode()
-    skew, nbytes = _EXTENT.unpack_from(description, 16)
+    token, path = description[:16], description[16 + _LAYOUT.size :].decode()
+    skew, nbytes = _LAYOUT.unpack_from(description, 16)
     try:
         descriptor = os.open(path, os.O_RDWR)
     except OSError:
@@ -241,5 +250,5 @@ def _mapped(description: bytes) -> np.ndarray | None:
     return np.frombuffer(pages, np.uint8)[skew:]
 
 
-def _address(x: np.ndarray) -> int:
+def _data_address(x: np.ndarray) -> int:
     return int(x.__array_interface__["data"][0])

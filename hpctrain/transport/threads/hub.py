@@ -1,4 +1,4 @@
-"""State shared by the ranks of one LocalLink: message boxes, a desk, a barrier, one lock."""
+"""State shared by the ranks of a LocalLink: mailboxes, gathered items, a barrier, one lock."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 
 class SentMessage:
-    """An array on its way; `done` once the receiver has copied it."""
+    """An array sent but perhaps not received; `done` once the receiver has copied it."""
 
     def __init__(self, x: np.ndarray):
         self.x, self.done = x, False
@@ -19,29 +19,29 @@ class SentMessage:
 class Hub:
     """State shared by the ranks of one link."""
 
-    def __init__(self, size: int, timeout_s: float, failed: threading.Event):
+    def __init__(self, size: int, timeout_s: float, failure: threading.Event):
         self.size, self.timeout_s = size, timeout_s
-        self.failed = failed  # shared by a hub and all hubs split from it
-        # One lock for all: a lock per rank would let two ranks that take from each other block.
+        self.failure = failure  # set if a rank fails; shared by a hub and all hubs split from it
+        # One lock for all: with a lock per rank, two ranks that exchange messages could deadlock.
         self.lock = threading.Lock()
-        # But each rank is woken by its own messages only, not by those of all.
+        # A condition per rank, so that each rank is woken only by its own messages.
         self.wakeups = [threading.Condition(self.lock) for _ in range(size)]
         self.mailboxes: dict[tuple[int, int], deque[SentMessage]] = defaultdict(deque)  # (from, to)
         self.barrier = threading.Barrier(size)
-        self.items: list[Any] = [None] * size  # one item per rank, readable by all
+        self.items: list[Any] = [None] * size  # one item per rank, readable by all ranks
         self.children: dict[tuple[int, int], Hub] = {}
 
-    def child(self, name: tuple[int, int], size: int) -> Hub:
-        """Return the hub of a split, which its first member makes."""
+    def child(self, key: tuple[int, int], size: int) -> Hub:
+        """Return the hub of a split; its first member creates it."""
         with self.lock:
-            if name not in self.children:
-                self.children[name] = Hub(size, self.timeout_s, self.failed)
-            return self.children[name]
+            if key not in self.children:
+                self.children[key] = Hub(size, self.timeout_s, self.failure)
+            return self.children[key]
 
     def fail(self) -> None:
-        """Wake every rank that waits, here and in the links split from this one."""
+        """Wake every waiting rank of this hub and of the hubs split from it."""
         with self.lock:
-            self.failed.set()
+            self.failure.set()
             self.barrier.abort()
             for wakeup in self.wakeups:
                 wakeup.notify_all()

@@ -1,4 +1,4 @@
-"""Collectives between threads by way of the hub: they stand in for a library's own."""
+"""Collectives between threads through the hub, in place of a library's own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hpctrain.transport.link import NativeCall
 T = TypeVar("T")
 
 
-class Owner(Protocol):
+class CollectivesLink(Protocol):
     """The part of a link that its collectives use."""
 
     rank: int
@@ -25,13 +25,13 @@ class Owner(Protocol):
 class ThreadCollectives:
     """Collectives on the ranks of a link; see NativeCollectives."""
 
-    def __init__(self, link: Owner):
+    def __init__(self, link: CollectivesLink):
         self._link = link
 
     def allreduce(self, x: np.ndarray, op: Any) -> None:
         """Reduce `x` in place, adding the ranks' arrays in the order of ranks."""
-        first, *arrays = self._link.gather_items(x.copy())
-        x[...] = first
+        first_array, *arrays = self._link.gather_items(x.copy())
+        x[...] = first_array
         for array in arrays:
             op(x, array, out=x)
 
