@@ -168,7 +168,9 @@ def rewrite(path: Path, change: Callable[[dict], object]) -> None:
     table = json.loads((path / "manifest.json").read_text())
     del table["sha256"]
     change(table)
-    (path / "manifest.json").write_text(json.dumps({**table, "sha256": manifest._seal(table)}))
+    (path / "manifest.json").write_text(
+        json.dumps({**table, "sha256": manifest._hash_table(table)})
+    )
 
 
 def second_of(table: dict, array: str = "param") -> dict:

@@ -25,7 +25,7 @@ from hpctrain.gradients import arena as arenas
 from hpctrain.training import weights
 from hpctrain.transport.threads.link import run_ranks
 
-BLOCK = hashes.BLOCK
+BLOCK = hashes.BLOCK_ELEMENTS
 #: Tensors of several blocks, within one block, over a bound of blocks, and of nothing
 SHAPES = {"a": (3, BLOCK), "b": (7,), "empty": (0,), "c": (BLOCK, 2), "d": (BLOCK // 2 + 1,)}
 
@@ -135,7 +135,7 @@ def test_a_job_reads_each_byte_once(ranks, tmp_path, monkeypatch, name, writers)
 @pytest.mark.parametrize("size", [1, 4])
 def test_memory_beside_the_arrays_is_two_extents_per_rank(tmp_path, monkeypatch, size):
     length, extent = 64 * BLOCK, 4 * BLOCK * 4
-    monkeypatch.setattr(parts, "EXTENT_BYTES", extent)
+    monkeypatch.setattr(parts, "MAX_EXTENT_BYTES", extent)
     arrays = {name: np.ones(length, np.float32) for name in ("common", "sharded")}
     common = [np.zeros(length, np.float32) for _ in range(size)]
     cut = bounds(length, size, BLOCK)
@@ -173,7 +173,9 @@ def merged(path: Path, count: int) -> None:
     del table["sha256"]
     groups = [table["parts"][i::count] for i in range(count)]
     table["parts"] = [merged_part(path, i, group) for i, group in enumerate(groups)]
-    (path / "manifest.json").write_text(json.dumps({**table, "sha256": manifest._seal(table)}))
+    (path / "manifest.json").write_text(
+        json.dumps({**table, "sha256": manifest._hash_table(table)})
+    )
 
 
 def merged_part(path: Path, number: int, group: list[dict]) -> dict:
@@ -258,7 +260,7 @@ def test_nothing_of_a_damaged_checkpoint_stays(tmp_path, size, array):
         def request(reader):
             for name, x in outputs.items():
                 reader.request(name, x)
-            reader.then(lambda: steps.append(reader.step))
+            reader.on_arrival(lambda: steps.append(reader.step))
 
         loaded = checkpoint.load(tmp_path, link, request=request)
         return loaded.set_aside, steps, outputs
@@ -315,7 +317,7 @@ def same_json(first: bytes, second: bytes) -> bool:
 @pytest.mark.parametrize("seed", range(20))
 def test_requests_of_any_ranges_get_what_was_saved(tmp_path, monkeypatch, seed):
     rng = np.random.default_rng(seed)
-    monkeypatch.setattr(parts, "EXTENT_BYTES", int(rng.choice([1, 1 << 19, 1 << 22])))
+    monkeypatch.setattr(parts, "MAX_EXTENT_BYTES", int(rng.choice([1, 1 << 19, 1 << 22])))
     length, size = int(rng.integers(1, 6 * BLOCK)), int(rng.integers(1, 6))
     x = rng.integers(0, 1 << 30, length)
     cut = np.unique([0, *rng.integers(0, length + 1, 3), length])
@@ -362,4 +364,4 @@ def test_extents_are_dealt_evenly():
     extents = [parts.Extent("f", 0, "x", "float32", [i, i + 1], [""]) for i in range(10)]
     tasks = [reader._Read(extent, {0, 1, 2}) for extent in extents]
     tasks += [reader._Read(extent, {2}) for extent in extents[:3]]
-    assert [len(own) for own in reader._dealt(tasks, 4)] == [4, 3, 6, 0]
+    assert [len(own) for own in reader._deal_reads(tasks, 4)] == [4, 3, 6, 0]

@@ -1,6 +1,12 @@
 """Saving the state of a run so that it survives a kill at any moment, and finding it again."""
 
-from hpctrain.checkpoint.folder import SavedCheckpoint, best_metric, listing, ranked, value_of
+from hpctrain.checkpoint.folder import (
+    SavedCheckpoint,
+    best_metric,
+    listing,
+    metric_value,
+    rank_by_metric,
+)
 from hpctrain.checkpoint.format import Piece
 from hpctrain.checkpoint.reader import Reader
 from hpctrain.checkpoint.restore import Loaded, best_value, is_checkpoint, load, read, verify
@@ -16,10 +22,10 @@ __all__ = [
     "is_checkpoint",
     "listing",
     "load",
-    "ranked",
+    "rank_by_metric",
     "read",
     "save",
     "sweep",
-    "value_of",
+    "metric_value",
     "verify",
 ]

@@ -31,7 +31,7 @@ Dtype = Literal["float64", "float32", "float16", "int64", "int32", "int16", "int
                 "uint64", "uint32", "uint16", "uint8", "bool"]  # fmt: skip
 Sha256 = Annotated[str, pydantic.Field(pattern=r"^[0-9a-f]{64}$")]
 FileName = Annotated[str, pydantic.Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,99}$")]
-Edges = Mapping[str, Sequence[int]]  #: {array: bounds of its slots, ascending}
+SlotEdges = Mapping[str, Sequence[int]]  #: {array: bounds of its slots, ascending}
 
 
 class DamagedError(Exception):
@@ -48,7 +48,7 @@ class Piece(NamedTuple):
 
 
 @config.options
-class Flat:
+class FlatArray:
     """A whole flat array, however many pieces it was cut into."""
 
     size: pydantic.NonNegativeInt
@@ -82,19 +82,21 @@ class Manifest:
     """The contents of `manifest.json`, besides its own hash."""
 
     step: Annotated[int, pydantic.Field(ge=0, lt=2**63)]
-    arrays: dict[str, Flat]
+    arrays: dict[str, FlatArray]
     parts: list[PartFile]
     state: dict[str, int | str]
     about: dict[str, Any]
     format: Literal[2] = 2
 
     @property
-    def edges(self) -> Edges:
+    def edges(self) -> SlotEdges:
         """The bounds of the slots in each array that has slots."""
-        return {name: hashes.edges(spans) for name, spans in slots_of(self.about).items()}
+        return {
+            name: hashes.distinct_bounds(spans) for name, spans in slot_spans(self.about).items()
+        }
 
 
-class Written(NamedTuple):
+class Contribution(NamedTuple):
     """The contribution of one rank to a manifest, as ranks exchange it."""
 
     part: dict[str, Any]  #: of a PartFile
@@ -107,7 +109,7 @@ def step_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def slots_of(about: Mapping[str, Any]) -> dict[str, list[hashes.Span]]:
+def slot_spans(about: Mapping[str, Any]) -> dict[str, list[hashes.Span]]:
     """Return the spans of the tensors in each plane, of `weights` in the facts of a checkpoint."""
     return {
         plane: [(p["offset"], p["offset"] + prod(p["shape"])) for p in places.values()]
@@ -120,26 +122,28 @@ def params_sha256(manifest: Manifest) -> str | None:
 
     None if the checkpoint does not name its tensors, or if a piece cuts a unit, as no engine does.
     """
-    slots, slot_edges = slots_of(manifest.about).get("param"), manifest.edges.get("param", ())
+    slots, slot_edges = slot_spans(manifest.about).get("param"), manifest.edges.get("param", ())
     units = {
         span: sha256
         for part in manifest.parts
         for piece in part.pieces
         if piece.array == "param"
-        for span, sha256 in zip(pairwise(_cuts(piece, slot_edges)), piece.sha256, strict=True)
+        for span, sha256 in zip(
+            pairwise(_unit_bounds(piece, slot_edges)), piece.sha256, strict=True
+        )
     }
     try:
         slot = partial(hashes.slot_sha256, unit_sha256=lambda *span: units[span])
-        return None if slots is None else hashes.sha256_of(map(slot, sorted(slots)))
+        return None if slots is None else hashes.combine_hashes(map(slot, sorted(slots)))
     except KeyError:
         return None
 
 
-def arrays_of(written: Iterable[Written]) -> dict[str, Flat]:
+def merge_arrays(written: Iterable[Contribution]) -> dict[str, FlatArray]:
     """Return the arrays that the pieces of some ranks belong to; raise DamagedError if unequal."""
-    arrays: dict[str, Flat] = {}
+    arrays: dict[str, FlatArray] = {}
     for name, size, dtype in (entry for rank in written for entry in rank.arrays):
-        add(arrays, name, Flat(size=size, dtype=dtype), "pieces")
+        add(arrays, name, FlatArray(size=size, dtype=dtype), "pieces")
     return arrays
 
 
@@ -149,7 +153,7 @@ def add(table: dict[str, Any], name: str, entry: Any, kind: str) -> None:
         raise DamagedError(f"{kind} of '{name}' are of {table[name]} and of {entry}")
 
 
-def part_of(table: Mapping[str, Any]) -> PartFile:
+def part_from_table(table: Mapping[str, Any]) -> PartFile:
     """Return the PartFile of a JSON `table`."""
     return PartFile(**{**table, "pieces": [SavedPiece(**piece) for piece in table["pieces"]]})
 
@@ -166,7 +170,7 @@ def check_pieces(manifest: Manifest) -> None:
                 raise DamagedError(f"{key} does not fit {flat}")
             if piece.begin != end:
                 raise DamagedError(f"{key} begins at byte {piece.begin}; expected {end}")
-            bounds = _cuts(piece, slot_edges.get(piece.array, ()))
+            bounds = _unit_bounds(piece, slot_edges.get(piece.array, ()))
             if len(piece.sha256) != len(bounds) - 1:
                 raise DamagedError(
                     f"{key} has {len(piece.sha256)} hashes; expected {len(bounds) - 1}"
@@ -178,10 +182,10 @@ def check_pieces(manifest: Manifest) -> None:
     names = [part.file for part in manifest.parts]
     if len(set(names)) != len(names):
         raise DamagedError("two parts have one name")
-    _check_cover(manifest.arrays, spans)
+    _check_coverage(manifest.arrays, spans)
 
 
-def _check_cover(arrays: Mapping[str, Flat], spans: Iterable[tuple[str, int, int]]) -> None:
+def _check_coverage(arrays: Mapping[str, FlatArray], spans: Iterable[tuple[str, int, int]]) -> None:
     reached = dict.fromkeys(arrays, 0)
     for name, offset, length in sorted(spans):
         if offset != reached[name]:
@@ -193,5 +197,5 @@ def _check_cover(arrays: Mapping[str, Flat], spans: Iterable[tuple[str, int, int
             raise DamagedError(f"pieces of '{name}' have {reached[name]} of {flat.size} elements")
 
 
-def _cuts(piece: SavedPiece, slot_edges: Sequence[int]) -> list[int]:
-    return hashes.cuts(piece.offset, piece.offset + piece.length, slot_edges)
+def _unit_bounds(piece: SavedPiece, slot_edges: Sequence[int]) -> list[int]:
+    return hashes.unit_bounds(piece.offset, piece.offset + piece.length, slot_edges)

@@ -19,26 +19,27 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 
-BLOCK = 65_536  #: elements; a part of the format: shards begin at multiples of it
+BLOCK_ELEMENTS = 65_536  #: elements; a part of the format: shards begin at multiples of it
 Span = tuple[int, int]  #: the first element and the one after the last
 
 
-def edges(spans: Iterable[Span]) -> list[int]:
+def distinct_bounds(spans: Iterable[Span]) -> list[int]:
     """Return the bounds of `spans`, ascending, each once."""
     return sorted({bound for span in spans for bound in span})
 
 
-def cuts(start: int, stop: int, slot_edges: Sequence[int] = ()) -> list[int]:
+def unit_bounds(start: int, stop: int, slot_edges: Sequence[int] = ()) -> list[int]:
     """Return the bounds of the units in elements `start` .. `stop` of an array, both included."""
     inside = slot_edges[bisect_right(slot_edges, start) : bisect_left(slot_edges, stop)]
-    return sorted({start, stop, *inside, *range(start // BLOCK * BLOCK + BLOCK, stop, BLOCK)})
+    next_block = (start // BLOCK_ELEMENTS + 1) * BLOCK_ELEMENTS
+    return sorted({start, stop, *inside, *range(next_block, stop, BLOCK_ELEMENTS)})
 
 
 def slot_sha256(slot: Span, unit_sha256: Callable[[int, int], str]) -> str:
     """Return the hash of a slot, given the hash of the unit between any two of its bounds."""
-    return sha256_of(unit_sha256(*unit) for unit in pairwise(cuts(*slot)))
+    return combine_hashes(unit_sha256(*unit) for unit in pairwise(unit_bounds(*slot)))
 
 
-def sha256_of(hashes: Iterable[str]) -> str:
+def combine_hashes(hashes: Iterable[str]) -> str:
     """Return the SHA-256 of `hashes`, 32 bytes each, one after the other."""
     return hashlib.sha256(b"".join(map(bytes.fromhex, hashes))).hexdigest()

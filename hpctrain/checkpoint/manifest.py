@@ -12,16 +12,16 @@ from typing import Any
 
 import pydantic
 
-from hpctrain.checkpoint.about import fault_of
+from hpctrain.checkpoint.about import find_fault
 from hpctrain.checkpoint.format import (
     NAME,
+    Contribution,
     DamagedError,
     Manifest,
-    Written,
     add,
-    arrays_of,
     check_pieces,
-    part_of,
+    merge_arrays,
+    part_from_table,
 )
 from hpctrain.core import files
 from hpctrain.core.errors import UsageError
@@ -30,18 +30,20 @@ from hpctrain.run_files.schemas import first_fault
 
 FORMAT = 2
 MANIFEST = "manifest.json"
-MANIFEST_BYTES = 64 * files.MIB  #: at most; a thousand ranks and ten thousand tensors need 2 MiB
+MAX_MANIFEST_BYTES = (
+    64 * files.MIB
+)  #: at most; a thousand ranks and ten thousand tensors need 2 MiB
 # Errors that reading JSON of an unexpected shape may raise.
-_NONSENSE = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
-_MANIFEST = pydantic.TypeAdapter(Manifest)
+_SHAPE_ERRORS = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
+_MANIFEST_ADAPTER = pydantic.TypeAdapter(Manifest)
 
 
-def assembled(step: int, written: Sequence[Written], about: dict[str, Any]) -> Manifest:
+def assemble(step: int, written: Sequence[Contribution], about: dict[str, Any]) -> Manifest:
     """Return the manifest of what all ranks have written; raise DamagedError if it is not whole."""
-    arrays, state = arrays_of(written), dict[str, int | str]()
+    arrays, state = merge_arrays(written), dict[str, int | str]()
     for name, value in (entry for rank in written for entry in rank.state.items()):
         add(state, name, value, "states")
-    parts = [part_of(rank.part) for rank in written]
+    parts = [part_from_table(rank.part) for rank in written]
     manifest = Manifest(step=step, arrays=arrays, parts=parts, state=state, about=about)
     check_pieces(manifest)
     return manifest
@@ -50,10 +52,12 @@ def assembled(step: int, written: Sequence[Written], about: dict[str, Any]) -> M
 def to_bytes(manifest: Manifest) -> bytes:
     """Return the file of `manifest`, with its own hash; raise DamagedError if it is too long."""
     table = json.loads(json.dumps(asdict(manifest)))  # as it will be when read
-    table["sha256"] = _seal(table)
+    table["sha256"] = _hash_table(table)
     data = json.dumps(table, indent=1).encode()
-    if len(data) > MANIFEST_BYTES:  # a reader would refuse it
-        raise DamagedError(f"its manifest has {len(data)} bytes; expected at most {MANIFEST_BYTES}")
+    if len(data) > MAX_MANIFEST_BYTES:  # a reader would refuse it
+        raise DamagedError(
+            f"its manifest has {len(data)} bytes; expected at most {MAX_MANIFEST_BYTES}"
+        )
     return data
 
 
@@ -63,45 +67,45 @@ def read(path: Path) -> Manifest:
     Raises DamagedError if it is missing or altered, UsageError if it has another format.
     """
     file = path / MANIFEST
-    table = _table(file)
+    table = _read_table(file)
     try:
-        if table.pop("sha256") != _seal(table):
+        if table.pop("sha256") != _hash_table(table):
             raise DamagedError(f"{file} was altered: its own SHA-256 is another")
-        number = table["format"]
-        newer = number > FORMAT
-        manifest = parsed(json.dumps(table)) if number == FORMAT else None
+        format_number = table["format"]
+        newer = format_number > FORMAT
+        manifest = parse(json.dumps(table)) if format_number == FORMAT else None
     except pydantic.ValidationError as error:
         raise DamagedError(f"{file} cannot be understood: {first_fault(error)}") from None
-    except _NONSENSE as error:
+    except _SHAPE_ERRORS as error:
         fault_text = f"{type(error).__name__}: {brief(str(error))[1:-1]}"
         raise DamagedError(f"{file} cannot be understood: {fault_text}") from None
     if manifest is None:
         older = "use it with the hpctrain that wrote it, or start anew in another --out"
         remedy = "install a newer hpctrain" if newer else older
-        raise UsageError(f"{path} has format {brief(number)}, expected {FORMAT}; {remedy}")
-    _check(path, manifest)
+        raise UsageError(f"{path} has format {brief(format_number)}, expected {FORMAT}; {remedy}")
+    _check_consistency(path, manifest)
     return manifest
 
 
-def parsed(text: str | bytes) -> Manifest:
+def parse(text: str | bytes) -> Manifest:
     """Return the manifest that JSON `text` holds; raise pydantic.ValidationError."""
-    return _MANIFEST.validate_json(text)
+    return _MANIFEST_ADAPTER.validate_json(text)
 
 
-def _check(path: Path, manifest: Manifest) -> None:
+def _check_consistency(path: Path, manifest: Manifest) -> None:
     """Raise DamagedError unless the entries of a manifest fit each other and the folder's name."""
-    file, named = path / MANIFEST, NAME.fullmatch(path.name)
-    if named and int(named[2]) != manifest.step:
+    file, folder_name = path / MANIFEST, NAME.fullmatch(path.name)
+    if folder_name and int(folder_name[2]) != manifest.step:
         raise DamagedError(f"{file} is that of step {manifest.step}")
     sizes = {name: flat.size for name, flat in manifest.arrays.items()}
-    if fault := fault_of(manifest.about, manifest.step, sizes):
+    if fault := find_fault(manifest.about, manifest.step, sizes):
         raise DamagedError(f"{file}: {fault}")
     check_pieces(manifest)
 
 
-def _table(file: Path) -> dict[str, Any]:
+def _read_table(file: Path) -> dict[str, Any]:
     try:
-        data = files.read_bytes(file, MANIFEST_BYTES)
+        data = files.read_bytes(file, MAX_MANIFEST_BYTES)
     except files.MissingError:
         if os.path.lexists(file.parent) and not file.parent.exists():
             raise files.FileError(f"{file.parent}: a link to what is not there") from None
@@ -114,5 +118,5 @@ def _table(file: Path) -> dict[str, Any]:
         raise DamagedError(f"{file} cannot be understood: {error}") from None
 
 
-def _seal(table: dict[str, Any]) -> str:
+def _hash_table(table: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()

@@ -25,23 +25,23 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from hpctrain.checkpoint.format import (
+    Contribution,
     DamagedError,
     Dtype,
-    Edges,
-    Flat,
+    FlatArray,
     Manifest,
     PartFile,
     Piece,
     SavedPiece,
-    Written,
+    SlotEdges,
 )
-from hpctrain.checkpoint.hashes import cuts
+from hpctrain.checkpoint.hashes import unit_bounds
 from hpctrain.core import files
 from hpctrain.core.xp import to_host
 
 #: Bytes that are read, sent or written at once, unless a single unit has more.
-EXTENT_BYTES = 4 * files.MIB
-_CODES = {"float64": "F64", "float32": "F32", "float16": "F16", "bool": "BOOL",
+MAX_EXTENT_BYTES = 4 * files.MIB
+_SAFETENSORS_DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bool": "BOOL",
           **{f"{u}int{n}": f"{u or 'i'}{n}".upper() for u in ("", "u") for n in (8, 16, 32, 64)}
           }  # fmt: skip
 
@@ -75,20 +75,20 @@ def part_name(rank: int) -> str:
 
 
 def write_part(
-    file: Path, pieces: Sequence[Piece], edges: Edges, state: Mapping[str, int | str]
-) -> Written:
+    file: Path, pieces: Sequence[Piece], edges: SlotEdges, state: Mapping[str, int | str]
+) -> Contribution:
     """Write `pieces` to a new `file` and through to the disk; return what the manifest says of it.
 
     `edges`: the bounds of slots, at which arrays are cut into hashed units.
     """
     arrays = [(p.name, p.size, _dtype_of(p)) for p in pieces]
     # An array of no elements needs no piece: its name and dtype are in the manifest.
-    full = sorted((p for p in pieces if len(p.array)), key=lambda p: -p.array.itemsize)
-    header = _header(full)
+    nonempty = sorted((p for p in pieces if len(p.array)), key=lambda p: -p.array.itemsize)
+    header = _make_header(nonempty)
     saved, end = [], len(header)
-    with new_file(file) as write:
+    with create_file(file) as write:
         write(header)
-        for piece in full:
+        for piece in nonempty:
             sha256 = _write_piece(write, piece, edges.get(piece.name, ()))
             saved.append(
                 SavedPiece(
@@ -107,7 +107,7 @@ def write_part(
         header_sha256=hashlib.sha256(header).hexdigest(),
         pieces=saved,
     )
-    return Written(asdict(part), arrays, dict(state))
+    return Contribution(asdict(part), arrays, dict(state))
 
 
 def check_parts(path: Path, manifest: Manifest) -> None:
@@ -120,16 +120,18 @@ def check_parts(path: Path, manifest: Manifest) -> None:
 def check_sizes(path: Path, manifest: Manifest) -> None:
     """Raise DamagedError unless each part has its size; before memory is taken for arrays."""
     for part in manifest.parts:
-        with _opened(path / part.file) as handle:
+        with _open_part(path / part.file) as handle:
             actual = os.fstat(handle).st_size
         if actual != part.size_bytes:
             raise DamagedError(f"{path / part.file} has {actual} bytes; expected {part.size_bytes}")
 
 
-def check_part(path: Path, part: PartFile, arrays: Mapping[str, Flat], edges: Edges) -> None:
+def check_part(
+    path: Path, part: PartFile, arrays: Mapping[str, FlatArray], edges: SlotEdges
+) -> None:
     """Raise DamagedError unless the header and all units of a part have their hashes."""
     check_header(path, part)
-    extents = list(extents_of(part, arrays, edges))
+    extents = list(extents_in_part(part, arrays, edges))
     buffer = np.empty(max((b.nbytes for b in extents), default=0), np.uint8)
     for extent in extents:
         read_extent(path, extent, buffer)
@@ -159,22 +161,24 @@ def read_extent(path: Path, extent: Extent, buffer: np.ndarray) -> np.ndarray:
 
 def read_range(file: Path, begin: int, out: np.ndarray) -> None:
     """Fill `out`, uint8, with the bytes of `file` from `begin` on."""
-    rest = out.data
-    with _opened(file) as handle:
-        while rest:
-            count = os.preadv(handle, [rest], begin)
-            if not count:
-                raise DamagedError(f"{file} ends at byte {begin}; expected {len(rest)} more")
-            begin, rest = begin + count, rest[count:]
+    remaining = out.data
+    with _open_part(file) as handle:
+        while remaining:
+            byte_count = os.preadv(handle, [remaining], begin)
+            if not byte_count:
+                raise DamagedError(f"{file} ends at byte {begin}; expected {len(remaining)} more")
+            begin, remaining = begin + byte_count, remaining[byte_count:]
 
 
-def extents_of(part: PartFile, arrays: Mapping[str, Flat], edges: Edges) -> Iterator[Extent]:
+def extents_in_part(
+    part: PartFile, arrays: Mapping[str, FlatArray], edges: SlotEdges
+) -> Iterator[Extent]:
     """Yield the extents that cover the pieces of a part, in the order of its bytes."""
     for piece in part.pieces:
         dtype = arrays[piece.array].dtype
         itemsize, hashed = np.dtype(dtype).itemsize, 0
-        bounds = cuts(piece.offset, piece.offset + piece.length, edges.get(piece.array, ()))
-        for group in _groups(bounds, itemsize):
+        bounds = unit_bounds(piece.offset, piece.offset + piece.length, edges.get(piece.array, ()))
+        for group in _group_units(bounds, itemsize):
             begin = piece.begin + (group[0] - piece.offset) * itemsize
             sha256 = piece.sha256[hashed : hashed + len(group) - 1]
             yield Extent(part.file, begin, piece.array, dtype, group, sha256)
@@ -182,7 +186,7 @@ def extents_of(part: PartFile, arrays: Mapping[str, Flat], edges: Edges) -> Iter
 
 
 @contextmanager
-def new_file(file: Path) -> Iterator[Callable[[Any], None]]:
+def create_file(file: Path) -> Iterator[Callable[[Any], None]]:
     """Create `file`; yield a function that appends bytes; write all through to the disk at the end.
 
     An OSError names the file.
@@ -215,8 +219,8 @@ def _write_piece(
 ) -> list[str]:
     """Append a piece to the file; return the hashes of its units."""
     sha256 = []
-    bounds = cuts(piece.offset, piece.offset + len(piece.array), slot_edges)
-    for group in _groups(bounds, piece.array.itemsize):
+    bounds = unit_bounds(piece.offset, piece.offset + len(piece.array), slot_edges)
+    for group in _group_units(bounds, piece.array.itemsize):
         first = group[0] - piece.offset
         x = piece.array[first : group[-1] - piece.offset]
         data, itemsize = np.ascontiguousarray(to_host(x)).view(np.uint8), x.itemsize
@@ -227,23 +231,23 @@ def _write_piece(
     return sha256
 
 
-def _groups(bounds: Sequence[int], itemsize: int) -> Iterator[list[int]]:
+def _group_units(bounds: Sequence[int], itemsize: int) -> Iterator[list[int]]:
     """Yield the `bounds` of consecutive units in groups of at most EXTENT_BYTES."""
     group = [bounds[0]]
     for stop in bounds[1:]:
-        if len(group) > 1 and (stop - group[0]) * itemsize > EXTENT_BYTES:
+        if len(group) > 1 and (stop - group[0]) * itemsize > MAX_EXTENT_BYTES:
             yield group
             group = group[-1:]
         group.append(stop)
     yield group
 
 
-def _header(pieces: Sequence[Piece]) -> bytes:
+def _make_header(pieces: Sequence[Piece]) -> bytes:
     """Return the begin of a safetensors file that holds `pieces` one after the other."""
     table, end = {}, 0
     for p in pieces:
         begin, end = end, end + p.array.nbytes
-        code = _CODES[p.array.dtype.name]
+        code = _SAFETENSORS_DTYPES[p.array.dtype.name]
         table[f"{p.name}@{p.offset}"] = {
             "dtype": code, "shape": [len(p.array)], "data_offsets": [begin, end]
         }  # fmt: skip
@@ -256,19 +260,21 @@ def _dtype_of(piece: Piece) -> Dtype:
     dtype = piece.array.dtype.name
     if piece.array.ndim != 1:
         raise ValueError(f"piece '{piece.name}' has shape {piece.array.shape}; expected it flat")
-    if dtype not in _CODES:
-        raise ValueError(f"piece '{piece.name}': expected {', '.join(_CODES)}, seen {dtype}")
+    if dtype not in _SAFETENSORS_DTYPES:
+        raise ValueError(
+            f"piece '{piece.name}': expected {', '.join(_SAFETENSORS_DTYPES)}, seen {dtype}"
+        )
     return cast(Dtype, dtype)
 
 
 def _write(handle: int, data: Any) -> None:
-    rest = memoryview(data)
-    while rest:
-        rest = rest[os.write(handle, rest) :]
+    remaining = memoryview(data)
+    while remaining:
+        remaining = remaining[os.write(handle, remaining) :]
 
 
 @contextmanager
-def _opened(file: Path) -> Iterator[int]:
+def _open_part(file: Path) -> Iterator[int]:
     try:
         stream = files.open_regular(file)
     except files.MissingError:

@@ -14,8 +14,8 @@ Memory beside the arrays: two extents, one read and one received. Within a round
 r + 1, r + 2, ... while it receives from r - 1, r - 2, ...: each link carries one extent at a time.
 
 A fault does not stop the exchange, in which other ranks wait: it is raised afterwards. What was
-written until then is overwritten when an older checkpoint is fetched in its place, and `then`, for
-all that must change only once everything has arrived, is not called.
+written until then is overwritten when an older checkpoint is fetched in its place. The
+calls of `on_arrival`, which change what may change only then, are not made.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hpctrain.checkpoint.format import Manifest
-from hpctrain.checkpoint.parts import Extent, check_header, extents_of, read_extent
+from hpctrain.checkpoint.parts import Extent, check_header, extents_in_part, read_extent
 from hpctrain.collectives import all_gather_bytes
 from hpctrain.core.errors import UsageError
 from hpctrain.core.xp import copy, like
@@ -49,7 +49,7 @@ class Reader:
         self.arrays: dict[str, np.ndarray] = {}  #: those requested whole, see `request_whole`
         self._manifest = manifest
         self._targets: list[_Target] = []
-        self._then: list[Callable[[], None]] = []
+        self._arrival_calls: list[Callable[[], None]] = []
 
     def request(self, name: str, out: Any, offset: int = 0, turn: int = 0) -> None:
         """Request the elements of `name` from `offset` on, as many as flat `out` has.
@@ -72,38 +72,42 @@ class Reader:
             self.arrays[name] = np.empty(flat.size, flat.dtype)
             self.request(name, self.arrays[name])
 
-    def then(self, act: Callable[[], None]) -> None:
-        """Call `act` once everything that any rank requested has arrived."""
-        self._then.append(act)
+    def on_arrival(self, call: Callable[[], None]) -> None:
+        """Register a `call` to make once everything that any rank requested has arrived."""
+        self._arrival_calls.append(call)
 
     def fetch(self, link: Link) -> None:
         """Read what all ranks have requested; raise the first fault of this rank; collective."""
         exchange = _Exchange(self, link)
         for number in range(link.rank, len(self._manifest.parts), link.size):
-            exchange.guarded(check_header, self.path, self._manifest.parts[number])
-        own_spans = json.dumps(_merged(self._targets)).encode()
-        spans = [json.loads(of_rank) for of_rank in all_gather_bytes(link, own_spans)]
+            exchange.run_guarded(check_header, self.path, self._manifest.parts[number])
+        own_spans = json.dumps(_merge_requests(self._targets)).encode()
+        spans = [json.loads(rank_spans) for rank_spans in all_gather_bytes(link, own_spans)]
         extents = self._extents()
-        for turn in range(1 + max((span[0] for rank in spans for span in rank), default=0)):
+        for turn in range(
+            1 + max((span[0] for rank_spans in spans for span in rank_spans), default=0)
+        ):
             own = [target for target in self._targets if target.turn == turn]
-            of_ranks = [[span[1:] for span in rank if span[0] == turn] for rank in spans]
-            exchange.run(_dealt(_reads(extents, of_ranks, own), link.size))
+            spans_of_turn = [
+                [span[1:] for span in rank_spans if span[0] == turn] for rank_spans in spans
+            ]
+            exchange.run(_deal_reads(_plan_reads(extents, spans_of_turn, own), link.size))
         if exchange.fault is not None:
             raise exchange.fault
 
     def finish(self) -> None:
-        """Make the calls of `then`: all ranks have fetched without a fault."""
-        for act in self._then:
-            act()
+        """Make the calls of `on_arrival`: all ranks have fetched without a fault."""
+        for call in self._arrival_calls:
+            call()
 
     def _extents(self) -> dict[str, list[Extent]]:
         """Return the extents of each array, in the order of its elements."""
         extents: dict[str, list[Extent]] = {name: [] for name in self.sizes}
         slot_edges = self._manifest.edges
         for part in self._manifest.parts:
-            for extent in extents_of(part, self._manifest.arrays, slot_edges):
+            for extent in extents_in_part(part, self._manifest.arrays, slot_edges):
                 extents[extent.array].append(extent)
-        return {name: sorted(unsorted, key=_start) for name, unsorted in extents.items()}
+        return {name: sorted(array_extents, key=_start) for name, array_extents in extents.items()}
 
 
 class _Target(NamedTuple):
@@ -124,11 +128,11 @@ class _Target(NamedTuple):
         begin = max(start, self.start)
         end = min(start + values.size, self.start + self.out.size)
         x = self.out[begin - self.start : end - self.start]
-        new = values[begin - start : end - start]
+        new_values = values[begin - start : end - start]
         if self.turn:
-            x += like(x, new)
+            x += like(x, new_values)
         else:
-            copy(x, new)
+            copy(x, new_values)
 
 
 @dataclass
@@ -146,75 +150,83 @@ class _Exchange:
     def __init__(self, reader: Reader, link: Link):
         self.fault: Exception | None = None
         self._path, self._link = reader.path, link
-        self._own, self._inbox = np.empty(0, np.uint8), np.empty(0, np.uint8)
+        self._own_extent, self._received = np.empty(0, np.uint8), np.empty(0, np.uint8)
 
-    def guarded(self, act: Callable[..., Any], *arguments: Any) -> Any:
+    def run_guarded(self, call: Callable[..., Any], *arguments: Any) -> Any:
         """Return `act(*arguments)`; keep the first error instead of raising it."""
         try:
-            return act(*arguments)
+            return call(*arguments)
         except Exception as error:  # other ranks wait for this one in the exchange
             self.fault = self.fault or error
             return None
 
-    def run(self, dealt: list[list[_Read]]) -> None:
+    def run(self, reads_by_rank: list[list[_Read]]) -> None:
         """Read and exchange the extents of all ranks: `dealt[r]` are those that rank r reads."""
         rank, size = self._link.rank, self._link.size
-        longest = max((read.extent.nbytes for reads in dealt for read in reads), default=0)
-        if longest > self._own.size:
-            self._own = np.empty(longest, np.uint8)
-            self._inbox = np.empty(longest if size > 1 else 0, np.uint8)
-        for of_ranks in zip_longest(*dealt):
-            own = of_ranks[rank]
+        max_bytes = max(
+            (read.extent.nbytes for reads in reads_by_rank for read in reads), default=0
+        )
+        if max_bytes > self._own_extent.size:
+            self._own_extent = np.empty(max_bytes, np.uint8)
+            self._received = np.empty(max_bytes if size > 1 else 0, np.uint8)
+        for round_reads in zip_longest(*reads_by_rank):
+            own = round_reads[rank]
             if own is not None:
                 self._read(own)
             for distance in range(1, size):
-                self._pass(own, (rank + distance) % size, of_ranks, (rank - distance) % size)
+                self._exchange_extents(
+                    own, (rank + distance) % size, round_reads, (rank - distance) % size
+                )
 
     def _read(self, read: _Read) -> None:
-        if self.guarded(read_extent, self._path, read.extent, self._own) is None:
-            self._own[: read.extent.nbytes] = 0  # others get what harms nothing
-        self._write(read, self._own)
+        if self.run_guarded(read_extent, self._path, read.extent, self._own_extent) is None:
+            self._own_extent[: read.extent.nbytes] = (
+                0  # the other ranks receive zeros, which are never used
+            )
+        self._write(read, self._own_extent)
 
-    def _pass(
-        self, own: _Read | None, to: int, of_ranks: tuple[_Read | None, ...], source: int
+    def _exchange_extents(
+        self, own: _Read | None, to: int, round_reads: tuple[_Read | None, ...], source: int
     ) -> None:
         """Send this rank's extent to rank `to`, and receive that of rank `source`, if requested."""
         requests: list[Request] = []
-        incoming = of_ranks[source]
+        incoming = round_reads[source]
         if incoming is not None and self._link.rank not in incoming.ranks:
             incoming = None
         if incoming is not None:
-            requests.append(self._link.irecv(self._inbox[: incoming.extent.nbytes], source))
+            requests.append(self._link.irecv(self._received[: incoming.extent.nbytes], source))
         if own is not None and to in own.ranks:
-            requests.append(self._link.isend(self._own[: own.extent.nbytes], to))
+            requests.append(self._link.isend(self._own_extent[: own.extent.nbytes], to))
         for request in requests:
             request.wait()
         if incoming is not None:
-            self._write(incoming, self._inbox)
+            self._write(incoming, self._received)
 
     def _write(self, read: _Read, data: np.ndarray) -> None:
         values = data[: read.extent.nbytes].view(read.extent.dtype)
         for target in read.targets:
-            self.guarded(target.write, read.extent.start, values)
+            self.run_guarded(target.write, read.extent.start, values)
 
 
-def _reads(
+def _plan_reads(
     extents: Mapping[str, list[Extent]], spans: list[list[list[Any]]], own: Iterable[_Target]
 ) -> Iterator[_Read]:
     """Yield the reads of all ranks for their `spans`, array by array; `own`: of this rank."""
-    reads = {name: [_Read(extent) for extent in ordered] for name, ordered in extents.items()}
-    for rank, of_rank in enumerate(spans):
-        for name, start, stop in of_rank:
-            for number in _over(extents[name], start, stop):
+    reads = {
+        name: [_Read(extent) for extent in array_extents] for name, array_extents in extents.items()
+    }
+    for rank, rank_spans in enumerate(spans):
+        for name, start, stop in rank_spans:
+            for number in _overlapping_extents(extents[name], start, stop):
                 reads[name][number].ranks.add(rank)
     for target in own:
         _, name, start, stop = target.span
-        for number in _over(extents[name], start, stop):
+        for number in _overlapping_extents(extents[name], start, stop):
             reads[name][number].targets.append(target)
     return (read for name in reads for read in reads[name] if read.ranks)
 
 
-def _over(extents: Sequence[Extent], start: int, stop: int) -> range:
+def _overlapping_extents(extents: Sequence[Extent], start: int, stop: int) -> range:
     """Return the numbers of the extents that have any of elements `start` .. `stop`."""
     return range(
         bisect_right(extents, start, key=_start) - 1, bisect_left(extents, stop, key=_start)
@@ -225,7 +237,7 @@ def _start(extent: Extent) -> int:
     return extent.start
 
 
-def _merged(targets: Iterable[_Target]) -> list[list[Any]]:
+def _merge_requests(targets: Iterable[_Target]) -> list[list[Any]]:
     """Return the requests as [turn, array, start, stop], with neighbours joined."""
     spans: list[list[Any]] = []
     for turn, array, start, stop in sorted(target.span for target in targets):
@@ -236,12 +248,12 @@ def _merged(targets: Iterable[_Target]) -> list[list[Any]]:
     return spans
 
 
-def _dealt(reads: Iterable[_Read], size: int) -> list[list[_Read]]:
+def _deal_reads(reads: Iterable[_Read], size: int) -> list[list[_Read]]:
     """Deal the reads to ranks: every extent is read by a rank that requests it."""
-    dealt: list[list[_Read]] = [[] for _ in range(size)]
-    loads: dict[int, int] = defaultdict(int)
+    reads_by_rank: list[list[_Read]] = [[] for _ in range(size)]
+    bytes_by_rank: dict[int, int] = defaultdict(int)
     for read in reads:
-        rank = min(read.ranks, key=lambda r: (loads[r], r))
-        loads[rank] += read.extent.nbytes
-        dealt[rank].append(read)
-    return dealt
+        rank = min(read.ranks, key=lambda r: (bytes_by_rank[r], r))
+        bytes_by_rank[rank] += read.extent.nbytes
+        reads_by_rank[rank].append(read)
+    return reads_by_rank

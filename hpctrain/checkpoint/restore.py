@@ -18,7 +18,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hpctrain.checkpoint import folder, manifest, parts
-from hpctrain.checkpoint.agreement import RankResult, faults, from_first, gather
+from hpctrain.checkpoint.agreement import (
+    RankResult,
+    broadcast_from_first,
+    gather_results,
+    join_faults,
+)
 from hpctrain.checkpoint.format import NAME, DamagedError, params_sha256
 from hpctrain.checkpoint.reader import Reader
 from hpctrain.core.errors import UsageError
@@ -58,11 +63,11 @@ def load(
     anew. Raises UsageError if there were checkpoints and none can be used.
     """
     checkpoints = folder.of(run)
-    order = _best_first if best else _newest_first
-    look = gather(link, lambda: order(Path(run)) if link.rank == 0 else None)
-    if look[0].fault:
-        raise UsageError(f"cannot look for checkpoints: {look[0].fault}")
-    names: list[str] = look[0].value
+    list_names = _best_first if best else _newest_first
+    names_result = gather_results(link, lambda: list_names(Path(run)) if link.rank == 0 else None)
+    if names_result[0].fault:
+        raise UsageError(f"cannot look for checkpoints: {names_result[0].fault}")
+    names: list[str] = names_result[0].value
     reasons: list[str] = []
     for name in names:
         if name.startswith("bad-"):
@@ -88,17 +93,21 @@ def read(path: Path, link: Link, request: RequestArrays | None = None) -> Loaded
     """Load the checkpoint at `path`, see `load`; raise UsageError if it is damaged."""
     loaded, results = _try_load(path, link, request, [])
     if loaded is None:
-        raise UsageError(f"{path} cannot be used: {faults(results)}")
+        raise UsageError(f"{path} cannot be used: {join_faults(results)}")
     return loaded
 
 
-def best_value(run: Path, metric: Metric, link: Link, good: Path | None = None) -> float | None:
+def best_value(
+    run: Path, metric: Metric, link: Link, verified_path: Path | None = None
+) -> float | None:
     """Return the value of the best whole checkpoint, None if there is none; collective.
 
-    Rank 0 reads it, unless it is `good`, which was read before. A damaged best checkpoint is set
-    aside, and the next one takes its place.
+    Rank 0 reads it, unless it is `verified_path`, which was read before. A damaged checkpoint is
+    set aside, and the next best one takes its place.
     """
-    result = gather(link, lambda: _best_intact(run, metric, good) if link.rank == 0 else None)[0]
+    result = gather_results(
+        link, lambda: _find_best_value(run, metric, verified_path) if link.rank == 0 else None
+    )[0]
     if result.fault:
         raise UsageError(f"cannot look for the best checkpoint: {result.fault}")
     value: float | None = result.value
@@ -109,7 +118,7 @@ def verify(path: Path) -> str | None:
     """Return the fault of the checkpoint at `path`, or None; reads and hashes all files."""
     try:
         folder.must_be_folder(path)
-        _check(path)
+        _check_files(path)
     except (DamagedError, UsageError, OSError) as error:
         return str(error)
     return None
@@ -122,7 +131,9 @@ def _newest_first(run: Path) -> list[str]:
 def _best_first(run: Path) -> list[str]:
     metric = folder.best_metric(folder.listing(run))
     names = (
-        [saved.path.name for saved in folder.ranked(folder.listing(run), metric)] if metric else []
+        [saved.path.name for saved in folder.rank_by_metric(folder.listing(run), metric)]
+        if metric
+        else []
     )
     if not names:
         raise UsageError(
@@ -132,14 +143,14 @@ def _best_first(run: Path) -> list[str]:
     return names
 
 
-def _best_intact(run: Path, metric: Metric, good: Path | None) -> float | None:
-    for saved in folder.ranked(folder.listing(run), metric):
+def _find_best_value(run: Path, metric: Metric, verified_path: Path | None) -> float | None:
+    for saved in folder.rank_by_metric(folder.listing(run), metric):
         try:
-            if saved.path != good:
-                _check(saved.path)
-            return folder.value_of(saved, metric)
+            if saved.path != verified_path:
+                _check_files(saved.path)
+            return folder.metric_value(saved, metric)
         except DamagedError as error:
-            _rename_bad(saved.path)
+            _rename_damaged(saved.path)
             logger.warning("the best checkpoint is damaged, set aside: %s", error)
         except (UsageError, OSError) as error:
             logger.warning("the best checkpoint cannot be read: %s", error)
@@ -150,14 +161,14 @@ def _try_load(
     path: Path, link: Link, request: RequestArrays | None, reasons: list[str]
 ) -> tuple[Loaded | None, list[RankResult]]:
     """Return the checkpoint at `path`, or None and the results of all ranks on its faults."""
-    data, results = from_first(link, lambda: _opened(path))
-    if faults(results):
+    data, results = broadcast_from_first(link, lambda: _encode_manifest(path))
+    if join_faults(results):
         return None, results
-    entries = manifest.parsed(data)
+    entries = manifest.parse(data)
     reader = Reader(path, entries)
     (request or _request_all)(reader)
-    results = gather(link, lambda: reader.fetch(link))
-    if faults(results):
+    results = gather_results(link, lambda: reader.fetch(link))
+    if join_faults(results):
         return None, results
     reader.finish()
     if reasons and link.rank == 0:
@@ -166,7 +177,7 @@ def _try_load(
     return Loaded(path, reader.step, reader.about, reader.state, reader.arrays, sha256, reasons), []
 
 
-def _opened(path: Path) -> bytes:
+def _encode_manifest(path: Path) -> bytes:
     """Return the manifest of a checkpoint whose parts have their sizes, as JSON."""
     folder.must_be_folder(path)
     entries = manifest.read(path)
@@ -182,27 +193,29 @@ def _set_aside(path: Path, link: Link, results: list[RankResult]) -> str:
     """Rename a damaged checkpoint; return the reason why it cannot be used; collective."""
     damaged = any(result.damaged for result in results)
     # If it is whole on rank 0, another rank's node merely cannot read it.
-    confirm = gather(link, lambda: _rename_if_bad(path) if damaged and link.rank == 0 else False)
+    confirm = gather_results(
+        link, lambda: _rename_if_damaged(path) if damaged and link.rank == 0 else False
+    )
     state = "is damaged, set aside" if confirm[0].value else "cannot be read"
-    return f"{path.name} {state} ({faults(results)})"
+    return f"{path.name} {state} ({join_faults(results)})"
 
 
-def _rename_if_bad(path: Path) -> bool:
+def _rename_if_damaged(path: Path) -> bool:
     try:
-        _check(path)
+        _check_files(path)
     except DamagedError:
-        _rename_bad(path)
+        _rename_damaged(path)
         return True
     return False
 
 
-def _check(path: Path) -> None:
+def _check_files(path: Path) -> None:
     """Raise DamagedError unless all files of a checkpoint are whole."""
     parts.check_parts(path, manifest.read(path))
 
 
-def _rename_bad(path: Path) -> None:
+def _rename_damaged(path: Path) -> None:
     with contextlib.suppress(OSError):  # the file system may be read-only
         step = int(NAME.fullmatch(path.name)[2])  # type: ignore[index]
-        os.rename(path, folder.vacant(path.parent, step, bad=True))
+        os.rename(path, folder.vacant_path(path.parent, step, bad=True))
         parts.sync(path.parent)

@@ -21,17 +21,22 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.checkpoint import folder, manifest, parts
-from hpctrain.checkpoint.agreement import RankResult, faults, from_first, gather
+from hpctrain.checkpoint.agreement import (
+    RankResult,
+    broadcast_from_first,
+    gather_results,
+    join_faults,
+)
 from hpctrain.checkpoint.format import (
-    Edges,
+    Contribution,
     Piece,
-    Written,
-    arrays_of,
-    part_of,
-    slots_of,
+    SlotEdges,
+    merge_arrays,
+    part_from_table,
+    slot_spans,
     step_name,
 )
-from hpctrain.checkpoint.hashes import edges
+from hpctrain.checkpoint.hashes import distinct_bounds
 from hpctrain.core.errors import SaveError, UsageError
 from hpctrain.core.files import FileError
 from hpctrain.core.metrics import Metric
@@ -67,7 +72,7 @@ def save(
         slot_edges = _prepare_on_first(link, partial, about)
         part = partial / parts.part_name(link.rank)
         tables = on_all_ranks(lambda: parts.write_part(part, pieces, slot_edges, state or {}))
-        written = [Written(*table) for table in tables]
+        written = [Contribution(*table) for table in tables]
         # Another process, on many clusters another node, reads each part before it counts.
         peer = written[(link.rank + 1) % link.size]
         on_all_ranks(lambda: _check_written(partial, peer, slot_edges))
@@ -90,11 +95,11 @@ def sweep(run: Path) -> None:
         logger.warning("partial checkpoints stay: %s", error)
 
 
-def _prepare_on_first(link: Link, partial: Path, about: Mapping[str, Any]) -> Edges:
+def _prepare_on_first(link: Link, partial: Path, about: Mapping[str, Any]) -> SlotEdges:
     """Let rank 0 create the folder; return the edges, by rank 0, at which all ranks cut arrays."""
-    data, results = from_first(link, lambda: _prepare(partial, about))
-    _must_succeed(results, partial)
-    slot_edges: Edges = json.loads(data)
+    data, results = broadcast_from_first(link, lambda: _prepare(partial, about))
+    _raise_faults(results, partial)
+    slot_edges: SlotEdges = json.loads(data)
     return slot_edges
 
 
@@ -105,33 +110,37 @@ def _prepare(partial: Path, about: Mapping[str, Any]) -> bytes:
     parts.sync(checkpoints.parent)
     _remove_partial(checkpoints)
     partial.mkdir()
-    return json.dumps({name: edges(spans) for name, spans in slots_of(about).items()}).encode()
+    return json.dumps(
+        {name: distinct_bounds(spans) for name, spans in slot_spans(about).items()}
+    ).encode()
 
 
 def _remove_partial(checkpoints: Path) -> None:
-    for left in checkpoints.glob(".step-*.partial"):
-        _remove(left)
+    for leftover in checkpoints.glob(".step-*.partial"):
+        _remove(leftover)
 
 
-def _remove(left: Path) -> None:
+def _remove(leftover: Path) -> None:
     """Remove a folder that nobody reads, or a file or link in its place."""
-    if left.is_dir() and not left.is_symlink():
-        shutil.rmtree(left, ignore_errors=True)
+    if leftover.is_dir() and not leftover.is_symlink():
+        shutil.rmtree(leftover, ignore_errors=True)
     else:
-        left.unlink()
+        leftover.unlink()
 
 
-def _check_written(partial: Path, written: Written, slot_edges: Edges) -> None:
-    parts.check_part(partial, part_of(written.part), arrays_of([written]), slot_edges)
+def _check_written(partial: Path, written: Contribution, slot_edges: SlotEdges) -> None:
+    parts.check_part(partial, part_from_table(written.part), merge_arrays([written]), slot_edges)
 
 
-def _commit(partial: Path, step: int, written: Sequence[Written], about: dict[str, Any]) -> str:
-    data = manifest.to_bytes(manifest.assembled(step, written, about))
-    with parts.new_file(partial / manifest.MANIFEST) as write:
+def _commit(
+    partial: Path, step: int, written: Sequence[Contribution], about: dict[str, Any]
+) -> str:
+    data = manifest.to_bytes(manifest.assemble(step, written, about))
+    with parts.create_file(partial / manifest.MANIFEST) as write:
         write(data)
     parts.sync(partial)
     manifest.read(partial)
-    path = folder.vacant(partial.parent, step, bad=False)
+    path = folder.vacant_path(partial.parent, step, bad=False)
     os.rename(partial, path)  # from here on it counts
     parts.sync(partial.parent)
     return path.name
@@ -139,9 +148,9 @@ def _commit(partial: Path, step: int, written: Sequence[Written], about: dict[st
 
 def _prune(checkpoints: Path, newest: str, keep: int, keep_best: Metric | None) -> None:
     try:
-        whole = [entry.name for entry in folder.scan(checkpoints) if not entry.bad]
-        names = [name for name in whole if _is_folder(checkpoints / name)]
-        best = _best(checkpoints.parent, keep_best)[:1] if keep_best else []
+        intact = [entry.name for entry in folder.scan(checkpoints) if not entry.bad]
+        names = [name for name in intact if _is_folder(checkpoints / name)]
+        best = _best_names(checkpoints.parent, keep_best)[:1] if keep_best else []
         for name in (name for name in names[names.index(newest) + keep :] if name not in best):
             # Renamed in one step, so that a half removed one never passes for a damaged one.
             renamed = checkpoints / f".{name}.partial"
@@ -156,19 +165,19 @@ def _is_folder(path: Path) -> bool:
     return path.is_dir() and not path.is_symlink()
 
 
-def _best(run: Path, metric: Metric) -> list[str]:
-    return [saved.path.name for saved in folder.ranked(folder.listing(run), metric)]
+def _best_names(run: Path, metric: Metric) -> list[str]:
+    return [saved.path.name for saved in folder.rank_by_metric(folder.listing(run), metric)]
 
 
-def _on_all_ranks(link: Link, partial: Path, act: Callable[[], Any]) -> list[Any]:
-    results = gather(link, act)
-    _must_succeed(results, partial)
+def _on_all_ranks(link: Link, partial: Path, call: Callable[[], Any]) -> list[Any]:
+    results = gather_results(link, call)
+    _raise_faults(results, partial)
     return [result.value for result in results]
 
 
-def _must_succeed(results: Sequence[RankResult], partial: Path) -> None:
+def _raise_faults(results: Sequence[RankResult], partial: Path) -> None:
     """Raise SaveError if any rank has failed."""
-    if fault_text := faults(results):
+    if fault_text := join_faults(results):
         remaining = _newest_remaining(partial.parent)
         raise SaveError(f"could not save {partial}: {fault_text}; {remaining}")
 

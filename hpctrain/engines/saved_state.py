@@ -17,8 +17,8 @@ from hpctrain.checkpoint import Reader
 from hpctrain.core.errors import UsageError
 from hpctrain.core.xp import copy, namespace, to_host
 
-COUNT = "optimizer.step"  #: the end of the names of counts of updates
-_OWN = re.compile(r"worker\.([0-9]{1,9})\.(.+)")
+UPDATE_COUNT = "optimizer.step"  #: names of update counters end so
+_WORKER_ARRAY = re.compile(r"worker\.([0-9]{1,9})\.(.+)")
 
 
 class SavedState:
@@ -28,23 +28,25 @@ class SavedState:
         """`update_ratio`: updates per step of this regime over those of the saved one."""
         self._reader, self._ratio = reader, update_ratio
         self._means: dict[str, list[str]] = {}  # name: the arrays of all workers
-        own = sorted((int(m[1]), m[2], m[0]) for m in map(_OWN.fullmatch, reader.sizes) if m)
-        for _, common, name in own:
+        own_arrays = sorted(
+            (int(m[1]), m[2], m[0]) for m in map(_WORKER_ARRAY.fullmatch, reader.sizes) if m
+        )
+        for _, common, name in own_arrays:
             if common not in reader.sizes:
                 self._means.setdefault(common, []).append(name)
         self.sizes = reader.sizes | {
-            name: reader.sizes[own[0]] for name, own in self._means.items()
+            name: reader.sizes[arrays[0]] for name, arrays in self._means.items()
         }
         #: the number of workers with an optimizer state of their own
-        self.workers = sum(common == COUNT for _, common, _ in own)
+        self.workers = sum(common == UPDATE_COUNT for _, common, _ in own_arrays)
 
-    def own(self, name: str, worker: int, workers: int) -> str:
+    def own_name(self, name: str, worker: int, workers: int) -> str:
         """Return the name of a worker's own array, of the common one where it has none.
 
         Of another number of `workers` than was saved, none has.
         """
-        own = f"worker.{worker}.{name}"
-        return own if own in self.sizes and self.workers == workers else name
+        own_name = f"worker.{worker}.{name}"
+        return own_name if own_name in self.sizes and self.workers == workers else name
 
     def request(self, name: str, out: Any, offset: int = 0, size: int | None = None) -> None:
         """Request the elements of `name` from `offset` on that fill flat `out`.
@@ -61,27 +63,27 @@ class SavedState:
         for turn, source in enumerate(sources):
             self._reader.request(source, out, offset, turn)
         if len(sources) > 1:
-            self.then(partial(divide, out, len(sources)))
-        if name.endswith(COUNT) and self._ratio != 1:
-            self.then(partial(_convert, out, self._ratio))
+            self.on_arrival(partial(divide, out, len(sources)))
+        if name.endswith(UPDATE_COUNT) and self._ratio != 1:
+            self.on_arrival(partial(_convert_count, out, self._ratio))
 
     def request_sum(self, name: str, out: Any, parts: int) -> None:
         """Request the sum of the `parts` equal ranges that `name` consists of."""
         for turn in range(parts):
             self._reader.request(name, out, turn * out.size, turn)
 
-    def request_aside(self, name: str, out: Any, size: int | None = None) -> None:
-        """Request `out`, which not every checkpoint has: it changes once everything has arrived.
+    def request_deferred(self, name: str, out: Any, size: int | None = None) -> None:
+        """Request an array that not every checkpoint has: `out` changes after all has arrived.
 
-        So it is as before if this checkpoint is damaged, and the one before it does not have it.
+        If this checkpoint is damaged and an older one lacks the array, `out` keeps its values.
         """
         arrived = namespace(out).empty_like(out)
         self.request(name, arrived, 0, size)
-        self.then(partial(copy, out, arrived))
+        self.on_arrival(partial(copy, out, arrived))
 
-    def then(self, act: Any) -> None:
-        """Call `act` once everything that any rank requested has arrived."""
-        self._reader.then(act)
+    def on_arrival(self, call: Any) -> None:
+        """Register a `call` to make once everything that any rank requested has arrived."""
+        self._reader.on_arrival(call)
 
 
 def divide(x: Any, n: int) -> None:
@@ -92,5 +94,5 @@ def divide(x: Any, n: int) -> None:
         x /= n
 
 
-def _convert(count: Any, ratio: float) -> None:
+def _convert_count(count: Any, ratio: float) -> None:
     copy(count, np.rint(to_host(count) * ratio))

@@ -56,11 +56,11 @@ class WorkerState:
 
         Otherwise workers begin with the common planes and the mean of the optimizer states.
         """
-        own = partial(saved.own, worker=self._worker, workers=self._workers)
+        own_name = partial(saved.own_name, worker=self._worker, workers=self._workers)
         request_state(self._arena, {}, saved)
         for name, x in self.state.items():
-            saved.request(own(f"optimizer.{name}"), x)
-        planes = {name: x for name, x in self._planes.items() if own(name) != name}
+            saved.request(own_name(f"optimizer.{name}"), x)
+        planes = {name: x for name, x in self._planes.items() if own_name(name) != name}
         self._own_planes = {name: namespace(x).empty_like(x) for name, x in planes.items()}
         for name, x in self._own_planes.items():
-            saved.request(own(name), x)
+            saved.request(own_name(name), x)

@@ -102,6 +102,6 @@ def params_sha256(arena: Arena) -> str:
     def unit_sha256(start: int, stop: int) -> str:
         return hashlib.sha256(param[start:stop].data).hexdigest()
 
-    return hashes.sha256_of(
+    return hashes.combine_hashes(
         hashes.slot_sha256((slot.offset, slot.stop), unit_sha256) for slot in arena.slots
     )

@@ -65,7 +65,7 @@ class Checkpointer:
         if self._scaled is not None and self._scaled.scaling is not None and names:
             scaling = np.zeros(2)
             saved.request(names[0], scaling)
-            saved.then(partial(self._scaled.restore_scaling, scaling))
+            saved.on_arrival(partial(self._scaled.restore_scaling, scaling))
 
     def must_fit(self, reader: checkpoint.Reader) -> None:
         """Raise UsageError if the facts of a checkpoint differ from this model and engine."""

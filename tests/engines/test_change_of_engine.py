@@ -80,8 +80,8 @@ def test_what_only_workers_have_is_averaged_and_counts_are_converted(tmp_path, s
         def request(reader):
             saved = SavedState(reader, ratio)
             assert saved.workers == 11
-            assert saved.own("optimizer.step", 10, 11) == "worker.10.optimizer.step"
-            assert saved.own("optimizer.step", 1, 2) == "optimizer.step"
+            assert saved.own_name("optimizer.step", 10, 11) == "worker.10.optimizer.step"
+            assert saved.own_name("optimizer.step", 1, 2) == "optimizer.step"
             for name, x in (("momentum", momentum), ("step", step)):
                 saved.request(f"optimizer.{name}", x)
             saved.request("param", param)

@@ -185,7 +185,7 @@ def test_all_ranks_together_owe_the_same_whatever_their_number(
             residual, total = engine._compressor.local_state["residual"], state.sizes[RESIDUAL]
             saved.append(np.zeros(total, np.float32))
             state.request(RESIDUAL, saved[-1])
-            state.then(lambda: owed.update({world.rank: residual.copy()}))
+            state.on_arrival(lambda: owed.update({world.rank: residual.copy()}))
 
         engine.load = loaded
         return engine

@@ -53,7 +53,9 @@ def saved(run, step):
 
 
 def sealed(table):
-    return json.dumps({**table, "sha256": manifest._seal(json.loads(json.dumps(table)))}).encode()
+    return json.dumps(
+        {**table, "sha256": manifest._hash_table(json.loads(json.dumps(table)))}
+    ).encode()
 
 
 def forge_manifest(path, rng):

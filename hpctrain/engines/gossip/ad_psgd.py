@@ -107,7 +107,7 @@ class AdPsgdEngine(GossipEngine):
         super().load(saved)
         clocks = self._method.clocks
         if saved.sizes.get("clocks") == clocks.size:
-            saved.request_aside("clocks", clocks)
+            saved.request_deferred("clocks", clocks)
 
     def close(self) -> None:
         """End the thread and free the links; collective."""

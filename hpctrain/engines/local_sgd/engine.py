@@ -274,16 +274,16 @@ class LocalSgdEngine:
         Another number of workers starts from the means of parameters and of optimizer states.
         """
         state, planes = self._update.state, dict(zip(("param", "buffer"), self._planes))  # noqa: B905
-        own = partial(saved.own, worker=self.worker, workers=self.workers)
+        own_name = partial(saved.own_name, worker=self.worker, workers=self.workers)
         request_state(self.replica.arena, {}, saved)
         for name, x in state.items():
-            saved.request(own(f"optimizer.{name}"), x)
+            saved.request(own_name(f"optimizer.{name}"), x)
         self._states_differ = saved.workers == self.workers
-        self._params_differ = own("param") != "param"
+        self._params_differ = own_name("param") != "param"
         self._own_planes = [namespace(x).empty_like(x) for x in planes.values()]
         self._own_planes *= self._params_differ
         for name, x in zip(planes, self._own_planes):  # noqa: B905
-            saved.request(own(name), x)
+            saved.request(own_name(name), x)
         for method in (self._outer, self._delayed):
             if method is not None:
                 method.load(saved)

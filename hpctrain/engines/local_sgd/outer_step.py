@@ -52,9 +52,9 @@ class OuterOptimizer:
 
     def load(self, saved: SavedState) -> None:
         """Request the whole state; without an outer state begin at the arena's parameters."""
-        saved.then(self.begin)
+        saved.on_arrival(self.begin)
         for name, x in self._named().items() if "outer.param" in saved.sizes else ():
-            saved.request_aside(name, x)
+            saved.request_deferred(name, x)
 
     def _named(self) -> dict[str, np.ndarray]:
         return {"outer.param": self._centre, **{f"outer.{k}": x for k, x in self._state.items()}}

@@ -158,7 +158,7 @@ class ParameterServerEngine:
             self._server.shard.load(saved)
         clocks = self._method.clocks
         if clocks is not None and saved.sizes.get("clocks") == clocks.size:
-            saved.request_aside("clocks", clocks)
+            saved.request_deferred("clocks", clocks)
 
     def close(self) -> None:
         """Free the links; collective."""

@@ -54,7 +54,7 @@ def load(compressor: Compressor | None, saved: SavedState, rank: int, size: int)
             x[...] = 0
     for name, x in shared.items():
         if saved.sizes.get(PREFIX + name) == x.size:
-            saved.request_aside(PREFIX + name, x)
+            saved.request_deferred(PREFIX + name, x)
     if rank == 0 and PREFIX + "residual" in saved.sizes and "residual" not in own:
         log.warning("the gradients that compression kept back before the checkpoint are dropped")
 
@@ -71,4 +71,4 @@ def _request_residual(x: np.ndarray, name: str, saved: SavedState, rank: int, si
         saved.request(name, x, rank * x.size, total)
     else:
         saved.request_sum(name, x, total // x.size)
-        saved.then(partial(divide, x, size))
+        saved.on_arrival(partial(divide, x, size))
