@@ -25,7 +25,7 @@ ROOMS = {
     "bench/rivals": (4, 350),
     "bench/training_step": (4, 470),
     "bench/tuning": (4, 340),
-    "checkpoint": (11, 1680),
+    "checkpoint": (11, 1720),
     "cluster": (3, 440),
     "cluster/netlab": (3, 400),
     "cluster/slurm": (13, 1850),
