@@ -19,8 +19,8 @@ import safetensors.numpy
 from fuzz import limited
 
 from hpctrain import checkpoint
-from hpctrain.checkpoint import Piece
-from hpctrain.checkpoint import format as files
+from hpctrain.checkpoint import Piece, manifest, parts
+from hpctrain.checkpoint.format import DamagedError
 from hpctrain.core.errors import SaveError, UsageError
 from hpctrain.transport.threads.link import run_ranks
 
@@ -47,10 +47,10 @@ def pieces(state: dict[str, np.ndarray], rank: int, size: int) -> list[Piece]:
     return created
 
 
-def save(run: Path, step: int, size: int = 1, keep: int | None = None) -> Path:
+def save(run: Path, step: int, size: int = 1, keep: int | None = None, about=ABOUT) -> Path:
     def rank(link):
         own = pieces(arrays(step), link.rank, link.size)
-        return checkpoint.save(run, step, own, ABOUT, link, keep)
+        return checkpoint.save(run, step, own, about, link, keep)
 
     (path,) = set(run_ranks(size, rank))
     return path
@@ -67,6 +67,10 @@ def assert_holds(loaded: checkpoint.Loaded | None, step: int) -> None:
     for name, x in expected.items():
         assert loaded.arrays[name].dtype == x.dtype
         assert loaded.arrays[name].tobytes() == x.tobytes()
+
+
+def sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
 
 
 def names_in(folder: Path) -> list[str]:
@@ -98,12 +102,19 @@ def test_nothing_was_ever_written(tmp_path):
 def test_manifest_tells_what_was_saved(tmp_path):
     path = save(tmp_path, 7, size=2)
     table = json.loads((path / "manifest.json").read_text())
-    assert table["format"] == 1 and table["step"] == 7 and table["about"] == ABOUT
+    assert table["format"] == 2 and table["step"] == 7 and table["about"] == ABOUT
     assert table["arrays"]["param"] == {"size": 10007, "dtype": "float32"}
+    keys = set()
     for part, file in zip(table["parts"], sorted(path.glob("part-*")), strict=True):
-        data = file.read_bytes()
-        assert part == {"sha256": hashlib.sha256(data).hexdigest(), "size_bytes": len(data)}
-    keys = {key for file in path.glob("part-*") for key in safetensors.numpy.load_file(file)}
+        data, tensors = file.read_bytes(), safetensors.numpy.load_file(file)
+        assert (part["file"], part["size_bytes"]) == (file.name, len(data))
+        assert sha256(data[: part["header_bytes"]]) == part["header_sha256"]
+        for piece in part["pieces"]:
+            x = tensors.pop(f"{piece['array']}@{piece['offset']}")
+            assert data[piece["begin"] :][: x.nbytes] == x.tobytes()
+            assert [sha256(x.tobytes())] == piece["sha256"] and len(x) == piece["length"]
+            keys.add(f"{piece['array']}@{piece['offset']}")
+        assert not tensors
     assert keys >= {"param@0", "param@5003", "optimizer.m@half@0", "optimizer.m@half@8"}
 
 
@@ -157,32 +168,36 @@ def rewrite(path: Path, change: Callable[[dict], object]) -> None:
     table = json.loads((path / "manifest.json").read_text())
     del table["sha256"]
     change(table)
-    (path / "manifest.json").write_text(json.dumps({**table, "sha256": files._seal(table)}))
+    (path / "manifest.json").write_text(
+        json.dumps({**table, "sha256": manifest._hash_table(table)})
+    )
 
 
-def forge(path: Path, tensors: dict[str, np.ndarray]) -> None:
-    """Put `tensors` in place of the second part, with its hash in the manifest."""
-    data = safetensors.numpy.save(tensors)
-    (path / "part-00001.safetensors").write_bytes(data)
-    part = {"sha256": hashlib.sha256(data).hexdigest(), "size_bytes": len(data)}
-    rewrite(path, lambda table: table["parts"].__setitem__(1, part))
+def second_of(table: dict, array: str = "param") -> dict:
+    """Return the entry of the piece of `array` in the second part."""
+    (piece,) = (piece for piece in table["parts"][1]["pieces"] if piece["array"] == array)
+    return piece
 
 
-def second(path: Path, **changed: np.ndarray) -> dict[str, np.ndarray]:
-    tensors = safetensors.numpy.load_file(path / "part-00001.safetensors")
-    return {**tensors, **changed}
+def forged(array: str = "param", **changed: object) -> Callable[[Path], None]:
+    """Return what changes the entry of a piece in the second part."""
+    return lambda path: rewrite(path, lambda table: second_of(table, array).update(changed))
 
 
-def moved(path: Path, by: int) -> dict[str, np.ndarray]:
-    tensors = second(path)
-    tensors[f"param@{5003 + by}"] = tensors.pop("param@5003")
-    return tensors
+def forge_part(**changed: object) -> Callable[[Path], None]:
+    """Return what changes the entry of the second part."""
+    return lambda path: rewrite(path, lambda table: table["parts"][1].update(changed))
 
 
-def without(path: Path, key: str) -> dict[str, np.ndarray]:
-    tensors = second(path)
-    del tensors[key]
-    return tensors
+def drop_last_piece(path: Path) -> None:
+    """Let the second part end before its last piece, in the file too."""
+
+    def change(table):
+        part = table["parts"][1]
+        part["size_bytes"] = part["pieces"].pop()["begin"]
+        os.truncate(path / part["file"], part["size_bytes"])
+
+    rewrite(path, change)
 
 
 def set_text(path: Path, text: str) -> None:
@@ -195,11 +210,26 @@ def replace_text(path: Path, old: str, new: str) -> None:
     set_text(path, text.replace(old, new))
 
 
+def second_begin(path: Path) -> int:
+    """Return the first byte behind the header of the second part."""
+    return json.loads((path / "manifest.json").read_text())["parts"][1]["header_bytes"]
+
+
 DAMAGE = {
     "part truncated": (truncate, "bytes; expected"),
     "part empty": (lambda p: os.truncate(p / "part-00000.safetensors", 0), "has 0 bytes"),
-    "byte flipped": (flip, "was altered"),
-    "header byte flipped": (lambda p: flip(p, at=20), "was altered"),
+    "last byte flipped": (lambda p: flip(p, at=-1), "of 'mask' do not have"),
+    "first byte flipped": (lambda p: flip(p, at=second_begin(p)), "of 'optimizer.m@half' do not"),
+    "parameter flipped": (lambda p: flip(p, at=-1000), "of 'param' do not have the SHA-256"),
+    "header byte flipped": (lambda p: flip(p, at=20), "its header has another SHA-256"),
+    "header length flipped": (lambda p: flip(p, at=0), "its header has another SHA-256"),
+    "unit's hash altered": (forged(sha256=["0" * 64]), "of 'param' do not have the SHA-256"),
+    "unit's hash missing": (forged(sha256=[]), "has 0 hashes; expected 1"),
+    "unit's hash no hash": (forged(sha256=["0" * 63]), "cannot be understood"),
+    "header's hash altered": (forge_part(header_sha256="0" * 64), "its header has another"),
+    "part's size altered": (forge_part(size_bytes=7), "has 7 bytes; expected"),
+    "part elsewhere": (forge_part(file="../part-00000.safetensors"), "cannot be understood"),
+    "part twice": (forge_part(file="part-00000.safetensors"), "two parts have one name"),
     "part missing": (lambda p: (p / "part-00000.safetensors").unlink(), "is missing"),
     "manifest altered": (lambda p: replace_text(p, '"epoch": 2', '"epoch": 3'), "was altered"),
     "hash altered": (lambda p: flip(p, "manifest.json", -5), "was altered"),
@@ -227,27 +257,19 @@ DAMAGE = {
         "10007 of 10008",
     ),
     "array unknown": (lambda p: rewrite(p, lambda t: t["arrays"].pop("mask")), "does not fit"),
+    "array of another dtype": (
+        lambda p: rewrite(p, lambda t: t["arrays"]["param"].update(dtype="float64")),
+        "begins at byte",
+    ),
     "parts fewer": (lambda p: rewrite(p, lambda t: t["parts"].pop()), "of 10007 elements"),
-    "pieces overlap": (lambda p: forge(p, moved(p, -1)), "overlap at element 5002"),
-    "pieces leave a gap": (lambda p: forge(p, without(p, "param@5003")), "5003 of 10007"),
-    "piece twice": (
-        lambda p: forge(p, second(p, **{"param@0": np.zeros(5003, np.float32)})),
-        "overlap at element 0",
-    ),
-    "piece too far": (lambda p: forge(p, moved(p, 1)), "does not fit"),
-    "piece before the start": (lambda p: forge(p, moved(p, -6000)), "does not fit"),
-    "piece of another dtype": (
-        lambda p: forge(p, second(p, **{"param@5003": np.zeros(5004)})),
-        "does not fit",
-    ),
-    "piece not flat": (
-        lambda p: forge(p, second(p, **{"param@5003": np.zeros((5004, 1), np.float32)})),
-        "has shape",
-    ),
-    "piece without offset": (
-        lambda p: forge(p, second(p, param=np.zeros(1))),
-        "cannot be understood",
-    ),
+    "pieces overlap": (forged(offset=5002), "overlap at element 5002"),
+    "pieces leave a gap": (forged("optimizer.m@half", offset=7), "overlap at element 7"),
+    "piece missing": (drop_last_piece, "pieces of 'mask' have 2 of 5"),
+    "piece too far": (forged(offset=5004), "does not fit"),
+    "piece before the start": (forged(offset=-997), "cannot be understood"),
+    "piece too long": (forged(length=5005), "does not fit"),
+    "piece elsewhere": (forged(begin=8), "begins at byte 8; expected"),
+    "piece of nothing": (forged(length=0), "cannot be understood"),
 }
 
 
@@ -292,31 +314,40 @@ def test_bad_ones_of_one_step_are_all_kept(tmp_path):
     assert names(tmp_path) == expected
 
 
-def test_a_newer_format_is_left_alone(tmp_path):
+@pytest.mark.parametrize(
+    ("number", "remedy"),
+    [(1, "use it with the hpctrain that wrote it"), (3, "install a newer hpctrain")],
+)
+def test_another_format_is_left_alone_with_one_line_that_says_what_to_do(tmp_path, number, remedy):
     save(tmp_path, 1)
     path = save(tmp_path, 2)
-    rewrite(path, lambda table: table.update(format=2))
+    rewrite(path, lambda table: table.update(format=number, parts=[{"sha256": "", "size": 1}]))
     assert_holds(load(tmp_path)[0], 1)
-    assert path.is_dir() and "install a newer hpctrain" in checkpoint.verify(path)
+    assert path.is_dir()
+    assert checkpoint.verify(path).startswith(f"{path} has format {number}, expected 2; {remedy}")
+    assert "\n" not in checkpoint.verify(path)
 
 
-def test_all_ranks_go_back_when_one_cannot_read_and_nothing_is_renamed(tmp_path, monkeypatch):
+@pytest.mark.parametrize("error", [OSError, DamagedError])
+def test_all_ranks_go_back_when_one_cannot_read_and_nothing_is_renamed(
+    tmp_path, monkeypatch, error
+):
     save(tmp_path, 1, size=2)
     save(tmp_path, 2, size=2)
-    genuine = files.read
+    genuine = parts.read_range
 
     local = threading.local()
 
-    def read(path, with_arrays):
-        if local.rank == 2 and "step-00000002" in path.name:
-            raise OSError(5, "Input/output error", str(path))
-        return genuine(path, with_arrays)
+    def read_range(file, begin, out):
+        if local.rank == 2 and "step-00000002" in str(file):
+            raise error("it is altered") if error is DamagedError else OSError(5, "no", str(file))
+        return genuine(file, begin, out)
 
     def rank(link):
         local.rank = link.rank
         return checkpoint.load(tmp_path, link)
 
-    monkeypatch.setattr(files, "read", read)
+    monkeypatch.setattr(parts, "read_range", read_range)
     for loaded in run_ranks(3, rank):
         assert_holds(loaded, 1)
         assert "cannot be read (rank 2 on " in loaded.set_aside[0]
@@ -444,7 +475,7 @@ def test_what_lies_where_a_partial_one_would_is_removed(tmp_path, remaining):
 #: Entries of `about` that no run writes: name -> (value, what is said)
 FORGED = {
     "step": (11, "'about.step': expected 10, seen 11"),
-    "world_size": (3, "'about.world_size': expected 2, seen 3"),
+    "world_size": (0, "'about.world_size': input should be greater than or equal to 1, seen 0"),
     "batch": ("8", "'about.batch': input should be a valid integer, seen '8'"),
     "seed": (-1, "greater than or equal to 0, seen -1"),
     "updates_per_step": (0, "greater than 0, seen 0"),
@@ -467,8 +498,7 @@ HONEST = {
 @pytest.mark.parametrize("name", FORGED)
 def test_facts_that_no_run_wrote_are_damage_whatever_their_hash(tmp_path, name):
     value, reported = FORGED[name]
-    path = save(tmp_path, 10, size=2)
-    rewrite(path, lambda table: table.update(about=HONEST))
+    path = save(tmp_path, 10, size=2, about=HONEST)
     assert checkpoint.verify(path) is None
     rewrite(path, lambda table: table.update(about={**HONEST, name: value}))
     assert reported in checkpoint.verify(path)
@@ -484,7 +514,7 @@ def test_places_overlap(tmp_path):
 def test_no_memory_is_taken_for_arrays_that_parts_cannot_hold(tmp_path):
     path = save(tmp_path, 10)
     rewrite(path, lambda table: table["arrays"]["param"].update(size=2**50))
-    assert f"seen {2**50} numbers of 'param' in" in checkpoint.verify(path)
+    assert f"pieces of 'param' have 10007 of {2**50} elements" in checkpoint.verify(path)
 
 
 # --- trouble while saving ------------------------------------------------------------------------
@@ -531,12 +561,14 @@ def test_about_is_read_as_json_makes_it(tmp_path):
 
 def test_bytes_that_change_on_their_way_to_the_disk_are_never_committed(tmp_path, monkeypatch):
     save(tmp_path, 1, size=3, keep=1)
-    genuine = files.write
+    genuine = os.write
 
-    def write(file, data):
-        genuine(file, data[:-1] + bytes([data[-1] ^ 1]) if "00001" in file.name else data)
+    def write(handle, data):
+        if "part-00001" in os.readlink(f"/proc/self/fd/{handle}"):
+            data = bytes(data[:-1]) + bytes([data[-1] ^ 1])
+        return genuine(handle, data)
 
-    monkeypatch.setattr(files, "write", write)
+    monkeypatch.setattr(os, "write", write)
     with pytest.raises(SaveError, match=r"rank 0 on .*part-00001.safetensors was altered"):
         save(tmp_path, 2, size=3, keep=1)
     assert names(tmp_path) == ["step-00000001"]
@@ -599,7 +631,18 @@ def test_a_disk_that_takes_no_more_leaves_the_old_one_good(tmp_path):
     assert checkpoint.verify(tmp_path / "checkpoints" / "step-00000001") is None
 
 
-CALLS = ("open", "write", "fsync", "close", "mkdir", "rename", "unlink", "rmdir", "scandir")
+CALLS = (
+    "open",
+    "write",
+    "preadv",
+    "fsync",
+    "close",
+    "mkdir",
+    "rename",
+    "unlink",
+    "rmdir",
+    "scandir",
+)
 
 
 class Killed(BaseException):

@@ -12,7 +12,7 @@ from fuzz import limited
 from ranks import run_on
 
 from hpctrain import checkpoint
-from hpctrain.checkpoint import format as formats
+from hpctrain.checkpoint import manifest
 from hpctrain.checkpoint.about import CheckpointFacts
 from hpctrain.cli import _guarded
 from hpctrain.core import atomic, files
@@ -249,7 +249,7 @@ def test_a_forged_checkpoint_of_another_model_is_refused(tmp_path, trained):
         names = sorted(places)
         places[f"{names[0]}x"] = places.pop(names[0])
         (result.path / "manifest.json").write_text(
-            json.dumps({**table, "sha256": formats._seal(table)})
+            json.dumps({**table, "sha256": manifest._hash_table(table)})
         )
     with pytest.raises(UsageError, match=r"does not fit the recipe: 'about.weights'"):
         train(run, 5, resume=True)

@@ -90,45 +90,43 @@ class CheckpointFacts(pydantic.BaseModel):
     weights: dict[str, dict[str, TensorPlace]] = {}
 
 
-def fault_of(about: Mapping[str, Any], step: int, ranks: int, sizes: Mapping[str, int]) -> str:
+def find_fault(about: Mapping[str, Any], step: int, sizes: Mapping[str, int]) -> str:
     """Return the first fault of `about` in a checkpoint, empty for none.
 
-    `step` is that of the checkpoint, `ranks` the number of ranks that wrote it, `sizes` the
-    elements of each array.
+    `step` is that of the checkpoint, `sizes` the elements of each array.
     """
     try:
         entries = CheckpointFacts.model_validate(dict(about))
     except pydantic.ValidationError as error:
         return first_fault(error, "about")
-    entered = about.keys()
+    given_keys = about.keys()
     return (
-        _differing("step", entries.step, step, entered)
-        or _differing("world_size", entries.world_size, ranks, entered)
-        or _too_often(entries.updates_per_step, ranks)
-        or _misplaced(entries, step, entered)
-        or _not_in_planes(entries.weights, sizes)
+        _mismatch_fault("step", entries.step, step, given_keys)
+        or _update_rate_fault(entries.updates_per_step, entries.world_size)
+        or _position_fault(entries, step, given_keys)
+        or _placement_fault(entries.weights, sizes)
     )
 
 
-def _differing(name: str, actual: object, expected: object, entered: Any) -> str:
-    if name not in entered or actual == expected:
+def _mismatch_fault(name: str, actual: object, expected: object, given_keys: Any) -> str:
+    if name not in given_keys or actual == expected:
         return ""
     return f"'about.{name}': expected {expected}, seen {actual}"
 
 
-def _too_often(updates_per_step: float, ranks: int) -> str:
+def _update_rate_fault(updates_per_step: float, ranks: int | None) -> str:
     """Return the fault of more updates per step than ranks that send gradients."""
-    if updates_per_step <= ranks:
+    if ranks is None or updates_per_step <= ranks:
         return ""
     return f"'about.updates_per_step': expected at most {ranks}, seen {updates_per_step}"
 
 
-def _misplaced(about: CheckpointFacts, step: int, entered: Any) -> str:
+def _position_fault(about: CheckpointFacts, step: int, given_keys: Any) -> str:
     """Return the fault in the positions of the next sample and of the open row."""
     row = about.open_row
     if row is not None and not row.since_step < step:
         return f"'about.open_row.since_step': expected less than {step}, seen {row.since_step}"
-    if about.batch is None or not {"epoch", "sample_index"} <= entered:
+    if about.batch is None or not {"epoch", "sample_index"} <= given_keys:
         return ""
     within, rest = divmod(about.sample_index, about.batch)
     steps, uneven = divmod(step - within, about.epoch or 1)
@@ -140,7 +138,7 @@ def _misplaced(about: CheckpointFacts, step: int, entered: Any) -> str:
     return ""
 
 
-def _not_in_planes(
+def _placement_fault(
     weights: Mapping[str, Mapping[str, TensorPlace]], sizes: Mapping[str, int]
 ) -> str:
     for plane, places in weights.items():

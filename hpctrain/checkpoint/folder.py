@@ -12,8 +12,8 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hpctrain.checkpoint import format as files
-from hpctrain.checkpoint.format import NAME, DamagedError
+from hpctrain.checkpoint import manifest
+from hpctrain.checkpoint.format import NAME, DamagedError, step_name
 from hpctrain.core.errors import UsageError
 from hpctrain.core.files import FileError
 from hpctrain.core.metrics import METRICS, Metric, goodness
@@ -55,17 +55,15 @@ def scan(checkpoints: Path) -> list[CheckpointName]:
     except FileNotFoundError as error:
         if not checkpoints.is_symlink():
             return []
-        raise _out_of_reach(
-            checkpoints, f"a link to {os.readlink(checkpoints)}, missing"
-        ) from error
+        raise _unreachable(checkpoints, f"a link to {os.readlink(checkpoints)}, missing") from error
     except OSError as error:
-        raise _out_of_reach(checkpoints, str(error.strerror).lower()) from error
+        raise _unreachable(checkpoints, str(error.strerror).lower()) from error
     matches = map(NAME.fullmatch, names)
     entries = [CheckpointName(int(m[2]), int(m[3] or 1), m[0], bool(m[1])) for m in matches if m]
     return sorted(entries, reverse=True)
 
 
-def _out_of_reach(checkpoints: Path, actual: str) -> FileError:
+def _unreachable(checkpoints: Path, actual: str) -> FileError:
     return FileError(
         f"{checkpoints}: expected a folder of checkpoints, seen {actual}; nothing was "
         "changed. Make it readable, or start anew in another --out"
@@ -83,18 +81,18 @@ def must_be_folder(path: Path) -> None:
         raise FileError(f"{path} cannot be read: {error.strerror}") from None
 
 
-def vacant(checkpoints: Path, step: int, bad: bool) -> Path:
+def vacant_path(checkpoints: Path, step: int, bad: bool) -> Path:
     """Return the free path for the next checkpoint of `step`."""
     # Never reuse the number of a removed one: the newest revision must stay the newest.
     revisions = [e.revision for e in scan(checkpoints) if (e.step, e.bad) == (step, bad)]
     revision = f".{max(revisions) + 1}" if revisions else ""
-    return checkpoints / f"{'bad-' if bad else ''}{files.step_name(step)}{revision}"
+    return checkpoints / f"{'bad-' if bad else ''}{step_name(step)}{revision}"
 
 
 def listing(run: Path) -> list[SavedCheckpoint]:
     """Return the checkpoints of a run, oldest first, set-aside ones too."""
     checkpoints = of(run)
-    return [_summarized(checkpoints / entry.name, entry) for entry in reversed(scan(checkpoints))]
+    return [_summarize(checkpoints / entry.name, entry) for entry in reversed(scan(checkpoints))]
 
 
 def best_metric(checkpoints: Sequence[SavedCheckpoint]) -> Metric | None:
@@ -105,27 +103,27 @@ def best_metric(checkpoints: Sequence[SavedCheckpoint]) -> Metric | None:
     return metrics[-1] if metrics and metrics[-1] in METRICS else None
 
 
-def value_of(saved: SavedCheckpoint, metric: Metric) -> float | None:
+def metric_value(saved: SavedCheckpoint, metric: Metric) -> float | None:
     """Return the metric at the checkpoint's own step, None if not finite or not evaluated."""
     value = ((saved.about or {}).get("metrics") or {}).get(metric)
     usable = isinstance(value, float | int) and isfinite(value) and not saved.set_aside
     return value if usable else None
 
 
-def ranked(checkpoints: Sequence[SavedCheckpoint], metric: Metric) -> list[SavedCheckpoint]:
+def rank_by_metric(checkpoints: Sequence[SavedCheckpoint], metric: Metric) -> list[SavedCheckpoint]:
     """Return the checkpoints with a value of `metric`, best first; of equals the earliest step."""
     valued = [
         (goodness(metric, value), -saved.step, i, saved)
         for i, saved in enumerate(checkpoints)
-        if (value := value_of(saved, metric)) is not None
+        if (value := metric_value(saved, metric)) is not None
     ]
     return [saved for *_, saved in sorted(valued, key=lambda row: row[:3], reverse=True)]
 
 
-def _summarized(path: Path, entry: CheckpointName) -> SavedCheckpoint:
+def _summarize(path: Path, entry: CheckpointName) -> SavedCheckpoint:
     try:
         must_be_folder(path)
-        about, fault = files.read_manifest(path).about, ""
+        about, fault = manifest.read(path).about, ""
     except (DamagedError, UsageError, OSError) as error:
         about, fault = None, str(error)
     return SavedCheckpoint(path, entry.step, _size_bytes(path), about, entry.bad, fault)

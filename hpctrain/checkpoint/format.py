@@ -1,45 +1,41 @@
-"""Checkpoint format 1: the contents of the files, and the conditions of a whole checkpoint.
+"""Checkpoint format 2: the entries of a manifest, and the conditions of a whole checkpoint.
 
-    part-00000.safetensors    the pieces of rank 0: flat arrays under keys "name@offset"
+    part-00000.safetensors    pieces: ranges of flat arrays under keys "name@offset"
     part-00001.safetensors    ...
-    manifest.json             hash and size of each part, size of each array, `about`, own hash
+    manifest.json             size and dtype of each array; of each part the pieces, their bytes and
+                              the hashes of their units; `state`, `about`, own hash
 
-A checkpoint is whole if the manifest and each part have their hashes, and if the pieces cover
-every array: no gap, no overlap. Nothing is pickled, so reading executes no code.
+Any range of an array is found, read and verified by the manifest alone: no header of a part is
+needed, and it does not matter how many parts there are, or who wrote them. A checkpoint is whole if
+the manifest, the headers and all units have their hashes, and if the pieces cover every array: no
+gap, no overlap. Nothing is pickled, so reading executes no code.
 """
 
 from __future__ import annotations
 
-import errno
-import hashlib
-import json
-import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
-from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, cast
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from itertools import pairwise
+from math import prod
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import pydantic
-import safetensors
-import safetensors.numpy
 
 from hpctrain import config
-from hpctrain.checkpoint.about import fault_of
-from hpctrain.core import files
-from hpctrain.core.errors import UsageError
-from hpctrain.core.files import brief
-from hpctrain.core.xp import to_host
-from hpctrain.run_files.schemas import first_fault
+from hpctrain.checkpoint import hashes
 
-MANIFEST = "manifest.json"
-MANIFEST_BYTES = 64 * files.MIB  #: at most; a thousand ranks and ten thousand tensors need 1 MiB
 NAME = re.compile(r"(bad-)?step-([0-9]{8,18})(?:\.([0-9]{1,9}))?")
-# Errors that reading JSON of an unexpected shape may raise.
-_NONSENSE = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 Dtype = Literal["float64", "float32", "float16", "int64", "int32", "int16", "int8",
                 "uint64", "uint32", "uint16", "uint8", "bool"]  # fmt: skip
+Sha256 = Annotated[str, pydantic.Field(pattern=r"^[0-9a-f]{64}$")]
+FileName = Annotated[str, pydantic.Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,99}$")]
+SlotEdges = Mapping[str, Sequence[int]]  #: {array: bounds of its slots, ascending}
+
+
+class DamagedError(Exception):
+    """The files on the disk differ from those saved."""
 
 
 class Piece(NamedTuple):
@@ -52,15 +48,7 @@ class Piece(NamedTuple):
 
 
 @config.options
-class PartFile:
-    """The hash and the size of one rank's file."""
-
-    sha256: str
-    size_bytes: pydantic.NonNegativeInt
-
-
-@config.options
-class Flat:
+class FlatArray:
     """A whole flat array, however many pieces it was cut into."""
 
     size: pydantic.NonNegativeInt
@@ -68,31 +56,52 @@ class Flat:
 
 
 @config.options
+class SavedPiece:
+    """The place of `length` elements of an array in a part, and the hash of each of their units."""
+
+    array: str
+    offset: pydantic.NonNegativeInt  #: the first of its elements in the array
+    length: pydantic.PositiveInt
+    begin: pydantic.NonNegativeInt  #: its first byte in the file
+    sha256: list[Sha256]
+
+
+@config.options
+class PartFile:
+    """A file that holds pieces, one behind the other, after a header."""
+
+    file: FileName
+    size_bytes: pydantic.NonNegativeInt
+    header_bytes: pydantic.NonNegativeInt
+    header_sha256: Sha256
+    pieces: list[SavedPiece]
+
+
+@config.options
 class Manifest:
     """The contents of `manifest.json`, besides its own hash."""
 
     step: Annotated[int, pydantic.Field(ge=0, lt=2**63)]
+    arrays: dict[str, FlatArray]
     parts: list[PartFile]
-    arrays: dict[str, Flat]
+    state: dict[str, int | str]
     about: dict[str, Any]
-    format: Literal[1] = 1
+    format: Literal[2] = 2
+
+    @property
+    def edges(self) -> SlotEdges:
+        """The bounds of the slots in each array that has slots."""
+        return {
+            name: hashes.distinct_bounds(spans) for name, spans in slot_spans(self.about).items()
+        }
 
 
-_MANIFEST = pydantic.TypeAdapter(Manifest)
+class Contribution(NamedTuple):
+    """The contribution of one rank to a manifest, as ranks exchange it."""
 
-
-class DamagedError(Exception):
-    """The files on the disk differ from those saved."""
-
-
-class ArraySpan(NamedTuple):
-    """The place of a piece, without its content, as ranks exchange it."""
-
-    name: str
-    offset: int
-    length: int
-    size: int
-    dtype: str
+    part: dict[str, Any]  #: of a PartFile
+    arrays: list[tuple[str, int, Dtype]]  #: name, size and dtype of the array of each piece
+    state: dict[str, int | str]
 
 
 def step_name(step: int) -> str:
@@ -100,175 +109,86 @@ def step_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def part_name(rank: int) -> str:
-    """Return the name of the file that holds the pieces of `rank`."""
-    return f"part-{rank:05d}.safetensors"
-
-
-def write_part(file: Path, pieces: Sequence[Piece]) -> tuple[dict[str, Any], list[ArraySpan]]:
-    """Write `pieces` to a new `file` and through to the disk; return its PartFile, as a table."""
-    # An array of no elements needs none: its name and dtype are in the manifest.
-    full = [piece for piece in pieces if len(piece.array)]
-    arrays = {f"{p.name}@{p.offset}": np.ascontiguousarray(to_host(p.array)) for p in full}
-    data = safetensors.numpy.save(arrays)
-    write(file, data)
-    part = PartFile(sha256=hashlib.sha256(data).hexdigest(), size_bytes=len(data))
-    return asdict(part), [_span(piece) for piece in pieces]
-
-
-def check_part(file: Path, part: PartFile) -> None:
-    """Raise DamagedError unless `file` has the size and the hash of `part`."""
-    _check_size(file, part)
-    if _sha256(file) != part.sha256:
-        raise DamagedError(f"{file} was altered: its SHA-256 is not that of the manifest")
-
-
-def _check_size(file: Path, part: PartFile) -> None:
-    try:
-        with files.open_regular(file) as stream:
-            actual = os.fstat(stream.fileno()).st_size
-    except files.MissingError:
-        raise DamagedError(f"{file} is missing") from None
-    if actual != part.size_bytes:
-        raise DamagedError(f"{file} has {actual} bytes; expected {part.size_bytes}")
-
-
-def manifest_of(
-    step: int, parts: Sequence[PartFile], spans: Sequence[ArraySpan], about: dict[str, Any]
-) -> Manifest:
-    """Return the manifest of these parts; raise DamagedError if the spans do not make up arrays."""
-    arrays: dict[str, Flat] = {}
-    for span in spans:
-        flat = Flat(size=span.size, dtype=cast(Dtype, span.dtype))
-        if arrays.setdefault(span.name, flat) != flat:
-            raise DamagedError(f"pieces of '{span.name}' are of {arrays[span.name]} and of {flat}")
-    _check_cover(arrays, [span[:3] for span in spans])
-    return Manifest(step=step, parts=list(parts), arrays=arrays, about=about)
-
-
-def write_manifest(directory: Path, manifest: Manifest) -> None:
-    """Write `manifest` and the directory's entries through to the disk."""
-    table = json.loads(json.dumps(asdict(manifest)))  # as it will be when read
-    table["sha256"] = _seal(table)
-    data = json.dumps(table, indent=1).encode()
-    if len(data) > MANIFEST_BYTES:  # a reader would refuse it
-        raise DamagedError(f"its manifest has {len(data)} bytes; expected at most {MANIFEST_BYTES}")
-    write(directory / MANIFEST, data)
-    sync(directory)
-
-
-def read_manifest(path: Path) -> Manifest:
-    """Return the manifest of the checkpoint `path`.
-
-    Raises DamagedError if it is missing or altered, UsageError if a newer hpctrain wrote it.
-    """
-    file = path / MANIFEST
-    table = _table(file)
-    try:
-        if table.pop("sha256") != _seal(table):
-            raise DamagedError(f"{file} was altered: its own SHA-256 is another")
-        newer = table["format"] > 1
-        manifest = None if newer else _MANIFEST.validate_json(json.dumps(table))
-    except pydantic.ValidationError as error:
-        raise DamagedError(f"{file} cannot be understood: {first_fault(error)}") from None
-    except _NONSENSE as error:
-        fault_text = f"{type(error).__name__}: {brief(str(error))[1:-1]}"
-        raise DamagedError(f"{file} cannot be understood: {fault_text}") from None
-    if manifest is None:
-        raise UsageError(f"{path} has format {brief(table['format'])}; install a newer hpctrain")
-    named = NAME.fullmatch(path.name)
-    if named and int(named[2]) != manifest.step:
-        raise DamagedError(f"{file} is that of step {manifest.step}")
-    sizes = {name: flat.size for name, flat in manifest.arrays.items()}
-    if fault := fault_of(manifest.about, manifest.step, len(manifest.parts), sizes):
-        raise DamagedError(f"{file}: {fault}")
-    return manifest
-
-
-def _table(file: Path) -> dict[str, Any]:
-    try:
-        data = files.read_bytes(file, MANIFEST_BYTES)
-    except files.MissingError:
-        if os.path.lexists(file.parent) and not file.parent.exists():
-            raise files.FileError(f"{file.parent}: a link to what is not there") from None
-        raise DamagedError(f"{file} is missing") from None
-    try:
-        return files.as_object(
-            files.parsed_json(files.decoded(data, str(file)), str(file)), str(file)
-        )
-    except files.FileError as error:
-        raise DamagedError(f"{file} cannot be understood: {error}") from None
-
-
-def read(path: Path, with_arrays: bool) -> tuple[Manifest, dict[str, np.ndarray]]:
-    """Return the manifest and, if `with_arrays`, all arrays; raise DamagedError if damaged."""
-    manifest, spans = read_manifest(path), []
-    _check_sizes(path, manifest)  # before memory is allocated for arrays
-    arrays = {
-        n: np.empty(f.size if with_arrays else 0, f.dtype) for n, f in manifest.arrays.items()
+def slot_spans(about: Mapping[str, Any]) -> dict[str, list[hashes.Span]]:
+    """Return the spans of the tensors in each plane, of `weights` in the facts of a checkpoint."""
+    return {
+        plane: [(p["offset"], p["offset"] + prod(p["shape"])) for p in places.values()]
+        for plane, places in (about.get("weights") or {}).items()
     }
-    for rank, part in enumerate(manifest.parts):
-        file = path / part_name(rank)
-        check_part(file, part)
-        for name, offset, array in _pieces(file):
-            flat, end = manifest.arrays.get(name), offset + len(array)
-            if flat is None or array.dtype != flat.dtype or not 0 <= offset <= end <= flat.size:
-                raise DamagedError(f"{file}: piece '{name}@{offset}' does not fit {flat}")
-            spans.append((name, offset, len(array)))
-            if with_arrays:
-                arrays[name][offset:end] = array
-    _check_cover(manifest.arrays, spans)
-    return manifest, arrays
 
 
-def _check_sizes(path: Path, manifest: Manifest) -> None:
-    """Raise DamagedError unless the parts have their sizes, and could hold the arrays."""
-    for rank, part in enumerate(manifest.parts):
-        _check_size(path / part_name(rank), part)
-    parts_bytes = sum(part.size_bytes for part in manifest.parts)
-    for name, flat in manifest.arrays.items():
-        if flat.size * np.dtype(flat.dtype).itemsize > parts_bytes + files.MIB:
-            claim = f"{flat.size} numbers of {brief(name)} in {parts_bytes} bytes of parts"
-            raise DamagedError(f"{path / MANIFEST}: seen {claim}")
+def params_sha256(manifest: Manifest) -> str | None:
+    """Return the hash of all parameters, by the manifest alone.
 
-
-def write(file: Path, data: bytes) -> None:
-    """Write a new file through to the disk; an OSError names it."""
+    None if the checkpoint does not name its tensors, or if a piece cuts a unit, as no engine does.
+    """
+    slots, slot_edges = slot_spans(manifest.about).get("param"), manifest.edges.get("param", ())
+    units = {
+        span: sha256
+        for part in manifest.parts
+        for piece in part.pieces
+        if piece.array == "param"
+        for span, sha256 in zip(
+            pairwise(_unit_bounds(piece, slot_edges)), piece.sha256, strict=True
+        )
+    }
     try:
-        handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        try:
-            rest = memoryview(data)
-            while rest:
-                rest = rest[os.write(handle, rest) :]
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-    except OSError as error:  # those of write and fsync do not know the file's name
-        raise OSError(error.errno, error.strerror, str(file)) from None
+        slot = partial(hashes.slot_sha256, unit_sha256=lambda *span: units[span])
+        return None if slots is None else hashes.combine_hashes(map(slot, sorted(slots)))
+    except KeyError:
+        return None
 
 
-def sync(directory: Path) -> None:
-    """Write the entries of `directory`, such as a rename in it, through to the disk."""
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    except OSError as error:
-        if error.errno != errno.EINVAL:  # some network file systems do not support it, and need not
-            raise
-    finally:
-        os.close(handle)
+def merge_arrays(written: Iterable[Contribution]) -> dict[str, FlatArray]:
+    """Return the arrays that the pieces of some ranks belong to; raise DamagedError if unequal."""
+    arrays: dict[str, FlatArray] = {}
+    for name, size, dtype in (entry for rank in written for entry in rank.arrays):
+        add(arrays, name, FlatArray(size=size, dtype=dtype), "pieces")
+    return arrays
 
 
-def _span(piece: Piece) -> ArraySpan:
-    if piece.array.ndim != 1:
-        raise ValueError(f"piece '{piece.name}' has shape {piece.array.shape}; expected it flat")
-    return ArraySpan(piece.name, piece.offset, len(piece.array), piece.size, piece.array.dtype.name)
+def add(table: dict[str, Any], name: str, entry: Any, kind: str) -> None:
+    """Add an entry to `table`; raise DamagedError if it has another one of this name."""
+    if table.setdefault(name, entry) != entry:
+        raise DamagedError(f"{kind} of '{name}' are of {table[name]} and of {entry}")
 
 
-def _check_cover(arrays: Mapping[str, Flat], spans: Iterable[tuple[str, int, int]]) -> None:
+def part_from_table(table: Mapping[str, Any]) -> PartFile:
+    """Return the PartFile of a JSON `table`."""
+    return PartFile(**{**table, "pieces": [SavedPiece(**piece) for piece in table["pieces"]]})
+
+
+def check_pieces(manifest: Manifest) -> None:
+    """Raise DamagedError unless the pieces fill their parts and make up the arrays."""
+    slot_edges, spans = manifest.edges, []
+    for part in manifest.parts:
+        end = part.header_bytes
+        for piece in part.pieces:
+            flat = manifest.arrays.get(piece.array)
+            key = f"{part.file}: piece '{piece.array}@{piece.offset}'"
+            if flat is None or piece.offset + piece.length > flat.size:
+                raise DamagedError(f"{key} does not fit {flat}")
+            if piece.begin != end:
+                raise DamagedError(f"{key} begins at byte {piece.begin}; expected {end}")
+            bounds = _unit_bounds(piece, slot_edges.get(piece.array, ()))
+            if len(piece.sha256) != len(bounds) - 1:
+                raise DamagedError(
+                    f"{key} has {len(piece.sha256)} hashes; expected {len(bounds) - 1}"
+                )
+            end += piece.length * np.dtype(flat.dtype).itemsize
+            spans.append((piece.array, piece.offset, piece.length))
+        if end != part.size_bytes:
+            raise DamagedError(f"{part.file} has {part.size_bytes} bytes; expected {end}")
+    names = [part.file for part in manifest.parts]
+    if len(set(names)) != len(names):
+        raise DamagedError("two parts have one name")
+    _check_coverage(manifest.arrays, spans)
+
+
+def _check_coverage(arrays: Mapping[str, FlatArray], spans: Iterable[tuple[str, int, int]]) -> None:
     reached = dict.fromkeys(arrays, 0)
     for name, offset, length in sorted(spans):
-        if length and offset != reached[name]:
+        if offset != reached[name]:
             kind = "overlap" if offset < reached[name] else "leave a gap"
             raise DamagedError(f"pieces of '{name}' {kind} at element {min(offset, reached[name])}")
         reached[name] += length
@@ -277,26 +197,5 @@ def _check_cover(arrays: Mapping[str, Flat], spans: Iterable[tuple[str, int, int
             raise DamagedError(f"pieces of '{name}' have {reached[name]} of {flat.size} elements")
 
 
-def _pieces(file: Path) -> Iterator[tuple[str, int, np.ndarray]]:
-    try:
-        with safetensors.safe_open(str(file), framework="numpy") as part:
-            for key in part.keys():  # noqa: SIM118  # it is no mapping
-                name, _, offset = key.rpartition("@")
-                array = part.get_tensor(key)
-                if array.ndim != 1:
-                    raise ValueError(f"'{key}' has shape {array.shape}")
-                yield name, int(offset), array
-    except (safetensors.SafetensorError, *_NONSENSE) as error:
-        raise DamagedError(f"{file} cannot be understood: {error}") from None
-
-
-def _sha256(file: Path) -> str:
-    digest = hashlib.sha256()
-    with files.open_regular(file) as stream:
-        while block := stream.read(files.MIB):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-def _seal(table: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()
+def _unit_bounds(piece: SavedPiece, slot_edges: Sequence[int]) -> list[int]:
+    return hashes.unit_bounds(piece.offset, piece.offset + piece.length, slot_edges)

@@ -17,9 +17,8 @@ from hpctrain.checkpoint import Piece
 from hpctrain.collectives import Group, all_gather_bytes, broadcast
 from hpctrain.collectives.chunks import bounds
 from hpctrain.collectives.recursive_doubling import recursive_doubling
-from hpctrain.core.errors import UsageError
-from hpctrain.core.xp import copy
 from hpctrain.engines.replay import Recorder
+from hpctrain.engines.saved_state import SavedState
 from hpctrain.engines.staleness import Staleness
 from hpctrain.gradients.arena import Arena
 from hpctrain.gradients.finite import GradientCheck
@@ -130,8 +129,12 @@ class Engine(Protocol):
     def state(self) -> list[Piece]:
         """Return this rank's pieces of the state; the pieces of all ranks cover it once."""
 
-    def load(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Load the whole state from `arrays`: full flat arrays by name."""
+    def load(self, saved: SavedState) -> None:
+        """Request this rank's part of the state; it has arrived when all ranks have fetched.
+
+        No communication. Called again with an older checkpoint if `saved` is damaged, so it must
+        request, or set, all that it requests or sets with any checkpoint.
+        """
 
     def close(self) -> None:
         """End the threads of this engine and free its links; collective."""
@@ -216,26 +219,15 @@ def pieces_of(
     return [piece_of(name, x, rank, size) for name, x in _flat(arena, optimizer_state).items()]
 
 
-def load_into(
-    arena: Arena, optimizer_state: Mapping[str, np.ndarray], arrays: Mapping[str, np.ndarray]
+def request_state(
+    arena: Arena, optimizer_state: Mapping[str, np.ndarray], saved: SavedState
 ) -> None:
-    """Copy the full `arrays` of a checkpoint into arena and optimizer state.
+    """Request the planes and the optimizer's state of a checkpoint, whole.
 
     Raises UsageError for a checkpoint of another model or optimizer.
     """
     for name, x in _flat(arena, optimizer_state).items():
-        copy(x, fitting(arrays, name, x.size))
-
-
-def fitting(arrays: Mapping[str, np.ndarray], name: str, size: int) -> np.ndarray:
-    """Return array `name` of a checkpoint; raise UsageError unless it has `size` elements."""
-    actual = arrays[name].size if name in arrays else "none"
-    if actual != size:
-        raise UsageError(
-            f"the checkpoint does not fit the recipe: expected {size} numbers of '{name}', "
-            f"seen {actual}; resume with the model and the optimizer of the checkpoint"
-        )
-    return arrays[name]
+        saved.request(name, x)
 
 
 def _flat(arena: Arena, optimizer_state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

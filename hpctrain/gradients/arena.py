@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing
 
+from hpctrain.checkpoint import hashes
 from hpctrain.core.xp import Array, address_of, to_host
 from hpctrain.transport.shared_memory.host import aligned_zeros
 
@@ -95,8 +96,12 @@ def shift_slots(start: int, slots: Iterable[Slot]) -> list[Slot]:
 
 
 def params_sha256(arena: Arena) -> str:
-    """Return the SHA-256 of all parameters: the slots in order, without the gaps."""
-    digest, param = hashlib.sha256(), to_host(arena.param)
-    for slot in arena.slots:
-        digest.update(param[slot.offset : slot.stop].tobytes())
-    return digest.hexdigest()
+    """Return the hash of all parameters, without the gaps; see `hpctrain.checkpoint.hashes`."""
+    param = to_host(arena.param)
+
+    def unit_sha256(start: int, stop: int) -> str:
+        return hashlib.sha256(param[start:stop].data).hexdigest()
+
+    return hashes.combine_hashes(
+        hashes.slot_sha256((slot.offset, slot.stop), unit_sha256) for slot in arena.slots
+    )

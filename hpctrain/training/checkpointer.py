@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from hpctrain.core.errors import SaveError, UsageError
 from hpctrain.core.files import brief
 from hpctrain.core.metrics import METRICS, better
 from hpctrain.engines import Engine
+from hpctrain.engines.saved_state import SavedState
 from hpctrain.gradients.mixed import MixedReplica
 from hpctrain.gradients.replica import Replica
 from hpctrain.training import weights
@@ -50,23 +51,25 @@ class Checkpointer:
         options, epoch = self._options, self._journal.sampler.steps_per_epoch
         return (options.every_epochs or 0) * epoch, options.every_steps or 0
 
-    def resume(self, run: Path) -> None:
-        """Read the value of the best checkpoint in `run`; collective."""
+    def resume(self, run: Path, loaded: Path) -> None:
+        """Read the value of the best checkpoint in `run`, unless it is `loaded`; collective."""
         if metric := self._options.keep_best:
-            self._best = checkpoint.best_value(run, metric, self._world.link)
+            self._best = checkpoint.best_value(run, metric, self._world.link, loaded)
 
-    def load(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Restore this worker's loss scale from the `arrays` of a checkpoint, if there is one.
+    def load(self, saved: SavedState) -> None:
+        """Request this worker's loss scale, if there is one.
 
         A worker that had none takes the mean of all.
         """
-        names = [name for name in (self._scale_name, SCALE) if name in arrays]
+        names = [name for name in (self._scale_name, SCALE) if name in saved.sizes]
         if self._scaled is not None and self._scaled.scaling is not None and names:
-            self._scaled.restore_scaling(arrays[names[0]])
+            scaling = np.zeros(2)
+            saved.request(names[0], scaling)
+            saved.on_arrival(partial(self._scaled.restore_scaling, scaling))
 
-    def must_fit(self, loaded: checkpoint.Loaded) -> None:
+    def must_fit(self, reader: checkpoint.Reader) -> None:
         """Raise UsageError if the facts of a checkpoint differ from this model and engine."""
-        recipe, about = self._journal.recipe, loaded.about
+        recipe, about = self._journal.recipe, reader.about
         model, own_model = about.get("model") or {}, self._about["model"]
         same_run = recipe is not None and about.get("recipe_sha256") == recipe.sha256
         facts: dict[str, tuple[Any, Any]] = {
@@ -79,7 +82,7 @@ class Checkpointer:
         for name, (expected, saved) in facts.items():
             if saved is not None and saved != expected:
                 raise UsageError(
-                    f"{loaded.path} does not fit the recipe: 'about.{name}' of its manifest: "
+                    f"{reader.path} does not fit the recipe: 'about.{name}' of its manifest: "
                     f"expected {brief(expected)}, seen {brief(saved)}; resume with the model and "
                     "the engine that it was made with"
                 )

@@ -9,7 +9,6 @@ counts by itself: there it is 1 over the worker's own targets.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from hpctrain.core.signals import StopRequest, cause
 from hpctrain.core.xp import finish
 from hpctrain.data import Samples, in_pieces, share
 from hpctrain.engines import Engine, replay
-from hpctrain.engines.worker_state import common_arrays
+from hpctrain.engines.saved_state import SavedState
 from hpctrain.gradients.blocks import ZERO_SUMS, add_in_order
 from hpctrain.gradients.replica import Batch, Replica
 from hpctrain.run_files import run_folder
@@ -180,18 +179,21 @@ class Loop:
 
     def resume(self, run: Path) -> None:
         """Restore the newest good checkpoint, if there is one."""
-        loaded = checkpoint.load(run, self.world.link)
+        loaded = checkpoint.load(run, self.world.link, request=self._request)
         if loaded is None:  # a part that was lost before its first checkpoint may have left rows
             self.journal.resume(0, {})
             return
-        self.checkpointer.must_fit(loaded)
-        ratio = self.engine.updates_per_step / loaded.about.get("updates_per_step", 1.0)
-        arrays = _convert_counts(common_arrays(loaded.arrays), ratio)
-        self.world.on_all_ranks(lambda: self.engine.load(arrays))
-        self.checkpointer.load(arrays)
         self.step = loaded.step
         self.rows = self.journal.resume(loaded.step, loaded.about)
-        self.checkpointer.resume(run)
+        self.checkpointer.resume(run, loaded.path)
+
+    def _request(self, reader: checkpoint.Reader) -> None:
+        """Request this rank's part of a checkpoint; raise UsageError on all ranks if it differs."""
+        self.checkpointer.must_fit(reader)
+        ratio = self.engine.updates_per_step / reader.about.get("updates_per_step", 1.0)
+        saved = SavedState(reader, ratio)
+        self.world.on_all_ranks(lambda: self.engine.load(saved))
+        self.checkpointer.load(saved)
 
     @property
     def _epoch(self) -> int:
@@ -212,14 +214,3 @@ class Loop:
             return None
         with self.world.trace.span("evaluate", "other"):
             return evaluate(self.engine, self.plan.test, self.plan.blocks)
-
-
-def _convert_counts(arrays: Mapping[str, np.ndarray], ratio: float) -> dict[str, np.ndarray]:
-    """Return `arrays` with the update counts of optimizers, hence schedules, times `ratio`.
-
-    A regime with more updates per step has counted more of them at the same step.
-    """
-    return {
-        name: np.rint(x * ratio).astype(x.dtype) if name.endswith("optimizer.step") else x
-        for name, x in arrays.items()
-    }

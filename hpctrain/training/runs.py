@@ -16,7 +16,6 @@ from hpctrain.core.errors import UsageError
 from hpctrain.core.launchers import launched
 from hpctrain.core.xp import on_device
 from hpctrain.data import Samples, Split, resize_training_set
-from hpctrain.engines.engine import load_into
 from hpctrain.gradients.mixed import MixedReplica
 from hpctrain.gradients.precision import Precision, make_reading_replica
 from hpctrain.gradients.replica import ModelReplica
@@ -101,7 +100,8 @@ def _has_begun(world: World, out: Path | None) -> bool:
 
     Collective.
     """
-    has_begun = world.on_all_ranks(lambda: out is not None and bool(checkpoint.listing(out)))
+    first = world.rank == 0 and out is not None
+    has_begun = world.on_all_ranks(lambda: first and bool(checkpoint.listing(out or Path())))
     return bool(world.gather("yes" * has_begun)[0])
 
 
@@ -204,10 +204,7 @@ def _on_gpu(device: Device) -> bool:
 def _fill(
     replica: ModelReplica | MixedReplica, loaded: checkpoint.Loaded
 ) -> ModelReplica | MixedReplica:
-    if "weights" in loaded.about:
-        weights.copy_into(replica.arena, weights.tensors_of(loaded), str(loaded.path))
-    else:
-        load_into(replica.arena, {}, loaded.arrays)
+    weights.copy_into(replica.arena, weights.tensors_of(loaded), str(loaded.path))
     return replica
 
 

@@ -47,19 +47,10 @@ def layout(arena: Arena) -> dict[str, Any]:
 
 
 def tensors_of(loaded: Loaded) -> Tensors:
-    """Return the tensors of a checkpoint by name, parameters first: views.
-
-    Raises UsageError if the checkpoint does not have their names.
-    """
-    planes = loaded.about.get("weights")
-    if planes is None:
-        raise UsageError(
-            f"{loaded.path} does not name its tensors: an older hpctrain wrote it; "
-            "resume its run for one step with this version"
-        )
+    """Return the tensors of a checkpoint by name, parameters first: views."""
     return {
         name: _view(loaded.arrays[plane], place["offset"], place["shape"])
-        for plane, places in planes.items()
+        for plane, places in loaded.about["weights"].items()
         for name, place in places.items()
     }
 
@@ -67,11 +58,12 @@ def tensors_of(loaded: Loaded) -> Tensors:
 def checkpoint_of(run: Path, best: bool = False) -> Loaded:
     """Return the newest good checkpoint of a run, or the best; a checkpoint's folder is itself.
 
-    No MPI is needed. Raises UsageError if there is none.
+    Of its arrays only the planes that hold tensors are read. No MPI is needed. Raises UsageError if
+    there is none, or if it does not have the names of its tensors.
     """
     if checkpoint.is_checkpoint(run):
-        return checkpoint.read(run)
-    loaded = run_ranks(1, lambda link: checkpoint.load(run, link, best))[0]
+        return run_ranks(1, lambda link: checkpoint.read(run, link, _request_planes))[0]
+    loaded = run_ranks(1, lambda link: checkpoint.load(run, link, best, _request_planes))[0]
     if loaded is None:
         raise UsageError(f"{run} holds no checkpoint")
     return loaded
@@ -140,6 +132,12 @@ def _metadata(loaded: Loaded) -> dict[str, str]:
     metrics = loaded.about.get("metrics") or {}
     table = {key: value for key, value in {**about, **run, **metrics}.items() if value is not None}
     return {key: str(value) for key, value in table.items()}
+
+
+def _request_planes(reader: checkpoint.Reader) -> None:
+    if "weights" not in reader.about:
+        raise UsageError(f"{reader.path} does not name its tensors: hpctrain did not write it")
+    reader.request_whole(plane for plane, places in reader.about["weights"].items() if places)
 
 
 def _places(slots: tuple[Slot, ...]) -> dict[str, Any]:

@@ -13,7 +13,8 @@
  * REPORT     a file that gets the line "OPERATION PATH" when the fault happens; where NUMBER is 0,
  *            nothing fails and it gets the number of operations of each kind at the end
  *
- * An open counts as "open" if it may write, else as "read", which read(2) is too. */
+ * An open counts as "open" if it may write, else as "read", which read(2) and
+ * preadv2(2), os.preadv in Python, are too. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -173,6 +174,10 @@ OPENS_AT(openat64)
 
 ssize_t read(int file, void *bytes, size_t n) {
     DO(judge_file(READ, file), REAL(read)(file, bytes, n));
+}
+
+ssize_t preadv64v2(int file, const struct iovec *parts, int n, off64_t at, int flags) {
+    DO(judge_file(READ, file), REAL(preadv64v2)(file, parts, n, at, flags));
 }
 
 ssize_t write(int file, const void *bytes, size_t n) {

@@ -8,9 +8,10 @@ from __future__ import annotations
 import pytest
 from ranks import on_ranks, run_on
 
-from hpctrain import data, nn, optim
-from hpctrain.training import recipe, runs, weights
+from hpctrain import checkpoint, data, nn, optim
+from hpctrain.training import recipe, runs
 from hpctrain.training.trainer import Trainer
+from hpctrain.transport.threads.link import run_ranks
 
 RANKS = 4
 SEEDS = [pytest.param(range(1), id="1"), pytest.param(range(5), id="5", marks=pytest.mark.full)]
@@ -109,5 +110,5 @@ def test_the_rate_goes_on_where_another_engine_goes_on(tmp_path, first, second):
         keys = [*keys_of(engine), f"run.epochs={epochs}", "model.widths=[64,12,10]"]
         spec = recipe.load("digits", keys)
         run_on("threads", RANKS, lambda w, s=spec: runs.train(s, w, tmp_path / "run", True))
-        result = weights.checkpoint_of(tmp_path / "run")
+        (result,) = run_ranks(1, lambda link: checkpoint.load(tmp_path / "run", link))
         assert result.arrays["optimizer.step"] == updates[engine] * result.step

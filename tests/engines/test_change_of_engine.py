@@ -9,10 +9,13 @@ import numpy as np
 import pytest
 from ranks import run_on
 
-from hpctrain import data, engines, nn, optim
+from hpctrain import checkpoint, data, engines, nn, optim
+from hpctrain.checkpoint import Piece
 from hpctrain.core.errors import UsageError
-from hpctrain.engines.worker_state import common_arrays
+from hpctrain.engines.saved_state import SavedState
+from hpctrain.training import weights
 from hpctrain.training.trainer import Trainer
+from hpctrain.transport.threads.link import run_ranks
 
 STEPS, SGD = 7, optim.sgd(0.05, 0.9)
 REGIMES = {
@@ -52,6 +55,8 @@ def trained(regime, out, optimizer=SGD, steps=STEPS, resume=False):
 @pytest.mark.parametrize("before", REGIMES)
 def test_every_regime_takes_over(tmp_path, before):
     first = trained(before, tmp_path / before)
+    loaded = weights.checkpoint_of(tmp_path / before)
+    assert loaded.params_sha256 == first["params_sha256"]  # by the manifest alone
     for after in REGIMES:
         shutil.copytree(tmp_path / before, tmp_path / f"to-{after}")
         again = trained(after, tmp_path / f"to-{after}", resume=True)
@@ -60,14 +65,31 @@ def test_every_regime_takes_over(tmp_path, before):
         assert on["train_loss"] < first["train_loss"], after
 
 
-def test_what_only_workers_have_is_averaged():
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize(("ratio", "count"), [(1.0, 10), (3.0, 30)])
+def test_what_only_workers_have_is_averaged_and_counts_are_converted(tmp_path, size, ratio, count):
     apart = {f"worker.{i}.optimizer.momentum": np.full(3, i, np.float32) for i in range(11)}
     steps = {f"worker.{i}.optimizer.step": np.array([2 * i]) for i in range(11)}
     own = {"param": np.zeros(3), "worker.0.param": np.ones(3)}
-    shared = common_arrays({**apart, **steps, **own})
-    assert shared["optimizer.momentum"].tolist() == [5.0] * 3
-    assert shared["optimizer.step"].tolist() == [10]
-    assert not shared["param"].any()
+    pieces = [Piece(name, 0, x.size, x) for name, x in {**apart, **steps, **own}.items()]
+    run_ranks(1, lambda link: checkpoint.save(tmp_path, 1, pieces, {}, link))
+
+    def rank(link):
+        momentum, step, param = np.ones(3, np.float32), np.ones(1, np.int64), np.ones(3)
+
+        def request(reader):
+            saved = SavedState(reader, ratio)
+            assert saved.workers == 11
+            assert saved.own_name("optimizer.step", 10, 11) == "worker.10.optimizer.step"
+            assert saved.own_name("optimizer.step", 1, 2) == "optimizer.step"
+            for name, x in (("momentum", momentum), ("step", step)):
+                saved.request(f"optimizer.{name}", x)
+            saved.request("param", param)
+
+        checkpoint.load(tmp_path, link, request=request)
+        return momentum.tolist(), step.tolist(), param.tolist()
+
+    assert run_ranks(size, rank) == [([5.0] * 3, [count], [0.0] * 3)] * size
 
 
 @pytest.mark.parametrize("after", REGIMES)

@@ -21,6 +21,7 @@ METHODS = {
     "top-k": {"compression": "top-k", "compression_ratio": 0.05},
     "powersgd": {"compression": "powersgd", "compression_rank": 2},
 }
+RESIDUAL = "compression.residual"
 OWES = ("top-k", "powersgd")
 OPTIMIZERS = {
     "sgd": optim.sgd(rate=0.05, momentum=0.9),
@@ -179,10 +180,12 @@ def test_all_ranks_together_owe_the_same_whatever_their_number(
         engine = build(options, world, replica, optimizer)
         load = engine.load
 
-        def loaded(arrays):
-            load(arrays)
-            owed[world.rank] = engine._compressor.local_state["residual"].copy()
-            saved.append(arrays["compression.residual"])
+        def loaded(state):
+            load(state)
+            residual, total = engine._compressor.local_state["residual"], state.sizes[RESIDUAL]
+            saved.append(np.zeros(total, np.float32))
+            state.request(RESIDUAL, saved[-1])
+            state.on_arrival(lambda: owed.update({world.rank: residual.copy()}))
 
         engine.load = loaded
         return engine

@@ -14,8 +14,7 @@ import pytest
 
 from fuzz import campaign, in_memory, mutated, mutated_json, torn, value_or_refusal
 from hpctrain import checkpoint
-from hpctrain.checkpoint import Piece
-from hpctrain.checkpoint import format as files
+from hpctrain.checkpoint import Piece, manifest
 from hpctrain.core.errors import HpctrainError
 from hpctrain.engines import replay
 from hpctrain.engines.parameter_server.coordinator import Event
@@ -54,7 +53,9 @@ def saved(run, step):
 
 
 def sealed(table):
-    return json.dumps({**table, "sha256": files._seal(json.loads(json.dumps(table)))}).encode()
+    return json.dumps(
+        {**table, "sha256": manifest._hash_table(json.loads(json.dumps(table)))}
+    ).encode()
 
 
 def forge_manifest(path, rng):

@@ -41,6 +41,7 @@ from hpctrain.engines.parameter_server.coordinator import Coordinator, Event, Re
 from hpctrain.engines.parameter_server.pacing import PeriodicMethod
 from hpctrain.engines.parameter_server.server import ServerThread
 from hpctrain.engines.replay import Recorder
+from hpctrain.engines.saved_state import SavedState
 from hpctrain.engines.staleness import Staleness, broadcast_staleness
 from hpctrain.gradients.replica import Replica
 from hpctrain.nn import Sums
@@ -101,12 +102,12 @@ class AdPsgdEngine(GossipEngine):
             [Piece("clocks", 0, clocks.size, clocks)] if self._coordinator else []
         )
 
-    def load(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Load the whole state; clocks of another number of workers are ignored."""
-        super().load(arrays)
+    def load(self, saved: SavedState) -> None:
+        """Request the whole state; clocks of another number of workers are ignored."""
+        super().load(saved)
         clocks = self._method.clocks
-        if "clocks" in arrays and arrays["clocks"].size == clocks.size:
-            clocks[...] = arrays["clocks"]
+        if saved.sizes.get("clocks") == clocks.size:
+            saved.request_deferred("clocks", clocks)
 
     def close(self) -> None:
         """End the thread and free the links; collective."""

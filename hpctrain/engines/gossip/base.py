@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 
 from hpctrain.checkpoint import Piece
@@ -15,6 +13,7 @@ from hpctrain.engines.engine import (
     sum_over,
 )
 from hpctrain.engines.replay import Recorder
+from hpctrain.engines.saved_state import SavedState
 from hpctrain.engines.staleness import Staleness
 from hpctrain.engines.worker_state import WorkerState
 from hpctrain.gradients.finite import GradientCheck
@@ -74,10 +73,10 @@ class GossipEngine:
         mean = pieces_of(self.replica.arena, {}, self.worker, self.workers)
         return mean + self._worker_state.pieces()
 
-    def load(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Load the whole state; another number of workers begins at the mean."""
+    def load(self, saved: SavedState) -> None:
+        """Request the whole state; another number of workers begins at the mean."""
         self._params_differ = False
-        self._worker_state.load(arrays)
+        self._worker_state.load(saved)
 
     def close(self) -> None:
         """Free the links; collective."""

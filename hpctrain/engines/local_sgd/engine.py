@@ -27,7 +27,8 @@ training with distributed asynchronous and selective optimization (DASO)", 2021.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Literal
 
 import numpy as np
@@ -36,21 +37,20 @@ from pydantic import Field
 from hpctrain import config
 from hpctrain.checkpoint import Piece
 from hpctrain.core.errors import UsageError
-from hpctrain.core.xp import like
+from hpctrain.core.xp import namespace
 from hpctrain.engines.engine import (
     Flags,
     Task,
     Work,
-    fitting,
     join_flags,
-    load_into,
     pieces_of,
+    request_state,
     train_in_lockstep,
 )
 from hpctrain.engines.local_sgd.node_group import NodeGroup
 from hpctrain.engines.local_sgd.outer_step import DelayedAverage, OuterOptimizer
+from hpctrain.engines.saved_state import SavedState
 from hpctrain.engines.synchronous.allreduce import AllReduce, AllReduceEngine
-from hpctrain.engines.worker_state import count_workers, mean_states
 from hpctrain.gradients.reducer import WireOptions
 from hpctrain.gradients.replica import Replica, ignore_ready
 from hpctrain.nn import Sums
@@ -268,29 +268,25 @@ class LocalSgdEngine:
             pieces += method.pieces(link.rank, link.size) if method is not None else []
         return pieces
 
-    def load(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Load the whole state; as many workers as in the checkpoint load arrays of their own.
+    def load(self, saved: SavedState) -> None:
+        """Request the whole state; the same number of workers request each its own arrays.
 
         Another number of workers starts from the means of parameters and of optimizer states.
         """
-        saved_workers = count_workers(arrays)
-        if saved_workers == self.workers:
-            prefix = f"worker.{self._group.link.rank}."
-            own_planes = {
-                n.removeprefix(prefix): x for n, x in arrays.items() if n.startswith(prefix)
-            }
-        else:
-            own_planes = mean_states(arrays, self._update.state, saved_workers)
-        planes = dict(zip(("param", "buffer"), self._planes))  # noqa: B905
-        moments = {name: x for name, x in own_planes.items() if name not in planes}
-        load_into(self.replica.arena, self._update.state, {**arrays, **moments})
-        self._params_differ = "param" in own_planes
-        self._states_differ = saved_workers == self.workers
-        items = planes.items() if self._params_differ else ()
-        self._own_planes = [like(x, fitting(own_planes, name, x.size)).copy() for name, x in items]
+        state, planes = self._update.state, dict(zip(("param", "buffer"), self._planes))  # noqa: B905
+        own_name = partial(saved.own_name, worker=self.worker, workers=self.workers)
+        request_state(self.replica.arena, {}, saved)
+        for name, x in state.items():
+            saved.request(own_name(f"optimizer.{name}"), x)
+        self._states_differ = saved.workers == self.workers
+        self._params_differ = own_name("param") != "param"
+        self._own_planes = [namespace(x).empty_like(x) for x in planes.values()]
+        self._own_planes *= self._params_differ
+        for name, x in zip(planes, self._own_planes):  # noqa: B905
+            saved.request(own_name(name), x)
         for method in (self._outer, self._delayed):
             if method is not None:
-                method.load(arrays)
+                method.load(saved)
 
     def close(self) -> None:
         """End the communication threads and free their links; collective."""

@@ -5,7 +5,7 @@ See `engine.py` for the methods and their sources.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -13,8 +13,9 @@ from hpctrain import optim
 from hpctrain.checkpoint import Piece
 from hpctrain.collectives import AllReduceFunction, Group
 from hpctrain.collectives.chunks import slices
-from hpctrain.core.xp import copy, namespace
-from hpctrain.engines.engine import fitting, identity_total, piece_of
+from hpctrain.core.xp import namespace
+from hpctrain.engines.engine import identity_total, piece_of
+from hpctrain.engines.saved_state import SavedState
 from hpctrain.gradients.arena import Arena
 from hpctrain.gradients.buckets import Bucket
 from hpctrain.gradients.reducer import Reducer
@@ -49,11 +50,11 @@ class OuterOptimizer:
         """Return rank's 1/P of the outer state, which all ranks hold."""
         return [piece_of(name, x, rank, size) for name, x in self._named().items()]
 
-    def load(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Load the whole state; without an outer state begin at the arena's parameters."""
-        self.begin()
-        for name, x in self._named().items() if "outer.param" in arrays else ():
-            copy(x, fitting(arrays, name, x.size))
+    def load(self, saved: SavedState) -> None:
+        """Request the whole state; without an outer state begin at the arena's parameters."""
+        saved.on_arrival(self.begin)
+        for name, x in self._named().items() if "outer.param" in saved.sizes else ():
+            saved.request_deferred(name, x)
 
     def _named(self) -> dict[str, np.ndarray]:
         return {"outer.param": self._centre, **{f"outer.{k}": x for k, x in self._state.items()}}
@@ -122,12 +123,12 @@ class DelayedAverage:
         self._wait()
         return [piece_of(f"delayed.{size}", self._sum, rank, size)]
 
-    def load(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Load the pending sum of the checkpoint, if it is over the same number of workers."""
+    def load(self, saved: SavedState) -> None:
+        """Request the sum that was pending, if it is over the same number of workers."""
         name = f"delayed.{self._workers}"
-        self._pending = self._complete = name in arrays
+        self._pending = self._complete = name in saved.sizes
         if self._pending:
-            copy(self._sum, fitting(arrays, name, self._sum.size))
+            saved.request(name, self._sum)
 
     def close(self) -> None:
         """End the thread and free its link; collective."""

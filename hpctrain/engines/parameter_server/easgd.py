@@ -18,7 +18,6 @@ algorithms 1 and 2, where a, the *moving rate*, is 0.9 / P for P workers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from concurrent.futures import Executor, Future
 from functools import partial
 from typing import Annotated, Any
@@ -42,6 +41,7 @@ from hpctrain.engines.parameter_server.shard import (
     wait_all,
 )
 from hpctrain.engines.parameter_server.worker import Worker, WorkerContext
+from hpctrain.engines.saved_state import SavedState
 from hpctrain.engines.worker_state import WorkerState
 from hpctrain.gradients.replica import Replica, ignore_ready
 from hpctrain.nn import Sums, add
@@ -91,11 +91,11 @@ class EasgdEngine(ParameterServerEngine):
         """Return this rank's pieces: servers save the centre, workers their own state."""
         return super().state() + (self._worker.worker_state.pieces() if self._worker else [])
 
-    def load(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Load the whole state; another number of workers begins at the centre."""
-        super().load(arrays)
+    def load(self, saved: SavedState) -> None:
+        """Request the whole state; another number of workers begins at the centre."""
+        super().load(saved)
         if self._worker:
-            self._worker.worker_state.load(arrays)
+            self._worker.worker_state.load(saved)
 
     def close(self) -> None:
         """End the thread and free the links; collective."""
@@ -249,6 +249,6 @@ class CentreShard(Shard):
         """Return this server's part of the centre."""
         return [Piece("param", self._own.start, self._length, self.param)]
 
-    def load(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Load this server's part of the centre."""
-        self.param[...] = arrays["param"][self._own]
+    def load(self, saved: SavedState) -> None:
+        """Request this server's part of the centre."""
+        saved.request("param", self.param, self._own.start, self._length)

@@ -10,7 +10,7 @@ async_.py. The two sides are worker.py and server.py; in shard.py a server updat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from time import perf_counter
 from typing import Protocol
@@ -28,7 +28,7 @@ from hpctrain.engines.engine import (
     Work,
     broadcast_replica,
     gather_rows,
-    load_into,
+    request_state,
     sum_in_layer,
     sum_over,
 )
@@ -38,6 +38,7 @@ from hpctrain.engines.parameter_server.server import EventSource, Server, Server
 from hpctrain.engines.parameter_server.shard import GradientAction, Shard, shard_ranges, wire_slices
 from hpctrain.engines.parameter_server.worker import Worker, WorkerContext
 from hpctrain.engines.replay import Recorder
+from hpctrain.engines.saved_state import SavedState
 from hpctrain.engines.staleness import Staleness, broadcast_staleness
 from hpctrain.gradients.finite import GradientCheck
 from hpctrain.gradients.replica import Replica
@@ -150,14 +151,14 @@ class ParameterServerEngine:
             pieces.append(Piece("clocks", 0, clocks.size, clocks))
         return pieces
 
-    def load(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Load the whole state; clocks of another number of workers are ignored."""
-        load_into(self.replica.arena, {}, arrays)
+    def load(self, saved: SavedState) -> None:
+        """Request this rank's part; clocks of another number of workers are ignored."""
+        request_state(self.replica.arena, {}, saved)
         if self._server:
-            self._server.shard.load(arrays)
+            self._server.shard.load(saved)
         clocks = self._method.clocks
-        if clocks is not None and "clocks" in arrays and arrays["clocks"].size == clocks.size:
-            clocks[...] = arrays["clocks"]
+        if clocks is not None and saved.sizes.get("clocks") == clocks.size:
+            saved.request_deferred("clocks", clocks)
 
     def close(self) -> None:
         """Free the links; collective."""

@@ -15,7 +15,7 @@ the order of arrival nor on the number of servers.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from enum import IntEnum
 from itertools import pairwise
 from math import isfinite
@@ -26,7 +26,8 @@ import numpy as np
 from hpctrain.checkpoint import Piece
 from hpctrain.collectives.chunks import SEGMENT_BYTES, bounds
 from hpctrain.core.xp import to_host
-from hpctrain.engines.engine import BLOCK_ELEMENTS, fitting
+from hpctrain.engines.engine import BLOCK_ELEMENTS
+from hpctrain.engines.saved_state import SavedState
 from hpctrain.gradients.arena import Arena, shift_slots
 from hpctrain.optim import Optimizer
 from hpctrain.optim.optimizer import GatherRows, State
@@ -145,16 +146,16 @@ class Shard:
             pieces.append(Piece("optimizer.step", 0, 1, self._states[0]["step"]))
         return pieces
 
-    def load(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Load this shard's part of the full `arrays`, of which "param" was checked to fit."""
-        self.param[...] = arrays["param"][self._own]
+    def load(self, saved: SavedState) -> None:
+        """Request this shard's part of parameters and optimizer state."""
+        saved.request("param", self.param, self._own.start, self._length)
         for part, state in zip(self._parts, self._states, strict=True):
-            part_slice = slice(self._own.start + part.start, self._own.start + part.stop)
             for name, x in state.items():
-                size, own = (1, slice(1)) if name == "step" else (self._length, part_slice)
-                x[...] = fitting(arrays, f"optimizer.{name}", size)[own]
+                start = self._own.start + part.start
+                offset, size = (0, 1) if name == "step" else (start, self._length)
+                saved.request(f"optimizer.{name}", x, offset, size)
         for pulled_params in self._params_at_pull:
-            pulled_params[...] = self.param
+            saved.request("param", pulled_params, self._own.start, self._length)
 
     @property
     def _send_order(self) -> range:

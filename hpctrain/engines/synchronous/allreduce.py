@@ -10,7 +10,6 @@ each rank makes 1/P of the update, for as many bytes; see `update.py`. Source: G
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from time import perf_counter
 
 import numpy as np
@@ -32,6 +31,7 @@ from hpctrain.engines.engine import (
     sum_over,
     train_in_lockstep,
 )
+from hpctrain.engines.saved_state import SavedState
 from hpctrain.engines.synchronous import compression_state, overlap
 from hpctrain.engines.synchronous.contradictions import contradictions
 from hpctrain.engines.synchronous.node_shared_params import NodeSharedUpdate
@@ -243,12 +243,11 @@ class AllReduceEngine:
             self._compressor, link.rank, link.size
         )
 
-    def load(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Load the whole state."""
-        self.update.load(arrays)
-        compression_state.load(
-            self._compressor, arrays, self._group.link.rank, self._group.link.size
-        )
+    def load(self, saved: SavedState) -> None:
+        """Request this rank's part of the state."""
+        self.update.load(saved)
+        link = self._group.link
+        compression_state.load(self._compressor, saved, link.rank, link.size)
 
     def close(self) -> None:
         """End the communication thread and free its link; collective."""

@@ -11,14 +11,14 @@ stays the same, also for another method with residuals.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from functools import partial
 
 import numpy as np
 
 from hpctrain.checkpoint import Piece
 from hpctrain.core.errors import UsageError
-from hpctrain.core.xp import copy
 from hpctrain.engines.engine import piece_of
+from hpctrain.engines.saved_state import SavedState, divide
 from hpctrain.gradients.compress import Compressor
 
 log = logging.getLogger(__name__)
@@ -43,28 +43,32 @@ def pieces(compressor: Compressor | None, rank: int, size: int) -> list[Piece]:
     return own + shared
 
 
-def load(
-    compressor: Compressor | None, arrays: Mapping[str, np.ndarray], rank: int, size: int
-) -> None:
-    """Load this rank's arrays; those not saved, or of another PowerSGD rank, stay."""
+def load(compressor: Compressor | None, saved: SavedState, rank: int, size: int) -> None:
+    """Request this rank's arrays; those of another PowerSGD rank stay as they are."""
     own = compressor.local_state if compressor else {}
     shared = compressor.shared_state if compressor else {}
     for name, x in own.items():
-        if PREFIX + name in arrays:
-            copy(x, _residual_of(arrays[PREFIX + name], x.size, rank, size))
+        if PREFIX + name in saved.sizes:
+            _request_residual(x, PREFIX + name, saved, rank, size)
+        else:
+            x[...] = 0
     for name, x in shared.items():
-        if arrays.get(PREFIX + name, x[:0]).size == x.size:
-            copy(x, arrays[PREFIX + name])
-    if rank == 0 and PREFIX + "residual" in arrays and "residual" not in own:
+        if saved.sizes.get(PREFIX + name) == x.size:
+            saved.request_deferred(PREFIX + name, x)
+    if rank == 0 and PREFIX + "residual" in saved.sizes and "residual" not in own:
         log.warning("the gradients that compression kept back before the checkpoint are dropped")
 
 
-def _residual_of(saved: np.ndarray, length: int, rank: int, size: int) -> np.ndarray:
-    """Return this rank's residual from the residuals of all ranks in the checkpoint."""
-    if saved.size % length:
+def _request_residual(x: np.ndarray, name: str, saved: SavedState, rank: int, size: int) -> None:
+    """Request this rank's residual `x` of the residuals of all ranks in the checkpoint."""
+    total = saved.sizes[name]
+    if total % x.size:
         raise UsageError(
-            f"the checkpoint does not fit the recipe: expected residuals of {length} numbers, "
-            f"seen {saved.size} in all; resume with the model of the checkpoint"
+            f"the checkpoint does not fit the recipe: expected residuals of {x.size} numbers, "
+            f"seen {total} in all; resume with the model of the checkpoint"
         )
-    rows: np.ndarray = saved.reshape(-1, length)
-    return rows[rank] if len(rows) == size else rows.sum(axis=0) / size
+    if total == size * x.size:
+        saved.request(name, x, rank * x.size, total)
+    else:
+        saved.request_sum(name, x, total // x.size)
+        saved.on_arrival(partial(divide, x, size))

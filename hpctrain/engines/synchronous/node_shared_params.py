@@ -25,8 +25,6 @@ vote.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 
 from hpctrain.checkpoint import Piece
@@ -34,11 +32,12 @@ from hpctrain.collectives import AllReduceFunction, Group
 from hpctrain.collectives.chunks import bounds
 from hpctrain.core.errors import UsageError
 from hpctrain.engines.engine import BLOCK_ELEMENTS, Times
+from hpctrain.engines.saved_state import SavedState
 from hpctrain.engines.synchronous.update import (
     PartwiseUpdate,
     gather_rows_waiting,
-    load_range,
     range_pieces,
+    request_range,
 )
 from hpctrain.gradients.arena import shift_slots
 from hpctrain.gradients.replica import Replica
@@ -110,9 +109,9 @@ class NodeSharedUpdate:
         range_slice = slice(offsets[nodes.rank], offsets[nodes.rank + 1])
         return range_pieces(self._arena, self.state, self._own.start, range_slice, self._link)
 
-    def load(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Load the parameters, as all ranks of the node do, and this rank's optimizer state."""
-        load_range(self._arena, self.state, self._own, arrays)
+    def load(self, saved: SavedState) -> None:
+        """Request the parameters, as all ranks of the node do, and this rank's optimizer state."""
+        request_range(self._arena, self.state, self._own, saved)
 
     def close(self) -> None:
         """Do nothing: there are no threads."""

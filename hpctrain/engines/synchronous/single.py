@@ -5,8 +5,6 @@ w <- w - update(dL/dw)
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 
 from hpctrain import config
@@ -18,10 +16,11 @@ from hpctrain.engines.engine import (
     Times,
     Work,
     identity_total,
-    load_into,
     pieces_of,
+    request_state,
     train_in_lockstep,
 )
+from hpctrain.engines.saved_state import SavedState
 from hpctrain.engines.synchronous import compression_state
 from hpctrain.gradients.blocks import BlockReplica, ReductionOptions
 from hpctrain.gradients.finite import GradientCheck
@@ -98,10 +97,10 @@ class SingleEngine:
         """Return the whole state."""
         return pieces_of(self.replica.arena, self._state, 0, 1)
 
-    def load(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Load the whole state."""
-        load_into(self.replica.arena, self._state, arrays)
-        compression_state.load(None, arrays, 0, 1)
+    def load(self, saved: SavedState) -> None:
+        """Request the whole state."""
+        request_state(self.replica.arena, self._state, saved)
+        compression_state.load(None, saved, 0, 1)
 
     def close(self) -> None:
         """Do nothing: there are no threads."""

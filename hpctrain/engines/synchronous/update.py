@@ -26,16 +26,15 @@ from hpctrain.collectives import AllReduceFunction, Group, Operation
 from hpctrain.collectives.chunks import bounds
 from hpctrain.collectives.copy_through import part_offsets
 from hpctrain.collectives.ring import all_gather
-from hpctrain.core.xp import copy
 from hpctrain.engines.engine import (
     BLOCK_ELEMENTS,
     Times,
-    fitting,
     gather_rows,
     identity_total,
-    load_into,
     pieces_of,
+    request_state,
 )
+from hpctrain.engines.saved_state import SavedState
 from hpctrain.gradients.arena import Arena, Slot, shift_slots, view_offset
 from hpctrain.optim import Optimizer
 from hpctrain.optim.optimizer import State
@@ -101,9 +100,9 @@ class ReplicatedUpdate:
         """Return this rank's 1/P of the common state."""
         return pieces_of(self._arena, self.state, self._link.rank, self._link.size)
 
-    def load(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Load the whole state."""
-        load_into(self._arena, self.state, arrays)
+    def load(self, saved: SavedState) -> None:
+        """Request the whole state."""
+        request_state(self._arena, self.state, saved)
 
 
 class ShardedUpdate:
@@ -157,9 +156,9 @@ class ShardedUpdate:
         """Return this rank's range of the state, and its 1/P of the common arrays."""
         return range_pieces(self._arena, self.state, self.own.start, slice(None), self._group.link)
 
-    def load(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Load this rank's range of the whole state."""
-        load_range(self._arena, self.state, self.own, arrays)
+    def load(self, saved: SavedState) -> None:
+        """Request the parameters and this rank's range of the optimizer's state."""
+        request_range(self._arena, self.state, self.own, saved)
 
     def _rows_of_all(self, rows: np.ndarray) -> np.ndarray:
         """Return the rows of all ranges, in order; see `hpctrain.optim.optimizer.Optimizer`."""
@@ -183,17 +182,14 @@ def range_pieces(
     return ranges + pieces_of(arena, step, link.rank, link.size)
 
 
-def load_range(
-    arena: Arena,
-    state: Mapping[str, np.ndarray],
-    own_range: slice,
-    arrays: Mapping[str, np.ndarray],
+def request_range(
+    arena: Arena, state: Mapping[str, np.ndarray], own: slice, saved: SavedState
 ) -> None:
-    """Load the parameters and this rank's range of the optimizer's state from full `arrays`."""
-    load_into(arena, {}, arrays)
+    """Request the parameters, and range `own` of the optimizer's state."""
+    request_state(arena, {}, saved)
     for name, x in state.items():
-        size, source_slice = (1, slice(1)) if name == "step" else (arena.param.size, own_range)
-        copy(x, fitting(arrays, f"optimizer.{name}", size)[source_slice])
+        offset, size = (0, 1) if name == "step" else (own.start, arena.param.size)
+        saved.request(f"optimizer.{name}", x, offset, size)
 
 
 def gather_rows_waiting(link: Link, rows: np.ndarray, times: Times, trace: Trace) -> np.ndarray:

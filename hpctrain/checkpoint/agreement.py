@@ -1,0 +1,61 @@
+"""Results and faults of all ranks: each rank acts, then every rank gets the results of all."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hpctrain.checkpoint.format import DamagedError
+from hpctrain.collectives import Group, all_gather_bytes, broadcast
+from hpctrain.core.errors import UsageError
+from hpctrain.transport.link import Link
+
+logger = logging.getLogger(__name__)
+
+
+class RankResult(NamedTuple):
+    """One rank's result or fault; `damaged` if the checkpoint itself is the cause."""
+
+    value: Any
+    fault: str | None = None
+    damaged: bool = False
+
+
+def gather_results(link: Link, call: Callable[[], Any]) -> list[RankResult]:
+    """Return the results of `call` on all ranks, which are JSON data."""
+    try:
+        payload = json.dumps(RankResult(call()))
+    except Exception as error:  # the other ranks wait for this rank's result
+        logger.debug("reported to all ranks:", exc_info=True)
+        fault = _describe_fault(link.rank, error)
+        payload = json.dumps(RankResult(None, fault, isinstance(error, DamagedError)))
+    return [RankResult(*json.loads(reply)) for reply in all_gather_bytes(link, payload.encode())]
+
+
+def broadcast_from_first(link: Link, call: Callable[[], bytes]) -> tuple[bytes, list[RankResult]]:
+    """Return the bytes of `call` on rank 0, and the results of all ranks; memory for one copy."""
+    own = [b""]
+    results = gather_results(link, lambda: own.append(call()) if link.rank == 0 else None)
+    length = np.array([len(own[-1])])
+    broadcast(Group(link), length)
+    data = np.frombuffer(bytearray(own[-1]) or bytearray(int(length[0])), np.uint8)
+    broadcast(Group(link), data)
+    return data.tobytes(), results
+
+
+def join_faults(results: Sequence[RankResult]) -> str:
+    """Return the faults of `results`, the first three; empty for none."""
+    texts = [result.fault for result in results if result.fault]
+    rest = f" (and {len(texts) - 3} more ranks)" if len(texts) > 3 else ""
+    return "; ".join(texts[:3]) + rest
+
+
+def _describe_fault(rank: int, error: Exception) -> str:
+    is_expected = isinstance(error, (OSError, DamagedError, UsageError))
+    prefix = "" if is_expected else f"{type(error).__name__}: "
+    return f"rank {rank} on {socket.gethostname()}: {prefix}{error}"
