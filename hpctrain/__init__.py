@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hpctrain import data, engines, nn, optim
     from hpctrain.training import callbacks
-    from hpctrain.training.run_options import CheckpointOptions
+    from hpctrain.training.run_options import CheckpointOptions, FitOptions
     from hpctrain.training.runs import load
     from hpctrain.training.trainer import Trainer
     from hpctrain.user_collectives.calls import (
@@ -30,6 +30,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CheckpointOptions",
+    "FitOptions",
     "Trainer",
     "World",
     "all_gather",
@@ -53,6 +54,7 @@ __all__ = [
 _PACKAGES = {"data", "engines", "nn", "optim"}
 _MODULE_OF = {
     "CheckpointOptions": "hpctrain.training.run_options",
+    "FitOptions": "hpctrain.training.run_options",
     "Trainer": "hpctrain.training.trainer",
     "World": "hpctrain.world",
     "init": "hpctrain.world",

@@ -14,6 +14,7 @@ from hpctrain.core.signals import StopRequest
 from hpctrain.run_files import run_folder
 from hpctrain.training import recipe, runs
 from hpctrain.training.callbacks import EarlyStop
+from hpctrain.training.run_options import FitOptions
 from hpctrain.training.trainer import Trainer
 
 EPOCH = 5  # steps: 40 samples in batches of 8
@@ -99,7 +100,7 @@ def test_a_run_that_early_stop_lets_live_has_no_reason():
 
 @pytest.mark.parametrize("at", [1, 6, 13, 15, 18])
 def test_a_resumed_run_stops_early_where_the_whole_one_does(tmp_path, monkeypatch, at):
-    keys = {"evaluate_steps": 4, "interval_steps": 4}
+    keys = {"options": FitOptions(evaluate_steps=4, interval_steps=4)}
     stop = EarlyStop(metric="test_accuracy", patience=4, min_delta=1.0)
     complete = run_on("threads", 2, lambda w: fit(w, [stop], tmp_path / "whole", **keys))[0]
     assert complete["steps"] == 20
@@ -122,7 +123,7 @@ def test_a_resumed_run_stops_early_where_the_whole_one_does(tmp_path, monkeypatc
 def test_rows_are_told_on_every_rank(ranks, tmp_path):
     def body(world):
         reported = []
-        fit(world, [reported.append], interval_steps=2, epochs=2)
+        fit(world, [reported.append], options=FitOptions(interval_steps=2), epochs=2)
         agreed = ("step", "train_loss", "test_loss", "test_accuracy", "samples")
         return [[item[key] for key in agreed] for item in reported]
 
@@ -153,7 +154,7 @@ def test_one_rank_asks_and_all_stop(ranks, requested):
 
     def body(world):
         own = [asks(answer)] if world.rank == world.size - 1 else []
-        return fit(world, own, interval_steps=7)
+        return fit(world, own, options=FitOptions(interval_steps=7))
 
     for summary in ranks(body):
         assert (summary["steps"], summary["reason"]) == (7, reason)
@@ -188,7 +189,7 @@ def test_a_callback_that_fails_on_one_rank(wrong):
     assert not isinstance(error.value, UsageError)  # the time to refuse is over
 
 
-# Keys of fit -> the steps of rows, and those of them with an evaluation
+# FitOptions -> the steps of rows, and those of them with an evaluation
 INTERVALS = {
     "each epoch": ({}, [5, 10, 15, 20], [5, 10, 15, 20]),
     "every 3 epochs": ({"evaluate_epochs": 3}, [5, 10, 15, 20], [15, 20]),
@@ -200,7 +201,8 @@ INTERVALS = {
 @pytest.mark.parametrize("interval", INTERVALS)
 def test_when_the_model_is_evaluated(tmp_path, interval):
     keys, steps, tested = INTERVALS[interval]
-    run_on("threads", 2, lambda w: fit(w, [], tmp_path / "run", epochs=4, **keys))
+    options = FitOptions(**keys)
+    run_on("threads", 2, lambda w: fit(w, [], tmp_path / "run", epochs=4, options=options))
     rows = run_folder.rows(tmp_path / "run")
     assert [item["step"] for item in rows] == steps
     assert [item["step"] for item in rows if item["test_loss"] is not None] == tested
@@ -209,7 +211,11 @@ def test_when_the_model_is_evaluated(tmp_path, interval):
 
 # Keys of fit and its callbacks -> what is said
 REFUSED = {
-    "both": ([], {"evaluate_epochs": 1, "evaluate_steps": 1}, "evaluate_epochs or evaluate_steps"),
+    "both": (
+        [],
+        {"options": FitOptions(evaluate_epochs=1, evaluate_steps=1)},
+        "evaluate_epochs or evaluate_steps",
+    ),
     "no test set": ([EarlyStop(patience=1)], {"evaluate": None}, "needs test_loss, but there"),
 }
 

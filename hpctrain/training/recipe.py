@@ -28,7 +28,6 @@ from hpctrain.training.run_options import (
     CheckpointOptions,
     RunOptions,
     TraceOptions,
-    most_skipped,
 )
 from hpctrain.tuning.select import find_allreduce
 
@@ -160,9 +159,7 @@ def _run(table: Table) -> RunOptions:
     options: RunOptions = _exactly_one(
         config.read(RunOptions, table, "run"), "run", "epochs", "steps"
     )
-    if options.evaluate_epochs and options.evaluate_steps:
-        raise UsageError("[run] takes evaluate_epochs or evaluate_steps, not both")
-    most_skipped(options.not_finite, options.max_skipped)
+    options.check()
     return options
 
 

@@ -23,39 +23,49 @@ def _file_name(name: str) -> str:
     return name
 
 
-def most_skipped(not_finite: NotFinite, max_skipped: int | None) -> int:
-    """Return the limit of skipped steps in a row; raise UsageError for a number beside "stop".
+@config.options
+class FitOptions:
+    """Options of `Trainer.fit` that are seldom needed; a recipe has them in `[run]`."""
 
-    Without a number it is 0 for "stop" and 10 for "skip".
-    """
-    if not_finite == "skip":
-        return 10 if max_skipped is None else max_skipped
-    if max_skipped is not None:
-        raise UsageError(
-            f"[run] max_skipped: expected not_finite = 'skip' beside it, seen '{not_finite}'"
-        )
-    return 0
+    interval_steps: Positive | None = None  #: steps per row of metrics; an epoch if not set
+    evaluate_epochs: Positive | None = None  #: epochs from one evaluation to the next; 1 if
+    evaluate_steps: Positive | None = None  #: neither is given
+    #: Batches that a thread reads ahead; if not set, 2, or 0 for samples in memory.
+    prefetch: Annotated[int, Field(ge=0)] | None = None
+    timeout_s: Annotated[float, Field(gt=0)] = 300.0  #: until a waiting job is reported as hung
+    #: Treatment of a step with a gradient that is not finite: "skip" lets no rank apply it. Workers
+    #: with steps of their own each drop such gradients.
+    not_finite: NotFinite = "stop"
+    max_skipped: Positive | None = None  #: steps in a row that may be skipped; 10 if not given
+
+    @property
+    def skip_limit(self) -> int:
+        """The limit of skipped steps in a row; 0 for none."""
+        return (self.max_skipped or 10) if self.not_finite == "skip" else 0
+
+    def check(self) -> None:
+        """Raise UsageError if two options exclude each other."""
+        if self.evaluate_epochs and self.evaluate_steps:
+            raise UsageError("[run] takes evaluate_epochs or evaluate_steps, not both")
+        if self.max_skipped is not None and self.not_finite != "skip":
+            raise UsageError(
+                "[run] max_skipped: expected not_finite = 'skip' beside it, "
+                f"seen '{self.not_finite}'"
+            )
 
 
 @config.options
-class RunOptions:
+class RunOptions(FitOptions):
     """`[run]`: exactly one of `epochs` and `steps`."""
 
     name: Annotated[str, Field(min_length=1, max_length=100), AfterValidator(_file_name)]
     seed: Annotated[int, Field(ge=0, lt=1 << 64)] = 0
     epochs: Positive | None = None
     steps: Positive | None = None
-    interval_steps: Positive | None = None  #: steps per row of metrics; an epoch if not set
     epoch_samples: Positive | None = None  #: the training set is repeated, or cut, to this number
-    evaluate_epochs: Positive | None = None  #: epochs from one evaluation to the next; 1 if
-    evaluate_steps: Positive | None = None  #: neither is given
     callbacks: list[str] = field(default_factory=list)  #: "module:function"s, given each row
     device: Literal["auto", "cpu", "gpu"] = "auto"
     precision: Precision = "float32"
-    prefetch: Annotated[int, Field(ge=0)] | None = None  #: batches that a thread reads ahead
-    timeout_s: Annotated[float, Field(gt=0)] = 300.0
-    not_finite: NotFinite = "stop"  #: treatment of a step with a gradient that is not finite
-    max_skipped: Positive | None = None  #: steps in a row that may be skipped; 10 if not given
 
 
 @config.options

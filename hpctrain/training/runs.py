@@ -24,7 +24,7 @@ from hpctrain.run_files import run_folder
 from hpctrain.training import recipe, weights
 from hpctrain.training.loop import sums_over
 from hpctrain.training.recipe import Recipe
-from hpctrain.training.trainer import Trainer
+from hpctrain.training.trainer import RunOrigin, Trainer
 from hpctrain.transport.device import gpus
 from hpctrain.transport.device.gpus import Device
 from hpctrain.world import World, current
@@ -66,20 +66,13 @@ def train(
         batch=batch,
         micro_batches=spec.batch.micro_batches,
         evaluate=split.test,
-        evaluate_epochs=spec.run.evaluate_epochs,
-        evaluate_steps=spec.run.evaluate_steps,
-        prefetch=spec.run.prefetch,
-        interval_steps=spec.run.interval_steps,
         out=world.gather(str((out or run_folder.default_path(spec.run.name)).absolute()))[0],
         resume=resume,
-        checkpoints=spec.checkpoint,
-        timeout_s=spec.run.timeout_s,
-        recipe=spec,
-        trace=spec.trace,
-        classes=split.classes,
         replay=replay,
-        not_finite=spec.run.not_finite,
-        max_skipped=spec.run.max_skipped,
+        options=spec.run,
+        checkpoints=spec.checkpoint,
+        trace=spec.trace,
+        origin=RunOrigin(spec, split.classes),
     )
     trainer.close()  # not after a failure: it is collective, and other ranks do not take part
     return summary

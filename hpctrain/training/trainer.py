@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -32,9 +32,16 @@ from hpctrain.training.faults import FaultsOptions, Pace, SlowedReplica
 from hpctrain.training.journal import Journal
 from hpctrain.training.loop import Loop, evaluate
 from hpctrain.training.recipe import Recipe
-from hpctrain.training.run_options import CheckpointOptions, NotFinite, TraceOptions, most_skipped
+from hpctrain.training.run_options import CheckpointOptions, FitOptions, TraceOptions
 from hpctrain.training.tasks import FitPlan
 from hpctrain.world import World
+
+
+class RunOrigin(NamedTuple):
+    """The recipe of a run, kept beside its results, and the classes of the recipe's data."""
+
+    recipe: Recipe | None = None
+    classes: int | None = None
 
 
 class Trainer:
@@ -87,79 +94,52 @@ class Trainer:
     def fit(
         self,
         train: Samples | tuple[np.ndarray, np.ndarray],
+        *,
         epochs: int | None = None,
         steps: int | None = None,
         batch: int = 128,
         micro_batches: int = 1,
         evaluate: Samples | tuple[np.ndarray, np.ndarray] | None = None,
-        evaluate_epochs: int | None = None,
-        evaluate_steps: int | None = None,
-        prefetch: int | None = None,
-        interval_steps: int | None = None,
         out: str | Path | None = None,
         resume: bool = False,
-        checkpoints: CheckpointOptions = CheckpointOptions(),  # noqa: B008  (frozen)
-        timeout_s: float = 300.0,
-        recipe: Recipe | None = None,
-        trace: TraceOptions = TraceOptions(),  # noqa: B008  (frozen)
-        classes: int | None = None,
         replay: str | Path | None = None,
-        not_finite: NotFinite = "stop",
-        max_skipped: int | None = None,
+        options: FitOptions = FitOptions(),  # noqa: B008  (frozen)
+        checkpoints: CheckpointOptions = CheckpointOptions(),  # noqa: B008  (frozen)
+        trace: TraceOptions = TraceOptions(),  # noqa: B008  (frozen)
+        origin: RunOrigin = RunOrigin(),  # noqa: B008  (immutable)
     ) -> dict[str, Any]:
         """Train for `epochs` or `steps` with `batch` samples per step over all ranks; collective.
 
-        `train` and `evaluate` are pairs of arrays (x, y) or data sets, the same on all ranks.
-        Each rank computes its share of a step in `micro_batches` pieces, which need less memory.
-        Returns the summary, which also lies in `out`/summary.json if `out` is given, beside
-        metrics and checkpoints; `resume` goes on from the newest good checkpoint there. A row of
-        metrics is made every `interval_steps` (an epoch). The `evaluate` set is used every
-        `evaluate_epochs` (1) or `evaluate_steps`, and at the end. A thread reads `prefetch`
-        batches ahead; if None, 2, or 0 for samples in memory. `recipe` is the
-        source of these arguments, kept beside the results, and `classes` that of its model.
-        With `trace` the run leaves a trace.json; see `timeline.py`. `replay` is the folder of
-        an asynchronous run whose order of events is repeated. With `not_finite` "skip" a
-        step with a gradient that is not finite is taken by no rank, up to `max_skipped` (10) in a
-        row; where workers have steps of their own, each drops such gradients of its own.
+        `train` and `evaluate` are pairs of arrays (x, y) or data sets, the same on all ranks. The
+        `evaluate` set is used after each epoch, see `options`, and at the end. Each rank computes
+        its share of a step in `micro_batches` pieces, which need less memory. Returns the summary,
+        which also lies in `out`/summary.json if `out` is given, beside metrics and checkpoints;
+        `resume` goes on from the newest good checkpoint there. `replay` is the folder of an
+        asynchronous run whose order of events is repeated. With `trace` the run leaves a
+        trace.json; see `timeline.py`. `origin`: the recipe of the run.
 
         Raises UsageError, TrainingError (loss or gradient not finite), StoppedError (by a signal;
         there is a checkpoint, or it is an UnsavedError: without `out` nothing is saved) or
         SaveError, each on all ranks.
         """
         train = as_samples(train, "fit")
-        evaluate = None if evaluate is None else as_samples(evaluate, "evaluate")
-        sampler = self.world.on_all_ranks(lambda: self._sampler(train, batch))
+        test = None if evaluate is None else as_samples(evaluate, "evaluate")
         if (epochs is None) == (steps is None):
             raise UsageError("fit needs exactly one of epochs and steps")
-        if evaluate_epochs and evaluate_steps:
-            raise UsageError("fit takes evaluate_epochs or evaluate_steps, not both")
-        self._must_be_evaluated(checkpoints.keep_best, evaluate is not None)
+        options.check()
+        sampler = self.world.on_all_ranks(lambda: self._sampler(train, batch))
+        self._must_be_evaluated(checkpoints.keep_best, test is not None)
         self.replica.micro_batches = self._micro_batches(micro_batches)
+        plan = self._plan(train, test, sampler, options, checkpoints, origin.classes)
         total = steps or (epochs or 0) * sampler.steps_per_epoch
         plan_text = (
             f"{len(train)} samples in batches of {batch} for {total} steps with seed {self.seed}"
         )
         self.world.must_agree(f"{plan_text}, {trace}", "the plan of a training")
         with ExitStack() as stack:
-            run = self._claim(stack, out, resume, timeout_s)
+            run = self._claim(stack, out, resume, options.timeout_s)
             journal = Journal(
-                self.world, self.engine, sampler, total, run, recipe, self.rate, trace
-            )
-            plan = FitPlan(
-                train,
-                evaluate,
-                sampler,
-                targets=self.replica.model.targets,
-                blocks=self._blocks,
-                interval=interval_steps or sampler.steps_per_epoch,
-                evaluate_every=evaluate_steps or (evaluate_epochs or 1) * sampler.steps_per_epoch,
-                prefetch=batches_to_read_ahead(train) if prefetch is None else prefetch,
-                timeout_s=timeout_s,
-                checkpoints=checkpoints,
-                max_skipped=most_skipped(not_finite, max_skipped),
-                about={
-                    "model": {"input_shape": self.replica.model.input_shape, "classes": classes}
-                },
+                self.world, self.engine, sampler, total, run, origin.recipe, self.rate, trace
             )
             callbacks = Callbacks(self.callbacks, self.world.gather)
             loop = Loop(self.world, self.engine, self.replica, plan, journal, callbacks)
@@ -174,6 +154,33 @@ class Trainer:
             with np.errstate(over="ignore", invalid="ignore"):  # the loss is checked, each step
                 self.summary = loop.run(request)
             return self.summary
+
+    def _plan(
+        self,
+        train: Samples,
+        test: Samples | None,
+        sampler: Sampler,
+        options: FitOptions,
+        checkpoints: CheckpointOptions,
+        classes: int | None,
+    ) -> FitPlan:
+        """Return the plan of a training, with all periods in steps."""
+        epoch, model = sampler.steps_per_epoch, self.replica.model
+        read_ahead = batches_to_read_ahead(train) if options.prefetch is None else options.prefetch
+        return FitPlan(
+            train,
+            test,
+            sampler,
+            targets=model.targets,
+            blocks=self._blocks,
+            interval=options.interval_steps or epoch,
+            evaluate_every=options.evaluate_steps or (options.evaluate_epochs or 1) * epoch,
+            prefetch=read_ahead,
+            timeout_s=options.timeout_s,
+            checkpoints=checkpoints,
+            max_skipped=options.skip_limit,
+            about={"model": {"input_shape": model.input_shape, "classes": classes}},
+        )
 
     def _last_words(self, run: Path | None) -> str:
         """Return the last words of a run interrupted at once; those of rank 0 alone."""

@@ -14,6 +14,7 @@ from hpctrain import data, nn, optim
 from hpctrain.core.errors import HpctrainError, UsageError
 from hpctrain.data import Dataset, Sampler, share
 from hpctrain.data.augment import AugmentedSamples
+from hpctrain.training.run_options import FitOptions
 from hpctrain.training.trainer import Trainer
 
 N, BATCH, EPOCHS = 103, 20, 3
@@ -32,7 +33,7 @@ class Counted(Dataset):
 def fitted(world, train, test=None, prefetch=None, **keys):
     model = nn.MlpOptions(widths=[4, 8, 3]).build((4,), 3)
     trainer = Trainer(model, optim.sgd(0.1), precision="float64", world=world)
-    trainer.fit(train, batch=BATCH, evaluate=test, prefetch=prefetch, **keys)
+    trainer.fit(train, batch=BATCH, evaluate=test, **keys, options=FitOptions(prefetch=prefetch))
     trainer.close()
     return trainer.replica.arena.param.tobytes()
 

@@ -10,6 +10,7 @@ from ranks import on_ranks, run_on
 
 from hpctrain import checkpoint, data, nn, optim
 from hpctrain.training import recipe, runs
+from hpctrain.training.run_options import FitOptions
 from hpctrain.training.trainer import Trainer
 from hpctrain.transport.threads.link import run_ranks
 
@@ -88,7 +89,9 @@ def test_an_engine_comes_to_its_end(ranks, engine):
         trainer = Trainer(model, optim.sgd(0.01, 0.9), options, world=world)
         result = []
         for steps in (STEPS, 1):  # a second training too
-            summary = trainer.fit(digits, steps=steps, batch=BATCH, interval_steps=3)
+            summary = trainer.fit(
+                digits, steps=steps, batch=BATCH, options=FitOptions(interval_steps=3)
+            )
             result.append((summary["status"], summary["steps"], summary["samples"]))
         digest = trainer.engine.sum(trainer.replica.arena.param[:1]) / world.size
         trainer.close()

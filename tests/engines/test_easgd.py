@@ -21,7 +21,7 @@ from hpctrain.engines.parameter_server.shard import GradientAction
 from hpctrain.gradients.replica import ModelReplica
 from hpctrain.training import recipe
 from hpctrain.training.faults import FaultsOptions
-from hpctrain.training.run_options import CheckpointOptions
+from hpctrain.training.run_options import CheckpointOptions, FitOptions
 from hpctrain.training.trainer import Trainer
 
 RATE, MOMENTUM = 0.1, 0.9
@@ -219,7 +219,14 @@ def fit(world, out, options, model="mlp", **extra):
     trainer = trainer_of(world, options, model)
     out = world.gather(str(out))[0]  # ranks that are processes have folders of their own
     summary = trainer.fit(
-        digits(), **{"steps": STEPS, "batch": BATCH, "interval_steps": 5, "out": out, **extra}
+        digits(),
+        **{
+            "steps": STEPS,
+            "batch": BATCH,
+            "options": FitOptions(interval_steps=5),
+            "out": out,
+            **extra,
+        },
     )
     trainer.close()
     arena = trainer.replica.arena

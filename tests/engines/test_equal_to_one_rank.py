@@ -19,6 +19,7 @@ from hpctrain import collectives, data, engines, nn, optim
 from hpctrain.collectives.ring import ring
 from hpctrain.engines.synchronous import node_shared_params, update
 from hpctrain.gradients.replica import ModelReplica
+from hpctrain.training.run_options import FitOptions
 from hpctrain.training.trainer import Trainer
 
 ALGORITHMS = ("auto", *(name for name in collectives.ALLREDUCE if name != "null"))
@@ -89,7 +90,11 @@ def trained(
     optimizer = optim.sgd(rate=0.1, momentum=0.9)
     trainer = Trainer(built(model), optimizer, engine(way), precision=precision, world=world)
     summary = trainer.fit(
-        samples(model), steps=steps, batch=BATCH, interval_steps=steps, micro_batches=micro_batches
+        samples(model),
+        steps=steps,
+        batch=BATCH,
+        micro_batches=micro_batches,
+        options=FitOptions(interval_steps=steps),
     )
     trainer.close()
     return planes(trainer.replica.arena), summary["train_loss"]

@@ -18,7 +18,7 @@ from hpctrain.engines.gossip.pairs import END_TURN, OWN_TURN, choose_partner
 from hpctrain.gradients.replica import ModelReplica
 from hpctrain.training import recipe
 from hpctrain.training.faults import FaultsOptions
-from hpctrain.training.run_options import CheckpointOptions
+from hpctrain.training.run_options import CheckpointOptions, FitOptions
 from hpctrain.training.trainer import Trainer
 
 RATE, MOMENTUM = 0.02, 0.9
@@ -238,7 +238,14 @@ def fit(world, out, graph, model="mlp", **extra):
     # Ranks that are processes have folders of their own.
     out = None if out is None else world.gather(str(out))[0]
     summary = trainer.fit(
-        digits(), **{"steps": STEPS, "batch": BATCH, "interval_steps": 5, "out": out, **extra}
+        digits(),
+        **{
+            "steps": STEPS,
+            "batch": BATCH,
+            "options": FitOptions(interval_steps=5),
+            "out": out,
+            **extra,
+        },
     )
     trainer.close()
     arena = trainer.replica.arena

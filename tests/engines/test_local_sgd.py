@@ -13,6 +13,7 @@ from hpctrain.core.errors import StoppedError, TrainingError, UsageError
 from hpctrain.core.signals import StopRequest
 from hpctrain.gradients.replica import Batch, ModelReplica
 from hpctrain.training import recipe, runs
+from hpctrain.training.run_options import FitOptions
 from hpctrain.training.trainer import Trainer
 from hpctrain.world import World
 
@@ -127,7 +128,7 @@ def told(size: int, way: str) -> np.ndarray:
 @on_ranks(1, 2, 3, 5, mpi=(2, 3))
 def test_the_equations_of_the_papers(ranks, way):
     """Rounds that evaluations and rows cut in two change nothing."""
-    options = {"evaluate": digits(), "evaluate_steps": 3, "interval_steps": 5}
+    options = {"evaluate": digits(), "options": FitOptions(evaluate_steps=3, interval_steps=5)}
     expected = told(ranks.size, way)
     for result in ranks(lambda w: trained(w, WAYS[way], optim.sgd(RATE, MOMENTUM), **options)):
         assert abs(result - expected).max() < 1e-12
@@ -205,7 +206,7 @@ def test_bytes_fall_with_the_period(ranks):
             engine = engines.LocalSgd(period=period, algorithm="ring")
             trainer = Trainer(built, optim.sgd(RATE), engine, precision="float64", world=world)
             before = trainer.engine.bytes_sent
-            trainer.fit(digits(), steps=24, batch=BATCH, interval_steps=24)
+            trainer.fit(digits(), steps=24, batch=BATCH, options=FitOptions(interval_steps=24))
             sent[period] = trainer.engine.sum(np.array([trainer.engine.bytes_sent - before]))[0]
             trainer.close()
         n, size = trainer.replica.arena.param.nbytes, world.size

@@ -21,6 +21,7 @@ from hpctrain.gradients import finite
 from hpctrain.gradients.finite import GradientCheck
 from hpctrain.gradients.replica import Batch, ModelReplica
 from hpctrain.training import recipe, runs
+from hpctrain.training.run_options import FitOptions
 from hpctrain.training.trainer import Trainer
 
 STEPS, BATCH, BAD, INTERVAL = 9, 24, 4, 3
@@ -132,8 +133,12 @@ def trained(world, engine, rank, value, *, without=None, **extra):
             return train(work, start, until)
 
         trainer.engine.train = around
-    summary = trainer.fit(digits(), steps=STEPS, batch=BATCH, interval_steps=2, prefetch=0,
-                          not_finite="skip")  # fmt: skip
+    summary = trainer.fit(
+        digits(),
+        steps=STEPS,
+        batch=BATCH,
+        options=FitOptions(interval_steps=2, prefetch=0, not_finite="skip"),
+    )
     state = state_of(trainer.engine)
     trainer.close()
     return state, summary
@@ -198,7 +203,12 @@ def stops_and_says_where(ranks, name, first, value):
         trainer.engine.train = watched
         with pytest.raises(TrainingError) as error:
             steps, interval = (STEPS, 1) if name in TOGETHER else (60, 15)
-            trainer.fit(digits(), steps=steps, batch=BATCH, interval_steps=interval, prefetch=0)
+            trainer.fit(
+                digits(),
+                steps=steps,
+                batch=BATCH,
+                options=FitOptions(interval_steps=interval, prefetch=0),
+            )
         assert error.value.exit_code == 3
         kind = rf"the gradient of '{SLOT}' is (not finite|too large for a sum over \d ranks)"
         location = rf"at step {BAD if name in TOGETHER else '[0-9]+'} on rank {rank} \("
@@ -231,8 +241,12 @@ def drops_and_goes_on(ranks, name, first, value):
     def body(world):
         own = bad if world.rank == rank else []
         trainer = trainer_of(world, engine, own, VALUES[value])
-        summary = trainer.fit(digits(), steps=STEPS, batch=BATCH, interval_steps=INTERVAL,
-                              not_finite="skip")  # fmt: skip
+        summary = trainer.fit(
+            digits(),
+            steps=STEPS,
+            batch=BATCH,
+            options=FitOptions(interval_steps=INTERVAL, not_finite="skip"),
+        )
         trainer.engine.settle()
         param = trainer.replica.arena.param
         assert np.isfinite(param).all() and abs(param).max() < 100
@@ -275,8 +289,12 @@ def test_no_more_than_so_many_in_a_row(ranks, name):
         def run(bad, maximum):
             trainer = trainer_of(world, engine, bad if world.rank == 0 else [])
             try:
-                return trainer.fit(digits(), steps=30, batch=BATCH, interval_steps=4,
-                                   not_finite="skip", max_skipped=maximum)  # fmt: skip
+                return trainer.fit(
+                    digits(),
+                    steps=30,
+                    batch=BATCH,
+                    options=FitOptions(interval_steps=4, not_finite="skip", max_skipped=maximum),
+                )
             except TrainingError as error:
                 return str(error)
             finally:
@@ -293,8 +311,14 @@ def test_a_resumed_run_skips_what_the_uninterrupted_one_skips(tmp_path, name):
     def run(world, out, steps, resume=False):
         trainer = trainer_of(world, TOGETHER[name], [2, 5, 6] if world.rank == 0 else [])
         try:
-            trainer.fit(digits(), steps=steps, batch=BATCH, interval_steps=2, out=out,
-                        resume=resume, not_finite="skip")  # fmt: skip
+            trainer.fit(
+                digits(),
+                steps=steps,
+                batch=BATCH,
+                out=out,
+                resume=resume,
+                options=FitOptions(interval_steps=2, not_finite="skip"),
+            )
             return state_of(trainer.engine), (trainer.engine.name, rows(out))
         finally:
             trainer.close()
@@ -320,8 +344,13 @@ def json_of(line: str) -> dict:
 def test_a_row_of_skipped_steps_alone_tells_no_loss(tmp_path):
     def run(world):
         trainer = trainer_of(world, engines.AllReduce(), range(2, 6))
-        summary = trainer.fit(digits(), steps=6, batch=BATCH, interval_steps=2, not_finite="skip",
-                              out=tmp_path / "run")  # fmt: skip
+        summary = trainer.fit(
+            digits(),
+            steps=6,
+            batch=BATCH,
+            out=tmp_path / "run",
+            options=FitOptions(interval_steps=2, not_finite="skip"),
+        )
         return summary["train_loss"], summary["skipped_steps"]
 
     assert run_on("threads", 2, run) == [(None, 4)] * 2
@@ -332,7 +361,9 @@ def test_a_finite_gradient_is_taken_however_large():
 
     def body(world):
         trainer = trainer_of(world, engines.Single(), [BAD], LARGE, optimizer=optim.sgd(1e-30))
-        return trainer.fit(digits(), steps=STEPS, batch=BATCH, not_finite="skip")
+        return trainer.fit(
+            digits(), steps=STEPS, batch=BATCH, options=FitOptions(not_finite="skip")
+        )
 
     (summary,) = run_on("threads", 1, body)
     assert summary["skipped_steps"] == 0 and summary["status"] == "done"
@@ -341,7 +372,9 @@ def test_a_finite_gradient_is_taken_however_large():
         trainer = trainer_of(
             world, engines.AllReduce(), [BAD], LARGE / 5, optimizer=optim.sgd(1e-30)
         )
-        return trainer.fit(digits(), steps=STEPS, batch=BATCH, not_finite="skip")
+        return trainer.fit(
+            digits(), steps=STEPS, batch=BATCH, options=FitOptions(not_finite="skip")
+        )
 
     assert [item["skipped_steps"] for item in run_on("threads", 2, large)] == [0, 0]
 
@@ -443,7 +476,7 @@ def test_ranks_on_gpus_wait_no_more_than_before(lazy_gpu, monkeypatch, overlap):
     def counted(steps):
         def body(world):
             trainer = trainer_of(world, engine)
-            trainer.fit(digits(), steps=steps, batch=BATCH, interval_steps=100)
+            trainer.fit(digits(), steps=steps, batch=BATCH, options=FitOptions(interval_steps=100))
             trainer.close()
 
         before = dict(lazy_gpu.counts)
@@ -470,7 +503,7 @@ def test_a_gpu_is_asked_once_per_gradient(lazy_gpu):
         for steps in (2, 6):
             before = dict(lazy_gpu.counts)
             trainer = trainer_of(world, engines.Single())
-            trainer.fit(digits(), steps=steps, batch=BATCH, interval_steps=100)
+            trainer.fit(digits(), steps=steps, batch=BATCH, options=FitOptions(interval_steps=100))
             counts[steps] = {k: n - before.get(k, 0) for k, n in lazy_gpu.counts.items()}
 
     run_on_gpus(1, body)
@@ -519,7 +552,9 @@ def test_backup_workers_do_not_mind_what_comes_too_late():
             SlowedReplica(trainer.replica, Pace(slow, world.rank)), bad, np.nan
         )
         trainer.__init__(MLP.build((8, 8), 10), SGD, engines.PsSync(backup_workers=1), world=world)
-        summary = trainer.fit(digits(), steps=60, batch=BATCH, interval_steps=30)
+        summary = trainer.fit(
+            digits(), steps=60, batch=BATCH, options=FitOptions(interval_steps=30)
+        )
         trainer.close()
         assert np.isfinite(trainer.replica.arena.param).all()
         return summary["steps"], summary["dropped_gradients"] > 2
@@ -531,8 +566,14 @@ def test_a_replay_drops_the_same(tmp_path):
     def run(world, out, replay=None):
         bad = [2, 3, 5] if world.rank == 0 else []
         trainer = trainer_of(world, engines.PsAsync(), bad)
-        summary = trainer.fit(digits(), steps=8, batch=BATCH, interval_steps=4, out=out,
-                              not_finite="skip", replay=replay)  # fmt: skip
+        summary = trainer.fit(
+            digits(),
+            steps=8,
+            batch=BATCH,
+            out=out,
+            replay=replay,
+            options=FitOptions(interval_steps=4, not_finite="skip"),
+        )
         trainer.close()
         return [summary[key] for key in ("params_sha256", "dropped_gradients", "train_loss")]
 

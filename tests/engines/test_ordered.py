@@ -20,6 +20,7 @@ from hpctrain.gradients.blocks import BlockReplica
 from hpctrain.gradients.replica import Batch, ModelReplica
 from hpctrain.training import recipe, runs
 from hpctrain.training.callbacks import EarlyStop
+from hpctrain.training.run_options import FitOptions
 from hpctrain.training.trainer import Trainer
 from hpctrain.tuning import select
 
@@ -79,7 +80,11 @@ def trained(world, model: str, way: str, **extra) -> tuple:
     trainer = Trainer(built, OPTIMIZERS[model], engine(way, **extra), world=world)
     train, test = samples(model)
     summary = trainer.fit(
-        train, steps=STEPS, batch=BATCH, evaluate=test, evaluate_steps=5, interval_steps=5
+        train,
+        steps=STEPS,
+        batch=BATCH,
+        evaluate=test,
+        options=FitOptions(evaluate_steps=5, interval_steps=5),
     )
     sums = trainer.evaluate(train)
     trainer.close()
@@ -234,7 +239,11 @@ def test_early_stop_at_the_same_step():
         )
         train, test = samples("mlp")
         summary = trainer.fit(
-            train, steps=60, batch=BATCH, evaluate=test, evaluate_steps=1, interval_steps=1
+            train,
+            steps=60,
+            batch=BATCH,
+            evaluate=test,
+            options=FitOptions(evaluate_steps=1, interval_steps=1),
         )
         trainer.close()
         return summary["steps"], summary["reason"], summary["params_sha256"]

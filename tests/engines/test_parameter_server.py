@@ -24,7 +24,7 @@ from hpctrain.engines.parameter_server.shard import GradientAction
 from hpctrain.gradients.replica import Batch, ModelReplica
 from hpctrain.run_files import run_folder
 from hpctrain.training.faults import FaultsOptions
-from hpctrain.training.run_options import CheckpointOptions, TraceOptions
+from hpctrain.training.run_options import CheckpointOptions, FitOptions, TraceOptions
 from hpctrain.training.trainer import Trainer
 
 STEPS, SAMPLES, BATCH = 30, 151, 37  # the last batch of an epoch has 3 samples: fewer than workers
@@ -135,7 +135,7 @@ def test_each_worker_sends_its_gradient_and_servers_the_parameters():
         trainer = trainer_of(world, PsSync(servers=2))
         engine = trainer.engine
         before = engine.bytes_sent
-        trainer.fit(digits(), steps=4, batch=BATCH, interval_steps=4)
+        trainer.fit(digits(), steps=4, batch=BATCH, options=FitOptions(interval_steps=4))
         trainer.close()
         return engine.bytes_sent - before, trainer.replica.arena.param.nbytes
 
@@ -166,7 +166,7 @@ def logged(world, engine, out, replay=None, steps=12):
     """Train with `out` as the folder; return (parameters, summary, engine) of workers."""
     return trained(
         world, engine, "mlp", optim.sgd(RATE), JITTER,
-        out=out, replay=replay, steps=steps, interval_steps=5,
+        out=out, replay=replay, steps=steps, options=FitOptions(interval_steps=5),
     )  # fmt: skip
 
 
@@ -391,13 +391,13 @@ def test_a_run_goes_on_in_another_regime(tmp_path, change):
 def test_an_asynchronous_run_goes_on(tmp_path):
     """Clocks and counts go on; its log, cut and extended, still replays the whole run."""
     run, engine = tmp_path / "run", PsAsync()
-    item = {"out": run, "steps": 10, "interval_steps": 5}
+    item = {"out": run, "steps": 10, "options": FitOptions(interval_steps=5)}
     run_on("threads", 4, lambda w: trained(w, engine, "mlp", optim.sgd(RATE), JITTER, **item))
     two = {**item, "steps": 20, "resume": True}
     result = workers(
         run_on("threads", 4, lambda w: trained(w, engine, "mlp", optim.sgd(RATE), JITTER, **two))
     )
-    again = {"steps": 20, "interval_steps": 5, "replay": run}
+    again = {"steps": 20, "options": FitOptions(interval_steps=5), "replay": run}
     repeated = workers(
         run_on("threads", 4, lambda w: trained(w, engine, "mlp", optim.sgd(RATE), **again))
     )
@@ -442,7 +442,8 @@ def test_a_log_of_other_intervals_is_refused(tmp_path):
     with pytest.raises(UsageError, match="interval_steps was 5, now 7"):
         run_on(
             "threads", 3,
-            lambda w: trained(w, PsAsync(), replay=tmp_path / "run", interval_steps=7, steps=12),
+            lambda w: trained(w, PsAsync(), replay=tmp_path / "run", steps=12,
+                              options=FitOptions(interval_steps=7)),
         )  # fmt: skip
 
 
@@ -469,7 +470,7 @@ def test_spans_add_up_to_the_times(tmp_path, placement):
 
 def test_clocks_of_other_workers_mean_nothing(tmp_path):
     """A run goes on with fewer workers, and from a regime that has no clocks."""
-    half = {"out": tmp_path / "run", "steps": 10, "interval_steps": 5}
+    half = {"out": tmp_path / "run", "steps": 10, "options": FitOptions(interval_steps=5)}
     run_on("threads", 4, lambda w: trained(w, PsAsync(), **half))
     rest = {**half, "steps": 15, "resume": True}
     result = run_on("threads", 3, lambda w: trained(w, PsAsync(), **rest))

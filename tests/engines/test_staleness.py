@@ -13,7 +13,7 @@ from hpctrain import data, engines, nn, optim
 from hpctrain.engines.staleness import Staleness, metrics
 from hpctrain.engines.synchronous.allreduce import AllReduceEngine
 from hpctrain.run_files import run_folder
-from hpctrain.training.run_options import CheckpointOptions, TraceOptions
+from hpctrain.training.run_options import CheckpointOptions, FitOptions, TraceOptions
 from hpctrain.training.trainer import Trainer
 
 KEYS = ("staleness_mean", "staleness_max", "staleness_histogram", "clock_gap_max",
@@ -84,8 +84,16 @@ def fit(world, options, out, steps, resume=False, callbacks=(), **keys):
     train = data.Dataset(random.normal(y[:, None], 1.0, (40, 4)).astype(np.float32), y)
     model = nn.Model({"out": nn.Linear(3)}, (4,))
     trainer = Trainer(model, optim.sgd(0.1), options, world=world, callbacks=callbacks)
-    summary = trainer.fit(train, steps=steps, batch=8, interval_steps=3, out=out, resume=resume,
-                          checkpoints=CheckpointOptions(every_steps=6), **keys)  # fmt: skip
+    summary = trainer.fit(
+        train,
+        steps=steps,
+        batch=8,
+        out=out,
+        resume=resume,
+        checkpoints=CheckpointOptions(every_steps=6),
+        **keys,
+        options=FitOptions(interval_steps=3),
+    )
     trainer.close()
     return summary
 

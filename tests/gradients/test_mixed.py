@@ -14,6 +14,7 @@ from hpctrain.gradients import mixed
 from hpctrain.gradients.mixed import MixedReplica, half_dtype
 from hpctrain.gradients.precision import make_replica
 from hpctrain.gradients.replica import Batch, ModelReplica
+from hpctrain.training.run_options import FitOptions
 from hpctrain.training.trainer import Trainer
 
 SIXTEEN = ("bf16", "fp16")
@@ -135,7 +136,12 @@ def half(world, run, steps, resume=False):
     if not resume:
         trainer.replica.scale = 2.0 ** (world.rank - 8)  # so low that many gradients are rounded
     summary = trainer.fit(
-        digits.train, steps=steps, batch=64, out=run, resume=resume, interval_steps=100
+        digits.train,
+        steps=steps,
+        batch=64,
+        out=run,
+        resume=resume,
+        options=FitOptions(interval_steps=100),
     )
     trainer.close()
     return summary["params_sha256"], trainer.replica.scaling.tolist()
