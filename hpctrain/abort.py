@@ -8,11 +8,14 @@ have the same.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import logging
 import os
 import signal
 import socket
 import sys
+import termios
 import time
 import traceback
 from pathlib import Path
@@ -30,6 +33,7 @@ FAULT_GROUPING_WINDOW_S = 0.5  #: in which every rank may print its error before
 #: The time that other ranks wait for the report of rank 0 before MPI starts; the second where the
 #: launcher ends all ranks at the first error.
 RANK_0_S, LAUNCHER_S = 1.0, 10.0
+OUTPUT_S = 1.0  #: the time given to the launcher to read a report
 REPORT_SPREAD_S = 2.0  #: over which the reports of ranks short of memory are spread
 
 
@@ -147,4 +151,13 @@ def _write_hang(run: Path | None, text: str) -> None:
 
 
 def _print(text: str) -> None:
+    """Print on stderr and wait until the launcher has read it: it drops output after an abort."""
     print(printable(text), file=sys.stderr, flush=True)
+    deadline = time.monotonic() + OUTPUT_S
+    with contextlib.suppress(OSError, ValueError):  # not a pipe
+        while time.monotonic() < deadline and _unread_bytes(sys.stderr.fileno()):
+            time.sleep(0.005)
+
+
+def _unread_bytes(pipe: int) -> int:
+    return int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)), sys.byteorder)

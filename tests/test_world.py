@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from threading import Timer
+
 import pytest
 from ranks import on_ranks
 
@@ -133,3 +136,18 @@ def test_who_says_what_went_wrong_before_mpi(case, monkeypatch, capsys):
     message = capsys.readouterr().err
     assert message.startswith(begins) and bool(message) == bool(begins)
     assert any(waited) == (bool(reported) and case != "a bug")  # rank 0 is to be the first
+
+
+@pytest.mark.parametrize("delay_s", [0.2, None])
+def test_a_report_waits_until_the_launcher_has_read_it(delay_s, monkeypatch):
+    """MPICH's launcher drops what it has not read when a rank aborts; None: it reads nothing."""
+    reader, writer = os.pipe()
+    monkeypatch.setattr(abort, "OUTPUT_S", 0.5)
+    received = []
+    if delay_s is not None:
+        read = Timer(delay_s, lambda: received.append(os.read(reader, 1000)))
+        read.start()
+    with os.fdopen(reader), os.fdopen(writer, "w") as pipe:
+        monkeypatch.setattr("sys.stderr", pipe)
+        abort.report(ValueError("a reason"), "rank 0")
+        assert len(received) == (delay_s is not None)
