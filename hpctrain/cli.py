@@ -92,7 +92,7 @@ def _guarded() -> int:
 def _world() -> World | None:
     """Return the World of this process; None before `init`, whose module may not be imported."""
     process = sys.modules.get("hpctrain.world.process")
-    return process.current() if process is not None else None
+    return process.current_world() if process is not None else None
 
 
 def _output_closed(error: BaseException) -> bool:

@@ -33,7 +33,7 @@ ROOMS = {
     "collectives/reductions": (5, 500),
     "commands": (20, 1350),
     "config": (5, 650),
-    "core": (13, 1520),
+    "core": (14, 1520),
     "cost_model": (7, 1000),
     "data": (15, 1330),
     "doctor": (9, 900),

@@ -1,6 +1,7 @@
 """Progress of a run: a bar on a terminal, plain lines in a batch log, a table at the end.
 
-All output goes to stderr: under mpirun a rank's stdout may look like a terminal though it is not.
+The rank that draws imports Rich; the others do without. All output goes to stderr: under mpirun a
+rank's stdout may look like a terminal though it is not.
 `hpctrain launch` knows better than the ranks whether stderr is a terminal, and passes its width in
 columns in HPCTRAIN_TERMINAL.
 """
@@ -12,11 +13,11 @@ import math
 import os
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
 
 TERMINAL = "HPCTRAIN_TERMINAL"
 log = logging.getLogger(__name__)
@@ -24,6 +25,8 @@ log = logging.getLogger(__name__)
 
 def console() -> Console:
     """Return the console on stderr, with the width of the user's terminal."""
+    from rich.console import Console
+
     width = os.environ.get(TERMINAL, "")
     if width.isdigit():
         return Console(file=sys.stderr, force_terminal=True, width=int(width))
@@ -31,27 +34,29 @@ def console() -> Console:
 
 
 class Bar:
-    """A bar with loss, samples/s and ETA; on anything but a terminal it draws nothing."""
+    """A bar with loss, samples/s and ETA."""
 
-    def __init__(self, title: str, first_step: int, total: int, visible: bool):
-        out = console()
+    def __init__(self, title: str, first_step: int, total: int):
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+        )
+
         self._progress = Progress(
             TextColumn(f"{title}  epoch {{task.fields[epoch]}}"),
             BarColumn(),
             MofNCompleteColumn(),
             TextColumn("loss {task.fields[loss]}  {task.fields[rate]} samples/s  ETA"),
             TimeRemainingColumn(),
-            console=out,
-            disable=not (visible and out.is_terminal),
+            console=console(),
             auto_refresh=False,  # a thread that draws would take the core from BLAS
         )
         fields: dict[str, Any] = {"epoch": "-", "loss": "-", "rate": "-"}
         self._task = self._progress.add_task("", total=total, completed=first_step, **fields)
         self._progress.start()
-
-    @property
-    def is_drawn(self) -> bool:
-        return not self._progress.disable
 
     def show(self, step: int, epoch: int, loss: float, samples_per_s: float) -> None:
         """Draw the state after `step` steps."""
@@ -62,6 +67,13 @@ class Bar:
         """Leave the bar as it is after `step` steps."""
         self._progress.update(self._task, completed=step, refresh=True)
         self._progress.stop()
+
+
+def open_bar(title: str, first_step: int, total: int) -> Bar | None:
+    """Return a bar that begins at `first_step`; None if stderr is no terminal."""
+    if not (os.environ.get(TERMINAL, "").isdigit() or sys.stderr.isatty()):
+        return None
+    return Bar(title, first_step, total)
 
 
 def line(row: Mapping[str, Any], total_steps: int) -> str:
@@ -79,6 +91,8 @@ def line(row: Mapping[str, Any], total_steps: int) -> str:
 
 def closing_table(summary: Mapping[str, Any], text: bool = False) -> Table:
     """Return the table that ends a run; for a `text` with bits per byte, the usual measure."""
+    from rich.table import Table
+
     table = Table(title=f"{summary['recipe']}: {summary['status']}", show_header=False)
     wall, ranks = summary["wall_s"] or 1.0, summary["world_size"]
     rows = {

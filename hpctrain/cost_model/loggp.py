@@ -264,5 +264,7 @@ class Clocks:
 
 def _is_uniform(clock_changes: Array) -> bool:
     """Return whether all clocks that advanced did so by the same time, up to rounding."""
-    advances = clock_changes[clock_changes > 0]
-    return not advances.size or bool(np.ptp(advances) <= 1e-9 * advances.max())
+    clock_increments = clock_changes[clock_changes > 0]
+    return not clock_increments.size or bool(
+        np.ptp(clock_increments) <= 1e-9 * clock_increments.max()
+    )

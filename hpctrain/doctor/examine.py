@@ -34,7 +34,7 @@ _CUPY_PACKAGES = ("cupy-cuda12x", "cupy-cuda13x", "cupy")
 class Hardware:
     """GPUs, network adapters and their topology."""
 
-    cards: nvidia.NodeGpus
+    node_gpus: nvidia.NodeGpus
     gpus_on_bus: int  #: GPUs that the driver knows, including hidden ones
     nics: tuple[nics.Nic, ...]
     gdr: gdr.GdrState
@@ -45,7 +45,7 @@ class Hardware:
     def table(self) -> dict[str, Any]:
         """Return the hardware as --json writes it."""
         return {
-            "gpus": [asdict(card) for card in self.cards.gpus],
+            "gpus": [asdict(gpu_info) for gpu_info in self.node_gpus.gpus],
             "nics": [asdict(nic) for nic in self.nics],
             "topology": asdict(self.topology),
             "gdr": asdict(self.gdr),
@@ -77,7 +77,7 @@ def examine_node() -> NodeResult:
     """Check this node; raise UsageError inside a job of several ranks."""
     _must_be_single_process(launchers.launched(os.environ))
     node_hardware = find_hardware(socket.gethostname())
-    gpu_paths = _probe_gpu_paths() if node_hardware.cards.gpus and cupy_version() else None
+    gpu_paths = _probe_gpu_paths() if node_hardware.node_gpus.gpus and cupy_version() else None
     checks = [_check_versions(), *_check_mpi(), _check_blas(node_hardware.quota_cores)]
     checks += check_node(node_hardware, gpu_paths)
     checks += network.check_named_nics(node_hardware.nics, os.environ)
@@ -90,9 +90,9 @@ def check_node(node_hardware: Hardware, gpu_paths: ProbeResult | None) -> list[C
     memlock_limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     checks = [*node.check_shared_memory(), node.check_memlock(memlock_limit, has_rdma)]
     checks += gpus.check_gpus(
-        node_hardware.cards, node_hardware.gpus_on_bus, cupy_version(), gpu_paths, os.environ
+        node_hardware.node_gpus, node_hardware.gpus_on_bus, cupy_version(), gpu_paths, os.environ
     )
-    if node_hardware.cards.gpus:
+    if node_hardware.node_gpus.gpus:
         checks.append(gpus.check_gdr(node_hardware.gdr))
     return checks + network.check_adapters(node_hardware.nics)
 
@@ -102,13 +102,13 @@ def find_hardware(host: str, root: Path = pci.ROOT) -> Hardware:
     driver_reports = (
         [nvidia.import_nvml(), nvidia.find_nvidia_smi()] if root == pci.ROOT else [None, None]
     )
-    cards, all_nics = nvidia.read_gpus(root, *driver_reports), nics.read_nics(root)
-    topology = find_topology(cards, all_nics, root)
+    node_gpus, all_nics = nvidia.read_gpus(root, *driver_reports), nics.read_nics(root)
+    topology = find_topology(node_gpus, all_nics, root)
     gpus_on_bus = len(list((root / "proc/driver/nvidia/gpus").glob("*")))
-    topology_lines = format_topology(host, cards, all_nics, topology, root)
+    topology_lines = format_topology(host, node_gpus, all_nics, topology, root)
     quota_cores = quota.quota_cores(root)
     return Hardware(
-        cards,
+        node_gpus,
         gpus_on_bus,
         all_nics,
         gdr.gdr_state(all_nics, root),

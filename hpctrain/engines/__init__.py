@@ -1,35 +1,56 @@
-"""Training regimes: the options of each by name; their interface is in `engine.py`."""
+"""Training regimes: the options of each by name; their interface is in `engine.py`.
 
-from typing import Any
+A regime's modules are imported when it is picked.
+"""
+
+from typing import TYPE_CHECKING, Any
 
 from hpctrain.core.errors import UsageError
+from hpctrain.core.lazy import LazyTable, lazy_names
 from hpctrain.engines.engine import Engine, Flags, Task, Times, Work
-from hpctrain.engines.gossip.options import Gossip
-from hpctrain.engines.local_sgd.engine import LocalSgd
-from hpctrain.engines.parameter_server.async_ import PsAsync
-from hpctrain.engines.parameter_server.easgd import Easgd
 from hpctrain.engines.parameter_server.roles import ServerOptions
-from hpctrain.engines.parameter_server.sync import PsSync
-from hpctrain.engines.synchronous.allreduce import AllReduce
-from hpctrain.engines.synchronous.single import Single
 from hpctrain.gradients.blocks import ReductionOptions
 
+if TYPE_CHECKING:
+    from hpctrain.engines.gossip.options import Gossip
+    from hpctrain.engines.local_sgd.engine import LocalSgd
+    from hpctrain.engines.parameter_server.async_ import PsAsync
+    from hpctrain.engines.parameter_server.easgd import Easgd
+    from hpctrain.engines.parameter_server.sync import PsSync
+    from hpctrain.engines.synchronous.allreduce import AllReduce
+    from hpctrain.engines.synchronous.single import Single
+
 #: The options class of each regime, by the name on the command line; `build` returns the engine.
-ENGINES = {
-    "single": Single,
-    "allreduce": AllReduce,
-    "ps-sync": PsSync,
-    "ps-async": PsAsync,
-    "local-sgd": LocalSgd,
-    "easgd": Easgd,
-    "gossip": Gossip,
-}
+ENGINES = LazyTable(
+    __name__,
+    {
+        "single": "Single",
+        "allreduce": "AllReduce",
+        "ps-sync": "PsSync",
+        "ps-async": "PsAsync",
+        "local-sgd": "LocalSgd",
+        "easgd": "Easgd",
+        "gossip": "Gossip",
+    },
+)
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "AllReduce": "synchronous.allreduce",
+        "Easgd": "parameter_server.easgd",
+        "Gossip": "gossip.options",
+        "LocalSgd": "local_sgd.engine",
+        "PsAsync": "parameter_server.async_",
+        "PsSync": "parameter_server.sync",
+        "Single": "synchronous.single",
+    },
+)
 
 
 def workers_of(options: Any, ranks: int) -> int:
     """Return the number of workers among `ranks`; raise UsageError if the regime does not fit."""
     workers = len(options.roles(ranks).workers) if isinstance(options, ServerOptions) else ranks
-    if isinstance(options, Single | AllReduce | Gossip | PsSync | PsAsync):
+    if hasattr(options, "must_fit"):
         options.must_fit(workers)
     return workers
 
@@ -63,8 +84,9 @@ def must_fit(options: Any, ranks: int, batch: int, samples: int | None = None) -
 
 def updates_per_step(options: Any, ranks: int) -> float:
     """Return the optimizer's updates per step; its learning-rate schedule counts updates."""
-    if isinstance(options, PsAsync):
-        return options.updates_per_step(workers_of(options, ranks))
+    if hasattr(options, "updates_per_step"):
+        updates: float = options.updates_per_step(workers_of(options, ranks))
+        return updates
     return 1.0
 
 

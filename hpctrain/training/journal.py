@@ -57,11 +57,9 @@ class Journal:
         self.skips = SkipCounter(world, engine)
         self.files = RunFiles(None if world.rank else run)
         self._timeline = Timeline(world, run, trace)
-        self._bar = progress.Bar(self.name, 0, total_steps, visible=False)  # until training begins
+        self._bar: progress.Bar | None = None  # on rank 0, if it has a terminal
         self._last: dict[str, Any] = {}  # the latest row
-        self._done_summary: dict[str, Any] | None = (
-            None  # the summary of a run that was done before
-        )
+        self._done_summary: dict[str, Any] | None = None  # of a run that was done before
         self._test_metrics: dict[str, Any] = {"test_loss": None, "test_accuracy": None}
         self._sums, self._row_step, self._row_s = NO_SUMS, 0, 0.0
         self._earlier_staleness: Staleness | None = None  # in the parts before this one
@@ -99,9 +97,9 @@ class Journal:
         self._first_step = step
         text = self.recipe.toml() if self.recipe else None
         self.world.on_all_ranks(lambda: self.files.begin(text))
-        visible = self.world.rank == 0 and log.isEnabledFor(logging.INFO)
         self._timeline.begin()
-        self._bar = progress.Bar(self.name, step, self.total_steps, visible)
+        if self.world.rank == 0 and log.isEnabledFor(logging.INFO):
+            self._bar = progress.open_bar(self.name, step, self.total_steps)
         self._times_before = dict(vars(self.engine.times))
         self.skips.begin()
         self._start_s = perf_counter()
@@ -114,7 +112,7 @@ class Journal:
         """Add this rank's share of a step that is done."""
         self._sums = add(self._sums, sums)
         now = self._wall_s()
-        if self._bar.is_drawn and now - self._bar_s >= BAR_S and self._sums.count:
+        if self._bar is not None and now - self._bar_s >= BAR_S and self._sums.count:
             self._bar_s = now
             loss, rate = self._sums.loss / self._sums.count, self._samples(step) / now
             self._bar.show(step, self._epoch(step), loss, rate)
@@ -192,7 +190,8 @@ class Journal:
         summary = self._summary(status, exit_code, reason)
         if self._done_summary and status == "done" and self._row_step == self._first_step:
             summary = self._done_summary  # nothing was done: what was measured stands
-        self._bar.close(self._row_step)
+        if self._bar is not None:
+            self._bar.close(self._row_step)
         self._timeline.end()  # summary.json is the last of all files
         self._write_end(summary)
         if self.world.rank == 0 and status == "done" and log.isEnabledFor(logging.INFO):
@@ -214,7 +213,8 @@ class Journal:
 
     def end_alone(self) -> None:
         """End bar and trace on a rank that fails alone."""
-        self._bar.close(self._row_step)
+        if self._bar is not None:
+            self._bar.close(self._row_step)
         self._timeline.end_alone()
 
     def _summary(self, status: str, exit_code: int, reason: str | None) -> dict[str, Any]:
@@ -282,7 +282,7 @@ class Journal:
 
     def _write_row(self) -> None:
         self.files.add(self._last)
-        if not self._bar.is_drawn:
+        if self._bar is None:
             log.info(progress.line(self._last, self.total_steps))
 
     def _log(self, text: str, *args: Any) -> None:

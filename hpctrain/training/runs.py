@@ -27,7 +27,7 @@ from hpctrain.training.recipe import Recipe
 from hpctrain.training.trainer import RunOrigin, Trainer
 from hpctrain.transport.device import gpus
 from hpctrain.transport.device.gpus import Device
-from hpctrain.world import World, current
+from hpctrain.world import World, current_world
 
 log = logging.getLogger(__name__)
 
@@ -185,7 +185,7 @@ def with_weights(
 def _on_gpu(device: Device) -> bool:
     """Return whether the model computes on a GPU, which is then current in this thread."""
     config.pick(dict.fromkeys(get_args(Device)), device, "device")
-    world = current()
+    world = current_world()
     if world is None or world.gpu is None:
         on_cores = world is not None and device == "auto"  # as `init` chose
         return not on_cores and gpus.select_gpu(device, launched(os.environ)) is not None

@@ -39,7 +39,7 @@ def init(device: gpus.Device = "auto", timeout_s: float = DEFAULT_TIMEOUT_S) -> 
     return _world
 
 
-def current() -> World | None:
+def current_world() -> World | None:
     """Return the World of `init()`, None before that call."""
     return _world
 

@@ -118,7 +118,8 @@ def _constants_text(machine: cost.Machine) -> str:
 def _buckets_text(table: Table) -> str:
     """Return the chosen bucket size for gradient planes of several sizes."""
     bucket_lengths = [
-        (size_text(plane), select.best_bucket_bytes(table.buckets, plane)) for plane in PLANE_BYTES
+        (size_text(nbytes), select.best_bucket_bytes(table.buckets, nbytes))
+        for nbytes in PLANE_BYTES
     ]
     return ", ".join(
         f"{size_text(nbytes)} of a plane of {plane}" for plane, nbytes in bucket_lengths

@@ -62,7 +62,7 @@ class Ping:
 
 def measure_all_pairs(world: World) -> list[Ping]:
     """Return the pings of the pairs in which this rank is the lower one; collective."""
-    node, across = world.node, world.across
+    node, inter_node_link = world.node, world.across
     nodes = world.main.nodes
     node_ranks = next(ranks for ranks in nodes if world.rank in ranks)
     max_ranks = max(map(len, nodes))
@@ -72,7 +72,7 @@ def measure_all_pairs(world: World) -> list[Ping]:
         sleeping_barrier(world.link)
         if node.rank == local_rank:
             ranks = sorted(members[local_rank] for members in nodes if len(members) > local_rank)
-            pings += _run_tournament(across, ranks, budget_s, inside=False)
+            pings += _run_tournament(inter_node_link, ranks, budget_s, inside=False)
     sleeping_barrier(world.link)
     return pings
 

@@ -54,7 +54,7 @@ def is_first_of_node(world: World) -> bool:
 
 def _collect_node_facts(host: str) -> dict[str, Any]:
     hardware = examine.find_hardware(host)
-    gpu_paths = verdicts.cached_result(os.environ) if hardware.cards.gpus else None
+    gpu_paths = verdicts.cached_result(os.environ) if hardware.node_gpus.gpus else None
     checks = tuple(examine.check_node(hardware, gpu_paths))
     return {
         "checks": checks,

@@ -86,7 +86,7 @@ class AdPsgdEngine(GossipEngine):
         history = thread.join() if thread is not None else []
         self._record_interval(start, until, history)
         if isinstance(self._role, PassiveWorker):
-            self._role.load_average()
+            self._role.load_averaged_params()
         self.staleness = broadcast_staleness(
             self._group.link, self._method.staleness if self._coordinator else None
         )

@@ -126,7 +126,7 @@ class PassiveWorker:
     def finish_averaging(self) -> None:
         """Do nothing: the thread serves until all active workers have finished."""
 
-    def load_average(self) -> None:
+    def load_averaged_params(self) -> None:
         """Copy the average into `param`, after the end of the thread."""
         self._param[...] = self._averaged_param
 

@@ -35,7 +35,7 @@ from hpctrain.engines.saved_state import SavedState
 from hpctrain.engines.synchronous import compression_state, overlap
 from hpctrain.engines.synchronous.contradictions import contradictions
 from hpctrain.engines.synchronous.node_shared_params import NodeSharedUpdate
-from hpctrain.engines.synchronous.ordered_sums import gradient_sums
+from hpctrain.engines.synchronous.ordered_sums import make_gradient_sums
 from hpctrain.engines.synchronous.overlap import DeferredUpdate
 from hpctrain.engines.synchronous.single import Single, SingleEngine
 from hpctrain.engines.synchronous.update import PartwiseUpdate, ReplicatedUpdate, ShardedUpdate
@@ -86,14 +86,14 @@ class AllReduceEngine:
     staleness = None
 
     def __init__(self, world: World, replica: Replica, optimizer: Optimizer, options: AllReduce):
-        _must_take_buckets(optimizer, options)
-        _must_be_on_cores(replica, options)
-        _begin_equal(world, replica, options)
+        _check_priority(optimizer, options)
+        _check_on_host(replica, options)
+        _broadcast_replica(world, replica, options)
         self.times, self.algorithm = Times(), options.algorithm
         self.workers, self.worker = world.size, world.rank
         self._trace, self._group = world.trace, world.main
-        self._vote(Flags())  # allocates the buffers of votes before the first step
-        self._sums = gradient_sums(replica, options, world.rank, world.size)
+        self._join_flags(Flags())  # allocates the buffers of votes before the first step
+        self._sums = make_gradient_sums(replica, options, world.rank, world.size)
         self.replica = self._sums.replica
         self.check = GradientCheck(self.replica, world.size, self._sums.parts)
         self._wire: Group | None = None  # of the communication thread
@@ -124,17 +124,22 @@ class AllReduceEngine:
         concurrent = overlap.uses_thread(world, options)
         wire = self._wire = world.group_for("wire", alone=not concurrent)
         if sums.allreduce is nccl:
-            communicator_for(
-                wire, arena.grad
-            )  # before training, where a failure can still be reported
+            communicator_for(wire, arena.grad)  # now, while a failure can still be reported
         overlap.sleep_while_waiting(wire, concurrent)
-        cut = overlap.cut(arena, wire, options, concurrent)
-        reduce = overlap.prefer_shared_sum(self.update.reduce, wire, arena.grad, cut, options)
+        buckets = overlap.choose_buckets(arena, wire, options, concurrent)
+        reduce = overlap.prefer_shared_sum(self.update.reduce, wire, arena.grad, buckets, options)
         self._reducer = Reducer(
-            arena.grad, cut, wire, reduce, concurrent, trace, options.priority, self.check.on_bucket
+            arena.grad,
+            buckets,
+            wire,
+            reduce,
+            concurrent,
+            trace,
+            options.priority,
+            self.check.on_bucket,
         )
         if options.priority:
-            parts = [slice(bucket.start, bucket.stop) for bucket in cut]
+            parts = [slice(bucket.start, bucket.stop) for bucket in buckets]
             update = PartwiseUpdate(optimizer, self.update.state, arena.param, arena.slots, parts)
             self._deferred_update = DeferredUpdate(self._reducer, update, times, trace)
         elif self._compressor is None and not on_device(arena.grad):
@@ -149,8 +154,8 @@ class AllReduceEngine:
     def step(self, task: Task, flags: Flags) -> tuple[Sums, Flags]:
         """Sum the gradients of all shares while backward runs, and update with the sum."""
         times, add = self.times, self._trace.add
-        need = self._deferred_update.need if self._deferred_update else None
-        key = task.key._replace(sum_over_ranks=self._sum_in_layer, on_need=need)
+        on_need = self._deferred_update.apply_slot if self._deferred_update else None
+        key = task.key._replace(sum_over_ranks=self._sum_in_layer, on_need=on_need)
         with times.compute(self._trace, "forward, backward"):
             if self._compressor is not None:
                 self._compressor.begin()
@@ -162,32 +167,32 @@ class AllReduceEngine:
                 flags = flags.with_failure(self.worker)
         start_s = perf_counter()
         if self._checked_range is None:
-            flags = self._vote(flags)
+            flags = self._join_flags(flags)
         sums = self._sums.step_sums(sums, self.sum)
         if self._deferred_update is not None and not flags.failed:
             times.wait_s += add("wait for flags", "wait", start_s, perf_counter())
             self._deferred_update.begin()
         else:
-            flags = self._finish(start_s, flags)
+            flags = self._finish_step(start_s, flags)
         if flags.failed:
-            self._undo()
+            self._undo_step()
             if self._checked_range is not None:
                 flags = self._name_failing_rank(task._replace(key=key), flags)
         times.wire_s = self._reducer.wire_s
         return sums, flags
 
-    def _finish(self, start_s: float, flags: Flags) -> Flags:
+    def _finish_step(self, start_s: float, flags: Flags) -> Flags:
         """Wait for all sums, and update with them unless the step has failed."""
         gradient = self._reducer.wait()
         if self._checked_range is not None:
             passes = self.check.sum_passes(gradient[self._checked_range])
-            flags = self._vote(flags if passes else flags.with_failure(self.worker))
+            flags = self._join_flags(flags if passes else flags.with_failure(self.worker))
         waits = self._trace.add("wait for gradients", "wait", start_s, perf_counter())
         self.times.wait_s += waits
         with self.times.compute(self._trace, "update"):
             finite = self._compressor is None or self._compressor.sums_are_finite()
             if not flags.failed and not finite:  # on all ranks: they hold the same sum
-                self.check.fault = compression_state.sum_fault(self._compressor)
+                self.check.fault = compression_state.find_sum_fault(self._compressor)
                 flags = flags.with_failure(self.workers)
             if not flags.failed:
                 self.update(gradient)
@@ -203,7 +208,7 @@ class AllReduceEngine:
         key = task.key._replace(recomputed=True)
         sums = self.replica.gradient(task.batch, task.scale, key, ready)
         own_flags = flags._replace(failed=0)
-        own_flags = self._vote(
+        own_flags = self._join_flags(
             own_flags if self.check.passes(sums) else own_flags.with_failure(self.worker)
         )
         self.check.undo()
@@ -212,7 +217,7 @@ class AllReduceEngine:
         self.check.fault = "the sum of gradients is not finite"  # of one with a random state
         return flags.with_failure(self.workers)
 
-    def _undo(self) -> None:
+    def _undo_step(self) -> None:
         """Restore the state from before a step whose sum was not applied."""
         self.check.undo()
         if self._compressor is not None:
@@ -255,11 +260,11 @@ class AllReduceEngine:
         if self._wire is not None:
             self._wire.free()
 
-    def _vote(self, flags: Flags) -> Flags:
+    def _join_flags(self, flags: Flags) -> Flags:
         return Flags(*elementwise_maximum(self._group, flags))
 
 
-def _must_take_buckets(optimizer: Optimizer, options: AllReduce) -> None:
+def _check_priority(optimizer: Optimizer, options: AllReduce) -> None:
     if options.priority and optimizer.needs_norms:
         raise UsageError(
             "[wire] priority: parameters are updated bucket by bucket; expected an optimizer "
@@ -267,7 +272,7 @@ def _must_take_buckets(optimizer: Optimizer, options: AllReduce) -> None:
         )
 
 
-def _must_be_on_cores(replica: Replica, options: AllReduce) -> None:
+def _check_on_host(replica: Replica, options: AllReduce) -> None:
     """Raise UsageError for an option that needs gradients in the memory of the host."""
     if options.share_parameters and on_device(replica.arena.grad):
         raise UsageError(
@@ -275,7 +280,7 @@ def _must_be_on_cores(replica: Replica, options: AllReduce) -> None:
         )
 
 
-def _begin_equal(world: World, replica: Replica, options: AllReduce) -> None:
+def _broadcast_replica(world: World, replica: Replica, options: AllReduce) -> None:
     """Move gradients to memory shared with neighbours; broadcast the parameters of rank 0."""
     grad = replica.arena.grad
     replica.move(grad=world.memory.zeros_like(grad))

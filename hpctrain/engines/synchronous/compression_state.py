@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 PREFIX = "compression."
 
 
-def sum_fault(compressor: Compressor | None) -> str:
+def find_sum_fault(compressor: Compressor | None) -> str:
     """Return the fault of finite gradients whose compressed sum is not finite."""
     name = compressor.__name__ if compressor else "none"
     return f"the sum of gradients, with [wire] compression = '{name}', is not finite"

@@ -35,7 +35,7 @@ from hpctrain.engines.engine import BLOCK_ELEMENTS, Times
 from hpctrain.engines.saved_state import SavedState
 from hpctrain.engines.synchronous.update import (
     PartwiseUpdate,
-    gather_rows_waiting,
+    gather_rows_timed,
     range_pieces,
     request_range,
 )
@@ -45,7 +45,7 @@ from hpctrain.optim import Optimizer
 from hpctrain.world import World
 
 #: Elements summed and updated at once: with their state they stay in the second-level cache.
-PASS = 32_768
+PASS_ELEMENTS = 32_768
 
 
 class NodeSharedUpdate:
@@ -68,16 +68,16 @@ class NodeSharedUpdate:
         self._node, self._across = world.node, Group(world.across, group.scratch)
         self._link, self._allreduce, self._optimizer = group.link, allreduce, optimizer
         self._times, self._trace, self.wire_s = times, world.trace, 0.0
-        _share(world, replica)
+        _share_params(world, replica)
         self._arena = arena = replica.arena
-        self._own = own = _range(arena.param.size, min(map(len, group.nodes)), self._node.rank)
+        self._own = own = _rank_range(arena.param.size, min(map(len, group.nodes)), self._node.rank)
         self._param, self._slots = arena.param[own], shift_slots(own.start, arena.slots)
         self.state = optimizer.init(self._param)
         grads = [x[own] for x in world.memory.neighbours(arena.grad) or [arena.grad]]
-        cut = _cut(self._param.size)
+        cut = _blocks_of_range(self._param.size)
         self._blocks = [[x[range_slice] for x in grads] for range_slice in cut]
         self._block_update = PartwiseUpdate(optimizer, self.state, self._param, self._slots, cut)
-        self._sum = np.empty(min(PASS, self._param.size), self._param.dtype)
+        self._sum = np.empty(min(PASS_ELEMENTS, self._param.size), self._param.dtype)
         buffers = group.node_buffers
         self._node_barrier = self._node.barrier if buffers is None else buffers.flags.exchange
         self._single_pass = world.across.size == 1 and not optimizer.needs_norms
@@ -119,10 +119,10 @@ class NodeSharedUpdate:
     def _sum_and_update(self) -> None:
         """Update with each block of sums while it is in the cache; sums are not stored."""
         for number in range(len(self._blocks)):
-            self._block_update(number, self._sum_of(number))
+            self._block_update(number, self._sum_block(number))
         self._block_update.count()
 
-    def _sum_of(self, number: int) -> np.ndarray:
+    def _sum_block(self, number: int) -> np.ndarray:
         """Return the sum of a block over the node, in a buffer that the next call overwrites."""
         first, *rest = self._blocks[number]
         total = self._sum[: first.size]
@@ -136,30 +136,30 @@ class NodeSharedUpdate:
 
     def _sum_then_update(self, total: np.ndarray) -> None:
         """Sum `total`, this rank's range of its gradient, over all ranks; update with the sum."""
-        for number, range_slice in enumerate(_cut(total.size)):
-            total[range_slice] = self._sum_of(number)
+        for number, range_slice in enumerate(_blocks_of_range(total.size)):
+            total[range_slice] = self._sum_block(number)
         if self._across.link.size > 1 and total.size:
             with self._trace.span("sum across nodes", "wait", bytes=total.nbytes) as waiting:
                 self._allreduce(self._across, total, np.add)
             self._times.wait_s += waiting.seconds
             self.wire_s += waiting.seconds
-        self._optimizer.update(total, self.state, self._param, self._slots, self._rows_of_all)
+        self._optimizer.update(total, self.state, self._param, self._slots, self._gather_rows)
 
-    def _rows_of_all(self, rows: np.ndarray) -> np.ndarray:
+    def _gather_rows(self, rows: np.ndarray) -> np.ndarray:
         """Return the rows of all ranges, in order, the same on all nodes; see `Optimizer`."""
-        return gather_rows_waiting(self._node, rows, self._times, self._trace)
+        return gather_rows_timed(self._node, rows, self._times, self._trace)
 
 
-def _share(world: World, replica: Replica) -> None:
+def _share_params(world: World, replica: Replica) -> None:
     """Move the parameters of a node's ranks to one array."""
     is_alone, param = world.node.size == 1, replica.arena.param
     array = None if is_alone else world.memory.common_zeros(param.size, param.dtype)
-    world.on_all_ranks(lambda: _must_be_shared(is_alone or array is not None, param.nbytes))
+    world.on_all_ranks(lambda: _check_shared(is_alone or array is not None, param.nbytes))
     if array is not None:
         replica.move(param=array)
 
 
-def _must_be_shared(shared: bool, nbytes: int) -> None:
+def _check_shared(shared: bool, nbytes: int) -> None:
     if not shared:
         raise UsageError(
             f"[engine] share_parameters: expected {nbytes} bytes of memory that all ranks of this "
@@ -168,11 +168,11 @@ def _must_be_shared(shared: bool, nbytes: int) -> None:
         )
 
 
-def _range(size: int, parts: int, rank: int) -> slice:
+def _rank_range(size: int, parts: int, rank: int) -> slice:
     """Return the range of a node's rank, cut at blocks; of ranks beyond `parts` an empty one."""
     offsets = bounds(size, parts, BLOCK_ELEMENTS)
     return slice(*offsets[rank : rank + 2]) if rank < parts else slice(0, 0)
 
 
-def _cut(size: int) -> list[slice]:
-    return [slice(i, min(i + PASS, size)) for i in range(0, size, PASS)]
+def _blocks_of_range(size: int) -> list[slice]:
+    return [slice(i, min(i + PASS_ELEMENTS, size)) for i in range(0, size, PASS_ELEMENTS)]

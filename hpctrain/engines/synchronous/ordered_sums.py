@@ -56,16 +56,16 @@ class OrderedSums:
         self, group: Group, x: np.ndarray, op: Operation, offsets: Sequence[int] | None = None
     ) -> None:
         """Sum slice `x` of the gradient plane, each rank its own chunk of it."""
-        ordered.reduce_scatter(group, self._tree, self._own(x), x, op, offsets)
+        ordered.reduce_scatter(group, self._tree, self._own_blocks(x), x, op, offsets)
 
     def ordered(self, group: Group, x: np.ndarray, op: Operation) -> None:
         """Sum slice `x` of the gradient plane, all of it on every rank."""
         in_memory = self._all_gather in IN_MEMORY_ALL_GATHERS
         scatter = ordered.reduce_scatter_in_memory if in_memory else ordered.reduce_scatter
-        scatter(group, self._tree, self._own(x), x, op)
+        scatter(group, self._tree, self._own_blocks(x), x, op)
         self._all_gather(group, x)
 
-    def _own(self, x: np.ndarray) -> list[np.ndarray]:
+    def _own_blocks(self, x: np.ndarray) -> list[np.ndarray]:
         start = view_offset(self.replica.arena.grad, x)
         return self.replica.subtotals(slice(start, start + x.size))
 
@@ -76,7 +76,7 @@ class OrderedSums:
         return total if self._rank == 0 else ZERO_SUMS
 
 
-def gradient_sums(
+def make_gradient_sums(
     replica: Replica, options: WireOptions, rank: int, size: int
 ) -> FastSums | OrderedSums:
     """Return the sums of `[wire] reduction`."""

@@ -45,7 +45,7 @@ def uses_thread(world: World, options: WireOptions) -> bool:
     """Return whether to reduce in a communication thread, the same on all ranks; collective."""
     if world.size == 1 or not world.concurrent or options.overlap == "never":
         return False
-    spare_cores = cores_to_spare(world)
+    spare_cores = has_spare_cores(world)
     return (
         options.overlap == "always" or options.priority or len(world.main.nodes) > 1 or spare_cores
     )
@@ -58,7 +58,7 @@ def sleep_while_waiting(group: Group, concurrent: bool) -> None:
             link.sleeps_while_waiting = True
 
 
-def cores_to_spare(world: World) -> bool:
+def has_spare_cores(world: World) -> bool:
     """Return whether every node has more cores than ranks; collective."""
     cores = world.gather(" ".join(map(str, os.sched_getaffinity(0))))
     return all(
@@ -67,7 +67,9 @@ def cores_to_spare(world: World) -> bool:
     )
 
 
-def cut(arena: Arena, group: Group, options: WireOptions, concurrent: bool) -> list[Bucket]:
+def choose_buckets(
+    arena: Arena, group: Group, options: WireOptions, concurrent: bool
+) -> list[Bucket]:
     """Return the buckets of the gradient: of `bucket_bytes`, or of the fastest length."""
     grad, nbytes = arena.grad, arena.grad.nbytes
     if options.bucket_bytes != "auto":
@@ -82,14 +84,14 @@ def prefer_shared_sum(
     allreduce: SumFunction,
     group: Group,
     grad: np.ndarray,
-    cut: Sequence[Bucket],
+    gradient_buckets: Sequence[Bucket],
     options: WireOptions,
 ) -> SumFunction:
     """Return `direct_shared` instead of `direct`: all ranks of a node read one array of sums.
 
     Not with priority: a neighbour would write its next gradient while this rank still reads.
     """
-    longest = max((grad[bucket.start : bucket.stop] for bucket in cut), key=len)
+    longest = max((grad[bucket.start : bucket.stop] for bucket in gradient_buckets), key=len)
     direct = len(group.nodes) == 1 and select.algorithm_name(allreduce, group, longest) == "direct"
     return direct_shared if direct and not options.priority else allreduce
 
@@ -100,33 +102,33 @@ class DeferredUpdate:
     def __init__(self, reducer: Reducer, update: PartwiseUpdate, times: Times, trace: Trace):
         """`update` has the reducer's buckets as its parts."""
         self._reducer, self._update, self._times, self._trace = reducer, update, times, trace
-        self._due: set[int] = set()  # buckets whose sums are not applied yet
+        self._unapplied: set[int] = set()  # buckets whose sums are not applied yet
 
     def begin(self) -> None:
         """Begin to wait for the sums of a step, whose gradients are complete."""
         self._reducer.finish_backward()
-        self._due = set(range(self._reducer.bucket_count))
+        self._unapplied = set(range(self._reducer.bucket_count))
 
-    def need(self, name: str) -> None:
+    def apply_slot(self, name: str) -> None:
         """Apply the sum of the bucket of slot `name`, unless it was applied already."""
         number = self._reducer.bucket_number(name)
-        while number in self._due:
+        while number in self._unapplied:
             self._apply_next(number)
 
     def finish(self) -> None:
         """Apply all remaining sums."""
         with self._times.compute(self._trace, "apply remaining sums"):
-            while self._due:
-                self._apply_next(max(self._due))
+            while self._unapplied:
+                self._apply_next(max(self._unapplied))
         self._times.wire_s = self._reducer.wire_s
 
     def _apply_next(self, first: int) -> None:
         """Apply the sum of bucket `first`, or of another bucket that arrives before it."""
         with self._trace.span("wait for gradients", "wait", bucket=first) as waiting:
-            number = self._reducer.wait_for_any(self._due, first)
+            number = self._reducer.wait_for_any(self._unapplied, first)
         self._times.wait_s += waiting.seconds
         with self._trace.span("update", "compute", bucket=number):
             self._update(number, self._reducer.wait_for(number))
-        self._due.discard(number)
-        if not self._due:
+        self._unapplied.discard(number)
+        if not self._unapplied:
             self._update.count()

@@ -58,7 +58,7 @@ class PartwiseUpdate:
         """`slots` have offsets that count from the first element of `param`."""
         self._optimizer, self._step = optimizer, state["step"]
         self._count = self._step.copy()  # the optimizer counts a step in each part
-        self._parts = [self._part(state, param, slots, part) for part in parts]
+        self._parts = [self._part_state(state, param, slots, part) for part in parts]
 
     def __call__(self, number: int, gradient: np.ndarray) -> None:
         """Update part `number` with its gradient."""
@@ -69,7 +69,7 @@ class PartwiseUpdate:
         """Count one update, after all of its parts."""
         self._step += 1
 
-    def _part(
+    def _part_state(
         self, state: State, param: np.ndarray, slots: Sequence[Slot], own_slice: slice
     ) -> tuple[State, np.ndarray, list[Slot]]:
         views = {name: x[own_slice] for name, x in state.items() if name != "step"}
@@ -146,7 +146,7 @@ class ShardedUpdate:
             self.state,
             param[self.own],
             self._slots,
-            self._rows_of_all,
+            self._gather_rows,
         )
         with self._trace.span("gather parameters", "wait") as waiting:
             all_gather(self._group, param, self._offsets)
@@ -160,9 +160,9 @@ class ShardedUpdate:
         """Request the parameters and this rank's range of the optimizer's state."""
         request_range(self._arena, self.state, self.own, saved)
 
-    def _rows_of_all(self, rows: np.ndarray) -> np.ndarray:
+    def _gather_rows(self, rows: np.ndarray) -> np.ndarray:
         """Return the rows of all ranges, in order; see `hpctrain.optim.optimizer.Optimizer`."""
-        return gather_rows_waiting(self._group.link, rows, self._times, self._trace)
+        return gather_rows_timed(self._group.link, rows, self._times, self._trace)
 
 
 def range_pieces(
@@ -192,7 +192,7 @@ def request_range(
         saved.request(f"optimizer.{name}", x, offset, size)
 
 
-def gather_rows_waiting(link: Link, rows: np.ndarray, times: Times, trace: Trace) -> np.ndarray:
+def gather_rows_timed(link: Link, rows: np.ndarray, times: Times, trace: Trace) -> np.ndarray:
     """Return the rows of all ranks, see `gather_rows`; the time counts as waiting."""
     with trace.span("gather norms", "wait") as waiting:
         gathered = gather_rows(link, rows)

@@ -75,19 +75,21 @@ def seconds(value: float | None) -> str:
 
 def with_interval(row: Row, name: str, form: str) -> str:
     """Return a mean and half its interval, in one unit."""
-    half = row.get(f"{name}_ci95")
+    half_width = row.get(f"{name}_ci95")
     mean = format(row[name], form)
-    if half is None:
+    if half_width is None:
         return mean
     return (
-        f"{mean.rstrip('%')} ± {format(half, form)}" if is_meaningful(row, name) else f"{mean} ± ?"
+        f"{mean.rstrip('%')} ± {format(half_width, form)}"
+        if is_meaningful(row, name)
+        else f"{mean} ± ?"
     )
 
 
 def is_meaningful(row: Row, name: str) -> bool:
     """Return whether the interval of a mean is meaningful: no rate and no time is below zero."""
-    half = row.get(f"{name}_ci95")
-    return half is not None and half < abs(row[name])
+    half_width = row.get(f"{name}_ci95")
+    return half_width is not None and half_width < abs(row[name])
 
 
 def remarks(row: Row) -> Iterator[str]:
