@@ -46,7 +46,7 @@ ROOMS = {
     "gradients": (9, 1200),
     "gradients/compress": (7, 900),
     "hardware": (7, 650),
-    "nn": (19, 2250),
+    "nn": (20, 2300),
     "nn/cuda": (6, 700),
     "optim": (8, 1250),
     "report": (4, 500),

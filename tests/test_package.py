@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from importlib import metadata, resources
+from tempfile import TemporaryDirectory
 
 import pytest
 from click.testing import CliRunner
@@ -115,3 +116,25 @@ def test_the_version_imports_neither_numpy_nor_pydantic():
     code += "; print(*sorted({'numpy', 'pydantic', 'rich'} & set(sys.modules)))"
     observed = subprocess.check_output([sys.executable, "-c", code], text=True)
     assert observed == f"hpctrain, version {ht.__version__}\n\n"
+
+
+def test_a_rank_without_a_terminal_imports_the_picked_engine_model_and_data_alone():
+    code = """
+import sys
+from hpctrain.training import recipe, runs
+from hpctrain.training.journal import Journal
+import hpctrain
+finish = Journal.finish
+def finish_after_check(*arguments):
+    rooms = ("hpctrain.engines.", "hpctrain.nn.", "hpctrain.data.")
+    unused = {"gossip", "local_sgd", "transformer", "resnet", "attention", "mnist", "text"}
+    names = [n for n in sys.modules if n.startswith(rooms) and n.split(".")[2] in unused]
+    print(*sorted(names), *sorted({"rich", "scipy", "sklearn"} & set(sys.modules)))
+    return finish(*arguments)
+Journal.finish = finish_after_check
+spec = recipe.load("digits", ["run.epochs=", "run.steps=1", "run.device=cpu"])
+runs.train(spec, hpctrain.init("cpu"), None, False)
+"""
+    with TemporaryDirectory() as folder:
+        output = subprocess.check_output([sys.executable, "-c", code], text=True, cwd=folder)
+    assert output == "\n"

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from hpctrain import config
 from hpctrain.config import usercode
+from hpctrain.core.lazy import LazyTable, lazy_names
 from hpctrain.data.dataset import Dataset, Samples, Split, in_pieces
-from hpctrain.data.digits import DigitsOptions
-from hpctrain.data.from_function import FunctionData
-from hpctrain.data.idx import IdxOptions
-from hpctrain.data.mnist import MnistOptions
-from hpctrain.data.npy import NpyOptions
-from hpctrain.data.npz import NpzOptions
 from hpctrain.data.prefetch import Prefetch, batches_to_read_ahead
 from hpctrain.data.resized import resize_training_set
 from hpctrain.data.sampler import Sampler, order, share
-from hpctrain.data.text import TextOptions
+
+if TYPE_CHECKING:
+    from hpctrain.data.digits import DigitsOptions
+    from hpctrain.data.from_function import FunctionData
+    from hpctrain.data.idx import IdxOptions
+    from hpctrain.data.mnist import MnistOptions
+    from hpctrain.data.npy import NpyOptions
+    from hpctrain.data.npz import NpzOptions
+    from hpctrain.data.text import TextOptions
 
 __all__ = [
     "DATA",
@@ -50,14 +53,30 @@ class Source(Protocol):
         """Return the data set; raise UsageError if it cannot be read."""
 
 
-DATA: dict[str, type[Source]] = {
-    "digits": DigitsOptions,
-    "mnist": MnistOptions,
-    "idx": IdxOptions,
-    "npz": NpzOptions,
-    "npy": NpyOptions,
-    "text": TextOptions,
-}
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "DigitsOptions": "digits",
+        "FunctionData": "from_function",
+        "IdxOptions": "idx",
+        "MnistOptions": "mnist",
+        "NpyOptions": "npy",
+        "NpzOptions": "npz",
+        "TextOptions": "text",
+    },
+)
+#: The options class of each data format and built-in data set, by the `kind` of a recipe.
+DATA = LazyTable(
+    __name__,
+    {
+        "digits": "DigitsOptions",
+        "mnist": "MnistOptions",
+        "idx": "IdxOptions",
+        "npz": "NpzOptions",
+        "npy": "NpyOptions",
+        "text": "TextOptions",
+    },
+)
 
 
 def read(table: Mapping[str, Any], folder: str = ".") -> Source:
@@ -67,6 +86,9 @@ def read(table: Mapping[str, Any], folder: str = ".") -> Source:
     other keys are its arguments.
     """
     if usercode.is_target(table):
+        from hpctrain.data.from_function import FunctionData
+
         arguments = {key: value for key, value in table.items() if key != "kind"}
         return FunctionData(target=table["kind"], arguments=arguments, folder=folder)
-    return config.read_kind(DATA, table, "data")
+    source: Source = config.read_kind(DATA, table, "data")
+    return source

@@ -13,10 +13,11 @@ from typing import Any
 
 import numpy as np
 
+from hpctrain import data
 from hpctrain.core import progress
 from hpctrain.core.errors import SaveError
 from hpctrain.core.metrics import idle, means
-from hpctrain.data import Sampler, TextOptions
+from hpctrain.data import Sampler
 from hpctrain.engines import Engine, staleness
 from hpctrain.engines.staleness import Staleness
 from hpctrain.machine import versions
@@ -195,7 +196,7 @@ class Journal:
         self._timeline.end()  # summary.json is the last of all files
         self._write_end(summary)
         if self.world.rank == 0 and status == "done" and log.isEnabledFor(logging.INFO):
-            text = self.recipe is not None and isinstance(self.recipe.data, TextOptions)
+            text = self.recipe is not None and isinstance(self.recipe.data, data.TextOptions)
             progress.console().print(progress.closing_table(summary, text))
             log.info("results: %s", self.run or "not kept, as no folder was given")
         return summary

@@ -24,7 +24,7 @@ from hpctrain.data import Sampler, Samples, share
 from hpctrain.engines.engine import Flags, Task
 from hpctrain.gradients.replica import Batch, ModelReplica
 from hpctrain.nn import Key, Model
-from hpctrain.nn.zoo import MlpOptions
+from hpctrain.nn.mlp import MlpOptions
 from hpctrain.optim import Optimizer, SgdOptions
 from hpctrain.training.recipe import Recipe
 from hpctrain.transport.placement.core_binding import allow_all_cores
