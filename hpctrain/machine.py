@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Sequence
 from functools import cache, lru_cache
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +57,8 @@ def versions() -> dict[str, str]:
 @cache  # each summary has it, and it takes reading all metadata of a package
 def version(name: str) -> str:
     """Return the version of a package; ours may be on the path without being installed."""
+    from importlib import metadata  # late: its import takes as long as that of all collectives
+
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

@@ -33,7 +33,6 @@ from hpctrain.core import names
 from hpctrain.core.errors import UsageError
 from hpctrain.core.xp import Array, on_device
 from hpctrain.transport.device.nccl import load_libraries
-from hpctrain.tuning import defaults_gpu, table
 from hpctrain.tuning.choose import TuningPlan, make_choices
 from hpctrain.tuning.defaults import NodeLayout, default_plan, layout_of
 from hpctrain.tuning.gpu_layout import GpuLayout
@@ -200,11 +199,15 @@ def _decide_plans(group: Group, mpi: bool, gpus: GpuLayout | None) -> list[dict[
     """Return the plans of fitting tables, else of the model: for the host, then for `gpus`."""
     plans = [_measured_plan(group, mpi, None) or default_plan(layout_of(group, mpi))]
     if gpus is not None:
+        from hpctrain.tuning import defaults_gpu  # late: only rank 0 of a job with GPUs needs it
+
         plans.append(_measured_plan(group, mpi, gpus) or defaults_gpu.default_plan(group, gpus))
     return list(map(asdict, plans))
 
 
 def _measured_plan(group: Group, mpi: bool, gpus: GpuLayout | None) -> TuningPlan | None:
+    from hpctrain.tuning import table  # late: only rank 0 reads tables
+
     tuning_table = table.find_table(group, mpi, gpus)
     return None if tuning_table is None else table.plan_from_table(tuning_table)
 

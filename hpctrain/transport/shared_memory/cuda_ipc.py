@@ -20,7 +20,7 @@ one GPU they might never run at once.
 from __future__ import annotations
 
 import logging
-import secrets
+import os
 import struct
 import weakref
 from collections.abc import Iterator, Sequence
@@ -178,7 +178,7 @@ class SharedGpuMemory:
 
     def _describe_memory(self, address: int, nbytes: int) -> bytes:
         """Return the bytes by which neighbours map our memory; b"" where CUDA refuses."""
-        runtime, token = self._xp.cuda.runtime, secrets.token_bytes(TOKEN_BYTES)
+        runtime, token = self._xp.cuda.runtime, os.urandom(TOKEN_BYTES)
         try:
             handle = runtime.ipcGetMemHandle(address)
         except runtime.CUDARuntimeError:

@@ -15,9 +15,7 @@ from __future__ import annotations
 
 import mmap
 import os
-import secrets
 import struct
-import tempfile
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -159,7 +157,7 @@ class NodeMemory:
         if kind == "window":
             pages = self._link.window(nbytes + ALIGN_BYTES)
             return [_cache_aligned(x) for x in pages] if self._is_true_on_all(bool(pages)) else None
-        token = secrets.token_bytes(16)
+        token = os.urandom(16)
         file = _new_file(FILE_MAKERS[kind], token, skew + nbytes)
         descriptions = self._gather(
             token + _LAYOUT.pack(skew, nbytes) + file.path.encode() if file else b""
@@ -199,6 +197,8 @@ def _create_memfd() -> SharedFile:
 
 
 def _create_shm_file() -> SharedFile:
+    import tempfile  # late: on Linux files of memory have no name
+
     return SharedFile(*tempfile.mkstemp(prefix="hpctrain-", dir=SHM_FOLDER))
 
 
