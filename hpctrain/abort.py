@@ -39,9 +39,9 @@ REPORT_SPREAD_S = 2.0  #: over which the reports of ranks short of memory are sp
 
 def abort(code: int) -> None:
     """End the whole job at once with exit code `code`."""
-    from hpctrain.transport.mpi import link as mpi_link
+    from hpctrain.transport.mpi import startup
 
-    mpi_link.abort_job(code)
+    startup.abort_job(code)
 
 
 def refuse(error: BaseException, message: str, hint: str = "") -> int:

@@ -59,7 +59,7 @@ ROOMS = {
     "transport": (3, 250),
     "transport/device": (6, 970),
     "transport/gpu_probe": (7, 1120),
-    "transport/mpi": (7, 800),
+    "transport/mpi": (8, 820),
     "transport/placement": (5, 910),
     "transport/shared_memory": (5, 720),
     "transport/threads": (4, 400),

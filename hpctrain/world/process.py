@@ -48,11 +48,11 @@ def finish() -> None:
     """Finalize MPI once every rank has called this; a script that called `init` does so at exit."""
     if _world is None:
         return
-    from hpctrain.transport.mpi import link as mpi_link
+    from hpctrain.transport.mpi import startup
 
-    if mpi_link.is_running():
+    if startup.is_running():
         _world.link.barrier()  # on our own link: the watch names the missing ranks
-        mpi_link.finalize_mpi()
+        startup.finalize_mpi()
 
 
 def fail_alone(error: BaseException) -> None:

@@ -35,14 +35,14 @@ def over_mpi(device: gpus.Device, timeout_s: float) -> World:
     if fault := launchers.unstartable(launched, mpi_is.vendor, mpi_is.libmpi, no_pmix, daemons):
         raise UsageError(fault)
     dev_shm.warn_if_full(launched)
-    from hpctrain.transport.mpi import link as mpi_link
+    from hpctrain.transport.mpi import startup
 
     record = WatchRecord(None, launched.rank, launched.size)
-    link = mpi_link.start_mpi(record.entry("main"), timeout_s)
+    link = startup.start_mpi(record.entry("main"), timeout_s)
     segments.announce_segments()
     if fault := launchers.mismatch(launched, link.size, mpi_is.vendor, mpi_is.libmpi):
         if link.size == 1:  # several ranks of different jobs would wait for each other for ever
-            mpi_link.finalize_mpi()
+            startup.finalize_mpi()
         raise UsageError(fault)
     gather = partial(collectives.all_gather_bytes, link)
     host = rank_placement.node_name(gather, link.rank)
@@ -52,7 +52,7 @@ def over_mpi(device: gpus.Device, timeout_s: float) -> World:
         link,
         hosts,
         local_rank=hosts[: link.rank].count(host),
-        concurrent=mpi_link.is_thread_safe(),
+        concurrent=startup.is_thread_safe(),
         transport="mpi",
         record=record,
         gpu=placement.gpu,

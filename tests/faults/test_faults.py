@@ -206,11 +206,11 @@ def test_a_disk_full_of_checkpoints_has_no_room_for_the_trace(digits):
 
 NEVER_COMES = """
 import os, sys, time
-from hpctrain.transport.mpi import link
+from hpctrain.transport.mpi import startup
 from hpctrain.watch import WatchRecord
 if "1" in (os.environ.get("PMI_RANK"), os.environ.get("OMPI_COMM_WORLD_RANK")):
     time.sleep(20)
-link.start_mpi(WatchRecord(None, 0, 2).entry("main"), timeout_s=2)
+startup.start_mpi(WatchRecord(None, 0, 2).entry("main"), timeout_s=2)
 """
 
 
@@ -218,4 +218,4 @@ def test_a_rank_that_never_starts_mpi(start, mark):
     ended = start("-c", NEVER_COMES, ranks=2, env={MARK: mark}).finish()
     assert ended.returncode != 0
     assert ended.seconds < 18
-    assert re.search(r"Timeout \(0:00:02\)!(.|\n)*link.py\", line \d+ in start", ended.stderr)
+    assert re.search(r"Timeout \(0:00:02\)!(.|\n)*startup.py\", line \d+ in start", ended.stderr)
