@@ -21,7 +21,7 @@ import traceback
 from pathlib import Path
 
 from hpctrain.core import launchers
-from hpctrain.core.errors import HereError, HungError, UsageError, notes, printable
+from hpctrain.core.errors import HereError, HungError, OwnRankError, UsageError, notes, printable
 from hpctrain.core.launchers import Launched
 from hpctrain.core.xp import shortage
 from hpctrain.watch import dump_stacks, write_report
@@ -47,7 +47,6 @@ def abort(code: int) -> None:
 def refuse(error: BaseException, message: str, hint: str = "") -> int:
     """Report an error before MPI starts as `message`, from one rank; return the exit code."""
     job = launchers.launched(os.environ)
-    _wait_for_rank_0(job)
     if _reports(job, error):
         _print(with_prefix(": ".join(["hpctrain", *_rank_name(job)]), message) + hint)
         _let_others_fail(job)
@@ -58,7 +57,6 @@ def report_before_mpi(error: BaseException) -> None:
     """Print an error raised before MPI starts with its traceback; a UsageError from one rank."""
     job, name = launchers.launched(os.environ), list[str]()
     if isinstance(error, UsageError):
-        _wait_for_rank_0(job)
         if not _reports(job, error):
             return
         name = _rank_name(job)
@@ -86,8 +84,11 @@ def _reports(job: Launched, error: BaseException) -> bool:
     """Return whether this rank reports an error raised before MPI_Init, after waiting for rank 0.
 
     Rank 0 does. A rank that Open MPI leaves running was the only one in error. An error specific to
-    a host is reported by the first rank there.
+    a host is reported by the first rank there, and one of this rank alone without a wait.
     """
+    if isinstance(error, OwnRankError):
+        return True
+    _wait_for_rank_0(job)
     of_host = isinstance(error, HereError) or isinstance(error.__context__, OSError)
     return job.rank == 0 or job.name == "openmpi" or (of_host and job.local_rank == 0)
 

@@ -54,10 +54,9 @@ def on_gpus(world: World, nodes: str = "", gpus: str = "", verdict: Verdict = ST
     nodes, gpus = nodes or "a" * world.size, gpus or "0" * world.size
     places = tuple(RankPlace(node, f"GPU-{gpu}") for node, gpu in zip(nodes, gpus, strict=True))
     world.link.set_paths([verdict.across] * world.size)
-    local = nodes[: world.rank].count(nodes[world.rank])
     return World(
-        world.link, tuple(nodes), local, transport=world.transport, verdict=verdict,
-        gpu=Gpu(cupy.cuda.runtime.getDevice(), places[world.rank].gpu, ""), places=places,
+        world.link, places, transport=world.transport, verdict=verdict,
+        gpu=Gpu(cupy.cuda.runtime.getDevice(), places[world.rank].gpu, ""),
     )  # fmt: skip
 
 
@@ -79,7 +78,9 @@ def _first(size: int) -> Iterator[World | None]:
         yield None
         link.free()
         return
-    world = World(link, everyone.hosts[:size], concurrent=everyone.concurrent, transport="mpi")
+    world = World(
+        link, everyone.places[:size], concurrent=everyone.concurrent, transport="mpi", job_size=size
+    )
     yield world
     world.main.free()  # MPICH has 2048 communicators for all tests
 

@@ -47,6 +47,10 @@ class HereError(UsageError):
     """A UsageError specific to this host."""
 
 
+class OwnRankError(UsageError):
+    """A UsageError that other ranks do not share."""
+
+
 class GpuMemoryError(HpctrainError):
     """A GPU has too little memory; names the bytes requested and the bytes free."""
 

@@ -80,6 +80,12 @@ class Link(Protocol):
     def split(self, color: int, key: int) -> Link:
         """Return the link of the ranks of the same `color`, ordered by `key`; all must call."""
 
+    def create_group(self, ranks: Sequence[int], tag: int = 0) -> Link:
+        """Return the link of `ranks` of this link, in this order; these alone must call.
+
+        Calls that may be under way at once, such as those of two threads, need different tags.
+        """
+
     def view(self) -> Link:
         """Return this link for a second thread: of the two, one may only send, one only receive."""
 

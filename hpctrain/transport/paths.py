@@ -35,7 +35,7 @@ class RankPlace(NamedTuple):
     """The place of a rank's arrays: the node, and the GPU by a name that all processes share."""
 
     node: str
-    gpu: str  #: its UUID; "" for a rank without a GPU
+    gpu: str = ""  #: its UUID; "" for a rank without a GPU
 
 
 @dataclass(frozen=True)

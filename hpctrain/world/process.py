@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import sys
 from functools import partial
+from typing import Any
 
 from hpctrain import abort
 from hpctrain.core.errors import HpctrainError, UsageError
@@ -17,18 +18,29 @@ DEFAULT_TIMEOUT_S = 300.0
 _world: World | None = None
 
 
-def init(device: gpus.Device = "auto", timeout_s: float = DEFAULT_TIMEOUT_S) -> World:
+def init(
+    device: gpus.Device = "auto", timeout_s: float = DEFAULT_TIMEOUT_S, comm: Any = None
+) -> World:
     """Bind cores and GPU, start MPI and return the World; a second call returns the same one.
 
     `device`: "cpu", "gpu", or "auto", a GPU where CuPy and CUDA find one. `timeout_s`: limit of a
     wait for other ranks, at the start and outside of a training run. Without a launcher this is a
-    world of one rank. Raises UsageError if the launcher belongs to another MPI than the one
-    that mpi4py loads, or if a "gpu" is not available.
+    world of one rank. `comm`: an intracommunicator of mpi4py, whose ranks become the World; it is
+    duplicated, and ranks outside of it need not call. An error that a rank does not catch still
+    ends the whole job, these ranks too. MPI that the caller has started is not finalized here.
+
+        comm = MPI.COMM_WORLD.Split(MPI.COMM_WORLD.rank < 3)
+        if MPI.COMM_WORLD.rank < 3:
+            world = ht.init(comm=comm)
+
+    Raises UsageError if the launcher belongs to another MPI than the one that mpi4py loads, if a
+    "gpu" is not available, if `comm` is no intracommunicator with this rank in it, or if a second
+    call asks for another device or for other ranks.
     """
     global _world
     if _world is None:
         try:
-            _world = over_mpi(device, timeout_s)
+            _world = over_mpi(device, timeout_s, comm)
         except UsageError as error:  # most likely on all ranks: one reports it
             sys.excepthook = partial(_uncaught, refused=error)
             raise
@@ -36,6 +48,16 @@ def init(device: gpus.Device = "auto", timeout_s: float = DEFAULT_TIMEOUT_S) -> 
         sys.excepthook = _uncaught
     elif device not in ("auto", _world.device[:3]):
         raise UsageError(f"init('{device}'): MPI was started before, on device {_world.device}")
+    elif comm is not None:
+        from hpctrain.transport.mpi import startup
+
+        startup.check_communicator(comm)
+        if not startup.has_ranks_of(_world.link, comm):
+            raise UsageError(
+                f"init(comm=...) has {comm.size} ranks, but the World of this process was made "
+                f"before, of {_world.size} others or in another order: make sub-worlds of it by "
+                "world.split or world.subset"
+            )
     return _world
 
 
@@ -77,5 +99,11 @@ def _uncaught(
         abort.refuse(error, str(error))
     else:
         fail_alone(error)
+    code = error.exit_code if isinstance(error, HpctrainError) else 1
+    if _world is None and "mpi4py.MPI" in sys.modules:
+        from hpctrain.transport.mpi import startup
+
+        if startup.is_started_by_caller():  # its MPI_Finalize would wait for the other ranks
+            abort.abort(code)
     if isinstance(error, HpctrainError):
-        sys.exit(error.exit_code)
+        sys.exit(code)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from functools import partial
+from typing import Any
 
 from hpctrain import abort, collectives
 from hpctrain.core import launchers
@@ -19,11 +20,11 @@ from hpctrain.watch import Watch, WatchRecord
 from hpctrain.world.world import World
 
 
-def over_mpi(device: gpus.Device, timeout_s: float) -> World:
-    """Return the World of this rank; collective.
+def over_mpi(device: gpus.Device, timeout_s: float, comm: Any = None) -> World:
+    """Return the World of the ranks of `comm`, by default of all; collective over these.
 
-    Raises UsageError if the launcher belongs to another MPI than the one that mpi4py loads, or if
-    a "gpu" is not available.
+    Raises UsageError if the launcher belongs to another MPI than the one that mpi4py loads, if
+    `comm` is no intracommunicator with this rank in it, or if a "gpu" is not available.
     """
     from hpctrain.transport.mpi.installation import has_pmix, load_mpi
 
@@ -36,27 +37,29 @@ def over_mpi(device: gpus.Device, timeout_s: float) -> World:
         raise UsageError(fault)
     dev_shm.warn_if_full(launched)
     from hpctrain.transport.mpi import startup
+    from hpctrain.transport.mpi.link import MpiLink
 
-    record = WatchRecord(None, launched.rank, launched.size)
-    link = startup.start_mpi(record.entry("main"), timeout_s)
+    if comm is not None:
+        startup.check_communicator(comm)
+    comm, job_size = startup.start_mpi(comm, timeout_s), startup.job_size()
     segments.announce_segments()
-    if fault := launchers.mismatch(launched, link.size, mpi_is.vendor, mpi_is.libmpi):
-        if link.size == 1:  # several ranks of different jobs would wait for each other for ever
+    if fault := launchers.mismatch(launched, job_size, mpi_is.vendor, mpi_is.libmpi):
+        if job_size == 1:  # several ranks of different jobs would wait for each other for ever
             startup.finalize_mpi()
         raise UsageError(fault)
+    record = WatchRecord(None, comm.rank, comm.size)
+    link = MpiLink(comm, record.entry("main"))
     gather = partial(collectives.all_gather_bytes, link)
     host = rank_placement.node_name(gather, link.rank)
     places, verdict, bindings = rank_placement.exchange_placements(link, gather, host, placement)
-    hosts = tuple(binding.host for binding in bindings)
     world = World(
         link,
-        hosts,
-        local_rank=hosts[: link.rank].count(host),
+        places,
         concurrent=startup.is_thread_safe(),
         transport="mpi",
+        job_size=job_size,
         record=record,
         gpu=placement.gpu,
-        places=places,
         verdict=verdict,
         bindings=bindings,
     )

@@ -33,28 +33,28 @@ Report = Callable[[str], None]  #: called with the text that names the ranks of 
 
 @dataclass(repr=False)
 class World:
-    """All ranks, from the point of view of one of them."""
+    """Ranks that work together, from the point of view of one of them."""
 
     link: Link  #: the main thread's; others are made by `link_for`
-    hosts: tuple[str, ...]  #: of each rank
-    local_rank: int = 0
+    places: tuple[RankPlace, ...]  #: of each rank: its node, and its GPU where it has one
     concurrent: bool = True  #: whether several threads may communicate at once
     transport: str = "local"
+    job_size: int = 1  #: number of processes that end with this one
     record: WatchRecord | None = None  #: of the link operations that wait; None among threads
     gpu: gpus.Gpu | None = None  #: the one this rank computes on; None: on its cores
-    places: tuple[RankPlace, ...] = ()  #: of each rank: its node, and its GPU where it has one
     verdict: Verdict = STAGED_VERDICT  #: the path of GPU memory between ranks
     bindings: tuple[RankBinding, ...] = ()  #: of each rank at the start; none among threads
     trace: Trace = field(default_factory=Trace)  #: of the spans of all threads
     #: records the reason why this rank ends
     on_failure: Callable[[BaseException], Any] | None = None
     purpose_links: dict[str, list[Link]] = field(default_factory=dict)  #: of other threads
+    parent: World | None = None  #: of which this is a sub-world
+    sub_worlds: list[World] = field(default_factory=list)
     main: Group = field(init=False)  #: all ranks, for the main thread; its scratch is kept
     memory: NodeMemory = field(init=False)  #: memory shared by the ranks of this node
 
     def __post_init__(self) -> None:
         """Split the ranks by node, share memory, and fix the choices of `auto`; collective."""
-        self.places = self.places or tuple(RankPlace(host, "") for host in self.hosts)
         self.main = group_over_nodes(self.link, self.host)
         gather = partial(collectives.all_gather_bytes, self.node)
         self.memory = NodeMemory(self.node, gather)
@@ -86,8 +86,18 @@ class World:
         return self.main.across
 
     @property
+    def hosts(self) -> tuple[str, ...]:
+        """The node of each rank."""
+        return tuple(place.node for place in self.places)
+
+    @property
     def host(self) -> str:
-        return self.hosts[self.rank]
+        return self.places[self.rank].node
+
+    @property
+    def local_rank(self) -> int:
+        """The rank among those of this node."""
+        return self.node.rank
 
     @property
     def device(self) -> str:
@@ -120,6 +130,46 @@ class World:
         """
         return self.memory.zeros(length, dtype)
 
+    def over(self, link: Link) -> World:
+        """Return the World of the ranks of `link`, which are among ours; collective over them."""
+        texts = collectives.all_gather_bytes(link, str(self.rank).encode())
+        ranks = [int(text) for text in texts]
+        world = replace(
+            self,
+            link=link,
+            places=tuple(self.places[rank] for rank in ranks),
+            bindings=tuple(self.bindings[rank] for rank in ranks if self.bindings),
+            trace=Trace(),
+            on_failure=None,
+            purpose_links={},
+            parent=self,
+            sub_worlds=[],
+        )
+        self.sub_worlds.append(world)
+        return world
+
+    def split(self, color: int, key: int | None = None) -> World:
+        """Return the World of the ranks that give the same `color`; all ranks must call.
+
+        Its ranks are ordered by `key`, by default by their rank here. Sub-worlds train different
+        models at once: `Trainer(..., world=world.split(world.rank % 2))`. An error that a rank of
+        one does not catch ends the whole job.
+        """
+        return self.over(self.link.split(color, self.rank if key is None else key))
+
+    def subset(self, ranks: Sequence[int], tag: int = 0) -> World:
+        """Return the World of `ranks`, in this order; these alone must call, all with the same.
+
+        Calls that may be under way at once in several threads need different tags. Raises
+        UsageError if `ranks` are not different ranks, with this one among them.
+        """
+        if self.rank not in ranks or sorted({*ranks} & {*range(self.size)}) != sorted(ranks):
+            raise UsageError(
+                f"subset takes different ranks of 0 to {self.size - 1}, and is called by these "
+                f"alone; rank {self.rank} called it with {list(ranks)}"
+            )
+        return self.over(self.link.create_group(tuple(ranks), tag))
+
     def group_for(self, purpose: str, alone: bool = False) -> Group:
         """Return another thread's group of all ranks; collective.
 
@@ -149,15 +199,18 @@ class World:
 
     def abort(self, error: BaseException) -> None:
         """Print this rank's error, and abort the job: the other ranks wait for this one."""
+        if self.parent is not None:
+            return self.parent.abort(error)
         abort.report(error, f"rank {self.rank} on {self.host}", self.rank, self.size)
-        if self.size > 1:
+        if self.job_size > 1:
             abort.abort(error.exit_code if isinstance(error, HpctrainError) else 1)
 
     def _register(self, purpose: str, *links: Link) -> list[Link]:
         """Return `links` of another thread, whose waiting calls are recorded from now on."""
         self.purpose_links[purpose] = list(links)
         if self.record is not None:
-            self._record_in(self.record)
+            for link in links:
+                link.record_waits_in(self.record.entry(purpose))
         return self.purpose_links[purpose]
 
     def gather(self, text: str) -> list[str]:
@@ -226,6 +279,8 @@ class World:
         for thread, links in {"main": self.main.links, **self.purpose_links}.items():
             for link in links:
                 link.record_waits_in(record.entry(thread))
+        for world in self.sub_worlds:
+            world._record_in(record)
 
 
 def over_threads(link: Link, hosts: Sequence[str] = ()) -> World:
@@ -233,5 +288,5 @@ def over_threads(link: Link, hosts: Sequence[str] = ()) -> World:
 
     `hosts` of the ranks may be invented: ranks of one host are a node.
     """
-    hosts = tuple(hosts) or (socket.gethostname(),) * link.size
-    return World(link, hosts, hosts[: link.rank].count(hosts[link.rank]))
+    hosts = hosts or (socket.gethostname(),) * link.size
+    return World(link, tuple(RankPlace(host) for host in hosts))

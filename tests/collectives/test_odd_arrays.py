@@ -18,6 +18,7 @@ from ranks import on_ranks
 
 from hpctrain.collectives import ALLREDUCE, DTYPES, all_gather_bytes
 from hpctrain.collectives.reductions.operations import operation_names
+from hpctrain.transport.paths import RankPlace
 from hpctrain.user_collectives import calls
 from hpctrain.world import World
 
@@ -185,4 +186,4 @@ def over_two_nodes(plain: World) -> World:
     """Return the World of the same ranks on two nodes, of which the first may have one more."""
     half = (plain.size + 1) // 2
     hosts = "a" * half + "b" * (plain.size - half)
-    return World(plain.link, tuple(hosts), plain.rank % half, transport=plain.transport)
+    return World(plain.link, tuple(map(RankPlace, hosts)), transport=plain.transport)

@@ -15,6 +15,7 @@ from hpctrain.gradients.replica import Batch, ModelReplica
 from hpctrain.training import recipe, runs
 from hpctrain.training.run_options import FitOptions
 from hpctrain.training.trainer import Trainer
+from hpctrain.transport.paths import RankPlace
 from hpctrain.world import World
 
 SAMPLES, BATCH, STEPS = 151, 37, 26  # the last batch of an epoch has 3 samples: fewer than 5 ranks
@@ -32,7 +33,9 @@ def digits() -> data.Dataset:
 
 def trained(world, engine, optimizer, steps: int = STEPS, **options) -> np.ndarray:
     """Return the parameters after training: those that are evaluated and saved."""
-    world = World(world.link, HOSTS[: world.size], concurrent=world.concurrent)
+    world = World(
+        world.link, tuple(map(RankPlace, HOSTS[: world.size])), concurrent=world.concurrent
+    )
     built = MODEL.build((8, 8), 10)
     trainer = Trainer(built, optimizer, engine, precision="float64", world=world)
     trainer.fit(digits(), steps=steps, batch=BATCH, **options)

@@ -20,6 +20,7 @@ from hpctrain.engines.engine import BLOCK_ELEMENTS
 from hpctrain.gradients.arena import params_sha256
 from hpctrain.gradients.replica import ModelReplica
 from hpctrain.training.trainer import Trainer
+from hpctrain.transport.paths import RankPlace
 from hpctrain.transport.shared_memory.host import NodeMemory
 from hpctrain.world import World
 
@@ -86,7 +87,8 @@ def test_the_update_is_that_of_one_rank(ranks, method, precision):
 
 def update_of_one_rank(world, engine, method: str, precision: str, hosts: str = ""):
     """Compare with one rank's update; `hosts` are those of ranks that share, a letter each."""
-    world = World(world.link, tuple(hosts), concurrent=world.concurrent) if hosts else world
+    if hosts:
+        world = World(world.link, tuple(map(RankPlace, hosts)), concurrent=world.concurrent)
     link = world.node if hosts else world.link
     observed, state, param = sharded(world, method, precision, engine)
     names = [name for name in state if name != "step"]

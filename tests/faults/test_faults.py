@@ -207,10 +207,9 @@ def test_a_disk_full_of_checkpoints_has_no_room_for_the_trace(digits):
 NEVER_COMES = """
 import os, sys, time
 from hpctrain.transport.mpi import startup
-from hpctrain.watch import WatchRecord
 if "1" in (os.environ.get("PMI_RANK"), os.environ.get("OMPI_COMM_WORLD_RANK")):
     time.sleep(20)
-startup.start_mpi(WatchRecord(None, 0, 2).entry("main"), timeout_s=2)
+startup.start_mpi(None, timeout_s=2)
 """
 
 

@@ -41,7 +41,7 @@ ALL_PEERS = -1  # the peer in the watch's record if a call waits for all ranks
 class MpiLink:
     """One rank's view of a communicator; see `hpctrain.transport.link.Link`."""
 
-    def __init__(self, comm: MPI.Comm, entry: Entry, max_piece_bytes: int = MAX_PIECE_BYTES):
+    def __init__(self, comm: MPI.Intracomm, entry: Entry, max_piece_bytes: int = MAX_PIECE_BYTES):
         """Take over `comm` for exclusive use; `entry` is this thread's watch record."""
         self.rank, self.size = comm.rank, comm.size
         self.bytes_sent = self.messages_sent = self.host_bytes = 0
@@ -53,7 +53,7 @@ class MpiLink:
         self.paths: tuple[Path, ...] = ()  #: to each rank; empty if no rank has a GPU
         self.path_thresholds: tuple[Thresholds, ...] = ()
         self.queues: transfers.TransferQueues | None = None
-        self._comm = comm
+        self.comm = comm
         self.status = MPI.Status()
 
     def isend(self, x: np.ndarray, dest: int) -> Request:
@@ -97,13 +97,24 @@ class MpiLink:
     def split(self, color: int, key: int) -> MpiLink:
         """Return the link of the ranks of the same `color`, ordered by `key`; all must call."""
         self.entry.enter(b"split", ALL_PEERS, 0)
-        link = self._derive_link(self._comm.Split(color, key))
+        link = self._derive_link(MPI.Intracomm(self.comm.Split(color, key)))
+        self.entry.leave()
+        return link
+
+    def create_group(self, ranks: Sequence[int], tag: int = 0) -> MpiLink:
+        """Return the link of `ranks` of this link, in this order; these alone must call."""
+        self.entry.enter(b"create_group", ALL_PEERS, 0)
+        whole = self.comm.Get_group()
+        group = whole.Incl(ranks)
+        link = self._derive_link(self.comm.Create_group(group, tag))
+        group.Free()
+        whole.Free()
         self.entry.leave()
         return link
 
     def view(self) -> MpiLink:
         """Return this link for a second thread: of the two, one may only send, one only receive."""
-        return self._derive_link(self._comm)
+        return self._derive_link(self.comm)
 
     def set_paths(self, paths: Sequence[Path], path_thresholds: Sequence[Thresholds] = ()) -> None:
         """Give GPU arrays to MPI only if `paths` allow it; see Link; all must call."""
@@ -115,7 +126,7 @@ class MpiLink:
         if self.paths:
             return self._barrier_with_progress()
         self.entry.enter(b"barrier", ALL_PEERS, 0)
-        self._comm.Barrier()
+        self.comm.Barrier()
         self.entry.leave()
 
     def wait_for(
@@ -132,7 +143,7 @@ class MpiLink:
             os.sched_yield()
             polls += 1
             if polls % POLLS_PER_PROBE == 0:
-                self._comm.Iprobe(self.rank, TAG)
+                self.comm.Iprobe(self.rank, TAG)
                 if time.monotonic() > nap_start_s:
                     time.sleep(NAP_S)
         self.entry.leave()
@@ -145,21 +156,21 @@ class MpiLink:
         """
         self.entry.enter(b"window", ALL_PEERS, nbytes)
         try:
-            window = MPI.Win.Allocate_shared(nbytes, 1, comm=MPI.Intracomm(self._comm))
+            window = MPI.Win.Allocate_shared(nbytes, 1, comm=self.comm)
         except MPI.Exception:
             self.entry.leave()
             return []
         pages = [window.Shared_query(rank)[0] for rank in range(self.size)]
         arrays = [np.frombuffer(page, np.uint8) for page in pages]  # type: ignore[call-overload]
         arrays[self.rank][:] = 0
-        self._comm.Barrier()
+        self.comm.Barrier()
         self.entry.leave()
         return arrays
 
     @property
     def native(self) -> MpiCollectives:
         """MPI's own collectives on these ranks."""
-        return MpiCollectives(self._comm, self)
+        return MpiCollectives(self.comm, self)
 
     def record_waits_in(self, entry: Entry) -> None:
         """Record waiting calls in the watch's `entry` from now on."""
@@ -171,8 +182,8 @@ class MpiLink:
 
     def free(self) -> None:
         """Give the communicator back to MPI; all its ranks must call, and none may use it after."""
-        if self._comm != MPI.COMM_NULL:  # a view may have freed it
-            self._comm.Free()
+        if self.comm != MPI.COMM_NULL:  # a view may have freed it
+            self.comm.Free()
 
     def count_message(self, nbytes: int) -> None:
         """Count a message of `nbytes`."""
@@ -192,38 +203,38 @@ class MpiLink:
 
     def post_send(self, message: Sequence[requests.Spec], dest: int) -> requests.MpiRequest:
         """Start to send a message."""
-        pieces = [self._comm.Isend(piece, dest, TAG) for piece in message]
+        pieces = [self.comm.Isend(piece, dest, TAG) for piece in message]
         return requests.MpiRequest(self, pieces, dest, 0, b"wait for isend")
 
     def post_receive(self, message: Sequence[requests.Spec], source: int) -> requests.MpiRequest:
         """Start to receive a message."""
-        pieces = [self._comm.Irecv(piece, source, TAG) for piece in message]
+        pieces = [self.comm.Irecv(piece, source, TAG) for piece in message]
         expected_bytes = sum(nbytes for _, nbytes, _ in message)
         return requests.MpiRequest(self, pieces, source, expected_bytes, b"wait for irecv")
 
-    def _derive_link(self, comm: MPI.Comm) -> MpiLink:
+    def _derive_link(self, comm: MPI.Intracomm) -> MpiLink:
         """Return a link over `comm` whose ranks are among ours."""
         link = MpiLink(comm, self.entry, self.max_piece_bytes)
         link.sleeps_while_waiting = self.sleeps_while_waiting
         if self.paths:
-            ranks = comm.group.Translate_ranks(list(range(comm.size)), self._comm.group)
+            ranks = comm.group.Translate_ranks(list(range(comm.size)), self.comm.group)
             link.set_paths([self.paths[r] for r in ranks], [self.path_thresholds[r] for r in ranks])
         return link
 
     def _barrier_with_progress(self) -> None:
         """Wait for all ranks; meanwhile post pending messages, since others may wait for them."""
-        request = self._comm.Ibarrier()
+        request = self.comm.Ibarrier()
         self.wait_for(request.Test, b"barrier")
 
     def _exchange_arrays(self, x: np.ndarray, dest: int, inbox: np.ndarray, source: int) -> None:
         status, size = self.status, inbox.nbytes
         if self.sleeps_while_waiting:
             sleeping_wait = requests.SleepingWait()  # not the link's: its pace is that of segments
-            receive = self._comm.Irecv(buffer_spec(inbox), source, TAG)
-            finish_piece(self._comm.Isend(buffer_spec(x), dest, TAG), status, sleeping_wait)
+            receive = self.comm.Irecv(buffer_spec(inbox), source, TAG)
+            finish_piece(self.comm.Isend(buffer_spec(x), dest, TAG), status, sleeping_wait)
             received_bytes = finish_piece(receive, status, sleeping_wait)
         else:
-            self._comm.Sendrecv(buffer_spec(x), dest, TAG, buffer_spec(inbox), source, TAG, status)
+            self.comm.Sendrecv(buffer_spec(x), dest, TAG, buffer_spec(inbox), source, TAG, status)
             received_bytes = status.Get_count(MPI.BYTE)
         if received_bytes != size:
             raise self.make_call_error("sendrecv", source, size, f"{received_bytes} came")

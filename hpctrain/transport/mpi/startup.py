@@ -12,8 +12,9 @@ import threading
 import time
 import warnings
 
+from hpctrain.core.errors import OwnRankError, UsageError
+from hpctrain.transport.link import Link
 from hpctrain.transport.mpi.link import MpiLink
-from hpctrain.watch import Entry
 
 from mpi4py import MPI  # isort: skip  (link.py has kept mpi4py from starting MPI)
 
@@ -22,22 +23,53 @@ from mpi4py import MPI  # isort: skip  (link.py has kept mpi4py from starting MP
 INIT_SKEW_S = 0.05
 
 
-def start_mpi(entry: Entry, timeout_s: float) -> MpiLink:
-    """Start MPI with THREAD_MULTIPLE unless it is running, and return a link to all ranks.
+_started_here = False  # else whoever has started MPI finalizes it
 
-    If a rank never comes, the others exit after `timeout_s` with their stacks and exit code 1.
+
+def start_mpi(comm: MPI.Intracomm | None, timeout_s: float) -> MPI.Intracomm:
+    """Start MPI with THREAD_MULTIPLE unless it is running; return a duplicate of `comm`.
+
+    By default of all ranks. If a rank never comes, the others exit after `timeout_s` with their
+    stacks and exit code 1.
     """
+    global _started_here
+    # mpi4py holds the interpreter's lock in MPI_Init, so no Python thread could time it.
+    faulthandler.dump_traceback_later(timeout_s, exit=True)
     if not MPI.Is_initialized():
-        # mpi4py holds the interpreter's lock in MPI_Init, so no Python thread could time it.
-        faulthandler.dump_traceback_later(timeout_s, exit=True)
         with warnings.catch_warnings():
             # mpi4py warns of a foreign launcher; `hpctrain.init` warns once, with a remedy.
             warnings.filterwarnings("ignore", "suspicious MPI", RuntimeWarning)
             MPI.Init_thread(MPI.THREAD_MULTIPLE)
-        faulthandler.cancel_dump_traceback_later()
         if MPI.COMM_WORLD.size > 1 and MPI.Get_library_version().startswith("Open MPI v5.0"):
             time.sleep(INIT_SKEW_S)
-    return MpiLink(MPI.COMM_WORLD.Dup(), entry)
+        _started_here = True
+    duplicate = (MPI.COMM_WORLD if comm is None else comm).Dup()
+    faulthandler.cancel_dump_traceback_later()
+    duplicate.Set_errhandler(MPI.ERRORS_RETURN)  # mpi4py then raises; a user's may end the job
+    return duplicate
+
+
+def job_size() -> int:
+    """Return the number of ranks that the launcher has started."""
+    return MPI.COMM_WORLD.size
+
+
+def check_communicator(comm: object) -> None:
+    """Raise UsageError unless `comm` is an intracommunicator of mpi4py with this rank in it."""
+    expected = "init(comm=...) takes an intracommunicator of mpi4py"
+    if MPI.Is_finalized():
+        raise UsageError(f"{expected}, but MPI is finalized")
+    if not isinstance(comm, MPI.Comm):
+        raise UsageError(f"{expected}, not {comm!r}")
+    if comm == MPI.COMM_NULL:
+        raise OwnRankError(f"{expected}, not COMM_NULL: ranks outside of it do not call init")
+    if not isinstance(comm, MPI.Intracomm):
+        raise UsageError(f"{expected}, not an intercommunicator: use one of its two groups")
+
+
+def has_ranks_of(link: Link, comm: MPI.Intracomm) -> bool:
+    """Return whether `comm` has the same ranks as `link`, in the same order."""
+    return isinstance(link, MpiLink) and MPI.Comm.Compare(link.comm, comm) == MPI.CONGRUENT
 
 
 def is_thread_safe() -> bool:
@@ -50,9 +82,17 @@ def is_running() -> bool:
     return MPI.Is_initialized() and not MPI.Is_finalized()
 
 
+def is_started_by_caller() -> bool:
+    """Return whether MPI was running when `start_mpi` was called, and still is."""
+    return is_running() and not _started_here
+
+
 def finalize_mpi() -> None:
-    """Finalize MPI after a barrier: a launcher may treat a rank that exits early as lost."""
-    if is_running():
+    """Finalize MPI, if it was started here, after a barrier of all ranks.
+
+    A launcher may treat a rank that exits early as lost.
+    """
+    if is_running() and _started_here:
         MPI.COMM_WORLD.Barrier()
         MPI.Finalize()
 

@@ -29,10 +29,10 @@ class Hub:
         self.mailboxes: dict[tuple[int, int], deque[SentMessage]] = defaultdict(deque)  # (from, to)
         self.barrier = threading.Barrier(size)
         self.items: list[Any] = [None] * size  # one item per rank, readable by all ranks
-        self.children: dict[tuple[int, int], Hub] = {}
+        self.children: dict[tuple[int, ...], Hub] = {}
 
-    def child(self, key: tuple[int, int], size: int) -> Hub:
-        """Return the hub of a split; its first member creates it."""
+    def child(self, key: tuple[int, ...], size: int) -> Hub:
+        """Return the hub of some of the ranks; its first member creates it."""
         with self.lock:
             if key not in self.children:
                 self.children[key] = Hub(size, self.timeout_s, self.failure)

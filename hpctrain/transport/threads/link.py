@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
@@ -44,6 +44,7 @@ class LocalLink:
         self.hub = hub
         self.pending_receives: dict[int, deque[_Receive]] = defaultdict(deque)
         self._splits = 0
+        self._groups: Counter[tuple[int, ...]] = Counter()
 
     def isend(self, x: np.ndarray, dest: int) -> Request:
         """Start to send `x` to rank `dest`."""
@@ -84,6 +85,13 @@ class LocalLink:
         members = sorted((k, r) for r, (c, k) in enumerate(colors) if c == color)
         hub = self.hub.child((self._splits, color), len(members))
         return self._derive_link(hub, members.index((key, self.rank)), [r for _, r in members])
+
+    def create_group(self, ranks: Sequence[int], tag: int = 0) -> LocalLink:
+        """Return the link of `ranks` of this link, in this order; these alone must call."""
+        group = (tag, *ranks)
+        self._groups[group] += 1  # the members count alike: they call in the same order
+        hub = self.hub.child((self._groups[group], *group), len(ranks))
+        return self._derive_link(hub, ranks.index(self.rank), ranks)
 
     def view(self) -> LocalLink:
         """Return this link for a second thread: of the two, one may only send, one only receive."""
