@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         all_gather,
         all_to_all,
         allreduce,
+        barrier,
         bind,
         broadcast,
         gather,
@@ -36,6 +37,7 @@ __all__ = [
     "all_gather",
     "all_to_all",
     "allreduce",
+    "barrier",
     "bind",
     "broadcast",
     "callbacks",
@@ -64,7 +66,9 @@ _MODULE_OF = {
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
-        raise AttributeError(f"module 'hpctrain' has no attribute {name!r}")
+        from hpctrain.core.lazy import NoAttributeError
+
+        raise NoAttributeError("hpctrain", name)
     if name in _PACKAGES:
         return import_module(f"hpctrain.{name}")
     if name == "callbacks":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
@@ -139,13 +140,46 @@ def test_reprs_are_short():
     assert trainer.startswith("Trainer(Model(linear1, ") and "AllReduce(" in trainer
 
 
-def test_a_barrier_waits_for_all_ranks():
+@pytest.mark.parametrize("barrier", [ht.World.barrier, ht.barrier])
+def test_a_barrier_waits_for_all_ranks(barrier):
     arrived = []
 
     def body(link):
         world = over_threads(link)
         arrived.append(link.rank)
-        world.barrier()
+        barrier(world)
         return len(arrived)
 
     assert run_ranks(4, body) == [4] * 4
+
+
+def test_the_summary_of_a_model_is_a_table_of_its_layers():
+    assert model().summary().splitlines() == [
+        "layer             output shape  parameters",
+        "linear1 (Linear)  (8,)                  40",
+        "relu1 (ReLU)      (8,)                   0",
+        "linear2 (Linear)  (3,)                  27",
+        "total                                   67",
+    ]
+
+
+# An attribute that a user guesses -> the public name that is suggested
+GUESSES = {
+    "engines.LocalSGD": "LocalSgd",
+    "optim.cosine": "schedules.cosine",
+    "data.DataSet": "Dataset",
+    "nn.Conv2D": "Conv2d",
+    "EarlyStopping": "callbacks.EarlyStop",
+    "Linear": "nn.Linear",
+    "xyzzy": None,
+}
+
+
+@pytest.mark.parametrize("guess", GUESSES)
+def test_an_unknown_attribute_suggests_a_public_name(guess):
+    with pytest.raises(AttributeError) as error:
+        attrgetter(guess)(ht)
+    expected = f"; did you mean '{GUESSES[guess]}'?" if GUESSES[guess] else ""
+    package = ".".join(["hpctrain", *guess.split(".")[:-1]])
+    name = guess.split(".")[-1]
+    assert str(error.value) == f"module '{package}' has no attribute '{name}'{expected}"

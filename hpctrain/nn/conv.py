@@ -27,9 +27,12 @@ from hpctrain.nn.layer import Key, Parameter, Shape, he_normal, require_at_least
 def count_windows(shape: Shape, window: int, stride: int, padding: int = 0) -> tuple[int, int]:
     """Return (oh, ow), the windows in an image of `shape`; raise UsageError if none fits."""
     if len(shape) != 3:
-        raise UsageError(f"expected images (h, w, channels), seen {shape}")
+        raise UsageError(f"expected images (height, width, channels), seen {shape}")
     if min(shape[:2]) + 2 * padding < window:
-        raise UsageError(f"expected images of at least {window} x {window}, seen {shape}")
+        raise UsageError(
+            f"expected images (height, width, channels) of at least {window} x {window}, "
+            f"seen {shape}"
+        )
     oh, ow = ((length + 2 * padding - window) // stride + 1 for length in shape[:2])
     return oh, ow
 

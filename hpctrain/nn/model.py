@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -55,9 +55,26 @@ class Model:
         self._use_counts = Counter(name for names in self._names for name in names.values())
 
     def __repr__(self) -> str:
-        parameters = sum(prod(parameter.shape) for parameter in self.parameters.values())
         shapes = f"{self.input_shape} -> {self.output_shape}"
-        return f"Model({', '.join(self.layers)}: {shapes}, {parameters:,} parameters)"
+        total = self._count_elements(self.parameters)
+        return f"Model({', '.join(self.layers)}: {shapes}, {total:,} parameters)"
+
+    def summary(self) -> str:
+        """Return a table with the output shape of a sample and the parameters of each layer."""
+        shapes = infer_shapes(self.layers, self.input_shape)[1:]
+        rows = [("layer", "output shape", "parameters")]
+        rows += [
+            (f"{name} ({type(layer).__name__})", str(shape), f"{self._count_elements(own):,}")
+            for (name, layer), shape, own in zip(
+                self.layers.items(), shapes, map(dict.values, self._names), strict=True
+            )
+        ]
+        rows.append(("total", "", f"{self._count_elements(self.parameters):,}"))
+        first, second, third = (max(map(len, column)) for column in zip(*rows, strict=True))
+        return "\n".join(f"{a:{first}}  {b:{second}}  {c:>{third}}" for a, b, c in rows)
+
+    def _count_elements(self, names: Iterable[str]) -> int:
+        return sum(prod(self.parameters[n].shape) for n in names if n in self.parameters)
 
     @property
     def targets(self) -> int:

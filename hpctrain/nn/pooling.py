@@ -70,7 +70,7 @@ class MeanPool:
 
     def output_shape(self, shape: Shape) -> Shape:
         if len(shape) != 3:
-            raise UsageError(f"expected images (h, w, channels), seen {shape}")
+            raise UsageError(f"expected images (height, width, channels), seen {shape}")
         return shape[2:]
 
     def parameters(self, shape: Shape) -> dict[str, Parameter]:

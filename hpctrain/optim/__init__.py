@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from hpctrain.core.lazy import lazy_names
 from hpctrain.optim import schedules
 from hpctrain.optim.adamw import AdamWOptions, adamw
 from hpctrain.optim.lamb import LambOptions, lamb
@@ -21,6 +22,8 @@ SCHEDULES: dict[str, Any] = {
     "cosine": CosineOptions,
     "step": StepOptions,
 }
+
+__getattr__ = lazy_names(__name__, {})  # for the nearest name in the error
 
 __all__ = [
     "OPTIMIZERS",

@@ -12,6 +12,8 @@ import pydantic
 from hpctrain.config import options
 from hpctrain.optim.optimizer import Schedule
 
+__all__ = ["constant", "cosine", "step", "warm_up"]
+
 MAX_EPOCHS = 1e9  #: longer than any run; the product with the steps per epoch cannot overflow
 Epochs = Annotated[float, pydantic.Field(ge=0, le=MAX_EPOCHS)]
 PositiveEpochs = Annotated[float, pydantic.Field(gt=0, le=MAX_EPOCHS)]

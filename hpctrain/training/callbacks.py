@@ -20,6 +20,8 @@ from hpctrain import config
 from hpctrain.core.errors import HpctrainError
 from hpctrain.core.metrics import Metric, better
 
+__all__ = ["Callbacks", "EarlyStop"]
+
 Row = dict[str, Any]
 Function = Callable[[Row], Any]
 

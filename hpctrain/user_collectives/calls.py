@@ -237,6 +237,11 @@ def all_to_all(x: np.ndarray, world: World | None = None, check: bool = True) ->
     return out
 
 
+def barrier(world: World | None = None) -> None:
+    """Wait until every rank has called this; collective."""
+    (world or init()).barrier()
+
+
 def _validate_and_match(
     world: World, name: str, x: Any, *, check: bool, **arguments: Any
 ) -> tuple[np.ndarray, Any]:
