@@ -80,7 +80,6 @@ def on_gpus(world, way="cuda-aware", apart=False):
     """Pretend that every rank has a GPU, and that such is the way between them."""
     nodes = [f"n{rank}" if apart else "n" for rank in range(world.size)]
     world.places = tuple(RankPlace(node, f"GPU-{rank}") for rank, node in enumerate(nodes))
-    world.hosts = tuple(nodes)
     world.gpu = Gpu(0, f"GPU-{world.rank}", "")
     node = world.node
     gather = lambda reported: all_gather_bytes(node, reported)  # noqa: E731
