@@ -42,7 +42,7 @@ ROOMS = {
     "engines/gossip": (6, 750),
     "engines/local_sgd": (4, 510),
     "engines/parameter_server": (12, 1850),
-    "engines/synchronous": (9, 1120),
+    "engines/synchronous": (9, 1150),
     "gradients": (9, 1200),
     "gradients/compress": (7, 900),
     "hardware": (7, 650),

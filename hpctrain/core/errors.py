@@ -51,6 +51,10 @@ class OwnRankError(UsageError):
     """A UsageError that other ranks do not share."""
 
 
+class ModelError(UsageError):
+    """A model that does not fit the options, by its first gradient: raised before any update."""
+
+
 class GpuMemoryError(HpctrainError):
     """A GPU has too little memory; names the bytes requested and the bytes free."""
 

@@ -11,6 +11,7 @@ from typing import TypeVar
 from hpctrain.abort import FIRST_REPORT_S
 from hpctrain.core.errors import (
     HpctrainError,
+    ModelError,
     SaveError,
     StoppedError,
     TrainingError,
@@ -35,7 +36,7 @@ def summary_on_exit(journal: Journal) -> Iterator[None]:
         journal.finish("stopped", error.exit_code, str(error))
         _with_last_lines(error, journal)
         raise
-    except (TrainingError, SaveError) as error:  # raised on all ranks
+    except (TrainingError, SaveError, ModelError) as error:  # raised on all ranks
         journal.finish("failed", error.exit_code, str(error))
         _with_last_lines(error, journal)
         raise

@@ -17,6 +17,7 @@ from ranks import on_ranks, run_on
 
 from hpctrain import collectives, data, engines, nn, optim
 from hpctrain.collectives.ring import ring
+from hpctrain.core.errors import UsageError
 from hpctrain.engines.synchronous import node_shared_params, update
 from hpctrain.gradients.replica import ModelReplica
 from hpctrain.training.run_options import FitOptions
@@ -228,3 +229,40 @@ def first_gradients(world, algorithm: str, method: str) -> list[np.ndarray]:
     trainer.fit(digits(), steps=3, batch=BATCH)
     trainer.close()
     return observed
+
+
+class Unannounced(nn.Model):
+    """A model that calls `on_need` for the parameters of its `announced` layers alone."""
+
+    announced: tuple[str, ...] = ()
+
+    def gradient(self, params, grads, x, y, scale, key, on_ready, accumulate=False):
+        call = key.on_need
+
+        def on_need(name):
+            if name.startswith(self.announced):
+                call(name)
+
+        key = key._replace(on_need=on_need if self.announced else None)
+        return super().gradient(params, grads, x, y, scale, key, on_ready, accumulate)
+
+
+@pytest.mark.parametrize(
+    ("announced", "message"),
+    [((), "no call for 'a.bias' and 3 more in the first gradient;"),
+     (("a", "b.bias"), "no call for 'b.weight' in the first gradient; add the calls, or set")],
+)  # fmt: skip
+@on_ranks(2, 3, mpi=(2,))
+def test_priority_needs_a_model_that_says_when_it_reads_parameters(ranks, announced, message):
+    def body(world):
+        layers = {"flat": nn.Flatten(), "a": nn.Linear(7), "b": nn.Linear(10)}
+        model = Unannounced(layers, (8, 8))
+        model.announced = announced
+        trainer = Trainer(model, optim.sgd(0.1), engine("priority"), world=world)
+        start = trainer.replica.arena.param.copy()
+        with pytest.raises(UsageError, match=message):
+            trainer.fit(digits(), steps=3, batch=BATCH)
+        trainer.close()
+        return np.array_equal(trainer.replica.arena.param, start)
+
+    assert all(ranks(body))

@@ -141,7 +141,8 @@ class AllReduceEngine:
         if options.priority:
             parts = [slice(bucket.start, bucket.stop) for bucket in buckets]
             update = PartwiseUpdate(optimizer, self.update.state, arena.param, arena.slots, parts)
-            self._deferred_update = DeferredUpdate(self._reducer, update, times, trace)
+            names = [slot.name for slot in arena.slots]
+            self._deferred_update = DeferredUpdate(world, self._reducer, update, names, times)
         elif self._compressor is None and not on_device(arena.grad):
             self._checked_range = self.update.own
         if self.update.reduce is auto:

@@ -21,12 +21,13 @@ Parameters have the same bytes as without priority.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from hpctrain.collectives import Group
 from hpctrain.collectives.direct import direct_shared
+from hpctrain.core.errors import ModelError
 from hpctrain.engines.engine import Times
 from hpctrain.engines.synchronous.update import PartwiseUpdate
 from hpctrain.gradients import buckets
@@ -34,7 +35,6 @@ from hpctrain.gradients.arena import Arena
 from hpctrain.gradients.buckets import Bucket
 from hpctrain.gradients.reducer import Reducer, SumFunction, WireOptions
 from hpctrain.tuning import select
-from hpctrain.watch.trace import Trace
 from hpctrain.world import World
 
 #: A transfer cannot be cancelled: with priority buckets are no longer than this, or a layer.
@@ -99,18 +99,34 @@ def prefer_shared_sum(
 class DeferredUpdate:
     """Updates each bucket when the next forward pass needs it, or while that pass waits."""
 
-    def __init__(self, reducer: Reducer, update: PartwiseUpdate, times: Times, trace: Trace):
-        """`update` has the reducer's buckets as its parts."""
-        self._reducer, self._update, self._times, self._trace = reducer, update, times, trace
+    def __init__(
+        self,
+        world: World,
+        reducer: Reducer,
+        update: PartwiseUpdate,
+        names: Iterable[str],
+        times: Times,
+    ):
+        """`update` has the reducer's buckets as its parts; `names` are those of all slots."""
+        self._reducer, self._update, self._times = reducer, update, times
+        self._trace, self._on_all_ranks, self._is_checked = world.trace, world.on_all_ranks, False
+        self._unrequested_names = set(names)  # slots for which no gradient has called on_need yet
         self._unapplied: set[int] = set()  # buckets whose sums are not applied yet
 
     def begin(self) -> None:
-        """Begin to wait for the sums of a step, whose gradients are complete."""
+        """Begin to wait for the sums of a step, whose gradients are complete.
+
+        Raises ModelError if the first gradient has not called `on_need` for each parameter.
+        """
+        if not self._is_checked:
+            self._on_all_ranks(self._check_calls)
+            self._is_checked = True
         self._reducer.finish_backward()
         self._unapplied = set(range(self._reducer.bucket_count))
 
     def apply_slot(self, name: str) -> None:
         """Apply the sum of the bucket of slot `name`, unless it was applied already."""
+        self._unrequested_names.discard(name)
         number = self._reducer.bucket_number(name)
         while number in self._unapplied:
             self._apply_next(number)
@@ -132,3 +148,13 @@ class DeferredUpdate:
         self._unapplied.discard(number)
         if not self._unapplied:
             self._update.count()
+
+    def _check_calls(self) -> None:
+        if names := self._unrequested_names:
+            self._reducer.wait()  # no transfer may be under way when training ends
+            more = f" and {len(names) - 1} more" * (len(names) > 1)
+            raise ModelError(
+                "[wire] priority: expected a model that calls key.on_need(name) before it first "
+                f"reads a parameter, seen no call for '{min(names)}'{more} in the first gradient; "
+                "add the calls, or set priority = false"
+            )
