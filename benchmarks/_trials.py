@@ -69,7 +69,7 @@ class WorkerTasks:
         first, own = share(indexes, self._engine.worker or 0, self._engine.workers)
         targets = len(own) if self._engine.asynchronous else len(indexes)
         key = nn.Key(self._sampler.seed, step, first)
-        return Task(Batch(*self._train.rows(own)), 1 / max(targets, 1), key)
+        return Task(Batch.of(*self._train.rows(own)), 1 / max(targets, 1), key)
 
     def record(self, step: int, sums: nn.Sums) -> None:
         self.step = step
@@ -121,8 +121,8 @@ class Watcher:
     def accuracy(self) -> float:
         """Return the test accuracy of what would be evaluated now."""
         self._replica.arena.param[:] = evaluated_parameters(list(self.engines.values()))
-        sums = self._replica.evaluate(Batch(self._test.x, self._test.y))
-        return sums.correct / sums.count
+        sums = self._replica.evaluate(Batch.of(self._test.x, self._test.y))
+        return sums["accuracy"].mean
 
 
 def evaluated_parameters(engines: Sequence[Any]) -> np.ndarray:

@@ -138,7 +138,7 @@ def make_engine(world: World, engine_options: dict[str, Any]) -> Any:
 def make_task(world: World) -> Task:
     rng = np.random.default_rng(world.rank)
     x = rng.standard_normal((BATCH_PER_RANK, WIDTHS[0]), np.float32)
-    batch = Batch(x, rng.integers(0, WIDTHS[-1], BATCH_PER_RANK))
+    batch = Batch.of(x, rng.integers(0, WIDTHS[-1], BATCH_PER_RANK))
     return Task(batch, 1 / (BATCH_PER_RANK * world.size), nn.Key(0, 0, 0))
 
 

@@ -118,7 +118,7 @@ def random_images(n: int, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarra
 def make_own_step(model_options: Any, x: np.ndarray, y: np.ndarray) -> Step:
     model = model_options.build(x.shape[1:], 10)
     engine = SingleEngine(ModelReplica(model, 0, "float32"), optim.sgd(1e-3, 0.9))
-    batch, scale = Batch(x, y), 1 / (len(x) * model.targets)
+    batch, scale = Batch.of(x, y), 1 / (len(x) * model.targets)
     return lambda: engine.step(Task(batch, scale, nn.Key(0, 0, 0)), Flags())
 
 

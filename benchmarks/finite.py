@@ -63,7 +63,7 @@ class LossCheck:
         return on_ready
 
     def passes(self, sums: Sums) -> bool:
-        return isfinite(sums.loss)
+        return isfinite(sums["loss"].sum)
 
     def sum_passes(self, total: np.ndarray) -> bool:
         return True
@@ -195,7 +195,7 @@ def samples_for_step(world: World, engine: Any, widths: list[int]) -> int:
 def make_task(world: World, widths: list[int], samples: int) -> Task:
     rng = np.random.default_rng(world.rank)
     x = rng.standard_normal((samples, widths[0]), np.float32)
-    batch = Batch(x, rng.integers(0, widths[-1], samples))
+    batch = Batch.of(x, rng.integers(0, widths[-1], samples))
     return Task(batch, 1 / (samples * world.size), nn.Key(0, 0, 0))
 
 

@@ -116,7 +116,9 @@ def make_step(engine: Engine, world: World, model: str) -> Callable[[], object]:
     y = rng.integers(0, widths[-1], BATCH)
     first_index, own_indexes = share(np.arange(BATCH), world.rank, world.size)
     task = Task(
-        Batch(x[own_indexes], y[own_indexes]), 1 / BATCH, nn.Key(0, 0, first_index, samples=BATCH)
+        Batch.of(x[own_indexes], y[own_indexes]),
+        1 / BATCH,
+        nn.Key(0, 0, first_index, samples=BATCH),
     )
     return lambda: engine.step(task, Flags())  # type: ignore[attr-defined]
 

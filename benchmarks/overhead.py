@@ -88,11 +88,11 @@ def make_replica(widths: list[int]) -> ModelReplica:
 def make_batch(count: int, features: int, classes: int) -> Batch:
     rng = np.random.default_rng(0)
     x = rng.standard_normal((count, features)).astype(np.float32)
-    return Batch(x, rng.integers(0, classes, count))
+    return Batch.of(x, rng.integers(0, classes, count))
 
 
 def make_step(engine: SingleEngine | AllReduceEngine, batch: Batch) -> Callable[[], object]:
-    return lambda: engine.step(Task(batch, 1 / len(batch.y), nn.Key(0, 0, 0)), Flags())
+    return lambda: engine.step(Task(batch, 1 / batch.n, nn.Key(0, 0, 0)), Flags())
 
 
 def make_rows(study: str, seconds: dict[str, list[float]]) -> list[dict]:

@@ -187,7 +187,7 @@ def make_engine(world: World, engine_options: dict[str, Any]) -> Any:
 def make_task(world: World, batch: int) -> Task:
     rng = np.random.default_rng(world.rank)
     x = rng.standard_normal((batch, WIDTHS[0]), np.float32)
-    samples = Batch(x, rng.integers(0, WIDTHS[-1], batch))
+    samples = Batch.of(x, rng.integers(0, WIDTHS[-1], batch))
     return Task(samples, 1 / (batch * world.size), nn.Key(0, 0, 0))
 
 

@@ -227,7 +227,7 @@ def step_rows(world: World, clocks: Any, rounds: int) -> Iterator[dict[str, Any]
 def make_model(world: World) -> tuple[ModelReplica, Task]:
     layers = nn.MODELS["mlp"](widths=WIDTHS).build(None, None)
     x = np.random.default_rng(world.rank).normal(size=(BATCH, WIDTHS[0])).astype(np.float32)
-    batch = Batch(x, np.arange(BATCH) % WIDTHS[-1])
+    batch = Batch.of(x, np.arange(BATCH) % WIDTHS[-1])
     return ModelReplica(layers, 0, np.float32), Task(batch, 1e-3, Key(0, 0, 0))
 
 

@@ -25,18 +25,20 @@ def target(worker: int, step: int) -> np.ndarray:
 class Quadratic:
     """A Replica whose batch is b, and whose parameters begin with 0, 1, 2, ..."""
 
+    loss = nn.mean_squared_error
+
     def __init__(self, dtype: np.typing.DTypeLike = np.float64):
         self.arena = arenas.make_arena({"w": (LENGTH,)}, dtype, {"b": (8,)})
         self.arena.param[:] = np.arange(LENGTH)
 
     def gradient(self, batch, scale, key, on_ready):
         time.sleep(2e-4)  # or the first rank would be through before the last begins
-        self.arena.grad[:] = scale * (self.arena.param - batch.x)
+        self.arena.grad[:] = scale * (self.arena.param - batch.inputs)
         self.arena.buffer[:] = key.step
-        return nn.Sums(float(np.square(self.arena.grad).sum() / 2), 0, 1)
+        return {"loss": nn.Total(float(np.square(self.arena.grad).sum() / 2), 1)}
 
     def evaluate(self, batch):
-        return nn.Sums(0.0, 0, 0)
+        return {}
 
 
 class Targets:
@@ -57,7 +59,7 @@ class Targets:
         b = target(self.worker, step)
         if self._said.failed:
             b[0] = np.nan
-        return Task(Batch(b, np.zeros(1, np.int64)), 1.0, nn.Key(0, step, 0))
+        return Task(Batch(b, np.zeros(1, np.int64), 1), 1.0, nn.Key(0, step, 0))
 
     def record(self, step, sums):
         self.step = step

@@ -16,6 +16,7 @@ from hpctrain.checkpoint import Piece
 from hpctrain.commands.checkpoint import checkpoint as command
 from hpctrain.commands.evaluate import evaluate
 from hpctrain.core.errors import StoppedError, UsageError
+from hpctrain.core.metrics import Criterion
 from hpctrain.core.signals import StopRequest
 from hpctrain.data import Dataset
 from hpctrain.run_files import run_folder
@@ -24,12 +25,18 @@ from hpctrain.training.run_options import CheckpointOptions
 from hpctrain.training.trainer import Trainer
 from hpctrain.transport.threads.link import run_ranks
 
+ACCURACY, LOSS = Criterion("test_accuracy", "max"), Criterion("test_loss", "min")
 
-def save(run, step, metrics, keep=1, keep_best="test_accuracy", size=1):
+
+def save(run, step, metrics, keep=1, keep_best=ACCURACY, size=1):
     def rank(link):
         x = np.full(8, step, np.float64)
         own = [Piece("param", 4 * link.rank, 4 * size, x[:4])]
-        about = {"metrics": metrics, "keep_best": keep_best, "world_size": size}
+        about = {
+            "metrics": metrics,
+            "keep_best": keep_best and keep_best._asdict(),
+            "world_size": size,
+        }
         return checkpoint.save(run, step, own, about, link, keep, keep_best)
 
     return run_ranks(size, rank)[0]
@@ -39,24 +46,26 @@ def steps(run):
     return [result.step for result in checkpoint.listing(run) if not result.set_aside]
 
 
-# Values by step, the metric -> the steps that stay with keep = 1, the best
+# Values by step, the metric, its direction -> the steps that stay with keep = 1, the best
 SAVED = {
-    "rises": ([0.1, 0.2, 0.3], "test_accuracy", [3], 3),
-    "falls": ([0.3, 0.2, 0.1], "test_accuracy", [1, 3], 1),
-    "falls, a loss": ([0.3, 0.2, 0.1], "test_loss", [3], 3),
-    "in the middle": ([0.1, 0.3, 0.2, 0.2], "train_accuracy", [2, 4], 2),
-    "equals": ([0.1, 0.3, 0.3, 0.1], "test_accuracy", [2, 4], 2),
-    "not made": ([0.1, None, None], "test_accuracy", [1, 3], 1),
-    "not finite": ([float("nan"), 2.0, float("inf")], "test_loss", [2, 3], 2),
+    "rises": ([0.1, 0.2, 0.3], ACCURACY, [3], 3),
+    "falls": ([0.3, 0.2, 0.1], ACCURACY, [1, 3], 1),
+    "falls, a loss": ([0.3, 0.2, 0.1], LOSS, [3], 3),
+    "in the middle": ([0.1, 0.3, 0.2, 0.2], Criterion("train_accuracy", "max"), [2, 4], 2),
+    "rises, a loss": ([0.1, 0.3, 0.2, 0.2], Criterion("train_loss", "max"), [2, 4], 2),
+    "equals": ([0.1, 0.3, 0.3, 0.1], ACCURACY, [2, 4], 2),
+    "not made": ([0.1, None, None], ACCURACY, [1, 3], 1),
+    "not finite": ([float("nan"), 2.0, float("inf")], LOSS, [2, 3], 2),
 }
 
 
 @pytest.mark.parametrize("saved", SAVED)
 @pytest.mark.parametrize("size", [1, 2])
 def test_the_best_is_never_pruned(tmp_path, saved, size):
-    values, metric, stay, best = SAVED[saved]
+    values, criterion, stay, best = SAVED[saved]
+    metric = criterion.metric
     for step, value in enumerate(values, 1):
-        save(tmp_path, step, {metric: value}, keep_best=metric, size=size)
+        save(tmp_path, step, {metric: value}, keep_best=criterion, size=size)
     assert steps(tmp_path) == stay
     for link_size in (1, 3):
         loaded = run_ranks(link_size, lambda link: checkpoint.load(tmp_path, link, best=True))
@@ -81,10 +90,10 @@ def test_a_damaged_best_is_found_out_when_a_run_goes_on(tmp_path, caplog):
     for step, value in enumerate([0.1, 0.4, 0.5, 0.3], 1):
         save(tmp_path, step, {"test_accuracy": value}, keep=4)
     os.truncate(tmp_path / "checkpoints" / "step-00000003" / "part-00000.safetensors", 50)
-    observed = run_ranks(2, lambda link: checkpoint.best_value(tmp_path, "test_accuracy", link))
+    observed = run_ranks(2, lambda link: checkpoint.best_value(tmp_path, ACCURACY, link))
     assert observed == [0.4, 0.4]
     assert caplog.text.count("the best checkpoint is damaged, set aside") == 1
-    assert run_ranks(2, lambda link: checkpoint.best_value(tmp_path, "test_loss", link)) == [
+    assert run_ranks(2, lambda link: checkpoint.best_value(tmp_path, LOSS, link)) == [
         None,
         None,
     ]
@@ -118,7 +127,7 @@ def test_a_run_saves_the_best_when_it_is_made(ranks, tmp_path):
         assert evaluated["test_loss"] == pytest.approx(by_loss["test_loss"], rel=1e-5)
         assert runs.evaluate(out)["step"] == 96
         best, newest = runs.load(out, best=True), runs.load(out)
-        assert (best.arena.param != newest.arena.param).any()
+        assert (best.replica.arena.param != newest.replica.arena.param).any()
 
 
 def fit(world, out, resume):

@@ -40,6 +40,8 @@ SERIES = {
     "falls": ("test_loss", 2, 0.0, [5, 4, 3, 2, 1], None),
     "rises": ("test_accuracy", 2, 0.0, [1, 2, 3, 4], None),
     "wrong way": ("train_accuracy", 2, 0.0, [3, 2, 1], 2),
+    "min": ("train_accuracy min", 2, 0.0, [3, 2, 1], None),
+    "max": ("test_loss max", 2, 0.0, [3, 2, 1], 2),
     "the same": ("test_loss", 3, 0.0, [1, 1, 1, 1], 3),
     "comes back": ("test_loss", 2, 0.0, [5, 6, 4, 6, 6], 4),
     "too little": ("test_loss", 1, 0.5, [5, 4, 3.6], 2),
@@ -59,8 +61,10 @@ def row(step, metric, value):
 @pytest.mark.parametrize("series", SERIES)
 def test_patience(series):
     metric, patience, min_delta, values, stops = SERIES[series]
+    metric, direction = [*metric.split(), None][:2]
     rows = [row(step, metric, value) for step, value in enumerate(values)]
-    stop = EarlyStop(metric=metric, patience=patience, min_delta=min_delta)
+    keys = {"metric": metric, "direction": direction, "min_delta": min_delta}
+    stop = EarlyStop(patience=patience, **keys)
     function = stop.begin([])
     requested = [bool(function(item)) for item in rows]
     assert (requested.index(True) if any(requested) else None) == stops
@@ -245,6 +249,7 @@ def test_a_recipe_stops_early_and_is_evaluated_when_it_says(tmp_path):
 
 
 @pytest.mark.parametrize("keys", [{}, {"patience": 0}, {"patience": 1, "metric": "loss"},
+                                  {"patience": 1, "direction": "up"},
                                   {"patience": 1, "min_delta": -1.0},
                                   {"patience": 1, "min_delta": float("nan")}])  # fmt: skip
 def test_options_are_checked_in_code_too(keys):

@@ -480,17 +480,17 @@ FORGED = {
     "seed": (-1, "greater than or equal to 0, seen -1"),
     "updates_per_step": (0, "greater than 0, seen 0"),
     "staleness": ({"histogram": {"-1": 1}, "clock_gap_max": None, "dropped": 0}, "histogram"),
-    "open_row": ({"since_step": 10, "sums": [1.0, 1, 1]}, "expected less than 10, seen 10"),
+    "open_row": ({"since_step": 10, "sums": {"loss": [1.0, 1]}}, "expected less than 10, seen 10"),
     "metrics": ({"loss": 1.0}, "'about.metrics.loss"),
-    "keep_best": ("loss", "'about.keep_best'"),
-    "model": ({"input_shape": [0], "classes": 2}, "'about.model.input_shape.0'"),
+    "keep_best": ({"metric": "loss", "direction": "min"}, "'about.keep_best.metric'"),
+    "model": ({"input_shape": [0], "outputs": 2}, "'about.model.input_shape'"),
     "sample_index": (9, "sample 9 of epoch 2 cannot be that of step 10"),
     "epoch": (3, "sample 8 of epoch 3 cannot be that of step 10"),
     "weights": ({"param": {"w": {"shape": [2**40], "offset": 0}}}, "reach beyond the array"),
 }
 HONEST = {
     "step": 10, "epoch": 2, "sample_index": 8, "batch": 4, "seed": 0, "world_size": 2,
-    "updates_per_step": 1.0, "open_row": {"since_step": 9, "sums": [1.0, 1.0, 1.0]},
+    "updates_per_step": 1.0, "open_row": {"since_step": 9, "sums": {"loss": [1.0, 1.0]}},
     "weights": {"param": {"w": {"shape": [10], "offset": 0}, "b": {"shape": [], "offset": 16}}},
 }  # fmt: skip
 

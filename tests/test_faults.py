@@ -45,7 +45,7 @@ class Timed:
         for seconds, call in zip(COMPUTE, outside, strict=True):
             self.clock.now += seconds
             call()
-        return nn.Sums(1.5, 2, 3)
+        return {"loss": nn.Total(1.5, 3)}
 
 
 def gradient(options: FaultsOptions, rank: int, clock: Clock) -> list[tuple[str, float]]:
@@ -58,7 +58,7 @@ def gradient(options: FaultsOptions, rank: int, clock: Clock) -> list[tuple[str,
 
     slowed = SlowedReplica(Timed(clock), Pace(options, rank, clock.sleep, clock))
     key = KEY._replace(sum_over_ranks=take_note)
-    assert slowed.gradient(None, 1.0, key, take_note) == nn.Sums(1.5, 2, 3)
+    assert slowed.gradient(None, 1.0, key, take_note) == {"loss": nn.Total(1.5, 3)}
     return calls
 
 

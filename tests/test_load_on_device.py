@@ -70,7 +70,8 @@ def test_a_loaded_model_gives_outputs_of_the_host(made, precision, own):
     x = data.DigitsOptions().load(0).test.x[:5]
     model = nn.MlpOptions(widths=[64, 16, 10]).build((8, 8), 10) if own else None
     on_gpu, on_host = (runs.load(made(precision)[0], False, model, d) for d in ("gpu", "cpu"))
-    assert xp.on_device(on_gpu.arena.param) and not xp.on_device(on_host.arena.param)
+    assert xp.on_device(on_gpu.replica.arena.param)
+    assert not xp.on_device(on_host.replica.arena.param)
     assert type(on_gpu.predict(x)) is np.ndarray and on_gpu.predict(x).dtype == np.float32
     np.testing.assert_allclose(on_gpu.predict(x), on_host.predict(x), rtol=0.05, atol=0.05)
 

@@ -35,10 +35,12 @@ def test_a_program_in_short_forms():
         with ht.Trainer(model(), "adamw", engine="allreduce", world=over_threads(link)) as trainer:
             summary = trainer.fit((X, Y), epochs=2, batch=8, evaluate=(X, Y))
             assert trainer.summary == summary and summary["steps"] == 8
-            return trainer.predict(X), trainer.evaluate((X, Y)).count
+            return trainer.predict(X), trainer.evaluate((X, Y))
 
-    for outputs, count in run_ranks(2, body):
-        assert outputs.shape == (32, 3) and outputs.dtype == np.float32 and count == 32
+    for outputs, metrics in run_ranks(2, body):
+        assert outputs.shape == (32, 3) and outputs.dtype == np.float32
+        assert metrics["accuracy"] == (outputs.argmax(axis=1) == Y).mean()
+        assert metrics.keys() == {"loss", "accuracy"} and metrics["loss"] > 0
 
 
 def test_short_forms_equal_the_long_ones():
@@ -108,7 +110,7 @@ WRONG_TRAINERS = {
     "labels that are no integers": ({"samples": (X, X[:, 0])},
         "expected integer class labels"),
     "unequal lengths": ({"samples": (X, Y[:3])},
-        "32 samples but y has 3 labels"),
+        "32 samples but y has 3;"),
 }  # fmt: skip
 
 

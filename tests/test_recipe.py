@@ -142,7 +142,11 @@ REFUSED = {
     "no patience": (["early_stop.metric=test_loss"], "[early_stop] patience is missing"),
     "metric": (
         ["early_stop.patience=2", "early_stop.metric=loss"],
-        "[early_stop] metric: input should be 'test_loss', 'test_accuracy', 'train_loss' or",
+        "[early_stop] metric: unknown metric 'loss'; did you mean 'test_loss'?",
+    ),
+    "direction of early stop": (
+        ["early_stop.patience=2", "early_stop.direction=up"],
+        "[early_stop] direction: input should be 'min' or 'max', seen 'up'",
     ),
     "key of early stop": (["early_stop.patence=2"], "did you mean 'patience'?"),
     "both intervals": (
@@ -152,7 +156,11 @@ REFUSED = {
     "callbacks": (["run.callbacks=mine:log"], "[run] callbacks: input should be a valid list"),
     "best of what": (
         ["checkpoint.keep_best=accuracy"],
-        "[checkpoint] keep_best: input should be 'test_loss', 'test_accuracy', 'train_loss' or",
+        "[checkpoint] keep_best: unknown metric 'accuracy'; did you mean 'test_accuracy'?",
+    ),
+    "direction of nothing": (
+        ["checkpoint.keep_best_direction=max"],
+        "[checkpoint] keep_best_direction: expected the metric keep_best beside it, seen none",
     ),
     "fault": (["faults.slow=1"], "unknown key in [faults]: 'slow'; did you mean 'slow_rank'?"),
     "fast": (["faults.slow_factor=0.5"], "[faults] slow_factor: input should be greater than or"),

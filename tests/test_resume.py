@@ -92,7 +92,7 @@ def test_resumed_runs_end_with_the_same_bytes(tmp_path, stops, monkeypatch, size
         monkeypatch.undo()
     assert completed >= 2
     assert {item["params_sha256"] for item in ends} == {complete["params_sha256"]}
-    buffers = [runs.load(folder).arena.buffer for folder in (tmp_path / "whole", cut)]
+    buffers = [runs.load(folder).replica.arena.buffer for folder in (tmp_path / "whole", cut)]
     assert np.array_equal(*buffers)
     rows = run_folder.rows(cut)
     assert [r["step"] for r in rows] == sorted({r["step"] for r in rows})
@@ -141,7 +141,7 @@ def test_another_number_of_ranks_sees_the_same_batches(tmp_path, sizes, monkeypa
     monkeypatch.undo()
     ends = run_on("threads", sizes[1], lambda w: train(w, tmp_path / "cut", True, precise))[0]
     assert ends["train_loss"] == pytest.approx(complete["train_loss"], rel=1e-9)
-    models = [runs.load(tmp_path / name).arena.param for name in ("whole", "cut")]
+    models = [runs.load(tmp_path / name).replica.arena.param for name in ("whole", "cut")]
     assert abs(models[0] - models[1]).max() < 1e-10
 
 

@@ -51,7 +51,7 @@ def export(run, *options):
 
 
 def tensors_of(run):
-    arena = runs.load(run).arena
+    arena = runs.load(run).replica.arena
     return arena.views(arena.param) | arena.views(arena.buffer)
 
 
@@ -295,7 +295,9 @@ def test_a_run_is_loaded_without_its_data(made, tmp_path):
     assert 'kind = "digits"' in text
     gone = text.replace('kind = "digits"', 'kind = "npz"\npath = "gone.npz"')
     (run / run_folder.RECIPE).write_text(gone)
-    assert np.array_equal(runs.load(run).arena.param, runs.load(made("float32")).arena.param)
+    assert np.array_equal(
+        runs.load(run).replica.arena.param, runs.load(made("float32")).replica.arena.param
+    )
 
 
 def test_a_run_without_a_recipe_is_loaded_with_its_model(tmp_path):
@@ -308,7 +310,8 @@ def test_a_run_without_a_recipe_is_loaded_with_its_model(tmp_path):
 
     param = run_on("threads", 2, body)[0]
     loaded = runs.load(tmp_path / "run", model=small_model())
-    assert loaded.arena.param.dtype == np.float64 and np.array_equal(loaded.arena.param, param)
+    assert loaded.replica.arena.param.dtype == np.float64
+    assert np.array_equal(loaded.replica.arena.param, param)
     with pytest.raises(UsageError, match=r"has no recipe\.toml; .* ht\.load\(DIR, model=\.\.\.\)"):
         runs.load(tmp_path / "run")
     other = nn.Model({"a": nn.Linear(2)}, (4,))

@@ -141,7 +141,7 @@ def make_own_steps(case: Case, precision: Precision) -> Step:
     model = case.options.build(case.x.shape[1:], 10)
     replica = make_replica(model, 0, precision, on_gpu=True)
     engine, param = SingleEngine(replica, optim.sgd(1e-3, 0.9)), replica.arena.param
-    batch = Batch(*(xp.like(param, part, part.dtype) for part in (case.x, case.y)))
+    batch = Batch.of(*(xp.like(param, part, part.dtype) for part in (case.x, case.y)))
     task = Task(batch, 1 / (len(case.x) * model.targets), nn.Key(0, 0, 0))
 
     def steps() -> None:

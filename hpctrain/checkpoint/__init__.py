@@ -2,10 +2,10 @@
 
 from hpctrain.checkpoint.folder import (
     SavedCheckpoint,
-    best_metric,
+    best_criterion,
     listing,
     metric_value,
-    rank_by_metric,
+    rank_by,
 )
 from hpctrain.checkpoint.format import Piece
 from hpctrain.checkpoint.reader import Reader
@@ -17,12 +17,12 @@ __all__ = [
     "Piece",
     "Reader",
     "SavedCheckpoint",
-    "best_metric",
+    "best_criterion",
     "best_value",
     "is_checkpoint",
     "listing",
     "load",
-    "rank_by_metric",
+    "rank_by",
     "read",
     "save",
     "sweep",

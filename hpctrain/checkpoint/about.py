@@ -13,16 +13,28 @@ from math import prod
 from typing import Annotated, Any
 
 import pydantic
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from hpctrain.core.files import brief
-from hpctrain.core.metrics import Metric
+from hpctrain.core.metrics import Direction
 from hpctrain.run_files.schemas import first_fault
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Positive = Annotated[int, Field(ge=1, lt=2**63)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
+MetricName = Annotated[str, Field(pattern=r"^(train|test)_.")]
 _STRICT = pydantic.ConfigDict(strict=True, extra="forbid")
+
+
+def _must_be_shapes(shapes: Any) -> Any:
+    """Raise ValueError unless `shapes` are positive numbers, or a list or dict of such, nested."""
+    if isinstance(shapes, dict):
+        return {name: _must_be_shapes(shape) for name, shape in shapes.items()}
+    if isinstance(shapes, list) and all(isinstance(shape, list | dict) for shape in shapes):
+        return [_must_be_shapes(shape) for shape in shapes]
+    if not isinstance(shapes, list) or not all(type(n) is int and 0 < n < 2**63 for n in shapes):
+        raise ValueError("expected a list of numbers from 1 on, or a list or dict of such lists")
+    return shapes
 
 
 class TensorPlace(pydantic.BaseModel):
@@ -38,11 +50,19 @@ class TensorPlace(pydantic.BaseModel):
 
 
 class ModelFacts(pydantic.BaseModel):
-    """The shape of samples and the number of classes that the model was built for."""
+    """The shape of samples, or a tree of shapes, and the outputs that the model was built for."""
 
     model_config = _STRICT
-    input_shape: list[Positive]
-    classes: Positive | None
+    input_shape: Annotated[Any, AfterValidator(_must_be_shapes)]
+    outputs: Positive | None
+
+
+class BestFacts(pydantic.BaseModel):
+    """The metric by which the best checkpoint is kept."""
+
+    model_config = _STRICT
+    metric: MetricName
+    direction: Direction
 
 
 class OpenRow(pydantic.BaseModel):
@@ -50,7 +70,7 @@ class OpenRow(pydantic.BaseModel):
 
     model_config = _STRICT
     since_step: Count
-    sums: Annotated[list[float], Field(min_length=3, max_length=3)]
+    sums: dict[str, Annotated[list[float], Field(min_length=2, max_length=2)]]
 
 
 class StalenessFacts(pydantic.BaseModel):
@@ -85,8 +105,8 @@ class CheckpointFacts(pydantic.BaseModel):
     recipe: str | None = None
     recipe_sha256: str | None = None
     model: ModelFacts | None = None
-    metrics: dict[Metric, float | None] = {}
-    keep_best: Metric | None = None
+    metrics: dict[MetricName, float | None] = {}
+    keep_best: BestFacts | None = None
     weights: dict[str, dict[str, TensorPlace]] = {}
 
 

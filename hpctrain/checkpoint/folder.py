@@ -16,7 +16,7 @@ from hpctrain.checkpoint import manifest
 from hpctrain.checkpoint.format import NAME, DamagedError, step_name
 from hpctrain.core.errors import UsageError
 from hpctrain.core.files import FileError
-from hpctrain.core.metrics import METRICS, Metric, goodness
+from hpctrain.core.metrics import Criterion
 
 
 class SavedCheckpoint(NamedTuple):
@@ -95,27 +95,27 @@ def listing(run: Path) -> list[SavedCheckpoint]:
     return [_summarize(checkpoints / entry.name, entry) for entry in reversed(scan(checkpoints))]
 
 
-def best_metric(checkpoints: Sequence[SavedCheckpoint]) -> Metric | None:
-    """Return the metric `keep_best` of the newest checkpoint, None if it has none."""
-    metrics = [
+def best_criterion(checkpoints: Sequence[SavedCheckpoint]) -> Criterion | None:
+    """Return the criterion `keep_best` of the newest checkpoint, None if it has none."""
+    criteria = [
         saved.about.get("keep_best") for saved in checkpoints if saved.about and not saved.set_aside
     ]
-    return metrics[-1] if metrics and metrics[-1] in METRICS else None
+    return Criterion(**criteria[-1]) if criteria and criteria[-1] else None
 
 
-def metric_value(saved: SavedCheckpoint, metric: Metric) -> float | None:
+def metric_value(saved: SavedCheckpoint, metric: str) -> float | None:
     """Return the metric at the checkpoint's own step, None if not finite or not evaluated."""
     value = ((saved.about or {}).get("metrics") or {}).get(metric)
     usable = isinstance(value, float | int) and isfinite(value) and not saved.set_aside
     return value if usable else None
 
 
-def rank_by_metric(checkpoints: Sequence[SavedCheckpoint], metric: Metric) -> list[SavedCheckpoint]:
-    """Return the checkpoints with a value of `metric`, best first; of equals the earliest step."""
+def rank_by(checkpoints: Sequence[SavedCheckpoint], criterion: Criterion) -> list[SavedCheckpoint]:
+    """Return the checkpoints with a value of the metric, best first; of equals the earliest."""
     valued = [
-        (goodness(metric, value), -saved.step, i, saved)
+        (criterion.goodness(value), -saved.step, i, saved)
         for i, saved in enumerate(checkpoints)
-        if (value := metric_value(saved, metric)) is not None
+        if (value := metric_value(saved, criterion.metric)) is not None
     ]
     return [saved for *_, saved in sorted(valued, key=lambda row: row[:3], reverse=True)]
 

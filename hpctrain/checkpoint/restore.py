@@ -27,7 +27,7 @@ from hpctrain.checkpoint.agreement import (
 from hpctrain.checkpoint.format import NAME, DamagedError, params_sha256
 from hpctrain.checkpoint.reader import Reader
 from hpctrain.core.errors import UsageError
-from hpctrain.core.metrics import Metric
+from hpctrain.core.metrics import Criterion
 from hpctrain.transport.link import Link
 
 logger = logging.getLogger(__name__)
@@ -98,7 +98,7 @@ def read(path: Path, link: Link, request: RequestArrays | None = None) -> Loaded
 
 
 def best_value(
-    run: Path, metric: Metric, link: Link, verified_path: Path | None = None
+    run: Path, criterion: Criterion, link: Link, verified_path: Path | None = None
 ) -> float | None:
     """Return the value of the best whole checkpoint, None if there is none; collective.
 
@@ -106,7 +106,7 @@ def best_value(
     set aside, and the next best one takes its place.
     """
     result = gather_results(
-        link, lambda: _find_best_value(run, metric, verified_path) if link.rank == 0 else None
+        link, lambda: _find_best_value(run, criterion, verified_path) if link.rank == 0 else None
     )[0]
     if result.fault:
         raise UsageError(f"cannot look for the best checkpoint: {result.fault}")
@@ -129,10 +129,10 @@ def _newest_first(run: Path) -> list[str]:
 
 
 def _best_first(run: Path) -> list[str]:
-    metric = folder.best_metric(folder.listing(run))
+    criterion = folder.best_criterion(folder.listing(run))
     names = (
-        [saved.path.name for saved in folder.rank_by_metric(folder.listing(run), metric)]
-        if metric
+        [saved.path.name for saved in folder.rank_by(folder.listing(run), criterion)]
+        if criterion
         else []
     )
     if not names:
@@ -143,12 +143,12 @@ def _best_first(run: Path) -> list[str]:
     return names
 
 
-def _find_best_value(run: Path, metric: Metric, verified_path: Path | None) -> float | None:
-    for saved in folder.rank_by_metric(folder.listing(run), metric):
+def _find_best_value(run: Path, criterion: Criterion, verified_path: Path | None) -> float | None:
+    for saved in folder.rank_by(folder.listing(run), criterion):
         try:
             if saved.path != verified_path:
                 _check_files(saved.path)
-            return folder.metric_value(saved, metric)
+            return folder.metric_value(saved, criterion.metric)
         except DamagedError as error:
             _rename_damaged(saved.path)
             logger.warning("the best checkpoint is damaged, set aside: %s", error)

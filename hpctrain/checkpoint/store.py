@@ -39,7 +39,7 @@ from hpctrain.checkpoint.format import (
 from hpctrain.checkpoint.hashes import distinct_bounds
 from hpctrain.core.errors import SaveError, UsageError
 from hpctrain.core.files import FileError
-from hpctrain.core.metrics import Metric
+from hpctrain.core.metrics import Criterion
 from hpctrain.transport.link import Link
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ def save(
     about: dict[str, Any],
     link: Link,
     keep: int | None = None,
-    keep_best: Metric | None = None,
+    keep_best: Criterion | None = None,
     state: Mapping[str, int | str] | None = None,
 ) -> Path:
     """Save `step` from the pieces of all ranks; every rank gets the path once it is committed.
@@ -146,7 +146,7 @@ def _commit(
     return path.name
 
 
-def _prune(checkpoints: Path, newest: str, keep: int, keep_best: Metric | None) -> None:
+def _prune(checkpoints: Path, newest: str, keep: int, keep_best: Criterion | None) -> None:
     try:
         intact = [entry.name for entry in folder.scan(checkpoints) if not entry.bad]
         names = [name for name in intact if _is_folder(checkpoints / name)]
@@ -165,8 +165,8 @@ def _is_folder(path: Path) -> bool:
     return path.is_dir() and not path.is_symlink()
 
 
-def _best_names(run: Path, metric: Metric) -> list[str]:
-    return [saved.path.name for saved in folder.rank_by_metric(folder.listing(run), metric)]
+def _best_names(run: Path, criterion: Criterion) -> list[str]:
+    return [saved.path.name for saved in folder.rank_by(folder.listing(run), criterion)]
 
 
 def _on_all_ranks(link: Link, partial: Path, call: Callable[[], Any]) -> list[Any]:

@@ -23,14 +23,15 @@ def checkpoint() -> None:
 def list_checkpoints(run: Path) -> None:
     """Print a line per checkpoint in DIR, oldest first; the best one is marked."""
     entries = checkpoints.listing(run)
-    metric = checkpoints.best_metric(entries)
-    best = checkpoints.rank_by_metric(entries, metric)[:1] if metric else []
+    criterion = checkpoints.best_criterion(entries)
+    best = checkpoints.rank_by(entries, criterion)[:1] if criterion else []
     for entry in entries:
         ranks = entry.about.get("world_size", "?") if entry.about else "?"
         note = f"  (cannot be used: {entry.fault})" if entry.fault else ""
         note = "  (damaged, set aside)" if entry.set_aside else note
-        if metric and entry in best:
-            note = f"  (best {metric}: {checkpoints.metric_value(entry, metric):.6g})"
+        if criterion and entry in best:
+            value = checkpoints.metric_value(entry, criterion.metric)
+            note = f"  (best {criterion.metric}: {value:.6g})"
         click.echo(
             f"step {entry.step}  {entry.size_bytes} bytes  {ranks} ranks  {entry.path}{note}"
         )

@@ -14,7 +14,7 @@ from hpctrain.config import toml
 from hpctrain.core.errors import UsageError
 from hpctrain.core.files import brief
 
-TABLES = ("run", "model", "data", "optimizer", "schedule", "engine", "wire", "checkpoint",
+TABLES = ("run", "model", "loss", "data", "optimizer", "schedule", "engine", "wire", "checkpoint",
           "early_stop", "trace", "faults", "code")  # fmt: skip
 BATCH_KEYS = ("batch", "batch_per_rank")
 RIVALS = {

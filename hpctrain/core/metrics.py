@@ -4,30 +4,51 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import isfinite
-from typing import Literal, get_args
+from typing import Literal, NamedTuple
 
 import numpy as np
 
-Metric = Literal["test_loss", "test_accuracy", "train_loss", "train_accuracy"]
-METRICS: tuple[Metric, ...] = get_args(Metric)
+from hpctrain.core.errors import UsageError
+from hpctrain.core.names import unknown
+
+Direction = Literal["min", "max"]
+#: The direction in which each metric of the built-in losses improves.
+DIRECTIONS: dict[str, Direction] = {"loss": "min", "accuracy": "max", "rmse": "min", "r2": "max"}
+PARTS = ("test", "train")
 
 
-def goodness(metric: Metric, value: float) -> float:
-    """Return a number that is larger where `value` is better: a loss falls, an accuracy rises."""
-    return -value if metric.endswith("loss") else value
+class Criterion(NamedTuple):
+    """A metric, and the direction in which it improves."""
+
+    metric: str
+    direction: Direction
+
+    def goodness(self, value: float) -> float:
+        """Return a number that is larger where `value` is better."""
+        return value if self.direction == "max" else -value
+
+    def better(self, value: float, best: float | None, min_delta: float = 0.0) -> bool:
+        """Return whether `value` is better than `best` by more than `min_delta`.
+
+        `best` is None for no value yet.
+        """
+        if not isfinite(value):
+            return False
+        return best is None or self.goodness(value) - self.goodness(best) > min_delta
 
 
-def better(metric: Metric, value: float, best: float | None, min_delta: float = 0.0) -> bool:
-    """Return whether `value` is better than `best`, None for none yet, by more than `min_delta`."""
-    if not isfinite(value):
-        return False
-    return best is None or goodness(metric, value) - goodness(metric, best) > min_delta
+def criterion(metric: str, direction: Direction | None, place: str) -> Criterion:
+    """Return the criterion of `metric`, such as "test_loss", with its usual direction if None.
 
-
-def means(name: str, loss: float, correct: float, count: float) -> dict[str, float | None]:
-    """Return loss and accuracy of a set `name` from sums over its targets; None over none."""
-    sums = {f"{name}_loss": loss, f"{name}_accuracy": correct}
-    return {key: total / count if count else None for key, total in sums.items()}
+    A metric of a user's own loss has no usual direction. Raises UsageError, which begins with
+    `place`, for a metric that is unknown, or without a direction.
+    """
+    part, _, name = metric.partition("_")
+    if part in PARTS and name and (direction or name in DIRECTIONS):
+        return Criterion(metric, direction or DIRECTIONS[name])
+    names = [f"{part}_{name}" for name in DIRECTIONS for part in PARTS]
+    hint = "; one of a loss of your own needs a direction beside it" if part in PARTS else ""
+    raise UsageError(f"{place}: {unknown('metric', metric, names)}{hint}")
 
 
 def idle(ranks: Mapping[str, np.ndarray]) -> list[float] | None:

@@ -84,9 +84,14 @@ def line(row: Mapping[str, Any], total_steps: int) -> str:
         f"loss {_number(row['train_loss'], '.4f')}",
         f"{row['samples_per_s']:,.0f} samples/s",
     ]
-    if row.get("test_accuracy") is not None:
-        words.append(f"test accuracy {row['test_accuracy']:.4f}")
+    words += [f"{name} {value}" for name, value in _test_metrics(row).items() if value != "-"]
     return "  ".join(words)
+
+
+def _test_metrics(entries: Mapping[str, Any]) -> dict[str, str]:
+    """Return the metrics of the test set in words, without its loss."""
+    names = [key for key in entries if key.startswith("test_") and key != "test_loss"]
+    return {key.replace("_", " "): _number(entries[key], ".4f") for key in names}
 
 
 def closing_table(summary: Mapping[str, Any], text: bool = False) -> Table:
@@ -98,7 +103,7 @@ def closing_table(summary: Mapping[str, Any], text: bool = False) -> Table:
     rows = {
         "engine": f"{summary['engine']} on {ranks} rank{'s' * (ranks != 1)}, "
         f"all-reduce: {summary['algorithm'] or '-'}",
-        "test accuracy": _number(summary["test_accuracy"], ".4f"),
+        **_test_metrics(summary),
         **({"test bits per byte": _bits(summary["test_loss"])} if text else {}),
         "train loss": _number(summary["train_loss"], ".4f"),
         "samples/s": f"{summary['samples_per_s']:,.0f}",

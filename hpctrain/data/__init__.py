@@ -12,6 +12,7 @@ from hpctrain.data.dataset import Dataset, Samples, Split, in_pieces
 from hpctrain.data.prefetch import Prefetch, batches_to_read_ahead
 from hpctrain.data.resized import resize_training_set
 from hpctrain.data.sampler import Sampler, order, share
+from hpctrain.data.targets import known_targets, unwrap
 
 if TYPE_CHECKING:
     from hpctrain.data.digits import DigitsOptions
@@ -38,10 +39,12 @@ __all__ = [
     "Split",
     "TextOptions",
     "in_pieces",
+    "known_targets",
     "order",
     "read",
     "resize_training_set",
     "share",
+    "unwrap",
     "batches_to_read_ahead",
 ]
 

@@ -1,20 +1,21 @@
-"""Data sets of training and evaluation: samples with their labels.
+"""Data sets of training and evaluation: samples with their targets.
 
 `Dataset` holds samples in memory and checks them once, at its creation; other modules read files.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
+from hpctrain.core import trees
 from hpctrain.core.errors import UsageError
+from hpctrain.core.labels import find_invalid_label
 
 SAMPLES_PER_READ = 1024  #: samples read at once in a pass over all of them
-LABELS_PER_CHECK = 1 << 20  #: labels checked at once; bounds the memory for labels in files
 
 
 @runtime_checkable
@@ -22,66 +23,71 @@ class Samples(Protocol):
     """A data set, in memory or in files; users may write their own classes."""
 
     @property
-    def sample_shape(self) -> tuple[int, ...]:
-        """The shape of one sample."""
+    def sample_shape(self) -> Any:
+        """The shape of one sample; for a tree of arrays the tree of their shapes."""
 
     def __len__(self) -> int:
         """Return the number of samples."""
 
-    def rows(self, indexes: np.ndarray, epoch: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    def rows(self, indexes: np.ndarray, epoch: int = 0) -> tuple[Any, Any]:
         """Return new arrays (x, y) of the samples at `indexes`, and read no others.
 
-        `epoch` is for sets that change their samples at random, differently in each epoch. x and y
-        must depend on the arguments alone. Called by one thread, not always the main thread.
+        Both may be trees of arrays (`hpctrain.core.trees`). `epoch` is for sets that change their
+        samples at random, differently in each epoch. x and y must depend on the arguments alone.
+        Called by one thread, not always the main thread.
         """
 
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """Samples `x` (n, ...), real and finite, and their labels `y`, int64 (n,), from 0.
+    """Samples `x` and targets `y`: arrays (n, ...) of finite real numbers, or trees of such.
 
-    Raises UsageError for other lengths, dtypes or values.
+    A tree is a dict or tuple, such as {"image": images, "age": ages}. Integer targets, such as
+    class labels, become int64; which targets are valid is up to the loss. Raises UsageError for
+    other lengths, dtypes or values.
     """
 
-    x: np.ndarray
-    y: np.ndarray
+    x: Any
+    y: Any
 
     def __post_init__(self) -> None:
-        """Check both arrays and make the labels int64."""
-        fault = find_fault(self.x, self.y) or _find_value_fault(self.x, self.y)
+        """Check all arrays and make integer targets int64."""
+        fault = find_fault(self.x, self.y)
+        fault = fault or find_value_fault(range(len(self)), x=self.x, y=self.y)
         if fault:
             raise UsageError(fault)
-        object.__setattr__(self, "y", self.y.astype(np.int64))
+        object.__setattr__(self, "y", trees.map_arrays(as_targets, self.y))
 
     def __len__(self) -> int:
         """Return the number of samples."""
-        return len(self.y)
+        return trees.sample_count(self.x)
 
     @property
-    def sample_shape(self) -> tuple[int, ...]:
-        """The shape of one sample."""
-        return self.x.shape[1:]
+    def sample_shape(self) -> Any:
+        """The shape of one sample, or the tree of shapes."""
+        return trees.sample_shape(self.x)
 
-    def rows(self, indexes: np.ndarray, epoch: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    def rows(self, indexes: np.ndarray, epoch: int = 0) -> tuple[Any, Any]:
         """Return (x, y) copies of the samples at `indexes`."""
-        return self.x[indexes], self.y[indexes]
+        x, y = trees.map_arrays(lambda array: array[indexes], (self.x, self.y))
+        return x, y
 
 
 class Split(NamedTuple):
-    """A training and a test set; labels lie in 0 .. classes - 1."""
+    """A training and a test set; `classes` is their number if the data set has class labels."""
 
     train: Samples
     test: Samples | None
-    classes: int
+    classes: int | None = None
 
 
-def in_pieces(samples: Samples, indexes: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def in_pieces(samples: Samples, indexes: np.ndarray) -> Iterator[tuple[Any, Any]]:
     """Yield (x, y) of the samples at `indexes` in order, SAMPLES_PER_READ at a time."""
     starts = range(0, len(indexes), SAMPLES_PER_READ)
     return (samples.rows(indexes[start : start + SAMPLES_PER_READ]) for start in starts)
 
 
-def make_dataset(x: np.ndarray, y: np.ndarray, source: str) -> Dataset:
+def make_dataset(x: Any, y: Any, source: str) -> Dataset:
     """Return Dataset(x, y); raise UsageError, which begins with `source`, for invalid arrays."""
     try:
         return Dataset(x, y)
@@ -92,18 +98,16 @@ def make_dataset(x: np.ndarray, y: np.ndarray, source: str) -> Dataset:
 def make_split(
     train: Samples, test: Samples | None, source: str, classes: int | None = None
 ) -> Split:
-    """Return the Split; if `classes` is None, it is one more than the largest training label.
+    """Return the Split.
 
     Raises UsageError, which begins with `source`, when samples of the two sets have different
     shapes, or a label of a Dataset is not below `classes`. Other Samples check labels themselves.
     """
-    if classes is None:
-        if not isinstance(train, Dataset):
-            raise UsageError(f"{source}: expected the number of classes beside your own Samples")
-        classes = int(train.y.max()) + 1
     for name, samples in (("training", train), ("test", test)):
-        if isinstance(samples, Dataset) and (fault := find_invalid_label(samples.y, classes)):
-            raise UsageError(f"{source}: {name} {fault}")
+        if classes is not None and isinstance(samples, Dataset):
+            for _, labels in trees.arrays(samples.y):
+                if fault := find_invalid_label(labels, classes):
+                    raise UsageError(f"{source}: {name} {fault}")
     if test is not None and test.sample_shape != train.sample_shape:
         raise UsageError(
             f"{source}: test samples have shape {test.sample_shape}, training samples "
@@ -112,47 +116,56 @@ def make_split(
     return Split(train, test, classes)
 
 
-def find_invalid_label(y: np.ndarray, classes: int) -> str | None:
-    """Return a message about the first label outside 0 .. classes - 1; None if all are valid."""
-    for start in range(0, len(y), LABELS_PER_CHECK):
-        block = y[start : start + LABELS_PER_CHECK].astype(np.int64)
-        is_invalid = (block < 0) | (block >= classes)
-        if is_invalid.any():
-            i = start + int(np.argmax(is_invalid))
+def find_fault(x: Any, y: Any) -> str:
+    """Return the first fault in the shapes and dtypes of samples and targets; empty if valid."""
+    named_arrays = [(f"{name}{path}", array, min_dims)
+                    for name, tree, min_dims in (("x", x, 2), ("y", y, 1))
+                    for path, array in trees.arrays(tree)]  # fmt: skip
+    for name, array, min_dims in named_arrays:
+        if fault := _find_array_fault(array, name, min_dims):
+            return fault
+    first_name, first, _ = named_arrays[0]
+    for name, array, _ in named_arrays:
+        if len(array) != len(first):
             return (
-                f"label {y[i]} of sample {i} is out of range; expected labels in "
-                f"0 .. {classes - 1}: remove such samples, or renumber the labels"
+                f"{first_name} has {len(first)} samples but {name} has {len(array)}; expected "
+                "equal numbers"
             )
-    return None
+    return "" if len(first) else "x and y hold 0 samples; expected at least 1"
 
 
-def find_fault(x: np.ndarray, y: np.ndarray) -> str | None:
-    """Return the first fault in the shapes and dtypes of samples and labels; None if valid."""
-    if not isinstance(x, np.ndarray) or x.ndim < 2:
-        return f"x is {_describe(x)}; expected an array (samples, ...) of 2 dims or more"
-    if x.dtype.kind not in "fiub":
-        return f"x has dtype {x.dtype}; expected real numbers: convert it with x.astype('float32')"
-    if not isinstance(y, np.ndarray) or y.ndim != 1:
-        return f"y is {_describe(y)}; expected an array (samples,) of class labels"
-    if y.dtype.kind not in "iu":
-        return f"y has dtype {y.dtype}; expected integer class labels: use y.astype('int64')"
-    if len(x) != len(y):
-        return f"x has {len(x)} samples but y has {len(y)} labels; expected equal numbers"
-    return None if len(x) else "x and y hold 0 samples; expected at least 1"
+def find_value_fault(numbers: Sequence[int] | np.ndarray, **parts: Any) -> str:
+    """Return the first value that is not finite in trees of samples and targets; else empty.
+
+    `numbers` (n,) are those of the samples in their data set.
+    """
+    for name, tree in parts.items():
+        for path, array in trees.arrays(tree):
+            if array.dtype.kind == "f" and not np.isfinite(array).all():
+                index = np.argwhere(~np.isfinite(array))[0]
+                return (
+                    f"{name}{path} holds {array[tuple(index)]} in sample {numbers[index[0]]}; "
+                    "expected finite numbers"
+                )
+    return ""
 
 
-def _find_value_fault(x: np.ndarray, y: np.ndarray) -> str | None:
-    if not np.isfinite(x).all():
-        index = np.argwhere(~np.isfinite(x))[0]
-        return f"x holds {x[tuple(index)]} in sample {index[0]}; expected finite numbers"
-    # Labels are used as int64, in which uint64 labels from 2**63 on are negative.
-    if y.astype(np.int64).min() < 0:
-        i = int(np.argmax(y.astype(np.int64) < 0))
-        return f"y holds label {y[i]} in sample {i}; expected labels from 0: renumber the labels"
-    return None
+def as_targets(y: np.ndarray) -> np.ndarray:
+    """Return targets as losses take them: integers as int64, floats as they are."""
+    return y if y.dtype.kind == "f" else y.astype(np.int64)
+
+
+def _find_array_fault(array: Any, name: str, min_dims: int) -> str:
+    if not isinstance(array, np.ndarray) or array.ndim < min_dims:
+        actual = f"of shape {array.shape}" if isinstance(array, np.ndarray) else _describe(array)
+        return f"{name} is {actual}; expected an array (samples, ...) of {min_dims} dims or more"
+    if array.dtype.kind not in "fiub":
+        return (
+            f"{name} has dtype {array.dtype}; expected real numbers: convert it with "
+            f"{name}.astype('float32')"
+        )
+    return ""
 
 
 def _describe(value: object) -> str:
-    return (
-        f"of shape {value.shape}" if isinstance(value, np.ndarray) else f"a {type(value).__name__}"
-    )
+    return f"a {type(value).__name__}"

@@ -20,6 +20,7 @@ from hpctrain.data.dataset import Dataset, Split, make_split
 from hpctrain.data.package_file import package_file
 
 TRAINING_IMAGES = 1437
+CLASSES = 10
 
 
 @config.options
@@ -35,7 +36,7 @@ class DigitsOptions(AugmentOptions):
         x, y = (array.copy() for array in _read())
         train = Dataset(x[:TRAINING_IMAGES], y[:TRAINING_IMAGES])
         test = Dataset(x[TRAINING_IMAGES:], y[TRAINING_IMAGES:])
-        return self.augment(make_split(train, test, "digits"), seed)
+        return self.augment(make_split(train, test, "digits", CLASSES), seed)
 
 
 @cache  # read once per process, even with many ranks as threads or many trainings in one script

@@ -10,6 +10,7 @@ import numpy as np
 from hpctrain import config
 from hpctrain.config import usercode
 from hpctrain.core.errors import UsageError
+from hpctrain.core.trees import map_arrays
 from hpctrain.data.dataset import Samples, Split, make_dataset, make_split
 
 
@@ -24,8 +25,9 @@ class FunctionData:
     def load(self, seed: int) -> Split:
         """Call the function, which returns a Split or (train, test); test may be None.
 
-        `train` and `test_set` are Datasets, other Samples or pairs (x, y). Raises UsageError for a
-        missing function or an invalid return value. Errors inside the function are not caught.
+        `train` and `test` are Datasets, other Samples, or pairs (x, y) of arrays or of dicts and
+        tuples of arrays. Raises UsageError for a missing function or an invalid return value.
+        Errors inside the function are not caught.
         """
         result = usercode.call(self.target, "[data] kind", self.folder, **self.arguments)
         return _as_split(result, self.target)
@@ -44,7 +46,8 @@ def _as_dataset(value: Any, source: str) -> Samples:
         return value
     if not isinstance(value, tuple) or len(value) != 2:
         raise UsageError(f"{source}: expected a Dataset or a pair (x, y), seen {_describe(value)}")
-    return make_dataset(np.asarray(value[0]), np.asarray(value[1]), source)
+    x, y = map_arrays(np.asarray, value)
+    return make_dataset(x, y, source)
 
 
 def _describe(value: Any) -> str:

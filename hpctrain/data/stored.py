@@ -16,7 +16,8 @@ import numpy as np
 
 from hpctrain.core.errors import UsageError
 from hpctrain.core.files import brief
-from hpctrain.data.dataset import find_fault, find_invalid_label
+from hpctrain.core.labels import find_invalid_label
+from hpctrain.data.dataset import as_targets, find_fault, find_value_fault
 from hpctrain.hardware.memory import available_bytes
 
 BLOCK_BYTES = 1 << 20  #: bytes unpacked at once
@@ -92,22 +93,22 @@ def _brief_shape(shape: tuple[int, ...]) -> str:
 
 @dataclass(frozen=True, eq=False)
 class StoredSamples:
-    """Samples `x` (n, ...) and labels `y` (n,) in 0 .. classes - 1, arrays or mapped files.
+    """Samples `x` (n, ...) and targets `y` (n, ...), arrays or mapped files.
 
-    With `divisor`, samples are returned as float32, divided by it. Raises UsageError, which begins
-    with `source`, for other shapes, dtypes or labels; `rows` raises it for values that are not
-    finite.
+    With `classes`, targets are labels in 0 .. classes - 1. With `divisor`, samples are returned as
+    float32, divided by it. Raises UsageError, which begins with `source`, for other shapes, dtypes
+    or labels; `rows` raises it for values that are not finite.
     """
 
     x: np.ndarray
     y: np.ndarray
-    classes: int
+    classes: int | None
     source: str
     divisor: float | None = None
 
     def __post_init__(self) -> None:
         """Check shapes, dtypes and labels, without reading samples."""
-        fault = find_fault(self.x, self.y) or find_invalid_label(self.y, self.classes)
+        fault = find_fault(self.x, self.y) or self._find_label_fault()
         if fault:
             raise UsageError(f"{self.source}: {fault}")
 
@@ -121,9 +122,18 @@ class StoredSamples:
         return self.x.shape[1:]
 
     def rows(self, indexes: np.ndarray, epoch: int = 0) -> tuple[np.ndarray, np.ndarray]:
-        """Return (x, y) of the samples at `indexes`, y int64; reads no others."""
-        x, y = self.x[indexes], self.y[indexes].astype(np.int64)
-        if x.dtype.kind == "f" and not np.isfinite(x).all():
-            i = int(np.argwhere(~np.isfinite(x))[0][0])
-            raise UsageError(f"{self.source}: sample {indexes[i]} has a value that is not finite")
+        """Return (x, y) of the samples at `indexes`, integer y as int64; reads no others."""
+        x, y = self.x[indexes], as_targets(self.y[indexes])
+        if fault := find_value_fault(indexes, x=x, y=y):
+            raise UsageError(f"{self.source}: {fault}")
         return (x if self.divisor is None else x.astype(np.float32) / self.divisor), y
+
+    def _find_label_fault(self) -> str:
+        if self.classes is None:
+            return ""
+        if self.y.dtype.kind not in "iu":
+            return (
+                f"y has dtype {self.y.dtype}; expected integer labels, since classes is "
+                f"{self.classes}: leave classes out for real targets"
+            )
+        return find_invalid_label(self.y, self.classes)

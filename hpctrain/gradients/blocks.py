@@ -32,7 +32,6 @@ from hpctrain.gradients.replica import Batch, Replica, ignore_ready
 from hpctrain.transport.placement.core_binding import limit_blas_to_one_thread
 
 DEFAULT_BLOCKS = 8
-ZERO_SUMS = nn.Sums(0.0, 0, 0)
 
 
 @config.options
@@ -56,10 +55,10 @@ class ReductionOptions:
         return SumTree(self.blocks or DEFAULT_BLOCKS, ranks)
 
 
-def add_in_order(table: np.ndarray) -> nn.Sums:
-    """Return the totals of a table (blocks, 3) of Sums, float64, added from the first row on."""
-    rows = (nn.Sums(loss, int(correct), int(count)) for loss, correct, count in table.tolist())
-    return reduce(nn.add, rows, ZERO_SUMS)
+def add_in_order(table: np.ndarray, loss: nn.Loss) -> nn.Sums:
+    """Return the sums of a table of packed Sums, a row per block, added from the first row on."""
+    rows = (nn.losses.unpack(row, loss.terms) for row in table)
+    return reduce(nn.add, rows, {})
 
 
 class BlockReplica:
@@ -74,8 +73,9 @@ class BlockReplica:
                 "reduction = 'fast'"
             )
         limit_blas_to_one_thread()
-        #: Sums of each block of the step, (blocks, 3); zeros for blocks of other ranks
-        self.table = np.zeros((tree.blocks, len(ZERO_SUMS)))
+        #: Packed Sums of each block of the step; zeros for blocks of other ranks
+        self.table = np.zeros((tree.blocks, 2 * len(replica.loss.terms)))
+        self.loss = replica.loss
         self._replica, self._tree, self._own_blocks = replica, tree, tree.blocks_of(rank)
         self._slots = {slot.name: slot for slot in replica.arena.slots}
         self._planes: list[np.ndarray] = []
@@ -104,11 +104,11 @@ class BlockReplica:
         own_blocks, samples = self._own_blocks, key.samples
         indices = (*own_blocks, own_blocks.stop)
         bounds = [samples * b // self._tree.blocks - key.first for b in indices]
-        if (bounds[0], bounds[-1]) != (0, len(batch.y)):
+        if (bounds[0], bounds[-1]) != (0, batch.n):
             raise HpctrainError(
                 f"blocks {own_blocks.start} .. {own_blocks.stop - 1} of {samples} samples: "
                 f"expected samples {bounds[0]} .. {bounds[-1]} of the share, seen a share of "
-                f"{len(batch.y)}"
+                f"{batch.n}"
             )
         self._subtotals = []
         for block, (start, stop) in zip(own_blocks, pairwise(bounds), strict=True):
@@ -117,12 +117,12 @@ class BlockReplica:
             block_on_ready: Callable[[str], None] = ignore_ready
             if is_last:
                 block_on_ready = partial(self._finish_slot, self._join_last_block(block), on_ready)
-            block_batch = Batch(batch.x[start:stop], batch.y[start:stop])
+            block_batch = batch.part(start, stop)
             sums = self._replica.gradient(block_batch, scale, block_key, block_on_ready)
-            self.table[block] = list(sums)
+            self.table[block] = nn.losses.pack(sums, self.loss.terms)
             if not is_last:
                 self._add_or_copy(block)
-        return add_in_order(self.table)
+        return add_in_order(self.table, self.loss)
 
     def subtotals(self, elements: slice) -> list[np.ndarray]:
         """Return a range of the subtotals of this rank, in the order of blocks."""

@@ -112,7 +112,7 @@ class GradientCheck:
         else:
             for name in tuple(self._unchecked_slots):
                 self._check_slot(name)
-        if not isfinite(sums.loss):
+        if not isfinite(sums["loss"].sum):
             self.fault = "the loss is not finite"
         if self.fault:
             self.undo()

@@ -53,7 +53,7 @@ class MixedReplica:
     def __init__(self, model: nn.Model, seed: int, dtype: np.dtype, on_gpu: bool):
         """Create a ModelReplica of `model`, with a copy of weights and a gradient in `dtype`."""
         self._master = ModelReplica(model, seed, np.float32, on_gpu)
-        self.model = model
+        self.model, self.loss = model, model.loss
         self.micro_batches = 1
         self.scale = 2.0**15 if dtype == np.float16 else 1.0  #: of the loss
         self._scales_loss, self._finite_count = dtype == np.float16, 0
@@ -89,7 +89,8 @@ class MixedReplica:
         self, batch: Batch, scale: float, key: nn.Key, on_ready: Callable[[str], None]
     ) -> nn.Sums:
         """Write the gradient into the arena, as the sum over micro-batches; see Replica."""
-        sums, key = nn.Sums(0.0, 0, 0), self._round_params(key)
+        sums: nn.Sums = {}
+        key = self._round_params(key)
         for i, (piece, first) in enumerate(split_batch(batch, self.micro_batches)):
             is_last = i == self.micro_batches - 1
 
@@ -106,9 +107,9 @@ class MixedReplica:
     def evaluate(self, batch: Batch) -> nn.Sums:
         """Return the sums over `batch`; see Replica."""
         self._round_all_params()
-        return self.model.evaluate(self._params, *batch)
+        return self.model.evaluate(self._params, batch.inputs, batch.targets)
 
-    def predict(self, x: np.ndarray) -> np.ndarray:
+    def predict(self, x: Any) -> np.ndarray:
         """Return the model's outputs for samples `x` (n, ...), float32, on the host."""
         self._round_all_params()
         return xp.to_host(xp.widened(self.model.outputs(self._params, x)))
@@ -116,7 +117,8 @@ class MixedReplica:
     def _compute_gradient(
         self, batch: Batch, scale: float, key: nn.Key, on_ready: Callable[[str], None]
     ) -> nn.Sums:
-        return self.model.gradient(self._params, self._grads, *batch, scale, key, on_ready)
+        planes = self._params, self._grads, batch.inputs, batch.targets
+        return self.model.gradient(*planes, scale, key, on_ready)
 
     def _compute_until_finite(
         self, batch: Batch, scale: float, key: nn.Key, take_slot: Callable[[str], None]
@@ -149,7 +151,7 @@ class MixedReplica:
         for x in self._wide_grads.values():
             all_finite = all_finite & is_finite(x).all()
         grad_flag = 1 - xp.to_host(all_finite.astype(np.float64))
-        flags = np.array([grad_flag, not isfinite(sums.loss)])
+        flags = np.array([grad_flag, not isfinite(sums["loss"].sum)])
         if self.model.buffers and key.sum_over_ranks is not None:
             flags = key.sum_over_ranks(flags)
         return bool(flags[0]), bool(flags[1])

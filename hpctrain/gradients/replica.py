@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from math import prod
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from hpctrain import nn
 from hpctrain.core import xp
 from hpctrain.core.errors import UsageError
+from hpctrain.core.trees import arrays, map_arrays, sample_count
 from hpctrain.gradients import arena as arenas
 from hpctrain.gradients.arena import Arena
 from hpctrain.hardware.memory import available_bytes
@@ -21,14 +22,36 @@ INITIAL_VALUE_BYTES = 8  #: per element: initial values are float64
 
 
 class Batch(NamedTuple):
-    """Samples `x` (n, ...) with their labels `y` (n,); n may be 0."""
+    """`n` samples and their targets: arrays (n, ...), or trees of such; n may be 0."""
 
-    x: np.ndarray
-    y: np.ndarray
+    inputs: Any
+    targets: Any
+    n: int
+
+    @classmethod
+    def of(cls, inputs: Any, targets: Any) -> Batch:
+        """Return the Batch of the samples of a data set; raise UsageError for unequal lengths."""
+        n = sample_count(inputs)
+        for path, array in arrays((inputs, targets)):
+            if len(array) != n:
+                raise UsageError(
+                    f"expected arrays of {n} samples, as the first one, from `rows` of the data "
+                    f"set, seen {len(array)} in (x, y){path}"
+                )
+        return cls(inputs, targets, n)
+
+    def part(self, start: int, stop: int) -> Batch:
+        """Return the samples `start` .. `stop - 1`."""
+        inputs, targets = map_arrays(lambda x: x[start:stop], (self.inputs, self.targets))
+        return Batch(inputs, targets, stop - start)
 
 
 class Replica(Protocol):
     """A model whose parameters and gradients lie in an arena."""
+
+    @property
+    def loss(self) -> nn.Loss:
+        """The loss: the names of the sums, and the metrics."""
 
     @property
     def arena(self) -> Arena:
@@ -44,7 +67,7 @@ class Replica(Protocol):
         """
 
     def evaluate(self, batch: Batch) -> nn.Sums:
-        """Return the sums of loss and correct predictions over `batch`, without a gradient."""
+        """Return the sums of the loss and the metrics over `batch`, without a gradient."""
 
     def move(self, **planes: np.ndarray) -> None:
         """Move `param` or `grad` of the arena to another array, with its values.
@@ -63,7 +86,7 @@ class ModelReplica:
 
         With `on_gpu` the arena lies on the current device; batches may lie in either memory.
         """
-        self.model = model
+        self.model, self.loss = model, model.loss
         require_memory(model, 0 if on_gpu else np.dtype(dtype).itemsize)
         shapes = {name: p.shape for name, p in model.parameters.items()}
         buffers = {name: p.shape for name, p in model.buffers.items()}
@@ -79,20 +102,20 @@ class ModelReplica:
         self, batch: Batch, scale: float, key: nn.Key, on_ready: Callable[[str], None]
     ) -> nn.Sums:
         """Write the gradient into the arena, as the sum over micro-batches; see Replica."""
-        sums = nn.Sums(0.0, 0, 0)
+        sums: nn.Sums = {}
         for i, (piece, first) in enumerate(split_batch(batch, self.micro_batches)):
             piece_key = key._replace(first=key.first + first)
             piece_on_ready = on_ready if i == self.micro_batches - 1 else ignore_ready
-            arrays = (self._params, self._grads, *piece)
+            planes = self._params, self._grads, piece.inputs, piece.targets
             piece_sums = self.model.gradient(
-                *arrays, scale, piece_key, piece_on_ready, accumulate=i > 0
+                *planes, scale, piece_key, piece_on_ready, accumulate=i > 0
             )
             sums = nn.add(sums, piece_sums)
         return sums
 
     def evaluate(self, batch: Batch) -> nn.Sums:
         """Return the sums over `batch`; see Replica."""
-        return self.model.evaluate(self._params, *batch)
+        return self.model.evaluate(self._params, batch.inputs, batch.targets)
 
     def move(self, **planes: np.ndarray) -> None:
         """Move planes to other arrays; see Replica."""
@@ -101,7 +124,7 @@ class ModelReplica:
         self.arena = replace(self.arena, **planes)  # type: ignore[arg-type]
         self._bind_views()
 
-    def predict(self, x: np.ndarray) -> np.ndarray:
+    def predict(self, x: Any) -> np.ndarray:
         """Return the model's outputs for samples `x` (n, ...): logits (n, classes), a new array."""
         return xp.to_host(self.model.outputs(self._params, x))
 
@@ -117,10 +140,9 @@ def split_batch(batch: Batch, pieces: int) -> Iterator[tuple[Batch, int]]:
     Each rank yields the same number of pieces, some perhaps empty: a layer may sum over ranks in
     each piece.
     """
-    n = len(batch.y)
     for i in range(pieces):
-        start, stop = n * i // pieces, n * (i + 1) // pieces
-        yield Batch(batch.x[start:stop], batch.y[start:stop]), start
+        start, stop = batch.n * i // pieces, batch.n * (i + 1) // pieces
+        yield batch.part(start, stop), start
 
 
 def require_memory(model: nn.Model, itemsize: int) -> None:

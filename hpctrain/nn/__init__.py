@@ -12,7 +12,17 @@ from hpctrain import config
 from hpctrain.config import usercode
 from hpctrain.core.lazy import LazyTable, lazy_names
 from hpctrain.nn.layer import Key, Layer, Parameter
-from hpctrain.nn.losses import Sums, add, cross_entropy, mean_squared_error
+from hpctrain.nn.losses import (
+    LOSSES,
+    Loss,
+    Sums,
+    Total,
+    add,
+    as_loss,
+    binary_cross_entropy,
+    cross_entropy,
+    mean_squared_error,
+)
 from hpctrain.nn.model import Model, initial_values
 
 if TYPE_CHECKING:
@@ -21,6 +31,7 @@ if TYPE_CHECKING:
     from hpctrain.nn.batch_norm import BatchNorm
     from hpctrain.nn.chain import Chain, Recompute, Residual
     from hpctrain.nn.cnn import CnnOptions
+    from hpctrain.nn.concatenate import Concatenate
     from hpctrain.nn.conv import Conv2d
     from hpctrain.nn.dropout import Dropout
     from hpctrain.nn.embedding import Embedding, Positions, Unembedding
@@ -34,6 +45,7 @@ if TYPE_CHECKING:
     from hpctrain.nn.transformer import TransformerOptions
 
 __all__ = [
+    "LOSSES",
     "MODELS",
     "AddChannel",
     "BatchNorm",
@@ -41,6 +53,7 @@ __all__ = [
     "CausalAttention",
     "Chain",
     "CnnOptions",
+    "Concatenate",
     "Conv2d",
     "Dropout",
     "Embedding",
@@ -50,6 +63,7 @@ __all__ = [
     "Layer",
     "LayerNorm",
     "Linear",
+    "Loss",
     "MaxPool2d",
     "MeanPool",
     "MlpOptions",
@@ -62,9 +76,12 @@ __all__ = [
     "Residual",
     "Subsample",
     "Sums",
+    "Total",
     "TransformerOptions",
     "Unembedding",
     "add",
+    "as_loss",
+    "binary_cross_entropy",
     "cross_entropy",
     "initial_values",
     "mean_squared_error",
@@ -79,6 +96,7 @@ __getattr__ = lazy_names(
         "CausalAttention": "attention",
         "Chain": "chain",
         "CnnOptions": "cnn",
+        "Concatenate": "concatenate",
         "Conv2d": "conv",
         "Dropout": "dropout",
         "Embedding": "embedding",

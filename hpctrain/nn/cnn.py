@@ -28,25 +28,27 @@ class CnnOptions:
     hidden: Count
     dropout: Rate = 0.0
 
-    def build(self, input_shape: Shape | None, classes: int | None) -> Model:
-        """Return the model for images of `input_shape` and `classes` labels.
+    def build(self, input_shape: Shape | None, outputs: int | None) -> Model:
+        """Return the model for images of `input_shape`, with `outputs` classes or features.
 
         Raises UsageError if either is None or the images are too small for the pooling.
         """
-        if input_shape is None or classes is None:
-            raise UsageError("[model] cnn: expected the shape of images and classes, seen none")
+        if input_shape is None or outputs is None:
+            raise UsageError(
+                "[model] cnn: expected the shape of images and the number of outputs, seen none"
+            )
         shape = tuple(input_shape)
         if len(shape) not in (2, 3):
             raise UsageError(
                 f"[model] cnn: expected images (h, w) or (h, w, channels), seen {shape}; "
                 f"reshape the data, or use kind = 'mlp'"
             )
-        return Model(self._layers(len(shape) == 2, classes), shape)
+        return Model(self._layers(len(shape) == 2, outputs), shape)
 
-    def _layers(self, is_grey: bool, classes: int) -> dict[str, Layer]:
+    def _layers(self, is_grey: bool, outputs: int) -> dict[str, Layer]:
         layers: dict[str, Layer] = {"channel": AddChannel()} if is_grey else {}
-        for i, outputs in enumerate(self.channels, 1):
-            layers[f"conv{i}"] = Conv2d(outputs, kernel=3, padding=1)
+        for i, channels in enumerate(self.channels, 1):
+            layers[f"conv{i}"] = Conv2d(channels, kernel=3, padding=1)
             layers[f"conv{i}_relu"] = ReLU()
             layers[f"pool{i}"] = MaxPool2d()
-        return layers | {"flatten": Flatten()} | dense_layers([self.hidden, classes], self.dropout)
+        return layers | {"flatten": Flatten()} | dense_layers([self.hidden, outputs], self.dropout)

@@ -7,23 +7,22 @@ from typing import Any
 
 from hpctrain.config import options, usercode
 from hpctrain.core.errors import UsageError
-from hpctrain.nn.layer import Shape
 from hpctrain.nn.model import Model
 
 
 @options
 class FunctionModel:
-    """`[model] kind = "package.module:function"`: called with input_shape, classes, arguments."""
+    """`[model] kind = "package.module:function"`: called with input_shape, outputs, arguments."""
 
     target: str
     arguments: dict[str, Any] = field(default_factory=dict)
     folder: str = "."  #: where modules that are not installed are looked up
 
-    def build(self, input_shape: Shape | None, classes: int | None) -> Model:
+    def build(self, input_shape: Any, outputs: int | None) -> Model:
         """Call the function and return its Model; raise UsageError if it returns another type."""
         key_path = "[model] kind"
         model = usercode.call(
-            self.target, key_path, self.folder, input_shape, classes, **self.arguments
+            self.target, key_path, self.folder, input_shape, outputs, **self.arguments
         )
         if not isinstance(model, Model):
             type_name = type(model).__name__

@@ -22,37 +22,37 @@ Rate = Annotated[float, pydantic.Field(ge=0, lt=1)]
 
 @options
 class MlpOptions:
-    """Dense layers with ReLU and dropout in between; `widths` runs from features to classes."""
+    """Dense layers with ReLU and dropout in between; `widths` runs from features to outputs."""
 
     widths: Annotated[list[Count], pydantic.Field(min_length=2)]
     dropout: Rate = 0.0
 
-    def build(self, input_shape: Shape | None, classes: int | None) -> Model:
-        """Return the model for samples of `input_shape`, which it flattens, and `classes` labels.
+    def build(self, input_shape: Shape | None, outputs: int | None) -> Model:
+        """Return the model for samples of `input_shape`, which it flattens.
 
-        Without `input_shape` the model takes vectors of `widths[0]` features. Raises UsageError if
-        `widths` does not fit the data.
+        `outputs` are the classes of the data, or the features of its targets. Without `input_shape`
+        the model takes vectors of `widths[0]` features. Raises UsageError if `widths` does not fit.
         """
         shape = (self.widths[0],) if input_shape is None else tuple(input_shape)
-        self._check_widths(shape, classes)
+        self._check_widths(shape, outputs)
         layers: dict[str, Layer] = {
             "flatten": Flatten(),
             **dense_layers(self.widths[1:], self.dropout),
         }
         return Model(layers, shape)
 
-    def _check_widths(self, shape: Shape, classes: int | None) -> None:
+    def _check_widths(self, shape: Shape, outputs: int | None) -> None:
         features = math.prod(shape)
         if features != self.widths[0]:
             raise UsageError(
                 f"[model] widths: expected {features} first (samples have shape {shape}), "
                 f"seen {self.widths[0]}; set widths = {[features, *self.widths[1:]]}"
             )
-        if classes is not None and self.widths[-1] < classes:
+        if outputs is not None and self.widths[-1] < outputs:
             raise UsageError(
-                f"[model] widths: expected at least {classes} last (the data has labels 0 .. "
-                f"{classes - 1}), seen {self.widths[-1]}; "
-                f"set widths = {[*self.widths[:-1], classes]}"
+                f"[model] widths: expected at least {outputs} last (the classes of the data, or "
+                f"the features of its targets), seen {self.widths[-1]}; "
+                f"set widths = {[*self.widths[:-1], outputs]}"
             )
 
 

@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 
 from hpctrain.core.errors import UsageError
+from hpctrain.core.trees import map_arrays, sample_count, sample_shape
 from hpctrain.core.xp import Array, like, namespace, narrowed, on_device, widened
 from hpctrain.nn.chain import infer_shapes, qualify_names
+from hpctrain.nn.concatenate import Concatenate
 from hpctrain.nn.embedding import Embedding
-from hpctrain.nn.layer import Key, Layer, Parameter, Shape
-from hpctrain.nn.losses import Loss, Sums, add, cross_entropy, wait_for_sums
+from hpctrain.nn.layer import Key, Layer, Parameter
+from hpctrain.nn.losses import Loss, Sums, add, as_loss, cross_entropy, wait_for_sums
 
 MAX_EVALUATION_TARGETS = 2048  #: targets that `evaluate` computes at once; bounds the memory
 MAX_EVALUATION_ROWS = 256  #: samples that `evaluate` computes at once
@@ -27,18 +29,20 @@ class Model:
 
     `layers` maps names to layers, first layer first; the layers of a sequence are named by their
     class and number, such as "linear1". `input_shape` is the shape of one sample; a number stands
-    for a vector. Raises UsageError if the output of a layer does not fit the next one.
+    for a vector. For samples that are dicts or tuples of arrays it is the dict or tuple of shapes.
+    `loss` is a name, such as "mean_squared_error", or an `ht.nn.Loss`. Raises UsageError if the
+    output of a layer does not fit the next one.
     """
 
     def __init__(
         self,
         layers: Mapping[str, Layer] | Sequence[Layer],
-        input_shape: Shape | int,
-        loss: Loss = cross_entropy,
+        input_shape: Any,
+        loss: Loss | str = cross_entropy,
     ) -> None:
         self.layers = _named(layers)
         self.input_shape = _shape(input_shape)
-        self.loss = loss
+        self.loss = as_loss(loss)
         self._first_layer = next(iter(self.layers.values()), None)
         sample_shapes = infer_shapes(self.layers, self.input_shape)
         self.output_shape = sample_shapes[-1]
@@ -85,8 +89,8 @@ class Model:
         self,
         params: Mapping[str, Array],
         grads: Mapping[str, Array],
-        x: Array,
-        y: Array,
+        x: Any,
+        y: Any,
         scale: float,
         key: Key,
         on_ready: Callable[[str], None],
@@ -99,12 +103,12 @@ class Model:
         written. `grads` must be contiguous; it is overwritten (with zeros by a batch without
         samples), or added to with `accumulate`.
 
-        `x` is (n, *input_shape) in any real dtype, `y` holds the targets of the loss, mostly (n,)
-        integers; neither is written. `on_ready(name)` is called once per parameter, directly after
-        the last write of its gradient; parameters of the last layer come first.
-        `key.on_need(name)` is called before a layer reads a parameter or buffer, and for all of
-        them before backward begins. Raises UsageError if samples have another shape than
-        `input_shape`.
+        `x` is (n, *input_shape) in any real dtype, or a tree of such arrays; `y` holds the targets
+        of the loss, mostly (n,) integers; neither is written. `on_ready(name)` is called once per
+        parameter, directly after the last write of its gradient; parameters of the last layer
+        come first. `key.on_need(name)` is called before a layer reads a parameter or buffer, and
+        for all of them before backward begins. Raises UsageError if samples have another shape
+        than `input_shape`.
         """
         x = self._prepare_samples(params, x)
         tape: list[Any] = []
@@ -115,22 +119,32 @@ class Model:
             x, saved = layer.forward(self._layer_arrays(i, params), x, key._replace(layer=i))
             tape.append(saved)
         # On a device the sums are copied asynchronously, so that backward does not wait for them.
-        sums, dy = self.loss(widened(x), like(x, y, y.dtype), scale)
+        sums, dy = self.loss(widened(x), _in_memory_of(x, y), scale)
+        assert dy is not None
         self._backward(params, grads, tape, narrowed(dy, x), on_ready, accumulate)
         return wait_for_sums(sums)
 
-    def evaluate(self, params: Mapping[str, Array], x: Array, y: Array) -> Sums:
+    def evaluate(self, params: Mapping[str, Array], x: Any, y: Any) -> Sums:
         """Return the sums over a data set, without dropout; for the arrays see `gradient`."""
-        sums = Sums(0.0, 0, 0)
+        sums: Sums = {}
         rows = max(1, min(MAX_EVALUATION_ROWS, MAX_EVALUATION_TARGETS // self.targets))
-        for start in range(0, len(x), rows):
+        for start in range(0, sample_count(x), rows):
             piece = slice(start, start + rows)
-            outputs = self.outputs(params, x[piece])
-            piece_sums, _ = self.loss(widened(outputs), like(outputs, y[piece], y.dtype), None)
+            own_x, own_y = map_arrays(lambda array: array[piece], (x, y))  # noqa: B023
+            outputs = self.outputs(params, own_x)
+            piece_sums, _ = self.loss(widened(outputs), _in_memory_of(outputs, own_y), None)
             sums = add(sums, wait_for_sums(piece_sums))
         return sums
 
-    def outputs(self, params: Mapping[str, Array], x: Array) -> Array:
+    def check_shape(self, shape: Any) -> None:
+        """Raise UsageError unless samples of `shape` fit."""
+        if shape != self.input_shape:
+            raise UsageError(
+                f"the model expects samples of shape {self.input_shape}, "
+                f"seen {shape}; give the data that shape or build the model for it"
+            )
+
+    def outputs(self, params: Mapping[str, Array], x: Any) -> Array:
         """Return the outputs of the last layer for `x`, (n, *output_shape), without dropout."""
         z = self._prepare_samples(params, x)
         for i, layer in enumerate(self.layers.values()):
@@ -194,19 +208,9 @@ class Model:
     def _layer_arrays(self, i: int, arrays: Mapping[str, Array]) -> dict[str, Array]:
         return {own_name: arrays[name] for own_name, name in self._names[i].items()}
 
-    def _prepare_samples(self, params: Mapping[str, Array], x: Array) -> Array:
-        if tuple(x.shape[1:]) != self.input_shape:
-            raise UsageError(
-                f"the model expects samples of shape {self.input_shape}, "
-                f"seen {tuple(x.shape[1:])}; give the data that shape or build the model for it"
-            )
-        dtype_parameter = params[self._dtype_parameter]
-        if isinstance(self._first_layer, Embedding):
-            # Samples are integers, which floats of 16 bits may not represent: keep their dtype.
-            if on_device(dtype_parameter) and not on_device(x):
-                self._first_layer.check(x)
-            return like(dtype_parameter, x, x.dtype)
-        return like(dtype_parameter, x)
+    def _prepare_samples(self, params: Mapping[str, Array], x: Any) -> Any:
+        self.check_shape(sample_shape(x))
+        return _convert(x, self._first_layer, params[self._dtype_parameter])
 
 
 def initial_values(parameters: Mapping[str, Parameter], seed: int) -> dict[str, np.ndarray]:
@@ -224,6 +228,28 @@ def initial_values(parameters: Mapping[str, Parameter], seed: int) -> dict[str, 
 
 def _philox_key(seed: int, index: int) -> np.ndarray:
     return np.array([seed, index], dtype=np.uint64)
+
+
+def _convert(x: Any, layer: Layer | None, parameter: Array) -> Any:
+    """Return samples for `layer`, in the memory and the dtype of `parameter`; indices keep theirs.
+
+    16-bit floats may not represent the indices of an Embedding.
+    """
+    if isinstance(layer, Concatenate):
+        return {
+            name: _convert(x[name], next(iter(layers.values()), None), parameter)
+            for name, layers in layer.branches.items()
+        }
+    if isinstance(layer, Embedding):
+        if on_device(parameter) and not on_device(x):
+            layer.check(x)
+        return like(parameter, x, x.dtype)
+    return map_arrays(lambda array: like(parameter, array), x)
+
+
+def _in_memory_of(x: Array, y: Any) -> Any:
+    """Return the targets `y` in the memory of `x`."""
+    return map_arrays(lambda array: like(x, array, array.dtype), y)
 
 
 def _empty_like(x: Array) -> Array:
@@ -247,9 +273,13 @@ def _named(layers: Mapping[str, Layer] | Sequence[Layer]) -> dict[str, Layer]:
     return {f"{kind}{n}": layer for kind, n, layer in zip(kinds, numbers, values, strict=True)}
 
 
-def _shape(input_shape: Any) -> Shape:
-    """Return the shape of one sample as a tuple."""
+def _shape(input_shape: Any) -> Any:
+    """Return the shape of one sample as a tuple, or a tree of such."""
+    if isinstance(input_shape, Mapping):
+        return {name: _shape(shape) for name, shape in input_shape.items()}
     shape = (input_shape,) if isinstance(input_shape, (int, np.integer)) else input_shape
+    if isinstance(shape, tuple) and any(isinstance(n, (Mapping, tuple)) for n in shape):
+        return tuple(map(_shape, shape))
     if not isinstance(shape, (tuple, list)) or not all(
         isinstance(n, (int, np.integer)) and n > 0 for n in shape
     ):

@@ -41,14 +41,14 @@ class ResNetOptions:
     )
     recompute: bool = False
 
-    def build(self, input_shape: Shape | None, classes: int | None) -> Model:
-        """Return the model for images of `input_shape` and `classes` labels.
+    def build(self, input_shape: Shape | None, outputs: int | None) -> Model:
+        """Return the model for images of `input_shape`, with `outputs` classes or features.
 
         Raises UsageError if either is None or samples are not images.
         """
-        if input_shape is None or classes is None:
+        if input_shape is None or outputs is None:
             raise UsageError(
-                "[model] resnet20: expected the shape of images and classes; seen none"
+                "[model] resnet20: expected the shape of images and the outputs; seen none"
             )
         shape = tuple(input_shape)
         if len(shape) not in (2, 3):
@@ -56,7 +56,7 @@ class ResNetOptions:
                 f"[model] resnet20: expected images (h, w) or (h, w, channels), seen {shape}"
             )
         channel_layers: dict[str, Layer] = {"channel": AddChannel()} if len(shape) == 2 else {}
-        head: dict[str, Layer] = {"pool": MeanPool(), "linear": Linear(classes)}
+        head: dict[str, Layer] = {"pool": MeanPool(), "linear": Linear(outputs)}
         stem = {**_conv_and_norm("", self.channels[0], 1), "relu": ReLU()}
         return Model(channel_layers | stem | self._group_layers() | head, shape)
 

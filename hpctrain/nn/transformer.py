@@ -46,7 +46,7 @@ class TransformerOptions:
     dropout: Rate = 0.0
     recompute: bool = False
 
-    def build(self, input_shape: Shape | None, classes: int | None) -> Model:
+    def build(self, input_shape: Shape | None, outputs: int | None) -> Model:
         """Return the model for texts of shape (length,), whose targets are the next bytes.
 
         Raises UsageError if samples have another shape or length, or more than 256 labels.
@@ -57,8 +57,8 @@ class TransformerOptions:
                 f"[model] transformer: expected texts of shape ({self.length or 'length'},), seen "
                 f"{shape}; give [model] and [data] the same length"
             )
-        if classes is not None and classes > BYTE_VALUES:
-            raise UsageError(f"[model] transformer: expected labels below 256, seen {classes}")
+        if outputs is not None and outputs > BYTE_VALUES:
+            raise UsageError(f"[model] transformer: expected labels below 256, seen {outputs}")
         return Model(self._layers(), shape)
 
     def _layers(self) -> dict[str, Layer]:

@@ -20,6 +20,8 @@ PAGE = "report.html"
 #: The headlines of the page: {key of the summary: (name, format)}.
 HEADLINES = {
     "test_accuracy": ("test accuracy", "{:.4f}"),
+    "test_rmse": ("test RMSE", "{:.4g}"),
+    "test_r2": ("test R²", "{:.4f}"),
     "test_loss": ("test loss", "{:.4g}"),
     "train_loss": ("train loss", "{:.4g}"),
     "samples_per_s": ("samples/s", "{:,.0f}"),

@@ -27,6 +27,8 @@ class Metrics(pydantic.BaseModel):
     train_loss: Number = None
     test_loss: Number = None
     test_accuracy: Number = None
+    test_rmse: Number = None
+    test_r2: Number = None
     samples_per_s: Number = None
     wall_s: Number = None
     compute_s: Number = None

@@ -9,6 +9,7 @@ import numpy as np
 from hpctrain import config, engines, nn, optim
 from hpctrain.core.errors import UsageError
 from hpctrain.core.files import brief
+from hpctrain.core.trees import map_arrays
 from hpctrain.data import Dataset, Samples
 from hpctrain.optim import Optimizer
 
@@ -57,11 +58,12 @@ def as_engine(engine: Any) -> Any:
 
 
 def as_samples(samples: Any, name: str) -> Samples:
-    """Return `samples`, or the Dataset of a pair of arrays (x, y)."""
+    """Return `samples`, or the Dataset of a pair (x, y) of arrays or trees of arrays."""
     if isinstance(samples, Samples):
         return samples
     if isinstance(samples, (tuple, list)) and len(samples) == 2:
-        return Dataset(*map(np.asarray, samples))
+        x, y = map_arrays(np.asarray, tuple(samples))
+        return Dataset(x, y)
     raise UsageError(
         f"{name}: expected a pair of arrays (x, y), an ht.data.Dataset, or an object with `rows`, "
         f"`sample_shape` and a length, seen {_described(samples)}"

@@ -18,7 +18,7 @@ from pydantic import Field
 
 from hpctrain import config
 from hpctrain.core.errors import HpctrainError
-from hpctrain.core.metrics import Metric, better
+from hpctrain.core.metrics import Criterion, Direction, criterion
 
 __all__ = ["Callbacks", "EarlyStop"]
 
@@ -30,13 +30,24 @@ Function = Callable[[Row], Any]
 class EarlyStop:
     """Stop when `metric` has not improved by more than `min_delta` in `patience` values.
 
-    test_loss and test_accuracy are compared at each evaluation, train_loss and train_accuracy at
-    each row. A loss improves when it falls, an accuracy when it rises.
+    Metrics of the test set are compared at each evaluation, those of the training set at each row.
+    With `direction` "min" the metric improves when it falls, with "max" when it rises; by default
+    a loss falls and an accuracy rises. Raises UsageError for an unknown metric.
     """
 
     patience: Annotated[int, Field(ge=1)]
-    metric: Metric = "test_loss"
+    metric: str = "test_loss"
+    direction: Direction | None = None
     min_delta: Annotated[float, Field(ge=0)] = 0.0
+
+    def __post_init__(self) -> None:
+        """Check the metric."""
+        criterion(self.metric, self.direction, "[early_stop] metric")
+
+    @property
+    def criterion(self) -> Criterion:
+        """The metric with its direction."""
+        return criterion(self.metric, self.direction, "[early_stop] metric")
 
     def begin(self, rows: Sequence[Row]) -> Function:
         """Return the function that receives the rows after `rows`."""
@@ -50,7 +61,7 @@ class _Patience:
     """The state of early stop in one run: the best value, and the number of values since then."""
 
     def __init__(self, options: EarlyStop):
-        self._options, self._count = options, 0
+        self._options, self._criterion, self._count = options, options.criterion, 0
         self._best: float | None = None
         self._best_step = 0
 
@@ -60,7 +71,7 @@ class _Patience:
         # A row cut short by a stop is left out: an uninterrupted run does not have it.
         if value is None or row.get("interrupted"):
             return None
-        if better(options.metric, value, self._best, options.min_delta):
+        if self._criterion.better(value, self._best, options.min_delta):
             self._best, self._best_step, self._count = value, row["step"], 0
         else:
             self._count += 1

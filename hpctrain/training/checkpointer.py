@@ -12,7 +12,8 @@ import numpy as np
 from hpctrain import checkpoint
 from hpctrain.core.errors import SaveError, UsageError
 from hpctrain.core.files import brief
-from hpctrain.core.metrics import METRICS, better
+from hpctrain.core.metrics import PARTS
+from hpctrain.core.trees import shape_from_json
 from hpctrain.engines import Engine
 from hpctrain.engines.saved_state import SavedState
 from hpctrain.gradients.mixed import MixedReplica
@@ -41,6 +42,7 @@ class Checkpointer:
     ):
         """`about`: facts of the model for checkpoints; `replica`: the one of the engine."""
         self._world, self._engine, self._journal = world, engine, journal
+        self._loss = replica.loss
         self._scaled = replica if isinstance(replica, MixedReplica) else None
         self._options, self._about = options, about
         self._best: float | None = None  # of the metric `keep_best`
@@ -53,8 +55,8 @@ class Checkpointer:
 
     def resume(self, run: Path, loaded: Path) -> None:
         """Read the value of the best checkpoint in `run`, unless it is `loaded`; collective."""
-        if metric := self._options.keep_best:
-            self._best = checkpoint.best_value(run, metric, self._world.link, loaded)
+        if criterion := self._options.best:
+            self._best = checkpoint.best_value(run, criterion, self._world.link, loaded)
 
     def load(self, saved: SavedState) -> None:
         """Request this worker's loss scale, if there is one.
@@ -74,8 +76,13 @@ class Checkpointer:
         same_run = recipe is not None and about.get("recipe_sha256") == recipe.sha256
         facts: dict[str, tuple[Any, Any]] = {
             "weights": (weights.layout(self._engine.replica.arena), about.get("weights")),
-            "model.input_shape": (list(own_model["input_shape"]), model.get("input_shape")),
+            "model.input_shape": (
+                own_model["input_shape"],
+                shape_from_json(model.get("input_shape")),
+            ),
         }
+        if open_row := about.get("open_row"):
+            facts["open_row.sums"] = sorted(self._loss.terms), sorted(open_row["sums"])
         if same_run and about.get("world_size") == self._world.size:
             updates = self._engine.updates_per_step
             facts["updates_per_step"] = updates, about.get("updates_per_step")
@@ -113,11 +120,11 @@ class Checkpointer:
         about = {
             **self._journal.about_now(step),
             **self._about,
-            "metrics": _metrics(row),
-            "keep_best": options.keep_best,
+            "metrics": self._metrics(row),
+            "keep_best": options.best and options.best._asdict(),
             "weights": weights.layout(self._engine.replica.arena),
         }
-        checkpoint.save(run, step, state, about, link, options.keep, options.keep_best)
+        checkpoint.save(run, step, state, about, link, options.keep, options.best)
         best = self._new_best(row)
         self._best = self._best if best is None else best
 
@@ -134,12 +141,13 @@ class Checkpointer:
 
     def _new_best(self, row: Row) -> float | None:
         """Return the value of the metric `keep_best` if it is better than all before."""
-        metric = self._options.keep_best
-        value = _metrics(row)[metric] if metric else None
-        return value if metric and value is not None and better(metric, value, self._best) else None
+        criterion = self._options.best
+        value = self._metrics(row)[criterion.metric] if criterion else None
+        is_best = criterion and value is not None and criterion.better(value, self._best)
+        return value if is_best else None
 
-
-def _metrics(row: Row) -> dict[str, float | None]:
-    """Return the metrics of a row; None for each if a stop cut the row short."""
-    complete = {} if row.get("interrupted") else row
-    return {metric: complete.get(metric) for metric in METRICS}
+    def _metrics(self, row: Row) -> dict[str, float | None]:
+        """Return the metrics of a row; None for each if a stop cut the row short."""
+        complete = {} if row.get("interrupted") else row
+        names = [f"{part}_{name}" for part in PARTS for name in self._loss.metrics]
+        return {name: complete.get(name) for name in names}

@@ -134,6 +134,11 @@ class SlowedReplica:
         """The arena of `replica`."""
         return self._replica.arena
 
+    @property
+    def loss(self) -> nn.Loss:
+        """The loss of `replica`."""
+        return self._replica.loss
+
     def move(self, **planes: np.ndarray) -> None:
         """Move planes to other arrays; see Replica."""
         self._replica.move(**planes)

@@ -16,12 +16,12 @@ import numpy as np
 from hpctrain import data
 from hpctrain.core import progress
 from hpctrain.core.errors import SaveError
-from hpctrain.core.metrics import idle, means
+from hpctrain.core.metrics import idle
 from hpctrain.data import Sampler
 from hpctrain.engines import Engine, staleness
 from hpctrain.engines.staleness import Staleness
 from hpctrain.machine import versions
-from hpctrain.nn import Sums, add
+from hpctrain.nn import Sums, Total, add, losses
 from hpctrain.optim.optimizer import Schedule, rate_at, rate_curve
 from hpctrain.run_files.writer import RunFiles
 from hpctrain.training import run_facts
@@ -33,7 +33,6 @@ from hpctrain.world import World
 
 log = logging.getLogger(__name__)
 BAR_S = 0.1  # the bar is drawn this often at most: drawing takes time from training
-NO_SUMS = Sums(0.0, 0, 0)
 
 
 class Journal:
@@ -61,8 +60,9 @@ class Journal:
         self._bar: progress.Bar | None = None  # on rank 0, if it has a terminal
         self._last: dict[str, Any] = {}  # the latest row
         self._done_summary: dict[str, Any] | None = None  # of a run that was done before
-        self._test_metrics: dict[str, Any] = {"test_loss": None, "test_accuracy": None}
-        self._sums, self._row_step, self._row_s = NO_SUMS, 0, 0.0
+        self._loss = engine.replica.loss
+        self._test_metrics = losses.evaluate(self._loss, {}, "test_")
+        self._sums, self._row_step, self._row_s = Sums(), 0, 0.0  # since the last row
         self._earlier_staleness: Staleness | None = None  # in the parts before this one
         self._first_step, self._start_s, self._bar_s = 0, perf_counter(), 0.0
 
@@ -77,10 +77,10 @@ class Journal:
             self._earlier_staleness = Staleness.from_json(about["staleness"])
         self.intervals = about.get("intervals", None if step else 0)
         self.skips.resume(about)
-        open_row = about.get("open_row") or {"since_step": step, "sums": NO_SUMS}
+        open_row = about.get("open_row") or {"since_step": step, "sums": {}}
         self._row_step = open_row["since_step"]
         if self.world.rank == 0:  # they are the sums of all ranks
-            self._sums = Sums(*open_row["sums"])
+            self._sums = {name: Total(*total) for name, total in open_row["sums"].items()}
         rows, summary = self.world.on_all_ranks(lambda: self.files.go_back(step, about))
         rows, summary = json.loads(self.world.gather(json.dumps([rows, summary]))[0])
         self.steps_redone = self.files.steps_redone
@@ -113,10 +113,10 @@ class Journal:
         """Add this rank's share of a step that is done."""
         self._sums = add(self._sums, sums)
         now = self._wall_s()
-        if self._bar is not None and now - self._bar_s >= BAR_S and self._sums.count:
+        loss = self._sums["loss"].mean if self._sums else None
+        if self._bar is not None and now - self._bar_s >= BAR_S and loss is not None:
             self._bar_s = now
-            loss, rate = self._sums.loss / self._sums.count, self._samples(step) / now
-            self._bar.show(step, self._epoch(step), loss, rate)
+            self._bar.show(step, self._epoch(step), loss, self._samples(step) / now)
 
     def row(
         self, step: int, tested: Sums | None, interrupted: bool = False
@@ -131,14 +131,14 @@ class Journal:
         sums, ranks = self._sum_over_ranks()
         now = float(ranks["wall_s"][self.world.rank])
         samples = self._samples(step) - max(self._samples(self._row_step), 0)
-        self._test_metrics = means("test", *tested) if tested else dict.fromkeys(self._test_metrics)
+        self._test_metrics = losses.evaluate(self._loss, tested or {}, "test_")
         self._last = {
             "step": step,
             "steps": step - self._row_step,
             "since_step": self._first_step,  # start of the clocks: a resumed run has several parts
             "epoch": self._epoch(step),
             "samples": self.sampler.samples_before(step),
-            **means("train", *sums),
+            **losses.evaluate(self._loss, sums, "train_"),
             **self._test_metrics,
             "skipped_steps": self.skips.skipped_steps,
             "rate": None if self.rate is None else rate_at(self.rate, self._updates(step)),
@@ -153,7 +153,7 @@ class Journal:
         }
         if interrupted:
             self._last["interrupted"] = True
-        self._sums, self._row_step, self._row_s = NO_SUMS, step, now
+        self._sums, self._row_step, self._row_s = {}, step, now
         if self.world.rank == 0:
             self._write_row()
         return self._last
@@ -262,10 +262,10 @@ class Journal:
         table = np.zeros((len(own_facts), self.world.size))
         table[:, self.world.rank] = list(own_facts.values())
         with self.world.trace.span("sum for a row", "other"):
-            total = engine.sum(np.array([*self._sums, *table.ravel()]))
-        loss, correct, count = total[: len(NO_SUMS)].tolist()
-        of_ranks = total[len(NO_SUMS) :].reshape(table.shape)
-        return Sums(loss, correct, count), dict(zip(own_facts, of_ranks, strict=True))
+            own_sums = losses.pack(self._sums, self._loss.terms)
+            total = engine.sum(np.concatenate([own_sums, table.ravel()]))
+        sums = losses.unpack(total[: own_sums.size], self._loss.terms)
+        return sums, dict(zip(own_facts, total[own_sums.size :].reshape(table.shape), strict=True))
 
     def _times(self) -> dict[str, float]:
         """Return this rank's times since the start of the clocks: engines may train repeatedly."""

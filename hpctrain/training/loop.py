@@ -22,7 +22,7 @@ from hpctrain.core.xp import finish
 from hpctrain.data import Samples, in_pieces, share
 from hpctrain.engines import Engine, replay
 from hpctrain.engines.saved_state import SavedState
-from hpctrain.gradients.blocks import ZERO_SUMS, add_in_order
+from hpctrain.gradients.blocks import add_in_order
 from hpctrain.gradients.replica import Batch, Replica
 from hpctrain.run_files import run_folder
 from hpctrain.training.callbacks import Callbacks, Row
@@ -35,24 +35,25 @@ log = logging.getLogger(__name__)
 
 
 def evaluate(engine: Engine, samples: Samples, blocks: int) -> nn.Sums:
-    """Return the sums of loss and right answers over `samples`; each worker does its share.
+    """Return the sums of the loss and the metrics over `samples`; each worker does its share.
 
     They are added block by block: the number of workers only decides the owner of each block.
     """
     engine.settle()
-    table = np.zeros((blocks, len(ZERO_SUMS)))
+    loss = engine.replica.loss
+    table = np.zeros((blocks, 2 * len(loss.terms)))
     if engine.worker is not None:
         _, own_blocks = share(np.arange(blocks), engine.worker, engine.workers)
         for block in own_blocks:
             _, indexes = share(np.arange(len(samples)), block, blocks)
-            table[block] = list(sums_over(engine.replica, samples, indexes))
-    return add_in_order(engine.sum(table.ravel()).reshape(table.shape))
+            table[block] = nn.losses.pack(sums_over(engine.replica, samples, indexes), loss.terms)
+    return add_in_order(engine.sum(table.ravel()).reshape(table.shape), loss)
 
 
 def sums_over(replica: Replica, samples: Samples, indexes: np.ndarray) -> nn.Sums:
     """Return the sums over the samples at `indexes`, read a few at a time."""
-    pieces = (Batch(*rows) for rows in in_pieces(samples, indexes))
-    return reduce(nn.add, map(replica.evaluate, pieces), ZERO_SUMS)
+    pieces = (Batch.of(*rows) for rows in in_pieces(samples, indexes))
+    return reduce(nn.add, map(replica.evaluate, pieces), {})
 
 
 class Loop:

@@ -26,6 +26,7 @@ from hpctrain.training.faults import FaultsOptions
 from hpctrain.training.run_options import (
     BatchOptions,
     CheckpointOptions,
+    LossOptions,
     RunOptions,
     TraceOptions,
 )
@@ -40,6 +41,7 @@ class Recipe:
 
     run: RunOptions
     model: Any
+    loss: nn.Loss | None  #: None: that of the model
     data: Any
     batch: BatchOptions
     optimizer: Any
@@ -122,6 +124,7 @@ def check(tables: Mapping[str, Any], folder: str | Path = ".") -> Recipe:
     return Recipe(
         run=run,
         model=nn.read(tables_copy["model"], code.folder),
+        loss=_loss(tables_copy["loss"]),
         data=data.read(tables_copy["data"], code.folder),
         batch=_batch(batch),
         optimizer=_optimizer(tables_copy["optimizer"]),
@@ -170,6 +173,10 @@ def _init(path: Any) -> Path | None:
     if not isinstance(path, str) or not path:
         raise UsageError(f"[model] init: expected a path, seen {files.brief(path)}")
     return Path(path).absolute()
+
+
+def _loss(table: Table) -> nn.Loss | None:
+    return nn.LOSSES[config.read(LossOptions, table, "loss").kind] if table else None
 
 
 def _optimizer(table: Table) -> Any:

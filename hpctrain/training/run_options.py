@@ -9,8 +9,9 @@ from pydantic import AfterValidator, Field
 
 from hpctrain import config
 from hpctrain.core.errors import UsageError
-from hpctrain.core.metrics import Metric
+from hpctrain.core.metrics import Criterion, Direction, criterion
 from hpctrain.gradients.precision import Precision
+from hpctrain.nn.losses import LOSSES
 
 Positive = Annotated[int, Field(ge=1)]
 NotFinite = Literal["stop", "skip"]
@@ -94,13 +95,39 @@ class BatchOptions:
 
 
 @config.options
+class LossOptions:
+    """`[loss]`: `kind` is the name of a loss; without the table it is that of the model."""
+
+    kind: str
+
+    def __post_init__(self) -> None:
+        config.pick(LOSSES, self.kind, "[loss] kind")
+
+
+@config.options
 class CheckpointOptions:
     """`[checkpoint]`: when to save, and how many to keep; one is always made at the end."""
 
     every_epochs: Positive | None = None
     every_steps: Positive | None = None
     keep: Positive | None = 3
-    keep_best: Metric | None = None  #: the best by this metric is saved at once, and stays
+    keep_best: str | None = None  #: the best by this metric is saved at once, and stays
+    keep_best_direction: Direction | None = None  #: by default a loss falls, an accuracy rises
+
+    def __post_init__(self) -> None:
+        """Raise UsageError for an unknown metric, or a direction without one."""
+        if self.best is None and self.keep_best_direction is not None:
+            raise UsageError(
+                "[checkpoint] keep_best_direction: expected the metric keep_best beside it, "
+                "seen none"
+            )
+
+    @property
+    def best(self) -> Criterion | None:
+        """The metric `keep_best` with its direction; None if no best checkpoint is kept."""
+        if self.keep_best is None:
+            return None
+        return criterion(self.keep_best, self.keep_best_direction, "[checkpoint] keep_best")
 
 
 def _first_and_end(steps: list[int]) -> list[int]:

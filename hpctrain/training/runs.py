@@ -12,18 +12,18 @@ import numpy as np
 
 from hpctrain import checkpoint, config, engines, nn
 from hpctrain.config import code_ownership, usercode
+from hpctrain.core import trees
 from hpctrain.core.errors import UsageError
 from hpctrain.core.launchers import launched
 from hpctrain.core.xp import on_device
-from hpctrain.data import Samples, Split, resize_training_set
-from hpctrain.gradients.mixed import MixedReplica
+from hpctrain.data import Dataset, Samples, Split, known_targets, resize_training_set, unwrap
+from hpctrain.data.stored import StoredSamples
 from hpctrain.gradients.precision import Precision, make_reading_replica
-from hpctrain.gradients.replica import ModelReplica
 from hpctrain.optim import Optimizer
 from hpctrain.run_files import run_folder
 from hpctrain.training import recipe, weights
-from hpctrain.training.loop import sums_over
 from hpctrain.training.recipe import Recipe
+from hpctrain.training.trained_model import TrainedModel
 from hpctrain.training.trainer import RunOrigin, Trainer
 from hpctrain.transport.device import gpus
 from hpctrain.transport.device.gpus import Device
@@ -72,7 +72,7 @@ def train(
         options=spec.run,
         checkpoints=spec.checkpoint,
         trace=spec.trace,
-        origin=RunOrigin(spec, split.classes),
+        origin=RunOrigin(spec, count_outputs(spec, split)),
     )
     trainer.close()  # not after a failure: it is collective, and other ranks do not take part
     return summary
@@ -119,12 +119,36 @@ def _callbacks(spec: Recipe) -> list[Any]:
 def _fingerprint(samples: Samples) -> str:
     """Return a hash of a few samples, spread over the set: all ranks must have the same."""
     rows = np.unique(np.linspace(0, len(samples) - 1, 16).astype(np.int64))
-    return hashlib.sha256(b"".join(part.tobytes() for part in samples.rows(rows))).hexdigest()[:16]
+    parts = (array.tobytes() for _, array in trees.arrays(samples.rows(rows)))
+    return hashlib.sha256(b"".join(parts)).hexdigest()[:16]
 
 
 def build_model(spec: Recipe, split: Split) -> Any:
     """Return the model of a recipe for the samples of `split`."""
-    return spec.model.build(split.train.sample_shape, split.classes)
+    return _build(spec, split.train.sample_shape, count_outputs(spec, split))
+
+
+def _build(spec: Recipe, input_shape: Any, outputs: int | None) -> Any:
+    model = spec.model.build(input_shape, outputs)
+    if spec.loss is not None:
+        model.loss = spec.loss
+    return model
+
+
+def count_outputs(spec: Recipe, split: Split) -> int | None:
+    """Return the outputs that a model for `split` needs; None if only its function can know.
+
+    These are the classes of the data, or the features of its targets. Raises UsageError for labels
+    of a user's own Samples without the number of classes: not all of them are read beforehand.
+    """
+    if split.classes is not None:
+        return split.classes
+    targets, loss = known_targets(split.train), spec.loss or nn.cross_entropy
+    if isinstance(targets, dict | tuple):
+        return None
+    if loss is nn.cross_entropy and not isinstance(unwrap(split.train), Dataset | StoredSamples):
+        raise UsageError("[data]: expected the number of classes beside your own Samples")
+    return loss.count_outputs(targets)
 
 
 def load(
@@ -133,7 +157,7 @@ def load(
     model: nn.Model | None = None,
     device: Device = "auto",
     trust: bool = False,
-) -> ModelReplica | MixedReplica:
+) -> TrainedModel:
     """Return the model of the run in folder `run`, with the weights of its newest checkpoint.
 
     With `best`: those of the checkpoint kept by `keep_best`. `model` is that of a run which a
@@ -167,9 +191,7 @@ def _recipe_of(run: Path, trust: bool) -> Recipe:
     return spec
 
 
-def with_weights(
-    spec: Recipe, loaded: checkpoint.Loaded, on_gpu: bool = False
-) -> ModelReplica | MixedReplica:
+def with_weights(spec: Recipe, loaded: checkpoint.Loaded, on_gpu: bool = False) -> TrainedModel:
     """Return the model of `spec` with the weights of the checkpoint `loaded`.
 
     `on_gpu`: on the current device, in the precision of `spec`.
@@ -178,7 +200,7 @@ def with_weights(
     if facts is None:  # an older checkpoint: the data have the shape and the classes
         model = build_model(spec, spec.data.load(spec.run.seed))
     else:
-        model = spec.model.build(tuple(facts["input_shape"]), facts["classes"])
+        model = _build(spec, trees.shape_from_json(facts["input_shape"]), facts["outputs"])
     return _fill(make_reading_replica(model, spec.run.seed, spec.run.precision, on_gpu), loaded)
 
 
@@ -194,17 +216,15 @@ def _on_gpu(device: Device) -> bool:
     return device != "cpu"
 
 
-def _fill(
-    replica: ModelReplica | MixedReplica, loaded: checkpoint.Loaded
-) -> ModelReplica | MixedReplica:
+def _fill(replica: Any, loaded: checkpoint.Loaded) -> TrainedModel:
     weights.copy_into(replica.arena, weights.tensors_of(loaded), str(loaded.path))
-    return replica
+    return TrainedModel(replica)
 
 
 def evaluate(
     run: str | Path, best: bool = False, device: Device = "auto", trust: bool = False
 ) -> dict[str, Any]:
-    """Return loss, accuracy and number of samples of a run's model on its test set, and its step.
+    """Return the metrics of a run's model on its test set, the number of samples, and its step.
 
     The newest checkpoint is evaluated, with `best` the one kept by `keep_best`; `device` and
     `trust`: see `load`.
@@ -216,11 +236,9 @@ def evaluate(
         raise UsageError(f"{run}: the data of this run has no test set to evaluate on")
     loaded = weights.checkpoint_of(folder, best)
     model = with_weights(spec, loaded, _on_gpu(device))
-    sums = sums_over(model, split.test, np.arange(len(split.test)))
     return {
         "step": loaded.step,
-        "test_loss": sums.loss / sums.count,
-        "test_accuracy": sums.correct / sums.count,
+        **{f"test_{name}": value for name, value in model.evaluate(split.test).items()},
         "samples": len(split.test),
-        "device": "gpu" if on_device(model.arena.param) else "cpu",
+        "device": "gpu" if on_device(model.replica.arena.param) else "cpu",
     }

@@ -74,7 +74,7 @@ class Tasks:
         with self._world.trace.span("wait for data", "other"):
             while (share := self._shares.next()).step < step:
                 pass  # a step that the other workers took without this one
-        samples = len(share.batch.y) if self._engine.asynchronous else share.samples
+        samples = share.batch.n if self._engine.asynchronous else share.samples
         scale = 1.0 / max(samples * self._plan.targets, 1)
         key = nn.Key(self._plan.sampler.seed, step, share.first, samples=share.samples)
         return Task(share.batch, scale, key)
@@ -106,4 +106,5 @@ class Tasks:
         indexes = sampler.batch_indexes(step)
         first, own_indexes = share(indexes, engine.worker, engine.workers, self._plan.blocks)
         epoch, _ = sampler.locate_step(step)
-        return _Share(step, first, Batch(*self._plan.train.rows(own_indexes, epoch)), len(indexes))
+        batch = Batch.of(*self._plan.train.rows(own_indexes, epoch))
+        return _Share(step, first, batch, len(indexes))

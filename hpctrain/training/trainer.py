@@ -13,10 +13,11 @@ import numpy as np
 import hpctrain.world
 from hpctrain import checkpoint, engines, nn
 from hpctrain.core.errors import UsageError
-from hpctrain.core.metrics import Metric
+from hpctrain.core.metrics import PARTS
+from hpctrain.core.names import unknown
 from hpctrain.core.signals import StopRequest
 from hpctrain.core.xp import shortage_raised
-from hpctrain.data import Sampler, Samples, batches_to_read_ahead
+from hpctrain.data import Sampler, Samples, batches_to_read_ahead, known_targets
 from hpctrain.engines import Engine
 from hpctrain.gradients.arena import params_sha256
 from hpctrain.gradients.precision import Precision, make_replica
@@ -38,10 +39,10 @@ from hpctrain.world import World
 
 
 class RunOrigin(NamedTuple):
-    """The recipe of a run, kept beside its results, and the classes of the recipe's data."""
+    """The recipe of a run, kept beside its results, and the outputs its model was built for."""
 
     recipe: Recipe | None = None
-    classes: int | None = None
+    outputs: int | None = None
 
 
 class Trainer:
@@ -93,13 +94,13 @@ class Trainer:
 
     def fit(
         self,
-        train: Samples | tuple[np.ndarray, np.ndarray],
+        train: Samples | tuple[Any, Any],
         *,
         epochs: int | None = None,
         steps: int | None = None,
         batch: int = 128,
         micro_batches: int = 1,
-        evaluate: Samples | tuple[np.ndarray, np.ndarray] | None = None,
+        evaluate: Samples | tuple[Any, Any] | None = None,
         out: str | Path | None = None,
         resume: bool = False,
         replay: str | Path | None = None,
@@ -110,7 +111,8 @@ class Trainer:
     ) -> dict[str, Any]:
         """Train for `epochs` or `steps` with `batch` samples per step over all ranks; collective.
 
-        `train` and `evaluate` are pairs of arrays (x, y) or data sets, the same on all ranks. The
+        `train` and `evaluate` are pairs (x, y) of arrays, or of dicts and tuples of arrays, or data
+        sets, the same on all ranks. The
         `evaluate` set is used after each epoch, see `options`, and at the end. Each rank computes
         its share of a step in `micro_batches` pieces, which need less memory. Returns the summary,
         which also lies in `out`/summary.json if `out` is given, beside metrics and checkpoints;
@@ -128,9 +130,10 @@ class Trainer:
             raise UsageError("fit needs exactly one of epochs and steps")
         options.check()
         sampler = self.world.on_all_ranks(lambda: self._sampler(train, batch))
+        self.world.on_all_ranks(lambda: self._check_sets(training=train, test=test))
         self._must_be_evaluated(checkpoints.keep_best, test is not None)
         self.replica.micro_batches = self._micro_batches(micro_batches)
-        plan = self._plan(train, test, sampler, options, checkpoints, origin.classes)
+        plan = self._plan(train, test, sampler, options, checkpoints, origin.outputs)
         total = steps or (epochs or 0) * sampler.steps_per_epoch
         plan_text = (
             f"{len(train)} samples in batches of {batch} for {total} steps with seed {self.seed}"
@@ -162,7 +165,7 @@ class Trainer:
         sampler: Sampler,
         options: FitOptions,
         checkpoints: CheckpointOptions,
-        classes: int | None,
+        outputs: int | None,
     ) -> FitPlan:
         """Return the plan of a training, with all periods in steps."""
         epoch, model = sampler.steps_per_epoch, self.replica.model
@@ -179,7 +182,7 @@ class Trainer:
             timeout_s=options.timeout_s,
             checkpoints=checkpoints,
             max_skipped=options.skip_limit,
-            about={"model": {"input_shape": model.input_shape, "classes": classes}},
+            about={"model": {"input_shape": model.input_shape, "outputs": outputs}},
         )
 
     def _last_words(self, run: Path | None) -> str:
@@ -201,11 +204,15 @@ class Trainer:
     def __repr__(self) -> str:
         return f"Trainer({self.replica.model!r}, {self._options!r}, {self.world!r})"
 
-    def evaluate(self, samples: Samples | tuple[np.ndarray, np.ndarray]) -> nn.Sums:
-        """Return the sums of loss and right answers over `samples`; each rank does its share."""
-        return evaluate(self.engine, as_samples(samples, "evaluate"), self._blocks)
+    def evaluate(self, samples: Samples | tuple[Any, Any]) -> dict[str, float | None]:
+        """Return the metrics over `samples`, such as {"loss": 0.31, "accuracy": 0.93}; collective.
 
-    def predict(self, x: np.ndarray) -> np.ndarray:
+        Each rank computes its share; all ranks get the same means over the whole set.
+        """
+        sums = evaluate(self.engine, as_samples(samples, "evaluate"), self._blocks)
+        return nn.losses.evaluate(self.replica.loss, sums)
+
+    def predict(self, x: Any) -> np.ndarray:
         """Return the model's outputs for samples `x` (n, ...), such as logits (n, classes).
 
         Each rank computes all of its own `x`. Collective: with some engines the ranks first agree
@@ -231,14 +238,30 @@ class Trainer:
         engines.must_fit(self._options, self.world.size, batch, len(train))
         return Sampler(len(train), batch, self.seed)
 
-    def _must_be_evaluated(self, keep_best: Metric | None, has_test_set: bool) -> None:
+    def _check_sets(self, **sets: Samples | None) -> None:
+        """Raise UsageError for samples or targets that the model or its loss does not accept."""
+        model = self.replica.model
+        for name, samples in sets.items():
+            if samples is None:
+                continue
+            model.check_shape(samples.sample_shape)
+            if fault := self.replica.loss.find_fault(known_targets(samples), model.output_shape):
+                raise UsageError(f"{name} set: {fault}")
+
+    def _must_be_evaluated(self, keep_best: str | None, has_test_set: bool) -> None:
         """Raise UsageError if early stop or keep_best needs a metric that is never evaluated."""
+        names = [f"{part}_{name}" for part in PARTS for name in self.replica.loss.metrics]
         users = [
             ("early stop", callback.metric)
             for callback in self.callbacks
             if isinstance(callback, EarlyStop)
         ]
         for user, metric in [*users, ("keep_best", keep_best)]:
+            if metric and metric not in names:
+                raise UsageError(
+                    f"{user}: {unknown('metric', metric, names)}; the loss of the model is "
+                    f"{self.replica.loss!r}"
+                )
             if metric and metric.startswith("test") and not has_test_set:
                 raise UsageError(
                     f"{user} needs {metric}, but there is no test set to evaluate on; "

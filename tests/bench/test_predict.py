@@ -165,7 +165,7 @@ def test_a_recipe_is_measured_here(tmp_path):
 def test_a_profile_tells_when_each_bucket_is_full():
     model = MODELS["mlp"](widths=[64, 256, 256, 10]).build(None, None)
     replica = ModelReplica(model, 0, np.float32)
-    task = Task(Batch(np.ones((8, 64), np.float32), np.zeros(8, np.int64)), 1.0, Key(0, 0, 0))
+    task = Task(Batch.of(np.ones((8, 64), np.float32), np.zeros(8, np.int64)), 1.0, Key(0, 0, 0))
     step = profile_step(replica, optim.sgd(rate=0.1), task, 100_000, rounds=3, warm_up=1)
     assert sum(step.buckets) == replica.arena.grad.nbytes and len(step.buckets) == 2
     assert 0 < step.full_times[0] <= step.full_times[1] < step.compute

@@ -180,7 +180,7 @@ def test_an_engine_sums_by_it(cuda):
 
     def body(world):
         engine = engines.AllReduce(algorithm="nccl").build(world, replica(), optim.sgd(0.1))
-        batch = Batch(np.full((2, 4), world.rank, np.float32), np.array([0, 1]))
+        batch = Batch.of(np.full((2, 4), world.rank, np.float32), np.array([0, 1]))
         engine.step(engines.Task(batch, 0.25, nn.Key(0, 0, 0)), engines.Flags())
         engine.close()
         return engine.replica.arena

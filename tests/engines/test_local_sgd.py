@@ -71,7 +71,7 @@ def simulated(size: int, options: engines.LocalSgd) -> tuple[np.ndarray, int]:
         indexes = sampler.batch_indexes(step)
         first, own = data.share(indexes, i, size)
         replica.arena.param[...] = x[i]
-        batch, key = Batch(*digits().rows(own)), nn.Key(0, step, first)
+        batch, key = Batch.of(*digits().rows(own)), nn.Key(0, step, first)
         replica.gradient(batch, 1 / len(indexes), key, lambda name: None)
         return replica.arena.grad.copy()
 
@@ -248,13 +248,13 @@ def test_resumed_in_the_middle_of_a_round(tmp_path, way):
     for steps in (*SAVED, LONG):
         ends = run_on("threads", 3, lambda w, n=steps: run(w, cut, way, n, n > SAVED[0]))
     assert set(ends) == set(expected) and len(set(ends)) == 1
-    arenas = [runs.load(folder).arena for folder in (complete, cut)]
+    arenas = [runs.load(folder).replica.arena for folder in (complete, cut)]
     assert np.array_equal(*(arena.buffer for arena in arenas))
     for size in (2, 4):
         other = tmp_path / str(size)
         run_on("threads", 3, lambda w, out=other: run(w, out, way, SAVED[-1]))
         run_on("threads", size, lambda w, out=other: run(w, out, way, LONG, True))
-        end = runs.load(other).arena.param
+        end = runs.load(other).replica.arena.param
         # Workers that trained on other shares: near, but not equal.
         assert 0 < np.linalg.norm(end - arenas[0].param) < 0.2 * np.linalg.norm(end)
 
@@ -268,7 +268,7 @@ def test_a_loss_that_is_not_finite_reaches_nobody(ranks, engine, monkeypatch):
     def body(world):
         def spoilt(self, batch, scale, key, on_ready):
             if key.step == 7 and self.spoilt:
-                batch = batch._replace(x=np.full_like(batch.x, np.nan))
+                batch = batch._replace(inputs=np.full_like(batch.inputs, np.nan))
             return gradient(self, batch, scale, key, on_ready)
 
         monkeypatch.setattr(ModelReplica, "gradient", spoilt)

@@ -83,7 +83,7 @@ class Planted:
     def __init__(self, replica: Any, steps: Any, value: float):
         self.inner, self.steps, self.value, self.made = replica, steps, value, 0
         self.slot, self.element = SLOT, 5
-        self.evaluate, self.move = replica.evaluate, replica.move
+        self.evaluate, self.move, self.loss = replica.evaluate, replica.move, replica.loss
 
     @property
     def arena(self):
@@ -101,7 +101,7 @@ class Planted:
 
         self.made += 1
         sums = self.inner.gradient(batch, scale, key, ready)
-        assert np.isfinite(sums.loss)
+        assert np.isfinite(sums["loss"].sum)
         return sums
 
 
@@ -402,10 +402,10 @@ def test_every_slot_is_looked_at():
             check = GradientCheck(replica, 1)
             for value in VALUES.values():
                 check.begin(lambda name: None)
-                assert check.passes(nn.Sums(1.0, 1, 1))
+                assert check.passes({"loss": nn.Total(1.0, 1)})
                 replica.arena.views(replica.arena.grad)[slot.name].reshape(-1)[-1] = value
                 check.begin(lambda name: None)
-                assert check.passes(nn.Sums(1.0, 1, 1)) == (value == LARGE)
+                assert check.passes({"loss": nn.Total(1.0, 1)}) == (value == LARGE)
                 assert (
                     value == LARGE or check.fault == f"the gradient of '{slot.name}' is not finite"
                 )
@@ -423,7 +423,7 @@ def test_every_part_of_a_sum_is_looked_at(name):
         engine = TOGETHER[name].build(world, replica, SGD)
         samples = digits()
         part = slice(world.rank, None, world.size)
-        task = engines.Task(Batch(samples.x[part], samples.y[part]), 1 / 151, nn.Key(0, 0, 0))
+        task = engines.Task(Batch.of(samples.x[part], samples.y[part]), 1 / 151, nn.Key(0, 0, 0))
         before = engine.replica.arena.param.tobytes()
         for turn, slot in enumerate(replica.arena.slots):
             rank = turn % world.size
@@ -534,7 +534,7 @@ def test_the_kernel_finds_the_first(gpu, monkeypatch, dtype):
             arena.grad[...] = cupy.asarray(np.ones(arena.grad.size, dtype))
             arena.grad[slot.stop - 1 : slot.stop] = value
             check.begin(lambda name: None)
-            assert check.passes(nn.Sums(1.0, 1, 1)) == (not fault)
+            assert check.passes({"loss": nn.Total(1.0, 1)}) == (not fault)
             assert check.fault == (fault and f"the gradient of '{name}' is {fault}")
     assert int(check._first_fault.get()[0]) == finite.NO_FAULT
 

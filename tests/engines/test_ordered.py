@@ -44,24 +44,18 @@ OPTIMIZERS = {
 WAYS = [name for name in select.ALGORITHM_NAMES if name not in ("null", "nccl")]
 
 
-class Texts(data.Dataset):
-    """Windows of bytes; the label of each place is the byte that comes next."""
-
-    def __post_init__(self) -> None:
-        """Take labels of two dims."""
-
-
 @cache
 def samples(model: str) -> tuple[data.Dataset, data.Dataset]:
     """Return training and test samples."""
     if model == "transformer":
         text = np.frombuffer(b"ring ring, tree; a ring of trees? " * 8, np.uint8)
         windows = np.lib.stride_tricks.sliding_window_view(text, 13)
-        x, y, kind = windows[:, :-1], windows[:, 1:].astype(np.int64), Texts
+        x, y = windows[:, :-1], windows[:, 1:]
     else:
         split = data.DigitsOptions().load(0)
-        x, y, kind = split.train.x, split.train.y, data.Dataset
-    return kind(x[:SAMPLES], y[:SAMPLES]), kind(x[SAMPLES:210], y[SAMPLES:210])
+        x, y = split.train.x, split.train.y
+    train, test = slice(SAMPLES), slice(SAMPLES, 210)
+    return data.Dataset(x[train], y[train]), data.Dataset(x[test], y[test])
 
 
 def engine(way: str, **extra):
@@ -86,10 +80,10 @@ def trained(world, model: str, way: str, **extra) -> tuple:
         evaluate=test,
         options=FitOptions(evaluate_steps=5, interval_steps=5),
     )
-    sums = trainer.evaluate(train)
+    metrics = trainer.evaluate(train)
     trainer.close()
     observed = ("params_sha256", "train_loss", "test_loss", "test_accuracy")
-    return (*(summary[key] for key in observed), *sums)
+    return (*(summary[key] for key in observed), *metrics.values())
 
 
 @cache
@@ -279,7 +273,7 @@ def test_planes_that_are_kept(blocks, maximum):
     train, _ = samples("mlp")
     key = nn.Key(0, 0, 0, samples=len(train))
     for _ in range(2):
-        replica.gradient(Batch(train.x, train.y), 1.0, key, lambda name: None)
+        replica.gradient(Batch.of(train.x, train.y), 1.0, key, lambda name: None)
     assert len(replica._planes) == maximum
 
 
@@ -331,5 +325,5 @@ def test_a_layer_that_sums_over_ranks_is_refused():
     train, _ = samples("mlp")
     with pytest.raises(UsageError, match="a layer sums over ranks"):
         BlockReplica(replica, SumTree(2, 1), 0).gradient(
-            Batch(train.x, train.y), 1.0, nn.Key(0, 0, 0, samples=len(train)), lambda name: None
+            Batch.of(train.x, train.y), 1.0, nn.Key(0, 0, 0, samples=len(train)), lambda name: None
         )

@@ -195,7 +195,7 @@ def simulated(engine, run, size: int) -> np.ndarray:
         _, own = share(indexes, worker, size)
         of = len(indexes) if isinstance(engine, PsSync) else len(own)
         replica.arena.param[:] = at
-        batch = Batch(*digits().rows(own))
+        batch = Batch.of(*digits().rows(own))
         key = nn.Key(0, step, 0)
         replica.gradient(batch, 1 / max(of, 1), key, lambda name: None)
         return replica.arena.grad.copy()
@@ -307,7 +307,7 @@ class Script:
 
     def task(self, step):
         x, y = digits().rows(np.arange(4))
-        return Task(Batch(x, y), 1 / 4, nn.Key(0, step, 0))
+        return Task(Batch.of(x, y), 1 / 4, nn.Key(0, step, 0))
 
     def record(self, step, sums):
         pass
@@ -355,7 +355,7 @@ def test_a_gradient_that_is_not_finite_reaches_nobody(monkeypatch, regime):
         sums = good(self, batch, scale, key, on_ready)
         if key.step in bad and key.first == 0:  # worker 0
             self.arena.grad[:] = np.nan
-            return sums._replace(loss=float("nan"))
+            return sums | {"loss": nn.Total(float("nan"), 1)}
         return sums
 
     monkeypatch.setattr(ModelReplica, "gradient", gradient)

@@ -37,7 +37,8 @@ def counts(short, repeated=20_000):
 ABOUT = {
     "epoch": 2, "sample_index": 8, "batch": 4, "seed": 0, "world_size": 1, "recipe": "r",
     "updates_per_step": 1.0, "steps_redone": 0, "metrics": {"test_loss": 0.5}, "rows_due": [],
-    "model": {"input_shape": [3], "classes": 2}, "keep_best": "test_loss", "staleness": None,
+    "model": {"input_shape": [3], "outputs": 2}, "staleness": None,
+    "keep_best": {"metric": "test_loss", "direction": "min"},
     "weights": {"param": {"w": {"shape": [5, 2], "offset": 0}, "b": {"shape": [], "offset": 16}}},
 }  # fmt: skip
 

@@ -38,8 +38,8 @@ def batch(name: str, n: int = 6) -> Batch:
     draw = np.random.default_rng(1)
     if name == "transformer":
         text = draw.integers(0, 256, (n, 13), np.uint8)
-        return Batch(text[:, :-1], text[:, 1:].astype(np.int64))
-    return Batch(draw.standard_normal((n, 8, 8)).astype("float32"), draw.integers(0, 10, n))
+        return Batch.of(text[:, :-1], text[:, 1:].astype(np.int64))
+    return Batch.of(draw.standard_normal((n, 8, 8)).astype("float32"), draw.integers(0, 10, n))
 
 
 def nobody(name: str) -> None:
@@ -60,11 +60,13 @@ def test_gradients_are_those_of_32_bits_rounded(gpu, name, precision, pieces):
     sums = small.gradient(batch(name), 1 / 6, KEY, ready.append)
     assert sorted(ready) == sorted(slot.name for slot in full.arena.slots)
     assert small.arena.grad.dtype == np.float32 and gpu.counts["implicit"] == 0
-    np.testing.assert_allclose(sums.loss, expected.loss, rtol=CLOSE[precision])
+    np.testing.assert_allclose(sums["loss"].sum, expected["loss"].sum, rtol=CLOSE[precision])
     error = np.linalg.norm(small.arena.grad.get() - full.arena.grad)
     assert error <= 6 * CLOSE[precision] * np.linalg.norm(full.arena.grad)  # ReLUs flip
     np.testing.assert_allclose(
-        small.evaluate(batch(name)).loss, full.evaluate(batch(name)).loss, rtol=0.05
+        small.evaluate(batch(name))["loss"].sum,
+        full.evaluate(batch(name))["loss"].sum,
+        rtol=0.05,
     )
 
 
@@ -179,8 +181,8 @@ def test_parameters_are_rounded_when_they_are_needed(gpu):
     small.arena.param[...] = 0
     small.gradient(batch("mlp"), 1.0, KEY._replace(on_need=reported.append), nobody)
     assert set(reported) == {slot.name for slot in small.arena.slots}
-    assert small.predict(batch("mlp").x).dtype == np.float32
-    assert (small.predict(batch("mlp").x) == 0).all()
+    assert small.predict(batch("mlp").inputs).dtype == np.float32
+    assert (small.predict(batch("mlp").inputs) == 0).all()
 
 
 def test_products_are_those_of_the_last_replica(gpu, monkeypatch):

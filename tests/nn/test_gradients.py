@@ -59,7 +59,9 @@ def words_case(width=3) -> Case:
 
 def loss_case(loss, y, shape=(5, 4)) -> Case:
     z = 3 * np.random.default_rng(0).standard_normal(shape)
-    return Case({"z": z}, lambda: 0.3 * loss(z, y)[0].loss, lambda: {"z": loss(z, y, 0.3)[1]})
+    return Case(
+        {"z": z}, lambda: 0.3 * loss(z, y)[0]["loss"].sum, lambda: {"z": loss(z, y, 0.3)[1]}
+    )
 
 
 def model_case(model, x=None, y=None, noise=0.0) -> Case:
@@ -71,7 +73,7 @@ def model_case(model, x=None, y=None, noise=0.0) -> Case:
     y = np.array([2, 0, 1, 2]) if y is None else y
 
     def run(g: Arrays) -> float:
-        return 0.3 * model.gradient(p | buffers, g, x, y, 0.3, KEY, lambda name: None).loss
+        return 0.3 * model.gradient(p | buffers, g, x, y, 0.3, KEY, lambda name: None)["loss"].sum
 
     def gradient() -> Arrays:
         g = {name: np.full_like(item, np.nan) for name, item in p.items()}
@@ -86,6 +88,14 @@ def text_case(layers=2, **options) -> Case:
     bytes_ = np.random.default_rng(0).integers(0, 256, (2, 6)).astype(np.uint8)
     # Norms of values as small as at the start bend too much for differences to follow.
     return model_case(created, bytes_[:, :-1], bytes_[:, 1:], noise=1.0)
+
+
+def two_inputs_case() -> Case:
+    draw, branch = np.random.default_rng(0), {"a": nn.Linear(3), "b": nn.GELU(), "c": nn.Linear(2)}
+    first = nn.Concatenate({"m": branch, "n": {"d": nn.Dropout(0.4)}, "o": {"a": nn.Linear(2)}})
+    shapes = {"m": (4,), "n": (3,), "o": (2,)}
+    x = {name: draw.standard_normal((6, *shape)) for name, shape in shapes.items()}
+    return model_case(nn.Model([first, nn.Linear(3)], shapes), x, np.arange(6) % 3)
 
 
 RESNET = {"blocks": 1, "channels": [2, 3]}
@@ -126,6 +136,7 @@ CASES = {
     "positions": lambda: layer_case(nn.Positions(), (4, 3)),
     "attention": lambda: layer_case(nn.CausalAttention(heads=2, init_std=0.5), (5, 4)),
     "attention-1-head": lambda: layer_case(nn.CausalAttention(heads=1, init_std=0.5), (1, 3)),
+    "concatenate": two_inputs_case,
     "chain": lambda: layer_case(nn.Chain({"a": nn.Linear(3), "b": nn.GELU()}), (4,)),
     "residual": lambda: layer_case(nn.Residual({"a": nn.Linear(4), "b": nn.Dropout(0.5)}), (4,)),
     "residual-shortcut": lambda: layer_case(
@@ -140,6 +151,9 @@ CASES = {
     ),
     "mse": lambda: loss_case(nn.mean_squared_error, np.arange(20.0).reshape(5, 4) / 9),
     "mse-one": lambda: loss_case(nn.mean_squared_error, np.arange(5.0), (5, 1)),
+    "bce": lambda: loss_case(nn.binary_cross_entropy, np.arange(20).reshape(5, 4) % 2),
+    "bce-one": lambda: loss_case(nn.binary_cross_entropy, np.linspace(0, 1, 5), (5, 1)),
+    "bce-places": lambda: loss_case(nn.binary_cross_entropy, np.ones((2, 3, 2)), (2, 3, 2)),
     "mlp": lambda: model_case(nn.MlpOptions(widths=[6, 5, 4, 3]).build((2, 3), 3)),
     "mlp-dropout": lambda: model_case(nn.MlpOptions(widths=[6, 9, 3], dropout=0.5).build(None, 3)),
     "cnn": lambda: model_case(nn.CnnOptions(channels=[2, 3], hidden=4).build((8, 8), 3)),

@@ -191,7 +191,10 @@ REFUSED = [
         lambda: nn.Residual({"a": nn.Linear(3)}).output_shape((4,)),
         r"body ends in \(3,\) but the shortcut in \(4,\)",
     ),
-    (lambda: nn.mean_squared_error(np.ones((3, 2)), np.ones(3)), r"shape \(3, 2\), .* seen \(3,\)"),
+    (
+        lambda: nn.mean_squared_error(np.ones((3, 2)), np.ones(3)),
+        r"targets \(n, 2\), .* seen \(3,\)",
+    ),
     (lambda: nn.Linear(0), "outputs must be at least 1, seen 0"),
     (lambda: nn.Conv2d(1, kernel=0), "kernel must be at least 1"),
     (lambda: nn.Conv2d(1, kernel=3, padding=-1), "padding must be at least 0"),
@@ -216,16 +219,17 @@ def test_what_cannot_work_is_refused(act, message):
 def test_cross_entropy_counts_sums_and_survives_large_logits():
     z = np.array([[1e4, 0.0], [0.0, 0.0], [0.0, 1e4]], np.float32)
     sums, dz = nn.cross_entropy(z, np.array([0, 0, 0]), scale=1.0)
-    assert sums == nn.Sums(loss=pytest.approx(np.log(2) + 1e4), correct=2, count=3)
+    assert sums["loss"] == pytest.approx((np.log(2) + 1e4, 3))
+    assert sums["accuracy"] == (2, 3)
     assert dz.dtype == np.float32
     np.testing.assert_allclose(dz, [[0, 0], [-0.5, 0.5], [-1, 1]])
-    assert nn.add(sums, nn.Sums(1.0, 2, 3)).count == 6
+    assert nn.add(sums, {"loss": nn.Total(1.0, 3)})["loss"].count == 6
 
 
 def test_mean_squared_error_is_a_mean_over_features_and_a_sum_over_targets():
     z, y = np.array([[1.0, 2.0], [3.0, 5.0]]), np.array([[1.0, 0.0], [0.0, 4.0]])
     sums, dz = nn.mean_squared_error(z, y, scale=0.5)
-    assert sums == nn.Sums(loss=2 + 5, correct=0, count=2)
+    assert sums == {"loss": (2 + 5, 2), "target": (5, 4), "target_squared": (17, 4)}
     np.testing.assert_allclose(dz, 0.5 * (z - y))
 
 

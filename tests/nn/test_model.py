@@ -71,7 +71,9 @@ def check_shares(shares, complete, sums):
         total = sum(g[k] for g, _ in shares)
         np.testing.assert_allclose(total, complete[k], rtol=0, atol=1e-12 * abs(complete[k]).max())
     parts = functools.reduce(nn.add, (item for _, item in shares))
-    assert parts == pytest.approx(sums, rel=1e-12)
+    terms = list(sums)
+    packed = nn.losses.pack(parts, terms)
+    np.testing.assert_allclose(packed, nn.losses.pack(sums, terms), rtol=1e-12)
 
 
 @pytest.mark.parametrize("cut", CUTS)
@@ -123,10 +125,11 @@ def test_micro_batches_add_up_and_the_last_one_announces(name, pieces):
     for replica.micro_batches in (1, pieces):
         fired.clear()
         key = nn.Key(0, 5, 0)
-        sums = replica.gradient(Batch(x, y), 1 / 13, key, lambda name: fired.update([name]))
+        sums = replica.gradient(Batch.of(x, y), 1 / 13, key, lambda name: fired.update([name]))
         assert set(fired.values()) == {1} and set(fired) == set(model.parameters)
         observed[replica.micro_batches] = (sums, replica.arena.grad.copy())
-    assert observed[1][0] == pytest.approx(observed[pieces][0], rel=1e-12)
+    complete, added = (nn.losses.pack(observed[n][0], ("loss", "accuracy")) for n in (1, pieces))
+    np.testing.assert_allclose(complete, added, rtol=1e-12)
     np.testing.assert_allclose(observed[1][1], observed[pieces][1], rtol=0, atol=1e-14)
 
 
@@ -179,7 +182,7 @@ def test_scale_multiplies_the_gradient_and_not_the_sums(name):
     p, _ = made(model)
     x, y = batch(model)
     (once, sums), (twice, same) = (gradient(model, p, x, y, scale=s) for s in (1.0, 2.0))
-    assert sums == same and sums.count == 13 * model.targets
+    assert sums == same and sums["loss"].count == 13 * model.targets
     assert all(np.allclose(twice[k], 2 * once[k], rtol=1e-13, atol=0) for k in once)
 
 
@@ -218,8 +221,9 @@ def test_evaluation_adds_up_pieces_and_drops_nothing(n):
         z = np.maximum(z, 0) if i < 3 else z
     softmax = np.exp(z) / np.exp(z).sum(axis=1, keepdims=True)
     loss = -np.log(softmax[np.arange(n), y]).sum()
-    expected = nn.Sums(loss, int((z.argmax(axis=1) == y).sum()), n)
-    assert model.evaluate(p, x, y) == pytest.approx(expected, rel=1e-12)
+    expected = [loss, n, (z.argmax(axis=1) == y).sum(), n]
+    sums = nn.losses.pack(model.evaluate(p, x, y), ("loss", "accuracy"))
+    np.testing.assert_allclose(sums, expected, rtol=1e-12)
 
 
 def test_initial_values_are_a_function_of_the_seed_alone():

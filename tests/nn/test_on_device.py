@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from hpctrain import nn
+from hpctrain.core import xp
 from hpctrain.core.errors import UsageError
 from hpctrain.gradients.replica import Batch, ModelReplica
 
@@ -26,8 +27,8 @@ def batch(name: str, n: int = 7) -> Batch:
     draw = np.random.default_rng(1)
     if name == "transformer":
         text = draw.integers(0, 256, (n, 13), np.uint8)
-        return Batch(text[:, :-1], text[:, 1:].astype(np.int64))
-    return Batch(draw.standard_normal((n, 8, 8)).astype("float32"), draw.integers(0, 10, n))
+        return Batch.of(text[:, :-1], text[:, 1:].astype(np.int64))
+    return Batch.of(draw.standard_normal((n, 8, 8)).astype("float32"), draw.integers(0, 10, n))
 
 
 def replica(name: str, on_gpu: bool) -> ModelReplica:
@@ -47,9 +48,9 @@ def computed(name: str, on_gpu: bool, n: int = 7):
 def test_gradients_of_the_host(gpu, name, samples):
     host, expected, order = computed(name, False, samples)
     device, sums, ready = computed(name, True, samples)
-    assert ready == order and sums.correct == expected.correct and sums.count == expected.count
+    assert ready == order and sums["accuracy"] == expected["accuracy"]
     close = {"rtol": 0, "atol": 0} if name in SAME else {"rtol": 1e-4, "atol": 1e-6}
-    np.testing.assert_allclose(sums.loss, expected.loss, **close)
+    np.testing.assert_allclose(sums["loss"].sum, expected["loss"].sum, **close)
     np.testing.assert_allclose(device.arena.grad.get(), host.arena.grad, **close)
     np.testing.assert_allclose(device.arena.buffer.get(), host.arena.buffer, **close)
 
@@ -78,8 +79,9 @@ def test_the_loss_waits_for_no_gradient(lazy_gpu):
 @pytest.mark.parametrize("name", MODELS)
 def test_evaluation(gpu, name):
     reported = [replica(name, on_gpu).evaluate(batch(name)) for on_gpu in (False, True)]
-    np.testing.assert_allclose(reported[1], reported[0], rtol=1e-5)
-    outputs = replica(name, True).predict(batch(name).x)
+    sums = [nn.losses.pack(item, ("loss", "accuracy")) for item in reported]
+    np.testing.assert_allclose(sums[1], sums[0], rtol=1e-5)
+    outputs = replica(name, True).predict(batch(name).inputs)
     assert type(outputs) is np.ndarray
 
 
@@ -101,8 +103,12 @@ def test_statistics_over_ranks_travel_by_the_host(gpu):
 
 
 REFUSED = {
-    "label": ("mlp", Batch(np.zeros((2, 8, 8), "float32"), np.array([0, 11])), "label 11 is out"),
-    "byte": ("transformer", Batch(np.full((1, 12), 300), np.zeros((1, 12), int)), "seen 300"),
+    "label": (
+        "mlp",
+        Batch.of(np.zeros((2, 8, 8), "float32"), np.array([0, 11])),
+        "label 11 is out",
+    ),
+    "byte": ("transformer", Batch.of(np.full((1, 12), 300), np.zeros((1, 12), int)), "seen 300"),
 }
 
 
@@ -111,3 +117,51 @@ def test_wrong_data_is_refused(gpu, wrong):
     name, bad, message = REFUSED[wrong]
     with pytest.raises(UsageError, match=message):
         replica(name, True).gradient(bad, 1.0, nn.Key(0, 0, 0), lambda slot: None)
+
+
+DRAW = np.random.default_rng(5)
+#: loss -> the shape of outputs, targets
+LOSSES = {
+    "cross_entropy": ((9, 4), DRAW.integers(0, 4, 9)),
+    "mean_squared_error": ((9, 3), DRAW.standard_normal((9, 3)).astype("f4")),
+    "mean_squared_error, one feature": ((9, 1), DRAW.standard_normal(9)),
+    "binary_cross_entropy": ((9, 3), DRAW.integers(0, 2, (9, 3))),
+    "binary_cross_entropy, one label": ((9, 1), DRAW.integers(0, 2, 9)),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_of_the_host(gpu, name):
+    import cupy
+
+    shape, targets = LOSSES[name]
+    loss, outputs = nn.as_loss(name.partition(",")[0]), DRAW.standard_normal(shape).astype("f4")
+    expected, gradient = loss(outputs, targets, 0.5)
+    sums, device_gradient = loss(cupy.asarray(outputs), cupy.asarray(targets), 0.5)
+    sums = nn.losses.wait_for_sums(sums)
+    packed, expected = (nn.losses.pack(item, loss.terms) for item in (sums, expected))
+    np.testing.assert_allclose(packed, expected, rtol=1e-6)
+    np.testing.assert_allclose(device_gradient.get(), gradient, rtol=1e-5, atol=1e-7)
+    assert device_gradient.dtype == np.float32
+
+
+@pytest.mark.parametrize("tokens", [False, True])
+def test_several_inputs(gpu, tokens):
+    """Indices of an Embedding keep their dtype, whichever branch they are of."""
+    first = {"embedding": nn.Embedding(7, 3), "flat": nn.Flatten()} if tokens else {}
+    both = nn.Concatenate({"a": first, "b": {"linear": nn.Linear(4), "relu": nn.ReLU()}})
+    model = nn.Model([both, nn.Linear(2)], {"a": (5,), "b": (3,)}, "mean_squared_error")
+    a = DRAW.integers(0, 7, (6, 5)).astype(np.uint8)
+    inputs = {"a": a, "b": DRAW.standard_normal((6, 3)).astype("f4")}
+    results = []
+    for on_gpu in (False, True):
+        item, ready = ModelReplica(model, 3, np.float32, on_gpu), []
+        batch = Batch.of(inputs, np.ones((6, 2), np.float32))
+        sums = item.gradient(batch, 0.1, nn.Key(0, 0, 0, samples=6), ready.append)
+        sums = nn.losses.pack(sums, model.loss.terms)
+        results.append((sums, ready, xp.to_host(item.arena.grad), item.predict(inputs)))
+    (sums, order, grad, outputs), (*device, device_outputs) = results
+    np.testing.assert_allclose(device[0], sums, rtol=1e-5)
+    assert device[1] == order
+    np.testing.assert_allclose(device[2], grad, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(device_outputs, outputs, rtol=1e-4, atol=1e-6)

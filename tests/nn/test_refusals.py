@@ -36,7 +36,7 @@ REFUSED = {
         r"expected 72 first .* seen 64; set .*\[72, 10\]",
     ),
     "mlp classes": (lambda: MLP.build((64,), 11), r"at least 11 last .* seen 10; set .*\[64, 11\]"),
-    "cnn of nothing": (lambda: CNN.build(None, 10), "expected the shape of images and classes"),
+    "cnn of nothing": (lambda: CNN.build(None, 10), "expected the shape of images and"),
     "cnn of vectors": (lambda: CNN.build((64,), 10), r"expected images .* seen \(64,\); .*'mlp'"),
     "cnn of small images": (lambda: CNN.build((3, 3), 10), r"'pool2' .* seen \(1, 1, 2\)"),
     "unknown shared table": (

@@ -126,8 +126,8 @@ def measure_step(recipe_name: str, bucket_bytes: int) -> Step:
     replica = ModelReplica(runs.build_model(spec, split), spec.run.seed, dtype)
     replica.micro_batches = spec.batch.micro_batches
     sampler = data.Sampler(len(split.train), spec.batch.size(1), spec.run.seed)
-    batch = Batch(*split.train.rows(sampler.batch_indexes(0)))
-    task = Task(batch, 1 / len(batch.y), nn.Key(spec.run.seed, 0, 0))
+    batch = Batch.of(*split.train.rows(sampler.batch_indexes(0)))
+    task = Task(batch, 1 / batch.n, nn.Key(spec.run.seed, 0, 0))
     return profile_step(replica, spec.optimizer.build(lambda step: 0.0), task, bucket_bytes)
 
 

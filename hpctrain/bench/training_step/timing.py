@@ -62,7 +62,8 @@ class Contender:
     def __call__(self, steps: int) -> None:
         """Train for `steps` steps."""
         for _ in range(steps):
-            self.losses.append(self.step(*self.shares[self.step_count % len(self.shares)]))
+            batch = self.shares[self.step_count % len(self.shares)]
+            self.losses.append(self.step(batch.inputs, batch.targets))
             self.step_count += 1
 
     @contextmanager
@@ -111,7 +112,7 @@ def _rank_shares(world: World, train_samples: Samples, batch: int, seed: int) ->
     share_indexes = (
         share(sampler.batch_indexes(step), world.rank, world.size)[1] for step in steps
     )
-    return [Batch(*train_samples.rows(indexes)) for indexes in share_indexes]
+    return [Batch.of(*train_samples.rows(indexes)) for indexes in share_indexes]
 
 
 def _make_contenders(
@@ -166,8 +167,8 @@ def _engine_step(world: World, engine: Any, seed: int) -> StepFunction:
 
     def step(x: np.ndarray, y: np.ndarray) -> float:
         key = Key(seed, next(step_numbers), world.rank * len(y))
-        sums, _ = engine.step(Task(Batch(x, y), 1 / (len(y) * world.size), key), Flags())
-        return float(sums.loss)
+        sums, _ = engine.step(Task(Batch.of(x, y), 1 / (len(y) * world.size), key), Flags())
+        return float(sums["loss"].sum) if sums else 0.0
 
     return step
 

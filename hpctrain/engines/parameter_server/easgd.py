@@ -176,7 +176,7 @@ class ElasticWorker(Worker):
 
     def _run_steps(self, work: Work, steps: range) -> Sums:
         """Run local steps, up to the one at which this worker fails."""
-        sums = Sums(0.0, 0, 0)
+        sums: Sums = {}
         for step in () if self.flags.failed else steps:
             task = work.task(step)
             with self.times.compute(self.trace, "forward, backward"):

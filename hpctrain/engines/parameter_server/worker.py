@@ -90,7 +90,8 @@ class Worker:
 
     def _compute_round(self, work: Work, first_step: int) -> tuple[Sums, Report]:
         """Compute the gradients of one push, from step `first_step` on."""
-        sums, flags, batch_targets, is_finite = Sums(0.0, 0, 0), work.flags(), 0, True
+        sums: Sums = {}
+        flags, batch_targets, is_finite = work.flags(), 0, True
         last_step = first_step + self._push_every - 1
         for step in range(first_step, last_step + 1):
             task = work.task(step)
@@ -113,7 +114,7 @@ class Worker:
             steps=self._push_every,
             has_push=has_push,
             wants_pull=self._steps_since_pull >= self._pull_every,
-            targets=sums.count,
+            targets=int(sums["loss"].count) if sums else 0,
             batch_targets=batch_targets,
         )
 

@@ -5,7 +5,7 @@
     all_gather        the sums to all ranks, by the algorithm of the options
 
 The losses of blocks are added in their order too: rank 0 returns those of a whole step, the others
-zeros, so that sums over ranks and steps make the same additions on any number of ranks.
+none, so that sums over ranks and steps make the same additions on any number of ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hpctrain.collectives.all_gathers import IN_MEMORY_ALL_GATHERS, AllGather
 from hpctrain.collectives.ordered import SumTree
 from hpctrain.collectives.ring import reduce_scatter
 from hpctrain.gradients.arena import view_offset
-from hpctrain.gradients.blocks import ZERO_SUMS, BlockReplica, add_in_order
+from hpctrain.gradients.blocks import BlockReplica, add_in_order
 from hpctrain.gradients.finite import GradientParts
 from hpctrain.gradients.reducer import WireOptions
 from hpctrain.gradients.replica import Replica
@@ -70,10 +70,10 @@ class OrderedSums:
         return self.replica.subtotals(slice(start, start + x.size))
 
     def step_sums(self, sums: Sums, add: Add) -> Sums:
-        """Return the sums of all shares on rank 0, zeros elsewhere."""
+        """Return the sums of all shares on rank 0, none elsewhere."""
         table = self.replica.table
-        total = add_in_order(add(table.ravel()).reshape(table.shape))
-        return total if self._rank == 0 else ZERO_SUMS
+        total = add_in_order(add(table.ravel()).reshape(table.shape), self.replica.loss)
+        return total if self._rank == 0 else {}
 
 
 def make_gradient_sums(

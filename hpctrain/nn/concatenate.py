@@ -1,0 +1,77 @@
+"""Models with several inputs: a branch of layers for each array of a sample, then one vector.
+
+{"image": x, "age": a}     image -> flatten -> linear -.
+                                                       +--> concatenated (..., features)
+                           age -----------------------'
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hpctrain.core.errors import UsageError
+from hpctrain.core.xp import Array, namespace
+from hpctrain.nn.chain import Chain, qualify_names, select_layer
+from hpctrain.nn.layer import Key, Layer, Parameter, Shape
+
+MAX_BRANCHES = 1 << 10  #: more branches than a model has: keeps their random streams apart
+
+
+@dataclass(frozen=True)
+class Concatenate:
+    """The outputs of `branches`, concatenated along the last axis; a first layer.
+
+    Samples are dicts of arrays with the names of the branches; a branch without layers is the
+    array itself. Raises UsageError if outputs differ in other axes than the last.
+    """
+
+    branches: Mapping[str, Mapping[str, Layer]]
+
+    def output_shape(self, shape: Any) -> Shape:
+        self._check_names(shape)
+        shapes = {name: Chain(layers).output_shape(shape[name])
+                  for name, layers in self.branches.items()}  # fmt: skip
+        if len({own[:-1] for own in shapes.values()}) > 1:
+            raise UsageError(f"expected branches with outputs alike but for the last axis, "
+                             f"seen {shapes}")  # fmt: skip
+        return (*next(iter(shapes.values()))[:-1], sum(own[-1] for own in shapes.values()))
+
+    def parameters(self, shape: Any) -> dict[str, Parameter]:
+        self._check_names(shape)
+        result: dict[str, Parameter] = {}
+        for name, layers in self.branches.items():
+            result |= qualify_names(name, Chain(layers).parameters(shape[name]))
+        return result
+
+    def forward(
+        self, p: Mapping[str, Array], x: Any, key: Key | None
+    ) -> tuple[Array, tuple[list[Any], list[int]]]:
+        outputs, saved = [], []
+        for i, (name, layers) in enumerate(self.branches.items()):
+            inner_key = key and key._replace(layer=(key.layer + 1) * MAX_BRANCHES + i)
+            y, branch_saved = Chain(layers).forward(select_layer(p, name), x[name], inner_key)
+            outputs.append(y)
+            saved.append(branch_saved)
+        ends = np.cumsum([y.shape[-1] for y in outputs]).tolist()
+        return namespace(outputs[0]).concatenate(outputs, axis=-1), (saved, ends)
+
+    def backward(
+        self, p: Mapping[str, Array], g: Mapping[str, Array], saved: Any, dy: Array, want_dx: bool
+    ) -> None:
+        branch_saved, ends = saved
+        # The last branch first: parameters are then written in reverse order, as in a model.
+        branches = list(zip(self.branches.items(), branch_saved, [0, *ends], ends, strict=False))
+        for (name, layers), own_saved, start, stop in reversed(branches):
+            own_dy = namespace(dy).ascontiguousarray(dy[..., start:stop])
+            own_p, own_g = select_layer(p, name), select_layer(g, name)
+            Chain(layers).backward(own_p, own_g, own_saved, own_dy, want_dx=False)
+
+    def _check_names(self, shape: Any) -> None:
+        if not isinstance(shape, dict) or shape.keys() != self.branches.keys():
+            names = ", ".join(self.branches)
+            actual = ", ".join(shape) if isinstance(shape, dict) else f"one of shape {shape}"
+            raise UsageError(f"expected a dict of arrays {names} per sample, seen {actual}")

@@ -1,0 +1,85 @@
+"""The mean squared error, for targets that are real numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from math import sqrt
+from typing import Any, ClassVar
+
+import numpy as np
+
+from hpctrain.core.errors import UsageError
+from hpctrain.core.xp import Array
+from hpctrain.nn.layer import Shape
+from hpctrain.nn.losses.loss import Metric, find_shape_fault, make_sums, mean
+from hpctrain.nn.losses.sums import PendingSums, Sums, Total
+
+
+def _rmse(sums: Sums) -> float | None:
+    """The root of the mean squared error."""
+    return sqrt(sums["loss"].sum / sums["loss"].count)
+
+
+def _r2(sums: Sums) -> float | None:
+    """The share of the targets' variance that is explained; None for several features."""
+    loss, targets, squares = sums["loss"], sums["target"], sums["target_squared"]
+    variation = squares.sum - targets.sum**2 / targets.count
+    return 1 - loss.sum / variation if targets.count == loss.count and variation > 0 else None
+
+
+class MeanSquaredError:
+    """The squared error, a mean over the last axis of the outputs (n, ..., features).
+
+    Targets have the shape of the outputs; for one feature they may be (n, ...). Each vector of
+    features counts as one target. The metrics `rmse` and, for one feature, `r2`, the coefficient of
+    determination, are over all targets of a set.
+    """
+
+    terms = ("loss", "target", "target_squared")
+    metrics: ClassVar[Mapping[str, Metric]] = {"loss": mean("loss"), "rmse": _rmse, "r2": _r2}
+
+    def __call__(
+        self, outputs: Array, targets: Array, scale: float | None = None
+    ) -> tuple[Sums | PendingSums, Array | None]:
+        """Return the sums, and the gradient of `scale` times the error; see Loss.
+
+        Raises UsageError if the shapes do not fit.
+        """
+        if fault := find_shape_fault(targets, outputs.shape[1:], "mean_squared_error"):
+            raise UsageError(fault)
+        features = outputs.shape[-1]
+        error = outputs - targets.reshape(outputs.shape).astype(outputs.dtype, copy=False)
+        wide_targets = targets.astype(np.float64, copy=False)
+        totals = [
+            (error * error).sum(dtype="float64") / features,
+            wide_targets.sum(),
+            (wide_targets * wide_targets).sum(),
+        ]
+        sums = make_sums(totals, partial(_name_sums, outputs.size // features, outputs.size))
+        if scale is None:
+            return sums, None
+        error *= 2 * scale / features
+        return sums, error
+
+    def find_fault(self, targets: Any, output_shape: Shape) -> str:
+        """Return the fault of targets with another shape than the outputs; see Loss."""
+        return find_shape_fault(targets, output_shape, "mean_squared_error")
+
+    def count_outputs(self, targets: Any) -> int:
+        """Return the number of features."""
+        return 1 if targets.ndim == 1 else targets.shape[-1]
+
+    def __repr__(self) -> str:
+        return "mean_squared_error"
+
+
+def _name_sums(count: int, elements: int, loss: float, target: float, squares: float) -> Sums:
+    return {
+        "loss": Total(loss, count),
+        "target": Total(target, elements),
+        "target_squared": Total(squares, elements),
+    }
+
+
+mean_squared_error = MeanSquaredError()

@@ -1,0 +1,34 @@
+"""The model of a run, read from a checkpoint: outputs and metrics without training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from hpctrain import nn
+from hpctrain.data import Samples
+from hpctrain.gradients.mixed import MixedReplica
+from hpctrain.gradients.replica import ModelReplica
+from hpctrain.training.arguments import as_samples
+from hpctrain.training.loop import sums_over
+
+
+class TrainedModel:
+    """A model with the weights of a checkpoint, in `replica.arena`; see `ht.load`."""
+
+    def __init__(self, replica: ModelReplica | MixedReplica):
+        self.replica, self.model = replica, replica.model
+
+    def predict(self, x: Any) -> np.ndarray:
+        """Return the outputs for samples `x` (n, ...), such as logits (n, classes), on the host."""
+        return self.replica.predict(x)
+
+    def evaluate(self, samples: Samples | tuple[Any, Any]) -> dict[str, float | None]:
+        """Return the metrics over `samples`, such as {"loss": 0.31, "accuracy": 0.93}."""
+        samples = as_samples(samples, "evaluate")
+        sums = sums_over(self.replica, samples, np.arange(len(samples)))
+        return nn.losses.evaluate(self.replica.loss, sums)
+
+    def __repr__(self) -> str:
+        return f"TrainedModel({self.model!r})"
