@@ -23,7 +23,7 @@ Count = Annotated[int, Field(ge=0, lt=2**63)]
 Positive = Annotated[int, Field(ge=1, lt=2**63)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 MetricName = Annotated[str, Field(pattern=r"^(train|test)_.")]
-_STRICT = pydantic.ConfigDict(strict=True, extra="forbid")
+_STRICT = pydantic.ConfigDict(strict=True, extra="forbid", defer_build=True)
 
 
 def _must_be_shapes(shapes: Any) -> Any:
@@ -85,7 +85,7 @@ class StalenessFacts(pydantic.BaseModel):
 class CheckpointFacts(pydantic.BaseModel):
     """The entries that a resumed run reads."""
 
-    model_config = pydantic.ConfigDict(strict=True, extra="allow")
+    model_config = pydantic.ConfigDict(strict=True, extra="allow", defer_build=True)
     step: Count = 0
     epoch: Count = 0
     sample_index: Count = 0

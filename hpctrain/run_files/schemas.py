@@ -16,7 +16,7 @@ from hpctrain.core.files import brief
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Number = float | None
 Histogram = dict[Annotated[str, Field(pattern=r"^[0-9]{1,6}$")], Count]
-_OPEN = pydantic.ConfigDict(strict=True, extra="allow")
+_OPEN = pydantic.ConfigDict(strict=True, extra="allow", defer_build=True)
 
 
 class Metrics(pydantic.BaseModel):
