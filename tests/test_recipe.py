@@ -31,7 +31,7 @@ REFUSED = {
     ),
     "nesterov alone": (
         ["optimizer.nesterov=true", "optimizer.momentum=0"],
-        "[optimizer] sgd: nesterov",
+        "[optimizer] nesterov",
     ),
     "list of kinds": (["model.kind=[]"], "unknown [model] kind '[]'; choose one of: mlp"),
     "table of kinds": (["data.kind={}"], "unknown [data] kind '{}'; choose one of: digits"),

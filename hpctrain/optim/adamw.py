@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from hpctrain.config import options
 from hpctrain.core.xp import Array, fused, namespace, on_device
@@ -29,20 +29,27 @@ from hpctrain.optim.optimizer import (
     State,
     TensorSlot,
     blocks,
+    build,
     initial_state,
     rate_at,
-    require,
 )
 
 
-class _AdamWConstants(NamedTuple):
-    rate: float | Schedule
-    beta1: float
-    beta2: float
-    epsilon: float
-    weight_decay: float
-    exempt_vectors: bool
-    clip_norm: float | None
+@options
+class AdamWOptions(CommonOptions):
+    """`[optimizer] kind = "adamw"`."""
+
+    beta1: Fraction = 0.9
+    beta2: Fraction = 0.999
+    #: Above 0: the gradient is zero in the gaps between tensors, which would become 0 / 0.
+    epsilon: PositiveFloat = 1e-8
+    weight_decay: NonNegativeFloat = 0.01
+    exempt_vectors: bool = False
+
+    def build(self, rate: float | Schedule) -> Optimizer:
+        """Return AdamW whose rate is `rate`: a number, or a schedule built from `self.rate`."""
+        init = partial(initial_state, names=["mean", "square"])
+        return Optimizer(init, partial(_update, self, rate), rate, self.clip_norm is not None)
 
 
 def adamw(
@@ -61,33 +68,12 @@ def adamw(
     Raises UsageError unless 0 <= beta1, beta2 < 1, epsilon > 0, weight_decay >= 0 and
     clip_norm > 0.
     """
-    check_constants("adamw", beta1, beta2, epsilon, weight_decay, clip_norm)
-    const = _AdamWConstants(rate, beta1, beta2, epsilon, weight_decay, exempt_vectors, clip_norm)
-    return Optimizer(
-        partial(initial_state, names=["mean", "square"]),
-        partial(_update, const),
-        rate,
-        clip_norm is not None,
-    )
-
-
-def check_constants(
-    name: str,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
-    weight_decay: float,
-    clip_norm: float | None,
-) -> None:
-    """Raise UsageError for constants that are invalid in AdamW and LAMB."""
-    require(name, "in [0, 1)", beta1=beta1, beta2=beta2)
-    # The gradient is zero in the gaps between tensors: with epsilon 0 they would become 0 / 0.
-    require(name, "above 0", epsilon=epsilon, clip_norm=clip_norm)
-    require(name, "at least 0", weight_decay=weight_decay)
+    return build(AdamWOptions, "adamw", **locals())
 
 
 def _update(
-    const: _AdamWConstants,
+    const: AdamWOptions,
+    schedule: float | Schedule,
     grad: Array,
     state: State,
     param: Array,
@@ -95,7 +81,7 @@ def _update(
     gather_rows: GatherRows,
 ) -> None:
     updates = int(state["step"][0])
-    rate, clip = rate_at(const.rate, updates), clip_factor(grad, const.clip_norm, gather_rows)
+    rate, clip = rate_at(schedule, updates), clip_factor(grad, const.clip_norm, gather_rows)
     # The bias corrections are scalars: as part of other factors they need no pass over memory.
     step_size = rate / (1 - const.beta1 ** (updates + 1))
     v_correction = 1 / math.sqrt(1 - const.beta2 ** (updates + 1))
@@ -186,26 +172,3 @@ def write_direction(
     t += epsilon
     xp.divide(m, t, out=t)
     t *= step_size
-
-
-@options
-class AdamWOptions(CommonOptions):
-    """`[optimizer] kind = "adamw"`."""
-
-    beta1: Fraction = 0.9
-    beta2: Fraction = 0.999
-    epsilon: PositiveFloat = 1e-8
-    weight_decay: NonNegativeFloat = 0.01
-    exempt_vectors: bool = False
-
-    def build(self, schedule: Schedule) -> Optimizer:
-        """Return AdamW whose rate is `schedule`, which was built from `self.rate`."""
-        return adamw(
-            schedule,
-            self.beta1,
-            self.beta2,
-            self.epsilon,
-            self.weight_decay,
-            self.exempt_vectors,
-            self.clip_norm,
-        )

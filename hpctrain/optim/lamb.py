@@ -15,14 +15,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from hpctrain.config import options
 from hpctrain.core.xp import Array, fused, namespace, on_device
 from hpctrain.optim.adamw import (
-    check_constants,
     direction_in_kernel,
     moment_factors,
     update_moments,
@@ -54,19 +53,26 @@ from hpctrain.optim.optimizer import (
     State,
     TensorSlot,
     blocks,
+    build,
     initial_state,
     rate_at,
 )
 
 
-class _LambConstants(NamedTuple):
-    rate: float | Schedule
-    beta1: float
-    beta2: float
-    epsilon: float
-    weight_decay: float
-    exempt_vectors: bool
-    clip_norm: float | None
+@options
+class LambOptions(CommonOptions):
+    """`[optimizer] kind = "lamb"`."""
+
+    beta1: Fraction = 0.9
+    beta2: Fraction = 0.999
+    epsilon: PositiveFloat = 1e-6
+    weight_decay: NonNegativeFloat = 0.01
+    exempt_vectors: bool = True
+
+    def build(self, rate: float | Schedule) -> Optimizer:
+        """Return LAMB whose rate is `rate`: a number, or a schedule built from `self.rate`."""
+        init = partial(initial_state, names=["mean", "square"])
+        return Optimizer(init, partial(_update, self, rate), rate)
 
 
 def lamb(
@@ -83,22 +89,19 @@ def lamb(
     The state is "mean" and "square". Raises UsageError unless 0 <= beta1, beta2 < 1, epsilon > 0,
     weight_decay >= 0 and clip_norm > 0.
     """
-    check_constants("lamb", beta1, beta2, epsilon, weight_decay, clip_norm)
-    const = _LambConstants(rate, beta1, beta2, epsilon, weight_decay, exempt_vectors, clip_norm)
-    return Optimizer(
-        partial(initial_state, names=["mean", "square"]), partial(_update, const), rate
-    )
+    return build(LambOptions, "lamb", **locals())
 
 
 def _update(
-    const: _LambConstants,
+    const: LambOptions,
+    schedule: float | Schedule,
     grad: Array,
     state: State,
     param: Array,
     slots: Sequence[TensorSlot],
     gather_rows: GatherRows,
 ) -> None:
-    rate = rate_at(const.rate, int(state["step"][0]))
+    rate = rate_at(schedule, int(state["step"][0]))
     clip = clip_factor(grad, const.clip_norm, gather_rows)
     if on_device(param):
         return _update_on_device(const, rate, clip, grad, state, param, slots, gather_rows)
@@ -115,7 +118,7 @@ def _update(
 
 
 def _compute_ratios(
-    const: _LambConstants,
+    const: LambOptions,
     state: State,
     param: Array,
     slots: Sequence[TensorSlot],
@@ -131,16 +134,14 @@ def _compute_ratios(
     return _ratios_from(const, gather_rows(np.array(rows).reshape(-1, 2)), slots)
 
 
-def _ratios_from(
-    const: _LambConstants, rows: np.ndarray, slots: Sequence[TensorSlot]
-) -> np.ndarray:
+def _ratios_from(const: LambOptions, rows: np.ndarray, slots: Sequence[TensorSlot]) -> np.ndarray:
     w, u = np.sqrt(sum_by_slot(rows, slots)).T
     is_exempt = [const.exempt_vectors and is_vector(slot) for slot in slots]
     return np.where(is_exempt, 1.0, safe_ratio(w, u))
 
 
 def _compute_direction(
-    const: _LambConstants,
+    const: LambOptions,
     piece: BlockPiece,
     state: State,
     param: Array,
@@ -160,7 +161,7 @@ def _compute_direction(
 
 
 def _update_on_device(
-    const: _LambConstants,
+    const: LambOptions,
     rate: float,
     clip: float,
     grad: Array,
@@ -209,26 +210,3 @@ def _lamb_kernel(
 
 def _step_kernel(xp: Any, w: Array, u: Array, rate: float) -> None:
     w -= u * rate
-
-
-@options
-class LambOptions(CommonOptions):
-    """`[optimizer] kind = "lamb"`."""
-
-    beta1: Fraction = 0.9
-    beta2: Fraction = 0.999
-    epsilon: PositiveFloat = 1e-6
-    weight_decay: NonNegativeFloat = 0.01
-    exempt_vectors: bool = True
-
-    def build(self, schedule: Schedule) -> Optimizer:
-        """Return LAMB whose rate is `schedule`, which was built from `self.rate`."""
-        return lamb(
-            schedule,
-            self.beta1,
-            self.beta2,
-            self.epsilon,
-            self.weight_decay,
-            self.exempt_vectors,
-            self.clip_norm,
-        )

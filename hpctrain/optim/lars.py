@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -41,19 +41,25 @@ from hpctrain.optim.optimizer import (
     Schedule,
     State,
     TensorSlot,
+    build,
     initial_state,
     rate_at,
-    require,
 )
 
 
-class _LarsConstants(NamedTuple):
-    rate: float | Schedule
-    momentum: float
-    weight_decay: float
-    trust: float
-    exempt_vectors: bool
-    clip_norm: float | None
+@options
+class LarsOptions(CommonOptions):
+    """`[optimizer] kind = "lars"`."""
+
+    momentum: Fraction = 0.9
+    weight_decay: NonNegativeFloat = 0.0
+    trust: PositiveFloat = 0.001
+    exempt_vectors: bool = True
+
+    def build(self, rate: float | Schedule) -> Optimizer:
+        """Return LARS whose rate is `rate`: a number, or a schedule built from `self.rate`."""
+        init = partial(initial_state, names=["momentum"])
+        return Optimizer(init, partial(_update, self, rate), rate)
 
 
 def lars(
@@ -69,22 +75,19 @@ def lars(
     The state is "momentum". Raises UsageError unless 0 <= momentum < 1, weight_decay >= 0,
     trust > 0 and clip_norm > 0.
     """
-    require("lars", "in [0, 1)", momentum=momentum)
-    require("lars", "at least 0", weight_decay=weight_decay)
-    require("lars", "above 0", trust=trust, clip_norm=clip_norm)
-    const = _LarsConstants(rate, momentum, weight_decay, trust, exempt_vectors, clip_norm)
-    return Optimizer(partial(initial_state, names=["momentum"]), partial(_update, const), rate)
+    return build(LarsOptions, "lars", **locals())
 
 
 def _update(
-    const: _LarsConstants,
+    const: LarsOptions,
+    schedule: float | Schedule,
     grad: Array,
     state: State,
     param: Array,
     slots: Sequence[TensorSlot],
     gather_rows: GatherRows,
 ) -> None:
-    rate = rate_at(const.rate, int(state["step"][0]))
+    rate = rate_at(schedule, int(state["step"][0]))
     clip = clip_factor(grad, const.clip_norm, gather_rows)
     trust_ratios = _compute_trust_ratios(const, clip, grad, param, slots, gather_rows)
     state["step"] += 1
@@ -119,7 +122,7 @@ def _lars_kernel(
 
 
 def _compute_trust_ratios(
-    const: _LarsConstants,
+    const: LarsOptions,
     clip: float,
     grad: Array,
     param: Array,
@@ -131,24 +134,3 @@ def _compute_trust_ratios(
     local_rows = sum_squares_by_piece([param, grad], ranges)
     w, g = np.sqrt(sum_by_slot(gather_rows(local_rows), slots)).T
     return safe_ratio(const.trust * w, clip * g + const.weight_decay * w)
-
-
-@options
-class LarsOptions(CommonOptions):
-    """`[optimizer] kind = "lars"`."""
-
-    momentum: Fraction = 0.9
-    weight_decay: NonNegativeFloat = 0.0
-    trust: PositiveFloat = 0.001
-    exempt_vectors: bool = True
-
-    def build(self, schedule: Schedule) -> Optimizer:
-        """Return LARS whose rate is `schedule`, which was built from `self.rate`."""
-        return lars(
-            schedule,
-            self.momentum,
-            self.weight_decay,
-            self.trust,
-            self.exempt_vectors,
-            self.clip_norm,
-        )

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Annotated, NamedTuple, Protocol
+from typing import Annotated, Any, NamedTuple, Protocol
 
 import numpy as np
 import pydantic
 
-from hpctrain.config import options
+from hpctrain.config import OptionsError, options
 from hpctrain.core.errors import UsageError
 from hpctrain.core.xp import Array, namespace
 
@@ -109,23 +109,24 @@ def rate_curve(
     return [[step, float(f"{rate_at(rate, updates(step)):.6g}")] for step in steps]
 
 
-_RANGES: dict[str, Callable[[float], bool]] = {
-    "in [0, 1)": lambda x: 0 <= x < 1,
-    "above 0": lambda x: x > 0,
-    "at least 0": lambda x: x >= 0,
-}
-
-
-def require(optimizer: str, interval: str, **values: float | None) -> None:
-    """Raise UsageError for a value outside `interval`, a key of _RANGES; None is always valid."""
-    for name, value in values.items():
-        if value is not None and not _RANGES[interval](value):
-            raise UsageError(f"{optimizer}: {name} must be {interval}, seen {value}")
-
-
 @options
 class CommonOptions:
     """Options of every optimizer: the rate, and the maximum norm of the gradient of all tensors."""
 
     rate: PositiveFloat
     clip_norm: PositiveFloat | None = None
+
+    def build(self, rate: float | Schedule) -> Optimizer:
+        """Return the optimizer whose rate is `rate`, such as a schedule built from `self.rate`."""
+        raise NotImplementedError
+
+
+def build(kind: type[CommonOptions], name: str, rate: float | Schedule, **values: Any) -> Optimizer:
+    """Return the optimizer of options `kind`; raise UsageError, as of `name`, for invalid values.
+
+    `rate` is a number or a function of the 0-based step.
+    """
+    try:
+        return kind(rate=1.0, **values).build(rate)
+    except OptionsError as error:
+        raise UsageError(error.text(name)) from None

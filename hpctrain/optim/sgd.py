@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from hpctrain.config import options
 from hpctrain.core.errors import UsageError
@@ -30,19 +30,30 @@ from hpctrain.optim.optimizer import (
     State,
     TensorSlot,
     blocks,
+    build,
     initial_state,
     rate_at,
-    require,
 )
 
 
-class _SgdConstants(NamedTuple):
-    rate: float | Schedule
-    momentum: float
-    nesterov: bool
-    weight_decay: float
-    exempt_vectors: bool
-    clip_norm: float | None
+@options
+class SgdOptions(CommonOptions):
+    """`[optimizer] kind = "sgd"`."""
+
+    momentum: Fraction = 0.0
+    nesterov: bool = False
+    weight_decay: NonNegativeFloat = 0.0
+    exempt_vectors: bool = False
+
+    def __post_init__(self) -> None:
+        """Raise UsageError for nesterov without momentum."""
+        if self.nesterov and not self.momentum:
+            raise UsageError("[optimizer] nesterov: expected a momentum above 0, seen 0")
+
+    def build(self, rate: float | Schedule) -> Optimizer:
+        """Return SGD whose rate is `rate`: a number, or a schedule built from `self.rate`."""
+        init = partial(initial_state, names=["momentum"] if self.momentum else [])
+        return Optimizer(init, partial(_update, self, rate), rate, self.clip_norm is not None)
 
 
 def sgd(
@@ -60,27 +71,19 @@ def sgd(
     for momentum 0. Raises UsageError unless 0 <= momentum < 1, momentum > 0 with nesterov,
     weight_decay >= 0 and clip_norm > 0.
     """
-    require("sgd", "in [0, 1)", momentum=momentum)
-    require("sgd", "at least 0", weight_decay=weight_decay)
-    require("sgd", "above 0", clip_norm=clip_norm)
-    if nesterov and not momentum:
-        raise UsageError("sgd: nesterov needs a momentum above 0, seen 0")
-    const = _SgdConstants(rate, momentum, nesterov, weight_decay, exempt_vectors, clip_norm)
-    names = ["momentum"] if momentum else []
-    return Optimizer(
-        partial(initial_state, names=names), partial(_update, const), rate, clip_norm is not None
-    )
+    return build(SgdOptions, "sgd", **locals())
 
 
 def _update(
-    const: _SgdConstants,
+    const: SgdOptions,
+    schedule: float | Schedule,
     grad: Array,
     state: State,
     param: Array,
     slots: Sequence[TensorSlot],
     gather_rows: GatherRows,
 ) -> None:
-    rate = rate_at(const.rate, int(state["step"][0]))
+    rate = rate_at(schedule, int(state["step"][0]))
     clip = clip_factor(grad, const.clip_norm, gather_rows)
     state["step"] += 1
     if on_device(param):
@@ -110,7 +113,7 @@ def _add_scaled(y: Array, x: Array, factor: float, t: Array) -> None:
 
 
 def _update_on_device(
-    const: _SgdConstants,
+    const: SgdOptions,
     rate: float,
     clip: float,
     grad: Array,
@@ -164,24 +167,3 @@ def _nesterov_kernel(
     w *= decay_factor
     w -= g * gradient_rate
     w -= v * momentum_rate
-
-
-@options
-class SgdOptions(CommonOptions):
-    """`[optimizer] kind = "sgd"`."""
-
-    momentum: Fraction = 0.0
-    nesterov: bool = False
-    weight_decay: NonNegativeFloat = 0.0
-    exempt_vectors: bool = False
-
-    def build(self, schedule: Schedule) -> Optimizer:
-        """Return SGD whose rate is `schedule`, which was built from `self.rate`."""
-        return sgd(
-            schedule,
-            self.momentum,
-            self.nesterov,
-            self.weight_decay,
-            self.exempt_vectors,
-            self.clip_norm,
-        )

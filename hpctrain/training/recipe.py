@@ -127,7 +127,7 @@ def check(tables: Mapping[str, Any], folder: str | Path = ".") -> Recipe:
         loss=_loss(tables_copy["loss"]),
         data=data.read(tables_copy["data"], code.folder),
         batch=_batch(batch),
-        optimizer=_optimizer(tables_copy["optimizer"]),
+        optimizer=config.read_kind(optim.OPTIMIZERS, tables_copy["optimizer"], "optimizer"),
         schedule=config.read_kind(
             optim.SCHEDULES, {"kind": "constant", **tables_copy["schedule"]}, "schedule"
         ),
@@ -177,15 +177,6 @@ def _init(path: Any) -> Path | None:
 
 def _loss(table: Table) -> nn.Loss | None:
     return nn.LOSSES[config.read(LossOptions, table, "loss").kind] if table else None
-
-
-def _optimizer(table: Table) -> Any:
-    options = config.read_kind(optim.OPTIMIZERS, table, "optimizer")
-    try:
-        options.build(options.rate)  # which checks options against each other
-    except UsageError as error:
-        raise UsageError(f"[optimizer] {error}") from None
-    return options
 
 
 def _engine(table: Table, wire: Table) -> Any:
