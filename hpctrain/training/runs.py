@@ -14,6 +14,7 @@ from hpctrain import checkpoint, config, engines, nn
 from hpctrain.config import code_ownership, usercode
 from hpctrain.core import trees
 from hpctrain.core.errors import UsageError
+from hpctrain.core.labels import find_invalid_label
 from hpctrain.core.launchers import launched
 from hpctrain.core.xp import on_device
 from hpctrain.data import Dataset, Samples, Split, known_targets, resize_training_set, unwrap
@@ -139,16 +140,24 @@ def count_outputs(spec: Recipe, split: Split) -> int | None:
     """Return the outputs that a model for `split` needs; None if only its function can know.
 
     These are the classes of the data, or the features of its targets. Raises UsageError for labels
-    of a user's own Samples without the number of classes: not all of them are read beforehand.
+    of a user's own Samples without the number of classes, since not all of them are read
+    beforehand, and for test labels that no training sample has.
     """
     if split.classes is not None:
         return split.classes
-    targets, loss = known_targets(split.train), spec.loss or nn.cross_entropy
+    targets = known_targets(split.train)
     if isinstance(targets, dict | tuple):
         return None
-    if loss is nn.cross_entropy and not isinstance(unwrap(split.train), Dataset | StoredSamples):
-        raise UsageError("[data]: expected the number of classes beside your own Samples")
-    return loss.count_outputs(targets)
+    usual_loss = nn.mean_squared_error if targets.dtype.kind == "f" else nn.cross_entropy
+    loss = spec.loss or usual_loss
+    outputs = loss.count_outputs(targets)
+    if loss is nn.cross_entropy:
+        if not isinstance(unwrap(split.train), Dataset | StoredSamples):
+            raise UsageError("[data]: expected the number of classes beside your own Samples")
+        test_labels = targets[:0] if split.test is None else known_targets(split.test)
+        if fault := find_invalid_label(test_labels, outputs):
+            raise UsageError(f"[data]: test {fault}")
+    return outputs
 
 
 def load(
