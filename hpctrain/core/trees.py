@@ -7,7 +7,7 @@ Samples and targets are trees whose arrays have one leading dimension, the numbe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 
@@ -16,18 +16,16 @@ def map_arrays(function: Callable[[Any], Any], tree: Any) -> Any:
     if isinstance(tree, dict):
         return {name: map_arrays(function, branch) for name, branch in tree.items()}
     if isinstance(tree, tuple):
-        return tuple(map_arrays(function, branch) for branch in tree)
+        return tuple([map_arrays(function, branch) for branch in tree])
     return function(tree)
 
 
-def arrays(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield each array with its path, such as "['image']", in the order of the tree."""
-    if isinstance(tree, dict | tuple):
-        items = tree.items() if isinstance(tree, dict) else enumerate(tree)
-        for key, branch in items:
-            yield from arrays(branch, f"{path}[{key!r}]")
-    else:
-        yield path, tree
+def arrays(tree: Any, path: str = "") -> list[tuple[str, Any]]:
+    """Return each array with its path, such as "['image']", in the order of the tree."""
+    if not isinstance(tree, dict | tuple):
+        return [(path, tree)]
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree)
+    return [leaf for key, branch in items for leaf in arrays(branch, f"{path}[{key!r}]")]
 
 
 def shape_from_json(shapes: Any) -> Any:
@@ -41,7 +39,7 @@ def shape_from_json(shapes: Any) -> Any:
 
 def sample_count(tree: Any) -> int:
     """Return the length of the first array."""
-    return len(next(arrays(tree))[1])
+    return len(arrays(tree)[0][1])
 
 
 def sample_shape(tree: Any) -> Any:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -69,8 +70,8 @@ class Dataset:
 
     def rows(self, indexes: np.ndarray, epoch: int = 0) -> tuple[Any, Any]:
         """Return (x, y) copies of the samples at `indexes`."""
-        x, y = trees.map_arrays(lambda array: array[indexes], (self.x, self.y))
-        return x, y
+        take = itemgetter(indexes)
+        return trees.map_arrays(take, self.x), trees.map_arrays(take, self.y)
 
 
 class Split(NamedTuple):

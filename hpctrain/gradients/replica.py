@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from math import prod
+from operator import itemgetter
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -12,7 +13,7 @@ import numpy as np
 from hpctrain import nn
 from hpctrain.core import xp
 from hpctrain.core.errors import UsageError
-from hpctrain.core.trees import arrays, map_arrays, sample_count
+from hpctrain.core.trees import arrays, map_arrays
 from hpctrain.gradients import arena as arenas
 from hpctrain.gradients.arena import Arena
 from hpctrain.hardware.memory import available_bytes
@@ -31,8 +32,9 @@ class Batch(NamedTuple):
     @classmethod
     def of(cls, inputs: Any, targets: Any) -> Batch:
         """Return the Batch of the samples of a data set; raise UsageError for unequal lengths."""
-        n = sample_count(inputs)
-        for path, array in arrays((inputs, targets)):
+        leaves = arrays((inputs, targets))
+        n = len(leaves[0][1])
+        for path, array in leaves:
             if len(array) != n:
                 raise UsageError(
                     f"expected arrays of {n} samples, as the first one, from `rows` of the data "
@@ -42,8 +44,8 @@ class Batch(NamedTuple):
 
     def part(self, start: int, stop: int) -> Batch:
         """Return the samples `start` .. `stop - 1`."""
-        inputs, targets = map_arrays(lambda x: x[start:stop], (self.inputs, self.targets))
-        return Batch(inputs, targets, stop - start)
+        take = itemgetter(slice(start, stop))
+        return Batch(map_arrays(take, self.inputs), map_arrays(take, self.targets), stop - start)
 
 
 class Replica(Protocol):
@@ -140,6 +142,9 @@ def split_batch(batch: Batch, pieces: int) -> Iterator[tuple[Batch, int]]:
     Each rank yields the same number of pieces, some perhaps empty: a layer may sum over ranks in
     each piece.
     """
+    if pieces == 1:
+        yield batch, 0
+        return
     for i in range(pieces):
         start, stop = batch.n * i // pieces, batch.n * (i + 1) // pieces
         yield batch.part(start, stop), start

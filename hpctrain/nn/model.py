@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from math import prod
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -129,10 +131,10 @@ class Model:
         sums: Sums = {}
         rows = max(1, min(MAX_EVALUATION_ROWS, MAX_EVALUATION_TARGETS // self.targets))
         for start in range(0, sample_count(x), rows):
-            piece = slice(start, start + rows)
-            own_x, own_y = map_arrays(lambda array: array[piece], (x, y))  # noqa: B023
-            outputs = self.outputs(params, own_x)
-            piece_sums, _ = self.loss(widened(outputs), _in_memory_of(outputs, own_y), None)
+            take = itemgetter(slice(start, start + rows))
+            outputs = self.outputs(params, map_arrays(take, x))
+            own_y = _in_memory_of(outputs, map_arrays(take, y))
+            piece_sums, _ = self.loss(widened(outputs), own_y, None)
             sums = add(sums, wait_for_sums(piece_sums))
         return sums
 
@@ -244,7 +246,7 @@ def _convert(x: Any, layer: Layer | None, parameter: Array) -> Any:
         if on_device(parameter) and not on_device(x):
             layer.check(x)
         return like(parameter, x, x.dtype)
-    return map_arrays(lambda array: like(parameter, array), x)
+    return map_arrays(partial(like, parameter), x)
 
 
 def _in_memory_of(x: Array, y: Any) -> Any:

@@ -113,9 +113,8 @@ class Journal:
         """Add this rank's share of a step that is done."""
         self._sums = add(self._sums, sums)
         now = self._wall_s()
-        loss = self._sums["loss"].mean if self._sums else None
-        if self._bar is not None and now - self._bar_s >= BAR_S and loss is not None:
-            self._bar_s = now
+        if self._bar is not None and now - self._bar_s >= BAR_S and self._sums:
+            self._bar_s, loss = now, self._sums["loss"].mean or 0.0
             self._bar.show(step, self._epoch(step), loss, self._samples(step) / now)
 
     def row(

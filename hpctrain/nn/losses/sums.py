@@ -46,6 +46,8 @@ def wait_for_sums(sums: Sums | PendingSums) -> Sums:
 
 def add(a: Sums, b: Sums) -> Sums:
     """Return the sums of `a` and `b` together; a name that one of them lacks counts as zero."""
+    if not a:
+        return b
     return a | {
         name: Total(a[name].sum + total.sum, a[name].count + total.count) if name in a else total
         for name, total in b.items()
