@@ -64,7 +64,7 @@ ROOMS = {
     "transport/placement": (5, 910),
     "transport/shared_memory": (5, 720),
     "transport/threads": (4, 400),
-    "tuning": (10, 1470),
+    "tuning": (10, 1480),
     "user_collectives": (4, 520),
     "watch": (6, 750),
     "world": (4, 490),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -23,6 +22,8 @@ def pick(choices: Mapping[str, T], key: Any, kind: str) -> T:
 
 def unknown(kind: str, name: Any, names: Iterable[str]) -> str:
     """Return the message about an unknown `name`: the nearest of `names`, or all of them."""
+    import difflib  # used for errors alone
+
     names = list(names)
     nearest = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
     hint = f"did you mean '{nearest[0]}'?" if nearest else f"choose one of: {', '.join(names)}"

@@ -9,9 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Annotated, ClassVar
-
-from annotated_types import Ge, Gt, Le
+from typing import Annotated, Any, ClassVar
 
 from hpctrain.collectives import ALLREDUCE
 from hpctrain.collectives.dispatch import Choice, Choices
@@ -21,10 +19,24 @@ MAX_SPREAD = 0.25  #: interquartile range over the median: the machine was busy
 FALLBACK_ALGORITHM = "recursive-doubling"  #: any dtype, any layout: without other times
 NEVER_CHOSEN = ("null",)  #: reduces nothing
 
-# Limits of values in files, which pydantic checks when it reads one.
-PositiveFloat = Annotated[float, Gt(0)]
-NonNegativeFloat = Annotated[float, Ge(0)]
-ByteCount = Annotated[int, Gt(0), Le(1 << 60)]
+
+class Limits:
+    """Limits of a number in a file, which pydantic checks when it reads one.
+
+    pydantic's own would be imported by every rank, also where there is no file.
+    """
+
+    def __init__(self, **limits: float):
+        self._limits = limits
+
+    def __get_pydantic_core_schema__(self, number: Any, handler: Any) -> dict[str, Any]:
+        schema: dict[str, Any] = handler(number)
+        return schema | self._limits
+
+
+PositiveFloat = Annotated[float, Limits(gt=0)]
+NonNegativeFloat = Annotated[float, Limits(ge=0)]
+ByteCount = Annotated[int, Limits(gt=0, le=1 << 60)]
 BucketCosts = tuple[tuple[int, float], ...]  #: ((bytes of a bucket, seconds per byte), ...)
 
 

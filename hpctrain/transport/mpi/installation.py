@@ -10,8 +10,6 @@ import ctypes
 import json
 import os
 import re
-import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -100,6 +98,8 @@ def _mapped_libmpi() -> str:
 
 
 def _mpiexec_candidates(libmpi: str) -> Iterator[str]:
+    import shutil
+
     # Distributions keep libmpi up to four folders deep: /usr/lib/ARCH/openmpi/lib.
     sibling_bins = [str(folder / "bin") for folder in Path(libmpi).parents[1:5]] if libmpi else []
     search_paths = [
@@ -112,6 +112,8 @@ def _mpiexec_candidates(libmpi: str) -> Iterator[str]:
 
 
 def _belongs_to_vendor(path: str, vendor: str) -> bool:
+    import subprocess  # not on ranks, which start no process
+
     try:
         completed = subprocess.run(
             [path, "--version"],

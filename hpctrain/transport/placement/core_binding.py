@@ -12,8 +12,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-
-import threadpoolctl
+from typing import Any
 
 from hpctrain.core.launchers import Launched
 from hpctrain.transport.device.gpus import GpuCores
@@ -31,7 +30,7 @@ class Binding:
 
 _THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS")
 
-_limiters: list[threadpoolctl.threadpool_limits] = []  # references that keep the limits in force
+_limiters: list[Any] = []  # references that keep the limits in force
 
 
 def bind_process(
@@ -189,6 +188,7 @@ def _move_threads(cores: Collection[int]) -> None:
 
 def _limit_blas(threads: int) -> None:
     import numpy  # noqa: F401 - a limit reaches only the BLAS that is loaded
+    import threadpoolctl
 
     # Libraries loaded later, such as SciPy, may have their own BLAS, which reads the variables.
     os.environ.update(dict.fromkeys(_THREAD_VARIABLES, str(threads)))

@@ -8,7 +8,7 @@ MPICH ends a rank by a bus error, and Open MPI sends slowly; neither reports the
 from __future__ import annotations
 
 import logging
-import shutil
+import os
 import socket
 import time
 from pathlib import Path
@@ -28,7 +28,8 @@ FORWARD_DELAY_S, WARNING_LEAD_S = 0.2, 2.0
 
 def free_shm_bytes(folder: Path = SHM_FOLDER) -> int:
     """Return the bytes free in `folder`; raise OSError where there is none."""
-    return shutil.disk_usage(folder).free
+    file_system = os.statvfs(folder)
+    return file_system.f_bavail * file_system.f_frsize
 
 
 def shortage_warning(folder: Path = SHM_FOLDER) -> str:
