@@ -312,7 +312,7 @@ def test_a_run_without_a_recipe_is_loaded_with_its_model(tmp_path):
     loaded = runs.load(tmp_path / "run", model=small_model())
     assert loaded.replica.arena.param.dtype == np.float64
     assert np.array_equal(loaded.replica.arena.param, param)
-    with pytest.raises(UsageError, match=r"has no recipe\.toml; .* ht\.load\(DIR, model=\.\.\.\)"):
+    with pytest.raises(UsageError, match=r"has no recipe\.toml; .* ht\.load\(DIR, model=model\)"):
         runs.load(tmp_path / "run")
     other = nn.Model({"a": nn.Linear(2)}, (4,))
     with pytest.raises(UsageError, match=r"'a.weight': expected shape \(4, 2\), seen \(4, 3\)"):

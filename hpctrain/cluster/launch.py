@@ -69,8 +69,8 @@ def launch(n: int, arguments: Sequence[str]) -> int:
 def launch_program(n: int, argv: Sequence[str]) -> int:
     """Run any program, `argv` with its arguments, on `n` ranks; return the exit code of the job.
 
-    If the program trains with `ht.Trainer`, the exit code is that of its run. Raises UsageError as
-    `launch` does, and if the program does not exist.
+    If the program fails because a run of `ht.Trainer` fails or is stopped, the exit code is that of
+    the run. Raises UsageError as `launch` does, and if the program does not exist.
     """
     if shutil.which(argv[0]) is None:
         raise UsageError(
@@ -81,7 +81,7 @@ def launch_program(n: int, argv: Sequence[str]) -> int:
 
 
 def _launch_guarded(
-    n: int, arguments: Sequence[str], argv: Sequence[str], exit_code_without_run: ExitCodeFunction
+    n: int, arguments: Sequence[str], argv: Sequence[str], exit_code: ExitCodeFunction
 ) -> int:
     """Run `argv` on `n` ranks; first probe GPU paths if `arguments` allow the use of a GPU."""
     _check_request(n, launchers.launched(os.environ))
@@ -89,13 +89,13 @@ def _launch_guarded(
         probe_process.run_probe()
     try:
         with _raise_on_signal():
-            return _run_job(n, argv, exit_code_without_run)
+            return _run_job(n, argv, exit_code)
     except StoppedError as error:
         print_message(str(error))
         return EXIT_STOPPED
 
 
-def _run_job(n: int, argv: Sequence[str], exit_code_without_run: ExitCodeFunction) -> int:
+def _run_job(n: int, argv: Sequence[str], exit_code: ExitCodeFunction) -> int:
     mpi, start_time_s = find_mpi(), time.time()
     slots = launchers.allocated_tasks(os.environ) or _count_physical_cores()
     as_root = os.geteuid() == 0
@@ -108,7 +108,7 @@ def _run_job(n: int, argv: Sequence[str], exit_code_without_run: ExitCodeFunctio
         environ = eager_limit_variables() | inherited | variables | job_variables
         launcher_exit = _supervise_launcher(command, environ)
         announced_folder = note_file.read()
-        return job_exit_code(launcher_exit, announced_folder, start_time_s, exit_code_without_run)
+        return job_exit_code(launcher_exit, announced_folder, start_time_s, exit_code)
 
 
 @contextmanager

@@ -178,11 +178,6 @@ def load(
     "gpu" is not available.
     """
     folder = Path(run)
-    if model is None and not (folder / run_folder.RECIPE).is_file():
-        raise UsageError(
-            f"{folder} has no {run_folder.RECIPE}; expected the folder of `hpctrain train`, or the "
-            "model of your own Trainer beside it: ht.load(DIR, model=...)"
-        )
     if model is not None:
         loaded = weights.checkpoint_of(folder, best)
         precision: Precision = "float64" if loaded.arrays["param"].itemsize == 8 else "float32"
@@ -194,6 +189,11 @@ def load(
 def _recipe_of(run: Path, trust: bool) -> Recipe:
     """Return the recipe of a run; raise UsageError if its code may not be executed."""
     file = run / run_folder.RECIPE
+    if run.is_dir() and not file.is_file():
+        raise UsageError(
+            f"{run} has no {run_folder.RECIPE}; expected the folder of `hpctrain train`. For a run "
+            "of your own Trainer: ht.load(DIR, model=model).evaluate((x, y))"
+        )
     spec = recipe.load(str(file))
     if spec.code.exists and not trust:
         code_ownership.must_be_own(run, file, spec.code)

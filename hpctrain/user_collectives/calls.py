@@ -257,9 +257,10 @@ def _validate(world: World, name: str, x: Any, *, check: bool, **arguments: Any)
     try:
         return validate_arguments(world, name, x, **arguments)
     except UsageError as error:
-        if check:
-            must_match(world.main, fault_signature(str(error)))
-        raise
+        fault = error
+    if check:  # outside of `except`: the error of all ranks has no traceback of another before it
+        must_match(world.main, fault_signature(str(fault)))
+    raise fault
 
 
 def _allocate_rows(x: np.ndarray, world: World) -> np.ndarray:

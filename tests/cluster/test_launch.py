@@ -131,6 +131,27 @@ def test_code_of_a_program(code, signals, expected):
     assert job_exit_code(launcher_exit, b"", time.time(), program_exit_code) == expected
 
 
+#: mpiexec's code, status of the run -> the exit code of a program that trained
+PROGRAMS_WITH_RUN = [
+    (0, "done", 0),
+    (1, "done", 1),  # an error after the training
+    (3, "done", 3),  # sys.exit(3)
+    (137, "done", 137),
+    (-9, "done", 137),
+    (9, "stopped", 75),  # a launcher that lost the code
+    (1, "failed", 3),
+    (0, "failed", 0),  # the program has caught the error
+    (0, "hung", 86),
+]
+
+
+@pytest.mark.parametrize("code, status, expected", PROGRAMS_WITH_RUN)
+def test_code_of_a_program_that_trained(tmp_path, code, status, expected):
+    run_folder.write_summary(tmp_path, {"status": status, "exit_code": CODES[status]})
+    run, began_s = os.fsencode(tmp_path), time.time() - 1
+    assert job_exit_code(LauncherExit(code, ()), run, began_s, program_exit_code) == expected
+
+
 def test_what_stands_before_launch_is_for_the_ranks(monkeypatch):
     observed = []
     monkeypatch.setattr(module, "launch", lambda *call: observed.append(call) or 0)
@@ -280,6 +301,25 @@ def test_a_program_without_a_handler_is_ended_by_a_stop(start, number):
     ended = running.finish(20)
     assert ended.returncode == 128 + number
     assert f"stopped by {number.name}, which the program does not handle" in ended.stderr
+
+
+TRAINING = """
+import sys
+import numpy as np
+import hpctrain as ht
+x = np.eye(4, dtype=np.float32)
+with ht.Trainer(ht.nn.Model([ht.nn.Linear(4)], 4), "sgd") as trainer:
+    trainer.fit((x, np.arange(4)), epochs=1, batch=4, out=sys.argv[1])
+sys.exit(3)
+"""
+
+
+@pytest.mark.processes
+def test_a_program_that_fails_after_its_training(start, tmp_path):
+    (tmp_path / "program.py").write_text(TRAINING)
+    launch = ("-m", "hpctrain", "launch", "-n", 2, "--", sys.executable, tmp_path / "program.py")
+    ended = start(*launch, tmp_path / "run").finish(60)
+    assert (ended.returncode, run_folder.read_summary(tmp_path / "run")["status"]) == (3, "done")
 
 
 STOPS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from hpctrain.run_files import last_lines, run_folder
 
 _KNOWN_EXIT_CODES = (0, 1, 2, 3, 75, 86, 130)  # the exit codes with a meaning in hpctrain
-_EXIT_REFUSED, EXIT_STOPPED, _EXIT_INTERRUPTED = 2, 75, 130
+_EXIT_REFUSED, EXIT_STOPPED, _EXIT_HUNG, _EXIT_INTERRUPTED = 2, 75, 86, 130
 _FINAL_STATUSES = ("done", "stopped", "failed", "hung")
 _BUS_ERROR_HINT = ": a bus error; is /dev/shm full? See `hpctrain doctor`"
 # Launchers report a rank that SIGUSR1 has ended as 128 + its number, or as the number; MPICH then
@@ -33,32 +33,33 @@ class LauncherExit(NamedTuple):
         return self.signals.count(signal.SIGINT) > 1
 
 
-ExitCodeFunction = Callable[[LauncherExit], int]
+#: Returns the exit code of a job, from that of the launcher and that of its run, None without a run
+ExitCodeFunction = Callable[[LauncherExit, "int | None"], int]
 
 
 def job_exit_code(
     launcher_exit: LauncherExit,
     announced_folder: bytes,
     start_time_s: float,
-    exit_code_without_run: ExitCodeFunction,
+    exit_code: ExitCodeFunction,
 ) -> int:
     """Return the exit code of a job that began at `start_time_s`, seconds since the epoch.
 
-    `announced_folder` is the folder of its run as rank 0 wrote it, or empty if no run began; then
-    `exit_code_without_run` gives the code. If the ranks could not write a summary, write one.
+    `announced_folder` is the folder of its latest run as rank 0 wrote it, or empty if no run began.
+    If the ranks could not write a summary, write one: a rank was lost.
     """
     run = Path(os.fsdecode(announced_folder)) if announced_folder else None
     run = run if run and run.is_dir() else None
     summary = _read_new_summary(run, start_time_s) if run else None
     was_refused = launcher_exit.code == _EXIT_REFUSED and not launcher_exit.was_killed
     if run and summary is None and not was_refused:
-        summary = _record_lost_rank(run, launcher_exit)
+        return _record_lost_rank(run, launcher_exit)
     if launcher_exit.was_killed:
         return _EXIT_INTERRUPTED
-    return int(summary["exit_code"]) if summary else exit_code_without_run(launcher_exit)
+    return exit_code(launcher_exit, int(summary["exit_code"]) if summary else None)
 
 
-def _record_lost_rank(run: Path, launcher_exit: LauncherExit) -> dict[str, Any]:
+def _record_lost_rank(run: Path, launcher_exit: LauncherExit) -> int:
     code = _EXIT_INTERRUPTED if launcher_exit.was_killed else 1
     reason = (
         "interrupted twice"
@@ -71,11 +72,13 @@ def _record_lost_rank(run: Path, launcher_exit: LauncherExit) -> dict[str, Any]:
     )
     run_folder.write_summary(run, summary)
     print_message("\nhpctrain: ".join([reason, *last_lines.last_lines(run)]))
-    return summary
+    return code
 
 
-def command_exit_code(launcher_exit: LauncherExit) -> int:
-    """Return the exit code of a command of hpctrain that has not begun a run."""
+def command_exit_code(launcher_exit: LauncherExit, run_code: int | None) -> int:
+    """Return the exit code of a command of hpctrain: that of its run, if it began one."""
+    if run_code is not None:
+        return run_code
     if launcher_exit.code in _KNOWN_EXIT_CODES:
         return launcher_exit.code
     if launcher_exit.signals:  # no progress is lost, so the job may simply be started again
@@ -85,8 +88,14 @@ def command_exit_code(launcher_exit: LauncherExit) -> int:
     return 1
 
 
-def program_exit_code(launcher_exit: LauncherExit) -> int:
-    """Return the exit code of a program: the launcher's, or 128 + N if signal N stopped it."""
+def program_exit_code(launcher_exit: LauncherExit, run_code: int | None) -> int:
+    """Return the exit code of a program: the launcher's, or 128 + N if signal N stopped it.
+
+    If both the program and its run failed, it is that of the run, since launchers change codes. A
+    program may fail after its run, or handle the error of a run and succeed.
+    """
+    if run_code and (launcher_exit.code or run_code == _EXIT_HUNG):
+        return run_code
     if launcher_exit.signals and abs(launcher_exit.code) % 128 in _ENDED_BY_STOP:
         stop_signal = signal.Signals(launcher_exit.signals[0])
         print_message(f"stopped by {stop_signal.name}, which the program does not handle")
