@@ -20,6 +20,7 @@ from fuzz import limited
 
 from hpctrain import checkpoint
 from hpctrain.checkpoint import Piece, manifest, parts
+from hpctrain.checkpoint.about import find_fault
 from hpctrain.checkpoint.format import DamagedError
 from hpctrain.core.errors import SaveError, UsageError
 from hpctrain.transport.threads.link import run_ranks
@@ -493,6 +494,20 @@ HONEST = {
     "updates_per_step": 1.0, "open_row": {"since_step": 9, "sums": {"loss": [1.0, 1.0]}},
     "weights": {"param": {"w": {"shape": [10], "offset": 0}, "b": {"shape": [], "offset": 16}}},
 }  # fmt: skip
+
+
+def nested(levels):
+    return [nested(levels - 1)] if levels else [3]
+
+
+@pytest.mark.parametrize(
+    ("shape", "is_valid"),
+    [([3], True), ({"a": [8, 8], "b": [[1], {"c": [2]}]}, True), (nested(30), True),
+     (nested(40), False), (nested(900), False), ([[3], 4], False), ({}, False), ([True], False)],
+)  # fmt: skip
+def test_shapes_of_samples_in_a_manifest(shape, is_valid):
+    fault = find_fault({"model": {"input_shape": shape, "outputs": 2}}, 0, {})
+    assert ("'about.model.input_shape'" in fault) != is_valid
 
 
 @pytest.mark.parametrize("name", FORGED)

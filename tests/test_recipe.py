@@ -162,6 +162,7 @@ REFUSED = {
         ["checkpoint.keep_best_direction=max"],
         "[checkpoint] keep_best_direction: expected the metric keep_best beside it, seen none",
     ),
+    "loss": (["loss.kind=mean_square_error"], "did you mean 'mean_squared_error'?"),
     "fault": (["faults.slow=1"], "unknown key in [faults]: 'slow'; did you mean 'slow_rank'?"),
     "fast": (["faults.slow_factor=0.5"], "[faults] slow_factor: input should be greater than or"),
     "jitter": (["faults.jitter=-1"], "[faults] jitter: input should be greater than or equal to 0"),
@@ -204,6 +205,13 @@ REFUSED = {
         "[wire] bucket_bytes: value error, expected 'auto' or a number of bytes",
     ),
 }
+
+
+def test_a_table_of_the_loss_names_it():
+    tables = recipe.read_tables("digits") | {"loss": {}}
+    with pytest.raises(UsageError, match=r"\[loss\] kind is missing"):
+        recipe.check(tables)
+    assert recipe.check(tables | {"loss": {"kind": "mean_squared_error"}}).loss is not None
 
 
 @pytest.mark.parametrize("wrong", REFUSED)

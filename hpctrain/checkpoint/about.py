@@ -22,19 +22,27 @@ from hpctrain.run_files.schemas import first_fault
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Positive = Annotated[int, Field(ge=1, lt=2**63)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
+MAX_NESTING = 32  #: of dicts and lists around a shape
 MetricName = Annotated[str, Field(pattern=r"^(train|test)_.")]
 _STRICT = pydantic.ConfigDict(strict=True, extra="forbid", defer_build=True)
 
 
 def _must_be_shapes(shapes: Any) -> Any:
-    """Raise ValueError unless `shapes` are positive numbers, or a list or dict of such, nested."""
-    if isinstance(shapes, dict):
-        return {name: _must_be_shapes(shape) for name, shape in shapes.items()}
-    if isinstance(shapes, list) and all(isinstance(shape, list | dict) for shape in shapes):
-        return [_must_be_shapes(shape) for shape in shapes]
-    if not isinstance(shapes, list) or not all(type(n) is int and 0 < n < 2**63 for n in shapes):
-        raise ValueError("expected a list of numbers from 1 on, or a list or dict of such lists")
-    return shapes
+    """Return `shapes` if they are a shape, or lists or dicts of shapes; raise ValueError if not."""
+    level = [shapes]
+    for _ in range(MAX_NESTING):
+        inner = [x for x in level if not _is_shape(x)]
+        if not all(isinstance(x, list | dict) and x for x in inner):
+            break
+        level = [y for x in inner for y in (x.values() if isinstance(x, dict) else x)]
+        if not level:
+            return shapes
+    raise ValueError(f"expected a list of numbers from 1 on, or up to {MAX_NESTING} lists or "
+                     "dicts of such around it")  # fmt: skip
+
+
+def _is_shape(x: Any) -> bool:
+    return isinstance(x, list) and all(type(n) is int and 0 < n < 2**63 for n in x)
 
 
 class TensorPlace(pydantic.BaseModel):

@@ -37,7 +37,7 @@ class Criterion(NamedTuple):
         return best is None or self.goodness(value) - self.goodness(best) > min_delta
 
 
-def criterion(metric: str, direction: Direction | None, place: str) -> Criterion:
+def make_criterion(metric: str, direction: Direction | None, place: str) -> Criterion:
     """Return the criterion of `metric`, such as "test_loss", with its usual direction if None.
 
     A metric of a user's own loss has no usual direction. Raises UsageError, which begins with

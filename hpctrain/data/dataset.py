@@ -119,6 +119,9 @@ def make_split(
 
 def find_fault(x: Any, y: Any) -> str:
     """Return the first fault in the shapes and dtypes of samples and targets; empty if valid."""
+    for name, tree in (("x", x), ("y", y)):
+        if not trees.arrays(tree):
+            return f"{name} holds no array; expected arrays (samples, ...)"
     named_arrays = [(f"{name}{path}", array, min_dims)
                     for name, tree, min_dims in (("x", x, 2), ("y", y, 1))
                     for path, array in trees.arrays(tree)]  # fmt: skip

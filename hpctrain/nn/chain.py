@@ -88,9 +88,13 @@ class Chain:
         tape = list(saved)
         while tape:
             layer, name, inner_saved = tape.pop()
+            # Layers before the first one with parameters need no gradient.
+            needs_dx = want_dx or any(select_layer(p, earlier) for _, earlier, _ in tape)
             dx = layer.backward(
-                select_layer(p, name), select_layer(g, name), inner_saved, dy, want_dx or bool(tape)
+                select_layer(p, name), select_layer(g, name), inner_saved, dy, needs_dx
             )
+            if not needs_dx:
+                return dx
             dy = dx
         return dy
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
-
-import numpy as np
 
 from hpctrain.core.errors import UsageError
 from hpctrain.core.xp import Array, namespace
@@ -56,18 +55,20 @@ class Concatenate:
             y, branch_saved = Chain(layers).forward(select_layer(p, name), x[name], inner_key)
             outputs.append(y)
             saved.append(branch_saved)
-        ends = np.cumsum([y.shape[-1] for y in outputs]).tolist()
+        ends = list(accumulate(y.shape[-1] for y in outputs))
         return namespace(outputs[0]).concatenate(outputs, axis=-1), (saved, ends)
 
     def backward(
         self, p: Mapping[str, Array], g: Mapping[str, Array], saved: Any, dy: Array, want_dx: bool
     ) -> None:
         branch_saved, ends = saved
+        xp = namespace(dy)
+        parts = xp.split(dy, ends[:-1], axis=-1)
+        branches = list(zip(self.branches.items(), branch_saved, parts, strict=True))
         # The last branch first: parameters are then written in reverse order, as in a model.
-        branches = list(zip(self.branches.items(), branch_saved, [0, *ends], ends, strict=False))
-        for (name, layers), own_saved, start, stop in reversed(branches):
-            own_dy = namespace(dy).ascontiguousarray(dy[..., start:stop])
+        for (name, layers), own_saved, own_dy in reversed(branches):
             own_p, own_g = select_layer(p, name), select_layer(g, name)
+            own_dy = xp.ascontiguousarray(own_dy)
             Chain(layers).backward(own_p, own_g, own_saved, own_dy, want_dx=False)
 
     def _check_names(self, shape: Any) -> None:

@@ -48,7 +48,8 @@ class ResNetOptions:
         """
         if input_shape is None or outputs is None:
             raise UsageError(
-                "[model] resnet20: expected the shape of images and the outputs; seen none"
+                "[model] resnet20: expected the shape of images and the number of outputs, "
+                "seen none"
             )
         shape = tuple(input_shape)
         if len(shape) not in (2, 3):

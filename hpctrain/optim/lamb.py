@@ -22,6 +22,7 @@ import numpy as np
 from hpctrain.config import options
 from hpctrain.core.xp import Array, fused, namespace, on_device
 from hpctrain.optim.adamw import (
+    AdamWOptions,
     direction_in_kernel,
     moment_factors,
     update_moments,
@@ -43,10 +44,7 @@ from hpctrain.optim.norms import (
 )
 from hpctrain.optim.optimizer import (
     BLOCK_ELEMENTS,
-    CommonOptions,
-    Fraction,
     GatherRows,
-    NonNegativeFloat,
     Optimizer,
     PositiveFloat,
     Schedule,
@@ -60,13 +58,10 @@ from hpctrain.optim.optimizer import (
 
 
 @options
-class LambOptions(CommonOptions):
+class LambOptions(AdamWOptions):
     """`[optimizer] kind = "lamb"`."""
 
-    beta1: Fraction = 0.9
-    beta2: Fraction = 0.999
     epsilon: PositiveFloat = 1e-6
-    weight_decay: NonNegativeFloat = 0.01
     exempt_vectors: bool = True
 
     def build(self, rate: float | Schedule) -> Optimizer:

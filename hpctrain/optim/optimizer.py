@@ -116,17 +116,14 @@ class CommonOptions:
     rate: PositiveFloat
     clip_norm: PositiveFloat | None = None
 
-    def build(self, rate: float | Schedule) -> Optimizer:
-        """Return the optimizer whose rate is `rate`, such as a schedule built from `self.rate`."""
-        raise NotImplementedError
 
-
-def build(kind: type[CommonOptions], name: str, rate: float | Schedule, **values: Any) -> Optimizer:
-    """Return the optimizer of options `kind`; raise UsageError, as of `name`, for invalid values.
+def build(kind: Any, name: str, rate: float | Schedule, **values: Any) -> Optimizer:
+    """Return the optimizer of the options class `kind`; raise UsageError, as of `name`.
 
     `rate` is a number or a function of the 0-based step.
     """
-    try:
-        return kind(rate=1.0, **values).build(rate)
+    try:  # options need a number as their rate; it is that of recipes alone
+        optimizer: Optimizer = kind(rate=1.0, **values).build(rate)
+        return optimizer
     except OptionsError as error:
         raise UsageError(error.text(name)) from None

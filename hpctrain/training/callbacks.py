@@ -18,7 +18,7 @@ from pydantic import Field
 
 from hpctrain import config
 from hpctrain.core.errors import HpctrainError
-from hpctrain.core.metrics import Criterion, Direction, criterion
+from hpctrain.core.metrics import Criterion, Direction, make_criterion
 
 __all__ = ["Callbacks", "EarlyStop"]
 
@@ -41,13 +41,13 @@ class EarlyStop:
     min_delta: Annotated[float, Field(ge=0)] = 0.0
 
     def __post_init__(self) -> None:
-        """Check the metric."""
-        criterion(self.metric, self.direction, "[early_stop] metric")
+        """Raise UsageError for an unknown metric."""
+        _ = self.criterion
 
     @property
     def criterion(self) -> Criterion:
         """The metric with its direction."""
-        return criterion(self.metric, self.direction, "[early_stop] metric")
+        return make_criterion(self.metric, self.direction, "[early_stop] metric")
 
     def begin(self, rows: Sequence[Row]) -> Function:
         """Return the function that receives the rows after `rows`."""

@@ -124,7 +124,7 @@ def check(tables: Mapping[str, Any], folder: str | Path = ".") -> Recipe:
     return Recipe(
         run=run,
         model=nn.read(tables_copy["model"], code.folder),
-        loss=_loss(tables_copy["loss"]),
+        loss=_loss(tables["loss"]) if "loss" in tables else None,
         data=data.read(tables_copy["data"], code.folder),
         batch=_batch(batch),
         optimizer=config.read_kind(optim.OPTIMIZERS, tables_copy["optimizer"], "optimizer"),
@@ -175,8 +175,8 @@ def _init(path: Any) -> Path | None:
     return Path(path).absolute()
 
 
-def _loss(table: Table) -> nn.Loss | None:
-    return nn.LOSSES[config.read(LossOptions, table, "loss").kind] if table else None
+def _loss(table: Table) -> nn.Loss:
+    return nn.LOSSES[config.read(LossOptions, table, "loss").kind]
 
 
 def _engine(table: Table, wire: Table) -> Any:

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field
 
 from hpctrain import config
 from hpctrain.core.errors import UsageError
-from hpctrain.core.metrics import Criterion, Direction, criterion
+from hpctrain.core.metrics import Criterion, Direction, make_criterion
 from hpctrain.gradients.precision import Precision
 from hpctrain.nn.losses import LOSSES
 
@@ -127,7 +127,7 @@ class CheckpointOptions:
         """The metric `keep_best` with its direction; None if no best checkpoint is kept."""
         if self.keep_best is None:
             return None
-        return criterion(self.keep_best, self.keep_best_direction, "[checkpoint] keep_best")
+        return make_criterion(self.keep_best, self.keep_best_direction, "[checkpoint] keep_best")
 
 
 def _first_and_end(steps: list[int]) -> list[int]:

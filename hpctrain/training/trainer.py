@@ -112,13 +112,12 @@ class Trainer:
         """Train for `epochs` or `steps` with `batch` samples per step over all ranks; collective.
 
         `train` and `evaluate` are pairs (x, y) of arrays, or of dicts and tuples of arrays, or data
-        sets, the same on all ranks. The
-        `evaluate` set is used after each epoch, see `options`, and at the end. Each rank computes
-        its share of a step in `micro_batches` pieces, which need less memory. Returns the summary,
-        which also lies in `out`/summary.json if `out` is given, beside metrics and checkpoints;
-        `resume` goes on from the newest good checkpoint there. `replay` is the folder of an
-        asynchronous run whose order of events is repeated. With `trace` the run leaves a
-        trace.json; see `timeline.py`. `origin`: the recipe of the run.
+        sets, the same on all ranks. The `evaluate` set is used after each epoch, see `options`, and
+        at the end. Each rank computes its share of a step in `micro_batches` pieces, which need
+        less memory. Returns the summary, which also lies in `out`/summary.json if `out` is given,
+        beside metrics and checkpoints; `resume` goes on from the newest good checkpoint there.
+        `replay` is the folder of an asynchronous run whose order of events is repeated. With
+        `trace` the run leaves a trace.json; see `timeline.py`. `origin`: the recipe of the run.
 
         Raises UsageError, TrainingError (loss or gradient not finite), StoppedError (by a signal;
         there is a checkpoint, or it is an UnsavedError: without `out` nothing is saved) or
@@ -131,7 +130,7 @@ class Trainer:
         options.check()
         sampler = self.world.on_all_ranks(lambda: self._sampler(train, batch))
         self.world.on_all_ranks(lambda: self._check_sets(training=train, test=test))
-        self._must_be_evaluated(checkpoints.keep_best, test is not None)
+        self._check_metrics(checkpoints.keep_best, test is not None)
         self.replica.micro_batches = self._micro_batches(micro_batches)
         plan = self._plan(train, test, sampler, options, checkpoints, origin.outputs)
         total = steps or (epochs or 0) * sampler.steps_per_epoch
@@ -209,7 +208,9 @@ class Trainer:
 
         Each rank computes its share; all ranks get the same means over the whole set.
         """
-        sums = evaluate(self.engine, as_samples(samples, "evaluate"), self._blocks)
+        samples = as_samples(samples, "evaluate")
+        self.world.on_all_ranks(lambda: self._check_sets(evaluated=samples))
+        sums = evaluate(self.engine, samples, self._blocks)
         return nn.losses.evaluate(self.replica.loss, sums)
 
     def predict(self, x: Any) -> np.ndarray:
@@ -248,8 +249,8 @@ class Trainer:
             if fault := self.replica.loss.find_fault(known_targets(samples), model.output_shape):
                 raise UsageError(f"{name} set: {fault}")
 
-    def _must_be_evaluated(self, keep_best: str | None, has_test_set: bool) -> None:
-        """Raise UsageError if early stop or keep_best needs a metric that is never evaluated."""
+    def _check_metrics(self, keep_best: str | None, has_test_set: bool) -> None:
+        """Raise UsageError if early stop or keep_best needs a metric that no row has."""
         names = [f"{part}_{name}" for part in PARTS for name in self.replica.loss.metrics]
         users = [
             ("early stop", callback.metric)

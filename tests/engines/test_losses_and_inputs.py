@@ -250,6 +250,9 @@ REFUSED = {
     "features": ("mean_squared_error", X[:, :2], r"expected targets \(n, 3\), .* seen \(4, 2\)"),
     "one feature of three": ("mean_squared_error", X[:, 0], r"\(n, 3\), .* seen \(4,\)"),
     "probabilities": ("binary_cross_entropy", X[:, :3] * 2, "from 0 to 1, seen 2.0 in sample 0"),
+    "several arrays": ("cross_entropy", (X[:, 0], X[:, 1]), "expected one array of labels, seen a "
+                       "tuple"),
+    "a dict": ("mean_squared_error", {"a": X}, "one array of targets, seen a dict of arrays"),
     "class numbers": ("binary_cross_entropy", np.arange(4), r"\(n, 3\), .* seen \(4,\)"),
 }  # fmt: skip
 
@@ -263,6 +266,8 @@ def test_targets_are_checked_before_training(ranks, case):
         trainer = Trainer(nn.Model([nn.Linear(3)], 6, loss), optim.sgd(0.1), world=world)
         with pytest.raises(UsageError, match=message):
             trainer.fit((X, y), steps=1, batch=4)
+        with pytest.raises(UsageError, match="evaluated set: "):  # on all ranks, whoever has them
+            trainer.evaluate((X, y))
         valid = np.zeros(4, int) if loss == "cross_entropy" else np.zeros((4, 3))
         with pytest.raises(UsageError, match=f"test set: .*{message[message.index(':') + 2 :]}"
                            if message.startswith("training") else "test set"):  # fmt: skip
@@ -292,9 +297,16 @@ def test_inputs_that_do_not_fit():
         (np.ones((2, 4)), r"x\['a'\] has 3 samples but x\['b'\] has 2"),
         (np.ones((3, 5)), r"samples of shape \{'a': \(3,\), 'b': \(4,\)\}, seen"),
         (np.full((3, 4), np.nan), r"x\['b'\] holds nan in sample 0"),
+        ((), r"samples of shape .*, seen \{'a': \(3,\), 'b': \(\)\}"),
     ]:
         with pytest.raises(UsageError, match=message):
             run_on("threads", 1, lambda world: body(world, {"a": a, "b": b}, y))  # noqa: B023
+
+
+@pytest.mark.parametrize(("x", "y", "name"), [({}, np.ones(2), "x"), (np.ones((2, 2)), (), "y")])
+def test_no_arrays(x, y, name):
+    with pytest.raises(UsageError, match=f"{name} holds no array"):
+        data.Dataset(x, y)
 
 
 def test_a_set_of_ones_own_gives_equal_lengths():

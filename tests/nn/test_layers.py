@@ -248,3 +248,19 @@ def test_no_place_sees_what_comes_after_it():
     after = layer.forward(p, x, KEY)[0]
     assert np.array_equal(before[0, :3], after[0, :3])
     assert (before[0, 3:] != after[0, 3:]).any(axis=1).all()
+
+
+def test_a_chain_computes_no_gradient_that_nobody_needs():
+    requests = []
+
+    class Recorded(nn.Linear):
+        def backward(self, p, g, saved, dy, want_dx):
+            requests.append(want_dx)
+            return super().backward(p, g, saved, dy, want_dx)
+
+    chain = nn.Chain({"flat": nn.Flatten(), "a": Recorded(3), "b": Recorded(2)})
+    p = nn.initial_values(chain.parameters((2, 2)), 0)
+    for want_dx in (False, True):
+        y, saved = chain.forward(p, np.ones((5, 2, 2)), None)
+        dx = chain.backward(p, {k: np.empty_like(v) for k, v in p.items()}, saved, y, want_dx)
+    assert requests == [True, False, True, True] and dx.shape == (5, 2, 2)

@@ -20,7 +20,7 @@ class BinaryCrossEntropy:
 
     Targets have the shape of the logits and values from 0 to 1, mostly 0 or 1; for one label they
     may be (n, ...). Each vector of labels counts as one target. `accuracy` is the share of labels
-    whose logit has the sign of the target.
+    for which logit > 0 agrees with target > 0.5.
     """
 
     terms = ("loss", "accuracy")

@@ -45,6 +45,8 @@ class CrossEntropy:
 
     def find_fault(self, targets: Any, output_shape: Shape) -> str:
         """Return the fault of labels of another dtype, shape or range; see Loss."""
+        if isinstance(targets, dict | tuple):
+            return f"cross_entropy: expected one array of labels, seen a {type(targets).__name__}"
         if targets.dtype.kind not in "iu":
             return (
                 f"cross_entropy: expected integer class labels, seen {targets.dtype}; convert them "

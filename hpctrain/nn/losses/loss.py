@@ -70,8 +70,10 @@ def make_sums(numbers: list[Array], to_sums: Callable[..., Sums]) -> Sums | Pend
     return PendingSums(fetch(device_numbers), to_sums)
 
 
-def find_shape_fault(targets: np.ndarray, output_shape: Shape, loss: str) -> str:
+def find_shape_fault(targets: Any, output_shape: Shape, loss: str) -> str:
     """Return the fault of targets unlike the outputs; for one feature they may be (n, ...)."""
+    if isinstance(targets, dict | tuple):
+        return f"{loss}: expected one array of targets, seen a {type(targets).__name__} of arrays"
     shapes = {output_shape, output_shape[:-1]} if output_shape[-1] == 1 else {output_shape}
     if targets.shape[1:] in shapes:
         return ""
