@@ -69,7 +69,10 @@ def measure_size(
 ) -> dict:
     """Return the row of one size: `auto` beside the best of the others."""
     names = ["auto", *sweep.applicable_algorithms(group)]
-    calls = {name: select.bind_allreduce(group, x, np.add, name) for name in names}
+    functions = {
+        name: select.resolve_auto(select.find_allreduce(name), group, x, np.add) for name in names
+    }
+    calls = {name: select.bind(group, x, np.add, function) for name, function in functions.items()}
     calls_per_timing = calls_per_round(nbytes)
     screening_seconds = time_interleaved(
         world.link, calls, SCREENING_ROUNDS, calls=calls_per_timing

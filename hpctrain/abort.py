@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import io
 import logging
 import os
 import signal
@@ -40,6 +41,11 @@ REPORT_SPREAD_S = 2.0  #: over which the reports of ranks short of memory are sp
 def abort(code: int) -> None:
     """End the whole job at once with exit code `code`."""
     from hpctrain.transport.mpi import startup
+
+    # An exception hook may collect the report to print it with a prefix, as PyTorch's does.
+    if isinstance(sys.stderr, io.StringIO) and sys.__stderr__ is not None:
+        collected, sys.stderr = sys.stderr.getvalue(), sys.__stderr__
+        _print(collected)
 
     startup.abort_job(code)
 

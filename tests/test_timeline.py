@@ -263,7 +263,8 @@ def test_ranks_on_other_hosts_are_measured(tmp_path, monkeypatch):
         assert abs(about["clock_offset_s"]) <= about["clock_uncertainty_s"]
     main = [observed.threads[rank, "main"] for rank in range(3)]
     uncertain = 1e6 * max(about["clock_uncertainty_s"] for about in observed.about["ranks"])
-    for waits in zip(*([e for e in m if e["cat"] == "wait"] for m in main), strict=True):
+    sums = ([e for e in spans if e["name"] == "wait for gradients"] for spans in main)
+    for waits in zip(*sums, strict=True):
         # None is through with a sum before the last has come to it.
         assert min(map(ends, waits)) + 2 * uncertain >= max(e["ts"] for e in waits)
 

@@ -12,9 +12,9 @@ from ranks import on_ranks, run_on
 from hpctrain.collectives import ALLREDUCE
 from hpctrain.core.errors import UsageError
 from hpctrain.tuning.choose import TuningPlan, make_choices
-from hpctrain.user_collectives import bound_calls
 from hpctrain.user_collectives import calls as user_calls
 from hpctrain.user_collectives.arguments import RESULTS
+from hpctrain.user_collectives.bound_calls import NO_CALL, checked_calls, unchecked_calls
 from hpctrain.user_collectives.calls import allreduce
 
 
@@ -81,7 +81,8 @@ def test_calls_made_ready(ranks, chosen, check, times):
     """Where an array comes again, here on one rank only, changed at times; all exchange alike."""
     plan = TuningPlan(((0, chosen),), ((0, chosen),), ((0, "ring"),), (), True)
     target = {"sum": ranks.size * (ranks.size + 1) // 2, "max": ranks.size}
-    calls = bound_calls.checked_calls if check else bound_calls.unchecked_calls
+
+    calls = checked_calls if check else unchecked_calls
 
     def body(world):
         world.main = replace(world.main, choices=make_choices(plan))
@@ -91,7 +92,7 @@ def test_calls_made_ready(ranks, chosen, check, times):
                 same.dtype, same.shape = dtype, (rows, columns * times)
                 x = same.view() if world.rank != ranks.size - 1 else same
                 x[:] = world.rank + 1
-                outcome = calls.get(id(x), (None,) * 5)[:3] == (x.dtype, x.shape, op)
+                outcome = calls.get(id(x), NO_CALL)[:3] == (x.dtype, x.shape, op)
                 assert outcome == (again and x is same)
                 allreduce(x, op, world=world, check=check)
                 assert (x == target[op]).all()
@@ -116,7 +117,7 @@ def test_what_was_made_ready_is_compared_again(ranks, chosen):
             x = np.ones(6, np.float32)
             for _ in range(3):
                 allreduce(x, "max", world=world)
-            assert id(x) in bound_calls.checked_calls
+            assert id(x) in checked_calls
             if world.rank == 1:
                 change(x)
             with pytest.raises(UsageError, match=reported):

@@ -26,12 +26,11 @@ from conftest import Job
 from hpctrain import watch
 from hpctrain.watch import (
     Call,
-    CallNote,
     Snapshot,
     Watch,
     WatchRecord,
+    call_unrecorded,
     code_location,
-    make_detectable,
     make_report,
     read_record,
     record_path,
@@ -464,7 +463,7 @@ def test_a_call_that_notes_nothing_is_noted_by_the_watch() -> None:
 
     def work() -> None:
         for gate in gates:
-            make_detectable(gate.acquire, CallNote(link, b"MPI_Allreduce", 12))()
+            call_unrecorded(gate.acquire, link, b"MPI_Allreduce", 12)
         link.entry.enter(b"barrier", -1, 0)
 
     for gate in gates:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from hpctrain.core import xp
+from hpctrain.core.errors import UsageError
 
 HOST = np.arange(6, dtype=np.float32)
 
@@ -108,3 +109,25 @@ def test_the_fewer_bytes_travel(gpu):
 def test_zeros_of_the_device(gpu):
     x = xp.zeros(3, np.float32)
     assert xp.on_device(x) and (xp.to_host(x) == 0).all()
+
+
+def test_memory_and_stream_of_another_library(gpu):
+    """An alias has the same memory, and work in its stream is in the order of that stream."""
+    import cupy
+
+    x = cupy.arange(6, dtype=np.float32)
+    alias = xp.array_at(x.data.ptr, x.nbytes, np.dtype(np.float32), 0, x)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    before = cupy.cuda.get_current_stream()
+    with xp.foreign_stream(stream.ptr, 0):
+        assert cupy.cuda.get_current_stream() is stream
+        alias += 1
+        stream.synchronize()
+    assert cupy.cuda.get_current_stream() is before
+    assert (xp.to_host(x) == np.arange(1, 7)).all()
+
+
+def test_memory_of_another_library_needs_cupy(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(UsageError, match="need CuPy: pip install hpctrain"):
+        xp.array_at(0, 4, np.dtype(np.float32), 0, None)

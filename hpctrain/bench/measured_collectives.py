@@ -27,19 +27,18 @@ from hpctrain import collectives
 from hpctrain.bench import checks
 from hpctrain.collectives import Group, Operation
 from hpctrain.collectives.chunks import bounds
-from hpctrain.collectives.direct import direct_shared
+from hpctrain.collectives.direct import direct, direct_shared
 from hpctrain.collectives.direct import reduce_scatter as direct_reduce_scatter
 from hpctrain.collectives.ring import all_gather, reduce_scatter
-from hpctrain.tuning.select import bind_allreduce
+from hpctrain.tuning.select import bind, choose_algorithm
 
 #: f(group, x, op) works in place, or returns the array of the result.
 Algorithm = Callable[[Group, np.ndarray, Operation], Any]
 #: f(group, x, op) returns a bound call; all ranks must call f.
 Binder = Callable[[Group, np.ndarray, Operation], Callable[[], Any]]
 NATIVE = "native"  #: the MPI library's collective as a bound call
-NATIVE_UNBOUND = (
-    "native-plain"  #: the same through mpi4py, which detects the array's type in each call
-)
+#: The same through mpi4py, which detects the array's type in each call.
+NATIVE_UNBOUND = "native-plain"
 
 
 class CollectiveCall(NamedTuple):
@@ -176,8 +175,10 @@ COLLECTIVES = {
             shared_traffic=lambda ranks: ranks + 1,
             public_calls={"auto": True, "auto-unchecked": False},
             binders={
-                "auto-bound": bind_allreduce,
-                "direct-bound": partial(bind_allreduce, name="direct"),
+                "auto-bound": lambda group, x, op: bind(
+                    group, x, op, choose_algorithm(group, x, op)
+                ),
+                "direct-bound": partial(bind, allreduce=direct),
             },
             has_native_unbound=True,
         ),

@@ -56,18 +56,14 @@ def bind_short_reduction(
     That call raises UsageError on all ranks of the node unless all make the same `call`.
     """
     flags, rank, payload = buffers.flags, buffers.link.rank, call.payload
-    operands = [
-        _operands(buffers.short_buffers(x.nbytes, x.dtype, parity), rank) for parity in (0, 1)
-    ]
+    copies_by_parity = buffers.short_buffers(x.nbytes, x.dtype)
 
     def reduce() -> np.ndarray:
-        own_buffer, first, second, rest = operands[flags.round_number & 1]
-        own_buffer[...] = x
+        copies = copies_by_parity[flags.round_number & 1]
+        copies[rank][...] = x
         if not flags.agree(payload):
             must_match_in_node(buffers, call)
-        op(first, second, out=x)
-        for operand in rest:
-            op(x, operand, out=x)
+        sum_in_order(copies, op, x)
         return x
 
     return reduce
@@ -81,13 +77,6 @@ def reduce_long(buffers: NodeBuffers, x: np.ndarray, op: Operation) -> None:
     long_buffers = buffers.long_buffers(x.dtype)
     for segment in segments(x, long_buffers[0].nbytes):
         _reduce_segment(buffers, long_buffers, segment, op)
-
-
-def _operands(
-    buffers: list[np.ndarray], rank: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[np.ndarray]]:
-    """Return this rank's buffer, then the first, second and remaining operands."""
-    return buffers[rank], buffers[0], buffers[1], buffers[2:]
 
 
 def _reduce_segment(

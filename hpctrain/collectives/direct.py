@@ -72,7 +72,7 @@ def direct(group: Group, x: np.ndarray, op: Operation) -> None:
 
     Without node memory this is a ring. Raises UsageError on several nodes.
     """
-    prepare_direct(group, x, op)()
+    bind_direct(group, x, op)()
 
 
 def direct_shared(group: Group, x: np.ndarray, op: Operation) -> np.ndarray:
@@ -82,10 +82,10 @@ def direct_shared(group: Group, x: np.ndarray, op: Operation) -> np.ndarray:
     let all ranks finish reading, by an exchange of flags or a barrier. Other ranks' `x` is
     unchanged. If `x` is short, or lies outside of node memory, the result is the rank's own `x`.
     """
-    return prepare_direct(group, x, op, shared=True)()
+    return bind_direct(group, x, op, shared=True)()
 
 
-def prepare_direct(
+def bind_direct(
     group: Group, x: np.ndarray, op: Operation, call: Signature | None = None, shared: bool = False
 ) -> Callable[[], np.ndarray]:
     """Return a call of `direct` on flat `x`, or of `direct_shared`, that returns the sum.
@@ -96,26 +96,22 @@ def prepare_direct(
     buffers = _node_buffers(group)
     if buffers is None:
         return partial(_reduce_by_messages, group, x, op, call)
-    if type(x) is not np.ndarray and on_device(x):
+    if on_device(x):
         return partial(_reduce_on_gpus, group, buffers, x, op, call, shared)
     call = call or length_signature(x.nbytes)
     if x.nbytes <= MAX_COPIED_BYTES:
         return copy_through.bind_short_reduction(buffers, x, op, call)
     location = None if group.memory is None else group.memory.locate(x)
-    arrays = None if location is None else location.arrays
-    tiles = None if arrays is None else _own_tiles(buffers, arrays)
-    sum_tiles, result = (
-        (_sum_into_first, arrays) if shared and arrays else (_sum_and_write_back, [x])
-    )
+    tiles = [] if location is None else _own_tiles(buffers, location.arrays)
     payload, agree = call.payload ^ _location_hash(location), buffers.flags.agree
 
     def reduce() -> np.ndarray:
         if not agree(payload):
             must_match_in_node(buffers, call)
-        elif tiles is not None:
-            sum_tiles(tiles, op)
+        elif location is not None:
+            _sum_tiles(tiles, op, write_back=not shared)
             agree()
-            return result[0]
+            return location.arrays[0] if shared else x
         copy_through.reduce_long(buffers, x, op)
         return x
 
@@ -226,9 +222,8 @@ def agree_on_arrays(
     group: Group, buffers: NodeBuffers, x: Array, call: Signature | None = None
 ) -> list[Array] | None:
     """Return all ranks' arrays, ready to read; None unless all have the same location."""
-    on_gpu = type(x) is not np.ndarray and on_device(x)
     location = None if group.memory is None else group.memory.locate(x)
-    call = call or length_signature(x.nbytes, on_gpu)
+    call = call or length_signature(x.nbytes, on_device(x))
     finish(x)
     if buffers.flags.agree(call.payload ^ _location_hash(location)):
         return None if location is None else location.arrays
@@ -256,15 +251,10 @@ def _tiles(arrays: list[np.ndarray]) -> Tiles:
     ]
 
 
-def _sum_into_first(tiles: Tiles, op: Operation) -> None:
-    for first, *rest in tiles:
-        for operand in rest:
-            op(first, operand, out=first)
-
-
-def _sum_and_write_back(tiles: Tiles, op: Operation) -> None:
-    for first, *rest in tiles:
-        for operand in rest:
-            op(first, operand, out=first)
-        for operand in rest:
-            operand[:] = first
+def _sum_tiles(tiles: Tiles, op: Operation, write_back: bool) -> None:
+    """Sum each tile into the first rank's array, with `write_back` also into all others."""
+    for tile in tiles:
+        copy_through.sum_in_order(tile, op, tile[0])
+        if write_back:
+            for operand in tile[1:]:
+                operand[:] = tile[0]

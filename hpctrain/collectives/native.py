@@ -37,7 +37,8 @@ def _reduce_on_host(group: Group, x: np.ndarray, op: Operation) -> None:
         op.decode(keys)
     elif x.dtype.kind in "iu" and x.itemsize <= 2:
         widened = x.astype(np.int32)
-        group.link.native.allreduce(widened, op)
+        group.link.native.bind_allreduce(widened, op)()
         x[...] = widened
     else:
-        group.link.native.allreduce(x, np.multiply if op is multiply_complex else op)
+        native_op = np.multiply if op is multiply_complex else op
+        group.link.native.bind_allreduce(x, native_op)()

@@ -14,11 +14,11 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from hpctrain.collectives.group import Group
-from hpctrain.collectives.recursive_doubling import recursive_doubling
 from hpctrain.collectives.reductions.extremum import Extremum
 from hpctrain.collectives.reductions.operations import Operation
 from hpctrain.collectives.small_messages import all_gather_bytes
 from hpctrain.collectives.tree import broadcast
+from hpctrain.collectives.vote import elementwise_maximum
 from hpctrain.core.errors import UsageError
 from hpctrain.core.xp import Array, on_device
 from hpctrain.transport.device.nccl import (
@@ -71,10 +71,9 @@ def _count_missing_gpus(node: Link, device: int) -> int:
 
 def _require_enough_gpus(group: Group, missing_gpus: int) -> None:
     """Raise UsageError, on all ranks, if a node lacks GPUs for its ranks."""
-    max_missing = np.array([missing_gpus])
-    recursive_doubling(group, max_missing, np.maximum)
-    if max_missing[0] > 0:
+    max_missing = elementwise_maximum(group, (missing_gpus, 0))[0]
+    if max_missing > 0:
         raise UsageError(
             "algorithm 'nccl': expected a GPU for each rank, seen a node with "
-            f"{max_missing[0]} fewer; start fewer ranks on each, or take algorithm = 'auto'"
+            f"{max_missing} fewer; start fewer ranks on each, or take algorithm = 'auto'"
         )

@@ -29,12 +29,10 @@ class NodeBuffers:
     def __init__(self, node: Link, flags: NodeFlags, buffers: list[np.ndarray]):
         """`buffers`: (2 * SHORT_BUFFER_BYTES + LONG_BUFFER_BYTES,) uint8 of each rank."""
         self.link, self.flags = node, flags
-        short = [
-            [x[offset : offset + SHORT_BUFFER_BYTES] for x in buffers]
-            for offset in (0, SHORT_BUFFER_BYTES)
-        ]
-        #: (bytes, dtype, odd) -> every rank's short buffer in odd or even rounds
-        self.short_buffers = lru_cache(MAX_CACHED_LENGTHS)(partial(_views_of_short_buffers, short))
+        #: (bytes, dtype) -> every rank's short buffer, first in even rounds, then in odd ones
+        self.short_buffers = lru_cache(MAX_CACHED_LENGTHS)(
+            partial(_views_of_short_buffers, buffers)
+        )
         self._long = [x[2 * SHORT_BUFFER_BYTES :] for x in buffers]
 
     def long_buffers(self, dtype: np.dtype) -> list[np.ndarray]:
@@ -47,14 +45,17 @@ class NodeBuffers:
 
 
 def _views_of_short_buffers(
-    short: list[list[np.ndarray]], nbytes: int, dtype: np.dtype, parity: int
-) -> list[np.ndarray]:
-    """Return every rank's short buffer as an array of `nbytes`.
+    buffers: list[np.ndarray], nbytes: int, dtype: np.dtype
+) -> list[list[np.ndarray]]:
+    """Return every rank's two short buffers as arrays of `nbytes`.
 
     Short buffers alternate with the rounds of the flags: before one is written again, all ranks
     have completed another round, and so have read the buffer.
     """
-    return [buffer[:nbytes].view(dtype) for buffer in short[parity]]
+    return [
+        [buffer[offset : offset + nbytes].view(dtype) for buffer in buffers]
+        for offset in (0, SHORT_BUFFER_BYTES)
+    ]
 
 
 def make_node_buffers(node: Link, spins: bool) -> NodeBuffers | None:

@@ -22,9 +22,9 @@ Source: Falzone, Chan, Lusk and Gropp, "Collective error detection for MPI colle
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from hashlib import blake2b
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 
@@ -35,7 +35,6 @@ from hpctrain.core.errors import UsageError
 from hpctrain.transport.link import Link
 from hpctrain.transport.shared_memory.flags import PAYLOAD_MASK
 
-T = TypeVar("T")
 MAX_NAMED_RANKS = 8
 _FAULT_PREFIX, _CALL_PREFIX = b"!", b" "  # prefixes of exchanged texts
 
@@ -71,35 +70,21 @@ def length_signature(nbytes: int, on_gpu: bool = False) -> Signature:
 
 def must_match(group: Group, call: Signature) -> None:
     """Raise UsageError on all ranks, naming those that differ, unless all make the same `call`."""
-    buffers = group.node_buffers
-    if len(group.nodes) == 1 and buffers is not None:
-        if not buffers.flags.agree(call.payload) or call.is_fault:
-            must_match_in_node(buffers, call)
-    elif not _digests_match(group, buffers, call.digest) or call.is_fault:
-        _raise_mismatch(group.link, call)
+    bind_match(group, call)()
 
 
-def bind_match(group: Group, call: Signature, work: Callable[[], T]) -> Callable[[], T]:
-    """Return a function that calls `must_match`, then `work`, with all lookups done now.
+def bind_match(group: Group, call: Signature) -> Callable[[], None]:
+    """Return a call of `must_match` with all lookups done now; the first one is collective."""
+    buffers, payload, nodes = group.node_buffers, call.payload, len(group.nodes)
 
-    The first match in `group` is collective.
-    """
-    buffers = group.node_buffers
-    if len(group.nodes) != 1 or buffers is None:
-        return partial(_match_then_call, group, call, work)
-    agree, payload = buffers.flags.agree, call.payload
+    def match() -> None:
+        if nodes == 1 and buffers is not None:
+            if not buffers.flags.agree(payload) or call.is_fault:
+                must_match_in_node(buffers, call)
+        elif not _digests_match(group, buffers, call.digest) or call.is_fault:
+            _raise_mismatch(group.link, call)
 
-    def match_and_call() -> T:
-        if not agree(payload):
-            must_match_in_node(buffers, call)
-        return work()
-
-    return match_and_call
-
-
-def _match_then_call(group: Group, call: Signature, work: Callable[[], T]) -> T:
-    must_match(group, call)
-    return work()
+    return match
 
 
 def must_match_in_node(buffers: NodeBuffers, call: Signature) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain.core.errors import GpuMemoryError
+from hpctrain.core.errors import GpuMemoryError, UsageError
 
 Array = Any  #: a numpy.ndarray or a cupy.ndarray; no type says "either" without importing CuPy
 Event = Any  #: a point in a stream, as `event` returns it; None: no device
@@ -35,7 +35,7 @@ def namespace(x: Array) -> Any:
 
 def on_device(x: Array) -> bool:
     """Return whether `x` lies in the memory of a GPU."""
-    return namespace(x) is not np
+    return type(x) is not np.ndarray and namespace(x) is not np
 
 
 def to_host(x: Array, out: np.ndarray | None = None) -> np.ndarray:
@@ -202,6 +202,35 @@ def allow_tf32(allowed: bool) -> None:
 def zeros(length: int, dtype: Any) -> Array:
     """Return zeros (length,) on the device that is current in this thread."""
     return sys.modules["cupy"].zeros(length, dtype)
+
+
+def array_at(address: int, nbytes: int, dtype: np.dtype, device: int, owner: Any) -> Array:
+    """Return flat GPU memory of another library as an array, which holds its `owner`.
+
+    Raises UsageError without CuPy.
+    """
+    cupy = _import_cupy()
+    memory = cupy.cuda.UnownedMemory(address, nbytes, owner, device)
+    pointer = cupy.cuda.MemoryPointer(memory, 0)
+    return cupy.ndarray(nbytes // dtype.itemsize, dtype, pointer)
+
+
+@contextmanager
+def foreign_stream(pointer: int, device: int) -> Iterator[None]:
+    """Make another library's CUDA stream current for CuPy, so that work is done in its order."""
+    cupy = _import_cupy()
+    with cupy.cuda.Device(device), cupy.cuda.ExternalStream(pointer, device):
+        yield
+
+
+def _import_cupy() -> Any:
+    try:
+        import cupy
+    except ImportError:
+        raise UsageError(
+            "GPU arrays of another library need CuPy: pip install hpctrain[cuda12x], or cuda13x"
+        ) from None
+    return cupy
 
 
 def pinned(nbytes: int) -> Any:

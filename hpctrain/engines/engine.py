@@ -5,16 +5,16 @@ The trainer knows no regime, and an engine knows no recipe, file or progress bar
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from hpctrain.checkpoint import Piece
-from hpctrain.collectives import Group, all_gather_bytes, broadcast
+from hpctrain.collectives import AllReduceFunction, Group, all_gather_bytes
 from hpctrain.collectives.chunks import bounds
 from hpctrain.collectives.recursive_doubling import recursive_doubling
 from hpctrain.engines.replay import Recorder
@@ -26,7 +26,6 @@ from hpctrain.gradients.replica import Batch, Replica
 from hpctrain.nn import Key, Sums
 from hpctrain.transport.link import Link
 from hpctrain.watch.trace import Trace
-from hpctrain.world import World
 
 #: Shards of the arena begin at multiples of this, so that partial sums do not depend on P.
 BLOCK_ELEMENTS = 65_536
@@ -68,6 +67,17 @@ class Times:
         yield
         span = trace.add(name, "compute", start, perf_counter())
         self.compute_s += span - (self.wait_s - wait_s_before)
+
+    @contextmanager
+    def wait(
+        self, trace: Trace, name: str, *, on_wire: bool = False, **args: Any
+    ) -> Iterator[None]:
+        """Record a span in which the main thread waits; `on_wire`: it communicates itself."""
+        with trace.span(name, "wait", **args) as waiting:
+            yield
+        self.wait_s += waiting.seconds
+        if on_wire:
+            self.wire_s += waiting.seconds
 
 
 class Task(NamedTuple):
@@ -162,18 +172,6 @@ def train_in_lockstep(
     return until, flags
 
 
-def broadcast_replica(world: World, replica: Replica, settings: str) -> None:
-    """Broadcast the parameters and buffers of rank 0; collective.
-
-    Raises an error on all ranks if `settings` or the layout of the model differ between them.
-    """
-    arena = replica.arena
-    layout = f"{settings}, {arena.param.dtype}, {arena.slots}, {arena.buffer_slots}"
-    world.must_agree(layout, "model and options")
-    for plane in (arena.param, arena.buffer):
-        broadcast(world.main, plane)  # users' models may start from other random numbers per rank
-
-
 def sum_over(group: Group, numbers: np.ndarray) -> np.ndarray:
     """Return the sums of a few float64 over the ranks of `group`, the same on each."""
     total = np.array(numbers, np.float64)
@@ -181,12 +179,19 @@ def sum_over(group: Group, numbers: np.ndarray) -> np.ndarray:
     return total
 
 
-def sum_in_layer(group: Group, numbers: np.ndarray, times: Times, trace: Trace) -> np.ndarray:
+def sum_in_layer(
+    group: Group, times: Times, trace: Trace, numbers: np.ndarray, on_wire: bool = False
+) -> np.ndarray:
     """Return the sums over ranks that a layer needs; the time counts as waiting."""
-    with trace.span("sum in a layer", "wait") as wait_span:
-        total = sum_over(group, numbers)
-    times.wait_s += wait_span.seconds
-    return total
+    with times.wait(trace, "sum in a layer", on_wire=on_wire):
+        return sum_over(group, numbers)
+
+
+def average_over(group: Group, allreduce: AllReduceFunction, arrays: Iterable[np.ndarray]) -> None:
+    """Replace each of `arrays` by its mean over the ranks of `group`."""
+    for x in arrays:
+        allreduce(group, x, np.add)
+        x /= group.link.size
 
 
 def gather_rows(link: Link, rows: np.ndarray) -> np.ndarray:

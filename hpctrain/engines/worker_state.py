@@ -1,12 +1,17 @@
 """The state of one worker where workers train apart: parameters and the optimizer's state.
 
-Between two calls of `train` the arena holds the parameters that are evaluated and saved, such as
-the mean over workers, and a copy holds the worker's own planes. A checkpoint has both: "param" is
-the plane of the arena, "worker.3.param" the plane of worker 3.
+    apart       the arena holds this worker's own planes
+    averaged    the arena holds the mean over workers, from which all continue
+    settled     the arena holds the mean over workers, or another plane to evaluate and save, and a
+                copy holds the worker's own planes, from which it continues
+
+A checkpoint of settled workers has both: "param" is the plane of the arena, "worker.3.param" the
+plane of worker 3.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import numpy as np
@@ -17,27 +22,47 @@ from hpctrain.engines.engine import identity_total, request_state
 from hpctrain.engines.saved_state import SavedState
 from hpctrain.gradients.arena import Arena
 from hpctrain.optim import Optimizer
+from hpctrain.optim.optimizer import State
 
 
 class WorkerState:
     """The planes and the optimizer state of one worker."""
 
-    def __init__(self, arena: Arena, optimizer: Optimizer, worker: int, workers: int):
-        self.state = optimizer.init(arena.param)
+    def __init__(self, arena: Arena, optimizer: Optimizer, state: State, worker: int, workers: int):
+        """`state` is the optimizer's state of this worker."""
+        self.state = state
+        self.states_differ = True  #: whether the optimizer states of workers may differ
+        self._params_differ = False  # whether the planes in the arenas of workers may differ
         self._arena, self._optimizer = arena, optimizer
         self._worker, self._workers = worker, workers
         planes = {"param": arena.param, "buffer": arena.buffer}
-        self._planes = {name: x for name, x in planes.items() if x.size}
+        self.planes = {name: x for name, x in planes.items() if x.size}
         self._own_planes: dict[str, np.ndarray] = {}
+
+    def train_apart(self) -> None:
+        """Begin steps of this worker alone, after `restore_planes`."""
+        self._params_differ = self.states_differ = True
+
+    def set_averaged(self, with_states: bool) -> None:
+        """Note that all arenas hold the mean; `with_states` also the states of the optimizer."""
+        self._params_differ, self.states_differ = False, not with_states
+
+    def settle(self, average: Callable[[Iterable[np.ndarray]], None]) -> None:
+        """Average the planes of all workers into the arena, if they differ; keep the own ones."""
+        if self._params_differ:
+            self._params_differ = False
+            self.save_planes()
+            average(self.planes.values())
 
     def save_planes(self) -> None:
         """Copy the planes out of the arena."""
-        self._own_planes = {name: x.copy() for name, x in self._planes.items()}
+        self._own_planes = {name: x.copy() for name, x in self.planes.items()}
 
     def restore_planes(self) -> None:
         """Copy the saved planes, if any, back into the arena."""
         for name, x in self._own_planes.items():
-            self._planes[name][...] = x
+            self.planes[name][...] = x
+        self._params_differ |= bool(self._own_planes)
         self._own_planes = {}
 
     def update(self, param: np.ndarray) -> None:
@@ -46,8 +71,9 @@ class WorkerState:
         self._optimizer.update(arena.grad, self.state, param, arena.slots, identity_total)
 
     def pieces(self) -> list[Piece]:
-        """Return this worker's pieces of a checkpoint; call `save_planes` before."""
-        named = {**self._own_planes, **{f"optimizer.{name}": x for name, x in self.state.items()}}
+        """Return this worker's own pieces of a checkpoint, after its planes were saved."""
+        state = self.state if self.states_differ else {}
+        named = {**self._own_planes, **{f"optimizer.{name}": x for name, x in state.items()}}
         prefix = f"worker.{self._worker}."
         return [Piece(prefix + name, 0, x.size, x) for name, x in named.items()]
 
@@ -60,7 +86,8 @@ class WorkerState:
         request_state(self._arena, {}, saved)
         for name, x in self.state.items():
             saved.request(own_name(f"optimizer.{name}"), x)
-        planes = {name: x for name, x in self._planes.items() if own_name(name) != name}
+        planes = {name: x for name, x in self.planes.items() if own_name(name) != name}
+        self._params_differ = False
         self._own_planes = {name: namespace(x).empty_like(x) for name, x in planes.items()}
         for name, x in self._own_planes.items():
             saved.request(own_name(name), x)

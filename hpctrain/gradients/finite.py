@@ -9,7 +9,7 @@ overwrites it. The result is part of the vote that all ranks exchange in each st
 changes a parameter before all ranks know the result.
 
 Where all ranks hold the sum anyway, each rank checks 1/P of the sum instead, and the vote follows
-the reduction (engines/synchronous/allreduce.py). A second read of every gradient before the
+the reduction (engines/synchronous/finite_vote.py). A second read of every gradient before the
 neighbours read it costs 8 to 15 % of a step where cores share no cache: the neighbours then fetch
 these lines more slowly from the core that wrote them.
 

@@ -45,7 +45,7 @@ from hpctrain.core.xp import Event, event, finish, own_stream, wait_for
 from hpctrain.gradients.blocks import ReductionOptions
 from hpctrain.gradients.buckets import Bucket, BucketProgress
 from hpctrain.gradients.compress import CompressionOptions
-from hpctrain.tuning.select import algorithm_name, resolve_auto
+from hpctrain.tuning.select import algorithm_name, bind, resolve_auto
 from hpctrain.watch.trace import Trace
 
 JOIN_TIMEOUT_S = 10.0
@@ -122,18 +122,19 @@ class Reducer:
         self._trace, self._priority = trace or Trace(), priority
         self._slices = [grad[bucket.start : bucket.stop] for bucket in buckets]
         self._sums = list(self._slices)  # the array of each bucket's sum
-        self._functions = [resolve_auto(allreduce, group, x, np.add) for x in self._slices]
-        pairs = list(zip(self._slices, self._functions, strict=True))
-        self.algorithms = [
-            algorithm_name(function, group, x) for x, function in pairs
-        ]  #: of each bucket
+        functions = [resolve_auto(allreduce, group, x, np.add) for x in self._slices]
+        pairs = list(zip(self._slices, functions, strict=True))
+        self._calls = [bind(group, x, np.add, function) for x, function in pairs]
+        self._shares_sums = direct_shared in functions
+        #: of each bucket
+        self.algorithms = [algorithm_name(function, group, x) for x, function in pairs]
         self._trace_details = [
             {"bytes": x.nbytes, "algorithm": name}
             for x, name in zip(self._slices, self.algorithms, strict=True)
         ]
         neighbours = group.memory.neighbours(grad) if group.memory is not None else None
         self._first_plane = neighbours[0] if neighbours else grad  # of the node's first rank
-        self._progress, self._buckets, self._check = BucketProgress(buckets), buckets, check
+        self._progress, self.buckets, self._check = BucketProgress(buckets), buckets, check
         self._send_queue: SimpleQueue[int | None] = SimpleQueue()
         self._result_queue: SimpleQueue[tuple[int, BaseException | None]] = SimpleQueue()
         # On a device, each bucket's events synchronize the streams of the two threads.
@@ -150,7 +151,7 @@ class Reducer:
         for number in self._progress.mark_ready(name):
             if self._thread is not None:
                 if self._check is not None:
-                    self._check(self._buckets[number].start, self._buckets[number].stop)
+                    self._check(self.buckets[number].start, self.buckets[number].stop)
                 self._written_events[number] = event(self._grad)
                 self._send_queue.put(number)
 
@@ -206,7 +207,7 @@ class Reducer:
 
     def release(self) -> None:
         """Wait until all ranks have read the sums, so gradients may be overwritten; collective."""
-        if direct_shared in self._functions and self._group.node_buffers is not None:
+        if self._shares_sums and self._group.node_buffers is not None:
             finish(self._grad)  # kernels that are only queued in our stream still have to read
             self._group.node_buffers.flags.exchange()
 
@@ -260,8 +261,8 @@ class Reducer:
         return int(count[0])
 
     def _reduce(self, number: int) -> None:
-        start, bucket_slice = perf_counter(), self._slices[number]
-        total = self._functions[number](self._group, bucket_slice, np.add)
-        self._sums[number] = bucket_slice if total is None else total
+        start = perf_counter()
+        total = self._calls[number]()
+        self._sums[number] = self._slices[number] if total is None else total
         name, details = f"bucket {number}", self._trace_details[number]
         self.wire_s += self._trace.add(name, "wire", start, perf_counter(), details)

@@ -35,14 +35,8 @@ class NativeCall(NamedTuple):
 class NativeCollectives(Protocol):
     """The library's own collectives on the ranks of a link, for comparison with ours."""
 
-    def allreduce(self, x: np.ndarray, op: Any) -> None:
-        """Reduce `x` in place."""
-
     def bind_allreduce(self, x: np.ndarray, op: Any) -> Callable[[], Any]:
-        """Return a call that does `allreduce` to flat `x`, with all lookups done before.
-
-        Other ranks may call `allreduce` instead.
-        """
+        """Return a call that reduces flat `x` in place."""
 
     def bind(self, collective: str, x: np.ndarray, op: Any) -> NativeCall:
         """Return a call of `collective` on flat `x`, in place, unknown to the watch.

@@ -4,6 +4,10 @@ Rank 0 decides once, when the World is made: from a table of `hpctrain tune` tha
 and these ranks, else from the cost model; it broadcasts its decision, so that ranks with other
 files, or none, still agree. A call then looks up the choice by the length of the array. If choices
 differ between arrays in node memory and others, ranks first agree on the location of theirs.
+
+`bind` does all lookups for an array once, and returns the call that reduces its current contents:
+at few bytes the lookups take longer than the messages. `ht.bind`, the cache of `ht.allreduce` and
+the buckets of gradients use it.
 """
 
 from __future__ import annotations
@@ -20,15 +24,14 @@ import numpy as np
 from hpctrain import collectives
 from hpctrain.collectives import AllReduceFunction, Group, broadcast
 from hpctrain.collectives.all_gathers import ALL_GATHERS, AllGather, gather_by_allreduce
-from hpctrain.collectives.direct import direct
-from hpctrain.collectives.direct import prepare_direct as direct_prepared
+from hpctrain.collectives.direct import bind_direct, direct, direct_shared
 from hpctrain.collectives.dispatch import Choices
 from hpctrain.collectives.native import native
 from hpctrain.collectives.nccl import nccl
 from hpctrain.collectives.null import null
-from hpctrain.collectives.recursive_doubling import recursive_doubling
 from hpctrain.collectives.reductions.operations import Operation, can_mpi_reduce
 from hpctrain.collectives.signature import Signature, bind_match
+from hpctrain.collectives.vote import elementwise_maximum
 from hpctrain.core import names
 from hpctrain.core.errors import UsageError
 from hpctrain.core.xp import Array, on_device
@@ -53,71 +56,52 @@ def choose_algorithm(group: Group, x: np.ndarray, op: Operation) -> AllReduceFun
     """Return the algorithm of `auto` for `x`, the same on all ranks; collective."""
     choice = _choices_for(group, x).lookup(x.nbytes)
     function = choice.default
-    if choice.in_node_memory is not function and _is_in_node_memory_everywhere(group, x):
-        function = choice.in_node_memory
+    if choice.in_node_memory is not function:
+        # Ranks with different choices would deadlock, and a user may have mixed arrays.
+        is_private = group.memory is None or group.memory.locate(x) is None
+        if not elementwise_maximum(group, (int(is_private), 0))[0]:
+            function = choice.in_node_memory
     return choice.non_mpi if function is native and not can_mpi_reduce(x, op) else function
 
 
 def _choices_for(group: Group, x: Array) -> Choices:
-    group_choices = group.choices or _default_choices(group.link.size)
-    return group_choices if type(x) is np.ndarray else group_choices.for_memory(on_device(x))
+    return (group.choices or _default_choices(group.link.size)).for_memory(on_device(x))
 
 
-def _is_in_node_memory_everywhere(group: Group, x: np.ndarray) -> bool:
-    """Return whether `x` lies in node memory on every rank: a user may have mixed arrays.
-
-    Ranks with different choices would deadlock. In a node, flags take 1 us.
-    """
-    in_memory = group.memory is not None and group.memory.locate(x) is not None
-    if len(group.nodes) == 1 and group.node_buffers is not None:
-        return all(group.node_buffers.flags.exchange(int(in_memory)))
-    vote = np.array([in_memory], np.int32)
-    recursive_doubling(group, vote, np.minimum)
-    return bool(vote[0])
-
-
-def prepare_allreduce(
+def bind(
     group: Group,
     x: np.ndarray,
     op: Operation,
-    allreduce: AllReduceFunction = auto,
-    call: Signature | None = None,
-    shared: bool = False,
+    allreduce: Callable[..., Any],
+    signature: Signature | None = None,
 ) -> Callable[[], Any]:
-    """Return a call that reduces flat `x` by `allreduce`; with `call`, only if all ranks match it.
+    """Return a call that reduces the current contents of flat `x`, as `allreduce(group, x, op)`.
 
-    All lookups are done now, except those of `auto` that need other ranks; these may call the
-    functions themselves. With `shared` it returns the array that holds the sum, which may be a
-    neighbour's (`direct_shared`).
+    It returns what `allreduce` does: the array with the result, None if that is `x`. With
+    `signature`, ranks first compare it. Binding does the local lookups, and is not collective:
+    other ranks may call `allreduce` itself. If ranks have to vote on the choice of `auto`, each
+    call does so.
     """
     if allreduce is auto:
         choice = _choices_for(group, x).lookup(x.nbytes)
-        allreduce = (
-            choose_algorithm(group, x, op) if choice.default is choice.in_node_memory else auto
-        )
-    if allreduce is direct:
-        return direct_prepared(group, x, op, call, shared)
-    is_reduced_by_mpi = allreduce is native and can_mpi_reduce(x, op)
-    reduce_call = (
-        group.link.native.bind_allreduce(x, op)
-        if is_reduced_by_mpi
-        else partial(allreduce, group, x, op)
-    )
-    reduce_call = partial(_call_and_return, reduce_call, x) if shared else reduce_call
-    return reduce_call if call is None else bind_match(group, call, reduce_call)
+        if choice.default is choice.in_node_memory:
+            allreduce = choose_algorithm(group, x, op)
+    if allreduce in (direct, direct_shared):
+        return bind_direct(group, x, op, signature, shared=allreduce is direct_shared)
+    if allreduce is native and can_mpi_reduce(x, op):
+        reduce = group.link.native.bind_allreduce(x, op)
+    else:
+        reduce = partial(allreduce, group, x, op)
 
+    if signature is None:
+        return reduce
+    match = bind_match(group, signature)
 
-def bind_allreduce(
-    group: Group, x: np.ndarray, op: Operation, name: str = "auto", shared: bool = False
-) -> Callable[[], Any]:
-    """Return a `prepare_allreduce` call for algorithm `name`, selected once; collective."""
-    allreduce = resolve_auto(find_allreduce(name), group, x, op)
-    return prepare_allreduce(group, x, op, allreduce, shared=shared)
+    def match_and_reduce() -> Any:
+        match()
+        return reduce()
 
-
-def _call_and_return(call: Callable[[], Any], x: np.ndarray) -> np.ndarray:
-    call()
-    return x
+    return match_and_reduce
 
 
 def resolve_auto(

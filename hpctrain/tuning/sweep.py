@@ -195,7 +195,7 @@ class Candidates:
         self._link, self._x, self.bytes, self.in_memory = group.link, x, nbytes, in_memory
         self._calls_per_batch = max(1, min(MAX_CALLS, BATCH_BYTES // x.nbytes))
         self._running_calls = {
-            name: select.bind_allreduce(group, x, np.add, name) for name in names
+            name: select.bind(group, x, np.add, select.find_allreduce(name)) for name in names
         }
         self._seconds: dict[str, list[float]] = {name: [] for name in self._running_calls}
         self._order = Random(nbytes)  # the same on all ranks
@@ -278,7 +278,9 @@ def measure_buckets(
 def _bucket_reducer(group: Group, plane: Array, length: int) -> Callable[[], None]:
     """Return a call that reduces `plane` in slices of `length` elements."""
     slices = [plane[start : start + length] for start in range(0, plane.size, length)]
-    calls = [select.bind_allreduce(group, x, np.add) for x in slices]
+    calls = [
+        select.bind(group, x, np.add, select.choose_algorithm(group, x, np.add)) for x in slices
+    ]
 
     def reduce_buckets() -> None:
         for call in calls:

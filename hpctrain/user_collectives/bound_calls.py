@@ -1,6 +1,6 @@
 """Cache of bound all-reduce calls, keyed by array identity; entries die with the array.
 
-    checked_calls[id(x)] = (dtype, shape, op, world, call)        removed when x is deleted
+    checked_calls[id(x)] = (dtype, shape, op, world, call, weak reference to x)
     unchecked_calls[id(x)] = ...
 
 A look-up takes 0.1 us. Checking the array, choosing an algorithm and passing the address to MPI
@@ -21,40 +21,31 @@ from typing import Any
 
 import numpy as np
 
-#: The arguments, and the call. A plain tuple, since a named tuple takes twice as long to unpack.
-BoundEntry = tuple[np.dtype, tuple[int, ...], str, Any, Callable[[], Any]]
-MAX_REMEMBERED_ARRAYS = 1024
+BoundEntry = tuple[Any, ...]  # plain: a named tuple takes twice as long to unpack
+NO_CALL: BoundEntry = (None,) * 5  # equal to the arguments of no call
 
-checked_calls: dict[
-    int, BoundEntry
-] = {}  #: {id of the array: entry}; these calls first compare arguments
+checked_calls: dict[int, BoundEntry] = {}  #: {id of the array: entry}; ranks compare these calls
 unchecked_calls: dict[int, BoundEntry] = {}
-_live_arrays: dict[int, weakref.ref[np.ndarray]] = {}
-_arrays_passed_once: dict[
-    int, weakref.ref[np.ndarray]
-] = {}  # arrays that were passed once, and may have been deleted
 
 
-def was_passed_before(x: np.ndarray) -> bool:
-    """Return whether `x` was passed before: caching a call for a temporary array gains nothing."""
-    weak_array = _arrays_passed_once.get(id(x))
-    if weak_array is not None and weak_array() is x:
-        return True
-    if len(_arrays_passed_once) >= MAX_REMEMBERED_ARRAYS:
-        _arrays_passed_once.clear()
-    _arrays_passed_once[id(x)] = weakref.ref(x)
-    return False
+def remember_call(
+    x: np.ndarray,
+    op: str,
+    world: Any,
+    check: bool,
+    bind: Callable[[np.ndarray], Callable[[], Any]],
+) -> None:
+    """Store the call that `bind` returns for `x`, until `x` is deleted.
 
-
-def store_call(calls: dict[int, BoundEntry], x: np.ndarray, entry: BoundEntry) -> None:
-    """Store `entry`, which must not hold `x`, under `id(x)` in `calls` until `x` is deleted."""
-    _live_arrays[id(x)] = weakref.ref(x, partial(_drop_entries, id(x)))
-    calls[id(x)] = entry
-
-
-def _drop_entries(key: int, _: object) -> None:
-    for entries in (checked_calls, unchecked_calls, _live_arrays):
-        entries.pop(key, None)
+    The first time only note that `x` was passed: a call for a temporary array would gain nothing.
+    """
+    calls, key = checked_calls if check else unchecked_calls, id(x)
+    # The reference passes itself to `pop`, as the default for an entry that is gone.
+    reference = weakref.ref(x, partial(calls.pop, key))
+    if key in calls:
+        calls[key] = (x.dtype, x.shape, op, world, bind(make_alias(x)), reference)
+    else:
+        calls[key] = (*NO_CALL, reference)
 
 
 def make_alias(x: np.ndarray) -> np.ndarray:

@@ -29,7 +29,8 @@ from typing import Any
 import numpy as np
 
 from hpctrain.collectives import rooted
-from hpctrain.collectives.mean import mean
+from hpctrain.collectives.direct import direct, direct_shared
+from hpctrain.collectives.mean import SumFunction, mean
 from hpctrain.collectives.ring import all_gather as ring_all_gather
 from hpctrain.collectives.ring import reduce_scatter as ring_reduce_scatter
 from hpctrain.collectives.signature import fault_signature, must_match
@@ -37,12 +38,10 @@ from hpctrain.collectives.tree import broadcast as tree_broadcast
 from hpctrain.collectives.tree import reduce as tree_reduce
 from hpctrain.core.errors import UsageError
 from hpctrain.core.xp import namespace, on_device
-from hpctrain.tuning.select import bind_allreduce, find_allreduce, prepare_allreduce
-from hpctrain.user_collectives import bound_calls
+from hpctrain.tuning import select
 from hpctrain.user_collectives.arguments import ValidArguments, check_writable, validate_arguments
+from hpctrain.user_collectives.bound_calls import checked_calls, remember_call, unchecked_calls
 from hpctrain.world import World, init
-
-_checked_calls, _unchecked_calls = bound_calls.checked_calls, bound_calls.unchecked_calls
 
 
 def allreduce(
@@ -60,10 +59,9 @@ def allreduce(
     """
     # Fast path: at few bytes every 10 ns count. Strings from the same source line are the same
     # object; equal strings from elsewhere take the slower path.
+    calls = checked_calls if check else unchecked_calls
     try:
-        dtype, shape, bound_op, bound_world, call = (_checked_calls if check else _unchecked_calls)[
-            id(x)
-        ]
+        dtype, shape, bound_op, bound_world, call, _ = calls[id(x)]
     except KeyError:
         pass
     else:
@@ -84,26 +82,16 @@ def _allreduce(
     flat, operation, signature = _validate(
         world, "allreduce", x, check=check, op=op, algorithm=algorithm
     )
-    function, call = find_allreduce(algorithm), signature if check else None
-    if op == "mean":
-        if call is not None:
-            must_match(world.main, call)
-        mean(world.main, flat, operation, function)
-        return
-    prepare = partial(prepare_allreduce, world.main, op=operation, allreduce=function, call=call)
-    prepare(flat)()
-    if (
-        algorithm == "auto"
-        and type(x) is np.ndarray
-        and x.flags.carray
-        and bound_calls.was_passed_before(x)
-    ):
-        bound_call = prepare(bound_calls.make_alias(x))
-        bound_calls.store_call(
-            _checked_calls if check else _unchecked_calls,
-            x,
-            (x.dtype, x.shape, op, requested_world, bound_call),
-        )
+    bind_array = partial(
+        select.bind,
+        world.main,
+        op=operation,
+        allreduce=_divided_if_mean(op, select.find_allreduce(algorithm)),
+        signature=signature if check else None,
+    )
+    bind_array(flat)()
+    if algorithm == "auto" and type(x) is np.ndarray and x.flags.carray:
+        remember_call(x, op, requested_world, check, bind_array)
 
 
 def bind(
@@ -125,14 +113,18 @@ def bind(
     flat, operation = _validate_and_match(
         world, "bind", x, check=True, op=op, algorithm=algorithm, result=result
     )
-    call = bind_allreduce(world.main, flat, operation, algorithm, result == "shared")
+    function = select.resolve_auto(select.find_allreduce(algorithm), world.main, flat, operation)
+    if function is direct and result == "shared":
+        function = direct_shared
+    call, on_host = select.bind(world.main, flat, operation, function), not on_device(x)
 
-    def call_if_writable() -> Any:
-        if not x.flags.writeable:  # tested here: a call of `check_writable` would double the cost
+    def reduce_x() -> Any:
+        if on_host and not x.flags.writeable:  # a call of `check_writable` would double the cost
             check_writable(x)
-        return call()
+        total = call()
+        return flat if total is None else total
 
-    return call if on_device(x) else call_if_writable
+    return reduce_x
 
 
 def reduce(
@@ -144,11 +136,7 @@ def reduce(
     """
     world = world or init()
     flat, operation = _validate_and_match(world, "reduce", x, check=check, op=op, root=root)
-    function = partial(tree_reduce, root=root)
-    if op == "mean":
-        mean(world.main, flat, operation, function)
-    else:
-        function(world.main, flat, operation)
+    _divided_if_mean(op, partial(tree_reduce, root=root))(world.main, flat, operation)
 
 
 def broadcast(x: np.ndarray, root: int = 0, world: World | None = None, check: bool = True) -> None:
@@ -172,10 +160,7 @@ def reduce_scatter(
     flat, operation = _validate_and_match(
         world, "reduce_scatter", x, check=check, op=op, has_rows=True
     )
-    if op == "mean":
-        mean(world.main, flat, operation, ring_reduce_scatter)
-    else:
-        ring_reduce_scatter(world.main, flat, operation)
+    _divided_if_mean(op, ring_reduce_scatter)(world.main, flat, operation)
     return x[world.rank]
 
 
@@ -240,6 +225,11 @@ def all_to_all(x: np.ndarray, world: World | None = None, check: bool = True) ->
 def barrier(world: World | None = None) -> None:
     """Wait until every rank has called this; collective."""
     (world or init()).barrier()
+
+
+def _divided_if_mean(op: str, function: SumFunction) -> Callable[..., Any]:
+    """Return `function`, a reduction; for the mean, its sum divided by the number of ranks."""
+    return partial(mean, reduce=function) if op == "mean" else function
 
 
 def _validate_and_match(

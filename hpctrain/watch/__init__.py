@@ -7,9 +7,10 @@ it reads all records and reports. In DIR: rank-00000, ... (removed at a clean en
 """
 
 from hpctrain.watch.deadline import Watch
-from hpctrain.watch.inside import CallNote, detect_waits, make_detectable
+from hpctrain.watch.inside import call_unrecorded
 from hpctrain.watch.record import (
     MAX_ENTRIES,
+    RECORD_BYTES,
     REPORT_NAME,
     Call,
     Entry,
@@ -23,20 +24,19 @@ from hpctrain.watch.report import dump_stacks, interval_s, make_report, write_re
 
 __all__ = [
     "MAX_ENTRIES",
+    "RECORD_BYTES",
     "REPORT_NAME",
-    "CallNote",
     "Call",
     "Entry",
     "WatchRecord",
     "Snapshot",
     "Watch",
+    "call_unrecorded",
     "code_location",
     "dump_stacks",
     "interval_s",
-    "detect_waits",
     "read_record",
     "record_path",
     "make_report",
-    "make_detectable",
     "write_report",
 ]

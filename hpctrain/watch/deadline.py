@@ -18,7 +18,7 @@ class Watch:
     """A daemon thread that beats, and calls `on_hang(report)` once when a call waits too long.
 
     The limit is `timeout_s`, times `first_step_factor` in the first step (imports, compilers).
-    Without a `directory` it can report its own rank alone.
+    Without a `directory` it can report the ranks of its node alone.
     """
 
     def __init__(
@@ -64,11 +64,12 @@ class Watch:
         factor = self._first_step_factor if self._record.in_first_step else 1
         if waited_s > self._timeout_s * factor and not self._reported:
             self._reported = True
-            self._on_hang(make_report(self._collect_snapshots(), clock(), self._timeout_s))
+            snapshots, has_folder = self._collect_snapshots(), self._directory is not None
+            self._on_hang(make_report(snapshots, clock(), self._timeout_s, has_folder))
 
     def _collect_snapshots(self) -> list[Snapshot]:
         if self._directory is None:
-            return [self._record.snapshot()]
+            return self._record.node_snapshots()
         snapshots = []
         for rank in range(self._record.size):
             with contextlib.suppress(OSError, ValueError):

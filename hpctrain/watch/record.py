@@ -11,16 +11,18 @@ import socket
 import struct
 import sys
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import time as clock
 from types import FrameType
+from typing import Any
 
 REPORT_NAME = "hung-report.txt"  #: by the one rank that reports a hung job
 MAX_ENTRIES = 16  #: names of threads: those of all engines that one process may use in turn
 
 _MAGIC = b"hpcwtch1"
-_RECORD_BYTES = 4096  # one page: one fault, and the kernel writes it out as a whole
+RECORD_BYTES = 4096  # one page: one fault, and the kernel writes it out as a whole
 _HEADER_FORMAT = struct.Struct("<8siii64s")  # magic, rank, size, pid, host
 _HEARTBEAT_FORMAT = struct.Struct("<d128s")  # heartbeat, the main thread's line
 _STEP_FORMAT = struct.Struct("<q")
@@ -87,6 +89,13 @@ class Entry:
         """Note that the call is over; its note stays readable as the last operation."""
         self._map[self._waiting_offset] = 0
 
+    def report_ranks(self, timeout_s: float) -> str:
+        """Return the report of a wait longer than `timeout_s`, from the records of this node."""
+        from hpctrain.watch.report import make_report
+
+        snapshots = self._record.node_snapshots()
+        return make_report(snapshots, clock(), timeout_s, has_folder=False)
+
     @property
     def note(self) -> bytes:
         """The bytes that `enter` wrote last."""
@@ -99,13 +108,21 @@ class WatchRecord:
     The thread that makes it is the main thread whose line is shown. Raises OSError.
     """
 
-    def __init__(self, path: Path | None, rank: int, size: int) -> None:
-        self.rank, self.size, self._path = rank, size, path
+    def __init__(
+        self, path: Path | None, rank: int, size: int, node_pages: Sequence[Any] = ()
+    ) -> None:
+        """`node_pages`: the records of this node's ranks, in memory that they share, ours first."""
+        self.rank, self.size, self._path, self._node_pages = rank, size, path, node_pages
         self.in_first_step = True  # a resumed run's first step is not step 0
         self._step, self._first_step = 0, -1
         self._thread, self._lock = threading.get_ident(), threading.Lock()
         self._entries: dict[str, Entry] = {}
-        self._descriptor, self._map = _open_record(path)
+        self._descriptor: int | None = None
+        self._map: mmap.mmap | bytearray | memoryview
+        if node_pages:
+            self._map = memoryview(node_pages[0])
+        else:
+            self._descriptor, self._map = _open_record(path)
         host = socket.gethostname().encode()
         _HEADER_FORMAT.pack_into(self._map, 0, _MAGIC, rank, size, os.getpid(), host)
         self.write_heartbeat()
@@ -150,6 +167,12 @@ class WatchRecord:
         """Return the present content of the record."""
         return _decode(bytes(self._map))
 
+    def node_snapshots(self) -> list[Snapshot]:
+        """Return the records of this node's ranks that share memory; at least this rank's."""
+        own = self.snapshot()
+        neighbours = [_decode(page.tobytes()) for page in self._node_pages[1:]]
+        return sorted([own, *neighbours], key=lambda snapshot: snapshot.rank)
+
     def close(self) -> None:
         """Remove the record at a clean end. Its watch and links must have stopped before."""
         if self._path is not None and self._descriptor is not None:
@@ -163,7 +186,7 @@ class WatchRecord:
 
 def _open_record(path: Path | None) -> tuple[int | None, mmap.mmap | bytearray]:
     if path is None:
-        return None, bytearray(_RECORD_BYTES)
+        return None, bytearray(RECORD_BYTES)
     path.parent.mkdir(parents=True, exist_ok=True)
     for temporary in path.parent.glob(f".{path.name}.*"):  # of a killed rank, or of a full disk
         temporary.unlink(missing_ok=True)
@@ -171,10 +194,10 @@ def _open_record(path: Path | None) -> tuple[int | None, mmap.mmap | bytearray]:
     # Renamed into place: another process may still map the file of an earlier job.
     temporary_path = path.with_name(f".{path.name}.{os.getpid()}")
     descriptor = os.open(temporary_path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
-    if os.write(descriptor, bytes(_RECORD_BYTES)) < _RECORD_BYTES:
+    if os.write(descriptor, bytes(RECORD_BYTES)) < RECORD_BYTES:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
     os.replace(temporary_path, path)
-    return descriptor, mmap.mmap(descriptor, _RECORD_BYTES)
+    return descriptor, mmap.mmap(descriptor, RECORD_BYTES)
 
 
 def frame_of_each_thread() -> dict[int, FrameType]:
@@ -223,7 +246,7 @@ def read_record(path: Path) -> Snapshot:
 
 def _decode(raw: bytes) -> Snapshot:
     # Its rank may be writing: any mixture of old and new bytes must decode to something.
-    if len(raw) < _RECORD_BYTES or not raw.startswith(_MAGIC):
+    if len(raw) < RECORD_BYTES or not raw.startswith(_MAGIC):
         raise ValueError("not a record of this version")
     _, rank, size, pid, host = _HEADER_FORMAT.unpack_from(raw)
     heartbeat, line = _HEARTBEAT_FORMAT.unpack_from(raw, _HEARTBEAT_OFFSET)

@@ -13,6 +13,10 @@ _BLOCKED_REMEDY = """what to do: look at the ranks that the job waits for.
   stopped or dead: look on its host for its pid (killed, out of memory?)
   computing: its stack is in stacks-RRRRR.txt; where it is only slow, raise run.timeout_s
   then start again with --resume"""
+#: Of a program that is no run of a recipe: it has no folder.
+_SCRIPT_REMEDY = """what to do: look at the ranks that the job waits for.
+  stopped or dead: look on its host for its pid (killed, out of memory?)
+  computing: `py-spy dump --pid PID` shows its stack; where it is only slow, raise the time limit"""
 _MATCH_REMEDY = """what to do: make all ranks call the same operations in the same order.
   where the operations, peers and lines above differ, there it began; then --resume"""
 
@@ -22,8 +26,13 @@ def interval_s(timeout_s: float) -> float:
     return min(1.0, timeout_s / 4)
 
 
-def make_report(snapshots: Sequence[Snapshot], now_s: float, timeout_s: float) -> str:
-    """Return the report: first the ranks that block the job and wait for none, then the others."""
+def make_report(
+    snapshots: Sequence[Snapshot], now_s: float, timeout_s: float, has_folder: bool = True
+) -> str:
+    """Return the report: first the ranks that block the job and wait for none, then the others.
+
+    `has_folder`: whether a run's folder holds stacks and checkpoints.
+    """
     judgements = [(snapshot, _judge_rank(snapshot, now_s, timeout_s)) for snapshot in snapshots]
     missing_ranks = set(range(max((s.size for s in snapshots), default=0))) - {
         s.rank for s in snapshots
@@ -34,13 +43,16 @@ def make_report(snapshots: Sequence[Snapshot], now_s: float, timeout_s: float) -
     ]
     blocking_ranks += [_describe_rank(s, j, now_s) for s, j in judgements if j.endswith(_COMPUTING)]
     waiting_ranks = [_describe_rank(s, j, now_s) for s, j in judgements if j == _WAITING]
-    lines = [f"hung: a call has waited for longer than {timeout_s:g} s (run.timeout_s)"]
+    limit_name = " (run.timeout_s)" * has_folder
+    lines = [f"hung: a call has waited for longer than {timeout_s:g} s{limit_name}"]
     lines += ["the job waits for:", *blocking_ranks] if blocking_ranks else []
     lines += [
         "these wait:" if blocking_ranks else "all ranks wait: mismatched calls",
         *waiting_ranks,
     ]
-    return "\n".join([*lines, _BLOCKED_REMEDY if blocking_ranks else _MATCH_REMEDY])
+    blocked_remedy = _BLOCKED_REMEDY if has_folder else _SCRIPT_REMEDY
+    match_remedy = _MATCH_REMEDY if has_folder else _MATCH_REMEDY.replace("; then --resume", "")
+    return "\n".join([*lines, blocked_remedy if blocking_ranks else match_remedy])
 
 
 def _judge_rank(snapshot: Snapshot, now_s: float, timeout_s: float) -> str:

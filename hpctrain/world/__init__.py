@@ -1,6 +1,14 @@
 """The World: ranks, hosts, device, links; its start over MPI, and its end."""
 
-from hpctrain.world.process import DEFAULT_TIMEOUT_S, current_world, fail_alone, finish, init
+from hpctrain.world.process import (
+    DEFAULT_TIMEOUT_S,
+    current_world,
+    fail_alone,
+    finish,
+    init,
+    report_without_traceback,
+)
+from hpctrain.world.spare_cores import has_spare_cores
 from hpctrain.world.world import World, over_threads
 
 __all__ = [
@@ -9,6 +17,8 @@ __all__ = [
     "current_world",
     "fail_alone",
     "finish",
+    "has_spare_cores",
     "init",
     "over_threads",
+    "report_without_traceback",
 ]

@@ -19,7 +19,10 @@ _world: World | None = None
 
 
 def init(
-    device: gpus.Device = "auto", timeout_s: float = DEFAULT_TIMEOUT_S, comm: Any = None
+    device: gpus.Device = "auto",
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    comm: Any = None,
+    binds_cores: bool = True,
 ) -> World:
     """Bind cores and GPU, start MPI and return the World; a second call returns the same one.
 
@@ -28,6 +31,7 @@ def init(
     world of one rank. `comm`: an intracommunicator of mpi4py, whose ranks become the World; it is
     duplicated, and ranks outside of it need not call. An error that a rank does not catch still
     ends the whole job, these ranks too. MPI that the caller has started is not finalized here.
+    `binds_cores`: give this rank its share of the cores and of BLAS threads.
 
         comm = MPI.COMM_WORLD.Split(MPI.COMM_WORLD.rank < 3)
         if MPI.COMM_WORLD.rank < 3:
@@ -40,9 +44,9 @@ def init(
     global _world
     if _world is None:
         try:
-            _world = over_mpi(device, timeout_s, comm)
+            _world = over_mpi(device, timeout_s, comm, binds_cores)
         except UsageError as error:  # most likely on all ranks: one reports it
-            sys.excepthook = partial(_uncaught, refused=error)
+            report_without_traceback(error)
             raise
         atexit.register(finish)
         sys.excepthook = _uncaught
@@ -59,6 +63,11 @@ def init(
                 "world.split or world.subset"
             )
     return _world
+
+
+def report_without_traceback(error: UsageError) -> None:
+    """Print `error` in words alone if it is not caught: the script is not at fault."""
+    sys.excepthook = partial(_uncaught, refused=error)
 
 
 def current_world() -> World | None:
@@ -91,10 +100,7 @@ def _uncaught(
     trace: object,
     refused: BaseException | None = None,
 ) -> None:
-    """Print an uncaught error; exit with its code, also in a world of one rank.
-
-    An error that `init` has `refused` needs no traceback: the script is not at fault.
-    """
+    """Print an uncaught error; exit with its code, also in a world of one rank."""
     if error is refused:
         abort.refuse(error, str(error))
     else:

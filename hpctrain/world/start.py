@@ -9,6 +9,8 @@ import os
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from hpctrain import abort, collectives
 from hpctrain.core import launchers
 from hpctrain.core.errors import UsageError
@@ -16,11 +18,13 @@ from hpctrain.transport.device import gpus
 from hpctrain.transport.mpi import segments
 from hpctrain.transport.placement import rank_placement
 from hpctrain.transport.shared_memory import dev_shm
-from hpctrain.watch import Watch, WatchRecord
+from hpctrain.watch import RECORD_BYTES, Watch, WatchRecord
 from hpctrain.world.world import World
 
 
-def over_mpi(device: gpus.Device, timeout_s: float, comm: Any = None) -> World:
+def over_mpi(
+    device: gpus.Device, timeout_s: float, comm: Any = None, binds_cores: bool = True
+) -> World:
     """Return the World of the ranks of `comm`, by default of all; collective over these.
 
     Raises UsageError if the launcher belongs to another MPI than the one that mpi4py loads, if
@@ -29,7 +33,7 @@ def over_mpi(device: gpus.Device, timeout_s: float, comm: Any = None) -> World:
     from hpctrain.transport.mpi.installation import has_pmix, load_mpi
 
     launched = launchers.launched(os.environ)
-    placement = rank_placement.place_rank(launched, device)
+    placement = rank_placement.place_rank(launched, device, binds_cores)
     mpi_is = load_mpi()  # its error names what is missing without MPI
     no_pmix = launchers.only_pmix(os.environ) and not has_pmix(mpi_is)
     daemons = launchers.pmix_of_daemons(os.environ)
@@ -63,6 +67,17 @@ def over_mpi(device: gpus.Device, timeout_s: float, comm: Any = None) -> World:
         verdict=verdict,
         bindings=bindings,
     )
+    record = _share_record(world)
     on_hang = partial(abort.report_hang, link.rank, None)
     Watch(record, None, timeout_s, on_hang, first_step_factor=1)  # no steps are recorded yet
     return world
+
+
+def _share_record(world: World) -> WatchRecord:
+    """Return the record of `world`, moved to memory of the node; its ranks report each other."""
+    page = world.memory.zeros(RECORD_BYTES, np.uint8)
+    pages = world.memory.neighbours(page) or [page]
+    others = [pages[r] for r in range(len(pages)) if r != world.node.rank]
+    record = WatchRecord(None, world.rank, world.size, [page, *others])
+    world.record_in(record)
+    return record

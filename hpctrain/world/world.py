@@ -259,12 +259,12 @@ class World:
         report = on_hang or partial(abort.report_hang, self.rank, run)
         watch = Watch(record, directory, timeout_s, report, 1 if on_hang else 10)
         previous_record = self.record
-        self._record_in(record)
+        self.record_in(record)
         try:
             yield
         finally:
             watch.stop()
-            self._record_in(previous_record)
+            self.record_in(previous_record)
             record.close()
 
     def _new_record(self, directory: Path) -> WatchRecord:
@@ -273,14 +273,14 @@ class World:
         except OSError as error:
             raise UsageError(f"nothing can be written in {directory}: {error.strerror}") from None
 
-    def _record_in(self, record: WatchRecord) -> None:
+    def record_in(self, record: WatchRecord) -> None:
         """Let every thread's links record the calls that wait in `record`."""
         self.record = record
         for thread, links in {"main": self.main.links, **self.purpose_links}.items():
             for link in links:
                 link.record_waits_in(record.entry(thread))
         for world in self.sub_worlds:
-            world._record_in(record)
+            world.record_in(record)
 
 
 def over_threads(link: Link, hosts: Sequence[str] = ()) -> World:

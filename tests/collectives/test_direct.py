@@ -15,9 +15,9 @@ from hpctrain.collectives import direct, operation
 from hpctrain.collectives.direct import (
     _warn_of_messages,
     all_gather,
+    bind_direct,
     direct_shared,
     part_offsets,
-    prepare_direct,
     reduce_scatter,
 )
 from hpctrain.core.errors import UsageError
@@ -37,7 +37,7 @@ def in_place(group, x, op):
 
 
 def twice(call, x):
-    """Return what a prepared call makes of `x`, the second time."""
+    """Return what a bound call makes of `x`, the second time."""
     before = x.copy()
     call()
     x[...] = before
@@ -55,7 +55,7 @@ def in_parts(group, x, op):
 CALLS = {
     "direct": in_place,
     "shared": direct_shared,
-    "twice": lambda group, x, op: twice(prepare_direct(group, x, op), x),
+    "twice": lambda group, x, op: twice(bind_direct(group, x, op), x),
     "reduce-scatter, all-gather": in_parts,
 }
 ARRAYS = {

@@ -21,9 +21,9 @@ from hpctrain.collectives.all_gathers import (
 )
 from hpctrain.collectives.direct import (
     all_gather,
+    bind_direct,
     direct,
     direct_shared,
-    prepare_direct,
     reduce_scatter,
 )
 from hpctrain.collectives.ordered import SumTree, sum_blocks
@@ -196,8 +196,8 @@ def in_place(group, x, op):
 CALLS = {
     "direct": in_place,
     "shared": direct_shared,
-    "prepared": lambda group, x, op: prepare_direct(group, x, op)(),
-    "prepared, shared": lambda group, x, op: prepare_direct(group, x, op, shared=True)(),
+    "bound": lambda group, x, op: bind_direct(group, x, op)(),
+    "bound, shared": lambda group, x, op: bind_direct(group, x, op, shared=True)(),
     "auto": lambda group, x, op: (select.auto(group, x, op), x)[1],
     "reduce-scatter, all-gather": in_parts,
 }

@@ -160,7 +160,9 @@ def test_what_is_owed_matters_to_a_resumed_run(tmp_path, method, monkeypatch):
     """Otherwise the test above would see nothing."""
     complete = trained(3, tmp_path / "whole", method, 20)
     trained(3, tmp_path / "cut", method, 9)
-    monkeypatch.setattr("hpctrain.engines.synchronous.compression_state.load", lambda *_: None)
+    monkeypatch.setattr(
+        "hpctrain.engines.synchronous.gradient_sums.CompressedSums.load", lambda *_: None
+    )
     again = trained(3, tmp_path / "cut", method, 20)
     assert again["params_sha256"] != complete["params_sha256"]
 
@@ -182,7 +184,7 @@ def test_all_ranks_together_owe_the_same_whatever_their_number(
 
         def loaded(state):
             load(state)
-            residual, total = engine._compressor.local_state["residual"], state.sizes[RESIDUAL]
+            residual, total = engine._sums.compressor.local_state["residual"], state.sizes[RESIDUAL]
             saved.append(np.zeros(total, np.float32))
             state.request(RESIDUAL, saved[-1])
             state.on_arrival(lambda: owed.update({world.rank: residual.copy()}))

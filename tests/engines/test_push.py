@@ -15,7 +15,7 @@ from hpctrain.core import xp
 from hpctrain.core.errors import HpctrainError
 from hpctrain.engines.engine import Times
 from hpctrain.engines.parameter_server import push, shard
-from hpctrain.engines.parameter_server.worker import Worker, WorkerContext
+from hpctrain.engines.parameter_server.worker import Worker
 from hpctrain.gradients import arena as arenas
 from hpctrain.gradients.finite import GradientCheck
 from hpctrain.gradients.replica import ModelReplica
@@ -115,17 +115,15 @@ def test_a_slice_goes_to_the_device_before_the_next_has_come(lazy_gpu):
         none = type("Replica", (), {"arena": arena})()
         check = GradientCheck(none, 1)
         worker = Worker(
-            WorkerContext(
-                rank=1,
-                replica=none,
-                times=Times(),
-                trace=Trace(),
-                check=check,
-                push_link=world.link,
-                pull_link=world.link,
-                coordinator_rank=0,
-                server_slices=cut,
-            )
+            rank=1,
+            replica=none,
+            times=Times(),
+            trace=Trace(),
+            check=check,
+            push_link=world.link,
+            pull_link=world.link,
+            coordinator_rank=0,
+            server_slices=cut,
         )
         syncs = lazy_gpu.counts["stream sync"] + lazy_gpu.counts["event sync"]
         worker._receive_slices(arena.param)

@@ -111,7 +111,7 @@ def test_auto_and_a_bound_call_reduce(ranks):
                 else np.empty(1003, dtype_of(dtype))
             )
             op = operation("sum", x.dtype)
-            call = select.bind_allreduce(group, x, op)
+            call = select.bind(group, x, op, select.choose_algorithm(group, x, op))
             for reduce in (call, lambda x=x, op=op: select.auto(group, x, op)):
                 x[:] = vector(world.rank, 1003, dtype)
                 reduce()

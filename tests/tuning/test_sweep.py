@@ -30,8 +30,8 @@ def measured(monkeypatch, sizes, rounds=5, limit_s=1e9, steps=0.0, slower=1.0, t
     counts: Counter = Counter()
     now = iter(np.arange(10_000) * steps)
 
-    def bound(group, x, op, name):
-        return lambda: (name, x.nbytes)
+    def bind(group, x, op, allreduce):
+        return lambda: (select.algorithm_name(allreduce, group, x), x.nbytes)
 
     def timed(link, call, calls, on):
         name, nbytes = call()
@@ -44,7 +44,7 @@ def measured(monkeypatch, sizes, rounds=5, limit_s=1e9, steps=0.0, slower=1.0, t
         monkeypatch.setattr(sweep, "time_calls", timed)
         monkeypatch.setattr(sweep, "perf_counter", lambda: float(next(now)))
         monkeypatch.setattr(sweep, "applicable_algorithms", lambda group, xp: list(FACTORS))
-        monkeypatch.setattr(select, "bind_allreduce", bound)
+        monkeypatch.setattr(select, "bind", bind)
         *_, rows = sweep.sweep(world.main, sizes, rounds, limit_s)
         return rows
 

@@ -26,23 +26,24 @@ descent", 2018.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from hpctrain.checkpoint import Piece
-from hpctrain.core.errors import TransportError
 from hpctrain.engines.engine import Flags, Task, Work, join_flags
 from hpctrain.engines.gossip.base import GossipEngine
 from hpctrain.engines.gossip.pairs import ActiveWorker, PassiveWorker
-from hpctrain.engines.parameter_server.coordinator import Coordinator, Event, Reply, Report
+from hpctrain.engines.parameter_server.coordinator import Coordinator, Reply, Report
 from hpctrain.engines.parameter_server.pacing import PeriodicMethod
-from hpctrain.engines.parameter_server.server import ServerThread
+from hpctrain.engines.parameter_server.server import server_thread
 from hpctrain.engines.replay import Recorder
 from hpctrain.engines.saved_state import SavedState
-from hpctrain.engines.staleness import Staleness, broadcast_staleness
+from hpctrain.engines.staleness import broadcast_staleness
 from hpctrain.gradients.replica import Replica
 from hpctrain.nn import Sums
 from hpctrain.optim import Optimizer
@@ -75,17 +76,13 @@ class AdPsgdEngine(GossipEngine):
 
     def train(self, work: Work, start: int, until: int) -> tuple[int, Flags]:
         """Train from step `start` to `until`, at this worker's own pace."""
-        self._restore_planes()
-        thread = self._start_thread(start, until)
-        try:
+        self._train_apart()
+        with self._serve(start, until) as history:
             reached_step, flags = self._run_steps(work, start)
-        except TransportError:
-            if thread is not None:
-                thread.join()  # raises the thread's error, if that was the cause
-            raise
-        history = thread.join() if thread is not None else []
-        self._record_interval(start, until, history)
+        if self._coordinator is not None:
+            self._method.record_interval(self.recorder, start, until, history.result())
         if isinstance(self._role, PassiveWorker):
+            self.recorder.record_interval(start, until, turns=history.result())
             self._role.load_averaged_params()
         self.staleness = broadcast_staleness(
             self._group.link, self._method.staleness if self._coordinator else None
@@ -97,17 +94,12 @@ class AdPsgdEngine(GossipEngine):
 
     def state(self) -> list[Piece]:
         """Return this rank's pieces, and the steps that each worker has done."""
-        clocks = self._method.clocks
-        return super().state() + (
-            [Piece("clocks", 0, clocks.size, clocks)] if self._coordinator else []
-        )
+        return super().state() + (self._method.pieces() if self._coordinator else [])
 
     def load(self, saved: SavedState) -> None:
-        """Request the whole state; clocks of another number of workers are ignored."""
+        """Request the whole state."""
         super().load(saved)
-        clocks = self._method.clocks
-        if saved.sizes.get("clocks") == clocks.size:
-            saved.request_deferred("clocks", clocks)
+        self._method.load(saved)
 
     def close(self) -> None:
         """End the thread and free the links; collective."""
@@ -140,7 +132,7 @@ class AdPsgdEngine(GossipEngine):
     def _train_step(self, task: Task) -> tuple[Sums, bool]:
         """Compute a gradient during the averaging; apply it if it is finite."""
         self._role.start_averaging(task.key)
-        sums, is_finite = self._compute_gradient(task, task.scale)
+        sums, is_finite = self._compute_gradient(task)
         self._role.apply_gradient(self._apply_gradient if is_finite else None)
         return sums, is_finite
 
@@ -154,70 +146,23 @@ class AdPsgdEngine(GossipEngine):
         )
 
         def wait_for_reply() -> Reply:
-            with self._trace.span("wait for grant", "wait") as wait_span:
+            with self.times.wait(self._trace, "wait for grant"):
                 for request in requests:
                     request.wait()
-            self.times.wait_s += wait_span.seconds
             return Reply(*reply.tolist())
 
         return wait_for_reply
 
-    def _start_thread(self, start: int, until: int) -> ServerThread[Any] | None:
-        """Start the coordinator's or a passive worker's thread, which ends with the interval."""
-        interval = (
-            self.recorder.next_interval(start, until)
-            if self._keeps_log and self.recorder.is_replay
-            else {}
-        )
+    def _serve(self, start: int, until: int) -> AbstractContextManager[Future[list[Any]]]:
+        """Return the thread of the coordinator or of a passive worker, with the entries to log."""
+        recorder = self.recorder
+        serve: Callable[[], list[Any]]
         if self._coordinator is not None:
-            serve = partial(self._run_coordinator, self._coordinator, start, until, interval)
-            return ServerThread(serve, self._world.fail)
-        if isinstance(self._role, PassiveWorker):
-            return ServerThread(self._role.server_body(interval.get("turns")), self._world.fail)
-        return None
-
-    def _run_coordinator(
-        self, coordinator: Coordinator, start: int, until: int, interval: Mapping[str, Any]
-    ) -> list[Event]:
-        """Grant steps to all workers until none are left; return the events."""
-        events = (
-            self._replay_events(coordinator, interval)
-            if interval
-            else self._method.events(coordinator, start, until)
-        )
-        history = []
-        coordinator.begin_interval(Flags)  # this rank reports its flags as a worker
-        for event in events:
-            coordinator.send_replies(event.replies)
-            if not event.order.is_last:
-                coordinator.expect_reports(event.replies)
-            history.append(event)
-        return history
-
-    def _replay_events(
-        self, coordinator: Coordinator, interval: Mapping[str, Any]
-    ) -> Iterator[Event]:
-        """Yield the events of the log, each after the report of its worker has arrived."""
-        for event in map(Event.from_json, interval["events"]):
-            for worker in event.reporters:
-                coordinator.receive_report_from(worker)
-            yield event
-        self._method.staleness = Staleness.from_json(interval["staleness"])
-        self._method.clocks[:] = interval["clocks"]
-
-    @property
-    def _keeps_log(self) -> bool:
-        """Whether this rank decides on an order of events, and so logs it."""
-        return self._coordinator is not None or isinstance(self._role, PassiveWorker)
-
-    def _record_interval(self, start: int, until: int, history: list[Any]) -> None:
-        if self._coordinator is not None:
-            self.recorder.record_interval(
-                start,
-                until,
-                events=history,
-                clocks=self._method.clocks.tolist(),
-                staleness=self._method.staleness.to_json(),
-            )
-        elif self._keeps_log:
-            self.recorder.record_interval(start, until, turns=history)
+            events = self._method.interval_events(self._coordinator, recorder, start, until)
+            serve = partial(self._coordinator.run, events, apply=lambda event: None)
+        elif isinstance(self._role, PassiveWorker):
+            interval = recorder.next_interval(start, until) if recorder.is_replay else {}
+            serve = self._role.server_body(interval.get("turns"))
+        else:
+            return nullcontext(Future())
+        return server_thread(serve, self._world.fail)

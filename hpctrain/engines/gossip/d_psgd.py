@@ -89,7 +89,7 @@ class DPsgdEngine(GossipEngine):
     def train(self, work: Work, start: int, until: int) -> tuple[int, Flags]:
         """Train from step `start` to `until`."""
         step, flags, failed_step = start, Flags(), None
-        self._restore_planes()
+        self._train_apart()
         self._end_step = NO_END_STEP
         while step < min(until, self._end_step):
             flags = flags.merge(work.flags())
@@ -114,13 +114,14 @@ class DPsgdEngine(GossipEngine):
 
         Return whether this worker can continue training.
         """
+        result = None
         task = work.task(step) if is_training else None
         averaging = self._executor.submit(self._average_with_neighbours, step)
-        # The mean over workers must equal the gradient of the batch: scale each share by P.
-        result = self._compute_gradient(task, task.scale * self.workers) if task else None
-        with self._trace.span("wait for neighbours", "wait") as wait_span:
+        if task is not None:
+            # The mean over workers must equal the gradient of the batch: scale each share by P.
+            result = self._compute_gradient(task._replace(scale=task.scale * self.workers))
+        with self.times.wait(self._trace, "wait for neighbours"):
             averaging.result()
-        self.times.wait_s += wait_span.seconds
         self.replica.arena.param[...] = self._mean
         if result is None:
             return False

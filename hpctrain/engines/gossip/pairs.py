@@ -63,9 +63,8 @@ class ActiveWorker:
     def apply_gradient(self, update: ApplyUpdate | None) -> None:
         """Wait for the averaging; then apply the gradient by `update`, if it is not None."""
         assert self._averaging is not None
-        with self._trace.span("wait for partner", "wait") as wait_span:
+        with self._times.wait(self._trace, "wait for partner"):
             self._averaging.result()
-        self._times.wait_s += wait_span.seconds
         self._param[...] = self._mean
         if update is not None:
             update(self._param)

@@ -5,7 +5,7 @@ See `engine.py` for the methods and their sources.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from hpctrain.checkpoint import Piece
 from hpctrain.collectives import AllReduceFunction, Group
 from hpctrain.collectives.chunks import slices
 from hpctrain.core.xp import namespace
-from hpctrain.engines.engine import identity_total, piece_of
+from hpctrain.engines.engine import Times, identity_total, piece_of
 from hpctrain.engines.saved_state import SavedState
 from hpctrain.gradients.arena import Arena
 from hpctrain.gradients.buckets import Bucket
@@ -22,7 +22,31 @@ from hpctrain.gradients.reducer import Reducer
 from hpctrain.world import World
 
 
-class OuterOptimizer:
+class Averaging:
+    """At the end of a round all workers continue from the mean."""
+
+    def begin(self) -> None:
+        """Begin the first round, with equal parameters on all ranks."""
+
+    def end_step(self, round_steps: int) -> None:
+        """End a step of this worker, after which it has made `round_steps` of the round."""
+
+    def end_round(self, average: Callable[[], None]) -> None:
+        """End a round; `average()` replaces the planes of all workers by their mean."""
+        average()
+
+    def pieces(self, rank: int, size: int) -> list[Piece]:
+        """Return rank's 1/P of the state."""
+        return []
+
+    def load(self, saved: SavedState) -> None:
+        """Request the whole state."""
+
+    def close(self) -> None:
+        """End the threads."""
+
+
+class OuterOptimizer(Averaging):
     """Nesterov's method, with the change of a round as its gradient (DiLoCo).
 
     Every rank makes the same step from the same mean. Memory per rank: parameters and momentum.
@@ -39,8 +63,9 @@ class OuterOptimizer:
         """Begin at the arena's parameters."""
         self._centre[...] = self._arena.param
 
-    def step(self) -> None:
-        """Step from the start of the round in the direction of the mean, which the arena holds."""
+    def end_round(self, average: Callable[[], None]) -> None:
+        """Step from the start of the round in the direction of the mean."""
+        average()
         arena = self._arena
         np.subtract(self._centre, arena.param, out=arena.grad)  # overwrites a used gradient
         self._optimizer.update(arena.grad, self._state, self._centre, arena.slots, identity_total)
@@ -60,7 +85,7 @@ class OuterOptimizer:
         return {"outer.param": self._centre, **{f"outer.{k}": x for k, x in self._state.items()}}
 
 
-class DelayedAverage:
+class DelayedAverage(Averaging):
     """A sum of parameters that is exchanged during local steps; one at a time."""
 
     def __init__(
@@ -69,26 +94,30 @@ class DelayedAverage:
         planes: Sequence[np.ndarray],
         allreduce: AllReduceFunction,
         delay: int,
+        times: Times,
     ):
         """Sum copies of `planes` in a thread with its own link. Memory: one copy of the planes."""
         self._planes, self._delay, self._workers = planes, delay, world.size
+        self._times, self._trace = times, world.trace
         length = sum(x.size for x in planes)
         self._sum = namespace(planes[0]).zeros(length, planes[0].dtype)
         offsets = np.cumsum([0, *(x.size for x in planes)]).tolist()
         self._buffers = slices(self._sum, offsets)
-        self._group, self._uses_thread = Group(world.link_for("average")), world.concurrent
+        self.link, self._uses_thread = world.link_for("average"), world.concurrent
         buckets = [Bucket(0, self._sum.size, frozenset({"planes"}))]
         self._reducer = Reducer(
-            self._sum, buckets, self._group, allreduce, world.concurrent, world.trace
+            self._sum, buckets, Group(self.link), allreduce, world.concurrent, world.trace
         )
         self._pending = self._complete = False
-        self._wire_s = 0.0
+        self._wire_s = 0.0  # of the sums so far
 
-    @property
-    def bytes_sent(self) -> int:
-        return self._group.link.bytes_sent
+    def begin(self) -> None:
+        """Wait for the pending sum, if any, and discard it."""
+        if self._pending:
+            self._wait()
+        self._pending = False
 
-    def start(self) -> None:
+    def end_round(self, average: Callable[[], None]) -> None:
         """Start to sum the current parameters."""
         for x, buffer in zip(self._planes, self._buffers, strict=True):
             buffer[...] = x
@@ -97,23 +126,16 @@ class DelayedAverage:
         if not self._uses_thread:
             self._wait()  # without a thread the sum runs now, while all ranks are here
 
-    def mix(self) -> float:
-        """Mix the pending sum, if any, into the planes; return its seconds on the wire."""
-        if not self._pending:
-            return 0.0
-        self._wait()
-        for x, plane_sum in zip(self._planes, self._buffers, strict=True):
-            x *= 2 * self._delay
-            x += plane_sum
-            x /= 2 * self._delay + self._workers
-        self._pending, wire_s_before = False, self._wire_s
-        self._wire_s = self._reducer.wire_s
-        return self._wire_s - wire_s_before
-
-    def discard(self) -> None:
-        """Wait for the pending sum, if any, and discard it."""
-        if self._pending:
+    def end_step(self, round_steps: int) -> None:
+        """Mix the pending sum, if it is due, into the planes."""
+        if not self._pending or round_steps != self._delay:
+            return
+        with self._times.wait(self._trace, "wait for an average"):
             self._wait()
+            for x, plane_sum in zip(self._planes, self._buffers, strict=True):
+                x *= 2 * self._delay
+                x += plane_sum
+                x /= 2 * self._delay + self._workers
         self._pending = False
 
     def pieces(self, rank: int, size: int) -> list[Piece]:
@@ -131,11 +153,12 @@ class DelayedAverage:
             saved.request(name, self._sum)
 
     def close(self) -> None:
-        """End the thread and free its link; collective."""
+        """End the thread."""
         self._reducer.close()
-        self._group.link.free()
 
     def _wait(self) -> None:
         if not self._complete:
             self._reducer.wait()
+            self._times.wire_s += self._reducer.wire_s - self._wire_s
+            self._wire_s = self._reducer.wire_s
             self._complete = True

@@ -26,7 +26,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
-import numpy as np
 from pydantic import Field
 
 from hpctrain import config
@@ -36,13 +35,13 @@ from hpctrain.engines.parameter_server.coordinator import (
     Event,
     Reply,
     Report,
+    ServerMethod,
     final_event,
 )
-from hpctrain.engines.parameter_server.engine import ParameterServerEngine, ServerMethod
+from hpctrain.engines.parameter_server.engine import ParameterServerEngine
 from hpctrain.engines.parameter_server.roles import ServerOptions
 from hpctrain.engines.parameter_server.shard import GradientAction, Order
 from hpctrain.engines.parameter_server.sync import SyncMethod
-from hpctrain.engines.staleness import Staleness
 from hpctrain.gradients.replica import Replica
 from hpctrain.optim import Optimizer
 from hpctrain.world import World
@@ -101,21 +100,17 @@ class PsAsync(ServerOptions):
             )
 
 
-class AsyncMethod:
+class AsyncMethod(ServerMethod):
     """Applies gradients in the order of arrival; a worker too far ahead waits."""
 
-    asynchronous = True
-    is_lockstep = False
-
     def __init__(self, workers: int, options: PsAsync):
-        self.workers, self.options = workers, options
+        super().__init__(workers)
+        self.options = options
         self.push_every, self.pull_every = options.push_every, options.pull_every
         self.delay_compensation = options.delay_compensation
         self.gradients_per_update = options.gradients_per_update(workers)
         self.accumulates = self.gradients_per_update > 1
         self.updates_per_step = options.updates_per_step(workers)
-        self.clocks = np.zeros(workers, np.int64)  #: steps that each worker has done
-        self.staleness = Staleness()
         self._version = 0  # the number of updates
         self._added_gradients = 0  # the number of gradients since the last update
         self._pulled_versions = [0] * workers  # the version that each worker has pulled
@@ -138,7 +133,7 @@ class AsyncMethod:
             pulling_workers = tuple(w for w in granted_workers if idle_workers.pop(w).wants_pull)
             for w in pulling_workers:
                 self._pulled_versions[w] = self._version
-            run_step = self._reached_step()
+            run_step = self.run_step()
             replies = tuple(Reply(w, 1, int(self.clocks[w]), run_step) for w in granted_workers)
             adds_gradient = action in (GradientAction.ADD, GradientAction.UPDATE)
             staleness = gradient_staleness if adds_gradient else None
@@ -147,7 +142,7 @@ class AsyncMethod:
         if self._added_gradients:  # at the end of an interval fewer gradients make the last update
             self._added_gradients, self._version = 0, self._version + 1
             yield Event((), Order(action=GradientAction.UPDATE))
-        yield final_event(self.workers, min(until, self._reached_step()))
+        yield final_event(self.workers, min(until, self.run_step()))
 
     def _count_report(
         self, worker: int, report: Report, gradient_staleness: int
@@ -182,6 +177,3 @@ class AsyncMethod:
         for gap, _ in granted_workers:
             self.staleness.record_gap(gap)
         return [w for _, w in granted_workers]
-
-    def _reached_step(self) -> int:
-        return int(self.clocks.sum()) // self.workers

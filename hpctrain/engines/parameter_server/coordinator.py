@@ -8,19 +8,21 @@ sequence of orders, and the list of events suffices to replay an asynchronous ru
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from hpctrain.checkpoint import Piece
 from hpctrain.engines.engine import Flags
 from hpctrain.engines.parameter_server.shard import GradientAction, Order
+from hpctrain.engines.replay import Interval, Recorder
+from hpctrain.engines.saved_state import SavedState
+from hpctrain.engines.staleness import Staleness
 from hpctrain.transport.link import Link, Request
 
 
-@dataclass(frozen=True, kw_only=True)
-class Report:
+class Report(NamedTuple):
     """The message of a worker to the coordinator."""
 
     step: int  #: the first step since the last report
@@ -33,32 +35,14 @@ class Report:
 
     def encode(self) -> np.ndarray:
         """Return the report as a message of REPORT_LENGTH int64 numbers."""
-        return np.array(
-            [
-                self.step,
-                self.steps,
-                self.has_push,
-                self.wants_pull,
-                self.targets,
-                self.batch_targets,
-                *self.flags,
-            ],
-            np.int64,
-        )
+        step, flags, *others = self
+        return np.array([step, *flags, *others], np.int64)
 
     @classmethod
     def decode(cls, numbers: np.ndarray) -> Report:
         """Return the report in the message `numbers`."""
-        step, steps, has_push, wants_pull, targets, batch_targets, *flags = numbers.tolist()
-        return cls(
-            step=step,
-            flags=Flags(*flags),
-            steps=steps,
-            has_push=bool(has_push),
-            wants_pull=bool(wants_pull),
-            targets=targets,
-            batch_targets=batch_targets,
-        )
+        step, stop, failed, *others = numbers.tolist()
+        return cls(step, Flags(stop, failed), *others)
 
 
 REPORT_LENGTH = len(Report(step=0, flags=Flags()).encode())
@@ -95,12 +79,78 @@ def final_event(workers: int, step: int) -> Event:
     return Event((), order, tuple(Reply(worker, 0, step, step) for worker in range(workers)))
 
 
+class ServerMethod:
+    """The base of all rules by which gradients make updates and workers continue."""
+
+    asynchronous = True
+    is_lockstep = False  #: every worker takes part in every step
+    push_every = pull_every = 1
+    updates_per_step = 1.0
+    delay_compensation = 0.0
+    accumulates = False  #: several gradients are added before an update
+
+    def __init__(self, workers: int, has_clocks: bool = True):
+        self.workers, self.staleness = workers, Staleness()
+        #: the steps that each worker has done; empty if all do the same
+        self.clocks = np.zeros(workers if has_clocks else 0, np.int64)
+
+    def events(self, coordinator: Coordinator, start: int, until: int) -> Iterator[Event]:
+        """Yield the events from step `start` to `until`, the last with `Order.is_last`."""
+        raise NotImplementedError
+
+    def replay_events(self, coordinator: Coordinator, interval: Interval) -> Iterator[Event]:
+        """Yield the events of a log, each after the reports of its workers have arrived."""
+        for event in map(Event.from_json, interval["events"]):
+            failed = coordinator.flags.failed
+            for worker in event.reporters:
+                coordinator.receive_report_from(worker)
+            if event.order.action == GradientAction.LATE:
+                coordinator.flags = coordinator.flags._replace(failed=failed)
+            yield event
+        self.staleness = Staleness.from_json(interval["staleness"])
+        self.clocks[:] = interval["clocks"]
+
+    def interval_events(
+        self, coordinator: Coordinator, recorder: Recorder | None, start: int, until: int
+    ) -> Iterator[Event]:
+        """Return the events of an interval, as the rule decides or as the log has them."""
+        if recorder is not None and recorder.is_replay:
+            return self.replay_events(coordinator, recorder.next_interval(start, until))
+        return self.events(coordinator, start, until)
+
+    def record_interval(
+        self, recorder: Recorder, start: int, until: int, history: list[Event]
+    ) -> None:
+        """Record the events of an interval, for `replay_events`."""
+        recorder.record_interval(
+            start,
+            until,
+            events=history,
+            clocks=self.clocks.tolist(),
+            staleness=self.staleness.to_json(),
+        )
+
+    def pieces(self) -> list[Piece]:
+        """Return the state, which the first server saves."""
+        clocks = self.clocks
+        return [Piece("clocks", 0, clocks.size, clocks)] if clocks.size else []
+
+    def load(self, saved: SavedState) -> None:
+        """Request the state; clocks of another number of workers are ignored."""
+        if saved.sizes.get("clocks") == self.clocks.size:
+            saved.request_deferred("clocks", self.clocks)
+
+    def run_step(self) -> int:
+        """Return the step that all workers together have reached."""
+        return int(self.clocks.sum()) // self.workers
+
+
 class Coordinator:
     """The coordinator's messages: reports arrive by `push_link`, replies leave by `pull_link`."""
 
     def __init__(self, push_link: Link, pull_link: Link, worker_ranks: Sequence[int]):
         """Exchange messages with the workers at `worker_ranks`."""
-        self.flags = Flags()  #: the maximum of all flags reported since `begin_interval`
+        self.flags = Flags()  #: the maximum of all flags reported in this interval
         self._read_own_flags: Callable[[], Flags] = Flags
         self._push_link, self._pull_link = push_link, pull_link
         self._worker_ranks = worker_ranks
@@ -112,13 +162,27 @@ class Coordinator:
     def workers(self) -> int:
         return len(self._worker_ranks)
 
-    def begin_interval(self, read_own_flags: Callable[[], Flags]) -> None:
-        """Begin an interval: expect a report of each worker.
+    def run(
+        self,
+        events: Iterable[Event],
+        apply: Callable[[Event], None],
+        read_own_flags: Callable[[], Flags] = Flags,
+    ) -> list[Event]:
+        """Carry out the `events` of an interval, to which each worker reports; return them.
 
-        `read_own_flags()` returns the flags of this rank.
+        `apply(event)` applies its order; `read_own_flags()` returns the flags of this rank.
         """
         self.flags, self._read_own_flags = Flags(), read_own_flags
         self._post_receives(range(self.workers))
+        history = []
+        for event in events:
+            self._send_replies(event.replies)
+            apply(event)
+            # One link carries gradients and reports in order: the gradients have been received.
+            if not event.order.is_last:
+                self._post_receives(reply.worker for reply in event.replies)
+            history.append(event)
+        return history
 
     def receive_report(self) -> tuple[int, Report]:
         """Wait for any report; return (worker, report)."""
@@ -131,21 +195,13 @@ class Coordinator:
         self._posted_receives[worker].wait()
         return self._decode_report(worker)
 
-    def send_replies(self, replies: Sequence[Reply]) -> None:
-        """Send `replies` to their workers."""
+    def _send_replies(self, replies: Sequence[Reply]) -> None:
         for reply in replies:
             if reply.worker in self._sent_replies:  # its worker has reported again: returns at once
                 self._sent_replies[reply.worker][0].wait()
             message = np.array(reply, np.int64)
             request = self._pull_link.isend(message, self._worker_ranks[reply.worker])
             self._sent_replies[reply.worker] = request, message
-
-    def expect_reports(self, replies: Sequence[Reply]) -> None:
-        """Post a receive for the next report of each worker in `replies`.
-
-        Receive their gradients first: one link carries gradients and reports in order.
-        """
-        self._post_receives(reply.worker for reply in replies)
 
     def _post_receives(self, workers: Iterable[int]) -> None:
         for worker in workers:

@@ -19,7 +19,7 @@ algorithms 1 and 2, where a, the *moving rate*, is 0.9 / P for P workers.
 from __future__ import annotations
 
 from concurrent.futures import Executor, Future
-from functools import partial
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import numpy as np
@@ -28,7 +28,7 @@ from pydantic import Field
 from hpctrain import config
 from hpctrain.checkpoint import Piece
 from hpctrain.engines.background import background_executor
-from hpctrain.engines.engine import Flags, Work, gather_rows
+from hpctrain.engines.engine import Flags, Work
 from hpctrain.engines.parameter_server.coordinator import Reply, Report
 from hpctrain.engines.parameter_server.engine import ParameterServerEngine
 from hpctrain.engines.parameter_server.pacing import PeriodicMethod
@@ -37,16 +37,15 @@ from hpctrain.engines.parameter_server.shard import (
     GradientAction,
     Order,
     Shard,
-    shard_ranges,
     wait_all,
 )
-from hpctrain.engines.parameter_server.worker import Worker, WorkerContext
+from hpctrain.engines.parameter_server.worker import Worker
 from hpctrain.engines.saved_state import SavedState
 from hpctrain.engines.worker_state import WorkerState
+from hpctrain.gradients.arena import Arena
 from hpctrain.gradients.replica import Replica, ignore_ready
 from hpctrain.nn import Sums, add
 from hpctrain.optim import Optimizer, sgd
-from hpctrain.transport.link import Link
 from hpctrain.world import World
 
 
@@ -83,7 +82,7 @@ class EasgdEngine(ParameterServerEngine):
         roles: Roles,
         method: PeriodicMethod,
     ):
-        self._period = method.period
+        self._period, self._shard_class = method.period, CentreShard
         self._executor = background_executor(world.concurrent, "exchange", replica.arena.param)
         super().__init__("easgd", world, replica, optimizer, roles, method)
 
@@ -104,45 +103,27 @@ class EasgdEngine(ParameterServerEngine):
 
     def _make_worker(self, roles: Roles, optimizer: Optimizer) -> ElasticWorker:
         assert self.worker is not None
+        arena = self.replica.arena
+        state = optimizer.init(arena.param)
         return ElasticWorker(
-            self._worker_context(roles),
-            worker_state=WorkerState(self.replica.arena, optimizer, self.worker, self.workers),
+            **self._worker_fields(roles),
+            worker_state=WorkerState(arena, optimizer, state, self.worker, self.workers),
             period=self._period,
             executor=self._executor,
         )
 
-    def _make_shard(
-        self, roles: Roles, optimizer: Optimizer, servers: Link, push_link: Link, pull_link: Link
-    ) -> CentreShard:
-        arena = self.replica.arena
-        shard_range = shard_ranges(arena.param.size, self.servers)[servers.rank]
-        return CentreShard(
-            arena,
-            shard_range,
-            sgd(0.0),  # never called: only workers update with gradients
-            gather_rows=partial(gather_rows, servers),
-            push_link=push_link,
-            pull_link=pull_link,
-            workers=roles.workers,
-        )
 
-
+@dataclass(kw_only=True, eq=False)
 class ElasticWorker(Worker):
     """A worker that trains apart and exchanges differences with the centre."""
 
-    def __init__(
-        self,
-        context: WorkerContext,
-        *,
-        worker_state: WorkerState,
-        period: int,
-        executor: Executor,
-    ):
-        """Exchange every `period` steps; only the thread of `executor` uses the links."""
-        super().__init__(context)
-        self.worker_state = worker_state
-        self._period, self._executor = period, executor
-        param = context.replica.arena.param
+    worker_state: WorkerState
+    period: int  #: steps between two exchanges
+    executor: Executor  #: only its thread uses the links
+
+    def __post_init__(self) -> None:
+        """Allocate the messages of an exchange."""
+        param = self.replica.arena.param
         self._sent_param, self._difference = np.zeros_like(param), np.zeros_like(param)
 
     def run(self, work: Work, start: int) -> None:
@@ -150,24 +131,24 @@ class ElasticWorker(Worker):
         self.flags = Flags()
         self.worker_state.restore_planes()
         report = Report(step=start, flags=work.flags())
-        reply = self._wait_for_reply(self._executor.submit(self._exchange_with_servers, report))
+        reply = self._wait_for_reply(self.executor.submit(self._exchange_with_servers, report))
         while reply.grant:
             sums, reply = self._train_round(work, reply)
             work.record(reply.run_step, sums)
         self.worker_state.save_planes()
         report = Report(step=reply.step, flags=self.flags)
-        self._wait_for_reply(self._executor.submit(self._receive_centre, report))
+        self._wait_for_reply(self.executor.submit(self._receive_centre, report))
 
     def _train_round(self, work: Work, reply: Reply) -> tuple[Sums, Reply]:
         """Run the granted steps; overlap the last one with the exchange."""
         param, last_step = self.replica.arena.param, reply.step + reply.grant - 1
         sums = self._run_steps(work, range(reply.step, last_step))
-        exchange_is_due = not self.flags.failed and (last_step + 1) % self._period == 0
+        exchange_is_due = not self.flags.failed and (last_step + 1) % self.period == 0
         if exchange_is_due:
             self._sent_param[...] = param
         flags = self.flags.merge(work.flags())
         report = Report(step=reply.step, flags=flags, steps=reply.grant, has_push=exchange_is_due)
-        exchange = self._executor.submit(self._exchange_with_servers, report)
+        exchange = self.executor.submit(self._exchange_with_servers, report)
         sums = add(sums, self._run_steps(work, range(last_step, last_step + 1)))
         reply = self._wait_for_reply(exchange)
         if exchange_is_due:
@@ -184,7 +165,7 @@ class ElasticWorker(Worker):
                 step_sums = self.replica.gradient(task.batch, task.scale, task.key, on_ready)
                 is_finite = self.check.passes(step_sums)
             if not self.check.may_continue(is_finite, work.max_drops):
-                self.flags = self.flags.with_failure(self._rank)
+                self.flags = self.flags.with_failure(self.rank)
                 break
             if not is_finite:
                 continue
@@ -197,17 +178,16 @@ class ElasticWorker(Worker):
         """Report, push the parameters if an exchange is due; return the reply."""
         with self.trace.span("exchange", "wire") as wire_span:
             message = report.encode()
-            send_requests = [self._push_link.isend(message, self._coordinator_rank)]
+            send_requests = [self.push_link.isend(message, self.coordinator_rank)]
             if report.has_push:
                 send_requests += [
-                    self._push_link.isend(self._sent_param[s], rank)
-                    for rank, s in self._server_slices
+                    self.push_link.isend(self._sent_param[s], rank)
+                    for rank, s in self.server_slices
                 ]
             reply = self._receive_reply()
             if report.has_push:
                 self._receive_slices(self._difference)
-            for request in send_requests:
-                request.wait()
+            wait_all(send_requests)
         self.times.wire_s += wire_span.seconds
         return reply
 
@@ -218,17 +198,15 @@ class ElasticWorker(Worker):
         return reply
 
     def _wait_for_reply(self, exchange: Future[Reply]) -> Reply:
-        with self.trace.span("wait for servers", "wait") as wait_span:
-            reply = exchange.result()
-        self.times.wait_s += wait_span.seconds
-        return reply
+        with self.times.wait(self.trace, "wait for servers"):
+            return exchange.result()
 
 
 class CentreShard(Shard):
-    """A server's range of the centre."""
+    """A server's range of the centre; only workers update with gradients."""
 
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
+    def __init__(self, arena: Arena, own_range: slice, optimizer: Optimizer, **kwargs: Any):
+        super().__init__(arena, own_range, sgd(0.0), **kwargs)
         self._difference = np.empty_like(self.param)
 
     def apply(self, order: Order) -> None:

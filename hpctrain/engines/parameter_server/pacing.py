@@ -9,40 +9,31 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import numpy as np
-
 from hpctrain.engines.parameter_server.coordinator import (
     Coordinator,
     Event,
     Reply,
     Report,
+    ServerMethod,
     final_event,
 )
 from hpctrain.engines.parameter_server.shard import GradientAction, Order
-from hpctrain.engines.staleness import Staleness
 
 
-class PeriodicMethod:
-    """Grants each worker `period` steps at a time; see `ServerMethod` in engine.py."""
-
-    asynchronous = True
-    is_lockstep = accumulates = False
-    push_every = pull_every = 1
-    updates_per_step = 1.0
-    delay_compensation = 0.0
+class PeriodicMethod(ServerMethod):
+    """Grants each worker `period` steps at a time."""
 
     def __init__(self, workers: int, period: int = 1, moving_rate: float = 0.0):
         """Grant steps up to the next exchange, which is due every `period` steps of a worker.
 
         In an exchange the servers move by `moving_rate` times the difference to the worker.
         """
-        self.workers, self.period, self.moving_rate = workers, period, moving_rate
-        self.clocks = np.zeros(self.workers, np.int64)  #: steps that each worker has done
-        self.staleness = Staleness()
+        super().__init__(workers)
+        self.period, self.moving_rate = period, moving_rate
 
     def events(self, coordinator: Coordinator, start: int, until: int) -> Iterator[Event]:
         """Yield the events until all workers together have done their part of `until` steps."""
-        if int(self.clocks.sum()) // self.workers != start:
+        if self.run_step() != start:
             self.clocks[:] = start  # the clocks are of another run or of other workers
         steps_left = until * self.workers - int(self.clocks.sum())
         stopping_workers: set[int] = set()
@@ -59,9 +50,9 @@ class PeriodicMethod:
                 stopping_workers.add(worker)
             pushing_workers = (worker,) if report.has_push else ()
             action = GradientAction.ELASTIC if pushing_workers else GradientAction.NONE
-            reply = Reply(worker, steps, int(self.clocks[worker]), self._reached_step())
+            reply = Reply(worker, steps, int(self.clocks[worker]), self.run_step())
             yield Event((worker,), Order(pushing_workers, action, self.moving_rate), (reply,))
-        yield final_event(self.workers, self._reached_step())
+        yield final_event(self.workers, self.run_step())
 
     def _grant_steps(
         self, worker: int, report: Report, steps_left: int, coordinator: Coordinator
@@ -75,6 +66,3 @@ class PeriodicMethod:
         if steps:
             self.staleness.record_gap(clock - int(self.clocks.min()))
         return steps
-
-    def _reached_step(self) -> int:
-        return int(self.clocks.sum()) // self.workers

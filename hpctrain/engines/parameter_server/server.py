@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from time import perf_counter
-from typing import Any, Generic, TypeVar
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import numpy as np
 
-from hpctrain.core.errors import HpctrainError
+from hpctrain.core.errors import HpctrainError, TransportError
 from hpctrain.engines.engine import Flags
 from hpctrain.engines.parameter_server.coordinator import Coordinator, Event
 from hpctrain.engines.parameter_server.shard import GradientAction, Order, Shard
@@ -45,47 +46,47 @@ class Server:
         return self._servers.rank == 0
 
     def serve(
-        self, events: EventSource, read_own_flags: Callable[[], Flags] = Flags
+        self, event_source: EventSource, read_own_flags: Callable[[], Flags] = Flags
     ) -> list[Event]:
         """Serve until the interval ends; return its events, on other servers than the first none.
 
         `read_own_flags()` returns the flags of a rank that only serves, for the coordinator.
         """
+        history: list[Event] = []
         if self.first:
-            return list(self._run_coordinator(events, read_own_flags))
-        order = self._receive_order()
-        while not order.is_last:
-            self._apply_order(order)
-            order = self._receive_order()
-        self._apply_order(order)
+            events = event_source(self.coordinator)
+            history = self.coordinator.run(events, self._apply_event, read_own_flags)
+        else:
+            self._follow_orders()
         self.shard.flush()
-        return []
+        return history
 
-    def _run_coordinator(
-        self, events: EventSource, read_own_flags: Callable[[], Flags]
-    ) -> Iterator[Event]:
-        """Yield the events of an interval, each after it was applied."""
-        self.coordinator.begin_interval(read_own_flags)
-        for event in events(self.coordinator):
-            self._forward_order(event.order)
-            self.coordinator.send_replies(event.replies)
-            self._apply_order(event.order, event.staleness)
-            if not event.order.is_last:
-                self.coordinator.expect_reports(event.replies)
-            yield event
-        self.shard.flush()
+    def _apply_event(self, event: Event) -> None:
+        self._forward_order(event.order)
+        self._apply_order(event.order, event.staleness)
+
+    def _follow_orders(self) -> None:
+        """Apply the orders of the first server, up to the last of the interval."""
+        is_last = False
+        while not is_last:
+            message = _encode_order(Order(), self._workers)
+            self._servers.irecv(message, 0).wait()
+            order = _decode_order(message)
+            self._apply_order(order)
+            is_last = order.is_last
 
     def _apply_order(self, order: Order, staleness: int | None = None) -> None:
-        start = perf_counter()
-        self.shard.apply(order)
-        span_args: dict[str, Any] = {
-            "pushed": order.pushing_workers,
-            "pull": order.pulling_workers,
-            "use": order.action.name,
-        }
-        if staleness is not None:
-            span_args["staleness"] = staleness
-        self.busy_s += self._trace.add("serve", self.category, start, perf_counter(), span_args)
+        args: dict[str, Any] = {} if staleness is None else {"staleness": staleness}
+        with self._trace.span(
+            "serve",
+            self.category,
+            pushed=order.pushing_workers,
+            pull=order.pulling_workers,
+            use=order.action.name,
+            **args,
+        ) as serving:
+            self.shard.apply(order)
+        self.busy_s += serving.seconds
 
     def _forward_order(self, order: Order) -> None:
         """Send `order` to the other servers."""
@@ -101,38 +102,39 @@ class Server:
             request.wait()
         self._pending_sends = []
 
-    def _receive_order(self) -> Order:
-        message = _encode_order(Order(), self._workers)
-        self._servers.irecv(message, 0).wait()
-        return _decode_order(message)
+
+@contextmanager
+def server_thread(
+    serve: Callable[[], T], on_failure: Callable[[BaseException], None]
+) -> Iterator[Future[T]]:
+    """Call `serve()` in a thread beside the enclosed block; yield the future of its result.
+
+    The thread calls `on_failure` with the exception that ends it, which is raised again here.
+    """
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(serve())
+        except BaseException as error:
+            future.set_exception(error)
+            on_failure(error)
+
+    thread = threading.Thread(target=run, name="server", daemon=True)
+    thread.start()
+    try:
+        yield future
+    except TransportError:  # perhaps because the thread has failed
+        _join(thread, future)
+        raise
+    _join(thread, future)
 
 
-class ServerThread(Generic[T]):
-    """A thread that serves other ranks beside a worker, for one interval."""
-
-    def __init__(self, serve: Callable[[], list[T]], on_failure: Callable[[BaseException], None]):
-        """Start the thread; it calls `on_failure` with the exception that ends it."""
-        self._result: list[T] = []
-        self._error: BaseException | None = None
-
-        def run() -> None:
-            try:
-                self._result = serve()
-            except BaseException as error:
-                self._error = error
-                on_failure(error)
-
-        self._thread = threading.Thread(target=run, name="server", daemon=True)
-        self._thread.start()
-
-    def join(self) -> list[T]:
-        """Return the result of the thread; raise its exception."""
-        self._thread.join(JOIN_TIMEOUT_S)
-        if self._error is not None:
-            raise self._error
-        if self._thread.is_alive():
-            raise HpctrainError("the server thread did not end after all workers were told to stop")
-        return self._result
+def _join(thread: threading.Thread, future: Future[Any]) -> None:
+    thread.join(JOIN_TIMEOUT_S)
+    if not future.done():
+        raise HpctrainError("the server thread did not end after all workers were told to stop")
+    future.result()  # raises the exception of the thread
 
 
 def _encode_order(order: Order, workers: int) -> np.ndarray:

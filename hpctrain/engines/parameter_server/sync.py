@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Annotated
 
-import numpy as np
 from pydantic import Field
 
 from hpctrain import config
@@ -28,12 +27,12 @@ from hpctrain.engines.parameter_server.coordinator import (
     Event,
     Reply,
     Report,
+    ServerMethod,
     final_event,
 )
 from hpctrain.engines.parameter_server.engine import ParameterServerEngine
 from hpctrain.engines.parameter_server.roles import ServerOptions
 from hpctrain.engines.parameter_server.shard import GradientAction, Order
-from hpctrain.engines.staleness import Staleness
 from hpctrain.gradients.replica import Replica
 from hpctrain.optim import Optimizer
 from hpctrain.world import World
@@ -62,19 +61,15 @@ class PsSync(ServerOptions):
         return ParameterServerEngine("ps-sync", world, replica, optimizer, roles, method)
 
 
-class SyncMethod:
+class SyncMethod(ServerMethod):
     """Each update uses the first `required_gradients` of one version of the parameters."""
 
-    push_every = pull_every = 1
-    asynchronous = accumulates = False
-    delay_compensation = 0.0
-    clocks: np.ndarray | None = None
-    updates_per_step = 1.0
+    asynchronous = False
 
     def __init__(self, workers: int, required_gradients: int):
-        self.workers, self.required_gradients = workers, required_gradients
+        super().__init__(workers, has_clocks=False)
+        self.required_gradients = required_gradients
         self.is_lockstep = required_gradients == workers
-        self.staleness = Staleness()
 
     def events(self, coordinator: Coordinator, start: int, until: int) -> Iterator[Event]:
         """Yield the events from step `start` on, as workers report."""

@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from time import perf_counter
 
 import numpy as np
 
 from hpctrain.engines.engine import Flags, Task, Times, Work, identity_total
 from hpctrain.engines.parameter_server.coordinator import Reply, Report
 from hpctrain.engines.parameter_server.push import GradientPush, ServerSlices
+from hpctrain.engines.parameter_server.shard import wait_all
 from hpctrain.gradients.finite import GradientCheck
 from hpctrain.gradients.replica import Replica
 from hpctrain.nn import Sums, add
-from hpctrain.optim import Optimizer, sgd
+from hpctrain.optim import Optimizer
 from hpctrain.transport.link import Link
 from hpctrain.watch.trace import Trace
 
-SumOverWorkers = Callable[[np.ndarray], np.ndarray]
 
-
-@dataclass(frozen=True, kw_only=True)
-class WorkerContext:
-    """The replica of a worker, its links to the servers, and its records of times and failures."""
+@dataclass(kw_only=True, eq=False)
+class Worker:
+    """A worker that pushes gradients and pulls parameters."""
 
     rank: int
     replica: Replica
@@ -35,46 +33,24 @@ class WorkerContext:
     pull_link: Link  #: from the servers: replies and parameters
     coordinator_rank: int  #: the rank of the first server
     server_slices: ServerSlices
-
-
-class Worker:
-    """A worker that pushes gradients and pulls parameters."""
-
-    def __init__(
-        self,
-        context: WorkerContext,
-        *,
-        push_every: int = 1,
-        pull_every: int = 1,
-        local_rate: Callable[[int], float] | None = None,
-        sum_over_workers: SumOverWorkers | None = None,
-        drops_gradients: bool = False,
-    ):
-        """Push every `push_every` steps, pull every `pull_every`.
-
-        With `drops_gradients` the worker itself drops a gradient that is not finite; otherwise it
-        reports the failure, and the servers drop all gradients of that step. Between pulls the
-        worker updates its parameters by plain SGD with `local_rate`. Layers use `sum_over_workers`
-        if all workers take each step together.
-        """
-        self.replica, self.times, self.trace = context.replica, context.times, context.trace
-        self.flags = Flags()  #: flags at the end of training that no report contained
-        self.check, self._drops_gradients = context.check, drops_gradients
-        self._rank, self._coordinator_rank = context.rank, context.coordinator_rank
-        self._push_link, self._pull_link = context.push_link, context.pull_link
-        self._server_slices = context.server_slices
-        self._push_every, self._pull_every = push_every, pull_every
-        self._steps_since_pull = 0
-        self._sum_over_workers = sum_over_workers
-        self._local_optimizer: Optimizer | None = None
-        if self._pull_every > 1 and local_rate is not None:
-            self._local_optimizer = sgd(local_rate)
+    push_every: int = 1
+    pull_every: int = 1
+    #: updates this worker's parameters between two pulls
+    local_optimizer: Optimizer | None = None
+    #: for layers, if all workers take each step together
+    sum_over_workers: Callable[[np.ndarray], np.ndarray] | None = None
+    #: the worker itself drops a gradient that is not finite; otherwise it reports the failure, and
+    #: the servers drop all gradients of that step
+    drops_gradients: bool = False
+    #: flags at the end of training that no report contained
+    flags: Flags = field(default=Flags(), init=False)
+    _steps_since_pull: int = field(default=0, init=False)
 
     @cached_property
     def _gradient_push(self) -> GradientPush:
         """The gradients to push; created on first use: a subclass may push parameters instead."""
-        accumulates = self._push_every > 1
-        return GradientPush(self.replica.arena, self._server_slices, accumulates)
+        accumulates = self.push_every > 1
+        return GradientPush(self.replica.arena, self.server_slices, accumulates)
 
     def run(self, work: Work, start: int) -> None:
         """Train from step `start` on while the coordinator grants steps."""
@@ -84,7 +60,7 @@ class Worker:
             first_step = reply.step
             sums, report = self._compute_round(work, first_step)
             reply = self._exchange_with_servers(report)
-            is_updated = self._drops_gradients or reply.run_step != first_step
+            is_updated = self.drops_gradients or reply.run_step != first_step
             if report.has_push and not report.flags.failed and is_updated:
                 work.record(reply.run_step, sums)
 
@@ -92,7 +68,7 @@ class Worker:
         """Compute the gradients of one push, from step `first_step` on."""
         sums: Sums = {}
         flags, batch_targets, is_finite = work.flags(), 0, True
-        last_step = first_step + self._push_every - 1
+        last_step = first_step + self.push_every - 1
         for step in range(first_step, last_step + 1):
             task = work.task(step)
             step_sums, is_finite = self._compute_gradient(task, step, is_last=step == last_step)
@@ -100,20 +76,20 @@ class Worker:
                 break
             sums = add(sums, step_sums)
             batch_targets += round(1 / task.scale)
-        has_push, steps = True, self._push_every
-        if self._drops_gradients and self.check.may_continue(is_finite, work.max_drops, steps):
+        has_push, steps = True, self.push_every
+        if self.drops_gradients and self.check.may_continue(is_finite, work.max_drops, steps):
             has_push = is_finite
         elif not is_finite:
-            flags = flags.with_failure(self._rank)
+            flags = flags.with_failure(self.rank)
         if not has_push:
             self._gradient_push.clear()
-        self._steps_since_pull += self._push_every
+        self._steps_since_pull += self.push_every
         return sums, Report(
             step=first_step,
             flags=flags,
-            steps=self._push_every,
+            steps=self.push_every,
             has_push=has_push,
-            wants_pull=self._steps_since_pull >= self._pull_every,
+            wants_pull=self._steps_since_pull >= self.pull_every,
             targets=int(sums["loss"].count) if sums else 0,
             batch_targets=batch_targets,
         )
@@ -121,15 +97,15 @@ class Worker:
     def _compute_gradient(self, task: Task, step: int, is_last: bool) -> tuple[Sums, bool]:
         """Compute a gradient, the last one of a push if `is_last`; return (sums, is it finite)."""
         key, arena = task.key, self.replica.arena
-        if self._sum_over_workers is not None:
-            key = key._replace(sum_over_ranks=self._sum_over_workers)
+        if self.sum_over_workers is not None:
+            key = key._replace(sum_over_ranks=self.sum_over_workers)
         with self.times.compute(self.trace, "forward, backward"):
             on_ready = self.check.begin(self._gradient_push.make_on_ready(is_last))
             sums = self.replica.gradient(task.batch, task.scale, key, on_ready)
             self._gradient_push.finish_gradient(is_last)
             is_finite = self.check.passes(sums)
-            if self._local_optimizer is not None and is_finite:
-                self._local_optimizer.update(
+            if self.local_optimizer is not None and is_finite:
+                self.local_optimizer.update(
                     arena.grad,
                     {"step": np.array([step])},
                     arena.param,
@@ -140,31 +116,25 @@ class Worker:
 
     def _exchange_with_servers(self, report: Report) -> Reply:
         """Report, push the gradient, pull the parameters if due; return the reply."""
-        start, message, gradient = perf_counter(), report.encode(), self._gradient_push
-        link = self._push_link
-        send_requests = [link.isend(message, self._coordinator_rank)]
-        if report.has_push:
-            send_requests += [link.isend(x, rank) for rank, x in gradient.slices(link)]
-        reply = self._receive_reply()
-        if report.wants_pull or not reply.grant:
-            self._receive_slices(self.replica.arena.param)
-        for request in send_requests:
-            request.wait()
-        if report.has_push:
-            gradient.clear()
-        exchange_s = self.trace.add("push, pull", "wait", start, perf_counter())
-        self.times.wait_s += exchange_s
-        self.times.wire_s += exchange_s
+        message, gradient, link = report.encode(), self._gradient_push, self.push_link
+        with self.times.wait(self.trace, "push, pull", on_wire=True):
+            send_requests = [link.isend(message, self.coordinator_rank)]
+            if report.has_push:
+                send_requests += [link.isend(x, rank) for rank, x in gradient.slices(link)]
+            reply = self._receive_reply()
+            if report.wants_pull or not reply.grant:
+                self._receive_slices(self.replica.arena.param)
+            wait_all(send_requests)
+            if report.has_push:
+                gradient.clear()
         return reply
 
     def _receive_reply(self) -> Reply:
         message = np.zeros(len(Reply._fields), np.int64)
-        self._pull_link.irecv(message, self._coordinator_rank).wait()
+        self.pull_link.irecv(message, self.coordinator_rank).wait()
         return Reply(*message.tolist())
 
     def _receive_slices(self, buffer: np.ndarray) -> None:
         """Receive all slices into `buffer`."""
         self._steps_since_pull = 0
-        requests = [self._pull_link.irecv(buffer[s], rank) for rank, s in self._server_slices]
-        for request in requests:
-            request.wait()
+        wait_all([self.pull_link.irecv(buffer[s], rank) for rank, s in self.server_slices])

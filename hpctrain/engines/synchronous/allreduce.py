@@ -4,45 +4,34 @@
 
 Every rank makes the same update from the same bytes, so the replicas stay equal. Sent per rank
 and step: 2n(P-1)/P bytes with a ring, n being the bytes of the parameters. With `shard_optimizer`
-each rank makes 1/P of the update, for as many bytes; see `update.py`. Source: Goyal et al.,
-"Accurate, large minibatch SGD: training ImageNet in 1 hour", 2017.
+each rank makes 1/P of the update, for as many bytes; see `update.py`. How gradients are summed is
+in `gradient_sums.py`, how ranks agree that a step can be applied in `finite_vote.py`.
+Source: Goyal et al., "Accurate, large minibatch SGD: training ImageNet in 1 hour", 2017.
 """
 
 from __future__ import annotations
 
-from time import perf_counter
-
-import numpy as np
+from collections.abc import Callable
+from functools import partial
 
 from hpctrain import config
 from hpctrain.checkpoint import Piece
-from hpctrain.collectives import Group
 from hpctrain.collectives.nccl import communicator_for, nccl
-from hpctrain.collectives.vote import elementwise_maximum
-from hpctrain.core.errors import UsageError
+from hpctrain.core.errors import ModelError, UsageError
 from hpctrain.core.xp import on_device
-from hpctrain.engines.engine import (
-    Flags,
-    Task,
-    Times,
-    Work,
-    broadcast_replica,
-    sum_in_layer,
-    sum_over,
-    train_in_lockstep,
-)
+from hpctrain.engines.base import EngineBase
+from hpctrain.engines.engine import Flags, Task, Work, sum_in_layer, train_in_lockstep
 from hpctrain.engines.saved_state import SavedState
-from hpctrain.engines.synchronous import compression_state, overlap
+from hpctrain.engines.synchronous import overlap
 from hpctrain.engines.synchronous.contradictions import contradictions
+from hpctrain.engines.synchronous.finite_vote import CompressedVote, GradientVote, SumVote
+from hpctrain.engines.synchronous.gradient_sums import CompressedSums, make_gradient_sums
 from hpctrain.engines.synchronous.node_shared_params import NodeSharedUpdate
-from hpctrain.engines.synchronous.ordered_sums import make_gradient_sums
-from hpctrain.engines.synchronous.overlap import DeferredUpdate
 from hpctrain.engines.synchronous.single import Single, SingleEngine
 from hpctrain.engines.synchronous.update import PartwiseUpdate, ReplicatedUpdate, ShardedUpdate
-from hpctrain.gradients import compress
 from hpctrain.gradients.finite import GradientCheck
-from hpctrain.gradients.reducer import Reducer, WireOptions
-from hpctrain.gradients.replica import Replica, ignore_ready
+from hpctrain.gradients.reducer import Reducer, SumFunction, WireOptions
+from hpctrain.gradients.replica import Replica
 from hpctrain.nn import Sums
 from hpctrain.optim import Optimizer
 from hpctrain.tuning.select import auto, find_all_gather
@@ -72,81 +61,83 @@ class AllReduce(WireOptions):
         if world.size == 1:
             single_options = Single(reduction=self.reduction, blocks=self.blocks)
             return single_options.build(world, replica, optimizer)
-        return AllReduceEngine(world, replica, optimizer, self)
+        engine_class = PriorityEngine if self.priority else AllReduceEngine
+        return engine_class(world, replica, optimizer, self)
 
 
-class AllReduceEngine:
+class AllReduceEngine(EngineBase):
     """See `hpctrain.engines.engine.Engine`."""
 
     name = "allreduce"
-    servers = 0
-    asynchronous = False
-    updates_per_step = 1.0
-    recorder = None
-    staleness = None
+    _on_need: Callable[[str], None] | None = None  # the forward pass waits for no update
 
     def __init__(self, world: World, replica: Replica, optimizer: Optimizer, options: AllReduce):
-        _check_priority(optimizer, options)
-        _check_on_host(replica, options)
-        _broadcast_replica(world, replica, options)
-        self.times, self.algorithm = Times(), options.algorithm
-        self.workers, self.worker = world.size, world.rank
-        self._trace, self._group = world.trace, world.main
-        self._join_flags(Flags())  # allocates the buffers of votes before the first step
-        self._sums = make_gradient_sums(replica, options, world.rank, world.size)
+        if options.share_parameters and on_device(replica.arena.grad):
+            raise UsageError(
+                "[engine] share_parameters: expected device = 'cpu'; not yet available on a GPU"
+            )
+        replica.move(grad=world.memory.zeros_like(replica.arena.grad))  # for neighbours to read
+        super().__init__(world, replica, str(options))
+        self.algorithm = options.algorithm
+        self._sums = make_gradient_sums(world, replica, options)
         self.replica = self._sums.replica
         self.check = GradientCheck(self.replica, world.size, self._sums.parts)
-        self._wire: Group | None = None  # of the communication thread
-        self._compressor = compress.build(
-            options, self._sums.allreduce, replica.arena, world.size, world.memory.zeros_like
-        )
-        self._deferred_update: DeferredUpdate | None = None
-        #: The range of the sums that this rank checks; None: it checks its own gradient.
-        self._checked_range: slice | None = None
-        self._reducer: Reducer | NodeSharedUpdate
+        self._sum_in_layer = partial(sum_in_layer, self._group, self.times, self._trace)
         self.update: ReplicatedUpdate | ShardedUpdate | NodeSharedUpdate
+        self._reducer: Reducer | NodeSharedUpdate
         if options.share_parameters:
-            self.update = NodeSharedUpdate(
+            self.update = self._reducer = NodeSharedUpdate(
                 world, replica, optimizer, self._sums.allreduce, self.times
             )
-            self._reducer = self.update
         else:
-            self._init_buckets(world, optimizer, options)
+            self.update = self._make_update(optimizer, options)
+            self._reducer = self._make_reducer(self.update.reduce, options)
+        self._vote = self._make_vote(options)
 
-    def _init_buckets(self, world: World, optimizer: Optimizer, options: AllReduce) -> None:
-        """Create the reducer and the update of gradients summed in buckets; collective."""
-        arena, sums, times, trace = self.replica.arena, self._sums, self.times, world.trace
-        self.update = (
-            ShardedUpdate(self._group, arena, optimizer, times, trace, sums.reduce_scatter)
-            if options.shard_optimizer
-            else ReplicatedUpdate(self._group, arena, optimizer, self._compressor or sums.allreduce)
-        )
+    def _make_update(
+        self, optimizer: Optimizer, options: AllReduce
+    ) -> ReplicatedUpdate | ShardedUpdate:
+        """Return the update of all parameters, or of this rank's range."""
+        group, arena = self._group, self.replica.arena
+        if options.shard_optimizer:
+            return ShardedUpdate(group, arena, optimizer, self._sums, self.times, self._trace)
+        return ReplicatedUpdate(group.link, arena, optimizer, self._sums)
+
+    def _make_reducer(self, reduce: SumFunction, options: AllReduce) -> Reducer:
+        """Return the reducer of gradients in buckets; collective."""
+        world, arena = self._world, self.replica.arena
         concurrent = overlap.uses_thread(world, options)
-        wire = self._wire = world.group_for("wire", alone=not concurrent)
-        if sums.allreduce is nccl:
+        wire = world.group_for("wire", alone=not concurrent)
+        self._links += wire.links
+        if self._sums.allreduce is nccl:
             communicator_for(wire, arena.grad)  # now, while a failure can still be reported
-        overlap.sleep_while_waiting(wire, concurrent)
+        if concurrent and len(wire.nodes) > 1:
+            for link in wire.links:
+                link.sleeps_while_waiting = True  # it polls for other nodes, beside compute
         buckets = overlap.choose_buckets(arena, wire, options, concurrent)
-        reduce = overlap.prefer_shared_sum(self.update.reduce, wire, arena.grad, buckets, options)
-        self._reducer = Reducer(
+        reducer = Reducer(
             arena.grad,
             buckets,
             wire,
-            reduce,
+            overlap.prefer_shared_sum(reduce, wire, arena.grad, buckets, options),
             concurrent,
-            trace,
+            self._trace,
             options.priority,
             self.check.on_bucket,
         )
-        if options.priority:
-            parts = [slice(bucket.start, bucket.stop) for bucket in buckets]
-            update = PartwiseUpdate(optimizer, self.update.state, arena.param, arena.slots, parts)
-            names = [slot.name for slot in arena.slots]
-            self._deferred_update = DeferredUpdate(world, self._reducer, update, names, times)
-        elif self._compressor is None and not on_device(arena.grad):
-            self._checked_range = self.update.own
-        if self.update.reduce is auto:
-            self.algorithm = f"auto ({', '.join(dict.fromkeys(self._reducer.algorithms))})"
+        if reduce is auto:
+            self.algorithm = f"auto ({', '.join(dict.fromkeys(reducer.algorithms))})"
+        return reducer
+
+    def _make_vote(self, options: AllReduce) -> GradientVote:
+        """Return the vote on each step: on sums where all ranks wait for them after backward."""
+        replica, check, group = self.replica, self.check, self._group
+        if isinstance(self._sums, CompressedSums):
+            return CompressedVote(replica, check, group, self._sums.compressor)
+        early = options.priority or on_device(replica.arena.grad)
+        if early or isinstance(self.update, NodeSharedUpdate):
+            return GradientVote(replica, check, group)
+        return SumVote(replica, check, group, self.update.own)
 
     def train(self, work: Work, start: int, until: int) -> tuple[int, Flags]:
         """Train from step `start` to `until`."""
@@ -154,135 +145,118 @@ class AllReduceEngine:
 
     def step(self, task: Task, flags: Flags) -> tuple[Sums, Flags]:
         """Sum the gradients of all shares while backward runs, and update with the sum."""
-        times, add = self.times, self._trace.add
-        on_need = self._deferred_update.apply_slot if self._deferred_update else None
-        key = task.key._replace(sum_over_ranks=self._sum_in_layer, on_need=on_need)
-        with times.compute(self._trace, "forward, backward"):
-            if self._compressor is not None:
-                self._compressor.begin()
-            ready = self.check.begin(
-                self._reducer.mark_ready, check_slots=self._checked_range is None
-            )
-            sums = self.replica.gradient(task.batch, task.scale, key, ready)
-            if not self.check.passes(sums):
-                flags = flags.with_failure(self.worker)
-        start_s = perf_counter()
-        if self._checked_range is None:
-            flags = self._join_flags(flags)
-        sums = self._sums.step_sums(sums, self.sum)
-        if self._deferred_update is not None and not flags.failed:
-            times.wait_s += add("wait for flags", "wait", start_s, perf_counter())
-            self._deferred_update.begin()
-        else:
-            flags = self._finish_step(start_s, flags)
+        key = task.key._replace(sum_over_ranks=self._sum_in_layer, on_need=self._on_need)
+        task = task._replace(key=key)
+        with self.times.compute(self._trace, "forward, backward"):
+            self._sums.begin()
+            on_ready = self._vote.begin(self._reducer.mark_ready)
+            sums, flags = self._vote.compute_gradient(task, on_ready, flags)
+        with self.times.wait(self._trace, "wait for flags"):
+            flags = self._vote.before_sums(flags)
+            sums = self._sums.step_sums(sums, self.sum)
+        flags = self._apply_sums(flags)
         if flags.failed:
-            self._undo_step()
-            if self._checked_range is not None:
-                flags = self._name_failing_rank(task._replace(key=key), flags)
-        times.wire_s = self._reducer.wire_s
+            self.check.undo()
+            self._sums.undo()
+            flags = self._vote.name_failing_rank(task, flags)
+        self.times.wire_s = self._reducer.wire_s
         return sums, flags
 
-    def _finish_step(self, start_s: float, flags: Flags) -> Flags:
-        """Wait for all sums, and update with them unless the step has failed."""
-        gradient = self._reducer.wait()
-        if self._checked_range is not None:
-            passes = self.check.sum_passes(gradient[self._checked_range])
-            flags = self._join_flags(flags if passes else flags.with_failure(self.worker))
-        waits = self._trace.add("wait for gradients", "wait", start_s, perf_counter())
-        self.times.wait_s += waits
+    def _apply_sums(self, flags: Flags) -> Flags:
+        """Wait for all sums, and update with them unless the step has failed; return the flags."""
+        with self.times.wait(self._trace, "wait for gradients"):
+            gradient = self._reducer.wait()
+            flags = self._vote.after_sums(gradient, flags)
         with self.times.compute(self._trace, "update"):
-            finite = self._compressor is None or self._compressor.sums_are_finite()
-            if not flags.failed and not finite:  # on all ranks: they hold the same sum
-                self.check.fault = compression_state.find_sum_fault(self._compressor)
-                flags = flags.with_failure(self.workers)
             if not flags.failed:
                 self.update(gradient)
             self._reducer.release()
         return flags
 
-    def _name_failing_rank(self, task: Task, flags: Flags) -> Flags:
-        """Return `flags` with the rank whose own gradient makes the sum not finite; collective.
-
-        The sum was written over the gradients, so all ranks compute theirs once more.
-        """
-        ready = self.check.begin(ignore_ready)
-        key = task.key._replace(recomputed=True)
-        sums = self.replica.gradient(task.batch, task.scale, key, ready)
-        own_flags = flags._replace(failed=0)
-        own_flags = self._join_flags(
-            own_flags if self.check.passes(sums) else own_flags.with_failure(self.worker)
-        )
-        self.check.undo()
-        if own_flags.failed:
-            return own_flags
-        self.check.fault = "the sum of gradients is not finite"  # of one with a random state
-        return flags.with_failure(self.workers)
-
-    def _undo_step(self) -> None:
-        """Restore the state from before a step whose sum was not applied."""
-        self.check.undo()
-        if self._compressor is not None:
-            self._compressor.undo()
-
-    @property
-    def bytes_sent(self) -> int:
-        """Bytes that this rank has sent since the start."""
-        return self._group.bytes_sent + (self._wire.bytes_sent if self._wire else 0)
-
-    def sum(self, numbers: np.ndarray) -> np.ndarray:
-        """Return the sums of a few float64 over all ranks, the same on each."""
-        return sum_over(self._group, numbers)
-
-    def _sum_in_layer(self, numbers: np.ndarray) -> np.ndarray:
-        # On the main link; the wire thread has its own: each keeps its order on all ranks.
-        return sum_in_layer(self._group, numbers, self.times, self._trace)
-
-    def settle(self) -> None:
-        """Apply the sums not applied yet; then all ranks hold the same parameters."""
-        if self._deferred_update is not None:
-            self._deferred_update.finish()
-
     def state(self) -> list[Piece]:
         """Return this rank's part of the state."""
-        link = self._group.link
-        return self.update.pieces() + compression_state.pieces(
-            self._compressor, link.rank, link.size
-        )
+        return self.update.pieces() + self._sums.pieces()
 
     def load(self, saved: SavedState) -> None:
         """Request this rank's part of the state."""
         self.update.load(saved)
-        link = self._group.link
-        compression_state.load(self._compressor, saved, link.rank, link.size)
+        self._sums.load(saved)
 
     def close(self) -> None:
         """End the communication thread and free its link; collective."""
         self._reducer.close()
-        if self._wire is not None:
-            self._wire.free()
-
-    def _join_flags(self, flags: Flags) -> Flags:
-        return Flags(*elementwise_maximum(self._group, flags))
+        super().close()
 
 
-def _check_priority(optimizer: Optimizer, options: AllReduce) -> None:
-    if options.priority and optimizer.needs_norms:
-        raise UsageError(
-            "[wire] priority: parameters are updated bucket by bucket; expected an optimizer "
-            "that needs no norm of whole tensors, seen lars, lamb or clip_norm"
+class PriorityEngine(AllReduceEngine):
+    """Updates each bucket when the next forward pass needs it, or while that pass waits.
+
+    See overlap.py.
+    """
+
+    _reducer: Reducer
+
+    def __init__(self, world: World, replica: Replica, optimizer: Optimizer, options: AllReduce):
+        if optimizer.needs_norms:
+            raise UsageError(
+                "[wire] priority: parameters are updated bucket by bucket; expected an optimizer "
+                "that needs no norm of whole tensors, seen lars, lamb or clip_norm"
+            )
+        super().__init__(world, replica, optimizer, options)
+        arena = self.replica.arena
+        parts = [slice(bucket.start, bucket.stop) for bucket in self._reducer.buckets]
+        self._bucket_update = PartwiseUpdate(
+            optimizer, self.update.state, arena.param, arena.slots, parts
         )
+        self._is_checked = False
+        # slots for which no gradient has called on_need yet
+        self._unrequested_names = {slot.name for slot in arena.slots}
+        self._unapplied: set[int] = set()  # buckets whose sums are not applied yet
 
+    def settle(self) -> None:
+        """Apply all remaining sums; then all ranks hold the same parameters."""
+        with self.times.compute(self._trace, "apply remaining sums"):
+            while self._unapplied:
+                self._apply_next(max(self._unapplied))
+        self.times.wire_s = self._reducer.wire_s
 
-def _check_on_host(replica: Replica, options: AllReduce) -> None:
-    """Raise UsageError for an option that needs gradients in the memory of the host."""
-    if options.share_parameters and on_device(replica.arena.grad):
-        raise UsageError(
-            "[engine] share_parameters: expected device = 'cpu'; not yet available on a GPU"
-        )
+    def _apply_sums(self, flags: Flags) -> Flags:
+        """Begin to wait for the sums of a step, unless it has failed; return `flags`.
 
+        Raises ModelError if the first gradient has not called `on_need` for each parameter.
+        """
+        if flags.failed:
+            return super()._apply_sums(flags)
+        if not self._is_checked:
+            self._world.on_all_ranks(self._check_calls)
+            self._is_checked = True
+        self._reducer.finish_backward()
+        self._unapplied = set(range(self._reducer.bucket_count))
+        return flags
 
-def _broadcast_replica(world: World, replica: Replica, options: AllReduce) -> None:
-    """Move gradients to memory shared with neighbours; broadcast the parameters of rank 0."""
-    grad = replica.arena.grad
-    replica.move(grad=world.memory.zeros_like(grad))
-    broadcast_replica(world, replica, str(options))
+    def _on_need(self, name: str) -> None:
+        """Apply the sum of the bucket of slot `name`, unless it was applied already."""
+        self._unrequested_names.discard(name)
+        number = self._reducer.bucket_number(name)
+        while number in self._unapplied:
+            self._apply_next(number)
+
+    def _apply_next(self, first: int) -> None:
+        """Apply the sum of bucket `first`, or of another bucket that arrives before it."""
+        with self.times.wait(self._trace, "wait for gradients", bucket=first):
+            number = self._reducer.wait_for_any(self._unapplied, first)
+        with self._trace.span("update", "compute", bucket=number):
+            self._bucket_update(number, self._reducer.wait_for(number))
+        self._unapplied.discard(number)
+        if not self._unapplied:
+            self._bucket_update.count()
+
+    def _check_calls(self) -> None:
+        if names := self._unrequested_names:
+            self._reducer.wait()  # no transfer may be under way when training ends
+            more = f" and {len(names) - 1} more" * (len(names) > 1)
+            raise ModelError(
+                "[wire] priority: expected a model that calls key.on_need(name) before it first "
+                f"reads a parameter, seen no call for '{min(names)}'{more} in the first gradient; "
+                "add the calls, or set priority = false"
+            )

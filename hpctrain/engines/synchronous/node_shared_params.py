@@ -25,6 +25,8 @@ vote.
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 
 from hpctrain.checkpoint import Piece
@@ -67,7 +69,7 @@ class NodeSharedUpdate:
         group = world.main
         self._node, self._across = world.node, Group(world.across, group.scratch)
         self._link, self._allreduce, self._optimizer = group.link, allreduce, optimizer
-        self._times, self._trace, self.wire_s = times, world.trace, 0.0
+        self._times, self._trace = times, world.trace
         _share_params(world, replica)
         self._arena = arena = replica.arena
         self._own = own = _rank_range(arena.param.size, min(map(len, group.nodes)), self._node.rank)
@@ -81,6 +83,11 @@ class NodeSharedUpdate:
         buffers = group.node_buffers
         self._node_barrier = self._node.barrier if buffers is None else buffers.flags.exchange
         self._single_pass = world.across.size == 1 and not optimizer.needs_norms
+
+    @property
+    def wire_s(self) -> float:
+        """The time of sums across nodes since the start."""
+        return self._times.wire_s
 
     def mark_ready(self, name: str) -> None:
         """Do nothing: gradients are summed after backward."""
@@ -98,9 +105,8 @@ class NodeSharedUpdate:
 
     def release(self) -> None:
         """Wait until all ranks of the node have updated and have read all gradients."""
-        with self._trace.span("wait for parameters", "wait") as waiting:
+        with self._times.wait(self._trace, "wait for parameters"):
             self._node_barrier()
-        self._times.wait_s += waiting.seconds
 
     def pieces(self) -> list[Piece]:
         """Return this rank's part of the state; each node saves an equal part of a range."""
@@ -139,15 +145,12 @@ class NodeSharedUpdate:
         for number, range_slice in enumerate(_blocks_of_range(total.size)):
             total[range_slice] = self._sum_block(number)
         if self._across.link.size > 1 and total.size:
-            with self._trace.span("sum across nodes", "wait", bytes=total.nbytes) as waiting:
+            with self._times.wait(
+                self._trace, "sum across nodes", on_wire=True, bytes=total.nbytes
+            ):
                 self._allreduce(self._across, total, np.add)
-            self._times.wait_s += waiting.seconds
-            self.wire_s += waiting.seconds
-        self._optimizer.update(total, self.state, self._param, self._slots, self._gather_rows)
-
-    def _gather_rows(self, rows: np.ndarray) -> np.ndarray:
-        """Return the rows of all ranges, in order, the same on all nodes; see `Optimizer`."""
-        return gather_rows_timed(self._node, rows, self._times, self._trace)
+        gather = partial(gather_rows_timed, self._node, self._times, self._trace)
+        self._optimizer.update(total, self.state, self._param, self._slots, gather)
 
 
 def _share_params(world: World, replica: Replica) -> None:

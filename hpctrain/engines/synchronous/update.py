@@ -16,13 +16,13 @@ number of ranks makes the same update of the same sum. Source: Rajbhandari, Rasl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 
 from hpctrain.checkpoint import Piece
-from hpctrain.collectives import AllReduceFunction, Group, Operation
+from hpctrain.collectives import Group, Operation
 from hpctrain.collectives.chunks import bounds
 from hpctrain.collectives.copy_through import part_offsets
 from hpctrain.collectives.ring import all_gather
@@ -35,13 +35,12 @@ from hpctrain.engines.engine import (
     request_state,
 )
 from hpctrain.engines.saved_state import SavedState
+from hpctrain.engines.synchronous.gradient_sums import FastSums
 from hpctrain.gradients.arena import Arena, Slot, shift_slots, view_offset
 from hpctrain.optim import Optimizer
 from hpctrain.optim.optimizer import State
 from hpctrain.transport.link import Link
 from hpctrain.watch.trace import Trace
-
-ReduceScatter = Callable[..., Any]
 
 
 class PartwiseUpdate:
@@ -84,12 +83,12 @@ class PartwiseUpdate:
 class ReplicatedUpdate:
     """Every rank makes the same update of all parameters."""
 
-    def __init__(self, group: Group, arena: Arena, optimizer: Optimizer, sums: AllReduceFunction):
-        """Keep the whole state; the all-reduce `sums` brings gradients to every rank."""
-        self.reduce, self.state = sums, optimizer.init(arena.param)
-        self._arena, self._optimizer, self._link = arena, optimizer, group.link
+    def __init__(self, link: Link, arena: Arena, optimizer: Optimizer, sums: FastSums):
+        """Keep the whole state; the all-reduce of `sums` brings gradients to every rank."""
+        self.reduce, self.state = sums.allreduce, optimizer.init(arena.param)
+        self._arena, self._optimizer, self._link = arena, optimizer, link
         #: the range that `direct` sums on this rank
-        self.own = slice(*part_offsets(arena.grad, group.link.size)[group.link.rank :][:2])
+        self.own = slice(*part_offsets(arena.grad, link.size)[link.rank :][:2])
 
     def __call__(self, gradient: np.ndarray) -> None:
         """Update with a summed gradient, of the length of the plane."""
@@ -113,18 +112,16 @@ class ShardedUpdate:
         group: Group,
         arena: Arena,
         optimizer: Optimizer,
+        sums: FastSums,
         times: Times,
         trace: Trace,
-        sums: ReduceScatter,
     ):
         """Keep the state of this rank's range, which may be empty; waits are added to `times`.
 
-        The reduce-scatter `sums(group, x, op, offsets=...)` brings the sum of each range to its
-        rank.
+        The reduce-scatter of `sums` brings the sum of each range to its rank.
         """
         self._group, self._arena, self._optimizer = group, arena, optimizer
-        self._sums = sums
-        self._times, self._trace = times, trace
+        self._sums, self._times, self._trace = sums, times, trace
         rank, size = group.link.rank, group.link.size
         self._offsets = bounds(arena.param.size, size, BLOCK_ELEMENTS)
         #: the range of this rank
@@ -136,21 +133,15 @@ class ShardedUpdate:
         """Sum slice `x` of the gradient plane, each element on the rank that updates it."""
         offset_before = view_offset(self._arena.grad, x)
         offsets = [min(max(offset - offset_before, 0), x.size) for offset in self._offsets]
-        self._sums(group, x, op, offsets=offsets)
+        self._sums.reduce_scatter(group, x, op, offsets=offsets)
 
     def __call__(self, gradient: np.ndarray) -> None:
         """Update this rank's range with its summed gradient; gather the other ranges."""
         param = self._arena.param
-        self._optimizer.update(
-            gradient[self.own],
-            self.state,
-            param[self.own],
-            self._slots,
-            self._gather_rows,
-        )
-        with self._trace.span("gather parameters", "wait") as waiting:
+        gather = partial(gather_rows_timed, self._group.link, self._times, self._trace)
+        self._optimizer.update(gradient[self.own], self.state, param[self.own], self._slots, gather)
+        with self._times.wait(self._trace, "gather parameters"):
             all_gather(self._group, param, self._offsets)
-        self._times.wait_s += waiting.seconds
 
     def pieces(self) -> list[Piece]:
         """Return this rank's range of the state, and its 1/P of the common arrays."""
@@ -159,10 +150,6 @@ class ShardedUpdate:
     def load(self, saved: SavedState) -> None:
         """Request the parameters and this rank's range of the optimizer's state."""
         request_range(self._arena, self.state, self.own, saved)
-
-    def _gather_rows(self, rows: np.ndarray) -> np.ndarray:
-        """Return the rows of all ranges, in order; see `hpctrain.optim.optimizer.Optimizer`."""
-        return gather_rows_timed(self._group.link, rows, self._times, self._trace)
 
 
 def range_pieces(
@@ -192,9 +179,7 @@ def request_range(
         saved.request(f"optimizer.{name}", x, offset, size)
 
 
-def gather_rows_timed(link: Link, rows: np.ndarray, times: Times, trace: Trace) -> np.ndarray:
+def gather_rows_timed(link: Link, times: Times, trace: Trace, rows: np.ndarray) -> np.ndarray:
     """Return the rows of all ranks, see `gather_rows`; the time counts as waiting."""
-    with trace.span("gather norms", "wait") as waiting:
-        gathered = gather_rows(link, rows)
-    times.wait_s += waiting.seconds
-    return gathered
+    with times.wait(trace, "gather norms"):
+        return gather_rows(link, rows)

@@ -48,6 +48,7 @@ class MpiLink:
         self.entry = entry
         self.max_piece_bytes = max_piece_bytes
         self.sleeps_while_waiting, self.sleeping_wait = False, requests.SleepingWait()
+        self.naps_early = False  #: see `nap_after`
         #: the type of arrays that need no queue; None: all need one, see device/transfers.py
         self.unqueued_type: type | None = np.ndarray
         self.paths: tuple[Path, ...] = ()  #: to each rank; empty if no rank has a GPU
@@ -82,6 +83,8 @@ class MpiLink:
                 self._exchange_in_pieces(x, dest, inbox, source)
         except MPI.Exception as error:
             raise self.make_call_error("sendrecv", source, inbox.nbytes, error) from error
+        except TimeoutError:
+            raise self.make_timeout("sendrecv", source, inbox.nbytes) from None
         self.entry.leave()
 
     def wait_any(self, requests: Sequence[Any]) -> int:
@@ -123,8 +126,9 @@ class MpiLink:
 
     def barrier(self) -> None:
         """Return once every rank has called."""
-        if self.paths:
-            return self._barrier_with_progress()
+        if self.paths or self.sleeps_while_waiting:
+            # Meanwhile pending messages are posted: others may wait for them.
+            return self.wait_for(self.comm.Ibarrier().Test, b"barrier")
         self.entry.enter(b"barrier", ALL_PEERS, 0)
         self.comm.Barrier()
         self.entry.leave()
@@ -138,15 +142,29 @@ class MpiLink:
         """
         condition = transfers.with_progress(condition, self.sleeps_while_waiting)
         self.entry.enter(call, peer, nbytes)
+        if self.naps_early:
+            try:
+                self.sleeping_wait.until(lambda: condition() or self._make_progress())
+            except TimeoutError:
+                raise self.make_timeout(call.decode(), peer, nbytes) from None
+        else:
+            self._yield_until(condition)
+        self.entry.leave()
+
+    def _yield_until(self, condition: Callable[[], bool]) -> None:
         nap_start_s, polls = time.monotonic() + YIELD_S, 0
         while not condition():
             os.sched_yield()
             polls += 1
             if polls % POLLS_PER_PROBE == 0:
-                self.comm.Iprobe(self.rank, TAG)
+                self._make_progress()
                 if time.monotonic() > nap_start_s:
                     time.sleep(NAP_S)
-        self.entry.leave()
+
+    def _make_progress(self) -> bool:
+        """Let MPI send what is pending; return False."""
+        self.comm.Iprobe(self.rank, TAG)
+        return False
 
     def window(self, nbytes: int) -> list[np.ndarray]:
         """Return all ranks' zeroed arrays, ours of `nbytes`, in a window that is never freed.
@@ -171,6 +189,15 @@ class MpiLink:
     def native(self) -> MpiCollectives:
         """MPI's own collectives on these ranks."""
         return MpiCollectives(self.comm, self)
+
+    def nap_after(self, spin_s: float, limit_s: float) -> None:
+        """Wait by polling for `spin_s`, then with naps; after `limit_s` raise TransportError.
+
+        For programs that share cores with processes of their own: where others compute, to yield
+        the core takes milliseconds, while the kernel wakes a thread that has slept at once.
+        """
+        self.sleeps_while_waiting = self.naps_early = True
+        self.sleeping_wait = requests.SleepingWait(spin_s, limit_s)
 
     def record_waits_in(self, entry: Entry) -> None:
         """Record waiting calls in the watch's `entry` from now on."""
@@ -221,15 +248,12 @@ class MpiLink:
             link.set_paths([self.paths[r] for r in ranks], [self.path_thresholds[r] for r in ranks])
         return link
 
-    def _barrier_with_progress(self) -> None:
-        """Wait for all ranks; meanwhile post pending messages, since others may wait for them."""
-        request = self.comm.Ibarrier()
-        self.wait_for(request.Test, b"barrier")
-
     def _exchange_arrays(self, x: np.ndarray, dest: int, inbox: np.ndarray, source: int) -> None:
         status, size = self.status, inbox.nbytes
         if self.sleeps_while_waiting:
-            sleeping_wait = requests.SleepingWait()  # not the link's: its pace is that of segments
+            # Not the link's: its pace is that of segments.
+            pace = self.sleeping_wait
+            sleeping_wait = requests.SleepingWait(pace.spin_s, pace.limit_s)
             receive = self.comm.Irecv(buffer_spec(inbox), source, TAG)
             finish_piece(self.comm.Isend(buffer_spec(x), dest, TAG), status, sleeping_wait)
             received_bytes = finish_piece(receive, status, sleeping_wait)
@@ -253,8 +277,22 @@ class MpiLink:
             )
 
     def make_call_error(self, call: str, peer: int, size: int, actual: object) -> TransportError:
-        self.entry.leave()  # the call no longer waits: callers may catch the error
+        """Return the error of a call; it no longer waits, since callers may catch the error."""
+        self.entry.leave()
         return TransportError(
-            f"rank {self.rank}: {call} with rank {peer} expected {size} bytes, but: {actual}. "
+            f"rank {self.rank}: {call} with {_name(peer)} expected {size} bytes, but: {actual}. "
             "All ranks must call with arrays of the same length and dtype, in the same order."
         )
+
+    def make_timeout(self, call: str, peer: int, size: int) -> TransportError:
+        """Return the error of a call that waited too long, with what other ranks of the node do."""
+        report = self.entry.report_ranks(self.sleeping_wait.limit_s)
+        self.entry.leave()
+        return TransportError(
+            f"rank {self.rank}: Timed out after {self.sleeping_wait.limit_s:g} s in {call} with "
+            f"{_name(peer)}, {size} bytes\n{report}"
+        )
+
+
+def _name(peer: int) -> str:
+    return "all ranks" if peer == ALL_PEERS else f"rank {peer}"

@@ -5,8 +5,9 @@ transport/mpi/link.py imports this after it has kept mpi4py from starting MPI.
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -32,13 +33,23 @@ class SleepingWait:
     Segments arrive at a regular pace, so the first nap of a wait is a quarter of the previous wait.
     """
 
-    def __init__(self) -> None:
-        self._first_nap_s = MIN_NAP_S
+    def __init__(self, spin_s: float = 0.0, limit_s: float = math.inf) -> None:
+        """`spin_s`: polls without a sleep at first. `limit_s`: of a wait, then TimeoutError."""
+        self._first_nap_s, self.spin_s, self.limit_s = MIN_NAP_S, spin_s, limit_s
 
     def wait(self, piece: MPI.Request, status: MPI.Status) -> None:
-        """Return once the request `piece` is complete."""
+        """Return once the request `piece` is complete; raise TimeoutError beyond the limit."""
+        self.until(lambda: any(piece.Test(status) for _ in range(POLLS_PER_NAP)))
+
+    def until(self, poll: Callable[[], bool]) -> None:
+        """Return once `poll()` holds; raise TimeoutError beyond the limit."""
         nap_s, start_s = self._first_nap_s, time.perf_counter()
-        while not any(piece.Test(status) for _ in range(POLLS_PER_NAP)):
+        while not poll():
+            waited_s = time.perf_counter() - start_s
+            if waited_s < self.spin_s:
+                continue
+            if waited_s > self.limit_s:
+                raise TimeoutError
             time.sleep(nap_s)
             nap_s = min(2 * nap_s, MAX_NAP_S)
             waited_s = time.perf_counter() - start_s
@@ -56,6 +67,8 @@ class RequestLink(Protocol):
     def make_call_error(
         self, call: str, peer: int, size: int, actual: object
     ) -> TransportError: ...
+
+    def make_timeout(self, call: str, peer: int, size: int) -> TransportError: ...
 
 
 class MpiRequest:
@@ -107,6 +120,8 @@ class MpiRequest:
             )
         except MPI.Exception as error:
             raise self._make_error(self._call.decode(), error) from error
+        except TimeoutError:
+            raise link.make_timeout(self._call.decode(), self._peer, self._expected_bytes) from None
         self._check_size(received_bytes)
         link.entry.leave()
 

@@ -52,6 +52,16 @@ def bind_process(
     return binding
 
 
+def keep_binding(launched: Launched) -> Binding:
+    """Return the binding of this process as it is; its threads belong to the caller's program."""
+    cores = tuple(sorted(os.sched_getaffinity(0)))
+    online_cores = _reachable_cores()
+    node_ranks = launched.local_size or launched.size
+    fair_share = min(len(cores), max(1, len(online_cores) // node_ranks))
+    threads = user_blas_threads(os.environ) or fair_share
+    return Binding(cores, threads, "kept", len(online_cores))
+
+
 def limit_blas_to_one_thread() -> None:
     """Limit the BLAS of this process to one thread, unless the user has set a number.
 

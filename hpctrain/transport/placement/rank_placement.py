@@ -43,7 +43,7 @@ from hpctrain.transport.placement.check import (
     format_ranges,
     group_by_kind,
 )
-from hpctrain.transport.placement.core_binding import Binding, bind_process
+from hpctrain.transport.placement.core_binding import Binding, bind_process, keep_binding
 from hpctrain.transport.placement.nearest_nics import UNKNOWN_PORTS, GpuPosition, NicPorts
 
 logger = logging.getLogger("hpctrain")
@@ -91,7 +91,7 @@ def node_name(gather: verify.Gather, rank: int) -> str:
     return launchers.nodes(hosts, slurm_nodes)[rank]
 
 
-def place_rank(launched: Launched, device: gpus.Device) -> Placement:
+def place_rank(launched: Launched, device: gpus.Device, binds_cores: bool = True) -> Placement:
     """Bind this process to its cores and make its GPU current; return the placement.
 
     Raises UsageError if `device` is "gpu" and no GPU is available ("auto" then takes the CPU), or
@@ -99,7 +99,7 @@ def place_rank(launched: Launched, device: gpus.Device) -> Placement:
     """
     visible_gpus = gpus.visible_gpus(device)
     if not visible_gpus:
-        binding = bind_process(launched)
+        binding = bind_process(launched) if binds_cores else keep_binding(launched)
         return Placement(
             launched,
             binding,
@@ -108,7 +108,8 @@ def place_rank(launched: Launched, device: gpus.Device) -> Placement:
     choice = gpus.choose_gpu(launched, len(visible_gpus), gpus.parse_visible_devices(os.environ))
     gpu = visible_gpus[choice.ordinal]
     cores = [pci.near_cores(gpu_seen.pci) for gpu_seen in visible_gpus]
-    binding = bind_process(launched, gpu_cores=gpus.gpu_cores(launched, choice.ordinal, cores))
+    gpu_cores = gpus.gpu_cores(launched, choice.ordinal, cores)
+    binding = bind_process(launched, gpu_cores=gpu_cores) if binds_cores else keep_binding(launched)
     gpus.use_gpu(choice.ordinal)
     gpu_position = GpuPosition(tuple(gpu_seen.pci for gpu_seen in visible_gpus), choice.ordinal)
     nics = nearest_nics.select_ports(launched, gpu_position)

@@ -131,7 +131,7 @@ class NodeMemory:
 
     def locate(self, x: Array) -> SharedArrays | None:
         """Return the place of our contiguous `x`, None if in no array of `zeros`."""
-        if type(x) is not np.ndarray and on_device(x):
+        if on_device(x):
             return None if self.gpu is None else self.gpu.locate(x)
         address = _data_address(x)
         for start, (number, nbytes, arrays) in self._regions.items():

@@ -3,41 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hpctrain.transport.link import NativeCall
 
-T = TypeVar("T")
-
-
-class CollectivesLink(Protocol):
-    """The part of a link that its collectives use."""
-
-    rank: int
-    size: int
-
-    def gather_items(self, item: T) -> list[T]: ...
+if TYPE_CHECKING:
+    from hpctrain.transport.threads.link import LocalLink
 
 
 class ThreadCollectives:
     """Collectives on the ranks of a link; see NativeCollectives."""
 
-    def __init__(self, link: CollectivesLink):
+    def __init__(self, link: LocalLink):
         self._link = link
 
-    def allreduce(self, x: np.ndarray, op: Any) -> None:
-        """Reduce `x` in place, adding the ranks' arrays in the order of ranks."""
-        first_array, *arrays = self._link.gather_items(x.copy())
-        x[...] = first_array
-        for array in arrays:
-            op(x, array, out=x)
-
     def bind_allreduce(self, x: np.ndarray, op: Any) -> Callable[[], Any]:
-        """Return a call that does `allreduce` to flat `x`."""
-        return partial(self.allreduce, x, op)
+        """Return a call that reduces flat `x`, adding the ranks' arrays in the order of ranks."""
+
+        def allreduce() -> None:
+            first_array, *arrays = self._link.gather_items(x.copy())
+            x[...] = first_array
+            for array in arrays:
+                op(x, array, out=x)
+
+        return allreduce
 
     def bind(self, collective: str, x: np.ndarray, op: Any) -> NativeCall:
         """Return a call that does `collective` on flat `x`."""
@@ -54,8 +45,8 @@ class ThreadCollectives:
             x[:] = gather(x.copy())[0]
 
         calls: dict[str, Callable[[], Any]] = {
-            "allreduce": partial(self.allreduce, x, op),
-            "allreduce plain": partial(self.allreduce, x, op),
+            "allreduce": self.bind_allreduce(x, op),
+            "allreduce plain": self.bind_allreduce(x, op),
             "reduce-scatter": reduce_scatter,
             "all-gather": all_gather,
             "broadcast": broadcast,

@@ -1,0 +1,68 @@
+"""The base of all engines of several ranks: what does not depend on the regime."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hpctrain.collectives import broadcast
+from hpctrain.engines.engine import Task, Times, sum_over
+from hpctrain.engines.replay import Recorder
+from hpctrain.engines.staleness import Staleness
+from hpctrain.gradients.finite import GradientCheck
+from hpctrain.gradients.replica import Replica, ignore_ready
+from hpctrain.nn import Sums
+from hpctrain.transport.link import Link
+from hpctrain.world import World
+
+
+class EngineBase:
+    """All of `hpctrain.engines.engine.Engine` but training, checkpoints and the gradient check."""
+
+    algorithm: str | None = None
+    servers = 0
+    asynchronous = False
+    updates_per_step = 1.0
+    recorder: Recorder | None = None
+    staleness: Staleness | None = None
+
+    worker: int | None
+    check: GradientCheck
+
+    def __init__(self, world: World, replica: Replica, settings: str):
+        """Broadcast the parameters and buffers of rank 0; collective.
+
+        Raises an error on all ranks if `settings` or the layout of the model differ between them.
+        """
+        arena = replica.arena
+        layout = f"{settings}, {arena.param.dtype}, {arena.slots}, {arena.buffer_slots}"
+        world.must_agree(layout, "model and options")
+        for plane in (arena.param, arena.buffer):
+            broadcast(world.main, plane)  # models of users may start from other random numbers
+        self.replica, self.times = replica, Times()
+        self.workers, self.worker = world.size, world.rank
+        self._world, self._trace, self._group = world, world.trace, world.main
+        self._links: list[Link] = []  # links that only this engine uses
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this rank has sent since the start."""
+        return self._group.bytes_sent + sum(link.bytes_sent for link in self._links)
+
+    def sum(self, numbers: np.ndarray) -> np.ndarray:
+        """Return the sums of a few float64 over all ranks, the same on each."""
+        return sum_over(self._group, numbers)
+
+    def settle(self) -> None:
+        """Do nothing: after `train` the arena holds the parameters to evaluate and save."""
+
+    def close(self) -> None:
+        """Free the links; collective."""
+        for link in reversed(self._links):
+            link.free()
+
+    def _compute_gradient(self, task: Task) -> tuple[Sums, bool]:
+        """Compute a gradient; return (sums, whether the gradient is finite)."""
+        with self.times.compute(self._trace, "forward, backward"):
+            sums = self.replica.gradient(*task, self.check.begin(ignore_ready))
+            is_finite = self.check.passes(sums)
+        return sums, is_finite

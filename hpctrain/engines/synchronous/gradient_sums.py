@@ -1,0 +1,194 @@
+"""How gradients are summed over ranks: fast, compressed, or in an order independent of the ranks.
+
+**Fast** sums are made in the order of the all-reduce, which may depend on the number of ranks.
+
+**Compressed** sums keep state between steps, which is part of checkpoints:
+
+    compression.residual      | rank 0's plane | rank 1's plane | ... | rank P-1's plane |
+    compression.powersgd_q    equal on all ranks: each saves 1/P
+
+A residual is the part of gradients that was not sent yet. The same number of ranks load each its
+own, and the run continues bit for bit. Of another number each loads 1/P of the sum, which
+stays the same, also for another method with residuals.
+
+**Ordered** sums are made in the order of blocks, and have the same bits on any number of ranks:
+
+    replica           the gradients of this rank's blocks, added as far as they can be
+    reduce_scatter    those of all ranks, each element on one rank     (collectives/ordered.py)
+    all_gather        the sums to all ranks, by the algorithm of the options
+
+The losses of blocks are added in their order too: rank 0 returns those of a whole step, the others
+none, so that sums over ranks and steps make the same additions on any number of ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+
+from hpctrain.checkpoint import Piece
+from hpctrain.collectives import AllReduceFunction, Group, Operation, ordered
+from hpctrain.collectives.all_gathers import IN_MEMORY_ALL_GATHERS, AllGather
+from hpctrain.collectives.ordered import SumTree
+from hpctrain.collectives.ring import reduce_scatter
+from hpctrain.core.errors import UsageError
+from hpctrain.engines.engine import piece_of
+from hpctrain.engines.saved_state import SavedState, divide
+from hpctrain.gradients import compress
+from hpctrain.gradients.arena import view_offset
+from hpctrain.gradients.blocks import BlockReplica, add_in_order
+from hpctrain.gradients.compress import Compressor
+from hpctrain.gradients.finite import GradientParts
+from hpctrain.gradients.reducer import WireOptions
+from hpctrain.gradients.replica import Replica
+from hpctrain.nn import Sums
+from hpctrain.transport.link import Link
+from hpctrain.tuning.select import find_all_gather, find_allreduce
+from hpctrain.world import World
+
+log = logging.getLogger(__name__)
+PREFIX = "compression."
+#: Takes a few float64, returns their sums over all ranks, the same on each.
+Add = Callable[[np.ndarray], np.ndarray]
+
+
+class FastSums:
+    """Sums in the order of the algorithm."""
+
+    #: Parts of this rank's gradient that are not in the arena's plane
+    parts: GradientParts | None = None
+
+    def __init__(self, replica: Replica, allreduce: AllReduceFunction, link: Link):
+        self.replica, self.allreduce, self._link = replica, allreduce, link
+        self.reduce_scatter: Callable[..., object] = reduce_scatter
+
+    def begin(self) -> None:
+        """Begin a step, which `undo` may undo."""
+
+    def undo(self) -> None:
+        """Restore the state from before the step."""
+
+    def step_sums(self, sums: Sums, add: Add) -> Sums:
+        """Return `sums`: each rank reports its own share."""
+        return sums
+
+    def pieces(self) -> list[Piece]:
+        """Return this rank's part of the state."""
+        return []
+
+    def load(self, saved: SavedState) -> None:
+        """Request this rank's part of the state."""
+        if self._link.rank == 0:
+            warn_of_residuals(saved)
+
+
+class CompressedSums(FastSums):
+    """Sums by a compressed all-reduce."""
+
+    def __init__(self, replica: Replica, compressor: Compressor, link: Link):
+        super().__init__(replica, compressor, link)
+        self.compressor = compressor
+
+    def begin(self) -> None:
+        """Save the residuals."""
+        self.compressor.begin()
+
+    def undo(self) -> None:
+        """Restore the residuals from before the step."""
+        self.compressor.undo()
+
+    def pieces(self) -> list[Piece]:
+        """Return this rank's own arrays, and its 1/P of the common ones."""
+        rank, size = self._link.rank, self._link.size
+        return [
+            Piece(PREFIX + name, rank * x.size, size * x.size, x)
+            for name, x in self.compressor.local_state.items()
+        ] + [
+            piece_of(PREFIX + name, x, rank, size)
+            for name, x in self.compressor.shared_state.items()
+        ]
+
+    def load(self, saved: SavedState) -> None:
+        """Request this rank's arrays; those of another PowerSGD rank stay as they are."""
+        for name, x in self.compressor.local_state.items():
+            if PREFIX + name in saved.sizes:
+                self._request_residual(x, PREFIX + name, saved)
+            else:
+                x[...] = 0
+        for name, x in self.compressor.shared_state.items():
+            if saved.sizes.get(PREFIX + name) == x.size:
+                saved.request_deferred(PREFIX + name, x)
+        if "residual" not in self.compressor.local_state:
+            super().load(saved)
+
+    def _request_residual(self, x: np.ndarray, name: str, saved: SavedState) -> None:
+        """Request this rank's residual `x` of the residuals of all ranks in the checkpoint."""
+        total, size = saved.sizes[name], self._link.size
+        if total % x.size:
+            raise UsageError(
+                f"the checkpoint does not fit the recipe: expected residuals of {x.size} numbers, "
+                f"seen {total} in all; resume with the model of the checkpoint"
+            )
+        if total == size * x.size:
+            saved.request(name, x, self._link.rank * x.size, total)
+        else:
+            saved.request_sum(name, x, total // x.size)
+            saved.on_arrival(partial(divide, x, size))
+
+
+class OrderedSums(FastSums):
+    """Sums of gradients and losses over ranks, in an order that does not depend on the ranks."""
+
+    replica: BlockReplica
+
+    def __init__(self, replica: Replica, tree: SumTree, all_gather: AllGather, link: Link):
+        """Raise UsageError where the replica cannot be computed in blocks."""
+        super().__init__(BlockReplica(replica, tree, link.rank), self.ordered, link)
+        self.reduce_scatter = self._reduce_scatter
+        self.parts = self.replica.subtotals
+        self._tree, self._all_gather = tree, all_gather
+
+    def _reduce_scatter(
+        self, group: Group, x: np.ndarray, op: Operation, offsets: Sequence[int] | None = None
+    ) -> None:
+        """Sum slice `x` of the gradient plane, each rank its own chunk of it."""
+        ordered.reduce_scatter(group, self._tree, self._own_blocks(x), x, op, offsets)
+
+    def ordered(self, group: Group, x: np.ndarray, op: Operation) -> None:
+        """Sum slice `x` of the gradient plane, all of it on every rank."""
+        in_memory = self._all_gather in IN_MEMORY_ALL_GATHERS
+        scatter = ordered.reduce_scatter_in_memory if in_memory else ordered.reduce_scatter
+        scatter(group, self._tree, self._own_blocks(x), x, op)
+        self._all_gather(group, x)
+
+    def _own_blocks(self, x: np.ndarray) -> list[np.ndarray]:
+        start = view_offset(self.replica.arena.grad, x)
+        return self.replica.subtotals(slice(start, start + x.size))
+
+    def step_sums(self, sums: Sums, add: Add) -> Sums:
+        """Return the sums of all shares on rank 0, none elsewhere."""
+        table = self.replica.table
+        total = add_in_order(add(table.ravel()).reshape(table.shape), self.replica.loss)
+        return total if self._link.rank == 0 else {}
+
+
+def make_gradient_sums(world: World, replica: Replica, options: WireOptions) -> FastSums:
+    """Return the sums of `[wire] reduction` and `compression`; collective."""
+    if tree := options.tree(world.size):
+        return OrderedSums(replica, tree, find_all_gather(options.algorithm), world.link)
+    allreduce = find_allreduce(options.algorithm)
+    compressor = compress.build(
+        options, allreduce, replica.arena, world.size, world.memory.zeros_like
+    )
+    if compressor is not None:
+        return CompressedSums(replica, compressor, world.link)
+    return FastSums(replica, allreduce, world.link)
+
+
+def warn_of_residuals(saved: SavedState) -> None:
+    """Warn if the checkpoint has residuals, which an engine without them does not load."""
+    if PREFIX + "residual" in saved.sizes:
+        log.warning("the gradients that compression kept back before the checkpoint are dropped")

@@ -1,0 +1,16 @@
+"""Cores beside those of the ranks: where a communication thread takes none from compute."""
+
+from __future__ import annotations
+
+import os
+
+from hpctrain.world.world import World
+
+
+def has_spare_cores(world: World) -> bool:
+    """Return whether every node has more cores than ranks; collective."""
+    cores = world.gather(" ".join(map(str, os.sched_getaffinity(0))))
+    return all(
+        len(set().union(*(cores[rank].split() for rank in node))) > len(node)
+        for node in world.main.nodes
+    )
