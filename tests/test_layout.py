@@ -19,7 +19,7 @@ FILES = Path(__file__).parents[1] / "docs" / "files.md"
 MOST_LINES = 300
 #: room: (most files, most lines), `__init__.py` included
 ROOMS = {
-    ".": (5, 490),
+    ".": (5, 495),
     "bench": (14, 1660),
     "bench/prediction": (6, 640),
     "bench/rivals": (4, 350),
@@ -33,16 +33,16 @@ ROOMS = {
     "collectives/reductions": (5, 500),
     "commands": (20, 1350),
     "config": (5, 650),
-    "core": (16, 1650),
+    "core": (16, 1680),
     "cost_model": (7, 1000),
     "data": (16, 1380),
-    "doctor": (9, 900),
+    "doctor": (10, 950),
     "doctor/job": (12, 1650),
-    "engines": (7, 950),
-    "engines/gossip": (6, 750),
-    "engines/local_sgd": (4, 510),
-    "engines/parameter_server": (12, 1850),
-    "engines/synchronous": (9, 1150),
+    "engines": (8, 1050),
+    "engines/gossip": (6, 700),
+    "engines/local_sgd": (4, 460),
+    "engines/parameter_server": (12, 1800),
+    "engines/synchronous": (9, 1200),
     "gradients": (9, 1230),
     "gradients/compress": (7, 900),
     "hardware": (7, 650),
@@ -55,19 +55,20 @@ ROOMS = {
     "scaling": (10, 1590),
     "scaling/output": (7, 930),
     "scaling/trials": (4, 570),
+    "torch": (14, 1560),
     "training": (18, 2730),
     "training/recipes": (1, 50),
     "transport": (3, 250),
     "transport/device": (6, 970),
     "transport/gpu_probe": (7, 1120),
-    "transport/mpi": (8, 870),
-    "transport/placement": (5, 910),
+    "transport/mpi": (9, 1030),
+    "transport/placement": (5, 925),
     "transport/shared_memory": (5, 720),
     "transport/threads": (4, 400),
     "tuning": (10, 1480),
     "user_collectives": (4, 520),
     "watch": (6, 750),
-    "world": (4, 490),
+    "world": (5, 540),
 }
 #: longer files and their lines, which may only shrink
 LONG: dict[str, int] = {}
@@ -130,7 +131,7 @@ def test_files_are_short():
 def test_the_top_level_is_small():
     entries = [p for p in ROOT.iterdir() if p.is_dir() or p.suffix == ".py"]
     entries = [p for p in entries if p.name != "__pycache__"]
-    assert len(entries) <= 29
+    assert len(entries) <= 30
     assert sum(p.is_file() for p in entries) <= 8
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from hpctrain.cluster.launch import find_mpi
 from hpctrain.core import launchers
 from hpctrain.core.errors import UsageError
-from hpctrain.doctor import gpus, mpi, network, node
+from hpctrain.doctor import gpus, guests, mpi, network, node
 from hpctrain.doctor.check import Check, exit_code
 from hpctrain.doctor.topology import Topology, find_topology, format_topology
 from hpctrain.hardware import gdr, nics, nvidia, pci, quota
@@ -79,6 +79,10 @@ def examine_node() -> NodeResult:
     node_hardware = find_hardware(socket.gethostname())
     gpu_paths = _probe_gpu_paths() if node_hardware.node_gpus.gpus and cupy_version() else None
     checks = [_check_versions(), *_check_mpi(), _check_blas(node_hardware.quota_cores)]
+    if (torch_version := guests.torch_version()) is not None:
+        has_gpu = bool(node_hardware.node_gpus.gpus)
+        names = guests.backend_names()
+        checks.append(guests.check_torch(torch_version, names, os.environ, has_gpu))
     checks += check_node(node_hardware, gpu_paths)
     checks += network.check_named_nics(node_hardware.nics, os.environ)
     return NodeResult(socket.gethostname(), checks, node_hardware, gpu_paths)

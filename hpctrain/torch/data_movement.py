@@ -1,0 +1,181 @@
+"""Movements of data of `torch.distributed`: broadcast, gather, scatter, all_gather, all_to_all.
+
+Tensors of any dtype travel as bytes. See reductions.py for the calling conventions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+
+from hpctrain.core.errors import UsageError
+from hpctrain.torch import collectives
+from hpctrain.torch.operations import Operations, is_async
+from hpctrain.torch.tensors import as_bytes, copy_all_back, copy_back, is_dense
+
+Tensor: TypeAlias = torch.Tensor
+Tensors: TypeAlias = Sequence[Tensor]
+
+
+class DataMovement(Operations):
+    """See `torch.distributed.ProcessGroup`."""
+
+    def broadcast(self, tensors: Tensors | Tensor, opts: Any = None, *_: Any) -> Any:
+        """Copy the root's tensor to all ranks."""
+        tensor = tensors if isinstance(tensors, torch.Tensor) else tensors[0]
+        root = opts if isinstance(opts, int) else opts.rootRank if opts is not None else 0
+
+        def call() -> None:
+            staged = tensor if is_dense(tensor) else tensor.contiguous()
+            self.must_match(f"broadcast from {root} of {tensor.dtype} {tensor.numel()}")
+            collectives.broadcast(self.group, as_bytes(staged), root)
+            copy_back(staged, tensor)
+
+        return self.start(b"broadcast", tensor.nbytes, call, is_async(opts), [tensor])
+
+    def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Any:
+        """Collect all ranks' tensors on the root."""
+        tensor, root = inputs[0], opts.rootRank
+        targets = list(outputs[0]) if outputs else []
+
+        def call() -> None:
+            self.must_match(f"gather to {root} of {tensor.dtype} {tensor.numel()}")
+            staged = [target.contiguous() for target in targets]
+            arrays = list(map(as_bytes, staged))
+            source = tensor.contiguous()
+            collectives.gather(self.group, as_bytes(source), arrays, root)
+            copy_all_back(staged, targets)
+
+        return self.start(b"gather", tensor.nbytes, call, is_async(opts), targets)
+
+    def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> Any:
+        """Distribute the root's tensors, one to each rank."""
+        target, root = outputs[0], opts.rootRank
+        sources = list(inputs[0]) if inputs else []
+
+        def call() -> None:
+            self.must_match(f"scatter from {root} of {target.dtype} {target.numel()}")
+            staged, held = target.contiguous(), [source.contiguous() for source in sources]
+            arrays = list(map(as_bytes, held))
+            collectives.scatter(self.group, arrays, as_bytes(staged), root)
+            copy_back(staged, target)
+
+        return self.start(b"scatter", target.nbytes, call, is_async(opts), [target])
+
+    def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Any:
+        """Fill the list of tensors with every rank's tensor; they may differ in length."""
+        tensor, targets = inputs[0], list(outputs[0])
+        call = partial(self._all_gather_list, tensor, targets)
+        return self.start(b"all_gather", tensor.nbytes, call, is_async(opts), targets)
+
+    def _all_gather_list(self, tensor: Tensor, targets: Tensors) -> None:
+        group, source = self.group, tensor.contiguous()
+        if len({target.nbytes for target in targets}) == 1:
+            self.must_match(f"all_gather of {tensor.dtype} {tensor.numel()}")
+            shape, device = (len(targets), tensor.numel()), tensor.device
+            rows = torch.empty(shape, dtype=tensor.dtype, device=device)
+            collectives.all_gather(group, as_bytes(source), as_bytes(rows))
+            staged: Tensors = [row.view(target.shape) for row, target in zip(rows, targets)]  # noqa: B905
+        else:
+            staged = [target.contiguous() for target in targets]
+            collectives.all_gather_uneven(group, as_bytes(source), list(map(as_bytes, staged)))
+        copy_all_back(staged, targets)
+
+    def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Any:
+        """Fill `output` with every rank's tensor, one after another."""
+        call = partial(self._all_gather_into, output, tensor)
+        return self.start(b"all_gather", tensor.nbytes, call, is_async(opts), [output])
+
+    _allgather_base = all_gather_single
+
+    def _all_gather_into(self, output: Tensor, tensor: Tensor) -> None:
+        self.must_match(f"all_gather of {tensor.dtype} {tensor.numel()}")
+        staged, source = output.contiguous(), tensor.contiguous()
+        collectives.all_gather(self.group, as_bytes(source), as_bytes(staged))
+        copy_back(staged, output)
+
+    def all_gather_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any = None
+    ) -> Any:
+        """Do several `all_gather_single`."""
+
+        def call() -> None:
+            for output, tensor in zip(outputs, inputs, strict=True):
+                self._all_gather_into(output, tensor)
+
+        nbytes = sum(tensor.nbytes for tensor in inputs)
+        return self.start(b"all_gather coalesced", nbytes, call, is_async(opts), list(outputs))
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def allgather_coalesced(
+        self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None
+    ) -> Any:
+        """Fill list r with all tensors of rank r."""
+
+        def call() -> None:
+            for i, tensor in enumerate(inputs):
+                self._all_gather_list(tensor, [row[i] for row in outputs])
+
+        nbytes = sum(tensor.nbytes for tensor in inputs)
+        results = [tensor for row in outputs for tensor in row]
+        return self.start(b"all_gather coalesced", nbytes, call, is_async(opts), results)
+
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        tensor: Tensor,
+        output_splits: Sequence[int],
+        input_splits: Sequence[int],
+        opts: Any = None,
+    ) -> Any:
+        """Exchange parts with all ranks, cut along the first dimension; even without `splits`."""
+
+        def call() -> None:
+            staged, source = output.contiguous(), tensor.contiguous()
+            self._exchange(
+                _split(source, input_splits, self.group.link.size),
+                _split(staged, output_splits, self.group.link.size),
+            )
+            copy_back(staged, output)
+
+        return self.start(b"all_to_all", tensor.nbytes, call, is_async(opts), [output])
+
+    alltoall_base = all_to_all_single
+
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
+        """Send tensor r to rank r, and fill output r from it."""
+
+        def call() -> None:
+            staged = [output.contiguous() for output in outputs]
+            self._exchange([tensor.contiguous() for tensor in inputs], staged)
+            copy_all_back(staged, outputs)
+
+        nbytes = sum(tensor.nbytes for tensor in inputs)
+        return self.start(b"all_to_all", nbytes, call, is_async(opts), list(outputs))
+
+    def _exchange(self, inputs: Tensors, outputs: Tensors) -> None:
+        arrays = list(map(as_bytes, inputs)), list(map(as_bytes, outputs))
+        collectives.all_to_all_uneven(self.group, *arrays)
+
+    def barrier(self, opts: Any = None, *_: Any) -> Any:
+        """Wait until every rank has called this."""
+
+        def call() -> None:
+            self.communicator.world.barrier()
+
+        return self.start(b"barrier", 0, call, is_async(opts), [])
+
+
+def _split(tensor: Tensor, sizes: Sequence[int], parts: int) -> Tensors:
+    """Return views of contiguous `tensor`, cut along its first dimension; `sizes`: or evenly."""
+    if sizes:
+        return tensor.split(list(sizes))
+    if tensor.size(0) % parts:
+        raise UsageError(
+            f"all_to_all: expected a first dimension divisible by {parts}, seen {tensor.size(0)}"
+        )
+    return tensor.split(max(1, tensor.size(0) // parts)) if tensor.numel() else [tensor] * parts

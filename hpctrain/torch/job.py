@@ -1,0 +1,69 @@
+"""All ranks of a PyTorch job: its World, started once, with the limit of waits given to PyTorch."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch
+
+from hpctrain.core.errors import UsageError
+from hpctrain.world import DEFAULT_TIMEOUT_S, World, current_world, has_spare_cores, init
+
+OLDEST_TORCH = (2, 11)
+GRACE, GRACE_S = 1.1, 5.0
+REDUCTION_VARIABLE = "HPCTRAIN_REDUCTION"
+
+
+def start_job(timeout: timedelta | None) -> World:
+    """Return the World of all ranks; starts MPI unless it is running. Collective at first.
+
+    `timeout`: limit of a wait for other ranks, from `init_process_group`. Cores are not bound: the
+    threads of PyTorch, of its data loaders and compilers belong to the user. Raises UsageError if
+    PyTorch is too old.
+    """
+    check_version(torch.__version__)
+    world = current_world()
+    if world is None:
+        # Waits of the backend end by themselves at the limit; the watch ends what goes beyond it.
+        limit_s = DEFAULT_TIMEOUT_S if timeout is None else timeout.total_seconds()
+        timeout_s = GRACE * limit_s + GRACE_S
+        has_cuda = torch.cuda.is_available()
+        world = init("auto" if has_cuda else "cpu", timeout_s, binds_cores=False)
+    return world
+
+
+def check_version(version: str) -> None:
+    """Raise UsageError unless `version` of PyTorch is one that the backend supports."""
+    try:
+        numbers = tuple(int(number) for number in version.split("+")[0].split(".")[:2])
+    except ValueError:  # a build from source, as "2.14.0a0+git1234": its first two are numbers
+        numbers = OLDEST_TORCH
+    if numbers < OLDEST_TORCH:
+        raise UsageError(
+            f"the backend hpctrain needs PyTorch {'.'.join(map(str, OLDEST_TORCH))} or newer, seen "
+            f"{version}: pip install -U torch, or use the backend gloo"
+        )
+
+
+def uses_threads(job: World) -> bool:
+    """Return whether asynchronous collectives run in a thread, equal on all ranks; collective."""
+    global _threaded
+    if _threaded is None:
+        wants_thread = len(job.main.nodes) > 1 or has_spare_cores(job)
+        _threaded = job.size > 1 and job.concurrent and wants_thread
+    return _threaded
+
+
+_threaded: bool | None = None
+
+
+def is_ordered() -> bool:
+    """Return whether sums are added in the order of ranks, by HPCTRAIN_REDUCTION.
+
+    Raises UsageError for another value than "ordered" and "fast".
+    """
+    value = os.environ.get(REDUCTION_VARIABLE, "fast")
+    if value not in ("fast", "ordered"):
+        raise UsageError(f"{REDUCTION_VARIABLE}: expected fast or ordered, seen {value!r}")
+    return value == "ordered"

@@ -1,0 +1,100 @@
+"""The start of every operation of a process group: its order, its note for the watch, its Work.
+
+Before data moves, all ranks compare a digest of the call where that costs a microsecond: within a
+node, or with TORCH_DISTRIBUTED_DEBUG=DETAIL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hpctrain.collectives import Group
+from hpctrain.collectives.signature import Signature, make_signature, must_match
+from hpctrain.core.xp import foreign_stream
+from hpctrain.torch.communicator import Communicator
+from hpctrain.torch.work import FinishedWork, RunningWork
+
+_FINISHED = FinishedWork()
+
+
+class Operations:
+    """The operations of a process group, by family: base of reductions, movements, messages."""
+
+    def __init__(self, communicator: Communicator):
+        self.communicator = communicator
+        self._compares_calls = dist.get_debug_level() == dist.DebugLevel.DETAIL
+        self._coalesced: list[RunningWork] | None = None
+
+    @property
+    def group(self) -> Group:
+        """The ranks and their links."""
+        return self.communicator.group
+
+    def start(
+        self, operation: bytes, nbytes: int, call: Callable[[], Any], is_async: bool, tensors: Any
+    ) -> Any:
+        """Run a collective, or start it where it is asynchronous; return its Work.
+
+        On a GPU its work is done in PyTorch's current stream, before later work there.
+        """
+        if torch.cuda.is_initialized():
+            stream = torch.cuda.current_stream()
+            call = partial(_call_in_stream, call, stream.cuda_stream, stream.device_index)
+        if not is_async:
+            self.communicator.run(operation, nbytes, call)
+            return _FINISHED
+        work = self.communicator.submit(operation, nbytes, call, tensors)
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
+
+    def signature(self, text: str) -> Signature | None:
+        """Return the signature of a call if ranks compare them."""
+        group = self.group
+        cheap = len(group.nodes) == 1 and group.node_buffers is not None
+        return make_signature(text) if cheap or self._compares_calls else None
+
+    def must_match(self, text: str) -> None:
+        """Raise UsageError on all ranks if calls differ, where that is compared."""
+        if len(self.communicator.ranks) > 1 and (call := self.signature(text)) is not None:
+            must_match(self.group, call)
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        """Begin a batch: operations start at once here, so there is nothing to hold back."""
+        self._coalesced = []
+
+    def _end_coalescing(self, device: torch.device) -> Any:
+        """Return the work of the batch, which waits for all of its operations."""
+        works, self._coalesced = self._coalesced or [], None
+        return BatchWork(works)
+
+
+def _call_in_stream(call: Callable[[], Any], pointer: int, device: int) -> None:
+    with foreign_stream(pointer, device):
+        call()
+
+
+class BatchWork(FinishedWork):
+    """The operations of a batch, waited for together."""
+
+    def __init__(self, works: Sequence[RunningWork]):
+        super().__init__([tensor for work in works for tensor in work._tensors])
+        self._works = works
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait for each operation; raise the first error."""
+        return all(work.wait(timeout) for work in self._works)
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+
+def is_async(opts: Any) -> bool:
+    """Return whether a call with options `opts` is asynchronous; from C++ it is by default."""
+    return getattr(opts, "asyncOp", True)

@@ -1,0 +1,162 @@
+"""The process group "hpctrain" of `torch.distributed`: ranks of MPI under PyTorch's names."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from inspect import isfunction
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._dynamo import eval_frame
+
+from hpctrain.core.errors import UsageError
+from hpctrain.torch.autoload import BACKEND
+from hpctrain.torch.communicator import Communicator
+from hpctrain.torch.data_movement import DataMovement
+from hpctrain.torch.job import start_job, uses_threads
+from hpctrain.torch.point_to_point import PointToPoint
+from hpctrain.torch.reductions import Reductions
+from hpctrain.world import World
+
+
+def make_process_group(options: Any) -> ProcessGroup:
+    """Return the group of `options`, a `_DistributedBackendOptions`; collective over its ranks."""
+    job = start_job(options.timeout)
+    size, rank, ranks = options.group_size, options.group_rank, options.global_ranks_in_group
+    if not ranks:  # the default group
+        ranks = _ranks_in_order(job, rank, size)
+    else:
+        ranks = [_default_ranks[global_rank] for global_rank in ranks]
+    limit_s = options.timeout.total_seconds()
+    communicator = Communicator(job, ranks, options.group_id, limit_s, uses_threads(job))
+    return ProcessGroup(communicator, rank, size, options.store)
+
+
+#: The rank in MPI of each rank of the default group.
+_default_ranks: list[int] = []
+
+
+def _ranks_in_order(job: World, rank: int, size: int) -> list[int]:
+    """Return the rank in MPI of each rank of the default group; collective.
+
+    Raises UsageError if the ranks that PyTorch was given are not those of MPI.
+    """
+    if size != job.size:
+        raise UsageError(
+            f"the backend hpctrain has the ranks of MPI, {job.size}, but PyTorch was given rank "
+            f"{rank} of {size}: start the script with `mpirun -n {size}` or srun instead of "
+            "torchrun, or leave rank, world_size and init_method out"
+        )
+    given = [int(text) for text in job.gather(str(rank))]
+    if sorted(given) != list(range(size)):
+        raise UsageError(
+            f"expected each of the ranks 0 to {size - 1} once; PyTorch was given {given}"
+        )
+    _default_ranks[:] = sorted(range(size), key=given.__getitem__)
+    return _default_ranks
+
+
+class ProcessGroup(Reductions, DataMovement, PointToPoint, dist.ProcessGroup):  # type: ignore[misc]
+    """See `torch.distributed.ProcessGroup`; C++ asks for some properties by other spellings."""
+
+    def __init__(self, communicator: Communicator, rank: int, size: int, store: Any):
+        dist.ProcessGroup.__init__(self, rank, size)
+        Reductions.__init__(self, communicator)
+        self._rank, self._size, self._store = rank, size, store
+        self._name = self._description = ""
+
+    def getBackendName(self) -> str:  # noqa: N802
+        return BACKEND
+
+    def _get_backend_name(self) -> str:
+        return BACKEND
+
+    def name(self) -> str:
+        return BACKEND
+
+    def getRank(self) -> int:  # noqa: N802
+        return self._rank
+
+    def getSize(self) -> int:  # noqa: N802
+        return self._size
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+    def getGroupName(self) -> str:  # noqa: N802
+        return self._name
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        self._name = name
+
+    _set_group_name = setGroupName
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        return self._description
+
+    def setGroupDesc(self, description: str) -> None:  # noqa: N802
+        self._description = description
+
+    _set_group_desc = setGroupDesc
+
+    @property
+    def group_name(self) -> str:
+        return self._name
+
+    @property
+    def group_desc(self) -> str:
+        return self._description
+
+    def get_group_store(self) -> Any:
+        return self._store
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        kinds = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+        return list(map(torch.device, kinds))
+
+    @property
+    def bound_device_id(self) -> torch.device | None:
+        return None
+
+    @bound_device_id.setter
+    def bound_device_id(self, device: torch.device | None) -> None:
+        """Ignore the device: tensors of any device of this rank are accepted."""
+
+    def __repr__(self) -> str:
+        return f"ProcessGroup({BACKEND}, rank {self._rank} of {self._size}, {self._name})"
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Do nothing: calls are compared by their digests."""
+
+    def _get_sequence_number_for_group(self) -> int:
+        return 0
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Do nothing: the limit of waits is that of `init_process_group`."""
+
+    def shutdown(self) -> None:
+        """Finish what is under way and free the group's links; all ranks of the group must call."""
+        self._bound_calls.clear()
+        self.communicator.close()
+
+    def abort(self) -> None:
+        """Do nothing: a job whose rank fails is ended as a whole."""
+
+
+def _keep_compilers_out() -> None:
+    """Let torch.compile run operations as they are, with all that they call.
+
+    C++ calls them, as in DDP's forward pass, while compiled code runs; Dynamo would trace them.
+    """
+    skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
+    for family in (Reductions, DataMovement, PointToPoint):
+        for method in filter(isfunction, vars(family).values()):
+            eval_frame.set_code_exec_strategy(method.__code__, skip)
+
+
+_keep_compilers_out()

@@ -1,0 +1,29 @@
+"""The sum of sparse tensors: every rank gathers all entries, and adds those of one index."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from hpctrain.collectives import Group
+from hpctrain.torch import collectives
+from hpctrain.torch.tensors import as_bytes
+
+
+def all_reduce(group: Group, tensor: torch.Tensor) -> None:
+    """Replace COO `tensor` by the sum over all ranks; the numbers of entries may differ.
+
+    Cost: all ranks' entries reach each rank, and are sorted there.
+    """
+    own = tensor.detach().coalesce()
+    counts = np.zeros(group.link.size, np.int64)
+    collectives.all_gather(group, np.array([own._nnz()]), counts)
+    indices = [own.indices().new_empty((own.sparse_dim(), int(n))) for n in counts]
+    values = [own.values().new_empty((int(n), *own.values().shape[1:])) for n in counts]
+    for part, parts in ((own.indices(), indices), (own.values(), values)):
+        arrays = list(map(as_bytes, parts))
+        collectives.all_gather_uneven(group, as_bytes(part.contiguous()), arrays)
+    entries = torch.cat(indices, 1), torch.cat(values)
+    total = torch.sparse_coo_tensor(*entries, tensor.shape).coalesce()
+    with torch.no_grad():
+        tensor.copy_(total)

@@ -1,0 +1,134 @@
+"""Tagged messages over MPI: the sends and receives of guest frameworks, also from any source.
+
+A Link has neither tags nor a receive from any source, since its order could not be replayed. The
+ranks of a guest framework match their messages by tags of the user, and post receives that any rank
+may answer: on a communicator of their own, so that no message meets one of ours.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+from mpi4py import MPI
+
+from hpctrain.core.errors import TransportError
+from hpctrain.transport.link import Link
+from hpctrain.transport.mpi.link import MpiLink
+from hpctrain.transport.mpi.requests import Spec, buffer_spec, cut_pieces
+
+ANY_RANK = MPI.ANY_SOURCE  #: as a source: whichever rank sends first
+#: A wait polls so long, then naps between polls, twice as long each time. Polls last longer than a
+#: first nap: else a rank that was late once would let its peers nap, and they would be late next.
+SPIN_S, MIN_NAP_S, MAX_NAP_S = 250e-6, 50e-6, 1e-3
+
+
+class TaggedMessages:
+    """Sends and receives of one rank; any thread may call."""
+
+    def __init__(self, link: Link):
+        """Take over `link`, which must be used by nobody else."""
+        assert isinstance(link, MpiLink)
+        self.rank, self.size = link.rank, link.size
+        self._link, self._comm = link, link.comm
+        #: MPI's largest tag; others are refused
+        self.max_tag: int = self._comm.Get_attr(MPI.TAG_UB)  # type: ignore[assignment]
+
+    def isend(self, x: np.ndarray, dest: int, tag: int) -> TaggedRequest:
+        """Start to send contiguous `x` to rank `dest`."""
+        self._check_tag(tag)
+        pieces = [
+            self._comm.Isend(buffer_spec(piece), dest, tag)
+            for piece in cut_pieces(x, self._link.max_piece_bytes)
+        ]
+        return TaggedRequest(self, f"send to rank {dest}", pieces, dest, tag, None, [])
+
+    def irecv(self, x: np.ndarray, source: int, tag: int) -> TaggedRequest:
+        """Start to fill contiguous `x` from rank `source`, or from `ANY_RANK`.
+
+        Of a long message from any rank the first piece comes first: it tells the source of others.
+        """
+        self._check_tag(tag)
+        specs = [buffer_spec(piece) for piece in cut_pieces(x, self._link.max_piece_bytes)]
+        posted_at_once = 1 if source == ANY_RANK else len(specs)
+        pieces = [self._comm.Irecv(spec, source, tag) for spec in specs[:posted_at_once]]
+        name = "receive from any rank" if source == ANY_RANK else f"receive from rank {source}"
+        return TaggedRequest(self, name, pieces, source, tag, x.nbytes, specs[posted_at_once:])
+
+    def post_rest(self, specs: Sequence[Spec], source: int, tag: int) -> list[MPI.Request]:
+        """Return requests for the remaining pieces of a message, whose source is known now."""
+        return [self._comm.Irecv(spec, source, tag) for spec in specs]
+
+    def free(self) -> None:
+        """Give the communicator back to MPI; all ranks must call."""
+        self._link.free()
+
+    def _check_tag(self, tag: int) -> None:
+        if not 0 <= tag <= self.max_tag:
+            raise TransportError(f"expected a tag in 0 .. {self.max_tag}, seen {tag}")
+
+
+class TaggedRequest:
+    """A message under way; its array must not be touched before `wait` returns."""
+
+    def __init__(
+        self,
+        messages: TaggedMessages,
+        name: str,
+        pieces: list[MPI.Request],
+        peer: int,
+        tag: int,
+        expected_bytes: int | None,
+        unposted: list[Spec],
+    ):
+        self.name, self.peer, self.expected_bytes = name, peer, expected_bytes
+        self._messages, self._pieces, self.tag, self._unposted = messages, pieces, tag, unposted
+        self._status, self._received_bytes = MPI.Status(), 0
+
+    def is_complete(self) -> bool:
+        """Return whether the message has been sent or received; does not wait.
+
+        Raises TransportError if a message of another length arrived.
+        """
+        status = self._status
+        try:
+            while self._pieces and self._pieces[0].Test(status):
+                self._pieces.pop(0)
+                if self.expected_bytes is not None:
+                    self.peer = status.Get_source()
+                    self._received_bytes += status.Get_count(MPI.BYTE)
+                if self._unposted:
+                    self._pieces = self._messages.post_rest(self._unposted, self.peer, self.tag)
+                    self._unposted = []
+        except MPI.Exception as error:
+            raise self._make_error(str(error)) from error
+        if self._pieces:
+            return False
+        if self.expected_bytes not in (None, self._received_bytes):
+            raise self._make_error(f"{self._received_bytes} came")
+        return True
+
+    def wait(self, limit_s: float) -> bool:
+        """Return whether the message is complete within `limit_s`.
+
+        Polls for a moment, then naps between polls: the core is left to threads that compute.
+        """
+        if self.is_complete():
+            return True
+        start_s, nap_s = time.perf_counter(), MIN_NAP_S
+        while not self.is_complete():
+            waited_s = time.perf_counter() - start_s
+            if waited_s > limit_s:
+                return False
+            if waited_s > SPIN_S:
+                time.sleep(nap_s)
+                nap_s = min(2 * nap_s, MAX_NAP_S)
+        return True
+
+    def _make_error(self, actual: str) -> TransportError:
+        return TransportError(
+            f"rank {self._messages.rank}: {self.name}, tag {self.tag}, expected "
+            f"{self.expected_bytes} bytes, but: {actual}. Sender and receiver must give tensors of "
+            "the same length and dtype."
+        )

@@ -1,0 +1,122 @@
+"""How plain scripts of PyTorch end: killed, stopped, failing and mismatched ranks are named."""
+
+from __future__ import annotations
+
+import time
+
+import psutil
+import pytest
+
+LIMIT_S = 4
+#: A DDP loop; rank 1 does `FAULT` at step 5.
+SCRIPT = """
+import os, signal, sys, time
+from datetime import timedelta
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+torch.set_num_threads(1)
+dist.init_process_group("hpctrain", timeout=timedelta(seconds={limit}))
+rank = dist.get_rank()
+model = DistributedDataParallel(torch.nn.Linear(8, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(2000):
+    if step == 5 and rank == 1:
+        print("fault", flush=True)
+        {fault}
+    optimizer.zero_grad()
+    model(torch.ones(3, 8)).sum().backward()
+    optimizer.step()
+    if step >= 5:
+        time.sleep(0.01)
+"""
+FAULTS = {
+    "killed": ("os.kill(os.getpid(), signal.SIGKILL)", None, []),
+    "stopped": (
+        "os.kill(os.getpid(), signal.SIGSTOP)",
+        1,
+        [
+            f"Timed out after {LIMIT_S} s",
+            "rank 1 on",
+            "stopped or dead",
+            "all_reduce with all ranks",
+        ],
+    ),
+    "exception": ("raise RuntimeError('planted')", 1, ["[rank 1 on", "RuntimeError: planted"]),
+    "asleep": (
+        "time.sleep(60)",
+        1,
+        [f"Timed out after {LIMIT_S} s", "rank 1 on", "alive, computing", "<string>:14"],
+    ),
+    "leaves": ("sys.exit(7)", None, ["rank 1"]),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_of_a_rank_ends_the_job_and_is_named(start, fault):
+    code, exit_code, expected_words = FAULTS[fault]
+    job = start("-c", SCRIPT.format(limit=LIMIT_S, fault=code), ranks=2)
+    job.until("fault", timeout=60)
+    ranks = job.ranks()
+    done = job.finish(timeout=LIMIT_S + 30)
+    assert done.returncode == exit_code or (exit_code is None and done.returncode != 0)
+    for words in expected_words:
+        assert words in done.stdout + done.stderr
+    deadline = time.monotonic() + 5
+    while any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks):
+        assert time.monotonic() < deadline, "a rank was left"
+        time.sleep(0.1)
+
+
+MISMATCH = """
+import torch, torch.distributed as dist
+dist.init_process_group("hpctrain")
+{call}
+"""
+MISMATCHES = {
+    "length": (
+        "dist.all_reduce(torch.ones(3 + dist.get_rank()))",
+        ["all_reduce sum of torch.float32 3", "all_reduce sum of torch.float32 4"],
+    ),
+    "dtype": (
+        "dist.all_reduce(torch.ones(3, dtype=[torch.float32, torch.float64][dist.get_rank()]))",
+        ["all_reduce sum of torch.float32 3", "all_reduce sum of torch.float64 3"],
+    ),
+    "call": (
+        "x = torch.ones(3); [dist.all_reduce, lambda x: dist.broadcast(x, 0)][dist.get_rank()](x)",
+        ["all_reduce sum of torch.float32 3", "broadcast from 0 of torch.float32 3"],
+    ),
+    "message": (
+        "x = torch.ones(4 - dist.get_rank())\n"
+        "dist.send(x, 1) if dist.get_rank() == 0 else dist.recv(x, 0)",
+        ["receive from rank 0"],
+    ),
+}
+
+
+@pytest.mark.parametrize("mismatch", MISMATCHES)
+def test_calls_that_differ_are_named_before_data_moves(start, mismatch):
+    call, expected_words = MISMATCHES[mismatch]
+    done = start("-c", MISMATCH.format(call=call), ranks=2).finish(timeout=60)
+    assert done.returncode != 0
+    for words in expected_words:
+        assert words in done.stderr
+
+
+def test_a_group_has_a_limit_of_its_own(start):
+    code = """
+from datetime import timedelta
+import torch, torch.distributed as dist
+dist.init_process_group("hpctrain", timeout=timedelta(seconds=60))
+group = dist.new_group(timeout=timedelta(seconds=1))
+if dist.get_rank() == 0:
+    try:
+        dist.all_reduce(torch.ones(1), group=group)
+    except Exception as error:
+        print("raised", str(error).splitlines()[0], flush=True)
+dist.barrier()
+print("over", flush=True)
+import os; os._exit(0)
+"""
+    done = start("-c", code, ranks=2).finish(timeout=40)
+    assert "raised rank 0: Timed out after 1 s" in done.stdout
+    assert done.stdout.count("over") == 2

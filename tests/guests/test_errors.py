@@ -1,0 +1,62 @@
+"""Bad input of PyTorch scripts: one error that says what was expected and what to do."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpctrain.core.errors import UsageError
+from hpctrain.torch import job
+
+pytestmark = pytest.mark.either
+
+
+@pytest.mark.parametrize("version", ["2.4.1", "2.10.2+cpu", "1.13.0"])
+def test_an_old_pytorch_is_refused(version):
+    with pytest.raises(UsageError, match=r"needs PyTorch 2\.11 or newer, seen .*pip install"):
+        job.check_version(version)
+
+
+@pytest.mark.parametrize("version", ["2.11.0", "2.13.0+cpu", "2.14.0a0+gitdeadbee", "unknown"])
+def test_newer_and_own_builds_are_tried(version):
+    job.check_version(version)
+
+
+SCRIPT = """
+import torch, torch.distributed as dist
+dist.init_process_group("hpctrain")
+try:
+    {call}
+except Exception as error:
+    print("raised", type(error).__name__, str(error).splitlines()[0], flush=True)
+dist.barrier()
+dist.destroy_process_group()
+"""
+CALLS = {
+    "dtype": (
+        "dist.all_reduce(torch.ones(2).to(torch.float8_e4m3fn))",
+        "a reduction needs a tensor of torch.bool",
+    ),
+    "operation": (
+        "dist.all_reduce(torch.ones(2), dist.ReduceOp.BXOR)",
+        "op 'xor' is not defined for float32",
+    ),
+    "tag": ("dist.isend(torch.ones(2), 0, tag=-1)", "expected a tag in 0 .. "),
+    "parts": (
+        "dist.all_to_all_single(torch.empty(3), torch.empty(3))",
+        "expected a first dimension divisible by 2, seen 3",
+    ),
+    "lengths": (
+        "dist.reduce_scatter(torch.empty(2), [torch.ones(2), torch.ones(3)])",
+        "reduce_scatter takes tensors of one length",
+    ),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_an_invalid_call_raises_on_each_rank(start, call):
+    line, words = CALLS[call]
+    done = start("-c", SCRIPT.format(call=line), ranks=2).finish(timeout=60)
+    assert done.returncode == 0, done.stderr
+    raised = [text for text in done.stdout.splitlines() if text.startswith("raised")]
+    assert len(raised) == 2
+    assert all(words in text for text in raised), raised
