@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hpctrain import data, engines, nn, optim
+    from hpctrain import data, engines, nn, optim, torch
     from hpctrain.training import callbacks
     from hpctrain.training.run_options import CheckpointOptions, FitOptions
     from hpctrain.training.runs import load
@@ -51,9 +51,10 @@ __all__ = [
     "reduce",
     "reduce_scatter",
     "scatter",
+    "torch",
 ]
 
-_PACKAGES = {"data", "engines", "nn", "optim"}
+_PACKAGES = {"data", "engines", "nn", "optim", "torch"}
 _MODULE_OF = {
     "CheckpointOptions": "hpctrain.training.run_options",
     "FitOptions": "hpctrain.training.run_options",

@@ -66,7 +66,7 @@ class BlockReplica:
 
     def __init__(self, replica: Replica, tree: SumTree, rank: int):
         """Raise UsageError for a model with layers that use statistics of the whole batch."""
-        if replica.arena.buffer.size:
+        if replica.normalizes_batch:
             raise UsageError(
                 "[wire] reduction is 'ordered', but the model normalizes over the batch, which is "
                 "computed in blocks: expected a model without BatchNorm; use LayerNorm, or "
@@ -85,6 +85,11 @@ class BlockReplica:
     def arena(self) -> Arena:
         """The arena of the replica."""
         return self._replica.arena
+
+    @property
+    def normalizes_batch(self) -> bool:
+        """False: such a model is refused."""
+        return False
 
     def move(self, **planes: np.ndarray) -> None:
         """Move planes to other arrays; see Replica."""

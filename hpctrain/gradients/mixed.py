@@ -70,6 +70,11 @@ class MixedReplica:
         """The arena of the master weights and the widened gradients."""
         return self._master.arena
 
+    @property
+    def normalizes_batch(self) -> bool:
+        """Whether a layer uses statistics of the whole batch."""
+        return self.model.normalizes_batch
+
     def move(self, **planes: np.ndarray) -> None:
         """Move planes to other arrays; see Replica."""
         self._master.move(**planes)
@@ -152,7 +157,7 @@ class MixedReplica:
             all_finite = all_finite & is_finite(x).all()
         grad_flag = 1 - xp.to_host(all_finite.astype(np.float64))
         flags = np.array([grad_flag, not isfinite(sums["loss"].sum)])
-        if self.model.buffers and key.sum_over_ranks is not None:
+        if self.normalizes_batch and key.sum_over_ranks is not None:
             flags = key.sum_over_ranks(flags)
         return bool(flags[0]), bool(flags[1])
 

@@ -12,7 +12,7 @@ The last three need a GPU, which has units for such products; NumPy does not sup
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -31,23 +31,22 @@ def master_dtype(precision: Precision) -> np.dtype:
     return np.dtype(precision if precision in CPU_PRECISIONS else "float32")
 
 
-def make_reading_replica(
-    model: nn.Model, seed: int, precision: Precision, on_gpu: bool
-) -> ModelReplica | MixedReplica:
+def make_reading_replica(model: Any, seed: int, precision: Precision, on_gpu: bool) -> Any:
     """Return a replica to read a trained model into; float32 if CPU cores lack `precision`."""
     if precision not in CPU_PRECISIONS and not on_gpu:
         precision = "float32"
     return make_replica(model, seed, precision, on_gpu)
 
 
-def make_replica(
-    model: nn.Model, seed: int, precision: Precision, on_gpu: bool
-) -> ModelReplica | MixedReplica:
+def make_replica(model: Any, seed: int, precision: Precision, on_gpu: bool) -> Any:
     """Return the replica of `model` that computes in `precision`; see ModelReplica.
 
-    On a GPU, TF32 is a setting of the process: the last call decides it for all replicas. Raises
+    A model of another framework makes its own: `make_replica(seed, precision, on_gpu)`. On a GPU,
+    TF32 is a setting of the process: the last call decides it for all replicas. Raises
     UsageError if `precision` needs a GPU, or a package that is not installed.
     """
+    if not isinstance(model, nn.Model):
+        return model.make_replica(seed, precision, on_gpu)
     if precision not in CPU_PRECISIONS and not on_gpu:
         raise UsageError(
             f"[run] precision: '{precision}' needs a GPU; expected device = 'gpu', or one of "

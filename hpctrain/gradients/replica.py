@@ -59,6 +59,10 @@ class Replica(Protocol):
     def arena(self) -> Arena:
         """The arena of parameters and gradients; `move` replaces it."""
 
+    @property
+    def normalizes_batch(self) -> bool:
+        """Whether a layer uses statistics of the whole batch, as BatchNorm does."""
+
     def gradient(
         self, batch: Batch, scale: float, key: nn.Key, on_ready: Callable[[str], None]
     ) -> nn.Sums:
@@ -76,6 +80,24 @@ class Replica(Protocol):
 
         For engines, before training: shared memory or device memory is needed to send gradients.
         """
+
+
+class TrainableModel(Protocol):
+    """A model as the Trainer takes it: an `nn.Model`, or that of another framework."""
+
+    loss: nn.Loss
+    input_shape: Any  #: of one sample: a tuple, or a tree of such; None: not known yet
+
+    @property
+    def targets(self) -> int:
+        """The number of targets per sample, as `Sums` counts them."""
+
+    @property
+    def normalizes_batch(self) -> bool:
+        """Whether a layer uses statistics of the whole batch, as BatchNorm does."""
+
+    def output_shape_for(self, samples: Any) -> tuple[int, ...]:
+        """Return the output's shape for one of `samples`; raise UsageError if they do not fit."""
 
 
 class ModelReplica:
@@ -99,6 +121,11 @@ class ModelReplica:
         for parameters in (model.parameters, model.buffers):
             for name, values in nn.initial_values(parameters, seed).items():
                 xp.copy(self._params[name], values)
+
+    @property
+    def normalizes_batch(self) -> bool:
+        """Whether a layer uses statistics of the whole batch."""
+        return self.model.normalizes_batch
 
     def gradient(
         self, batch: Batch, scale: float, key: nn.Key, on_ready: Callable[[str], None]

@@ -6,6 +6,7 @@ from dataclasses import field
 from typing import Any
 
 from hpctrain.config import options, usercode
+from hpctrain.core import frameworks
 from hpctrain.core.errors import UsageError
 from hpctrain.nn.model import Model
 
@@ -18,15 +19,21 @@ class FunctionModel:
     arguments: dict[str, Any] = field(default_factory=dict)
     folder: str = "."  #: where modules that are not installed are looked up
 
-    def build(self, input_shape: Any, outputs: int | None) -> Model:
-        """Call the function and return its Model; raise UsageError if it returns another type."""
+    def build(self, input_shape: Any, outputs: int | None) -> Any:
+        """Call the function and return its model; raise UsageError if it returns another type.
+
+        It may be a torch.nn.Module.
+        """
         key_path = "[model] kind"
         model = usercode.call(
             self.target, key_path, self.folder, input_shape, outputs, **self.arguments
         )
+        if guest := frameworks.as_model(model):
+            return guest
         if not isinstance(model, Model):
             type_name = type(model).__name__
             raise UsageError(
-                f"{key_path} '{self.target}': expected hpctrain.nn.Model, seen {type_name}"
+                f"{key_path} '{self.target}': expected hpctrain.nn.Model or torch.nn.Module, seen "
+                f"{type_name}"
             )
         return model

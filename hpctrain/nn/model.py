@@ -17,7 +17,7 @@ from hpctrain.core.xp import Array, like, namespace, narrowed, on_device, widene
 from hpctrain.nn.chain import infer_shapes, qualify_names
 from hpctrain.nn.concatenate import Concatenate
 from hpctrain.nn.embedding import Embedding
-from hpctrain.nn.layer import Key, Layer, Parameter
+from hpctrain.nn.layer import Key, Layer, Parameter, Shape
 from hpctrain.nn.losses import Loss, Sums, add, as_loss, cross_entropy, wait_for_sums
 
 MAX_EVALUATION_TARGETS = 2048  #: targets that `evaluate` computes at once; bounds the memory
@@ -138,6 +138,16 @@ class Model:
             sums = add(sums, wait_for_sums(piece_sums))
         return sums
 
+    @property
+    def normalizes_batch(self) -> bool:
+        """Whether a layer uses statistics of the whole batch: those have buffers."""
+        return bool(self.buffers)
+
+    def output_shape_for(self, samples: Any) -> Shape:
+        """Return the output's shape for one of `samples`; raise UsageError if they do not fit."""
+        self.check_shape(samples.sample_shape)
+        return self.output_shape
+
     def check_shape(self, shape: Any) -> None:
         """Raise UsageError unless samples of `shape` fit."""
         if shape != self.input_shape:
@@ -170,7 +180,7 @@ class Model:
             names = {own: name for own, name in self._names[i].items() if name in self.parameters}
             # Layers overwrite arrays: a further contribution is written elsewhere, then added.
             contributions = {
-                own: _empty_like(grads[name])
+                own: namespace(grads[name]).empty_like(grads[name])
                 for own, name in names.items()
                 if name in written_names
             }
@@ -252,10 +262,6 @@ def _convert(x: Any, layer: Layer | None, parameter: Array) -> Any:
 def _in_memory_of(x: Array, y: Any) -> Any:
     """Return the targets `y` in the memory of `x`."""
     return map_arrays(lambda array: like(x, array, array.dtype), y)
-
-
-def _empty_like(x: Array) -> Array:
-    return namespace(x).empty_like(x)
 
 
 def _named(layers: Mapping[str, Layer] | Sequence[Layer]) -> dict[str, Layer]:

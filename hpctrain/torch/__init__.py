@@ -1,15 +1,25 @@
-"""PyTorch on the MPI of the user: the backend "hpctrain" of `torch.distributed`.
+"""PyTorch on the MPI of the user: scripts of `torch.distributed`, and modules under every engine.
 
     import torch.distributed as dist
     dist.init_process_group("hpctrain")      under srun, mpirun, `hpctrain launch`, or alone
 
 With hpctrain installed beside PyTorch no import is needed: PyTorch calls `autoload.register` at its
 own import (entry point `torch.backends`). `import hpctrain.torch` does the same explicitly. Neither
-starts MPI; `init_process_group` does. See docs/pytorch.md.
+starts MPI; `init_process_group` does.
+
+`ht.torch.Trainer` trains a module under every engine. See docs/pytorch.md.
 """
 
+from typing import TYPE_CHECKING
+
+from hpctrain.core.lazy import lazy_names
 from hpctrain.torch.autoload import register
 
-__all__ = ["register"]
+if TYPE_CHECKING:
+    from hpctrain.torch.public import Loss, Trainer
+
+__all__ = ["Loss", "Trainer", "register"]
+
+__getattr__ = lazy_names(__name__, {"Loss": "public", "Trainer": "public"})
 
 register()

@@ -57,7 +57,7 @@ def _ranks_in_order(job: World, rank: int, size: int) -> list[int]:
     return _default_ranks
 
 
-class ProcessGroup(Reductions, DataMovement, PointToPoint, dist.ProcessGroup):  # type: ignore[misc]
+class ProcessGroup(Reductions, DataMovement, PointToPoint, dist.ProcessGroup):
     """See `torch.distributed.ProcessGroup`; C++ asks for some properties by other spellings."""
 
     def __init__(self, communicator: Communicator, rank: int, size: int, store: Any):

@@ -18,7 +18,7 @@ from hpctrain.transport.mpi.tagged import TaggedMessages, TaggedRequest
 from hpctrain.watch import Entry
 
 
-class FinishedWork(Work):  # type: ignore[misc]
+class FinishedWork(Work):
     """An operation that was over when it returned."""
 
     def __init__(self, tensors: Any = None):
@@ -53,7 +53,7 @@ class FinishedWork(Work):  # type: ignore[misc]
         return future
 
 
-class RunningWork(Work):  # type: ignore[misc]
+class RunningWork(Work):
     """An operation that ends with a call of `finish` or `fail`, perhaps in another thread."""
 
     def __init__(self, tensors: Any):
@@ -115,7 +115,7 @@ class Waits(Protocol):
     messages: TaggedMessages
 
 
-class MessageWork(Work):  # type: ignore[misc]
+class MessageWork(Work):
     """A tagged send or receive; the thread that waits drives it."""
 
     def __init__(

@@ -7,21 +7,25 @@ from typing import Any
 import numpy as np
 
 from hpctrain import config, engines, nn, optim
+from hpctrain.core import frameworks
 from hpctrain.core.errors import UsageError
 from hpctrain.core.files import brief
 from hpctrain.core.trees import map_arrays
 from hpctrain.data import Dataset, Samples
+from hpctrain.gradients.replica import TrainableModel
 from hpctrain.optim import Optimizer
 
 DEFAULT_RATES = {"sgd": 0.01, "adamw": 0.001}  #: those of Keras, for optimizers given by name
 
 
-def as_model(model: Any) -> nn.Model:
-    """Return `model`; raise UsageError unless it is an `ht.nn.Model`."""
-    if isinstance(model, nn.Model):
+def as_model(model: Any) -> TrainableModel:
+    """Return `model`, or that of a torch.nn.Module; raise UsageError for anything else."""
+    if isinstance(model, nn.Model) or hasattr(model, "make_replica"):
         return model
+    if guest := frameworks.as_model(model):
+        return guest
     raise UsageError(
-        f"model: expected an ht.nn.Model, seen {_described(model)}; write "
+        f"model: expected an ht.nn.Model or a torch.nn.Module, seen {_described(model)}; write "
         "ht.nn.Model([ht.nn.Linear(32), ht.nn.ReLU(), ht.nn.Linear(10)], input_shape=64)"
     )
 

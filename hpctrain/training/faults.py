@@ -139,6 +139,11 @@ class SlowedReplica:
         """The loss of `replica`."""
         return self._replica.loss
 
+    @property
+    def normalizes_batch(self) -> bool:
+        """That of `replica`."""
+        return self._replica.normalizes_batch
+
     def move(self, **planes: np.ndarray) -> None:
         """Move planes to other arrays; see Replica."""
         self._replica.move(**planes)

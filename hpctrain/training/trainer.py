@@ -21,7 +21,7 @@ from hpctrain.data import Sampler, Samples, batches_to_read_ahead, known_targets
 from hpctrain.engines import Engine
 from hpctrain.gradients.arena import params_sha256
 from hpctrain.gradients.precision import Precision, make_replica
-from hpctrain.gradients.replica import Replica
+from hpctrain.gradients.replica import Replica, TrainableModel
 from hpctrain.optim import Optimizer
 from hpctrain.run_files import run_folder
 from hpctrain.run_files.last_lines import last_lines
@@ -54,7 +54,7 @@ class Trainer:
     @shortage_raised()
     def __init__(
         self,
-        model: nn.Model,
+        model: nn.Model | TrainableModel | Any,
         optimizer: Optimizer | str,
         engine: Any = "allreduce",
         seed: int = 0,
@@ -245,8 +245,8 @@ class Trainer:
         for name, samples in sets.items():
             if samples is None:
                 continue
-            model.check_shape(samples.sample_shape)
-            if fault := self.replica.loss.find_fault(known_targets(samples), model.output_shape):
+            output_shape = model.output_shape_for(samples)
+            if fault := self.replica.loss.find_fault(known_targets(samples), output_shape):
                 raise UsageError(f"{name} set: {fault}")
 
     def _check_metrics(self, keep_best: str | None, has_test_set: bool) -> None:
@@ -270,7 +270,7 @@ class Trainer:
                 )
 
     def _micro_batches(self, pieces: int) -> int:
-        if pieces > 1 and self.replica.model.buffers:
+        if pieces > 1 and self.replica.normalizes_batch:
             raise UsageError(
                 f"micro_batches is {pieces}, but the model normalizes over the batch: smaller "
                 "pieces would change the result; set micro_batches = 1"

@@ -1,0 +1,204 @@
+"""Layers whose results do not depend on the number of ranks: Dropout and BatchNorm.
+
+`replace_layers` changes the class of these layers in place, to subclasses that compute as PyTorch
+does except within a gradient of a Replica, whose key says step, samples and how to sum over ranks.
+
+Dropout: the mask of a sample is a function of the seed, the step, the sample and a number that each
+call draws from PyTorch's generator. That is seeded by seed and step, the same on all ranks, and
+`torch.utils.checkpoint` restores it where it computes a forward pass again.
+
+BatchNorm: mean and variance are those of the samples of all ranks, as with one rank:
+
+    forward    [n, n mean, n (var + mean^2)]    backward    [sum dy, sum dy x_hat]    over ranks
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import prod
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from hpctrain.nn.dropout import keep_mask
+from hpctrain.nn.layer import Key, SumOverRanks
+
+_GRADIENT = threading.local()  # .key and .rows, within a gradient of this thread
+MAX_DRAW = 1 << 62
+
+
+@contextmanager
+def gradient_key(key: Key, rows: int) -> Iterator[None]:
+    """Compute a gradient of `rows` samples in this thread: layers take `key`."""
+    torch.manual_seed(key.seed << 32 ^ key.step)
+    _GRADIENT.key, _GRADIENT.rows = key, rows
+    try:
+        yield
+    finally:
+        _GRADIENT.key = None
+
+
+def recompute() -> None:
+    """Begin backward: a forward pass from now on is a repeated one."""
+    _GRADIENT.key = _GRADIENT.key._replace(recomputed=True)
+
+
+def current_key() -> Key | None:
+    """Return the key of the gradient that this thread computes; None outside of one."""
+    return getattr(_GRADIENT, "key", None)
+
+
+class SampleDropout(nn.Dropout):
+    """Dropout with a mask that depends on the sample, not on the rank that holds it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return `x` (n, ...) with elements set to 0; for another first dim as PyTorch does."""
+        key = current_key() if self.training else None
+        if key is None or not 0 < self.p < 1 or len(x) != _GRADIENT.rows:
+            return super().forward(x)
+        draw = int(torch.randint(MAX_DRAW, ()))
+        mask = keep_mask(key._replace(layer=draw), len(x), prod(x.shape[1:]), self.p)
+        factor = torch.from_numpy(mask).reshape(x.shape).to(x.device, x.dtype) / (1 - self.p)
+        return x * factor
+
+
+class RankBatchNorm(_BatchNorm):
+    """Batch normalization over the samples of all ranks."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return `x` (n, channels, ...) normalized; see `torch.nn.BatchNorm2d`."""
+        key = current_key() if self.training else None
+        if key is None or (key.sum_over_ranks is None and not key.recomputed):
+            # Also torch.nn.SyncBatchNorm, which has no kernel for CPUs.
+            return _BatchNorm.forward(self, x)
+        statistics = _sum_statistics(x, key.sum_over_ranks)
+        if self.track_running_stats and statistics.rows and not key.recomputed:
+            self._update_running_statistics(statistics)
+        return _Normalization.apply(x, self.weight, self.bias, statistics, self.eps)
+
+    def _update_running_statistics(self, statistics: Statistics) -> None:
+        """Average the statistics of this batch into the running statistics, as PyTorch does."""
+        assert self.running_mean is not None and self.running_var is not None
+        assert self.num_batches_tracked is not None
+        self.num_batches_tracked += 1
+        factor = self.momentum
+        if factor is None:  # the mean over all batches
+            factor = 1 / float(self.num_batches_tracked)
+        unbiased = statistics.variance * (statistics.rows / max(statistics.rows - 1, 1))
+        self.running_mean.lerp_(statistics.mean.to(self.running_mean.dtype), factor)
+        self.running_var.lerp_(unbiased.to(self.running_var.dtype), factor)
+
+
+class Statistics:
+    """Mean and variance per channel over all ranks, float64, and the number of their values."""
+
+    def __init__(
+        self,
+        rows: float,
+        mean: torch.Tensor,
+        variance: torch.Tensor,
+        sum_over_ranks: SumOverRanks | None,
+    ):
+        self.rows, self.mean, self.variance = rows, mean, variance
+        self.sum_over_ranks = sum_over_ranks
+
+
+class _Normalization(torch.autograd.Function):
+    """y = (x - mean) / sqrt(variance + eps) * weight + bias, with statistics of all ranks."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        statistics: Statistics,
+        eps: float,
+    ) -> torch.Tensor:
+        dtype = torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype
+        mean, variance = statistics.mean.to(dtype), statistics.variance.to(dtype)
+        ctx.save_for_backward(x, weight, mean, variance)
+        ctx.eps, ctx.statistics = eps, statistics
+        if not x.numel():
+            return x.clone()
+        return nn.functional.batch_norm(x, mean, variance, weight, bias, eps=eps)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> Any:
+        x, weight, mean, variance = ctx.saved_tensors
+        if x.numel():
+            arrays = (dy.contiguous(), x, weight, mean, variance, None, None)
+            dx, own_weight, own_bias = torch.ops.aten.native_batch_norm_backward(
+                *arrays, train=False, eps=ctx.eps, output_mask=[True] * 3
+            )
+        else:
+            dx, own_weight, own_bias = dy, torch.zeros_like(mean), torch.zeros_like(mean)
+        total = torch.cat([own_bias, own_weight]).double()
+        if ctx.statistics.sum_over_ranks is not None:
+            total = _sum(total, ctx.statistics.sum_over_ranks)
+        mean_dy, mean_dy_x_hat = (total / max(ctx.statistics.rows, 1)).to(mean.dtype).chunk(2)
+        inverse = torch.rsqrt(variance + ctx.eps)
+        scale = inverse if weight is None else inverse * weight
+        slope = scale * inverse * mean_dy_x_hat
+        shift = scale * mean_dy - slope * mean
+        # dx = scale dy - scale (mean of dy) - scale x_hat (mean of dy x_hat)
+        dims = [1, -1] + [1] * (x.dim() - 2)
+        dx = dx - (x * slope.reshape(dims).to(x.dtype) + shift.reshape(dims).to(x.dtype))
+        has_weight = weight is not None
+        return dx, own_weight if has_weight else None, own_bias if has_weight else None, None, None
+
+
+def _sum_statistics(x: torch.Tensor, sum_over_ranks: SumOverRanks | None) -> Statistics:
+    """Return the statistics of `x` (n, channels, ...) over all ranks; collective."""
+    dims = [0, *range(2, x.dim())]
+    n = x.numel() // x.shape[1]
+    variance = mean = torch.zeros(x.shape[1], dtype=torch.float64, device=x.device)
+    if n:
+        wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+        variance, mean = (v.double() for v in torch.var_mean(wide.detach(), dims, correction=0))
+    rows = torch.tensor([n], dtype=torch.float64, device=x.device)
+    total = torch.cat([rows, n * mean, n * (variance + mean * mean)])
+    if sum_over_ranks is not None:
+        total = _sum(total, sum_over_ranks)
+    count = float(total[0])
+    mean, mean_square = (total[1:] / max(count, 1)).chunk(2)
+    return Statistics(count, mean, (mean_square - mean * mean).clamp_min(0), sum_over_ranks)
+
+
+def _sum(numbers: torch.Tensor, sum_over_ranks: SumOverRanks) -> torch.Tensor:
+    return torch.from_numpy(sum_over_ranks(numbers.cpu().numpy())).to(numbers.device)
+
+
+class RankBatchNorm1d(RankBatchNorm, nn.BatchNorm1d):
+    """See RankBatchNorm."""
+
+
+class RankBatchNorm2d(RankBatchNorm, nn.BatchNorm2d):
+    """See RankBatchNorm."""
+
+
+class RankBatchNorm3d(RankBatchNorm, nn.BatchNorm3d):
+    """See RankBatchNorm."""
+
+
+class RankSyncBatchNorm(RankBatchNorm, nn.SyncBatchNorm):
+    """See RankBatchNorm."""
+
+
+REPLACEMENTS: dict[type[nn.Module], type[nn.Module]] = {
+    nn.Dropout: SampleDropout,
+    nn.BatchNorm1d: RankBatchNorm1d,
+    nn.BatchNorm2d: RankBatchNorm2d,
+    nn.BatchNorm3d: RankBatchNorm3d,
+    nn.SyncBatchNorm: RankSyncBatchNorm,
+}
+
+
+def replace_layers(module: nn.Module) -> None:
+    """Let Dropout and BatchNorm within `module` compute as above; subclasses stay as they are."""
+    for layer in module.modules():
+        layer.__class__ = REPLACEMENTS.get(type(layer), type(layer))

@@ -1,0 +1,112 @@
+"""A module of PyTorch as a model of the Trainer."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+
+from hpctrain import nn
+from hpctrain.core.errors import UsageError
+from hpctrain.gradients.precision import Precision
+from hpctrain.torch.modules.inputs import call_module
+from hpctrain.torch.modules.layers import RankBatchNorm, replace_layers
+from hpctrain.torch.modules.losses import TorchLoss, as_loss
+
+
+class TorchModel:
+    """A module and its loss: what the Trainer needs of a model.
+
+    `module` is called with an array of samples as a tensor (n, ...); with the values of a dict of
+    arrays by keyword; with those of a tuple by position. `loss` is a name, such as "cross_entropy",
+    an `ht.nn.Loss`, or a function of outputs and targets that returns a scalar tensor; see
+    `ht.torch.Loss` for sums and metrics. The module's layers are changed in place: Dropout draws
+    masks by sample, and BatchNorm normalizes over the batch of all ranks; see layers.py. Names of
+    parameters are those of `module.state_dict()`, without the prefixes of wrappers.
+    """
+
+    def __init__(self, module: torch.nn.Module, loss: Any = "cross_entropy"):
+        if not isinstance(module, torch.nn.Module):
+            raise UsageError(f"module: expected a torch.nn.Module, seen {type(module).__name__}")
+        if not any(p.requires_grad for p in module.parameters()):
+            raise UsageError("module: expected parameters with requires_grad, seen none")
+        self.module, self._loss = module, as_loss(loss)
+        replace_layers(module)
+        self._parameter = next(p for p in module.parameters() if p.is_floating_point())
+        self._has_embedding = any(isinstance(m, torch.nn.Embedding) for m in module.modules())
+        self.input_shape: Any = None  #: of the samples that were checked first
+        self.output_shape: tuple[int, ...] = ()
+
+    @property
+    def loss(self) -> nn.Loss:
+        """The loss: the names of the sums, and the metrics."""
+        return self._loss
+
+    @loss.setter
+    def loss(self, loss: Any) -> None:
+        self._loss = as_loss(loss)
+
+    @property
+    def targets(self) -> int:
+        """The number of targets per sample, as `Sums` counts them."""
+        return 1 if isinstance(self._loss, TorchLoss) else prod(self.output_shape[:-1])
+
+    @property
+    def normalizes_batch(self) -> bool:
+        """Whether a layer uses statistics of the whole batch."""
+        return any(isinstance(layer, RankBatchNorm) for layer in self.module.modules())
+
+    def output_shape_for(self, samples: Any) -> tuple[int, ...]:
+        """Return the shape of the output for one of `samples`: one is computed.
+
+        Raises UsageError for samples of another shape than those before.
+        """
+        shape = samples.sample_shape
+        if self.input_shape is None:
+            self.input_shape = shape
+        if shape != self.input_shape:
+            raise UsageError(
+                f"the model was given samples of shape {self.input_shape} before, seen {shape}"
+            )
+        x, _ = samples.rows(np.arange(1))
+        outputs = self.outputs(x)
+        if isinstance(outputs, torch.Tensor):
+            self.output_shape = tuple(outputs.shape[1:])
+        elif not isinstance(self._loss, TorchLoss):
+            raise UsageError(
+                f"the loss {self._loss!r} needs a tensor of outputs, seen "
+                f"{type(outputs).__name__}; give a function of outputs and targets as the loss"
+            )
+        return self.output_shape
+
+    def outputs(self, x: Any) -> Any:
+        """Return the module's outputs for samples `x` (n, ...), in evaluation mode."""
+        self.module.eval()
+        with torch.no_grad():
+            return self.call(x)
+
+    def call(self, x: Any) -> Any:
+        """Return the module's outputs for samples `x`, arrays (n, ...)."""
+        return call_module(self.module, x, self._parameter, self._has_embedding)
+
+    def make_replica(self, seed: int, precision: Precision, on_gpu: bool) -> Any:
+        """Return the Replica of this model; see `hpctrain.torch.modules.replica`."""
+        from hpctrain.torch.modules.replica import TorchReplica
+
+        return TorchReplica(self, seed, precision, on_gpu)
+
+    def __repr__(self) -> str:
+        count = sum(p.numel() for p in self.module.parameters())
+        return f"{type(self.module).__name__} of PyTorch, {count:,} parameters, {self._loss!r}"
+
+
+def as_model(module: torch.nn.Module) -> TorchModel:
+    """Return the TorchModel of `module` with the loss cross_entropy."""
+    return TorchModel(module)
+
+
+def plain_name(name: str) -> str:
+    """Return the name of a parameter or buffer without the prefixes of wrappers."""
+    return name.removeprefix("module.").replace("_orig_mod.", "")

@@ -1,0 +1,236 @@
+"""The Replica of a module: its parameters and gradients are views of an arena.
+
+    arena.param    the memory of module.parameters()
+    arena.grad     a hook of each parameter copies its gradient there, and calls on_ready
+    arena.buffer   the memory of floating-point buffers; parameters without gradients; integers
+
+Autograd writes a gradient into a new tensor if there is none before; the copy into the arena takes
+its place. Integers, such as `num_batches_tracked`, are held in the arena as floating-point numbers,
+so that engines average and checkpoints keep them like other buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from hpctrain import nn
+from hpctrain.core import xp
+from hpctrain.core.errors import UsageError
+from hpctrain.gradients import arena as arenas
+from hpctrain.gradients.precision import CPU_PRECISIONS, Precision, master_dtype
+from hpctrain.gradients.replica import Batch, split_batch
+from hpctrain.torch.modules.inputs import as_arrays, as_tensor
+from hpctrain.torch.modules.layers import gradient_key, recompute
+from hpctrain.torch.modules.losses import compute_sums
+from hpctrain.torch.modules.model import TorchModel, plain_name
+from hpctrain.torch.modules.needs import ParameterNeeds
+from hpctrain.transport.shared_memory.host import aligned_zeros
+
+MAX_EVALUATION_ROWS = 256  #: samples that `evaluate` computes at once
+
+
+class TorchReplica:
+    """See `hpctrain.gradients.replica.Replica`."""
+
+    def __init__(self, model: TorchModel, seed: int, precision: Precision, on_gpu: bool):
+        """Move the parameters of `model.module` into an arena, in the dtype of `precision`.
+
+        With "bf16" the forward pass is one of `torch.autocast`. Raises UsageError for a precision
+        that is not available, and for integer buffers that the dtype cannot hold.
+        """
+        self.model, self.micro_batches = model, 1
+        self._autocast = _autocast(precision, on_gpu)
+        dtype = master_dtype(precision)
+        module = model.module.to("cuda" if on_gpu else "cpu", getattr(torch, dtype.name))
+        tensors = {plain_name(name): p for name, p in module.named_parameters()}
+        self._parameters = {name: p for name, p in tensors.items() if p.requires_grad}
+        buffers = {name: p for name, p in tensors.items() if not p.requires_grad}
+        buffers |= {plain_name(name): b for name, b in _persistent_buffers(module)}
+        self._integers = {name: b for name, b in buffers.items() if not b.is_floating_point()}
+        self._buffers = {name: b for name, b in buffers.items() if b.is_floating_point()}
+        shapes = {name: tuple(p.shape) for name, p in self._parameters.items()}
+        buffer_shapes = {name: tuple(b.shape) for name, b in buffers.items()}
+        zeros = xp.zeros if on_gpu else aligned_zeros
+        self.arena = arenas.make_arena(shapes, dtype, buffer_shapes, zeros)
+        self._bind_views()
+        with torch.no_grad():
+            for name, x in (self._parameters | self._buffers).items():
+                self._views[name].copy_(x)
+        self._store_integers()
+        self._adopt_views()
+        self._accumulates = False
+        self._on_ready: Callable[[str], None] | None = None  # within a gradient
+        self._unready: set[str] = set()
+        self._needs: ParameterNeeds | None = None
+        for name, p in self._parameters.items():
+            p.register_post_accumulate_grad_hook(partial(self._take_gradient, name))
+
+    @property
+    def loss(self) -> nn.Loss:
+        """The loss of the model."""
+        return self.model.loss
+
+    @property
+    def normalizes_batch(self) -> bool:
+        """Whether a layer uses statistics of the whole batch."""
+        return self.model.normalizes_batch
+
+    def gradient(
+        self, batch: Batch, scale: float, key: nn.Key, on_ready: Callable[[str], None]
+    ) -> nn.Sums:
+        """Write the gradient into the arena, as the sum over micro-batches; see Replica."""
+        sums: nn.Sums = {}
+        self._load_integers()
+        self.model.module.train()
+        for i, (piece, first) in enumerate(split_batch(batch, self.micro_batches)):
+            is_last = i == self.micro_batches - 1
+            self._accumulates, self._unready = i > 0, set(self._parameters)
+            self._on_ready = on_ready if is_last else _ignore
+            piece_key = key._replace(first=key.first + first)
+            try:
+                sums = nn.add(sums, self._compute(piece, scale, piece_key))
+            finally:
+                self._on_ready = None
+            for name in sorted(self._unready):  # parameters that the loss does not depend on
+                if not self._accumulates:
+                    self._grads[name].zero_()
+                if is_last:
+                    on_ready(name)
+        self._store_integers()
+        return sums
+
+    def evaluate(self, batch: Batch) -> nn.Sums:
+        """Return the sums over `batch`; see Replica."""
+        self._load_integers()
+        sums: nn.Sums = {}
+        for start in range(0, batch.n, MAX_EVALUATION_ROWS):
+            piece = batch.part(start, min(start + MAX_EVALUATION_ROWS, batch.n))
+            with self._autocast, torch.no_grad():
+                outputs = self.model.outputs(piece.inputs)
+            piece_sums = compute_sums(
+                self.loss, outputs, piece.targets, piece.n, None, self._parameter
+            )
+            sums = nn.add(sums, piece_sums)
+        return sums
+
+    def predict(self, x: Any) -> Any:
+        """Return the module's outputs for samples `x` (n, ...), on the host."""
+        self._load_integers()
+        with self._autocast:
+            return as_arrays(self.model.outputs(x))
+
+    def move(self, **planes: np.ndarray) -> None:
+        """Move planes to other arrays; see Replica."""
+        for name, x in planes.items():
+            xp.copy(x, getattr(self.arena, name))
+        self.arena = replace(self.arena, **planes)  # type: ignore[arg-type]
+        self._bind_views()
+        self._adopt_views()
+
+    def leave_arena(self) -> None:
+        """Move the module's parameters and buffers to private memory, with their values."""
+        self._load_integers()
+        for x in (self._parameters | self._buffers).values():
+            x.data = x.data.clone()
+
+    def _compute(self, batch: Batch, scale: float, key: nn.Key) -> nn.Sums:
+        """Compute the gradient of one piece of a batch."""
+        if batch.n == 0 and not (self.normalizes_batch and key.sum_over_ranks is not None):
+            self._call_on_need(key)
+            return {}
+        if key.on_need is not None and self._needs is None:
+            self._needs = ParameterNeeds(self.model.module, self._names_by_parameter())
+        with gradient_key(key, batch.n):
+            forward = self._needs.forward(key.on_need) if self._needs is not None else nullcontext()
+            with forward, self._autocast:
+                outputs = self.model.call(batch.inputs)
+            self._call_on_need(key)
+            recompute()
+            return compute_sums(self.loss, outputs, batch.targets, batch.n, scale, self._parameter)
+
+    def _call_on_need(self, key: nn.Key) -> None:
+        """Need all parameters: backward writes gradients where sums may still wait."""
+        for name in self._parameters if key.on_need is not None else ():
+            assert key.on_need is not None
+            key.on_need(name)
+
+    def _take_gradient(self, name: str, parameter: torch.Tensor) -> None:
+        """Copy the final gradient of a parameter into the arena, and call `on_ready`."""
+        if self._on_ready is None:  # backward of the user's own
+            return
+        if self._accumulates:
+            self._grads[name].add_(parameter.grad)
+        else:
+            self._grads[name].copy_(parameter.grad)
+        parameter.grad = None
+        self._unready.discard(name)
+        self._on_ready(name)
+
+    def _bind_views(self) -> None:
+        """Create tensors that are views of the planes."""
+        arena = self.arena
+        self._views = {
+            name: as_tensor(x)
+            for plane in (arena.param, arena.buffer)
+            for name, x in arena.views(plane).items()
+        }
+        self._grads = {name: as_tensor(x) for name, x in arena.views(arena.grad).items()}
+
+    def _adopt_views(self) -> None:
+        """Let the module's parameters and floating-point buffers lie in the planes."""
+        for name, x in (self._parameters | self._buffers).items():
+            x.data = self._views[name]
+
+    def _store_integers(self) -> None:
+        """Write integer buffers into the arena; raise UsageError if they are too large for it."""
+        for name, x in self._integers.items():
+            self._views[name].copy_(x)
+            if not torch.equal(self._views[name].to(x.dtype), x):
+                raise UsageError(
+                    f"buffer '{name}': expected integers that {self.arena.param.dtype} can hold, "
+                    "seen larger ones; register it with persistent=False"
+                )
+
+    def _load_integers(self) -> None:
+        """Read integer buffers from the arena, where an engine may have averaged them."""
+        for name, x in self._integers.items():
+            x.copy_(self._views[name].round())
+
+    def _names_by_parameter(self) -> dict[int, str]:
+        return {id(p): name for name, p in self._parameters.items()}
+
+    @property
+    def _parameter(self) -> torch.Tensor:
+        """A parameter: samples become tensors of its dtype."""
+        return next(iter(self._parameters.values()))
+
+
+def _persistent_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the buffers that belong to `module.state_dict()`."""
+    saved_names = module.state_dict().keys()
+    return ((name, b) for name, b in module.named_buffers() if name in saved_names)
+
+
+def _autocast(precision: Precision, on_gpu: bool) -> AbstractContextManager[Any]:
+    """Return the context in which a forward pass computes in `precision`."""
+    if precision in CPU_PRECISIONS or (precision == "tf32" and on_gpu):
+        if on_gpu:
+            torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
+        return nullcontext()
+    if precision == "bf16":
+        return torch.autocast("cuda" if on_gpu else "cpu", torch.bfloat16)
+    raise UsageError(
+        f"[run] precision: expected float32, float64, bf16 or, on a GPU, tf32 with a "
+        f"torch.nn.Module, seen '{precision}'"
+    )
+
+
+def _ignore(name: str) -> None:
+    """Do nothing: gradients of a piece are not final."""
