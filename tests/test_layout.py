@@ -55,7 +55,7 @@ ROOMS = {
     "scaling": (10, 1590),
     "scaling/output": (7, 930),
     "scaling/trials": (4, 570),
-    "torch": (15, 1580),
+    "torch": (16, 1810),
     "torch/modules": (10, 1000),
     "training": (18, 2735),
     "training/recipes": (1, 50),

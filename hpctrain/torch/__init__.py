@@ -7,7 +7,8 @@ With hpctrain installed beside PyTorch no import is needed: PyTorch calls `autol
 own import (entry point `torch.backends`). `import hpctrain.torch` does the same explicitly. Neither
 starts MPI; `init_process_group` does.
 
-`ht.torch.Trainer` trains a module under every engine. See docs/pytorch.md.
+`ht.torch.Trainer` trains a module under every engine, `ht.torch.sync` sums the gradients of a loop
+of the user's own. See docs/pytorch.md.
 """
 
 from typing import TYPE_CHECKING
@@ -16,10 +17,10 @@ from hpctrain.core.lazy import lazy_names
 from hpctrain.torch.autoload import register
 
 if TYPE_CHECKING:
-    from hpctrain.torch.public import Loss, Trainer
+    from hpctrain.torch.public import Loss, Trainer, sync
 
-__all__ = ["Loss", "Trainer", "register"]
+__all__ = ["Loss", "Trainer", "register", "sync"]
 
-__getattr__ = lazy_names(__name__, {"Loss": "public", "Trainer": "public"})
+__getattr__ = lazy_names(__name__, dict.fromkeys(["Loss", "Trainer", "sync"], "public"))
 
 register()

@@ -2,5 +2,6 @@
 
 from hpctrain.torch.modules.losses import TorchLoss as Loss
 from hpctrain.torch.modules.trainer import Trainer
+from hpctrain.torch.synchronous import sync
 
-__all__ = ["Loss", "Trainer"]
+__all__ = ["Loss", "Trainer", "sync"]

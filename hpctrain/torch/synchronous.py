@@ -1,0 +1,244 @@
+"""Data parallelism for a loop of the user's own: `ht.torch.sync(model, optimizer)`.
+
+    synced = ht.torch.sync(model, optimizer)
+    for x, y in loader:                        # each rank reads its own samples
+        optimizer.zero_grad()
+        loss(model(x), y).backward()           # gradients are the means over all ranks
+        optimizer.step()
+
+As DistributedDataParallel, but the module is not wrapped: names of `state_dict()` stay the same,
+and `.grad` of each parameter is a view of one plane per dtype:
+
+    backward         layer 3   layer 2   layer 1   layer 0   end
+    plane            grad / P, copied by a hook of each parameter; buckets are sent when all are in
+    end of backward                                          wait for all sums
+
+Source: Li et al., "PyTorch distributed: experiences on accelerating data parallel training", 2020.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch.autograd import Variable
+
+from hpctrain.collectives import broadcast
+from hpctrain.core import xp
+from hpctrain.core.errors import UsageError
+from hpctrain.engines.synchronous import overlap as overlapping
+from hpctrain.gradients.arena import Arena, lay_out
+from hpctrain.gradients.reducer import Reducer, WireOptions
+from hpctrain.torch.job import start_job
+from hpctrain.torch.modules.inputs import as_tensor
+from hpctrain.torch.tensors import as_bytes, numpy_dtype
+from hpctrain.tuning.select import find_allreduce
+from hpctrain.world import World
+
+Parameters = dict[str, torch.nn.Parameter]
+
+
+def sync(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    algorithm: str = "auto",
+    bucket_bytes: Literal["auto"] | int = "auto",
+    overlap: Literal["auto", "always", "never"] = "auto",
+) -> GradientSync:
+    """Let `backward` end with the mean gradient over all ranks in each `.grad`; collective.
+
+    Starts MPI unless it is running. Parameters, buffers and the state of `optimizer` become those
+    of rank 0. While `model` trains, each forward pass begins with the buffers of rank 0. Parameters
+    that a loss does not depend on get the mean of the other ranks' gradients, or zeros. Options are
+    those of `[wire]`. Raises UsageError on all ranks if models or options differ, and where
+    `optimizer` holds parameters that are not the model's.
+    """
+    options = WireOptions(algorithm=algorithm, bucket_bytes=bucket_bytes, overlap=overlap)
+    return GradientSync(start_job(None), model, optimizer, options)
+
+
+class GradientSync:
+    """The gradients of one model, summed over all ranks during each backward pass."""
+
+    def __init__(
+        self,
+        world: World,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        options: WireOptions,
+    ):
+        """Allocate the planes and register the hooks; collective. See `sync`."""
+        self.world, self._model = world, model
+        parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        world.on_all_ranks(lambda: _check_optimizer(optimizer, parameters))
+        layout = [(name, tuple(p.shape), str(p.dtype)) for name, p in parameters.items()]
+        world.must_agree(f"{options}, {layout}", "the model and options of ht.torch.sync")
+        for tensor in _tensors_to_broadcast(world, model, optimizer):
+            _broadcast(world, tensor)
+        self._handles: list[Any] = []
+        self._planes: list[GradientPlane] = []
+        self._is_syncing, self._has_local_gradients, self._in_backward = True, False, False
+        if world.size == 1:
+            return
+        for dtype in sorted({p.dtype for p in parameters.values()}, key=str):
+            own = {name: p for name, p in parameters.items() if p.dtype is dtype}
+            plane = GradientPlane(world, own, options)
+            self._planes.append(plane)
+            for name, p in own.items():
+                hook = partial(self._take_gradient, plane, name)
+                self._handles.append(p.register_post_accumulate_grad_hook(hook))
+        if any(True for _ in model.buffers()):
+            self._handles.append(model.register_forward_pre_hook(self._broadcast_buffers))
+        if optimizer is not None:
+            self._handles.append(optimizer.register_step_pre_hook(self._check_step))
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Add up the gradients of this rank alone, until a backward pass outside of this context.
+
+        That sends the sum of them all.
+        """
+        self._is_syncing = False
+        try:
+            yield
+        finally:
+            self._is_syncing = True
+
+    def close(self) -> None:
+        """Remove the hooks and end the communication threads; gradients stay as they are."""
+        for handle in self._handles:
+            handle.remove()
+        for plane in self._planes:
+            plane.reducer.close()
+        self._handles, self._planes = [], []
+
+    def __enter__(self) -> GradientSync:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _take_gradient(self, plane: GradientPlane, name: str, parameter: torch.Tensor) -> None:
+        if not self._is_syncing:
+            self._has_local_gradients = True
+            return
+        if not self._in_backward:
+            self._in_backward = True
+            Variable._execution_engine.queue_callback(self._finish_backward)
+        plane.take(name)
+
+    def _finish_backward(self) -> None:
+        """Wait for the sums of all gradients."""
+        self._in_backward = self._has_local_gradients = False
+        for plane in self._planes:
+            plane.take_remaining()
+        for plane in self._planes:
+            plane.reducer.wait()
+
+    def _broadcast_buffers(self, module: torch.nn.Module, inputs: Any) -> None:
+        """Let each rank have the buffers of rank 0."""
+        if not (module.training and torch.is_grad_enabled() and self._is_syncing):
+            return
+        buffers = list(module.buffers())
+        for dtype in sorted({b.dtype for b in buffers}, key=str):
+            own = [b for b in buffers if b.dtype is dtype]
+            flat = torch.cat([b.detach().reshape(-1) for b in own])
+            _broadcast(self.world, flat)
+            if self.world.rank > 0:
+                for buffer, values in zip(own, flat.split([b.numel() for b in own]), strict=True):
+                    buffer.copy_(values.reshape(buffer.shape))
+
+    def _check_step(self, *_: Any) -> None:
+        if self._has_local_gradients:
+            raise UsageError(
+                "ht.torch.sync: optimizer.step() after gradients under no_sync() alone: each rank "
+                "would make a step of its own; call backward() of the last part outside of no_sync"
+            )
+
+
+class GradientPlane:
+    """The gradients of all parameters of one dtype, in memory that neighbours read."""
+
+    def __init__(self, world: World, parameters: Parameters, options: WireOptions):
+        """Allocate the plane and start its reducer; collective."""
+        like = next(iter(parameters.values()))
+        dtype = numpy_dtype(like.dtype)
+        shapes = {name: tuple(p.shape) for name, p in parameters.items()}
+        slots, length = lay_out(shapes, dtype.itemsize)
+        memory = world.memory
+        on_gpu = like.is_cuda
+        grad = memory.zeros_like(xp.zeros(length, dtype)) if on_gpu else memory.zeros(length, dtype)
+        arena = Arena(slots, grad, grad)
+        concurrent = overlapping.uses_thread(world, options)
+        wire = world.group_for("wire", alone=not concurrent)
+        buckets = overlapping.choose_buckets(arena, wire, options, concurrent)
+        allreduce = find_allreduce(options.algorithm)
+        self.reducer = Reducer(grad, buckets, wire, allreduce, concurrent, world.trace)
+        flat = as_tensor(grad)
+        self._views = {s.name: flat[s.offset : s.stop].view(s.shape) for s in slots}
+        self._parameters, self._factor = parameters, 1 / world.size
+        self._untaken = set(parameters)
+
+    def take(self, name: str) -> None:
+        """Copy the gradient of a parameter into the plane, divided by the number of ranks."""
+        parameter, view = self._parameters[name], self._views[name]
+        grad = parameter.grad
+        if grad is None:
+            view.zero_()
+        elif grad.is_sparse:
+            raise UsageError(
+                f"ht.torch.sync: expected dense gradients, seen a sparse one of '{name}'; build "
+                "the Embedding with sparse=False"
+            )
+        else:
+            torch.mul(grad, self._factor, out=view)
+        parameter.grad = view
+        self._untaken.discard(name)
+        self.reducer.mark_ready(name)
+
+    def take_remaining(self) -> None:
+        """Take the gradients of parameters that the loss did not depend on; then begin anew."""
+        for name in [name for name in self._parameters if name in self._untaken]:
+            self.take(name)
+        self._untaken = set(self._parameters)
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer | None, parameters: Parameters) -> None:
+    """Raise UsageError for parameters of `optimizer` that are not summed."""
+    if not parameters:
+        raise UsageError("ht.torch.sync: expected parameters with requires_grad, seen none")
+    groups = optimizer.param_groups if optimizer is not None else []
+    known_ids = {id(p) for p in parameters.values()}
+    unknown = [p for group in groups for p in group["params"] if id(p) not in known_ids]
+    if unknown and any(p.requires_grad for p in unknown):
+        raise UsageError(
+            f"ht.torch.sync: the optimizer holds {len(unknown)} parameters that the model does not "
+            "have, so that no gradient of them would be summed; build it with model.parameters()"
+        )
+
+
+def _tensors_to_broadcast(
+    world: World, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None
+) -> Iterable[torch.Tensor]:
+    """Return all tensors that ranks share; raise UsageError on all if they are not alike."""
+    tensors = [*model.parameters(), *model.buffers()]
+    for group in optimizer.param_groups if optimizer is not None else ():
+        states = [optimizer.state[p] for p in group["params"] if p in optimizer.state]
+        values = [state[key] for state in states for key in sorted(state)]
+        tensors += [value for value in values if isinstance(value, torch.Tensor)]
+    layout = [(tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors]
+    world.must_agree(str(layout), "the buffers and the optimizer's state of ht.torch.sync")
+    return tensors
+
+
+def _broadcast(world: World, tensor: torch.Tensor) -> None:
+    """Copy rank 0's tensor, of any layout, into those of all ranks."""
+    dense = tensor.detach().contiguous()
+    broadcast(world.main, as_bytes(dense))
+    if dense.data_ptr() != tensor.data_ptr():
+        with torch.no_grad():
+            tensor.copy_(dense)
