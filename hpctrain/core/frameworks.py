@@ -1,21 +1,38 @@
-"""Models of other frameworks: which of our modules makes them trainable.
+"""Models and data sets of other frameworks: which of our modules makes them usable here.
 
-That module lies above those that meet such a model, so it is imported by its name, and only when a
-user's model is there: then its framework is imported already.
+That module lies above those that meet such an object, so it is imported by its name, and only when
+a user's object is there: then its framework is imported already.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
-#: class that the models are instances of -> our module, with a function `as_model`
-ADAPTERS = {("torch.nn.modules.module", "Module"): "hpctrain.torch.modules.model"}
+#: class of the objects -> our module, with a function `as_model` or `as_samples`
+MODELS = {("torch.nn.modules.module", "Module"): "hpctrain.torch.modules.model"}
+SAMPLES = {
+    ("torch.utils.data.dataset", "Dataset"): "hpctrain.torch.modules.samples",
+    ("torch.utils.data.dataloader", "DataLoader"): "hpctrain.torch.modules.samples",
+}
 
 
 def as_model(value: Any) -> Any | None:
     """Return `value` as a model for the Trainer; None unless it is one of another framework."""
+    module = _find_module(MODELS, value)
+    return module and module.as_model(value)
+
+
+def as_samples(value: Any) -> Any | None:
+    """Return `value` as Samples; None unless it is a data set of another framework."""
+    module = _find_module(SAMPLES, value)
+    return module and module.as_samples(value)
+
+
+def _find_module(modules: Mapping[tuple[str, str], str], value: Any) -> Any | None:
+    """Return our module for an instance of one of the classes of `modules`; None for others."""
     for cls in type(value).__mro__:
-        if adapter := ADAPTERS.get((cls.__module__, cls.__name__)):
-            return import_module(adapter).as_model(value)
+        if name := modules.get((cls.__module__, cls.__name__)):
+            return import_module(name)
     return None

@@ -9,6 +9,7 @@ import numpy as np
 
 from hpctrain import config
 from hpctrain.config import usercode
+from hpctrain.core import frameworks
 from hpctrain.core.errors import UsageError
 from hpctrain.core.trees import map_arrays
 from hpctrain.data.dataset import Samples, Split, make_dataset, make_split
@@ -44,6 +45,8 @@ def _as_split(value: Any, target: str) -> Split:
 def _as_dataset(value: Any, source: str) -> Samples:
     if isinstance(value, Samples):
         return value
+    if (samples := frameworks.as_samples(value)) is not None:
+        return samples
     if not isinstance(value, tuple) or len(value) != 2:
         raise UsageError(f"{source}: expected a Dataset or a pair (x, y), seen {_describe(value)}")
     x, y = map_arrays(np.asarray, value)

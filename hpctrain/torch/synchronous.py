@@ -226,8 +226,9 @@ def _tensors_to_broadcast(
 ) -> Iterable[torch.Tensor]:
     """Return all tensors that ranks share; raise UsageError on all if they are not alike."""
     tensors = [*model.parameters(), *model.buffers()]
-    for group in optimizer.param_groups if optimizer is not None else ():
-        states = [optimizer.state[p] for p in group["params"] if p in optimizer.state]
+    if optimizer is not None:
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        states = [optimizer.state[p] for p in params if p in optimizer.state]
         values = [state[key] for state in states for key in sorted(state)]
         tensors += [value for value in values if isinstance(value, torch.Tensor)]
     layout = [(tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors]

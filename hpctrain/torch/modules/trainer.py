@@ -8,6 +8,7 @@ import torch
 
 from hpctrain.optim import Optimizer
 from hpctrain.torch.modules.model import TorchModel
+from hpctrain.torch.modules.optimizers import MakeScheduler, as_optimizer
 from hpctrain.torch.modules.replica import TorchReplica
 from hpctrain.training import trainer
 
@@ -25,15 +26,20 @@ class Trainer(trainer.Trainer):
     def __init__(
         self,
         module: torch.nn.Module,
-        optimizer: Optimizer | str,
+        optimizer: Optimizer | torch.optim.Optimizer | str,
         engine: Any = "allreduce",
         loss: Any = "cross_entropy",
+        schedule: MakeScheduler | None = None,
         **options: Any,
     ):
         """Move the parameters into an arena and build the engine; collective.
 
-        `options`: those of `ht.Trainer`, such as `seed`, `precision` and `callbacks`.
+        `optimizer`: as of `ht.Trainer`, or one of `torch.optim` for the parameters of `module` that
+        treats each element by itself. With the latter `schedule` may make a scheduler for it, as
+        `lambda optimizer: OneCycleLR(optimizer, 0.1, total_steps=900)`; it is stepped after each
+        update. `options`: those of `ht.Trainer`, such as `seed`, `precision` and `callbacks`.
         """
+        optimizer = as_optimizer(optimizer, module, schedule)
         super().__init__(TorchModel(module, loss), optimizer, engine, **options)
 
     @property
