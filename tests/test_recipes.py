@@ -20,7 +20,7 @@ SMALLER = {
 STEPS = 3
 
 
-@pytest.mark.parametrize("name", recipe.built_in())
+@pytest.mark.parametrize("name", SMALLER)
 def test_a_built_in_recipe_fits_its_data(name):
     spec = recipe.load(name)
     split = spec.data.load(spec.run.seed)
@@ -29,7 +29,11 @@ def test_a_built_in_recipe_fits_its_data(name):
     assert model.output_shape[-1] >= split.classes
 
 
-@pytest.mark.parametrize("name", recipe.built_in())
+def test_recipes_of_other_frameworks_are_tested_beside_them():
+    assert set(recipe.built_in()) - SMALLER.keys() == {"cnn-torch"}  # tests/guests/test_modules.py
+
+
+@pytest.mark.parametrize("name", SMALLER)
 def test_a_built_in_recipe_trains_alike_on_one_rank_and_on_two(name, tmp_path):
     short = ["run.epochs=", f"run.steps={STEPS}", f"run.interval_steps={STEPS}"]
     spec = recipe.load(name, [*short, *SMALLER[name]])

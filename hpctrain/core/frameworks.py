@@ -6,6 +6,7 @@ a user's object is there: then its framework is imported already.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
@@ -28,6 +29,12 @@ def as_samples(value: Any) -> Any | None:
     """Return `value` as Samples; None unless it is a data set of another framework."""
     module = _find_module(SAMPLES, value)
     return module and module.as_samples(value)
+
+
+def seed_generators(seed: int) -> None:
+    """Seed the generators that initial weights come from, of the frameworks that are imported."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(seed)
 
 
 def _find_module(modules: Mapping[tuple[str, str], str], value: Any) -> Any | None:

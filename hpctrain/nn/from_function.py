@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import field
 from typing import Any
 
@@ -9,6 +10,8 @@ from hpctrain.config import options, usercode
 from hpctrain.core import frameworks
 from hpctrain.core.errors import UsageError
 from hpctrain.nn.model import Model
+
+KEY_PATH = "[model] kind"
 
 
 @options
@@ -19,21 +22,24 @@ class FunctionModel:
     arguments: dict[str, Any] = field(default_factory=dict)
     folder: str = "."  #: where modules that are not installed are looked up
 
+    def find(self) -> Callable[..., Any]:
+        """Import the function and return it; raise UsageError if there is none."""
+        return usercode.find(self.target, KEY_PATH, self.folder)
+
     def build(self, input_shape: Any, outputs: int | None) -> Any:
         """Call the function and return its model; raise UsageError if it returns another type.
 
         It may be a torch.nn.Module.
         """
-        key_path = "[model] kind"
         model = usercode.call(
-            self.target, key_path, self.folder, input_shape, outputs, **self.arguments
+            self.target, KEY_PATH, self.folder, input_shape, outputs, **self.arguments
         )
         if guest := frameworks.as_model(model):
             return guest
         if not isinstance(model, Model):
             type_name = type(model).__name__
             raise UsageError(
-                f"{key_path} '{self.target}': expected hpctrain.nn.Model or torch.nn.Module, seen "
+                f"{KEY_PATH} '{self.target}': expected hpctrain.nn.Model or torch.nn.Module, seen "
                 f"{type_name}"
             )
         return model

@@ -12,7 +12,7 @@ import numpy as np
 
 from hpctrain import checkpoint, config, engines, nn
 from hpctrain.config import code_ownership, usercode
-from hpctrain.core import trees
+from hpctrain.core import frameworks, trees
 from hpctrain.core.errors import UsageError
 from hpctrain.core.labels import find_invalid_label
 from hpctrain.core.launchers import launched
@@ -20,6 +20,7 @@ from hpctrain.core.xp import on_device
 from hpctrain.data import Dataset, Samples, Split, known_targets, resize_training_set, unwrap
 from hpctrain.data.stored import StoredSamples
 from hpctrain.gradients.precision import Precision, make_reading_replica
+from hpctrain.nn.from_function import FunctionModel
 from hpctrain.optim import Optimizer
 from hpctrain.run_files import run_folder
 from hpctrain.training import recipe, weights
@@ -130,6 +131,9 @@ def build_model(spec: Recipe, split: Split) -> Any:
 
 
 def _build(spec: Recipe, input_shape: Any, outputs: int | None) -> Any:
+    if isinstance(spec.model, FunctionModel):
+        spec.model.find()  # its imports first: they may bring a generator of random numbers
+        frameworks.seed_generators(spec.run.seed)
     model = spec.model.build(input_shape, outputs)
     if spec.loss is not None:
         model.loss = spec.loss
