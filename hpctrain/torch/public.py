@@ -1,5 +1,12 @@
 """The names of `ht.torch` that need PyTorch."""
 
+from hpctrain.core.errors import UsageError
+
+try:
+    import torch as _torch  # noqa: F401
+except ImportError:
+    raise UsageError("ht.torch needs PyTorch: pip install 'hpctrain[torch]'") from None
+
 from hpctrain.torch.modules.losses import TorchLoss as Loss
 from hpctrain.torch.modules.model import TorchModel as Model
 from hpctrain.torch.modules.trainer import Trainer
