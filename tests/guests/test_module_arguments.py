@@ -99,7 +99,7 @@ REFUSALS = {
         lambda: fit(Counted(torch.tensor(2**24 + 1)), (X, LABELS)),
         "buffer 'count': expected integers that float32 can hold",
     ),
-    "fp16": (lambda: fit(make_module(), (X, LABELS), precision="fp16"), "seen 'fp16'"),
+    "tf32": (lambda: fit(make_module(), (X, LABELS), precision="tf32"), "needs a GPU"),
     "another shape": (
         lambda: on_a_rank(
             lambda world: evaluate_other_shape(ht.torch.Trainer(make_module(), "sgd", world=world))
@@ -232,9 +232,10 @@ def test_a_compiled_module_trains_under_the_names_of_its_state_dict(tmp_path):
     assert np.allclose(loaded.predict(X), module(torch.from_numpy(X)).detach().numpy(), atol=1e-6)
 
 
-def test_bf16_is_autocast_with_weights_in_float32():
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_autocast_leaves_weights_in_float32(precision):
     module = make_module()
-    summary = fit(module, (X, LABELS), precision="bf16", steps=40)
+    summary = fit(module, (X, LABELS), precision=precision, steps=40)
     assert module[0].weight.dtype is torch.float32
     assert summary["test_loss"] == pytest.approx(
         fit(make_module(), (X, LABELS), steps=40)["test_loss"], rel=0.05
@@ -256,3 +257,18 @@ def test_frozen_parameters_stay_and_are_saved(tmp_path):
     other[0].requires_grad_(False).weight.zero_()
     loaded = ht.load(tmp_path / "r", model=ht.torch.Model(other))
     assert np.allclose(loaded.predict(X), module(torch.from_numpy(X)).detach().numpy(), atol=1e-6)
+
+
+def test_a_gradient_that_overflows_in_fp16_is_computed_again_with_a_smaller_scale():
+    """Its steps are those of another scale, but for the rounding of small numbers."""
+
+    def train(world, exponent):
+        module = make_module()
+        with ht.torch.Trainer(module, "sgd", world=world, precision="fp16") as trainer:
+            trainer.replica.loss_scale.factor = 2.0**exponent
+            trainer.fit((X, LABELS), steps=3, batch=8)
+            return trainer.replica.loss_scale.factor, module[0].weight.detach().clone()
+
+    (large, first), (small, second) = (on_a_rank(lambda w, e=e: train(w, e)) for e in (24, 10))
+    assert large < 2.0**24 and small == 2.0**10
+    assert torch.allclose(first, second, atol=1e-4)
