@@ -91,6 +91,20 @@ def test_engines_that_average_learn_as_a_single_rank_does(hpctrain, tmp_path, en
 
 @pytest.mark.either
 @pytest.mark.timeout(100)
+def test_the_benchmark_of_steps_measures_modules_beside_ddp(hpctrain, tmp_path):
+    """All contenders end with equal losses."""
+    words = ("--model", "torch", "--batch-per-rank", 16, "--iterations", 1, "--warm-up", 0)
+    file = tmp_path / "rows.json"
+    done = hpctrain("launch", "-n", 2, "bench", "step", "digits", *words, "--json", file)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(file.read_text())["rows"]
+    names = ["auto", "share-parameters", "null", "torch-null", "gloo", "ddp", "sync"]
+    assert [row["algorithm"] for row in rows] == names
+    assert all(row["correct"] for row in rows)
+
+
+@pytest.mark.either
+@pytest.mark.timeout(100)
 def test_a_replay_repeats_an_asynchronous_run(hpctrain, tmp_path):
     job = ("launch", "-n", 3, "train", "cnn-torch", "--engine", "ps-async", "--epochs", 2)
     for words in (("--out", tmp_path / "a"), ("--out", tmp_path / "b", "--replay", tmp_path / "a")):
