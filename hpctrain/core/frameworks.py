@@ -19,13 +19,13 @@ SAMPLES = {
 }
 
 
-def as_model(value: Any) -> Any | None:
+def as_model(value: Any) -> Any:
     """Return `value` as a model for the Trainer; None unless it is one of another framework."""
     module = _find_module(MODELS, value)
     return module and module.as_model(value)
 
 
-def as_samples(value: Any) -> Any | None:
+def as_samples(value: Any) -> Any:
     """Return `value` as Samples; None unless it is a data set of another framework."""
     module = _find_module(SAMPLES, value)
     return module and module.as_samples(value)

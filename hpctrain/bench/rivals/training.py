@@ -20,9 +20,7 @@ def make_step(dense: DenseModel, wrap: Wrap) -> Callable[[np.ndarray, np.ndarray
     `wrap` makes network and optimizer communicate.
     """
     network = build_network(dense)
-    # One pass over parameters, gradients and momentum: the fastest that PyTorch has on CPUs.
-    sgd_options: Mapping[str, Any] = {**dense.sgd_options, "fused": True}
-    network, optimizer = wrap(network, torch.optim.SGD(network.parameters(), **sgd_options))
+    network, optimizer = wrap(network, make_optimizer(network, dense))
     loss_function = nn.CrossEntropyLoss()  # the mean over the share; wrappers average over ranks
 
     def step(x: np.ndarray, y: np.ndarray) -> float:
@@ -33,6 +31,13 @@ def make_step(dense: DenseModel, wrap: Wrap) -> Callable[[np.ndarray, np.ndarray
         return loss.item() * len(y)
 
     return step
+
+
+def make_optimizer(network: nn.Module, dense: DenseModel) -> torch.optim.Optimizer:
+    """Return PyTorch's SGD for `network`."""
+    # One pass over parameters, gradients and momentum: the fastest that PyTorch has on CPUs.
+    sgd_options: Mapping[str, Any] = {**dense.sgd_options, "fused": True}
+    return torch.optim.SGD(network.parameters(), **sgd_options)
 
 
 def build_network(dense: DenseModel) -> nn.Module:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from importlib import import_module
 from math import isfinite, prod
 from typing import Any
 
@@ -23,8 +24,7 @@ from hpctrain.core import frameworks
 from hpctrain.core.errors import UsageError
 from hpctrain.data import Sampler, Samples, share
 from hpctrain.engines.engine import Flags, Task
-from hpctrain.gradients.precision import make_replica
-from hpctrain.gradients.replica import Batch, ModelReplica
+from hpctrain.gradients.replica import Batch, ModelReplica, Replica
 from hpctrain.nn import Key, Model
 from hpctrain.nn.mlp import MlpOptions
 from hpctrain.optim import Optimizer, SgdOptions
@@ -128,9 +128,7 @@ def _make_contenders(
 ) -> dict[str, Contender]:
     contenders = {}
     for name in dict.fromkeys((*plan.algorithms, NULL_ALGORITHM)):
-        engine = _engine_options(name).build(
-            world, _make_replica(plan, model), _constant_rate_optimizer(plan.spec)
-        )
+        engine = _engine_options(name).build(world, *_make_replica(plan, model))
         built_engines.append(engine)
         contenders[name] = Contender(
             _engine_step(world, engine, plan.spec.run.seed), shares, NULL_ALGORITHM
@@ -154,14 +152,18 @@ def _engine_options(name: str) -> engines.AllReduce:
     return engines.AllReduce(algorithm=name)
 
 
-def _make_replica(plan: StepPlan, model: Model) -> ModelReplica:
+def _make_replica(plan: StepPlan, model: Model) -> tuple[Replica, Optimizer]:
+    """Return what an engine trains, and its optimizer."""
     replica = ModelReplica(model, plan.spec.run.seed, np.float32)
     if not plan.in_torch:
-        return replica
-    from hpctrain.bench.rivals.training import build_network
+        return replica, _constant_rate_optimizer(plan.spec)
+    from hpctrain.bench.rivals.training import build_network, make_optimizer
 
-    model_in_torch = frameworks.as_model(build_network(_dense_model(plan, replica)))
-    return make_replica(model_in_torch, plan.spec.run.seed, "float32", on_gpu=False)
+    dense = _dense_model(plan, replica)
+    network = build_network(dense)
+    torch_modules = import_module("hpctrain.torch.modules.optimizers")  # lies above this room
+    optimizer = torch_modules.as_optimizer(make_optimizer(network, dense), network)
+    return frameworks.as_model(network).make_replica(0, "float32", on_gpu=False), optimizer
 
 
 def _constant_rate_optimizer(spec: Recipe) -> Optimizer:
