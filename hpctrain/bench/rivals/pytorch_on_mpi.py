@@ -18,7 +18,7 @@ from hpctrain.world import World
 
 
 class PyTorchOnMpi:
-    """What the two have in common; see `hpctrain.bench.rivals.Rival`."""
+    """The base of both; see `hpctrain.bench.rivals.Rival`."""
 
     def __init__(self, world: World):
         """Compute in one thread, as other contenders do."""

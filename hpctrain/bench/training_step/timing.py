@@ -153,7 +153,7 @@ def _engine_options(name: str) -> engines.AllReduce:
 
 
 def _make_replica(plan: StepPlan, model: Model) -> tuple[Replica, Optimizer]:
-    """Return what an engine trains, and its optimizer."""
+    """Return a new replica of the model for an engine, and its optimizer."""
     replica = ModelReplica(model, plan.spec.run.seed, np.float32)
     if not plan.in_torch:
         return replica, _constant_rate_optimizer(plan.spec)
