@@ -46,7 +46,7 @@ ROOMS = {
     "gradients": (10, 1310),
     "gradients/compress": (7, 900),
     "hardware": (7, 650),
-    "nn": (20, 2320),
+    "nn": (20, 2335),
     "nn/cuda": (6, 700),
     "nn/losses": (6, 480),
     "optim": (8, 1250),

@@ -89,6 +89,10 @@ class TrainableModel(Protocol):
     input_shape: Any  #: of one sample: a tuple, or a tree of such; None: not known yet
 
     @property
+    def parameter_count(self) -> int:
+        """The number of trained numbers."""
+
+    @property
     def targets(self) -> int:
         """The number of targets per sample, as `Sums` counts them."""
 

@@ -61,9 +61,8 @@ class Model:
         self._use_counts = Counter(name for names in self._names for name in names.values())
 
     def __repr__(self) -> str:
-        shapes = f"{self.input_shape} -> {self.output_shape}"
-        total = self._count_elements(self.parameters)
-        return f"Model({', '.join(self.layers)}: {shapes}, {total:,} parameters)"
+        facts = f"{self.input_shape} -> {self.output_shape}, {self.parameter_count:,} parameters"
+        return f"Model({', '.join(self.layers)}: {facts})"
 
     def summary(self) -> str:
         """Return a table with the output shape of a sample and the parameters of each layer."""
@@ -75,9 +74,14 @@ class Model:
                 self.layers.items(), shapes, map(dict.values, self._names), strict=True
             )
         ]
-        rows.append(("total", "", f"{self._count_elements(self.parameters):,}"))
+        rows.append(("total", "", f"{self.parameter_count:,}"))
         first, second, third = (max(map(len, column)) for column in zip(*rows, strict=True))
         return "\n".join(f"{a:{first}}  {b:{second}}  {c:>{third}}" for a, b, c in rows)
+
+    @property
+    def parameter_count(self) -> int:
+        """The number of trained numbers."""
+        return self._count_elements(self.parameters)
 
     def _count_elements(self, names: Iterable[str]) -> int:
         return sum(prod(self.parameters[n].shape) for n in names if n in self.parameters)

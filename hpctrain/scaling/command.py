@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -141,8 +140,7 @@ def _check_gpus_per_node(gpus: int | None, size_list: Sequence[Size]) -> None:
 def _gradient_bytes(spec: Recipe) -> int:
     """Return the bytes of a gradient, as it is summed."""
     model = runs.build_model(spec, spec.data.load(spec.run.seed))
-    parameter_count = sum(math.prod(parameter.shape) for parameter in model.parameters.values())
-    return int(parameter_count * master_dtype(spec.run.precision).itemsize)
+    return int(model.parameter_count * master_dtype(spec.run.precision).itemsize)
 
 
 def _blas_threads(cores: int | None, max_ranks: int) -> int | None:

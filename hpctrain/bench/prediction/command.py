@@ -15,8 +15,8 @@ from hpctrain.core.errors import UsageError
 from hpctrain.cost_model.loggp import Cluster, Wire
 from hpctrain.cost_model.training_step import Step, uniform_step
 from hpctrain.engines import Task
-from hpctrain.gradients.precision import master_dtype
-from hpctrain.gradients.replica import Batch, ModelReplica
+from hpctrain.gradients.precision import make_reading_replica
+from hpctrain.gradients.replica import Batch
 from hpctrain.training import recipe, runs
 
 #: Defaults of options that are neither given nor measured.
@@ -122,8 +122,8 @@ def measure_step(recipe_name: str, bucket_bytes: int) -> Step:
     """Measure the computation of one rank in a step of a recipe, in this process."""
     spec = recipe.load(recipe_name)
     split = spec.data.load(spec.run.seed)
-    dtype = master_dtype(spec.run.precision)
-    replica = ModelReplica(runs.build_model(spec, split), spec.run.seed, dtype)
+    model = runs.build_model(spec, split)
+    replica = make_reading_replica(model, spec.run.seed, spec.run.precision, on_gpu=False)
     replica.micro_batches = spec.batch.micro_batches
     sampler = data.Sampler(len(split.train), spec.batch.size(1), spec.run.seed)
     batch = Batch.of(*split.train.rows(sampler.batch_indexes(0)))

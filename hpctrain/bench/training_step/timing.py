@@ -13,7 +13,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
-from math import isfinite, prod
+from math import isfinite
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ from hpctrain.core import frameworks
 from hpctrain.core.errors import UsageError
 from hpctrain.data import Sampler, Samples, share
 from hpctrain.engines.engine import Flags, Task
+from hpctrain.gradients.precision import make_replica
 from hpctrain.gradients.replica import Batch, ModelReplica, Replica
 from hpctrain.nn import Key, Model
 from hpctrain.nn.mlp import MlpOptions
@@ -154,7 +155,7 @@ def _engine_options(name: str) -> engines.AllReduce:
 
 def _make_replica(plan: StepPlan, model: Model) -> tuple[Replica, Optimizer]:
     """Return a new replica of the model for an engine, and its optimizer."""
-    replica = ModelReplica(model, plan.spec.run.seed, np.float32)
+    replica = make_replica(model, plan.spec.run.seed, "float32", on_gpu=False)
     if not plan.in_torch:
         return replica, _constant_rate_optimizer(plan.spec)
     from hpctrain.bench.rivals.training import build_network, make_optimizer
@@ -220,7 +221,7 @@ def _measure_batch(
     seconds = {name: np.array(times) / STEPS_PER_CALL for name, times in timings.items()}
     shared_columns = {
         "operation": "step",
-        "bytes": 4 * sum(prod(parameter.shape) for parameter in model.parameters.values()),
+        "bytes": 4 * model.parameter_count,
         "batch_per_rank": batch,
         "ranks": world.size,
         "rounds": plan.rounds,

@@ -52,6 +52,11 @@ class TorchModel:
         self._loss = as_loss(loss)
 
     @property
+    def parameter_count(self) -> int:
+        """The number of trained numbers."""
+        return sum(p.numel() for p in self.module.parameters() if p.requires_grad)
+
+    @property
     def targets(self) -> int:
         """The number of targets per sample, as `Sums` counts them."""
         return 1 if isinstance(self._loss, TorchLoss) else prod(self.output_shape[:-1])
@@ -104,8 +109,8 @@ class TorchModel:
         return TorchReplica(self, seed, precision, on_gpu)
 
     def __repr__(self) -> str:
-        count = sum(p.numel() for p in self.module.parameters())
-        return f"{type(self.module).__name__} of PyTorch, {count:,} parameters, {self._loss!r}"
+        name = type(self.module).__name__
+        return f"{name} of PyTorch, {self.parameter_count:,} parameters, {self._loss!r}"
 
 
 def as_model(module: torch.nn.Module) -> TorchModel:
