@@ -16,6 +16,7 @@ from guests.jax_functions import loss, make_params, make_samples  # noqa: E402
 
 import hpctrain as ht  # noqa: E402
 from hpctrain.core.errors import UsageError  # noqa: E402
+from hpctrain.core.xp import address_of  # noqa: E402
 from hpctrain.transport.threads.link import run_ranks  # noqa: E402
 from hpctrain.world import over_threads  # noqa: E402
 
@@ -209,7 +210,7 @@ def test_bad_input_is_refused(case):
         run_ranks(1, lambda link: call(over_threads(link)))
 
 
-def test_parameters_are_named_by_their_paths_and_not_changed():
+def test_parameters_are_named_by_their_paths_shared_and_not_changed():
     params = make_params()
     before = jax.tree_util.tree_map(np.array, params)
     model = ht.jax.Model(loss, params, metrics="accuracy")
@@ -220,6 +221,8 @@ def test_parameters_are_named_by_their_paths_and_not_changed():
         with ht.jax.Trainer(loss, params, "sgd", metrics="accuracy", world=over_threads(link)) as t:
             t.fit(make_samples(), steps=2, batch=8)
             final = t.params
+            for x in t.replica.arena.views(t.replica.arena.param).values():
+                assert jax.numpy.from_dlpack(x).unsafe_buffer_pointer() == address_of(x)
         return jax.tree_util.tree_map(np.array_equal, final, t.params)
 
     for equal in run_ranks(2, train):

@@ -7,18 +7,14 @@ import numpy as np
 import hpctrain as ht
 
 world = ht.init("cpu")  # first: then XLA computes on the cores of this rank
-x = np.random.default_rng(0).normal(size=(1024, 20))
+generator = np.random.default_rng(0)
+x = generator.normal(size=(1024, 20))
 y = (x[:, :2].sum(1) > 0).astype(int)
-first, second = jax.random.split(jax.random.key(0))
-params = {
-    "hidden": {"weight": jax.random.normal(first, (20, 64)) * 0.3, "bias": jnp.zeros(64)},
-    "logits": {"weight": jax.random.normal(second, (64, 2)) * 0.2, "bias": jnp.zeros(2)},
-}
+params = {"hidden": generator.normal(size=(20, 64)) / 4, "logits": np.zeros((64, 2))}
 
 
 def predict(params, x):
-    hidden = jax.nn.relu(x @ params["hidden"]["weight"] + params["hidden"]["bias"])
-    return hidden @ params["logits"]["weight"] + params["logits"]["bias"]
+    return jax.nn.relu(x @ params["hidden"]) @ params["logits"]
 
 
 def loss(params, x, y):
