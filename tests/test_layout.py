@@ -46,7 +46,7 @@ ROOMS = {
     "gradients": (9, 1285),
     "gradients/compress": (7, 900),
     "hardware": (7, 650),
-    "jax": (8, 600),
+    "jax": (8, 650),
     "nn": (20, 2320),
     "nn/cuda": (6, 700),
     "nn/losses": (6, 480),
