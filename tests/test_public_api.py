@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 import hpctrain as ht
 from hpctrain.core.errors import UsageError
+from hpctrain.training import recipe, runs
 from hpctrain.transport.threads.link import run_ranks
 from hpctrain.world import over_threads
 
@@ -94,7 +96,7 @@ def test_wrong_objects(wrong):
 
 WRONG_TRAINERS = {
     "no model": ({"model": "mlp"},
-        "model: expected an ht.nn.Model, seen 'mlp'; write"),
+        "model: expected an ht.nn.Model or a torch.nn.Module, seen 'mlp'; write"),
     "an unknown optimizer": ({"optimizer": "adam"},
         "unknown optimizer 'adam'; did you mean 'adamw'"),
     "an optimizer that needs a rate": ({"optimizer": "lamb"},
@@ -185,3 +187,17 @@ def test_an_unknown_attribute_suggests_a_public_name(guess):
     package = ".".join(["hpctrain", *guess.split(".")[:-1]])
     name = guess.split(".")[-1]
     assert str(error.value) == f"module '{package}' has no attribute '{name}'{expected}"
+
+
+@pytest.mark.skipif(find_spec("torch") is not None, reason="PyTorch is installed")
+@pytest.mark.parametrize("name", ["Trainer", "sync", "Loss", "Model"])
+def test_names_that_need_pytorch_name_the_extra(name):
+    with pytest.raises(UsageError, match=r"pip install 'hpctrain\[torch\]'"):
+        getattr(ht.torch, name)
+
+
+@pytest.mark.skipif(find_spec("torch") is not None, reason="PyTorch is installed")
+def test_the_recipe_that_needs_pytorch_names_the_extra():
+    spec = recipe.load("cnn-torch")
+    with pytest.raises(UsageError, match=r"pip install 'hpctrain\[torch\]'"):
+        runs.build_model(spec, spec.data.load(0))

@@ -17,11 +17,13 @@ Examples:
   mpirun -n 2 hpctrain bench step digits --batch-per-rank 64
   mpirun -n 2 hpctrain bench step benchmarks/mlp-10m.toml --batch-per-rank 32,128 \\
       --algorithms auto,direct,share-parameters --rivals gloo,horovod --json step.json
+  mpirun -n 2 hpctrain bench step benchmarks/mlp-10m.toml --batch-per-rank 32 --model torch
 
 `share-parameters` keeps one array of parameters per node; all other names are algorithms of [wire].
 Steps without communication are always timed too. Rivals are PyTorch with DistributedDataParallel
-on Gloo and with Horovod's DistributedOptimizer; they train a dense model by SGD. The schedule of
-the recipe is ignored: all steps use its constant rate.
+on Gloo (gloo) and on our backend (ddp), with ht.torch.sync (sync) and with Horovod's
+DistributedOptimizer (horovod); they train a dense model by SGD. The schedule of the recipe is
+ignored: all steps use its constant rate. --model torch takes the rivals gloo, ddp and sync.
 """
 FILE_TYPE = click.Path(path_type=Path, dir_okay=False)
 
@@ -30,7 +32,9 @@ FILE_TYPE = click.Path(path_type=Path, dir_okay=False)
 @click.argument("name", metavar="RECIPE", shell_complete=complete_recipes)
 @click.option("--algorithms", default="auto,share-parameters", show_default=True, metavar="NAMES",
               help="Algorithms of hpctrain.")  # fmt: skip
-@click.option("--rivals", default="", metavar="NAMES", help="Other libraries: horovod, gloo.")
+@click.option("--rivals", default="", metavar="NAMES", help="Others: horovod, gloo, ddp, sync.")
+@click.option("--model", default="ours", show_default=True, metavar="ours|torch",
+              help="What our engines train: our layers, or the same model in PyTorch.")  # fmt: skip
 @click.option(
     "--batch-per-rank", "batches", metavar="N,...", help="Samples per rank; default: as in RECIPE."
 )

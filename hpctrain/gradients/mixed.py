@@ -7,17 +7,18 @@ So engines, optimizers, the wire and checkpoints treat it like any other model. 
 float32; norms, softmax and losses are computed in float32. Samples and activations have 16 bits.
 
 bf16 has the range of float32. fp16 has a smaller range, in which small gradients would become 0. So
-the loss is multiplied by the power of two `scale`, and gradients are divided by it when they are
-widened, which is exact. A gradient that overflows is computed again with half the scale; after
-GROWTH_INTERVAL gradients without overflow the scale is doubled. No step is skipped, and ranks need
-not agree on a scale, except where layers sum over ranks: there all ranks compute again. Checkpoints
-contain each worker's scale, because the rounding of small gradients depends on it.
+the loss is multiplied by a power of two (loss_scale.py), and gradients are divided by it when they
+are widened, which is exact. A gradient that overflows is computed again with half of it. No step is
+skipped, and ranks need not agree on a scale, except where layers sum over ranks: there all ranks
+compute again. Checkpoints contain each worker's scale, because the rounding of small gradients
+depends on it.
 The price: slots are ready, and are sent, only after backward, when all are known to be finite.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from math import isfinite
 from typing import Any
 
@@ -27,10 +28,8 @@ from hpctrain import nn
 from hpctrain.core import xp
 from hpctrain.core.errors import UsageError
 from hpctrain.gradients.arena import Arena
+from hpctrain.gradients.loss_scale import LossScale
 from hpctrain.gradients.replica import Batch, ModelReplica, split_batch
-
-GROWTH_INTERVAL = 1000  #: gradients without overflow after which the scale is doubled
-MAX_SCALE, MIN_SCALE = 2.0**24, 2.0**-14
 
 
 def half_dtype(name: str) -> np.dtype:
@@ -55,8 +54,7 @@ class MixedReplica:
         self._master = ModelReplica(model, seed, np.float32, on_gpu)
         self.model, self.loss = model, model.loss
         self.micro_batches = 1
-        self.scale = 2.0**15 if dtype == np.float16 else 1.0  #: of the loss
-        self._scales_loss, self._finite_count = dtype == np.float16, 0
+        self.loss_scale = LossScale() if dtype == np.float16 else None
         param = self.arena.param
         zeros = xp.namespace(param).zeros
         self._half_params, self._half_grad = zeros(param.size, dtype), zeros(param.size, dtype)
@@ -80,16 +78,6 @@ class MixedReplica:
         self._master.move(**planes)
         self._bind_views()
 
-    @property
-    def scaling(self) -> np.ndarray | None:
-        """The loss scale, and the gradients since its last change, float64 (2,); None for bf16."""
-        return np.array([self.scale, self._finite_count]) if self._scales_loss else None
-
-    def restore_scaling(self, saved_scaling: np.ndarray) -> None:
-        """Restore a saved `scaling`, or a mean of several: the scale becomes a power of two."""
-        self.scale = 2.0 ** np.floor(np.log2(saved_scaling[0]))
-        self._finite_count = int(saved_scaling[1])
-
     def gradient(
         self, batch: Batch, scale: float, key: nn.Key, on_ready: Callable[[str], None]
     ) -> nn.Sums:
@@ -105,7 +93,9 @@ class MixedReplica:
                     on_ready(name)
 
             piece_key = key._replace(first=key.first + first)
-            compute = self._compute_until_finite if self._scales_loss else self._compute_gradient
+            compute = self._compute_gradient
+            if self.loss_scale is not None:
+                compute = partial(self._compute_until_finite, self.loss_scale)
             sums = nn.add(sums, compute(piece, scale, piece_key, take_slot))
         return sums
 
@@ -126,23 +116,27 @@ class MixedReplica:
         return self.model.gradient(*planes, scale, key, on_ready)
 
     def _compute_until_finite(
-        self, batch: Batch, scale: float, key: nn.Key, take_slot: Callable[[str], None]
+        self,
+        loss_scale: LossScale,
+        batch: Batch,
+        scale: float,
+        key: nn.Key,
+        take_slot: Callable[[str], None],
     ) -> nn.Sums:
-        """Compute a gradient, with smaller scales until it is finite; then call `take_slot`."""
+        """Compute a gradient, with smaller factors until it is finite; then call `take_slot`."""
         ready_names: list[str] = []
         while True:
             ready_names.clear()
-            sums = self._compute_gradient(batch, scale * self.scale, key, ready_names.append)
+            factor = scale * loss_scale.factor
+            sums = self._compute_gradient(batch, factor, key, ready_names.append)
             grad_overflowed, loss_overflowed = self._check_overflow(key, sums)
-            if loss_overflowed or not grad_overflowed or self.scale <= MIN_SCALE:
-                break  # the engine handles a gradient that is not finite at the smallest scale
-            self.scale, self._finite_count = self.scale / 2, 0
+            # The engine handles a gradient that is not finite with the smallest factor.
+            if loss_overflowed or not grad_overflowed or not loss_scale.halve():
+                break
             key = key._replace(recomputed=True)
         for name in ready_names:
             take_slot(name)
-        self._finite_count += 1
-        if self._finite_count == GROWTH_INTERVAL:
-            self.scale, self._finite_count = min(2 * self.scale, MAX_SCALE), 0
+        loss_scale.count_gradient()
         return sums
 
     def _check_overflow(self, key: nn.Key, sums: nn.Sums) -> tuple[bool, bool]:
@@ -164,7 +158,8 @@ class MixedReplica:
     def _widen_slot(self, name: str, accumulate: bool) -> None:
         """Write the gradient of slot `name` into the arena in 32 bits, or add it there."""
         slot_grad, g = self._grad_views[name], self._grads[name]
-        g = g if self.scale == 1 else xp.widened(g) * (1 / self.scale)
+        if self.loss_scale is not None:
+            g = xp.widened(g) * (1 / self.loss_scale.factor)
         if accumulate:
             slot_grad += g
         else:

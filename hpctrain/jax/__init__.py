@@ -8,7 +8,7 @@
 name is first used. See docs/jax.md.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hpctrain.core.lazy import lazy_names
 
@@ -17,17 +17,4 @@ if TYPE_CHECKING:
 
 __all__ = ["Model", "Trainer", "allreduce"]
 
-_load = lazy_names(__name__, dict.fromkeys(__all__, "public"))
-
-
-def __getattr__(name: str) -> Any:
-    try:
-        return _load(name)
-    except ModuleNotFoundError as error:
-        if error.name not in ("jax", "jaxlib"):
-            raise
-        from hpctrain.core.errors import UsageError
-
-        raise UsageError(
-            f"ht.jax.{name} needs JAX: pip install 'hpctrain[jax]'; seen: {error}"
-        ) from None
+__getattr__ = lazy_names(__name__, dict.fromkeys(["Model", "Trainer", "allreduce"], "public"))

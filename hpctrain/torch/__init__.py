@@ -17,10 +17,10 @@ from hpctrain.core.lazy import lazy_names
 from hpctrain.torch.autoload import register
 
 if TYPE_CHECKING:
-    from hpctrain.torch.public import Loss, Trainer, sync
+    from hpctrain.torch.public import Loss, Model, Trainer, sync
 
-__all__ = ["Loss", "Trainer", "register", "sync"]
+__all__ = ["Loss", "Model", "Trainer", "register", "sync"]
 
-__getattr__ = lazy_names(__name__, dict.fromkeys(["Loss", "Trainer", "sync"], "public"))
+__getattr__ = lazy_names(__name__, dict.fromkeys(["Loss", "Model", "Trainer", "sync"], "public"))
 
 register()

@@ -24,17 +24,31 @@ def make_process_group(options: Any) -> ProcessGroup:
     """Return the group of `options`, a `_DistributedBackendOptions`; collective over its ranks."""
     job = start_job(options.timeout)
     size, rank, ranks = options.group_size, options.group_rank, options.global_ranks_in_group
-    if not ranks:  # the default group
-        ranks = _ranks_in_order(job, rank, size)
-    else:
-        ranks = [_default_ranks[global_rank] for global_rank in ranks]
+    is_default_group = not ranks
+    ranks = _ranks_in_order(job, rank, size) if is_default_group else _ranks_in_mpi(job, ranks)
     limit_s = options.timeout.total_seconds()
     communicator = Communicator(job, ranks, options.group_id, limit_s, uses_threads(job))
     return ProcessGroup(communicator, rank, size, options.store)
 
 
-#: The rank in MPI of each rank of the default group.
+#: The rank in MPI of each rank of the default group; empty if that is of another backend.
 _default_ranks: list[int] = []
+
+
+def _ranks_in_mpi(job: World, ranks: list[int]) -> list[int]:
+    """Return the rank in MPI of each of `ranks` of the default group.
+
+    Raises UsageError if that is of another backend and this rank has another number in it.
+    """
+    if _default_ranks:
+        return [_default_ranks[rank] for rank in ranks]
+    actual = dist.get_rank(), dist.get_world_size()
+    if actual != (job.rank, job.size):
+        raise UsageError(
+            f"a group of the backend hpctrain beside a default group of another: expected the "
+            f"ranks of MPI, {job.rank} of {job.size}, seen rank {actual[0]} of {actual[1]}"
+        )
+    return ranks
 
 
 def _ranks_in_order(job: World, rank: int, size: int) -> list[int]:

@@ -1,7 +1,15 @@
 """The names of `ht.torch` that need PyTorch."""
 
+from hpctrain.core.errors import UsageError
+
+try:
+    import torch as _torch  # noqa: F401
+except ImportError:
+    raise UsageError("ht.torch needs PyTorch: pip install 'hpctrain[torch]'") from None
+
 from hpctrain.torch.modules.losses import TorchLoss as Loss
+from hpctrain.torch.modules.model import TorchModel as Model
 from hpctrain.torch.modules.trainer import Trainer
 from hpctrain.torch.synchronous import sync
 
-__all__ = ["Loss", "Trainer", "sync"]
+__all__ = ["Loss", "Model", "Trainer", "sync"]

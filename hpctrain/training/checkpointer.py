@@ -16,7 +16,7 @@ from hpctrain.core.metrics import PARTS
 from hpctrain.core.trees import shape_from_json
 from hpctrain.engines import Engine
 from hpctrain.engines.saved_state import SavedState
-from hpctrain.gradients.mixed import MixedReplica
+from hpctrain.gradients.loss_scale import LossScale
 from hpctrain.gradients.replica import Replica
 from hpctrain.training import weights
 from hpctrain.training.callbacks import Row
@@ -43,7 +43,7 @@ class Checkpointer:
         """`about`: facts of the model for checkpoints; `replica`: the one of the engine."""
         self._world, self._engine, self._journal = world, engine, journal
         self._loss = replica.loss
-        self._scaled = replica if isinstance(replica, MixedReplica) else None
+        self._loss_scale: LossScale | None = getattr(replica, "loss_scale", None)
         self._options, self._about = options, about
         self._best: float | None = None  # of the metric `keep_best`
 
@@ -64,10 +64,10 @@ class Checkpointer:
         A worker that had none takes the mean of all.
         """
         names = [name for name in (self._scale_name, SCALE) if name in saved.sizes]
-        if self._scaled is not None and self._scaled.scaling is not None and names:
-            scaling = np.zeros(2)
-            saved.request(names[0], scaling)
-            saved.on_arrival(partial(self._scaled.restore_scaling, scaling))
+        if self._loss_scale is not None and names:
+            state = np.zeros(2)
+            saved.request(names[0], state)
+            saved.on_arrival(partial(self._loss_scale.restore, state))
 
     def must_fit(self, reader: checkpoint.Reader) -> None:
         """Raise UsageError if the facts of a checkpoint differ from this model and engine."""
@@ -130,10 +130,10 @@ class Checkpointer:
 
     def _state(self) -> list[checkpoint.Piece]:
         """Return this rank's pieces: the engine's, and the loss scale of a worker that has one."""
-        scaling = self._scaled.scaling if self._scaled is not None else None
-        if scaling is None or self._engine.worker is None:
+        if self._loss_scale is None or self._engine.worker is None:
             return self._engine.state()
-        return [*self._engine.state(), checkpoint.Piece(self._scale_name, 0, 2, scaling)]
+        piece = checkpoint.Piece(self._scale_name, 0, 2, self._loss_scale.state)
+        return [*self._engine.state(), piece]
 
     @property
     def _scale_name(self) -> str:

@@ -21,6 +21,7 @@ REQUESTED = {
     "algorithms": "direct",
     "rivals_text": "",
     "batches": "16",
+    "model": "ours",
     "iterations": 2,
     "warm_up": 0,
     "json": None,
@@ -158,3 +159,12 @@ def test_the_command(hpctrain, tmp_path):
         "gloo",
         "horovod",
     }
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [({"model": "pytorch"}, "--model 'pytorch'"), ({"name": "mnist"}, "--model torch: only")],
+)
+def test_models_that_have_no_equal_in_pytorch_are_refused(changes, message):
+    with pytest.raises(UsageError, match=message):
+        asked(**{"model": "torch", **changes})

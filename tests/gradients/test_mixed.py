@@ -10,7 +10,7 @@ from ranks import run_on_gpus
 
 from hpctrain import data, engines, nn, optim
 from hpctrain.core.errors import TrainingError, UsageError
-from hpctrain.gradients import mixed
+from hpctrain.gradients import loss_scale
 from hpctrain.gradients.mixed import MixedReplica, half_dtype
 from hpctrain.gradients.precision import make_replica
 from hpctrain.gradients.replica import Batch, ModelReplica
@@ -91,18 +91,18 @@ def test_an_overflow_is_computed_again_with_half_the_scale(gpu):
     small = MixedReplica(built("mlp"), 3, np.dtype("float16"), True)
     full.gradient(batch("mlp"), 40.0, KEY, nobody)
     small.gradient(batch("mlp"), 40.0, KEY, nobody)
-    assert small.scale < 2.0**15
+    assert small.loss_scale.factor < 2.0**15
     error = np.linalg.norm(small.arena.grad.get() - full.arena.grad)
     assert error <= 0.01 * np.linalg.norm(full.arena.grad)
 
 
 def test_the_scale_grows(gpu, monkeypatch):
-    monkeypatch.setattr(mixed, "GROWTH_INTERVAL", 2)
+    monkeypatch.setattr(loss_scale, "GROWTH_INTERVAL", 2)
     small = MixedReplica(built("mlp"), 3, np.dtype("float16"), True)
-    small.scale = 4.0
+    small.loss_scale.factor = 4.0
     for _ in range(4):
         small.gradient(batch("mlp"), 1e-3, KEY, nobody)
-    assert small.scale == 16.0
+    assert small.loss_scale.factor == 16.0
 
 
 def test_small_gradients_do_not_vanish(gpu):
@@ -110,7 +110,7 @@ def test_small_gradients_do_not_vanish(gpu):
     small = MixedReplica(built("mlp"), 3, np.dtype("float16"), True)
     small.gradient(batch("mlp"), 1e-7, KEY, nobody)
     observed = np.count_nonzero(small.arena.grad.get())
-    small.scale = 1.0
+    small.loss_scale.factor = 1.0
     small.gradient(batch("mlp"), 1e-7, KEY, nobody)
     assert np.count_nonzero(small.arena.grad.get()) < observed / 2
 
@@ -127,16 +127,18 @@ def test_ranks_whose_layers_sum_over_ranks_compute_again_together(gpu):
     small.gradient(batch("resnet"), 1 / 6, KEY._replace(sum_over_ranks=of_two), nobody)
     verdicts = [x for x in requested if len(x) == 2]
     assert len(verdicts) > 1 and not any(x.any() for x in verdicts)  # ours was always finite
-    assert small.scale == 2.0 ** (15 - len(verdicts) + 1)
+    assert small.loss_scale.factor == 2.0 ** (15 - len(verdicts) + 1)
 
 
 def half(world, run, steps, resume=False):
-    """Train for `steps` in float16, in the folder `run`; return the hash and the scaling."""
+    """Train for `steps` in float16, in the folder `run`; return the hash and the loss scale."""
     digits, engine = data.DigitsOptions().load(0), engines.AllReduce(algorithm="ring")
     model = nn.MlpOptions(widths=[64, 16, 10]).build((8, 8), 10)
     trainer = Trainer(model, optim.sgd(0.05, 0.9), engine, 3, "fp16", world)
     if not resume:
-        trainer.replica.scale = 2.0 ** (world.rank - 8)  # so low that many gradients are rounded
+        trainer.replica.loss_scale.factor = 2.0 ** (
+            world.rank - 8
+        )  # so low that many gradients are rounded
     summary = trainer.fit(
         digits.train,
         steps=steps,
@@ -146,12 +148,12 @@ def half(world, run, steps, resume=False):
         options=FitOptions(interval_steps=100),
     )
     trainer.close()
-    return summary["params_sha256"], trainer.replica.scaling.tolist()
+    return summary["params_sha256"], trainer.replica.loss_scale.state.tolist()
 
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_run_that_is_resumed_goes_on_with_the_scales_it_had(gpu, monkeypatch, tmp_path, size):
-    monkeypatch.setattr(mixed, "GROWTH_INTERVAL", 3)
+    monkeypatch.setattr(loss_scale, "GROWTH_INTERVAL", 3)
     complete, parts = tmp_path / "whole", tmp_path / "parts"
     expected = run_on_gpus(size, lambda w: half(w, complete, 11))
     begun = run_on_gpus(size, lambda w: half(w, parts, 7))

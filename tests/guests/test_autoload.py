@@ -118,6 +118,22 @@ def test_ranks_and_store_come_from_mpi_without_variables(start, backend):
     assert sorted(line.split()[5] for line in done.stdout.splitlines()) == ["0", "1", "2"]
 
 
+def test_a_group_beside_a_default_group_of_gloo(start):
+    code = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+ours, pair = dist.new_group(backend="hpctrain"), dist.new_group([0, 2], backend="hpctrain")
+x = torch.full((1,), 1.0 + dist.get_rank())
+dist.all_reduce(x, group=ours)
+if dist.get_rank() != 1:
+    dist.all_reduce(x, group=pair)
+assert x.item() == (6.0 if dist.get_rank() == 1 else 12.0), x
+dist.destroy_process_group()
+"""
+    done = start("-c", code, ranks=3).finish(timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
 def test_alone_it_is_a_group_of_one(start):
     done = start("-c", RANKS.format(backend="hpctrain")).finish(timeout=60)
     assert "size 1 sum 1.0 local 0 backend hpctrain" in done.stdout, done.stderr

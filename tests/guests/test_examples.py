@@ -13,8 +13,9 @@ EXAMPLES = Path(__file__).parents[2] / "docs" / "examples" / "pytorch"
 
 
 @pytest.mark.parametrize("ranks", [None, 2])
-def test_the_script_of_the_page_learns(start, ranks):
-    done = start(EXAMPLES / "ddp.py", ranks=ranks).finish(timeout=60)
+@pytest.mark.parametrize("script", ["ddp.py", "loop.py", "trainer.py"])
+def test_the_scripts_of_the_page_learn(start, script, ranks):
+    done = start(EXAMPLES / script, ranks=ranks).finish(timeout=60)
     assert done.returncode == 0, done.stderr
     (count, accuracy) = re.findall(r"(\d) ranks: accuracy (0\.\d+)", done.stdout)[0]
     assert int(count) == (ranks or 1)

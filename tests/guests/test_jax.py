@@ -35,9 +35,9 @@ def states(tmp_path_factory):
 def test_each_engine_equals_a_single_rank(start, states, ranks):
     for count in (1, ranks):
         if not (states / f"{count}.npz").exists():
-            done = start(HERE / "jax_functions.py", states / f"{count}.npz", ranks=count)
-            done = done.finish(100)
-            assert done.returncode == 0, done.stderr
+            completed = start(HERE / "jax_functions.py", states / f"{count}.npz", ranks=count)
+            completed = completed.finish(100)
+            assert completed.returncode == 0, completed.stderr
     single, several = (np.load(states / f"{count}.npz") for count in (1, ranks))
     differences = {name: abs(single[name] - several[name]).max() for name in single}
     assert differences.keys() == jax_functions.TABLE.keys()
@@ -50,9 +50,9 @@ def test_each_engine_equals_a_single_rank(start, states, ranks):
 
 
 def run_script(start, text, *words, ranks=2):
-    done = start("-c", text, *words, ranks=ranks, env={"PYTHONPATH": str(HERE)}).finish(100)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    completed = start("-c", text, *words, ranks=ranks, env={"PYTHONPATH": str(HERE)}).finish(100)
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    return json.loads(completed.stdout.splitlines()[-1])
 
 
 ENGINES = """
@@ -243,15 +243,15 @@ def test_parameters_are_named_by_their_paths_shared_and_not_changed():
 
 def test_without_jax_the_error_names_the_extra(start):
     text = 'import sys; sys.modules["jax"] = None; import hpctrain as ht; ht.jax.Trainer'
-    done = start("-c", text).finish()
-    assert "ht.jax.Trainer needs JAX: pip install 'hpctrain[jax]'" in done.stderr
+    completed = start("-c", text).finish()
+    assert "UsageError: ht.jax needs JAX: pip install 'hpctrain[jax]'; seen: " in completed.stderr
 
 
 @pytest.mark.either
 @pytest.mark.parametrize("ranks", [None, 2])
 def test_the_script_of_the_page_learns(start, ranks):
-    done = start(EXAMPLE, ranks=ranks).finish(timeout=60)
-    assert done.returncode == 0, done.stderr
-    (count, accuracy) = re.findall(r"(\d) ranks: accuracy (0\.\d+)", done.stdout)[0]
+    completed = start(EXAMPLE, ranks=ranks).finish(timeout=60)
+    assert completed.returncode == 0, completed.stderr
+    (count, accuracy) = re.findall(r"(\d) ranks: accuracy (0\.\d+)", completed.stdout)[0]
     assert int(count) == (ranks or 1)
     assert float(accuracy) > 0.95

@@ -52,16 +52,21 @@ class Rival(Protocol):
         """Leave the job; collective."""
 
 
-#: name: (module of this package, class in it)
-RIVALS = {"horovod": ("horovod", "Horovod"), "gloo": ("gloo", "Gloo")}
+#: name: (module of this package, class in it); Gloo starts PyTorch's default group, so before "ddp"
+RIVALS = {
+    "horovod": ("horovod", "Horovod"),
+    "gloo": ("gloo", "Gloo"),
+    "ddp": ("pytorch_on_mpi", "Ddp"),
+    "sync": ("pytorch_on_mpi", "Sync"),
+}
 
 
 def parse_names(text: str) -> list[str]:
-    """Return the rivals listed in `text`; raise UsageError for an unknown one."""
+    """Return the rivals listed in `text`, in the order of RIVALS; raise UsageError for others."""
     listed_names = [name.strip() for name in text.split(",") if name.strip()]
     for name in listed_names:
         config.pick(RIVALS, name, "rival")
-    return list(dict.fromkeys(listed_names))
+    return [name for name in RIVALS if name in listed_names]
 
 
 def join(world: World, names: Iterable[str]) -> tuple[dict[str, Rival], dict[str, str]]:

@@ -19,7 +19,10 @@ def make_step(dense: DenseModel, wrap: Wrap) -> Callable[[np.ndarray, np.ndarray
 
     `wrap` makes network and optimizer communicate.
     """
-    network, optimizer = wrap(*_build_network(dense))
+    network = build_network(dense)
+    # One pass over parameters, gradients and momentum: the fastest that PyTorch has on CPUs.
+    sgd_options: Mapping[str, Any] = {**dense.sgd_options, "fused": True}
+    network, optimizer = wrap(network, torch.optim.SGD(network.parameters(), **sgd_options))
     loss_function = nn.CrossEntropyLoss()  # the mean over the share; wrappers average over ranks
 
     def step(x: np.ndarray, y: np.ndarray) -> float:
@@ -32,7 +35,8 @@ def make_step(dense: DenseModel, wrap: Wrap) -> Callable[[np.ndarray, np.ndarray
     return step
 
 
-def _build_network(dense: DenseModel) -> tuple[nn.Module, torch.optim.Optimizer]:
+def build_network(dense: DenseModel) -> nn.Module:
+    """Return the dense model as a module."""
     layers: list[nn.Module] = [nn.Flatten()]
     for weight, bias in dense.layers:
         layer = nn.Linear(*weight.shape)
@@ -40,7 +44,4 @@ def _build_network(dense: DenseModel) -> tuple[nn.Module, torch.optim.Optimizer]
             layer.weight.copy_(torch.from_numpy(np.ascontiguousarray(weight.T)))
             layer.bias.copy_(torch.from_numpy(bias))
         layers += [layer, nn.ReLU()]
-    network = nn.Sequential(*layers[:-1])  # no ReLU after the last layer
-    # One pass over parameters, gradients and momentum: the fastest that PyTorch has on CPUs.
-    sgd_options: Mapping[str, Any] = {**dense.sgd_options, "fused": True}
-    return network, torch.optim.SGD(network.parameters(), **sgd_options)
+    return nn.Sequential(*layers[:-1])  # no ReLU after the last layer

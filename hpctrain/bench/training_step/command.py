@@ -26,6 +26,7 @@ TIMING_METHOD = (
     f"samples the loss lies within {timing.LOSS_TOLERANCE:g} of the first row's; one BLAS thread "
     "per rank"
 )
+TORCH_RIVALS = "gloo,ddp,sync"  #: beside our engines with a module of PyTorch, by default
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ def parse_options(
     algorithms: str,
     rivals_text: str,
     batches: str | None,
+    model: str,
     iterations: int,
     warm_up: int,
     json: Path | None,
@@ -66,7 +68,11 @@ def parse_options(
         _parse_batches(spec, batches),
         require_minimum("--iterations", iterations, 1),
         require_minimum("--warm-up", warm_up, 0),
+        config.pick({"ours": False, "torch": True}, model, "--model"),
     )
+    if plan.in_torch and (reason := timing.rival_refusal(spec)):
+        raise UsageError(f"--model torch: {reason}")
+    rivals_text = rivals_text or TORCH_RIVALS * plan.in_torch
     return Options(plan, tuple(rivals.parse_names(rivals_text)), json, plot)
 
 

@@ -19,9 +19,11 @@ import numpy as np
 
 from hpctrain import engines
 from hpctrain.bench.rivals import DenseModel, Rival, StepFunction
+from hpctrain.core import frameworks
 from hpctrain.core.errors import UsageError
 from hpctrain.data import Sampler, Samples, share
 from hpctrain.engines.engine import Flags, Task
+from hpctrain.gradients.precision import make_replica
 from hpctrain.gradients.replica import Batch, ModelReplica
 from hpctrain.nn import Key, Model
 from hpctrain.nn.mlp import MlpOptions
@@ -46,6 +48,7 @@ class StepPlan:
     batches: Sequence[int]  #: samples per rank and step
     rounds: int
     warm_up: int
+    in_torch: bool = False  #: our engines train the same model as a module of PyTorch
 
 
 @dataclass
@@ -133,7 +136,7 @@ def _make_contenders(
             _engine_step(world, engine, plan.spec.run.seed), shares, NULL_ALGORITHM
         )
     for name, rival in rivals.items():
-        dense = _dense_model(plan, model)
+        dense = _dense_model(plan, ModelReplica(model, plan.spec.run.seed, np.float32))
         if TORCH_NULL not in contenders:
             step_without_messages = rival.step(dense, without_communication=True)
             contenders[TORCH_NULL] = Contender(
@@ -152,7 +155,13 @@ def _engine_options(name: str) -> engines.AllReduce:
 
 
 def _make_replica(plan: StepPlan, model: Model) -> ModelReplica:
-    return ModelReplica(model, plan.spec.run.seed, np.float32)
+    replica = ModelReplica(model, plan.spec.run.seed, np.float32)
+    if not plan.in_torch:
+        return replica
+    from hpctrain.bench.rivals.training import build_network
+
+    model_in_torch = frameworks.as_model(build_network(_dense_model(plan, replica)))
+    return make_replica(model_in_torch, plan.spec.run.seed, "float32", on_gpu=False)
 
 
 def _constant_rate_optimizer(spec: Recipe) -> Optimizer:
@@ -173,9 +182,9 @@ def _engine_step(world: World, engine: Any, seed: int) -> StepFunction:
     return step
 
 
-def _dense_model(plan: StepPlan, model: Model) -> DenseModel:
-    """Return our initial weights and the options of SGD, for the rivals."""
-    replica, sgd = _make_replica(plan, model), plan.spec.optimizer
+def _dense_model(plan: StepPlan, replica: ModelReplica) -> DenseModel:
+    """Return the initial weights of `replica` and the options of SGD, for PyTorch."""
+    sgd = plan.spec.optimizer
     initial_arrays = list(replica.arena.views(replica.arena.param).values())
     return DenseModel(
         list(zip(initial_arrays[::2], initial_arrays[1::2], strict=True)),

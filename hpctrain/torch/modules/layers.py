@@ -26,6 +26,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from hpctrain.nn.dropout import keep_mask
 from hpctrain.nn.layer import Key, SumOverRanks
+from hpctrain.torch.modules.seeds import seed_generator
 
 _GRADIENT = threading.local()  # .key and .rows, within a gradient of this thread
 MAX_DRAW = 1 << 62
@@ -34,7 +35,7 @@ MAX_DRAW = 1 << 62
 @contextmanager
 def gradient_key(key: Key, rows: int) -> Iterator[None]:
     """Compute a gradient of `rows` samples in this thread: layers take `key`."""
-    torch.manual_seed(key.seed << 32 ^ key.step)
+    seed_generator(key.seed, key.step)
     _GRADIENT.key, _GRADIENT.rows = key, rows
     try:
         yield

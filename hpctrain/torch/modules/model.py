@@ -10,10 +10,13 @@ import torch
 
 from hpctrain import nn
 from hpctrain.core.errors import UsageError
+from hpctrain.core.trees import sample_count
 from hpctrain.gradients.precision import Precision
 from hpctrain.torch.modules.inputs import call_module
 from hpctrain.torch.modules.layers import RankBatchNorm, replace_layers
-from hpctrain.torch.modules.losses import TorchLoss, as_loss
+from hpctrain.torch.modules.losses import TorchLoss, as_loss, compute_sums
+
+CHECKED_SAMPLES = 2  #: computed before training; more than one, since some losses compare samples
 
 
 class TorchModel:
@@ -59,9 +62,10 @@ class TorchModel:
         return any(isinstance(layer, RankBatchNorm) for layer in self.module.modules())
 
     def output_shape_for(self, samples: Any) -> tuple[int, ...]:
-        """Return the shape of the output for one of `samples`: one is computed.
+        """Return the shape of the output for one of `samples`: a few are computed, and their loss.
 
-        Raises UsageError for samples of another shape than those before.
+        Raises UsageError for samples of another shape than those before, for outputs that the loss
+        does not accept, and for a loss that is no number.
         """
         shape = samples.sample_shape
         if self.input_shape is None:
@@ -70,11 +74,13 @@ class TorchModel:
             raise UsageError(
                 f"the model was given samples of shape {self.input_shape} before, seen {shape}"
             )
-        x, _ = samples.rows(np.arange(1))
+        x, y = samples.rows(np.arange(min(len(samples), CHECKED_SAMPLES)))
         outputs = self.outputs(x)
         if isinstance(outputs, torch.Tensor):
             self.output_shape = tuple(outputs.shape[1:])
-        elif not isinstance(self._loss, TorchLoss):
+        if isinstance(self._loss, TorchLoss):
+            compute_sums(self._loss, outputs, y, sample_count(x), None, self._parameter)
+        elif not isinstance(outputs, torch.Tensor):
             raise UsageError(
                 f"the loss {self._loss!r} needs a tensor of outputs, seen "
                 f"{type(outputs).__name__}; give a function of outputs and targets as the loss"

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
+from math import isfinite
 from typing import Any
 
 import numpy as np
@@ -24,8 +25,9 @@ from hpctrain import nn
 from hpctrain.core import xp
 from hpctrain.core.errors import UsageError
 from hpctrain.gradients import arena as arenas
+from hpctrain.gradients.loss_scale import LossScale
 from hpctrain.gradients.precision import CPU_PRECISIONS, Precision, master_dtype
-from hpctrain.gradients.replica import Batch, split_batch
+from hpctrain.gradients.replica import Batch, ignore_ready, split_batch
 from hpctrain.torch.modules.inputs import as_arrays, as_tensor
 from hpctrain.torch.modules.layers import gradient_key, recompute
 from hpctrain.torch.modules.losses import compute_sums
@@ -42,11 +44,13 @@ class TorchReplica:
     def __init__(self, model: TorchModel, seed: int, precision: Precision, on_gpu: bool):
         """Move the parameters of `model.module` into an arena, in the dtype of `precision`.
 
-        With "bf16" the forward pass is one of `torch.autocast`. Raises UsageError for a precision
+        With "bf16" and "fp16" the forward pass is one of `torch.autocast`; see loss_scale.py for
+        "fp16". Raises UsageError for a precision
         that is not available, and for integer buffers that the dtype cannot hold.
         """
         self.model, self.micro_batches = model, 1
         self._autocast = _autocast(precision, on_gpu)
+        self.loss_scale = LossScale() if precision == "fp16" else None
         dtype = master_dtype(precision)
         module = model.module.to("cuda" if on_gpu else "cpu", getattr(torch, dtype.name))
         tensors = {plain_name(name): p for name, p in module.named_parameters()}
@@ -86,13 +90,44 @@ class TorchReplica:
         self, batch: Batch, scale: float, key: nn.Key, on_ready: Callable[[str], None]
     ) -> nn.Sums:
         """Write the gradient into the arena, as the sum over micro-batches; see Replica."""
-        sums: nn.Sums = {}
         self._load_integers()
         self.model.module.train()
+        if self.loss_scale is None:
+            sums = self._compute_pieces(batch, scale, key, on_ready)
+        else:
+            sums = self._compute_until_finite(self.loss_scale, batch, scale, key)
+            for name in reversed(self._parameters):
+                on_ready(name)
+        self._store_integers()
+        return sums
+
+    def _compute_until_finite(
+        self, loss_scale: LossScale, batch: Batch, scale: float, key: nn.Key
+    ) -> nn.Sums:
+        """Compute a gradient, with smaller factors of the loss until it is finite."""
+        while True:
+            sums = self._compute_pieces(batch, scale * loss_scale.factor, key, ignore_ready)
+            loss = sum(total.sum for name, total in sums.items() if name == "loss")
+            is_finite = bool(torch.isfinite(as_tensor(self.arena.grad)).all())
+            flags = np.array([not is_finite, not isfinite(loss)], np.float64)
+            if self.normalizes_batch and key.sum_over_ranks is not None:
+                flags = key.sum_over_ranks(flags)  # then all ranks compute again
+            grad_overflowed, loss_overflowed = flags.tolist()
+            # The engine handles a gradient that is not finite with the smallest factor.
+            if loss_overflowed or not grad_overflowed or not loss_scale.halve():
+                loss_scale.count_gradient()
+                return sums
+            key = key._replace(recomputed=True)
+
+    def _compute_pieces(
+        self, batch: Batch, scale: float, key: nn.Key, on_ready: Callable[[str], None]
+    ) -> nn.Sums:
+        """Compute the gradients of all micro-batches."""
+        sums: nn.Sums = {}
         for i, (piece, first) in enumerate(split_batch(batch, self.micro_batches)):
             is_last = i == self.micro_batches - 1
             self._accumulates, self._unready = i > 0, set(self._parameters)
-            self._on_ready = on_ready if is_last else _ignore
+            self._on_ready = on_ready if is_last else ignore_ready
             piece_key = key._replace(first=key.first + first)
             try:
                 sums = nn.add(sums, self._compute(piece, scale, piece_key))
@@ -103,7 +138,6 @@ class TorchReplica:
                     self._grads[name].zero_()
                 if is_last:
                     on_ready(name)
-        self._store_integers()
         return sums
 
     def evaluate(self, batch: Batch) -> nn.Sums:
@@ -165,10 +199,13 @@ class TorchReplica:
         """Copy the final gradient of a parameter into the arena, and call `on_ready`."""
         if self._on_ready is None:  # backward of the user's own
             return
+        factor = 1 if self.loss_scale is None else 1 / self.loss_scale.factor
         if self._accumulates:
-            self._grads[name].add_(parameter.grad)
-        else:
+            self._grads[name].add_(parameter.grad, alpha=factor)
+        elif factor == 1:
             self._grads[name].copy_(parameter.grad)
+        else:
+            torch.mul(parameter.grad, factor, out=self._grads[name])
         parameter.grad = None
         self._unready.discard(name)
         self._on_ready(name)
@@ -224,13 +261,10 @@ def _autocast(precision: Precision, on_gpu: bool) -> AbstractContextManager[Any]
         if on_gpu:
             torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
         return nullcontext()
-    if precision == "bf16":
-        return torch.autocast("cuda" if on_gpu else "cpu", torch.bfloat16)
-    raise UsageError(
-        f"[run] precision: expected float32, float64, bf16 or, on a GPU, tf32 with a "
-        f"torch.nn.Module, seen '{precision}'"
-    )
-
-
-def _ignore(name: str) -> None:
-    """Do nothing: gradients of a piece are not final."""
+    if precision == "tf32":
+        raise UsageError(
+            "[run] precision: 'tf32' needs a GPU; expected device = 'gpu', or float32, float64, "
+            "bf16 or fp16"
+        )
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float16
+    return torch.autocast("cuda" if on_gpu else "cpu", dtype)

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 from hpctrain.core.errors import UsageError
 from hpctrain.core.trees import map_arrays, sample_shape
+from hpctrain.torch.modules.seeds import seed_generator
 
 LABELS = "labels"  #: the key of targets in batches that are dicts
 
@@ -57,7 +58,7 @@ class TorchSamples:
             return map_arrays(lambda x: x[:0], self.rows(np.arange(1), epoch))
         items = []
         for index in indexes.tolist():
-            torch.manual_seed(epoch << 40 ^ index)
+            seed_generator(epoch, index)
             items.append(self._dataset[index])
         batch = self._collate(items)
         if isinstance(batch, Mapping) and LABELS in batch:
