@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hpctrain import data, engines, nn, optim, torch
+    from hpctrain import data, engines, jax, nn, optim, torch
     from hpctrain.training import callbacks
     from hpctrain.training.run_options import CheckpointOptions, FitOptions
     from hpctrain.training.runs import load
@@ -45,6 +45,7 @@ __all__ = [
     "engines",
     "gather",
     "init",
+    "jax",
     "load",
     "nn",
     "optim",
@@ -54,7 +55,7 @@ __all__ = [
     "torch",
 ]
 
-_PACKAGES = {"data", "engines", "nn", "optim", "torch"}
+_PACKAGES = {"data", "engines", "jax", "nn", "optim", "torch"}
 _MODULE_OF = {
     "CheckpointOptions": "hpctrain.training.run_options",
     "FitOptions": "hpctrain.training.run_options",

@@ -46,6 +46,7 @@ ROOMS = {
     "gradients": (10, 1310),
     "gradients/compress": (7, 900),
     "hardware": (7, 650),
+    "jax": (8, 650),
     "nn": (20, 2335),
     "nn/cuda": (6, 700),
     "nn/losses": (6, 480),
@@ -132,7 +133,7 @@ def test_files_are_short():
 def test_the_top_level_is_small():
     entries = [p for p in ROOT.iterdir() if p.is_dir() or p.suffix == ".py"]
     entries = [p for p in entries if p.name != "__pycache__"]
-    assert len(entries) <= 30
+    assert len(entries) <= 31  # a room for each guest: torch, jax
     assert sum(p.is_file() for p in entries) <= 8
 
 

@@ -21,6 +21,8 @@ SAMPLES = {
 
 def as_model(value: Any) -> Any:
     """Return `value` as a model for the Trainer; None unless it is one of another framework."""
+    if hasattr(value, "make_replica"):
+        return value
     module = _find_module(MODELS, value)
     return module and module.as_model(value)
 

@@ -61,8 +61,8 @@ class Model:
         self._use_counts = Counter(name for names in self._names for name in names.values())
 
     def __repr__(self) -> str:
-        facts = f"{self.input_shape} -> {self.output_shape}, {self.parameter_count:,} parameters"
-        return f"Model({', '.join(self.layers)}: {facts})"
+        shapes = f"{self.input_shape} -> {self.output_shape}"
+        return f"Model({', '.join(self.layers)}: {shapes}, {self.parameter_count:,} parameters)"
 
     def summary(self) -> str:
         """Return a table with the output shape of a sample and the parameters of each layer."""
@@ -137,8 +137,7 @@ class Model:
         for start in range(0, sample_count(x), rows):
             take = itemgetter(slice(start, start + rows))
             outputs = self.outputs(params, map_arrays(take, x))
-            own_y = _in_memory_of(outputs, map_arrays(take, y))
-            piece_sums, _ = self.loss(widened(outputs), own_y, None)
+            piece_sums, _ = self.loss(widened(outputs), _in_memory_of(outputs, map_arrays(take, y)))
             sums = add(sums, wait_for_sums(piece_sums))
         return sums
 

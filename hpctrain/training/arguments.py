@@ -20,7 +20,7 @@ DEFAULT_RATES = {"sgd": 0.01, "adamw": 0.001}  #: those of Keras, for optimizers
 
 def as_model(model: Any) -> TrainableModel:
     """Return `model`, or that of a torch.nn.Module; raise UsageError for anything else."""
-    if isinstance(model, nn.Model) or hasattr(model, "make_replica"):
+    if isinstance(model, nn.Model):
         return model
     if guest := frameworks.as_model(model):
         return guest

@@ -1,7 +1,15 @@
-"""Tests of guests need PyTorch: without it, as in `make test`, they are not collected."""
+"""Tests of guests need PyTorch, those of JAX only JAX: without it, as in `make test`, they are not
+collected."""
 
 from __future__ import annotations
 
 from importlib.util import find_spec
+from pathlib import Path
 
-collect_ignore_glob = [] if find_spec("torch") else ["test_*.py"]
+WITHOUT_TORCH = {"test_jax.py"}
+
+collect_ignore = (
+    []
+    if find_spec("torch")
+    else [p.name for p in Path(__file__).parent.glob("test_*.py") if p.name not in WITHOUT_TORCH]
+)

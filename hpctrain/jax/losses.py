@@ -1,0 +1,159 @@
+"""The user's loss: a function of parameters and a batch that returns means over its samples.
+
+Engines take the gradient of `scale` times the *sum* of the loss over samples, so that shares of any
+length add up: the mean over n samples is multiplied by `scale` n.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hpctrain.core.errors import UsageError
+from hpctrain.nn.layer import Key
+from hpctrain.nn.losses.loss import Metric, mean
+
+MAX_COMPILED = 8  #: loss functions whose compiled forms are kept for the next Trainer
+WORD = 0xFFFFFFFF  #: random numbers are seeded by words of 32 bits
+#: Returns the mean over the samples of x and y, or (mean, {metric: mean}).
+LossFunction = Callable[..., Any]
+
+
+class JaxLoss:
+    """A function `loss(params, x, y)`, or `loss(params, x, y, key)`, and the names of its metrics.
+
+    It returns the mean over the samples of the batch, a scalar; with metrics a pair of that and a
+    dict of such means. `key` is a key of `jax.random`; in evaluation it is None. Means over other
+    things than samples, such as the tokens of a masked text, depend on the division of the batch.
+    """
+
+    def __init__(self, function: LossFunction, metrics: Iterable[str] = ()):
+        """Raise UsageError for a function that is none, and for metrics that are no names."""
+        if not callable(function):
+            raise UsageError(
+                f"loss: expected a function loss(params, x, y), seen {type(function).__name__}"
+            )
+        names = [metrics] if isinstance(metrics, str) else list(metrics)
+        if "loss" in names or not all(isinstance(name, str) for name in names):
+            raise UsageError(
+                f"metrics: expected names such as ('accuracy',), without 'loss', seen {names!r}"
+            )
+        self._function, self.takes_key = function, _takes_key(function)
+        self.terms = ("loss", *names)
+        self.metrics: Mapping[str, Metric] = {name: mean(name) for name in self.terms}
+
+    def means(
+        self, params: Any, x: Any, y: Any, key: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return the mean loss, and the vector of the means of all terms; to be traced by JAX."""
+        arguments = {"key": key} if self.takes_key else {}
+        loss, metrics = self._split(self._function(params, x, y, **arguments))
+        _check_scalar("loss", loss)
+        for name, value in metrics.items():
+            _check_scalar(f"metric '{name}'", value)
+        numbers = [loss, *(metrics[name] for name in self.terms[1:])]
+        return loss, jnp.stack([jnp.asarray(number, loss.dtype) for number in numbers])
+
+    def _split(self, value: Any) -> tuple[Any, Mapping[str, Any]]:
+        """Return the loss and the metrics that the function returned."""
+        if len(self.terms) == 1:
+            if isinstance(value, tuple):
+                raise UsageError(
+                    "loss: expected a scalar, seen a tuple; if it is (mean, {metric: mean}), name "
+                    "the metrics: ht.jax.Trainer(..., metrics=('accuracy',))"
+                )
+            return value, {}
+        names = list(self.terms[1:])
+        is_pair = isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping)
+        if not is_pair or value[1].keys() != set(names):
+            form = f"a pair with {list(value[1])}" if is_pair else f"a {type(value).__name__}"
+            raise UsageError(
+                f"loss: expected (mean, {{metric: mean}}) with the metrics {names}, seen {form}"
+            )
+        return value
+
+    def __eq__(self, other: object) -> bool:
+        """Return whether both are of the same function and metrics: compiled forms are shared."""
+        if not isinstance(other, JaxLoss):
+            return NotImplemented
+        return self._function is other._function and self.terms == other.terms
+
+    def __hash__(self) -> int:
+        return hash((id(self._function), self.terms))
+
+    def __call__(self, outputs: Any, targets: Any, scale: float | None = None) -> Any:
+        """Raise UsageError: this loss is a function of parameters and samples."""
+        raise UsageError("this loss is a function of JAX: expected the model of ht.jax.Trainer")
+
+    def find_fault(self, targets: Any, output_shape: tuple[int, ...]) -> str:
+        """Return no fault: the function checks its targets."""
+        return ""
+
+    def count_outputs(self, targets: Any) -> int:
+        """Raise UsageError: only the user knows."""
+        raise UsageError("expected the number of classes beside the data: the loss is a function")
+
+    def __repr__(self) -> str:
+        return getattr(self._function, "__name__", type(self._function).__name__)
+
+
+class CompiledLoss(NamedTuple):
+    """A loss compiled by JAX, for each shape of a batch when it is first seen."""
+
+    #: (params, x, y, factor, words) -> ((factor * loss, means), its gradient)
+    gradient: Callable[..., Any]
+    means: Callable[..., Any]  #: (params, x, y) -> means of all terms, without a key
+
+
+@lru_cache(MAX_COMPILED)
+def compile_loss(loss: JaxLoss) -> CompiledLoss:
+    """Return the compiled forms of `loss`."""
+
+    def scaled(
+        params: Any, x: Any, y: Any, factor: jax.Array, words: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        mean, means = loss.means(params, x, y, _random_key(words) if loss.takes_key else None)
+        return factor * mean, means
+
+    def means(params: Any, x: Any, y: Any) -> jax.Array:
+        return loss.means(params, x, y, None)[1]
+
+    return CompiledLoss(jax.jit(jax.value_and_grad(scaled, has_aux=True)), jax.jit(means))
+
+
+def key_words(key: Key) -> np.ndarray:
+    """Return the numbers that determine the random numbers of a share of a step."""
+    return np.array([key.seed & WORD, key.seed >> 32 & WORD, key.step, key.first], np.uint32)
+
+
+def _random_key(words: jax.Array) -> jax.Array:
+    """Return a key of `jax.random` that depends on all of `words`."""
+    key = jax.random.key(words[0])
+    for i in range(1, len(words)):
+        key = jax.random.fold_in(key, words[i])
+    return key
+
+
+def _takes_key(function: LossFunction) -> bool:
+    """Return whether `function` has a parameter `key`."""
+    try:
+        return "key" in inspect.signature(function).parameters
+    except ValueError:  # a builtin without a signature
+        return False
+
+
+def _check_scalar(name: str, value: Any) -> None:
+    """Raise UsageError unless `value` is a scalar; a loss is one of floating-point numbers."""
+    shape, dtype = jnp.shape(value), getattr(value, "dtype", None)
+    is_loss = name == "loss"
+    if shape != () or (is_loss and (dtype is None or not jnp.issubdtype(dtype, jnp.floating))):
+        raise UsageError(
+            f"{name}: expected a floating-point scalar, the mean over the batch, from the loss "
+            f"function, seen shape {shape} of {dtype or type(value).__name__}"
+        )

@@ -1,0 +1,86 @@
+"""A loss function and a pytree of parameters as a model of the Trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from math import prod
+from typing import Any
+
+import jax
+import numpy as np
+
+from hpctrain.core.errors import UsageError
+from hpctrain.core.trees import map_arrays
+from hpctrain.gradients.precision import Precision
+from hpctrain.jax.losses import JaxLoss, LossFunction
+from hpctrain.jax.parameters import named_leaves
+
+
+class JaxModel:
+    """A loss and initial parameters: what the Trainer and `ht.load` need of a model.
+
+    `loss` is a function `loss(params, x, y)`; see `JaxLoss`. `params`: a pytree of floating-point
+    arrays; it is read once, and not changed. `predict(params, x)` returns outputs for samples `x`,
+    an array or a pytree of such. Names of parameters are the paths of the leaves, as
+    "layers.0.weight".
+    """
+
+    def __init__(
+        self,
+        loss: LossFunction,
+        params: Any,
+        predict: Callable[[Any, Any], Any] | None = None,
+        metrics: Iterable[str] = (),
+    ):
+        """Raise UsageError for parameters that are no floating-point arrays."""
+        if predict is not None and not callable(predict):
+            raise UsageError(
+                f"predict: expected a function predict(params, x), seen {type(predict).__name__}"
+            )
+        self.loss: Any = JaxLoss(loss, metrics)
+        self.predict = predict
+        self.leaves = named_leaves(params)
+        self.structure = jax.tree_util.tree_structure(params)
+        self.dtype = np.dtype(np.float32)  #: of the arena of the last replica
+        self.input_shape: Any = None  #: of the samples that were checked first
+        self.targets, self.normalizes_batch = 1, False
+
+    @property
+    def parameter_count(self) -> int:
+        """The number of trained numbers."""
+        return sum(prod(leaf.shape) for leaf in self.leaves.values())
+
+    def output_shape_for(self, samples: Any) -> tuple[int, ...]:
+        """Return the shape of the loss, after tracing it on one of `samples`.
+
+        Raises UsageError for samples of another shape than those before, and for a loss that does
+        not return means.
+        """
+        shape = samples.sample_shape
+        if self.input_shape is None:
+            self.input_shape = shape
+        if shape != self.input_shape:
+            raise UsageError(
+                f"the model was given samples of shape {self.input_shape} before, seen {shape}"
+            )
+        leaves = [jax.ShapeDtypeStruct(x.shape, self.dtype) for x in self.leaves.values()]
+        x, y = map_arrays(self.as_input, samples.rows(np.arange(1)))
+        jax.eval_shape(self.loss.means, self.as_tree(leaves), x, y, None)
+        return ()
+
+    def as_tree(self, leaves: Any) -> Any:
+        """Return the pytree of parameters with `leaves`."""
+        return jax.tree_util.tree_unflatten(self.structure, leaves)
+
+    def as_input(self, x: np.ndarray) -> np.ndarray:
+        """Return `x` as an argument of the loss: floating-point numbers in the arena's dtype."""
+        return x.astype(self.dtype, copy=False) if x.dtype.kind == "f" else x
+
+    def make_replica(self, seed: int, precision: Precision, on_gpu: bool) -> Any:
+        """Return the Replica of this model; see `hpctrain.jax.replica`."""
+        from hpctrain.jax.replica import JaxReplica
+
+        return JaxReplica(self, precision, on_gpu)
+
+    def __repr__(self) -> str:
+        return f"function {self.loss!r} of JAX, {self.parameter_count:,} parameters"
