@@ -18,6 +18,7 @@ import numpy as np
 
 from hpctrain import nn
 from hpctrain.core import xp
+from hpctrain.core.allocator import keep_freed_memory
 from hpctrain.core.errors import UsageError
 from hpctrain.gradients.mixed import MixedReplica, half_dtype
 from hpctrain.gradients.replica import ModelReplica
@@ -45,6 +46,8 @@ def make_replica(model: Any, seed: int, precision: Precision, on_gpu: bool) -> A
     TF32 is a setting of the process: the last call decides it for all replicas. Raises
     UsageError if `precision` needs a GPU, or a package that is not installed.
     """
+    if not on_gpu:
+        keep_freed_memory()
     if not isinstance(model, nn.Model):
         return model.make_replica(seed, precision, on_gpu)
     if precision not in CPU_PRECISIONS and not on_gpu:

@@ -28,6 +28,7 @@ from torch.autograd import Variable
 
 from hpctrain.collectives import broadcast
 from hpctrain.core import xp
+from hpctrain.core.allocator import keep_freed_memory
 from hpctrain.core.errors import UsageError
 from hpctrain.engines.synchronous import overlap as overlapping
 from hpctrain.gradients.arena import Arena, lay_out
@@ -72,7 +73,8 @@ class GradientSync:
         options: WireOptions,
     ):
         """Allocate the planes and register the hooks; collective. See `sync`."""
-        self.world, self._model = world, model
+        keep_freed_memory()
+        self.world = world
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         world.on_all_ranks(lambda: _check_optimizer(optimizer, parameters))
         layout = [(name, tuple(p.shape), str(p.dtype)) for name, p in parameters.items()]
