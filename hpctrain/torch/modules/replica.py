@@ -11,6 +11,7 @@ so that engines average and checkpoints keep them like other buffers.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -35,6 +36,7 @@ from hpctrain.torch.modules.model import TorchModel, plain_name
 from hpctrain.torch.modules.needs import ParameterNeeds
 from hpctrain.transport.shared_memory.host import aligned_zeros
 
+log = logging.getLogger(__name__)
 MAX_EVALUATION_ROWS = 256  #: samples that `evaluate` computes at once
 
 
@@ -45,18 +47,18 @@ class TorchReplica:
         """Move the parameters of `model.module` into an arena, in the dtype of `precision`.
 
         With "bf16" and "fp16" the forward pass is one of `torch.autocast`; see loss_scale.py for
-        "fp16". Raises UsageError for a precision
-        that is not available, and for integer buffers that the dtype cannot hold.
+        "fp16". Raises UsageError for a precision that is not available.
         """
         self.model, self.micro_batches = model, 1
         self._autocast = _autocast(precision, on_gpu)
         self.loss_scale = LossScale() if precision == "fp16" else None
         dtype = master_dtype(precision)
-        module = model.module.to("cuda" if on_gpu else "cpu", getattr(torch, dtype.name))
+        dtype_in_torch = getattr(torch, dtype.name)
+        module = model.module.to("cuda" if on_gpu else "cpu", dtype_in_torch)
         tensors = {plain_name(name): p for name, p in module.named_parameters()}
         self._parameters = {name: p for name, p in tensors.items() if p.requires_grad}
         buffers = {name: p for name, p in tensors.items() if not p.requires_grad}
-        buffers |= {plain_name(name): b for name, b in _persistent_buffers(module)}
+        buffers |= {plain_name(n): b for n, b in _saved_buffers(module, dtype_in_torch)}
         self._integers = {name: b for name, b in buffers.items() if not b.is_floating_point()}
         self._buffers = {name: b for name, b in buffers.items() if b.is_floating_point()}
         shapes = {name: tuple(p.shape) for name, p in self._parameters.items()}
@@ -226,14 +228,9 @@ class TorchReplica:
             x.data = self._views[name]
 
     def _store_integers(self) -> None:
-        """Write integer buffers into the arena; raise UsageError if they are too large for it."""
+        """Write integer buffers into the arena."""
         for name, x in self._integers.items():
             self._views[name].copy_(x)
-            if not torch.equal(self._views[name].to(x.dtype), x):
-                raise UsageError(
-                    f"buffer '{name}': expected integers that {self.arena.param.dtype} can hold, "
-                    "seen larger ones; register it with persistent=False"
-                )
 
     def _load_integers(self) -> None:
         """Read integer buffers from the arena, where an engine may have averaged them."""
@@ -249,10 +246,21 @@ class TorchReplica:
         return next(iter(self._parameters.values()))
 
 
-def _persistent_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the buffers that belong to `module.state_dict()`."""
+def _saved_buffers(
+    module: torch.nn.Module, dtype: torch.dtype
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the buffers of `module.state_dict()`; warn of integers that `dtype` cannot hold.
+
+    Such as those of a generator of random numbers: the module keeps them.
+    """
     saved_names = module.state_dict().keys()
-    return ((name, b) for name, b in module.named_buffers() if name in saved_names)
+    for name, buffer in module.named_buffers():
+        if name not in saved_names:
+            continue
+        if not torch.equal(buffer.to(dtype).to(buffer.dtype), buffer):
+            log.warning("buffer '%s' is not saved: %s cannot hold its values", name, dtype)
+        else:
+            yield name, buffer
 
 
 def _autocast(precision: Precision, on_gpu: bool) -> AbstractContextManager[Any]:
