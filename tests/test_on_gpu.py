@@ -176,10 +176,12 @@ RUNS = {
 ALIKE = ("model_dropout",)
 
 
-def trained(hpctrain, out: Path, device: str, ranks: int | None, steps: int, keys, *extra):
+def trained(
+    hpctrain, out: Path, device: str, ranks: int | None, steps: int, keys, *extra, train=TRAIN
+):
     """Train `digits`; return the parameters and the summary."""
     words = sets(**{"run_epochs": "", "run_steps": steps, **keys})
-    completed = hpctrain(*TRAIN, device, *words, "--out", out, *extra, ranks=ranks, timeout=100)
+    completed = hpctrain(*train, device, *words, "--out", out, *extra, ranks=ranks, timeout=100)
     assert completed.returncode == 0, completed.stderr
     file = out / f"weights-{steps}.safetensors"
     assert hpctrain("checkpoint", "export", out, "--output", file).returncode == 0
@@ -260,3 +262,46 @@ def test_memory_that_does_not_suffice(hpctrain, tmp_path):
     keys = sets(model_widths=f"[64,{wide},{wide},10]", run_steps=1, run_epochs="")
     completed = hpctrain(*TRAIN, "gpu", *keys, "--out", tmp_path / "run", ranks=2, timeout=150)
     assert completed.returncode != 0 and "out of memory" in completed.stderr.lower()
+
+
+def cuda_of_pytorch() -> bool:
+    """Return whether PyTorch is installed and computes on a GPU here."""
+    return util.find_spec("torch") is not None and __import__("torch").cuda.is_available()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("kind", ["allreduce", "ps-sync", "local-sgd"])
+def test_modules_of_pytorch_train(hpctrain, tmp_path, kind):
+    if not cuda_of_pytorch():
+        pytest.skip("no PyTorch with CUDA here")
+    train = ("train", "cnn-torch", "--device")
+    keys = {"model_dropout": 0.0, "optimizer_kind": "sgd", "engine_kind": kind}
+    result, _ = trained(hpctrain, tmp_path / "gpu", "gpu", 2, STEPS, keys, train=train)
+    assert np.isfinite(result).all()
+    if kind != "local-sgd":
+        item = keys | {"engine_kind": "single"}
+        expected, _ = trained(hpctrain, tmp_path / "cpu", "cpu", None, STEPS, item, train=train)
+        assert away(result, expected) <= 1e-3
+
+
+SYNC = """
+import torch, hpctrain as ht
+world = ht.init("gpu")
+torch.manual_seed(0)
+model = torch.nn.Linear(64, 3).to(f"cuda:{world.gpu.ordinal}")
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+ht.torch.sync(model, optimizer)
+x = torch.full((4, 64), 1.0 + world.rank, device=model.weight.device)
+model(x).sum().backward()
+mean = sum(4.0 * (1 + rank) for rank in range(world.size)) / world.size
+assert torch.allclose(model.weight.grad, torch.full_like(model.weight, mean))
+optimizer.step()
+"""
+
+
+@pytest.mark.processes
+def test_gradients_of_a_loop_in_pytorch(start):
+    if not cuda_of_pytorch():
+        pytest.skip("no PyTorch with CUDA here")
+    done = start("-c", SYNC, ranks=2).finish(timeout=100)
+    assert done.returncode == 0, done.stderr
