@@ -54,8 +54,7 @@ class TorchReplica:
         self.loss_scale = LossScale() if precision == "fp16" else None
         dtype = master_dtype(precision)
         dtype_in_torch = getattr(torch, dtype.name)
-        zeros = xp.zeros if on_gpu else aligned_zeros
-        device = f"cuda:{zeros(1, dtype).device.id}" if on_gpu else "cpu"  # of this rank
+        device = f"cuda:{xp.zeros(1, dtype).device.id}" if on_gpu else "cpu"  # of this rank
         module = model.module.to(device, dtype_in_torch)
         tensors = {plain_name(name): p for name, p in module.named_parameters()}
         self._parameters = {name: p for name, p in tensors.items() if p.requires_grad}
@@ -65,6 +64,7 @@ class TorchReplica:
         self._buffers = {name: b for name, b in buffers.items() if b.is_floating_point()}
         shapes = {name: tuple(p.shape) for name, p in self._parameters.items()}
         buffer_shapes = {name: tuple(b.shape) for name, b in buffers.items()}
+        zeros = xp.zeros if on_gpu else aligned_zeros
         self.arena = arenas.make_arena(shapes, dtype, buffer_shapes, zeros)
         self._bind_views()
         with torch.no_grad():
