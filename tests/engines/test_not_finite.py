@@ -84,6 +84,7 @@ class Planted:
         self.inner, self.steps, self.value, self.made = replica, steps, value, 0
         self.slot, self.element = SLOT, 5
         self.evaluate, self.move, self.loss = replica.evaluate, replica.move, replica.loss
+        self.normalizes_batch = replica.normalizes_batch
 
     @property
     def arena(self):
