@@ -18,7 +18,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -94,18 +94,13 @@ class RankBatchNorm(_BatchNorm):
         self.running_var.lerp_(unbiased.to(self.running_var.dtype), factor)
 
 
-class Statistics:
-    """Mean and variance per channel over all ranks, float64, and the number of their values."""
+class Statistics(NamedTuple):
+    """Statistics per channel over the samples of all ranks."""
 
-    def __init__(
-        self,
-        rows: float,
-        mean: torch.Tensor,
-        variance: torch.Tensor,
-        sum_over_ranks: SumOverRanks | None,
-    ):
-        self.rows, self.mean, self.variance = rows, mean, variance
-        self.sum_over_ranks = sum_over_ranks
+    rows: float  #: the number of values of a channel
+    mean: torch.Tensor  #: float64 (channels,)
+    variance: torch.Tensor  #: float64 (channels,), divided by `rows`
+    sum_over_ranks: SumOverRanks | None
 
 
 class _Normalization(torch.autograd.Function):
