@@ -40,6 +40,19 @@ def make_cnn(dropout=0.3, norm=nn.BatchNorm2d):
     )  # fmt: skip
 
 
+class Shift(nn.Module):
+    """Adds a buffer to its input, and counts its calls in another."""
+
+    def __init__(self, channels):
+        super().__init__()
+        self.register_buffer("shift", torch.linspace(0, 1, channels))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x):
+        self.calls += 1
+        return x + self.shift[:, None, None]
+
+
 class Gpt(nn.Module):
     """A transformer with tied weights; `recomputes`: blocks are computed again in backward."""
 
@@ -102,9 +115,9 @@ def run_torch_optimizer(engine="allreduce"):
     return module
 
 
-def run_sync(parts=1, **options):
+def run_sync(parts=1, norm=nn.Identity, **options):
     """A loop of one's own: clipped, with gradients of `parts` micro-batches added up."""
-    world, module = ht.init("cpu"), make_cnn(dropout=0.0, norm=nn.Identity).double()
+    world, module = ht.init("cpu"), make_cnn(dropout=0.0, norm=norm).double()
     if world.rank > 0:
         nn.init.zeros_(module[-1].weight)  # rank 0 broadcasts its own
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
@@ -114,6 +127,8 @@ def run_sync(parts=1, **options):
             share = torch.arange(step * 12, step * 12 + 12 * parts) % 96
             share = share.reshape(parts, -1)[:, world.rank :: world.size]
             optimizer.zero_grad()
+            for buffer in module.buffers():
+                buffer += world.rank  # each forward pass takes those of rank 0
             for i, indexes in enumerate(share):
                 if i < parts - 1:
                     with synced.no_sync():
@@ -147,6 +162,7 @@ TABLE = {
     "torch.optim, sharded": lambda: run_torch_optimizer(ht.engines.AllReduce(shard_optimizer=True)),
     "sync": run_sync,
     "sync, no_sync": lambda: run_sync(parts=2),
+    "sync, buffers": lambda: run_sync(norm=Shift),
     "sync, overlap": lambda: run_sync(overlap="always", bucket_bytes=1000),
 }
 
