@@ -255,3 +255,16 @@ def test_the_script_of_the_page_learns(start, ranks):
     (count, accuracy) = re.findall(r"(\d) ranks: accuracy (0\.\d+)", completed.stdout)[0]
     assert int(count) == (ranks or 1)
     assert float(accuracy) > 0.95
+
+
+@pytest.mark.either
+@pytest.mark.timeout(100)
+def test_a_recipe_names_a_function_that_returns_a_model(hpctrain, tmp_path):
+    run = tmp_path / "run"
+    done = hpctrain("launch", "-n", 2, "train", "mlp.toml", "--out", run, cwd=EXAMPLE.parent)
+    assert done.returncode == 0, done.stderr
+    accuracy = json.loads((run / "summary.json").read_text())["test_accuracy"]
+    assert accuracy > 0.95
+    done = hpctrain("evaluate", run, "--trust", cwd=EXAMPLE.parent)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["test_accuracy"] == pytest.approx(accuracy)
