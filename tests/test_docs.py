@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import sys
 import threading
 from dataclasses import fields
 from pathlib import Path
@@ -196,7 +197,8 @@ def test_page_is_taken_apart():
     assert commands(PAGE) == ["ls"]
 
 
-#: table of a recipe: options whose keys README shows there, or names in a comment
+RECIPES = PAGES["docs/recipes.md"]
+#: table of a recipe: options whose keys the page shows there, or names in a comment
 SHOWN = {
     "run": run_options.RunOptions, "model": nn.MlpOptions, "data": data.DigitsOptions,
     "optimizer": optim.SgdOptions, "schedule": optim.CosineOptions, "engine": engines.AllReduce,
@@ -206,8 +208,8 @@ SHOWN = {
 
 
 @pytest.mark.parametrize("table", SHOWN)
-def test_the_recipe_of_the_readme_has_every_key(table):
-    (text,) = ("\n".join(c) for i, _, c in blocks(PAGES["README.md"]) if "[faults]" in "\n".join(c))
+def test_the_recipe_of_the_page_has_every_key(table):
+    (text,) = ("\n".join(c) for i, _, c in blocks(RECIPES) if "[faults]" in "\n".join(c))
     part = text.partition(f"[{table}]")[2].partition("\n[")[0]
     names = [field.name for field in fields(SHOWN[table])]
     if table == "engine":  # which takes the keys of [wire] along
@@ -219,8 +221,8 @@ def test_the_recipe_of_the_readme_has_every_key(table):
 
 
 @pytest.mark.parametrize("kind", nn.MODELS)
-def test_the_readme_lists_the_keys_of_every_model(kind):
-    (line,) = (line for line in PAGES["README.md"].splitlines() if line.startswith(f"| `{kind}` |"))
+def test_the_page_lists_the_keys_of_every_model(kind):
+    (line,) = (line for line in RECIPES.splitlines() if line.startswith(f"| `{kind}` |"))
     keys = line.split("|")[2]
     assert [f.name for f in fields(nn.MODELS[kind]) if not re.search(rf"`{f.name}\b", keys)] == []
 
@@ -247,7 +249,8 @@ WRITTEN_BY_READERS = {"hpctrain/collectives/star.py"}
 @pytest.mark.parametrize("page", [*PAGES, "CONTRIBUTING.md"])
 def test_paths_of_the_pages_exist(page):
     paths = re.findall(r"(?<![\w/.~-])(?:\w+/)+\w+\.py\b", (ROOT / page).read_text())
-    missing = {x for x in paths if not (ROOT / x).exists() and not (PACKAGE / x).exists()}
+    folders = (ROOT, PACKAGE, (ROOT / page).parent)
+    missing = {x for x in paths if not any((folder / x).exists() for folder in folders)}
     missing -= WRITTEN_BY_READERS
     assert not missing, f"{page} names files that are not there"
 
@@ -268,3 +271,30 @@ def test_functions_of_the_ways_exist():
 def test_every_all_reduce_is_described():
     pages = [PAGES["README.md"], PAGES["docs/algorithms.md"]]
     assert [name for name in ALLREDUCE if any(f"`{name}`" not in page for page in pages)] == []
+
+
+def test_the_table_of_the_readme_is_that_of_the_results():
+    make = [sys.executable, ROOT / "benchmarks" / "readme_table.py"]
+    table = subprocess.run(make, capture_output=True, text=True, check=True).stdout
+    assert len(table.splitlines()) > 5
+    assert table in PAGES["README.md"]
+
+
+LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)")
+
+
+@pytest.mark.parametrize("page", [*PAGES, "CONTRIBUTING.md", "SECURITY.md", "CHANGES.md"])
+def test_links_lead_to_files_and_headings(page):
+    """Anchors as GitHub makes them: lower case, without punctuation, dashes for spaces."""
+    missing = []
+    for target, anchor in LINK.findall((ROOT / page).read_text()):
+        file = (ROOT / page).parent / target if target else ROOT / page
+        headings = re.findall(r"^#+ (.*)", file.read_text(), re.MULTILINE) if anchor else []
+        anchors = {re.sub(r"[^\w\- ]", "", x.lower()).replace(" ", "-") for x in headings}
+        if not file.exists() or (anchor and anchor not in anchors):
+            missing.append(f"{target}#{anchor}")
+    assert not missing, f"{page} links to what is not there"
+
+
+def test_the_readme_is_short():
+    assert len(PAGES["README.md"].splitlines()) <= 180

@@ -1,0 +1,66 @@
+"""Prints the table of README from the committed results: times of hpctrain beside its rivals.
+
+python benchmarks/readme_table.py
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+MIB64 = 64 << 20
+TORCH, STEP = "torch-backend-cpu-2-ranks-openmpi.json", "step-torch-2-ranks-openmpi.json"
+Row = Mapping[str, Any]
+
+#: what, file, keys that both rows have, those of ours, those of the rival, name of the rival
+COMPARISONS: list[tuple[str, str, Row, Row, Row, str]] = [
+    ("all-reduce of 64 MiB, 2 ranks on one node", "ring_vs_native-openmpi.json",
+     {"bytes": MIB64}, {"algorithm": "ring"}, {"algorithm": "native"}, "`MPI_Allreduce`"),
+    ("the same, 4 hosts joined by 1 Gbit/s", "netlab-1gbit-openmpi.json",
+     {"bytes": MIB64}, {"algorithm": "ring"}, {"algorithm": "native"}, "`MPI_Allreduce`"),
+    ("`torch.distributed.all_reduce` of 4 bytes", TORCH,
+     {"operation": "all_reduce 4"}, {"backend": "hpctrain"}, {"backend": "gloo"}, "gloo"),
+    ("the same of 64 MiB", TORCH,
+     {"operation": f"all_reduce {MIB64}"}, {"backend": "hpctrain"}, {"backend": "gloo"}, "gloo"),
+    ("step of DDP, MLP of 10 M parameters, 32 samples per rank", STEP,
+     {"batch_per_rank": 32}, {"algorithm": "ddp"}, {"algorithm": "gloo"}, "DDP on gloo"),
+    ("step of `ht.torch.sync`, the same module", STEP,
+     {"batch_per_rank": 32}, {"algorithm": "sync"}, {"algorithm": "gloo"}, "DDP on gloo"),
+    ("step of `ht.torch.Trainer`, the same module", STEP,
+     {"batch_per_rank": 32}, {"algorithm": "auto"}, {"algorithm": "gloo"}, "DDP on gloo"),
+    ("step of the same MLP of our own layers", "compare-step-2-ranks.json",
+     {"batch_per_rank": 32, "mpi": "Open MPI"}, {"algorithm": "auto"}, {"algorithm": "horovod"},
+     "Horovod, PyTorch's layers"),
+]  # fmt: skip
+
+
+def make_table() -> list[str]:
+    """Return the lines of the table, in Markdown."""
+    lines = ["| | hpctrain | rival | |", "|---|---|---|---|"]
+    for what, file, common, ours, theirs, rival in COMPARISONS:
+        document = json.loads((RESULTS / file).read_text())
+        rows = document.get("merged") or document["rows"]
+        seconds, rival_seconds = (find_seconds(rows, {**common, **x}) for x in (ours, theirs))
+        times = f"{rival_seconds / seconds:.2g}"
+        link = f"[{what}](benchmarks/results/{file})"
+        lines.append(f"| {link} | {write(seconds)} | {write(rival_seconds)}, {rival} | {times}x |")
+    return lines
+
+
+def find_seconds(rows: list[Row], keys: Row) -> float:
+    """Return the median of the only row that has these keys."""
+    (median,) = (row["median_s"] for row in rows if keys.items() <= row.items())
+    return median
+
+
+def write(seconds: float) -> str:
+    """Return a time with its unit and two or three digits."""
+    unit, factor = next(x for x in (("s", 1), ("ms", 1e3), ("us", 1e6)) if seconds * x[1] >= 1)
+    return f"{seconds * factor:.{1 if seconds * factor < 10 else 0}f} {unit}"
+
+
+if __name__ == "__main__":
+    print("\n".join(make_table()))
