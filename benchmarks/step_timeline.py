@@ -25,8 +25,8 @@ from typing import Any
 import tomli_w
 from _common import RESULTS, save_result
 
-from hpctrain.bench.plot import COLORS
 from hpctrain.cluster.netlab.netlab import Lab, netlab, parse_speed
+from hpctrain.core.palette import COLORS
 from hpctrain.machine import facts
 
 WIDTHS = [784, *[640] * 24, 10]

@@ -17,7 +17,7 @@ from hpctrain.checkpoint.about import CheckpointFacts
 from hpctrain.cli import _guarded
 from hpctrain.core import atomic, files
 from hpctrain.core.errors import SaveError, UsageError
-from hpctrain.run_files import run_folder
+from hpctrain.run_files import folder_lock, run_folder
 from hpctrain.training import recipe, runs
 
 SMALL = ["model.widths=[64, 10]", "run.interval_steps=1", "run.device=cpu", "checkpoint.keep=9",
@@ -208,7 +208,7 @@ def test_a_lock_is_no_other_name_of_a_file(tmp_path):
     (tmp_path / "victim").write_text("precious")
     run = tmp_path / "run"
     run.mkdir()
-    os.link(tmp_path / "victim", run / run_folder.LOCK)
+    os.link(tmp_path / "victim", run / folder_lock.LOCK)
     with (
         pytest.raises(UsageError, match="expected a file of its own"),
         run_folder.claim(run, True),

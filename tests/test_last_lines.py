@@ -21,6 +21,7 @@ TYPED = {
     "hpctrain train digits": "hpctrain train digits",
     "hpctrain train digits --out here --epochs 3": "hpctrain train digits --epochs 3",
     "hpctrain train digits --out=here --resume": "hpctrain train digits",
+    "hpctrain train digits --resume=here --epochs 3": "hpctrain train digits --epochs 3",
     "hpctrain launch -n 4 train 'my own.toml' --set 'model.widths=[1, 2]'": "",
     "hpctrain netlab --hosts 2 -- hpctrain train digits": "",
 }

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from hpctrain.core.errors import UsageError
-from hpctrain.run_files import run_folder
+from hpctrain.run_files import folder_lock, run_folder
 
 
 def claim(run, resume=False):
@@ -53,7 +53,7 @@ def test_a_file_is_no_folder(tmp_path, resume):
 HOLD = """
 import os, sys, time
 from pathlib import Path
-from hpctrain.run_files import run_folder as rundir
+from hpctrain.run_files import folder_lock, run_folder as rundir
 with rundir.claim(Path(sys.argv[1]), True):
     print("held", flush=True)
     time.sleep(60)
@@ -74,7 +74,7 @@ def test_where_there_are_no_locks_it_is_said(tmp_path, monkeypatch, caplog):
     def flock(*_):
         raise OSError(38, "Function not implemented")
 
-    monkeypatch.setattr(run_folder.fcntl, "flock", flock)
+    monkeypatch.setattr(folder_lock.fcntl, "flock", flock)
     assert claim(tmp_path) == [".lock"]
     assert "cannot be locked (Function not implemented)" in caplog.text
 

@@ -1,7 +1,6 @@
 """Plots of benchmarks: time and bandwidth over size, one line per contender.
 
-The colours of Okabe and Ito (2008) are distinct for colour-blind people; different markers keep
-a print in grey readable. Bands reach from the 5th to the 95th percentile.
+Different markers keep a print in grey readable. Bands reach from the 5th to the 95th percentile.
 """
 
 from __future__ import annotations
@@ -23,9 +22,8 @@ from matplotlib.ticker import (
 )
 
 from hpctrain.bench.message_sizes import size_text
+from hpctrain.core.palette import COLORS, MARKERS
 
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
-MARKERS = "osD^vP*X"
 MAX_TICKS = 7  #: more labels would overlap
 SECONDS_FORMAT = EngFormatter(unit="s")  #: 100 us, 1 ms
 NUMBER_FORMAT = FuncFormatter(lambda y, _: f"{y:g}")

@@ -10,15 +10,19 @@ import click
 from hpctrain import engines, world
 from hpctrain.commands import _options
 from hpctrain.commands._complete import complete_choices, complete_recipes
+from hpctrain.report import history
+from hpctrain.run_files import run_folder
 from hpctrain.training import recipe, runs
 from hpctrain.transport.device.gpus import Device
+from hpctrain.world import World
 
 EPILOG = """\b
 Examples:
   hpctrain train digits --epochs 3
   mpirun -n 4 hpctrain train digits --set wire.algorithm=ring --out runs/ring
   hpctrain launch -n 4 train my.toml --set optimizer.rate=0.05
-  mpirun -n 8 hpctrain train digits --out runs/ring --resume
+  mpirun -n 8 hpctrain train digits --resume          the newest run of this recipe in runs/
+  mpirun -n 8 hpctrain train --resume=runs/ring       that run, by its own recipe
 
 A recipe is the name of a built-in one or a TOML file. Exit codes: 0 done; 1 a lost rank or a bug;
 2 wrong usage, recipe or data; 3 a loss or gradient is not finite; 75 stopped on request after a
@@ -30,8 +34,25 @@ A recipe may name functions in files beside it: training a recipe runs this code
 """
 
 
-@click.command(epilog=EPILOG)
-@click.argument("name", metavar="RECIPE", shell_complete=complete_recipes)
+class ResumingCommand(click.Command):
+    """A command whose `--resume=DIR` is `--out=DIR --resume`, and whose `--resume` takes no word.
+
+    An optional value would take RECIPE in `--resume RECIPE`.
+    """
+
+    def parse_args(self, context: click.Context, words: list[str]) -> list[str]:
+        named = [word for word in words if word.startswith("--resume=")]
+        if named and any(word.partition("=")[0] == "--out" for word in words):
+            raise click.UsageError(f"{named[0]} names the folder of the run: leave out --out")
+        parts = (
+            [f"--out={word.partition('=')[2]}", "--resume"] if word in named else [word]
+            for word in words
+        )
+        return super().parse_args(context, [word for part in parts for word in part])
+
+
+@click.command(cls=ResumingCommand, epilog=EPILOG)
+@click.argument("name", metavar="RECIPE", required=False, shell_complete=complete_recipes)
 @click.option(
     "--engine",
     metavar="KIND",
@@ -49,7 +70,12 @@ A recipe may name functions in files beside it: training a recipe runs this code
 @click.option(
     "--out", type=click.Path(path_type=Path), metavar="DIR", help="Default: runs/RECIPE-TIME."
 )
-@click.option("--resume", is_flag=True, help="Continue from the newest checkpoint in --out.")
+@click.option(
+    "--resume",
+    is_flag=True,
+    help="Continue from the newest checkpoint in --out, or in the newest run of RECIPE in runs/; "
+    "--resume=DIR: in DIR.",
+)
 @click.option("--trace", is_flag=True, help="Record what each thread does: DIR/trace.json.")
 @click.option(
     "--replay",
@@ -58,7 +84,7 @@ A recipe may name functions in files beside it: training a recipe runs this code
     help="Repeat the asynchronous run in DIR, bit for bit.",
 )
 def train(
-    name: str,
+    name: str | None,
     engine: str | None,
     epochs: int | None,
     device: str | None,
@@ -69,10 +95,22 @@ def train(
     replay: Path | None,
 ) -> None:
     """Train the model that RECIPE describes; results go to the folder --out."""
-    if resume and out is None:
-        raise click.UsageError("--resume needs --out DIR, the folder of the run to continue")
+    if name is None:
+        if not resume or out is None:
+            raise click.UsageError("Missing argument 'RECIPE'; --resume=DIR goes on without")
+        name = str(out / run_folder.RECIPE)
     recipe_values = {"engine.kind": engine, "run.epochs": epochs, "run.device": device}
     overrides = [f"{key}={value}" for key, value in recipe_values.items() if value is not None]
     overrides += ["trace.enabled=true"] * trace
     resolved_recipe = recipe.load(name, [*overrides, *sets])
-    runs.train(resolved_recipe, world.init(resolved_recipe.run.device), out, resume, replay)
+    job = world.init(resolved_recipe.run.device)
+    if resume and out is None:
+        out = _find_newest_run(job, resolved_recipe.run.name)
+    runs.train(resolved_recipe, job, out, resume, replay)
+
+
+def _find_newest_run(job: World, recipe_name: str) -> Path:
+    """Return the folder of the newest run of a recipe in runs/, as rank 0 sees it; collective."""
+    is_first = job.rank == 0
+    path = job.on_all_ranks(lambda: is_first and history.find_newest(Path("runs"), recipe_name))
+    return Path(job.gather(str(path))[0])

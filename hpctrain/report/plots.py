@@ -1,7 +1,6 @@
 """The plots of a run, as PNG: losses and accuracies, the learning rate, the parts of the time.
 
-Colours are those of Okabe and Ito (2008), which colour-blind people can tell apart; lines also
-differ in their dashes, so that a print in grey can be read.
+Lines also differ in their dashes, so that a print in grey can be read.
 """
 
 from __future__ import annotations
@@ -14,10 +13,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure  # not pyplot, which would look for a screen
 from matplotlib.ticker import EngFormatter, MaxNLocator, PercentFormatter
 
+from hpctrain.core.palette import COLORS
 from hpctrain.report.record import RunRecord
 
 Array = np.ndarray
-BLUE, ORANGE, VERMILION, GREY, BLACK = "#0072B2", "#E69F00", "#D55E00", "#BBBBBB", "#000000"
+BLUE, VERMILION, _, _, ORANGE, _, BLACK, _ = COLORS
+GREY = "#BBBBBB"
 LINES: dict[str, dict[str, Any]] = {
     "train": {"color": BLUE, "linestyle": "-", "marker": "o"},
     "test": {"color": VERMILION, "linestyle": "--", "marker": "s"},
@@ -44,7 +45,7 @@ def _losses(record: RunRecord) -> Figure:
     figure = Figure((10, 0.6 + 3 * len(kinds)), layout="constrained")
     axes = figure.subplots(len(kinds), 2, sharex="col", sharey="row", squeeze=False)
     seconds = np.cumsum(record.seconds_per_row("wall_s"))
-    unit = _unit(seconds[-1])
+    unit = choose_unit(seconds[-1])
     for kind, (by_step, by_time) in zip(kinds, axes, strict=True):
         _curves(by_step, record, kind, record.column("step"))
         _curves(by_time, record, kind, seconds / UNITS[unit])
@@ -66,11 +67,12 @@ def _curves(axes: Axes, record: RunRecord, kind: str, x: np.ndarray) -> None:
         marker_style = style if sparse else {**style, "marker": ""}
         if finite.any():
             axes.plot(x[finite], y[finite], label=name, markersize=4, linewidth=1.5, **marker_style)
-    _logarithmic(axes, _train_and_test(record, kind))
+    scale_losses(axes, _train_and_test(record, kind))
     axes.grid(alpha=0.3)
 
 
-def _logarithmic(axes: Axes, values: np.ndarray) -> None:
+def scale_losses(axes: Axes, values: np.ndarray) -> None:
+    """Make the axis logarithmic if `values` span more than a factor of DECADES."""
     values = values[np.isfinite(values)]
     if values.size and 0 < values.min() * DECADES < values.max():
         axes.set_yscale("log")
@@ -231,7 +233,7 @@ def _title(record: RunRecord, subject: str) -> str:
     return f"{record.name}: {subject}".replace("$", r"\$")
 
 
-def _unit(seconds: float) -> str:
+def choose_unit(seconds: float) -> str:
     """Return the largest unit of which there are at least five."""
     return next((unit for unit, size in UNITS.items() if seconds >= 5 * size), "s")
 

@@ -16,6 +16,7 @@ from hpctrain.core.files import FileError, MissingError
 from hpctrain.run_files import run_folder
 
 MAX_COUNTS = 10**8  #: rows times kinds of staleness
+FILES = (run_folder.RECIPE, run_folder.METRICS, run_folder.SUMMARY)  #: any makes a folder a run
 TIMES = ("wall_s", "compute_s", "wait_s", "wire_s")
 
 
@@ -103,9 +104,8 @@ class RunRecord:
 
 def read(run: Path) -> RunRecord:
     """Return the record of the run in folder `run`; raise UsageError if there is none."""
-    names = (run_folder.RECIPE, run_folder.METRICS, run_folder.SUMMARY)
-    if not any(os.path.lexists(run / name) for name in names):
-        raise UsageError(f"{run} holds no run: expected {', '.join(names[:2])} or {names[2]}")
+    if not any(os.path.lexists(run / name) for name in FILES):
+        raise UsageError(f"{run} holds no run: expected {', '.join(FILES[:2])} or {FILES[2]}")
     summary = run_folder.read_summary(run) or {}
     return RunRecord(run.resolve().name, _forward(run_folder.rows(run)), summary, _recipe(run))
 

@@ -40,11 +40,7 @@ def resuming(words: Sequence[str], run: Path) -> list[str]:
     """Return the command line `words` of a training, changed to resume `run`."""
     arguments: list[str] = []
     for previous_word, word in zip(["", *words], words, strict=False):
-        if (
-            "--out" not in (previous_word, word)
-            and not word.startswith("--out=")
-            and word != "--resume"
-        ):
+        if previous_word != "--out" and word.partition("=")[0] not in ("--out", "--resume"):
             arguments.append(word)
     return [*arguments, "--out", str(run), "--resume"]
 

@@ -11,12 +11,10 @@ DIR/watch/           the present state of each rank, while it runs
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import os
 import re
-import stat
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -28,11 +26,11 @@ from hpctrain.core import atomic, files
 from hpctrain.core.errors import UsageError
 from hpctrain.core.files import FileError, MissingError, brief
 from hpctrain.run_files import schemas
+from hpctrain.run_files.folder_lock import LOCK, lock_folder
 
 log = logging.getLogger(__name__)
 
 SUMMARY, METRICS, RECIPE = "summary.json", "metrics.jsonl", "recipe.toml"
-LOCK = ".lock"
 #: The number of steps done again by all parts of a run: a part that is killed cannot report it.
 REDONE = ".redone"
 #: A job script writes the reason to stop there, before it sends the signal.
@@ -73,38 +71,6 @@ def claim(run: Path, resume: bool) -> Iterator[None]:
         yield
     finally:
         os.close(lock)
-
-
-class LockedError(UsageError):
-    """A folder is locked: another process writes to it."""
-
-
-def lock_folder(run: Path) -> int:
-    """Lock a folder, return the file descriptor; raise LockedError if it is locked already."""
-    lock = _open_lock(run / LOCK)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        holder = os.read(lock, 200).decode(errors="replace")
-        os.close(lock)
-        raise LockedError(f"--out {run} is being written by {brief(holder)[1:-1]}") from None
-    except OSError as error:  # some parallel file systems have no locks
-        log.warning("%s cannot be locked (%s): let no other job write there", run, error.strerror)
-    os.ftruncate(lock, 0)
-    os.write(lock, f"process {os.getpid()} on {os.uname().nodename}".encode())
-    for folder in (run, run / "replay"):
-        atomic.sweep(folder)
-    return lock
-
-
-def _open_lock(path: Path) -> int:
-    """Open a lock's file for writing; refuse a link to another file, symbolic or hard."""
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
-    status = os.fstat(handle)
-    if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
-        os.close(handle)
-        raise UsageError(f"{path}: expected a file of its own, seen a link or no file; remove it")
-    return handle
 
 
 @contextmanager

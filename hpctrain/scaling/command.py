@@ -18,7 +18,7 @@ from hpctrain.cluster.launch import MpiInstallation
 from hpctrain.core import progress
 from hpctrain.core.errors import UsageError
 from hpctrain.gradients.precision import master_dtype
-from hpctrain.run_files import run_folder
+from hpctrain.run_files import folder_lock, run_folder
 from hpctrain.scaling import trial_recipe, world_sizes
 from hpctrain.scaling.collect import Gap, TrialResult
 from hpctrain.scaling.output import live_table, study_files, tables
@@ -68,7 +68,7 @@ def _lock_or_show(folder_path: Path) -> Iterator[StudyFolder]:
     try:
         with lock_folder(folder_path) as folder:
             yield folder
-    except run_folder.LockedError:
+    except folder_lock.LockedError:
         _print_progress(StudyFolder(folder_path))
         raise
     except KeyboardInterrupt:

@@ -22,7 +22,7 @@ import pydantic
 
 from hpctrain.core import atomic, files
 from hpctrain.core.errors import UsageError
-from hpctrain.run_files import run_folder
+from hpctrain.run_files import folder_lock
 from hpctrain.scaling.trial_recipe import Timing
 from hpctrain.scaling.world_sizes import PositiveInt, Size, ranks_per_core
 
@@ -139,11 +139,11 @@ def lock_folder(path: Path) -> Iterator[StudyFolder]:
     try:
         path.mkdir(parents=True, exist_ok=True)
         names = sorted(
-            path_entry.name for path_entry in path.iterdir() if path_entry.name != run_folder.LOCK
+            path_entry.name for path_entry in path.iterdir() if path_entry.name != folder_lock.LOCK
         )
         if names and STUDY_FILE not in names:
             raise UsageError(f"--out {path} is not the folder of a study: it holds {names[0]}, ...")
-        lock_fd = run_folder.lock_folder(path)
+        lock_fd = folder_lock.lock_folder(path)
     except OSError as error:
         raise UsageError(f"--out {path} cannot be written: {error.strerror}") from None
     try:

@@ -98,6 +98,8 @@ class Journal:
         self._first_step = step
         text = self.recipe.toml() if self.recipe else None
         self.world.on_all_ranks(lambda: self.files.begin(text))
+        start = run_facts.describe_start(self.world, self.engine, self.sampler.batch)
+        self._log("%s: %s, %d steps; folder: %s", self.name, start, self.total_steps, self.run)
         self._timeline.begin()
         if self.world.rank == 0 and log.isEnabledFor(logging.INFO):
             self._bar = progress.open_bar(self.name, step, self.total_steps)
@@ -134,6 +136,7 @@ class Journal:
         self._last = {
             "step": step,
             "steps": step - self._row_step,
+            "total_steps": self.total_steps,
             "since_step": self._first_step,  # start of the clocks: a resumed run has several parts
             "epoch": self._epoch(step),
             "samples": self.sampler.samples_before(step),
@@ -160,11 +163,13 @@ class Journal:
     def about_now(self, step: int) -> dict[str, Any]:
         """Return the facts beside the arrays of a checkpoint after `step` steps; collective."""
         epoch, index = self.sampler.locate_step(step)
+        is_open = step != self._row_step  # the sums so far belong to a row that is not due yet
+        row = {"since_step": self._row_step, "sums": self._sum_over_ranks()[0]} if is_open else None
         return {
             "step": step,
             "epoch": epoch,
             "sample_index": index,
-            "open_row": self._unfinished_row(step),
+            "open_row": row,
             "world_size": self.world.size,
             "batch": self.sampler.batch,
             "seed": self.sampler.seed,
@@ -178,12 +183,6 @@ class Journal:
             "recipe": self.name,
             "recipe_sha256": self.recipe and self.recipe.sha256,
         }
-
-    def _unfinished_row(self, step: int) -> dict[str, Any] | None:
-        """Return the sums so far for a row that is not due yet; collective."""
-        if step == self._row_step:
-            return None
-        return {"since_step": self._row_step, "sums": self._sum_over_ranks()[0]}
 
     def finish(self, status: str, exit_code: int, reason: str | None = None) -> dict[str, Any]:
         """Write the summary, show the closing table and return the summary; collective."""

@@ -32,6 +32,18 @@ def of_run(world: World, engine: Engine) -> dict[str, Any]:
     }
 
 
+def describe_start(world: World, engine: Engine, batch: int) -> str:
+    """Return the engine, the ranks, their devices, and the sizes of model and batch in words."""
+    hosts = len(set(world.hosts))
+    gpus = sum(bool(place.gpu) for place in world.places)
+    counts = [f"{world.size} rank{'s' * (world.size != 1)} of {hosts} host{'s' * (hosts != 1)}"]
+    counts += [f"{gpus} of them with GPUs" if gpus else "on CPU cores"]
+    parameters = sum(slot.size for slot in engine.replica.arena.slots)
+    return (
+        f"{engine.name}, {', '.join(counts)}, {parameters:,} parameters, {batch} samples per step"
+    )
+
+
 def trained_sha256(world: World, engine: Engine) -> str:
     """Return the hash of the trained parameters of worker 0: a server's replica is not trained."""
     own_hash = params_sha256(engine.replica.arena) if engine.worker == 0 else ""

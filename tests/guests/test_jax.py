@@ -261,10 +261,10 @@ def test_the_script_of_the_page_learns(start, ranks):
 @pytest.mark.timeout(100)
 def test_a_recipe_names_a_function_that_returns_a_model(hpctrain, tmp_path):
     run = tmp_path / "run"
-    done = hpctrain("launch", "-n", 2, "train", "mlp.toml", "--out", run, cwd=EXAMPLE.parent)
-    assert done.returncode == 0, done.stderr
+    completed = hpctrain("launch", "-n", 2, "train", "mlp.toml", "--out", run, cwd=EXAMPLE.parent)
+    assert completed.returncode == 0, completed.stderr
     accuracy = json.loads((run / "summary.json").read_text())["test_accuracy"]
     assert accuracy > 0.95
-    done = hpctrain("evaluate", run, "--trust", cwd=EXAMPLE.parent)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["test_accuracy"] == pytest.approx(accuracy)
+    completed = hpctrain("evaluate", run, "--trust", cwd=EXAMPLE.parent)
+    assert completed.returncode == 0, completed.stderr
+    assert json.loads(completed.stdout)["test_accuracy"] == pytest.approx(accuracy)

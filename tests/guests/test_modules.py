@@ -23,8 +23,9 @@ def states(tmp_path_factory):
 def test_each_row_equals_a_single_rank(start, states, ranks):
     for count in (1, ranks):
         if not (states / f"{count}.npz").exists():
-            done = start(HERE / "modules.py", states / f"{count}.npz", ranks=count).finish(280)
-            assert done.returncode == 0, done.stderr
+            job = start(HERE / "modules.py", states / f"{count}.npz", ranks=count)
+            completed = job.finish(280)
+            assert completed.returncode == 0, completed.stderr
     single, several = (np.load(states / f"{count}.npz") for count in (1, ranks))
     differences = {name: abs(single[name] - several[name]).max() for name in modules.TABLE}
     assert {name: d for name, d in differences.items() if not d <= LIMIT} == {}
@@ -59,8 +60,8 @@ def test_a_resumed_recipe_ends_with_the_bytes_of_one_run(
 
     def train(out, count, *words):
         job = ("launch", "-n", count, "train", "cnn-torch")
-        done = hpctrain(*job, *settings, *words, "--out", out)
-        assert done.returncode == 0, done.stderr
+        completed = hpctrain(*job, *settings, *words, "--out", out)
+        assert completed.returncode == 0, completed.stderr
         return read_summary(out)["params_sha256"]
 
     steps = ("--set", "run.steps=30", "--set", "checkpoint.every_epochs=", "--set",
@@ -84,8 +85,8 @@ def test_engines_that_average_learn_as_a_single_rank_does(hpctrain, tmp_path, en
     """A single rank reaches 0.97 to 0.99 in these 12 epochs."""
     words = ("--engine", engine, "--epochs", 12, "--set", "optimizer.batch=48")
     out = tmp_path / "run"
-    done = hpctrain("launch", "-n", 3, "train", "cnn-torch", *words, "--out", out)
-    assert done.returncode == 0, done.stderr
+    completed = hpctrain("launch", "-n", 3, "train", "cnn-torch", *words, "--out", out)
+    assert completed.returncode == 0, completed.stderr
     assert read_summary(out)["test_accuracy"] >= 0.96
 
 
@@ -95,8 +96,8 @@ def test_the_benchmark_of_steps_measures_modules_beside_ddp(hpctrain, tmp_path):
     """All contenders end with equal losses."""
     words = ("--model", "torch", "--batch-per-rank", 16, "--iterations", 1, "--warm-up", 0)
     file = tmp_path / "rows.json"
-    done = hpctrain("launch", "-n", 2, "bench", "step", "digits", *words, "--json", file)
-    assert done.returncode == 0, done.stderr
+    completed = hpctrain("launch", "-n", 2, "bench", "step", "digits", *words, "--json", file)
+    assert completed.returncode == 0, completed.stderr
     rows = json.loads(file.read_text())["rows"]
     names = ["auto", "share-parameters", "null", "torch-null", "gloo", "ddp", "sync"]
     assert [row["algorithm"] for row in rows] == names
@@ -108,7 +109,7 @@ def test_the_benchmark_of_steps_measures_modules_beside_ddp(hpctrain, tmp_path):
 def test_a_replay_repeats_an_asynchronous_run(hpctrain, tmp_path):
     job = ("launch", "-n", 3, "train", "cnn-torch", "--engine", "ps-async", "--epochs", 2)
     for words in (("--out", tmp_path / "a"), ("--out", tmp_path / "b", "--replay", tmp_path / "a")):
-        done = hpctrain(*job, *words)
-        assert done.returncode == 0, done.stderr
+        completed = hpctrain(*job, *words)
+        assert completed.returncode == 0, completed.stderr
     first, second = (read_summary(tmp_path / run)["params_sha256"] for run in "ab")
     assert first == second

@@ -12,11 +12,9 @@ from matplotlib.ticker import FuncFormatter
 
 from hpctrain.bench.message_sizes import size_text
 from hpctrain.bench.plot import SECONDS_FORMAT, format_log_axis
+from hpctrain.core.palette import COLORS, MARKERS
 from hpctrain.cost_model.message_schedules import SCHEDULES
 
-#: Okabe and Ito (2008): distinct for colour-blind people; the markers differ too.
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-MARKERS = "osD^vP*"
 Row = Mapping[str, Any]
 
 
@@ -53,7 +51,7 @@ def draw_prediction(rows: Sequence[Row], title: str, path: Path) -> None:
 
 
 def _draw_algorithms(axes: Axes, rows: Sequence[Row], x_column: str) -> None:
-    for name, color, marker in zip(SCHEDULES, COLORS, MARKERS, strict=True):
+    for name, color, marker in zip(SCHEDULES, COLORS, MARKERS, strict=False):
         algorithm_rows = sorted(
             (r for r in rows if r["algorithm"] == name), key=lambda row: row[x_column]
         )

@@ -7,9 +7,10 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure  # not pyplot, which needs a display
 
-from hpctrain.bench.plot import COLORS, MARKERS, SECONDS_FORMAT, format_size_axes
+from hpctrain.bench.plot import SECONDS_FORMAT, format_size_axes
 from hpctrain.bench.tuning.printed_table import memory_heading, times_by_memory
 from hpctrain.core import thresholds
+from hpctrain.core.palette import COLORS, MARKERS
 from hpctrain.tuning.table import Table
 
 

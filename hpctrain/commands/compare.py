@@ -1,0 +1,46 @@
+"""`hpctrain compare`: runs beside each other."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from hpctrain.commands.report import MISSING_PACKAGES_MESSAGE
+from hpctrain.core.errors import UsageError
+from hpctrain.report import comparison
+
+EPILOG = """\b
+Examples:
+  hpctrain compare runs/ring runs/tree
+  hpctrain compare runs/* --plot losses.png
+"""
+
+
+@click.command(epilog=EPILOG)
+@click.argument(
+    "folders", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="DIR DIR..."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+@click.option(
+    "--plot",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Also draw losses and accuracies: .png or .svg.",
+)
+def compare(folders: tuple[Path, ...], as_json: bool, plot: Path | None) -> None:
+    """Show results and times of runs side by side, and the keys in which their recipes differ."""
+    if len(folders) < 2:
+        raise UsageError(f"expected the folders of two or more runs, seen {folders[0]} alone")
+    compared = comparison.compare(folders)
+    if plot is not None:
+        try:  # late: only plots need matplotlib
+            from hpctrain.report.comparison_plot import draw
+        except ImportError as error:
+            raise UsageError(f"{MISSING_PACKAGES_MESSAGE} ({error})") from None
+        draw(folders, plot)
+    if as_json:
+        click.echo(json.dumps(compared, indent=1))
+    else:
+        comparison.print_tables(compared)

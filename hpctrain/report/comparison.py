@@ -1,0 +1,89 @@
+"""Several runs beside each other: results, times, and the keys in which their recipes differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from hpctrain.config import toml
+from hpctrain.report import record
+from hpctrain.report.history import DEFAULT_WIDTH
+from hpctrain.report.record import RunRecord
+from hpctrain.run_files import run_folder
+
+#: key of the summary: how it is written
+FACTS: dict[str, Callable[[Any], str]] = {
+    "status": str, "engine": str, "algorithm": str, "world_size": str, "steps": "{:,}".format,
+    "wall_s": "{:,.2f} s".format, "samples_per_s": "{:,.0f}".format,
+    "compute_s": "{:,.2f} s".format, "wait_s": "{:,.2f} s".format, "wire_s": "{:,.2f} s".format,
+}  # fmt: skip
+NAMES = {"world_size": "ranks", "samples_per_s": "samples/s", "wait_s": "wait (exposed wire)"}
+
+
+def compare(folders: Sequence[Path]) -> dict[str, Any]:
+    """Return {"runs": {folder: facts}, "recipes": {key: values}} of the runs in `folders`.
+
+    `recipes` holds the keys, as "table.key", whose values differ; None where a recipe lacks one.
+    Raises UsageError for a folder without a run, FileError for damaged files.
+    """
+    records = [record.read(folder) for folder in folders]
+    recipes = [
+        _flatten(toml.parse(run.recipe, str(folder / run_folder.RECIPE)))
+        for run, folder in zip(records, folders, strict=True)
+    ]
+    keys = sorted(set().union(*recipes))
+    values = {key: [recipe.get(key) for recipe in recipes] for key in keys}
+    return {
+        "runs": {str(f): _collect(run) for f, run in zip(folders, records, strict=True)},
+        "recipes": {key: row for key, row in values.items() if any(x != row[0] for x in row)},
+    }
+
+
+def _collect(run: RunRecord) -> dict[str, Any]:
+    """Return the facts and metrics of a run, of its last row where there is no summary."""
+    latest = {**(run.rows[-1] if run.rows else {}), **run.summary}
+    latest["status"] = run.status
+    if run.rows and "steps" not in run.summary:  # a row counts the steps of its interval
+        latest["steps"] = run.rows[-1]["step"]
+    metrics = [key for key in latest if key.startswith(("train_", "test_"))]
+    return {key: latest[key] for key in (*FACTS, *metrics) if latest.get(key) is not None}
+
+
+def _flatten(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return {"table.key": value} of a recipe, without the hashes of its code."""
+    flat: dict[str, Any] = {}
+    for key, value in tables.items():
+        if isinstance(value, Mapping):
+            flat |= _flatten(value, f"{prefix}{key}.")
+        elif not prefix.startswith("code."):
+            flat[prefix + key] = value
+    return flat
+
+
+def print_tables(comparison: Mapping[str, Any]) -> None:
+    """Print a column per run on stdout: its facts, then the keys in which the recipes differ."""
+    console = Console()
+    console = console if console.is_terminal else Console(width=DEFAULT_WIDTH)
+    runs = comparison["runs"]
+    table = Table("")
+    for folder in runs:
+        table.add_column(Text(folder), overflow="fold")
+    for key in dict.fromkeys(key for facts in runs.values() for key in facts):
+        name = NAMES.get(key, key.removesuffix("_s").replace("_", " "))
+        table.add_row(name, *(_write(key, facts.get(key)) for facts in runs.values()))
+    if comparison["recipes"]:
+        table.add_section()
+    for key, values in comparison["recipes"].items():
+        table.add_row(Text(key), *(Text("-" if x is None else str(x)) for x in values))
+    console.print(table)
+
+
+def _write(key: str, value: Any) -> Text:
+    if value is None:
+        return Text("-")
+    return Text(FACTS[key](value) if key in FACTS else f"{value:.4f}")
