@@ -1,7 +1,8 @@
-"""Changes of a recipe's tables by --set: `TABLE.KEY=VALUE`, with the value in TOML.
+"""Changes of a recipe's tables, by --set or by a file that extends another.
 
-The last setting of a key counts. Some keys exclude each other, such as epochs and steps: to set one
-removes the other from the file's table; two that are both set are refused later.
+`--set TABLE.KEY=VALUE` has its value in TOML. The last setting of a key counts. Some keys exclude
+each other, such as epochs and steps: to set one removes the other from the table below it; two that
+are both set are refused later.
 """
 
 from __future__ import annotations
@@ -37,6 +38,22 @@ def apply(tables: Table, settings: Iterable[str]) -> Table:
             if values.get((table, rival)) is None:
                 tables[table].pop(rival, None)
     return tables
+
+
+def merge(base: Table, changes: Table) -> Table:
+    """Return the tables of `base`, changed by those of a recipe that extends it.
+
+    Tables merge key by key; one with another `kind` replaces that of `base`.
+    """
+    merged = {**base, **changes}
+    for name in base.keys() & changes.keys():
+        old, new = base[name], changes[name]
+        if not isinstance(old, Mapping) or not isinstance(new, Mapping):
+            continue  # refused later, unless it is `schema`
+        if new.get("kind", old.get("kind")) == old.get("kind"):
+            excluded = {rival for key in new for rival in _rivals(name, key)}
+            merged[name] = {key: x for key, x in old.items() if key not in excluded} | dict(new)
+    return merged
 
 
 def _setting(override: str) -> tuple[tuple[str, str], Any]:

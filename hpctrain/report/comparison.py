@@ -28,19 +28,17 @@ NAMES = {"world_size": "ranks", "samples_per_s": "samples/s", "wait_s": "wait (e
 def compare(folders: Sequence[Path]) -> dict[str, Any]:
     """Return {"runs": {folder: facts}, "recipes": {key: values}} of the runs in `folders`.
 
-    `recipes` holds the keys, as "table.key", whose values differ; None where a recipe lacks one.
-    Raises UsageError for a folder without a run, FileError for damaged files.
+    `recipes`: see `find_differences`. Raises UsageError for a folder without a run, FileError for
+    damaged files.
     """
     records = [record.read(folder) for folder in folders]
     recipes = [
-        _flatten(toml.parse(run.recipe, str(folder / run_folder.RECIPE)))
+        toml.parse(run.recipe, str(folder / run_folder.RECIPE))
         for run, folder in zip(records, folders, strict=True)
     ]
-    keys = sorted(set().union(*recipes))
-    values = {key: [recipe.get(key) for recipe in recipes] for key in keys}
     return {
         "runs": {str(f): _collect(run) for f, run in zip(folders, records, strict=True)},
-        "recipes": {key: row for key, row in values.items() if any(x != row[0] for x in row)},
+        "recipes": find_differences(recipes),
     }
 
 
@@ -63,6 +61,13 @@ def _flatten(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         elif not prefix.startswith("code."):
             flat[prefix + key] = value
     return flat
+
+
+def find_differences(recipes: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Return the keys, as "table.key", whose values differ; None where a recipe lacks one."""
+    flat = [_flatten(recipe) for recipe in recipes]
+    values = {key: [tables.get(key) for tables in flat] for key in sorted(set().union(*flat))}
+    return {key: row for key, row in values.items() if any(x != row[0] for x in row)}
 
 
 def print_tables(comparison: Mapping[str, Any]) -> None:

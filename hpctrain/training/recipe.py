@@ -6,6 +6,7 @@ Each table is read by the package that it configures; here they are only joined.
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from importlib import resources
@@ -92,9 +93,52 @@ def built_in() -> list[str]:
     return sorted(f.name.removesuffix(".toml") for f in files if f.name.endswith(".toml"))
 
 
-def read_tables(name: str) -> Table:
-    """Return the tables of a recipe as written in its file."""
-    return toml.parse(_source(name), f"recipe {name}")
+def read_tables(name: str, extending: tuple[str, ...] = ()) -> Table:
+    """Return the tables of a recipe, merged into those of the recipe that it `extends`.
+
+    `extending`: the recipes that extend this one, by way of each other.
+    """
+    tables = toml.parse(source(name), f"recipe {name}")
+    base = tables.pop("extends", None)
+    if base is None:
+        return tables
+    if not isinstance(base, str) or not base:
+        raise UsageError(
+            f"recipe {name}: extends: expected the name of a recipe or a .toml file, seen "
+            f"{files.brief(base)}"
+        )
+    if _is_file(base):
+        base = os.path.normpath(Path(name).parent / base) if _is_file(name) else base
+    chain = (*extending, os.path.normpath(name))
+    if base in chain:
+        raise UsageError(f"recipe {name} extends itself: {', '.join((*chain, base))}")
+    return overrides.merge(read_tables(base, chain), tables)
+
+
+def list_all_keys(spec: Recipe) -> Table:
+    """Return the tables of a recipe with each key that it could have, but for those without value.
+
+    Tables of a user's own functions have the keys that were given.
+    """
+    wire = {option.name for option in fields(WireOptions)}
+    parts = {"run": spec.run, "model": spec.model, "data": spec.data, "schedule": spec.schedule,
+             "checkpoint": spec.checkpoint, "early_stop": spec.early_stop, "trace": spec.trace,
+             "faults": spec.faults, "engine": spec.engine}  # fmt: skip
+    values = {name: _options(part) for name, part in parts.items() if part is not None}
+    values["optimizer"] = _options(spec.optimizer) | _options(spec.batch)
+    values["wire"] = {key: values["engine"].pop(key) for key in wire & values["engine"].keys()}
+    defaults = {"engine": {"kind": "allreduce"}, "schedule": {"kind": "constant"}}
+    given = {**defaults, **spec.tables}
+    has_functions = {n for n in ("model", "data") if ":" in spec.tables[n]["kind"]}
+    names = [name for name in overrides.TABLES if name in values.keys() | given.keys()]
+    return {"schema": 1} | {
+        name: dict(given.get(name, {})) | ({} if name in has_functions else values.get(name, {}))
+        for name in names
+    }
+
+
+def _options(part: Any) -> Table:
+    return {f.name: x for f in fields(part) if (x := getattr(part, f.name)) is not None}
 
 
 def check(tables: Mapping[str, Any], folder: str | Path = ".") -> Recipe:
@@ -150,7 +194,8 @@ def _is_file(name: str) -> bool:
     return name.endswith(".toml") or "/" in name
 
 
-def _source(name: str) -> str:
+def source(name: str) -> str:
+    """Return the text of a recipe; raise UsageError if there is none."""
     if _is_file(name):
         return files.read_text(name, toml.LIMIT_BYTES)
     if name not in built_in():

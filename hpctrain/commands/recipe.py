@@ -1,0 +1,95 @@
+"""`hpctrain recipe`: lists, shows, begins, checks and compares recipes; no MPI is started."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import click
+import tomli_w
+
+from hpctrain.commands import _options
+from hpctrain.commands._complete import complete_recipes
+from hpctrain.core import atomic
+from hpctrain.core.errors import UsageError
+from hpctrain.report import comparison
+from hpctrain.training import recipe as recipes
+
+EPILOG = """\b
+Examples:
+  hpctrain recipe list
+  hpctrain recipe show digits --all-keys
+  hpctrain recipe new my.toml --from mnist && hpctrain recipe check my.toml
+  hpctrain recipe diff mnist my.toml
+"""
+RECIPE = click.argument("name", metavar="RECIPE", shell_complete=complete_recipes)
+
+
+@click.group(epilog=EPILOG)
+def recipe() -> None:
+    """List, show, begin, check or compare recipes."""
+
+
+@recipe.command("list")
+def list_recipes() -> None:
+    """Print the built-in recipes, a line each."""
+    names = recipes.built_in()
+    for name in names:
+        description = recipes.source(name).splitlines()[0].removeprefix("# ")
+        click.echo(f"{name:{max(map(len, names))}}  {description}")
+
+
+@recipe.command()
+@RECIPE
+@click.option("--all-keys", is_flag=True, help="Also the keys that are not set, with defaults.")
+def show(name: str, all_keys: bool) -> None:
+    """Print RECIPE as TOML."""
+    if all_keys:
+        click.echo(tomli_w.dumps(recipes.list_all_keys(recipes.load(name))), nl=False)
+    else:
+        click.echo(recipes.source(name), nl=False)
+
+
+@recipe.command()
+@click.argument("file", metavar="FILE", type=click.Path(path_type=Path))
+@click.option(
+    "--from", "base", default="digits", metavar="RECIPE", shell_complete=complete_recipes,
+    help="The recipe to begin with; default: digits.",
+)  # fmt: skip
+def new(file: Path, base: str) -> None:
+    """Write a copy of a recipe into FILE, to be changed."""
+    if file.suffix != ".toml":
+        raise UsageError(f"expected a name that ends with .toml, seen {file}")
+    if file.exists():
+        raise UsageError(f"{file} is there already; name another file")
+    recipes.load(base)
+    text = re.sub(
+        r'^name = ".*"$', f'name = "{file.stem}"', recipes.source(base), count=1, flags=re.M
+    )
+    try:
+        atomic.replace(file, text)
+    except OSError as error:
+        raise UsageError(f"{file} cannot be written: {error.strerror}") from None
+    click.echo(f"{file}: every key with its default: hpctrain recipe show {file} --all-keys")
+
+
+@recipe.command()
+@RECIPE
+@_options.set_option
+def check(name: str, sets: tuple[str, ...]) -> None:
+    """Check RECIPE without training; the exit code is 2 if it is refused."""
+    spec = recipes.load(name, sets)
+    click.echo(f"{name}: {spec.run.name} is a valid recipe; its data and code were not loaded")
+
+
+@recipe.command()
+@click.argument("first", metavar="RECIPE", shell_complete=complete_recipes)
+@click.argument("second", metavar="RECIPE", shell_complete=complete_recipes)
+def diff(first: str, second: str) -> None:
+    """Print the keys in which two recipes differ, defaults included."""
+    tables = [recipes.list_all_keys(recipes.load(name)) for name in (first, second)]
+    differences = comparison.find_differences(tables)
+    if not differences:
+        click.echo("no key differs")
+        return
+    comparison.print_tables({"runs": {first: {}, second: {}}, "recipes": differences})

@@ -1,0 +1,138 @@
+"""Recipes that extend others, and the commands that list, show, begin, check and compare them."""
+
+from __future__ import annotations
+
+import pytest
+import tomli_w
+from click.testing import CliRunner
+
+from hpctrain.commands.recipe import recipe as command
+from hpctrain.config import toml
+from hpctrain.core.errors import UsageError
+from hpctrain.training import recipe
+
+BASE = """schema = 1
+[run]
+name = "base"
+epochs = 3
+seed = 5
+[model]
+kind = "mlp"
+widths = [64, 8, 10]
+[data]
+kind = "digits"
+[optimizer]
+kind = "sgd"
+rate = 0.1
+momentum = 0.9
+batch = 32
+"""
+
+#: name: the file that extends BASE; expected keys, "" for none
+EXTENDING = {
+    "a key": ("[run]\nseed = 7", {"run.seed": 7, "run.epochs": 3, "optimizer.momentum": 0.9}),
+    "a rival key": ("[run]\nsteps = 4", {"run.steps": 4, "run.epochs": None, "run.seed": 5}),
+    "a new table": ("[wire]\nalgorithm = 'ring'", {"wire.algorithm": "ring", "run.seed": 5}),
+    "the same kind": ("[model]\nkind = 'mlp'\ndropout = 0.5",
+                      {"model.widths": [64, 8, 10], "model.dropout": 0.5}),
+    "another kind": ("[optimizer]\nkind = 'adamw'\nrate = 0.01\nbatch_per_rank = 8",
+                     {"optimizer.momentum": None, "optimizer.batch": None,
+                      "optimizer.batch_per_rank": 8}),
+}  # fmt: skip
+
+
+def value_of(tables, path):
+    table, _, key = path.partition(".")
+    return tables[table].get(key)
+
+
+@pytest.mark.parametrize("name", EXTENDING)
+def test_a_recipe_extends_another_beside_it(tmp_path, monkeypatch, name):
+    text, expected = EXTENDING[name]
+    (tmp_path / "below").mkdir()
+    (tmp_path / "base.toml").write_text(BASE)
+    middle = 'schema = 1\nextends = "../base.toml"\n'
+    (tmp_path / "below" / "middle.toml").write_text(middle)
+    (tmp_path / "below" / "my.toml").write_text(f'schema = 1\nextends = "middle.toml"\n{text}\n')
+    monkeypatch.chdir("/")
+    spec = recipe.load(str(tmp_path / "below" / "my.toml"))
+    assert {path: value_of(spec.tables, path) for path in expected} == expected
+    assert "extends" not in spec.tables
+    assert recipe.check(toml.parse(spec.toml(), "written")).tables == spec.tables
+
+
+def test_a_recipe_extends_a_built_in_one(tmp_path):
+    (tmp_path / "my.toml").write_text('schema = 1\nextends = "digits"\n[run]\nname = "mine"\n')
+    spec = recipe.load(str(tmp_path / "my.toml"), ["run.steps=2"])
+    assert (spec.run.name, spec.run.steps, spec.run.epochs) == ("mine", 2, None)
+    assert spec.optimizer == recipe.load("digits").optimizer
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('extends = "my.toml"', "extends itself: "),
+        ('extends = "other.toml"', "extends itself: "),
+        ('extends = "nothing.toml"', "nothing.toml: expected a file"),
+        ('extends = "digit"', "unknown recipe 'digit'; did you mean 'digits'?"),
+        ("extends = 3", "extends: expected the name of a recipe or a .toml file, seen 3"),
+        ('extends = ""', "extends: expected the name of a recipe or a .toml file, seen ''"),
+        ('extends = "digits"\nrun = 3', "'run' is a table"),
+    ],
+)
+def test_what_cannot_be_extended_is_refused(tmp_path, line, message):
+    (tmp_path / "my.toml").write_text(f"schema = 1\n{line}\n")
+    (tmp_path / "other.toml").write_text('schema = 1\nextends = "my.toml"\n')
+    with pytest.raises(UsageError) as refused:
+        recipe.load(str(tmp_path / "my.toml"))
+    assert message in str(refused.value)
+
+
+PARTS = ("run", "loss", "data", "batch", "optimizer", "schedule", "engine", "checkpoint", "faults",
+         "early_stop", "trace")  # fmt: skip
+
+
+@pytest.mark.parametrize("settings", [[], ["engine.kind=ps-async"], ["early_stop.patience=3"]])
+@pytest.mark.parametrize("name", recipe.built_in())
+def test_all_keys_of_a_recipe_are_the_same_recipe(name, settings):
+    spec = recipe.load(name, settings)
+    tables = recipe.list_all_keys(spec)
+    again = recipe.check(toml.parse(tomli_w.dumps(tables), "all keys"))
+    assert {x: getattr(again, x) for x in PARTS} == {x: getattr(spec, x) for x in PARTS}
+    assert tables["run"]["timeout_s"] == 300.0 and tables["optimizer"]["micro_batches"] == 1
+
+
+def call(*words):
+    return CliRunner().invoke(command, words, catch_exceptions=False).stdout
+
+
+def test_a_recipe_is_begun_checked_and_compared(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert all(name in call("list") for name in recipe.built_in())
+    assert call("show", "mnist") == recipe.source("mnist")
+    assert "my.toml" in call("new", "my.toml", "--from", "mnist")
+    assert toml.parse(call("show", "my.toml"), "shown")["run"]["name"] == "my"
+    assert call("check", "my.toml").startswith("my.toml: my is a valid recipe")
+    assert "run.name" in call("diff", "mnist", "my.toml")
+    assert call("diff", "my.toml", "./my.toml") == "no key differs\n"
+    assert "timeout_s = 300.0" in call("show", "my.toml", "--all-keys")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["new", "my.toml"], "my.toml is there already"),
+        (["new", "my.txt"], "expected a name that ends with .toml, seen my.txt"),
+        (["new", "nothing/my.toml"], "nothing/my.toml cannot be written: No such file"),
+        (["new", "mine.toml", "--from", "mnits"], "unknown recipe 'mnits'; did you mean 'mnist'"),
+        (["check", "my.toml", "--set", "run.epoch=1"], "did you mean 'epochs'?"),
+        (["show", "nothing.toml"], "nothing.toml: expected a file"),
+    ],
+)
+def test_bad_commands_are_refused(tmp_path, monkeypatch, words, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my.toml").write_text(BASE)
+    with pytest.raises(UsageError) as refused:
+        call(*words)
+    assert message in str(refused.value)
+    assert {path.name for path in tmp_path.iterdir()} == {"my.toml"}
