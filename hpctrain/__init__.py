@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hpctrain import data, engines, jax, nn, optim, torch
+    from hpctrain import data, engines, jax, nn, optim, slurm, torch
     from hpctrain.training import callbacks
     from hpctrain.training.run_options import CheckpointOptions, FitOptions
     from hpctrain.training.runs import load
@@ -52,10 +52,11 @@ __all__ = [
     "reduce",
     "reduce_scatter",
     "scatter",
+    "slurm",
     "torch",
 ]
 
-_PACKAGES = {"data", "engines", "jax", "nn", "optim", "torch"}
+_PACKAGES = {"data", "engines", "jax", "nn", "optim", "slurm", "torch"}
 _MODULE_OF = {
     "CheckpointOptions": "hpctrain.training.run_options",
     "FitOptions": "hpctrain.training.run_options",

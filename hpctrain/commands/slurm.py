@@ -1,29 +1,26 @@
-"""`hpctrain slurm`: renders a job, submits it, and reports its state."""
+"""`hpctrain slurm`: renders and submits a job, reports its state and output, cancels it."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
 
 from hpctrain import engines
-from hpctrain.cluster.slurm import studies
-from hpctrain.cluster.slurm.job import job_name
 from hpctrain.cluster.slurm.queries import NO_ANSWER
 from hpctrain.cluster.slurm.render import render as render_script
+from hpctrain.cluster.slurm.sbatch import parse_option
 from hpctrain.cluster.slurm.site import profile_names as site_names
-from hpctrain.cluster.slurm.status import is_done, wait_for_jobs
+from hpctrain.cluster.slurm.status import is_done
 from hpctrain.cluster.slurm.status_table import print_table
-from hpctrain.cluster.slurm.submit import must_have_no_active_job, submit_script
 from hpctrain.commands import _options
 from hpctrain.commands._complete import complete_choices, complete_recipes
-from hpctrain.commands._job import build_job, must_be_same_recipe
 from hpctrain.core.errors import HpctrainError, UsageError
-from hpctrain.run_files import run_folder
+from hpctrain.slurm import jobs
+from hpctrain.slurm.request import JobRequest, build_job
 
 EPILOG = """\b
 Examples:
@@ -31,6 +28,8 @@ Examples:
   hpctrain slurm submit my.toml --nodes 4 --ranks 16 --option account=m1234 --set run.epochs=90
   hpctrain slurm submit digits --nodes 4 --servers 2
   hpctrain slurm status --wait 3600 runs/digits-20260101-120000
+  hpctrain slurm log --follow runs/digits-20260101-120000
+  hpctrain slurm cancel runs/digits-20260101-120000
 
 Before its time limit a job is stopped and requeued, and it continues at the step where it stopped.
 The output of `render` is a script for `sbatch`.
@@ -39,7 +38,7 @@ The output of `render` is a script for `sbatch`.
 
 @click.group(epilog=EPILOG)
 def slurm() -> None:
-    """Render a job for Slurm, submit it, and show its state."""
+    """Render a job for Slurm, submit it, show its state and output, and cancel it."""
 
 
 def _job_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -50,7 +49,7 @@ def _job_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 JOB_OPTIONS = [
-    click.argument("name", metavar="RECIPE", shell_complete=complete_recipes),
+    click.argument("recipe", metavar="RECIPE", shell_complete=complete_recipes),
     click.option(
         "--nodes",
         type=int,
@@ -122,7 +121,26 @@ Examples:
 @click.option("--interactive", is_flag=True, help="Print a script that calls salloc.")
 def render(interactive: bool, **options: Any) -> None:
     """Print the script of a job that trains RECIPE."""
-    click.echo(render_script(*build_job(options, interactive)), nl=False)
+    click.echo(render_script(*build_job(_request(options), interactive)), nl=False)
+
+
+def _request(options: dict[str, Any]) -> JobRequest:
+    """Return the request that the values of a command's options describe."""
+    sizes, overrides = options.pop("sizes"), options.pop("sets")
+    return JobRequest(
+        sizes=() if sizes is None else _parse_sizes(sizes),
+        overrides=overrides,
+        **options | {"options": dict(parse_option(text) for text in options["options"])},
+    )
+
+
+def _parse_sizes(text: str) -> tuple[int, ...]:
+    if not text:
+        raise UsageError("--sizes: expected a value, seen ''")
+    try:
+        return tuple(int(size) for size in text.split(","))
+    except ValueError:
+        raise UsageError(f"--sizes {text}: expected numbers of nodes, as in 1,2,4") from None
 
 
 SUBMIT_EPILOG = """\b
@@ -141,19 +159,14 @@ def submit(context: click.Context, /, **options: Any) -> None:
 
     The folder keeps the script, the job's id and the job's output.
     """
-    job, site = build_job(options)
-    folder = Path(job.out or run_folder.default_path(job_name(job)))
-    for run in [folder / f"nodes-{size}" for size in job.sizes] or [folder]:
-        must_be_same_recipe(options, run)
-    must_have_no_active_job(folder, job.options.get("dependency", ""))
-    text = render_script(replace(job, out=str(folder)), site)
     try:
-        click.echo(f"{submit_script(text, folder)}  {folder}")
+        job, folder = jobs.submit_request(_request(options))
     except UsageError:
         raise
     except HpctrainError as error:  # a fault of Slurm needs no traceback
         click.echo(f"hpctrain: {error}", err=True)
         context.exit(error.exit_code)
+    click.echo(f"{job}  {folder}")
 
 
 STATUS_EPILOG = """\b
@@ -184,13 +197,7 @@ def status(
     With --wait the exit code is 0 if all jobs are done, else 1. Without, it is 1 if Slurm does not
     answer, else 0.
     """
-    job_folders = [
-        job for folder in folders for job in studies.find_job_folders(folder) or [folder]
-    ]
-    targets = job_folders or studies.sort_by_age(Path("runs").glob("*"))
-    if not targets:
-        raise UsageError("runs/ holds no submitted run; name the folder of a run")
-    rows = wait_for_jobs(targets, wait_s or 0)
+    rows = jobs.status(*folders, wait_s=wait_s or 0)
     click.echo(json.dumps(rows, indent=1)) if as_json else print_table(rows)
     is_successful = is_done if wait_s is not None else _has_answer
     context.exit(0 if all(map(is_successful, rows)) else 1)
@@ -198,3 +205,40 @@ def status(
 
 def _has_answer(row: dict[str, Any]) -> bool:
     return bool(row["state"] != NO_ANSWER)
+
+
+LOG_EPILOG = """\b
+Examples:
+  hpctrain slurm log runs/first
+  hpctrain slurm log runs/first --follow        until the job has ended
+  hpctrain slurm log studies/array --job 17_2
+"""
+
+
+@slurm.command(epilog=LOG_EPILOG)
+@click.argument("run", type=click.Path(path_type=Path), metavar="DIR")
+@click.option("--job", metavar="ID", help="A job of DIR; default: the newest that has output.")
+@click.option("-f", "--follow", is_flag=True, help="Wait for output until the job has ended.")
+def log(run: Path, job: str | None, follow: bool) -> None:
+    """Print the output of a job of DIR, the folder of a run."""
+    for line in jobs.log(run, job, follow):
+        click.echo(line, nl=False)
+
+
+CANCEL_EPILOG = """\b
+Examples:
+  hpctrain slurm cancel runs/first
+  hpctrain slurm cancel studies/mine        all jobs of `hpctrain scale --on slurm`
+"""
+
+
+@slurm.command(epilog=CANCEL_EPILOG)
+@click.argument("folders", nargs=-1, required=True, type=click.Path(), metavar="DIR...")
+def cancel(folders: tuple[str, ...]) -> None:
+    """Cancel all unfinished jobs of DIR, a run or a study; their ranks save if there is time.
+
+    `hpctrain slurm submit` with the same --out continues the run.
+    """
+    cancelled_jobs = jobs.cancel(*folders)
+    text = "\n".join(f"cancelled: {job}" for job in cancelled_jobs)
+    click.echo(text or "no unfinished job")

@@ -318,7 +318,7 @@ def test_it_is_told_why_a_job_stops(slurm, tmp_path, limited):
     for training in (preempted, cancelled):
         training.reach(2)
     slurm.sbatch("#!/bin/sh\n:", "--partition=urgent", "--nodelist=n3", "--exclusive", cwd=tmp_path)
-    slurm.run("scancel", cancelled.job)
+    slurm.run("hpctrain", "slurm", "cancel", cancelled.run)
     assert slurm.wait(cancelled.job) == "CANCELLED"
     slurm.wait(preempted.job, "PENDING")
     slurm.wait(limited.job, "PENDING")

@@ -1,15 +1,13 @@
-"""Build a Slurm job from the options of a command line, and validate its recipe."""
+"""The request of a training run on Slurm: from its fields to a job, whose recipe is validated."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from hpctrain import checkpoint
 from hpctrain.cluster.slurm.job import Job, check_job, text_faults, total_ranks
-from hpctrain.cluster.slurm.sbatch import parse_option
 from hpctrain.cluster.slurm.site import Site, load_site
 from hpctrain.core.errors import UsageError
 from hpctrain.engines.parameter_server.roles import ServerOptions
@@ -21,25 +19,48 @@ from hpctrain.training.recipe import Recipe
 _CHANGEABLE_OPTIONS = ("dropout", "recompute", "arguments", "folder")
 
 
-def build_job(options: dict[str, Any], interactive: bool = False) -> tuple[Job, Site | None]:
-    """Return the job and the site that the values of a command's options describe."""
-    _must_be_printable(options)
-    site = load_site(options["site"]) if options["site"] else None
-    sizes = tuple(_parse_sizes(options["sizes"])) if options["sizes"] else ()
-    nodes = max(sizes, default=1) if options["nodes"] is None else options["nodes"]
-    direct_options = ("gpus_per_node", "cpus_per_task", "time", "warn_s", "max_restarts", "servers",
-              "server_nodes", "out")  # fmt: skip
-    engine, overrides = _choose_engine(options)
+@dataclass(frozen=True)
+class JobRequest:
+    """A training run to submit; a field that is None is decided by the site or by a default."""
+
+    recipe: str  #: a name, or a .toml file
+    nodes: int | None = None  #: 1, or the largest of `sizes`
+    ranks: int | None = None  #: on all nodes together, servers excluded
+    tasks_per_node: int | None = None  #: ranks per node; one per GPU
+    gpus_per_node: int = 0
+    cpus_per_task: int | None = None
+    time: str = "1:00:00"  #: the time limit in sbatch's notation
+    site: str | None = None  #: a profile's name, or a .toml file
+    servers: int = 0  #: additional ranks that are parameter servers
+    server_nodes: int = 0
+    sizes: Sequence[int] = ()  #: numbers of nodes of a job array
+    engine: str | None = None
+    epochs: int | None = None
+    overrides: Sequence[str] = ()  #: TABLE.KEY=VALUE, as for --set
+    options: Mapping[str, str] = field(default_factory=dict)  #: further options of sbatch
+    job_name: str | None = None
+    warn_s: int = 120  #: from the stop signal to the time limit
+    max_restarts: int = 20
+    out: str | None = None  #: the run's folder
+
+
+def build_job(request: JobRequest, interactive: bool = False) -> tuple[Job, Site | None]:
+    """Return the job and its site; raise UsageError if the recipe or the resources do not fit."""
+    _must_be_printable(request)
+    site = load_site(request.site) if request.site else None
+    nodes = max(request.sizes, default=1) if request.nodes is None else request.nodes
+    equal_fields = ("recipe", "gpus_per_node", "cpus_per_task", "time", "warn_s", "max_restarts",
+              "servers", "server_nodes", "out")  # fmt: skip
+    engine, overrides = _choose_engine(request)
     job = Job(
-        recipe=options["name"],
         nodes=nodes,
-        tasks_per_node=_tasks_per_node(options["ranks"], options["tasks_per_node"], nodes),
-        sizes=sizes,
-        arguments=tuple(_train_arguments(engine, options["epochs"], options["sets"])),
-        name=options["job_name"],
-        options=dict(parse_option(text) for text in options["options"]),
+        tasks_per_node=_tasks_per_node(request.ranks, request.tasks_per_node, nodes),
+        sizes=tuple(request.sizes),
+        arguments=tuple(_train_arguments(engine, request.epochs, request.overrides)),
+        name=request.job_name,
+        options=dict(request.options),
         interactive=interactive,
-        **{key: options[key] for key in direct_options},
+        **{name: getattr(request, name) for name in equal_fields},
     )
     check_job(job, site)
     job_recipe = recipe.load(job.recipe, overrides)
@@ -56,7 +77,7 @@ def _must_fit_ranks(job_recipe: Recipe, size: int, nodes: int) -> None:
         raise UsageError(f"a job of {size} ranks on {nodes} nodes: {error}") from None
 
 
-def must_be_same_recipe(options: dict[str, Any], run: Path) -> None:
+def must_be_same_recipe(request: JobRequest, run: Path) -> None:
     """Raise UsageError if checkpoints in `run` have another model, optimizer or data than the job.
 
     `train --resume` would refuse such checkpoints, or silently continue, only after the job has
@@ -66,7 +87,7 @@ def must_be_same_recipe(options: dict[str, Any], run: Path) -> None:
     if not file.exists() or not checkpoint.listing(run):
         return
     trained_recipe = recipe.load(str(file))
-    job_recipe = recipe.load(options["name"], _choose_engine(options)[1])
+    job_recipe = recipe.load(request.recipe, _choose_engine(request)[1])
     tables = ("model", "data", "optimizer")
     differing_tables = [
         table for table in tables if _tables_differ(trained_recipe, job_recipe, table)
@@ -90,36 +111,39 @@ def _tables_differ(trained_recipe: Recipe, job_recipe: Recipe, table: str) -> bo
     return any(vars(trained_options)[key] != vars(job_options)[key] for key in keys)
 
 
-def _must_be_printable(options: dict[str, Any]) -> None:
-    """Raise UsageError for empty options, as from an unset variable, or unprintable characters."""
-    texts = {"name": options["job_name"], "out": options["out"], "arguments": options["sets"]}
-    if faults := text_faults(Job(options["name"], **texts)):
+def _must_be_printable(request: JobRequest) -> None:
+    """Raise UsageError for empty texts, as from an unset variable, or unprintable characters."""
+    job = Job(
+        request.recipe, name=request.job_name, out=request.out, arguments=tuple(request.overrides)
+    )
+    if faults := text_faults(job):
         raise UsageError("\n".join(faults))
-    for name in ("sizes", "site", "job_name", "out"):
-        if options[name] == "":
+    for name in ("site", "job_name", "out"):  # a field is an option of the command line
+        if getattr(request, name) == "":
             raise UsageError(f"--{name.replace('_', '-')}: expected a value, seen ''")
 
 
-def _choose_engine(options: dict[str, Any]) -> tuple[str | None, list[str]]:
+def _choose_engine(request: JobRequest) -> tuple[str | None, list[str]]:
     """Return the job's --engine and its overrides of the recipe.
 
-    With --servers the engine is ps-sync if the recipe's engine has no servers.
+    With servers the engine is ps-sync if the recipe's engine has no servers.
     """
-    server_count, engine = options["servers"], options["engine"]
+    engine = request.engine
     overrides = [f"engine.kind={engine}"] * (engine is not None)
-    if options["epochs"] is not None:
-        overrides.append(f"run.epochs={options['epochs']}")
-    overrides += options["sets"]
-    job_recipe = recipe.load(options["name"], overrides)
-    if not server_count:
+    if request.epochs is not None:
+        overrides.append(f"run.epochs={request.epochs}")
+    overrides += request.overrides
+    job_recipe = recipe.load(request.recipe, overrides)
+    if not request.servers:
         return engine, overrides
     if not isinstance(job_recipe.engine, ServerOptions):
         if engine is not None:
             raise UsageError(
-                f"--servers {server_count}: --engine {engine} has no servers; use ps-sync"
+                f"--servers {request.servers}: --engine {engine} has no servers; use ps-sync"
             )
         engine, overrides = "ps-sync", ["engine.kind=ps-sync", *overrides]
-    return engine, [*overrides, f"engine.servers={server_count}", "engine.placement=dedicated"]
+    servers = [f"engine.servers={request.servers}", "engine.placement=dedicated"]
+    return engine, [*overrides, *servers]
 
 
 def _train_arguments(engine: str | None, epochs: int | None, sets: Sequence[str]) -> list[str]:
@@ -136,10 +160,3 @@ def _tasks_per_node(total_ranks: int | None, tasks_per_node: int | None, nodes: 
     if nodes < 1 or total_ranks % nodes:
         raise UsageError(f"--ranks {total_ranks} cannot be shared out evenly among --nodes {nodes}")
     return total_ranks // nodes
-
-
-def _parse_sizes(text: str) -> list[int]:
-    try:
-        return [int(size) for size in text.split(",")]
-    except ValueError:
-        raise UsageError(f"--sizes {text}: expected numbers of nodes, as in 1,2,4") from None
