@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +14,8 @@ from hpctrain.core.errors import HpctrainError, StoppedError, UsageError
 from hpctrain.core.signals import StopRequest
 from hpctrain.run_files import run_folder
 from hpctrain.training import recipe, runs
-from hpctrain.training.callbacks import EarlyStop
-from hpctrain.training.run_options import FitOptions
+from hpctrain.training.callbacks import EarlyStop, Run
+from hpctrain.training.run_options import CheckpointOptions, FitOptions
 from hpctrain.training.trainer import Trainer
 
 EPOCH = 5  # steps: 40 samples in batches of 8
@@ -60,17 +61,18 @@ def row(step, metric, value):
 
 @pytest.mark.parametrize("series", SERIES)
 def test_patience(series):
-    metric, patience, min_delta, values, stops = SERIES[series]
+    metric, limit, min_delta, values, stops = SERIES[series]
     metric, direction = [*metric.split(), None][:2]
     rows = [row(step, metric, value) for step, value in enumerate(values)]
     keys = {"metric": metric, "direction": direction, "min_delta": min_delta}
-    stop = EarlyStop(patience=patience, **keys)
-    function = stop.begin([])
-    requested = [bool(function(item)) for item in rows]
+    stop = EarlyStop(patience=limit, **keys)
+    begin = partial(Run, None, None, None, None)
+    patience = stop.on_begin(begin([]))
+    requested = [bool(patience.on_row(item)) for item in rows]
     assert (requested.index(True) if any(requested) else None) == stops
     for begun in range(len(rows)):  # wherever a run was resumed
-        function = stop.begin(rows[:begun])
-        assert [bool(function(item)) for item in rows[begun:]] == requested[begun:]
+        patience = stop.on_begin(begin(rows[:begun]))
+        assert [bool(patience.on_row(item)) for item in rows[begun:]] == requested[begun:]
 
 
 @on_ranks(1, 3, mpi=(2,))
@@ -167,7 +169,7 @@ def test_one_rank_asks_and_all_stop(ranks, requested):
 class Broken:
     """A callback that fails when it begins."""
 
-    def begin(self, rows):
+    def on_begin(self, run):
         raise UsageError("not like this")
 
 
@@ -255,3 +257,144 @@ def test_a_recipe_stops_early_and_is_evaluated_when_it_says(tmp_path):
 def test_options_are_checked_in_code_too(keys):
     with pytest.raises(UsageError):
         EarlyStop(**keys)
+
+
+class Record:
+    """A callback with all hooks that records their calls."""
+
+    def __init__(self, stop_epoch=None, end_fails=False):
+        self.calls, self.stop_epoch, self.end_fails = [], stop_epoch, end_fails
+
+    def on_begin(self, run):
+        self.run = run
+        self.calls.append(("begin", len(run.rows)))
+
+    def on_row(self, row):
+        self.calls.append(("row", row["step"]))
+
+    def on_epoch(self, row):
+        self.calls.append(("epoch", row["step"]))
+        return "enough" if row["step"] == self.stop_epoch else None
+
+    def on_checkpoint(self, folder):
+        assert (folder / "manifest.json").exists()
+        self.calls.append(("checkpoint", int(folder.name.removeprefix("step-"))))
+
+    def on_end(self, summary):
+        self.calls.append(("end", summary["status"], summary["steps"]))
+        if self.end_fails:
+            raise ValueError("at the end")
+
+
+@on_ranks(2, mpi=(2,))
+def test_hooks_are_called_in_order_with_the_run(ranks, tmp_path):
+    def body(world):
+        folder = Path(world.gather(str(tmp_path / "run"))[0])
+        record = Record(stop_epoch=10) if world.rank == 0 else None
+        keys = {"options": FitOptions(interval_steps=3), "epochs": 4}
+        summary = fit(world, [record] if record else [], folder, **keys,
+                      checkpoints=CheckpointOptions(every_steps=5))  # fmt: skip
+        again = Record(stop_epoch=10) if world.rank == 0 else None
+        fit(world, [again] if again else [], folder, resume=True, **keys)
+        if record is None:
+            return None
+        weights = record.run.parameters["out.weight"]
+        facts = weights.shape, record.run.folder == folder, record.run.world is world
+        return record.calls, again.calls, summary["reason"], facts
+
+    for first in filter(None, ranks(body)):
+        calls, again, reason, facts = first
+        assert calls == [
+            ("begin", 0), ("row", 3), ("row", 5), ("epoch", 5), ("checkpoint", 5), ("row", 6),
+            ("row", 9), ("row", 10), ("epoch", 10), ("checkpoint", 10), ("end", "done", 10),
+        ]  # fmt: skip
+        assert again == [("begin", 4), ("row", 10), ("epoch", 10), ("end", "done", 10)]
+        assert (reason, facts) == ("enough", ((4, 3), True, True))
+
+
+def test_the_end_of_a_stopped_run_is_reported(tmp_path, monkeypatch):
+    record = Record(end_fails=True)  # its fault does not hide the stop
+    monkeypatch.setattr(
+        StopRequest, "requested", property(lambda s: True, lambda s, v: None), False
+    )
+    with pytest.raises(StoppedError):
+        run_on("threads", 1, lambda w: fit(w, [record], tmp_path / "run"))
+    assert record.calls[-1][:2] == ("end", "stopped")
+
+
+WITHOUT_HOOKS = {"a number": 3, "an object": object(), "a module": np}
+
+
+@pytest.mark.parametrize("wrong", WITHOUT_HOOKS)
+def test_an_object_without_hooks_is_refused(wrong):
+    with pytest.raises(UsageError, match="expected a function, or an object with one of on_begin"):
+        run_on("threads", 1, lambda w: fit(w, [WITHOUT_HOOKS[wrong]]))
+
+
+MODULE = """
+lines = []
+
+def log(row):
+    lines.append(("log", row["step"]))
+
+def log_every(steps, prefix="log"):
+    def log(row):
+        if row["step"] % steps == 0:
+            lines.append((prefix, row["step"]))
+    return log
+
+class Hooks:
+    def __init__(self, prefix="class"):
+        self.prefix = prefix
+    def on_epoch(self, row):
+        lines.append((self.prefix, row["step"]))
+"""
+# an entry of [run] callbacks -> the lines of rank 0, and whether rank 1 has them too
+IN_RECIPES = {
+    "a function": ('"own_{n}:log"', [("log", 3), ("log", 6)], False),
+    "on all ranks": ('{{kind="own_{n}:log", ranks="all"}}', [("log", 3), ("log", 6)], True),
+    "a class": ('"own_{n}:Hooks"', [("class", 3), ("class", 6)], False),
+    "a class with arguments": (
+        '{{kind="own_{n}:Hooks", arguments={{prefix="x"}}}}', [("x", 3), ("x", 6)], False,
+    ),
+    "a function with arguments": (
+        '{{kind="own_{n}:log_every", arguments={{steps=6}}, ranks="all"}}', [("log", 6)], True,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("number, case", list(enumerate(IN_RECIPES)))
+def test_callbacks_of_recipes(tmp_path, monkeypatch, number, case):
+    entry, expected, on_all = IN_RECIPES[case]
+    (tmp_path / f"own_{number}.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    spec = recipe.load("digits", [
+        f"run.callbacks=[{entry.format(n=number)}]", "run.epochs=2", "run.epoch_samples=384",
+        "model.widths=[64,16,10]"])  # fmt: skip
+    run_on("threads", 2, lambda w: runs.train(spec, w, tmp_path / "run", False))
+    lines = __import__(f"own_{number}").lines
+    assert sorted(lines) == sorted(expected * (2 if on_all else 1))
+    assert recipe.load(str(tmp_path / "run/recipe.toml")).run == spec.run
+
+
+WRONG_ENTRIES = {
+    '{kinds="a:b"}': "unknown key in [run.callbacks]: 'kinds'; did you mean 'kind'?",
+    '{kind="a:b", ranks="none"}': "[run.callbacks] ranks",
+    "{}": "[run.callbacks] kind is missing",
+}
+
+
+@pytest.mark.parametrize("entry", WRONG_ENTRIES)
+def test_a_wrong_entry_is_refused(entry):
+    with pytest.raises(UsageError) as error:
+        recipe.load("digits", [f"run.callbacks=[{entry}]"])
+    assert WRONG_ENTRIES[entry] in str(error.value)
+
+
+def test_arguments_are_checked(tmp_path, monkeypatch):
+    (tmp_path / "own_checked.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    entry = '{kind="own_checked:log_every", arguments={step=6}}'
+    spec = recipe.load("digits", [f"run.callbacks=[{entry}]"])
+    with pytest.raises(UsageError, match=r"own_checked:log_every'.*did you mean 'steps'"):
+        run_on("threads", 1, lambda w: runs.train(spec, w, tmp_path / "run", False))

@@ -82,7 +82,13 @@ def call(target: str, place: str, folder: str, *args: Any, **arguments: Any) -> 
 
     `place` is the place that names it, such as "[data] kind". Errors inside the function pass.
     """
-    function = find(target, place, folder)
+    return call_found(find(target, place, folder), target, place, *args, **arguments)
+
+
+def call_found(
+    function: Callable[..., Any], target: str, place: str, *args: Any, **arguments: Any
+) -> Any:
+    """Return the result of `function`, which `target` names; UsageError for wrong arguments."""
     signature = inspect.signature(function)
     try:
         signature.bind(*args, **arguments)
@@ -115,15 +121,20 @@ def is_target(table: Mapping[str, Any]) -> bool:
     return isinstance(kind, str) and ":" in kind
 
 
-def find(target: str, place: str, folder: str) -> Callable[..., Any]:
+def find(target: str, place: str, folder: str, classes: bool = False) -> Callable[..., Any]:
     """Return the function that `target` names, of a module in `folder` or an installed package.
 
+    With `classes` the name may also be that of a class.
     Raises UsageError, with the nearest name, if there is none or if it is one of Python's own.
     """
     location, (module_name, function_name) = _place_text(place, target), _parts(target, place)
     _must_be_users(module_name, location, folder)
     module = _import(module_name, location, folder)
-    functions = {name: value for name, value in vars(module).items() if inspect.isroutine(value)}
+    functions = {
+        name: value
+        for name, value in vars(module).items()
+        if inspect.isroutine(value) or (classes and inspect.isclass(value))
+    }
     if function_name not in functions:
         hint = config.unknown(f"function in {module_name}:", function_name, functions)
         raise UsageError(f"{location}: {hint}")

@@ -1,29 +1,62 @@
-"""Callbacks: called with each row of metrics on every rank; any of them may end the training.
+"""Callbacks: hooks of a run, called on the ranks that have them; any may end the training.
 
-A callback is a function of one row, a dict as in metrics.jsonl. It returns None to go on, True or
-a text, the reason, to stop; a stop on one rank stops all ranks at that row. After a resume the last
-row is passed again, so that a callback that has stopped the run stops it again.
+A callback is a function of one row, a dict as in metrics.jsonl, or an object with some of these:
 
-For an object with `begin(rows)`, `begin` is called with the earlier rows, none in a new run, and
-returns the function. Its state is a function of the rows of one run: nothing needs to be saved.
+on_begin(run)          before the first step, with a `Run`; may return the callback of this run
+on_row(row)            with each row of metrics
+on_epoch(row)          with the row at the end of an epoch, after on_row
+on_checkpoint(folder)  after a checkpoint was saved, with its folder
+on_end(summary)        at the end of the run, also if it was stopped or failed on all ranks
+
+A function, on_row and on_epoch return None to go on, True or a text, the reason, to stop; a stop
+on one rank stops all ranks at that row. After a resume the last row is passed again, so that a
+callback that has stopped the run stops it again. Hooks must call no collective operation, unless
+all ranks have the callback.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Annotated, Any
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 from pydantic import Field
 
 from hpctrain import config
-from hpctrain.core.errors import HpctrainError
+from hpctrain.core.errors import HpctrainError, UsageError
 from hpctrain.core.metrics import Criterion, Direction, make_criterion
+from hpctrain.gradients.arena import Arena
 
-__all__ = ["Callbacks", "EarlyStop"]
+if TYPE_CHECKING:
+    from hpctrain.world import World
+
+__all__ = ["Callbacks", "EarlyStop", "Run"]
 
 Row = dict[str, Any]
-Function = Callable[[Row], Any]
+HOOKS = ("on_begin", "on_row", "on_epoch", "on_checkpoint", "on_end")
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Run:
+    """The run that a callback observes, on one rank."""
+
+    world: World
+    model: Any
+    arena: Arena
+    folder: Path | None  #: None if `fit` has no folder
+    rows: Sequence[Row]  #: the rows of the run before this part, but for the last one
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """The parameters of this rank by name, views: copy the arrays that you keep.
+
+        With an engine whose workers differ between averages they are those of this worker.
+        """
+        return self.arena.views(self.arena.param)
 
 
 @config.options
@@ -49,11 +82,11 @@ class EarlyStop:
         """The metric with its direction."""
         return make_criterion(self.metric, self.direction, "[early_stop] metric")
 
-    def begin(self, rows: Sequence[Row]) -> Function:
-        """Return the function that receives the rows after `rows`."""
+    def on_begin(self, run: Run) -> _Patience:
+        """Return the state after the earlier rows: a function of these, so nothing is saved."""
         patience = _Patience(self)
-        for row in rows:
-            patience(row)
+        for row in run.rows:
+            patience.on_row(row)
         return patience
 
 
@@ -65,7 +98,7 @@ class _Patience:
         self._best: float | None = None
         self._best_step = 0
 
-    def __call__(self, row: Row) -> str | None:
+    def on_row(self, row: Row) -> str | None:
         """Compare the value of a row; return the reason to stop, if there is one."""
         options, value = self._options, row.get(self._options.metric)
         # A row cut short by a stop is left out: an uninterrupted run does not have it.
@@ -86,50 +119,73 @@ class _Patience:
 class Callbacks:
     """The callbacks of one rank in one call of fit; ranks may have different ones."""
 
-    def __init__(self, callbacks: Sequence[Any], gather: Callable[[str], list[str]]):
-        """Take the rank's own; `gather` returns every rank's text."""
-        self._own, self._gather = list(callbacks), gather
-        self._functions: list[tuple[str, Function]] = []
-        self._in_use = False
+    def __init__(self, callbacks: Sequence[Any], world: World, model: Any, steps_per_epoch: int):
+        """Take the rank's own callbacks. Raises UsageError for an object without hooks."""
+        self._active, self._world, self._model = list(callbacks), world, model
+        self._epoch, self._in_use = steps_per_epoch, False
+        for callback in callbacks:
+            if not callable(callback) and not any(hasattr(callback, hook) for hook in HOOKS):
+                raise UsageError(
+                    f"callback {callback!r}: expected a function, or an object with one of "
+                    f"{', '.join(HOOKS)}"
+                )
 
-    def begin(self, rows: Sequence[Row]) -> str:
+    def begin(self, rows: Sequence[Row], arena: Arena, folder: Path | None) -> str:
         """Begin after `rows`; return the reason to stop at once, '' to go on; collective."""
-        self._in_use = any(self._gather("some" if self._own else ""))
-        self._functions = [(_name(callback), _begin(callback, rows[:-1])) for callback in self._own]
+        self._in_use = any(self._world.gather("some" if self._active else ""))
+        run = Run(self._world, self._model, arena, folder, rows[:-1])
+        self._active = [_call(item, "on_begin", run) or item for item in self._active]
         return self.call(rows[-1]) if rows else ""
 
     def call(self, row: Row) -> str:
         """Pass on a row; return the reason to stop, equal on all ranks, '' to go on; collective."""
         if not self._in_use:
             return ""
-        answers = [_answer(name, function, dict(row)) for name, function in self._functions]
-        reasons = self._gather("; ".join(dict.fromkeys(filter(None, answers))))
+        hooks = ["on_row"] + ["on_epoch"] * (row["step"] % self._epoch == 0)
+        answers = [_ask(item, hook, dict(row)) for item in self._active for hook in hooks]
+        reasons = self._world.gather("; ".join(dict.fromkeys(filter(None, answers))))
         return "; ".join(dict.fromkeys(filter(None, reasons)))
 
+    def checkpoint(self, folder: Path) -> None:
+        """Pass on the folder of a checkpoint."""
+        for item in self._active:
+            _call(item, "on_checkpoint", folder)
 
-def _begin(callback: Any, rows: Sequence[Row]) -> Function:
-    begin = getattr(callback, "begin", None)
-    if begin is None:
-        return callback
-    return _call(_name(callback), begin, list(rows))
+    def end(self, summary: dict[str, Any]) -> None:
+        """Pass on the summary; a callback that fails cannot replace the reason of another end."""
+        for item in self._active:
+            try:
+                _call(item, "on_end", dict(summary))
+            except HpctrainError as error:
+                if summary["status"] == "done":
+                    raise
+                log.warning("%s", error)
 
 
-def _answer(name: str, function: Function, row: Row) -> str:
-    answer = _call(name, function, row)
+def _ask(callback: Any, hook: str, row: Row) -> str:
+    """Return the reason to stop that a hook gives, '' for none."""
+    answer = _call(callback, hook, row)
     if isinstance(answer, str):
         return answer
     if answer is None or isinstance(answer, bool | np.bool_):
-        return f"callback {name} asked to stop at step {row['step']}" if answer else ""
+        return f"callback {_name(callback)} asked to stop at step {row['step']}" if answer else ""
     raise HpctrainError(
-        f"callback {name} returned {answer!r}; expected None to go on, True or a reason to stop"
+        f"callback {_name(callback)} returned {answer!r}; expected None to go on, True or a reason "
+        "to stop"
     )
 
 
-def _call(name: str, function: Callable[[Any], Any], argument: Any) -> Any:
+def _call(callback: Any, hook: str, argument: Any) -> Any:
+    """Return the result of a hook, None if the callback lacks it."""
+    function = getattr(callback, hook, None)
+    if function is None and hook == "on_row" and callable(callback):
+        function = callback
     try:
-        return function(argument)
+        return None if function is None else function(argument)
     except Exception as error:
-        raise HpctrainError(f"callback {name}: {type(error).__name__}: {error}") from error
+        raise HpctrainError(
+            f"callback {_name(callback)}: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _name(callback: Any) -> str:

@@ -99,23 +99,27 @@ class Checkpointer:
         is_periodic = any(period and step % period == 0 for period in self.periods)
         return is_periodic or self._new_best(row) is not None
 
-    def save(self, step: int, row: Row, must: bool) -> None:
-        """Write a checkpoint; a failure ends the run only if it is the last one (`must`)."""
+    def save(self, step: int, row: Row, must: bool) -> Path | None:
+        """Write a checkpoint and return its folder, None if there is none.
+
+        A failure ends the run only if the checkpoint is the last one (`must`).
+        """
         run = self._journal.run
         if run is None:
-            return
+            return None
         self._engine.settle()
         self._journal.files.sync()
         try:
             with self._world.trace.span("save a checkpoint", "other"):
-                self._write(run, step, row)
+                return self._write(run, step, row)
         except SaveError as error:
             if must:
                 raise
             if self._world.rank == 0:
                 log.warning("%s; training goes on", error)
+            return None
 
-    def _write(self, run: Path, step: int, row: Row) -> None:
+    def _write(self, run: Path, step: int, row: Row) -> Path:
         state, options, link = self._state(), self._options, self._world.link
         about = {
             **self._journal.about_now(step),
@@ -124,9 +128,10 @@ class Checkpointer:
             "keep_best": options.best and options.best._asdict(),
             "weights": weights.layout(self._engine.replica.arena),
         }
-        checkpoint.save(run, step, state, about, link, options.keep, options.best)
+        path = checkpoint.save(run, step, state, about, link, options.keep, options.best)
         best = self._new_best(row)
         self._best = self._best if best is None else best
+        return path
 
     def _state(self) -> list[checkpoint.Piece]:
         """Return this rank's pieces: the engine's, and the loss scale of a worker that has one."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from hpctrain.abort import FIRST_REPORT_S
 from hpctrain.core.errors import (
@@ -27,17 +27,20 @@ E = TypeVar("E", bound=BaseException)
 
 
 @contextmanager
-def summary_on_exit(journal: Journal) -> Iterator[None]:
-    """Write summary.json on every exit path, including failures."""
+def summary_on_exit(journal: Journal, on_end: Callable[[dict[str, Any]], None]) -> Iterator[None]:
+    """Write summary.json on every exit path, including failures.
+
+    `on_end` gets the summary of a run that was stopped or that failed on all ranks.
+    """
     journal.world.on_failure = partial(_fail_alone, journal)
     try:
         yield
     except StoppedError as error:
-        journal.finish("stopped", error.exit_code, str(error))
+        on_end(journal.finish("stopped", error.exit_code, str(error)))
         _with_last_lines(error, journal)
         raise
     except (TrainingError, SaveError, ModelError) as error:  # raised on all ranks
-        journal.finish("failed", error.exit_code, str(error))
+        on_end(journal.finish("failed", error.exit_code, str(error)))
         _with_last_lines(error, journal)
         raise
     except UsageError as error:  # from a user's code, on this rank alone: training has begun

@@ -95,12 +95,15 @@ class Loop:
 
     def run(self, request: StopRequest) -> dict[str, Any]:
         """Train from `step` to the end, or to the step of a request to stop."""
-        self.stop_reason = self.callbacks.begin(self.rows)
+        arena = self.engine.replica.arena
+        self.stop_reason = self.callbacks.begin(self.rows, arena, self.journal.run)
         with Tasks(self.world, self.engine, self.plan, self.journal, request) as work:
             self._train(work)
         self.replay_log.end()
         is_early = self.step < self.journal.total_steps
-        return self.journal.finish("done", 0, self.stop_reason if is_early else None)
+        summary = self.journal.finish("done", 0, self.stop_reason if is_early else None)
+        self.callbacks.end(summary)
+        return summary
 
     def _train(self, work: Tasks) -> None:
         total = self.journal.total_steps
@@ -123,7 +126,8 @@ class Loop:
                 finish(self.engine.replica.arena.param)  # no copy into it outlives us
             if is_last or self.checkpointer.is_due(self.step, self.row):
                 self.replay_log.sync()
-                self.checkpointer.save(self.step, self.row, must=is_last)
+                if folder := self.checkpointer.save(self.step, self.row, must=is_last):
+                    self.callbacks.checkpoint(folder)
             if stopped and not self.stop_reason:
                 raise self._stop_error(flags.stop)
 

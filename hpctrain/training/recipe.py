@@ -162,7 +162,9 @@ def check(tables: Mapping[str, Any], folder: str | Path = ".") -> Recipe:
     if init is not None:  # the resolved recipe is to repeat the run wherever it is read
         tables["model"] = {**tables["model"], "init": str(init)}
     run = _run(tables_copy["run"])
-    code = usercode.read(tables_copy, run.callbacks, str(folder))
+    code = usercode.read(
+        tables_copy, [callback.kind for callback in run.callback_options], str(folder)
+    )
     tables.pop("code", None)
     tables |= code.tables()
     return Recipe(

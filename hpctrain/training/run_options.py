@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
@@ -64,9 +64,25 @@ class RunOptions(FitOptions):
     epochs: Positive | None = None
     steps: Positive | None = None
     epoch_samples: Positive | None = None  #: the training set is repeated, or cut, to this number
-    callbacks: list[str] = field(default_factory=list)  #: "module:function"s, given each row
+    #: "module:function", or the keys of CallbackOptions
+    callbacks: list[str | dict[str, Any]] = field(default_factory=list)
     device: Literal["auto", "cpu", "gpu"] = "auto"
     precision: Precision = "float32"
+
+    @property
+    def callback_options(self) -> list[CallbackOptions]:
+        """The callbacks as options; raises UsageError for an unknown key."""
+        tables = [{"kind": item} if isinstance(item, str) else item for item in self.callbacks]
+        return [config.read(CallbackOptions, table, "run.callbacks") for table in tables]
+
+
+@config.options
+class CallbackOptions:
+    """An entry of `[run] callbacks`: a user's function or class, and the ranks that call it."""
+
+    kind: str  #: "module:function" or "module:Class"
+    arguments: dict[str, Any] | None = None  #: if given, `kind` is called to make the callback
+    ranks: Literal["first", "all"] = "first"
 
 
 @config.options

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import logging
 import os
 from pathlib import Path
@@ -58,7 +59,7 @@ def train(
         spec.run.seed,
         spec.run.precision,
         world,
-        callbacks=world.on_all_ranks(lambda: _callbacks(spec)),
+        callbacks=world.on_all_ranks(lambda: _callbacks(spec, world.rank)),
         faults=spec.faults,
         init=None if resume and _has_begun(world, out) else spec.init,
     )
@@ -111,11 +112,18 @@ def _agree_on_code(spec: Recipe, world: World) -> None:
         log.warning("code has changed since the run was recorded: module %s", ", ".join(changed))
 
 
-def _callbacks(spec: Recipe) -> list[Any]:
-    """Return the callbacks that receive each row: early stop, then the user's own functions."""
-    folder, targets = spec.code.folder, spec.run.callbacks
-    own_callbacks = [usercode.find(target, "[run] callbacks", folder) for target in targets]
-    return [spec.early_stop, *own_callbacks] if spec.early_stop else own_callbacks
+def _callbacks(spec: Recipe, rank: int) -> list[Any]:
+    """Return the callbacks of a rank: early stop on each, the user's own where they ask for it."""
+    callbacks: list[Any] = [spec.early_stop] if spec.early_stop else []
+    for options in spec.run.callback_options:
+        if rank > 0 and options.ranks == "first":
+            continue
+        place, folder = "[run] callbacks", spec.code.folder
+        callback = usercode.find(options.kind, place, folder, classes=True)
+        if options.arguments is not None or inspect.isclass(callback):
+            callback = usercode.call_found(callback, options.kind, place, **options.arguments or {})
+        callbacks.append(callback)
+    return callbacks
 
 
 def _fingerprint(samples: Samples) -> str:

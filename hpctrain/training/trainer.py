@@ -69,8 +69,8 @@ class Trainer:
         `optimizer`: such as `ht.optim.adamw(rate=0.001)`, or the name "sgd" or "adamw" for its
         default rate. `engine`: options such as `ht.engines.AllReduce(algorithm="ring")`, or a
         name, such as "ps-async", for their defaults. `precision`: float32 or float64; on a GPU also
-        tf32, bf16 or fp16, see `hpctrain.gradients.precision`. `callbacks` receive each row of
-        metrics; see `ht.callbacks`. `faults`: planted delays of ranks;
+        tf32, bf16 or fp16, see `hpctrain.gradients.precision`. `callbacks`: functions of each row
+        of metrics, or objects with hooks, see `ht.callbacks`. `faults`: planted delays of ranks,
         see `training.faults`. `init`: the folder of a run or a checkpoint, or a .safetensors file,
         with the initial weights. Raises UsageError on all ranks if engine, faults or `init` do not
         fit, or if ranks have different models, and GpuMemoryError, on the rank itself, if its GPU
@@ -143,7 +143,9 @@ class Trainer:
             journal = Journal(
                 self.world, self.engine, sampler, total, run, origin.recipe, self.rate, trace
             )
-            callbacks = Callbacks(self.callbacks, self.world.gather)
+            callbacks = Callbacks(
+                self.callbacks, self.world, self.replica.model, sampler.steps_per_epoch
+            )
             loop = Loop(self.world, self.engine, self.replica, plan, journal, callbacks)
             if resume and run is not None:
                 loop.resume(run)
@@ -152,7 +154,7 @@ class Trainer:
             # Before the summary: a second signal while it is written must not end the process.
             request = stack.enter_context(StopRequest(partial(self._last_words, run)))
             loop.begin()
-            stack.enter_context(summary_on_exit(journal))
+            stack.enter_context(summary_on_exit(journal, callbacks.end))
             with np.errstate(over="ignore", invalid="ignore"):  # the loss is checked, each step
                 self.summary = loop.run(request)
             return self.summary

@@ -34,7 +34,7 @@ LOST = {
     "loss not finite": (("diverge", 1), 3,
         r"hpctrain: the loss is not finite at step 7 on rank 1 \(\S+\); no rank has taken"),
 }  # fmt: skip
-CALLBACK = sets(run_callbacks="['traps:broken']", run_interval_steps=7)
+CALLBACK = sets(run_callbacks="[{kind='traps:broken', ranks='all'}]", run_interval_steps=7)
 
 
 @pytest.mark.parametrize("fault", rows_of(LOST, "error in a step", "loss not finite"))
