@@ -59,7 +59,7 @@ ROOMS = {
     "slurm": (3, 400),  # jobs of Slurm from Python
     "torch": (18, 1905),
     "torch/modules": (13, 1300),
-    "training": (18, 2900),
+    "training": (19, 3040),
     "training/recipes": (1, 50),
     "transport": (3, 250),
     "transport/device": (6, 970),

@@ -13,6 +13,7 @@ from hpctrain.commands._complete import complete_choices, complete_recipes
 from hpctrain.report import history
 from hpctrain.run_files import run_folder
 from hpctrain.training import recipe, runs
+from hpctrain.training.dry_run import dry_run
 from hpctrain.transport.device.gpus import Device
 from hpctrain.world import World
 
@@ -21,6 +22,7 @@ Examples:
   hpctrain train digits --epochs 3
   mpirun -n 4 hpctrain train digits --set wire.algorithm=ring --out runs/ring
   hpctrain launch -n 4 train my.toml --set optimizer.rate=0.05
+  hpctrain launch -n 4 train my.toml --dry-run        memory of a rank, time per step
   mpirun -n 8 hpctrain train digits --resume          the newest run of this recipe in runs/
   mpirun -n 8 hpctrain train --resume=runs/ring       that run, by its own recipe
 
@@ -76,6 +78,12 @@ class ResumingCommand(click.Command):
     help="Continue from the newest checkpoint in --out, or in the newest run of RECIPE in runs/; "
     "--resume=DIR: in DIR.",
 )
+@click.option(
+    "--dry-run",
+    "is_dry",
+    is_flag=True,
+    help="Train a few steps, write nothing, and show sizes, memory and time per step.",
+)
 @click.option("--trace", is_flag=True, help="Record what each thread does: DIR/trace.json.")
 @click.option(
     "--replay",
@@ -91,10 +99,13 @@ def train(
     sets: tuple[str, ...],
     out: Path | None,
     resume: bool,
+    is_dry: bool,
     trace: bool,
     replay: Path | None,
 ) -> None:
     """Train the model that RECIPE describes; results go to the folder --out."""
+    if is_dry and (resume or replay):
+        raise click.UsageError("--dry-run begins a new training: leave out --resume and --replay")
     if name is None:
         if not resume or out is None:
             raise click.UsageError("Missing argument 'RECIPE'; --resume=DIR goes on without")
@@ -104,6 +115,9 @@ def train(
     overrides += ["trace.enabled=true"] * trace
     resolved_recipe = recipe.load(name, [*overrides, *sets])
     job = world.init(resolved_recipe.run.device)
+    if is_dry:
+        dry_run(resolved_recipe, job, out)
+        return
     if resume and out is None:
         out = _find_newest_run(job, resolved_recipe.run.name)
     runs.train(resolved_recipe, job, out, resume, replay)

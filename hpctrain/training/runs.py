@@ -6,6 +6,9 @@ import hashlib
 import inspect
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
@@ -42,6 +45,44 @@ def train(
 
     Collective; raises the errors of Trainer.fit.
     """
+    with prepare(spec, world, init=not (resume and _has_begun(world, out))) as job:
+        return job.fit(
+            evaluate=job.split.test,
+            out=world.gather(str((out or run_folder.default_path(spec.run.name)).absolute()))[0],
+            resume=resume,
+            replay=replay,
+            checkpoints=spec.checkpoint,
+            trace=spec.trace,
+            origin=RunOrigin(spec, count_outputs(spec, job.split)),
+        )
+
+
+@dataclass(frozen=True)
+class Job:
+    """A recipe with its data and its trainer, ready to be trained."""
+
+    spec: Recipe
+    split: Split
+    trainer: Trainer
+    batch: int  #: samples per step of all ranks
+    steps_per_epoch: int
+    total_steps: int
+
+    def fit(self, steps: int | None = None, **arguments: Any) -> dict[str, Any]:
+        """Train for `steps`, by default those of the recipe; see Trainer.fit."""
+        return self.trainer.fit(
+            self.split.train,
+            steps=steps or self.total_steps,
+            batch=self.batch,
+            micro_batches=self.spec.batch.micro_batches,
+            options=self.spec.run,
+            **arguments,
+        )
+
+
+@contextmanager
+def prepare(spec: Recipe, world: World, init: bool = True) -> Iterator[Job]:
+    """Yield the job of a recipe, with the weights of `[model] init` if `init`; collective."""
     world.on_all_ranks(lambda: spec.must_fit(world.size, len(world.main.nodes)))
     _agree_on_code(spec, world)
     split = world.on_all_ranks(
@@ -61,24 +102,10 @@ def train(
         world,
         callbacks=world.on_all_ranks(lambda: _callbacks(spec, world.rank)),
         faults=spec.faults,
-        init=None if resume and _has_begun(world, out) else spec.init,
+        init=spec.init if init else None,
     )
-    summary = trainer.fit(
-        split.train,
-        steps=total,
-        batch=batch,
-        micro_batches=spec.batch.micro_batches,
-        evaluate=split.test,
-        out=world.gather(str((out or run_folder.default_path(spec.run.name)).absolute()))[0],
-        resume=resume,
-        replay=replay,
-        options=spec.run,
-        checkpoints=spec.checkpoint,
-        trace=spec.trace,
-        origin=RunOrigin(spec, count_outputs(spec, split)),
-    )
+    yield Job(spec, split, trainer, batch, per_epoch, total)
     trainer.close()  # not after a failure: it is collective, and other ranks do not take part
-    return summary
 
 
 def _optimizer(spec: Recipe, ranks: int, steps_per_epoch: int, total_steps: int) -> Optimizer:

@@ -1,0 +1,110 @@
+"""A dry run: the start of a training on all its ranks, which writes nothing and shows its costs."""
+
+from __future__ import annotations
+
+import json
+import logging
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from hpctrain.core import progress
+from hpctrain.hardware.memory import available_bytes
+from hpctrain.run_files import run_folder
+from hpctrain.training import run_facts, runs
+from hpctrain.training.recipe import Recipe
+from hpctrain.transport.device import gpus
+from hpctrain.world import World
+
+WARM_UP_STEPS = 2
+MEASURE_S = 3.0  #: the time of the measured steps, at least one
+MAX_STEPS = 50
+MIB = 1 << 20
+
+
+def dry_run(spec: Recipe, world: World, out: Path | None) -> dict[str, Any]:
+    """Train a few steps of `spec` and return its sizes, memory and time per step; collective.
+
+    Nothing is written, evaluated or saved, and no callback is called. Rank 0 prints a table. Raises
+    the errors of `runs.train`.
+    """
+    quiet_spec = replace(spec, early_stop=None, run=replace(spec.run, callbacks=[]))
+    with _no_messages(), runs.prepare(quiet_spec, world) as job:
+        first_s = job.fit(steps=WARM_UP_STEPS)["wall_s"] / WARM_UP_STEPS
+        first_s = float(world.gather(str(first_s))[0])
+        steps = min(max(1, round(MEASURE_S / first_s)), MAX_STEPS, job.total_steps)
+        step_s = job.fit(steps=steps)["wall_s"] / steps
+        engine = job.trainer.engine
+        engine.settle()
+        checkpoint_bytes = sum(piece.array.nbytes for piece in engine.state())
+        start = run_facts.describe_start(world, engine, job.batch)
+    own_facts = {
+        "step_s": step_s,
+        "checkpoint_bytes": checkpoint_bytes,
+        "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "gpu_free_bytes": gpus.free_gpu_bytes() if world.gpu is not None else None,
+    }
+    ranks = [json.loads(text) for text in world.gather(json.dumps(own_facts))]
+    step_s = max(rank["step_s"] for rank in ranks)
+    free_bytes = (rank["gpu_free_bytes"] for rank in ranks if rank["gpu_free_bytes"] is not None)
+    facts = {
+        "recipe": spec.run.name,
+        "start": start,
+        "folder": str(out or run_folder.default_path(spec.run.name)),
+        "training_samples": len(job.split.train),
+        "test_samples": len(job.split.test) if job.split.test is not None else 0,
+        "steps": job.total_steps,
+        "epochs": job.total_steps / job.steps_per_epoch,
+        "peak_bytes": max(rank["peak_bytes"] for rank in ranks),
+        "available_bytes": available_bytes(),
+        "gpu_free_bytes": min(free_bytes, default=None),
+        "checkpoint_bytes": sum(rank["checkpoint_bytes"] for rank in ranks),
+        "step_s": step_s,
+        "measured_steps": steps,
+        "training_s": step_s * job.total_steps,
+    }
+    if world.rank == 0:
+        progress.console().print(_table(facts))
+    return facts
+
+
+@contextmanager
+def _no_messages() -> Iterator[None]:
+    """Disable the messages of a training below warnings."""
+    logging.disable(logging.INFO)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def _table(facts: dict[str, Any]) -> Any:
+    from rich.table import Table
+
+    table = Table(title=f"{facts['recipe']}: dry run, nothing was written", show_header=False)
+    available_bytes = facts["available_bytes"]
+    rows = {
+        "training": facts["start"],
+        "folder": facts["folder"],
+        "samples": f"{facts['training_samples']:,}, test: {facts['test_samples']:,}",
+        "steps": f"{facts['steps']:,} ({facts['epochs']:,.4g} epochs)",
+        "peak memory of a rank": f"{facts['peak_bytes'] / MIB:,.0f} MiB"
+        + (f"; this node has {available_bytes / MIB:,.0f} MiB free" if available_bytes else ""),
+        "checkpoint": f"{facts['checkpoint_bytes'] / MIB:,.1f} MiB",
+        "time per step": f"{1000 * facts['step_s']:.3g} ms, the mean of {facts['measured_steps']}",
+        "time of training": f"about {_duration_text(facts['training_s'])}, without evaluations "
+        "and checkpoints",
+    }
+    if facts["gpu_free_bytes"] is not None:
+        rows["GPU memory"] = f"{facts['gpu_free_bytes'] / MIB:,.0f} MiB left on the fullest GPU"
+    for name, value in rows.items():
+        table.add_row(name, value)
+    return table
+
+
+def _duration_text(seconds: float) -> str:
+    return f"{seconds:.2g} s" if seconds < 60 else str(timedelta(seconds=round(seconds)))
