@@ -24,7 +24,7 @@ ROOMS = {
     "bench/prediction": (6, 640),
     "bench/rivals": (5, 440),
     "bench/training_step": (4, 490),
-    "bench/tuning": (4, 340),
+    "bench/tuning": (4, 350),
     "checkpoint": (11, 1730),
     "cluster": (3, 440),
     "cluster/netlab": (3, 400),

@@ -56,20 +56,35 @@ On fewer cores than ranks Open MPI needs `mpirun --oversubscribe`; `hpctrain lau
     metavar="[FILE]",
     help="Measure nothing: show the table in FILE, or the newest of this machine.",
 )
+@click.option(
+    "--keep-noisy",
+    is_flag=True,
+    help="Keep the table also if the machine was too busy to conclude.",
+)
 @click.option("--plot", type=FILE_TYPE, metavar="FILE", help="Plot the table: .png or .svg.")
+@click.pass_context
 def tune(
+    context: click.Context,
+    /,
     sizes: str | None,
     device: str,
     rounds: int | None,
     out: Path | None,
     show: str | None,
+    keep_noisy: bool,
     plot: Path | None,
 ) -> None:
-    """Measure which all-reduce is fastest here; `auto` then uses it."""
+    """Measure which all-reduce is fastest here; `auto` then uses it.
+
+    If the machine was too busy to conclude, no table is kept, unless --out or --keep-noisy asks for
+    it, and the exit code is 1.
+    """
     if show is None:
-        options = tuning.parse_options(sizes, rounds, out, plot, device)
-        tuning.run(world.init(options.device), options)
-    elif (sizes, rounds, out) != (None, None, None):
-        raise UsageError("--show measures nothing: leave out --sizes, --rounds and --out")
+        options = tuning.parse_options(sizes, rounds, out, plot, device, keep_noisy)
+        context.exit(0 if tuning.run(world.init(options.device), options) else 1)
+    elif (sizes, rounds, out, keep_noisy) != (None, None, None, False):
+        raise UsageError(
+            "--show measures nothing: leave out --sizes, --rounds, --out and --keep-noisy"
+        )
     elif (launched := launchers.launched(os.environ)).rank == 0:
         tuning.show_table(Path(show) if show else None, launched.size, plot, device)

@@ -51,7 +51,7 @@ def test_a_table_is_made_shown_drawn_and_used(hpctrain, start, tmp_path):
 def test_ranks_that_are_processes_tune_on_gpus_and_train_by_it(start, tmp_path):
     """All of MPI's memory is the host's there: a pointer of the stand-in's would crash it."""
     env = {**on_fakes(hidden=True), table.FILE_VARIABLE: str(tmp_path)}
-    flags = ("--device", "gpu", "--sizes", "4KiB:64KiB*16", "--rounds", "3")
+    flags = ("--device", "gpu", "--sizes", "4KiB:64KiB*16", "--rounds", "3", "--keep-noisy")
     completed = start("-m", "fakes", "tune", *flags, ranks=2, env=env).finish()
     assert completed.returncode == 0, completed.stderr
     (path,) = tmp_path.glob("*-gpu-*.json")
@@ -123,12 +123,9 @@ def test_what_cannot_be_written_is_said_before_anything_is_measured(out, tmp_pat
 
 def test_the_newest_of_so_many_ranks_is_shown(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv(table.FILE_VARIABLE, str(tmp_path))
+    options = tune_command.parse_options("8B", 3, None, None, keep_noisy=True)
     for ranks in (2, 3):
-        run_on(
-            "threads",
-            ranks,
-            lambda world: tune_command.run(world, tune_command.parse_options("8B", 3, None, None)),
-        )
+        run_on("threads", ranks, lambda world: tune_command.run(world, options))
     capsys.readouterr()
     for ranks, output in ((1, 3), (2, 2), (3, 3)):
         tune_command.show_table(None, ranks, None)
@@ -151,3 +148,26 @@ def test_a_table_made_on_a_busy_machine_says_so(noisy, tmp_path, monkeypatch, ca
     assert json.loads(out.read_text())["noisy"] == noisy
     tune_command.show_table(out, 2, None)
     assert (reported in capsys.readouterr().out) == (noisy is not None)
+
+
+# is the machine busy, the file that the user names, --keep-noisy -> is the table written
+KEPT = {
+    "quiet": (None, None, False, True),
+    "busy": (0.414, None, False, False),
+    "busy, a file": (0.414, "mine.json", False, True),
+    "busy, asked for": (0.414, None, True, True),
+}
+
+
+@pytest.mark.parametrize("case", KEPT)
+def test_a_table_of_a_busy_machine_is_kept_only_if_asked_for(case, tmp_path, monkeypatch, capsys):
+    noisy, file, keep_noisy, is_kept = KEPT[case]
+    monkeypatch.setattr(choose, "find_noise", lambda rows: noisy)
+    monkeypatch.setenv(table.FILE_VARIABLE, str(tmp_path))
+    out = file and tmp_path / file
+    options = tune_command.parse_options("8B", 3, out, None, keep_noisy=keep_noisy)
+    assert run_on("threads", 2, lambda world: tune_command.run(world, options)) == [is_kept] * 2
+    assert len(list(tmp_path.glob("*.json"))) == is_kept
+    output, error = capsys.readouterr()
+    assert ("table: not written" in output) == (not is_kept)
+    assert ("--keep-noisy writes it" in error) == (not is_kept)

@@ -190,7 +190,7 @@ def test_ranks_that_stage_share_the_way_of_their_gpu():
 def test_tune_on_gpus_and_auto_after_it(tmp_path, monkeypatch, capsys):
     """On arrays of GPUs alone, whose table is then taken; the library's own is not among them."""
     monkeypatch.setenv(table.FILE_VARIABLE, str(tmp_path))
-    requested = command.parse_options("4B:256KiB*256", 3, None, None, "gpu")
+    requested = command.parse_options("4B:256KiB*256", 3, None, None, "gpu", keep_noisy=True)
     with fakes.installed(lazy=True, ipc_within=True) as machine:
         run_on_gpus(2, lambda world: command.run(world, requested))
         assert machine.counts["implicit"] == 0

@@ -41,6 +41,7 @@ class Options:
     limit_s: float
     out: Path | None
     plot: Path | None
+    keep_noisy: bool = False  #: write a table of a busy machine also to the cache
 
 
 def parse_options(
@@ -49,6 +50,7 @@ def parse_options(
     out: Path | None,
     plot: Path | None,
     device: str = "cpu",
+    keep_noisy: bool = False,
 ) -> Options:
     """Return the validated options; a UsageError names the expected value.
 
@@ -60,13 +62,19 @@ def parse_options(
         raise UsageError(f"--sizes: {message_sizes.EXPECTED_SIZES}, seen '{sizes_text}'")
     check_plot_path(plot)
     if rounds is None:
-        return Options(device_kind, lengths, DEFAULT_ROUNDS, DEFAULT_LIMIT_S, out, plot)
-    require_minimum("--rounds", rounds, sweep.MIN_ROUNDS)
-    return Options(device_kind, lengths, rounds, UNLIMITED_S, out, plot)
+        limits = DEFAULT_ROUNDS, DEFAULT_LIMIT_S
+    else:
+        require_minimum("--rounds", rounds, sweep.MIN_ROUNDS)
+        limits = rounds, UNLIMITED_S
+    return Options(device_kind, lengths, *limits, out, plot, keep_noisy)
 
 
-def run(world: World, options: Options) -> None:
-    """Measure; write, print and draw the table from rank 0. Collective."""
+def run(world: World, options: Options) -> bool:
+    """Measure; write, print and draw the table from rank 0; return whether it was written.
+
+    A table of a busy machine is written only to the file that the user named, or if the user asked
+    for it: `auto` would use its chance choices. Collective.
+    """
     if world.size == 1:
         raise UsageError("one rank has nothing to tune; start more: hpctrain launch -n RANKS tune")
     group, is_over_mpi, is_on_gpu = world.main, world.transport == "mpi", options.device == "gpu"
@@ -97,7 +105,10 @@ def run(world: World, options: Options) -> None:
     tuning_table = Table(
         fingerprint, rows, buckets, in_node, between_nodes, choose.find_noise(rows)
     )
-    world.on_all_ranks(lambda: _save_and_show(world, tuning_table, path, options.plot))
+    is_kept = tuning_table.noisy is None or options.out is not None or options.keep_noisy
+    is_kept = world.gather(str(is_kept))[0] == "True"
+    world.on_all_ranks(lambda: _save_and_show(world, tuning_table, path, options.plot, is_kept))
+    return is_kept
 
 
 def show_table(file: Path | None, ranks: int, plot: Path | None, device: str = "cpu") -> None:
@@ -123,17 +134,19 @@ def _check_writable(world: World, path: Path, plot: Path | None) -> None:
             table.check_writable(file)
 
 
-def _save_and_show(world: World, tuning_table: Table, path: Path, plot: Path | None) -> None:
-    if world.rank == 0:
+def _save_and_show(
+    world: World, tuning_table: Table, path: Path, plot: Path | None, is_kept: bool
+) -> None:
+    if world.rank > 0:
+        return
+    if is_kept:
         table.write_table(tuning_table, path)
-        printed_table.print_table(tuning_table, path)
-        _draw_plot(tuning_table, plot)
-        if tuning_table.noisy:
-            print(
-                f"hpctrain: tune: {printed_table.noise_warning(tuning_table.noisy)}",
-                file=sys.stderr,
-                flush=True,
-            )
+    printed_table.print_table(tuning_table, path if is_kept else None)
+    _draw_plot(tuning_table, plot)
+    if tuning_table.noisy:
+        omitted = f"; nothing was written to {path}; --keep-noisy writes it" * (not is_kept)
+        warning = printed_table.noise_warning(tuning_table.noisy)
+        print(f"hpctrain: tune: {warning}{omitted}", file=sys.stderr, flush=True)
 
 
 def _draw_plot(tuning_table: Table, plot: Path | None) -> None:

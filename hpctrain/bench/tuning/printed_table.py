@@ -20,8 +20,8 @@ PLANE_BYTES = [1 << 20, 16 << 20, 256 << 20]
 DEFAULT_WIDTH = 110  #: without a terminal
 
 
-def print_table(table: Table, path: Path) -> None:
-    """Print `table`, which was read from or written to `path`."""
+def print_table(table: Table, path: Path | None) -> None:
+    """Print `table`, which lies in `path`; None if it was not written."""
     terminal = progress.console()
     width = terminal.width if terminal.is_terminal else DEFAULT_WIDTH
     console = Console(file=sys.stdout, force_terminal=terminal.is_terminal, width=width)
@@ -39,7 +39,7 @@ def print_table(table: Table, path: Path) -> None:
     console.print(f"buckets: {_buckets_text(table)}")
     if table.noisy is not None:
         console.print(noise_warning(table.noisy), soft_wrap=True)
-    console.print(f"table: {path}", soft_wrap=True)
+    console.print(f"table: {path or 'not written'}", soft_wrap=True)
 
 
 def noise_warning(spread: float) -> str:
