@@ -20,9 +20,9 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import NullLocator
 
 from hpctrain.bench.message_sizes import size_text
+from hpctrain.core.palette import COLORS, MARKERS
 
 RESULTS = Path(__file__).parents[1] / "results" / "gpu"
-COLORS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000")
 Report = dict[str, Any]
 
 
@@ -50,8 +50,9 @@ def draw_allreduce(axes: Axes, report: Report) -> None:
     for i, name in enumerate(dict.fromkeys(row["what"] for row in report["rows"])):
         rows = [row for row in report["rows"] if row["what"] == name]
         style = ":" if name in ("copy", "flags") or "kernel" in name else "-"
-        axes.plot([row["bytes"] for row in rows], [row["median_s"] for row in rows],
-                  f"o{style}", color=COLORS[i % len(COLORS)], label=name)  # fmt: skip
+        sizes, times = [row["bytes"] for row in rows], [row["median_s"] for row in rows]
+        mark, color = MARKERS[i % len(MARKERS)], COLORS[i % len(COLORS)]
+        axes.plot(sizes, times, f"{mark}{style}", color=color, label=name)
     axes.set(xscale="log", yscale="log", ylabel="seconds")
     sizes = sorted({row["bytes"] for row in report["rows"]})
     axes.set_xticks(sizes, [size_text(n) for n in sizes])

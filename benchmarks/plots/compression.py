@@ -14,8 +14,9 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 
+from hpctrain.core.palette import COLORS
+
 RESULTS = Path(__file__).parents[1] / "results"
-COLORS = ("#0072B2", "#E69F00")
 Row = dict[str, Any]
 
 

@@ -17,10 +17,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FormatStrFormatter, NullLocator, PercentFormatter
 
+from hpctrain.core.palette import COLORS, MARKERS
+
 RESULTS = Path(__file__).parents[1] / "results"
 Row = dict[str, Any]
-COLORS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000")
-MARKS = "osD^vXP"
 
 
 def main() -> None:
@@ -157,7 +157,7 @@ def draw_bytes_sent(rows: list[Row]) -> Figure:
             if len(group_rows(group, "period")) > 1:
                 axes.annotate(f"H = {period}", points[-1], (4, 4), textcoords="offset points",
                               fontsize=8)  # fmt: skip
-        axes.plot(*zip(*points, strict=True), f"{MARKS[i]}:", color=COLORS[i], label=method)
+        axes.plot(*zip(*points, strict=True), f"{MARKERS[i]}:", color=COLORS[i], label=method)
     axes.set(xscale="log", xlabel="bytes sent per rank", ylabel="test error")
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     axes.set_title("4 workers, 192 steps; median and range of the seeds")

@@ -11,9 +11,10 @@ from pathlib import Path
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 
+from hpctrain.core.palette import COLORS
+
 RESULTS = Path(__file__).parent.parent / "results"
-COLORS = {"ring": "#0072B2", "tree": "#D55E00", "double-tree": "#009E73",
-          "recursive-doubling": "#CC79A7", "halving-doubling": "#E69F00"}  # fmt: skip
+ALGORITHMS = ("ring", "tree", "double-tree", "recursive-doubling", "halving-doubling")
 MARKS = {"allreduce": "o", "step": "*"}
 
 
@@ -23,7 +24,7 @@ def main() -> None:
     for axes, file in zip(figure.subplots(1, len(files), squeeze=False)[0], files, strict=True):
         for row in json.loads(file.read_text())["rows"]:
             axes.plot(row["median_s"], row["predicted_s"], MARKS[row["operation"]], markersize=8,
-                      color=COLORS[row["algorithm"]], markeredgecolor="black",
+                      color=COLORS[ALGORITHMS.index(row["algorithm"])], markeredgecolor="black",
                       label=f"{row['operation']}, {row['algorithm']}")  # fmt: skip
         limits = axes.get_xlim()
         for factor, style in ((1, "-"), (1.15, ":"), (1 / 1.15, ":")):

@@ -10,9 +10,12 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 
+from hpctrain.core.palette import COLORS
+
 BENCHMARKS = Path(__file__).parents[1]
-STYLE = {"ring": ("o-", "hpctrain ring"), "plain-ring": ("s--", "ring, uncut chunks"),
-         "native": ("x:", "MPI_Allreduce in place")}  # fmt: skip
+STYLE = {"ring": ("o-", COLORS[0], "hpctrain ring"),
+         "plain-ring": ("s--", COLORS[1], "ring, uncut chunks"),
+         "native": ("x:", COLORS[6], "MPI_Allreduce in place")}  # fmt: skip
 
 
 def main() -> None:
@@ -20,10 +23,10 @@ def main() -> None:
     figure, panels = plt.subplots(1, len(files), figsize=(9, 3.6), sharey=True, squeeze=False)
     for panel, file in zip(panels[0], files, strict=True):
         report = json.loads(file.read_text())
-        for name, (line_style, label) in STYLE.items():
+        for name, (line_style, color, label) in STYLE.items():
             rows = [row for row in report["rows"] if row["algorithm"] == name]
             sizes = [row["bytes"] / 2**20 for row in rows]
-            panel.plot(sizes, [row["busbw"] for row in rows], line_style, label=label)
+            panel.plot(sizes, [row["busbw"] for row in rows], line_style, color=color, label=label)
         panel.set(xscale="log", xlabel="MiB", title=f"{report['machine']['mpi']}, 2 ranks")
         panel.grid(alpha=0.3)
     panels[0][0].set_ylabel("busbw, GB/s")
