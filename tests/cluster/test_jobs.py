@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
@@ -131,6 +132,7 @@ def test_log_follows_a_job_to_its_end(monkeypatch):
         lambda: (file.write_text(file.read_text() + "end"), Path("states/17").write_text("FAILED")),
     ]
     monkeypatch.setattr("hpctrain.slurm.jobs.POLL_INTERVAL_S", 0.0)
-    monkeypatch.setattr(time, "sleep", lambda seconds: events.pop(0)())
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: events.pop(0)())
+    monkeypatch.setattr("hpctrain.slurm.jobs.time", clock)  # other threads keep their own
     lines = list(ht.slurm.log(folder, follow=True))
     assert lines == ["first of 17\n", "second of 17\n", "third, in parts\n", "end"]
