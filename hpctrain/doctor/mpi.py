@@ -148,6 +148,8 @@ def _launch_fault(mpi: MpiInstallation, report: LaunchReport) -> Check:
         remedy = "MPI found too little shared memory for its ranks: see `shared memory`"
     elif report.fault:
         remedy = f"read its output: {mpi.mpiexec} -n 2 python -m {HELLO_MODULE}"
+        if "signal 15" in report.fault:  # Hydra reports a rank that it ended after another's death
+            remedy += ", and see `shared memory`"
     return Check("ranks", "bad", observed, remedy)
 
 

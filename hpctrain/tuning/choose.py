@@ -44,7 +44,7 @@ BucketCosts = tuple[tuple[int, float], ...]  #: ((bytes of a bucket, seconds per
 class AlgorithmTime:
     """The median seconds of an algorithm with arrays of `bytes`, in node memory or private."""
 
-    __pydantic_config__: ClassVar = {"allow_inf_nan": False}
+    __pydantic_config__: ClassVar[dict[str, bool]] = {"allow_inf_nan": False}
     algorithm: str
     in_memory: bool
     bytes: ByteCount

@@ -112,7 +112,8 @@ def test_a_tiny_dev_shm_of_one_node(with_little_room, tmp_path):
     assert "KiB free in /dev/shm" in checks["shared memory"]["seen"]  # what MPI has left
     assert f"shared memory: {checks['shared memory']['remedy']}" in ended.stdout
     if checks["ranks"]["verdict"] == "bad":  # those that were tried died, and of this
-        assert "Bus error" in checks["ranks"]["seen"]
+        seen = checks["ranks"]["seen"]  # Hydra may report the rank that it ended thereafter
+        assert "Bus error" in seen or "signal 15" in seen
         assert "see `shared memory`" in checks["ranks"]["remedy"]
 
 
