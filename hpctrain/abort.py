@@ -1,9 +1,9 @@
 """Abnormal termination: a rank reports the cause, then the whole job is aborted.
 
-If all ranks fail alike, each prints its traceback: the causes may differ. Two cases are reported by
-one rank, without a traceback. A GPU with too little memory: ranks wait in the order of their
-numbers, and the first to report aborts the job. An error before MPI_Init: most likely all ranks
-have the same.
+If all ranks fail alike, each prints its traceback: the causes may differ. Three cases are reported
+by one rank. An error that all ranks raise together, such as a wrong argument in a script, and a GPU
+with too little memory, without a traceback: ranks wait in the order of their numbers, and the first
+to report aborts the job. An error before MPI_Init: most likely all ranks have the same.
 """
 
 from __future__ import annotations
@@ -22,7 +22,15 @@ import traceback
 from pathlib import Path
 
 from hpctrain.core import launchers
-from hpctrain.core.errors import HereError, HungError, OwnRankError, UsageError, notes, printable
+from hpctrain.core.errors import (
+    AGREED_ERRORS,
+    HereError,
+    HungError,
+    OwnRankError,
+    UsageError,
+    notes,
+    printable,
+)
 from hpctrain.core.launchers import Launched
 from hpctrain.core.xp import shortage
 from hpctrain.watch import dump_stacks, write_report
@@ -35,7 +43,7 @@ FAULT_GROUPING_WINDOW_S = 0.5  #: in which every rank may print its error before
 #: launcher ends all ranks at the first error.
 RANK_0_S, LAUNCHER_S = 1.0, 10.0
 OUTPUT_S = 1.0  #: the time given to the launcher to read a report
-REPORT_SPREAD_S = 2.0  #: over which the reports of ranks short of memory are spread
+REPORT_SPREAD_S = 2.0  #: over which reports of the same error are spread, in its second half
 
 
 def abort(code: int) -> None:
@@ -117,8 +125,9 @@ def _let_others_fail(job: Launched) -> None:
 def report(error: BaseException, prefix: str, rank: int = 0, size: int = 1) -> None:
     """Print on stderr the error that ended `rank` of `size`; after that it may abort the job."""
     memory_error = shortage(error)
+    if memory_error is not None or isinstance(error, AGREED_ERRORS):
+        time.sleep(REPORT_SPREAD_S * (1 + rank / size) / 2 if rank > 0 else 0)
     if memory_error is not None:
-        time.sleep(REPORT_SPREAD_S * rank / size)
         _print(f"hpctrain: {prefix}: {memory_error}" if size > 1 else f"hpctrain: {memory_error}")
         log.debug("the allocation that failed:", exc_info=error)
         return

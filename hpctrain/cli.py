@@ -13,20 +13,11 @@ import click
 from hpctrain import __version__
 from hpctrain.commands import COMMANDS, LazyGroup
 from hpctrain.core import launchers
-from hpctrain.core.errors import (
-    HpctrainError,
-    SaveError,
-    StoppedError,
-    TrainingError,
-    UsageError,
-    notes,
-)
+from hpctrain.core.errors import AGREED_ERRORS, HpctrainError, notes
 
 if TYPE_CHECKING:
     from hpctrain.world import World
 
-#: Errors that all ranks raise together; any other is raised by this rank alone.
-AGREED_ERRORS = (UsageError, TrainingError, SaveError, StoppedError)
 INTERRUPTED, BUG = 130, 1
 COMPLETION = "_HPCTRAIN_COMPLETE"  #: set by a shell that asks click for completions
 PRINTED_BY_RANK_0 = {"--help", "--version"}

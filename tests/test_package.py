@@ -93,6 +93,12 @@ def test_help_is_said_by_one_rank(requested, monkeypatch, capsys):
     assert (message[0] != "", message[1]) == (True, "")
 
 
+@pytest.mark.parametrize("name", ["version", "help"])
+def test_an_option_that_was_typed_as_a_command_is_named(name):
+    error = CliRunner().invoke(cli.hpctrain, [name]).exception
+    assert str(error) == f"unknown command '{name}'; did you mean '--{name}'?"
+
+
 @pytest.mark.parametrize("reported", ["by an exit", "by itself"])
 def test_nothing_is_said_when_nobody_reads_on(reported, monkeypatch, capfd):
     def main(**_):

@@ -81,6 +81,7 @@ WRONG = {
     "checkpoints": (lambda: ht.CheckpointOptions(evry_steps=1), "did you mean 'every_steps'"),
     "no layers": (lambda: ht.nn.Model("linear", 4), "layers: expected a list of layers"),
     "a class for a layer": (lambda: ht.nn.Model([ht.nn.ReLU], 4), r"such as ht.nn.Linear\(10\)"),
+    "no shape at all": (lambda: ht.nn.Model(layers()), "input_shape: expected .*seen None"),
     "no shape": (lambda: ht.nn.Model(layers(), "4"), r"input_shape: expected the shape"),
     "a negative shape": (lambda: ht.nn.Model(layers(), (4, -1)), r"input_shape: .*seen \(4, -1\)"),
 }  # fmt: skip

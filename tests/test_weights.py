@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
@@ -111,9 +112,17 @@ def test_an_export_lies_in_the_run_and_replaces_nothing_unasked(made, tmp_path):
     assert sorted(path.name for path in run.iterdir() if path.name.startswith(".")) == [".lock"]
 
 
-def test_an_export_that_cannot_be_written_is_refused(made, tmp_path):
-    error = export(made("float32"), "--output", tmp_path / "no folder" / "w.safetensors")[1]
-    assert isinstance(error, UsageError) and "cannot be written: No such file" in str(error)
+REFUSED = {
+    "no folder/w.safetensors": "cannot be written: No such file",
+    "w.pt": r"w\.pt: an export is a safetensors file; name it .*w\.safetensors",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_export_that_cannot_be_written_is_refused(made, tmp_path, name):
+    error = export(made("float32"), "--output", tmp_path / name)[1]
+    assert isinstance(error, UsageError) and re.search(REFUSED[name], str(error))
+    assert not (tmp_path / name).exists()
 
 
 # What is made of a run, to begin another one with

@@ -7,6 +7,7 @@ from threading import Timer
 
 import pytest
 from ranks import on_ranks
+from tables import rows_of
 
 from hpctrain import abort
 from hpctrain import world as worlds
@@ -105,6 +106,17 @@ def test_an_error_nobody_catches_gives_a_script_its_exit_code(start, error, code
     ended = start("-c", ENDS.format(error)).finish()
     assert ended.returncode == code, ended.stderr
     assert ended.stderr.count(f"{error}: as it was to be") == 1
+
+
+#: error that three ranks raise: the tracebacks that are printed
+TRACEBACKS = {"UsageError": 1, "StoppedError": 1, "TrainingError": 1, "HpctrainError": 3}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("error", rows_of(TRACEBACKS, "UsageError"))
+def test_an_error_of_all_ranks_is_reported_by_one(start, error):
+    ended = start("-c", ENDS.format(error), ranks=3).finish()
+    assert ended.stderr.count("Traceback") == TRACEBACKS[error], ended.stderr
 
 
 RANK_2 = {"PMI_RANK": "2", "PMI_SIZE": "4", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}

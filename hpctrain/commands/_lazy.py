@@ -7,6 +7,7 @@ from importlib import import_module
 
 import click
 
+from hpctrain.core.errors import UsageError
 from hpctrain.core.names import pick
 
 CommandLoaders = Mapping[str, Callable[[], click.Command]]
@@ -30,4 +31,8 @@ class LazyGroup(click.Group):
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
         if context.resilient_parsing and name not in self.loaders:
             return None  # a shell asks to complete a partial word
+        if name not in self.loaders and any(
+            f"--{name}" in option.opts for option in self.get_params(context)
+        ):
+            raise UsageError(f"unknown command '{name}'; did you mean '--{name}'?")
         return pick(self.loaders, name, "command")()

