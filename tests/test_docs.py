@@ -11,6 +11,7 @@ line of the block, but for numbers, units of time, paths and the width of tables
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -19,6 +20,7 @@ import threading
 from dataclasses import fields
 from pathlib import Path
 
+import click
 import pytest
 from conftest import BIN, LAUNCHER
 from ranks import run_on
@@ -27,6 +29,7 @@ from tables import rows_of
 from hpctrain import data, engines, nn, optim
 from hpctrain import world as worlds
 from hpctrain.collectives import ALLREDUCE
+from hpctrain.commands import COMMANDS
 from hpctrain.commands.train import train
 from hpctrain.config import toml
 from hpctrain.gradients.reducer import WireOptions
@@ -268,9 +271,109 @@ def test_functions_of_the_ways_exist():
     assert missing == []
 
 
-def test_every_all_reduce_is_described():
-    pages = [PAGES["README.md"], PAGES["docs/algorithms.md"]]
-    assert [name for name in ALLREDUCE if any(f"`{name}`" not in page for page in pages)] == []
+README, COMMAND_LINE = PAGES["README.md"], PAGES["docs/command-line.md"]
+PROJECT = toml.parse((ROOT / "pyproject.toml").read_text(), "pyproject.toml")["project"]
+#: those of `make test-guests`, which CONTRIBUTING.md names
+EXTRAS_OF_MAKE = {"test-guests", "test-clients"}
+#: pages, the form of a name in them, the names that each must have
+LISTED = {
+    "all-reduce": ([README, PAGES["docs/algorithms.md"]], "`{}`", [*ALLREDUCE, "nccl", "auto"]),
+    "engine": ([README, PAGES["docs/engines.md"]], "`{}`", engines.ENGINES),
+    "optimizer": ([README.lower()], "{}", optim.OPTIMIZERS),
+    "model": ([README.lower()], "{}", {kind.removesuffix("20") for kind in nn.MODELS}),
+    "extra": ([README], "`{}`", {*PROJECT["optional-dependencies"]} - EXTRAS_OF_MAKE),
+    "command": ([COMMAND_LINE], "`hpctrain {}", COMMANDS),
+}
+
+
+@pytest.mark.parametrize("kind", LISTED)
+def test_the_pages_list_every(kind):
+    pages, form, names = LISTED[kind]
+    assert names
+    assert [name for name in names if any(form.format(name) not in page for page in pages)] == []
+
+
+def subcommands() -> list[str]:
+    """Return `group subcommand` of all groups of the command line."""
+    loaded = {name: load() for name, load in COMMANDS.items()}
+    groups = {name: command for name, command in loaded.items() if isinstance(command, click.Group)}
+    return [
+        f"{name} {child}"
+        for name, group in groups.items()
+        for child in group.list_commands(click.Context(group))
+    ]
+
+
+def test_the_page_of_commands_lists_every_subcommand():
+    lines = [line for line in COMMAND_LINE.splitlines() if line.startswith("| `hpctrain")]
+    names = subcommands()
+    missing = [
+        name
+        for name in names
+        if not any(all(re.search(rf"\b{w}\b", line.split("|")[1]) for w in name.split())
+                   for line in lines)
+    ]  # fmt: skip
+    assert len(names) > 15 and missing == []
+
+
+TYPED = re.findall(
+    r"hpctrain (?!launch|-)[a-z].*",
+    "\n".join(
+        line.partition("#")[0]
+        for info, _, code in blocks(README)
+        if info == "bash"
+        for line in code
+    ),
+)
+
+
+@pytest.mark.parametrize("command", [*TYPED, "hpctrain launch -n 4 train digits"])
+def test_commands_of_the_readme_are_understood(command):
+    name, *arguments = command.split()[1:]
+    group = COMMANDS[name]()
+    context = group.make_context(name, [*arguments])
+    if isinstance(group, click.Group):
+        _, child, rest = group.resolve_command(context, arguments)
+        assert child is not None
+        child.make_context(child.name, rest, parent=context)
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
+def test_targets_of_make_exist(page):
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = set(
+        re.findall(r"`make ([\w-]+)|^make ([\w-]+)", (ROOT / page).read_text(), re.MULTILINE)
+    )
+    assert named and {a or b for a, b in named} - targets == set()
+
+
+def test_the_output_in_the_readme_is_that_of_the_page_which_compares_it():
+    (output,) = (code for info, _, code in blocks(README) if "docs/runs.md compares it" in info)
+    assert "\n".join(output) in PAGES["docs/runs.md"]
+
+
+def test_the_example_of_pytorch_in_the_readme_is_the_one_that_is_run():
+    """But for the names of tensors and of the module."""
+    code = "\n".join(c for i, _, lines in blocks(README) if "ddp.py" in i for c in lines)
+    example = (ROOT / "docs/examples/pytorch/ddp.py").read_text()
+    calls = set(re.findall(r"[\w.]+(?=\()", code))
+    assert len(calls) > 6 and calls - set(re.findall(r"[\w.]+(?=\()", example)) == set()
+
+
+def test_numbers_of_the_readme_that_are_no_times():
+    train, test, _ = data.DigitsOptions().load(0)
+    assert f"{len(train) + len(test):,} images" in README
+    assert PROJECT["requires-python"].removeprefix(">=") in README
+    for file in set(re.findall(r"benchmarks/results/([\w.-]+\.json)", README)):
+        result = json.loads((ROOT / "benchmarks" / "results" / file).read_text())
+        runs = [result] if "machine" in result else result["runs"]
+        machines = [run["machine"] for run in runs if "Open" in run["machine"]["mpi"]]
+        assert {(m["cpu"], m["cores"], m["mpi"]) for m in machines} == {
+            ("AMD EPYC", 2, "Open MPI 5.0.11")
+        }, file
+        assert all(
+            "p5_s" in row and "p95_s" in row for row in result.get("merged") or result["rows"]
+        )
 
 
 def test_the_table_of_the_readme_is_that_of_the_results():
@@ -283,7 +386,9 @@ def test_the_table_of_the_readme_is_that_of_the_results():
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)")
 
 
-@pytest.mark.parametrize("page", [*PAGES, "CONTRIBUTING.md", "SECURITY.md", "CHANGES.md"])
+@pytest.mark.parametrize(
+    "page", [*PAGES, "CONTRIBUTING.md", "SECURITY.md", "CHANGES.md", "docs/deploy/README.md"]
+)
 def test_links_lead_to_files_and_headings(page):
     """Anchors as GitHub makes them: lower case, without punctuation, dashes for spaces."""
     missing = []

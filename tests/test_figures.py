@@ -1,0 +1,257 @@
+"""Figures of README and docs/measurements.md are those of the committed results.
+
+A row holds a sentence of a page, or a part of one, with {} for each figure, and the figures as
+computed from benchmarks/results. The page must contain it, rounded as the row says. No other figure
+with a unit may stand in docs/measurements.md. README's table has a test in test_docs.py.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parent.parent
+KIB, MIB = 1 << 10, 1 << 20
+Statements = list[tuple[str, list[float]]]  #: (part of a page with {}, its figures)
+MPIS = {"openmpi": "Open MPI", "mpich": "MPICH"}
+
+
+@cache
+def result(file: str) -> dict[str, Any]:
+    return json.loads((ROOT / "benchmarks" / "results" / f"{file}.json").read_text())
+
+
+def rows(file: str, **keys: Any) -> list[dict[str, Any]]:
+    """Return the rows of a result that have the values of `keys`."""
+    table = result(file).get("merged") or result(file)["rows"]
+    return [row for row in table if keys.items() <= row.items()]
+
+
+def value(file: str, key: str = "median_s", **keys: Any) -> float:
+    (row,) = rows(file, **keys)
+    return row[key]
+
+
+def ratio(file: str, key: str, ours: str, rival: str, **keys: Any) -> float:
+    """Return the median of the row whose `key` is `ours`, divided by that of `rival`."""
+    return value(file, **{key: ours}, **keys) / value(file, **{key: rival}, **keys)
+
+
+def of_both(file: str, key: str, **keys: Any) -> list[float]:
+    """Return the figures of the rows of both MPIs."""
+    return [row[key] for mpi in MPIS for row in rows(f"{file}-{mpi}", **keys)]
+
+
+def ends(values: Sequence[float], factor: float = 1) -> list[float]:
+    return [min(values) * factor, max(values) * factor]
+
+
+def times(file: str, algorithm: str, mpi: str, rival: str, first: int, last: int) -> list[float]:
+    """Return how many times as fast as `rival` an algorithm is, at each size of a comparison."""
+    table = rows(f"compare-{file}", algorithm=algorithm, mpi=mpi)
+    return [row["times"][rival] for row in table if first <= row["bytes"] <= last]
+
+
+def geometric_means(algorithm: str) -> list[float]:
+    return [
+        float(np.exp(np.mean(np.log(
+            times(f"allreduce-{ranks}-ranks", algorithm, mpi, "native", 256 * KIB, 128 * MIB)))))
+        for ranks in (2, 4) for mpi in MPIS.values()
+    ]  # fmt: skip
+
+
+def ring_line(size: int) -> tuple[str, list[float]]:
+    """Return the row of a size in the table of ring_vs_native.py: medians and percentiles in ms."""
+    figures: list[float] = []
+    for mpi in MPIS:
+        for algorithm in "ring", "native":
+            (row,) = rows(f"ring_vs_native-{mpi}", algorithm=algorithm, bytes=size * MIB)
+            figures += [row[key] * 1e3 for key in ("median_s", "p5_s", "p95_s")]
+        figures.append(row["speed_up_of_ring"])
+    time = "{:.2f} ({:.2f}–{:.2f}) ms"
+    return f"| {size} MiB | {time} | {time} | {{:.2f}}x | {time} | {time} | {{:.2f}}x |", figures
+
+
+def exposed_ms(algorithm: str) -> list[float]:
+    table = rows("compare-step-2-ranks", algorithm=algorithm, batch_per_rank=32)
+    return ends([row["exposed_s"] * 1e3 for row in table])
+
+
+def step_times(algorithm: str) -> list[float]:
+    """Return how many times as fast as DDP on gloo a step is: for 32 and for 128 samples."""
+    table = rows("compare-step-2-ranks", algorithm=algorithm)
+    return [
+        min(row["times"]["gloo"] for row in table if row["batch_per_rank"] == batch)
+        for batch in (32, 128)
+    ]
+
+
+def seconds_to_target(method: str, *slow_factors: float) -> list[float]:
+    """Return the medians over the seeds, for each factor by which a worker is slow."""
+    return [
+        float(np.median([row["time_to_target_s"] for row in
+                         rows("engines-straggler", role="result", method=method, slow_factor=x)]))
+        for x in slow_factors
+    ]  # fmt: skip
+
+
+def wire_s(run: str) -> float:
+    """Return the seconds of a step, of those that are drawn, in which buckets travel."""
+    drawn = result("step-timeline-openmpi")["pictures"][run]
+    end_ms = [start for start in drawn["starts_ms"] if start > 0][DRAWN_STEPS - 1]
+    buckets = [(max(begin, 0), min(end, end_ms)) for name, begin, end in drawn["spans"]
+               if name.startswith("bucket")]  # fmt: skip
+    return sum(max(end - begin, 0) for begin, end in buckets) / DRAWN_STEPS / 1e3
+
+
+RUNS = ("after backward", "during backward", "in the order of the next forward")
+DRAWN_STEPS = 3
+STEP, GLOO = "step-torch-2-ranks-openmpi", "torch-backend-cpu-4-hosts-1gbit-openmpi"
+FEW, CHECKED = "few-bytes-2-ranks-openmpi", "checked-2-ranks-openmpi"
+ACCURACIES = [row["test_accuracy"] * 100 for row in rows("mnist_engines-resnet8-openmpi")]
+WIRE = {"operation": "allreduce", "algorithm": "ring"}
+#: name in the tables of the pages: method in the results
+STRAGGLERS = {
+    "`ps-sync`": "sync (server)", "`allreduce`": "sync (all-reduce)",
+    "`ps-sync`, 1 backup worker": "1 backup worker", "`ps-async`, `staleness = 3`": "SSP s = 3",
+    "`ps-async`": "async", "`local-sgd`, H = 8": "local SGD H = 8", "`easgd`, H = 4": "EASGD H = 4",
+    "`gossip`": "gossip",
+}  # fmt: skip
+MEASURED_IN_BRIEF = ("`ps-sync`", "`ps-sync`, 1 backup worker", "`ps-async`")
+README: Statements = [
+    ("The wire is busy for {:.2f} to {:.2f} s of a step;", ends(list(map(wire_s, RUNS)))),
+    ("the step, which takes {:.2f}, {:.2f} and {:.2f} s.",
+     [value("step-timeline-openmpi", what=run) for run in RUNS]),
+    ("(128 samples per rank) a DDP step takes {:.2f} of that on gloo, not {:.2f};",
+     [ratio(STEP, "algorithm", "ddp", "gloo", batch_per_rank=batch) for batch in (128, 32)]),
+    ("an MLP on four hosts at 1 Gbit/s takes {:.2f} of its time on gloo,",
+     [ratio(GLOO, "backend", "hpctrain", "gloo", operation="DDP MLP, batch 32")]),
+    ("a call with 4 bytes costs {:.1f} times one of mpi4py, and {:.1f} times with the check of "
+     "arguments",
+     [ratio(FEW, "call", call, "native-plain") for call in ("plain", "checked")]),
+]  # fmt: skip
+MEASUREMENTS: Statements = [
+    *map(ring_line, (1, 4, 16, 64, 128)),
+    ("| one array that all ranks of the node share | {:.1f}x | {:.1f}x | {:.1f}x | {:.1f}x |",
+     geometric_means("direct-shared")),
+    ("| in place, in the array of each rank | {:.1f}x | {:.1f}x | {:.1f}x | {:.1f}x |",
+     geometric_means("direct")),
+    ("| 8 KiB, a bound call of `direct` | {:.1f}x |",
+     [min(times("allreduce-2-ranks", "direct-bound", mpi, "native", 8 * KIB, 8 * KIB)[0]
+          for mpi in MPIS.values())]),
+    ("| a bound call of `auto`, any size | at least {:.2f}x its own library |",
+     [min(min(times("allreduce-2-ranks", "auto-bound", mpi, "own native", 4, 128 * MIB))
+          for mpi in MPIS.values())]),
+    ("up to 2 KiB | {:.2f}x mpi4py on Open MPI, {:.2f}x on MPICH |",
+     [min(times("allreduce-2-ranks", "auto", mpi, "own native-plain", 4, 2 * KIB))
+      for mpi in MPIS.values()]),
+    ("adds {:.1f} us with hot caches, {:.1f} us with cold ones",
+     [value(CHECKED, "check_s", call="checked", bytes=4, caches=caches) * 1e6
+      for caches in ("hot", "cold")]),
+    ("private arrays of the ranks | at worst {:.2f}x Open MPI, {:.2f}x MPICH |",
+     [min(times("private-2-ranks", "auto-bound", mpi, "own native", 4, 128 * MIB))
+      for mpi in MPIS.values()]),
+    ("(`benchmarks/few_bytes.py`) | {:.1f} times a call of mpi4py, {:.1f} times with",
+     [ratio(FEW, "call", call, "native-plain") for call in ("plain", "checked")]),
+    ("cold caches, 16 to 128 KiB, Open MPI | {:.1f} to {:.1f} times the time of hot caches",
+     ends([ratio(CHECKED, "caches", "cold", "hot", bytes=size * KIB, call="checked")
+           for size in (16, 128)])),
+    ("| hpctrain, compared with PyTorch DDP on Gloo | {:.1f}x as fast | {:.1f}x as fast |",
+     step_times("auto")),
+    ("with shared parameters, compared with the same | {:.1f}x as fast | {:.1f}x as fast |",
+     step_times("share-parameters")),
+    ("hpctrain / Horovod / DDP on Gloo | {:.1f} to {:.1f} / {:.0f} / {:.0f} ms |",
+     [*exposed_ms("auto"), exposed_ms("horovod")[0], exposed_ms("gloo")[0]]),
+    ("| 4 hosts, 1 Gbit/s | `ring` | {:.0f} to {:.0f} % | {:.1f} to {:.1f}x the MPI library |",
+     [*ends(of_both("netlab-1gbit", "share_of_link", **WIRE), 100),
+      *ends(of_both("netlab-1gbit", "speed_up", algorithm="native"))]),
+    ("`hierarchical` | {:.0f} to {:.0f} % | {:.2f} to {:.2f}x a flat ring |",
+     [*ends(of_both("netlab-2x2", "share_of_link", algorithm="hierarchical"), 100),
+      *ends(of_both("netlab-2x2", "speed_up", algorithm="ring"))]),
+    ("| 4 hosts, 2.5 Gbit/s | `ring` | {:.1f} to {:.1f} % |",
+     ends(of_both("netlab-2.5gbit", "share_of_link", **WIRE), 100)),
+    ("| 2 hosts, 10 Gbit/s | `ring` | {:.0f} to {:.0f} % |",
+     ends(of_both("netlab-10gbit", "share_of_link", **WIRE), 100)),
+    ("| 4 hosts, 10 Gbit/s | `ring` | {:.0f} to {:.0f} %, limited by",
+     ends(of_both("netlab-10gbit-4-hosts", "share_of_link", **WIRE), 100)),
+    ("Communication takes {:.2f} to {:.2f} times as long as compute.",
+     ends(of_both("overlap-hosts", "wire_to_compute", what="never"))),
+    ("| {:.2f} to {:.2f} | {:.2f} to {:.2f} | {:.1f} to {:.1f} |",
+     [end for what in ("priority", "always", "never")
+      for end in ends(of_both("overlap-hosts", "to_longer", what=what))]),
+    ("128 samples per rank: {:.3f} (Open MPI), {:.3f} (MPICH); 32 samples: {:.3f}, {:.3f} |",
+     [result(f"overhead-{mpi}")["ratio_null_to_single_at_batch"][batch]
+      for batch in ("128", "32") for mpi in MPIS]),
+    ("| one more bucket | `overhead.py` | {:.0f} us |",
+     [result("overhead-openmpi")["us_per_bucket"]]),
+    ("communication thread and back | `overlap.py` | {:.0f} us |",
+     [np.mean(of_both("overlap-node", "median_us", what="hand-off"))]),
+    ("{:.0f} to {:.0f} us back to back; after 10 ms of compute {:.0f} us (MPICH), {:.0f} us",
+     [*ends(of_both("vote-4-ranks", "median_s", study="back to back", vote="flags"), 1e6),
+      *ends(of_both("vote-4-ranks", "median_s", study="after compute", vote="flags"), 1e6)]),
+    ("| MLP {:.2f}, transformer {:.2f}, ResNet-20 {:.2f}; the ratios depend",
+     [value("compute-openmpi", "ratio", what=what, who="ours")
+      for what in ("mlp", "transformer", "resnet20")]),
+    ("`ring` {:.1f} MiB (Open MPI), {:.1f} MiB (MPICH); `MPI_Allreduce` {:.0f} MiB |",
+     [*(x / MIB for x in of_both("memory-4-ranks", "grown_bytes", algorithm="ring")),
+      value("memory-4-ranks-openmpi", "grown_bytes", algorithm="native") / MIB]),
+    ("two ranks at {:.0f} to {:.0f} GB/s)",
+     ends([x for n in (1, 2, 3)
+           for x in of_both(f"server-{n}-workers", "GB_per_s", what="one way")])),
+    ("{:.1f} GB/s (Open MPI), {:.1f} GB/s (MPICH): {:.2f} and {:.2f} of",
+     [*of_both("server-2-workers", "GB_per_s", what="push"),
+      *(result(f"server-2-workers-{mpi}")["ratio"] for mpi in MPIS)]),
+    ("which sums before it applies | 2 | {:.1f} to {:.1f} GB/s |",
+     ends(of_both("server-2-workers", "GB_per_s", what="sum"))),
+    ("| `ps-sync` | 3 | {:.0f} to {:.0f} GB/s |",
+     ends(of_both("server-3-workers", "GB_per_s", what="sum"))),
+    ("a test accuracy of {:.1f} % with `single`.", ACCURACIES[:1]),
+    ("`gossip` it reaches {:.1f} to {:.1f} %.", ends(ACCURACIES[1:])),
+    *((f"| {name} | {{:.1f}} | {{:.1f}} |", seconds_to_target(method, 1, 10))
+      for name, method in STRAGGLERS.items() if name in MEASURED_IN_BRIEF),
+]  # fmt: skip
+ENGINES: Statements = [
+    (f"| {name} | {{:.1f}} | {{:.1f}} | {{:.1f}} |", seconds_to_target(method, 1, 3, 10))
+    for name, method in STRAGGLERS.items()
+]
+PAGES = {
+    "README.md": README,
+    "docs/measurements.md": MEASUREMENTS,
+    "docs/engines.md": ENGINES,
+}
+ROWS = [(page, statement, figures) for page, table in PAGES.items() for statement, figures in table]
+
+
+def text(page: str) -> str:
+    return " ".join((ROOT / page).read_text().split())
+
+
+@pytest.mark.parametrize("page, statement, figures", ROWS, ids=[row[1] for row in ROWS])
+def test_a_statement_has_the_figures_of_the_results(page, statement, figures):
+    assert statement.format(*figures) in text(page)
+
+
+#: figures of what was measured, not results: speeds of links, times of compute
+GIVEN = ("10 ms of compute", "20 ms of compute", "accuracy on `digits` is 95 %")
+RESULT = re.compile(r"\d[\d.,]*(?: %|x\b| (?:ms|us|GB/s)(?!\w))")
+
+
+def test_every_result_of_the_page_of_measurements_is_compared():
+    page = text("docs/measurements.md")
+    for part in (*(statement.format(*figures) for statement, figures in MEASUREMENTS), *GIVEN):
+        page = page.replace(part, "")
+    assert RESULT.findall(page) == []
+
+
+def test_rivals_are_as_slow_where_the_wire_is_full():
+    wire = [1e9 * value(GLOO, operation=f"all_reduce {64 * MIB}", backend=b) / 8
+            for b in ("hpctrain", "gloo")]  # fmt: skip
+    floor = 2 * 3 / 4 * 64 * MIB  # bytes that each of four ranks sends
+    assert all(floor <= sent < 1.1 * floor for sent in wire)
