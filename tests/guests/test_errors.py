@@ -21,13 +21,15 @@ def test_newer_and_own_builds_are_tried(version):
     job.check_version(version)
 
 
+# One write per line: print() makes several, and lines of ranks would mix.
 SCRIPT = """
-import torch, torch.distributed as dist
+import sys, torch, torch.distributed as dist
 dist.init_process_group("hpctrain")
 try:
     {call}
 except Exception as error:
-    print("raised", type(error).__name__, str(error).splitlines()[0], flush=True)
+    sys.stdout.write("raised " + type(error).__name__ + " " + str(error).splitlines()[0] + "\\n")
+    sys.stdout.flush()
 dist.barrier()
 dist.destroy_process_group()
 """
