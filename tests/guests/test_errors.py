@@ -10,9 +10,9 @@ from hpctrain.torch import job
 pytestmark = pytest.mark.either
 
 
-@pytest.mark.parametrize("version", ["2.4.1", "2.10.2+cpu", "1.13.0"])
+@pytest.mark.parametrize("version", ["2.4.1", "2.12.1+cpu", "1.13.0"])
 def test_an_old_pytorch_is_refused(version):
-    with pytest.raises(UsageError, match=r"needs PyTorch 2\.11 or newer, seen .*pip install"):
+    with pytest.raises(UsageError, match=r"needs PyTorch 2\.13 or newer, seen .*pip install"):
         job.check_version(version)
 
 
