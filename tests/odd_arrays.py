@@ -86,9 +86,11 @@ def _floats(case: Case) -> Iterator[np.ndarray]:
 
 def _nans(case: Case) -> np.ndarray:
     """Return NaNs of other bits on each rank, of both signs."""
-    kind, ranks = dtype_of(case.dtype), np.arange(case.ranks)
+    kind = dtype_of(case.dtype)
     bits = np.full(case.ranks, np.nan, kind).view(f"u{kind.itemsize}")
-    sign = bits.dtype.type(1) << (8 * kind.itemsize - 1)
+    # NumPy 1.26 makes floats of uint64 and int64: each number is of this type.
+    number, ranks = bits.dtype.type, np.arange(case.ranks).astype(bits.dtype)
+    sign = number(1) << number(8 * kind.itemsize - 1)
     return ((bits & ~sign) + 3 * ranks + sign * (ranks % 2)).astype(bits.dtype).view(kind)
 
 

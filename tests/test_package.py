@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tarfile
 from importlib import metadata, resources
-from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
@@ -17,8 +14,6 @@ from click.testing import CliRunner
 
 import hpctrain as ht
 from hpctrain import cli
-
-ROOT = Path(__file__).parent.parent
 
 
 def test_import_leaves_alone():
@@ -50,25 +45,6 @@ def test_version_is_that_of_the_metadata():
 def test_public_names_exist_and_are_few():
     assert len(ht.__all__) <= 24 and set(dir(ht)) == {*ht.__all__, "__version__"}
     assert [name for name in ht.__all__ if not hasattr(ht, name)] == []
-
-
-@pytest.mark.processes
-@pytest.mark.either
-def test_a_source_distribution_holds_all_files_of_the_repository(tmp_path):
-    listing = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
-    if listing.returncode:
-        pytest.skip("not in a repository")
-    expected = {name for name in listing.stdout.splitlines() if (ROOT / name).exists()}
-    for name in expected:
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, tmp_path / name)
-    build = [sys.executable, "-m", "build", "--sdist", "--no-isolation", "."]
-    subprocess.run(build, cwd=tmp_path, check=True, capture_output=True, timeout=100)
-    (archive,) = (tmp_path / "dist").iterdir()
-    with tarfile.open(archive) as tar:
-        packed = {m.name.partition("/")[2] for m in tar.getmembers() if m.isfile()}
-    made = {name for name in packed if name.startswith("hpctrain.egg-info/")}
-    assert packed - made - {"PKG-INFO", "setup.cfg"} == expected
 
 
 @pytest.mark.parametrize("file", ["py.typed", "training/recipes/digits.toml", "report/page.html"])

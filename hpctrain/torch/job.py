@@ -10,7 +10,7 @@ import torch
 from hpctrain.core.errors import UsageError
 from hpctrain.world import DEFAULT_TIMEOUT_S, World, current_world, has_spare_cores, init
 
-OLDEST_TORCH = (2, 11)
+OLDEST_TORCH = (2, 13)
 GRACE, GRACE_S = 1.1, 5.0
 REDUCTION_VARIABLE = "HPCTRAIN_REDUCTION"
 

@@ -82,3 +82,9 @@ def test_the_drivers_files_where_nothing_runs(tmp_path):
 def test_no_gpu_at_all(tmp_path):
     assert read_gpus(tmp_path) == NodeGpus()
     assert driver_version(tmp_path) is None
+
+
+def test_the_stand_in_has_names_of_nvidia_ml_py_alone():
+    pynvml = pytest.importorskip("pynvml")  # its lowest version in `make test-lowest`
+    names = {name for name in dir(Nvml) if name.lower().startswith("nvml")}
+    assert len(names) > 10 and names <= set(dir(pynvml))

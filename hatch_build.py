@@ -1,0 +1,37 @@
+"""Metadata that depend on the address of the repository, which HPCTRAIN_URL gives at a release.
+
+A package index shows the README without the files beside it. So its links lead to the files of the
+version's tag, at the addresses that GitHub and GitLab give them. A source distribution keeps these
+metadata, and builds of it do not read the variable.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from hatchling.metadata.plugin.interface import MetadataHookInterface
+
+IMAGE = re.compile(r"(!\[[^]]*\]\()(?!https?:)")
+LINK = re.compile(r"(\]\()(?!https?:|#)")
+
+
+class RepositoryMetadata(MetadataHookInterface):
+    """Set `readme`, and with an address `urls`."""
+
+    def update(self, metadata: dict[str, Any]) -> None:
+        text = (Path(self.root) / "README.md").read_text()
+        if address := os.environ.get("HPCTRAIN_URL", "").rstrip("/"):
+            tag = f"v{metadata['version']}"
+            files = f"{address}/blob/{tag}"
+            text = IMAGE.sub(rf"\1{address}/raw/{tag}/", text)
+            text = LINK.sub(rf"\1{files}/", text)
+            metadata["urls"] = {
+                "Source": address,
+                "Documentation": f"{files}/docs/README.md",
+                "Changes": f"{files}/CHANGES.md",
+                "Issues": f"{address}/issues",
+            }
+        metadata["readme"] = {"content-type": "text/markdown", "text": text}

@@ -1,3 +1,0 @@
-from setuptools import setup  # metadata and all settings: pyproject.toml
-
-setup()

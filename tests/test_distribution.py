@@ -1,0 +1,127 @@
+"""What is published: the source distribution, the wheel built from it, and their metadata."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from collections import defaultdict
+from email import message_from_string
+from pathlib import Path
+
+import pytest
+
+import hpctrain as ht
+from hpctrain.config import toml
+
+ROOT = Path(__file__).parent.parent
+ADDRESS = "https://host.example/owner/hpctrain"
+PROJECT = toml.parse((ROOT / "pyproject.toml").read_text(), "pyproject.toml")["project"]
+
+
+@pytest.fixture(scope="module")
+def repository():
+    """Return the names of all files in version control."""
+    listing = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if listing.returncode:
+        pytest.skip("not in a repository")
+    return {name for name in listing.stdout.splitlines() if (ROOT / name).exists()}
+
+
+def copy(names: set[str], folder: Path) -> Path:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, folder / name)
+    return folder
+
+
+def build(folder: Path, **variables: str) -> Path:
+    """Build the source distribution of `folder`, and the wheel from that; return their folder."""
+    command = [sys.executable, "-m", "build", "--no-isolation", "."]
+    env = {**os.environ, **variables}
+    subprocess.run(command, cwd=folder, env=env, check=True, capture_output=True, timeout=100)
+    return folder / "dist"
+
+
+@pytest.fixture(scope="module")
+def dist(repository, tmp_path_factory):
+    folder = copy(repository, tmp_path_factory.mktemp("published"))
+    return build(folder, HPCTRAIN_URL=ADDRESS + "/")
+
+
+def contents(dist: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in dist.iterdir()}
+
+
+def metadata_of(dist: Path):
+    (wheel,) = dist.glob("*-py3-none-any.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        name = f"hpctrain-{ht.__version__}.dist-info/METADATA"
+        return message_from_string(archive.read(name).decode())
+
+
+def unpack(dist: Path, folder: Path) -> Path:
+    (archive,) = dist.glob("*.tar.gz")
+    with tarfile.open(archive) as tar:
+        tar.extractall(folder, filter="data")
+    return folder / archive.name.removesuffix(".tar.gz")
+
+
+@pytest.mark.processes
+@pytest.mark.either
+def test_a_source_distribution_holds_all_files_of_the_repository(repository, dist, tmp_path):
+    folder = unpack(dist, tmp_path)
+    packed = {str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file()}
+    assert packed == repository | {"PKG-INFO"}
+
+
+@pytest.mark.processes
+@pytest.mark.either
+def test_builds_of_a_source_distribution_give_its_own_bytes(dist, tmp_path):
+    """Elsewhere, later, and without the address: its metadata have it."""
+    folder = unpack(dist, tmp_path)
+    for file in folder.rglob("*"):
+        os.utime(file, (1, 1))
+        file.chmod(file.stat().st_mode | 0o066)
+    assert contents(build(folder, HPCTRAIN_URL="")) == contents(dist)
+
+
+@pytest.mark.processes
+@pytest.mark.either
+def test_links_of_the_description_lead_to_files_of_the_tag(repository, dist):
+    metadata = metadata_of(dist)
+    addresses = [line.partition(", ")[2] for line in metadata.get_all("Project-URL")]
+    addresses += re.findall(r"\]\((.*?)\)", metadata.get_payload())
+    at_tag = re.compile(rf"{ADDRESS}/(?:blob|raw)/v{re.escape(ht.__version__)}/([^#]*)(#.*)?")
+    leading_elsewhere = {ADDRESS, f"{ADDRESS}/issues"}
+    targets = [at_tag.fullmatch(x) for x in addresses if x not in leading_elsewhere]
+    assert len(targets) > 30 and {match and match[1] for match in targets} <= repository
+    assert f"]({ADDRESS}/raw/v{ht.__version__}/benchmarks/results/" in metadata.get_payload()
+
+
+@pytest.mark.processes
+@pytest.mark.either
+def test_without_an_address_the_description_is_the_readme(repository, tmp_path):
+    metadata = metadata_of(build(copy(repository, tmp_path), HPCTRAIN_URL=""))
+    assert metadata.get_payload() == (ROOT / "README.md").read_text()
+    assert metadata.get_all("Project-URL") is None
+
+
+def test_every_dependency_is_listed_with_its_extras_and_a_licence():
+    extras = defaultdict(set)
+    for name, lines in {"": PROJECT["dependencies"], **PROJECT["optional-dependencies"]}.items():
+        for line in lines:
+            extras[re.match(r"[\w-]+", line)[0]].add(name)
+    notices = (ROOT / "THIRD-PARTY.md").read_text()
+    table = re.findall(r"^\| ([\w-]+) \| (.*?)\|(.*)\|$", notices, re.MULTILINE)
+    listed = {name: set(names.strip().split(", ")) for name, names, _ in table[1:]}
+    assert listed == extras
+    assert all(licence.strip() for _, _, licence in table)
+
+
+def test_the_citation_has_the_version():
+    assert f"\nversion: {ht.__version__}\n" in (ROOT / "CITATION.cff").read_text()
