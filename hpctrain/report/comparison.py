@@ -19,10 +19,15 @@ from hpctrain.run_files import run_folder
 #: key of the summary: how it is written
 FACTS: dict[str, Callable[[Any], str]] = {
     "status": str, "engine": str, "algorithm": str, "world_size": str, "steps": "{:,}".format,
-    "wall_s": "{:,.2f} s".format, "samples_per_s": "{:,.0f}".format,
+    "since_step": "{:,}".format, "wall_s": "{:,.2f} s".format, "samples_per_s": "{:,.0f}".format,
     "compute_s": "{:,.2f} s".format, "wait_s": "{:,.2f} s".format, "wire_s": "{:,.2f} s".format,
 }  # fmt: skip
-NAMES = {"world_size": "ranks", "samples_per_s": "samples/s", "wait_s": "wait (exposed wire)"}
+NAMES = {
+    "world_size": "ranks",
+    "since_step": "times since step",
+    "samples_per_s": "samples/s",
+    "wait_s": "wait (exposed wire)",
+}
 
 
 def compare(folders: Sequence[Path]) -> dict[str, Any]:
@@ -49,7 +54,8 @@ def _collect(run: RunRecord) -> dict[str, Any]:
     if run.rows and "steps" not in run.summary:  # a row counts the steps of its interval
         latest["steps"] = run.rows[-1]["step"]
     metrics = [key for key in latest if key.startswith(("train_", "test_"))]
-    return {key: latest[key] for key in (*FACTS, *metrics) if latest.get(key) is not None}
+    keys = [key for key in (*FACTS, *metrics) if key != "since_step" or latest.get(key)]
+    return {key: latest[key] for key in keys if latest.get(key) is not None}
 
 
 def _flatten(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

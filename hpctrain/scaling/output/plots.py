@@ -24,7 +24,8 @@ from matplotlib.ticker import (
     PercentFormatter,
 )
 
-from hpctrain.report.plots import BLACK, BLUE, GREY, ORANGE, VERMILION
+from hpctrain.core.palette import BLACK, BLUE, ORANGE, VERMILION
+from hpctrain.report.plots import GREY
 from hpctrain.scaling.output.tables import GAP, MEASURED, PREDICTED, is_meaningful, title
 from hpctrain.scaling.results import Result, Row
 
