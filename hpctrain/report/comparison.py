@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hpctrain.config import toml
+from hpctrain.core.fitted_table import fit_table
 from hpctrain.report import record
 from hpctrain.report.history import DEFAULT_WIDTH
 from hpctrain.report.record import RunRecord
@@ -83,7 +84,7 @@ def print_tables(comparison: Mapping[str, Any]) -> None:
     runs = comparison["runs"]
     table = Table("")
     for folder in runs:
-        table.add_column(Text(folder), overflow="fold")
+        table.add_column(Text(folder))
     for key in dict.fromkeys(key for facts in runs.values() for key in facts):
         name = NAMES.get(key, key.removesuffix("_s").replace("_", " "))
         table.add_row(name, *(_write(key, facts.get(key)) for facts in runs.values()))
@@ -91,7 +92,7 @@ def print_tables(comparison: Mapping[str, Any]) -> None:
         table.add_section()
     for key, values in comparison["recipes"].items():
         table.add_row(Text(key), *(Text("-" if x is None else str(x)) for x in values))
-    console.print(table)
+    console.print(fit_table(table, console))
 
 
 def _write(key: str, value: Any) -> Text:
