@@ -52,8 +52,8 @@ def draw_size_plot(rows: Sequence[Row], title: str, path: Path, bandwidth: str =
     sizes = sorted({row["bytes"] for row in rows})
     format_size_axes(time_axes, sizes, "median time of a call", SECONDS_FORMAT)
     format_size_axes(bandwidth_axes, sizes, f"{bandwidth} [GB/s]")
-    handles, labels = time_axes.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=5, fontsize="small")
+    legend = time_axes.get_legend_handles_labels()
+    figure.legend(*legend, loc="outside lower center", ncols=5, fontsize="small")
     figure.suptitle(title.replace("$", r"\$"))
     figure.savefig(path, dpi=130)
 
@@ -86,8 +86,8 @@ def draw_step_bars(rows: Sequence[Row], title: str, path: Path) -> None:
         _draw_steps(axes, [row for row in rows if row["batch_per_rank"] == batch])
         axes.set_title(f"{batch} samples per rank", fontsize="medium")
     all_axes[0].invert_yaxis()
-    handles, labels = all_axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=2, fontsize="small")
+    legend = all_axes[0].get_legend_handles_labels()
+    figure.legend(*legend, loc="outside lower center", ncols=2, fontsize="small")
     figure.suptitle(title.replace("$", r"\$"))
     figure.savefig(path, dpi=130)
 
