@@ -22,6 +22,7 @@ from matplotlib.ticker import EngFormatter, NullLocator
 from hpctrain.bench.message_sizes import size_text
 from hpctrain.core.palette import COLORS, MARKERS
 
+HATCHES = ("", "//", "..", "xx", "\\\\", "++")  #: tell bars apart in grey
 RESULTS = Path(__file__).parents[1] / "results" / "gpu"
 Report = dict[str, Any]
 
@@ -98,7 +99,13 @@ def draw_steps(axes: Axes, report: Report) -> None:
         ]
         positions = np.arange(len(models)) + (i - (len(libraries) - 1) / 2) * 0.8 / len(libraries)
         bars = axes.bar(
-            positions, milliseconds, 0.8 / len(libraries), color=COLORS[i % len(COLORS)], label=name
+            positions,
+            milliseconds,
+            0.8 / len(libraries),
+            color=COLORS[i % len(COLORS)],
+            hatch=HATCHES[i % len(HATCHES)],
+            edgecolor="white",
+            label=name,
         )
         axes.bar_label(bars, fmt="%.3g", fontsize=7)
     axes.set_xticks(range(len(models)), models)
