@@ -2,6 +2,7 @@
 
     python benchmarks/compare.py OPENMPI_ENVIRONMENT MPICH_ENVIRONMENT [--times 5] [--ranks 2]
                                  [--parts allreduce,private,step] [--resume]
+    python benchmarks/compare.py --draw [--ranks 2] [--parts allreduce,private,step]
 
 An environment is a virtual environment with hpctrain and one MPI; Horovod and PyTorch are measured
 where it has them (benchmarks/install_horovod.sh). Each run is `hpctrain bench` in a job of its own.
@@ -13,6 +14,7 @@ is bound as well (a partial of Allreduce and a specification made before), the p
 
 Every run is kept as soon as it has ended. With --resume those of an interrupted comparison count,
 if they were asked for the same, of the same algorithms: only what is missing of --times is run.
+With --draw nothing is measured: claims and picture come from the runs that there are.
 
     results/compare-PART-N-ranks.json   all runs, what was merged, claims
     results/compare-PART-N-ranks.png    PART: allreduce (arrays in node memory, where gradients
@@ -41,6 +43,9 @@ BENCHMARKS = Path(__file__).parent
 #: Near others: more lines would hide them.
 HIDDEN_CONTENDERS = ("ring", "auto-unchecked", "auto-bound", "direct-bound", "native-plain")
 PARTS_WITH_RIVALS = ("allreduce", "step")
+TITLES = {"allreduce": "all-reduce of arrays in node memory",
+          "private": "all-reduce of private arrays",
+          "step": "a step of an MLP of 10 M parameters"}  # fmt: skip
 ROWS_PLACEHOLDER = "rows come here"
 #: Prints a hash of all sources, and where they lie.
 SOURCES_SCRIPT = """
@@ -64,14 +69,15 @@ def main() -> None:
     arguments = _arguments()
     for environment in arguments.environments:
         _check_same_sources(environment)
-    outcomes = [_measure_part(part, arguments) for part in arguments.parts.split(",")]
+    report_part = _draw_part if arguments.draw else _measure_part
+    outcomes = [report_part(part, arguments) for part in arguments.parts.split(",")]
     sys.exit(0 if all(outcomes) else 1)
 
 
 def _arguments() -> argparse.Namespace:
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
-    parser.add_argument("environments", nargs="+", type=Path)
+    parser.add_argument("environments", nargs="*", type=Path)
     parser.add_argument("--times", type=int, default=5, help="runs of each environment")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--sizes", default="4B:128MiB")
@@ -79,7 +85,11 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--rivals", default="horovod,gloo", help='"" for none')
     parser.add_argument("--resume", action="store_true", help="count the runs there are already")
-    return parser.parse_args()
+    parser.add_argument("--draw", action="store_true", help="only draw what was measured")
+    arguments = parser.parse_args()
+    if bool(arguments.environments) == arguments.draw:
+        parser.error("expected environments, or --draw alone")
+    return arguments
 
 
 def _check_same_sources(environment: Path) -> None:
@@ -105,7 +115,7 @@ def _measure_part(part: str, arguments: argparse.Namespace) -> bool:
         ["--rivals", arguments.rivals] if part in PARTS_WITH_RIVALS and arguments.rivals else []
     )
     bench_arguments = [*PARTS[part], *rivals, *sizes, "--iterations", str(arguments.iterations)]
-    path = BENCHMARKS / "results" / f"compare-{part}-{arguments.ranks}-ranks.json"
+    path = _result_path(part, arguments)
     request = {"bench": _command_text(bench_arguments), "algorithms": table.hash_sources()}
     runs = _load_runs(path, request) if arguments.resume else []
     for run_number in range(1, arguments.times + 1):
@@ -121,6 +131,15 @@ def _measure_part(part: str, arguments: argparse.Namespace) -> bool:
             runs.append({"environment": environment.name, "asked": request, **report})
             _save_runs(path, part, arguments.ranks, runs)
     return _report_part(path, part, arguments.ranks, runs)
+
+
+def _draw_part(part: str, arguments: argparse.Namespace) -> bool:
+    path = _result_path(part, arguments)
+    return _report_part(path, part, arguments.ranks, json.loads(path.read_text())["runs"])
+
+
+def _result_path(part: str, arguments: argparse.Namespace) -> Path:
+    return BENCHMARKS / "results" / f"compare-{part}-{arguments.ranks}-ranks.json"
 
 
 def _command_text(bench_arguments: Sequence[str]) -> str:
@@ -196,7 +215,7 @@ def _report_part(path: Path, part: str, ranks: int, runs: Sequence[Any]) -> bool
         if row["algorithm"] not in HIDDEN_CONTENDERS
     ]
     draw_plot = plot.draw_step_bars if part == "step" else plot.draw_size_plot
-    draw_plot(drawn_rows, f"{part}, {ranks} ranks on 1 node", path.with_suffix(".png"))
+    draw_plot(drawn_rows, f"{TITLES[part]}, {ranks} ranks on 1 node", path.with_suffix(".png"))
     for claim, is_held in claims_held.items():
         print({True: "holds:", False: "DOES NOT HOLD:", None: "shown:"}[is_held], claim)
     print(f"-> {path.name}, {path.stem}.png", flush=True)

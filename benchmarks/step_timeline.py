@@ -26,7 +26,7 @@ import tomli_w
 from _common import RESULTS, save_result
 
 from hpctrain.cluster.netlab.netlab import Lab, netlab, parse_speed
-from hpctrain.core.palette import COLORS
+from hpctrain.core.palette import BLACK, BLUE, ORANGE
 from hpctrain.machine import facts
 
 WIDTHS = [784, *[640] * 24, 10]
@@ -37,7 +37,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "in the order of the next forward": {"priority": True},
 }
 #: spans of the main thread that are drawn as compute; those of the wire are named `bucket N`
-COMPUTE = {"forward, backward": COLORS[0], "update": COLORS[2]}
+COMPUTE = {"forward, backward": BLUE, "update": BLACK}
 PICTURE = RESULTS / "step-timeline.png"
 
 
@@ -123,7 +123,7 @@ def draw(rows: list[dict[str, Any]], pictures: dict[str, Any]) -> None:
         picture = pictures[row["what"]]
         for name, start, stop in picture["spans"]:
             lane = 1 if name in COMPUTE else 0
-            color = COMPUTE.get(name, COLORS[4])
+            color = COMPUTE.get(name, ORANGE)
             panel.barh(
                 lane, stop - start, left=start, color=color, edgecolor="white", linewidth=0.5
             )
@@ -135,8 +135,8 @@ def draw(rows: list[dict[str, Any]], pictures: dict[str, Any]) -> None:
         panel.set_yticks([0, 1], ["wire", "compute"])
         panel.set_xlim(0, end)
         panel.spines[["top", "right"]].set_visible(False)
-    panels[-1].set_xlabel("ms; dotted: a step begins")
-    names = {**COMPUTE, "gradients on the wire": COLORS[4]}
+    panels[-1].set_xlabel("time [ms]; dotted: a step begins")
+    names = {**COMPUTE, "gradients on the wire": ORANGE}
     patches = [plt.Rectangle((0, 0), 1, 1, color=color) for color in names.values()]
     figure.legend(patches, list(names), loc="outside upper center", ncols=3, frameon=False)
     figure.savefig(PICTURE, dpi=110)

@@ -20,7 +20,7 @@ MOST_LINES = 300
 #: room: (most files, most lines), `__init__.py` included
 ROOMS = {
     ".": (5, 495),
-    "bench": (14, 1660),
+    "bench": (14, 1670),
     "bench/prediction": (6, 640),
     "bench/rivals": (5, 440),
     "bench/training_step": (4, 490),
@@ -33,7 +33,7 @@ ROOMS = {
     "collectives/reductions": (5, 500),
     "commands": (24, 1625),
     "config": (5, 665),
-    "core": (19, 1790),
+    "core": (20, 1850),
     "cost_model": (7, 1000),
     "data": (16, 1390),
     "doctor": (10, 950),

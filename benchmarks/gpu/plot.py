@@ -17,11 +17,12 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.ticker import NullLocator
+from matplotlib.ticker import EngFormatter, NullLocator
 
 from hpctrain.bench.message_sizes import size_text
 from hpctrain.core.palette import COLORS, MARKERS
 
+HATCHES = ("", "//", "..", "xx", "\\\\", "++")  #: tell bars apart in grey
 RESULTS = Path(__file__).parents[1] / "results" / "gpu"
 Report = dict[str, Any]
 
@@ -53,7 +54,8 @@ def draw_allreduce(axes: Axes, report: Report) -> None:
         sizes, times = [row["bytes"] for row in rows], [row["median_s"] for row in rows]
         mark, color = MARKERS[i % len(MARKERS)], COLORS[i % len(COLORS)]
         axes.plot(sizes, times, f"{mark}{style}", color=color, label=name)
-    axes.set(xscale="log", yscale="log", ylabel="seconds")
+    axes.set(xscale="log", yscale="log", xlabel="size", ylabel="median time of a call")
+    axes.yaxis.set_major_formatter(EngFormatter(unit="s"))
     sizes = sorted({row["bytes"] for row in report["rows"]})
     axes.set_xticks(sizes, [size_text(n) for n in sizes])
     axes.xaxis.set_minor_locator(NullLocator())
@@ -97,11 +99,17 @@ def draw_steps(axes: Axes, report: Report) -> None:
         ]
         positions = np.arange(len(models)) + (i - (len(libraries) - 1) / 2) * 0.8 / len(libraries)
         bars = axes.bar(
-            positions, milliseconds, 0.8 / len(libraries), color=COLORS[i % len(COLORS)], label=name
+            positions,
+            milliseconds,
+            0.8 / len(libraries),
+            color=COLORS[i % len(COLORS)],
+            hatch=HATCHES[i % len(HATCHES)],
+            edgecolor="white",
+            label=name,
         )
         axes.bar_label(bars, fmt="%.3g", fontsize=7)
     axes.set_xticks(range(len(models)), models)
-    axes.set(yscale="log", ylabel="ms", title="a training step")
+    axes.set(yscale="log", ylabel="time of a step [ms]", title="a training step")
     axes.legend(fontsize=7)
 
 
@@ -110,7 +118,8 @@ def draw_precision(axes: Axes, report: Report) -> None:
     for i, row in enumerate(report["rows"]):
         if row.get("curve"):
             steps, losses = zip(*row["curve"], strict=True)
-            axes.plot(steps, losses, ".-", color=COLORS[i], label=row["precision"])
+            style = {"color": COLORS[i], "marker": MARKERS[i], "markevery": 0.1}
+            axes.plot(steps, losses, label=row["precision"], **style)
     axes.set(xlabel="step", ylabel="train loss", title="pylm")
     axes.legend(fontsize=7)
 

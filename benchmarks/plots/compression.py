@@ -14,7 +14,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 
-from hpctrain.core.palette import COLORS
+from hpctrain.core.palette import BLUE, ORANGE, VERMILION
 
 RESULTS = Path(__file__).parents[1] / "results"
 Row = dict[str, Any]
@@ -30,9 +30,10 @@ def main() -> None:
     )
     draw_steps(step_axes, steps)
     draw_accuracy(accuracy_axes, accuracy["rows"])
-    step_axes.set_title(f"one step, MLP of 5.8 M parameters, links of {steps[0]['link']}")
+    link = steps[0]["link"].replace("gbit", " Gbit/s")
+    step_axes.set_title(f"one step, MLP of 5.8 M parameters, links of {link}")
     accuracy_axes.set_title(
-        f"mnist, {accuracy['model']}, {accuracy['ranks']} ranks, each dot a seed"
+        f"mnist, {accuracy['model']}, {accuracy['ranks']} ranks; a dot per seed"
     )
     path = RESULTS / "compression.png"
     figure.savefig(path, dpi=150)
@@ -40,24 +41,24 @@ def main() -> None:
 
 
 def draw_steps(axes: Axes, reports: list[Row]) -> None:
-    """Draw bars of the step time, a colour per number of hosts, bytes written on them."""
+    """Draw bars of the step time, a colour per number of hosts, MiB sent written on them."""
     methods = [row["method"] for row in reports[0]["rows"]]
-    for i, (report, color) in enumerate(zip(reports, COLORS, strict=False)):
+    for i, (report, color) in enumerate(zip(reports, (BLUE, ORANGE), strict=True)):
         positions = np.arange(len(methods)) + (i - 0.5) * 0.4
         milliseconds = [1e3 * row["median_s"] for row in report["rows"]]
         spread = [[1e3 * abs(row["median_s"] - row[p]) for row in report["rows"]]
                   for p in ("p5_s", "p95_s")]  # fmt: skip
         label = f"{report['rows'][0]['hosts']} hosts"
         bars = axes.bar(positions, milliseconds, 0.4, yerr=spread, color=color, label=label)
-        axes.bar_label(bars, [megabytes(row) for row in report["rows"]], fontsize=7, padding=2)
+        axes.bar_label(bars, [mebibytes(row) for row in report["rows"]], fontsize=8, padding=2)
     axes.set_xticks(range(len(methods)), [m.replace(" ", "\n", 1) for m in methods])
-    axes.set(ylabel="ms per step; on the bars: MB sent per rank")
+    axes.set(ylabel="time of a step [ms]")
     axes.margins(y=0.1)
-    axes.legend(frameon=False)
+    axes.legend(frameon=False, title="on the bars: MiB sent per rank")
 
 
-def megabytes(row: Row) -> str:
-    return f"{row['bytes_per_step'] / 1e6:.2g}" if row["bytes_per_step"] > 1e4 else "0"
+def mebibytes(row: Row) -> str:
+    return f"{row['bytes_per_step'] / 2**20:.2g}" if row["bytes_per_step"] > 1e4 else "0"
 
 
 def draw_accuracy(axes: Axes, rows: list[Row]) -> None:
@@ -65,10 +66,10 @@ def draw_accuracy(axes: Axes, rows: list[Row]) -> None:
     methods = list(dict.fromkeys(row["method"] for row in rows))
     for i, method in enumerate(methods):
         accuracies = [100 * row["test_accuracy"] for row in rows if row["method"] == method]
-        axes.plot([i] * len(accuracies), accuracies, "o", color=COLORS[0], alpha=0.6)
-        axes.hlines(np.mean(accuracies), i - 0.3, i + 0.3, color=COLORS[1])
+        axes.plot([i] * len(accuracies), accuracies, "o", color=BLUE, alpha=0.6)
+        axes.hlines(np.mean(accuracies), i - 0.3, i + 0.3, color=VERMILION)
     axes.set_xticks(range(len(methods)), [m.replace(" ", "\n", 1) for m in methods])
-    axes.set(ylabel="test accuracy, %")
+    axes.set(ylabel="test accuracy [%]")
 
 
 if __name__ == "__main__":

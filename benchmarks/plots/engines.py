@@ -17,10 +17,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FormatStrFormatter, NullLocator, PercentFormatter
 
-from hpctrain.core.palette import COLORS, MARKERS
+from hpctrain.core.palette import BLACK, BLUE, COLORS, DASHES, MARKERS, ORANGE
 
 RESULTS = Path(__file__).parents[1] / "results"
 Row = dict[str, Any]
+SLOWER = (BLUE, ORANGE, BLACK)  #: a bar's colour by how slow a worker is: also three greys
 
 
 def main() -> None:
@@ -65,9 +66,9 @@ def draw_straggler(rows: list[Row]) -> Figure:
             middle, error = median_and_range(times)
             x = position + (i - (len(factors) - 1) / 2) * width
             label = f"one worker {factor:g} times slower" if factor > 1 else "no slow worker"
-            axes.bar(x, middle, width, color=COLORS[i], label=label if position == 0 else None)
-            axes.errorbar(x, middle, error, color="black", capsize=2, linewidth=1)
-    axes.set(yscale="log", ylabel="seconds to 95 % test accuracy")
+            axes.bar(x, middle, width, color=SLOWER[i], label=label if position == 0 else None)
+            axes.errorbar(x, middle, error, color="0.45", capsize=2, linewidth=1.2)
+    axes.set(yscale="log", ylabel="time to 95 % test accuracy [s]")
     axes.yaxis.set_major_locator(FixedLocator([0.5, 1, 2, 5, 10, 20, 50]))
     axes.yaxis.set_major_formatter(FormatStrFormatter("%g"))
     axes.yaxis.set_minor_locator(NullLocator())
@@ -87,20 +88,21 @@ def draw_staleness(rows: list[Row]) -> Figure:
     )
     single = [row for row in rows if row["method"] == "single"]
     for panel, workers in zip(panels, counts, strict=True):
-        draw_line(panel, single, "rate", "black", "-", "one device")
+        draw_line(panel, single, "rate", "black", "x-", "one device")
         selected_rows = [row for row in rows if row["workers"] == workers]
         softsync_values = sorted({row["softsync"] for row in selected_rows})
         for (method, n), group in group_rows(selected_rows, "method", "softsync").items():
             mean_staleness = np.mean([row["staleness_mean"] for row in group])
             is_scaled = method != "none"
+            i = softsync_values.index(n)
             rule = "rate / staleness" if is_scaled else "plain rate"
             name = f"n = {n}, {rule}, staleness {mean_staleness:.1f}"
             draw_line(
                 panel,
                 group,
                 "rate",
-                COLORS[softsync_values.index(n)],
-                "-" if is_scaled else ":",
+                COLORS[i],
+                MARKERS[i] + ("-" if is_scaled else ":"),
                 name,
             )
         panel.set(xscale="log", yscale="log", xlabel="rate", ylim=(0.015, 1.1))
@@ -124,22 +126,25 @@ def draw_line(axes: Axes, rows: list[Row], x: str, color: str, style: str, label
     groups = sorted(group_rows(rows, x).items())
     position = [key[0] for key, _ in groups]
     errors = [[1 - row["accuracy"] for row in group] for _, group in groups]
-    axes.plot(position, [np.mean(e) for e in errors], style, color=color, marker="o", label=label)
+    axes.plot(position, [np.mean(e) for e in errors], style, color=color, label=label)
     axes.fill_between(position, [min(e) for e in errors], [max(e) for e in errors], color=color,
                       alpha=0.12, linewidth=0)  # fmt: skip
 
 
 def draw_period(rows: list[Row]) -> Figure:
-    """Test error over steps, a line per seed."""
+    """Test error over steps, a line per seed; thicker, the median of the seeds."""
     figure, axes = plt.subplots(figsize=(8, 4.2), layout="constrained")
     for i, ((method,), group) in enumerate(group_rows(rows, "method").items()):
-        for row in group:
-            steps, accuracy = np.array(row["curve"])[:, 1:].T
-            label = f"{method}, rate {row['rate']:g}" if row is group[0] else None
-            axes.plot(steps, 1 - accuracy, color=COLORS[i], linewidth=1, label=label)
+        curves = [np.array(row["curve"])[:, 1:].T for row in group]
+        grid = np.linspace(0, min(steps[-1] for steps, _ in curves), 25)
+        errors = [np.interp(grid, steps, 1 - accuracy) for steps, accuracy in curves]
+        for steps, accuracy in curves:
+            axes.plot(steps, 1 - accuracy, color=COLORS[i], linewidth=0.6, alpha=0.4)
+        axes.plot(grid, np.median(errors, axis=0), f"{MARKERS[i]}{DASHES[i]}", color=COLORS[i],
+                  markersize=5, label=f"{method}, rate {group[0]['rate']:g}")  # fmt: skip
     axes.set(yscale="log", xlabel="step (a batch of each worker)", ylabel="test error")
     format_percent(axes)
-    axes.set_title("4 workers that exchange parameters every 10 steps; a line per seed")
+    axes.set_title("4 workers, parameters exchanged every 10 steps; thin: a seed, thick: median")
     axes.grid(which="both", alpha=0.3)
     axes.legend()
     return figure
@@ -152,13 +157,21 @@ def draw_bytes_sent(rows: list[Row]) -> Figure:
         points = []
         for (period,), selected_rows in group_rows(group, "period").items():
             middle, error = median_and_range([1 - row["accuracy"] for row in selected_rows])
-            points.append((np.mean([row["bytes_sent_per_rank"] for row in selected_rows]), middle))
+            sent_bytes = np.mean([row["bytes_sent_per_rank"] for row in selected_rows])
+            points.append((sent_bytes / 2**20, middle))
             axes.errorbar(*points[-1], error, color=COLORS[i], capsize=2)
             if len(group_rows(group, "period")) > 1:
-                axes.annotate(f"H = {period}", points[-1], (4, 4), textcoords="offset points",
+                axes.annotate(f"H = {period}", points[-1], (5, 7), textcoords="offset points",
                               fontsize=8)  # fmt: skip
-        axes.plot(*zip(*points, strict=True), f"{MARKERS[i]}:", color=COLORS[i], label=method)
-    axes.set(xscale="log", xlabel="bytes sent per rank", ylabel="test error")
+        # All-reduce and H = 1 send as much with as large an error: a hollow mark shows both.
+        style = {"markersize": 11, "markerfacecolor": "none"} if len(points) == 1 else {}
+        line = f"{MARKERS[i]}{DASHES[i] if len(points) > 1 else ''}"
+        axes.plot(*zip(*points, strict=True), line, color=COLORS[i], label=method, **style)
+    axes.set(xscale="log", xlabel="sent per rank [MiB]", ylabel="test error")
+    axes.margins(x=0.08)
+    axes.xaxis.set_major_locator(FixedLocator([2, 5, 10, 20, 50, 100]))
+    axes.xaxis.set_major_formatter(FormatStrFormatter("%g"))
+    axes.xaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     axes.set_title("4 workers, 192 steps; median and range of the seeds")
     axes.grid(which="both", alpha=0.3)

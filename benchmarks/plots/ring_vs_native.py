@@ -10,6 +10,7 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 
+from hpctrain.bench.plot import format_size_axes
 from hpctrain.core.palette import COLORS
 
 BENCHMARKS = Path(__file__).parents[1]
@@ -25,11 +26,11 @@ def main() -> None:
         report = json.loads(file.read_text())
         for name, (line_style, color, label) in STYLE.items():
             rows = [row for row in report["rows"] if row["algorithm"] == name]
-            sizes = [row["bytes"] / 2**20 for row in rows]
+            sizes = [row["bytes"] for row in rows]
             panel.plot(sizes, [row["busbw"] for row in rows], line_style, color=color, label=label)
-        panel.set(xscale="log", xlabel="MiB", title=f"{report['machine']['mpi']}, 2 ranks")
-        panel.grid(alpha=0.3)
-    panels[0][0].set_ylabel("busbw, GB/s")
+        format_size_axes(panel, sizes[:-1], "busbw [GB/s]")  # a label at 128 MiB would overlap
+        panel.set(title=f"{report['machine']['mpi']}, 2 ranks", yscale="linear")
+        panel.label_outer()
     panels[0][0].legend()
     figure.tight_layout()
     figure.savefig(BENCHMARKS / "results" / "ring_vs_native.png", dpi=110)

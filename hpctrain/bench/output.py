@@ -20,8 +20,10 @@ from hpctrain import machine
 from hpctrain.bench.message_sizes import size_text
 from hpctrain.core import progress
 from hpctrain.core.errors import UsageError
+from hpctrain.core.fitted_table import fit_table
 from hpctrain.world import World
 
+BAR_WIDTH = 36  #: of a bar without its title
 Row = Mapping[str, Any]
 RowFormatter = Callable[[Row], str]
 Column = tuple[str, RowFormatter]  #: heading, and the formatter of its cells
@@ -77,7 +79,7 @@ class RowPrinter:
         for heading, _ in columns:
             self._table.add_column(heading, justify="left" if heading == "algorithm" else "right")
         self._bar = Progress(
-            TextColumn(title),
+            TextColumn(title if len(title) < console.width - BAR_WIDTH else ""),
             BarColumn(),
             MofNCompleteColumn(),
             TimeRemainingColumn(),
@@ -98,7 +100,7 @@ class RowPrinter:
             self._show_rows(group)
         self._bar.stop()
         if self._is_terminal:
-            self._console.print(self._table)
+            self._console.print(fit_table(self._table, self._console))
         return rows
 
     def _show_rows(self, group: Sequence[Row]) -> None:

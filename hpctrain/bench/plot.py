@@ -18,13 +18,15 @@ from matplotlib.ticker import (
     Formatter,
     FuncFormatter,
     LogLocator,
+    MaxNLocator,
     NullLocator,
 )
 
 from hpctrain.bench.message_sizes import size_text
-from hpctrain.core.palette import COLORS, MARKERS
+from hpctrain.core.palette import BLUE, COLORS, MARKERS, ORANGE
 
 MAX_TICKS = 7  #: more labels would overlap
+MAX_SPAN = 1e5  #: ticks between powers of ten would crowd an axis of a wider span
 SECONDS_FORMAT = EngFormatter(unit="s")  #: 100 us, 1 ms
 NUMBER_FORMAT = FuncFormatter(lambda y, _: f"{y:g}")
 Row = Mapping[str, Any]
@@ -50,8 +52,8 @@ def draw_size_plot(rows: Sequence[Row], title: str, path: Path, bandwidth: str =
     sizes = sorted({row["bytes"] for row in rows})
     format_size_axes(time_axes, sizes, "median time of a call", SECONDS_FORMAT)
     format_size_axes(bandwidth_axes, sizes, f"{bandwidth} [GB/s]")
-    handles, labels = time_axes.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=5, fontsize="small")
+    legend = time_axes.get_legend_handles_labels()
+    figure.legend(*legend, loc="outside lower center", ncols=5, fontsize="small")
     figure.suptitle(title.replace("$", r"\$"))
     figure.savefig(path, dpi=130)
 
@@ -76,36 +78,36 @@ def _line_styles(names: Sequence[str]) -> dict[str, dict[str, Any]]:
 def draw_step_bars(rows: Sequence[Row], title: str, path: Path) -> None:
     """Write the plot of training steps: compute and exposed communication of each library."""
     batches = sorted({row["batch_per_rank"] for row in rows})
-    figure = Figure((max(6, 5 * len(batches)), 4.5), layout="constrained")
-    all_axes = figure.subplots(1, len(batches), squeeze=False)[0]
+    rows = [row for row in rows if row["exposed_s"] is not None]
+    names = list(dict.fromkeys(row["algorithm"] for row in rows))
+    figure = Figure((max(6, 5 * len(batches)), 1.7 + 0.3 * len(names)), layout="constrained")
+    all_axes = figure.subplots(1, len(batches), sharey=True, squeeze=False)[0]
     for axes, batch in zip(all_axes, batches, strict=True):
-        batch_rows = [
-            r for r in rows if r["batch_per_rank"] == batch and r["exposed_s"] is not None
-        ]
-        names = [row["algorithm"] for row in batch_rows]
-        compute_ms = [row["alone_s"] * 1e3 for row in batch_rows]
-        step_ms = [row["median_s"] * 1e3 for row in batch_rows]
-        exposed_ms = [step - compute for step, compute in zip(step_ms, compute_ms, strict=True)]
-        axes.bar(
-            names, compute_ms, color=COLORS[0], label="the library's step without communication"
-        )
-        axes.bar(
-            names, exposed_ms, bottom=compute_ms, color=COLORS[1], label="exposed communication"
-        )
-        error_bars = [
-            [row["median_s"] - row["p5_s"], row["p95_s"] - row["median_s"]] for row in batch_rows
-        ]
-        axes.errorbar(
-            names, step_ms, np.array(error_bars).T * 1e3, fmt="none", color="black", capsize=3
-        )
-        axes.set_title(f"{batch} samples per rank")
-        axes.set_xticks(names, names, rotation=20, ha="right")
-        axes.grid(axis="y", alpha=0.3)
-        axes.set_axisbelow(True)
-    all_axes[0].set_ylabel("median time of a step [ms]")
-    all_axes[0].legend(fontsize="small")
+        _draw_steps(axes, [row for row in rows if row["batch_per_rank"] == batch])
+        axes.set_title(f"{batch} samples per rank", fontsize="medium")
+    all_axes[0].invert_yaxis()
+    legend = all_axes[0].get_legend_handles_labels()
+    figure.legend(*legend, loc="outside lower center", ncols=2, fontsize="small")
     figure.suptitle(title.replace("$", r"\$"))
     figure.savefig(path, dpi=130)
+
+
+def _draw_steps(axes: Axes, rows: Sequence[Row]) -> None:
+    """Draw a bar per library, with the range from the 5th to the 95th percentile."""
+    names = [row["algorithm"] for row in rows]
+    median, alone = (np.array([row[key] for row in rows]) for key in ("median_s", "alone_s"))
+    spread = [[abs(row[key] - row["median_s"]) for row in rows] for key in ("p5_s", "p95_s")]
+    style: dict[str, Any] = {"edgecolor": "white", "linewidth": 0.5}
+    axes.barh(names, alone, color=BLUE, label="the library's step without communication", **style)
+    axes.barh(
+        names, median - alone, left=alone, color=ORANGE, label="exposed communication", **style
+    )
+    axes.errorbar(median, names, xerr=spread, fmt="none", color="black", capsize=3)
+    axes.set_xlabel("median time of a step")
+    axes.xaxis.set_major_locator(MaxNLocator(5))
+    axes.xaxis.set_major_formatter(SECONDS_FORMAT)
+    axes.grid(axis="x", alpha=0.3)
+    axes.set_axisbelow(True)
 
 
 def _draw_line(
@@ -131,11 +133,14 @@ def format_size_axes(
 
 
 def format_log_axis(axes: Axes, formatter: Formatter) -> None:
-    """Make the y axis logarithmic, with ticks at 1, 2 and 5 times powers of ten.
+    """Make the y axis of drawn data logarithmic, with ticks at 1, 2 and 5 times powers of ten.
 
+    Over many decades the powers of ten are enough.
     Minor ticks are off: on a short axis matplotlib would label them too, in another format.
     """
     axes.set_yscale("log")
-    axes.yaxis.set_major_locator(LogLocator(10, (1, 2, 5)))
+    low, high = axes.dataLim.intervaly
+    subs = (1, 2, 5) if high < MAX_SPAN * low else (1,)
+    axes.yaxis.set_major_locator(LogLocator(10, subs))
     axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(formatter)

@@ -10,6 +10,7 @@ import click
 from hpctrain.core.errors import UsageError
 from hpctrain.core.names import pick
 
+WHOLE = 1000  #: characters, more than any first sentence of a help text
 CommandLoaders = Mapping[str, Callable[[], click.Command]]
 
 
@@ -27,6 +28,14 @@ class LazyGroup(click.Group):
 
     def list_commands(self, context: click.Context) -> list[str]:
         return sorted(self.loaders)
+
+    def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        """List the subcommands; click would cut their sentences at the edge of the terminal."""
+        commands = {name: self.get_command(context, name) for name in self.list_commands(context)}
+        with formatter.section("Commands"):
+            formatter.write_dl(
+                [(name, item.get_short_help_str(WHOLE)) for name, item in commands.items() if item]
+            )
 
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
         if context.resilient_parsing and name not in self.loaders:

@@ -23,6 +23,7 @@ from hpctrain.bench.prediction.command import (
 )
 from hpctrain.commands.report import MISSING_PACKAGES_MESSAGE
 from hpctrain.core.errors import UsageError
+from hpctrain.core.fitted_table import fit_table
 
 EPILOG = """\b
 Examples:
@@ -100,7 +101,7 @@ def bench_predict(**option_values: Any) -> None:
     console = Console(width=None if sys.stdout.isatty() else 160)
     for title, table in tables.make_tables(prediction.rows):
         click.echo(title)
-        console.print(table)
+        console.print(fit_table(table, console))
     click.echo(f"assumed: {prediction.machine_text}")
     _write_files(prediction, option_values["json"], option_values["plot"])
 

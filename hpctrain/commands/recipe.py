@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import shutil
+import sys
+import textwrap
 from pathlib import Path
 
 import click
@@ -32,11 +35,14 @@ def recipe() -> None:
 
 @recipe.command("list")
 def list_recipes() -> None:
-    """Print the built-in recipes, a line each."""
+    """Print the built-in recipes, a line each; on a narrow terminal more."""
     names = recipes.built_in()
+    indent = " " * (max(map(len, names)) + 2)
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 1000
     for name in names:
         description = recipes.source(name).splitlines()[0].removeprefix("# ")
-        click.echo(f"{name:{max(map(len, names))}}  {description}")
+        text = f"{name:{len(indent)}}{description}"
+        click.echo(textwrap.fill(text, width, subsequent_indent=indent))
 
 
 @recipe.command()

@@ -4,5 +4,6 @@ Colours of Okabe and Ito (2008), which colour-blind people can tell apart.
 """
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
+BLUE, VERMILION, GREEN, _, ORANGE, _, BLACK, _ = COLORS
 MARKERS = "osD^vP*X"
 DASHES = ("-", "--", "-.", ":")

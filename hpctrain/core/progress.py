@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 TERMINAL = "HPCTRAIN_TERMINAL"
+WIDE_BAR = 64  #: columns beside its title that a bar needs for epoch and samples/s
 log = logging.getLogger(__name__)
 
 
@@ -45,13 +46,17 @@ class Bar:
             TimeRemainingColumn,
         )
 
+        screen = console()
+        is_wide = screen.width >= WIDE_BAR + len(title)
         self._progress = Progress(
-            TextColumn(f"{title}  epoch {{task.fields[epoch]}}"),
-            BarColumn(),
+            TextColumn(f"{title}  epoch {{task.fields[epoch]}}" if is_wide else ""),
+            BarColumn(bar_width=40 if is_wide else 8),
             MofNCompleteColumn(),
-            TextColumn("loss {task.fields[loss]}  {task.fields[rate]} samples/s  ETA"),
+            TextColumn("loss {task.fields[loss]}"),
+            *([TextColumn("{task.fields[rate]} samples/s")] if is_wide else []),
+            TextColumn("ETA"),
             TimeRemainingColumn(),
-            console=console(),
+            console=screen,
             auto_refresh=False,  # a thread that draws would take the core from BLAS
         )
         fields: dict[str, Any] = {"epoch": "-", "loss": "-", "rate": "-"}
@@ -70,10 +75,10 @@ class Bar:
 
 
 def open_bar(title: str, first_step: int, total: int) -> Bar | None:
-    """Return a bar that begins at `first_step`; None if stderr is no terminal."""
-    if not (os.environ.get(TERMINAL, "").isdigit() or sys.stderr.isatty()):
-        return None
-    return Bar(title, first_step, total)
+    """Return a bar that begins at `first_step`; None if stderr is no terminal, or cannot redraw."""
+    is_terminal = os.environ.get(TERMINAL, "").isdigit() or sys.stderr.isatty()
+    can_redraw = is_terminal and os.environ.get("TERM") != "dumb"
+    return Bar(title, first_step, total) if can_redraw else None
 
 
 def line(row: Mapping[str, Any], total_steps: int) -> str:

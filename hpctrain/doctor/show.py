@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from hpctrain.core.fitted_table import fit_table
 from hpctrain.doctor.check import Check
 from hpctrain.doctor.examine import NodeResult
 
@@ -19,7 +20,7 @@ def print_result(result: NodeResult, console: Console) -> None:
     """Print the topology, the table of checks, and the remedies on lines that users can copy."""
     for line in result.hardware.topology_lines:
         console.print(Text(line), soft_wrap=True)
-    console.print(checks_table(result.checks))
+    console.print(fit_table(checks_table(result.checks), console))
     print_remedies(result.checks, console)
 
 

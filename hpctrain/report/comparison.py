@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hpctrain.config import toml
+from hpctrain.core.fitted_table import fit_table
 from hpctrain.report import record
 from hpctrain.report.history import DEFAULT_WIDTH
 from hpctrain.report.record import RunRecord
@@ -19,10 +20,15 @@ from hpctrain.run_files import run_folder
 #: key of the summary: how it is written
 FACTS: dict[str, Callable[[Any], str]] = {
     "status": str, "engine": str, "algorithm": str, "world_size": str, "steps": "{:,}".format,
-    "wall_s": "{:,.2f} s".format, "samples_per_s": "{:,.0f}".format,
+    "since_step": "{:,}".format, "wall_s": "{:,.2f} s".format, "samples_per_s": "{:,.0f}".format,
     "compute_s": "{:,.2f} s".format, "wait_s": "{:,.2f} s".format, "wire_s": "{:,.2f} s".format,
 }  # fmt: skip
-NAMES = {"world_size": "ranks", "samples_per_s": "samples/s", "wait_s": "wait (exposed wire)"}
+NAMES = {
+    "world_size": "ranks",
+    "since_step": "times since step",
+    "samples_per_s": "samples/s",
+    "wait_s": "wait (exposed wire)",
+}
 
 
 def compare(folders: Sequence[Path]) -> dict[str, Any]:
@@ -49,7 +55,8 @@ def _collect(run: RunRecord) -> dict[str, Any]:
     if run.rows and "steps" not in run.summary:  # a row counts the steps of its interval
         latest["steps"] = run.rows[-1]["step"]
     metrics = [key for key in latest if key.startswith(("train_", "test_"))]
-    return {key: latest[key] for key in (*FACTS, *metrics) if latest.get(key) is not None}
+    keys = [key for key in (*FACTS, *metrics) if key != "since_step" or latest.get(key)]
+    return {key: latest[key] for key in keys if latest.get(key) is not None}
 
 
 def _flatten(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -77,7 +84,7 @@ def print_tables(comparison: Mapping[str, Any]) -> None:
     runs = comparison["runs"]
     table = Table("")
     for folder in runs:
-        table.add_column(Text(folder), overflow="fold")
+        table.add_column(Text(folder))
     for key in dict.fromkeys(key for facts in runs.values() for key in facts):
         name = NAMES.get(key, key.removesuffix("_s").replace("_", " "))
         table.add_row(name, *(_write(key, facts.get(key)) for facts in runs.values()))
@@ -85,7 +92,7 @@ def print_tables(comparison: Mapping[str, Any]) -> None:
         table.add_section()
     for key, values in comparison["recipes"].items():
         table.add_row(Text(key), *(Text("-" if x is None else str(x)) for x in values))
-    console.print(table)
+    console.print(fit_table(table, console))
 
 
 def _write(key: str, value: Any) -> Text:

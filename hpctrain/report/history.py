@@ -112,14 +112,16 @@ def print_table(entries: Sequence[HistoryEntry]) -> None:
     from rich.table import Table
     from rich.text import Text
 
+    from hpctrain.core.fitted_table import fit_table
+
     console = Console()
     console = console if console.is_terminal else Console(width=DEFAULT_WIDTH)
-    table = Table("started", "recipe", "engine", "ranks", "status", "step", "result")
-    table.add_column("folder", overflow="fold")  # folded rather than cut, so that users can copy it
+    table = Table("started", "recipe", "engine", "ranks", "status", "step", "result",
+                  "folder")  # fmt: skip
     for entry in entries:
         started = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.started))
         result = "-" if entry.value is None else f"{entry.metric} {entry.value:.4f}"
         cells = (started, entry.recipe, entry.engine or "-", str(entry.ranks or "-"), entry.status,
                  str(entry.step or "-"), result.replace("_", " "), entry.folder)  # fmt: skip
         table.add_row(*map(Text, cells))
-    console.print(table)
+    console.print(fit_table(table, console))

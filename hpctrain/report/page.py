@@ -29,6 +29,8 @@ HEADLINES = {
     "steps": ("steps", "{:,}"),
     "world_size": ("ranks", "{}"),
 }
+#: Headlines of a resumed run that cover only the steps since it was resumed.
+TIMED = {"samples/s", "wall time"}
 #: Keys of the summary in seconds; others that end in _s are rates.
 SECONDS = {"wall_s", "compute_s", "wait_s", "wire_s"}
 #: Keys of the summary that are not words once their underscores are gone.
@@ -42,7 +44,7 @@ WORDS = {
     "compute": "time in forward, backward, update",
     "wait": "time waiting for the wire",
     "wire": "time in collectives",
-    "bytes_sent_per_rank": "bytes sent, mean of ranks",
+    "bytes_sent_per_rank": "MiB sent, mean of ranks",
     "staleness_mean": "staleness, mean",
     "staleness_max": "staleness, largest",
     "staleness_histogram": "gradients by staleness",
@@ -92,18 +94,29 @@ def page(record: RunRecord, images: Mapping[str, bytes]) -> str:
         record=record,
         headlines=_headlines(summary),
         images={name: b64encode(png).decode() for name, png in images.items()},
-        summary={key: (words(key), text_of(value)) for key, value in summary.items()},
+        summary={key: (words(key), text_of(_scale(key, value))) for key, value in summary.items()},
         versions=versions,
     )
 
 
 def _headlines(summary: Mapping[str, Any]) -> dict[str, str]:
     present_values = {key: value for key, value in summary.items() if value is not None}
-    return {
+    headlines = {
         name: form.format(present_values[key])
         for key, (name, form) in HEADLINES.items()
         if key in present_values
     }
+    if since_step := summary.get("since_step"):  # the clock of a resumed run began there
+        headlines = {
+            f"{name} since step {since_step:,}" if name in TIMED else name: text
+            for name, text in headlines.items()
+        }
+    return headlines
+
+
+def _scale(key: str, value: Any) -> Any:
+    """Return bytes as MiB, other values as they are."""
+    return value / 2**20 if key == "bytes_sent_per_rank" and value is not None else value
 
 
 def words(key: str) -> str:

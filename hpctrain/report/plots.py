@@ -13,12 +13,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure  # not pyplot, which would look for a screen
 from matplotlib.ticker import EngFormatter, MaxNLocator, PercentFormatter
 
-from hpctrain.core.palette import COLORS
+from hpctrain.core.palette import BLACK, BLUE, ORANGE, VERMILION
 from hpctrain.report.record import RunRecord
 
 Array = np.ndarray
-BLUE, VERMILION, _, _, ORANGE, _, BLACK, _ = COLORS
-GREY = "#BBBBBB"
+GREY = "#D4D4D4"  #: paler than ORANGE also in grey
 LINES: dict[str, dict[str, Any]] = {
     "train": {"color": BLUE, "linestyle": "-", "marker": "o"},
     "test": {"color": VERMILION, "linestyle": "--", "marker": "s"},
@@ -179,7 +178,7 @@ def _histogram(axes: Axes, counts: Array) -> None:
     mean = counts @ np.arange(len(counts)) / counts.sum()
     axes.bar(np.arange(0, len(counts), width) - 0.5, share, width, align="edge", color=BLUE,
              edgecolor="white", linewidth=0.5)  # fmt: skip
-    axes.axvline(mean, color=VERMILION, linestyle="--",
+    axes.axvline(mean, color=ORANGE, linestyle="--", linewidth=2,
                  label=f"mean {mean:.3g}, max {len(counts) - 1}")  # fmt: skip
     axes.legend()
     axes.set_xlabel("staleness" + f", {width} values a bar" * (width > 1))
@@ -199,6 +198,8 @@ def _stacked(
              "other (evaluation, checkpoints, reading)": (other_s, GREY)}  # fmt: skip
     floor = np.zeros_like(wall)
     for label, (height, color) in parts.items():
+        if not height.any():  # a rank alone never waits
+            continue
         edge = 0.5 if len(wall) <= MAX_MARKED_POINTS else 0
         axes.bar(begin, height, width, floor, align="edge", color=color, label=label,
                  edgecolor="white", linewidth=edge)  # fmt: skip

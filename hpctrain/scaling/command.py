@@ -17,6 +17,7 @@ from hpctrain import machine
 from hpctrain.cluster.launch import MpiInstallation
 from hpctrain.core import progress
 from hpctrain.core.errors import UsageError
+from hpctrain.core.fitted_table import fit_table
 from hpctrain.gradients.precision import master_dtype
 from hpctrain.run_files import folder_lock, run_folder
 from hpctrain.scaling import trial_recipe, world_sizes
@@ -169,9 +170,8 @@ def _print_progress(folder: StudyFolder) -> None:
         )
         console = progress.console()
         status_table = live_table.table(study, read_statuses(folder, study), tables.title(study))
-        (console if console.is_terminal else Console(stderr=True, width=DEFAULT_WIDTH)).print(
-            status_table
-        )
+        console = console if console.is_terminal else Console(stderr=True, width=DEFAULT_WIDTH)
+        console.print(fit_table(status_table, console))
 
 
 def _run_missing_trials(folder: StudyFolder, study: Study, spec: Recipe) -> Study:
@@ -238,7 +238,7 @@ def _write_result(
 def _print_result(result: Result, files: Sequence[Path]) -> None:
     """Print the table, the fits and the paths of files on stdout."""
     console = Console(width=None if sys.stdout.isatty() else DEFAULT_WIDTH)
-    console.print(tables.table(result))
+    console.print(fit_table(tables.table(result), console))
     for name, text in tables.facts(result).items():
         click.echo(f"{name}: {text}")
     click.echo(f"written: {', '.join(map(str, files))}")

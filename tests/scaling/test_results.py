@@ -180,7 +180,8 @@ def test_what_few_sizes_and_repeats_cannot_tell_is_said():
         "serial fraction 50.0% (0.0% to 100.0%); the speed-up stays below 2 (1 to no bound)"
         in (tables.facts(mixed)["Amdahl's law"])
     )
-    assert "Repeats differ much" in " ".join(tables.summary_lines(mixed))
+    assert "Too noisy to conclude: repeats on 2 ranks" in " ".join(tables.summary_lines(mixed))
+    assert tables.facts(mixed)["noise"].startswith("too noisy to conclude: repeats on 2 ranks")
     slower = evaluate(apart, trials(apart, lambda n, i: Times(1e-2 * n, 1e-3)))
     assert "100%, its bound: more ranks brought no more samples/s" in tables.law_text(slower)
     four = study((1, 2, 4))

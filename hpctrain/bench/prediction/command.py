@@ -138,4 +138,5 @@ def _machine_text(machine: Cluster, ranks_per_node: int) -> str:
         f"{1e6 * (wire.latency + 2 * wire.overhead):.3g} us"
         for wire in (machine.between, machine.inside)
     )
-    return f"{ranks_per_node} ranks a node; between nodes {network_wire}; in a node {node_wire}"
+    ranks = f"{ranks_per_node} rank{'s' * (ranks_per_node != 1)}"
+    return f"{ranks} a node; between nodes {network_wire}; in a node {node_wire}"

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure  # not pyplot, which needs a display
 from matplotlib.ticker import FuncFormatter
 
 from hpctrain.bench.message_sizes import size_text
-from hpctrain.bench.plot import SECONDS_FORMAT, format_log_axis
+from hpctrain.bench.plot import SECONDS_FORMAT, format_log_axis, format_size_axes
 from hpctrain.core.palette import COLORS, MARKERS
 from hpctrain.cost_model.message_schedules import SCHEDULES
 
@@ -71,14 +71,16 @@ def _draw_algorithms(axes: Axes, rows: Sequence[Row], x_column: str) -> None:
                 [r["measured_s"] for r in measured_rows],
             )
             axes.plot(positions, seconds, marker, color=color, label=f"{name}, measured")
-    _format_axes(axes, x_column)
+    if x_column == "bytes":
+        format_size_axes(axes, sorted({row["bytes"] for row in rows}), "time", SECONDS_FORMAT)
+    else:
+        _format_rank_axes(axes)
 
 
-def _format_axes(axes: Axes, x_column: str) -> None:
+def _format_rank_axes(axes: Axes) -> None:
     axes.set_xscale("log", base=2)
     format_log_axis(axes, SECONDS_FORMAT)
-    axes.set_xlabel("size" if x_column == "bytes" else "ranks")
+    axes.set_xlabel("ranks")
     axes.set_ylabel("time")
-    format_tick = size_text if x_column == "bytes" else str
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: format_tick(round(x))))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{round(x)}"))
     axes.grid(alpha=0.3)

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from hpctrain.bench.message_sizes import size_text
 from hpctrain.core import progress, thresholds
+from hpctrain.core.fitted_table import fit_table
 from hpctrain.cost_model import cost
 from hpctrain.tuning import choose, select
 from hpctrain.tuning.table import Table
@@ -32,7 +33,7 @@ def print_table(table: Table, path: Path | None) -> None:
     )
     if fingerprint.on_gpu:
         console.print(f"arrays on {fingerprint.device}; {fingerprint.paths}")
-    console.print(_choice_table(table))
+    console.print(fit_table(_choice_table(table), console))
     for place_text, constants in (("inside a node", table.node), ("between nodes", table.across)):
         if constants is not None:
             console.print(f"{place_text}: {_constants_text(constants)}")

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from hpctrain.cluster.slurm.status import explain_state
 from hpctrain.cluster.slurm.studies import merge_by_size
+from hpctrain.core.fitted_table import fit_table
 
 DEFAULT_WIDTH = 130  # characters, if stdout is no terminal
 
@@ -19,11 +20,10 @@ def print_table(rows: Sequence[dict[str, Any]]) -> None:
     """Print a row per job, or per size of a study, then the reasons for the jobs' states."""
     console = Console()
     console = console if console.is_terminal else Console(width=DEFAULT_WIDTH)
-    table = Table("job", "state", "restarts", "run", "step", "loss", "accuracy")
-    table.add_column("folder", overflow="fold")  # folded rather than cut, so that users can copy it
+    table = Table("job", "state", "restarts", "run", "step", "loss", "accuracy", "folder")
     for row in merge_by_size(rows):
         table.add_row(*map(Text, _row_cells(row)))
-    console.print(table)
+    console.print(fit_table(table, console))
     for line in _reason_lines(rows):
         console.print(Text(line), soft_wrap=True)
 

@@ -30,6 +30,7 @@ ARRAY_LENGTH, CALL_COUNT = 4096, 60_000  # 32 KiB, which fit the L1 cache; about
 #: The smallest share of CPU time of a thread that has a core to itself. A thread that shares its
 #: core with another thread gets half; a daemon that wakes up once leaves 7/8 of 30 ms.
 MIN_CPU_SHARE = 0.8
+TOO_NOISY = "too noisy to conclude from times of links"
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,8 @@ def check_cores(timings: Sequence[CoreTiming]) -> Check:
     ]
     observed += f", MAD {stats.mad * 1e3:.1f}; {'; '.join(slow_texts)}"
     observed += f"; and {len(slow_cores) - 4} more" * (len(slow_cores) > 4)
+    if any(core.share < MIN_CPU_SHARE for core in slow_cores):
+        observed += f"; {TOO_NOISY}"
     nodes = tuple(dict.fromkeys(timing.host for timing in slow_cores))
     return Check("speed of cores", "slow", observed, _slow_core_remedy(slow_cores[0]), nodes)
 

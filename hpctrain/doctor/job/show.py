@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hpctrain.core import progress
+from hpctrain.core.fitted_table import fit_table
 from hpctrain.doctor.check import node_list
 from hpctrain.doctor.job import binding
 from hpctrain.doctor.job.result import JobResult
@@ -23,7 +24,9 @@ class StageLine:
     """The line that names the current stage: a terminal overwrites it, a log keeps all lines."""
 
     def __init__(self, is_visible: bool):
-        self._is_visible, self._is_terminal = is_visible, progress.console().is_terminal
+        terminal = progress.console()
+        self._is_visible = is_visible
+        self._is_terminal = terminal.is_terminal and not terminal.is_dumb_terminal
         self._start_s = time.monotonic()
 
     def show_stage(self, text: str) -> None:
@@ -48,8 +51,8 @@ def print_result(result: JobResult) -> None:
     for line in format_topologies(lines_by_host):
         console.print(Text(line), soft_wrap=True)
     if result.binding_map:
-        console.print(binding_table(result.binding_map))
-    console.print(checks_table(result.checks))
+        console.print(fit_table(binding_table(result.binding_map), console))
+    console.print(fit_table(checks_table(result.checks), console))
     print_remedies(result.checks, console)
     if result.excluded_nodes:
         console.print(

@@ -11,6 +11,7 @@ from rich.live import Live
 from rich.markup import escape
 
 from hpctrain.core import progress
+from hpctrain.core.fitted_table import fit_table
 from hpctrain.scaling.output import live_table, tables
 from hpctrain.scaling.output.live_table import MEASURED, TrialStatus
 from hpctrain.scaling.study import Study, TrialKey
@@ -26,7 +27,8 @@ class LiveView:
         self._statuses: dict[TrialKey, TrialStatus] = dict.fromkeys(study.trials, TrialStatus())
         self._activity, self._start_s, self._end_count = "", 0.0, 0
         console = progress.console()
-        self.is_drawn = log.isEnabledFor(logging.INFO) and console.is_terminal
+        can_redraw = console.is_terminal and not console.is_dumb_terminal
+        self.is_drawn = log.isEnabledFor(logging.INFO) and can_redraw
         # No thread that draws: it would take a core from the ranks.
         self._live = Live(console=console, auto_refresh=False) if self.is_drawn else None
 
@@ -81,7 +83,7 @@ class LiveView:
             title = tables.title(self.study)
             live_rows = live_table.table(self.study, self._statuses, title, self._note())
             self._live.start()  # for the first time
-            self._live.update(live_rows, refresh=True)
+            self._live.update(fit_table(live_rows, self._live.console), refresh=True)
 
     def _note(self) -> str:
         """Return the current activity other than a trial; else the time left for trials."""

@@ -24,7 +24,8 @@ from matplotlib.ticker import (
     PercentFormatter,
 )
 
-from hpctrain.report.plots import BLACK, BLUE, GREY, ORANGE, VERMILION
+from hpctrain.core.palette import BLACK, BLUE, ORANGE, VERMILION
+from hpctrain.report.plots import GREY
 from hpctrain.scaling.output.tables import GAP, MEASURED, PREDICTED, is_meaningful, title
 from hpctrain.scaling.results import Result, Row
 
@@ -68,7 +69,7 @@ def scaling(result: Result, heading: str | None = None) -> Figure:
         _gaps(axes, result)
         _sizes_axis(axes, result)
         axes.grid(alpha=0.3)
-    _log_rate(rate)
+    _log_rate(rate, result)
     rate.set_ylabel("throughput [samples/s]")
     efficiency.set_ylabel("efficiency [% of ideal]")
     efficiency.yaxis.set_major_formatter(PercentFormatter(1, symbol=""))
@@ -203,9 +204,14 @@ def _sizes_axis(axes: Axes, result: Result) -> None:
     axes.set_xlabel(_unit(result))
 
 
-def _log_rate(axes: Axes) -> None:
-    """Make the axis of rates logarithmic, with ticks at 1, 2 and 5 times powers of ten."""
+def _log_rate(axes: Axes, result: Result) -> None:
+    """Make the axis of rates logarithmic, with ticks at 1, 2 and 5 times powers of ten.
+
+    The interval of a noisy rate may end near zero, far below all means: there the axis is cut.
+    """
     axes.set_yscale("log")
+    lowest_mean = min(row["samples_per_s"] for row in result.rows if row["kind"] != GAP)
+    axes.set_ylim(bottom=max(axes.get_ylim()[0], lowest_mean / 4))
     axes.yaxis.set_major_locator(LogLocator(10, (1, 2, 5)))
     axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(EngFormatter(sep=""))

@@ -23,6 +23,7 @@ MEASURED, GAP, PREDICTED = "measured", "gap", "predicted"
 PREDICTED_NOTE = "Predicted, not measured, for ranks with cores of their own"
 UNTESTED = "which meet any such model: one more size would test it"
 WIDE_INTERVAL = 0.1  #: half an interval of efficiency
+MAX_RATE_SPREAD = 0.25  #: half an interval of samples/s over its mean, as `tune` has for times
 MAX_CREDIBLE = 1.02  #: efficiency, and a share of a link's rate, that only noise exceeds
 BOUND = 1 - 1e-9  #: serial fractions above are 1
 
@@ -125,10 +126,30 @@ def summary_lines(result: Result) -> Iterator[str]:
             f"{row['ranks']} ranks do {ratios[0]} times {baseline_text}: "
             f"an efficiency of {ratios[1]}."
         )
-        if (row["efficiency_ci95"] or 0.0) > WIDE_INTERVAL:
-            yield "Repeats differ much: a quieter machine, or more repeats, would narrow this."
+    if noise := noise_text(result):
+        yield f"{noise[0].upper()}{noise[1:]}."
     if measured and result.study.repeats == 1:
         yield "One repeat: how much another would differ is unknown."
+
+
+def noise_text(result: Result) -> str:
+    """Return that repeats differ too much to conclude, and on how many ranks; else ""."""
+    noisy_ranks = [row["ranks"] for row in result.of(MEASURED) if _is_noisy(row)]
+    if not noisy_ranks:
+        return ""
+    return (
+        f"too noisy to conclude: repeats on {rank_list(noisy_ranks)} differ much; measure on a "
+        "quieter machine, or with more --repeats"
+    )
+
+
+def _is_noisy(row: Row) -> bool:
+    """Return whether the interval of a measured rate or efficiency is too wide to conclude."""
+    rate_half_width = row.get("samples_per_s_ci95") or 0.0
+    return (
+        rate_half_width > MAX_RATE_SPREAD * row["samples_per_s"]
+        or (row["efficiency_ci95"] or 0.0) > WIDE_INTERVAL
+    )
 
 
 def rank_list(ranks: Sequence[int]) -> str:
@@ -140,6 +161,8 @@ def rank_list(ranks: Sequence[int]) -> str:
 def facts(result: Result) -> dict[str, str]:
     """Return the number of trials and the results of the fits, by name."""
     texts = {"trials": _trials_text(result.study)}
+    if noise := noise_text(result):
+        texts["noise"] = noise
     if result.serial is not None:
         texts[laws_name(result.law)] = law_text(result)
     if result.model is not None:

@@ -1,0 +1,71 @@
+"""Tables on terminals of any width: no word is cut.
+
+wide enough     the table as it is
+narrower        columns that wrap between words share the width
+narrower still  the same without lines between columns
+too narrow      a line per cell, its heading before it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console, RenderableType
+from rich.measure import Measurement
+from rich.table import Column, Table
+
+MAX_WORD = 24  #: a longer word, such as a path, is folded and does not widen its column
+
+
+def fit_table(table: Table, console: Console) -> Table:
+    """Return `table` so that `console` shows all of its text."""
+    sizes = [_measure(column, console) for column in table.columns]
+    needed = [min(size.minimum, MAX_WORD) for size in sizes]
+    spare = console.width - sum(needed) - 3 * len(sizes) - 1  # two spaces and a line each
+    if spare < 0:
+        table.box, table.padding, table.pad_edge = None, (0, 1, 0, 0), False
+        spare = console.width - sum(needed) - (len(sizes) - 1)  # spaces between them alone
+    if spare < 0:
+        return _split_rows(table)
+    if spare < sum(size.maximum for size in sizes) - sum(needed):
+        widths = _share_width(spare, needed, [size.maximum for size in sizes])
+        for column, width in zip(table.columns, widths, strict=True):
+            column.width, column.overflow = width, "fold"
+    return table
+
+
+def _share_width(spare: int, needed: Sequence[int], wanted: Sequence[int]) -> list[int]:
+    """Return widths from `needed` on to `wanted`: the narrowest columns grow first."""
+    widths = list(needed)
+    for _ in range(spare):
+        growing = [i for i, width in enumerate(widths) if width < wanted[i]]
+        widths[min(growing, key=widths.__getitem__)] += 1
+    return widths
+
+
+def _measure(column: Column, console: Console) -> Measurement:
+    """Return the widths of what may not be broken, and of the longest line, in `column`.
+
+    Words may not, nor numbers and their units, which are aligned to the right.
+    """
+    unlimited = console.options.update_width(1 << 16)
+    header, *cells = (
+        Measurement.get(console, unlimited, text) for text in (column.header, *column.cells)
+    )
+    if column.justify == "right":
+        cells = [Measurement(cell.maximum, cell.maximum) for cell in cells]
+    return Measurement(*(max(widths) for widths in zip(header, *cells, strict=True)))
+
+
+def _split_rows(table: Table) -> Table:
+    """Return a table of two columns: headings, and the cells of one row after the other."""
+    split = Table(title=table.title, caption=table.caption, show_header=False)
+    split.add_column(overflow="fold")
+    split.add_column(overflow="fold")
+    headings: list[RenderableType] = [column.header for column in table.columns]
+    for cells in zip(*(column.cells for column in table.columns), strict=True):
+        for heading, cell in zip(headings, cells, strict=True):
+            if str(cell):
+                split.add_row(heading, cell)
+        split.add_section()
+    return split
