@@ -1,0 +1,14 @@
+"""The grid of a mesh, as one rank has it: the groups beyond those ranks that it shares steps with."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from hpctrain.collectives import Group
+
+
+class Grid(NamedTuple):
+    """The groups of a rank in a mesh; its World has the ranks with the same part of the model."""
+
+    everyone: Group  #: all ranks of the mesh; they vote on each step
+    pipe: Group  #: the ranks that together hold one replica, in the order of the pipe axis
