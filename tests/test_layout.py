@@ -51,6 +51,8 @@ ROOMS = {
     "nn/cuda": (6, 700),
     "nn/losses": (6, 480),
     "optim": (8, 1250),
+    "parallel": (12, 1500),
+    "parallel/schedules": (9, 500),
     "report": (8, 860),
     "run_files": (6, 580),
     "scaling": (10, 1590),

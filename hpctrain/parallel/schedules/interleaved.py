@@ -1,0 +1,59 @@
+"""Interleaved 1F1B: v stages per rank, each with 1/v of the layers, which fill the pipeline sooner.
+
+PICTURE
+
+Micro-batches advance in groups of P: a rank takes a group through its first stage, then through its
+second one, and so on; backward from its last stage to its first.
+Bubble: (P-1)(F+B)/v. Peak activations: (2(P-1-r) + (v-1)P + 1)/v on rank r, at most M.
+Messages: v times as many as 1F1B, and from the last rank to the first.
+
+Source: Narayanan et al., "Efficient large-scale language model training on GPU clusters using
+Megatron-LM", 2021.
+"""
+
+from __future__ import annotations
+
+from hpctrain.core.errors import UsageError
+from hpctrain.parallel import placement
+from hpctrain.parallel.actions import Action, Op, PipelineSchedule, action_lists, require_counts
+from hpctrain.parallel.schedules.one_forward_one_backward import alternate
+
+
+def interleaved(ranks: int, micro_batches: int, stages_per_rank: int = 2) -> PipelineSchedule:
+    """Return the schedule on `ranks` ranks; `micro_batches` must be a multiple of `ranks`."""
+    require_counts("interleaved", ranks, micro_batches)
+    if stages_per_rank < 2:
+        raise UsageError(
+            f"interleaved: expected 2 stages per rank or more, seen {stages_per_rank}; take 1f1b"
+        )
+    if micro_batches % ranks:
+        lower = micro_batches // ranks * ranks
+        multiples = [lower, lower + ranks] if lower else [ranks]
+        raise UsageError(
+            f"interleaved: expected a multiple of {ranks} ranks as micro-batches, seen "
+            f"{micro_batches}; take {' or '.join(map(str, multiples))}"
+        )
+    lists = (
+        alternate(
+            _order("F", rank, ranks, micro_batches, range(stages_per_rank)),
+            _order("B", rank, ranks, micro_batches, range(stages_per_rank)[::-1]),
+            2 * (ranks - 1 - rank) + (stages_per_rank - 1) * ranks,
+        )
+        for rank in range(ranks)
+    )
+    return PipelineSchedule(
+        "interleaved",
+        micro_batches,
+        placement.looped(ranks, stages_per_rank),
+        action_lists(lists),
+    )
+
+
+def _order(op: Op, rank: int, ranks: int, micro_batches: int, loops: range) -> list[Action]:
+    """Return the actions of `rank`: groups of P micro-batches through its stages, as `loops`."""
+    return [
+        Action(op, loop * ranks + rank, micro)
+        for first in range(0, micro_batches, ranks)
+        for loop in loops
+        for micro in range(first, first + ranks)
+    ]
