@@ -91,10 +91,14 @@ class TrainingStep:
         sums: Mapping[int, nn.GradientSums],
         micro_batches: Sequence[MicroBatch],
         scale: float,
+        memory: Array,
     ):
-        """`parts` and `sums`: the layers of each stage of this rank, and their gradients."""
+        """`parts` and `sums`: the layers of each stage of this rank, and their gradients.
+
+        Samples are converted to the dtype and the memory of `memory`.
+        """
         self._model, self._parts, self._params, self._sums = model, parts, params, sums
-        self._micro_batches, self._scale = micro_batches, scale
+        self._micro_batches, self._scale, self._memory = micro_batches, scale, memory
         self._tapes: dict[tuple[int, int], Any] = {}
         self._products: dict[tuple[int, int], list[Product]] = {}
         self._loss_gradients: dict[int, Array] = {}  # of the last stage, by micro-batch
@@ -111,7 +115,7 @@ class TrainingStep:
         _, stage, micro = action
         (batch, key), part = self._micro_batches[micro], self._parts[stage]
         if part.start == 0:
-            x = self._model.prepare_samples(self._params, batch.inputs)
+            x = self._model.prepare_samples(batch.inputs, self._memory)
         y, self._tapes[stage, micro] = part.forward(self._params, x, key)
         self.peak_tapes = max(self.peak_tapes, len(self._tapes) + len(self._products))
         if part.stop < len(self._model.layers):

@@ -1,19 +1,17 @@
 """Times of a model's layers, measured one by one: the costs for the cut into stages.
 
-The values of parameters and samples do not matter for the time, so each layer is run on small random
-numbers, without an arena, and equal layers are run once. A cut changes no result, so ranks may
+The values of parameters and samples do not matter for the time, so each layer is run on random
+numbers, without an arena, and equal layers are run once. A cut changes no result, so all ranks may
 follow the times of one of them.
 """
 
 from __future__ import annotations
 
 from time import perf_counter
-from typing import Any
 
 import numpy as np
 
 from hpctrain import nn
-from hpctrain.core.trees import make_arrays
 from hpctrain.core.xp import Array, finish, like
 from hpctrain.gradients.replica import ignore_ready
 
@@ -22,13 +20,39 @@ REPEATS = 3  #: the fastest counts
 
 
 def layer_seconds(model: nn.Model, memory: Array) -> list[float]:
-    """Return the seconds of forward and backward of each layer, in the memory of `memory`."""
+    """Return the seconds of forward and backward of each layer, in the memory of `memory`.
+
+    Arrays have the dtype of `memory`.
+    """
     times: dict[str, float] = {}
-    keys = [
-        f"{layer!r} {shape}" for layer, shape in zip(model.layers.values(), model.shapes, strict=False)
-    ]
+    keys = [f"{layer} {shape}" for layer, shape in zip(model.layers.values(), model.shapes)]
     for i, key in enumerate(keys):
         if key not in times:
-            part = nn.Part(model, i, i + 1)
-            times[key] = min(_seconds(model, part, memory) for _ in range(REPEATS))
+            times[key] = _seconds(model, nn.Part(model, i, i + 1), memory)
     return [times[key] for key in keys]
+
+
+def _seconds(model: nn.Model, part: nn.Part, memory: Array) -> float:
+    """Return the least of some times of forward and backward of `part`, one layer."""
+    names = {**part.parameters, **part.shared}
+    params = {name: _random(p.shape, memory) for name, p in names.items()}
+    grads = {name: _random(p.shape, memory) for name, p in part.parameters.items()}
+    shape = model.shapes[part.start]
+    if part.start:
+        x = _random((SAMPLES, *shape), memory)
+    else:  # zeros are valid as numbers and as indices, on the host as data are
+        x = model.prepare_samples(nn.zero_samples(shape, SAMPLES), memory)
+    key = nn.Key(seed=0, step=0, first=0, samples=SAMPLES)
+    times = []
+    for _ in range(REPEATS):
+        start = perf_counter()
+        y, tape = part.forward(params, x, key)
+        sums = nn.GradientSums(part, grads, 1, ignore_ready)
+        part.backward(params, sums, tape, y)
+        finish(memory)
+        times.append(perf_counter() - start)
+    return min(times)
+
+
+def _random(shape: tuple[int, ...], memory: Array) -> Array:
+    return like(memory, np.random.default_rng(0).standard_normal(shape), memory.dtype)

@@ -41,7 +41,7 @@ Arrivals = Mapping[int, tuple[Message, ...]]  #: peer: its messages, in order
 
 
 def output(schedule: PipelineSchedule, action: Action) -> tuple[int, Message] | None:
-    """Return the rank and the message that `action` sends; None if it sends nothing."""
+    """Return the message that `action` makes and the rank that needs it; None if it makes none."""
     op, stage, micro = action
     if op == "F" and stage + 1 < schedule.stages:
         message = Message("activation", stage + 1, micro)
@@ -49,26 +49,25 @@ def output(schedule: PipelineSchedule, action: Action) -> tuple[int, Message] | 
         message = Message("gradient", stage - 1, micro)
     else:
         return None
-    receiver = schedule.placement[message.stage]
-    return None if receiver == schedule.placement[stage] else (receiver, message)
+    return schedule.placement[message.stage], message
 
 
 def needed_message(schedule: PipelineSchedule, action: Action) -> tuple[int, Message] | None:
-    """Return the peer and the message that `action` needs; None if it needs none."""
+    """Return the message that `action` needs and the rank that makes it; None if it needs none."""
     op, stage, micro = action
     sender_stage = {"F": stage - 1, "W": stage}.get(op, stage + 1)
     if not 0 <= sender_stage < schedule.stages:
         return None
-    sender = schedule.placement[sender_stage]
     kind: Kind = "activation" if op == "F" else "gradient"
-    return None if sender == schedule.placement[stage] else (sender, Message(kind, stage, micro))
+    return schedule.placement[sender_stage], Message(kind, stage, micro)
 
 
 def outbound(schedule: PipelineSchedule, rank: int) -> Iterator[tuple[int, Message]]:
     """Yield the receiver of each message of `rank` and the message, in the order of its list."""
     for action in schedule.actions[rank]:
-        if (sent := output(schedule, action)) is not None:
-            yield sent
+        made = output(schedule, action)
+        if made is not None and made[0] != rank:
+            yield made
 
 
 def inbound(schedule: PipelineSchedule, rank: int) -> Arrivals:

@@ -12,22 +12,25 @@ sums over the data axis overlap with the rest of backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import cache, reduce
+from functools import reduce
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
 
 from hpctrain import nn
-from hpctrain.collectives import broadcast
+from hpctrain.collectives import all_gather_bytes, broadcast
 from hpctrain.core import xp
 from hpctrain.core.trees import map_arrays, sample_count
 from hpctrain.core.xp import Array
 from hpctrain.gradients import arena as arenas
 from hpctrain.gradients.replica import Batch, split_batch
+from hpctrain.optim.norms import ordered_rows
 from hpctrain.parallel.actions import Action, PipelineSchedule
+from hpctrain.parallel.check import check
 from hpctrain.parallel.execution import MicroBatch, Operation, TrainingStep, route, run_actions
 from hpctrain.parallel.messages import Message, inbound
 from hpctrain.parallel.schedules import make
@@ -35,6 +38,7 @@ from hpctrain.parallel.schedules.forward import forward_only
 from hpctrain.parallel.stage_link import StageLink
 from hpctrain.parallel.stages import StagePlan
 from hpctrain.parallel.tied_weights import TiedWeights
+from hpctrain.transport.link import Link
 from hpctrain.transport.shared_memory.host import aligned_zeros
 from hpctrain.world import World
 
@@ -42,7 +46,9 @@ Wait = Callable[[], AbstractContextManager[Any]]
 
 
 class PipelineReplica:
-    """A Replica of which this rank holds some stages; the calls are collective over the pipe."""
+    """A Replica of which this rank holds some stages; its calls are collective over the pipe."""
+
+    normalizes_batch = False  #: such a model is refused
 
     def __init__(
         self,
@@ -51,32 +57,38 @@ class PipelineReplica:
         dtype: np.typing.DTypeLike,
         on_gpu: bool,
         pipe: World,
+        link: Link,
         plan: StagePlan,
         schedule: str,
     ):
         """Create the arena of this rank's stages, with the initial values that one rank has.
 
-        `pipe`: the World of the ranks that hold this replica.
+        `pipe`: the World of the ranks that hold this replica; `link` connects them for stages alone.
         """
-        self.model, self.loss, self.plan, self.schedule = model, model.loss, plan, schedule
-        self.micro_batches = 1  #: of a step
+        self.model, self.loss, self.plan = model, model.loss, plan
         self.wait: Wait = nullcontext  #: encloses each wait for a stage on another rank
         self.peak_tapes = 0  #: the largest number of tapes of stages that lived at one time
-        self._pipe, self._rank, self._link = pipe, pipe.rank, pipe.link_for("stages")
-        self._parts = {s: plan.part(model, s) for s in plan.stages_of(pipe.rank)}
-        names = plan.owned_names(model, pipe.rank)
-        shapes = {name: p.shape for name, p in model.parameters.items()}
-        zeros = xp.zeros if on_gpu else aligned_zeros
-        self.arena = arenas.make_arena(shapes, dtype, {}, zeros, own=names)
-        self._tied = TiedWeights(self._link, plan, model, self.arena.param)
+        self._pipe, self._link, self._schedule_name = pipe, link, schedule
+        self._parts = {stage: plan.part(model, stage) for stage in plan.stages_of(pipe.rank)}
+        self.arena = self._make_arena(dtype, on_gpu)
+        self._tied = TiedWeights(link, plan, model, self.arena.param)
         self._bind_views()
+        names = [slot.name for slot in self.arena.slots]
         for name, values in nn.initial_values(model.parameters, seed, names).items():
             xp.copy(self._params[name], values)
+        self.micro_batches = 1
 
     @property
-    def normalizes_batch(self) -> bool:
-        """False: such a model is refused."""
-        return False
+    def micro_batches(self) -> int:
+        """The number of micro-batches of a step."""
+        return self.schedule.micro_batches
+
+    @micro_batches.setter
+    def micro_batches(self, count: int) -> None:
+        """Make the schedule for `count`; raise UsageError if there is none."""
+        ranks = self._pipe.size
+        self.schedule = make(self._schedule_name, ranks, count, self.plan.stages // ranks)
+        check(self.schedule)
 
     @property
     def bytes_sent(self) -> int:
@@ -95,37 +107,35 @@ class PipelineReplica:
             stage: nn.GradientSums(part, self._grads, len(pieces), on_ready)
             for stage, part in self._parts.items()
         }
-        step = TrainingStep(self.model, self._parts, self._params, sums, pieces, scale)
-        schedule = make_cached(self.schedule, self._pipe.size, len(pieces), self.plan.stages)
-        self._run(schedule, step.operations, [piece.batch.n for piece in pieces])
+        memory = self.arena.param
+        step = TrainingStep(self.model, self._parts, self._params, sums, pieces, scale, memory)
+        self._run(self.schedule, step.operations, [piece.batch.n for piece in pieces])
         self._tied.reduce(sums, self._params)
         self._tied.wait()
         self.peak_tapes = max(self.peak_tapes, step.peak_tapes)
         return self._share_sums(step.losses)
 
     def evaluate(self, batch: Batch) -> nn.Sums:
-        """Return the sums over `batch`, in the pieces of one rank; see Replica."""
-        losses: list[nn.PendingSums] = []
-        bounds = self.model.evaluation_bounds(sample_count(batch.inputs))
+        """Return the sums over `batch`, computed in the pieces of one rank; see Replica."""
+        pieces = self.model.evaluation_pieces(batch.n)
+        losses: list[nn.Sums | nn.PendingSums] = []
 
-        def evaluate_piece(y: Array, micro: int) -> None:
-            targets = batch.part(*bounds[micro]).targets
-            losses.append(self.model.loss_sums(y, targets))
+        def add_loss(y: Array, piece: slice) -> None:
+            losses.append(self.model.loss_sums(y, _rows(batch.targets, piece)))
 
-        self._forward(batch.inputs, bounds, evaluate_piece)
+        self._forward(batch.inputs, pieces, add_loss)
         return self._share_sums(losses)
 
     def predict(self, x: Any) -> np.ndarray:
         """Return the model's outputs for samples `x` (n, ...), the same on all ranks of the pipe."""
         n = sample_count(x)
         outputs = np.zeros((n, *self.model.output_shape), self.arena.param.dtype)
-        bounds = self.model.evaluation_bounds(n)
 
-        def take(y: Array, micro: int) -> None:
-            outputs[slice(*bounds[micro])] = xp.to_host(y)
+        def copy(y: Array, piece: slice) -> None:
+            outputs[piece] = xp.to_host(y)
 
-        self._forward(x, bounds, take)
-        broadcast(self._pipe.main, outputs.reshape(-1), self.plan.placement[-1])
+        self._forward(x, self.model.evaluation_pieces(n), copy)
+        broadcast(self._pipe.main, outputs.reshape(-1), self.plan.last_rank)
         return outputs
 
     def move(self, **planes: np.ndarray) -> None:
@@ -136,50 +146,70 @@ class PipelineReplica:
         self._bind_views()
 
     def _forward(
-        self, x: Any, bounds: list[tuple[int, int]], take: Callable[[Array, int], None]
+        self, x: Any, pieces: Sequence[slice], take: Callable[[Array, slice], None]
     ) -> None:
-        """Pass the samples `x` through all stages, in pieces; `take` gets the last outputs."""
+        """Pass `pieces` of the samples `x` through all stages; `take` gets the outputs of each."""
 
         def forward(action: Action, activation: Array | None) -> Array | None:
-            _, stage, micro = action
-            part = self._parts[stage]
+            part, piece = self._parts[action.stage], pieces[action.micro]
             if part.start == 0:
-                piece = map_arrays(lambda array: array[slice(*bounds[micro])], x)
-                activation = self.model.prepare_samples(self._params, piece)
+                activation = self.model.prepare_samples(_rows(x, piece), self.arena.param)
             y, _ = part.forward(self._params, activation, None)
-            if stage < self.plan.stages - 1:
+            if action.stage < self.plan.stages - 1:
                 return y
-            take(y, micro)
+            take(y, piece)
             return None
 
-        if bounds:
-            schedule = forward_only(self._pipe.size, len(bounds), self.plan.placement)
-            self._run(schedule, {"F": forward}, [stop - start for start, stop in bounds])
-            self._tied.wait()
+        schedule = forward_only(len(pieces), self.plan.placement)
+        self._run(schedule, {"F": forward}, [piece.stop - piece.start for piece in pieces])
+        self._tied.wait()
 
     def _run(
         self, schedule: PipelineSchedule, operations: Mapping[str, Operation], samples: list[int]
     ) -> None:
-        """Run this rank's actions, on micro-batches of `samples` samples."""
+        """Run this rank's actions on micro-batches of `samples` samples."""
         self._tied.update_copies(self._params)
 
         def shape_of(message: Message) -> tuple[int, ...]:
             return (samples[message.micro], *self.plan.boundary_shape(self.model, message.boundary))
 
-        link = StageLink(self._link, inbound(schedule, self._rank), shape_of, self.arena.param)
-        actions = route(schedule, self._rank)
-        run_actions(actions, operations, link, self._rank, self._pipe.trace, self.wait)
+        rank = self._pipe.rank
+        link = StageLink(self._link, inbound(schedule, rank), shape_of, self.arena.param)
+        run_actions(
+            route(schedule, rank), operations, link, rank, self._pipe.trace, self.wait
+        )
         link.close()
 
-    def _share_sums(self, losses: list[nn.PendingSums]) -> nn.Sums:
+    def _share_sums(self, losses: Sequence[nn.Sums | nn.PendingSums]) -> nn.Sums:
         """Return the sums of all micro-batches, which the last stage sends to all ranks."""
-        terms = self.loss.terms
         total: nn.Sums = reduce(nn.add, map(nn.wait_for_sums, losses), {})
-        packed = nn.losses.pack(total, terms)
-        broadcast(self._pipe.main, packed, self.plan.placement[-1])
-        return nn.losses.unpack(packed, terms)
+        packed = nn.losses.pack(total, self.loss.terms)
+        broadcast(self._pipe.main, packed, self.plan.last_rank)
+        return nn.losses.unpack(packed, self.loss.terms)
+
+    def _make_arena(self, dtype: np.typing.DTypeLike, on_gpu: bool) -> arenas.Arena:
+        """Return the arena of this rank's stages, which exchanges norms with the others."""
+        model, pipe = self.model, self._pipe
+        shapes = {name: p.shape for name, p in model.parameters.items()}
+        names = [self.plan.owned_names(model, rank) for rank in range(pipe.size)]
+        zeros = xp.zeros if on_gpu else aligned_zeros
+        arena = arenas.make_arena(shapes, dtype, zeros=zeros, own=names[pipe.rank])
+
+        def gather_rows(rows: np.ndarray) -> np.ndarray:
+            parts = all_gather_bytes(pipe.link, rows.tobytes())
+            shape = (-1, rows.shape[1])
+            return ordered_rows(
+                [np.frombuffer(part).reshape(shape) for part in parts], names, arena.model_slots
+            )
+
+        return replace(arena, gather_rows=gather_rows)
 
     def _bind_views(self) -> None:
         """Create the views of all tensors in the planes."""
         self._params = self.arena.views(self.arena.param) | self._tied.copies
         self._grads = self.arena.views(self.arena.grad)
+
+
+def _rows(tree: Any, rows: slice) -> Any:
+    """Return `rows` of each array of `tree`."""
+    return map_arrays(itemgetter(rows), tree)
