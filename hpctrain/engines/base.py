@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from hpctrain.collectives import broadcast
+from hpctrain.collectives.vote import elementwise_maximum
 from hpctrain.engines.engine import Task, Times, sum_over
 from hpctrain.engines.replay import Recorder
 from hpctrain.engines.staleness import Staleness
@@ -65,4 +66,13 @@ class EngineBase:
         with self.times.compute(self._trace, "forward, backward"):
             sums = self.replica.gradient(*task, self.check.begin(ignore_ready))
             is_finite = self.check.passes(sums)
-        return sums, is_finite
+        return sums, self._whole_replica_passes(is_finite)
+
+    def _whole_replica_passes(self, is_finite: bool) -> bool:
+        """Return whether the gradients of all ranks that share this replica are finite."""
+        grid = self._world.grid
+        if grid is None:
+            return is_finite
+        with self.times.wait(self._trace, "wait for flags"):
+            failed, _ = elementwise_maximum(grid.pipe, (int(not is_finite), 0))
+        return not failed

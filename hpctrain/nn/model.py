@@ -56,13 +56,14 @@ class Model:
         self.input_shape = _shape(input_shape)
         self.loss = as_loss(loss)
         self._first_layer = next(iter(self.layers.values()), None)
-        sample_shapes = infer_shapes(self.layers, self.input_shape)
-        self.output_shape = sample_shapes[-1]
+        #: The shape of a sample before each layer and after the last
+        self.shapes = infer_shapes(self.layers, self.input_shape)
+        self.output_shape = self.shapes[-1]
         self.parameters: dict[str, Parameter] = {}
         self.buffers: dict[str, Parameter] = {}
         #: Of each layer its own names of parameters and buffers, and their full names
         self.layer_names: list[dict[str, str]] = []
-        for (name, layer), shape in zip(self.layers.items(), sample_shapes, strict=False):
+        for (name, layer), shape in zip(self.layers.items(), self.shapes, strict=False):
             self.layer_names.append(self._register_parameters(name, layer.parameters(shape)))
         if not self.parameters:
             raise UsageError("a model needs a layer with parameters, seen none")
@@ -79,12 +80,14 @@ class Model:
 
     def summary(self) -> str:
         """Return a table with the output shape of a sample and the parameters of each layer."""
-        shapes = infer_shapes(self.layers, self.input_shape)[1:]
         rows = [("layer", "output shape", "parameters")]
         rows += [
             (f"{name} ({type(layer).__name__})", str(shape), f"{self._count_elements(own):,}")
             for (name, layer), shape, own in zip(
-                self.layers.items(), shapes, map(dict.values, self.layer_names), strict=True
+                self.layers.items(),
+                self.shapes[1:],
+                map(dict.values, self.layer_names),
+                strict=True,
             )
         ]
         rows.append(("total", "", f"{self.parameter_count:,}"))
@@ -163,12 +166,21 @@ class Model:
     def evaluate(self, params: Mapping[str, Array], x: Any, y: Any) -> Sums:
         """Return the sums over a data set, without dropout; for the arrays see `gradient`."""
         sums: Sums = {}
-        rows = max(1, min(MAX_EVALUATION_ROWS, MAX_EVALUATION_TARGETS // self.targets))
-        for start in range(0, sample_count(x), rows):
-            take = itemgetter(slice(start, start + rows))
+        for piece in self.evaluation_pieces(sample_count(x)):
+            take = itemgetter(piece)
             outputs = self.outputs(params, map_arrays(take, x))
-            piece_sums, _ = self.loss(widened(outputs), _in_memory_of(outputs, map_arrays(take, y)))
+            piece_sums = self.loss_sums(outputs, map_arrays(take, y))
             sums = add(sums, wait_for_sums(piece_sums))
+        return sums
+
+    def evaluation_pieces(self, samples: int) -> list[slice]:
+        """Return the samples that `evaluate` computes at once, in turn: it bounds the memory."""
+        rows = max(1, min(MAX_EVALUATION_ROWS, MAX_EVALUATION_TARGETS // self.targets))
+        return [slice(i, min(i + rows, samples)) for i in range(0, samples, rows)]
+
+    def loss_sums(self, output: Array, y: Any) -> Sums | PendingSums:
+        """Return the sums of the loss of the last layer's `output`."""
+        sums, _ = self.loss(widened(output), _in_memory_of(output, y))
         return sums
 
     @property

@@ -60,9 +60,7 @@ def _plan(
     return stages.plan_by_costs(model, costs, placement)
 
 
-def _measured_costs(
-    model: nn.Model, precision: Precision, on_gpu: bool, mesh: Mesh
-) -> list[float]:
+def _measured_costs(model: nn.Model, precision: Precision, on_gpu: bool, mesh: Mesh) -> list[float]:
     """Return the seconds of each layer on rank 0; collective."""
     own_costs: list[float] = []
     if mesh.everyone.rank == 0:

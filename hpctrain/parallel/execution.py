@@ -19,13 +19,16 @@ from typing import Any, NamedTuple
 from hpctrain import nn
 from hpctrain.core.xp import Array
 from hpctrain.gradients.replica import Batch
+from hpctrain.nn.gradient_sums import GradientSums
+from hpctrain.nn.layer import Later, run_now
+from hpctrain.nn.part import Part
 from hpctrain.parallel.actions import Action, PipelineSchedule
 from hpctrain.parallel.messages import Message, needed_message, output
 from hpctrain.parallel.stage_link import StageLink
 from hpctrain.watch.trace import Trace
 
 Operation = Callable[[Action, Any], Array | None]  #: takes the input; returns the output, if any
-Product = Callable[[], None]  #: writes the gradients of some weights
+Product = Callable[[], object]  #: writes the gradients of some weights
 
 
 class RoutedAction(NamedTuple):
@@ -86,9 +89,9 @@ class TrainingStep:
     def __init__(
         self,
         model: nn.Model,
-        parts: Mapping[int, nn.Part],
+        parts: Mapping[int, Part],
         params: Mapping[str, Array],
-        sums: Mapping[int, nn.GradientSums],
+        sums: Mapping[int, GradientSums],
         micro_batches: Sequence[MicroBatch],
         scale: float,
         memory: Array,
@@ -102,7 +105,8 @@ class TrainingStep:
         self._tapes: dict[tuple[int, int], Any] = {}
         self._products: dict[tuple[int, int], list[Product]] = {}
         self._loss_gradients: dict[int, Array] = {}  # of the last stage, by micro-batch
-        self.losses: list[nn.PendingSums] = []  #: of the last stage, in the order of micro-batches
+        #: of the last stage, in the order of micro-batches
+        self.losses: list[nn.Sums | nn.losses.PendingSums] = []
         self.peak_tapes = 0  #: the largest number of tapes that lived at one time
         self.operations: dict[str, Operation] = {
             "F": self._forward,
@@ -120,14 +124,12 @@ class TrainingStep:
         self.peak_tapes = max(self.peak_tapes, len(self._tapes) + len(self._products))
         if part.stop < len(self._model.layers):
             return y
-        sums, self._loss_gradients[micro] = self._model.loss_gradient(
-            y, batch.targets, self._scale
-        )
+        sums, self._loss_gradients[micro] = self._model.loss_gradient(y, batch.targets, self._scale)
         self.losses.append(sums)
         return None
 
     def _backward(self, action: Action, dy: Array | None) -> Array | None:
-        return self._backpropagate(action, dy, nn.run_now)
+        return self._backpropagate(action, dy, run_now)
 
     def _input_gradient(self, action: Action, dy: Array | None) -> Array | None:
         products = self._products[action.stage, action.micro] = []
@@ -137,7 +139,7 @@ class TrainingStep:
         for product in self._products.pop((action.stage, action.micro)):
             product()
 
-    def _backpropagate(self, action: Action, dy: Array | None, later: nn.Later) -> Array | None:
+    def _backpropagate(self, action: Action, dy: Array | None, later: Later) -> Array | None:
         """Return the gradient of the stage's input; None of the first stage."""
         _, stage, micro = action
         if dy is None:

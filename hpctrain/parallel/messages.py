@@ -55,8 +55,8 @@ def output(schedule: PipelineSchedule, action: Action) -> tuple[int, Message] | 
 def needed_message(schedule: PipelineSchedule, action: Action) -> tuple[int, Message] | None:
     """Return the message that `action` needs and the rank that makes it; None if it needs none."""
     op, stage, micro = action
-    sender_stage = {"F": stage - 1, "W": stage}.get(op, stage + 1)
-    if not 0 <= sender_stage < schedule.stages:
+    sender_stage = stage - 1 if op == "F" else stage + 1
+    if op == "W" or not 0 <= sender_stage < schedule.stages:
         return None
     kind: Kind = "activation" if op == "F" else "gradient"
     return schedule.placement[sender_stage], Message(kind, stage, micro)

@@ -1,4 +1,4 @@
-"""The tables `[mesh]` and `[pipeline]`: how ranks share a model, and in which order they compute."""
+"""The tables `[mesh]` and `[pipeline]`: how ranks share a model, and the order of their actions."""
 
 from __future__ import annotations
 

@@ -28,6 +28,7 @@ from hpctrain.core.trees import map_arrays, sample_count
 from hpctrain.core.xp import Array
 from hpctrain.gradients import arena as arenas
 from hpctrain.gradients.replica import Batch, split_batch
+from hpctrain.nn.gradient_sums import GradientSums
 from hpctrain.optim.norms import ordered_rows
 from hpctrain.parallel.actions import Action, PipelineSchedule
 from hpctrain.parallel.check import check
@@ -63,7 +64,7 @@ class PipelineReplica:
     ):
         """Create the arena of this rank's stages, with the initial values that one rank has.
 
-        `pipe`: the World of the ranks that hold this replica; `link` connects them for stages alone.
+        `pipe`: the World of the ranks that hold this replica; `link` connects them for stages.
         """
         self.model, self.loss, self.plan = model, model.loss, plan
         self.wait: Wait = nullcontext  #: encloses each wait for a stage on another rank
@@ -76,16 +77,10 @@ class PipelineReplica:
         names = [slot.name for slot in self.arena.slots]
         for name, values in nn.initial_values(model.parameters, seed, names).items():
             xp.copy(self._params[name], values)
-        self.micro_batches = 1
+        self.schedule: PipelineSchedule | None = None  #: of a step; see `set_micro_batches`
 
-    @property
-    def micro_batches(self) -> int:
-        """The number of micro-batches of a step."""
-        return self.schedule.micro_batches
-
-    @micro_batches.setter
-    def micro_batches(self, count: int) -> None:
-        """Make the schedule for `count`; raise UsageError if there is none."""
+    def set_micro_batches(self, count: int) -> None:
+        """Make the schedule for `count` micro-batches; raise UsageError if there is none."""
         ranks = self._pipe.size
         self.schedule = make(self._schedule_name, ranks, count, self.plan.stages // ranks)
         check(self.schedule)
@@ -99,12 +94,13 @@ class PipelineReplica:
         self, batch: Batch, scale: float, key: nn.Key, on_ready: Callable[[str], None]
     ) -> nn.Sums:
         """Write the gradient of this rank's stages into the arena; see Replica."""
+        assert self.schedule is not None
         pieces = [
             MicroBatch(piece, key._replace(first=key.first + first))
-            for piece, first in split_batch(batch, self.micro_batches)
+            for piece, first in split_batch(batch, self.schedule.micro_batches)
         ]
         sums = {
-            stage: nn.GradientSums(part, self._grads, len(pieces), on_ready)
+            stage: GradientSums(part, self._grads, len(pieces), on_ready)
             for stage, part in self._parts.items()
         }
         memory = self.arena.param
@@ -118,7 +114,7 @@ class PipelineReplica:
     def evaluate(self, batch: Batch) -> nn.Sums:
         """Return the sums over `batch`, computed in the pieces of one rank; see Replica."""
         pieces = self.model.evaluation_pieces(batch.n)
-        losses: list[nn.Sums | nn.PendingSums] = []
+        losses: list[nn.Sums | nn.losses.PendingSums] = []
 
         def add_loss(y: Array, piece: slice) -> None:
             losses.append(self.model.loss_sums(y, _rows(batch.targets, piece)))
@@ -127,7 +123,7 @@ class PipelineReplica:
         return self._share_sums(losses)
 
     def predict(self, x: Any) -> np.ndarray:
-        """Return the model's outputs for samples `x` (n, ...), the same on all ranks of the pipe."""
+        """Return the model's outputs for samples `x` (n, ...), the same on all its ranks."""
         n = sample_count(x)
         outputs = np.zeros((n, *self.model.output_shape), self.arena.param.dtype)
 
@@ -175,14 +171,12 @@ class PipelineReplica:
 
         rank = self._pipe.rank
         link = StageLink(self._link, inbound(schedule, rank), shape_of, self.arena.param)
-        run_actions(
-            route(schedule, rank), operations, link, rank, self._pipe.trace, self.wait
-        )
+        run_actions(route(schedule, rank), operations, link, rank, self._pipe.trace, self.wait)
         link.close()
 
-    def _share_sums(self, losses: Sequence[nn.Sums | nn.PendingSums]) -> nn.Sums:
+    def _share_sums(self, losses: Sequence[nn.Sums | nn.losses.PendingSums]) -> nn.Sums:
         """Return the sums of all micro-batches, which the last stage sends to all ranks."""
-        total: nn.Sums = reduce(nn.add, map(nn.wait_for_sums, losses), {})
+        total: nn.Sums = reduce(nn.add, map(nn.losses.wait_for_sums, losses), {})
         packed = nn.losses.pack(total, self.loss.terms)
         broadcast(self._pipe.main, packed, self.plan.last_rank)
         return nn.losses.unpack(packed, self.loss.terms)

@@ -14,16 +14,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
 from hpctrain.core.errors import TransportError
 from hpctrain.core.xp import Array, namespace
-from hpctrain.parallel.messages import Arrivals, Message
+from hpctrain.parallel.messages import Arrivals, Kind, Message
 from hpctrain.transport.link import Link, Request
 
 STAMP_BYTES = 8
+KINDS: tuple[Kind, ...] = get_args(Kind)
 POSTED_AHEAD = 2  #: receives per peer: a message may arrive while its receiver computes
 Shape = tuple[int, ...]
 
@@ -35,13 +36,12 @@ def message_bytes(nbytes: int) -> int:
 
 def stamp(message: Message) -> int:
     """Return the number that identifies a message of a step."""
-    return (message.kind == "gradient") << 62 | message.stage << 32 | message.micro
+    return KINDS.index(message.kind) << 62 | message.stage << 32 | message.micro
 
 
 def message_of(number: int) -> Message:
     """Return the message of a stamp."""
-    kind = "gradient" if number >> 62 else "activation"
-    return Message(kind, number >> 32 & 0x3FFFFFFF, number & 0xFFFFFFFF)
+    return Message(KINDS[number >> 62], number >> 32 & 0x3FFFFFFF, number & 0xFFFFFFFF)
 
 
 class StageLink:

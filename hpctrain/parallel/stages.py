@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from hpctrain import nn
 from hpctrain.core.errors import UsageError
+from hpctrain.nn.part import Part
 from hpctrain.parallel import balance
 
 
@@ -57,9 +58,9 @@ class StagePlan:
         """Return the stage of `layer`."""
         return bisect_right(self.bounds, layer) - 1
 
-    def part(self, model: nn.Model, stage: int) -> nn.Part:
+    def part(self, model: nn.Model, stage: int) -> Part:
         """Return the layers of `stage`."""
-        return nn.Part(model, self.bounds[stage], self.bounds[stage + 1])
+        return Part(model, self.bounds[stage], self.bounds[stage + 1])
 
     def boundary_shape(self, model: nn.Model, boundary: int) -> tuple[int, ...]:
         """Return the shape of a sample between the stages `boundary` and `boundary` + 1."""
@@ -107,9 +108,7 @@ def plan_by_hand(
     return StagePlan(bounds, placement)
 
 
-def plan_by_costs(
-    model: nn.Model, costs: Sequence[float], placement: tuple[int, ...]
-) -> StagePlan:
+def plan_by_costs(model: nn.Model, costs: Sequence[float], placement: tuple[int, ...]) -> StagePlan:
     """Return the plan whose most expensive stage costs least, from the cost of each layer."""
     starts = _possible_starts(model)
     bounds = [*starts, len(costs)]

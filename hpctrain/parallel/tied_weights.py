@@ -14,6 +14,7 @@ from collections.abc import Mapping
 
 from hpctrain import nn
 from hpctrain.core.xp import Array, namespace
+from hpctrain.nn.gradient_sums import GradientSums
 from hpctrain.parallel.stages import StagePlan
 from hpctrain.transport.link import Link, Request
 
@@ -43,7 +44,7 @@ class TiedWeights:
             if name in self.copies:
                 self._link.irecv(self.copies[name], self._placement[owner]).wait()
 
-    def reduce(self, sums: Mapping[int, nn.GradientSums], params: Mapping[str, Array]) -> None:
+    def reduce(self, sums: Mapping[int, GradientSums], params: Mapping[str, Array]) -> None:
         """Send the sums of gradients of this rank's stages to their owners, which add them."""
         own = {(layer, name): x for s in sums.values() for layer, name, x in s.totals()}
         for name, owner, uses in self._tensors:

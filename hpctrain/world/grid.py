@@ -1,4 +1,4 @@
-"""The grid of a mesh, as one rank has it: the groups beyond those ranks that it shares steps with."""
+"""The grid of a mesh, as one rank has it: the groups beyond the ranks with the same layers."""
 
 from __future__ import annotations
 

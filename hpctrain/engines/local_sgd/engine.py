@@ -165,7 +165,7 @@ class LocalSgdEngine(AllReduceEngine):
         failed = not may_continue and bool(self.check.fault)
         own_flags = work.flags()
         with self.times.wait(self._trace, "wait for flags"):
-            step, flags = join_flags(self._group, step, own_flags, failed)
+            step, flags = join_flags(self._world.voters, step, own_flags, failed)
         if flags.failed:
             self.settle()
         elif self._round_end(stop - 1) == stop:
