@@ -47,7 +47,8 @@ class EngineBase:
     @property
     def bytes_sent(self) -> int:
         """Bytes that this rank has sent since the start."""
-        return self._group.bytes_sent + sum(link.bytes_sent for link in self._links)
+        along_pipe = self._world.grid.bytes_sent if self._world.grid else 0
+        return self._group.bytes_sent + sum(link.bytes_sent for link in self._links) + along_pipe
 
     def sum(self, numbers: np.ndarray) -> np.ndarray:
         """Return the sums of a few float64 over all ranks, the same on each."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -21,27 +22,28 @@ from hpctrain.parallel.stages import StagePlan
 
 
 def make_pipeline(
-    model: nn.Model,
+    model: Any,
     seed: int,
     precision: Precision,
     on_gpu: bool,
     mesh: Mesh,
     options: PipelineOptions,
 ) -> PipelineReplica:
-    """Return this rank's part of a replica of `model`; collective.
+    """Return this rank's part of a replica of `model`, an nn.Model; collective.
 
     Raises UsageError on all ranks if the model cannot be cut, and GpuMemoryError on the rank itself
     if its GPU has too little memory.
     """
     everyone = mesh.everyone
     plan = everyone.on_all_ranks(lambda: _plan(model, precision, on_gpu, mesh, options))
-    link = mesh.pipe.link_for("stages")
     if on_gpu:
         xp.allow_tf32(precision == "tf32")
     else:
         keep_freed_memory()
     dtype = master_dtype(precision)
-    return PipelineReplica(model, seed, dtype, on_gpu, mesh.pipe, link, plan, options.schedule)
+    return PipelineReplica(
+        model, seed, dtype, on_gpu, mesh.pipe, mesh.stages, plan, options.schedule
+    )
 
 
 def _plan(

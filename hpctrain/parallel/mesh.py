@@ -16,6 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hpctrain.parallel.options import MeshOptions
+from hpctrain.transport.link import Link
 from hpctrain.world import World
 from hpctrain.world.grid import Grid
 
@@ -28,6 +29,12 @@ class Mesh:
     data: World  #: the ranks with the same layers; engines train on it
     pipe: World  #: the ranks that hold one replica, in the order of the pipe axis
 
+    @property
+    def stages(self) -> Link:
+        """The link of the ranks of `pipe` for messages between stages."""
+        assert self.data.grid is not None
+        return self.data.grid.stages
+
 
 def make_mesh(world: World, options: MeshOptions) -> Mesh:
     """Return this rank's mesh; collective. Raises UsageError if the ranks do not fit."""
@@ -37,6 +44,6 @@ def make_mesh(world: World, options: MeshOptions) -> Mesh:
     data_index, pipe_index = divmod(by_host.index(world.rank), options.pipe)
     pipe = world.split(data_index, pipe_index)
     data = world.split(pipe_index, data_index)
-    data.grid = Grid(world.main, pipe.main)
+    data.grid = Grid(world.main, pipe.main, pipe.link_for("stages"))
     data.trace = pipe.trace = world.trace  # the engine's spans belong to the trace of the run
     return Mesh(world, data, pipe)

@@ -8,7 +8,8 @@ from pydantic import Field
 
 from hpctrain import config
 from hpctrain.core.errors import UsageError
-from hpctrain.parallel.schedules import SCHEDULES
+from hpctrain.parallel.check import check
+from hpctrain.parallel.schedules import SCHEDULES, make
 
 Positive = Annotated[int, Field(ge=1)]
 PLANNED_AXES = ("tensor", "sequence", "expert")
@@ -59,3 +60,8 @@ class PipelineOptions:
     def __post_init__(self) -> None:
         """Raise UsageError for an unknown schedule."""
         config.pick(SCHEDULES, self.schedule, "[pipeline] schedule")
+
+    def check(self, ranks: int, micro_batches: int) -> None:
+        """Raise UsageError if the schedule does not take these numbers."""
+        if ranks > 1:
+            check(make(self.schedule, ranks, micro_batches, self.stages_per_rank))

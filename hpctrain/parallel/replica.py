@@ -77,24 +77,25 @@ class PipelineReplica:
         names = [slot.name for slot in self.arena.slots]
         for name, values in nn.initial_values(model.parameters, seed, names).items():
             xp.copy(self._params[name], values)
-        self.schedule: PipelineSchedule | None = None  #: of a step; see `set_micro_batches`
+        self.schedule: PipelineSchedule | None = None  #: of a step
 
-    def set_micro_batches(self, count: int) -> None:
+    @property
+    def micro_batches(self) -> int:
+        """The number of micro-batches of a step."""
+        return 1 if self.schedule is None else self.schedule.micro_batches
+
+    @micro_batches.setter
+    def micro_batches(self, count: int) -> None:
         """Make the schedule for `count` micro-batches; raise UsageError if there is none."""
         ranks = self._pipe.size
         self.schedule = make(self._schedule_name, ranks, count, self.plan.stages // ranks)
         check(self.schedule)
 
-    @property
-    def bytes_sent(self) -> int:
-        """Bytes that this rank has sent to other stages."""
-        return self._link.bytes_sent
-
     def gradient(
         self, batch: Batch, scale: float, key: nn.Key, on_ready: Callable[[str], None]
     ) -> nn.Sums:
         """Write the gradient of this rank's stages into the arena; see Replica."""
-        assert self.schedule is not None
+        assert self.schedule is not None  # `micro_batches` is set
         pieces = [
             MicroBatch(piece, key._replace(first=key.first + first))
             for piece, first in split_batch(batch, self.schedule.micro_batches)

@@ -23,9 +23,13 @@ from hpctrain.gradients.arena import params_sha256
 from hpctrain.gradients.precision import Precision, make_replica
 from hpctrain.gradients.replica import Replica, TrainableModel
 from hpctrain.optim import Optimizer
+from hpctrain.parallel.build import make_pipeline
+from hpctrain.parallel.mesh import Mesh, make_mesh
+from hpctrain.parallel.options import MeshOptions, PipelineOptions
+from hpctrain.parallel.replica import PipelineReplica
 from hpctrain.run_files import run_folder
 from hpctrain.run_files.last_lines import last_lines
-from hpctrain.training import weights
+from hpctrain.training import split_model, weights
 from hpctrain.training.arguments import as_engine, as_model, as_optimizer, as_samples
 from hpctrain.training.callbacks import Callbacks, EarlyStop
 from hpctrain.training.exit_status import summary_on_exit
@@ -63,6 +67,8 @@ class Trainer:
         callbacks: Sequence[Any] = (),
         faults: FaultsOptions = FaultsOptions(),  # noqa: B008  (frozen)
         init: str | Path | None = None,
+        mesh: MeshOptions = MeshOptions(),  # noqa: B008  (frozen)
+        pipeline: PipelineOptions = PipelineOptions(),  # noqa: B008  (frozen)
     ):
         """Lay the model out and build the engine; collective.
 
@@ -72,22 +78,38 @@ class Trainer:
         tf32, bf16 or fp16, see `hpctrain.gradients.precision`. `callbacks`: functions of each row
         of metrics, or objects with hooks, see `ht.callbacks`. `faults`: planted delays of ranks,
         see `training.faults`. `init`: the folder of a run or a checkpoint, or a .safetensors file,
-        with the initial weights. Raises UsageError on all ranks if engine, faults or `init` do not
-        fit, or if ranks have different models, and GpuMemoryError, on the rank itself, if its GPU
-        has too little memory.
+        with the initial weights. `mesh`, `pipeline`: see `hpctrain.parallel.options`; with
+        MeshOptions(pipe=2) two ranks hold a replica together. Raises UsageError on all ranks if
+        engine, mesh, faults or `init` do not fit, or if ranks have different models, and
+        GpuMemoryError, on the rank itself, if its GPU has too little memory.
         """
         self.world = world or hpctrain.world.init()
         model, optimizer, engine = as_model(model), as_optimizer(optimizer), as_engine(engine)
         self.seed, self.rate, self.callbacks = seed, optimizer.rate, callbacks
         self.summary: dict[str, Any] | None = None  #: of the last `fit`
+        self.world.on_all_ranks(
+            lambda: split_model.check(mesh, pipeline, model, engine, precision, faults)
+        )
+        self.mesh = Mesh(self.world, self.world, self.world)
+        self.replica: Any
         on_gpu = self.world.gpu is not None
-        self.replica = self.world.on_all_ranks(lambda: make_replica(model, seed, precision, on_gpu))
+        if mesh.pipe > 1:
+            self.mesh = make_mesh(self.world, mesh)
+            self.replica = make_pipeline(model, seed, precision, on_gpu, self.mesh, pipeline)
+        else:
+            self.replica = self.world.on_all_ranks(
+                lambda: make_replica(model, seed, precision, on_gpu)
+            )
         if init is not None:
             self._warm_start(Path(init))
         replica = self.world.on_all_ranks(lambda: self._slowed(faults))
         self.engine: Engine = self.world.on_all_ranks(
-            lambda: engine.build(self.world, replica, optimizer)
+            lambda: engine.build(self.mesh.data, replica, optimizer)
         )
+        if isinstance(self.replica, PipelineReplica):
+            self.replica.wait = partial(
+                self.engine.times.wait, self.world.trace, "wait for a stage"
+            )
         self._options = engine
         self._blocks = engines.blocks_of(engine, self.engine.workers)
         self.world.on_all_ranks(lambda: faults.check(self.world.size, self.engine.workers))
@@ -141,7 +163,7 @@ class Trainer:
         with ExitStack() as stack:
             run = self._claim(stack, out, resume, options.timeout_s)
             journal = Journal(
-                self.world, self.engine, sampler, total, run, origin.recipe, self.rate, trace
+                self.mesh, self.engine, sampler, total, run, origin.recipe, self.rate, trace
             )
             callbacks = Callbacks(
                 self.callbacks, self.world, self.replica.model, sampler.steps_per_epoch
@@ -238,7 +260,7 @@ class Trainer:
         self.world.must_agree(sha256, f"the SHA-256 of the weights at {path}")
 
     def _sampler(self, train: Samples, batch: int) -> Sampler:
-        engines.must_fit(self._options, self.world.size, batch, len(train))
+        engines.must_fit(self._options, self.mesh.data.size, batch, len(train))
         return Sampler(len(train), batch, self.seed)
 
     def _check_sets(self, **sets: Samples | None) -> None:

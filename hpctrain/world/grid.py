@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from hpctrain.collectives import Group
+from hpctrain.transport.link import Link
 
 
 class Grid(NamedTuple):
@@ -12,3 +13,9 @@ class Grid(NamedTuple):
 
     everyone: Group  #: all ranks of the mesh; they vote on each step
     pipe: Group  #: the ranks that together hold one replica, in the order of the pipe axis
+    stages: Link  #: of the same ranks, for the messages between stages alone
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this rank has sent along the pipe axis."""
+        return self.pipe.bytes_sent + self.stages.bytes_sent
