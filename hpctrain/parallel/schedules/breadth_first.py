@@ -1,6 +1,17 @@
 """Breadth-first: v stages per rank; all micro-batches through a stage before the next stage.
 
-PICTURE
+Four ranks, four micro-batches; d is forward of micro-batch d, Bd backward, a dot idle.
+The letters a and b are the stages of a rank:
+
+    rank 0  0a 1a 2a 3a 0b 1b 2b 3b  .  .  .  .  .  .  .  .  .B0b---B1b---B2b---B3b---B0a---B1a
+    rank 1   . 0a 1a 2a 3a 0b 1b 2b 3b  .  .  .  .  .  .B0b---B1b---B2b---B3b---B0a---B1a---B2a
+    rank 2   .  . 0a 1a 2a 3a 0b 1b 2b 3b  .  .  .B0b---B1b---B2b---B3b---B0a---B1a---B2a---B3a
+    rank 3   .  .  . 0a 1a 2a 3a 0b 1b 2b 3bB0b---B1b---B2b---B3b---B0a---B1a---B2a---B3a---  .
+
+    rank 0 ---B2a---B3a---
+    rank 1 ---B3a---  .  .
+    rank 2 ---  .  .  .  .
+    rank 3   .  .  .  .  .
 
 A rank finishes with the parameters of a stage before it begins the next: they are gathered once per
 pass and step, and their gradients are reduced early. That suits parameters sharded over the ranks

@@ -1,11 +1,11 @@
 """GPipe: all micro-batches forward, then all backward.
 
-Four ranks, four micro-batches; digits are forward, Bd takes as long as two of them:
+Four ranks, four micro-batches; d is forward of micro-batch d, Bd backward, a dot idle:
 
-    rank 0    0  1  2  3  .  .  .  .  .  .  .  .  . B0-- B1-- B2-- B3--
-    rank 1    .  0  1  2  3  .  .  .  .  .  . B0-- B1-- B2-- B3--  .  .
-    rank 2    .  .  0  1  2  3  .  . B0-- B1-- B2-- B3--  .  .  .  .  .
-    rank 3    .  .  .  0  1  2  3 B0-- B1-- B2-- B3--  .  .  .  .  .  .
+    rank 0  0 1 2 3 . . . . . . . . .B0--B1--B2--B3--
+    rank 1  . 0 1 2 3 . . . . . .B0--B1--B2--B3-- . .
+    rank 2  . . 0 1 2 3 . . .B0--B1--B2--B3-- . . . .
+    rank 3  . . . 0 1 2 3B0--B1--B2--B3-- . . . . . .
 
 Bubble: (P-1)(F+B). Peak activations: M on every rank.
 

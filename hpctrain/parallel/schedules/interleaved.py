@@ -1,6 +1,17 @@
 """Interleaved 1F1B: v stages per rank, each with 1/v of the layers, which fill the pipeline sooner.
 
-PICTURE
+Four ranks, four micro-batches; d is forward of micro-batch d, Bd backward, a dot idle.
+The letters a and b are the stages of a rank:
+
+    rank 0  0a 1a 2a 3a 0b 1b 2b 3b  .  .  .  .  .  .B0b---  .B1b---  .B2b---  .B3b---B0a---B1a
+    rank 1   . 0a 1a 2a 3a 0b 1b 2b 3b  .  .  .B0b---  .B1b---  .B2b---  .B3b---B0a---B1a---B2a
+    rank 2   .  . 0a 1a 2a 3a 0b 1b 2b  .B0b--- 3bB1b---  .B2b---  .B3b---B0a---B1a---B2a---B3a
+    rank 3   .  .  . 0a 1a 2a 3a 0bB0b--- 1bB1b--- 2bB2b--- 3bB3b---B0a---B1a---B2a---B3a---  .
+
+    rank 0 ---B2a---B3a---
+    rank 1 ---B3a---  .  .
+    rank 2 ---  .  .  .  .
+    rank 3   .  .  .  .  .
 
 Micro-batches advance in groups of P: a rank takes a group through its first stage, then through its
 second one, and so on; backward from its last stage to its first.

@@ -1,6 +1,11 @@
 """ZB-H1: 1F1B whose weight products W are put off into the bubble, in the memory of 1F1B.
 
-PICTURE
+Four ranks, eight micro-batches; d is forward of micro-batch d, Id and Wd backward, a dot idle:
+
+    rank 0  0 1 2 3 . . .I0W0 4I1W1 5I2W2 6I3W3 7I4W4I5W5I6W6I7W7
+    rank 1  . 0 1 2 . .I0 3I1W0 4I2W1 5I3W2 6I4W3 7I5W4I6W5I7W6W7
+    rank 2  . . 0 1 .I0 2I1 3I2W0 4I3W1 5I4W2 6I5W3 7I6W4I7W5W6W7
+    rank 3  . . . 0I0 1I1 2I2 3I3W0 4I4W1 5I5W2 6I6W3 7I7W4W5W6W7
 
 Rank r takes W of micro-batch m - r after I of micro-batch m: the later the rank, the more of its
 products wait for the end of the step, where rank 0 still receives gradients.
