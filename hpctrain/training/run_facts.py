@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 from typing import Any
 
 from hpctrain.collectives import all_gather_bytes
 from hpctrain.core import launchers
 from hpctrain.engines import Engine
-from hpctrain.gradients.arena import params_sha256
+from hpctrain.gradients.arena import combine_slot_hashes, slot_hashes
 from hpctrain.machine import blas_threads, versions
 from hpctrain.parallel.mesh import Mesh
 from hpctrain.transport import paths
@@ -57,8 +58,11 @@ def describe_start(mesh: Mesh, engine: Engine, batch: int) -> str:
 
 def trained_sha256(world: World, engine: Engine) -> str:
     """Return the hash of the trained parameters of worker 0: a server's replica is not trained."""
-    own_hash = params_sha256(engine.replica.arena) if engine.worker == 0 else ""
-    return b"".join(all_gather_bytes(world.link, own_hash.encode())).decode()
+    arena, sha256_by_name = engine.replica.arena, dict[str, str]()
+    own = slot_hashes(arena) if engine.worker == 0 else {}
+    for rank_hashes in all_gather_bytes(world.link, json.dumps(own).encode()):
+        sha256_by_name |= json.loads(rank_hashes)
+    return combine_slot_hashes(arena, sha256_by_name)
 
 
 def _gpu_paths(world: World) -> dict[str, str] | None:

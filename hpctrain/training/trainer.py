@@ -19,7 +19,6 @@ from hpctrain.core.signals import StopRequest
 from hpctrain.core.xp import shortage_raised
 from hpctrain.data import Sampler, Samples, batches_to_read_ahead, known_targets
 from hpctrain.engines import Engine
-from hpctrain.gradients.arena import params_sha256
 from hpctrain.gradients.precision import Precision, make_replica
 from hpctrain.gradients.replica import Replica, TrainableModel
 from hpctrain.optim import Optimizer
@@ -254,10 +253,14 @@ class Trainer:
 
     def _warm_start(self, path: Path) -> None:
         """Load the weights at `path`; every rank reads them, as it does with a checkpoint."""
-        arena = self.replica.arena
-        self.world.on_all_ranks(lambda: weights.copy_into(arena, weights.read(path), str(path)))
-        sha256 = params_sha256(arena)
+        sha256 = self.world.on_all_ranks(lambda: self._load_weights(path))
         self.world.must_agree(sha256, f"the SHA-256 of the weights at {path}")
+
+    def _load_weights(self, path: Path) -> str:
+        """Copy the weights at `path` into the arena; return the hash of all that were read."""
+        tensors = weights.read(path)
+        weights.copy_into(self.replica.arena, tensors, str(path))
+        return weights.tensors_sha256(tensors)
 
     def _sampler(self, train: Samples, batch: int) -> Sampler:
         engines.must_fit(self._options, self.mesh.data.size, batch, len(train))

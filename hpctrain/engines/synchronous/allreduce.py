@@ -206,7 +206,7 @@ class PriorityEngine(AllReduceEngine):
         arena = self.replica.arena
         parts = [slice(bucket.start, bucket.stop) for bucket in self._reducer.buckets]
         self._bucket_update = PartwiseUpdate(
-            optimizer, self.update.state, arena.param, arena.slots, parts
+            optimizer, self.update.state, arena.param, arena.layout, parts
         )
         self._is_checked = False
         # slots for which no gradient has called on_need yet
