@@ -97,14 +97,14 @@ def run_clock(
     starts: list[list[float]] = [[] for _ in range(schedule.ranks)]
     ends: list[list[float]] = [[] for _ in range(schedule.ranks)]
     for rank, action in execution_order(schedule):
-        peer, message = needed_message(schedule, action) or (rank, None)
-        if peer != rank:
+        if (received := needed_message(schedule, action)) is not None:
+            peer, message = received
             now[rank] = max(now[rank], arrivals.pop(message)) + wire_of(peer, rank).overhead
         starts[rank].append(now[rank])
         now[rank] += seconds[action.op][action.stage]
         ends[rank].append(now[rank])
-        peer, message = output(schedule, action) or (rank, None)
-        if peer != rank:
+        if (sent := output(schedule, action)) is not None:
+            peer, message = sent
             wire = wire_of(rank, peer)
             now[rank] += wire.overhead
             transfer = wire.gap + sizes[message.boundary] * wire.seconds_per_byte

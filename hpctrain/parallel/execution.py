@@ -23,7 +23,7 @@ from hpctrain.nn.gradient_sums import GradientSums
 from hpctrain.nn.layer import Later, run_now
 from hpctrain.nn.part import Part
 from hpctrain.parallel.actions import Action, PipelineSchedule
-from hpctrain.parallel.messages import Message, needed_message, output
+from hpctrain.parallel.messages import Message, destination, source
 from hpctrain.parallel.stage_link import StageLink
 from hpctrain.watch.trace import Trace
 
@@ -35,8 +35,8 @@ class RoutedAction(NamedTuple):
     """An action, with the rank and the message of its input and of its output; None for none."""
 
     action: Action
-    source: tuple[int, Message] | None
-    destination: tuple[int, Message] | None
+    origin: tuple[int, Message] | None
+    target: tuple[int, Message] | None
 
 
 class MicroBatch(NamedTuple):
@@ -49,7 +49,7 @@ class MicroBatch(NamedTuple):
 def route(schedule: PipelineSchedule, rank: int) -> tuple[RoutedAction, ...]:
     """Return the actions of `rank` with their messages, those between its own stages too."""
     return tuple(
-        RoutedAction(action, needed_message(schedule, action), output(schedule, action))
+        RoutedAction(action, source(schedule, action), destination(schedule, action))
         for action in schedule.actions[rank]
     )
 
@@ -64,10 +64,10 @@ def run_actions(
 ) -> None:
     """Run `actions` of `rank`; the time within `wait()` is that of receives."""
     local: dict[Message, Array] = {}  # between stages of this rank
-    for action, source, destination in actions:
+    for action, origin, target in actions:
         x = None
-        if source is not None:
-            peer, message = source
+        if origin is not None:
+            peer, message = origin
             if peer == rank:
                 x = local.pop(message)
             else:
@@ -75,8 +75,8 @@ def run_actions(
                     x = link.receive(peer, message)
         with trace.span(action.op, "stage", stage=action.stage, micro=action.micro):
             result = operations[action.op](action, x)
-        if destination is not None:
-            peer, message = destination
+        if target is not None:
+            peer, message = target
             if peer == rank:
                 local[message] = result
             else:

@@ -40,8 +40,8 @@ class Message(NamedTuple):
 Arrivals = Mapping[int, tuple[Message, ...]]  #: peer: its messages, in order
 
 
-def output(schedule: PipelineSchedule, action: Action) -> tuple[int, Message] | None:
-    """Return the message that `action` makes and the rank that needs it; None if it makes none."""
+def destination(schedule: PipelineSchedule, action: Action) -> tuple[int, Message] | None:
+    """Return the result of `action` and the rank that needs it; None if it makes none."""
     op, stage, micro = action
     if op == "F" and stage + 1 < schedule.stages:
         message = Message("activation", stage + 1, micro)
@@ -52,8 +52,8 @@ def output(schedule: PipelineSchedule, action: Action) -> tuple[int, Message] | 
     return schedule.placement[message.stage], message
 
 
-def needed_message(schedule: PipelineSchedule, action: Action) -> tuple[int, Message] | None:
-    """Return the message that `action` needs and the rank that makes it; None if it needs none."""
+def source(schedule: PipelineSchedule, action: Action) -> tuple[int, Message] | None:
+    """Return the input of `action` and the rank that makes it; None if it needs none."""
     op, stage, micro = action
     sender_stage = stage - 1 if op == "F" else stage + 1
     if op == "W" or not 0 <= sender_stage < schedule.stages:
@@ -62,12 +62,28 @@ def needed_message(schedule: PipelineSchedule, action: Action) -> tuple[int, Mes
     return schedule.placement[sender_stage], Message(kind, stage, micro)
 
 
+def output(schedule: PipelineSchedule, action: Action) -> tuple[int, Message] | None:
+    """Return `destination` if it is another rank, to which the message is sent; else None."""
+    return _on_another_rank(schedule, action, destination(schedule, action))
+
+
+def needed_message(schedule: PipelineSchedule, action: Action) -> tuple[int, Message] | None:
+    """Return `source` if it is another rank, from which the message is received; else None."""
+    return _on_another_rank(schedule, action, source(schedule, action))
+
+
+def _on_another_rank(
+    schedule: PipelineSchedule, action: Action, place: tuple[int, Message] | None
+) -> tuple[int, Message] | None:
+    is_own = place is None or place[0] == schedule.placement[action.stage]
+    return None if is_own else place
+
+
 def outbound(schedule: PipelineSchedule, rank: int) -> Iterator[tuple[int, Message]]:
     """Yield the receiver of each message of `rank` and the message, in the order of its list."""
     for action in schedule.actions[rank]:
-        made = output(schedule, action)
-        if made is not None and made[0] != rank:
-            yield made
+        if (sent := output(schedule, action)) is not None:
+            yield sent
 
 
 def inbound(schedule: PipelineSchedule, rank: int) -> Arrivals:
