@@ -126,7 +126,8 @@ class GradientSums:
 
     def check_complete(self, names: Iterable[str] | None = None) -> None:
         """Raise HpctrainError if products of a parameter, or of one of `names`, have not run."""
-        waiting = [n for n in names or self._uses_left if self._uses_left[n]]
+        names = self._uses_left if names is None else names
+        waiting = [name for name in names if self._uses_left[name]]
         if waiting:
             raise HpctrainError(
                 f"the gradient of '{waiting[0]}': expected {self._micro_batches} micro-batches of "

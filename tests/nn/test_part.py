@@ -11,6 +11,7 @@ import pytest
 from hpctrain import nn
 from hpctrain.core.errors import HpctrainError
 from hpctrain.gradients.replica import Batch, ModelReplica, ignore_ready, split_batch
+from hpctrain.nn import gradient_sums
 from hpctrain.nn.gradient_sums import GradientSums
 from hpctrain.nn.layer import run_now, takes_later
 from hpctrain.nn.part import Part
@@ -322,3 +323,29 @@ def test_parameters_of_parts_are_those_of_the_model():
     assert [n for part in parts for n in part.parameters] == list(model.parameters)
     assert [list(part.shared) for part in parts] == [[], [], ["embedding.table"]]
     assert [part.tied for part in parts] == [("embedding.table",), (), ("embedding.table",)]
+
+
+def test_totals_of_shared_parameters_do_not_wait_for_other_products():
+    model = MODELS["tied"]()
+    stages, waiting = Stages(model, [3, 6], 1), [[], [], []]
+    stages.run(lambda stage: waiting[stage].append)
+    for product in waiting[2]:  # of the last stage alone
+        product()
+    assert stages.sums[1].totals() == []
+    assert [(i, name) for i, name, _ in stages.sums[2].totals()] == [(6, "embedding.table")]
+    with pytest.raises(HpctrainError, match=r"'embedding.table': expected 1 micro-batches"):
+        stages.sums[0].totals()
+
+
+def test_arrays_of_waiting_products_are_created_when_they_run():
+    model, created = MODELS["recompute"](), []
+    stages, waiting = Stages(model, [], 2), []
+    empty_like = gradient_sums._empty_like
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gradient_sums, "_empty_like", lambda x: created.append(x) or empty_like(x))
+        stages.run(lambda stage: waiting.append)
+        before = len(created)
+        for product in waiting:
+            product()
+    norms = sum("norm" in name for name in model.parameters)  # their sums are computed at once
+    assert (before, len(created)) == (norms + 1, len(model.parameters) + 2)
