@@ -17,6 +17,7 @@ from typing import Any
 
 from hpctrain.core.errors import UsageError
 from hpctrain.core.xp import Array
+from hpctrain.nn.gradient_sums import LazyArrays
 from hpctrain.nn.layer import Key, Later, Layer, Parameter, Shape, run_now, takes_later
 
 #: More layers than a chain has: keeps the random streams of nested layers apart.
@@ -44,9 +45,11 @@ def qualify_names(name: str, parameters: Mapping[str, Parameter]) -> dict[str, P
     return {f"{name}.{own_name}": parameter for own_name, parameter in parameters.items()}
 
 
-def select_layer(arrays: Mapping[str, Array], name: str) -> dict[str, Array]:
+def select_layer(arrays: Mapping[str, Array], name: str) -> Mapping[str, Array]:
     """Return the arrays of inner layer `name`, under the names that the layer itself uses."""
     prefix = f"{name}."
+    if type(arrays) is LazyArrays:
+        return arrays.select(prefix)
     return {path[len(prefix) :]: x for path, x in arrays.items() if path.startswith(prefix)}
 
 

@@ -13,7 +13,8 @@ So the stages of a pipeline, where `out` and `embedding` may lie on two ranks, g
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
 from hpctrain.core.errors import HpctrainError
@@ -21,6 +22,38 @@ from hpctrain.core.xp import Array, namespace
 
 if TYPE_CHECKING:
     from hpctrain.nn.part import Part, PartLayer
+
+
+class LazyArrays(Mapping[str, Array]):
+    """Arrays by name, each created when it is first read: waiting products then need no memory."""
+
+    def __init__(self, makers: Mapping[str, Callable[[], Array]]):
+        self._makers = makers
+        self._arrays: dict[str, Array] = {}
+
+    def __getitem__(self, name: str) -> Array:
+        if name not in self._arrays:
+            self._arrays[name] = self._makers[name]()
+        return self._arrays[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._makers)
+
+    def __len__(self) -> int:
+        return len(self._makers)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._makers
+
+    def select(self, prefix: str) -> LazyArrays:
+        """Return the arrays whose names begin with `prefix`, without creating them."""
+        return LazyArrays(
+            {
+                name.removeprefix(prefix): partial(self.__getitem__, name)
+                for name in self
+                if name.startswith(prefix)
+            }
+        )
 
 
 class GradientSums:
@@ -57,18 +90,23 @@ class GradientSums:
         return self._begun - 1
 
     def arrays_for(
-        self, layer: PartLayer, p: Mapping[str, Array], micro_batch: int
-    ) -> dict[str, Array]:
-        """Return the arrays that the layer overwrites with its gradients of `micro_batch`."""
+        self, layer: PartLayer, p: Mapping[str, Array], micro_batch: int, lazy: bool
+    ) -> Mapping[str, Array]:
+        """Return the arrays that the layer overwrites with its gradients of `micro_batch`.
+
+        With `lazy` they are created when a product needs them.
+        """
         # The first contribution is written where the total will be, the others elsewhere.
         if micro_batch:
             totals = self._totals[layer.number]
-            return {own: namespace(total).empty_like(total) for own, total in totals.items()}
+            if lazy:
+                return LazyArrays({own: partial(_empty_like, x) for own, x in totals.items()})
+            return {own: _empty_like(total) for own, total in totals.items()}
         totals = {
             own: self._views[name] for own, name in layer.trained.items() if own not in layer.apart
         }
         for own in layer.apart:
-            totals[own] = namespace(p[own]).empty_like(p[own])
+            totals[own] = _empty_like(p[own])
             self._apart.setdefault(layer.trained[own], []).append((layer.number, totals[own]))
         self._totals[layer.number] = totals
         return totals
@@ -88,7 +126,8 @@ class GradientSums:
 
     def check_complete(self, names: Iterable[str] | None = None) -> None:
         """Raise HpctrainError if products of a parameter, or of one of `names`, have not run."""
-        waiting = [n for n in names or self._uses_left if self._uses_left[n]]
+        names = self._uses_left if names is None else names
+        waiting = [name for name in names if self._uses_left[name]]
         if waiting:
             raise HpctrainError(
                 f"the gradient of '{waiting[0]}': expected {self._micro_batches} micro-batches of "
@@ -124,3 +163,7 @@ class GradientSums:
         for _, total in self._apart.get(name, ()):
             self._views[name][...] += total
         self._on_ready(name)
+
+
+def _empty_like(x: Array) -> Array:
+    return namespace(x).empty_like(x)

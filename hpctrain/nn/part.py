@@ -101,12 +101,12 @@ class Part:
         """
         want_dx = self.start > 0 if want_dx is None else want_dx
         lowest = 0 if want_dx else self._lowest
-        micro_batch = sums.begin()
+        micro_batch, lazy = sums.begin(), later is not run_now
         dx: Array | None = dy
         for i in range(len(self._layers) - 1, lowest - 1, -1):
             layer = self._layers[i]
             p = {own: params[name] for own, name in layer.names.items()}
-            g = sums.arrays_for(layer, p, micro_batch) if layer.trained else {}
+            g = sums.arrays_for(layer, p, micro_batch, lazy) if layer.trained else {}
             extra = (later,) if layer.takes_later else ()
             dx = layer.layer.backward(p, g, tape.pop(), dx, want_dx or i > lowest, *extra)
             if layer.trained:
