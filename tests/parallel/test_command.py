@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 import hpctrain.parallel.schedules
 from hpctrain.commands.pipeline import pipeline
 from hpctrain.core.errors import UsageError
-from hpctrain.parallel import picture
+from hpctrain.parallel import picture, summary
 from hpctrain.parallel.schedules import SCHEDULES, make
 from hpctrain.parallel.summary import summarize, time_uniform
 
@@ -124,6 +124,11 @@ def test_a_verdict_doubles_until_the_bubble_is_small():
         8: "bubble 47 %: take 16 micro-batches for 30 %, 64 for 10 %",
         64: "bubble 10 %: ok",
     }
+
+
+def test_a_verdict_ends_where_the_clock_would_take_long(monkeypatch):
+    monkeypatch.setattr(summary, "MAX_PAIRS", 10)
+    assert summarize(make("1f1b", 4, 8), UNIT, 0).verdict == "bubble 27 %"
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg"])
