@@ -20,7 +20,14 @@ from hpctrain.parallel import picture, tables
 from hpctrain.parallel.actions import PipelineSchedule
 from hpctrain.parallel.clock import Timeline
 from hpctrain.parallel.schedules import LOOPED, SCHEDULES, make
-from hpctrain.parallel.summary import MAX_PAIRS, RankCosts, Summary, summarize, time_uniform
+from hpctrain.parallel.summary import (
+    MAX_PAIRS,
+    MAX_RANKS,
+    RankCosts,
+    Summary,
+    summarize,
+    time_uniform,
+)
 
 EPILOG = """\b
 Examples:
@@ -174,9 +181,9 @@ def _make(name: str | None, options: Mapping[str, Any]) -> PipelineSchedule:
     if stages is not None:
         ranks = _divide_stages(stages, stages_per_rank or make(name, 1, 1).stages_per_rank)
     micro_batches = options["micro_batches"]
-    if ranks * micro_batches * (stages_per_rank or 1) > MAX_PAIRS:
+    if ranks > MAX_RANKS or ranks * micro_batches * (stages_per_rank or 1) > MAX_PAIRS:
         raise UsageError(
-            f"--ranks, --micro-batches: expected at most {MAX_PAIRS:,} pairs of a stage and a "
+            f"expected at most {MAX_RANKS} ranks and {MAX_PAIRS:,} pairs of a stage and a "
             f"micro-batch, seen {ranks:,} ranks and {micro_batches:,} micro-batches"
         )
     return make(name, ranks, micro_batches, stages_per_rank)

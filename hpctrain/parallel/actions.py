@@ -14,7 +14,7 @@ I alone holds up the stage before, so W may be put off into time that would be i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -68,15 +68,6 @@ class PipelineSchedule:
 def action_lists(lists: Iterable[Iterable[Action]]) -> tuple[ActionList, ...]:
     """Return the lists of all ranks as tuples."""
     return tuple(tuple(actions) for actions in lists)
-
-
-def backward(stage: int, micro: int, split: bool) -> Iterator[Action]:
-    """Yield B, or I and W one after the other."""
-    if split:
-        yield Action("I", stage, micro)
-        yield Action("W", stage, micro)
-    else:
-        yield Action("B", stage, micro)
 
 
 def require_counts(name: str, ranks: int, micro_batches: int) -> None:

@@ -11,6 +11,7 @@ from hpctrain.parallel.clock import Timeline, run_clock, uniform_costs
 from hpctrain.parallel.schedules import make
 
 MAX_BUBBLE = 0.1  #: a larger one is worth more micro-batches
+MAX_RANKS = 256  #: of one pipeline
 MAX_PAIRS = 100_000  #: of a stage and a micro-batch; a second or two of the clock
 
 RankCosts = tuple[float, float, float]  #: F, I and W of all stages of a rank together

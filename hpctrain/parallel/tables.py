@@ -32,7 +32,7 @@ def print_schedules(rows: Sequence[Summary], size_text: SizeText) -> None:
             f"{max(row.peak_activations):.4g}",
             str(max(row.messages)),
             size_text(max(row.bytes)),
-            row.verdict,
+            row.verdict.partition(" %")[2].lstrip(":, "),  # the bubble has a column
         )
     _print(table)
 

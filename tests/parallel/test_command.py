@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 import hpctrain.parallel.schedules
 from hpctrain.commands.pipeline import pipeline
 from hpctrain.core.errors import UsageError
-from hpctrain.parallel import picture
+from hpctrain.parallel import picture, summary
 from hpctrain.parallel.schedules import SCHEDULES, make
 from hpctrain.parallel.summary import summarize, time_uniform
 
@@ -72,7 +72,7 @@ def test_check_shows_all_schedules():
     for row in (
         "│ gpipe         │      4 │   33 │ 27.3 % │           8 │       16 │ 16",
         "│ interleaved   │      8 │ 28.5 │ 15.8 % │         5.5 │       32 │ 32",
-        "│ zb-v          │      8 │ 25.5 │  5.9 % │           4 │       32 │ 32 MiB │ bubble 6 %",
+        "│ zb-v          │      8 │ 25.5 │  5.9 % │           4 │       32 │ 32 MiB │ ok",
     ):
         assert row in output
 
@@ -80,7 +80,10 @@ def test_check_shows_all_schedules():
 def test_check_of_all_leaves_out_what_does_not_fit():
     output = "\n".join(lines("check --ranks 4 --micro-batches 3"))
     assert "left out: interleaved: expected a multiple of 4 ranks" in output
-    assert "bubble 50 %, since micro-batches are fewer than ranks: take 6 micro-batches" in output
+    assert (
+        "50.0 % │           3 │        6 │  6 MiB │ since micro-batches are fewer than ranks: "
+        in output
+    )
 
 
 def test_chunks_apply_to_the_schedules_that_take_any_number():
@@ -123,6 +126,11 @@ def test_a_verdict_doubles_until_the_bubble_is_small():
     }
 
 
+def test_a_verdict_ends_where_the_clock_would_take_long(monkeypatch):
+    monkeypatch.setattr(summary, "MAX_PAIRS", 10)
+    assert summarize(make("1f1b", 4, 8), UNIT, 0).verdict == "bubble 27 %"
+
+
 @pytest.mark.parametrize("suffix", ["png", "svg"])
 @pytest.mark.parametrize("name", ["1f1b", "zb-v"])
 def test_plots(name, suffix, tmp_path):
@@ -146,7 +154,8 @@ REFUSALS = {
     "check --micro-batches 8 --ranks 4 --costs 1,0,1": "such as 1,1,1, seen '1,0,1'",
     "check --micro-batches 8 --ranks 4 --costs 1,nan,1": "expected three positive numbers",
     "check --micro-batches 8 --ranks 4 --activation 5Mob": "--activation: expected sizes such as",
-    "check --micro-batches 100000 --ranks 400": "expected at most 100,000 pairs",
+    "check --micro-batches 100000 --ranks 4": "expected at most 256 ranks and 100,000 pairs",
+    "check --micro-batches 1 --ranks 100000": "seen 100,000 ranks and 1 micro-batches",
     "draw --micro-batches 8 --ranks 4": "--schedule is missing; choose one of: gpipe, 1f1b",
     "draw --micro-batches 8 --ranks 4 --schedule 1f1b --plot x.unknown": "--plot x.unknown",
 }

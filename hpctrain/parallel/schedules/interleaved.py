@@ -32,6 +32,21 @@ from hpctrain.parallel.schedules.one_forward_one_backward import alternate
 
 def interleaved(ranks: int, micro_batches: int, stages_per_rank: int = 2) -> PipelineSchedule:
     """Return the schedule on `ranks` ranks; `micro_batches` must be a multiple of `ranks`."""
+    _check_counts(ranks, micro_batches, stages_per_rank)
+    loops = range(stages_per_rank)
+    lists = (
+        alternate(
+            _order("F", rank, ranks, micro_batches, loops),
+            _order("B", rank, ranks, micro_batches, loops[::-1]),
+            2 * (ranks - 1 - rank) + (stages_per_rank - 1) * ranks,
+        )
+        for rank in range(ranks)
+    )
+    stages = placement.looped(ranks, stages_per_rank)
+    return PipelineSchedule("interleaved", micro_batches, stages, action_lists(lists))
+
+
+def _check_counts(ranks: int, micro_batches: int, stages_per_rank: int) -> None:
     require_counts("interleaved", ranks, micro_batches)
     if stages_per_rank < 2:
         raise UsageError(
@@ -44,20 +59,6 @@ def interleaved(ranks: int, micro_batches: int, stages_per_rank: int = 2) -> Pip
             f"interleaved: expected a multiple of {ranks} ranks as micro-batches, seen "
             f"{micro_batches}; take {' or '.join(map(str, multiples))}"
         )
-    lists = (
-        alternate(
-            _order("F", rank, ranks, micro_batches, range(stages_per_rank)),
-            _order("B", rank, ranks, micro_batches, range(stages_per_rank)[::-1]),
-            2 * (ranks - 1 - rank) + (stages_per_rank - 1) * ranks,
-        )
-        for rank in range(ranks)
-    )
-    return PipelineSchedule(
-        "interleaved",
-        micro_batches,
-        placement.looped(ranks, stages_per_rank),
-        action_lists(lists),
-    )
 
 
 def _order(op: Op, rank: int, ranks: int, micro_batches: int, loops: range) -> list[Action]:
