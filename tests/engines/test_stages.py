@@ -35,6 +35,7 @@ CUTS = {
     "2": (NAMES[:2], NAMES[2:]),
     "2, vee": (("a", "f"), ("b", "c", "empty", "d", "e")),
     "3": (("a",), ("b", "c", "empty"), ("d", "e", "f")),
+    "2, one without slots": ((), NAMES),
     "4": (("a", "b"), ("c", "empty", "d"), ("e",), ("f",)),
 }
 DATA = 2
