@@ -64,12 +64,11 @@ def range_pieces(
     `state` is the optimizer's state of the range, which begins at element `start` of the planes;
     parameters and step are common to all ranks.
     """
-    pieces = pieces_of(arena, {"step": state["step"]}, link.rank, link.size)
+    first, pieces = start + (own_slice.start or 0), []
     for name, x in state.items():
         if name != "step":
-            own, first = x[own_slice], start + (own_slice.start or 0)
-            pieces += plane_pieces(arena, f"optimizer.{name}", own, first)
-    return pieces
+            pieces += plane_pieces(arena, f"optimizer.{name}", x[own_slice], first)
+    return pieces + pieces_of(arena, {"step": state["step"]}, link.rank, link.size)
 
 
 def request_range(

@@ -9,7 +9,7 @@ from typing import Any
 from hpctrain.collectives import all_gather_bytes
 from hpctrain.core import launchers
 from hpctrain.engines import Engine
-from hpctrain.gradients.arena import combine_slot_hashes, slot_hashes
+from hpctrain.gradients.arena import combine_slot_hashes, params_sha256, slot_hashes
 from hpctrain.machine import blas_threads, versions
 from hpctrain.parallel.mesh import Mesh
 from hpctrain.transport import paths
@@ -58,10 +58,14 @@ def describe_start(mesh: Mesh, engine: Engine, batch: int) -> str:
 
 def trained_sha256(world: World, engine: Engine) -> str:
     """Return the hash of the trained parameters of worker 0: a server's replica is not trained."""
-    arena, sha256_by_name = engine.replica.arena, dict[str, str]()
-    own = slot_hashes(arena) if engine.worker == 0 else {}
-    for rank_hashes in all_gather_bytes(world.link, json.dumps(own).encode()):
-        sha256_by_name |= json.loads(rank_hashes)
+    arena, sha256_by_name, own = engine.replica.arena, dict[str, str](), ""
+    if engine.worker == 0:
+        own = json.dumps(slot_hashes(arena) if arena.share else params_sha256(arena))
+    for text in filter(None, all_gather_bytes(world.link, own.encode())):
+        hashes = json.loads(text)
+        if isinstance(hashes, str):  # of the whole model
+            return hashes
+        sha256_by_name |= hashes
     return combine_slot_hashes(arena, sha256_by_name)
 
 

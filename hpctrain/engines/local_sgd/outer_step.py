@@ -105,7 +105,7 @@ class DelayedAverage(Averaging):
         self._workers = world.size
         self._times, self._trace = times, world.trace
         length = sum(x.size for x in planes)
-        self._sum = namespace(planes[0]).zeros(length, planes[0].dtype)
+        self._sum = namespace(arena.param).zeros(length, arena.param.dtype)
         offsets = np.cumsum([0, *(x.size for x in planes)]).tolist()
         self._buffers = slices(self._sum, offsets)
         self.link, self._uses_thread = world.link_for("average"), world.concurrent

@@ -64,7 +64,7 @@ class PowerSgd:
         if arena.share is not None:
             raise UsageError(
                 "[wire] compression: 'powersgd' is not yet available where ranks hold parts of a "
-                "model; expected another method, such as 'topk', or 'none'"
+                "model; expected another method, such as 'top-k', or 'none'"
             )
         self._allreduce, self._rank = allreduce, rank
         self._slots_cache = BucketSlotsCache(arena, self._is_compressed)
