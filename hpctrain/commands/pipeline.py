@@ -16,11 +16,11 @@ from hpctrain.bench.message_sizes import parse, size_text
 from hpctrain.commands._complete import complete_choices
 from hpctrain.commands.report import MISSING_PACKAGES_MESSAGE
 from hpctrain.core.errors import UsageError
-from hpctrain.parallel import picture, tables
-from hpctrain.parallel.actions import PipelineSchedule
-from hpctrain.parallel.clock import Timeline
 from hpctrain.parallel.schedules import LOOPED, SCHEDULES, make
-from hpctrain.parallel.summary import (
+from hpctrain.parallel.schedules.actions import PipelineSchedule
+from hpctrain.parallel.timing import picture, tables
+from hpctrain.parallel.timing.clock import Timeline
+from hpctrain.parallel.timing.summary import (
     MAX_PAIRS,
     MAX_RANKS,
     RankCosts,
@@ -205,7 +205,7 @@ def _boundary_bytes(options: Mapping[str, Any]) -> int:
 
 def _draw_plot(timeline: Timeline, title: str, path: Path) -> None:
     try:  # late: only plots need matplotlib
-        from hpctrain.parallel.plot import draw_timeline
+        from hpctrain.parallel.timing.plot import draw_timeline
     except ImportError as error:
         raise UsageError(f"{MISSING_PACKAGES_MESSAGE} ({error})") from None
     draw_timeline(timeline, title, path)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from math import prod
 from operator import itemgetter
@@ -33,7 +33,7 @@ from hpctrain.nn.part import Part
 MAX_EVALUATION_TARGETS = 2048  #: targets that `evaluate` computes at once; bounds the memory
 MAX_EVALUATION_ROWS = 256  #: samples that `evaluate` computes at once
 
-__all__ = ["Key", "Model", "initial_values"]
+__all__ = ["Key", "Model"]
 
 
 class Model:
@@ -234,27 +234,6 @@ class Model:
             raise UsageError(
                 f"layer '{layer}' shares '{name}': expected {parameter.shape}, seen {shared_shape}"
             )
-
-
-def initial_values(
-    parameters: Mapping[str, Parameter], seed: int, names: Container[str] | None = None
-) -> dict[str, np.ndarray]:
-    """Return the initial values of each parameter, float64; they depend on `seed` and shapes alone.
-
-    Each parameter has its own random stream, so another shape of one changes no value of others,
-    and those of `names`, by default all, may be drawn alone.
-    """
-    return {
-        name: parameter.init(
-            np.random.Generator(np.random.Philox(key=_philox_key(seed, i))), parameter.shape
-        )
-        for i, (name, parameter) in enumerate(parameters.items())
-        if names is None or name in names
-    }
-
-
-def _philox_key(seed: int, index: int) -> np.ndarray:
-    return np.array([seed, index], dtype=np.uint64)
 
 
 def _convert(x: Any, layer: Layer | None, parameter: Array) -> Any:

@@ -1,1 +1,1 @@
-"""Pipeline parallelism: lists of actions per rank, checks, clocks and cuts of a model."""
+"""Models split over the ranks of a mesh; today along the layers, in pipelines."""

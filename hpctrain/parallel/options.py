@@ -8,8 +8,8 @@ from pydantic import Field
 
 from hpctrain import config
 from hpctrain.core.errors import UsageError
-from hpctrain.parallel.check import check
 from hpctrain.parallel.schedules import SCHEDULES, make
+from hpctrain.parallel.schedules.check import check
 
 Positive = Annotated[int, Field(ge=1)]
 PLANNED_AXES = ("tensor", "sequence", "expert")

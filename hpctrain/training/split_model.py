@@ -1,16 +1,23 @@
-"""Models that are split over the ranks of a mesh: what goes with them, in one voice."""
+"""The replica of a rank: whole, or split over the ranks of a mesh; what goes with a split."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from hpctrain import nn
 from hpctrain.core.errors import UsageError
-from hpctrain.engines import AllReduce, LocalSgd
+from hpctrain.engines import AllReduce, Engine, LocalSgd
 from hpctrain.gradients.precision import Precision
+from hpctrain.gradients.precision import make_replica as make_whole_replica
+from hpctrain.parallel.mesh import Mesh, make_mesh
 from hpctrain.parallel.options import MeshOptions, PipelineOptions
+from hpctrain.parallel.pipeline.build import make_pipeline
+from hpctrain.parallel.pipeline.replica import PipelineReplica
 from hpctrain.training.faults import FaultsOptions
+from hpctrain.watch.trace import Trace
+from hpctrain.world import World
 
 
 def check(
@@ -72,3 +79,26 @@ def _conflicts(
         "replicas that are split over ranks",
     )
     yield faults.any, "expected no [faults]: a planted delay would also stretch waits for stages"
+
+
+def make_replica(
+    model: Any,
+    seed: int,
+    precision: Precision,
+    world: World,
+    mesh: MeshOptions,
+    pipeline: PipelineOptions,
+) -> tuple[Mesh, Any]:
+    """Return the mesh of all ranks, and this rank's replica of `model` or its part; collective."""
+    on_gpu = world.gpu is not None
+    if mesh.pipe > 1:
+        ranks = make_mesh(world, mesh)
+        return ranks, make_pipeline(model, seed, precision, on_gpu, ranks, pipeline)
+    whole = world.on_all_ranks(lambda: make_whole_replica(model, seed, precision, on_gpu))
+    return Mesh(everyone=world, data=world, pipe=world), whole
+
+
+def time_waits(replica: Any, engine: Engine, trace: Trace) -> None:
+    """Let waits for other stages count as waits of `engine`."""
+    if isinstance(replica, PipelineReplica):
+        replica.wait = partial(engine.times.wait, trace, "wait for a stage")

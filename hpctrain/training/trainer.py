@@ -13,24 +13,19 @@ import numpy as np
 import hpctrain.world
 from hpctrain import checkpoint, engines, nn
 from hpctrain.core.errors import UsageError
-from hpctrain.core.metrics import PARTS
-from hpctrain.core.names import unknown
 from hpctrain.core.signals import StopRequest
 from hpctrain.core.xp import shortage_raised
 from hpctrain.data import Sampler, Samples, batches_to_read_ahead, known_targets
 from hpctrain.engines import Engine
-from hpctrain.gradients.precision import Precision, make_replica
+from hpctrain.gradients.precision import Precision
 from hpctrain.gradients.replica import Replica, TrainableModel
 from hpctrain.optim import Optimizer
-from hpctrain.parallel.build import make_pipeline
-from hpctrain.parallel.mesh import Mesh, make_mesh
 from hpctrain.parallel.options import MeshOptions, PipelineOptions
-from hpctrain.parallel.replica import PipelineReplica
 from hpctrain.run_files import run_folder
 from hpctrain.run_files.last_lines import last_lines
 from hpctrain.training import split_model, weights
 from hpctrain.training.arguments import as_engine, as_model, as_optimizer, as_samples
-from hpctrain.training.callbacks import Callbacks, EarlyStop
+from hpctrain.training.callbacks import Callbacks, check_metrics
 from hpctrain.training.exit_status import summary_on_exit
 from hpctrain.training.faults import FaultsOptions, Pace, SlowedReplica
 from hpctrain.training.journal import Journal
@@ -89,26 +84,16 @@ class Trainer:
         self.world.on_all_ranks(
             lambda: split_model.check(mesh, pipeline, model, engine, precision, faults)
         )
-        self.mesh = Mesh(self.world, self.world, self.world)
-        self.replica: Any
-        on_gpu = self.world.gpu is not None
-        if mesh.pipe > 1:
-            self.mesh = make_mesh(self.world, mesh)
-            self.replica = make_pipeline(model, seed, precision, on_gpu, self.mesh, pipeline)
-        else:
-            self.replica = self.world.on_all_ranks(
-                lambda: make_replica(model, seed, precision, on_gpu)
-            )
+        self.mesh, self.replica = split_model.make_replica(
+            model, seed, precision, self.world, mesh, pipeline
+        )
         if init is not None:
             self._warm_start(Path(init))
         replica = self.world.on_all_ranks(lambda: self._slowed(faults))
         self.engine: Engine = self.world.on_all_ranks(
             lambda: engine.build(self.mesh.data, replica, optimizer)
         )
-        if isinstance(self.replica, PipelineReplica):
-            self.replica.wait = partial(
-                self.engine.times.wait, self.world.trace, "wait for a stage"
-            )
+        split_model.time_waits(self.replica, self.engine, self.world.trace)
         self._options = engine
         self._blocks = engines.blocks_of(engine, self.engine.workers)
         self.world.on_all_ranks(lambda: faults.check(self.world.size, self.engine.workers))
@@ -151,7 +136,7 @@ class Trainer:
         options.check()
         sampler = self.world.on_all_ranks(lambda: self._sampler(train, batch))
         self.world.on_all_ranks(lambda: self._check_sets(training=train, test=test))
-        self._check_metrics(checkpoints.keep_best, test is not None)
+        check_metrics(self.replica.loss, self.callbacks, checkpoints.keep_best, test is not None)
         self.replica.micro_batches = self._micro_batches(micro_batches)
         plan = self._plan(train, test, sampler, options, checkpoints, origin.outputs)
         total = steps or (epochs or 0) * sampler.steps_per_epoch
@@ -275,26 +260,6 @@ class Trainer:
             output_shape = model.output_shape_for(samples)
             if fault := self.replica.loss.find_fault(known_targets(samples), output_shape):
                 raise UsageError(f"{name} set: {fault}")
-
-    def _check_metrics(self, keep_best: str | None, has_test_set: bool) -> None:
-        """Raise UsageError if early stop or keep_best needs a metric that no row has."""
-        names = [f"{part}_{name}" for part in PARTS for name in self.replica.loss.metrics]
-        users = [
-            ("early stop", callback.metric)
-            for callback in self.callbacks
-            if isinstance(callback, EarlyStop)
-        ]
-        for user, metric in [*users, ("keep_best", keep_best)]:
-            if metric and metric not in names:
-                raise UsageError(
-                    f"{user}: {unknown('metric', metric, names)}; the loss of the model is "
-                    f"{self.replica.loss!r}"
-                )
-            if metric and metric.startswith("test") and not has_test_set:
-                raise UsageError(
-                    f"{user} needs {metric}, but there is no test set to evaluate on; "
-                    "add one, or use train_loss"
-                )
 
     def _micro_batches(self, pieces: int) -> int:
         if pieces > 1 and self.replica.normalizes_batch:

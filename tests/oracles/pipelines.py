@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 
-from hpctrain.parallel.actions import Action, PipelineSchedule
+from hpctrain.parallel.schedules.actions import Action, PipelineSchedule
 
 Group = Sequence[Action]  #: actions taken at once, which end together
 Seconds = Callable[[Group], Fraction]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hpctrain.core.errors import UsageError
-from hpctrain.parallel.balance import check_cut, cut
+from hpctrain.parallel.pipeline.balance import check_cut, cut
 
 
 def search(seconds, stages, nbytes):

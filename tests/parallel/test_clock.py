@@ -11,9 +11,9 @@ from oracles.pipelines import simulate
 from hpctrain.core.errors import UsageError
 from hpctrain.cost_model.loggp import Clocks, Cluster, Wire
 from hpctrain.cost_model.message_schedules import ring
-from hpctrain.parallel.clock import StageCosts, Timeline, run_clock, uniform_costs
-from hpctrain.parallel.predict import Grid, predict_step
 from hpctrain.parallel.schedules import SCHEDULES, make
+from hpctrain.parallel.timing.clock import StageCosts, Timeline, run_clock, uniform_costs
+from hpctrain.parallel.timing.predict import Grid, predict_step
 
 DELAY = Wire(latency=3.0, overhead=0.0, gap=0.0, seconds_per_byte=0.0)
 

@@ -12,9 +12,9 @@ from click.testing import CliRunner, Result
 import hpctrain.parallel.schedules
 from hpctrain.commands.pipeline import pipeline
 from hpctrain.core.errors import UsageError
-from hpctrain.parallel import picture, summary
 from hpctrain.parallel.schedules import SCHEDULES, make
-from hpctrain.parallel.summary import summarize, time_uniform
+from hpctrain.parallel.timing import picture, summary
+from hpctrain.parallel.timing.summary import summarize, time_uniform
 
 UNIT = (1.0, 1.0, 1.0)
 
@@ -169,7 +169,7 @@ def test_what_it_refuses(words, tmp_path, monkeypatch):
 
 
 def test_plots_name_the_extra(monkeypatch):
-    monkeypatch.setitem(sys.modules, "hpctrain.parallel.plot", None)
+    monkeypatch.setitem(sys.modules, "hpctrain.parallel.timing.plot", None)
     result = run("draw --schedule 1f1b --ranks 2 --micro-batches 2 --plot x.png")
     assert "pip install 'hpctrain[report]'" in str(result.exception)
 

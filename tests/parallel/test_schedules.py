@@ -11,10 +11,10 @@ import pytest
 from oracles.pipelines import makespan, simulate
 
 from hpctrain.core.errors import UsageError
-from hpctrain.parallel.actions import Action, PipelineSchedule, action_lists
-from hpctrain.parallel.check import check, execution_order, needs
-from hpctrain.parallel.messages import check_receives, inbound, needed_message, output
 from hpctrain.parallel.schedules import LOOPED, SCHEDULES, make
+from hpctrain.parallel.schedules.actions import Action, PipelineSchedule, action_lists
+from hpctrain.parallel.schedules.check import check, execution_order, needs
+from hpctrain.parallel.schedules.messages import check_receives, inbound, needed_message, output
 
 UNIT = {"F": 1, "I": 1, "W": 1, "B": 2}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from hpctrain.core.names import pick
-from hpctrain.parallel.actions import PipelineSchedule
+from hpctrain.parallel.schedules.actions import PipelineSchedule
 from hpctrain.parallel.schedules.breadth_first import breadth_first
 from hpctrain.parallel.schedules.dualpipe_v import dualpipe_v
 from hpctrain.parallel.schedules.gpipe import gpipe

@@ -24,8 +24,13 @@ Source: Lamy-Poirier, "Breadth-first pipeline parallelism", 2023.
 from __future__ import annotations
 
 from hpctrain.core.errors import UsageError
-from hpctrain.parallel import placement
-from hpctrain.parallel.actions import Action, PipelineSchedule, action_lists, require_counts
+from hpctrain.parallel.schedules import placement
+from hpctrain.parallel.schedules.actions import (
+    Action,
+    PipelineSchedule,
+    action_lists,
+    require_counts,
+)
 
 
 def breadth_first(ranks: int, micro_batches: int, stages_per_rank: int = 2) -> PipelineSchedule:

@@ -26,7 +26,7 @@ model twice; Qi et al. cut it in half, to one model on half of the ranks.
 
 from __future__ import annotations
 
-from hpctrain.parallel.actions import PipelineSchedule
+from hpctrain.parallel.schedules.actions import PipelineSchedule
 from hpctrain.parallel.schedules.vee import vee_schedule
 
 WEIGHT_OF = str.maketrans("Ii", "Ww")

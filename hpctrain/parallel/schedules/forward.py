@@ -10,7 +10,7 @@ A window keeps all ranks busy until its first micro-batch comes round to them ag
 
 from __future__ import annotations
 
-from hpctrain.parallel.actions import Action, PipelineSchedule
+from hpctrain.parallel.schedules.actions import Action, PipelineSchedule
 
 
 def forward_only(micro_batches: int, placement: tuple[int, ...]) -> PipelineSchedule:

@@ -18,8 +18,8 @@ parallelism", 2019.
 
 from __future__ import annotations
 
-from hpctrain.parallel import placement
-from hpctrain.parallel.actions import (
+from hpctrain.parallel.schedules import placement
+from hpctrain.parallel.schedules.actions import (
     Action,
     PipelineSchedule,
     action_lists,

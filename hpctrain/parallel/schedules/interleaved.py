@@ -25,8 +25,14 @@ Megatron-LM", 2021.
 from __future__ import annotations
 
 from hpctrain.core.errors import UsageError
-from hpctrain.parallel import placement
-from hpctrain.parallel.actions import Action, Op, PipelineSchedule, action_lists, require_counts
+from hpctrain.parallel.schedules import placement
+from hpctrain.parallel.schedules.actions import (
+    Action,
+    Op,
+    PipelineSchedule,
+    action_lists,
+    require_counts,
+)
 from hpctrain.parallel.schedules.one_forward_one_backward import alternate
 
 

@@ -12,8 +12,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import cast
 
-from hpctrain.parallel import placement
-from hpctrain.parallel.actions import (
+from hpctrain.parallel.schedules import placement
+from hpctrain.parallel.schedules.actions import (
     Action,
     Op,
     PipelineSchedule,

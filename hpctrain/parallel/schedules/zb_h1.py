@@ -18,8 +18,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hpctrain.parallel import placement
-from hpctrain.parallel.actions import (
+from hpctrain.parallel.schedules import placement
+from hpctrain.parallel.schedules.actions import (
     Action,
     PipelineSchedule,
     action_lists,

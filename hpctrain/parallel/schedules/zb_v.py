@@ -23,7 +23,7 @@ Source: Qi, Wan, Amar and Lin, "Pipeline parallelism with controllable memory", 
 
 from __future__ import annotations
 
-from hpctrain.parallel.actions import PipelineSchedule
+from hpctrain.parallel.schedules.actions import PipelineSchedule
 from hpctrain.parallel.schedules.vee import vee_schedule
 
 

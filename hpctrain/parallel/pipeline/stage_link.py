@@ -20,7 +20,7 @@ import numpy as np
 
 from hpctrain.core.errors import TransportError
 from hpctrain.core.xp import Array, namespace
-from hpctrain.parallel.messages import Arrivals, Kind, Message
+from hpctrain.parallel.schedules.messages import Arrivals, Kind, Message
 from hpctrain.transport.link import Link, Request
 
 STAMP_BYTES = 8

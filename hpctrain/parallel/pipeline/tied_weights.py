@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from hpctrain import nn
 from hpctrain.core.xp import Array, namespace
 from hpctrain.nn.gradient_sums import GradientSums
-from hpctrain.parallel.stages import StagePlan
+from hpctrain.parallel.pipeline.stages import StagePlan
 from hpctrain.transport.link import Link, Request
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import floor
 
-from hpctrain.parallel.clock import Timeline
+from hpctrain.parallel.timing.clock import Timeline
 
 MAX_BLOCKS = 8  #: a picture that is longer says less than a plot
 

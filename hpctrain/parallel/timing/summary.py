@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from hpctrain.parallel.actions import PipelineSchedule
-from hpctrain.parallel.check import check
-from hpctrain.parallel.clock import Timeline, run_clock, uniform_costs
 from hpctrain.parallel.schedules import make
+from hpctrain.parallel.schedules.actions import PipelineSchedule
+from hpctrain.parallel.schedules.check import check
+from hpctrain.parallel.timing.clock import Timeline, run_clock, uniform_costs
 
 MAX_BUBBLE = 0.1  #: a larger one is worth more micro-batches
 MAX_RANKS = 256  #: of one pipeline

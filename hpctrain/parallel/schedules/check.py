@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from hpctrain.core.errors import UsageError
-from hpctrain.parallel.actions import Action, ActionList, PipelineSchedule
-from hpctrain.parallel.messages import outbound
+from hpctrain.parallel.schedules.actions import Action, ActionList, PipelineSchedule
+from hpctrain.parallel.schedules.messages import outbound
 
 Pair = tuple[int, int]  #: sender, receiver
 LIVE_CHANGES = {"F": 1, "I": 0, "W": -1, "B": -1}

@@ -21,8 +21,8 @@ import numpy as np
 from hpctrain.core.errors import UsageError
 from hpctrain.cost_model.loggp import Clocks, Cluster, Wire
 from hpctrain.cost_model.message_schedules import ring
-from hpctrain.parallel.actions import PipelineSchedule
-from hpctrain.parallel.clock import StageCosts, run_clock
+from hpctrain.parallel.schedules.actions import PipelineSchedule
+from hpctrain.parallel.timing.clock import StageCosts, run_clock
 
 
 @dataclass(frozen=True)

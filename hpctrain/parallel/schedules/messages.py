@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from typing import Literal, NamedTuple
 
 from hpctrain.core.errors import UsageError
-from hpctrain.parallel.actions import Action, PipelineSchedule
+from hpctrain.parallel.schedules.actions import Action, PipelineSchedule
 
 Kind = Literal["activation", "gradient"]
 

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 
 from hpctrain.core.errors import UsageError
 from hpctrain.cost_model.loggp import Wire
-from hpctrain.parallel.actions import PipelineSchedule
-from hpctrain.parallel.check import bytes_per_boundary, execution_order
-from hpctrain.parallel.messages import Message, needed_message, output
+from hpctrain.parallel.schedules.actions import PipelineSchedule
+from hpctrain.parallel.schedules.check import bytes_per_boundary, execution_order
+from hpctrain.parallel.schedules.messages import Message, needed_message, output
 
 Wires = Callable[[int, int], Wire]  #: of (sender, receiver)
 FREE_WIRE = Wire(0.0, 0.0, 0.0, 0.0)

@@ -12,13 +12,13 @@ from hpctrain import nn
 from hpctrain.core import xp
 from hpctrain.core.allocator import keep_freed_memory
 from hpctrain.gradients.precision import Precision, master_dtype
-from hpctrain.parallel import stages
-from hpctrain.parallel.layer_times import layer_seconds
 from hpctrain.parallel.mesh import Mesh
 from hpctrain.parallel.options import PipelineOptions
-from hpctrain.parallel.replica import PipelineReplica
+from hpctrain.parallel.pipeline import stages
+from hpctrain.parallel.pipeline.layer_times import layer_seconds
+from hpctrain.parallel.pipeline.replica import PipelineReplica
+from hpctrain.parallel.pipeline.stages import StagePlan
 from hpctrain.parallel.schedules import make
-from hpctrain.parallel.stages import StagePlan
 
 
 def make_pipeline(

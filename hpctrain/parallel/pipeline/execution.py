@@ -22,9 +22,9 @@ from hpctrain.gradients.replica import Batch
 from hpctrain.nn.gradient_sums import GradientSums
 from hpctrain.nn.layer import Later, run_now
 from hpctrain.nn.part import Part
-from hpctrain.parallel.actions import Action, PipelineSchedule
-from hpctrain.parallel.messages import Message, destination, source
-from hpctrain.parallel.stage_link import StageLink
+from hpctrain.parallel.pipeline.stage_link import StageLink
+from hpctrain.parallel.schedules.actions import Action, PipelineSchedule
+from hpctrain.parallel.schedules.messages import Message, destination, source
 from hpctrain.watch.trace import Trace
 
 Operation = Callable[[Action, Any], Array | None]  #: takes the input; returns the output, if any

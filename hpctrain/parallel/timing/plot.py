@@ -10,7 +10,7 @@ from matplotlib.patches import Patch
 
 from hpctrain.core.errors import UsageError
 from hpctrain.core.palette import COLORS
-from hpctrain.parallel.clock import Timeline
+from hpctrain.parallel.timing.clock import Timeline
 
 #: operation: colour, and what the legend says
 OPS = {

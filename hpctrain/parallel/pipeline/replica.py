@@ -30,15 +30,21 @@ from hpctrain.gradients import arena as arenas
 from hpctrain.gradients.replica import Batch, split_batch
 from hpctrain.nn.gradient_sums import GradientSums
 from hpctrain.optim.norms import ordered_rows
-from hpctrain.parallel.actions import Action, PipelineSchedule
-from hpctrain.parallel.check import check
-from hpctrain.parallel.execution import MicroBatch, Operation, TrainingStep, route, run_actions
-from hpctrain.parallel.messages import Message, inbound
+from hpctrain.parallel.pipeline.execution import (
+    MicroBatch,
+    Operation,
+    TrainingStep,
+    route,
+    run_actions,
+)
+from hpctrain.parallel.pipeline.stage_link import StageLink
+from hpctrain.parallel.pipeline.stages import StagePlan
+from hpctrain.parallel.pipeline.tied_weights import TiedWeights
 from hpctrain.parallel.schedules import make
+from hpctrain.parallel.schedules.actions import Action, PipelineSchedule
+from hpctrain.parallel.schedules.check import check
 from hpctrain.parallel.schedules.forward import forward_only
-from hpctrain.parallel.stage_link import StageLink
-from hpctrain.parallel.stages import StagePlan
-from hpctrain.parallel.tied_weights import TiedWeights
+from hpctrain.parallel.schedules.messages import Message, inbound
 from hpctrain.transport.link import Link
 from hpctrain.transport.shared_memory.host import aligned_zeros
 from hpctrain.world import World

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from hpctrain import nn
 from hpctrain.core.errors import UsageError
 from hpctrain.nn.part import Part
-from hpctrain.parallel import balance
+from hpctrain.parallel.pipeline import balance
 
 
 class SharedTensor(NamedTuple):

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from rich.console import Console
 from rich.table import Table
 
-from hpctrain.parallel.actions import PipelineSchedule
-from hpctrain.parallel.summary import Summary
+from hpctrain.parallel.schedules.actions import PipelineSchedule
+from hpctrain.parallel.timing.summary import Summary
 
 DEFAULT_WIDTH = 160  #: if stdout is no terminal
 
