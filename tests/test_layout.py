@@ -31,26 +31,30 @@ ROOMS = {
     "cluster/slurm": (13, 1850),
     "collectives": (23, 2300),
     "collectives/reductions": (5, 500),
-    "commands": (24, 1625),
+    "commands": (24, 1740),
     "config": (5, 665),
     "core": (20, 1850),
     "cost_model": (7, 1000),
     "data": (16, 1390),
     "doctor": (10, 950),
     "doctor/job": (12, 1650),
-    "engines": (8, 1050),
+    "engines": (9, 1150),
     "engines/gossip": (6, 700),
     "engines/local_sgd": (4, 460),
     "engines/parameter_server": (12, 1800),
     "engines/synchronous": (9, 1200),
-    "gradients": (10, 1315),
+    "gradients": (10, 1470),
     "gradients/compress": (7, 900),
     "hardware": (7, 650),
     "jax": (8, 650),
-    "nn": (20, 2335),
+    "nn": (23, 2760),  # parts of a model, and their gradients
     "nn/cuda": (6, 700),
     "nn/losses": (6, 480),
     "optim": (8, 1250),
+    "parallel": (3, 150),
+    "parallel/pipeline": (9, 1050),
+    "parallel/schedules": (14, 1000),
+    "parallel/timing": (7, 1050),
     "report": (8, 860),
     "run_files": (6, 580),
     "scaling": (10, 1590),
@@ -59,7 +63,7 @@ ROOMS = {
     "slurm": (3, 400),  # jobs of Slurm from Python
     "torch": (18, 1905),
     "torch/modules": (13, 1300),
-    "training": (19, 3040),
+    "training": (20, 3200),  # models that are split over ranks
     "training/recipes": (1, 50),
     "transport": (3, 250),
     "transport/device": (6, 970),
@@ -71,7 +75,7 @@ ROOMS = {
     "tuning": (10, 1480),
     "user_collectives": (4, 520),
     "watch": (6, 750),
-    "world": (5, 540),
+    "world": (6, 570),
 }
 #: longer files and their lines, which may only shrink
 LONG: dict[str, int] = {}
@@ -134,7 +138,7 @@ def test_files_are_short():
 def test_the_top_level_is_small():
     entries = [p for p in ROOT.iterdir() if p.is_dir() or p.suffix == ".py"]
     entries = [p for p in entries if p.name != "__pycache__"]
-    assert len(entries) <= 32  # a room for each guest: torch, jax; one for ht.slurm
+    assert len(entries) <= 33  # a room for each guest: torch, jax; one for ht.slurm, for pipelines
     assert sum(p.is_file() for p in entries) <= 8
 
 

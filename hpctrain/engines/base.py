@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from hpctrain.collectives import broadcast
+from hpctrain.collectives.vote import elementwise_maximum
 from hpctrain.engines.engine import Task, Times, sum_over
 from hpctrain.engines.replay import Recorder
 from hpctrain.engines.staleness import Staleness
@@ -46,7 +47,8 @@ class EngineBase:
     @property
     def bytes_sent(self) -> int:
         """Bytes that this rank has sent since the start."""
-        return self._group.bytes_sent + sum(link.bytes_sent for link in self._links)
+        along_pipe = self._world.grid.bytes_sent if self._world.grid else 0
+        return self._group.bytes_sent + sum(link.bytes_sent for link in self._links) + along_pipe
 
     def sum(self, numbers: np.ndarray) -> np.ndarray:
         """Return the sums of a few float64 over all ranks, the same on each."""
@@ -65,4 +67,13 @@ class EngineBase:
         with self.times.compute(self._trace, "forward, backward"):
             sums = self.replica.gradient(*task, self.check.begin(ignore_ready))
             is_finite = self.check.passes(sums)
-        return sums, is_finite
+        return sums, self._whole_replica_passes(is_finite)
+
+    def _whole_replica_passes(self, is_finite: bool) -> bool:
+        """Return whether the gradients of all ranks that share this replica are finite."""
+        grid = self._world.grid
+        if grid is None:
+            return is_finite
+        with self.times.wait(self._trace, "wait for flags"):
+            failed, _ = elementwise_maximum(grid.pipe, (int(not is_finite), 0))
+        return not failed

@@ -5,7 +5,7 @@ The trainer knows no regime, and an engine knows no recipe, file or progress bar
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
@@ -15,7 +15,6 @@ import numpy as np
 
 from hpctrain.checkpoint import Piece
 from hpctrain.collectives import AllReduceFunction, Group, all_gather_bytes
-from hpctrain.collectives.chunks import bounds
 from hpctrain.collectives.recursive_doubling import recursive_doubling
 from hpctrain.engines.replay import Recorder
 from hpctrain.engines.saved_state import SavedState
@@ -194,12 +193,12 @@ def average_over(group: Group, allreduce: AllReduceFunction, arrays: Iterable[np
         x /= group.link.size
 
 
-def gather_rows(link: Link, rows: np.ndarray) -> np.ndarray:
-    """Return the rows of partial sums of all ranks, in the order of ranks."""
-    if link.size == 1:
-        return rows
-    parts = all_gather_bytes(link, rows.tobytes())
-    return np.frombuffer(b"".join(parts)).reshape(-1, rows.shape[1])
+def gather_rows(link: Link, arena: Arena, rows: np.ndarray) -> np.ndarray:
+    """Return the rows of the whole model, of shards of `arena` in the order of ranks."""
+    if link.size > 1:
+        parts = all_gather_bytes(link, rows.tobytes())
+        rows = np.frombuffer(b"".join(parts)).reshape(-1, rows.shape[1])
+    return arena.gather_rows(rows)
 
 
 def join_flags(group: Group, step: int, flags: Flags, failed: bool) -> tuple[int, Flags]:
@@ -210,42 +209,3 @@ def join_flags(group: Group, step: int, flags: Flags, failed: bool) -> tuple[int
     stop, failure_code = numbers.tolist()
     failure, failed_step = divmod(failure_code, 1 << STEP_BITS)
     return (failed_step if failure else step), Flags(stop, failure)
-
-
-def identity_total(partials: np.ndarray) -> np.ndarray:
-    """Return `partials` unchanged: one rank holds the whole arena."""
-    return partials
-
-
-def pieces_of(
-    arena: Arena, optimizer_state: Mapping[str, np.ndarray], rank: int, size: int
-) -> list[Piece]:
-    """Return the 1/P that `rank` saves of a state that every rank holds in full."""
-    return [piece_of(name, x, rank, size) for name, x in _flat(arena, optimizer_state).items()]
-
-
-def request_state(
-    arena: Arena, optimizer_state: Mapping[str, np.ndarray], saved: SavedState
-) -> None:
-    """Request the planes and the optimizer's state of a checkpoint, whole.
-
-    Raises UsageError for a checkpoint of another model or optimizer.
-    """
-    for name, x in _flat(arena, optimizer_state).items():
-        saved.request(name, x)
-
-
-def _flat(arena: Arena, optimizer_state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    buffer = {"buffer": arena.buffer} if arena.buffer.size else {}
-    return {
-        "param": arena.param,
-        **buffer,
-        **{f"optimizer.{k}": x for k, x in optimizer_state.items()},
-    }
-
-
-def piece_of(name: str, x: np.ndarray, rank: int, size: int) -> Piece:
-    """Return the 1/P that `rank` saves of flat array `x`, which every rank holds in full."""
-    offsets: Sequence[int] = bounds(x.size, size, BLOCK_ELEMENTS)
-    start, stop = offsets[rank], offsets[rank + 1]
-    return Piece(name, start, x.size, x[start:stop])

@@ -67,18 +67,20 @@ class SavedState:
         if name.endswith(UPDATE_COUNT) and self._ratio != 1:
             self.on_arrival(partial(_convert_count, out, self._ratio))
 
-    def request_sum(self, name: str, out: Any, parts: int) -> None:
-        """Request the sum of the `parts` equal ranges that `name` consists of."""
-        for turn in range(parts):
-            self._reader.request(name, out, turn * out.size, turn)
+    def request_sum(self, name: str, out: Any, offset: int, size: int) -> None:
+        """Request the elements from `offset` on of the sum of all parts of `size` of `name`."""
+        for turn in range(self.sizes[name] // size):
+            self._reader.request(name, out, turn * size + offset, turn)
 
-    def request_deferred(self, name: str, out: Any, size: int | None = None) -> None:
+    def request_deferred(
+        self, name: str, out: Any, offset: int = 0, size: int | None = None
+    ) -> None:
         """Request an array that not every checkpoint has: `out` changes after all has arrived.
 
         If this checkpoint is damaged and an older one lacks the array, `out` keeps its values.
         """
         arrived = namespace(out).empty_like(out)
-        self.request(name, arrived, 0, size)
+        self.request(name, arrived, offset, size)
         self.on_arrival(partial(copy, out, arrived))
 
     def on_arrival(self, call: Any) -> None:

@@ -18,8 +18,8 @@ import numpy as np
 
 from hpctrain.checkpoint import Piece
 from hpctrain.core.xp import namespace
-from hpctrain.engines.engine import identity_total, request_state
 from hpctrain.engines.saved_state import SavedState
+from hpctrain.engines.state_pieces import array_pieces, request_array, request_state
 from hpctrain.gradients.arena import Arena
 from hpctrain.optim import Optimizer
 from hpctrain.optim.optimizer import State
@@ -68,14 +68,15 @@ class WorkerState:
     def update(self, param: np.ndarray) -> None:
         """Update `param` with the arena's gradient, by this worker's optimizer."""
         arena = self._arena
-        self._optimizer.update(arena.grad, self.state, param, arena.slots, identity_total)
+        self._optimizer.update(arena.grad, self.state, param, arena.layout, arena.gather_rows)
 
     def pieces(self) -> list[Piece]:
         """Return this worker's own pieces of a checkpoint, after its planes were saved."""
         state = self.state if self.states_differ else {}
         named = {**self._own_planes, **{f"optimizer.{name}": x for name, x in state.items()}}
         prefix = f"worker.{self._worker}."
-        return [Piece(prefix + name, 0, x.size, x) for name, x in named.items()]
+        arrays = named.items()
+        return [p for name, x in arrays for p in array_pieces(self._arena, prefix + name, x, 0, 1)]
 
     def load(self, saved: SavedState) -> None:
         """Request the common planes, and this worker's own if the number of workers is the same.
@@ -85,9 +86,9 @@ class WorkerState:
         own_name = partial(saved.own_name, worker=self._worker, workers=self._workers)
         request_state(self._arena, {}, saved)
         for name, x in self.state.items():
-            saved.request(own_name(f"optimizer.{name}"), x)
+            request_array(self._arena, own_name(f"optimizer.{name}"), x, saved.request)
         planes = {name: x for name, x in self.planes.items() if own_name(name) != name}
         self._params_differ = False
-        self._own_planes = {name: namespace(x).empty_like(x) for name, x in planes.items()}
+        self._own_planes = {name: namespace(x).zeros_like(x) for name, x in planes.items()}
         for name, x in self._own_planes.items():
-            saved.request(own_name(name), x)
+            request_array(self._arena, own_name(name), x, saved.request)

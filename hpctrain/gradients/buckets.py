@@ -29,15 +29,18 @@ def cut_buckets(
 ) -> list[Bucket]:
     """Return buckets, last slots first, that cover a plane of `length` elements.
 
-    A bucket ends with the slot that makes it `bucket_bytes` or larger; no slot is divided.
+    A bucket ends with the slot that makes it `bucket_bytes` or larger; no slot is divided. The gap
+    in front of the first slot, if any, belongs to its bucket.
     """
     buckets: list[Bucket] = []
     stop, names = length, set()
-    for slot in sorted(slots, key=lambda s: s.offset, reverse=True):
+    last_first = sorted(slots, key=lambda s: s.offset, reverse=True)
+    for slot in last_first:
         names.add(slot.name)
-        if (stop - slot.offset) * itemsize >= bucket_bytes or slot.offset == 0:
-            buckets.append(Bucket(slot.offset, stop, frozenset(names)))
-            stop, names = slot.offset, set()
+        start = 0 if slot.offset == last_first[-1].offset else slot.offset
+        if (stop - start) * itemsize >= bucket_bytes or start == 0:
+            buckets.append(Bucket(start, stop, frozenset(names)))
+            stop, names = start, set()
     return buckets
 
 

@@ -17,6 +17,7 @@ from hpctrain.core.trees import arrays, map_arrays
 from hpctrain.gradients import arena as arenas
 from hpctrain.gradients.arena import Arena
 from hpctrain.hardware.memory import available_bytes
+from hpctrain.nn.gradient_sums import GradientSums
 from hpctrain.transport.shared_memory.host import aligned_zeros
 
 INITIAL_VALUE_BYTES = 8  #: per element: initial values are float64
@@ -136,12 +137,11 @@ class ModelReplica:
     ) -> nn.Sums:
         """Write the gradient into the arena, as the sum over micro-batches; see Replica."""
         sums: nn.Sums = {}
-        for i, (piece, first) in enumerate(split_batch(batch, self.micro_batches)):
+        grads = GradientSums(self.model.whole, self._grads, self.micro_batches, on_ready)
+        for piece, first in split_batch(batch, self.micro_batches):
             piece_key = key._replace(first=key.first + first)
-            piece_on_ready = on_ready if i == self.micro_batches - 1 else ignore_ready
-            planes = self._params, self._grads, piece.inputs, piece.targets
-            piece_sums = self.model.gradient(
-                *planes, scale, piece_key, piece_on_ready, accumulate=i > 0
+            piece_sums = self.model.add_gradient(
+                self._params, grads, piece.inputs, piece.targets, scale, piece_key
             )
             sums = nn.add(sums, piece_sums)
         return sums

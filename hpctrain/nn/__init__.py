@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from hpctrain import config
 from hpctrain.config import usercode
 from hpctrain.core.lazy import LazyTable, lazy_names
+from hpctrain.nn.initial_values import initial_values
 from hpctrain.nn.layer import Key, Layer, Parameter
 from hpctrain.nn.losses import (
     LOSSES,
@@ -23,7 +24,7 @@ from hpctrain.nn.losses import (
     cross_entropy,
     mean_squared_error,
 )
-from hpctrain.nn.model import Model, initial_values
+from hpctrain.nn.model import Model
 
 if TYPE_CHECKING:
     from hpctrain.nn.activations import GELU, ReLU

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from math import sqrt
 from typing import Any, NamedTuple
 
@@ -21,7 +21,17 @@ import numpy as np
 from hpctrain.core.errors import UsageError
 from hpctrain.core.xp import Array, namespace, narrowed, on_device, widened
 from hpctrain.nn.embedding import INIT_STD
-from hpctrain.nn.layer import Key, Parameter, Shape, normal, require_at_least, sum_rows, zeros
+from hpctrain.nn.layer import (
+    Key,
+    Later,
+    Parameter,
+    Shape,
+    normal,
+    require_at_least,
+    run_now,
+    write_affine_gradients,
+    zeros,
+)
 
 
 class AttentionSaved(NamedTuple):
@@ -92,15 +102,13 @@ class CausalAttention:
         saved: AttentionSaved,
         dy: Array,
         want_dx: bool,
+        later: Later = run_now,
     ) -> Array | None:
-        xp, shape = namespace(dy), dy.shape
-        dy = dy.reshape(saved.x.shape)
-        xp.matmul(saved.context.T, dy, out=g["out_weight"])
-        sum_rows(dy, out=g["out_bias"])
+        shape, dy = dy.shape, dy.reshape(saved.x.shape)
+        later(partial(write_affine_gradients, g, saved.context, dy, "out_weight", "out_bias"))
         dcontext = dy @ p["out_weight"].T
         dqkv = self._qkv_gradient(saved, dcontext).reshape(len(dy), 3 * dy.shape[1])
-        xp.matmul(saved.x.T, dqkv, out=g["qkv_weight"])
-        sum_rows(dqkv, out=g["qkv_bias"])
+        later(partial(write_affine_gradients, g, saved.x, dqkv, "qkv_weight", "qkv_bias"))
         return (dqkv @ p["qkv_weight"].T).reshape(shape) if want_dx else None
 
     def _qkv_gradient(self, saved: AttentionSaved, dcontext: Array) -> Array:

@@ -17,7 +17,8 @@ from typing import Any
 
 from hpctrain.core.errors import UsageError
 from hpctrain.core.xp import Array
-from hpctrain.nn.layer import Key, Layer, Parameter, Shape
+from hpctrain.nn.gradient_sums import LazyArrays
+from hpctrain.nn.layer import Key, Later, Layer, Parameter, Shape, run_now, takes_later
 
 #: More layers than a chain has: keeps the random streams of nested layers apart.
 MAX_CHAIN_LAYERS = 1 << 16
@@ -44,9 +45,11 @@ def qualify_names(name: str, parameters: Mapping[str, Parameter]) -> dict[str, P
     return {f"{name}.{own_name}": parameter for own_name, parameter in parameters.items()}
 
 
-def select_layer(arrays: Mapping[str, Array], name: str) -> dict[str, Array]:
+def select_layer(arrays: Mapping[str, Array], name: str) -> Mapping[str, Array]:
     """Return the arrays of inner layer `name`, under the names that the layer itself uses."""
     prefix = f"{name}."
+    if type(arrays) is LazyArrays:
+        return arrays.select(prefix)
     return {path[len(prefix) :]: x for path, x in arrays.items() if path.startswith(prefix)}
 
 
@@ -84,15 +87,16 @@ class Chain:
         saved: list[tuple[Layer, str, Any]],
         dy: Array,
         want_dx: bool,
+        later: Later = run_now,
     ) -> Array | None:
         tape = list(saved)
         while tape:
             layer, name, inner_saved = tape.pop()
             # Layers before the first one with parameters need no gradient.
             needs_dx = want_dx or any(select_layer(p, earlier) for _, earlier, _ in tape)
-            dx = layer.backward(
-                select_layer(p, name), select_layer(g, name), inner_saved, dy, needs_dx
-            )
+            inner = select_layer(p, name), select_layer(g, name), inner_saved
+            extra = (later,) if takes_later(type(layer)) else ()
+            dx = layer.backward(*inner, dy, needs_dx, *extra)
             if not needs_dx:
                 return dx
             dy = dx
@@ -132,12 +136,18 @@ class Residual:
         return y + shortcut_y, (body_saved, shortcut_saved)
 
     def backward(
-        self, p: Mapping[str, Array], g: Mapping[str, Array], saved: Any, dy: Array, want_dx: bool
+        self,
+        p: Mapping[str, Array],
+        g: Mapping[str, Array],
+        saved: Any,
+        dy: Array,
+        want_dx: bool,
+        later: Later = run_now,
     ) -> Array | None:
         body, shortcut = self._branches()
-        dx = body.backward(p, g, saved[0], dy, want_dx)
+        dx = body.backward(p, g, saved[0], dy, want_dx, later)
         shortcut_dx = shortcut.backward(
-            select_layer(p, "shortcut"), select_layer(g, "shortcut"), saved[1], dy, want_dx
+            select_layer(p, "shortcut"), select_layer(g, "shortcut"), saved[1], dy, want_dx, later
         )
         return dx + shortcut_dx if want_dx else None  # type: ignore[operator]
 
@@ -166,6 +176,8 @@ class Recompute:
         saved: tuple[Array, Key | None],
         dy: Array,
         want_dx: bool,
+        later: Later = run_now,
     ) -> Array | None:
         _, inner_saved = self.inner.forward(p, *saved)
-        return self.inner.backward(p, g, inner_saved, dy, want_dx)
+        extra = (later,) if takes_later(type(self.inner)) else ()
+        return self.inner.backward(p, g, inner_saved, dy, want_dx, *extra)

@@ -15,7 +15,7 @@ from typing import Any
 from hpctrain.core.errors import UsageError
 from hpctrain.core.xp import Array, namespace
 from hpctrain.nn.chain import Chain, qualify_names, select_layer
-from hpctrain.nn.layer import Key, Layer, Parameter, Shape
+from hpctrain.nn.layer import Key, Later, Layer, Parameter, Shape, run_now
 
 MAX_BRANCHES = 1 << 10  #: more branches than a model has: keeps their random streams apart
 
@@ -59,7 +59,13 @@ class Concatenate:
         return namespace(outputs[0]).concatenate(outputs, axis=-1), (saved, ends)
 
     def backward(
-        self, p: Mapping[str, Array], g: Mapping[str, Array], saved: Any, dy: Array, want_dx: bool
+        self,
+        p: Mapping[str, Array],
+        g: Mapping[str, Array],
+        saved: Any,
+        dy: Array,
+        want_dx: bool,
+        later: Later = run_now,
     ) -> None:
         branch_saved, ends = saved
         xp = namespace(dy)
@@ -69,7 +75,7 @@ class Concatenate:
         for (name, layers), own_saved, own_dy in reversed(branches):
             own_p, own_g = select_layer(p, name), select_layer(g, name)
             own_dy = xp.ascontiguousarray(own_dy)
-            Chain(layers).backward(own_p, own_g, own_saved, own_dy, want_dx=False)
+            Chain(layers).backward(own_p, own_g, own_saved, own_dy, want_dx=False, later=later)
 
     def _check_names(self, shape: Any) -> None:
         if not isinstance(shape, dict) or shape.keys() != self.branches.keys():

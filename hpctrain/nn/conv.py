@@ -15,13 +15,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from hpctrain.core.errors import UsageError
-from hpctrain.core.xp import Array, namespace, narrowed, on_device
+from hpctrain.core.xp import Array, narrowed, on_device
 from hpctrain.nn.cuda import im2col
-from hpctrain.nn.layer import Key, Parameter, Shape, he_normal, require_at_least, sum_rows, zeros
+from hpctrain.nn.layer import (
+    Key,
+    Later,
+    Parameter,
+    Shape,
+    he_normal,
+    require_at_least,
+    run_now,
+    write_affine_gradients,
+    zeros,
+)
 
 
 def count_windows(shape: Shape, window: int, stride: int, padding: int = 0) -> tuple[int, int]:
@@ -91,13 +102,11 @@ class Conv2d:
         saved: tuple[Array, Shape],
         dy: Array,
         want_dx: bool,
+        later: Later = run_now,
     ) -> Array | None:
         columns, shape = saved
         dy = dy.reshape(len(columns), self.outputs)
-        weight = g["weight"].reshape(columns.shape[1], self.outputs)
-        namespace(dy).matmul(columns.T, dy, out=weight)
-        if self.bias:
-            sum_rows(dy, out=g["bias"])
+        later(partial(write_affine_gradients, g, columns, dy))
         return self._input_gradient(p["weight"], dy, shape) if want_dx else None
 
     def _im2col(self, x: Array) -> Array:

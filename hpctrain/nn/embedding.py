@@ -10,12 +10,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from hpctrain.core.errors import UsageError
 from hpctrain.core.xp import Array, namespace, on_device
-from hpctrain.nn.layer import Key, Parameter, Shape, normal, require_at_least, rows_of, sum_rows
+from hpctrain.nn.layer import (
+    Key,
+    Later,
+    Parameter,
+    Shape,
+    normal,
+    require_at_least,
+    rows_of,
+    run_now,
+    sum_rows,
+    write_affine_gradients,
+)
 
 INIT_STD = 0.02  #: standard deviation at the start, as in GPT-2 (Radford et al., 2019)
 MAX_ONE_HOT_BYTES = 64 << 20  #: of a one-hot matrix; see `_sum_rows_by_matmul`
@@ -57,22 +69,16 @@ class Embedding:
             )
 
     def backward(
-        self, p: Mapping[str, Array], g: Mapping[str, Array], saved: Array, dy: Array, want_dx: bool
+        self,
+        p: Mapping[str, Array],
+        g: Mapping[str, Array],
+        saved: Array,
+        dy: Array,
+        want_dx: bool,
+        later: Later = run_now,
     ) -> Array | None:
-        if on_device(dy):
-            _sum_rows_by_matmul(g["table"], saved.reshape(-1), rows_of(dy))
-            return None  # numbers have no gradient
-        # Sorting makes the rows of one entry adjacent, and fixes the order in which they are added.
-        xp, table = namespace(dy), g["table"]
-        sorted_order = saved.reshape(-1).argsort(kind="stable")
-        rows = saved.reshape(-1)[sorted_order]
-        table[...] = 0
-        if len(rows):
-            starts = xp.flatnonzero(xp.concatenate([rows[:1] == rows[:1], rows[1:] != rows[:-1]]))
-            table[rows[starts]] = xp.add.reduceat(
-                dy.reshape(len(rows), -1)[sorted_order], starts, axis=0
-            )
-        return None
+        later(partial(_write_table_gradient, g, saved.reshape(-1), rows_of(dy)))
+        return None  # numbers have no gradient
 
 
 @dataclass(frozen=True)
@@ -91,9 +97,15 @@ class Positions:
         return x + p["table"], None
 
     def backward(
-        self, p: Mapping[str, Array], g: Mapping[str, Array], saved: None, dy: Array, want_dx: bool
+        self,
+        p: Mapping[str, Array],
+        g: Mapping[str, Array],
+        saved: None,
+        dy: Array,
+        want_dx: bool,
+        later: Later = run_now,
     ) -> Array | None:
-        sum_rows(dy.reshape(len(dy), g["table"].size), out=g["table"].reshape(-1))
+        later(partial(_write_position_gradients, g, dy))
         return dy
 
 
@@ -120,13 +132,38 @@ class Unembedding:
         return (flat @ p["table"].T).reshape(*x.shape[:-1], self.entries), x
 
     def backward(
-        self, p: Mapping[str, Array], g: Mapping[str, Array], saved: Array, dy: Array, want_dx: bool
+        self,
+        p: Mapping[str, Array],
+        g: Mapping[str, Array],
+        saved: Array,
+        dy: Array,
+        want_dx: bool,
+        later: Later = run_now,
     ) -> Array | None:
-        table = p["table"]
-        flat = rows_of(saved)
-        dy = rows_of(dy)
-        namespace(dy).matmul(dy.T, flat, out=g["table"])
-        return (dy @ table).reshape(saved.shape) if want_dx else None
+        flat = rows_of(dy)
+        # The table is the transpose of a weight, so its gradient is that of a product dy W = x.
+        later(partial(write_affine_gradients, g, flat, rows_of(saved), "table"))
+        return (flat @ p["table"]).reshape(saved.shape) if want_dx else None
+
+
+def _write_position_gradients(g: Mapping[str, Array], dy: Array) -> None:
+    table = g["table"]
+    sum_rows(dy.reshape(len(dy), table.size), out=table.reshape(-1))
+
+
+def _write_table_gradient(g: Mapping[str, Array], rows: Array, dy: Array) -> None:
+    """Write into row i of the table's gradient the sum of those of `dy` where `rows` is i."""
+    table = g["table"]
+    if on_device(dy):
+        _sum_rows_by_matmul(table, rows, dy)
+        return
+    # Sorting makes the rows of one entry adjacent, and fixes the order in which they are added.
+    xp, sorted_order = namespace(dy), rows.argsort(kind="stable")
+    rows = rows[sorted_order]
+    table[...] = 0
+    if len(rows):
+        starts = xp.flatnonzero(xp.concatenate([rows[:1] == rows[:1], rows[1:] != rows[:-1]]))
+        table[rows[starts]] = xp.add.reduceat(dy[sorted_order], starts, axis=0)
 
 
 def _sum_rows_by_matmul(table: Array, rows: Array, dy: Array) -> None:

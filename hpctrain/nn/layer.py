@@ -9,7 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
+from inspect import signature
 from math import prod
+from operator import methodcaller
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -20,6 +23,11 @@ from hpctrain.core.xp import Array, namespace
 MAX_LAYERS = 10_000  #: a recipe with a larger number of blocks is a mistake, and takes all memory
 Shape = tuple[int, ...]
 Init = Callable[[np.random.Generator, Shape], np.ndarray]
+Product = Callable[[], object]  #: writes gradients of parameters, which no other layer reads
+Later = Callable[[Product], object]  #: runs a product, at once or later
+
+#: The `Later` that runs each product at once; a C function, so it costs no Python call per product.
+run_now: Later = methodcaller("__call__")
 
 
 #: Returns the sums of a few float64 over all ranks, the same bytes on each rank; collective.
@@ -79,7 +87,17 @@ class Layer(Protocol):
         """Overwrite the contiguous arrays `g` with the gradients; return dL/dx.
 
         `dy` is dL/dy and is not written. Without `want_dx` the returned value is undefined.
+
+        A layer may take a sixth argument, `later: Later = run_now`, and pass it products that write
+        into `g`: a pipeline runs them when it would wait otherwise. A product reads only arrays
+        that nobody writes after this call, and keeps no others alive.
         """
+
+
+@cache
+def takes_later(layer_type: type) -> bool:
+    """Return whether `backward` of such layers takes `later`."""
+    return "later" in signature(layer_type.backward).parameters  # type: ignore[attr-defined]
 
 
 def he_normal(fan_in: int) -> Init:
@@ -121,3 +139,14 @@ def sum_rows(x: Array, out: Array) -> None:
     # A matrix product: np.sum over the first axis of a tall array is up to 20 times slower.
     xp = namespace(x)
     xp.matmul(xp.ones(len(x), x.dtype), x, out=out)
+
+
+def write_affine_gradients(
+    g: Mapping[str, Array], x: Array, dy: Array, weight: str = "weight", bias: str = "bias"
+) -> None:
+    """Write the gradients of y = x W + b into `g`, from x (n, inputs) and dy (n, outputs)."""
+    # BLAS reads the transpose in place and writes directly into the gradient's slot.
+    out = g[weight].reshape(x.shape[1], dy.shape[1])
+    namespace(dy).matmul(x.T, dy, out=out)
+    if bias in g:
+        sum_rows(dy, out=g[bias])

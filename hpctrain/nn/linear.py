@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from hpctrain.core.errors import UsageError
-from hpctrain.core.xp import Array, namespace
+from hpctrain.core.xp import Array
 from hpctrain.nn.layer import (
     Key,
+    Later,
     Parameter,
     Shape,
     he_normal,
     normal,
     require_at_least,
     rows_of,
-    sum_rows,
+    run_now,
+    write_affine_gradients,
     zeros,
 )
 
@@ -56,10 +59,14 @@ class Linear:
         return y.reshape(*x.shape[:-1], self.outputs), flat
 
     def backward(
-        self, p: Mapping[str, Array], g: Mapping[str, Array], saved: Array, dy: Array, want_dx: bool
+        self,
+        p: Mapping[str, Array],
+        g: Mapping[str, Array],
+        saved: Array,
+        dy: Array,
+        want_dx: bool,
+        later: Later = run_now,
     ) -> Array | None:
-        # BLAS reads both transposes in place and writes directly into the gradient's slot.
         flat = rows_of(dy)
-        namespace(dy).matmul(saved.T, flat, out=g["weight"])
-        sum_rows(flat, out=g["bias"])
+        later(partial(write_affine_gradients, g, saved, flat))
         return (flat @ p["weight"].T).reshape(*dy.shape[:-1], saved.shape[1]) if want_dx else None

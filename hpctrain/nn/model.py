@@ -13,17 +13,27 @@ import numpy as np
 
 from hpctrain.core.errors import UsageError
 from hpctrain.core.trees import map_arrays, sample_count, sample_shape
-from hpctrain.core.xp import Array, like, namespace, narrowed, on_device, widened
+from hpctrain.core.xp import Array, like, narrowed, on_device, widened
 from hpctrain.nn.chain import infer_shapes, qualify_names
 from hpctrain.nn.concatenate import Concatenate
 from hpctrain.nn.embedding import Embedding
+from hpctrain.nn.gradient_sums import GradientSums
 from hpctrain.nn.layer import Key, Layer, Parameter, Shape
-from hpctrain.nn.losses import Loss, Sums, add, as_loss, cross_entropy, wait_for_sums
+from hpctrain.nn.losses import (
+    Loss,
+    PendingSums,
+    Sums,
+    add,
+    as_loss,
+    cross_entropy,
+    wait_for_sums,
+)
+from hpctrain.nn.part import Part
 
 MAX_EVALUATION_TARGETS = 2048  #: targets that `evaluate` computes at once; bounds the memory
 MAX_EVALUATION_ROWS = 256  #: samples that `evaluate` computes at once
 
-__all__ = ["Key", "Model", "initial_values"]
+__all__ = ["Key", "Model"]
 
 
 class Model:
@@ -46,19 +56,23 @@ class Model:
         self.input_shape = _shape(input_shape)
         self.loss = as_loss(loss)
         self._first_layer = next(iter(self.layers.values()), None)
-        sample_shapes = infer_shapes(self.layers, self.input_shape)
-        self.output_shape = sample_shapes[-1]
+        #: The shape of a sample before each layer and after the last
+        self.shapes = infer_shapes(self.layers, self.input_shape)
+        self.output_shape = self.shapes[-1]
         self.parameters: dict[str, Parameter] = {}
         self.buffers: dict[str, Parameter] = {}
-        self._names: list[dict[str, str]] = []  # per layer: {name in the layer: full name}
-        for (name, layer), shape in zip(self.layers.items(), sample_shapes, strict=False):
-            self._names.append(self._register_parameters(name, layer.parameters(shape)))
+        #: Of each layer its own names of parameters and buffers, and their full names
+        self.layer_names: list[dict[str, str]] = []
+        for (name, layer), shape in zip(self.layers.items(), self.shapes, strict=False):
+            self.layer_names.append(self._register_parameters(name, layer.parameters(shape)))
         if not self.parameters:
             raise UsageError("a model needs a layer with parameters, seen none")
         #: The parameter whose dtype is that of samples
         self._dtype_parameter = next((n for n, p in self.parameters.items() if not p.wide),
                              next(iter(self.parameters)))  # fmt: skip
-        self._use_counts = Counter(name for names in self._names for name in names.values())
+        self.use_counts = Counter(name for names in self.layer_names for name in names.values())
+        #: All layers; Part(self, start, stop) are some of them
+        self.whole = Part(self, 0, len(self.layers))
 
     def __repr__(self) -> str:
         shapes = f"{self.input_shape} -> {self.output_shape}"
@@ -66,12 +80,14 @@ class Model:
 
     def summary(self) -> str:
         """Return a table with the output shape of a sample and the parameters of each layer."""
-        shapes = infer_shapes(self.layers, self.input_shape)[1:]
         rows = [("layer", "output shape", "parameters")]
         rows += [
             (f"{name} ({type(layer).__name__})", str(shape), f"{self._count_elements(own):,}")
             for (name, layer), shape, own in zip(
-                self.layers.items(), shapes, map(dict.values, self._names), strict=True
+                self.layers.items(),
+                self.shapes[1:],
+                map(dict.values, self.layer_names),
+                strict=True,
             )
         ]
         rows.append(("total", "", f"{self.parameter_count:,}"))
@@ -100,14 +116,13 @@ class Model:
         scale: float,
         key: Key,
         on_ready: Callable[[str], None],
-        accumulate: bool = False,
     ) -> Sums:
         """Write the gradient of `scale` times the summed loss of a batch into `grads`.
 
         `params` holds an array per parameter and buffer, `grads` one per parameter. All have one
         dtype, float32 or float64; or `wide` ones have float32, and the others 16 bits. Buffers are
-        written. `grads` must be contiguous; it is overwritten (with zeros by a batch without
-        samples), or added to with `accumulate`.
+        written. `grads` must be contiguous; it is overwritten, with zeros by a batch without
+        samples.
 
         `x` is (n, *input_shape) in any real dtype, or a tree of such arrays; `y` holds the targets
         of the loss, mostly (n,) integers; neither is written. `on_ready(name)` is called once per
@@ -116,29 +131,56 @@ class Model:
         for all of them before backward begins. Raises UsageError if samples have another shape
         than `input_shape`.
         """
-        x = self._prepare_samples(params, x)
-        tape: list[Any] = []
-        for i, layer in enumerate(self.layers.values()):
-            if key.on_need is not None:
-                for name in self._names[i].values():
-                    key.on_need(name)
-            x, saved = layer.forward(self._layer_arrays(i, params), x, key._replace(layer=i))
-            tape.append(saved)
+        return self.add_gradient(
+            params, GradientSums(self.whole, grads, 1, on_ready), x, y, scale, key
+        )
+
+    def add_gradient(
+        self,
+        params: Mapping[str, Array],
+        grads: GradientSums,
+        x: Any,
+        y: Any,
+        scale: float,
+        key: Key,
+    ) -> Sums:
+        """Add the gradient of the next micro-batch to `grads`; for the arguments see `gradient`."""
+        x = self.prepare_samples(x, params[self._dtype_parameter])
+        output, tape = self.whole.forward(params, x, key)
         # On a device the sums are copied asynchronously, so that backward does not wait for them.
-        sums, dy = self.loss(widened(x), _in_memory_of(x, y), scale)
-        assert dy is not None
-        self._backward(params, grads, tape, narrowed(dy, x), on_ready, accumulate)
+        sums, dy = self.loss_gradient(output, y, scale)
+        self.whole.backward(params, grads, tape, dy)
         return wait_for_sums(sums)
+
+    def loss_gradient(
+        self, output: Array, y: Any, scale: float
+    ) -> tuple[Sums | PendingSums, Array]:
+        """Return the sums of the loss of the last layer's `output`, and `scale` times dL/doutput.
+
+        `wait_for_sums` returns the sums on the host.
+        """
+        sums, dy = self.loss(widened(output), _in_memory_of(output, y), scale)
+        assert dy is not None
+        return sums, narrowed(dy, output)
 
     def evaluate(self, params: Mapping[str, Array], x: Any, y: Any) -> Sums:
         """Return the sums over a data set, without dropout; for the arrays see `gradient`."""
         sums: Sums = {}
-        rows = max(1, min(MAX_EVALUATION_ROWS, MAX_EVALUATION_TARGETS // self.targets))
-        for start in range(0, sample_count(x), rows):
-            take = itemgetter(slice(start, start + rows))
+        for piece in self.evaluation_pieces(sample_count(x)):
+            take = itemgetter(piece)
             outputs = self.outputs(params, map_arrays(take, x))
-            piece_sums, _ = self.loss(widened(outputs), _in_memory_of(outputs, map_arrays(take, y)))
+            piece_sums = self.loss_sums(outputs, map_arrays(take, y))
             sums = add(sums, wait_for_sums(piece_sums))
+        return sums
+
+    def evaluation_pieces(self, samples: int) -> list[slice]:
+        """Return the samples that `evaluate` computes at once, in turn: it bounds the memory."""
+        rows = max(1, min(MAX_EVALUATION_ROWS, MAX_EVALUATION_TARGETS // self.targets))
+        return [slice(i, min(i + rows, samples)) for i in range(0, samples, rows)]
+
+    def loss_sums(self, output: Array, y: Any) -> Sums | PendingSums:
+        """Return the sums of the loss of the last layer's `output`."""
+        sums, _ = self.loss(widened(output), _in_memory_of(output, y))
         return sums
 
     @property
@@ -161,43 +203,16 @@ class Model:
 
     def outputs(self, params: Mapping[str, Array], x: Any) -> Array:
         """Return the outputs of the last layer for `x`, (n, *output_shape), without dropout."""
-        z = self._prepare_samples(params, x)
-        for i, layer in enumerate(self.layers.values()):
-            z, _ = layer.forward(self._layer_arrays(i, params), z, None)
-        return z
+        x = self.prepare_samples(x, params[self._dtype_parameter])
+        return self.whole.forward(params, x, None)[0]
 
-    def _backward(
-        self,
-        params: Mapping[str, Array],
-        grads: Mapping[str, Array],
-        tape: list[Any],
-        dy: Array,
-        on_ready: Callable[[str], None],
-        accumulate: bool,
-    ) -> None:
-        # Layers before the first one with parameters need no gradient.
-        lowest_layer = next(i for i, names in enumerate(self._names) if names)
-        layers, uses_left = list(self.layers.values()), Counter(self._use_counts)
-        written_names = set(self.parameters) if accumulate else set()
-        for i in range(len(layers) - 1, lowest_layer - 1, -1):
-            names = {own: name for own, name in self._names[i].items() if name in self.parameters}
-            # Layers overwrite arrays: a further contribution is written elsewhere, then added.
-            contributions = {
-                own: namespace(grads[name]).empty_like(grads[name])
-                for own, name in names.items()
-                if name in written_names
-            }
-            g = {own: grads[name] for own, name in names.items()} | contributions
-            dy = layers[i].backward(
-                self._layer_arrays(i, params), g, tape.pop(), dy, i > lowest_layer
-            )
-            for own, name in reversed(names.items()):
-                if own in contributions:
-                    grads[name][...] += contributions[own]
-                written_names.add(name)
-                uses_left[name] -= 1
-                if not uses_left[name]:
-                    on_ready(name)
+    def prepare_samples(self, x: Any, parameters: Array) -> Any:
+        """Return samples for the first layer, in the memory and the dtype of `parameters`.
+
+        Raises UsageError if samples have another shape than `input_shape`.
+        """
+        self.check_shape(sample_shape(x))
+        return _convert(x, self._first_layer, parameters)
 
     def _register_parameters(
         self, layer: str, parameters: Mapping[str, Parameter]
@@ -219,30 +234,6 @@ class Model:
             raise UsageError(
                 f"layer '{layer}' shares '{name}': expected {parameter.shape}, seen {shared_shape}"
             )
-
-    def _layer_arrays(self, i: int, arrays: Mapping[str, Array]) -> dict[str, Array]:
-        return {own_name: arrays[name] for own_name, name in self._names[i].items()}
-
-    def _prepare_samples(self, params: Mapping[str, Array], x: Any) -> Any:
-        self.check_shape(sample_shape(x))
-        return _convert(x, self._first_layer, params[self._dtype_parameter])
-
-
-def initial_values(parameters: Mapping[str, Parameter], seed: int) -> dict[str, np.ndarray]:
-    """Return the initial values of each parameter, float64; they depend on `seed` and shapes alone.
-
-    Each parameter has its own random stream, so another shape of one changes no value of others.
-    """
-    return {
-        name: parameter.init(
-            np.random.Generator(np.random.Philox(key=_philox_key(seed, i))), parameter.shape
-        )
-        for i, (name, parameter) in enumerate(parameters.items())
-    }
-
-
-def _philox_key(seed: int, index: int) -> np.ndarray:
-    return np.array([seed, index], dtype=np.uint64)
 
 
 def _convert(x: Any, layer: Layer | None, parameter: Array) -> Any:

@@ -81,7 +81,7 @@ def _update(
     gather_rows: GatherRows,
 ) -> None:
     updates = int(state["step"][0])
-    rate, clip = rate_at(schedule, updates), clip_factor(grad, const.clip_norm, gather_rows)
+    rate, clip = rate_at(schedule, updates), clip_factor(grad, const.clip_norm, slots, gather_rows)
     # The bias corrections are scalars: as part of other factors they need no pass over memory.
     step_size = rate / (1 - const.beta1 ** (updates + 1))
     v_correction = 1 / math.sqrt(1 - const.beta2 ** (updates + 1))

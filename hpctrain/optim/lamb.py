@@ -97,7 +97,7 @@ def _update(
     gather_rows: GatherRows,
 ) -> None:
     rate = rate_at(schedule, int(state["step"][0]))
-    clip = clip_factor(grad, const.clip_norm, gather_rows)
+    clip = clip_factor(grad, const.clip_norm, slots, gather_rows)
     if on_device(param):
         return _update_on_device(const, rate, clip, grad, state, param, slots, gather_rows)
     scratch = namespace(param).empty((2, min(BLOCK_ELEMENTS, param.size)), param.dtype)

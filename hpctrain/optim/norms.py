@@ -13,7 +13,7 @@ shards.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -50,6 +50,27 @@ def sum_by_slot(rows: np.ndarray, slots: Sequence[TensorSlot]) -> np.ndarray:
     return sums
 
 
+def ordered_rows(
+    parts: Sequence[np.ndarray], names: Sequence[Collection[str]], slots: Sequence[TensorSlot]
+) -> np.ndarray:
+    """Return the rows of a whole model in the order of its slots, where ranks hold some slots each.
+
+    `parts[r]` are the rows of rank r, in the order of its slots; `names[r]` are their names. Each
+    slot is on one rank. Raises ValueError unless the parts have a row for each piece.
+    """
+    ranks = {name: rank for rank, own in enumerate(names) for name in own}
+    row_ranks = np.repeat(
+        [ranks[slot.name] for slot in slots], [len(_blocks_of(slot)) for slot in slots]
+    )
+    counts = np.bincount(row_ranks, minlength=len(parts)).tolist()
+    if counts != [len(part) for part in parts]:
+        raise ValueError(f"expected {counts} rows of each rank, seen {[len(p) for p in parts]}")
+    joined = np.concatenate(parts)
+    rows = np.empty_like(joined)
+    rows[np.argsort(row_ranks, kind="stable")] = joined
+    return rows
+
+
 def make_scratch(x: Array) -> Array:
     """Return scratch for `sum_squares` of one block of `x`."""
     return namespace(x).empty(min(BLOCK_ELEMENTS, x.size), np.float64)
@@ -82,14 +103,18 @@ def safe_ratio(numerator: np.ndarray, denominator: np.ndarray) -> np.ndarray:
     return np.divide(numerator, denominator, out=np.ones_like(numerator), where=is_positive)
 
 
-def clip_factor(grad: Array, max_norm: float | None, gather_rows: GatherRows) -> float:
+def clip_factor(
+    grad: Array, max_norm: float | None, slots: Sequence[TensorSlot], gather_rows: GatherRows
+) -> float:
     """Return the factor that reduces the norm of all gradients to `max_norm`; 1 if it is not above.
 
     `grad` is not written. Source: Pascanu, Mikolov and Bengio (2013), algorithm 1.
     """
     if max_norm is None:
         return 1.0
-    norm = math.sqrt(gather_rows(sum_squares_by_piece([grad], list(blocks(grad.size)))).sum())
+    # By pieces, since a block of an arena that holds some slots of a model has other elements.
+    ranges = [piece.elements for piece in pieces(grad.size, slots)]
+    norm = math.sqrt(gather_rows(sum_squares_by_piece([grad], ranges)).sum())
     return max_norm / norm if norm > max_norm else 1.0
 
 

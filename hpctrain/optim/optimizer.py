@@ -62,13 +62,14 @@ class Optimizer(NamedTuple):
     of shape (1,), the updates done so far. `update(grad, state, param, slots, gather_rows)` writes
     `state` and `param` in place, never `grad`.
 
-    The arrays are those of a whole model, or a shard that begins at a multiple of BLOCK_ELEMENTS.
-    `slots` are always those of the whole model; offsets count from the first element of the arrays,
-    so that in a shard some offsets are negative or beyond its end.
+    The arrays are those of a whole model, of ranges of it, or a shard of either that begins at a
+    multiple of BLOCK_ELEMENTS. `slots` are always those of the whole model; offsets count from the
+    first element of the arrays, so that some are negative or beyond the end of the arrays. They are
+    congruent modulo BLOCK_ELEMENTS to the offsets in a whole model.
 
     `gather_rows(rows)` takes partial sums, float64 (rows, columns), one row per piece, and returns
-    the rows of all shards in order; with a single shard it returns its argument. It is collective:
-    all shards call it equally often.
+    the rows of the whole model, in order of slots; with a single shard it returns its argument. It
+    is collective: all shards call it equally often.
 
     `rate` is for the metrics: a number, or a function of the 0-based step. `needs_norms` is true if
     `update` calls `gather_rows`; if it does not, any range of the arrays can be updated separately.

@@ -71,7 +71,7 @@ def choose_batch(spec: Recipe, mode: str, sizes: list[Size]) -> int:
 def count_workers(spec: Recipe, size: Size) -> int:
     """Return the number of workers of `size`; raise UsageError if the engine rejects the size."""
     with _prefix_errors(size):
-        return engines.workers_of(spec.engine, size.ranks)
+        return spec.workers(size.ranks)
 
 
 def check_divisible(spec: Recipe, mode: str, batch: int, sizes: list[Size]) -> None:
@@ -89,7 +89,9 @@ def check_divisible(spec: Recipe, mode: str, batch: int, sizes: list[Size]) -> N
             )
         with _prefix_errors(size):
             engines.must_fit(
-                spec.engine, size.ranks, batch if mode == "strong" else batch * worker_count
+                spec.engine,
+                spec.mesh.workers(size.ranks),
+                batch if mode == "strong" else batch * worker_count,
             )
 
 

@@ -27,10 +27,12 @@ from pydantic import Field
 
 from hpctrain import config
 from hpctrain.core.errors import HpctrainError, UsageError
-from hpctrain.core.metrics import Criterion, Direction, make_criterion
+from hpctrain.core.metrics import PARTS, Criterion, Direction, make_criterion
+from hpctrain.core.names import unknown
 from hpctrain.gradients.arena import Arena
 
 if TYPE_CHECKING:
+    from hpctrain import nn
     from hpctrain.world import World
 
 __all__ = ["Callbacks", "EarlyStop", "Run"]
@@ -190,3 +192,21 @@ def _call(callback: Any, hook: str, argument: Any) -> Any:
 
 def _name(callback: Any) -> str:
     return getattr(callback, "__qualname__", type(callback).__qualname__)
+
+
+def check_metrics(
+    loss: nn.Loss, callbacks: Sequence[Any], keep_best: str | None, has_test_set: bool
+) -> None:
+    """Raise UsageError if early stop or keep_best needs a metric that no row has."""
+    names = [f"{part}_{name}" for part in PARTS for name in loss.metrics]
+    users = [("early stop", c.metric) for c in callbacks if isinstance(c, EarlyStop)]
+    for user, metric in [*users, ("keep_best", keep_best)]:
+        if metric and metric not in names:
+            raise UsageError(
+                f"{user}: {unknown('metric', metric, names)}; the loss of the model is {loss!r}"
+            )
+        if metric and metric.startswith("test") and not has_test_set:
+            raise UsageError(
+                f"{user} needs {metric}, but there is no test set to evaluate on; "
+                "add one, or use train_loss"
+            )

@@ -135,7 +135,8 @@ class Checkpointer:
 
     def _state(self) -> list[checkpoint.Piece]:
         """Return this rank's pieces: the engine's, and the loss scale of a worker that has one."""
-        if self._loss_scale is None or self._engine.worker is None:
+        is_saver = self._engine.worker is not None and self._engine.replica.arena.has_first_slot
+        if self._loss_scale is None or not is_saver:
             return self._engine.state()
         piece = checkpoint.Piece(self._scale_name, 0, 2, self._loss_scale.state)
         return [*self._engine.state(), piece]

@@ -41,7 +41,7 @@ def dry_run(spec: Recipe, world: World, out: Path | None) -> dict[str, Any]:
         engine = job.trainer.engine
         engine.settle()
         checkpoint_bytes = sum(piece.array.nbytes for piece in engine.state())
-        start = run_facts.describe_start(world, engine, job.batch)
+        start = run_facts.describe_start(job.trainer.mesh, engine, job.batch)
     own_facts = {
         "step_s": step_s,
         "checkpoint_bytes": checkpoint_bytes,

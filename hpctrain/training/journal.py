@@ -19,17 +19,18 @@ from hpctrain.core.errors import SaveError
 from hpctrain.core.metrics import idle
 from hpctrain.data import Sampler
 from hpctrain.engines import Engine, staleness
+from hpctrain.engines.engine import sum_over
 from hpctrain.engines.staleness import Staleness
 from hpctrain.machine import versions
 from hpctrain.nn import Sums, Total, add, losses
 from hpctrain.optim.optimizer import Schedule, rate_at, rate_curve
+from hpctrain.parallel.mesh import Mesh
 from hpctrain.run_files.writer import RunFiles
 from hpctrain.training import run_facts
 from hpctrain.training.recipe import Recipe
 from hpctrain.training.run_options import TraceOptions
 from hpctrain.training.skip_counter import SkipCounter
 from hpctrain.training.timeline import Timeline
-from hpctrain.world import World
 
 log = logging.getLogger(__name__)
 BAR_S = 0.1  # the bar is drawn this often at most: drawing takes time from training
@@ -40,7 +41,7 @@ class Journal:
 
     def __init__(
         self,
-        world: World,
+        mesh: Mesh,
         engine: Engine,
         sampler: Sampler,
         total_steps: int,
@@ -49,7 +50,8 @@ class Journal:
         rate: float | Schedule | None = None,
         trace: TraceOptions = TraceOptions(),  # noqa: B008  (frozen)
     ):
-        self.world, self.engine, self.sampler = world, engine, sampler
+        self.world, self.engine, self.sampler = mesh.everyone, engine, sampler
+        world, self._mesh = mesh.everyone, mesh
         self.total_steps, self.run, self.recipe, self.rate = total_steps, run, recipe, rate
         self.name = recipe.run.name if recipe else "training"
         self.steps_redone = 0
@@ -79,7 +81,7 @@ class Journal:
         self.skips.resume(about)
         open_row = about.get("open_row") or {"since_step": step, "sums": {}}
         self._row_step = open_row["since_step"]
-        if self.world.rank == 0:  # they are the sums of all ranks
+        if self._mesh.data.rank == 0:  # they are the sums of all workers
             self._sums = {name: Total(*total) for name, total in open_row["sums"].items()}
         rows, summary = self.world.on_all_ranks(lambda: self.files.go_back(step, about))
         rows, summary = json.loads(self.world.gather(json.dumps([rows, summary]))[0])
@@ -98,7 +100,7 @@ class Journal:
         self._first_step = step
         text = self.recipe.toml() if self.recipe else None
         self.world.on_all_ranks(lambda: self.files.begin(text))
-        start = run_facts.describe_start(self.world, self.engine, self.sampler.batch)
+        start = run_facts.describe_start(self._mesh, self.engine, self.sampler.batch)
         self._log("%s: %s, %d steps; folder: %s", self.name, start, self.total_steps, self.run)
         self._timeline.begin()
         if self.world.rank == 0 and log.isEnabledFor(logging.INFO):
@@ -226,6 +228,7 @@ class Journal:
             "reason": reason,
             "recipe": self.name,
             **run_facts.of_run(world, engine),
+            "mesh": run_facts.of_mesh(self._mesh, engine),
             "epochs": step / self.sampler.steps_per_epoch,
             "steps": step,
             "since_step": self._first_step,  # start of the clocks of a resumed run
@@ -248,7 +251,7 @@ class Journal:
     def _sum_over_ranks(self) -> tuple[Sums, dict[str, np.ndarray]]:
         """Return the sums of this interval, and by name each rank's own numbers: float64 (ranks,).
 
-        One all-reduce; all ranks get the same.
+        All ranks get the same.
         """
         engine = self.engine
         own_facts = {
@@ -260,10 +263,9 @@ class Journal:
         table = np.zeros((len(own_facts), self.world.size))
         table[:, self.world.rank] = list(own_facts.values())
         with self.world.trace.span("sum for a row", "other"):
-            own_sums = losses.pack(self._sums, self._loss.terms)
-            total = engine.sum(np.concatenate([own_sums, table.ravel()]))
-        sums = losses.unpack(total[: own_sums.size], self._loss.terms)
-        return sums, dict(zip(own_facts, total[own_sums.size :].reshape(table.shape), strict=True))
+            sums = engine.sum(losses.pack(self._sums, self._loss.terms))
+            ranks = sum_over(self.world.main, table.ravel()).reshape(table.shape)
+        return losses.unpack(sums, self._loss.terms), dict(zip(own_facts, ranks, strict=True))
 
     def _times(self) -> dict[str, float]:
         """Return this rank's times since the start of the clocks: engines may train repeatedly."""

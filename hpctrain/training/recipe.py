@@ -22,6 +22,8 @@ from hpctrain.config.usercode import Code
 from hpctrain.core import files
 from hpctrain.core.errors import UsageError
 from hpctrain.gradients.reducer import ALLREDUCE_ONLY_DEFAULTS, WireOptions
+from hpctrain.parallel.options import MeshOptions, PipelineOptions
+from hpctrain.training import split_model
 from hpctrain.training.callbacks import EarlyStop
 from hpctrain.training.faults import FaultsOptions
 from hpctrain.training.run_options import (
@@ -48,6 +50,8 @@ class Recipe:
     optimizer: Any
     schedule: Any
     engine: Any
+    mesh: MeshOptions
+    pipeline: PipelineOptions
     checkpoint: CheckpointOptions
     faults: FaultsOptions
     early_stop: EarlyStop | None
@@ -65,11 +69,15 @@ class Recipe:
 
         Engine, algorithm, batch and planted faults each constrain the number of ranks.
         """
-        workers = engines.workers_of(self.engine, ranks)
-        engines.must_fit(self.engine, ranks, self.batch.size(workers))
+        replicas, workers = self.mesh.workers(ranks), self.workers(ranks)
+        engines.must_fit(self.engine, replicas, self.batch.size(workers))
         self.faults.check(ranks, workers)
         if getattr(self.engine, "algorithm", "auto") == "direct":
             require_one_node(nodes)
+
+    def workers(self, ranks: int) -> int:
+        """Return the number of workers among `ranks`; raise UsageError if these do not fit."""
+        return engines.workers_of(self.engine, self.mesh.workers(ranks))
 
     @property
     def sha256(self) -> str:
@@ -123,7 +131,8 @@ def list_all_keys(spec: Recipe) -> Table:
     wire = {option.name for option in fields(WireOptions)}
     parts = {"run": spec.run, "model": spec.model, "data": spec.data, "schedule": spec.schedule,
              "checkpoint": spec.checkpoint, "early_stop": spec.early_stop, "trace": spec.trace,
-             "faults": spec.faults, "engine": spec.engine}  # fmt: skip
+             "faults": spec.faults, "engine": spec.engine, "mesh": spec.mesh,
+             "pipeline": spec.pipeline}  # fmt: skip
     values = {name: _options(part) for name, part in parts.items() if part is not None}
     values["optimizer"] = _options(spec.optimizer) | _options(spec.batch)
     values["wire"] = {key: values["engine"].pop(key) for key in wire & values["engine"].keys()}
@@ -167,7 +176,7 @@ def check(tables: Mapping[str, Any], folder: str | Path = ".") -> Recipe:
     )
     tables.pop("code", None)
     tables |= code.tables()
-    return Recipe(
+    recipe = Recipe(
         run=run,
         model=nn.read(tables_copy["model"], code.folder),
         loss=_loss(tables["loss"]) if "loss" in tables else None,
@@ -178,6 +187,8 @@ def check(tables: Mapping[str, Any], folder: str | Path = ".") -> Recipe:
             optim.SCHEDULES, {"kind": "constant", **tables_copy["schedule"]}, "schedule"
         ),
         engine=_engine(tables_copy["engine"], tables_copy["wire"]),
+        mesh=config.read(MeshOptions, tables_copy["mesh"], "mesh"),
+        pipeline=config.read(PipelineOptions, tables_copy["pipeline"], "pipeline"),
         checkpoint=config.read(CheckpointOptions, tables_copy["checkpoint"], "checkpoint"),
         faults=config.read(FaultsOptions, tables_copy["faults"], "faults"),
         early_stop=(
@@ -190,6 +201,11 @@ def check(tables: Mapping[str, Any], folder: str | Path = ".") -> Recipe:
         code=code,
         tables={"schema": 1, **tables},
     )
+    split_model.check_options(
+        recipe.mesh, recipe.pipeline, recipe.engine, run.precision, recipe.faults
+    )
+    recipe.pipeline.check(recipe.mesh.pipe, recipe.batch.micro_batches)
+    return recipe
 
 
 def _is_file(name: str) -> bool:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 from typing import Any
 
 from hpctrain.collectives import all_gather_bytes
 from hpctrain.core import launchers
 from hpctrain.engines import Engine
-from hpctrain.gradients.arena import params_sha256
+from hpctrain.gradients.arena import combine_slot_hashes, params_sha256, slot_hashes
 from hpctrain.machine import blas_threads, versions
+from hpctrain.parallel.mesh import Mesh
 from hpctrain.transport import paths
 from hpctrain.world import World
 
@@ -32,13 +34,23 @@ def of_run(world: World, engine: Engine) -> dict[str, Any]:
     }
 
 
-def describe_start(world: World, engine: Engine, batch: int) -> str:
+def of_mesh(mesh: Mesh, engine: Engine) -> dict[str, Any] | None:
+    """Return the sizes of the axes of a mesh; None if each rank holds a whole replica."""
+    if mesh.pipe is mesh.everyone:
+        return None
+    return {"data": mesh.data.size, "pipe": mesh.pipe.size}
+
+
+def describe_start(mesh: Mesh, engine: Engine, batch: int) -> str:
     """Return the engine, the ranks, their devices, and the sizes of model and batch in words."""
+    world = mesh.everyone
     hosts = len(set(world.hosts))
     gpus = sum(bool(place.gpu) for place in world.places)
     counts = [f"{world.size} rank{'s' * (world.size != 1)} of {hosts} host{'s' * (hosts != 1)}"]
     counts += [f"{gpus} of them with GPUs" if gpus else "on CPU cores"]
-    parameters = sum(slot.size for slot in engine.replica.arena.slots)
+    if mesh.pipe is not world:
+        counts += [f"{mesh.data.size} replicas of {mesh.pipe.size} ranks each"]
+    parameters = sum(slot.size for slot in engine.replica.arena.model_slots)
     return (
         f"{engine.name}, {', '.join(counts)}, {parameters:,} parameters, {batch} samples per step"
     )
@@ -46,8 +58,15 @@ def describe_start(world: World, engine: Engine, batch: int) -> str:
 
 def trained_sha256(world: World, engine: Engine) -> str:
     """Return the hash of the trained parameters of worker 0: a server's replica is not trained."""
-    own_hash = params_sha256(engine.replica.arena) if engine.worker == 0 else ""
-    return b"".join(all_gather_bytes(world.link, own_hash.encode())).decode()
+    arena, sha256_by_name, own = engine.replica.arena, dict[str, str](), ""
+    if engine.worker == 0:
+        own = json.dumps(slot_hashes(arena) if arena.share else params_sha256(arena))
+    for text in filter(None, all_gather_bytes(world.link, own.encode())):
+        hashes = json.loads(text)
+        if isinstance(hashes, str):  # of the whole model
+            return hashes
+        sha256_by_name |= hashes
+    return combine_slot_hashes(arena, sha256_by_name)
 
 
 def _gpu_paths(world: World) -> dict[str, str] | None:

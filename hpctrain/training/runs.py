@@ -90,7 +90,7 @@ def prepare(spec: Recipe, world: World, init: bool = True) -> Iterator[Job]:
     )
     world.must_agree(_fingerprint(split.train), "training data (by the hash of a few samples)")
     model = world.on_all_ranks(lambda: build_model(spec, split))
-    batch = spec.batch.size(engines.workers_of(spec.engine, world.size))
+    batch = spec.batch.size(spec.workers(world.size))
     per_epoch = -(-len(split.train) // batch)
     total = spec.run.steps or (spec.run.epochs or 0) * per_epoch
     trainer = Trainer(
@@ -103,6 +103,8 @@ def prepare(spec: Recipe, world: World, init: bool = True) -> Iterator[Job]:
         callbacks=world.on_all_ranks(lambda: _callbacks(spec, world.rank)),
         faults=spec.faults,
         init=spec.init if init else None,
+        mesh=spec.mesh,
+        pipeline=spec.pipeline,
     )
     yield Job(spec, split, trainer, batch, per_epoch, total)
     trainer.close()  # not after a failure: it is collective, and other ranks do not take part
@@ -110,8 +112,8 @@ def prepare(spec: Recipe, world: World, init: bool = True) -> Iterator[Job]:
 
 def _optimizer(spec: Recipe, ranks: int, steps_per_epoch: int, total_steps: int) -> Optimizer:
     """Return the optimizer of a recipe; its schedule counts updates, not the regime's steps."""
-    rate = spec.optimizer.rate * spec.batch.rate_factor(engines.workers_of(spec.engine, ranks))
-    updates = engines.updates_per_step(spec.engine, ranks)
+    rate = spec.optimizer.rate * spec.batch.rate_factor(spec.workers(ranks))
+    updates = engines.updates_per_step(spec.engine, spec.mesh.workers(ranks))
     lengths = (round(steps * updates) for steps in (steps_per_epoch, total_steps))
     schedule = spec.schedule.build(rate, *lengths)
     built: Optimizer = spec.optimizer.build(schedule)

@@ -13,21 +13,19 @@ import numpy as np
 import hpctrain.world
 from hpctrain import checkpoint, engines, nn
 from hpctrain.core.errors import UsageError
-from hpctrain.core.metrics import PARTS
-from hpctrain.core.names import unknown
 from hpctrain.core.signals import StopRequest
 from hpctrain.core.xp import shortage_raised
 from hpctrain.data import Sampler, Samples, batches_to_read_ahead, known_targets
 from hpctrain.engines import Engine
-from hpctrain.gradients.arena import params_sha256
-from hpctrain.gradients.precision import Precision, make_replica
+from hpctrain.gradients.precision import Precision
 from hpctrain.gradients.replica import Replica, TrainableModel
 from hpctrain.optim import Optimizer
+from hpctrain.parallel.options import MeshOptions, PipelineOptions
 from hpctrain.run_files import run_folder
 from hpctrain.run_files.last_lines import last_lines
-from hpctrain.training import weights
+from hpctrain.training import split_model, weights
 from hpctrain.training.arguments import as_engine, as_model, as_optimizer, as_samples
-from hpctrain.training.callbacks import Callbacks, EarlyStop
+from hpctrain.training.callbacks import Callbacks, check_metrics
 from hpctrain.training.exit_status import summary_on_exit
 from hpctrain.training.faults import FaultsOptions, Pace, SlowedReplica
 from hpctrain.training.journal import Journal
@@ -63,6 +61,8 @@ class Trainer:
         callbacks: Sequence[Any] = (),
         faults: FaultsOptions = FaultsOptions(),  # noqa: B008  (frozen)
         init: str | Path | None = None,
+        mesh: MeshOptions = MeshOptions(),  # noqa: B008  (frozen)
+        pipeline: PipelineOptions = PipelineOptions(),  # noqa: B008  (frozen)
     ):
         """Lay the model out and build the engine; collective.
 
@@ -72,22 +72,28 @@ class Trainer:
         tf32, bf16 or fp16, see `hpctrain.gradients.precision`. `callbacks`: functions of each row
         of metrics, or objects with hooks, see `ht.callbacks`. `faults`: planted delays of ranks,
         see `training.faults`. `init`: the folder of a run or a checkpoint, or a .safetensors file,
-        with the initial weights. Raises UsageError on all ranks if engine, faults or `init` do not
-        fit, or if ranks have different models, and GpuMemoryError, on the rank itself, if its GPU
-        has too little memory.
+        with the initial weights. `mesh`, `pipeline`: see `hpctrain.parallel.options`; with
+        MeshOptions(pipe=2) two ranks hold a replica together. Raises UsageError on all ranks if
+        engine, mesh, faults or `init` do not fit, or if ranks have different models, and
+        GpuMemoryError, on the rank itself, if its GPU has too little memory.
         """
         self.world = world or hpctrain.world.init()
         model, optimizer, engine = as_model(model), as_optimizer(optimizer), as_engine(engine)
         self.seed, self.rate, self.callbacks = seed, optimizer.rate, callbacks
         self.summary: dict[str, Any] | None = None  #: of the last `fit`
-        on_gpu = self.world.gpu is not None
-        self.replica = self.world.on_all_ranks(lambda: make_replica(model, seed, precision, on_gpu))
+        self.world.on_all_ranks(
+            lambda: split_model.check(mesh, pipeline, model, engine, precision, faults)
+        )
+        self.mesh, self.replica = split_model.make_replica(
+            model, seed, precision, self.world, mesh, pipeline
+        )
         if init is not None:
             self._warm_start(Path(init))
         replica = self.world.on_all_ranks(lambda: self._slowed(faults))
         self.engine: Engine = self.world.on_all_ranks(
-            lambda: engine.build(self.world, replica, optimizer)
+            lambda: engine.build(self.mesh.data, replica, optimizer)
         )
+        split_model.time_waits(self.replica, self.engine, self.world.trace)
         self._options = engine
         self._blocks = engines.blocks_of(engine, self.engine.workers)
         self.world.on_all_ranks(lambda: faults.check(self.world.size, self.engine.workers))
@@ -130,7 +136,7 @@ class Trainer:
         options.check()
         sampler = self.world.on_all_ranks(lambda: self._sampler(train, batch))
         self.world.on_all_ranks(lambda: self._check_sets(training=train, test=test))
-        self._check_metrics(checkpoints.keep_best, test is not None)
+        check_metrics(self.replica.loss, self.callbacks, checkpoints.keep_best, test is not None)
         self.replica.micro_batches = self._micro_batches(micro_batches)
         plan = self._plan(train, test, sampler, options, checkpoints, origin.outputs)
         total = steps or (epochs or 0) * sampler.steps_per_epoch
@@ -141,7 +147,7 @@ class Trainer:
         with ExitStack() as stack:
             run = self._claim(stack, out, resume, options.timeout_s)
             journal = Journal(
-                self.world, self.engine, sampler, total, run, origin.recipe, self.rate, trace
+                self.mesh, self.engine, sampler, total, run, origin.recipe, self.rate, trace
             )
             callbacks = Callbacks(
                 self.callbacks, self.world, self.replica.model, sampler.steps_per_epoch
@@ -232,13 +238,17 @@ class Trainer:
 
     def _warm_start(self, path: Path) -> None:
         """Load the weights at `path`; every rank reads them, as it does with a checkpoint."""
-        arena = self.replica.arena
-        self.world.on_all_ranks(lambda: weights.copy_into(arena, weights.read(path), str(path)))
-        sha256 = params_sha256(arena)
+        sha256 = self.world.on_all_ranks(lambda: self._load_weights(path))
         self.world.must_agree(sha256, f"the SHA-256 of the weights at {path}")
 
+    def _load_weights(self, path: Path) -> str:
+        """Copy the weights at `path` into the arena; return the hash of all that were read."""
+        tensors = weights.read(path)
+        weights.copy_into(self.replica.arena, tensors, str(path))
+        return weights.tensors_sha256(tensors)
+
     def _sampler(self, train: Samples, batch: int) -> Sampler:
-        engines.must_fit(self._options, self.world.size, batch, len(train))
+        engines.must_fit(self._options, self.mesh.data.size, batch, len(train))
         return Sampler(len(train), batch, self.seed)
 
     def _check_sets(self, **sets: Samples | None) -> None:
@@ -250,26 +260,6 @@ class Trainer:
             output_shape = model.output_shape_for(samples)
             if fault := self.replica.loss.find_fault(known_targets(samples), output_shape):
                 raise UsageError(f"{name} set: {fault}")
-
-    def _check_metrics(self, keep_best: str | None, has_test_set: bool) -> None:
-        """Raise UsageError if early stop or keep_best needs a metric that no row has."""
-        names = [f"{part}_{name}" for part in PARTS for name in self.replica.loss.metrics]
-        users = [
-            ("early stop", callback.metric)
-            for callback in self.callbacks
-            if isinstance(callback, EarlyStop)
-        ]
-        for user, metric in [*users, ("keep_best", keep_best)]:
-            if metric and metric not in names:
-                raise UsageError(
-                    f"{user}: {unknown('metric', metric, names)}; the loss of the model is "
-                    f"{self.replica.loss!r}"
-                )
-            if metric and metric.startswith("test") and not has_test_set:
-                raise UsageError(
-                    f"{user} needs {metric}, but there is no test set to evaluate on; "
-                    "add one, or use train_loss"
-                )
 
     def _micro_batches(self, pieces: int) -> int:
         if pieces > 1 and self.replica.normalizes_batch:

@@ -10,6 +10,7 @@ So a checkpoint is understood without the recipe, the data and the code of the m
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
@@ -20,7 +21,7 @@ import safetensors
 import safetensors.numpy
 
 from hpctrain import checkpoint
-from hpctrain.checkpoint import Loaded
+from hpctrain.checkpoint import Loaded, hashes
 from hpctrain.core import atomic, xp
 from hpctrain.core.errors import UsageError
 from hpctrain.core.files import FileError, MissingError, open_regular
@@ -44,7 +45,7 @@ _READ_ERRORS = (
 
 def layout(arena: Arena) -> dict[str, Any]:
     """Return the place of each tensor in the planes, as JSON data for a manifest."""
-    return {"param": _places(arena.slots), "buffer": _places(arena.buffer_slots)}
+    return {"param": _places(arena.model_slots), "buffer": _places(arena.buffer_slots)}
 
 
 def tensors_of(loaded: Loaded) -> Tensors:
@@ -94,17 +95,24 @@ def read(path: Path) -> Tensors:
 def copy_into(arena: Arena, tensors: Mapping[str, np.ndarray], source: str) -> None:
     """Copy `tensors` of any floating-point precision into the slots of the same names.
 
-    Raises UsageError that lists missing slots, slots of another shape, and tensors without a slot.
+    Raises UsageError that lists missing slots, slots of another shape, and tensors without a slot:
+    of the whole model, whichever slots the arena holds.
     """
-    views = arena.views(arena.param) | arena.views(arena.buffer)
-    faults = [fault for name, x in views.items() if (fault := _fault(name, x, tensors.get(name)))]
-    faults += [f"'{name}': the model has none" for name in sorted(tensors) if name not in views]
+    slots = {slot.name: slot for slot in (*arena.model_slots, *arena.buffer_slots)}
+    faults = [fault for slot in slots.values() if (fault := _fault(slot, tensors.get(slot.name)))]
+    faults += [f"'{name}': the model has none" for name in sorted(tensors) if name not in slots]
     if faults:
         rest = [f"and {len(faults) - MAX_FAULTS} more"] if len(faults) > MAX_FAULTS else []
         listed = "".join(f"\n  {line}" for line in faults[:MAX_FAULTS] + rest)
         raise UsageError(f"the weights of {source} do not fit the model:{listed}")
-    for name, view in views.items():
+    for name, view in (arena.views(arena.param) | arena.views(arena.buffer)).items():
         xp.copy(view, tensors[name])
+
+
+def tensors_sha256(tensors: Tensors) -> str:
+    """Return the hash of all bytes of `tensors`."""
+    arrays = (np.ascontiguousarray(tensors[name]) for name in sorted(tensors))
+    return hashes.combine_hashes(hashlib.sha256(x.data).hexdigest() for x in arrays)
 
 
 def export(run: Path, output: Path | None = None, best: bool = False, force: bool = False) -> Path:
@@ -154,11 +162,11 @@ def _view(plane: np.ndarray, offset: int, shape: list[int]) -> np.ndarray:
     return plane[offset : offset + prod(shape)].reshape(shape)
 
 
-def _fault(name: str, expected: np.ndarray, tensor: np.ndarray | None) -> str:
+def _fault(slot: Slot, tensor: np.ndarray | None) -> str:
     if tensor is None:
-        return f"'{name}': expected shape {expected.shape}, seen none"
-    if tensor.shape != expected.shape:
-        return f"'{name}': expected shape {expected.shape}, seen {tensor.shape}"
+        return f"'{slot.name}': expected shape {slot.shape}, seen none"
+    if tensor.shape != slot.shape:
+        return f"'{slot.name}': expected shape {slot.shape}, seen {tensor.shape}"
     if not np.issubdtype(tensor.dtype, np.floating):
-        return f"'{name}': expected floating point, seen {tensor.dtype}"
+        return f"'{slot.name}': expected floating point, seen {tensor.dtype}"
     return ""

@@ -11,7 +11,8 @@ anyway, `add` records them and returns the seconds; otherwise `span` reads the c
 
 Spans of one thread nest. Those of a category add up to the times of the engine: `compute` and
 `wait` are the main thread's, `wire` a communication thread's, or inside of a `wait` the main
-thread's; `other` is all else.
+thread's; `other` is all else. Spans of `stage`, the actions of a pipeline, lie inside of a
+`compute`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-Category = Literal["compute", "wire", "wait", "other"]
+Category = Literal["compute", "wire", "wait", "stage", "other"]
 SpanArgs = Mapping[str, Any]
 MAX_THREADS = 1000  #: more than any rank has
 

@@ -26,6 +26,7 @@ from hpctrain.tuning.gpu_layout import GpuLayout
 from hpctrain.tuning.select import add_choices
 from hpctrain.watch import Watch, WatchRecord, record_path
 from hpctrain.watch.trace import Trace
+from hpctrain.world.grid import Grid
 
 T = TypeVar("T")
 Report = Callable[[str], None]  #: called with the text that names the ranks of a hung job
@@ -50,6 +51,7 @@ class World:
     purpose_links: dict[str, list[Link]] = field(default_factory=dict)  #: of other threads
     parent: World | None = None  #: of which this is a sub-world
     sub_worlds: list[World] = field(default_factory=list)
+    grid: Grid | None = None  #: if these are the ranks of a mesh with the same layers
     main: Group = field(init=False)  #: all ranks, for the main thread; its scratch is kept
     memory: NodeMemory = field(init=False)  #: memory shared by the ranks of this node
 
@@ -112,6 +114,11 @@ class World:
         shares = self.memory.gpu is not None and self.memory.gpu.shares
         return GpuLayout(gpus.product_name(self.gpu.ordinal), self.places, self.verdict, shares)
 
+    @property
+    def voters(self) -> Group:
+        """The ranks that agree on each step: these, or all ranks of their mesh."""
+        return self.main if self.grid is None else self.grid.everyone
+
     def __repr__(self) -> str:
         return (
             f"World(rank {self.rank} of {self.size} on {self.host}, local rank {self.local_rank}, "
@@ -144,6 +151,7 @@ class World:
             purpose_links={},
             parent=self,
             sub_worlds=[],
+            grid=None,
         )
         self.sub_worlds.append(world)
         return world

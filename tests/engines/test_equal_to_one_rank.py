@@ -228,7 +228,7 @@ class Unannounced(nn.Model):
 
     announced: tuple[str, ...] = ()
 
-    def gradient(self, params, grads, x, y, scale, key, on_ready, accumulate=False):
+    def add_gradient(self, params, grads, x, y, scale, key):
         call = key.on_need
 
         def on_need(name):
@@ -236,7 +236,7 @@ class Unannounced(nn.Model):
                 call(name)
 
         key = key._replace(on_need=on_need if self.announced else None)
-        return super().gradient(params, grads, x, y, scale, key, on_ready, accumulate)
+        return super().add_gradient(params, grads, x, y, scale, key)
 
 
 @pytest.mark.parametrize(

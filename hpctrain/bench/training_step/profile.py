@@ -8,7 +8,6 @@ import numpy as np
 
 from hpctrain.cost_model.training_step import Step
 from hpctrain.engines import Task
-from hpctrain.engines.engine import identity_total
 from hpctrain.gradients import buckets
 from hpctrain.gradients.buckets import Bucket
 from hpctrain.gradients.replica import Replica
@@ -32,7 +31,8 @@ def profile_step(
     for _ in range(warm_up + rounds):
         full_times = _bucket_times(replica, task, bucket_list)
         start = perf_counter()
-        optimizer.update(arena.grad, optimizer_state, arena.param, arena.slots, identity_total)
+        arrays = arena.grad, optimizer_state, arena.param
+        optimizer.update(*arrays, arena.layout, arena.gather_rows)
         round_times.append([*full_times, perf_counter() - start])
     *full_times, update_s = np.median(round_times[warm_up:], axis=0).tolist()
     bucket_bytes_list = (

@@ -94,7 +94,8 @@ class AdPsgdEngine(GossipEngine):
 
     def state(self) -> list[Piece]:
         """Return this rank's pieces, and the steps that each worker has done."""
-        return super().state() + (self._method.pieces() if self._coordinator else [])
+        saves_clocks = self._coordinator and self.replica.arena.has_first_slot
+        return super().state() + (self._method.pieces() if saves_clocks else [])
 
     def load(self, saved: SavedState) -> None:
         """Request the whole state."""

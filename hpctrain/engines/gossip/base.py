@@ -8,8 +8,9 @@ import numpy as np
 
 from hpctrain.checkpoint import Piece
 from hpctrain.engines.base import EngineBase
-from hpctrain.engines.engine import average_over, pieces_of
+from hpctrain.engines.engine import average_over
 from hpctrain.engines.saved_state import SavedState
+from hpctrain.engines.state_pieces import pieces_of
 from hpctrain.engines.worker_state import WorkerState
 from hpctrain.gradients.finite import GradientCheck
 from hpctrain.gradients.replica import Replica

@@ -43,12 +43,12 @@ from hpctrain.engines.engine import (
     Work,
     average_over,
     join_flags,
-    pieces_of,
     train_in_lockstep,
 )
 from hpctrain.engines.local_sgd.node_group import NodeGroup
 from hpctrain.engines.local_sgd.outer_step import Averaging, DelayedAverage, OuterOptimizer
 from hpctrain.engines.saved_state import SavedState
+from hpctrain.engines.state_pieces import pieces_of
 from hpctrain.engines.synchronous.allreduce import AllReduce, AllReduceEngine
 from hpctrain.engines.worker_state import WorkerState
 from hpctrain.gradients.reducer import WireOptions
@@ -124,6 +124,7 @@ class LocalSgdEngine(AllReduceEngine):
         if options.delay:
             averaging = DelayedAverage(
                 self._world,
+                arena,
                 list(self._worker_state.planes.values()),
                 self._sums.allreduce,
                 options.delay,
@@ -165,7 +166,7 @@ class LocalSgdEngine(AllReduceEngine):
         failed = not may_continue and bool(self.check.fault)
         own_flags = work.flags()
         with self.times.wait(self._trace, "wait for flags"):
-            step, flags = join_flags(self._group, step, own_flags, failed)
+            step, flags = join_flags(self._world.voters, step, own_flags, failed)
         if flags.failed:
             self.settle()
         elif self._round_end(stop - 1) == stop:

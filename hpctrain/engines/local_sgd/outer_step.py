@@ -14,8 +14,9 @@ from hpctrain.checkpoint import Piece
 from hpctrain.collectives import AllReduceFunction, Group
 from hpctrain.collectives.chunks import slices
 from hpctrain.core.xp import namespace
-from hpctrain.engines.engine import Times, identity_total, piece_of
+from hpctrain.engines.engine import Times
 from hpctrain.engines.saved_state import SavedState
+from hpctrain.engines.state_pieces import array_pieces, request_array
 from hpctrain.gradients.arena import Arena
 from hpctrain.gradients.buckets import Bucket
 from hpctrain.gradients.reducer import Reducer
@@ -68,18 +69,20 @@ class OuterOptimizer(Averaging):
         average()
         arena = self._arena
         np.subtract(self._centre, arena.param, out=arena.grad)  # overwrites a used gradient
-        self._optimizer.update(arena.grad, self._state, self._centre, arena.slots, identity_total)
+        arrays = arena.grad, self._state, self._centre
+        self._optimizer.update(*arrays, arena.layout, arena.gather_rows)
         arena.param[...] = self._centre
 
     def pieces(self, rank: int, size: int) -> list[Piece]:
         """Return rank's 1/P of the outer state, which all ranks hold."""
-        return [piece_of(name, x, rank, size) for name, x in self._named().items()]
+        named = self._named().items()
+        return [p for name, x in named for p in array_pieces(self._arena, name, x, rank, size)]
 
     def load(self, saved: SavedState) -> None:
         """Request the whole state; without an outer state begin at the arena's parameters."""
         saved.on_arrival(self.begin)
         for name, x in self._named().items() if "outer.param" in saved.sizes else ():
-            saved.request_deferred(name, x)
+            request_array(self._arena, name, x, saved.request_deferred)
 
     def _named(self) -> dict[str, np.ndarray]:
         return {"outer.param": self._centre, **{f"outer.{k}": x for k, x in self._state.items()}}
@@ -91,16 +94,18 @@ class DelayedAverage(Averaging):
     def __init__(
         self,
         world: World,
+        arena: Arena,
         planes: Sequence[np.ndarray],
         allreduce: AllReduceFunction,
         delay: int,
         times: Times,
     ):
-        """Sum copies of `planes` in a thread with its own link. Memory: one copy of the planes."""
-        self._planes, self._delay, self._workers = planes, delay, world.size
+        """Sum copies of `planes` of `arena` in a thread with its own link. Memory: these copies."""
+        self._arena, self._planes, self._delay = arena, planes, delay
+        self._workers = world.size
         self._times, self._trace = times, world.trace
         length = sum(x.size for x in planes)
-        self._sum = namespace(planes[0]).zeros(length, planes[0].dtype)
+        self._sum = namespace(arena.param).zeros(length, arena.param.dtype)
         offsets = np.cumsum([0, *(x.size for x in planes)]).tolist()
         self._buffers = slices(self._sum, offsets)
         self.link, self._uses_thread = world.link_for("average"), world.concurrent
@@ -143,14 +148,14 @@ class DelayedAverage(Averaging):
         if not self._pending:
             return []
         self._wait()
-        return [piece_of(f"delayed.{size}", self._sum, rank, size)]
+        return array_pieces(self._arena, f"delayed.{size}", self._sum, rank, size)
 
     def load(self, saved: SavedState) -> None:
         """Request the sum that was pending, if it is over the same number of workers."""
         name = f"delayed.{self._workers}"
         self._pending = self._complete = name in saved.sizes
         if self._pending:
-            saved.request(name, self._sum)
+            request_array(self._arena, name, self._sum, saved.request)
 
     def close(self) -> None:
         """End the thread."""

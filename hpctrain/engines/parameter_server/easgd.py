@@ -41,6 +41,7 @@ from hpctrain.engines.parameter_server.shard import (
 )
 from hpctrain.engines.parameter_server.worker import Worker
 from hpctrain.engines.saved_state import SavedState
+from hpctrain.engines.state_pieces import plane_pieces, request_plane
 from hpctrain.engines.worker_state import WorkerState
 from hpctrain.gradients.arena import Arena
 from hpctrain.gradients.replica import Replica, ignore_ready
@@ -225,8 +226,8 @@ class CentreShard(Shard):
 
     def pieces(self) -> list[Piece]:
         """Return this server's part of the centre."""
-        return [Piece("param", self._own.start, self._length, self.param)]
+        return plane_pieces(self._arena, "param", self.param, self._own.start)
 
     def load(self, saved: SavedState) -> None:
         """Request this server's part of the centre."""
-        saved.request("param", self.param, self._own.start, self._length)
+        request_plane(self._arena, "param", self.param, saved.request, self._own.start)

@@ -27,7 +27,6 @@ from hpctrain.engines.engine import (
     Flags,
     Work,
     gather_rows,
-    request_state,
     sum_in_layer,
 )
 from hpctrain.engines.parameter_server.coordinator import Coordinator, Event, ServerMethod
@@ -38,6 +37,7 @@ from hpctrain.engines.parameter_server.worker import Worker
 from hpctrain.engines.replay import Recorder
 from hpctrain.engines.saved_state import SavedState
 from hpctrain.engines.staleness import broadcast_staleness
+from hpctrain.engines.state_pieces import array_pieces, request_state
 from hpctrain.gradients.finite import GradientCheck
 from hpctrain.gradients.replica import Replica
 from hpctrain.optim import Optimizer, sgd
@@ -99,10 +99,11 @@ class ParameterServerEngine(EngineBase):
     def state(self) -> list[Piece]:
         """Return this rank's pieces: a server's shard, worker 0's running statistics."""
         pieces = self._server.shard.pieces() if self._server else []
-        buffer = self.replica.arena.buffer
-        if self.worker == 0 and buffer.size:
-            pieces.append(Piece("buffer", 0, buffer.size, buffer))
-        return pieces + (self._method.pieces() if self._server and self._server.first else [])
+        arena = self.replica.arena
+        if self.worker == 0 and arena.buffer.size:
+            pieces += array_pieces(arena, "buffer", arena.buffer, 0, 1)
+        saves_clocks = self._server and self._server.first and arena.has_first_slot
+        return pieces + (self._method.pieces() if saves_clocks else [])
 
     def load(self, saved: SavedState) -> None:
         """Request this rank's part."""
@@ -182,7 +183,7 @@ class ParameterServerEngine(EngineBase):
             arena,
             shard_ranges(arena.param.size, self.servers)[servers.rank],
             optimizer,
-            gather_rows=partial(gather_rows, servers),
+            gather_rows=partial(gather_rows, servers, arena),
             push_link=push_link,
             pull_link=pull_link,
             workers=roles.workers,

@@ -28,6 +28,7 @@ from hpctrain.collectives.chunks import SEGMENT_BYTES, bounds
 from hpctrain.core.xp import to_host
 from hpctrain.engines.engine import BLOCK_ELEMENTS
 from hpctrain.engines.saved_state import SavedState
+from hpctrain.engines.state_pieces import plane_pieces, request_plane
 from hpctrain.gradients.arena import Arena, shift_slots
 from hpctrain.optim import Optimizer
 from hpctrain.optim.optimizer import GatherRows, State
@@ -93,7 +94,7 @@ class Shard:
         """
         # In host memory even if workers compute on GPUs: servers run on the cores of the host.
         self.param = to_host(arena.param[own_range]).copy()
-        self._own, self._length, self._gather_rows = own_range, arena.param.size, gather_rows
+        self._arena, self._own, self._gather_rows = arena, own_range, gather_rows
         self._optimizer, self._workers = optimizer, workers
         self._push_link, self._pull_link = push_link, pull_link
         self._wire_slices = wire_slices(slice(0, self.param.size), self.param.itemsize)
@@ -103,7 +104,7 @@ class Shard:
             [slice(0, self.param.size)] if self._needs_whole_gradient else self._wire_slices
         )
         first = own_range.start
-        self._slots = [shift_slots(first + part.start, arena.slots) for part in self._parts]
+        self._slots = [shift_slots(first + part.start, arena.layout) for part in self._parts]
         self._states: list[State] = [optimizer.init(self.param[part]) for part in self._parts]
         max_length = max((s.stop - s.start for s in self._wire_slices), default=0)
         self._inbox = np.empty((RECEIVES_AHEAD, len(workers), max_length), self.param.dtype)
@@ -135,27 +136,26 @@ class Shard:
 
     def pieces(self) -> list[Piece]:
         """Return this shard's part of parameters and optimizer state, for a checkpoint."""
-        pieces = [Piece("param", self._own.start, self._length, self.param)]
+        pieces = plane_pieces(self._arena, "param", self.param, self._own.start)
         for part, state in zip(self._parts, self._states, strict=True):
-            pieces += [
-                Piece(f"optimizer.{name}", self._own.start + part.start, self._length, x)
-                for name, x in state.items()
-                if name != "step"
-            ]
-        if self._own.start == 0 and self.param.size:
+            start = self._own.start + part.start
+            for name, x in state.items():
+                if name != "step":
+                    pieces += plane_pieces(self._arena, f"optimizer.{name}", x, start)
+        if self._own.start == 0 and self.param.size and self._arena.has_first_slot:
             pieces.append(Piece("optimizer.step", 0, 1, self._states[0]["step"]))
         return pieces
 
     def load(self, saved: SavedState) -> None:
         """Request this shard's part of parameters and optimizer state."""
-        saved.request("param", self.param, self._own.start, self._length)
+        for param in (self.param, *self._params_at_pull):
+            request_plane(self._arena, "param", param, saved.request, self._own.start)
         for part, state in zip(self._parts, self._states, strict=True):
+            start = self._own.start + part.start
+            saved.request("optimizer.step", state["step"])
             for name, x in state.items():
-                start = self._own.start + part.start
-                offset, size = (0, 1) if name == "step" else (start, self._length)
-                saved.request(f"optimizer.{name}", x, offset, size)
-        for pulled_params in self._params_at_pull:
-            saved.request("param", pulled_params, self._own.start, self._length)
+                if name != "step":
+                    request_plane(self._arena, f"optimizer.{name}", x, saved.request, start)
 
     @property
     def _send_order(self) -> range:

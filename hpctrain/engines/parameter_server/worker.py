@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from hpctrain.engines.engine import Flags, Task, Times, Work, identity_total
+from hpctrain.engines.engine import Flags, Task, Times, Work
 from hpctrain.engines.parameter_server.coordinator import Reply, Report
 from hpctrain.engines.parameter_server.push import GradientPush, ServerSlices
 from hpctrain.engines.parameter_server.shard import wait_all
@@ -109,8 +109,8 @@ class Worker:
                     arena.grad,
                     {"step": np.array([step])},
                     arena.param,
-                    arena.slots,
-                    identity_total,
+                    arena.layout,
+                    arena.gather_rows,
                 )
         return sums, is_finite
 

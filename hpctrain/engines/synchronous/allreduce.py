@@ -58,7 +58,7 @@ class AllReduce(WireOptions):
         self, world: World, replica: Replica, optimizer: Optimizer
     ) -> AllReduceEngine | SingleEngine:
         """Return this rank's engine, SingleEngine for one rank; collective."""
-        if world.size == 1:
+        if world.size == 1 and world.grid is None:
             single_options = Single(reduction=self.reduction, blocks=self.blocks)
             return single_options.build(world, replica, optimizer)
         engine_class = PriorityEngine if self.priority else AllReduceEngine
@@ -131,7 +131,7 @@ class AllReduceEngine(EngineBase):
 
     def _make_vote(self, options: AllReduce) -> GradientVote:
         """Return the vote on each step: on sums where all ranks wait for them after backward."""
-        replica, check, group = self.replica, self.check, self._group
+        replica, check, group = self.replica, self.check, self._world.voters
         if isinstance(self._sums, CompressedSums):
             return CompressedVote(replica, check, group, self._sums.compressor)
         early = options.priority or on_device(replica.arena.grad)
@@ -206,7 +206,7 @@ class PriorityEngine(AllReduceEngine):
         arena = self.replica.arena
         parts = [slice(bucket.start, bucket.stop) for bucket in self._reducer.buckets]
         self._bucket_update = PartwiseUpdate(
-            optimizer, self.update.state, arena.param, arena.slots, parts
+            optimizer, self.update.state, arena.param, arena.layout, parts
         )
         self._is_checked = False
         # slots for which no gradient has called on_need yet

@@ -35,8 +35,8 @@ from hpctrain.collectives.all_gathers import IN_MEMORY_ALL_GATHERS, AllGather
 from hpctrain.collectives.ordered import SumTree
 from hpctrain.collectives.ring import reduce_scatter
 from hpctrain.core.errors import UsageError
-from hpctrain.engines.engine import piece_of
 from hpctrain.engines.saved_state import SavedState, divide
+from hpctrain.engines.state_pieces import array_pieces, plane_pieces, request_plane
 from hpctrain.gradients import compress
 from hpctrain.gradients.arena import view_offset
 from hpctrain.gradients.blocks import BlockReplica, add_in_order
@@ -102,14 +102,13 @@ class CompressedSums(FastSums):
 
     def pieces(self) -> list[Piece]:
         """Return this rank's own arrays, and its 1/P of the common ones."""
-        rank, size = self._link.rank, self._link.size
-        return [
-            Piece(PREFIX + name, rank * x.size, size * x.size, x)
-            for name, x in self.compressor.local_state.items()
-        ] + [
-            piece_of(PREFIX + name, x, rank, size)
-            for name, x in self.compressor.shared_state.items()
-        ]
+        arena, rank, size = self.replica.arena, self._link.rank, self._link.size
+        pieces: list[Piece] = []
+        for name, x in self.compressor.local_state.items():
+            pieces += plane_pieces(arena, PREFIX + name, x, number=rank, count=size)
+        for name, x in self.compressor.shared_state.items():
+            pieces += array_pieces(arena, PREFIX + name, x, rank, size)
+        return pieces
 
     def load(self, saved: SavedState) -> None:
         """Request this rank's arrays; those of another PowerSGD rank stay as they are."""
@@ -126,16 +125,17 @@ class CompressedSums(FastSums):
 
     def _request_residual(self, x: np.ndarray, name: str, saved: SavedState) -> None:
         """Request this rank's residual `x` of the residuals of all ranks in the checkpoint."""
-        total, size = saved.sizes[name], self._link.size
-        if total % x.size:
+        arena, total, size = self.replica.arena, saved.sizes[name], self._link.size
+        if total % arena.model_size:
             raise UsageError(
-                f"the checkpoint does not fit the recipe: expected residuals of {x.size} numbers, "
-                f"seen {total} in all; resume with the model of the checkpoint"
+                "the checkpoint does not fit the recipe: expected residuals of "
+                f"{arena.model_size} numbers, seen {total} in all; resume with the model of the "
+                "checkpoint"
             )
-        if total == size * x.size:
-            saved.request(name, x, self._link.rank * x.size, total)
+        if total == size * arena.model_size:
+            request_plane(arena, name, x, saved.request, number=self._link.rank, count=size)
         else:
-            saved.request_sum(name, x, total // x.size)
+            request_plane(arena, name, x, saved.request_sum)
             saved.on_arrival(partial(divide, x, size))
 
 

@@ -35,12 +35,8 @@ from hpctrain.collectives.chunks import bounds
 from hpctrain.core.errors import UsageError
 from hpctrain.engines.engine import BLOCK_ELEMENTS, Times
 from hpctrain.engines.saved_state import SavedState
-from hpctrain.engines.synchronous.update import (
-    PartwiseUpdate,
-    gather_rows_timed,
-    range_pieces,
-    request_range,
-)
+from hpctrain.engines.state_pieces import range_pieces, request_range
+from hpctrain.engines.synchronous.update import PartwiseUpdate, gather_rows_timed
 from hpctrain.gradients.arena import shift_slots
 from hpctrain.gradients.replica import Replica
 from hpctrain.optim import Optimizer
@@ -73,7 +69,7 @@ class NodeSharedUpdate:
         _share_params(world, replica)
         self._arena = arena = replica.arena
         self._own = own = _rank_range(arena.param.size, min(map(len, group.nodes)), self._node.rank)
-        self._param, self._slots = arena.param[own], shift_slots(own.start, arena.slots)
+        self._param, self._slots = arena.param[own], shift_slots(own.start, arena.layout)
         self.state = optimizer.init(self._param)
         grads = [x[own] for x in world.memory.neighbours(arena.grad) or [arena.grad]]
         cut = _blocks_of_range(self._param.size)
@@ -149,7 +145,7 @@ class NodeSharedUpdate:
                 self._trace, "sum across nodes", on_wire=True, bytes=total.nbytes
             ):
                 self._allreduce(self._across, total, np.add)
-        gather = partial(gather_rows_timed, self._node, self._times, self._trace)
+        gather = partial(gather_rows_timed, self._node, self._arena, self._times, self._trace)
         self._optimizer.update(total, self.state, self._param, self._slots, gather)
 
 

@@ -15,12 +15,10 @@ from hpctrain.engines.engine import (
     Task,
     Times,
     Work,
-    identity_total,
-    pieces_of,
-    request_state,
     train_in_lockstep,
 )
 from hpctrain.engines.saved_state import SavedState
+from hpctrain.engines.state_pieces import pieces_of, request_state
 from hpctrain.engines.synchronous.gradient_sums import warn_of_residuals
 from hpctrain.gradients.blocks import BlockReplica, ReductionOptions
 from hpctrain.gradients.finite import GradientCheck
@@ -82,7 +80,7 @@ class SingleEngine:
         with self.times.compute(self._trace, "update"):
             if not flags.failed:
                 self._optimizer.update(
-                    arena.grad, self._state, arena.param, arena.slots, identity_total
+                    arena.grad, self._state, arena.param, arena.layout, arena.gather_rows
                 )
         return sums, flags
 

@@ -16,7 +16,7 @@ number of ranks makes the same update of the same sum. Source: Rajbhandari, Rasl
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 import numpy as np
@@ -26,17 +26,11 @@ from hpctrain.collectives import Group, Operation
 from hpctrain.collectives.chunks import bounds
 from hpctrain.collectives.copy_through import part_offsets
 from hpctrain.collectives.ring import all_gather
-from hpctrain.engines.engine import (
-    BLOCK_ELEMENTS,
-    Times,
-    gather_rows,
-    identity_total,
-    pieces_of,
-    request_state,
-)
+from hpctrain.engines.engine import BLOCK_ELEMENTS, Times, gather_rows
 from hpctrain.engines.saved_state import SavedState
+from hpctrain.engines.state_pieces import pieces_of, range_pieces, request_range, request_state
 from hpctrain.engines.synchronous.gradient_sums import FastSums
-from hpctrain.gradients.arena import Arena, Slot, shift_slots, view_offset
+from hpctrain.gradients.arena import Arena, Slot, identity, shift_slots, view_offset
 from hpctrain.optim import Optimizer
 from hpctrain.optim.optimizer import State
 from hpctrain.transport.link import Link
@@ -62,7 +56,7 @@ class PartwiseUpdate:
     def __call__(self, number: int, gradient: np.ndarray) -> None:
         """Update part `number` with its gradient."""
         self._count[...] = self._step
-        self._optimizer.update(gradient, *self._parts[number], identity_total)
+        self._optimizer.update(gradient, *self._parts[number], identity)
 
     def count(self) -> None:
         """Count one update, after all of its parts."""
@@ -93,7 +87,7 @@ class ReplicatedUpdate:
     def __call__(self, gradient: np.ndarray) -> None:
         """Update with a summed gradient, of the length of the plane."""
         arena = self._arena
-        self._optimizer.update(gradient, self.state, arena.param, arena.slots, identity_total)
+        self._optimizer.update(gradient, self.state, arena.param, arena.layout, arena.gather_rows)
 
     def pieces(self) -> list[Piece]:
         """Return this rank's 1/P of the common state."""
@@ -126,7 +120,7 @@ class ShardedUpdate:
         self._offsets = bounds(arena.param.size, size, BLOCK_ELEMENTS)
         #: the range of this rank
         self.own = slice(self._offsets[rank], self._offsets[rank + 1])
-        self._slots = shift_slots(self.own.start, arena.slots)
+        self._slots = shift_slots(self.own.start, arena.layout)
         self.state = optimizer.init(arena.param[self.own])
 
     def reduce(self, group: Group, x: np.ndarray, op: Operation) -> None:
@@ -137,8 +131,8 @@ class ShardedUpdate:
 
     def __call__(self, gradient: np.ndarray) -> None:
         """Update this rank's range with its summed gradient; gather the other ranges."""
-        param = self._arena.param
-        gather = partial(gather_rows_timed, self._group.link, self._times, self._trace)
+        param, link = self._arena.param, self._group.link
+        gather = partial(gather_rows_timed, link, self._arena, self._times, self._trace)
         self._optimizer.update(gradient[self.own], self.state, param[self.own], self._slots, gather)
         with self._times.wait(self._trace, "gather parameters"):
             all_gather(self._group, param, self._offsets)
@@ -152,34 +146,9 @@ class ShardedUpdate:
         request_range(self._arena, self.state, self.own, saved)
 
 
-def range_pieces(
-    arena: Arena, state: Mapping[str, np.ndarray], start: int, own_slice: slice, link: Link
-) -> list[Piece]:
-    """Return this rank's part of the common arrays, and elements `own_slice` of its range.
-
-    `state` is the optimizer's state of the range, which begins at element `start`; parameters and
-    step are common to all ranks.
-    """
-    size, begin = arena.param.size, start + (own_slice.start or 0)
-    own_state = {name: x for name, x in state.items() if name != "step"}
-    step = {name: state[name] for name in state.keys() - own_state.keys()}
-    ranges = [
-        Piece(f"optimizer.{name}", begin, size, x[own_slice]) for name, x in own_state.items()
-    ]
-    return ranges + pieces_of(arena, step, link.rank, link.size)
-
-
-def request_range(
-    arena: Arena, state: Mapping[str, np.ndarray], own: slice, saved: SavedState
-) -> None:
-    """Request the parameters, and range `own` of the optimizer's state."""
-    request_state(arena, {}, saved)
-    for name, x in state.items():
-        offset, size = (0, 1) if name == "step" else (own.start, arena.param.size)
-        saved.request(f"optimizer.{name}", x, offset, size)
-
-
-def gather_rows_timed(link: Link, times: Times, trace: Trace, rows: np.ndarray) -> np.ndarray:
-    """Return the rows of all ranks, see `gather_rows`; the time counts as waiting."""
+def gather_rows_timed(
+    link: Link, arena: Arena, times: Times, trace: Trace, rows: np.ndarray
+) -> np.ndarray:
+    """Return the rows of the whole model, see `gather_rows`; the time counts as waiting."""
     with times.wait(trace, "gather norms"):
-        return gather_rows(link, rows)
+        return gather_rows(link, arena, rows)

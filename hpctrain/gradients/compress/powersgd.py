@@ -33,6 +33,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hpctrain.collectives import AllReduceFunction, Group
+from hpctrain.core.errors import UsageError
 from hpctrain.core.xp import Array, like, namespace
 from hpctrain.gradients.arena import Arena, Slot
 from hpctrain.gradients.compress.bucket_slots import (
@@ -56,7 +57,15 @@ class PowerSgd:
     """Sums gradients as matrices of low rank."""
 
     def __init__(self, allreduce: AllReduceFunction, arena: Arena, rank: int):
-        """Send each matrix of `arena` as the product of matrices of rank `rank`."""
+        """Send each matrix of `arena` as the product of matrices of rank `rank`.
+
+        Raises UsageError for an arena of some slots of a model: Q is drawn for all of them.
+        """
+        if arena.share is not None:
+            raise UsageError(
+                "[wire] compression: 'powersgd' is not yet available where ranks hold parts of a "
+                "model; expected another method, such as 'top-k', or 'none'"
+            )
         self._allreduce, self._rank = allreduce, rank
         self._slots_cache = BucketSlotsCache(arena, self._is_compressed)
         self._residual = namespace(arena.grad).zeros_like(arena.grad)

@@ -1,0 +1,222 @@
+"""`hpctrain pipeline draw | check`: pipeline schedules before a run; needs no MPI."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+
+from hpctrain.bench.message_sizes import parse, size_text
+from hpctrain.commands._complete import complete_choices
+from hpctrain.commands.report import MISSING_PACKAGES_MESSAGE
+from hpctrain.core.errors import UsageError
+from hpctrain.parallel.schedules import LOOPED, SCHEDULES, make
+from hpctrain.parallel.schedules.actions import PipelineSchedule
+from hpctrain.parallel.timing import picture, tables
+from hpctrain.parallel.timing.clock import Timeline
+from hpctrain.parallel.timing.summary import (
+    MAX_PAIRS,
+    MAX_RANKS,
+    RankCosts,
+    Summary,
+    summarize,
+    time_uniform,
+)
+
+EPILOG = """\b
+Examples:
+  hpctrain pipeline check --ranks 4 --micro-batches 8
+  hpctrain pipeline check --schedule zb-h1 --ranks 8 --micro-batches 32 --activation 64MiB
+  hpctrain pipeline draw --schedule zb-v --ranks 4 --micro-batches 8 --plot zb-v.png
+  hpctrain pipeline draw --schedule interleaved --chunks 4 --ranks 4 --micro-batches 8
+
+Times are in the unit of --costs; messages take none. docs/parallel.md draws all schedules.
+"""
+
+
+@click.group(epilog=EPILOG)
+def pipeline() -> None:
+    """Draw and check pipeline schedules: bubble, memory and messages of each rank."""
+
+
+def _parse_costs(context: click.Context, parameter: click.Parameter, text: str) -> RankCosts:
+    """Return the three numbers in `text`; raise UsageError."""
+    try:
+        forward, inputs, weights = (float(number) for number in text.split(","))
+    except ValueError:
+        forward = inputs = weights = math.nan
+    if not all(0 < cost < math.inf for cost in (forward, inputs, weights)):
+        raise UsageError(
+            f"--costs: expected three positive numbers such as 1,1,1, seen '{text}': the times "
+            "of forward, gradient of the input and gradient of the weights"
+        )
+    return forward, inputs, weights
+
+
+def _add_options(command: Callable[..., None]) -> Callable[..., None]:
+    for add_option in reversed(OPTIONS):
+        command = add_option(command)
+    return command
+
+
+OPTIONS = [
+    click.option(
+        "--schedule",
+        metavar="NAME",
+        shell_complete=complete_choices(SCHEDULES),
+        help=f"One of: {', '.join(SCHEDULES)}.",
+    ),
+    click.option("--ranks", type=int, metavar="P", help="Ranks of one pipeline."),
+    click.option(
+        "--stages", type=int, metavar="S", help="Instead of --ranks: stages of all ranks together."
+    ),
+    click.option(
+        "--micro-batches", type=int, required=True, metavar="M", help="Micro-batches of a step."
+    ),
+    click.option(
+        "--chunks",
+        "--stages-per-rank",
+        "stages_per_rank",
+        type=int,
+        metavar="V",
+        help=f"Stages per rank, of {' and '.join(LOOPED)}; default 2.",
+    ),
+    click.option(
+        "--costs",
+        default="1,1,1",
+        show_default=True,
+        metavar="F,I,W",
+        callback=_parse_costs,
+        help="Times of a micro-batch on a rank: forward, gradient of the input, of the weights.",
+    ),
+    click.option(
+        "--activation",
+        default="1MiB",
+        show_default=True,
+        metavar="SIZE",
+        help="Bytes of a micro-batch between two stages.",
+    ),
+    click.option("--json", "as_json", is_flag=True, help="Print JSON instead."),
+]
+
+
+@pipeline.command(epilog=EPILOG)
+@_add_options
+def check(schedule: str | None, as_json: bool, **options: Any) -> None:
+    """Show step, bubble, memory and messages of a schedule, or of all of them."""
+    rows, refusals = _summarize_all([schedule] if schedule else [*SCHEDULES], options)
+    if as_json:
+        content = {"rows": [asdict(row) for row in rows], "refused": refusals}
+        click.echo(json.dumps(content, indent=1))
+        return
+    tables.print_schedules(rows, size_text)
+    for message in refusals.values():
+        click.echo(f"left out: {message}")
+
+
+@pipeline.command(epilog=EPILOG)
+@click.option(
+    "--plot",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Also draw a plot: .png or .svg.",
+)
+@_add_options
+def draw(schedule: str | None, as_json: bool, plot: Path | None, **options: Any) -> None:
+    """Draw the timeline of a schedule as text or as a plot."""
+    drawn = _make(schedule, options)
+    timeline = time_uniform(drawn, options["costs"])
+    row = summarize(drawn, options["costs"], _boundary_bytes(options))
+    title = f"{row.schedule}: {row.ranks} ranks, {row.micro_batches} micro-batches"
+    if plot is not None:
+        _draw_plot(timeline, title, plot)
+    if as_json:
+        click.echo(json.dumps({**asdict(row), "actions": _json_actions(timeline)}, indent=1))
+        return
+    click.echo(title + "\n")
+    for line in picture.draw(timeline, shutil.get_terminal_size((80, 24)).columns):
+        click.echo(line)
+    click.echo(f"\n{picture.legend(timeline)}")
+    tables.print_ranks(drawn, row, timeline.idle_shares, size_text)
+    click.echo(f"step {row.step:.4g}, {row.verdict}")
+
+
+def _summarize_all(
+    names: list[str], options: Mapping[str, Any]
+) -> tuple[list[Summary], dict[str, str]]:
+    """Return the summaries of the schedules `names`, and the refusals of others.
+
+    Raises UsageError if all are refused.
+    """
+    rows: list[Summary] = []
+    refusals: dict[str, str] = {}
+    for name in names:
+        is_optional = len(names) > 1 and name not in LOOPED
+        chosen = {**options, "stages_per_rank": None} if is_optional else options
+        try:
+            schedule = _make(name, chosen)
+            rows.append(summarize(schedule, options["costs"], _boundary_bytes(options)))
+        except UsageError as error:
+            refusals[name] = str(error)
+    if not rows:
+        raise UsageError(next(iter(refusals.values())))
+    return rows, refusals
+
+
+def _make(name: str | None, options: Mapping[str, Any]) -> PipelineSchedule:
+    """Return the schedule of the command line's options; raise UsageError."""
+    ranks, stages, stages_per_rank = (
+        options[key] for key in ("ranks", "stages", "stages_per_rank")
+    )
+    if (ranks is None) == (stages is None):
+        raise UsageError("expected one of --ranks and --stages, such as --ranks 4")
+    if name is None:
+        raise UsageError(f"--schedule is missing; choose one of: {', '.join(SCHEDULES)}")
+    if stages is not None:
+        ranks = _divide_stages(stages, stages_per_rank or make(name, 1, 1).stages_per_rank)
+    micro_batches = options["micro_batches"]
+    if ranks > MAX_RANKS or ranks * micro_batches * (stages_per_rank or 1) > MAX_PAIRS:
+        raise UsageError(
+            f"expected at most {MAX_RANKS} ranks and {MAX_PAIRS:,} pairs of a stage and a "
+            f"micro-batch, seen {ranks:,} ranks and {micro_batches:,} micro-batches"
+        )
+    return make(name, ranks, micro_batches, stages_per_rank)
+
+
+def _divide_stages(stages: int, stages_per_rank: int) -> int:
+    if stages < 1 or stages % stages_per_rank:
+        lower = stages // stages_per_rank * stages_per_rank
+        raise UsageError(
+            f"--stages: expected a multiple of {stages_per_rank} stages per rank, seen {stages}; "
+            f"take {max(lower, 0) + stages_per_rank}"
+        )
+    return stages // stages_per_rank
+
+
+def _boundary_bytes(options: Mapping[str, Any]) -> int:
+    return parse(options["activation"], "--activation")[-1]
+
+
+def _draw_plot(timeline: Timeline, title: str, path: Path) -> None:
+    try:  # late: only plots need matplotlib
+        from hpctrain.parallel.timing.plot import draw_timeline
+    except ImportError as error:
+        raise UsageError(f"{MISSING_PACKAGES_MESSAGE} ({error})") from None
+    draw_timeline(timeline, title, path)
+
+
+def _json_actions(timeline: Timeline) -> list[list[dict[str, Any]]]:
+    """Return the actions of each rank, with start and end."""
+    return [
+        [
+            {**action._asdict(), "start": start, "end": end}
+            for action, start, end in zip(*spans, strict=True)
+        ]
+        for spans in zip(timeline.schedule.actions, timeline.starts, timeline.ends, strict=True)
+    ]

@@ -1,0 +1,30 @@
+"""The initial values of parameters: each has a random stream of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+
+import numpy as np
+
+from hpctrain.nn.layer import Parameter
+
+
+def initial_values(
+    parameters: Mapping[str, Parameter], seed: int, names: Container[str] | None = None
+) -> dict[str, np.ndarray]:
+    """Return the initial values of each parameter, float64; they depend on `seed` and shapes alone.
+
+    Each parameter has its own random stream, so another shape of one changes no value of others,
+    and those of `names`, by default all, may be drawn alone.
+    """
+    return {
+        name: parameter.init(
+            np.random.Generator(np.random.Philox(key=_philox_key(seed, i))), parameter.shape
+        )
+        for i, (name, parameter) in enumerate(parameters.items())
+        if names is None or name in names
+    }
+
+
+def _philox_key(seed: int, index: int) -> np.ndarray:
+    return np.array([seed, index], dtype=np.uint64)

@@ -1,0 +1,49 @@
+"""The mesh: the ranks of a job along a data axis and a pipe axis.
+
+Eight ranks with `pipe = 4`. The ranks of a row together hold one replica, those of a column hold
+the same layers, of different replicas:
+
+              pipe 0   pipe 1   pipe 2   pipe 3
+    data 0    rank 0   rank 1   rank 2   rank 3      activations and their gradients travel
+    data 1    rank 4   rank 5   rank 6   rank 7      in a row, sums of gradients in a column
+
+The ranks of a node are neighbours along the pipe axis, whatever the order in which the launcher
+placed them: activations wait for nobody, sums of gradients overlap with backward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hpctrain.parallel.options import MeshOptions
+from hpctrain.transport.link import Link
+from hpctrain.world import World
+from hpctrain.world.grid import Grid
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The Worlds of one rank: all ranks, and those along each axis."""
+
+    everyone: World
+    data: World  #: the ranks with the same layers; engines train on it
+    pipe: World  #: the ranks that hold one replica, in the order of the pipe axis
+
+    @property
+    def stages(self) -> Link:
+        """The link of the ranks of `pipe` for messages between stages."""
+        assert self.data.grid is not None
+        return self.data.grid.stages
+
+
+def make_mesh(world: World, options: MeshOptions) -> Mesh:
+    """Return this rank's mesh; collective. Raises UsageError if the ranks do not fit."""
+    options.workers(world.size)
+    hosts = list(dict.fromkeys(world.hosts))
+    by_host = sorted(range(world.size), key=lambda rank: (hosts.index(world.hosts[rank]), rank))
+    data_index, pipe_index = divmod(by_host.index(world.rank), options.pipe)
+    pipe = world.split(data_index, pipe_index)
+    data = world.split(pipe_index, data_index)
+    data.grid = Grid(world.main, pipe.main, pipe.link_for("stages"))
+    data.trace = pipe.trace = world.trace  # the engine's spans belong to the trace of the run
+    return Mesh(world, data, pipe)

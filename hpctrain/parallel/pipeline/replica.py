@@ -1,0 +1,216 @@
+"""A model split over the ranks of a pipe axis: a Replica whose gradient is a pipeline's step.
+
+    pipe rank     0                  1                  2
+    arena         slots of stage 0   slots of stage 1   slots of stage 2     ranges of one layout
+    gradient()    F0 F1 F2 .  .      .  F0 F1 B0 ..     ...                  see execution.py
+    Sums          <----------------- sent to all -----  from the last stage
+
+Engines train it over the data axis like any other Replica: the engine of a rank sums and updates
+the slots of the stages of this rank. `on_ready` is called after the last product of a slot, so that
+sums over the data axis overlap with the rest of backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import reduce
+from operator import itemgetter
+from typing import Any
+
+import numpy as np
+
+from hpctrain import nn
+from hpctrain.collectives import all_gather_bytes, broadcast
+from hpctrain.core import xp
+from hpctrain.core.trees import map_arrays, sample_count
+from hpctrain.core.xp import Array
+from hpctrain.gradients import arena as arenas
+from hpctrain.gradients.replica import Batch, split_batch
+from hpctrain.nn.gradient_sums import GradientSums
+from hpctrain.optim.norms import ordered_rows
+from hpctrain.parallel.pipeline.execution import (
+    MicroBatch,
+    Operation,
+    TrainingStep,
+    route,
+    run_actions,
+)
+from hpctrain.parallel.pipeline.stage_link import StageLink
+from hpctrain.parallel.pipeline.stages import StagePlan
+from hpctrain.parallel.pipeline.tied_weights import TiedWeights
+from hpctrain.parallel.schedules import make
+from hpctrain.parallel.schedules.actions import Action, PipelineSchedule
+from hpctrain.parallel.schedules.check import check
+from hpctrain.parallel.schedules.forward import forward_only
+from hpctrain.parallel.schedules.messages import Message, inbound
+from hpctrain.transport.link import Link
+from hpctrain.transport.shared_memory.host import aligned_zeros
+from hpctrain.world import World
+
+Wait = Callable[[], AbstractContextManager[Any]]
+
+
+class PipelineReplica:
+    """A Replica of which this rank holds some stages; its calls are collective over the pipe."""
+
+    normalizes_batch = False  #: such a model is refused
+
+    def __init__(
+        self,
+        model: nn.Model,
+        seed: int,
+        dtype: np.typing.DTypeLike,
+        on_gpu: bool,
+        pipe: World,
+        link: Link,
+        plan: StagePlan,
+        schedule: str,
+    ):
+        """Create the arena of this rank's stages, with the initial values that one rank has.
+
+        `pipe`: the World of the ranks that hold this replica; `link` connects them for stages.
+        """
+        self.model, self.loss, self.plan = model, model.loss, plan
+        self.wait: Wait = nullcontext  #: encloses each wait for a stage on another rank
+        self.peak_tapes = 0  #: the largest number of tapes of stages that lived at one time
+        self._pipe, self._link, self._schedule_name = pipe, link, schedule
+        self._parts = {stage: plan.part(model, stage) for stage in plan.stages_of(pipe.rank)}
+        self.arena = self._make_arena(dtype, on_gpu)
+        self._tied = TiedWeights(link, plan, model, self.arena.param)
+        self._bind_views()
+        names = [slot.name for slot in self.arena.slots]
+        for name, values in nn.initial_values(model.parameters, seed, names).items():
+            xp.copy(self._params[name], values)
+        self.schedule: PipelineSchedule | None = None  #: of a step
+
+    @property
+    def micro_batches(self) -> int:
+        """The number of micro-batches of a step."""
+        return 1 if self.schedule is None else self.schedule.micro_batches
+
+    @micro_batches.setter
+    def micro_batches(self, count: int) -> None:
+        """Make the schedule for `count` micro-batches; raise UsageError if there is none."""
+        ranks = self._pipe.size
+        self.schedule = make(self._schedule_name, ranks, count, self.plan.stages // ranks)
+        check(self.schedule)
+
+    def gradient(
+        self, batch: Batch, scale: float, key: nn.Key, on_ready: Callable[[str], None]
+    ) -> nn.Sums:
+        """Write the gradient of this rank's stages into the arena; see Replica."""
+        assert self.schedule is not None  # `micro_batches` is set
+        pieces = [
+            MicroBatch(piece, key._replace(first=key.first + first))
+            for piece, first in split_batch(batch, self.schedule.micro_batches)
+        ]
+        sums = {
+            stage: GradientSums(part, self._grads, len(pieces), on_ready)
+            for stage, part in self._parts.items()
+        }
+        memory = self.arena.param
+        step = TrainingStep(self.model, self._parts, self._params, sums, pieces, scale, memory)
+        self._run(self.schedule, step.operations, [piece.batch.n for piece in pieces])
+        self._tied.reduce(sums, self._params)
+        self._tied.wait()
+        self.peak_tapes = max(self.peak_tapes, step.peak_tapes)
+        return self._share_sums(step.losses)
+
+    def evaluate(self, batch: Batch) -> nn.Sums:
+        """Return the sums over `batch`, computed in the pieces of one rank; see Replica."""
+        pieces = self.model.evaluation_pieces(batch.n)
+        losses: list[nn.Sums | nn.losses.PendingSums] = []
+
+        def add_loss(y: Array, piece: slice) -> None:
+            losses.append(self.model.loss_sums(y, _rows(batch.targets, piece)))
+
+        self._forward(batch.inputs, pieces, add_loss)
+        return self._share_sums(losses)
+
+    def predict(self, x: Any) -> np.ndarray:
+        """Return the model's outputs for samples `x` (n, ...), the same on all its ranks."""
+        n = sample_count(x)
+        outputs = np.zeros((n, *self.model.output_shape), self.arena.param.dtype)
+
+        def copy(y: Array, piece: slice) -> None:
+            outputs[piece] = xp.to_host(y)
+
+        self._forward(x, self.model.evaluation_pieces(n), copy)
+        broadcast(self._pipe.main, outputs.reshape(-1), self.plan.last_rank)
+        return outputs
+
+    def move(self, **planes: np.ndarray) -> None:
+        """Move planes to other arrays; see Replica."""
+        for name, x in planes.items():
+            xp.copy(x, getattr(self.arena, name))
+        self.arena = replace(self.arena, **planes)  # type: ignore[arg-type]
+        self._bind_views()
+
+    def _forward(
+        self, x: Any, pieces: Sequence[slice], take: Callable[[Array, slice], None]
+    ) -> None:
+        """Pass `pieces` of the samples `x` through all stages; `take` gets the outputs of each."""
+
+        def forward(action: Action, activation: Array | None) -> Array | None:
+            part, piece = self._parts[action.stage], pieces[action.micro]
+            if part.start == 0:
+                activation = self.model.prepare_samples(_rows(x, piece), self.arena.param)
+            y, _ = part.forward(self._params, activation, None)
+            if action.stage < self.plan.stages - 1:
+                return y
+            take(y, piece)
+            return None
+
+        schedule = forward_only(len(pieces), self.plan.placement)
+        self._run(schedule, {"F": forward}, [piece.stop - piece.start for piece in pieces])
+        self._tied.wait()
+
+    def _run(
+        self, schedule: PipelineSchedule, operations: Mapping[str, Operation], samples: list[int]
+    ) -> None:
+        """Run this rank's actions on micro-batches of `samples` samples."""
+        self._tied.update_copies(self._params)
+
+        def shape_of(message: Message) -> tuple[int, ...]:
+            return (samples[message.micro], *self.plan.boundary_shape(self.model, message.boundary))
+
+        rank = self._pipe.rank
+        link = StageLink(self._link, inbound(schedule, rank), shape_of, self.arena.param)
+        run_actions(route(schedule, rank), operations, link, rank, self._pipe.trace, self.wait)
+        link.close()
+
+    def _share_sums(self, losses: Sequence[nn.Sums | nn.losses.PendingSums]) -> nn.Sums:
+        """Return the sums of all micro-batches, which the last stage sends to all ranks."""
+        total: nn.Sums = reduce(nn.add, map(nn.losses.wait_for_sums, losses), {})
+        packed = nn.losses.pack(total, self.loss.terms)
+        broadcast(self._pipe.main, packed, self.plan.last_rank)
+        return nn.losses.unpack(packed, self.loss.terms)
+
+    def _make_arena(self, dtype: np.typing.DTypeLike, on_gpu: bool) -> arenas.Arena:
+        """Return the arena of this rank's stages, which exchanges norms with the others."""
+        model, pipe = self.model, self._pipe
+        shapes = {name: p.shape for name, p in model.parameters.items()}
+        names = [self.plan.owned_names(model, rank) for rank in range(pipe.size)]
+        zeros = xp.zeros if on_gpu else aligned_zeros
+        arena = arenas.make_arena(shapes, dtype, zeros=zeros, own=names[pipe.rank])
+
+        def gather_rows(rows: np.ndarray) -> np.ndarray:
+            parts = all_gather_bytes(pipe.link, rows.tobytes())
+            shape = (-1, rows.shape[1])
+            return ordered_rows(
+                [np.frombuffer(part).reshape(shape) for part in parts], names, arena.model_slots
+            )
+
+        return replace(arena, gather_rows=gather_rows)
+
+    def _bind_views(self) -> None:
+        """Create the views of all tensors in the planes."""
+        self._params = self.arena.views(self.arena.param) | self._tied.copies
+        self._grads = self.arena.views(self.arena.grad)
+
+
+def _rows(tree: Any, rows: slice) -> Any:
+    """Return `rows` of each array of `tree`."""
+    return map_arrays(itemgetter(rows), tree)

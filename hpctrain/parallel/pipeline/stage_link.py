@@ -1,0 +1,111 @@
+"""Messages between stages at run time: stamped, and received in the order of their senders.
+
+A message is one array of bytes, the tensor and then its stamp:
+
+    | x[0] x[1] ......................... x[n-1] | pad to 8 | kind, stage, micro-batch |
+
+A receiver posts its receives in the sender's order (messages.py) and compares each stamp, so that a
+message out of place is an error in words, not a gradient of the wrong micro-batch. A tensor is
+copied once, into the message; the receiver computes in the message's own memory.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any, get_args
+
+import numpy as np
+
+from hpctrain.core.errors import TransportError
+from hpctrain.core.xp import Array, namespace
+from hpctrain.parallel.schedules.messages import Arrivals, Kind, Message
+from hpctrain.transport.link import Link, Request
+
+STAMP_BYTES = 8
+KINDS: tuple[Kind, ...] = get_args(Kind)
+POSTED_AHEAD = 2  #: receives per peer: a message may arrive while its receiver computes
+Shape = tuple[int, ...]
+
+
+def message_bytes(nbytes: int) -> int:
+    """Return the length of a message with a tensor of `nbytes` bytes."""
+    return -(-nbytes // STAMP_BYTES) * STAMP_BYTES + STAMP_BYTES
+
+
+def stamp(message: Message) -> int:
+    """Return the number that identifies a message of a step."""
+    return KINDS.index(message.kind) << 62 | message.stage << 32 | message.micro
+
+
+def message_of(number: int) -> Message:
+    """Return the message of a stamp."""
+    return Message(KINDS[number >> 62], number >> 32 & 0x3FFFFFFF, number & 0xFFFFFFFF)
+
+
+class StageLink:
+    """The messages of one pass through the stages, as one rank sends and receives them."""
+
+    def __init__(
+        self,
+        link: Link,
+        arrivals: Arrivals,
+        shape_of: Callable[[Message], Shape],
+        like: Array,
+    ):
+        """Post the first receives; tensors have the dtype of `like`, and lie in its memory."""
+        self._link, self._shape_of = link, shape_of
+        self._xp, self._dtype = namespace(like), like.dtype
+        self._expected = {peer: deque(messages) for peer, messages in arrivals.items()}
+        self._posted: dict[int, deque[tuple[Message, Array, Request]]] = {}
+        self._arrived: dict[Message, Array] = {}
+        self._sent: list[tuple[Request, Array]] = []  # memory of a message lives until it is sent
+        for peer in arrivals:
+            self._posted[peer] = deque()
+            for _ in range(POSTED_AHEAD):
+                self._post(peer)
+
+    def send(self, peer: int, message: Message, x: Array) -> None:
+        """Start to send a copy of `x`."""
+        buffer = self._allocate(x.shape)
+        self._tensor(buffer, x.shape)[...] = x
+        buffer.view(np.int64)[-1] = stamp(message)
+        self._sent.append((self._link.isend(buffer, peer), buffer))
+
+    def receive(self, peer: int, message: Message) -> Array:
+        """Return the tensor of `message`; others that arrive before it are kept for later."""
+        while message not in self._arrived:
+            self._take_next(peer)
+        return self._arrived.pop(message)
+
+    def close(self) -> None:
+        """Wait until all messages of this rank are sent."""
+        for request, _ in self._sent:
+            request.wait()
+
+    def _take_next(self, peer: int) -> None:
+        """Wait for the next message of `peer`; raise TransportError if it is another one."""
+        expected, buffer, request = self._posted[peer].popleft()
+        request.wait()
+        self._post(peer)
+        actual = int(buffer.view(np.int64)[-1])
+        if actual != stamp(expected):
+            raise TransportError(
+                f"rank {self._link.rank} of the pipeline: expected the {expected} from rank "
+                f"{peer}, seen the {message_of(actual)}; all ranks must run the same schedule"
+            )
+        self._arrived[expected] = self._tensor(buffer, self._shape_of(expected))
+
+    def _post(self, peer: int) -> None:
+        if self._expected[peer]:
+            message = self._expected[peer].popleft()
+            buffer = self._allocate(self._shape_of(message))
+            self._posted[peer].append((message, buffer, self._link.irecv(buffer, peer)))
+
+    def _allocate(self, shape: Sequence[int]) -> Array:
+        return self._xp.empty(message_bytes(prod(shape) * self._dtype.itemsize), np.uint8)
+
+    def _tensor(self, buffer: Array, shape: Shape) -> Any:
+        nbytes = prod(shape) * self._dtype.itemsize
+        return buffer[:nbytes].view(self._dtype).reshape(shape)

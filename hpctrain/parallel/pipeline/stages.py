@@ -1,0 +1,151 @@
+"""The stages of a model: the layers of each, its rank, and the tensors that stages share.
+
+    layers   embedding  block1  block2 | block3  block4 | norm  out
+    stage    0                         | 1              | 2            bounds 0, 3, 5, 7
+
+A stage begins with a layer that has parameters of its own, so that each rank has some.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from math import prod
+from typing import NamedTuple
+
+from hpctrain import nn
+from hpctrain.core.errors import UsageError
+from hpctrain.nn.part import Part
+from hpctrain.parallel.pipeline import balance
+
+
+class SharedTensor(NamedTuple):
+    """A parameter that layers of several stages use, such as a table of tokens.
+
+    The stage of the first layer that uses it owns it: arena, optimizer and checkpoints have it
+    there alone.
+    """
+
+    name: str
+    owner: int  #: stage
+    uses: tuple[tuple[int, int], ...]  #: (layer, stage) of each use by another stage, last first
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """The layers `bounds[s]` to `bounds[s + 1] - 1` are stage s, computed by `placement[s]`."""
+
+    bounds: tuple[int, ...]
+    placement: tuple[int, ...]
+
+    @property
+    def stages(self) -> int:
+        """The number of stages."""
+        return len(self.placement)
+
+    @property
+    def last_rank(self) -> int:
+        """The rank of the last stage, which knows the loss."""
+        return self.placement[-1]
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """Return the stages of `rank`, in the order of the forward pass."""
+        return tuple(stage for stage, owner in enumerate(self.placement) if owner == rank)
+
+    def stage_of_layer(self, layer: int) -> int:
+        """Return the stage of `layer`."""
+        return bisect_right(self.bounds, layer) - 1
+
+    def part(self, model: nn.Model, stage: int) -> Part:
+        """Return the layers of `stage`."""
+        return Part(model, self.bounds[stage], self.bounds[stage + 1])
+
+    def boundary_shape(self, model: nn.Model, boundary: int) -> tuple[int, ...]:
+        """Return the shape of a sample between the stages `boundary` and `boundary` + 1."""
+        shape: tuple[int, ...] = model.shapes[self.bounds[boundary + 1]]
+        return shape
+
+    def owned_names(self, model: nn.Model, rank: int) -> list[str]:
+        """Return the parameters that `rank` keeps in its arena, in the model's order."""
+        stages = self.stages_of(rank)
+        uses = parameter_uses(model)
+        return [name for name, layers in uses.items() if self.stage_of_layer(layers[0]) in stages]
+
+    def shared_tensors(self, model: nn.Model) -> Iterator[SharedTensor]:
+        """Yield the parameters that several stages use, in the model's order."""
+        for name, layers in parameter_uses(model).items():
+            owner = self.stage_of_layer(layers[0])
+            stages = [(layer, self.stage_of_layer(layer)) for layer in reversed(layers)]
+            if uses := tuple((layer, stage) for layer, stage in stages if stage != owner):
+                yield SharedTensor(name, owner, uses)
+
+
+def parameter_uses(model: nn.Model) -> dict[str, list[int]]:
+    """Return the layers that use each parameter, ascending: the first one declares it."""
+    uses: dict[str, list[int]] = {name: [] for name in model.parameters}
+    for layer, names in enumerate(model.layer_names):
+        for name in names.values():
+            uses[name].append(layer)
+    return uses
+
+
+def plan_by_hand(
+    model: nn.Model, layer_counts: Sequence[int], placement: tuple[int, ...]
+) -> StagePlan:
+    """Return the plan of stages of `layer_counts` layers; raise UsageError if they do not fit."""
+    counts = balance.check_cut(layer_counts, len(model.layers), len(placement))
+    bounds = (0, *accumulate(counts))
+    own_layers = {layers[0] for layers in parameter_uses(model).values()}
+    for stage, (start, stop) in enumerate(pairwise(bounds)):
+        if not own_layers & {*range(start, stop)}:
+            names = ", ".join(list(model.layers)[start:stop])
+            raise UsageError(
+                f"[pipeline] balance: expected a layer with parameters of its own in each stage, "
+                f"seen {names} in stage {stage}"
+            )
+    return StagePlan(bounds, placement)
+
+
+def plan_by_costs(model: nn.Model, costs: Sequence[float], placement: tuple[int, ...]) -> StagePlan:
+    """Return the plan whose most expensive stage costs least, from the cost of each layer."""
+    starts = _possible_starts(model)
+    bounds = [*starts, len(costs)]
+    groups = [sum(costs[start:stop]) for start, stop in pairwise(bounds)]
+    sizes = [float(prod(model.shapes[start])) for start in starts[1:]]
+    counts = balance.cut(groups, len(placement), sizes)
+    return StagePlan(tuple(bounds[i] for i in (0, *accumulate(counts))), placement)
+
+
+def parameter_counts(model: nn.Model) -> list[float]:
+    """Return the number of parameters that each layer declares."""
+    counts = [0.0] * len(model.layers)
+    for name, layers in parameter_uses(model).items():
+        counts[layers[0]] += prod(model.parameters[name].shape)
+    return counts
+
+
+def require_splittable(model: nn.Model) -> None:
+    """Raise UsageError for a model that a pipeline cannot compute."""
+    if model.normalizes_batch:
+        raise UsageError(
+            "[mesh] pipe: the model normalizes over the batch (BatchNorm), but a pipeline computes "
+            "it in micro-batches: expected a model without BatchNorm; use LayerNorm"
+        )
+
+
+def require_stages(model: nn.Model, stages: int) -> None:
+    """Raise UsageError if the model has fewer layers with parameters than `stages`."""
+    possible = len(_possible_starts(model))
+    if stages > possible:
+        raise UsageError(
+            f"[mesh] pipe: expected at most {possible} stages, one per layer with parameters, seen "
+            f"{stages}; start fewer ranks along pipe, or take fewer stages per rank"
+        )
+
+
+def _possible_starts(model: nn.Model) -> list[int]:
+    """Return the layers at which a stage may begin: the first, and those with parameters."""
+    declaring = sorted({layers[0] for layers in parameter_uses(model).values()})
+    return [0, *declaring[1:]]

@@ -1,0 +1,79 @@
+"""Parameters that stages share: values from their owner before a pass, gradients to it after.
+
+    stage 0, owner     table --values------> stage S-1: a copy, outside of the arena
+                       table <--gradients--- stage S-1: the sum over the micro-batches of the step
+
+One message each way per step and use: 2n bytes; none between stages of one rank. The owner adds the
+sums in the order of backward, last layer first, as one rank does. The copies have no state of an
+optimizer, and cannot drift.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hpctrain import nn
+from hpctrain.core.xp import Array, namespace
+from hpctrain.nn.gradient_sums import GradientSums
+from hpctrain.parallel.pipeline.stages import StagePlan
+from hpctrain.transport.link import Link, Request
+
+
+class TiedWeights:
+    """The parameters that stages of a pipeline share, from the point of view of one rank."""
+
+    def __init__(self, link: Link, plan: StagePlan, model: nn.Model, like: Array):
+        """Allocate this rank's copies, in the memory of `like`."""
+        self._link, self._placement = link, plan.placement
+        self._tensors = tuple(plan.shared_tensors(model))
+        #: copies of the parameters of other ranks
+        self.copies = {
+            name: namespace(like).empty(model.parameters[name].shape, like.dtype)
+            for name, owner, uses in self._tensors
+            if link.rank in self._users(owner, uses)
+        }
+        self._sent: list[Request] = []
+
+    def update_copies(self, params: Mapping[str, Array]) -> None:
+        """Send the values of owned parameters, and receive `copies`."""
+        for name, owner, uses in self._tensors:
+            if self._placement[owner] == self._link.rank:
+                for user in self._users(owner, uses):
+                    self._send(params[name], user)
+        for name, owner, _ in self._tensors:
+            if name in self.copies:
+                self._link.irecv(self.copies[name], self._placement[owner]).wait()
+
+    def reduce(self, sums: Mapping[int, GradientSums], params: Mapping[str, Array]) -> None:
+        """Send the sums of gradients of this rank's stages to their owners, which add them."""
+        own = {(layer, name): x for s in sums.values() for layer, name, x in s.totals()}
+        for name, owner, uses in self._tensors:
+            totals = []
+            for layer, stage in uses:
+                if owner not in sums:
+                    if stage in sums:
+                        self._send(own[layer, name], self._placement[owner])
+                elif stage in sums:
+                    totals.append((layer, own[layer, name]))
+                else:
+                    totals.append((layer, self._receive_like(params[name], self._placement[stage])))
+            if owner in sums:
+                sums[owner].finish(name, totals)
+
+    def wait(self) -> None:
+        """Wait until all values of this rank are sent: they may be overwritten then."""
+        for request in self._sent:
+            request.wait()
+        self._sent = []
+
+    def _send(self, x: Array, rank: int) -> None:
+        self._sent.append(self._link.isend(x, rank))
+
+    def _receive_like(self, param: Array, rank: int) -> Array:
+        x = namespace(param).empty_like(param)
+        self._link.irecv(x, rank).wait()
+        return x
+
+    def _users(self, owner: int, uses: tuple[tuple[int, int], ...]) -> list[int]:
+        """Return the ranks that need a copy, ascending."""
+        return sorted({self._placement[stage] for _, stage in uses} - {self._placement[owner]})

@@ -1,0 +1,109 @@
+"""Messages between stages: which action sends which message, and in which order they arrive.
+
+    F of stage s        -> activation for stage s + 1
+    I or B of stage s   -> gradient for stage s - 1
+
+Two stages of one rank exchange no message. A link has no tags: messages of one pair of ranks arrive
+in the order of the sender's list, and all of one kind have the same size. A rank that posts its
+receives in the order in which it needs them would compute with the wrong micro-batch, without an
+error. So receives are posted as `inbound` lists them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Literal, NamedTuple
+
+from hpctrain.core.errors import UsageError
+from hpctrain.parallel.schedules.actions import Action, PipelineSchedule
+
+Kind = Literal["activation", "gradient"]
+
+
+class Message(NamedTuple):
+    """An activation or a gradient; `stage` is the stage that needs it."""
+
+    kind: Kind
+    stage: int
+    micro: int
+
+    def __str__(self) -> str:
+        """Return a text such as "activation of micro-batch 3 for stage 1"."""
+        return f"{self.kind} of micro-batch {self.micro} for stage {self.stage}"
+
+    @property
+    def boundary(self) -> int:
+        """The boundary that it crosses: i lies between the stages i and i + 1."""
+        return self.stage - 1 if self.kind == "activation" else self.stage
+
+
+Arrivals = Mapping[int, tuple[Message, ...]]  #: peer: its messages, in order
+
+
+def destination(schedule: PipelineSchedule, action: Action) -> tuple[int, Message] | None:
+    """Return the result of `action` and the rank that needs it; None if it makes none."""
+    op, stage, micro = action
+    if op == "F" and stage + 1 < schedule.stages:
+        message = Message("activation", stage + 1, micro)
+    elif op in "IB" and stage > 0:
+        message = Message("gradient", stage - 1, micro)
+    else:
+        return None
+    return schedule.placement[message.stage], message
+
+
+def source(schedule: PipelineSchedule, action: Action) -> tuple[int, Message] | None:
+    """Return the input of `action` and the rank that makes it; None if it needs none."""
+    op, stage, micro = action
+    sender_stage = stage - 1 if op == "F" else stage + 1
+    if op == "W" or not 0 <= sender_stage < schedule.stages:
+        return None
+    kind: Kind = "activation" if op == "F" else "gradient"
+    return schedule.placement[sender_stage], Message(kind, stage, micro)
+
+
+def output(schedule: PipelineSchedule, action: Action) -> tuple[int, Message] | None:
+    """Return `destination` if it is another rank, to which the message is sent; else None."""
+    return _on_another_rank(schedule, action, destination(schedule, action))
+
+
+def needed_message(schedule: PipelineSchedule, action: Action) -> tuple[int, Message] | None:
+    """Return `source` if it is another rank, from which the message is received; else None."""
+    return _on_another_rank(schedule, action, source(schedule, action))
+
+
+def _on_another_rank(
+    schedule: PipelineSchedule, action: Action, place: tuple[int, Message] | None
+) -> tuple[int, Message] | None:
+    is_own = place is None or place[0] == schedule.placement[action.stage]
+    return None if is_own else place
+
+
+def outbound(schedule: PipelineSchedule, rank: int) -> Iterator[tuple[int, Message]]:
+    """Yield the receiver of each message of `rank` and the message, in the order of its list."""
+    for action in schedule.actions[rank]:
+        if (sent := output(schedule, action)) is not None:
+            yield sent
+
+
+def inbound(schedule: PipelineSchedule, rank: int) -> Arrivals:
+    """Return the messages that each peer sends to `rank`, in the order of the peer's list."""
+    return {
+        peer: arrivals
+        for peer in range(schedule.ranks)
+        if (arrivals := tuple(m for to, m in outbound(schedule, peer) if to == rank))
+    }
+
+
+def check_receives(schedule: PipelineSchedule, rank: int, receives: Arrivals) -> None:
+    """Raise UsageError unless `receives`, as `rank` posts them, are in the senders' order."""
+    arrivals = inbound(schedule, rank)
+    for peer in sorted({*arrivals, *receives}):
+        expected, posted = arrivals.get(peer, ()), receives.get(peer, ())
+        for i in range(max(len(expected), len(posted))):
+            pair = [str(m[i]) if i < len(m) else "no message" for m in (expected, posted)]
+            if pair[0] != pair[1]:
+                raise UsageError(
+                    f"rank {rank}, message {i} from rank {peer}: expected a receive of "
+                    f"{pair[0]}, seen {pair[1]}; post receives in the order of the sender's list"
+                )

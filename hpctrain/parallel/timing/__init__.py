@@ -1,0 +1,1 @@
+"""Times of pipelines, predicted on a clock, and their pictures."""

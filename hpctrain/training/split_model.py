@@ -1,0 +1,104 @@
+"""The replica of a rank: whole, or split over the ranks of a mesh; what goes with a split."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+from hpctrain import nn
+from hpctrain.core.errors import UsageError
+from hpctrain.engines import AllReduce, Engine, LocalSgd
+from hpctrain.gradients.precision import Precision
+from hpctrain.gradients.precision import make_replica as make_whole_replica
+from hpctrain.parallel.mesh import Mesh, make_mesh
+from hpctrain.parallel.options import MeshOptions, PipelineOptions
+from hpctrain.parallel.pipeline.build import make_pipeline
+from hpctrain.parallel.pipeline.replica import PipelineReplica
+from hpctrain.training.faults import FaultsOptions
+from hpctrain.watch.trace import Trace
+from hpctrain.world import World
+
+
+def check(
+    mesh: MeshOptions,
+    pipeline: PipelineOptions,
+    model: Any,
+    engine: Any,
+    precision: Precision,
+    faults: FaultsOptions,
+) -> None:
+    """Raise UsageError for a model or options that do not go with `mesh`."""
+    if mesh.pipe > 1 and not isinstance(model, nn.Model):
+        raise UsageError(
+            f"[mesh] pipe: expected an ht.nn.Model, seen {type(model).__name__}; for modules of "
+            'PyTorch use torch.distributed.pipelining on init_process_group("hpctrain")'
+        )
+    check_options(mesh, pipeline, engine, precision, faults)
+
+
+def check_options(
+    mesh: MeshOptions,
+    pipeline: PipelineOptions,
+    engine: Any,
+    precision: Precision,
+    faults: FaultsOptions,
+) -> None:
+    """Raise UsageError for options that do not go with `mesh`."""
+    if mesh.pipe == 1:
+        if pipeline != PipelineOptions():
+            raise UsageError("[pipeline]: expected [mesh] pipe of 2 or more beside it, seen 1")
+        return
+    for conflict, message in _conflicts(engine, precision, faults):
+        if conflict:
+            raise UsageError(f"[mesh] pipe: {message}")
+
+
+def _conflicts(
+    engine: Any, precision: Precision, faults: FaultsOptions
+) -> Iterator[tuple[bool, str]]:
+    """Yield each conflict with a pipeline: whether it is there, and a message."""
+    kind = type(engine).__name__
+    yield (
+        not isinstance(engine, AllReduce | LocalSgd),
+        f"expected the engine allreduce or local-sgd, seen {kind}; others do not yet train "
+        "replicas that are split over ranks",
+    )
+    for key, usual in {
+        "priority": False, "share_parameters": False, "compression": "none", "apart": "ranks"
+    }.items():  # fmt: skip
+        actual = getattr(engine, key, usual)
+        yield (
+            actual != usual,
+            f"expected {key} = {usual!r}, seen {actual!r}; not yet available for replicas that are "
+            "split over ranks",
+        )
+    yield (
+        precision in ("bf16", "fp16"),
+        f"expected precision float32, float64 or tf32, seen {precision}; not yet available for "
+        "replicas that are split over ranks",
+    )
+    yield faults.any, "expected no [faults]: a planted delay would also stretch waits for stages"
+
+
+def make_replica(
+    model: Any,
+    seed: int,
+    precision: Precision,
+    world: World,
+    mesh: MeshOptions,
+    pipeline: PipelineOptions,
+) -> tuple[Mesh, Any]:
+    """Return the mesh of all ranks, and this rank's replica of `model` or its part; collective."""
+    on_gpu = world.gpu is not None
+    if mesh.pipe > 1:
+        ranks = make_mesh(world, mesh)
+        return ranks, make_pipeline(model, seed, precision, on_gpu, ranks, pipeline)
+    whole = world.on_all_ranks(lambda: make_whole_replica(model, seed, precision, on_gpu))
+    return Mesh(everyone=world, data=world, pipe=world), whole
+
+
+def time_waits(replica: Any, engine: Engine, trace: Trace) -> None:
+    """Let waits for other stages count as waits of `engine`."""
+    if isinstance(replica, PipelineReplica):
+        replica.wait = partial(engine.times.wait, trace, "wait for a stage")
