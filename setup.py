@@ -1,4 +1,6 @@
-"""Metadata that depend on the address of the repository, which HPCTRAIN_URL gives at a release.
+"""Metadata of the package that depend on the address of its repository: a hook of hatchling.
+
+HPCTRAIN_URL gives the address at a release. To install: `pip install .`
 
 A package index shows the README without the files beside it. So its links lead to the files of the
 version's tag, at the addresses that GitHub and GitLab give them. A source distribution keeps these
