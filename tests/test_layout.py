@@ -31,7 +31,7 @@ ROOMS = {
     "cluster/slurm": (13, 1850),
     "collectives": (23, 2300),
     "collectives/reductions": (5, 500),
-    "commands": (24, 1740),
+    "commands": (24, 1760),
     "config": (5, 665),
     "core": (20, 1850),
     "cost_model": (7, 1000),
