@@ -17,7 +17,6 @@ from hpctrain.training.faults import FaultsOptions
 from hpctrain.watch.trace import Trace
 from hpctrain.world import World
 
-
 #: The options of engines that train replicas which are split over ranks
 ENGINES = ("AllReduce", "LocalSgd")
 
