@@ -26,7 +26,7 @@ ROOMS = {
     "bench/training_step": (4, 490),
     "bench/tuning": (4, 350),
     "checkpoint": (11, 1730),
-    "cluster": (3, 440),
+    "cluster": (5, 560),
     "cluster/netlab": (3, 400),
     "cluster/slurm": (13, 1850),
     "collectives": (23, 2300),
@@ -59,7 +59,7 @@ ROOMS = {
     "slurm": (3, 400),  # jobs of Slurm from Python
     "torch": (18, 1905),
     "torch/modules": (13, 1300),
-    "training": (19, 3040),
+    "training": (19, 3075),
     "training/recipes": (1, 50),
     "transport": (3, 250),
     "transport/device": (6, 970),
