@@ -11,7 +11,6 @@ from hpctrain import engines, world
 from hpctrain.commands import _options
 from hpctrain.commands._complete import complete_choices, complete_recipes
 from hpctrain.report import history
-from hpctrain.run_files import run_folder
 from hpctrain.training import recipe, runs
 from hpctrain.training.dry_run import dry_run
 from hpctrain.transport.device.gpus import Device
@@ -108,8 +107,11 @@ def train(
         raise click.UsageError("--dry-run begins a new training: leave out --resume and --replay")
     if name is None:
         if not resume or out is None:
-            raise click.UsageError("Missing argument 'RECIPE'; --resume=DIR goes on without")
-        name = str(out / run_folder.RECIPE)
+            raise click.UsageError(
+                "Missing argument 'RECIPE', as in `train digits`; `train --resume=runs/first` "
+                "takes the recipe of that run"
+            )
+        name = str(runs.recipe_file(out, "fit(..., out=DIR, resume=True) in its script"))
     recipe_values = {"engine.kind": engine, "run.epochs": epochs, "run.device": device}
     overrides = [f"{key}={value}" for key, value in recipe_values.items() if value is not None]
     overrides += ["trace.enabled=true"] * trace
