@@ -185,9 +185,7 @@ def test_what_few_sizes_and_repeats_cannot_tell_is_said():
     assert "100%, its bound: more ranks brought no more samples/s" in tables.law_text(slower)
     four = study((1, 2, 4))
     bent = lambda n, i: Times(1e-2 if n < 4 else 1e-2 / 3, 1e-3)  # noqa: E731
-    assert "of 1, 2 and 4 ranks" in tables.law_text(
-        evaluate(four, trials(four, bent))
-    )
+    assert "of 1, 2 and 4 ranks" in tables.law_text(evaluate(four, trials(four, bent)))
 
 
 def test_what_a_report_begins_with():
