@@ -19,7 +19,7 @@ FILES = Path(__file__).parents[1] / "docs" / "files.md"
 MOST_LINES = 300
 #: room: (most files, most lines), `__init__.py` included
 ROOMS = {
-    ".": (5, 495),
+    ".": (5, 500),
     "bench": (14, 1670),
     "bench/prediction": (6, 640),
     "bench/rivals": (5, 440),
