@@ -19,14 +19,14 @@ FILES = Path(__file__).parents[1] / "docs" / "files.md"
 MOST_LINES = 300
 #: room: (most files, most lines), `__init__.py` included
 ROOMS = {
-    ".": (5, 495),
+    ".": (5, 500),
     "bench": (14, 1670),
     "bench/prediction": (6, 640),
     "bench/rivals": (5, 440),
     "bench/training_step": (4, 490),
     "bench/tuning": (4, 350),
     "checkpoint": (11, 1730),
-    "cluster": (3, 440),
+    "cluster": (5, 560),
     "cluster/netlab": (3, 400),
     "cluster/slurm": (13, 1850),
     "collectives": (23, 2300),
@@ -63,7 +63,7 @@ ROOMS = {
     "slurm": (3, 400),  # jobs of Slurm from Python
     "torch": (18, 1905),
     "torch/modules": (13, 1300),
-    "training": (20, 3200),  # models that are split over ranks
+    "training": (20, 3230),  # models that are split over ranks
     "training/recipes": (1, 50),
     "transport": (3, 250),
     "transport/device": (6, 970),

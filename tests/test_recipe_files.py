@@ -73,11 +73,12 @@ def test_a_recipe_extends_a_built_in_one(tmp_path):
     [
         ('extends = "my.toml"', "extends itself: "),
         ('extends = "other.toml"', "extends itself: "),
-        ('extends = "nothing.toml"', "nothing.toml: expected a file"),
+        ('extends = "nothing.toml"', "nothing.toml', which does not exist"),
         ('extends = "digit"', "unknown recipe 'digit'; did you mean 'digits'?"),
         ("extends = 3", "extends: expected the name of a recipe or a .toml file, seen 3"),
         ('extends = ""', "extends: expected the name of a recipe or a .toml file, seen ''"),
         ('extends = "digits"\nrun = 3', "'run' is a table"),
+        ('extends = "digits"\n[model]\nwidth = 3', "my.toml: unknown key in [model]: 'width'"),
     ],
 )
 def test_what_cannot_be_extended_is_refused(tmp_path, line, message):
@@ -110,8 +111,10 @@ def test_a_recipe_is_begun_checked_and_compared(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert all(name in call("list") for name in recipe.built_in())
     assert call("show", "mnist") == recipe.source("mnist")
-    assert "my.toml" in call("new", "my.toml", "--from", "mnist")
+    (tmp_path / "more.toml").write_text('schema = 1\nextends = "my.toml"\n')
+    assert "wrote my.toml, a copy of mnist" in call("new", "my.toml", "--from", "mnist")
     assert toml.parse(call("show", "my.toml"), "shown")["run"]["name"] == "my"
+    assert toml.parse(call("show", "more.toml"), "shown")["data"]["kind"] == "mnist"
     assert call("check", "my.toml").startswith("my.toml: my is a valid recipe")
     assert "run.name" in call("diff", "mnist", "my.toml")
     assert call("diff", "my.toml", "./my.toml") == "no key differs\n"
@@ -125,7 +128,7 @@ def test_a_recipe_is_begun_checked_and_compared(tmp_path, monkeypatch):
         (["new", "my.txt"], "expected a name that ends with .toml, seen my.txt"),
         (["new", "nothing/my.toml"], "nothing/my.toml cannot be written: No such file"),
         (["new", "mine.toml", "--from", "mnits"], "unknown recipe 'mnits'; did you mean 'mnist'"),
-        (["check", "my.toml", "--set", "run.epoch=1"], "did you mean 'epochs'?"),
+        (["check", "my.toml", "--set", "run.epoch=1"], "unknown key in [run]: 'epoch'; did you me"),
         (["show", "nothing.toml"], "nothing.toml: expected a file"),
     ],
 )
@@ -134,5 +137,5 @@ def test_bad_commands_are_refused(tmp_path, monkeypatch, words, message):
     (tmp_path / "my.toml").write_text(BASE)
     with pytest.raises(UsageError) as refused:
         call(*words)
-    assert message in str(refused.value)
+    assert str(refused.value).startswith(message)
     assert {path.name for path in tmp_path.iterdir()} == {"my.toml"}
