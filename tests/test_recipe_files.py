@@ -10,6 +10,7 @@ from hpctrain.commands.recipe import recipe as command
 from hpctrain.config import toml
 from hpctrain.core.errors import UsageError
 from hpctrain.training import recipe
+from hpctrain.training.recipe_keys import list_all_keys
 
 BASE = """schema = 1
 [run]
@@ -97,7 +98,7 @@ PARTS = ("run", "loss", "data", "batch", "optimizer", "schedule", "engine", "che
 @pytest.mark.parametrize("name", recipe.built_in())
 def test_all_keys_of_a_recipe_are_the_same_recipe(name, settings):
     spec = recipe.load(name, settings)
-    tables = recipe.list_all_keys(spec)
+    tables = list_all_keys(spec)
     again = recipe.check(toml.parse(tomli_w.dumps(tables), "all keys"))
     assert {x: getattr(again, x) for x in PARTS} == {x: getattr(spec, x) for x in PARTS}
     assert tables["run"]["timeout_s"] == 300.0 and tables["optimizer"]["micro_batches"] == 1

@@ -18,6 +18,7 @@ from hpctrain.core import atomic
 from hpctrain.core.errors import UsageError
 from hpctrain.report import comparison
 from hpctrain.training import recipe as recipes
+from hpctrain.training.recipe_keys import list_all_keys
 
 EPILOG = """\b
 Examples:
@@ -53,7 +54,7 @@ def show(name: str, all_keys: bool) -> None:
     """Print RECIPE as TOML, merged with the recipe that it extends."""
     text = recipes.source(name)
     if all_keys:
-        text = tomli_w.dumps(recipes.list_all_keys(recipes.load(name)))
+        text = tomli_w.dumps(list_all_keys(recipes.load(name)))
     elif "extends" in toml.parse(text, f"recipe {name}"):
         text = tomli_w.dumps(recipes.read_tables(name))
     click.echo(text, nl=False)
@@ -98,7 +99,7 @@ def check(name: str, sets: tuple[str, ...]) -> None:
 @click.argument("second", metavar="RECIPE", shell_complete=complete_recipes)
 def diff(first: str, second: str) -> None:
     """Print the keys in which two recipes differ, defaults included."""
-    tables = [recipes.list_all_keys(recipes.load(name)) for name in (first, second)]
+    tables = [list_all_keys(recipes.load(name)) for name in (first, second)]
     differences = comparison.find_differences(tables)
     if not differences:
         click.echo("no key differs")

@@ -144,33 +144,6 @@ def read_tables(name: str, extending: tuple[str, ...] = ()) -> Table:
         raise UsageError(f"recipe {name} extends '{base}', which does not exist") from None
 
 
-def list_all_keys(spec: Recipe) -> Table:
-    """Return the tables of a recipe with each key that it could have, but for those without value.
-
-    Tables of a user's own functions have the keys that were given.
-    """
-    wire = {option.name for option in fields(WireOptions)}
-    parts = {"run": spec.run, "model": spec.model, "data": spec.data, "schedule": spec.schedule,
-             "checkpoint": spec.checkpoint, "early_stop": spec.early_stop, "trace": spec.trace,
-             "faults": spec.faults, "engine": spec.engine, "mesh": spec.mesh,
-             "pipeline": spec.pipeline}  # fmt: skip
-    values = {name: _options(part) for name, part in parts.items() if part is not None}
-    values["optimizer"] = _options(spec.optimizer) | _options(spec.batch)
-    values["wire"] = {key: values["engine"].pop(key) for key in wire & values["engine"].keys()}
-    defaults = {"engine": {"kind": "allreduce"}, "schedule": {"kind": "constant"}}
-    given = {**defaults, **spec.tables}
-    has_functions = {n for n in ("model", "data") if ":" in spec.tables[n]["kind"]}
-    names = [name for name in overrides.TABLES if name in values.keys() | given.keys()]
-    return {"schema": 1} | {
-        name: dict(given.get(name, {})) | ({} if name in has_functions else values.get(name, {}))
-        for name in names
-    }
-
-
-def _options(part: Any) -> Table:
-    return {f.name: x for f in fields(part) if (x := getattr(part, f.name)) is not None}
-
-
 def check(tables: Mapping[str, Any], folder: str | Path = ".") -> Recipe:
     """Return the recipe that `tables` spell out; modules that it names lie in `folder`.
 
