@@ -82,6 +82,8 @@ def finish() -> None:
     from hpctrain.transport.mpi import startup
 
     if startup.is_running():
+        if _world.record is not None:
+            _world.record.mark_ended()
         _world.link.barrier()  # on our own link: the watch names the missing ranks
         startup.finalize_mpi()
 
