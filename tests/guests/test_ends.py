@@ -123,6 +123,7 @@ def test_calls_that_differ_are_named_before_data_moves(start, mismatch):
     assert done.returncode != 0
     for words in expected_words:
         assert words in done.stderr
+    assert ("different numbers of batches?)" in done.stderr) == (mismatch != "message")
 
 
 def test_a_group_has_a_limit_of_its_own(start):
