@@ -33,8 +33,9 @@ from hpctrain.optim.norms import ordered_rows
 from hpctrain.parallel.pipeline.execution import (
     MicroBatch,
     Operation,
+    Program,
     TrainingStep,
-    route,
+    make_program,
     run_actions,
 )
 from hpctrain.parallel.pipeline.stage_link import StageLink
@@ -44,7 +45,7 @@ from hpctrain.parallel.schedules import make
 from hpctrain.parallel.schedules.actions import Action, PipelineSchedule
 from hpctrain.parallel.schedules.check import check
 from hpctrain.parallel.schedules.forward import forward_only
-from hpctrain.parallel.schedules.messages import Message, inbound
+from hpctrain.parallel.schedules.messages import Message
 from hpctrain.transport.link import Link
 from hpctrain.transport.shared_memory.host import aligned_zeros
 from hpctrain.world import World
@@ -96,6 +97,7 @@ class PipelineReplica:
         ranks = self._pipe.size
         self.schedule = make(self._schedule_name, ranks, count, self.plan.stages // ranks)
         check(self.schedule)
+        self._program = make_program(self.schedule, self._pipe.rank)
 
     def gradient(
         self, batch: Batch, scale: float, key: nn.Key, on_ready: Callable[[str], None]
@@ -112,7 +114,7 @@ class PipelineReplica:
         }
         memory = self.arena.param
         step = TrainingStep(self.model, self._parts, self._params, sums, pieces, scale, memory)
-        self._run(self.schedule, step.operations, [piece.batch.n for piece in pieces])
+        self._run(self._program, step.operations, [piece.batch.n for piece in pieces])
         self._tied.reduce(sums, self._params)
         self._tied.wait()
         self.peak_tapes = max(self.peak_tapes, step.peak_tapes)
@@ -164,21 +166,23 @@ class PipelineReplica:
             return None
 
         schedule = forward_only(len(pieces), self.plan.placement)
-        self._run(schedule, {"F": forward}, [piece.stop - piece.start for piece in pieces])
+        program = make_program(schedule, self._pipe.rank)
+        self._run(program, {"F": forward}, [piece.stop - piece.start for piece in pieces])
         self._tied.wait()
 
     def _run(
-        self, schedule: PipelineSchedule, operations: Mapping[str, Operation], samples: list[int]
+        self, program: Program, operations: Mapping[str, Operation], samples: list[int]
     ) -> None:
-        """Run this rank's actions on micro-batches of `samples` samples."""
+        """Run `program` on micro-batches of `samples` samples."""
         self._tied.update_copies(self._params)
+        boundaries = range(self.plan.stages - 1)
+        shapes = [self.plan.boundary_shape(self.model, boundary) for boundary in boundaries]
 
         def shape_of(message: Message) -> tuple[int, ...]:
-            return (samples[message.micro], *self.plan.boundary_shape(self.model, message.boundary))
+            return (samples[message.micro], *shapes[message.boundary])
 
-        rank = self._pipe.rank
-        link = StageLink(self._link, inbound(schedule, rank), shape_of, self.arena.param)
-        run_actions(route(schedule, rank), operations, link, rank, self._pipe.trace, self.wait)
+        link = StageLink(self._link, program.arrivals, shape_of, self.arena.param)
+        run_actions(program, operations, link, self._pipe.trace, self.wait)
         link.close()
 
     def _share_sums(self, losses: Sequence[nn.Sums | nn.losses.PendingSums]) -> nn.Sums:
