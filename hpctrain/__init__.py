@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hpctrain import data, engines, jax, nn, optim, slurm, torch
+    from hpctrain import data, engines, jax, nn, optim, parallel, slurm, torch
     from hpctrain.training import callbacks
     from hpctrain.training.run_options import CheckpointOptions, FitOptions
     from hpctrain.training.runs import load
@@ -49,6 +49,7 @@ __all__ = [
     "load",
     "nn",
     "optim",
+    "parallel",
     "reduce",
     "reduce_scatter",
     "scatter",
@@ -56,7 +57,7 @@ __all__ = [
     "torch",
 ]
 
-_PACKAGES = {"data", "engines", "jax", "nn", "optim", "slurm", "torch"}
+_PACKAGES = {"data", "engines", "jax", "nn", "optim", "parallel", "slurm", "torch"}
 _MODULE_OF = {
     "CheckpointOptions": "hpctrain.training.run_options",
     "FitOptions": "hpctrain.training.run_options",

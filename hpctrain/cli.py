@@ -34,6 +34,8 @@ Examples:
   hpctrain train --help
 
 On fewer cores than ranks Open MPI needs `mpirun --oversubscribe`; `hpctrain launch` adds it.
+As root, in a container, its `mpirun` also needs OMPI_ALLOW_RUN_AS_ROOT=1 and
+OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1; `hpctrain launch` sets them.
 """,
 )
 @click.option("-v", "--verbose", is_flag=True, help="Also log the origin of one-line errors.")

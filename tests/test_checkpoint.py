@@ -724,7 +724,7 @@ def test_an_end_between_any_two_calls_leaves_a_whole_checkpoint(tmp_path, error)
         if observed is None:
             assert loaded.step == 3  # whoever was told that it is saved finds it
         if isinstance(observed, SaveError):
-            assert "rank 0 on " in str(observed) and "still good: " in str(observed)
+            assert "still good: " in str(observed)
         steps.append(loaded.step)
         assert_holds(after(run), 4)
         shutil.rmtree(run)

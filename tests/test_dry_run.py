@@ -22,6 +22,7 @@ CASES = {
     "sharded": (["engine.shard_optimizer=true", "run.epochs=3"], 36, 2),
     "ps-sync": (["engine.kind=ps-sync", "run.epochs=3"], 36, 2),
 }
+ROLES = {"ps-sync": "1 worker and 1 server, "}  # of the start line
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -38,7 +39,7 @@ def test_sizes_are_those_of_the_training(ranks, case, tmp_path, monkeypatch):
         assert exact_bytes <= facts["checkpoint_bytes"] <= 1.5 * exact_bytes  # gaps of the arena
         assert facts["training_s"] == pytest.approx(facts["step_s"] * steps)
         assert facts["peak_bytes"] > 20e6 and facts["folder"] == "runs/mine"
-        assert f"{PARAMETERS:,} parameters" in facts["start"]
+        assert f"{ROLES.get(case, '')}{PARAMETERS:,} parameters" in facts["start"]
     assert list(tmp_path.iterdir()) == []
 
 

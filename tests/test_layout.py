@@ -19,21 +19,21 @@ FILES = Path(__file__).parents[1] / "docs" / "files.md"
 MOST_LINES = 300
 #: room: (most files, most lines), `__init__.py` included
 ROOMS = {
-    ".": (5, 495),
-    "bench": (14, 1670),
+    ".": (5, 500),
+    "bench": (14, 1690),
     "bench/prediction": (6, 640),
     "bench/rivals": (5, 440),
     "bench/training_step": (4, 490),
-    "bench/tuning": (4, 350),
+    "bench/tuning": (4, 355),
     "checkpoint": (11, 1730),
-    "cluster": (3, 440),
+    "cluster": (5, 560),
     "cluster/netlab": (3, 400),
     "cluster/slurm": (13, 1850),
     "collectives": (23, 2300),
     "collectives/reductions": (5, 500),
-    "commands": (24, 1760),
+    "commands": (24, 1810),
     "config": (5, 665),
-    "core": (20, 1850),
+    "core": (20, 1880),
     "cost_model": (7, 1000),
     "data": (16, 1390),
     "doctor": (10, 950),
@@ -63,12 +63,12 @@ ROOMS = {
     "slurm": (3, 400),  # jobs of Slurm from Python
     "torch": (18, 1905),
     "torch/modules": (13, 1300),
-    "training": (20, 3200),  # models that are split over ranks
+    "training": (21, 3290),  # models that are split over ranks
     "training/recipes": (1, 50),
     "transport": (3, 250),
     "transport/device": (6, 970),
     "transport/gpu_probe": (7, 1120),
-    "transport/mpi": (9, 1030),
+    "transport/mpi": (9, 1040),
     "transport/placement": (5, 925),
     "transport/shared_memory": (5, 720),
     "transport/threads": (4, 400),

@@ -53,5 +53,12 @@ def test_the_closing_table_names_what_matters(capsys, text):
         "2.00 s for the 60 steps after step 300",
     ):
         assert word in message
+    assert "all-reduce: auto" in message and "wire" in message
+    alone = summary | {"world_size": 1, "algorithm": None}
+    served = summary | {"world_size": 2, "workers": 1, "servers": 1}
+    progress.console().print(progress.closing_table(alone))
+    assert not any(word in capsys.readouterr().err for word in ("all-reduce", "wire"))
+    progress.console().print(progress.closing_table(served))
+    assert "on 2 ranks, 1 worker and 1 server" in capsys.readouterr().err
     # A guess among four is worth two bits; other data than texts are not counted in bytes.
     assert ("bits per byte" in message and "2.000" in message) == text

@@ -112,6 +112,7 @@ WRONG_TRAINERS = {
         r"fit: expected a pair of arrays \(x, y\).* seen ndarray"),
     "labels that are no integers": ({"samples": (X, X[:, 0])},
         "expected integer class labels"),
+    "too few outputs": ({"samples": (X, Y + 100)}, r", or give the model 1\d\d outputs$"),
     "unequal lengths": ({"samples": (X, Y[:3])},
         "32 samples but y has 3;"),
 }  # fmt: skip

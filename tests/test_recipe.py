@@ -17,6 +17,11 @@ SMALL = ["model.widths=[64,16,10]", "run.epochs=1"]
 REFUSED = {
     "unknown table": (["runn.epochs=3"], "unknown table 'runn'; did you mean 'run'?"),
     "unknown key": (["run.epoch=3"], "unknown key in [run]: 'epoch'; did you mean 'epochs'?"),
+    "another's name": (
+        ["optimizer.lr=0.1"],
+        "unknown key in [optimizer]: 'lr'; did you mean 'rate'",
+    ),
+    "no key of two": (["optimizer.q=1"], "weight_decay, exempt_vectors, batch, batch_per_rank, "),
     "unknown kind": (["model.kind=mpl"], "unknown [model] kind 'mpl'; did you mean 'mlp'?"),
     "no kind": (["optimizer.kind="], "[optimizer] kind is missing; choose one of: sgd"),
     "key of another kind": (["data.path=a.npz"], "unknown key in [data]: 'path'"),

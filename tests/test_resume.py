@@ -181,6 +181,18 @@ def test_a_resumed_run_tells_since_when_its_times_are(tmp_path):
     assert (again["since_step"], again["steps"]) == (48, STEPS)
 
 
+def test_a_run_beyond_the_last_step_keeps_its_summary(tmp_path):
+    run = tmp_path / "run"
+    done = run_on("threads", 1, lambda w: train(w, run))[0]
+
+    def resume_for_fewer_epochs(world):
+        with pytest.raises(UsageError, match=rf"is at step {STEPS}, beyond the last step 24 of"):
+            train(world, run, True, "run.epochs=2")
+
+    run_on("threads", 2, resume_for_fewer_epochs)
+    assert run_folder.read_summary(run) == done
+
+
 def test_rows_for_which_there_is_no_room_follow_when_there_is(tmp_path, monkeypatch, caplog):
     saved, calls = run_folder.append_row, []
 

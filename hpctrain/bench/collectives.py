@@ -113,6 +113,7 @@ def run(world: World, options: Options) -> list[dict[str, Any]]:
     output.write_json(world, options.json, report)
     if options.plot is not None and world.rank == 0:
         import_module("hpctrain.bench.plot").draw_size_plot(rows, title, options.plot)
+        output.report_file(options.plot)
     return rows
 
 

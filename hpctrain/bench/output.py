@@ -134,6 +134,12 @@ def write_json(world: World, path: Path | None, content: Mapping[str, Any]) -> N
     """Write `content` to `path` from rank 0, unless `path` is None."""
     if path is not None and world.rank == 0:
         path.write_text(json.dumps(content, indent=1) + "\n")
+        report_file(path)
+
+
+def report_file(path: Path) -> None:
+    """Print the path of a file that was written."""
+    print(f"wrote {path}", file=sys.stderr, flush=True)
 
 
 def print_lines(world: World, lines: Iterable[str]) -> None:

@@ -110,6 +110,7 @@ def run(world: World, options: Options) -> list[Row]:
     )
     if options.plot is not None and world.rank == 0:
         import_module("hpctrain.bench.plot").draw_size_plot(rows, title, options.plot, "algbw")
+        output.report_file(options.plot)
     return rows
 
 

@@ -32,7 +32,7 @@ def gather_results(link: Link, call: Callable[[], Any]) -> list[RankResult]:
         payload = json.dumps(RankResult(call()))
     except Exception as error:  # the other ranks wait for this rank's result
         logger.debug("reported to all ranks:", exc_info=True)
-        fault = _describe_fault(link.rank, error)
+        fault = _describe_fault(link, error)
         payload = json.dumps(RankResult(None, fault, isinstance(error, DamagedError)))
     return [RankResult(*json.loads(reply)) for reply in all_gather_bytes(link, payload.encode())]
 
@@ -55,7 +55,8 @@ def join_faults(results: Sequence[RankResult]) -> str:
     return "; ".join(texts[:3]) + rest
 
 
-def _describe_fault(rank: int, error: Exception) -> str:
+def _describe_fault(link: Link, error: Exception) -> str:
     is_expected = isinstance(error, (OSError, DamagedError, UsageError))
     prefix = "" if is_expected else f"{type(error).__name__}: "
-    return f"rank {rank} on {socket.gethostname()}: {prefix}{error}"
+    place = f"rank {link.rank} on {socket.gethostname()}: " if link.size > 1 else ""
+    return f"{place}{prefix}{error}"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import shlex
 import shutil
 import signal
@@ -17,17 +16,17 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from hpctrain.cluster import guard
+from hpctrain.cluster import guard, supervision
 from hpctrain.cluster.slurm.job_end import (
     EXIT_STOPPED,
     ExitCodeFunction,
-    LauncherExit,
     command_exit_code,
+    is_reported,
     job_exit_code,
     print_message,
     program_exit_code,
@@ -39,13 +38,10 @@ from hpctrain.core.progress import TERMINAL
 from hpctrain.run_files import last_lines, run_folder
 from hpctrain.transport.gpu_probe import probe_process
 
-_STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 #: Open MPI sends messages up to this size over TCP without a handshake: one segment of the ring
 #: all-reduce, and MPI's header.
 EAGER_LIMIT_BYTES = (1 << 20) + 4096
 PROBE_TIMEOUT_S = 120  # imports from a shared file system with cold caches are slow
-#: (seconds, signal to all remaining processes) after the end of mpiexec or a second Ctrl-C.
-_KILL_SCHEDULE = ((5.0, signal.SIGKILL), (5.5, signal.SIGKILL))
 
 
 class MpiInstallation(NamedTuple):
@@ -106,8 +102,10 @@ def _run_job(n: int, argv: Sequence[str], exit_code: ExitCodeFunction) -> int:
         job_variables |= _rank_variables(_proc_path(note_file.fileno()))
         inherited = launchers.without_rank_variables(os.environ)
         environ = eager_limit_variables() | inherited | variables | job_variables
-        launcher_exit = _supervise_launcher(command, environ)
+        supervisor = supervision.Supervisor(lambda: os.pread(note_file.fileno(), 1 << 16, 0))
+        launcher_exit = supervisor.run(command, environ)
         announced_folder = note_file.read()
+        supervisor.finish(is_reported(launcher_exit, announced_folder, exit_code))
         return job_exit_code(launcher_exit, announced_folder, start_time_s, exit_code)
 
 
@@ -119,7 +117,7 @@ def _raise_on_signal() -> Iterator[None]:
         raise StoppedError(f"stopped by {signal.Signals(number).name} before a run began")
 
     # Ctrl-C raises KeyboardInterrupt already; under nohup SIGHUP must stay ignored.
-    signals = [number for number in _STOP_SIGNALS if number != signal.SIGINT]
+    signals = [number for number in supervision.STOP_SIGNALS if number != signal.SIGINT]
     caught_signals = [number for number in signals if signal.getsignal(number) != signal.SIG_IGN]
     previous_handlers = {number: signal.signal(number, raise_stopped) for number in caught_signals}
     try:
@@ -239,59 +237,3 @@ def _guard_job(job_id: str) -> Iterator[dict[str, str]]:
             finally:
                 process.kill()
                 guard.remove_segments(descriptor)
-
-
-def _supervise_launcher(command: Sequence[str], environ: Mapping[str, str]) -> LauncherExit:
-    """Run mpiexec in a session of its own, so that Ctrl-C reaches only us; forward stop signals.
-
-    They are forwarded as SIGUSR1: every launcher passes it to its ranks, and it kills no launcher.
-    """
-    received_signals: list[int] = []
-    with catch_stop_signals() as read_signals:
-        process = subprocess.Popen(
-            command, env=environ, stdin=subprocess.DEVNULL, start_new_session=True
-        )
-        while process.poll() is None:
-            for number in read_signals():
-                received_signals.append(number)
-                interrupted_twice = received_signals.count(signal.SIGINT) > 1
-                process.send_signal(signal.SIGTERM if interrupted_twice else signal.SIGUSR1)
-            if received_signals.count(signal.SIGINT) > 1:
-                break
-        guard.end_job(environ[guard.JOB_VARIABLE], _KILL_SCHEDULE)
-    return LauncherExit(process.wait(), tuple(received_signals))
-
-
-@contextmanager
-def catch_stop_signals() -> Iterator[Callable[[], list[int]]]:
-    """Yield a function that waits up to a second and returns the stop signals received meanwhile.
-
-    Signals come through a pipe, so that one delivered to another thread, as of BLAS, wakes us too.
-    """
-    # Under nohup SIGHUP must stay ignored.
-    caught_signals = [
-        number
-        for number in _STOP_SIGNALS
-        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
-    ]
-    read_fd, write_fd = os.pipe()
-    os.set_blocking(write_fd, False)
-    previous_handlers = {
-        number: signal.signal(number, lambda *_: None)
-        for number in (*caught_signals, signal.SIGCHLD)
-    }
-    previous_wakeup_fd = signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
-
-    def read_signals() -> list[int]:
-        readable = select.select([read_fd], [], [], 1.0)[0]
-        numbers = os.read(read_fd, 64) if readable else b""
-        return [number for number in numbers if number in caught_signals]
-
-    try:
-        yield read_signals
-    finally:
-        signal.set_wakeup_fd(previous_wakeup_fd)
-        for number, handler in previous_handlers.items():
-            signal.signal(number, handler)
-        os.close(read_fd)
-        os.close(write_fd)

@@ -32,4 +32,4 @@ LOADERS = {name: partial(load_command, *target) for name, target in SUBCOMMANDS.
 
 @click.command(cls=LazyGroup, loaders=LOADERS, epilog=EPILOG)
 def bench() -> None:
-    """Measure collectives, links and training steps beside other libraries, in one run."""
+    """Measure collectives, links, training steps and other libraries."""

@@ -119,6 +119,8 @@ def _write_files(prediction: Prediction, json_file: Path | None, plot: Path | No
             from hpctrain.bench.prediction.plots import draw_prediction  # needs matplotlib
 
             draw_prediction(prediction.rows, prediction.machine_text, plot)
+        for file in filter(None, (json_file, plot)):
+            click.echo(f"wrote {file}", err=True)
     except ImportError as error:
         raise UsageError(f"{MISSING_PACKAGES_MESSAGE} ({error})") from None
     except (OSError, ValueError) as error:

@@ -30,7 +30,7 @@ Examples:
     help="Also draw losses and accuracies: .png or .svg.",
 )
 def compare(folders: tuple[Path, ...], as_json: bool, plot: Path | None) -> None:
-    """Show results and times of runs side by side, and the keys in which their recipes differ."""
+    """Compare results, times and recipes of runs, a column each."""
     if len(folders) < 2:
         raise UsageError(f"expected the folders of two or more runs, seen {folders[0]} alone")
     compared = comparison.compare(folders)
@@ -40,6 +40,7 @@ def compare(folders: tuple[Path, ...], as_json: bool, plot: Path | None) -> None
         except ImportError as error:
             raise UsageError(f"{MISSING_PACKAGES_MESSAGE} ({error})") from None
         draw(folders, plot)
+        click.echo(f"wrote {plot}", err=True)
     if as_json:
         click.echo(json.dumps(compared, indent=1))
     else:

@@ -42,7 +42,7 @@ DEVICES: dict[str, gpus.Device] = {"auto": "auto", "cpu": "cpu", "gpu": "gpu"}
 @click.option("--device", metavar="DEVICE", help="With --job: auto, cpu or gpu.")
 @click.pass_context
 def doctor(context: click.Context, /, job: bool, file: Path | None, **job_options: Any) -> None:
-    """Check MPI, cores, memory, GPUs and network of this node, or of this job; name remedies."""
+    """Check MPI, cores, memory, GPUs and network; name remedies."""
     options = {name: value for name, value in job_options.items() if value is not None}
     if options and not job:
         raise UsageError(f"--{next(iter(options))} applies to a whole job: add --job")

@@ -22,7 +22,9 @@ from hpctrain.transport.device.gpus import Device
 )
 @click.option("--trust", is_flag=True, help="Run the code that DIR names, even if others own it.")
 def evaluate(run: Path, best: bool, device: Device, trust: bool) -> None:
-    """Print loss and accuracy of the newest checkpoint in DIR on the test set, as JSON.
+    """Evaluate the newest checkpoint in DIR on the test set.
+
+    Loss and accuracy are printed as JSON.
 
     If data or model are functions of the user, their code is run. Without --trust this requires
     that DIR and the code belong to you, that nobody else can write to them, and that the code has

@@ -21,8 +21,11 @@ It reads the files of the run alone, so it works on a login node while a job tra
 @click.argument("run", type=click.Path(path_type=Path), metavar="DIR")
 @click.pass_context
 def follow(context: click.Context, run: Path) -> None:
-    """Show the progress of the run in DIR until it ends; the exit code is that of the run."""
+    """Show the progress of the run in DIR until it ends.
+
+    The exit code is that of the run.
+    """
     summary = follow_run(run)
-    reason = f": {summary['reason']}" if summary.get("reason") else ""
-    click.echo(f"{summary['status']}{reason}")
+    status, reason = summary["status"], summary.get("reason") or ""
+    click.echo(reason if reason.startswith(status) else f"{status}: {reason}".removesuffix(": "))
     context.exit(summary.get("exit_code") or 0)

@@ -55,7 +55,10 @@ class LaunchCommand(ForwardingCommand):
 )
 @click.pass_context
 def launch(context: click.Context, ranks: int, arguments: tuple[str, ...]) -> None:
-    """Run an hpctrain COMMAND, or any PROGRAM, on N ranks; the exit code is the job's."""
+    """Run an hpctrain COMMAND, or any PROGRAM, on N ranks.
+
+    The exit code is that of the job.
+    """
     from hpctrain.cluster import launch as launcher  # late, so that `--help` stays fast
 
     if context.meta[IS_PROGRAM_KEY]:

@@ -35,7 +35,7 @@ and root or the right to create namespaces. It limits bandwidth, not latency.
 def netlab(
     context: click.Context, hosts: int, ranks_per_host: int, link: str, arguments: tuple[str, ...]
 ) -> None:
-    """Run COMMAND on N hosts x R ranks, with MPI over TCP on links of a given speed."""
+    """Run COMMAND on simulated hosts, joined by links of one speed."""
     from hpctrain.cluster.netlab import netlab as lab_module  # late, so that `--help` stays fast
 
     lab = lab_module.Lab(hosts, ranks_per_host, lab_module.parse_speed(link))

@@ -13,10 +13,12 @@ import tomli_w
 
 from hpctrain.commands import _options
 from hpctrain.commands._complete import complete_recipes
+from hpctrain.config import toml
 from hpctrain.core import atomic
 from hpctrain.core.errors import UsageError
 from hpctrain.report import comparison
 from hpctrain.training import recipe as recipes
+from hpctrain.training.recipe_keys import list_all_keys
 
 EPILOG = """\b
 Examples:
@@ -49,11 +51,13 @@ def list_recipes() -> None:
 @RECIPE
 @click.option("--all-keys", is_flag=True, help="Also the keys that are not set, with defaults.")
 def show(name: str, all_keys: bool) -> None:
-    """Print RECIPE as TOML."""
+    """Print RECIPE as TOML, merged with the recipe that it extends."""
+    text = recipes.source(name)
     if all_keys:
-        click.echo(tomli_w.dumps(recipes.list_all_keys(recipes.load(name))), nl=False)
-    else:
-        click.echo(recipes.source(name), nl=False)
+        text = tomli_w.dumps(list_all_keys(recipes.load(name)))
+    elif "extends" in toml.parse(text, f"recipe {name}"):
+        text = tomli_w.dumps(recipes.read_tables(name))
+    click.echo(text, nl=False)
 
 
 @recipe.command()
@@ -76,7 +80,8 @@ def new(file: Path, base: str) -> None:
         atomic.replace(file, text)
     except OSError as error:
         raise UsageError(f"{file} cannot be written: {error.strerror}") from None
-    click.echo(f"{file}: every key with its default: hpctrain recipe show {file} --all-keys")
+    click.echo(f"wrote {file}, a copy of {base}")
+    click.echo(f"every key with its default: hpctrain recipe show {file} --all-keys")
 
 
 @recipe.command()
@@ -86,6 +91,7 @@ def check(name: str, sets: tuple[str, ...]) -> None:
     """Check RECIPE without training; the exit code is 2 if it is refused."""
     spec = recipes.load(name, sets)
     click.echo(f"{name}: {spec.run.name} is a valid recipe; its data and code were not loaded")
+    click.echo(f"with its data: hpctrain train {name} --dry-run")
 
 
 @recipe.command()
@@ -93,7 +99,7 @@ def check(name: str, sets: tuple[str, ...]) -> None:
 @click.argument("second", metavar="RECIPE", shell_complete=complete_recipes)
 def diff(first: str, second: str) -> None:
     """Print the keys in which two recipes differ, defaults included."""
-    tables = [recipes.list_all_keys(recipes.load(name)) for name in (first, second)]
+    tables = [list_all_keys(recipes.load(name)) for name in (first, second)]
     differences = comparison.find_differences(tables)
     if not differences:
         click.echo("no key differs")

@@ -15,7 +15,10 @@ MISSING_PACKAGES_MESSAGE = "reports need matplotlib and jinja2; run: pip install
 @click.argument("run", type=click.Path(path_type=Path), metavar="DIR")
 @click.option("--out", type=click.Path(path_type=Path), metavar="DIR", help="Default: the run's.")
 def report(run: Path, out: Path | None) -> None:
-    """Write a self-contained report.html, and its plots as PNG; print the file's path."""
+    """Write a self-contained report.html; print its path.
+
+    Its plots are also written as PNG.
+    """
     try:  # late: only reports need matplotlib and jinja2
         from hpctrain.report.page import write
     except ImportError as error:

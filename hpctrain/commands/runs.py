@@ -23,7 +23,7 @@ The status is that of summary.json; without one, `running` if a job holds the ru
 @click.argument("folder", type=click.Path(path_type=Path), metavar="[DIR]", default="runs")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 def runs(folder: Path, as_json: bool) -> None:
-    """List the runs in DIR, by default runs/: the last started first."""
+    """List the runs in DIR, by default runs/, newest first."""
     entries = history.list_runs(folder)
     if as_json:
         click.echo(json.dumps([entry.as_json() for entry in entries], indent=1))

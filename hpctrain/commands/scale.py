@@ -69,7 +69,10 @@ first trial; 130 interrupted. See docs/scaling.md.
 )
 @click.pass_context
 def scale(context: click.Context, /, **option_values: Any) -> None:
-    """Measure how RECIPE scales: a table, fits, plots and a report, from trials on many sizes."""
+    """Measure how RECIPE scales over numbers of ranks.
+
+    The trials make a table, fits, plots and a report.
+    """
     from hpctrain.scaling import command  # late, so that `--help` stays fast
 
     context.exit(command.scale(option_values))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,7 +40,7 @@ The output of `render` is a script for `sbatch`.
 
 @click.group(epilog=EPILOG)
 def slurm() -> None:
-    """Render a job for Slurm, submit it, show its state and output, and cancel it."""
+    """Render, submit, watch and cancel jobs of Slurm."""
 
 
 def _job_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -121,7 +123,10 @@ Examples:
 @click.option("--interactive", is_flag=True, help="Print a script that calls salloc.")
 def render(interactive: bool, **options: Any) -> None:
     """Print the script of a job that trains RECIPE."""
-    click.echo(render_script(*build_job(_request(options), interactive)), nl=False)
+    script = render_script(*build_job(_request(options), interactive))
+    command = shlex.join(["hpctrain", *sys.argv[1:]])
+    head, _, rest = script.partition("\n")
+    click.echo("\n".join([head, *[f"# {command} > FILE"] * command.isprintable(), rest]), nl=False)
 
 
 def _request(options: dict[str, Any]) -> JobRequest:

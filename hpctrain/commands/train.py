@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import get_args
 
@@ -11,7 +12,6 @@ from hpctrain import engines, world
 from hpctrain.commands import _options
 from hpctrain.commands._complete import complete_choices, complete_recipes
 from hpctrain.report import history
-from hpctrain.run_files import run_folder
 from hpctrain.training import recipe, runs
 from hpctrain.training.dry_run import dry_run
 from hpctrain.transport.device.gpus import Device
@@ -43,6 +43,10 @@ class ResumingCommand(click.Command):
     """
 
     def parse_args(self, context: click.Context, words: list[str]) -> list[str]:
+        if "-n" in words:
+            raise click.UsageError(
+                f"-n belongs to the launcher: hpctrain launch {_ranks_first(words)}"
+            )
         named = [word for word in words if word.startswith("--resume=")]
         if named and any(word.partition("=")[0] == "--out" for word in words):
             raise click.UsageError(f"{named[0]} names the folder of the run: leave out --out")
@@ -103,13 +107,19 @@ def train(
     trace: bool,
     replay: Path | None,
 ) -> None:
-    """Train the model that RECIPE describes; results go to the folder --out."""
+    """Train the model that RECIPE describes.
+
+    Results go to the folder --out.
+    """
     if is_dry and (resume or replay):
         raise click.UsageError("--dry-run begins a new training: leave out --resume and --replay")
     if name is None:
         if not resume or out is None:
-            raise click.UsageError("Missing argument 'RECIPE'; --resume=DIR goes on without")
-        name = str(out / run_folder.RECIPE)
+            raise click.UsageError(
+                "Missing argument 'RECIPE', as in `train digits`; `train --resume=runs/first` "
+                "takes the recipe of that run"
+            )
+        name = str(runs.recipe_file(out, "fit(..., out=DIR, resume=True) in its script"))
     recipe_values = {"engine.kind": engine, "run.epochs": epochs, "run.device": device}
     overrides = [f"{key}={value}" for key, value in recipe_values.items() if value is not None]
     overrides += ["trace.enabled=true"] * trace
@@ -121,6 +131,12 @@ def train(
     if resume and out is None:
         out = _find_newest_run(job, resolved_recipe.run.name)
     runs.train(resolved_recipe, job, out, resume, replay)
+
+
+def _ranks_first(words: list[str]) -> str:
+    """Return the words after `hpctrain launch` of a call that gave `-n` to `train`."""
+    i = words.index("-n")
+    return shlex.join([*words[i : i + 2], "train", *words[:i], *words[i + 2 :]])
 
 
 def _find_newest_run(job: World, recipe_name: str) -> Path:

@@ -48,28 +48,37 @@ class OptionsError(UsageError):
         self._keys = keys
         super().__init__(self.text(name))
 
-    def text(self, name: str) -> str:
+    def text(self, name: str, more_keys: Iterable[str] = ()) -> str:
         """Return the faults as those of the options or the table `name`."""
-        faults = [_fault(error, self._keys, name) for error in self._errors[:_MAX_FAULTS]]
+        keys = [*self._keys, *more_keys]
+        faults = [_fault(error, keys, name) for error in self._errors[:_MAX_FAULTS]]
         omitted = len(self._errors) - _MAX_FAULTS
         return "\n".join([*faults, *[f"{name} and {omitted} more"] * (omitted > 0)])
 
 
-def read(cls: type[T], table: Any, name: str) -> T:
-    """Return `cls(**table)`; raise UsageError with all faults of table `[name]`, a line each."""
+def read(cls: type[T], table: Any, name: str, more_keys: Iterable[str] = ()) -> T:
+    """Return `cls(**table)`; raise UsageError with all faults of table `[name]`, a line each.
+
+    `more_keys`: those that the table may have beside the ones of `cls`.
+    """
     if not isinstance(table, Mapping):
         raise UsageError(f"[{name}] expected a table, seen {brief(table)}")
     try:
         return cls(**table)
     except OptionsError as error:
-        raise UsageError(error.text(f"[{name}]")) from None
+        raise UsageError(error.text(f"[{name}]", more_keys)) from None
 
 
-def read_kind(kinds: Mapping[str, type[T]], table: Mapping[str, Any], name: str) -> T:
+def read_kind(
+    kinds: Mapping[str, type[T]],
+    table: Mapping[str, Any],
+    name: str,
+    more_keys: Iterable[str] = (),
+) -> T:
     """Return the options of the class that `kind` in table `[name]` selects."""
     table = dict(table)
     kind = pick(kinds, table.pop("kind", None), f"[{name}] kind")
-    return read(kind, table, name)
+    return read(kind, table, name, more_keys)
 
 
 def _fault(error: Any, keys: Iterable[str], name: str) -> str:

@@ -9,6 +9,13 @@ from hpctrain.core.errors import UsageError
 from hpctrain.core.files import brief
 
 T = TypeVar("T")
+#: names of other frameworks, and ours
+SYNONYMS = {"lr": "rate", "learning_rate": "rate", "batch_size": "batch", "wd": "weight_decay"}
+
+
+def counted(count: int, noun: str) -> str:
+    """Return a number with its noun, as in "1 rank" and "2 ranks"."""
+    return f"{count} {noun}{'s' * (count != 1)}"
 
 
 def pick(choices: Mapping[str, T], key: Any, kind: str) -> T:
@@ -25,6 +32,8 @@ def unknown(kind: str, name: Any, names: Iterable[str]) -> str:
     import difflib  # used for errors alone
 
     names = list(names)
-    nearest = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
+    name = str(name)
+    nearest = [SYNONYMS[name]] if SYNONYMS.get(name) in names else []
+    nearest = nearest or difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     hint = f"did you mean '{nearest[0]}'?" if nearest else f"choose one of: {', '.join(names)}"
-    return f"unknown {kind} {brief(str(name))}; {hint}"
+    return f"unknown {kind} {brief(name)}; {hint}"

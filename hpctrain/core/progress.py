@@ -15,6 +15,8 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from hpctrain.core.names import counted
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
@@ -104,19 +106,19 @@ def closing_table(summary: Mapping[str, Any], text: bool = False) -> Table:
     from rich.table import Table
 
     table = Table(title=f"{summary['recipe']}: {summary['status']}", show_header=False)
-    wall, ranks = summary["wall_s"] or 1.0, summary["world_size"]
+    wall = summary["wall_s"] or 1.0
     rows = {
-        "engine": f"{summary['engine']} on {ranks} rank{'s' * (ranks != 1)}, "
-        f"all-reduce: {summary['algorithm'] or '-'}",
+        "engine": _engine(summary),
         **_test_metrics(summary),
         **({"test bits per byte": _bits(summary["test_loss"])} if text else {}),
         "train loss": _number(summary["train_loss"], ".4f"),
         "samples/s": f"{summary['samples_per_s']:,.0f}",
         "wall": f"{summary['wall_s']:.2f} s for {_steps(summary)}",
         "compute": _part(summary["compute_s"], wall),
-        "wait (exposed wire)": _part(summary["wait_s"], wall),
-        "wire": _part(summary["wire_s"], wall),
     }
+    if summary["world_size"] > 1:
+        rows["wait (exposed wire)"] = _part(summary["wait_s"], wall)
+        rows["wire"] = _part(summary["wire_s"], wall)
     if skipped := summary.get("skipped_steps"):
         rows["steps skipped"] = f"{skipped}, whose gradient was not finite"
     if summary.get("reason"):
@@ -124,6 +126,14 @@ def closing_table(summary: Mapping[str, Any], text: bool = False) -> Table:
     for name, value in rows.items():
         table.add_row(name, value)
     return table
+
+
+def _engine(summary: Mapping[str, Any]) -> str:
+    """Return the engine with its ranks, servers and all-reduce, as far as it has them."""
+    text = f"{summary['engine']} on {counted(summary['world_size'], 'rank')}"
+    if servers := summary.get("servers"):
+        text += f", {counted(summary['workers'], 'worker')} and {counted(servers, 'server')}"
+    return f"{text}, all-reduce: {summary['algorithm']}" if summary["algorithm"] else text
 
 
 def _steps(summary: Mapping[str, Any]) -> str:

@@ -15,6 +15,7 @@ from hpctrain.transport.shared_memory.dev_shm import GIB, MIB, SHM_FOLDER
 
 #: Shared-memory files of MPI libraries and hpctrain; a dead job leaves its files behind.
 LEFTOVER_PATTERNS = ("mpich_shm_*", "sm_segment.*", "vader_segment.*", "hpctrain-*")
+MAX_NAMED_FILES = 4  #: that a remedy lists
 MORE_CPU_TIME = "Kubernetes: resources.limits.cpu; docker run --cpus=N"
 
 
@@ -23,7 +24,7 @@ def check_blas(threads: int, cores: int, quota_cores: float | None = None) -> Ch
 
     `quota_cores` is the CPU time that its control group grants, in cores; None is no limit.
     """
-    observed = f"{threads} BLAS threads on {cores} cores"
+    observed = f"{threads} BLAS thread{'s' * (threads != 1)} on {cores} cores"
     if threads > cores:
         return Check("BLAS", "bad", f"{observed}: threads take turns", FEWER_THREADS_REMEDY)
     if quota_cores is not None and threads > max(1, quota_cores):
@@ -95,18 +96,19 @@ def _check_leftovers(folder: Path, mapped_files: Collection[str]) -> Check:
     return Check(
         "left-overs",
         "slow" if total_bytes > GIB else "note",
-        f"{len(user_files)} files of dead jobs in {folder}, {total_bytes / MIB:,.0f} MiB of memory",
-        f"when no job of yours runs here: rm {' '.join(_matching_patterns(folder, user_files))}",
+        f"{len(user_files)} files of yours that no process has open in {folder}, "
+        f"{total_bytes / MIB:,.0f} MiB of memory",
+        f"when no job of yours runs here: {_remove_command(folder, user_files)}",
     )
 
 
-def _matching_patterns(folder: Path, files: Collection[Path]) -> list[str]:
-    """Return the patterns that match `files`."""
-    return [
-        f"{folder}/{pattern}"
-        for pattern in LEFTOVER_PATTERNS
-        if any(file.match(pattern) for file in files)
-    ]
+def _remove_command(folder: Path, files: Collection[Path]) -> str:
+    """Return a command that removes `files`, and only this user's files if they are many."""
+    if len(files) <= MAX_NAMED_FILES:
+        return f"rm {' '.join(map(str, sorted(files)))}"
+    patterns = [p for p in LEFTOVER_PATTERNS if any(file.match(p) for file in files)]
+    names = " -o ".join(f"-name '{pattern}'" for pattern in patterns)
+    return f"find {folder} -maxdepth 1 -uid {os.geteuid()} \\( {names} \\) -delete"
 
 
 def _find_mapped_files() -> set[str]:

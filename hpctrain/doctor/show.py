@@ -25,10 +25,15 @@ def print_result(result: NodeResult, console: Console) -> None:
 
 
 def print_remedies(checks: Sequence[Check], console: Console) -> None:
-    """Print one line per remedy."""
+    """Print one line per remedy, and the verdict of all checks."""
     for check in checks:
         if check.remedy and check.verdict in ("slow", "bad"):
             console.print(Text(f"{check.name}: {check.remedy}"), soft_wrap=True)
+    names = {v: [check.name for check in checks if check.verdict == v] for v in ("bad", "slow")}
+    faults = "; ".join(
+        f"{verdict}: {', '.join(listed)}" for verdict, listed in names.items() if listed
+    )
+    console.print(Text(faults or "no fault: runs can start here"), soft_wrap=True)
 
 
 def checks_table(checks: Sequence[Check]) -> Table:

@@ -56,9 +56,8 @@ def format_topology(
     lines = [f"node {host}"]
     for number, devices in texts_by_node.items():
         if number in topology.numa:
-            lines.append(
-                f"  NUMA {number}, cores {topology.numa[number]}: {'; '.join(devices) or '-'}"
-            )
+            text = "; ".join(devices) or "no GPU or adapter"
+            lines.append(f"  NUMA {number}, cores {topology.numa[number]}: {text}")
         else:
             lines.append(f"  NUMA node unknown: {'; '.join(devices)}")
     return lines + (

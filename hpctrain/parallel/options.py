@@ -9,7 +9,6 @@ from pydantic import Field
 from hpctrain import config
 from hpctrain.core.errors import UsageError
 from hpctrain.parallel.schedules import SCHEDULES, make
-from hpctrain.parallel.schedules.check import check
 
 Positive = Annotated[int, Field(ge=1)]
 PLANNED_AXES = ("tensor", "sequence", "expert")
@@ -64,4 +63,6 @@ class PipelineOptions:
     def check(self, ranks: int, micro_batches: int) -> None:
         """Raise UsageError if the schedule does not take these numbers."""
         if ranks > 1:
+            from hpctrain.parallel.schedules.check import check  # most runs have no pipeline
+
             check(make(self.schedule, ranks, micro_batches, self.stages_per_rank))

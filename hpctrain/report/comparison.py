@@ -13,19 +13,20 @@ from rich.text import Text
 from hpctrain.config import toml
 from hpctrain.core.fitted_table import fit_table
 from hpctrain.report import record
-from hpctrain.report.history import DEFAULT_WIDTH
+from hpctrain.report.history import DEFAULT_WIDTH, NO_RECIPE
 from hpctrain.report.record import RunRecord
 from hpctrain.run_files import run_folder
 
 #: key of the summary: how it is written
 FACTS: dict[str, Callable[[Any], str]] = {
     "status": str, "engine": str, "algorithm": str, "world_size": str, "steps": "{:,}".format,
-    "since_step": "{:,}".format, "wall_s": "{:,.2f} s".format, "samples_per_s": "{:,.0f}".format,
+    "since_step": "after step {:,}".format,
+    "wall_s": "{:,.2f} s".format, "samples_per_s": "{:,.0f}".format,
     "compute_s": "{:,.2f} s".format, "wait_s": "{:,.2f} s".format, "wire_s": "{:,.2f} s".format,
 }  # fmt: skip
 NAMES = {
+    "since_step": "times and samples/s",
     "world_size": "ranks",
-    "since_step": "times since step",
     "samples_per_s": "samples/s",
     "wait_s": "wait (exposed wire)",
 }
@@ -71,10 +72,17 @@ def _flatten(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def find_differences(recipes: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Return the keys, as "table.key", whose values differ; None where a recipe lacks one."""
+    """Return the keys, as "table.key", whose values differ; None where a recipe lacks one.
+
+    An empty recipe is that of a run from Python: no key is compared with it.
+    """
     flat = [_flatten(recipe) for recipe in recipes]
     values = {key: [tables.get(key) for tables in flat] for key in sorted(set().union(*flat))}
-    return {key: row for key, row in values.items() if any(x != row[0] for x in row)}
+    compared = [i for i, tables in enumerate(flat) if tables]  # a run from Python has no recipe
+    names = {"recipe": [tables.get("run.name", NO_RECIPE) for tables in flat]}
+    return (names if len(compared) < len(flat) else {}) | {
+        key: row for key, row in values.items() if any(row[i] != row[compared[0]] for i in compared)
+    }
 
 
 def print_tables(comparison: Mapping[str, Any]) -> None:

@@ -18,6 +18,7 @@ from hpctrain.run_files.folder_lock import is_locked
 DEFAULT_WIDTH = 130  # characters, if stdout is no terminal
 #: The first of these that a run has is its result.
 RESULTS = ("test_accuracy", "test_r2", "test_loss", "train_loss")
+NO_RECIPE = "(Python)"  #: in place of a recipe's name
 RUNNING, KILLED, DAMAGED = "running", "killed", "damaged"
 
 
@@ -81,7 +82,7 @@ def _describe(run: Path, contents: RunRecord) -> dict[str, Any]:
     metric = next((name for name in RESULTS if latest.get(name) is not None), None)
     times = next(iter((last_row.get("ranks") or {}).values()), None)
     return {
-        "recipe": recipe.get("run", {}).get("name") or contents.summary.get("recipe") or "-",
+        "recipe": recipe.get("run", {}).get("name") or NO_RECIPE,
         "engine": contents.summary.get("engine") or recipe.get("engine", {}).get("kind"),
         "ranks": contents.summary.get("world_size") or (times and len(times)),
         "status": contents.summary.get("status", unfinished),

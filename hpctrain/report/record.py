@@ -87,11 +87,13 @@ class RunRecord:
         Counted from the first step. No columns where no gradient was stale, or could be.
         """
         histograms = [row.get("staleness_histogram") or {} for row in self.rows]
-        max_staleness = max((int(s) for histogram in histograms for s in histogram), default=-1)
+        max_staleness = max((int(s) for histogram in histograms for s in histogram), default=0)
         if len(histograms) * (max_staleness + 1) > MAX_COUNTS:
             raise FileError(
                 f"{self.folder}: a staleness of {max_staleness} is too large to be drawn"
             )
+        if max_staleness == 0:
+            return np.zeros((len(histograms), 0), np.int64)
         table = np.zeros((len(histograms), max_staleness + 1), np.int64)
         for line, histogram in zip(table, histograms, strict=True):
             line[[int(s) for s in histogram]] = list(histogram.values())

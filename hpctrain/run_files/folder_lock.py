@@ -29,7 +29,7 @@ def lock_folder(run: Path) -> int:
     except BlockingIOError:
         holder = os.read(lock, 200).decode(errors="replace")
         os.close(lock)
-        raise LockedError(f"--out {run} is being written by {brief(holder)[1:-1]}") from None
+        raise LockedError(f"{run} is being written by {brief(holder)[1:-1]}") from None
     except OSError as error:  # some parallel file systems have no locks
         log.warning("%s cannot be locked (%s): let no other job write there", run, error.strerror)
     os.ftruncate(lock, 0)

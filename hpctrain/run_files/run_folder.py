@@ -61,12 +61,12 @@ def claim(run: Path, resume: bool) -> Iterator[None]:
         run.mkdir(parents=True, exist_ok=True)
         if not resume and (names := _names(run)):
             raise UsageError(
-                f"--out {run} is in use: it holds {names}. Add --resume to go on with that run, or "
-                "name a new folder"
+                f"{run} is in use: it holds {names}. Add --resume (in Python resume=True) to go on "
+                "with that run, or name a new folder"
             )
         lock = lock_folder(run)
     except OSError as error:
-        raise UsageError(f"--out {run} cannot be written: {error.strerror}") from None
+        raise UsageError(f"{run} cannot be written: {error.strerror}") from None
     try:
         yield
     finally:

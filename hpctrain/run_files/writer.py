@@ -77,7 +77,8 @@ class RunFiles:
             steps = ", ".join(str(row["step"]) for row in self.pending)
             return (
                 f"{self.run / run_folder.METRICS} lacks the rows of steps {steps}: "
-                f"{error.strerror}. The last checkpoint has them: make room, go on with --resume"
+                f"{error.strerror}. The last checkpoint has them: make room, go on with --resume "
+                "(in Python resume=True)"
             )
         self.pending = []
         return ""

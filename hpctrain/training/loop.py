@@ -132,14 +132,15 @@ class Loop:
                 raise self._stop_error(flags.stop)
 
     def _stop_error(self, number: int) -> StoppedError:
-        run, stop_cause = self.journal.run, cause(number)
+        run = self.journal.run
+        reason = run_folder.stop_reason(run) if run else ""
+        stop_cause = f"on request ({reason})" if reason else cause(number)
         stopped = f"stopped at step {self.step} of {self.journal.total_steps} {stop_cause}"
         if run is None:
             return UnsavedError(
                 f"{stopped}; nothing was saved: `fit` was given no folder (out=DIR)"
             )
-        reason = run_folder.stop_reason(run)
-        return StoppedError(f"{stopped}{f' ({reason})' if reason else ''}; resume me")
+        return StoppedError(f"{stopped}; resume me")
 
     def _make_row(self, stopped: bool) -> None:
         """Make a row of metrics and evaluate if due, and call the callbacks with the row."""
@@ -195,6 +196,11 @@ class Loop:
     def _request(self, reader: checkpoint.Reader) -> None:
         """Request this rank's part of a checkpoint; raise UsageError on all ranks if it differs."""
         self.checkpointer.must_fit(reader)
+        if (step := reader.about.get("step", 0)) > self.journal.total_steps:
+            raise UsageError(
+                f"this run is at step {step}, beyond the last step "
+                f"{self.journal.total_steps} of the training; resume it with more epochs or steps"
+            )
         ratio = self.engine.updates_per_step / reader.about.get("updates_per_step", 1.0)
         saved = SavedState(reader, ratio)
         self.world.on_all_ranks(lambda: self.engine.load(saved))

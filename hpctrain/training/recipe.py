@@ -92,7 +92,25 @@ def load(name: str, settings: Iterable[str] = ()) -> Recipe:
     with every fault of a table, and the nearest name.
     """
     folder = Path(name).parent if _is_file(name) else "."
-    return check(overrides.apply(read_tables(name), settings), folder)
+    tables = overrides.apply(read_tables(name), settings := tuple(settings))
+    try:
+        return check(tables, folder)
+    except UsageError as error:
+        if type(error) is not UsageError or not _is_fault_of(name, str(error), bool(settings)):
+            raise
+        lines = str(error).splitlines()
+        raise UsageError("\n".join(f"{name}: {line}" for line in lines)) from error
+
+
+def _is_fault_of(name: str, fault: str, is_changed: bool) -> bool:
+    """Return whether a fault is of the file `name`, rather than of the settings that change it."""
+    if not _is_file(name) or not is_changed:
+        return _is_file(name)
+    try:
+        check(read_tables(name), Path(name).parent)
+    except UsageError as error:
+        return str(error) == fault
+    return False
 
 
 def built_in() -> list[str]:
@@ -120,34 +138,10 @@ def read_tables(name: str, extending: tuple[str, ...] = ()) -> Table:
     chain = (*extending, os.path.normpath(name))
     if base in chain:
         raise UsageError(f"recipe {name} extends itself: {', '.join((*chain, base))}")
-    return overrides.merge(read_tables(base, chain), tables)
-
-
-def list_all_keys(spec: Recipe) -> Table:
-    """Return the tables of a recipe with each key that it could have, but for those without value.
-
-    Tables of a user's own functions have the keys that were given.
-    """
-    wire = {option.name for option in fields(WireOptions)}
-    parts = {"run": spec.run, "model": spec.model, "data": spec.data, "schedule": spec.schedule,
-             "checkpoint": spec.checkpoint, "early_stop": spec.early_stop, "trace": spec.trace,
-             "faults": spec.faults, "engine": spec.engine, "mesh": spec.mesh,
-             "pipeline": spec.pipeline}  # fmt: skip
-    values = {name: _options(part) for name, part in parts.items() if part is not None}
-    values["optimizer"] = _options(spec.optimizer) | _options(spec.batch)
-    values["wire"] = {key: values["engine"].pop(key) for key in wire & values["engine"].keys()}
-    defaults = {"engine": {"kind": "allreduce"}, "schedule": {"kind": "constant"}}
-    given = {**defaults, **spec.tables}
-    has_functions = {n for n in ("model", "data") if ":" in spec.tables[n]["kind"]}
-    names = [name for name in overrides.TABLES if name in values.keys() | given.keys()]
-    return {"schema": 1} | {
-        name: dict(given.get(name, {})) | ({} if name in has_functions else values.get(name, {}))
-        for name in names
-    }
-
-
-def _options(part: Any) -> Table:
-    return {f.name: x for f in fields(part) if (x := getattr(part, f.name)) is not None}
+    try:
+        return overrides.merge(read_tables(base, chain), tables)
+    except files.MissingError:
+        raise UsageError(f"recipe {name} extends '{base}', which does not exist") from None
 
 
 def check(tables: Mapping[str, Any], folder: str | Path = ".") -> Recipe:
@@ -182,7 +176,7 @@ def check(tables: Mapping[str, Any], folder: str | Path = ".") -> Recipe:
         loss=_loss(tables["loss"]) if "loss" in tables else None,
         data=data.read(tables_copy["data"], code.folder),
         batch=_batch(batch),
-        optimizer=config.read_kind(optim.OPTIMIZERS, tables_copy["optimizer"], "optimizer"),
+        optimizer=config.read_kind(optim.OPTIMIZERS, tables_copy["optimizer"], "optimizer", keys),
         schedule=config.read_kind(
             optim.SCHEDULES, {"kind": "constant", **tables_copy["schedule"]}, "schedule"
         ),

@@ -8,6 +8,7 @@ from typing import Any
 
 from hpctrain.collectives import all_gather_bytes
 from hpctrain.core import launchers
+from hpctrain.core.names import counted
 from hpctrain.engines import Engine
 from hpctrain.gradients.arena import combine_slot_hashes, params_sha256, slot_hashes
 from hpctrain.machine import blas_threads, versions
@@ -46,10 +47,14 @@ def describe_start(mesh: Mesh, engine: Engine, batch: int) -> str:
     world = mesh.everyone
     hosts = len(set(world.hosts))
     gpus = sum(bool(place.gpu) for place in world.places)
-    counts = [f"{world.size} rank{'s' * (world.size != 1)} of {hosts} host{'s' * (hosts != 1)}"]
+    counts = [f"{counted(world.size, 'rank')} of {counted(hosts, 'host')}"]
     counts += [f"{gpus} of them with GPUs" if gpus else "on CPU cores"]
+    if engine.servers:
+        roles = f"{counted(engine.workers, 'worker')} and {counted(engine.servers, 'server')}"
+        is_alone = engine.asynchronous and engine.workers == 1
+        counts.append(roles + " (a single worker is never asynchronous)" * is_alone)
     if mesh.pipe is not world:
-        counts += [f"{mesh.data.size} replicas of {mesh.pipe.size} ranks each"]
+        counts += [f"{counted(mesh.data.size, 'replica')} of {mesh.pipe.size} ranks each"]
     parameters = sum(slot.size for slot in engine.replica.arena.model_slots)
     return (
         f"{engine.name}, {', '.join(counts)}, {parameters:,} parameters, {batch} samples per step"

@@ -227,14 +227,20 @@ def load(
     return with_weights(spec, weights.checkpoint_of(folder, best), _on_gpu(device))
 
 
-def _recipe_of(run: Path, trust: bool) -> Recipe:
-    """Return the recipe of a run; raise UsageError if its code may not be executed."""
+def recipe_file(run: Path, instead: str) -> Path:
+    """Return the recipe's file of a run; the error for one without names a call `instead`."""
     file = run / run_folder.RECIPE
     if run.is_dir() and not file.is_file():
         raise UsageError(
             f"{run} has no {run_folder.RECIPE}; expected the folder of `hpctrain train`. For a run "
-            "of your own Trainer: ht.load(DIR, model=model).evaluate((x, y))"
+            f"of your own Trainer: {instead}"
         )
+    return file
+
+
+def _recipe_of(run: Path, trust: bool) -> Recipe:
+    """Return the recipe of a run; raise UsageError if its code may not be executed."""
+    file = recipe_file(run, "ht.load(DIR, model=model).evaluate((x, y))")
     spec = recipe.load(str(file))
     if spec.code.exists and not trust:
         code_ownership.must_be_own(run, file, spec.code)

@@ -8,16 +8,17 @@ from typing import Any
 
 from hpctrain import nn
 from hpctrain.core.errors import UsageError
-from hpctrain.engines import AllReduce, Engine, LocalSgd
+from hpctrain.engines import Engine
 from hpctrain.gradients.precision import Precision
 from hpctrain.gradients.precision import make_replica as make_whole_replica
 from hpctrain.parallel.mesh import Mesh, make_mesh
 from hpctrain.parallel.options import MeshOptions, PipelineOptions
-from hpctrain.parallel.pipeline.build import make_pipeline
-from hpctrain.parallel.pipeline.replica import PipelineReplica
 from hpctrain.training.faults import FaultsOptions
 from hpctrain.watch.trace import Trace
 from hpctrain.world import World
+
+#: The options of engines that train replicas which are split over ranks
+ENGINES = ("AllReduce", "LocalSgd")
 
 
 def check(
@@ -60,7 +61,7 @@ def _conflicts(
     """Yield each conflict with a pipeline: whether it is there, and a message."""
     kind = type(engine).__name__
     yield (
-        not isinstance(engine, AllReduce | LocalSgd),
+        kind not in ENGINES,
         f"expected the engine allreduce or local-sgd, seen {kind}; others do not yet train "
         "replicas that are split over ranks",
     )
@@ -92,6 +93,8 @@ def make_replica(
     """Return the mesh of all ranks, and this rank's replica of `model` or its part; collective."""
     on_gpu = world.gpu is not None
     if mesh.pipe > 1:
+        from hpctrain.parallel.pipeline.build import make_pipeline  # most runs have no pipeline
+
         ranks = make_mesh(world, mesh)
         return ranks, make_pipeline(model, seed, precision, on_gpu, ranks, pipeline)
     whole = world.on_all_ranks(lambda: make_whole_replica(model, seed, precision, on_gpu))
@@ -100,5 +103,5 @@ def make_replica(
 
 def time_waits(replica: Any, engine: Engine, trace: Trace) -> None:
     """Let waits for other stages count as waits of `engine`."""
-    if isinstance(replica, PipelineReplica):
+    if hasattr(replica, "wait"):  # of a pipeline
         replica.wait = partial(engine.times.wait, trace, "wait for a stage")

@@ -18,9 +18,11 @@ from hpctrain.cli import hpctrain as whole_command
 from hpctrain.cluster import guard
 from hpctrain.cluster import launch as module
 from hpctrain.cluster.launch import MpiInstallation, build_command
+from hpctrain.cluster.launcher_messages import MessageFilter
 from hpctrain.cluster.slurm.job_end import (
     LauncherExit,
     command_exit_code,
+    is_reported,
     job_exit_code,
     program_exit_code,
 )
@@ -233,6 +235,42 @@ def test_ranks_learn_whether_somebody_watches(monkeypatch, watched):
     assert module._rank_variables("/proc/7/fd/3") == reported
 
 
+RULE = 74 * "-" + "\n"
+EXIT = f"{RULE}prterun detected that one or more processes exited with non-zero status,\nx\n{RULE}"
+ABORT = f"{RULE}MPI_ABORT was invoked on rank 0 in communicator\n\n{RULE}"
+KILLED = f"{RULE}prterun noticed that process rank 0 exited on\nsignal 9 (Killed).\n{RULE}"
+#: the output of a launcher -> what passes, the messages on the end of ranks
+OUTPUTS = {
+    "a reason first": (f"why\n{EXIT}", "why\n", EXIT),
+    "two messages": (f"{ABORT}{EXIT}late\n", "late\n", ABORT + EXIT),
+    "a signal": (KILLED, KILLED, ""),
+    "both": (KILLED + EXIT, KILLED, EXIT),
+    "a bar": ("\r--- 3/7", "\r--- 3/7", ""),
+    "rules alone": (2 * RULE, 2 * RULE, ""),
+    "a cut message": (EXIT[:100], EXIT[:100], ""),
+    "no end": (EXIT[:-75] + 9999 * "x", EXIT[:-75] + 9999 * "x", ""),
+}
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 10**5])
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_messages_on_the_end_of_ranks_are_held(name, chunk):
+    output, passing, held = OUTPUTS[name]
+    messages, data = MessageFilter(), output.encode()
+    parts = [messages.feed(data[i : i + chunk]) for i in range(0, len(data), chunk)]
+    assert (b"".join([*parts, messages.end()]), messages.held) == (passing.encode(), held.encode())
+
+
+def test_only_what_our_ranks_report_is_noise():
+    for function, code, run, expected in [
+        (command_exit_code, 2, b"", True),
+        (command_exit_code, 137, b"", False),
+        (program_exit_code, 2, b"", False),
+        (program_exit_code, 75, b"/run", True),
+    ]:
+        assert is_reported(LauncherExit(code, ()), run, function) is expected
+
+
 # ---- with real ranks ----
 
 RANK = """
@@ -337,6 +375,8 @@ def test_a_stop_reaches_every_rank_as_sigusr1(job, number):
     assert [f"rank {r} of 3 was asked" in ended.stdout for r in range(3)] == [True] * 3
     assert "terminal False" in ended.stdout
     assert ended.returncode == 75
+    name = "Ctrl-C" if number == signal.SIGINT else number.name
+    assert run_folder.stop_reason(run) == name and "exited with non-zero" not in ended.stderr
 
 
 @pytest.mark.processes

@@ -323,9 +323,9 @@ def test_it_is_told_why_a_job_stops(slurm, tmp_path, limited):
     slurm.wait(preempted.job, "PENDING")
     slurm.wait(limited.job, "PENDING")
     for training, cause in (
-        (preempted, "by SIGUSR1 (preempted)"),
+        (preempted, "on request (preempted)"),
         (cancelled, "by SIGTERM"),
-        (limited, "by SIGUSR1 (time limit)"),
+        (limited, "on request (time limit)"),
     ):
         step = training.steps[-1]
         assert training.summary["status"] == "stopped"

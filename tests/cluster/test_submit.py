@@ -257,7 +257,7 @@ REFUSED = {
     "--ranks 4 --tasks-per-node 4": "exclude each other",
     "--sizes 1,two": "--sizes 1,two: expected numbers of nodes",
     "--nodes 2 --servers 1 --engine gossip": "--engine gossip has no servers",
-    "--nodes 2 --engine ps-sync --set engine.servers=2": "needs at least 3 ranks, but 2",
+    "--nodes 2 --engine ps-sync --set engine.servers=2": "needs at least 3 ranks, seen 2",
     "--engine gossip": "'gossip' needs at least 2 workers",
     "--engine single --nodes 4": "'single' trains on one rank, but 4 were started",
     "--nodes 3 --set optimizer.batch=2": "2 samples per batch for 3 workers",

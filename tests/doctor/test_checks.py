@@ -126,7 +126,12 @@ def test_left_overs_of_dead_jobs_alone(tmp_path):
     verdict, observed, remedy = result(node.check_shared_memory(tmp_path, in_use), "left-overs")
     assert verdict == "note"
     assert "2 files" in observed
-    assert remedy.endswith(f"rm {tmp_path}/mpich_shm_*")
+    assert remedy.endswith(f": rm {tmp_path}/mpich_shm_1 {tmp_path}/mpich_shm_2")
+    for number in range(3, 9):
+        (tmp_path / f"mpich_shm_{number}").touch()
+    remedy = result(node.check_shared_memory(tmp_path, in_use), "left-overs")[2]
+    expected = rf"find {tmp_path} -maxdepth 1 -uid {os.geteuid()} \( -name 'mpich_shm_*' \) -delete"
+    assert remedy.endswith(expected)
     everything = {str(file) for file in tmp_path.iterdir()}
     assert result(node.check_shared_memory(tmp_path, everything), "left-overs")[0] == "ok"
 
@@ -301,7 +306,7 @@ def test_what_is_shown(root, capsys):
     out = capsys.readouterr().out
     assert PICTURE.splitlines()[1] in out
     assert "it [broke]" in out
-    assert out.endswith("one: mend it\n")
+    assert out.endswith("one: mend it\nbad: one\n")
     table = reported.table()
     assert table["exit_code"] == 1
     assert table["topology"]["matrix"][0][2] == "PIX"

@@ -299,7 +299,7 @@ def test_refused(wrong):
 
 
 def test_servers_leave_room_for_workers():
-    with pytest.raises(UsageError, match="needs at least 3 ranks, but 2 were started"):
+    with pytest.raises(UsageError, match="needs at least 3 ranks, seen 2; start more"):
         run_on("threads", 2, lambda w: Easgd(servers=2).build(w, Quadratic(), METHODS["EASGD"]))
 
 

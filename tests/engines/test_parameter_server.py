@@ -407,7 +407,7 @@ def test_an_asynchronous_run_goes_on(tmp_path):
 
 
 REFUSED = {
-    "no worker left": (PsSync(servers=4), "needs at least 5 ranks, but 4 were started"),
+    "no worker left": (PsSync(servers=4), "needs at least 5 ranks, seen 4; start"),
     "more servers than ranks": (PsSync(servers=5, placement="colocated"), "at least 5 ranks"),
     "all are backups": (PsSync(backup_workers=3), "backup_workers is 3 of 3 workers"),
     "pull between pushes": (PsAsync(push_every=2, pull_every=3), "a multiple of push_every"),

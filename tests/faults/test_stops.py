@@ -14,12 +14,12 @@ pytestmark = pytest.mark.processes
 
 # Who gets the signal: a rank from its own model at step 7, mpiexec, or `hpctrain launch`, which
 # hands on SIGTERM, SIGUSR1 and SIGHUP in the same way: tests/cluster/test_launch.py. And what the
-# ranks get.
+# run reports.
 REQUESTED = {
-    "SIGUSR1 to a rank": ("usr1", "SIGUSR1"),
-    "SIGTERM to a rank": ("term", "SIGTERM"),
-    "SIGUSR1 to mpiexec": ((signal.SIGUSR1, False), "SIGUSR1"),
-    "Ctrl-C to launch": ((signal.SIGINT, True), "SIGUSR1"),
+    "SIGUSR1 to a rank": ("usr1", "by SIGUSR1"),
+    "SIGTERM to a rank": ("term", "by SIGTERM"),
+    "SIGUSR1 to mpiexec": ((signal.SIGUSR1, False), "by SIGUSR1"),
+    "Ctrl-C to launch": ((signal.SIGINT, True), "on request (Ctrl-C)"),
 }
 LONG = sets(run_epochs=5000, checkpoint_every_epochs="")
 
@@ -36,7 +36,7 @@ def run_line(mark, tmp_path):
 
 @pytest.mark.parametrize("requested", REQUESTED)
 def test_a_stop(digits, requested):
-    method, name = REQUESTED[requested]
+    method, cause = REQUESTED[requested]
     if isinstance(method, str):
         job = digits(*LONG, *trap(method, 1))
     else:
@@ -49,7 +49,7 @@ def test_a_stop(digits, requested):
     summary = job.summary
     assert (summary["status"], summary["exit_code"]) == ("stopped", 75)
     assert job.steps == [summary["steps"]]
-    message = f"stopped at step {summary['steps']} of 60000 by {name}; resume me"
+    message = f"stopped at step {summary['steps']} of 60000 {cause}; resume me"
     assert ended.stderr.count(message) == 1, ended.stderr
     assert summary["reason"] == message
     assert f"hpctrain: results: {job.out}\n" in ended.stderr

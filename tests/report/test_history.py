@@ -53,7 +53,7 @@ RUNS = {
 def test_a_run_is_described_by_its_files(tmp_path, name):
     arguments, expected = RUNS[name]
     entry = history.read_entry(write_run(tmp_path / "run", **arguments))
-    assert entry.recipe == "digits"
+    assert entry.recipe == ("(Python)" if arguments.get("recipe") == "" else "digits")
     assert (entry.status, entry.engine, entry.ranks, entry.step, entry.metric) == expected[:5]
     assert entry.value == pytest.approx(expected[5])
 
@@ -96,10 +96,22 @@ def test_runs_are_compared_by_facts_and_recipes(tmp_path):
     assert facts[str(first)]["status"] == "done" and facts[str(first)]["test_accuracy"] == 0.97
     assert facts[str(second)]["steps"] == 30 and "killed" in facts[str(second)]["status"]
     words = [str(first), str(second), "--plot", str(tmp_path / "plot.svg")]
-    table = CliRunner().invoke(compare, words, catch_exceptions=False).stdout
-    assert "run.epochs" in table and "0.9700" in table
+    ended = CliRunner().invoke(compare, words, catch_exceptions=False)
+    assert "run.epochs" in ended.stdout and "0.9700" in ended.stdout
+    assert f"wrote {tmp_path}/plot.svg" in ended.output
     plot = (tmp_path / "plot.svg").read_text()
     assert plot.count("test accuracy") == 1 and "wall time in training [s]" in plot
+
+
+def test_a_resumed_run_and_one_from_python_are_marked(tmp_path):
+    first = write_run(tmp_path / "first", summary=DONE | {"since_step": 20})
+    second = write_run(tmp_path / "second", summary=DONE)
+    (second / "recipe.toml").unlink()
+    compared = comparison.compare([first, second])
+    assert compared["recipes"] == {"recipe": ["digits", "(Python)"]}
+    table = CliRunner().invoke(compare, [str(first), str(second)], catch_exceptions=False).stdout
+    assert "after step 20" in table
+    assert [entry.recipe for entry in history.list_runs(second)] == ["(Python)"]
 
 
 @pytest.mark.parametrize(
@@ -178,6 +190,7 @@ def test_a_run_is_resumed_by_its_folder_or_the_name_of_its_recipe(tmp_path, hpct
     [
         (["--resume=a", "--out", "b"], "--resume=a names the folder of the run: leave out --out"),
         (["--resume"], "Missing argument 'RECIPE'"),
+        (["digits", "-n", "2", "-q"], "hpctrain launch -n 2 train digits -q"),
         ([], "Missing argument 'RECIPE'"),
     ],
 )

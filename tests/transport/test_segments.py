@@ -5,6 +5,7 @@ That real libraries leave nothing where ranks or launch are killed, tests/campai
 
 from __future__ import annotations
 
+import ast
 import mmap
 import os
 import tempfile
@@ -71,3 +72,16 @@ def test_nothing_is_written_to_a_file_of_another_process(segment, tmp_path, monk
     monkeypatch.setenv(launchers.SEGMENTS, str(file))
     segments.announce_segments()
     assert exists == file.exists() and not (exists and file.read_text())
+
+
+@pytest.mark.processes
+def test_a_rank_without_a_launcher_leaves_no_segment(start):
+    """MPI_Finalize of Open MPI 5.0 leaves it where no launcher cleans up."""
+    program = (
+        "import hpctrain as ht; from hpctrain.transport.mpi import segments; ht.init(); "
+        "print('mapped', [path for _, path in segments.mapped_segments()])"
+    )
+    ended = start("-c", program).finish(60)
+    assert ended.returncode == 0
+    paths = ast.literal_eval(ended.stdout.partition("mapped ")[2])
+    assert [path for path in paths if Path(path).exists()] == []

@@ -106,6 +106,7 @@ def run(world: World, options: Options) -> list[timing.Row]:
     output.write_json(world, options.json, json_report)
     if options.plot is not None and world.rank == 0:
         import_module("hpctrain.bench.plot").draw_step_bars(rows, title, options.plot)
+        output.report_file(options.plot)
     return rows
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from hpctrain import config
-from hpctrain.bench import memory_check, message_sizes
+from hpctrain.bench import memory_check, message_sizes, output
 from hpctrain.bench.collectives import check_plot_path, require_minimum
 from hpctrain.bench.p2p import DEVICES
 from hpctrain.bench.tuning import printed_table
@@ -143,15 +143,16 @@ def _save_and_show(
         table.write_table(tuning_table, path)
     printed_table.print_table(tuning_table, path if is_kept else None)
     _draw_plot(tuning_table, plot)
-    if tuning_table.noisy:
-        omitted = f"; nothing was written to {path}; --keep-noisy writes it" * (not is_kept)
-        warning = printed_table.noise_warning(tuning_table.noisy)
-        print(f"hpctrain: tune: {warning}{omitted}", file=sys.stderr, flush=True)
+    if not is_kept:
+        sys.stdout.flush()  # the table first, where both go to one file
+        message = f"too noisy: nothing was written to {path}; --keep-noisy writes it"
+        print(f"hpctrain: tune: {message}", file=sys.stderr, flush=True)
 
 
 def _draw_plot(tuning_table: Table, plot: Path | None) -> None:
     if plot is not None:
         import_module("hpctrain.bench.tuning.plots").draw_table(tuning_table, plot)
+        output.report_file(plot)
 
 
 def _make_progress_bar(world: World, step_count: int) -> Progress:

@@ -31,12 +31,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from hpctrain.cluster.launch import (
-    MpiInstallation,
-    catch_stop_signals,
-    eager_limit_variables,
-    find_mpi,
-)
+from hpctrain.cluster.launch import MpiInstallation, eager_limit_variables, find_mpi
 from hpctrain.cluster.netlab.namespaces import (
     INTERFACE,
     NETWORK,
@@ -45,6 +40,7 @@ from hpctrain.cluster.netlab.namespaces import (
     build_probe_script,
     host_address,
 )
+from hpctrain.cluster.supervision import catch_stop_signals
 from hpctrain.core import launchers
 from hpctrain.core.errors import UsageError
 from hpctrain.core.interpreter import module_command

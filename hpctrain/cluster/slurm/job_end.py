@@ -13,6 +13,7 @@ from hpctrain.run_files import last_lines, run_folder
 
 _KNOWN_EXIT_CODES = (0, 1, 2, 3, 75, 86, 130)  # the exit codes with a meaning in hpctrain
 _EXIT_REFUSED, EXIT_STOPPED, _EXIT_HUNG, _EXIT_INTERRUPTED = 2, 75, 86, 130
+_REPORTED_EXIT_CODES = (2, 3, 75, 86, 130)  # after which the ranks have printed the cause
 _FINAL_STATUSES = ("done", "stopped", "failed", "hung")
 _BUS_ERROR_HINT = ": a bus error; is /dev/shm full? See `hpctrain doctor`"
 # Launchers report a rank that SIGUSR1 has ended as 128 + its number, or as the number; MPICH then
@@ -35,6 +36,14 @@ class LauncherExit(NamedTuple):
 
 #: Returns the exit code of a job, from that of the launcher and that of its run, None without a run
 ExitCodeFunction = Callable[[LauncherExit, "int | None"], int]
+
+
+def is_reported(
+    launcher_exit: LauncherExit, announced_folder: bytes, exit_code: ExitCodeFunction
+) -> bool:
+    """Return whether ranks of hpctrain ended the job, with a code before which they print why."""
+    is_own = exit_code is command_exit_code or announced_folder != b""
+    return is_own and launcher_exit.code in _REPORTED_EXIT_CODES
 
 
 def job_exit_code(

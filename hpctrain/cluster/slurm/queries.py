@@ -21,11 +21,12 @@ _LOST_REPLY_PATTERN = re.compile(
     "timed out|Zero Bytes were transmitted|receive failure|Connection reset", re.I
 )
 _NO_CONTACT_PATTERN = re.compile(f"Unable to contact|{_LOST_REPLY_PATTERN.pattern}", re.I)
-JobId = int | str  #: 17, or 17_2 for a task of an array
-_NO_SLURM_MESSAGE = (
-    "the PATH has no {command}: call this on a login node of a Slurm cluster. Here, "
-    "`hpctrain slurm render` prints the script, and `hpctrain launch -n 4 train ...` starts ranks"
+_WITHOUT_SLURM = (
+    ". Here, `hpctrain slurm render` prints the script, and `hpctrain launch -n 4 train ...` "
+    "starts ranks"
 )
+JobId = int | str  #: 17, or 17_2 for a task of an array
+_NO_SLURM_MESSAGE = "the PATH has no {command}: call this on a login node of a Slurm cluster"
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,8 @@ def query_sacct(job: JobId) -> list[JobState]:
 def require_command(command: str) -> None:
     """Raise UsageError if this command of Slurm is not on the PATH."""
     if shutil.which(command) is None:
-        raise UsageError(_NO_SLURM_MESSAGE.format(command=command))
+        instead = _WITHOUT_SLURM if command == "sbatch" else ""
+        raise UsageError(_NO_SLURM_MESSAGE.format(command=command) + instead)
 
 
 def run_command(

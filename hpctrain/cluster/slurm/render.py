@@ -41,6 +41,8 @@ def render(job: Job, site: Site | None = None) -> str:
     check_job(job, site)
     values = _interactive_values(job, site) if job.interactive else _batch_values(job, site)
     script = _fill_template(_read_template(job.template), values)
+    if job not in DEFAULT_JOBS.values():  # it does not lie in slurm/
+        script = script.replace(f"slurm/{job.template}", "FILE")
     # A script for a site contains the site's setup, so it needs no site.env.
     return script.replace(SOURCE_COMMAND, "") if site else script
 

@@ -47,8 +47,8 @@ class ServerOptions:
         if worker_count < 1 or self.servers > size:
             min_ranks = self.servers + is_dedicated
             raise UsageError(
-                f"[engine] servers is {self.servers}, {self.placement}, which needs at least "
-                f"{min_ranks} ranks, but {size} were started; start more, take fewer servers"
+                f"[engine] servers = {self.servers} with placement '{self.placement}' needs at "
+                f"least {min_ranks} ranks, seen {size}; start more, take fewer servers"
                 + (' or set engine.placement = "colocated"' if is_dedicated else "")
             )
         return Roles(tuple(range(worker_count)), tuple(range(size - self.servers, size)))

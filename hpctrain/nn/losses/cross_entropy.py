@@ -59,7 +59,9 @@ class CrossEntropy:
                 f"cross_entropy: expected labels ({shape}), one for each of the model's output "
                 f"vectors, seen {targets.shape}"
             )
-        return find_invalid_label(targets, output_shape[-1])
+        fault = find_invalid_label(targets, output_shape[-1])
+        is_short = fault and targets.max() >= output_shape[-1]
+        return f"{fault}, or give the model {targets.max() + 1} outputs" if is_short else fault
 
     def count_outputs(self, targets: Any) -> int:
         """Return the number of classes: one more than the largest label."""

@@ -19,7 +19,7 @@ from typing import get_args
 import numpy as np
 
 from hpctrain.core.errors import TransportError
-from hpctrain.core.xp import Array, namespace
+from hpctrain.core.xp import Array, namespace, to_host
 from hpctrain.parallel.schedules.messages import Arrivals, Kind, Message
 from hpctrain.transport.link import Link, Request
 
@@ -91,7 +91,7 @@ class StageLink:
         expected, buffer, tensor, request = self._posted[peer].popleft()
         request.wait()
         self._post(peer)
-        actual = int(buffer[-1])
+        actual = int(to_host(buffer[-1:])[0])
         if actual != stamp(expected):
             raise TransportError(
                 f"rank {self._link.rank} of the pipeline: expected the {expected} from rank "

@@ -1,28 +1,25 @@
-"""Pipeline schedules by name; `make` is the way to them."""
+"""Pipeline schedules by name, each imported when it is picked; `make` is the way to them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 from hpctrain.core.names import pick
-from hpctrain.parallel.schedules.actions import PipelineSchedule
-from hpctrain.parallel.schedules.breadth_first import breadth_first
-from hpctrain.parallel.schedules.dualpipe_v import dualpipe_v
-from hpctrain.parallel.schedules.gpipe import gpipe
-from hpctrain.parallel.schedules.interleaved import interleaved
-from hpctrain.parallel.schedules.one_forward_one_backward import one_forward_one_backward
-from hpctrain.parallel.schedules.zb_h1 import zb_h1
-from hpctrain.parallel.schedules.zb_v import zb_v
 
-#: Each is called with (ranks, micro_batches) and, if not its default, stages_per_rank.
-SCHEDULES: dict[str, Callable[..., PipelineSchedule]] = {
-    "gpipe": gpipe,
-    "1f1b": one_forward_one_backward,
-    "interleaved": interleaved,
-    "breadth-first": breadth_first,
-    "zb-h1": zb_h1,
-    "zb-v": zb_v,
-    "dualpipe-v": dualpipe_v,
+if TYPE_CHECKING:
+    from hpctrain.parallel.schedules.actions import PipelineSchedule
+
+#: The module of each, with a function of the same name that is called with (ranks, micro_batches)
+#: and, if not its default, stages_per_rank.
+SCHEDULES = {
+    "gpipe": "gpipe",
+    "1f1b": "one_forward_one_backward",
+    "interleaved": "interleaved",
+    "breadth-first": "breadth_first",
+    "zb-h1": "zb_h1",
+    "zb-v": "zb_v",
+    "dualpipe-v": "dualpipe_v",
 }
 #: those that take any number of stages per rank from 2 up
 LOOPED = ("interleaved", "breadth-first")
@@ -35,6 +32,8 @@ def make(
 
     Raises UsageError for an unknown name and for numbers that the schedule does not take.
     """
-    function = pick(SCHEDULES, name, "pipeline schedule")
+    module = pick(SCHEDULES, name, "pipeline schedule")
+    function = getattr(import_module(f"{__name__}.{module}"), module)
     counts = () if stages_per_rank is None else (stages_per_rank,)
-    return function(ranks, micro_batches, *counts)
+    schedule: PipelineSchedule = function(ranks, micro_batches, *counts)
+    return schedule

@@ -21,7 +21,7 @@ from hpctrain.scaling.study import Study
 HEADINGS = ("samples/s", "step", "speed-up", "efficiency", "compute", "wait", "other", "wire")
 MEASURED, GAP, PREDICTED = "measured", "gap", "predicted"
 PREDICTED_NOTE = "Predicted, not measured, for ranks with cores of their own"
-UNTESTED = "which meet any such model: one more size would test it"
+UNTESTED = "which any such model fits: one more size would check it"
 WIDE_INTERVAL = 0.1  #: half an interval of efficiency
 MAX_RATE_SPREAD = 0.25  #: half an interval of samples/s over its mean, as `tune` has for times
 MAX_CREDIBLE = 1.02  #: efficiency, and a share of a link's rate, that only noise exceeds
@@ -97,6 +97,8 @@ def remarks(row: Row) -> Iterator[str]:
     """Yield the remarks on a row."""
     if row["kind"] == PREDICTED:
         yield PREDICTED
+        if row.get("samples_per_s_ci95") is None:
+            yield "from one repeat"
     if row["kind"] == GAP:
         yield f"gap: {row['reason']}"
     elif row.get("repeats_missing"):
@@ -194,7 +196,7 @@ def _model_text(model: StepModel) -> str:
     return (
         f"alpha {format_time(model.alpha_s)}, beta {model.beta_s * 1e9:.3g} ns per byte ({rate}), "
         f"{model.algorithm} of {model.nbytes:,} bytes, {overlap_text}; from {model.origin}, scaled "
-        f"to the wire of {rank_list(model.ranks)}"
+        f"to the measured wire time of {rank_list(model.ranks)}"
     )
 
 
@@ -213,9 +215,9 @@ def laws_name(law: str) -> str:
 def law_text(result: Result) -> str:
     """Return the fitted law in words, and how well it fits."""
     if result.law_misfit is None:
-        return f"{_serial_text(result)}; two sizes do not test it: a third one would"
+        return f"{_serial_text(result)}; two sizes always fit: a third one would check it"
     ranks = rank_list(result.law_ranks)
-    return f"{_serial_text(result)}; {ranks} miss it by at most {result.law_misfit:.1%}"
+    return f"{_serial_text(result)}; the law is within {result.law_misfit:.1%} of {ranks}"
 
 
 def _serial_text(result: Result) -> str:

@@ -11,9 +11,11 @@ import os
 import threading
 import time
 import warnings
+from pathlib import Path
 
 from hpctrain.core.errors import OwnRankError, UsageError
 from hpctrain.transport.link import Link
+from hpctrain.transport.mpi import segments
 from hpctrain.transport.mpi.link import MpiLink
 
 from mpi4py import MPI  # isort: skip  (link.py has kept mpi4py from starting MPI)
@@ -90,11 +92,16 @@ def is_started_by_caller() -> bool:
 def finalize_mpi() -> None:
     """Finalize MPI, if it was started here, after a barrier of all ranks.
 
-    A launcher may treat a rank that exits early as lost.
+    A launcher may treat a rank that exits early as lost. Without a launcher Open MPI 5.0 leaves the
+    segment of its only rank.
     """
     if is_running() and _started_here:
         MPI.COMM_WORLD.Barrier()
+        own_segments = [*segments.mapped_segments()] if MPI.COMM_WORLD.size == 1 else []
         MPI.Finalize()
+        for _, path in own_segments:
+            if Path(path).name.startswith("sm_segment."):
+                Path(path).unlink(missing_ok=True)
 
 
 def abort_job(code: int, grace_s: float = 2.0) -> None:

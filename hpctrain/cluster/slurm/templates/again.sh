@@ -1,4 +1,4 @@
-# --- from here on the same in every template: stop in time, come back, end with the truth ---------
+# --- from here on the same in every template: stop, requeue, report the real status --------------
 # USR1 comes warn_s before the time is over, or where another job is to have the nodes. The ranks
 # save a checkpoint at a step on which they agree, and summary.json says "stopped". How a launcher
 # ends is not the truth: some end with 0 when a node dies.
@@ -31,7 +31,7 @@ why() { # why USR1 has come
     if [[ $(field PreemptTime <<<"$told") == [0-9]* ]]; then
         echo preempted
     elif [[ $ends == [0-9]*T* ]] && (($(date -d "$ends" +%s) - $(date +%s) < warn_s + 90)); then
-        echo 'time limit' # of which Slurm may warn a minute earlier than asked
+        echo 'time limit' # Slurm may warn up to a minute early
     fi
 } 2>/dev/null
 
@@ -96,7 +96,7 @@ case "$asked/$(told exit_code)" in
 [0-9]*/ | [0-9]*/1) again 'asked to stop, and the ranks ended before they could' ;;
 esac
 # Ranks may be lost with their node, a bug comes again at once: a part that has saved something is
-# worth another. So are two in a row whose ranks never came to speak (MPI did not start, say), but
+# worth another. So are two in a row whose ranks never started (MPI did not start, say), but
 # not where hpctrain itself (1, 2, 3), or the shell for want of it (127), gave the code.
 tries=0
 if ! find "$run/checkpoints" -newer "$run/.began" -name manifest.json 2>/dev/null | grep -q .; then

@@ -1,0 +1,129 @@
+"""The life of a launcher: its stop signals, its messages, and the end of its processes."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from threading import Thread
+from typing import BinaryIO
+
+from hpctrain.cluster import guard
+from hpctrain.cluster.launcher_messages import MessageFilter
+from hpctrain.cluster.slurm.job_end import LauncherExit
+from hpctrain.run_files import run_folder
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+#: (seconds, signal to all remaining processes) after the end of mpiexec or a second Ctrl-C.
+_KILL_SCHEDULE = ((5.0, signal.SIGKILL), (5.5, signal.SIGKILL))
+_OUTPUT_S = 5.0  #: the time given to the last output of a launcher that has ended
+
+
+class Supervisor:
+    """A launcher under supervision; its own session, so that Ctrl-C reaches only us.
+
+    Stop signals are forwarded as SIGUSR1: every launcher passes it to its ranks, and it kills no
+    launcher. The run learns their name by a note in its folder.
+    """
+
+    def __init__(self, announced_folder: Callable[[], bytes]) -> None:
+        """`announced_folder()`: the folder of the latest run, empty before one began."""
+        self._announced_folder = announced_folder
+        self._signals: list[int] = []
+        self._messages = MessageFilter()
+
+    def run(self, command: Sequence[str], environ: Mapping[str, str]) -> LauncherExit:
+        """Run the launcher until all processes of its job have ended."""
+        with catch_stop_signals() as read_signals:
+            process = subprocess.Popen(
+                command,
+                env=environ,
+                stdin=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+            )
+            assert process.stderr is not None
+            reader = Thread(target=self._forward_stderr, args=[process.stderr], daemon=True)
+            reader.start()
+            while process.poll() is None and not self._is_interrupted_twice:
+                for number in read_signals():
+                    self._forward_signal(process, number)
+            guard.end_job(environ[guard.JOB_VARIABLE], _KILL_SCHEDULE)
+            reader.join(_OUTPUT_S)
+        return LauncherExit(process.wait(), tuple(self._signals))
+
+    def finish(self, is_reported: bool) -> None:
+        """Print the launcher's messages on the end of its ranks unless the ranks reported it."""
+        if not is_reported:
+            _write(self._messages.held)
+
+    @property
+    def _is_interrupted_twice(self) -> bool:
+        return self._signals.count(signal.SIGINT) > 1
+
+    def _forward_signal(self, process: subprocess.Popen[bytes], number: int) -> None:
+        if not self._signals:
+            _note_stop(self._announced_folder(), number)
+        self._signals.append(number)
+        process.send_signal(signal.SIGTERM if self._is_interrupted_twice else signal.SIGUSR1)
+
+    def _forward_stderr(self, stderr: BinaryIO) -> None:
+        while data := os.read(stderr.fileno(), 1 << 16):
+            _write(self._messages.feed(data))
+        _write(self._messages.end())
+
+
+def _write(data: bytes) -> None:
+    with suppress(OSError):  # nobody reads it: the job goes on
+        sys.stderr.flush()
+        while data:
+            data = data[os.write(2, data) :]
+
+
+def _note_stop(announced_folder: bytes, number: int) -> None:
+    """Leave the name of a stop signal for the run: its ranks receive all of them as SIGUSR1."""
+    name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+    run = Path(os.fsdecode(announced_folder))
+    if announced_folder and not run_folder.stop_reason(run):
+        with suppress(OSError):
+            (run / run_folder.STOP_REASON).write_text(f"{name}\n")
+
+
+@contextmanager
+def catch_stop_signals() -> Iterator[Callable[[], list[int]]]:
+    """Yield a function that waits up to a second and returns the stop signals received meanwhile.
+
+    Signals come through a pipe, so that one delivered to another thread, as of BLAS, wakes us too.
+    """
+    # Under nohup SIGHUP must stay ignored.
+    caught_signals = [
+        number
+        for number in STOP_SIGNALS
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
+    ]
+    read_fd, write_fd = os.pipe()
+    os.set_blocking(write_fd, False)
+    previous_handlers = {
+        number: signal.signal(number, lambda *_: None)
+        for number in (*caught_signals, signal.SIGCHLD)
+    }
+    previous_wakeup_fd = signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
+
+    def read_signals() -> list[int]:
+        readable = select.select([read_fd], [], [], 1.0)[0]
+        numbers = os.read(read_fd, 64) if readable else b""
+        return [number for number in numbers if number in caught_signals]
+
+    try:
+        yield read_signals
+    finally:
+        signal.set_wakeup_fd(previous_wakeup_fd)
+        for number, handler in previous_handlers.items():
+            signal.signal(number, handler)
+        os.close(read_fd)
+        os.close(write_fd)
