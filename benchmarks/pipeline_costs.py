@@ -31,12 +31,13 @@ from hpctrain.core.allocator import keep_freed_memory
 from hpctrain.cost_model.loggp import Cluster, Wire
 from hpctrain.gradients.replica import ModelReplica, ignore_ready
 from hpctrain.parallel.pipeline import stages
-from hpctrain.parallel.pipeline.execution import make_program, run_actions
+from hpctrain.parallel.pipeline.execution import Program, route, run_actions
 from hpctrain.parallel.pipeline.layer_times import layer_seconds
 from hpctrain.parallel.pipeline.replica import PipelineReplica
 from hpctrain.parallel.pipeline.stage_link import StageLink
 from hpctrain.parallel.pipeline.stages import StagePlan
 from hpctrain.parallel.schedules import make
+from hpctrain.parallel.schedules.messages import inbound
 from hpctrain.parallel.timing.predict import Grid, predict_step
 from hpctrain.parallel.timing.clock import uniform_costs
 from hpctrain.tuning.measure import time_calls
@@ -87,7 +88,8 @@ def empty_step(world: World, name: str) -> tuple[Any, int]:
     keep_freed_memory()  # as processes that train do
     link, x = world.link_for("stages"), np.zeros((MESSAGE_BYTES // 4,), np.float32)
     operations = {op: lambda action, _: x for op in "FBI"} | {"W": lambda action, _: None}
-    program = make_program(schedule, world.rank)
+    rank = world.rank
+    program = Program(rank, route(schedule, rank), inbound(schedule, rank))
 
     def step() -> None:
         stage_link = StageLink(link, program.arrivals, lambda message: x.shape, x)

@@ -25,7 +25,7 @@ from hpctrain.nn.layer import Later, run_now
 from hpctrain.nn.part import Part
 from hpctrain.parallel.pipeline.stage_link import StageLink
 from hpctrain.parallel.schedules.actions import Action, PipelineSchedule
-from hpctrain.parallel.schedules.messages import Arrivals, Message, destination, inbound, source
+from hpctrain.parallel.schedules.messages import Arrivals, Message, destination, source
 from hpctrain.watch.trace import Trace
 
 Operation = Callable[[Action, Any], Array | None]  #: takes the input; returns the output, if any
@@ -41,7 +41,7 @@ class RoutedAction(NamedTuple):
 
 
 class Program(NamedTuple):
-    """The actions of a rank, and the messages that it receives; made once per schedule."""
+    """The actions of a rank, and the messages that it receives."""
 
     rank: int
     actions: tuple[RoutedAction, ...]
@@ -55,13 +55,12 @@ class MicroBatch(NamedTuple):
     key: nn.Key
 
 
-def make_program(schedule: PipelineSchedule, rank: int) -> Program:
+def route(schedule: PipelineSchedule, rank: int) -> tuple[RoutedAction, ...]:
     """Return the actions of `rank` with their messages, those between its own stages too."""
-    actions = tuple(
+    return tuple(
         RoutedAction(action, source(schedule, action), destination(schedule, action))
         for action in schedule.actions[rank]
     )
-    return Program(rank, actions, inbound(schedule, rank))
 
 
 def run_actions(

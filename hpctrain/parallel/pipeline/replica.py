@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import reduce
+from functools import lru_cache, reduce
 from operator import itemgetter
 from typing import Any
 
@@ -35,7 +35,7 @@ from hpctrain.parallel.pipeline.execution import (
     Operation,
     Program,
     TrainingStep,
-    make_program,
+    route,
     run_actions,
 )
 from hpctrain.parallel.pipeline.stage_link import StageLink
@@ -45,7 +45,7 @@ from hpctrain.parallel.schedules import make
 from hpctrain.parallel.schedules.actions import Action, PipelineSchedule
 from hpctrain.parallel.schedules.check import check
 from hpctrain.parallel.schedules.forward import forward_only
-from hpctrain.parallel.schedules.messages import Message
+from hpctrain.parallel.schedules.messages import Message, inbound
 from hpctrain.transport.link import Link
 from hpctrain.transport.shared_memory.host import aligned_zeros
 from hpctrain.world import World
@@ -97,7 +97,6 @@ class PipelineReplica:
         ranks = self._pipe.size
         self.schedule = make(self._schedule_name, ranks, count, self.plan.stages // ranks)
         check(self.schedule)
-        self._program = make_program(self.schedule, self._pipe.rank)
 
     def gradient(
         self, batch: Batch, scale: float, key: nn.Key, on_ready: Callable[[str], None]
@@ -114,7 +113,7 @@ class PipelineReplica:
         }
         memory = self.arena.param
         step = TrainingStep(self.model, self._parts, self._params, sums, pieces, scale, memory)
-        self._run(self._program, step.operations, [piece.batch.n for piece in pieces])
+        self._run(self.schedule, step.operations, [piece.batch.n for piece in pieces])
         self._tied.reduce(sums, self._params)
         self._tied.wait()
         self.peak_tapes = max(self.peak_tapes, step.peak_tapes)
@@ -166,15 +165,15 @@ class PipelineReplica:
             return None
 
         schedule = forward_only(len(pieces), self.plan.placement)
-        program = make_program(schedule, self._pipe.rank)
-        self._run(program, {"F": forward}, [piece.stop - piece.start for piece in pieces])
+        self._run(schedule, {"F": forward}, [piece.stop - piece.start for piece in pieces])
         self._tied.wait()
 
     def _run(
-        self, program: Program, operations: Mapping[str, Operation], samples: list[int]
+        self, schedule: PipelineSchedule, operations: Mapping[str, Operation], samples: list[int]
     ) -> None:
-        """Run `program` on micro-batches of `samples` samples."""
+        """Run this rank's actions on micro-batches of `samples` samples."""
         self._tied.update_copies(self._params)
+        program = _make_program(schedule, self._pipe.rank)
         boundaries = range(self.plan.stages - 1)
         shapes = [self.plan.boundary_shape(self.model, boundary) for boundary in boundaries]
 
@@ -213,6 +212,12 @@ class PipelineReplica:
         """Create the views of all tensors in the planes."""
         self._params = self.arena.views(self.arena.param) | self._tied.copies
         self._grads = self.arena.views(self.arena.grad)
+
+
+@lru_cache(maxsize=16)
+def _make_program(schedule: PipelineSchedule, rank: int) -> Program:
+    """Return the program of `rank`; cached, as a step would spend 2 us per action on it."""
+    return Program(rank, route(schedule, rank), inbound(schedule, rank))
 
 
 def _rows(tree: Any, rows: slice) -> Any:
