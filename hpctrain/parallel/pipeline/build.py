@@ -42,7 +42,7 @@ def make_pipeline(
         keep_freed_memory()
     dtype = master_dtype(precision)
     return PipelineReplica(
-        model, seed, dtype, on_gpu, mesh.pipe, mesh.stages, plan, options.schedule
+        model, seed, dtype, on_gpu, mesh.pipe, mesh.grid, plan, options.schedule
     )
 
 
