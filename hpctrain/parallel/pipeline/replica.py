@@ -190,9 +190,7 @@ class PipelineReplica:
         broadcast(self._pipe.main, packed, self.plan.last_rank)
         return nn.losses.unpack(packed, self.loss.terms)
 
-    def _make_arena(
-        self, dtype: np.typing.DTypeLike, on_gpu: bool, norms: Link
-    ) -> arenas.Arena:
+    def _make_arena(self, dtype: np.typing.DTypeLike, on_gpu: bool, norms: Link) -> arenas.Arena:
         """Return the arena of this rank's stages, which exchanges norms with the others."""
         model, pipe = self.model, self._pipe
         shapes = {name: p.shape for name, p in model.parameters.items()}
