@@ -30,10 +30,15 @@ class Mesh:
     pipe: World  #: the ranks that hold one replica, in the order of the pipe axis
 
     @property
+    def grid(self) -> Grid:
+        """The groups and links of this rank along the pipe axis."""
+        assert self.data.grid is not None
+        return self.data.grid
+
+    @property
     def stages(self) -> Link:
         """The link of the ranks of `pipe` for messages between stages."""
-        assert self.data.grid is not None
-        return self.data.grid.stages
+        return self.grid.stages
 
 
 def make_mesh(world: World, options: MeshOptions) -> Mesh:
@@ -44,6 +49,6 @@ def make_mesh(world: World, options: MeshOptions) -> Mesh:
     data_index, pipe_index = divmod(by_host.index(world.rank), options.pipe)
     pipe = world.split(data_index, pipe_index)
     data = world.split(pipe_index, data_index)
-    data.grid = Grid(world.main, pipe.main, pipe.link_for("stages"))
+    data.grid = Grid(world.main, pipe.main, pipe.link_for("stages"), pipe.link_for("norms"))
     data.trace = pipe.trace = world.trace  # the engine's spans belong to the trace of the run
     return Mesh(world, data, pipe)

@@ -18,7 +18,7 @@ from hpctrain.watch.trace import Trace
 from hpctrain.world import World
 
 #: The options of engines that train replicas which are split over ranks
-ENGINES = ("AllReduce", "LocalSgd")
+ENGINES = ("AllReduce", "LocalSgd", "PsSync", "PsAsync", "Easgd", "Gossip")
 
 
 def check(
@@ -62,8 +62,7 @@ def _conflicts(
     kind = type(engine).__name__
     yield (
         kind not in ENGINES,
-        f"expected the engine allreduce or local-sgd, seen {kind}; others do not yet train "
-        "replicas that are split over ranks",
+        f"expected an engine of several ranks, such as allreduce, seen {kind}",
     )
     for key, usual in {
         "priority": False, "share_parameters": False, "compression": "none", "apart": "ranks"

@@ -25,6 +25,7 @@ from hpctrain.optim.norms import ordered_rows
 from hpctrain.optim.optimizer import BLOCK_ELEMENTS as BLOCK
 from hpctrain.training import run_facts, weights
 from hpctrain.world import over_threads
+from hpctrain.world.grid import Grid
 
 SHAPES = {"a": (300,), "b": (BLOCK // 2, 2), "c": (7,), "empty": (0,), "d": (201, 200),
           "e": (BLOCK + 77,), "f": (33, 2)}  # fmt: skip
@@ -123,11 +124,14 @@ def make_engine(world, cut_name: str, way: str):
     """Return the engine of one rank of the grid: that of its stage."""
     cut, (options, optimizer) = CUTS[cut_name], (WAYS | FREE_WAYS)[way]
     stage, worker = world.rank // DATA, world.rank % DATA
-    data, pipe = world.link.split(stage, worker), world.link.split(worker, stage)
+    data = over_threads(world.link.split(stage, worker))
+    pipe = over_threads(world.link.split(worker, stage))
+    data.grid = Grid(world.main, pipe.main, pipe.link_for("stages"), pipe.link_for("norms"))
     replica = Slots(cut[stage])
     arena = replica.arena
-    replica.arena = replace(arena, gather_rows=partial(gather, pipe, cut, arena.layout))
-    return options.build(over_threads(data), replica, optimizer)
+    gather_rows = partial(gather, data.grid.norms, cut, arena.layout)
+    replica.arena = replace(arena, gather_rows=gather_rows)
+    return options.build(data, replica, optimizer)
 
 
 def train(world, cut: str, way: str, run, interval: tuple[int, int], resume: bool = False):

@@ -49,6 +49,7 @@ from hpctrain.parallel.schedules.messages import Message, inbound
 from hpctrain.transport.link import Link
 from hpctrain.transport.shared_memory.host import aligned_zeros
 from hpctrain.world import World
+from hpctrain.world.grid import Grid
 
 Wait = Callable[[], AbstractContextManager[Any]]
 
@@ -65,21 +66,22 @@ class PipelineReplica:
         dtype: np.typing.DTypeLike,
         on_gpu: bool,
         pipe: World,
-        link: Link,
+        grid: Grid,
         plan: StagePlan,
         schedule: str,
     ):
         """Create the arena of this rank's stages, with the initial values that one rank has.
 
-        `pipe`: the World of the ranks that hold this replica; `link` connects them for stages.
+        `pipe`: the World of the ranks that hold this replica; `grid` has links of them for stages
+        and norms.
         """
         self.model, self.loss, self.plan = model, model.loss, plan
         self.wait: Wait = nullcontext  #: encloses each wait for a stage on another rank
         self.peak_tapes = 0  #: the largest number of tapes of stages that lived at one time
-        self._pipe, self._link, self._schedule_name = pipe, link, schedule
+        self._pipe, self._link, self._schedule_name = pipe, grid.stages, schedule
         self._parts = {stage: plan.part(model, stage) for stage in plan.stages_of(pipe.rank)}
-        self.arena = self._make_arena(dtype, on_gpu)
-        self._tied = TiedWeights(link, plan, model, self.arena.param)
+        self.arena = self._make_arena(dtype, on_gpu, grid.norms)
+        self._tied = TiedWeights(grid.stages, plan, model, self.arena.param)
         self._bind_views()
         names = [slot.name for slot in self.arena.slots]
         for name, values in nn.initial_values(model.parameters, seed, names).items():
@@ -191,7 +193,7 @@ class PipelineReplica:
         broadcast(self._pipe.main, packed, self.plan.last_rank)
         return nn.losses.unpack(packed, self.loss.terms)
 
-    def _make_arena(self, dtype: np.typing.DTypeLike, on_gpu: bool) -> arenas.Arena:
+    def _make_arena(self, dtype: np.typing.DTypeLike, on_gpu: bool, norms: Link) -> arenas.Arena:
         """Return the arena of this rank's stages, which exchanges norms with the others."""
         model, pipe = self.model, self._pipe
         shapes = {name: p.shape for name, p in model.parameters.items()}
@@ -200,7 +202,7 @@ class PipelineReplica:
         arena = arenas.make_arena(shapes, dtype, zeros=zeros, own=names[pipe.rank])
 
         def gather_rows(rows: np.ndarray) -> np.ndarray:
-            parts = all_gather_bytes(pipe.link, rows.tobytes())
+            parts = all_gather_bytes(norms, rows.tobytes())
             shape = (-1, rows.shape[1])
             return ordered_rows(
                 [np.frombuffer(part).reshape(shape) for part in parts], names, arena.model_slots
