@@ -36,8 +36,12 @@ def on_data_axis(plan: Plan, size: int) -> Outcome:
 @pytest.mark.pairs
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("engine", ORDERED)
-@on_grids(*GRIDS, mpi=((2, 2),))
+@on_grids(*GRIDS)
 def test_ordered_sums_give_the_bytes_of_one_rank(ranks, grid, engine, model):
+    has_the_bytes_of_one_rank(ranks, grid, engine, model)
+
+
+def has_the_bytes_of_one_rank(ranks, grid, engine, model):
     layers, schedule = SPLIT[model]
     plan = Plan(model, layers, micro_batches=2, engine=ORDERED[engine])
     expected = on_data_axis(replace(plan, engine=ORDERED["ordered"]), 1)
@@ -64,9 +68,30 @@ ENGINES = {
 @pytest.mark.pairs
 @pytest.mark.parametrize("model", ["mlp", "tied twice"])
 @pytest.mark.parametrize("engine", ENGINES)
-@on_grids((2, 2), (2, 3), mpi=((2, 2),))
+@on_grids((2, 2), (2, 3))
 def test_engines_train_as_on_the_data_axis_alone(ranks, grid, engine, model):
+    trains_as_on_the_data_axis(ranks, grid, engine, model)
+
+
+def trains_as_on_the_data_axis(ranks, grid, engine, model):
     plan = Plan(model, 8, micro_batches=4, engine=ENGINES[engine], steps=7)
     expected = on_data_axis(plan, grid[0])
     for outcome in ranks(lambda world: train(world, plan, grid[1], schedule="zb-v")):
         assert outcome == expected
+
+
+#: Of these a row runs over MPI in each run of the tests, of the others with `full`.
+OVER_MPI = ("overlap", "shards", "outer", "delay")
+NAMES = [pytest.param(n, marks=() if n in OVER_MPI else pytest.mark.full) for n in ENGINES]
+
+
+@pytest.mark.parametrize("engine", NAMES)
+@on_grids(mpi=((2, 2),))
+def test_engines_over_mpi(ranks, grid, engine):
+    trains_as_on_the_data_axis(ranks, grid, engine, "tied twice")
+
+
+@pytest.mark.parametrize("engine", ORDERED)
+@on_grids(mpi=((2, 2),))
+def test_ordered_sums_over_mpi(ranks, grid, engine):
+    has_the_bytes_of_one_rank(ranks, grid, engine, "dropout")

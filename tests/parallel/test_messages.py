@@ -88,7 +88,8 @@ def test_large_messages_do_not_deadlock(ranks, grid, schedule):
     x, y = samples_of(wide(2), 256).rows(np.arange(256))
 
     def body(world):
-        mesh, pipeline = MeshOptions(pipe=grid[1]), PipelineOptions(schedule=schedule, balance="even")
+        mesh = MeshOptions(pipe=grid[1])
+        pipeline = PipelineOptions(schedule=schedule, balance="even")
         model = wide(2 * grid[1])
         with Trainer(model, optim.sgd(0.01), world=world, mesh=mesh, pipeline=pipeline) as trainer:
             return trainer.fit(data.Dataset(x, y), steps=1, batch=256, micro_batches=4)

@@ -71,7 +71,7 @@ def test_receives_in_the_order_of_need_are_refused(ranks, monkeypatch):
         trainer.replica.micro_batches = 4
         one_gradient(trainer)
 
-    with pytest.raises(TransportError, match="rank 1 of the pipeline: expected the .*, seen the "):
+    with pytest.raises(TransportError, match=r"rank 1 of the pipeline: expected the .*, seen"):
         ranks(body)
 
 
