@@ -192,7 +192,8 @@ def compute_rows(
             raise SystemExit("all steps were disturbed by other processes; repeat when it is quiet")
         yield compared(
             seconds, clocks, what="transformer", schedule=name, ranks=world.size,
-            micro=micro_batches, bounds=replica.plan.bounds, costs=vars(costs), rounds=len(seconds), disturbed=disturbed,
+            micro=micro_batches, bounds=replica.plan.bounds, costs=vars(costs),
+            rounds=len(seconds), disturbed=disturbed,
         )  # fmt: skip
 
 
