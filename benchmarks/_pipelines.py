@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from time import perf_counter, sleep
+from time import perf_counter, process_time, sleep
 from typing import Any
 
 import numpy as np
@@ -51,7 +51,7 @@ class SleepingLayer:
         sleep_for(self.forward_s)
         return (x.reshape(len(x), -1)[:, :1] if self.is_last else x), x
 
-    def backward(self, p: Any, g: Any, saved: Any, dy: Any, want_dx: bool, later: Any = run_now):  # noqa: PLR0917
+    def backward(self, p: Any, g: Any, saved: Any, dy: Any, want_dx: bool, later: Any = run_now):
         sleep_for(self.input_s)
         later(partial(self._weight_gradient, g))
         return saved if self.is_last else dy
@@ -168,7 +168,9 @@ def message_sizes(replica: PipelineReplica, samples: int) -> list[int]:
     ]
 
 
-def clock_seconds(replica: PipelineReplica, costs: StageCosts, samples: int, wire: Any = FREE_WIRE) -> float:
+def clock_seconds(
+    replica: PipelineReplica, costs: StageCosts, samples: int, wire: Any = FREE_WIRE
+) -> float:
     """Return the step of the clock for measured costs."""
     sizes = message_sizes(replica, samples)
     return run_clock(replica.schedule, costs, wire, sizes).makespan
@@ -180,6 +182,21 @@ def compared(seconds: Sequence[float], clocks: Sequence[float], **about: Any) ->
     spread = {"fastest_to_clock": float(ratios.min()), "slowest_to_clock": float(ratios.max())}
     return {**about, "clock_s": float(np.median(clocks)), **summarize_times(seconds),
             "to_clock": float(np.median(ratios)), **spread}  # fmt: skip
+
+
+class CoreShare:
+    """The processor time of this rank in a block, divided by the time of the block."""
+
+    def __enter__(self) -> CoreShare:
+        self._cpu_s, self._start = process_time(), perf_counter()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.value = (process_time() - self._cpu_s) / (perf_counter() - self._start)
+
+
+def min_over_ranks(world: World, value: float) -> float:
+    return min(map(float, world.gather(repr(value))))
 
 
 def conditions(world: World) -> dict[str, Any]:
