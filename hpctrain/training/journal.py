@@ -98,10 +98,11 @@ class Journal:
     def begin(self, step: int) -> None:
         """Write the recipe, start the clocks and the bar; raise UsageError; collective."""
         self._first_step = step
-        text = self.recipe.toml() if self.recipe else None
-        self.world.on_all_ranks(lambda: self.files.begin(text))
+        self.world.on_all_ranks(lambda: self.files.begin(self.recipe and self.recipe.toml()))
         start = run_facts.describe_start(self._mesh, self.engine, self.sampler.batch)
         self._log("%s: %s, %d steps; folder: %s", self.name, start, self.total_steps, self.run)
+        if mesh_text := run_facts.describe_mesh(self._mesh, self.engine, self.sampler.batch):
+            self._log("pipeline: %s", mesh_text)
         self._timeline.begin()
         if self.world.rank == 0 and log.isEnabledFor(logging.INFO):
             self._bar = progress.open_bar(self.name, step, self.total_steps)
@@ -154,9 +155,8 @@ class Journal:
             **staleness.metrics(self._staleness),
             "dropped_gradients": self.skips.dropped_gradients(ranks, self._staleness),
             "idle_fraction": idle(ranks),
+            **({"interrupted": True} if interrupted else {}),
         }
-        if interrupted:
-            self._last["interrupted"] = True
         self._sums, self._row_step, self._row_s = {}, step, now
         if self.world.rank == 0:
             self._write_row()
@@ -228,7 +228,7 @@ class Journal:
             "reason": reason,
             "recipe": self.name,
             **run_facts.of_run(world, engine),
-            "mesh": run_facts.of_mesh(self._mesh, engine),
+            "mesh": run_facts.of_mesh(self._mesh, engine, self.sampler.batch),
             "epochs": step / self.sampler.steps_per_epoch,
             "steps": step,
             "since_step": self._first_step,  # start of the clocks of a resumed run

@@ -60,6 +60,7 @@ class StageLink:
         self._expected = {peer: deque(messages) for peer, messages in arrivals.items()}
         self._posted: dict[int, deque[tuple[Message, Array, Request]]] = {}
         self._arrived: dict[Message, Array] = {}
+        self.sent_bytes = 0  #: with stamps
         self._sent: list[tuple[Request, Array]] = []  # memory of a message lives until it is sent
         for peer in arrivals:
             self._posted[peer] = deque()
@@ -71,6 +72,7 @@ class StageLink:
         buffer = self._allocate(x.shape)
         self._tensor(buffer, x.shape)[...] = x
         buffer.view(np.int64)[-1] = stamp(message)
+        self.sent_bytes += buffer.nbytes
         self._sent.append((self._link.isend(buffer, peer), buffer))
 
     def receive(self, peer: int, message: Message) -> Array:
