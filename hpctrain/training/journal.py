@@ -98,7 +98,8 @@ class Journal:
     def begin(self, step: int) -> None:
         """Write the recipe, start the clocks and the bar; raise UsageError; collective."""
         self._first_step = step
-        self.world.on_all_ranks(lambda: self.files.begin(self.recipe and self.recipe.toml()))
+        text = self.recipe.toml() if self.recipe else None
+        self.world.on_all_ranks(lambda: self.files.begin(text))
         start = run_facts.describe_start(self._mesh, self.engine, self.sampler.batch)
         self._log("%s: %s, %d steps; folder: %s", self.name, start, self.total_steps, self.run)
         if mesh_text := run_facts.describe_mesh(self._mesh, self.engine, self.sampler.batch):
@@ -253,17 +254,16 @@ class Journal:
 
         All ranks get the same.
         """
-        engine = self.engine
         own_facts = {
             **self._times(),
             "wall_s": self._wall_s(),
-            "bytes_sent": engine.bytes_sent,
+            "bytes_sent": self.engine.bytes_sent,
             **self.skips.rank_counts(),
         }
         table = np.zeros((len(own_facts), self.world.size))
         table[:, self.world.rank] = list(own_facts.values())
         with self.world.trace.span("sum for a row", "other"):
-            sums = engine.sum(losses.pack(self._sums, self._loss.terms))
+            sums = self.engine.sum(losses.pack(self._sums, self._loss.terms))
             ranks = sum_over(self.world.main, table.ravel()).reshape(table.shape)
         return losses.unpack(sums, self._loss.terms), dict(zip(own_facts, ranks, strict=True))
 

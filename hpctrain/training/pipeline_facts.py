@@ -9,14 +9,14 @@ from typing import Any
 from hpctrain.engines import Engine
 from hpctrain.parallel.mesh import Mesh
 from hpctrain.parallel.pipeline.layer_times import SAMPLES
-from hpctrain.parallel.schedules.actions import PipelineSchedule
 from hpctrain.parallel.timing.clock import StageCosts, run_clock
 from hpctrain.parallel.timing.summary import describe_bubble
 
 
 def describe_pipeline(mesh: Mesh, engine: Engine, batch: int) -> str:
     """Return grid, schedule, stages, and the clock's verdict on the micro-batches."""
-    schedule, plan = _schedule(engine), engine.replica.plan
+    replica: Any = engine.replica
+    schedule, plan = replica.schedule, replica.plan
     layers = ", ".join(map(str, plan.layer_counts))
     cut = "by measured times" if plan.layer_seconds else "times not measured, taken as equal"
     verdict = describe_bubble(schedule, plan.costs, batch // mesh.data.size)
@@ -29,8 +29,9 @@ def describe_pipeline(mesh: Mesh, engine: Engine, batch: int) -> str:
 
 def summarize_pipeline(mesh: Mesh, engine: Engine, batch: int) -> dict[str, Any]:
     """Return grid, schedule, stages, predicted and measured idle time; collective."""
-    schedule, plan = _schedule(engine), engine.replica.plan
-    wait_s, compute_s = engine.replica.wait.seconds, engine.times.compute_s
+    replica: Any = engine.replica
+    schedule, plan = replica.schedule, replica.plan
+    wait_s, compute_s = replica.wait.seconds, engine.times.compute_s
     own_facts = [mesh.data.rank, mesh.pipe.rank, wait_s / max(compute_s + wait_s, 1e-9)]
     ranks = [json.loads(text) for text in mesh.everyone.gather(json.dumps(own_facts))]
     costs = _scale(plan.costs, batch / mesh.data.size / schedule.micro_batches / SAMPLES)
@@ -46,11 +47,6 @@ def summarize_pipeline(mesh: Mesh, engine: Engine, batch: int) -> dict[str, Any]
         "predicted_bubble": round(run_clock(schedule, plan.costs).bubble, 4),
         "measured_idle": round(sum(rank[2] for rank in ranks) / len(ranks), 4),
     }
-
-
-def _schedule(engine: Engine) -> PipelineSchedule:
-    schedule: PipelineSchedule = engine.replica.schedule
-    return schedule
 
 
 def _scale(costs: StageCosts, factor: float) -> StageCosts:

@@ -1,6 +1,6 @@
 """Memory of the ranks of a pipeline by kind: measured, and predicted from the schedule's lists.
 
-parameters, gradients   planes of a rank's slots
+parameters, gradients   planes of a rank's slots, with gaps; and copies of shared tensors
 optimizer               its state of these slots; with `shard_optimizer` 1/data of it
 tapes                   live tapes at the peak of a rank's list, times the bytes of a tape
 messages                sent in a step, with their stamps; memory until the receiver has them
@@ -57,7 +57,7 @@ def _measured(mesh: Mesh, engine: Engine, samples: int) -> Bytes:
     replica: PipelineReplica = engine.replica  # type: ignore[assignment]
     tapes = {stage: samples * nbytes for stage, nbytes in replica.sample_bytes.items()}
     return {
-        "parameters": replica.arena.param.nbytes,
+        "parameters": replica.arena.param.nbytes + replica.copied_bytes,
         "gradients": replica.arena.grad.nbytes,
         "optimizer": sum(x.nbytes for x in _planes_of_state(engine)),
         "tapes": _peak_of_tapes(mesh, replica, tapes),
@@ -73,7 +73,7 @@ def _predicted(mesh: Mesh, engine: Engine, samples: int, is_sharded: bool) -> By
     nbytes = itemsize * sum(prod(parameters[name].shape) for name in names)
     tapes = {s: samples * n for s, n in replica.predict_sample_bytes(samples).items()}
     return {
-        "parameters": nbytes,
+        "parameters": nbytes + itemsize * _copied_elements(mesh, replica),
         "gradients": nbytes,
         "optimizer": nbytes
         * len(_planes_of_state(engine))
@@ -87,6 +87,16 @@ def _planes_of_state(engine: Any) -> list[Array]:
     """Return the planes of the optimizer's state, such as moments."""
     state = engine.update.state if hasattr(engine, "update") else engine.optimizer_state
     return [x for name, x in state.items() if name != "step"]
+
+
+def _copied_elements(mesh: Mesh, replica: PipelineReplica) -> int:
+    """Return the size of the tensors that this rank uses and another one owns."""
+    own, model = replica.plan.stages_of(mesh.pipe.rank), replica.model
+    return sum(
+        prod(model.parameters[name].shape)
+        for name, owner, uses in replica.plan.shared_tensors(model)
+        if owner not in own and any(stage in own for _, stage in uses)
+    )
 
 
 def _peak_of_tapes(mesh: Mesh, replica: PipelineReplica, tapes: Mapping[int, float]) -> int:

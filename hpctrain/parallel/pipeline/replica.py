@@ -126,6 +126,11 @@ class PipelineReplica:
             self._tied.wait()
             return self._share_sums(step.losses)
 
+    @property
+    def copied_bytes(self) -> int:
+        """The bytes of copies of parameters that other ranks own."""
+        return sum(x.nbytes for x in self._tied.copies.values())
+
     def predict_sample_bytes(self, samples: int) -> dict[int, float]:
         """Return the bytes per sample of a tape of each stage, from a pass of an example."""
         memory = self.arena.param
