@@ -52,6 +52,7 @@ WORDS = {
     "idle_fraction": "idle fraction of each rank",
     "params_sha256": "SHA-256 of the parameters",
     "threads": "BLAS threads of a rank",
+    "mesh": "pipeline",
 }
 
 

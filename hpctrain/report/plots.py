@@ -14,6 +14,7 @@ from matplotlib.figure import Figure  # not pyplot, which would look for a scree
 from matplotlib.ticker import EngFormatter, MaxNLocator, PercentFormatter
 
 from hpctrain.core.palette import BLACK, BLUE, ORANGE, VERMILION
+from hpctrain.report.pipeline import plot_schedule, rank_label
 from hpctrain.report.record import RunRecord
 
 Array = np.ndarray
@@ -33,7 +34,8 @@ UNITS = {"h": 3600.0, "min": 60.0, "s": 1.0}
 def plots(record: RunRecord) -> dict[str, bytes]:
     """Return {file name: PNG} of the plots for which `record` has rows."""
     figures = {"loss.png": _losses, "rate.png": _rate, "time.png": _times,
-               "ranks.png": _ranks, "staleness.png": _staleness}  # fmt: skip
+               "ranks.png": _ranks, "schedule.png": plot_schedule,
+               "staleness.png": _staleness}  # fmt: skip
     images = {name: draw(record) for name, draw in figures.items() if record.rows}
     return {name: _png(figure) for name, figure in images.items() if figure is not None}
 
@@ -129,6 +131,11 @@ def _ranks(record: RunRecord) -> Figure | None:
             axes.annotate(f"idle {idle:.0%}", (rank - 0.4 + width / 2, height), (0, 2), ha="center",
                           textcoords="offset points", fontsize=8)  # fmt: skip
     _rank_axis(axes, len(wall), record.first_server)
+    if (mesh := record.summary.get("mesh")) and 1 < len(wall) <= LABELS and "ranks" in mesh:
+        names = [
+            rank_label(mesh, rank).replace(": ", "\n").replace(", ", "\n", 1) for rank in ranks
+        ]
+        axes.set_xticks(ranks, names)
     axes.set_ylim(top=1.08 * wall.max())  # room for the labels above the bars
     _time_axis(figure, axes, "time")
     return figure

@@ -28,6 +28,7 @@ class RunRecord:
     rows: Sequence[dict[str, Any]] = ()
     summary: dict[str, Any] = field(default_factory=dict)
     recipe: str = ""
+    path: Path = Path()
 
     @property
     def name(self) -> str:
@@ -109,7 +110,7 @@ def read(run: Path) -> RunRecord:
     if not any(os.path.lexists(run / name) for name in FILES):
         raise UsageError(f"{run} holds no run: expected {', '.join(FILES[:2])} or {FILES[2]}")
     summary = run_folder.read_summary(run) or {}
-    return RunRecord(run.resolve().name, _forward(run_folder.rows(run)), summary, _recipe(run))
+    return RunRecord(run.resolve().name, _forward(run_folder.rows(run)), summary, _recipe(run), run)
 
 
 def _recipe(run: Path) -> str:

@@ -42,6 +42,7 @@ def dry_run(spec: Recipe, world: World, out: Path | None) -> dict[str, Any]:
         engine.settle()
         checkpoint_bytes = sum(piece.array.nbytes for piece in engine.state())
         start = run_facts.describe_start(job.trainer.mesh, engine, job.batch)
+        mesh_text, memory, memory_texts = _pipeline(job)
     own_facts = {
         "step_s": step_s,
         "checkpoint_bytes": checkpoint_bytes,
@@ -54,6 +55,9 @@ def dry_run(spec: Recipe, world: World, out: Path | None) -> dict[str, Any]:
     facts = {
         "recipe": spec.run.name,
         "start": start,
+        "pipeline": mesh_text,
+        "memory": memory,
+        "memory_texts": memory_texts,
         "folder": str(out or run_folder.default_path(spec.run.name)),
         "training_samples": len(job.split.train),
         "test_samples": len(job.split.test) if job.split.test is not None else 0,
@@ -70,6 +74,19 @@ def dry_run(spec: Recipe, world: World, out: Path | None) -> dict[str, Any]:
     if world.rank == 0:
         progress.console().print(_table(facts))
     return facts
+
+
+def _pipeline(job: runs.Job) -> tuple[str, Any, dict[str, str]]:
+    """Return facts of a pipeline: its line, the bytes of ranks by kind, and these in words."""
+    mesh, engine = job.trainer.mesh, job.trainer.engine
+    text = run_facts.describe_mesh(mesh, engine, job.batch)
+    if not text:
+        return "", None, {}
+    from hpctrain.training import pipeline_memory  # most runs have no pipeline
+
+    is_sharded = getattr(job.spec.engine, "shard_optimizer", False)
+    memory = pipeline_memory.memory_of_ranks(mesh, engine, job.batch, is_sharded)
+    return text, memory, pipeline_memory.table_rows(memory)
 
 
 @contextmanager
@@ -89,11 +106,13 @@ def _table(facts: dict[str, Any]) -> Any:
     available_bytes = facts["available_bytes"]
     rows = {
         "training": facts["start"],
+        "pipeline": facts["pipeline"],
         "folder": facts["folder"],
         "samples": f"{facts['training_samples']:,}, test: {facts['test_samples']:,}",
         "steps": f"{facts['steps']:,} ({facts['epochs']:,.4g} epochs)",
         "peak memory of a rank": f"{facts['peak_bytes'] / MIB:,.0f} MiB"
         + (f"; this node has {available_bytes / MIB:,.0f} MiB free" if available_bytes else ""),
+        **facts["memory_texts"],
         "checkpoint": f"{facts['checkpoint_bytes'] / MIB:,.1f} MiB",
         "time per step": f"{1000 * facts['step_s']:.3g} ms, the mean of {facts['measured_steps']}",
         "time of training": f"about {_duration_text(facts['training_s'])}, without evaluations "
@@ -102,7 +121,8 @@ def _table(facts: dict[str, Any]) -> Any:
     if facts["gpu_free_bytes"] is not None:
         rows["GPU memory"] = f"{facts['gpu_free_bytes'] / MIB:,.0f} MiB left on the fullest GPU"
     for name, value in rows.items():
-        table.add_row(name, value)
+        if value:  # a run without a mesh has no pipeline
+            table.add_row(name, value)
     return table
 
 

@@ -102,6 +102,8 @@ class Journal:
         self.world.on_all_ranks(lambda: self.files.begin(text))
         start = run_facts.describe_start(self._mesh, self.engine, self.sampler.batch)
         self._log("%s: %s, %d steps; folder: %s", self.name, start, self.total_steps, self.run)
+        if mesh_text := run_facts.describe_mesh(self._mesh, self.engine, self.sampler.batch):
+            self._log("pipeline: %s", mesh_text)
         self._timeline.begin()
         if self.world.rank == 0 and log.isEnabledFor(logging.INFO):
             self._bar = progress.open_bar(self.name, step, self.total_steps)
@@ -154,9 +156,8 @@ class Journal:
             **staleness.metrics(self._staleness),
             "dropped_gradients": self.skips.dropped_gradients(ranks, self._staleness),
             "idle_fraction": idle(ranks),
+            **({"interrupted": True} if interrupted else {}),
         }
-        if interrupted:
-            self._last["interrupted"] = True
         self._sums, self._row_step, self._row_s = {}, step, now
         if self.world.rank == 0:
             self._write_row()
@@ -228,7 +229,7 @@ class Journal:
             "reason": reason,
             "recipe": self.name,
             **run_facts.of_run(world, engine),
-            "mesh": run_facts.of_mesh(self._mesh, engine),
+            "mesh": run_facts.of_mesh(self._mesh, engine, self.sampler.batch),
             "epochs": step / self.sampler.steps_per_epoch,
             "steps": step,
             "since_step": self._first_step,  # start of the clocks of a resumed run
@@ -253,17 +254,16 @@ class Journal:
 
         All ranks get the same.
         """
-        engine = self.engine
         own_facts = {
             **self._times(),
             "wall_s": self._wall_s(),
-            "bytes_sent": engine.bytes_sent,
+            "bytes_sent": self.engine.bytes_sent,
             **self.skips.rank_counts(),
         }
         table = np.zeros((len(own_facts), self.world.size))
         table[:, self.world.rank] = list(own_facts.values())
         with self.world.trace.span("sum for a row", "other"):
-            sums = engine.sum(losses.pack(self._sums, self._loss.terms))
+            sums = self.engine.sum(losses.pack(self._sums, self._loss.terms))
             ranks = sum_over(self.world.main, table.ravel()).reshape(table.shape)
         return losses.unpack(sums, self._loss.terms), dict(zip(own_facts, ranks, strict=True))
 

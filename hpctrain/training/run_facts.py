@@ -35,11 +35,22 @@ def of_run(world: World, engine: Engine) -> dict[str, Any]:
     }
 
 
-def of_mesh(mesh: Mesh, engine: Engine) -> dict[str, Any] | None:
-    """Return the sizes of the axes of a mesh; None if each rank holds a whole replica."""
+def of_mesh(mesh: Mesh, engine: Engine, batch: int) -> dict[str, Any] | None:
+    """Return the facts of a pipeline; None if each rank holds a whole replica; collective."""
     if mesh.pipe is mesh.everyone:
         return None
-    return {"data": mesh.data.size, "pipe": mesh.pipe.size}
+    from hpctrain.training.pipeline_facts import summarize_pipeline  # most runs have no pipeline
+
+    return summarize_pipeline(mesh, engine, batch)
+
+
+def describe_mesh(mesh: Mesh, engine: Engine, batch: int) -> str:
+    """Return grid, schedule, stages and bubble in a line; empty without a pipeline."""
+    if mesh.pipe is mesh.everyone:
+        return ""
+    from hpctrain.training.pipeline_facts import describe_pipeline
+
+    return describe_pipeline(mesh, engine, batch)
 
 
 def describe_start(mesh: Mesh, engine: Engine, batch: int) -> str:

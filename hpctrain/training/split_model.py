@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
+from time import perf_counter
 from typing import Any
 
 from hpctrain import nn
 from hpctrain.core.errors import UsageError
 from hpctrain.engines import Engine
+from hpctrain.engines.engine import Times
 from hpctrain.gradients.precision import Precision
 from hpctrain.gradients.precision import make_replica as make_whole_replica
 from hpctrain.parallel.mesh import Mesh, make_mesh
@@ -103,4 +104,22 @@ def make_replica(
 def time_waits(replica: Any, engine: Engine, trace: Trace) -> None:
     """Let waits for other stages count as waits of `engine`."""
     if hasattr(replica, "wait"):  # of a pipeline
-        replica.wait = partial(engine.times.wait, trace, "wait for a stage")
+        replica.wait = StageWait(engine.times, trace)
+
+
+class StageWait:
+    """Encloses waits for other stages; they count as waits of the engine, too."""
+
+    def __init__(self, times: Times, trace: Trace):
+        self._times, self._trace = times, trace
+        self.seconds = 0.0
+
+    def __enter__(self) -> None:
+        """Read the clock."""
+        self._start = perf_counter()
+
+    def __exit__(self, *error: object) -> None:
+        """Read the clock again, and add the seconds."""
+        seconds = self._trace.add("wait for a stage", "wait", self._start, perf_counter())
+        self.seconds += seconds
+        self._times.wait_s += seconds

@@ -12,7 +12,7 @@ anyway, `add` records them and returns the seconds; otherwise `span` reads the c
 Spans of one thread nest. Those of a category add up to the times of the engine: `compute` and
 `wait` are the main thread's, `wire` a communication thread's, or inside of a `wait` the main
 thread's; `other` is all else. Spans of `stage`, the actions of a pipeline, lie inside of a
-`compute`.
+`compute`, and have a lane of their own.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import numpy as np
 
 Category = Literal["compute", "wire", "wait", "stage", "other"]
 SpanArgs = Mapping[str, Any]
-MAX_THREADS = 1000  #: more than any rank has
+MAX_THREADS = 1000  #: more than any rank has of threads and stages
 
 
 class Span(NamedTuple):
@@ -97,29 +97,36 @@ class Trace:
             self._threads[thread] = current_thread().name
         self._spans.append((name, category, thread, start, stop, self._step, args))
 
+    def _lanes(self) -> dict[int | str, str]:
+        """Return the names of the lanes: a lane per thread, then one per stage of a pipeline."""
+        stages = {s.args["stage"] for s in self.spans() if s.category == "stage" and s.args}
+        lanes: dict[int | str, str] = {**self._threads}
+        return lanes | {(name := f"stage {stage}"): name for stage in sorted(stages)}
+
     def events(self, rank: int, host: str, clock: Clock) -> Iterator[dict[str, Any]]:
         """Yield the recorded spans as events of the Trace Event Format (Google, 2016).
 
         A process is a rank; complete events ("X") are spans, instants ("i") begin a step.
         """
         # Perfetto merges threads of the same number, even of two processes.
-        thread_numbers = {t: rank * MAX_THREADS + i for i, t in enumerate(self._threads, start=1)}
+        lanes = self._lanes()
+        numbers = {lane: rank * MAX_THREADS + i for i, lane in enumerate(lanes, start=1)}
         main_number = rank * MAX_THREADS + 1
         yield _make_metadata("process_name", rank, main_number, name=f"rank {rank} ({host})")
         yield _make_metadata("process_sort_index", rank, main_number, sort_index=rank)
-        for thread, number in thread_numbers.items():
-            yield _make_metadata("thread_name", rank, number, name=self._threads[thread])
-        spans = sorted(self.spans(), key=lambda s: (thread_numbers[s.thread], s.start, -s.stop))
+        for lane, name in lanes.items():
+            yield _make_metadata("thread_name", rank, numbers[lane], name=name)
+        spans = sorted(self.spans(), key=lambda s: (numbers[_lane(s)], s.start, -s.stop))
         starts = clock.nanoseconds([span.start for span in spans])
         stops = clock.nanoseconds([span.stop for span in spans])
         step = None
         for span, start, stop in zip(spans, starts.tolist(), stops.tolist(), strict=True):
-            event_place = {"pid": rank, "tid": thread_numbers[span.thread], "ts": start / 1000}
+            event_place = {"pid": rank, "tid": numbers[_lane(span)], "ts": start / 1000}
             if span.step != step and event_place["tid"] == main_number:
                 step = span.step
                 yield {"name": f"step {step}", "ph": "i", "s": "t", **event_place}
             args = {"step": span.step, **(span.args or {})}
-            yield {"name": span.name, "cat": span.category, "ph": "X", **event_place,
+            yield {"name": _title(span), "cat": span.category, "ph": "X", **event_place,
                    "dur": (stop - start) / 1000, "args": args}  # fmt: skip
 
 
@@ -173,6 +180,20 @@ class Clock(NamedTuple):
             clock_s + np.interp(clock_s, times_s, offsets_s) - self.origin_s
         ) * 1e9
         return np.rint(elapsed_ns).astype(np.int64)
+
+
+def _lane(span: Span) -> int | str:
+    """Return the lane of a span: its stage, or its thread."""
+    if span.category != "stage" or span.args is None:
+        return span.thread
+    return f"stage {span.args['stage']}"
+
+
+def _title(span: Span) -> str:
+    """Return the name of a span, with the micro-batch of an action."""
+    if span.category != "stage" or span.args is None:
+        return span.name
+    return f"{span.name} {span.args['micro']}"
 
 
 def _make_metadata(kind: str, rank: int, thread: int, **args: Any) -> dict[str, Any]:

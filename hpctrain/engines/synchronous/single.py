@@ -64,7 +64,7 @@ class SingleEngine:
 
     def __init__(self, replica: Replica, optimizer: Optimizer, trace: Trace | None = None):
         self.replica, self.times, self._trace = replica, Times(), trace or Trace()
-        self._optimizer, self._state = optimizer, optimizer.init(replica.arena.param)
+        self._optimizer, self.optimizer_state = optimizer, optimizer.init(replica.arena.param)
         self.check = GradientCheck(replica, 1)
 
     def train(self, work: Work, start: int, until: int) -> tuple[int, Flags]:
@@ -80,7 +80,7 @@ class SingleEngine:
         with self.times.compute(self._trace, "update"):
             if not flags.failed:
                 self._optimizer.update(
-                    arena.grad, self._state, arena.param, arena.layout, arena.gather_rows
+                    arena.grad, self.optimizer_state, arena.param, arena.layout, arena.gather_rows
                 )
         return sums, flags
 
@@ -93,11 +93,11 @@ class SingleEngine:
 
     def state(self) -> list[Piece]:
         """Return the whole state."""
-        return pieces_of(self.replica.arena, self._state, 0, 1)
+        return pieces_of(self.replica.arena, self.optimizer_state, 0, 1)
 
     def load(self, saved: SavedState) -> None:
         """Request the whole state."""
-        request_state(self.replica.arena, self._state, saved)
+        request_state(self.replica.arena, self.optimizer_state, saved)
         warn_of_residuals(saved)
 
     def close(self) -> None:

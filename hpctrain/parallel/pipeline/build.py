@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from hpctrain.gradients.precision import Precision, master_dtype
 from hpctrain.parallel.mesh import Mesh
 from hpctrain.parallel.options import PipelineOptions
 from hpctrain.parallel.pipeline import stages
-from hpctrain.parallel.pipeline.layer_times import layer_seconds
+from hpctrain.parallel.pipeline.layer_times import LayerSeconds, layer_seconds
 from hpctrain.parallel.pipeline.replica import PipelineReplica
 from hpctrain.parallel.pipeline.stages import StagePlan
 from hpctrain.parallel.schedules import make
@@ -54,17 +53,18 @@ def _plan(
     if not isinstance(options.balance, str):
         return stages.plan_by_hand(model, options.balance, placement)
     stages.require_stages(model, len(placement))
-    costs: Sequence[float] = stages.parameter_counts(model)
-    if options.balance == "measured":
-        costs = _measured_costs(model, precision, on_gpu, mesh)
-    return stages.plan_by_costs(model, costs, placement)
+    if options.balance == "even":
+        return stages.plan_by_costs(model, stages.parameter_counts(model), placement)
+    return stages.plan_by_times(model, _measured_times(model, precision, on_gpu, mesh), placement)
 
 
-def _measured_costs(model: nn.Model, precision: Precision, on_gpu: bool, mesh: Mesh) -> list[float]:
+def _measured_times(
+    model: nn.Model, precision: Precision, on_gpu: bool, mesh: Mesh
+) -> list[LayerSeconds]:
     """Return the seconds of each layer on rank 0; collective."""
-    own_costs: list[float] = []
+    own_times: list[LayerSeconds] = []
     if mesh.everyone.rank == 0:
         zeros = xp.zeros if on_gpu else np.zeros
-        own_costs = layer_seconds(model, zeros(1, master_dtype(precision)))
-    costs: list[float] = json.loads(mesh.everyone.gather(json.dumps(own_costs))[0])
-    return costs
+        own_times = layer_seconds(model, zeros(1, master_dtype(precision)))
+    times = json.loads(mesh.everyone.gather(json.dumps(own_times))[0])
+    return [LayerSeconds(*seconds) for seconds in times]

@@ -24,6 +24,7 @@ from hpctrain.nn.gradient_sums import GradientSums
 from hpctrain.nn.layer import Later, run_now
 from hpctrain.nn.part import Part
 from hpctrain.parallel.pipeline.stage_link import StageLink
+from hpctrain.parallel.pipeline.tape_bytes import tape_bytes
 from hpctrain.parallel.schedules.actions import Action, PipelineSchedule
 from hpctrain.parallel.schedules.messages import Arrivals, Message, destination, source
 from hpctrain.watch.trace import Trace
@@ -68,9 +69,9 @@ def run_actions(
     operations: Mapping[str, Operation],
     link: StageLink,
     trace: Trace,
-    wait: Callable[[], AbstractContextManager[Any]],
+    wait: AbstractContextManager[Any],
 ) -> None:
-    """Run the actions of `program`; the time within `wait()` is that of receives."""
+    """Run the actions of `program`; the time within `wait` is that of receives."""
     rank = program.rank
     local: dict[Message, Array] = {}  # between stages of this rank
     for action, origin, target in program.actions:
@@ -80,7 +81,7 @@ def run_actions(
             if peer == rank:
                 x = local.pop(message)
             else:
-                with wait():
+                with wait:
                     x = link.receive(peer, message)
         op, stage, micro = action
         start = perf_counter()
@@ -106,13 +107,16 @@ class TrainingStep:
         micro_batches: Sequence[MicroBatch],
         scale: float,
         memory: Array,
+        sample_bytes: dict[int, float],
     ):
         """`parts` and `sums`: the layers of each stage of this rank, and their gradients.
 
-        Samples are converted to the dtype and the memory of `memory`.
+        Samples are converted to the dtype and the memory of `memory`. `sample_bytes` gets the bytes
+        of the first tape of each stage, per sample.
         """
         self._model, self._parts, self._params, self._sums = model, parts, params, sums
         self._micro_batches, self._scale, self._memory = micro_batches, scale, memory
+        self._sample_bytes = sample_bytes
         self._tapes: dict[tuple[int, int], Any] = {}
         self._products: dict[tuple[int, int], list[Product]] = {}
         self._loss_gradients: dict[int, Array] = {}  # of the last stage, by micro-batch
@@ -131,7 +135,10 @@ class TrainingStep:
         (batch, key), part = self._micro_batches[micro], self._parts[stage]
         if part.start == 0:
             x = self._model.prepare_samples(batch.inputs, self._memory)
-        y, self._tapes[stage, micro] = part.forward(self._params, x, key)
+        y, tape = part.forward(self._params, x, key)
+        if stage not in self._sample_bytes and batch.n:
+            self._sample_bytes[stage] = tape_bytes(tape, self._params) / batch.n
+        self._tapes[stage, micro] = tape
         self.peak_tapes = max(self.peak_tapes, len(self._tapes) + len(self._products))
         if part.stop < len(self._model.layers):
             return y

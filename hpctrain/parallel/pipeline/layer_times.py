@@ -7,8 +7,10 @@ follow the times of one of them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,55 +19,94 @@ from hpctrain.core.xp import Array, finish, like
 from hpctrain.gradients.replica import ignore_ready
 from hpctrain.nn.gradient_sums import GradientSums
 from hpctrain.nn.part import Part
+from hpctrain.parallel.timing.clock import StageCosts
 
 SAMPLES = 4
 REPEATS = 3  #: the fastest counts
 
 
-def layer_seconds(model: nn.Model, memory: Array) -> list[float]:
-    """Return the seconds of forward and backward of each layer, in the memory of `memory`.
+class LayerSeconds(NamedTuple):
+    """Seconds of a layer: forward, gradient of its input, gradients of its parameters."""
+
+    forward: float
+    input: float
+    weight: float
+
+
+def layer_seconds(model: nn.Model, memory: Array, samples: int = SAMPLES) -> list[LayerSeconds]:
+    """Return the seconds of each layer on `samples` samples, in the memory of `memory`.
 
     Arrays have the dtype of `memory`.
     """
-    times: dict[str, float] = {}
+    times: dict[str, LayerSeconds] = {}
     layers = zip(model.layers.values(), model.shapes, strict=False)  # shapes: one more, the output
     keys = [f"{layer} {shape}" for layer, shape in layers]
     for i, key in enumerate(keys):
         if key not in times:
-            times[key] = _seconds(model, Part(model, i, i + 1), memory)
+            times[key] = _seconds(model, Part(model, i, i + 1), memory, samples)
     return [times[key] for key in keys]
 
 
-def _seconds(model: nn.Model, part: Part, memory: Array) -> float:
+def stage_costs(layers: Sequence[LayerSeconds], bounds: Sequence[int]) -> StageCosts:
+    """Return the costs of stages; stage s has the layers `bounds[s]` to `bounds[s + 1] - 1`."""
+    stages = [layers[start:stop] for start, stop in pairwise(bounds)]
+    columns = zip(*(map(sum, zip(*stage, strict=True)) for stage in stages), strict=True)
+    return StageCosts(*columns)
+
+
+def _seconds(model: nn.Model, part: Part, memory: Array, samples: int) -> LayerSeconds:
     """Return the least of some times of forward and backward of `part`, one layer."""
     names = {**part.parameters, **part.shared}
     params = {name: _random(p.shape, memory) for name, p in names.items()}
     grads = {name: _random(p.shape, memory) for name, p in part.parameters.items()}
-    shape = model.shapes[part.start]
-    if part.start:
-        x = _random((SAMPLES, *shape), memory)
-    else:  # zeros are valid as numbers and as indices, on the host as data are
-        x = model.prepare_samples(_zeros(shape), memory)
-    key = nn.Key(seed=0, step=0, first=0, samples=SAMPLES)
-    times = []
-    for _ in range(REPEATS):
-        start = perf_counter()
-        y, tape = part.forward(params, x, key)
-        sums = GradientSums(part, grads, 1, ignore_ready)
-        part.backward(params, sums, tape, y)
+    x = example_input(model, part.start, samples, memory)
+    key = nn.Key(seed=0, step=0, first=0, samples=samples)
+    runs = [_run(part, params, grads, x, key, memory) for _ in range(REPEATS)]
+    return LayerSeconds(*map(min, zip(*runs, strict=True)))
+
+
+def _run(
+    part: Part,
+    params: dict[str, Array],
+    grads: dict[str, Array],
+    x: Any,
+    key: nn.Key,
+    memory: Array,
+) -> LayerSeconds:
+    """Return the seconds of F, I and W of `part`."""
+    products, readings = list[Any](), [perf_counter()]
+
+    def read_clock() -> None:
         finish(memory)
-        times.append(perf_counter() - start)
-    return min(times)
+        readings.append(perf_counter())
+
+    y, tape = part.forward(params, x, key)
+    read_clock()
+    part.backward(params, GradientSums(part, grads, 1, ignore_ready), tape, y, products.append)
+    read_clock()
+    for product in products:
+        product()
+    read_clock()
+    return LayerSeconds(*(stop - start for start, stop in pairwise(readings)))
+
+
+def example_input(model: nn.Model, layer: int, samples: int, memory: Array) -> Any:
+    """Return an input of `layer` for `samples` samples, in the memory of `memory`."""
+    shape = model.shapes[layer]
+    if layer:
+        return _random((samples, *shape), memory)
+    # zeros are valid as numbers and as indices, on the host as data are
+    return model.prepare_samples(_zeros(shape, samples), memory)
 
 
 def _random(shape: tuple[int, ...], memory: Array) -> Array:
     return like(memory, np.random.default_rng(0).standard_normal(shape), memory.dtype)
 
 
-def _zeros(shapes: Any) -> Any:
-    """Return SAMPLES zeros of each shape of a tree of shapes."""
+def _zeros(shapes: Any, samples: int) -> Any:
+    """Return `samples` zeros of each shape of a tree of shapes."""
     if isinstance(shapes, dict):
-        return {name: _zeros(shape) for name, shape in shapes.items()}
+        return {name: _zeros(shape, samples) for name, shape in shapes.items()}
     if any(not isinstance(n, int) for n in shapes):
-        return tuple(map(_zeros, shapes))
-    return np.zeros((SAMPLES, *shapes), np.float32)
+        return tuple(_zeros(shape, samples) for shape in shapes)
+    return np.zeros((samples, *shapes), np.float32)

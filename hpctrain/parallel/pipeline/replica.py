@@ -40,6 +40,7 @@ from hpctrain.parallel.pipeline.execution import (
 )
 from hpctrain.parallel.pipeline.stage_link import StageLink
 from hpctrain.parallel.pipeline.stages import StagePlan
+from hpctrain.parallel.pipeline.tape_bytes import predict_sample_bytes
 from hpctrain.parallel.pipeline.tied_weights import TiedWeights
 from hpctrain.parallel.schedules import make
 from hpctrain.parallel.schedules.actions import Action, PipelineSchedule
@@ -50,8 +51,6 @@ from hpctrain.transport.link import Link
 from hpctrain.transport.shared_memory.host import aligned_zeros
 from hpctrain.world import World
 from hpctrain.world.grid import Grid
-
-Wait = Callable[[], AbstractContextManager[Any]]
 
 
 class PipelineReplica:
@@ -76,7 +75,12 @@ class PipelineReplica:
         and norms.
         """
         self.model, self.loss, self.plan = model, model.loss, plan
-        self.wait: Wait = nullcontext  #: encloses each wait for a stage on another rank
+        #: encloses each wait for another stage in training
+        self.wait: AbstractContextManager[Any] = nullcontext()
+        self.sample_bytes: dict[
+            int, float
+        ] = {}  #: of a tape of each stage, per sample, as measured
+        self.sent_bytes = 0  #: in messages between stages in the last step
         self.peak_tapes = 0  #: the largest number of tapes of stages that lived at one time
         self._pipe, self._link, self._schedule_name = pipe, grid.stages, schedule
         self._parts = {stage: plan.part(model, stage) for stage in plan.stages_of(pipe.rank)}
@@ -114,12 +118,29 @@ class PipelineReplica:
             for stage, part in self._parts.items()
         }
         memory = self.arena.param
-        step = TrainingStep(self.model, self._parts, self._params, sums, pieces, scale, memory)
-        self._run(self.schedule, step.operations, [piece.batch.n for piece in pieces])
-        self._tied.reduce(sums, self._params)
-        self._tied.wait()
+        step = TrainingStep(
+            self.model, self._parts, self._params, sums, pieces, scale, memory, self.sample_bytes
+        )
+        samples = [piece.batch.n for piece in pieces]
+        self.sent_bytes = self._run(self.schedule, step.operations, samples, self.wait)
         self.peak_tapes = max(self.peak_tapes, step.peak_tapes)
-        return self._share_sums(step.losses)
+        with self.wait:
+            self._tied.reduce(sums, self._params)
+            self._tied.wait()
+            return self._share_sums(step.losses)
+
+    @property
+    def copied_bytes(self) -> int:
+        """The bytes of copies of parameters that other ranks own."""
+        return sum(x.nbytes for x in self._tied.copies.values())
+
+    def predict_sample_bytes(self, samples: int) -> dict[int, float]:
+        """Return the bytes per sample of a tape of each stage, from a pass of an example."""
+        memory = self.arena.param
+        return {
+            stage: predict_sample_bytes(self.model, part, self._params, samples, memory)
+            for stage, part in self._parts.items()
+        }
 
     def evaluate(self, batch: Batch) -> nn.Sums:
         """Return the sums over `batch`, computed in the pieces of one rank; see Replica."""
@@ -167,14 +188,23 @@ class PipelineReplica:
             return None
 
         schedule = forward_only(len(pieces), self.plan.placement)
-        self._run(schedule, {"F": forward}, [piece.stop - piece.start for piece in pieces])
+        samples = [piece.stop - piece.start for piece in pieces]
+        self._run(schedule, {"F": forward}, samples, nullcontext())
         self._tied.wait()
 
     def _run(
-        self, schedule: PipelineSchedule, operations: Mapping[str, Operation], samples: list[int]
-    ) -> None:
-        """Run this rank's actions on micro-batches of `samples` samples."""
-        self._tied.update_copies(self._params)
+        self,
+        schedule: PipelineSchedule,
+        operations: Mapping[str, Operation],
+        samples: list[int],
+        wait: AbstractContextManager[Any],
+    ) -> int:
+        """Run this rank's actions on micro-batches of `samples` samples; return the bytes sent.
+
+        `wait` encloses waits.
+        """
+        with wait:
+            self._tied.update_copies(self._params)
         program = _make_program(schedule, self._pipe.rank)
         boundaries = range(self.plan.stages - 1)
         shapes = [self.plan.boundary_shape(self.model, boundary) for boundary in boundaries]
@@ -183,8 +213,10 @@ class PipelineReplica:
             return (samples[message.micro], *shapes[message.boundary])
 
         link = StageLink(self._link, program.arrivals, shape_of, self.arena.param)
-        run_actions(program, operations, link, self._pipe.trace, self.wait)
-        link.close()
+        run_actions(program, operations, link, self._pipe.trace, wait)
+        with wait:
+            link.close()
+        return link.sent_bytes
 
     def _share_sums(self, losses: Sequence[nn.Sums | nn.losses.PendingSums]) -> nn.Sums:
         """Return the sums of all micro-batches, which the last stage sends to all ranks."""

@@ -61,6 +61,7 @@ class StageLink:
         self._expected = {peer: deque(messages) for peer, messages in arrivals.items()}
         self._posted: dict[int, deque[tuple[Message, Array, Array, Request]]] = {}
         self._arrived: dict[Message, Array] = {}
+        self.sent_bytes = 0  #: with stamps
         #: sends, oldest first, with their memory, which the next one may take once they are over
         self._sent: deque[tuple[Request, Array, Array]] = deque()
         for peer in arrivals:
@@ -73,6 +74,7 @@ class StageLink:
         buffer, tensor = self._reuse(x.shape) or self._allocate(x.shape)
         tensor[...] = x
         buffer[-1] = stamp(message)
+        self.sent_bytes += buffer.nbytes
         self._sent.append((self._link.isend(buffer, peer), buffer, tensor))
 
     def receive(self, peer: int, message: Message) -> Array:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from math import prod
 from typing import NamedTuple
@@ -19,6 +19,8 @@ from hpctrain import nn
 from hpctrain.core.errors import UsageError
 from hpctrain.nn.part import Part
 from hpctrain.parallel.pipeline import balance
+from hpctrain.parallel.pipeline.layer_times import LayerSeconds, stage_costs
+from hpctrain.parallel.timing.clock import StageCosts
 
 
 class SharedTensor(NamedTuple):
@@ -39,6 +41,19 @@ class StagePlan:
 
     bounds: tuple[int, ...]
     placement: tuple[int, ...]
+    layer_seconds: tuple[LayerSeconds, ...] = ()  #: for layer_times.SAMPLES; empty: not measured
+
+    @property
+    def layer_counts(self) -> list[int]:
+        """The number of layers of each stage."""
+        return [stop - start for start, stop in pairwise(self.bounds)]
+
+    @property
+    def costs(self) -> StageCosts:
+        """The costs of the stages for the clock: as measured, else of equal stages."""
+        if self.layer_seconds:
+            return stage_costs(self.layer_seconds, self.bounds)
+        return StageCosts(*((1.0,) * self.stages for _ in range(3)))
 
     @property
     def stages(self) -> int:
@@ -106,6 +121,15 @@ def plan_by_hand(
                 f"seen {names} in stage {stage}"
             )
     return StagePlan(bounds, placement)
+
+
+def plan_by_times(
+    model: nn.Model, layers: Sequence[LayerSeconds], placement: tuple[int, ...]
+) -> StagePlan:
+    """Return the plan whose slowest stage is fastest."""
+    return replace(
+        plan_by_costs(model, [*map(sum, layers)], placement), layer_seconds=tuple(layers)
+    )
 
 
 def plan_by_costs(model: nn.Model, costs: Sequence[float], placement: tuple[int, ...]) -> StagePlan:

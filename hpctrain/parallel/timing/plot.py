@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure  # not pyplot, which needs a display
@@ -10,14 +12,16 @@ from matplotlib.patches import Patch
 
 from hpctrain.core.errors import UsageError
 from hpctrain.core.palette import COLORS
+from hpctrain.parallel.schedules.actions import PipelineSchedule
 from hpctrain.parallel.timing.clock import Timeline
 
-#: operation: colour, and what the legend says
+PALE = "#D4D4D4"
+#: operation: colour, and what the legend says; dark, medium and pale also in grey
 OPS = {
     "F": (COLORS[5], "forward"),
-    "B": (COLORS[4], "backward"),
-    "I": (COLORS[4], "gradient of the input"),
-    "W": (COLORS[2], "gradient of the parameters"),
+    "B": (COLORS[0], "backward"),
+    "I": (COLORS[0], "gradient of the input"),
+    "W": (PALE, "gradient of the parameters"),
 }
 HATCHES = ("", "//", "..", "\\\\", "xx", "oo")  #: of a rank's stages
 MAX_LABELS = 400  #: more numbers of micro-batches would overlap
@@ -25,33 +29,44 @@ MAX_LABELS = 400  #: more numbers of micro-batches would overlap
 
 def draw_timeline(timeline: Timeline, title: str, path: Path) -> None:
     """Write the plot of `timeline` to `path`, PNG or SVG by its suffix."""
-    schedule = timeline.schedule
-    figure = Figure((12, 1.6 + 0.4 * schedule.ranks), layout="constrained")
-    axes = figure.subplots()
-    for rank in range(schedule.ranks):
-        _draw_rank(axes, timeline, rank)
-    axes.set_xlim(0, timeline.makespan)
-    axes.set_ylim(schedule.ranks - 0.5, -0.5)
-    axes.set_yticks(range(schedule.ranks), [f"rank {rank}" for rank in range(schedule.ranks)])
-    axes.set_xlabel("time")
-    ops = {action.op for actions in schedule.actions for action in actions}
-    patches = [Patch(facecolor=color, label=text) for op, (color, text) in OPS.items() if op in ops]
-    if schedule.stages_per_rank > 1:
-        patches += [
-            Patch(
-                facecolor="white",
-                edgecolor="black",
-                hatch=_hatch(i),
-                label=f"stage {i + 1} of a rank",
-            )
-            for i in range(schedule.stages_per_rank)
-        ]
-    figure.legend(handles=patches, loc="outside lower center", ncols=5, fontsize="small")
-    figure.suptitle(title)
+    figure = plot_timelines({title: timeline}, "time")
     try:
         figure.savefig(path, dpi=130)
     except (OSError, ValueError) as error:
         raise UsageError(f"--plot {path}: {error}") from None
+
+
+def plot_timelines(
+    timelines: Mapping[str, Timeline], time_label: str, rank_labels: Sequence[str] = ()
+) -> Figure:
+    """Return the plot of timelines of one schedule, by title, below each other on one time axis."""
+    schedule = next(iter(timelines.values())).schedule
+    labels = rank_labels or [f"rank {rank}" for rank in range(schedule.ranks)]
+    height = 1.3 + len(timelines) * (0.3 + 0.4 * schedule.ranks)
+    figure = Figure((12, height), layout="constrained")
+    panels = figure.subplots(len(timelines), 1, sharex=True, squeeze=False)[:, 0]
+    for axes, (title, timeline) in zip(panels, timelines.items(), strict=True):
+        for rank in range(schedule.ranks):
+            _draw_rank(axes, timeline, rank)
+        axes.set_ylim(schedule.ranks - 0.5, -0.5)
+        axes.set_yticks(range(schedule.ranks), labels)
+        axes.set_title(title.replace("$", r"\$"))
+    panels[0].set_xlim(0, max(timeline.makespan for timeline in timelines.values()))
+    panels[-1].set_xlabel(time_label)
+    figure.legend(handles=_legend(schedule), loc="outside lower center", ncols=5, fontsize="small")
+    return figure
+
+
+def _legend(schedule: PipelineSchedule) -> list[Patch]:
+    ops = {action.op for actions in schedule.actions for action in actions}
+    patches = [Patch(facecolor=color, label=text) for op, (color, text) in OPS.items() if op in ops]
+    if schedule.stages_per_rank > 1:
+        style = {"facecolor": "white", "edgecolor": "black"}
+        patches += [
+            Patch(**style, hatch=_hatch(i), label=f"stage {i + 1} of a rank")
+            for i in range(schedule.stages_per_rank)
+        ]
+    return patches
 
 
 def _draw_rank(axes: Axes, timeline: Timeline, rank: int) -> None:
@@ -71,9 +86,9 @@ def _draw_rank(axes: Axes, timeline: Timeline, rank: int) -> None:
             hatch=_hatch(stages.index(action.stage)),
         )
         if sum(map(len, schedule.actions)) <= MAX_LABELS:
-            axes.text(
-                (start + end) / 2, rank, str(action.micro), ha="center", va="center", fontsize=7
-            )
+            color = "white" if action.op in "BI" else "black"
+            style: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 7, "color": color}
+            axes.text((start + end) / 2, rank, str(action.micro), **style)
 
 
 def _hatch(index: int) -> str:

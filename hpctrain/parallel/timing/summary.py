@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from hpctrain.core.errors import UsageError
 from hpctrain.parallel.schedules import make
 from hpctrain.parallel.schedules.actions import PipelineSchedule
 from hpctrain.parallel.schedules.check import check
-from hpctrain.parallel.timing.clock import Timeline, run_clock, uniform_costs
+from hpctrain.parallel.timing.clock import StageCosts, Timeline, run_clock, uniform_costs
 
 MAX_BUBBLE = 0.1  #: a larger one is worth more micro-batches
+MIN_GAIN = 0.95  #: a bubble that shrinks less by twice as many micro-batches stays
 MAX_RANKS = 256  #: of one pipeline
 MAX_PAIRS = 100_000  #: of a stage and a micro-batch; a second or two of the clock
 
@@ -51,7 +53,7 @@ def summarize(schedule: PipelineSchedule, costs: RankCosts, boundary_bytes: int)
         tuple(peak / schedule.stages_per_rank for peak in report.peak_activations),
         tuple(messages for messages, _ in sent),
         tuple(nbytes for _, nbytes in sent),
-        _verdict(schedule, costs, timeline.bubble),
+        describe_bubble(schedule, uniform_costs(schedule, *costs)),
     )
 
 
@@ -60,14 +62,18 @@ def time_uniform(schedule: PipelineSchedule, costs: RankCosts) -> Timeline:
     return run_clock(schedule, uniform_costs(schedule, *costs))
 
 
-def _verdict(schedule: PipelineSchedule, costs: RankCosts, bubble: float) -> str:
-    """Return the bubble as a text, and the micro-batches that make it smaller."""
+def describe_bubble(schedule: PipelineSchedule, costs: StageCosts, batch: int = 0) -> str:
+    """Return the bubble as a text, and the micro-batches that make it smaller.
+
+    `batch`: the samples that the micro-batches share; 0 if any number of micro-batches is possible.
+    """
+    bubble = run_clock(schedule, costs).bubble
     text = f"bubble {100 * bubble:.0f} %"
     if bubble <= MAX_BUBBLE:
         return f"{text}: ok"
     if schedule.micro_batches < schedule.ranks:
         text += ", since micro-batches are fewer than ranks"
-    better = list(_double(schedule, costs))
+    better = list(_improve(schedule, costs, bubble, batch))
     if not better:
         return text
     proposals = better[:1] + better[1:][-1:]  # twice as many, and those that make it small
@@ -75,15 +81,28 @@ def _verdict(schedule: PipelineSchedule, costs: RankCosts, bubble: float) -> str
     return f"{text}: take {', '.join(parts).replace(' for', ' micro-batches for', 1)}"
 
 
-def _double(schedule: PipelineSchedule, costs: RankCosts) -> Iterator[tuple[int, float]]:
-    """Yield doublings of the micro-batches and their bubbles, until one is small."""
-    bubble = 1.0
-    while (
-        bubble > MAX_BUBBLE
-        and schedule.ranks * schedule.stages_per_rank * schedule.micro_batches < MAX_PAIRS
-    ):
-        schedule = make(
-            schedule.name, schedule.ranks, 2 * schedule.micro_batches, schedule.stages_per_rank
-        )
-        bubble = time_uniform(schedule, costs).bubble
-        yield schedule.micro_batches, bubble
+def _improve(
+    schedule: PipelineSchedule, costs: StageCosts, bubble: float, batch: int
+) -> Iterator[tuple[int, float]]:
+    """Yield numbers of micro-batches and their bubbles, until one is small or remains as it is.
+
+    Each number is at least twice the one before: it is idle time of unequal stages that remains.
+    """
+    while bubble > MAX_BUBBLE:
+        last_bubble, count = bubble, _next_count(schedule.micro_batches, batch)
+        if not count or schedule.stages * count > MAX_PAIRS:
+            return
+        try:
+            schedule = make(schedule.name, schedule.ranks, count, schedule.stages_per_rank)
+        except UsageError:  # interleaved takes multiples of the ranks
+            return
+        bubble = run_clock(schedule, costs).bubble
+        if bubble > MIN_GAIN * last_bubble:
+            return
+        yield count, bubble
+
+
+def _next_count(micro_batches: int, batch: int) -> int:
+    """Return the least divisor of `batch` from twice `micro_batches` up; 0 if there is none."""
+    counts = range(2 * micro_batches, batch + 1) if batch else [2 * micro_batches]
+    return next((count for count in counts if batch % count == 0), 0)

@@ -1,0 +1,114 @@
+"""Memory of the ranks of a pipeline by kind: measured, and predicted from the schedule's lists.
+
+parameters, gradients   planes of a rank's slots, with gaps; and copies of shared tensors
+optimizer               its state of these slots; with `shard_optimizer` 1/data of it
+tapes                   live tapes at the peak of a rank's list, times the bytes of a tape
+messages                sent in a step, with their stamps; memory until the receiver has them
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from math import ceil, prod
+from typing import Any
+
+from hpctrain.core.xp import Array
+from hpctrain.engines import Engine
+from hpctrain.parallel.mesh import Mesh
+from hpctrain.parallel.pipeline.replica import PipelineReplica
+from hpctrain.parallel.pipeline.stage_link import message_bytes
+from hpctrain.parallel.pipeline.tape_bytes import peak_bytes
+from hpctrain.parallel.schedules.messages import outbound
+
+Bytes = dict[str, int]  #: by kind
+MIB = 1 << 20
+
+
+def memory_of_ranks(
+    mesh: Mesh, engine: Engine, batch: int, is_sharded: bool
+) -> dict[str, list[Bytes]]:
+    """Return the bytes of each rank by kind, "measured" and "predicted"; collective."""
+    replica: Any = engine.replica
+    assert replica.schedule is not None
+    samples = ceil(batch / mesh.data.size / replica.schedule.micro_batches)
+    own = [_measured(mesh, engine, samples), _predicted(mesh, engine, samples, is_sharded)]
+    ranks = [json.loads(text) for text in mesh.everyone.gather(json.dumps(own))]
+    return {"measured": [rank[0] for rank in ranks], "predicted": [rank[1] for rank in ranks]}
+
+
+def table_rows(memory: Mapping[str, list[Bytes]]) -> dict[str, str]:
+    """Return a text per kind: least and most of the ranks, measured and predicted."""
+    return {
+        f"{kind} of a rank": ", ".join(
+            f"{_range_text([rank[kind] for rank in ranks])} {source}"
+            for source, ranks in memory.items()
+        )
+        for kind in memory["measured"][0]
+    }
+
+
+def _range_text(counts: list[int]) -> str:
+    low, high = (f"{n / MIB:,.3g}" for n in (min(counts), max(counts)))
+    return f"{low} MiB" if low == high else f"{low} to {high} MiB"
+
+
+def _measured(mesh: Mesh, engine: Engine, samples: int) -> Bytes:
+    replica: PipelineReplica = engine.replica  # type: ignore[assignment]
+    tapes = {stage: samples * nbytes for stage, nbytes in replica.sample_bytes.items()}
+    return {
+        "parameters": replica.arena.param.nbytes + replica.copied_bytes,
+        "gradients": replica.arena.grad.nbytes,
+        "optimizer": sum(x.nbytes for x in _planes_of_state(engine)),
+        "tapes": _peak_of_tapes(mesh, replica, tapes),
+        "messages": replica.sent_bytes,
+    }
+
+
+def _predicted(mesh: Mesh, engine: Engine, samples: int, is_sharded: bool) -> Bytes:
+    replica: PipelineReplica = engine.replica  # type: ignore[assignment]
+    parameters = replica.model.parameters
+    names = replica.plan.owned_names(replica.model, mesh.pipe.rank)
+    itemsize = replica.arena.param.itemsize
+    nbytes = itemsize * sum(prod(parameters[name].shape) for name in names)
+    tapes = {s: samples * n for s, n in replica.predict_sample_bytes(samples).items()}
+    return {
+        "parameters": nbytes + itemsize * _copied_elements(mesh, replica),
+        "gradients": nbytes,
+        "optimizer": nbytes
+        * len(_planes_of_state(engine))
+        // (mesh.data.size if is_sharded else 1),
+        "tapes": _peak_of_tapes(mesh, replica, tapes),
+        "messages": _message_bytes(mesh, replica, samples * itemsize),
+    }
+
+
+def _planes_of_state(engine: Any) -> list[Array]:
+    """Return the planes of the optimizer's state, such as moments."""
+    state = engine.update.state if hasattr(engine, "update") else engine.optimizer_state
+    return [x for name, x in state.items() if name != "step"]
+
+
+def _copied_elements(mesh: Mesh, replica: PipelineReplica) -> int:
+    """Return the size of the tensors that this rank uses and another one owns."""
+    own, model = replica.plan.stages_of(mesh.pipe.rank), replica.model
+    return sum(
+        prod(model.parameters[name].shape)
+        for name, owner, uses in replica.plan.shared_tensors(model)
+        if owner not in own and any(stage in own for _, stage in uses)
+    )
+
+
+def _peak_of_tapes(mesh: Mesh, replica: PipelineReplica, tapes: Mapping[int, float]) -> int:
+    assert replica.schedule is not None
+    return peak_bytes(replica.schedule.actions[mesh.pipe.rank], tapes)
+
+
+def _message_bytes(mesh: Mesh, replica: PipelineReplica, unit_bytes: int) -> int:
+    """Return the bytes that this rank sends in a step; `unit_bytes`: of a number per sample."""
+    assert replica.schedule is not None
+    plan, model = replica.plan, replica.model
+    return sum(
+        message_bytes(unit_bytes * prod(plan.boundary_shape(model, message.boundary)))
+        for _, message in outbound(replica.schedule, mesh.pipe.rank)
+    )
