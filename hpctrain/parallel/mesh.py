@@ -14,11 +14,15 @@ placed them: activations wait for nobody, sums of gradients overlap with backwar
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from hpctrain.parallel.options import MeshOptions
 from hpctrain.transport.link import Link
 from hpctrain.world import World
 from hpctrain.world.grid import Grid
+
+if TYPE_CHECKING:
+    from hpctrain.parallel.pipeline.replica import PipelineReplica
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,7 @@ class Mesh:
     everyone: World
     data: World  #: the ranks with the same layers; engines train on it
     pipe: World  #: the ranks that hold one replica, in the order of the pipe axis
+    pipeline: PipelineReplica | None = None  #: this rank's part of a replica
 
     @property
     def grid(self) -> Grid:

@@ -102,7 +102,7 @@ class Journal:
         self.world.on_all_ranks(lambda: self.files.begin(text))
         start = run_facts.describe_start(self._mesh, self.engine, self.sampler.batch)
         self._log("%s: %s, %d steps; folder: %s", self.name, start, self.total_steps, self.run)
-        if mesh_text := run_facts.describe_mesh(self._mesh, self.engine, self.sampler.batch):
+        if mesh_text := run_facts.describe_mesh(self._mesh, self.sampler.batch):
             self._log("pipeline: %s", mesh_text)
         self._timeline.begin()
         if self.world.rank == 0 and log.isEnabledFor(logging.INFO):

@@ -29,7 +29,7 @@ def memory_of_ranks(
     mesh: Mesh, engine: Engine, batch: int, is_sharded: bool
 ) -> dict[str, list[Bytes]]:
     """Return the bytes of each rank by kind, "measured" and "predicted"; collective."""
-    replica: Any = engine.replica
+    replica: Any = mesh.pipeline
     assert replica.schedule is not None
     samples = ceil(batch / mesh.data.size / replica.schedule.micro_batches)
     own = [_measured(mesh, engine, samples), _predicted(mesh, engine, samples, is_sharded)]
@@ -54,7 +54,7 @@ def _range_text(counts: list[int]) -> str:
 
 
 def _measured(mesh: Mesh, engine: Engine, samples: int) -> Bytes:
-    replica: PipelineReplica = engine.replica  # type: ignore[assignment]
+    replica: Any = mesh.pipeline
     tapes = {stage: samples * nbytes for stage, nbytes in replica.sample_bytes.items()}
     return {
         "parameters": replica.arena.param.nbytes + replica.copied_bytes,
@@ -66,7 +66,7 @@ def _measured(mesh: Mesh, engine: Engine, samples: int) -> Bytes:
 
 
 def _predicted(mesh: Mesh, engine: Engine, samples: int, is_sharded: bool) -> Bytes:
-    replica: PipelineReplica = engine.replica  # type: ignore[assignment]
+    replica: Any = mesh.pipeline
     parameters = replica.model.parameters
     names = replica.plan.owned_names(replica.model, mesh.pipe.rank)
     itemsize = replica.arena.param.itemsize

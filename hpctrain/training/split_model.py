@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
@@ -96,7 +97,8 @@ def make_replica(
         from hpctrain.parallel.pipeline.build import make_pipeline  # most runs have no pipeline
 
         ranks = make_mesh(world, mesh)
-        return ranks, make_pipeline(model, seed, precision, on_gpu, ranks, pipeline)
+        part = make_pipeline(model, seed, precision, on_gpu, ranks, pipeline)
+        return replace(ranks, pipeline=part), part
     whole = world.on_all_ranks(lambda: make_whole_replica(model, seed, precision, on_gpu))
     return Mesh(everyone=world, data=world, pipe=world), whole
 

@@ -86,7 +86,8 @@ def test_a_run_on_a_grid_is_read_as_any_other(tmp_path, samples, grid):
     (whole,), summaries = (
         train(samples, "lamb", g, f) for g, f in zip(((1, 1), grid), folders, strict=True)
     )
-    assert summaries[0]["mesh"] == {"data": grid[0], "pipe": grid[1]}
+    mesh = summaries[0]["mesh"]
+    assert (mesh["data"], mesh["pipe"]) == grid
     metrics = [runs.evaluate(folder) for folder in folders]
     assert metrics[0] == metrics[1]
     assert metrics[1]["test_loss"] == pytest.approx(summaries[0]["test_loss"])

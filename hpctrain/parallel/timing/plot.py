@@ -61,11 +61,11 @@ def _legend(schedule: PipelineSchedule) -> list[Patch]:
     ops = {action.op for actions in schedule.actions for action in actions}
     patches = [Patch(facecolor=color, label=text) for op, (color, text) in OPS.items() if op in ops]
     if schedule.stages_per_rank > 1:
-        style = {"facecolor": "white", "edgecolor": "black"}
-        patches += [
-            Patch(**style, hatch=_hatch(i), label=f"stage {i + 1} of a rank")
-            for i in range(schedule.stages_per_rank)
-        ]
+        for i in range(schedule.stages_per_rank):
+            label = f"stage {i + 1} of a rank"
+            patches.append(
+                Patch(facecolor="white", edgecolor="black", hatch=_hatch(i), label=label)
+            )
     return patches
 
 
