@@ -32,21 +32,21 @@ def samples(tmp_path_factory):
     return file
 
 
-def spec(samples, change: str, pipe: int) -> recipe.Recipe:
+def spec(samples, change: str, pipe: int, *others: str) -> recipe.Recipe:
     settings = [
         "run.epochs=", f"run.steps={STEPS}", f"run.interval_steps={INTERVAL}", "data.kind=npz",
         f"data.path={samples}", f"model.widths={[64, *[12] * 7, 10]}", "model.dropout=0.2",
         "wire.reduction=ordered", "optimizer.momentum=", "optimizer.batch=24",
         "optimizer.micro_batches=4", "checkpoint.every_epochs=", "checkpoint.every_steps=1",
-        "checkpoint.keep=20", f"mesh.pipe={pipe}", *CHANGES[change],
+        "checkpoint.keep=20", f"mesh.pipe={pipe}", *CHANGES[change], *others,
     ]  # fmt: skip
     one_rank = pipe == 1
     return recipe.load("digits", [s for s in settings if not (one_rank and "pipeline" in s)])
 
 
-def train(samples, change: str, grid: tuple[int, int], out, resume: bool = False):
+def train(samples, change: str, grid: tuple[int, int], out, *others: str, resume: bool = False):
     data, pipe = grid
-    made = spec(samples, change, pipe)
+    made = spec(samples, change, pipe, *others)
     return run_on("threads", data * pipe, lambda world: runs.train(made, world, out, resume))
 
 
@@ -98,6 +98,16 @@ def test_a_run_on_a_grid_is_read_as_any_other(tmp_path, samples, grid):
     assert tensors[0].keys() == tensors[1].keys()
     assert all(np.array_equal(x, tensors[1][name]) for name, x in tensors[0].items())
     assert summaries[0]["params_sha256"] == whole["params_sha256"]
+
+
+@pytest.mark.parametrize("grid", [(2, 2), (1, 4)])
+def test_a_grid_begins_with_the_weights_of_another_run(tmp_path, samples, grid):
+    (first,) = train(samples, "lamb", (1, 1), tmp_path / "first")
+    init = f"model.init={tmp_path / 'first'}"
+    (whole,) = train(samples, "vee", (1, 1), tmp_path / "whole", init)
+    summaries = train(samples, "vee", grid, tmp_path / "grid", init)
+    assert {summary["params_sha256"] for summary in summaries} == {whole["params_sha256"]}
+    assert whole["params_sha256"] != first["params_sha256"]
 
 
 @pytest.mark.processes
