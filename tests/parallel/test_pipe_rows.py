@@ -148,9 +148,7 @@ def test_all_layers_see_one_order(tmp_path, jitter, grid, engine, model):
 def test_twenty_replays_of_twenty(tmp_path, jitter, engine):
     plan = free_plan(engine)
     first = on_grid(plan, (4, 2), tmp_path / "run")["params_sha256"]
-    replays = [
-        on_grid(plan, (4, 2), tmp_path / f"{i}", replay=tmp_path / "run") for i in range(20)
-    ]
+    replays = [on_grid(plan, (4, 2), tmp_path / f"{i}", replay=tmp_path / "run") for i in range(20)]
     assert [item["params_sha256"] for item in replays] == [first] * 20
 
 
