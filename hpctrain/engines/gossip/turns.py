@@ -50,8 +50,8 @@ class TurnLock:
             self._condition.wait_for(lambda: self._has_failed or self._is_next(entry))
             if self._has_failed:
                 raise TransportError("the thread that averages with other workers has failed")
+            self._begin(entry)
             yield
-            self._append(entry)
             self._condition.notify_all()
 
     def finish(self) -> None:
@@ -63,7 +63,7 @@ class TurnLock:
             self._has_failed = True
             self._condition.notify_all()
 
-    def _append(self, entry: int) -> None:
+    def _begin(self, entry: int) -> None:
         self.history.append(entry)
 
     def _is_next(self, entry: int) -> bool:
@@ -84,8 +84,9 @@ class LeadingTurnLock(TurnLock):
         while self._pending_sends:
             self._pending_sends.popleft()[0].wait()
 
-    def _append(self, entry: int) -> None:
-        super()._append(entry)
+    def _begin(self, entry: int) -> None:
+        # Not at its end: an update that needs norms waits for the same turn of the other ranks.
+        super()._begin(entry)
         if not self._active_workers:
             return
         self._active_workers -= entry <= END_TURN
@@ -116,7 +117,7 @@ class FollowingTurnLock(TurnLock):
                 self._condition.notify_all()
         return entry if entry >= 0 else END_TURN - entry
 
-    def _append(self, entry: int) -> None:
+    def _begin(self, entry: int) -> None:
         if self._received:
             self._received.popleft()
 
