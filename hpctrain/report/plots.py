@@ -133,7 +133,7 @@ def _ranks(record: RunRecord) -> Figure | None:
     _rank_axis(axes, len(wall), record.first_server)
     if (mesh := record.summary.get("mesh")) and 1 < len(wall) <= LABELS and "ranks" in mesh:
         names = [
-            rank_label(mesh, rank).replace(": ", "\n").replace(", ", "\n", 1) for rank in ranks
+            rank_label(mesh, int(rank)).replace(": ", "\n").replace(", ", "\n", 1) for rank in ranks
         ]
         axes.set_xticks(ranks, names)
     axes.set_ylim(top=1.08 * wall.max())  # room for the labels above the bars
