@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -39,32 +40,48 @@ not measured are marked as predicted; docs/model.md has the equations.
 FILE_TYPE = click.Path(path_type=Path, dir_okay=False)
 
 
+MACHINE_OPTIONS = [
+    click.option(
+        "--ranks-per-node",
+        type=int,
+        default=1,
+        show_default=True,
+        metavar="R",
+        help="Ranks fill nodes in order.",
+    ),
+    click.option(
+        "--link", metavar="SPEED", help=f"Rate of a network card; default {DEFAULT_LINK}."
+    ),
+    click.option(
+        "--latency", metavar="TIME", help=f"Latency between nodes; default {DEFAULT_LATENCY}."
+    ),
+    click.option("--cards", type=int, default=1, show_default=True, help="Network cards per node."),
+    click.option(
+        "--node-link", metavar="SPEED", help=f"Rate inside a node; default {DEFAULT_NODE_LINK}."
+    ),
+    click.option(
+        "--node-latency",
+        metavar="TIME",
+        help=f"Latency inside a node; default {DEFAULT_NODE_LATENCY}.",
+    ),
+    click.option(
+        "--memory-bandwidth",
+        metavar="SPEED",
+        help=f"Memory bandwidth of a node; default {DEFAULT_MEMORY_BANDWIDTH}.",
+    ),
+]
+
+
+def machine_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Add the options of a machine that is not there: its nodes and links."""
+    for add_option in reversed(MACHINE_OPTIONS):
+        command = add_option(command)
+    return command
+
+
 @click.command(epilog=EPILOG)
 @click.option("--ranks", required=True, metavar="N,...", help="4096; 2,4,8; 2:65536 doubles.")
-@click.option(
-    "--ranks-per-node",
-    type=int,
-    default=1,
-    show_default=True,
-    metavar="R",
-    help="Ranks fill nodes in order.",
-)
-@click.option("--link", metavar="SPEED", help=f"Rate of a network card; default {DEFAULT_LINK}.")
-@click.option(
-    "--latency", metavar="TIME", help=f"Latency between nodes; default {DEFAULT_LATENCY}."
-)
-@click.option("--cards", type=int, default=1, show_default=True, help="Network cards per node.")
-@click.option(
-    "--node-link", metavar="SPEED", help=f"Rate inside a node; default {DEFAULT_NODE_LINK}."
-)
-@click.option(
-    "--node-latency", metavar="TIME", help=f"Latency inside a node; default {DEFAULT_NODE_LATENCY}."
-)
-@click.option(
-    "--memory-bandwidth",
-    metavar="SPEED",
-    help=f"Memory bandwidth of a node; default {DEFAULT_MEMORY_BANDWIDTH}.",
-)
+@machine_options
 @click.option(
     "--sizes",
     default="1KiB:1GiB*8",

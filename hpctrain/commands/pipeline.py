@@ -1,4 +1,4 @@
-"""`hpctrain pipeline draw | check`: pipeline schedules before a run; needs no MPI."""
+"""`hpctrain pipeline draw | check | predict`: pipelines before a run; needs no MPI."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import click
 
 from hpctrain.bench.message_sizes import parse, size_text
 from hpctrain.commands._complete import complete_choices
+from hpctrain.commands.pipeline_predict import predict
 from hpctrain.commands.report import MISSING_PACKAGES_MESSAGE
 from hpctrain.core.errors import UsageError
 from hpctrain.parallel.schedules import LOOPED, SCHEDULES, make
@@ -42,7 +43,10 @@ Times are in the unit of --costs; messages take none. docs/parallel.md draws all
 
 @click.group(epilog=EPILOG)
 def pipeline() -> None:
-    """Draw and check pipeline schedules: bubble, memory and messages of each rank."""
+    """Draw and check pipeline schedules, and predict steps on grids of ranks."""
+
+
+pipeline.add_command(predict)
 
 
 def _parse_costs(context: click.Context, parameter: click.Parameter, text: str) -> RankCosts:

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from hpctrain import config
 from hpctrain.core.errors import UsageError
+from hpctrain.core.names import counted
 from hpctrain.parallel.schedules import SCHEDULES, make
 
 Positive = Annotated[int, Field(ge=1)]
@@ -40,8 +41,9 @@ class MeshOptions:
             divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
             near = sorted(divisors, key=lambda n: (abs(n - self.pipe), n))[:2]
             raise UsageError(
-                f"[mesh] pipe: expected a divisor of the {ranks} ranks, seen {self.pipe}; start "
-                f"{' or '.join(choices)} ranks, or set pipe = {' or '.join(map(str, sorted(near)))}"
+                f"[mesh] pipe: expected a divisor of {counted(ranks, 'rank')}, seen {self.pipe}; "
+                f"start {' or '.join(choices)} ranks, "
+                f"or set pipe = {' or '.join(map(str, sorted(near)))}"
             )
         return ranks // self.pipe
 

@@ -154,8 +154,11 @@ def _machine_facts(trials: Sequence[TrialResult], hosts: Sequence[str]) -> dict[
 
 
 def _fit_model(study: Study, steps: Sequence[StepTimes], wires: Wires) -> StepModel | None:
-    """Return the model fitted to `steps`; None for regimes without an all-reduce of gradients."""
-    if study.tables.get("engine", {}).get("kind", "allreduce") != "allreduce":
+    """Return the model fitted to `steps`; None without an all-reduce of gradients over all ranks.
+
+    `hpctrain pipeline predict` has a model of pipelines.
+    """
+    if study.tables.get("engine", {}).get("kind", "allreduce") != "allreduce" or study.pipe > 1:
         return None
     return fit_model(steps, study.gradient_bytes, study.mode == "strong", *wires)
 

@@ -70,6 +70,11 @@ class Study:
         """Whether to name sizes by nodes: all nodes have the same number of ranks, > 1."""
         return len({s.per_node for s in self.sizes}) == 1 and self.sizes[0].per_node > 1
 
+    @property
+    def pipe(self) -> int:
+        """The ranks that hold a replica together."""
+        return int(self.tables.get("mesh", {}).get("pipe", 1))
+
     def share(self, size: Size) -> float:
         """Return the number of ranks per core at `size`; 1 if each rank has its own core."""
         return ranks_per_core(size, self.cores, self.threads or 1)

@@ -41,10 +41,6 @@ class Prediction:
 
 def run(options: CommandOptions) -> Prediction:
     """Return the predictions for the command line's `options`; raise UsageError."""
-    for option_prefix in ("ranks_per_node", "cards"):
-        if options[option_prefix] < 1:
-            name = option_prefix.replace("_", "-")
-            raise UsageError(f"--{name}: expected 1 or more, seen {options[option_prefix]}")
     ranks_per_node = options["ranks_per_node"]
     layouts = [
         predict.RankLayout(ranks, ranks_per_node) for ranks in units.parse_counts(options["ranks"])
@@ -56,19 +52,23 @@ def run(options: CommandOptions) -> Prediction:
     measurements = (
         measurement_files.read_measurements(options["measured"]) if options["measured"] else None
     )
-    machine = _make_machine(options, measurements)
+    machine = make_machine(options, measurements)
     step = _make_step(options) if options["step"] else None
     rows = list(predict.compare_measurements(measurements, machine)) if measurements else []
     rows += predict.allreduce_rows(machine, layouts, names, sizes)
     if step:
         rows += predict.step_rows(machine, layouts, names, step, options["mode"])
-    return Prediction(rows, machine, _machine_text(machine, ranks_per_node))
+    return Prediction(rows, machine, machine_text(machine, ranks_per_node))
 
 
-def _make_machine(
-    options: CommandOptions, measurements: measurement_files.Measurements | None
+def make_machine(
+    options: CommandOptions, measurements: measurement_files.Measurements | None = None
 ) -> Cluster:
     """Return the machine: options override measurements, and measurements override defaults."""
+    for option_prefix in ("ranks_per_node", "cards"):
+        if options[option_prefix] < 1:
+            name = option_prefix.replace("_", "-")
+            raise UsageError(f"--{name}: expected 1 or more, seen {options[option_prefix]}")
     fitted = measurements or measurement_files.Measurements([], 1)
     node_wire = _make_wire(
         options, "node_", fitted.inside, (DEFAULT_NODE_LINK, DEFAULT_NODE_LATENCY)
@@ -131,7 +131,7 @@ def measure_step(recipe_name: str, bucket_bytes: int) -> Step:
     return profile_step(replica, spec.optimizer.build(lambda step: 0.0), task, bucket_bytes)
 
 
-def _machine_text(machine: Cluster, ranks_per_node: int) -> str:
+def machine_text(machine: Cluster, ranks_per_node: int) -> str:
     """Return the machine in words."""
     network_wire, node_wire = (
         f"{8e-9 / max(wire.seconds_per_byte, 1e-15):.4g} Gbit/s, "

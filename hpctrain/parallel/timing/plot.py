@@ -24,7 +24,7 @@ OPS = {
     "W": (PALE, "gradient of the parameters"),
 }
 HATCHES = ("", "//", "..", "\\\\", "xx", "oo")  #: of a rank's stages
-MAX_LABELS = 400  #: more numbers of micro-batches would overlap
+MIN_LABELLED = 0.006  #: of the axis: a number of a micro-batch needs as much
 
 
 def draw_timeline(timeline: Timeline, title: str, path: Path) -> None:
@@ -45,13 +45,13 @@ def plot_timelines(
     height = 1.3 + len(timelines) * (0.3 + 0.4 * schedule.ranks)
     figure = Figure((12, height), layout="constrained")
     panels = figure.subplots(len(timelines), 1, sharex=True, squeeze=False)[:, 0]
+    panels[0].set_xlim(0, max(timeline.makespan for timeline in timelines.values()))
     for axes, (title, timeline) in zip(panels, timelines.items(), strict=True):
         for rank in range(schedule.ranks):
             _draw_rank(axes, timeline, rank)
         axes.set_ylim(schedule.ranks - 0.5, -0.5)
         axes.set_yticks(range(schedule.ranks), labels)
         axes.set_title(title.replace("$", r"\$"))
-    panels[0].set_xlim(0, max(timeline.makespan for timeline in timelines.values()))
     panels[-1].set_xlabel(time_label)
     figure.legend(handles=_legend(schedule), loc="outside lower center", ncols=5, fontsize="small")
     return figure
@@ -61,11 +61,11 @@ def _legend(schedule: PipelineSchedule) -> list[Patch]:
     ops = {action.op for actions in schedule.actions for action in actions}
     patches = [Patch(facecolor=color, label=text) for op, (color, text) in OPS.items() if op in ops]
     if schedule.stages_per_rank > 1:
-        for i in range(schedule.stages_per_rank):
-            label = f"stage {i + 1} of a rank"
-            patches.append(
-                Patch(facecolor="white", edgecolor="black", hatch=_hatch(i), label=label)
-            )
+        style: dict[str, Any] = {"facecolor": "white", "edgecolor": "black"}
+        patches += [
+            Patch(**style, hatch=_hatch(i), label=f"stage {i + 1} of a rank")
+            for i in range(schedule.stages_per_rank)
+        ]
     return patches
 
 
@@ -85,7 +85,7 @@ def _draw_rank(axes: Axes, timeline: Timeline, rank: int) -> None:
             linewidth=0.5,
             hatch=_hatch(stages.index(action.stage)),
         )
-        if sum(map(len, schedule.actions)) <= MAX_LABELS:
+        if end - start > MIN_LABELLED * axes.get_xlim()[1]:
             color = "white" if action.op in "BI" else "black"
             style: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 7, "color": color}
             axes.text((start + end) / 2, rank, str(action.micro), **style)

@@ -73,12 +73,21 @@ def describe_bubble(schedule: PipelineSchedule, costs: StageCosts, batch: int = 
         return f"{text}: ok"
     if schedule.micro_batches < schedule.ranks:
         text += ", since micro-batches are fewer than ranks"
+    if (unequal := _unequal_share(schedule, costs)) > MAX_BUBBLE / 2:
+        text += f", {100 * unequal:.0f} % by unequal work of the ranks"
     better = list(_improve(schedule, costs, bubble, batch))
     if not better:
         return text
     proposals = better[:1] + better[1:][-1:]  # twice as many, and those that make it small
     parts = [f"{count} for {100 * share:.0f} %" for count, share in proposals]
     return f"{text}: take {', '.join(parts).replace(' for', ' micro-batches for', 1)}"
+
+
+def _unequal_share(schedule: PipelineSchedule, costs: StageCosts) -> float:
+    """Return the idle time that remains with any number of micro-batches, as a share of a step."""
+    seconds = [sum(stage) for stage in zip(*vars(costs).values(), strict=True)]
+    work = [sum(seconds[s] for s in schedule.stages_of(rank)) for rank in range(schedule.ranks)]
+    return 1 - sum(work) / len(work) / max(work)
 
 
 def _improve(

@@ -31,8 +31,7 @@ BOUND = 1 - 1e-9  #: serial fractions above are 1
 def table(result: Result) -> Table:
     """Return the rows as a table; intervals stand behind their means."""
     grid = Table(title=escape(title(result.study)))
-    nodes = ["nodes"] * _over_nodes(result)
-    for heading in ("ranks", *nodes, *HEADINGS):
+    for heading in (*size_headings(result), *HEADINGS):
         grid.add_column(heading, justify="right")
     grid.add_column("")
     for words in cells(result):
@@ -42,9 +41,18 @@ def table(result: Result) -> Table:
 
 def cells(result: Result) -> list[list[str]]:
     """Return the words of each row of the table."""
-    sizes = [[str(r["ranks"]), *[str(r["nodes"])] * _over_nodes(result)] for r in result.rows]
-    pairs = zip(sizes, result.rows, strict=True)
-    return [[*size, *_numbers(row), "; ".join(remarks(row))] for size, row in pairs]
+    return [[*_size(row, result), *_numbers(row), "; ".join(remarks(row))] for row in result.rows]
+
+
+def size_headings(result: Result) -> list[str]:
+    """Return the headings of the columns of a size; a grid is data x pipe ranks."""
+    return ["ranks", *["grid"] * (result.study.pipe > 1), *["nodes"] * _over_nodes(result)]
+
+
+def _size(row: Row, result: Result) -> list[str]:
+    pipe, ranks = result.study.pipe, row["ranks"]
+    grid = [f"{ranks // pipe} x {pipe}"] * (pipe > 1)
+    return [str(ranks), *grid, *[str(row["nodes"])] * _over_nodes(result)]
 
 
 def _over_nodes(result: Result) -> bool:

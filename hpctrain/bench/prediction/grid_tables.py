@@ -1,0 +1,35 @@
+"""The table of predicted steps on grids: a row per grid, a star at the fastest of as many ranks."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from hpctrain.bench.prediction.tables import format_time
+from hpctrain.core.fitted_table import fit_table
+
+HEADINGS = ("ranks", "data x pipe", "micro-batches", "step", "pipeline", "compute", "efficiency",
+            "samples/s")  # fmt: skip
+
+
+def print_table(rows: Sequence[Mapping[str, Any]], title: str) -> None:
+    """Print the table on stdout."""
+    table = Table(title=f"{title} (* most samples/s)")
+    for heading in HEADINGS:
+        table.add_column(heading, justify="right")
+    for row in rows:
+        rate = max(other["samples_per_s"] for other in rows if other["ranks"] == row["ranks"])
+        table.add_row(
+            f"{row['ranks']:,}",
+            f"{row['data']:,} x {row['pipe']}",
+            str(row["micro_batches"]),
+            *(format_time(row[f"{name}_s"]) for name in ("step", "pipeline", "compute")),
+            f"{row['efficiency']:.1%}",
+            f"{row['samples_per_s']:,.4g}" + ("*" if row["samples_per_s"] == rate else " "),
+        )
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    console.print(fit_table(table, console))

@@ -1,0 +1,138 @@
+"""`hpctrain pipeline predict`: steps on grids of data x pipe ranks; needs no MPI."""
+
+from __future__ import annotations
+
+import json as json_text
+import math
+from pathlib import Path
+from typing import Any
+
+import click
+
+from hpctrain.bench import units
+from hpctrain.bench.prediction.command import machine_text, make_machine
+from hpctrain.commands._complete import complete_choices, complete_recipes
+from hpctrain.commands.bench_predict import FILE_TYPE, machine_options
+from hpctrain.commands.report import MISSING_PACKAGES_MESSAGE
+from hpctrain.core.errors import UsageError
+from hpctrain.parallel.schedules import SCHEDULES
+
+EPILOG = """\b
+Examples:
+  hpctrain pipeline predict pylm --ranks 4,8,16 --pipe 1,2,4
+  hpctrain pipeline predict --model 13e9,40,5120,2048 --flops 400e12 --ranks 1024:16384 --pipe 8,16
+      --ranks-per-node 8 --cards 8 --link 400Gbit --node-link 200GB/s --memory-bandwidth 10TB/s
+
+The layers of a RECIPE are timed in this process; those of --model are assumed. Nothing is started.
+"""
+
+
+@click.command(epilog=EPILOG)
+@click.argument("recipe", required=False, shell_complete=complete_recipes)
+@click.option(
+    "--model",
+    metavar="N,LAYERS,WIDTH,LENGTH",
+    help="In place of RECIPE: a transformer, by parameters, layers, width, tokens of a text.",
+)
+@click.option("--flops", type=float, metavar="F", help="Of --model: operations/s of a rank.")
+@click.option("--ranks", required=True, metavar="N,...", help="1024,4096; 1024:16384 doubles.")
+@click.option("--pipe", required=True, metavar="P,...", help="Ranks that hold a replica together.")
+@click.option(
+    "--schedule",
+    default="1f1b",
+    show_default=True,
+    metavar="NAME",
+    shell_complete=complete_choices(SCHEDULES),
+    help=f"One of: {', '.join(SCHEDULES)}.",
+)
+@click.option("--micro-batches", type=int, default=16, show_default=True, metavar="M")
+@click.option(
+    "--batch", type=int, metavar="B", help="Samples of a replica (weak) or of all; default M."
+)
+@click.option(
+    "--mode",
+    type=click.Choice(["weak", "strong"]),
+    default="weak",
+    show_default=True,
+    help="Fixed number of samples per replica (weak) or in total (strong).",
+)
+@machine_options
+@click.option("--json", type=FILE_TYPE, help="Write all rows to this file.")
+@click.option("--plot", type=FILE_TYPE, help="Plot time and efficiency over ranks.")
+def predict(json: Path | None, plot: Path | None, **options: Any) -> None:
+    """Predict the step of a model on grids of data x pipe ranks; needs no MPI."""
+    from hpctrain.bench.prediction import grid_tables, grids  # late: they import the trainer
+
+    machine = make_machine(options)
+    for name in ("micro_batches", "batch"):
+        if options[name] is not None and options[name] < 1:
+            raise UsageError(
+                f"--{name.replace('_', '-')}: expected 1 or more, seen {options[name]}"
+            )
+    count, per_node = options["micro_batches"], options["ranks_per_node"]
+    ranks, pipes = (
+        units.parse_counts(options["ranks"]),
+        units.parse_counts(options["pipe"], "--pipe"),
+    )
+    batch = options["batch"] or count
+    shapes = grids.fitting_grids(ranks, pipes, batch if options["mode"] == "strong" else math.inf)
+    model = _model(options)
+    rows = list(
+        grids.grid_rows(
+            model, shapes, options["schedule"], count, batch,
+            options["mode"], machine, per_node,
+        )
+    )  # fmt: skip
+    title = f"{options['recipe'] or options['model']}, {options['schedule']}"
+    grid_tables.print_table(rows, f"predicted: a step, {options['mode']} scaling, {title}")
+    text = machine_text(machine, per_node)
+    click.echo(f"assumed: {text}; data x pipe ranks, gradients reduced after the last action")
+    _write(rows, f"{title}; {text}", json, plot)
+
+
+def _model(options: dict[str, Any]) -> Any:
+    """Return the layers of the recipe or of `--model`; raise UsageError."""
+    from hpctrain.bench.prediction import grids
+    from hpctrain.training import recipe
+
+    if (options["recipe"] is None) == (options["model"] is None):
+        raise UsageError("expected one of RECIPE and --model, such as --model 13e9,40,5120,2048")
+    if options["recipe"] is not None:
+        samples = max(1, (options["batch"] or options["micro_batches"]) // options["micro_batches"])
+        return grids.measure_recipe(recipe.load(options["recipe"]), samples)
+    return grids.transformer(*_sizes(options["model"]), _flops(options["flops"]))
+
+
+def _sizes(text: str) -> tuple[float, int, int, int]:
+    try:
+        parameters, layers, width, length = map(float, text.split(","))
+    except ValueError:
+        parameters = layers = width = length = 0.0
+    if min(parameters, layers, width, length) < 1:
+        raise UsageError(
+            "--model: expected parameters, layers, width and tokens of a text, such as "
+            f"13e9,40,5120,2048, seen '{text}'"
+        )
+    return parameters, int(layers), int(width), int(length)
+
+
+def _flops(value: float | None) -> float:
+    if value is None or not value > 0:
+        raise UsageError(f"--flops: expected operations per second such as 400e12, seen {value}")
+    return value
+
+
+def _write(
+    rows: list[dict[str, Any]], title: str, json_file: Path | None, plot: Path | None
+) -> None:
+    try:
+        if json_file:
+            json_file.write_text(json_text.dumps({"assumed": title, "rows": rows}, indent=1) + "\n")
+        if plot:
+            from hpctrain.bench.prediction.grid_plot import draw_grids  # needs matplotlib
+
+            draw_grids(rows, title, plot)
+    except ImportError as error:
+        raise UsageError(f"{MISSING_PACKAGES_MESSAGE} ({error})") from None
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--json, --plot: cannot be written: {error}") from None
