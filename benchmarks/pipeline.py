@@ -58,12 +58,12 @@ from hpctrain.world import World
 
 COMPUTED = ("gpipe", "1f1b", "zb-h1", "interleaved")
 UNIT_S = {2: 0.05, 4: 0.05, 8: 0.05}  #: by ranks: F of a rank's share, and I, and W
-HOST_UNIT_S = 0.02  #: a message of 512 KiB takes 4 ms at 1 Gbit/s
+HOST_UNIT_S = 0.04  #: a message of 512 KiB takes 4 ms at 1 Gbit/s
 LIMITS = {"sleep": 0.03, "compute": 0.10, "hosts": 0.10, "transformer": 0.15}
 SAMPLES = 4  #: texts of a micro-batch
 #: A round in which a rank had less than this share of a core, since other processes of the machine
 #: ran, does not count; there are at most so many times as many of them.
-MIN_CORE_SHARE, MAX_DISTURBED = 0.95, 4
+MIN_CORE_SHARE, MAX_DISTURBED = 0.95, 5
 
 
 def main() -> int:
@@ -162,6 +162,7 @@ def measure_compute(world: World, options: argparse.Namespace) -> None:
         for row in compute_rows(world, mesh, micro_batches, options.rounds, FREE_WIRE, spins=True)
     ]
     claims = clock_claims(rows, LIMITS["compute"])
+    claims["all schedules were measured undisturbed"] = len(rows) == 3 * len(COMPUTED)
     report_result(world, "pipeline-compute-2-ranks", rows, claims, **without_machine(about))
 
 
@@ -189,7 +190,7 @@ def compute_rows(
                 seconds.append(elapsed)
                 clocks.append(clock_seconds(replica, costs, SAMPLES, wire))
         if not seconds:
-            raise SystemExit("all steps were disturbed by other processes; repeat when it is quiet")
+            continue  # the claim that everything was measured fails
         yield compared(
             seconds, clocks, what="transformer", schedule=name, ranks=world.size,
             micro=micro_batches, bounds=replica.plan.bounds, costs=vars(costs),
