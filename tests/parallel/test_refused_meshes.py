@@ -21,7 +21,7 @@ REFUSED = {
         "fewer ranks along pipe",
     ),
     "no divisor": (["mesh.pipe=3", "optimizer.micro_batches=4"], 4,
-                   "expected a divisor of the 4 ranks, seen 3; start 3 or 6 ranks, or set pipe = "
+                   "expected a divisor of 4 ranks, seen 3; start 3 or 6 ranks, or set pipe = "
                    "2 or 4"),
     "tensor": (["mesh.tensor=2"], 2, r"\[mesh\] tensor: expected 1, seen 2"),
     "sequence": (["mesh.sequence=2"], 2, r"\[mesh\] sequence: expected 1, seen 2"),
