@@ -24,6 +24,7 @@ SPLIT = {
     "mlp": (16, "dualpipe-v"),
     "recompute": (8, "zb-h1"),
 }
+WAYS = ["ordered", "sharded", pytest.param("overlap", marks=pytest.mark.full)]
 MODELS = [pytest.param(m, marks=() if m in (*SPLIT,)[:2] else pytest.mark.full) for m in SPLIT]
 
 
@@ -35,7 +36,7 @@ def on_data_axis(plan: Plan, size: int) -> Outcome:
 
 @pytest.mark.pairs
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("engine", ORDERED)
+@pytest.mark.parametrize("engine", WAYS)
 @on_grids(*GRIDS)
 def test_ordered_sums_give_the_bytes_of_one_rank(ranks, grid, engine, model):
     has_the_bytes_of_one_rank(ranks, grid, engine, model)
