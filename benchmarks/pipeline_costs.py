@@ -102,6 +102,7 @@ def empty_step(world: World, name: str) -> tuple[Any, int]:
 
 def measure_alone(world: World, rounds: int, mpi: str) -> tuple[list[Row], dict[str, bool]]:
     """Return rows of a whole replica, and of a pipeline with one stage; both with micro-batches."""
+    keep_freed_memory()  # as processes that train do
     rows, claims = [], {}
     model, mesh = pylm_model(layers=2, width=32, length=64), pipe_mesh(world)
     for micro_batches in (1, 4):

@@ -107,6 +107,16 @@ def to_clock(*files: str, **keys: Any) -> list[float]:
     return ends([row["to_clock"] for file in files for row in rows(f"pipeline-{file}", **keys)])
 
 
+def grid_line(label: str, name: str) -> tuple[str, list[float]]:
+    """Return the row of a grid: its step, divided by that of the data axis alone."""
+    figures = [
+        value(f"pipeline-grids-{place}", "to_data_axis_alone", grid=name, texts=batch)
+        for place in ("here-openmpi", "hosts-1gbit-mpich")
+        for batch in (16, 64)
+    ]
+    return f"| {label} |" + " {:.2f} |" * 4, figures
+
+
 def of_both_us(schedule: str) -> list[float]:
     return of_both("pipeline-actions", "us_per_action", schedule=schedule)
 
@@ -232,6 +242,10 @@ MEASUREMENTS: Statements = [
      of_both_us("interleaved")),
     ("steps of about 10 ms | {:.3f} to {:.3f} |",
      ends(of_both("pipeline-alone", "ratio", replica="PipelineReplica"))),
+    grid_line("2 x 2, `1f1b`", "2 x 2"),
+    grid_line("2 x 2, `zb-h1`", "2 x 2, zb-h1"),
+    grid_line("1 x 4, `1f1b`", "1 x 4"),
+    grid_line("1 x 4, `zb-h1`", "1 x 4, zb-h1"),
     ("that of the best cut | at most {:.2f} |",
      [max(row["worst"] for row in rows("pipeline-balance-openmpi") if "worst" in row)]),
     ("two ranks at {:.0f} to {:.0f} GB/s)",
