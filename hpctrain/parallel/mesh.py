@@ -41,6 +41,11 @@ class Mesh:
         return self.data.grid
 
     @property
+    def is_first(self) -> bool:
+        """Whether this rank is the first of its row, which decides on the order of events."""
+        return self.data.grid is None or self.grid.pipe.link.rank == 0
+
+    @property
     def stages(self) -> Link:
         """The link of the ranks of `pipe` for messages between stages."""
         return self.grid.stages
