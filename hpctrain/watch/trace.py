@@ -100,8 +100,9 @@ class Trace:
     def _lanes(self) -> dict[int | str, str]:
         """Return the names of the lanes: a lane per thread, then one per stage of a pipeline."""
         stages = {s.args["stage"] for s in self.spans() if s.category == "stage" and s.args}
-        lanes: dict[int | str, str] = {**self._threads}
-        return lanes | {(name := f"stage {stage}"): name for stage in sorted(stages)}
+        lanes: dict[int | str, str] = dict(self._threads.items())
+        lanes.update({(name := f"stage {stage}"): name for stage in sorted(stages)})
+        return lanes
 
     def events(self, rank: int, host: str, clock: Clock) -> Iterator[dict[str, Any]]:
         """Yield the recorded spans as events of the Trace Event Format (Google, 2016).
