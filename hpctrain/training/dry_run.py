@@ -85,7 +85,7 @@ def _pipeline(job: runs.Job) -> tuple[str, Any, dict[str, str]]:
     from hpctrain.training import pipeline_memory  # most runs have no pipeline
 
     is_sharded = getattr(job.spec.engine, "shard_optimizer", False)
-    memory = pipeline_memory.memory_of_ranks(mesh, engine, job.batch, is_sharded)
+    memory = pipeline_memory.memory_of_ranks(mesh, engine, is_sharded)
     return text, memory, pipeline_memory.table_rows(memory)
 
 

@@ -229,7 +229,7 @@ class Journal:
             "reason": reason,
             "recipe": self.name,
             **run_facts.of_run(world, engine),
-            "mesh": run_facts.of_mesh(self.mesh, engine, self.sampler.batch),
+            "mesh": run_facts.of_mesh(self.mesh, engine),
             "epochs": step / self.sampler.steps_per_epoch,
             "steps": step,
             "since_step": self._first_step,  # start of the clocks of a resumed run

@@ -27,14 +27,14 @@ def describe_pipeline(mesh: Mesh, batch: int) -> str:
     )
 
 
-def summarize_pipeline(mesh: Mesh, engine: Engine, batch: int) -> dict[str, Any]:
+def summarize_pipeline(mesh: Mesh, engine: Engine) -> dict[str, Any]:
     """Return grid, schedule, stages, predicted and measured idle time; collective."""
     replica: Any = mesh.pipeline
     schedule, plan = replica.schedule, replica.plan
     wait_s, compute_s = replica.wait.seconds, engine.times.compute_s
     own_facts = [mesh.data.rank, mesh.pipe.rank, wait_s / max(compute_s + wait_s, 1e-9)]
     ranks = [json.loads(text) for text in mesh.everyone.gather(json.dumps(own_facts))]
-    costs = _scale(plan.costs, batch / mesh.data.size / schedule.micro_batches / SAMPLES)
+    costs = _scale(plan.costs, replica.samples / SAMPLES)
     return {
         "data": mesh.data.size,
         "pipe": mesh.pipe.size,

@@ -10,11 +10,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from math import ceil, prod
+from math import prod
 from typing import Any
 
+import numpy as np
+
+from hpctrain.collectives.chunks import bounds
 from hpctrain.core.xp import Array
 from hpctrain.engines import Engine
+from hpctrain.engines.engine import BLOCK_ELEMENTS
+from hpctrain.gradients.arena import make_arena
 from hpctrain.parallel.mesh import Mesh
 from hpctrain.parallel.pipeline.replica import PipelineReplica
 from hpctrain.parallel.pipeline.stage_link import message_bytes
@@ -25,14 +30,9 @@ Bytes = dict[str, int]  #: by kind
 MIB = 1 << 20
 
 
-def memory_of_ranks(
-    mesh: Mesh, engine: Engine, batch: int, is_sharded: bool
-) -> dict[str, list[Bytes]]:
+def memory_of_ranks(mesh: Mesh, engine: Engine, is_sharded: bool) -> dict[str, list[Bytes]]:
     """Return the bytes of each rank by kind, "measured" and "predicted"; collective."""
-    replica: Any = mesh.pipeline
-    assert replica.schedule is not None
-    samples = ceil(batch / mesh.data.size / replica.schedule.micro_batches)
-    own = [_measured(mesh, engine, samples), _predicted(mesh, engine, samples, is_sharded)]
+    own = [_measured(mesh, engine), _predicted(mesh, engine, is_sharded)]
     ranks = [json.loads(text) for text in mesh.everyone.gather(json.dumps(own))]
     return {"measured": [rank[0] for rank in ranks], "predicted": [rank[1] for rank in ranks]}
 
@@ -53,9 +53,9 @@ def _range_text(counts: list[int]) -> str:
     return f"{low} MiB" if low == high else f"{low} to {high} MiB"
 
 
-def _measured(mesh: Mesh, engine: Engine, samples: int) -> Bytes:
+def _measured(mesh: Mesh, engine: Engine) -> Bytes:
     replica: Any = mesh.pipeline
-    tapes = {stage: samples * nbytes for stage, nbytes in replica.sample_bytes.items()}
+    tapes = {stage: replica.samples * nbytes for stage, nbytes in replica.sample_bytes.items()}
     return {
         "parameters": replica.arena.param.nbytes + replica.copied_bytes,
         "gradients": replica.arena.grad.nbytes,
@@ -65,22 +65,34 @@ def _measured(mesh: Mesh, engine: Engine, samples: int) -> Bytes:
     }
 
 
-def _predicted(mesh: Mesh, engine: Engine, samples: int, is_sharded: bool) -> Bytes:
+def _predicted(mesh: Mesh, engine: Engine, is_sharded: bool) -> Bytes:
     replica: Any = mesh.pipeline
-    parameters = replica.model.parameters
-    names = replica.plan.owned_names(replica.model, mesh.pipe.rank)
-    itemsize = replica.arena.param.itemsize
-    nbytes = itemsize * sum(prod(parameters[name].shape) for name in names)
+    samples, itemsize = replica.samples, replica.arena.param.itemsize
+    length = _plane_length(mesh, replica)
+    kept = length
+    if is_sharded:
+        offsets = bounds(length, mesh.data.size, BLOCK_ELEMENTS)
+        kept = offsets[mesh.data.rank + 1] - offsets[mesh.data.rank]
     tapes = {s: samples * n for s, n in replica.predict_sample_bytes(samples).items()}
     return {
-        "parameters": nbytes + itemsize * _copied_elements(mesh, replica),
-        "gradients": nbytes,
-        "optimizer": nbytes
-        * len(_planes_of_state(engine))
-        // (mesh.data.size if is_sharded else 1),
+        "parameters": itemsize * (length + _copied_elements(mesh, replica)),
+        "gradients": itemsize * length,
+        "optimizer": itemsize * kept * len(_planes_of_state(engine)),
         "tapes": _peak_of_tapes(mesh, replica, tapes),
         "messages": _message_bytes(mesh, replica, samples * itemsize),
     }
+
+
+def _plane_length(mesh: Mesh, replica: PipelineReplica) -> int:
+    """Return the elements of a plane of this rank's slots, from their shapes alone."""
+    shapes = {name: p.shape for name, p in replica.model.parameters.items()}
+    names = replica.plan.owned_names(replica.model, mesh.pipe.rank)
+
+    def unallocated(length: int, dtype: Any) -> np.ndarray:
+        return np.broadcast_to(np.zeros(1, dtype), length)
+
+    arena = make_arena(shapes, replica.arena.param.dtype, zeros=unallocated, own=names)
+    return int(arena.param.size)
 
 
 def _planes_of_state(engine: Any) -> list[Array]:

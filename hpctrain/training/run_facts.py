@@ -35,13 +35,13 @@ def of_run(world: World, engine: Engine) -> dict[str, Any]:
     }
 
 
-def of_mesh(mesh: Mesh, engine: Engine, batch: int) -> dict[str, Any] | None:
+def of_mesh(mesh: Mesh, engine: Engine) -> dict[str, Any] | None:
     """Return the facts of a pipeline; None if each rank holds a whole replica; collective."""
     if mesh.pipe is mesh.everyone:
         return None
     from hpctrain.training.pipeline_facts import summarize_pipeline  # most runs have no pipeline
 
-    return summarize_pipeline(mesh, engine, batch)
+    return summarize_pipeline(mesh, engine)
 
 
 def describe_mesh(mesh: Mesh, batch: int) -> str:

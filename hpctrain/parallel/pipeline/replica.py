@@ -80,7 +80,8 @@ class PipelineReplica:
         self.sample_bytes: dict[
             int, float
         ] = {}  #: of a tape of each stage, per sample, as measured
-        self.sent_bytes = 0  #: in messages between stages in the last step
+        self.samples = 1  #: of the largest micro-batch so far
+        self.sent_bytes = 0  #: in messages between stages, in the step with most
         self.peak_tapes = 0  #: the largest number of tapes of stages that lived at one time
         self._pipe, self._link, self._schedule_name = pipe, grid.stages, schedule
         self._parts = {stage: plan.part(model, stage) for stage in plan.stages_of(pipe.rank)}
@@ -122,7 +123,9 @@ class PipelineReplica:
             self.model, self._parts, self._params, sums, pieces, scale, memory, self.sample_bytes
         )
         samples = [piece.batch.n for piece in pieces]
-        self.sent_bytes = self._run(self.schedule, step.operations, samples, self.wait)
+        self.samples = max(self.samples, *samples)
+        sent_bytes = self._run(self.schedule, step.operations, samples, self.wait)
+        self.sent_bytes = max(self.sent_bytes, sent_bytes)
         self.peak_tapes = max(self.peak_tapes, step.peak_tapes)
         with self.wait:
             self._tied.reduce(sums, self._params)

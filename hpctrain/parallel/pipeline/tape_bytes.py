@@ -15,11 +15,16 @@ from hpctrain.parallel.schedules.check import LIVE_CHANGES
 
 
 def tape_bytes(tape: Any, params: Mapping[str, Array]) -> int:
-    """Return the bytes of the memory of a tape's arrays; parameters belong to the arena."""
-    owners = {id(_owner(x)): _owner(x).nbytes for x in _arrays(tape)}
-    for x in params.values():
-        owners.pop(id(_owner(x)), None)
-    return sum(owners.values())
+    """Return the bytes of a tape's arrays; parameters belong to the arena.
+
+    Of several views of one array the largest counts: the array may be that of a whole batch.
+    """
+    largest: dict[int, int] = {}
+    for x in _arrays(tape):
+        owner = id(_owner(x))
+        largest[owner] = max(largest.get(owner, 0), x.nbytes)
+    arena = {id(_owner(x)) for x in params.values()}
+    return sum(nbytes for owner, nbytes in largest.items() if owner not in arena)
 
 
 def predict_sample_bytes(
