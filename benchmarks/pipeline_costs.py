@@ -106,7 +106,7 @@ def measure_alone(world: World, rounds: int, mpi: str) -> tuple[list[Row], dict[
     rows, claims = [], {}
     model, mesh = pylm_model(layers=2, width=32, length=64), pipe_mesh(world)
     for micro_batches in (1, 4):
-        batch = texts(8, 64)
+        batch = texts(16, 64)
         whole = ModelReplica(model, 0, "float32")
         plan = StagePlan((0, len(model.layers)), (0,))
         split = PipelineReplica(model, 0, "float32", False, mesh.pipe, mesh.stages, plan, "1f1b")

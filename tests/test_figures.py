@@ -233,6 +233,8 @@ MEASUREMENTS: Statements = [
     ("`interleaved` | {:.2f} to {:.2f} (Open MPI), {:.2f} to {:.2f} (MPICH) |",
      [end for mpi in MPIS for end in to_clock(f"compute-2-ranks-{mpi}")]),
     ("1 Gbit/s, MPICH | all seven | {:.2f} to {:.2f} |", to_clock("hosts-4-mpich", what="sleep")),
+    ("MPICH | `gpipe`, `1f1b`, `zb-h1` | {:.2f} to {:.2f} |",
+     to_clock("hosts-4-mpich", what="transformer")),
     ("`zb-h1` takes {:.3f} (threads), {:.3f} (Open MPI) and {:.3f} (MPICH) of one of `1f1b`",
      [zb_h1_to_1f1b(f"sleep-{place}")
       for place in ("threads", *(f"4-ranks-{mpi}" for mpi in MPIS))]),
@@ -240,7 +242,7 @@ MEASUREMENTS: Statements = [
      of_both_us("1f1b")),
     ("as many messages per action | {:.0f} us (Open MPI), {:.0f} us (MPICH) |",
      of_both_us("interleaved")),
-    ("steps of about 10 ms | {:.3f} to {:.3f} |",
+    ("1 and 4 micro-batches | {:.3f} to {:.3f} |",
      ends(of_both("pipeline-alone", "ratio", replica="PipelineReplica"))),
     grid_line("2 x 2, `1f1b`", "2 x 2"),
     grid_line("2 x 2, `zb-h1`", "2 x 2, zb-h1"),
@@ -286,7 +288,7 @@ def test_a_statement_has_the_figures_of_the_results(page, statement, figures):
 
 #: figures of what was measured, not results: speeds of links, times of compute
 GIVEN = ("10 ms of compute", "20 ms of compute", "accuracy on `digits` is 95 %",
-         "sleep 50 ms", "sleep 20 ms")  # fmt: skip
+         "sleep 50 ms", "sleep 40 ms", "claim of 10 %", "steps of 10 to 15 ms")  # fmt: skip
 RESULT = re.compile(r"\d[\d.,]*(?: %|x\b| (?:ms|us|GB/s)(?!\w))")
 
 
