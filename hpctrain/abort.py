@@ -122,6 +122,13 @@ def _let_others_fail(job: Launched) -> None:
         time.sleep(RANK_0_S)
 
 
+def report_agreed(error: BaseException, rank: int) -> None:
+    """Print from rank 0 an error that all ranks raise together, without a traceback."""
+    if rank == 0:
+        message = with_prefix("hpctrain", "\n".join([str(error), *notes(error)]))
+        print(message, file=sys.stderr, flush=True)
+
+
 def report(error: BaseException, prefix: str, rank: int = 0, size: int = 1) -> None:
     """Print on stderr the error that ended `rank` of `size`; after that it may abort the job."""
     memory_error = shortage(error)

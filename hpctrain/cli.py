@@ -13,7 +13,7 @@ import click
 from hpctrain import __version__
 from hpctrain.commands import COMMANDS, LazyGroup
 from hpctrain.core import launchers
-from hpctrain.core.errors import AGREED_ERRORS, HpctrainError, notes
+from hpctrain.core.errors import AGREED_ERRORS, HpctrainError
 
 if TYPE_CHECKING:
     from hpctrain.world import World
@@ -69,9 +69,10 @@ def _guarded() -> int:
     except AGREED_ERRORS as error:
         from hpctrain import abort
 
-        if _world() is None:
+        job = _world()
+        if job is None:
             return abort.refuse(error, str(error))
-        _print_from_rank_0(abort.with_prefix("hpctrain", "\n".join([str(error), *notes(error)])))
+        abort.report_agreed(error, job.rank)
         return _finish(error.exit_code)
     except (Exception, SystemExit) as error:  # also sys.exit in a user's code, on this rank alone
         if _world() is None and _output_closed(error):
@@ -114,13 +115,6 @@ def _finish(code: int) -> int:
         world.finish()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # from `srun -K1`, once a rank has failed
     return code
-
-
-def _print_from_rank_0(message: str) -> None:
-    """Print on stderr, from rank 0 of the job."""
-    job = _world()
-    if job is None or job.rank == 0:
-        print(message, file=sys.stderr, flush=True)
 
 
 def _hint(error: click.ClickException) -> str:

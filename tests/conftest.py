@@ -207,7 +207,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if config.option.markexpr != "mpi" or collection_path.suffix != ".py":
         return None
     text = collection_path.read_text()
-    return None if "on_ranks" in text or "mark.mpi" in text else True
+    words = ("on_ranks", "on_grids", "mark.mpi")
+    return None if any(word in text for word in words) else True
 
 
 @pytest.hookimpl(tryfirst=True)  # before any are deselected

@@ -102,6 +102,29 @@ def seconds_to_target(method: str, *slow_factors: float) -> list[float]:
     ]  # fmt: skip
 
 
+def to_clock(*files: str, **keys: Any) -> list[float]:
+    """Return the ends of the ratios of measured steps of pipelines to those of the clock."""
+    return ends([row["to_clock"] for file in files for row in rows(f"pipeline-{file}", **keys)])
+
+
+def grid_line(label: str, name: str) -> tuple[str, list[float]]:
+    """Return the row of a grid: its step, divided by that of the data axis alone."""
+    figures = [
+        value(f"pipeline-grids-{place}", "to_data_axis_alone", grid=name, texts=batch)
+        for place in ("here-openmpi", "hosts-1gbit-mpich")
+        for batch in (16, 64)
+    ]
+    return f"| {label} |" + " {:.2f} |" * 4, figures
+
+
+def of_both_us(schedule: str) -> list[float]:
+    return of_both("pipeline-actions", "us_per_action", schedule=schedule)
+
+
+def zb_h1_to_1f1b(file: str) -> float:
+    return ratio(f"pipeline-{file}", "schedule", "zb-h1", "1f1b", ranks=4)
+
+
 def wire_s(run: str) -> float:
     """Return the seconds of a step, of those that are drawn, in which buckets travel."""
     drawn = result("step-timeline-openmpi")["pictures"][run]
@@ -202,6 +225,29 @@ MEASUREMENTS: Statements = [
     ("`ring` {:.1f} MiB (Open MPI), {:.1f} MiB (MPICH); `MPI_Allreduce` {:.0f} MiB |",
      [*(x / MIB for x in of_both("memory-4-ranks", "grown_bytes", algorithm="ring")),
       value("memory-4-ranks-openmpi", "grown_bytes", algorithm="native") / MIB]),
+    ("2, 4 and 8 threads | all seven | {:.3f} to {:.3f} |", to_clock("sleep-threads")),
+    ("P = 2 MPI ranks | all seven | {:.3f} to {:.3f} (Open MPI), {:.3f} to {:.3f} (MPICH) |",
+     [end for mpi in MPIS for end in to_clock(f"sleep-2-ranks-{mpi}")]),
+    ("P = 4 MPI ranks | all seven | {:.3f} to {:.3f} (Open MPI), {:.3f} to {:.3f} (MPICH) |",
+     [end for mpi in MPIS for end in to_clock(f"sleep-4-ranks-{mpi}")]),
+    ("`interleaved` | {:.2f} to {:.2f} (Open MPI), {:.2f} to {:.2f} (MPICH) |",
+     [end for mpi in MPIS for end in to_clock(f"compute-2-ranks-{mpi}")]),
+    ("1 Gbit/s, MPICH | all seven | {:.2f} to {:.2f} |", to_clock("hosts-4-mpich", what="sleep")),
+    ("`zb-h1` takes {:.3f} (threads), {:.3f} (Open MPI) and {:.3f} (MPICH) of one of `1f1b`",
+     [zb_h1_to_1f1b(f"sleep-{place}")
+      for place in ("threads", *(f"4-ranks-{mpi}" for mpi in MPIS))]),
+    ("messages of 32 KiB, `1f1b` | {:.0f} us (Open MPI), {:.0f} us (MPICH) |",
+     of_both_us("1f1b")),
+    ("as many messages per action | {:.0f} us (Open MPI), {:.0f} us (MPICH) |",
+     of_both_us("interleaved")),
+    ("steps of about 10 ms | {:.3f} to {:.3f} |",
+     ends(of_both("pipeline-alone", "ratio", replica="PipelineReplica"))),
+    grid_line("2 x 2, `1f1b`", "2 x 2"),
+    grid_line("2 x 2, `zb-h1`", "2 x 2, zb-h1"),
+    grid_line("1 x 4, `1f1b`", "1 x 4"),
+    grid_line("1 x 4, `zb-h1`", "1 x 4, zb-h1"),
+    ("that of the best cut | at most {:.2f} |",
+     [max(row["worst"] for row in rows("pipeline-balance-openmpi") if "worst" in row)]),
     ("two ranks at {:.0f} to {:.0f} GB/s)",
      ends([x for n in (1, 2, 3)
            for x in of_both(f"server-{n}-workers", "GB_per_s", what="one way")])),
@@ -239,7 +285,8 @@ def test_a_statement_has_the_figures_of_the_results(page, statement, figures):
 
 
 #: figures of what was measured, not results: speeds of links, times of compute
-GIVEN = ("10 ms of compute", "20 ms of compute", "accuracy on `digits` is 95 %")
+GIVEN = ("10 ms of compute", "20 ms of compute", "accuracy on `digits` is 95 %",
+         "sleep 50 ms", "sleep 20 ms")  # fmt: skip
 RESULT = re.compile(r"\d[\d.,]*(?: %|x\b| (?:ms|us|GB/s)(?!\w))")
 
 

@@ -24,6 +24,32 @@ def test_without_a_terminal_there_is_no_bar(monkeypatch):
     assert progress.open_bar("digits", 0, 720) is None
 
 
+FIT = """
+import logging
+import numpy as np, hpctrain as ht
+{0}
+x = np.eye(64, dtype="f4")
+model = ht.nn.Model([ht.nn.Linear(2)], input_shape=64)
+ht.Trainer(model, "sgd").fit((x, np.arange(64) % 2), epochs=2, batch=32)
+"""
+#: configuration of a script -> whether its two ranks print the lines of rank 0
+SCRIPTS = {
+    "none": ("", True),
+    "a level": ("logging.getLogger('hpctrain').setLevel(logging.WARNING)", False),
+    "a handler": ("logging.basicConfig()", False),
+}
+
+
+@pytest.mark.processes
+@pytest.mark.either
+@pytest.mark.parametrize("configuration", SCRIPTS)
+def test_a_script_shows_its_progress_once(start, configuration):
+    text, is_shown = SCRIPTS[configuration]
+    ended = start("-c", FIT.format(text), ranks=2).finish()
+    for line in ("training: allreduce", "step 4/4  epoch 2", "training: done"):
+        assert ended.stderr.count(line) == is_shown, ended.stderr
+
+
 @pytest.mark.parametrize(
     ("watched", "columns", "reported"), [(True, 120, "120"), (True, 0, "80"), (False, 120, None)]
 )

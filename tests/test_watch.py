@@ -35,6 +35,7 @@ from hpctrain.watch import (
     read_record,
     record_path,
 )
+from hpctrain.watch.ended import EndedRanks
 from hpctrain.watch.inside import LastingCalls
 from hpctrain.watch.record import frame_of_each_thread
 
@@ -285,6 +286,45 @@ def test_report(snapshots: list[Snapshot], body: list[str]) -> None:
     assert "--resume" in lines[-1]
 
 
+def test_a_script_has_no_steps() -> None:
+    text = make_report(
+        ranks(WAITING, replace(COMPUTING, has_ended=True)), NOW, 300, has_folder=False
+    )
+    assert "step" not in text and "  rank 1 on n0 (pid 70): has ended its script\n" in text
+
+
+ENDED = replace(WAITING, has_ended=True)
+#: at a beat each: the ranks of the node; the beat at which rank 0 reports, if it does
+ENDS = {
+    "one waits": ([(WAITING, ENDED)] * 8, 6),
+    "a rank before it reports": ([(ENDED, WAITING)] * 8, None),
+    "a rank computes": ([(WAITING, ENDED, COMPUTING)] * 8, None),
+    "a rank is stopped": ([(WAITING, ENDED, STOPPED)] * 8, None),
+    "none has ended": ([(WAITING, WAITING)] * 8, None),
+    "all have ended": ([(ENDED, ENDED)] * 8, None),
+    "the wait changes": (
+        [(WAITING, ENDED)] * 4 + [(COMPUTING, ENDED)] + [(WAITING, ENDED)] * 7,
+        11,
+    ),
+    "a long array": ([(replace(WAITING, calls=(replace(WAIT, nbytes=3 * 10**8),)), ENDED)] * 12, 8),
+}
+
+
+@pytest.mark.parametrize("case", ENDS)
+def test_waits_for_ranks_that_have_ended(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hpctrain.watch.ended.clock", lambda: NOW)
+    beats, expected = ENDS[case]
+    ended_ranks = EndedRanks()
+    reports = [ended_ranks.check(ranks(*beat), 0, at) for at, beat in enumerate(beats)]
+    assert [at for at, report in enumerate(reports) if report] == [expected] * (
+        expected is not None
+    )
+    if expected is not None:
+        assert reports[expected].startswith(
+            "hung: rank 1 has ended its script, rank 0 waits in recv (ring.py:57): do ranks have "
+        )
+
+
 @pytest.mark.parametrize(
     ("timeout_s", "age_s", "dead"),
     [(300, 2.9, False), (300, 3.1, True), (1, 0.7, False), (1, 0.8, True)],
@@ -357,11 +397,11 @@ LIBRARY = str(Path(threading.__file__).parent)
         (["<stdin>"], "<stdin>:1 call"),
         (
             ["user.py", f"{PACKAGE}/collectives/ring.py", f"{PACKAGE}/transport/mpi/link.py"],
-            "ring.py:1 call",
+            "user.py:1 call, ring.py:1 call",
         ),
         (
             ["user.py", f"{PACKAGE}/training/trainer.py", f"{PACKAGE}/watch/deadline.py"],
-            "trainer.py:1 call",
+            "user.py:1 call, trainer.py:1 call",
         ),
         (["user.py", "/venv/lib/site-packages/numpy/linalg.py"], "user.py:1 call"),
         (

@@ -73,6 +73,9 @@ class _Copy(NamedTuple):
         self.x[...] = self.source
         xp.finish(self.x)
 
+    def done(self) -> bool:
+        return self.notification.done()
+
 
 def zeros_on_gpu(world: World, nbytes: int) -> xp.Array:
     """Return `nbytes` zeros (uint8) on this rank's GPU, mapped by its neighbours; collective."""

@@ -45,6 +45,7 @@ class Signature(NamedTuple):
     text: str  #: the call in words, or the fault
     digest: int  #: 64 bits
     is_fault: bool = False  #: whether this rank cannot make the call
+    hint: str = ""  #: appended to the error of a mismatch
 
     @property
     def payload(self) -> int:
@@ -52,9 +53,9 @@ class Signature(NamedTuple):
         return self.digest & PAYLOAD_MASK
 
 
-def make_signature(text: str) -> Signature:
-    """Return the signature of the call described by `text`."""
-    return Signature(text, _compute_digest(text))
+def make_signature(text: str, hint: str = "") -> Signature:
+    """Return the signature of the call described by `text`; `hint` ends the error of a mismatch."""
+    return Signature(text, _compute_digest(text), hint=hint)
 
 
 def fault_signature(text: str) -> Signature:
@@ -145,7 +146,7 @@ def _raise_mismatch(link: Link, call: Signature) -> None:
     differences = [f"{_name_ranks_with(text, texts)} {text}" for text in rest[:MAX_NAMED_RANKS]]
     raise UsageError(
         "shape, dtype and call must be the same on all ranks; "
-        f"{_name_ranks_with(first, texts)} {first}, but {', '.join(differences)}"
+        f"{_name_ranks_with(first, texts)} {first}, but {', '.join(differences)}{call.hint}"
     )
 
 

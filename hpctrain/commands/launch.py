@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
+import shutil
+
 import click
 from click.shell_completion import CompletionItem
 
+from hpctrain.commands import COMMANDS
 from hpctrain.commands._complete import ForwardingCommand, complete_command_line
 
 EPILOG = """\b
@@ -61,9 +65,20 @@ def launch(context: click.Context, ranks: int, arguments: tuple[str, ...]) -> No
     """
     from hpctrain.cluster import launch as launcher  # late, so that `--help` stays fast
 
-    if context.meta[IS_PROGRAM_KEY]:
+    is_program = context.meta[IS_PROGRAM_KEY]
+    if not is_program and _is_program(arguments[0]):
+        argv = ["python"] * arguments[0].endswith(".py") + list(arguments)
+        raise click.UsageError(
+            f"to start a program: hpctrain launch -n {ranks} -- {shlex.join(argv)}"
+        )
+    if is_program:
         context.exit(launcher.launch_program(ranks, arguments))
     context.exit(launcher.launch(ranks, [*_verbosity_options(context), *arguments]))
+
+
+def _is_program(word: str) -> bool:
+    """Return whether `word` is a program or a script in Python, and no command of hpctrain."""
+    return word not in COMMANDS and (word.endswith(".py") or shutil.which(word) is not None)
 
 
 def _verbosity_options(context: click.Context) -> list[str]:

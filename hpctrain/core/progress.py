@@ -36,6 +36,19 @@ def console() -> Console:
     return Console(file=sys.stderr)
 
 
+def show_by_default(rank: int) -> None:
+    """Show the lines and the bar of rank 0 in a program that has not configured logging.
+
+    A level of the logger "hpctrain", such as logging.WARNING, or a handler of the root logger is a
+    configuration.
+    """
+    package = logging.getLogger("hpctrain")
+    if rank == 0 and not package.hasHandlers() and package.level == logging.NOTSET:
+        package.addHandler(logging.StreamHandler())
+        package.setLevel(logging.INFO)
+        package.propagate = False  # handlers that the program adds later would print lines twice
+
+
 class Bar:
     """A bar with loss, samples/s and ETA."""
 

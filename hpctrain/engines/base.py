@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from hpctrain.collectives import broadcast
-from hpctrain.collectives.vote import elementwise_maximum
 from hpctrain.engines.engine import Task, Times, sum_over
+from hpctrain.engines.pipe_row import PipeRow
 from hpctrain.engines.replay import Recorder
 from hpctrain.engines.staleness import Staleness
 from hpctrain.gradients.finite import GradientCheck
@@ -42,6 +42,7 @@ class EngineBase:
         self.replica, self.times = replica, Times()
         self.workers, self.worker = world.size, world.rank
         self._world, self._trace, self._group = world, world.trace, world.main
+        self._row = PipeRow(world, self.times)
         self._links: list[Link] = []  # links that only this engine uses
 
     @property
@@ -63,17 +64,8 @@ class EngineBase:
             link.free()
 
     def _compute_gradient(self, task: Task) -> tuple[Sums, bool]:
-        """Compute a gradient; return (sums, whether the gradient is finite)."""
+        """Compute a gradient; return (sums, whether it is finite on all ranks of the row)."""
         with self.times.compute(self._trace, "forward, backward"):
             sums = self.replica.gradient(*task, self.check.begin(ignore_ready))
             is_finite = self.check.passes(sums)
-        return sums, self._whole_replica_passes(is_finite)
-
-    def _whole_replica_passes(self, is_finite: bool) -> bool:
-        """Return whether the gradients of all ranks that share this replica are finite."""
-        grid = self._world.grid
-        if grid is None:
-            return is_finite
-        with self.times.wait(self._trace, "wait for flags"):
-            failed, _ = elementwise_maximum(grid.pipe, (int(not is_finite), 0))
-        return not failed
+        return sums, not self._row.join_check(is_finite).failed

@@ -3,7 +3,8 @@
 A gradient depends on the worker's parameters and on its step; parameters depend on the order of
 updates and averagings. A replay waits for the next rank of the log instead of for any rank, and so
 repeats the run bit for bit, over MPI or with ranks as threads. Each rank that decides on an order
-writes a file, whose first line describes the run and the machine:
+writes a file, whose first line describes the run and the machine. It has the rank's number along
+the data axis of a mesh, so that a run repeats on any number of ranks along pipe:
 
     DIR/replay/rank-00003.jsonl    {"run": {...}, "about": {...}}
                                    {"start": 0, "until": 12, ...}      an interval of training

@@ -76,7 +76,7 @@ class BlockReplica:
         #: Packed Sums of each block of the step; zeros for blocks of other ranks
         self.table = np.zeros((tree.blocks, 2 * len(replica.loss.terms)))
         self.loss = replica.loss
-        self.replica, self._tree, self._own_blocks = replica, tree, tree.blocks_of(rank)
+        self._replica, self._tree, self._own_blocks = replica, tree, tree.blocks_of(rank)
         self._slots = {slot.name: slot for slot in replica.arena.slots}
         self._planes: list[np.ndarray] = []
         self._subtotals: list[Subtotal] = []
@@ -84,7 +84,7 @@ class BlockReplica:
     @property
     def arena(self) -> Arena:
         """The arena of the replica."""
-        return self.replica.arena
+        return self._replica.arena
 
     @property
     def normalizes_batch(self) -> bool:
@@ -93,11 +93,11 @@ class BlockReplica:
 
     def move(self, **planes: np.ndarray) -> None:
         """Move planes to other arrays; see Replica."""
-        self.replica.move(**planes)
+        self._replica.move(**planes)
 
     def evaluate(self, batch: Batch) -> nn.Sums:
         """Return the sums over `batch`; see Replica."""
-        return self.replica.evaluate(batch)
+        return self._replica.evaluate(batch)
 
     def gradient(
         self, batch: Batch, scale: float, key: nn.Key, on_ready: Callable[[str], None]
@@ -123,7 +123,7 @@ class BlockReplica:
             if is_last:
                 block_on_ready = partial(self._finish_slot, self._join_last_block(block), on_ready)
             block_batch = batch.part(start, stop)
-            sums = self.replica.gradient(block_batch, scale, block_key, block_on_ready)
+            sums = self._replica.gradient(block_batch, scale, block_key, block_on_ready)
             self.table[block] = nn.losses.pack(sums, self.loss.terms)
             if not is_last:
                 self._add_or_copy(block)

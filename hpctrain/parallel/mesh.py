@@ -14,11 +14,15 @@ placed them: activations wait for nobody, sums of gradients overlap with backwar
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from hpctrain.parallel.options import MeshOptions
 from hpctrain.transport.link import Link
 from hpctrain.world import World
 from hpctrain.world.grid import Grid
+
+if TYPE_CHECKING:
+    from hpctrain.parallel.pipeline.replica import PipelineReplica
 
 
 @dataclass(frozen=True)
@@ -28,12 +32,23 @@ class Mesh:
     everyone: World
     data: World  #: the ranks with the same layers; engines train on it
     pipe: World  #: the ranks that hold one replica, in the order of the pipe axis
+    pipeline: PipelineReplica | None = None  #: this rank's part of a replica
+
+    @property
+    def grid(self) -> Grid:
+        """The groups and links of this rank along the pipe axis."""
+        assert self.data.grid is not None
+        return self.data.grid
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank is the first of its row, which decides on the order of events."""
+        return self.data.grid is None or self.grid.pipe.link.rank == 0
 
     @property
     def stages(self) -> Link:
         """The link of the ranks of `pipe` for messages between stages."""
-        assert self.data.grid is not None
-        return self.data.grid.stages
+        return self.grid.stages
 
 
 def make_mesh(world: World, options: MeshOptions) -> Mesh:
@@ -44,6 +59,6 @@ def make_mesh(world: World, options: MeshOptions) -> Mesh:
     data_index, pipe_index = divmod(by_host.index(world.rank), options.pipe)
     pipe = world.split(data_index, pipe_index)
     data = world.split(pipe_index, data_index)
-    data.grid = Grid(world.main, pipe.main, pipe.link_for("stages"))
+    data.grid = Grid(world.main, pipe.main, pipe.link_for("stages"), pipe.link_for("norms"))
     data.trace = pipe.trace = world.trace  # the engine's spans belong to the trace of the run
     return Mesh(world, data, pipe)

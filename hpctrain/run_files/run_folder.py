@@ -162,11 +162,12 @@ def try_append(run: Path, new_rows: list[dict[str, Any]]) -> list[dict[str, Any]
 
 def sync_rows(run: Path) -> None:
     """Write the rows through to the disk; if that fails, warn: training goes on."""
-    with suppress(FileNotFoundError):
-        try:
-            files.sync(run / METRICS)
-        except OSError as error:
-            log.warning("%s may lose rows: %s", run / METRICS, error.strerror)
+    try:
+        files.sync(run / METRICS)
+    except FileNotFoundError:
+        return  # no row was due yet
+    except OSError as error:
+        log.warning("%s may lose rows: %s", run / METRICS, error.strerror)
 
 
 def rows(run: Path) -> list[dict[str, Any]]:

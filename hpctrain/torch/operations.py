@@ -21,6 +21,7 @@ from hpctrain.torch.communicator import Communicator
 from hpctrain.torch.work import FinishedWork, RunningWork
 
 _FINISHED = FinishedWork()
+BATCHES_HINT = " (do ranks have different numbers of batches?)"
 
 
 class Operations:
@@ -58,7 +59,7 @@ class Operations:
         """Return the signature of a call if ranks compare them."""
         group = self.group
         cheap = len(group.nodes) == 1 and group.node_buffers is not None
-        return make_signature(text) if cheap or self._compares_calls else None
+        return make_signature(text, BATCHES_HINT) if cheap or self._compares_calls else None
 
     def must_match(self, text: str) -> None:
         """Raise UsageError on all ranks if calls differ, where that is compared."""

@@ -9,6 +9,7 @@ takes place.
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import sys
@@ -26,6 +27,7 @@ from hpctrain.torch.job import start_job
 from hpctrain.world import World
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR")
+log = logging.getLogger(__name__)
 CONNECT_S = 2.0  #: time for one address of rank 0 to answer; the next is tried after it
 
 
@@ -54,6 +56,8 @@ def _requested_backend() -> str | None:
 def over_mpi(timeout: timedelta | None = None, **_: Any) -> Iterator[tuple[dist.Store, int, int]]:
     """Yield (store, rank, size) of this job; collective over all ranks."""
     job = start_job(timeout)
+    if job.size == 1 and launchers.launched(os.environ).name == "none":
+        log.warning("hpctrain: 1 rank: no launcher has started this script, such as mpirun or srun")
     local_rank = {"LOCAL_RANK": job.local_rank, "LOCAL_WORLD_SIZE": job.node.size}
     for name, value in local_rank.items():  # `dist.get_node_local_rank` reads it
         os.environ.setdefault(name, str(value))

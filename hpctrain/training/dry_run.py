@@ -79,7 +79,7 @@ def dry_run(spec: Recipe, world: World, out: Path | None) -> dict[str, Any]:
 def _pipeline(job: runs.Job) -> tuple[str, Any, dict[str, str]]:
     """Return facts of a pipeline: its line, the bytes of ranks by kind, and these in words."""
     mesh, engine = job.trainer.mesh, job.trainer.engine
-    text = run_facts.describe_mesh(mesh, engine, job.batch)
+    text = run_facts.describe_mesh(mesh, job.batch)
     if not text:
         return "", None, {}
     from hpctrain.training import pipeline_memory  # most runs have no pipeline

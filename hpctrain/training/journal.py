@@ -51,7 +51,7 @@ class Journal:
         trace: TraceOptions = TraceOptions(),  # noqa: B008  (frozen)
     ):
         self.world, self.engine, self.sampler = mesh.everyone, engine, sampler
-        world, self._mesh = mesh.everyone, mesh
+        world, self.mesh = mesh.everyone, mesh
         self.total_steps, self.run, self.recipe, self.rate = total_steps, run, recipe, rate
         self.name = recipe.run.name if recipe else "training"
         self.steps_redone = 0
@@ -81,7 +81,7 @@ class Journal:
         self.skips.resume(about)
         open_row = about.get("open_row") or {"since_step": step, "sums": {}}
         self._row_step = open_row["since_step"]
-        if self._mesh.data.rank == 0:  # they are the sums of all workers
+        if self.mesh.data.rank == 0:  # they are the sums of all workers
             self._sums = {name: Total(*total) for name, total in open_row["sums"].items()}
         rows, summary = self.world.on_all_ranks(lambda: self.files.go_back(step, about))
         rows, summary = json.loads(self.world.gather(json.dumps([rows, summary]))[0])
@@ -100,9 +100,9 @@ class Journal:
         self._first_step = step
         text = self.recipe.toml() if self.recipe else None
         self.world.on_all_ranks(lambda: self.files.begin(text))
-        start = run_facts.describe_start(self._mesh, self.engine, self.sampler.batch)
+        start = run_facts.describe_start(self.mesh, self.engine, self.sampler.batch)
         self._log("%s: %s, %d steps; folder: %s", self.name, start, self.total_steps, self.run)
-        if mesh_text := run_facts.describe_mesh(self._mesh, self.engine, self.sampler.batch):
+        if mesh_text := run_facts.describe_mesh(self.mesh, self.sampler.batch):
             self._log("pipeline: %s", mesh_text)
         self._timeline.begin()
         if self.world.rank == 0 and log.isEnabledFor(logging.INFO):
@@ -229,7 +229,7 @@ class Journal:
             "reason": reason,
             "recipe": self.name,
             **run_facts.of_run(world, engine),
-            "mesh": run_facts.of_mesh(self._mesh, engine),
+            "mesh": run_facts.of_mesh(self.mesh, engine),
             "epochs": step / self.sampler.steps_per_epoch,
             "steps": step,
             "since_step": self._first_step,  # start of the clocks of a resumed run

@@ -72,7 +72,10 @@ class Loop:
         self.world, self.engine, self.plan, self.journal = world, engine, plan, journal
         self.callbacks = callbacks
         self.replay_log = replay.ReplayLog(
-            engine.recorder, journal.run, world.rank, self._replay_settings()
+            engine.recorder if journal.mesh.is_first else None,
+            journal.run,
+            journal.mesh.data.rank,
+            self._replay_settings(),
         )
         self.step, self.rows = 0, list[Row]()  # rows: those of the run before this part
         self.row: Row = {}  # of this step, where there is one
@@ -156,7 +159,7 @@ class Loop:
 
     def repeat(self, run: Path) -> None:
         """Let the engine repeat the order of events in `run`; raise UsageError if it cannot."""
-        rank, recorder = self.world.rank, self.engine.recorder
+        rank, recorder = self.journal.mesh.data.rank, self.engine.recorder
         if recorder is None:
             raise UsageError(
                 f"--replay: the engine '{self.engine.name}' is deterministic by itself; "

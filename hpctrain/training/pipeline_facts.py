@@ -13,14 +13,9 @@ from hpctrain.parallel.timing.clock import StageCosts, run_clock
 from hpctrain.parallel.timing.summary import describe_bubble
 
 
-def pipeline_of(engine: Engine) -> Any:
-    """Return the PipelineReplica of an engine, which may train it block by block."""
-    return getattr(engine.replica, "replica", engine.replica)
-
-
-def describe_pipeline(mesh: Mesh, engine: Engine, batch: int) -> str:
+def describe_pipeline(mesh: Mesh, batch: int) -> str:
     """Return grid, schedule, stages, and the clock's verdict on the micro-batches."""
-    replica = pipeline_of(engine)
+    replica: Any = mesh.pipeline
     schedule, plan = replica.schedule, replica.plan
     layers = ", ".join(map(str, plan.layer_counts))
     cut = "by measured times" if plan.layer_seconds else "times not measured, taken as equal"
@@ -34,7 +29,7 @@ def describe_pipeline(mesh: Mesh, engine: Engine, batch: int) -> str:
 
 def summarize_pipeline(mesh: Mesh, engine: Engine) -> dict[str, Any]:
     """Return grid, schedule, stages, predicted and measured idle time; collective."""
-    replica = pipeline_of(engine)
+    replica: Any = mesh.pipeline
     schedule, plan = replica.schedule, replica.plan
     wait_s, compute_s = replica.wait.seconds, engine.times.compute_s
     own_facts = [mesh.data.rank, mesh.pipe.rank, wait_s / max(compute_s + wait_s, 1e-9)]

@@ -44,13 +44,13 @@ def of_mesh(mesh: Mesh, engine: Engine) -> dict[str, Any] | None:
     return summarize_pipeline(mesh, engine)
 
 
-def describe_mesh(mesh: Mesh, engine: Engine, batch: int) -> str:
+def describe_mesh(mesh: Mesh, batch: int) -> str:
     """Return grid, schedule, stages and bubble in a line; empty without a pipeline."""
     if mesh.pipe is mesh.everyone:
         return ""
     from hpctrain.training.pipeline_facts import describe_pipeline
 
-    return describe_pipeline(mesh, engine, batch)
+    return describe_pipeline(mesh, batch)
 
 
 def describe_start(mesh: Mesh, engine: Engine, batch: int) -> str:

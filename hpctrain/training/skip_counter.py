@@ -21,7 +21,7 @@ class SkipCounter:
     """Steps skipped and gradients dropped since the first step, also before a resume."""
 
     def __init__(self, world: World, engine: Engine):
-        self._world, self._check = world, engine.check
+        self._world, self._engine, self._check = world, engine, engine.check
         self.skipped_steps = self.in_a_row = 0
         self._dropped_before_resume = self._dropped_at_begin = 0
 
@@ -44,8 +44,12 @@ class SkipCounter:
         }
 
     def rank_counts(self) -> dict[str, float]:
-        """Return this rank's counts for `dropped_gradients` and `state`."""
-        dropped = self._check.dropped - self._dropped_at_begin
+        """Return this rank's counts for `dropped_gradients` and `state`.
+
+        Of the ranks that hold a replica together, the one with the first slot counts.
+        """
+        counts = self._engine.replica.arena.has_first_slot
+        dropped = self._check.dropped - self._dropped_at_begin if counts else 0
         return {"dropped": dropped, "own_steps": self._check.has_own_steps}
 
     def dropped_gradients(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
@@ -19,7 +20,7 @@ from hpctrain.watch.trace import Trace
 from hpctrain.world import World
 
 #: The options of engines that train replicas which are split over ranks
-ENGINES = ("AllReduce", "LocalSgd")
+ENGINES = ("AllReduce", "LocalSgd", "PsSync", "PsAsync", "Easgd", "Gossip")
 
 
 def check(
@@ -63,8 +64,7 @@ def _conflicts(
     kind = type(engine).__name__
     yield (
         kind not in ENGINES,
-        f"expected the engine allreduce or local-sgd, seen {kind}; others do not yet train "
-        "replicas that are split over ranks",
+        f"expected an engine of several ranks, such as allreduce, seen {kind}",
     )
     for key, usual in {
         "priority": False, "share_parameters": False, "compression": "none", "apart": "ranks"
@@ -97,7 +97,8 @@ def make_replica(
         from hpctrain.parallel.pipeline.build import make_pipeline  # most runs have no pipeline
 
         ranks = make_mesh(world, mesh)
-        return ranks, make_pipeline(model, seed, precision, on_gpu, ranks, pipeline)
+        part = make_pipeline(model, seed, precision, on_gpu, ranks, pipeline)
+        return replace(ranks, pipeline=part), part
     whole = world.on_all_ranks(lambda: make_whole_replica(model, seed, precision, on_gpu))
     return Mesh(everyone=world, data=world, pipe=world), whole
 

@@ -12,6 +12,7 @@ import numpy as np
 
 import hpctrain.world
 from hpctrain import checkpoint, engines, nn
+from hpctrain.core import progress
 from hpctrain.core.errors import UsageError
 from hpctrain.core.signals import StopRequest
 from hpctrain.core.xp import shortage_raised
@@ -129,6 +130,7 @@ class Trainer:
         there is a checkpoint, or it is an UnsavedError: without `out` nothing is saved) or
         SaveError, each on all ranks.
         """
+        progress.show_by_default(self.world.rank)
         train = as_samples(train, "fit")
         test = None if evaluate is None else as_samples(evaluate, "evaluate")
         if (epochs is None) == (steps is None):

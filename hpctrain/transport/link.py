@@ -24,6 +24,9 @@ class Request(Protocol):
     def wait(self) -> None:
         """Return when the transfer is done; raise TransportError if the sizes differ."""
 
+    def done(self) -> bool:
+        """Return whether `wait` would return at once."""
+
 
 class NativeCall(NamedTuple):
     """A bare call of the library, and the array that holds its result."""

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from time import time as clock
 
+from hpctrain.watch.ended import EndedRanks
 from hpctrain.watch.inside import LastingCalls
 from hpctrain.watch.record import Snapshot, WatchRecord, read_record, record_path
 from hpctrain.watch.report import interval_s, make_report
+
+log = logging.getLogger(__name__)
 
 
 class Watch:
@@ -33,7 +37,7 @@ class Watch:
         self._timeout_s, self._first_step_factor = timeout_s, first_step_factor
         self._awake_s, self._reported = 0.0, False
         self._first_observed: dict[tuple[str, float], float] = {}
-        self._lasting_calls = LastingCalls()
+        self._lasting_calls, self._ended_ranks = LastingCalls(), EndedRanks()
         self._stop_event = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hpctrain-watch", daemon=True)
         self._thread.start()
@@ -54,6 +58,7 @@ class Watch:
             self._lasting_calls.scan()
             self._record.write_heartbeat()
             self._check_waits()
+            self._check_ended_ranks()
 
     def _check_waits(self) -> None:
         wait_keys = [(call.thread, call.start_s) for call in self._record.snapshot().waiting_calls]
@@ -66,6 +71,16 @@ class Watch:
             self._reported = True
             snapshots, has_folder = self._collect_snapshots(), self._directory is not None
             self._on_hang(make_report(snapshots, clock(), self._timeout_s, has_folder))
+
+    def _check_ended_ranks(self) -> None:
+        if self._directory is None and not self._reported:
+            snapshots = self._record.node_snapshots()
+            report = self._ended_ranks.check(snapshots, self._record.rank, self._awake_s)
+            if report and len(snapshots) == self._record.size:
+                self._reported = True
+                self._on_hang(report)
+            elif report:  # ranks of other nodes may still compute, and let the call end
+                log.warning("%s", report)
 
     def _collect_snapshots(self) -> list[Snapshot]:
         if self._directory is None:

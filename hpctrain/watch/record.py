@@ -11,7 +11,7 @@ import socket
 import struct
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import time as clock
@@ -31,6 +31,7 @@ _NAME_FORMAT = struct.Struct("<32s")
 _CALL_FORMAT = struct.Struct("<24sqqqdB")
 _HEARTBEAT_OFFSET = _HEADER_FORMAT.size
 _STEP_OFFSET = _HEARTBEAT_OFFSET + _HEARTBEAT_FORMAT.size
+_ENDED_OFFSET = _STEP_OFFSET + _STEP_FORMAT.size
 _ENTRY_OFFSETS = range(512, 512 + MAX_ENTRIES * 128, 128)
 _pack_call = _CALL_FORMAT.pack_into
 
@@ -38,6 +39,7 @@ _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 # The entry names the call already; the useful line is that of its caller.
 _LINK_FOLDERS = (_PACKAGE + "transport" + os.sep, _PACKAGE + "watch" + os.sep)
 _LIBRARY_FOLDERS = (os.path.dirname(os.__file__) + os.sep, "<frozen")
+_SCRIPTS_FOLDER = os.path.dirname(sys.executable) + os.sep  # of entry points, such as `hpctrain`
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,7 @@ class Snapshot:
     step: int
     line: str
     calls: tuple[Call, ...]
+    has_ended: bool = False  #: whether it has reached the end of its script
 
     @property
     def waiting_calls(self) -> list[Call]:
@@ -154,6 +157,10 @@ class WatchRecord:
         self._step, self.in_first_step = value, value == self._first_step
         _STEP_FORMAT.pack_into(self._map, _STEP_OFFSET, value)
 
+    def mark_ended(self) -> None:
+        """Note that this rank has reached the end of its script and waits there for the others."""
+        self._map[_ENDED_OFFSET] = 1
+
     def write_heartbeat(self) -> None:
         """Write the heartbeat and the main thread's line, and hand the record to other hosts."""
         line = code_location(frame_of_each_thread().get(self._thread))
@@ -217,13 +224,25 @@ def frame_of_each_thread() -> dict[int, FrameType]:
 
 
 def code_location(frame: FrameType | None) -> str:
-    """Return "ring.py:57 ring", the innermost line of `frame` in hpctrain or the user's code."""
-    innermost = frame
-    while frame is not None and not _is_relevant(frame.f_code.co_filename):
-        frame = frame.f_back
-    frame = frame or innermost
+    """Return the innermost line of `frame` in the user's code, and the one in hpctrain below it.
+
+    As "train.py:9 main, ring.py:57 ring"; without any of the two, the innermost line of all.
+    """
     if frame is None:
         return "(its main thread has ended)"
+    own = _innermost(frame, _is_relevant)
+    users = _innermost(own, _is_users)
+    lines = dict.fromkeys(_describe_line(found) for found in (users, own) if found is not None)
+    return ", ".join(lines) or _describe_line(frame)
+
+
+def _innermost(frame: FrameType | None, is_wanted: Callable[[str], bool]) -> FrameType | None:
+    while frame is not None and not is_wanted(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
+
+
+def _describe_line(frame: FrameType) -> str:
     code = frame.f_code
     return f"{os.path.basename(code.co_filename)}:{frame.f_lineno} {code.co_name}"
 
@@ -231,7 +250,12 @@ def code_location(frame: FrameType | None) -> str:
 def _is_relevant(filename: str) -> bool:
     if filename.startswith(_PACKAGE):
         return not filename.startswith(_LINK_FOLDERS)
-    return not filename.startswith(_LIBRARY_FOLDERS) and f"-packages{os.sep}" not in filename
+    return _is_users(filename)
+
+
+def _is_users(filename: str) -> bool:
+    is_library = filename.startswith((*_LIBRARY_FOLDERS, _PACKAGE, _SCRIPTS_FOLDER))
+    return not is_library and f"-packages{os.sep}" not in filename
 
 
 def record_path(directory: Path, rank: int) -> Path:
@@ -252,7 +276,8 @@ def _decode(raw: bytes) -> Snapshot:
     heartbeat, line = _HEARTBEAT_FORMAT.unpack_from(raw, _HEARTBEAT_OFFSET)
     (step,) = _STEP_FORMAT.unpack_from(raw, _STEP_OFFSET)
     calls = tuple(_decode_call(raw, at) for at in _ENTRY_OFFSETS if raw[at + _NAME_FORMAT.size])
-    return Snapshot(rank, size, pid, _decode_text(host), heartbeat, step, _decode_text(line), calls)
+    host_name, line_text, has_ended = _decode_text(host), _decode_text(line), raw[_ENDED_OFFSET] > 0
+    return Snapshot(rank, size, pid, host_name, heartbeat, step, line_text, calls, has_ended)
 
 
 def _decode_call(raw: bytes, offset: int) -> Call:

@@ -9,6 +9,7 @@ from pathlib import Path
 from hpctrain.watch.record import REPORT_NAME, Call, Snapshot
 
 _WAITING, _SILENT, _COMPUTING = "waiting", "stopped or dead", "alive, computing"
+_ENDED = "has ended its script"
 _BLOCKED_REMEDY = """what to do: look at the ranks that the job waits for.
   stopped or dead: look on its host for its pid (killed, out of memory?)
   computing: its stack is in stacks-RRRRR.txt; where it is only slow, raise run.timeout_s
@@ -34,21 +35,29 @@ def make_report(
     `has_folder`: whether a run's folder holds stacks and checkpoints.
     """
     judgements = [(snapshot, _judge_rank(snapshot, now_s, timeout_s)) for snapshot in snapshots]
+
+    def describe(judgement: str) -> list[str]:
+        return [
+            _describe_rank(snapshot, judged, now_s, has_folder)
+            for snapshot, judged in judgements
+            if judged.endswith(judgement)
+        ]
+
     missing_ranks = set(range(max((s.size for s in snapshots), default=0))) - {
         s.rank for s in snapshots
     }
-    blocking_ranks = [_describe_rank(s, j, now_s) for s, j in judgements if j.endswith(_SILENT)]
-    blocking_ranks += [
-        f"  rank {rank}: left no record: see its output" for rank in sorted(missing_ranks)
+    blocking_ranks = [
+        *describe(_SILENT),
+        *(f"  rank {rank}: left no record: see its output" for rank in sorted(missing_ranks)),
+        *describe(_ENDED),
+        *describe(_COMPUTING),
     ]
-    blocking_ranks += [_describe_rank(s, j, now_s) for s, j in judgements if j.endswith(_COMPUTING)]
-    waiting_ranks = [_describe_rank(s, j, now_s) for s, j in judgements if j == _WAITING]
     limit_name = " (run.timeout_s)" * has_folder
     lines = [f"hung: a call has waited for longer than {timeout_s:g} s{limit_name}"]
     lines += ["the job waits for:", *blocking_ranks] if blocking_ranks else []
     lines += [
         "these wait:" if blocking_ranks else "all ranks wait: mismatched calls",
-        *waiting_ranks,
+        *describe(_WAITING),
     ]
     blocked_remedy = _BLOCKED_REMEDY if has_folder else _SCRIPT_REMEDY
     match_remedy = _MATCH_REMEDY if has_folder else _MATCH_REMEDY.replace("; then --resume", "")
@@ -60,25 +69,46 @@ def _judge_rank(snapshot: Snapshot, now_s: float, timeout_s: float) -> str:
     age_s = max(now_s - snapshot.heartbeat, 0.0)
     if age_s > 3 * interval_s(timeout_s):  # a busy core may skip a beat or two
         return f"no heartbeat for {age_s:.0f} s: {_SILENT}"
+    if snapshot.has_ended:
+        return _ENDED
     return _WAITING if snapshot.waiting_calls else f"heartbeat {age_s:.1f} s ago: {_COMPUTING}"
 
 
-def _describe_rank(snapshot: Snapshot, judgement: str, now_s: float) -> str:
+def _describe_rank(snapshot: Snapshot, judgement: str, now_s: float, has_steps: bool) -> str:
+    place = f"  rank {snapshot.rank} on {snapshot.host} (pid {snapshot.pid})"
+    if judgement == _ENDED:
+        return f"{place}: {judgement}"
+    place += f", step {snapshot.step}" * has_steps
     last_call = sorted(snapshot.calls, key=lambda call: call.start_s)[-1:]
-    calls = ", ".join(_describe_call(call, now_s) for call in snapshot.waiting_calls or last_call)
+    calls = ", ".join(
+        _describe_call(call, now_s, has_steps) for call in snapshot.waiting_calls or last_call
+    )
     call_kind = "in" if snapshot.waiting_calls else "last operation"
-    return (
-        f"  rank {snapshot.rank} on {snapshot.host} (pid {snapshot.pid}), step {snapshot.step}, "
-        f"at {snapshot.line}: {judgement}; {call_kind} {calls or 'none'}"
-    )
+    return f"{place}, at {snapshot.line}: {judgement}; {call_kind} {calls or 'none'}"
 
 
-def _describe_call(call: Call, now_s: float) -> str:
+def _describe_call(call: Call, now_s: float, has_steps: bool) -> str:
     peer = "all ranks" if call.peer == -1 else f"rank {call.peer}"
-    timing = (
-        f"begun {max(now_s - call.start_s, 0.0):.1f} s ago, step {call.step}, thread {call.thread}"
-    )
+    timing = f"begun {max(now_s - call.start_s, 0.0):.1f} s ago"
+    timing += f", step {call.step}" * has_steps + f", thread {call.thread}"
     return f"{call.operation} with {peer}, {call.nbytes} bytes, {timing}"
+
+
+def make_ended_report(ended: Sequence[Snapshot], waiting: Sequence[Snapshot], now_s: float) -> str:
+    """Return the report of ranks that wait for others whose script has ended."""
+    names = ", ".join(f"rank {snapshot.rank}" for snapshot in ended)
+    first = waiting[0]
+    call = min(first.waiting_calls, key=lambda call: call.start_s)
+    line = first.line.split()[0]
+    return "\n".join(
+        [
+            f"hung: {names} {_ENDED}, rank {first.rank} waits in {call.operation} ({line}): do "
+            "ranks have different numbers of batches?",
+            *(_describe_rank(s, _ENDED, now_s, has_steps=False) for s in ended),
+            *(_describe_rank(s, _WAITING, now_s, has_steps=False) for s in waiting),
+            "what to do: make all ranks call the same operations in the same order",
+        ]
+    )
 
 
 def write_report(directory: Path, text: str) -> bool:

@@ -14,8 +14,9 @@ class Grid(NamedTuple):
     everyone: Group  #: all ranks of the mesh; they vote on each step
     pipe: Group  #: the ranks that together hold one replica, in the order of the pipe axis
     stages: Link  #: of the same ranks, for the messages between stages alone
+    norms: Link  #: of the same ranks, for the thread that updates parameters alone
 
     @property
     def bytes_sent(self) -> int:
         """Bytes that this rank has sent along the pipe axis."""
-        return self.pipe.bytes_sent + self.stages.bytes_sent
+        return self.pipe.bytes_sent + self.stages.bytes_sent + self.norms.bytes_sent

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from hpctrain import abort
-from hpctrain.core.errors import HpctrainError, UsageError
+from hpctrain.core.errors import HpctrainError, StoppedError, UsageError
 from hpctrain.transport.device import gpus
 from hpctrain.world.start import over_mpi
 from hpctrain.world.world import World
@@ -82,6 +82,8 @@ def finish() -> None:
     from hpctrain.transport.mpi import startup
 
     if startup.is_running():
+        if _world.record is not None:
+            _world.record.mark_ended()
         _world.link.barrier()  # on our own link: the watch names the missing ranks
         startup.finalize_mpi()
 
@@ -103,6 +105,8 @@ def _uncaught(
     """Print an uncaught error; exit with its code, also in a world of one rank."""
     if error is refused:
         abort.refuse(error, str(error))
+    elif isinstance(error, StoppedError) and _world is not None:  # all ranks end, none is at fault
+        abort.report_agreed(error, _world.rank)
     else:
         fail_alone(error)
     code = error.exit_code if isinstance(error, HpctrainError) else 1

@@ -184,17 +184,17 @@ class World:
         `alone`: no other thread computes while this one communicates, so it may spin.
         """
         group = group_over_nodes(self.link.split(0, self.rank), self.host)
-        self._register(purpose, *group.links)
+        self.register(purpose, *group.links)
         spins = alone and self.main.spins
         return replace(group, memory=self.memory, choices=self.main.choices, spins=spins)
 
     def link_for(self, purpose: str, color: int = 0) -> Link:
         """Return another link, to all ranks that give the same `color`; all ranks must call."""
-        return self._register(purpose, self.link.split(color, self.rank))[0]
+        return self.register(purpose, self.link.split(color, self.rank))[0]
 
     def view_for(self, purpose: str, link: Link) -> Link:
         """Return a view of `link` for a second thread: one of the two sends, one receives."""
-        return self._register(purpose, link.view())[0]
+        return self.register(purpose, link.view())[0]
 
     def fail(self, error: BaseException) -> None:
         """End the job because of an error in a thread other than the main one."""
@@ -213,7 +213,7 @@ class World:
         if self.job_size > 1:
             abort.abort(error.exit_code if isinstance(error, HpctrainError) else 1)
 
-    def _register(self, purpose: str, *links: Link) -> list[Link]:
+    def register(self, purpose: str, *links: Link) -> list[Link]:
         """Return `links` of another thread, whose waiting calls are recorded from now on."""
         self.purpose_links[purpose] = list(links)
         if self.record is not None:

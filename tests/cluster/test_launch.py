@@ -107,6 +107,16 @@ def test_a_program_follows_two_dashes(monkeypatch, words):
     assert (observed, result.exit_code) == ([(4, tuple(words.split()))], 5)
 
 
+@pytest.mark.parametrize(
+    ("words", "proposed"),
+    [("python ddp.py", "python ddp.py"), ("ddp.py --epochs 3", "python ddp.py --epochs 3")],
+)
+def test_a_program_without_two_dashes_is_refused(words, proposed):
+    result = CliRunner().invoke(launch_command, ["-n", "2", *words.split()])
+    assert result.exit_code == 2
+    assert f"to start a program: hpctrain launch -n 2 -- {proposed}\n" in result.output
+
+
 def test_a_program_must_exist():
     with pytest.raises(UsageError, match=r"no program 'train'.*command of hpctrain leave out `--`"):
         module.launch_program(2, ["train", "digits"])

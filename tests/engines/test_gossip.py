@@ -14,7 +14,8 @@ from hpctrain import data, nn, optim
 from hpctrain.core.errors import TrainingError, UsageError
 from hpctrain.engines import Flags, Gossip
 from hpctrain.engines.gossip.d_psgd import GRAPHS
-from hpctrain.engines.gossip.pairs import END_TURN, OWN_TURN, choose_partner
+from hpctrain.engines.gossip.pairs import choose_partner
+from hpctrain.engines.gossip.turns import END_TURN, OWN_TURN
 from hpctrain.gradients.replica import ModelReplica
 from hpctrain.training import recipe
 from hpctrain.training.faults import FaultsOptions

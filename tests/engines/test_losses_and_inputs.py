@@ -246,7 +246,9 @@ REFUSED = {
     "a label too large": ("cross_entropy", np.array([0, 1, 2, 3]), "label 3 of sample 3 is out of "
                           r"range; expected labels in 0 \.\. 2"),
     "a label below 0": ("cross_entropy", np.array([0, -1, 2, 0]), "label -1 of sample 1"),
-    "one-hot": ("cross_entropy", np.eye(4, dtype=int), r"expected labels \(n\), .* seen \(4, 4\)"),
+    "one-hot": ("cross_entropy", np.eye(4, dtype=int), r"expected labels of shape \(4,\), .* seen "
+                r"\(4, 4\)"),
+    "a column": ("cross_entropy", np.zeros((4, 1), int), r"seen \(4, 1\); use y\[:, 0\]"),
     "features": ("mean_squared_error", X[:, :2], r"expected targets \(n, 3\), .* seen \(4, 2\)"),
     "one feature of three": ("mean_squared_error", X[:, 0], r"\(n, 3\), .* seen \(4,\)"),
     "probabilities": ("binary_cross_entropy", X[:, :3] * 2, "from 0 to 1, seen 2.0 in sample 0"),

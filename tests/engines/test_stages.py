@@ -5,6 +5,8 @@ Each rank of the grid holds the slots of one stage, and a stage's ranks are the 
 
 from __future__ import annotations
 
+import random
+import time
 from dataclasses import replace
 from functools import cache, partial
 from itertools import pairwise
@@ -17,7 +19,11 @@ from hpctrain import checkpoint, engines, nn, optim
 from hpctrain.checkpoint import restore
 from hpctrain.collectives import all_gather_bytes
 from hpctrain.core.errors import UsageError
-from hpctrain.engines import Flags, Task
+from hpctrain.engines import Flags, Task, base
+from hpctrain.engines.parameter_server import engine as server_engine
+from hpctrain.engines.parameter_server.engine import ParameterServerEngine
+from hpctrain.engines.parameter_server.shard import Order
+from hpctrain.engines.pipe_row import PipeRow
 from hpctrain.engines.saved_state import SavedState
 from hpctrain.gradients import arena as arenas
 from hpctrain.gradients.replica import Batch
@@ -25,6 +31,7 @@ from hpctrain.optim.norms import ordered_rows
 from hpctrain.optim.optimizer import BLOCK_ELEMENTS as BLOCK
 from hpctrain.training import run_facts, weights
 from hpctrain.world import over_threads
+from hpctrain.world.grid import Grid
 
 SHAPES = {"a": (300,), "b": (BLOCK // 2, 2), "c": (7,), "empty": (0,), "d": (201, 200),
           "e": (BLOCK + 77,), "f": (33, 2)}  # fmt: skip
@@ -123,11 +130,14 @@ def make_engine(world, cut_name: str, way: str):
     """Return the engine of one rank of the grid: that of its stage."""
     cut, (options, optimizer) = CUTS[cut_name], (WAYS | FREE_WAYS)[way]
     stage, worker = world.rank // DATA, world.rank % DATA
-    data, pipe = world.link.split(stage, worker), world.link.split(worker, stage)
+    data = over_threads(world.link.split(stage, worker))
+    pipe = over_threads(world.link.split(worker, stage))
+    data.grid = Grid(world.main, pipe.main, pipe.link_for("stages"), pipe.link_for("norms"))
     replica = Slots(cut[stage])
     arena = replica.arena
-    replica.arena = replace(arena, gather_rows=partial(gather, pipe, cut, arena.layout))
-    return options.build(over_threads(data), replica, optimizer)
+    gather_rows = partial(gather, data.grid.norms, cut, arena.layout)
+    replica.arena = replace(arena, gather_rows=gather_rows)
+    return options.build(data, replica, optimizer)
 
 
 def train(world, cut: str, way: str, run, interval: tuple[int, int], resume: bool = False):
@@ -204,6 +214,64 @@ def test_a_free_order_of_events_is_saved_and_loaded(tmp_path, cut, way):
 
     on_grid("3", save_again)
     assert arrays_of(tmp_path) == saved
+
+
+@pytest.fixture
+def jitter(monkeypatch):
+    """Delay each gradient at random, on each rank by itself."""
+    good = Slots.gradient
+
+    def gradient(*args):
+        time.sleep(random.random() * 3e-3)
+        return good(*args)
+
+    monkeypatch.setattr(Slots, "gradient", gradient)
+
+
+def orders_of(cut: str, way: str) -> list[list[Order]]:
+    """Return the orders that each server of a grid has applied, in their sequence."""
+
+    def body(world):
+        engine = make_engine(world, cut, way)
+        orders: list[Order] = []
+        shard = engine._server.shard
+        apply = shard.apply
+        shard.apply = lambda order: (orders.append(order), apply(order))
+        engine.train(Worker(engine.worker), 0, 12)
+        engine.close()
+        return orders
+
+    return on_grid(cut, body)
+
+
+SERVED = [way for way in FREE_WAYS if "gossip" not in way]
+
+
+@pytest.mark.parametrize("way", SERVED)
+@pytest.mark.parametrize("cut", ["2", "3"])
+def test_the_servers_of_all_stages_apply_one_sequence_of_orders(jitter, cut, way):
+    first, *others = orders_of(cut, way)
+    assert len(first) > 12
+    assert all(orders == first for orders in others)
+
+
+@pytest.mark.parametrize("way", SERVED)
+def test_a_coordinator_per_stage_is_noticed(jitter, monkeypatch, way):
+    """A planted error: each stage decides by itself, and no row agrees on anything."""
+
+    class Apart(PipeRow):
+        def __init__(self, world, times):
+            super().__init__(world, times)
+            self._grid = None
+
+    monkeypatch.setattr(base, "PipeRow", Apart)
+    monkeypatch.setattr(
+        ParameterServerEngine, "_make_order_link", lambda self, grid, server: self._links[3]
+    )
+    # It expects the counts of one rank.
+    monkeypatch.setattr(server_engine, "broadcast_staleness", lambda link, counts: None)
+    first, *others = orders_of("2", way)
+    assert any(orders != first for orders in others)
 
 
 def must_cover(spans) -> None:

@@ -37,9 +37,7 @@ print("never comes here")
 """
 
 
-@pytest.mark.parametrize(
-    "signal, message", [("SIGKILL", ""), ("SIGSTOP", "flags of the node with all")]
-)
+@pytest.mark.parametrize("signal, message", [("SIGKILL", ""), ("SIGSTOP", "a collective with all")])
 def test_a_rank_that_is_lost_in_direct(start, mark, tmp_path, signal, message):
     """The launcher sees that one was killed, the watch that one was stopped."""
     before = set(os.listdir("/dev/shm"))

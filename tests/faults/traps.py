@@ -6,6 +6,7 @@ import os
 import resource
 import signal
 import sys
+import time
 from dataclasses import dataclass
 
 import hpctrain as ht
@@ -24,6 +25,15 @@ def model(input_shape, classes, widths, trap, rank, step):
         layers |= {f"linear{i}": nn.Linear(outputs), f"relu{i}": nn.ReLU()}
         if i == 0:
             layers["way back"] = WayBack(trap, rank, step)
+    return nn.Model(layers, input_shape)
+
+
+def stages(input_shape, classes, widths, trap, rank, step):
+    """Return an MLP with a trap behind each of its linear layers, so that every stage has some."""
+    layers = {"flatten": nn.Flatten()}
+    for i, outputs in enumerate(widths[1:]):
+        layers |= {f"linear{i}": nn.Linear(outputs), f"trap{i}": Trap(trap, rank, step)}
+        layers |= {f"relu{i}": nn.ReLU()} if i < len(widths) - 2 else {}
     return nn.Model(layers, input_shape)
 
 
@@ -105,5 +115,6 @@ SPRING = {
     "spoil": lambda: None,  # see WayBack
     "diverge": lambda: float("nan"),
     "full": full,
+    "sleep": lambda: time.sleep(30),
     "none": lambda: None,
 }

@@ -47,7 +47,7 @@ FAULTS = {
         1,
         [f"Timed out after {LIMIT_S} s", "rank 1 on", "alive, computing", "<string>:14"],
     ),
-    "leaves": ("sys.exit(7)", None, ["rank 1"]),
+    "leaves": ("sys.exit(7)", None, [f"Timed out after {LIMIT_S} s", "): has ended its script"]),
 }
 
 
@@ -65,6 +65,29 @@ def test_a_fault_of_a_rank_ends_the_job_and_is_named(start, fault):
     while any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks):
         assert time.monotonic() < deadline, "a rank was left"
         time.sleep(0.1)
+
+
+BATCHES = """
+import torch, torch.distributed as dist, hpctrain as ht
+torch.set_num_threads(1)
+dist.init_process_group("hpctrain")
+model = {wrapped}
+for step in range(10 - 5 * dist.get_rank()):
+    model(torch.ones(3, 8)).sum().backward()
+"""
+WRAPPED = {
+    "ddp": ("torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 4))", "all_reduce "),
+    "sync": ("torch.nn.Linear(8, 4); ht.torch.sync(model)", ""),
+}
+
+
+@pytest.mark.parametrize("kind", WRAPPED)
+def test_ranks_with_different_numbers_of_batches_do_not_hang(start, kind):
+    wrapped, call = WRAPPED[kind]
+    done = start("-c", BATCHES.format(wrapped=wrapped), ranks=2).finish(timeout=60)
+    assert done.returncode == 86
+    assert f"hung: rank 1 has ended its script, rank 0 waits in {call}" in done.stderr
+    assert "(<string>:7): do ranks have different numbers of batches?" in done.stderr
 
 
 MISMATCH = """
@@ -100,6 +123,7 @@ def test_calls_that_differ_are_named_before_data_moves(start, mismatch):
     assert done.returncode != 0
     for words in expected_words:
         assert words in done.stderr
+    assert ("different numbers of batches?)" in done.stderr) == (mismatch != "message")
 
 
 def test_a_group_has_a_limit_of_its_own(start):

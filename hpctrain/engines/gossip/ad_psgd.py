@@ -35,7 +35,7 @@ from typing import Any
 import numpy as np
 
 from hpctrain.checkpoint import Piece
-from hpctrain.engines.engine import Flags, Task, Work, join_flags
+from hpctrain.engines.engine import Flags, Task, Work
 from hpctrain.engines.gossip.base import GossipEngine
 from hpctrain.engines.gossip.pairs import ActiveWorker, PassiveWorker
 from hpctrain.engines.parameter_server.coordinator import Coordinator, Reply, Report
@@ -47,6 +47,7 @@ from hpctrain.engines.staleness import broadcast_staleness
 from hpctrain.gradients.replica import Replica
 from hpctrain.nn import Sums
 from hpctrain.optim import Optimizer
+from hpctrain.transport.link import Link, Request
 from hpctrain.world import World
 
 COORDINATOR_RANK = 0  # the rank that counts steps
@@ -66,13 +67,24 @@ class AdPsgdEngine(GossipEngine):
         self._links = [link, self._push_link, self._pull_link]
         self.recorder, self._method = Recorder(), PeriodicMethod(self.workers)
         self._coordinator: Coordinator | None = None
-        if self.worker == COORDINATOR_RANK:
+        if self.worker == COORDINATOR_RANK and self._row.is_first:
             push_link = world.view_for("server push", self._push_link)
             pull_link = world.view_for("server pull", self._pull_link)
             self._coordinator = Coordinator(push_link, pull_link, range(self.workers))
             self._links += [push_link, pull_link]
-        role_class = PassiveWorker if self.worker % 2 else ActiveWorker
-        self._role = role_class(world, self.times, replica.arena.param, link)
+        self._role = self._make_role(link)
+
+    def _make_role(self, link: Link) -> ActiveWorker | PassiveWorker:
+        """Return the active or the passive side of this worker; collective over its row."""
+        world, times, param = self._world, self.times, self.replica.arena.param
+        if self.worker % 2 == 0:
+            return ActiveWorker(world, times, param, link)
+        row_link = None
+        if world.grid is not None:
+            pipe = world.grid.pipe.link
+            (row_link,) = world.register("turns", pipe.split(0, pipe.rank))
+            self._links.append(row_link)
+        return PassiveWorker(world, times, param, link, row_link)
 
     def train(self, work: Work, start: int, until: int) -> tuple[int, Flags]:
         """Train from step `start` to `until`, at this worker's own pace."""
@@ -82,20 +94,20 @@ class AdPsgdEngine(GossipEngine):
         if self._coordinator is not None:
             self._method.record_interval(self.recorder, start, until, history.result())
         if isinstance(self._role, PassiveWorker):
-            self.recorder.record_interval(start, until, turns=history.result())
+            if self._row.is_first:
+                self.recorder.record_interval(start, until, turns=history.result())
             self._role.load_averaged_params()
         self.staleness = broadcast_staleness(
-            self._group.link, self._method.staleness if self._coordinator else None
+            self._world.voters.link, self._method.staleness if self._coordinator else None
         )
-        reached_step, flags = join_flags(self._group, reached_step, flags, bool(flags.failed))
+        reached_step, flags = self._join_flags(reached_step, flags, bool(flags.failed))
         if flags.failed:
             self.settle()
         return reached_step, flags
 
     def state(self) -> list[Piece]:
         """Return this rank's pieces, and the steps that each worker has done."""
-        saves_clocks = self._coordinator and self.replica.arena.has_first_slot
-        return super().state() + (self._method.pieces() if saves_clocks else [])
+        return super().state() + (self._method.pieces() if self._coordinator else [])
 
     def load(self, saved: SavedState) -> None:
         """Request the whole state."""
@@ -112,10 +124,10 @@ class AdPsgdEngine(GossipEngine):
 
         A worker that fails returns the step at which it failed.
         """
-        flags, failed_step = work.flags(), start
+        flags, failed_step = self._row.join(work.flags()), start
         reply = self._send_report(start, 0, flags)()
         while reply.grant:
-            flags = flags.merge(work.flags())
+            flags = self._row.join(flags.merge(work.flags()))
             wait_for_reply = self._send_report(reply.step, 1, flags)
             if flags.failed:
                 reply = wait_for_reply()
@@ -141,15 +153,16 @@ class AdPsgdEngine(GossipEngine):
         """Report that `steps` have begun; return a function that waits for the reply."""
         message = Report(step=step, steps=steps, flags=flags).encode()
         reply = np.zeros(len(Reply._fields), np.int64)
-        requests = (
-            self._push_link.isend(message, COORDINATOR_RANK),
-            self._pull_link.irecv(reply, COORDINATOR_RANK),
-        )
+        requests: list[Request] = []
+        if self._row.is_first:
+            requests.append(self._push_link.isend(message, COORDINATOR_RANK))
+            requests.append(self._pull_link.irecv(reply, COORDINATOR_RANK))
 
         def wait_for_reply() -> Reply:
             with self.times.wait(self._trace, "wait for grant"):
                 for request in requests:
                     request.wait()
+                self._row.share(reply)
             return Reply(*reply.tolist())
 
         return wait_for_reply
@@ -162,7 +175,8 @@ class AdPsgdEngine(GossipEngine):
             events = self._method.interval_events(self._coordinator, recorder, start, until)
             serve = partial(self._coordinator.run, events, apply=lambda event: None)
         elif isinstance(self._role, PassiveWorker):
-            interval = recorder.next_interval(start, until) if recorder.is_replay else {}
+            repeats = recorder.is_replay and self._row.is_first
+            interval = recorder.next_interval(start, until) if repeats else {}
             serve = self._role.server_body(interval.get("turns"))
         else:
             return nullcontext(Future())

@@ -8,7 +8,7 @@ import numpy as np
 
 from hpctrain.checkpoint import Piece
 from hpctrain.engines.base import EngineBase
-from hpctrain.engines.engine import average_over
+from hpctrain.engines.engine import Flags, average_over, join_flags
 from hpctrain.engines.saved_state import SavedState
 from hpctrain.engines.state_pieces import pieces_of
 from hpctrain.engines.worker_state import WorkerState
@@ -49,6 +49,12 @@ class GossipEngine(EngineBase):
         """Continue from this worker's own planes."""
         self._worker_state.restore_planes()
         self._worker_state.train_apart()
+
+    def _join_flags(self, step: int, flags: Flags, failed: bool) -> tuple[int, Flags]:
+        """Return (step, flags) of all ranks; `step`, or the one at which a worker has `failed`."""
+        if self._world.grid is not None:  # the rank with the fault is named, not its row
+            failed = failed and bool(self.check.fault)
+        return join_flags(self._world.voters, step, flags, failed)
 
     def _average(self, arrays: Iterable[np.ndarray]) -> None:
         with self.times.wait(self._trace, "average"):

@@ -29,7 +29,7 @@ import numpy as np
 
 from hpctrain.core.xp import namespace
 from hpctrain.engines.background import background_executor
-from hpctrain.engines.engine import Flags, Work, join_flags
+from hpctrain.engines.engine import Flags, Work
 from hpctrain.engines.gossip.base import GossipEngine
 from hpctrain.gradients.replica import Replica
 from hpctrain.optim import Optimizer
@@ -92,14 +92,14 @@ class DPsgdEngine(GossipEngine):
         self._train_apart()
         self._end_step = NO_END_STEP
         while step < min(until, self._end_step):
-            flags = flags.merge(work.flags())
+            flags = self._row.join(flags.merge(work.flags()))
             if flags.stop or failed_step is not None:
                 self._end_step = min(self._end_step, step + self._graph.diameter(self.workers))
             if not self._train_step(work, step, failed_step is None) and failed_step is None:
                 failed_step = step
             step += 1
         reached_step = step if failed_step is None else failed_step
-        reached_step, flags = join_flags(self._group, reached_step, flags, failed_step is not None)
+        reached_step, flags = self._join_flags(reached_step, flags, failed_step is not None)
         if flags.failed:
             self.settle()
         return reached_step, flags

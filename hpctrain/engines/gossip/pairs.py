@@ -5,32 +5,25 @@
     passive     main     [ gradient at a copy of x ......... ]  x <- x - update, copy
                 thread   receives x_a:  x, m <- (x + x_a) / 2, sends m
 
-Two threads share the x of a passive worker and take turns. The order of turns is recorded; a replay
-repeats the recorded order.
+Two threads share the x of a passive worker and take turns, see turns.py.
 """
 
 from __future__ import annotations
 
-import threading
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 
 import numpy as np
 
-from hpctrain.core.errors import TransportError
 from hpctrain.core.xp import finish, own_stream
 from hpctrain.engines.background import background_executor
 from hpctrain.engines.engine import Times
+from hpctrain.engines.gossip.turns import END_TURN, OWN_TURN, TurnLock, make_turn_lock
 from hpctrain.nn import Key
 from hpctrain.transport.link import Link, Request
 from hpctrain.world import World
 
 _RANDOM_STREAM = 4  # in Philox's counter: separates these random numbers from other uses
-#: A list of turns holds OWN_TURN for a gradient of the passive worker itself, END_TURN - a for the
-#: end of active worker a, and a for an averaging with active worker a.
-OWN_TURN, END_TURN = -1, -2
 AVERAGE_MESSAGE, FINISH_MESSAGE = 1, 0  # the header of each message of an active worker
 ApplyUpdate = Callable[[np.ndarray], None]
 
@@ -95,11 +88,16 @@ class ActiveWorker:
 class PassiveWorker:
     """A worker whose second thread averages with each active worker that sends parameters."""
 
-    def __init__(self, world: World, times: Times, param: np.ndarray, link: Link):
-        """Compute gradients at `param`, a copy of the average; only the thread uses `link`."""
+    def __init__(
+        self, world: World, times: Times, param: np.ndarray, link: Link, row_link: Link | None
+    ):
+        """Compute gradients at `param`, a copy of the average; only the thread uses `link`.
+
+        `row_link` connects the ranks of this worker's row on a mesh, for turns alone.
+        """
         self._param, self._link, self._times, self._trace = param, link, times, world.trace
         self._averaged_param, self._inbox = np.zeros_like(param), np.zeros_like(param)
-        self._turn_lock = TurnLock()
+        self._row_link, self._turn_lock = row_link, TurnLock()
 
     def server_body(self, turns: Sequence[int] | None) -> Callable[[], list[int]]:
         """Return the function that the thread runs; it returns the list of turns at the end.
@@ -108,7 +106,7 @@ class PassiveWorker:
         """
         self._averaged_param[...] = self._param
         finish(self._averaged_param)  # another thread reads these parameters, on its own stream
-        self._turn_lock = TurnLock(turns)
+        self._turn_lock = make_turn_lock(self._row_link, len(self._active_ranks), turns)
         return self._serve
 
     def start_averaging(self, key: Key) -> None:
@@ -138,28 +136,32 @@ class PassiveWorker:
 
     def _serve_on_stream(self) -> list[int]:
         headers = np.zeros((self._link.size, 1), np.int64)
-        active_ranks = range(0, self._link.size, 2)
-        receives = {rank: self._link.irecv(headers[rank], rank) for rank in active_ranks}
-        logged_senders = deque(self._turn_lock.logged_senders)
+        receives = {rank: self._link.irecv(headers[rank], rank) for rank in self._active_ranks}
         try:
             while receives:
-                peer = self._wait_for_sender(receives, logged_senders)
+                peer = self._wait_for_sender(receives)
                 if headers[peer] == AVERAGE_MESSAGE:
                     self._average_with(peer)
                     receives[peer] = self._link.irecv(headers[peer], peer)
                 else:  # recorded as a turn: in a replay a later message may wait for this one
                     with self._turn_lock.turn(END_TURN - peer):
                         pass
+            self._turn_lock.finish()
         except BaseException:
             self._turn_lock.abort()
             raise
         return self._turn_lock.history
 
-    def _wait_for_sender(self, receives: dict[int, Request], logged_senders: deque[int]) -> int:
-        """Return a worker whose header has arrived; in a replay the next of `logged_senders`."""
-        if self._turn_lock.is_replay:
-            receives.pop(peer := logged_senders.popleft()).wait()
-            return peer
+    @property
+    def _active_ranks(self) -> range:
+        return range(0, self._link.size, 2)
+
+    def _wait_for_sender(self, receives: dict[int, Request]) -> int:
+        """Return a worker whose header has arrived: any, or the one whose turn it is."""
+        sender = self._turn_lock.next_sender()
+        if sender is not None:
+            receives.pop(sender).wait()
+            return sender
         # The latest sender is last in the list, so that no worker starves.
         peer = list(receives)[self._link.wait_any(list(receives.values()))]
         del receives[peer]
@@ -176,42 +178,3 @@ class PassiveWorker:
                 finish(param)
             self._link.isend(mean, peer).wait()
         self._times.wire_s += wire_span.seconds
-
-
-class TurnLock:
-    """A mutex of two threads that records the order of turns, or enforces a given order."""
-
-    def __init__(self, order: Sequence[int] | None = None):
-        """Enforce `order`; with None allow any."""
-        self.history: list[int] = []
-        self._order, self._has_failed, self._condition = order, False, threading.Condition()
-
-    @property
-    def is_replay(self) -> bool:
-        return self._order is not None
-
-    @property
-    def logged_senders(self) -> list[int]:
-        """The active workers of the log, in the order of their messages."""
-        turns = [turn for turn in self._order or () if turn != OWN_TURN]
-        return [turn if turn >= 0 else END_TURN - turn for turn in turns]
-
-    @contextmanager
-    def turn(self, entry: int) -> Iterator[None]:
-        """Hold the lock for turn `entry`; raise TransportError if the other thread has failed."""
-        with self._condition:
-            self._condition.wait_for(lambda: self._has_failed or self._is_next(entry))
-            if self._has_failed:
-                raise TransportError("the thread that averages with other workers has failed")
-            yield
-            self.history.append(entry)
-            self._condition.notify_all()
-
-    def abort(self) -> None:
-        """Raise an error in a thread that waits for its turn."""
-        with self._condition:
-            self._has_failed = True
-            self._condition.notify_all()
-
-    def _is_next(self, entry: int) -> bool:
-        return self._order is None or self._order[len(self.history)] == entry

@@ -131,8 +131,8 @@ class ElasticWorker(Worker):
         """Train from step `start` on while the coordinator grants steps; receive the centre."""
         self.flags = Flags()
         self.worker_state.restore_planes()
-        report = Report(step=start, flags=work.flags())
-        reply = self._wait_for_reply(self.executor.submit(self._exchange_with_servers, report))
+        report = Report(step=start, flags=self.row.join(work.flags()))
+        reply = self._wait_for_reply(self.executor.submit(self._exchange, report))
         while reply.grant:
             sums, reply = self._train_round(work, reply)
             work.record(reply.run_step, sums)
@@ -147,9 +147,9 @@ class ElasticWorker(Worker):
         exchange_is_due = not self.flags.failed and (last_step + 1) % self.period == 0
         if exchange_is_due:
             self._sent_param[...] = param
-        flags = self.flags.merge(work.flags())
+        flags = self.row.join(self.flags.merge(work.flags()))
         report = Report(step=reply.step, flags=flags, steps=reply.grant, has_push=exchange_is_due)
-        exchange = self.executor.submit(self._exchange_with_servers, report)
+        exchange = self.executor.submit(self._exchange, report)
         sums = add(sums, self._run_steps(work, range(last_step, last_step + 1)))
         reply = self._wait_for_reply(exchange)
         if exchange_is_due:
@@ -165,42 +165,42 @@ class ElasticWorker(Worker):
                 on_ready = self.check.begin(ignore_ready)
                 step_sums = self.replica.gradient(task.batch, task.scale, task.key, on_ready)
                 is_finite = self.check.passes(step_sums)
-            if not self.check.may_continue(is_finite, work.max_drops):
-                self.flags = self.flags.with_failure(self.rank)
+            failure = self.row.join_check(is_finite)
+            if not self.check.may_continue(not failure.failed, work.max_drops):
+                self.flags = self.flags.merge(failure)
                 break
-            if not is_finite:
+            if failure.failed:
                 continue
             sums = add(sums, step_sums)
             with self.times.compute(self.trace, "update"):
                 self.worker_state.update(self.replica.arena.param)
         return sums
 
-    def _exchange_with_servers(self, report: Report) -> Reply:
-        """Report, push the parameters if an exchange is due; return the reply."""
+    def _exchange(self, report: Report) -> np.ndarray:
+        """Report, push the parameters if an exchange is due; return the message with the reply."""
         with self.trace.span("exchange", "wire") as wire_span:
-            message = report.encode()
-            send_requests = [self.push_link.isend(message, self.coordinator_rank)]
+            send_requests = self._send_report(report)
             if report.has_push:
                 send_requests += [
                     self.push_link.isend(self._sent_param[s], rank)
                     for rank, s in self.server_slices
                 ]
-            reply = self._receive_reply()
+            message = self._receive_reply()
             if report.has_push:
                 self._receive_slices(self._difference)
             wait_all(send_requests)
         self.times.wire_s += wire_span.seconds
-        return reply
+        return message
 
-    def _receive_centre(self, report: Report) -> Reply:
+    def _receive_centre(self, report: Report) -> np.ndarray:
         """Report the end of training; receive the centre when all workers have reported theirs."""
-        reply = self._exchange_with_servers(report)
+        message = self._exchange(report)
         self._receive_slices(self.replica.arena.param)
-        return reply
+        return message
 
-    def _wait_for_reply(self, exchange: Future[Reply]) -> Reply:
+    def _wait_for_reply(self, exchange: Future[np.ndarray]) -> Reply:
         with self.times.wait(self.trace, "wait for servers"):
-            return exchange.result()
+            return self._share_reply(exchange.result())
 
 
 class CentreShard(Shard):

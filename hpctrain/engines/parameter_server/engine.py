@@ -4,6 +4,9 @@
     server 0                 decide: an event            reply
     servers                  apply: take slices, update,       send slices
 
+On a mesh a worker is a row, and each server has a range of the layers of its column; the first
+server of pipe rank 0 decides for all columns, see engines/pipe_row.py.
+
 The *method* decides which gradients make an update, and which workers may continue: sync.py and
 async_.py. The two sides are worker.py and server.py; in shard.py a server updates its slices.
 """
@@ -44,6 +47,7 @@ from hpctrain.optim import Optimizer, sgd
 from hpctrain.optim.optimizer import rate_at
 from hpctrain.transport.link import Link
 from hpctrain.world import World
+from hpctrain.world.grid import Grid
 
 
 class ParameterServerEngine(EngineBase):
@@ -72,6 +76,7 @@ class ParameterServerEngine(EngineBase):
         self._workers = Group(world.link_for("workers", int(self.worker is None)))
         servers = world.link_for("servers", int(server is None))
         self._links += [self._workers.link, servers]  # `servers` of a pure worker is unused
+        self._orders = servers if world.grid is None else self._make_order_link(world.grid, server)
         self._worker = None if self.worker is None else self._make_worker(roles, optimizer)
         self._server = None if server is None else self._make_server(roles, optimizer, servers)
 
@@ -102,8 +107,8 @@ class ParameterServerEngine(EngineBase):
         arena = self.replica.arena
         if self.worker == 0 and arena.buffer.size:
             pieces += array_pieces(arena, "buffer", arena.buffer, 0, 1)
-        saves_clocks = self._server and self._server.first and arena.has_first_slot
-        return pieces + (self._method.pieces() if saves_clocks else [])
+        is_coordinator = self._server and self._server.first
+        return pieces + (self._method.pieces() if is_coordinator else [])
 
     def load(self, saved: SavedState) -> None:
         """Request this rank's part."""
@@ -111,6 +116,13 @@ class ParameterServerEngine(EngineBase):
         if self._server:
             self._server.shard.load(saved)
         self._method.load(saved)
+
+    def _make_order_link(self, grid: Grid, server: int | None) -> Link:
+        """Return the link of the servers of all columns, those of pipe rank 0 first; collective."""
+        position = grid.pipe.link.rank * self._world.size + self._world.rank
+        link = grid.everyone.link.split(int(server is None), position)
+        self._links += self._world.register("orders", link)
+        return link
 
     def _make_worker(self, roles: Roles, optimizer: Optimizer) -> Worker:
         method = self._method
@@ -132,7 +144,7 @@ class ParameterServerEngine(EngineBase):
     def _worker_fields(self, roles: Roles) -> dict[str, Any]:
         """Return the fields of a worker that do not depend on the method."""
         return {
-            "rank": self._world.rank,
+            "row": self._row,
             "replica": self.replica,
             "times": self.times,
             "trace": self._trace,
@@ -173,7 +185,7 @@ class ParameterServerEngine(EngineBase):
             self._links += [push_link, pull_link]
         shard = self._make_shard(roles, optimizer, servers, push_link, pull_link)
         coordinator = Coordinator(push_link, pull_link, roles.workers)
-        return Server(shard, coordinator, servers, self.workers, self._trace)
+        return Server(shard, coordinator, self._orders, self.workers, self._trace)
 
     def _make_shard(
         self, roles: Roles, optimizer: Optimizer, servers: Link, push_link: Link, pull_link: Link
@@ -202,13 +214,13 @@ class ParameterServerEngine(EngineBase):
         return history
 
     def _join_flags(self, history: list[Event], flags: Flags) -> tuple[int, Flags]:
-        """Return (step reached by the run, as the first server knows it, flags of all ranks)."""
+        """Return (step reached by the run, as the coordinator knows it, flags of all ranks)."""
         step = 0
         if self._server and self._server.first:
             step = history[-1].replies[0].run_step
             flags = flags.merge(self._server.coordinator.flags)
         numbers = np.array([step, *flags], np.int64)
-        recursive_doubling(self._group, numbers, np.maximum)
+        recursive_doubling(self._world.voters, numbers, np.maximum)
         step, flags = int(numbers[0]), Flags(*numbers[1:].tolist())
         if flags.failed and not self._method.asynchronous:
             self.check.undo()  # no gradient of this step was applied
@@ -218,9 +230,9 @@ class ParameterServerEngine(EngineBase):
 
     def _share_worker_state(self) -> None:
         """Send the staleness to all ranks; average the running statistics of the workers."""
-        is_first_server = self._server is not None and self._server.first
-        local_staleness = self._method.staleness if is_first_server else None
-        self.staleness = broadcast_staleness(self._group.link, local_staleness)
+        is_coordinator = self._server is not None and self._server.first
+        local_staleness = self._method.staleness if is_coordinator else None
+        self.staleness = broadcast_staleness(self._world.voters.link, local_staleness)
         buffer = self.replica.arena.buffer
         if self.worker is not None and buffer.size:
             recursive_doubling(self._workers, buffer, np.add)

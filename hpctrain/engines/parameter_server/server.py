@@ -34,7 +34,10 @@ class Server:
     def __init__(
         self, shard: Shard, coordinator: Coordinator, servers: Link, workers: int, trace: Trace
     ):
-        """Serve `workers` workers; `servers` is the link between servers."""
+        """Serve `workers` workers; `servers` is the link between servers, on a mesh of all columns.
+
+        Only the coordinator of its first rank is used.
+        """
         self.shard, self.coordinator, self._trace = shard, coordinator, trace
         self.category: Category = "compute"  #: of trace spans; "wire" in a thread beside a worker
         self.busy_s = 0.0  #: the time of all orders

@@ -12,11 +12,12 @@ from hpctrain.engines.engine import Flags, Task, Times, Work
 from hpctrain.engines.parameter_server.coordinator import Reply, Report
 from hpctrain.engines.parameter_server.push import GradientPush, ServerSlices
 from hpctrain.engines.parameter_server.shard import wait_all
+from hpctrain.engines.pipe_row import PipeRow
 from hpctrain.gradients.finite import GradientCheck
 from hpctrain.gradients.replica import Replica
 from hpctrain.nn import Sums, add
 from hpctrain.optim import Optimizer
-from hpctrain.transport.link import Link
+from hpctrain.transport.link import Link, Request
 from hpctrain.watch.trace import Trace
 
 
@@ -24,7 +25,7 @@ from hpctrain.watch.trace import Trace
 class Worker:
     """A worker that pushes gradients and pulls parameters."""
 
-    rank: int
+    row: PipeRow
     replica: Replica
     times: Times
     trace: Trace
@@ -55,7 +56,8 @@ class Worker:
     def run(self, work: Work, start: int) -> None:
         """Train from step `start` on while the coordinator grants steps."""
         self._steps_since_pull = 0
-        reply = self._exchange_with_servers(Report(step=start, flags=work.flags()))
+        flags = self.row.join(work.flags())
+        reply = self._exchange_with_servers(Report(step=start, flags=flags))
         while reply.grant:
             first_step = reply.step
             sums, report = self._compute_round(work, first_step)
@@ -67,20 +69,18 @@ class Worker:
     def _compute_round(self, work: Work, first_step: int) -> tuple[Sums, Report]:
         """Compute the gradients of one push, from step `first_step` on."""
         sums: Sums = {}
-        flags, batch_targets, is_finite = work.flags(), 0, True
+        flags, batch_targets = work.flags(), 0
         last_step = first_step + self.push_every - 1
         for step in range(first_step, last_step + 1):
             task = work.task(step)
-            step_sums, is_finite = self._compute_gradient(task, step, is_last=step == last_step)
-            if not is_finite:
+            step_sums, flags = self._compute_gradient(task, step, flags, step == last_step)
+            if flags.failed:
                 break
             sums = add(sums, step_sums)
             batch_targets += round(1 / task.scale)
-        has_push, steps = True, self.push_every
+        has_push, is_finite, steps = True, not flags.failed, self.push_every
         if self.drops_gradients and self.check.may_continue(is_finite, work.max_drops, steps):
-            has_push = is_finite
-        elif not is_finite:
-            flags = flags.with_failure(self.rank)
+            has_push, flags = is_finite, flags._replace(failed=0)
         if not has_push:
             self._gradient_push.clear()
         self._steps_since_pull += self.push_every
@@ -94,8 +94,13 @@ class Worker:
             batch_targets=batch_targets,
         )
 
-    def _compute_gradient(self, task: Task, step: int, is_last: bool) -> tuple[Sums, bool]:
-        """Compute a gradient, the last one of a push if `is_last`; return (sums, is it finite)."""
+    def _compute_gradient(
+        self, task: Task, step: int, flags: Flags, is_last: bool
+    ) -> tuple[Sums, Flags]:
+        """Compute a gradient, the last one of a push if `is_last`.
+
+        Return its sums, and `flags` of the row with a failure if the gradient is not finite.
+        """
         key, arena = task.key, self.replica.arena
         if self.sum_over_workers is not None:
             key = key._replace(sum_over_ranks=self.sum_over_workers)
@@ -103,8 +108,8 @@ class Worker:
             on_ready = self.check.begin(self._gradient_push.make_on_ready(is_last))
             sums = self.replica.gradient(task.batch, task.scale, key, on_ready)
             self._gradient_push.finish_gradient(is_last)
-            is_finite = self.check.passes(sums)
-            if self.local_optimizer is not None and is_finite:
+            flags = self.row.join_check(self.check.passes(sums), flags)
+            if self.local_optimizer is not None and not flags.failed:
                 self.local_optimizer.update(
                     arena.grad,
                     {"step": np.array([step])},
@@ -112,16 +117,16 @@ class Worker:
                     arena.layout,
                     arena.gather_rows,
                 )
-        return sums, is_finite
+        return sums, flags
 
     def _exchange_with_servers(self, report: Report) -> Reply:
         """Report, push the gradient, pull the parameters if due; return the reply."""
-        message, gradient, link = report.encode(), self._gradient_push, self.push_link
+        gradient, link = self._gradient_push, self.push_link
         with self.times.wait(self.trace, "push, pull", on_wire=True):
-            send_requests = [link.isend(message, self.coordinator_rank)]
+            send_requests = self._send_report(report)
             if report.has_push:
                 send_requests += [link.isend(x, rank) for rank, x in gradient.slices(link)]
-            reply = self._receive_reply()
+            reply = self._share_reply(self._receive_reply())
             if report.wants_pull or not reply.grant:
                 self._receive_slices(self.replica.arena.param)
             wait_all(send_requests)
@@ -129,10 +134,22 @@ class Worker:
                 gradient.clear()
         return reply
 
-    def _receive_reply(self) -> Reply:
+    def _send_report(self, report: Report) -> list[Request]:
+        """Report for this row, on its first rank."""
+        if not self.row.is_first:
+            return []
+        return [self.push_link.isend(report.encode(), self.coordinator_rank)]
+
+    def _receive_reply(self) -> np.ndarray:
+        """Return the message of the coordinator, on the first rank of this row."""
         message = np.zeros(len(Reply._fields), np.int64)
-        self.pull_link.irecv(message, self.coordinator_rank).wait()
-        return Reply(*message.tolist())
+        if self.row.is_first:
+            self.pull_link.irecv(message, self.coordinator_rank).wait()
+        return message
+
+    def _share_reply(self, message: np.ndarray) -> Reply:
+        """Return the reply to this row; the main thread calls."""
+        return Reply(*self.row.share(message).tolist())
 
     def _receive_slices(self, buffer: np.ndarray) -> None:
         """Receive all slices into `buffer`."""

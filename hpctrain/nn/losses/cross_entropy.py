@@ -54,10 +54,11 @@ class CrossEntropy:
                 '"binary_cross_entropy" for several labels per sample'
             )
         if targets.shape[1:] != output_shape[:-1]:
-            shape = ", ".join(map(str, ("n", *output_shape[:-1])))
+            expected_shape = (len(targets), *output_shape[:-1])
+            remedy = "; use y[:, 0]" if targets.shape == (*expected_shape, 1) else ""
             return (
-                f"cross_entropy: expected labels ({shape}), one for each of the model's output "
-                f"vectors, seen {targets.shape}"
+                f"cross_entropy: expected labels of shape {expected_shape}, one for each of the "
+                f"model's output vectors, seen {targets.shape}{remedy}"
             )
         fault = find_invalid_label(targets, output_shape[-1])
         is_short = fault and targets.max() >= output_shape[-1]

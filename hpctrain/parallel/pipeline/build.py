@@ -40,9 +40,7 @@ def make_pipeline(
     else:
         keep_freed_memory()
     dtype = master_dtype(precision)
-    return PipelineReplica(
-        model, seed, dtype, on_gpu, mesh.pipe, mesh.stages, plan, options.schedule
-    )
+    return PipelineReplica(model, seed, dtype, on_gpu, mesh.pipe, mesh.grid, plan, options.schedule)
 
 
 def _plan(

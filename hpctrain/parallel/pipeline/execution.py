@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from time import perf_counter
 from typing import Any, NamedTuple
 
 from hpctrain import nn
@@ -25,7 +26,7 @@ from hpctrain.nn.part import Part
 from hpctrain.parallel.pipeline.stage_link import StageLink
 from hpctrain.parallel.pipeline.tape_bytes import tape_bytes
 from hpctrain.parallel.schedules.actions import Action, PipelineSchedule
-from hpctrain.parallel.schedules.messages import Message, destination, source
+from hpctrain.parallel.schedules.messages import Arrivals, Message, destination, source
 from hpctrain.watch.trace import Trace
 
 Operation = Callable[[Action, Any], Array | None]  #: takes the input; returns the output, if any
@@ -38,6 +39,14 @@ class RoutedAction(NamedTuple):
     action: Action
     origin: tuple[int, Message] | None
     target: tuple[int, Message] | None
+
+
+class Program(NamedTuple):
+    """The actions of a rank, and the messages that it receives."""
+
+    rank: int
+    actions: tuple[RoutedAction, ...]
+    arrivals: Arrivals
 
 
 class MicroBatch(NamedTuple):
@@ -56,16 +65,16 @@ def route(schedule: PipelineSchedule, rank: int) -> tuple[RoutedAction, ...]:
 
 
 def run_actions(
-    actions: Sequence[RoutedAction],
+    program: Program,
     operations: Mapping[str, Operation],
     link: StageLink,
-    rank: int,
     trace: Trace,
     wait: AbstractContextManager[Any],
 ) -> None:
-    """Run `actions` of `rank`; the time within `wait` is that of receives."""
+    """Run the actions of `program`; the time within `wait` is that of receives."""
+    rank = program.rank
     local: dict[Message, Array] = {}  # between stages of this rank
-    for action, origin, target in actions:
+    for action, origin, target in program.actions:
         x = None
         if origin is not None:
             peer, message = origin
@@ -74,8 +83,10 @@ def run_actions(
             else:
                 with wait:
                     x = link.receive(peer, message)
-        with trace.span(action.op, "stage", stage=action.stage, micro=action.micro):
-            result = operations[action.op](action, x)
+        op, stage, micro = action
+        start = perf_counter()
+        result = operations[op](action, x)
+        trace.add(op, "stage", start, perf_counter(), {"stage": stage, "micro": micro})
         if target is not None:
             peer, message = target
             if peer == rank:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import reduce
+from functools import lru_cache, reduce
 from operator import itemgetter
 from typing import Any
 
@@ -33,6 +33,7 @@ from hpctrain.optim.norms import ordered_rows
 from hpctrain.parallel.pipeline.execution import (
     MicroBatch,
     Operation,
+    Program,
     TrainingStep,
     route,
     run_actions,
@@ -49,6 +50,7 @@ from hpctrain.parallel.schedules.messages import Message, inbound
 from hpctrain.transport.link import Link
 from hpctrain.transport.shared_memory.host import aligned_zeros
 from hpctrain.world import World
+from hpctrain.world.grid import Grid
 
 
 class PipelineReplica:
@@ -63,13 +65,14 @@ class PipelineReplica:
         dtype: np.typing.DTypeLike,
         on_gpu: bool,
         pipe: World,
-        link: Link,
+        grid: Grid,
         plan: StagePlan,
         schedule: str,
     ):
         """Create the arena of this rank's stages, with the initial values that one rank has.
 
-        `pipe`: the World of the ranks that hold this replica; `link` connects them for stages.
+        `pipe`: the World of the ranks that hold this replica; `grid` has links of them for stages
+        and norms.
         """
         self.model, self.loss, self.plan = model, model.loss, plan
         #: encloses each wait for another stage in training
@@ -80,10 +83,10 @@ class PipelineReplica:
         self.samples = 1  #: of the largest micro-batch so far
         self.sent_bytes = 0  #: in messages between stages, in the step with most
         self.peak_tapes = 0  #: the largest number of tapes of stages that lived at one time
-        self._pipe, self._link, self._schedule_name = pipe, link, schedule
+        self._pipe, self._link, self._schedule_name = pipe, grid.stages, schedule
         self._parts = {stage: plan.part(model, stage) for stage in plan.stages_of(pipe.rank)}
-        self.arena = self._make_arena(dtype, on_gpu)
-        self._tied = TiedWeights(link, plan, model, self.arena.param)
+        self.arena = self._make_arena(dtype, on_gpu, grid.norms)
+        self._tied = TiedWeights(grid.stages, plan, model, self.arena.param)
         self._bind_views()
         names = [slot.name for slot in self.arena.slots]
         for name, values in nn.initial_values(model.parameters, seed, names).items():
@@ -205,13 +208,15 @@ class PipelineReplica:
         """
         with wait:
             self._tied.update_copies(self._params)
+        program = _make_program(schedule, self._pipe.rank)
+        boundaries = range(self.plan.stages - 1)
+        shapes = [self.plan.boundary_shape(self.model, boundary) for boundary in boundaries]
 
         def shape_of(message: Message) -> tuple[int, ...]:
-            return (samples[message.micro], *self.plan.boundary_shape(self.model, message.boundary))
+            return (samples[message.micro], *shapes[message.boundary])
 
-        rank = self._pipe.rank
-        link = StageLink(self._link, inbound(schedule, rank), shape_of, self.arena.param)
-        run_actions(route(schedule, rank), operations, link, rank, self._pipe.trace, wait)
+        link = StageLink(self._link, program.arrivals, shape_of, self.arena.param)
+        run_actions(program, operations, link, self._pipe.trace, wait)
         with wait:
             link.close()
         return link.sent_bytes
@@ -223,7 +228,7 @@ class PipelineReplica:
         broadcast(self._pipe.main, packed, self.plan.last_rank)
         return nn.losses.unpack(packed, self.loss.terms)
 
-    def _make_arena(self, dtype: np.typing.DTypeLike, on_gpu: bool) -> arenas.Arena:
+    def _make_arena(self, dtype: np.typing.DTypeLike, on_gpu: bool, norms: Link) -> arenas.Arena:
         """Return the arena of this rank's stages, which exchanges norms with the others."""
         model, pipe = self.model, self._pipe
         shapes = {name: p.shape for name, p in model.parameters.items()}
@@ -232,7 +237,7 @@ class PipelineReplica:
         arena = arenas.make_arena(shapes, dtype, zeros=zeros, own=names[pipe.rank])
 
         def gather_rows(rows: np.ndarray) -> np.ndarray:
-            parts = all_gather_bytes(pipe.link, rows.tobytes())
+            parts = all_gather_bytes(norms, rows.tobytes())
             shape = (-1, rows.shape[1])
             return ordered_rows(
                 [np.frombuffer(part).reshape(shape) for part in parts], names, arena.model_slots
@@ -244,6 +249,12 @@ class PipelineReplica:
         """Create the views of all tensors in the planes."""
         self._params = self.arena.views(self.arena.param) | self._tied.copies
         self._grads = self.arena.views(self.arena.grad)
+
+
+@lru_cache(maxsize=16)
+def _make_program(schedule: PipelineSchedule, rank: int) -> Program:
+    """Return the program of `rank`; cached, as a step would spend 2 us per action on it."""
+    return Program(rank, route(schedule, rank), inbound(schedule, rank))
 
 
 def _rows(tree: Any, rows: slice) -> Any:

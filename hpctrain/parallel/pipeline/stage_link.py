@@ -12,9 +12,9 @@ copied once, into the message; the receiver computes in the message's own memory
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from math import prod
-from typing import Any, get_args
+from typing import get_args
 
 import numpy as np
 
@@ -36,7 +36,8 @@ def message_bytes(nbytes: int) -> int:
 
 def stamp(message: Message) -> int:
     """Return the number that identifies a message of a step."""
-    return KINDS.index(message.kind) << 62 | message.stage << 32 | message.micro
+    kind, stage, micro = message
+    return (kind == KINDS[1]) << 62 | stage << 32 | micro
 
 
 def message_of(number: int) -> Message:
@@ -58,10 +59,11 @@ class StageLink:
         self._link, self._shape_of = link, shape_of
         self._xp, self._dtype = namespace(like), like.dtype
         self._expected = {peer: deque(messages) for peer, messages in arrivals.items()}
-        self._posted: dict[int, deque[tuple[Message, Array, Request]]] = {}
+        self._posted: dict[int, deque[tuple[Message, Array, Array, Request]]] = {}
         self._arrived: dict[Message, Array] = {}
         self.sent_bytes = 0  #: with stamps
-        self._sent: list[tuple[Request, Array]] = []  # memory of a message lives until it is sent
+        #: sends, oldest first, with their memory, which the next one may take once they are over
+        self._sent: deque[tuple[Request, Array, Array]] = deque()
         for peer in arrivals:
             self._posted[peer] = deque()
             for _ in range(POSTED_AHEAD):
@@ -69,11 +71,11 @@ class StageLink:
 
     def send(self, peer: int, message: Message, x: Array) -> None:
         """Start to send a copy of `x`."""
-        buffer = self._allocate(x.shape)
-        self._tensor(buffer, x.shape)[...] = x
-        buffer.view(np.int64)[-1] = stamp(message)
+        buffer, tensor = self._reuse(x.shape) or self._allocate(x.shape)
+        tensor[...] = x
+        buffer[-1] = stamp(message)
         self.sent_bytes += buffer.nbytes
-        self._sent.append((self._link.isend(buffer, peer), buffer))
+        self._sent.append((self._link.isend(buffer, peer), buffer, tensor))
 
     def receive(self, peer: int, message: Message) -> Array:
         """Return the tensor of `message`; others that arrive before it are kept for later."""
@@ -83,31 +85,40 @@ class StageLink:
 
     def close(self) -> None:
         """Wait until all messages of this rank are sent."""
-        for request, _ in self._sent:
+        for request, _, _ in self._sent:
             request.wait()
 
     def _take_next(self, peer: int) -> None:
         """Wait for the next message of `peer`; raise TransportError if it is another one."""
-        expected, buffer, request = self._posted[peer].popleft()
+        expected, buffer, tensor, request = self._posted[peer].popleft()
         request.wait()
         self._post(peer)
-        actual = int(to_host(buffer[-STAMP_BYTES:]).view(np.int64)[0])
+        actual = int(to_host(buffer[-1:])[0])
         if actual != stamp(expected):
             raise TransportError(
                 f"rank {self._link.rank} of the pipeline: expected the {expected} from rank "
                 f"{peer}, seen the {message_of(actual)}; all ranks must run the same schedule"
             )
-        self._arrived[expected] = self._tensor(buffer, self._shape_of(expected))
+        self._arrived[expected] = tensor
 
     def _post(self, peer: int) -> None:
         if self._expected[peer]:
             message = self._expected[peer].popleft()
-            buffer = self._allocate(self._shape_of(message))
-            self._posted[peer].append((message, buffer, self._link.irecv(buffer, peer)))
+            buffer, tensor = self._allocate(self._shape_of(message))
+            request = self._link.irecv(buffer, peer)
+            self._posted[peer].append((message, buffer, tensor, request))
 
-    def _allocate(self, shape: Sequence[int]) -> Array:
-        return self._xp.empty(message_bytes(prod(shape) * self._dtype.itemsize), np.uint8)
+    def _reuse(self, shape: Shape) -> tuple[Array, Array] | None:
+        """Return the memory of the oldest send, if it is over and had a tensor of `shape`."""
+        if self._sent and self._sent[0][2].shape == shape and self._sent[0][0].done():
+            request, buffer, tensor = self._sent.popleft()
+            request.wait()
+            return buffer, tensor
+        return None
 
-    def _tensor(self, buffer: Array, shape: Shape) -> Any:
-        nbytes = prod(shape) * self._dtype.itemsize
-        return buffer[:nbytes].view(self._dtype).reshape(shape)
+    def _allocate(self, shape: Shape) -> tuple[Array, Array]:
+        """Return memory for a message, and its part that holds a tensor of `shape`."""
+        count = prod(shape)
+        nbytes = message_bytes(count * self._dtype.itemsize)
+        buffer = self._xp.empty(nbytes // STAMP_BYTES, np.int64)
+        return buffer, buffer.view(self._dtype)[:count].reshape(shape)

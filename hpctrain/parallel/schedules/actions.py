@@ -36,7 +36,7 @@ class Action(NamedTuple):
         return f"{self.op} of micro-batch {self.micro} in stage {self.stage}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # hashed by identity: there may be thousands of actions
 class PipelineSchedule:
     """The actions of each rank; stage s is computed by rank `placement[s]`."""
 

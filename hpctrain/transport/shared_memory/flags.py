@@ -115,6 +115,6 @@ class NodeFlags:
                 break
         else:
             self._link.wait_for(
-                lambda: words[offset] >> ROUND_BITS == round_number, b"flags of the node"
+                lambda: words[offset] >> ROUND_BITS == round_number, b"a collective"
             )
         return words[offset] & PAYLOAD_MASK

@@ -1,0 +1,55 @@
+"""A wait for a rank that has ended its script: a hang that is known within seconds.
+
+    rank 0   step 15 | all_reduce ...      waits for rank 1
+    rank 1   step 15 | end of the script   waits for rank 0, and sends nothing more
+
+So long as a rank of the node computes, it may let the others go on: they may be a group without the
+rank that has ended. If each rank waits or has ended, and no wait changes, none will.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from time import time as clock
+
+from hpctrain.watch.record import Snapshot
+from hpctrain.watch.report import make_ended_report
+
+LIMIT_S, LIMIT_S_PER_BYTE = 5.0, 1e-8  #: without a change; a long array takes its time
+_SILENT_S = 3.0  # three heartbeats: such a rank may be stopped, and go on later
+
+
+class EndedRanks:
+    """The waits of a node at the last beats, as one rank's watch observes them."""
+
+    def __init__(self) -> None:
+        self._waits: tuple[tuple[int, str, float], ...] = ()
+        self._since_s = 0.0
+
+    def check(self, snapshots: Sequence[Snapshot], rank: int, awake_s: float) -> str:
+        """Return a report once, from the first of the ranks that wait for ended ones; else "".
+
+        `awake_s`: the time that this process has been awake.
+        """
+        waiting = [snapshot for snapshot in snapshots if not snapshot.has_ended]
+        waits = _waits(waiting) if len(waiting) < len(snapshots) else ()
+        if waits != self._waits:
+            self._waits, self._since_s = waits, awake_s
+        if not waits or waiting[0].rank != rank or awake_s - self._since_s < _limit_s(waiting):
+            return ""
+        self._since_s = float("inf")
+        ended = [snapshot for snapshot in snapshots if snapshot.has_ended]
+        return make_ended_report(ended, waiting, clock())
+
+
+def _waits(snapshots: Sequence[Snapshot]) -> tuple[tuple[int, str, float], ...]:
+    """Return the waits of all ranks; none if one of them computes or is silent."""
+    now_s = clock()
+    if any(not s.waiting_calls or now_s - s.heartbeat > _SILENT_S for s in snapshots):
+        return ()
+    return tuple((s.rank, call.thread, call.start_s) for s in snapshots for call in s.waiting_calls)
+
+
+def _limit_s(snapshots: Sequence[Snapshot]) -> float:
+    nbytes = max(call.nbytes for snapshot in snapshots for call in snapshot.waiting_calls)
+    return LIMIT_S + LIMIT_S_PER_BYTE * nbytes
