@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from hpctrain.bench import units
-from hpctrain.bench.prediction.command import machine_text, make_machine
+from hpctrain.bench.prediction.command import check_counts, machine_text, make_machine
 from hpctrain.commands._complete import complete_choices, complete_recipes
 from hpctrain.commands.bench_predict import FILE_TYPE, machine_options
 from hpctrain.commands.report import MISSING_PACKAGES_MESSAGE
@@ -63,12 +63,8 @@ def predict(json: Path | None, plot: Path | None, **options: Any) -> None:
     """Predict the step of a model on grids of data x pipe ranks; needs no MPI."""
     from hpctrain.bench.prediction import grid_tables, grids  # late: they import the trainer
 
+    check_counts(options, ("ranks_per_node", "cards", "micro_batches", "batch"))
     machine = make_machine(options)
-    for name in ("micro_batches", "batch"):
-        if options[name] is not None and options[name] < 1:
-            raise UsageError(
-                f"--{name.replace('_', '-')}: expected 1 or more, seen {options[name]}"
-            )
     count, per_node = options["micro_batches"], options["ranks_per_node"]
     ranks, pipes = (
         units.parse_counts(options["ranks"]),

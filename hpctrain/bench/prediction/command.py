@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,6 +41,7 @@ class Prediction:
 
 def run(options: CommandOptions) -> Prediction:
     """Return the predictions for the command line's `options`; raise UsageError."""
+    check_counts(options)
     ranks_per_node = options["ranks_per_node"]
     layouts = [
         predict.RankLayout(ranks, ranks_per_node) for ranks in units.parse_counts(options["ranks"])
@@ -61,14 +62,20 @@ def run(options: CommandOptions) -> Prediction:
     return Prediction(rows, machine, machine_text(machine, ranks_per_node))
 
 
+def check_counts(
+    options: CommandOptions, names: Sequence[str] = ("ranks_per_node", "cards")
+) -> None:
+    """Raise UsageError for an option of `names` that is below 1; None has a default."""
+    for name in names:
+        if options[name] is not None and options[name] < 1:
+            option = name.replace("_", "-")
+            raise UsageError(f"--{option}: expected 1 or more, seen {options[name]}")
+
+
 def make_machine(
     options: CommandOptions, measurements: measurement_files.Measurements | None = None
 ) -> Cluster:
     """Return the machine: options override measurements, and measurements override defaults."""
-    for option_prefix in ("ranks_per_node", "cards"):
-        if options[option_prefix] < 1:
-            name = option_prefix.replace("_", "-")
-            raise UsageError(f"--{name}: expected 1 or more, seen {options[option_prefix]}")
     fitted = measurements or measurement_files.Measurements([], 1)
     node_wire = _make_wire(
         options, "node_", fitted.inside, (DEFAULT_NODE_LINK, DEFAULT_NODE_LATENCY)
