@@ -33,6 +33,9 @@ MIB = 1 << 20
 def memory_of_ranks(mesh: Mesh, engine: Engine, is_sharded: bool) -> dict[str, list[Bytes]]:
     """Return the bytes of each rank by kind, "measured" and "predicted"; collective."""
     own = [_measured(mesh, engine), _predicted(mesh, engine, is_sharded)]
+    if not _has_state(engine):
+        for nbytes in own:
+            del nbytes["optimizer"]
     ranks = [json.loads(text) for text in mesh.everyone.gather(json.dumps(own))]
     return {"measured": [rank[0] for rank in ranks], "predicted": [rank[1] for rank in ranks]}
 
@@ -97,8 +100,15 @@ def _plane_length(mesh: Mesh, replica: PipelineReplica) -> int:
 
 def _planes_of_state(engine: Any) -> list[Array]:
     """Return the planes of the optimizer's state, such as moments."""
+    if not _has_state(engine):
+        return []
     state = engine.update.state if hasattr(engine, "update") else engine.optimizer_state
     return [x for name, x in state.items() if name != "step"]
+
+
+def _has_state(engine: Engine) -> bool:
+    """Return whether this rank has an optimizer's state of its own: others have shards of it."""
+    return hasattr(engine, "optimizer_state") or hasattr(getattr(engine, "update", None), "state")
 
 
 def _copied_elements(mesh: Mesh, replica: PipelineReplica) -> int:
