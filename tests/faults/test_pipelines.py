@@ -100,7 +100,7 @@ def test_a_hung_stage_is_named(on_grid, rank, kind):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (["mesh.pipe=3"], "expected a divisor of the 4 ranks, seen 3"),
+        (["mesh.pipe=3"], "expected a divisor of 4 ranks, seen 3"),
         (["pipeline.balance=[1, 5]"], "expected a layer with parameters of its own in each stage"),
     ],
 )
