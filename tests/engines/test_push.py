@@ -16,6 +16,7 @@ from hpctrain.core.errors import HpctrainError
 from hpctrain.engines.engine import Times
 from hpctrain.engines.parameter_server import push, shard
 from hpctrain.engines.parameter_server.worker import Worker
+from hpctrain.engines.pipe_row import PipeRow
 from hpctrain.gradients import arena as arenas
 from hpctrain.gradients.finite import GradientCheck
 from hpctrain.gradients.replica import ModelReplica
@@ -114,10 +115,11 @@ def test_a_slice_goes_to_the_device_before_the_next_has_come(lazy_gpu):
         arena = arenas.make_arena({"w": (length,)}, np.float32, zeros=xp.zeros)
         none = type("Replica", (), {"arena": arena})()
         check = GradientCheck(none, 1)
+        times = Times()
         worker = Worker(
-            rank=1,
+            row=PipeRow(world, times),
             replica=none,
-            times=Times(),
+            times=times,
             trace=Trace(),
             check=check,
             push_link=world.link,
