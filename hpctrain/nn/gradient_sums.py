@@ -78,7 +78,7 @@ class GradientSums:
         self._added = [0] * (part.stop - part.start)  #: micro-batches of each layer
         self._totals: dict[int, dict[str, Array]] = {}  #: by layer, then by its own names
         #: Totals that are not summed in `views`, with their layers, last layer first
-        self._apart: dict[str, list[tuple[int, Array]]] = {}
+        self._separate: dict[str, list[tuple[int, Array]]] = {}
 
     def begin(self) -> int:
         """Return the number of the next micro-batch."""
@@ -103,11 +103,13 @@ class GradientSums:
                 return LazyArrays({own: partial(_empty_like, x) for own, x in totals.items()})
             return {own: _empty_like(total) for own, total in totals.items()}
         totals = {
-            own: self._views[name] for own, name in layer.trained.items() if own not in layer.apart
+            own: self._views[name]
+            for own, name in layer.trained.items()
+            if own not in layer.separate
         }
-        for own in layer.apart:
+        for own in layer.separate:
             totals[own] = _empty_like(p[own])
-            self._apart.setdefault(layer.trained[own], []).append((layer.number, totals[own]))
+            self._separate.setdefault(layer.trained[own], []).append((layer.number, totals[own]))
         self._totals[layer.number] = totals
         return totals
 
@@ -138,15 +140,15 @@ class GradientSums:
     def totals(self) -> list[tuple[int, str, Array]]:
         """Return (layer, name, total) of this part for parameters that other parts use too."""
         self.check_complete(self._part.tied)
-        return [(i, name, x) for name in self._part.tied for i, x in self._apart[name]]
+        return [(i, name, x) for name in self._part.tied for i, x in self._separate[name]]
 
     def finish(self, name: str, foreign: Iterable[tuple[int, Array]]) -> None:
         """Write the gradient of a tied parameter, with the totals of layers of other parts."""
         self.check_complete([name])
-        totals = [*self._apart[name], *foreign]
+        totals = [*self._separate[name], *foreign]
         totals.sort(key=lambda total: total[0], reverse=True)
         self._views[name][...] = totals[0][1]
-        self._apart[name] = totals[1:]
+        self._separate[name] = totals[1:]
         self._finish(name)
 
     def _count(self, layer: int, micro_batch: int) -> None:
@@ -160,7 +162,7 @@ class GradientSums:
 
     def _finish(self, name: str) -> None:
         """Add the other totals of a parameter to the first one, which is in its view."""
-        for _, total in self._apart.get(name, ()):
+        for _, total in self._separate.get(name, ()):
             self._views[name][...] += total
         self._on_ready(name)
 

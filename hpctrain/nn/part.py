@@ -30,9 +30,9 @@ class PartLayer(NamedTuple):
     takes_later: bool
     names: dict[str, str]  #: of parameters and buffers
     trained: dict[str, str]  #: of parameters, in reverse order
-    #: Own names of parameters whose contribution is summed apart from the gradient's plane, because
-    #: a later layer, or one of another part, contributes to the same gradient.
-    apart: tuple[str, ...]
+    #: Own names of parameters whose contribution has a sum of its own, outside of the gradient's
+    #: plane: a later layer, or one of another part, contributes to the same gradient.
+    separate: tuple[str, ...]
 
 
 class Part:
@@ -118,8 +118,8 @@ class Part:
         for i, layer in reversed(list(enumerate(model.layers.values()))[self.start : self.stop]):
             names = model.layer_names[i]
             trained = {o: n for o, n in reversed(names.items()) if n in model.parameters}
-            apart = tuple(_repeated(trained, seen))
-            layers.append(PartLayer(i, layer, takes_later(type(layer)), names, trained, apart))
+            separate = tuple(_repeated(trained, seen))
+            layers.append(PartLayer(i, layer, takes_later(type(layer)), names, trained, separate))
         return tuple(reversed(layers))
 
 
