@@ -63,6 +63,14 @@ class TransportError(HpctrainError):
     """A message that did not arrive as agreed; names the rank, the peer and both sizes."""
 
 
+class LostRankError(TransportError):
+    """Ranks of a link were lost, or the link was revoked."""
+
+
+class LostStateError(HpctrainError):
+    """A range of a run's state that no rank holds; raised on all ranks."""
+
+
 class SaveError(HpctrainError):
     """A checkpoint could not be written; the checkpoints before it are untouched."""
 
