@@ -126,6 +126,10 @@ class Journal:
         if mesh_text := run_facts.describe_mesh(self.mesh, self.sampler.batch):
             self._log("pipeline: %s", mesh_text)
 
+    def has_open_row(self, step: int) -> bool:
+        """Return whether steps before `step` are in no row yet."""
+        return self._row_step < step
+
     def count_interval(self) -> None:
         """Count an interval, unless an older part of the run did not count them."""
         self.intervals = None if self.intervals is None else self.intervals + 1

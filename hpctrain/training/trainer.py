@@ -235,10 +235,12 @@ class Trainer:
                 self.callbacks, self.world, self.replica.model, sampler.steps_per_epoch
             )
             loop = Loop(self.world, self.engine, self.replica, plan, journal, callbacks, survival)
+            stack.enter_context(survival.holding(loop))
             if survival.reader is not None:
                 loop.restore(survival.reader)
             elif (call.resume or has_begun) and run is not None:
                 loop.resume(run)
+            survival.must_have_state(loop.step)
             if call.replay is not None and not has_begun:
                 loop.repeat(Path(call.replay))
             if has_begun:
