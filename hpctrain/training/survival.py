@@ -125,6 +125,8 @@ class Survival:
         if self.recoveries.began_at is not None:
             own = json.dumps({"run": self.run, "recoveries": self.recoveries.to_json()})
         texts = list(filter(None, world.gather(own)))
+        if not texts and world.job is not None and not {*world.job.members} & {*self._members}:
+            raise HpctrainError("all ranks that trained are lost; start the job again")
         if texts and not own:
             note = json.loads(texts[0])
             self.run, self.recoveries = note["run"], Recoveries.from_json(note["recoveries"])
