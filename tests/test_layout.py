@@ -33,7 +33,7 @@ ROOMS = {
     "collectives/reductions": (5, 500),
     "commands": (25, 2000),
     "config": (5, 665),
-    "core": (20, 1880),
+    "core": (20, 1890),
     "cost_model": (7, 1000),
     "data": (16, 1390),
     "doctor": (10, 950),
