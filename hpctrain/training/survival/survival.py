@@ -160,7 +160,7 @@ class Survival:
             )
 
     def _end(self, note: dict[str, Any]) -> None:
-        """End this call on all ranks, whoever is lost afterwards; send spares a note; collective."""
+        """End this call on all ranks, whoever is lost afterwards; note it to spares; collective."""
         job = self.world.job
         if job is not None:
             self.world.link.agree()
