@@ -16,6 +16,7 @@ from typing import BinaryIO
 from hpctrain.cluster import guard
 from hpctrain.cluster.launcher_messages import MessageFilter
 from hpctrain.cluster.slurm.job_end import LauncherExit
+from hpctrain.core.errors import StoppedError
 from hpctrain.run_files import run_folder
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
@@ -127,3 +128,21 @@ def catch_stop_signals() -> Iterator[Callable[[], list[int]]]:
             signal.signal(number, handler)
         os.close(read_fd)
         os.close(write_fd)
+
+
+@contextmanager
+def raise_on_signal() -> Iterator[None]:
+    """Turn a stop signal into StoppedError while there is no job to which it could be forwarded."""
+
+    def raise_stopped(number: int, _: object) -> None:
+        raise StoppedError(f"stopped by {signal.Signals(number).name} while no rank ran")
+
+    # Ctrl-C raises KeyboardInterrupt already; under nohup SIGHUP must stay ignored.
+    signals = [number for number in STOP_SIGNALS if number != signal.SIGINT]
+    caught_signals = [number for number in signals if signal.getsignal(number) != signal.SIG_IGN]
+    previous_handlers = {number: signal.signal(number, raise_stopped) for number in caught_signals}
+    try:
+        yield
+    finally:
+        for number, handler in previous_handlers.items():
+            signal.signal(number, handler)

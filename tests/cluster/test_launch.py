@@ -508,5 +508,5 @@ def test_a_stop_while_launch_looks_for_the_mpi(number):
         process.send_signal(number)
         message = process.communicate(timeout=60)[1]
     assert process.returncode == 75
-    assert message == f"hpctrain: stopped by {number.name} before a run began\n"
+    assert message == f"hpctrain: stopped by {number.name} while no rank ran\n"
     assert not psutil.wait_procs(children, timeout=60)[1]  # a probe that begins ends by itself
