@@ -62,8 +62,8 @@ def ulfm_options(mpi_title: str, *, has_ulfm: bool) -> tuple[str, ...]:
     if not has_ulfm:
         raise UsageError(
             f"--elastic needs Open MPI 5 with ULFM; mpi4py loads {mpi_title}, which ends a job "
-            "that has lost a rank. Load such an Open MPI (its `ompi_info` shows `FT MPI support: "
-            "yes`), or leave out --elastic and use `hpctrain launch --max-restarts 3`, which starts "
-            "the job again from its newest checkpoint"
+            "that has lost a rank. Load such an Open MPI (`ompi_info` shows `FT MPI support: yes`) "
+            "or, without --elastic, use `hpctrain launch --max-restarts 3`, which starts the job "
+            "again from its newest checkpoint"
         )
     return _ULFM_OPTIONS

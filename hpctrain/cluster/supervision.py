@@ -22,6 +22,8 @@ from hpctrain.run_files import run_folder
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 #: (seconds, signal to all remaining processes) after the end of mpiexec or a second Ctrl-C.
 _KILL_SCHEDULE = ((5.0, signal.SIGKILL), (5.5, signal.SIGKILL))
+#: Open MPI's launcher says so when the daemon of a host dies, and then ends with 0.
+_LOST_DAEMON = b"PRTE has lost communication with a remote daemon"
 _OUTPUT_S = 5.0  #: the time given to the last output of a launcher that has ended
 
 
@@ -37,6 +39,7 @@ class Supervisor:
         self._announced_folder = announced_folder
         self._signals: list[int] = []
         self._messages = MessageFilter()
+        self._has_lost_daemon = False
 
     def run(self, command: Sequence[str], environ: Mapping[str, str]) -> LauncherExit:
         """Run the launcher until all processes of its job have ended."""
@@ -56,7 +59,7 @@ class Supervisor:
                     self._forward_signal(process, number)
             guard.end_job(environ[guard.JOB_VARIABLE], _KILL_SCHEDULE)
             reader.join(_OUTPUT_S)
-        return LauncherExit(process.wait(), tuple(self._signals))
+        return LauncherExit(process.wait() or int(self._has_lost_daemon), tuple(self._signals))
 
     def finish(self, is_reported: bool) -> None:
         """Print the launcher's messages on the end of its ranks unless the ranks reported it."""
@@ -74,7 +77,10 @@ class Supervisor:
         process.send_signal(signal.SIGTERM if self._is_interrupted_twice else signal.SIGUSR1)
 
     def _forward_stderr(self, stderr: BinaryIO) -> None:
+        tail = b""
         while data := os.read(stderr.fileno(), 1 << 16):
+            self._has_lost_daemon |= _LOST_DAEMON in tail + data
+            tail = data[-len(_LOST_DAEMON) :]
             _write(self._messages.feed(data))
         _write(self._messages.end())
 
