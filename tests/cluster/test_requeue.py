@@ -128,7 +128,9 @@ def run(
     folder, part: Part, min_ranks: int | None = None, **extra: str
 ) -> subprocess.CompletedProcess[str]:
     files = {"srun": SRUN, "scontrol": SCONTROL, "sinfo": SINFO, "sleep": SLEEP}
-    files["job.sh"] = render(Job(nodes=4, tasks_per_node=2, warn_s=part.warn_s, min_ranks=min_ranks))
+    files["job.sh"] = render(
+        Job(nodes=4, tasks_per_node=2, warn_s=part.warn_s, min_ranks=min_ranks)
+    )
     for name, text in files.items():
         (folder / name).write_text(text)
         (folder / name).chmod(0o755)

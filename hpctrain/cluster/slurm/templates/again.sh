@@ -95,7 +95,8 @@ relaunch() { # start the ranks again in this allocation, unless the job is to en
     # After two starts in a row that saved nothing the job is to have other nodes.
     [ -z "$asked" ] && ((relaunches < max_relaunches && tries < 2)) || return 1
     [ "$(of_job | field JobState)" = RUNNING ] && place || return 1
-    export HPCTRAIN_RESTARTS=$((++relaunches))
+    # The step of a lost node may never end for Slurm: do not wait for its cores.
+    export SLURM_OVERLAP=1 HPCTRAIN_RESTARTS=$((++relaunches))
     echo "job $job: $1; started again here, $relaunches of $max_relaunches: ${launch[*]}"
 }
 
