@@ -9,6 +9,7 @@ after the third of them no other start is made: it would end in the same way.
 from __future__ import annotations
 
 import re
+import signal
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -24,6 +25,8 @@ from hpctrain.core.names import counted
 from hpctrain.run_files import run_folder
 
 _EXIT_LOST, _EXIT_HUNG, _EXIT_INTERRUPTED = 1, 86, 130
+# Of a program that a signal has ended MPICH's mpiexec returns the number of the signal.
+_CRASH_SIGNALS = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGKILL, signal.SIGSEGV)
 MAX_FUTILE_STARTS = 3
 FIRST_PAUSE_S, MAX_PAUSE_S = 2.0, 60.0
 #: A program that has announced no run has made progress if it ran for so long.
@@ -52,7 +55,7 @@ class JobEnd(NamedTuple):
     @property
     def is_loss(self) -> bool:
         """Whether another start may succeed: a lost rank or host, a hang, a crash."""
-        is_crash = self.code in (_EXIT_LOST, _EXIT_HUNG) or self.code > 128
+        is_crash = self.code in (_EXIT_LOST, _EXIT_HUNG, *_CRASH_SIGNALS) or self.code > 128
         return is_crash and self.code != _EXIT_INTERRUPTED and not self.is_stopped
 
 
