@@ -140,7 +140,8 @@ def _start_job(
         options=[*options, *host_options(mpi.vendor, start.hosts)],
     )
     variables |= replace(recovery, spares=start.spares).variables()
-    variables |= {launchers.RESTARTS: str(start.restarts)} if start.restarts else {}
+    if start.restarts:  # Slurm may still count the daemon of a lost host: share its cores
+        variables |= {launchers.RESTARTS: str(start.restarts), "SLURM_OVERLAP": "1"}
     job_id = uuid.uuid4().hex
     note_descriptor = os.memfd_create(run_folder.ANNOUNCE_FILE)
     with open(note_descriptor, "rb") as note_file, _guard_job(job_id) as job_variables:

@@ -173,6 +173,7 @@ def test_an_elastic_job_is_started_by_launch():
         "launch=(hpctrain launch --elastic --spares 2 --min-ranks 4 --max-restarts 5 "
         "-n $((SLURM_NTASKS - 2)))\n"
     ) in text
+    assert "\ntrain=(train digits)\n" in text
     assert "#SBATCH --no-kill" in directives(text) and "\nmax_relaunches=0\n" in text
     assert "#SBATCH --no-kill" not in directives(render(Job(nodes=4)))
 

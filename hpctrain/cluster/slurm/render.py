@@ -129,7 +129,8 @@ def _run_folder_word(job: Job) -> str:
 
 def _train_command(job: Job) -> list[str]:
     server_words = ["--set", f"engine.servers={job.servers}", "--set", "engine.placement=dedicated"]
-    return ["hpctrain", "train", job.recipe, *job.arguments, *(server_words if job.servers else [])]
+    program = [] if job.elastic else ["hpctrain"]  # `hpctrain launch` is called with a command
+    return [*program, "train", job.recipe, *job.arguments, *(server_words if job.servers else [])]
 
 
 def _launch_line(job: Job) -> str:
