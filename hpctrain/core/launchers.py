@@ -94,7 +94,7 @@ def launched(environ: Mapping[str, str]) -> Launched:
 
 
 def restarts(environ: Mapping[str, str]) -> int:
-    """Return how often this job was started again, by Slurm and within its allocation."""
+    """Return the number of restarts of this job, by Slurm and within its allocation."""
     return sum(_integer(environ, name) or 0 for name in ("SLURM_RESTART_COUNT", RESTARTS))
 
 
