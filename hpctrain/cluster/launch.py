@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from hpctrain.cluster import guard, relaunch, supervision
 from hpctrain.cluster.hosts import allocated_hosts, host_options
-from hpctrain.cluster.recovery import Recovery, check_recovery, ulfm_options
+from hpctrain.cluster.loss_policy import LossPolicy, check_policy, ulfm_options
 from hpctrain.cluster.slurm.job_end import (
     EXIT_STOPPED,
     ExitCodeFunction,
@@ -59,16 +59,16 @@ class MpiInstallation(NamedTuple):
 
 #: Returns the command line of each rank, from the folder of the run to resume, None for a new one.
 ArgvFunction = Callable[["Path | None"], list[str]]
-_NO_RECOVERY = Recovery()
+_DEFAULT_POLICY = LossPolicy()
 
 
-def launch(n: int, arguments: Sequence[str], recovery: Recovery = _NO_RECOVERY) -> int:
+def launch(n: int, arguments: Sequence[str], policy: LossPolicy = _DEFAULT_POLICY) -> int:
     """Run `hpctrain ARGUMENTS` on `n` ranks; return the exit code of the job.
 
-    A restart by `recovery` resumes the run. Raises UsageError when n < 1, inside a rank of another
-    job, without an mpiexec, or if `recovery` is impossible.
+    A restart by `policy` resumes the run. Raises UsageError when n < 1, inside a rank of another
+    job, without an mpiexec, or if `policy` is impossible.
     """
-    if recovery.max_restarts and "train" not in arguments[:2]:
+    if policy.max_restarts and "train" not in arguments[:2]:
         raise UsageError(
             "--max-restarts starts `train`, or a program after `--`, again: expected one of them, "
             f"seen {shlex.join(arguments)}"
@@ -78,14 +78,14 @@ def launch(n: int, arguments: Sequence[str], recovery: Recovery = _NO_RECOVERY) 
         words = last_lines.resuming(arguments, run) if run else arguments
         return [*module_command("hpctrain"), *words]
 
-    return _launch_guarded(n, arguments, argv, command_exit_code, recovery)
+    return _launch_guarded(n, arguments, argv, command_exit_code, policy)
 
 
-def launch_program(n: int, argv: Sequence[str], recovery: Recovery = _NO_RECOVERY) -> int:
+def launch_program(n: int, argv: Sequence[str], policy: LossPolicy = _DEFAULT_POLICY) -> int:
     """Run any program, `argv` with its arguments, on `n` ranks; return the exit code of the job.
 
     If the program fails because a run of `ht.Trainer` fails or is stopped, the exit code is that of
-    the run. A restart by `recovery` is the same call; the variable HPCTRAIN_RESTARTS counts them.
+    the run. A restart by `policy` is the same call; the variable HPCTRAIN_RESTARTS counts them.
     Raises UsageError as `launch` does, and if the program does not exist.
     """
     if shutil.which(argv[0]) is None:
@@ -93,7 +93,7 @@ def launch_program(n: int, argv: Sequence[str], recovery: Recovery = _NO_RECOVER
             f"no program '{argv[0]}': expected one on the PATH or the path of an executable file "
             "after `--`; for a command of hpctrain leave out `--`"
         )
-    return _launch_guarded(n, argv, lambda _: list(argv), program_exit_code, recovery)
+    return _launch_guarded(n, argv, lambda _: list(argv), program_exit_code, policy)
 
 
 def _launch_guarded(
@@ -101,20 +101,20 @@ def _launch_guarded(
     arguments: Sequence[str],
     argv: ArgvFunction,
     exit_code: ExitCodeFunction,
-    recovery: Recovery,
+    policy: LossPolicy,
 ) -> int:
     """Run `argv` on `n` ranks; first probe GPU paths if `arguments` allow the use of a GPU."""
     _check_request(n, launchers.launched(os.environ))
-    check_recovery(n, recovery)
+    check_policy(n, policy)
     if probe_process.may_use_gpu(arguments):
         probe_process.run_probe()
     try:
         with supervision.raise_on_signal():
             mpi = find_mpi()
-            options = elastic_options(mpi) if recovery.elastic else ()
-            hosts = allocated_hosts(os.environ) if recovery.max_restarts else []
-            start_job = partial(_start_job, mpi, options, argv, exit_code, recovery)
-            return relaunch.run_until_done(start_job, n, recovery, hosts)
+            options = elastic_options(mpi) if policy.elastic else ()
+            hosts = allocated_hosts(os.environ) if policy.max_restarts else []
+            start_job = partial(_start_job, mpi, options, argv, exit_code, policy)
+            return relaunch.run_until_done(start_job, n, policy, hosts)
     except StoppedError as error:
         print_message(str(error))
         return EXIT_STOPPED
@@ -125,7 +125,7 @@ def _start_job(
     options: Sequence[str],
     argv: ArgvFunction,
     exit_code: ExitCodeFunction,
-    recovery: Recovery,
+    policy: LossPolicy,
     start: relaunch.Start,
 ) -> relaunch.JobEnd:
     """Run a job from its start to its end."""
@@ -139,7 +139,7 @@ def _start_job(
         as_root=os.geteuid() == 0,
         options=[*options, *host_options(mpi.vendor, start.hosts)],
     )
-    variables |= replace(recovery, spares=start.spares).variables()
+    variables |= replace(policy, spares=start.spares).variables()
     if start.restarts:  # Slurm may still count the daemon of a lost host: share its cores
         variables |= {launchers.RESTARTS: str(start.restarts), "SLURM_OVERLAP": "1"}
     job_id = uuid.uuid4().hex

@@ -2,8 +2,8 @@
 
     start 1 --- rank lost ---> start 2, from the newest checkpoint --- rank lost ---> ... ---> done
 
-Starts in a row that reach no step beyond those before them are followed by ever longer pauses, and
-after the third of them no other start is made: it would end in the same way.
+A start that reaches no step beyond those before it is followed by a pause, twice as long each time.
+After the third such start in a row no other one is made: it would end in the same way.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hpctrain.cluster.hosts import Host, remaining_hosts
-from hpctrain.cluster.recovery import Recovery
+from hpctrain.cluster.loss_policy import LossPolicy
 from hpctrain.cluster.slurm.job_end import print_message
 from hpctrain.core.files import FileError
 from hpctrain.core.names import counted
@@ -28,7 +28,7 @@ _EXIT_LOST, _EXIT_HUNG, _EXIT_INTERRUPTED = 1, 86, 130
 # Of a program that a signal has ended MPICH's mpiexec returns the number of the signal.
 _CRASH_SIGNALS = (signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGKILL, signal.SIGSEGV)
 MAX_FUTILE_STARTS = 3
-FIRST_PAUSE_S, MAX_PAUSE_S = 2.0, 60.0
+FIRST_PAUSE_S = 2.0
 #: A program that has announced no run has made progress if it ran for so long.
 LONG_START_S = 60.0
 _STEP = re.compile(r"step-(\d+)")
@@ -74,43 +74,42 @@ class Progress:
     @property
     def pause_s(self) -> float:
         """The time to wait before the next start."""
-        pause_s = FIRST_PAUSE_S * 2.0 ** (self.futile_starts - 1) if self.futile_starts else 0.0
-        return min(pause_s, MAX_PAUSE_S)
+        return FIRST_PAUSE_S * 2.0 ** (self.futile_starts - 1) if self.futile_starts else 0.0
 
 
 def run_until_done(
-    start_job: Callable[[Start], JobEnd], n: int, recovery: Recovery, hosts: Sequence[Host]
+    start_job: Callable[[Start], JobEnd], n: int, policy: LossPolicy, hosts: Sequence[Host]
 ) -> int:
     """Start a job of `n` ranks, again after each loss; return the exit code of its last start.
 
     `hosts`: those of the allocation, empty outside of one.
     """
-    start, progress = Start(n, recovery.spares), Progress()
+    start, progress = Start(n, policy.spares), Progress()
     while True:
         start_time_s = time.monotonic()
         end = start_job(start)
-        if not end.is_loss or not recovery.max_restarts:
+        if not end.is_loss or not policy.max_restarts:
             return end.code
         progress = progress.after(_newest_step(end.run), time.monotonic() - start_time_s)
-        next_start = plan_start(n, recovery, hosts, remaining_hosts(hosts))
+        next_start = plan_start(n, policy, hosts, remaining_hosts(hosts))
         next_start = next_start._replace(restarts=start.restarts + 1, run=end.run or start.run)
-        if fault := _refusal(next_start, progress, recovery):
+        if fault := _refusal(next_start, progress, policy):
             print_message(f"{_describe(end)}; not started again: {fault}")
             return end.code
-        _announce(end, start, next_start, progress, recovery.max_restarts)
+        _announce(end, start, next_start, progress, policy.max_restarts)
         time.sleep(progress.pause_s)
         start = next_start
 
 
 def plan_start(
-    n: int, recovery: Recovery, hosts: Sequence[Host], remaining: Sequence[Host]
+    n: int, policy: LossPolicy, hosts: Sequence[Host], remaining: Sequence[Host]
 ) -> Start:
     """Return the ranks, spares and hosts of a start on the `remaining` ones of `hosts`."""
     if len(remaining) == len(hosts):
-        return Start(n, recovery.spares)
+        return Start(n, policy.spares)
     slots = sum(host.slots for host in remaining)
     ranks = min(n, slots)
-    return Start(ranks, min(recovery.spares, slots - ranks), remaining)
+    return Start(ranks, min(policy.spares, slots - ranks), remaining)
 
 
 def _newest_step(run: Path | None) -> int | None:
@@ -124,11 +123,11 @@ def _newest_step(run: Path | None) -> int | None:
     return max(steps, default=0)
 
 
-def _refusal(start: Start, progress: Progress, recovery: Recovery) -> str:
+def _refusal(start: Start, progress: Progress, policy: LossPolicy) -> str:
     """Return the reason against another start; empty if there is none."""
-    min_ranks = recovery.min_ranks or 1
-    if start.restarts > recovery.max_restarts:
-        return f"--max-restarts {recovery.max_restarts} is reached"
+    min_ranks = policy.min_ranks or 1
+    if start.restarts > policy.max_restarts:
+        return f"--max-restarts {policy.max_restarts} is reached"
     if progress.futile_starts >= MAX_FUTILE_STARTS:
         return f"{MAX_FUTILE_STARTS} starts in a row reached no new step after {progress.step}"
     if start.ranks < min_ranks:

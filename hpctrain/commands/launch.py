@@ -77,14 +77,14 @@ class LaunchCommand(ForwardingCommand):
 )
 @click.pass_context
 def launch(
-    context: click.Context, /, ranks: int, arguments: tuple[str, ...], **recovery_options: Any
+    context: click.Context, /, ranks: int, arguments: tuple[str, ...], **policy_options: Any
 ) -> None:
     """Run an hpctrain COMMAND, or any PROGRAM, on N ranks.
 
     The exit code is that of the job.
     """
     from hpctrain.cluster import launch as launcher  # late, so that `--help` stays fast
-    from hpctrain.cluster.recovery import Recovery
+    from hpctrain.cluster.loss_policy import LossPolicy
 
     is_program = context.meta[IS_PROGRAM_KEY]
     if not is_program and _is_program(arguments[0]):
@@ -92,10 +92,10 @@ def launch(
         raise click.UsageError(
             f"to start a program: hpctrain launch -n {ranks} -- {shlex.join(argv)}"
         )
-    recovery = Recovery(**recovery_options)
+    policy = LossPolicy(**policy_options)
     if is_program:
-        context.exit(launcher.launch_program(ranks, arguments, recovery))
-    context.exit(launcher.launch(ranks, [*_verbosity_options(context), *arguments], recovery))
+        context.exit(launcher.launch_program(ranks, arguments, policy))
+    context.exit(launcher.launch(ranks, [*_verbosity_options(context), *arguments], policy))
 
 
 def _is_program(word: str) -> bool:

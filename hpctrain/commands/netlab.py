@@ -53,11 +53,11 @@ def netlab(
     ranks_per_host: int,
     link: str,
     arguments: tuple[str, ...],
-    **recovery_options: Any,
+    **policy_options: Any,
 ) -> None:
     """Run COMMAND on simulated hosts, joined by links of one speed."""
+    from hpctrain.cluster.loss_policy import LossPolicy
     from hpctrain.cluster.netlab import netlab as lab_module  # late, so that `--help` stays fast
-    from hpctrain.cluster.recovery import Recovery
 
     lab = lab_module.Lab(hosts, ranks_per_host, lab_module.parse_speed(link))
-    context.exit(lab_module.netlab(lab, arguments, Recovery(**recovery_options)))
+    context.exit(lab_module.netlab(lab, arguments, LossPolicy(**policy_options)))

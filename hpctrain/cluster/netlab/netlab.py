@@ -37,6 +37,7 @@ from hpctrain.cluster.launch import (
     elastic_options,
     find_mpi,
 )
+from hpctrain.cluster.loss_policy import LossPolicy, check_policy
 from hpctrain.cluster.netlab.namespaces import (
     INTERFACE,
     NETWORK,
@@ -45,7 +46,6 @@ from hpctrain.cluster.netlab.namespaces import (
     build_probe_script,
     host_address,
 )
-from hpctrain.cluster.recovery import Recovery, check_recovery
 from hpctrain.cluster.supervision import catch_stop_signals
 from hpctrain.core import launchers
 from hpctrain.core.errors import UsageError
@@ -104,20 +104,20 @@ def unavailable_reason() -> str | None:
     )
 
 
-def netlab(lab: Lab, argv: Sequence[str], recovery: Recovery | None = None) -> int:
+def netlab(lab: Lab, argv: Sequence[str], policy: LossPolicy | None = None) -> int:
     """Run `argv` on all ranks of `lab` and return its exit code, or 130 if interrupted.
 
     Raises UsageError inside a rank of a job, if `argv` would start ranks itself, if namespaces or
-    MPI are missing, or if `recovery`, whose spares are the last ranks of the lab, is impossible.
+    MPI are missing, or if `policy`, whose spares are the last ranks of the lab, is impossible.
     """
-    recovery = recovery or Recovery()
-    check_recovery(lab.ranks - recovery.spares, recovery)
+    policy = policy or LossPolicy()
+    check_policy(lab.ranks - policy.spares, policy)
     _check_request(lab, argv)
     mpi = find_mpi()
-    options = elastic_options(mpi) if recovery.elastic else ()
+    options = elastic_options(mpi) if policy.elastic else ()
     lab_command = [*module_command("hpctrain.cluster.netlab.namespaces"), json.dumps(asdict(lab))]
     command = [*unshare_command(), *lab_command, *build_command(mpi, lab, argv, options)]
-    environ = rank_environment(mpi, lab.ranks, os.environ) | recovery.variables()
+    environ = rank_environment(mpi, lab.ranks, os.environ) | policy.variables()
     return _run_lab(command, environ)
 
 

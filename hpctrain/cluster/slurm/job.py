@@ -84,7 +84,7 @@ def node_kind(job: Job, site: Site | None) -> Nodes:
 def check_job(job: Job, site: Site | None = None) -> None:
     """Raise a UsageError that lists all faults of an impossible job."""
     faults = [*_range_faults(job), *_placement_faults(job, site)]
-    faults += [*_recovery_faults(job, site), *text_faults(job)]
+    faults += [*_loss_faults(job, site), *text_faults(job)]
     limit_s = parse_time_limit_s(job.time)
     faults += _interactive_faults(job) if job.interactive else _stop_time_faults(job, limit_s)
     if faults:
@@ -189,7 +189,7 @@ def text_faults(job: Job) -> list[str]:
     return faults
 
 
-def _recovery_faults(job: Job, site: Site | None) -> list[str]:
+def _loss_faults(job: Job, site: Site | None) -> list[str]:
     """Return the faults of the options that say how a job goes on after the loss of ranks."""
     ranks, min_ranks = total_ranks(job, site), job.min_ranks or 1
     has_fixed_size = bool(job.servers or job.sizes)

@@ -20,7 +20,7 @@ _ULFM_OPTIONS = ("--with-ft", "ulfm", "--mca", "coll", "^han,cuda")
 
 
 @dataclass(frozen=True)
-class Recovery:
+class LossPolicy:
     """The measures of a job against the loss of ranks."""
 
     elastic: bool = False  #: the survivors go on
@@ -34,22 +34,22 @@ class Recovery:
         return {name: str(value) for name, value in values.items() if value is not None}
 
 
-def check_recovery(n: int, recovery: Recovery) -> None:
+def check_policy(n: int, policy: LossPolicy) -> None:
     """Raise UsageError, with the first fault of the options that start `n` ranks."""
-    spares, min_ranks = recovery.spares, recovery.min_ranks
+    spares, min_ranks = policy.spares, policy.min_ranks
     faults = {
         f"--spares: expected 0 or more, seen {spares}": spares < 0,
-        f"--max-restarts: expected 0 or more, seen {recovery.max_restarts}": (
-            recovery.max_restarts < 0
+        f"--max-restarts: expected 0 or more, seen {policy.max_restarts}": (
+            policy.max_restarts < 0
         ),
         f"--min-ranks: expected 1 to {n}, the ranks that train, seen {min_ranks}": (
             min_ranks is not None and not 1 <= min_ranks <= n
         ),
         f"--spares {spares}: only an elastic job has spares; add --elastic": (
-            spares > 0 and not recovery.elastic
+            spares > 0 and not policy.elastic
         ),
         f"--min-ranks {min_ranks}: without --elastic or --max-restarts a lost rank ends the job": (
-            min_ranks is not None and not (recovery.elastic or recovery.max_restarts)
+            min_ranks is not None and not (policy.elastic or policy.max_restarts)
         ),
     }
     for fault, is_present in faults.items():
