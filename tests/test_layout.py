@@ -25,7 +25,7 @@ ROOMS = {
     "bench/rivals": (5, 440),
     "bench/training_step": (4, 490),
     "bench/tuning": (4, 355),
-    "checkpoint": (11, 1730),
+    "checkpoint": (15, 2360),  # on disk, and in the memory of ranks
     "cluster": (8, 920),
     "cluster/netlab": (3, 410),
     "cluster/slurm": (13, 1920),
