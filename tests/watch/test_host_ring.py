@@ -131,9 +131,9 @@ def test_the_ring_closes_and_detects_the_next_death():
     for victims in ([3], [2, 4]):
         ring.wires.dead.update(victims)
         ring.run(30)
-    assert {host: sorted(ring.dead[host]) for host in (0, 1, 5, 6)} == dict.fromkeys(
-        (0, 1, 5, 6), [2, 3, 4]
-    )
+    assert {host: sorted(ring.dead[host]) for host in (0, 1, 5, 6)} == {
+        key: [2, 3, 4] for key in (0, 1, 5, 6)
+    }
     assert ring.cut_off == []
 
 
