@@ -279,15 +279,15 @@ class Observed:
         self._thread = threading.Thread(target=self._beat)
         self._thread.start()
         self.observer = LivenessObserver(
-            self.snapshots,
+            self.heartbeats,
             StoppedRanks(0, processes),
             step,
-            lambda ranks, reason: self.lost.append((ranks, reason)),
+            lambda rank, reason: self.lost.append((rank, reason)),
             least_limit_s=limit_s,
         )
 
-    def snapshots(self):
-        return [record.snapshot() for record in self.records.values()]
+    def heartbeats(self):
+        return {rank: record.snapshot().heartbeat for rank, record in self.records.items()}
 
     def _beat(self):
         while not self._ended.wait(0.05):
@@ -332,9 +332,11 @@ def test_a_real_rank_that_holds_the_interpreter_lives(spawn):
 
 JOB = """
 import os, sys, time, threading
+from functools import partial
 from hpctrain.watch import WatchRecord
 from hpctrain.watch.liveness.observer import LivenessObserver
 from hpctrain.watch.liveness.processes import ProcessIdentity, own_identity
+from hpctrain.watch.liveness.setup import read_heartbeats
 from hpctrain.watch.liveness.stopped_ranks import StoppedRanks
 import mmap
 rank, folder = int(sys.argv[1]), sys.argv[2]
@@ -348,8 +350,9 @@ os.rename(f"{folder}/{rank}.tmp", f"{folder}/{rank}")
 while not all(os.path.exists(f"{folder}/{r}") for r in range(3)):
     time.sleep(0.01)
 processes = {r: ProcessIdentity.parse(open(f"{folder}/{r}").read()) for r in range(3)}
+heartbeats = partial(read_heartbeats, record, processes)
 observer = LivenessObserver(
-    record.node_snapshots, StoppedRanks(rank, processes), lambda: 0, print, least_limit_s=0.5
+    heartbeats, StoppedRanks(rank, processes), lambda: 0, print, least_limit_s=0.5
 )
 print("up", flush=True)
 while True:

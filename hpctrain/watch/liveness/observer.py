@@ -13,19 +13,16 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 
 from hpctrain.watch.liveness.channel import Channel
 from hpctrain.watch.liveness.host_ring import HostRing
 from hpctrain.watch.liveness.processes import kill
 from hpctrain.watch.liveness.stopped_ranks import LIMIT_S, StepTimes, StoppedRanks
-from hpctrain.watch.record import Snapshot
 
 log = logging.getLogger(__name__)
 LOOKS_PER_LIMIT = 10
 _FIRST_HEARTBEAT_S = 30.0  #: without any datagram of the host before, a warning is logged
-
-Report = Callable[[Sequence[int], str], None]  #: of lost ranks, with the reason
 
 
 class LivenessObserver:
@@ -33,20 +30,20 @@ class LivenessObserver:
 
     def __init__(
         self,
-        snapshots: Callable[[], Sequence[Snapshot]],
+        heartbeats: Callable[[], Mapping[int, float]],
         stopped_ranks: StoppedRanks,
         step: Callable[[], int],
-        on_lost: Report,
+        on_lost_rank: Callable[[int, str], None],
         ring: HostRing | None = None,
         channel: Channel | None = None,
         least_limit_s: float = LIMIT_S,
     ) -> None:
-        """`snapshots()` of the node's ranks; `step()`: the training step that is under way.
+        """`heartbeats()` of the node's ranks; `step()`: the training step that is under way.
 
-        `on_lost` is called in this thread with a rank that SIGKILL does not end.
+        `on_lost_rank(rank, reason)` is called in this thread where SIGKILL does not end a rank.
         """
-        self._snapshots, self._stopped_ranks, self._step = snapshots, stopped_ranks, step
-        self._on_lost, self._ring, self._channel = on_lost, ring, channel
+        self._heartbeats, self._stopped_ranks, self._step = heartbeats, stopped_ranks, step
+        self._on_lost_rank, self._ring, self._channel = on_lost_rank, ring, channel
         self._least_limit_s, self._interval_s = least_limit_s, least_limit_s / LOOKS_PER_LIMIT
         self._step_times, self._awake_s = StepTimes(), 0.0
         self._warns = ring is not None
@@ -84,13 +81,10 @@ class LivenessObserver:
             self._warn_if_never_heard(self._ring)
 
     def _check_node(self, limit_s: float) -> None:
-        try:
-            heartbeats = {s.rank: s.heartbeat for s in self._snapshots()}
-        except ValueError:  # a neighbour has not begun its record
-            return
+        heartbeats = self._heartbeats()
         for stopped in self._stopped_ranks.observe(heartbeats, self._awake_s, limit_s):
             if stopped.outlives_kill:
-                self._on_lost([stopped.rank], str(stopped))
+                self._on_lost_rank(stopped.rank, str(stopped))
             elif kill(stopped.process):
                 log.warning("%s: it was killed and counts as lost", stopped)
 

@@ -8,12 +8,13 @@ import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from hpctrain.watch.liveness.channel import Channel, Endpoint, choose_addresses, host_addresses
 from hpctrain.watch.liveness.datagrams import KEY_BYTES
 from hpctrain.watch.liveness.host_ring import HostRing
-from hpctrain.watch.liveness.observer import LivenessObserver, Report
+from hpctrain.watch.liveness.observer import LivenessObserver
 from hpctrain.watch.liveness.processes import ProcessIdentity, kill, own_identity
 from hpctrain.watch.liveness.stopped_ranks import LIMIT_S, StoppedRanks
 from hpctrain.watch.record import WatchRecord
@@ -26,25 +27,26 @@ Gather = Callable[[bytes], list[bytes]]  #: of all ranks' bytes
 class LossReports:
     """Consequences of a loss; called in the observer's thread."""
 
-    on_lost: Report  #: MPI learns of ranks whose loss it does not notice
+    on_lost_rank: Callable[[int, str], None]  #: SIGKILL does not end it, so MPI must be told
+    on_dead_host: Callable[[str, str], None]  #: MPI must be told that all its ranks are lost
     #: The ranks of this host end, by SIGKILL and exit code 1, when this returns: it reports why.
     on_cut_off: Callable[[str], None]
 
 
 def observe_liveness(
     record: WatchRecord,
+    rank: int,
     hosts: Sequence[str],
     gather: Gather,
     step: Callable[[], int],
     reports: LossReports,
     least_limit_s: float = LIMIT_S,
 ) -> LivenessObserver:
-    """Return the running observer of this rank; collective. Only for jobs that survive lost ranks.
+    """Return the running observer of this `rank`; collective. Only for jobs that survive losses.
 
-    `hosts`: the node of each rank; `record` shares memory with those of its node. `step()`: the
-    training step that is under way.
+    `gather` is over all ranks that are left, `hosts` has the node of each. Those whose records
+    share memory with `record` observe each other. `step()`: the training step that is under way.
     """
-    rank = record.rank
     leads = hosts.index(hosts[rank]) == rank and len(set(hosts)) > 1
     rows = _gather_rows(
         gather,
@@ -52,21 +54,35 @@ def observe_liveness(
         addresses=host_addresses() if leads else [],
         key=secrets.token_hex(KEY_BYTES) if rank == 0 else "",
     )
-    processes = {
-        r: ProcessIdentity.parse(row["process"])
-        for r, row in enumerate(rows)
-        if hosts[r] == hosts[rank]
-    }
+    neighbours = [r for r, host in enumerate(hosts) if host == hosts[rank]]
+    processes = {r: ProcessIdentity.parse(rows[r]["process"]) for r in neighbours}
+    reports = replace(reports, on_cut_off=partial(_end_host, reports, rank, processes))
     channel = _open_channel(rank, hosts, [row["addresses"] for row in rows])
-    own_host_reports = replace(
-        reports, on_cut_off=lambda reason: _end_host(reports, rank, processes, reason)
-    )
-    key = bytes.fromhex(rows[0]["key"])
-    ring = _join_ring(rank, hosts, gather, channel, key, own_host_reports)
-    stopped_ranks = StoppedRanks(rank, processes)
+    ring = _join_ring(rank, hosts, gather, channel, bytes.fromhex(rows[0]["key"]), reports)
     return LivenessObserver(
-        record.node_snapshots, stopped_ranks, step, reports.on_lost, ring, channel, least_limit_s
+        partial(read_heartbeats, record, processes),
+        StoppedRanks(rank, processes),
+        step,
+        reports.on_lost_rank,
+        ring,
+        channel,
+        least_limit_s,
     )
+
+
+def read_heartbeats(
+    record: WatchRecord, processes: Mapping[int, ProcessIdentity]
+) -> dict[int, float]:
+    """Return the heartbeats of this node's ranks; records know these by earlier numbers, or none.
+
+    So ranks are known by their pids.
+    """
+    ranks = {process.pid: rank for rank, process in processes.items()}
+    try:
+        snapshots = record.node_snapshots()
+    except ValueError:  # a neighbour has not begun its record
+        return {}
+    return {ranks[s.pid]: s.heartbeat for s in snapshots if s.pid in ranks}
 
 
 def _gather_rows(gather: Gather, **row: Any) -> list[dict[str, Any]]:
@@ -113,8 +129,7 @@ def _join_ring(
 
     def report_dead(number: int) -> None:
         host = hosts[leaders[number]]
-        lost = [r for r, other in enumerate(hosts) if other == host]
-        reports.on_lost(lost, f"host {host}: no heartbeat, and its kernel answers no host")
+        reports.on_dead_host(host, f"host {host}: no heartbeat, and its kernel answers no host")
 
     def report_cut_off() -> None:
         reports.on_cut_off(f"host {hosts[rank]} does not reach more than half of the job's hosts")
