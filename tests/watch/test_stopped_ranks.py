@@ -382,13 +382,15 @@ def job(spawn, tmp_path):
 @pytest.mark.either
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGTSTP])
 def test_a_job_that_was_suspended_wakes_whole(job, number):
-    for stopped in range(2):
-        for child in job:
+    for first in range(2):
+        order = job[first:] + job[:first]
+        for child in order:  # they stop, and wake, one after the other
             os.kill(child.pid, number)
+            time.sleep(0.15)
         time.sleep(1.3)  # more than two limits
-        for child in job[stopped:] + job[:stopped]:
+        for child in reversed(order):
             os.kill(child.pid, signal.SIGCONT)
-            time.sleep(0.1)  # they wake one after the other
+            time.sleep(0.05)
         time.sleep(1)
         assert [child.poll() for child in job] == [None, None, None]
 
