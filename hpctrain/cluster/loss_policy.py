@@ -11,10 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hpctrain.core.errors import UsageError
+from hpctrain.core.launchers import MIN_RANKS, SPARES
 
-#: The variables in which ranks find the number of spares, which are the last ranks of the job, and
-#: the smallest number of ranks with which training goes on.
-SPARES, MIN_RANKS = "HPCTRAIN_SPARES", "HPCTRAIN_MIN_RANKS"
 #: On several nodes ULFM's agreement fails with the collectives of `han` and `cuda`.
 _ULFM_OPTIONS = ("--with-ft", "ulfm", "--mca", "coll", "^han,cuda")
 

@@ -30,6 +30,9 @@ SINGLE_RANK = Launched("none", 0, 1, 0, 1)
 SEGMENTS = "HPCTRAIN_SEGMENTS"
 #: The variable that counts the restarts of a job by `hpctrain launch` or by its script.
 RESTARTS = "HPCTRAIN_RESTARTS"
+#: The variables of the number of spares, which are the last ranks of an elastic job, and of the
+#: smallest number of ranks with which its training goes on.
+SPARES, MIN_RANKS = "HPCTRAIN_SPARES", "HPCTRAIN_MIN_RANKS"
 
 TITLES = {
     "openmpi": "Open MPI's mpirun",

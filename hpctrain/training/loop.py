@@ -214,7 +214,8 @@ class Loop:
     def restore(self, reader: checkpoint.Reader) -> None:
         """Restore a state from the memory of ranks; all of them go on, or none; collective."""
         self._request(reader)
-        reader.fetch(self.world.link)
+        assert self.world.job is not None
+        reader.fetch(self.world.job.link)  # spares, too, send what they hold
         reader.finish()
         self.step = reader.step
         self.rows = self.journal.resume(reader.step, reader.about)

@@ -13,7 +13,7 @@ import numpy as np
 import hpctrain.world
 from hpctrain import engines, nn
 from hpctrain.core import progress
-from hpctrain.core.errors import HpctrainError, TransportError, UsageError
+from hpctrain.core.errors import RecoveryError, TransportError, UsageError
 from hpctrain.core.names import counted
 from hpctrain.core.signals import StopRequest
 from hpctrain.core.xp import shortage_raised
@@ -84,8 +84,8 @@ class Trainer:
         self._make_replica = partial(
             split_model.make_replica, model, seed, precision, self.world, mesh, pipeline
         )
-        self._is_split = mesh.pipe > 1
-        if not (self.world.is_spare and self._is_split):
+        self._unit = mesh.pipe
+        if not (self.world.is_spare and self._unit > 1):
             self.mesh, self.replica = self._make_replica()
         if not self.world.is_spare:
             if init is not None:
@@ -106,18 +106,18 @@ class Trainer:
     def _rebuild(self) -> None:
         """Build the engine for the ranks that are left after a loss; collective.
 
-        Raises HpctrainError if they are too few.
+        Raises RecoveryError if they are too few.
         """
         if hasattr(self, "engine"):
             with suppress(TransportError):  # its threads end, whatever its links
                 self.engine.close()
         try:
-            if self._is_split:
+            if self._unit > 1:
                 self.mesh, self.replica = self._make_replica()
             self._build_engine()
         except UsageError as error:
             ranks = counted(self.world.size, "rank")
-            raise HpctrainError(f"only {ranks} left: {error}; start the job again") from error
+            raise RecoveryError(f"only {ranks} left: {error}; start the job again") from error
 
     def fit(
         self,
@@ -163,7 +163,7 @@ class Trainer:
             train, test, epochs, steps, batch, micro_batches, resume, replay, options, checkpoints,
             trace, origin,
         )  # fmt: skip
-        survival = Survival(self.world, elastic, None if out is None else str(out))
+        survival = Survival(self.world, elastic, None if out is None else str(out), self._unit)
         with ExitStack() as signals:
             request = StopRequest(partial(self._last_words, survival))
             catch_signals = cache(partial(signals.enter_context, request))

@@ -15,13 +15,16 @@ import json
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.checkpoint.memory import LiveState, MemoryCopies
 from hpctrain.checkpoint.memory_reader import MemoryReader, newest_whole
+from hpctrain.collectives import all_gather_bytes
 from hpctrain.core import errors
-from hpctrain.core.errors import AGREED_ERRORS, HpctrainError, JobEndedError, LostRankError
+from hpctrain.core.errors import AGREED_ERRORS, JobEndedError, LostRankError, RecoveryError
 from hpctrain.core.names import counted
+from hpctrain.run_files import run_folder
 from hpctrain.training.checkpointer import Checkpointer
 from hpctrain.training.journal import Journal
 from hpctrain.training.run_options import ElasticOptions
@@ -38,8 +41,11 @@ log = logging.getLogger(__name__)
 class Survival:
     """The state and the losses of one call of fit, over all its parts on this rank."""
 
-    def __init__(self, world: World, options: ElasticOptions, run: str | None):
-        """`run`: the folder of the run; a spare takes that of the others."""
+    def __init__(self, world: World, options: ElasticOptions, run: str | None, unit: int = 1):
+        """`run`: the folder of the run; a spare takes that of the others.
+
+        `unit`: the ranks that hold a replica together; others than whole replicas are spares.
+        """
         self.world, self.options, self.run = world, options, run
         self.recoveries = Recoveries()
         self.reader: MemoryReader | None = None  #: of the state to go on from
@@ -49,39 +55,42 @@ class Survival:
         job = world.job
         self._numbers, self._members = (job.numbers, job.members) if job else ((), ())
         if job is not None:
-            job.min_ranks = max(job.min_ranks, options.min_ranks)
+            job.min_ranks, job.unit = max(job.min_ranks, options.min_ranks), unit
 
     def train(
         self, build: Callable[[], None], part: Callable[[Survival], dict[str, Any]]
     ) -> dict[str, Any]:
         """Return the summary that `part` returns, called again after each loss of ranks.
 
-        `build` makes the engine for the ranks that are left.
+        `build` makes the engine for the ranks that are left. A spare returns the summary of the
+        others, or raises their error.
         """
-        try:
-            is_first = True
-            while True:
-                try:
-                    if self.world.is_spare:
-                        self._await_place()
-                        is_first = False
-                    elif not is_first:
-                        survive(self.world)
-                    if not is_first:
-                        self._regroup()
-                        build()
-                    summary = part(self)
-                    self._end({"summary": summary})
-                    return summary
-                except LostRankError:
-                    if not self.world.survives:
-                        raise
-                    is_first = False
-        except _DismissalError as note:
-            return note.summary
-        except AGREED_ERRORS as error:
-            self._end({"error": type(error).__name__, "text": str(error)})
-            raise
+        is_first = True
+        while True:
+            try:
+                if not is_first:
+                    survive(self.world)
+                    self._regroup()
+                if self.world.is_spare:
+                    self._serve_and_sleep()
+                if not is_first:
+                    build()
+                summary = part(self)
+                self._end({"summary": summary})
+                return summary
+            except LostRankError:
+                if not self.world.survives:
+                    raise
+                is_first = False
+            except _DismissalError as note:
+                return note.summary
+            except RecoveryError as error:
+                self._write_failure(error)
+                raise
+            except AGREED_ERRORS as error:
+                with suppress(LostRankError):
+                    self._end({"error": type(error).__name__, "text": str(error)})
+                raise
 
     @property
     def has_begun(self) -> bool:
@@ -101,9 +110,9 @@ class Survival:
             raise
 
     def must_have_state(self, step: int) -> None:
-        """Raise HpctrainError if training has begun, but no state and no checkpoint is left."""
+        """Raise RecoveryError if training has begun, but no state and no checkpoint is left."""
         if self.recoveries.last_step > 0 and self.reader is None and step == 0:
-            raise HpctrainError(
+            raise RecoveryError(
                 "the lost ranks held a part of the state of which no copy is left, and there is no "
                 "checkpoint: start the job again; [elastic] copies = 2 keeps one copy more"
             )
@@ -116,29 +125,41 @@ class Survival:
         link.agree()
         self._copies.commit()
 
-    def _await_place(self) -> None:
-        """Sleep until this spare takes a place; raise _DismissalError, or the others' error."""
+    def _serve_and_sleep(self) -> None:
+        """Send the others what this spare holds of the state; then sleep until a note comes.
+
+        Raises LostRankError once a rank is lost, else what the note asks for.
+        """
         assert self.world.job is not None
-        while self.world.is_spare:
-            try:
-                _obey(json.loads(self.world.job.await_note()))
-            except LostRankError:
-                survive(self.world)
+        if self.reader is not None:
+            self.reader.fetch(self.world.job.link)
+        _obey(json.loads(self.world.job.await_note()))
 
     def _regroup(self) -> None:
-        """Share the record of losses and find the state to go on from; collective."""
-        world, own = self.world, ""
+        """Share the record of losses and find the state to go on from; collective, also of spares.
+
+        Raises RecoveryError if all ranks that trained are lost.
+        """
+        world, job, own = self.world, self.world.job, ""
+        assert job is not None
         if self.has_begun:
             own = json.dumps({"run": self.run, "recoveries": self.recoveries.to_json()})
-        texts = list(filter(None, world.gather(own)))
-        if not texts and world.job is not None and not {*world.job.members} & {*self._members}:
-            raise HpctrainError("all ranks that trained are lost; start the job again")
+        texts = [text for text in all_gather_bytes(job.link, own.encode()) if text]
+        if not {*job.numbers} & {*self._members}:
+            raise RecoveryError("all ranks that trained are lost; start the job again")
         if texts and not own:
             note = json.loads(texts[0])
             self.run, self.recoveries = note["run"], Recoveries.from_json(note["recoveries"])
         states = [self._live] if self._live is not None else []
-        self.reader = newest_whole(world.link, states) or self._copies.reader(world.link)
+        self.reader = newest_whole(job.link, states) or self._copies.reader(job.link)
         world.restores = self.reader is not None
+
+    def _write_failure(self, error: RecoveryError) -> None:
+        """Write the summary of a run that cannot go on."""
+        if self.run is not None and self.world.rank == 0:
+            facts = {"status": "failed", "exit_code": error.exit_code, "reason": str(error)}
+            with suppress(OSError):
+                run_folder.write_summary(Path(self.run), facts)
 
     def log_recovery(self, step: int) -> None:
         """Record the loss, after which training goes on from `step`, and log it from one rank."""
