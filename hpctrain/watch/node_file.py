@@ -195,10 +195,16 @@ def read_node(directory: Path, node: Node, history: bool = False) -> list[Snapsh
 
     None if they lie on another host, or were lost with their node.
     """
+    in_memory = read_memory(node, history)
+    return read_copy(directory, node, history) if in_memory is None else in_memory
+
+
+def read_memory(node: Node, history: bool = False) -> list[Snapshot] | None:
+    """Return the records of a node from its memory; None if they are not in that of this host."""
     with suppress(MissingError, FileNotFoundError):
         if _is_own(Path(node.file)):
             return list(decode_node(files.read_bytes(node.file, _FILE_BYTES), history))
-    return read_copy(directory, node, history)
+    return None
 
 
 def read_copy(directory: Path, node: Node, history: bool = False) -> list[Snapshot]:

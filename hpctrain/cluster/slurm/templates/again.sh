@@ -77,6 +77,17 @@ again() { # put the job back into the queue, unless it was ended from outside: c
     exit 75
 }
 
+collect() { # the last operations of all ranks, from the memory of their nodes into the run's folder
+    local token
+    token=$(sed -n 's/.*"token": "\([0-9a-f]*\)".*/\1/p' "$run/watch/nodes.json")
+    # shellcheck disable=SC2016
+    [ -z "$token" ] || timeout 60 srun --overlap --ntasks-per-node=1 \
+        -N "$SLURM_JOB_NUM_NODES" -n "$SLURM_JOB_NUM_NODES" bash -c '
+        for file in /dev/shm/"$0"-* "${TMPDIR:-/tmp}/$0"-*; do
+            ! cp "$file" "$1/watch/node-${file##*-}" || rm -f "$file"
+        done' "hpctrain-watch-$token" "$run"
+} >/dev/null 2>&1
+
 pid='' reminder=''
 trap stop USR1
 trap : TERM # Slurm ends the job, and lets the ranks save (KillWait): do not leave before them
@@ -87,6 +98,7 @@ while wait "$pid"; code=$?; kill -0 "$pid" 2>/dev/null; do :; done # a signal en
 pid=''
 [ -z "$reminder" ] || kill "$reminder" 2>/dev/null
 
+[ ! -e "$run/watch/nodes.json" ] || collect # `hpctrain hang` shows them
 case "$(told status)" in
 done) exit 0 ;;
 stopped) again "$(told reason)" ;;
