@@ -30,6 +30,7 @@ from hpctrain.training import run_facts
 from hpctrain.training.recipe import Recipe
 from hpctrain.training.run_options import TraceOptions
 from hpctrain.training.skip_counter import SkipCounter
+from hpctrain.training.stragglers import Stragglers
 from hpctrain.training.timeline import Timeline
 
 log = logging.getLogger(__name__)
@@ -50,13 +51,14 @@ class Journal:
         rate: float | Schedule | None = None,
         trace: TraceOptions = TraceOptions(),  # noqa: B008  (frozen)
     ):
-        self.world, self.engine, self.sampler = mesh.everyone, engine, sampler
-        world, self.mesh = mesh.everyone, mesh
+        world, self.mesh, self.engine, self.sampler = mesh.everyone, mesh, engine, sampler
+        self.world = world
         self.total_steps, self.run, self.recipe, self.rate = total_steps, run, recipe, rate
         self.name = recipe.run.name if recipe else "training"
         self.steps_redone = 0
         self.intervals: int | None = 0  #: since the first step; each ends with a collective call
         self.skips = SkipCounter(world, engine)
+        self._stragglers = Stragglers(mesh, engine, recipe.faults.slow_rank if recipe else None)
         self.files = RunFiles(None if world.rank else run)
         self._timeline = Timeline(world, run, trace)
         self._bar: progress.Bar | None = None  # on rank 0, if it has a terminal
@@ -159,8 +161,11 @@ class Journal:
             **({"interrupted": True} if interrupted else {}),
         }
         self._sums, self._row_step, self._row_s = {}, step, now
+        self._stragglers.row(ranks)
         if self.world.rank == 0:
-            self._write_row()
+            self.files.add(self._last)
+            if self._bar is None:
+                log.info(progress.line(self._last, self.total_steps))
         return self._last
 
     def about_now(self, step: int) -> dict[str, Any]:
@@ -245,20 +250,19 @@ class Journal:
             **staleness.metrics(self._staleness),
             "dropped_gradients": self.skips.dropped_gradients(ranks, self._staleness),
             "idle_fraction": idle(ranks),
+            "straggler_scores": self._stragglers.scores(ranks),
             "params_sha256": run_facts.trained_sha256(world, engine),
             "seed": self.sampler.seed,
         }
 
     def _sum_over_ranks(self) -> tuple[Sums, dict[str, np.ndarray]]:
-        """Return the sums of this interval, and by name each rank's own numbers: float64 (ranks,).
-
-        All ranks get the same.
-        """
+        """Return sums of this interval, and by name each rank's numbers: (ranks,), equal on all."""
         own_facts = {
             **self._times(),
             "wall_s": self._wall_s(),
             "bytes_sent": self.engine.bytes_sent,
             **self.skips.rank_counts(),
+            **self._stragglers.rank_facts(),
         }
         table = np.zeros((len(own_facts), self.world.size))
         table[:, self.world.rank] = list(own_facts.values())
@@ -280,11 +284,6 @@ class Journal:
     def _updates(self, step: int) -> int:
         """Return the number of updates before that of step `step`, counted from 1."""
         return int(max(step - 1 - self.skips.skipped_steps, 0) * self.engine.updates_per_step)
-
-    def _write_row(self) -> None:
-        self.files.add(self._last)
-        if self._bar is None:
-            log.info(progress.line(self._last, self.total_steps))
 
     def _log(self, text: str, *args: Any) -> None:
         if self.world.rank == 0:

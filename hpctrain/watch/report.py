@@ -80,7 +80,7 @@ def make_report(
 
 
 def remedy(is_blocked: bool, has_folder: bool = True) -> str:
-    """Return what to do about a hang; `is_blocked`: ranks that do not wait keep others waiting."""
+    """Return the remedy of a hang; `is_blocked`: ranks that do not wait keep others waiting."""
     if is_blocked:
         return _BLOCKED_REMEDY if has_folder else _SCRIPT_REMEDY
     return _MATCH_REMEDY if has_folder else _MATCH_REMEDY.replace("; then --resume", "")
