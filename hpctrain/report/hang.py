@@ -62,8 +62,7 @@ def as_json(job: JobState, last: int) -> dict[str, Any]:
         "silent_first": result.silent_first,
         "unread_nodes": list(result.unread_nodes),
         "ranks": [
-            {"rank": state.rank, "node": state.node, "state": state.life}
-            | ({"as_of": utc(state.as_of_s)} if state.record else {})
+            {"rank": state.rank, "node": state.node, "life": state.life}
             | ({**rank_facts(state.record, state.life, last)} if state.record else {})
             for state in result.ranks
         ],
