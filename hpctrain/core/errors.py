@@ -63,6 +63,18 @@ class TransportError(HpctrainError):
     """A message that did not arrive as agreed; names the rank, the peer and both sizes."""
 
 
+class LostRankError(TransportError):
+    """A call did not complete, since a rank was lost; survivors go on, see `World.survive`."""
+
+
+class RankKilled(BaseException):
+    """A rank that is a thread ends as if by SIGKILL: it reports nothing and cleans up nothing."""
+
+
+class LostStateError(HpctrainError):
+    """A range of a run's state that no rank holds; raised on all ranks."""
+
+
 class SaveError(HpctrainError):
     """A checkpoint could not be written; the checkpoints before it are untouched."""
 
@@ -92,7 +104,15 @@ class HungError(HpctrainError):
 
 
 #: Errors that all ranks raise together; any other is raised by a rank alone.
-AGREED_ERRORS = (UsageError, TrainingError, SaveError, StoppedError)
+class JobEndedError(HpctrainError):
+    """The job has ended while this rank waited as a spare."""
+
+    def __init__(self, exit_code: int):
+        super().__init__(f"the job has ended with exit code {exit_code}")
+        self.exit_code = exit_code
+
+
+AGREED_ERRORS = (UsageError, TrainingError, SaveError, StoppedError, JobEndedError)
 
 
 def annotate(error: BaseException, lines: Iterable[str]) -> None:

@@ -28,6 +28,7 @@ from hpctrain.run_files import run_folder
 from hpctrain.training.callbacks import Callbacks, Row
 from hpctrain.training.checkpointer import Checkpointer
 from hpctrain.training.journal import Journal
+from hpctrain.training.survival.survival import Survival
 from hpctrain.training.tasks import FitPlan, Tasks
 from hpctrain.world import World
 
@@ -67,8 +68,10 @@ class Loop:
         plan: FitPlan,
         journal: Journal,
         callbacks: Callbacks,
+        survival: Survival,
     ):
         """Train `replica`, on which `engine` was built."""
+        self._survival = survival
         self.world, self.engine, self.plan, self.journal = world, engine, plan, journal
         self.callbacks = callbacks
         self.replay_log = replay.ReplayLog(
@@ -110,6 +113,12 @@ class Loop:
 
     def _train(self, work: Tasks) -> None:
         total = self.journal.total_steps
+        if self.engine.shares_sums:
+            self.engine.committed_step = self.step
+        if self._makes_copies:
+            self._copy()
+        if self.step > 0 and self.journal.has_open_row(self.step):
+            self._end_interval(0)  # a loss of ranks came before its row
         while self.step < total and not self.stop_reason:
             work.at(self.step)
             step_before = self.step
@@ -121,18 +130,34 @@ class Loop:
             if flags.failed:
                 self.journal.skips.skip(self.step, flags.failed - 1, self.plan.max_skipped)
                 self.step += 1
-            stopped = bool(flags.stop) and self.step < total
-            self._make_row(stopped)
-            is_last = self.step == total or stopped or bool(self.stop_reason)
-            if is_last:
-                self.engine.settle()  # the arena then holds the trained parameters
-                finish(self.engine.replica.arena.param)  # no copy into it outlives us
-            if is_last or self.checkpointer.is_due(self.step, self.row):
-                self.replay_log.sync()
-                if folder := self.checkpointer.save(self.step, self.row, must=is_last):
-                    self.callbacks.checkpoint(folder)
-            if stopped and not self.stop_reason:
-                raise self._stop_error(flags.stop)
+            if self._makes_copies:
+                self._copy()
+            self._end_interval(flags.stop)
+
+    def _end_interval(self, stop: int) -> None:
+        """Make the row and the checkpoint that are due; raise StoppedError after signal `stop`."""
+        stopped = bool(stop) and self.step < self.journal.total_steps
+        self._make_row(stopped)
+        is_last = self.step == self.journal.total_steps or stopped or bool(self.stop_reason)
+        if is_last:
+            self.engine.settle()  # the arena then holds the trained parameters
+            finish(self.engine.replica.arena.param)  # no copy into it outlives us
+        if is_last or self.checkpointer.is_due(self.step, self.row):
+            self.replay_log.sync()
+            if folder := self.checkpointer.save(self.step, self.row, must=is_last):
+                self.callbacks.checkpoint(folder)
+        if stopped and not self.stop_reason:
+            raise self._stop_error(stop)
+
+    @property
+    def _makes_copies(self) -> bool:
+        """Whether a rank's part of the state would be lost with it."""
+        return self.world.survives and not self.engine.shares_sums and self.world.size > 1
+
+    def _copy(self) -> None:
+        """Copy the state to other ranks: the loss of some may lead back to here; collective."""
+        self.engine.settle()
+        self._survival.copy(self.step, self.journal, self.checkpointer)
 
     def _stop_error(self, number: int) -> StoppedError:
         run = self.journal.run
@@ -186,6 +211,15 @@ class Loop:
             "interval_steps": self.plan.interval,
         }
 
+    def restore(self, reader: checkpoint.Reader) -> None:
+        """Restore a state from the memory of ranks; all of them go on, or none; collective."""
+        self._request(reader)
+        reader.fetch(self.world.link)
+        reader.finish()
+        self.step = reader.step
+        self.rows = self.journal.resume(reader.step, reader.about)
+        self.world.link.agree()
+
     def resume(self, run: Path) -> None:
         """Restore the newest good checkpoint, if there is one."""
         loaded = checkpoint.load(run, self.world.link, request=self._request)
@@ -194,6 +228,8 @@ class Loop:
             return
         self.step = loaded.step
         self.rows = self.journal.resume(loaded.step, loaded.about)
+        if self.world.rank == 0:
+            log.info("resumed at step %d of %d", self.step, self.journal.total_steps)
         self.checkpointer.resume(run, loaded.path)
 
     def _request(self, reader: checkpoint.Reader) -> None:
@@ -216,7 +252,9 @@ class Loop:
     def _next_stop(self) -> int:
         """Return the next step with a row, an evaluation, an epoch's end or a checkpoint."""
         plan = self.plan
-        periods = (plan.interval, plan.evaluate_every, self._epoch, *self.checkpointer.periods)
+        copies = self._survival.options.copy_steps if self._makes_copies else 0
+        checkpoints = self.checkpointer.periods
+        periods = (plan.interval, plan.evaluate_every, self._epoch, copies, *checkpoints)
         next_due = [(self.step // period + 1) * period for period in periods if period]
         return min(self.journal.total_steps, *next_due)
 

@@ -28,9 +28,10 @@ from hpctrain.nn.from_function import FunctionModel
 from hpctrain.optim import Optimizer
 from hpctrain.run_files import run_folder
 from hpctrain.training import recipe, weights
+from hpctrain.training.fit_call import RunOrigin
 from hpctrain.training.recipe import Recipe
 from hpctrain.training.trained_model import TrainedModel
-from hpctrain.training.trainer import RunOrigin, Trainer
+from hpctrain.training.trainer import Trainer
 from hpctrain.transport.device import gpus
 from hpctrain.transport.device.gpus import Device
 from hpctrain.world import World, current_world
@@ -54,6 +55,7 @@ def train(
             checkpoints=spec.checkpoint,
             trace=spec.trace,
             origin=RunOrigin(spec, count_outputs(spec, job.split)),
+            elastic=spec.elastic,
         )
 
 
@@ -83,7 +85,8 @@ class Job:
 @contextmanager
 def prepare(spec: Recipe, world: World, init: bool = True) -> Iterator[Job]:
     """Yield the job of a recipe, with the weights of `[model] init` if `init`; collective."""
-    world.on_all_ranks(lambda: spec.must_fit(world.size, len(world.main.nodes)))
+    if not world.is_spare:  # which cannot know the nodes of the others
+        world.on_all_ranks(lambda: spec.must_fit(world.size, len(world.main.nodes)))
     _agree_on_code(spec, world)
     split = world.on_all_ranks(
         lambda: resize_training_set(spec.data.load(spec.run.seed), spec.run.epoch_samples)

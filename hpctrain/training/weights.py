@@ -27,7 +27,7 @@ from hpctrain.core.errors import UsageError
 from hpctrain.core.files import FileError, MissingError, open_regular
 from hpctrain.gradients.arena import Arena, Slot
 from hpctrain.machine import version
-from hpctrain.transport.threads.link import run_ranks
+from hpctrain.transport.threads.ranks import run_ranks
 
 Tensors = dict[str, np.ndarray]
 SUFFIX = ".safetensors"
@@ -150,7 +150,7 @@ def _metadata(loaded: Loaded) -> dict[str, str]:
 
 def _request_planes(reader: checkpoint.Reader) -> None:
     if "weights" not in reader.about:
-        raise UsageError(f"{reader.path} does not name its tensors: hpctrain did not write it")
+        raise UsageError(f"{reader.origin} does not name its tensors: hpctrain did not write it")
     reader.request_whole(plane for plane, places in reader.about["weights"].items() if places)
 
 

@@ -135,7 +135,10 @@ def publish(directory: Path, token: str, nodes: Sequence[Node]) -> None:
     for path in [*directory.glob("*node-*"), *(directory / name for name in _OF_A_HANG)]:
         path.unlink(missing_ok=True)
     table = {"schema": 1, "token": token, "nodes": [asdict(node) for node in nodes]}
-    atomic.replace(directory / NODES, json.dumps(table) + "\n")
+    # Renamed, but not synced: a recovery waits for it, and after a crash of the node it is useless.
+    aside = directory / f".{NODES}"
+    aside.write_text(json.dumps(table) + "\n")
+    os.replace(aside, directory / NODES)
 
 
 def read_nodes(directory: Path) -> list[Node]:

@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpctrain.core.errors import AGREED_ERRORS, UsageError
+from hpctrain.core.errors import AGREED_ERRORS, LostRankError, UsageError
 from hpctrain.transport.mpi import segments
 from hpctrain.watch import WatchRecord, node_file
 from hpctrain.watch.node_exchange import NodeExchange
@@ -32,6 +32,10 @@ def recorded(world: World, directory: Path) -> Iterator[WatchRecord]:
         yield record
     except AGREED_ERRORS:
         _remove(world, directory, file, record)
+        raise
+    except LostRankError:  # the survivors go on at once, with new records
+        _remove(world, directory, file, record)
+        file.remove()
         raise
     except BaseException:
         NodeExchange(record, directory).write_own()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -15,7 +14,7 @@ import numpy.typing
 
 from hpctrain import abort, collectives
 from hpctrain.collectives import Group, group_over_nodes
-from hpctrain.core.errors import HpctrainError, UsageError
+from hpctrain.core.errors import HpctrainError, LostRankError, RankKilled, UsageError
 from hpctrain.transport.device import gpus
 from hpctrain.transport.link import Link
 from hpctrain.transport.paths import STAGED_VERDICT, RankPlace, Verdict
@@ -28,6 +27,7 @@ from hpctrain.watch import HungReport, Watch, WatchRecord
 from hpctrain.watch.trace import Trace
 from hpctrain.world import node_records
 from hpctrain.world.grid import Grid
+from hpctrain.world.job import Job
 
 T = TypeVar("T")
 Report = Callable[[HungReport], None]  #: called with the report that names the ranks of a hung job
@@ -53,6 +53,9 @@ class World:
     parent: World | None = None  #: of which this is a sub-world
     sub_worlds: list[World] = field(default_factory=list)
     grid: Grid | None = None  #: if these are the ranks of a mesh with the same layers
+    #: Whether engines are built only to load a state: then their parameters may be any.
+    restores: bool = False
+    job: Job | None = None  #: of a World whose ranks survive the loss of others
     main: Group = field(init=False)  #: all ranks, for the main thread; its scratch is kept
     memory: NodeMemory = field(init=False)  #: memory shared by the ranks of this node
 
@@ -70,11 +73,24 @@ class World:
 
     @property
     def rank(self) -> int:
-        return self.link.rank
+        return self.job.number if self.job is not None and self.is_spare else self.link.rank
 
     @property
     def size(self) -> int:
-        return self.link.size
+        return len(self.job.members) if self.job is not None and self.is_spare else self.link.size
+
+    @property
+    def survives(self) -> bool:
+        """Whether these ranks go on after the loss of others, see world/survive.py."""
+        return self.job is not None and self.link.survives
+
+    @property
+    def is_spare(self) -> bool:
+        """Whether this rank sleeps until it takes the place of a lost one.
+
+        Then `rank` is its number in the job, beyond those of the World, and `link` has it alone.
+        """
+        return self.job is not None and self.job.is_spare
 
     @property
     def node(self) -> Link:
@@ -95,7 +111,7 @@ class World:
 
     @property
     def host(self) -> str:
-        return self.places[self.rank].node
+        return self.places[self.link.rank].node
 
     @property
     def local_rank(self) -> int:
@@ -153,6 +169,7 @@ class World:
             parent=self,
             sub_worlds=[],
             grid=None,
+            job=None,
         )
         self.sub_worlds.append(world)
         return world
@@ -198,7 +215,12 @@ class World:
         return self.register(purpose, link.view())[0]
 
     def fail(self, error: BaseException) -> None:
-        """End the job because of an error in a thread other than the main one."""
+        """End the job because of an error in a thread other than the main one.
+
+        Not if a rank was lost: the main thread then gets that error, too.
+        """
+        if self.survives and isinstance(error, LostRankError | RankKilled):
+            return
         try:
             if self.on_failure is not None:
                 self.on_failure(error)
@@ -240,6 +262,8 @@ class World:
         """Return `function()`; if it raises an HpctrainError on any rank, all ranks raise it."""
         try:
             result, fault = function(), ""
+        except LostRankError:
+            raise
         except HpctrainError as error:
             fault, kind = str(error) or type(error).__name__, type(error)
         faults = self.gather(fault)
@@ -282,12 +306,3 @@ class World:
                 link.record_waits_in(record.entry(thread))
         for world in self.sub_worlds:
             world.record_in(record)
-
-
-def over_threads(link: Link, hosts: Sequence[str] = ()) -> World:
-    """Return the World of a rank that is a thread, see transport/threads/link.py; collective.
-
-    `hosts` of the ranks may be invented: ranks of one host are a node.
-    """
-    hosts = hosts or (socket.gethostname(),) * link.size
-    return World(link, tuple(RankPlace(host) for host in hosts))
