@@ -26,7 +26,7 @@ from hpctrain.engines.staleness import metrics
 from hpctrain.gradients.replica import Batch, ModelReplica
 from hpctrain.training.faults import FaultsOptions, Pace, SlowedReplica
 from hpctrain.transport.link import Link
-from hpctrain.transport.threads.link import run_ranks
+from hpctrain.transport.threads.ranks import run_ranks
 
 POLL_S = 0.02
 REQUIRED_HITS = 3

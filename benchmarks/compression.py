@@ -34,7 +34,7 @@ from hpctrain.core import launchers
 from hpctrain.engines import AllReduce, Flags, Task
 from hpctrain.gradients.replica import Batch, ModelReplica
 from hpctrain.training import recipe, runs
-from hpctrain.transport.threads.link import run_ranks
+from hpctrain.transport.threads.ranks import run_ranks
 from hpctrain.world import World
 
 METHODS: dict[str, dict[str, Any]] = {

@@ -32,7 +32,7 @@ from _common import RESULTS, machine_facts, short_text
 from _trials import Trial, run
 
 from hpctrain.engines import ENGINES
-from hpctrain.transport.threads.link import run_ranks
+from hpctrain.transport.threads.ranks import run_ranks
 from hpctrain.world import over_threads
 
 GRID = (0.5, 0.2, 1.0, 0.1, 0.05)

@@ -22,7 +22,7 @@ from hpctrain import world as worlds
 from hpctrain.run_files import run_folder
 from hpctrain.training import recipe, runs
 from hpctrain.transport.link import Link
-from hpctrain.transport.threads.link import run_ranks
+from hpctrain.transport.threads.ranks import run_ranks
 
 RANKS, MAX_ACCURACY_LOSS, RATES = 4, 0.015, (0.1, 0.05)
 SMALL_MODEL = ["model.blocks=1", "model.channels=[8,16,32]"]

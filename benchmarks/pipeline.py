@@ -52,7 +52,7 @@ from hpctrain.gradients.replica import ignore_ready
 from hpctrain.parallel.mesh import Mesh
 from hpctrain.parallel.schedules import SCHEDULES, make
 from hpctrain.parallel.timing.clock import FREE_WIRE, run_clock, uniform_costs
-from hpctrain.transport.threads.link import run_ranks
+from hpctrain.transport.threads.ranks import run_ranks
 from hpctrain.tuning.measure import time_calls
 from hpctrain.world import World
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from hpctrain.collectives import Group
 from hpctrain.cost_model import cost
-from hpctrain.transport.threads.link import run_ranks
+from hpctrain.transport.threads.ranks import run_ranks
 
 
 class Takes(NamedTuple):

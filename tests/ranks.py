@@ -19,7 +19,8 @@ import pytest
 from hpctrain import world as worlds
 from hpctrain.transport.device.gpus import Gpu
 from hpctrain.transport.paths import RankPlace, Verdict
-from hpctrain.transport.threads.link import LocalLink, run_ranks
+from hpctrain.transport.threads.link import LocalLink
+from hpctrain.transport.threads.ranks import run_ranks
 from hpctrain.world import World
 
 STAGED = Verdict("staged", "staged", "staged", "")

@@ -23,7 +23,7 @@ from hpctrain.run_files import run_folder
 from hpctrain.training import recipe, runs
 from hpctrain.training.run_options import CheckpointOptions
 from hpctrain.training.trainer import Trainer
-from hpctrain.transport.threads.link import run_ranks
+from hpctrain.transport.threads.ranks import run_ranks
 
 ACCURACY, LOSS = Criterion("test_accuracy", "max"), Criterion("test_loss", "min")
 

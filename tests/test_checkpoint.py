@@ -23,7 +23,7 @@ from hpctrain.checkpoint import Piece, manifest, parts
 from hpctrain.checkpoint.about import find_fault
 from hpctrain.checkpoint.format import DamagedError
 from hpctrain.core.errors import SaveError, UsageError
-from hpctrain.transport.threads.link import run_ranks
+from hpctrain.transport.threads.ranks import run_ranks
 
 ABOUT = {"epoch": 2, "sample": 640, "versions": {"numpy": "2"}, "rate": 0.1}
 
@@ -614,7 +614,7 @@ import resource, signal, sys
 import numpy as np
 from hpctrain import checkpoint
 from hpctrain.core.errors import SaveError
-from hpctrain.transport.threads.link import run_ranks
+from hpctrain.transport.threads.ranks import run_ranks
 
 def save(step):
     def rank(link):

@@ -23,7 +23,7 @@ from hpctrain.core.errors import SaveError, UsageError
 from hpctrain.engines import engine
 from hpctrain.gradients import arena as arenas
 from hpctrain.training import weights
-from hpctrain.transport.threads.link import run_ranks
+from hpctrain.transport.threads.ranks import run_ranks
 
 BLOCK = hashes.BLOCK_ELEMENTS
 #: Tensors of several blocks, within one block, over a bound of blocks, and of nothing

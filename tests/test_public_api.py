@@ -12,7 +12,7 @@ import pytest
 import hpctrain as ht
 from hpctrain.core.errors import UsageError
 from hpctrain.training import recipe, runs
-from hpctrain.transport.threads.link import run_ranks
+from hpctrain.transport.threads.ranks import run_ranks
 from hpctrain.world import over_threads
 
 X = np.random.default_rng(0).standard_normal((32, 4)).astype(np.float32)

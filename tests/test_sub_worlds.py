@@ -11,7 +11,7 @@ from ranks import on_ranks, run_on
 
 import hpctrain as ht
 from hpctrain.core.errors import UsageError
-from hpctrain.transport.threads.link import run_ranks
+from hpctrain.transport.threads.ranks import run_ranks
 from hpctrain.watch import WatchRecord
 from hpctrain.world import over_threads
 

@@ -20,7 +20,7 @@ from hpctrain.core.errors import UsageError
 from hpctrain.run_files import run_folder
 from hpctrain.training import recipe, runs, weights
 from hpctrain.training.trainer import Trainer
-from hpctrain.transport.threads.link import run_ranks
+from hpctrain.transport.threads.ranks import run_ranks
 
 RESNET = ["model.kind=resnet20", "model.widths=", "model.blocks=1", "model.channels=[4]"]
 SMALL = ["model.widths=[64,16,10]", "run.epochs=1", "checkpoint.keep_best=test_loss"]

@@ -63,6 +63,14 @@ class TransportError(HpctrainError):
     """A message that did not arrive as agreed; names the rank, the peer and both sizes."""
 
 
+class LostRankError(TransportError):
+    """A call did not complete, since a rank was lost; survivors go on, see `World.survive`."""
+
+
+class RankKilled(BaseException):
+    """A rank that is a thread ends as if by SIGKILL: it reports nothing and cleans up nothing."""
+
+
 class SaveError(HpctrainError):
     """A checkpoint could not be written; the checkpoints before it are untouched."""
 

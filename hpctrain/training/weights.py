@@ -27,7 +27,7 @@ from hpctrain.core.errors import UsageError
 from hpctrain.core.files import FileError, MissingError, open_regular
 from hpctrain.gradients.arena import Arena, Slot
 from hpctrain.machine import version
-from hpctrain.transport.threads.link import run_ranks
+from hpctrain.transport.threads.ranks import run_ranks
 
 Tensors = dict[str, np.ndarray]
 SUFFIX = ".safetensors"

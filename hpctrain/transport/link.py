@@ -96,6 +96,32 @@ class Link(Protocol):
     def barrier(self) -> None:
         """Return once every rank has called."""
 
+    @property
+    def survives(self) -> bool:
+        """Whether survivors of a lost rank can go on: the calls below then do what they say.
+
+        Every other call raises LostRankError if a lost rank keeps it from completing. Whoever
+        raises it first has revoked all links of the family, so that no rank waits for this one.
+        """
+
+    def agree(self) -> None:
+        """Return on all ranks that are left, or raise LostRankError on all; collective.
+
+        Revoking ends no agreement: it waits until every rank has agreed, dissolved or died.
+        """
+
+    def dissolve(self) -> None:
+        """Let the agreement that others are in, or will be in, fail; then call no more of these.
+
+        Does nothing if an agreement has failed: each rank takes part in each agreement once.
+        """
+
+    def revoke(self) -> None:
+        """End the waits of all ranks on this link, and on all links split from the same root."""
+
+    def shrink(self) -> Link:
+        """Return the link of the ranks that are left, in order; all of these must call."""
+
     def wait_for(self, condition: Callable[[], bool], call: bytes) -> None:
         """Return once `condition()` holds; it reads shared memory that another rank writes."""
 

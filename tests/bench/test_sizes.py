@@ -7,7 +7,7 @@ import pytest
 from hpctrain.bench.memory_check import check_host_memory
 from hpctrain.bench.message_sizes import parse, size_text
 from hpctrain.core.errors import UsageError
-from hpctrain.transport.threads.link import run_ranks
+from hpctrain.transport.threads.ranks import run_ranks
 from hpctrain.world import over_threads
 
 MIB = 1 << 20

@@ -25,7 +25,8 @@ from hpctrain import checkpoint
 from hpctrain.cluster.slurm.render import Job, render
 from hpctrain.run_files import run_folder
 from hpctrain.training import recipe, runs
-from hpctrain.transport.threads.link import LocalLink, run_ranks
+from hpctrain.transport.threads.link import LocalLink
+from hpctrain.transport.threads.ranks import run_ranks
 from hpctrain.world import World, over_threads
 
 pytestmark = pytest.mark.processes

@@ -22,7 +22,7 @@ from hpctrain.collectives.direct import (
 )
 from hpctrain.core.errors import UsageError
 from hpctrain.transport.shared_memory.host import NodeMemory
-from hpctrain.transport.threads.link import run_ranks
+from hpctrain.transport.threads.ranks import run_ranks
 from hpctrain.world import over_threads
 
 LENGTHS = ("0", "1", "P-1", "P", "P+1", "5003", "40003", "300007")

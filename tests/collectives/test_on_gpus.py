@@ -32,7 +32,7 @@ from hpctrain.collectives.rooted import all_to_all, gather, scatter
 from hpctrain.core.errors import GpuMemoryError, UsageError
 from hpctrain.transport.paths import Verdict
 from hpctrain.transport.shared_memory import cuda_ipc
-from hpctrain.transport.threads.link import run_ranks
+from hpctrain.transport.threads.ranks import run_ranks
 from hpctrain.tuning import select
 from hpctrain.user_collectives import calls as user_calls
 from hpctrain.world import World, over_threads

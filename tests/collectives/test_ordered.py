@@ -11,7 +11,7 @@ from ranks import THREAD_RANKS, on_ranks, run_on
 from hpctrain.collectives import all_gathers, ordered
 from hpctrain.collectives.ordered import Subtotal, SumTree, make_in_place_add
 from hpctrain.core.errors import UsageError
-from hpctrain.transport.threads.link import run_ranks
+from hpctrain.transport.threads.ranks import run_ranks
 from hpctrain.tuning.select import ALGORITHM_NAMES, find_all_gather
 from hpctrain.world import over_threads
 

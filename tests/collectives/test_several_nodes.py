@@ -17,7 +17,7 @@ from hpctrain.collectives.ring import (
     reduce_scatter,
 )
 from hpctrain.cost_model import cost
-from hpctrain.transport.threads.link import run_ranks
+from hpctrain.transport.threads.ranks import run_ranks
 from hpctrain.world import over_threads
 
 #: The host of each rank.

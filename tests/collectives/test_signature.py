@@ -18,7 +18,7 @@ from hpctrain.collectives.signature import (
 from hpctrain.collectives.small_messages import reduce_to_maximum
 from hpctrain.core.errors import UsageError
 from hpctrain.transport.shared_memory.host import NodeMemory
-from hpctrain.transport.threads.link import run_ranks
+from hpctrain.transport.threads.ranks import run_ranks
 from hpctrain.world import over_threads
 
 CALL, OTHER, FAULT = (

@@ -8,7 +8,7 @@ import pytest
 from ranks import THREAD_RANKS, on_ranks
 
 from hpctrain.collectives.vote import elementwise_maximum
-from hpctrain.transport.threads.link import run_ranks
+from hpctrain.transport.threads.ranks import run_ranks
 from hpctrain.world import over_threads
 
 

@@ -33,7 +33,7 @@ from hpctrain.doctor.job.result import JobResult, gather_json
 from hpctrain.hardware.nics import Nic
 from hpctrain.transport.placement.check import RankBinding
 from hpctrain.transport.placement.nearest_nics import NicPorts
-from hpctrain.transport.threads.link import run_ranks
+from hpctrain.transport.threads.ranks import run_ranks
 from hpctrain.watch.trace import Reading
 
 GIB = 1 << 30

@@ -12,7 +12,7 @@ from hpctrain import checkpoint, data, nn, optim
 from hpctrain.training import recipe, runs
 from hpctrain.training.run_options import FitOptions
 from hpctrain.training.trainer import Trainer
-from hpctrain.transport.threads.link import run_ranks
+from hpctrain.transport.threads.ranks import run_ranks
 
 RANKS = 4
 SEEDS = [pytest.param(range(1), id="1"), pytest.param(range(5), id="5", marks=pytest.mark.full)]

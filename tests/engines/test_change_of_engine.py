@@ -15,7 +15,7 @@ from hpctrain.core.errors import UsageError
 from hpctrain.engines.saved_state import SavedState
 from hpctrain.training import weights
 from hpctrain.training.trainer import Trainer
-from hpctrain.transport.threads.link import run_ranks
+from hpctrain.transport.threads.ranks import run_ranks
 
 STEPS, SGD = 7, optim.sgd(0.05, 0.9)
 REGIMES = {

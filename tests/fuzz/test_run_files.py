@@ -22,7 +22,7 @@ from hpctrain.engines.staleness import Staleness
 from hpctrain.report import page, record
 from hpctrain.run_files import run_folder
 from hpctrain.training import recipe, runs
-from hpctrain.transport.threads.link import run_ranks
+from hpctrain.transport.threads.ranks import run_ranks
 from hpctrain.world import over_threads
 
 pytestmark = pytest.mark.timeout(1800)  # of 20,000 cases; each has a limit of its own

@@ -17,7 +17,7 @@ from guests.jax_functions import loss, make_params, make_samples  # noqa: E402
 import hpctrain as ht  # noqa: E402
 from hpctrain.core.errors import UsageError  # noqa: E402
 from hpctrain.core.xp import address_of  # noqa: E402
-from hpctrain.transport.threads.link import run_ranks  # noqa: E402
+from hpctrain.transport.threads.ranks import run_ranks  # noqa: E402
 from hpctrain.world import over_threads  # noqa: E402
 
 HERE = Path(__file__).parent

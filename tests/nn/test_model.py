@@ -13,7 +13,7 @@ from hpctrain import nn
 from hpctrain.collectives import Group
 from hpctrain.collectives.recursive_doubling import recursive_doubling
 from hpctrain.gradients.replica import Batch, ModelReplica
-from hpctrain.transport.threads.link import run_ranks
+from hpctrain.transport.threads.ranks import run_ranks
 
 MODELS = {
     "mlp": lambda: nn.MlpOptions(widths=[64, 20, 16, 10], dropout=0.3).build((8, 8), 10),

@@ -12,7 +12,7 @@ from ranks import on_ranks, run_on
 from hpctrain.core.errors import HungError
 from hpctrain.transport.shared_memory import flags
 from hpctrain.transport.shared_memory.flags import NodeFlags, words_needed
-from hpctrain.transport.threads.link import run_ranks
+from hpctrain.transport.threads.ranks import run_ranks
 
 WAYS = list(itertools.product([True, False], [True, False]))  # spins, fenced
 ROUNDS = 300

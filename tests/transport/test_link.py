@@ -10,7 +10,7 @@ import pytest
 from ranks import on_ranks, run_on
 
 from hpctrain.core.errors import HungError, TransportError
-from hpctrain.transport.threads.link import run_ranks
+from hpctrain.transport.threads.ranks import run_ranks
 
 
 def numbers(*values: int) -> np.ndarray:

@@ -35,13 +35,13 @@ class RankFacts:
 
 def collect_local_facts(world: World, recipe_name: str | None) -> RankFacts:
     """Return the facts of this rank."""
-    from hpctrain.transport.mpi import hello
+    from hpctrain.transport.mpi import fault_tolerance, hello
 
     return RankFacts(
         {**machine.versions(), "cupy": examine.cupy_version() or "none", "MPI": machine.mpi()},
         _hash_recipe(recipe_name),
         hello.thread_level(),
-        hello.has_ulfm(),
+        fault_tolerance.has_ulfm(),
         kernel(),
         **(_collect_node_facts(world.host) if is_first_of_node(world) else {}),
     )

@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
 
 import mpi4py
 
 mpi4py.rc.initialize = mpi4py.rc.finalize = False
 from mpi4py import MPI  # noqa: E402
 
-FT_VARIABLE = "OMPI_MCA_mpi_ft_enable"
+from hpctrain.transport.mpi.fault_tolerance import has_ulfm  # noqa: E402
+
 THREAD_LEVELS = {
     MPI.THREAD_SINGLE: "SINGLE",
     MPI.THREAD_FUNNELED: "FUNNELED",
     MPI.THREAD_SERIALIZED: "SERIALIZED",
     MPI.THREAD_MULTIPLE: "MULTIPLE",
 }
-
-
-def has_ulfm() -> bool:
-    """Return whether the ranks of this job survive the loss of one (ULFM)."""
-    # The functions exist without ULFM, too: Agree is then an all-reduce.
-    return os.environ.get(FT_VARIABLE, "0") in ("1", "true")
 
 
 def thread_level() -> str:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import zip_longest
 from typing import Any
 
@@ -24,6 +25,7 @@ from hpctrain.core.xp import Array, namespace  # noqa: E402
 from hpctrain.transport.device import transfers  # noqa: E402
 from hpctrain.transport.link import Request  # noqa: E402
 from hpctrain.transport.mpi import requests  # noqa: E402
+from hpctrain.transport.mpi.fault_tolerance import Family, SurvivingLink, has_lost  # noqa: E402
 from hpctrain.transport.mpi.native import MpiCollectives  # noqa: E402
 from hpctrain.transport.mpi.requests import buffer_spec, cut_pieces, finish_piece  # noqa: E402
 from hpctrain.transport.paths import Path  # noqa: E402
@@ -38,11 +40,20 @@ YIELD_S, NAP_S, POLLS_PER_PROBE = 0.05, 0.0005, 32
 ALL_PEERS = -1  # the peer in the watch's record if a call waits for all ranks
 
 
-class MpiLink:
+class MpiLink(SurvivingLink):
     """One rank's view of a communicator; see `hpctrain.transport.link.Link`."""
 
-    def __init__(self, comm: MPI.Intracomm, entry: Entry, max_piece_bytes: int = MAX_PIECE_BYTES):
-        """Take over `comm` for exclusive use; `entry` is this thread's watch record."""
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        entry: Entry,
+        max_piece_bytes: int = MAX_PIECE_BYTES,
+        family: Family | None = None,
+    ):
+        """Take over `comm` for exclusive use; `entry` is this thread's watch record.
+
+        `family`: of the communicator that `comm` was derived from.
+        """
         self.rank, self.size = comm.rank, comm.size
         self.bytes_sent = self.messages_sent = self.host_bytes = 0
         self.entry = entry
@@ -54,7 +65,8 @@ class MpiLink:
         self.paths: tuple[Path, ...] = ()  #: to each rank; empty if no rank has a GPU
         self.path_thresholds: tuple[Thresholds, ...] = ()
         self.queues: transfers.TransferQueues | None = None
-        self.comm = comm
+        self.comm, self.family = comm, family or Family()
+        self.family.add(comm)
         self.status = MPI.Status()
 
     def isend(self, x: np.ndarray, dest: int) -> Request:
@@ -92,27 +104,27 @@ class MpiLink:
         if self.queues is not None:
             return self.queues.wait_any(requests)
         self.entry.enter(b"wait_any", ALL_PEERS, 0)
-        index = MPI.Request.Waitany([request.last_piece for request in requests], self.status)
+        try:
+            index = MPI.Request.Waitany([request.last_piece for request in requests], self.status)
+        except MPI.Exception as error:
+            raise self.make_call_error("wait_any", ALL_PEERS, 0, error) from error
         requests[index].wait(self.status.Get_count(MPI.BYTE))
         self.entry.leave()
         return index
 
     def split(self, color: int, key: int) -> MpiLink:
         """Return the link of the ranks of the same `color`, ordered by `key`; all must call."""
-        self.entry.enter(b"split", ALL_PEERS, 0)
-        link = self._derive_link(MPI.Intracomm(self.comm.Split(color, key)))
-        self.entry.leave()
-        return link
+        with self._collective(b"split"):
+            return self._derive_link(MPI.Intracomm(self.comm.Split(color, key)))
 
     def create_group(self, ranks: Sequence[int], tag: int = 0) -> MpiLink:
         """Return the link of `ranks` of this link, in this order; these alone must call."""
-        self.entry.enter(b"create_group", ALL_PEERS, 0)
         whole = self.comm.Get_group()
         group = whole.Incl(ranks)
-        link = self._derive_link(self.comm.Create_group(group, tag))
+        with self._collective(b"create_group"):
+            link = self._derive_link(self.comm.Create_group(group, tag))
         group.Free()
         whole.Free()
-        self.entry.leave()
         return link
 
     def view(self) -> MpiLink:
@@ -130,7 +142,20 @@ class MpiLink:
             # Meanwhile pending messages are posted: others may wait for them.
             return self.wait_for(self.comm.Ibarrier().Test, b"barrier")
         self.entry.enter(b"barrier", ALL_PEERS, 0)
-        self.comm.Barrier()
+        try:
+            self.comm.Barrier()
+        except MPI.Exception as error:
+            raise self.make_call_error("barrier", ALL_PEERS, 0, error) from error
+        self.entry.leave()
+
+    @contextmanager
+    def _collective(self, call: bytes) -> Iterator[None]:
+        """Record a call of MPI that waits for all ranks; raise its errors as ours."""
+        self.entry.enter(call, ALL_PEERS, 0)
+        try:
+            yield
+        except MPI.Exception as error:
+            raise self.make_call_error(call.decode(), ALL_PEERS, 0, error) from error
         self.entry.leave()
 
     def wait_for(
@@ -162,8 +187,13 @@ class MpiLink:
                     time.sleep(NAP_S)
 
     def _make_progress(self) -> bool:
-        """Let MPI send what is pending; return False."""
-        self.comm.Iprobe(self.rank, TAG)
+        """Let MPI send what is pending; return False. Raises LostRankError."""
+        try:
+            self.comm.Iprobe(self.rank, TAG)
+        except MPI.Exception as error:
+            raise self.make_call_error("wait", ALL_PEERS, 0, error) from error
+        if self.family.survives and has_lost(self.comm):
+            raise self.make_loss("wait")
         return False
 
     def window(self, nbytes: int) -> list[np.ndarray]:
@@ -241,7 +271,7 @@ class MpiLink:
 
     def _derive_link(self, comm: MPI.Intracomm) -> MpiLink:
         """Return a link over `comm` whose ranks are among ours."""
-        link = MpiLink(comm, self.entry, self.max_piece_bytes)
+        link = MpiLink(comm, self.entry, self.max_piece_bytes, self.family)
         link.sleeps_while_waiting = self.sleeps_while_waiting
         if self.paths:
             ranks = comm.group.Translate_ranks(list(range(comm.size)), self.comm.group)
@@ -279,6 +309,8 @@ class MpiLink:
     def make_call_error(self, call: str, peer: int, size: int, actual: object) -> TransportError:
         """Return the error of a call; it no longer waits, since callers may catch the error."""
         self.entry.leave()
+        if self.family.reports_loss(actual):
+            return self.make_loss(f"{call} with {_name(peer)}")
         return TransportError(
             f"rank {self.rank}: {call} with {_name(peer)} expected {size} bytes, but: {actual}. "
             "All ranks must call with arrays of the same length and dtype, in the same order."

@@ -63,13 +63,21 @@ class MpiCollectives:
             return partial(self._reduce_in_pieces, x, ops[op])
         spec = [MPI.memory.frombuffer(x), x.size, MPI.Datatype.fromcode(x.dtype.char)]
         call = partial(MPI.Comm.Allreduce, self._comm, MPI.IN_PLACE, spec, ops[op])
+        if self.link.survives:
+            call = partial(self._call, call)
         return partial(call_unrecorded, call, self.link, b"MPI_Allreduce", x.nbytes)
+
+    def _call(self, call: Callable[[], Any]) -> None:
+        try:
+            call()
+        except MPI.Exception as error:
+            raise self.link.make_call_error("MPI_Allreduce", -1, 0, error) from error
 
     def _reduce_in_pieces(self, x: np.ndarray, native_op: MPI.Op) -> None:
         aligned = x if x.flags.aligned else x.copy()  # mpi4py has no unaligned datatypes
         for piece in cut_pieces(aligned, self.link.max_piece_bytes):
             call = partial(self._comm.Allreduce, MPI.IN_PLACE, piece, native_op)
-            call_unrecorded(call, self.link, b"MPI_Allreduce", x.nbytes)
+            call_unrecorded(partial(self._call, call), self.link, b"MPI_Allreduce", x.nbytes)
         if aligned is not x:
             x[...] = aligned
 

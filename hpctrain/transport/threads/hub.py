@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict, deque
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,35 +17,107 @@ class SentMessage:
         self.x, self.done = x, False
 
 
+class Job:
+    """The threads that are ranks, by their numbers in the first hub: those killed, those to be."""
+
+    def __init__(self, kills: dict[int, int] | None = None):
+        """`kills`: the number of the call in which a rank is killed."""
+        self.failure = threading.Event()  # set if a rank fails
+        self.kills = kills or {}
+        self.lost: set[int] = set()
+        self.calls: dict[int, int] = defaultdict(int)  # of each rank, by all its threads
+        self.roots: list[Hub] = []  # of the hubs before and after losses
+
+    @property
+    def survives(self) -> bool:
+        """Whether ranks may be killed, and the others go on."""
+        return bool(self.kills)
+
+    def kill(self, member: int) -> None:
+        """End the waits for a rank, here and in every hub made since."""
+        self.lost.add(member)
+        for root in self.roots:
+            root.wake()
+
+
 class Hub:
     """State shared by the ranks of one link."""
 
-    def __init__(self, size: int, timeout_s: float, failure: threading.Event):
-        self.size, self.timeout_s = size, timeout_s
-        self.failure = failure  # set if a rank fails; shared by a hub and all hubs split from it
+    def __init__(self, members: Sequence[int], timeout_s: float, job: Job, root: Hub | None = None):
+        """`members`: the numbers of the ranks in the job; `root`: of the hubs revoked with this."""
+        self.members, self.size, self.timeout_s = tuple(members), len(members), timeout_s
+        self.job, self.root = job, root or self
+        self.revoked = False  # of a root, and of all hubs split from it
         # One lock for all: with a lock per rank, two ranks that exchange messages could deadlock.
         self.lock = threading.Lock()
         # A condition per rank, so that each rank is woken only by its own messages.
-        self.wakeups = [threading.Condition(self.lock) for _ in range(size)]
+        self.wakeups = [threading.Condition(self.lock) for _ in range(self.size)]
         self.mailboxes: dict[tuple[int, int], deque[SentMessage]] = defaultdict(deque)  # (from, to)
-        self.barrier = threading.Barrier(size)
-        self.items: list[Any] = [None] * size  # one item per rank, readable by all ranks
+        self.barrier = threading.Barrier(self.size)
+        self.items: list[Any] = [None] * self.size  # one item per rank, readable by all ranks
         self.children: dict[tuple[int, ...], Hub] = {}
+        self.agreements: dict[int, Agreement] = defaultdict(Agreement)  # by number
+        if root is None:
+            job.roots.append(self)
 
-    def child(self, key: tuple[int, ...], size: int) -> Hub:
-        """Return the hub of some of the ranks; its first member creates it."""
+    @property
+    def failure(self) -> threading.Event:
+        """Set if a rank fails; shared by a hub and all hubs split from it."""
+        return self.job.failure
+
+    def child(self, key: tuple[int, ...], ranks: Sequence[int]) -> Hub:
+        """Return the hub of `ranks`; its first member creates it."""
+        members = [self.members[rank] for rank in ranks]
         with self.lock:
             if key not in self.children:
-                self.children[key] = Hub(size, self.timeout_s, self.failure)
+                self.children[key] = Hub(members, self.timeout_s, self.job, self.root)
             return self.children[key]
 
     def fail(self) -> None:
         """Wake every waiting rank of this hub and of the hubs split from it."""
+        self.job.failure.set()
+        self.wake()
+
+    def revoke(self) -> None:
+        """End the waits of all ranks of this root, and of the hubs split from it."""
+        self.root.revoked = True
+        self.root.wake()
+
+    def wake(self) -> None:
+        """Let the waiting ranks of this hub and of its children look again."""
         with self.lock:
-            self.failure.set()
-            self.barrier.abort()
+            if self.failure.is_set() or self.root.revoked or self.lost_members:
+                self.barrier.abort()
             for wakeup in self.wakeups:
                 wakeup.notify_all()
             children = list(self.children.values())
         for child in children:
-            child.fail()
+            child.wake()
+
+    @property
+    def lost_members(self) -> set[int]:
+        """The members that were killed."""
+        return self.job.lost.intersection(self.members)
+
+
+class Agreed(NamedTuple):
+    """The result of an agreement: whether no rank was lost or voted 0; a hub of those left."""
+
+    succeeded: bool
+    hub: Hub
+
+
+class Agreement:
+    """An agreement of the ranks of a hub that are left: its result is made once, for all."""
+
+    def __init__(self) -> None:
+        self.votes: dict[int, int] = {}
+        self.result: Agreed | None = None
+
+    def settle(self, hub: Hub) -> bool:
+        """Return whether there is a result: all members that are left have voted."""
+        left = tuple(member for member in hub.members if member not in hub.job.lost)
+        if self.result is None and self.votes.keys() >= set(left):
+            succeeded = left == hub.members and all(self.votes.values())
+            self.result = Agreed(succeeded, Hub(left, hub.timeout_s, hub.job))
+        return self.result is not None

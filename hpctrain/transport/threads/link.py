@@ -3,31 +3,34 @@
 A send is a rendezvous, as with large MPI messages: the receiver copies straight out of the
 sender's array. So a send without a matching receive blocks, as on a cluster; but a wait longer
 than `timeout_s` raises, and a rank that fails ends the other ranks' waits.
+
+A thread may be killed in the middle of a call. The others then get the errors of ULFM: see
+transport/mpi/fault_tolerance.py.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
-from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 import numpy as np
 
-from hpctrain.core.errors import HungError, TransportError
+from hpctrain.core.errors import HungError, LostRankError, RankKilled, TransportError
 from hpctrain.core.thresholds import Thresholds
 from hpctrain.transport.device import transfers
 from hpctrain.transport.link import Request
 from hpctrain.transport.paths import Path
-from hpctrain.transport.threads.hub import Hub, SentMessage
+from hpctrain.transport.threads.hub import Agreed, Hub, SentMessage
 from hpctrain.transport.threads.native import ThreadCollectives
+from hpctrain.transport.threads.requests import Receive, Send
 from hpctrain.watch import Entry
 
 T = TypeVar("T")
 POLL_S = 2e-5  # polling interval where no condition variable signals
-GRACE_S = 0.5  # between the first rank that fails and the end of the others' waits
 
 
 class LocalLink:
@@ -42,9 +45,10 @@ class LocalLink:
         self.path_thresholds: tuple[Thresholds, ...] = ()
         self.queues: transfers.TransferQueues | None = None
         self.hub = hub
-        self.pending_receives: dict[int, deque[_Receive]] = defaultdict(deque)
+        self.pending_receives: dict[int, deque[Receive]] = defaultdict(deque)
         self._splits = 0
         self._groups: Counter[tuple[int, ...]] = Counter()
+        self._agreements, self._is_dissolved = 0, False
 
     def isend(self, x: np.ndarray, dest: int) -> Request:
         """Start to send `x` to rank `dest`."""
@@ -83,14 +87,14 @@ class LocalLink:
         self._splits += 1
         colors = self.gather_items((color, key))
         members = sorted((k, r) for r, (c, k) in enumerate(colors) if c == color)
-        hub = self.hub.child((self._splits, color), len(members))
+        hub = self.hub.child((self._splits, color), [r for _, r in members])
         return self._derive_link(hub, members.index((key, self.rank)), [r for _, r in members])
 
     def create_group(self, ranks: Sequence[int], tag: int = 0) -> LocalLink:
         """Return the link of `ranks` of this link, in this order; these alone must call."""
         group = (tag, *ranks)
         self._groups[group] += 1  # the members count alike: they call in the same order
-        hub = self.hub.child((self._groups[group], *group), len(ranks))
+        hub = self.hub.child((self._groups[group], *group), ranks)
         return self._derive_link(hub, ranks.index(self.rank), ranks)
 
     def view(self) -> LocalLink:
@@ -105,6 +109,7 @@ class LocalLink:
 
     def barrier(self) -> None:
         """Return once every rank has called."""
+        self._count_call()
         try:
             self.hub.barrier.wait(self.hub.timeout_s)
         except threading.BrokenBarrierError:
@@ -114,10 +119,11 @@ class LocalLink:
         self, condition: Callable[[], bool], call: bytes, peer: int = -1, nbytes: int = 0
     ) -> None:
         """Return once `condition()` holds; it is polled, since no condition variable signals it."""
+        self._count_call()
         condition = transfers.with_progress(condition)
         deadline_s = time.monotonic() + self.hub.timeout_s
         while not condition():
-            if self.hub.failure.is_set() or time.monotonic() > deadline_s:
+            if self._is_interrupted() or time.monotonic() > deadline_s:
                 raise self._wait_error(call.decode())
             time.sleep(POLL_S)
 
@@ -150,17 +156,19 @@ class LocalLink:
         """Return the bytes of contiguous `x`."""
         return x.reshape(-1).view(np.uint8)
 
-    def post_send(self, message: np.ndarray, dest: int) -> _Send:
+    def post_send(self, message: np.ndarray, dest: int) -> Send:
         """Start to send bytes."""
+        self._count_call()
         sent = SentMessage(message)
         with self.hub.lock:
             self.hub.mailboxes[self.rank, dest].append(sent)
             self.hub.wakeups[dest].notify_all()
-        return _Send(self, sent, dest)
+        return Send(self, sent, dest)
 
-    def post_receive(self, message: np.ndarray, source: int) -> _Receive:
+    def post_receive(self, message: np.ndarray, source: int) -> Receive:
         """Start to receive bytes."""
-        request = _Receive(self, message, source)
+        self._count_call()
+        request = Receive(self, message, source)
         self.pending_receives[source].append(request)
         return request
 
@@ -171,13 +179,74 @@ class LocalLink:
             link.set_paths([self.paths[r] for r in ranks])
         return link
 
-    def wait_until(self, condition: Callable[[], bool], call: str) -> None:
+    @property
+    def survives(self) -> bool:
+        """Whether ranks may be killed, and the others go on."""
+        return self.hub.job.survives
+
+    def agree(self) -> None:
+        """Return on all ranks that are left, or raise LostRankError on all; see Link."""
+        result = self._take_part(1)
+        self._is_dissolved = not result.succeeded
+        if self._is_dissolved:
+            raise self._make_loss("agree")
+
+    def dissolve(self) -> None:
+        """Let the agreement that other ranks are in fail; see Link."""
+        if not self._is_dissolved:
+            self._take_part(0)
+            self._is_dissolved = True
+
+    def revoke(self) -> None:
+        """End the waits of all ranks on this link, and on all of the same root."""
+        self.hub.revoke()
+
+    def shrink(self) -> LocalLink:
+        """Return the link of the ranks that are left, in order; all of these must call."""
+        result = self._take_part(1)
+        return LocalLink(result.hub, result.hub.members.index(self.hub.members[self.rank]))
+
+    def _take_part(self, vote: int) -> Agreed:
+        """Return the result of this rank's next agreement."""
+        self._count_call()
+        hub, self._agreements = self.hub, self._agreements + 1
+        with hub.lock:
+            agreement = hub.agreements[self._agreements]
+            agreement.votes[hub.members[self.rank]] = vote
+            for wakeup in hub.wakeups:
+                wakeup.notify_all()
+            hub.wakeups[self.rank].wait_for(lambda: agreement.settle(hub), hub.timeout_s)
+        if agreement.result is None:
+            raise HungError(f"rank {self.rank}: agree: nothing for {hub.timeout_s} s")
+        return agreement.result
+
+    def _count_call(self) -> None:
+        """Kill this rank if its time has come: this thread ends, and later its others."""
+        job, member = self.hub.job, self.hub.members[self.rank]
+        if not job.kills:
+            return
+        job.calls[member] += 1
+        if job.calls[member] >= job.kills.get(member, math.inf):
+            job.kill(member)
+            raise RankKilled
+
+    def _is_interrupted(self, peer: int = -1) -> bool:
+        """Return whether a wait for `peer`, or for all ranks, will not end."""
+        hub = self.hub
+        if hub.failure.is_set() or hub.root.revoked:
+            return True
+        lost = hub.lost_members
+        return bool(lost) and (peer < 0 or hub.members[peer] in lost)
+
+    def wait_until(self, condition: Callable[[], bool], call: str, peer: int = -1) -> None:
         """Wait for `condition()`; raise HungError after the time limit or if a rank failed."""
+        self._count_call()
         hub, wakeup = self.hub, self.hub.wakeups[self.rank]
         with hub.lock:
-            wakeup.wait_for(lambda: condition() or hub.failure.is_set(), hub.timeout_s)
-            if not condition():
-                raise self._wait_error(call)
+            wakeup.wait_for(lambda: condition() or self._is_interrupted(peer), hub.timeout_s)
+            complete = condition()
+        if not complete:
+            raise self._wait_error(call)
 
     def gather_items(self, item: T) -> list[T]:
         """Return the `item` of every rank, in rank order; collective."""
@@ -187,93 +256,13 @@ class LocalLink:
         self.barrier()
         return items
 
+    def _make_loss(self, call: str) -> LostRankError:
+        self.hub.revoke()
+        return LostRankError(f"rank {self.rank}: {call}: a rank was lost")
+
     def _wait_error(self, call: str) -> Exception:
+        if self.hub.root.revoked or self.hub.lost_members:
+            return self._make_loss(call)
         if self.hub.failure.is_set():
             return TransportError(f"rank {self.rank}: {call}: another rank failed")
         return HungError(f"rank {self.rank}: {call}: nothing for {self.hub.timeout_s} s")
-
-
-class _Send:
-    def __init__(self, link: LocalLink, message: SentMessage, peer: int):
-        self._link, self._message, self._peer = link, message, peer
-
-    def is_finished(self) -> bool:
-        return self._message.done
-
-    def done(self) -> bool:
-        return self._message.done
-
-    def wait(self) -> None:
-        call = f"isend of {self._message.x.nbytes} bytes to rank {self._peer}"
-        self._link.wait_until(self.is_finished, call)
-
-
-class _Receive:
-    def __init__(self, link: LocalLink, x: np.ndarray, source: int):
-        self._link, self._x, self._source, self._done = link, x, source, False
-
-    def is_finished(self) -> bool:
-        """Complete receives from this source in the order in which they were posted."""
-        link = self._link
-        mailbox, pending = (
-            link.hub.mailboxes[self._source, link.rank],
-            link.pending_receives[self._source],
-        )
-        while mailbox and pending and not self._done:
-            pending.popleft()._receive_message(mailbox.popleft())
-        return self._done
-
-    def done(self) -> bool:
-        with self._link.hub.lock:
-            return self.is_finished()
-
-    def wait(self) -> None:
-        call = f"irecv of {self._x.nbytes} bytes from rank {self._source}"
-        self._link.wait_until(self.is_finished, call)
-
-    def _receive_message(self, message: SentMessage) -> None:
-        if message.x.nbytes != self._x.nbytes:
-            raise TransportError(
-                f"rank {self._link.rank}: irecv from rank {self._source} expected "
-                f"{self._x.nbytes} bytes, {message.x.nbytes} came"
-            )
-        self._x[...] = message.x
-        self._done = message.done = True
-        self._link.hub.wakeups[self._source].notify_all()
-
-
-def run_ranks(size: int, function: Callable[[LocalLink], T], timeout_s: float = 60.0) -> list[T]:
-    """Run `function(link)` as `size` ranks, each a thread; return the results in rank order.
-
-    The error of the first rank that raises is raised here. The other ranks have GRACE_S to end by
-    themselves, since ranks may agree to fail together; then their waits are ended.
-    """
-    hub = Hub(size, timeout_s, threading.Event())
-    results: list[Any] = [None] * size
-    outcomes: SimpleQueue[BaseException | None] = SimpleQueue()
-
-    def run_rank(rank: int) -> None:
-        try:
-            results[rank] = function(LocalLink(hub, rank))
-            outcomes.put(None)
-        except BaseException as error:  # raised again below
-            outcomes.put(error)
-
-    for rank in range(size):
-        threading.Thread(target=run_rank, args=(rank,), daemon=True).start()
-    if (error := _first_error(outcomes, hub)) is not None:
-        raise error
-    return results
-
-
-def _first_error(outcomes: SimpleQueue[BaseException | None], hub: Hub) -> BaseException | None:
-    """Wait for all ranks; return the error of the first that failed, or None."""
-    first_error = None
-    for _ in range(hub.size):
-        try:
-            error = outcomes.get(timeout=None if first_error is None else GRACE_S)
-        except Empty:
-            hub.fail()
-            error = outcomes.get()
-        first_error = first_error or error
-    return first_error

@@ -1,0 +1,124 @@
+"""Lost ranks in MPI (ULFM): the errors that report one, and the end of all waits.
+
+A rank that notices a loss revokes all communicators of its job at once. So every other rank leaves
+its wait, whichever rank it waits for, and none needs to know whose loss it was.
+Source: Bland, Bouteiller, Herault, Bosilca and Dongarra, "Post-failure recovery of MPI
+communication capability: design and rationale", 2013.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from mpi4py import MPI
+
+from hpctrain.core.errors import LostRankError
+from hpctrain.watch import Entry
+
+if TYPE_CHECKING:
+    from hpctrain.transport.mpi.link import MpiLink
+
+FT_VARIABLE = "OMPI_MCA_mpi_ft_enable"
+#: Errors of the caller. Any other may report a loss: Open MPI's collectives raise ERR_OTHER, too.
+_CALLER_ERRORS = frozenset(
+    (MPI.ERR_TRUNCATE, MPI.ERR_ARG, MPI.ERR_BUFFER, MPI.ERR_COUNT, MPI.ERR_RANK, MPI.ERR_TYPE)
+)
+
+
+def has_ulfm() -> bool:
+    """Return whether the ranks of this job survive the loss of one (ULFM)."""
+    # The functions exist without ULFM, too: Agree is then an all-reduce.
+    return os.environ.get(FT_VARIABLE, "0") in ("1", "true")
+
+
+class Family:
+    """A communicator and all that were derived from it; revoked together."""
+
+    def __init__(self) -> None:
+        self.survives = has_ulfm()
+        self._comms: list[MPI.Comm] = []
+
+    def add(self, comm: MPI.Comm) -> None:
+        """Add a communicator, whose errors are returned from now on."""
+        if self.survives:
+            comm.Set_errhandler(MPI.ERRORS_RETURN)
+            self._comms = [known for known in self._comms if known != MPI.COMM_NULL] + [comm]
+
+    def revoke(self) -> None:
+        """End the waits of all ranks on all communicators."""
+        for comm in list(self._comms):
+            if comm != MPI.COMM_NULL and not comm.Is_revoked():
+                comm.Revoke()
+
+    def reports_loss(self, error: object) -> bool:
+        """Return whether `error` of a call may be due to a lost rank."""
+        return (
+            self.survives
+            and isinstance(error, MPI.Exception)
+            and error.Get_error_class() not in _CALLER_ERRORS
+        )
+
+
+def has_lost(comm: MPI.Comm) -> bool:
+    """Return whether a rank of `comm` is known to be lost, or `comm` was revoked."""
+    if comm.Is_revoked():
+        return True
+    group = comm.Get_failed()
+    lost = group.size
+    group.Free()
+    return bool(lost)
+
+
+class SurvivingLink:
+    """The calls of a link with which the survivors of a lost rank go on; see Link."""
+
+    comm: MPI.Intracomm
+    entry: Entry
+    family: Family
+    max_piece_bytes: int
+    rank: int
+    _is_dissolved = False  # no agreement of this communicator will succeed
+
+    @property
+    def survives(self) -> bool:
+        """Whether survivors of a lost rank can go on."""
+        return self.family.survives
+
+    def agree(self) -> None:
+        """Return on all ranks that are left, or raise LostRankError on all; see Link."""
+        if not self._vote(1):
+            raise self.make_loss("agree")
+
+    def dissolve(self) -> None:
+        """Let the agreement that other ranks are in fail; see Link."""
+        if not self._is_dissolved:
+            self._vote(0)
+            self._is_dissolved = True
+
+    def _vote(self, vote: int) -> bool:
+        """Return whether all ranks are left and have voted 1."""
+        self.entry.enter(b"agree", -1, 0)
+        try:
+            self._is_dissolved = self.comm.Agree(vote) != 1
+        except MPI.Exception:  # a rank was lost
+            self._is_dissolved = True
+        self.entry.leave()
+        return not self._is_dissolved
+
+    def revoke(self) -> None:
+        """End the waits of all ranks on this link, and on all of the same family."""
+        self.family.revoke()
+
+    def shrink(self) -> MpiLink:
+        """Return the link of the ranks that are left, in order, of a family of its own."""
+        self.entry.enter(b"shrink", -1, 0)
+        comm = self.comm.Shrink()
+        self.entry.leave()
+        return type(self)(comm, self.entry, self.max_piece_bytes)  # type: ignore[return-value, call-arg]
+
+    def make_loss(self, call: str) -> LostRankError:
+        """Return the error of a `call` that a lost rank ended; end all other waits of the job."""
+        self.entry.leave()
+        self.family.revoke()
+        return LostRankError(f"rank {self.rank}: {call}: a rank was lost")
