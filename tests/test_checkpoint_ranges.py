@@ -16,7 +16,7 @@ import safetensors.numpy
 from ranks import on_ranks
 
 from hpctrain import checkpoint
-from hpctrain.checkpoint import Piece, hashes, manifest, parts, reader
+from hpctrain.checkpoint import Piece, exchange, hashes, manifest, parts, reader
 from hpctrain.collectives.chunks import bounds
 from hpctrain.core import files
 from hpctrain.core.errors import SaveError, UsageError
@@ -362,6 +362,6 @@ def test_shards_begin_at_bounds_of_units():
 
 def test_extents_are_dealt_evenly():
     extents = [parts.Extent("f", 0, "x", "float32", [i, i + 1], [""]) for i in range(10)]
-    tasks = [reader._Read(extent, {0, 1, 2}) for extent in extents]
-    tasks += [reader._Read(extent, {2}) for extent in extents[:3]]
+    tasks = [exchange.Read(extent, {0, 1, 2}) for extent in extents]
+    tasks += [exchange.Read(extent, {2}) for extent in extents[:3]]
     assert [len(own) for own in reader._deal_reads(tasks, 4)] == [4, 3, 6, 0]

@@ -8,12 +8,17 @@ from hpctrain.checkpoint.folder import (
     rank_by,
 )
 from hpctrain.checkpoint.format import Piece
-from hpctrain.checkpoint.reader import Reader
+from hpctrain.checkpoint.memory import LiveState, MemoryCopies
+from hpctrain.checkpoint.memory_reader import MemoryReader, newest_whole
+from hpctrain.checkpoint.requests import Reader
 from hpctrain.checkpoint.restore import Loaded, best_value, is_checkpoint, load, read, verify
 from hpctrain.checkpoint.store import save, sweep
 
 __all__ = [
+    "LiveState",
     "Loaded",
+    "MemoryCopies",
+    "MemoryReader",
     "Piece",
     "Reader",
     "SavedCheckpoint",
@@ -22,6 +27,7 @@ __all__ = [
     "is_checkpoint",
     "listing",
     "load",
+    "newest_whole",
     "rank_by",
     "read",
     "save",

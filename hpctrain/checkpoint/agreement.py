@@ -41,11 +41,16 @@ def broadcast_from_first(link: Link, call: Callable[[], bytes]) -> tuple[bytes, 
     """Return the bytes of `call` on rank 0, and the results of all ranks; memory for one copy."""
     own = [b""]
     results = gather_results(link, lambda: own.append(call()) if link.rank == 0 else None)
-    length = np.array([len(own[-1])])
-    broadcast(Group(link), length)
-    data = np.frombuffer(bytearray(own[-1]) or bytearray(int(length[0])), np.uint8)
-    broadcast(Group(link), data)
-    return data.tobytes(), results
+    return broadcast_bytes(link, own[-1]), results
+
+
+def broadcast_bytes(link: Link, payload: bytes, root: int = 0) -> bytes:
+    """Return the `payload` of rank `root`; the other ranks give an empty one."""
+    length = np.array([len(payload)])
+    broadcast(Group(link), length, root)
+    data = np.frombuffer(bytearray(payload) or bytearray(int(length[0])), np.uint8)
+    broadcast(Group(link), data, root)
+    return data.tobytes()
 
 
 def join_faults(results: Sequence[RankResult]) -> str:

@@ -25,7 +25,8 @@ from hpctrain.checkpoint.agreement import (
     join_faults,
 )
 from hpctrain.checkpoint.format import NAME, DamagedError, params_sha256
-from hpctrain.checkpoint.reader import Reader
+from hpctrain.checkpoint.reader import FileReader
+from hpctrain.checkpoint.requests import Reader
 from hpctrain.core.errors import UsageError
 from hpctrain.core.metrics import Criterion
 from hpctrain.transport.link import Link
@@ -165,7 +166,7 @@ def _try_load(
     if join_faults(results):
         return None, results
     entries = manifest.parse(data)
-    reader = Reader(path, entries)
+    reader = FileReader(path, entries)
     (request or _request_all)(reader)
     results = gather_results(link, lambda: reader.fetch(link))
     if join_faults(results):

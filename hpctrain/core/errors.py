@@ -71,6 +71,10 @@ class RankKilled(BaseException):
     """A rank that is a thread ends as if by SIGKILL: it reports nothing and cleans up nothing."""
 
 
+class LostStateError(HpctrainError):
+    """A range of a run's state that no rank holds; raised on all ranks."""
+
+
 class SaveError(HpctrainError):
     """A checkpoint could not be written; the checkpoints before it are untouched."""
 

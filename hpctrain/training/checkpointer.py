@@ -89,7 +89,7 @@ class Checkpointer:
         for name, (expected, saved) in facts.items():
             if saved is not None and saved != expected:
                 raise UsageError(
-                    f"{reader.path} does not fit the recipe: 'about.{name}' of its manifest: "
+                    f"{reader.origin} does not fit the recipe: 'about.{name}' of its manifest: "
                     f"expected {brief(expected)}, seen {brief(saved)}; resume with the model and "
                     "the engine that it was made with"
                 )

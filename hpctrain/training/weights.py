@@ -150,7 +150,7 @@ def _metadata(loaded: Loaded) -> dict[str, str]:
 
 def _request_planes(reader: checkpoint.Reader) -> None:
     if "weights" not in reader.about:
-        raise UsageError(f"{reader.path} does not name its tensors: hpctrain did not write it")
+        raise UsageError(f"{reader.origin} does not name its tensors: hpctrain did not write it")
     reader.request_whole(plane for plane, places in reader.about["weights"].items() if places)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -15,10 +15,12 @@ from hpctrain import abort, collectives
 from hpctrain.core import launchers
 from hpctrain.core.errors import UsageError
 from hpctrain.transport.device import gpus
+from hpctrain.transport.link import Link
 from hpctrain.transport.mpi import segments
 from hpctrain.transport.placement import rank_placement
 from hpctrain.transport.shared_memory import dev_shm
 from hpctrain.watch import RECORD_BYTES, Watch, WatchRecord
+from hpctrain.world.job import Job, min_ranks_requested, spares_requested
 from hpctrain.world.world import World
 
 
@@ -56,8 +58,15 @@ def over_mpi(
     gather = partial(collectives.all_gather_bytes, link)
     host = rank_placement.node_name(gather, link.rank)
     places, verdict, bindings = rank_placement.exchange_placements(link, gather, host, placement)
+    job, peers = None, cast(Link, link)
+    if link.survives:
+        spares = spares_requested(os.environ, link.size)
+        min_ranks = min_ranks_requested(os.environ, link.size)
+        job = Job.of_ranks(link, places, bindings, spares, min_ranks)
+        peers, places = job.group(job.peers), job.of_peers(places)
+        bindings = job.of_peers(bindings)
     world = World(
-        link,
+        peers,
         places,
         concurrent=startup.is_thread_safe(),
         transport="mpi",
@@ -66,6 +75,7 @@ def over_mpi(
         gpu=placement.gpu,
         verdict=verdict,
         bindings=bindings,
+        job=job,
     )
     record = _share_record(world)
     on_hang = partial(abort.report_hang, link.rank, None)

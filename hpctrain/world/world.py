@@ -15,7 +15,7 @@ import numpy.typing
 
 from hpctrain import abort, collectives
 from hpctrain.collectives import Group, group_over_nodes
-from hpctrain.core.errors import HpctrainError, UsageError
+from hpctrain.core.errors import HpctrainError, LostRankError, UsageError
 from hpctrain.transport.device import gpus
 from hpctrain.transport.link import Link
 from hpctrain.transport.paths import STAGED_VERDICT, RankPlace, Verdict
@@ -27,6 +27,7 @@ from hpctrain.tuning.select import add_choices
 from hpctrain.watch import Watch, WatchRecord, record_path
 from hpctrain.watch.trace import Trace
 from hpctrain.world.grid import Grid
+from hpctrain.world.job import Job
 
 T = TypeVar("T")
 Report = Callable[[str], None]  #: called with the text that names the ranks of a hung job
@@ -52,6 +53,7 @@ class World:
     parent: World | None = None  #: of which this is a sub-world
     sub_worlds: list[World] = field(default_factory=list)
     grid: Grid | None = None  #: if these are the ranks of a mesh with the same layers
+    job: Job | None = None  #: of a World whose ranks survive the loss of others
     main: Group = field(init=False)  #: all ranks, for the main thread; its scratch is kept
     memory: NodeMemory = field(init=False)  #: memory shared by the ranks of this node
 
@@ -69,11 +71,24 @@ class World:
 
     @property
     def rank(self) -> int:
-        return self.link.rank
+        return self.job.number if self.job is not None and self.is_spare else self.link.rank
 
     @property
     def size(self) -> int:
-        return self.link.size
+        return len(self.job.members) if self.job is not None and self.is_spare else self.link.size
+
+    @property
+    def survives(self) -> bool:
+        """Whether these ranks go on after the loss of others, see `survive`."""
+        return self.job is not None and self.link.survives
+
+    @property
+    def is_spare(self) -> bool:
+        """Whether this rank sleeps until it takes the place of a lost one.
+
+        Then `rank` is its number in the job, beyond those of the World, and `link` has it alone.
+        """
+        return self.job is not None and self.job.is_spare
 
     @property
     def node(self) -> Link:
@@ -94,7 +109,7 @@ class World:
 
     @property
     def host(self) -> str:
-        return self.places[self.rank].node
+        return self.places[self.link.rank].node
 
     @property
     def local_rank(self) -> int:
@@ -152,6 +167,7 @@ class World:
             parent=self,
             sub_worlds=[],
             grid=None,
+            job=None,
         )
         self.sub_worlds.append(world)
         return world
@@ -177,6 +193,39 @@ class World:
                 f"alone; rank {self.rank} called it with {list(ranks)}"
             )
         return self.over(self.link.create_group(tuple(ranks), tag))
+
+    def survive(self) -> tuple[int, ...]:
+        """Go on with the ranks that are left, after a LostRankError; all of these must call.
+
+        Afterwards this World has them: rank, size and links are new, and engines and sub-worlds of
+        before must not be used any more. Returns the numbers in the job of the ranks lost since.
+        Raises LostRankError if another rank is lost meanwhile: then call again.
+        """
+        assert self.job is not None
+        numbers_before = self.job.numbers
+        self.link.revoke()
+        self.link.dissolve()
+        link = self.job.regroup()
+        try:
+            vars(self).update(vars(self._with_members(link)))
+        except LostRankError:
+            link.dissolve()
+            raise
+        return tuple(sorted({*numbers_before} - {*self.job.numbers}))
+
+    def _with_members(self, link: Link) -> World:
+        """Return the World of the job's members, or of this spare, on `link`; collective."""
+        assert self.job is not None
+        return replace(
+            self,
+            link=link,
+            places=self.job.of_peers(self.job.places),
+            bindings=self.job.of_peers(self.job.bindings),
+            on_failure=None,
+            purpose_links={},
+            sub_worlds=[],
+            grid=None,
+        )
 
     def group_for(self, purpose: str, alone: bool = False) -> Group:
         """Return another thread's group of all ranks; collective.
@@ -239,6 +288,8 @@ class World:
         """Return `function()`; if it raises an HpctrainError on any rank, all ranks raise it."""
         try:
             result, fault = function(), ""
+        except LostRankError:
+            raise
         except HpctrainError as error:
             fault, kind = str(error) or type(error).__name__, type(error)
         faults = self.gather(fault)
@@ -291,10 +342,14 @@ class World:
             world.record_in(record)
 
 
-def over_threads(link: Link, hosts: Sequence[str] = ()) -> World:
+def over_threads(link: Link, hosts: Sequence[str] = (), spares: int = 0) -> World:
     """Return the World of a rank that is a thread, see transport/threads/link.py; collective.
 
-    `hosts` of the ranks may be invented: ranks of one host are a node.
+    `hosts` of the ranks may be invented: ranks of one host are a node. The last `spares` wait.
     """
     hosts = hosts or (socket.gethostname(),) * link.size
-    return World(link, tuple(RankPlace(host) for host in hosts))
+    places = tuple(RankPlace(host) for host in hosts)
+    if not link.survives:
+        return World(link, places)
+    job = Job.of_ranks(link, places, spares=spares)
+    return World(job.group(job.peers), job.of_peers(places), job=job)

@@ -9,6 +9,7 @@ communication capability: design and rationale", 2013.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from mpi4py import MPI
@@ -76,8 +77,8 @@ class SurvivingLink:
     comm: MPI.Intracomm
     entry: Entry
     family: Family
-    max_piece_bytes: int
     rank: int
+    derive_link: Callable[..., MpiLink]
     _is_dissolved = False  # no agreement of this communicator will succeed
 
     @property
@@ -115,7 +116,7 @@ class SurvivingLink:
         self.entry.enter(b"shrink", -1, 0)
         comm = self.comm.Shrink()
         self.entry.leave()
-        return type(self)(comm, self.entry, self.max_piece_bytes)  # type: ignore[return-value, call-arg]
+        return self.derive_link(comm, Family())
 
     def make_loss(self, call: str) -> LostRankError:
         """Return the error of a `call` that a lost rank ended; end all other waits of the job."""

@@ -115,21 +115,21 @@ class MpiLink(SurvivingLink):
     def split(self, color: int, key: int) -> MpiLink:
         """Return the link of the ranks of the same `color`, ordered by `key`; all must call."""
         with self._collective(b"split"):
-            return self._derive_link(MPI.Intracomm(self.comm.Split(color, key)))
+            return self.derive_link(MPI.Intracomm(self.comm.Split(color, key)))
 
     def create_group(self, ranks: Sequence[int], tag: int = 0) -> MpiLink:
         """Return the link of `ranks` of this link, in this order; these alone must call."""
         whole = self.comm.Get_group()
         group = whole.Incl(ranks)
         with self._collective(b"create_group"):
-            link = self._derive_link(self.comm.Create_group(group, tag))
+            link = self.derive_link(self.comm.Create_group(group, tag))
         group.Free()
         whole.Free()
         return link
 
     def view(self) -> MpiLink:
         """Return this link for a second thread: of the two, one may only send, one only receive."""
-        return self._derive_link(self.comm)
+        return self.derive_link(self.comm)
 
     def set_paths(self, paths: Sequence[Path], path_thresholds: Sequence[Thresholds] = ()) -> None:
         """Give GPU arrays to MPI only if `paths` allow it; see Link; all must call."""
@@ -269,9 +269,9 @@ class MpiLink(SurvivingLink):
         expected_bytes = sum(nbytes for _, nbytes, _ in message)
         return requests.MpiRequest(self, pieces, source, expected_bytes, b"wait for irecv")
 
-    def _derive_link(self, comm: MPI.Intracomm) -> MpiLink:
-        """Return a link over `comm` whose ranks are among ours."""
-        link = MpiLink(comm, self.entry, self.max_piece_bytes, self.family)
+    def derive_link(self, comm: MPI.Intracomm, family: Family | None = None) -> MpiLink:
+        """Return a link over `comm` whose ranks are among ours, of our family or another."""
+        link = MpiLink(comm, self.entry, self.max_piece_bytes, family or self.family)
         link.sleeps_while_waiting = self.sleeps_while_waiting
         if self.paths:
             ranks = comm.group.Translate_ranks(list(range(comm.size)), self.comm.group)

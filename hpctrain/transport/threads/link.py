@@ -238,6 +238,12 @@ class LocalLink:
         lost = hub.lost_members
         return bool(lost) and (peer < 0 or hub.members[peer] in lost)
 
+    def must_be_open(self, call: str, peer: int) -> None:
+        """Raise LostRankError if a `call` that waits for `peer` will never end."""
+        self._count_call()
+        if self._is_interrupted(peer):
+            raise self._wait_error(call)
+
     def wait_until(self, condition: Callable[[], bool], call: str, peer: int = -1) -> None:
         """Wait for `condition()`; raise HungError after the time limit or if a rank failed."""
         self._count_call()

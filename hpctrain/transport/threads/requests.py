@@ -49,7 +49,10 @@ class Receive:
 
     def done(self) -> bool:
         with self._link.hub.lock:
-            return self.is_finished()
+            if self.is_finished():
+                return True
+        self._link.must_be_open("irecv", self._source)
+        return False
 
     def wait(self) -> None:
         call = f"irecv of {self._x.nbytes} bytes from rank {self._source}"

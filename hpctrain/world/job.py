@@ -1,0 +1,155 @@
+"""The ranks of a job that survives lost ranks: those of the World, and spares that sleep.
+
+number in the job      0   1   2   3 | 4   5      numbers 1 and 4 are lost
+rank of the World      0   1   2   3 |            4 and 5 are spares
+after the loss         0       2   3 |     1      spare 5 takes the place of rank 1
+without any spare      0       1   2              the ranks behind move up
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import numpy as np
+
+from hpctrain.collectives import all_gather_bytes
+from hpctrain.core.errors import HpctrainError, LostRankError, UsageError
+from hpctrain.transport.link import Link
+from hpctrain.transport.paths import RankPlace
+from hpctrain.transport.placement.check import RankBinding
+
+T = TypeVar("T")
+#: Variables of `hpctrain launch --elastic`
+SPARES, MIN_RANKS = "HPCTRAIN_SPARES", "HPCTRAIN_MIN_RANKS"
+POLL_S = 0.003  # of a spare that sleeps: less than 1 % of a core
+
+
+@dataclass
+class Job:
+    """All ranks that are left; a rank's number is its rank at the start of the job."""
+
+    link: Link  #: to all of them
+    number: int  #: of this rank
+    numbers: tuple[int, ...]  #: of the ranks of `link`
+    members: tuple[int, ...]  #: of the ranks of the World
+    places: tuple[RankPlace, ...]  #: by number
+    bindings: tuple[RankBinding, ...] = ()  #: by number
+    min_ranks: int = 1  #: with fewer the job ends
+
+    @classmethod
+    def of_ranks(
+        cls,
+        link: Link,
+        places: tuple[RankPlace, ...],
+        bindings: tuple[RankBinding, ...] = (),
+        spares: int = 0,
+        min_ranks: int = 1,
+    ) -> Job:
+        """Return the job of all ranks of `link`, the last of which are `spares`."""
+        numbers = tuple(range(link.size))
+        members = numbers[: link.size - spares]
+        return cls(link, link.rank, numbers, members, places, bindings, min_ranks)
+
+    @property
+    def peers(self) -> tuple[int, ...]:
+        """The numbers of the ranks of this rank's World, of this rank alone if it is a spare."""
+        return (self.number,) if self.is_spare else self.members
+
+    def of_peers(self, facts: Sequence[T]) -> tuple[T, ...]:
+        """Return those of the `facts` of all ranks, by number, that are of `peers`; () of none."""
+        return tuple(facts[number] for number in self.peers) if facts else ()
+
+    @property
+    def is_spare(self) -> bool:
+        """Whether this rank waits for a place in the World."""
+        return self.number not in self.members
+
+    @property
+    def spares(self) -> list[int]:
+        """The numbers of the spares that are left."""
+        return [number for number in self.numbers if number not in self.members]
+
+    def group(self, numbers: Sequence[int]) -> Link:
+        """Return the link of ranks by their numbers; these alone must call."""
+        return self.link.create_group([self.numbers.index(number) for number in numbers])
+
+    def regroup(self) -> Link:
+        """Return the link of the World's ranks after a loss; of this rank alone if it is a spare.
+
+        All ranks that are left must call. Either all of them have new members, or none.
+        """
+        while True:
+            link = self.link.shrink()
+            try:
+                texts = all_gather_bytes(link, str(self.number).encode())
+                numbers = tuple(map(int, texts))
+                members = fill_places(self.members, numbers)
+                job = replace(self, link=link, numbers=numbers, members=members)
+                group = job.group(job.peers)
+                link.agree()
+            except LostRankError:
+                link.dissolve()
+                self.link = link
+                continue
+            self.link, self.numbers, self.members = link, numbers, members
+            self._must_suffice()
+            return group
+
+    def _must_suffice(self) -> None:
+        if len(self.members) < self.min_ranks:
+            raise HpctrainError(
+                f"{len(self.members)} ranks are left, but training needs {self.min_ranks} "
+                "([elastic] min_ranks, --min-ranks); start the job again with --resume"
+            )
+
+    def await_note(self) -> bytes:
+        """Sleep as a spare until the World's first rank sends a note, and return it.
+
+        Raises LostRankError once a rank of the job is lost.
+        """
+        source, length = self.numbers.index(self.members[0]), np.zeros(1, np.int64)
+        request = self.link.irecv(length, source)
+        while not request.done():
+            time.sleep(POLL_S)
+        note = np.zeros(int(length[0]), np.uint8)
+        self.link.irecv(note, source).wait()
+        return note.tobytes()
+
+    def send_note(self, note: bytes) -> None:
+        """Send a note to all spares; the World's first rank calls."""
+        data = np.frombuffer(note, np.uint8)
+        for number in self.spares:
+            rank = self.numbers.index(number)
+            requests = [self.link.isend(np.array([data.size]), rank), self.link.isend(data, rank)]
+            for request in requests:
+                request.wait()
+
+
+def fill_places(members: Sequence[int], numbers: Sequence[int]) -> tuple[int, ...]:
+    """Return the members among `numbers`, those that are left; spares take the lost ones' places.
+
+    Where spares are too few, the members behind move up.
+    """
+    spares = iter([number for number in numbers if number not in members])
+    places = (number if number in numbers else next(spares, None) for number in members)
+    return tuple(number for number in places if number is not None)
+
+
+def spares_requested(environ: Mapping[str, str], size: int) -> int:
+    """Return the number of the last ranks of a job of `size` that are spares; raise UsageError."""
+    return _count(environ, SPARES, size - 1)
+
+
+def min_ranks_requested(environ: Mapping[str, str], size: int) -> int:
+    """Return the number of ranks with which training still goes on; raise UsageError."""
+    return max(_count(environ, MIN_RANKS, size), 1)
+
+
+def _count(environ: Mapping[str, str], name: str, limit: int) -> int:
+    text = environ.get(name, "0")
+    if not text.isdecimal() or int(text) > limit:
+        raise UsageError(f"{name}: expected a number from 0 to {limit}, seen '{text}'")
+    return int(text)
