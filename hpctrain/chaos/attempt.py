@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from hpctrain.chaos import disks, jobs
 from hpctrain.chaos.case import Case, FailingFile, Fault, FullDisk
-from hpctrain.chaos.jobs import Place
+from hpctrain.chaos.jobs import Order, Place
 from hpctrain.chaos.moments import Disturbance
 from hpctrain.chaos.scope import Scope, clear, ended, kill_all
 
@@ -32,16 +32,18 @@ class Attempt:
     lingered_s: float = 0.0  #: how long processes outlived their launcher
     shared_memory: list[str] = field(default_factory=list)
     temporary: list[str] = field(default_factory=list)
+    calls: list[int] = field(default_factory=list)  #: of links, by each rank that is a thread
 
 
 def attempt(
-    case: Case, place: Place, scope: Scope, line: Sequence[str], faults: list[Fault], log: Path
+    case: Case, place: Place, scope: Scope, order: Order, faults: list[Fault], log: Path
 ) -> Attempt:
-    """Run `line` under `faults` and return how it ended; afterwards nothing of it runs."""
+    """Train under `faults` and return how that ended; afterwards nothing of it runs."""
     start_s, wall_s = time.monotonic(), time.time()
     with _disk(faults, place, log) as (variables, report), open(log, "w") as stderr:
         process = subprocess.Popen(
-            line, env={**jobs.variables(place), **scope.variables(), **variables}, cwd=place.home,
+            jobs.command(case, place, order),
+            env={**jobs.variables(place), **scope.variables(), **variables}, cwd=place.home,
             stdin=subprocess.DEVNULL, stdout=log.with_suffix(".stdout").open("w"), stderr=stderr,
             start_new_session=True,
         )  # fmt: skip

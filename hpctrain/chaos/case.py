@@ -11,7 +11,7 @@ from hpctrain.core.errors import UsageError
 from hpctrain.core.files import brief
 
 Table = dict[str, Any]
-Launcher = Literal["launch", "mpiexec", "elastic", "netlab", "srun"]
+Launcher = Literal["launch", "mpiexec", "elastic", "threads", "netlab", "srun"]
 Moment = Literal["step", "checkpoint", "recovery"]
 LIMIT_S = 90.0  #: of an attempt; a hang is one that takes longer, though cores are shared
 SAMPLES, BATCH = 390, 32  #: of built-in recipes: 13 steps per epoch, the last of 6 samples
@@ -80,8 +80,24 @@ class HostFault:
     kind: Literal["host"] = "host"
 
 
-Fault = Signal | FullDisk | FailingFile | HostFault
-KINDS: dict[str, Any] = {"signal": Signal, "disk": FullDisk, "file": FailingFile, "host": HostFault}
+@dataclass(frozen=True)
+class LinkCall:
+    """Rank `rank`, a thread, is killed in a call of a link; `others` in the same one of theirs.
+
+    `part`, in [0, 1), of the calls of the run without faults, and `later` calls after that.
+    """
+
+    rank: int
+    part: float
+    later: int = 0
+    others: list[int] = field(default_factory=list)
+    kind: Literal["call"] = "call"
+
+
+Fault = Signal | FullDisk | FailingFile | HostFault | LinkCall
+KINDS: dict[str, Any] = {
+    "signal": Signal, "disk": FullDisk, "file": FailingFile, "host": HostFault, "call": LinkCall,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -107,7 +123,7 @@ class Case:
     @property
     def is_elastic(self) -> bool:
         """Whether the job goes on without its lost ranks."""
-        return self.launcher == "elastic"
+        return self.launcher in ("elastic", "threads")
 
     @property
     def attempts(self) -> list[list[Fault]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hpctrain.chaos.case import Case, FailingFile, Fault, FullDisk, HostFault, Signal
+from hpctrain.chaos.case import Case, FailingFile, Fault, FullDisk, HostFault, LinkCall, Signal
 
 HOSTS = {"cut": "link cut", "slow": "link slowed", "dead": "host dead"}
 
@@ -22,6 +22,9 @@ def describe_fault(fault: Fault) -> str:
         return (
             f"{HOSTS[fault.effect]} of rank {fault.target} at {_step(fault.step, fault.delay_ms)}"
         )
+    if isinstance(fault, LinkCall):
+        later = f" + {fault.later}" if fault.later else ""
+        return f"kill in call {100 * fault.part:.2f} %{later} of rank {_ranks(fault)}"
     if isinstance(fault, FullDisk):
         return f"disk of {fault.kib} KiB"
     rank = "each rank" if fault.rank < 0 else f"rank {fault.rank}"
@@ -32,12 +35,13 @@ def describe_fault(fault: Fault) -> str:
 def describe_kind(fault: Fault) -> str:
     """Return a fault in words, without its values: a row of the table of verdicts."""
     if isinstance(fault, Signal):
-        victims = 1 + len(fault.others)
-        target = "launcher" if fault.target < 0 else f"{victims} ranks" if victims > 1 else "rank"
-        during = "start" if fault.step is None and fault.during == "step" else fault.during
-        return f"{fault.signal} to {target} at {during}"
+        target = "launcher" if fault.target < 0 else _victims(fault)
+        moment = "start" if fault.step is None and fault.during == "step" else fault.during
+        return f"{fault.signal} to {target} at {moment}"
     if isinstance(fault, HostFault):
         return HOSTS[fault.effect]
+    if isinstance(fault, LinkCall):
+        return f"kill of {_victims(fault)} in a call" + " during recovery" * bool(fault.later)
     if isinstance(fault, FailingFile):
         return f"file: {fault.effect} at {fault.operation}"
     return "full disk"
@@ -47,8 +51,16 @@ def _signal(fault: Signal) -> str:
     times = f" {fault.times} times" if fault.times > 1 else ""
     if fault.target < 0:
         return f"{fault.signal}{times} to the launcher"
-    ranks = " and ".join(map(str, (fault.target, *fault.others)))
-    return f"{fault.signal}{times} to rank {ranks}"
+    return f"{fault.signal}{times} to rank {_ranks(fault)}"
+
+
+def _victims(fault: Signal | LinkCall) -> str:
+    return f"{1 + len(fault.others)} ranks" if fault.others else "rank"
+
+
+def _ranks(fault: Signal | LinkCall) -> str:
+    first = fault.target if isinstance(fault, Signal) else fault.rank
+    return " and ".join(map(str, (first, *fault.others)))
 
 
 def _moment(fault: Signal) -> str:

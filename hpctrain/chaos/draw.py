@@ -13,6 +13,7 @@ from hpctrain.chaos.case import (
     FullDisk,
     HostFault,
     Launcher,
+    LinkCall,
     Moment,
     Signal,
     Table,
@@ -29,6 +30,8 @@ ERRORS = ["ENOSPC", "EIO", "EROFS", "EDQUOT"]
 ORPHAN_MS, ORPHAN_STEPS = 200.0, 15
 MAX_START_MS = 4000.0
 NEEDS_TWO_RANKS = {"stop-rank", "cut-link", "dead-host"}  #: other ranks notice these faults
+KILLS = {"kill-rank", "kill-two"}
+RECOVERY_CALLS = 60  #: of a link during a recovery, about
 STOPPING = ("SIGSTOP", "cut")
 
 
@@ -37,7 +40,7 @@ class FaultDraw:
 
     def __init__(self, draw: random.Random, options: FaultsOptions, case: Case):
         self._draw, self._options, self._case = draw, options, case
-        self._is_first = True
+        self._is_first, self._part = True, 0.0
 
     def faults(self) -> list[Fault]:
         """Return the faults of the case; those of a period follow each other."""
@@ -53,6 +56,8 @@ class FaultDraw:
         return [self._at(fault, 1000 * period_s * (i + 1)) for i, fault in enumerate(faults)]
 
     def _is_possible(self, kind: str) -> bool:
+        if self._case.launcher == "threads" and kind not in KILLS:
+            return False
         if kind in NEEDS_TWO_RANKS and self._case.ranks < 2:
             return False
         return kind != "kill-two" or self._case.ranks > 2
@@ -75,12 +80,14 @@ class FaultDraw:
     def _delay_ms(self) -> float:
         return round(self._draw.uniform(0, self._options.delay_ms), 1)
 
-    def to_ranks(self, signals: list[str], victims: int = 1) -> Signal:
+    def to_ranks(self, signals: list[str], victims: int = 1) -> Signal | LinkCall:
         """Return signals of one name to `victims` ranks at once."""
-        target, *others = self._draw.sample(range(self._case.ranks), victims)
+        target, *others = self._draw.sample(range(self._case.job_ranks), victims)
         moment = self._draw.choice(self._options.moments)
         if moment == "recovery" and self._is_first:  # there is none yet
             moment = "step"
+        if self._case.launcher == "threads":
+            return self._link_call(moment, target, others)
         signal_name = self._draw.choice(signals)
         if moment == "start":
             return Signal(signal_name, target, None, round(self._start_ms / 8), others=others)
@@ -89,6 +96,12 @@ class FaultDraw:
             step = None  # while the resumed job loads its checkpoint
         during: Moment = moment
         return Signal(signal_name, target, step, self._delay_ms, 1, others, during)
+
+    def _link_call(self, moment: str, target: int, others: list[int]) -> LinkCall:
+        if moment == "recovery":
+            return LinkCall(target, self._part, self._draw.randint(1, RECOVERY_CALLS), others)
+        self._part = round(self._draw.random(), 5)
+        return LinkCall(target, self._part, 0, others)
 
     def to_launcher(self, signals: list[str]) -> Signal:
         """Return a signal to the launcher."""
@@ -156,6 +169,8 @@ def draw_case(campaign: Campaign, index: int) -> Case:
     ranks = draw.choice([ranks for ranks in options.ranks if subject.fits(ranks)])
     spares = draw.choice(options.spares) if launcher == "elastic" else 0
     recipe = subject.recipe_for(draw.randrange(1 << 16))
+    if launcher == "threads" and "faults" in recipe:  # nothing is timed: no need to sleep
+        recipe = {**recipe, "faults": {**recipe["faults"], "step_ms": 0.0}}
     plain = _case(campaign, subject, index, ranks, spares, launcher, recipe, [])
     faults = FaultDraw(draw, options.faults, plain).faults()
     recipe = _with_limit(recipe, faults, options.limits)

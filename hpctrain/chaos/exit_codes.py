@@ -8,12 +8,12 @@ from __future__ import annotations
 import signal
 from collections.abc import Sequence
 
-from hpctrain.chaos.case import Case, FailingFile, Fault, HostFault, Signal
+from hpctrain.chaos.case import Case, FailingFile, Fault, HostFault, LinkCall, Signal
 
 #: exit codes of hpctrain's own, and the status in the summary
 STATUS = {0: "done", 1: "failed", 2: "failed", 3: "failed", 75: "stopped", 86: "hung",
           130: "failed"}  # fmt: skip
-OWN_LAUNCHERS = ("launch", "elastic")  #: those that return the exit code of the job
+OWN_LAUNCHERS = ("launch", "elastic", "threads")  #: those that return the exit code of the job
 ANY_CODE = frozenset(range(-64, 256))
 DONE, LOST = frozenset({0}), frozenset({0, 1})
 
@@ -32,7 +32,7 @@ def _codes(case: Case, fault: Fault) -> frozenset[int]:
 
 
 def _is_fatal(fault: Fault) -> bool:
-    return isinstance(fault, FailingFile) and fault.is_fatal
+    return isinstance(fault, LinkCall) or (isinstance(fault, FailingFile) and fault.is_fatal)
 
 
 def _lost_rank(case: Case) -> frozenset[int]:
@@ -43,10 +43,16 @@ def _lost_rank(case: Case) -> frozenset[int]:
 
 
 def lost_ranks(case: Case) -> int:
-    """Return the number of ranks that the faults of `case` kill, at most."""
+    """Return the number of ranks that the faults of `case` kill, at most.
+
+    A signal to a rank that was lost hits another one in its place.
+    """
     signals = [f for f in case.faults if isinstance(f, Signal) and f.target >= 0]
     killed = sum(1 + len(f.others) for f in signals if f.signal in ("SIGKILL", "SIGSTOP"))
-    return killed + sum(_is_fatal(fault) for fault in case.faults)
+    calls = [f for f in case.faults if isinstance(f, LinkCall)]
+    threads = {rank for fault in calls for rank in (fault.rank, *fault.others)}
+    files = [f for f in case.faults if isinstance(f, FailingFile) and f.is_fatal]
+    return killed + len(threads) + len(files)
 
 
 def _codes_of_signal(case: Case, fault: Signal) -> frozenset[int]:

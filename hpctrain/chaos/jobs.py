@@ -6,7 +6,7 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
@@ -36,6 +36,11 @@ class Place:
     def disk(self) -> Path:
         """The folder in which that of the job lies: where disks are planted, a disk of its own."""
         return self.home / "disk"
+
+    @property
+    def recipe(self) -> Path:
+        """The recipe of the job."""
+        return self.home / "recipe.toml"
 
     @property
     def run(self) -> Path:
@@ -72,10 +77,29 @@ def variables(place: Place) -> dict[str, str]:
     return {**OPEN_MPI_VARIABLES, "OMP_NUM_THREADS": "1", **inherited, **own}
 
 
-def command(case: Case, place: Place, arguments: Sequence[str], launcher: str) -> list[str]:
+@dataclass(frozen=True)
+class Order:
+    """How an attempt is to train: by which launcher, from where, with which settings."""
+
+    launcher: str
+    resume: bool = False
+    replay: Path | None = None
+    settings: tuple[str, ...] = ()
+    #: {rank: number of the link call}: threads that are killed
+    kills: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def arguments(self) -> list[str]:
+        """The arguments of `hpctrain train`."""
+        replay = [] if self.replay is None else ["--replay", str(self.replay)]
+        settings = [word for setting in self.settings for word in ("--set", setting)]
+        return [*["--resume"] * self.resume, *replay, *settings]
+
+
+def command(case: Case, place: Place, order: Order) -> list[str]:
     """Return the command line that trains `case`."""
-    hpctrain = module_command("hpctrain")
-    train = ["train", str(place.home / "recipe.toml"), "--out", str(place.run), *arguments]
+    hpctrain, launcher = module_command("hpctrain"), order.launcher
+    train = ["train", str(place.recipe), "--out", str(place.run), *order.arguments]
     ranks, options = ["-n", str(case.ranks)], case.options * (launcher == case.launcher)
     if launcher == "launch":
         return [*hpctrain, "launch", *ranks, *options, *train]

@@ -11,7 +11,7 @@ from typing import Any
 from hpctrain import checkpoint
 from hpctrain.chaos import regimes
 from hpctrain.chaos.attempt import Attempt
-from hpctrain.chaos.case import Case, Fault, Signal
+from hpctrain.chaos.case import Case, Fault, HostFault, Signal
 from hpctrain.chaos.exit_codes import OWN_LAUNCHERS, STATUS, allowed_codes
 from hpctrain.run_files import run_folder
 
@@ -41,7 +41,8 @@ def problems_of(case: Case, faults: Sequence[Fault], ending: Attempt, run: Path)
     if _has_traceback(faults, ending.stderr):
         yield "a traceback"
     yield from _left_behind(case, ending)
-    if ending.code in STATUS:
+    # Where a host dies, MPI's own launcher may end with any code.
+    if ending.code in STATUS and not any(isinstance(fault, HostFault) for fault in faults):
         yield from _problems_of_summary(case, ending, run)
 
 

@@ -6,19 +6,19 @@ import fcntl
 import hashlib
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tomli_w
 
-from hpctrain.chaos import disks, jobs, oracle
-from hpctrain.chaos.attempt import Attempt, attempt
-from hpctrain.chaos.case import SAMPLES, Case, dump
-from hpctrain.chaos.jobs import Place
+from hpctrain.chaos import disks, jobs, oracle, start
+from hpctrain.chaos.attempt import Attempt
+from hpctrain.chaos.case import SAMPLES, Case, Fault, LinkCall, dump
+from hpctrain.chaos.jobs import Order, Place
 from hpctrain.chaos.scope import Scope
 
 TIMEOUT_S = 300.0  #: `[run] timeout_s`: a busy machine is no hang
@@ -39,51 +39,70 @@ def prepare(case: Case, place: Place, scope: Scope) -> None:
         place.disk.mkdir()
     data = {"kind": "npz", "path": str(_data(place.work))} if "data" not in case.recipe else {}
     recipe = {**({"data": data} if data else {}), **case.recipe}
-    (place.home / "recipe.toml").write_text(tomli_w.dumps(recipe))
+    place.recipe.write_text(tomli_w.dumps(recipe))
 
 
-def params_sha256(case: Case, work: Path, scope: Scope) -> str | None:
-    """Return the hash of the parameters of `case` without faults.
+@dataclass(frozen=True)
+class Reference:
+    """A run without faults: the hash of its parameters, and the link calls of ranks as threads."""
+
+    sha256: str | None
+    problems: list[str]
+    calls: list[int]
+
+
+def train_once(case: Case, work: Path, scope: Scope) -> Reference:
+    """Return the run of `case` without faults; train it if no case has done so yet.
 
     Raises BrokenReferenceError if that run breaks a promise too.
     """
     plain = _without_faults(case)
     table = dump(plain)
-    key = json.dumps([table["ranks"], table["recipe"], jobs.mpi_name()], sort_keys=True)
+    launcher = "threads" if plain.launcher == "threads" else jobs.mpi_name()
+    key = json.dumps([table["ranks"], table["spares"], table["recipe"], launcher], sort_keys=True)
     name = f"reference-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
     note = work / f"{name}.json"
     with locked(note):
         if not note.exists():
             place = Place(work, work / name)
             prepare(plain, place, scope)
-            note.write_text(json.dumps(_train(plain, place, scope)))
-    result = json.loads(note.read_text())
-    if result["problems"]:
+            note.write_text(json.dumps(asdict(_train(plain, place, scope))))
+    result = Reference(**json.loads(note.read_text()))
+    if result.problems:
         raise BrokenReferenceError(
-            f"the run without faults has problems: {result['problems']}; see {work / name}"
+            f"the run without faults has problems: {result.problems}; see {work / name}"
         )
-    sha256: str | None = result["sha256"]
-    return sha256
+    return result
+
+
+def link_calls(case: Case, faults: Sequence[Fault], work: Path, scope: Scope) -> dict[int, int]:
+    """Return {rank: number of the link call} in which `faults` kill ranks that are threads."""
+    kills: dict[int, int] = {}
+    for fault in faults:
+        if isinstance(fault, LinkCall):
+            calls = train_once(case, work, scope).calls
+            for rank in (fault.rank, *fault.others):
+                number = 1 + int(fault.part * calls[rank]) + fault.later
+                kills[rank] = min(number, kills.get(rank, number))
+    return kills
 
 
 def _without_faults(case: Case) -> Case:
     recipe = {**case.recipe, "run": {**case.recipe["run"], "timeout_s": TIMEOUT_S}}
     launcher: Any = jobs.undisturbed_launcher(case)
-    return replace(case, recipe=recipe, faults=[], launcher=launcher, spares=0)
+    spares = case.spares if launcher == "threads" else 0  # they count as ranks of the job
+    return replace(case, recipe=recipe, faults=[], launcher=launcher, spares=spares)
 
 
-def _train(plain: Case, place: Place, scope: Scope) -> dict[str, Any]:
-    ending, problems = run_plainly(plain, place, scope, [])
+def _train(plain: Case, place: Place, scope: Scope) -> Reference:
+    ending, problems = run_plainly(plain, place, scope, Order(plain.launcher))
     problems += oracle.problems_at_end(plain, place.run, hung=False)
-    return {"sha256": recorded_sha256(place.run), "problems": problems, "seconds": ending.seconds}
+    return Reference(recorded_sha256(place.run), problems, ending.calls)
 
 
-def run_plainly(
-    case: Case, place: Place, scope: Scope, arguments: list[str]
-) -> tuple[Attempt, list[str]]:
+def run_plainly(case: Case, place: Place, scope: Scope, order: Order) -> tuple[Attempt, list[str]]:
     """Train without faults; return how that ended, and the promises that the end breaks."""
-    line = jobs.command(case, place, arguments, case.launcher)
-    ending = attempt(case, place, scope, line, [], place.home / "attempt.stderr")
+    ending = start.train(case, place, scope, order, [], place.home / "attempt.stderr")
     return ending, list(oracle.problems_of(case, [], ending, place.run))
 
 
@@ -92,7 +111,7 @@ def replay(case: Case, place: Place, scope: Scope) -> tuple[str | None, list[str
     repeated = Place(place.work, place.home / "replay")
     plain = _without_faults(case)
     prepare(plain, repeated, scope)
-    _, problems = run_plainly(plain, repeated, scope, ["--replay", str(place.run)])
+    _, problems = run_plainly(plain, repeated, scope, Order(plain.launcher, replay=place.run))
     return recorded_sha256(repeated.run), [f"replay: {problem}" for problem in problems]
 
 

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hpctrain.chaos import jobs, oracle, reference, regimes
-from hpctrain.chaos.attempt import Attempt, attempt
+from hpctrain.chaos import jobs, oracle, reference, regimes, start
+from hpctrain.chaos.attempt import Attempt
 from hpctrain.chaos.case import Case, Fault, FullDisk, Signal, dump
 from hpctrain.chaos.draw import ORPHAN_MS
-from hpctrain.chaos.jobs import Place
+from hpctrain.chaos.jobs import Order, Place
 from hpctrain.chaos.scope import Scope, make_scope
 
 RESULT_FILE = "result.json"
@@ -101,11 +101,11 @@ def _suffer(case: Case, place: Place, scope: Scope, verdict: Verdict) -> Iterato
 
 def _attempt(case: Case, place: Place, scope: Scope, number: int, faults: list[Fault]) -> Attempt:
     launcher = case.launcher if faults or not number else jobs.undisturbed_launcher(case)
-    arguments = ["--resume"] if number else []
-    if any(isinstance(fault, Signal) and fault.is_orphaning for fault in faults):
-        arguments += ["--set", f"faults.step_ms={ORPHAN_MS}"]
-    line = jobs.command(case, place, arguments, launcher)
-    return attempt(case, place, scope, line, faults, place.home / f"attempt-{number}.stderr")
+    orphaned = any(isinstance(fault, Signal) and fault.is_orphaning for fault in faults)
+    settings = (f"faults.step_ms={ORPHAN_MS}",) * orphaned
+    kills = reference.link_calls(case, faults, place.work, scope)
+    order = Order(launcher, resume=number > 0, settings=settings, kills=kills)
+    return start.train(case, place, scope, order, faults, place.home / f"attempt-{number}.stderr")
 
 
 def _compare(case: Case, place: Place, scope: Scope, verdict: Verdict) -> Iterator[str]:
@@ -115,7 +115,7 @@ def _compare(case: Case, place: Place, scope: Scope, verdict: Verdict) -> Iterat
         if _has_lost_ranks(verdict) and not regimes.is_ordered(case.recipe):
             verdict.unchecked = [*verdict.unchecked, "parameters: fewer ranks add in another order"]
             return
-        verdict.reference_sha256 = reference.params_sha256(case, place.work, scope)
+        verdict.reference_sha256 = reference.train_once(case, place.work, scope).sha256
         if verdict.params_sha256 != verdict.reference_sha256:
             yield "other parameters than the run without faults"
     elif verdict.facts.get("recoveries"):
