@@ -158,6 +158,8 @@ def _results(
 
 def _await_next(running: dict[int, Case], work: Path) -> Table:
     pid, status = os.wait()
+    while pid not in running:  # of a process that is not a case's
+        pid, status = os.wait()
     case = running.pop(pid)
     file = runner.home_of(case, work) / runner.RESULT_FILE
     if status or not file.exists():

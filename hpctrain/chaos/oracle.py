@@ -107,7 +107,7 @@ def problems_at_end(case: Case, run: Path, *, hung: bool) -> Iterator[str]:
     else:
         if summary["samples"] != case.samples_of(total):
             yield f"{summary['samples']} samples, expected {case.samples_of(total)}"
-        yield from _problems_of_recoveries(case, summary)
+        yield from problems_of_recoveries(case, summary)
     yield from problems_of_rows(case, run / run_folder.METRICS)
     if spare := [name for name in _files(run) if not _is_expected(case, name, hung=hung)]:
         yield f"files left: {spare}"
@@ -126,7 +126,7 @@ def _is_expected(case: Case, name: str, *, hung: bool) -> bool:
     return bool(FILES.fullmatch(name) or after_hang or after_loss)
 
 
-def _problems_of_recoveries(case: Case, summary: dict[str, Any]) -> Iterator[str]:
+def problems_of_recoveries(case: Case, summary: dict[str, Any]) -> Iterator[str]:
     """Yield recoveries that lost committed steps: survivors hold the last committed one.
 
     State that no other rank holds is copied every `[elastic] copy_steps`.

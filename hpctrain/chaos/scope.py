@@ -148,8 +148,9 @@ def _used_files() -> list[str]:
         with suppress(OSError):
             lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
             used += [line.rpartition(f"{SHARED_MEMORY}/")[2] for line in lines]
-            links = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()]
-            used += [link.rpartition(f"{SHARED_MEMORY}/")[2] for link in links]
+            for link in Path(f"/proc/{pid}/fd").iterdir():
+                with suppress(OSError):  # it was closed meanwhile
+                    used.append(os.readlink(link).rpartition(f"{SHARED_MEMORY}/")[2])
     return [name.partition("/")[0] for name in used]
 
 
