@@ -112,7 +112,7 @@ def _finish(code: int) -> int:
     if _world() is not None:
         from hpctrain import world
 
-        world.finish()
+        world.finish(code)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # from `srun -K1`, once a rank has failed
     return code
 

@@ -104,7 +104,15 @@ class HungError(HpctrainError):
 
 
 #: Errors that all ranks raise together; any other is raised by a rank alone.
-AGREED_ERRORS = (UsageError, TrainingError, SaveError, StoppedError)
+class JobEndedError(HpctrainError):
+    """The job has ended while this rank waited as a spare."""
+
+    def __init__(self, exit_code: int):
+        super().__init__(f"the job has ended with exit code {exit_code}")
+        self.exit_code = exit_code
+
+
+AGREED_ERRORS = (UsageError, TrainingError, SaveError, StoppedError, JobEndedError)
 
 
 def annotate(error: BaseException, lines: Iterable[str]) -> None:

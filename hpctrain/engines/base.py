@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from hpctrain.checkpoint import Piece
 from hpctrain.collectives import broadcast
 from hpctrain.engines.engine import Task, Times, sum_over
 from hpctrain.engines.pipe_row import PipeRow
@@ -25,6 +26,8 @@ class EngineBase:
     updates_per_step = 1.0
     recorder: Recorder | None = None
     staleness: Staleness | None = None
+    committed_step: int | None = None
+    shares_sums = False
 
     worker: int | None
     check: GradientCheck
@@ -37,8 +40,9 @@ class EngineBase:
         arena = replica.arena
         layout = f"{settings}, {arena.param.dtype}, {arena.slots}, {arena.buffer_slots}"
         world.must_agree(layout, "model and options")
-        for plane in (arena.param, arena.buffer):
-            broadcast(world.main, plane)  # models of users may start from other random numbers
+        if not world.restores:  # models of users may start from other random numbers
+            for plane in (arena.param, arena.buffer):
+                broadcast(world.main, plane)
         self.replica, self.times = replica, Times()
         self.workers, self.worker = world.size, world.rank
         self._world, self._trace, self._group = world, world.trace, world.main
@@ -54,6 +58,10 @@ class EngineBase:
     def sum(self, numbers: np.ndarray) -> np.ndarray:
         """Return the sums of a few float64 over all ranks, the same on each."""
         return sum_over(self._group, numbers)
+
+    def whole_state(self) -> list[Piece]:
+        """Return all pieces of the state of `committed_step`; none without such a step."""
+        return []
 
     def settle(self) -> None:
         """Do nothing: after `train` the arena holds the parameters to evaluate and save."""

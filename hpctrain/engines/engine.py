@@ -119,6 +119,10 @@ class Engine(Protocol):
     bytes_sent: int
     staleness: Staleness | None  #: set on all ranks by `train`; None if no gradient can be stale
     check: GradientCheck  #: the check of this rank's gradients
+    #: The step of the whole state that this rank holds, whenever another rank is lost; None if it
+    #: holds a part, or if a step may be half done: then the state is copied between steps.
+    committed_step: int | None
+    shares_sums: bool  #: whether all ranks record the same sums, those of all workers
 
     def train(self, work: Work, start: int, until: int) -> tuple[int, Flags]:
         """Train from step `start` to `until`; return the step reached and the flags; collective.
@@ -137,6 +141,9 @@ class Engine(Protocol):
 
     def state(self) -> list[Piece]:
         """Return this rank's pieces of the state; the pieces of all ranks cover it once."""
+
+    def whole_state(self) -> list[Piece]:
+        """Return all pieces of the state of `committed_step`."""
 
     def load(self, saved: SavedState) -> None:
         """Request this rank's part of the state; it has arrived when all ranks have fetched.

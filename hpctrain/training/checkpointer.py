@@ -120,20 +120,22 @@ class Checkpointer:
             return None
 
     def _write(self, run: Path, step: int, row: Row) -> Path:
-        state, options, link = self._state(), self._options, self._world.link
-        about = {
-            **self._journal.about_now(step),
-            **self._about,
+        state, options, link = self.state(), self._options, self._world.link
+        about = self.about(self._journal.about_now(step)) | {
             "metrics": self._metrics(row),
             "keep_best": options.best and options.best._asdict(),
-            "weights": weights.layout(self._engine.replica.arena),
         }
         path = checkpoint.save(run, step, state, about, link, options.keep, options.best)
         best = self._new_best(row)
         self._best = self._best if best is None else best
         return path
 
-    def _state(self) -> list[checkpoint.Piece]:
+    def about(self, facts: dict[str, Any]) -> dict[str, Any]:
+        """Return the journal's facts beside the arrays of a state, with those of the model."""
+        layout = weights.layout(self._engine.replica.arena)
+        return {**facts, **self._about, "weights": layout}
+
+    def state(self) -> list[checkpoint.Piece]:
         """Return this rank's pieces: the engine's, and the loss scale of a worker that has one."""
         is_saver = self._engine.worker is not None and self._engine.replica.arena.has_first_slot
         if self._loss_scale is None or not is_saver:

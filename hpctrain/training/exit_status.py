@@ -11,7 +11,9 @@ from typing import Any, TypeVar
 from hpctrain.abort import FIRST_REPORT_S
 from hpctrain.core.errors import (
     HpctrainError,
+    LostRankError,
     ModelError,
+    RankKilled,
     SaveError,
     StoppedError,
     TrainingError,
@@ -35,6 +37,14 @@ def summary_on_exit(journal: Journal, on_end: Callable[[dict[str, Any]], None]) 
     journal.world.on_failure = partial(_fail_alone, journal)
     try:
         yield
+    except LostRankError as error:
+        if not journal.world.survives:
+            _fail_alone(journal, error)
+            _with_last_lines(error, journal)
+        journal.close_bar()
+        raise
+    except RankKilled:
+        raise
     except StoppedError as error:
         on_end(journal.finish("stopped", error.exit_code, str(error)))
         _with_last_lines(error, journal)

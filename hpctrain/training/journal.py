@@ -28,6 +28,7 @@ from hpctrain.parallel.mesh import Mesh
 from hpctrain.run_files.writer import RunFiles
 from hpctrain.training import run_facts
 from hpctrain.training.recipe import Recipe
+from hpctrain.training.recoveries import Recoveries
 from hpctrain.training.run_options import TraceOptions
 from hpctrain.training.skip_counter import SkipCounter
 from hpctrain.training.timeline import Timeline
@@ -49,11 +50,17 @@ class Journal:
         recipe: Recipe | None,
         rate: float | Schedule | None = None,
         trace: TraceOptions = TraceOptions(),  # noqa: B008  (frozen)
+        recoveries: Recoveries | None = None,
+        earlier: Journal | None = None,
     ):
+        """`earlier`: the journal of this call before a loss of ranks, see `recoveries`."""
         self.world, self.engine, self.sampler = mesh.everyone, engine, sampler
         world, self.mesh = mesh.everyone, mesh
         self.total_steps, self.run, self.recipe, self.rate = total_steps, run, recipe, rate
         self.name = recipe.run.name if recipe else "training"
+        self.recoveries = recoveries or Recoveries()
+        self._earlier_times = earlier._times() if earlier else {}
+        self._earlier_bytes = earlier._bytes_sent() if earlier else 0
         self.steps_redone = 0
         self.intervals: int | None = 0  #: since the first step; each ends with a collective call
         self.skips = SkipCounter(world, engine)
@@ -81,35 +88,43 @@ class Journal:
         self.skips.resume(about)
         open_row = about.get("open_row") or {"since_step": step, "sums": {}}
         self._row_step = open_row["since_step"]
-        if self.mesh.data.rank == 0:  # they are the sums of all workers
+        if self.mesh.data.rank == 0 or self.engine.shares_sums:  # they are those of all workers
             self._sums = {name: Total(*total) for name, total in open_row["sums"].items()}
         rows, summary = self.world.on_all_ranks(lambda: self.files.go_back(step, about))
         rows, summary = json.loads(self.world.gather(json.dumps([rows, summary]))[0])
         self.steps_redone = self.files.steps_redone
         if summary and (summary["status"], summary.get("steps")) == ("done", step):
             self._done_summary = summary
+        if rows and rows[-1]["step"] == step:  # the row was made after this state
+            self._row_step, self._sums = step, Sums()
         # A run that was complete makes no new row: its summary is from the last one.
         self._last = rows[-1] if rows else {}
         self._test_metrics = {key: self._last.get(key) for key in self._test_metrics}
-        if step:
+        if step and not self.recoveries.entries:
             self._log("resumed at step %d of %d", step, self.total_steps)
         return rows
 
     def begin(self, step: int) -> None:
         """Write the recipe, start the clocks and the bar; raise UsageError; collective."""
-        self._first_step = step
+        elapsed_s = self.recoveries.begin(step)
+        self._first_step = self.recoveries.since_step
         text = self.recipe.toml() if self.recipe else None
         self.world.on_all_ranks(lambda: self.files.begin(text))
+        self._timeline.begin()
+        if self.world.rank == 0 and log.isEnabledFor(logging.INFO):
+            self._bar = progress.open_bar(self.name, step, self.total_steps)
+        self._times_before = {
+            name: s - self._earlier_times.get(name, 0.0) for name, s in self._all_times().items()
+        }
+        self.skips.begin()
+        self._start_s = perf_counter() - elapsed_s
+
+    def log_start(self) -> None:
+        """Log the ranks, the engine and the folder of the run; collective."""
         start = run_facts.describe_start(self.mesh, self.engine, self.sampler.batch)
         self._log("%s: %s, %d steps; folder: %s", self.name, start, self.total_steps, self.run)
         if mesh_text := run_facts.describe_mesh(self.mesh, self.sampler.batch):
             self._log("pipeline: %s", mesh_text)
-        self._timeline.begin()
-        if self.world.rank == 0 and log.isEnabledFor(logging.INFO):
-            self._bar = progress.open_bar(self.name, step, self.total_steps)
-        self._times_before = dict(vars(self.engine.times))
-        self.skips.begin()
-        self._start_s = perf_counter()
 
     def count_interval(self) -> None:
         """Count an interval, unless an older part of the run did not count them."""
@@ -118,6 +133,7 @@ class Journal:
     def step(self, step: int, sums: Sums) -> None:
         """Add this rank's share of a step that is done."""
         self._sums = add(self._sums, sums)
+        self.recoveries.count_step(step)
         now = self._wall_s()
         if self._bar is not None and now - self._bar_s >= BAR_S and self._sums:
             self._bar_s, loss = now, self._sums["loss"].mean or 0.0
@@ -157,7 +173,9 @@ class Journal:
             "dropped_gradients": self.skips.dropped_gradients(ranks, self._staleness),
             "idle_fraction": idle(ranks),
             **({"interrupted": True} if interrupted else {}),
+            **({"lost_ranks": ranks_lost} if (ranks_lost := self.recoveries.row_ranks) else {}),
         }
+        self.recoveries.row_ranks = []
         self._sums, self._row_step, self._row_s = {}, step, now
         if self.world.rank == 0:
             self._write_row()
@@ -165,9 +183,17 @@ class Journal:
 
     def about_now(self, step: int) -> dict[str, Any]:
         """Return the facts beside the arrays of a checkpoint after `step` steps; collective."""
+        return self._about(step, *self._sum_over_ranks())
+
+    def about_here(self, step: int) -> dict[str, Any]:
+        """Return the same from this rank alone, where all ranks record the sums of all workers."""
+        own = {name: np.array([number]) for name, number in self.skips.rank_counts().items()}
+        return self._about(step, self._sums, own)
+
+    def _about(self, step: int, sums: Sums, ranks: dict[str, np.ndarray]) -> dict[str, Any]:
         epoch, index = self.sampler.locate_step(step)
         is_open = step != self._row_step  # the sums so far belong to a row that is not due yet
-        row = {"since_step": self._row_step, "sums": self._sum_over_ranks()[0]} if is_open else None
+        row = {"since_step": self._row_step, "sums": sums} if is_open else None
         return {
             "step": step,
             "epoch": epoch,
@@ -182,7 +208,7 @@ class Journal:
             "steps_redone": self.steps_redone,
             "intervals": self.intervals,
             "rows_due": self.files.pending,
-            **self.skips.state(self._sum_over_ranks()[1]),
+            **self.skips.state(ranks),
             "recipe": self.name,
             "recipe_sha256": self.recipe and self.recipe.sha256,
         }
@@ -213,10 +239,14 @@ class Journal:
         if fault and self.world.rank == 0:
             log.warning("%s", fault)
 
-    def end_alone(self) -> None:
-        """End bar and trace on a rank that fails alone."""
+    def close_bar(self) -> None:
+        """Take the bar from the terminal."""
         if self._bar is not None:
             self._bar.close(self._row_step)
+
+    def end_alone(self) -> None:
+        """End bar and trace on a rank that fails alone."""
+        self.close_bar()
         self._timeline.end_alone()
 
     def _summary(self, status: str, exit_code: int, reason: str | None) -> dict[str, Any]:
@@ -234,6 +264,7 @@ class Journal:
             "steps": step,
             "since_step": self._first_step,  # start of the clocks of a resumed run
             "steps_redone": self.steps_redone,
+            **self.recoveries.summary(wall),
             "skipped_steps": self.skips.skipped_steps,
             "samples": self.sampler.samples_before(step),
             "samples_per_s": self._samples(step) / max(wall, 1e-9),
@@ -257,19 +288,28 @@ class Journal:
         own_facts = {
             **self._times(),
             "wall_s": self._wall_s(),
-            "bytes_sent": self.engine.bytes_sent,
+            "bytes_sent": self._bytes_sent(),
             **self.skips.rank_counts(),
         }
         table = np.zeros((len(own_facts), self.world.size))
         table[:, self.world.rank] = list(own_facts.values())
         with self.world.trace.span("sum for a row", "other"):
-            sums = self.engine.sum(losses.pack(self._sums, self._loss.terms))
+            sums = losses.pack(self._sums, self._loss.terms)
+            if not self.engine.shares_sums:
+                sums = self.engine.sum(sums)
             ranks = sum_over(self.world.main, table.ravel()).reshape(table.shape)
         return losses.unpack(sums, self._loss.terms), dict(zip(own_facts, ranks, strict=True))
 
     def _times(self) -> dict[str, float]:
         """Return this rank's times since the start of the clocks: engines may train repeatedly."""
-        return {name: s - self._times_before[name] for name, s in vars(self.engine.times).items()}
+        return {name: s - self._times_before[name] for name, s in self._all_times().items()}
+
+    def _all_times(self) -> dict[str, float]:
+        times: dict[str, float] = vars(self.engine.times)
+        return times
+
+    def _bytes_sent(self) -> int:
+        return self._earlier_bytes + self.engine.bytes_sent
 
     @property
     def _staleness(self) -> Staleness | None:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from hpctrain import checkpoint, nn
-from hpctrain.core.errors import StoppedError, UnsavedError, UsageError
+from hpctrain.core.errors import LostRankError, StoppedError, UnsavedError, UsageError
 from hpctrain.core.signals import StopRequest, cause
 from hpctrain.core.xp import finish
 from hpctrain.data import Samples, in_pieces, share
@@ -28,6 +28,7 @@ from hpctrain.run_files import run_folder
 from hpctrain.training.callbacks import Callbacks, Row
 from hpctrain.training.checkpointer import Checkpointer
 from hpctrain.training.journal import Journal
+from hpctrain.training.survival import Survival
 from hpctrain.training.tasks import FitPlan, Tasks
 from hpctrain.world import World
 
@@ -67,8 +68,10 @@ class Loop:
         plan: FitPlan,
         journal: Journal,
         callbacks: Callbacks,
+        survival: Survival,
     ):
         """Train `replica`, on which `engine` was built."""
+        self._survival = survival
         self.world, self.engine, self.plan, self.journal = world, engine, plan, journal
         self.callbacks = callbacks
         self.replay_log = replay.ReplayLog(
@@ -100,8 +103,12 @@ class Loop:
         """Train from `step` to the end, or to the step of a request to stop."""
         arena = self.engine.replica.arena
         self.stop_reason = self.callbacks.begin(self.rows, arena, self.journal.run)
-        with Tasks(self.world, self.engine, self.plan, self.journal, request) as work:
-            self._train(work)
+        try:
+            with Tasks(self.world, self.engine, self.plan, self.journal, request) as work:
+                self._train(work)
+        except LostRankError:
+            self._survival.hold(self.engine, self.journal, self.checkpointer)
+            raise
         self.replay_log.end()
         is_early = self.step < self.journal.total_steps
         summary = self.journal.finish("done", 0, self.stop_reason if is_early else None)
@@ -110,6 +117,10 @@ class Loop:
 
     def _train(self, work: Tasks) -> None:
         total = self.journal.total_steps
+        if self.engine.shares_sums:
+            self.engine.committed_step = self.step
+        if self._makes_copies:
+            self._copy()
         while self.step < total and not self.stop_reason:
             work.at(self.step)
             step_before = self.step
@@ -121,6 +132,8 @@ class Loop:
             if flags.failed:
                 self.journal.skips.skip(self.step, flags.failed - 1, self.plan.max_skipped)
                 self.step += 1
+            if self._makes_copies:
+                self._copy()
             stopped = bool(flags.stop) and self.step < total
             self._make_row(stopped)
             is_last = self.step == total or stopped or bool(self.stop_reason)
@@ -133,6 +146,16 @@ class Loop:
                     self.callbacks.checkpoint(folder)
             if stopped and not self.stop_reason:
                 raise self._stop_error(flags.stop)
+
+    @property
+    def _makes_copies(self) -> bool:
+        """Whether a rank's part of the state would be lost with it."""
+        return self.world.survives and not self.engine.shares_sums and self.world.size > 1
+
+    def _copy(self) -> None:
+        """Copy the state to other ranks: the loss of some may lead back to here; collective."""
+        self.engine.settle()
+        self._survival.copy(self.step, self.journal, self.checkpointer)
 
     def _stop_error(self, number: int) -> StoppedError:
         run = self.journal.run
@@ -186,6 +209,15 @@ class Loop:
             "interval_steps": self.plan.interval,
         }
 
+    def restore(self, reader: checkpoint.Reader) -> None:
+        """Restore a state from the memory of ranks; all of them go on, or none; collective."""
+        self._request(reader)
+        reader.fetch(self.world.link)
+        reader.finish()
+        self.step = reader.step
+        self.rows = self.journal.resume(reader.step, reader.about)
+        self.world.link.agree()
+
     def resume(self, run: Path) -> None:
         """Restore the newest good checkpoint, if there is one."""
         loaded = checkpoint.load(run, self.world.link, request=self._request)
@@ -216,7 +248,9 @@ class Loop:
     def _next_stop(self) -> int:
         """Return the next step with a row, an evaluation, an epoch's end or a checkpoint."""
         plan = self.plan
-        periods = (plan.interval, plan.evaluate_every, self._epoch, *self.checkpointer.periods)
+        copies = self._survival.options.copy_steps if self._makes_copies else 0
+        checkpoints = self.checkpointer.periods
+        periods = (plan.interval, plan.evaluate_every, self._epoch, copies, *checkpoints)
         next_due = [(self.step // period + 1) * period for period in periods if period]
         return min(self.journal.total_steps, *next_due)
 

@@ -29,6 +29,7 @@ from hpctrain.training.faults import FaultsOptions
 from hpctrain.training.run_options import (
     BatchOptions,
     CheckpointOptions,
+    ElasticOptions,
     LossOptions,
     RunOptions,
     TraceOptions,
@@ -52,6 +53,7 @@ class Recipe:
     engine: Any
     mesh: MeshOptions
     pipeline: PipelineOptions
+    elastic: ElasticOptions
     checkpoint: CheckpointOptions
     faults: FaultsOptions
     early_stop: EarlyStop | None
@@ -183,6 +185,7 @@ def check(tables: Mapping[str, Any], folder: str | Path = ".") -> Recipe:
         engine=_engine(tables_copy["engine"], tables_copy["wire"]),
         mesh=config.read(MeshOptions, tables_copy["mesh"], "mesh"),
         pipeline=config.read(PipelineOptions, tables_copy["pipeline"], "pipeline"),
+        elastic=config.read(ElasticOptions, tables_copy["elastic"], "elastic"),
         checkpoint=config.read(CheckpointOptions, tables_copy["checkpoint"], "checkpoint"),
         faults=config.read(FaultsOptions, tables_copy["faults"], "faults"),
         early_stop=(

@@ -25,6 +25,18 @@ def _file_name(name: str) -> str:
 
 
 @config.options
+class ElasticOptions:
+    """`[elastic]`: training that goes on after the loss of ranks; see `hpctrain launch --elastic`.
+
+    Engines whose ranks each hold a part of the state copy it to other ranks between steps.
+    """
+
+    min_ranks: Positive = 1  #: with fewer the job ends
+    copy_steps: Positive = 10  #: from one copy of the state to the next
+    copies: Positive = 1  #: ranks that hold a copy of each rank's part
+
+
+@config.options
 class FitOptions:
     """Options of `Trainer.fit` that are seldom needed; a recipe has them in `[run]`."""
 

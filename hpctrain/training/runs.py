@@ -54,6 +54,7 @@ def train(
             checkpoints=spec.checkpoint,
             trace=spec.trace,
             origin=RunOrigin(spec, count_outputs(spec, job.split)),
+            elastic=spec.elastic,
         )
 
 
@@ -83,7 +84,8 @@ class Job:
 @contextmanager
 def prepare(spec: Recipe, world: World, init: bool = True) -> Iterator[Job]:
     """Yield the job of a recipe, with the weights of `[model] init` if `init`; collective."""
-    world.on_all_ranks(lambda: spec.must_fit(world.size, len(world.main.nodes)))
+    if not world.is_spare:  # which cannot know the nodes of the others
+        world.on_all_ranks(lambda: spec.must_fit(world.size, len(world.main.nodes)))
     _agree_on_code(spec, world)
     split = world.on_all_ranks(
         lambda: resize_training_set(spec.data.load(spec.run.seed), spec.run.epoch_samples)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +13,8 @@ import numpy as np
 import hpctrain.world
 from hpctrain import checkpoint, engines, nn
 from hpctrain.core import progress
-from hpctrain.core.errors import UsageError
+from hpctrain.core.errors import HpctrainError, TransportError, UsageError
+from hpctrain.core.names import counted
 from hpctrain.core.signals import StopRequest
 from hpctrain.core.xp import shortage_raised
 from hpctrain.data import Sampler, Samples, batches_to_read_ahead, known_targets
@@ -32,7 +33,13 @@ from hpctrain.training.faults import FaultsOptions, Pace, SlowedReplica
 from hpctrain.training.journal import Journal
 from hpctrain.training.loop import Loop, evaluate
 from hpctrain.training.recipe import Recipe
-from hpctrain.training.run_options import CheckpointOptions, FitOptions, TraceOptions
+from hpctrain.training.run_options import (
+    CheckpointOptions,
+    ElasticOptions,
+    FitOptions,
+    TraceOptions,
+)
+from hpctrain.training.survival import Survival
 from hpctrain.training.tasks import FitPlan
 from hpctrain.world import World
 
@@ -42,6 +49,23 @@ class RunOrigin(NamedTuple):
 
     recipe: Recipe | None = None
     outputs: int | None = None
+
+
+class _Call(NamedTuple):
+    """The arguments of a call of fit."""
+
+    train: Samples
+    test: Samples | None
+    epochs: int | None
+    steps: int | None
+    batch: int
+    micro_batches: int
+    resume: bool
+    replay: str | Path | None
+    options: FitOptions
+    checkpoints: CheckpointOptions
+    trace: TraceOptions
+    origin: RunOrigin
 
 
 class Trainer:
@@ -85,19 +109,44 @@ class Trainer:
         self.world.on_all_ranks(
             lambda: split_model.check(mesh, pipeline, model, engine, precision, faults)
         )
-        self.mesh, self.replica = split_model.make_replica(
-            model, seed, precision, self.world, mesh, pipeline
+        self._options, self._optimizer, self._faults = engine, optimizer, faults
+        self._make_replica = partial(
+            split_model.make_replica, model, seed, precision, self.world, mesh, pipeline
         )
-        if init is not None:
-            self._warm_start(Path(init))
+        self._is_split = mesh.pipe > 1
+        if not (self.world.is_spare and self._is_split):
+            self.mesh, self.replica = self._make_replica()
+        if not self.world.is_spare:
+            if init is not None:
+                self._warm_start(Path(init))
+            self._build_engine()
+
+    def _build_engine(self) -> None:
+        """Build the engine on the replica; collective."""
+        engine, faults = self._options, self._faults
         replica = self.world.on_all_ranks(lambda: self._slowed(faults))
         self.engine: Engine = self.world.on_all_ranks(
-            lambda: engine.build(self.mesh.data, replica, optimizer)
+            lambda: engine.build(self.mesh.data, replica, self._optimizer)
         )
         split_model.time_waits(self.replica, self.engine, self.world.trace)
-        self._options = engine
         self._blocks = engines.blocks_of(engine, self.engine.workers)
         self.world.on_all_ranks(lambda: faults.check(self.world.size, self.engine.workers))
+
+    def _rebuild(self) -> None:
+        """Build the engine for the ranks that are left after a loss; collective.
+
+        Raises HpctrainError if they are too few.
+        """
+        if hasattr(self, "engine"):
+            with suppress(TransportError):  # its threads end, whatever its links
+                self.engine.close()
+        try:
+            if self._is_split:
+                self.mesh, self.replica = self._make_replica()
+            self._build_engine()
+        except UsageError as error:
+            ranks = counted(self.world.size, "rank")
+            raise HpctrainError(f"only {ranks} left: {error}; start the job again") from error
 
     def fit(
         self,
@@ -115,6 +164,7 @@ class Trainer:
         checkpoints: CheckpointOptions = CheckpointOptions(),  # noqa: B008  (frozen)
         trace: TraceOptions = TraceOptions(),  # noqa: B008  (frozen)
         origin: RunOrigin = RunOrigin(),  # noqa: B008  (immutable)
+        elastic: ElasticOptions = ElasticOptions(),  # noqa: B008  (frozen)
     ) -> dict[str, Any]:
         """Train for `epochs` or `steps` with `batch` samples per step over all ranks; collective.
 
@@ -125,6 +175,8 @@ class Trainer:
         beside metrics and checkpoints; `resume` goes on from the newest good checkpoint there.
         `replay` is the folder of an asynchronous run whose order of events is repeated. With
         `trace` the run leaves a trace.json; see `timeline.py`. `origin`: the recipe of the run.
+        `elastic`: in a job that survives the loss of ranks, see docs/reliability.md. This call then
+        goes on with the ranks that are left; `world.rank` and `world.size` change.
 
         Raises UsageError, TrainingError (loss or gradient not finite), StoppedError (by a signal;
         there is a checkpoint, or it is an UnsavedError: without `out` nothing is saved) or
@@ -136,36 +188,69 @@ class Trainer:
         if (epochs is None) == (steps is None):
             raise UsageError("fit needs exactly one of epochs and steps")
         options.check()
-        sampler = self.world.on_all_ranks(lambda: self._sampler(train, batch))
+        call = _Call(
+            train, test, epochs, steps, batch, micro_batches, resume, replay, options, checkpoints,
+            trace, origin,
+        )  # fmt: skip
+        survival = Survival(self.world, elastic, None if out is None else str(out))
+        with ExitStack() as signals:
+            request = StopRequest(partial(self._last_words, survival))
+            part = partial(self._fit_part, call, partial(signals.enter_context, request))
+            self.summary = survival.train(self._rebuild, part)
+        return self.summary
+
+    def _fit_part(
+        self, call: _Call, catch_signals: Callable[[], StopRequest], survival: Survival
+    ) -> dict[str, Any]:
+        """Train until the end, or until a rank is lost; collective."""
+        train, test, options = call.train, call.test, call.options
+        sampler = self.world.on_all_ranks(lambda: self._sampler(train, call.batch))
         self.world.on_all_ranks(lambda: self._check_sets(training=train, test=test))
-        check_metrics(self.replica.loss, self.callbacks, checkpoints.keep_best, test is not None)
-        self.replica.micro_batches = self._micro_batches(micro_batches)
-        plan = self._plan(train, test, sampler, options, checkpoints, origin.outputs)
-        total = steps or (epochs or 0) * sampler.steps_per_epoch
+        keep_best = call.checkpoints.keep_best
+        check_metrics(self.replica.loss, self.callbacks, keep_best, test is not None)
+        self.replica.micro_batches = self._micro_batches(call.micro_batches)
+        plan = self._plan(train, test, sampler, options, call.checkpoints, call.origin.outputs)
+        total = call.steps or (call.epochs or 0) * sampler.steps_per_epoch
         plan_text = (
-            f"{len(train)} samples in batches of {batch} for {total} steps with seed {self.seed}"
+            f"{len(train)} samples in batches of {call.batch} for {total} steps with seed "
+            f"{self.seed}, {call.trace}"
         )
-        self.world.must_agree(f"{plan_text}, {trace}", "the plan of a training")
+        self.world.must_agree(plan_text, "the plan of a training")
         with ExitStack() as stack:
-            run = self._claim(stack, out, resume, options.timeout_s)
+            has_begun = survival.recoveries.began_at is not None
+            run = self._claim(stack, survival.run, call.resume or has_begun, options.timeout_s)
             journal = Journal(
-                self.mesh, self.engine, sampler, total, run, origin.recipe, self.rate, trace
+                self.mesh,
+                self.engine,
+                sampler,
+                total,
+                run,
+                call.origin.recipe,
+                self.rate,
+                call.trace,
+                survival.recoveries,
+                survival.journal,
             )
             callbacks = Callbacks(
                 self.callbacks, self.world, self.replica.model, sampler.steps_per_epoch
             )
-            loop = Loop(self.world, self.engine, self.replica, plan, journal, callbacks)
-            if resume and run is not None:
+            loop = Loop(self.world, self.engine, self.replica, plan, journal, callbacks, survival)
+            if survival.reader is not None:
+                loop.restore(survival.reader)
+            elif (call.resume or has_begun) and run is not None:
                 loop.resume(run)
-            if replay is not None:
-                loop.repeat(Path(replay))
+            if call.replay is not None and not has_begun:
+                loop.repeat(Path(call.replay))
+            if has_begun:
+                survival.log_recovery(loop.step)
             # Before the summary: a second signal while it is written must not end the process.
-            request = stack.enter_context(StopRequest(partial(self._last_words, run)))
+            request = catch_signals()
             loop.begin()
+            if not has_begun:
+                journal.log_start()
             stack.enter_context(summary_on_exit(journal, callbacks.end))
             with np.errstate(over="ignore", invalid="ignore"):  # the loss is checked, each step
-                self.summary = loop.run(request)
-            return self.summary
+                return loop.run(request)
 
     def _plan(
         self,
@@ -194,15 +279,16 @@ class Trainer:
             about={"model": {"input_shape": model.input_shape, "outputs": outputs}},
         )
 
-    def _last_words(self, run: Path | None) -> str:
+    def _last_words(self, survival: Survival) -> str:
         """Return the last words of a run interrupted at once; those of rank 0 alone."""
-        if run is None or self.world.rank > 0:
+        if survival.run is None or self.world.rank > 0:
             return ""
-        return "".join(f"{line}\n" for line in last_lines(run))
+        return "".join(f"{line}\n" for line in last_lines(Path(survival.run)))
 
     def close(self) -> None:
         """End the engine's threads and free its links; collective."""
-        self.engine.close()
+        if not self.world.is_spare:
+            self.engine.close()
 
     def __enter__(self) -> Trainer:
         return self

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import json
 import sys
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
 from hpctrain import abort
-from hpctrain.core.errors import HpctrainError, StoppedError, UsageError
+from hpctrain.core.errors import HpctrainError, LostRankError, StoppedError, UsageError
 from hpctrain.transport.device import gpus
 from hpctrain.world.start import over_mpi
 from hpctrain.world.world import World
@@ -75,8 +77,12 @@ def current_world() -> World | None:
     return _world
 
 
-def finish() -> None:
-    """Finalize MPI once every rank has called this; a script that called `init` does so at exit."""
+def finish(exit_code: int = 0) -> None:
+    """Finalize MPI once every rank has called this; a script that called `init` does so at exit.
+
+    Spares that still wait end with `exit_code`. After the loss of a rank the ranks that are left
+    only wait for each other: MPI_Finalize may never return.
+    """
     if _world is None:
         return
     from hpctrain.transport.mpi import startup
@@ -84,8 +90,11 @@ def finish() -> None:
     if startup.is_running():
         if _world.record is not None:
             _world.record.mark_ended()
-        _world.link.barrier()  # on our own link: the watch names the missing ranks
-        startup.finalize_mpi()
+        with suppress(LostRankError):
+            _world.dismiss_spares(json.dumps({"exit_code": exit_code}).encode())
+            _world.link.barrier()  # on our own link: the watch names the missing ranks
+        if not _world.has_lost_ranks:
+            startup.finalize_mpi()
 
 
 def fail_alone(error: BaseException) -> None:

@@ -15,7 +15,7 @@ import numpy.typing
 
 from hpctrain import abort, collectives
 from hpctrain.collectives import Group, group_over_nodes
-from hpctrain.core.errors import HpctrainError, LostRankError, UsageError
+from hpctrain.core.errors import HpctrainError, LostRankError, RankKilled, UsageError
 from hpctrain.transport.device import gpus
 from hpctrain.transport.link import Link
 from hpctrain.transport.paths import STAGED_VERDICT, RankPlace, Verdict
@@ -53,6 +53,8 @@ class World:
     parent: World | None = None  #: of which this is a sub-world
     sub_worlds: list[World] = field(default_factory=list)
     grid: Grid | None = None  #: if these are the ranks of a mesh with the same layers
+    #: Whether engines are built only to load a state: then their parameters may be any.
+    restores: bool = False
     job: Job | None = None  #: of a World whose ranks survive the loss of others
     main: Group = field(init=False)  #: all ranks, for the main thread; its scratch is kept
     memory: NodeMemory = field(init=False)  #: memory shared by the ranks of this node
@@ -194,15 +196,24 @@ class World:
             )
         return self.over(self.link.create_group(tuple(ranks), tag))
 
-    def survive(self) -> tuple[int, ...]:
+    @property
+    def has_lost_ranks(self) -> bool:
+        """Whether a rank of the job was lost."""
+        return self.job is not None and len(self.job.numbers) < len(self.job.places)
+
+    def dismiss_spares(self, note: bytes) -> None:
+        """Send the spares that wait a note from the first rank."""
+        if self.job is not None and self.rank == 0:
+            self.job.send_note(note)
+
+    def survive(self) -> None:
         """Go on with the ranks that are left, after a LostRankError; all of these must call.
 
         Afterwards this World has them: rank, size and links are new, and engines and sub-worlds of
-        before must not be used any more. Returns the numbers in the job of the ranks lost since.
-        Raises LostRankError if another rank is lost meanwhile: then call again.
+        before must not be used any more. Raises LostRankError if another rank is lost
+        meanwhile: then call again.
         """
         assert self.job is not None
-        numbers_before = self.job.numbers
         self.link.revoke()
         self.link.dissolve()
         link = self.job.regroup()
@@ -211,7 +222,6 @@ class World:
         except LostRankError:
             link.dissolve()
             raise
-        return tuple(sorted({*numbers_before} - {*self.job.numbers}))
 
     def _with_members(self, link: Link) -> World:
         """Return the World of the job's members, or of this spare, on `link`; collective."""
@@ -246,7 +256,12 @@ class World:
         return self.register(purpose, link.view())[0]
 
     def fail(self, error: BaseException) -> None:
-        """End the job because of an error in a thread other than the main one."""
+        """End the job because of an error in a thread other than the main one.
+
+        Not if a rank was lost: the main thread then gets that error, too.
+        """
+        if self.survives and isinstance(error, LostRankError | RankKilled):
+            return
         try:
             if self.on_failure is not None:
                 self.on_failure(error)

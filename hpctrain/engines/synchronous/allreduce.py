@@ -12,16 +12,18 @@ Source: Goyal et al., "Accurate, large minibatch SGD: training ImageNet in 1 hou
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 
 from hpctrain import config
 from hpctrain.checkpoint import Piece
 from hpctrain.collectives.nccl import communicator_for, nccl
-from hpctrain.core.errors import ModelError, UsageError
+from hpctrain.core.errors import LostRankError, ModelError, UsageError
 from hpctrain.core.xp import on_device
 from hpctrain.engines.base import EngineBase
 from hpctrain.engines.engine import Flags, Task, Work, sum_in_layer, train_in_lockstep
 from hpctrain.engines.saved_state import SavedState
+from hpctrain.engines.state_pieces import pieces_of
 from hpctrain.engines.synchronous import overlap
 from hpctrain.engines.synchronous.contradictions import contradictions
 from hpctrain.engines.synchronous.finite_vote import CompressedVote, GradientVote, SumVote
@@ -93,6 +95,12 @@ class AllReduceEngine(EngineBase):
             self.update = self._make_update(optimizer, options)
             self._reducer = self._make_reducer(self.update.reduce, options)
         self._vote = self._make_vote(options)
+        self.shares_sums = world.survives and self._is_replicated(options)
+
+    def _is_replicated(self, options: AllReduce) -> bool:
+        """Return whether each rank holds the whole state, and changes it once per step."""
+        is_split = isinstance(self._sums, CompressedSums) or self._world.grid is not None
+        return isinstance(self.update, ReplicatedUpdate) and not (options.priority or is_split)
 
     def _make_update(
         self, optimizer: Optimizer, options: AllReduce
@@ -144,7 +152,19 @@ class AllReduceEngine(EngineBase):
         return train_in_lockstep(self, work, start, until)
 
     def step(self, task: Task, flags: Flags) -> tuple[Sums, Flags]:
-        """Sum the gradients of all shares while backward runs, and update with the sum."""
+        """Sum the gradients of all shares while backward runs, and update with the sum.
+
+        After a LostRankError the state is whole again: that before the step, or that after it.
+        """
+        try:
+            return self._step(task, flags)
+        except LostRankError:
+            if self.committed_step == task.key.step:
+                self.check.undo()
+                self._sums.undo()
+            raise
+
+    def _step(self, task: Task, flags: Flags) -> tuple[Sums, Flags]:
         key = task.key._replace(sum_over_ranks=self._sum_in_layer, on_need=self._on_need)
         task = task._replace(key=key)
         with self.times.compute(self._trace, "forward, backward"):
@@ -153,8 +173,8 @@ class AllReduceEngine(EngineBase):
             sums, flags = self._vote.compute_gradient(task, on_ready, flags)
         with self.times.wait(self._trace, "wait for flags"):
             flags = self._vote.before_sums(flags)
-            sums = self._sums.step_sums(sums, self.sum)
-        flags = self._apply_sums(flags)
+            sums = self._sums.step_sums(sums, self.sum, self.shares_sums)
+        flags = self._apply_sums(flags, key.step)
         if flags.failed:
             self.check.undo()
             self._sums.undo()
@@ -162,20 +182,29 @@ class AllReduceEngine(EngineBase):
         self.times.wire_s = self._reducer.wire_s
         return sums, flags
 
-    def _apply_sums(self, flags: Flags) -> Flags:
+    def _apply_sums(self, flags: Flags, step: int) -> Flags:
         """Wait for all sums, and update with them unless the step has failed; return the flags."""
         with self.times.wait(self._trace, "wait for gradients"):
             gradient = self._reducer.wait()
             flags = self._vote.after_sums(gradient, flags)
+            if self.shares_sums:
+                self._world.link.agree()  # all ranks that are left have the sums, or none updates
+                self.committed_step = step + 1
         with self.times.compute(self._trace, "update"):
             if not flags.failed:
                 self.update(gradient)
-            self._reducer.release()
+            # Of a committed step: the next call raises the error again.
+            with suppress(*[LostRankError] * self.shares_sums):
+                self._reducer.release()
         return flags
 
     def state(self) -> list[Piece]:
         """Return this rank's part of the state."""
         return self.update.pieces() + self._sums.pieces()
+
+    def whole_state(self) -> list[Piece]:
+        """Return all pieces of the state of `committed_step`."""
+        return pieces_of(self.replica.arena, self.update.state, 0, 1)
 
     def load(self, saved: SavedState) -> None:
         """Request this rank's part of the state."""
@@ -220,13 +249,13 @@ class PriorityEngine(AllReduceEngine):
                 self._apply_next(max(self._unapplied))
         self.times.wire_s = self._reducer.wire_s
 
-    def _apply_sums(self, flags: Flags) -> Flags:
+    def _apply_sums(self, flags: Flags, step: int) -> Flags:
         """Begin to wait for the sums of a step, unless it has failed; return `flags`.
 
         Raises ModelError if the first gradient has not called `on_need` for each parameter.
         """
         if flags.failed:
-            return super()._apply_sums(flags)
+            return super()._apply_sums(flags, step)
         if not self._is_checked:
             self._world.on_all_ranks(self._check_calls)
             self._is_checked = True

@@ -44,7 +44,7 @@ from hpctrain.gradients.compress import Compressor
 from hpctrain.gradients.finite import GradientParts
 from hpctrain.gradients.reducer import WireOptions
 from hpctrain.gradients.replica import Replica
-from hpctrain.nn import Sums
+from hpctrain.nn import Sums, losses
 from hpctrain.transport.link import Link
 from hpctrain.tuning.select import find_all_gather, find_allreduce
 from hpctrain.world import World
@@ -71,9 +71,10 @@ class FastSums:
     def undo(self) -> None:
         """Restore the state from before the step."""
 
-    def step_sums(self, sums: Sums, add: Add) -> Sums:
-        """Return `sums`: each rank reports its own share."""
-        return sums
+    def step_sums(self, sums: Sums, add: Add, on_all_ranks: bool) -> Sums:
+        """Return this rank's `sums`, or `on_all_ranks` those of all ranks."""
+        terms = self.replica.loss.terms
+        return losses.unpack(add(losses.pack(sums, terms)), terms) if on_all_ranks else sums
 
     def pieces(self) -> list[Piece]:
         """Return this rank's part of the state."""
@@ -168,11 +169,11 @@ class OrderedSums(FastSums):
         start = view_offset(self.replica.arena.grad, x)
         return self.replica.subtotals(slice(start, start + x.size))
 
-    def step_sums(self, sums: Sums, add: Add) -> Sums:
-        """Return the sums of all shares on rank 0, none elsewhere."""
+    def step_sums(self, sums: Sums, add: Add, on_all_ranks: bool) -> Sums:
+        """Return the sums of all shares on rank 0, or `on_all_ranks`, and none elsewhere."""
         table = self.replica.table
         total = add_in_order(add(table.ravel()).reshape(table.shape), self.replica.loss)
-        return total if self._link.rank == 0 else {}
+        return total if on_all_ranks or self._link.rank == 0 else {}
 
 
 def make_gradient_sums(world: World, replica: Replica, options: WireOptions) -> FastSums:

@@ -61,6 +61,8 @@ class SingleEngine:
     recorder = None
     bytes_sent = 0
     staleness = None
+    committed_step = None
+    shares_sums = False
 
     def __init__(self, replica: Replica, optimizer: Optimizer, trace: Trace | None = None):
         self.replica, self.times, self._trace = replica, Times(), trace or Trace()
@@ -94,6 +96,10 @@ class SingleEngine:
     def state(self) -> list[Piece]:
         """Return the whole state."""
         return pieces_of(self.replica.arena, self.optimizer_state, 0, 1)
+
+    def whole_state(self) -> list[Piece]:
+        """Return the whole state."""
+        return self.state()
 
     def load(self, saved: SavedState) -> None:
         """Request the whole state."""

@@ -1,0 +1,100 @@
+"""Losses of ranks in a training that goes on: when, which ranks, and the time without progress."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass
+class Recovery:
+    """A loss of ranks that training survived."""
+
+    step: int  #: from which training went on
+    wall_s: float  #: of the last step completed before the loss, since the start of the run's part
+    ranks: list[int]  #: the lost ranks, by their numbers in the job
+    hosts: list[str]  #: of each of them
+    spares: list[int]  #: that took their places
+    steps_redone: int  #: completed before, and done again from a copy of the state
+    lost_s: float | None = None  #: until the next step completed; None before that
+
+
+@dataclass
+class Recoveries:
+    """All losses of one call of fit, the same on all ranks that are left."""
+
+    began_at: float | None = None  #: Unix time of the first step of this call
+    since_step: int = 0
+    last_step: int = 0  #: completed
+    last_step_at: float = 0.0  #: its Unix time
+    entries: list[Recovery] = field(default_factory=list)
+    row_ranks: list[int] = field(default_factory=list)  #: lost since the last row
+
+    def begin(self, step: int) -> float:
+        """Return the seconds since the first step of this call, `step` if it begins now."""
+        now = time.time()
+        if self.began_at is None:
+            self.began_at = self.last_step_at = now
+            self.since_step = self.last_step = step
+        return now - self.began_at
+
+    def count_step(self, step: int) -> None:
+        """Note that `step` is complete."""
+        now = time.time()
+        if self.entries and self.entries[-1].lost_s is None and step > self.last_step:
+            self.entries[-1].lost_s = now - self.last_step_at
+        if step > self.last_step:
+            self.last_step, self.last_step_at = step, now
+
+    def add(
+        self, step: int, ranks: Sequence[int], hosts: Sequence[str], spares: Sequence[int]
+    ) -> None:
+        """Add a loss of `ranks`, after which training goes on from `step`."""
+        if self.began_at is None:
+            return
+        if self.entries and self.entries[-1].lost_s is None:  # another loss before any step
+            last = self.entries[-1]
+            ranks, hosts, spares = (
+                [*last.ranks, *ranks], [*last.hosts, *hosts], [*last.spares, *spares]
+            )  # fmt: skip
+            self.entries.pop()
+        wall_s, redone = self.last_step_at - self.began_at, self.last_step - step
+        recovery = Recovery(step, wall_s, list(ranks), list(hosts), list(spares), redone)
+        self.entries.append(recovery)
+        self.row_ranks += [rank for rank in ranks if rank not in self.row_ranks]
+
+    @property
+    def lost_ranks(self) -> list[int]:
+        """All ranks lost so far."""
+        return [rank for entry in self.entries for rank in entry.ranks]
+
+    @property
+    def spares(self) -> list[int]:
+        """All spares that have taken a place."""
+        return [rank for entry in self.entries for rank in entry.spares]
+
+    @property
+    def lost_s(self) -> float:
+        """Seconds without progress."""
+        return sum(entry.lost_s or 0.0 for entry in self.entries)
+
+    def summary(self, wall_s: float) -> dict[str, Any]:
+        """Return the entries of summary.json; ETTR: the part of `wall_s` with progress."""
+        return {
+            "recoveries": [asdict(entry) for entry in self.entries],
+            "lost_s": self.lost_s,
+            "ettr": 1 - self.lost_s / max(wall_s, self.lost_s, 1e-9),
+            "spares_used": len(self.spares),
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        """Return JSON data for ranks that join."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, table: dict[str, Any]) -> Recoveries:
+        """Return what `to_json` made `table` of."""
+        entries = [Recovery(**entry) for entry in table["entries"]]
+        return cls(**{**table, "entries": entries})

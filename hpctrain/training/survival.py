@@ -1,0 +1,160 @@
+"""Survival of lost ranks: a call of fit goes on with those that are left, and spares join it.
+
+    all ranks      fit ...   LostRankError      World.survive      whole state?   restore    fit ...
+    survivors      step 41   state of step 41   ranks 0, 1, 2      41             41         step 42
+    a spare        sleeps    wakes up           rank 3                            41         step 42
+
+Recovery is a resume whose checkpoint lies in the memory of the survivors: the state of the last
+step on which all ranks agreed, or the last copies (checkpoint/memory.py). Where neither is whole,
+it is the newest checkpoint on disk.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from hpctrain.checkpoint.memory import LiveState, MemoryCopies
+from hpctrain.checkpoint.memory_reader import MemoryReader, newest_whole
+from hpctrain.core import errors
+from hpctrain.core.errors import AGREED_ERRORS, JobEndedError, LostRankError
+from hpctrain.core.names import counted
+from hpctrain.engines import Engine
+from hpctrain.training.checkpointer import Checkpointer
+from hpctrain.training.journal import Journal
+from hpctrain.training.recoveries import Recoveries
+from hpctrain.training.run_options import ElasticOptions
+from hpctrain.world import World
+
+log = logging.getLogger(__name__)
+
+
+class Survival:
+    """The state and the losses of one call of fit, over all its parts on this rank."""
+
+    def __init__(self, world: World, options: ElasticOptions, run: str | None):
+        """`run`: the folder of the run; a spare takes that of the others."""
+        self.world, self.options, self.run = world, options, run
+        self.recoveries = Recoveries()
+        self.reader: MemoryReader | None = None  #: of the state to go on from
+        self.journal: Journal | None = None  #: of the part before
+        self._copies = MemoryCopies(options.copies)
+        self._live: LiveState | None = None
+        job = world.job
+        self._numbers, self._members = (job.numbers, job.members) if job else ((), ())
+        if job is not None:
+            job.min_ranks = max(job.min_ranks, options.min_ranks)
+
+    def train(
+        self, build: Callable[[], None], part: Callable[[Survival], dict[str, Any]]
+    ) -> dict[str, Any]:
+        """Return the summary that `part` returns, called again after each loss of ranks.
+
+        `build` makes the engine for the ranks that are left.
+        """
+        try:
+            is_first = True
+            while True:
+                try:
+                    if self.world.is_spare:
+                        self._await_place()
+                        is_first = False
+                    elif not is_first:
+                        self.world.survive()
+                    if not is_first:
+                        self._regroup()
+                        build()
+                    summary = part(self)
+                    self._dismiss_spares({"summary": summary})
+                    return summary
+                except LostRankError:
+                    if not self.world.survives:
+                        raise
+                    is_first = False
+        except _DismissalError as note:
+            return note.summary
+        except AGREED_ERRORS as error:
+            self._dismiss_spares({"error": type(error).__name__, "text": str(error)})
+            raise
+
+    def hold(self, engine: Engine, journal: Journal, checkpointer: Checkpointer) -> None:
+        """Hold the state of `engine` after a loss, if it is whole."""
+        step, self.journal, self._live = engine.committed_step, journal, None
+        if step is not None:
+            about = checkpointer.about(journal.about_here(step))
+            self._live = LiveState(step, engine.whole_state(), about)
+
+    def copy(self, step: int, journal: Journal, checkpointer: Checkpointer) -> None:
+        """Copy the state after `step` to other ranks; collective."""
+        link, hosts = self.world.link, self.world.hosts
+        about = checkpointer.about(journal.about_now(step))
+        self._copies.write(step, checkpointer.state(), about, link, hosts)
+        link.agree()
+        self._copies.commit()
+
+    def _await_place(self) -> None:
+        """Sleep until this spare takes a place; raise _DismissalError, or the others' error."""
+        assert self.world.job is not None
+        while self.world.is_spare:
+            try:
+                _obey(json.loads(self.world.job.await_note()))
+            except LostRankError:
+                self.world.survive()
+
+    def _regroup(self) -> None:
+        """Share the record of losses and find the state to go on from; collective."""
+        world, own = self.world, ""
+        if self.recoveries.began_at is not None:
+            own = json.dumps({"run": self.run, "recoveries": self.recoveries.to_json()})
+        texts = list(filter(None, world.gather(own)))
+        if texts and not own:
+            note = json.loads(texts[0])
+            self.run, self.recoveries = note["run"], Recoveries.from_json(note["recoveries"])
+        states = [self._live] if self._live is not None else []
+        self.reader = newest_whole(world.link, states) or self._copies.reader(world.link)
+        world.restores = self.reader is not None
+
+    def log_recovery(self, step: int) -> None:
+        """Record the loss, after which training goes on from `step`, and log it from one rank."""
+        job, record = self.world.job, self.recoveries
+        assert job is not None
+        lost = sorted({*self._numbers} - {*job.numbers} - {*record.lost_ranks})
+        joined = sorted({*job.members} - {*self._members} - {*record.spares})
+        record.add(step, lost, [job.places[number].node for number in lost], joined)
+        if self.world.rank == 0:
+            names = ", ".join(f"{number} ({job.places[number].node})" for number in lost)
+            redone = record.entries[-1].steps_redone if record.entries else 0
+            log.warning(
+                "lost rank %s; training goes on after step %d with %s%s%s",
+                names,
+                step,
+                counted(self.world.size, "rank"),
+                f", {counted(len(joined), 'spare')} among them" if joined else "",
+                f"; {counted(redone, 'step')} will be done again" if redone else "",
+            )
+
+    def _dismiss_spares(self, note: dict[str, Any]) -> None:
+        """Send the spares a note on the end of this call; collective."""
+        job = self.world.job
+        if job is not None and job.spares:
+            self.world.dismiss_spares(json.dumps(note).encode())
+            self.world.link.agree()
+
+
+class _DismissalError(Exception):
+    """The training of a spare has ended without it."""
+
+    def __init__(self, summary: dict[str, Any]):
+        super().__init__()
+        self.summary = summary
+
+
+def _obey(note: dict[str, Any]) -> None:
+    """Raise what the note of the World's first rank tells a spare to."""
+    if "summary" in note:
+        raise _DismissalError(note["summary"])
+    if "error" in note:
+        raise getattr(errors, note["error"])(note["text"])
+    raise JobEndedError(note["exit_code"])
