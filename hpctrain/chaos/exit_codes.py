@@ -8,6 +8,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Sequence
 
+from hpctrain.chaos import regimes
 from hpctrain.chaos.case import Case, FailingFile, Fault, HostFault, LinkCall, Signal
 
 #: exit codes of hpctrain's own, and the status in the summary
@@ -36,9 +37,10 @@ def _is_fatal(fault: Fault) -> bool:
 
 
 def _lost_rank(case: Case) -> frozenset[int]:
-    """Return the codes of a job that loses ranks: an elastic one goes on while any rank lives."""
+    """Return the codes of a job that loses ranks: an elastic one goes on if enough are left."""
     if case.is_elastic:
-        return DONE if lost_ranks(case) < case.job_ranks else LOST
+        left = min(case.ranks, case.job_ranks - lost_ranks(case))
+        return DONE if regimes.fits(case.recipe, left) else LOST
     return LOST if case.launcher in OWN_LAUNCHERS else ANY_CODE
 
 

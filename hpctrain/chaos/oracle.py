@@ -36,6 +36,10 @@ def problems_of(case: Case, faults: Sequence[Fault], ending: Attempt, run: Path)
         yield f"hung: still running after {ending.seconds:.0f} s"
         return
     codes = allowed_codes(case, faults if ending.fired else ())
+    if case.is_elastic and ending.fired and f"folder: {run}" not in ending.stderr:
+        codes |= {
+            1
+        }  # a rank was lost before the first step: the ranks that are left do not train yet
     if ending.code not in codes:
         yield f"exit code {ending.code}, expected one of {sorted(codes)[:9]}"
     if _has_traceback(faults, ending.stderr):
@@ -129,11 +133,14 @@ def _is_expected(case: Case, name: str, *, hung: bool) -> bool:
 def problems_of_recoveries(case: Case, summary: dict[str, Any]) -> Iterator[str]:
     """Yield recoveries that lost committed steps: survivors hold the last committed one.
 
-    State that no other rank holds is copied every `[elastic] copy_steps`.
+    State that no other rank holds is copied every `[elastic] copy_steps` to `copies` ranks. Where
+    more are lost at once, training goes on from the newest checkpoint.
     """
-    copies = case.recipe.get("elastic", {}).get("copy_steps", 10)
-    limit = copies if regimes.has_shards(case.recipe) else 0
+    elastic = case.recipe.get("elastic", {})
     for recovery in summary.get("recoveries") or []:
+        limit = elastic.get("copy_steps", 10) if regimes.has_shards(case.recipe) else 0
+        if limit and len(recovery["ranks"]) > elastic.get("copies", 1):
+            limit = case.recipe.get("checkpoint", {}).get("every_steps", case.steps)
         if recovery["steps_redone"] > limit:
             yield f"a recovery redid {recovery['steps_redone']} committed steps, at most {limit}"
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hpctrain.chaos.case import BATCH, Table
+from hpctrain.core.errors import UsageError
+from hpctrain.training.recipe import check
 
 WIRE_KEYS = {
     "algorithm", "bucket_bytes", "overlap", "priority", "compression", "compression_ratio",
@@ -100,6 +102,17 @@ def is_deterministic(recipe: Table) -> bool:
     if kind == "gossip":
         return engine.get("graph", "bipartite") != "bipartite"
     return kind not in ("ps-async", "easgd") and not engine.get("backup_workers")
+
+
+def fits(recipe: Table, ranks: int) -> bool:
+    """Return whether `ranks` can train a recipe, or go on with it after a loss."""
+    if ranks < recipe.get("elastic", {}).get("min_ranks", 1):
+        return False
+    try:
+        check({"data": {"kind": "digits"}, **recipe}).must_fit(ranks)
+    except UsageError:
+        return False
+    return True
 
 
 def is_ordered(recipe: Table) -> bool:

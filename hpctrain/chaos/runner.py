@@ -20,7 +20,7 @@ from hpctrain.chaos.scope import Scope, make_scope
 RESULT_FILE = "result.json"
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
 #: Facts of an elastic run that a line of results repeats.
-FACTS = ("recoveries", "lost_s", "ettr", "spares_used", "wall_s")
+FACTS = ("recoveries", "lost_s", "ettr", "spares_used", "wall_s", "world_size")
 
 
 @dataclass
@@ -112,7 +112,9 @@ def _compare(case: Case, place: Place, scope: Scope, verdict: Verdict) -> Iterat
     """Compare the parameters with those of a run without faults, or of the replay."""
     verdict.params_sha256 = reference.recorded_sha256(place.run)
     if regimes.is_deterministic(case.recipe):
-        if _has_lost_ranks(verdict) and not regimes.is_ordered(case.recipe):
+        if verdict.facts.get("world_size", case.ranks) < case.ranks and not regimes.is_ordered(
+            case.recipe
+        ):
             verdict.unchecked = [*verdict.unchecked, "parameters: fewer ranks add in another order"]
             return
         verdict.reference_sha256 = reference.train_once(case, place.work, scope).sha256
@@ -125,9 +127,3 @@ def _compare(case: Case, place: Place, scope: Scope, verdict: Verdict) -> Iterat
         yield from problems
         if not problems and verdict.params_sha256 != verdict.reference_sha256:
             yield "other parameters than its replay"
-
-
-def _has_lost_ranks(verdict: Verdict) -> bool:
-    """Return whether fewer ranks than at the beginning trained after some recovery."""
-    recoveries = verdict.facts.get("recoveries") or []
-    return any(len(item["ranks"]) > item.get("spares", 0) for item in recoveries)
