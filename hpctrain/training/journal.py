@@ -61,6 +61,7 @@ class Journal:
         self.recoveries = recoveries or Recoveries()
         self._earlier_times = earlier._times() if earlier else {}
         self._earlier_bytes = earlier._bytes_sent() if earlier else 0
+        self._begin_times()
         self.steps_redone = 0
         self.intervals: int | None = 0  #: since the first step; each ends with a collective call
         self.skips = SkipCounter(world, engine)
@@ -113,11 +114,15 @@ class Journal:
         self._timeline.begin()
         if self.world.rank == 0 and log.isEnabledFor(logging.INFO):
             self._bar = progress.open_bar(self.name, step, self.total_steps)
+        self._begin_times()
+        self.skips.begin()
+        self._start_s = perf_counter() - elapsed_s
+
+    def _begin_times(self) -> None:
+        """Count the times of the engine from now on, after those before a loss of ranks."""
         self._times_before = {
             name: s - self._earlier_times.get(name, 0.0) for name, s in self._all_times().items()
         }
-        self.skips.begin()
-        self._start_s = perf_counter() - elapsed_s
 
     def log_start(self) -> None:
         """Log the ranks, the engine and the folder of the run; collective."""
@@ -125,6 +130,10 @@ class Journal:
         self._log("%s: %s, %d steps; folder: %s", self.name, start, self.total_steps, self.run)
         if mesh_text := run_facts.describe_mesh(self.mesh, self.sampler.batch):
             self._log("pipeline: %s", mesh_text)
+
+    def has_open_row(self, step: int) -> bool:
+        """Return whether steps before `step` are in no row yet."""
+        return self._row_step < step
 
     def count_interval(self) -> None:
         """Count an interval, unless an older part of the run did not count them."""

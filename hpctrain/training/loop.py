@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from hpctrain import checkpoint, nn
-from hpctrain.core.errors import LostRankError, StoppedError, UnsavedError, UsageError
+from hpctrain.core.errors import StoppedError, UnsavedError, UsageError
 from hpctrain.core.signals import StopRequest, cause
 from hpctrain.core.xp import finish
 from hpctrain.data import Samples, in_pieces, share
@@ -103,12 +103,8 @@ class Loop:
         """Train from `step` to the end, or to the step of a request to stop."""
         arena = self.engine.replica.arena
         self.stop_reason = self.callbacks.begin(self.rows, arena, self.journal.run)
-        try:
-            with Tasks(self.world, self.engine, self.plan, self.journal, request) as work:
-                self._train(work)
-        except LostRankError:
-            self._survival.hold(self.engine, self.journal, self.checkpointer)
-            raise
+        with Tasks(self.world, self.engine, self.plan, self.journal, request) as work:
+            self._train(work)
         self.replay_log.end()
         is_early = self.step < self.journal.total_steps
         summary = self.journal.finish("done", 0, self.stop_reason if is_early else None)
@@ -121,6 +117,8 @@ class Loop:
             self.engine.committed_step = self.step
         if self._makes_copies:
             self._copy()
+        if self.step > 0 and self.journal.has_open_row(self.step):
+            self._end_interval(0)  # a loss of ranks came before its row
         while self.step < total and not self.stop_reason:
             work.at(self.step)
             step_before = self.step
@@ -134,18 +132,22 @@ class Loop:
                 self.step += 1
             if self._makes_copies:
                 self._copy()
-            stopped = bool(flags.stop) and self.step < total
-            self._make_row(stopped)
-            is_last = self.step == total or stopped or bool(self.stop_reason)
-            if is_last:
-                self.engine.settle()  # the arena then holds the trained parameters
-                finish(self.engine.replica.arena.param)  # no copy into it outlives us
-            if is_last or self.checkpointer.is_due(self.step, self.row):
-                self.replay_log.sync()
-                if folder := self.checkpointer.save(self.step, self.row, must=is_last):
-                    self.callbacks.checkpoint(folder)
-            if stopped and not self.stop_reason:
-                raise self._stop_error(flags.stop)
+            self._end_interval(flags.stop)
+
+    def _end_interval(self, stop: int) -> None:
+        """Make the row and the checkpoint that are due; raise StoppedError after signal `stop`."""
+        stopped = bool(stop) and self.step < self.journal.total_steps
+        self._make_row(stopped)
+        is_last = self.step == self.journal.total_steps or stopped or bool(self.stop_reason)
+        if is_last:
+            self.engine.settle()  # the arena then holds the trained parameters
+            finish(self.engine.replica.arena.param)  # no copy into it outlives us
+        if is_last or self.checkpointer.is_due(self.step, self.row):
+            self.replay_log.sync()
+            if folder := self.checkpointer.save(self.step, self.row, must=is_last):
+                self.callbacks.checkpoint(folder)
+        if stopped and not self.stop_reason:
+            raise self._stop_error(stop)
 
     @property
     def _makes_copies(self) -> bool:

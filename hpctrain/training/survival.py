@@ -13,20 +13,23 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 from hpctrain.checkpoint.memory import LiveState, MemoryCopies
 from hpctrain.checkpoint.memory_reader import MemoryReader, newest_whole
 from hpctrain.core import errors
-from hpctrain.core.errors import AGREED_ERRORS, JobEndedError, LostRankError
+from hpctrain.core.errors import AGREED_ERRORS, HpctrainError, JobEndedError, LostRankError
 from hpctrain.core.names import counted
-from hpctrain.engines import Engine
 from hpctrain.training.checkpointer import Checkpointer
 from hpctrain.training.journal import Journal
 from hpctrain.training.recoveries import Recoveries
 from hpctrain.training.run_options import ElasticOptions
 from hpctrain.world import World
+
+if TYPE_CHECKING:
+    from hpctrain.training.loop import Loop
 
 log = logging.getLogger(__name__)
 
@@ -79,12 +82,25 @@ class Survival:
             self._dismiss_spares({"error": type(error).__name__, "text": str(error)})
             raise
 
-    def hold(self, engine: Engine, journal: Journal, checkpointer: Checkpointer) -> None:
-        """Hold the state of `engine` after a loss, if it is whole."""
-        step, self.journal, self._live = engine.committed_step, journal, None
-        if step is not None:
-            about = checkpointer.about(journal.about_here(step))
-            self._live = LiveState(step, engine.whole_state(), about)
+    @contextmanager
+    def holding(self, loop: Loop) -> Iterator[None]:
+        """Hold the state of `loop` if a rank is lost meanwhile and the state is whole."""
+        try:
+            yield
+        except LostRankError:
+            step, self.journal = loop.engine.committed_step, loop.journal
+            if step is not None:
+                about = loop.checkpointer.about(loop.journal.about_here(step))
+                self._live = LiveState(step, loop.engine.whole_state(), about)
+            raise
+
+    def must_have_state(self, step: int) -> None:
+        """Raise HpctrainError if training has begun, but no state and no checkpoint is left."""
+        if self.recoveries.last_step > 0 and self.reader is None and step == 0:
+            raise HpctrainError(
+                "the lost ranks held a part of the state of which no copy is left, and there is no "
+                "checkpoint: start the job again; [elastic] copies = 2 keeps one copy more"
+            )
 
     def copy(self, step: int, journal: Journal, checkpointer: Checkpointer) -> None:
         """Copy the state after `step` to other ranks; collective."""
@@ -109,6 +125,8 @@ class Survival:
         if self.recoveries.began_at is not None:
             own = json.dumps({"run": self.run, "recoveries": self.recoveries.to_json()})
         texts = list(filter(None, world.gather(own)))
+        if not texts and world.job is not None and not {*world.job.members} & {*self._members}:
+            raise HpctrainError("all ranks that trained are lost; start the job again")
         if texts and not own:
             note = json.loads(texts[0])
             self.run, self.recoveries = note["run"], Recoveries.from_json(note["recoveries"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -195,7 +195,8 @@ class Trainer:
         survival = Survival(self.world, elastic, None if out is None else str(out))
         with ExitStack() as signals:
             request = StopRequest(partial(self._last_words, survival))
-            part = partial(self._fit_part, call, partial(signals.enter_context, request))
+            catch_signals = cache(partial(signals.enter_context, request))
+            part = partial(self._fit_part, call, catch_signals)
             self.summary = survival.train(self._rebuild, part)
         return self.summary
 
@@ -235,10 +236,12 @@ class Trainer:
                 self.callbacks, self.world, self.replica.model, sampler.steps_per_epoch
             )
             loop = Loop(self.world, self.engine, self.replica, plan, journal, callbacks, survival)
+            stack.enter_context(survival.holding(loop))
             if survival.reader is not None:
                 loop.restore(survival.reader)
             elif (call.resume or has_begun) and run is not None:
                 loop.resume(run)
+            survival.must_have_state(loop.step)
             if call.replay is not None and not has_begun:
                 loop.repeat(Path(call.replay))
             if has_begun:

@@ -108,6 +108,7 @@ class LocalSgdEngine(AllReduceEngine):
         )
         super().__init__(world, replica, optimizer, allreduce_options)
         self.algorithm, self._options = options.algorithm, options
+        self.shares_sums = False  # workers that train apart hold states of their own
         self._node_group = NodeGroup(
             world, self.times, self._sums.allreduce, options.apart == "nodes"
         )
