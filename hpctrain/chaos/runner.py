@@ -112,9 +112,7 @@ def _compare(case: Case, place: Place, scope: Scope, verdict: Verdict) -> Iterat
     """Compare the parameters with those of a run without faults, or of the replay."""
     verdict.params_sha256 = reference.recorded_sha256(place.run)
     if regimes.is_deterministic(case.recipe):
-        if verdict.facts.get("world_size", case.ranks) < case.ranks and not regimes.is_ordered(
-            case.recipe
-        ):
+        if _had_fewer_ranks(case, verdict) and not regimes.is_ordered(case.recipe):
             verdict.unchecked = [*verdict.unchecked, "parameters: fewer ranks add in another order"]
             return
         verdict.reference_sha256 = reference.train_once(case, place.work, scope).sha256
@@ -127,3 +125,9 @@ def _compare(case: Case, place: Place, scope: Scope, verdict: Verdict) -> Iterat
         yield from problems
         if not problems and verdict.params_sha256 != verdict.reference_sha256:
             yield "other parameters than its replay"
+
+
+def _had_fewer_ranks(case: Case, verdict: Verdict) -> bool:
+    """Return whether fewer ranks than at the beginning trained for a part of the run."""
+    ended_early = case.is_elastic and len(verdict.attempts) > 1
+    return ended_early or verdict.facts.get("world_size", case.ranks) < case.ranks
