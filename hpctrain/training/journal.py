@@ -101,8 +101,6 @@ class Journal:
         # A run that was complete makes no new row: its summary is from the last one.
         self._last = rows[-1] if rows else {}
         self._test_metrics = {key: self._last.get(key) for key in self._test_metrics}
-        if step and not self.recoveries.entries:
-            self._log("resumed at step %d of %d", step, self.total_steps)
         return rows
 
     def begin(self, step: int) -> None:

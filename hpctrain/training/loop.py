@@ -228,6 +228,8 @@ class Loop:
             return
         self.step = loaded.step
         self.rows = self.journal.resume(loaded.step, loaded.about)
+        if self.world.rank == 0:
+            log.info("resumed at step %d of %d", self.step, self.journal.total_steps)
         self.checkpointer.resume(run, loaded.path)
 
     def _request(self, reader: checkpoint.Reader) -> None:
