@@ -26,7 +26,7 @@ ROOMS = {
     "bench/training_step": (4, 490),
     "bench/tuning": (4, 355),
     "chaos": (22, 2700),
-    "checkpoint": (11, 1730),
+    "checkpoint": (15, 2360),  # on disk, and in the memory of ranks
     "cluster": (5, 560),
     "cluster/netlab": (3, 400),
     "cluster/slurm": (13, 1850),
@@ -34,7 +34,7 @@ ROOMS = {
     "collectives/reductions": (5, 500),
     "commands": (26, 2090),
     "config": (5, 665),
-    "core": (20, 1880),
+    "core": (20, 1890),
     "cost_model": (7, 1000),
     "data": (16, 1390),
     "doctor": (10, 950),

@@ -22,7 +22,8 @@ OPEN_MPI_VARIABLES = {
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
     "OMPI_MCA_mpi_yield_when_idle": "1",
 }
-LOCAL = ("launch", "mpiexec", "elastic")  #: launchers that start ranks on this host alone
+LOCAL = ("launch", "mpiexec", "elastic")  #: launchers with the mpiexec of this MPI
+ON_THIS_HOST = (*LOCAL, "threads", "netlab")
 
 
 @dataclass(frozen=True)

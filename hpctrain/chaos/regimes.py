@@ -127,5 +127,6 @@ def has_shards(recipe: Table) -> bool:
         engine.get("kind", "allreduce") not in ("single", "allreduce")
         or engine.get("shard_optimizer", False)
         or engine.get("share_parameters", False)
-        or wire.get("compression") in ("top-k", "powersgd")
+        or wire.get("compression", "none") != "none"
+        or wire.get("priority", False)
     )

@@ -66,7 +66,7 @@ def run(case: Case, work: Path, *, isolated: bool, keep: bool) -> None:
     place, start_s = Place(work, home_of(case, work)), time.monotonic()
     scope = make_scope(
         f"{place.home}-{time.time_ns()}", isolated=isolated,
-        on_other_hosts=case.launcher not in (*jobs.LOCAL, "netlab"),
+        on_other_hosts=case.launcher not in jobs.ON_THIS_HOST,
     )  # fmt: skip
     reference.prepare(case, place, scope)
     verdict = Verdict(unchecked=scope.unchecked)

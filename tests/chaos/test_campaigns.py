@@ -137,7 +137,7 @@ CASES = {
         "SIGKILL to rank 1 at step 9 + 2 ms; SIGKILL to rank 1 and 0 at step 9 + 2 ms", {0}),
     "stop": (a_case("launch", STOP), "SIGSTOP to rank 1 at step 9 + 2 ms", {0, 86}),
     "orphans": (a_case("launch", Signal("SIGKILL", -1, None, 300)),
-        "SIGKILL to the launcher at the start + 300 ms", {-9}),
+        "SIGKILL to the launcher at the start + 300 ms", {-9, 0}),
     "Ctrl-C twice": (a_case("launch", Signal("SIGINT", -1, 5, 1, 2)),
         "SIGINT 2 times to the launcher at step 5 + 1 ms", {0, 75, 130}),
     "disk": (a_case("launch", FullDisk(64)), "disk of 64 KiB", {0, 1, 2}),
@@ -159,7 +159,8 @@ def test_faults_in_words_and_their_exit_codes(name):
 # A recipe's tables -> deterministic, ordered, with state that no other rank holds
 PROMISES = {
     "ring": (True, False, False), "ordered": (True, True, False), "shards": (True, False, True),
-    "top-k": (True, False, True), "ps-sync": (True, False, True), "easgd": (False, False, True),
+    "top-k": (True, False, True), "bf16": (True, False, True), "priority": (True, False, True),
+    "ps-sync": (True, False, True), "easgd": (False, False, True),
     "ps-sync, backup": (False, False, True), "gossip, ring": (True, False, True),
     "gossip": (False, False, True), "ps-async": (False, False, True),
 }  # fmt: skip

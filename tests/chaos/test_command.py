@@ -46,7 +46,7 @@ def test_a_campaign_is_run_listed_resumed_and_repeated(file, tmp_path, capsys):
     facts, *passed = lines(tmp_path / "faults-results.jsonl")
     assert facts["campaign"]["cores"] == os.cpu_count()
     assert [result["verdict"] for result in passed] == ["passed", "passed"]
-    assert {result["params_sha256"] for result in passed} == {passed[0]["reference_sha256"]}
+    assert all(r["params_sha256"] == r["reference_sha256"] is not None for r in passed)
     assert "2 cases with 0 faults, 0 of them hit, 0 failed" in capsys.readouterr().out
 
     with pytest.raises(UsageError, match="results of an earlier call: add --resume"):
@@ -90,7 +90,8 @@ def test_a_case_that_raises_has_failed(file, monkeypatch, capfd):
 
 
 def test_a_rank_of_a_job_is_refused(file, monkeypatch):
-    for name, value in {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}.items():
+    variables = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+    for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UsageError, match="this is rank 1 of 2: `hpctrain chaos` starts ranks"):
         command.chaos(Request(file))
