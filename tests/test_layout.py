@@ -139,7 +139,7 @@ def test_files_are_short():
 def test_the_top_level_is_small():
     entries = [p for p in ROOT.iterdir() if p.is_dir() or p.suffix == ".py"]
     entries = [p for p in entries if p.name != "__pycache__"]
-    assert len(entries) <= 34  # a room for each guest: torch, jax; for ht.slurm, pipelines, campaigns
+    assert len(entries) <= 34  # a room for each guest; ht.slurm, pipelines, campaigns
     assert sum(p.is_file() for p in entries) <= 8
 
 

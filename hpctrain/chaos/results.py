@@ -85,7 +85,7 @@ def summarize(results: list[Table]) -> str:
 
 
 def unchecked(results: Iterable[Table]) -> Counter[str]:
-    """Return what could not be checked, with numbers of cases."""
+    """Return the promises that could not be checked, with numbers of cases."""
     return Counter(text for result in results for text in result.get("unchecked", ()))
 
 

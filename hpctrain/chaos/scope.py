@@ -18,8 +18,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-from hpctrain.chaos import namespaces
-
 MARK = "HPCTRAIN_CHAOS"  #: the variable that marks all processes of a case
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -157,8 +155,3 @@ def _used_files() -> list[str]:
 def make_scope(mark: str, *, isolated: bool, on_other_hosts: bool) -> Scope:
     """Return the scope of a case: of this process's namespaces, or of its mark."""
     return Namespaces() if isolated else Marked(mark, on_other_hosts)
-
-
-def unavailable() -> str:
-    """Return why cases cannot have namespaces here; empty if they can."""
-    return namespaces.unavailable()
