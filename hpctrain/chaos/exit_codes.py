@@ -37,10 +37,14 @@ def _is_fatal(fault: Fault) -> bool:
 
 
 def _lost_rank(case: Case) -> frozenset[int]:
-    """Return the codes of a job that loses ranks: an elastic one goes on if enough are left."""
+    """Return the codes of a job that loses ranks: an elastic one goes on if enough are left.
+
+    It ends if all ranks that trained are lost, although spares are left.
+    """
     if case.is_elastic:
-        left = min(case.ranks, case.job_ranks - lost_ranks(case))
-        return DONE if regimes.fits(case.recipe, left) else LOST
+        lost = lost_ranks(case)
+        left = min(case.ranks, case.job_ranks - lost)
+        return DONE if lost < case.ranks and regimes.fits(case.recipe, left) else LOST
     return LOST if case.launcher in OWN_LAUNCHERS else ANY_CODE
 
 
