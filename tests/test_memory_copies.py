@@ -165,14 +165,15 @@ def test_what_all_hold_is_sent_evenly_and_left_where_it_is(ranks, monkeypatch):
     ranks(body)
 
 
+@pytest.mark.parametrize("dtype", ["f4", "f8"])
 @on_ranks(1, 3, mpi=(4,))
-def test_turns_are_added_and_calls_wait_for_the_end(ranks):
+def test_turns_are_added_and_calls_wait_for_the_end(ranks, dtype):
     def body(world):
         link, calls = world.link, []
         x = np.arange(10.0)
         own = [Piece("x", 0, 10, x)] if link.rank == 0 else []
         reader = newest_whole(link, [LiveState(1, own, {})])
-        out = np.full(4, 9, np.float32)
+        out = np.full(4, 9, dtype)
         for turn, offset in enumerate((1, 3, 6)):
             reader.request("x", out, offset, turn)
         reader.on_arrival(lambda: calls.append(out.tolist()))
@@ -184,6 +185,45 @@ def test_turns_are_added_and_calls_wait_for_the_end(ranks):
             reader.request("x", out, 7)
 
     ranks(body)
+
+
+@on_ranks(3, mpi=(4,))
+def test_a_rank_sends_less_of_what_others_hold_if_it_alone_holds_more(ranks):
+    """Ranks 0 and 1 hold array a, rank 0 alone holds b; the last rank requests both."""
+
+    def body(world):
+        link, x = world.link, np.arange(40_000.0)
+        own = [Piece(name, 0, x.size, x) for name in {0: "ab", 1: "a"}.get(link.rank, "")]
+        reader = newest_whole(link, [LiveState(1, own, {})])
+        if link.rank == link.size - 1:
+            reader.request_whole("ab")
+        before = link.bytes_sent
+        reader.fetch(link)
+        sent = link.bytes_sent - before
+        assert abs(sent - x.nbytes * (link.rank < 2)) < 1_000
+
+    ranks(body)
+
+
+def test_a_state_with_a_gap_is_not_whole():
+    def rank(link, last):
+        x = np.arange(10.0)
+        start, stop = ((0, 5), (last, 10))[link.rank]
+        reader = newest_whole(link, [LiveState(1, [Piece("x", start, 10, x[start:stop])], {})])
+        assert (reader is not None) == (last == 5)
+
+    for last in (5, 6):
+        run_ranks(2, lambda link, last=last: rank(link, last))
+
+
+def test_a_run_that_went_back_writes_the_newest_state():
+    def rank(link):
+        own = MemoryCopies()
+        for step in (5, 3):
+            write(own, step, link)
+            assert_state(own.reader(link), link, step, 3)
+
+    run_ranks(3, rank)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -290,6 +330,8 @@ def test_an_interrupted_write_leaves_the_committed_version(count):
             pass
 
     run_ranks(4, interrupted)
+    buffers = [copies._spare for copies in own] if count in (4, 5) else []
+    assert not any(buffer.size for buffer in buffers)  # late messages may change the old ones
     assert len(completed) == (0 if count < 6 else 4)
 
     def recovered(link):

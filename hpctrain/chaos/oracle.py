@@ -16,7 +16,7 @@ from hpctrain.chaos.exit_codes import OWN_LAUNCHERS, STATUS, allowed_codes
 from hpctrain.run_files import run_folder
 
 LINGER_S = 9.0  #: the guard of `hpctrain launch` gives ranks 6.5 s to save
-NOT_BEGUN = re.compile(r"before a run began|interrupted")
+NOT_BEGUN = re.compile(r"before a run began|while no rank ran|interrupted")
 #: The files of a run that has completed.
 FILES = re.compile(
     r"recipe\.toml|metrics\.jsonl|summary\.json|\.lock|\.redone|watch|replay|checkpoints"

@@ -28,7 +28,7 @@ from hpctrain.run_files import run_folder
 from hpctrain.training.callbacks import Callbacks, Row
 from hpctrain.training.checkpointer import Checkpointer
 from hpctrain.training.journal import Journal
-from hpctrain.training.survival import Survival
+from hpctrain.training.survival.survival import Survival
 from hpctrain.training.tasks import FitPlan, Tasks
 from hpctrain.world import World
 

@@ -118,8 +118,15 @@ class Job:
         self.link.irecv(note, source).wait()
         return note.tobytes()
 
-    def send_note(self, note: bytes) -> None:
-        """Send a note to all spares; the World's first rank calls."""
+    @property
+    def has_lost_ranks(self) -> bool:
+        """Whether a rank was lost."""
+        return len(self.numbers) < len(self.places)
+
+    def dismiss_spares(self, note: bytes) -> None:
+        """Send all spares a note, from the World's first rank."""
+        if self.number != self.members[0]:
+            return
         data = np.frombuffer(note, np.uint8)
         for number in self.spares:
             rank = self.numbers.index(number)

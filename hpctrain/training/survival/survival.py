@@ -1,6 +1,6 @@
 """Survival of lost ranks: a call of fit goes on with those that are left, and spares join it.
 
-    all ranks      fit ...   LostRankError      World.survive      whole state?   restore    fit ...
+    all ranks      fit ...   LostRankError      survive            whole state?   restore    fit ...
     survivors      step 41   state of step 41   ranks 0, 1, 2      41             41         step 42
     a spare        sleeps    wakes up           rank 3                            41         step 42
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.checkpoint.memory import LiveState, MemoryCopies
@@ -24,9 +24,10 @@ from hpctrain.core.errors import AGREED_ERRORS, HpctrainError, JobEndedError, Lo
 from hpctrain.core.names import counted
 from hpctrain.training.checkpointer import Checkpointer
 from hpctrain.training.journal import Journal
-from hpctrain.training.recoveries import Recoveries
 from hpctrain.training.run_options import ElasticOptions
-from hpctrain.world import World
+from hpctrain.training.run_times import RunTimes
+from hpctrain.training.survival.recoveries import Recoveries
+from hpctrain.world import World, survive
 
 if TYPE_CHECKING:
     from hpctrain.training.loop import Loop
@@ -42,7 +43,7 @@ class Survival:
         self.world, self.options, self.run = world, options, run
         self.recoveries = Recoveries()
         self.reader: MemoryReader | None = None  #: of the state to go on from
-        self.journal: Journal | None = None  #: of the part before
+        self.times: RunTimes | None = None  #: of the part before
         self._copies = MemoryCopies(options.copies)
         self._live: LiveState | None = None
         job = world.job
@@ -65,12 +66,12 @@ class Survival:
                         self._await_place()
                         is_first = False
                     elif not is_first:
-                        self.world.survive()
+                        survive(self.world)
                     if not is_first:
                         self._regroup()
                         build()
                     summary = part(self)
-                    self._dismiss_spares({"summary": summary})
+                    self._end({"summary": summary})
                     return summary
                 except LostRankError:
                     if not self.world.survives:
@@ -79,8 +80,13 @@ class Survival:
         except _DismissalError as note:
             return note.summary
         except AGREED_ERRORS as error:
-            self._dismiss_spares({"error": type(error).__name__, "text": str(error)})
+            self._end({"error": type(error).__name__, "text": str(error)})
             raise
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a part of the call has begun to train."""
+        return self.recoveries.began_at is not None
 
     @contextmanager
     def holding(self, loop: Loop) -> Iterator[None]:
@@ -88,7 +94,7 @@ class Survival:
         try:
             yield
         except LostRankError:
-            step, self.journal = loop.engine.committed_step, loop.journal
+            step, self.times = loop.engine.committed_step, loop.journal.times
             if step is not None:
                 about = loop.checkpointer.about(loop.journal.about_here(step))
                 self._live = LiveState(step, loop.engine.whole_state(), about)
@@ -117,12 +123,12 @@ class Survival:
             try:
                 _obey(json.loads(self.world.job.await_note()))
             except LostRankError:
-                self.world.survive()
+                survive(self.world)
 
     def _regroup(self) -> None:
         """Share the record of losses and find the state to go on from; collective."""
         world, own = self.world, ""
-        if self.recoveries.began_at is not None:
+        if self.has_begun:
             own = json.dumps({"run": self.run, "recoveries": self.recoveries.to_json()})
         texts = list(filter(None, world.gather(own)))
         if not texts and world.job is not None and not {*world.job.members} & {*self._members}:
@@ -153,12 +159,13 @@ class Survival:
                 f"; {counted(redone, 'step')} will be done again" if redone else "",
             )
 
-    def _dismiss_spares(self, note: dict[str, Any]) -> None:
-        """Send the spares a note on the end of this call; collective."""
+    def _end(self, note: dict[str, Any]) -> None:
+        """End this call on all ranks, whoever is lost afterwards; note it to spares; collective."""
         job = self.world.job
-        if job is not None and job.spares:
-            self.world.dismiss_spares(json.dumps(note).encode())
+        if job is not None:
             self.world.link.agree()
+            with suppress(LostRankError):
+                job.dismiss_spares(json.dumps(note).encode())
 
 
 class _DismissalError(Exception):
