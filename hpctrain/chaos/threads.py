@@ -40,7 +40,8 @@ def attempt(case: Case, place: Place, order: Order, log: Path) -> Attempt:
         code, job = _train(case, place, order)
     calls = [job.calls[number] for number in range(case.job_ranks)]
     seconds, text = time.monotonic() - start_s, log.read_text(errors="replace")
-    return Attempt(code, seconds, bool(job.lost), text, calls=calls)
+    fired = any(calls[rank] >= number for rank, number in order.kills.items())
+    return Attempt(code, seconds, fired, text, calls=calls)
 
 
 def _train(case: Case, place: Place, order: Order) -> tuple[int | None, Job]:
