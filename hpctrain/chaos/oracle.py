@@ -146,7 +146,7 @@ def problems_of_recoveries(case: Case, summary: dict[str, Any]) -> Iterator[str]
 
 
 def problems_of_rows(case: Case, path: Path) -> Iterator[str]:
-    """Yield the places in the rows of metrics that do not have each step and sample exactly once."""
+    """Yield places where rows of metrics do not have each step and sample exactly once."""
     before, total = 0, case.steps
     for number, line in enumerate(path.read_text().splitlines() if path.exists() else [], 1):
         try:
