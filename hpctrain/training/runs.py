@@ -124,7 +124,7 @@ def _optimizer(spec: Recipe, ranks: int, steps_per_epoch: int, total_steps: int)
 
 
 def _has_begun(world: World, out: Path | None) -> bool:
-    """Return whether rank 0 sees checkpoints in `out`, which override `[model] init`; collective."""
+    """Return whether `out` has checkpoints, which override `[model] init`; collective."""
     run = out if world.rank == 0 else None
     has_begun = world.on_all_ranks(lambda: run is not None and bool(checkpoint.listing(run)))
     return bool(world.gather("yes" * has_begun)[0])
