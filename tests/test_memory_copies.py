@@ -22,7 +22,7 @@ from hpctrain.checkpoint.memory_reader import Holding
 from hpctrain.checkpoint.requests import ArrayFacts
 from hpctrain.collectives.chunks import bounds
 from hpctrain.core.errors import LostRankError, LostStateError, UsageError
-from hpctrain.transport.threads.link import run_ranks
+from hpctrain.transport.threads.ranks import run_ranks
 
 SIZE = 300_007
 ABOUT = {"step": 7, "weights": {"param": {}}}

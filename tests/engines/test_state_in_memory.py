@@ -13,7 +13,7 @@ from hpctrain import checkpoint, engines, nn, optim
 from hpctrain.checkpoint import LiveState, MemoryCopies, Piece, newest_whole
 from hpctrain.engines.saved_state import SavedState
 from hpctrain.training.trainer import Trainer
-from hpctrain.transport.threads.link import run_ranks
+from hpctrain.transport.threads.ranks import run_ranks
 
 SIZE, HOSTS = 4, "aabb"
 MORE_REGIMES = {

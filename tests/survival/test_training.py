@@ -1,0 +1,198 @@
+"""Training after the loss of ranks, which are threads: every engine, at many moments.
+
+The parameters at the end are those of a run that nothing happened to, where the regime promises it:
+with ordered sums for any ranks that are left; else for as many ranks, thanks to spares.
+"""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+
+import numpy as np
+import pytest
+
+import hpctrain as ht
+from hpctrain.core.errors import RecoveryError
+from hpctrain.engines.synchronous.allreduce import AllReduceEngine
+from hpctrain.parallel import MeshOptions
+from hpctrain.run_files import run_folder
+from hpctrain.training.run_options import CheckpointOptions, ElasticOptions, FitOptions
+from hpctrain.transport.threads.ranks import run_ranks
+from hpctrain.world import over_threads
+
+E = ht.engines
+STEPS, INTERVAL = 12, 2
+X = np.random.default_rng(0).standard_normal((100, 8)).astype(np.float32)
+Y = X[:, :3].argmax(1)
+#: engine: options, the least number of ranks, whether as many ranks end with the same bytes
+ENGINES = {
+    "ordered": (lambda: E.AllReduce(reduction="ordered"), 2, True),
+    "fast": (E.AllReduce, 2, True),
+    "buckets": (lambda: E.AllReduce(algorithm="ring", bucket_bytes=256, overlap="always"), 2, True),
+    "shards": (lambda: E.AllReduce(shard_optimizer=True), 2, True),
+    "ordered shards": (lambda: E.AllReduce(shard_optimizer=True, reduction="ordered"), 2, True),
+    "shared": (lambda: E.AllReduce(share_parameters=True), 2, True),
+    "priority": (
+        lambda: E.AllReduce(priority=True, overlap="always", bucket_bytes=256), 2, True
+    ),
+    "top-k": (lambda: E.AllReduce(compression="top-k", compression_ratio=0.1), 2, True),
+    "ps-sync": (E.PsSync, 2, True),
+    "ps-sync, two servers": (lambda: E.PsSync(servers=2), 3, True),
+    "ps-sync, colocated": (lambda: E.PsSync(servers=2, placement="colocated"), 2, True),
+    "ps-async": (E.PsAsync, 2, False),
+    "local-sgd": (lambda: E.LocalSgd(period=2), 2, True),
+    "local-sgd, outer": (lambda: E.LocalSgd(period=3, outer="nesterov"), 2, True),
+    "easgd": (E.Easgd, 2, False),
+    "gossip": (E.Gossip, 2, False),
+    "gossip, ring": (lambda: E.Gossip(graph="ring"), 2, True),
+    "pipeline": (E.AllReduce, 4, True),
+    "ordered pipeline": (lambda: E.AllReduce(reduction="ordered"), 4, True),
+}  # fmt: skip
+
+
+NEVER = 10**9  #: a call that no rank reaches; links then count their calls
+
+
+def train(
+    engine: str, ranks: int, spares: int = 0, kills=None, out=None, copies: int = 2, calls=None
+) -> list:
+    """Return the summaries of the ranks that are left.
+
+    `calls`, a list, gets of each rank those of its links before `fit` and those after it.
+    """
+    model = [ht.nn.Linear(16), ht.nn.ReLU(), ht.nn.Linear(3)]
+    mesh = MeshOptions(pipe=2 if "pipeline" in engine else 1)
+
+    def body(link):
+        world = over_threads(link, spares=spares)
+        optimizer = ht.optim.adamw(rate=0.01)
+        options = ENGINES[engine][0]()
+        trainer = ht.Trainer(ht.nn.Model(model, 8), optimizer, options, world=world, mesh=mesh)
+        before = link.hub.job.calls[link.rank]
+        summary = trainer.fit(
+            (X, Y),
+            steps=STEPS,
+            batch=30,
+            out=out,
+            evaluate=(X, Y),
+            elastic=ElasticOptions(copy_steps=3, copies=copies),
+            options=FitOptions(interval_steps=INTERVAL, evaluate_steps=4),
+            checkpoints=CheckpointOptions(every_steps=4),
+        )
+        if calls is not None:
+            calls.append((before, link.hub.job.calls[link.rank]))
+        trainer.close()
+        return summary
+
+    results = run_ranks(ranks + spares, body, 20, kills)
+    return [summary for summary in results if summary is not None]
+
+
+@pytest.fixture(scope="module")
+def undisturbed():
+    """Return a function of engine and ranks: the hash of a training that nothing happens to."""
+    return cache(lambda engine, ranks: train(engine, ranks)[0]["params_sha256"])
+
+
+@pytest.fixture(scope="module")
+def moment(tmp_path_factory):
+    """Return a function of engine, ranks and a part of 1: a call of links during `fit`."""
+
+    @cache
+    def bounds(engine: str, ranks: int) -> tuple[int, int]:
+        calls: list[tuple[int, int]] = []
+        train(engine, ranks, 0, {0: NEVER}, tmp_path_factory.mktemp("run"), calls=calls)
+        return max(before for before, _ in calls), min(after for _, after in calls)
+
+    def find(engine: str, ranks: int, part: float) -> int:
+        before, after = bounds(engine, ranks)
+        return round(before + part * (after - before))
+
+    return find
+
+
+def rows_cover_each_step_once(folder) -> bool:
+    edges = [(row["step"] - row["steps"], row["step"]) for row in run_folder.rows(folder)]
+    return [start for start, _ in edges] == [0, *(stop for _, stop in edges[:-1])] and (
+        edges[-1][1] == STEPS
+    )
+
+
+@pytest.mark.parametrize("seed", [0, 1, pytest.param(2, marks=pytest.mark.full)])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_training_survives(engine, seed, tmp_path, undisturbed, moment):
+    _, least, same_with_as_many = ENGINES[engine]
+    draw = random.Random(f"{engine} {seed}")
+    ranks, spares = max(least, 3 + least % 2), seed % 2
+    victims = draw.sample(range(ranks), 1 + (seed > 1))
+    first = moment(engine, ranks, draw.uniform(0.2, 0.95))
+    kills = {victim: first + draw.randint(0, 40) for victim in victims}
+    out = tmp_path / "run"
+    try:
+        summaries = train(engine, ranks, spares, kills, out)
+    except RecoveryError as error:
+        assert "start the job again" in str(error)
+        assert spares < len(victims)
+        return
+    assert len({summary["params_sha256"] for summary in summaries}) == 1
+    summary = summaries[0]
+    assert (summary["status"], summary["steps"]) == ("done", STEPS)
+    assert rows_cover_each_step_once(out)
+    losses = [sorted(recovery["ranks"]) for recovery in summary["recoveries"]]
+    assert [sorted(r["ranks"]) for r in run_folder.read_summary(out)["recoveries"]] == losses
+    if "ordered" in engine or (same_with_as_many and summary["world_size"] == ranks):
+        assert summary["params_sha256"] == undisturbed(engine, ranks)
+
+
+def test_losses_are_recorded(moment, tmp_path):
+    """The rank, the step and the spare of each; rows of metrics name the ranks."""
+    summary = train("ordered", 3, 1, {1: moment("ordered", 3, 0.5)}, tmp_path)[0]
+    (recovery,) = summary["recoveries"]
+    assert (recovery["ranks"], recovery["spares"], recovery["steps_redone"]) == ([1], [3], 0)
+    assert 0 < recovery["step"] < STEPS
+    assert 0 < recovery["lost_s"] == summary["lost_s"] < summary["wall_s"]
+    assert summary["ettr"] == pytest.approx(1 - summary["lost_s"] / summary["wall_s"])
+    assert summary["spares_used"] == 1
+    assert [row["lost_ranks"] for row in run_folder.rows(tmp_path) if "lost_ranks" in row] == [[1]]
+
+
+def test_a_state_without_a_copy_ends_the_job(monkeypatch, moment):
+    """Planted: copies that their partners do not keep; there is no checkpoint yet."""
+    monkeypatch.setattr("hpctrain.checkpoint.memory._sources", lambda *_: [])
+    monkeypatch.setattr("hpctrain.checkpoint.memory.partners", lambda hosts, _: [[]] * len(hosts))
+    with pytest.raises(RecoveryError, match="start the job again"):
+        train("shards", 3, 0, {0: moment("shards", 3, 0.7)}, copies=1)  # it has the only block
+
+
+def test_a_state_that_lacks_an_array_is_noticed(monkeypatch, moment, undisturbed):
+    """Planted: survivors forget the moments of the optimizer."""
+    whole_state = AllReduceEngine.whole_state
+
+    def forgetful(engine: AllReduceEngine) -> list:
+        pieces = whole_state(engine)
+        return [p._replace(array=p.array * (not p.name.startswith("optimizer."))) for p in pieces]
+
+    monkeypatch.setattr(AllReduceEngine, "whole_state", forgetful)
+    summary = train("ordered", 3, 0, {1: moment("ordered", 3, 0.5)})[0]
+    assert summary["params_sha256"] != undisturbed("ordered", 3)
+
+
+def test_too_few_ranks_end_the_job(tmp_path):
+    summaries: list = []
+    with pytest.raises(RecoveryError, match="1 ranks are left, but training needs 2"):
+        summaries += _train_with_min_ranks(tmp_path, 2)
+    summary = run_folder.read_summary(tmp_path)
+    assert (summary["status"], summary["exit_code"]) == ("failed", 1)
+    assert "training needs 2" in summary["reason"]
+
+
+def _train_with_min_ranks(out, min_ranks: int) -> list:
+    def body(link):
+        world = over_threads(link)
+        model = ht.nn.Model([ht.nn.Linear(3)], 8)
+        with ht.Trainer(model, ht.optim.sgd(rate=0.1), "allreduce", world=world) as trainer:
+            elastic = ElasticOptions(min_ranks=min_ranks)
+            return trainer.fit((X, Y), steps=200, batch=30, out=out, elastic=elastic)
+
+    return run_ranks(2, body, 20, kills={1: 900})
