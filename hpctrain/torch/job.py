@@ -8,6 +8,7 @@ from datetime import timedelta
 import torch
 
 from hpctrain.core.errors import UsageError
+from hpctrain.core.launchers import SPARES
 from hpctrain.world import DEFAULT_TIMEOUT_S, World, current_world, has_spare_cores, init
 
 OLDEST_TORCH = (2, 13)
@@ -20,7 +21,7 @@ def start_job(timeout: timedelta | None) -> World:
 
     `timeout`: limit of a wait for other ranks, from `init_process_group`. Cores are not bound: the
     threads of PyTorch, of its data loaders and compilers belong to the user. Raises UsageError if
-    PyTorch is too old.
+    PyTorch is too old, and if the job has spares: nothing tells them where the script is.
     """
     check_version(torch.__version__)
     world = current_world()
@@ -30,6 +31,11 @@ def start_job(timeout: timedelta | None) -> World:
         timeout_s = GRACE * limit_s + GRACE_S
         has_cuda = torch.cuda.is_available()
         world = init("auto" if has_cuda else "cpu", timeout_s, binds_cores=False)
+    if world.job is not None and world.job.spares:
+        raise UsageError(
+            "spares cannot join a loop of your own: start the script without --spares "
+            f"({SPARES}), or train with ht.torch.Trainer"
+        )
     return world
 
 
