@@ -157,8 +157,8 @@ class LocalLink:
         return x.reshape(-1).view(np.uint8)
 
     def post_send(self, message: np.ndarray, dest: int) -> Send:
-        """Start to send bytes."""
-        self._count_call()
+        """Start to send bytes; nothing is sent once the link was revoked, as in MPI."""
+        self.must_be_open("isend", dest)
         sent = SentMessage(message)
         with self.hub.lock:
             self.hub.mailboxes[self.rank, dest].append(sent)
