@@ -1,8 +1,8 @@
 """The gradients of a loop of the user's own, in one plane per dtype, and their sums.
 
-    .grad by autograd  --/ P-->  plane, all parameters of a dtype  --buckets-->  mean over ranks
-            |
-            local: kept until all ranks have the mean, if ranks survive the loss of others
+.grad by autograd  --/ P-->  plane, all parameters of a dtype  --buckets-->  mean over ranks
+        |
+        local: kept until all ranks have the mean, if ranks survive the loss of others
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class GradientPlane:
         self.build(world)
 
     def build(self, world: World) -> None:
-        """Allocate the plane for the ranks of `world`, and take the gradients of `local`; collective.
+        """Allocate the plane for the ranks of `world` and take the `local` gradients; collective.
 
         After a loss, plane and reducer of before must not be used any more.
         """

@@ -201,6 +201,10 @@ class LocalLink:
         """End the waits of all ranks on this link, and on all of the same root."""
         self.hub.revoke()
 
+    def lost_ranks(self) -> list[int]:
+        """Return the ranks of this link that were killed."""
+        return [self.hub.members.index(member) for member in self.hub.lost_members]
+
     def shrink(self) -> LocalLink:
         """Return the link of the ranks that are left, in order; all of these must call."""
         result = self._take_part(1)
