@@ -62,9 +62,7 @@ def communicator_for(group: Group, x: Array) -> Communicator:
         _require_enough_gpus(group, _count_missing_gpus(node, device))
         id_buffer = new_unique_id() if link.rank == 0 else np.zeros(ID_BYTES, np.int16)
         broadcast(group, id_buffer)
-        _communicators[link] = Communicator(
-            link.rank, link.size, device, id_buffer, link.survives
-        )
+        _communicators[link] = Communicator(link.rank, link.size, device, id_buffer, link.survives)
     return _communicators[link]
 
 

@@ -67,7 +67,7 @@ class GradientPlane:
         grad = parameter.grad
         if self._keeps_local:
             lies_here = grad is not None and grad.data_ptr() == view.data_ptr()
-            self.local[name] = grad.clone() if lies_here else grad  # type: ignore[union-attr]
+            self.local[name] = grad.clone() if lies_here else grad
         if grad is None:
             view.zero_()
         elif grad.is_sparse:

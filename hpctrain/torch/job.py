@@ -35,12 +35,17 @@ def start_job(timeout: timedelta | None) -> World:
         timeout_s = GRACE * limit_s + GRACE_S
         has_cuda = torch.cuda.is_available()
         world = init("auto" if has_cuda else "cpu", timeout_s, binds_cores=False)
+    refuse_spares(world)
+    return world
+
+
+def refuse_spares(world: World) -> None:
+    """Raise UsageError if `world` has spares."""
     if world.job is not None and world.job.spares:
         raise UsageError(
             "spares cannot join a loop of your own: start the script without --spares "
             f"({SPARES}), or train with ht.torch.Trainer"
         )
-    return world
 
 
 def end_after_loss(job: World) -> NoReturn:

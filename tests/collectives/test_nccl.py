@@ -57,6 +57,7 @@ class Cuda:
     def communicator(self, size, shared, rank):
         assert shared == ID and 0 <= rank < size == self.barrier.parties
         return SimpleNamespace(allReduce=lambda *call: self.allreduce(rank, *call))
+
     def allreduce(self, rank, source, target, count, kind, op, stream):
         x = self.memory[source]
         assert source == target and count == x.size and x.dtype == KINDS[kind] and stream == 77
@@ -311,7 +312,7 @@ class KernelCommunicator:
     def __init__(self, fake, size, shared, rank):
         self.fake, self.size, self.shared, self.rank, self.calls = fake, size, shared, rank, 0
 
-    def allReduce(self, source, target, count, kind, op, stream):  # noqa: N802  (CuPy's name)
+    def allReduce(self, source, target, count, kind, op, stream):
         self.calls += 1
         with self.fake.lock:
             rows = self.fake.joined_kernels.setdefault((self.shared, self.calls), {})
