@@ -20,6 +20,7 @@ import termios
 import time
 import traceback
 from pathlib import Path
+from typing import NoReturn
 
 from hpctrain.core import launchers
 from hpctrain.core.errors import (
@@ -46,7 +47,7 @@ OUTPUT_S = 1.0  #: the time given to the launcher to read a report
 REPORT_SPREAD_S = 2.0  #: over which reports of the same error are spread, in its second half
 
 
-def abort(code: int) -> None:
+def abort(code: int) -> NoReturn:
     """End the whole job at once with exit code `code`."""
     from hpctrain.transport.mpi import startup
 
@@ -142,6 +143,15 @@ def report(error: BaseException, prefix: str, rank: int = 0, size: int = 1) -> N
     lines += notes(error) if sys.version_info < (3, 11) else []  # later ones add them
     _print("\n".join(f"[{prefix}] {line}" for line in lines))
     time.sleep(FAULT_GROUPING_WINDOW_S if size > 1 else 0)
+
+
+def report_loss(text: str, position: int) -> None:
+    """Print `text` on lost ranks, unless a rank left before this one, by `position`, ends the job.
+
+    `position`: of this rank among those that are left.
+    """
+    time.sleep(REPORT_SPREAD_S / 2 * (position > 0))
+    _print(text)
 
 
 def report_hang(rank: int, run: Path | None, report: HungReport) -> None:

@@ -19,7 +19,7 @@ FILES = Path(__file__).parents[1] / "docs" / "files.md"
 MOST_LINES = 300
 #: room: (most files, most lines), `__init__.py` included
 ROOMS = {
-    ".": (5, 500),
+    ".": (5, 520),
     "bench": (14, 1690),
     "bench/prediction": (9, 900),
     "bench/rivals": (5, 440),
@@ -62,18 +62,18 @@ ROOMS = {
     "scaling/output": (7, 940),
     "scaling/trials": (4, 570),
     "slurm": (3, 400),  # jobs of Slurm from Python
-    "torch": (18, 1905),
+    "torch": (18, 1980),
     "torch/modules": (13, 1300),
     "training": (27, 3990),  # models that are split over ranks, stragglers, losses
     "training/survival": (3, 330),
     "training/recipes": (1, 50),
-    "transport": (3, 260),
-    "transport/device": (6, 970),
+    "transport": (3, 270),
+    "transport/device": (6, 1010),
     "transport/gpu_probe": (7, 1120),
-    "transport/mpi": (11, 1300),
+    "transport/mpi": (11, 1335),
     "transport/placement": (5, 925),
     "transport/shared_memory": (5, 720),
-    "transport/threads": (6, 590),
+    "transport/threads": (6, 600),
     "tuning": (10, 1480),
     "user_collectives": (4, 520),
     "watch": (13, 1600),  # records of whole nodes, and their diagnosis

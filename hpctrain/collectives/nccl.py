@@ -9,6 +9,7 @@ is number 0. So ranks of a node compare the PCI addresses of their GPUs, as NCCL
 
 from __future__ import annotations
 
+from functools import partial
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -37,12 +38,14 @@ def nccl(group: Group, x: Array, op: Operation) -> None:
     """Reduce flat `x` in place over all ranks of `group`."""
     if x.size == 0:
         return
+    communicator, link = communicator_for(group, x), group.link
+    wait_for = partial(link.wait_for, call=b"nccl") if link.survives else None
     if isinstance(op, Extremum):
         keys = op.encode(x)
-        communicator_for(group, x).allreduce(keys, op.ufunc)
+        communicator.allreduce(keys, op.ufunc, wait_for)
         op.decode(keys)
     else:
-        communicator_for(group, x).allreduce(x, op)
+        communicator.allreduce(x, op, wait_for)
 
 
 def communicator_for(group: Group, x: Array) -> Communicator:
@@ -59,7 +62,7 @@ def communicator_for(group: Group, x: Array) -> Communicator:
         _require_enough_gpus(group, _count_missing_gpus(node, device))
         id_buffer = new_unique_id() if link.rank == 0 else np.zeros(ID_BYTES, np.int16)
         broadcast(group, id_buffer)
-        _communicators[link] = Communicator(link.rank, link.size, device, id_buffer)
+        _communicators[link] = Communicator(link.rank, link.size, device, id_buffer, link.survives)
     return _communicators[link]
 
 

@@ -15,6 +15,7 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from zlib import crc32
 
@@ -22,6 +23,8 @@ import numpy as np
 
 from hpctrain.collectives.dispatch import Choice, Choices
 from hpctrain.collectives.native import native
+from hpctrain.core.errors import LostRankError
+from hpctrain.torch.job import end_after_loss
 from hpctrain.torch.work import RunningWork
 from hpctrain.transport.mpi.link import MpiLink
 from hpctrain.transport.mpi.tagged import SPIN_S, TaggedMessages
@@ -44,7 +47,8 @@ class Communicator:
         self._job, self.ranks, self.limit_s = job, tuple(ranks), limit_s
         self._tag = 2 * (crc32(name.encode()) % _MAX_GROUP_TAG)
         self._threaded = threaded and len(self.ranks) > 1
-        self.messages = TaggedMessages(job.link.create_group(self.ranks, self._tag))
+        link = job.link.create_group(self.ranks, self._tag)
+        self.messages = TaggedMessages(link, partial(end_after_loss, job))
         self.entry = job.record.entry("torch")
         self.world = self._make_world()
         self.group = self.world.main
@@ -128,6 +132,8 @@ class Communicator:
             self.entry.enter(operation, ALL_RANKS, nbytes)
             try:
                 call()
+            except LostRankError:
+                end_after_loss(self._job)
             finally:
                 self.entry.leave()
 

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import os
+import time
 from datetime import timedelta
+from typing import NoReturn
 
 import torch
 
-from hpctrain.core.errors import UsageError
+from hpctrain import abort
+from hpctrain.core.errors import LostRankError, UsageError
+from hpctrain.core.launchers import SPARES
 from hpctrain.world import DEFAULT_TIMEOUT_S, World, current_world, has_spare_cores, init
 
 OLDEST_TORCH = (2, 13)
 GRACE, GRACE_S = 1.1, 5.0
+LOST_NAMES_S = 1.0  #: limit of the wait for the names of lost ranks
 REDUCTION_VARIABLE = "HPCTRAIN_REDUCTION"
 
 
@@ -20,7 +25,7 @@ def start_job(timeout: timedelta | None) -> World:
 
     `timeout`: limit of a wait for other ranks, from `init_process_group`. Cores are not bound: the
     threads of PyTorch, of its data loaders and compilers belong to the user. Raises UsageError if
-    PyTorch is too old.
+    PyTorch is too old, and if the job has spares: nothing tells them where the script is.
     """
     check_version(torch.__version__)
     world = current_world()
@@ -30,7 +35,31 @@ def start_job(timeout: timedelta | None) -> World:
         timeout_s = GRACE * limit_s + GRACE_S
         has_cuda = torch.cuda.is_available()
         world = init("auto" if has_cuda else "cpu", timeout_s, binds_cores=False)
+    refuse_spares(world)
     return world
+
+
+def refuse_spares(world: World) -> None:
+    """Raise UsageError if `world` has spares."""
+    if world.job is not None and world.job.spares:
+        raise UsageError(
+            "spares cannot join a loop of your own: start the script without --spares "
+            f"({SPARES}), or train with ht.torch.Trainer"
+        )
+
+
+def end_after_loss(job: World) -> NoReturn:
+    """End the job, and name the lost ranks: a script of torch.distributed cannot go on."""
+    deadline = time.monotonic() + LOST_NAMES_S
+    while not (lost := job.link.lost_ranks()) and time.monotonic() < deadline:
+        time.sleep(0.01)  # this rank has noticed that links are revoked, not yet whose loss it was
+    names = ", ".join(f"rank {rank} ({job.hosts[rank]})" for rank in sorted(lost)) or "a rank"
+    abort.report_loss(
+        f"hpctrain: lost {names}: a script of torch.distributed cannot go on without it; "
+        "ht.torch.sync and ht.torch.Trainer go on with the ranks that are left",
+        job.rank - sum(rank < job.rank for rank in lost) if lost else job.size,
+    )
+    abort.abort(LostRankError.exit_code)
 
 
 def check_version(version: str) -> None:

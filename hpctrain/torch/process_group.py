@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch._C._dynamo import eval_frame
 
-from hpctrain.core.errors import UsageError
+from hpctrain.core.errors import LostRankError, UsageError
 from hpctrain.torch.autoload import BACKEND
 from hpctrain.torch.communicator import Communicator
 from hpctrain.torch.data_movement import DataMovement
-from hpctrain.torch.job import start_job, uses_threads
+from hpctrain.torch.job import end_after_loss, start_job, uses_threads
 from hpctrain.torch.point_to_point import PointToPoint
 from hpctrain.torch.reductions import Reductions
 from hpctrain.world import World
@@ -27,7 +27,10 @@ def make_process_group(options: Any) -> ProcessGroup:
     is_default_group = not ranks
     ranks = _ranks_in_order(job, rank, size) if is_default_group else _ranks_in_mpi(job, ranks)
     limit_s = options.timeout.total_seconds()
-    communicator = Communicator(job, ranks, options.group_id, limit_s, uses_threads(job))
+    try:
+        communicator = Communicator(job, ranks, options.group_id, limit_s, uses_threads(job))
+    except LostRankError:
+        end_after_loss(job)
     return ProcessGroup(communicator, rank, size, options.store)
 
 

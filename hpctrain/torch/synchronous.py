@@ -13,33 +13,39 @@ and `.grad` of each parameter is a view of one plane per dtype:
     plane            grad / P, copied by a hook of each parameter; buckets are sent when all are in
     end of backward                                          wait for all sums
 
+Ranks survive the loss of others where the job does (`hpctrain launch --elastic`):
+
+    local gradients  ---sum---> mean      vote: all ranks have it, or all that are left sum again
+
+Every rank keeps its own gradients until the vote, so that only those of a lost rank are missing.
+
 Source: Li et al., "PyTorch distributed: experiences on accelerating data parallel training", 2020.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import logging
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch.autograd import Variable
 
 from hpctrain.collectives import broadcast
-from hpctrain.core import xp
 from hpctrain.core.allocator import keep_freed_memory
-from hpctrain.core.errors import UsageError
-from hpctrain.engines.synchronous import overlap as overlapping
-from hpctrain.gradients.arena import Arena, lay_out
-from hpctrain.gradients.reducer import Reducer, WireOptions
+from hpctrain.core.errors import LostRankError, UsageError
+from hpctrain.core.names import counted
+from hpctrain.gradients.reducer import WireOptions
+from hpctrain.torch.gradient_plane import GradientPlane, Parameters
 from hpctrain.torch.job import start_job
-from hpctrain.torch.modules.inputs import as_tensor
-from hpctrain.torch.tensors import as_bytes, numpy_dtype
-from hpctrain.tuning.select import find_allreduce
-from hpctrain.world import World
+from hpctrain.torch.tensors import as_bytes
+from hpctrain.user_collectives.bound_calls import forget_calls
+from hpctrain.world import World, survive
 
-Parameters = dict[str, torch.nn.Parameter]
+T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 
 def sync(
@@ -57,6 +63,9 @@ def sync(
     that a loss does not depend on get the mean of the other ranks' gradients, or zeros. Options are
     those of `[wire]`. Raises UsageError on all ranks if models or options differ, and where
     `optimizer` holds parameters that are not the model's.
+
+    In a job that survives the loss of ranks, a loss changes `world.rank` and `world.size`, and each
+    call of `backward` ends with the mean over the ranks that are left; see `GradientSync.retry`.
     """
     options = WireOptions(algorithm=algorithm, bucket_bytes=bucket_bytes, overlap=overlap)
     return GradientSync(start_job(None), model, optimizer, options)
@@ -138,14 +147,58 @@ class GradientSync:
         self._in_backward = self._has_local_gradients = False
         for plane in self._planes:
             plane.take_remaining()
+        self.retry(self._wait_for_sums)
+        for plane in self._planes:
+            plane.local.clear()
+
+    def _wait_for_sums(self) -> None:
         for plane in self._planes:
             plane.reducer.wait()
 
+    def retry(self, call: Callable[[], T]) -> T:
+        """Return `call()`, made again after each loss of ranks, until all ranks left have returned.
+
+        For collective calls of the user's own, such as `ht.allreduce` of an accuracy. Where ranks
+        do not survive, this is `call()`.
+        """
+        if not self.world.survives:
+            return call()
+        while True:
+            try:
+                result = call()
+                self.world.link.agree()
+                return result
+            except LostRankError:
+                self._survive()
+
+    def _survive(self) -> None:
+        """Let the World and the planes go on with the ranks that are left; collective."""
+        job = self.world.job
+        assert job is not None
+        numbers = job.numbers
+        while True:
+            try:
+                for plane in self._planes:
+                    plane.reducer.close()
+                survive(self.world)
+                for plane in self._planes:
+                    plane.build(self.world)
+                break
+            except LostRankError:
+                continue
+        forget_calls()
+        lost = [number for number in numbers if number not in job.numbers]
+        if lost and self.world.rank == 0:
+            names = ", ".join(f"{number} ({job.places[number].node})" for number in lost)
+            ranks = counted(self.world.size, "rank")
+            log.warning("lost rank %s; the loop goes on with %s", names, ranks)
+
     def _broadcast_buffers(self, module: torch.nn.Module, inputs: Any) -> None:
         """Let each rank have the buffers of rank 0."""
-        if not (module.training and torch.is_grad_enabled() and self._is_syncing):
-            return
-        buffers = list(module.buffers())
+        if module.training and torch.is_grad_enabled() and self._is_syncing:
+            self.retry(partial(self._copy_from_rank_0, list(module.buffers())))
+
+    def _copy_from_rank_0(self, buffers: list[torch.Tensor]) -> None:
         for dtype in sorted({b.dtype for b in buffers}, key=str):
             own = [b for b in buffers if b.dtype is dtype]
             flat = torch.cat([b.detach().reshape(-1) for b in own])
@@ -160,53 +213,6 @@ class GradientSync:
                 "ht.torch.sync: optimizer.step() after gradients under no_sync() alone: each rank "
                 "would make a step of its own; call backward() of the last part outside of no_sync"
             )
-
-
-class GradientPlane:
-    """The gradients of all parameters of one dtype, in memory that neighbours read."""
-
-    def __init__(self, world: World, parameters: Parameters, options: WireOptions):
-        """Allocate the plane and start its reducer; collective."""
-        like = next(iter(parameters.values()))
-        dtype = numpy_dtype(like.dtype)
-        shapes = {name: tuple(p.shape) for name, p in parameters.items()}
-        slots, length = lay_out(shapes, dtype.itemsize)
-        memory = world.memory
-        on_gpu = like.is_cuda
-        grad = memory.zeros_like(xp.zeros(length, dtype)) if on_gpu else memory.zeros(length, dtype)
-        arena = Arena(slots, grad, grad)
-        concurrent = overlapping.uses_thread(world, options)
-        wire = world.group_for("wire", alone=not concurrent)
-        buckets = overlapping.choose_buckets(arena, wire, options, concurrent)
-        allreduce = find_allreduce(options.algorithm)
-        self.reducer = Reducer(grad, buckets, wire, allreduce, concurrent, world.trace)
-        flat = as_tensor(grad)
-        self._views = {s.name: flat[s.offset : s.stop].view(s.shape) for s in slots}
-        self._parameters, self._factor = parameters, 1 / world.size
-        self._untaken = set(parameters)
-
-    def take(self, name: str) -> None:
-        """Copy the gradient of a parameter into the plane, divided by the number of ranks."""
-        parameter, view = self._parameters[name], self._views[name]
-        grad = parameter.grad
-        if grad is None:
-            view.zero_()
-        elif grad.is_sparse:
-            raise UsageError(
-                f"ht.torch.sync: expected dense gradients, seen a sparse one of '{name}'; build "
-                "the Embedding with sparse=False"
-            )
-        else:
-            torch.mul(grad, self._factor, out=view)
-        parameter.grad = view
-        self._untaken.discard(name)
-        self.reducer.mark_ready(name)
-
-    def take_remaining(self) -> None:
-        """Take the gradients of parameters that the loss did not depend on; then begin anew."""
-        for name in [name for name in self._parameters if name in self._untaken]:
-            self.take(name)
-        self._untaken = set(self._parameters)
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer | None, parameters: Parameters) -> None:

@@ -119,6 +119,9 @@ class Link(Protocol):
     def revoke(self) -> None:
         """End the waits of all ranks on this link, and on all links split from the same root."""
 
+    def lost_ranks(self) -> list[int]:
+        """Return the ranks of this link that this rank knows to be lost; others may know more."""
+
     def shrink(self) -> Link:
         """Return the link of the ranks that are left, in order; all of these must call."""
 

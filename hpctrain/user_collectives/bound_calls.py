@@ -48,6 +48,12 @@ def remember_call(
         calls[key] = (*NO_CALL, reference)
 
 
+def forget_calls() -> None:
+    """Forget all calls: the ranks of a World have changed."""
+    checked_calls.clear()
+    unchecked_calls.clear()
+
+
 def make_alias(x: np.ndarray) -> np.ndarray:
     """Return a flat view of contiguous `x` that holds no reference to it."""
     memory = (ctypes.c_char * x.nbytes).from_address(x.ctypes.data)

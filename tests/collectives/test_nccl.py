@@ -15,10 +15,12 @@ import pytest
 from ranks import on_gpus, run_on
 
 from hpctrain import collectives, engines, nn, optim
-from hpctrain.core.errors import UsageError
+from hpctrain.core.errors import LostRankError, UsageError
 from hpctrain.gradients.replica import Batch, ModelReplica
 from hpctrain.training import recipe
+from hpctrain.transport.threads.ranks import run_ranks
 from hpctrain.tuning.select import find_allreduce
+from hpctrain.world import over_threads, survive
 
 ID = tuple(range(-128, 0))
 CONSTANTS = {"NCCL_SUM": 0, "NCCL_PROD": 1, "NCCL_MAX": 2, "NCCL_MIN": 3, "NCCL_INT8": 0,
@@ -76,7 +78,7 @@ class Cuda:
         cuda.runtime = SimpleNamespace(
             getDeviceCount=self.count, CUDARuntimeError=OSError, deviceGetPCIBusId=self.address
         )
-        cuda.get_current_stream = lambda: SimpleNamespace(ptr=77)
+        cuda.get_current_stream = lambda: SimpleNamespace(ptr=77, done=True)
         cupy.cuda, cupy.ndarray = cuda, DeviceArray
         cupy.asarray = lambda x: DeviceArray(x, self.memory)
         return {m.__name__: m for m in (cupy, cuda, nccl)}
@@ -270,3 +272,86 @@ def test_cupy_without_nccl_names_it(cuda, monkeypatch):
     monkeypatch.setattr(sys.modules["cupy.cuda"], "nccl", SimpleNamespace(available=False))
     with pytest.raises(UsageError, match=r"nvidia-nccl-cu12.*NcclCommunicator"):
         find_allreduce("nccl")
+
+
+class Kernels(Cuda):
+    """A stand-in whose kernels wait for all ranks of their communicator, in their streams."""
+
+    def __init__(self, ranks: int):
+        super().__init__(ranks, ranks)
+        self.joined_kernels, self.streams, self.aborted = {}, {}, []
+
+    def get_unique_id(self):
+        self.ids += 1
+        return (self.ids, *ID[1:])
+
+    def communicator(self, size, shared, rank):
+        return KernelCommunicator(self, size, shared, rank)
+
+    def modules(self):
+        result = super().modules()
+        fake = self
+
+        class PolledStream(Stream):
+            def __init__(self, non_blocking):
+                super().__init__(non_blocking)
+                self.ptr = id(self)
+
+            @property
+            def done(self):
+                kernel = fake.streams.get(self.ptr)
+                return kernel is None or kernel()
+
+        result["cupy.cuda"].Stream = PolledStream
+        return result
+
+
+class KernelCommunicator:
+    """One rank's communicator: calls return at once, and the sum is complete in its stream."""
+
+    def __init__(self, fake, size, shared, rank):
+        self.fake, self.size, self.shared, self.rank, self.calls = fake, size, shared, rank, 0
+
+    def allReduce(self, source, target, count, kind, op, stream):
+        self.calls += 1
+        with self.fake.lock:
+            rows = self.fake.joined_kernels.setdefault((self.shared, self.calls), {})
+        x, size = self.fake.memory[source], self.size
+        rows[self.rank] = x.copy()
+
+        def is_complete():
+            if len(rows) < size:
+                return False
+            x[...] = UFUNCS[op].reduce(list(rows.values()), axis=0, dtype=x.dtype)
+            return True
+
+        self.fake.streams[stream] = is_complete
+
+    def abort(self):
+        self.fake.aborted.append((self.shared[0], self.rank))
+
+
+@pytest.mark.parametrize("call", [130, 131, 150, 151])
+def test_a_loss_ends_the_wait_for_a_kernel_and_the_ranks_left_join_another(monkeypatch, call):
+    fake = Kernels(3)
+    for name, module in fake.modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
+
+    def body(link):
+        world = over_threads(link)
+        for _ in range(40):
+            while True:
+                x = np.ones(4, np.float32)
+                try:
+                    find_allreduce("nccl")(world.main, x, np.add)
+                    world.link.agree()
+                    break
+                except LostRankError:
+                    survive(world)
+            assert (x == world.size).all()
+        return world.size
+
+    assert run_ranks(3, body, 10.0, {1: call}) == [2, None, 2]
+    assert fake.ids == 2
+    assert {(1, 0), (1, 2)} <= set(fake.aborted)  # each of those left, of the first communicator
+    assert len(set(fake.aborted)) == len(fake.aborted)

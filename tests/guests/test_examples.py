@@ -13,7 +13,7 @@ EXAMPLES = Path(__file__).parents[2] / "docs" / "examples" / "pytorch"
 
 
 @pytest.mark.parametrize("ranks", [None, 2])
-@pytest.mark.parametrize("script", ["ddp.py", "loop.py", "trainer.py"])
+@pytest.mark.parametrize("script", ["ddp.py", "loop.py", "survive.py", "trainer.py"])
 def test_the_scripts_of_the_page_learn(start, script, ranks):
     done = start(EXAMPLES / script, ranks=ranks).finish(timeout=60)
     assert done.returncode == 0, done.stderr

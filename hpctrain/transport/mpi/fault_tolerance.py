@@ -67,12 +67,20 @@ class Family:
 
 def has_lost(comm: MPI.Comm) -> bool:
     """Return whether a rank of `comm` is known to be lost, or `comm` was revoked."""
-    if comm.Is_revoked():
-        return True
-    group = comm.Get_failed()
-    lost = group.size
+    return comm.Is_revoked() or bool(failed_ranks(comm))
+
+
+def failed_ranks(comm: MPI.Comm) -> list[int]:
+    """Return the ranks of `comm` that are known to be lost."""
+    failed = comm.Get_failed()
+    if not failed.size:
+        failed.Free()
+        return []
+    group = comm.Get_group()
+    ranks = failed.Translate_ranks(list(range(failed.size)), group)
     group.Free()
-    return bool(lost)
+    failed.Free()
+    return list(ranks)
 
 
 class SurvivingLink:
@@ -115,6 +123,11 @@ class SurvivingLink:
     def revoke(self) -> None:
         """End the waits of all ranks on this link, and on all of the same family."""
         self.family.revoke()
+
+    def lost_ranks(self) -> list[int]:
+        """Return the ranks of this link that this rank knows to be lost."""
+        MPI.COMM_SELF.Iprobe()  # MPI hears of losses while it makes progress
+        return failed_ranks(self.comm)
 
     def shrink(self) -> MpiLink:
         """Return the link of the ranks that are left, in order, of a family of its own."""

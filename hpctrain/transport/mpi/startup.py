@@ -12,6 +12,7 @@ import threading
 import time
 import warnings
 from pathlib import Path
+from typing import NoReturn
 
 from hpctrain.core.errors import OwnRankError, UsageError
 from hpctrain.transport.link import Link
@@ -104,7 +105,7 @@ def finalize_mpi() -> None:
                 Path(path).unlink(missing_ok=True)
 
 
-def abort_job(code: int, grace_s: float = 2.0) -> None:
+def abort_job(code: int, grace_s: float = 2.0) -> NoReturn:
     """End the whole job with exit code `code`, even while another thread is inside MPI.
 
     MPI_Abort may wait for a lock that the other thread holds: then this process exits alone

@@ -8,7 +8,8 @@ may answer: on a communicator of their own, so that no message meets one of ours
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 import numpy as np
 from mpi4py import MPI
@@ -27,9 +28,10 @@ SPIN_S, MIN_NAP_S, MAX_NAP_S = 250e-6, 50e-6, 1e-3
 class TaggedMessages:
     """Sends and receives of one rank; any thread may call."""
 
-    def __init__(self, link: Link):
-        """Take over `link`, which must be used by nobody else."""
+    def __init__(self, link: Link, on_loss: Callable[[], NoReturn]):
+        """Take over `link`, which must be used by nobody else; `on_loss` ends the job."""
         assert isinstance(link, MpiLink)
+        self._on_loss = on_loss
         self.rank, self.size = link.rank, link.size
         self._link, self._comm = link, link.comm
         #: MPI's largest tag; others are refused
@@ -38,10 +40,8 @@ class TaggedMessages:
     def isend(self, x: np.ndarray, dest: int, tag: int) -> TaggedRequest:
         """Start to send contiguous `x` to rank `dest`."""
         self._check_tag(tag)
-        pieces = [
-            self._comm.Isend(buffer_spec(piece), dest, tag)
-            for piece in cut_pieces(x, self._link.max_piece_bytes)
-        ]
+        specs = [buffer_spec(piece) for piece in cut_pieces(x, self._link.max_piece_bytes)]
+        pieces = self._post(self._comm.Isend, specs, dest, tag)
         return TaggedRequest(self, f"send to rank {dest}", pieces, dest, tag, None, [])
 
     def irecv(self, x: np.ndarray, source: int, tag: int) -> TaggedRequest:
@@ -52,13 +52,28 @@ class TaggedMessages:
         self._check_tag(tag)
         specs = [buffer_spec(piece) for piece in cut_pieces(x, self._link.max_piece_bytes)]
         posted_at_once = 1 if source == ANY_RANK else len(specs)
-        pieces = [self._comm.Irecv(spec, source, tag) for spec in specs[:posted_at_once]]
+        pieces = self._post(self._comm.Irecv, specs[:posted_at_once], source, tag)
         name = "receive from any rank" if source == ANY_RANK else f"receive from rank {source}"
         return TaggedRequest(self, name, pieces, source, tag, x.nbytes, specs[posted_at_once:])
 
     def post_rest(self, specs: Sequence[Spec], source: int, tag: int) -> list[MPI.Request]:
         """Return requests for the remaining pieces of a message, whose source is known now."""
-        return [self._comm.Irecv(spec, source, tag) for spec in specs]
+        return self._post(self._comm.Irecv, specs, source, tag)
+
+    def _post(
+        self, start: Callable[..., MPI.Request], specs: Sequence[Spec], peer: int, tag: int
+    ) -> list[MPI.Request]:
+        try:
+            return [start(spec, peer, tag) for spec in specs]
+        except MPI.Exception as error:
+            self.end_if_lost(error)
+            raise
+
+    def end_if_lost(self, error: MPI.Exception) -> None:
+        """End the job if a lost rank may be the cause of `error`."""
+        if self._link.family.reports_loss(error):
+            self._link.revoke()
+            self._on_loss()
 
     def free(self) -> None:
         """Give the communicator back to MPI; all ranks must call."""
@@ -102,6 +117,7 @@ class TaggedRequest:
                     self._pieces = self._messages.post_rest(self._unposted, self.peer, self.tag)
                     self._unposted = []
         except MPI.Exception as error:
+            self._messages.end_if_lost(error)
             raise self._make_error(str(error)) from error
         if self._pieces:
             return False

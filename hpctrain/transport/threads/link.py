@@ -157,8 +157,8 @@ class LocalLink:
         return x.reshape(-1).view(np.uint8)
 
     def post_send(self, message: np.ndarray, dest: int) -> Send:
-        """Start to send bytes."""
-        self._count_call()
+        """Start to send bytes; nothing is sent once the link was revoked, as in MPI."""
+        self.must_be_open("isend", dest)
         sent = SentMessage(message)
         with self.hub.lock:
             self.hub.mailboxes[self.rank, dest].append(sent)
@@ -200,6 +200,10 @@ class LocalLink:
     def revoke(self) -> None:
         """End the waits of all ranks on this link, and on all of the same root."""
         self.hub.revoke()
+
+    def lost_ranks(self) -> list[int]:
+        """Return the ranks of this link that were killed."""
+        return [self.hub.members.index(member) for member in self.hub.lost_members]
 
     def shrink(self) -> LocalLink:
         """Return the link of the ranks that are left, in order; all of these must call."""
