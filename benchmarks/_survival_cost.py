@@ -1,4 +1,4 @@
-"""The cost of survival while no rank is lost: with and without ULFM, and beside another checkout."""
+"""The cost of survival while no rank is lost: with and without ULFM, beside another checkout."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from _survival_job import RANKS, STEP_MS, TRAIN, Job, mpirun, progress
+from _survival_job import RANKS, STEP_MS, TRAIN, Job, mpirun, progress, settings
 
 STEPS = 400  #: of a job, after WARM_UP_STEPS
 WARM_UP_STEPS = 50
@@ -35,10 +35,12 @@ def against_plain(arguments: argparse.Namespace) -> tuple[list[dict[str, Any]], 
 
 def step_s(elastic: bool) -> float:
     """Return the mean seconds of a step of four ranks."""
-    with tempfile.TemporaryDirectory() as out:
-        with Job([*TRAIN, "--out", out, "--resume"], RANKS, elastic=elastic) as job:
-            job.await_steps(RANKS, STEPS + WARM_UP_STEPS)
-            times, _ = progress(list(job.events().values()))
+    with (
+        tempfile.TemporaryDirectory() as out,
+        Job([*TRAIN, "--out", out, "--resume"], RANKS, elastic=elastic) as job,
+    ):
+        job.await_steps(RANKS, STEPS + WARM_UP_STEPS)
+        times, _ = progress(list(job.events().values()))
     return float(times[WARM_UP_STEPS + STEPS - 1] - times[WARM_UP_STEPS - 1]) / STEPS
 
 
@@ -46,7 +48,8 @@ def compare(seconds: Mapping[str, list[float]], name: str, rival: str) -> dict[s
     """Return both medians, and median and range of the ratios of neighbours in time."""
     ratios = np.array(seconds[name]) / np.array(seconds[rival])
     return {
-        f"{name}_s": float(np.median(seconds[name])), f"{rival}_s": float(np.median(seconds[rival])),
+        f"{name}_s": float(np.median(seconds[name])),
+        f"{rival}_s": float(np.median(seconds[rival])),
         "ratio": float(np.median(ratios)), "least": float(ratios.min()),
         "most": float(ratios.max()), "rounds": len(ratios), "seconds": dict(seconds),
     }  # fmt: skip
@@ -84,7 +87,7 @@ def measure_checkout(folder: Path) -> dict[str, float]:
         bench = ["bench", "allreduce", "--sizes", ",".join(SIZES), "--algorithms", "auto",
                  "--json", str(file)]  # fmt: skip
         train = ["train", "digits", "--epochs", "150", "--out", str(Path(out, "run")),
-                 "--set", "run.evaluate_epochs=150", "--set", "checkpoint.every_epochs=150"]  # fmt: skip
+                 *settings("run.evaluate_epochs=150", "checkpoint.every_epochs=150")]  # fmt: skip
         for command in (bench, train):
             subprocess.run([*python, *command], cwd=folder, env=environment, check=True,
                            capture_output=True)  # fmt: skip

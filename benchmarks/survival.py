@@ -34,7 +34,7 @@ import numpy as np
 from _common import RESULTS, save_result
 from _survival_cost import against_checkout, against_plain
 from _survival_ettr import measure_ettr
-from _survival_job import RANKS, STEP_MS, TRAIN, Job, describe_kill, progress, settings
+from _survival_job import RANKS, STEP_MS, TRAIN, Job, Kill, describe_kill, progress, settings
 
 from hpctrain.machine import facts
 
@@ -129,16 +129,17 @@ def kill_and_restart(chance: random.Random, count: int) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as out:
         arguments = [*TRAIN, *settings(f"checkpoint.every_steps={CHECKPOINT_STEPS}"),
                      "--out", out, "--resume"]  # fmt: skip
-        kill_s = 0.0
-        for i in range(count + 1):
+        kill: Kill | None = None
+        for _ in range(count + 1):
             with Job(arguments, RANKS, elastic=False) as job:
                 await_steps(job, RANKS, 1)
-                if i > 0:
-                    first_s = max(float(progress([e])[0][0]) for e in job.events().values())
-                    kills.append({"rank": number, "next_step_s": first_s - kill_s, "spare": False})
+                if kill:
+                    last_s = max(float(progress([e])[0][0]) for e in job.events().values())
+                    kills.append({"rank": kill.number, "next_step_s": last_s - kill.at_s,
+                                  "spare": False})  # fmt: skip
                 await_steps(job, RANKS, CHECKPOINT_STEPS)
                 time.sleep(chance.uniform(0, 0.5))
-                kill_s, _, number = job.kill(chance)
+                kill = job.kill(chance)
                 job.process.wait(60)
     return kills
 
