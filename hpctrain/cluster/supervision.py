@@ -16,11 +16,14 @@ from typing import BinaryIO
 from hpctrain.cluster import guard
 from hpctrain.cluster.launcher_messages import MessageFilter
 from hpctrain.cluster.slurm.job_end import LauncherExit
+from hpctrain.core.errors import StoppedError
 from hpctrain.run_files import run_folder
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 #: (seconds, signal to all remaining processes) after the end of mpiexec or a second Ctrl-C.
 _KILL_SCHEDULE = ((5.0, signal.SIGKILL), (5.5, signal.SIGKILL))
+#: Open MPI's launcher says so when the daemon of a host dies, and then ends with 0.
+_LOST_DAEMON = b"PRTE has lost communication with a remote daemon"
 _OUTPUT_S = 5.0  #: the time given to the last output of a launcher that has ended
 
 
@@ -36,6 +39,7 @@ class Supervisor:
         self._announced_folder = announced_folder
         self._signals: list[int] = []
         self._messages = MessageFilter()
+        self._has_lost_daemon = False
 
     def run(self, command: Sequence[str], environ: Mapping[str, str]) -> LauncherExit:
         """Run the launcher until all processes of its job have ended."""
@@ -55,7 +59,7 @@ class Supervisor:
                     self._forward_signal(process, number)
             guard.end_job(environ[guard.JOB_VARIABLE], _KILL_SCHEDULE)
             reader.join(_OUTPUT_S)
-        return LauncherExit(process.wait(), tuple(self._signals))
+        return LauncherExit(process.wait() or int(self._has_lost_daemon), tuple(self._signals))
 
     def finish(self, is_reported: bool) -> None:
         """Print the launcher's messages on the end of its ranks unless the ranks reported it."""
@@ -73,7 +77,10 @@ class Supervisor:
         process.send_signal(signal.SIGTERM if self._is_interrupted_twice else signal.SIGUSR1)
 
     def _forward_stderr(self, stderr: BinaryIO) -> None:
+        tail = b""
         while data := os.read(stderr.fileno(), 1 << 16):
+            self._has_lost_daemon |= _LOST_DAEMON in tail + data
+            tail = data[-len(_LOST_DAEMON) :]
             _write(self._messages.feed(data))
         _write(self._messages.end())
 
@@ -127,3 +134,21 @@ def catch_stop_signals() -> Iterator[Callable[[], list[int]]]:
             signal.signal(number, handler)
         os.close(read_fd)
         os.close(write_fd)
+
+
+@contextmanager
+def raise_on_signal() -> Iterator[None]:
+    """Turn a stop signal into StoppedError while there is no job to which it could be forwarded."""
+
+    def raise_stopped(number: int, _: object) -> None:
+        raise StoppedError(f"stopped by {signal.Signals(number).name} while no rank ran")
+
+    # Ctrl-C raises KeyboardInterrupt already; under nohup SIGHUP must stay ignored.
+    signals = [number for number in STOP_SIGNALS if number != signal.SIGINT]
+    caught_signals = [number for number in signals if signal.getsignal(number) != signal.SIG_IGN]
+    previous_handlers = {number: signal.signal(number, raise_stopped) for number in caught_signals}
+    try:
+        yield
+    finally:
+        for number, handler in previous_handlers.items():
+            signal.signal(number, handler)

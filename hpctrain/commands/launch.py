@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import shutil
+from typing import Any
 
 import click
 from click.shell_completion import CompletionItem
@@ -16,6 +17,11 @@ Examples:
   hpctrain launch -n 4 train digits --epochs 3
   hpctrain -q launch -n 2 train digits --out runs/digits --resume
   hpctrain launch -n 4 -- python my_script.py --epochs 3
+  hpctrain launch -n 4 --max-restarts 5 --min-ranks 2 train my.toml
+  hpctrain launch -n 4 --elastic --spares 1 train my.toml
+
+After the loss of a rank the survivors of an elastic job go on (Open MPI 5 with ULFM). With any MPI,
+--max-restarts starts the job again: `train` from its newest checkpoint, a program as it is.
 
 A program after -- is started N times with its arguments, as one MPI job.
 
@@ -45,10 +51,22 @@ class LaunchCommand(ForwardingCommand):
 @click.command(
     cls=LaunchCommand,
     epilog=EPILOG,
-    options_metavar="-n N",
+    options_metavar="-n N [OPTIONS]",
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
 )
 @click.option("-n", "--ranks", type=int, required=True, metavar="N", help="Number of MPI ranks.")
+@click.option("--elastic", is_flag=True, help="Go on with the survivors of a lost rank.")
+@click.option(
+    "--spares", type=int, default=0, metavar="K", help="Ranks that wait to replace lost ones."
+)
+@click.option("--min-ranks", type=int, metavar="M", help="Do not go on with fewer ranks.")
+@click.option(
+    "--max-restarts",
+    type=int,
+    default=0,
+    metavar="R",
+    help="Start the job again after a lost rank or host, a hang or a crash.",
+)
 @click.argument(
     "arguments",
     nargs=-1,
@@ -58,12 +76,15 @@ class LaunchCommand(ForwardingCommand):
     shell_complete=complete_command_line,
 )
 @click.pass_context
-def launch(context: click.Context, ranks: int, arguments: tuple[str, ...]) -> None:
+def launch(
+    context: click.Context, /, ranks: int, arguments: tuple[str, ...], **policy_options: Any
+) -> None:
     """Run an hpctrain COMMAND, or any PROGRAM, on N ranks.
 
     The exit code is that of the job.
     """
     from hpctrain.cluster import launch as launcher  # late, so that `--help` stays fast
+    from hpctrain.cluster.loss_policy import LossPolicy
 
     is_program = context.meta[IS_PROGRAM_KEY]
     if not is_program and _is_program(arguments[0]):
@@ -71,9 +92,10 @@ def launch(context: click.Context, ranks: int, arguments: tuple[str, ...]) -> No
         raise click.UsageError(
             f"to start a program: hpctrain launch -n {ranks} -- {shlex.join(argv)}"
         )
+    policy = LossPolicy(**policy_options)
     if is_program:
-        context.exit(launcher.launch_program(ranks, arguments))
-    context.exit(launcher.launch(ranks, [*_verbosity_options(context), *arguments]))
+        context.exit(launcher.launch_program(ranks, arguments, policy))
+    context.exit(launcher.launch(ranks, [*_verbosity_options(context), *arguments], policy))
 
 
 def _is_program(word: str) -> bool:

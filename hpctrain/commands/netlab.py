@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
 EPILOG = """\b
 Examples:
   hpctrain netlab --hosts 4 -- hpctrain train digits --epochs 1
   hpctrain netlab --hosts 2 --ranks-per-host 2 --link 2.5gbit -- python my_script.py
+  hpctrain netlab --hosts 4 --elastic --spares 1 -- hpctrain train digits
 
 Hosts are network namespaces named h1, h2, ..., joined by links of that speed. The
 mpiexec of the MPI that mpi4py loads starts COMMAND on every rank, and netlab returns its exit code.
@@ -28,15 +31,33 @@ and root or the right to create namespaces. It limits bandwidth, not latency.
     metavar="SPEED",
     help="Rate of each host's link in each direction; default 1gbit.",
 )
+@click.option(
+    "--elastic", is_flag=True, help="Go on with the survivors of a lost rank (Open MPI 5)."
+)
+@click.option(
+    "--spares",
+    type=int,
+    default=0,
+    metavar="K",
+    help="Let the last K ranks wait to replace lost ones.",
+)
+@click.option("--min-ranks", type=int, metavar="M", help="Do not go on with fewer ranks.")
 @click.argument(
     "arguments", nargs=-1, required=True, type=click.UNPROCESSED, metavar="COMMAND [ARGS]..."
 )
 @click.pass_context
 def netlab(
-    context: click.Context, hosts: int, ranks_per_host: int, link: str, arguments: tuple[str, ...]
+    context: click.Context,
+    /,
+    hosts: int,
+    ranks_per_host: int,
+    link: str,
+    arguments: tuple[str, ...],
+    **policy_options: Any,
 ) -> None:
     """Run COMMAND on simulated hosts, joined by links of one speed."""
+    from hpctrain.cluster.loss_policy import LossPolicy
     from hpctrain.cluster.netlab import netlab as lab_module  # late, so that `--help` stays fast
 
     lab = lab_module.Lab(hosts, ranks_per_host, lab_module.parse_speed(link))
-    context.exit(lab_module.netlab(lab, arguments))
+    context.exit(lab_module.netlab(lab, arguments, LossPolicy(**policy_options)))

@@ -106,6 +106,29 @@ JOB_OPTIONS = [
     click.option(
         "--max-restarts", type=int, default=20, metavar="N", help="Requeues at most; default: 20."
     ),
+    click.option(
+        "--relaunches",
+        type=int,
+        default=3,
+        metavar="N",
+        help="Restarts in one allocation after lost ranks, before a requeue; default: 3.",
+    ),
+    click.option(
+        "--min-ranks",
+        type=int,
+        metavar="M",
+        help="After a lost node go on with M ranks or more; default: requeue.",
+    ),
+    click.option(
+        "--elastic", is_flag=True, help="Go on with the survivors of a lost rank (Open MPI 5)."
+    ),
+    click.option(
+        "--spares",
+        type=int,
+        default=0,
+        metavar="K",
+        help="Of the ranks, K that wait to replace lost ones.",
+    ),
     click.option("--out", metavar="DIR", help="The run's folder."),
 ]
 
@@ -114,6 +137,8 @@ RENDER_EPILOG = """\b
 Examples:
   hpctrain slurm render digits --nodes 2 --tasks-per-node 4 --option account=m1234
   hpctrain slurm render my.toml --nodes 4 --gpus-per-node 4 --site leonardo > job.sbatch
+  hpctrain slurm render digits --nodes 4 --relaunches 5 --min-ranks 3
+  hpctrain slurm render digits --nodes 4 --tasks-per-node 4 --elastic --spares 2
   hpctrain slurm render digits --tasks-per-node 4 --interactive > try.sh
 """
 

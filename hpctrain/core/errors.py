@@ -112,7 +112,11 @@ class JobEndedError(HpctrainError):
         self.exit_code = exit_code
 
 
-AGREED_ERRORS = (UsageError, TrainingError, SaveError, StoppedError, JobEndedError)
+class RecoveryError(HpctrainError):
+    """The ranks that are left after a loss cannot go on; raised on all of them."""
+
+
+AGREED_ERRORS = (UsageError, TrainingError, SaveError, StoppedError, JobEndedError, RecoveryError)
 
 
 def annotate(error: BaseException, lines: Iterable[str]) -> None:

@@ -28,6 +28,11 @@ SINGLE_RANK = Launched("none", 0, 1, 0, 1)
 #: The variable in which `hpctrain launch` names a file, which lies in its memory under this name.
 #: Ranks list the shared memory of their MPI there: see transport/mpi/segments.py.
 SEGMENTS = "HPCTRAIN_SEGMENTS"
+#: The variable that counts the restarts of a job by `hpctrain launch` or by its script.
+RESTARTS = "HPCTRAIN_RESTARTS"
+#: The variables of the number of spares, which are the last ranks of an elastic job, and of the
+#: smallest number of ranks with which its training goes on.
+SPARES, MIN_RANKS = "HPCTRAIN_SPARES", "HPCTRAIN_MIN_RANKS"
 
 TITLES = {
     "openmpi": "Open MPI's mpirun",
@@ -92,13 +97,18 @@ def launched(environ: Mapping[str, str]) -> Launched:
 
 
 def restarts(environ: Mapping[str, str]) -> int:
-    """Return the number of times that Slurm has requeued this job."""
-    return _integer(environ, "SLURM_RESTART_COUNT") or 0
+    """Return the number of restarts of this job, by Slurm and within its allocation."""
+    return sum(_integer(environ, name) or 0 for name in ("SLURM_RESTART_COUNT", RESTARTS))
 
 
 def allocated_tasks(environ: Mapping[str, str]) -> int | None:
     """Return the number of tasks allocated on all nodes of this Slurm job; None outside of one."""
-    return sum(_counts(environ.get("SLURM_TASKS_PER_NODE", ""))) or None
+    return sum(task_counts(environ)) or None
+
+
+def task_counts(environ: Mapping[str, str]) -> list[int]:
+    """Return the number of tasks allocated on each node of this Slurm job."""
+    return _counts(environ.get("SLURM_TASKS_PER_NODE", ""))
 
 
 def nodes(hosts: Sequence[str], slurm: Sequence[str]) -> tuple[str, ...]:

@@ -41,6 +41,10 @@ class JobRequest:
     job_name: str | None = None
     warn_s: int = 120  #: from the stop signal to the time limit
     max_restarts: int = 20
+    relaunches: int = 3  #: restarts in one allocation
+    min_ranks: int | None = None  #: on the nodes that remain after a loss; all
+    elastic: bool = False  #: the survivors of a lost rank go on
+    spares: int = 0  #: of the ranks, those that wait to replace lost ones
     out: str | None = None  #: the run's folder
 
 
@@ -50,7 +54,8 @@ def build_job(request: JobRequest, interactive: bool = False) -> tuple[Job, Site
     site = load_site(request.site) if request.site else None
     nodes = max(request.sizes, default=1) if request.nodes is None else request.nodes
     equal_fields = ("recipe", "gpus_per_node", "cpus_per_task", "time", "warn_s", "max_restarts",
-              "servers", "server_nodes", "out")  # fmt: skip
+                    "relaunches", "min_ranks", "elastic", "spares",
+                    "servers", "server_nodes", "out")  # fmt: skip
     engine, overrides = _choose_engine(request)
     job = Job(
         nodes=nodes,

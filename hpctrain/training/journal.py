@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -22,15 +21,17 @@ from hpctrain.engines import Engine, staleness
 from hpctrain.engines.engine import sum_over
 from hpctrain.engines.staleness import Staleness
 from hpctrain.machine import versions
-from hpctrain.nn import Sums, Total, add, losses
+from hpctrain.nn import Sums, losses
 from hpctrain.optim.optimizer import Schedule, rate_at, rate_curve
 from hpctrain.parallel.mesh import Mesh
 from hpctrain.run_files.writer import RunFiles
 from hpctrain.training import run_facts
+from hpctrain.training.open_row import OpenRow
 from hpctrain.training.recipe import Recipe
-from hpctrain.training.recoveries import Recoveries
 from hpctrain.training.run_options import TraceOptions
+from hpctrain.training.run_times import RunTimes
 from hpctrain.training.skip_counter import SkipCounter
+from hpctrain.training.survival.recoveries import Recoveries
 from hpctrain.training.timeline import Timeline
 
 log = logging.getLogger(__name__)
@@ -51,17 +52,15 @@ class Journal:
         rate: float | Schedule | None = None,
         trace: TraceOptions = TraceOptions(),  # noqa: B008  (frozen)
         recoveries: Recoveries | None = None,
-        earlier: Journal | None = None,
+        earlier_times: RunTimes | None = None,
     ):
-        """`earlier`: the journal of this call before a loss of ranks, see `recoveries`."""
+        """`recoveries`, `earlier_times`: of this call of fit before a loss of ranks."""
         self.world, self.engine, self.sampler = mesh.everyone, engine, sampler
         world, self.mesh = mesh.everyone, mesh
         self.total_steps, self.run, self.recipe, self.rate = total_steps, run, recipe, rate
         self.name = recipe.run.name if recipe else "training"
         self.recoveries = recoveries or Recoveries()
-        self._earlier_times = earlier._times() if earlier else {}
-        self._earlier_bytes = earlier._bytes_sent() if earlier else 0
-        self._begin_times()
+        self.times = RunTimes(engine, earlier_times)
         self.steps_redone = 0
         self.intervals: int | None = 0  #: since the first step; each ends with a collective call
         self.skips = SkipCounter(world, engine)
@@ -72,9 +71,9 @@ class Journal:
         self._done_summary: dict[str, Any] | None = None  # of a run that was done before
         self._loss = engine.replica.loss
         self._test_metrics = losses.evaluate(self._loss, {}, "test_")
-        self._sums, self._row_step, self._row_s = Sums(), 0, 0.0  # since the last row
+        self._open_row = OpenRow()
         self._earlier_staleness: Staleness | None = None  # in the parts before this one
-        self._first_step, self._start_s, self._bar_s = 0, perf_counter(), 0.0
+        self._first_step, self._bar_s = 0, 0.0
 
     def resume(self, step: int, about: dict[str, Any]) -> list[dict[str, Any]]:
         """Go on after `step`: drop the rows of steps to be done again; return the remaining rows.
@@ -87,19 +86,19 @@ class Journal:
             self._earlier_staleness = Staleness.from_json(about["staleness"])
         self.intervals = about.get("intervals", None if step else 0)
         self.skips.resume(about)
-        open_row = about.get("open_row") or {"since_step": step, "sums": {}}
-        self._row_step = open_row["since_step"]
-        if self.mesh.data.rank == 0 or self.engine.shares_sums:  # they are those of all workers
-            self._sums = {name: Total(*total) for name, total in open_row["sums"].items()}
+        is_counted = self.mesh.data.rank == 0 or self.engine.shares_sums  # of all workers
+        self._open_row.restore(about.get("open_row"), step, with_sums=is_counted)
         rows, summary = self.world.on_all_ranks(lambda: self.files.go_back(step, about))
         rows, summary = json.loads(self.world.gather(json.dumps([rows, summary]))[0])
         self.steps_redone = self.files.steps_redone
         if summary and (summary["status"], summary.get("steps")) == ("done", step):
             self._done_summary = summary
         if rows and rows[-1]["step"] == step:  # the row was made after this state
-            self._row_step, self._sums = step, Sums()
+            self._open_row.close(step)
         # A run that was complete makes no new row: its summary is from the last one.
         self._last = rows[-1] if rows else {}
+        if self.recoveries.began_at is not None:  # the clocks go on
+            self._open_row.since_s = self._last.get("wall_s", 0.0)
         self._test_metrics = {key: self._last.get(key) for key in self._test_metrics}
         return rows
 
@@ -112,15 +111,8 @@ class Journal:
         self._timeline.begin()
         if self.world.rank == 0 and log.isEnabledFor(logging.INFO):
             self._bar = progress.open_bar(self.name, step, self.total_steps)
-        self._begin_times()
+        self.times.begin(elapsed_s)
         self.skips.begin()
-        self._start_s = perf_counter() - elapsed_s
-
-    def _begin_times(self) -> None:
-        """Count the times of the engine from now on, after those before a loss of ranks."""
-        self._times_before = {
-            name: s - self._earlier_times.get(name, 0.0) for name, s in self._all_times().items()
-        }
 
     def log_start(self) -> None:
         """Log the ranks, the engine and the folder of the run; collective."""
@@ -131,7 +123,7 @@ class Journal:
 
     def has_open_row(self, step: int) -> bool:
         """Return whether steps before `step` are in no row yet."""
-        return self._row_step < step
+        return self._open_row.has_steps(step)
 
     def count_interval(self) -> None:
         """Count an interval, unless an older part of the run did not count them."""
@@ -139,11 +131,11 @@ class Journal:
 
     def step(self, step: int, sums: Sums) -> None:
         """Add this rank's share of a step that is done."""
-        self._sums = add(self._sums, sums)
+        self._open_row.add(sums)
         self.recoveries.count_step(step)
-        now = self._wall_s()
-        if self._bar is not None and now - self._bar_s >= BAR_S and self._sums:
-            self._bar_s, loss = now, self._sums["loss"].mean or 0.0
+        now = self.times.wall_s
+        if self._bar is not None and now - self._bar_s >= BAR_S and self._open_row.sums:
+            self._bar_s, loss = now, self._open_row.sums["loss"].mean or 0.0
             self._bar.show(step, self._epoch(step), loss, self._samples(step) / now)
 
     def row(
@@ -154,15 +146,16 @@ class Journal:
         Returns the row, None if no step was done; every rank has its own times in it, and all the
         same sums. `interrupted`: the row is made only because of a request to stop.
         """
-        if step == self._row_step:
+        since_step, since_s = self._open_row.since_step, self._open_row.since_s
+        if step == since_step:
             return None
         sums, ranks = self._sum_over_ranks()
         now = float(ranks["wall_s"][self.world.rank])
-        samples = self._samples(step) - max(self._samples(self._row_step), 0)
+        samples = self._samples(step) - max(self._samples(since_step), 0)
         self._test_metrics = losses.evaluate(self._loss, tested or {}, "test_")
         self._last = {
             "step": step,
-            "steps": step - self._row_step,
+            "steps": step - since_step,
             "total_steps": self.total_steps,
             "since_step": self._first_step,  # start of the clocks: a resumed run has several parts
             "epoch": self._epoch(step),
@@ -171,11 +164,11 @@ class Journal:
             **self._test_metrics,
             "skipped_steps": self.skips.skipped_steps,
             "rate": None if self.rate is None else rate_at(self.rate, self._updates(step)),
-            "rates": rate_curve(self.rate, self._row_step + 1, step, self._updates),
-            "samples_per_s": samples / max(now - self._row_s, 1e-9),
+            "rates": rate_curve(self.rate, since_step + 1, step, self._updates),
+            "samples_per_s": samples / max(now - since_s, 1e-9),
             "wall_s": now,
-            **self._times(),
-            "ranks": {name: ranks[name].round(6).tolist() for name in self._times()},
+            **self.times.of_engine(),
+            "ranks": {name: ranks[name].round(6).tolist() for name in self.times.of_engine()},
             **staleness.metrics(self._staleness),
             "dropped_gradients": self.skips.dropped_gradients(ranks, self._staleness),
             "idle_fraction": idle(ranks),
@@ -183,7 +176,7 @@ class Journal:
             **({"lost_ranks": ranks_lost} if (ranks_lost := self.recoveries.row_ranks) else {}),
         }
         self.recoveries.row_ranks = []
-        self._sums, self._row_step, self._row_s = {}, step, now
+        self._open_row.close(step, now)
         if self.world.rank == 0:
             self._write_row()
         return self._last
@@ -195,17 +188,15 @@ class Journal:
     def about_here(self, step: int) -> dict[str, Any]:
         """Return the same from this rank alone, where all ranks record the sums of all workers."""
         own = {name: np.array([number]) for name, number in self.skips.rank_counts().items()}
-        return self._about(step, self._sums, own)
+        return self._about(step, self._open_row.sums, own)
 
     def _about(self, step: int, sums: Sums, ranks: dict[str, np.ndarray]) -> dict[str, Any]:
         epoch, index = self.sampler.locate_step(step)
-        is_open = step != self._row_step  # the sums so far belong to a row that is not due yet
-        row = {"since_step": self._row_step, "sums": sums} if is_open else None
         return {
             "step": step,
             "epoch": epoch,
             "sample_index": index,
-            "open_row": row,
+            "open_row": self._open_row.to_json(step, sums),
             "world_size": self.world.size,
             "batch": self.sampler.batch,
             "seed": self.sampler.seed,
@@ -223,10 +214,13 @@ class Journal:
     def finish(self, status: str, exit_code: int, reason: str | None = None) -> dict[str, Any]:
         """Write the summary, show the closing table and return the summary; collective."""
         summary = self._summary(status, exit_code, reason)
-        if self._done_summary and status == "done" and self._row_step == self._first_step:
+        if (
+            self._done_summary
+            and status == "done"
+            and self._open_row.since_step == self._first_step
+        ):
             summary = self._done_summary  # nothing was done: what was measured stands
-        if self._bar is not None:
-            self._bar.close(self._row_step)
+        self.close_bar()
         self._timeline.end()  # summary.json is the last of all files
         self._write_end(summary)
         if self.world.rank == 0 and status == "done" and log.isEnabledFor(logging.INFO):
@@ -249,7 +243,7 @@ class Journal:
     def close_bar(self) -> None:
         """Take the bar from the terminal."""
         if self._bar is not None:
-            self._bar.close(self._row_step)
+            self._bar.close(self._open_row.since_step)
 
     def end_alone(self) -> None:
         """End bar and trace on a rank that fails alone."""
@@ -257,7 +251,7 @@ class Journal:
         self._timeline.end_alone()
 
     def _summary(self, status: str, exit_code: int, reason: str | None) -> dict[str, Any]:
-        world, engine, step = self.world, self.engine, self._row_step
+        world, engine, step = self.world, self.engine, self._open_row.since_step
         _, ranks = self._sum_over_ranks()
         wall = float(ranks["wall_s"][world.rank])
         return {
@@ -276,7 +270,7 @@ class Journal:
             "samples": self.sampler.samples_before(step),
             "samples_per_s": self._samples(step) / max(wall, 1e-9),
             "wall_s": wall,
-            **{name: float(ranks[name].mean()) for name in self._times()},
+            **{name: float(ranks[name].mean()) for name in self.times.of_engine()},
             "bytes_sent_per_rank": int(ranks["bytes_sent"].mean()),
             "train_loss": self._last.get("train_loss"),
             **self._test_metrics,
@@ -293,30 +287,19 @@ class Journal:
         All ranks get the same.
         """
         own_facts = {
-            **self._times(),
-            "wall_s": self._wall_s(),
-            "bytes_sent": self._bytes_sent(),
+            **self.times.of_engine(),
+            "wall_s": self.times.wall_s,
+            "bytes_sent": self.times.bytes_sent,
             **self.skips.rank_counts(),
         }
         table = np.zeros((len(own_facts), self.world.size))
         table[:, self.world.rank] = list(own_facts.values())
         with self.world.trace.span("sum for a row", "other"):
-            sums = losses.pack(self._sums, self._loss.terms)
+            sums = losses.pack(self._open_row.sums, self._loss.terms)
             if not self.engine.shares_sums:
                 sums = self.engine.sum(sums)
             ranks = sum_over(self.world.main, table.ravel()).reshape(table.shape)
         return losses.unpack(sums, self._loss.terms), dict(zip(own_facts, ranks, strict=True))
-
-    def _times(self) -> dict[str, float]:
-        """Return this rank's times since the start of the clocks: engines may train repeatedly."""
-        return {name: s - self._times_before[name] for name, s in self._all_times().items()}
-
-    def _all_times(self) -> dict[str, float]:
-        times: dict[str, float] = vars(self.engine.times)
-        return times
-
-    def _bytes_sent(self) -> int:
-        return self._earlier_bytes + self.engine.bytes_sent
 
     @property
     def _staleness(self) -> Staleness | None:
@@ -336,9 +319,6 @@ class Journal:
     def _log(self, text: str, *args: Any) -> None:
         if self.world.rank == 0:
             log.info(text, *args)
-
-    def _wall_s(self) -> float:
-        return perf_counter() - self._start_s
 
     def _epoch(self, step: int) -> int:
         return -(-step // self.sampler.steps_per_epoch)

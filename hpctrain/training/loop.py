@@ -28,7 +28,7 @@ from hpctrain.run_files import run_folder
 from hpctrain.training.callbacks import Callbacks, Row
 from hpctrain.training.checkpointer import Checkpointer
 from hpctrain.training.journal import Journal
-from hpctrain.training.survival import Survival
+from hpctrain.training.survival.survival import Survival
 from hpctrain.training.tasks import FitPlan, Tasks
 from hpctrain.world import World
 
@@ -214,7 +214,8 @@ class Loop:
     def restore(self, reader: checkpoint.Reader) -> None:
         """Restore a state from the memory of ranks; all of them go on, or none; collective."""
         self._request(reader)
-        reader.fetch(self.world.link)
+        assert self.world.job is not None
+        reader.fetch(self.world.job.link)  # spares, too, send what they hold
         reader.finish()
         self.step = reader.step
         self.rows = self.journal.resume(reader.step, reader.about)

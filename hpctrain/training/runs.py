@@ -28,9 +28,10 @@ from hpctrain.nn.from_function import FunctionModel
 from hpctrain.optim import Optimizer
 from hpctrain.run_files import run_folder
 from hpctrain.training import recipe, weights
+from hpctrain.training.fit_call import RunOrigin
 from hpctrain.training.recipe import Recipe
 from hpctrain.training.trained_model import TrainedModel
-from hpctrain.training.trainer import RunOrigin, Trainer
+from hpctrain.training.trainer import Trainer
 from hpctrain.transport.device import gpus
 from hpctrain.transport.device.gpus import Device
 from hpctrain.world import World, current_world

@@ -2,70 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 import hpctrain.world
-from hpctrain import checkpoint, engines, nn
+from hpctrain import engines, nn
 from hpctrain.core import progress
-from hpctrain.core.errors import HpctrainError, TransportError, UsageError
+from hpctrain.core.errors import RecoveryError, TransportError, UsageError
 from hpctrain.core.names import counted
 from hpctrain.core.signals import StopRequest
 from hpctrain.core.xp import shortage_raised
-from hpctrain.data import Sampler, Samples, batches_to_read_ahead, known_targets
+from hpctrain.data import Samples, known_targets
 from hpctrain.engines import Engine
 from hpctrain.gradients.precision import Precision
 from hpctrain.gradients.replica import Replica, TrainableModel
 from hpctrain.optim import Optimizer
 from hpctrain.parallel.options import MeshOptions, PipelineOptions
-from hpctrain.run_files import run_folder
 from hpctrain.run_files.last_lines import last_lines
 from hpctrain.training import split_model, weights
 from hpctrain.training.arguments import as_engine, as_model, as_optimizer, as_samples
-from hpctrain.training.callbacks import Callbacks, check_metrics
-from hpctrain.training.exit_status import summary_on_exit
 from hpctrain.training.faults import FaultsOptions, Pace, SlowedReplica
-from hpctrain.training.journal import Journal
-from hpctrain.training.loop import Loop, evaluate
-from hpctrain.training.recipe import Recipe
+from hpctrain.training.fit_call import FitCall, RunOrigin
+from hpctrain.training.loop import evaluate
 from hpctrain.training.run_options import (
     CheckpointOptions,
     ElasticOptions,
     FitOptions,
     TraceOptions,
 )
-from hpctrain.training.survival import Survival
-from hpctrain.training.tasks import FitPlan
+from hpctrain.training.survival.survival import Survival
 from hpctrain.world import World
-
-
-class RunOrigin(NamedTuple):
-    """The recipe of a run, kept beside its results, and the outputs its model was built for."""
-
-    recipe: Recipe | None = None
-    outputs: int | None = None
-
-
-class _Call(NamedTuple):
-    """The arguments of a call of fit."""
-
-    train: Samples
-    test: Samples | None
-    epochs: int | None
-    steps: int | None
-    batch: int
-    micro_batches: int
-    resume: bool
-    replay: str | Path | None
-    options: FitOptions
-    checkpoints: CheckpointOptions
-    trace: TraceOptions
-    origin: RunOrigin
 
 
 class Trainer:
@@ -109,12 +80,12 @@ class Trainer:
         self.world.on_all_ranks(
             lambda: split_model.check(mesh, pipeline, model, engine, precision, faults)
         )
-        self._options, self._optimizer, self._faults = engine, optimizer, faults
+        self.engine_options, self._optimizer, self._faults = engine, optimizer, faults
         self._make_replica = partial(
             split_model.make_replica, model, seed, precision, self.world, mesh, pipeline
         )
-        self._is_split = mesh.pipe > 1
-        if not (self.world.is_spare and self._is_split):
+        self._unit = mesh.pipe
+        if not (self.world.is_spare and self._unit > 1):
             self.mesh, self.replica = self._make_replica()
         if not self.world.is_spare:
             if init is not None:
@@ -123,30 +94,30 @@ class Trainer:
 
     def _build_engine(self) -> None:
         """Build the engine on the replica; collective."""
-        engine, faults = self._options, self._faults
+        engine, faults = self.engine_options, self._faults
         replica = self.world.on_all_ranks(lambda: self._slowed(faults))
         self.engine: Engine = self.world.on_all_ranks(
             lambda: engine.build(self.mesh.data, replica, self._optimizer)
         )
         split_model.time_waits(self.replica, self.engine, self.world.trace)
-        self._blocks = engines.blocks_of(engine, self.engine.workers)
+        self.blocks = engines.blocks_of(engine, self.engine.workers)
         self.world.on_all_ranks(lambda: faults.check(self.world.size, self.engine.workers))
 
     def _rebuild(self) -> None:
         """Build the engine for the ranks that are left after a loss; collective.
 
-        Raises HpctrainError if they are too few.
+        Raises RecoveryError if they are too few.
         """
         if hasattr(self, "engine"):
             with suppress(TransportError):  # its threads end, whatever its links
                 self.engine.close()
         try:
-            if self._is_split:
+            if self._unit > 1:
                 self.mesh, self.replica = self._make_replica()
             self._build_engine()
         except UsageError as error:
             ranks = counted(self.world.size, "rank")
-            raise HpctrainError(f"only {ranks} left: {error}; start the job again") from error
+            raise RecoveryError(f"only {ranks} left: {error}; start the job again") from error
 
     def fit(
         self,
@@ -188,99 +159,17 @@ class Trainer:
         if (epochs is None) == (steps is None):
             raise UsageError("fit needs exactly one of epochs and steps")
         options.check()
-        call = _Call(
+        call = FitCall(
             train, test, epochs, steps, batch, micro_batches, resume, replay, options, checkpoints,
             trace, origin,
         )  # fmt: skip
-        survival = Survival(self.world, elastic, None if out is None else str(out))
+        survival = Survival(self.world, elastic, None if out is None else str(out), self._unit)
         with ExitStack() as signals:
             request = StopRequest(partial(self._last_words, survival))
             catch_signals = cache(partial(signals.enter_context, request))
-            part = partial(self._fit_part, call, catch_signals)
+            part = partial(call.run_part, self, catch_signals)
             self.summary = survival.train(self._rebuild, part)
         return self.summary
-
-    def _fit_part(
-        self, call: _Call, catch_signals: Callable[[], StopRequest], survival: Survival
-    ) -> dict[str, Any]:
-        """Train until the end, or until a rank is lost; collective."""
-        train, test, options = call.train, call.test, call.options
-        sampler = self.world.on_all_ranks(lambda: self._sampler(train, call.batch))
-        self.world.on_all_ranks(lambda: self._check_sets(training=train, test=test))
-        keep_best = call.checkpoints.keep_best
-        check_metrics(self.replica.loss, self.callbacks, keep_best, test is not None)
-        self.replica.micro_batches = self._micro_batches(call.micro_batches)
-        plan = self._plan(train, test, sampler, options, call.checkpoints, call.origin.outputs)
-        total = call.steps or (call.epochs or 0) * sampler.steps_per_epoch
-        plan_text = (
-            f"{len(train)} samples in batches of {call.batch} for {total} steps with seed "
-            f"{self.seed}, {call.trace}"
-        )
-        self.world.must_agree(plan_text, "the plan of a training")
-        with ExitStack() as stack:
-            has_begun = survival.recoveries.began_at is not None
-            run = self._claim(stack, survival.run, call.resume or has_begun, options.timeout_s)
-            journal = Journal(
-                self.mesh,
-                self.engine,
-                sampler,
-                total,
-                run,
-                call.origin.recipe,
-                self.rate,
-                call.trace,
-                survival.recoveries,
-                survival.journal,
-            )
-            callbacks = Callbacks(
-                self.callbacks, self.world, self.replica.model, sampler.steps_per_epoch
-            )
-            loop = Loop(self.world, self.engine, self.replica, plan, journal, callbacks, survival)
-            stack.enter_context(survival.holding(loop))
-            if survival.reader is not None:
-                loop.restore(survival.reader)
-            elif (call.resume or has_begun) and run is not None:
-                loop.resume(run)
-            survival.must_have_state(loop.step)
-            if call.replay is not None and not has_begun:
-                loop.repeat(Path(call.replay))
-            if has_begun:
-                survival.log_recovery(loop.step)
-            # Before the summary: a second signal while it is written must not end the process.
-            request = catch_signals()
-            loop.begin()
-            if not has_begun:
-                journal.log_start()
-            stack.enter_context(summary_on_exit(journal, callbacks.end))
-            with np.errstate(over="ignore", invalid="ignore"):  # the loss is checked, each step
-                return loop.run(request)
-
-    def _plan(
-        self,
-        train: Samples,
-        test: Samples | None,
-        sampler: Sampler,
-        options: FitOptions,
-        checkpoints: CheckpointOptions,
-        outputs: int | None,
-    ) -> FitPlan:
-        """Return the plan of a training, with all periods in steps."""
-        epoch, model = sampler.steps_per_epoch, self.replica.model
-        read_ahead = batches_to_read_ahead(train) if options.prefetch is None else options.prefetch
-        return FitPlan(
-            train,
-            test,
-            sampler,
-            targets=model.targets,
-            blocks=self._blocks,
-            interval=options.interval_steps or epoch,
-            evaluate_every=options.evaluate_steps or (options.evaluate_epochs or 1) * epoch,
-            prefetch=read_ahead,
-            timeout_s=options.timeout_s,
-            checkpoints=checkpoints,
-            max_skipped=options.skip_limit,
-            about={"model": {"input_shape": model.input_shape, "outputs": outputs}},
-        )
 
     def _last_words(self, survival: Survival) -> str:
         """Return the last words of a run interrupted at once; those of rank 0 alone."""
@@ -300,7 +189,7 @@ class Trainer:
         self.close()
 
     def __repr__(self) -> str:
-        return f"Trainer({self.replica.model!r}, {self._options!r}, {self.world!r})"
+        return f"Trainer({self.replica.model!r}, {self.engine_options!r}, {self.world!r})"
 
     def evaluate(self, samples: Samples | tuple[Any, Any]) -> dict[str, float | None]:
         """Return the metrics over `samples`, such as {"loss": 0.31, "accuracy": 0.93}; collective.
@@ -308,8 +197,8 @@ class Trainer:
         Each rank computes its share; all ranks get the same means over the whole set.
         """
         samples = as_samples(samples, "evaluate")
-        self.world.on_all_ranks(lambda: self._check_sets(evaluated=samples))
-        sums = evaluate(self.engine, samples, self._blocks)
+        self.world.on_all_ranks(lambda: self.check_sets(evaluated=samples))
+        sums = evaluate(self.engine, samples, self.blocks)
         return nn.losses.evaluate(self.replica.loss, sums)
 
     def predict(self, x: Any) -> np.ndarray:
@@ -338,11 +227,7 @@ class Trainer:
         weights.copy_into(self.replica.arena, tensors, str(path))
         return weights.tensors_sha256(tensors)
 
-    def _sampler(self, train: Samples, batch: int) -> Sampler:
-        engines.must_fit(self._options, self.mesh.data.size, batch, len(train))
-        return Sampler(len(train), batch, self.seed)
-
-    def _check_sets(self, **sets: Samples | None) -> None:
+    def check_sets(self, **sets: Samples | None) -> None:
         """Raise UsageError for samples or targets that the model or its loss does not accept."""
         model = self.replica.model
         for name, samples in sets.items():
@@ -351,28 +236,3 @@ class Trainer:
             output_shape = model.output_shape_for(samples)
             if fault := self.replica.loss.find_fault(known_targets(samples), output_shape):
                 raise UsageError(f"{name} set: {fault}")
-
-    def _micro_batches(self, pieces: int) -> int:
-        if pieces > 1 and self.replica.normalizes_batch:
-            raise UsageError(
-                f"micro_batches is {pieces}, but the model normalizes over the batch: smaller "
-                "pieces would change the result; set micro_batches = 1"
-            )
-        return pieces
-
-    def _claim(
-        self, stack: ExitStack, out: str | Path | None, resume: bool, timeout_s: float
-    ) -> Path | None:
-        """Lock the run's folder for this job, and let the watch write into it."""
-        if out is None:
-            return None
-        run = Path(out)
-
-        def claim() -> None:
-            if self.world.rank == 0:
-                stack.enter_context(run_folder.claim(run, resume))
-                checkpoint.sweep(run)
-
-        self.world.on_all_ranks(claim)
-        stack.enter_context(self.world.watched(run, timeout_s))
-        return run

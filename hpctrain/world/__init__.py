@@ -9,7 +9,9 @@ from hpctrain.world.process import (
     report_without_traceback,
 )
 from hpctrain.world.spare_cores import has_spare_cores
-from hpctrain.world.world import World, over_threads
+from hpctrain.world.survive import survive
+from hpctrain.world.threads import over_threads
+from hpctrain.world.world import World
 
 __all__ = [
     "DEFAULT_TIMEOUT_S",
@@ -21,4 +23,5 @@ __all__ = [
     "init",
     "over_threads",
     "report_without_traceback",
+    "survive",
 ]

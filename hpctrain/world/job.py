@@ -16,14 +16,13 @@ from typing import TypeVar
 import numpy as np
 
 from hpctrain.collectives import all_gather_bytes
-from hpctrain.core.errors import HpctrainError, LostRankError, UsageError
+from hpctrain.core.errors import LostRankError, RecoveryError, UsageError
+from hpctrain.core.launchers import MIN_RANKS, SPARES
 from hpctrain.transport.link import Link
 from hpctrain.transport.paths import RankPlace
 from hpctrain.transport.placement.check import RankBinding
 
 T = TypeVar("T")
-#: Variables of `hpctrain launch --elastic`
-SPARES, MIN_RANKS = "HPCTRAIN_SPARES", "HPCTRAIN_MIN_RANKS"
 POLL_S = 0.003  # of a spare that sleeps: less than 1 % of a core
 
 
@@ -38,6 +37,7 @@ class Job:
     places: tuple[RankPlace, ...]  #: by number
     bindings: tuple[RankBinding, ...] = ()  #: by number
     min_ranks: int = 1  #: with fewer the job ends
+    unit: int = 1  #: the World has a multiple of it; ranks beyond are spares
 
     @classmethod
     def of_ranks(
@@ -86,7 +86,7 @@ class Job:
             try:
                 texts = all_gather_bytes(link, str(self.number).encode())
                 numbers = tuple(map(int, texts))
-                members = fill_places(self.members, numbers)
+                members = fill_places(self.members, numbers, self.unit)
                 job = replace(self, link=link, numbers=numbers, members=members)
                 group = job.group(job.peers)
                 link.agree()
@@ -99,9 +99,10 @@ class Job:
             return group
 
     def _must_suffice(self) -> None:
-        if len(self.members) < self.min_ranks:
-            raise HpctrainError(
-                f"{len(self.members)} ranks are left, but training needs {self.min_ranks} "
+        if len(self.members) < self.min_ranks or not self.members:
+            raise RecoveryError(
+                f"{len(self.numbers)} ranks are left, but training needs "
+                f"{max(self.min_ranks, self.unit)} "
                 "([elastic] min_ranks, --min-ranks); start the job again with --resume"
             )
 
@@ -118,8 +119,15 @@ class Job:
         self.link.irecv(note, source).wait()
         return note.tobytes()
 
-    def send_note(self, note: bytes) -> None:
-        """Send a note to all spares; the World's first rank calls."""
+    @property
+    def has_lost_ranks(self) -> bool:
+        """Whether a rank was lost."""
+        return len(self.numbers) < len(self.places)
+
+    def dismiss_spares(self, note: bytes) -> None:
+        """Send all spares a note, from the World's first rank."""
+        if self.number != self.members[0]:
+            return
         data = np.frombuffer(note, np.uint8)
         for number in self.spares:
             rank = self.numbers.index(number)
@@ -128,14 +136,15 @@ class Job:
                 request.wait()
 
 
-def fill_places(members: Sequence[int], numbers: Sequence[int]) -> tuple[int, ...]:
+def fill_places(members: Sequence[int], numbers: Sequence[int], unit: int = 1) -> tuple[int, ...]:
     """Return the members among `numbers`, those that are left; spares take the lost ones' places.
 
-    Where spares are too few, the members behind move up.
+    Where spares are too few, the members behind move up, and a multiple of `unit` remains.
     """
     spares = iter([number for number in numbers if number not in members])
     places = (number if number in numbers else next(spares, None) for number in members)
-    return tuple(number for number in places if number is not None)
+    filled = [number for number in places if number is not None]
+    return tuple(filled[: len(filled) // unit * unit])
 
 
 def spares_requested(environ: Mapping[str, str], size: int) -> int:

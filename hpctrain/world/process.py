@@ -90,10 +90,12 @@ def finish(exit_code: int = 0) -> None:
     if startup.is_running():
         if _world.record is not None:
             _world.record.mark_ended()
+        job = _world.job
         with suppress(LostRankError):
-            _world.dismiss_spares(json.dumps({"exit_code": exit_code}).encode())
+            if job is not None:
+                job.dismiss_spares(json.dumps({"exit_code": exit_code}).encode())
             _world.link.barrier()  # on our own link: the watch names the missing ranks
-        if not _world.has_lost_ranks:
+        if job is None or not job.has_lost_ranks:
             startup.finalize_mpi()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -81,7 +80,7 @@ class World:
 
     @property
     def survives(self) -> bool:
-        """Whether these ranks go on after the loss of others, see `survive`."""
+        """Whether these ranks go on after the loss of others, see world/survive.py."""
         return self.job is not None and self.link.survives
 
     @property
@@ -195,47 +194,6 @@ class World:
                 f"alone; rank {self.rank} called it with {list(ranks)}"
             )
         return self.over(self.link.create_group(tuple(ranks), tag))
-
-    @property
-    def has_lost_ranks(self) -> bool:
-        """Whether a rank of the job was lost."""
-        return self.job is not None and len(self.job.numbers) < len(self.job.places)
-
-    def dismiss_spares(self, note: bytes) -> None:
-        """Send the spares that wait a note from the first rank."""
-        if self.job is not None and self.rank == 0:
-            self.job.send_note(note)
-
-    def survive(self) -> None:
-        """Go on with the ranks that are left, after a LostRankError; all of these must call.
-
-        Afterwards this World has them: rank, size and links are new, and engines and sub-worlds of
-        before must not be used any more. Raises LostRankError if another rank is lost
-        meanwhile: then call again.
-        """
-        assert self.job is not None
-        self.link.revoke()
-        self.link.dissolve()
-        link = self.job.regroup()
-        try:
-            vars(self).update(vars(self._with_members(link)))
-        except LostRankError:
-            link.dissolve()
-            raise
-
-    def _with_members(self, link: Link) -> World:
-        """Return the World of the job's members, or of this spare, on `link`; collective."""
-        assert self.job is not None
-        return replace(
-            self,
-            link=link,
-            places=self.job.of_peers(self.job.places),
-            bindings=self.job.of_peers(self.job.bindings),
-            on_failure=None,
-            purpose_links={},
-            sub_worlds=[],
-            grid=None,
-        )
 
     def group_for(self, purpose: str, alone: bool = False) -> Group:
         """Return another thread's group of all ranks; collective.
@@ -355,16 +313,3 @@ class World:
                 link.record_waits_in(record.entry(thread))
         for world in self.sub_worlds:
             world.record_in(record)
-
-
-def over_threads(link: Link, hosts: Sequence[str] = (), spares: int = 0) -> World:
-    """Return the World of a rank that is a thread, see transport/threads/link.py; collective.
-
-    `hosts` of the ranks may be invented: ranks of one host are a node. The last `spares` wait.
-    """
-    hosts = hosts or (socket.gethostname(),) * link.size
-    places = tuple(RankPlace(host) for host in hosts)
-    if not link.survives:
-        return World(link, places)
-    job = Job.of_ranks(link, places, spares=spares)
-    return World(job.group(job.peers), job.of_peers(places), job=job)

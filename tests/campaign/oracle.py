@@ -20,7 +20,7 @@ OWN = frozenset(STATUS)
 ANY_ = frozenset(range(-64, 256))
 LINGER_S = 9.0  # the guard of `hpctrain launch` gives ranks 6.5 s to save
 FATAL = ("kill", "after", "torn")
-NOT_BEGUN = re.compile(r"before a run began|interrupted")
+NOT_BEGUN = re.compile(r"before a run began|while no rank ran|interrupted")
 # A run's files, once it has completed.
 FILES = re.compile(
     r"recipe\.toml|metrics\.jsonl|summary\.json|\.lock|\.redone|watch|replay|checkpoints"

@@ -19,6 +19,7 @@ from hpctrain.cluster import guard
 from hpctrain.cluster import launch as module
 from hpctrain.cluster.launch import MpiInstallation, build_command
 from hpctrain.cluster.launcher_messages import MessageFilter
+from hpctrain.cluster.loss_policy import LossPolicy
 from hpctrain.cluster.slurm.job_end import (
     LauncherExit,
     command_exit_code,
@@ -95,7 +96,7 @@ def test_arguments_are_passed_on_untouched(monkeypatch, arguments, ranks, passed
     observed = []
     monkeypatch.setattr(module, "launch", lambda *call: observed.append(call) or 75)
     result = CliRunner().invoke(launch_command, arguments.split())
-    assert observed == [(ranks, passed)]
+    assert observed == [(ranks, passed, LossPolicy())]
     assert result.exit_code == 75
 
 
@@ -104,7 +105,7 @@ def test_a_program_follows_two_dashes(monkeypatch, words):
     observed = []
     monkeypatch.setattr(module, "launch_program", lambda *call: observed.append(call) or 5)
     result = CliRunner().invoke(launch_command, ["-n", "4", "--", *words.split()])
-    assert (observed, result.exit_code) == ([(4, tuple(words.split()))], 5)
+    assert (observed, result.exit_code) == ([(4, tuple(words.split()), LossPolicy())], 5)
 
 
 @pytest.mark.parametrize(
@@ -168,7 +169,7 @@ def test_what_stands_before_launch_is_for_the_ranks(monkeypatch):
     observed = []
     monkeypatch.setattr(module, "launch", lambda *call: observed.append(call) or 0)
     assert CliRunner().invoke(whole_command, ["-q", "launch", "-n", "2", "train"]).exit_code == 0
-    assert observed == [(2, ["--quiet", "train"])]
+    assert observed == [(2, ["--quiet", "train"], LossPolicy())]
 
 
 def test_help_shows_examples():
@@ -508,5 +509,5 @@ def test_a_stop_while_launch_looks_for_the_mpi(number):
         process.send_signal(number)
         message = process.communicate(timeout=60)[1]
     assert process.returncode == 75
-    assert message == f"hpctrain: stopped by {number.name} before a run began\n"
+    assert message == f"hpctrain: stopped by {number.name} while no rank ran\n"
     assert not psutil.wait_procs(children, timeout=60)[1]  # a probe that begins ends by itself

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.cluster.launch import MpiInstallation
+from hpctrain.cluster.launch import MpiInstallation, elastic_options
 from hpctrain.cluster.netlab.namespaces import host_cores, shaping_command
 from hpctrain.cluster.netlab.netlab import (
     Lab,
@@ -71,6 +71,13 @@ def test_command(mpi, placed):
     assert line.endswith(f"{placed} 10.99.0.1:2,10.99.0.2:2,10.99.0.3:2 -n 6 python x.py")
 
 
+def test_an_elastic_job_has_its_spares_in_the_lab():
+    options = elastic_options(OPENMPI._replace(ulfm=True))
+    line = " ".join(build_command(OPENMPI, Lab(2, 2, 10**9), ["x"], options))
+    assert line.startswith("/opt/mpiexec --with-ft ulfm --mca coll ^han,cuda --prtemca ")
+    assert line.endswith(" -n 4 x")
+
+
 @pytest.mark.parametrize("vendor, mpiexec", [("Intel MPI", "/opt/mpiexec"), ("MPICH", None)])
 def test_other_mpis_are_refused(vendor, mpiexec):
     with pytest.raises(UsageError, match="of Open MPI or MPICH"):
@@ -116,6 +123,8 @@ def test_a_segment_is_sent_unasked():
         ("--hosts 4 -- mpiexec -n 4 true", "leave mpiexec out: hpctrain netlab --hosts 4 --ranks"),
         ("--hosts 2 -- /opt/bin/mpirun -n 2 true", "netlab starts the 2 ranks itself, and each"),
         ("--hosts 2 --ranks-per-host 3 -- env A=1 srun true", "--hosts 2 --ranks-per-host 3 --"),
+        ("--hosts 2 --spares 1 -- true", "--spares 1: only an elastic job has spares"),
+        ("--hosts 2 --elastic --spares 1 --min-ranks 2 -- true", "--min-ranks: expected 1 to 1"),
         ("--hosts two -- true", "'two' is not a valid integer"),
         ("--hosts 2", "Missing argument"),
         ("-- true", "Missing option '--hosts'"),

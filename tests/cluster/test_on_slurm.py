@@ -22,6 +22,7 @@ import threadpoolctl
 from tables import rows_of
 
 from hpctrain import checkpoint
+from hpctrain.cluster.launch import find_mpi
 from hpctrain.cluster.slurm.render import Job, render
 from hpctrain.run_files import run_folder
 from hpctrain.training import recipe, runs
@@ -269,6 +270,50 @@ def _must_be(training: Training, complete: str, restarts: int, limit_s: float = 
     assert (reported["status"], reported["params_sha256"]) == ("done", complete)
     assert reported["restarts"] >= restarts
     assert reported["steps_redone"] <= INTERVAL
+
+
+RELAUNCH_S = 15.0  # from a loss to the next step
+
+
+def kill_rank(slurm, job: int, node: str) -> None:
+    keeper = psutil.Process(slurm.keeper.pid)
+    ranks = [p for p in keeper.children(recursive=True) if _is_rank(p, node)]
+    assert ranks, slurm.told(job)
+    ranks[0].kill()
+
+
+def _is_rank(process: psutil.Process, node: str) -> bool:
+    """Return whether this is the process of a rank; a launcher's daemon has its variables too."""
+    try:
+        words, environ = process.cmdline(), process.environ()
+    except psutil.Error:
+        return False
+    is_python = "python" in words[0] if words else False
+    has_rank = {"PMI_RANK", "PMIX_RANK"} & environ.keys()
+    return bool(is_python and has_rank and environ.get("SLURMD_NODENAME") == node)
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    "elastic", [False, pytest.param(True, marks=pytest.mark.full, id="under ULFM")]
+)
+def test_after_a_loss_a_job_goes_on_in_its_allocation(slurm, tmp_path, elastic):
+    """A killed rank is started again; after the loss of a node one rank fewer trains."""
+    if elastic and not find_mpi().ulfm:
+        pytest.skip("the MPI has no ULFM")
+    training = submit(slurm, tmp_path, step_ms=80, min_ranks=3, elastic=elastic)
+    for step, happen, node in ((6, kill_rank, "n2"), (16, lose, "n4")):
+        training.reach(step)
+        last_step = max(training.steps)
+        happen(slurm, training.job, node)
+        began_s = time.monotonic()
+        training.reach(last_step + 1)
+        assert time.monotonic() - began_s < RELAUNCH_S, slurm.told(training.job)
+    assert slurm.wait(training.job) == "COMPLETED", slurm.told(training.job)
+    reported = training.summary
+    assert (reported["status"], reported["hosts"]) == ("done", ["n1", "n2", "n3"])
+    assert reported["restarts"] <= 2 and training.steps == list(range(1, STEPS + 1))
+    assert slurm.job(training.job)["Restarts"] == "0"
 
 
 SERVER = ["engine.kind=ps-sync", "engine.servers=1", "engine.placement=dedicated"]

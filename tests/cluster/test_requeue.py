@@ -15,6 +15,9 @@ from hpctrain.cluster.slurm.render import Job, render
 
 SRUN = """#!/bin/bash
 # A rank that ends as a row of the table says; it began with what lies in runs/digits-7.
+words="$*"
+echo "${words%% hpctrain*} [$HPCTRAIN_RESTARTS]" >>starts
+[ "$(wc -l <starts)" = 1 ] || SAYS=${THEN-$SAYS}
 trap '[ $((deaf++)) -lt $DEAF ] || { [ -n "$TALKS" ] || exit 75; ASK=; }' USR1
 sleep 0.01 # the time of a file is coarser than that of a clock
 [ -z "$ASK" ] || kill -USR1 $PPID
@@ -35,6 +38,9 @@ if [ "$1" = -o ]; then
 fi
 echo "$@" >>said
 [ "$(wc -l <said)" -gt $REFUSED ]
+"""
+SINFO = """#!/bin/sh
+echo "$STATES"
 """
 SLEEP = """#!/bin/sh
 case $1 in 0*) exec /bin/sleep $1 ;; *) exec /bin/sleep 0.01 ;; esac # pauses are not waited for
@@ -64,6 +70,7 @@ class Part:
     silent: int = 0  #: how often it does not answer
     warn_s: int = 120
     told: str = ""  #: what the job says at its end
+    starts: int = 1  #: how often the ranks are started in its allocation
 
 
 TABLE = {
@@ -76,7 +83,7 @@ TABLE = {
     "requeued by Slurm beyond the cap": Part(
         "done 0", ends=75, restarts=21, told=f"restarted 21 times, of 20: {LATER}"
     ),
-    "lost at the cap": Part(code=9, ends=75, restarts=20, told=f"is enough: {LATER}"),
+    "lost at the cap": Part(code=9, ends=75, restarts=20, told=f"is enough: {LATER}", starts=2),
     "cancelled": Part("stopped 75", ends=75, state="CANCELLED", told="why; Slurm says CANCELLED"),
     "requeued by an administrator": Part("stopped 75", ends=75, state="PENDING"),
     "cannot be requeued": Part(
@@ -100,25 +107,30 @@ TABLE = {
     "refused": Part(code=2, ends=2),
     "refused, after a part that stopped": Part(code=2, ends=2, before="stopped 75"),
     "refused, after one that was done": Part(code=2, ends=2, before="done 0"),
-    "killed, nothing saved": Part(code=9, again=1),
+    "killed, nothing saved": Part(code=9, again=1, starts=2),
     "killed twice, nothing saved": Part(code=143, again=1, tries="1"),
     "killed three times, nothing saved": Part(code=143, ends=143, tries="2"),
     "lost, said to be fine": Part(code=0, ends=1),
-    "lost, said to be fine, saved": Part(code=0, again=1, saved=True),
-    "lost, saved": Part(code=14, again=1, saved=True, tries="9"),
-    "MPI does not start": Part(code=15, again=1),
+    "lost, said to be fine, saved": Part(code=0, again=1, saved=True, starts=4),
+    "lost, saved": Part(code=14, again=1, saved=True, tries="9", starts=4),
+    "lost, saved, while the job ends": Part(code=14, ends=75, saved=True, state="COMPLETING"),
+    "MPI does not start": Part(code=15, again=1, starts=2),
     "no such command": Part(code=127, ends=127),
     "a bug before training": Part(code=1, ends=1),
     "a bug, nothing saved": Part("failed 1", code=1, ends=1),
-    "lost and told, saved": Part("failed 1", code=1, again=1, saved=True),
-    "hung, saved": Part("hung 86", code=86, again=1, saved=True),
+    "lost and told, saved": Part("failed 1", code=1, again=1, saved=True, starts=4),
+    "hung, saved": Part("hung 86", code=86, again=1, saved=True, starts=4),
     "hung, nothing saved": Part("hung 86", code=86, ends=86),
 }
 
 
-def run(folder, part: Part, **extra: str) -> subprocess.CompletedProcess[str]:
-    files = {"srun": SRUN, "scontrol": SCONTROL, "sleep": SLEEP}
-    files["job.sh"] = render(Job(nodes=4, warn_s=part.warn_s))
+def run(
+    folder, part: Part, min_ranks: int | None = None, **extra: str
+) -> subprocess.CompletedProcess[str]:
+    files = {"srun": SRUN, "scontrol": SCONTROL, "sinfo": SINFO, "sleep": SLEEP}
+    files["job.sh"] = render(
+        Job(nodes=4, tasks_per_node=2, warn_s=part.warn_s, min_ranks=min_ranks)
+    )
     for name, text in files.items():
         (folder / name).write_text(text)
         (folder / name).chmod(0o755)
@@ -151,9 +163,34 @@ def must_come(part: Part, folder) -> str:
     completed = run(folder, part)
     assert (completed.returncode, completed.stderr) == (part.ends, "")
     assert part.told in completed.stdout
-    message = folder / "said"
+    message, starts = folder / "said", folder / "starts"
     assert (message.read_text() if message.exists() else "") == AGAIN * part.again
+    assert not starts.exists() or len(starts.read_text().splitlines()) == part.starts
     return completed.stdout
+
+
+UP, ALL = "n1 allocated\nn2 allocated", "--kill-on-bad-exit=1"
+LEFT = "--nodelist=n1,n2,n3 --nodes=3 -n 6 --kill-on-bad-exit=1"
+# states of the nodes after a loss, --min-ranks -> the words of the next start; None: requeued
+STATES = [
+    (f"{UP}\nn3 mixed\nn4 draining", None, ALL),  # the rank alone was lost
+    ("", None, ALL),  # Slurm does not answer
+    (f"{UP}\nn3 allocated\nn4 down*", None, None),
+    (f"{UP}\nn3 allocated\nn4 down*", 6, LEFT),
+    (f"{UP}\nn1 allocated\nn3 allocated\nn4 allocated*", 6, LEFT),  # in two partitions
+    (f"{UP}\nn3 failing\nn4 down*", 6, None),
+    (f"{UP}\nn3 powering_down\nn4 boot", 4, "--nodelist=n1,n2 --nodes=2 -n 4 " + ALL),
+]
+
+
+@pytest.mark.parametrize("states, min_ranks, words", STATES)
+def test_ranks_are_started_again_on_the_nodes_that_are_left(states, min_ranks, words, tmp_path):
+    sizes = {"SLURM_JOB_NUM_NODES": "4", "SLURM_NTASKS_PER_NODE": "2", "SLURM_JOB_NODELIST": "n"}
+    part = Part(code=9, saved=True)
+    run(tmp_path, part, min_ranks, STATES=states, THEN="done 0", **sizes)
+    expected = [f"{ALL} []"] + [f"{words} [1]"] * (words is not None)
+    assert (tmp_path / "starts").read_text().splitlines() == expected
+    assert (tmp_path / "said").exists() is (words is None)
 
 
 def site(folder, text: str) -> None:

@@ -85,6 +85,13 @@ BAD = [
     (Job(nodes=4, servers=3, server_nodes=2), "3 cannot be divided among --server-nodes 2"),
     (Job(nodes=4, server_nodes=2), "--server-nodes without --servers"),
     (Job(nodes=4, servers=1, sizes=(1,)), "exclude each other"),
+    (Job(nodes=4, servers=1, min_ranks=2), "with --servers or --sizes is fixed"),
+    (Job(nodes=4, sizes=(1, 4), elastic=True), "srun, which cannot run ULFM"),
+    (Job(nodes=4, spares=1), "--spares 1: only an elastic job has spares; add --elastic"),
+    (Job(nodes=4, spares=2, elastic=True, min_ranks=3), "--min-ranks 3: expected at most 2"),
+    (Job(spares=-1), "--spares: expected 0 or more, seen -1"),
+    (Job(min_ranks=0), "--min-ranks: expected 1 or more, seen 0"),
+    (Job(relaunches=-1), "--relaunches: expected 0 or more, seen -1"),
     (Job(time="2 hours"), "--time 2 hours: expected minutes"),
     (Job(time="1"), "is 60 s, but the stop signal comes 120 s before"),
     (Job(recipe=""), "expected the name or the file of a recipe"),
@@ -159,6 +166,18 @@ def test_without_restarts_slurm_makes_none_either():
     assert "#SBATCH --no-requeue" in lines and "#SBATCH --requeue" not in lines
 
 
+def test_an_elastic_job_is_started_by_launch():
+    """Its spares are among the ranks of the allocation; `launch` starts it again."""
+    text = render(Job(nodes=4, tasks_per_node=2, elastic=True, spares=2, min_ranks=4, relaunches=5))
+    assert (
+        "launch=(hpctrain launch --elastic --spares 2 --min-ranks 4 --max-restarts 5 "
+        "-n $((SLURM_NTASKS - 2)))\n"
+    ) in text
+    assert "\ntrain=(train digits)\n" in text
+    assert "#SBATCH --no-kill" in directives(text) and "\nmax_relaunches=0\n" in text
+    assert "#SBATCH --no-kill" not in directives(render(Job(nodes=4)))
+
+
 TIMES = {"90": 5400, "2:30": 150, "2:00:00": 7200, "1-12": 129600, "1-0:30": 88200, "0-0:0:9": 9}
 
 
@@ -169,6 +188,7 @@ def test_time_limits_as_sbatch_reads_them(time):
 
 def test_ranks():
     assert total_ranks(Job(nodes=4, gpus_per_node=4, servers=2)) == 18
+    assert total_ranks(Job(nodes=4, gpus_per_node=4, elastic=True, spares=2)) == 14
 
 
 HOSTILE = [

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import shutil
-from functools import cache
 
 import numpy as np
 import pytest
 from ranks import run_on
+from regimes import REGIMES, digits
 
-from hpctrain import checkpoint, data, engines, nn, optim
+from hpctrain import checkpoint, nn, optim
 from hpctrain.checkpoint import Piece
 from hpctrain.core.errors import UsageError
 from hpctrain.engines.saved_state import SavedState
@@ -18,25 +18,6 @@ from hpctrain.training.trainer import Trainer
 from hpctrain.transport.threads.ranks import run_ranks
 
 STEPS, SGD = 7, optim.sgd(0.05, 0.9)
-REGIMES = {
-    "single": engines.Single(),
-    "allreduce": engines.AllReduce(),
-    "sharded": engines.AllReduce(shard_optimizer=True),
-    "ps-sync": engines.PsSync(servers=2, placement="colocated"),
-    "ps-async": engines.PsAsync(),
-    "local-sgd": engines.LocalSgd(period=3),
-    "averaged": engines.LocalSgd(period=3, momentum="averaged"),
-    "delayed": engines.LocalSgd(period=3, delay=1),
-    "diloco": engines.LocalSgd(period=3, outer="nesterov"),
-    "easgd": engines.Easgd(period=3),
-    "gossip": engines.Gossip(),
-    "gossip, ring": engines.Gossip(graph="ring"),
-}
-
-
-@cache
-def digits() -> data.Dataset:
-    return data.DigitsOptions().load(0).train
 
 
 def trained(regime, out, optimizer=SGD, steps=STEPS, resume=False):

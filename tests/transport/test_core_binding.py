@@ -17,6 +17,7 @@ from hpctrain.transport.mpi.installation import (
     LoadedMpi,
     find_mpiexec,
     has_pmix,
+    has_ulfm,
     load_mpi,
     missing_mpi_text,
 )
@@ -112,8 +113,16 @@ def test_probe_names_the_loaded_mpi_and_its_mpiexec(start):
     job = start("-m", "hpctrain.transport.mpi.installation").finish(30)
     printed = json.loads(job.stdout)
     assert os.access(printed.pop("mpiexec"), os.X_OK)
+    assert printed.pop("ulfm") is has_ulfm(load_mpi())
     assert printed == asdict(load_mpi())
     assert os.path.basename(printed["libmpi"]).startswith("libmpi")
+
+
+def test_only_open_mpi_has_ulfm():
+    """MPICH has functions of the same names."""
+    mpi = load_mpi()
+    assert has_ulfm(mpi) is (mpi.vendor == "Open MPI" and int(mpi.version.split(".")[0]) >= 5)
+    assert not has_ulfm(LoadedMpi("Open MPI", "5.0.0", ""))
 
 
 def test_whether_mpi_knows_pmix():

@@ -31,7 +31,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from hpctrain.cluster.launch import MpiInstallation, eager_limit_variables, find_mpi
+from hpctrain.cluster.launch import (
+    MpiInstallation,
+    eager_limit_variables,
+    elastic_options,
+    find_mpi,
+)
+from hpctrain.cluster.loss_policy import LossPolicy, check_policy
 from hpctrain.cluster.netlab.namespaces import (
     INTERFACE,
     NETWORK,
@@ -98,17 +104,21 @@ def unavailable_reason() -> str | None:
     )
 
 
-def netlab(lab: Lab, argv: Sequence[str]) -> int:
+def netlab(lab: Lab, argv: Sequence[str], policy: LossPolicy | None = None) -> int:
     """Run `argv` on all ranks of `lab` and return its exit code, or 130 if interrupted.
 
-    Raises UsageError inside a rank of a job, if `argv` would start ranks itself, and if namespaces
-    or MPI are missing.
+    Raises UsageError inside a rank of a job, if `argv` would start ranks itself, if namespaces or
+    MPI are missing, or if `policy`, whose spares are the last ranks of the lab, is impossible.
     """
+    policy = policy or LossPolicy()
+    check_policy(lab.ranks - policy.spares, policy)
     _check_request(lab, argv)
     mpi = find_mpi()
+    options = elastic_options(mpi) if policy.elastic else ()
     lab_command = [*module_command("hpctrain.cluster.netlab.namespaces"), json.dumps(asdict(lab))]
-    command = [*unshare_command(), *lab_command, *build_command(mpi, lab, argv)]
-    return _run_lab(command, rank_environment(mpi, lab.ranks, os.environ))
+    command = [*unshare_command(), *lab_command, *build_command(mpi, lab, argv, options)]
+    environ = rank_environment(mpi, lab.ranks, os.environ) | policy.variables()
+    return _run_lab(command, environ)
 
 
 def unshare_command() -> list[str]:
@@ -118,7 +128,9 @@ def unshare_command() -> list[str]:
     return ["unshare", *user_options, *namespace_options, "--fork", "--kill-child"]
 
 
-def build_command(mpi: MpiInstallation, lab: Lab, argv: Sequence[str]) -> list[str]:
+def build_command(
+    mpi: MpiInstallation, lab: Lab, argv: Sequence[str], further_options: Sequence[str] = ()
+) -> list[str]:
     """Return the mpiexec command line that runs `argv` on all ranks, for use inside the lab."""
     if mpi.mpiexec is None or mpi.vendor not in ("Open MPI", "MPICH"):
         raise UsageError(
@@ -139,7 +151,8 @@ def build_command(mpi: MpiInstallation, lab: Lab, argv: Sequence[str]) -> list[s
             f"--prtemca prte_tmpdir_base {SHM_PATH} --bind-to none --stdin none"
         )
         hosts = ["--host", ",".join(f"{ip}:{per_host}" for ip in addresses)]
-    return [mpi.mpiexec, *options.split(), *hosts, "-n", str(lab.ranks), *argv]
+    words = [*further_options, *options.split(), *hosts, "-n", str(lab.ranks)]
+    return [mpi.mpiexec, *words, *argv]
 
 
 def rank_environment(

@@ -27,7 +27,11 @@ class Job:
     warn_s: int = (
         120  #: from the stop signal to the time limit: the longest checkpoint and a minute
     )
-    max_restarts: int = 20
+    max_restarts: int = 20  #: by Slurm, which puts the job back into its queue
+    relaunches: int = 3  #: restarts in one allocation
+    min_ranks: int | None = None  #: on the nodes that remain after a loss; None: all
+    elastic: bool = False  #: the survivors of a lost rank go on, under Open MPI's mpiexec
+    spares: int = 0  #: ranks of an elastic job that wait to replace lost ones
     servers: int = 0  #: additional ranks that are parameter servers
     server_nodes: int = 0  #: nodes for servers alone (a heterogeneous job); 0: on workers' nodes
     sizes: tuple[int, ...] = ()  #: numbers of nodes of a job array; the largest is `nodes`
@@ -50,8 +54,8 @@ class Job:
 
 
 def total_ranks(job: Job, site: Site | None = None) -> int:
-    """Return the number of MPI ranks of the job, servers included."""
-    return job.nodes * tasks_per_node(job, site) + job.servers
+    """Return the number of MPI ranks that train or serve."""
+    return job.nodes * tasks_per_node(job, site) + job.servers - job.spares
 
 
 def tasks_per_node(job: Job, site: Site | None = None) -> int:
@@ -79,7 +83,8 @@ def node_kind(job: Job, site: Site | None) -> Nodes:
 
 def check_job(job: Job, site: Site | None = None) -> None:
     """Raise a UsageError that lists all faults of an impossible job."""
-    faults = [*_range_faults(job), *_placement_faults(job, site), *text_faults(job)]
+    faults = [*_range_faults(job), *_placement_faults(job, site)]
+    faults += [*_loss_faults(job, site), *text_faults(job)]
     limit_s = parse_time_limit_s(job.time)
     faults += _interactive_faults(job) if job.interactive else _stop_time_faults(job, limit_s)
     if faults:
@@ -89,7 +94,8 @@ def check_job(job: Job, site: Site | None = None) -> None:
 
 def _interactive_faults(job: Job) -> list[str]:
     """Return the faults of an interactive job: options that only batch jobs have."""
-    option_fields = ("servers", "server_nodes", "sizes", "out", "warn_s", "max_restarts")
+    option_fields = ("servers", "server_nodes", "sizes", "out", "warn_s", "max_restarts",
+                     "relaunches", "min_ranks", "elastic", "spares")  # fmt: skip
     default_job = Job()
     unsuitable_options = [
         _option_name(name)
@@ -122,7 +128,8 @@ def _stop_time_faults(job: Job, limit_s: int) -> list[str]:
 
 def _range_faults(job: Job) -> list[str]:
     minima = {"nodes": 1, "warn_s": 1, "gpus_per_node": 0, "servers": 0, "server_nodes": 0,
-             "max_restarts": 0, "tasks_per_node": 1, "cpus_per_task": 1}  # fmt: skip
+             "max_restarts": 0, "relaunches": 0, "min_ranks": 1, "spares": 0,
+             "tasks_per_node": 1, "cpus_per_task": 1}  # fmt: skip
     values = [(name, n, getattr(job, name)) for name, n in minima.items()]
     given_options = [(_option_name(name), n, x) for name, n, x in values if x is not None]
     given_options += [("--sizes", 1, size) for size in job.sizes]
@@ -180,6 +187,27 @@ def text_faults(job: Job) -> list[str]:
     if not job.recipe or job.recipe.startswith("-"):
         faults.append(f"expected the name or the file of a recipe, seen {job.recipe!r}")
     return faults
+
+
+def _loss_faults(job: Job, site: Site | None) -> list[str]:
+    """Return the faults of the options that say how a job goes on after the loss of ranks."""
+    ranks, min_ranks = total_ranks(job, site), job.min_ranks or 1
+    has_fixed_size = bool(job.servers or job.sizes)
+    faults = {
+        "--min-ranks: the number of ranks of a job with --servers or --sizes is fixed": (
+            has_fixed_size and job.min_ranks is not None
+        ),
+        "--elastic: a job with --servers or --sizes is started by srun, which cannot run ULFM": (
+            has_fixed_size and job.elastic
+        ),
+        f"--spares {job.spares}: only an elastic job has spares; add --elastic": (
+            job.spares > 0 and not job.elastic
+        ),
+        f"--min-ranks {min_ranks}: expected at most {ranks}, the job's ranks without spares": (
+            ranks < min_ranks and not has_fixed_size
+        ),
+    }
+    return [fault for fault, is_present in faults.items() if is_present]
 
 
 def _site_title(site: Site | None) -> str:

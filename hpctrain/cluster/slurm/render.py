@@ -55,7 +55,11 @@ def _batch_values(job: Job, site: Site | None) -> dict[str, str]:
         else _read_template("site.sh").rstrip(),
         "run": _run_folder_word(job),
         "train": shlex.join(_train_command(job)),
+        "launch": _launch_line(job),
         "max_restarts": str(job.max_restarts),
+        # An elastic job is started again by `hpctrain launch`.
+        "max_relaunches": str(0 if job.elastic else job.relaunches),
+        "min_ranks": str(job.min_ranks or 0),
         "warn_s": str(job.warn_s),
         "placement": _placement_lines(job, site),
         "sizes": " ".join(map(str, job.sizes)),
@@ -78,6 +82,7 @@ def _sbatch_lines(job: Job, site: Site | None) -> str:
         "signal": f"B:USR1@{job.warn_s}",
         ("requeue" if job.max_restarts else "no-requeue"): "",
         "open-mode": "append",
+        **({"no-kill": ""} if job.min_ranks else {}),  # the job survives the loss of a node
         **merge_gpu_options(gpu_request, _extra_options(job, site, nodes)),
     }
     if not job.server_nodes:
@@ -124,7 +129,26 @@ def _run_folder_word(job: Job) -> str:
 
 def _train_command(job: Job) -> list[str]:
     server_words = ["--set", f"engine.servers={job.servers}", "--set", "engine.placement=dedicated"]
-    return ["hpctrain", "train", job.recipe, *job.arguments, *(server_words if job.servers else [])]
+    program = [] if job.elastic else ["hpctrain"]  # `hpctrain launch` is called with a command
+    return [*program, "train", job.recipe, *job.arguments, *(server_words if job.servers else [])]
+
+
+def _launch_line(job: Job) -> str:
+    """Return the shell line that sets the words that start ranks.
+
+    The spares of an elastic job are among the ranks that fit into its allocation.
+    """
+    if not job.elastic:
+        return _SRUN_LINE
+    spares = f"--spares {job.spares} " * (job.spares > 0)
+    min_ranks = f"--min-ranks {job.min_ranks} " * (job.min_ranks is not None)
+    return (
+        f"launch=(hpctrain launch --elastic {spares}{min_ranks}"
+        f"--max-restarts {job.relaunches} -n $((SLURM_NTASKS - {job.spares})))"
+    )
+
+
+_SRUN_LINE = 'read -ra launch <<<"${HPCTRAIN_LAUNCHER:-srun --kill-on-bad-exit=1}"'
 
 
 def _placement_lines(job: Job, site: Site | None) -> str:

@@ -201,7 +201,8 @@ def _job(study: Study, size: Size, recipe: str, out: str, name: str) -> Job:
     options.pop("site")
     if options["gpus_per_node"]:  # a rank takes a GPU, and a small size does not take them all
         options["gpus_per_node"] = size.per_node
-    return Job(recipe, size.nodes, size.per_node, name=name, out=out, max_restarts=0, **options)
+    options |= {"max_restarts": 0, "relaunches": 0}  # a trial with a restart measures nothing
+    return Job(recipe, size.nodes, size.per_node, name=name, out=out, **options)
 
 
 def _site(study: Study) -> Site | None:

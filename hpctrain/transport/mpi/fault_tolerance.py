@@ -9,17 +9,20 @@ communication capability: design and rationale", 2013.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from mpi4py import MPI
 
-from hpctrain.core.errors import LostRankError
+from hpctrain.core.errors import LostRankError, TransportError
+from hpctrain.transport.mpi.requests import SleepingWait
 from hpctrain.watch import Entry
 
 if TYPE_CHECKING:
     from hpctrain.transport.mpi.link import MpiLink
 
+ALL_PEERS = -1  # the peer in the watch's record if a call waits for all ranks
 FT_VARIABLE = "OMPI_MCA_mpi_ft_enable"
 #: Errors of the caller. Any other may report a loss: Open MPI's collectives raise ERR_OTHER, too.
 _CALLER_ERRORS = frozenset(
@@ -72,12 +75,13 @@ def has_lost(comm: MPI.Comm) -> bool:
 
 
 class SurvivingLink:
-    """The calls of a link with which the survivors of a lost rank go on; see Link."""
+    """The errors of a link, and the calls with which the survivors of a lost rank go on."""
 
     comm: MPI.Intracomm
     entry: Entry
     family: Family
     rank: int
+    sleeping_wait: SleepingWait
     derive_link: Callable[..., MpiLink]
     _is_dissolved = False  # no agreement of this communicator will succeed
 
@@ -99,7 +103,7 @@ class SurvivingLink:
 
     def _vote(self, vote: int) -> bool:
         """Return whether all ranks are left and have voted 1."""
-        self.entry.enter(b"agree", -1, 0)
+        self.entry.enter(b"agree", ALL_PEERS, 0)
         try:
             self._is_dissolved = self.comm.Agree(vote) != 1
         except MPI.Exception:  # a rank was lost
@@ -113,7 +117,7 @@ class SurvivingLink:
 
     def shrink(self) -> MpiLink:
         """Return the link of the ranks that are left, in order, of a family of its own."""
-        self.entry.enter(b"shrink", -1, 0)
+        self.entry.enter(b"shrink", ALL_PEERS, 0)
         comm = self.comm.Shrink()
         self.entry.leave()
         return self.derive_link(comm, Family())
@@ -123,3 +127,36 @@ class SurvivingLink:
         self.entry.leave()
         self.family.revoke()
         return LostRankError(f"rank {self.rank}: {call}: a rank was lost")
+
+    @contextmanager
+    def recorded(self, call: bytes) -> Iterator[None]:
+        """Record a call of MPI that waits for all ranks; raise its errors as ours."""
+        self.entry.enter(call, ALL_PEERS, 0)
+        try:
+            yield
+        except MPI.Exception as error:
+            raise self.make_call_error(call.decode(), ALL_PEERS, 0, error) from error
+        self.entry.leave()
+
+    def make_call_error(self, call: str, peer: int, size: int, actual: object) -> TransportError:
+        """Return the error of a call; it no longer waits, since callers may catch the error."""
+        self.entry.leave()
+        if self.family.reports_loss(actual):
+            return self.make_loss(f"{call} with {_name(peer)}")
+        return TransportError(
+            f"rank {self.rank}: {call} with {_name(peer)} expected {size} bytes, but: {actual}. "
+            "All ranks must call with arrays of the same length and dtype, in the same order."
+        )
+
+    def make_timeout(self, call: str, peer: int, size: int) -> TransportError:
+        """Return the error of a call that waited too long, with what other ranks of the node do."""
+        report = self.entry.report_ranks(self.sleeping_wait.limit_s)
+        self.entry.leave()
+        return TransportError(
+            f"rank {self.rank}: Timed out after {self.sleeping_wait.limit_s:g} s in {call} with "
+            f"{_name(peer)}, {size} bytes\n{report}"
+        )
+
+
+def _name(peer: int) -> str:
+    return "all ranks" if peer == ALL_PEERS else f"rank {peer}"

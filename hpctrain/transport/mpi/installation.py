@@ -81,6 +81,18 @@ def has_pmix(mpi: LoadedMpi) -> bool:
     return not mpi.libmpi or hasattr(ctypes.CDLL(mpi.libmpi), "PMIx_Init")
 
 
+def has_ulfm(mpi: LoadedMpi) -> bool:
+    """Return whether the loaded `mpi` is an Open MPI that was built with fault tolerance.
+
+    Only the variable shows it: without, Open MPI's functions of ULFM exist, and so do MPICH's.
+    """
+    if mpi.vendor != "Open MPI" or not mpi.libmpi:
+        return False
+    library, unused = ctypes.CDLL(mpi.libmpi), ctypes.c_int()
+    library.MPI_T_init_thread(0, ctypes.byref(unused))
+    return library.MPI_T_cvar_get_index(b"mpi_ft_enable", ctypes.byref(unused)) == 0
+
+
 def find_mpiexec(mpi: LoadedMpi) -> str | None:
     """Return the launcher of `mpi`: searched near its libmpi, beside Python and on the PATH."""
     return next(
@@ -90,12 +102,12 @@ def find_mpiexec(mpi: LoadedMpi) -> str | None:
 
 
 def main() -> None:
-    """Print vendor, version, libmpi and mpiexec (or null) as one line of JSON."""
+    """Print vendor, version, libmpi, mpiexec (or null) and ulfm as one line of JSON."""
     try:
         mpi = load_mpi()
     except UsageError as error:
         sys.exit(str(error))
-    print(json.dumps({**asdict(mpi), "mpiexec": find_mpiexec(mpi)}))
+    print(json.dumps({**asdict(mpi), "mpiexec": find_mpiexec(mpi), "ulfm": has_ulfm(mpi)}))
 
 
 def _mapped_libmpi() -> str:

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -19,13 +18,12 @@ mpi4py.rc.initialize = False
 mpi4py.rc.finalize = False
 from mpi4py import MPI  # noqa: E402  (the settings above must come first)
 
-from hpctrain.core.errors import TransportError  # noqa: E402
 from hpctrain.core.thresholds import Thresholds  # noqa: E402
 from hpctrain.core.xp import Array, namespace  # noqa: E402
 from hpctrain.transport.device import transfers  # noqa: E402
 from hpctrain.transport.link import Request  # noqa: E402
 from hpctrain.transport.mpi import requests  # noqa: E402
-from hpctrain.transport.mpi.fault_tolerance import Family, SurvivingLink, has_lost  # noqa: E402
+from hpctrain.transport.mpi.fault_tolerance import ALL_PEERS, Family, SurvivingLink, has_lost  # noqa: E402
 from hpctrain.transport.mpi.native import MpiCollectives  # noqa: E402
 from hpctrain.transport.mpi.requests import buffer_spec, cut_pieces, finish_piece  # noqa: E402
 from hpctrain.transport.paths import Path  # noqa: E402
@@ -37,7 +35,6 @@ TAG = 0
 #: A rank that waits for a word in shared memory first yields its core in a loop; after YIELD_S it
 #: also sleeps for NAP_S between polls.
 YIELD_S, NAP_S, POLLS_PER_PROBE = 0.05, 0.0005, 32
-ALL_PEERS = -1  # the peer in the watch's record if a call waits for all ranks
 
 
 class MpiLink(SurvivingLink):
@@ -114,14 +111,14 @@ class MpiLink(SurvivingLink):
 
     def split(self, color: int, key: int) -> MpiLink:
         """Return the link of the ranks of the same `color`, ordered by `key`; all must call."""
-        with self._collective(b"split"):
+        with self.recorded(b"split"):
             return self.derive_link(MPI.Intracomm(self.comm.Split(color, key)))
 
     def create_group(self, ranks: Sequence[int], tag: int = 0) -> MpiLink:
         """Return the link of `ranks` of this link, in this order; these alone must call."""
         whole = self.comm.Get_group()
         group = whole.Incl(ranks)
-        with self._collective(b"create_group"):
+        with self.recorded(b"create_group"):
             link = self.derive_link(self.comm.Create_group(group, tag))
         group.Free()
         whole.Free()
@@ -146,16 +143,6 @@ class MpiLink(SurvivingLink):
             self.comm.Barrier()
         except MPI.Exception as error:
             raise self.make_call_error("barrier", ALL_PEERS, 0, error) from error
-        self.entry.leave()
-
-    @contextmanager
-    def _collective(self, call: bytes) -> Iterator[None]:
-        """Record a call of MPI that waits for all ranks; raise its errors as ours."""
-        self.entry.enter(call, ALL_PEERS, 0)
-        try:
-            yield
-        except MPI.Exception as error:
-            raise self.make_call_error(call.decode(), ALL_PEERS, 0, error) from error
         self.entry.leave()
 
     def wait_for(
@@ -305,26 +292,3 @@ class MpiLink(SurvivingLink):
                 empty if incoming is None else incoming,
                 MPI.PROC_NULL if incoming is None else source,
             )
-
-    def make_call_error(self, call: str, peer: int, size: int, actual: object) -> TransportError:
-        """Return the error of a call; it no longer waits, since callers may catch the error."""
-        self.entry.leave()
-        if self.family.reports_loss(actual):
-            return self.make_loss(f"{call} with {_name(peer)}")
-        return TransportError(
-            f"rank {self.rank}: {call} with {_name(peer)} expected {size} bytes, but: {actual}. "
-            "All ranks must call with arrays of the same length and dtype, in the same order."
-        )
-
-    def make_timeout(self, call: str, peer: int, size: int) -> TransportError:
-        """Return the error of a call that waited too long, with what other ranks of the node do."""
-        report = self.entry.report_ranks(self.sleeping_wait.limit_s)
-        self.entry.leave()
-        return TransportError(
-            f"rank {self.rank}: Timed out after {self.sleeping_wait.limit_s:g} s in {call} with "
-            f"{_name(peer)}, {size} bytes\n{report}"
-        )
-
-
-def _name(peer: int) -> str:
-    return "all ranks" if peer == ALL_PEERS else f"rank {peer}"

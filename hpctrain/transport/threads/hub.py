@@ -34,7 +34,7 @@ class Job:
         return bool(self.kills)
 
     def kill(self, member: int) -> None:
-        """End the waits for a rank, here and in every hub made since."""
+        """End the waits for a rank that is gone, in every hub made so far."""
         self.lost.add(member)
         for root in self.roots:
             root.wake()

@@ -40,6 +40,8 @@ def run_ranks(
             outcomes.put(None)
         except BaseException as error:  # raised again below
             outcomes.put(error)
+        if job.survives:  # those that are left must not wait for this one
+            job.kill(rank)
 
     for rank in range(size):
         threading.Thread(target=run_rank, args=(rank,), daemon=True).start()

@@ -17,7 +17,6 @@ if ((${SLURM_RESTART_COUNT:-0} > max_restarts)); then # by Slurm itself, after a
     exit 75
 fi
 mkdir -p "$run" || exit 1
-echo "$job" >"$run/.began" # what is newer was written by this part of the run, of this job
 rm -f "$run/.why" # of the part before
 
 of_job() { SLURM_TIME_FORMAT=standard timeout 20 scontrol -o show job "$job" | tr ' ' '\n'; }
@@ -77,34 +76,64 @@ again() { # put the job back into the queue, unless it was ended from outside: c
     exit 75
 }
 
-pid='' reminder=''
+remaining() { # the nodes of this job on which Slurm can start ranks, with commas
+    sinfo --noheader --Node --nodes="$SLURM_JOB_NODELIST" --format='%N %T' 2>/dev/null | sort -u |
+        sed -nE '/ (down|fail|error|unk|boot|powering_down)|\*$/!s/ .*//p' | paste -sd,
+}
+
+place() { # leave the lost nodes out; fail where fewer ranks than min_ranks would remain
+    local names count ranks
+    names=$(remaining)
+    count=$(tr , '\n' <<<"$names" | grep -c .)
+    ((count > 0 && count < SLURM_JOB_NUM_NODES)) || return 0 # all, or Slurm does not answer
+    ranks=$((count * ${SLURM_NTASKS_PER_NODE:-1}))
+    [[ ${srun[0]} == *srun ]] && ((${min_ranks:-0} > 0 && ranks >= min_ranks)) || return 1
+    launch=("${srun[0]}" --nodelist="$names" --nodes="$count" -n "$ranks" "${srun[@]:1}")
+}
+
+relaunch() { # start the ranks again in this allocation, unless the job is to end
+    # After two starts in a row that saved nothing the job is to have other nodes.
+    [ -z "$asked" ] && ((relaunches < max_relaunches && tries < 2)) || return 1
+    [ "$(of_job | field JobState)" = RUNNING ] && place || return 1
+    # The step of a lost node may never end for Slurm: do not wait for its cores.
+    export SLURM_OVERLAP=1 HPCTRAIN_RESTARTS=$((++relaunches))
+    echo "job $job: $1; started again here, $relaunches of $max_relaunches: ${launch[*]}"
+}
+
+pid='' reminder='' relaunches=0 srun=("${launch[@]}")
 trap stop USR1
 trap : TERM # Slurm ends the job, and lets the ranks save (KillWait): do not leave before them
-"${launch[@]}" "${train[@]}" --out "$run" --resume &
-pid=$!
-[ -z "$asked" ] || stop
-while wait "$pid"; code=$?; kill -0 "$pid" 2>/dev/null; do :; done # a signal ends wait early
-pid=''
-[ -z "$reminder" ] || kill "$reminder" 2>/dev/null
+while :; do
+    echo "$job" >"$run/.began" # what is newer was written by this part of the run, of this job
+    "${launch[@]}" "${train[@]}" --out "$run" --resume &
+    pid=$!
+    [ -z "$asked" ] || stop
+    while wait "$pid"; code=$?; kill -0 "$pid" 2>/dev/null; do :; done # a signal ends wait early
+    pid=''
+    [ -z "$reminder" ] || kill "$reminder" 2>/dev/null
 
-case "$(told status)" in
-done) exit 0 ;;
-stopped) again "$(told reason)" ;;
-esac
-# USR1 ends a rank that has not begun; others may tell of its loss (1), not of other faults.
-case "$asked/$(told exit_code)" in
-[0-9]*/ | [0-9]*/1) again 'asked to stop, and the ranks ended before they could' ;;
-esac
-# Ranks may be lost with their node, a bug comes again at once: a part that has saved something is
-# worth another. So are two in a row whose ranks never started (MPI did not start, say), but
-# not where hpctrain itself (1, 2, 3), or the shell for want of it (127), gave the code.
-tries=0
-if ! find "$run/checkpoints" -newer "$run/.began" -name manifest.json 2>/dev/null | grep -q .; then
-    tries=$(($(cat "$run/.tries" 2>/dev/null) + 1))
-fi
-echo "$tries" >"$run/.tries"
-case "$(told exit_code)/$code/$tries" in
-/[0-3]/[1-9]* | /127/[1-9]*) ;;
-1/*/0 | 86/*/0 | /*/[0-2]) again 'ranks were lost, or hung' ;;
-esac
+    case "$(told status)" in
+    done) exit 0 ;;
+    stopped) again "$(told reason)" ;;
+    esac
+    # USR1 ends a rank that has not begun; others may tell of its loss (1), not of other faults.
+    case "$asked/$(told exit_code)" in
+    [0-9]*/ | [0-9]*/1) again 'asked to stop, and the ranks ended before they could' ;;
+    esac
+    # Ranks may be lost with their node, a bug comes again at once: a part that has saved something
+    # is worth another. So are two in a row whose ranks never started (MPI did not start, say), but
+    # not where hpctrain itself (1, 2, 3), or the shell for want of it (127), gave the code.
+    tries=0
+    if ! find "$run/checkpoints" -newer "$run/.began" -name manifest.json 2>/dev/null | grep -q .; then
+        tries=$(($(cat "$run/.tries" 2>/dev/null) + 1))
+    fi
+    echo "$tries" >"$run/.tries"
+    case "$(told exit_code)/$code/$tries" in
+    /[0-3]/[1-9]* | /127/[1-9]*) break ;;
+    1/*/0 | 86/*/0 | /*/[0-2])
+        relaunch 'ranks were lost, or hung' || again 'ranks were lost, or hung'
+        ;;
+    *) break ;;
+    esac
+done
 exit $((code ? code : 1))

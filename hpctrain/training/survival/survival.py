@@ -1,6 +1,6 @@
 """Survival of lost ranks: a call of fit goes on with those that are left, and spares join it.
 
-    all ranks      fit ...   LostRankError      World.survive      whole state?   restore    fit ...
+    all ranks      fit ...   LostRankError      survive            whole state?   restore    fit ...
     survivors      step 41   state of step 41   ranks 0, 1, 2      41             41         step 42
     a spare        sleeps    wakes up           rank 3                            41         step 42
 
@@ -14,19 +14,23 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.checkpoint.memory import LiveState, MemoryCopies
 from hpctrain.checkpoint.memory_reader import MemoryReader, newest_whole
+from hpctrain.collectives import all_gather_bytes
 from hpctrain.core import errors
-from hpctrain.core.errors import AGREED_ERRORS, HpctrainError, JobEndedError, LostRankError
+from hpctrain.core.errors import AGREED_ERRORS, JobEndedError, LostRankError, RecoveryError
 from hpctrain.core.names import counted
+from hpctrain.run_files import run_folder
 from hpctrain.training.checkpointer import Checkpointer
 from hpctrain.training.journal import Journal
-from hpctrain.training.recoveries import Recoveries
 from hpctrain.training.run_options import ElasticOptions
-from hpctrain.world import World
+from hpctrain.training.run_times import RunTimes
+from hpctrain.training.survival.recoveries import Recoveries
+from hpctrain.world import World, survive
 
 if TYPE_CHECKING:
     from hpctrain.training.loop import Loop
@@ -37,50 +41,61 @@ log = logging.getLogger(__name__)
 class Survival:
     """The state and the losses of one call of fit, over all its parts on this rank."""
 
-    def __init__(self, world: World, options: ElasticOptions, run: str | None):
-        """`run`: the folder of the run; a spare takes that of the others."""
+    def __init__(self, world: World, options: ElasticOptions, run: str | None, unit: int = 1):
+        """`run`: the folder of the run; a spare takes that of the others.
+
+        `unit`: the ranks that hold a replica together; others than whole replicas are spares.
+        """
         self.world, self.options, self.run = world, options, run
         self.recoveries = Recoveries()
         self.reader: MemoryReader | None = None  #: of the state to go on from
-        self.journal: Journal | None = None  #: of the part before
+        self.times: RunTimes | None = None  #: of the part before
         self._copies = MemoryCopies(options.copies)
         self._live: LiveState | None = None
         job = world.job
         self._numbers, self._members = (job.numbers, job.members) if job else ((), ())
         if job is not None:
-            job.min_ranks = max(job.min_ranks, options.min_ranks)
+            job.min_ranks, job.unit = max(job.min_ranks, options.min_ranks), unit
 
     def train(
         self, build: Callable[[], None], part: Callable[[Survival], dict[str, Any]]
     ) -> dict[str, Any]:
         """Return the summary that `part` returns, called again after each loss of ranks.
 
-        `build` makes the engine for the ranks that are left.
+        `build` makes the engine for the ranks that are left. A spare returns the summary of the
+        others, or raises their error.
         """
-        try:
-            is_first = True
-            while True:
-                try:
-                    if self.world.is_spare:
-                        self._await_place()
-                        is_first = False
-                    elif not is_first:
-                        self.world.survive()
-                    if not is_first:
-                        self._regroup()
-                        build()
-                    summary = part(self)
-                    self._dismiss_spares({"summary": summary})
-                    return summary
-                except LostRankError:
-                    if not self.world.survives:
-                        raise
-                    is_first = False
-        except _DismissalError as note:
-            return note.summary
-        except AGREED_ERRORS as error:
-            self._dismiss_spares({"error": type(error).__name__, "text": str(error)})
-            raise
+        is_first = True
+        while True:
+            try:
+                if not is_first:
+                    survive(self.world)
+                    self._regroup()
+                if self.world.is_spare:
+                    self._serve_and_sleep()
+                if not is_first:
+                    build()
+                summary = part(self)
+                self._end({"summary": summary})
+                return summary
+            except LostRankError:
+                if not self.world.survives:
+                    raise
+                is_first = False
+            except _DismissalError as note:
+                return note.summary
+            except RecoveryError as error:
+                self._write_failure(error)
+                raise
+            except AGREED_ERRORS as error:
+                with suppress(LostRankError):
+                    self._end({"error": type(error).__name__, "text": str(error)})
+                raise
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a part of the call has begun to train."""
+        return self.recoveries.began_at is not None
 
     @contextmanager
     def holding(self, loop: Loop) -> Iterator[None]:
@@ -88,16 +103,16 @@ class Survival:
         try:
             yield
         except LostRankError:
-            step, self.journal = loop.engine.committed_step, loop.journal
+            step, self.times = loop.engine.committed_step, loop.journal.times
             if step is not None:
                 about = loop.checkpointer.about(loop.journal.about_here(step))
                 self._live = LiveState(step, loop.engine.whole_state(), about)
             raise
 
     def must_have_state(self, step: int) -> None:
-        """Raise HpctrainError if training has begun, but no state and no checkpoint is left."""
+        """Raise RecoveryError if training has begun, but no state and no checkpoint is left."""
         if self.recoveries.last_step > 0 and self.reader is None and step == 0:
-            raise HpctrainError(
+            raise RecoveryError(
                 "the lost ranks held a part of the state of which no copy is left, and there is no "
                 "checkpoint: start the job again; [elastic] copies = 2 keeps one copy more"
             )
@@ -110,29 +125,41 @@ class Survival:
         link.agree()
         self._copies.commit()
 
-    def _await_place(self) -> None:
-        """Sleep until this spare takes a place; raise _DismissalError, or the others' error."""
+    def _serve_and_sleep(self) -> None:
+        """Send the others what this spare holds of the state; then sleep until a note comes.
+
+        Raises LostRankError once a rank is lost, else what the note asks for.
+        """
         assert self.world.job is not None
-        while self.world.is_spare:
-            try:
-                _obey(json.loads(self.world.job.await_note()))
-            except LostRankError:
-                self.world.survive()
+        if self.reader is not None:
+            self.reader.fetch(self.world.job.link)
+        _obey(json.loads(self.world.job.await_note()))
 
     def _regroup(self) -> None:
-        """Share the record of losses and find the state to go on from; collective."""
-        world, own = self.world, ""
-        if self.recoveries.began_at is not None:
+        """Share the record of losses and find the state to go on from; collective, also of spares.
+
+        Raises RecoveryError if all ranks that trained are lost.
+        """
+        world, job, own = self.world, self.world.job, ""
+        assert job is not None
+        if self.has_begun:
             own = json.dumps({"run": self.run, "recoveries": self.recoveries.to_json()})
-        texts = list(filter(None, world.gather(own)))
-        if not texts and world.job is not None and not {*world.job.members} & {*self._members}:
-            raise HpctrainError("all ranks that trained are lost; start the job again")
+        texts = [text for text in all_gather_bytes(job.link, own.encode()) if text]
+        if not {*job.numbers} & {*self._members}:
+            raise RecoveryError("all ranks that trained are lost; start the job again")
         if texts and not own:
             note = json.loads(texts[0])
             self.run, self.recoveries = note["run"], Recoveries.from_json(note["recoveries"])
         states = [self._live] if self._live is not None else []
-        self.reader = newest_whole(world.link, states) or self._copies.reader(world.link)
+        self.reader = newest_whole(job.link, states) or self._copies.reader(job.link)
         world.restores = self.reader is not None
+
+    def _write_failure(self, error: RecoveryError) -> None:
+        """Write the summary of a run that cannot go on."""
+        if self.run is not None and self.world.rank == 0:
+            facts = {"status": "failed", "exit_code": error.exit_code, "reason": str(error)}
+            with suppress(OSError):
+                run_folder.write_summary(Path(self.run), facts)
 
     def log_recovery(self, step: int) -> None:
         """Record the loss, after which training goes on from `step`, and log it from one rank."""
@@ -153,12 +180,13 @@ class Survival:
                 f"; {counted(redone, 'step')} will be done again" if redone else "",
             )
 
-    def _dismiss_spares(self, note: dict[str, Any]) -> None:
-        """Send the spares a note on the end of this call; collective."""
+    def _end(self, note: dict[str, Any]) -> None:
+        """End this call on all ranks, whoever is lost afterwards; note it to spares; collective."""
         job = self.world.job
-        if job is not None and job.spares:
-            self.world.dismiss_spares(json.dumps(note).encode())
+        if job is not None:
             self.world.link.agree()
+            with suppress(LostRankError):
+                job.dismiss_spares(json.dumps(note).encode())
 
 
 class _DismissalError(Exception):

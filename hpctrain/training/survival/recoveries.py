@@ -95,6 +95,6 @@ class Recoveries:
 
     @classmethod
     def from_json(cls, table: dict[str, Any]) -> Recoveries:
-        """Return what `to_json` made `table` of."""
+        """Return the losses in the JSON data of `to_json`."""
         entries = [Recovery(**entry) for entry in table["entries"]]
         return cls(**{**table, "entries": entries})

@@ -1,0 +1,164 @@
+"""A call of fit: its arguments, and a part of it, from the begin or a loss of ranks to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from hpctrain import checkpoint, engines
+from hpctrain.core.errors import UsageError
+from hpctrain.core.signals import StopRequest
+from hpctrain.data import Sampler, Samples, batches_to_read_ahead
+from hpctrain.run_files import run_folder
+from hpctrain.training.callbacks import Callbacks, check_metrics
+from hpctrain.training.exit_status import summary_on_exit
+from hpctrain.training.journal import Journal
+from hpctrain.training.loop import Loop
+from hpctrain.training.recipe import Recipe
+from hpctrain.training.run_options import CheckpointOptions, FitOptions, TraceOptions
+from hpctrain.training.survival.survival import Survival
+from hpctrain.training.tasks import FitPlan
+from hpctrain.world import World
+
+if TYPE_CHECKING:
+    from hpctrain.training.trainer import Trainer
+
+
+class RunOrigin(NamedTuple):
+    """The recipe of a run, kept beside its results, and the outputs its model was built for."""
+
+    recipe: Recipe | None = None
+    outputs: int | None = None
+
+
+@dataclass(frozen=True)
+class FitCall:
+    """The arguments of a call of fit, see Trainer.fit."""
+
+    train: Samples
+    test: Samples | None
+    epochs: int | None
+    steps: int | None
+    batch: int
+    micro_batches: int
+    resume: bool
+    replay: str | Path | None
+    options: FitOptions
+    checkpoints: CheckpointOptions
+    trace: TraceOptions
+    origin: RunOrigin
+
+    def run_part(
+        self, trainer: Trainer, catch_signals: Callable[[], StopRequest], survival: Survival
+    ) -> dict[str, Any]:
+        """Train until the end, and return the summary; collective.
+
+        `catch_signals` does so from its first call on. Raises LostRankError at a loss of ranks.
+        """
+        world = trainer.world
+        sampler = world.on_all_ranks(lambda: self._make_sampler(trainer))
+        world.on_all_ranks(lambda: trainer.check_sets(training=self.train, test=self.test))
+        keep_best, has_test = self.checkpoints.keep_best, self.test is not None
+        check_metrics(trainer.replica.loss, trainer.callbacks, keep_best, has_test)
+        trainer.replica.micro_batches = self._checked_micro_batches(trainer.replica)
+        total = self.steps or (self.epochs or 0) * sampler.steps_per_epoch
+        plan_text = (
+            f"{len(self.train)} samples in batches of {self.batch} for {total} steps with seed "
+            f"{trainer.seed}, {self.trace}"
+        )
+        world.must_agree(plan_text, "the plan of a training")
+        has_begun = survival.has_begun
+        resume = self.resume or has_begun
+        with ExitStack() as stack:
+            run = _claim(world, stack, survival.run, resume, self.options.timeout_s)
+            journal = Journal(
+                trainer.mesh,
+                trainer.engine,
+                sampler,
+                total,
+                run,
+                self.origin.recipe,
+                trainer.rate,
+                self.trace,
+                survival.recoveries,
+                survival.times,
+            )
+            callbacks = Callbacks(
+                trainer.callbacks, world, trainer.replica.model, sampler.steps_per_epoch
+            )
+            plan = self._make_plan(trainer, sampler)
+            loop = Loop(world, trainer.engine, trainer.replica, plan, journal, callbacks, survival)
+            stack.enter_context(survival.holding(loop))
+            if survival.reader is not None:
+                loop.restore(survival.reader)
+            elif resume and run is not None:
+                loop.resume(run)
+            survival.must_have_state(loop.step)
+            if has_begun:
+                survival.log_recovery(loop.step)
+            elif self.replay is not None:
+                loop.repeat(Path(self.replay))
+            # Before the summary: a second signal while it is written must not end the process.
+            request = catch_signals()
+            loop.begin()
+            if not has_begun:
+                journal.log_start()
+            stack.enter_context(summary_on_exit(journal, callbacks.end))
+            with np.errstate(over="ignore", invalid="ignore"):  # the loss is checked, each step
+                return loop.run(request)
+
+    def _make_sampler(self, trainer: Trainer) -> Sampler:
+        ranks = trainer.mesh.data.size
+        engines.must_fit(trainer.engine_options, ranks, self.batch, len(self.train))
+        return Sampler(len(self.train), self.batch, trainer.seed)
+
+    def _make_plan(self, trainer: Trainer, sampler: Sampler) -> FitPlan:
+        """Return the plan of a training, with all periods in steps."""
+        epoch, model, options = sampler.steps_per_epoch, trainer.replica.model, self.options
+        prefetch = options.prefetch
+        return FitPlan(
+            self.train,
+            self.test,
+            sampler,
+            targets=model.targets,
+            blocks=trainer.blocks,
+            interval=options.interval_steps or epoch,
+            evaluate_every=options.evaluate_steps or (options.evaluate_epochs or 1) * epoch,
+            prefetch=batches_to_read_ahead(self.train) if prefetch is None else prefetch,
+            timeout_s=options.timeout_s,
+            checkpoints=self.checkpoints,
+            max_skipped=options.skip_limit,
+            about={"model": {"input_shape": model.input_shape, "outputs": self.origin.outputs}},
+        )
+
+    def _checked_micro_batches(self, replica: Any) -> int:
+        pieces = self.micro_batches
+        if pieces > 1 and replica.normalizes_batch:
+            raise UsageError(
+                f"micro_batches is {pieces}, but the model normalizes over the batch: smaller "
+                "pieces would change the result; set micro_batches = 1"
+            )
+        return pieces
+
+
+def _claim(
+    world: World, stack: ExitStack, out: str | None, resume: bool, timeout_s: float
+) -> Path | None:
+    """Lock the run's folder for this job, and let the watch write into it."""
+    if out is None:
+        return None
+    run = Path(out)
+
+    def claim() -> None:
+        if world.rank == 0:
+            stack.enter_context(run_folder.claim(run, resume))
+            checkpoint.sweep(run)
+
+    world.on_all_ranks(claim)
+    stack.enter_context(world.watched(run, timeout_s))
+    return run

@@ -1,0 +1,42 @@
+"""A World goes on with the ranks that are left after a loss."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hpctrain.core.errors import LostRankError
+from hpctrain.transport.link import Link
+from hpctrain.world.world import World
+
+
+def survive(world: World) -> None:
+    """Let `world` go on with the ranks that are left, after a LostRankError; collective over these.
+
+    Afterwards `world` has them: rank, size and links are new, and engines and sub-worlds of before
+    must not be used any more. Raises LostRankError if another rank is lost meanwhile: then call
+    again.
+    """
+    assert world.job is not None
+    world.link.revoke()
+    world.link.dissolve()
+    link = world.job.regroup()
+    try:
+        vars(world).update(vars(_with_members(world, link)))
+    except LostRankError:
+        link.dissolve()
+        raise
+
+
+def _with_members(world: World, link: Link) -> World:
+    """Return the World of the job's members, or of this spare, on `link`; collective."""
+    assert world.job is not None
+    return replace(
+        world,
+        link=link,
+        places=world.job.of_peers(world.job.places),
+        bindings=world.job.of_peers(world.job.bindings),
+        on_failure=None,
+        purpose_links={},
+        sub_worlds=[],
+        grid=None,
+    )

@@ -1,0 +1,25 @@
+"""Worlds whose ranks are threads of one process."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+
+from hpctrain.transport.link import Link
+from hpctrain.transport.paths import RankPlace
+from hpctrain.world.job import Job
+from hpctrain.world.world import World
+
+
+def over_threads(link: Link, hosts: Sequence[str] = (), spares: int = 0) -> World:
+    """Return the World of a rank that is a thread, see transport/threads/link.py; collective.
+
+    `hosts` of the ranks may be invented: ranks of one host are a node. The last `spares` ranks
+    wait, see Job.
+    """
+    hosts = hosts or (socket.gethostname(),) * link.size
+    places = tuple(RankPlace(host) for host in hosts)
+    if not link.survives:
+        return World(link, places)
+    job = Job.of_ranks(link, places, spares=spares)
+    return World(job.group(job.peers), job.of_peers(places), job=job)
