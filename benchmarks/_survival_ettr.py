@@ -28,7 +28,7 @@ def measure_ettr(arguments: argparse.Namespace) -> tuple[list[dict[str, Any]], d
     interval_s = math.sqrt(2 * checkpoint_s * period)  # Young, 1974
     every_steps = max(1, round(interval_s / step_s))
     facts = {
-        "part": part, "period_s": period, "duration_s": arguments.duration,
+        "period_s": period, "duration_s": arguments.duration,
         "checkpoint_s": checkpoint_s, "restart_s": restart_s, "step_s": step_s,
         "checkpoint_steps": every_steps,
         "daly": daly(interval_s, checkpoint_s, restart_s, period),
@@ -37,22 +37,22 @@ def measure_ettr(arguments: argparse.Namespace) -> tuple[list[dict[str, Any]], d
     rows = []
     for variant in arguments.variants.split(","):
         trial = Trial(variant, spares[variant], every_steps, arguments.seed)
-        rows.append({**facts, "variant": variant, "spares": spares[variant],
+        rows.append({"part": f"{part}, {variant}", **facts, "variant": variant, "spares": spares[variant],
                      **trial.run(period, arguments.duration)})  # fmt: skip
         print(rows[-1], flush=True)
-    return rows, ettr_claims(part, period, rows)
+    return rows, ettr_claims(period, rows)
 
 
-def ettr_claims(part: str, period: float, rows: Sequence[dict[str, Any]]) -> dict[str, bool]:
+def ettr_claims(period: float, rows: Sequence[dict[str, Any]]) -> dict[str, bool]:
     row = next((row for row in rows if row["variant"] == "spares"), None)
     if row is None:
         return {}
     target, share = TARGETS.get(period, 0.88), max(row["spares_share_of_a_core"], default=0.0)
     return {
-        f"{part}: ETTR {row['ettr']:.1%} with {row['spares']} spares, >= {target:.0%}": (
+        f"{row['part']}: ETTR {row['ettr']:.1%} with {row['spares']} spares, >= {target:.0%}": (
             row["ettr"] >= target
         ),
-        f"{part}: a spare uses {share:.2%} of a core at most, <= 1 %": share <= 0.01,
+        f"{row['part']}: a spare uses {share:.2%} of a core at most, <= 1 %": share <= 0.01,
     }
 
 
