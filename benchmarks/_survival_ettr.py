@@ -37,8 +37,8 @@ def measure_ettr(arguments: argparse.Namespace) -> tuple[list[dict[str, Any]], d
     rows = []
     for variant in arguments.variants.split(","):
         trial = Trial(variant, spares[variant], every_steps, arguments.seed)
-        rows.append({"part": f"{part}, {variant}", **facts, "variant": variant, "spares": spares[variant],
-                     **trial.run(period, arguments.duration)})  # fmt: skip
+        row = {"part": f"{part}, {variant}", "variant": variant, "spares": spares[variant], **facts}
+        rows.append({**row, **trial.run(period, arguments.duration)})
         print(rows[-1], flush=True)
     return rows, ettr_claims(period, rows)
 
