@@ -52,7 +52,7 @@ CHECKPOINT_STEPS = 100  #: of the jobs that are started again, in `kills`
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("study", choices=("kills", "ettr", "cost", "before"))
+    parser.add_argument("study", nargs="?", default="kills", choices=STUDIES)
     parser.add_argument("--engines", default=",".join((*ENGINES, "bare", "restart")))
     parser.add_argument("--kills", type=int, default=60, help="of each engine")
     parser.add_argument("--restarts", type=int, default=10, help="kills that end a job")
