@@ -45,27 +45,26 @@ def train(log: EventLog) -> None:
     """Run `hpctrain`, of which some methods log that they were called."""
     from hpctrain.__main__ import main as hpctrain_main
     from hpctrain.training.journal import Journal
-    from hpctrain.training.survival import Survival
-    from hpctrain.world import World
+    from hpctrain.training.survival import survival
 
-    wrap(Journal, "step", after=lambda step, _: log.write(STEP, step))
-    wrap(Survival, "log_recovery", before=lambda step: log.write(CONTINUED, step))
-    wrap(World, "survive", lambda: log.write(LOST), lambda: log.write(REGROUPED))
+    wrap(Journal, "step", after=lambda _, step, __: log.write(STEP, step))
+    wrap(survival.Survival, "log_recovery", before=lambda _, step: log.write(CONTINUED, step))
+    wrap(survival, "survive", lambda _: log.write(LOST), lambda _: log.write(REGROUPED))
     hpctrain_main()
 
 
 def wrap(
-    owner: type,
+    owner: Any,
     name: str,
     before: Callable[..., object] = lambda *_: None,
     after: Callable[..., object] = lambda *_: None,
 ) -> None:
-    """Let a method of `owner` call `before` and `after` with its arguments."""
-    method = getattr(owner, name)
+    """Let a function of a class or module call `before` and `after` with its arguments."""
+    function = getattr(owner, name)
 
-    def logged(self: Any, *arguments: Any) -> Any:
+    def logged(*arguments: Any) -> Any:
         before(*arguments)
-        result = method(self, *arguments)
+        result = function(*arguments)
         after(*arguments)
         return result
 

@@ -33,7 +33,7 @@ from hpctrain.core.errors import (
 )
 from hpctrain.core.launchers import Launched
 from hpctrain.core.xp import shortage
-from hpctrain.watch import dump_stacks, write_report
+from hpctrain.watch import HungReport, dump_stacks, write_report
 
 log = logging.getLogger(__name__)
 #: The time given to the first rank that reports a hang, or a lack of memory.
@@ -144,7 +144,7 @@ def report(error: BaseException, prefix: str, rank: int = 0, size: int = 1) -> N
     time.sleep(FAULT_GROUPING_WINDOW_S if size > 1 else 0)
 
 
-def report_hang(rank: int, run: Path | None, text: str) -> None:
+def report_hang(rank: int, run: Path | None, report: HungReport) -> None:
     """Report a hang, in folder `run` if there is one, and abort the job; called on every rank.
 
     The job is aborted even if the report fails: the other ranks wait for it.
@@ -152,8 +152,8 @@ def report_hang(rank: int, run: Path | None, text: str) -> None:
     try:
         if run is not None:
             dump_stacks(run / "watch" / f"stacks-{rank:05d}.txt")
-        if run is None or write_report(run / "watch", text):
-            _write_hang(run, text)
+        if run is None or write_report(run / "watch", report):
+            _write_hang(run, report.text)
         else:
             time.sleep(FIRST_REPORT_S)
     finally:

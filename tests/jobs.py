@@ -53,16 +53,14 @@ class Training:
     def reach(self, step: int, ranks: int = 2, timeout: float = 40) -> None:
         """Wait until every rank has begun `step`."""
         deadline = time.monotonic() + timeout
-        while not all(self._has_begun(step, rank) for rank in range(ranks)):
+        while not self._have_begun(step, ranks):
             if time.monotonic() > deadline or self.job.process.poll() is not None:
                 pytest.fail(f"step {step} was never reached:\n{self.job.output()}")
             time.sleep(0.02)
 
-    def _has_begun(self, step: int, rank: int) -> bool:
-        try:
-            return watch.read_record(watch.record_path(self.out / "watch", rank)).step >= step
-        except (OSError, ValueError):
-            return False
+    def _have_begun(self, step: int, ranks: int) -> bool:
+        records = watch.read_records(self.out / "watch")
+        return all(rank in records and records[rank].step >= step for rank in range(ranks))
 
 
 def on_fakes(**options: object) -> dict[str, str]:

@@ -31,7 +31,7 @@ ROOMS = {
     "cluster/slurm": (13, 1920),
     "collectives": (23, 2300),
     "collectives/reductions": (5, 500),
-    "commands": (25, 2050),
+    "commands": (26, 2110),
     "config": (5, 665),
     "core": (20, 1950),  # words on lost ranks
     "cost_model": (7, 1000),
@@ -55,7 +55,7 @@ ROOMS = {
     "parallel/pipeline": (10, 1180),
     "parallel/schedules": (14, 1000),
     "parallel/timing": (7, 1050),
-    "report": (10, 1150),  # losses of ranks on plots
+    "report": (12, 1350),  # losses of ranks on plots
     "run_files": (6, 600),
     "scaling": (10, 1590),
     "scaling/output": (7, 940),
@@ -63,20 +63,21 @@ ROOMS = {
     "slurm": (3, 400),  # jobs of Slurm from Python
     "torch": (18, 1905),
     "torch/modules": (13, 1300),
-    "training": (23, 3500),  # models that are split over ranks
+    "training": (24, 3700),  # models that are split over ranks; causes of slow ranks
+    "training/survival": (3, 330),
     "training/recipes": (1, 50),
     "transport": (3, 250),
     "transport/device": (6, 970),
     "transport/gpu_probe": (7, 1120),
-    "transport/mpi": (9, 1040),
+    "transport/mpi": (9, 1050),
     "transport/placement": (5, 925),
     "transport/shared_memory": (5, 720),
-    "transport/threads": (4, 400),
+    "transport/threads": (6, 560),
     "tuning": (10, 1480),
     "user_collectives": (4, 520),
-    "watch": (7, 900),
+    "watch": (13, 1600),  # records of whole nodes, and their diagnosis
     "watch/liveness": (8, 1010),  # losses that MPI does not detect
-    "world": (6, 590),
+    "world": (9, 800),  # worlds that survive lost ranks
 }
 #: longer files and their lines, which may only shrink
 LONG: dict[str, int] = {}

@@ -118,7 +118,7 @@ def test_a_subset_of_other_ranks_is_refused(ranks):
 @on_ranks(mpi=(2,))
 def test_waits_of_a_sub_world_are_recorded_with_those_of_its_parent(ranks, tmp_path):
     def body(world):
-        world.record_in(WatchRecord(None, world.rank, world.size))
+        world.record_in(WatchRecord(world.rank, world.size))
         directory = world.gather(str(tmp_path))[0]
         with world.watched(Path(directory), timeout_s=60):
             sub_world = world.split(0)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import errno
 import gc
-import os
+import json
 import random
 import signal
 import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -32,24 +32,29 @@ from hpctrain.watch import (
     call_unrecorded,
     code_location,
     make_report,
-    read_record,
-    record_path,
+    node_file,
+    read_records,
 )
+from hpctrain.watch.code_lines import frame_of_each_thread
 from hpctrain.watch.ended import EndedRanks
 from hpctrain.watch.inside import LastingCalls
-from hpctrain.watch.record import frame_of_each_thread
+from hpctrain.watch.layout import decode
+from hpctrain.watch.node_file import Node, NodeFile
 
 # Rank 1 of 2, without MPI. `compute` lies in no library, so its line is the one to be shown.
 CHILD = """
 import sys, time
 from pathlib import Path
 from hpctrain.watch import WatchRecord, Watch
+from hpctrain.watch.node_file import NodeFile, read_nodes
 
 def compute():
     time.sleep(60)
 
 folder = Path(sys.argv[1])
-record = WatchRecord(folder / "rank-00001", 1, 2)
+(node,) = (node for node in read_nodes(folder) if 1 in node.ranks)
+file = NodeFile(node.file, len(node.ranks))
+record = WatchRecord(1, 2, file.pages(node.ranks.index(1)))
 record.step = 6
 record.step = 7
 entry = record.entry("main")
@@ -64,24 +69,53 @@ COMPUTE_LINE = 1 + CHILD.splitlines().index("    time.sleep(60)")
 
 
 @pytest.fixture
-def child(start: Callable, tmp_path: Path) -> Callable:
+def child(start: Callable, tmp_path: Path) -> Iterator[Callable]:
     """Return what starts rank 1, whose record lies in a folder of its own."""
 
     script = tmp_path / "child.py"
     script.write_text(CHILD)  # once: a child that starts may be reading it
 
-    def child(does: str) -> tuple[Job, Path]:
+    folders = []
+
+    def child(does: str, *, nodes: int = 1) -> tuple[Job, Path]:
         folder = Path(mkdtemp(dir=tmp_path))
+        folders.append(folder)
+        make_nodes(folder, [[0, 1]] if nodes == 1 else [[0], [1]])
         return start(script, folder, does), folder
 
-    return child
+    yield child
+    for folder in folders:
+        node_file.remove_earlier(folder)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stays(tmp_path: Path) -> Iterator[None]:
+    yield
+    node_file.remove_earlier(tmp_path)
+
+
+def make_nodes(folder: Path, ranks: list[list[int]]) -> list[Node]:
+    """Make the files of a job whose nodes have these ranks."""
+    token = uuid.uuid4().hex
+    nodes = [
+        Node(f"n{number}", node_file.create(token, of_node[0], len(of_node)), tuple(of_node))
+        for number, of_node in enumerate(ranks)
+    ]
+    node_file.publish(folder, token, nodes)
+    return nodes
+
+
+def record_of(node: Node, rank: int, size: int) -> WatchRecord:
+    """Return the record of a rank of `node`, in its file."""
+    file = NodeFile(node.file, len(node.ranks))
+    return WatchRecord(rank, size, file.pages(node.ranks.index(rank)))
 
 
 def settle(job: Job, folder: Path) -> None:
     """Wait until the record of rank 1 tells that it is in `compute`."""
     job.until("ready")
     limit = time.monotonic() + 10
-    while "compute" not in read_record(record_path(folder, 1)).line and time.monotonic() < limit:
+    while "compute" not in read_records(folder)[1].line and time.monotonic() < limit:
         time.sleep(0.05)
 
 
@@ -90,9 +124,10 @@ def watched(
     folder: Path | None, timeout_s: float, factor: float = 10
 ) -> Iterator[tuple[WatchRecord, Queue[str]]]:
     """Give rank 0 of 2 a record, past its first step, and a watch that reports into a queue."""
-    record = WatchRecord(folder and record_path(folder, 0), 0, 2)
+    nodes = node_file.read_nodes(folder) if folder else []
+    record = record_of(nodes[0], 0, 2) if nodes else WatchRecord(0, 2)
     reports: Queue[str] = Queue()
-    guard = Watch(record, folder, timeout_s, reports.put, factor)
+    guard = Watch(record, folder, timeout_s, lambda report: reports.put(report.text), factor)
     try:
         yield record, reports
     finally:
@@ -153,7 +188,7 @@ def test_a_record_survives_kill_9(child: Callable) -> None:
         settle(job, folder)
         job.process.kill()
         job.process.wait(10)
-        observed = read_record(record_path(folder, 1))
+        observed = read_records(folder)[1]
         (call,) = observed.calls
         assert (observed.rank, observed.size, observed.pid, observed.step) == (
             1,
@@ -161,7 +196,10 @@ def test_a_record_survives_kill_9(child: Callable) -> None:
             job.process.pid,
             7,
         )
-        assert call == Call("main", "sendrecv", 7, 0, 4096, call.start_s, does == "wait")
+        assert call == Call(
+            "main", "sendrecv", 7, 0, 4096, call.start_s, does == "wait", call.end_s
+        )
+        assert (call.end_s is None) == (does == "wait")
         assert 0 <= time.time() - call.start_s < 60 and 0 <= time.time() - observed.heartbeat < 60
 
 
@@ -279,7 +317,7 @@ DEAD = "no heartbeat for 6 s: stopped or dead"
     ],
 )
 def test_report(snapshots: list[Snapshot], body: list[str]) -> None:
-    lines = make_report(snapshots, NOW, 300).splitlines()
+    lines = make_report(snapshots, NOW, 300).text.splitlines()
     assert lines[0] == "hung: a call has waited for longer than 300 s (run.timeout_s)"
     assert lines[1 : len(body) + 1] == body
     assert lines[len(body) + 1].startswith("what to do: ")
@@ -289,7 +327,7 @@ def test_report(snapshots: list[Snapshot], body: list[str]) -> None:
 def test_a_script_has_no_steps() -> None:
     text = make_report(
         ranks(WAITING, replace(COMPUTING, has_ended=True)), NOW, 300, has_folder=False
-    )
+    ).text
     assert "step" not in text and "  rank 1 on n0 (pid 70): has ended its script\n" in text
 
 
@@ -320,7 +358,7 @@ def test_waits_for_ranks_that_have_ended(case: str, monkeypatch: pytest.MonkeyPa
         expected is not None
     )
     if expected is not None:
-        assert reports[expected].startswith(
+        assert reports[expected].text.startswith(
             "hung: rank 1 has ended its script, rank 0 waits in recv (ring.py:57): do ranks have "
         )
 
@@ -331,45 +369,46 @@ def test_waits_for_ranks_that_have_ended(case: str, monkeypatch: pytest.MonkeyPa
 )
 def test_silence_is_three_heartbeats(timeout_s: float, age_s: float, dead: bool) -> None:
     snapshot = replace(COMPUTING, size=1, heartbeat=NOW - age_s)
-    assert ("stopped or dead;" in make_report([snapshot], NOW, timeout_s)) == dead
+    assert ("stopped or dead;" in make_report([snapshot], NOW, timeout_s).text) == dead
 
 
-def test_torn_records_are_read_as_something(tmp_path: Path) -> None:
-    record, noise = WatchRecord(record_path(tmp_path, 0), 0, 2), random.Random(0)
+def test_torn_records_are_read_as_something() -> None:
+    record, noise = WatchRecord(0, 2), random.Random(0)
     for index in range(watch.MAX_ENTRIES):
         record.entry(f"thread {index}").enter(b"recv", 1, index)
-    raw, torn = record_path(tmp_path, 0).read_bytes(), tmp_path / "torn"
-    for _ in range(200):
-        start, length = noise.randrange(8, 1500), noise.randrange(1, 400)
-        torn.write_bytes(raw[:start] + noise.randbytes(length) + raw[start + length :])
-        snapshot = replace(
-            read_record(torn), size=2
-        )  # a size of 2^31 is no torn read: it never changes
-        assert make_report([snapshot], NOW, 300).startswith("hung: ")
-    record.close()
+    raw = record.node_bytes()
+    for start in [noise.randrange(8, 1500) for _ in range(200)] + [*range(4096, 4160)] * 4:
+        length = noise.randrange(1, 400)
+        torn = raw[:start] + noise.randbytes(length) + raw[start + length :]
+        # A size of 2^31 is no torn read: it never changes.
+        snapshot = replace(decode(torn, history=True), size=2)
+        report = make_report([snapshot], NOW, 300)
+        assert report.text.startswith("hung: ")
+        json.dumps(report.facts, allow_nan=False)
 
 
-@pytest.mark.parametrize("raw", [b"", b"hpcwtch1", bytes(4096), b"hpcwtch0" + bytes(4088)])
+@pytest.mark.parametrize("raw", [b"", b"hpcwtch2", bytes(1 << 17), b"hpcwtch1" + bytes(1 << 17)])
 def test_what_is_no_record_is_refused(tmp_path: Path, raw: bytes) -> None:
-    path = record_path(tmp_path, 3)
-    with pytest.raises(FileNotFoundError):
-        read_record(path)
-    path.write_bytes(raw)
     with pytest.raises(ValueError, match="not a record"):
-        read_record(path)
+        decode(raw)
+    assert read_records(tmp_path) == {}
+    (node,) = make_nodes(tmp_path, [[3]])
+    Path(node.file).write_bytes(raw)
+    assert node_file.collect(tmp_path) == [] and read_records(tmp_path) == {}
 
 
 @pytest.mark.parametrize("folder", [True, False])
 def test_record_holds_what_was_entered(tmp_path: Path, folder: bool) -> None:
-    path = record_path(tmp_path / "watch", 12) if folder else None
-    record = WatchRecord(path, 12, 16)
+    (node,) = make_nodes(tmp_path, [[11, 12]])
+    record = record_of(node, 12, 16) if folder else WatchRecord(12, 16)
     record.step = 3
     names = ["main", "comm", *map(str, range(watch.MAX_ENTRIES - 2))]
     for index, name in enumerate(names):
         record.entry(name).enter(b"operation " * 3, -1, 2**40 + index)
     record.step = 4
     record.entry("comm").leave()
-    observed = record.snapshot() if path is None else read_record(path)
+    record.write_heartbeat()
+    observed = read_records(tmp_path)[12] if folder else record.snapshot()
     assert (observed.rank, observed.size, observed.step, observed.line.split()[-1]) == (
         12, 16, 4, "test_record_holds_what_was_entered",
     )  # fmt: skip
@@ -383,7 +422,46 @@ def test_record_holds_what_was_entered(tmp_path: Path, folder: bool) -> None:
         record.entry("one more")
     record.close()
     record.close()
-    assert not list(tmp_path.glob("watch/*"))
+    assert read_records(tmp_path) == {}
+    NodeFile(node.file, 2).remove_if_closed()
+    assert not Path(node.file).exists()
+
+
+#: What a thread does (E enters, L leaves), and the operations in its record: number, whether over
+RINGS = {
+    "none": ("", []),
+    "one": ("EL", [(0, True)]),
+    "waits": ("ELE", [(0, True), (1, False)]),
+    "an exception in a call": ("EEL", [(0, False), (1, True)]),
+    "64": ("EL" * 64, [(i, True) for i in range(64)]),
+    "65": ("EL" * 64 + "E", [*((i, True) for i in range(1, 64)), (64, False)]),
+    "many": ("EL" * 200, [(i, True) for i in range(136, 200)]),
+    "leaves first": ("LEL", [(0, True)]),
+}
+
+
+@pytest.mark.parametrize("case", RINGS)
+def test_the_last_operations_of_a_thread(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In order also where the wall clock is set back; only the last may be one that waits."""
+    calls, expected = RINGS[case]
+    record, number = WatchRecord(0, 1), 0
+    entry = record.entry("main")
+    for call in calls:
+        if call == "E":
+            record.step = number
+            entry.enter(b"send", 1, 10 * number)
+            number += 1
+        else:
+            entry.leave()
+        monkeypatch.setattr("hpctrain.watch.record.clock", lambda n=number: 1e9 - 10 * n)
+    record.write_heartbeat()
+    (observed,) = record.node_snapshots(history=True)
+    assert [(c.step, c.end_s is not None) for c in observed.history] == expected
+    assert [c.nbytes for c in observed.history] == [10 * step for step, _ in expected]
+    assert observed.calls == observed.history[-1:]
+    assert [c.is_waiting for c in observed.history] == [
+        case in ("waits", "65") and c is observed.history[-1] for c in observed.history
+    ]
 
 
 PACKAGE = str(Path(watch.__file__).parents[1])
@@ -439,7 +517,7 @@ def test_nothing_is_collected_while_frames_are_made(
 
 def test_where_of_a_thread_that_ended() -> None:
     created: Queue[WatchRecord] = Queue()
-    thread = threading.Thread(target=lambda: created.put(WatchRecord(None, 0, 1)))
+    thread = threading.Thread(target=lambda: created.put(WatchRecord(0, 1)))
     thread.start()
     thread.join(10)
     record = created.get(timeout=10)
@@ -449,21 +527,22 @@ def test_where_of_a_thread_that_ended() -> None:
 
 def test_one_rank_speaks(tmp_path: Path) -> None:
     won: Queue[bool] = Queue()
-    gate = threading.Barrier(8, timeout=10)
+    gate, report = threading.Barrier(8, timeout=10), make_report(ranks(WAITING), NOW, 300)
 
     def rank() -> None:
         gate.wait()
-        won.put(watch.write_report(tmp_path, "text"))
+        won.put(watch.write_report(tmp_path, report))
 
     for _ in range(2):  # rank 0 of the next job takes the old report away
         for _ in range(8):
             threading.Thread(target=rank, daemon=True).start()
         assert sum(won.get(timeout=10) for _ in range(8)) == 1
-        assert (tmp_path / watch.REPORT_NAME).read_text() == "text"
-        WatchRecord(record_path(tmp_path, 1), 1, 2).close()
-        assert (tmp_path / watch.REPORT_NAME).exists()
-        WatchRecord(record_path(tmp_path, 0), 0, 2).close()
-    assert watch.write_report(tmp_path / "lost", "text")
+        assert (tmp_path / watch.REPORT_NAME).read_text() == report.text
+        assert json.loads((tmp_path / watch.FACTS_NAME).read_text()) == report.facts
+        make_nodes(tmp_path, [])
+        assert not (tmp_path / watch.REPORT_NAME).exists()
+        assert not (tmp_path / watch.FACTS_NAME).exists()
+    assert watch.write_report(tmp_path / "lost", report)
 
 
 WAITS = """
@@ -497,7 +576,7 @@ def test_stacks_of_all_threads(tmp_path: Path, folder: str) -> None:
 
 def test_a_call_that_notes_nothing_is_noted_by_the_watch() -> None:
     """Once it lasts for two looks; its note goes when it is over, but no later call's."""
-    record, insides = WatchRecord(None, 0, 2), LastingCalls()
+    record, insides = WatchRecord(0, 2), LastingCalls()
     link = SimpleNamespace(entry=record.entry("main"))
     gates = [threading.Lock(), threading.Lock()]
 
@@ -528,23 +607,3 @@ def test_a_call_that_notes_nothing_is_noted_by_the_watch() -> None:
     thread.join(20)
     insides.scan()
     assert [call.operation for call in record.snapshot().waiting_calls] == ["barrier"]
-
-
-def test_what_a_killed_rank_left_aside_goes_with_its_next_record(tmp_path):
-    path = record_path(tmp_path, 1)
-    for rank in (1, 2):
-        record_path(tmp_path, rank).with_name(f".rank-0000{rank}.4711").touch()
-    WatchRecord(path, 1, 3).close()
-    assert [remaining.name for remaining in tmp_path.iterdir()] == [".rank-00002.4711"]
-
-
-def test_a_record_that_the_disk_does_not_let_go_ends_no_run(tmp_path, monkeypatch):
-    record = WatchRecord(record_path(tmp_path, 0), 0, 1)
-
-    def read_only(self):
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "unlink", read_only)
-        record.close()
-    assert record_path(tmp_path, 0).exists()

@@ -16,6 +16,7 @@ The guard runs as a file and imports only the standard library: it starts in 20 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
 import time
@@ -48,15 +49,26 @@ def remove_segments(descriptor: int) -> None:
     """Remove the shared-memory files listed in a descriptor; see transport/mpi/segments.py.
 
     MPI libraries leave these files behind if their ranks are killed. A newer file of the same name
-    has another inode, and stays.
+    has another inode, and stays. After a tab comes the path to which a file is copied first.
     """
     for line in os.pread(descriptor, os.fstat(descriptor).st_size, 0).decode().splitlines():
-        inode, _, path = line.partition(" ")
+        inode, _, paths = line.partition(" ")
+        path, _, copy = paths.partition("\t")
         try:
             if os.stat(path).st_ino == int(inode):
+                _copy(path, copy)
                 os.unlink(path)
         except OSError:  # the MPI library has removed the file
             continue
+
+
+def _copy(source: str, target: str) -> None:
+    """Copy a file of records into the folder of its run, if that is there and not full."""
+    try:
+        if target:
+            shutil.copyfile(source, target)
+    except OSError:
+        return
 
 
 def find_pids(job: str) -> list[int]:

@@ -10,7 +10,7 @@ COMMANDS = {
     name: partial(load_command, name, name)
     for name in (
         *("train", "launch", "netlab", "evaluate", "report", "checkpoint", "bench", "tune"),
-        *("doctor", "scale", "slurm", "runs", "compare", "follow", "recipe", "pipeline"),
+        *("doctor", "scale", "slurm", "runs", "compare", "follow", "hang", "recipe", "pipeline"),
     )
 }
 

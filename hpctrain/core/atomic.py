@@ -37,7 +37,7 @@ def replace(path: Path, content: str | bytes) -> None:
 
 def write_aside(path: Path, content: str | bytes) -> Path:
     """Write `content` to a temporary file beside `path`, and return that; raise OSError."""
-    writer = f"{_process(os.getpid())}.{threading.get_native_id()}@{os.uname().nodename}"
+    writer = f"{process_identity(os.getpid())}.{threading.get_native_id()}@{os.uname().nodename}"
     aside = path.with_name(f".{path.name}.{writer}")
     try:
         with open(aside, "wb") as file:
@@ -64,7 +64,7 @@ def is_left(path: Path) -> bool:
     if named is None:
         return False
     pid = named["process"].partition("-")[0]
-    if named["host"] == os.uname().nodename and _process(pid) != named["process"]:
+    if named["host"] == os.uname().nodename and process_identity(pid) != named["process"]:
         return True
     try:
         return time.time() - path.lstat().st_mtime > MAX_WRITE_S
@@ -72,7 +72,7 @@ def is_left(path: Path) -> bool:
         return False
 
 
-def _process(pid: int | str) -> str:
+def process_identity(pid: int | str) -> str:
     """Return the number and the start of a process, in clock ticks; '' if it has ended.
 
     A zombie has ended: in a container whose first process does not reap, it stays for ever.

@@ -41,6 +41,7 @@ class Metrics(pydantic.BaseModel):
     clock_gap_max: Count | None = None
     dropped_gradients: Count | None = None
     idle_fraction: list[Number] | None = None
+    straggler_scores: list[Number] | None = None
 
 
 class MetricsRow(Metrics):

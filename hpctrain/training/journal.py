@@ -31,6 +31,7 @@ from hpctrain.training.recipe import Recipe
 from hpctrain.training.run_options import TraceOptions
 from hpctrain.training.run_times import RunTimes
 from hpctrain.training.skip_counter import SkipCounter
+from hpctrain.training.stragglers import Stragglers
 from hpctrain.training.survival.recoveries import Recoveries
 from hpctrain.training.timeline import Timeline
 
@@ -64,6 +65,7 @@ class Journal:
         self.steps_redone = 0
         self.intervals: int | None = 0  #: since the first step; each ends with a collective call
         self.skips = SkipCounter(world, engine)
+        self._stragglers = Stragglers(mesh, engine, recipe.faults.slow_rank if recipe else None)
         self.files = RunFiles(None if world.rank else run)
         self._timeline = Timeline(world, run, trace)
         self._bar: progress.Bar | None = None  # on rank 0, if it has a terminal
@@ -177,8 +179,11 @@ class Journal:
         }
         self.recoveries.row_ranks = []
         self._open_row.close(step, now)
+        self._stragglers.row(ranks)
         if self.world.rank == 0:
-            self._write_row()
+            self.files.add(self._last)
+            if self._bar is None:
+                log.info(progress.line(self._last, self.total_steps))
         return self._last
 
     def about_now(self, step: int) -> dict[str, Any]:
@@ -277,20 +282,19 @@ class Journal:
             **staleness.metrics(self._staleness),
             "dropped_gradients": self.skips.dropped_gradients(ranks, self._staleness),
             "idle_fraction": idle(ranks),
+            "straggler_scores": self._stragglers.scores(ranks),
             "params_sha256": run_facts.trained_sha256(world, engine),
             "seed": self.sampler.seed,
         }
 
     def _sum_over_ranks(self) -> tuple[Sums, dict[str, np.ndarray]]:
-        """Return the sums of this interval, and by name each rank's own numbers: float64 (ranks,).
-
-        All ranks get the same.
-        """
+        """Return sums of this interval, and by name each rank's numbers: (ranks,), equal on all."""
         own_facts = {
             **self.times.of_engine(),
             "wall_s": self.times.wall_s,
             "bytes_sent": self.times.bytes_sent,
             **self.skips.rank_counts(),
+            **self._stragglers.rank_facts(),
         }
         table = np.zeros((len(own_facts), self.world.size))
         table[:, self.world.rank] = list(own_facts.values())
@@ -310,11 +314,6 @@ class Journal:
     def _updates(self, step: int) -> int:
         """Return the number of updates before that of step `step`, counted from 1."""
         return int(max(step - 1 - self.skips.skipped_steps, 0) * self.engine.updates_per_step)
-
-    def _write_row(self) -> None:
-        self.files.add(self._last)
-        if self._bar is None:
-            log.info(progress.line(self._last, self.total_steps))
 
     def _log(self, text: str, *args: Any) -> None:
         if self.world.rank == 0:

@@ -1,42 +1,36 @@
-"""Records of the current call of each rank, readable by the others, and the end of a hung job.
+"""Records of the last calls of each rank, readable by the others, and the end of a hung job.
 
-Every rank keeps a *record*, one small mapped file: rank, host, heartbeat, the main thread's line,
-and per thread the last Link call. It costs no system call to write and outlives even a killed rank.
-A daemon thread, the *watch*, beats once a second; when a call of its own rank has waited too long
-it reads all records and reports. In DIR: rank-00000, ... (removed at a clean end), hung-report.txt.
+Every rank keeps a *record*, pages of memory that the ranks of its node share: rank, host,
+heartbeat, the main thread's line, and per thread the last 64 Link calls. It costs no system call to
+write and outlives even a killed rank. A daemon thread, the *watch*, beats once a second; when a
+call of its own rank has waited too long it reads all records and reports. See node_file.py.
 """
 
+from hpctrain.watch.code_lines import code_location
 from hpctrain.watch.deadline import Watch
 from hpctrain.watch.inside import call_unrecorded
-from hpctrain.watch.record import (
-    MAX_ENTRIES,
-    RECORD_BYTES,
-    REPORT_NAME,
-    Call,
-    Entry,
-    Snapshot,
-    WatchRecord,
-    code_location,
-    read_record,
-    record_path,
-)
-from hpctrain.watch.report import dump_stacks, interval_s, make_report, write_report
+from hpctrain.watch.layout import MAX_CALLS, MAX_ENTRIES, RECORD_BYTES, Call, Snapshot
+from hpctrain.watch.node_file import FACTS_NAME, REPORT_NAME, read_records
+from hpctrain.watch.record import Entry, WatchRecord
+from hpctrain.watch.report import HungReport, dump_stacks, interval_s, make_report, write_report
 
 __all__ = [
+    "FACTS_NAME",
+    "MAX_CALLS",
     "MAX_ENTRIES",
     "RECORD_BYTES",
     "REPORT_NAME",
     "Call",
     "Entry",
-    "WatchRecord",
+    "HungReport",
     "Snapshot",
     "Watch",
+    "WatchRecord",
     "call_unrecorded",
     "code_location",
     "dump_stacks",
     "interval_s",
-    "read_record",
-    "record_path",
     "make_report",
+    "read_records",
     "write_report",
 ]

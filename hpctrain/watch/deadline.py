@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 import time
@@ -12,8 +11,9 @@ from time import time as clock
 
 from hpctrain.watch.ended import EndedRanks
 from hpctrain.watch.inside import LastingCalls
-from hpctrain.watch.record import Snapshot, WatchRecord, read_record, record_path
-from hpctrain.watch.report import interval_s, make_report
+from hpctrain.watch.node_exchange import NodeExchange
+from hpctrain.watch.record import WatchRecord
+from hpctrain.watch.report import HungReport, interval_s, make_report
 
 log = logging.getLogger(__name__)
 
@@ -30,10 +30,11 @@ class Watch:
         record: WatchRecord,
         directory: Path | None,
         timeout_s: float,
-        on_hang: Callable[[str], None],
+        on_hang: Callable[[HungReport], None],
         first_step_factor: float = 10,
     ) -> None:
-        self._record, self._directory, self._on_hang = record, directory, on_hang
+        self._record, self._on_hang = record, on_hang
+        self._exchange = None if directory is None else NodeExchange(record, directory)
         self._timeout_s, self._first_step_factor = timeout_s, first_step_factor
         self._awake_s, self._reported = 0.0, False
         self._first_observed: dict[tuple[str, float], float] = {}
@@ -57,6 +58,8 @@ class Watch:
             self._awake_s += min(elapsed_s, 2 * beat_s)
             self._lasting_calls.scan()
             self._record.write_heartbeat()
+            if self._exchange is not None:
+                self._exchange.answer()
             self._check_waits()
             self._check_ended_ranks()
 
@@ -69,24 +72,21 @@ class Watch:
         factor = self._first_step_factor if self._record.in_first_step else 1
         if waited_s > self._timeout_s * factor and not self._reported:
             self._reported = True
-            snapshots, has_folder = self._collect_snapshots(), self._directory is not None
-            self._on_hang(make_report(snapshots, clock(), self._timeout_s, has_folder))
+            self._on_hang(self._make_report())
+
+    def _make_report(self) -> HungReport:
+        if self._exchange is None:
+            snapshots = self._record.node_snapshots(history=True)
+            return make_report(snapshots, clock(), self._timeout_s, has_folder=False)
+        snapshots, lost_nodes = self._exchange.collect(self._timeout_s)
+        return make_report(snapshots, clock(), self._timeout_s, lost_nodes=lost_nodes)
 
     def _check_ended_ranks(self) -> None:
-        if self._directory is None and not self._reported:
+        if self._exchange is None and not self._reported:
             snapshots = self._record.node_snapshots()
             report = self._ended_ranks.check(snapshots, self._record.rank, self._awake_s)
             if report and len(snapshots) == self._record.size:
                 self._reported = True
                 self._on_hang(report)
             elif report:  # ranks of other nodes may still compute, and let the call end
-                log.warning("%s", report)
-
-    def _collect_snapshots(self) -> list[Snapshot]:
-        if self._directory is None:
-            return self._record.node_snapshots()
-        snapshots = []
-        for rank in range(self._record.size):
-            with contextlib.suppress(OSError, ValueError):
-                snapshots.append(read_record(record_path(self._directory, rank)))
-        return snapshots
+                log.warning("%s", report.text)

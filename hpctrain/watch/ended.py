@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from time import time as clock
 
-from hpctrain.watch.record import Snapshot
-from hpctrain.watch.report import make_ended_report
+from hpctrain.watch.layout import Snapshot
+from hpctrain.watch.report import HungReport, make_ended_report
 
 LIMIT_S, LIMIT_S_PER_BYTE = 5.0, 1e-8  #: without a change; a long array takes its time
 _SILENT_S = 3.0  # three heartbeats: such a rank may be stopped, and go on later
@@ -26,8 +26,8 @@ class EndedRanks:
         self._waits: tuple[tuple[int, str, float], ...] = ()
         self._since_s = 0.0
 
-    def check(self, snapshots: Sequence[Snapshot], rank: int, awake_s: float) -> str:
-        """Return a report once, from the first of the ranks that wait for ended ones; else "".
+    def check(self, snapshots: Sequence[Snapshot], rank: int, awake_s: float) -> HungReport | None:
+        """Return a report once, from the first of the ranks that wait for ended ones; else None.
 
         `awake_s`: the time that this process has been awake.
         """
@@ -36,7 +36,7 @@ class EndedRanks:
         if waits != self._waits:
             self._waits, self._since_s = waits, awake_s
         if not waits or waiting[0].rank != rank or awake_s - self._since_s < _limit_s(waiting):
-            return ""
+            return None
         self._since_s = float("inf")
         ended = [snapshot for snapshot in snapshots if snapshot.has_ended]
         return make_ended_report(ended, waiting, clock())

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, Protocol
 
-from hpctrain.watch.record import Entry, frame_of_each_thread
+from hpctrain.watch.code_lines import frame_of_each_thread
+from hpctrain.watch.record import Entry
 
 ALL_RANKS = -1  # the peer of a call that waits for every rank
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import faulthandler
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
-from hpctrain.watch.record import REPORT_NAME, Call, Snapshot
+from hpctrain.core import atomic
+from hpctrain.watch.hung_facts import COMPUTING, ENDED, SILENT, WAITING, HungFacts, make_facts
+from hpctrain.watch.layout import Call, Snapshot
+from hpctrain.watch.node_file import FACTS_NAME, REPORT_NAME
 
-_WAITING, _SILENT, _COMPUTING = "waiting", "stopped or dead", "alive, computing"
-_ENDED = "has ended its script"
 _BLOCKED_REMEDY = """what to do: look at the ranks that the job waits for.
   stopped or dead: look on its host for its pid (killed, out of memory?)
   computing: its stack is in stacks-RRRRR.txt; where it is only slow, raise run.timeout_s
@@ -27,14 +31,27 @@ def interval_s(timeout_s: float) -> float:
     return min(1.0, timeout_s / 4)
 
 
+@dataclass(frozen=True)
+class HungReport:
+    """The report of a hung job: as text, and the same facts as data."""
+
+    text: str
+    facts: HungFacts
+
+
 def make_report(
-    snapshots: Sequence[Snapshot], now_s: float, timeout_s: float, has_folder: bool = True
-) -> str:
+    snapshots: Sequence[Snapshot],
+    now_s: float,
+    timeout_s: float,
+    has_folder: bool = True,
+    lost_nodes: Mapping[str, Sequence[int]] = MappingProxyType({}),
+) -> HungReport:
     """Return the report: first the ranks that block the job and wait for none, then the others.
 
-    `has_folder`: whether a run's folder holds stacks and checkpoints.
+    `has_folder`: whether a run's folder holds stacks and checkpoints. `lost_nodes`: nodes whose
+    records did not arrive, and their ranks.
     """
-    judgements = [(snapshot, _judge_rank(snapshot, now_s, timeout_s)) for snapshot in snapshots]
+    judgements = [(snapshot, judge_rank(snapshot, now_s, timeout_s)) for snapshot in snapshots]
 
     def describe(judgement: str) -> list[str]:
         return [
@@ -43,40 +60,58 @@ def make_report(
             if judged.endswith(judgement)
         ]
 
-    missing_ranks = set(range(max((s.size for s in snapshots), default=0))) - {
-        s.rank for s in snapshots
-    }
+    missing = missing_ranks(snapshots)
+    nodes = {rank: name for name, ranks in lost_nodes.items() for rank in ranks}
     blocking_ranks = [
-        *describe(_SILENT),
-        *(f"  rank {rank}: left no record: see its output" for rank in sorted(missing_ranks)),
-        *describe(_ENDED),
-        *describe(_COMPUTING),
+        *describe(SILENT),
+        *(_describe_missing(rank, nodes.get(rank)) for rank in missing),
+        *describe(ENDED),
+        *describe(COMPUTING),
     ]
     limit_name = " (run.timeout_s)" * has_folder
     lines = [f"hung: a call has waited for longer than {timeout_s:g} s{limit_name}"]
     lines += ["the job waits for:", *blocking_ranks] if blocking_ranks else []
     lines += [
         "these wait:" if blocking_ranks else "all ranks wait: mismatched calls",
-        *describe(_WAITING),
+        *describe(WAITING),
     ]
-    blocked_remedy = _BLOCKED_REMEDY if has_folder else _SCRIPT_REMEDY
-    match_remedy = _MATCH_REMEDY if has_folder else _MATCH_REMEDY.replace("; then --resume", "")
-    return "\n".join([*lines, blocked_remedy if blocking_ranks else match_remedy])
+    text = "\n".join([*lines, remedy(bool(blocking_ranks), has_folder)])
+    return HungReport(text, make_facts(judgements, missing, nodes, now_s, timeout_s))
 
 
-def _judge_rank(snapshot: Snapshot, now_s: float, timeout_s: float) -> str:
+def remedy(is_blocked: bool, has_folder: bool = True) -> str:
+    """Return the remedy of a hang; `is_blocked`: ranks that do not wait keep others waiting."""
+    if is_blocked:
+        return _BLOCKED_REMEDY if has_folder else _SCRIPT_REMEDY
+    return _MATCH_REMEDY if has_folder else _MATCH_REMEDY.replace("; then --resume", "")
+
+
+def missing_ranks(snapshots: Sequence[Snapshot]) -> list[int]:
+    """Return the ranks without a record."""
+    size = max((s.size for s in snapshots), default=0)
+    return sorted(set(range(size)) - {s.rank for s in snapshots})
+
+
+def judge_rank(snapshot: Snapshot, now_s: float, timeout_s: float) -> str:
+    """Return the state of a rank, which ends in one of four constants."""
     # Heartbeat first: a rank that was stopped inside a call still seems to wait.
     age_s = max(now_s - snapshot.heartbeat, 0.0)
     if age_s > 3 * interval_s(timeout_s):  # a busy core may skip a beat or two
-        return f"no heartbeat for {age_s:.0f} s: {_SILENT}"
+        return f"no heartbeat for {age_s:.0f} s: {SILENT}"
     if snapshot.has_ended:
-        return _ENDED
-    return _WAITING if snapshot.waiting_calls else f"heartbeat {age_s:.1f} s ago: {_COMPUTING}"
+        return ENDED
+    return WAITING if snapshot.waiting_calls else f"heartbeat {age_s:.1f} s ago: {COMPUTING}"
+
+
+def _describe_missing(rank: int, node: str | None) -> str:
+    if node is None:
+        return f"  rank {rank}: left no record: see its output"
+    return f"  rank {rank}: no record came from its node {node}: is the node lost?"
 
 
 def _describe_rank(snapshot: Snapshot, judgement: str, now_s: float, has_steps: bool) -> str:
     place = f"  rank {snapshot.rank} on {snapshot.host} (pid {snapshot.pid})"
-    if judgement == _ENDED:
+    if judgement == ENDED:
         return f"{place}: {judgement}"
     place += f", step {snapshot.step}" * has_steps
     last_call = sorted(snapshot.calls, key=lambda call: call.start_s)[-1:]
@@ -94,28 +129,34 @@ def _describe_call(call: Call, now_s: float, has_steps: bool) -> str:
     return f"{call.operation} with {peer}, {call.nbytes} bytes, {timing}"
 
 
-def make_ended_report(ended: Sequence[Snapshot], waiting: Sequence[Snapshot], now_s: float) -> str:
+def make_ended_report(
+    ended: Sequence[Snapshot], waiting: Sequence[Snapshot], now_s: float
+) -> HungReport:
     """Return the report of ranks that wait for others whose script has ended."""
     names = ", ".join(f"rank {snapshot.rank}" for snapshot in ended)
     first = waiting[0]
     call = min(first.waiting_calls, key=lambda call: call.start_s)
     line = first.line.split()[0]
-    return "\n".join(
+    text = "\n".join(
         [
-            f"hung: {names} {_ENDED}, rank {first.rank} waits in {call.operation} ({line}): do "
+            f"hung: {names} {ENDED}, rank {first.rank} waits in {call.operation} ({line}): do "
             "ranks have different numbers of batches?",
-            *(_describe_rank(s, _ENDED, now_s, has_steps=False) for s in ended),
-            *(_describe_rank(s, _WAITING, now_s, has_steps=False) for s in waiting),
+            *(_describe_rank(s, ENDED, now_s, has_steps=False) for s in ended),
+            *(_describe_rank(s, WAITING, now_s, has_steps=False) for s in waiting),
             "what to do: make all ranks call the same operations in the same order",
         ]
     )
+    judgements = [*((s, ENDED) for s in ended), *((s, WAITING) for s in waiting)]
+    missing = missing_ranks([*ended, *waiting])
+    return HungReport(text, make_facts(judgements, missing, {}, now_s, None))
 
 
-def write_report(directory: Path, text: str) -> bool:
-    """Write hung-report.txt; return True on the one rank that wrote it and reports for the job."""
+def write_report(directory: Path, report: HungReport) -> bool:
+    """Write hung-report.txt and .json; return True on the one rank that reports for the job."""
     try:
         with open(directory / REPORT_NAME, "x") as stream:
-            stream.write(text)
+            stream.write(report.text)
+        atomic.replace(directory / FACTS_NAME, json.dumps(report.facts, indent=1) + "\n")
     except OSError as error:
         # On a full disk or a lost folder all ranks report, rather than none.
         return not isinstance(error, FileExistsError)

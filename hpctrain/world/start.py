@@ -53,7 +53,7 @@ def over_mpi(
         if job_size == 1:  # several ranks of different jobs would wait for each other for ever
             startup.finalize_mpi()
         raise UsageError(fault)
-    record = WatchRecord(None, comm.rank, comm.size)
+    record = WatchRecord(comm.rank, comm.size)
     link = MpiLink(comm, record.entry("main"))
     gather = partial(collectives.all_gather_bytes, link)
     host = rank_placement.node_name(gather, link.rank)
@@ -88,6 +88,6 @@ def _share_record(world: World) -> WatchRecord:
     page = world.memory.zeros(RECORD_BYTES, np.uint8)
     pages = world.memory.neighbours(page) or [page]
     others = [pages[r] for r in range(len(pages)) if r != world.node.rank]
-    record = WatchRecord(None, world.rank, world.size, [page, *others])
+    record = WatchRecord(world.rank, world.size, [page, *others])
     world.record_in(record)
     return record

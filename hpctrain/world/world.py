@@ -23,13 +23,14 @@ from hpctrain.transport.shared_memory.cuda_ipc import shared_gpu_memory
 from hpctrain.transport.shared_memory.host import NodeMemory
 from hpctrain.tuning.gpu_layout import GpuLayout
 from hpctrain.tuning.select import add_choices
-from hpctrain.watch import Watch, WatchRecord, record_path
+from hpctrain.watch import HungReport, Watch, WatchRecord
 from hpctrain.watch.trace import Trace
+from hpctrain.world import node_records
 from hpctrain.world.grid import Grid
 from hpctrain.world.job import Job
 
 T = TypeVar("T")
-Report = Callable[[str], None]  #: called with the text that names the ranks of a hung job
+Report = Callable[[HungReport], None]  #: called with the report that names the ranks of a hung job
 
 
 @dataclass(repr=False)
@@ -278,7 +279,7 @@ class World:
 
     @contextmanager
     def watched(self, run: Path, timeout_s: float, on_hang: Report | None = None) -> Iterator[None]:
-        """Record this rank's state in the run's folder; when it hangs, end the job.
+        """Record this rank's state in memory of its node; when it hangs, end the job.
 
         `on_hang`, called on every rank, replaces that for jobs without training steps, and so
         without a longer limit for the first.
@@ -286,24 +287,16 @@ class World:
         if self.record is None:
             yield
             return
-        directory = run / "watch"
-        record = self.on_all_ranks(lambda: self._new_record(directory))
-        report = on_hang or partial(abort.report_hang, self.rank, run)
-        watch = Watch(record, directory, timeout_s, report, 1 if on_hang else 10)
-        previous_record = self.record
-        self.record_in(record)
-        try:
-            yield
-        finally:
-            watch.stop()
-            self.record_in(previous_record)
-            record.close()
-
-    def _new_record(self, directory: Path) -> WatchRecord:
-        try:
-            return WatchRecord(record_path(directory, self.rank), self.rank, self.size)
-        except OSError as error:
-            raise UsageError(f"nothing can be written in {directory}: {error.strerror}") from None
+        directory, previous_record = run / "watch", self.record
+        with node_records.recorded(self, directory) as record:
+            report = on_hang or partial(abort.report_hang, self.rank, run)
+            watch = Watch(record, directory, timeout_s, report, 1 if on_hang else 10)
+            self.record_in(record)
+            try:
+                yield
+            finally:
+                watch.stop()
+                self.record_in(previous_record)
 
     def record_in(self, record: WatchRecord) -> None:
         """Let every thread's links record the calls that wait in `record`."""

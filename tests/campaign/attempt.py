@@ -162,16 +162,10 @@ def _moments(fault: Signal, case: Case, place: Place, wall: float) -> Iterator[i
 
 def _at_step(step: int, ranks: int, run: Path, wall: float) -> list[int]:
     """Return the processes of the ranks, in order, if all of them have come to `step`."""
-    pids = []
-    for rank in range(ranks):
-        try:
-            record = watch.read_record(watch.record_path(run / "watch", rank))
-        except (OSError, ValueError):
-            break
-        if record.heartbeat < wall or record.step < step:  # of an earlier attempt; or not yet
-            break
-        pids.append(record.pid)
-    return pids
+    records = watch.read_records(run / "watch")
+    # Not those of an earlier attempt.
+    begun = {r.rank: r.pid for r in records.values() if r.heartbeat >= wall and r.step >= step}
+    return [begun[rank] for rank in range(ranks)] if len(begun) == ranks else []
 
 
 def _send(to: subprocess.Popen[bytes] | int, name: str) -> bool:

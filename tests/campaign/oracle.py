@@ -27,8 +27,9 @@ FILES = re.compile(
     r"|replay/rank-\d{5}\.jsonl"
     r"|checkpoints/step-\d{8}(\.\d+)?(/(part-\d{5}\.safetensors|manifest\.json))?"
 )
-AFTER_HANG = re.compile(r"watch/(stacks-\d{5}\.txt|hung-report\.txt)")
-OF_MPI = re.compile(r"sysv|mpich_shm_|sm_segment\.|ompi\.|prte\.|pmix-")
+AFTER_HANG = re.compile(r"watch/(stacks-\d{5}\.txt|hung-report\.(txt|json))")
+# Of the watch: without `hpctrain launch` nobody moves its records when all ranks are killed.
+OF_MPI = re.compile(r"sysv|mpich_shm_|sm_segment\.|ompi\.|prte\.|pmix-|hpctrain-watch-")
 GAP = "has a gap"
 
 
@@ -85,7 +86,7 @@ def problems_of(case: Case, fault: Fault | None, seen: Attempt, run: Path) -> It
 
 
 def _not_of_mpi(case: Case, names: list[str]) -> list[str]:
-    """Return the names but those that MPI's own launcher leaves when it, or a rank, is killed."""
+    """Return the names but those that stay under MPI's own launcher if it or a rank is killed."""
     return [n for n in names if case.launcher == "launch" or not OF_MPI.match(n)]
 
 

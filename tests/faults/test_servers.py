@@ -44,7 +44,7 @@ def keys_of(engine: dict[str, object]) -> list[str]:
 def hit(job, rank: int, number: int) -> None:
     """Send a signal to `rank`, as soon as there are two checkpoints."""
     job.reach(10, RANKS)
-    os.kill(watch.read_record(watch.record_path(job.out / "watch", rank)).pid, number)
+    os.kill(watch.read_records(job.out / "watch")[rank].pid, number)
 
 
 @pytest.mark.parametrize("engine, rank", KILLED)

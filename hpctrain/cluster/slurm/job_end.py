@@ -80,7 +80,8 @@ def _record_lost_rank(run: Path, launcher_exit: LauncherExit) -> int:
         (run_folder.read_summary(run) or {}) | failure | {"launcher_exit_code": launcher_exit.code}
     )
     run_folder.write_summary(run, summary)
-    print_message("\nhpctrain: ".join([reason, *last_lines.last_lines(run)]))
+    operations = f"last operations of each rank: hpctrain hang {run}"
+    print_message("\nhpctrain: ".join([reason, operations, *last_lines.last_lines(run)]))
     return code
 
 

@@ -28,7 +28,7 @@ from hpctrain.doctor.job.ping_pong import Ping
 from hpctrain.doctor.job.rank_facts import RankFacts
 from hpctrain.transport.link import Link
 from hpctrain.transport.placement.check import RankBinding
-from hpctrain.watch import Watch, write_report
+from hpctrain.watch import HungReport, Watch, write_report
 from hpctrain.world import World
 
 RANK_0_HEAD_START_S = 3.0  # so that rank 0 reports a hang before other ranks do
@@ -74,14 +74,16 @@ def watch_job(
         yield
 
 
-def _report_hang(rank: int, folder: Path | None, print_report: PrintReport, report: str) -> None:
+def _report_hang(
+    rank: int, folder: Path | None, print_report: PrintReport, report: HungReport
+) -> None:
     try:
         if rank == 0:
-            print_report(report)
+            print_report(report.text)
         else:
             time.sleep(RANK_0_HEAD_START_S)
             if folder is None or write_report(folder / "watch", report):
-                print(report, file=sys.stderr, flush=True)
+                print(report.text, file=sys.stderr, flush=True)
     finally:
         abort.abort(1)
 

@@ -93,7 +93,7 @@ def main() -> None:
     outbox, inbox = GpuBuffer(runtime, max(MESSAGE_SIZES)), GpuBuffer(runtime, max(MESSAGE_SIZES))
     if hosts[0] == hosts[1]:
         _print_stage(comm, "ipc", **exchange_by_ipc(comm, runtime, outbox, inbox))
-    link = mpi_link.MpiLink(comm.Dup(), WatchRecord(None, comm.rank, comm.size).entry("main"))
+    link = mpi_link.MpiLink(comm.Dup(), WatchRecord(comm.rank, comm.size).entry("main"))
     cupy = gpus.import_cupy()
     _print_stage(comm, "staged", seconds=time_messages(link, cupy, ["staged"]))
     time.sleep(OUTPUT_DELAY_S)

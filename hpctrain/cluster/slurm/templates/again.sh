@@ -76,6 +76,17 @@ again() { # put the job back into the queue, unless it was ended from outside: c
     exit 75
 }
 
+collect() { # the last operations of all ranks, from the memory of their nodes into the run's folder
+    local token
+    token=$(sed -n 's/.*"token": "\([0-9a-f]*\)".*/\1/p' "$run/watch/nodes.json")
+    # shellcheck disable=SC2016
+    [ -z "$token" ] || timeout 60 srun --overlap --ntasks-per-node=1 \
+        -N "$SLURM_JOB_NUM_NODES" -n "$SLURM_JOB_NUM_NODES" bash -c '
+        for file in /dev/shm/"$0"-* "${TMPDIR:-/tmp}/$0"-*; do
+            ! cp "$file" "$1/watch/node-${file##*-}" || rm -f "$file"
+        done' "hpctrain-watch-$token" "$run"
+} >/dev/null 2>&1
+
 remaining() { # the nodes of this job on which Slurm can start ranks, with commas
     sinfo --noheader --Node --nodes="$SLURM_JOB_NODELIST" --format='%N %T' 2>/dev/null | sort -u |
         sed -nE '/ (down|fail|error|unk|boot|powering_down)|\*$/!s/ .*//p' | paste -sd,
@@ -112,6 +123,7 @@ while :; do
     pid=''
     [ -z "$reminder" ] || kill "$reminder" 2>/dev/null
 
+    [ ! -e "$run/watch/nodes.json" ] || collect # `hpctrain hang` shows them
     case "$(told status)" in
     done) exit 0 ;;
     stopped) again "$(told reason)" ;;

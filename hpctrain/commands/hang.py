@@ -1,0 +1,56 @@
+"""`hpctrain hang`: the last operations of each rank of a running, hung or dead job."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from hpctrain.core.errors import UsageError
+
+EPILOG = """\b
+Examples:
+  hpctrain hang runs/digits-20260101-120000
+  hpctrain hang -n 10 runs/first
+  hpctrain hang --json runs/first | jq .waited_for
+  srun --overlap --ntasks-per-node=1 hpctrain hang --collect runs/first
+
+The records of a running job lie in the memory of its nodes, so one sees the ranks of this host, and
+others once the job hangs or has died. Then `hpctrain launch` and the Slurm templates move them to
+DIR/watch; after other launchers --collect does, on each node.
+"""
+
+
+@click.command(epilog=EPILOG)
+@click.argument("run", type=click.Path(path_type=Path, exists=True, file_okay=False), metavar="DIR")
+@click.option(
+    "-n", "last", type=click.IntRange(0, 1024), default=0, metavar="N",
+    help="Show the last N operations of each rank; with --json 8 by default.",
+)  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+@click.option(
+    "--collect", is_flag=True,
+    help="Move the records on this host to DIR/watch, if the job has ended.",
+)  # fmt: skip
+def hang(run: Path, last: int, as_json: bool, collect: bool) -> None:
+    """Show the state of each rank of the job in DIR and its last operation.
+
+    The job may run, hang or be dead. States: alive; stopped (a process without heartbeats); dead;
+    closed (its record was closed, as at the end of the run); unknown (on another host, or lost).
+    """
+    from hpctrain.report import hang as report
+    from hpctrain.run_files.folder_lock import is_locked
+    from hpctrain.watch import node_file
+
+    if collect:
+        if is_locked(run):
+            raise UsageError(f"{run}: its job runs; --collect is for a job that has ended")
+        for node in node_file.collect(run / "watch"):
+            click.echo(f"node {node}: no records here", err=True)
+        return
+    job = report.read_job(run)
+    if as_json:
+        click.echo(json.dumps(report.as_json(job, last or 8), indent=1))
+    else:
+        report.print_report(job, last)

@@ -1,0 +1,94 @@
+"""The records of a World's ranks for the time of a run: made together, removed at a clean end."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hpctrain.core.errors import AGREED_ERRORS, LostRankError, UsageError
+from hpctrain.transport.mpi import segments
+from hpctrain.watch import WatchRecord, node_file
+from hpctrain.watch.node_exchange import NodeExchange
+from hpctrain.watch.node_file import Node, NodeFile
+
+if TYPE_CHECKING:
+    from hpctrain.world.world import World
+
+
+@contextmanager
+def recorded(world: World, directory: Path) -> Iterator[WatchRecord]:
+    """Yield this rank's record, in a file that the ranks of its node share; collective.
+
+    `directory`: of the run, in which all ranks find the files of all nodes. If this rank alone ends
+    with an error, it moves the records of its node there: the launcher kills the others.
+    """
+    node = _make_file(world, directory)
+    # All are open before one is closed: the file is removed when none is open.
+    file, record = world.on_all_ranks(lambda: _opened(world, node))
+    try:
+        yield record
+    except AGREED_ERRORS:
+        _remove(world, directory, file, record)
+        raise
+    except LostRankError:  # the survivors go on at once, with new records
+        _remove(world, directory, file, record)
+        file.remove()
+        raise
+    except BaseException:
+        NodeExchange(record, directory).write_own()
+        raise
+    _remove(world, directory, file, record)
+
+
+def _remove(world: World, directory: Path, file: NodeFile, record: WatchRecord) -> None:
+    record.close()
+    file.remove_if_closed()
+    if world.rank == 0:
+        with suppress(OSError):
+            (directory / node_file.NODES).unlink()
+
+
+def _make_file(world: World, directory: Path) -> Node:
+    """Return this rank's node, whose first rank has made the file; collective."""
+    ranks = tuple(rank for rank, host in enumerate(world.hosts) if host == world.host)
+    token = world.gather(uuid.uuid4().hex if world.rank == 0 else "")[0]
+
+    def create() -> str:
+        if world.rank != ranks[0]:
+            return ""
+        node_file.remove_earlier(directory)
+        with _no_space(directory):
+            path = node_file.create(token, ranks[0], len(ranks))
+        segments.announce_record(path, node_file.copy_path(directory, ranks[0]))
+        return path
+
+    nodes: dict[str, Node] = {}
+    for host, path in zip(world.hosts, world.gather(world.on_all_ranks(create)), strict=True):
+        members = tuple(rank for rank, other in enumerate(world.hosts) if other == host)
+        nodes.setdefault(host, Node(host, path, members))
+
+    def publish() -> None:
+        if world.rank == 0:
+            with _no_space(directory):
+                node_file.publish(directory, token, list(nodes.values()))
+
+    world.on_all_ranks(publish)
+    return nodes[world.host]
+
+
+def _opened(world: World, node: Node) -> tuple[NodeFile, WatchRecord]:
+    with _no_space(Path(node.file)):
+        file = NodeFile(node.file, len(node.ranks))
+    return file, WatchRecord(world.rank, world.size, file.pages(node.ranks.index(world.rank)))
+
+
+@contextmanager
+def _no_space(path: Path) -> Iterator[None]:
+    """Turn OSErrors into UsageError."""
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(f"nothing can be written in {path}: {error.strerror}") from None
