@@ -11,6 +11,7 @@ COMMANDS = {
     for name in (
         *("train", "launch", "netlab", "evaluate", "report", "checkpoint", "bench", "tune"),
         *("doctor", "scale", "slurm", "runs", "compare", "follow", "hang", "recipe", "pipeline"),
+        "chaos",
     )
 }
 

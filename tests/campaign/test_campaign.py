@@ -14,22 +14,23 @@ from pathlib import Path
 import pytest
 from ranks import run_on
 
-from campaign import case, disks, isolation, oracle
+from hpctrain.chaos import campaign, case, disks, draw, namespaces, oracle, regimes
 from hpctrain.run_files import run_folder
 from hpctrain.training import recipe, runs
 
 LOCAL = Path(__file__).parent
-NO_NAMESPACES = isolation.unavailable()
+NO_NAMESPACES = namespaces.unavailable()
 isolated = pytest.mark.skipif(bool(NO_NAMESPACES), reason=NO_NAMESPACES)
+LONG = campaign.load(LOCAL / "long.toml")
 
 
-def campaign(*words: object) -> list[str]:
-    """Run `python -m campaign run WORDS` in the environment of this test; return what it says."""
-    environ = {**os.environ, "PYTHONPATH": str(LOCAL.parent)}
-    line = [sys.executable, "-m", "campaign", "run", *map(str, words)]
-    ended = subprocess.run(line, env=environ, capture_output=True, text=True)
+def chaos(*words: object) -> list[dict]:
+    """Run `hpctrain chaos WORDS`, which must return 0; return the results."""
+    file = words[words.index("--results") + 1]
+    line = [sys.executable, "-m", "hpctrain", "chaos", *map(str, words)]
+    ended = subprocess.run(line, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    return ended.stdout.splitlines()
+    return [json.loads(row) for row in Path(file).read_text().splitlines()[1:]]
 
 
 @pytest.mark.processes
@@ -39,8 +40,9 @@ def campaign(*words: object) -> list[str]:
 def test_a_short_campaign(tmp_path):
     """One case of each kind, picked by hand: their lines are a campaign's file too."""
     cases = LOCAL / "short.jsonl"
-    reported = campaign("--from", cases, "--work", tmp_path / "work")
-    assert len(reported) == len(cases.read_text().splitlines())
+    results = chaos(cases, "--workers", 2, "--results", tmp_path / "results.jsonl")
+    assert len(results) == len(cases.read_text().splitlines())
+    assert {result["verdict"] for result in results} == {"passed"}
 
 
 @pytest.mark.full
@@ -48,22 +50,24 @@ def test_a_short_campaign(tmp_path):
 @pytest.mark.timeout(7200)
 @isolated
 def test_a_long_campaign(tmp_path):
-    campaign("--seed", random.randrange(10**6), "--cases", "0:100", "--work", tmp_path / "work")
+    words = ["--seed", random.randrange(10**6), "--workers", 2]
+    chaos(LOCAL / "long.toml", *words, "--results", tmp_path / "results.jsonl")
 
 
-def test_a_case_is_a_function_of_two_numbers():
-    cases = [case.generate(15, index) for index in range(300)]
-    assert [case.generate(15, index) for index in range(300)] == cases
+def test_a_case_is_a_function_of_campaign_and_number():
+    cases = [draw.draw_case(LONG, index) for index in range(300)]
+    assert [draw.draw_case(LONG, index) for index in range(300)] == cases
     assert [case.read(json.dumps(case.dump(item))) for item in cases] == cases
-    assert case.generate(16, 0) != cases[0]
-    assert {item.engine for item in cases} == set(case.ENGINES)
-    assert {fault.kind for item in cases for fault in item.faults} == set(case.KINDS)
+    other = campaign.load(LOCAL / "long.toml", {"seed": 16})
+    assert draw.draw_case(other, 0) != cases[0]
+    assert {item.engine for item in cases} == set(regimes.REGIMES)
+    assert {fault.kind for item in cases for fault in item.faults} == {"signal", "disk", "file"}
 
 
-@pytest.mark.parametrize("engine", case.ENGINES)
+@pytest.mark.parametrize("engine", regimes.REGIMES)
 def test_each_recipe_fits_its_ranks(engine):
-    regime = case.ENGINES[engine]
-    drawn = [item for i in range(300) if (item := case.generate(0, i)).engine == engine]
+    regime = regimes.REGIMES[engine]
+    drawn = [item for i in range(300) if (item := draw.draw_case(LONG, i)).engine == engine]
     assert {item.ranks for item in drawn} <= {*range(regime.smallest, regime.largest + 1)}
     for item in drawn:
         recipe.check({**item.recipe, "data": {"kind": "digits"}}).must_fit(item.ranks)
@@ -124,7 +128,7 @@ def test_a_failing_disk(tmp_path, name):
 @pytest.fixture(scope="module")
 def completed(tmp_path_factory):
     """A run that has completed, of ranks that are threads."""
-    tables = {**case.SETTINGS[0], "schema": 1, "data": {"kind": "digits"}}
+    tables = {**regimes.SETTINGS[0], "schema": 1, "data": {"kind": "digits"}}
     tables["model"] = {"kind": "mlp", "widths": [64, 4, 10]}
     tables["run"] = {"name": "campaign", "steps": 20, "interval_steps": 7, "epoch_samples": 390}
     out = tmp_path_factory.mktemp("completed") / "run"

@@ -8,7 +8,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from campaign.case import FailingFile
+from hpctrain.chaos.case import FailingFile
 
 SOURCE = Path(__file__).with_name("failing.c")
 ROOM_KIB = 1 << 16
@@ -19,7 +19,8 @@ def build(folder: Path) -> Path:
     library = folder / "failing.so"
     if not library.exists():
         fresh = Path(tempfile.mkdtemp(dir=folder)) / library.name  # others may build it too
-        command = ["cc", "-O1", "-Wall", "-Werror", "-shared", "-fPIC", "-o", fresh, SOURCE, "-ldl"]
+        options = ["-O1", "-Wall", "-Werror", "-shared", "-fPIC"]
+        command: list[str | Path] = ["cc", *options, "-o", fresh, SOURCE, "-ldl"]
         subprocess.run(command, check=True)
         fresh.rename(library)
         fresh.parent.rmdir()

@@ -1,0 +1,157 @@
+"""The processes and shared memory of one case, so that whatever is left there is the case's.
+
+    Namespaces   the case is alone in Linux namespaces, which end with all that is in them
+    Marked       elsewhere, as on a cluster: an environment variable marks the processes, as
+                 cluster/guard.py does; shared memory is the case's if it is new, ours and unused
+
+Both have `unchecked`: sentences on what cannot be checked there.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Protocol
+
+MARK = "HPCTRAIN_CHAOS"  #: the variable that marks all processes of a case
+SHARED_MEMORY = Path("/dev/shm")
+
+
+class Scope(Protocol):
+    """The surroundings of a case."""
+
+    unchecked: list[str]
+    has_own_mounts: bool  #: whether the case may mount disks of its own
+
+    def variables(self) -> dict[str, str]: ...
+    def processes(self) -> dict[int, str]: ...
+    def shared_memory(self) -> list[str]: ...
+
+
+class Namespaces:
+    """A case that is alone in namespaces."""
+
+    has_own_mounts = True
+
+    def __init__(self) -> None:
+        self.unchecked: list[str] = []
+
+    def variables(self) -> dict[str, str]:
+        """Return variables that the job needs."""
+        return {}
+
+    def processes(self) -> dict[int, str]:
+        """Return the command lines of all other processes that are no zombies."""
+        own = {1, os.getpid()}
+        return {pid: line for pid in _pids() if pid not in own and (line := _command(pid))}
+
+    def shared_memory(self) -> list[str]:
+        """Return the files in /dev/shm, and the segments of System V."""
+        segments = Path("/proc/sysvipc/shm").read_text().splitlines()[1:]
+        return sorted(os.listdir(SHARED_MEMORY)) + [f"sysv {line.split()[1]}" for line in segments]
+
+
+class Marked:
+    """A case whose processes carry a mark in their environment."""
+
+    has_own_mounts = False
+
+    def __init__(self, mark: str, on_other_hosts: bool = False):
+        self._mark, self._before = mark, {*_shared_files()}
+        self.unchecked = [
+            "no namespaces: processes that cleared their environment, segments of System V",
+            *["processes and shared memory on other hosts"] * on_other_hosts,
+        ]
+
+    def variables(self) -> dict[str, str]:
+        """Return the mark."""
+        return {MARK: self._mark}
+
+    def processes(self) -> dict[int, str]:
+        """Return the command lines of this host's processes that carry the mark."""
+        mark = f"{MARK}={self._mark}".encode()
+        return {pid: line for pid in _pids() if _has(pid, mark) and (line := _command(pid))}
+
+    def shared_memory(self) -> list[str]:
+        """Return our files in /dev/shm that are new, and that no process has mapped or open."""
+        spare = {*_shared_files()} - self._before
+        return sorted(spare - {*_used_files()}) if spare else []
+
+
+def ended(scope: Scope, limit_s: float) -> tuple[dict[int, str], float]:
+    """Wait until no process is left, `limit_s` at most; return those left and the seconds."""
+    start_s = time.monotonic()
+    while (remaining := scope.processes()) and time.monotonic() - start_s < limit_s:
+        time.sleep(0.02)
+    return remaining, time.monotonic() - start_s
+
+
+def kill_all(scope: Scope) -> None:
+    """Kill all processes of the case."""
+    while remaining := scope.processes():
+        for pid in remaining:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+
+
+def clear(scope: Scope, *folders: Path) -> None:
+    """Remove the shared memory that the case has left, and the contents of `folders`."""
+    left = [SHARED_MEMORY / name for name in scope.shared_memory() if not name.startswith("sysv ")]
+    for path in (*left, *(path for folder in folders for path in folder.iterdir())):
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+
+
+def _pids() -> Iterable[int]:
+    return (int(name) for name in os.listdir("/proc") if name.isdigit())
+
+
+def _command(pid: int) -> str:
+    """Return the command line of a process, or its name; '' if it has ended, or is a zombie."""
+    try:
+        name, _, fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")
+        line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
+    except OSError:
+        return ""
+    if fields[0] in "ZX":
+        return ""
+    return line.decode(errors="replace").strip() or name.partition("(")[2]
+
+
+def _has(pid: int, variable: bytes) -> bool:
+    try:
+        return variable in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:  # it has ended, or belongs to another user
+        return False
+
+
+def _shared_files() -> list[str]:
+    """Return the names of this user's files in /dev/shm."""
+    own = []
+    for path in SHARED_MEMORY.iterdir() if SHARED_MEMORY.is_dir() else ():
+        with suppress(OSError):
+            own += [path.name] * (path.lstat().st_uid == os.getuid())
+    return own
+
+
+def _used_files() -> list[str]:
+    """Return the names of files in /dev/shm that running processes have mapped or open."""
+    used = []
+    for pid in _pids():
+        with suppress(OSError):
+            lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+            used += [line.rpartition(f"{SHARED_MEMORY}/")[2] for line in lines]
+            for link in Path(f"/proc/{pid}/fd").iterdir():
+                with suppress(OSError):  # it was closed meanwhile
+                    used.append(os.readlink(link).rpartition(f"{SHARED_MEMORY}/")[2])
+    return [name.partition("/")[0] for name in used]
+
+
+def make_scope(mark: str, *, isolated: bool, on_other_hosts: bool) -> Scope:
+    """Return the scope of a case: of this process's namespaces, or of its mark."""
+    return Namespaces() if isolated else Marked(mark, on_other_hosts)
