@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import sys
 import tempfile
@@ -65,7 +66,8 @@ def main() -> None:
     parser.add_argument("--folder", help="of the other checkout")
     arguments = parser.parse_args()
     rows, claims = STUDIES[arguments.study](arguments)
-    save(arguments.study, rows, claims)
+    load = os.getloadavg()  # of other work of the machine, too
+    save(arguments.study, [{**row, "load": load} for row in rows], claims)
 
 
 def save(study: str, rows: Sequence[Mapping[str, Any]], claims: Mapping[str, bool]) -> None:
