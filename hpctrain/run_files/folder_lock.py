@@ -6,6 +6,7 @@ import fcntl
 import logging
 import os
 import stat
+import time
 from pathlib import Path
 
 from hpctrain.core import atomic
@@ -15,16 +16,19 @@ from hpctrain.core.files import brief
 log = logging.getLogger(__name__)
 
 LOCK = ".lock"
+POLL_S = 0.01
 
 
 class LockedError(UsageError):
     """A folder is locked: another process writes to it."""
 
 
-def lock_folder(run: Path) -> int:
-    """Lock a folder, return the file descriptor; raise LockedError if it is locked already."""
-    lock = _open_lock(run / LOCK)
+def lock_folder(run: Path, wait_s: float = 0.0) -> int:
+    """Lock a folder, return the file descriptor; raise LockedError if it is locked for `wait_s`."""
+    lock, deadline_s = _open_lock(run / LOCK), time.monotonic() + wait_s
     try:
+        while time.monotonic() < deadline_s and not _take(lock):
+            time.sleep(POLL_S)
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         holder = os.read(lock, 200).decode(errors="replace")
@@ -37,6 +41,15 @@ def lock_folder(run: Path) -> int:
     for folder in (run, run / "replay"):
         atomic.sweep(folder)
     return lock
+
+
+def _take(lock: int) -> bool:
+    """Return whether the lock could be taken."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _open_lock(path: Path) -> int:

@@ -51,9 +51,10 @@ def default_path(recipe_name: str) -> Path:
 
 
 @contextmanager
-def claim(run: Path, resume: bool) -> Iterator[None]:
+def claim(run: Path, resume: bool, wait_s: float = 0.0) -> Iterator[None]:
     """Make the folder and lock it for this job; the kernel releases the lock at any exit.
 
+    `wait_s`: for a lock that another process may be about to release.
     Raises UsageError if another job holds it, if a run lies there and `resume` is not set, or if
     it cannot be written.
     """
@@ -64,7 +65,7 @@ def claim(run: Path, resume: bool) -> Iterator[None]:
                 f"{run} is in use: it holds {names}. Add --resume (in Python resume=True) to go on "
                 "with that run, or name a new folder"
             )
-        lock = lock_folder(run)
+        lock = lock_folder(run, wait_s)
     except OSError as error:
         raise UsageError(f"{run} cannot be written: {error.strerror}") from None
     try:

@@ -28,6 +28,8 @@ from hpctrain.world import World
 if TYPE_CHECKING:
     from hpctrain.training.trainer import Trainer
 
+LOCK_S = 5.0  #: within which the kernel releases the lock of a killed process
+
 
 class RunOrigin(NamedTuple):
     """The recipe of a run, kept beside its results, and the outputs its model was built for."""
@@ -75,7 +77,14 @@ class FitCall:
         has_begun = survival.has_begun
         resume = self.resume or has_begun
         with ExitStack() as stack:
-            run = _claim(world, stack, survival.run, resume, self.options.timeout_s)
+            run = _claim(
+                world,
+                stack,
+                survival.run,
+                resume,
+                self.options.timeout_s,
+                LOCK_S if has_begun else 0.0,
+            )
             journal = Journal(
                 trainer.mesh,
                 trainer.engine,
@@ -147,16 +156,19 @@ class FitCall:
 
 
 def _claim(
-    world: World, stack: ExitStack, out: str | None, resume: bool, timeout_s: float
+    world: World, stack: ExitStack, out: str | None, resume: bool, timeout_s: float, wait_s: float
 ) -> Path | None:
-    """Lock the run's folder for this job, and let the watch write into it."""
+    """Lock the run's folder for this job, and let the watch write into it.
+
+    `wait_s`: for the lock of a rank that was lost.
+    """
     if out is None:
         return None
     run = Path(out)
 
     def claim() -> None:
         if world.rank == 0:
-            stack.enter_context(run_folder.claim(run, resume))
+            stack.enter_context(run_folder.claim(run, resume, wait_s))
             checkpoint.sweep(run)
 
     world.on_all_ranks(claim)

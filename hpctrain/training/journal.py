@@ -91,8 +91,8 @@ class Journal:
         is_counted = self.mesh.data.rank == 0 or self.engine.shares_sums  # of all workers
         self._open_row.restore(about.get("open_row"), step, with_sums=is_counted)
         rows, summary = self.world.on_all_ranks(lambda: self.files.go_back(step, about))
-        rows, summary = json.loads(self.world.gather(json.dumps([rows, summary]))[0])
-        self.steps_redone = self.files.steps_redone
+        own = json.dumps([rows, summary, self.files.steps_redone])
+        rows, summary, self.steps_redone = json.loads(self.world.gather(own)[0])
         if summary and (summary["status"], summary.get("steps")) == ("done", step):
             self._done_summary = summary
         if rows and rows[-1]["step"] == step:  # the row was made after this state

@@ -63,6 +63,15 @@ class Job:
         return tuple(facts[number] for number in self.peers) if facts else ()
 
     @property
+    def hosts(self) -> list[str]:
+        """The node of each rank of `link`."""
+        return [self.places[number].node for number in self.numbers]
+
+    def numbers_on(self, host: str) -> list[int]:
+        """Return the numbers of the ranks on `host`."""
+        return [number for number in self.numbers if self.places[number].node == host]
+
+    @property
     def is_spare(self) -> bool:
         """Whether this rank waits for a place in the World."""
         return self.number not in self.members

@@ -9,9 +9,7 @@ import os
 from functools import partial
 from typing import Any, cast
 
-import numpy as np
-
-from hpctrain import abort, collectives
+from hpctrain import collectives
 from hpctrain.core import launchers
 from hpctrain.core.errors import UsageError
 from hpctrain.transport.device import gpus
@@ -19,8 +17,9 @@ from hpctrain.transport.link import Link
 from hpctrain.transport.mpi import segments
 from hpctrain.transport.placement import rank_placement
 from hpctrain.transport.shared_memory import dev_shm
-from hpctrain.watch import RECORD_BYTES, Watch, WatchRecord
+from hpctrain.watch import WatchRecord
 from hpctrain.world.job import Job, min_ranks_requested, spares_requested
+from hpctrain.world.watches import Watches
 from hpctrain.world.world import World
 
 
@@ -43,10 +42,12 @@ def over_mpi(
         raise UsageError(fault)
     dev_shm.warn_if_full(launched)
     from hpctrain.transport.mpi import startup
+    from hpctrain.transport.mpi.fault_tolerance import Family
     from hpctrain.transport.mpi.link import MpiLink
 
     if comm is not None:
         startup.check_communicator(comm)
+    family = Family(whole_job=comm is None)
     comm, job_size = startup.start_mpi(comm, timeout_s), startup.job_size()
     segments.announce_segments()
     if fault := launchers.mismatch(launched, job_size, mpi_is.vendor, mpi_is.libmpi):
@@ -54,7 +55,7 @@ def over_mpi(
             startup.finalize_mpi()
         raise UsageError(fault)
     record = WatchRecord(comm.rank, comm.size)
-    link = MpiLink(comm, record.entry("main"))
+    link = MpiLink(comm, record.entry("main"), family=family)
     gather = partial(collectives.all_gather_bytes, link)
     host = rank_placement.node_name(gather, link.rank)
     places, verdict, bindings = rank_placement.exchange_placements(link, gather, host, placement)
@@ -77,17 +78,5 @@ def over_mpi(
         bindings=bindings,
         job=job,
     )
-    record = _share_record(world)
-    on_hang = partial(abort.report_hang, link.rank, None)
-    Watch(record, None, timeout_s, on_hang, first_step_factor=1)  # no steps are recorded yet
+    world.on_regroup = Watches(world, timeout_s).renew
     return world
-
-
-def _share_record(world: World) -> WatchRecord:
-    """Return the record of `world`, moved to memory of the node; its ranks report each other."""
-    page = world.memory.zeros(RECORD_BYTES, np.uint8)
-    pages = world.memory.neighbours(page) or [page]
-    others = [pages[r] for r in range(len(pages)) if r != world.node.rank]
-    record = WatchRecord(world.rank, world.size, [page, *others])
-    world.record_in(record)
-    return record

@@ -22,6 +22,8 @@ def survive(world: World) -> None:
     link = world.job.regroup()
     try:
         vars(world).update(vars(_with_members(world, link)))
+        if world.on_regroup is not None:
+            world.on_regroup()
     except LostRankError:
         link.dissolve()
         raise

@@ -55,6 +55,7 @@ class World:
     grid: Grid | None = None  #: if these are the ranks of a mesh with the same layers
     #: Whether engines are built only to load a state: then their parameters may be any.
     restores: bool = False
+    on_regroup: Callable[[], None] | None = None  #: called after a loss, see world/survive.py
     job: Job | None = None  #: of a World whose ranks survive the loss of others
     main: Group = field(init=False)  #: all ranks, for the main thread; its scratch is kept
     memory: NodeMemory = field(init=False)  #: memory shared by the ranks of this node

@@ -39,8 +39,9 @@ def has_ulfm() -> bool:
 class Family:
     """A communicator and all that were derived from it; revoked together."""
 
-    def __init__(self) -> None:
-        self.survives = has_ulfm()
+    def __init__(self, whole_job: bool = True):
+        """`whole_job`: whether it has all ranks of the job; else others could not go on."""
+        self.survives = whole_job and has_ulfm()
         self._comms: list[MPI.Comm] = []
 
     def add(self, comm: MPI.Comm) -> None:
