@@ -25,6 +25,7 @@ import argparse
 import json
 import os
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -65,6 +66,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--folder", help="of the other checkout")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # jobs end with it
     rows, claims = STUDIES[arguments.study](arguments)
     load = os.getloadavg()  # of other work of the machine, too
     save(arguments.study, [{**row, "load": load} for row in rows], claims)

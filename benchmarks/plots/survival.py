@@ -13,6 +13,7 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.ticker import NullFormatter
 
 from hpctrain.core.palette import COLORS, DASHES, MARKERS
 
@@ -29,6 +30,8 @@ VARIANTS = {
     "spares": "a spare for each loss", "one spare": "one spare, then a restart",
     "restart": "restarts alone",
 }  # fmt: skip
+TICKS_MS = (10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000)
+PERIODS_S = {"5 s": 5, "30 s": 30, "1 min": 60, "5 min": 300, "20 min": 1200, "1 h": 3600}
 
 
 def result(study: str) -> dict[str, Any]:
@@ -51,7 +54,10 @@ def draw_kills(report: dict[str, Any]) -> None:
              xlabel="time from SIGKILL to the next completed step of all survivors [ms]",
              title=f"{report['ranks']} ranks on {report['machine']['cores']} cores, "
                    f"steps of {report['step_ms']} ms")  # fmt: skip
-    axes.grid(alpha=0.3, which="both")
+    axes.set_xticks(TICKS_MS, [f"{tick:,}" for tick in TICKS_MS])
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.set_xlim(10, 10_000)
+    axes.grid(alpha=0.3)
     figure.legend(loc="outside right upper", fontsize=8)
     figure.savefig(BENCHMARKS / "results" / "survival-kills.png", dpi=110)
 
@@ -68,14 +74,19 @@ def draw_ettr(report: dict[str, Any]) -> None:
               label=f"expected of restarts (Young, Daly)\nfor checkpoints of "
                     f"{1e3 * checkpoint_s:.0f} ms, restarts of {restart_s:.1f} s")  # fmt: skip
     for i, (variant, label) in enumerate(VARIANTS.items()):
-        points = [(row["period_s"], row["goodput"]) for row in rows if row["variant"] == variant]
+        points = sorted((row["period_s"], row["ettr"], row["goodput"])
+                        for row in rows if row["variant"] == variant)  # fmt: skip
         if points:
-            axes.plot(*zip(*sorted(points), strict=True), linestyle="", marker=MARKERS[i],
-                      markersize=9, color=COLORS[i], label=f"measured: {label}")  # fmt: skip
-    axes.set(xscale="log", ylim=(0, 1.03), xlabel="mean time between faults [s]",
-             ylabel="useful part of the time",
+            periods_s, ettr, goodput = zip(*points, strict=True)
+            style = {"linestyle": "", "marker": MARKERS[i], "markersize": 9, "color": COLORS[i]}
+            axes.plot(periods_s, ettr, label=f"ETTR: {label}", **style)
+            axes.plot(periods_s, goodput, markerfacecolor="none", **style)
+    axes.set(xscale="log", ylim=(0, 1.03), xlabel="mean time between faults",
+             ylabel="part of the time with progress\n(hollow: with steps of median length)",
              title=f"{report['ranks']} ranks on {report['machine']['cores']} cores")  # fmt: skip
-    axes.grid(alpha=0.3, which="both")
+    axes.set_xticks(list(PERIODS_S.values()), list(PERIODS_S))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.grid(alpha=0.3)
     axes.legend(fontsize=8, loc="lower right")
     figure.savefig(BENCHMARKS / "results" / "survival-ettr.png", dpi=110)
 
