@@ -119,7 +119,7 @@ class Job:
         """Return the live processes that have done no step."""
         return sorted(set(self.live()) - set(self.members()))
 
-    def await_that(self, condition: Callable[[], bool], timeout_s: float = 60) -> bool:
+    def await_that(self, condition: Callable[[], bool], timeout_s: float = 120) -> bool:
         """Return whether `condition` became true before the job ended."""
         end_s = time.monotonic() + timeout_s
         while not condition():
@@ -130,7 +130,7 @@ class Job:
             time.sleep(POLL_S)
         return True
 
-    def await_steps(self, members: int, steps: int, timeout_s: float = 60) -> bool:
+    def await_steps(self, members: int, steps: int, timeout_s: float = 120) -> bool:
         """Return whether `members` processes did `steps` steps after the last kill."""
         since_s = self.kills[-1].at_s if self.kills else 0.0
 
