@@ -57,7 +57,7 @@ ROOMS = {
     "parallel/schedules": (14, 1000),
     "parallel/timing": (7, 1050),
     "report": (12, 1350),  # losses of ranks on plots
-    "run_files": (6, 600),
+    "run_files": (6, 620),
     "scaling": (10, 1590),
     "scaling/output": (7, 940),
     "scaling/trials": (4, 570),
