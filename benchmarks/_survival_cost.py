@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from _survival_job import RANKS, STEP_MS, TRAIN, Job, mpirun, progress, settings
 
-STEPS = 400  #: of a job, after WARM_UP_STEPS
-WARM_UP_STEPS = 50
+STEPS = 200  #: of a job, after WARM_UP_STEPS
+WARM_UP_STEPS = 30
 SIZES = {"4B": 4, "64KiB": 1 << 16, "64MiB": 1 << 26}
 MAX_SHARE = 0.02
 

@@ -57,6 +57,8 @@ def main() -> None:
     parser.add_argument("study", nargs="?", default="kills", choices=STUDIES)
     parser.add_argument("--engines", default=",".join((*ENGINES, "bare", "restart")))
     parser.add_argument("--kills", type=int, default=60, help="of each engine")
+    parser.add_argument("--limit", type=float, default=600, help="seconds after which an engine's "
+                        "last job begins, whatever --kills")  # fmt: skip
     parser.add_argument("--restarts", type=int, default=10, help="kills that end a job")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--period", type=float, default=5.0, help="seconds from fault to fault")
@@ -94,7 +96,10 @@ def measure_kills(arguments: argparse.Namespace) -> tuple[list[dict[str, Any]], 
         kills: list[dict[str, Any]] = []
         if name == "restart":
             kills = kill_and_restart(chance, arguments.restarts)
+        end_s = time.monotonic() + arguments.limit
         while name != "restart" and len(kills) < arguments.kills:
+            if kills and time.monotonic() > end_s:
+                break
             kills += kill_ranks(name, chance)
         rows.append(summarize(name, kills))
         print({key: value for key, value in rows[-1].items() if key != "each"}, flush=True)
