@@ -13,7 +13,7 @@ import hpctrain as ht
 from hpctrain.core.errors import UsageError
 from hpctrain.transport.threads.ranks import run_ranks
 from hpctrain.watch import WatchRecord
-from hpctrain.world import over_threads
+from hpctrain.world import over_threads, watched
 
 X = np.random.default_rng(0).standard_normal((48, 6)).astype(np.float32)
 Y = np.arange(48) % 3
@@ -120,7 +120,7 @@ def test_waits_of_a_sub_world_are_recorded_with_those_of_its_parent(ranks, tmp_p
     def body(world):
         world.record_in(WatchRecord(world.rank, world.size))
         directory = world.gather(str(tmp_path))[0]
-        with world.watched(Path(directory), timeout_s=60):
+        with watched(world, Path(directory), timeout_s=60):
             sub_world = world.split(0)
             assert sub_world.link.entry is world.record.entry("main")
         assert sub_world.link.entry is sub_world.node.entry is world.link.entry

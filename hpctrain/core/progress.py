@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 TERMINAL = "HPCTRAIN_TERMINAL"
+BAR_S = 0.1  #: from one drawing of a bar to the next
 WIDE_BAR = 64  #: columns beside its title that a bar needs for epoch and samples/s
 log = logging.getLogger(__name__)
 
@@ -61,6 +62,7 @@ class Bar:
             TimeRemainingColumn,
         )
 
+        self._drawn_s = 0.0
         screen = console()
         is_wide = screen.width >= WIDE_BAR + len(title)
         self._progress = Progress(
@@ -77,6 +79,13 @@ class Bar:
         fields: dict[str, Any] = {"epoch": "-", "loss": "-", "rate": "-"}
         self._task = self._progress.add_task("", total=total, completed=first_step, **fields)
         self._progress.start()
+
+    def is_due(self, now_s: float) -> bool:
+        """Return whether to draw the bar now: drawing takes time from training."""
+        if now_s - self._drawn_s < BAR_S:
+            return False
+        self._drawn_s = now_s
+        return True
 
     def show(self, step: int, epoch: int, loss: float, samples_per_s: float) -> None:
         """Draw the state after `step` steps."""

@@ -15,6 +15,7 @@ from hpctrain.core.errors import UsageError
 from hpctrain.core.signals import StopRequest
 from hpctrain.data import Sampler, Samples, batches_to_read_ahead
 from hpctrain.run_files import run_folder
+from hpctrain.training import run_facts
 from hpctrain.training.callbacks import Callbacks, check_metrics
 from hpctrain.training.exit_status import summary_on_exit
 from hpctrain.training.journal import Journal
@@ -23,7 +24,7 @@ from hpctrain.training.recipe import Recipe
 from hpctrain.training.run_options import CheckpointOptions, FitOptions, TraceOptions
 from hpctrain.training.survival.survival import Survival
 from hpctrain.training.tasks import FitPlan
-from hpctrain.world import World
+from hpctrain.world import World, watched
 
 if TYPE_CHECKING:
     from hpctrain.training.trainer import Trainer
@@ -74,7 +75,7 @@ class FitCall:
             f"{trainer.seed}, {self.trace}"
         )
         world.must_agree(plan_text, "the plan of a training")
-        has_begun = survival.has_begun
+        has_begun = survival.recoveries.has_begun
         resume = self.resume or has_begun
         with ExitStack() as stack:
             run = _claim(
@@ -116,7 +117,7 @@ class FitCall:
             request = catch_signals()
             loop.begin()
             if not has_begun:
-                journal.log_start()
+                run_facts.log_start(journal)
             stack.enter_context(summary_on_exit(journal, callbacks.end))
             with np.errstate(over="ignore", invalid="ignore"):  # the loss is checked, each step
                 return loop.run(request)
@@ -172,5 +173,5 @@ def _claim(
             checkpoint.sweep(run)
 
     world.on_all_ranks(claim)
-    stack.enter_context(world.watched(run, timeout_s))
+    stack.enter_context(watched(world, run, timeout_s))
     return run

@@ -36,7 +36,6 @@ from hpctrain.training.survival.recoveries import Recoveries
 from hpctrain.training.timeline import Timeline
 
 log = logging.getLogger(__name__)
-BAR_S = 0.1  # the bar is drawn this often at most: drawing takes time from training
 
 
 class Journal:
@@ -56,8 +55,8 @@ class Journal:
         earlier_times: RunTimes | None = None,
     ):
         """`recoveries`, `earlier_times`: of this call of fit before a loss of ranks."""
-        self.world, self.engine, self.sampler = mesh.everyone, engine, sampler
-        world, self.mesh = mesh.everyone, mesh
+        world = self.world = mesh.everyone
+        self.mesh, self.engine, self.sampler = mesh, engine, sampler
         self.total_steps, self.run, self.recipe, self.rate = total_steps, run, recipe, rate
         self.name = recipe.run.name if recipe else "training"
         self.recoveries = recoveries or Recoveries()
@@ -73,15 +72,12 @@ class Journal:
         self._done_summary: dict[str, Any] | None = None  # of a run that was done before
         self._loss = engine.replica.loss
         self._test_metrics = losses.evaluate(self._loss, {}, "test_")
-        self._open_row = OpenRow()
+        self.open_row = OpenRow()  #: not due yet
         self._earlier_staleness: Staleness | None = None  # in the parts before this one
-        self._first_step, self._bar_s = 0, 0.0
+        self._first_step = 0
 
     def resume(self, step: int, about: dict[str, Any]) -> list[dict[str, Any]]:
-        """Go on after `step`: drop the rows of steps to be done again; return the remaining rows.
-
-        Collective: every rank gets them.
-        """
+        """Go on after `step`: drop the rows of later steps; return the others; collective."""
         if about.get("batch") not in (None, self.sampler.batch):
             log.warning("batch was %s before, now %s", about["batch"], self.sampler.batch)
         if about.get("staleness"):
@@ -89,43 +85,32 @@ class Journal:
         self.intervals = about.get("intervals", None if step else 0)
         self.skips.resume(about)
         is_counted = self.mesh.data.rank == 0 or self.engine.shares_sums  # of all workers
-        self._open_row.restore(about.get("open_row"), step, with_sums=is_counted)
+        self.open_row.restore(about.get("open_row"), step, with_sums=is_counted)
         rows, summary = self.world.on_all_ranks(lambda: self.files.go_back(step, about))
         own = json.dumps([rows, summary, self.files.steps_redone])
         rows, summary, self.steps_redone = json.loads(self.world.gather(own)[0])
         if summary and (summary["status"], summary.get("steps")) == ("done", step):
             self._done_summary = summary
         if rows and rows[-1]["step"] == step:  # the row was made after this state
-            self._open_row.close(step)
+            self.open_row.close(step)
         # A run that was complete makes no new row: its summary is from the last one.
         self._last = rows[-1] if rows else {}
-        if self.recoveries.began_at is not None:  # the clocks go on
-            self._open_row.since_s = self._last.get("wall_s", 0.0)
+        self.open_row.since_s = self._last.get("wall_s", 0.0) * self.recoveries.has_begun
         self._test_metrics = {key: self._last.get(key) for key in self._test_metrics}
         return rows
 
     def begin(self, step: int) -> None:
         """Write the recipe, start the clocks and the bar; raise UsageError; collective."""
-        elapsed_s = self.recoveries.begin(step)
+        is_first, elapsed_s = not self.recoveries.has_begun, self.recoveries.begin(step)
         self._first_step = self.recoveries.since_step
-        text = self.recipe.toml() if self.recipe else None
-        self.world.on_all_ranks(lambda: self.files.begin(text))
+        if is_first:
+            text = self.recipe.toml() if self.recipe else None
+            self.world.on_all_ranks(lambda: self.files.begin(text))
         self._timeline.begin()
         if self.world.rank == 0 and log.isEnabledFor(logging.INFO):
             self._bar = progress.open_bar(self.name, step, self.total_steps)
         self.times.begin(elapsed_s)
         self.skips.begin()
-
-    def log_start(self) -> None:
-        """Log the ranks, the engine and the folder of the run; collective."""
-        start = run_facts.describe_start(self.mesh, self.engine, self.sampler.batch)
-        self._log("%s: %s, %d steps; folder: %s", self.name, start, self.total_steps, self.run)
-        if mesh_text := run_facts.describe_mesh(self.mesh, self.sampler.batch):
-            self._log("pipeline: %s", mesh_text)
-
-    def has_open_row(self, step: int) -> bool:
-        """Return whether steps before `step` are in no row yet."""
-        return self._open_row.has_steps(step)
 
     def count_interval(self) -> None:
         """Count an interval, unless an older part of the run did not count them."""
@@ -133,11 +118,11 @@ class Journal:
 
     def step(self, step: int, sums: Sums) -> None:
         """Add this rank's share of a step that is done."""
-        self._open_row.add(sums)
+        self.open_row.add(sums)
         self.recoveries.count_step(step)
         now = self.times.wall_s
-        if self._bar is not None and now - self._bar_s >= BAR_S and self._open_row.sums:
-            self._bar_s, loss = now, self._open_row.sums["loss"].mean or 0.0
+        if self._bar is not None and self._bar.is_due(now) and self.open_row.sums:
+            loss = self.open_row.sums["loss"].mean or 0.0
             self._bar.show(step, self._epoch(step), loss, self._samples(step) / now)
 
     def row(
@@ -148,7 +133,7 @@ class Journal:
         Returns the row, None if no step was done; every rank has its own times in it, and all the
         same sums. `interrupted`: the row is made only because of a request to stop.
         """
-        since_step, since_s = self._open_row.since_step, self._open_row.since_s
+        since_step, since_s = self.open_row.since_step, self.open_row.since_s
         if step == since_step:
             return None
         sums, ranks = self._sum_over_ranks()
@@ -178,7 +163,7 @@ class Journal:
             **({"lost_ranks": ranks_lost} if (ranks_lost := self.recoveries.row_ranks) else {}),
         }
         self.recoveries.row_ranks = []
-        self._open_row.close(step, now)
+        self.open_row.close(step, now)
         self._stragglers.row(ranks)
         if self.world.rank == 0:
             self.files.add(self._last)
@@ -193,7 +178,7 @@ class Journal:
     def about_here(self, step: int) -> dict[str, Any]:
         """Return the same from this rank alone, where all ranks record the sums of all workers."""
         own = {name: np.array([number]) for name, number in self.skips.rank_counts().items()}
-        about = self._about(step, self._open_row.sums, own)
+        about = self._about(step, self.open_row.sums, own)
         # The rank that writes may have been lost between the sums of the row and its writing.
         return {**about, "rows_due": [*about["rows_due"], *filter(None, [self._last])]}
 
@@ -203,7 +188,7 @@ class Journal:
             "step": step,
             "epoch": epoch,
             "sample_index": index,
-            "open_row": self._open_row.to_json(step, sums),
+            "open_row": self.open_row.to_json(step, sums),
             "world_size": self.world.size,
             "batch": self.sampler.batch,
             "seed": self.sampler.seed,
@@ -221,26 +206,19 @@ class Journal:
     def finish(self, status: str, exit_code: int, reason: str | None = None) -> dict[str, Any]:
         """Write the summary, show the closing table and return the summary; collective."""
         summary = self._summary(status, exit_code, reason)
-        if (
-            self._done_summary
-            and status == "done"
-            and self._open_row.since_step == self._first_step
-        ):
+        if self._done_summary and status == "done" and self.open_row.since_step == self._first_step:
             summary = self._done_summary  # nothing was done: what was measured stands
         self.close_bar()
         self._timeline.end()  # summary.json is the last of all files
         self._write_end(summary)
         if self.world.rank == 0 and status == "done" and log.isEnabledFor(logging.INFO):
-            text = self.recipe is not None and isinstance(self.recipe.data, data.TextOptions)
-            progress.console().print(progress.closing_table(summary, text))
+            is_text = self.recipe is not None and isinstance(self.recipe.data, data.TextOptions)
+            progress.console().print(progress.closing_table(summary, is_text))
             log.info("results: %s", self.run or "not kept, as no folder was given")
         return summary
 
     def _write_end(self, summary: dict[str, Any]) -> None:
-        """Write the pending rows and the summary; collective.
-
-        If that fails, a run that is done raises SaveError; one that has failed only warns.
-        """
+        """Write pending rows and the summary; raise SaveError if the run is done; collective."""
         fault = self.world.gather(self.files.end(summary))[0]
         if fault and summary["status"] == "done":
             raise SaveError(fault)
@@ -250,7 +228,7 @@ class Journal:
     def close_bar(self) -> None:
         """Take the bar from the terminal."""
         if self._bar is not None:
-            self._bar.close(self._open_row.since_step)
+            self._bar.close(self.open_row.since_step)
 
     def end_alone(self) -> None:
         """End bar and trace on a rank that fails alone."""
@@ -258,7 +236,7 @@ class Journal:
         self._timeline.end_alone()
 
     def _summary(self, status: str, exit_code: int, reason: str | None) -> dict[str, Any]:
-        world, engine, step = self.world, self.engine, self._open_row.since_step
+        world, engine, step = self.world, self.engine, self.open_row.since_step
         _, ranks = self._sum_over_ranks()
         wall = float(ranks["wall_s"][world.rank])
         return {
@@ -301,7 +279,7 @@ class Journal:
         table = np.zeros((len(own_facts), self.world.size))
         table[:, self.world.rank] = list(own_facts.values())
         with self.world.trace.span("sum for a row", "other"):
-            sums = losses.pack(self._open_row.sums, self._loss.terms)
+            sums = losses.pack(self.open_row.sums, self._loss.terms)
             if not self.engine.shares_sums:
                 sums = self.engine.sum(sums)
             ranks = sum_over(self.world.main, table.ravel()).reshape(table.shape)
@@ -316,10 +294,6 @@ class Journal:
     def _updates(self, step: int) -> int:
         """Return the number of updates before that of step `step`, counted from 1."""
         return int(max(step - 1 - self.skips.skipped_steps, 0) * self.engine.updates_per_step)
-
-    def _log(self, text: str, *args: Any) -> None:
-        if self.world.rank == 0:
-            log.info(text, *args)
 
     def _epoch(self, step: int) -> int:
         return -(-step // self.sampler.steps_per_epoch)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hpctrain.collectives import all_gather_bytes
 from hpctrain.core import launchers
@@ -15,6 +16,11 @@ from hpctrain.machine import blas_threads, versions
 from hpctrain.parallel.mesh import Mesh
 from hpctrain.transport import paths
 from hpctrain.world import World
+
+if TYPE_CHECKING:
+    from hpctrain.training.journal import Journal
+
+log = logging.getLogger(__name__)
 
 
 def of_run(world: World, engine: Engine) -> dict[str, Any]:
@@ -70,6 +76,18 @@ def describe_start(mesh: Mesh, engine: Engine, batch: int) -> str:
     return (
         f"{engine.name}, {', '.join(counts)}, {parameters:,} parameters, {batch} samples per step"
     )
+
+
+def log_start(journal: Journal) -> None:
+    """Log the ranks, the engine and the folder of a run; collective."""
+    mesh, batch = journal.mesh, journal.sampler.batch
+    start = describe_start(mesh, journal.engine, batch)
+    mesh_text = describe_mesh(mesh, batch)
+    if journal.world.rank == 0:
+        steps, run = journal.total_steps, journal.run
+        log.info("%s: %s, %d steps; folder: %s", journal.name, start, steps, run)
+        if mesh_text:
+            log.info("pipeline: %s", mesh_text)
 
 
 def trained_sha256(world: World, engine: Engine) -> str:

@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -88,9 +89,8 @@ def prepare(spec: Recipe, world: World, init: bool = True) -> Iterator[Job]:
     if not world.is_spare:  # which cannot know the nodes of the others
         world.on_all_ranks(lambda: spec.must_fit(world.size, len(world.main.nodes)))
     _agree_on_code(spec, world)
-    split = world.on_all_ranks(
-        lambda: resize_training_set(spec.data.load(spec.run.seed), spec.run.epoch_samples)
-    )
+    load = partial(spec.data.load, spec.run.seed)
+    split = world.on_all_ranks(lambda: resize_training_set(load(), spec.run.epoch_samples))
     world.must_agree(_fingerprint(split.train), "training data (by the hash of a few samples)")
     model = world.on_all_ranks(lambda: build_model(spec, split))
     batch = spec.batch.size(spec.workers(world.size))
@@ -124,21 +124,16 @@ def _optimizer(spec: Recipe, ranks: int, steps_per_epoch: int, total_steps: int)
 
 
 def _has_begun(world: World, out: Path | None) -> bool:
-    """Return whether rank 0 sees checkpoints in `out`, good or bad: they override `[model] init`.
-
-    Collective.
-    """
-    first = world.rank == 0 and out is not None
-    has_begun = world.on_all_ranks(lambda: first and bool(checkpoint.listing(out or Path())))
+    """Return whether `out` has checkpoints, which override `[model] init`; collective."""
+    run = out if world.rank == 0 else None
+    has_begun = world.on_all_ranks(lambda: run is not None and bool(checkpoint.listing(run)))
     return bool(world.gather("yes" * has_begun)[0])
 
 
 def _agree_on_code(spec: Recipe, world: World) -> None:
     """Raise UsageError unless all ranks have the same code; warn if it has changed."""
     current, recorded = spec.code.sha256, spec.code.recorded
-    world.must_agree(
-        str(sorted(current.items())), "the code that the recipe names (by its SHA-256)"
-    )
+    world.must_agree(str(sorted(current.items())), "the code that the recipe names")
     changed = [name for name in current.keys() & recorded.keys() if current[name] != recorded[name]]
     if changed and world.rank == 0:
         log.warning("code has changed since the run was recorded: module %s", ", ".join(changed))

@@ -1,5 +1,6 @@
 """The World: ranks, hosts, device, links; its start over MPI, and its end."""
 
+from hpctrain.world.node_records import watched
 from hpctrain.world.process import (
     DEFAULT_TIMEOUT_S,
     current_world,
@@ -24,4 +25,5 @@ __all__ = [
     "over_threads",
     "report_without_traceback",
     "survive",
+    "watched",
 ]

@@ -3,23 +3,48 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from hpctrain import abort
 from hpctrain.core.errors import AGREED_ERRORS, LostRankError, UsageError
 from hpctrain.transport.mpi import segments
-from hpctrain.watch import WatchRecord, node_file
+from hpctrain.watch import HungReport, Watch, WatchRecord, node_file
 from hpctrain.watch.node_exchange import NodeExchange
 from hpctrain.watch.node_file import Node, NodeFile
+from hpctrain.world.world import World
 
-if TYPE_CHECKING:
-    from hpctrain.world.world import World
+Report = Callable[[HungReport], None]  #: called with the report that names the ranks of a hung job
 
 
 @contextmanager
-def recorded(world: World, directory: Path) -> Iterator[WatchRecord]:
+def watched(
+    world: World, run: Path, timeout_s: float, on_hang: Report | None = None
+) -> Iterator[None]:
+    """Record this rank's state in memory of its node; when it hangs, end the job.
+
+    `on_hang`, called on every rank, replaces that for jobs without training steps, and so without a
+    longer limit for the first.
+    """
+    if world.record is None:
+        yield
+        return
+    directory, previous_record = run / "watch", world.record
+    with _recorded(world, directory) as record:
+        report = on_hang or partial(abort.report_hang, world.rank, run)
+        watch = Watch(record, directory, timeout_s, report, 1 if on_hang else 10)
+        world.record_in(record)
+        try:
+            yield
+        finally:
+            watch.stop()
+            world.record_in(previous_record)
+
+
+@contextmanager
+def _recorded(world: World, directory: Path) -> Iterator[WatchRecord]:
     """Yield this rank's record, in a file that the ranks of its node share; collective.
 
     `directory`: of the run, in which all ranks find the files of all nodes. If this rank alone ends

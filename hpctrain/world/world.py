@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -23,14 +21,12 @@ from hpctrain.transport.shared_memory.cuda_ipc import shared_gpu_memory
 from hpctrain.transport.shared_memory.host import NodeMemory
 from hpctrain.tuning.gpu_layout import GpuLayout
 from hpctrain.tuning.select import add_choices
-from hpctrain.watch import HungReport, Watch, WatchRecord
+from hpctrain.watch import WatchRecord
 from hpctrain.watch.trace import Trace
-from hpctrain.world import node_records
 from hpctrain.world.grid import Grid
 from hpctrain.world.job import Job
 
 T = TypeVar("T")
-Report = Callable[[HungReport], None]  #: called with the report that names the ranks of a hung job
 
 
 @dataclass(repr=False)
@@ -277,27 +273,6 @@ class World:
             return faults[0]
         named = ((f"rank {r} on {self.hosts[r]}", fault) for r, fault in enumerate(faults) if fault)
         return "\n".join(map(": ".join, named))
-
-    @contextmanager
-    def watched(self, run: Path, timeout_s: float, on_hang: Report | None = None) -> Iterator[None]:
-        """Record this rank's state in memory of its node; when it hangs, end the job.
-
-        `on_hang`, called on every rank, replaces that for jobs without training steps, and so
-        without a longer limit for the first.
-        """
-        if self.record is None:
-            yield
-            return
-        directory, previous_record = run / "watch", self.record
-        with node_records.recorded(self, directory) as record:
-            report = on_hang or partial(abort.report_hang, self.rank, run)
-            watch = Watch(record, directory, timeout_s, report, 1 if on_hang else 10)
-            self.record_in(record)
-            try:
-                yield
-            finally:
-                watch.stop()
-                self.record_in(previous_record)
 
     def record_in(self, record: WatchRecord) -> None:
         """Let every thread's links record the calls that wait in `record`."""

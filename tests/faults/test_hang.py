@@ -168,9 +168,10 @@ import hpctrain as ht
 def computes():
     time.sleep(60)
 
+from hpctrain.world import watched
 world = ht.init()
 assert world.host == f"n{rank // 2}", world.host
-with world.watched(Path(sys.argv[1]), timeout_s=1):
+with watched(world, Path(sys.argv[1]), timeout_s=1):
     for step in range(3):
         world.record.step = step
         world.barrier()

@@ -151,9 +151,10 @@ import cupy
 import hpctrain as ht
 from hpctrain.collectives.direct import direct
 
+from hpctrain.world import watched
 world = ht.init("gpu")
 x = world.memory.zeros_like(cupy.zeros(100_000))
-with world.watched(Path(sys.argv[2]), timeout_s=1):
+with watched(world, Path(sys.argv[2]), timeout_s=1):
     for step in range(3):
         world.record.step = step  # the limit does not hold in the first
         x.fill(1)

@@ -29,7 +29,7 @@ from hpctrain.doctor.job.rank_facts import RankFacts
 from hpctrain.transport.link import Link
 from hpctrain.transport.placement.check import RankBinding
 from hpctrain.watch import HungReport, Watch, write_report
-from hpctrain.world import World
+from hpctrain.world import World, watched
 
 RANK_0_HEAD_START_S = 3.0  # so that rank 0 reports a hang before other ranks do
 PrintReport = Callable[[str], None]  #: prints a report of a hang, on rank 0
@@ -66,7 +66,7 @@ def watch_job(
         try:
             if folder is None:
                 raise UsageError("no folder that all ranks share")
-            stack.enter_context(world.watched(folder, limit_s, on_hang))
+            stack.enter_context(watched(world, folder, limit_s, on_hang))
         except UsageError:
             assert world.record is not None
             watch = Watch(world.record, None, limit_s, on_hang, first_step_factor=1)

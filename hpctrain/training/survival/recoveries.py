@@ -32,6 +32,11 @@ class Recoveries:
     entries: list[Recovery] = field(default_factory=list)
     row_ranks: list[int] = field(default_factory=list)  #: lost since the last row
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether a part of the call has begun to train."""
+        return self.began_at is not None
+
     def begin(self, step: int) -> float:
         """Return the seconds since the first step of this call, `step` if it begins now."""
         now = time.time()

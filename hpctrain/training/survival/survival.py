@@ -92,11 +92,6 @@ class Survival:
                     self._end({"error": type(error).__name__, "text": str(error)})
                 raise
 
-    @property
-    def has_begun(self) -> bool:
-        """Whether a part of the call has begun to train."""
-        return self.recoveries.began_at is not None
-
     @contextmanager
     def holding(self, loop: Loop) -> Iterator[None]:
         """Hold the state of `loop` if a rank is lost meanwhile and the state is whole."""
@@ -142,7 +137,7 @@ class Survival:
         """
         world, job, own = self.world, self.world.job, ""
         assert job is not None
-        if self.has_begun:
+        if self.recoveries.has_begun:
             own = json.dumps({"run": self.run, "recoveries": self.recoveries.to_json()})
         texts = [text for text in all_gather_bytes(job.link, own.encode()) if text]
         if not texts and not {*job.numbers} & {*self._members}:

@@ -233,7 +233,7 @@ class LocalLink:
     def _is_interrupted(self, peer: int = -1) -> bool:
         """Return whether a wait for `peer`, or for all ranks, will not end."""
         hub = self.hub
-        if hub.failure.is_set() or hub.root.revoked:
+        if hub.failure.is_set() or hub.root.revoked or self._is_killed:
             return True
         lost = hub.lost_members
         return bool(lost) and (peer < 0 or hub.members[peer] in lost)
@@ -266,7 +266,14 @@ class LocalLink:
         self.hub.revoke()
         return LostRankError(f"rank {self.rank}: {call}: a rank was lost")
 
-    def _wait_error(self, call: str) -> Exception:
+    @property
+    def _is_killed(self) -> bool:
+        """Whether this rank was killed, perhaps in another of its threads."""
+        return self.hub.members[self.rank] in self.hub.job.lost
+
+    def _wait_error(self, call: str) -> BaseException:
+        if self._is_killed:
+            return RankKilled()
         if self.hub.root.revoked or self.hub.lost_members:
             return self._make_loss(call)
         if self.hub.failure.is_set():
