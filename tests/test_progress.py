@@ -79,7 +79,7 @@ def test_the_closing_table_names_what_matters(capsys, text):
         "2.00 s for the 60 steps after step 300",
     ):
         assert word in message
-    assert "all-reduce: auto" in message and "wire" in message
+    assert "all-reduce: auto" in message and "wire" in message and "recoveries" not in message
     alone = summary | {"world_size": 1, "algorithm": None}
     served = summary | {"world_size": 2, "workers": 1, "servers": 1}
     progress.console().print(progress.closing_table(alone))
@@ -88,3 +88,45 @@ def test_the_closing_table_names_what_matters(capsys, text):
     assert "on 2 ranks, 1 worker and 1 server" in capsys.readouterr().err
     # A guess among four is worth two bits; other data than texts are not counted in bytes.
     assert ("bits per byte" in message and "2.000" in message) == text
+
+
+RECOVERIES = [{"ranks": [2], "lost_s": 0.25}, {"ranks": [0, 3], "lost_s": 0.5}]
+#: entries of a summary -> the words on its losses
+LOSSES = {
+    "none": ({"recoveries": [], "lost_s": 0.0, "ettr": 1.0, "spares_used": 0}, ""),
+    "of an older version": ({}, ""),
+    "two": (
+        {"recoveries": RECOVERIES, "lost_s": 0.75, "ettr": 0.9925, "spares_used": 1},
+        "3 ranks lost, 0.75 s without progress, 1 spare used, ETTR 99.25 %",
+    ),
+    "incomplete": ({"recoveries": RECOVERIES[:1]}, "1 rank lost"),
+}
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_losses_are_summed_in_a_line(kind):
+    summary, words = LOSSES[kind]
+    assert progress.describe_losses(summary) == words
+
+
+@pytest.mark.parametrize("columns", [50, 80, 200])
+def test_the_closing_table_has_the_losses_at_any_width(columns, monkeypatch, capsys):
+    monkeypatch.setenv(progress.TERMINAL, str(columns))
+    summary = {
+        "recipe": "digits", "status": "done", "engine": "allreduce", "world_size": 4,
+        "algorithm": None, "train_loss": None, "samples_per_s": 4e4, "wall_s": 100.0,
+        "steps": 360, "compute_s": 1.0, "wait_s": 0.5, "wire_s": 0.7, **LOSSES["two"][0],
+    }  # fmt: skip
+    progress.console().print(progress.closing_table(summary))
+    lines = capsys.readouterr().err.splitlines()
+    assert max(map(len, lines)) <= columns + len("\x1b[3m\x1b[0m")
+    cells = " ".join(line.split("│")[2].strip() for line in lines if line.count("│") == 3)
+    assert LOSSES["two"][1] in cells
+
+
+@pytest.mark.parametrize(
+    "ranks, words", [(None, ""), ([3], "lost rank 3"), ([1, 4], "lost ranks 1, 4")]
+)
+def test_a_line_of_the_log_names_lost_ranks(ranks, words):
+    row = {"step": 10, "epoch": 1, "train_loss": 0.5, "samples_per_s": 1.0, "lost_ranks": ranks}
+    assert progress.line(row, 20).endswith(words or "samples/s")

@@ -9,6 +9,8 @@ import numpy as np
 
 from hpctrain.transport.link import Link
 
+LENGTH, SHORT = 8, 120  #: bytes of a length, and of a payload that travels beside it
+
 
 def all_gather_short(link: Link, row: np.ndarray) -> np.ndarray:
     """Return an array (P, n) uint8 of every rank's `row` (n,) uint8; ceil(log2 P) steps.
@@ -30,12 +32,20 @@ def all_gather_short(link: Link, row: np.ndarray) -> np.ndarray:
 
 
 def all_gather_bytes(link: Link, payload: bytes) -> list[bytes]:
-    """Return every rank's `payload`, in rank order; lengths may differ."""
-    length = np.array([len(payload)], np.int64)
-    lengths = all_gather_short(link, length.view(np.uint8)).view(np.int64).ravel()
-    padded = np.zeros(int(lengths.max()), np.uint8)
-    padded[: len(payload)] = np.frombuffer(payload, np.uint8)
-    rows = all_gather_short(link, padded)
+    """Return every rank's `payload`, in rank order; lengths may differ.
+
+    Up to SHORT bytes travel beside their length; if any rank has more, all are sent once more.
+    """
+    head = np.zeros(LENGTH + SHORT, np.uint8)
+    head[:LENGTH] = np.array([len(payload)], np.int64).view(np.uint8)
+    head[LENGTH : LENGTH + len(payload)] = np.frombuffer(payload[:SHORT], np.uint8)
+    heads = all_gather_short(link, head)
+    lengths = heads[:, :LENGTH].copy().view(np.int64).ravel()
+    rows = heads[:, LENGTH:]
+    if (longest := int(lengths.max())) > SHORT:
+        padded = np.zeros(longest, np.uint8)
+        padded[: len(payload)] = np.frombuffer(payload, np.uint8)
+        rows = all_gather_short(link, padded)
     return [row[:n].tobytes() for row, n in zip(rows, lengths)]  # noqa: B905
 
 

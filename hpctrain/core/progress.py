@@ -92,6 +92,10 @@ class Bar:
         fields: dict[str, Any] = {"loss": f"{loss:.4f}", "rate": f"{samples_per_s:,.0f}"}
         self._progress.update(self._task, completed=step, epoch=epoch, refresh=True, **fields)
 
+    def print(self, text: str) -> None:
+        """Print a line above the bar."""
+        self._progress.console.print(text, markup=False, highlight=False)
+
     def close(self, step: int) -> None:
         """Leave the bar as it is after `step` steps."""
         self._progress.update(self._task, completed=step, refresh=True)
@@ -114,6 +118,7 @@ def line(row: Mapping[str, Any], total_steps: int) -> str:
         f"{row['samples_per_s']:,.0f} samples/s",
     ]
     words += [f"{name} {value}" for name, value in _test_metrics(row).items() if value != "-"]
+    words += filter(None, [describe_lost(row)])
     return "  ".join(words)
 
 
@@ -121,6 +126,31 @@ def _test_metrics(entries: Mapping[str, Any]) -> dict[str, str]:
     """Return the metrics of the test set in words, without its loss."""
     names = [key for key in entries if key.startswith("test_") and key != "test_loss"]
     return {key.replace("_", " "): _number(entries[key], ".4f") for key in names}
+
+
+def describe_lost(row: Mapping[str, Any]) -> str:
+    """Return the ranks lost since the row before, '' for none."""
+    ranks = row.get("lost_ranks") or []
+    return f"lost rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" if ranks else ""
+
+
+def describe_losses(summary: Mapping[str, Any]) -> str:
+    """Return the ranks that a run lost and the time that they cost, '' for none.
+
+    ETTR, the effective training time ratio: the part of the time with progress.
+    """
+    entries = summary.get("recoveries") or []
+    if not entries:
+        return ""
+    lost, spares = sum(len(entry.get("ranks", [])) for entry in entries), summary.get("spares_used")
+    words = [f"{counted(lost, 'rank')} lost"]
+    if summary.get("lost_s") is not None:
+        words += [f"{summary['lost_s']:.2f} s without progress"]
+    if spares is not None:
+        words += [f"{counted(spares, 'spare')} used"]
+    if summary.get("ettr") is not None:
+        words += [f"ETTR {100 * summary['ettr']:.2f} %"]
+    return ", ".join(words)
 
 
 def closing_table(summary: Mapping[str, Any], text: bool = False) -> Table:
@@ -143,6 +173,8 @@ def closing_table(summary: Mapping[str, Any], text: bool = False) -> Table:
         rows["wire"] = _part(summary["wire_s"], wall)
     if skipped := summary.get("skipped_steps"):
         rows["steps skipped"] = f"{skipped}, whose gradient was not finite"
+    if losses := describe_losses(summary):
+        rows["recoveries"] = losses
     if summary.get("reason"):
         rows = {"ended early": summary["reason"], **rows}
     for name, value in rows.items():

@@ -23,12 +23,16 @@ FACTS: dict[str, Callable[[Any], str]] = {
     "since_step": "after step {:,}".format,
     "wall_s": "{:,.2f} s".format, "samples_per_s": "{:,.0f}".format,
     "compute_s": "{:,.2f} s".format, "wait_s": "{:,.2f} s".format, "wire_s": "{:,.2f} s".format,
+    "lost_ranks": str, "lost_s": "{:,.2f} s".format, "spares_used": str,
+    "ettr": lambda share: f"{100 * share:.2f} %",
 }  # fmt: skip
 NAMES = {
     "since_step": "times and samples/s",
     "world_size": "ranks",
     "samples_per_s": "samples/s",
     "wait_s": "wait (exposed wire)",
+    "lost_s": "time without progress",
+    "ettr": "ETTR",
 }
 
 
@@ -55,6 +59,9 @@ def _collect(run: RunRecord) -> dict[str, Any]:
     latest["status"] = run.status
     if run.rows and "steps" not in run.summary:  # a row counts the steps of its interval
         latest["steps"] = run.rows[-1]["step"]
+    latest["lost_ranks"] = sum(len(loss.ranks) for loss in run.losses()) or None
+    if not latest["lost_ranks"]:
+        latest |= dict.fromkeys(("lost_s", "ettr", "spares_used"))
     metrics = [key for key in latest if key.startswith(("train_", "test_"))]
     keys = [key for key in (*FACTS, *metrics) if key != "since_step" or latest.get(key)]
     return {key: latest[key] for key in keys if latest.get(key) is not None}

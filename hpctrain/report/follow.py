@@ -40,6 +40,8 @@ def follow(run: Path, wait: Callable[[float], None] = time.sleep) -> dict[str, A
                 print(progress.line(row, total), file=sys.stderr)
             else:
                 bar.show(last_step, row["epoch"], row["train_loss"], row["samples_per_s"])
+                if lost := progress.describe_lost(row):
+                    bar.print(f"step {last_step}: {lost}")
         if summary is not None:
             if bar is not None:
                 bar.close(last_step)

@@ -10,6 +10,7 @@ from typing import Any
 
 from hpctrain.config import toml
 from hpctrain.core.errors import UsageError
+from hpctrain.core.names import counted
 from hpctrain.report import record
 from hpctrain.report.record import RunRecord
 from hpctrain.run_files import run_folder
@@ -35,6 +36,7 @@ class HistoryEntry:
     metric: str | None  #: of RESULTS
     value: float | None
     folder: str
+    lost_ranks: int = 0  #: that the run survived
 
     def as_json(self) -> dict[str, Any]:
         started = time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(self.started))
@@ -89,6 +91,7 @@ def _describe(run: Path, contents: RunRecord) -> dict[str, Any]:
         "step": last_row.get("step"),
         "metric": metric,
         "value": latest[metric] if metric else None,
+        "lost_ranks": sum(len(loss.ranks) for loss in contents.losses()),
     }
 
 
@@ -121,8 +124,11 @@ def print_table(entries: Sequence[HistoryEntry]) -> None:
                   "folder")  # fmt: skip
     for entry in entries:
         started = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.started))
+        status = entry.status
+        if entry.lost_ranks:
+            status += f", {counted(entry.lost_ranks, 'rank')} lost"
         result = "-" if entry.value is None else f"{entry.metric} {entry.value:.4f}"
-        cells = (started, entry.recipe, entry.engine or "-", str(entry.ranks or "-"), entry.status,
+        cells = (started, entry.recipe, entry.engine or "-", str(entry.ranks or "-"), status,
                  str(entry.step or "-"), result.replace("_", " "), entry.folder)  # fmt: skip
         table.add_row(*map(Text, cells))
     console.print(fit_table(table, console))

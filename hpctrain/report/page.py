@@ -13,7 +13,7 @@ import jinja2
 
 from hpctrain.core.errors import UsageError
 from hpctrain.report.plots import plots
-from hpctrain.report.record import RunRecord, read
+from hpctrain.report.record import Loss, RunRecord, read
 
 log = logging.getLogger(__name__)
 PAGE = "report.html"
@@ -28,11 +28,12 @@ HEADLINES = {
     "wall_s": ("wall time", "{:,.2f} s"),
     "steps": ("steps", "{:,}"),
     "world_size": ("ranks", "{}"),
+    "ettr": ("ETTR", "{:.4f}"),
 }
 #: Headlines of a resumed run that cover only the steps since it was resumed.
 TIMED = {"samples/s", "wall time"}
 #: Keys of the summary in seconds; others that end in _s are rates.
-SECONDS = {"wall_s", "compute_s", "wait_s", "wire_s"}
+SECONDS = {"wall_s", "compute_s", "wait_s", "wire_s", "lost_s"}
 #: Keys of the summary that are not words once their underscores are gone.
 WORDS = {
     "world_size": "ranks",
@@ -44,6 +45,8 @@ WORDS = {
     "compute": "time in forward, backward, update",
     "wait": "time waiting for the wire",
     "wire": "time in collectives",
+    "lost": "time without progress",
+    "ettr": "ETTR, the part of the time with progress",
     "bytes_sent_per_rank": "MiB sent, mean of ranks",
     "staleness_mean": "staleness, mean",
     "staleness_max": "staleness, largest",
@@ -93,6 +96,7 @@ def page(record: RunRecord, images: Mapping[str, bytes]) -> str:
     versions = summary.pop("versions", None) or {}
     return template.render(
         record=record,
+        losses=[_cells(loss) for loss in record.losses()],
         headlines=_headlines(summary),
         images={name: b64encode(png).decode() for name, png in images.items()},
         summary={key: (words(key), text_of(_scale(key, value))) for key, value in summary.items()},
@@ -100,8 +104,17 @@ def page(record: RunRecord, images: Mapping[str, bytes]) -> str:
     )
 
 
+def _cells(loss: Loss) -> list[str]:
+    """Return a loss of ranks as a row of the page's table."""
+    lost_s = None if loss.lost_s is None else f"{loss.lost_s:.3f} s"
+    lists = [list(dict.fromkeys(x)) for x in (loss.ranks, loss.hosts, loss.spares)]
+    return [*map(text_of, (loss.step, f"{loss.at_s:.2f} s", *lists, lost_s, loss.steps_redone))]
+
+
 def _headlines(summary: Mapping[str, Any]) -> dict[str, str]:
     present_values = {key: value for key, value in summary.items() if value is not None}
+    if not summary.get("recoveries"):
+        present_values.pop("ettr", None)  # 1: nothing was lost
     headlines = {
         name: form.format(present_values[key])
         for key, (name, form) in HEADLINES.items()
@@ -116,7 +129,9 @@ def _headlines(summary: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _scale(key: str, value: Any) -> Any:
-    """Return bytes as MiB, other values as they are."""
+    """Return bytes as MiB, recoveries as their number, other values as they are."""
+    if key == "recoveries":
+        return len(value)
     return value / 2**20 if key == "bytes_sent_per_rank" and value is not None else value
 
 

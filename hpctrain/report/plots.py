@@ -14,6 +14,7 @@ from matplotlib.figure import Figure  # not pyplot, which would look for a scree
 from matplotlib.ticker import EngFormatter, MaxNLocator, PercentFormatter
 
 from hpctrain.core.palette import BLACK, BLUE, ORANGE, VERMILION
+from hpctrain.report.loss_marks import describe_marks, mark_losses
 from hpctrain.report.pipeline import plot_schedule, rank_label
 from hpctrain.report.record import RunRecord
 
@@ -56,6 +57,9 @@ def _losses(record: RunRecord) -> Figure:
         by_step.label_outer()
     axes[-1][1].set_xlabel(f"wall time in training [{unit}]")
     axes[-1][1].set_xlim(left=0)
+    for _, by_time in axes:
+        losses = record.losses()
+        mark_losses(by_time, losses, [loss.at_s / UNITS[unit] for loss in losses])
     figure.suptitle(_title(record, " and ".join(kinds)))
     return figure
 
@@ -229,11 +233,14 @@ def _single(record: RunRecord, subject: str) -> tuple[Figure, Axes]:
 
 
 def _step_axis(axes: Axes, record: RunRecord) -> None:
-    axes.set_xlabel("step" + " (dotted: resumed)" * bool(record.resumed()))
+    losses = record.losses()
+    marks = ["dotted: resumed"] * bool(record.resumed()) + [describe_marks(losses)] * bool(losses)
+    axes.set_xlabel("step" + f" ({'; '.join(marks)})" * bool(marks))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlim(0, 1.02 * record.column("step")[-1])
     for step in record.resumed():
         axes.axvline(step, color=BLACK, linestyle=":", linewidth=1)
+    mark_losses(axes, losses, [loss.step for loss in losses])
 
 
 def _title(record: RunRecord, subject: str) -> str:

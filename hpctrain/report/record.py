@@ -21,6 +21,19 @@ TIMES = ("wall_s", "compute_s", "wait_s", "wire_s")
 
 
 @dataclass(frozen=True)
+class Loss:
+    """A loss of ranks, after which training went on from `step`."""
+
+    step: int
+    at_s: float  #: time in training, all parts of the run
+    ranks: Sequence[int]  #: by their numbers in the job
+    hosts: Sequence[str] = ()
+    spares: Sequence[int] = ()
+    lost_s: float | None = None  #: without progress; None where the files do not tell
+    steps_redone: int | None = None
+
+
+@dataclass(frozen=True)
 class RunRecord:
     """A run, read from its files; a missing file leaves its field empty."""
 
@@ -99,6 +112,30 @@ class RunRecord:
         for line, histogram in zip(table, histograms, strict=True):
             line[[int(s) for s in histogram]] = list(histogram.values())
         return table
+
+    def losses(self) -> list[Loss]:
+        """Return the losses of ranks that the run survived, in order.
+
+        Those of the part of the summary are exact. Of other parts a row has the ranks alone.
+        """
+        ends = np.cumsum(self.seconds_per_row("wall_s")).tolist()
+        part = self.summary.get("since_step") if "recoveries" in self.summary else None
+        losses = [
+            Loss(row["step"], end, row["lost_ranks"])
+            for row, end in zip(self.rows, ends, strict=True)
+            if row.get("lost_ranks") and row.get("since_step") != part
+        ]
+        starts = [end - row["wall_s"] for row, end in zip(self.rows, ends, strict=True)
+                  if row.get("since_step") == part]  # fmt: skip
+        start = starts[0] if starts else 0.0
+        return losses + [
+            Loss(
+                entry.get("step") or 0, start + (entry.get("wall_s") or 0.0),
+                entry.get("ranks", []), entry.get("hosts") or [], entry.get("spares") or [],
+                entry.get("lost_s"), entry.get("steps_redone"),
+            )
+            for entry in self.summary.get("recoveries") or []
+        ]  # fmt: skip
 
     def resumed(self) -> list[float]:
         """Return the steps at which the run was resumed."""

@@ -54,6 +54,20 @@ class MetricsRow(Metrics):
     rate: Number = None
     ranks: dict[str, list[float]] | None = None
     interrupted: bool = False
+    lost_ranks: list[Count] | None = None
+
+
+class Recovery(pydantic.BaseModel):
+    """A loss of ranks that a run survived; numbers of ranks are those in the job."""
+
+    model_config = _OPEN
+    step: Count | None = None
+    wall_s: Number = None
+    lost_s: Number = None
+    ranks: list[Count] = []
+    hosts: list[str] | None = None
+    spares: list[Count] | None = None
+    steps_redone: Count | None = None
 
 
 class Summary(Metrics):
@@ -73,6 +87,10 @@ class Summary(Metrics):
     epochs: Number = None
     steps: Count | None = None
     steps_redone: Count | None = None
+    recoveries: list[Recovery] | None = None
+    lost_s: Number = None
+    ettr: Number = None
+    spares_used: Count | None = None
     bytes_sent_per_rank: Count | None = None
     params_sha256: str | None = None
     seed: Count | None = None

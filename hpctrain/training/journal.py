@@ -178,7 +178,9 @@ class Journal:
     def about_here(self, step: int) -> dict[str, Any]:
         """Return the same from this rank alone, where all ranks record the sums of all workers."""
         own = {name: np.array([number]) for name, number in self.skips.rank_counts().items()}
-        return self._about(step, self.open_row.sums, own)
+        about = self._about(step, self.open_row.sums, own)
+        # The rank that writes may have been lost between the sums of the row and its writing.
+        return {**about, "rows_due": [*about["rows_due"], *filter(None, [self._last])]}
 
     def _about(self, step: int, sums: Sums, ranks: dict[str, np.ndarray]) -> dict[str, Any]:
         epoch, index = self.sampler.locate_step(step)

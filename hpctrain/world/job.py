@@ -23,7 +23,7 @@ from hpctrain.transport.paths import RankPlace
 from hpctrain.transport.placement.check import RankBinding
 
 T = TypeVar("T")
-POLL_S = 0.003  # of a spare that sleeps: less than 1 % of a core
+POLL_S = 0.005  # of a spare that sleeps: less than 1 % of a core
 
 
 @dataclass

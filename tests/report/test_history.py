@@ -197,3 +197,22 @@ def test_a_run_is_resumed_by_its_folder_or_the_name_of_its_recipe(tmp_path, hpct
 def test_bad_resumptions_are_refused(words, message):
     ended = CliRunner().invoke(train, words)
     assert ended.exit_code == 2 and message in ended.output
+
+
+def test_lost_ranks_are_listed_compared_and_followed(tmp_path, capsys):
+    rows = [row(10, samples_per_s=1.0, epoch=1, lost_ranks=[1])]
+    losses = {"recoveries": [{"step": 5, "wall_s": 0.5, "ranks": [1], "lost_s": 0.25}],
+              "since_step": 0, "lost_s": 0.25, "ettr": 0.875, "spares_used": 1}  # fmt: skip
+    hurt = write_run(tmp_path / "hurt", rows, {**DONE, **losses})
+    unhurt = write_run(tmp_path / "unhurt", summary={**DONE, "recoveries": [], "ettr": 1.0})
+    listed = CliRunner().invoke(runs, [str(tmp_path)]).output
+    assert listed.count("done, 1 rank lost") == 1
+    assert [entry.lost_ranks for entry in history.list_runs(tmp_path)].count(1) == 1
+    words = CliRunner().invoke(compare, [str(hurt), str(unhurt)]).output
+    for name, value in (("lost ranks", "1"), ("time without progress", "0.25 s"),
+                        ("ETTR", "87.50 %"), ("spares used", "1")):  # fmt: skip
+        assert any(name in line and value in line for line in words.splitlines())
+    assert "lost ranks" not in CliRunner().invoke(compare, [str(unhurt), str(unhurt)]).output
+    assert "1 rank lost, 0.25 s" in CliRunner().invoke(follow_command, [str(hurt)]).output
+    follow(hurt)
+    assert "lost rank 1" in capsys.readouterr().err

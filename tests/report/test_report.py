@@ -19,7 +19,7 @@ from hpctrain.commands.report import report
 from hpctrain.core.errors import UsageError
 from hpctrain.optim import CosineOptions
 from hpctrain.optim.optimizer import rate_curve
-from hpctrain.report import page, plots, record
+from hpctrain.report import loss_marks, page, plots, record
 from hpctrain.run_files import run_folder
 from hpctrain.training import recipe, runs
 
@@ -48,6 +48,9 @@ COMPLETED = {"status": "done", "exit_code": 0, "recipe": NAME, "reason": None, "
 FAILED = {"status": "failed", "exit_code": 1, "reason": "rank 1: <b>lost</b>", "recipe": NAME}
 RECIPE = f'[run]\nname = "{NAME}"\n'
 STALE = {"staleness_histogram": {"0": 1, "3": 4, "200": 1}}
+LOSSES = {**COMPLETED, "since_step": 0, "lost_s": 0.25, "ettr": 0.9875, "spares_used": 1,
+          "recoveries": [{"step": 12, "wall_s": 1.25, "ranks": [2], "hosts": ["node-b"],
+                          "spares": [4], "steps_redone": 0, "lost_s": 0.25}]}  # fmt: skip
 #: rows, summary, recipe, last line of metrics.jsonl, plots, words on the page
 RUNS = {
     "done": (ROWS, COMPLETED, RECIPE, "", PLOTS, ["done", "0.9000", "9.8.7", "a, b", "–", NAME]),
@@ -65,6 +68,12 @@ RUNS = {
     "stale": ([row(10, **STALE), row(20, **STALE)], {**COMPLETED, **STALE}, RECIPE, "",
               PLOTS | {"staleness.png"}, ["0: 1, 3: 4, 200: 1"]),
     "never stale": ([row(10, staleness_histogram=None)], COMPLETED, RECIPE, "", PLOTS, ["done"]),
+    "with losses": ([row(10), row(20, lost_ranks=[2])], LOSSES, RECIPE, "", PLOTS,
+                    ["Ranks lost", "node-b", "0.250 s", "0.9875", "time without progress"]),
+    "losses without a summary": ([row(10, lost_ranks=[2, 0])], None, RECIPE, "", PLOTS,
+                                 ["Ranks lost", "2, 0"]),
+    "no losses": (ROWS, {**LOSSES, "recoveries": [], "lost_s": 0.0, "ettr": 1.0}, RECIPE, "",
+                  PLOTS, ["done"]),
     "nothing but a recipe": ([], None, RECIPE, "", set(), ["no summary", "no row of metrics"]),
 }  # fmt: skip
 
@@ -319,3 +328,53 @@ def test_rates_known_at_the_ends_of_rows_alone_are_points():
     assert (line.get_linestyle(), line.get_marker()) == ("None", "o")
     (line,) = plots._rate(record.RunRecord("a", ROWS)).axes[0].get_lines()  # a constant rate
     assert line.get_linestyle() == "-"
+
+
+PAST, NOW = row(10, lost_ranks=[1]), row(20, since=10, lost_ranks=[2])
+ENTRY = {"step": 12, "wall_s": 0.25, "ranks": [2], "lost_s": 0.5}
+#: rows, summary -> step, time in training, ranks, seconds of each loss
+LOSS_TABLE = {
+    "no rows": ([], {}, []),
+    "of the last part by its summary": (
+        [PAST, NOW], {"since_step": 10, "recoveries": [ENTRY]},
+        [(10, 1.0, [1], None), (12, 1.25, [2], 0.5)],
+    ),
+    "no summary": ([PAST, NOW], {}, [(10, 1.0, [1], None), (20, 2.0, [2], None)]),
+    "before the first row": ([], {"since_step": 0, "recoveries": [ENTRY]}, [(12, 0.25, [2], 0.5)]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", LOSS_TABLE)
+def test_losses_of_all_parts_are_on_the_time_axis(kind):
+    rows, summary, expected = LOSS_TABLE[kind]
+    losses = record.RunRecord("run", rows, summary).losses()
+    assert [(x.step, x.at_s, x.ranks, x.lost_s) for x in losses] == expected
+
+
+@pytest.mark.parametrize("count", [1, loss_marks.MAX_LABELS, loss_marks.MAX_LABELS + 1])
+def test_each_plot_over_steps_or_time_marks_losses(count, tmp_path):
+    steps = np.linspace(5, 25, count).astype(int).tolist()
+    entries = [{**ENTRY, "step": step, "wall_s": step / 10} for step in steps]
+    with_losses = {**LOSSES, "recoveries": entries}
+    run = record.RunRecord("run", ROWS, with_losses)
+    for draw, panels in ((plots._losses, 4), (plots._times, 1), (plots._rate, 1)):
+        figure = draw(run)
+        marks = [line for axes in figure.axes for line in axes.lines if line.get_marker() == "v"]
+        assert len(marks) == panels
+        assert all(len(line.get_xdata()) == count for line in marks)
+        labels = [text.get_text() for axes in figure.axes for text in axes.texts]
+        assert sum("rank" in text for text in labels) == panels * (
+            count if count <= loss_marks.MAX_LABELS else 0
+        )
+        below = " ".join(axes.get_xlabel() for axes in figure.axes)
+        assert ("ranks lost: 5.5 s" if count > loss_marks.MAX_LABELS else "▼: ranks lost") in below
+
+
+def test_losses_near_each_other_share_a_label():
+    groups = loss_marks.group_near([1.0, 1.5, 2.5, 9.0], 1.0)
+    assert groups == [(1.0, [0, 1]), (2.5, [2]), (9.0, [3])]
+    losses = [record.Loss(1, 1.0, [rank], lost_s=0.25) for rank in range(4)]
+    assert loss_marks.describe(losses[:1]) == "rank 0: 0.25 s"
+    assert loss_marks.describe(losses[:3]) == "ranks 0, 1, 2: 0.75 s"
+    assert loss_marks.describe(losses) == "4 ranks lost: 1 s"
+    assert loss_marks.describe([record.Loss(1, 1.0, [7])]) == "rank 7"

@@ -140,11 +140,13 @@ class Survival:
         if self.recoveries.has_begun:
             own = json.dumps({"run": self.run, "recoveries": self.recoveries.to_json()})
         texts = [text for text in all_gather_bytes(job.link, own.encode()) if text]
-        if not {*job.numbers} & {*self._members}:
+        if not texts and not {*job.numbers} & {*self._members}:
             raise RecoveryError("all ranks that trained are lost; start the job again")
-        if texts and not own:
-            note = json.loads(texts[0])
-            self.run, self.recoveries = note["run"], Recoveries.from_json(note["recoveries"])
+        notes = [json.loads(text) for text in texts]
+        if notes:  # a spare has the record of the loss before, if any
+            note = max(notes, key=lambda note: note["recoveries"]["last_step"])
+            if not own or self.recoveries.last_step < note["recoveries"]["last_step"]:
+                self.run, self.recoveries = note["run"], Recoveries.from_json(note["recoveries"])
         states = [self._live] if self._live is not None else []
         self.reader = newest_whole(job.link, states) or self._copies.reader(job.link)
         world.restores = self.reader is not None
