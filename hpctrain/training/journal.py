@@ -1,7 +1,4 @@
-"""The record of a run: rows of metrics, times, the summary; and its progress bar and log.
-
-Every rank has a journal, since sums are collective; rank 0 alone writes files and prints.
-"""
+"""The record of a run, with its bar and log: on every rank, but rank 0 alone writes and prints."""
 
 from __future__ import annotations
 
@@ -55,8 +52,8 @@ class Journal:
         earlier_times: RunTimes | None = None,
     ):
         """`recoveries`, `earlier_times`: of this call of fit before a loss of ranks."""
-        world = self.world = mesh.everyone
         self.mesh, self.engine, self.sampler = mesh, engine, sampler
+        world = self.world = mesh.everyone
         self.total_steps, self.run, self.recipe, self.rate = total_steps, run, recipe, rate
         self.name = recipe.run.name if recipe else "training"
         self.recoveries = recoveries or Recoveries()
@@ -84,13 +81,13 @@ class Journal:
             self._earlier_staleness = Staleness.from_json(about["staleness"])
         self.intervals = about.get("intervals", None if step else 0)
         self.skips.resume(about)
-        is_counted = self.mesh.data.rank == 0 or self.engine.shares_sums  # of all workers
-        self.open_row.restore(about.get("open_row"), step, with_sums=is_counted)
+        with_sums = self.mesh.data.rank == 0 or self.engine.shares_sums  # of all workers
+        self.open_row.restore(about.get("open_row"), step, with_sums=with_sums)
         rows, summary = self.world.on_all_ranks(lambda: self.files.go_back(step, about))
-        own = json.dumps([rows, summary, self.files.steps_redone])
-        rows, summary, self.steps_redone = json.loads(self.world.gather(own)[0])
-        if summary and (summary["status"], summary.get("steps")) == ("done", step):
-            self._done_summary = summary
+        texts = self.world.gather(json.dumps([rows, summary, self.files.steps_redone]))
+        rows, summary, self.steps_redone = json.loads(texts[0])
+        is_done = summary and (summary["status"], summary.get("steps")) == ("done", step)
+        self._done_summary = summary if is_done else None
         if rows and rows[-1]["step"] == step:  # the row was made after this state
             self.open_row.close(step)
         # A run that was complete makes no new row: its summary is from the last one.
@@ -279,9 +276,8 @@ class Journal:
         table = np.zeros((len(own_facts), self.world.size))
         table[:, self.world.rank] = list(own_facts.values())
         with self.world.trace.span("sum for a row", "other"):
-            sums = losses.pack(self.open_row.sums, self._loss.terms)
-            if not self.engine.shares_sums:
-                sums = self.engine.sum(sums)
+            own = losses.pack(self.open_row.sums, self._loss.terms)
+            sums = own if self.engine.shares_sums else self.engine.sum(own)
             ranks = sum_over(self.world.main, table.ravel()).reshape(table.shape)
         return losses.unpack(sums, self._loss.terms), dict(zip(own_facts, ranks, strict=True))
 
