@@ -117,7 +117,7 @@ class Loop:
             self.engine.committed_step = self.step
         if self._makes_copies:
             self._copy()
-        if self.step > 0 and self.journal.open_row.has_steps(self.step):
+        if self._survival.reader is not None and self.journal.open_row.has_steps(self.step):
             self._end_interval(0)  # a loss of ranks came before its row
         while self.step < total and not self.stop_reason:
             work.at(self.step)

@@ -229,6 +229,7 @@ def test_what_this_job_did_not_end_with_is_no_outcome(tmp_path, capsys, age_s, s
     message = capsys.readouterr().err
     assert message == (
         "hpctrain: a rank was lost: mpiexec ended with SIGKILL\n"
+        f"hpctrain: last operations of each rank: hpctrain hang {tmp_path}\n"
         f"hpctrain: results: {tmp_path}\n"
         f"hpctrain: resume: fit(..., out='{tmp_path}', resume=True)\n"
     )

@@ -215,7 +215,7 @@ def test_bytes_fall_with_the_period(ranks):
         n, size = trainer.replica.arena.param.nbytes, world.size
         for period, total in sent.items():
             averagings = 24 // period
-            short = averagings * size * 4 * 16 + 8000
+            short = averagings * size * 4 * 16 + 14_000
             assert 0 <= total - averagings * 2 * n * (size - 1) <= short < n
 
     ranks(body)

@@ -65,7 +65,7 @@ class Recoveries:
                 [*last.ranks, *ranks], [*last.hosts, *hosts], [*last.spares, *spares]
             )  # fmt: skip
             self.entries.pop()
-        wall_s, redone = self.last_step_at - self.began_at, self.last_step - step
+        wall_s, redone = self.last_step_at - self.began_at, max(self.last_step - step, 0)
         recovery = Recovery(step, wall_s, list(ranks), list(hosts), list(spares), redone)
         self.entries.append(recovery)
         self.row_ranks += [rank for rank in ranks if rank not in self.row_ranks]
