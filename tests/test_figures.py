@@ -276,22 +276,13 @@ KILLS = {
     "`ps-sync`, 2 colocated servers": "ps-sync", "`local-sgd`": "local-sgd",
     "restart from a checkpoint, without ULFM": "restart",
 }  # fmt: skip
-VARIANTS = {"a spare for each loss": "spares", "one spare, then restarts": "one spare",
-            "restarts alone": "restart"}  # fmt: skip
 RELIABILITY: Statements = [
     *((f"| {label} | {{}} | {{:.0f}} ms | {{:.0f}} ms |",
        [row["kills"], row["p50_s"] * 1e3, row["p99_s"] * 1e3])
       for label, part in KILLS.items() for row in rows("survival-kills-openmpi", part=part)),
-    *((f"| {row['period_s']:g} s | {label} | {{}} | {{:.1f}} % | {{:.1f}} % |",
-       [row["faults"], row["ettr"] * 100, row["daly"] * 100])
-      for label, variant in VARIANTS.items()
-      for row in rows("survival-ettr-openmpi", variant=variant)),
     *(("takes {:.3f} times as long with ULFM as without ({:.3f} to {:.3f})",
        [row["ratio"], row["least"], row["most"]])
       for row in rows("survival-cost-openmpi", part="elastic")),
-    *((f"| {row['part']} | {{:.3f}} | {{:.3f}} to {{:.3f}} |",
-       [row["ratio"], row["least"], row["most"]])
-      for row in rows("survival-before-openmpi")),
 ]  # fmt: skip
 PAGES = {
     "README.md": README,
