@@ -177,9 +177,7 @@ class Journal:
         own = {name: np.array([number]) for name, number in self.skips.rank_counts().items()}
         about = self._about(step, self.open_row.sums, own)
         # The rank that writes may have been lost between the sums of the row and its writing.
-        about = {**about, "rows_due": [*about["rows_due"], *filter(None, [self._last])]}
-        # A lost rank 0 may not have written the row that all ranks have made.
-        return about | {"rows_due": [self._last] if self._last else []}
+        return {**about, "rows_due": [*about["rows_due"], *filter(None, [self._last])]}
 
     def _about(self, step: int, sums: Sums, ranks: dict[str, np.ndarray]) -> dict[str, Any]:
         epoch, index = self.sampler.locate_step(step)
