@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import pytest
 
-from hpctrain.watch import WatchRecord
+from hpctrain.watch import RECORD_BYTES, WatchRecord
 from hpctrain.watch.liveness import processes as processes_module
 from hpctrain.watch.liveness.observer import LivenessObserver
 from hpctrain.watch.liveness.processes import (
@@ -272,7 +272,7 @@ class Observed:
     def __init__(self, children, limit_s: float = 0.6, step=lambda: 0):
         own = {0: own_identity()}
         processes = own | {r: identity_of(child) for r, child in enumerate(children, start=1)}
-        self.records = {r: WatchRecord(None, r, len(processes)) for r in processes}
+        self.records = {r: WatchRecord(r, len(processes)) for r in processes}
         self.lost: list = []
         self.silent: set[int] = set()
         self._ended = threading.Event()
@@ -333,7 +333,7 @@ def test_a_real_rank_that_holds_the_interpreter_lives(spawn):
 JOB = """
 import os, sys, time, threading
 from functools import partial
-from hpctrain.watch import WatchRecord
+from hpctrain.watch import RECORD_BYTES, WatchRecord
 from hpctrain.watch.liveness.observer import LivenessObserver
 from hpctrain.watch.liveness.processes import ProcessIdentity, own_identity
 from hpctrain.watch.liveness.setup import read_heartbeats
@@ -341,9 +341,9 @@ from hpctrain.watch.liveness.stopped_ranks import StoppedRanks
 import mmap
 rank, folder = int(sys.argv[1]), sys.argv[2]
 with open(f"{folder}/pages", "r+b") as file:
-    pages = memoryview(mmap.mmap(file.fileno(), 3 * 4096))
-mine = [pages[r * 4096:(r + 1) * 4096] for r in range(3)]
-record = WatchRecord(None, rank, 3, [mine[rank], *(p for r, p in enumerate(mine) if r != rank)])
+    pages = memoryview(mmap.mmap(file.fileno(), 3 * RECORD_BYTES))
+mine = [pages[r * RECORD_BYTES:(r + 1) * RECORD_BYTES] for r in range(3)]
+record = WatchRecord(rank, 3, [mine[rank], *(p for r, p in enumerate(mine) if r != rank)])
 with open(f"{folder}/{rank}.tmp", "w") as file:
     file.write(str(own_identity()))
 os.rename(f"{folder}/{rank}.tmp", f"{folder}/{rank}")
@@ -364,7 +364,7 @@ while True:
 @pytest.fixture
 def job(spawn, tmp_path):
     """Return three real ranks that observe each other, with a limit of 0.5 s."""
-    (tmp_path / "pages").write_bytes(bytes(3 * 4096))
+    (tmp_path / "pages").write_bytes(bytes(3 * RECORD_BYTES))
     script = tmp_path / "job.py"
     script.write_text(JOB)
     commands = [[sys.executable, str(script), str(rank), str(tmp_path)] for rank in range(3)]

@@ -77,11 +77,14 @@ again() { # put the job back into the queue, unless it was ended from outside: c
 }
 
 collect() { # the last operations of all ranks, from the memory of their nodes into the run's folder
-    local token
+    local token names count
     token=$(sed -n 's/.*"token": "\([0-9a-f]*\)".*/\1/p' "$run/watch/nodes.json")
+    names=$(remaining) # a lost node would not answer
+    count=$(tr , '\n' <<<"$names" | grep -c .)
+    ((count > 0)) || names=$SLURM_JOB_NODELIST count=$SLURM_JOB_NUM_NODES
     # shellcheck disable=SC2016
-    [ -z "$token" ] || timeout 60 srun --overlap --ntasks-per-node=1 \
-        -N "$SLURM_JOB_NUM_NODES" -n "$SLURM_JOB_NUM_NODES" bash -c '
+    [ -z "$token" ] || timeout 10 srun --overlap --nodelist="$names" -N "$count" -n "$count" \
+        --ntasks-per-node=1 bash -c '
         for file in /dev/shm/"$0"-* "${TMPDIR:-/tmp}/$0"-*; do
             ! cp "$file" "$1/watch/node-${file##*-}" || rm -f "$file"
         done' "hpctrain-watch-$token" "$run"
