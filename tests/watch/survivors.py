@@ -1,23 +1,20 @@
-"""A job over MPI with ULFM whose ranks observe each other; one of its ranks or hosts is lost.
+"""A job over MPI with ULFM, whose ranks observe each other; one of its ranks or hosts is lost.
 
 python survivors.py FOLDER stop|cut RANK: each survivor writes its error class and the ranks left.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
 import time
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 import hpctrain as ht
-from hpctrain import collectives
-from hpctrain.transport.mpi.lost_processes import report_lost_processes
-from hpctrain.watch.liveness import LossReports, observe_liveness
 
 FOLDER, LOSS, VICTIM = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 
@@ -42,20 +39,19 @@ def lose(step: int) -> None:
         os.system("ip link set lab down")
 
 
+class CutOff(logging.Handler):
+    """Writes the reason for which this host ends itself."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        write(f"cut-off-{world.rank}", record.getMessage())
+
+
+logging.getLogger("hpctrain.world.watches").addHandler(CutOff(logging.CRITICAL))
 world = ht.init()
 from mpi4py import MPI  # noqa: E402
 
 comm = MPI.COMM_WORLD.Dup()
 comm.Set_errhandler(MPI.ERRORS_RETURN)
-reports = LossReports(
-    on_lost_rank=lambda rank, reason: report_lost_processes([rank]),
-    on_dead_host=lambda host, reason: report_lost_processes(
-        [rank for rank, other in enumerate(world.hosts) if other == host]
-    ),
-    on_cut_off=lambda reason: write(f"cut-off-{world.rank}", reason),
-)
-gather = partial(collectives.all_gather_bytes, world.link)
-observe_liveness(world.record, world.rank, world.hosts, gather, lambda: 0, reports)
 try:
     for step in range(10_000):
         exchange(comm)
