@@ -46,8 +46,11 @@ def make_module(norm=nn.Identity) -> nn.Module:
         return nn.Sequential(nn.Linear(6, 8), norm(8), nn.ReLU(), nn.Linear(8, 3))
 
 
-def fit(engine, kills, ranks=3, spares=0, norm=nn.Identity):
-    """Train a module between threads; return the summaries of the ranks that are left."""
+def fit(engine, kills, ranks=3, spares=0, norm=nn.Identity, calls=None):
+    """Train a module between threads; return the summaries of the ranks that are left.
+
+    `calls`, a list, gets of each rank those of its links before and after the training.
+    """
 
     def body(link):
         module = make_module(norm)
@@ -57,10 +60,20 @@ def fit(engine, kills, ranks=3, spares=0, norm=nn.Identity):
             schedule=lambda o: torch.optim.lr_scheduler.StepLR(o, 3),
         )  # fmt: skip
         elastic = ElasticOptions(copy_steps=3, copies=2)
-        return trainer.fit((X.astype("f4"), Y), steps=STEPS, batch=BATCH, elastic=elastic)
+        before = link.hub.job.calls[link.rank]
+        summary = trainer.fit((X.astype("f4"), Y), steps=STEPS, batch=BATCH, elastic=elastic)
+        if calls is not None:
+            calls.append((before, link.hub.job.calls[link.rank]))
+        return summary
 
     results = run_ranks(ranks + spares, body, 20.0, kills)
     return [summary for summary in results if summary is not None]
+
+
+def call_at(part, calls):
+    """Return the call of links at a part of a training, by the `calls` of one without a loss."""
+    first, last = max(before for before, _ in calls), min(after for _, after in calls)
+    return round(first + part * (last - first))
 
 
 ORDERED = {
@@ -72,9 +85,10 @@ ORDERED = {
 @pytest.mark.parametrize("spares", [0, 1])
 @pytest.mark.parametrize("name", ORDERED)
 def test_a_module_ends_with_the_bytes_of_the_undisturbed_run(name, spares):
-    (whole, *_) = fit(ORDERED[name], NEVER)
+    calls: list = []
+    (whole, *_) = fit(ORDERED[name], NEVER, calls=calls)
     for victim in (0, 1):
-        left = fit(ORDERED[name], {victim: 600}, spares=spares)
+        left = fit(ORDERED[name], {victim: call_at(0.6, calls)}, spares=spares)
         assert len(left) == 2 + spares
         assert left[0]["recoveries"], "nobody was lost: the call came too late"
         assert {summary["params_sha256"] for summary in left} == {whole["params_sha256"]}
@@ -84,7 +98,9 @@ def test_a_module_ends_with_the_bytes_of_the_undisturbed_run(name, spares):
     "engine", [ht.engines.PsSync, ht.engines.PsAsync, ht.engines.LocalSgd, ht.engines.Gossip]
 )
 def test_modules_with_buffers_go_on_under_other_engines(engine):
-    left = fit(engine, {1: 700}, ranks=4, norm=nn.BatchNorm1d)
+    calls: list = []
+    fit(engine, NEVER, ranks=4, norm=nn.BatchNorm1d, calls=calls)
+    left = fit(engine, {1: call_at(0.6, calls)}, ranks=4, norm=nn.BatchNorm1d)
     assert len(left) == 3 and left[0]["steps"] == STEPS and left[0]["recoveries"]
 
 
@@ -105,13 +121,17 @@ def parameters_of(module):
     return torch.cat([p.detach().reshape(-1) for p in module.parameters()]).numpy()
 
 
-def run_loop(kills, options, ranks, parts, rows):
-    """Run a loop of `ht.torch.sync` between threads; append (step, share, ranks summed) to rows."""
+def run_loop(kills, options, ranks, parts, rows, calls=None):
+    """Run a loop of `ht.torch.sync` between threads; append (step, share, ranks summed) to rows.
+
+    `calls`: as in `fit`.
+    """
 
     def body(link):
         world, module = over_threads(link), make_module().double()
         optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
         with GradientSync(world, module, optimizer, options) as synced:
+            before = link.hub.job.calls[link.rank]
             for step in range(STEPS):
                 optimizer.zero_grad(set_to_none=step % 2 == 0)
                 share = share_of(step, world.rank, world.size)
@@ -119,6 +139,8 @@ def run_loop(kills, options, ranks, parts, rows):
                 rows.append((step, share, world.size))
                 optimizer.step()
                 assert synced.retry(lambda n=step: world.gather(f"{n}")) == [f"{step}"] * world.size
+            if calls is not None:
+                calls.append((before, link.hub.job.calls[link.rank]))
         return parameters_of(module)
 
     return run_ranks(ranks, body, 20.0, kills)
@@ -146,9 +168,6 @@ WIRES = {
     "buckets in a thread": WireOptions(algorithm="ring", overlap="always", bucket_bytes=64),
 }
 
-#: Of 404 and 970 calls of a rank, those in which it is killed; the loop begins after about 200.
-CALLS = {"after backward": range(230, 400, 17), "buckets in a thread": range(350, 950, 60)}
-
 
 @pytest.mark.parametrize("parts", [1, 2], ids=["", "no_sync"])
 @pytest.mark.parametrize("wire", WIRES)
@@ -156,8 +175,10 @@ def test_each_sum_has_the_gradients_of_those_that_are_left(wire, parts):
     """Kills come within a step or between two; a rank that has voted may be killed before its row:
     then a row is missing, and the step is not compared."""
     lost = compared = 0
-    for call in CALLS[wire]:
-        rows = []
+    calls: list = []
+    run_loop(NEVER, WIRES[wire], 3, parts, [], calls)
+    for part in np.linspace(0.05, 0.95, 10):
+        rows, call = [], call_at(part, calls)
         results = run_loop({1: call}, WIRES[wire], 3, parts, rows)
         left = [result for result in results if result is not None]
         assert all(np.array_equal(left[0], result) for result in left)
@@ -169,7 +190,9 @@ def test_each_sum_has_the_gradients_of_those_that_are_left(wire, parts):
 
 
 def test_losses_one_after_the_other_leave_one_rank():
-    left = run_loop({0: 250, 2: 350}, WireOptions(), 3, 1, [])
+    calls: list = []
+    run_loop(NEVER, WireOptions(), 3, 1, [], calls)
+    left = run_loop({0: call_at(0.2, calls), 2: call_at(0.6, calls)}, WireOptions(), 3, 1, [])
     assert [result is not None for result in left] == [False, True, False]
 
 
