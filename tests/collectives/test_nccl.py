@@ -331,11 +331,9 @@ class KernelCommunicator:
         self.fake.aborted.append((self.shared[0], self.rank))
 
 
-@pytest.mark.parametrize("call", [130, 131, 150, 151])
+@pytest.mark.parametrize("call", [-2, -3, -20, -21])  # counted from the end of an undisturbed run
 def test_a_loss_ends_the_wait_for_a_kernel_and_the_ranks_left_join_another(monkeypatch, call):
-    fake = Kernels(3)
-    for name, module in fake.modules().items():
-        monkeypatch.setitem(sys.modules, name, module)
+    ends: dict[int, int] = {}
 
     def body(link):
         world = over_threads(link)
@@ -349,9 +347,18 @@ def test_a_loss_ends_the_wait_for_a_kernel_and_the_ranks_left_join_another(monke
                 except LostRankError:
                     survive(world)
             assert (x == world.size).all()
+        ends[link.rank] = link.hub.job.calls[link.rank]
         return world.size
 
-    assert run_ranks(3, body, 10.0, {1: call}) == [2, None, 2]
+    def run(kills):
+        fake = Kernels(3)
+        for name, module in fake.modules().items():
+            monkeypatch.setitem(sys.modules, name, module)
+        return fake, run_ranks(3, body, 10.0, kills)
+
+    assert run({1: 10**9})[1] == [3, 3, 3]
+    fake, sizes = run({1: ends[1] + call})
+    assert sizes == [2, None, 2]
     assert fake.ids == 2
     assert {(1, 0), (1, 2)} <= set(fake.aborted)  # each of those left, of the first communicator
     assert len(set(fake.aborted)) == len(fake.aborted)

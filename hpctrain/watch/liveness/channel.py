@@ -96,8 +96,9 @@ class Probe:
     def has_answer(self) -> bool:
         """Return whether the kernel of the host has answered, be it with a refusal."""
         if self._error in _PENDING:
-            _, writable, _ = select.select([], [self._socket], [], 0)
-            if not writable:
+            ready = select.poll()  # select() takes no descriptor above 1,023
+            ready.register(self._socket, select.POLLOUT)
+            if not ready.poll(0):
                 return False
             self._error = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         return self._error in (0, errno.ECONNREFUSED)
