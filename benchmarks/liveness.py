@@ -21,7 +21,7 @@ from _common import make_parser, report_result, start_world
 
 from hpctrain import collectives
 from hpctrain.collectives.vote import elementwise_maximum
-from hpctrain.watch.liveness import LivenessObserver, LossReports, observe_liveness
+from hpctrain.watch.liveness import Identities, LivenessObserver, LossReports, observe_liveness
 from hpctrain.world import World
 
 COMPUTE_S, BLOCK_STEPS, SHARE = 0.01, 100, 0.005
@@ -57,7 +57,10 @@ def main() -> None:
 def start_observer(world: World) -> LivenessObserver:
     gather = partial(collectives.all_gather_bytes, world.link)
     ignore = LossReports(lambda *_: None, lambda *_: None, lambda *_: None)
-    return observe_liveness(world.record, world.rank, world.hosts, gather, lambda: 0, ignore)
+    identities = Identities.exchange(world.rank, world.hosts, gather)
+    return observe_liveness(
+        world.record, world.rank, world.hosts, identities, gather, lambda: 0, ignore
+    )
 
 
 def make_compute():

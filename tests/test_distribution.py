@@ -67,7 +67,9 @@ def metadata_of(dist: Path):
 def unpack(dist: Path, folder: Path) -> Path:
     (archive,) = dist.glob("*.tar.gz")
     with tarfile.open(archive) as tar:
-        tar.extractall(folder, filter="data")
+        # Python 3.10.11 and 3.11.3 have no filters yet, and 3.12 warns without one.
+        tar.extraction_filter = getattr(tarfile, "data_filter", None)
+        tar.extractall(folder)
     return folder / archive.name.removesuffix(".tar.gz")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,7 +10,6 @@ import numpy as np
 
 from hpctrain.collectives.dispatch import Choices
 from hpctrain.collectives.node_buffers import NodeBuffers, make_node_buffers
-from hpctrain.collectives.small_messages import all_gather_bytes
 from hpctrain.core.xp import Array, finish, namespace
 from hpctrain.transport.link import Link
 from hpctrain.transport.shared_memory.host import NodeMemory
@@ -96,11 +96,10 @@ class Group:
             link.free()
 
 
-def group_over_nodes(link: Link, host: str) -> Group:
-    """Return the group of all ranks of `link`, of which this one is on `host`; collective."""
-    hosts = [name.decode() for name in all_gather_bytes(link, host.encode())]
+def group_over_nodes(link: Link, hosts: Sequence[str]) -> Group:
+    """Return the group of all ranks of `link`, each on its host of `hosts`; collective."""
     ranks = range(link.size)
     nodes = tuple(tuple(r for r in ranks if hosts[r] == name) for name in dict.fromkeys(hosts))
-    node = link.split(hosts.index(host), link.rank)
+    node = link.split(hosts.index(hosts[link.rank]), link.rank)
     across = link.split(node.rank, link.rank)
     return Group(link, nodes=nodes, node=node, across=across)

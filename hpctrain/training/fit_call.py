@@ -65,7 +65,6 @@ class FitCall:
         """
         world = trainer.world
         sampler = world.on_all_ranks(lambda: self._make_sampler(trainer))
-        world.on_all_ranks(lambda: trainer.check_sets(training=self.train, test=self.test))
         keep_best, has_test = self.checkpoints.keep_best, self.test is not None
         check_metrics(trainer.replica.loss, trainer.callbacks, keep_best, has_test)
         trainer.replica.micro_batches = self._checked_micro_batches(trainer.replica)
@@ -125,6 +124,7 @@ class FitCall:
     def _make_sampler(self, trainer: Trainer) -> Sampler:
         ranks = trainer.mesh.data.size
         engines.must_fit(trainer.engine_options, ranks, self.batch, len(self.train))
+        trainer.check_sets(training=self.train, test=self.test)
         return Sampler(len(self.train), self.batch, trainer.seed)
 
     def _make_plan(self, trainer: Trainer, sampler: Sampler) -> FitPlan:

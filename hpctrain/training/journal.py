@@ -59,6 +59,7 @@ class Journal:
         self.recoveries = recoveries or Recoveries()
         self.times = RunTimes(engine, earlier_times)
         self.steps_redone = 0
+        self._versions = versions()  # now, since a recovery waits for `about_here`
         self.intervals: int | None = 0  #: since the first step; each ends with a collective call
         self.skips = SkipCounter(world, engine)
         self._stragglers = Stragglers(mesh, engine, recipe.faults.slow_rank if recipe else None)
@@ -83,9 +84,12 @@ class Journal:
         self.skips.resume(about)
         with_sums = self.mesh.data.rank == 0 or self.engine.shares_sums  # of all workers
         self.open_row.restore(about.get("open_row"), step, with_sums=with_sums)
-        rows, summary = self.world.on_all_ranks(lambda: self.files.go_back(step, about))
-        texts = self.world.gather(json.dumps([rows, summary, self.files.steps_redone]))
-        rows, summary, self.steps_redone = json.loads(texts[0])
+
+        def go_back() -> str:
+            rows, summary = self.files.go_back(step, about)
+            return json.dumps([rows, summary, self.files.steps_redone])
+
+        rows, summary, self.steps_redone = json.loads(self.world.gather_from(go_back)[0])
         is_done = summary and (summary["status"], summary.get("steps")) == ("done", step)
         self._done_summary = summary if is_done else None
         if rows and rows[-1]["step"] == step:  # the row was made after this state
@@ -189,7 +193,7 @@ class Journal:
             "world_size": self.world.size,
             "batch": self.sampler.batch,
             "seed": self.sampler.seed,
-            "versions": versions(),
+            "versions": self._versions,
             "updates_per_step": self.engine.updates_per_step,
             "staleness": self._staleness and self._staleness.to_json(),
             "steps_redone": self.steps_redone,

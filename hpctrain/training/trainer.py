@@ -94,14 +94,13 @@ class Trainer:
 
     def _build_engine(self) -> None:
         """Build the engine on the replica; collective."""
-        engine, faults = self.engine_options, self._faults
-        replica = self.world.on_all_ranks(lambda: self._slowed(faults))
+        engine = self.engine_options
+        replica = self.world.on_all_ranks(lambda: self._slowed(self._faults))
         self.engine: Engine = self.world.on_all_ranks(
             lambda: engine.build(self.mesh.data, replica, self._optimizer)
         )
         split_model.time_waits(self.replica, self.engine, self.world.trace)
         self.blocks = engines.blocks_of(engine, self.engine.workers)
-        self.world.on_all_ranks(lambda: faults.check(self.world.size, self.engine.workers))
 
     def _rebuild(self) -> None:
         """Build the engine for the ranks that are left after a loss; collective.
@@ -211,7 +210,8 @@ class Trainer:
         return self.replica.predict(x)
 
     def _slowed(self, faults: FaultsOptions) -> Replica:
-        faults.check(self.world.size)
+        workers = engines.workers_of(self.engine_options, self.mesh.data.size)
+        faults.check(self.world.size, workers)
         if not faults.any:
             return self.replica
         return SlowedReplica(self.replica, Pace(faults, self.world.rank))

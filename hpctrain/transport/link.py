@@ -122,8 +122,11 @@ class Link(Protocol):
     def lost_ranks(self) -> list[int]:
         """Return the ranks of this link that this rank knows to be lost; others may know more."""
 
-    def shrink(self) -> Link:
-        """Return the link of the ranks that are left, in order; all of these must call."""
+    def shrink(self) -> tuple[Link, list[int]]:
+        """Return the link of the ranks that are left, in order, and these ranks; they must all call.
+
+        All of them get the same.
+        """
 
     def wait_for(self, condition: Callable[[], bool], call: bytes) -> None:
         """Return once `condition()` holds; it reads shared memory that another rank writes."""

@@ -22,6 +22,7 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from time import time as clock
 
@@ -110,6 +111,7 @@ def _allocate(path: str, nbytes: int) -> None:
         os.close(descriptor)
 
 
+@cache  # once per process: a recovery waits for it
 def _remove_abandoned(folder: Path) -> None:
     """Remove this user's files of jobs that were killed, and whose records nobody collected."""
     for path in folder.glob(f"{_PREFIX}*"):

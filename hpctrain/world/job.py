@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
 
-from hpctrain.collectives import all_gather_bytes
 from hpctrain.core.errors import LostRankError, RecoveryError, UsageError
 from hpctrain.core.launchers import MIN_RANKS, SPARES
 from hpctrain.transport.link import Link
@@ -88,24 +87,23 @@ class Job:
     def regroup(self) -> Link:
         """Return the link of the World's ranks after a loss; of this rank alone if it is a spare.
 
-        All ranks that are left must call. Either all of them have new members, or none.
+        All ranks that are left must call, and all have the same members afterwards.
         """
         while True:
-            link = self.link.shrink()
-            try:
-                texts = all_gather_bytes(link, str(self.number).encode())
-                numbers = tuple(map(int, texts))
-                members = fill_places(self.members, numbers, self.unit)
-                job = replace(self, link=link, numbers=numbers, members=members)
-                group = job.group(job.peers)
-                link.agree()
-            except LostRankError:
-                link.dissolve()
-                self.link = link
-                continue
-            self.link, self.numbers, self.members = link, numbers, members
+            self.link, ranks = self.link.shrink()
+            self.numbers = tuple(self.numbers[rank] for rank in ranks)
+            self.members = fill_places(self.members, self.numbers, self.unit)
             self._must_suffice()
-            return group
+            self.link.sleeps_while_waiting = self.is_spare  # the others need the cores
+            if self.members == self.numbers:
+                return self.link
+            try:
+                group = self.group(self.peers)
+                self.link.agree()  # no rank may wait in a group that another does not have
+            except LostRankError:
+                self.link.dissolve()
+            else:
+                return group
 
     def _must_suffice(self) -> None:
         if len(self.members) < self.min_ranks or not self.members:

@@ -50,9 +50,17 @@ def _recorded(world: World, directory: Path) -> Iterator[WatchRecord]:
     `directory`: of the run, in which all ranks find the files of all nodes. If this rank alone ends
     with an error, it moves the records of its node there: the launcher kills the others.
     """
-    node = _make_file(world, directory)
+    token = world.gather(uuid.uuid4().hex if world.rank == 0 else "")[0]
+    nodes = _make_files(world, directory, token)
+
+    def publish_and_open() -> tuple[NodeFile, WatchRecord]:
+        if world.rank == 0:
+            with _no_space(directory):
+                node_file.publish(directory, token, list(nodes.values()))
+        return _opened(world, nodes[world.host])
+
     # All are open before one is closed: the file is removed when none is open.
-    file, record = world.on_all_ranks(lambda: _opened(world, node))
+    file, record = world.on_all_ranks(publish_and_open)
     try:
         yield record
     except AGREED_ERRORS:
@@ -76,10 +84,9 @@ def _remove(world: World, directory: Path, file: NodeFile, record: WatchRecord) 
             (directory / node_file.NODES).unlink()
 
 
-def _make_file(world: World, directory: Path) -> Node:
-    """Return this rank's node, whose first rank has made the file; collective."""
+def _make_files(world: World, directory: Path, token: str) -> dict[str, Node]:
+    """Return the nodes, of each of which the first rank has made the file; collective."""
     ranks = tuple(rank for rank, host in enumerate(world.hosts) if host == world.host)
-    token = world.gather(uuid.uuid4().hex if world.rank == 0 else "")[0]
 
     def create() -> str:
         if world.rank != ranks[0]:
@@ -91,17 +98,10 @@ def _make_file(world: World, directory: Path) -> Node:
         return path
 
     nodes: dict[str, Node] = {}
-    for host, path in zip(world.hosts, world.gather(world.on_all_ranks(create)), strict=True):
+    for host, path in zip(world.hosts, world.gather_from(create), strict=True):
         members = tuple(rank for rank, other in enumerate(world.hosts) if other == host)
         nodes.setdefault(host, Node(host, path, members))
-
-    def publish() -> None:
-        if world.rank == 0:
-            with _no_space(directory):
-                node_file.publish(directory, token, list(nodes.values()))
-
-    world.on_all_ranks(publish)
-    return nodes[world.host]
+    return nodes
 
 
 def _opened(world: World, node: Node) -> tuple[NodeFile, WatchRecord]:

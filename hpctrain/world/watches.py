@@ -11,7 +11,7 @@ from hpctrain import abort
 from hpctrain.collectives import all_gather_bytes
 from hpctrain.transport.shared_memory.host import NodeMemory
 from hpctrain.watch import RECORD_BYTES, Watch, WatchRecord
-from hpctrain.watch.liveness import LivenessObserver, LossReports, observe_liveness
+from hpctrain.watch.liveness import Identities, LivenessObserver, LossReports, observe_liveness
 from hpctrain.world.job import Job
 from hpctrain.world.world import World
 
@@ -24,15 +24,22 @@ class Watches:
     def __init__(self, world: World, timeout_s: float):
         """Begin to watch; collective. `timeout_s`: of a wait for other ranks."""
         self._world, self._timeout_s = world, timeout_s
+        self._pages = _share_pages(world)
+        if (job := world.job) is not None:
+            gather = partial(all_gather_bytes, job.link)
+            self._identities = Identities.exchange(job.number, job.hosts, gather)
         self._running: list[Watch | LivenessObserver] = []
         self.renew()
 
     def renew(self) -> None:
         """Watch the ranks of the job as they are now, spares included; collective over these."""
         world, job = self._world, self._world.job
-        record = _share_record(world) if job is None else _share_job_record(job)
+        rank, size = (world.rank, world.size) if job is None else (job.link.rank, job.link.size)
+        pages = {n: p for n, p in self._pages.items() if job is None or n in job.numbers}
+        own_page = pages.pop(world.rank if job is None else job.number)
+        record = WatchRecord(rank, size, [own_page, *pages.values()])
         world.record_in(record)
-        on_hang = partial(abort.report_hang, record.rank, None)
+        on_hang = partial(abort.report_hang, rank, None)
         running: list[Watch | LivenessObserver] = [
             Watch(record, None, self._timeout_s, on_hang, first_step_factor=1)  # no steps recorded
         ]
@@ -47,6 +54,7 @@ class Watches:
             record,
             job.link.rank,
             job.hosts,
+            self._identities.of(job.numbers),
             partial(all_gather_bytes, job.link),
             self._step,
             LossReports(
@@ -61,23 +69,21 @@ class Watches:
         return 0 if record is None else record.step
 
 
-def _share_record(world: World) -> WatchRecord:
-    """Return a record in memory of the node, whose ranks report each other; collective."""
-    page = world.memory.zeros(RECORD_BYTES, np.uint8)
-    pages = world.memory.neighbours(page) or [page]
-    others = [pages[r] for r in range(len(pages)) if r != world.node.rank]
-    return WatchRecord(world.rank, world.size, [page, *others])
+def _share_pages(world: World) -> dict[int, np.ndarray]:
+    """Return the pages for records of this node's ranks, by rank; collective.
 
-
-def _share_job_record(job: Job) -> WatchRecord:
-    """Return a record in memory of the node, shared also with its spares; collective."""
-    host = job.places[job.number].node
-    node = job.link.split(job.hosts.index(host), job.link.rank)
-    memory = NodeMemory(node, partial(all_gather_bytes, node))
+    In a job that survives lost ranks those of its spares, too, by their numbers; they stay in use
+    after losses.
+    """
+    job = world.job
+    own, hosts = (world.rank, world.hosts) if job is None else (job.number, tuple(job.hosts))
+    ranks, memory = [rank for rank, host in enumerate(hosts) if host == hosts[own]], world.memory
+    if job is not None:
+        node = job.group(ranks)
+        memory = NodeMemory(node, partial(all_gather_bytes, node))
     page = memory.zeros(RECORD_BYTES, np.uint8)
-    pages = memory.neighbours(page) or [page]
-    others = [pages[r] for r in range(len(pages)) if r != node.rank]
-    return WatchRecord(job.link.rank, job.link.size, [page, *others])
+    pages = memory.neighbours(page)
+    return {own: page} if pages is None else dict(zip(ranks, pages, strict=True))
 
 
 def _report_lost(numbers: list[int], reason: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -58,7 +59,7 @@ class World:
 
     def __post_init__(self) -> None:
         """Split the ranks by node, share memory, and fix the choices of `auto`; collective."""
-        self.main = group_over_nodes(self.link, self.host)
+        self.main = group_over_nodes(self.link, self.hosts)
         gather = partial(collectives.all_gather_bytes, self.node)
         self.memory = NodeMemory(self.node, gather)
         node_gpus = [place.gpu for place in self.places if place.node == self.host]
@@ -198,7 +199,7 @@ class World:
 
         `alone`: no other thread computes while this one communicates, so it may spin.
         """
-        group = group_over_nodes(self.link.split(0, self.rank), self.host)
+        group = group_over_nodes(self.link.split(0, self.rank), self.hosts)
         self.register(purpose, *group.links)
         spins = alone and self.main.spins
         return replace(group, memory=self.memory, choices=self.main.choices, spins=spins)
@@ -257,18 +258,25 @@ class World:
 
     def on_all_ranks(self, function: Callable[[], T]) -> T:
         """Return `function()`; if it raises an HpctrainError on any rank, all ranks raise it."""
+        results: list[T] = []
+        self.gather_from(lambda: results.append(function()) or "")
+        return results[0]
+
+    def gather_from(self, function: Callable[[], str]) -> list[str]:
+        """Return every rank's `function()`; if any raises an HpctrainError, all ranks raise it."""
+        text, fault = "", ""
         try:
-            result, fault = function(), ""
+            text = function()
         except LostRankError:
             raise
         except HpctrainError as error:
             fault, kind = str(error) or type(error).__name__, type(error)
-        faults = self.gather(fault)
+        texts, faults = zip(*map(json.loads, self.gather(json.dumps([text, fault]))), strict=True)
         if not any(faults):
-            return result
+            return list(texts)
         raise (kind if fault else UsageError)(self._joined(faults))
 
-    def _joined(self, faults: list[str]) -> str:
+    def _joined(self, faults: Sequence[str]) -> str:
         if len(set(faults)) == 1:
             return faults[0]
         named = ((f"rank {r} on {self.hosts[r]}", fault) for r, fault in enumerate(faults) if fault)

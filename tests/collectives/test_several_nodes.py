@@ -91,7 +91,7 @@ def test_hierarchical_gives_all_ranks_the_same_bytes(hosts):
 @pytest.mark.parametrize("name", CALLS)
 def test_what_each_rank_sends(hosts, name):
     def body(link):
-        group = group_over_nodes(link, hosts[link.rank])
+        group = group_over_nodes(link, hosts)
         for n in (*LENGTHS, *long(link.size)):
             before = group.bytes_sent, sum(item.messages_sent for item in group.links)
             CALLS[name](group, np.zeros(n), np.add)
@@ -131,7 +131,7 @@ def test_the_longest_path_of_hierarchical(hosts, part):
 
 def test_a_rank_that_fails_between_nodes_ends_the_others():
     def body(link):
-        group = group_over_nodes(link, "abc"[link.rank])
+        group = group_over_nodes(link, "abc")
         if link.rank == 1:
             raise ZeroDivisionError
         ALLREDUCE["ring"](group, np.zeros(long(3)[0]), np.add)

@@ -205,15 +205,15 @@ def test_records_of_other_nodes_reach_the_report(start, tmp_path, does):
 
 @pytest.mark.processes
 def test_launch_moves_the_records_of_a_dead_job(digits):
-    before = set(Path("/dev/shm").glob("hpctrain-watch-*"))
     job = digits("--epochs", "10000", ranks=2, launch=True)
     job.reach(20)
+    (node,) = node_file.read_nodes(job.out / "watch")
     pid = node_file.read_records(job.out / "watch")[1].pid
-    assert atomic.process_identity(pid)
+    assert atomic.process_identity(pid) and Path(node.file).exists()
     os.kill(pid, signal.SIGKILL)
     ended = job.finish()
     assert ended.returncode == 1 and f"hpctrain hang {job.out}" in ended.stderr
-    assert set(Path("/dev/shm").glob("hpctrain-watch-*")) <= before
+    assert not Path(node.file).exists()
     result = facts(job.out, "-n", "64")
     assert [rank["life"] for rank in result["ranks"]] == ["dead", "dead"]
     assert all(rank["calls"] and rank["step"] >= 20 for rank in result["ranks"]), result

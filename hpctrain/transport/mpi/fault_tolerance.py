@@ -129,12 +129,16 @@ class SurvivingLink:
         MPI.COMM_SELF.Iprobe()  # MPI hears of losses while it makes progress
         return failed_ranks(self.comm)
 
-    def shrink(self) -> MpiLink:
-        """Return the link of the ranks that are left, in order, of a family of its own."""
+    def shrink(self) -> tuple[MpiLink, list[int]]:
+        """Return the link of the ranks that are left, of a family of its own; see Link."""
         self.entry.enter(b"shrink", ALL_PEERS, 0)
         comm = self.comm.Shrink()
         self.entry.leave()
-        return self.derive_link(comm, Family())
+        group, earlier_group = comm.Get_group(), self.comm.Get_group()
+        ranks = group.Translate_ranks(list(range(group.size)), earlier_group)
+        group.Free()
+        earlier_group.Free()
+        return self.derive_link(comm, Family()), list(ranks)
 
     def make_loss(self, call: str) -> LostRankError:
         """Return the error of a `call` that a lost rank ended; end all other waits of the job."""

@@ -13,6 +13,7 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 
 from hpctrain.core.errors import HereError, UsageError
@@ -46,6 +47,7 @@ _LIBMPI_PATTERN = re.compile(r"/libmpi(ch)?(?!_gtl|_cxx|_mpifh|_usempi)(_\w+)?(-
 _ABSENT_LIBRARY = re.compile(r"(?:.*/)?(libmpi\S*): cannot open shared object file: No such file.*")
 
 
+@cache  # after a loss of ranks each millisecond counts
 def load_mpi() -> LoadedMpi:
     """Load MPI without starting it and return its identity; raise UsageError without one."""
     try:

@@ -205,10 +205,11 @@ class LocalLink:
         """Return the ranks of this link that were killed."""
         return [self.hub.members.index(member) for member in self.hub.lost_members]
 
-    def shrink(self) -> LocalLink:
-        """Return the link of the ranks that are left, in order; all of these must call."""
+    def shrink(self) -> tuple[LocalLink, list[int]]:
+        """Return the link of the ranks that are left, and these ranks; see Link."""
         result = self._take_part(1)
-        return LocalLink(result.hub, result.hub.members.index(self.hub.members[self.rank]))
+        ranks = [self.hub.members.index(member) for member in result.hub.members]
+        return LocalLink(result.hub, ranks.index(self.rank)), ranks
 
     def _take_part(self, vote: int) -> Agreed:
         """Return the result of this rank's next agreement."""

@@ -6,6 +6,6 @@ host_ring.py           silence + no answer of the kernel -> the host's ranks are
 """
 
 from hpctrain.watch.liveness.observer import LivenessObserver
-from hpctrain.watch.liveness.setup import LossReports, observe_liveness
+from hpctrain.watch.liveness.setup import Identities, LossReports, observe_liveness
 
-__all__ = ["LivenessObserver", "LossReports", "observe_liveness"]
+__all__ = ["Identities", "LivenessObserver", "LossReports", "observe_liveness"]

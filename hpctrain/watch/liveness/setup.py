@@ -24,6 +24,37 @@ Gather = Callable[[bytes], list[bytes]]  #: of all ranks' bytes
 
 
 @dataclass(frozen=True)
+class Identities:
+    """What the ranks of a job tell each other at its start, by rank."""
+
+    processes: tuple[ProcessIdentity, ...]
+    addresses: tuple[tuple[str, ...], ...]  #: of each rank's host; none if the job has one host
+    key: bytes  #: of datagrams, drawn by rank 0
+
+    @classmethod
+    def exchange(cls, rank: int, hosts: Sequence[str], gather: Gather) -> Identities:
+        """Return those of all ranks; collective. `hosts`: the node of each."""
+        rows = _gather_rows(
+            gather,
+            process=str(own_identity()),
+            addresses=host_addresses() if len(set(hosts)) > 1 else [],
+            key=secrets.token_hex(KEY_BYTES) if rank == 0 else "",
+        )
+        return cls(
+            tuple(ProcessIdentity.parse(row["process"]) for row in rows),
+            tuple(tuple(row["addresses"]) for row in rows),
+            bytes.fromhex(rows[0]["key"]),
+        )
+
+    def of(self, ranks: Sequence[int]) -> Identities:
+        """Return those of some ranks, in their order."""
+        processes, addresses = zip(
+            *((self.processes[rank], self.addresses[rank]) for rank in ranks), strict=True
+        )
+        return Identities(processes, addresses, self.key)
+
+
+@dataclass(frozen=True)
 class LossReports:
     """Consequences of a loss; called in the observer's thread."""
 
@@ -37,28 +68,23 @@ def observe_liveness(
     record: WatchRecord,
     rank: int,
     hosts: Sequence[str],
+    identities: Identities,
     gather: Gather,
     step: Callable[[], int],
     reports: LossReports,
     least_limit_s: float = LIMIT_S,
 ) -> LivenessObserver:
-    """Return the running observer of this `rank`; collective. Only for jobs that survive losses.
+    """Return the running observer of this `rank`; collective if there are several hosts.
 
-    `gather` is over all ranks that are left, `hosts` has the node of each. Those whose records
-    share memory with `record` observe each other. `step()`: the training step that is under way.
+    Only for jobs that survive losses. `gather` is over all ranks that are left, of which `hosts`
+    has the node of each. Those whose records share memory with `record` observe each other.
+    `step()`: the training step that is under way.
     """
-    leads = hosts.index(hosts[rank]) == rank and len(set(hosts)) > 1
-    rows = _gather_rows(
-        gather,
-        process=str(own_identity()),
-        addresses=host_addresses() if leads else [],
-        key=secrets.token_hex(KEY_BYTES) if rank == 0 else "",
-    )
     neighbours = [r for r, host in enumerate(hosts) if host == hosts[rank]]
-    processes = {r: ProcessIdentity.parse(rows[r]["process"]) for r in neighbours}
+    processes = {r: identities.processes[r] for r in neighbours}
     reports = replace(reports, on_cut_off=partial(_end_host, reports, rank, processes))
-    channel = _open_channel(rank, hosts, [row["addresses"] for row in rows])
-    ring = _join_ring(rank, hosts, gather, channel, bytes.fromhex(rows[0]["key"]), reports)
+    channel = _open_channel(rank, hosts, identities.addresses)
+    ring = _join_ring(rank, hosts, gather, channel, identities.key, reports)
     return LivenessObserver(
         partial(read_heartbeats, record, processes),
         StoppedRanks(rank, processes),
