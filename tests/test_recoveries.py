@@ -19,7 +19,7 @@ KILLS = {
     "none": (2, 1, {}),
     "without a spare": (3, 0, {1: 600}),
     "the first rank, then the spare in its place": (2, 2, {0: 300, 2: 600}),
-    "one after the other, until no first rank is left": (2, 3, {0: 300, 1: 700, 2: 900}),
+    "one after the other, until no first rank is left": (2, 3, {0: 250, 1: 550, 2: 650}),
 }
 
 

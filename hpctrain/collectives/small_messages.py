@@ -10,7 +10,7 @@ import numpy as np
 from hpctrain.transport.link import Link
 
 LENGTH, SHORT = 8, 120  #: bytes of a length, and of a payload that travels beside it, ...
-SHORT_OF_ALL = 16_384  #: ... or more where few ranks' payloads are no more than this together
+SHORT_OF_ALL = 4_096  #: ... or more where few ranks' payloads are no more than this together
 
 
 def all_gather_short(link: Link, row: np.ndarray) -> np.ndarray:

@@ -19,19 +19,18 @@ class RunFiles:
     def __init__(self, run: Path | None):
         self.run = run
         self.pending: list[Row] = []  #: rows that could not be written yet; a checkpoint keeps them
-        self.steps_redone = 0
 
-    def go_back(self, step: int, about: Mapping[str, Any]) -> tuple[list[Row], Row | None]:
-        """Drop the rows after `step`; return those before it, and the summary if there is one.
+    def go_back(self, step: int, about: Mapping[str, Any]) -> tuple[list[Row], Row | None, int]:
+        """Drop the rows after `step`; return those before it, the summary and the steps done again.
 
         `about`: the facts of the checkpoint of that step. Raises UsageError.
         """
         if self.run is None:
-            return [], None
+            return [], None, 0
         summary = run_folder.read_summary(self.run)
         with run_folder.writable(self.run):
-            self.steps_redone = run_folder.go_back(self.run, step, about.get("steps_redone", 0))
-            return run_folder.add_missing(self.run, about.get("rows_due", [])), summary
+            steps_redone = run_folder.go_back(self.run, step, about.get("steps_redone", 0))
+            return run_folder.add_missing(self.run, about.get("rows_due", [])), summary, steps_redone
 
     def begin(self, recipe: str | None) -> None:
         """Write the recipe; raise UsageError, and leave the old summary, if that fails."""

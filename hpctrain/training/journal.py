@@ -84,12 +84,8 @@ class Journal:
         self.skips.resume(about)
         with_sums = self.mesh.data.rank == 0 or self.engine.shares_sums  # of all workers
         self.open_row.restore(about.get("open_row"), step, with_sums=with_sums)
-
-        def go_back() -> str:
-            rows, summary = self.files.go_back(step, about)
-            return json.dumps([rows, summary, self.files.steps_redone])
-
-        rows, summary, self.steps_redone = json.loads(self.world.gather_from(go_back)[0])
+        of_rank_0, *_ = self.world.gather_from(lambda: json.dumps(self.files.go_back(step, about)))
+        rows, summary, self.steps_redone = json.loads(of_rank_0)
         is_done = summary and (summary["status"], summary.get("steps")) == ("done", step)
         self._done_summary = summary if is_done else None
         if rows and rows[-1]["step"] == step:  # the row was made after this state
@@ -206,6 +202,7 @@ class Journal:
 
     def finish(self, status: str, exit_code: int, reason: str | None = None) -> dict[str, Any]:
         """Write the summary, show the closing table and return the summary; collective."""
+        self.recoveries.end_loss()
         summary = self._summary(status, exit_code, reason)
         if self._done_summary and status == "done" and self.open_row.since_step == self._first_step:
             summary = self._done_summary  # nothing was done: what was measured stands

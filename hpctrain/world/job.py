@@ -84,8 +84,8 @@ class Job:
         """Return the link of ranks by their numbers; these alone must call."""
         return self.link.create_group([self.numbers.index(number) for number in numbers])
 
-    def regroup(self) -> Link:
-        """Return the link of the World's ranks after a loss; of this rank alone if it is a spare.
+    def regroup(self) -> Link | None:
+        """Return the link of the World's ranks after a loss; None if this one is a spare.
 
         All ranks that are left must call, and all have the same members afterwards.
         """
@@ -98,7 +98,7 @@ class Job:
             if self.members == self.numbers:
                 return self.link
             try:
-                group = self.group(self.peers)
+                group = None if self.is_spare else self.group(self.members)
                 self.link.agree()  # no rank may wait in a group that another does not have
             except LostRankError:
                 self.link.dissolve()

@@ -13,24 +13,26 @@ def survive(world: World) -> None:
     """Let `world` go on with the ranks that are left, after a LostRankError; collective over these.
 
     Afterwards `world` has them: rank, size and links are new, and engines and sub-worlds of before
-    must not be used any more. Raises LostRankError if another rank is lost meanwhile: then call
-    again.
+    must not be used any more. That of a spare stays as it is: it sleeps. Raises LostRankError if
+    another rank is lost meanwhile: then call again.
     """
     assert world.job is not None
-    world.link.revoke()
+    world.job.link.revoke()
     world.link.dissolve()
     link = world.job.regroup()
     try:
-        vars(world).update(vars(_with_members(world, link)))
+        if link is not None:
+            vars(world).update(vars(_with_members(world, link)))
         if world.on_regroup is not None:
             world.on_regroup()
     except LostRankError:
-        link.dissolve()
+        if link is not None:
+            link.dissolve()
         raise
 
 
 def _with_members(world: World, link: Link) -> World:
-    """Return the World of the job's members, or of this spare, on `link`; collective."""
+    """Return the World of the job's members on `link`; collective."""
     assert world.job is not None
     return replace(
         world,

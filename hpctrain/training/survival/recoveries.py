@@ -18,7 +18,7 @@ class Recovery:
     hosts: list[str]  #: of each of them
     spares: list[int]  #: that took their places
     steps_redone: int  #: completed before, and done again from a copy of the state
-    lost_s: float | None = None  #: until the next step completed; None before that
+    lost_s: float | None = None  #: until the next step completed, or the end; None before that
 
 
 @dataclass
@@ -47,11 +47,14 @@ class Recoveries:
 
     def count_step(self, step: int) -> None:
         """Note that `step` is complete."""
-        now = time.time()
-        if self.entries and self.entries[-1].lost_s is None and step > self.last_step:
-            self.entries[-1].lost_s = now - self.last_step_at
         if step > self.last_step:
-            self.last_step, self.last_step_at = step, now
+            self.end_loss()
+            self.last_step, self.last_step_at = step, time.time()
+
+    def end_loss(self) -> None:
+        """Note that the time without progress since a loss is over, or that training is."""
+        if self.entries and self.entries[-1].lost_s is None:
+            self.entries[-1].lost_s = time.time() - self.last_step_at
 
     def add(
         self, step: int, ranks: Sequence[int], hosts: Sequence[str], spares: Sequence[int]
