@@ -11,7 +11,8 @@ Run them with the Python of an environment of Open MPI 5: its ULFM is needed. Al
 
 kills   SIGKILL to any of four ranks, from the killer's clock until the last survivor has completed
         a step after it: with spares, then without; beside MPI's bare Revoke, Shrink and all-reduce,
-        and beside a restart from the newest checkpoint.
+        and beside a restart from the newest checkpoint. Engines "on free cores" lose a rank of one
+        more than there are cores, so that each rank left has a core.
 ettr    a rank killed every --period seconds: the part of the time in which steps are completed,
         with a spare for each loss; with one spare, and a restart when it is used up; and with
         restarts alone, which write checkpoints at the interval of Young (1974) and Daly (2006).
@@ -48,6 +49,8 @@ ENGINES = {
     "ps-sync": ["engine.kind=ps-sync", "engine.servers=2", "engine.placement=colocated"],
     "local-sgd": ["engine.kind=local-sgd"],
 }
+FREE_CORES = " on free cores"
+ENGINES |= {name + FREE_CORES: ENGINES[name] for name in ("fast", "ordered")}
 SPARES = 6  #: of a job whose ranks are killed, after which it is killed down to two ranks
 CHECKPOINT_STEPS = 100  #: of the jobs that are started again, in `kills`
 
@@ -112,17 +115,21 @@ def kill_ranks(name: str, chance: random.Random) -> list[dict[str, Any]]:
     kills = []
     # Bare MPI has no spares: all processes reduce, as many as there are in the other jobs.
     ranks, spares = (RANKS + SPARES, 0) if name == "bare" else (RANKS, SPARES)
+    least = 2
+    if name.endswith(FREE_CORES):
+        least = len(os.sched_getaffinity(0))
+        ranks, spares = least + 1, 0
     arguments = ["bare"] if name == "bare" else [*TRAIN, *settings(*ENGINES[name])]
     with tempfile.TemporaryDirectory() as out:
         if name != "bare":
             arguments += ["--out", out, "--resume"]
         with Job(arguments, ranks, spares) as job:
-            for left in range(ranks + spares, 2, -1):
+            for left in range(ranks + spares, least, -1):
                 await_steps(job, min(left, ranks), 20)
                 time.sleep(chance.uniform(0, 0.2))
                 kill = job.kill(chance)
                 await_steps(job, min(left - 1, ranks), 2)
-                uses_spare = name != "bare" and left > ranks
+                uses_spare = spares > 0 and left > ranks
                 kills.append({**describe_kill(job, kill), "spare": uses_spare})
     return kills
 

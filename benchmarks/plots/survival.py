@@ -22,7 +22,8 @@ sys.path.insert(0, str(BENCHMARKS))
 from _survival_ettr import daly  # noqa: E402  (of the benchmarks)
 
 LABELS = {
-    "bare": "MPI alone: revoke, shrink, all-reduce", "fast": "allreduce",
+    "bare": "MPI alone: revoke, shrink, all-reduce", "fast on free cores": "allreduce, a core each",
+    "ordered on free cores": "ordered sums, a core each", "fast": "allreduce",
     "ordered": "allreduce, ordered sums", "shards": "allreduce, shard_optimizer",
     "ps-sync": "ps-sync", "local-sgd": "local-sgd", "restart": "restart from a checkpoint",
 }  # fmt: skip

@@ -118,8 +118,8 @@ def _compare(case: Case, place: Place, scope: Scope, verdict: Verdict) -> Iterat
         verdict.reference_sha256 = reference.train_once(case, place.work, scope).sha256
         if verdict.params_sha256 != verdict.reference_sha256:
             yield "other parameters than the run without faults"
-    elif verdict.facts.get("recoveries"):
-        verdict.unchecked = [*verdict.unchecked, "parameters: a recovery is not in the replay log"]
+    elif _had_fewer_ranks(case, verdict) or verdict.facts.get("recoveries"):
+        verdict.unchecked = [*verdict.unchecked, "parameters: no replay of a run that lost ranks"]
     elif not any(oracle.GAP in ending.stderr for ending in verdict.attempts):
         verdict.reference_sha256, problems = reference.replay(case, place, scope)
         yield from problems

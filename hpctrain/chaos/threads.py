@@ -49,17 +49,18 @@ def _train(case: Case, place: Place, order: Order) -> tuple[int | None, Job]:
     spec = recipe.load(str(place.recipe), order.settings)
     jobs: list[Job] = []
 
-    def rank(link: LocalLink) -> None:
+    def rank(link: LocalLink) -> bool:
         jobs.append(link.hub.job)
         world = worlds.over_threads(link, spares=case.spares)
         runs.train(spec, world, place.run, order.resume, order.replay)
+        return True
 
     # Calls are counted only if a rank is to be killed: that one does not exist.
     kills = order.kills or {case.job_ranks: 1}
     try:
         with _limited(case.limit_s):
-            run_ranks(case.job_ranks, rank, TIMEOUT_S, kills)
-        return 0, jobs[0]
+            results = run_ranks(case.job_ranks, rank, TIMEOUT_S, kills)
+        return (0 if any(results) else 1), jobs[0]  # 1: all ranks were killed
     except HpctrainError as error:
         print(error, file=sys.stderr)
         return error.exit_code, jobs[0]

@@ -18,7 +18,7 @@ import logging
 import os
 import platform
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,7 +32,7 @@ from hpctrain.core.errors import HpctrainError, UsageError
 from hpctrain.run_files.schemas import first_fault
 
 log = logging.getLogger(__name__)
-FOLDER = "replay"
+FOLDER, LOST_RANKS = "replay", "lost ranks"
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 #: An event as a JSON list: the workers that reported, the order (its second entry is a
 #: GradientAction, see shard.py), the replies, and the staleness if the gradient may be stale.
@@ -139,12 +139,18 @@ class ReplayLog:
         self._path = None if recorder is None or run is None else log_path(run, rank)
         self._unwritten_lines: list[str] = []
 
-    def truncate(self, step: int, interval_count: int | None) -> None:
+    def truncate(
+        self, step: int, interval_count: int | None, lost_ranks: Sequence[int] = ()
+    ) -> None:
         """Keep the first `interval_count` intervals: steps after `step` will be trained again.
 
         With None, from checkpoints of older versions, keep the intervals that begin before `step`.
-        Drop a partial last line, which a crash leaves. Raises FileError for a damaged log.
+        Drop a partial last line, which a crash leaves. Raises FileError for a damaged log. After a
+        loss of ranks the log is marked: those that are left went on from another state than that
+        after its intervals.
         """
+        if lost_ranks:
+            self._settings = {**self._settings, LOST_RANKS: list(lost_ranks)}
         if self._path is None or not os.path.lexists(self._path):
             return
         contents = _read_file(self._path)
@@ -156,7 +162,9 @@ class ReplayLog:
             entries = contents.entries[: interval_count + 1]
             if len(entries) <= interval_count:
                 log.warning("%s has a gap: the run cannot be replayed", self._path)
-        if len(entries) < len(contents.entries) or contents.torn_bytes:
+        if lost_ranks and entries:
+            entries[0] = {**entries[0], "run": self._settings}
+        if len(entries) < len(contents.entries) or contents.torn_bytes or lost_ranks:
             atomic.replace(self._path, "".join(map(_encode_line, entries)))
 
     def write(self) -> None:
@@ -210,6 +218,11 @@ def read_log(
             "events matters write one"
         )
     head, *intervals = _read_entries(log_path(run, rank)) or [{"run": settings, "about": {}}]
+    if lost := head["run"].get(LOST_RANKS):
+        raise UsageError(
+            f"--replay {run}: that run lost ranks ({', '.join(map(str, lost))}) and went on without "
+            "them; a replay repeats only runs of which no rank was lost"
+        )
     if changes := describe_differences(head["run"], settings):
         raise UsageError(f"--replay {run}: that run had other settings: {changes}; take its recipe")
     return head["about"], intervals

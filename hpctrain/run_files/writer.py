@@ -29,8 +29,8 @@ class RunFiles:
             return [], None, 0
         summary = run_folder.read_summary(self.run)
         with run_folder.writable(self.run):
-            steps_redone = run_folder.go_back(self.run, step, about.get("steps_redone", 0))
-            return run_folder.add_missing(self.run, about.get("rows_due", [])), summary, steps_redone
+            redone = run_folder.go_back(self.run, step, about.get("steps_redone", 0))
+            return run_folder.add_missing(self.run, about.get("rows_due", [])), summary, redone
 
     def begin(self, recipe: str | None) -> None:
         """Write the recipe; raise UsageError, and leave the old summary, if that fails."""

@@ -83,7 +83,7 @@ class FitCall:
                 survival.run,
                 resume,
                 self.options.timeout_s,
-                LOCK_S if has_begun else 0.0,
+                LOCK_S if world.job is not None and world.job.has_lost_ranks else 0.0,
             )
             journal = Journal(
                 trainer.mesh,

@@ -97,7 +97,9 @@ class Loop:
 
     def _begin_log(self) -> None:
         with run_folder.writable(self.journal.run or Path()):
-            self.replay_log.truncate(self.step, self.journal.intervals)
+            self.replay_log.truncate(
+                self.step, self.journal.intervals, self.journal.recoveries.lost_ranks
+            )
 
     def run(self, request: StopRequest) -> dict[str, Any]:
         """Train from `step` to the end, or to the step of a request to stop."""

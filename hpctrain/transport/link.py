@@ -123,9 +123,9 @@ class Link(Protocol):
         """Return the ranks of this link that this rank knows to be lost; others may know more."""
 
     def shrink(self) -> tuple[Link, list[int]]:
-        """Return the link of the ranks that are left, in order, and these ranks; they must all call.
+        """Return the link of the ranks that are left, in order, and these ranks; the same on all.
 
-        All of them get the same.
+        All ranks that are left must call.
         """
 
     def wait_for(self, condition: Callable[[], bool], call: bytes) -> None:

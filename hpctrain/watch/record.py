@@ -154,6 +154,14 @@ class WatchRecord:
         open_pages = [page for page in self._node_pages if page[: len(MAGIC)] == MAGIC]
         return sorted((decode(page, history) for page in open_pages), key=lambda s: s.rank)
 
+    def node_heartbeats(self) -> dict[int, float]:
+        """Return the heartbeats of this node's ranks that share memory, by their process ids."""
+        pages = [page for page in self._node_pages if page[: len(MAGIC)] == MAGIC]
+        return {
+            HEADER.unpack_from(page)[3]: HEARTBEAT.unpack_from(page, HEARTBEAT_OFFSET)[0]
+            for page in pages
+        }
+
     def speaks_for_node(self, silent_s: float) -> bool:
         """Return whether this is the first rank of the node that has a heartbeat."""
         snapshots = (s for s in self.node_snapshots() if clock() - s.heartbeat < silent_s)

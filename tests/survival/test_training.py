@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 import hpctrain as ht
-from hpctrain.core.errors import RecoveryError
+from hpctrain.core.errors import RecoveryError, UsageError
+from hpctrain.engines import replay
 from hpctrain.engines.synchronous.allreduce import AllReduceEngine
 from hpctrain.parallel import MeshOptions
 from hpctrain.run_files import run_folder
@@ -155,6 +156,20 @@ def test_losses_are_recorded(moment, tmp_path):
     assert summary["ettr"] == pytest.approx(1 - summary["lost_s"] / summary["wall_s"])
     assert summary["spares_used"] == 1
     assert [row["lost_ranks"] for row in run_folder.rows(tmp_path) if "lost_ranks" in row] == [[1]]
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("engine", ["gossip", "ps-async"])
+def test_a_run_that_lost_ranks_has_no_replay(engine, victim, moment, tmp_path):
+    train(engine, 3, 0, {victim: moment(engine, 3, 0.5)}, tmp_path)
+
+    def is_refused(rank):
+        try:
+            replay.read_log(tmp_path, rank, {})
+        except UsageError as error:
+            return f"that run lost ranks ({victim})" in str(error)
+
+    assert any(map(is_refused, range(3)))
 
 
 def test_a_state_without_a_copy_ends_the_job(monkeypatch, moment):

@@ -104,11 +104,8 @@ def read_heartbeats(
     So ranks are known by their pids.
     """
     ranks = {process.pid: rank for rank, process in processes.items()}
-    try:
-        snapshots = record.node_snapshots()
-    except ValueError:  # a neighbour has not begun its record
-        return {}
-    return {ranks[s.pid]: s.heartbeat for s in snapshots if s.pid in ranks}
+    heartbeats = record.node_heartbeats()
+    return {ranks[pid]: heartbeat for pid, heartbeat in heartbeats.items() if pid in ranks}
 
 
 def _gather_rows(gather: Gather, **row: Any) -> list[dict[str, Any]]:
