@@ -37,6 +37,11 @@ def settings(*pairs: str) -> list[str]:
     return [word for pair in pairs for word in ("--set", pair)]
 
 
+def count_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
 def mpirun(ranks: int, elastic: bool) -> list[str]:
     """Return the start of the command of a job, with ULFM where it is `elastic`."""
     command = [str(Path(sys.executable).with_name("mpirun"))]

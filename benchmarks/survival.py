@@ -37,7 +37,17 @@ import numpy as np
 from _common import RESULTS, save_result
 from _survival_cost import against_checkout, against_plain
 from _survival_ettr import measure_ettr
-from _survival_job import RANKS, STEP_MS, TRAIN, Job, Kill, describe_kill, progress, settings
+from _survival_job import (
+    RANKS,
+    STEP_MS,
+    TRAIN,
+    Job,
+    Kill,
+    count_cores,
+    describe_kill,
+    progress,
+    settings,
+)
 
 from hpctrain.machine import facts
 
@@ -117,7 +127,7 @@ def kill_ranks(name: str, chance: random.Random) -> list[dict[str, Any]]:
     ranks, spares = (RANKS + SPARES, 0) if name == "bare" else (RANKS, SPARES)
     least = 2
     if name.endswith(FREE_CORES):
-        least = len(os.sched_getaffinity(0))
+        least = count_cores()
         ranks, spares = least + 1, 0
     arguments = ["bare"] if name == "bare" else [*TRAIN, *settings(*ENGINES[name])]
     with tempfile.TemporaryDirectory() as out:

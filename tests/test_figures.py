@@ -149,6 +149,9 @@ STRAGGLERS = {
 }  # fmt: skip
 MEASURED_IN_BRIEF = ("`ps-sync`", "`ps-sync`, 1 backup worker", "`ps-async`")
 README: Statements = [
+    ("`kill -9` of any rank the next step is complete in {:.0f} to {:.0f} ms",
+     [1e3 * value("survival-kills-openmpi", "p50_s", part=part)
+      for part in ("fast on free cores", "fast")]),
     ("The wire is busy for {:.2f} to {:.2f} s of a step;", ends(list(map(wire_s, RUNS)))),
     ("the step, which takes {:.2f}, {:.2f} and {:.2f} s.",
      [value("step-timeline-openmpi", what=run) for run in RUNS]),
@@ -272,17 +275,36 @@ ENGINES: Statements = [
 #: engine in docs/reliability.md: part of the results
 KILLS = {
     "MPI alone: revoke, shrink, all-reduce": "bare", "`allreduce`": "fast",
+    "`allreduce`, a core each": "fast on free cores",
+    "`allreduce`, ordered sums, a core each": "ordered on free cores",
     "`allreduce`, ordered sums": "ordered", "`allreduce`, `shard_optimizer`": "shards",
     "`ps-sync`, 2 colocated servers": "ps-sync", "`local-sgd`": "local-sgd",
     "restart from a checkpoint, without ULFM": "restart",
+}  # fmt: skip
+ETTR = {
+    "30 s, a spare for each": "30 s, spares", "5 s, a spare for each": "5 s, spares",
+    "5 s, one spare, then a restart from the newest checkpoint": "5 s, one spare",
+    "5 s, restarts alone": "5 s, restart",
 }  # fmt: skip
 RELIABILITY: Statements = [
     *((f"| {label} | {{}} | {{:.0f}} ms | {{:.0f}} ms |",
        [row["kills"], row["p50_s"] * 1e3, row["p99_s"] * 1e3])
       for label, part in KILLS.items() for row in rows("survival-kills-openmpi", part=part)),
-    *(("takes {:.3f} times as long with ULFM as without ({:.3f} to {:.3f})",
+    *(("takes {:.3f} times as long with ULFM as without ({:.3f} to {:.3f}, {} rounds)",
+       [row["ratio"], row["least"], row["most"], row["rounds"]])
+      for row in rows("survival-cost-openmpi", part="elastic on free cores")),
+    *(("which share the cores, {:.3f} times ({:.3f} to {:.3f})",
        [row["ratio"], row["least"], row["most"]])
       for row in rows("survival-cost-openmpi", part="elastic")),
+    *((f"| {label} | {{}} | {{}} | {{:.1f}} % | {{:.1f}} % |",
+       [row["faults"], row["spares"], 100 * row["ettr"], 100 * row["goodput"]])
+      for label, part in ETTR.items() for row in rows("survival-ettr-openmpi", part=part)),
+    *(("A restart takes {:.1f} s, a checkpoint {:.0f} ms; Young's interval (1974) is {} steps, "
+       "with which Daly (2006) expects {:.1f} %.",
+       [row["restart_s"], 1e3 * row["checkpoint_s"], row["checkpoint_steps"], 100 * row["daly"]])
+      for row in rows("survival-ettr-openmpi", part="5 s, restart")),
+    *(("each recovery, which takes {:.2f} s then.", [row["lost_s_per_fault"]])
+      for row in rows("survival-ettr-openmpi", part="5 s, spares")),
 ]  # fmt: skip
 PAGES = {
     "README.md": README,

@@ -220,8 +220,8 @@ def read_log(
     head, *intervals = _read_entries(log_path(run, rank)) or [{"run": settings, "about": {}}]
     if lost := head["run"].get(LOST_RANKS):
         raise UsageError(
-            f"--replay {run}: that run lost ranks ({', '.join(map(str, lost))}) and went on with the "
-            "others; a replay repeats only runs of which no rank was lost"
+            f"--replay {run}: that run lost ranks ({', '.join(map(str, lost))}) and went on with "
+            "the others; a replay repeats only runs of which no rank was lost"
         )
     if changes := describe_differences(head["run"], settings):
         raise UsageError(f"--replay {run}: that run had other settings: {changes}; take its recipe")
