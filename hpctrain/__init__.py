@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hpctrain import data, engines, jax, nn, optim, parallel, slurm, torch
     from hpctrain.training import callbacks
-    from hpctrain.training.run_options import CheckpointOptions, FitOptions
+    from hpctrain.training.run_options import CheckpointOptions, ElasticOptions, FitOptions
     from hpctrain.training.runs import load
     from hpctrain.training.trainer import Trainer
     from hpctrain.user_collectives.calls import (
@@ -31,6 +31,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CheckpointOptions",
+    "ElasticOptions",
     "FitOptions",
     "Trainer",
     "World",
@@ -60,6 +61,7 @@ __all__ = [
 _PACKAGES = {"data", "engines", "jax", "nn", "optim", "parallel", "slurm", "torch"}
 _MODULE_OF = {
     "CheckpointOptions": "hpctrain.training.run_options",
+    "ElasticOptions": "hpctrain.training.run_options",
     "FitOptions": "hpctrain.training.run_options",
     "Trainer": "hpctrain.training.trainer",
     "World": "hpctrain.world",

@@ -123,11 +123,10 @@ def _let_others_fail(job: Launched) -> None:
         time.sleep(RANK_0_S)
 
 
-def report_agreed(error: BaseException, rank: int) -> None:
-    """Print from rank 0 an error that all ranks raise together, without a traceback."""
-    if rank == 0:
-        message = with_prefix("hpctrain", "\n".join([str(error), *notes(error)]))
-        print(message, file=sys.stderr, flush=True)
+def report_agreed(error: BaseException) -> None:
+    """Print an error that all ranks raise together, without a traceback."""
+    message = with_prefix("hpctrain", "\n".join([str(error), *notes(error)]))
+    print(message, file=sys.stderr, flush=True)
 
 
 def report(error: BaseException, prefix: str, rank: int = 0, size: int = 1) -> None:

@@ -72,7 +72,8 @@ def _guarded() -> int:
         job = _world()
         if job is None:
             return abort.refuse(error, str(error))
-        abort.report_agreed(error, job.rank)
+        if job.reports:
+            abort.report_agreed(error)
         return _finish(error.exit_code)
     except (Exception, SystemExit) as error:  # also sys.exit in a user's code, on this rank alone
         if _world() is None and _output_closed(error):

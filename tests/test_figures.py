@@ -149,7 +149,7 @@ STRAGGLERS = {
 }  # fmt: skip
 MEASURED_IN_BRIEF = ("`ps-sync`", "`ps-sync`, 1 backup worker", "`ps-async`")
 README: Statements = [
-    ("`kill -9` of any rank the next step is complete in {:.0f} to {:.0f} ms",
+    ("the next step of `allreduce` is complete in {:.0f} ms (median, a core each) or {:.0f} ms",
      [1e3 * value("survival-kills-openmpi", "p50_s", part=part)
       for part in ("fast on free cores", "fast")]),
     ("The wire is busy for {:.2f} to {:.2f} s of a step;", ends(list(map(wire_s, RUNS)))),

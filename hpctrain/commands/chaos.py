@@ -21,7 +21,8 @@ A campaign:
   cases = 200
   recipes = ["my.toml"]            # or engines = ["allreduce", "ps-sync"], small built-in recipes
   ranks = [2, 3, 4]
-  launchers = ["launch"]           # mpiexec, elastic, netlab, srun
+  spares = [0, 1]                  # with the launchers elastic and threads
+  launchers = ["elastic"]          # launch, mpiexec, threads, netlab, srun
   [faults]
   count = [1, 2]
   kinds = ["kill-rank", "stop-rank", "kill-launcher", "failing-file"]

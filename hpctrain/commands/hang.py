@@ -16,9 +16,9 @@ Examples:
   hpctrain hang --json runs/first | jq .waited_for
   srun --overlap --ntasks-per-node=1 hpctrain hang --collect runs/first
 
-The records of a running job lie in the memory of its nodes, so one sees the ranks of this host, and
-others once the job hangs or has died. Then `hpctrain launch` and the Slurm templates move them to
-DIR/watch; after other launchers --collect does, on each node.
+The records of a running job lie in the memory of its nodes: only the ranks on this host are shown.
+Those of other hosts follow once the job hangs or has died: `hpctrain launch` and the Slurm
+templates move them to DIR/watch, after other launchers --collect does, on each node.
 """
 
 

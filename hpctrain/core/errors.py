@@ -33,7 +33,7 @@ class UsageError(HpctrainError, ValueError):
     exit_code = 2
 
     def __str__(self) -> str:
-        """Return the message, printable and of at most LONGEST characters."""
+        """Return the message, printable and of at most MAX_MESSAGE_CHARACTERS."""
         text = super().__str__()
         excess_characters = len(text) - MAX_MESSAGE_CHARACTERS
         return (
@@ -64,7 +64,7 @@ class TransportError(HpctrainError):
 
 
 class LostRankError(TransportError):
-    """A call did not complete, since a rank was lost; survivors go on, see `World.survive`."""
+    """A call did not complete, since a rank was lost; survivors go on, see world/survive.py."""
 
 
 class RankKilled(BaseException):
@@ -103,7 +103,6 @@ class HungError(HpctrainError):
     exit_code = 86
 
 
-#: Errors that all ranks raise together; any other is raised by a rank alone.
 class JobEndedError(HpctrainError):
     """The job has ended while this rank waited as a spare."""
 
@@ -116,6 +115,7 @@ class RecoveryError(HpctrainError):
     """The ranks that are left after a loss cannot go on; raised on all of them."""
 
 
+#: Errors that all ranks raise together; any other is raised by a rank alone.
 AGREED_ERRORS = (UsageError, TrainingError, SaveError, StoppedError, JobEndedError, RecoveryError)
 
 

@@ -64,10 +64,7 @@ class FitCall:
         `catch_signals` does so from its first call on. Raises LostRankError at a loss of ranks.
         """
         world = trainer.world
-        sampler = world.on_all_ranks(lambda: self._make_sampler(trainer))
-        keep_best, has_test = self.checkpoints.keep_best, self.test is not None
-        check_metrics(trainer.replica.loss, trainer.callbacks, keep_best, has_test)
-        trainer.replica.micro_batches = self._checked_micro_batches(trainer.replica)
+        sampler, callbacks = world.on_all_ranks(lambda: self._prepare(trainer))
         total = self.steps or (self.epochs or 0) * sampler.steps_per_epoch
         plan_text = (
             f"{len(self.train)} samples in batches of {self.batch} for {total} steps with seed "
@@ -75,7 +72,7 @@ class FitCall:
         )
         world.must_agree(plan_text, "the plan of a training")
         has_begun = survival.recoveries.has_begun
-        resume = self.resume or has_begun
+        resume = self.resume or survival.has_claimed
         with ExitStack() as stack:
             run = _claim(
                 world,
@@ -85,6 +82,7 @@ class FitCall:
                 self.options.timeout_s,
                 LOCK_S if world.job is not None and world.job.has_lost_ranks else 0.0,
             )
+            survival.has_claimed = True
             journal = Journal(
                 trainer.mesh,
                 trainer.engine,
@@ -96,9 +94,6 @@ class FitCall:
                 self.trace,
                 survival.recoveries,
                 survival.times,
-            )
-            callbacks = Callbacks(
-                trainer.callbacks, world, trainer.replica.model, sampler.steps_per_epoch
             )
             plan = self._make_plan(trainer, sampler)
             loop = Loop(world, trainer.engine, trainer.replica, plan, journal, callbacks, survival)
@@ -121,11 +116,17 @@ class FitCall:
             with np.errstate(over="ignore", invalid="ignore"):  # the loss is checked, each step
                 return loop.run(request)
 
-    def _make_sampler(self, trainer: Trainer) -> Sampler:
+    def _prepare(self, trainer: Trainer) -> tuple[Sampler, Callbacks]:
+        """Return the sampler and the callbacks; raise UsageError for arguments that do not fit."""
         ranks = trainer.mesh.data.size
         engines.must_fit(trainer.engine_options, ranks, self.batch, len(self.train))
         trainer.check_sets(training=self.train, test=self.test)
-        return Sampler(len(self.train), self.batch, trainer.seed)
+        keep_best, has_test = self.checkpoints.keep_best, self.test is not None
+        check_metrics(trainer.replica.loss, trainer.callbacks, keep_best, has_test)
+        trainer.replica.micro_batches = self._checked_micro_batches(trainer.replica)
+        sampler = Sampler(len(self.train), self.batch, trainer.seed)
+        model, steps_per_epoch = trainer.replica.model, sampler.steps_per_epoch
+        return sampler, Callbacks(trainer.callbacks, trainer.world, model, steps_per_epoch)
 
     def _make_plan(self, trainer: Trainer, sampler: Sampler) -> FitPlan:
         """Return the plan of a training, with all periods in steps."""

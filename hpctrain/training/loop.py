@@ -121,6 +121,8 @@ class Loop:
             self._copy()
         if self._survival.reader is not None and self.journal.open_row.has_steps(self.step):
             self._end_interval(0)  # a loss of ranks came before its row
+        if self._survival.has_lost_host and self.step:
+            self._save(must=False)
         while self.step < total and not self.stop_reason:
             work.at(self.step)
             step_before = self.step
@@ -132,6 +134,8 @@ class Loop:
             if flags.failed:
                 self.journal.skips.skip(self.step, flags.failed - 1, self.plan.max_skipped)
                 self.step += 1
+                if self.engine.shares_sums:
+                    self.engine.committed_step = self.step
             if self._makes_copies:
                 self._copy()
             self._end_interval(flags.stop)
@@ -145,11 +149,15 @@ class Loop:
             self.engine.settle()  # the arena then holds the trained parameters
             finish(self.engine.replica.arena.param)  # no copy into it outlives us
         if is_last or self.checkpointer.is_due(self.step, self.row):
-            self.replay_log.sync()
-            if folder := self.checkpointer.save(self.step, self.row, must=is_last):
-                self.callbacks.checkpoint(folder)
+            self._save(must=is_last)
         if stopped and not self.stop_reason:
             raise self._stop_error(stop)
+
+    def _save(self, must: bool) -> None:
+        self.replay_log.sync()
+        if folder := self.checkpointer.save(self.step, self.row, must):
+            self._survival.has_lost_host = False
+            self.callbacks.checkpoint(folder)
 
     @property
     def _makes_copies(self) -> bool:

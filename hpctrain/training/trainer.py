@@ -167,6 +167,8 @@ class Trainer:
             request = StopRequest(partial(self._last_words, survival))
             catch_signals = cache(partial(signals.enter_context, request))
             part = partial(call.run_part, self, catch_signals)
+            if self.world.is_spare:
+                catch_signals()  # a signal to stop the job must not end it
             self.summary = survival.train(self._rebuild, part)
         return self.summary
 

@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import cycle
 from time import monotonic
 from time import time as clock
@@ -151,8 +152,11 @@ class WatchRecord:
 
     def node_snapshots(self, history: bool = False) -> list[Snapshot]:
         """Return the records of this node's ranks that share memory, by default without history."""
-        open_pages = [page for page in self._node_pages if page[: len(MAGIC)] == MAGIC]
-        return sorted((decode(page, history) for page in open_pages), key=lambda s: s.rank)
+        snapshots = []
+        for page in self._node_pages:
+            with suppress(ValueError):  # it has no record yet, or none any more
+                snapshots.append(decode(page, history))
+        return sorted(snapshots, key=lambda s: s.rank)
 
     def node_heartbeats(self) -> dict[int, float]:
         """Return the heartbeats of this node's ranks that share memory, by their process ids."""

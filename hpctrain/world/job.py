@@ -17,6 +17,7 @@ import numpy as np
 
 from hpctrain.core.errors import LostRankError, RecoveryError, UsageError
 from hpctrain.core.launchers import MIN_RANKS, SPARES
+from hpctrain.core.names import counted
 from hpctrain.transport.link import Link
 from hpctrain.transport.paths import RankPlace
 from hpctrain.transport.placement.check import RankBinding
@@ -108,7 +109,7 @@ class Job:
     def _must_suffice(self) -> None:
         if len(self.members) < self.min_ranks or not self.members:
             raise RecoveryError(
-                f"{len(self.numbers)} ranks are left, but training needs "
+                f"{counted(len(self.numbers), 'rank')} left, but training needs "
                 f"{max(self.min_ranks, self.unit)} "
                 "([elastic] min_ranks, --min-ranks); start the job again with --resume"
             )
@@ -128,19 +129,24 @@ class Job:
 
     @property
     def has_lost_ranks(self) -> bool:
-        """Whether a rank was lost."""
-        return len(self.numbers) < len(self.places)
+        """Whether a rank was lost, as far as this one knows."""
+        return len(self.numbers) < len(self.places) or bool(self.link.lost_ranks())
 
     def dismiss_spares(self, note: bytes) -> None:
         """Send all spares a note, from the World's first rank."""
         if self.number != self.members[0]:
             return
-        data = np.frombuffer(note, np.uint8)
-        for number in self.spares:
-            rank = self.numbers.index(number)
-            requests = [self.link.isend(np.array([data.size]), rank), self.link.isend(data, rank)]
-            for request in requests:
-                request.wait()
+        data, lost = np.frombuffer(note, np.uint8), self.link.lost_ranks()
+        ranks = [self.numbers.index(number) for number in self.spares]
+        # All are sent before one is waited for: a spare that is lost now revokes the link.
+        requests = [
+            self.link.isend(x, rank)
+            for rank in ranks
+            if rank not in lost
+            for x in (np.array([data.size]), data)
+        ]
+        for request in requests:
+            request.wait()
 
 
 def fill_places(members: Sequence[int], numbers: Sequence[int], unit: int = 1) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -88,17 +89,26 @@ def _make_files(world: World, directory: Path, token: str) -> dict[str, Node]:
     """Return the nodes, of each of which the first rank has made the file; collective."""
     ranks = tuple(rank for rank, host in enumerate(world.hosts) if host == world.host)
 
+    created: list[str] = []
+
     def create() -> str:
         if world.rank != ranks[0]:
             return ""
         node_file.remove_earlier(directory)
         with _no_space(directory):
             path = node_file.create(token, ranks[0], len(ranks))
+        created.append(path)
         segments.announce_record(path, node_file.copy_path(directory, ranks[0]))
         return path
 
     nodes: dict[str, Node] = {}
-    for host, path in zip(world.hosts, world.gather_from(create), strict=True):
+    try:
+        paths = world.gather_from(create)
+    except LostRankError:
+        for path in created:
+            os.unlink(path)
+        raise
+    for host, path in zip(world.hosts, paths, strict=True):
         members = tuple(rank for rank, other in enumerate(world.hosts) if other == host)
         nodes.setdefault(host, Node(host, path, members))
     return nodes

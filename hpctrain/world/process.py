@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import json
 import sys
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -91,10 +90,12 @@ def finish(exit_code: int = 0) -> None:
         if _world.record is not None:
             _world.record.mark_ended()
         job = _world.job
-        with suppress(LostRankError):
+        try:
             if job is not None:
                 job.dismiss_spares(json.dumps({"exit_code": exit_code}).encode())
             _world.link.barrier()  # on our own link: the watch names the missing ranks
+        except LostRankError:
+            return
         if job is None or not job.has_lost_ranks:
             startup.finalize_mpi()
 
@@ -117,7 +118,8 @@ def _uncaught(
     if error is refused:
         abort.refuse(error, str(error))
     elif isinstance(error, StoppedError) and _world is not None:  # all ranks end, none is at fault
-        abort.report_agreed(error, _world.rank)
+        if _world.reports:
+            abort.report_agreed(error)
     else:
         fail_alone(error)
     code = error.exit_code if isinstance(error, HpctrainError) else 1

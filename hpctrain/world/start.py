@@ -66,6 +66,11 @@ def over_mpi(
         job = Job.of_ranks(link, places, bindings, spares, min_ranks)
         peers, places = job.group(job.peers), job.of_peers(places)
         bindings = job.of_peers(bindings)
+    elif spares_requested(os.environ, link.size):
+        raise UsageError(
+            f"{launchers.SPARES} is set, but this job does not survive the loss of ranks: start "
+            "it with `hpctrain launch --elastic` or `mpirun --with-ft ulfm` of Open MPI 5"
+        )
     world = World(
         peers,
         places,

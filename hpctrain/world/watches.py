@@ -40,16 +40,18 @@ class Watches:
         record = WatchRecord(rank, size, [own_page, *pages.values()])
         world.record_in(record)
         on_hang = partial(abort.report_hang, rank, None)
-        running: list[Watch | LivenessObserver] = [
-            Watch(record, None, self._timeout_s, on_hang, first_step_factor=1)  # no steps recorded
-        ]
+        running: list[Watch | LivenessObserver] = []
         if job is not None:
-            running.append(self._observe(job, record))
+            job.link.record_waits_in(record.entry("main"))
+            running.append(self._observe(job, record))  # first: it may raise LostRankError
+        # No steps are recorded here.
+        running.append(Watch(record, None, self._timeout_s, on_hang, first_step_factor=1))
         for watch in self._running:  # not before: a loss meanwhile must not go unnoticed
             watch.stop()
         self._running = running
 
     def _observe(self, job: Job, record: WatchRecord) -> LivenessObserver:
+        numbers = job.numbers  # `job` changes before this observer ends
         return observe_liveness(
             record,
             job.link.rank,
@@ -58,7 +60,7 @@ class Watches:
             partial(all_gather_bytes, job.link),
             self._step,
             LossReports(
-                lambda rank, reason: _report_lost([job.numbers[rank]], reason),
+                lambda rank, reason: _report_lost([numbers[rank]], reason),
                 lambda host, reason: _report_lost(job.numbers_on(host), reason),
                 lambda reason: log.critical("%s: its ranks end", reason),
             ),

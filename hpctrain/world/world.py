@@ -91,6 +91,14 @@ class World:
         return self.job is not None and self.job.is_spare
 
     @property
+    def reports(self) -> bool:
+        """Whether this rank prints and records an error that all ranks raise.
+
+        Rank 0; after a loss, also before the World has its new ranks, the first that is left.
+        """
+        return (self.rank if self.job is None else self.job.link.rank) == 0
+
+    @property
     def node(self) -> Link:
         """The main thread's link to the ranks of this node."""
         assert self.main.node is not None  # made by `group_over_nodes`

@@ -7,6 +7,7 @@ with ordered sums for any ranks that are left; else for as many ranks, thanks to
 from __future__ import annotations
 
 import random
+import shutil
 from functools import cache
 
 import numpy as np
@@ -146,6 +147,22 @@ def test_training_survives(engine, seed, tmp_path, undisturbed, moment):
         assert summary["params_sha256"] == undisturbed(engine, ranks)
 
 
+def test_after_the_loss_of_a_host_a_checkpoint_is_saved_at_once(tmp_path):
+    """MPI's launcher may end the job at any time then."""
+
+    def body(link):
+        model = ht.nn.Model([ht.nn.Linear(3)], 8)
+        trainer = ht.Trainer(model, "sgd", world=over_threads(link, "aab"))
+        trainer.fit((X, Y), steps=STEPS, batch=30, out=tmp_path)
+
+    steps = []
+    for kills in ({1: 250}, {2: 250}):
+        run_ranks(3, body, 20.0, kills)
+        steps.append([int(path.name[5:]) for path in tmp_path.glob("checkpoints/step-*")])
+        shutil.rmtree(tmp_path)
+    assert steps[0] == [STEPS] and len(steps[1]) == 2 and 0 < min(steps[1]) < STEPS
+
+
 def test_losses_are_recorded(moment, tmp_path):
     """The rank, the step and the spare of each; rows of metrics name the ranks."""
     summary = train("ordered", 3, 1, {1: moment("ordered", 3, 0.5)}, tmp_path)[0]
@@ -198,16 +215,17 @@ def test_a_state_that_lacks_an_array_is_noticed(monkeypatch, moment, undisturbed
     assert summary["params_sha256"] != undisturbed("ordered", 3)
 
 
-def test_too_few_ranks_end_the_job(tmp_path):
+@pytest.mark.parametrize("victim", [0, 1])
+def test_too_few_ranks_end_the_job(victim, tmp_path):
     summaries: list = []
-    with pytest.raises(RecoveryError, match="1 ranks are left, but training needs 2"):
-        summaries += _train_with_min_ranks(tmp_path, 2)
+    with pytest.raises(RecoveryError, match="1 rank left, but training needs 2"):
+        summaries += _train_with_min_ranks(tmp_path, 2, victim)
     summary = run_folder.read_summary(tmp_path)
     assert (summary["status"], summary["exit_code"]) == ("failed", 1)
     assert "training needs 2" in summary["reason"]
 
 
-def _train_with_min_ranks(out, min_ranks: int) -> list:
+def _train_with_min_ranks(out, min_ranks: int, victim: int) -> list:
     def body(link):
         world = over_threads(link)
         model = ht.nn.Model([ht.nn.Linear(3)], 8)
@@ -215,4 +233,29 @@ def _train_with_min_ranks(out, min_ranks: int) -> list:
             elastic = ElasticOptions(min_ranks=min_ranks)
             return trainer.fit((X, Y), steps=200, batch=30, out=out, elastic=elastic)
 
-    return run_ranks(2, body, 20, kills={1: 900})
+    return run_ranks(2, body, 20, kills={victim: 900})
+
+
+@pytest.mark.parametrize("calls_before_end", range(1, 13, 2))
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_loss_at_the_end_loses_no_step(kept, calls_before_end, tmp_path, undisturbed, moment):
+    """After an earlier loss, too: then the state of that one must not be taken again."""
+    calls: list[tuple[int, int]] = []
+    first = {2: moment("ordered", 4, 0.3)}
+    out = [tmp_path / name if kept else None for name in ("first", "second")]
+    train("ordered", 4, 0, first, out[0], calls=calls)
+    last = min(after for _, after in calls)
+    summaries = train("ordered", 4, 0, {**first, 1: last - calls_before_end}, out[1])
+    assert {s["params_sha256"] for s in summaries} == {undisturbed("ordered", 4)}
+    assert {(s["status"], s["steps"]) for s in summaries} == {("done", STEPS)}
+    assert all(recovery["steps_redone"] == 0 for s in summaries for recovery in s["recoveries"])
+    assert not kept or rows_cover_each_step_once(out[1])
+
+
+@pytest.mark.parametrize("victim", [2, 3])
+def test_a_spare_that_is_lost_changes_nothing(victim, tmp_path, undisturbed):
+    """It counts its looks as calls: it is killed in its sleep."""
+    summaries = train("ordered", 2, 2, {victim: 5}, tmp_path)
+    assert len(summaries) == 3
+    assert {s["params_sha256"] for s in summaries} == {undisturbed("ordered", 2)}
+    assert run_folder.read_summary(tmp_path)["status"] == "done"

@@ -12,7 +12,6 @@ Source: Goyal et al., "Accurate, large minibatch SGD: training ImageNet in 1 hou
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 
 from hpctrain import config
@@ -72,6 +71,7 @@ class AllReduceEngine(EngineBase):
 
     name = "allreduce"
     _on_need: Callable[[str], None] | None = None  # the forward pass waits for no update
+    _loss: LostRankError | None = None  # after a committed step: the next one raises it
 
     def __init__(self, world: World, replica: Replica, optimizer: Optimizer, options: AllReduce):
         if options.share_parameters and on_device(replica.arena.grad):
@@ -156,6 +156,8 @@ class AllReduceEngine(EngineBase):
 
         After a LostRankError the state is whole again: that before the step, or that after it.
         """
+        if self._loss is not None:
+            raise self._loss
         try:
             return self._step(task, flags)
         except LostRankError:
@@ -189,13 +191,17 @@ class AllReduceEngine(EngineBase):
             flags = self._vote.after_sums(gradient, flags)
             if self.shares_sums:
                 self._world.link.agree()  # all ranks that are left have the sums, or none updates
-                self.committed_step = step + 1
+                if not flags.failed:
+                    self.committed_step = step + 1
         with self.times.compute(self._trace, "update"):
             if not flags.failed:
                 self.update(gradient)
-            # Of a committed step: the next call raises the error again.
-            with suppress(*[LostRankError] * self.shares_sums):
+            try:
                 self._reducer.release()
+            except LostRankError as error:
+                if not self.shares_sums:
+                    raise
+                self._loss = error  # the step is committed; others may still read the sums
         return flags
 
     def state(self) -> list[Piece]:

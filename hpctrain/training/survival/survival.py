@@ -23,6 +23,7 @@ from hpctrain.checkpoint.memory_reader import MemoryReader, newest_whole
 from hpctrain.collectives import all_gather_bytes
 from hpctrain.core import errors
 from hpctrain.core.errors import AGREED_ERRORS, JobEndedError, LostRankError, RecoveryError
+from hpctrain.core.files import FileError
 from hpctrain.core.names import counted
 from hpctrain.run_files import run_folder
 from hpctrain.training.checkpointer import Checkpointer
@@ -50,6 +51,8 @@ class Survival:
         self.recoveries = Recoveries()
         self.reader: MemoryReader | None = None  #: of the state to go on from
         self.times: RunTimes | None = None  #: of the part before
+        self.has_claimed = False  #: whether this call has used its folder
+        self.has_lost_host = False  #: since the last checkpoint: MPI's launcher may end the job
         self._copies = MemoryCopies(options.copies)
         self._live: LiveState | None = None
         job = world.job
@@ -71,11 +74,7 @@ class Survival:
                 if not is_first:
                     survive(self.world)
                     self._regroup()
-                if self.world.is_spare:
-                    self._serve_and_sleep()
-                if not is_first:
-                    build()
-                summary = part(self)
+                summary = self._run_part(None if is_first else build, part)
                 self._end({"summary": summary})
                 return summary
             except LostRankError:
@@ -87,22 +86,37 @@ class Survival:
             except RecoveryError as error:
                 self._write_failure(error)
                 raise
-            except AGREED_ERRORS as error:
-                with suppress(LostRankError):
-                    self._end({"error": type(error).__name__, "text": str(error)})
-                raise
+
+    def _run_part(
+        self, build: Callable[[], None] | None, part: Callable[[Survival], dict[str, Any]]
+    ) -> dict[str, Any]:
+        """Return the summary of a part; all ranks raise its errors, or LostRankError."""
+        try:
+            if self.world.is_spare:
+                self._serve_and_sleep()
+            if build is not None:
+                build()
+                self.world.restores = False  # for other trainers of this World
+            return part(self)
+        except AGREED_ERRORS as error:
+            self._end({"error": type(error).__name__, "text": str(error)})
+            raise
 
     @contextmanager
     def holding(self, loop: Loop) -> Iterator[None]:
-        """Hold the state of `loop` if a rank is lost meanwhile and the state is whole."""
+        """Hold the state of `loop` at its end, or when a rank is lost, if that is whole."""
         try:
             yield
         except LostRankError:
-            step, self.times = loop.engine.committed_step, loop.journal.times
-            if step is not None:
-                about = loop.checkpointer.about(loop.journal.about_here(step))
-                self._live = LiveState(step, loop.engine.whole_state(), about)
+            self._hold(loop)
             raise
+        self._hold(loop)  # a rank may be lost before all have ended
+
+    def _hold(self, loop: Loop) -> None:
+        step, self.times = loop.engine.committed_step, loop.journal.times
+        if step is not None:
+            about = loop.checkpointer.about(loop.journal.about_here(step))
+            self._live = LiveState(step, loop.engine.whole_state(), about)
 
     def must_have_state(self, step: int) -> None:
         """Raise RecoveryError if training has begun, but no state and no checkpoint is left."""
@@ -121,14 +135,14 @@ class Survival:
         self._copies.commit()
 
     def _serve_and_sleep(self) -> None:
-        """Send the others what this spare holds of the state; then sleep until a note comes.
+        """Send the others the pieces of the state that this spare holds, then sleep until a note.
 
         Raises LostRankError once a rank is lost, else what the note asks for.
         """
         assert self.world.job is not None
         if self.reader is not None:
             self.reader.fetch(self.world.job.link)
-        _obey(json.loads(self.world.job.await_note()))
+        _apply_note(json.loads(self.world.job.await_note()))
 
     def _regroup(self) -> None:
         """Share the record of losses and find the state to go on from; collective, also of spares.
@@ -137,12 +151,13 @@ class Survival:
         """
         world, job, own = self.world, self.world.job, ""
         assert job is not None
-        if self.recoveries.has_begun:
+        if self.has_claimed or self.recoveries.has_begun:
             own = json.dumps({"run": self.run, "recoveries": self.recoveries.to_json()})
         texts = [text for text in all_gather_bytes(job.link, own.encode()) if text]
         if not texts and not {*job.numbers} & {*self._members}:
             raise RecoveryError("all ranks that trained are lost; start the job again")
         notes = [json.loads(text) for text in texts]
+        self.has_claimed = bool(notes)
         if notes:  # a spare has the record of the loss before, if any
             note = max(notes, key=lambda note: note["recoveries"]["last_step"])
             if not own or self.recoveries.last_step < note["recoveries"]["last_step"]:
@@ -153,9 +168,11 @@ class Survival:
 
     def _write_failure(self, error: RecoveryError) -> None:
         """Write the summary of a run that cannot go on."""
-        if self.run is not None and self.world.rank == 0:
-            facts = {"status": "failed", "exit_code": error.exit_code, "reason": str(error)}
-            with suppress(OSError):
+        if self.run is None or not self.world.reports:
+            return
+        facts = {"status": "failed", "exit_code": error.exit_code, "reason": str(error)}
+        with suppress(OSError, FileError):
+            if (run_folder.read_summary(Path(self.run)) or {}).get("status") != "done":
                 run_folder.write_summary(Path(self.run), facts)
 
     def log_recovery(self, step: int) -> None:
@@ -164,7 +181,9 @@ class Survival:
         assert job is not None
         lost = sorted({*self._numbers} - {*job.numbers} - {*record.lost_ranks})
         joined = sorted({*job.members} - {*self._members} - {*record.spares})
-        record.add(step, lost, [job.places[number].node for number in lost], joined)
+        hosts = [job.places[number].node for number in lost]
+        self.has_lost_host |= not {*hosts} <= {*job.hosts}
+        record.add(step, lost, hosts, joined)
         if self.world.rank == 0:
             names = ", ".join(f"{number} ({job.places[number].node})" for number in lost)
             redone = record.entries[-1].steps_redone if record.entries else 0
@@ -180,7 +199,7 @@ class Survival:
     def _end(self, note: dict[str, Any]) -> None:
         """End this call on all ranks, whoever is lost afterwards; note it to spares; collective."""
         job = self.world.job
-        if job is not None:
+        if job is not None and not job.is_spare:
             self.world.link.agree()
             with suppress(LostRankError):
                 job.dismiss_spares(json.dumps(note).encode())
@@ -194,8 +213,8 @@ class _DismissalError(Exception):
         self.summary = summary
 
 
-def _obey(note: dict[str, Any]) -> None:
-    """Raise what the note of the World's first rank tells a spare to."""
+def _apply_note(note: dict[str, Any]) -> None:
+    """Raise the end of training of which the World's first rank notifies a spare."""
     if "summary" in note:
         raise _DismissalError(note["summary"])
     if "error" in note:

@@ -137,7 +137,9 @@ class MpiLink(SurvivingLink):
         """Return once every rank has called."""
         if self.paths or self.sleeps_while_waiting:
             # Meanwhile pending messages are posted: others may wait for them.
-            return self.wait_for(self.comm.Ibarrier().Test, b"barrier")
+            with self.recorded(b"barrier"):
+                request = self.comm.Ibarrier()
+            return self.wait_for(request.Test, b"barrier")
         self.entry.enter(b"barrier", ALL_PEERS, 0)
         try:
             self.comm.Barrier()
@@ -154,13 +156,15 @@ class MpiLink(SurvivingLink):
         """
         condition = transfers.with_progress(condition, self.sleeps_while_waiting)
         self.entry.enter(call, peer, nbytes)
-        if self.naps_early:
-            try:
+        try:
+            if self.naps_early:
                 self.sleeping_wait.until(lambda: condition() or self._make_progress())
-            except TimeoutError:
-                raise self.make_timeout(call.decode(), peer, nbytes) from None
-        else:
-            self._yield_until(condition)
+            else:
+                self._yield_until(condition)
+        except TimeoutError:
+            raise self.make_timeout(call.decode(), peer, nbytes) from None
+        except MPI.Exception as error:
+            raise self.make_call_error(call.decode(), peer, nbytes, error) from error
         self.entry.leave()
 
     def _yield_until(self, condition: Callable[[], bool]) -> None:
@@ -174,11 +178,8 @@ class MpiLink(SurvivingLink):
                     time.sleep(NAP_S)
 
     def _make_progress(self) -> bool:
-        """Let MPI send what is pending; return False. Raises LostRankError."""
-        try:
-            self.comm.Iprobe(self.rank, TAG)
-        except MPI.Exception as error:
-            raise self.make_call_error("wait", ALL_PEERS, 0, error) from error
+        """Let MPI send what is pending; return False. Raises LostRankError, and MPI's errors."""
+        self.comm.Iprobe(self.rank, TAG)
         if self.family.survives and has_lost(self.comm):
             raise self.make_loss("wait")
         return False
@@ -198,8 +199,8 @@ class MpiLink(SurvivingLink):
         pages = [window.Shared_query(rank)[0] for rank in range(self.size)]
         arrays = [np.frombuffer(page, np.uint8) for page in pages]  # type: ignore[call-overload]
         arrays[self.rank][:] = 0
-        self.comm.Barrier()
         self.entry.leave()
+        self.barrier()
         return arrays
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import json
 import logging
 import os
@@ -25,7 +26,7 @@ Gather = Callable[[bytes], list[bytes]]  #: of all ranks' bytes
 
 @dataclass(frozen=True)
 class Identities:
-    """What the ranks of a job tell each other at its start, by rank."""
+    """Processes of the ranks and addresses of their hosts, by rank, and the key of the job."""
 
     processes: tuple[ProcessIdentity, ...]
     addresses: tuple[tuple[str, ...], ...]  #: of each rank's host; none if the job has one host
@@ -47,11 +48,15 @@ class Identities:
         )
 
     def of(self, ranks: Sequence[int]) -> Identities:
-        """Return those of some ranks, in their order."""
+        """Return those of some ranks, in their order, with a key of their own.
+
+        So datagrams of before a loss are not valid after it.
+        """
         processes, addresses = zip(
             *((self.processes[rank], self.addresses[rank]) for rank in ranks), strict=True
         )
-        return Identities(processes, addresses, self.key)
+        key = hmac.digest(self.key, repr(tuple(ranks)).encode(), "sha256")
+        return Identities(processes, addresses, key)
 
 
 @dataclass(frozen=True)
