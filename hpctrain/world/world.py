@@ -266,27 +266,27 @@ class World:
 
     def on_all_ranks(self, function: Callable[[], T]) -> T:
         """Return `function()`; if it raises an HpctrainError on any rank, all ranks raise it."""
-        return self._on_all_ranks(function, lambda _: "")[0]
+        results: list[T] = []
+
+        def append_result() -> str:
+            results.append(function())
+            return ""
+
+        self.gather_from(append_result)
+        return results[0]
 
     def gather_from(self, function: Callable[[], str]) -> list[str]:
         """Return every rank's `function()`; if any raises an HpctrainError, all ranks raise it."""
-        return self._on_all_ranks(function, str)[1]
-
-    def _on_all_ranks(
-        self, function: Callable[[], T], as_text: Callable[[T], str]
-    ) -> tuple[T, list[str]]:
-        """Return `function()`, and every rank's as text."""
         text, fault = "", ""
         try:
-            result = function()
-            text = as_text(result)
+            text = function()
         except LostRankError:
             raise
         except HpctrainError as error:
             fault, kind = str(error) or type(error).__name__, type(error)
         texts, faults = zip(*map(json.loads, self.gather(json.dumps([text, fault]))), strict=True)
         if not any(faults):
-            return result, list(texts)
+            return list(texts)
         raise (kind if fault else UsageError)(self._joined(faults))
 
     def _joined(self, faults: Sequence[str]) -> str:
