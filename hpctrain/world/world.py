@@ -64,10 +64,9 @@ class World:
         self.memory = NodeMemory(self.node, gather)
         node_gpus = [place.gpu for place in self.places if place.node == self.host]
         self.memory.gpu = shared_gpu_memory(self.node, gather, node_gpus)
-        # Ranks that are threads of one process must yield to each other.
-        over_mpi = self.transport == "mpi"
-        main = replace(self.main, memory=self.memory, spins=over_mpi)
-        self.main = add_choices(main, over_mpi, self.gpus)
+        spins = self.transport == "mpi"  # threads of one process must yield to each other
+        main = replace(self.main, memory=self.memory, spins=spins)
+        self.main = add_choices(main, self.transport == "mpi", self.gpus)
 
     @property
     def rank(self) -> int:
@@ -92,10 +91,7 @@ class World:
 
     @property
     def reports(self) -> bool:
-        """Whether this rank prints and records an error that all ranks raise.
-
-        Rank 0; after a loss, also before the World has its new ranks, the first that is left.
-        """
+        """Whether this rank reports errors that all ranks raise: the first of those left."""
         return (self.rank if self.job is None else self.job.link.rank) == 0
 
     @property
@@ -257,8 +253,7 @@ class World:
     def must_agree(self, text: str, subject: str) -> None:
         """Raise UsageError on every rank, naming those that differ, unless all texts are equal."""
         texts = self.gather(text)
-        differing = [rank for rank, other in enumerate(texts) if other != texts[0]]
-        if differing:
+        if differing := [rank for rank, other in enumerate(texts) if other != texts[0]]:
             raise UsageError(
                 f"{subject} must be the same on all ranks; rank 0 has {texts[0]}, but "
                 + "; ".join(f"rank {rank} has {texts[rank]}" for rank in differing[:8])
