@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 from hpctrain.chaos.campaign import Campaign, FaultsOptions, LimitsOptions, Subject
 from hpctrain.chaos.case import (
@@ -18,6 +19,7 @@ from hpctrain.chaos.case import (
     Signal,
     Table,
 )
+from hpctrain.chaos.exit_codes import lost_ranks
 
 #: How often rank 0, and how often any other, does what to files of a small run, about.
 OPERATIONS = {
@@ -49,7 +51,10 @@ class FaultDraw:
         faults: list[Fault] = []
         for _ in range(count if kinds else 0):
             self._is_first = not faults
-            faults.append(MAKERS[self._draw.choice(kinds)](self))
+            kind = self._draw.choice(kinds)
+            if kind == "stop-rank" and not self._leaves_observer(faults):
+                kind = "kill-rank"
+            faults.append(MAKERS[kind](self))
         period_s = self._options.period_s
         if not self._case.is_elastic or period_s is None:
             return faults
@@ -61,6 +66,11 @@ class FaultDraw:
         if kind in NEEDS_TWO_RANKS and self._case.ranks < 2:
             return False
         return kind != "kill-two" or self._case.ranks > 2
+
+    def _leaves_observer(self, faults: list[Fault]) -> bool:
+        """Return whether, after `faults`, another rank is left to notice a rank that stops."""
+        case = replace(self._case, faults=faults)
+        return not case.is_elastic or lost_ranks(case) <= case.job_ranks - 2
 
     def _at(self, fault: Fault, delay_ms: float) -> Fault:
         if not isinstance(fault, Signal):

@@ -70,7 +70,7 @@ def _codes_of_signal(case: Case, fault: Signal) -> frozenset[int]:
     if fault.signal == "SIGKILL":
         return _lost_rank(case) if fault.step is not None or fault.during == "recovery" else LOST
     if fault.signal == "SIGSTOP":
-        return frozenset({0, 86})
+        return frozenset({0, 86}) | (_lost_rank(case) if case.is_elastic else DONE)
     codes = {0, 75, 130} if fault.signal == "SIGINT" else {0, 75}
     if fault.step is None:  # perhaps while Python itself starts: then nothing has begun
         codes |= {-signal.Signals[fault.signal], 1}
