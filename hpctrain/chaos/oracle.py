@@ -12,7 +12,7 @@ from hpctrain import checkpoint
 from hpctrain.chaos import regimes
 from hpctrain.chaos.attempt import Attempt
 from hpctrain.chaos.case import Case, Fault, HostFault, Signal
-from hpctrain.chaos.exit_codes import OWN_LAUNCHERS, STATUS, allowed_codes
+from hpctrain.chaos.exit_codes import OWN_LAUNCHERS, STATUS, allowed_codes, lost_ranks
 from hpctrain.run_files import run_folder
 
 LINGER_S = 9.0  #: the guard of `hpctrain launch` gives ranks 6.5 s to save
@@ -26,7 +26,7 @@ FILES = re.compile(
 FILES_AFTER_HANG = re.compile(r"watch/(stacks-\d{5}\.txt|hung-report\.(txt|json))")
 #: Also of the watch: without `hpctrain launch` nobody moves its records when all ranks are killed.
 FILES_OF_MPI = re.compile(r"sysv|mpich_shm_|sm_segment\.|ompi\.|prte\.|pmix-|hpctrain-watch-")
-GAP = "has a gap"
+GAP, NO_COPY = "has a gap", "of which no copy is left"
 
 
 def problems_of(case: Case, faults: Sequence[Fault], ending: Attempt, run: Path) -> Iterator[str]:
@@ -35,10 +35,8 @@ def problems_of(case: Case, faults: Sequence[Fault], ending: Attempt, run: Path)
         yield f"hung: still running after {ending.seconds:.0f} s"
         return
     codes = allowed_codes(case, faults if ending.fired else ())
-    if case.is_elastic and ending.fired and f"folder: {run}" not in ending.stderr:
-        codes |= {
-            1
-        }  # a rank was lost before the first step: the ranks that are left do not train yet
+    if case.is_elastic and ending.fired and _may_end(case, ending, run):
+        codes |= {1}
     if ending.code not in codes:
         yield f"exit code {ending.code}, expected one of {sorted(codes)[:9]}"
     if _has_traceback(faults, ending.stderr):
@@ -47,6 +45,17 @@ def problems_of(case: Case, faults: Sequence[Fault], ending: Attempt, run: Path)
     # Where a host dies, MPI's own launcher may end with any code.
     if ending.code in STATUS and not any(isinstance(fault, HostFault) for fault in faults):
         yield from _problems_of_summary(case, ending, run)
+
+
+def _may_end(case: Case, ending: Attempt, run: Path) -> bool:
+    """Return whether an elastic job may end although enough ranks are left.
+
+    Before a run begins ranks do not train yet. Where a rank is lost with all copies of its state,
+    only a checkpoint helps, and there may be none yet.
+    """
+    copies = case.recipe.get("elastic", {}).get("copies", 1)
+    has_lost_copies = regimes.has_shards(case.recipe) and lost_ranks(case) > copies
+    return f"folder: {run}" not in ending.stderr or (has_lost_copies and NO_COPY in ending.stderr)
 
 
 def _left_behind(case: Case, ending: Attempt) -> Iterator[str]:
