@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 from ranks import on_ranks, run_on
@@ -163,18 +161,10 @@ def test_refused(wrong):
     run_on("threads", 2, body)
 
 
-class Serving:
-    """Options of an engine whose last rank is a server."""
-
-    def build(self, world, replica, optimizer):
-        worker = None if world.rank == world.size - 1 else world.rank
-        return SimpleNamespace(worker=worker, workers=world.size - 1)
-
-
 def test_a_server_cannot_be_slow():
     def body(world):
         with pytest.raises(UsageError, match=r"^\[faults\] .* seen 2, which is a server"):
-            fit(world, FaultsOptions(slow_rank=2, slow_factor=3.0), Serving())
+            fit(world, FaultsOptions(slow_rank=2, slow_factor=3.0), "ps-sync")
 
     run_on("threads", 3, body)
 

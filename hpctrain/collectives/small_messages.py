@@ -9,8 +9,7 @@ import numpy as np
 
 from hpctrain.transport.link import Link
 
-LENGTH, SHORT = 8, 120  #: bytes of a length, and of a payload that travels beside it, ...
-SHORT_OF_ALL = 4_096  #: ... or more where few ranks' payloads are no more than this together
+LENGTH, SHORT = 8, 120  #: bytes of a length, and of a payload that travels beside it
 
 
 def all_gather_short(link: Link, row: np.ndarray) -> np.ndarray:
@@ -35,16 +34,15 @@ def all_gather_short(link: Link, row: np.ndarray) -> np.ndarray:
 def all_gather_bytes(link: Link, payload: bytes) -> list[bytes]:
     """Return every rank's `payload`, in rank order; lengths may differ.
 
-    Short payloads travel beside their length; if any rank has a longer one, all are sent once more.
+    Up to SHORT bytes travel beside their length; if any rank has more, all are sent once more.
     """
-    short = max(SHORT, SHORT_OF_ALL // link.size)
-    head = np.zeros(LENGTH + short, np.uint8)
+    head = np.zeros(LENGTH + SHORT, np.uint8)
     head[:LENGTH] = np.array([len(payload)], np.int64).view(np.uint8)
-    head[LENGTH : LENGTH + len(payload)] = np.frombuffer(payload[:short], np.uint8)
+    head[LENGTH : LENGTH + len(payload)] = np.frombuffer(payload[:SHORT], np.uint8)
     heads = all_gather_short(link, head)
     lengths = heads[:, :LENGTH].copy().view(np.int64).ravel()
     rows = heads[:, LENGTH:]
-    if (longest := int(lengths.max())) > short:
+    if (longest := int(lengths.max())) > SHORT:
         padded = np.zeros(longest, np.uint8)
         padded[: len(payload)] = np.frombuffer(payload, np.uint8)
         rows = all_gather_short(link, padded)

@@ -169,6 +169,7 @@ def test_of_libraries_that_are_not_there_the_names_are_listed(attempts):
 
 def test_without_mpi4py_the_reason_is_its_absence(monkeypatch):
     monkeypatch.setitem(sys.modules, "mpi4py", None)
+    load_mpi.cache_clear()
     with pytest.raises(HereError) as refused:
         load_mpi()
     remedy, reason = str(refused.value).splitlines()
