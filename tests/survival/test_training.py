@@ -163,6 +163,15 @@ def test_after_the_loss_of_a_host_a_checkpoint_is_saved_at_once(tmp_path):
     assert steps[0] == [STEPS] and len(steps[1]) == 2 and 0 < min(steps[1]) < STEPS
 
 
+@pytest.mark.parametrize("calls", range(0, 96, 4))
+def test_a_loss_around_the_first_step_is_survived(calls, tmp_path, undisturbed, moment):
+    """Some ranks may have begun to train, and others not."""
+    summaries = train("ordered", 4, 0, {3: moment("ordered", 4, 0.0) + calls}, tmp_path)
+    assert [(s["status"], s["steps"]) for s in summaries] == [("done", STEPS)] * 3
+    assert {s["params_sha256"] for s in summaries} == {undisturbed("ordered", 4)}
+    assert rows_cover_each_step_once(tmp_path)
+
+
 def test_losses_are_recorded(moment, tmp_path):
     """The rank, the step and the spare of each; rows of metrics name the ranks."""
     summary = train("ordered", 3, 1, {1: moment("ordered", 3, 0.5)}, tmp_path)[0]

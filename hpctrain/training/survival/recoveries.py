@@ -37,6 +37,11 @@ class Recoveries:
         """Whether a part of the call has begun to train."""
         return self.began_at is not None
 
+    @property
+    def progress(self) -> tuple[bool, int]:
+        """Whether training has begun, and the last step: of two records the greater is newer."""
+        return self.has_begun, self.last_step
+
     def begin(self, step: int) -> float:
         """Return the seconds since the first step of this call, `step` if it begins now."""
         now = time.time()

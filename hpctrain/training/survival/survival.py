@@ -159,9 +159,10 @@ class Survival:
         notes = [json.loads(text) for text in texts]
         self.has_claimed = bool(notes)
         if notes:  # a spare has the record of the loss before, if any
-            note = max(notes, key=lambda note: note["recoveries"]["last_step"])
-            if not own or self.recoveries.last_step < note["recoveries"]["last_step"]:
-                self.run, self.recoveries = note["run"], Recoveries.from_json(note["recoveries"])
+            records = [Recoveries.from_json(note["recoveries"]) for note in notes]
+            newest = max(records, key=lambda record: record.progress)
+            if not own or self.recoveries.progress < newest.progress:
+                self.run, self.recoveries = notes[0]["run"], newest
         states = [self._live] if self._live is not None else []
         self.reader = newest_whole(job.link, states) or self._copies.reader(job.link)
         world.restores = self.reader is not None
