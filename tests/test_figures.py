@@ -281,6 +281,36 @@ KILLS = {
     "`ps-sync`, 2 colocated servers": "ps-sync", "`local-sgd`": "local-sgd",
     "restart from a checkpoint, without ULFM": "restart",
 }  # fmt: skip
+STAGES = ("noticed_s", "regrouped_s", "continued_s", "next_step_s")  # of a recovery, in order
+
+
+def parts_ms(engine: str) -> list[float]:
+    """Return the medians of the parts of a recovery."""
+    (row,) = rows("survival-kills-openmpi", part=engine)
+    times = np.array([[kill[stage] for stage in STAGES] for kill in row["each"]])
+    return list(1e3 * np.median(np.diff(times, prepend=0.0), axis=0))
+
+
+def lines(campaign: str) -> list[dict[str, Any]]:
+    text = (ROOT / "benchmarks" / "results" / f"chaos-{campaign}.jsonl").read_text()
+    return [line for line in map(json.loads, text.splitlines()) if "case" in line]
+
+
+def campaign(name: str) -> list[int]:
+    """Return the number of cases, of faults, and of cases that passed."""
+    cases = lines(name)
+    passed = [line for line in cases if line["verdict"] == "passed"]
+    return [len(cases), sum(len(line["case"]["faults"]) for line in cases), len(passed)]
+
+
+def compared(name: str) -> list[int]:
+    """Return the number of cases with the parameters of a run without faults; of ordered sums."""
+    equal = [line for line in lines(name) if line["reference_sha256"]]
+    assert all(line["params_sha256"] == line["reference_sha256"] for line in equal)
+    ordered = [line for line in equal if line["case"]["engine"] == "ordered"]
+    return [len(equal), len([x for x in ordered if any(a["fired"] for a in x["attempts"])])]
+
+
 ETTR = {
     "30 s, a spare for each": "30 s, spares", "5 s, a spare for each": "5 s, spares",
     "5 s, one spare, then a restart from the newest checkpoint": "5 s, one spare",
@@ -290,6 +320,19 @@ RELIABILITY: Statements = [
     *((f"| {label} | {{}} | {{:.0f}} ms | {{:.0f}} ms |",
        [row["kills"], row["p50_s"] * 1e3, row["p99_s"] * 1e3])
       for label, part in KILLS.items() for row in rows("survival-kills-openmpi", part=part)),
+    ("and takes {:.0f} of the {:.0f} ms by itself.",
+     [parts_ms("ordered on free cores")[-1],
+      1e3 * value("survival-kills-openmpi", "p50_s", part="ordered on free cores")]),
+    ("parts of `allreduce` are {:.0f} ms until MPI has reported the loss to all ranks, {:.0f} ms "
+     "for new communicators, {:.0f} ms for the new engine and its state, and {:.0f} ms for the "
+     "step.",
+     parts_ms("fast")),
+    *((f"| `chaos-{name}.jsonl` | {launcher} | {{:,}} | {{:,}} | {{:,}} |", campaign(name))
+      for name, launcher in (("elastic", "`elastic`, Open MPI"), ("threads", "`threads`"))),
+    ("all {:,} cases whose parameters could be compared ended with those of the run without "
+     "faults, all {:,} with ordered sums", compared("elastic")),
+    ("Of those between threads {:,} could be compared, among them {:,} with ordered sums",
+     compared("threads")),
     *(("takes {:.3f} times as long with ULFM as without ({:.3f} to {:.3f}, {} rounds)",
        [row["ratio"], row["least"], row["most"], row["rounds"]])
       for row in rows("survival-cost-openmpi", part="elastic on free cores")),

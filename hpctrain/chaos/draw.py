@@ -52,9 +52,8 @@ class FaultDraw:
         for _ in range(count if kinds else 0):
             self._is_first = not faults
             kind = self._draw.choice(kinds)
-            if kind == "stop-rank" and not self._leaves_observer(faults):
-                kind = "kill-rank"
-            faults.append(MAKERS[kind](self))
+            if kind != "stop-rank" or self._leaves_observer(faults):
+                faults.append(MAKERS[kind](self))
         period_s = self._options.period_s
         if not self._case.is_elastic or period_s is None:
             return faults

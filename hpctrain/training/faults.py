@@ -42,10 +42,10 @@ class FaultsOptions:
         """Whether any delay is planted."""
         return self != FaultsOptions()
 
-    def check(self, ranks: int, workers: int | None = None) -> None:
+    def check(self, ranks: int, workers: int) -> None:
         """Raise UsageError unless the slow rank has a factor, and is one of `ranks` that computes.
 
-        The first `workers` of them do; None: all.
+        The first `workers` of them do.
         """
         if (self.slow_rank is None) != (self.slow_factor is None):
             raise UsageError(
@@ -57,7 +57,7 @@ class FaultsOptions:
                 f"[faults] slow_rank: expected less than {ranks}, the number of ranks, "
                 f"seen {self.slow_rank}"
             )
-        if self.slow_rank is not None and workers is not None and self.slow_rank >= workers:
+        if self.slow_rank is not None and self.slow_rank >= workers:
             raise UsageError(
                 f"[faults] slow_rank: expected a rank that computes gradients, seen "
                 f"{self.slow_rank}, which is a server; the workers are {workers} of the ranks"

@@ -83,20 +83,7 @@ class FitCall:
                 LOCK_S if world.job is not None and world.job.has_lost_ranks else 0.0,
             )
             survival.has_claimed = True
-            journal = Journal(
-                trainer.mesh,
-                trainer.engine,
-                sampler,
-                total,
-                run,
-                self.origin.recipe,
-                trainer.rate,
-                self.trace,
-                survival.recoveries,
-                survival.times,
-            )
-            plan = self._make_plan(trainer, sampler)
-            loop = Loop(world, trainer.engine, trainer.replica, plan, journal, callbacks, survival)
+            loop = self._make_loop(trainer, run, sampler, total, callbacks, survival)
             stack.enter_context(survival.holding(loop))
             if survival.reader is not None:
                 loop.restore(survival.reader)
@@ -111,8 +98,8 @@ class FitCall:
             request = catch_signals()
             loop.begin()
             if not has_begun:
-                run_facts.log_start(journal)
-            stack.enter_context(summary_on_exit(journal, callbacks.end))
+                run_facts.log_start(loop.journal)
+            stack.enter_context(summary_on_exit(loop.journal, callbacks.end))
             with np.errstate(over="ignore", invalid="ignore"):  # the loss is checked, each step
                 return loop.run(request)
 
@@ -127,6 +114,30 @@ class FitCall:
         sampler = Sampler(len(self.train), self.batch, trainer.seed)
         model, steps_per_epoch = trainer.replica.model, sampler.steps_per_epoch
         return sampler, Callbacks(trainer.callbacks, trainer.world, model, steps_per_epoch)
+
+    def _make_loop(
+        self,
+        trainer: Trainer,
+        run: Path | None,
+        sampler: Sampler,
+        total_steps: int,
+        callbacks: Callbacks,
+        survival: Survival,
+    ) -> Loop:
+        journal = Journal(
+            trainer.mesh,
+            trainer.engine,
+            sampler,
+            total_steps,
+            run,
+            self.origin.recipe,
+            trainer.rate,
+            self.trace,
+            survival.recoveries,
+            survival.times,
+        )
+        plan, replica = self._make_plan(trainer, sampler), trainer.replica
+        return Loop(trainer.world, trainer.engine, replica, plan, journal, callbacks, survival)
 
     def _make_plan(self, trainer: Trainer, sampler: Sampler) -> FitPlan:
         """Return the plan of a training, with all periods in steps."""

@@ -121,7 +121,7 @@ class Loop:
             self._copy()
         if self._survival.reader is not None and self.journal.open_row.has_steps(self.step):
             self._end_interval(0)  # a loss of ranks came before its row
-        if self._survival.has_lost_host and self.step:
+        if self.journal.recoveries.has_lost_host and self.step:
             self._save(must=False)
         while self.step < total and not self.stop_reason:
             work.at(self.step)
@@ -156,7 +156,7 @@ class Loop:
     def _save(self, must: bool) -> None:
         self.replay_log.sync()
         if folder := self.checkpointer.save(self.step, self.row, must):
-            self._survival.has_lost_host = False
+            self.journal.recoveries.has_lost_host = False
             self.callbacks.checkpoint(folder)
 
     @property

@@ -88,7 +88,6 @@ def _remove(world: World, directory: Path, file: NodeFile, record: WatchRecord) 
 def _make_files(world: World, directory: Path, token: str) -> dict[str, Node]:
     """Return the nodes, of each of which the first rank has made the file; collective."""
     ranks = tuple(rank for rank, host in enumerate(world.hosts) if host == world.host)
-
     created: list[str] = []
 
     def create() -> str:

@@ -15,7 +15,9 @@ from hpctrain.core.errors import UsageError
 from hpctrain.transport.device import gpus
 from hpctrain.transport.link import Link
 from hpctrain.transport.mpi import segments
+from hpctrain.transport.paths import RankPlace
 from hpctrain.transport.placement import rank_placement
+from hpctrain.transport.placement.check import RankBinding
 from hpctrain.transport.shared_memory import dev_shm
 from hpctrain.watch import WatchRecord
 from hpctrain.world.job import Job, min_ranks_requested, spares_requested
@@ -59,18 +61,10 @@ def over_mpi(
     gather = partial(collectives.all_gather_bytes, link)
     host = rank_placement.node_name(gather, link.rank)
     places, verdict, bindings = rank_placement.exchange_placements(link, gather, host, placement)
-    job, peers = None, cast(Link, link)
-    if link.survives:
-        spares = spares_requested(os.environ, link.size)
-        min_ranks = min_ranks_requested(os.environ, link.size)
-        job = Job.of_ranks(link, places, bindings, spares, min_ranks)
+    job, peers = _make_job(link, places, bindings), cast(Link, link)
+    if job is not None:
         peers, places = job.group(job.peers), job.of_peers(places)
         bindings = job.of_peers(bindings)
-    elif spares_requested(os.environ, link.size):
-        raise UsageError(
-            f"{launchers.SPARES} is set, but this job does not survive the loss of ranks: start "
-            "it with `hpctrain launch --elastic` or `mpirun --with-ft ulfm` of Open MPI 5"
-        )
     world = World(
         peers,
         places,
@@ -85,3 +79,22 @@ def over_mpi(
     )
     world.on_regroup = Watches(world, timeout_s).renew
     return world
+
+
+def _make_job(
+    link: Link, places: tuple[RankPlace, ...], bindings: tuple[RankBinding, ...]
+) -> Job | None:
+    """Return the job of all ranks, None if it does not survive the loss of one.
+
+    Raises UsageError if it then asks for spares.
+    """
+    spares = spares_requested(os.environ, link.size)
+    if link.survives:
+        min_ranks = min_ranks_requested(os.environ, link.size)
+        return Job.of_ranks(link, places, bindings, spares, min_ranks)
+    if spares:
+        raise UsageError(
+            f"{launchers.SPARES} is set, but this job does not survive the loss of ranks: start "
+            "it with `hpctrain launch --elastic` or `mpirun --with-ft ulfm` of Open MPI 5"
+        )
+    return None

@@ -284,6 +284,15 @@ def test_survivors_of_an_elastic_job_decide_its_code(start, tmp_path, victim, co
 
 
 @pytest.mark.processes
+def test_spares_need_a_job_that_survives(start, monkeypatch):
+    """Without ULFM they would train: refused on all ranks."""
+    monkeypatch.setenv("HPCTRAIN_SPARES", "1")
+    ended = start("-c", "import hpctrain; hpctrain.init()", ranks=2).finish(60)
+    assert ended.returncode != 0
+    assert "HPCTRAIN_SPARES is set, but this job does not survive" in ended.stderr
+
+
+@pytest.mark.processes
 def test_a_program_is_started_again_unchanged(start, tmp_path):
     text = 'echo start $1 $HPCTRAIN_RESTARTS; [ -n "$HPCTRAIN_RESTARTS" ] || kill -9 $$'
     program = ["--", "sh", "-c", text, "sh", "word"]

@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 
 import hpctrain as ht
-from hpctrain.core.errors import RecoveryError, UsageError
+from hpctrain.core.errors import RankKilled, RecoveryError, UsageError
 from hpctrain.engines import replay
 from hpctrain.engines.synchronous.allreduce import AllReduceEngine
 from hpctrain.parallel import MeshOptions
 from hpctrain.run_files import run_folder
+from hpctrain.training.checkpointer import Checkpointer
 from hpctrain.training.run_options import CheckpointOptions, ElasticOptions, FitOptions
 from hpctrain.transport.threads.ranks import run_ranks
 from hpctrain.world import over_threads
@@ -163,6 +164,26 @@ def test_after_the_loss_of_a_host_a_checkpoint_is_saved_at_once(tmp_path):
     assert steps[0] == [STEPS] and len(steps[1]) == 2 and 0 < min(steps[1]) < STEPS
 
 
+def test_a_loss_interrupts_the_checkpoint_after_that_of_a_host(monkeypatch, tmp_path):
+    """A spare that joins then must know that the checkpoint is still due, as the others do."""
+    save = Checkpointer.save
+
+    def killed_at_first(self, step, *arguments, **options):
+        if self._world.job.number == 1 and step < STEPS:
+            raise RankKilled
+        return save(self, step, *arguments, **options)
+
+    monkeypatch.setattr(Checkpointer, "save", killed_at_first)
+
+    def body(link):
+        model = ht.nn.Model([ht.nn.Linear(3)], 8)
+        trainer = ht.Trainer(model, "sgd", world=over_threads(link, "aabaa", spares=2))
+        return trainer.fit((X, Y), steps=STEPS, batch=30, out=tmp_path)["steps"]
+
+    assert run_ranks(5, body, 20.0, {2: 250}) == [STEPS, None, None, STEPS, STEPS]
+    assert len(list(tmp_path.glob("checkpoints/step-*"))) == 2
+
+
 @pytest.mark.parametrize("calls", range(0, 96, 4))
 def test_a_loss_around_the_first_step_is_survived(calls, tmp_path, undisturbed, moment):
     """Some ranks may have begun to train, and others not."""
@@ -246,19 +267,21 @@ def _train_with_min_ranks(out, min_ranks: int, victim: int) -> list:
 
 
 @pytest.mark.parametrize("calls_before_end", range(1, 13, 2))
-@pytest.mark.parametrize("kept", [True, False])
-def test_a_loss_at_the_end_loses_no_step(kept, calls_before_end, tmp_path, undisturbed, moment):
+@pytest.mark.parametrize("has_folder", [True, False])
+def test_a_loss_at_the_end_loses_no_step(
+    has_folder, calls_before_end, tmp_path, undisturbed, moment
+):
     """After an earlier loss, too: then the state of that one must not be taken again."""
     calls: list[tuple[int, int]] = []
     first = {2: moment("ordered", 4, 0.3)}
-    out = [tmp_path / name if kept else None for name in ("first", "second")]
+    out = [tmp_path / name if has_folder else None for name in ("first", "second")]
     train("ordered", 4, 0, first, out[0], calls=calls)
     last = min(after for _, after in calls)
     summaries = train("ordered", 4, 0, {**first, 1: last - calls_before_end}, out[1])
     assert {s["params_sha256"] for s in summaries} == {undisturbed("ordered", 4)}
     assert {(s["status"], s["steps"]) for s in summaries} == {("done", STEPS)}
     assert all(recovery["steps_redone"] == 0 for s in summaries for recovery in s["recoveries"])
-    assert not kept or rows_cover_each_step_once(out[1])
+    assert not has_folder or rows_cover_each_step_once(out[1])
 
 
 @pytest.mark.parametrize("victim", [2, 3])

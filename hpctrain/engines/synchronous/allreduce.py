@@ -71,7 +71,7 @@ class AllReduceEngine(EngineBase):
 
     name = "allreduce"
     _on_need: Callable[[str], None] | None = None  # the forward pass waits for no update
-    _loss: LostRankError | None = None  # after a committed step: the next one raises it
+    _lost_rank: LostRankError | None = None  # after a committed step: the next one raises it
 
     def __init__(self, world: World, replica: Replica, optimizer: Optimizer, options: AllReduce):
         if options.share_parameters and on_device(replica.arena.grad):
@@ -156,8 +156,8 @@ class AllReduceEngine(EngineBase):
 
         After a LostRankError the state is whole again: that before the step, or that after it.
         """
-        if self._loss is not None:
-            raise self._loss
+        if self._lost_rank is not None:
+            raise self._lost_rank
         try:
             return self._step(task, flags)
         except LostRankError:
@@ -201,7 +201,7 @@ class AllReduceEngine(EngineBase):
             except LostRankError as error:
                 if not self.shares_sums:
                     raise
-                self._loss = error  # the step is committed; others may still read the sums
+                self._lost_rank = error  # the step is committed; others may still read the sums
         return flags
 
     def state(self) -> list[Piece]:

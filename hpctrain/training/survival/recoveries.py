@@ -31,6 +31,7 @@ class Recoveries:
     last_step_at: float = 0.0  #: its Unix time
     entries: list[Recovery] = field(default_factory=list)
     row_ranks: list[int] = field(default_factory=list)  #: lost since the last row
+    has_lost_host: bool = False  #: since the last checkpoint: MPI's launcher may end the job
 
     @property
     def has_begun(self) -> bool:

@@ -52,7 +52,6 @@ class Survival:
         self.reader: MemoryReader | None = None  #: of the state to go on from
         self.times: RunTimes | None = None  #: of the part before
         self.has_claimed = False  #: whether this call has used its folder
-        self.has_lost_host = False  #: since the last checkpoint: MPI's launcher may end the job
         self._copies = MemoryCopies(options.copies)
         self._live: LiveState | None = None
         job = world.job
@@ -151,18 +150,17 @@ class Survival:
         """
         world, job, own = self.world, self.world.job, ""
         assert job is not None
-        if self.has_claimed or self.recoveries.has_begun:
+        if self.has_claimed:
             own = json.dumps({"run": self.run, "recoveries": self.recoveries.to_json()})
         texts = [text for text in all_gather_bytes(job.link, own.encode()) if text]
         if not texts and not {*job.numbers} & {*self._members}:
             raise RecoveryError("all ranks that trained are lost; start the job again")
         notes = [json.loads(text) for text in texts]
         self.has_claimed = bool(notes)
-        if notes:  # a spare has the record of the loss before, if any
+        if notes:  # all take the same record: what it leads to must be collective
             records = [Recoveries.from_json(note["recoveries"]) for note in notes]
-            newest = max(records, key=lambda record: record.progress)
-            if not own or self.recoveries.progress < newest.progress:
-                self.run, self.recoveries = notes[0]["run"], newest
+            self.recoveries = max(records, key=lambda record: record.progress)
+            self.run = notes[0]["run"]
         states = [self._live] if self._live is not None else []
         self.reader = newest_whole(job.link, states) or self._copies.reader(job.link)
         world.restores = self.reader is not None
@@ -183,7 +181,7 @@ class Survival:
         lost = sorted({*self._numbers} - {*job.numbers} - {*record.lost_ranks})
         joined = sorted({*job.members} - {*self._members} - {*record.spares})
         hosts = [job.places[number].node for number in lost]
-        self.has_lost_host |= not {*hosts} <= {*job.hosts}
+        record.has_lost_host |= not {*hosts} <= {*job.hosts}
         record.add(step, lost, hosts, joined)
         if self.world.rank == 0:
             names = ", ".join(f"{number} ({job.places[number].node})" for number in lost)

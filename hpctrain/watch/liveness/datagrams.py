@@ -2,9 +2,9 @@
 
     | magic 4 | kind 1 | sender 4 | receiver 4 | subject 4 | sequence 8 | HMAC 32 |    57 bytes
 
-The key is new in each job and after each loss. A host accepts only sequence numbers above the last
-of the same sender, so a repeated or late datagram is ignored. The receiver is part of the seal: a
-datagram to one host is nothing to another.
+The key is new in each job, and after each loss another is derived from it. A host accepts only
+sequence numbers above the last of the same sender, so a repeated or late datagram is ignored. The
+receiver is part of the seal: a datagram to one host is nothing to another.
 """
 
 from __future__ import annotations
