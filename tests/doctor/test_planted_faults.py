@@ -17,7 +17,7 @@ from pathlib import Path
 
 import cupy_package
 import pytest
-from conftest import BIN
+from processes import BIN
 
 pytestmark = pytest.mark.processes
 QUICK = {"OMP_NUM_THREADS": "1", "PATH": f"{BIN}:{os.environ['PATH']}"}

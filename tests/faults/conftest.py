@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import Job
 from jobs import MARK, NEVER, SMALL, Training, carriers, on_fakes, sets, trap
+from processes import Job
 from ranks import run_on
 
 from hpctrain import data

@@ -113,7 +113,7 @@ def altered(data: bytes) -> bytes:
 OLD, NEW = "step-00000005", "step-00000010"
 PART, MANIFEST = "part-00001.safetensors", "manifest.json"
 # What is done to which files -> whether the checkpoint before can be used
-# Other kinds of damage: tests/test_checkpoint.py.
+# Other kinds of damage: tests/checkpoint/test_checkpoint.py.
 DAMAGE = {
     "altered": ({f"{NEW}/{PART}": altered}, True),
     "none is left": ({f"{NEW}/{MANIFEST}": truncated, f"{OLD}/{PART}": altered}, False),

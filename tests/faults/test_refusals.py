@@ -16,7 +16,7 @@ from hpctrain.cluster import launch
 pytestmark = pytest.mark.processes
 
 # What is wrong with the command line of `train` -> what is said
-# Other faults of recipes: tests/test_recipe.py.
+# Other faults of recipes: tests/training/test_recipe.py.
 UNKNOWN = {
     "recipe": (["digts"], "unknown recipe 'digts'; did you mean 'digits'?"),
     "engine": (

@@ -7,8 +7,8 @@ import signal
 import subprocess
 
 import pytest
-from conftest import BIN, LAUNCHER
 from jobs import MARK, command_that_resumes, sets, trap
+from processes import BIN, LAUNCHER
 
 pytestmark = pytest.mark.processes
 

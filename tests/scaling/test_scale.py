@@ -10,7 +10,7 @@ import time
 
 import psutil
 import pytest
-from conftest import LAUNCHER, Completed
+from processes import LAUNCHER, Completed
 from studies import Times, write
 
 from hpctrain.cluster.netlab.netlab import unavailable_reason

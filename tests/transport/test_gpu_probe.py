@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 
 import cupy_package
 import pytest
-from conftest import BIN, LAUNCHER
+from processes import BIN, LAUNCHER
 from ranks import on_ranks
 
 from hpctrain.core.errors import UsageError

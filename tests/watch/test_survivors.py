@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from conftest import LAUNCHER
+from processes import LAUNCHER
 
 from hpctrain.cluster.launch import find_mpi
 from hpctrain.cluster.netlab.netlab import (

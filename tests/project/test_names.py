@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 #: folder: the largest share of such names
 MAX_SHARES = {"hpctrain": 0.002, "tests": 0.006, "benchmarks": 0.01}
 STUMBLING = {

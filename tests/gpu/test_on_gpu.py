@@ -1,6 +1,6 @@
 """A real GPU, where there is one: the tests of the stand-ins, with threads and MPI ranks.
 
-    pytest tests/test_on_cupy.py tests/test_on_gpu.py      # about five minutes; one GPU is enough
+    pytest tests/gpu      # about five minutes; one GPU is enough
 
 Bodies and tables are those of the tests on stand-ins; what they count has no counterpart here.
 Without a GPU all rows are skipped.
@@ -26,7 +26,7 @@ from hpctrain.collectives.reductions.operations import ufunc_of
 from hpctrain.gradients.precision import make_replica
 from hpctrain.run_files import run_folder
 
-LOCAL = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 
 
 def devices() -> int:
@@ -46,7 +46,7 @@ pytestmark = [
 
 def of(path: str):
     """Return the test module at `path`: two of them may share a name."""
-    spec = util.spec_from_file_location(path.replace("/", "_"), LOCAL / f"{path}.py")
+    spec = util.spec_from_file_location(path.replace("/", "_"), TESTS / f"{path}.py")
     module = util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -132,7 +132,7 @@ def test_wrong_arguments_of_a_trainer(wrong):
 
 
 def test_docs_list_the_public_names():
-    page = (Path(__file__).parents[1] / "docs" / "python.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "python.md").read_text()
     assert [name for name in ht.__all__ if f"`ht.{name}" not in page] == []
 
 

@@ -1,6 +1,6 @@
 """Print the lowest versions that pyproject.toml admits, as requirements for pip: NAME==VERSION.
 
-python tests/lowest_versions.py package > lowest.txt && pip install -r lowest.txt
+python tests/lib/lowest_versions.py package > lowest.txt && pip install -r lowest.txt
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hpctrain.config import toml
 
-PROJECT = Path(__file__).parents[1] / "pyproject.toml"
+PROJECT = Path(__file__).parents[2] / "pyproject.toml"
 #: environment: the extras whose lower bounds it holds. One MPI in each. The lowest versions of
 #: guests and their clients want later NumPy and safetensors than the package.
 ENVIRONMENTS = {

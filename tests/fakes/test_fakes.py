@@ -9,9 +9,10 @@ import sys
 import threading
 from pathlib import Path
 
-import fakes
 import numpy as np
 import pytest
+
+import fakes
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import Completed, Job
+from processes import Completed, Job
 
 from hpctrain import watch
 from hpctrain.run_files import run_folder
@@ -65,7 +65,7 @@ class Training:
 
 def on_fakes(**options: object) -> dict[str, str]:
     """Return the variables under which `python -m fakes` runs hpctrain on stand-ins for GPUs."""
-    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     return {"PYTHONPATH": path, "HPCTRAIN_FAKES": json.dumps(options)}
 
 

@@ -1,7 +1,7 @@
 """The size of each room, of each file, and the first lines of docstrings.
 
 A room is a folder of modules. A new one adds a row to ROOMS; a commit that raises a limit says why.
-`python tests/test_layout.py` writes docs/files.md, the list of all files, anew.
+`python tests/project/test_layout.py` writes docs/files.md, the list of all files, anew.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import pytest
 import hpctrain
 
 ROOT = Path(hpctrain.__file__).parent
-FILES = Path(__file__).parents[1] / "docs" / "files.md"
+TESTS = Path(__file__).parents[1]
+FILES = TESTS.parent / "docs" / "files.md"
 MOST_LINES = 300
 #: room: (most files, most lines), `__init__.py` included
 ROOMS = {
@@ -106,7 +107,7 @@ def first_lines(tree: ast.AST) -> list[str]:
 
 def listing() -> str:
     """Return docs/files.md: each file of the package once, by its docstring's first line."""
-    text = "# Files\n\nWritten by `python tests/test_layout.py` from the docstrings.\n"
+    text = "# Files\n\nWritten by `python tests/project/test_layout.py` from the docstrings.\n"
     for room, files in rooms().items():
         folder = "hpctrain" if room == "." else f"hpctrain/{room}"
         text += f"\n## `{folder}/`\n\n"
@@ -146,7 +147,15 @@ def test_the_top_level_is_small():
 
 
 def test_the_list_of_files_is_complete():
-    assert FILES.read_text() == listing(), "run: python tests/test_layout.py"
+    assert FILES.read_text() == listing(), "run: python tests/project/test_layout.py"
+
+
+def test_tests_have_the_rooms_of_the_package():
+    """Each folder of tests is a room's, or a row of tests/README.md; none but conftest is loose."""
+    folders = {p.name for p in TESTS.iterdir() if p.is_dir() and p.name != "__pycache__"}
+    listed = re.findall(r"^\| `(\w+)/`", (TESTS / "README.md").read_text(), flags=re.MULTILINE)
+    assert folders - {p.name for p in ROOT.iterdir()} == set(listed)
+    assert [p.name for p in TESTS.glob("*.py")] == ["conftest.py"]
 
 
 def test_a_docstring_names_its_subject():

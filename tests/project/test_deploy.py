@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 yaml = pytest.importorskip("yaml", reason="comes with the extra `test`")
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "docs" / "deploy"
 MANIFEST = (DEPLOY / "mpijob.yaml").read_text()
 DOCKERFILE = (DEPLOY / "Dockerfile").read_text()

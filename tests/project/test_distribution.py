@@ -18,7 +18,7 @@ import pytest
 import hpctrain as ht
 from hpctrain.config import toml
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 ADDRESS = "https://host.example/owner/hpctrain"
 PROJECT = toml.parse((ROOT / "pyproject.toml").read_text(), "pyproject.toml")["project"]
 

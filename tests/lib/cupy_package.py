@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+LIB = Path(__file__).parent
 SOURCE = """
 import os, sys
 
-sys.path.append({tests!r})
+sys.path += {folders!r}
 import fakes
 
 fakes.kept = fakes.installed(
@@ -36,6 +37,6 @@ def install(folder: Path) -> Path:
     (folder / "pynvml").mkdir(parents=True)
     (folder / "pynvml" / "__init__.py").write_text(NVML)
     (folder / "cupy").mkdir()
-    source = SOURCE.format(tests=str(Path(__file__).parent))
+    source = SOURCE.format(folders=[str(LIB.parent), str(LIB)])
     (folder / "cupy" / "__init__.py").write_text(source)
     return folder

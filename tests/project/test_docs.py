@@ -22,7 +22,7 @@ from pathlib import Path
 
 import click
 import pytest
-from conftest import BIN, LAUNCHER
+from processes import BIN, LAUNCHER
 from ranks import run_on
 from tables import rows_of
 
@@ -39,7 +39,7 @@ from hpctrain.training.faults import FaultsOptions
 from hpctrain.training.run_options import TraceOptions
 from hpctrain.world import World
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 FILES = sorted(f for f in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")) if f.exists())
 PAGES = {str(file.relative_to(ROOT)): file.read_text() for file in FILES}
 EXAMPLES = sorted(str(f.relative_to(ROOT)) for f in (ROOT / "docs" / "examples").glob("*.py"))

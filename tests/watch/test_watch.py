@@ -21,7 +21,7 @@ from tempfile import mkdtemp
 from types import SimpleNamespace
 
 import pytest
-from conftest import Job
+from processes import Job
 
 from hpctrain import watch
 from hpctrain.watch import (

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 KIB, MIB = 1 << 10, 1 << 20
 Statements = list[tuple[str, list[float]]]  #: (part of a page with {}, its figures)
 MPIS = {"openmpi": "Open MPI", "mpich": "MPICH"}
