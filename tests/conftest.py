@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -17,7 +18,7 @@ import real_slurm
 from lockstep import Lockstep
 from processes import BIN, LAUNCHER, Completed, Job
 from ranks import run_on
-from tables import Measured, latin, spare
+from tables import Measured, changed_folders, first_ring, latin, tenth
 
 # A folder without tables of `hpctrain tune`: what `auto` takes must not depend on who tests.
 os.environ["HPCTRAIN_TUNING"] = str(Path(__file__).parent)
@@ -117,7 +118,8 @@ def crossed(request: pytest.FixtureRequest) -> Callable[..., list[tuple]]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--full", action="store_true", help="also run the tests that take long")
+    parser.addoption("--full", action="store_true", help="run all rows of tables, and long tests")
+    parser.addoption("--tenth", type=int, metavar="K", help="run a tenth of what --full adds")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -139,11 +141,20 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None if any(word in text for word in words) else True
 
 
-@pytest.hookimpl(tryfirst=True)  # before any are deselected
+@pytest.hookimpl(tryfirst=True)  # of whole tables, before -m and -k take rows away
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.getoption("--full"):
-        for item in items:
-            if "full" in item.keywords:
-                item.add_marker(pytest.mark.skip(reason="takes long: needs --full"))
-        for item in spare(items):
-            item.add_marker(pytest.mark.skip(reason="its pairs meet in other rows: needs --full"))
+    if (number := config.getoption("--tenth")) is not None:
+        config.option.full = True
+        _keep(config, items, tenth(items, number))
+        items.sort(key=partial(_is_unchanged, changed_folders(config.rootpath)))
+    elif not config.getoption("--full") and not any("::" in arg for arg in config.args):
+        _keep(config, items, first_ring(items))
+
+
+def _keep(config: pytest.Config, items: list[pytest.Item], names: set[str]) -> None:
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in names])
+    items[:] = [item for item in items if item.nodeid in names]
+
+
+def _is_unchanged(changed: set[str], item: pytest.Item) -> bool:
+    return item.nodeid.split("/")[1] not in changed

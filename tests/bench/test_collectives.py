@@ -55,6 +55,7 @@ ROWS = [(d, op) for d in ("float16", "bfloat16", "float64", "int32") for op in (
 ROWS += [("bool", "sum"), ("uint8", "prod"), ("int64", "xor"), ("complex64", "prod")]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype, op", ROWS)
 def test_every_dtype_is_right(dtype, op):
     plan = asked(dtype=dtype, op=op, algorithms="ring,tree", buffers="private").plan

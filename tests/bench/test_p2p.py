@@ -88,6 +88,7 @@ def on_gpus(world, way="cuda-aware", apart=False):
     return world
 
 
+@pytest.mark.sample(1)
 @on_ranks(2, 3, mpi=(2, 3))
 def test_paths_between_gpus(ranks, gpu):
     for rows in ranks(lambda world: p2p.run(on_gpus(world), asked("1B,70000B", device="gpu"))):
@@ -99,6 +100,7 @@ def test_paths_between_gpus(ranks, gpu):
         assert all(row["correct"] and "share_of_nic" not in row for row in rows)
 
 
+@pytest.mark.sample(1)
 @on_ranks(2, 3, mpi=(2, 3))
 def test_neighbours_that_map_each_others_memory(ranks):
     with fakes.installed(ipc_within=True):

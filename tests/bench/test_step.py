@@ -33,6 +33,7 @@ def asked(name="digits", sets=(), **changes):
     return command.parse_options(name, sets, **{**REQUESTED, **changes})
 
 
+@pytest.mark.sample(2)
 @on_ranks(1, 2, 3, mpi=(2, 3))
 def test_all_ways_to_train_end_with_the_same_loss(ranks):
     expected = asked(algorithms="ring,direct,auto,share-parameters", batches="8,16")

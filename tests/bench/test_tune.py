@@ -159,6 +159,7 @@ KEPT = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("case", KEPT)
 def test_a_table_of_a_busy_machine_is_kept_only_if_asked_for(case, tmp_path, monkeypatch, capsys):
     noisy, file, keep_noisy, is_kept = KEPT[case]

@@ -64,6 +64,7 @@ def test_a_case_is_a_function_of_campaign_and_number():
     assert {fault.kind for item in cases for fault in item.faults} == {"signal", "disk", "file"}
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("engine", regimes.REGIMES)
 def test_each_recipe_fits_its_ranks(engine):
     regime = regimes.REGIMES[engine]

@@ -65,6 +65,7 @@ def test_a_campaign_is_run_listed_resumed_and_repeated(file, tmp_path, capsys):
     assert len(lines(tmp_path / "faults-results.jsonl")) == 4
 
 
+@pytest.mark.full
 def test_failed_cases_of_results_are_repeated(file, tmp_path, capsys):
     command.chaos(Request(file, isolate=False))
     path = tmp_path / "faults-results.jsonl"

@@ -274,6 +274,7 @@ DAMAGE = {
 }
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("name", DAMAGE)
 def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_used(tmp_path, name, caplog):
     damage, reason = DAMAGE[name]
@@ -704,6 +705,7 @@ def attempt(run: Path, last: int, error: BaseException) -> BaseException | None:
     return None
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "error", [Killed(), OSError(28, "No space left on device")], ids=["killed", "disk full"]
 )

@@ -73,6 +73,7 @@ def assert_state(reader: MemoryReader | None, link, step: int, size: int) -> Non
 HOSTS = {"one host": "aaaa", "two hosts": "aabb", "in turn": "abab", "uneven": "abbb"}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("hosts", HOSTS.values(), ids=HOSTS)
 @pytest.mark.parametrize("copies", [1, 2])
 @on_ranks(4, mpi=(4,))
@@ -314,6 +315,7 @@ class BrokenLink:
         return call(*arguments)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("count", range(8))
 def test_an_interrupted_write_leaves_the_committed_version(count):
     """Rank 3 dies in a write, the others in the transfer `count`; they write again, without it."""

@@ -246,6 +246,7 @@ def test_state_that_is_no_array(tmp_path):
         save(tmp_path, 2, 1, lambda rank: {"x": 0.5})
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("array", ["param", "m1", "worker.3.x"])
 def test_nothing_of_a_damaged_checkpoint_stays(tmp_path, size, array):

@@ -153,6 +153,7 @@ def run(
     )  # fmt: skip
 
 
+@pytest.mark.sample(15)
 @pytest.mark.parametrize("case", TABLE)
 def test_what_comes_of_a_part(case, tmp_path):
     assert "no slurm/site.env below" in must_come(TABLE[case], tmp_path)

@@ -101,7 +101,6 @@ def test_a_planted_error_is_seen():
     assert not any(run_on("threads", 4, body))
 
 
-@pytest.mark.pairs
 @on_ranks(*THREAD_RANKS)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("name", [name for name in EVERY if name != "native"])

@@ -75,7 +75,7 @@ def kinds(call: str, location: str, lengths: list[int], crossed) -> list[tuple[i
     return [*crossed(short, DTYPES, OPS, begin=begin), *product(plain, ["float64"], OPS)]
 
 
-@pytest.mark.pairs
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("location", ARRAYS)
 @on_ranks(*THREAD_RANKS[1:])

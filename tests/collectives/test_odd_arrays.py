@@ -119,7 +119,7 @@ def with_one_nan(x: np.ndarray) -> np.ndarray:
 LACKING = ("sum", "prod", "mean")  # of 16-bit floats in MPI
 
 
-@pytest.mark.pairs
+@pytest.mark.sample(5)
 @on_ranks(1, 2, 3, 4, 5)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("nodes", [1, 2])
@@ -155,7 +155,6 @@ REST = {
 }
 
 
-@pytest.mark.pairs
 @on_ranks(2, 3, 5)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("call", REST)

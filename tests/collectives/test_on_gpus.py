@@ -70,6 +70,7 @@ def kept(world: World, x: np.ndarray):
     return y
 
 
+@pytest.mark.sample(4)
 @on_ranks(1, 2, 3, 4, 5)
 @pytest.mark.parametrize("name", EVERY)
 def test_the_bytes_of_numpy(ranks, name, crossed):
@@ -203,7 +204,7 @@ CALLS = {
 }
 
 
-@pytest.mark.pairs
+@pytest.mark.sample(1)
 @on_ranks(1, 2, 3, 5)
 @pytest.mark.parametrize("gpus", ["00000", "01010"], ids=["one-gpu", "two-gpus"])
 @pytest.mark.parametrize("call", CALLS)

@@ -79,6 +79,7 @@ def test_the_bits_of_the_tree(ranks, name):
     ranks(body)
 
 
+@pytest.mark.sample(7)
 @on_ranks(*THREAD_RANKS)
 def test_a_long_vector_travels_in_segments(ranks, monkeypatch):
     monkeypatch.setattr(ordered, "SCRATCH_BYTES", 4096)

@@ -46,7 +46,7 @@ def long(ranks: int) -> list[int]:
     return [ranks * SEGMENT + 1, ranks * (3 * RECEIVES_AHEAD + 1) * SEGMENT - 3]
 
 
-@pytest.mark.pairs
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("hosts", HOSTS.values(), ids=HOSTS)
 @pytest.mark.parametrize("location", ["node memory", "elsewhere"])
 @pytest.mark.parametrize("name", ["hierarchical", "ring", "double-tree"])

@@ -39,6 +39,7 @@ def shadows(tmp_path):
     return tmp_path
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("version", VERSIONS)
 def test_a_child_runs_a_module_and_no_file_of_its_folder(shadows, version):
     line = [*module_command("hpctrain", version), "train", "--help"]

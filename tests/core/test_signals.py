@@ -42,6 +42,7 @@ print("returned", request.requested, flush=True)
 """
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("number", "look_s", "observed"),
     [
@@ -64,6 +65,7 @@ def test_signal_while_the_main_thread_is_in_c(
     assert (ended.stderr, ended.returncode) == ("", 0)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("first", "second", "code", "message"),
     [

@@ -48,6 +48,7 @@ def trainer_of(world, method: str, optimizer=OPTIMIZERS["sgd"], model: str = "ml
     return Trainer(MODELS[model].build((8, 8), 10), optimizer, engine, world=world)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("method", "optimizer", "model"), ROWS)
 @on_ranks(3, mpi=(2,))
 def test_every_optimizer_learns_from_compressed_gradients(ranks, method, optimizer, model):
@@ -122,6 +123,7 @@ def test_a_resumed_run_ends_with_the_same_bytes(tmp_path, method):
     assert again["params_sha256"] == complete["params_sha256"]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("method", METHODS)
 def test_a_resumed_run_on_a_device_ends_with_the_same_bytes(tmp_path, lazy_gpu, method):
     complete = trained(3, tmp_path / "whole", method, 20, on=run_on_gpus)

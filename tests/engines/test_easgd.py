@@ -175,6 +175,7 @@ SLOW = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("way", SLOW)
 def test_who_serves_waits_for_the_last_step_of_another(monkeypatch, way):
     """However long it takes: the limit is for threads that have nothing more to do."""
@@ -240,6 +241,7 @@ REPLAYED = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("way", REPLAYED)
 @on_ranks(4, mpi=(4,))
 def test_a_replay_ends_with_the_same_bytes(ranks, tmp_path, way):

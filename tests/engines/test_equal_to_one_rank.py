@@ -113,7 +113,7 @@ def short_blocks(monkeypatch):
         monkeypatch.setattr(module, "BLOCK_ELEMENTS", 512)
 
 
-@pytest.mark.pairs
+@pytest.mark.sample(2)
 @pytest.mark.usefixtures("short_blocks")
 @pytest.mark.parametrize(("model", "way"), ROWS)
 @on_ranks(2, 3, 4, 5)
@@ -122,7 +122,6 @@ def test_p_ranks_equal_one_rank(ranks, way, model):
         assert relative_distance(w, model, "float64") <= TOLERANCE["float64"]
 
 
-@pytest.mark.pairs
 @pytest.mark.usefixtures("short_blocks")
 @pytest.mark.parametrize(("model", "way"), ROWS)
 @on_ranks(2, 5)
@@ -132,7 +131,7 @@ def test_p_ranks_equal_one_rank_in_float32(ranks, way, model):
         assert relative_distance(w, model, "float32") <= TOLERANCE["float32"]
 
 
-@pytest.mark.pairs
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("model", ["mlp", "transformer"])
 @pytest.mark.parametrize("precision", TOLERANCE)
 @on_ranks(1, 3, mpi=(2,))
@@ -194,7 +193,6 @@ ADAPTIVE = {
 }
 
 
-@pytest.mark.pairs
 @pytest.mark.parametrize("method", ADAPTIVE)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @on_ranks(2, 3, 4, 5)

@@ -253,6 +253,7 @@ def fit(world, out, graph, model="mlp", **extra):
     return summary, np.concatenate([arena.param, arena.buffer])
 
 
+@pytest.mark.sample(1)
 @on_ranks(4, 5, mpi=(4,))
 def test_a_replay_ends_with_the_same_bytes(ranks, tmp_path):
     def body(world):

@@ -240,6 +240,7 @@ def run(world, out, way: str, steps: int, resume: bool = False):
     return runs.train(recipe.load("digits", sets), world, out, resume)["params_sha256"]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("way", RESUMED)
 def test_resumed_in_the_middle_of_a_round(tmp_path, way):
     """As many workers end with the same bytes, running statistics too; others are near."""
@@ -330,6 +331,7 @@ FULL = [[f"engine.{key}"] for key in ("period=8", "delay=3")]
 @pytest.mark.parametrize(
     "way", [INNER, *(pytest.param(way, marks=pytest.mark.full) for way in FULL)]
 )
+@pytest.mark.full
 def test_digits_reaches_its_accuracy(tmp_path, monkeypatch, way):
     """The mean of 3 seeds on 4 ranks is at least 0.95."""
     monkeypatch.chdir(tmp_path)

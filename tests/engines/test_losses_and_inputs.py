@@ -131,6 +131,7 @@ def test_p_ranks_equal_one_rank(ranks, way, name):
             assert summary[key] == pytest.approx(reference[key], rel=1e-9)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("way", OTHERS)
 @on_ranks(4, mpi=(4,))
@@ -201,6 +202,7 @@ def written(folder: Path, name: str, engine: dict) -> recipe.Recipe:
     return recipe.check(tables, folder)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("kind", ["allreduce", "ps-sync", "ps-async", "local-sgd", "easgd",
                                   "gossip"])  # fmt: skip

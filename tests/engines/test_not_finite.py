@@ -149,7 +149,7 @@ def last_worker(engine, size: int) -> int:
     return engines.workers_of(engine, size) - 1
 
 
-@pytest.mark.pairs
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("value", PLANTED)
 @pytest.mark.parametrize("first", [True, False], ids=["first", "last"])
 @pytest.mark.parametrize("name", TOGETHER)
@@ -174,7 +174,6 @@ def leaves_no_trace(ranks, name, first, value):
     ranks(body)
 
 
-@pytest.mark.pairs
 @pytest.mark.parametrize("value", PLANTED)
 @pytest.mark.parametrize("first", [True, False], ids=["first", "last"])
 @pytest.mark.parametrize("name", [*TOGETHER, *APART])
@@ -225,7 +224,6 @@ def stops_and_says_where(ranks, name, first, value):
     ranks(body)
 
 
-@pytest.mark.pairs
 @pytest.mark.parametrize("value", PLANTED)
 @pytest.mark.parametrize("first", [True, False], ids=["first", "last"])
 @pytest.mark.parametrize("name", APART)
@@ -453,6 +451,7 @@ ON_GPUS = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("precision", ["float32", "bf16", "fp16"])
 @pytest.mark.parametrize("name", ON_GPUS)
 def test_on_gpus(lazy_gpu, name, precision):

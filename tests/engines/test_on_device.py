@@ -74,6 +74,7 @@ FREE = {
 }
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("mode", ["gpu", "lazy_gpu"])
 @pytest.mark.parametrize("name", ENGINES)
 def test_ranks_on_a_device_do_what_ranks_on_the_host_do(request, name, mode):
@@ -119,6 +120,7 @@ STATES = ("allreduce", "ps-sync", "local-sgd", "ps-async", "priority", "ordered"
 WAYS = [(name, "device") for name in STATES] + [(name, "host") for name in STATES[:4]]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name, begins", WAYS)
 def test_a_run_goes_on_elsewhere_than_it_began(tmp_path, lazy_gpu, name, begins):
     """From a device on cores, and the other way: a checkpoint does not tell where it was made."""

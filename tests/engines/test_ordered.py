@@ -179,6 +179,7 @@ def digits(size: int, algorithm: str) -> tuple[str, float, float]:
     return tuple(summary[key] for key in ("params_sha256", "train_loss", "test_loss"))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("size", [2, 4, 8])
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_digits(tmp_path, monkeypatch, algorithm, size):

@@ -90,7 +90,7 @@ def one_rank(model: str) -> tuple[np.ndarray, np.ndarray]:
     return begin, run_on("threads", 1, lambda w: trained(w, engines.Single(), model)[0])[0]
 
 
-@pytest.mark.pairs
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("model", ["mlp", "resnet"])
 @pytest.mark.parametrize("regime", TOGETHER)
 @on_ranks(2, 3, 4, 5, mpi=(2, 4))
@@ -109,6 +109,7 @@ NORMS = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("optimizer", NORMS)
 def test_any_number_of_servers_gives_the_same_bytes(monkeypatch, optimizer):
     monkeypatch.undo()  # norms are added by whole blocks of the optimizers
@@ -260,6 +261,7 @@ def test_a_dedicated_server_returns_the_hash_of_what_was_trained(tmp_path):
     assert {reported for _, reported in result} == {written}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("regime", REGIMES)
 def test_a_replay_ends_with_the_same_bytes(tmp_path, regime):
     engine = REGIMES[regime]
@@ -274,6 +276,7 @@ def test_a_replay_ends_with_the_same_bytes(tmp_path, regime):
         assert again[0][1]["staleness_histogram"] == first[0][1]["staleness_histogram"]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("bound", [1, 3, 10])
 def test_the_clock_gap_reaches_its_bound_and_no_more(bound):
     slow = FaultsOptions(slow_rank=1, slow_factor=20, step_ms=0.5)

@@ -38,6 +38,7 @@ def train(engine, out, resume=False, again=None):
     return run_on("threads", RANKS, body)[0]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_run_that_was_stopped_and_resumed(tmp_path, monkeypatch, engine):
     """It was stopped within an interval, of which the log has the first part and the second."""
@@ -75,6 +76,7 @@ class AfterOneGradient:
         """Take no note."""
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("engine", "workers"), [("ps-async", RANKS - 1), ("gossip", RANKS)])
 def test_a_run_that_was_stopped_before_all_had_done_a_step(tmp_path, monkeypatch, engine, workers):
     """Worker 0 has changed the parameters, but the run is at the step where it was."""

@@ -75,7 +75,6 @@ def joined(link, parts: list[bytes], precision: str) -> list[np.ndarray]:
     return [np.frombuffer(b"".join(all_gather_bytes(link, part)), precision) for part in parts]
 
 
-@pytest.mark.pairs
 @pytest.mark.parametrize("precision", ["float32", "float64"])
 @pytest.mark.parametrize("method", METHODS)
 @on_ranks(2, 4, 9, mpi=(3,))
@@ -107,7 +106,6 @@ def update_of_one_rank(world, engine, method: str, precision: str, hosts: str = 
 LAYOUTS = {2: ("aa", "ab"), 4: ("aaaa", "aabb"), 5: ("aabbb", "ababb")}
 
 
-@pytest.mark.pairs
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("layout", range(2))
 @on_ranks(2, 4, 5, mpi=(2, 4))
@@ -178,6 +176,7 @@ ROWS = [("shards", 3, "whole", 2), ("whole", 2, "shards", 4), ("shards", 4, "sha
         ("shared", 2, "shared", 4), ("shared", 4, "shards", 3)]  # fmt: skip
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("first", "before", "then", "after"), ROWS)
 def test_a_checkpoint_fits_any_number_of_shards(tmp_path, first, before, then, after):
     ways = {"shards": SHARDS, "shared": SHARED, "whole": engines.AllReduce()}

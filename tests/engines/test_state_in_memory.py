@@ -76,6 +76,7 @@ def survivors_of(copies, lost, fresh):
     return [MemoryCopies() for _ in range(fresh)] + alive
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("regime", [*REGIMES, *MORE_REGIMES])
 def test_survivors_read_the_bytes_of_the_checkpoint(saved, regime):
     out, copies, live = saved(regime)

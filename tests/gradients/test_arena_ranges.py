@@ -122,6 +122,7 @@ def by_stages(cut: Cut, method: str, dtype: str, join=ordered_rows) -> list[byte
     return [x.tobytes() for x in whole]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("method", METHODS)
 def test_stages_make_the_bytes_of_one_arena(method, dtype):

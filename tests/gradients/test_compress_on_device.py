@@ -75,7 +75,7 @@ def summed(world, method, dtype, algorithm, spoil=None):
     return np.array(result), side.compressor.sums_are_finite(), moved
 
 
-@pytest.mark.pairs
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("algorithm", ["ring", "recursive-doubling", "direct"])
 @pytest.mark.parametrize("method", METHODS)

@@ -1,9 +1,9 @@
 """Selection of the table rows to run, and of the rows on which coverage is measured.
 
-A table that is a product of three or more independent columns (calls x places x numbers of ranks)
-has many rows, and most of them test no new pair of values. With the marker `pairs` only as many
-rows are run as are needed for every pair of values to occur; --full runs all rows. Columns that
-depend on each other, such as an algorithm, a length and a number of ranks, need all rows.
+`make test` runs the first ring: of each table as many rows as are needed for every value of every
+column to occur. A test whose rows take long is marked `sample(n)`: n of these rows, those that show
+most values. `make test-full` runs all rows (--full). --tenth K runs a tenth of the rows outside of
+the first ring, by their names: ten K run them all.
 
 A test that starts processes and whose result does not depend on the MPI is marked `either`; single
 rows of a table by `rows_of`. `make test` runs them with one MPI, `make test-full` with both.
@@ -11,11 +11,14 @@ rows of a table by `rows_of`. `make test` runs them with one MPI, `make test-ful
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import threading
+import zlib
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from itertools import combinations, product
+from itertools import product
+from pathlib import Path
 
 import pytest
 
@@ -28,17 +31,17 @@ def values(item: pytest.Item) -> list[Value]:
     return [(name, repr(value)) for name, value in callspec.params.items()] if callspec else []
 
 
-def enough(rows: Sequence[Collection[Value]]) -> list[int]:
-    """Return the indexes of rows in which all pairs of values meet that meet in any; few of them.
+def covering(rows: Sequence[Collection[Value]]) -> list[int]:
+    """Return the indexes of few rows in which each value of any row occurs, at least of one.
 
-    Each time the row with most new pairs, of several the first: the same on all ranks of a job.
+    Each time the row with most new values, of several the first: the same on all ranks of a job.
     """
-    pairs = [set(combinations(row, 2)) for row in rows]
-    remaining, chosen = set().union(*pairs), []
-    while remaining:
-        best = max(range(len(rows)), key=lambda i: len(pairs[i] & remaining))
+    values = [set(row) for row in rows]
+    remaining, chosen = set().union(*values), []
+    while remaining or not chosen:
+        best = max(range(len(rows)), key=lambda i: len(values[i] & remaining))
         chosen.append(best)
-        remaining -= pairs[best]
+        remaining -= values[best]
     return chosen
 
 
@@ -54,14 +57,37 @@ def latin(columns: Sequence[Sequence], begin: int = 0) -> Iterator[tuple]:
             yield tuple(value for _, value in row)
 
 
-def spare(items: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """Return the rows of tables marked `pairs` whose pairs meet in others; MPI's have their own."""
+def first_ring(items: Sequence[pytest.Item]) -> set[str]:
+    """Return the names of the rows that `make test` runs; rows on MPI are a table of their own."""
     tables: dict[tuple[str, bool], list[pytest.Item]] = defaultdict(list)
     for item in items:
-        if "pairs" in item.keywords and "full" not in item.keywords:
+        if "full" not in item.keywords:
             tables[item.nodeid.partition("[")[0], "mpi" in item.keywords].append(item)
-    saved = {id(t[i]) for t in tables.values() for i in enough([values(item) for item in t])}
-    return [item for table in tables.values() for item in table if id(item) not in saved]
+    return {table[i].nodeid for table in tables.values() for i in _sampled(table)}
+
+
+def _sampled(table: Sequence[pytest.Item]) -> list[int]:
+    """Return the rows of a table that cover its values, no more of them than its `sample`."""
+    marker = table[0].get_closest_marker("sample")
+    return covering([values(item) for item in table])[: marker.args[0] if marker else None]
+
+
+def tenth(items: Sequence[pytest.Item], number: int) -> set[str]:
+    """Return a tenth of the rows outside of the first ring, drawn by their names."""
+    names = {item.nodeid for item in items} - first_ring(items)
+    return {name for name in names if zlib.crc32(name.encode()) % 10 == number % 10}
+
+
+def changed_folders(root: Path) -> set[str]:
+    """Return the folders of the package and of tests that the last ten commits changed."""
+    command = ["git", "-C", str(root), "log", "-10", "--format=", "--name-only"]
+    try:
+        names = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):  # not a checkout: nothing is known
+        return set()
+    return {
+        name.split("/")[1] for name in names.split() if name.startswith(("hpctrain/", "tests/"))
+    }
 
 
 def rows_of(table: Iterable, *pair: object) -> list:

@@ -1,4 +1,4 @@
-"""Reduced tables: every pair of values still occurs, and the omitted rows are known."""
+"""Rings of tables: every value occurs in the first, and ten tenths have all other rows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from itertools import combinations, product
 from types import SimpleNamespace
 
 import pytest
-from tables import Measured, enough, latin, spare
+from tables import Measured, covering, first_ring, latin, tenth
 
 COLUMNS = {"call": range(5), "where": range(4), "ranks": range(2, 10)}
 PRODUCT = [[(name, str(v)) for name, v in zip(COLUMNS, row, strict=True)]
@@ -15,11 +15,10 @@ PRODUCT = [[(name, str(v)) for name, v in zip(COLUMNS, row, strict=True)]
 
 
 @pytest.mark.parametrize("rows", [PRODUCT, PRODUCT[::7], PRODUCT[::-1]])
-def test_every_two_values_meet_in_few_rows(rows):
-    chosen = [rows[i] for i in enough(rows)]
-    assert pairs(chosen) == pairs(rows)
-    maximum = len(COLUMNS["call"]) * len(COLUMNS["ranks"])  # two columns alone need so many
-    assert len(chosen) <= 1.2 * maximum
+def test_every_value_occurs_in_few_rows(rows):
+    chosen = [rows[i] for i in covering(rows)]
+    assert {value for row in chosen for value in row} == {value for row in rows for value in row}
+    assert len(chosen) == max(map(len, COLUMNS.values()))
 
 
 def pairs(rows):
@@ -40,32 +39,43 @@ def test_latin_squares_have_all_rows_together():
     assert sorted(rows) == [*product(*columns)]
 
 
-def test_a_table_of_two_columns_is_whole():
-    rows = [row[:2] for row in PRODUCT[:: len(COLUMNS["ranks"])]]
-    assert sorted(enough(rows)) == list(range(len(rows)))
-
-
-def item(row, *marks, table="test_it"):
+def item(row, *marks, table="test_it", sample=None):
     """Return what the functions see of a row of pytest's."""
     callspec = SimpleNamespace(params=dict(row)) if row else None
-    return SimpleNamespace(nodeid=f"{table}[{row}]", keywords=set(marks), callspec=callspec)
+    marker = sample and SimpleNamespace(args=(sample,))
+    return SimpleNamespace(
+        nodeid=f"{table}[{row}]", keywords=set(marks), callspec=callspec,
+        get_closest_marker=lambda name: marker,
+    )  # fmt: skip
 
 
 def test_each_kind_of_ranks_has_its_rows():
-    threads, mpi = ([item(row, "pairs", *extra) for row in PRODUCT] for extra in ((), ("mpi",)))
-    remaining = [len(spare(items)) for items in (threads, mpi, threads + mpi)]
-    short = len(PRODUCT) - len(enough(PRODUCT))
-    assert remaining == [short, short, 2 * short]
+    threads, mpi = ([item(row, *extra) for row in PRODUCT] for extra in ((), ("mpi",)))
+    for row in mpi:
+        row.nodeid = f"mpi-{row.nodeid}"
+    assert [len(first_ring(items)) for items in (threads, mpi, threads + mpi)] == [8, 8, 16]
 
 
-def test_rows_that_are_for_full_stand_for_no_others():
-    small = [[("a", str(i % 2)), ("b", str(i // 2 % 2)), ("c", str(i // 4))] for i in range(8)]
-    items = [item(row, "pairs", *(["full"] if i < 4 else [])) for i, row in enumerate(small)]
-    assert spare(items) == []  # what is left has two columns that change
+def test_a_test_without_a_table_is_in_the_first_ring():
+    assert len(first_ring([item((), table=name) for name in ("test_a", "test_b")])) == 2
 
 
-def test_tables_without_the_mark_are_whole():
-    assert spare([item(row) for row in PRODUCT]) == []
+def test_a_sample_has_as_many_rows_as_it_says():
+    assert len(first_ring([item(row, sample=3) for row in PRODUCT])) == 3
+
+
+def test_rows_for_full_stand_for_no_others():
+    rows = [item([("a", str(i % 2))], *(["full"] if i == 0 else [])) for i in range(3)]
+    assert first_ring(rows) == {rows[1].nodeid, rows[2].nodeid}
+
+
+def test_ten_tenths_have_each_row_outside_of_the_first_ring_once():
+    items = [item(row) for row in PRODUCT] + [item((), "full", table="test_long")]
+    tenths = [tenth(items, number) for number in range(7, 17)]
+    assert sorted(name for names in tenths for name in names) == sorted(
+        {row.nodeid for row in items} - first_ring(items)
+    )
+    assert max(map(len, tenths)) < len(PRODUCT) / 5
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
     python tests/mutants/plant.py --seed 34 --count 60 >tests/mutants/mutants.jsonl
 
-A mutant replaces one statement or a part of one. It is stored with the text before and after, so that
+A mutant replaces one statement or a part of one. It has the text before and after, so that
 a list stays valid while the package changes around its lines. `hpctrain/torch` and `hpctrain/jax`
 are left out: their tests are those of `make test-guests`.
 """
@@ -22,8 +22,8 @@ ROOT = Path(__file__).parents[2]
 GUESTS = ("torch", "jax")
 DTYPES = {"float64": "float32", "float32": "float16", "int64": "int32", "uint64": "uint32",
           "int32": "int16", "uint8": "int8", "complex128": "complex64"}  # fmt: skip
-WAITS = ("wait", "wait_all", "wait_any", "barrier", "join", "synchronize", "flush", "fsync", "settle",
-         "settled", "drain", "close", "free", "start")  # fmt: skip
+WAITS = ("wait", "wait_all", "wait_any", "barrier", "join", "synchronize", "flush", "fsync",
+         "settle", "settled", "drain", "close", "free", "start")  # fmt: skip
 CHECKS = ("check", "refuse", "require", "must", "validate", "assert", "verify")
 NEXT = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt}
 

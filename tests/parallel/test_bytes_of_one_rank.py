@@ -31,7 +31,7 @@ def equals_one_rank(ranks, plan: Plan, **pipeline) -> None:
         assert outcome == expected
 
 
-@pytest.mark.pairs
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @on_ranks(*range(2, 9), mpi=())
@@ -44,7 +44,6 @@ OVER_MPI = ("dropout", "tied twice")
 NAMES = [pytest.param(m, marks=() if m in OVER_MPI else pytest.mark.full) for m in MODELS]
 
 
-@pytest.mark.pairs
 @pytest.mark.parametrize("model", NAMES)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @on_ranks(mpi=(2, 3, 4))
@@ -52,7 +51,6 @@ def test_every_schedule_over_mpi(ranks, schedule, model):
     equals_one_rank(ranks, plan_for(model, schedule, ranks.size), schedule=schedule)
 
 
-@pytest.mark.pairs
 @pytest.mark.parametrize("precision", ["float32", "float64"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])

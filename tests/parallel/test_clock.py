@@ -101,6 +101,7 @@ def predicted(name: str, data: int, pipe: int, micro_batches: int, cluster=CLUST
     return predict_step(schedule, costs, Grid(cluster, data, per_node), 50_000_000, gradients)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("data", [256, 2048])
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v"])
 def test_16384_ranks_are_predicted_from_one_pipeline(name, data):

@@ -34,7 +34,7 @@ def on_data_axis(plan: Plan, size: int) -> Outcome:
     return run_on("threads", size, lambda world: train(world, plan))[0]
 
 
-@pytest.mark.pairs
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("engine", WAYS)
 @on_grids(*GRIDS)
@@ -66,7 +66,7 @@ ENGINES = {
 }
 
 
-@pytest.mark.pairs
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("model", ["mlp", "tied twice"])
 @pytest.mark.parametrize("engine", ENGINES)
 @on_grids((2, 2), (2, 3))

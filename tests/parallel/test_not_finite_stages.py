@@ -86,7 +86,7 @@ def params_sha256(world, engine: Engine) -> str:
     return run_facts.trained_sha256(world, engine)
 
 
-@pytest.mark.pairs
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("value", [np.nan, float(np.finfo(np.float32).max)], ids=["nan", "large"])
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("name", [*TOGETHER, *APART])
@@ -108,7 +108,6 @@ def leaves_the_bytes_of_the_data_axis(ranks, name, stage, value):
         assert summary["dropped_gradients"] in ((None, 0) if name in TOGETHER else (1,))
 
 
-@pytest.mark.pairs
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("name", [*TOGETHER, *APART])
 @on_ranks(4, 8, mpi=())

@@ -48,6 +48,7 @@ def trained(world, make, pipe, schedule="1f1b"):
 GRIDS = {"1f1b": (1, 2), "zb-h1": (2, 2), "zb-v": (1, 2)}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("schedule", GRIDS)
 @pytest.mark.parametrize("make", [mlp, tied])
 def test_a_pipeline_on_devices_has_the_bytes_of_one_device(lazy_gpu, make, schedule):

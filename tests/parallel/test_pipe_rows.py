@@ -60,7 +60,7 @@ def on_data_axis(plan: Plan, size: int) -> Outcome:
     return run_on("threads", size, lambda world: train(world, plan))[0]
 
 
-@pytest.mark.pairs
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("model", ["mlp", "tied twice"])
 @pytest.mark.parametrize("engine", TOGETHER)
 @on_grids((3, 2), (2, 3), (4, 2), mpi=((2, 2),))
@@ -128,7 +128,7 @@ def same(summary) -> dict[str, Any]:
     return {key: summary[key] for key in SAME if key in summary}
 
 
-@pytest.mark.pairs
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("model", ["mlp", "tied twice"])
 @pytest.mark.parametrize("engine", FREE)
 @pytest.mark.parametrize("grid", [(4, 2), (3, 3)], ids=["4x2", "3x3"])
@@ -261,6 +261,7 @@ APART = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("pipe_rank", [0, 1])
 @pytest.mark.parametrize("engine", APART)
 def test_a_gradient_that_is_not_finite_on_one_rank_is_dropped_by_its_row(
@@ -296,6 +297,7 @@ def test_the_rank_whose_gradient_is_not_finite_is_named(monkeypatch, engine, pip
     assert all(run_on("threads", 2 * data, body))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("engine", ["1 server", "2 colocated", "one asynchronous"])
 def test_a_run_goes_on_on_another_grid(tmp_path, engine):
     options = TOGETHER.get(engine, engines.PsAsync())
@@ -308,6 +310,7 @@ def test_a_run_goes_on_on_another_grid(tmp_path, engine):
     assert result["params_sha256"] == expected
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("engine", ["ps-async", "easgd", "gossip"])
 def test_clocks_and_counts_go_on_on_another_grid(tmp_path, jitter, engine):
     plan, workers = free_plan(engine), 3 if engine == "gossip" else 2

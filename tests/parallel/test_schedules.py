@@ -47,6 +47,7 @@ FORMULAS = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("name", FORMULAS)
 def test_steps_and_memory_are_those_of_the_papers(name, ranks):

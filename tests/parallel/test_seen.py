@@ -103,6 +103,7 @@ def test_waits_for_stages_count_as_wait_on_each_rank_and_not_as_compute(trained)
         assert row["ranks"]["compute_s"][rank] == pytest.approx(compute_s / 1e6, abs=2e-3)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", RUNS)
 def test_the_report_shows_the_schedule_predicted_and_measured(trained, name, tmp_path):
     record = read(trained(name))
@@ -148,6 +149,7 @@ DRY = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", DRY)
 def test_a_dry_run_shows_memory_by_kind_measured_and_predicted(name):
     changes, planes = DRY[name]

@@ -109,7 +109,11 @@ def test_python_blocks(page, start, tmp_path):
     assert completed.returncode == 0, completed.stdout + completed.stderr
 
 
-@pytest.mark.parametrize("page", [page for page, text in PAGES.items() if commands(text)])
+@pytest.mark.sample(3)
+@pytest.mark.parametrize(
+    "page",
+    sorted(filter(lambda p: commands(PAGES[p]), PAGES), key=lambda p: len(commands(PAGES[p]))),
+)
 def test_commands(page, tmp_path):
     env = {**os.environ, **LAUNCHER, "PATH": f"{BIN}:{os.environ['PATH']}"}
     message: dict[str, str] = {}

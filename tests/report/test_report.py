@@ -127,6 +127,7 @@ class Page(HTMLParser):
         self.text += data
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("kind", RUNS)
 def test_report(kind, tmp_path, monkeypatch):
     rows, summary, recipe, torn, expected, words = RUNS[kind]
@@ -188,6 +189,7 @@ def test_times_of_ranks_are_those_since_the_last_resumption(tmp_path):
     }  # fmt: skip
 
 
+@pytest.mark.full
 def test_a_thousand_rows_of_many_ranks(tmp_path):
     run = write(tmp_path / "run", [], COMPLETED, RECIPE)
     ranks = {f"{name}_s": [0.1] * 200 for name in ("compute", "wait", "wire")}

@@ -330,6 +330,7 @@ def test_a_pilot_tells_how_many_steps_to_time(step_s, steps, tmp_path, monkeypat
     assert (result.steps, calls) == (steps, [("pilot", 1), ("pilot", 4)])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("watched", [False, True])
 def test_a_trial_that_takes_too_long_is_ended(watched, tmp_path, monkeypatch):
     monkeypatch.setattr(local_runner, "POLL_S", 0.05)

@@ -122,6 +122,7 @@ def rows_cover_each_step_once(folder) -> bool:
     )
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("seed", [0, 1, pytest.param(2, marks=pytest.mark.full)])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_training_survives(engine, seed, tmp_path, undisturbed, moment):
@@ -184,6 +185,7 @@ def test_a_loss_interrupts_the_checkpoint_after_that_of_a_host(monkeypatch, tmp_
     assert len(list(tmp_path.glob("checkpoints/step-*"))) == 2
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("calls", range(0, 96, 4))
 def test_a_loss_around_the_first_step_is_survived(calls, tmp_path, undisturbed, moment):
     """Some ranks may have begun to train, and others not."""
@@ -266,6 +268,7 @@ def _train_with_min_ranks(out, min_ranks: int, victim: int) -> list:
     return run_ranks(2, body, 20, kills={victim: 900})
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("calls_before_end", range(1, 13, 2))
 @pytest.mark.parametrize("has_folder", [True, False])
 def test_a_loss_at_the_end_loses_no_step(

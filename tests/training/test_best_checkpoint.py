@@ -144,6 +144,7 @@ def drawn():
     return Dataset(random.normal(size=(40, 4)).astype(np.float32), random.integers(3, size=40))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("at", [2, 6, 13, 21])
 def test_a_resumed_run_keeps_the_best_of_the_whole_one(tmp_path, monkeypatch, at):
     run_on("threads", 2, lambda w: fit(w, tmp_path / "whole", False))

@@ -96,6 +96,7 @@ REQUESTED = (
 )
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("location", PLACES)
 def test_a_rank_that_is_short_ends_all(tmp_path, location):
     with fakes.installed(devices=RANKS, ipc_within=True) as machine:

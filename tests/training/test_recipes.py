@@ -20,6 +20,7 @@ SMALLER = {
 STEPS = 3
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", SMALLER)
 def test_a_built_in_recipe_fits_its_data(name):
     spec = recipe.load(name)
@@ -33,6 +34,7 @@ def test_recipes_of_other_frameworks_are_tested_beside_them():
     assert set(recipe.built_in()) - SMALLER.keys() == {"cnn-torch"}  # tests/guests/test_modules.py
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", SMALLER)
 def test_a_built_in_recipe_trains_alike_on_one_rank_and_on_two(name, tmp_path):
     short = ["run.epochs=", f"run.steps={STEPS}", f"run.interval_steps={STEPS}"]

@@ -62,6 +62,7 @@ CHANGES = {
 }  # fmt: skip
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("change", "size"),
     [
@@ -101,6 +102,7 @@ def test_resumed_runs_end_with_the_same_bytes(tmp_path, stops, monkeypatch, size
     assert rows[-1]["samples"] == complete["samples"] == 1437 * EPOCHS
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("saved", [2, 0])
 def test_steps_after_the_last_checkpoint_are_done_again_and_counted(tmp_path, saved):
     """A killed job leaves rows of steps that no checkpoint holds, also before there is one."""
@@ -130,6 +132,7 @@ def test_a_row_that_was_not_due_at_a_checkpoint_tells_of_all_its_steps(tmp_path)
     assert [row["train_loss"] for row in again] == pytest.approx(losses, rel=1e-12)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("sizes", [(1, 3), (3, 2), (2, 1)])
 def test_another_number_of_ranks_sees_the_same_batches(tmp_path, sizes, monkeypatch, stops):
     """In float64, 1e-10 of the way: sums are rounded in another order, and no more."""
@@ -145,6 +148,7 @@ def test_another_number_of_ranks_sees_the_same_batches(tmp_path, sizes, monkeypa
     assert abs(models[0] - models[1]).max() < 1e-10
 
 
+@pytest.mark.sample(1)
 @on_ranks(1, 3, mpi=(4,))
 def test_digits_reaches_its_accuracy(ranks, tmp_path, monkeypatch):
     """The mean of 5 seeds is at least 0.97, whatever the number of ranks."""
