@@ -122,9 +122,11 @@ def pytest_runtest_logfinish(nodeid): write("end", nodeid)
 """
 
 
-def falling(tree: Path, rows: Iterable[Row], seconds: dict[Row, float], folder: Path) -> list[str]:
-    """Run rows, a process of pytest per job; return those that fail, hang or are slow."""
-    result: list[str] = []
+def falling(
+    tree: Path, rows: Iterable[Row], seconds: dict[Row, float], folder: Path
+) -> dict[Row, str]:
+    """Run rows, a process of pytest per job; return those that fail, hang or are slow, and how."""
+    result: dict[Row, str] = {}
     jobs: dict[tuple[str, int], list[Row]] = defaultdict(list)
     for row in rows:
         jobs[row.python, row.ranks].append(row)
@@ -132,13 +134,13 @@ def falling(tree: Path, rows: Iterable[Row], seconds: dict[Row, float], folder: 
         remaining = job
         while remaining:
             fell, remaining = _run(tree, remaining, seconds, folder)
-            result += fell
+            result |= fell
     return result
 
 
 def _run(
     tree: Path, rows: list[Row], seconds: dict[Row, float], folder: Path
-) -> tuple[list[str], list[Row]]:
+) -> tuple[dict[Row, str], list[Row]]:
     """Run rows of one job until they end, or one takes too long; return the fallen and the rest."""
     python, ranks = rows[0].python, rows[0].ranks
     log = folder / "watched.jsonl"
@@ -168,14 +170,12 @@ def _run(
     begun = {node for what, node in events if what == "begin"}
     failed = {node for what, node in events if what == "failed"}
     if not begun:  # the package cannot be imported, or the job not started
-        return [f"{row} (not begun)" for row in rows], []
-    fell = [str(row) for row in rows if row.node in failed]
-    fell += [
-        f"{row} ({'slow' if slow else 'job ended'})"
-        for row in rows
-        if row.node in begun - ended - failed
-    ]
-    # After an abort of MPI the first row that did not end is the one that fell.
+        return dict.fromkeys(rows, "not begun"), []
+    open_ = (
+        begun - ended - failed
+    )  # on MPI also the row whose failure on another rank ended the job
+    fell = {row: "failed" for row in rows if row.node in failed}
+    fell |= {row: "slow" if slow else "job ended" for row in rows if row.node in open_}
     return fell, [row for row in rows if row.node not in begun]
 
 
@@ -234,16 +234,12 @@ def main() -> None:
         finally:
             restore()
         if 0 < len(fell) <= FEW:  # do they fall without the error, too?
-            suspects = [row for row in rows if any(text.startswith(str(row)) for text in fell)]
-            anyway = falling(options.tree, suspects, record.seconds, options.record)
-            fell = [
-                text
-                for text in fell
-                if text.partition(" ")[0] not in {a.partition(" ")[0] for a in anyway}
-            ]
+            for row in falling(options.tree, fell, record.seconds, options.record):
+                del fell[row]
         line = {
             "mutant": number, "kind": mutant.kind, "file": mutant.file, "line": mutant.line,
-            "rows": len(rows), "fell": sorted(fell), "seconds": round(time.monotonic() - start, 1),
+            "rows": len(rows), "fell": {str(row): how for row, how in fell.items()},
+            "seconds": round(time.monotonic() - start, 1),
         }  # fmt: skip
         with open(options.table, "a") as table:
             table.write(json.dumps(line) + "\n")
