@@ -34,7 +34,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from _compared import Row, check_claims, merge_runs
+from lib.compared import Row, check_claims, merge_runs
 
 from hpctrain.bench import plot
 from hpctrain.tuning import table

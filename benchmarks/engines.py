@@ -9,7 +9,7 @@ period     parameters exchanged every 10 steps: Downpour SGD, EASGD, EAMSGD; the
            Choromanska and LeCun (2015)
 bytes      local SGD with H = 1 ... 64, and DiLoCo: test error over bytes sent
 
-Compute is a sleep of `step_ms` and a small model; ranks are threads of one process (_trials.py).
+Compute is a sleep of `step_ms` and a small model; ranks are threads of one process (lib/trials.py).
 Rates are tuned per method on one grid, with seeds of their own; the results are of other seeds.
 `--only` measures some methods again and leaves the other rows of a result as they are.
 Draw the results with benchmarks/plots/engines.py.
@@ -27,9 +27,9 @@ from multiprocessing import get_context
 from typing import Any
 
 import numpy as np
-from _claims import claims_of
-from _common import RESULTS, machine_facts, short_text
-from _trials import Trial, run
+from lib.claims import claims_of
+from lib.common import RESULTS, machine_facts, short_text
+from lib.trials import Trial, run
 
 from hpctrain.engines import ENGINES
 from hpctrain.transport.threads.ranks import run_ranks

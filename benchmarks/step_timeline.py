@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import tomli_w
-from _common import RESULTS, save_result
+from lib.common import RESULTS, save_result
 
 from hpctrain.cluster.netlab.netlab import Lab, netlab, parse_speed
 from hpctrain.core.palette import BLACK, BLUE, ORANGE

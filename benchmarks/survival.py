@@ -34,10 +34,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from _common import RESULTS, save_result
-from _survival_cost import against_checkout, against_plain
-from _survival_ettr import measure_ettr
-from _survival_job import (
+from lib.common import RESULTS, save_result
+from lib.survival_cost import against_checkout, against_plain
+from lib.survival_ettr import measure_ettr
+from lib.survival_job import (
     RANKS,
     STEP_MS,
     TRAIN,

@@ -19,7 +19,7 @@ from hpctrain.core.palette import COLORS, DASHES, MARKERS
 
 BENCHMARKS = Path(__file__).parents[1]
 sys.path.insert(0, str(BENCHMARKS))
-from _survival_ettr import daly  # noqa: E402  (of the benchmarks)
+from lib.survival_ettr import daly  # noqa: E402  (of the benchmarks)
 
 LABELS = {
     "bare": "MPI alone: revoke, shrink, all-reduce", "fast on free cores": "allreduce, a core each",

@@ -28,7 +28,7 @@ __all__ = [
     "summarize_times",
     "start_world",
 ]
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parents[1] / "results"
 
 
 def start_world(ranks: int) -> World:
