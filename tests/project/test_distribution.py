@@ -73,6 +73,13 @@ def unpack(dist: Path, folder: Path) -> Path:
     return folder / archive.name.removesuffix(".tar.gz")
 
 
+def test_large_files_of_the_repository_are_compressed(repository):
+    """Every clone has them, in every version."""
+    packed = (".gz", ".png")
+    large = {name for name in repository if (ROOT / name).stat().st_size > 200_000}
+    assert [name for name in large if not name.endswith(packed)] == []
+
+
 @pytest.mark.processes
 @pytest.mark.either
 def test_a_source_distribution_holds_all_files_of_the_repository(repository, dist, tmp_path):
