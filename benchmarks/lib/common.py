@@ -1,4 +1,4 @@
-"""What all benchmarks share: ranks, clocks, spread, and the facts of the machine."""
+"""Ranks, clocks, spread and facts of the machine for all benchmarks."""
 
 from __future__ import annotations
 
