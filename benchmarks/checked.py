@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from _common import make_parser, report_result, start_world, summarize_times, time_interleaved
+from lib.common import make_parser, report_result, start_world, summarize_times, time_interleaved
 
 import hpctrain as ht
 from hpctrain.bench import message_sizes

@@ -16,7 +16,7 @@ Every run is kept as soon as it has ended. With --resume those of an interrupted
 if they were asked for the same, of the same algorithms: only what is missing of --times is run.
 With --draw nothing is measured: claims and picture come from the runs that there are.
 
-    results/compare-PART-N-ranks.json   all runs, what was merged, claims
+    results/compare-PART-N-ranks.json   all runs, what was merged, claims; .json.gz if it is long
     results/compare-PART-N-ranks.png    PART: allreduce (arrays in node memory, where gradients
                                         are), private (elsewhere), step (whole training steps)
 """
@@ -34,7 +34,8 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from _compared import Row, check_claims, merge_runs
+from lib.compared import Row, check_claims, merge_runs
+from lib.results import find_file, read_text, write_text
 
 from hpctrain.bench import plot
 from hpctrain.tuning import table
@@ -135,7 +136,7 @@ def _measure_part(part: str, arguments: argparse.Namespace) -> bool:
 
 def _draw_part(part: str, arguments: argparse.Namespace) -> bool:
     path = _result_path(part, arguments)
-    return _report_part(path, part, arguments.ranks, json.loads(path.read_text())["runs"])
+    return _report_part(path, part, arguments.ranks, json.loads(read_text(path))["runs"])
 
 
 def _result_path(part: str, arguments: argparse.Namespace) -> Path:
@@ -149,7 +150,7 @@ def _command_text(bench_arguments: Sequence[str]) -> str:
 
 def _load_runs(path: Path, request: Mapping[str, str]) -> list[dict[str, Any]]:
     """Return the runs in `path` that were asked for the same."""
-    saved_runs = json.loads(path.read_text())["runs"] if path.exists() else []
+    saved_runs = json.loads(read_text(path))["runs"] if find_file(path).exists() else []
     runs = [run for run in saved_runs if run.get("asked") == request]
     print(f"{path.name}: {len(runs)} of {len(saved_runs)} runs count", flush=True)
     return runs
@@ -197,9 +198,7 @@ def _save_runs(path: Path, part: str, ranks: int, runs: Sequence[Any]) -> None:
     text = text_parts[0] + "".join(
         _rows_text(next(tables)) + text_part for text_part in text_parts[1:]
     )
-    temporary_path = path.with_suffix(".part")
-    temporary_path.write_text(text + "\n")
-    temporary_path.replace(path)
+    write_text(path, text + "\n")
 
 
 def _rows_text(rows: Sequence[Row]) -> str:
@@ -218,7 +217,7 @@ def _report_part(path: Path, part: str, ranks: int, runs: Sequence[Any]) -> bool
     draw_plot(drawn_rows, f"{TITLES[part]}, {ranks} ranks on 1 node", path.with_suffix(".png"))
     for claim, is_held in claims_held.items():
         print({True: "holds:", False: "DOES NOT HOLD:", None: "shown:"}[is_held], claim)
-    print(f"-> {path.name}, {path.stem}.png", flush=True)
+    print(f"-> {find_file(path).name}, {path.stem}.png", flush=True)
     return False not in claims_held.values()
 
 

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 import threadpoolctl
-from _common import median_ratio, report_result, summarize_times, time_interleaved
+from lib.common import median_ratio, report_result, summarize_times, time_interleaved
 
 from hpctrain import nn, optim
 from hpctrain import world as worlds

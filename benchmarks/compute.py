@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 import threadpoolctl
-from _common import (
+from lib.common import (
     make_parser,
     median_ratio,
     report_result,
@@ -38,7 +38,7 @@ try:
 except ImportError:
     raise SystemExit(print("not measured: PyTorch is not installed")) from None
 
-from _in_torch import TransformerSizes, make_resnet20, make_step, make_transformer
+from lib.in_torch import TransformerSizes, make_resnet20, make_step, make_transformer
 
 from hpctrain import nn, optim
 from hpctrain.engines import Flags, Task

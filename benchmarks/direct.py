@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from _common import (
+from lib.common import (
     make_parser,
     median_ratio,
     report_result,

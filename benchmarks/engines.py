@@ -9,7 +9,7 @@ period     parameters exchanged every 10 steps: Downpour SGD, EASGD, EAMSGD; the
            Choromanska and LeCun (2015)
 bytes      local SGD with H = 1 ... 64, and DiLoCo: test error over bytes sent
 
-Compute is a sleep of `step_ms` and a small model; ranks are threads of one process (_trials.py).
+Compute is a sleep of `step_ms` and a small model; ranks are threads of one process (lib/trials.py).
 Rates are tuned per method on one grid, with seeds of their own; the results are of other seeds.
 `--only` measures some methods again and leaves the other rows of a result as they are.
 Draw the results with benchmarks/plots/engines.py.
@@ -27,9 +27,10 @@ from multiprocessing import get_context
 from typing import Any
 
 import numpy as np
-from _claims import claims_of
-from _common import RESULTS, machine_facts, short_text
-from _trials import Trial, run
+from lib.claims import claims_of
+from lib.common import RESULTS, machine_facts, short_text
+from lib.results import find_file, read_text, write_text
+from lib.trials import Trial, run
 
 from hpctrain.engines import ENGINES
 from hpctrain.transport.threads.ranks import run_ranks
@@ -244,7 +245,7 @@ def median(rows: Sequence[Row], key: str) -> float | None:
 def save_rows(study: str, rows: Sequence[Row], methods: set[str]) -> int:
     """Write the rows, those of other methods as they were; return how many claims do not hold."""
     path = RESULTS / f"engines-{study}.json"
-    saved_rows = json.loads(path.read_text())["rows"] if path.exists() else []
+    saved_rows = json.loads(read_text(path))["rows"] if find_file(path).exists() else []
     rows = [row for row in saved_rows if row["method"] not in methods] + list(rows)
     order = list(dict.fromkeys(cell.method for cell in STUDIES[study]()))
     rows = sorted(rows, key=lambda row: order.index(row["method"]))
@@ -252,10 +253,10 @@ def save_rows(study: str, rows: Sequence[Row], methods: set[str]) -> int:
     lines = ",\n  ".join(json.dumps(row) for row in rows)
     claims = claims_of(study, rows)
     header = json.dumps({"machine": facts, "study": study, "claims": claims}, indent=1)[:-2]
-    path.write_text(f'{header},\n "rows": [\n  {lines}\n ]\n}}\n')
+    file = write_text(path, f'{header},\n "rows": [\n  {lines}\n ]\n}}\n')
     for claim, is_held in claims.items():
         print("holds:" if is_held else "DOES NOT HOLD:", claim)
-    print(f"-> {path.name}")
+    print(f"-> {file.name}")
     return list(claims.values()).count(False)
 
 

@@ -22,7 +22,7 @@ from time import perf_counter
 from typing import Any
 
 import numpy as np
-from _common import (
+from lib.common import (
     make_parser,
     median_ratio,
     report_result,

@@ -17,7 +17,7 @@ from functools import partial
 from statistics import median
 
 import numpy as np
-from _common import make_parser, report_result, start_world
+from lib.common import make_parser, report_result, start_world
 
 from hpctrain import collectives
 from hpctrain.collectives.vote import elementwise_maximum

@@ -11,7 +11,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-from _common import make_parser, report_result, start_world
+from lib.common import make_parser, report_result, start_world
 
 from hpctrain.collectives import ALLREDUCE, Group, all_gather_short
 

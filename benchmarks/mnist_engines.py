@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from _common import report_result
+from lib.common import report_result
 from recipes import is_done
 
 from hpctrain import world as worlds

@@ -29,7 +29,7 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 import numpy as np
-from _common import machine_facts, median_ratio, save_result, summarize_times, time_interleaved
+from lib.common import machine_facts, median_ratio, save_result, summarize_times, time_interleaved
 
 from hpctrain.cluster.netlab.netlab import Lab, netlab, parse_speed
 from hpctrain.collectives import ALLREDUCE, Group, all_gather_bytes

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from _common import make_parser, median_ratio, report_result, summarize_times, time_interleaved
+from lib.common import make_parser, median_ratio, report_result, summarize_times, time_interleaved
 
 from hpctrain import engines, nn, optim
 from hpctrain.cluster.launch import launch_program

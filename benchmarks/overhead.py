@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-from _common import (
+from lib.common import (
     make_parser,
     median_ratio,
     report_result,

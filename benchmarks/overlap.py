@@ -25,7 +25,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from _common import median_ratio, report_result, start_world, summarize_times
+from lib.common import median_ratio, report_result, start_world, summarize_times
 
 from hpctrain import nn, optim
 from hpctrain import world as worlds

@@ -23,8 +23,8 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from _common import report_result, save_result, start_world, time_interleaved
-from _pipelines import (
+from lib.common import report_result, save_result, start_world, time_interleaved
+from lib.pipelines import (
     KEY,
     WIDTH,
     CoreShare,

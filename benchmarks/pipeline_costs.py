@@ -24,8 +24,8 @@ from time import perf_counter
 from typing import Any
 
 import numpy as np
-from _common import median_ratio, report_result, start_world, summarize_times, time_interleaved
-from _pipelines import KEY, Row, conditions, pipe_mesh, pylm_model, texts
+from lib.common import median_ratio, report_result, start_world, summarize_times, time_interleaved
+from lib.pipelines import KEY, Row, conditions, pipe_mesh, pylm_model, texts
 
 from hpctrain.core.allocator import keep_freed_memory
 from hpctrain.cost_model.loggp import Cluster, Wire

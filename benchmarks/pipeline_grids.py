@@ -17,8 +17,8 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from _common import report_result, start_world, summarize_times, time_interleaved
-from _pipelines import KEY, LENGTH, Row, conditions, pylm_model, texts
+from lib.common import report_result, start_world, summarize_times, time_interleaved
+from lib.pipelines import KEY, LENGTH, Row, conditions, pylm_model, texts
 
 from hpctrain import optim
 from hpctrain.cluster.netlab.netlab import Lab, netlab, parse_speed

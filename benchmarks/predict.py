@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from _common import make_parser, report_result, start_world, summarize_times, time_interleaved
+from lib.common import make_parser, report_result, start_world, summarize_times, time_interleaved
 
 from hpctrain import collectives, engines, nn, optim
 from hpctrain.bench.training_step.profile import profile_step

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).parent / "results"
+from lib.results import RESULTS, find_file, read_text
+
 MIB64 = 64 << 20
 TORCH, STEP = "torch-backend-cpu-2-ranks-openmpi.json", "step-torch-2-ranks-openmpi.json"
 Row = Mapping[str, Any]
@@ -41,11 +41,11 @@ def make_table() -> list[str]:
     """Return the lines of the table, in Markdown."""
     lines = ["| | hpctrain | rival | |", "|---|---|---|---|"]
     for what, file, common, ours, theirs, rival in COMPARISONS:
-        document = json.loads((RESULTS / file).read_text())
+        document = json.loads(read_text(RESULTS / file))
         rows = document.get("merged") or document["rows"]
         seconds, rival_seconds = (find_seconds(rows, {**common, **x}) for x in (ours, theirs))
         times = f"{rival_seconds / seconds:.2g}"
-        link = f"[{what}](benchmarks/results/{file})"
+        link = f"[{what}](benchmarks/results/{find_file(RESULTS / file).name})"
         lines.append(f"| {link} | {write(seconds)} | {write(rival_seconds)}, {rival} | {times}x |")
     return lines
 

@@ -16,7 +16,7 @@ from math import log
 from pathlib import Path
 from typing import Any
 
-from _common import report_result
+from lib.common import report_result
 
 from hpctrain.cluster.launch import launch
 from hpctrain.run_files import run_folder

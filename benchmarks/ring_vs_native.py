@@ -12,7 +12,7 @@ from __future__ import annotations
 from functools import partial
 
 import numpy as np
-from _common import (
+from lib.common import (
     make_parser,
     median_ratio,
     report_result,

@@ -18,7 +18,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from _common import RESULTS, save_result
+from lib.common import RESULTS, save_result
 
 RECIPE = Path(__file__).with_name("mlp-10m.toml")
 HOSTS = "1,2,4"

@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 
 import numpy as np
-from _common import make_parser, median_ratio, report_result, start_world, summarize_times
+from lib.common import make_parser, median_ratio, report_result, start_world, summarize_times
 
 from hpctrain import optim
 from hpctrain.engines.parameter_server.shard import (

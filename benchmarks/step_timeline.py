@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import tomli_w
-from _common import RESULTS, save_result
+from lib.common import RESULTS, save_result
+from lib.results import read_text
 
 from hpctrain.cluster.netlab.netlab import Lab, netlab, parse_speed
 from hpctrain.core.palette import BLACK, BLUE, ORANGE
@@ -45,7 +46,7 @@ def main() -> int:
     options = parse_arguments()
     if not options.draw:
         measure(options.link, options.batch)
-    result = json.loads((RESULTS / "step-timeline-openmpi.json").read_text())
+    result = json.loads(read_text(RESULTS / "step-timeline-openmpi.json"))
     draw(result["rows"], result["pictures"])
     return 0
 

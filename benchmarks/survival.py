@@ -34,10 +34,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from _common import RESULTS, save_result
-from _survival_cost import against_checkout, against_plain
-from _survival_ettr import measure_ettr
-from _survival_job import (
+from lib.common import RESULTS, save_result
+from lib.results import find_file, read_text
+from lib.survival_cost import against_checkout, against_plain
+from lib.survival_ettr import measure_ettr
+from lib.survival_job import (
     RANKS,
     STEP_MS,
     TRAIN,
@@ -90,7 +91,8 @@ def main() -> None:
 def save(study: str, rows: Sequence[Mapping[str, Any]], claims: Mapping[str, bool]) -> None:
     """Save the rows of a study; those of another part of it that was measured before stay."""
     path = RESULTS / f"survival-{study}-openmpi.json"
-    before = json.loads(path.read_text()) if path.exists() else {"rows": [], "claims": {}}
+    has_results = find_file(path).exists()
+    before = json.loads(read_text(path)) if has_results else {"rows": [], "claims": {}}
     parts = {row["part"] for row in rows}
     rows = [row for row in before["rows"] if row["part"] not in parts] + list(rows)
     prefixes = tuple(f"{part}: " for part in parts)

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from _common import make_parser, report_result, start_world, summarize_times, time_interleaved
+from lib.common import make_parser, report_result, start_world, summarize_times, time_interleaved
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 
 import numpy as np
-from _common import make_parser, report_result, start_world, summarize_times, time_interleaved
+from lib.common import make_parser, report_result, start_world, summarize_times, time_interleaved
 
 from hpctrain.collectives import all_gather_short
 from hpctrain.collectives.recursive_doubling import recursive_doubling

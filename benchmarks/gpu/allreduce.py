@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from _common import RESULTS, machine_facts, summarize_times, time_interleaved
-from _kept import print_claims, save_result
+from lib.common import RESULTS, machine_facts, summarize_times, time_interleaved
+from lib.outcomes import print_claims, save_result
 
 from hpctrain.cluster.launch import launch_program
 from hpctrain.collectives import Group

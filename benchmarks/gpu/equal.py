@@ -22,8 +22,8 @@ import numpy as np
 from safetensors.numpy import load_file
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from _common import RESULTS
-from _kept import print_claims, save_result
+from lib.common import RESULTS
+from lib.outcomes import print_claims, save_result
 
 from hpctrain.machine import facts
 from hpctrain.run_files import run_folder

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from _common import RESULTS, machine_facts, summarize_times, time_interleaved
-from _kept import print_claims, save_result
+from lib.common import RESULTS, machine_facts, summarize_times, time_interleaved
+from lib.outcomes import print_claims, save_result
 
 from hpctrain import optim
 from hpctrain.core import xp

@@ -20,9 +20,9 @@ from time import monotonic
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from _common import RESULTS
-from _kept import print_claims, save_result
 from equal import error_line
+from lib.common import RESULTS
+from lib.outcomes import print_claims, save_result
 
 from hpctrain.machine import facts
 from hpctrain.run_files import run_folder

@@ -31,9 +31,9 @@ from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from _common import RESULTS
-from _kept import OUTCOMES
 from equal import error_line
+from lib.common import RESULTS
+from lib.outcomes import OUTCOMES
 
 from hpctrain.core.errors import UsageError
 from hpctrain.transport.device import gpus

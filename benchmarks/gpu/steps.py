@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from _common import RESULTS, machine_facts, median_ratio, summarize_times, time_interleaved
-from _kept import print_claims, save_result
+from lib.common import RESULTS, machine_facts, median_ratio, summarize_times, time_interleaved
+from lib.outcomes import print_claims, save_result
 
 from hpctrain import nn, optim
 from hpctrain.core import xp
@@ -171,9 +171,9 @@ def make_torch_steps(case: Case) -> Step:
 
 
 def _torch_models() -> Any:
-    import _in_torch
+    from lib import in_torch
 
-    return _in_torch
+    return in_torch
 
 
 def make_claims(rows: list[dict[str, Any]], torch: str | None) -> dict[str, bool | None]:

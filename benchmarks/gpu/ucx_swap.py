@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from _common import save_result
+from lib.common import save_result
 
 from hpctrain.cluster.launch import build_command, find_mpi
 from hpctrain.core import launchers

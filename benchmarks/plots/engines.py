@@ -6,6 +6,7 @@ python benchmarks/plots/engines.py        (needs the extra: pip install 'hpctrai
 from __future__ import annotations
 
 import json
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -19,7 +20,9 @@ from matplotlib.ticker import FixedLocator, FormatStrFormatter, NullLocator, Per
 
 from hpctrain.core.palette import BLACK, BLUE, COLORS, DASHES, MARKERS, ORANGE
 
-RESULTS = Path(__file__).parents[1] / "results"
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from lib.results import RESULTS, find_file, read_text
+
 Row = dict[str, Any]
 SLOWER = (BLUE, ORANGE, BLACK)  #: a bar's colour by how slow a worker is: also three greys
 
@@ -33,8 +36,8 @@ def main() -> None:
     }
     for study, function in figures_by_study.items():
         path = RESULTS / f"engines-{study}.json"
-        if path.exists():
-            rows = [r for r in json.loads(path.read_text())["rows"] if r["role"] == "result"]
+        if find_file(path).exists():
+            rows = [r for r in json.loads(read_text(path))["rows"] if r["role"] == "result"]
             figure = function(rows)
             figure.savefig(path.with_suffix(".png"), dpi=110)
 

@@ -17,9 +17,9 @@ from matplotlib.ticker import NullFormatter
 
 from hpctrain.core.palette import COLORS, DASHES, MARKERS
 
-BENCHMARKS = Path(__file__).parents[1]
-sys.path.insert(0, str(BENCHMARKS))
-from _survival_ettr import daly  # noqa: E402  (of the benchmarks)
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from lib.results import RESULTS, read_text
+from lib.survival_ettr import daly
 
 LABELS = {
     "bare": "MPI alone: revoke, shrink, all-reduce", "fast on free cores": "allreduce, a core each",
@@ -36,7 +36,7 @@ PERIODS_S = {"5 s": 5, "30 s": 30, "1 min": 60, "5 min": 300, "20 min": 1200, "1
 
 
 def result(study: str) -> dict[str, Any]:
-    return json.loads((BENCHMARKS / "results" / f"survival-{study}-openmpi.json").read_text())
+    return json.loads(read_text(RESULTS / f"survival-{study}-openmpi.json"))
 
 
 def draw_kills(report: dict[str, Any]) -> None:
@@ -62,7 +62,7 @@ def draw_kills(report: dict[str, Any]) -> None:
     axes.set_xlim(10, ticks[-1])
     axes.grid(alpha=0.3)
     figure.legend(loc="outside lower center", ncols=3, fontsize=8)
-    figure.savefig(BENCHMARKS / "results" / "survival-kills.png", dpi=110)
+    figure.savefig(RESULTS / "survival-kills.png", dpi=110)
 
 
 def draw_ettr(report: dict[str, Any]) -> None:
@@ -91,7 +91,7 @@ def draw_ettr(report: dict[str, Any]) -> None:
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8, loc="lower right")
-    figure.savefig(BENCHMARKS / "results" / "survival-ettr.png", dpi=110)
+    figure.savefig(RESULTS / "survival-ettr.png", dpi=110)
 
 
 if __name__ == "__main__":

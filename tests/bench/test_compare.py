@@ -137,3 +137,16 @@ def test_an_environment_with_another_hpctrain_is_refused(compare, tmp_path, capf
     python.unlink()
     python.symlink_to(sys.executable)
     compare._check_same_sources(Path(sys.prefix))
+
+
+@pytest.mark.parametrize("length", [3, 300_000])
+def test_a_long_result_is_compressed_to_the_same_bytes_each_time(compare, tmp_path, length):
+    path, written = tmp_path / "x.json", []
+    path.write_text("the result before")
+    for _ in range(2):
+        file = compare.write_text(path, "é" * length)
+        written.append(file.read_bytes())
+        assert [*tmp_path.iterdir()] == [file] and compare.read_text(path) == "é" * length
+    assert written[0] == written[1] and (file == path) == (length == 3)
+    compare.write_text(path, "short")
+    assert [*tmp_path.iterdir()] == [path]

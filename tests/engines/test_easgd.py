@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import json
 import time
-from functools import cache
 
 import numpy as np
 import pytest
 from quadratic import LENGTH, Quadratic, Targets, target
 from ranks import on_ranks, run_on
+from uneven_workers import (
+    MODELS,
+    fit,
+    must_continue_from,
+    must_replay_the_same_bytes,
+    must_report_a_nan,
+    plant_nan,
+)
 
-from hpctrain import data, nn, optim
-from hpctrain.core.errors import TrainingError, UsageError
+from hpctrain import optim
+from hpctrain.core.errors import UsageError
 from hpctrain.engines import Easgd, Flags, Gossip
 from hpctrain.engines.parameter_server import server as server_side
 from hpctrain.engines.parameter_server import shard
 from hpctrain.engines.parameter_server.coordinator import Event
 from hpctrain.engines.parameter_server.shard import GradientAction
-from hpctrain.gradients.replica import ModelReplica
 from hpctrain.training import recipe
-from hpctrain.training.faults import FaultsOptions
-from hpctrain.training.run_options import CheckpointOptions, FitOptions
-from hpctrain.training.trainer import Trainer
+from hpctrain.training.run_options import CheckpointOptions
 
 RATE, MOMENTUM = 0.1, 0.9
 
@@ -196,44 +200,6 @@ def test_who_serves_waits_for_the_last_step_of_another(monkeypatch, way):
 
 # What follows goes through a Trainer.
 
-SAMPLES, BATCH, STEPS = 151, 37, 12  # the last batch of an epoch has 3 samples
-MODELS = {
-    "mlp": nn.MlpOptions(widths=[64, 24, 10]),
-    "resnet": nn.ResNetOptions(blocks=1, channels=[4, 6]),  # running statistics
-}
-JITTER = FaultsOptions(step_ms=0.5, jitter=1.0)
-
-
-@cache
-def digits() -> data.Dataset:
-    train = data.DigitsOptions().load(0).train
-    return data.Dataset(train.x[:SAMPLES], train.y[:SAMPLES])
-
-
-def trainer_of(world, options, model="mlp"):
-    built, optimizer = MODELS[model].build((8, 8), 10), optim.sgd(0.05, 0.9, nesterov=True)
-    return Trainer(built, optimizer, options, precision="float64", world=world, faults=JITTER)
-
-
-def fit(world, out, options, model="mlp", **extra):
-    """Return the summary, and what worker 0 holds of parameters and running statistics."""
-    trainer = trainer_of(world, options, model)
-    out = world.gather(str(out))[0]  # ranks that are processes have folders of their own
-    summary = trainer.fit(
-        digits(),
-        **{
-            "steps": STEPS,
-            "batch": BATCH,
-            "options": FitOptions(interval_steps=5),
-            "out": out,
-            **extra,
-        },
-    )
-    trainer.close()
-    arena = trainer.replica.arena
-    return summary, np.concatenate([arena.param, arena.buffer])
-
-
 REPLAYED = {
     "dedicated": Easgd(period=2),
     "2 servers": Easgd(period=3, servers=2),
@@ -245,15 +211,7 @@ REPLAYED = {
 @pytest.mark.parametrize("way", REPLAYED)
 @on_ranks(4, mpi=(4,))
 def test_a_replay_ends_with_the_same_bytes(ranks, tmp_path, way):
-    def body(world):
-        run = world.gather(str(tmp_path / "run"))[0]
-        first, _ = fit(world, run, REPLAYED[way])
-        for i in range(3):
-            again, _ = fit(world, tmp_path / str(i), REPLAYED[way], replay=run)
-            for key in ("params_sha256", "clock_gap_max"):
-                assert again[key] == first[key]
-
-    ranks(body)
+    ranks(lambda world: must_replay_the_same_bytes(world, tmp_path, REPLAYED[way]))
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -273,13 +231,7 @@ def test_a_run_goes_on_where_it_was(tmp_path, model):
 def test_other_workers_begin_at_the_centre(tmp_path, size):
     run, options = tmp_path / "run", Easgd(period=3)
     (_, centre), *_ = run_on("threads", 4, lambda w: fit(w, run, options))
-
-    def body(world):
-        _, param = fit(world, run, options, resume=True)  # nothing is left to do
-        assert np.array_equal(param, centre)
-        return fit(world, run, options, resume=True, steps=2 * STEPS)[0]["train_loss"]
-
-    assert np.isfinite(run_on("threads", size, body)).all()
+    run_on("threads", size, lambda w: must_continue_from(w, run, options, centre))
 
 
 REFUSED = {
@@ -306,21 +258,6 @@ def test_servers_leave_room_for_workers():
 
 
 def test_the_trainer_says_where_a_loss_was_not_finite(monkeypatch):
-    good = ModelReplica.gradient
-
-    def gradient(self, batch, scale, key, on_ready):
-        sums = good(self, batch, scale, key, on_ready)
-        if key.step == 3 and key.first == 0:  # worker 0
-            self.arena.grad[:] = np.nan
-            return sums | {"loss": nn.Total(float("nan"), 1)}
-        return sums
-
-    monkeypatch.setattr(ModelReplica, "gradient", gradient)
-
-    def body(world):
-        trainer = trainer_of(world, Easgd(period=2))
-        with pytest.raises(TrainingError, match=r"not finite at step \d+ on rank 0"):
-            trainer.fit(digits(), steps=STEPS, batch=BATCH)
-        return np.isfinite(trainer.replica.arena.param).all()
-
-    assert all(run_on("threads", 4, body))
+    plant_nan(monkeypatch)
+    message = r"not finite at step \d+ on rank 0"
+    run_on("threads", 4, lambda w: must_report_a_nan(w, Easgd(period=2), message))

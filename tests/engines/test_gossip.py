@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import json
-from functools import cache
 
 import numpy as np
 import pytest
 from quadratic import LENGTH, Quadratic, Targets, target
 from ranks import on_ranks, run_on
+from uneven_workers import (
+    MODELS,
+    fit,
+    must_continue_from,
+    must_replay_the_same_bytes,
+    must_report_a_nan,
+    plant_nan,
+)
 
-from hpctrain import data, nn, optim
-from hpctrain.core.errors import TrainingError, UsageError
+from hpctrain import optim
+from hpctrain.core.errors import UsageError
 from hpctrain.engines import Flags, Gossip
 from hpctrain.engines.gossip.d_psgd import GRAPHS
 from hpctrain.engines.gossip.pairs import choose_partner
 from hpctrain.engines.gossip.turns import END_TURN, OWN_TURN
-from hpctrain.gradients.replica import ModelReplica
 from hpctrain.training import recipe
-from hpctrain.training.faults import FaultsOptions
-from hpctrain.training.run_options import CheckpointOptions, FitOptions
-from hpctrain.training.trainer import Trainer
+from hpctrain.training.run_options import CheckpointOptions
 
 RATE, MOMENTUM = 0.02, 0.9
 EVERY = ("bipartite", "ring", "exponential")
@@ -213,58 +217,11 @@ def test_a_request_to_stop_and_a_bad_loss_end_all(ranks, graph, flags):
 
 # What follows goes through a Trainer.
 
-SAMPLES, BATCH, STEPS = 151, 37, 12  # the last batch of an epoch has 3 samples
-MODELS = {
-    "mlp": nn.MlpOptions(widths=[64, 24, 10]),
-    "resnet": nn.ResNetOptions(blocks=1, channels=[4, 6]),  # running statistics
-}
-JITTER = FaultsOptions(step_ms=0.5, jitter=1.0)
-
-
-@cache
-def digits() -> data.Dataset:
-    train = data.DigitsOptions().load(0).train
-    return data.Dataset(train.x[:SAMPLES], train.y[:SAMPLES])
-
-
-def trainer_of(world, graph, model="mlp"):
-    built, optimizer = MODELS[model].build((8, 8), 10), optim.sgd(0.05, 0.9)
-    options = Gossip(graph=graph)
-    return Trainer(built, optimizer, options, precision="float64", world=world, faults=JITTER)
-
-
-def fit(world, out, graph, model="mlp", **extra):
-    """Return the summary, and what this rank holds of parameters and running statistics."""
-    trainer = trainer_of(world, graph, model)
-    # Ranks that are processes have folders of their own.
-    out = None if out is None else world.gather(str(out))[0]
-    summary = trainer.fit(
-        digits(),
-        **{
-            "steps": STEPS,
-            "batch": BATCH,
-            "options": FitOptions(interval_steps=5),
-            "out": out,
-            **extra,
-        },
-    )
-    trainer.close()
-    arena = trainer.replica.arena
-    return summary, np.concatenate([arena.param, arena.buffer])
-
 
 @pytest.mark.sample(1)
 @on_ranks(4, 5, mpi=(4,))
 def test_a_replay_ends_with_the_same_bytes(ranks, tmp_path):
-    def body(world):
-        run = world.gather(str(tmp_path / "run"))[0]
-        first, _ = fit(world, run, "bipartite")
-        for i in range(3):
-            again, _ = fit(world, tmp_path / str(i), "bipartite", replay=run)
-            for key in ("params_sha256", "clock_gap_max"):
-                assert again[key] == first[key]
-
-    ranks(body)
+    ranks(lambda world: must_replay_the_same_bytes(world, tmp_path, Gossip(graph="bipartite")))
 
 
 def test_a_replay_lets_a_worker_leave_before_others_have_met():
@@ -292,19 +249,19 @@ def test_a_replay_lets_a_worker_leave_before_others_have_met():
 
 def test_all_in_step_there_is_but_one_order(tmp_path):
     with pytest.raises(UsageError, match="is deterministic by itself"):
-        run_on("threads", 2, lambda w: fit(w, None, "ring", replay=tmp_path))
+        run_on("threads", 2, lambda w: fit(w, None, Gossip(graph="ring"), replay=tmp_path))
 
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("graph", EVERY)
 def test_a_run_goes_on_where_it_was(tmp_path, graph, model):
     """Interrupted or not, the same order of meetings leads to the same bytes."""
-    run = tmp_path / "run"
+    run, options = tmp_path / "run", Gossip(graph=graph)
     half = {"steps": 10, "checkpoints": CheckpointOptions(every_steps=10)}
-    run_on("threads", 3, lambda w: fit(w, run, graph, model, **half))
-    two = run_on("threads", 3, lambda w: fit(w, run, graph, model, steps=20, resume=True))
+    run_on("threads", 3, lambda w: fit(w, run, options, model, **half))
+    two = run_on("threads", 3, lambda w: fit(w, run, options, model, steps=20, resume=True))
     again = {"steps": 20, "replay": run if graph == "bipartite" else None}
-    item = run_on("threads", 3, lambda w: fit(w, tmp_path / "1", graph, model, **again))
+    item = run_on("threads", 3, lambda w: fit(w, tmp_path / "1", options, model, **again))
     for (_, result), (_, expected) in zip(two, item, strict=True):
         assert result.tobytes() == expected.tobytes()
 
@@ -312,37 +269,16 @@ def test_a_run_goes_on_where_it_was(tmp_path, graph, model):
 @pytest.mark.parametrize("graph", EVERY)
 @pytest.mark.parametrize("size", [2, 5])
 def test_other_workers_begin_at_the_mean(tmp_path, size, graph):
-    run = tmp_path / "run"
-    (_, mean), *_ = run_on("threads", 4, lambda w: fit(w, run, graph))
-
-    def body(world):
-        _, param = fit(world, run, graph, resume=True)  # nothing is left to do
-        assert np.array_equal(param, mean)
-        return fit(world, run, graph, resume=True, steps=2 * STEPS)[0]["train_loss"]
-
-    assert np.isfinite(run_on("threads", size, body)).all()
+    run, options = tmp_path / "run", Gossip(graph=graph)
+    (_, mean), *_ = run_on("threads", 4, lambda w: fit(w, run, options))
+    run_on("threads", size, lambda w: must_continue_from(w, run, options, mean))
 
 
 @pytest.mark.parametrize("graph", EVERY)
 def test_the_trainer_says_where_a_loss_was_not_finite(monkeypatch, graph):
-    good = ModelReplica.gradient
-
-    def gradient(self, batch, scale, key, on_ready):
-        sums = good(self, batch, scale, key, on_ready)
-        if key.step == 3 and key.first == 0:  # worker 0
-            self.arena.grad[:] = np.nan
-            return sums | {"loss": nn.Total(float("nan"), 1)}
-        return sums
-
-    monkeypatch.setattr(ModelReplica, "gradient", gradient)
-
-    def body(world):
-        trainer = trainer_of(world, graph)
-        with pytest.raises(TrainingError, match="not finite at step 3 on rank 0"):
-            trainer.fit(digits(), steps=STEPS, batch=BATCH)
-        return np.isfinite(trainer.replica.arena.param).all()
-
-    assert all(run_on("threads", 4, body))
+    plant_nan(monkeypatch)
+    message = "not finite at step 3 on rank 0"
+    run_on("threads", 4, lambda w: must_report_a_nan(w, Gossip(graph=graph), message))
 
 
 def test_one_worker_alone_is_refused():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tarfile
@@ -14,29 +13,18 @@ from email import message_from_string
 from pathlib import Path
 
 import pytest
+from checkout import ROOT, copy, tracked_files
 
 import hpctrain as ht
 from hpctrain.config import toml
 
-ROOT = Path(__file__).parents[2]
 ADDRESS = "https://host.example/owner/hpctrain"
 PROJECT = toml.parse((ROOT / "pyproject.toml").read_text(), "pyproject.toml")["project"]
 
 
 @pytest.fixture(scope="module")
 def repository():
-    """Return the names of all files in version control."""
-    listing = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
-    if listing.returncode:
-        pytest.skip("not in a repository")
-    return {name for name in listing.stdout.splitlines() if (ROOT / name).exists()}
-
-
-def copy(names: set[str], folder: Path) -> Path:
-    for name in names:
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, folder / name)
-    return folder
+    return tracked_files()
 
 
 def build(folder: Path, **variables: str) -> Path:
@@ -71,6 +59,13 @@ def unpack(dist: Path, folder: Path) -> Path:
         tar.extraction_filter = getattr(tarfile, "data_filter", None)
         tar.extractall(folder)
     return folder / archive.name.removesuffix(".tar.gz")
+
+
+def test_large_files_of_the_repository_are_compressed(repository):
+    """Every clone has them, in every version."""
+    packed = (".gz", ".png")
+    large = {name for name in repository if (ROOT / name).stat().st_size > 200_000}
+    assert [name for name in large if not name.endswith(packed)] == []
 
 
 @pytest.mark.processes

@@ -12,12 +12,15 @@ import re
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from runpy import run_path
 from typing import Any
 
 import numpy as np
 import pytest
 
 ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+read_text = run_path(str(ROOT / "benchmarks" / "lib" / "results.py"))["read_text"]
 KIB, MIB = 1 << 10, 1 << 20
 Statements = list[tuple[str, list[float]]]  #: (part of a page with {}, its figures)
 MPIS = {"openmpi": "Open MPI", "mpich": "MPICH"}
@@ -25,7 +28,7 @@ MPIS = {"openmpi": "Open MPI", "mpich": "MPICH"}
 
 @cache
 def result(file: str) -> dict[str, Any]:
-    return json.loads((ROOT / "benchmarks" / "results" / f"{file}.json").read_text())
+    return json.loads(read_text(RESULTS / f"{file}.json"))
 
 
 def rows(file: str, **keys: Any) -> list[dict[str, Any]]:
@@ -292,7 +295,7 @@ def parts_ms(engine: str) -> list[float]:
 
 
 def lines(campaign: str) -> list[dict[str, Any]]:
-    text = (ROOT / "benchmarks" / "results" / f"chaos-{campaign}.jsonl").read_text()
+    text = read_text(RESULTS / f"chaos-{campaign}.jsonl")
     return [line for line in map(json.loads, text.splitlines()) if "case" in line]
 
 
@@ -327,7 +330,7 @@ RELIABILITY: Statements = [
      "for new communicators, {:.0f} ms for the new engine and its state, and {:.0f} ms for the "
      "step.",
      parts_ms("fast")),
-    *((f"| `chaos-{name}.jsonl` | {launcher} | {{:,}} | {{:,}} | {{:,}} |", campaign(name))
+    *((f"| `chaos-{name}.jsonl.gz` | {launcher} | {{:,}} | {{:,}} | {{:,}} |", campaign(name))
       for name, launcher in (("elastic", "`elastic`, Open MPI"), ("threads", "`threads`"))),
     ("all {:,} cases whose parameters could be compared ended with those of the run without "
      "faults, all {:,} with ordered sums", compared("elastic")),

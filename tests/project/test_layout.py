@@ -1,6 +1,6 @@
 """The size of each room, of each file, and the first lines of docstrings.
 
-A room is a folder of modules. A new one adds a row to ROOMS; a commit that raises a limit says why.
+A room is a folder of modules. A commit that raises a limit says why.
 `python tests/project/test_layout.py` writes docs/files.md, the list of all files, anew.
 """
 
@@ -10,77 +10,18 @@ import ast
 import re
 from pathlib import Path
 
-import pytest
-
 import hpctrain
 
 ROOT = Path(hpctrain.__file__).parent
 TESTS = Path(__file__).parents[1]
 FILES = TESTS.parent / "docs" / "files.md"
 MOST_LINES = 300
-#: room: (most files, most lines), `__init__.py` included
-ROOMS = {
-    ".": (5, 520),
-    "bench": (14, 1690),
-    "bench/prediction": (9, 900),
-    "bench/rivals": (5, 440),
-    "bench/training_step": (4, 490),
-    "bench/tuning": (4, 355),
-    "chaos": (22, 2700),
-    "checkpoint": (15, 2360),  # on disk, and in the memory of ranks
-    "cluster": (8, 920),
-    "cluster/netlab": (3, 410),
-    "cluster/slurm": (13, 1920),
-    "collectives": (23, 2300),
-    "collectives/reductions": (5, 500),
-    "commands": (27, 2210),
-    "config": (5, 665),
-    "core": (20, 1960),  # words on lost ranks
-    "cost_model": (7, 1000),
-    "data": (16, 1390),
-    "doctor": (10, 950),
-    "doctor/job": (12, 1650),
-    "engines": (10, 1220),
-    "engines/gossip": (7, 780),
-    "engines/local_sgd": (4, 460),
-    "engines/parameter_server": (12, 1800),
-    "engines/synchronous": (9, 1200),
-    "gradients": (10, 1470),
-    "gradients/compress": (7, 900),
-    "hardware": (7, 650),
-    "jax": (8, 650),
-    "nn": (23, 2760),  # parts of a model, and their gradients
-    "nn/cuda": (6, 700),
-    "nn/losses": (6, 480),
-    "optim": (8, 1250),
-    "parallel": (3, 150),
-    "parallel/pipeline": (10, 1180),
-    "parallel/schedules": (14, 1000),
-    "parallel/timing": (7, 1050),
-    "report": (12, 1350),  # losses of ranks on plots
-    "run_files": (6, 620),
-    "scaling": (10, 1590),
-    "scaling/output": (7, 940),
-    "scaling/trials": (4, 570),
-    "slurm": (3, 400),  # jobs of Slurm from Python
-    "torch": (18, 1980),
-    "torch/modules": (13, 1300),
-    "training": (27, 4010),  # models that are split over ranks, stragglers, losses
-    "training/survival": (3, 350),
-    "training/recipes": (1, 50),
-    "transport": (3, 270),
-    "transport/device": (6, 1010),
-    "transport/gpu_probe": (7, 1120),
-    "transport/mpi": (11, 1335),
-    "transport/placement": (5, 925),
-    "transport/shared_memory": (5, 720),
-    "transport/threads": (6, 600),
-    "tuning": (10, 1480),
-    "user_collectives": (4, 520),
-    "watch": (13, 1620),  # records of whole nodes, and their diagnosis
-    "watch/liveness": (8, 1030),  # losses that MPI does not detect
-    "world": (11, 1080),  # worlds that survive lost ranks
-}
+MOST_FILES = 20  #: of a room, `__init__.py` included
+#: rooms of more files, with headroom: a room near its limit is divided
+WIDE = {
+    "chaos": 26, "collectives": 28, "commands": 32, "core": 26, "nn": 28, "torch": 24,
+    "training": 32,
+}  # fmt: skip
 #: longer files and their lines, which may only shrink
 LONG: dict[str, int] = {}
 CLAUSES = re.compile(r"(Return|Yield|Tell|Say)s? (what|who|whom|which|where|how|that which)\b")
@@ -120,18 +61,9 @@ def subject(path: Path) -> str:
     return (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n")[0]
 
 
-def test_every_room_has_a_row_and_every_row_a_room():
-    assert sorted(rooms()) == sorted(ROOMS)
-
-
-@pytest.mark.parametrize("room", ROOMS)
-def test_a_room_keeps_to_its_size(room):
-    files = rooms()[room]
-    most_files, most_lines = ROOMS[room]
-    assert (len(files) <= most_files, sum(map(lines, files)) <= most_lines) == (True, True), (
-        f"{room}: {len(files)} files of at most {most_files}, "
-        f"{sum(map(lines, files))} lines of at most {most_lines}"
-    )
+def test_rooms_have_few_files():
+    counts = {room: len(files) for room, files in rooms().items()}
+    assert {room for room in counts if counts[room] > WIDE.get(room, MOST_FILES)} == set(), counts
 
 
 def test_files_are_short():
@@ -151,10 +83,12 @@ def test_the_list_of_files_is_complete():
 
 
 def test_tests_have_the_rooms_of_the_package():
-    """Each folder of tests is a room's, or a row of tests/README.md; none but conftest is loose."""
+    """Rooms and folders of tests have the same names, but those that tests/README.md lists."""
     folders = {p.name for p in TESTS.iterdir() if p.is_dir() and p.name != "__pycache__"}
-    listed = re.findall(r"^\| `(\w+)/`", (TESTS / "README.md").read_text(), flags=re.MULTILINE)
-    assert folders - {p.name for p in ROOT.iterdir()} == set(listed)
+    names = {p.name for p in ROOT.iterdir() if p.is_dir() and p.name != "__pycache__"}
+    page = (TESTS / "README.md").read_text()
+    assert folders - names == set(re.findall(r"^\| `(\w+)/`", page, flags=re.MULTILINE))
+    assert names - folders == set(re.findall(r"`hpctrain/(\w+)/`", page)) - {"NAME"}
     assert [p.name for p in TESTS.glob("*.py")] == ["conftest.py"]
 
 

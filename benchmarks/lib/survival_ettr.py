@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from _survival_job import RANKS, TRAIN, Job, progress, settings, share_of_a_core
+
+from lib.survival_job import RANKS, TRAIN, Job, progress, settings, share_of_a_core
 
 CALIBRATION_STEPS = 20  #: between the checkpoints whose cost is measured
 TARGETS = {5.0: 0.88, 30.0: 0.97}  #: seconds from fault to fault: the ETTR to reach with spares

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from _survival_job import RANKS, STEP_MS, TRAIN, Job, count_cores, mpirun, progress, settings
+
+from lib.survival_job import RANKS, STEP_MS, TRAIN, Job, count_cores, mpirun, progress, settings
 
 STEPS = 200  #: of a job, after WARM_UP_STEPS
 WARM_UP_STEPS = 30
@@ -65,7 +66,7 @@ def against_checkout(
     arguments: argparse.Namespace,
 ) -> tuple[list[dict[str, Any]], dict[str, bool]]:
     """Return steps and all-reduces without ULFM of this checkout and of another, in turn."""
-    folders = {"here": Path(__file__).parents[1], "there": Path(arguments.folder).resolve()}
+    folders = {"here": Path(__file__).parents[2], "there": Path(arguments.folder).resolve()}
     table: dict[str, dict[str, list[float]]] = {}
     for _ in range(arguments.rounds):
         for name, folder in folders.items():

@@ -1,4 +1,4 @@
-"""What the scripts for GPUs share: where a result goes, and the three ways a claim can end."""
+"""Results of the scripts for GPUs, and the three outcomes of a claim."""
 
 from __future__ import annotations
 

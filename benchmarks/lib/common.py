@@ -1,4 +1,4 @@
-"""What all benchmarks share: ranks, clocks, spread, and the facts of the machine."""
+"""Ranks, clocks, spread and facts of the machine for all benchmarks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from hpctrain.cluster.launch import launch_program
@@ -15,6 +14,7 @@ from hpctrain.core import launchers
 from hpctrain.machine import facts
 from hpctrain.tuning.measure import median_ratio, summarize_times, time_interleaved
 from hpctrain.world import World, init
+from lib.results import RESULTS, write_text
 
 __all__ = [
     "RESULTS",
@@ -28,7 +28,6 @@ __all__ = [
     "summarize_times",
     "start_world",
 ]
-RESULTS = Path(__file__).parent / "results"
 
 
 def start_world(ranks: int) -> World:
@@ -76,9 +75,8 @@ def save_result(
 ) -> None:
     """Do the same as `report_result` in a process that is no rank; `about` has the machine."""
     mpi = about["machine"]["mpi"].rsplit(maxsplit=1)[0].lower().replace(" ", "")
-    path = RESULTS / f"{name}-{mpi}.json"
     document = {**about, "claims": dict(claims), "rows": list(rows)}
-    path.write_text(json.dumps(document, indent=1) + "\n")
+    path = write_text(RESULTS / f"{name}-{mpi}.json", json.dumps(document, indent=1) + "\n")
     print(f"-> {path.name}")
     for row in rows:
         print("  ".join(f"{key}={short_text(v)}" for key, v in row.items()))

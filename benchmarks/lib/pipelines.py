@@ -11,7 +11,6 @@ from time import perf_counter, process_time, sleep
 from typing import Any
 
 import numpy as np
-from _common import machine_facts, summarize_times
 
 from hpctrain import nn
 from hpctrain.gradients.replica import Batch, ignore_ready, split_batch
@@ -25,6 +24,7 @@ from hpctrain.parallel.pipeline.replica import PipelineReplica
 from hpctrain.parallel.schedules import make
 from hpctrain.parallel.timing.clock import FREE_WIRE, StageCosts, run_clock
 from hpctrain.world import World
+from lib.common import machine_facts, summarize_times
 
 KEY = nn.Key(seed=0, step=0, first=0)
 LENGTH, WIDTH = 128, 256  #: of pylm, hpctrain/training/recipes/pylm.toml

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from _survival_rank import CONTINUED, EVENT, FOLDER, LOST, REGROUPED, STEP
+
+from lib.survival_rank import CONTINUED, EVENT, FOLDER, LOST, REGROUPED, STEP
 
 EVENTS = np.dtype([("kind", "<i8"), ("at_s", "<f8"), ("step", "<i8")])
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -73,7 +74,7 @@ class Job:
             "HPCTRAIN_SPARES": str(spares),
             "HPCTRAIN_MIN_RANKS": str(min_ranks),
         }
-        rank_program = [sys.executable, str(Path(__file__).with_name("_survival_rank.py"))]
+        rank_program = [sys.executable, str(Path(__file__).with_name("survival_rank.py"))]
         command = [*mpirun(ranks + spares, elastic), *rank_program, *arguments]
         self.output = (self.folder / "output").open("wb")
         self.process = subprocess.Popen(
