@@ -335,6 +335,7 @@ def job(start, tmp_path):
     assert not [p for p in remaining if p.status() != psutil.STATUS_ZOMBIE]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.processes
 @pytest.mark.parametrize("code", [2, 5, 75])
 def test_exit_code_comes_through(job, code):
@@ -375,6 +376,7 @@ def test_a_program_that_fails_after_its_training(start, tmp_path):
 STOPS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.processes
 @pytest.mark.parametrize("number", rows_of(STOPS, signal.SIGTERM, signal.SIGINT))
 def test_a_stop_reaches_every_rank_as_sigusr1(job, number):
@@ -403,6 +405,7 @@ def test_a_lost_rank_is_told_and_kept(job):
     assert summary["launcher_exit_code"] != 0
 
 
+@pytest.mark.sample(1)
 @pytest.mark.processes
 @pytest.mark.parametrize("stopped", [False, True])
 def test_second_interrupt_kills_the_job(job, stopped):
@@ -437,6 +440,7 @@ def test_ranks_left_by_a_killed_mpiexec_are_killed(job):
 LIMIT_S = 10.0  # from the death of launch to that of its last process
 
 
+@pytest.mark.sample(1)
 @pytest.mark.processes
 @pytest.mark.parametrize(
     "mode", ["polite", "stubborn", pytest.param("suspended", marks=pytest.mark.full)]

@@ -112,6 +112,7 @@ def test_a_segment_is_sent_unasked():
     assert int(rank_environment(OPENMPI, 2, {})["OMPI_MCA_btl_tcp_eager_limit"]) > SEGMENT_BYTES
 
 
+@pytest.mark.sample(1)
 @pytest.mark.processes
 @pytest.mark.parametrize(
     "arguments, message",

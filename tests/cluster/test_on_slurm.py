@@ -196,6 +196,7 @@ TEMPLATES = {
 *QUICK, ARRAY = TEMPLATES
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", [*rows_of(QUICK), pytest.param(ARRAY, marks=pytest.mark.full)])
 def test_templates_train_as_they_are(slurm, tmp_path, name, limited):
     shutil.copytree(Path(__file__).parents[2] / "slurm", tmp_path / "slurm")
@@ -233,6 +234,7 @@ EVENTS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.timeout(240)
 @pytest.mark.either
 def test_an_interrupted_job_loses_nothing(slurm, tmp_path, limited):

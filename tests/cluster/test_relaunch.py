@@ -266,6 +266,7 @@ os._exit(int(sys.argv[2]))
 """
 
 
+@pytest.mark.sample(1)
 @pytest.mark.processes
 @pytest.mark.parametrize("victim, code", [(0, 0), (2, 0), (1, 3)])
 def test_survivors_of_an_elastic_job_decide_its_code(start, tmp_path, victim, code):

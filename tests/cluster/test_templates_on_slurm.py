@@ -27,6 +27,7 @@ CALLS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "call", [pytest.param(c, marks=[] if c == "a shell" else pytest.mark.full) for c in CALLS]
 )

@@ -136,6 +136,7 @@ def installed(shell: str):
     return pytest.param(shell, marks=pytest.mark.skipif(missing, reason=reason))
 
 
+@pytest.mark.full
 @pytest.mark.processes
 @pytest.mark.either
 @pytest.mark.parametrize("shell", [*map(installed, INTERACTIVE)])

@@ -48,6 +48,7 @@ def test_a_child_runs_a_module_and_no_file_of_its_folder(shadows, version):
     assert "hpctrain train" in completed.stdout
 
 
+@pytest.mark.sample(1)
 @pytest.mark.processes
 @pytest.mark.parametrize("launch", [[], ["launch", "-n", "2"]], ids=["train", "launch"])
 @pytest.mark.either

@@ -40,6 +40,7 @@ SCRIPTS = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.processes
 @pytest.mark.either
 @pytest.mark.parametrize("configuration", SCRIPTS)

@@ -38,6 +38,7 @@ print("never comes here")
 """
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("signal, message", [("SIGKILL", ""), ("SIGSTOP", "a collective with all")])
 def test_a_rank_that_is_lost_in_direct(start, mark, tmp_path, signal, message):
     """The launcher sees that one was killed, the watch that one was stopped."""
@@ -87,6 +88,7 @@ print("never comes here")
 """
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("call", rows_of(("plain", "native", "bound"), "native"))
 def test_who_stays_in_a_call_that_notes_nothing_is_seen(start, tmp_path, call):
     ended = start("-c", STAYS_AWAY, call, tmp_path / "run", ranks=2).finish()

@@ -37,6 +37,7 @@ LOST = {
 CALLBACK = sets(run_callbacks="[{kind='traps:broken', ranks='all'}]", run_interval_steps=7)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("fault", rows_of(LOST, "error in a step", "loss not finite"))
 def test_a_fault_on_one_rank(digits, fault):
     (kind, rank, *step), code, message = LOST[fault]
@@ -82,6 +83,7 @@ def test_a_killed_rank_under_mpiexec(digits):
     assert job.steps == [5]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("launched", [False, True], ids=["mpiexec", "launch"])
 def test_a_stopped_rank(digits, launched):
     job = digits(*SAVES, *sets(run_timeout_s=1), *trap("stop", 1), ranks=3, launch=launched)
@@ -167,6 +169,7 @@ def test_a_checkpoint_of_another_model(digits, trained, tmp_path):
 FULL = {"while it trains": (7, [5], [10, 15, 18]), "at the end": (17, [5, 10, 15], [18])}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("moment", FULL)
 @pytest.mark.either
 def test_a_full_disk(digits, moment):

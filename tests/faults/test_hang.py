@@ -183,6 +183,7 @@ with watched(world, Path(sys.argv[1]), timeout_s=1):
 """
 
 
+@pytest.mark.sample(1)
 @pytest.mark.processes
 @pytest.mark.parametrize("does", ["computes", "stops"])
 def test_records_of_other_nodes_reach_the_report(start, tmp_path, does):

@@ -29,6 +29,7 @@ RUNS = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", rows_of(RUNS, "allreduce"))
 def test_a_run_ends_where_cores_end(digits, undisturbed, kind):
     """All of MPI's memory is the host's: a pointer of the stand-in's would crash it."""
@@ -98,6 +99,7 @@ NO_GPU = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("lacking", NO_GPU)
 @pytest.mark.either
 def test_no_gpu(begin, lacking):
@@ -114,6 +116,7 @@ def test_no_gpu(begin, lacking):
 SHORT = {"in a step": (1, 7), "on all ranks": (EVERY, 7), "before the first": (1, -1)}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "moment", [pytest.param(k, marks=[pytest.mark.full] * (k == "before the first")) for k in SHORT]
 )
@@ -167,6 +170,7 @@ print("never comes here")
 """
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("number", ["SIGKILL", "SIGSTOP"])
 def test_a_rank_whose_memory_neighbours_map_is_lost(start, mark, tmp_path, number):
     """They end by their launcher or, where that lets them live, by the watch, which names it."""
@@ -257,6 +261,7 @@ print("all right")
 PLACES = (("gpu", ""), ("gpu", "cuda-aware"), ("cpu", ""))  #: device, HPCTRAIN_GPU_PATH
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("device, path", rows_of(PLACES, ("gpu", "")))
 def test_arrays_of_gpus_given_to_an_mpi_that_knows_none(start, mark, device, path):
     """They are staged; those that lie on another GPU than their rank's are named on all ranks."""

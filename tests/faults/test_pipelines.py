@@ -97,6 +97,7 @@ def test_a_hung_stage_is_named(on_grid, rank, kind):
     assert f"rank {rank} on" in job.summary["reason"]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -39,6 +39,7 @@ def refused(ended, message, out):
     assert not out.exists()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("wrong", UNKNOWN)
 @pytest.mark.either
 def test_wrong_command_line(begin, wrong):
@@ -87,6 +88,7 @@ DATA = {
 ON_RANKS = ("missing", "label too large", "fewer than ranks")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("wrong", DATA)
 @pytest.mark.either
 def test_bad_data(begin, tmp_path, wrong):
@@ -226,6 +228,7 @@ def test_a_folder_that_two_jobs_take_at_the_same_time(digits):
 REFUSED_BY_SRUN = {"digts": "did you mean 'digits'?", "digits": "out is in use"}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("recipe", rows_of(REFUSED_BY_SRUN, "digits"))
 def test_srun_ends_with_our_own_code(slurm, tmp_path, recipe):
     """Though it ends all ranks when one has left with an error, and tells how it ended those."""

@@ -34,6 +34,7 @@ def run_line(mark, tmp_path):
     )  # fmt: skip
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("requested", REQUESTED)
 def test_a_stop(digits, requested):
     method, cause = REQUESTED[requested]

@@ -175,6 +175,7 @@ def train_briefly(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     run_on("threads", ranks, rank)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.processes
 @pytest.mark.parametrize("ranks", rows_of([None, 2], 2))
 @pytest.mark.parametrize("example", EXAMPLES)

@@ -159,6 +159,7 @@ def test_a_followed_run_without_lock_may_have_been_killed(tmp_path, caplog):
     assert caplog.text.count("no job holds its lock") == 1
 
 
+@pytest.mark.either
 @pytest.mark.processes
 def test_a_run_is_resumed_by_its_folder_or_the_name_of_its_recipe(tmp_path, hpctrain):
     """In one process after another, since each begins MPI."""

@@ -26,6 +26,7 @@ def rows(folder):
     return list(csv.DictReader((folder / "scaling.csv").read_text().splitlines()))
 
 
+@pytest.mark.full
 def test_killed_half_way_and_called_again(start, tmp_path):
     words = ("-m", "hpctrain", "scale", "digits", "--ranks", "1,2", *SMALL)
     first = start(*words)

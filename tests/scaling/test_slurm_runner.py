@@ -232,6 +232,7 @@ def test_gpus_go_with_ranks():
         slurm_runner.must_render(replace(of, job=JOB | {"time": "never"}))
 
 
+@pytest.mark.full
 @pytest.mark.processes
 @pytest.mark.either
 def test_a_collector_on_a_real_slurm_is_killed_and_called_again(slurm, start, tmp_path):

@@ -408,6 +408,7 @@ print(json.dumps(asdict(verdicts.cached_result(os.environ))))
 """
 
 
+@pytest.mark.full
 @pytest.mark.processes
 def test_an_mpi_that_takes_these_pointers(machine):
     result = find(machine, notice="probing the path of GPU memory, once (same gpu, same node)")

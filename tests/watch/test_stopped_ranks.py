@@ -378,6 +378,7 @@ def job(spawn, tmp_path):
         child.stdout.close()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.processes
 @pytest.mark.either
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGTSTP])
@@ -395,6 +396,7 @@ def test_a_job_that_was_suspended_wakes_whole(job, number):
         assert [child.poll() for child in job] == [None, None, None]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.processes
 @pytest.mark.either
 @pytest.mark.parametrize("victims", [(0,), (2,), (0, 1)])

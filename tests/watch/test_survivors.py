@@ -69,6 +69,7 @@ def lab_run(mpi, lab: Lab, folder: Path, *arguments: str) -> tuple[list[str], di
     return [*command, mpiexec, "--with-ft", "ulfm", *options], environ
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("victim", [0, 2])
 def test_the_ranks_left_of_a_node_go_on(mpi, run, tmp_path, victim):
     command = [mpi.mpiexec, "--with-ft", "ulfm", "--bind-to", "none", "-n", "3", sys.executable]
@@ -81,6 +82,7 @@ def test_the_ranks_left_of_a_node_go_on(mpi, run, tmp_path, victim):
     assert texts == {"lost": ""} | {f"survivor-{rank}": "2" for rank in left}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("hosts, per_host, victim", [(3, 1, 1), (3, 2, 0)])
 def test_the_hosts_left_go_on(mpi, run, tmp_path, hosts, per_host, victim):
     if reason := unavailable_reason():

@@ -184,6 +184,7 @@ WRONG = {
 }  # fmt: skip
 
 
+@pytest.mark.sample(1)
 @pytest.mark.processes
 @pytest.mark.parametrize("case", WRONG)
 def test_a_wrong_communicator_ends_the_job_with_its_reason(start, case):

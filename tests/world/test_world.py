@@ -112,6 +112,7 @@ def test_an_error_nobody_catches_gives_a_script_its_exit_code(start, error, code
 TRACEBACKS = {"UsageError": 1, "StoppedError": 0, "TrainingError": 1, "HpctrainError": 3}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.processes
 @pytest.mark.parametrize("error", rows_of(TRACEBACKS, "UsageError", "StoppedError"))
 def test_an_error_of_all_ranks_is_reported_by_one(start, error):
