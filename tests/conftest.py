@@ -117,6 +117,10 @@ def crossed(request: pytest.FixtureRequest) -> Callable[..., list[tuple]]:
     return lambda *columns, begin=0: [*(product(*columns) if full else latin(columns, begin))]
 
 
+#: the first word of -m, and what files have that such rows are in
+WORDS = {"mpi": ("on_ranks", "on_grids", "mark.mpi"), "processes": ("mark.processes",)}
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="run all rows of tables, and long tests")
     parser.addoption("--tenth", type=int, metavar="K", help="run a tenth of what --full adds")
@@ -133,11 +137,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave out files without rows on MPI ranks where none else are run: each rank collects."""
-    if config.option.markexpr != "mpi" or collection_path.suffix != ".py":
+    """Leave out files without rows on MPI, or without processes, where no others are run."""
+    words = WORDS.get(config.option.markexpr.partition(" ")[0])
+    if words is None or collection_path.suffix != ".py":
         return None
     text = collection_path.read_text()
-    words = ("on_ranks", "on_grids", "mark.mpi")
     return None if any(word in text for word in words) else True
 
 
