@@ -45,7 +45,7 @@ class Mutant:
         text = path.read_text()
         parts = text.split(self.before)
         if len(parts) < self.index + 2:
-            raise SystemExit(f"{self.file} has no longer: {self.before}")
+            raise LookupError(f"{self.file} has no longer: {self.before}")
         begin, end = parts[: self.index + 1], parts[self.index + 1 :]
         path.write_text(self.before.join(begin) + self.after + self.before.join(end))
         return lambda: path.write_text(text)

@@ -228,7 +228,11 @@ def main() -> None:
         if number in done or time.monotonic() - began > options.limit_s:
             continue
         start, rows = time.monotonic(), record.rows_of(mutant, options.seed)
-        restore = mutant.apply(options.tree)
+        try:
+            restore = mutant.apply(options.tree)
+        except LookupError as error:
+            print(f"{number}: left out: {error}")
+            continue
         try:
             fell = falling(options.tree, rows, record.seconds, options.record)
         finally:
