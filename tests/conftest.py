@@ -14,6 +14,7 @@ import coverage
 import fakes
 import pytest
 import real_slurm
+import reaper
 from lockstep import Lockstep
 from processes import BIN, LAUNCHER, Completed, Job
 from ranks import run_on
@@ -126,6 +127,8 @@ def pytest_configure(config: pytest.Config) -> None:
         from mpi4py import MPI
 
         config.pluginmanager.register(Lockstep(config, MPI.COMM_WORLD.Dup()), "lockstep")
+    else:  # ranks of an MPI library share its temporary folder; their launcher ends them
+        reaper.start()
     if coverage.Coverage.current():
         config.pluginmanager.register(Measured(), "measured")
 

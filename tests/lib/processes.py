@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import reaper
 
 BIN = Path(sys.executable).parent
 # More ranks than cores, and root in containers: MPICH wants no leave for either, Open MPI does.
@@ -79,7 +80,5 @@ class Job:
     def kill(self) -> None:
         """Kill the command and all below it: ranks have process groups of their own."""
         if self.process.poll() is None:
-            tree = psutil.Process(self.process.pid).children(recursive=True)
-            for process in (self.process, *tree):
-                process.kill()
+            reaper.end(lambda: reaper.with_descendants({self.process.pid}))
             self.process.wait()
