@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
+import ambient  # noqa: F401  # before all others
 import coverage
 import fakes
 import pytest
@@ -19,12 +19,6 @@ from lockstep import Lockstep
 from processes import BIN, LAUNCHER, Completed, Job
 from ranks import run_on
 from tables import Measured, latin, spare
-
-# A folder without tables of `hpctrain tune`: what `auto` takes must not depend on who tests.
-os.environ["HPCTRAIN_TUNING"] = str(Path(__file__).parent)
-# Who starts the tests in the background has SIGINT ignored, and so would all that they start: what
-# is to be ended by it would live until SIGKILL.
-signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture

@@ -110,7 +110,7 @@ def test_a_program_follows_two_dashes(monkeypatch, words):
 
 @pytest.mark.parametrize(
     ("words", "proposed"),
-    [("python ddp.py", "python ddp.py"), ("ddp.py --epochs 3", "python ddp.py --epochs 3")],
+    [("sh ddp.sh", "sh ddp.sh"), ("ddp.py --epochs 3", "python ddp.py --epochs 3")],
 )
 def test_a_program_without_two_dashes_is_refused(words, proposed):
     result = CliRunner().invoke(launch_command, ["-n", "2", *words.split()])
@@ -489,10 +489,10 @@ def test_the_guard_waits_for_a_process_that_is_just_being_started(tmp_path):
 def test_who_does_not_end_is_ended(ignored, number):
     trap = f"trap '' {ignored}; " if ignored else ""
     line = ["sh", "-c", f"{trap}echo up; while :; do sleep 0.1; done"]
-    own = {**os.environ, guard.JOB_VARIABLE: "stubborn"}
+    own, kill_s = {**os.environ, guard.JOB_VARIABLE: "stubborn"}, 0.4 if ignored else LIMIT_S
     with subprocess.Popen(line, env=own, stdout=subprocess.PIPE) as process:
         process.stdout.readline()
-        guard.end_job("stubborn", ((0.1, signal.SIGTERM), (0.4, signal.SIGKILL)))
+        guard.end_job("stubborn", ((0.1, signal.SIGTERM), (kill_s, signal.SIGKILL)))
         assert process.wait(0) == -signal.Signals[f"SIG{number}"]
 
 
