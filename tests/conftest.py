@@ -50,7 +50,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
 def hpctrain(start: Callable[..., Job]) -> Callable[..., Completed]:
     """Run `hpctrain ARGS` to its end; `ranks`, `env` and `cwd` as in `start`."""
 
-    def hpctrain(*args: object, timeout: float = 60, **options: object) -> Completed:
+    def hpctrain(*args: object, timeout: float = 100, **options: object) -> Completed:
         return start("-m", "hpctrain", *args, **options).finish(timeout)
 
     return hpctrain

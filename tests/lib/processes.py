@@ -50,7 +50,7 @@ class Job:
                 start_new_session=True,
             )  # fmt: skip
 
-    def finish(self, timeout: float = 60) -> Completed:
+    def finish(self, timeout: float = 100) -> Completed:
         """Wait for the end; after `timeout` seconds kill every process and fail the test."""
         try:
             returncode = self.process.wait(timeout)
@@ -64,7 +64,7 @@ class Job:
         """Return what was said so far, stdout first."""
         return "".join(log.read_text() for log in self._logs)
 
-    def until(self, text: str, timeout: float = 30) -> None:
+    def until(self, text: str, timeout: float = 100) -> None:
         """Wait until `text` was said; fail the test if the job ends or `timeout` passes first."""
         deadline = time.monotonic() + timeout
         while text not in self.output():

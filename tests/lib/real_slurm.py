@@ -39,8 +39,10 @@ T = TypeVar("T")
 NODES = ("n1", "n2", "n3", "n4")
 COMMANDS = ("slurmctld", "slurmd", "munged", "sbatch", "srun")
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge", "libpmix2")
-INSTALL_S, START_S, STOP_S = 100, 30, 30
-TREE_S = 90  # step daemons wait a minute for those below them to end, which a lost node never tells
+INSTALL_S, START_S, STOP_S = 100, 100, 100
+TREE_S = (
+    100  # step daemons wait a minute for those below them to end, which a lost node never tells
+)
 LOCK = Path("/tmp/hpctrain-slurm.lock")  # of all runs of tests, whose temporary folders differ
 SBIN = (
     f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"  # a user's PATH may lack the daemons' folders
@@ -188,7 +190,7 @@ class Slurm:
         """Return the state of a job: PENDING, RUNNING, COMPLETED, FAILED, CANCELLED ..."""
         return self.job(job)["JobState"]
 
-    def wait(self, job: int, *states: str, limit_s: float = 60) -> str:
+    def wait(self, job: int, *states: str, limit_s: float = 100) -> str:
         """Wait until the job is in one of `states`, by default until it has ended; return it.
 
         Raises AssertionError, with what the job said, after `limit_s` or where it ended otherwise.
@@ -234,7 +236,7 @@ class Slurm:
         if waits and told["EligibleTime"] > soon:
             self.hurry(int(told["JobId"]))
 
-    def finish(self, job: int | str, limit_s: float = 60) -> str:
+    def finish(self, job: int | str, limit_s: float = 100) -> str:
         """Wait until the job has ended, however often it comes back; return its last state."""
         deadline = time.monotonic() + limit_s
         while (state := self.state(job)) not in ENDED:
