@@ -11,9 +11,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from threading import Thread
 
 import psutil
 import pytest
@@ -170,8 +172,21 @@ def limited(slurm_daemons, tmp_path_factory) -> Iterator[Training]:
     """A job that reaches its time limit while other tests run: Slurm looks twice a minute."""
     folder = tmp_path_factory.mktemp("limited")
     training = submit(slurm_daemons, folder, step_ms=1000, nodes=1, time="1", warn_s=50)
+    holder = Thread(target=hold_when_requeued, args=[slurm_daemons, training.job])
+    holder.start()
     yield training
     slurm_daemons.run("scancel", training.job)
+    holder.join()
+
+
+def hold_when_requeued(slurm, job: int) -> None:
+    """Hold a job that puts itself back into the queue: it would start again after two minutes."""
+    while (facts := slurm.job(job))["Restarts"] == "0":
+        time.sleep(1)
+        if facts["JobState"] in real_slurm.ENDED:
+            return
+    with suppress(RuntimeError):  # it was cancelled
+        slurm.scontrol("hold", job)
 
 
 @pytest.mark.parametrize(
