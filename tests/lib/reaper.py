@@ -1,13 +1,14 @@
 """End all processes that a test run has started when pytest itself ends, SIGKILL included.
 
-    pytest ==== pipe ====> reaper      python -I -S reaper.py FOLDER
+    pytest ==== pipe ====> reaper      python -I -S reaper.py FOLDER PID
       |                      :
     jobs, daemons         signals      all have HPCTRAIN_TEST_RUN=FOLDER in their environment
 
 Nobody writes to the pipe. When pytest ends, the kernel closes the pipe, and the reaper reads
 end-of-file. It kills the processes with the mark and their descendants, since some daemons of Slurm
 overwrite their environment. Then it removes the shared memory of these processes and FOLDER, the
-folder for temporary files of the run.
+folder for temporary files of the run. Once a second it looks which shared memory pytest has, which
+may be a rank of an MPI job and be killed.
 
 The reaper runs as a file and imports only the standard library: it starts in 20 ms. It is no child
 of pytest and has a session of its own, so that neither a Ctrl-C nor a signal to the process group
@@ -17,6 +18,7 @@ of `make test` reaches it.
 from __future__ import annotations
 
 import os
+import select
 import shutil
 import signal
 import subprocess
@@ -28,27 +30,34 @@ from contextlib import suppress
 from pathlib import Path
 
 MARK = "HPCTRAIN_TEST_RUN"
-POLL_INTERVAL_S = 0.05
+POLL_INTERVAL_S, LOOK_INTERVAL_S = 0.05, 1.0
 KILL_TIMEOUT_S = 30.0  #: only a process blocked in a file system outlives SIGKILL for longer
 
 
-def start() -> None:
-    """Start the reaper of this process, and mark the processes that this one starts from now on."""
-    # pytest keeps the folders of tests of the last three runs, elsewhere.
-    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
+def start() -> str:
+    """Start the reaper of this process, mark later child processes, and return the folder."""
     folder = tempfile.mkdtemp(prefix="hpctrain-", dir="/tmp")  # sockets need short paths
     os.chmod(folder, 0o711)  # munged refuses sockets that others cannot reach
     read_end, write_end = os.pipe()
     os.register_at_fork(after_in_child=lambda: os.close(write_end))
     environ = {name: value for name, value in os.environ.items() if name != MARK}
     subprocess.run(
-        [sys.executable, "-I", "-S", __file__, folder], check=True, env=environ, cwd="/",
-        stdin=read_end, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        [sys.executable, "-I", "-S", __file__, folder, str(os.getpid())], check=True, env=environ,
+        stdin=read_end, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd="/",
         start_new_session=True,
     )  # fmt: skip
     os.close(read_end)
-    os.environ |= {MARK: folder, "TMPDIR": folder}
-    tempfile.tempdir = folder
+    os.environ[MARK] = folder
+    return folder
+
+
+def move_temporary_files(folder: str) -> None:
+    """Let this process and its children create temporary files in `folder`.
+
+    pytest keeps the folders of tests of its last three runs where they were.
+    """
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
+    os.environ["TMPDIR"] = tempfile.tempdir = folder
 
 
 def main() -> None:
@@ -57,9 +66,12 @@ def main() -> None:
         return
     with open("/proc/self/comm", "w") as file:
         file.write("test-reaper")  # what `top` shows
-    os.read(0, 1)
-    run = sys.argv[1]
+    run, pytest = sys.argv[1], int(sys.argv[2])
+    segments: set[tuple[str, int]] = set()
+    while not select.select([0], [], [], LOOK_INTERVAL_S)[0]:
+        segments |= shared_memory(pytest)
     end(lambda: find_processes(run))
+    remove(segments)
     unmount_below(run)
     shutil.rmtree(run, ignore_errors=True)
 
@@ -67,8 +79,13 @@ def main() -> None:
 def end(find: Callable[[], set[int]]) -> None:
     """Kill the processes whose ids `find` returns, and remove their shared memory."""
     pids = stop(find)
-    segments = {segment for pid in pids for segment in shared_memory(pid)}
+    segments = set().union(*map(shared_memory, pids))
     kill(pids)
+    remove(segments)
+
+
+def remove(segments: Iterable[tuple[str, int]]) -> None:
+    """Remove files of shared memory, but no other files of the same names."""
     for path, inode in segments:
         with suppress(OSError):  # the MPI library has removed it
             if os.stat(path).st_ino == inode:
@@ -142,14 +159,14 @@ def status(pid: int) -> list[str]:
         return ["X", "0"]
 
 
-def shared_memory(pid: int) -> list[tuple[str, int]]:
+def shared_memory(pid: int) -> set[tuple[str, int]]:
     """Return the path and the inode of each file in /dev/shm that a process maps."""
     try:
         lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
     except OSError:
-        return []
+        return set()
     rows = [line.split(maxsplit=5) for line in lines if " /dev/shm/" in line]
-    return [(row[5], int(row[4])) for row in rows]
+    return {(row[5], int(row[4])) for row in rows}
 
 
 def unmount_below(folder: str) -> None:

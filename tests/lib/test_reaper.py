@@ -10,6 +10,7 @@ import psutil
 import pytest
 import real_slurm
 import reaper
+from processes import Job
 
 pytestmark = pytest.mark.processes
 START_S, END_S = 200, 100  # other tests may share the cores
@@ -35,25 +36,58 @@ def test_under_way(start, request):
     Path("under-way").touch()
     time.sleep(900)
 """
+ON_RANKS = """
+import os, time
+from pathlib import Path
+import pytest, reaper
+
+@pytest.mark.mpi
+def test_under_way():
+    from mpi4py import MPI
+    time.sleep(3 * reaper.LOOK_INTERVAL_S)
+    MPI.COMM_WORLD.barrier()
+    Path("run").write_text(os.environ[reaper.MARK])
+    Path("under-way").touch()
+    time.sleep(900)
+"""
 COMMAND = "-m pytest test_inner.py -p conftest -p no:cacheprovider --timeout=900 --rootdir=."
 
 
-@pytest.mark.timeout(START_S + 2 * END_S)
-@pytest.mark.parametrize("name", ["KILL", "TERM", "INT"])
-def test_nothing_outlives_a_killed_test_run(start, tmp_path, name):
-    (tmp_path / "test_inner.py").write_text(INNER)
-    path = f"{Path(__file__).parents[1]}{os.pathsep}{Path(__file__).parent}"
-    job = start(*COMMAND.split(), env={"PYTHONPATH": path})
-    until(lambda: (tmp_path / "under-way").exists() or job.process.poll() is not None, START_S)
-    assert job.process.poll() is None, job.output()
-    run = (tmp_path / "run").read_text()
+@pytest.fixture
+def under_way(start, tmp_path):
+    """Start a run of a test, and wait until the test is under way; return its job and its mark."""
+
+    def under_way(test: str, *options: str, **how: int) -> tuple[Job, str]:
+        (tmp_path / "test_inner.py").write_text(test)
+        path = f"{Path(__file__).parents[1]}{os.pathsep}{Path(__file__).parent}"
+        job = start(*COMMAND.split(), *options, env={"PYTHONPATH": path}, **how)
+        until(lambda: (tmp_path / "under-way").exists() or job.process.poll() is not None, START_S)
+        assert job.process.poll() is None, job.output()
+        return job, (tmp_path / "run").read_text()
+
+    return under_way
+
+
+def ends(job: Job, run: str, number: int) -> None:
+    """Signal the process group of a run, and wait until nothing of it remains."""
     processes = psutil.Process(job.process.pid).children(recursive=True)
-    segments = [path for process in processes for path, _ in reaper.shared_memory(process.pid)]
-    assert len(processes) >= (9 if real_slurm.missing() is None else 3)
-    os.killpg(job.process.pid, signal.Signals[f"SIG{name}"])
+    segments = set().union(*(reaper.shared_memory(process.pid) for process in processes))
+    assert len(processes) > 1
+    os.killpg(job.process.pid, number)
     job.process.wait(END_S)
     until(lambda: not (remains(run) or any(map(is_alive, processes))), END_S)
-    assert not [path for path in segments if os.path.exists(path)]
+    until(lambda: not [path for path, _ in segments if os.path.exists(path)], END_S)
+
+
+@pytest.mark.timeout(START_S + 3 * END_S)
+@pytest.mark.parametrize("name", ["KILL", "TERM", "INT"])
+def test_nothing_outlives_a_killed_test_run(under_way, name):
+    ends(*under_way(INNER), signal.Signals[f"SIG{name}"])
+
+
+@pytest.mark.timeout(START_S + 3 * END_S)
+def test_ranks_that_run_tests_do_not_outlive_their_launcher(under_way):
+    ends(*under_way(ON_RANKS, "--with-mpi", ranks=2), signal.SIGKILL)
 
 
 def remains(run: str) -> list[object]:
