@@ -118,11 +118,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     folder = reaper.start()
     if config.getoption("--with-mpi"):
+        reaper.end_with_launcher()
         # Before hpctrain asks mpi4py not to initialise: pytest-mpi needs MPI until the very end.
         from mpi4py import MPI
 
         config.pluginmanager.register(Lockstep(config, MPI.COMM_WORLD.Dup()), "lockstep")
-    else:  # ranks of an MPI job may expect the files of their library in one folder
+    else:  # not on ranks, whose MPI library may expect their files in one folder
         reaper.move_temporary_files(folder)
     if coverage.Coverage.current():
         config.pluginmanager.register(Measured(), "measured")
