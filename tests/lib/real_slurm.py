@@ -40,9 +40,7 @@ NODES = ("n1", "n2", "n3", "n4")
 COMMANDS = ("slurmctld", "slurmd", "munged", "sbatch", "srun")
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge", "libpmix2")
 INSTALL_S, START_S, STOP_S = 100, 100, 100
-TREE_S = (
-    100  # step daemons wait a minute for those below them to end, which a lost node never tells
-)
+TREE_S = 90  # step daemons wait a minute for those below them to end, which a lost node never tells
 LOCK = Path("/tmp/hpctrain-slurm.lock")  # of all runs of tests, whose temporary folders differ
 SBIN = (
     f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"  # a user's PATH may lack the daemons' folders
@@ -332,7 +330,7 @@ def _pmi() -> str:
 def running(environ: Mapping[str, str]) -> Iterator[Slurm]:
     """Start a Slurm whose jobs see `environ`; it ends with the block, or with this process."""
     clean = {k: v for k, v in environ.items() if not k.startswith(OF_OTHERS)}
-    # The paths of sockets are short, so not below pytest's folder.
+    # Sockets and a plugin need short paths: not below pytest's folder, and without a prefix.
     with tempfile.TemporaryDirectory(prefix="") as name:
         folder = Path(name)
         own = {**clean, "SLURM_CONF": f"{folder}/slurm.conf"}
@@ -430,7 +428,7 @@ def _link_plugins(plugins: Path) -> None:
     for plugin in PLUGINS.glob("mpi_pmix*.so"):
         code = plugin.read_bytes()
         old, new = (bytes(path) + b"\0" for path in (PMIX, plugins))
-        assert len(new) <= len(old), f"{plugins} is longer than {PMIX}, in place of which it goes"
+        assert len(new) <= len(old), f"{plugins} is longer than {PMIX}, which it replaces"
         (plugins / plugin.name).unlink()
         (plugins / plugin.name).write_bytes(code.replace(old, new.ljust(len(old), b"\0")))
 

@@ -41,7 +41,7 @@ def start() -> str:
     folder = tempfile.mkdtemp(prefix="hpctrain-", dir="/tmp")  # sockets need short paths
     os.chmod(folder, 0o711)  # munged refuses sockets that others cannot reach
     read_end, write_end = os.pipe()
-    os.register_at_fork(after_in_child=lambda: os.close(write_end))
+    os.register_at_fork(after_in_child=os.fdopen(write_end, "wb", 0).close)  # pytest alone holds it
     environ = {name: value for name, value in os.environ.items() if name != MARK}
     subprocess.run(
         [sys.executable, "-I", "-S", __file__, folder, str(os.getpid())], check=True, env=environ,
