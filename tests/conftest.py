@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -11,20 +10,16 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 
+import ambient  # noqa: F401  # before all others
 import coverage
 import fakes
 import pytest
 import real_slurm
+import reaper
 from lockstep import Lockstep
 from processes import BIN, LAUNCHER, Completed, Job
 from ranks import run_on
 from tables import Measured, changed_folders, first_ring, latin, tenth
-
-# A folder without tables of `hpctrain tune`: what `auto` takes must not depend on who tests.
-os.environ["HPCTRAIN_TUNING"] = str(Path(__file__).parent)
-# Who starts the tests in the background has SIGINT ignored, and so would all that they start: what
-# is to be ended by it would live until SIGKILL.
-signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture
@@ -56,7 +51,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
 def hpctrain(start: Callable[..., Job]) -> Callable[..., Completed]:
     """Run `hpctrain ARGS` to its end; `ranks`, `env` and `cwd` as in `start`."""
 
-    def hpctrain(*args: object, timeout: float = 60, **options: object) -> Completed:
+    def hpctrain(*args: object, timeout: float = 100, **options: object) -> Completed:
         return start("-m", "hpctrain", *args, **options).finish(timeout)
 
     return hpctrain
@@ -127,11 +122,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    folder = reaper.start()
     if config.getoption("--with-mpi"):
+        reaper.end_with_launcher()
         # Before hpctrain asks mpi4py not to initialise: pytest-mpi needs MPI until the very end.
         from mpi4py import MPI
 
         config.pluginmanager.register(Lockstep(config, MPI.COMM_WORLD.Dup()), "lockstep")
+    else:  # not on ranks, whose MPI library may expect their files in one folder
+        reaper.move_temporary_files(folder)
     if coverage.Coverage.current():
         config.pluginmanager.register(Measured(), "measured")
 

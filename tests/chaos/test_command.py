@@ -111,7 +111,8 @@ def test_processes_are_known_by_their_mark():
     assert scope.ended(marked, 1.0)[0] == {}
 
 
-def test_shared_memory_is_left_if_it_is_new_and_unused():
+def test_shared_memory_is_left_if_it_is_new_and_unused(monkeypatch, tmp_path):
+    monkeypatch.setattr(scope, "SHARED_MEMORY", tmp_path)  # other runs have files in /dev/shm
     marked, path = scope.Marked("test-of-memory"), scope.SHARED_MEMORY / f"hpctrain-{os.getpid()}"
     with open(path, "w"):
         assert path.name not in marked.shared_memory()

@@ -229,7 +229,7 @@ def test_a_training_that_lost_a_rank_is_resumed(start, tmp_path):
         while run_folder.rows(run)[-1]["step"] >= step + 5:
             time.sleep(0.02)
         wait_for_step(job, run, step + 6)
-    ended = job.finish(60)
+    ended = job.finish()
     summary = json.loads((run / "summary.json").read_text())
     assert (ended.returncode, summary["status"], summary["restarts"]) == (0, "done", 2)
     assert [row["step"] for row in run_folder.rows(run)] == list(range(1, 37))
@@ -275,7 +275,7 @@ def test_survivors_of_an_elastic_job_decide_its_code(start, tmp_path, victim, co
     (tmp_path / "program.py").write_text(SURVIVORS)
     options = ["-n", 3, "--elastic", "--spares", 1, "--min-ranks", 2]
     program = ["--", sys.executable, tmp_path / "program.py", victim, code]
-    ended = start("-m", "hpctrain", "launch", *options, *program).finish(60)
+    ended = start("-m", "hpctrain", "launch", *options, *program).finish()
     assert (ended.returncode, ended.stdout.count("survivors: 3")) == (code, 3)
     assert "{'HPCTRAIN_SPARES': '1', 'HPCTRAIN_MIN_RANKS': '2'}" in ended.stdout.replace(
         "{'HPCTRAIN_MIN_RANKS': '2', 'HPCTRAIN_SPARES': '1'}",
@@ -288,7 +288,7 @@ def test_survivors_of_an_elastic_job_decide_its_code(start, tmp_path, victim, co
 def test_spares_need_a_job_that_survives(start, monkeypatch):
     """Without ULFM they would train: refused on all ranks."""
     monkeypatch.setenv("HPCTRAIN_SPARES", "1")
-    ended = start("-c", "import hpctrain; hpctrain.init()", ranks=2).finish(60)
+    ended = start("-c", "import hpctrain; hpctrain.init()", ranks=2).finish()
     assert ended.returncode != 0
     assert "HPCTRAIN_SPARES is set, but this job does not survive" in ended.stderr
 
@@ -297,7 +297,7 @@ def test_spares_need_a_job_that_survives(start, monkeypatch):
 def test_a_program_is_started_again_unchanged(start, tmp_path):
     text = 'echo start $1 $HPCTRAIN_RESTARTS; [ -n "$HPCTRAIN_RESTARTS" ] || kill -9 $$'
     program = ["--", "sh", "-c", text, "sh", "word"]
-    ended = start("-m", "hpctrain", "launch", "-n", 1, "--max-restarts", 2, *program).finish(60)
+    ended = start("-m", "hpctrain", "launch", "-n", 1, "--max-restarts", 2, *program).finish()
     assert ended.returncode == 0
     lines = [line for line in ended.stdout.splitlines() if line.startswith("start")]
     assert lines == ["start word", "start word 1"]

@@ -149,7 +149,7 @@ def run(
     }  # fmt: skip
     return subprocess.run(
         ["bash", "job.sh"], cwd=folder, env=environ | extra, capture_output=True, text=True,
-        timeout=60,
+        timeout=100,
     )  # fmt: skip
 
 

@@ -68,7 +68,7 @@ def test_shell_accepts_them(path):
     assert subprocess.run(["bash", "-n", path], capture_output=True, text=True).stderr == ""
     if shutil.which("shellcheck"):
         completed = subprocess.run(
-            ["shellcheck", "--shell=bash", path], capture_output=True, text=True, timeout=60
+            ["shellcheck", "--shell=bash", path], capture_output=True, text=True, timeout=100
         )
         assert completed.stdout == ""
 

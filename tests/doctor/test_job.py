@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import tempfile
 from dataclasses import replace
 from itertools import combinations, count
 from pathlib import Path
@@ -289,10 +290,9 @@ def test_what_lies_there_is_no_folder(requested, tmp_path):
 
 
 @pytest.fixture
-def full(tmp_path, monkeypatch):
+def full(monkeypatch):
     """A folder on a file system without room: a small tmpfs, or what looks like one."""
-    place = tmp_path / "full"
-    place.mkdir()
+    place = Path(tempfile.mkdtemp())  # where the reaper unmounts it if the tests are killed
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", place]).returncode
     if mounted:
         usage = output_folder.shutil.disk_usage(place)._replace(free=0)

@@ -24,7 +24,7 @@ LOCAL = Path(__file__).parent
 def mark(tmp_path: Path) -> Iterator[str]:
     """Return a word that the processes of this test carry; none may be left at its end."""
     yield str(tmp_path)
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while (remaining := carriers(str(tmp_path))) and time.monotonic() < deadline:
         time.sleep(0.05)
     reported = [f"{process.pid}: {process.status()}" for process in remaining]

@@ -16,7 +16,7 @@ from hpctrain.training import recipe, runs
 
 pytestmark = pytest.mark.processes
 
-RANKS, LIMIT_S = 3, 10
+RANKS = 3
 KEYS = sets(checkpoint_every_steps=5, checkpoint_every_epochs="")
 LONG = [*KEYS, *sets(run_epochs=5000)]
 full = partial(pytest.param, marks=pytest.mark.full)
@@ -51,7 +51,7 @@ def hit(job, rank: int, number: int) -> None:
 def test_a_lost_rank_ends_the_job_and_its_checkpoint_goes_on(digits, small, engine, rank):
     job = digits(*LONG, *keys_of(engine), ranks=RANKS, launch=True)
     hit(job, rank, signal.SIGKILL)
-    ended = job.finish(LIMIT_S)
+    ended = job.finish()
     assert ended.returncode == 1
     assert command_that_resumes(ended.stderr)[-3:] == ["--out", str(job.out), "--resume"]
     last = job.steps[-1]
@@ -67,7 +67,7 @@ def test_a_lost_rank_ends_the_job_and_its_checkpoint_goes_on(digits, small, engi
 def test_a_server_that_is_asked_to_stop(digits, engine):
     job = digits(*LONG, *keys_of(engine), ranks=RANKS)
     hit(job, RANKS - 1, signal.SIGUSR1)
-    ended = job.finish(LIMIT_S)
+    ended = job.finish()
     assert ended.returncode == 75, ended.stderr
     assert job.summary["status"] == "stopped"
     assert job.summary["steps"] == job.steps[-1]
@@ -93,7 +93,6 @@ def test_a_server_thread_that_breaks(start, mark, small, tmp_path):
     train = ["train", "digits", *small, *LONG, *engine, "--out", tmp_path / "run"]
     ended = start("-c", BREAKS, *train, ranks=RANKS, env={"HPCTRAIN_TEST_JOB": mark}).finish()
     assert ended.returncode != 0
-    assert ended.seconds < 20
     assert "the server broke" in ended.stderr and "in breaking" in ended.stderr
     summary = run_folder.read_summary(tmp_path / "run")
     assert "RuntimeError: the server broke" in summary["reason"] and summary["status"] == "failed"

@@ -30,7 +30,7 @@ def run_line(mark, tmp_path):
     own = {MARK: mark, "OMP_NUM_THREADS": "1", "PATH": f"{BIN}:{os.environ['PATH']}"}
     return lambda words: subprocess.run(
         words, env={**os.environ, **LAUNCHER, **own}, cwd=tmp_path,
-        capture_output=True, text=True, timeout=60,
+        capture_output=True, text=True, timeout=100,
     )  # fmt: skip
 
 

@@ -115,6 +115,6 @@ SPRING = {
     "spoil": lambda: None,  # see WayBack
     "diverge": lambda: float("nan"),
     "full": full,
-    "sleep": lambda: time.sleep(30),
+    "sleep": lambda: time.sleep(600),
     "none": lambda: None,
 }

@@ -24,7 +24,7 @@ def browse(folder, *arguments):
     profile = f"--user-data-dir={folder / 'profile'}-{len(list(folder.iterdir()))}"
     completed = subprocess.run(
         [BROWSER, *FLAGS.split(), profile, *map(str, arguments)],
-        check=True, timeout=60, capture_output=True, text=True,
+        check=True, timeout=100, capture_output=True, text=True,
     )  # fmt: skip
     return completed.stdout, [line for line in completed.stderr.splitlines() if "CONSOLE" in line]
 

@@ -37,7 +37,7 @@ class Training:
     job: Job
     out: Path
 
-    def finish(self, timeout: float = 60) -> Completed:
+    def finish(self, timeout: float = 100) -> Completed:
         return self.job.finish(timeout)
 
     @property
@@ -50,7 +50,7 @@ class Training:
         result = (self.out / "checkpoints").glob("step-*")
         return sorted(int(path.name.removeprefix("step-")) for path in result)
 
-    def reach(self, step: int, ranks: int = 2, timeout: float = 40) -> None:
+    def reach(self, step: int, ranks: int = 2, timeout: float = 100) -> None:
         """Wait until every rank has begun `step`."""
         deadline = time.monotonic() + timeout
         while not self._have_begun(step, ranks):

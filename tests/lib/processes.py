@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import reaper
 
 BIN = Path(sys.executable).parent
 # More ranks than cores, and root in containers: MPICH wants no leave for either, Open MPI does.
@@ -49,7 +50,7 @@ class Job:
                 start_new_session=True,
             )  # fmt: skip
 
-    def finish(self, timeout: float = 60) -> Completed:
+    def finish(self, timeout: float = 100) -> Completed:
         """Wait for the end; after `timeout` seconds kill every process and fail the test."""
         try:
             returncode = self.process.wait(timeout)
@@ -63,7 +64,7 @@ class Job:
         """Return what was said so far, stdout first."""
         return "".join(log.read_text() for log in self._logs)
 
-    def until(self, text: str, timeout: float = 30) -> None:
+    def until(self, text: str, timeout: float = 100) -> None:
         """Wait until `text` was said; fail the test if the job ends or `timeout` passes first."""
         deadline = time.monotonic() + timeout
         while text not in self.output():
@@ -79,7 +80,5 @@ class Job:
     def kill(self) -> None:
         """Kill the command and all below it: ranks have process groups of their own."""
         if self.process.poll() is None:
-            tree = psutil.Process(self.process.pid).children(recursive=True)
-            for process in (self.process, *tree):
-                process.kill()
+            reaper.end(lambda: reaper.with_descendants({self.process.pid}))
             self.process.wait()

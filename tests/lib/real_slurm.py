@@ -39,9 +39,9 @@ T = TypeVar("T")
 NODES = ("n1", "n2", "n3", "n4")
 COMMANDS = ("slurmctld", "slurmd", "munged", "sbatch", "srun")
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge", "libpmix2")
-INSTALL_S, START_S, STOP_S = 100, 30, 30
+INSTALL_S, START_S, STOP_S = 100, 100, 100
 TREE_S = 90  # step daemons wait a minute for those below them to end, which a lost node never tells
-LOCK = Path(tempfile.gettempdir()) / "hpctrain-slurm.lock"
+LOCK = Path("/tmp/hpctrain-slurm.lock")  # of all runs of tests, whose temporary folders differ
 SBIN = (
     f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"  # a user's PATH may lack the daemons' folders
 )
@@ -68,7 +68,7 @@ SlurmUser={user}
 SlurmdUser={user}
 AuthType=auth/munge
 AuthInfo=socket={folder}/munge.socket
-PluginDir={folder}/plugins
+PluginDir={folder}/lib
 MpiDefault={mpi}
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
@@ -188,7 +188,7 @@ class Slurm:
         """Return the state of a job: PENDING, RUNNING, COMPLETED, FAILED, CANCELLED ..."""
         return self.job(job)["JobState"]
 
-    def wait(self, job: int, *states: str, limit_s: float = 60) -> str:
+    def wait(self, job: int, *states: str, limit_s: float = 100) -> str:
         """Wait until the job is in one of `states`, by default until it has ended; return it.
 
         Raises AssertionError, with what the job said, after `limit_s` or where it ended otherwise.
@@ -234,7 +234,7 @@ class Slurm:
         if waits and told["EligibleTime"] > soon:
             self.hurry(int(told["JobId"]))
 
-    def finish(self, job: int | str, limit_s: float = 60) -> str:
+    def finish(self, job: int | str, limit_s: float = 100) -> str:
         """Wait until the job has ended, however often it comes back; return its last state."""
         deadline = time.monotonic() + limit_s
         while (state := self.state(job)) not in ENDED:
@@ -330,13 +330,14 @@ def _pmi() -> str:
 def running(environ: Mapping[str, str]) -> Iterator[Slurm]:
     """Start a Slurm whose jobs see `environ`; it ends with the block, or with this process."""
     clean = {k: v for k, v in environ.items() if not k.startswith(OF_OTHERS)}
-    # The paths of sockets are short, so not below pytest's folder.
-    with tempfile.TemporaryDirectory(prefix="hpctrain-", dir="/tmp") as name:
+    # Sockets and a plugin need short paths: not below pytest's folder, and without a prefix.
+    with tempfile.TemporaryDirectory(prefix="") as name:
         folder = Path(name)
         own = {**clean, "SLURM_CONF": f"{folder}/slurm.conf"}
         keeper = subprocess.Popen(
             [sys.executable, __file__, name, _pmi()], env=own, text=True, bufsize=1,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            start_new_session=True,  # a signal to the group of the tests would leave its daemons
         )  # fmt: skip
         with keeper:
             try:
@@ -402,11 +403,11 @@ def _answers(slurm: Slurm) -> bool:
 
 def _configure(folder: Path, mpi: str) -> None:
     folder.chmod(0o755)  # munge is for all users
-    for name in ("state", "plugins"):
+    for name in ("state", "lib"):
         (folder / name).mkdir()
     (folder / "munge.key").write_bytes(os.urandom(128))
     (folder / "munge.key").chmod(0o600)
-    _link_plugins(folder / "plugins")
+    _link_plugins(folder / "lib")
     host, (port, *ports) = socket.gethostname(), _free_ports(1 + len(NODES))
     nodes = [NODE.format(name=n, host=host, port=p) for n, p in zip(NODES, ports, strict=True)]
     told = {"host": host, "port": port, "user": getpass.getuser(), "folder": folder, "mpi": mpi}
@@ -427,6 +428,7 @@ def _link_plugins(plugins: Path) -> None:
     for plugin in PLUGINS.glob("mpi_pmix*.so"):
         code = plugin.read_bytes()
         old, new = (bytes(path) + b"\0" for path in (PMIX, plugins))
+        assert len(new) <= len(old), f"{plugins} is longer than {PMIX}, which it replaces"
         (plugins / plugin.name).unlink()
         (plugins / plugin.name).write_bytes(code.replace(old, new.ljust(len(old), b"\0")))
 

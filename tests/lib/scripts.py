@@ -21,7 +21,7 @@ def run_script(folder: Path, text: str, **environ: str) -> subprocess.CompletedP
     reference = {"PATH": f"{folder}/bin:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(folder)}
     return subprocess.run(
         ["bash", "job.sh"], cwd=folder, env=reference | {"SLURM_JOB_ID": "7"} | environ,
-        capture_output=True, text=True, timeout=60,
+        capture_output=True, text=True, timeout=100,
     )  # fmt: skip
 
 

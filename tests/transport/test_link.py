@@ -115,7 +115,7 @@ def test_a_silent_thread_rank_is_an_error_within_the_limit():
     began = time.monotonic()
     with pytest.raises(HungError, match=r"rank 0: irecv of 4 bytes from rank 1: nothing for 0\.2"):
         run_ranks(2, body, timeout_s=0.2)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 60
 
 
 def test_a_thread_rank_that_fails_ends_the_waits_of_the_others():

@@ -81,7 +81,7 @@ def test_a_rank_without_a_launcher_leaves_no_segment(start):
         "import hpctrain as ht; from hpctrain.transport.mpi import segments; ht.init(); "
         "print('mapped', [path for _, path in segments.mapped_segments()])"
     )
-    ended = start("-c", program).finish(60)
+    ended = start("-c", program).finish()
     assert ended.returncode == 0
     paths = ast.literal_eval(ended.stdout.partition("mapped ")[2])
     assert [path for path in paths if Path(path).exists()] == []

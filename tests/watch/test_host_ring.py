@@ -326,7 +326,7 @@ def channels(request):
         channel.close()
 
 
-def arrivals(channel: Channel, limit_s: float = 2.0) -> list[bytes]:
+def arrivals(channel: Channel, limit_s: float = 60.0) -> list[bytes]:
     import time
 
     deadline, raws = time.monotonic() + limit_s, []

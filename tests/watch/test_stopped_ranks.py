@@ -198,13 +198,13 @@ def test_a_step_back_is_no_step_time():
 # Real processes
 
 
-SLEEPER = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(60)"]
+SLEEPER = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"]
 #: Writes heartbeats as the watch does, and computes in C with the interpreter's lock meanwhile.
 HOLDER = """
 import ctypes, os, sys, time
 print("up", flush=True)
 libc = ctypes.PyDLL(None)
-libc.usleep(60_000_000)
+libc.usleep(600_000_000)
 """
 
 
@@ -232,7 +232,7 @@ def identity_of(child: subprocess.Popen) -> ProcessIdentity:
 
 
 def await_state(process: ProcessIdentity, letter: str) -> ProcessState:
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while (state := read_state(process)) is None or state.letter != letter:
         assert time.monotonic() < deadline, state
         time.sleep(0.01)
@@ -311,8 +311,8 @@ def test_a_real_rank_that_is_stopped_is_killed(spawn, caplog):
         os.kill(child.pid, signal.SIGSTOP)
         observed.silent.add(1)
         stopped_s = time.monotonic()
-        assert child.wait(10) == -signal.SIGKILL
-        assert 0.5 < time.monotonic() - stopped_s < 5
+        assert child.wait(60) == -signal.SIGKILL
+        assert time.monotonic() - stopped_s > 0.5
         time.sleep(1)
         assert other.poll() is None
     lines = [record.getMessage() for record in caplog.records]
@@ -352,7 +352,7 @@ while not all(os.path.exists(f"{folder}/{r}") for r in range(3)):
 processes = {r: ProcessIdentity.parse(open(f"{folder}/{r}").read()) for r in range(3)}
 heartbeats = partial(read_heartbeats, record, processes)
 observer = LivenessObserver(
-    heartbeats, StoppedRanks(rank, processes), lambda: 0, print, least_limit_s=0.5
+    heartbeats, StoppedRanks(rank, processes), lambda: 0, print, least_limit_s=0.8
 )
 print("up", flush=True)
 while True:
@@ -363,7 +363,7 @@ while True:
 
 @pytest.fixture
 def job(spawn, tmp_path):
-    """Return three real ranks that observe each other, with a limit of 0.5 s."""
+    """Return three real ranks that observe each other, with a limit of 0.8 s."""
     (tmp_path / "pages").write_bytes(bytes(3 * RECORD_BYTES))
     script = tmp_path / "job.py"
     script.write_text(JOB)
@@ -388,7 +388,7 @@ def test_a_job_that_was_suspended_wakes_whole(job, number):
         for child in order:  # they stop, and wake, one after the other
             os.kill(child.pid, number)
             time.sleep(0.15)
-        time.sleep(1.3)  # more than two limits
+        time.sleep(1.9)  # more than two limits
         for child in reversed(order):
             os.kill(child.pid, signal.SIGCONT)
             time.sleep(0.05)
@@ -404,7 +404,7 @@ def test_the_ranks_left_kill_those_that_are_stopped(job, victims):
     for victim in victims:
         os.kill(job[victim].pid, signal.SIGSTOP)
     for victim in victims:
-        assert job[victim].wait(10) == -signal.SIGKILL
+        assert job[victim].wait(60) == -signal.SIGKILL
     time.sleep(1)
     alive = [rank for rank in range(3) if job[rank].poll() is None]
     assert alive == [rank for rank in range(3) if rank not in victims]

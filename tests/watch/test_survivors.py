@@ -25,7 +25,7 @@ from hpctrain.core.interpreter import module_command
 
 pytestmark = [pytest.mark.processes]
 SCRIPT = str(Path(__file__).with_name("survivors.py"))
-LIMIT_S = 60.0
+LIMIT_S = 100.0
 
 
 @pytest.fixture
