@@ -14,6 +14,7 @@ import coverage
 import fakes
 import pytest
 import real_slurm
+from leftovers import Guard
 from lockstep import Lockstep
 from processes import BIN, LAUNCHER, Completed, Job
 from ranks import run_on
@@ -126,6 +127,7 @@ def pytest_configure(config: pytest.Config) -> None:
         from mpi4py import MPI
 
         config.pluginmanager.register(Lockstep(config, MPI.COMM_WORLD.Dup()), "lockstep")
+    config.pluginmanager.register(Guard(on_mpi=config.getoption("--with-mpi")), "guard")
     if coverage.Coverage.current():
         config.pluginmanager.register(Measured(), "measured")
 

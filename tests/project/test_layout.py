@@ -45,7 +45,7 @@ ROOMS = {
     "engines/local_sgd": (4, 460),
     "engines/parameter_server": (12, 1800),
     "engines/synchronous": (9, 1200),
-    "gradients": (10, 1470),
+    "gradients": (10, 1480),
     "gradients/compress": (7, 900),
     "hardware": (7, 650),
     "jax": (8, 650),
