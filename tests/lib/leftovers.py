@@ -28,7 +28,8 @@ WAIT_S = 10.0
 GARBAGE_S = 0.02  # before garbage is collected, which takes longer than most threads to end
 SESSION = "HPCTRAIN_TESTS"  #: carried by all processes below these tests, also by orphans
 ROOT = Path(__file__).parents[2]
-SHARED_MEMORY = Path("/dev/shm")
+SHARED_MEMORY = "/dev/shm/"
+OPENED: set[str] = set()  #: paths in SHARED_MEMORY, by the audit hook
 #: Begins of names of threads that may stay, with the reason.
 ALLOWED_THREADS: dict[str, str] = {}
 #: Begins of paths whose descriptors may stay, with the reason.
@@ -78,8 +79,14 @@ def descendants() -> set[int]:
 
 
 def shared_files() -> set[str]:
-    """Return the names of the package's files in /dev/shm, whichever process uses them."""
-    return {name for name in os.listdir(SHARED_MEMORY) if "hpctrain" in name}
+    """Return the files of shared memory that this process made; jobs beside it have their own."""
+    return {path for path in OPENED if os.path.exists(path)}
+
+
+def notice_open(event: str, arguments: tuple) -> None:
+    """Note a file of shared memory: an audit hook of Python."""
+    if event == "open" and str(arguments[0]).startswith(SHARED_MEMORY):
+        OPENED.add(str(arguments[0]))
 
 
 def mappings() -> set[tuple[str, str]]:
@@ -90,20 +97,6 @@ def mappings() -> set[tuple[str, str]]:
     lines = (line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines())
     named = {(line[0], line[5]) for line in lines if len(line) > 5}
     return {pair for pair in named if re.match("/(memfd:|dev/shm/).*hpctrain", pair[1])}
-
-
-def is_unused(file: str) -> bool:
-    """Return whether a file of this user in /dev/shm serves no other running process."""
-    path = SHARED_MEMORY / file
-    try:
-        own = path.lstat().st_uid == os.getuid()
-    except OSError:  # it is gone
-        return False
-    for pid in set(psutil.pids()) - {os.getpid()} if own else ():
-        with suppress(OSError):
-            if str(path) in Path(f"/proc/{pid}/maps").read_text():
-                return False
-    return own
 
 
 def place(frame_or_code: object) -> str:
@@ -152,8 +145,8 @@ def describe_processes(things: set[int]) -> Iterator[str]:
 def describe_files(things: set[str]) -> Iterator[str]:
     """Yield a file's path, and remove it."""
     for name in sorted(things):
-        yield f"file {SHARED_MEMORY / name}"
-        (SHARED_MEMORY / name).unlink(missing_ok=True)
+        yield f"file {name}"
+        Path(name).unlink(missing_ok=True)
 
 
 def describe_mappings(things: set[tuple[str, str]]) -> Iterator[str]:
@@ -180,6 +173,7 @@ class Guard:
         self._kinds: dict[str, Callable[[], set]] = {"thread": threads, "variable": variables}
         if not on_mpi:
             self._kinds |= {"descriptor": descriptors, "file": shared_files, "mapping": mappings}
+            sys.addaudithook(notice_open)
         self._before: State = {}
         self._allowed: State = {}  # made by fixtures of wider scope
         self._has_failed = False
@@ -240,9 +234,7 @@ class Guard:
             new = before ^ things if kind == "variable" else things - before
             if new := new - self._allowed.get(kind, set()):
                 result[kind] = new
-        if "file" in result:
-            result["file"] = set(filter(is_unused, result["file"]))
-        return {kind: things for kind, things in result.items() if things}
+        return result
 
     def _wait(self, item: pytest.Item) -> State:
         """Return the leftovers that do not go by themselves, nor as garbage."""

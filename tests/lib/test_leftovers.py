@@ -53,7 +53,7 @@ LEFTOVERS = {
     (
         "fd = os.memfd_create('hpctrain'); os.ftruncate(fd, 9); memory = mmap.mmap(fd, 9); "
         "memory[0] = 1; os.close(fd); things.append(memory)"
-    ): r"1 descriptor of /memfd:hpctrain \(deleted\)",
+    ): r"1 descriptor of /memfd:hpctrain \(deleted\), 1 mapping of /memfd:hpctrain .*",
     "os.environ['PLANTED'] = '1'": r"variable PLANTED=b'1'",
     "os.environ['HOME'] = '/'": r"variable HOME=b'/'",
     "del os.environ['HOME']": "no variable HOME",
