@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import fakes
 import pytest
 import real_slurm
 from leftovers import Guard
+from limits import Limits
 from lockstep import Lockstep
 from processes import BIN, LAUNCHER, Completed, Job
 from ranks import run_on
@@ -122,11 +124,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    abort = None
     if config.getoption("--with-mpi"):
         # Before hpctrain asks mpi4py not to initialise: pytest-mpi needs MPI until the very end.
         from mpi4py import MPI
 
         config.pluginmanager.register(Lockstep(config, MPI.COMM_WORLD.Dup()), "lockstep")
+        abort = partial(MPI.COMM_WORLD.Abort, 1)
+    if not config.getoption("usepdb"):
+        config.pluginmanager.register(Limits(abort), "limits")
     config.pluginmanager.register(Guard(on_mpi=config.getoption("--with-mpi")), "guard")
     if coverage.Coverage.current():
         config.pluginmanager.register(Measured(), "measured")

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from planted import run_rows
 
-LIB = Path(__file__).parent
 PLUGIN = """
 import leftovers
 leftovers.WAIT_S = 0.5
@@ -69,18 +66,11 @@ HARMLESS = [
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Run one row per body, in one process, and return the report of pytest."""
-    folder = tmp_path_factory.mktemp("planted")
-    (folder / "conftest.py").write_text(PLUGIN)
     rows = [
         f"@pytest.mark.processes\ndef test_{i}(wide):\n    {body}\n"
         for i, body in enumerate([*LEFTOVERS, *HARMLESS])
     ]
-    (folder / "test_rows.py").write_text(HEAD + "\n".join(rows))
-    code = f"import sys; sys.path.insert(0, {str(LIB)!r}); import pytest; sys.exit(pytest.main())"
-    words = ["-q", "-p", "no:cacheprovider", "-c", "/dev/null", "--rootdir=.", "test_rows.py"]
-    return subprocess.run(
-        [sys.executable, "-c", code, *words], cwd=folder, text=True, capture_output=True
-    ).stdout
+    return run_rows(tmp_path_factory.mktemp("rows"), PLUGIN, HEAD + "\n".join(rows)).stdout
 
 
 @pytest.mark.processes
