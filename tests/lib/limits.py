@@ -76,6 +76,14 @@ def stacks() -> str:
     return "\n".join(lines)
 
 
+_paced_s: float | None = None  # None: nobody measures the pace
+
+
+def clock() -> float:
+    """Return seconds that pass as slowly as this machine works: for limits of a test's waits."""
+    return time.monotonic() if _paced_s is None else _paced_s
+
+
 class Limits:
     """Ends a row that takes longer than its limit at the pace of the machine."""
 
@@ -140,13 +148,15 @@ class Limits:
             pytest.fail(text, pytrace=False)
 
     def _watch(self) -> None:
+        global _paced_s
+        _paced_s = time.monotonic()
         before, then_s = shares(), time.monotonic()
         while not self._stop.wait(TICK_S):
             faulthandler.dump_traceback_later(LAST_S, exit=True, file=self._stderr)
             now, now_s = shares(), time.monotonic()
             # A tick that took longer belongs to a process that was stopped.
             passed_s = min(now_s - then_s, 4 * TICK_S) / slowness(before, now)
-            before, then_s = now, now_s
+            before, then_s, _paced_s = now, now_s, _paced_s + passed_s
             with self._lock:
                 self._spend(passed_s)
 
