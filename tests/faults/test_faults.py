@@ -45,9 +45,6 @@ def test_a_fault_on_one_rank(digits, fault):
     ended = job.finish()
     assert ended.returncode == code, ended.stderr
     assert len(re.findall(message, ended.stderr)) == 1, ended.stderr
-    assert (
-        ended.seconds < 60
-    )  # 10 s from the fault; the start takes its time where cores are shared
     if step:
         assert not job.out.exists()  # nothing had begun
     else:
@@ -62,7 +59,6 @@ def test_a_killed_rank(digits, undisturbed):
     keys = [*SAVES, *sets(run_epochs=1)]
     job = digits(*keys, *trap("kill", 1), launch=True)
     ended = job.finish()
-    assert ended.seconds < 60
     assert ended.returncode == 1
     assert "a rank was lost: mpiexec ended with" in ended.stderr
     assert command_that_resumes(ended.stderr)[-3:] == ["--out", str(job.out), "--resume"]
@@ -77,7 +73,6 @@ def test_a_killed_rank_under_mpiexec(digits):
     job = digits(*SAVES, *trap("kill", 1))
     ended = job.finish()
     assert ended.returncode != 0
-    assert ended.seconds < 60
     assert job.summary is None  # nobody was left to tell
     assert job.steps == [5]
 
@@ -87,7 +82,6 @@ def test_a_stopped_rank(digits, launched):
     job = digits(*SAVES, *sets(run_timeout_s=1), *trap("stop", 1), ranks=3, launch=launched)
     ended = job.finish()
     assert ended.returncode == 86, ended.stderr
-    assert ended.seconds < 60
     assert ended.stderr.count("hung: a call has waited for longer than 1 s") == 1
     waits_for, rest = ended.stderr.split("the job waits for:")[1].split("these wait:")
     silent = (
@@ -208,7 +202,7 @@ NEVER_COMES = """
 import os, sys, time
 from hpctrain.transport.mpi import startup
 if "1" in (os.environ.get("PMI_RANK"), os.environ.get("OMPI_COMM_WORLD_RANK")):
-    time.sleep(20)
+    time.sleep(600)
 startup.start_mpi(None, timeout_s=2)
 """
 
@@ -216,5 +210,4 @@ startup.start_mpi(None, timeout_s=2)
 def test_a_rank_that_never_starts_mpi(start, mark):
     ended = start("-c", NEVER_COMES, ranks=2, env={MARK: mark}).finish()
     assert ended.returncode != 0
-    assert ended.seconds < 18
     assert re.search(r"Timeout \(0:00:02\)!(.|\n)*startup.py\", line \d+ in start", ended.stderr)

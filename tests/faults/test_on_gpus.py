@@ -9,6 +9,7 @@ from functools import partial
 
 import pytest
 from jobs import EVERY, MARK, NEVER, on_fakes, sets, trap
+from limits import clock
 from ranks import run_on
 from tables import rows_of
 
@@ -123,7 +124,6 @@ def test_out_of_memory(digits, moment):
     job = digits(*SAVES, *trap("short", rank, step), gpus={})
     ended = job.finish()
     assert ended.returncode == 1, ended.stderr
-    assert ended.seconds < 20
     (message,) = re.findall(
         r"hpctrain: rank (\d) on \S+: (GPU 0 is out of memory .*)", ended.stderr
     )
@@ -177,17 +177,16 @@ def test_a_rank_whose_memory_neighbours_map_is_lost(start, mark, tmp_path, numbe
     job = start("-c", SUMS, number, tmp_path / "run", ranks=3, env=env, flags=flags)
     ended = job.finish()
     assert ended.returncode != 0
-    assert ended.seconds < 20
     assert ended.stdout.count("step 1") == 3
     assert "step 2" not in ended.stdout and "never comes here" not in ended.stdout
     if left_alone or number == "SIGSTOP":
         reported = ended.stderr.split("the job waits for:")[1].split("these wait:")[0]
         assert "rank 1 on" in reported
-    limit = time.monotonic() + 5  # other tests run meanwhile, whose files go at once
+    limit = clock() + 30  # other tests run meanwhile, whose files go at once
     while remaining := [
         n for n in set(os.listdir("/dev/shm")) - before if "hpctrain" in n and "watch" not in n
     ]:
-        assert time.monotonic() < limit, remaining
+        assert clock() < limit, remaining
         time.sleep(0.02)
 
 

@@ -27,7 +27,6 @@ UNKNOWN = {
 }
 #: On machines that have none, as those are on which tests run.
 NO_GPU = "pip install 'hpctrain[cuda1"
-IN_TIME_S = 10  # 3 on an idle machine; tests share theirs
 
 
 def refused(ended, message, out):
@@ -46,7 +45,6 @@ def test_wrong_command_line(begin, wrong):
     job = begin(*args, ranks=4)
     ended = job.finish()
     refused(ended, message, job.out)
-    assert ended.seconds < IN_TIME_S
 
 
 @pytest.mark.skipif(find_spec("cupy") is not None, reason="CuPy is installed here")

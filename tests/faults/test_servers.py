@@ -93,7 +93,6 @@ def test_a_server_thread_that_breaks(start, mark, small, tmp_path):
     train = ["train", "digits", *small, *LONG, *engine, "--out", tmp_path / "run"]
     ended = start("-c", BREAKS, *train, ranks=RANKS, env={"HPCTRAIN_TEST_JOB": mark}).finish()
     assert ended.returncode != 0
-    assert ended.seconds < 20
     assert "the server broke" in ended.stderr and "in breaking" in ended.stderr
     summary = run_folder.read_summary(tmp_path / "run")
     assert "RuntimeError: the server broke" in summary["reason"] and summary["status"] == "failed"

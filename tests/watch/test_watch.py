@@ -21,6 +21,7 @@ from tempfile import mkdtemp
 from types import SimpleNamespace
 
 import pytest
+from limits import clock
 from processes import Job
 
 from hpctrain import watch
@@ -114,8 +115,8 @@ def record_of(node: Node, rank: int, size: int) -> WatchRecord:
 def settle(job: Job, folder: Path) -> None:
     """Wait until the record of rank 1 tells that it is in `compute`."""
     job.until("ready")
-    limit = time.monotonic() + 10
-    while "compute" not in read_records(folder)[1].line and time.monotonic() < limit:
+    limit = clock() + 60
+    while "compute" not in read_records(folder)[1].line and clock() < limit:
         time.sleep(0.05)
 
 
@@ -187,7 +188,7 @@ def test_a_record_survives_kill_9(child: Callable) -> None:
     for does, (job, folder) in jobs.items():
         settle(job, folder)
         job.process.kill()
-        job.process.wait(10)
+        job.finish()
         observed = read_records(folder)[1]
         (call,) = observed.calls
         assert (observed.rank, observed.size, observed.pid, observed.step) == (
@@ -200,7 +201,9 @@ def test_a_record_survives_kill_9(child: Callable) -> None:
             "main", "sendrecv", 7, 0, 4096, call.start_s, does == "wait", call.end_s
         )
         assert (call.end_s is None) == (does == "wait")
-        assert 0 <= time.time() - call.start_s < 60 and 0 <= time.time() - observed.heartbeat < 60
+        assert (
+            0 <= time.time() - call.start_s < 3600 and 0 <= time.time() - observed.heartbeat < 3600
+        )
 
 
 # Steps begun, the limit, its factor in the first step -> whether a call then counts as hung
@@ -222,16 +225,16 @@ def test_limit() -> None:
             for record.step in steps:
                 pass
             record.entry("main").enter(b"recv", 1, 512)
-            return hangs(reports, 10 if expected else 1.0)
+            return hangs(reports, 60 if expected else 1.0)
 
     with ThreadPoolExecutor(len(LIMITS)) as pool:
         assert list(pool.map(reported, LIMITS)) == [expected for *_, expected in LIMITS]
 
 
 def test_a_new_call_starts_a_new_wait() -> None:
-    with watched(None, 0.6, 1) as (record, reports):
+    with watched(None, 2.0, 1) as (record, reports):
         entry = record.entry("main")
-        for _ in range(60):  # 1.2 s, almost all of it inside of a call
+        for _ in range(120):  # 2.4 s, almost all of it inside of a call
             entry.enter(b"recv", 1, 512)
             time.sleep(0.02)
         assert reports.empty()
@@ -246,12 +249,12 @@ def test_a_job_that_slept_does_not_wake_up_hung(
     monkeypatch: pytest.MonkeyPatch, jumps: str
 ) -> None:
     real = time.monotonic if jumps.endswith("monotonic") else time.time
-    with watched(None, 2.0, 1) as (record, reports):
+    with watched(None, 6.0, 1) as (record, reports):
         record.entry("main").enter(b"recv", 1, 512)
         time.sleep(0.7)
         monkeypatch.setattr(jumps, lambda: real() + 1000)
         assert not hangs(reports, 0.6)
-        assert hangs(reports, 10)
+        assert hangs(reports, 60)
 
 
 NOW = 1000.0
