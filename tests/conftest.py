@@ -19,7 +19,7 @@ from leftovers import Guard
 from limits import Limits
 from lockstep import Lockstep
 from processes import BIN, LAUNCHER, Completed, Job
-from ranks import run_on
+from ranks import job_world, run_on
 from tables import Measured, latin, spare
 
 # A folder without tables of `hpctrain tune`: what `auto` takes must not depend on who tests.
@@ -100,6 +100,13 @@ def lazy_gpu() -> Iterator[fakes.Machine]:
     """Yield the same, on which work is done when somebody waits for its stream, not before."""
     with fakes.installed(lazy=True) as machine:
         yield machine
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _world(request: pytest.FixtureRequest) -> None:
+    """Make the World of a job of MPI, whose watch is a thread, before the guard looks."""
+    if request.config.getoption("--with-mpi"):
+        job_world()
 
 
 @pytest.fixture

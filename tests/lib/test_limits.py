@@ -103,6 +103,23 @@ def test_a_row_that_keeps_the_interpreter_ends_the_process_by_name(tmp_path):
     assert re.search(r"Timeout .*(.|\n)*in block_in_c\n(.|\n)* in test_keeper", ended.stdout)
 
 
+ON_MPI = """
+from mpi4py import MPI
+limits.Limits.__init__.__defaults__ = (lambda: MPI.COMM_WORLD.Abort(1),)
+"""
+
+
+@pytest.mark.processes
+def test_a_rank_that_waits_inside_mpi_ends_the_job_by_name(tmp_path):
+    """No signal ends its wait: with the row that it is in, the job ends on all ranks."""
+    body = "MPI.COMM_WORLD.rank == 0 or MPI.COMM_WORLD.Recv(bytearray(8), 0)"
+    rows = "from mpi4py import MPI\n" + HEAD + row("rank", body) + row("end", "MPI.Finalize()")
+    ended = run_rows(tmp_path, PLUGIN + ON_MPI, rows, ranks=2)
+    assert ended.returncode != 0
+    assert "test_rows.py::test_rank has not ended within 0.6 s" in ended.stdout, ended.stdout
+    assert "in test_rank" in ended.stdout
+
+
 #: milliseconds on a core and in the queue, per thread; wall time per second of work
 PACES = {
     "idle machine": ([(200, 0), (3, 0)], 1),
