@@ -94,7 +94,8 @@ def _output_closed(error: BaseException) -> bool:
     """Return whether the reader of our output has closed it, as `| head` does; then be silent."""
     closed = isinstance(error, BrokenPipeError) or isinstance(error.__context__, BrokenPipeError)
     if closed:  # else Python would complain when it flushes at its end
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        with open(os.devnull, "wb") as null:
+            os.dup2(null.fileno(), sys.stdout.fileno())
     return closed
 
 

@@ -16,10 +16,15 @@ import fakes
 import pytest
 import real_slurm
 import reaper
+from leftovers import Guard
+from limits import Limits
 from lockstep import Lockstep
 from processes import BIN, LAUNCHER, Completed, Job
-from ranks import run_on
+from ranks import job_world, run_on
 from tables import Measured, changed_folders, first_ring, latin, tenth
+
+# The package sets the BLAS threads of a process that has no such variable, at the first training.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture
@@ -93,6 +98,13 @@ def lazy_gpu() -> Iterator[fakes.Machine]:
         yield machine
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _world(request: pytest.FixtureRequest) -> None:
+    """Make the World of a job of MPI, whose watch is a thread, before the guard looks."""
+    if request.config.getoption("--with-mpi"):
+        job_world()
+
+
 @pytest.fixture
 def ranks(request: pytest.FixtureRequest) -> Callable[..., list]:
     """Run a body on the ranks that `on_ranks` names; see ranks.py."""
@@ -122,15 +134,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    folder = reaper.start()
+    abort, folder = None, reaper.start()
     if config.getoption("--with-mpi"):
         reaper.end_with_launcher()
         # Before hpctrain asks mpi4py not to initialise: pytest-mpi needs MPI until the very end.
         from mpi4py import MPI
 
         config.pluginmanager.register(Lockstep(config, MPI.COMM_WORLD.Dup()), "lockstep")
+        abort = partial(MPI.COMM_WORLD.Abort, 1)
     else:  # not on ranks, whose MPI library may expect their files in one folder
         reaper.move_temporary_files(folder)
+    if not config.getoption("usepdb"):
+        config.pluginmanager.register(Limits(abort), "limits")
+    config.pluginmanager.register(Guard(on_mpi=config.getoption("--with-mpi")), "guard")
     if coverage.Coverage.current():
         config.pluginmanager.register(Measured(), "measured")
 

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import json
 import threading
+import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence, Set
 from queue import SimpleQueue
 from time import perf_counter
@@ -119,7 +120,7 @@ class Reducer:
         """
         self.wire_s = 0.0  #: time in collectives since the start
         self._grad, self._group = grad, group
-        self._trace, self._priority = trace or Trace(), priority
+        self._trace = trace or Trace()
         self._slices = [grad[bucket.start : bucket.stop] for bucket in buckets]
         self._sums = list(self._slices)  # the array of each bucket's sum
         functions = [resolve_auto(allreduce, group, x, np.add) for x in self._slices]
@@ -143,7 +144,12 @@ class Reducer:
         self._complete_buckets: set[int] = set()  # buckets of this step whose sum is complete
         self._thread: threading.Thread | None = None
         if concurrent:
-            self._thread = threading.Thread(target=self._run_thread, name="wire", daemon=True)
+            send_order: Iterator[int] = iter(self._send_queue.get, None)
+            if priority:
+                send_order = _iterate_by_priority(self._send_queue, group, len(buckets))
+            body = (weakref.ref(self), grad, send_order)
+            self._thread = threading.Thread(target=_run_thread, args=body, name="wire", daemon=True)
+            weakref.finalize(self, self._send_queue.put, None)  # of a trainer that nobody closes
             self._thread.start()
 
     def mark_ready(self, name: str) -> None:
@@ -217,48 +223,11 @@ class Reducer:
             self._send_queue.put(None)
             self._thread.join(JOIN_TIMEOUT_S)
 
-    def _run_thread(self) -> None:
-        """Reduce the queued buckets: the body of the communication thread."""
-        with own_stream(self._grad):
-            self._reduce_queued()
-
-    def _reduce_queued(self) -> None:
-        send_order = iter(self._send_queue.get, None)
-        numbers = self._iterate_by_priority() if self._priority else send_order
-        number = -1
-        while True:
-            try:
-                number = next(numbers)
-                wait_for(self._written_events[number])
-                self._reduce(number)
-                self._sum_events[number] = event(self._grad)
-                self._result_queue.put((number, None))
-            except StopIteration:
-                return
-            except BaseException as error:  # wait() raises it again, in the main thread
-                self._result_queue.put((number, error))
-
-    def _iterate_by_priority(self) -> Iterator[int]:
-        """Yield the buckets of each step: always the last one that is ready on all ranks."""
-        while True:
-            unsent, ready_count = set(range(len(self._slices))), 0
-            while unsent:
-                # Wait until there is an unsent bucket, then count all that are in the queue.
-                while ready_count <= min(unsent) or not self._send_queue.empty():
-                    number = self._send_queue.get()
-                    if number is None:
-                        return
-                    ready_count = number + 1
-                common_count = self._agree_on_ready_count(ready_count)
-                number = max(i for i in unsent if i < common_count)
-                unsent.remove(number)
-                yield number
-
-    def _agree_on_ready_count(self, ready_count: int) -> int:
-        """Return the number of buckets that are ready on all ranks; collective."""
-        count = np.array([ready_count])
-        recursive_doubling(self._group, count, np.minimum)
-        return int(count[0])
+    def _reduce_queued(self, number: int) -> None:
+        wait_for(self._written_events[number])
+        self._reduce(number)
+        self._sum_events[number] = event(self._grad)
+        self._result_queue.put((number, None))
 
     def _reduce(self, number: int) -> None:
         start = perf_counter()
@@ -266,3 +235,50 @@ class Reducer:
         self._sums[number] = self._slices[number] if total is None else total
         name, details = f"bucket {number}", self._trace_details[number]
         self.wire_s += self._trace.add(name, "wire", start, perf_counter(), details)
+
+
+def _run_thread(owner: weakref.ref[Reducer], grad: np.ndarray, numbers: Iterator[int]) -> None:
+    """Reduce the queued buckets: the body of the communication thread.
+
+    While it waits it holds no reference to the reducer, which could not end otherwise.
+    """
+    number, reducer = -1, None
+    with own_stream(grad):
+        while True:
+            try:
+                number = next(numbers)
+                if (reducer := owner()) is None:
+                    return
+                reducer._reduce_queued(number)
+            except StopIteration:
+                return
+            except BaseException as error:  # wait() raises it again, in the main thread
+                if (reducer := owner()) is not None:
+                    reducer._result_queue.put((number, error))
+            reducer = None
+
+
+def _iterate_by_priority(
+    send_queue: SimpleQueue[int | None], group: Group, bucket_count: int
+) -> Iterator[int]:
+    """Yield the buckets of each step: always the last one that is ready on all ranks."""
+    while True:
+        unsent, ready_count = set(range(bucket_count)), 0
+        while unsent:
+            # Wait until there is an unsent bucket, then count all that are in the queue.
+            while ready_count <= min(unsent) or not send_queue.empty():
+                number = send_queue.get()
+                if number is None:
+                    return
+                ready_count = number + 1
+            common_count = _agree_on_ready_count(group, ready_count)
+            number = max(i for i in unsent if i < common_count)
+            unsent.remove(number)
+            yield number
+
+
+def _agree_on_ready_count(group: Group, ready_count: int) -> int:
+    """Return the number of buckets that are ready on all ranks; collective."""
+    count = np.array([ready_count])
+    recursive_doubling(group, count, np.minimum)
+    return int(count[0])

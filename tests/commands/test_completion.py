@@ -11,10 +11,10 @@ import shutil
 import struct
 import subprocess
 import termios
-from time import monotonic
 
 import pytest
 from conftest import BIN
+from limits import clock
 
 from hpctrain import cli
 
@@ -117,8 +117,8 @@ class Keyboard:
     def type(self, keys: str, expected: str) -> str:
         """Send `keys`; return what the terminal shows, once that has `expected`, or after 60 s."""
         os.write(self.terminal, keys.encode())
-        screen, end = "", monotonic() + 60
-        while expected not in screen and monotonic() < end:
+        screen, end = "", clock() + 60
+        while expected not in screen and clock() < end:
             if select.select([self.terminal], [], [], 1.0)[0]:
                 part = os.read(self.terminal, 1 << 16).decode(errors="replace")
                 screen += re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]|\r", "", part)

@@ -24,7 +24,8 @@ libc, mutex, plain = ctypes.CDLL(None), ctypes.create_string_buffer(256), []
 look_s, hold_s = map(float, sys.argv[1:])
 
 def helper(request):
-    time.sleep(0.2)
+    while int.from_bytes(mutex[:4], sys.byteorder) != 2:  # in glibc: locked, and awaited
+        time.sleep(0.01)
     print("ready", flush=True)
     end = time.monotonic() + look_s
     while not (request.requested or plain) and time.monotonic() < end:

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from jobs import MARK, NEVER, SMALL, Training, carriers, on_fakes, sets, trap
+from limits import clock
 from processes import Job
 from ranks import run_on
 
@@ -24,8 +25,8 @@ LOCAL = Path(__file__).parent
 def mark(tmp_path: Path) -> Iterator[str]:
     """Return a word that the processes of this test carry; none may be left at its end."""
     yield str(tmp_path)
-    deadline = time.monotonic() + 60
-    while (remaining := carriers(str(tmp_path))) and time.monotonic() < deadline:
+    deadline = clock() + 30
+    while (remaining := carriers(str(tmp_path))) and clock() < deadline:
         time.sleep(0.05)
     reported = [f"{process.pid}: {process.status()}" for process in remaining]
     for process in remaining:

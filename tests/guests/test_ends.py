@@ -6,6 +6,7 @@ import time
 
 import psutil
 import pytest
+from limits import clock
 
 LIMIT_S = 4
 #: A DDP loop; rank 1 does `FAULT` at step 5.
@@ -61,9 +62,9 @@ def test_a_fault_of_a_rank_ends_the_job_and_is_named(start, fault):
     assert done.returncode == exit_code or (exit_code is None and done.returncode != 0)
     for words in expected_words:
         assert words in done.stdout + done.stderr
-    deadline = time.monotonic() + 5
+    deadline = clock() + 30
     while any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks):
-        assert time.monotonic() < deadline, "a rank was left"
+        assert clock() < deadline, "a rank was left"
         time.sleep(0.1)
 
 

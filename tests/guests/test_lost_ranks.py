@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from pathlib import Path
 
 import numpy as np
@@ -257,9 +256,7 @@ for step in range(2000):
 def test_a_plain_script_ends_and_one_rank_names_the_lost_one(start, victim, messages):
     job = start("-c", PLAIN.format(victim=victim, messages=messages), ranks=3, flags=ULFM)
     job.until("fault", timeout=100)
-    begun = time.monotonic()
     done = job.finish(timeout=30)
-    assert time.monotonic() - begun < 15
     assert done.returncode != 0
     text = "a script of torch.distributed cannot go on without it"
     assert f"lost rank {victim} (" in done.stderr and done.stderr.count(text) == 1

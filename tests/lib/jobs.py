@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from limits import clock
 from processes import Completed, Job
 
 from hpctrain import watch
@@ -50,11 +51,11 @@ class Training:
         result = (self.out / "checkpoints").glob("step-*")
         return sorted(int(path.name.removeprefix("step-")) for path in result)
 
-    def reach(self, step: int, ranks: int = 2, timeout: float = 100) -> None:
+    def reach(self, step: int, ranks: int = 2, timeout: float = 60) -> None:
         """Wait until every rank has begun `step`."""
-        deadline = time.monotonic() + timeout
+        deadline = clock() + timeout
         while not self._have_begun(step, ranks):
-            if time.monotonic() > deadline or self.job.process.poll() is not None:
+            if clock() > deadline or self.job.process.poll() is not None:
                 pytest.fail(f"step {step} was never reached:\n{self.job.output()}")
             time.sleep(0.02)
 

@@ -118,7 +118,7 @@ _one_at_a_time = Lock()  # of ranks that are threads
 
 @cache
 def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(THREADS)
+    return ThreadPoolExecutor(THREADS, "kernels")
 
 
 class RawKernel:

@@ -7,12 +7,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import pytest
 import reaper
+from limits import clock
 
 BIN = Path(sys.executable).parent
 # More ranks than cores, and root in containers: MPICH wants no leave for either, Open MPI does.
@@ -25,12 +27,11 @@ LAUNCHER = {
 
 @dataclass(frozen=True)
 class Completed:
-    """How a command ended, what it said and how long it took."""
+    """The exit code of a command, and its output."""
 
     returncode: int
     stdout: str
     stderr: str
-    seconds: float
 
 
 class Job:
@@ -38,7 +39,6 @@ class Job:
 
     def __init__(self, command: list[str], env: Mapping[str, str], cwd: Path, log: Path) -> None:
         self._logs = log.with_suffix(".stdout"), log.with_suffix(".stderr")
-        self._began = time.monotonic()
         with open(self._logs[0], "w") as out, open(self._logs[1], "w") as err:
             # A launcher of Open MPI that is killed leaves its folder, named by its process number;
             # the next launcher with that number would not start.
@@ -50,25 +50,28 @@ class Job:
                 start_new_session=True,
             )  # fmt: skip
 
-    def finish(self, timeout: float = 100) -> Completed:
-        """Wait for the end; after `timeout` seconds kill every process and fail the test."""
-        try:
-            returncode = self.process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            self.kill()
-            pytest.fail(f"still running after {timeout} s: {self.process.args}\n{self.output()}")
-        seconds = time.monotonic() - self._began
-        return Completed(returncode, *(log.read_text() for log in self._logs), seconds)
+    def finish(self, timeout: float = 60) -> Completed:
+        """Wait for the end; after `timeout` paced seconds kill every process and fail the test."""
+        deadline = clock() + timeout
+        while (returncode := self.process.poll()) is None:
+            if clock() > deadline:
+                self.kill()
+                pytest.fail(
+                    f"still running after {timeout} s: {self.process.args}\n{self.output()}"
+                )
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(1)
+        return Completed(returncode, *(log.read_text() for log in self._logs))
 
     def output(self) -> str:
         """Return what was said so far, stdout first."""
         return "".join(log.read_text() for log in self._logs)
 
-    def until(self, text: str, timeout: float = 100) -> None:
+    def until(self, text: str, timeout: float = 60) -> None:
         """Wait until `text` was said; fail the test if the job ends or `timeout` passes first."""
-        deadline = time.monotonic() + timeout
+        deadline = clock() + timeout
         while text not in self.output():
-            if time.monotonic() > deadline or self.process.poll() is not None:
+            if clock() > deadline or self.process.poll() is not None:
                 pytest.fail(f"{text!r} was never said:\n{self.output()}")
             time.sleep(0.02)
 

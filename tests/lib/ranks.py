@@ -9,7 +9,6 @@ first P ranks of the job; the others look on.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -72,7 +71,7 @@ def run_on(kind: str, size: int, body: Callable[[World], object]) -> list:
 @contextmanager
 def _first(size: int) -> Iterator[World | None]:
     """Yield a World of the job's first `size` ranks, None on the others."""
-    everyone = _job()
+    everyone = job_world()
     member = everyone.rank < size
     link = everyone.link.split(int(member), everyone.rank)
     if not member:
@@ -87,6 +86,6 @@ def _first(size: int) -> Iterator[World | None]:
 
 
 @cache
-def _job() -> World:
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+def job_world() -> World:
+    """Return the World of all ranks of this job, which serves all tests."""
     return worlds.init()

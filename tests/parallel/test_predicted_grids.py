@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from time import perf_counter
 
 import pytest
 from click.testing import CliRunner
@@ -46,14 +45,13 @@ def predict(words: str):
     return CliRunner().invoke(pipeline, ["predict", *words.split()])
 
 
+@pytest.mark.timeout(60)
 def test_six_predictions_up_to_16384_ranks_take_less_than_a_minute(tmp_path):
-    start = perf_counter()
     out = tmp_path / "rows.json"
     words = f"{THIRTEEN} --ranks 4096,16384 --pipe 4,8,16 --ranks-per-node 8 --cards 8"
     plot = tmp_path / "grids.png"
     result = predict(f"{words} --schedule zb-h1 --batch 64 --json {out} --plot {plot}")
     assert result.exit_code == 0, result.output
-    assert perf_counter() - start < 60
     rows = json.loads(out.read_text())["rows"]
     assert [(row["ranks"], row["data"], row["pipe"]) for row in rows] == [
         (ranks, ranks // pipe, pipe) for ranks in (4096, 16384) for pipe in (4, 8, 16)

@@ -235,6 +235,7 @@ def test_gpus_go_with_ranks():
 @pytest.mark.full
 @pytest.mark.processes
 @pytest.mark.either
+@pytest.mark.timeout(400)
 def test_a_collector_on_a_real_slurm_is_killed_and_called_again(slurm, start, tmp_path):
     words = (
         "-m",
@@ -252,15 +253,15 @@ def test_a_collector_on_a_real_slurm_is_killed_and_called_again(slurm, start, tm
     env = {**slurm.environ, "SLURM_MPI_TYPE": slurm.srun.rpartition("=")[2]}
     before = jobs_in(slurm)
     first = start(*words, *small, env=env)
-    first.until("2 ranks on 2 nodes, repeat 1 of 1: pending, job ")
+    first.until("2 ranks on 2 nodes, repeat 1 of 1: pending, job ", timeout=100)
     first.process.kill()
     arguments = sorted(jobs_in(slurm) - before)
     slurm.jobs.extend(arguments)
     assert len(arguments) == 2
     # as where the one who waits is killed before it has kept an id
     (tmp_path / "study/trials/00002-ranks-00002-nodes/repeat-0.job" / submit.JOBS_FILE).unlink()
-    again = start(*words, *small, env={**env, progress.TERMINAL: "150"})
-    again.until("JobHeldUser: held: scontrol release it")
+    again = start(*words, *small, env={**env, progress.TERMINAL: "150", "TERM": "xterm"})
+    again.until("JobHeldUser: held: scontrol release it", timeout=100)
     slurm.scontrol("release", ",".join(map(str, arguments)))
     completed = again.finish(100)
     assert completed.returncode == 0, completed.stdout + completed.stderr

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -13,7 +12,7 @@ import pytest
 from ranks import on_gpus, run_on
 
 from hpctrain import data, engines, nn, optim
-from hpctrain.core.errors import GpuMemoryError
+from hpctrain.core.errors import GpuMemoryError, HpctrainError, HungError
 from hpctrain.core.xp import shortage
 from hpctrain.run_files import run_folder
 from hpctrain.training.trainer import Trainer
@@ -71,14 +70,14 @@ def train(world, location: str, spring: Callable[[], None], run) -> None:
     optimizer, engine = optim.sgd(0.1, 0.9), engines.AllReduce(algorithm="ring", overlap="always")
     if location == "neighbours":
         engine = Springs(engine, spring)
-    trainer = Trainer(
+    x, y = np.ones((90, 8), np.float32), np.arange(90) % 3
+    with Trainer(
         nn.Model(layers, (8,)),
         Springs(optimizer, spring) if location == "optimizer" else optimizer,
         Springs(engine, spring) if location == "staging" else engine,
         world=world,
-    )
-    x, y = np.ones((90, 8), np.float32), np.arange(90) % 3
-    trainer.fit(data.Dataset(x, y), steps=4, batch=30, evaluate=data.Dataset(x, y), out=run)
+    ) as trainer:
+        trainer.fit(data.Dataset(x, y), steps=4, batch=30, evaluate=data.Dataset(x, y), out=run)
 
 
 #: where memory ends on one rank -> whether training has begun, and there is a summary
@@ -107,17 +106,22 @@ def test_a_rank_that_is_short_ends_all(tmp_path, location):
             elif machine.device == SHORT:
                 machine.limits[SHORT] = machine.used(SHORT) // 2
 
+        errors: list[HpctrainError] = []
+
         def body(plain):
             import cupy
 
             cupy.cuda.Device(plain.rank).use()
             world = on_gpus(plain, gpus="012")
-            train(world, location, spring, tmp_path / "run")
+            try:
+                train(world, location, spring, tmp_path / "run")
+            except HpctrainError as error:
+                errors.append(error)
+                raise
 
-        begun = time.monotonic()
         with pytest.raises(GpuMemoryError) as error:
             run_on("threads", RANKS, body)
-        assert time.monotonic() - begun < 15  # waits of this kind would take 20 s
+        assert not [error for error in errors if isinstance(error, HungError)]
     message = str(error.value)
     if location == "staging":
         assert re.search(r"out of pinned host memory.*: [\d,]+ bytes asked.*ulimit -l", message)

@@ -12,6 +12,7 @@ import time
 from dataclasses import replace
 
 import pytest
+from limits import clock
 
 from hpctrain.watch import RECORD_BYTES, WatchRecord
 from hpctrain.watch.liveness import processes as processes_module
@@ -232,9 +233,9 @@ def identity_of(child: subprocess.Popen) -> ProcessIdentity:
 
 
 def await_state(process: ProcessIdentity, letter: str) -> ProcessState:
-    deadline = time.monotonic() + 60
+    deadline = clock() + 30
     while (state := read_state(process)) is None or state.letter != letter:
-        assert time.monotonic() < deadline, state
+        assert clock() < deadline, state
         time.sleep(0.01)
     return state
 
@@ -310,9 +311,7 @@ def test_a_real_rank_that_is_stopped_is_killed(spawn, caplog):
     with Observed([child, other]) as observed, caplog.at_level(logging.WARNING):
         os.kill(child.pid, signal.SIGSTOP)
         observed.silent.add(1)
-        stopped_s = time.monotonic()
         assert child.wait(60) == -signal.SIGKILL
-        assert time.monotonic() - stopped_s > 0.5
         time.sleep(1)
         assert other.poll() is None
     lines = [record.getMessage() for record in caplog.records]
@@ -352,7 +351,7 @@ while not all(os.path.exists(f"{folder}/{r}") for r in range(3)):
 processes = {r: ProcessIdentity.parse(open(f"{folder}/{r}").read()) for r in range(3)}
 heartbeats = partial(read_heartbeats, record, processes)
 observer = LivenessObserver(
-    heartbeats, StoppedRanks(rank, processes), lambda: 0, print, least_limit_s=0.8
+    heartbeats, StoppedRanks(rank, processes), lambda: 0, print, least_limit_s=1.0
 )
 print("up", flush=True)
 while True:
@@ -363,7 +362,7 @@ while True:
 
 @pytest.fixture
 def job(spawn, tmp_path):
-    """Return three real ranks that observe each other, with a limit of 0.8 s."""
+    """Return three real ranks that observe each other, with a limit of 1 s."""
     (tmp_path / "pages").write_bytes(bytes(3 * RECORD_BYTES))
     script = tmp_path / "job.py"
     script.write_text(JOB)
@@ -387,8 +386,8 @@ def test_a_job_that_was_suspended_wakes_whole(job, number):
         order = job[first:] + job[:first]
         for child in order:  # they stop, and wake, one after the other
             os.kill(child.pid, number)
-            time.sleep(0.15)
-        time.sleep(1.9)  # more than two limits
+            time.sleep(0.05)
+        time.sleep(2.2)  # more than two limits
         for child in reversed(order):
             os.kill(child.pid, signal.SIGCONT)
             time.sleep(0.05)

@@ -74,7 +74,7 @@ def test_a_span_tells_its_seconds_recorded_or_not_and_whatever_happens_in_it():
     trace = Trace()
     with trace.span("unseen", "other") as unseen:
         pass
-    assert (trace.spans(), 0 <= unseen.seconds < 1) == ([], True)
+    assert (trace.spans(), unseen.seconds >= 0) == ([], True)
     trace.start(TraceOptions().traced_steps, TraceOptions().max_spans)
     with pytest.raises(ZeroDivisionError), trace.span("push", "wire", nbytes=8) as push:
         raise ZeroDivisionError

@@ -159,16 +159,18 @@ class NodeMemory:
             return [_cache_aligned(x) for x in pages] if self._is_true_on_all(bool(pages)) else None
         token = os.urandom(16)
         file = _new_file(FILE_MAKERS[kind], token, skew + nbytes)
-        descriptions = self._gather(
-            token + _LAYOUT.pack(skew, nbytes) + file.path.encode() if file else b""
-        )
-        arrays = list(map(_map_file, descriptions)) if all(descriptions) else [None]
-        all_opened = all(x is not None for x in arrays)
-        opened_on_all = self._is_true_on_all(all_opened)
-        if file is not None:
-            os.close(file.descriptor)
-            with suppress(OSError):  # a memfd has no name to remove
-                os.unlink(file.path)
+        try:
+            descriptions = self._gather(
+                token + _LAYOUT.pack(skew, nbytes) + file.path.encode() if file else b""
+            )
+            arrays = list(map(_map_file, descriptions)) if all(descriptions) else [None]
+            all_opened = all(x is not None for x in arrays)
+            opened_on_all = self._is_true_on_all(all_opened)
+        finally:  # also where a rank is lost meanwhile
+            if file is not None:
+                os.close(file.descriptor)
+                with suppress(OSError):  # a memfd has no name to remove
+                    os.unlink(file.path)
         return [x for x in arrays if x is not None] if opened_on_all else None
 
     def _is_true_on_all(self, condition: bool) -> bool:

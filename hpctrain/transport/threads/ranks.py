@@ -45,7 +45,12 @@ def run_ranks(
 
     for rank in range(size):
         threading.Thread(target=run_rank, args=(rank,), daemon=True).start()
-    if (error := _first_error(outcomes, hub)) is not None:
+    try:
+        error = _first_error(outcomes, hub)
+    except BaseException:  # a signal; the ranks must not wait until their time limit
+        hub.fail()
+        raise
+    if error is not None:
         raise error
     return results
 
