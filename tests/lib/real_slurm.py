@@ -271,9 +271,10 @@ class Slurm:
         return psutil.Process(self.keeper.pid).children(recursive=True)
 
     def node_up(self, name: str) -> None:
-        """Put a node back to work."""
+        """Put a node back to work; one that is idle and silent only has to answer again."""
         print(name, file=self.keeper.stdin)
-        self.scontrol("update", f"nodename={name}", "state=resume")
+        if self.nodes()[name].startswith(("down", "drain")):
+            self.scontrol("update", f"nodename={name}", "state=resume")
 
     def nodes(self) -> dict[str, str]:
         """Return the state of each node: idle, mixed, allocated, down ..."""
