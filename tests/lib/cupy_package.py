@@ -27,6 +27,9 @@ fakes.kept.__enter__()  # which puts itself in this module's place
 
 
 NVML = """
+import sys
+
+sys.path += {folders!r}
 import nvml
 globals().update(nvml.functions())
 """
@@ -35,8 +38,8 @@ globals().update(nvml.functions())
 def install(folder: Path) -> Path:
     """Write `cupy` and a `pynvml` below `folder`, which is to be on the path; return `folder`."""
     (folder / "pynvml").mkdir(parents=True)
-    (folder / "pynvml" / "__init__.py").write_text(NVML)
+    folders = [str(LIB.parent), str(LIB)]
+    (folder / "pynvml" / "__init__.py").write_text(NVML.format(folders=folders))
     (folder / "cupy").mkdir()
-    source = SOURCE.format(folders=[str(LIB.parent), str(LIB)])
-    (folder / "cupy" / "__init__.py").write_text(source)
+    (folder / "cupy" / "__init__.py").write_text(SOURCE.format(folders=folders))
     return folder
