@@ -29,7 +29,7 @@ GARBAGE_S = 0.02  # before garbage is collected, which takes longer than most th
 SESSION = "HPCTRAIN_TESTS"  #: carried by all processes below these tests, also by orphans
 ROOT = Path(__file__).parents[2]
 SHARED_MEMORY = "/dev/shm/"
-OPENED: set[str] = set()  #: paths in SHARED_MEMORY, by the audit hook
+CREATED: set[str] = set()  #: paths in SHARED_MEMORY, by the audit hook
 #: Begins of names of threads that may stay, with the reason.
 ALLOWED_THREADS = {"kernels": "the pool of on_host.py, which serves all tests"}
 #: Parts of paths whose descriptors may stay, with the reason.
@@ -83,13 +83,14 @@ def descendants() -> set[int]:
 
 def shared_files() -> set[str]:
     """Return the files of shared memory that this process made; jobs beside it have their own."""
-    return {path for path in OPENED if os.path.exists(path)}
+    return {path for path in CREATED if os.path.exists(path)}
 
 
-def notice_open(event: str, arguments: tuple) -> None:
-    """Note a file of shared memory: an audit hook of Python."""
-    if event == "open" and str(arguments[0]).startswith(SHARED_MEMORY):
-        OPENED.add(str(arguments[0]))
+def notice_creation(event: str, arguments: tuple) -> None:
+    """Note a file of shared memory that is made here, not read: an audit hook of Python."""
+    if event == "open" and arguments[2] & os.O_CREAT:
+        if (path := str(arguments[0])).startswith(SHARED_MEMORY):
+            CREATED.add(path)
 
 
 def mappings() -> set[tuple[str, str]]:
@@ -176,7 +177,7 @@ class Guard:
         self._kinds: dict[str, Callable[[], set]] = {"thread": threads, "variable": variables}
         if not on_mpi:
             self._kinds |= {"descriptor": descriptors, "file": shared_files, "mapping": mappings}
-            sys.addaudithook(notice_open)
+            sys.addaudithook(notice_creation)
         self._before: State = {}
         self._allowed: State = {}  # made by fixtures of wider scope
         self._has_failed = False

@@ -70,29 +70,29 @@ COMPUTE_LINE = 1 + CHILD.splitlines().index("    time.sleep(60)")
 
 
 @pytest.fixture
-def child(start: Callable, tmp_path: Path) -> Callable:
+def child(start: Callable, tmp_path: Path) -> Iterator[Callable]:
     """Return what starts rank 1, whose record lies in a folder of its own."""
 
     script = tmp_path / "child.py"
     script.write_text(CHILD)  # once: a child that starts may be reading it
 
+    folders = []
+
     def child(does: str, *, nodes: int = 1) -> tuple[Job, Path]:
         folder = Path(mkdtemp(dir=tmp_path))
+        folders.append(folder)
         make_nodes(folder, [[0, 1]] if nodes == 1 else [[0], [1]])
         return start(script, folder, does), folder
 
-    return child
-
-
-files: list[str] = []  # of nodes that a test has made
+    yield child
+    for folder in folders:
+        node_file.remove_earlier(folder)
 
 
 @pytest.fixture(autouse=True)
-def _remove_files() -> Iterator[None]:
+def _nothing_stays(tmp_path: Path) -> Iterator[None]:
     yield
-    for file in files:
-        Path(file).unlink(missing_ok=True)
-    files.clear()
+    node_file.remove_earlier(tmp_path)
 
 
 def make_nodes(folder: Path, ranks: list[list[int]]) -> list[Node]:
@@ -102,7 +102,6 @@ def make_nodes(folder: Path, ranks: list[list[int]]) -> list[Node]:
         Node(f"n{number}", node_file.create(token, of_node[0], len(of_node)), tuple(of_node))
         for number, of_node in enumerate(ranks)
     ]
-    files.extend(node.file for node in nodes)
     node_file.publish(folder, token, nodes)
     return nodes
 
