@@ -88,9 +88,9 @@ def shared_files() -> set[str]:
 
 def notice_creation(event: str, arguments: tuple) -> None:
     """Note a file of shared memory that is made here, not read: an audit hook of Python."""
-    if event == "open" and arguments[2] & os.O_CREAT:
-        if (path := str(arguments[0])).startswith(SHARED_MEMORY):
-            CREATED.add(path)
+    path = str(arguments[0]) if event == "open" else ""
+    if path.startswith(SHARED_MEMORY) and arguments[2] & os.O_CREAT:
+        CREATED.add(path)
 
 
 def mappings() -> set[tuple[str, str]]:

@@ -100,6 +100,7 @@ class Limits:
 
     def pytest_sessionstart(self) -> None:
         signal.signal(SIGNAL, self._raise)
+        self._begin_last_limit()  # the first row may keep the interpreter before the first tick
         self._thread.start()
 
     @pytest.hookimpl(trylast=True)
@@ -147,12 +148,15 @@ class Limits:
         if text and self._is_interruptible:
             pytest.fail(text, pytrace=False)
 
+    def _begin_last_limit(self) -> None:
+        faulthandler.dump_traceback_later(LAST_S, exit=True, file=self._stderr)
+
     def _watch(self) -> None:
         global _paced_s
         _paced_s = time.monotonic()
         before, then_s = shares(), time.monotonic()
         while not self._stop.wait(TICK_S):
-            faulthandler.dump_traceback_later(LAST_S, exit=True, file=self._stderr)
+            self._begin_last_limit()
             now, now_s = shares(), time.monotonic()
             # A tick that took longer belongs to a process that was stopped.
             passed_s = min(now_s - then_s, 4 * TICK_S) / slowness(before, now)
