@@ -38,6 +38,9 @@ ALLOWED_PATHS = {
     "/matplotlib/mpl-data/fonts/": "matplotlib keeps the fonts of a process open",
 }
 
+#: Names of processes that may stay, with the reason.
+ALLOWED_PROCESSES = {"slurmd": "of a node that a test lost: the Slurm of all tests starts it again"}
+
 State = dict[str, set]  #: kind: the things that exist
 
 
@@ -76,7 +79,8 @@ def descendants() -> set[int]:
     for name in filter(str.isdigit, os.listdir("/proc")):
         with suppress(OSError):  # it has ended, or belongs to another user
             environ = Path(f"/proc/{name}/environ").read_bytes().split(b"\0")
-            if any((variable + b"/").startswith(mark + b"/") for variable in environ):
+            is_ours = any((variable + b"/").startswith(mark + b"/") for variable in environ)
+            if is_ours and Path(f"/proc/{name}/comm").read_text().strip() not in ALLOWED_PROCESSES:
                 pids.add(int(name))
     return pids - {os.getpid()}
 

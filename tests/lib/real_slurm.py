@@ -37,6 +37,7 @@ from hpctrain.cluster.launch import find_mpi
 
 T = TypeVar("T")
 NODES = ("n1", "n2", "n3", "n4")
+DAEMONS = ("slurmctld", "slurmscriptd", "slurmd", "slurmstepd", "munged")
 COMMANDS = ("slurmctld", "slurmd", "munged", "sbatch", "srun")
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge", "libpmix2")
 INSTALL_S, START_S, STOP_S = 100, 100, 100
@@ -287,7 +288,16 @@ class Slurm:
             self.run("scancel", "--quiet", job)
         for name in self._broken():
             self.node_up(name)
-        until(lambda: not (self._left() or self._broken()), STOP_S, "jobs or nodes do not end")
+        until(
+            lambda: not (self._left() or self._broken() or self._programs()), STOP_S,
+            "jobs, their programs or nodes do not end",
+        )  # fmt: skip
+
+    def _programs(self) -> list[str]:
+        """Return the names of what runs beside the daemons: the processes of jobs."""
+        ended = (psutil.STATUS_ZOMBIE, ())
+        running = [p for p in self._processes() if _observed(p.status) not in ended]
+        return [name for p in running if (name := _observed(p.name)) and name not in DAEMONS]
 
     def _left(self) -> bool:
         jobs = ",".join(map(str, self.jobs))

@@ -50,7 +50,7 @@ def test_under_way():
     Path("under-way").touch()
     time.sleep(900)
 """
-COMMAND = "-m pytest test_inner.py -p conftest -p no:cacheprovider --timeout=900 --rootdir=."
+COMMAND = "-m pytest test_inner.py -p conftest -p no:cacheprovider --rootdir=."
 
 
 @pytest.fixture

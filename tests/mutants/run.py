@@ -221,6 +221,8 @@ def main() -> None:
     options = parser.parse_args()
     began = time.monotonic()
     record = Record.read(options.record)
+    folder = options.record / "run"
+    folder.mkdir(exist_ok=True)
     done = set()
     if options.table.exists():
         done = {json.loads(line)["mutant"] for line in options.table.read_text().splitlines()}
@@ -235,11 +237,11 @@ def main() -> None:
             print(f"{number}: left out: {error}")
             continue
         try:
-            fell = falling(options.tree, rows, record.seconds, options.record)
+            fell = falling(options.tree, rows, record.seconds, folder)
         finally:
             restore()
         if 0 < len(fell) <= FEW:  # do they fall without the error, too?
-            for row in falling(options.tree, fell, record.seconds, options.record):
+            for row in falling(options.tree, fell, record.seconds, folder):
                 del fell[row]
         line = {
             "mutant": number, "kind": mutant.kind, "file": mutant.file, "line": mutant.line,

@@ -119,7 +119,7 @@ def test_the_first_change(checkout, tmp_path):
 
     output = checkout.run(tests.commands).stdout
     failed = re.findall(r"^FAILED \S+::(\w+)\[star\b", output, re.MULTILINE)
-    assert failed == ["test_what_each_rank_sends"] * 9, output
+    assert set(failed) == {"test_what_each_rank_sends"}, output
     assert "add the messages of 'star' to tests/oracles/messages.py" in output
     make(messages, checkout)
     must_pass(checkout.run(tests.commands))
