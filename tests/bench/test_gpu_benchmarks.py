@@ -37,7 +37,7 @@ SMALL = {
 }
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", [pytest.param("steps", marks=pytest.mark.full), "optimizer"])
 def test_runs(script, gpu, monkeypatch, tmp_path, name):
     words, rows, claims = SMALL[name]
     monkeypatch.setattr(sys, "argv", [name, *words, "--json", str(tmp_path / "found.json")])

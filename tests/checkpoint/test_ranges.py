@@ -289,6 +289,7 @@ def test_damage_in_what_no_rank_requests_is_not_read(tmp_path):
     assert loaded.step == 2 and (x == 1).all()
 
 
+@pytest.mark.full
 def test_any_flipped_byte_is_outputs(tmp_path):
     x = {"a": np.arange(9, dtype=np.float32), "b": np.zeros(5, bool), "c": np.ones(3, np.int16)}
     own = [Piece(name, 0, len(array), array) for name, array in x.items()]

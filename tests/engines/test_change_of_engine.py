@@ -33,7 +33,7 @@ def trained(regime, out, optimizer=SGD, steps=STEPS, resume=False):
     return run_on("threads", 1 if regime == "single" else 4, train)[0]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("before", REGIMES)
 def test_every_regime_takes_over(tmp_path, before):
     first = trained(before, tmp_path / before)

@@ -61,7 +61,7 @@ def without_later(out, step: int) -> None:
         shutil.rmtree(folder)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_run_over_five_grids_ends_as_one_on_one_rank(tmp_path, caplog, samples, change):
     (whole,) = train(samples, change, (1, 1), tmp_path / "whole")
@@ -102,7 +102,7 @@ def test_a_run_on_a_grid_is_read_as_any_other(tmp_path, samples, grid):
     assert summaries[0]["params_sha256"] == whole["params_sha256"]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @pytest.mark.parametrize("grid", [(2, 2), (1, 4)])
 def test_a_grid_begins_with_the_weights_of_another_run(tmp_path, samples, grid):
     (first,) = train(samples, "lamb", (1, 1), tmp_path / "first")

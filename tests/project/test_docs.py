@@ -109,7 +109,7 @@ def test_python_blocks(page, start, tmp_path):
     assert completed.returncode == 0, completed.stdout + completed.stderr
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "page",
     sorted(filter(lambda p: commands(PAGES[p]), PAGES), key=lambda p: len(commands(PAGES[p]))),

@@ -148,7 +148,7 @@ def test_another_number_of_ranks_sees_the_same_batches(tmp_path, sizes, monkeypa
     assert abs(models[0] - models[1]).max() < 1e-10
 
 
-@pytest.mark.sample(1)
+@pytest.mark.full
 @on_ranks(1, 3, mpi=(4,))
 def test_digits_reaches_its_accuracy(ranks, tmp_path, monkeypatch):
     """The mean of 5 seeds is at least 0.97, whatever the number of ranks."""

@@ -187,6 +187,7 @@ def test_ranks_that_stage_share_the_way_of_their_gpu():
 # ---- measured ----
 
 
+@pytest.mark.full
 def test_tune_on_gpus_and_auto_after_it(tmp_path, monkeypatch, capsys):
     """On arrays of GPUs alone, whose table is then taken; the library's own is not among them."""
     monkeypatch.setenv(table.FILE_VARIABLE, str(tmp_path))

@@ -129,6 +129,7 @@ def _step_by_step(self, times, step, period=1, under_way=()):
         step()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", [*MESSAGES, "hierarchical"])
 def test_65536_ranks(name):
     """A step taken alone, as often as a ring has steps, would take minutes: here, seconds."""

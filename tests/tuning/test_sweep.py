@@ -121,6 +121,7 @@ def test_the_middle_is_measured_in_the_time_that_was_kept(monkeypatch):
     assert counts["ring", 3 * KIB] == sweep.MIN_ROUNDS  # however little is left
 
 
+@pytest.mark.sample(1)
 @on_ranks(2, 3, mpi=(2, 3))
 def test_all_ranks_find_the_same(ranks, monkeypatch):
     result = [(4, 70_000, {"native", "ring", "direct"})]  # sets have an order of their own per rank

@@ -242,6 +242,7 @@ def test_a_new_call_starts_a_new_wait() -> None:
         assert not hangs(reports, 1.0)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "jumps", ["hpctrain.watch.deadline.time.monotonic", "hpctrain.watch.deadline.clock"]
 )
