@@ -22,6 +22,7 @@ from pathlib import Path
 
 import pytest
 
+LONG_S = 600
 Value = tuple[str, str]  #: the name of a column, and what stands there
 
 
@@ -73,9 +74,17 @@ def _sampled(table: Sequence[pytest.Item]) -> list[int]:
 
 
 def tenth(items: Sequence[pytest.Item], number: int) -> set[str]:
-    """Return a tenth of the rows outside of the first ring, drawn by their names."""
-    names = {item.nodeid for item in items} - first_ring(items)
+    """Return a tenth of the rows outside of the first ring, drawn by their names.
+
+    Rows that may take longer than LONG_S, as campaigns do, are for --full alone.
+    """
+    names = {item.nodeid for item in items if not _is_long(item)} - first_ring(items)
     return {name for name in names if zlib.crc32(name.encode()) % 10 == number % 10}
+
+
+def _is_long(item: pytest.Item) -> bool:
+    marker = item.get_closest_marker("timeout")
+    return marker is not None and marker.args[0] > LONG_S
 
 
 def changed_folders(root: Path) -> set[str]:

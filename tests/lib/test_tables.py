@@ -39,13 +39,13 @@ def test_latin_squares_have_all_rows_together():
     assert sorted(rows) == [*product(*columns)]
 
 
-def item(row, *marks, table="test_it", sample=None):
-    """Return what the functions see of a row of pytest's."""
+def item(row, *marks, table="test_it", **numbers):
+    """Return what the functions see of a row of pytest's; `numbers` are those of its markers."""
     callspec = SimpleNamespace(params=dict(row)) if row else None
-    marker = sample and SimpleNamespace(args=(sample,))
+    markers = {name: SimpleNamespace(args=(number,)) for name, number in numbers.items()}
     return SimpleNamespace(
         nodeid=f"{table}[{row}]", keywords=set(marks), callspec=callspec,
-        get_closest_marker=lambda name: marker,
+        get_closest_marker=markers.get,
     )  # fmt: skip
 
 
@@ -76,6 +76,12 @@ def test_ten_tenths_have_each_row_outside_of_the_first_ring_once():
         {row.nodeid for row in items} - first_ring(items)
     )
     assert max(map(len, tenths)) < len(PRODUCT) / 5
+
+
+def test_campaigns_are_in_no_tenth():
+    items = [item((), "full", table=f"test_{limit_s}", timeout=limit_s) for limit_s in (600, 7200)]
+    names = set().union(*(tenth(items, number) for number in range(10)))
+    assert names == {"test_600[()]"}
 
 
 @pytest.mark.parametrize(
