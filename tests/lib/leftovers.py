@@ -32,7 +32,7 @@ SHARED_MEMORY = "/dev/shm/"
 CREATED: set[str] = set()  #: paths in SHARED_MEMORY, by the audit hook
 #: Begins of names of threads that may stay, with the reason.
 ALLOWED_THREADS = {"kernels": "the pool of on_host.py, which serves all tests"}
-#: Parts of paths whose descriptors may stay, with the reason.
+#: Parts of paths whose descriptors and mappings may stay, with the reason.
 ALLOWED_PATHS = {
     "/memfd:device": "memory of stand-ins for GPUs: ranks free it together, at the next allocation",
     "/matplotlib/mpl-data/fonts/": "matplotlib keeps the fonts of a process open",
@@ -40,6 +40,12 @@ ALLOWED_PATHS = {
 
 #: Names of processes that may stay, with the reason.
 ALLOWED_PROCESSES = {"slurmd": "of a node that a test lost: the Slurm of all tests starts it again"}
+
+#: Variables that may come and stay, with the reason.
+ALLOWED_VARIABLES = {
+    b"PYTEST_CURRENT_TEST": "pytest's own",
+    b"TORCHINDUCTOR_CACHE_DIR": "the compiler of PyTorch sets it for its own processes",
+}
 
 State = dict[str, set]  #: kind: the things that exist
 
@@ -50,7 +56,7 @@ def threads() -> set[threading.Thread]:
 
 def variables() -> set[tuple[bytes, bytes]]:
     """Return the environment as bytes: to decode it after each test takes the longest of all."""
-    return {pair for pair in os.environ._data.items() if pair[0] != b"PYTEST_CURRENT_TEST"}
+    return {pair for pair in os.environ._data.items() if pair[0] not in ALLOWED_VARIABLES}
 
 
 def descriptors() -> set[tuple[int, str]]:
@@ -59,7 +65,7 @@ def descriptors() -> set[tuple[int, str]]:
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):  # the descriptor of this very listing
             path = os.readlink(f"/proc/self/fd/{name}")
-            if not any(part in path for part in ALLOWED_PATHS):
+            if not _is_allowed(path):
                 targets.add((int(name), path))
     return targets
 
@@ -104,7 +110,12 @@ def mappings() -> set[tuple[str, str]]:
             return set()
     lines = (line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines())
     named = {(line[0], line[5]) for line in lines if len(line) > 5}
-    return {pair for pair in named if re.match("/(memfd:|dev/shm/).*hpctrain", pair[1])}
+    ours = re.compile("/(memfd:|dev/shm/).*hpctrain")
+    return {pair for pair in named if ours.match(pair[1]) and not _is_allowed(pair[1])}
+
+
+def _is_allowed(path: str) -> bool:
+    return any(part in path for part in ALLOWED_PATHS)
 
 
 def place(frame_or_code: object) -> str:

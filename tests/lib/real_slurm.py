@@ -272,9 +272,9 @@ class Slurm:
         return psutil.Process(self.keeper.pid).children(recursive=True)
 
     def node_up(self, name: str) -> None:
-        """Put a node back to work; one that is idle and silent only has to answer again."""
+        """Put a node back to work."""
         print(name, file=self.keeper.stdin)
-        if self.nodes()[name].startswith(("down", "drain")):
+        with suppress(RuntimeError):  # an idle node only has to answer
             self.scontrol("update", f"nodename={name}", "state=resume")
 
     def nodes(self) -> dict[str, str]:

@@ -1,9 +1,9 @@
 """Selection of the table rows to run, and of the rows on which coverage is measured.
 
-`make test` runs the first ring: of each table as many rows as are needed for every value of every
-column to occur. A test whose rows take long is marked `sample(n)`: n of these rows, those that show
-most values. `make test-full` runs all rows (--full). --tenth K runs a tenth of the rows outside of
-the first ring, by their names: ten K run them all.
+`make test` runs the first ring (--first): of each table as many rows as are needed for every value
+of every column to occur. A test whose rows take long is marked `sample(n)`: n of these rows, those
+that show most values. `make test-full` runs all rows (--full); pytest alone those that are not
+marked `full`. --tenth K runs a tenth of the rows outside of the first ring, by their names.
 
 A test that starts processes and whose result does not depend on the MPI is marked `either`; single
 rows of a table by `rows_of`. `make test` runs them with one MPI, `make test-full` with both.

@@ -99,8 +99,8 @@ class Record:
         module = mutant.file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
         started = (self.imports.get(module, set()) & self.seconds.keys()) - executing
         rng = random.Random(f"{seed} {mutant.file} {mutant.line}")
-        few = MOST_PROCESS_ROWS if executing else MOST_ROWS
-        drawn = _draw(rng, started, few)
+        process_rows = MOST_PROCESS_ROWS if executing else MOST_ROWS
+        drawn = _draw(rng, started, process_rows)
         return _draw(rng, executing, MOST_ROWS - len(drawn)) + drawn
 
 
@@ -223,12 +223,12 @@ def main() -> None:
     record = Record.read(options.record)
     folder = options.record / "run"
     folder.mkdir(exist_ok=True)
-    done = set()
+    finished = set()
     if options.table.exists():
-        done = {json.loads(line)["mutant"] for line in options.table.read_text().splitlines()}
+        finished = {json.loads(line)["mutant"] for line in options.table.read_text().splitlines()}
     mutants = [Mutant(**json.loads(line)) for line in options.list.read_text().splitlines()]
     for number, mutant in enumerate(mutants):
-        if number in done or time.monotonic() - began > options.limit_s:
+        if number in finished or time.monotonic() - began > options.limit_s:
             continue
         start, rows = time.monotonic(), record.rows_of(mutant, options.seed)
         try:
