@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import coverage
@@ -33,6 +35,7 @@ FEW = 4
 MOST_SLOW = 3  # after so many rows that hang the others of a mutant are not run
 LEAST_S = 15.0  # rows of milliseconds vary by more than ten times
 START_S = 60.0
+MOST_BYTES = 4 << 30  # of a process: an error may ask for all memory of the machine
 MARK = "HPCTRAIN_MUTANTS"  #: in the environment of all that a run starts
 LOCAL = Path(__file__).parent
 LAUNCHER = {
@@ -160,10 +163,11 @@ def _run(
         command = [*launcher, "sh", "-c", only_first, "sh", *command, "--with-mpi"]
     command += [row.node for row in rows]
     by_node = {row.node: row for row in rows}
+    memory = partial(resource.setrlimit, resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
     with open(folder / "output.txt", "w") as output:
         process = subprocess.Popen(
             command, cwd=tree, env=environment, stdin=subprocess.DEVNULL, stdout=output,
-            stderr=subprocess.STDOUT, start_new_session=True,
+            stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=memory,
         )  # fmt: skip
     slow = _wait(process, log, by_node, seconds)
     events = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
