@@ -206,7 +206,8 @@ def test_a_request_to_stop_and_a_bad_loss_end_all(ranks, graph, flags):
         assert all(np.isfinite(x).all() for x in state.values())
         return result, engine.replica.arena.param.tobytes()
 
-    result = ranks(body)
+    if not (result := ranks(body)):
+        return  # a rank that looks on
     assert len(set(result)) == 1
     (step, observed), _ = result[0]
     assert observed == flags and 0 < step < 5000

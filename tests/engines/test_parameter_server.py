@@ -342,7 +342,8 @@ def test_a_request_to_stop_reaches_everybody(ranks, regime, subject):
         trainer.close()
         return result
 
-    result = ranks(stopped)
+    if not (result := ranks(stopped)):
+        return  # a rank that looks on
     assert len(set(result)) == 1
     step, flags = result[0]
     assert 0 < step < 500
