@@ -78,7 +78,11 @@ class Checkout:
 
     def start(self, command: str) -> Job:
         log = self.folder.parent / f"job-{len(self.jobs)}"
-        variables = {"BIN": str(BIN), "PYTHONPATH": str(self.folder), "OMP_NUM_THREADS": "1"}
+        variables = {
+            "BIN": str(self.folder.parent / "environment" / "bin"),
+            "PYTHONPATH": str(self.folder),
+            "OMP_NUM_THREADS": "1",
+        }
         self.jobs.append(Job(["bash", "-c", command], variables, self.folder, log))
         return self.jobs[-1]
 
@@ -97,6 +101,8 @@ def must_pass(completed: Completed) -> None:
 @pytest.fixture
 def checkout(tmp_path: Path) -> Iterator[Checkout]:
     jobs: list[Job] = []
+    # The page does not quote $BIN, and the path of a checkout may have a blank.
+    (tmp_path / "environment").symlink_to(BIN.parent)
     yield Checkout(copy(tracked_files(), tmp_path / "checkout"), jobs)
     for job in jobs:
         job.kill()
