@@ -346,8 +346,10 @@ signal.pause()
 
 def test_launch_ends_trials_that_take_too_long(monkeypatch, tmp_path, caplog):
     up, ended = tmp_path / "up", tmp_path / "ended"
-    python = tmp_path / "python"
-    python.write_text(f"#!{sys.executable}\n{CHILD.format(str(ended), str(up))}")
+    python, script = tmp_path / "python", tmp_path / "child.py"
+    script.write_text(CHILD.format(str(ended), str(up)))
+    # `#!` takes no path with a blank, as that of a checkout may be.
+    python.write_text(f"#!/bin/sh\nexec '{sys.executable}' '{script}'\n")
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
     interrupted(monkeypatch, up, subprocess.TimeoutExpired("child", 1))
