@@ -152,8 +152,8 @@ def _run(
     (folder / "mutants_watch.py").write_text(Watch.SOURCE)
     environment = {**os.environ, **LAUNCHER, MARK: str(folder), "WATCHED": str(log)}
     environment |= {"PRTE_MCA_prte_tmpdir_base": str(folder), "PYTHONPATH": str(folder)}
-    command = [str(tree / python), "-m", "pytest", "-q", "-x" if ranks > 1 else "-q"]
-    command += ["-p", "no:cacheprovider", "-p", "mutants_watch"]
+    command = [str(tree / python), "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    command += ["-p", "mutants_watch", *(["-x"] if ranks > 1 else [])]
     if ranks > 1:
         # Only rank 0 is watched; a rank that fails alone ends the job.
         only_first = (
