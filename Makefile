@@ -12,7 +12,8 @@ MEASURED ?=
 ROWS ?= --first
 
 .DEFAULT_GOAL := help
-JOBS := threads processes-openmpi processes-mpich
+HALVES := threads-0 threads-1
+JOBS := $(HALVES) processes-openmpi processes-mpich
 ifneq ($(MAKECMDGOALS),$(JOBS))  # what `test` does at once
 .NOTPARALLEL:
 endif
@@ -86,8 +87,9 @@ endef
 
 test: rows  ## run the tests, on Open MPI and MPICH: of each table every value once
 
-# Both MPIs' processes wait for each other most of the time, so they run beside the ranks that are
-# threads, which use one core (the interpreter's lock). Ranks on MPI use all cores, so they come after.
+# Ranks that are threads use one core (the interpreter's lock), so half of the files run beside the other
+# half, and beside both MPIs' processes, which wait for each other most of the time. Ranks on MPI use all
+# cores, so they come after.
 rows: .venv-openmpi/installed .venv-mpich/installed
 	rm -rf $(REPORTS) && mkdir $(REPORTS)
 	@$(MAKE) --no-print-directory -j $(words $(JOBS)) $(JOBS)
@@ -99,12 +101,12 @@ rows: .venv-openmpi/installed .venv-mpich/installed
 # What is marked `either` runs with one MPI in the first ring, with both in others.
 $(JOBS): BIN := $(OPENMPI)
 processes-mpich: BIN := $(MPICH)
-threads: RUN := $(MEASURED)
-threads: TESTS := not processes and not mpi
+$(HALVES): RUN := $(MEASURED)
+$(HALVES): TESTS := not processes and not mpi
 processes-openmpi: TESTS := processes and not mpi $(if $(filter --first,$(ROWS)),and not either)
 processes-mpich: TESTS := processes and not mpi
 $(JOBS):
-	@$(BIN)/python $(RUN) $(PYTEST) -m '$(TESTS)' --durations=5 $(ROWS) >$(REPORTS)/$@.txt 2>&1; \
+	@$(BIN)/python $(RUN) $(PYTEST) -m '$(TESTS)' $(patsubst threads-%,--half=%,$(filter $(HALVES),$@)) --durations=5 $(ROWS) >$(REPORTS)/$@.txt 2>&1; \
 		code=$$?; cat $(REPORTS)/$@.txt; exit $$code
 
 test-full: export ROWS = --full

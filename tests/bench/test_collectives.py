@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from ranks import on_ranks, run_on
 
-from hpctrain.bench import collectives, sweep
+from hpctrain.bench import collectives, memory_check, sweep
 from hpctrain.bench.measured_collectives import COLLECTIVES, CollectiveCall
 from hpctrain.core.errors import UsageError
 
@@ -159,6 +159,14 @@ def test_what_cannot_be_written_is_said_before_anything_is_measured(tmp_path):
     expected = asked(json=tmp_path / "file" / "out.json")
     with pytest.raises(UsageError, match="cannot be written"):
         run_on("threads", 2, lambda world: collectives.run(world, expected))
+
+
+def test_buffers_that_do_not_fit_are_refused_before_they_are_made(monkeypatch):
+    available_bytes = 2 * memory_check.OWN_BUFFERS * 1024
+    monkeypatch.setattr(memory_check, "available_bytes", lambda root: available_bytes)
+    requested = asked(algorithms="ring", sizes_text="1KiB,2KiB")
+    with pytest.raises(UsageError, match=r"2 KiB needs .* in each of 2 ranks"):
+        run_on("threads", 2, lambda world: collectives.run(world, requested))
 
 
 def test_rivals_do_not_join_threads(capsys):

@@ -91,6 +91,10 @@ def test_the_kinds_of_faults_that_are_drawn(name):
     assert [case.read(json.dumps(case.dump(item))) for item in cases] == cases
 
 
+def test_a_case_has_one_fault_unless_a_count_is_given():
+    assert {len(item.faults) for item in drawn()} == {1}
+
+
 def test_the_first_fault_of_a_case_is_never_during_a_recovery():
     faults = {"kinds": ["kill-rank"], "count": [1, 3], "moments": ["recovery"]}
     cases = drawn(launchers=["elastic"], faults=faults)
@@ -111,6 +115,13 @@ def test_a_users_recipe_gets_its_number_of_steps(tmp_path):
     assert (item.batch, item.steps) == (100, 2 * steps_per_epoch)
     assert item.samples_of(item.steps) == 2 * item.epoch_samples
     assert "epochs" not in item.recipe["run"]
+
+
+def test_a_batch_per_rank_has_the_number_of_steps_of_one_rank():
+    settings = ["optimizer.batch_per_rank=100", "run.epochs=2"]
+    item = drawn(engines=[], recipes=["digits"], set=settings)[0]
+    assert item.batch == 100 * item.ranks
+    assert item.steps == 2 * -(-item.epoch_samples // 100)
 
 
 def test_the_example_of_the_docs_is_a_campaign():

@@ -9,7 +9,7 @@ import socket
 import pytest
 from fuzz import campaign, in_memory, limited, mutated, torn, value_or_refusal
 
-from hpctrain.core import files
+from hpctrain.core import atomic, files
 from hpctrain.core.errors import UsageError
 
 FULL = pytest.mark.full
@@ -164,6 +164,26 @@ def test_damaged_logs(count):
     with in_memory() as folder:
         path = folder / "log"
         campaign("damaged logs", count, case)
+
+
+def test_a_file_is_on_the_disk_whole_before_it_gets_its_name(tmp_path, monkeypatch):
+    synced: list[int] = []
+
+    def fsync(handle):
+        assert list(tmp_path.glob("[!.]*")) == []
+        synced.append(os.fstat(handle).st_size)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    atomic.replace(tmp_path / "file", "x" * 10)
+    assert synced == [10] and (tmp_path / "file").read_text() == "x" * 10
+
+
+def test_the_lines_of_a_log_are_synced_by_its_name(tmp_path, monkeypatch):
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", lambda handle: synced.append(os.fstat(handle).st_ino))
+    files.append_lines(tmp_path / "log.jsonl", '{"step": 1}\n')
+    files.sync(tmp_path / "log.jsonl")
+    assert synced == [(tmp_path / "log.jsonl").stat().st_ino]
 
 
 def test_a_whole_last_line_without_its_end_is_kept(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from ranks import on_ranks, run_on, run_on_gpus
 from hpctrain import data, engines, nn, optim
 from hpctrain.collectives import all_gather_bytes
 from hpctrain.core.errors import TrainingError, UsageError
+from hpctrain.engines.saved_state import SavedState
 from hpctrain.run_files import run_folder
 from hpctrain.training import recipe, runs
 from hpctrain.training.trainer import Trainer
@@ -202,6 +204,17 @@ def test_all_ranks_together_owe_the_same_whatever_their_number(
     assert sorted(owed) == list(range(after))
     assert abs(total).max() > 0
     np.testing.assert_allclose(sum(owed.values()), total, rtol=1e-5, atol=1e-9)
+
+
+def test_residuals_of_another_model_are_refused():
+    def body(world):
+        with trainer_of(world, "top-k") as trainer:
+            sizes = {piece.name: piece.size for piece in trainer.engine.state()}
+            sizes[RESIDUAL] += 1
+            with pytest.raises(UsageError, match=rf"residuals of .* seen {sizes[RESIDUAL]} in all"):
+                trainer.engine.load(SavedState(Mock(sizes=sizes)))
+
+    run_on("threads", 2, body)
 
 
 @pytest.mark.parametrize("ranks", [2, 1])

@@ -197,6 +197,11 @@ class Guard:
         self._allowed: State = {}  # made by fixtures of wider scope
         self._has_failed = False
 
+    def pytest_collection_finish(self) -> None:
+        """Take the collected rows out of the collector's sight: it would visit them for each test."""
+        gc.collect()
+        gc.freeze()
+
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> Iterator[None]:
         self._has_failed = False

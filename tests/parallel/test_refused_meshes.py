@@ -8,8 +8,10 @@ from ranks import run_on
 
 from hpctrain import nn, optim
 from hpctrain.core.errors import UsageError
+from hpctrain.engines import AllReduce
 from hpctrain.parallel import MeshOptions, PipelineOptions
 from hpctrain.training import recipe, runs, trainer
+from hpctrain.training.faults import FaultsOptions
 from hpctrain.training.trainer import Trainer
 
 PIPE = ["mesh.pipe=2", "optimizer.micro_batches=2"]
@@ -103,6 +105,30 @@ def test_models_of_other_frameworks_are_refused(monkeypatch):
     def body(world):
         with pytest.raises(UsageError, match=r"expected an ht\.nn\.Model, seen Module; for"):
             Trainer(Module(), optim.sgd(0.1), world=world, mesh=MeshOptions(pipe=2))
+
+    run_on("threads", 2, body)
+
+
+#: arguments of a Trainer with two stages, what the refusal says
+ARGUMENTS = {
+    "engine": ({"engine": AllReduce(priority=True)}, "expected priority = False, seen True"),
+    "precision": ({"precision": "bf16"}, "expected precision float32, .* seen bf16"),
+    "faults": ({"faults": FaultsOptions(slow_rank=1, slow_factor=2)}, r"expected no \[faults\]"),
+    "no mesh": ({"mesh": MeshOptions(), "pipeline": PipelineOptions(schedule="gpipe")},
+                r"\[pipeline\]: expected \[mesh\] pipe of 2 or more beside it"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ARGUMENTS)
+def test_a_script_is_refused_as_a_recipe_is(case):
+    arguments, message = ARGUMENTS[case]
+
+    def body(world):
+        model = nn.MlpOptions(widths=[64, 8, 10]).build((8, 8), 10)
+        with pytest.raises(UsageError, match=message):
+            Trainer(
+                model, optim.sgd(0.1), world=world, **{"mesh": MeshOptions(pipe=2), **arguments}
+            )
 
     run_on("threads", 2, body)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from ranks import on_ranks, run_on
+from regimes import REGIMES
 
 from hpctrain import data, nn, optim
 from hpctrain.core.errors import HpctrainError, StoppedError, UsageError
@@ -97,6 +98,23 @@ def test_early_stop_ends_a_run_as_done_with_a_checkpoint(ranks, tmp_path):
         assert [again[key] for key in saved] == [first[key] for key in saved]
         assert longer["steps"] == 6 * EPOCH and longer["reason"].endswith("in 5 values")
         assert [r["step"] for r in run_folder.rows(folder)] == [EPOCH * i for i in range(1, 7)]
+
+
+@pytest.mark.parametrize("regime", ["gossip, ring", "local-sgd"])
+def test_a_callback_predicts_with_one_model_on_all_ranks(regime):
+    """Between two averagings, where each worker trains a model of its own."""
+
+    def body(world):
+        outputs = []
+        model = nn.Model({"out": nn.Linear(3)}, (4,))
+        callbacks = [lambda row: outputs.append(trainer.predict(samples().x).tobytes())]
+        trainer = Trainer(model, optim.sgd(0.3), REGIMES[regime], world=world, callbacks=callbacks)
+        trainer.fit(samples(), steps=4, batch=8, options=FitOptions(interval_steps=1))
+        trainer.close()
+        return outputs
+
+    first, second = run_on("threads", 2, body)
+    assert first == second and len(set(first)) == 4
 
 
 def test_a_run_that_early_stop_lets_live_has_no_reason():

@@ -90,6 +90,15 @@ def test_what_cannot_be_extended_is_refused(tmp_path, line, message):
     assert message in str(refused.value)
 
 
+@pytest.mark.parametrize("settings", [[], ["run.seed=7"]])
+def test_a_fault_of_a_file_has_its_name_whatever_is_set(tmp_path, settings):
+    path = tmp_path / "my.toml"
+    path.write_text('schema = 1\nextends = "digits"\n[model]\nwidth = 3\n')
+    with pytest.raises(UsageError) as refused:
+        recipe.load(str(path), settings)
+    assert str(refused.value).startswith(f"{path}: unknown key in [model]: 'width'")
+
+
 PARTS = ("run", "loss", "data", "batch", "optimizer", "schedule", "engine", "checkpoint", "faults",
          "early_stop", "trace")  # fmt: skip
 

@@ -10,6 +10,7 @@ from ranks import on_ranks, run_on
 
 from hpctrain.core.errors import HungError, TransportError
 from hpctrain.transport.threads.ranks import run_ranks
+from hpctrain.watch import WatchRecord
 
 
 def numbers(*values: int) -> np.ndarray:
@@ -46,6 +47,21 @@ def test_wait_any_returns_each_request_once(ranks):
             source = list(waiting)[link.wait_any(list(waiting.values()))]
             assert boxes[source][0] == source
             del waiting[source]
+
+    ranks(body)
+
+
+@on_ranks(mpi=(2,))
+def test_wait_any_is_recorded_as_a_wait_for_all_ranks_without_a_size(ranks):
+    def body(world):
+        link = world.link
+        link.entry = (record := WatchRecord(world.rank, world.size)).entry("main")
+        request, send = link.irecv(numbers(0), 1 - link.rank), link.isend(numbers(1), 1 - link.rank)
+        assert link.wait_any([request]) == 0
+        send.wait()
+        (snapshot,) = record.node_snapshots(history=True)
+        waits = [call for call in snapshot.history if call.operation == "wait_any"]
+        assert [(call.peer, call.nbytes) for call in waits] == [(-1, 0)]
 
     ranks(body)
 

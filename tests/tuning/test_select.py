@@ -147,6 +147,7 @@ BUCKETS = [
     ({MIB: 9e-9, 4 * MIB: 4e-9, 16 * MIB: 1e-9}, 4 * MIB, 4 * MIB),  # none longer than the plane
     ({MIB: 1e-14, 4 * MIB: 1e-14}, 64 * MIB, 4 * MIB),  # hand-offs are all that costs
     ({MIB: 1e-9}, 100, MIB),
+    ({MIB: 9e-9, 4 * MIB: 1e-9}, 100, MIB),  # all are longer than the plane
 ]
 
 
