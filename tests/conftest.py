@@ -135,7 +135,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--tenth", type=int, metavar="K", help="run a tenth of what --full adds to --first"
     )
-    parser.addoption("--half", type=int, choices=(0, 1), help="run half of the files, by their names")
+    parser.addoption(
+        "--half", type=int, choices=(0, 1), help="run half of the files, by their names"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

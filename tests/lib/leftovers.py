@@ -198,7 +198,7 @@ class Guard:
         self._has_failed = False
 
     def pytest_collection_finish(self) -> None:
-        """Take the collected rows out of the collector's sight: it would visit them for each test."""
+        """Hide the collected rows from the garbage collector, which would visit them each time."""
         gc.collect()
         gc.freeze()
 

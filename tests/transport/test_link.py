@@ -62,6 +62,7 @@ def test_wait_any_is_recorded_as_a_wait_for_all_ranks_without_a_size(ranks):
         (snapshot,) = record.node_snapshots(history=True)
         waits = [call for call in snapshot.history if call.operation == "wait_any"]
         assert [(call.peer, call.nbytes) for call in waits] == [(-1, 0)]
+        assert all(call.end_s is not None for call in snapshot.history)
 
     ranks(body)
 

@@ -105,8 +105,8 @@ class MpiLink(SurvivingLink):
             index = MPI.Request.Waitany([request.last_piece for request in requests], self.status)
         except MPI.Exception as error:
             raise self.make_call_error("wait_any", ALL_PEERS, 0, error) from error
-        requests[index].wait(self.status.Get_count(MPI.BYTE))
         self.entry.leave()
+        requests[index].wait(self.status.Get_count(MPI.BYTE))  # a call of its own in the record
         return index
 
     def split(self, color: int, key: int) -> MpiLink:
