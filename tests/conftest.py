@@ -22,7 +22,7 @@ from limits import Limits
 from lockstep import Lockstep
 from processes import BIN, LAUNCHER, Completed, Job
 from ranks import job_world, run_on
-from tables import Measured, changed_folders, first_ring, latin, tenth
+from tables import Measured, changed_folders, dealt, first_ring, latin, tenth
 
 # The package sets the BLAS threads of a process that has no such variable, at the first training.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -136,6 +136,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--tenth", type=int, metavar="K", help="run a tenth of what --full adds to --first"
     )
     parser.addoption(
+        "--either",
+        choices=("few", "most"),
+        help="run this part of the rows that are the same with either MPI",
+    )
+    parser.addoption(
         "--half", type=int, choices=(0, 1), help="run half of the files, by their names"
     )
 
@@ -180,6 +185,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         _keep(config, items, first_ring(items))
     elif not config.getoption("--full") and not any("::" in arg for arg in config.args):
         _keep(config, items, {item.nodeid for item in items if "full" not in item.keywords})
+    if part := config.getoption("--either"):
+        _keep(config, items, dealt(items, part))
 
 
 def _keep(config: pytest.Config, items: list[pytest.Item], names: set[str]) -> None:

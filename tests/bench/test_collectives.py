@@ -179,6 +179,7 @@ def test_rivals_do_not_join_threads(capsys):
 
 
 @pytest.mark.processes
+@pytest.mark.either
 def test_the_command(hpctrain, tmp_path):
     pytest.importorskip("matplotlib")
     flags = ["--sizes", "4B:1KiB*16", "--algorithms", "auto,native", "--iterations", "3"]

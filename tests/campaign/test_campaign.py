@@ -36,6 +36,7 @@ def chaos(*words: object) -> list[dict]:
 @pytest.mark.processes
 @pytest.mark.timeout(600)  # where cores are shared: each attempt has a limit of its own
 @isolated
+@pytest.mark.full
 @pytest.mark.either
 def test_a_short_campaign(tmp_path, request):
     """Cases picked by hand, whose lines are a campaign's file: one of each kind with --full."""

@@ -307,6 +307,7 @@ def _is_rank(process: psutil.Process, node: str) -> bool:
     return bool(is_python and has_rank and environ.get("SLURMD_NODENAME") == node)
 
 
+@pytest.mark.either
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     "elastic", [False, pytest.param(True, marks=pytest.mark.full, id="under ULFM")]

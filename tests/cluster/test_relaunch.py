@@ -218,6 +218,7 @@ def wait_for_step(job, run, step: int) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.either
 @pytest.mark.processes
 def test_a_training_that_lost_a_rank_is_resumed(start, tmp_path):
     run = tmp_path / "run"

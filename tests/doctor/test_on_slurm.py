@@ -9,7 +9,7 @@ from pathlib import Path
 import cupy_package
 import pytest
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.either]
 
 JOB = """#!/bin/bash
 #SBATCH --nodes=4 --ntasks-per-node=1

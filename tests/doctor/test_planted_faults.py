@@ -19,7 +19,7 @@ import cupy_package
 import pytest
 from processes import BIN
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.either]
 QUICK = {"OMP_NUM_THREADS": "1", "PATH": f"{BIN}:{os.environ['PATH']}"}
 
 FUNNELED = """
@@ -41,7 +41,6 @@ def on_path(*folders):
     return {"PYTHONPATH": os.pathsep.join([*map(str, folders), os.environ.get("PYTHONPATH", "")])}
 
 
-@pytest.mark.either
 def test_an_mpi_without_threads(hpctrain, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(FUNNELED)
     file, environ = tmp_path / "found.json", QUICK | on_path(tmp_path)
@@ -117,7 +116,6 @@ def test_a_tiny_dev_shm_of_one_node(with_little_room, tmp_path):
         assert "see `shared memory`" in checks["ranks"]["remedy"]
 
 
-@pytest.mark.either
 def test_a_full_disk(with_little_room, tmp_path):
     (tmp_path / "runs").mkdir()
     file = tmp_path / "found.json"
@@ -132,7 +130,6 @@ def test_a_full_disk(with_little_room, tmp_path):
     assert checks["sums"]["verdict"] == "ok"  # and the rest is looked at
 
 
-@pytest.mark.either
 def test_a_gpu_that_all_ranks_take_and_no_threads(hpctrain, tmp_path):
     """The stand-in is one GPU to each rank, as CUDA shows it; NVML knows of two."""
     (tmp_path / "sitecustomize.py").write_text(FUNNELED)
@@ -192,7 +189,6 @@ main()
 """
 
 
-@pytest.mark.either
 def test_a_core_of_which_a_rank_gets_a_fiftieth(start, tmp_path, group):
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:

@@ -13,7 +13,7 @@ import pytest
 
 from hpctrain.cluster.netlab.netlab import unavailable_reason
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.either]
 QUICK = {"OMP_NUM_THREADS": "1"}
 ALGORITHMS = ("auto", "ring", "tree", "direct", "native")
 
@@ -94,7 +94,6 @@ def test_a_sound_job(hpctrain, tmp_path):
     assert [path.name for path in tmp_path.iterdir() if "doctor" in path.name] == []
 
 
-@pytest.mark.either
 def test_several_faults_at_once(spoilt, tmp_path):
     about = tmp_path / "site" / "mpi4py-9.9.9.dist-info" / "METADATA"
     about.parent.mkdir(parents=True)
@@ -130,7 +129,6 @@ def test_a_rank_that_does_not_answer_is_named(spoilt):
     assert "rank 1 on" in ended.stdout
 
 
-@pytest.mark.either
 def test_ranks_of_another_launcher(hpctrain, tmp_path):
     """They are two jobs of one rank; this is the first of them."""
     reported = {"RANK": "0", "LOCAL_RANK": "0", "SIZE": "2"}
@@ -146,7 +144,6 @@ def test_ranks_of_another_launcher(hpctrain, tmp_path):
 SPIN = "import os, sys; os.sched_setaffinity(0, {int(sys.argv[1])})\nwhile True: pass"
 
 
-@pytest.mark.either
 def test_a_node_that_is_busy_does_not_pass(hpctrain, tmp_path):
     cores = sorted(os.sched_getaffinity(0))
     lines = [[sys.executable, "-c", SPIN, str(core)] for core in cores for _ in range(3)]
@@ -174,7 +171,6 @@ exec python -m hpctrain doctor --job --json "$1"
 """
 
 
-@pytest.mark.either
 def test_a_slow_link_is_named(hpctrain, tmp_path):
     if refused():
         pytest.skip(refused())
@@ -201,7 +197,6 @@ def test_a_slow_link_is_named(hpctrain, tmp_path):
         (["--job", "--json", "/none/x"], "cannot be written"),
     ],
 )
-@pytest.mark.either
 def test_refused(hpctrain, arguments, words):
     ended = hpctrain("doctor", *arguments)
     assert (ended.returncode, words in ended.stderr) == (2, True), ended.stderr

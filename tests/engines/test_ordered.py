@@ -191,6 +191,7 @@ ON_PROCESSES = ((1, "engine.kind=single"), (2, "wire.algorithm=tree"))
 
 
 @pytest.mark.processes
+@pytest.mark.either
 @pytest.mark.parametrize("size, way", rows_of(ON_PROCESSES, ON_PROCESSES[1]))
 def test_digits_by_the_command_line(hpctrain, tmp_path, monkeypatch, size, way):
     """Processes of this environment's MPI, each on all cores: see core_binding.py."""

@@ -185,6 +185,7 @@ with watched(world, Path(sys.argv[1]), timeout_s=1):
 
 @pytest.mark.sample(1)
 @pytest.mark.processes
+@pytest.mark.either
 @pytest.mark.parametrize("does", ["computes", "stops"])
 def test_records_of_other_nodes_reach_the_report(start, tmp_path, does):
     job = start("-c", NODES, tmp_path / "run", does, ranks=4)
@@ -205,6 +206,7 @@ def test_records_of_other_nodes_reach_the_report(start, tmp_path, does):
 
 
 @pytest.mark.processes
+@pytest.mark.either
 def test_launch_moves_the_records_of_a_dead_job(digits):
     job = digits("--epochs", "10000", ranks=2, launch=True)
     job.reach(20)

@@ -12,7 +12,7 @@ from ranks import run_on
 
 from hpctrain.training import recipe, runs
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.either]
 
 GRID = [
     *sets(mesh_pipe=2, optimizer_micro_batches=4, pipeline_schedule="zb-h1"),
@@ -105,7 +105,6 @@ def test_a_hung_stage_is_named(on_grid, rank, kind):
         (["pipeline.balance=[1, 5]"], "expected a layer with parameters of its own in each stage"),
     ],
 )
-@pytest.mark.either
 def test_a_grid_that_does_not_fit_is_refused_in_one_voice(on_grid, settings, message):
     job = on_grid(*trap("none", 0), *[w for s in settings for w in ("--set", s)])
     ended = job.finish()

@@ -14,7 +14,7 @@ from hpctrain import watch
 from hpctrain.run_files import run_folder
 from hpctrain.training import recipe, runs
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.either]
 
 RANKS = 3
 KEYS = sets(checkpoint_every_steps=5, checkpoint_every_epochs="")
@@ -63,7 +63,6 @@ def test_a_lost_rank_ends_the_job_and_its_checkpoint_goes_on(digits, small, engi
 
 
 @pytest.mark.parametrize("engine", REQUESTED)
-@pytest.mark.either
 def test_a_server_that_is_asked_to_stop(digits, engine):
     job = digits(*LONG, *keys_of(engine), ranks=RANKS)
     hit(job, RANKS - 1, signal.SIGUSR1)
@@ -87,7 +86,6 @@ main()
 """
 
 
-@pytest.mark.either
 def test_a_server_thread_that_breaks(start, mark, small, tmp_path):
     engine = keys_of({"kind": "ps-async", "placement": "colocated"})
     train = ["train", "digits", *small, *LONG, *engine, "--out", tmp_path / "run"]

@@ -10,7 +10,7 @@ import pytest
 from jobs import MARK, command_that_resumes, sets, trap
 from processes import BIN, LAUNCHER
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.either]
 
 # Who gets the signal: a rank from its own model at step 7, mpiexec, or `hpctrain launch`, which
 # hands on SIGTERM, SIGUSR1 and SIGHUP in the same way: tests/cluster/test_launch.py. And what the
@@ -59,7 +59,6 @@ def test_a_stop(digits, requested):
     assert command[-3:] == ["--out", str(job.out), "--resume"]
 
 
-@pytest.mark.either
 def test_a_stopped_run_goes_on_to_the_same_end(digits, undisturbed, run_line):
     keys = sets(run_epochs=3)
     job = digits(*keys, *trap("term", 1))

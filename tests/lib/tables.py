@@ -6,7 +6,8 @@ that show most values. `make test-full` runs all rows (--full); pytest alone tho
 marked `full`. --tenth K runs a tenth of the rows outside of the first ring, by their names.
 
 A test that starts processes and whose result does not depend on the MPI is marked `either`; single
-rows of a table by `rows_of`. `make test` runs them with one MPI, `make test-full` with both.
+rows of a table by `rows_of`. Outside of MPI_ROOMS rows on MPI ranks are such, too. `make test` runs
+them with one of the two MPIs (--either), `make test-full` with both.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from pathlib import Path
 import pytest
 
 LONG_S = 600
+MPI_ROOMS = ("collectives", "transport", "user_collectives", "world")
+DEAL = 4  #: the second MPI has one of so many rows that are the same with either
 Value = tuple[str, str]  #: the name of a column, and what stands there
 
 
@@ -71,6 +74,20 @@ def _sampled(table: Sequence[pytest.Item]) -> list[int]:
     """Return the rows of a table that cover its values, no more of them than its `sample`."""
     marker = table[0].get_closest_marker("sample")
     return covering([values(item) for item in table])[: marker.args[0] if marker else None]
+
+
+def dealt(items: Sequence[pytest.Item], part: str) -> set[str]:
+    """Return the names of rows; of those that are the same with either MPI `few` or `most`."""
+    return {item.nodeid for item in items if not _is_either(item) or _part(item) == part}
+
+
+def _is_either(item: pytest.Item) -> bool:
+    is_mpi = "mpi" in item.keywords and item.nodeid.split("/")[1] not in MPI_ROOMS
+    return is_mpi or "either" in item.keywords
+
+
+def _part(item: pytest.Item) -> str:
+    return "most" if zlib.crc32(item.nodeid.encode()) % DEAL else "few"
 
 
 def tenth(items: Sequence[pytest.Item], number: int) -> set[str]:

@@ -12,7 +12,7 @@ import real_slurm
 import reaper
 from processes import Job
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.either]
 START_S, END_S = 200, 100  # other tests may share the cores
 
 #: A test that is under way: ranks of MPI, a mount, temporary files, and a job of Slurm.

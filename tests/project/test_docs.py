@@ -177,6 +177,7 @@ def train_briefly(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.sample(2)
 @pytest.mark.processes
+@pytest.mark.either
 @pytest.mark.parametrize("ranks", rows_of([None, 2], 2))
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_example(example, ranks, start):

@@ -116,6 +116,7 @@ def test_the_time_without_a_core(tmp_path) -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.either
 def test_a_planted_slow_rank_is_named(hpctrain, tmp_path) -> None:
     run = tmp_path / "run"
     ended = hpctrain(
