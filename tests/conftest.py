@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -22,7 +21,7 @@ from limits import Limits
 from lockstep import Lockstep
 from processes import BIN, LAUNCHER, Completed, Job
 from ranks import job_world, run_on
-from tables import Measured, changed_folders, dealt, first_ring, latin, tenth
+from tables import Measured, changed_folders, dealt, first_ring, half, latin, tenth
 
 # The package sets the BLAS threads of a process that has no such variable, at the first training.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -137,8 +136,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     parser.addoption(
         "--either",
-        choices=("few", "most"),
-        help="run this part of the rows that are the same with either MPI",
+        type=int,
+        choices=(0, 1),
+        help="run half of the rows that are the same with either MPI",
     )
     parser.addoption(
         "--half", type=int, choices=(0, 1), help="run half of the files, by their names"
@@ -167,8 +167,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     """Leave out files of the other half, and files that have no rows as -m wants them."""
     if not collection_path.match("test_*.py"):
         return None
-    half = config.getoption("--half")
-    if half is not None and zlib.crc32(collection_path.name.encode()) % 2 != half:
+    if config.getoption("--half") not in (None, half(collection_path)):
         return True
     words = WORDS.get(config.option.markexpr.partition(" ")[0])
     text = collection_path.read_text() if words else ""
@@ -185,8 +184,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         _keep(config, items, first_ring(items))
     elif not config.getoption("--full") and not any("::" in arg for arg in config.args):
         _keep(config, items, {item.nodeid for item in items if "full" not in item.keywords})
-    if part := config.getoption("--either"):
-        _keep(config, items, dealt(items, part))
+    if (number := config.getoption("--either")) is not None:
+        _keep(config, items, dealt(items, number))
 
 
 def _keep(config: pytest.Config, items: list[pytest.Item], names: set[str]) -> None:

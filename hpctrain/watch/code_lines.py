@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import os
+import re
 import sys
-from collections.abc import Callable
+import threading
 from pathlib import Path
 from types import FrameType
+from typing import NamedTuple
 
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 # The entry names the call already; the useful line is that of its caller.
 _LINK_FOLDERS = (_PACKAGE + "transport" + os.sep, _PACKAGE + "watch" + os.sep)
 _LIBRARY_FOLDERS = (os.path.dirname(os.__file__) + os.sep, "<frozen")
+#: a line of faulthandler, and what it writes for characters that are not ASCII
+_LINE = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
+_ESCAPED = re.compile(r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8}))")
 _SCRIPTS_FOLDER = os.path.dirname(sys.executable) + os.sep  # of entry points, such as `hpctrain`
 
 
@@ -32,28 +38,44 @@ def frame_of_each_thread() -> dict[int, FrameType]:
             gc.enable()
 
 
-def code_location(frame: FrameType | None) -> str:
-    """Return the innermost line of `frame` in the user's code, and the one in hpctrain below it.
+def code_location(thread: int) -> str:
+    """Return the innermost line of a thread in the user's code, and the one in hpctrain below it.
 
     As "train.py:9 main, ring.py:57 ring"; without any of the two, the innermost line of all.
     """
-    if frame is None:
-        return "(its main thread has ended)"
-    own = _innermost(frame, _is_relevant)
-    users = _innermost(own, _is_users)
-    lines = dict.fromkeys(_describe_line(found) for found in (users, own) if found is not None)
-    return ", ".join(lines) or _describe_line(frame)
+    stack = _stack_of(thread)
+    if not stack:
+        exists = thread in {other.ident for other in threading.enumerate()}
+        return "(one of over 100 threads)" if exists else "(its main thread has ended)"
+    own = next((i for i, line in enumerate(stack) if _is_relevant(line.file)), len(stack))
+    users = next((line for line in stack[own:] if _is_users(line.file)), None)
+    lines = dict.fromkeys(filter(None, (users, *stack[own : own + 1])))
+    return ", ".join(map(str, lines)) or str(stack[0])
 
 
-def _innermost(frame: FrameType | None, is_wanted: Callable[[str], bool]) -> FrameType | None:
-    while frame is not None and not is_wanted(frame.f_code.co_filename):
-        frame = frame.f_back
-    return frame
+class _Line(NamedTuple):
+    file: str
+    number: str
+    function: str
+
+    def __str__(self) -> str:
+        return f"{os.path.basename(self.file)}:{self.number} {self.function}"
 
 
-def _describe_line(frame: FrameType) -> str:
-    code = frame.f_code
-    return f"{os.path.basename(code.co_filename)}:{frame.f_lineno} {code.co_name}"
+def _stack_of(thread: int) -> list[_Line]:
+    """Return the lines at which a thread is, the innermost first; none if it has ended.
+
+    Nor of the oldest threads, if there are over 100. The interpreter writes the lines without
+    making frame objects: CPython 3.11 may crash where one thread goes back through the frames of
+    another that runs (gh-111363).
+    """
+    with open(os.memfd_create("stacks"), "w+b", 0) as file:
+        faulthandler.dump_traceback(file)
+        file.seek(0)
+        stacks = file.read().decode("ascii")
+    stack = stacks.partition(f"hread 0x{thread:016x}")[2].partition("\n\n")[0]
+    text = _ESCAPED.sub(lambda found: chr(int(found[found.lastindex], 16)), stack)
+    return [_Line(*groups) for groups in _LINE.findall(text)]
 
 
 def _is_relevant(filename: str) -> bool:

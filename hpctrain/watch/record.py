@@ -13,7 +13,7 @@ from time import time as clock
 from typing import Any
 
 from hpctrain.core.atomic import process_identity
-from hpctrain.watch.code_lines import code_location, frame_of_each_thread
+from hpctrain.watch.code_lines import code_location
 from hpctrain.watch.layout import (
     CALL,
     CLOCK_OFFSET,
@@ -133,7 +133,7 @@ class WatchRecord:
 
     def write_heartbeat(self) -> None:
         """Write the heartbeat and the main thread's line."""
-        line = code_location(frame_of_each_thread().get(self._thread))
+        line = code_location(self._thread)
         HEARTBEAT.pack_into(self._map, HEARTBEAT_OFFSET, clock(), line.encode())
         # Only where the clock was set: the times of calls are what tells a new one from another.
         offset_s = clock() - monotonic()

@@ -43,7 +43,7 @@ print("returned", request.requested, flush=True)
 """
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("number", "look_s", "observed"),
     [

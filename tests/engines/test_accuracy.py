@@ -57,7 +57,7 @@ def keys_of(engine: str, ranks: int = RANKS) -> list[str]:
     return [f"engine.{key}={str(value).lower()}" for key, value in keys.items()]
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("seeds", SEEDS)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_an_engine_learns_digits(tmp_path, engine, seeds):

@@ -117,6 +117,7 @@ def trained(ranks: int, out, method: str, steps: int, *extra: str, on=ON_THREADS
     return on(ranks, lambda w: runs.train(spec, w, out, out.exists()))[0]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("method", METHODS)
 def test_a_resumed_run_ends_with_the_same_bytes(tmp_path, method):
     complete = trained(3, tmp_path / "whole", method, 20)

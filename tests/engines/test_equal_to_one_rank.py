@@ -122,6 +122,7 @@ def test_p_ranks_equal_one_rank(ranks, way, model):
         assert relative_distance(w, model, "float64") <= TOLERANCE["float64"]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.usefixtures("short_blocks")
 @pytest.mark.parametrize(("model", "way"), ROWS)
 @on_ranks(2, 5)
@@ -131,7 +132,7 @@ def test_p_ranks_equal_one_rank_in_float32(ranks, way, model):
         assert relative_distance(w, model, "float32") <= TOLERANCE["float32"]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("model", ["mlp", "transformer"])
 @pytest.mark.parametrize("precision", TOLERANCE)
 @on_ranks(1, 3, mpi=(2,))

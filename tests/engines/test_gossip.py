@@ -253,6 +253,7 @@ def test_all_in_step_there_is_but_one_order(tmp_path):
         run_on("threads", 2, lambda w: fit(w, None, Gossip(graph="ring"), replay=tmp_path))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("graph", EVERY)
 def test_a_run_goes_on_where_it_was(tmp_path, graph, model):

@@ -261,6 +261,7 @@ REFUSED = {
 }  # fmt: skip
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("case", REFUSED)
 @on_ranks(2, mpi=(2,))
 def test_targets_are_checked_before_training(ranks, case):

@@ -149,7 +149,7 @@ def last_worker(engine, size: int) -> int:
     return engines.workers_of(engine, size) - 1
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("value", PLANTED)
 @pytest.mark.parametrize("first", [True, False], ids=["first", "last"])
 @pytest.mark.parametrize("name", TOGETHER)
@@ -174,6 +174,7 @@ def leaves_no_trace(ranks, name, first, value):
     ranks(body)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("value", PLANTED)
 @pytest.mark.parametrize("first", [True, False], ids=["first", "last"])
 @pytest.mark.parametrize("name", [*TOGETHER, *APART])
@@ -224,6 +225,7 @@ def stops_and_says_where(ranks, name, first, value):
     ranks(body)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("value", PLANTED)
 @pytest.mark.parametrize("first", [True, False], ids=["first", "last"])
 @pytest.mark.parametrize("name", APART)
@@ -279,6 +281,7 @@ def test_over_mpi(ranks, name):
     stops_and_says_where(ranks, name, False, "large")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["overlap", "ps-sync", "local-sgd", "ring", "ps-async", "easgd"])
 @on_ranks(3)
 def test_no_more_than_so_many_in_a_row(ranks, name):
@@ -305,6 +308,7 @@ def test_no_more_than_so_many_in_a_row(ranks, name):
     ranks(body)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["replicated, no overlap", "top-k", "powersgd", "ps-sync"])
 def test_a_resumed_run_skips_what_the_uninterrupted_one_skips(tmp_path, name):
     def run(world, out, steps, resume=False):

@@ -120,7 +120,7 @@ STATES = ("allreduce", "ps-sync", "local-sgd", "ps-async", "priority", "ordered"
 WAYS = [(name, "device") for name in STATES] + [(name, "host") for name in STATES[:4]]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name, begins", WAYS)
 def test_a_run_goes_on_elsewhere_than_it_began(tmp_path, lazy_gpu, name, begins):
     """From a device on cores, and the other way: a checkpoint does not tell where it was made."""

@@ -91,12 +91,14 @@ def alone(model: str) -> tuple:
     return run_on("threads", 1, lambda w: trained(w, model, "single"))[0]
 
 
+@pytest.mark.sample(3)
 @on_ranks(1, 2, 3, 4, 5, 8, mpi=(1, 2, 3, 4))
 @pytest.mark.parametrize("model", MODELS)
 def test_one_rank_or_many(ranks, model):
     assert set(ranks(trained, model, "auto")) <= {alone(model)}
 
 
+@pytest.mark.sample(2)
 @on_ranks(2, 4, mpi=(4,))
 @pytest.mark.parametrize("way", [*WAYS, "shards"])
 def test_any_algorithm(ranks, monkeypatch, way):

@@ -381,6 +381,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_run_goes_on_in_another_regime(tmp_path, change):
     before, after = CHANGES[change]

@@ -75,6 +75,7 @@ def joined(link, parts: list[bytes], precision: str) -> list[np.ndarray]:
     return [np.frombuffer(b"".join(all_gather_bytes(link, part)), precision) for part in parts]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("precision", ["float32", "float64"])
 @pytest.mark.parametrize("method", METHODS)
 @on_ranks(2, 4, 9, mpi=(3,))
@@ -106,6 +107,7 @@ def update_of_one_rank(world, engine, method: str, precision: str, hosts: str = 
 LAYOUTS = {2: ("aa", "ab"), 4: ("aaaa", "aabb"), 5: ("aabbb", "ababb")}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("layout", range(2))
 @on_ranks(2, 4, 5, mpi=(2, 4))
@@ -144,6 +146,7 @@ def test_where_no_memory_can_be_shared_all_ranks_say_so():
     run_on("threads", 2, body)
 
 
+@pytest.mark.sample(1)
 @on_ranks(2, 3, 4)
 def test_as_many_bytes_as_a_ring_and_a_part_of_the_memory(ranks):
     def cost(world, engine):
@@ -176,7 +179,7 @@ ROWS = [("shards", 3, "whole", 2), ("whole", 2, "shards", 4), ("shards", 4, "sha
         ("shared", 2, "shared", 4), ("shared", 4, "shards", 3)]  # fmt: skip
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("first", "before", "then", "after"), ROWS)
 def test_a_checkpoint_fits_any_number_of_shards(tmp_path, first, before, then, after):
     ways = {"shards": SHARDS, "shared": SHARED, "whole": engines.AllReduce()}

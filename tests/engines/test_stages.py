@@ -182,7 +182,7 @@ def arrays_of(run):
     return {name: x.tobytes() for name, x in loaded.arrays.items()}, loaded.params_sha256
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("cut", [name for name in CUTS if name != "1"])
 def test_a_grid_has_the_bytes_of_its_data_axis(alone, tmp_path, cut, way):

@@ -227,6 +227,7 @@ def sites_case(rng: Generator, folder: Path) -> None:
 CASES = [npy_case, npz_case, idx_case, weights_case, sites_case]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "count", [200, pytest.param(20_000, marks=[pytest.mark.full, pytest.mark.timeout(3600)])]
 )

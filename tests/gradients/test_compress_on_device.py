@@ -94,6 +94,7 @@ def test_sums_are_those_of_the_host(sources, method, algorithm, dtype):
             assert item.tobytes() == reported.tobytes()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("value", [np.nan, -np.inf])
 @pytest.mark.parametrize("method", METHODS)
 def test_all_ranks_see_what_is_not_finite_on_one(lazy_gpu, sources, method, value):

@@ -79,6 +79,7 @@ def trained(world, precision: str):
     return summary
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("precision", SIXTEEN)
 def test_comes_to_the_loss_of_32_bits(gpu, precision):
     (expected,) = run_on_gpus(1, lambda w: trained(w, "float32"))

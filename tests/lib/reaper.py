@@ -6,9 +6,10 @@
 
 Nobody writes to the pipe. When pytest ends, the kernel closes the pipe, and the reaper reads
 end-of-file. It kills the processes with the mark and their descendants, since some daemons of Slurm
-overwrite their environment. Then it removes the shared memory of these processes and FOLDER, the
-folder for temporary files of the run. Once a second it looks which shared memory pytest has, which
-may be a rank of an MPI job and be killed.
+overwrite their environment. Then it removes the shared memory of these processes, the files of
+shared memory that ranks killed by tests have left, and FOLDER, the folder for temporary files of
+the run. Once a second it looks which shared memory pytest has, which may be a rank of an MPI job
+and be killed.
 
 The reaper runs as a file and imports only the standard library: it starts in 20 ms. It is no child
 of pytest and has a session of its own, so that neither a Ctrl-C nor a signal to the process group
@@ -33,6 +34,7 @@ from pathlib import Path
 MARK = "HPCTRAIN_TEST_RUN"
 SET_PARENT_DEATH_SIGNAL = 1
 POLL_INTERVAL_S, LOOK_INTERVAL_S = 0.05, 1.0
+SEGMENTS = ("hpctrain", "mpich_shm_", "sm_segment.")  #: names of ours and of the MPI libraries
 KILL_TIMEOUT_S = 30.0  #: only a process blocked in a file system outlives SIGKILL for longer
 
 
@@ -74,11 +76,12 @@ def main() -> None:
     with open("/proc/self/comm", "w") as file:
         file.write("test-reaper")  # what `top` shows
     run, pytest = sys.argv[1], int(sys.argv[2])
+    begin_s = time.time()
     segments: set[tuple[str, int]] = set()
     while not select.select([0], [], [], LOOK_INTERVAL_S)[0]:
         segments |= shared_memory(pytest)
     end(lambda: find_processes(run))
-    remove(segments)
+    remove(segments | left_since(begin_s))
     unmount_below(run)
     shutil.rmtree(run, ignore_errors=True)
 
@@ -174,6 +177,25 @@ def shared_memory(pid: int) -> set[tuple[str, int]]:
         return set()
     rows = [line.split(maxsplit=5) for line in lines if " /dev/shm/" in line]
     return {(row[5], int(row[4])) for row in rows}
+
+
+def left_since(begin_s: float) -> set[tuple[str, int]]:
+    """Return the files of shared memory that were made after a time and that no process maps.
+
+    Looked at twice: a job beside this one maps a file a moment after it has made it.
+    """
+    found = []
+    for _ in range(2):
+        mapped = set().union(*map(shared_memory, all_pids()))
+        found.append(set())
+        for name in filter(lambda name: name.startswith(SEGMENTS), os.listdir("/dev/shm")):
+            with suppress(OSError):  # its job has removed it
+                file = os.stat(f"/dev/shm/{name}")
+                if file.st_uid == os.getuid() and file.st_ctime > begin_s:
+                    found[-1].add((f"/dev/shm/{name}", file.st_ino))
+        found[-1] -= mapped
+        time.sleep(LOOK_INTERVAL_S)
+    return found[0] & found[1]
 
 
 def unmount_below(folder: str) -> None:

@@ -25,7 +25,6 @@ import pytest
 
 LONG_S = 600
 MPI_ROOMS = ("collectives", "transport", "user_collectives", "world")
-DEAL = 4  #: the second MPI has one of so many rows that are the same with either
 Value = tuple[str, str]  #: the name of a column, and what stands there
 
 
@@ -76,9 +75,9 @@ def _sampled(table: Sequence[pytest.Item]) -> list[int]:
     return covering([values(item) for item in table])[: marker.args[0] if marker else None]
 
 
-def dealt(items: Sequence[pytest.Item], part: str) -> set[str]:
-    """Return the names of rows; of those that are the same with either MPI `few` or `most`."""
-    return {item.nodeid for item in items if not _is_either(item) or _part(item) == part}
+def dealt(items: Sequence[pytest.Item], number: int) -> set[str]:
+    """Return the names of rows; of those that are the same with either MPI half, 0 or 1."""
+    return {item.nodeid for item in items if not _is_either(item) or half(item.path) == number}
 
 
 def _is_either(item: pytest.Item) -> bool:
@@ -86,8 +85,9 @@ def _is_either(item: pytest.Item) -> bool:
     return is_mpi or "either" in item.keywords
 
 
-def _part(item: pytest.Item) -> str:
-    return "most" if zlib.crc32(item.nodeid.encode()) % DEAL else "few"
+def half(file: Path) -> int:
+    """Return 0 or 1, drawn by a file's name: its rows stay together, since they share fixtures."""
+    return zlib.crc32(file.name.encode()) % 2
 
 
 def tenth(items: Sequence[pytest.Item], number: int) -> set[str]:

@@ -15,7 +15,8 @@ from processes import Job
 pytestmark = [pytest.mark.processes, pytest.mark.either]
 START_S, END_S = 200, 100  # other tests may share the cores
 
-#: A test that is under way: ranks of MPI, a mount, temporary files, and a job of Slurm.
+#: A test that is under way: ranks of MPI, a mount, temporary files, a job of Slurm, and a file of
+#: shared memory as ranks leave it that were killed.
 INNER = f"""
 import os, subprocess, tempfile, time
 from pathlib import Path
@@ -32,6 +33,7 @@ def test_under_way(start, request):
         slurm.sbatch("#!/bin/sh\\n: >began; exec sleep 900", cwd=slurm.folder)
         while not (slurm.folder / "began").exists():
             time.sleep(0.02)
+    Path("/dev/shm", Path(os.environ[reaper.MARK]).name).touch()
     Path("run").write_text(os.environ[reaper.MARK])
     Path("under-way").touch()
     time.sleep(900)
@@ -79,6 +81,7 @@ def ends(job: Job, run: str, number: int) -> None:
     until(lambda: not [path for path, _ in segments if os.path.exists(path)], END_S)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.timeout(START_S + 3 * END_S)
 @pytest.mark.parametrize("name", ["KILL", "TERM", "INT"])
 def test_nothing_outlives_a_killed_test_run(under_way, name):
@@ -91,9 +94,10 @@ def test_ranks_that_run_tests_do_not_outlive_their_launcher(under_way):
 
 
 def remains(run: str) -> list[object]:
-    """Return the processes, the folder and the mounts that remain of a run."""
+    """Return the processes, the mounts and the files that remain of a run."""
     mounts = [line for line in Path("/proc/mounts").read_text().splitlines() if run in line]
-    return [*reaper.find_processes(run), *mounts, *[run] * os.path.exists(run)]
+    files = [path for path in (run, f"/dev/shm/{Path(run).name}") if os.path.exists(path)]
+    return [*reaper.find_processes(run), *mounts, *files]
 
 
 def is_alive(process: psutil.Process) -> bool:

@@ -96,15 +96,22 @@ class Record:
                 lines.setdefault(number, set()).update(rows & self.seconds.keys())
 
     def rows_of(self, mutant: Mutant, seed: int) -> list[Row]:
-        """Draw rows that execute the mutant's line, and rows whose processes import its file."""
+        """Draw rows that execute the mutant's line, and rows whose processes import its file.
+
+        Where a check is missing, rows that execute its `raise` come first.
+        """
         lines = self.lines.get(mutant.file, {})
         executing = lines.get(mutant.line, set()) or set().union(*lines.values())
+        count = mutant.before.count("\n") if mutant.kind == "missing_check" else 0
+        after = range(mutant.line + 1, mutant.line + 1 + count)
+        raising = set().union(*(lines.get(line, set()) for line in after)) & executing
         module = mutant.file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
         started = (self.imports.get(module, set()) & self.seconds.keys()) - executing
         rng = random.Random(f"{seed} {mutant.file} {mutant.line}")
         process_rows = MOST_PROCESS_ROWS if executing else MOST_ROWS
         drawn = _draw(rng, started, process_rows)
-        return _draw(rng, executing, MOST_ROWS - len(drawn)) + drawn
+        drawn += _draw(rng, raising, MOST_ROWS - len(drawn))
+        return _draw(rng, executing - raising, MOST_ROWS - len(drawn)) + drawn
 
 
 def _draw(rng: random.Random, rows: set[Row], count: int) -> list[Row]:

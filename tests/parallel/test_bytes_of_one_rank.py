@@ -51,6 +51,7 @@ def test_every_schedule_over_mpi(ranks, schedule, model):
     equals_one_rank(ranks, plan_for(model, schedule, ranks.size), schedule=schedule)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("precision", ["float32", "float64"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])

@@ -132,6 +132,7 @@ def test_a_verdict_ends_where_the_clock_would_take_long(monkeypatch):
     assert summarize(make("1f1b", 4, 8), UNIT, 0).verdict == "bubble 27 %"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("suffix", ["png", "svg"])
 @pytest.mark.parametrize("name", ["1f1b", "zb-v"])
 def test_plots(name, suffix, tmp_path):

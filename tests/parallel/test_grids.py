@@ -66,7 +66,7 @@ ENGINES = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("model", ["mlp", "tied twice"])
 @pytest.mark.parametrize("engine", ENGINES)
 @on_grids((2, 2), (2, 3))

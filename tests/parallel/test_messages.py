@@ -52,6 +52,7 @@ def sent_for_ties(replica, rank: int) -> np.ndarray:
     return result
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("model", ["mlp", "tied twice"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @on_ranks(2, 4, mpi=(4,))
@@ -81,6 +82,7 @@ def wide(stages: int) -> nn.Model:
                     (8, 8))  # fmt: skip
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @on_grids((2, 2), (1, 4), mpi=((2, 2),))
 def test_large_messages_do_not_deadlock(ranks, grid, schedule):

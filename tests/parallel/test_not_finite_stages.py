@@ -108,6 +108,7 @@ def leaves_the_bytes_of_the_data_axis(ranks, name, stage, value):
         assert summary["dropped_gradients"] in ((None, 0) if name in TOGETHER else (1,))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("name", [*TOGETHER, *APART])
 @on_ranks(4, 8, mpi=())

@@ -206,6 +206,7 @@ class Script:
 STOPPED = {**FREE, "ps-sync": engines.PsSync(), "ring": engines.Gossip(graph="ring")}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("rank", range(4))
 @pytest.mark.parametrize("engine", STOPPED)
 def test_a_request_to_stop_on_any_rank_of_a_worker_stops_all(engine, rank):
@@ -280,6 +281,7 @@ def test_a_gradient_that_is_not_finite_on_one_rank_is_dropped_by_its_row(
 TOLD = {**APART, "ps-sync": engines.PsSync(), "backup": engines.PsSync(backup_workers=1)}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("pipe_rank", [0, 1])
 @pytest.mark.parametrize("engine", TOLD)
 def test_the_rank_whose_gradient_is_not_finite_is_named(monkeypatch, engine, pipe_rank):

@@ -109,7 +109,7 @@ def test_python_blocks(page, start, tmp_path):
     assert completed.returncode == 0, completed.stdout + completed.stderr
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "page",
     sorted(filter(lambda p: commands(PAGES[p]), PAGES), key=lambda p: len(commands(PAGES[p]))),
@@ -149,6 +149,7 @@ def test_lines_are_compared_but_for_numbers_paths_and_widths():
 TRAIN, STEPS = "console train", 3
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("page", [page for page, text in PAGES.items() if commands(text, TRAIN)])
 def test_commands_that_train(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # a command may name the run of one before it

@@ -109,6 +109,7 @@ def checkout(tmp_path: Path) -> Iterator[Checkout]:
 
 
 @pytest.mark.processes
+@pytest.mark.full
 @pytest.mark.either
 def test_the_first_change(checkout, tmp_path):
     algorithm, name, tests, messages, breakages, mpi, cost, description = read_steps()

@@ -122,7 +122,7 @@ def rows_cover_each_step_once(folder) -> bool:
     )
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("seed", [0, 1, pytest.param(2, marks=pytest.mark.full)])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_training_survives(engine, seed, tmp_path, undisturbed, moment):

@@ -122,7 +122,7 @@ def test_a_run_that_early_stop_lets_live_has_no_reason():
     assert (summary["status"], summary["reason"], summary["steps"]) == ("done", None, 8 * EPOCH)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("at", [1, 6, 13, 15, 18])
 def test_a_resumed_run_stops_early_where_the_whole_one_does(tmp_path, monkeypatch, at):
     keys = {"options": FitOptions(evaluate_steps=4, interval_steps=4)}

@@ -32,7 +32,7 @@ def train(link, spares, out):
     )
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", KILLS)
 def test_each_loss_is_in_one_recovery_and_one_row(name, tmp_path):
     ranks, spares, kills = KILLS[name]

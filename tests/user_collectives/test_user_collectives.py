@@ -196,6 +196,7 @@ WRONG = {
 }  # fmt: skip
 
 
+@pytest.mark.sample(4)
 @on_ranks(3, mpi=(3,))
 @pytest.mark.parametrize("wrong", WRONG)
 def test_allreduce_refuses(ranks, wrong):
@@ -318,6 +319,7 @@ FAULTS = {
 }  # fmt: skip
 
 
+@pytest.mark.sample(3)
 @on_ranks(2, mpi=(2,))
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_one_rank_is_wrong(ranks, name):

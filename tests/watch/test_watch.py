@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from queue import Empty, Queue
 from tempfile import mkdtemp
@@ -491,12 +492,12 @@ LIBRARY = str(Path(threading.__file__).parent)
             "user.py:1 call",
         ),
         (["user.py", "<frozen importlib._bootstrap>"], "user.py:1 call"),
+        (["r\u00e9seau\u4e00\U0001f600.py"], "r\u00e9seau\u4e00\U0001f600.py:1 call"),
     ],
 )
 def test_code_location(files: list[str], expected: str) -> None:
-    def call() -> str:
-        return code_location(sys._getframe(1))
-
+    # No function of this file, or its line would be the user's.
+    call: Callable[[], str] = partial(code_location, threading.get_ident())
     for file in reversed(files):
         scope: dict[str, Callable[[], str]] = {"inner": call}
         exec(compile("def call(): return inner()", file, "exec"), scope)
@@ -527,6 +528,19 @@ def test_where_of_a_thread_that_ended() -> None:
     record = created.get(timeout=60)
     record.write_heartbeat()
     assert record.snapshot().line == "(its main thread has ended)"
+
+
+def test_where_of_the_oldest_of_many_threads() -> None:
+    end = threading.Event()
+    threads = [threading.Thread(target=end.wait, daemon=True) for _ in range(100)]
+    for thread in threads:
+        thread.start()
+    try:
+        assert code_location(threading.main_thread().ident) == "(one of over 100 threads)"
+    finally:
+        end.set()
+        for thread in threads:
+            thread.join()
 
 
 def test_one_rank_speaks(tmp_path: Path) -> None:
