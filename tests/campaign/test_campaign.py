@@ -33,19 +33,15 @@ def chaos(*words: object) -> list[dict]:
     return [json.loads(row) for row in Path(file).read_text().splitlines()[1:]]
 
 
+@pytest.mark.full
 @pytest.mark.processes
 @pytest.mark.timeout(600)  # where cores are shared: each attempt has a limit of its own
 @isolated
-@pytest.mark.full
-@pytest.mark.either
-def test_a_short_campaign(tmp_path, request):
-    """Cases picked by hand, whose lines are a campaign's file: one of each kind with --full."""
-    lines = (LOCAL / "short.jsonl").read_text().splitlines(keepends=True)
-    lines = lines[:: 1 if request.config.getoption("--full") else 4]
-    cases = tmp_path / "short.jsonl"
-    cases.write_text("".join(lines))
+def test_a_short_campaign(tmp_path):
+    """A case of each kind, picked by hand, whose lines are a campaign's file."""
+    cases = LOCAL / "short.jsonl"
     results = chaos(cases, "--workers", 2, "--results", tmp_path / "results.jsonl")
-    assert len(results) == len(lines)
+    assert len(results) == len(cases.read_text().splitlines())
     assert {result["verdict"] for result in results} == {"passed"}
 
 

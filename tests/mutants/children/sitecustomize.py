@@ -6,6 +6,7 @@ Python runs this file at its start where its folder is in PYTHONPATH.
 import hashlib
 import os
 import sys
+from contextlib import suppress
 from typing import ClassVar
 
 FOLDER = os.environ.get("RECORD")
@@ -21,7 +22,8 @@ class Imports:
     def find_spec(cls, name: str, path: object = None, target: object = None) -> None:
         if name.startswith("hpctrain.") and name not in cls.names:
             cls.names.add(name)
-            with open(f"{FOLDER}/{os.path.basename(sys.prefix)}-{KEY}.imports", "a") as file:
+            path = f"{FOLDER}/{os.path.basename(sys.prefix)}-{KEY}.imports"
+            with suppress(OSError), open(path, "a") as file:  # of a test of full disks
                 file.write(f"{ROW}\n{name}\n" if len(cls.names) == 1 else f"{name}\n")
 
 
