@@ -58,4 +58,5 @@ class Recorder:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    os.environ.pop("PYTEST_ADDOPTS", None)  # else pytest in a test would load this, too
     config.pluginmanager.register(Recorder(Path(os.environ["RECORD"])))
