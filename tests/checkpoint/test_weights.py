@@ -138,8 +138,8 @@ SOURCES = {
 @on_ranks(1, 3, mpi=(2,))
 def test_a_run_begins_with_the_weights_of_another(ranks, made, tmp_path, source, name):
     def body(world):
-        shared = [world.gather(str(path))[0] for path in (made(name), tmp_path / "w.safetensors")]
-        run, file = map(Path, shared)
+        paths = (made(name), tmp_path / "w.safetensors") if world.rank == 0 else ("", "")
+        run, file = (Path(world.gather(str(path))[0]) for path in paths)
         path = world.gather(str(SOURCES[source](run, file) if world.rank == 0 else ""))[0]
         spec = recipe.load("digits", [*CREATED[name], f"model.init={path}"])
         model = runs.build_model(spec, spec.data.load(0))
