@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 from itertools import combinations, product
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from tables import Measured, covering, first_ring, latin, tenth
+from tables import Measured, covering, dealt, first_ring, latin, tenth
 
 COLUMNS = {"call": range(5), "where": range(4), "ranks": range(2, 10)}
 PRODUCT = [[(name, str(v)) for name, v in zip(COLUMNS, row, strict=True)]
@@ -45,7 +46,7 @@ def item(row, *marks, table="test_it", **numbers):
     markers = {name: SimpleNamespace(args=(number,)) for name, number in numbers.items()}
     return SimpleNamespace(
         nodeid=f"{table}[{row}]", keywords=set(marks), callspec=callspec,
-        get_closest_marker=markers.get,
+        get_closest_marker=markers.get, path=Path(table.partition("::")[0]),
     )  # fmt: skip
 
 
@@ -62,6 +63,19 @@ def test_a_test_without_a_table_is_in_the_first_ring():
 
 def test_a_sample_has_as_many_rows_as_it_says():
     assert len(first_ring([item(row, sample=3) for row in PRODUCT])) == 3
+
+
+@pytest.mark.parametrize(
+    "room, mark, is_either",
+    [("engines", "processes", False), ("engines", "either", True), ("engines", "mpi", True),
+     ("transport", "mpi", False), ("transport", "either", True)],
+)  # fmt: skip
+def test_a_row_that_is_the_same_with_either_mpi_runs_with_one(room, mark, is_either):
+    items = [item((), mark, table=f"tests/{room}/test_{i}.py::test_it") for i in range(20)]
+    first, second = (dealt(items, number) for number in (0, 1))
+    assert len(first | second) == 20
+    assert len(first & second) == (0 if is_either else 20)
+    assert first and second
 
 
 def test_rows_for_full_stand_for_no_others():
