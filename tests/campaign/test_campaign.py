@@ -38,7 +38,7 @@ def chaos(*words: object) -> list[dict]:
 @pytest.mark.processes
 @pytest.mark.either
 @isolated
-@pytest.mark.parametrize("line", reversed(SHORT), ids=range(len(SHORT))[::-1])
+@pytest.mark.parametrize("line", SHORT[::-1], ids=range(len(SHORT))[::-1])
 def test_a_case_of_a_short_campaign(tmp_path, line):
     """Cases picked by hand: each line is a campaign's file."""
     file = tmp_path / "case.jsonl"

@@ -5,7 +5,7 @@
 RECORD is the folder that `make mutants` fills by record.py. A line of the table is written as its
 mutant ends, and a mutant that has a line is not run again. Of the rows that execute the changed
 line (processes: whose modules include its file) at most 40 are drawn by seed. A row that takes ten
-times its usual time counts as a find. The checkout must be a clone made for this alone.
+times its usual time, or all memory, counts as a find. The checkout must be a clone made for this.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import argparse
 import json
 import os
 import random
-import resource
 import signal
 import subprocess
 import sys
@@ -22,10 +21,10 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 import coverage
+import psutil
 from plant import ROOT, Mutant
 
 MOST_ROWS = 40
@@ -35,7 +34,7 @@ FEW = 4
 MOST_SLOW = 3  # after so many rows that hang the others of a mutant are not run
 LEAST_S = 15.0  # rows of milliseconds vary by more than ten times
 START_S = 60.0
-MOST_BYTES = 4 << 30  # of a process: an error may ask for all memory of the machine
+LEAST_BYTES = 4 << 30  # of free memory: an error may ask for all of it
 MARK = "HPCTRAIN_MUTANTS"  #: in the environment of all that a run starts
 LOCAL = Path(__file__).parent
 LAUNCHER = {
@@ -170,13 +169,12 @@ def _run(
         command = [*launcher, "sh", "-c", only_first, "sh", *command, "--with-mpi"]
     command += [row.node for row in rows]
     by_node = {row.node: row for row in rows}
-    memory = partial(resource.setrlimit, resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
     with open(folder / "output.txt", "w") as output:
         process = subprocess.Popen(
             command, cwd=tree, env=environment, stdin=subprocess.DEVNULL, stdout=output,
-            stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=memory,
+            stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
-    slow = _wait(process, log, by_node, seconds)
+    how = _wait(process, log, by_node, seconds)
     events = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
     ended = {node for what, node in events if what == "end"}
     begun = {node for what, node in events if what == "begin"}
@@ -187,12 +185,12 @@ def _run(
         begun - ended - failed
     )  # on MPI also the row whose failure on another rank ended the job
     fell = {row: "failed" for row in rows if row.node in failed}
-    fell |= {row: "slow" if slow else "job ended" for row in rows if row.node in open_}
+    fell |= {row: how or "job ended" for row in rows if row.node in open_}
     return fell, [row for row in rows if row.node not in begun]
 
 
-def _wait(process: subprocess.Popen, log: Path, rows: dict[str, Row], seconds: dict) -> bool:
-    """Wait for the end; kill the job, and return True, where a row takes ten times its time."""
+def _wait(process: subprocess.Popen, log: Path, rows: dict[str, Row], seconds: dict) -> str:
+    """Wait for the end; kill a job whose row takes ten times its time or all memory; say which."""
     since, node, size = time.monotonic(), None, -1
     while process.poll() is None:
         time.sleep(0.05)
@@ -200,13 +198,16 @@ def _wait(process: subprocess.Popen, log: Path, rows: dict[str, Row], seconds: d
             size, since = log.stat().st_size, time.monotonic()
             lines = log.read_text().splitlines()
             node = json.loads(lines[-1])[1] if lines and lines[-1].endswith("]") else node
+        if psutil.virtual_memory().available < LEAST_BYTES:
+            _kill(process, log.parent)
+            return "memory"
         usual = seconds.get(rows.get(node), 0.0) if node else 0.0
         limit = max(SLOW * usual, LEAST_S) + (0 if node else START_S)
         if time.monotonic() - since > limit:
             _kill(process, log.parent)
-            return True
+            return "slow"
     _kill(process, log.parent)
-    return False
+    return ""
 
 
 def _kill(process: subprocess.Popen, folder: Path) -> None:
