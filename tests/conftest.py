@@ -21,7 +21,7 @@ from limits import Limits
 from lockstep import Lockstep
 from processes import BIN, LAUNCHER, Completed, Job
 from ranks import job_world, run_on
-from tables import Measured, changed_folders, dealt, first_ring, half, latin, tenth
+from tables import Measured, changed_folders, deal, first_ring, half, latin, tenth
 
 # The package sets the BLAS threads of a process that has no such variable, at the first training.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -185,7 +185,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     elif not config.getoption("--full") and not any("::" in arg for arg in config.args):
         _keep(config, items, {item.nodeid for item in items if "full" not in item.keywords})
     if (number := config.getoption("--either")) is not None:
-        _keep(config, items, dealt(items, number))
+        _keep(config, items, deal(items, number))
 
 
 def _keep(config: pytest.Config, items: list[pytest.Item], names: set[str]) -> None:

@@ -43,7 +43,10 @@ def code_location(thread: int) -> str:
 
     As "train.py:9 main, ring.py:57 ring"; without any of the two, the innermost line of all.
     """
-    stack = _stack_of(thread)
+    try:
+        stack = _stack_of(thread)
+    except OSError as error:  # no descriptor is free: the heartbeat goes on
+        return f"(unknown: {error.strerror})"
     if not stack:
         exists = thread in {other.ident for other in threading.enumerate()}
         return "(one of over 100 threads)" if exists else "(its main thread has ended)"
@@ -65,9 +68,9 @@ class _Line(NamedTuple):
 def _stack_of(thread: int) -> list[_Line]:
     """Return the lines at which a thread is, the innermost first; none if it has ended.
 
-    Nor of the oldest threads, if there are over 100. The interpreter writes the lines without
+    Of over 100 threads the oldest have none either. The interpreter writes the lines without
     making frame objects: CPython 3.11 may crash where one thread goes back through the frames of
-    another that runs (gh-111363).
+    another that runs (gh-111363). Raises OSError if there is no descriptor for them.
     """
     with open(os.memfd_create("stacks"), "w+b", 0) as file:
         faulthandler.dump_traceback(file)

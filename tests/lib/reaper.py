@@ -81,7 +81,7 @@ def main() -> None:
     while not select.select([0], [], [], LOOK_INTERVAL_S)[0]:
         segments |= shared_memory(pytest)
     end(lambda: find_processes(run))
-    remove(segments | left_since(begin_s))
+    remove(segments | find_abandoned(begin_s))
     unmount_below(run)
     shutil.rmtree(run, ignore_errors=True)
 
@@ -179,23 +179,28 @@ def shared_memory(pid: int) -> set[tuple[str, int]]:
     return {(row[5], int(row[4])) for row in rows}
 
 
-def left_since(begin_s: float) -> set[tuple[str, int]]:
-    """Return the files of shared memory that were made after a time and that no process maps.
+def find_abandoned(begin_s: float) -> set[tuple[str, int]]:
+    """Return the files of shared memory made after a time that no process has open or maps."""
+    files = set()
+    for name in filter(lambda name: name.startswith(SEGMENTS), os.listdir("/dev/shm")):
+        with suppress(OSError):  # its job has removed it
+            file = os.stat(f"/dev/shm/{name}")
+            if file.st_uid == os.getuid() and file.st_ctime > begin_s:
+                files.add((f"/dev/shm/{name}", file.st_ino))
+    for pid in all_pids():  # descriptors first: a job closes them when it has mapped the file
+        held = open_files(pid) | {path for path, _ in shared_memory(pid)}
+        files = {file for file in files if file[0] not in held}
+    return files
 
-    Looked at twice: a job beside this one maps a file a moment after it has made it.
-    """
-    found = []
-    for _ in range(2):
-        mapped = set().union(*map(shared_memory, all_pids()))
-        found.append(set())
-        for name in filter(lambda name: name.startswith(SEGMENTS), os.listdir("/dev/shm")):
-            with suppress(OSError):  # its job has removed it
-                file = os.stat(f"/dev/shm/{name}")
-                if file.st_uid == os.getuid() and file.st_ctime > begin_s:
-                    found[-1].add((f"/dev/shm/{name}", file.st_ino))
-        found[-1] -= mapped
-        time.sleep(LOOK_INTERVAL_S)
-    return found[0] & found[1]
+
+def open_files(pid: int) -> set[str]:
+    """Return the paths of a process's descriptors."""
+    paths = set()
+    with suppress(OSError):  # it has ended, or belongs to another user
+        for name in os.listdir(f"/proc/{pid}/fd"):
+            with suppress(OSError):  # closed meanwhile
+                paths.add(os.readlink(f"/proc/{pid}/fd/{name}"))
+    return paths
 
 
 def unmount_below(folder: str) -> None:

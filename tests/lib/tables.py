@@ -75,7 +75,7 @@ def _sampled(table: Sequence[pytest.Item]) -> list[int]:
     return covering([values(item) for item in table])[: marker.args[0] if marker else None]
 
 
-def dealt(items: Sequence[pytest.Item], number: int) -> set[str]:
+def deal(items: Sequence[pytest.Item], number: int) -> set[str]:
     """Return the names of rows; of those that are the same with either MPI half, 0 or 1."""
     return {item.nodeid for item in items if not _is_either(item) or half(item.path) == number}
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from tables import Measured, covering, dealt, first_ring, latin, tenth
+from tables import Measured, covering, deal, first_ring, latin, tenth
 
 COLUMNS = {"call": range(5), "where": range(4), "ranks": range(2, 10)}
 PRODUCT = [[(name, str(v)) for name, v in zip(COLUMNS, row, strict=True)]
@@ -72,7 +72,7 @@ def test_a_sample_has_as_many_rows_as_it_says():
 )  # fmt: skip
 def test_a_row_that_is_the_same_with_either_mpi_runs_with_one(room, mark, is_either):
     items = [item((), mark, table=f"tests/{room}/test_{i}.py::test_it") for i in range(20)]
-    first, second = (dealt(items, number) for number in (0, 1))
+    first, second = (deal(items, number) for number in (0, 1))
     assert len(first | second) == 20
     assert len(first & second) == (0 if is_either else 20)
     assert first and second

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import json
+import os
 import random
 import signal
 import subprocess
@@ -528,6 +530,16 @@ def test_where_of_a_thread_that_ended() -> None:
     record = created.get(timeout=60)
     record.write_heartbeat()
     assert record.snapshot().line == "(its main thread has ended)"
+
+
+def test_a_heartbeat_needs_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    record = WatchRecord(0, 1)
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    record.write_heartbeat()
+    assert record.snapshot().line == "(unknown: Too many open files)"
 
 
 def test_where_of_the_oldest_of_many_threads() -> None:
