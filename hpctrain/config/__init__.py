@@ -28,7 +28,7 @@ def options(cls: type[T]) -> type[T]:
     strict_cls = pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=strict)(cls)
     validate = strict_cls.__init__
 
-    def init(self: Any, *args: Any, **fields: Any) -> None:
+    def init(self: Any, /, *args: Any, **fields: Any) -> None:  # a field may be called "self"
         try:
             validate(self, *args, **fields)
         except pydantic.ValidationError as error:

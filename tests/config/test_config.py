@@ -33,6 +33,7 @@ FAULTS = [
                      "unknown key in [kitchen]: 'degres'; did you mean 'degrees'?"]),
     ({"degrees": 9, "xyz": 1}, ["unknown key in [kitchen]: 'xyz'; "
                                 "choose one of: degrees, mode, slack, trays"]),
+    ({"degrees": 9, "self": 1}, ["unknown key in [kitchen]: 'self'; "]),
     ({"degrees": "9"}, ["[kitchen] degrees: input should be a valid integer, seen '9'"]),
     ({"degrees": True}, ["[kitchen] degrees: input should be a valid integer, seen True"]),
     ({"degrees": 1.0}, ["[kitchen] degrees: input should be a valid integer, seen 1.0"]),
