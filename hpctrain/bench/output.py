@@ -6,7 +6,6 @@ soon as it is measured.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from hpctrain.bench.message_sizes import size_text
 from hpctrain.core import progress
 from hpctrain.core.errors import UsageError
 from hpctrain.core.fitted_table import fit_table
+from hpctrain.core.strict_json import to_json
 from hpctrain.world import World
 
 BAR_WIDTH = 36  #: of a bar without its title
@@ -133,7 +133,7 @@ def make_report(world: World, rows: Sequence[Row], **about: Any) -> dict[str, An
 def write_json(world: World, path: Path | None, content: Mapping[str, Any]) -> None:
     """Write `content` to `path` from rank 0, unless `path` is None."""
     if path is not None and world.rank == 0:
-        path.write_text(json.dumps(content, indent=1) + "\n")
+        path.write_text(to_json(content, indent=1) + "\n")
         report_file(path)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
@@ -25,6 +24,7 @@ from hpctrain.bench.prediction.command import (
 from hpctrain.commands.report import MISSING_PACKAGES_MESSAGE
 from hpctrain.core.errors import UsageError
 from hpctrain.core.fitted_table import fit_table
+from hpctrain.core.strict_json import to_json
 
 EPILOG = """\b
 Examples:
@@ -131,7 +131,7 @@ def _write_files(prediction: Prediction, json_file: Path | None, plot: Path | No
     }
     try:
         if json_file:
-            json_file.write_text(json.dumps(content, indent=1) + "\n")
+            json_file.write_text(to_json(content, indent=1) + "\n")
         if plot:
             from hpctrain.bench.prediction.plots import draw_prediction  # needs matplotlib
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import click
 
 from hpctrain.commands.report import MISSING_PACKAGES_MESSAGE
 from hpctrain.core.errors import UsageError
+from hpctrain.core.strict_json import to_json
 from hpctrain.report import comparison
 
 EPILOG = """\b
@@ -42,6 +42,6 @@ def compare(folders: tuple[Path, ...], as_json: bool, plot: Path | None) -> None
         draw(folders, plot)
         click.echo(f"wrote {plot}", err=True)
     if as_json:
-        click.echo(json.dumps(compared, indent=1))
+        click.echo(to_json(compared, indent=1))
     else:
         comparison.print_tables(compared)

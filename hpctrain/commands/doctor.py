@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import click
 from hpctrain import config
 from hpctrain.core import launchers
 from hpctrain.core.errors import UsageError
+from hpctrain.core.strict_json import to_json
 from hpctrain.transport.device import gpus
 
 EPILOG = """\b
@@ -73,6 +73,6 @@ def _write_json(file: Path | None, content: dict[str, Any]) -> None:
     if file is None:
         return
     try:
-        file.write_text(json.dumps(content, indent=1) + "\n")
+        file.write_text(to_json(content, indent=1) + "\n")
     except OSError as error:
         raise UsageError(f"{file} cannot be written: {error.strerror}") from None

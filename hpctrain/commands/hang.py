@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import click
 
 from hpctrain.core.errors import UsageError
+from hpctrain.core.strict_json import to_json
 
 EPILOG = """\b
 Examples:
@@ -51,6 +51,6 @@ def hang(run: Path, last: int, as_json: bool, collect: bool) -> None:
         return
     job = report.read_job(run)
     if as_json:
-        click.echo(json.dumps(report.as_json(job, last or 8), indent=1))
+        click.echo(to_json(report.as_json(job, last or 8), indent=1))
     else:
         report.print_report(job, last)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 from collections.abc import Callable, Mapping
@@ -17,6 +16,7 @@ from hpctrain.commands._complete import complete_choices
 from hpctrain.commands.pipeline_predict import predict
 from hpctrain.commands.report import MISSING_PACKAGES_MESSAGE
 from hpctrain.core.errors import UsageError
+from hpctrain.core.strict_json import to_json
 from hpctrain.parallel.schedules import LOOPED, SCHEDULES, make
 from hpctrain.parallel.schedules.actions import PipelineSchedule
 from hpctrain.parallel.timing import picture, tables
@@ -117,7 +117,7 @@ def check(schedule: str | None, as_json: bool, **options: Any) -> None:
     rows, refusals = _summarize_all([schedule] if schedule else [*SCHEDULES], options)
     if as_json:
         content = {"rows": [asdict(row) for row in rows], "refused": refusals}
-        click.echo(json.dumps(content, indent=1))
+        click.echo(to_json(content, indent=1))
         return
     tables.print_schedules(rows, size_text)
     for message in refusals.values():
@@ -141,7 +141,7 @@ def draw(schedule: str | None, as_json: bool, plot: Path | None, **options: Any)
     if plot is not None:
         _draw_plot(timeline, title, plot)
     if as_json:
-        click.echo(json.dumps({**asdict(row), "actions": _json_actions(timeline)}, indent=1))
+        click.echo(to_json({**asdict(row), "actions": _json_actions(timeline)}, indent=1))
         return
     click.echo(title + "\n")
     for line in picture.draw(timeline, shutil.get_terminal_size((80, 24)).columns):

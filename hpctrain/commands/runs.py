@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import click
 
+from hpctrain.core.strict_json import to_json
 from hpctrain.report import history
 
 EPILOG = """\b
@@ -26,6 +26,6 @@ def runs(folder: Path, as_json: bool) -> None:
     """List the runs in DIR, by default runs/, newest first."""
     entries = history.list_runs(folder)
     if as_json:
-        click.echo(json.dumps([entry.as_json() for entry in entries], indent=1))
+        click.echo(to_json([entry.as_json() for entry in entries], indent=1))
     else:
         history.print_table(entries)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from hpctrain.cluster.slurm.status_table import print_table
 from hpctrain.commands import _options
 from hpctrain.commands._complete import complete_choices, complete_recipes
 from hpctrain.core.errors import HpctrainError, UsageError
+from hpctrain.core.strict_json import to_json
 from hpctrain.slurm import jobs
 from hpctrain.slurm.request import JobRequest, build_job
 
@@ -228,7 +228,7 @@ def status(
     answer, else 0.
     """
     rows = jobs.status(*folders, wait_s=wait_s or 0)
-    click.echo(json.dumps(rows, indent=1)) if as_json else print_table(rows)
+    click.echo(to_json(rows, indent=1)) if as_json else print_table(rows)
     is_successful = is_done if wait_s is not None else _has_answer
     context.exit(0 if all(map(is_successful, rows)) else 1)
 

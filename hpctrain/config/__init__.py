@@ -35,7 +35,7 @@ def options(cls: type[T]) -> type[T]:
             raise OptionsError(cls.__name__, list(strict_cls.__pydantic_fields__), error) from None
 
     # Assigned afterwards: pydantic itself makes nested options without calling it.
-    strict_cls.__init__ = functools.wraps(validate)(init)  # type: ignore[method-assign]
+    strict_cls.__init__ = functools.wraps(validate)(init)  # type: ignore[assignment, method-assign]
     return cast("type[T]", strict_cls)
 
 

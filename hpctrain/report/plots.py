@@ -52,7 +52,8 @@ def _losses(record: RunRecord) -> Figure:
         _curves(by_step, record, kind, record.column("step"))
         _curves(by_time, record, kind, seconds / UNITS[unit])
         by_step.set_ylabel(kind)
-        by_step.legend()
+        if by_step.lines:
+            by_step.legend()
         _step_axis(by_step, record)
         by_step.label_outer()
     axes[-1][1].set_xlabel(f"wall time in training [{unit}]")

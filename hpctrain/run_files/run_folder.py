@@ -11,7 +11,6 @@ DIR/watch/           the present state of each rank, while it runs
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
@@ -25,6 +24,7 @@ from typing import Any
 from hpctrain.core import atomic, files
 from hpctrain.core.errors import UsageError
 from hpctrain.core.files import FileError, MissingError, brief
+from hpctrain.core.strict_json import to_json
 from hpctrain.run_files import schemas
 from hpctrain.run_files.folder_lock import LOCK, lock_folder
 
@@ -148,7 +148,7 @@ def write_recipe(run: Path, text: str) -> None:
 
 def append_row(run: Path, *rows: Mapping[str, Any]) -> None:
     """Append rows to metrics.jsonl, all or none; raise OSError if that fails."""
-    files.append_lines(run / METRICS, "".join(json.dumps(row) + "\n" for row in rows))
+    files.append_lines(run / METRICS, "".join(to_json(row) + "\n" for row in rows))
 
 
 def try_append(run: Path, new_rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -190,7 +190,7 @@ def cut_rows(run: Path, step: int) -> int:
         log.warning("%s ended in half a line, which is dropped", run / METRICS)
     remaining = [row for row in old_rows.entries if row["step"] <= step]
     if len(remaining) < len(old_rows.entries) or old_rows.torn_bytes:
-        atomic.replace(run / METRICS, "".join(json.dumps(row) + "\n" for row in remaining))
+        atomic.replace(run / METRICS, "".join(to_json(row) + "\n" for row in remaining))
     return max([step, *(row["step"] for row in old_rows.entries)]) - step
 
 
@@ -263,4 +263,4 @@ def read_summary(run: Path) -> dict[str, Any] | None:
 
 
 def _as_text(summary: Mapping[str, Any]) -> str:
-    return json.dumps(summary, indent=2) + "\n"
+    return to_json(summary, indent=2) + "\n"

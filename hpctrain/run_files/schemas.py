@@ -1,7 +1,7 @@
 """Types of the entries in a run's files: rows of metrics.jsonl, and summary.json.
 
 Only entries that are read again have a type, and any may be missing: older versions did not write
-all of them, newer ones add some. JSON's NaN and Infinity are numbers here: a loss may be either.
+all of them, newer ones add some, and wrote NaN and Infinity where null stands now.
 """
 
 from __future__ import annotations

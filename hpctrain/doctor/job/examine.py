@@ -13,6 +13,7 @@ from typing import Any
 
 from hpctrain.core import launchers
 from hpctrain.core.errors import UsageError
+from hpctrain.core.strict_json import to_json
 from hpctrain.doctor import mpi
 from hpctrain.doctor.check import Check, exit_code
 from hpctrain.doctor.job import (
@@ -236,4 +237,4 @@ def _publish_result(result: JobResult, options: Options) -> None:
 
 
 def _save_result(result: JobResult, file: Path) -> None:
-    file.write_text(json.dumps(result.table(), indent=1) + "\n")
+    file.write_text(to_json(result.table(), indent=1) + "\n")

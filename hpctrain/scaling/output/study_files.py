@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -11,6 +10,7 @@ from typing import Any
 
 from hpctrain.core import atomic
 from hpctrain.core.errors import UsageError
+from hpctrain.core.strict_json import to_json
 from hpctrain.scaling.output import tables
 from hpctrain.scaling.results import Result
 
@@ -35,7 +35,7 @@ def can_draw() -> bool:
 def write(folder: Path, result: Result, changes: Sequence[str], with_plots: bool) -> list[Path]:
     """Write JSON, CSV and, if `with_plots`, plots and the report; return their paths."""
     files = {
-        "scaling.json": (json.dumps(_result_json(result), indent=1) + "\n").encode(),
+        "scaling.json": (to_json(_result_json(result), indent=1) + "\n").encode(),
         "scaling.csv": tables.to_csv(result.rows).encode(),
     }
     if with_plots:
