@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 import signal
 import sys
 from typing import TYPE_CHECKING
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from hpctrain.world import World
 
 INTERRUPTED, BUG = 130, 1
+STDOUT = 1  # sys.stdout is None where a caller has closed it
 COMPLETION = "_HPCTRAIN_COMPLETE"  #: set by a shell that asks click for completions
 PRINTED_BY_RANK_0 = {"--help", "--version"}
 
@@ -91,11 +93,17 @@ def _world() -> World | None:
 
 
 def _output_closed(error: BaseException) -> bool:
-    """Return whether the reader of our output has closed it, as `| head` does; then be silent."""
-    closed = isinstance(error, BrokenPipeError) or isinstance(error.__context__, BrokenPipeError)
+    """Return whether the reader of our output has closed it, as `| head` does; then be silent.
+
+    click makes a SystemExit of the BrokenPipeError, without its context.
+    """
+    output = select.poll()
+    output.register(STDOUT, 0)
+    has_no_reader = any(event & select.POLLERR for _, event in output.poll(0))
+    closed = has_no_reader and isinstance(error, BrokenPipeError | SystemExit)
     if closed:  # else Python would complain when it flushes at its end
         with open(os.devnull, "wb") as null:
-            os.dup2(null.fileno(), sys.stdout.fileno())
+            os.dup2(null.fileno(), STDOUT)
     return closed
 
 
