@@ -56,6 +56,7 @@ def main() -> None:
 
 
 def _guarded() -> int:
+    launchers.set_home(os.environ)  # of launchers, too
     try:
         if launchers.launched(os.environ).rank > 0 and PRINTED_BY_RANK_0 & set(sys.argv):
             return 0  # rank 0 answers

@@ -7,9 +7,10 @@ the daemon that started the ranks.
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 
 
@@ -83,6 +84,12 @@ _RANK_VARIABLES = (
     "PALS_AP", "PALS_FD", "PALS_LOCAL_", "PALS_NODEID", "PALS_RANKID", "PALS_SPOOL_DIR",
 )  # fmt: skip
 _USER_VARIABLES = ("OMPI_ALLOW_", "OMPI_MCA_", "PMIX_MCA_", "PRTE_ALLOW_", "PRTE_MCA_")
+
+
+def set_home(environ: MutableMapping[str, str]) -> None:
+    """Set HOME to the account's folder where it is unset: Open MPI would end MPI_Init."""
+    folder = os.path.expanduser("~")
+    environ.setdefault("HOME", folder if os.path.isabs(folder) else "/")
 
 
 def launched(environ: Mapping[str, str]) -> Launched:

@@ -345,6 +345,15 @@ def test_exit_code_comes_through(job, code):
 
 
 @pytest.mark.processes
+@pytest.mark.parametrize("launch", [(), ("launch", "-n", 2)], ids=["alone", "launch"])
+def test_a_job_starts_without_home(hpctrain, monkeypatch, tmp_path, launch):
+    monkeypatch.delenv("HOME", raising=False)
+    words = "train", "digits", "--epochs", 1, "--out", tmp_path / "run"
+    ended = hpctrain(*launch, *words)
+    assert ended.returncode == 0, ended.stderr
+
+
+@pytest.mark.processes
 @pytest.mark.parametrize("number", rows_of([signal.SIGTERM, signal.SIGINT], signal.SIGTERM))
 def test_a_program_without_a_handler_is_ended_by_a_stop(start, number):
     running = start("-m", "hpctrain", "launch", "-n", 2, "--", "sh", "-c", "echo ready; sleep 600")

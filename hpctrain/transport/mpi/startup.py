@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from hpctrain.core.errors import OwnRankError, UsageError
+from hpctrain.core.launchers import set_home
 from hpctrain.transport.link import Link
 from hpctrain.transport.mpi import segments
 from hpctrain.transport.mpi.link import MpiLink
@@ -39,6 +40,7 @@ def start_mpi(comm: MPI.Intracomm | None, timeout_s: float) -> MPI.Intracomm:
     # mpi4py holds the interpreter's lock in MPI_Init, so no Python thread could time it.
     faulthandler.dump_traceback_later(timeout_s, exit=True)
     if not MPI.Is_initialized():
+        set_home(os.environ)
         with warnings.catch_warnings():
             # mpi4py warns of a foreign launcher; `hpctrain.init` warns once, with a remedy.
             warnings.filterwarnings("ignore", "suspicious MPI", RuntimeWarning)
