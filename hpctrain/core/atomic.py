@@ -40,7 +40,8 @@ def write_aside(path: Path, content: str | bytes) -> Path:
     writer = f"{process_identity(os.getpid())}.{threading.get_native_id()}@{os.uname().nodename}"
     aside = path.with_name(f".{path.name}.{writer}")
     try:
-        with open(aside, "wb") as file:
+        aside.unlink(missing_ok=True)
+        with open(aside, "xb") as file:  # never a link
             file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())

@@ -11,6 +11,7 @@ from typing import Any
 
 import jinja2
 
+from hpctrain.core import atomic
 from hpctrain.core.errors import UsageError
 from hpctrain.report.plots import plots
 from hpctrain.report.record import Loss, RunRecord, read
@@ -70,7 +71,7 @@ def write(run: Path, out: Path) -> Path:
     try:
         out.mkdir(parents=True, exist_ok=True)
         for name, content in files.items():
-            (out / name).write_bytes(content)
+            atomic.replace(out / name, content)
     except OSError as error:
         raise UsageError(f"--out {out} cannot be written: {error.strerror}") from error
     return out / PAGE

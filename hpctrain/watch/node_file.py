@@ -18,6 +18,7 @@ import json
 import mmap
 import os
 import re
+import stat
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
@@ -116,30 +117,37 @@ def _remove_abandoned(folder: Path) -> None:
     """Remove this user's files of jobs that were killed, and whose records nobody collected."""
     for path in folder.glob(f"{_PREFIX}*"):
         with suppress(OSError, ValueError):
-            if clock() - _last_heartbeat(path) > _ABANDONED_S and _is_own(path):
+            if _is_own(path) and clock() - _last_heartbeat(path) > _ABANDONED_S:
                 path.unlink()
 
 
 def _last_heartbeat(path: Path) -> float:
     """Return the latest heartbeat in a file, or the time at which it was made."""
-    heartbeats = [snapshot.heartbeat for snapshot in decode_node(path.read_bytes())]
+    records = files.read_bytes(path, _FILE_BYTES)
+    heartbeats = [snapshot.heartbeat for snapshot in decode_node(records)]
     return max([path.stat().st_ctime, *heartbeats])
 
 
 def _is_own(path: Path) -> bool:
-    """Return whether the regular file `path` was made by this user as a file of records."""
-    return bool(_NAME.fullmatch(path.name)) and path.lstat().st_uid == os.geteuid()
+    """Return whether `path` is a regular file that this user made as a file of records."""
+    status = path.lstat()
+    is_regular = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
+    return is_regular and bool(_NAME.fullmatch(path.name))
 
 
 def publish(directory: Path, token: str, nodes: Sequence[Node]) -> None:
     """Write where the records of a job lie, and remove those of earlier jobs; raise OSError."""
+    if directory.is_symlink():  # files elsewhere would be removed
+        raise OSError(errno.ELOOP, "expected a folder of the run, seen a link", str(directory))
     directory.mkdir(parents=True, exist_ok=True)
     for path in [*directory.glob("*node-*"), *(directory / name for name in _OF_A_HANG)]:
         path.unlink(missing_ok=True)
     table = {"schema": 1, "token": token, "nodes": [asdict(node) for node in nodes]}
     # Renamed, but not synced: a recovery waits for it, and after a crash of the node it is useless.
     aside = directory / f".{NODES}"
-    aside.write_text(json.dumps(table) + "\n")
+    aside.unlink(missing_ok=True)
+    with open(aside, "x") as file:  # never a link
+        file.write(json.dumps(table) + "\n")
     os.replace(aside, directory / NODES)
 
 

@@ -12,10 +12,11 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -402,6 +403,40 @@ def test_what_is_no_record_is_refused(tmp_path: Path, raw: bytes) -> None:
     (node,) = make_nodes(tmp_path, [[3]])
     Path(node.file).write_bytes(raw)
     assert node_file.collect(tmp_path) == [] and read_records(tmp_path) == {}
+
+
+def make_hostile(path: Path, kind: str) -> None:
+    if kind == "FIFO":
+        os.mkfifo(path)
+    elif kind == "link":
+        path.symlink_to("/dev/zero")
+    else:
+        path.touch()
+        os.truncate(path, 2 << 30)
+
+
+@pytest.mark.parametrize("kind", ["FIFO", "link", "sparse"])
+def test_strange_files_in_the_memory_of_a_node_are_not_read(tmp_path: Path, kind: str):
+    path = tmp_path / f"hpctrain-watch-{'0' * 32}-00000"
+    make_hostile(path, kind)
+    tracemalloc.start()
+    node_file._remove_abandoned(tmp_path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert os.path.lexists(path) and peak < 1 << 20
+
+
+@pytest.mark.parametrize("target", ["watch", "watch/.nodes.json"])
+def test_records_are_published_in_the_folder_of_the_run_alone(tmp_path: Path, target: str):
+    outside, link = tmp_path / "outside", tmp_path / "run" / target
+    outside.mkdir()
+    victim = outside / "node-00000"
+    victim.write_text("mine")
+    link.parent.mkdir(parents=True)
+    link.symlink_to(outside if target == "watch" else victim)
+    with suppress(OSError):
+        node_file.publish(tmp_path / "run" / "watch", "0" * 32, [])
+    assert [path.read_text() for path in outside.iterdir()] == ["mine"]
 
 
 @pytest.mark.parametrize("folder", [True, False])
