@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hpctrain.collectives.signature import fault_signature, make_signature, must_match
+from hpctrain.jax.parameters import find_fault, is_weak
 from hpctrain.user_collectives import calls
 from hpctrain.world import World, init
 
@@ -21,16 +22,15 @@ def allreduce(tree: Any, op: str = "sum", world: World | None = None) -> Any:
     """Return the pytree of the leaves of `tree` reduced over all ranks; all must call.
 
     `op`: as of `ht.allreduce`. Leaves of one dtype travel in one message, and keep it; arrays of
-    JAX stay such, others become arrays of NumPy. Not within `jax.jit`. Raises UsageError on all
-    ranks for leaves that are no arrays or numbers, and for trees or arguments that differ.
+    JAX stay such, on their device and weakly typed if they were, others become arrays of NumPy.
+    Not within `jax.jit`. Raises UsageError on all ranks for leaves that are no arrays or numbers,
+    or that were deleted or donated, and for trees or arguments that differ.
     """
     world = world or init()
-    leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
-    fault = "; ".join(fault for path, leaf in leaves if (fault := _find_fault(path, leaf)))
-    if fault:
-        must_match(world.main, fault_signature(fault))
-    arrays = [np.asarray(leaf) for _, leaf in leaves]
-    must_match(world.main, make_signature(_describe(leaves, arrays, op)))
+    leaves, arrays, structure, fault = _read(tree)
+    # Every rank comes here, whatever its tree: one that raised before would leave the others alone.
+    call = fault_signature(fault) if fault else make_signature(_describe(leaves, arrays, op))
+    must_match(world.main, call)
     reduced: list[Any] = [None] * len(arrays)
     for dtype in dict.fromkeys(array.dtype for array in arrays):
         indexes = [i for i, array in enumerate(arrays) if array.dtype == dtype]
@@ -38,25 +38,39 @@ def allreduce(tree: Any, op: str = "sum", world: World | None = None) -> Any:
         calls.allreduce(message, op, world=world, check=False)
         ends = np.cumsum([arrays[i].size for i in indexes])
         for i, part in zip(indexes, np.split(message, ends[:-1]), strict=True):
-            part = part.reshape(arrays[i].shape)
-            reduced[i] = jnp.asarray(part) if isinstance(leaves[i][1], jax.Array) else part
+            reduced[i] = _as_leaf(leaves[i][1], part.reshape(arrays[i].shape))
     return jax.tree_util.tree_unflatten(structure, reduced)
+
+
+def _read(tree: Any) -> tuple[list[Any], list[np.ndarray], Any, str]:
+    """Return (leaves with their paths, arrays of them, the structure, the fault of this rank)."""
+    try:
+        leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
+        if fault := "; ".join(fault for path, leaf in leaves if (fault := _find_fault(path, leaf))):
+            return [], [], None, f"ht.jax.allreduce: {fault}"
+        return leaves, [np.asarray(leaf) for _, leaf in leaves], structure, ""
+    except (ValueError, RuntimeError) as error:  # keys that cannot be sorted; a computation failed
+        return [], [], None, f"ht.jax.allreduce: {error}"
+
+
+def _as_leaf(leaf: Any, result: np.ndarray) -> Any:
+    """Return `result` as an array such as `leaf`: its kind, device and weak type."""
+    if not isinstance(leaf, jax.Array):
+        return result
+    if is_weak(leaf):
+        return leaf.at[...].set(result)  # keeps the weak type, which no constructor takes
+    return jax.device_put(result, leaf.sharding) if leaf.committed else jnp.asarray(result)
 
 
 def _find_fault(path: Any, leaf: Any) -> str:
     """Return the fault of a leaf that is no array or number; empty if there is none."""
     where = f"leaf {jax.tree_util.keystr(path)}" if path else "the tree"
-    if isinstance(leaf, jax.core.Tracer):
-        return (
-            f"ht.jax.allreduce: expected arrays, {where} is traced by JAX; call it between "
-            "functions of jax.jit, not within one"
-        )
-    is_array = isinstance(leaf, np.ndarray | np.generic | bool | int | float | complex)
-    is_key = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
-    if is_array or (isinstance(leaf, jax.Array) and not is_key):
+    if isinstance(leaf, bool | int | float | complex):
         return ""
-    kind = f"an array of {leaf.dtype}" if is_key else type(leaf).__name__
-    return f"ht.jax.allreduce: expected arrays or numbers, {where} is {kind}; leave it out"
+    fault = find_fault(leaf, allows_devices=True)
+    if fault is None and jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+        fault = f"an array of {leaf.dtype}", "leave it out"
+    return f"expected arrays or numbers, {where} is {fault[0]}; {fault[1]}" if fault else ""
 
 
 def _describe(leaves: Any, arrays: list[np.ndarray], op: str) -> str:

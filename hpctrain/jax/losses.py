@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -26,11 +26,13 @@ LossFunction = Callable[..., Any]
 
 
 class JaxLoss:
-    """A function `loss(params, x, y)`, or `loss(params, x, y, key)`, and the names of its metrics.
+    """A function `loss(params, x, y)`, with keys of `jax.random`, and the names of its metrics.
 
     It returns the mean over the samples of the batch, a scalar; with metrics a pair of that and a
-    dict of such means. `key` is a key of `jax.random`; in evaluation it is None. Means over other
-    things than samples, such as the tokens of a masked text, depend on the division of the batch.
+    dict of such means. A parameter `keys` gets a key for each of the n samples, a function of
+    (seed, step, position in the global batch); a parameter `key` one for the whole share, other
+    numbers with other shares. In evaluation they are None. Means over other things than samples,
+    such as the tokens of a masked text, depend on the division of the batch.
     """
 
     def __init__(self, function: LossFunction, metrics: Iterable[str] = ()):
@@ -44,15 +46,24 @@ class JaxLoss:
             raise UsageError(
                 f"metrics: expected names such as ('accuracy',), without 'loss', seen {names!r}"
             )
-        self._function, self.takes_key = function, _takes_key(function)
+        self._function = function
+        self.takes_key, self.takes_keys = _find_key_parameters(function)
         self.terms = ("loss", *names)
         self.metrics: Mapping[str, Metric] = {name: mean(name) for name in self.terms}
 
     def means(
-        self, params: Any, x: Any, y: Any, key: jax.Array | None
+        self, params: Any, x: Any, y: Any, words: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array]:
-        """Return the mean loss, and the vector of the means of all terms; to be traced by JAX."""
-        arguments = {"key": key} if self.takes_key else {}
+        """Return the mean loss, and the vector of the means of all terms; to be traced by JAX.
+
+        `words`: those of `key_words`; None in evaluation.
+        """
+        arguments: dict[str, jax.Array | None] = {}
+        if self.takes_key:
+            arguments["key"] = None if words is None else _random_key(words)
+        if self.takes_keys:
+            n = len(jax.tree_util.tree_leaves(x)[0])
+            arguments["keys"] = None if words is None else _sample_keys(words, n)
         loss, metrics = self._split(self._function(params, x, y, **arguments))
         _check_scalar("loss", loss)
         for name, value in metrics.items():
@@ -118,11 +129,11 @@ def compile_loss(loss: JaxLoss) -> CompiledLoss:
     def scaled(
         params: Any, x: Any, y: Any, factor: jax.Array, words: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        mean, means = loss.means(params, x, y, _random_key(words) if loss.takes_key else None)
+        mean, means = loss.means(params, x, y, words)
         return factor * mean, means
 
     def means(params: Any, x: Any, y: Any) -> jax.Array:
-        return loss.means(params, x, y, None)[1]
+        return loss.means(params, x, y)[1]
 
     return CompiledLoss(jax.jit(jax.value_and_grad(scaled, has_aux=True)), jax.jit(means))
 
@@ -140,12 +151,31 @@ def _random_key(words: jax.Array) -> jax.Array:
     return key
 
 
-def _takes_key(function: LossFunction) -> bool:
-    """Return whether `function` has a parameter `key`."""
+def _sample_keys(words: jax.Array, n: int) -> jax.Array:
+    """Return a key for each of `n` samples; they depend on its position in the global batch."""
+    positions = words[-1] + jnp.arange(n, dtype=jnp.uint32)
+    return jax.vmap(jax.random.fold_in, (None, 0))(_random_key(words[:-1]), positions)
+
+
+def _find_key_parameters(function: LossFunction) -> tuple[bool, bool]:
+    """Return whether `function` takes `key` and `keys`; arguments that are bound stay.
+
+    Raises UsageError for a function that cannot be called with (params, x, y) and these.
+    """
     try:
-        return "key" in inspect.signature(function).parameters
+        signature = inspect.signature(function)
     except ValueError:  # a builtin without a signature
-        return False
+        return False, False
+    bound = function.keywords if isinstance(function, partial) else {}
+    names = [name for name in ("key", "keys") if name in signature.parameters.keys() - bound.keys()]
+    try:
+        signature.bind(None, None, None, **dict.fromkeys(names))
+    except TypeError as error:
+        raise UsageError(
+            "loss: expected a function loss(params, x, y), with parameters named key or keys for "
+            f"random numbers, seen one of {signature} ({error})"
+        ) from None
+    return "key" in names, "keys" in names
 
 
 def _check_scalar(name: str, value: Any) -> None:

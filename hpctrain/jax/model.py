@@ -7,13 +7,14 @@ from math import prod
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from hpctrain.core.errors import UsageError
 from hpctrain.core.trees import map_arrays
 from hpctrain.gradients.precision import Precision
 from hpctrain.jax.losses import JaxLoss, LossFunction
-from hpctrain.jax.parameters import named_leaves
+from hpctrain.jax.parameters import common_dtype, find_dtypes, is_weak, named_leaves
 
 
 class JaxModel:
@@ -22,7 +23,7 @@ class JaxModel:
     `loss` is a function `loss(params, x, y)`; see `JaxLoss`. `params`: a pytree of floating-point
     arrays; it is read once, and not changed. `predict(params, x)` returns outputs for samples `x`,
     an array or a pytree of such. Names of parameters are the paths of the leaves, as
-    "layers.0.weight".
+    "layers.0.weight". Without a `precision` all leaves must have one dtype, float32 or float64.
     """
 
     def __init__(
@@ -39,8 +40,15 @@ class JaxModel:
             )
         self.loss: Any = JaxLoss(loss, metrics)
         self.predict = predict
-        self.leaves = named_leaves(params)
+        leaves = named_leaves(params)
+        self.weak_leaves = [name for name, leaf in leaves.items() if is_weak(leaf)]
+        #: on the host: arrays of JAX may be deleted, or donated, after this call
+        self.leaves = {name: np.asarray(leaf) for name, leaf in leaves.items()}
         self.structure = jax.tree_util.tree_structure(params)
+        self.leaf_dtypes = find_dtypes(leaves)
+        self.has_precision = False  #: whether the user gave one
+        self.casts_samples = False  #: whether floating-point samples take the arena's dtype
+        self.sample_structure: Any = None  #: of pairs (x, y) that engines cut as tuples of leaves
         self.dtype = np.dtype(np.float32)  #: of the arena of the last replica
         self.input_shape: Any = None  #: of the samples that were checked first
         self.targets, self.normalizes_batch = 1, False
@@ -65,16 +73,28 @@ class JaxModel:
             )
         leaves = [jax.ShapeDtypeStruct(x.shape, self.dtype) for x in self.leaves.values()]
         x, y = map_arrays(self.as_input, samples.rows(np.arange(1)))
-        jax.eval_shape(self.loss.means, self.as_tree(leaves), x, y, None)
+        jax.eval_shape(self.loss.means, self.as_tree(leaves), *self.as_arguments(x, y))
         return ()
+
+    def common_precision(self) -> Precision:
+        """Return the dtype of all leaves; raise UsageError if they have others, or several."""
+        return common_dtype(self.leaf_dtypes)
 
     def as_tree(self, leaves: Any) -> Any:
         """Return the pytree of parameters with `leaves`."""
         return jax.tree_util.tree_unflatten(self.structure, leaves)
 
     def as_input(self, x: np.ndarray) -> np.ndarray:
-        """Return `x` as an argument of the loss: floating-point numbers in the arena's dtype."""
-        return x.astype(self.dtype, copy=False) if x.dtype.kind == "f" else x
+        """Return array `x` of a batch, in the dtype in which the loss takes it."""
+        is_cast = self.casts_samples and jnp.issubdtype(x.dtype, jnp.floating)
+        return x.astype(self.dtype, copy=False) if is_cast else x
+
+    def as_arguments(self, x: Any, y: Any) -> tuple[Any, Any]:
+        """Return the pytrees of samples and targets that the user passed, for those of a batch."""
+        if self.sample_structure is None:
+            return x, y
+        pair: tuple[Any, Any] = jax.tree_util.tree_unflatten(self.sample_structure, [*x, *y])
+        return pair
 
     def make_replica(self, seed: int, precision: Precision, on_gpu: bool) -> Any:
         """Return the Replica of this model; see `hpctrain.jax.replica`."""

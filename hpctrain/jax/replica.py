@@ -27,6 +27,8 @@ from hpctrain.gradients.precision import CPU_PRECISIONS, Precision
 from hpctrain.gradients.replica import Batch, split_batch
 from hpctrain.jax.losses import compile_loss, key_words
 from hpctrain.jax.model import JaxModel
+from hpctrain.jax.parameters import describe_dtypes
+from hpctrain.jax.samples import as_leaf
 from hpctrain.nn.losses import Total
 from hpctrain.transport.shared_memory.host import aligned_zeros
 
@@ -47,11 +49,13 @@ class JaxReplica:
         self.model, self.micro_batches = model, 1
         self.loss = model.loss
         model.dtype = np.dtype(precision)
+        is_own = model.leaf_dtypes.keys() == {model.dtype}
+        model.casts_samples = model.has_precision or not is_own
         shapes = {name: tuple(leaf.shape) for name, leaf in model.leaves.items()}
         self.arena = arenas.make_arena(shapes, precision)
         self._bind_views()
         for name, leaf in model.leaves.items():
-            xp.copy(self._params[name], np.asarray(leaf))
+            xp.copy(self._params[name], leaf)
         self._compiled = compile_loss(model.loss)
         self._predict = None if model.predict is None else jax.jit(model.predict)
 
@@ -59,6 +63,26 @@ class JaxReplica:
     def params(self) -> Any:
         """The pytree of the current parameters, in private memory."""
         return self.model.as_tree([jnp.asarray(x.copy()) for x in self._params.values()])
+
+    def announcements(self, ranks: int) -> list[str]:
+        """Return what a user of `ranks` ranks might not expect."""
+        model, texts = self.model, []
+        if model.leaf_dtypes.keys() != {model.dtype} and not model.has_precision:
+            texts.append(
+                f"params are trained and returned in {model.dtype}, the precision of the run; seen "
+                f"{describe_dtypes(model.leaf_dtypes)}"
+            )
+        if model.weak_leaves:
+            texts.append(
+                f"params: weakly typed leaves ('{model.weak_leaves[0]}') become arrays of "
+                f"{model.dtype}; jnp.asarray(x, dtype) makes one"
+            )
+        if self.loss.takes_key and ranks > 1:
+            texts.append(
+                "the loss draws from a key of each rank's share, so its random numbers depend on "
+                "the number of ranks; a parameter `keys`, one for each sample, does not"
+            )
+        return texts
 
     def gradient(
         self, batch: Batch, scale: float, key: nn.Key, on_ready: Callable[[str], None]
@@ -81,7 +105,7 @@ class JaxReplica:
         for start in range(0, batch.n, MAX_EVALUATION_ROWS):
             piece = batch.part(start, min(start + MAX_EVALUATION_ROWS, batch.n))
             x, y = map_arrays(self.model.as_input, (piece.inputs, piece.targets))
-            means = self._compiled.means(self._shared_params(), x, y)
+            means = self._compiled.means(self._shared_params(), *self.model.as_arguments(x, y))
             sums = nn.add(sums, self._sums(means, piece.n))
         return sums
 
@@ -92,7 +116,9 @@ class JaxReplica:
                 "predict: expected a function of parameters and samples, seen none; give "
                 "predict=lambda params, x: ... to ht.jax.Trainer or ht.jax.Model"
             )
-        x = map_arrays(lambda array: self.model.as_input(np.asarray(array)), x)
+        leaves, structure = jax.tree_util.tree_flatten(x)
+        arrays = [self.model.as_input(as_leaf(leaf, "predict: x")) for leaf in leaves]
+        x = jax.tree_util.tree_unflatten(structure, arrays)
         return jax.tree_util.tree_map(np.array, self._predict(self._shared_params(), x))
 
     def move(self, **planes: np.ndarray) -> None:
@@ -114,7 +140,7 @@ class JaxReplica:
             return {}
         x, y = map_arrays(self.model.as_input, (batch.inputs, batch.targets))
         factor = self.model.dtype.type(scale * batch.n)  # the loss is a mean over the batch
-        arguments = self._shared_params(), x, y, factor, key_words(key)
+        arguments = self._shared_params(), *self.model.as_arguments(x, y), factor, key_words(key)
         (_, means), gradients = self._compiled.gradient(*arguments)
         leaves = jax.tree_util.tree_leaves(gradients)
         for grad, leaf in zip(self._grads.values(), leaves, strict=True):

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import hpctrain.world
+from hpctrain.core.errors import UsageError
+from hpctrain.data import Samples
+from hpctrain.gradients.precision import Precision
 from hpctrain.jax.losses import LossFunction
 from hpctrain.jax.model import JaxModel
 from hpctrain.jax.replica import JaxReplica
+from hpctrain.jax.samples import as_jax_samples
 from hpctrain.optim import Optimizer
 from hpctrain.training import trainer
+from hpctrain.world import World
 
 
 class Trainer(trainer.Trainer):
@@ -29,23 +36,84 @@ class Trainer(trainer.Trainer):
         *,
         predict: Callable[[Any, Any], Any] | None = None,
         metrics: Iterable[str] = (),
+        precision: Precision | None = None,
+        world: World | None = None,
         **options: Any,
     ):
         """Lay the parameters out in an arena and build the engine; collective.
 
         `loss(params, x, y)` returns the mean over the samples of the batch, with `metrics` a pair
-        of it and a dict of further means; with a parameter `key` it gets a key of `jax.random`,
-        None in evaluation. `options`: those of `ht.Trainer`, such as `seed`, `precision` and
-        `callbacks`.
+        of it and a dict of further means; for random numbers see `JaxLoss`. `precision`: float32 or
+        float64, of parameters and floating-point samples; by default that of the leaves of
+        `params`, and samples keep theirs. `options`: those of `ht.Trainer`, such as `seed` and
+        `callbacks`. Raises UsageError on all ranks if an argument of any does not fit.
         """
-        super().__init__(JaxModel(loss, params, predict, metrics), optimizer, engine, **options)
+        world = world or hpctrain.world.init()
+
+        def make_model() -> JaxModel:
+            _check_optimizer(optimizer)
+            model = JaxModel(loss, params, predict, metrics)
+            model.has_precision = precision is not None
+            return model
+
+        model = world.on_all_ranks(make_model)
+        chosen = world.on_all_ranks(lambda: precision or model.common_precision())
+        structure = re.sub("0x[0-9a-f]+", "0x", str(model.structure))  # addresses differ by rank
+        world.must_agree(f"{chosen} in {structure}", "params and precision")
+        super().__init__(model, optimizer, engine, precision=chosen, world=world, **options)
 
     @property
     def params(self) -> Any:
         """The pytree of parameters after the last call of `fit`, in private memory."""
         return self.replica.params
 
+    def fit(self, train: Any, *, evaluate: Any = None, **options: Any) -> dict[str, Any]:
+        """Train; see `ht.Trainer.fit`. Pairs (x, y) are pytrees of arrays; y may be None."""
+
+        def as_sets() -> tuple[Samples, Samples | None]:
+            return (
+                self._as_samples(train, "fit"),
+                None if evaluate is None else self._as_samples(evaluate, "evaluate"),
+            )
+
+        train, test = self.world.on_all_ranks(as_sets)
+        return super().fit(train, evaluate=test, **options)
+
+    def evaluate(self, samples: Any) -> dict[str, float | None]:
+        """Return the metrics over `samples`; see `ht.Trainer.evaluate`, and `fit`."""
+        return super().evaluate(
+            self.world.on_all_ranks(lambda: self._as_samples(samples, "evaluate"))
+        )
+
     def close(self) -> None:
         """End the engine's threads and free its links; collective. `params` remain."""
         super().close()
         self.replica.leave_arena()
+
+    def _as_samples(self, value: Any, name: str) -> Samples:
+        """Return a data set; the pytrees of all sets must have one structure."""
+        samples, model = as_jax_samples(value, name), self.replica.model
+        structure = getattr(samples, "structure", None)
+        if model.input_shape is not None and structure != model.sample_structure:
+            raise UsageError(
+                f"{name}: expected pytrees of (x, y) such as before, {model.sample_structure}, "
+                f"seen {structure}"
+            )
+        model.sample_structure = structure
+        return samples
+
+
+def _check_optimizer(optimizer: Any) -> None:
+    """Raise UsageError for what is no optimizer of ours, such as one of Optax, or a schedule."""
+    if isinstance(optimizer, str) or hasattr(optimizer, "rate"):
+        return
+    advice = (
+        "a schedule is a rate: ht.optim.adamw(rate=schedule)"
+        if callable(optimizer)
+        else "those of Optax do not run on parts of flat arrays: take ht.optim.sgd, adamw, lars or "
+        "lamb; their rate may be a schedule of Optax, clip_norm is its clip_by_global_norm"
+    )
+    raise UsageError(
+        f"optimizer: expected one such as ht.optim.adamw(rate=1e-3), seen "
+        f"{type(optimizer).__name__}; {advice}"
+    )

@@ -32,7 +32,8 @@ def as_model(model: Any) -> TrainableModel:
 
 def as_optimizer(optimizer: Any) -> Optimizer:
     """Return the optimizer, or that of the name "sgd" or "adamw" with its default rate."""
-    if all(callable(getattr(optimizer, name, None)) for name in ("init", "update")):
+    is_pair = all(callable(getattr(optimizer, name, None)) for name in ("init", "update"))
+    if is_pair and hasattr(optimizer, "rate"):  # those of Optax have none
         return optimizer
     if isinstance(optimizer, str) and optimizer in optim.OPTIMIZERS:
         if optimizer in DEFAULT_RATES:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import replace
 from time import perf_counter
@@ -19,6 +20,7 @@ from hpctrain.training.faults import FaultsOptions
 from hpctrain.watch.trace import Trace
 from hpctrain.world import World
 
+log = logging.getLogger(__name__)
 #: The options of engines that train replicas which are split over ranks
 ENGINES = ("AllReduce", "LocalSgd", "PsSync", "PsAsync", "Easgd", "Gossip")
 
@@ -100,6 +102,9 @@ def make_replica(
         part = make_pipeline(model, seed, precision, on_gpu, ranks, pipeline)
         return replace(ranks, pipeline=part), part
     whole = world.on_all_ranks(lambda: make_whole_replica(model, seed, precision, on_gpu))
+    announce = getattr(whole, "announcements", None)  # of models of other frameworks
+    for text in announce(world.size) if announce is not None and world.rank == 0 else ():
+        log.warning("%s", text)
     return Mesh(everyone=world, data=world, pipe=world), whole
 
 

@@ -50,7 +50,8 @@ def test_each_engine_equals_a_single_rank(start, states, ranks):
 
 
 def run_script(start, text, *words, ranks=2):
-    completed = start("-c", text, *words, ranks=ranks, env={"PYTHONPATH": str(HERE)}).finish(100)
+    env = {"PYTHONPATH": f"{HERE}:{HERE.parents[1]}"}
+    completed = start("-c", text, *words, ranks=ranks, env=env).finish(100)
     assert completed.returncode == 0, completed.stdout + completed.stderr
     return json.loads(completed.stdout.splitlines()[-1])
 
@@ -136,7 +137,7 @@ if r == 0:
 """
 
 TREE_ERRORS = [
-    "leaf ['a'] is traced by JAX; call it between functions of jax.jit",
+    "leaf ['a'] is an array traced by JAX; call it between functions of jax.jit",
     "rank 1 has ht.jax.allreduce sum of [0] float64 (); [1] float64 (); [2] float64 ()",
     "rank 1: ht.jax.allreduce: expected arrays or numbers, leaf ['k'] is str; leave it out",
     "op 'xor' is not defined for float32",
