@@ -94,7 +94,7 @@ class Trainer(trainer.Trainer):
         """Return a data set; the pytrees of all sets must have one structure."""
         samples, model = as_jax_samples(value, name), self.replica.model
         structure = getattr(samples, "structure", None)
-        if model.input_shape is not None and structure != model.sample_structure:
+        if model.input_shape is not None and str(structure) != str(model.sample_structure):
             raise UsageError(
                 f"{name}: expected pytrees of (x, y) such as before, {model.sample_structure}, "
                 f"seen {structure}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -196,6 +197,32 @@ def test_the_numbers_of_diloco_are_those_of_its_paper():
         for e in (arguments, engines.LocalSgd(period=5, outer="nesterov"))
     ]
     assert np.array_equal(*ends)
+
+
+@pytest.mark.either
+def test_the_loss_does_not_rise_with_the_defaults_of_diloco():
+    """With the period of local SGD it does: the outer momentum adds up changes of 10 rounds."""
+    assert engines.LocalSgd(outer="nesterov") == engines.LocalSgd(outer="nesterov", period=64)
+    assert engines.LocalSgd().period == 8
+
+    def largest_rise(**options):
+        losses = run_on("threads", 2, lambda w: digits_losses(w, **options))[0]
+        return max(after - before for before, after in pairwise(losses))
+
+    assert largest_rise() < 0.01
+    assert largest_rise(period=8) > 0.05
+
+
+def digits_losses(world, **options):
+    """Return the training loss every 8 steps of the recipe `digits`, with an outer optimizer."""
+    engine, rows = engines.LocalSgd(outer="nesterov", **options), []
+    model = nn.MlpOptions(widths=[64, 256, 256, 10]).build((8, 8), 10)
+    optimizer = optim.sgd(0.05, 0.9)
+    with Trainer(model, optimizer, engine, world=world, callbacks=[rows.append]) as trainer:
+        fit_options = FitOptions(evaluate_steps=8, interval_steps=8)
+        train = data.DigitsOptions().load(0).train
+        trainer.fit(train, steps=160, batch=128, evaluate=train, options=fit_options)
+    return [row["test_loss"] for row in rows if row.get("test_loss") is not None]
 
 
 @on_ranks(2, 3)

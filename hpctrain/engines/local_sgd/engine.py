@@ -57,12 +57,17 @@ from hpctrain.nn import Sums
 from hpctrain.optim import Optimizer
 from hpctrain.world import World
 
+#: An outer momentum of 0.9 adds up the changes of 10 rounds: after 8 steps each, they point beyond
+#: the minimum and the loss rises (see docs/engines.md); after 64 a change is near its end.
+DEFAULT_PERIODS = {"none": 8, "nesterov": 64}
+
 
 @config.options
 class LocalSgd(WireOptions):
     """When parameters are averaged, and how the average is applied."""
 
-    period: Annotated[int, Field(ge=1)] = 8  #: steps between two averagings
+    #: Steps between two averagings; None: DEFAULT_PERIODS, by `outer`.
+    period: Annotated[int, Field(ge=1)] | None = None
     start_after: Annotated[int, Field(ge=0)] = 0  #: first steps, which average gradients
     momentum: Literal["averaged", "kept"] = "kept"
     outer: Literal["none", "nesterov"] = "none"
@@ -72,17 +77,19 @@ class LocalSgd(WireOptions):
     apart: Literal["ranks", "nodes"] = "ranks"  #: the units that train apart
 
     def __post_init__(self) -> None:
-        """Refuse options that contradict each other."""
+        """Set the default period; refuse options that contradict each other."""
         super().__post_init__()
+        period = self.period or DEFAULT_PERIODS[self.outer]
+        object.__setattr__(self, "period", period)
         self.must_have_defaults("local-sgd")
         keys = [key for key in ("outer_rate", "outer_momentum") if getattr(self, key) is not None]
         if keys and self.outer == "none":
             raise UsageError(
                 f"[engine] {', '.join(keys)}: expected outer = 'nesterov' beside it, seen 'none'"
             )
-        if self.delay >= self.period:
+        if self.delay >= period:
             raise UsageError(
-                f"[engine] delay: expected less than the period of {self.period} steps, so that "
+                f"[engine] delay: expected less than the period of {period} steps, so that "
                 f"one average arrives before the next one starts; seen {self.delay}"
             )
         if self.delay and (self.outer != "none" or self.momentum != "kept"):
@@ -108,6 +115,8 @@ class LocalSgdEngine(AllReduceEngine):
         )
         super().__init__(world, replica, optimizer, allreduce_options)
         self.algorithm, self._options = options.algorithm, options
+        assert options.period is not None  # set by LocalSgd
+        self._period: int = options.period
         self.shares_sums = False  # workers that train apart hold states of their own
         self._node_group = NodeGroup(
             world, self.times, self._sums.allreduce, options.apart == "nodes"
@@ -160,7 +169,7 @@ class LocalSgdEngine(AllReduceEngine):
             may_continue = self.check.may_continue(is_applied, work.max_drops)
             if may_continue:
                 step += 1
-                self._averaging.end_step((step - self._options.start_after) % self._options.period)
+                self._averaging.end_step((step - self._options.start_after) % self._period)
             if is_applied:
                 work.record(step, sums)
         # If a node has failed, only the rank with the non-finite gradient reports it.
@@ -204,8 +213,8 @@ class LocalSgdEngine(AllReduceEngine):
 
     def _round_end(self, step: int) -> int:
         """Return the step at which the round of `step` ends."""
-        period, local_steps = self._options.period, step - self._options.start_after
-        return step - local_steps % period + period
+        local_steps = step - self._options.start_after
+        return step - local_steps % self._period + self._period
 
     def settle(self) -> None:
         """Average into the arena; the next `train` continues from each worker's own planes."""
