@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from datetime import timedelta
@@ -17,6 +18,7 @@ from hpctrain.world import DEFAULT_TIMEOUT_S, World, current_world, has_spare_co
 OLDEST_TORCH = (2, 13)
 GRACE, GRACE_S = 1.1, 5.0
 LOST_NAMES_S = 1.0  #: limit of the wait for the names of lost ranks
+log = logging.getLogger(__name__)
 REDUCTION_VARIABLE = "HPCTRAIN_REDUCTION"
 
 
@@ -76,11 +78,19 @@ def check_version(version: str) -> None:
 
 
 def uses_threads(job: World) -> bool:
-    """Return whether asynchronous collectives run in a thread, equal on all ranks; collective."""
+    """Return whether a thread begins asynchronous collectives at once, equal on all ranks.
+
+    Collective.
+    """
     global _threaded
     if _threaded is None:
         wants_thread = len(job.main.nodes) > 1 or has_spare_cores(job)
         _threaded = job.size > 1 and job.concurrent and wants_thread
+        if job.size > 1 and not job.concurrent and job.rank == 0:
+            log.warning(
+                "hpctrain: this MPI does not grant MPI_THREAD_MULTIPLE: asynchronous operations of "
+                "torch.distributed run in the calls that start them"
+            )
     return _threaded
 
 

@@ -18,6 +18,7 @@ from hpctrain.collectives import Group
 from hpctrain.collectives.signature import Signature, make_signature, must_match
 from hpctrain.core.xp import foreign_stream
 from hpctrain.torch.communicator import Communicator
+from hpctrain.torch.progress import Operation
 from hpctrain.torch.work import FinishedWork, RunningWork
 
 _FINISHED = FinishedWork()
@@ -48,9 +49,11 @@ class Operations:
             stream = torch.cuda.current_stream()
             call = partial(_call_in_stream, call, stream.cuda_stream, stream.device_index)
         if not is_async:
-            self.communicator.run(operation, nbytes, call)
+            self.communicator.progress.run(Operation(operation, nbytes, call))
             return _FINISHED
-        work = self.communicator.submit(operation, nbytes, call, tensors)
+        if torch.is_inference_mode_enabled():  # each thread has a mode of its own
+            call = torch.inference_mode()(call)
+        work = self.communicator.progress.start(Operation(operation, nbytes, call), tensors)
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work

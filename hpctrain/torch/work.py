@@ -6,6 +6,7 @@ PyTorch's own Work around a future swallows exceptions in `wait`; these raise th
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -56,9 +57,10 @@ class FinishedWork(Work):
 class RunningWork(Work):
     """An operation that ends with a call of `finish` or `fail`, perhaps in another thread."""
 
-    def __init__(self, tensors: Any):
+    def __init__(self, tensors: Any, run: Callable[[RunningWork], None]):
+        """`run(work)` runs the operation in the calling thread, unless another does so."""
         super().__init__()
-        self._tensors = tensors
+        self._tensors, self._run = tensors, run
         self._error: BaseException | None = None
         self._is_over, self._end = threading.Event(), Future[Any]()
         # An exception given to a future by `set_exception` reaches Python alone; one that is raised
@@ -76,9 +78,15 @@ class RunningWork(Work):
         self.finish()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Return once the operation is over; raise its error, or TransportError after `timeout`."""
-        limit_s = timeout.total_seconds() if timeout else None
-        if not self._is_over.wait(limit_s or None):
+        """Return once the operation is over; raise its error, or TransportError after `timeout`.
+
+        Without `timeout` the operation runs here, unless it is under way.
+        """
+        limit_s = timeout.total_seconds() if timeout else 0.0
+        if limit_s == 0.0:
+            if not self._is_over.is_set():
+                self._run(self)
+        elif not self._is_over.wait(limit_s):
             raise TransportError(f"an operation was not over within {limit_s:g} s")
         if self._error is not None:
             raise self._error

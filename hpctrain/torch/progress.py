@@ -1,0 +1,279 @@
+"""Progress of a group's operations: in the caller's thread, or in a thread of the group.
+
+    rank 0    all_reduce (asynchronous) | send        | wait      its thread waits for rank 1,
+    rank 1    receive                   | all_reduce              and then reduces
+
+MPI matches collectives by their order, so a group runs one at a time, in the order of its calls. An
+operation that all ranks have begun needs no more calls of theirs: their threads, or their waits,
+run it. So its caller runs it at once. Until then only a thread may wait: the caller of an
+asynchronous operation has other things to do, which its peers may need first.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from queue import SimpleQueue
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hpctrain.core.errors import LostRankError, TransportError
+from hpctrain.torch.work import RunningWork
+from hpctrain.transport.mpi.link import MpiLink
+from hpctrain.transport.mpi.requests import SleepingWait
+from hpctrain.transport.mpi.tagged import SPIN_S
+from hpctrain.transport.shared_memory.flags import WORDS_PER_LINE
+from hpctrain.watch import Entry, WatchRecord
+from hpctrain.world import World
+
+ALL_RANKS = -1
+#: An asynchronous call waits so long for late ranks before it leaves its operation to the thread:
+#: ranks in step then reduce in their callers' threads, which is faster where they fill the cores.
+PATIENCE_S = 2e-3
+#: Threads of more groups share the last entry of the watch's record.
+_MAX_THREAD_ENTRIES = 4
+
+
+class Begun:
+    """The number of operations that each rank of a node's group has begun, in shared memory.
+
+    A count orders no other memory: the operation itself does.
+    """
+
+    def __init__(self, words: np.ndarray, rank: int, size: int):
+        """`words` (size * WORDS_PER_LINE,) uint64, zeros at first, shared by the ranks."""
+        self._words, self._own = words.data, rank * WORDS_PER_LINE
+        self._peers = [peer * WORDS_PER_LINE for peer in range(size) if peer != rank]
+
+    def begin(self, number: int) -> None:
+        """Tell the others that this rank has begun operation `number`."""
+        self._words[self._own] = number
+
+    def by_all(self, number: int) -> bool:
+        """Return whether all ranks have begun operation `number`."""
+        words = self._words
+        return all(words[peer] >= number for peer in self._peers)
+
+
+def _thread_entry(record: WatchRecord) -> Entry:
+    """Return the entry of one more group's thread in the watch's record."""
+    return record.entry(f"torch thread {min(next(_thread_numbers), _MAX_THREAD_ENTRIES)}")
+
+
+_thread_numbers = count(1)
+
+
+def share_begun(world: World) -> Begun | None:
+    """Return the counts of the ranks of `world`; None without memory of them all; collective."""
+    if len(world.main.nodes) > 1:
+        return None
+    words = world.memory.common_zeros(world.size * WORDS_PER_LINE, np.uint64)
+    return None if words is None else Begun(words, world.rank, world.size)
+
+
+class Operation(NamedTuple):
+    """A collective, with its name and length for the watch."""
+
+    name: bytes
+    nbytes: int
+    call: Callable[[], Any]
+
+
+@dataclass(eq=False)
+class _Pending:
+    """An operation that has not run yet."""
+
+    operation: Operation
+    work: RunningWork
+    number: int
+    is_taken: bool = False  # it runs, or is over
+
+
+class Progress:
+    """The operations of one rank in one group, in order; any thread may call."""
+
+    def __init__(
+        self,
+        world: World,
+        record: WatchRecord,
+        limit_s: float,
+        on_loss: Callable[[], Any],
+        begun: Begun | None,
+        has_thread: bool,
+    ):
+        """`begun`: without it the thread begins operations at once, whatever other ranks do.
+
+        `has_thread`: whether there may be one; else all operations run in their calls.
+        """
+        self._links = [link for link in world.main.links if isinstance(link, MpiLink)]
+        self._record, self._on_loss = record, on_loss
+        self.limit_s = limit_s
+        self._begun, self._has_thread = begun, has_thread
+        self._entry = record.entry("torch")
+        self._lock = threading.RLock()  # held while an operation runs
+        self._number = 0  # of the last operation that was begun
+        self._waiting: deque[_Pending] = deque()
+        self._count_lock = threading.Lock()  # so that both have one order
+        self._inbox: SimpleQueue[_Pending | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._runner = 0  # the thread that runs waiting operations now
+
+    def run(self, operation: Operation) -> None:
+        """Run an operation to its end, after those that are under way."""
+        number = self._begin()
+        if self._has_earlier():
+            self._leave_to_thread(operation, RunningWork([], self.finish), number).wait()
+        else:
+            self._run(operation)
+
+    def start(self, operation: Operation, tensors: Any) -> RunningWork:
+        """Start an operation, whose results are `tensors`; the callers of all ranks may go on.
+
+        One that the callback of a future starts runs at once.
+        """
+        work, number = RunningWork(tensors, self.finish), self._begin()
+        if (
+            not self._has_thread
+            or self._runner == threading.get_ident()
+            or (not self._has_earlier() and self._is_begun_soon(number))
+        ):
+            self._run_work(operation, work)
+            return work
+        return self._leave_to_thread(operation, work, number)
+
+    def finish(self, work: RunningWork) -> None:
+        """Run what waits up to `work` here, unless the thread does so now."""
+        with self._lock:
+            runner, self._runner = self._runner, threading.get_ident()
+            try:
+                while self._waiting and not work.is_completed():
+                    pending = self._take(self._waiting[0])
+                    self._run_work(pending.operation, pending.work)
+            finally:
+                self._runner = runner
+
+    def close(self) -> None:
+        """Finish what is under way; raise TransportError if it is not over within the limit."""
+        if self._thread is None:
+            return
+        atexit.unregister(self.close)
+        self._inbox.put(None)
+        self._thread.join(self.limit_s)
+        if self._thread.is_alive():
+            raise TransportError(
+                f"destroy_process_group: {len(self._waiting)} operations were not over within "
+                f"{self.limit_s:g} s: have all ranks called them?"
+            )
+        self._thread = None
+
+    def _has_earlier(self) -> bool:
+        """Return whether other operations come first; not those of the callback that calls."""
+        return bool(self._waiting or self._runner) and self._runner != threading.get_ident()
+
+    def _begin(self) -> int:
+        with self._count_lock:
+            self._number += 1
+            if self._begun is not None:
+                self._begun.begin(self._number)
+            return self._number
+
+    def _is_begun_soon(self, number: int) -> bool:
+        """Return whether all ranks have begun operation `number`, or do so within a moment."""
+        if self._begun is None:
+            return False
+        try:
+            SleepingWait(SPIN_S, PATIENCE_S).until(partial(self._begun.by_all, number))
+        except TimeoutError:
+            return False
+        return True
+
+    def _leave_to_thread(self, operation: Operation, work: RunningWork, number: int) -> RunningWork:
+        with self._count_lock:
+            pending = _Pending(operation, work, number)
+            self._waiting.append(pending)
+            self._inbox.put(pending)
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._run_thread, name="hpctrain-torch", daemon=True
+                )
+                self._thread.start()
+                atexit.register(self.close)  # before MPI ends
+        return work
+
+    def _run_thread(self) -> None:
+        entry = _thread_entry(self._record)
+        watcher = self._links[0].view()
+        watcher.record_waits_in(entry)
+        while (pending := self._inbox.get()) is not None:
+            watcher.nap_after(0.0, self.limit_s)
+            try:
+                self._wait_for_peers(pending, watcher)
+            except LostRankError:
+                self._on_loss()
+            except TransportError as error:
+                self._give_up(pending, error)
+                continue
+            with self._lock, self._recorded_in(entry):
+                self.finish(pending.work)
+
+    def _wait_for_peers(self, pending: _Pending, watcher: MpiLink) -> None:
+        """Return once all ranks have begun the operation, or this rank's wait runs it."""
+        begun = self._begun
+        if begun is not None:
+            name, nbytes, _ = pending.operation
+            watcher.wait_for(
+                lambda: pending.is_taken or begun.by_all(pending.number), name, ALL_RANKS, nbytes
+            )
+
+    def _give_up(self, pending: _Pending, error: TransportError) -> None:
+        with self._lock:
+            if not pending.is_taken:
+                self._take(pending)
+                pending.work.fail(error)
+
+    def _take(self, pending: _Pending) -> _Pending:
+        pending.is_taken = True
+        self._waiting.remove(pending)
+        return pending
+
+    def _run_work(self, operation: Operation, work: RunningWork) -> None:
+        try:
+            self._run(operation)
+        except BaseException as error:
+            work.fail(error)
+            if not isinstance(error, Exception):
+                raise
+        else:
+            work.finish()
+
+    def _run(self, operation: Operation) -> None:
+        """Call while no other collective of the group runs, with a note in the watch's record."""
+        with self._lock, np.errstate(all="ignore"):  # as PyTorch, which does not warn of overflow
+            self._entry.enter(operation.name, ALL_RANKS, operation.nbytes)
+            try:
+                operation.call()
+            except LostRankError:
+                self._on_loss()
+            finally:
+                self._entry.leave()
+
+    @contextmanager
+    def _recorded_in(self, entry: Entry) -> Iterator[None]:
+        """Let the group's calls be recorded in the thread's `entry`, while it holds the lock."""
+        own, entries = self._entry, [link.entry for link in self._links]
+        self._entry = entry
+        for link in self._links:
+            link.record_waits_in(entry)
+        try:
+            yield
+        finally:
+            self._entry = own
+            for link, earlier in zip(self._links, entries, strict=True):
+                link.record_waits_in(earlier)
