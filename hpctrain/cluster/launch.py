@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from hpctrain.cluster import guard, relaunch, supervision
+from hpctrain.cluster import guard, program, relaunch, supervision
 from hpctrain.cluster.hosts import allocated_hosts, host_options
 from hpctrain.cluster.loss_policy import LossPolicy, check_policy, ulfm_options
 from hpctrain.cluster.slurm.job_end import (
@@ -85,7 +85,8 @@ def launch_program(n: int, argv: Sequence[str], policy: LossPolicy = _DEFAULT_PO
     """Run any program, `argv` with its arguments, on `n` ranks; return the exit code of the job.
 
     If the program fails because a run of `ht.Trainer` fails or is stopped, the exit code is that of
-    the run. A restart by `policy` is the same call; the variable HPCTRAIN_RESTARTS counts them.
+    the run. A restart by `policy` is the same call; the variable HPCTRAIN_RESTARTS counts them. A
+    program in Python has torchrun's variables, see program.py.
     Raises UsageError as `launch` does, and if the program does not exist.
     """
     if shutil.which(argv[0]) is None:
@@ -93,7 +94,9 @@ def launch_program(n: int, argv: Sequence[str], policy: LossPolicy = _DEFAULT_PO
             f"no program '{argv[0]}': expected one on the PATH or the path of an executable file "
             "after `--`; for a command of hpctrain leave out `--`"
         )
-    return _launch_guarded(n, argv, lambda _: list(argv), program_exit_code, policy)
+    hosts = [host.name for host in allocated_hosts(os.environ)]
+    with program.rank_command(argv, hosts) as command:
+        return _launch_guarded(n, argv, lambda _: command, program_exit_code, policy)
 
 
 def _launch_guarded(

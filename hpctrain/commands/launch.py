@@ -23,7 +23,8 @@ Examples:
 After the loss of a rank the survivors of an elastic job go on (Open MPI 5 with ULFM). With any MPI,
 --max-restarts starts the job again: `train` from its newest checkpoint, a program as it is.
 
-A program after -- is started N times with its arguments, as one MPI job.
+A program after -- is started N times with its arguments, as one MPI job. A program in Python has
+RANK, LOCAL_RANK, WORLD_SIZE and the other variables that torchrun sets.
 
 SIGTERM and the first Ctrl-C reach the ranks as SIGUSR1. A training run saves a checkpoint and exits
 with 75; another program ends unless it handles SIGUSR1. A second Ctrl-C kills the ranks, and launch

@@ -5,12 +5,14 @@
 
 With hpctrain installed beside PyTorch no import is needed: PyTorch calls `autoload.register` at its
 own import (entry point `torch.backends`). `import hpctrain.torch` does the same explicitly. Neither
-starts MPI; `init_process_group` does.
+starts MPI; `init_process_group` does. `python -m hpctrain.torch SCRIPT` also sets torchrun's
+variables before the script starts, and imports no PyTorch.
 
 `ht.torch.Trainer` trains a module under every engine, `ht.torch.sync` sums the gradients of a loop
 of the user's own. See docs/pytorch.md.
 """
 
+import sys
 from typing import TYPE_CHECKING
 
 from hpctrain.core.lazy import lazy_names
@@ -23,4 +25,7 @@ __all__ = ["Loss", "Model", "Trainer", "register", "sync"]
 
 __getattr__ = lazy_names(__name__, dict.fromkeys(["Loss", "Model", "Trainer", "sync"], "public"))
 
-register()
+# Python sets this name while it looks for the module of `-m`.
+_runs_script = sys.argv[:1] == ["-m"] and __name__ in sys.orig_argv
+if not _runs_script:
+    register()

@@ -1,4 +1,6 @@
-"""The entry point that PyTorch calls at its import: registers the name "hpctrain", and no more.
+"""The entry point that PyTorch calls at its import: registers the name "hpctrain".
+
+Rank 0 of several also gets a hook for its first optimizer step, see independent.py.
 
 PyTorch turns any exception here into a failure of `import torch` for the whole environment, so none
 leaves `register`; nothing of MPI is loaded, and no environment variable is set. With
@@ -29,21 +31,30 @@ def register() -> None:
         Backend.register_backend(
             BACKEND, _make_process_group, extended_api=True, devices=["cpu", "cuda"]
         )
-        handlers = rendezvous._rendezvous_handlers
-        _replace_env_handler(handlers)
+        _replace_env_handler(rendezvous._rendezvous_handlers)
+        from hpctrain.torch import independent
+
+        independent.watch_training(os.environ)
     except Exception:
         return
 
 
 def _replace_env_handler(handlers: dict[str, Any]) -> None:
-    """Let `env://` ask MPI where no other rendezvous is given; see rendezvous.py."""
+    """Let `env://` ask MPI where it has the ranks; see rendezvous.py."""
     env_handler = handlers["env"]
 
     def handle(url: str, **options: Any) -> Any:
+        from hpctrain.core.errors import UsageError
         from hpctrain.torch import rendezvous
+        from hpctrain.world import report_without_traceback
 
-        if rendezvous.is_ours(url, os.environ):
-            return rendezvous.over_mpi(**options)
+        try:
+            choice = rendezvous.choose_ranks(url)
+        except UsageError as error:
+            report_without_traceback(error)
+            raise
+        if choice.source == "mpi":
+            return rendezvous.over_mpi(choice, **options)
         return env_handler(url, **options)
 
     handlers["env"] = handle

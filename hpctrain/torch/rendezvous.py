@@ -1,10 +1,10 @@
-"""Rank, size and store of `torch.distributed` from MPI: the rendezvous `env://` without variables.
+"""Rank, size and store of `torch.distributed` from MPI: the rendezvous `env://`.
 
 PyTorch's `env://` reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which torchrun sets. srun
-and mpirun set none of them. If none is set and a launcher of MPI has started this process, rank 0
-serves a TCPStore at a free port, and its addresses and port are broadcast over MPI. This also
-serves the backends "gloo" and "nccl". Where any of the variables is set, PyTorch's own rendezvous
-takes place.
+and mpirun set none of them. Where a launcher of MPI has started this process, rank 0 serves a
+TCPStore at a free port, and its addresses and port are broadcast over MPI. This also serves the
+backends "gloo" and "nccl". Where a script has set all of the variables by itself, and under
+torchrun, these backends have PyTorch's own rendezvous. See core/torchrun.py for the choice.
 """
 
 from __future__ import annotations
@@ -13,35 +13,44 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from datetime import timedelta
+from multiprocessing import parent_process
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlparse
 
 import torch.distributed as dist
 
-from hpctrain.core import launchers
-from hpctrain.core.errors import TransportError
+from hpctrain.core import launchers, torchrun
+from hpctrain.core.errors import TransportError, UsageError
+from hpctrain.core.torchrun import Choice
+from hpctrain.torch import ranks
 from hpctrain.torch.autoload import BACKEND
 from hpctrain.torch.job import start_job
+from hpctrain.watch.liveness.channel import host_addresses
 from hpctrain.world import World
 
-_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR")
 log = logging.getLogger(__name__)
 CONNECT_S = 2.0  #: time for one address of rank 0 to answer; the next is tried after it
+Rendezvous = Iterator[tuple[dist.Store, int, int]]
 
 
-def is_ours(url: str, environ: Mapping[str, str]) -> bool:
-    """Return whether MPI gives the ranks: no other rendezvous is set, and a launcher is seen.
+def choose_ranks(url: str) -> Choice:
+    """Return whose ranks the process group has; raise UsageError if it can have none.
 
-    Alone, without a launcher, only for our own backend: other backends then have their own error.
+    The children of a process that a launcher has started are no ranks: they have what they set.
     """
-    if any(environ.get(name) for name in _VARIABLES):
-        return False
-    query = parse_qs(urlparse(url).query)
-    if any(int(values[0]) >= 0 for values in query.values()):
-        return False
-    return launchers.launched(environ).name != "none" or _requested_backend() == BACKEND
+    is_own_backend = _requested_backend() == BACKEND
+    if parent_process() is not None and not is_own_backend:
+        return Choice("pytorch")
+    query = {name.upper(): values[0] for name, values in parse_qs(urlparse(url).query).items()}
+    arguments = {name: query[name] for name in torchrun.REQUIRED[:2] if name in query}
+    inherited = {**_start_environment(), **ranks.variables}
+    choice = torchrun.choose_ranks(os.environ, is_own_backend, arguments, inherited)
+    if choice.source == "refused":
+        raise UsageError(choice.text)
+    return choice
 
 
 def _requested_backend() -> str | None:
@@ -53,16 +62,66 @@ def _requested_backend() -> str | None:
     return None
 
 
-def over_mpi(timeout: timedelta | None = None, **_: Any) -> Iterator[tuple[dist.Store, int, int]]:
+def _start_environment() -> dict[str, str]:
+    """Return the environment with which the launcher has started this rank; {} for no launcher.
+
+    The script's process may be a child of the rank that was started, as behind a shell.
+    """
+    own, number, environ = launchers.launched(os.environ), str(os.getpid()), dict[str, str]()
+    while own.name != "none" and (start := _read_environment(number)):
+        if launchers.launched(start) != own:
+            break
+        environ, number = start, _parent(number)
+    return environ
+
+
+def _read_environment(number: str) -> dict[str, str]:
+    """Return the variables with which a process was started; {} if they are not readable."""
+    try:
+        entries = Path("/proc", number, "environ").read_bytes().split(b"\0")
+    except OSError:
+        return {}
+    pairs = [os.fsdecode(entry).partition("=") for entry in entries]
+    return {name: value for name, _, value in pairs if name}
+
+
+def _parent(number: str) -> str:
+    try:
+        return Path("/proc", number, "stat").read_text().rpartition(")")[2].split()[1]
+    except OSError:
+        return "0"
+
+
+def over_mpi(choice: Choice, timeout: timedelta | None = None, **_: Any) -> Rendezvous:
     """Yield (store, rank, size) of this job; collective over all ranks."""
     job = start_job(timeout)
     if job.size == 1 and launchers.launched(os.environ).name == "none":
         log.warning("hpctrain: 1 rank: no launcher has started this script, such as mpirun or srun")
+    rank = _agree_on_rank(job, choice)
+    numbers = {"RANK": rank, "WORLD_SIZE": job.size, "LOCAL_RANK": job.local_rank}
+    os.environ.update({name: str(numbers[name]) for name in choice.stale})
     local_rank = {"LOCAL_RANK": job.local_rank, "LOCAL_WORLD_SIZE": job.node.size}
     for name, value in local_rank.items():  # `dist.get_node_local_rank` reads it
         os.environ.setdefault(name, str(value))
-    yield _make_store(job, timeout or timedelta(minutes=30)), job.rank, job.size
+    yield _make_store(job, timeout or timedelta(minutes=30)), rank, job.size
     raise RuntimeError("the rendezvous over MPI cannot be repeated in this call")
+
+
+def _agree_on_rank(job: World, choice: Choice) -> int:
+    """Return this rank's number, the script's or MPI's; rank 0 warns of stale variables.
+
+    Collective. Raises UsageError unless the numbers of all ranks are 0 to P - 1.
+    """
+    warnings = job.gather(choice.text)
+    if job.rank == 0 and any(warnings):
+        log.warning("hpctrain: %s", next(filter(None, warnings)))
+    numbers = job.gather(choice.rank or str(job.rank))
+    if sorted(numbers) != sorted(map(str, range(job.size))):
+        raise UsageError(
+            f"expected each of the ranks 0 to {job.size - 1} once, seen {', '.join(numbers)}: "
+            "unset RANK, or leave the argument rank out"
+        )
+    return int(numbers[job.rank])
 
 
 def _make_store(job: World, timeout: timedelta) -> dist.Store:
@@ -72,7 +131,7 @@ def _make_store(job: World, timeout: timedelta) -> dist.Store:
     server = None
     if job.rank == 0:
         server = dist.TCPStore("localhost", 0, None, is_master=True, wait_for_workers=False)
-    own_line = " ".join([str(server.port), *_addresses()]) if server is not None else ""
+    own_line = " ".join([str(server.port), *host_addresses()]) if server is not None else ""
     port, *addresses = job.gather(own_line)[0].split()
     if server is not None:
         server.set_timeout(timeout)
@@ -81,37 +140,6 @@ def _make_store(job: World, timeout: timedelta) -> dist.Store:
         addresses.insert(0, "127.0.0.1")
     address = _first_reachable(addresses, int(port), job)
     return dist.TCPStore(address, int(port), None, is_master=False, timeout=timeout)
-
-
-def _addresses() -> list[str]:
-    """Return the addresses of this host, those of its name first, loopback excepted."""
-    names = [item[4][0] for item in _resolve(socket.gethostname())]
-    interfaces = []
-    for _, name in socket.if_nameindex():
-        interfaces += _addresses_of_interface(name)
-    addresses = dict.fromkeys(str(address) for address in (*names, *interfaces))
-    return [address for address in addresses if not address.startswith(("127.", "::1"))]
-
-
-def _resolve(name: str) -> list[Any]:
-    try:
-        return socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)
-    except OSError:  # a host without an entry of its own name
-        return []
-
-
-def _addresses_of_interface(name: str) -> list[str]:
-    """Return the IPv4 address of the network interface `name`, if it has one."""
-    import fcntl
-    import struct
-
-    get_address = 0x8915  # SIOCGIFADDR
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            answer = fcntl.ioctl(probe.fileno(), get_address, struct.pack("256s", name.encode()))
-        except OSError:  # no IPv4 address
-            return []
-    return [socket.inet_ntoa(answer[20:24])]
 
 
 def _first_reachable(addresses: list[str], port: int, job: World) -> str:

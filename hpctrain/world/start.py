@@ -33,31 +33,16 @@ def over_mpi(
     Raises UsageError if the launcher belongs to another MPI than the one that mpi4py loads, if
     `comm` is no intracommunicator with this rank in it, or if a "gpu" is not available.
     """
-    from hpctrain.transport.mpi.installation import has_pmix, load_mpi
-
     launched = launchers.launched(os.environ)
     placement = rank_placement.place_rank(launched, device, binds_cores)
-    mpi_is = load_mpi()  # its error names what is missing without MPI
-    no_pmix = launchers.only_pmix(os.environ) and not has_pmix(mpi_is)
-    daemons = launchers.pmix_of_daemons(os.environ)
-    if fault := launchers.unstartable(launched, mpi_is.vendor, mpi_is.libmpi, no_pmix, daemons):
-        raise UsageError(fault)
-    dev_shm.warn_if_full(launched)
+    whole_job = comm is None
+    comm, job_size = start_mpi(launched, timeout_s, comm)
     from hpctrain.transport.mpi import startup
     from hpctrain.transport.mpi.fault_tolerance import Family
     from hpctrain.transport.mpi.link import MpiLink
 
-    if comm is not None:
-        startup.check_communicator(comm)
-    family = Family(whole_job=comm is None)
-    comm, job_size = startup.start_mpi(comm, timeout_s), startup.job_size()
-    segments.announce_segments()
-    if fault := launchers.mismatch(launched, job_size, mpi_is.vendor, mpi_is.libmpi):
-        if job_size == 1:  # several ranks of different jobs would wait for each other for ever
-            startup.finalize_mpi()
-        raise UsageError(fault)
     record = WatchRecord(comm.rank, comm.size)
-    link = MpiLink(comm, record.entry("main"), family=family)
+    link = MpiLink(comm, record.entry("main"), family=Family(whole_job))
     gather = partial(collectives.all_gather_bytes, link)
     host = rank_placement.node_name(gather, link.rank)
     places, verdict, bindings = rank_placement.exchange_placements(link, gather, host, placement)
@@ -79,6 +64,32 @@ def over_mpi(
     )
     world.on_regroup = Watches(world, timeout_s).renew
     return world
+
+
+def start_mpi(launched: launchers.Launched, timeout_s: float, comm: Any = None) -> tuple[Any, int]:
+    """Start MPI unless it runs; return a duplicate of `comm`, and the number of ranks started.
+
+    By default of all ranks. Raises UsageError as `over_mpi` does.
+    """
+    from hpctrain.transport.mpi.installation import has_pmix, load_mpi
+
+    mpi_is = load_mpi()  # its error names what is missing without MPI
+    no_pmix = launchers.only_pmix(os.environ) and not has_pmix(mpi_is)
+    daemons = launchers.pmix_of_daemons(os.environ)
+    if fault := launchers.unstartable(launched, mpi_is.vendor, mpi_is.libmpi, no_pmix, daemons):
+        raise UsageError(fault)
+    dev_shm.warn_if_full(launched)
+    from hpctrain.transport.mpi import startup
+
+    if comm is not None:
+        startup.check_communicator(comm)
+    comm, job_size = startup.start_mpi(comm, timeout_s), startup.job_size()
+    segments.announce_segments()
+    if fault := launchers.mismatch(launched, job_size, mpi_is.vendor, mpi_is.libmpi):
+        if job_size == 1:  # several ranks of different jobs would wait for each other for ever
+            startup.finalize_mpi()
+        raise UsageError(fault)
+    return comm, job_size
 
 
 def _make_job(

@@ -77,6 +77,11 @@ def has_ranks_of(link: Link, comm: MPI.Intracomm) -> bool:
     return isinstance(link, MpiLink) and MPI.Comm.Compare(link.comm, comm) == MPI.CONGRUENT
 
 
+def gather_texts(comm: MPI.Intracomm, text: str) -> list[str]:
+    """Return the `text` of every rank of `comm`; collective."""
+    return comm.allgather(text)
+
+
 def is_thread_safe() -> bool:
     """Return whether MPI lets several threads call it at once."""
     return MPI.Query_thread() == MPI.THREAD_MULTIPLE
@@ -111,9 +116,12 @@ def abort_job(code: int, grace_s: float = 2.0) -> NoReturn:
     """End the whole job with exit code `code`, even while another thread is inside MPI.
 
     MPI_Abort may wait for a lock that the other thread holds: then this process exits alone
-    after `grace_s` seconds, and the launcher ends the other ranks.
+    after `grace_s` seconds, and the launcher ends the other ranks. If it holds the
+    interpreter's lock meanwhile, a thread that needs no Python exits, with code 1.
     """
     if is_running():
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        faulthandler.dump_traceback_later(grace_s + 1, exit=True, file=nowhere)
         threading.Thread(target=MPI.COMM_WORLD.Abort, args=(code,), daemon=True).start()
         time.sleep(grace_s)
     os._exit(code)

@@ -1,0 +1,72 @@
+"""Torchrun's variables of this rank, from MPI that starts before the script.
+
+Neither PyTorch nor a GPU is used here: a script may set variables before it imports PyTorch.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+from hpctrain.core import launchers, torchrun
+from hpctrain.core.launchers import Launched
+from hpctrain.watch.liveness.channel import choose_addresses, host_addresses
+
+START_TIMEOUT_S = 300.0  #: in which all ranks must have started MPI
+
+#: the variables that `set_variables` has set; empty in a script that was started without it
+variables: dict[str, str] = {}
+_reserved: list[socket.socket] = []
+
+
+class JobRank(NamedTuple):
+    """A rank by MPI, its node and the address of rank 0."""
+
+    job: Launched
+    node: int
+    address: str
+    port: int
+
+
+def set_variables() -> JobRank:
+    """Start MPI and set torchrun's variables of this rank; collective over all ranks.
+
+    MPI is finalized at exit. Raises UsageError if the launcher belongs to another MPI than the one
+    that mpi4py loads.
+    """
+    from hpctrain.transport.placement.rank_placement import place_rank
+    from hpctrain.world.start import start_mpi
+
+    job = launchers.launched(os.environ)
+    place_rank(job, "cpu", binds_cores=False)  # may name the network adapter for MPI
+    comm, _ = start_mpi(job, START_TIMEOUT_S)
+    from hpctrain.transport.mpi import startup
+
+    atexit.register(startup.finalize_mpi)
+    rank = _locate(job.name, comm.rank, partial(startup.gather_texts, comm))
+    comm.Free()
+    variables.update(torchrun.variables(*rank))
+    os.environ.update(variables)
+    return rank
+
+
+def _locate(name: str, rank: int, gather: Callable[[str], list[str]]) -> JobRank:
+    """Return the rank on its node, from the hosts and addresses of all ranks; collective."""
+    hosts = gather(socket.gethostname())
+    nodes = launchers.nodes(hosts, gather(os.environ.get("SLURMD_NODENAME", "")))
+    own = nodes[rank]
+    job = Launched(name, rank, len(nodes), nodes[:rank].count(own), nodes.count(own))
+    if rank == 0:
+        _reserved.append(torchrun.reserve_port())
+    port = gather(str(_reserved[0].getsockname()[1]) if rank == 0 else "")[0]
+    addresses = [text.split() for text in gather(" ".join(host_addresses()))]
+    distinct = [*dict.fromkeys(nodes)]
+    chosen = choose_addresses([addresses[nodes.index(node)] for node in distinct])
+    address = chosen[0] if chosen else hosts[0]
+    if len(distinct) == 1:
+        address = torchrun.LOOPBACK
+    return JobRank(job, distinct.index(own), address, int(port))
