@@ -9,6 +9,7 @@
 As DistributedDataParallel, but the module is not wrapped: names of `state_dict()` stay the same,
 and `.grad` of each parameter is a view of one plane per dtype:
 
+    forward          parameters that are trained are compared with those of before; buffers
     backward         layer 3   layer 2   layer 1   layer 0   end
     plane            grad / P, copied by a hook of each parameter; buckets are sent when all are in
     end of backward                                          wait for all sums
@@ -25,7 +26,8 @@ Source: Li et al., "PyTorch distributed: experiences on accelerating data parall
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -33,14 +35,16 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch.autograd import Variable
 
-from hpctrain.collectives import broadcast
 from hpctrain.core.allocator import keep_freed_memory
 from hpctrain.core.errors import LostRankError, UsageError
 from hpctrain.core.names import counted
 from hpctrain.gradients.reducer import WireOptions
-from hpctrain.torch.gradient_plane import GradientPlane, Parameters
+from hpctrain.torch.gradient_plane import Totals
 from hpctrain.torch.job import start_job
-from hpctrain.torch.tensors import as_bytes
+from hpctrain.torch.module_hooks import ForwardHook
+from hpctrain.torch.planes import GradientPlanes
+from hpctrain.torch.shared_state import broadcast_buffers, broadcast_state
+from hpctrain.torch.trained import TrainedSet
 from hpctrain.user_collectives.bound_calls import forget_calls
 from hpctrain.world import World, survive
 
@@ -59,10 +63,17 @@ def sync(
     """Let `backward` end with the mean gradient over all ranks in each `.grad`; collective.
 
     Starts MPI unless it is running. Parameters, buffers and the state of `optimizer` become those
-    of rank 0. While `model` trains, each forward pass begins with the buffers of rank 0. Parameters
-    that a loss does not depend on get the mean of the other ranks' gradients, or zeros. Options are
-    those of `[wire]`. Raises UsageError on all ranks if models or options differ, and where
-    `optimizer` holds parameters that are not the model's.
+    of rank 0. While `model` trains, the first forward pass after each backward pass begins with the
+    buffers of rank 0. Options are those of `[wire]`.
+
+    As DDP with `find_unused_parameters=True`: a parameter that the loss of no rank depends on keeps
+    the gradient None; where some ranks have a gradient, the others count as zeros. Parameters may
+    be frozen, unfrozen, added and replaced on all ranks alike: the next backward pass follows, and
+    new ones become those of rank 0. Sparse gradients become dense. A backward pass that fails
+    leaves no gradients; the next one works if it failed on all ranks.
+
+    Raises UsageError on all ranks if models, trained parameters or options differ, where
+    `optimizer` holds parameters that are not the model's, and for lazy parameters.
 
     In a job that survives the loss of ranks, a loss changes `world.rank` and `world.size`, and each
     call of `backward` ends with the mean over the ranks that are left; see `GradientSync.retry`.
@@ -84,28 +95,24 @@ class GradientSync:
         """Allocate the planes and register the hooks; collective. See `sync`."""
         keep_freed_memory()
         self.world = world
-        parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        world.on_all_ranks(lambda: _check_optimizer(optimizer, parameters))
-        layout = [(name, tuple(p.shape), str(p.dtype)) for name, p in parameters.items()]
-        world.must_agree(f"{options}, {layout}", "the model and options of ht.torch.sync")
-        for tensor in _tensors_to_broadcast(world, model, optimizer):
-            _broadcast(world, tensor)
+        world.must_agree(str(options), "the options of ht.torch.sync")
+        self._trained = TrainedSet(world, model, optimizer)
+        broadcast_state(world, model, optimizer)
         self._handles: list[Any] = []
-        self._planes: list[GradientPlane] = []
-        self._is_syncing, self._has_local_gradients, self._in_backward = True, False, False
+        self._is_syncing, self._has_local_gradients = True, False
+        #: the end of the backward pass under way; dead if that pass failed
+        self._pending: weakref.ref[Callable[[], None]] | None = None
+        self._planes = GradientPlanes(options)
+        self._takes_buffers = True  # before the next forward pass
         if world.size == 1:
             return
-        for dtype in sorted({p.dtype for p in parameters.values()}, key=str):
-            own = {name: p for name, p in parameters.items() if p.dtype is dtype}
-            plane = GradientPlane(world, own, options)
-            self._planes.append(plane)
-            for name, p in own.items():
-                hook = partial(self._take_gradient, plane, name)
-                self._handles.append(p.register_post_accumulate_grad_hook(hook))
-        if any(True for _ in model.buffers()):
-            self._handles.append(model.register_forward_pre_hook(self._broadcast_buffers))
+        self._model, self._buffers_group = weakref.ref(model), world.group_for("sync")
+        self._planes.build(world, self._trained.parameters)
+        self._trained.watch(partial(_take_gradient, weakref.ref(self)))
+        self._handles.append(model.register_forward_pre_hook(ForwardHook(self._begin_forward)))
         if optimizer is not None:
             self._handles.append(optimizer.register_step_pre_hook(self._check_step))
+        weakref.finalize(model, _release, self).atexit = False  # lives as long as the model
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -123,9 +130,9 @@ class GradientSync:
         """Remove the hooks and end the communication threads; gradients stay as they are."""
         for handle in self._handles:
             handle.remove()
-        for plane in self._planes:
-            plane.reducer.close()
-        self._handles, self._planes = [], []
+        self._handles = []
+        self._trained.unwatch()
+        self._planes.close()
 
     def __enter__(self) -> GradientSync:
         return self
@@ -133,27 +140,84 @@ class GradientSync:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _take_gradient(self, plane: GradientPlane, name: str, parameter: torch.Tensor) -> None:
+    def _begin_forward(self) -> None:
+        """Follow what is trained, and take the buffers of rank 0 once per backward pass.
+
+        Not in each forward pass: a graph that is not yet used may hold the buffers.
+        """
+        model = self._model()
+        if model is None or not torch.is_grad_enabled():
+            return
+        self._trained.note()
+        if model.training and self._is_syncing and self._takes_buffers:
+            self._takes_buffers = False
+            buffers = list(model.buffers())
+            self.retry(lambda: broadcast_buffers(self._buffers_group, buffers))
+
+    def take_gradient(self, parameter: torch.Tensor) -> None:
+        """Let the mean of the gradient of `parameter` follow, which is complete on this rank."""
         if not self._is_syncing:
             self._has_local_gradients = True
             return
-        if not self._in_backward:
-            self._in_backward = True
-            Variable._execution_engine.queue_callback(self._finish_backward)
-        plane.take(name)
+        if self._pending is None or self._pending() is None:
+            self._begin_backward()
+        self._planes.take(parameter)
+
+    def _begin_backward(self) -> None:
+        if self._pending is not None:
+            self._pending = None
+            self._end_failed_pass()
+        end = partial(self._finish_backward)
+        self._pending = weakref.ref(end)  # autograd drops it if the pass fails
+        Variable._execution_engine.queue_callback(end)
+
+    def _end_failed_pass(self) -> None:
+        """Forget the pass; if a part was sent, send the rest: other ranks may wait for it."""
+        if not self._planes.drop():
+            self._planes.finish(has_failed=True)
+            self.retry(self._wait_for_sums)
+            _check_whole(self._planes.totals())
+            self._planes.drop()
 
     def _finish_backward(self) -> None:
         """Wait for the sums of all gradients."""
-        self._in_backward = self._has_local_gradients = False
-        for plane in self._planes:
-            plane.take_remaining()
+        self._pending, self._has_local_gradients = None, False
+        self._takes_buffers = True
+        self._planes.finish(is_changed=self._trained.has_changed())
         self.retry(self._wait_for_sums)
-        for plane in self._planes:
-            plane.local.clear()
+        totals = self._planes.totals()
+        _check_whole(totals)
+        if totals.late:
+            sums = self._planes.send_late()
+            self.retry(self._wait_for_sums)
+            self._planes.add(sums)
+        self._planes.give()
+        if totals.changed:
+            self.retry(self._trained.agree)
+            if not self._planes.hold(self._trained.parameters):
+                self._sum_in_new_planes()
+        elif self._trained.may_shrink(len(self._planes.parameters)):
+            self._build()
+
+    def _sum_in_new_planes(self) -> None:
+        """Sum the gradients of new parameters; those that are means stay as they are."""
+        self._build()
+        self._planes.finish()
+        self.retry(self._wait_for_sums)
+        self._planes.give()
+
+    def _build(self) -> None:
+        self.retry(lambda: self._planes.build(self.world, self._trained.parameters))
 
     def _wait_for_sums(self) -> None:
-        for plane in self._planes:
-            plane.reducer.wait()
+        entry = None if self.world.record is None else self.world.record.entry("sync")
+        if entry is not None:
+            entry.enter(b"ht.torch.sync backward", -1, self._planes.nbytes)
+        try:
+            self._planes.wait()
+        finally:
+            if entry is not None:
+                entry.leave()
 
     def retry(self, call: Callable[[], T]) -> T:
         """Return `call()`, made again after each loss of ranks, until all ranks left have returned.
@@ -178,11 +242,10 @@ class GradientSync:
         numbers = job.numbers
         while True:
             try:
-                for plane in self._planes:
-                    plane.reducer.close()
+                self._planes.close()
                 survive(self.world)
-                for plane in self._planes:
-                    plane.build(self.world)
+                self._buffers_group = self.world.group_for("sync")
+                self._planes.rebuild(self.world)
                 break
             except LostRankError:
                 continue
@@ -193,61 +256,35 @@ class GradientSync:
             ranks = counted(self.world.size, "rank")
             log.warning("lost rank %s; the loop goes on with %s", names, ranks)
 
-    def _broadcast_buffers(self, module: torch.nn.Module, inputs: Any) -> None:
-        """Let each rank have the buffers of rank 0."""
-        if module.training and torch.is_grad_enabled() and self._is_syncing:
-            self.retry(partial(self._copy_from_rank_0, list(module.buffers())))
-
-    def _copy_from_rank_0(self, buffers: list[torch.Tensor]) -> None:
-        for dtype in sorted({b.dtype for b in buffers}, key=str):
-            own = [b for b in buffers if b.dtype is dtype]
-            flat = torch.cat([b.detach().reshape(-1) for b in own])
-            _broadcast(self.world, flat)
-            if self.world.rank > 0:
-                for buffer, values in zip(own, flat.split([b.numel() for b in own]), strict=True):
-                    buffer.copy_(values.reshape(buffer.shape))
-
-    def _check_step(self, *_: Any) -> None:
+    def _check_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self._has_local_gradients:
             raise UsageError(
                 "ht.torch.sync: optimizer.step() after gradients under no_sync() alone: each rank "
                 "would make a step of its own; call backward() of the last part outside of no_sync"
             )
+        params = (p for group in optimizer.param_groups for p in group["params"])
+        if any(p.grad is not None and p.requires_grad and not self._planes.has(p) for p in params):
+            raise UsageError(
+                "ht.torch.sync: optimizer.step() with gradients that were not summed, of "
+                "parameters that were added or unfrozen: let a forward pass begin with model(...)"
+            )
 
 
-def _check_optimizer(optimizer: torch.optim.Optimizer | None, parameters: Parameters) -> None:
-    """Raise UsageError for parameters of `optimizer` that are not summed."""
-    if not parameters:
-        raise UsageError("ht.torch.sync: expected parameters with requires_grad, seen none")
-    groups = optimizer.param_groups if optimizer is not None else []
-    known_ids = {id(p) for p in parameters.values()}
-    unknown = [p for group in groups for p in group["params"] if id(p) not in known_ids]
-    if unknown and any(p.requires_grad for p in unknown):
+def _take_gradient(owner: weakref.ref[GradientSync], parameter: torch.Tensor) -> None:
+    """Call `take_gradient` of `owner`, which hooks of autograd must not keep alive."""
+    if (synced := owner()) is not None:
+        synced.take_gradient(parameter)
+
+
+def _release(owner: GradientSync) -> None:
+    """Hold `owner` as long as a finalizer with it."""
+
+
+def _check_whole(totals: Totals) -> None:
+    """Raise UsageError on all ranks if backward failed on some."""
+    if totals.failed and totals.whole:
         raise UsageError(
-            f"ht.torch.sync: the optimizer holds {len(unknown)} parameters that the model does not "
-            "have, so that no gradient of them would be summed; build it with model.parameters()"
+            f"ht.torch.sync: backward() failed on {counted(totals.failed, 'rank')} of "
+            f"{totals.failed + totals.whole} and went on elsewhere, so that there is no mean "
+            "gradient; where errors are caught, all ranks must leave out the same step"
         )
-
-
-def _tensors_to_broadcast(
-    world: World, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None
-) -> Iterable[torch.Tensor]:
-    """Return all tensors that ranks share; raise UsageError on all if they are not alike."""
-    tensors = [*model.parameters(), *model.buffers()]
-    if optimizer is not None:
-        params = [p for group in optimizer.param_groups for p in group["params"]]
-        states = [optimizer.state[p] for p in params if p in optimizer.state]
-        values = [state[key] for state in states for key in sorted(state)]
-        tensors += [value for value in values if isinstance(value, torch.Tensor)]
-    layout = [(tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors]
-    world.must_agree(str(layout), "the buffers and the optimizer's state of ht.torch.sync")
-    return tensors
-
-
-def _broadcast(world: World, tensor: torch.Tensor) -> None:
-    """Copy rank 0's tensor, of any layout, into those of all ranks."""
-    dense = tensor.detach().contiguous()
-    broadcast(world.main, as_bytes(dense))
-    if dense.data_ptr() != tensor.data_ptr():
-        with torch.no_grad():
-            tensor.copy_(dense)

@@ -32,8 +32,15 @@ def as_targets(y: Any, like: torch.Tensor) -> Any:
 def as_tensor(x: Any) -> torch.Tensor:
     """Return a tensor in the memory of array `x`, of the host or of a device."""
     if on_device(x):
-        return torch.as_tensor(x, device=f"cuda:{x.device.id}")
-    return torch.from_numpy(x)
+        tensor = torch.as_tensor(_of_known_dtype(x), device=f"cuda:{x.device.id}")
+    else:
+        tensor = torch.from_numpy(_of_known_dtype(x))
+    return tensor.view(torch.bfloat16) if x.dtype.name == "bfloat16" else tensor
+
+
+def _of_known_dtype(x: Any) -> Any:
+    """Return array `x`, as integers if it is of bfloat16, which PyTorch takes from no array."""
+    return x.view(np.int16) if x.dtype.name == "bfloat16" else x
 
 
 def as_arrays(outputs: Any) -> Any:

@@ -1,0 +1,74 @@
+"""What all ranks of a loop of the user's own take from rank 0: parameters, buffers, optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+
+import torch
+
+from hpctrain.collectives import Group, broadcast
+from hpctrain.torch.tensors import as_bytes
+from hpctrain.world import World
+
+
+def broadcast_state(
+    world: World, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None
+) -> None:
+    """Copy parameters, buffers and the optimizer's state of rank 0 to all ranks; collective.
+
+    Raises UsageError on all ranks if they are not alike.
+    """
+    tensors = [*model.parameters(), *model.buffers(), *_state_of(optimizer)]
+    layout = [(tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors]
+    world.must_agree(str(layout), "the buffers and the optimizer's state of ht.torch.sync")
+    for tensor in tensors:
+        broadcast_tensor(world.main, tensor)
+
+
+def _state_of(optimizer: torch.optim.Optimizer | None) -> Iterable[torch.Tensor]:
+    if optimizer is None:
+        return
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        state = optimizer.state.get(parameter, {})
+        yield from (state[key] for key in sorted(state) if isinstance(state[key], torch.Tensor))
+
+
+def broadcast_new(world: World, tensors: Sequence[torch.Tensor]) -> bool:
+    """Copy rank 0's `tensors` to all ranks; return whether any rank had others; collective."""
+    before = [_digest(tensor) for tensor in tensors]
+    for tensor in tensors:
+        broadcast_tensor(world.main, tensor)
+    differs = before != [_digest(tensor) for tensor in tensors]
+    return "True" in world.gather(str(differs))
+
+
+def broadcast_tensor(group: Group, tensor: torch.Tensor) -> None:
+    """Copy rank 0's tensor, of any layout, into those of all ranks."""
+    dense = tensor.detach().contiguous()
+    broadcast(group, as_bytes(dense))
+    if dense.data_ptr() != tensor.data_ptr():
+        with torch.no_grad():
+            tensor.copy_(dense)
+
+
+def broadcast_buffers(group: Group, buffers: Sequence[torch.Tensor]) -> None:
+    """Copy rank 0's buffers to all ranks, those of one dtype and device in one message."""
+    for kind in sorted({_kind(buffer) for buffer in buffers}):
+        own = [buffer for buffer in buffers if _kind(buffer) == kind]
+        flat = torch.cat([buffer.detach().reshape(-1) for buffer in own])
+        broadcast_tensor(group, flat)
+        if group.link.rank > 0:
+            values = flat.split([buffer.numel() for buffer in own])
+            with torch.no_grad():
+                for buffer, value in zip(own, values, strict=True):
+                    buffer.copy_(value.reshape(buffer.shape))
+
+
+def _kind(tensor: torch.Tensor) -> tuple[str, str]:
+    return str(tensor.dtype), str(tensor.device)
+
+
+def _digest(tensor: torch.Tensor) -> bytes:
+    data = as_bytes(tensor.detach().cpu().contiguous())
+    return blake2b(data.tobytes(), digest_size=16).digest()
