@@ -18,7 +18,7 @@ import numpy as np
 from hpctrain.checkpoint import Piece
 from hpctrain.collectives.chunks import bounds
 from hpctrain.engines.engine import BLOCK_ELEMENTS
-from hpctrain.engines.saved_state import SavedState
+from hpctrain.engines.saved_state import UPDATE_COUNT, SavedState
 from hpctrain.gradients.arena import Arena
 from hpctrain.transport.link import Link
 
@@ -64,11 +64,25 @@ def range_pieces(
     `state` is the optimizer's state of the range, which begins at element `start` of the planes;
     parameters and step are common to all ranks.
     """
-    first, pieces = start + (own_slice.start or 0), []
+    first, pieces = start + own_slice.start, pieces_of(arena, {}, link.rank, link.size)
     for name, x in state.items():
         if name != "step":
             pieces += plane_pieces(arena, f"optimizer.{name}", x[own_slice], first)
-    return pieces + pieces_of(arena, {"step": state["step"]}, link.rank, link.size)
+    return pieces + count_pieces(arena, state["step"], first, own_slice.stop - own_slice.start)
+
+
+def count_pieces(arena: Arena, counts: np.ndarray, start: int, size: int) -> list[Piece]:
+    """Return the counts that a range of the plane saves, if it has `size` elements from `start` on.
+
+    The first range saves the count of all updates, and each range those of the slots that begin in
+    it, where `counts` has them.
+    """
+    indexes = [0] if start == 0 and size and arena.has_first_slot else []
+    if counts.size > 1:
+        indexes += [i for i, s in enumerate(arena.layout, 1) if start <= s.offset < start + size]
+    own_slice = slice(indexes[0], indexes[-1] + 1) if indexes else slice(0, 0)
+    own = counts[own_slice]
+    return [Piece(UPDATE_COUNT, own_slice.start, counts.size, own)] if own.size else []
 
 
 def request_range(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -58,9 +58,11 @@ class Update(Protocol):
 class Optimizer(NamedTuple):
     """A pair of functions on flat arrays, and the rate; an optimizer itself has no state.
 
-    `init(param)` returns the state: arrays of the length and dtype of `param`, and "step", int64
-    of shape (1,), the updates done so far. `update(grad, state, param, slots, gather_rows)` writes
-    `state` and `param` in place, never `grad`.
+    `init(param)` returns the state: planes, arrays of the length and dtype of `param`, and "step",
+    int64, the updates done so far. "step" has the shape (1,), or (1 + slots,) with a count
+    of each slot of the whole model behind it, in order; a shard knows those of its own slots.
+    `update(grad, state, param, slots, gather_rows)` writes `state` and `param` in place, never
+    `grad`.
 
     The arrays are those of a whole model, of ranges of it, or a shard of either that begins at a
     multiple of BLOCK_ELEMENTS. `slots` are always those of the whole model; offsets count from the
@@ -73,18 +75,25 @@ class Optimizer(NamedTuple):
 
     `rate` is for the metrics: a number, or a function of the 0-based step. `needs_norms` is true if
     `update` calls `gather_rows`; if it does not, any range of the arrays can be updated separately.
+    `skips_absent` is true if `update` leaves slots without a gradient alone, see absent.py.
     """
 
     init: Init
     update: Update
     rate: float | Schedule | None = None
     needs_norms: bool = True
+    skips_absent: bool = False
 
 
 def initial_state(param: Array, names: Sequence[str] = ()) -> State:
     """Return a state with a step count of 0, and zeros like `param` under each of `names`."""
     state = {name: namespace(param).zeros_like(param) for name in names}
     return {**state, "step": np.zeros(1, np.int64)}
+
+
+def planes(state: Mapping[str, Array]) -> dict[str, Array]:
+    """Return the arrays of a state that have an element per parameter."""
+    return {name: x for name, x in state.items() if name != "step"}
 
 
 def blocks(size: int) -> Iterator[slice]:

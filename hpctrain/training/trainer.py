@@ -22,6 +22,7 @@ from hpctrain.engines import Engine
 from hpctrain.gradients.precision import Precision
 from hpctrain.gradients.replica import Replica, TrainableModel
 from hpctrain.optim import Optimizer
+from hpctrain.optim.absent import skip_absent
 from hpctrain.parallel.options import MeshOptions, PipelineOptions
 from hpctrain.run_files.last_lines import last_lines
 from hpctrain.training import split_model, weights
@@ -75,6 +76,8 @@ class Trainer:
         """
         self.world = world or hpctrain.world.init()
         model, optimizer, engine = as_model(model), as_optimizer(optimizer), as_engine(engine)
+        if getattr(model, "marks_absent", False):
+            optimizer = skip_absent(optimizer)
         self.seed, self.rate, self.callbacks = seed, optimizer.rate, callbacks
         self.summary: dict[str, Any] | None = None  #: of the last `fit`
         self.world.on_all_ranks(

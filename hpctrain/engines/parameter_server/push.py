@@ -25,6 +25,7 @@ from hpctrain.core.xp import Array, Event, event, on_device, pinned_like, stream
 from hpctrain.gradients.arena import Arena
 from hpctrain.gradients.buckets import BucketProgress, cut_buckets
 from hpctrain.gradients.replica import ignore_ready
+from hpctrain.optim.absent import ABSENT
 from hpctrain.transport.link import Link
 
 ServerSlices = Sequence[tuple[int, slice]]  #: (serving rank, slice) in the order of sending
@@ -36,7 +37,8 @@ class GradientPush:
     def __init__(self, arena: Arena, server_slices: ServerSlices, accumulates: bool):
         """Push `arena.grad` in `server_slices`; with `accumulates` the sum of several gradients."""
         self._grad, self._server_slices = arena.grad, server_slices
-        self._gradient_sum = np.zeros_like(arena.grad) if accumulates else arena.grad
+        grad = arena.grad
+        self._gradient_sum = np.full_like(grad, ABSENT) if accumulates else grad
         self._host_copy: HostCopy | None = None
         if on_device(arena.grad):
             # With a limit of 1 byte, each slot is a bucket.
@@ -66,7 +68,7 @@ class GradientPush:
     def clear(self) -> None:
         """Reset the sum, after all slices were sent."""
         if self._gradient_sum is not self._grad:
-            self._gradient_sum[...] = 0
+            self._gradient_sum[...] = ABSENT
 
     def _copy_ready_buckets(self, name: str) -> None:
         assert self._host_copy is not None

@@ -28,9 +28,10 @@ from hpctrain.collectives.chunks import SEGMENT_BYTES, bounds
 from hpctrain.core.xp import to_host
 from hpctrain.engines.engine import BLOCK_ELEMENTS
 from hpctrain.engines.saved_state import SavedState
-from hpctrain.engines.state_pieces import plane_pieces, request_plane
+from hpctrain.engines.state_pieces import count_pieces, plane_pieces, request_plane
 from hpctrain.gradients.arena import Arena, shift_slots
 from hpctrain.optim import Optimizer
+from hpctrain.optim.absent import ABSENT
 from hpctrain.optim.optimizer import GatherRows, State
 from hpctrain.transport.link import Link, Request
 
@@ -99,7 +100,8 @@ class Shard:
         self._push_link, self._pull_link = push_link, pull_link
         self._wire_slices = wire_slices(slice(0, self.param.size), self.param.itemsize)
         self._needs_whole_gradient = optimizer.needs_norms or accumulates
-        self._sum = np.zeros(self.param.size if self._needs_whole_gradient else 0, self.param.dtype)
+        sum_size = self.param.size if self._needs_whole_gradient else 0
+        self._sum = np.full(sum_size, ABSENT, self.param.dtype)
         self._parts = (
             [slice(0, self.param.size)] if self._needs_whole_gradient else self._wire_slices
         )
@@ -124,7 +126,7 @@ class Shard:
             for requests in self._sends:
                 wait_all(requests)
             self._update_part(0, self._sum)
-            self._sum[...] = 0
+            self._sum[...] = ABSENT
         if self._needs_whole_gradient or not order.pushing_workers:
             for i in self._send_order:
                 self._send_slice(i, order.pulling_workers)
@@ -142,8 +144,7 @@ class Shard:
             for name, x in state.items():
                 if name != "step":
                     pieces += plane_pieces(self._arena, f"optimizer.{name}", x, start)
-        if self._own.start == 0 and self.param.size and self._arena.has_first_slot:
-            pieces.append(Piece("optimizer.step", 0, 1, self._states[0]["step"]))
+            pieces += count_pieces(self._arena, state["step"], start, part.stop - part.start)
         return pieces
 
     def load(self, saved: SavedState) -> None:
@@ -205,7 +206,7 @@ class Shard:
             compensated *= self._delay_compensation
             compensated += gradient
         if isfinite(compensated.dot(compensated)):
-            gradient[...] = compensated
+            np.copyto(gradient, compensated, where=gradient != 0)  # the mark ABSENT stays
 
     def _apply_sum(self, i: int, gradient: np.ndarray) -> None:
         if self._needs_whole_gradient:

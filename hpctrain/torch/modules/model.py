@@ -30,6 +30,8 @@ class TorchModel:
     parameters are those of `module.state_dict()`, without the prefixes of wrappers.
     """
 
+    marks_absent = True  #: its replica marks slots without a gradient, see optim/absent.py
+
     def __init__(self, module: torch.nn.Module, loss: Any = "cross_entropy"):
         if not isinstance(module, torch.nn.Module):
             raise UsageError(f"module: expected a torch.nn.Module, seen {type(module).__name__}")

@@ -29,6 +29,7 @@ from hpctrain.gradients import arena as arenas
 from hpctrain.gradients.loss_scale import LossScale
 from hpctrain.gradients.precision import CPU_PRECISIONS, Precision, master_dtype
 from hpctrain.gradients.replica import Batch, ignore_ready, split_batch
+from hpctrain.optim.absent import ABSENT
 from hpctrain.torch.modules.inputs import as_arrays, as_tensor
 from hpctrain.torch.modules.layers import gradient_key, recompute
 from hpctrain.torch.modules.losses import compute_sums
@@ -72,7 +73,7 @@ class TorchReplica:
                 self._views[name].copy_(x)
         self._store_integers()
         self._adopt_views()
-        self._accumulates = False
+        self._written: set[str] = set()  # slots with a gradient, of a piece of this step
         self._on_ready: Callable[[str], None] | None = None  # within a gradient
         self._unready: set[str] = set()
         self._needs: ParameterNeeds | None = None
@@ -129,7 +130,7 @@ class TorchReplica:
         sums: nn.Sums = {}
         for i, (piece, first) in enumerate(split_batch(batch, self.micro_batches)):
             is_last = i == self.micro_batches - 1
-            self._accumulates, self._unready = i > 0, set(self._parameters)
+            self._written, self._unready = self._written if i else set(), set(self._parameters)
             self._on_ready = on_ready if is_last else ignore_ready
             piece_key = key._replace(first=key.first + first)
             try:
@@ -137,8 +138,8 @@ class TorchReplica:
             finally:
                 self._on_ready = None
             for name in sorted(self._unready):  # parameters that the loss does not depend on
-                if not self._accumulates:
-                    self._grads[name].zero_()
+                if name not in self._written:
+                    self._grads[name].fill_(ABSENT)
                 if is_last:
                     on_ready(name)
         return sums
@@ -203,12 +204,12 @@ class TorchReplica:
         if self._on_ready is None:  # backward of the user's own
             return
         factor = 1 if self.loss_scale is None else 1 / self.loss_scale.factor
-        if self._accumulates:
+        if name in self._written:
             self._grads[name].add_(parameter.grad, alpha=factor)
-        elif factor == 1:
-            self._grads[name].copy_(parameter.grad)
         else:
-            torch.mul(parameter.grad, factor, out=self._grads[name])
+            gradient = parameter.grad if factor == 1 else parameter.grad * factor
+            torch.add(gradient, 0.0, out=self._grads[name])  # -0.0 + 0.0 = 0.0, unlike ABSENT
+        self._written.add(name)
         parameter.grad = None
         self._unready.discard(name)
         self._on_ready(name)

@@ -6,10 +6,12 @@ from typing import Any
 
 import torch
 
+import hpctrain.world
 from hpctrain.optim import Optimizer
 from hpctrain.torch.modules.model import TorchModel
-from hpctrain.torch.modules.optimizers import MakeScheduler, as_optimizer
+from hpctrain.torch.modules.optimizers import announce, as_optimizer, check_agreement
 from hpctrain.torch.modules.replica import TorchReplica
+from hpctrain.torch.modules.schedulers import Schedule
 from hpctrain.training import trainer
 
 
@@ -29,18 +31,25 @@ class Trainer(trainer.Trainer):
         optimizer: Optimizer | torch.optim.Optimizer | str,
         engine: Any = "allreduce",
         loss: Any = "cross_entropy",
-        schedule: MakeScheduler | None = None,
+        schedule: Schedule | None = None,
         **options: Any,
     ):
         """Move the parameters into an arena and build the engine; collective.
 
         `optimizer`: as of `ht.Trainer`, or one of `torch.optim` for the parameters of `module` that
-        treats each element by itself. With the latter `schedule` may make a scheduler for it, as
-        `lambda optimizer: OneCycleLR(optimizer, 0.1, total_steps=900)`; it is stepped after each
-        update. `options`: those of `ht.Trainer`, such as `seed`, `precision` and `callbacks`.
+        treats each element by itself; it continues from the states that it has, and its options
+        and hooks are used, as PyTorch does. With the latter `schedule` may be a scheduler of it, or
+        a function that makes one, as `lambda optimizer: StepLR(optimizer, 100)`; the Trainer steps
+        it after each update. `options`: those of `ht.Trainer`, such as `seed`, `precision`, `world`
+        and `callbacks`. Raises UsageError, on all ranks, for what it cannot use.
         """
-        optimizer = as_optimizer(optimizer, module, schedule)
-        super().__init__(TorchModel(module, loss), optimizer, engine, **options)
+        options["world"] = world = options.get("world") or hpctrain.world.init()
+        flat = world.on_all_ranks(lambda: as_optimizer(optimizer, module, schedule))
+        if isinstance(optimizer, torch.optim.Optimizer):
+            check_agreement(world, optimizer)
+            if world.rank == 0:
+                announce(optimizer, schedule)
+        super().__init__(TorchModel(module, loss), flat, engine, **options)
 
     @property
     def module(self) -> torch.nn.Module:

@@ -1,0 +1,73 @@
+"""Slots without a gradient: parameters that the loss of a step does not depend on.
+
+A replica marks such a slot with -0.0 in each element, and writes no -0.0 into other gradients. As
+-0.0 is the neutral element of addition, a sum over pieces of a batch, blocks and ranks has the mark
+where no rank has a gradient, and nowhere else: an optimizer then leaves the slot alone, however
+many ranks there are. A range of a slot has the mark if and only if the whole slot has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+
+from hpctrain.core.xp import Array, namespace, to_host
+from hpctrain.optim.norms import slot_pieces
+from hpctrain.optim.optimizer import (
+    BLOCK_ELEMENTS,
+    GatherRows,
+    Optimizer,
+    State,
+    TensorSlot,
+    Update,
+    planes,
+)
+
+ABSENT = -0.0  #: each element of the gradient of a slot that has none
+
+
+def skip_absent(optimizer: Optimizer) -> Optimizer:
+    """Return `optimizer` that changes neither parameters nor planes of slots without a gradient.
+
+    Its count of updates is common to all slots, so that it goes on.
+    """
+    if optimizer.skips_absent:
+        return optimizer
+    update = partial(_update_present, optimizer.update)
+    return optimizer._replace(update=update, skips_absent=True)
+
+
+def find_absent(grad: Array, ranges: Sequence[slice]) -> list[int]:
+    """Return the indices of those `ranges`, none of them empty, that have no gradient."""
+    starts = np.fromiter((part.start for part in ranges), np.int64, len(ranges))
+    firsts = grad[namespace(grad).asarray(starts)]
+    candidates: list[int] = np.flatnonzero(to_host(_has_mark(firsts))).tolist()
+    return [i for i in candidates if _is_absent(grad[ranges[i]])]
+
+
+def _update_present(
+    update: Update,
+    grad: Array,
+    state: State,
+    param: Array,
+    slots: Sequence[TensorSlot],
+    gather_rows: GatherRows,
+) -> None:
+    ranges = [elements for _, elements in slot_pieces(param.size, slots)]
+    absent = [ranges[i] for i in find_absent(grad, ranges)]
+    arrays = [param, *planes(state).values()]
+    values = [(x[part], x[part].copy()) for part in absent for x in arrays]
+    update(grad, state, param, slots, gather_rows)
+    for view, value in values:
+        view[...] = value
+
+
+def _is_absent(grad: Array) -> bool:
+    starts = range(0, grad.size, BLOCK_ELEMENTS)  # most other gradients end the search at once
+    return all(bool(_has_mark(grad[i : i + BLOCK_ELEMENTS]).all()) for i in starts)
+
+
+def _has_mark(x: Array) -> Array:
+    return namespace(x).signbit(x) & (x == 0)

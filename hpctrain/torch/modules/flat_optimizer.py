@@ -1,0 +1,119 @@
+"""An optimizer of PyTorch on flat arrays: on all parameters, a rank's shard, or a server's.
+
+    param    | 0.weight ....... | 0.bias | 1.weight ..|....... | 1.bias |
+    shard                                |            |
+    tensors                              [ 1.weight ..]
+
+The tensors of a range are made once, with an optimizer of the user's class for them; an update then
+writes its options and calls its step. Each slot has a count of its updates, since a slot without a
+gradient is left alone, as PyTorch leaves a parameter whose grad is None.
+
+Where the user's optimizer has hooks of its steps, it is itself the optimizer of these tensors: the
+module's parameters, with their gradients and states, as the hooks expect them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from hpctrain.core.errors import UsageError
+from hpctrain.core.xp import Array, address_of
+from hpctrain.optim.norms import slot_pieces
+from hpctrain.optim.optimizer import GatherRows, State, TensorSlot, initial_state
+from hpctrain.torch.modules.bound_optimizer import (
+    BoundOptimizer,
+    Piece,
+    bind_new,
+    bind_own,
+    find_state_names,
+)
+from hpctrain.torch.modules.optimizer_table import has_step_hooks
+from hpctrain.torch.modules.schedulers import ScheduledOptions
+
+
+class Owned(NamedTuple):
+    """A parameter of the module, its place in "step", and its group in the optimizer."""
+
+    parameter: torch.nn.Parameter
+    place: int
+    group: int
+
+
+class FlatOptimizer:
+    """The Init and Update of an optimizer of PyTorch; see `hpctrain.optim.Optimizer`."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        parameters: Mapping[str, Owned],
+        options: ScheduledOptions,
+    ):
+        """`parameters`: those with a slot, by name; their states begin as the optimizer's are."""
+        self._optimizer, self._parameters, self._options = optimizer, parameters, options
+        self._state_names = find_state_names(optimizer, options.at(0))
+        self._bound: dict[int, BoundOptimizer] = {}  # by the address of the parameters
+
+    def init(self, param: Array) -> State:
+        """Return the state of `param`; raise UsageError if a part of it cannot have hooks."""
+        self._bound.clear()
+        if has_step_hooks(self._optimizer):
+            self._check_hooks(param.size)
+        names = sorted({name for names in self._state_names for name in names} - {"step"})
+        state = initial_state(param, names)
+        return {**state, "step": np.zeros(1 + len(self._parameters), np.int64)}
+
+    def update(
+        self,
+        grad: Array,
+        state: State,
+        param: Array,
+        slots: Sequence[TensorSlot],
+        gather_rows: GatherRows,
+    ) -> None:
+        """Update `param` and `state` with `grad`."""
+        step = int(state["step"][0])
+        options = self._options.at(step)
+        if pieces := self._pieces(param, slots):  # none in an empty shard
+            self._bind(state, param, pieces, options).update(grad, options)
+        state["step"][0] += 1
+
+    def _bind(
+        self, state: State, param: Array, pieces: list[Piece], options: list[dict[str, Any]]
+    ) -> BoundOptimizer:
+        """Return the optimizer whose tensors are `param`."""
+        address, has_hooks = address_of(param), has_step_hooks(self._optimizer)
+        bound = self._bound.get(address)
+        if bound is None or not bound.fits(state, param, has_hooks):
+            if has_hooks:
+                self._check_hooks(param.size)
+            make = bind_own if has_hooks else bind_new
+            optimizer, tensors = make(self._optimizer, pieces, param, options)
+            bound = BoundOptimizer(optimizer, tensors, pieces, state, self._state_names, has_hooks)
+            if not state["step"][0]:
+                bound.take_states(self._optimizer)
+            bound.use_states()
+            self._bound[address] = bound
+        return bound
+
+    def _pieces(self, param: Array, slots: Sequence[TensorSlot]) -> list[Piece]:
+        pieces = []
+        for i, elements in slot_pieces(param.size, slots):
+            slot = slots[i]
+            if slot.name in self._parameters:
+                part = slice(elements.start - slot.offset, elements.stop - slot.offset)
+                pieces.append(Piece(*self._parameters[slot.name], elements, part))
+        return pieces
+
+    def _check_hooks(self, size: int) -> None:
+        """Raise UsageError unless `size` elements can be all parameters."""
+        if size < sum(p.parameter.numel() for p in self._parameters.values()):
+            raise UsageError(
+                "optimizer: hooks of its steps need all parameters, but an update has only a part "
+                "of them here; expected an engine whose ranks update all parameters in their "
+                "modules, such as allreduce without shard_optimizer, share_parameters and "
+                "priority; or remove the hooks"
+            )
