@@ -11,7 +11,8 @@ from hpctrain.core.lazy import LazyTable, lazy_names
 from hpctrain.data.dataset import Dataset, Samples, Split, in_pieces
 from hpctrain.data.prefetch import Prefetch, batches_to_read_ahead
 from hpctrain.data.resized import resize_training_set
-from hpctrain.data.sampler import Sampler, order, share
+from hpctrain.data.sampler import EpochOrder, Sampler, dropped_batch, order, order_of, share
+from hpctrain.data.selected import SelectedSamples
 from hpctrain.data.targets import known_targets, unwrap
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ __all__ = [
     "FunctionData",
     "Dataset",
     "DigitsOptions",
+    "EpochOrder",
     "IdxOptions",
     "MnistOptions",
     "NpyOptions",
@@ -35,12 +37,15 @@ __all__ = [
     "Prefetch",
     "Sampler",
     "Samples",
+    "SelectedSamples",
     "Source",
     "Split",
     "TextOptions",
+    "dropped_batch",
     "in_pieces",
     "known_targets",
     "order",
+    "order_of",
     "read",
     "resize_training_set",
     "share",

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hpctrain.core.errors import UsageError
 from hpctrain.data.dataset import Samples, Split
+from hpctrain.data.sampler import order_of
 
 
 @dataclass(frozen=True)
@@ -37,5 +39,15 @@ class ResizedSamples:
 
 
 def resize_training_set(split: Split, length: int | None) -> Split:
-    """Return `split` with `length` training samples, unchanged if `length` is None."""
-    return split if length is None else split._replace(train=ResizedSamples(split.train, length))
+    """Return `split` with `length` training samples, unchanged if `length` is None.
+
+    Raises UsageError for samples with an order of the user's own, which sets the length.
+    """
+    if length is None:
+        return split
+    if (order := order_of(split.train)) is not None:
+        raise UsageError(
+            f"[run] epoch_samples is {length}, but the sampler of the training set decides which "
+            f"{len(order)} samples an epoch has; remove one of them"
+        )
+    return split._replace(train=ResizedSamples(split.train, length))

@@ -11,9 +11,13 @@ ranks.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import numpy as np
 
 from hpctrain.core.errors import UsageError
+from hpctrain.data.augment import AugmentedSamples
+from hpctrain.data.dataset import Samples
 
 # Makes this stream another than other Philox streams with a key of (seed, small number).
 _INITIAL_COUNTER = (0, 0, 0, 1)
@@ -44,17 +48,67 @@ def share(
     return first, indexes[first:end]
 
 
-class Sampler:
-    """The batches of `n` samples in steps counted from 0 over all epochs; `batch` is global."""
+class EpochOrder(Protocol):
+    """An order of the user's own: which samples an epoch has, some perhaps several times."""
 
-    def __init__(self, n: int, batch: int, seed: int) -> None:
-        """Raise UsageError for fewer than 1 sample or batch, or a seed outside 0 .. 2**63 - 1."""
+    def __len__(self) -> int:
+        """Return the number of indexes in an epoch."""
+
+    def indexes(self, seed: int, epoch: int) -> np.ndarray:
+        """Return the indexes of `epoch`, int64 (n,); called on one rank, which sends them."""
+
+
+def order_of(samples: Samples) -> EpochOrder | None:
+    """Return the order that the user has given to `samples`; None for `order` above."""
+    return getattr(_base(samples), "order", None)
+
+
+def dropped_batch(samples: Samples) -> int:
+    """Return the size of batches that `samples` are cut to, by evaluations; 0: all are used."""
+    return getattr(_base(samples), "dropped_batch", 0)
+
+
+def _base(samples: Samples) -> Samples:
+    while isinstance(samples, AugmentedSamples):
+        samples = samples.samples
+    return samples
+
+
+class Sampler:
+    """The batches of `n` samples in steps counted from 0 over all epochs; `batch` is global.
+
+    With an order of the user's own the indexes of an epoch must be set before its steps are read;
+    see hpctrain/training/orders.py.
+    """
+
+    def __init__(
+        self,
+        n: int,
+        batch: int,
+        seed: int,
+        order: EpochOrder | None = None,
+        drop_last: bool = False,
+    ) -> None:
+        """Raise UsageError for fewer than 1 sample or batch, or a seed outside 0 .. 2**63 - 1.
+
+        `drop_last`: an epoch ends before a short batch.
+        """
+        n = n if order is None else len(order)
         _require(n >= 1, f"{n} samples; a data set needs at least 1")
         _require(batch >= 1, f"batch is {batch}; it must be at least 1")
         _require(0 <= seed < 2**63, f"seed is {seed}; it must lie in 0 .. 2**63 - 1")
-        self.n, self.batch, self.seed = n, batch, seed
+        self._samples = n
+        if drop_last:
+            _require(n >= batch, f"drop_last leaves none of {n} samples: batch is {batch}")
+            n -= n % batch
+        self.n, self.batch, self.seed, self.order = n, batch, seed, order
         self.steps_per_epoch = -(-n // batch)
-        self._epoch, self._order = -1, np.empty(0, np.int64)
+        self._orders: dict[int, np.ndarray] = {}  # by epoch
+
+    @classmethod
+    def of(cls, samples: Samples, batch: int, seed: int) -> Sampler:
+        """Return the Sampler of a training set."""
+        return cls(len(samples), batch, seed, order_of(samples), dropped_batch(samples) > 0)
 
     def locate_step(self, step: int) -> tuple[int, int]:
         """Return (epoch, position in the order of the epoch) of the first sample of `step`."""
@@ -69,9 +123,25 @@ class Sampler:
     def batch_indexes(self, step: int) -> np.ndarray:
         """Return the global indexes of the samples of `step`, int64."""
         epoch, first = self.locate_step(step)
-        if epoch != self._epoch:  # sorting a large set takes longer than a step
-            self._epoch, self._order = epoch, order(self.seed, epoch, self.n)
-        return self._order[first : first + self.batch]
+        if self.order is None and epoch not in self._orders:
+            # Sorting a large set takes longer than a step; the epoch before may be read on.
+            self._orders = {e: x for e, x in self._orders.items() if e == epoch - 1}
+            self.set_order(epoch, order(self.seed, epoch, self._samples))
+        if epoch not in self._orders:  # of a worker that is an epoch or more apart from the others
+            epoch = min(self._orders, key=lambda drawn: abs(drawn - epoch))
+        return self._orders[epoch][first : first + self.batch]
+
+    def undrawn_epochs(self, first: int, last: int) -> list[int]:
+        """Return the epochs of steps `first` .. `last` to be set; forget all before `first`."""
+        if self.order is None:
+            return []
+        start, stop = (self.locate_step(step)[0] for step in (first, last))
+        self._orders = {e: x for e, x in self._orders.items() if e >= start}
+        return [epoch for epoch in range(start, stop + 1) if epoch not in self._orders]
+
+    def set_order(self, epoch: int, indexes: np.ndarray) -> None:
+        """Take `indexes`, int64, as the order of `epoch`."""
+        self._orders[epoch] = indexes[: self.n]
 
 
 def _require(condition: bool, message: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,9 +13,9 @@ import numpy as np
 from hpctrain import checkpoint, engines
 from hpctrain.core.errors import UsageError
 from hpctrain.core.signals import StopRequest
-from hpctrain.data import Sampler, Samples, batches_to_read_ahead
+from hpctrain.data import Sampler, Samples, batches_to_read_ahead, order_of
 from hpctrain.run_files import run_folder
-from hpctrain.training import run_facts
+from hpctrain.training import orders, run_facts
 from hpctrain.training.callbacks import Callbacks, check_metrics
 from hpctrain.training.exit_status import summary_on_exit
 from hpctrain.training.journal import Journal
@@ -63,11 +63,21 @@ class FitCall:
 
         `catch_signals` does so from its first call on. Raises LostRankError at a loss of ranks.
         """
+        test = self.test
+        if test is not None:
+            test = orders.select(trainer.world, test, trainer.seed)
+        return replace(self, test=test)._run_part(trainer, catch_signals, survival)
+
+    def _run_part(
+        self, trainer: Trainer, catch_signals: Callable[[], StopRequest], survival: Survival
+    ) -> dict[str, Any]:
         world = trainer.world
-        sampler, callbacks = world.on_all_ranks(lambda: self._prepare(trainer))
+        sampler = world.on_all_ranks(lambda: self._make_sampler(trainer))
+        orders.draw(world, sampler, 0, 0)
+        callbacks = world.on_all_ranks(lambda: self._prepare(trainer, sampler))
         total = self.steps or (self.epochs or 0) * sampler.steps_per_epoch
         plan_text = (
-            f"{len(self.train)} samples in batches of {self.batch} for {total} steps with seed "
+            f"{sampler.n} samples in batches of {self.batch} for {total} steps with seed "
             f"{trainer.seed}, {self.trace}"
         )
         world.must_agree(plan_text, "the plan of a training")
@@ -98,22 +108,31 @@ class FitCall:
             request = catch_signals()
             loop.begin()
             if not has_begun:
+                self._announce(world)
                 run_facts.log_start(loop.journal)
             stack.enter_context(summary_on_exit(loop.journal, callbacks.end))
             with np.errstate(over="ignore", invalid="ignore"):  # the loss is checked, each step
                 return loop.run(request)
 
-    def _prepare(self, trainer: Trainer) -> tuple[Sampler, Callbacks]:
-        """Return the sampler and the callbacks; raise UsageError for arguments that do not fit."""
+    def _make_sampler(self, trainer: Trainer) -> Sampler:
+        """Return the batches of the training set; raise UsageError if they do not fit the ranks."""
         ranks = trainer.mesh.data.size
-        engines.must_fit(trainer.engine_options, ranks, self.batch, len(self.train))
-        trainer.check_sets(training=self.train, test=self.test)
+        samples = len(order_of(self.train) or self.train)
+        engines.must_fit(trainer.engine_options, ranks, self.batch, samples)
+        return Sampler.of(self.train, self.batch, trainer.seed)
+
+    def _prepare(self, trainer: Trainer, sampler: Sampler) -> Callbacks:
+        """Return the callbacks; raise UsageError for arguments that do not fit."""
+        trainer.check_sets(training=orders.samples_to_check(self.train, sampler), test=self.test)
         keep_best, has_test = self.checkpoints.keep_best, self.test is not None
         check_metrics(trainer.replica.loss, trainer.callbacks, keep_best, has_test)
         trainer.replica.micro_batches = self._checked_micro_batches(trainer.replica)
-        sampler = Sampler(len(self.train), self.batch, trainer.seed)
         model, steps_per_epoch = trainer.replica.model, sampler.steps_per_epoch
-        return sampler, Callbacks(trainer.callbacks, trainer.world, model, steps_per_epoch)
+        return Callbacks(trainer.callbacks, trainer.world, model, steps_per_epoch)
+
+    def _announce(self, world: World) -> None:
+        orders.announce(world, self.train, self.batch)
+        orders.announce(world, self.test)
 
     def _make_loop(
         self,

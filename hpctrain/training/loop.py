@@ -25,6 +25,7 @@ from hpctrain.engines.saved_state import SavedState
 from hpctrain.gradients.blocks import add_in_order
 from hpctrain.gradients.replica import Batch, Replica
 from hpctrain.run_files import run_folder
+from hpctrain.training import orders
 from hpctrain.training.callbacks import Callbacks, Row
 from hpctrain.training.checkpointer import Checkpointer
 from hpctrain.training.journal import Journal
@@ -125,8 +126,9 @@ class Loop:
             self._save(must=False)
         while self.step < total and not self.stop_reason:
             work.at(self.step)
-            step_before = self.step
-            self.step, flags = self.engine.train(work, self.step, self._next_stop())
+            step_before, stop = self.step, self._next_stop()
+            orders.draw(self.world, self.plan.sampler, self.step, stop - 1 + self._steps_ahead)
+            self.step, flags = self.engine.train(work, self.step, stop)
             self.journal.count_interval()
             self.replay_log.write()
             if self.step > step_before:
@@ -215,7 +217,7 @@ class Loop:
             "engine": self.engine.name,
             "workers": self.engine.workers,
             "servers": self.engine.servers,
-            "training samples": len(self.plan.train),
+            "training samples": self.plan.sampler.n,
             "batch": self.plan.sampler.batch,
             "seed": self.plan.sampler.seed,
             "interval_steps": self.plan.interval,
@@ -259,6 +261,12 @@ class Loop:
     @property
     def _epoch(self) -> int:
         return self.plan.sampler.steps_per_epoch
+
+    @property
+    def _steps_ahead(self) -> int:
+        """The steps that this rank may read before the others begin them."""
+        own_steps = self._epoch if self.engine.asynchronous else 0
+        return own_steps + self.plan.prefetch + getattr(self.plan.train, "steps_ahead", 0)
 
     def _next_stop(self) -> int:
         """Return the next step with a row, an evaluation, an epoch's end or a checkpoint."""

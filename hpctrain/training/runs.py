@@ -23,6 +23,7 @@ from hpctrain.core.labels import find_invalid_label
 from hpctrain.core.launchers import launched
 from hpctrain.core.xp import on_device
 from hpctrain.data import Dataset, Samples, Split, known_targets, resize_training_set, unwrap
+from hpctrain.data.sampler import Sampler
 from hpctrain.data.stored import StoredSamples
 from hpctrain.gradients.precision import Precision, make_reading_replica
 from hpctrain.nn.from_function import FunctionModel
@@ -94,7 +95,7 @@ def prepare(spec: Recipe, world: World, init: bool = True) -> Iterator[Job]:
     world.must_agree(_fingerprint(split.train), "training data (by the hash of a few samples)")
     model = world.on_all_ranks(lambda: build_model(spec, split))
     batch = spec.batch.size(spec.workers(world.size))
-    per_epoch = -(-len(split.train) // batch)
+    per_epoch = Sampler.of(split.train, batch, spec.run.seed).steps_per_epoch
     total = spec.run.steps or (spec.run.epochs or 0) * per_epoch
     trainer = Trainer(
         model,

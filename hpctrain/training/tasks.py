@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from hpctrain import nn
 from hpctrain.core.signals import StopRequest
 from hpctrain.data import Prefetch, Sampler, Samples, share
@@ -44,6 +46,15 @@ class _Share(NamedTuple):
     samples: int
 
 
+class _Place(NamedTuple):
+    """Where the samples of a worker's share are: see _Share."""
+
+    epoch: int
+    indexes: np.ndarray
+    first: int
+    samples: int
+
+
 class Tasks:
     """The tasks of this worker, read ahead; see `hpctrain.engines.Work`. A context manager."""
 
@@ -53,6 +64,7 @@ class Tasks:
         self._world, self._engine, self._plan = world, engine, plan
         self._journal, self._request = journal, request
         self._shares: Prefetch[_Share] | None = None
+        self._stream: Any = None  # the rows of this worker's shares, if the data set streams them
         self.max_drops = plan.max_skipped
 
     def __enter__(self) -> Tasks:
@@ -63,11 +75,14 @@ class Tasks:
         """Read no more."""
         if self._shares is not None:
             self._shares.close()
+        if self._stream is not None:
+            self._stream.close()
 
     def task(self, step: int) -> Task:
         """Return this worker's share of a step, and the scale: see hpctrain.training.loop."""
         self.at(step)
         if self._shares is None:
+            self._stream = self._open_stream(step)
             self._shares = Prefetch(
                 self._read, self._steps(step), self._plan.prefetch, self._plan.timeout_s
             )
@@ -101,10 +116,26 @@ class Tasks:
 
     def _read(self, step: int) -> _Share:
         """Return this worker's share of a step; called by the thread that reads ahead."""
+        place = self._locate(step)
+        if self._stream is None:
+            rows = self._plan.train.rows(place.indexes, place.epoch)
+        else:
+            rows = next(self._stream)
+        return _Share(step, place.first, Batch.of(*rows), place.samples)
+
+    def _locate(self, step: int) -> _Place:
+        """Return the place of this worker's share of a step."""
         sampler, engine = self._plan.sampler, self._engine
         assert engine.worker is not None  # a server has no tasks
         indexes = sampler.batch_indexes(step)
         first, own_indexes = share(indexes, engine.worker, engine.workers, self._plan.blocks)
         epoch, _ = sampler.locate_step(step)
-        batch = Batch.of(*self._plan.train.rows(own_indexes, epoch))
-        return _Share(step, first, batch, len(indexes))
+        return _Place(epoch, own_indexes, first, len(indexes))
+
+    def _open_stream(self, step: int) -> Any:
+        """Return an iterator of the rows of all shares from `step` on; None if there is none.
+
+        Data sets with a method `stream` read ahead by themselves, as with worker processes.
+        """
+        stream = getattr(self._plan.train, "stream", None)
+        return stream and stream(self._locate(step)[:2] for step in self._steps(step))

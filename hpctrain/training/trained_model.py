@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from hpctrain import nn
-from hpctrain.data import Samples
+from hpctrain.data import Samples, SelectedSamples, order_of
 from hpctrain.gradients.mixed import MixedReplica
 from hpctrain.gradients.replica import ModelReplica
 from hpctrain.training.arguments import as_samples
@@ -27,6 +27,8 @@ class TrainedModel:
     def evaluate(self, samples: Samples | tuple[Any, Any]) -> dict[str, float | None]:
         """Return the metrics over `samples`, such as {"loss": 0.31, "accuracy": 0.93}."""
         samples = as_samples(samples, "evaluate")
+        if (order := order_of(samples)) is not None:
+            samples = SelectedSamples(samples, order.indexes(0, 0))
         sums = sums_over(self.replica, samples, np.arange(len(samples)))
         return nn.losses.evaluate(self.replica.loss, sums)
 

@@ -25,7 +25,7 @@ from hpctrain.optim import Optimizer
 from hpctrain.optim.absent import skip_absent
 from hpctrain.parallel.options import MeshOptions, PipelineOptions
 from hpctrain.run_files.last_lines import last_lines
-from hpctrain.training import split_model, weights
+from hpctrain.training import orders, split_model, weights
 from hpctrain.training.arguments import as_engine, as_model, as_optimizer, as_samples
 from hpctrain.training.faults import FaultsOptions, Pace, SlowedReplica
 from hpctrain.training.fit_call import FitCall, RunOrigin
@@ -200,7 +200,7 @@ class Trainer:
 
         Each rank computes its share; all ranks get the same means over the whole set.
         """
-        samples = as_samples(samples, "evaluate")
+        samples = orders.select(self.world, as_samples(samples, "evaluate"), self.seed)
         self.world.on_all_ranks(lambda: self.check_sets(evaluated=samples))
         sums = evaluate(self.engine, samples, self.blocks)
         return nn.losses.evaluate(self.replica.loss, sums)

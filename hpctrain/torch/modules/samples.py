@@ -1,89 +1,104 @@
 """Data sets and loaders of PyTorch as Samples of the Trainer.
 
-The Trainer chooses the samples of each step, by seed, epoch and index, and each rank reads its own.
-Of a DataLoader its data set and `collate_fn` are used, not its batches, order and workers.
+The Trainer chooses the samples of each step, by seed, epoch and index, or in the order of a user's
+sampler, and each rank reads its own, in this process or in the worker processes of a loader.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, default_collate
 
-from hpctrain.core.errors import UsageError
-from hpctrain.core.trees import map_arrays, sample_shape
-from hpctrain.torch.modules.seeds import seed_generator
-
-LABELS = "labels"  #: the key of targets in batches that are dicts
+from hpctrain.core.trees import sample_shape
+from hpctrain.data import EpochOrder
+from hpctrain.torch.modules.loaders import LoaderOptions, read_options
+from hpctrain.torch.modules.row_reader import RowReader
 
 
 class TorchSamples:
-    """A data set with indexes and a length; see `hpctrain.data.Samples`.
-
-    An item is a pair (x, y), or a dict with "labels": then x is the whole dict, y its labels.
-    Before each item PyTorch's generator is seeded by epoch and index, so that random changes of
-    samples do not depend on the ranks.
-    """
+    """A data set with indexes and a length; see `hpctrain.data.Samples` and row_reader.py."""
 
     #: Not read by a second thread: items draw from the generator of the process.
     reads_ahead = False
 
-    def __init__(self, dataset: Dataset[Any], collate: Callable[[list[Any]], Any]):
-        """Raise UsageError for a data set without indexes or without items."""
-        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
-            raise UsageError(
-                f"data set: expected one with indexes and a length, seen "
-                f"{type(dataset).__name__}: its samples could not be divided among ranks"
-            )
-        self._dataset, self._collate = dataset, collate
-        if not len(self):
-            raise UsageError("data set: expected at least 1 sample, seen 0")
-        self._sample_shape = sample_shape(self.rows(np.arange(1))[0])
+    def __init__(self, dataset: Dataset[Any], options: LoaderOptions | None = None):
+        """`options`: of the loader of `dataset`."""
+        self._options = options
+        self._reader = RowReader(dataset, options.loader.collate_fn if options else default_collate)
+        if options is not None:
+            options.check_workers(self._reader)
+        self._sample_shape: Any = None
 
     @property
     def sample_shape(self) -> Any:
         """The shape of one sample, or the tree of shapes."""
+        if self._sample_shape is None:
+            self._sample_shape = sample_shape(self.rows(np.arange(1))[0])
         return self._sample_shape
+
+    @property
+    def order(self) -> EpochOrder | None:
+        """The order of the loader's sampler; None for the Trainer's own."""
+        return self._options.order if self._options else None
+
+    @property
+    def dropped_batch(self) -> int:
+        """The size of batches where a short one is dropped; 0 without `drop_last`."""
+        if self._options is None or not self._options.batches.drop_last:
+            return 0
+        return self._options.batches.batch_size
+
+    @property
+    def steps_ahead(self) -> int:
+        """The batches that worker processes read ahead."""
+        return self._options.steps_ahead if self._options else 0
 
     def __len__(self) -> int:
         """Return the number of samples."""
-        return len(self._dataset)
+        return len(self._reader)
 
     def rows(self, indexes: np.ndarray, epoch: int = 0) -> tuple[Any, Any]:
         """Return arrays (x, y) of the samples at `indexes`."""
-        if not len(indexes):
-            return map_arrays(lambda x: x[:0], self.rows(np.arange(1), epoch))
-        items = []
-        for index in indexes.tolist():
-            seed_generator(epoch, index)
-            items.append(self._dataset[index])
-        batch = self._collate(items)
-        if isinstance(batch, Mapping) and LABELS in batch:
-            batch = dict(batch), batch[LABELS]
-        if not isinstance(batch, tuple | list) or len(batch) != 2:
-            raise UsageError(
-                "data set: expected items (x, y), or dicts with the key 'labels', seen "
-                f"{type(batch).__name__} from {type(self._dataset).__name__}"
-            )
-        x, y = map(_as_arrays, batch)
-        return x, y
+        x, y = self._reader.rows(indexes, epoch)
+        return as_arrays(x), as_arrays(y)
+
+    def stream(self, batches: Iterable[tuple[int, np.ndarray]]) -> Iterator[tuple[Any, Any]] | None:
+        """Return the rows of `batches`, pairs (epoch, indexes), in order.
+
+        They are read ahead by worker processes, which end when the iterator is closed; None without
+        workers.
+        """
+        if not self.steps_ahead:
+            return None
+        assert self._options is not None
+        return map_rows(self._options.read(self._reader, batches))
+
+    def unused(self, batch: int | None) -> str:
+        """Return what the Trainer does not use of the loader; `batch`: samples per step."""
+        return self._options.describe_unused(batch) if self._options else ""
 
 
 def as_samples(value: DataLoader[Any] | Dataset[Any]) -> TorchSamples:
-    """Return the Samples of a data set, or of that of a loader."""
+    """Return the Samples of a data set, or of a loader with its sampler and options."""
     if isinstance(value, DataLoader):
-        collate = value.collate_fn if value.batch_size is not None else default_collate
-        return TorchSamples(value.dataset, collate)
-    return TorchSamples(value, default_collate)
+        return TorchSamples(value.dataset, read_options(value))
+    return TorchSamples(value)
 
 
-def _as_arrays(tree: Any) -> Any:
+def map_rows(batches: Iterator[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
+    """Yield the rows of `batches` as arrays."""
+    for x, y in batches:
+        yield as_arrays(x), as_arrays(y)
+
+
+def as_arrays(tree: Any) -> Any:
     """Return the tree of tensors as arrays; lists become tuples."""
     if isinstance(tree, Mapping):
-        return {key: _as_arrays(branch) for key, branch in tree.items()}
+        return {key: as_arrays(branch) for key, branch in tree.items()}
     if isinstance(tree, tuple | list):
-        return tuple(map(_as_arrays, tree))
+        return tuple(map(as_arrays, tree))
     return tree.numpy() if isinstance(tree, torch.Tensor) else np.asarray(tree)
