@@ -137,7 +137,7 @@ class JaxReplica:
         if batch.n == 0:
             for grad in () if accumulates else self._grads.values():
                 grad[...] = 0
-            return {}
+            return nn.losses.zero_sums(self.loss.terms)
         x, y = map_arrays(self.model.as_input, (batch.inputs, batch.targets))
         factor = self.model.dtype.type(scale * batch.n)  # the loss is a mean over the batch
         arguments = self._shared_params(), *self.model.as_arguments(x, y), factor, key_words(key)

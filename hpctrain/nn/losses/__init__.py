@@ -14,7 +14,16 @@ from hpctrain.nn.losses.binary_cross_entropy import binary_cross_entropy
 from hpctrain.nn.losses.cross_entropy import cross_entropy
 from hpctrain.nn.losses.loss import Loss, evaluate
 from hpctrain.nn.losses.mean_squared_error import mean_squared_error
-from hpctrain.nn.losses.sums import PendingSums, Sums, Total, add, pack, unpack, wait_for_sums
+from hpctrain.nn.losses.sums import (
+    PendingSums,
+    Sums,
+    Total,
+    add,
+    pack,
+    unpack,
+    wait_for_sums,
+    zero_sums,
+)
 
 __all__ = [
     "LOSSES",
@@ -31,6 +40,7 @@ __all__ = [
     "pack",
     "unpack",
     "wait_for_sums",
+    "zero_sums",
 ]
 
 #: The losses by the `kind` of a recipe's table [loss].

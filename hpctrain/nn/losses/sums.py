@@ -7,7 +7,7 @@ A sample has one target, its label, or several: a text has one at each position.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -42,6 +42,11 @@ class PendingSums(NamedTuple):
 def wait_for_sums(sums: Sums | PendingSums) -> Sums:
     """Return `sums` on the host; wait only for the sums, not for other work of the device."""
     return sums.wait() if isinstance(sums, PendingSums) else sums
+
+
+def zero_sums(names: Iterable[str]) -> Sums:
+    """Return the sums of no numbers."""
+    return dict.fromkeys(names, Total(0.0, 0.0))
 
 
 def add(a: Sums, b: Sums) -> Sums:
