@@ -16,6 +16,7 @@ from hpctrain.jax.replica import JaxReplica
 from hpctrain.jax.samples import as_jax_samples
 from hpctrain.optim import Optimizer
 from hpctrain.training import trainer
+from hpctrain.training.arguments import as_engine, as_optimizer
 from hpctrain.world import World
 
 
@@ -52,6 +53,7 @@ class Trainer(trainer.Trainer):
 
         def make_model() -> JaxModel:
             _check_optimizer(optimizer)
+            as_optimizer(optimizer), as_engine(engine)
             model = JaxModel(loss, params, predict, metrics)
             model.has_precision = precision is not None
             return model
