@@ -14,7 +14,7 @@ from hpctrain.core.errors import UsageError
 from hpctrain.core.trees import map_arrays
 from hpctrain.gradients.precision import Precision
 from hpctrain.jax.losses import JaxLoss, LossFunction
-from hpctrain.jax.parameters import common_dtype, find_dtypes, is_weak, named_leaves
+from hpctrain.jax.parameters import common_dtype, find_devices, find_dtypes, is_weak, named_leaves
 
 
 class JaxModel:
@@ -42,6 +42,7 @@ class JaxModel:
         self.predict = predict
         leaves = named_leaves(params)
         self.weak_leaves = [name for name, leaf in leaves.items() if is_weak(leaf)]
+        self.devices = find_devices(leaves)
         #: on the host: arrays of JAX may be deleted, or donated, after this call
         self.leaves = {name: np.asarray(leaf) for name, leaf in leaves.items()}
         self.structure = jax.tree_util.tree_structure(params)
@@ -64,6 +65,7 @@ class JaxModel:
         Raises UsageError for samples of another shape than those before, and for a loss that does
         not return means.
         """
+        x, y = map_arrays(self.as_input, samples.rows(np.arange(1)))
         shape = samples.sample_shape
         if self.input_shape is None:
             self.input_shape = shape
@@ -72,7 +74,6 @@ class JaxModel:
                 f"the model was given samples of shape {self.input_shape} before, seen {shape}"
             )
         leaves = [jax.ShapeDtypeStruct(x.shape, self.dtype) for x in self.leaves.values()]
-        x, y = map_arrays(self.as_input, samples.rows(np.arange(1)))
         jax.eval_shape(self.loss.means, self.as_tree(leaves), *self.as_arguments(x, y))
         return ()
 

@@ -127,6 +127,13 @@ def describe_dtypes(dtypes: Mapping[np.dtype, str]) -> str:
     return " and ".join(f"{dtype} at '{name}'" for dtype, name in dtypes.items())
 
 
+def find_devices(leaves: Mapping[str, Any]) -> list[str]:
+    """Return the devices, other than that of the arena, to which the user committed leaves."""
+    own = jax.local_devices(backend="cpu")[0]
+    committed = (leaf for leaf in leaves.values() if isinstance(leaf, jax.Array) and leaf.committed)
+    return sorted({str(device) for leaf in committed for device in leaf.devices() - {own}})
+
+
 def is_weak(leaf: Any) -> bool:
     """Return whether operations with `leaf` take the dtype of the other operand."""
     return isinstance(leaf, jax.Array) and bool(leaf.weak_type)

@@ -77,6 +77,11 @@ class JaxReplica:
                 f"params: weakly typed leaves ('{model.weak_leaves[0]}') become arrays of "
                 f"{model.dtype}; jnp.asarray(x, dtype) makes one"
             )
+        if model.devices:
+            texts.append(
+                f"params on {', '.join(model.devices)} are copied: a rank computes on the cores of "
+                "its process, the first CPU device of JAX"
+            )
         if self.loss.takes_key and ranks > 1:
             texts.append(
                 "the loss draws from a key of each rank's share, so its random numbers depend on "

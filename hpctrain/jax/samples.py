@@ -35,6 +35,26 @@ class PytreeSamples(Dataset):
         """Accept the arrays: `as_jax_samples` has checked them."""
 
 
+class RefusedSamples:
+    """Samples of one rank that raise their error when they are first read, on all ranks together.
+
+    So no rank needs to ask the others before: the Trainer agrees on errors at the start of a call.
+    """
+
+    sample_shape = None
+
+    def __init__(self, error: UsageError):
+        self._error = error
+
+    def __len__(self) -> int:
+        """Raise the error."""
+        raise self._error
+
+    def rows(self, indexes: np.ndarray, epoch: int = 0) -> tuple[Any, Any]:
+        """Raise the error."""
+        raise self._error
+
+
 def as_jax_samples(samples: Any, name: str) -> Samples:
     """Return `samples`, or those of a pair (x, y) of pytrees of arrays; `y` may hold only None.
 
@@ -61,7 +81,7 @@ def as_jax_samples(samples: Any, name: str) -> Samples:
 
 def as_leaf(leaf: Any, path: str) -> np.ndarray:
     """Return an array of a batch, on the host; raise UsageError for one that JAX cannot take."""
-    if fault := find_fault(leaf):
+    if fault := find_fault(leaf, allows_devices=True):
         raise UsageError(f"{path}: expected an array, seen {fault[0]}; {fault[1]}")
     if not any(jnp.issubdtype(leaf.dtype, kind) for kind in (np.number, np.bool_)):
         raise UsageError(f"{path}: expected an array of numbers or bools, seen one of {leaf.dtype}")

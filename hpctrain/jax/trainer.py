@@ -13,7 +13,7 @@ from hpctrain.gradients.precision import Precision
 from hpctrain.jax.losses import LossFunction
 from hpctrain.jax.model import JaxModel
 from hpctrain.jax.replica import JaxReplica
-from hpctrain.jax.samples import as_jax_samples
+from hpctrain.jax.samples import RefusedSamples, as_jax_samples
 from hpctrain.optim import Optimizer
 from hpctrain.training import trainer
 from hpctrain.training.arguments import as_engine, as_optimizer
@@ -71,21 +71,12 @@ class Trainer(trainer.Trainer):
 
     def fit(self, train: Any, *, evaluate: Any = None, **options: Any) -> dict[str, Any]:
         """Train; see `ht.Trainer.fit`. Pairs (x, y) are pytrees of arrays; y may be None."""
-
-        def as_sets() -> tuple[Samples, Samples | None]:
-            return (
-                self._as_samples(train, "fit"),
-                None if evaluate is None else self._as_samples(evaluate, "evaluate"),
-            )
-
-        train, test = self.world.on_all_ranks(as_sets)
-        return super().fit(train, evaluate=test, **options)
+        test = None if evaluate is None else self._as_samples(evaluate, "evaluate")
+        return super().fit(self._as_samples(train, "fit"), evaluate=test, **options)
 
     def evaluate(self, samples: Any) -> dict[str, float | None]:
         """Return the metrics over `samples`; see `ht.Trainer.evaluate`, and `fit`."""
-        return super().evaluate(
-            self.world.on_all_ranks(lambda: self._as_samples(samples, "evaluate"))
-        )
+        return super().evaluate(self._as_samples(samples, "evaluate"))
 
     def close(self) -> None:
         """End the engine's threads and free its links; collective. `params` remain."""
@@ -94,15 +85,18 @@ class Trainer(trainer.Trainer):
 
     def _as_samples(self, value: Any, name: str) -> Samples:
         """Return a data set; the pytrees of all sets must have one structure."""
-        samples, model = as_jax_samples(value, name), self.replica.model
-        structure = getattr(samples, "structure", None)
-        if model.input_shape is not None and str(structure) != str(model.sample_structure):
-            raise UsageError(
-                f"{name}: expected pytrees of (x, y) such as before, {model.sample_structure}, "
-                f"seen {structure}"
-            )
-        model.sample_structure = structure
-        return samples
+        try:
+            samples, model = as_jax_samples(value, name), self.replica.model
+            structure = getattr(samples, "structure", None)
+            if model.input_shape is not None and str(structure) != str(model.sample_structure):
+                raise UsageError(
+                    f"{name}: expected pytrees of (x, y) such as before, {model.sample_structure}, "
+                    f"seen {structure}"
+                )
+            model.sample_structure = structure
+            return samples
+        except UsageError as error:  # perhaps of this rank alone
+            return RefusedSamples(error)
 
 
 def _check_optimizer(optimizer: Any) -> None:

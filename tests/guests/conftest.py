@@ -8,7 +8,9 @@ from pathlib import Path
 
 import leftovers
 
-WITHOUT_TORCH = {"test_jax.py", "test_jax_behaviour.py", "test_attributes_jax.py"}
+WITHOUT_TORCH = {
+    "test_jax.py", "test_jax_batches.py", "test_jax_behaviour.py", "test_attributes_jax.py",
+}  # fmt: skip
 
 collect_ignore = (
     []

@@ -54,6 +54,31 @@ def loss_with_dropout(params, x, y, key):
     return loss(params, x, y)
 
 
+class set_x64:
+    """Sets 64 bits for all threads: ranks are threads."""
+
+    def __init__(self, value):
+        self.value, self.before = value, jax.config.jax_enable_x64
+
+    def __enter__(self):
+        jax.config.update("jax_enable_x64", self.value)
+
+    def __exit__(self, *_):
+        jax.config.update("jax_enable_x64", self.before)
+
+
+def deleted():
+    x = jnp.ones(3)
+    x.delete()
+    return x
+
+
+def donated():
+    x = jnp.ones(3)
+    jax.jit(lambda x: x + 1, donate_argnums=0)(x)
+    return x
+
+
 def make_trainer(engine="allreduce", loss=loss, **options):
     optimizer = ht.optim.sgd(rate=0.1, momentum=0.9)
     options = {"predict": predict, "metrics": ["accuracy"], "precision": "float64", **options}

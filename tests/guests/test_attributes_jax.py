@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import re
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from ranks import run_on
 jax = pytest.importorskip("jax", reason="needs JAX: pip install 'hpctrain[jax]'")
 jnp = jax.numpy
 
+from guests.jax_functions import deleted, donated, set_x64  # noqa: E402
+
 import hpctrain as ht  # noqa: E402
 from hpctrain.core.errors import UsageError  # noqa: E402
 
@@ -27,19 +30,6 @@ X, Y = GENERATOR.normal(size=(24, 4)), GENERATOR.normal(size=24)
 def x64(request):
     with set_x64(request.param):
         yield request.param
-
-
-class set_x64:
-    """Sets 64 bits for all threads: ranks are threads."""
-
-    def __init__(self, value):
-        self.value, self.before = value, jax.config.jax_enable_x64
-
-    def __enter__(self):
-        jax.config.update("jax_enable_x64", self.value)
-
-    def __exit__(self, *_):
-        jax.config.update("jax_enable_x64", self.before)
 
 
 class Layer(NamedTuple):
@@ -72,18 +62,6 @@ def train(params, ranks=1, loss=sum_of_leaves, data=(X, Y), **options):
     for other in others:
         jax.tree_util.tree_map(np.testing.assert_array_equal, first, other)
     return first
-
-
-def deleted():
-    x = jnp.ones(3)
-    x.delete()
-    return x
-
-
-def donated():
-    x = jnp.ones(3)
-    jax.jit(lambda x: x + 1, donate_argnums=0)(x)
-    return x
 
 
 ONES = np.ones(3)
@@ -218,99 +196,89 @@ def test_what_a_user_might_not_expect_is_announced_once(what, caplog):
     assert words is None or re.search(words, texts[0])
 
 
-def dtypes_loss(seen, params, x, y):
-    seen.append({name: leaf.dtype.name for name, leaf in {**x, "y": y}.items()})
-    return (params**2).sum()
+USES = {**USED, **REFUSED, **ANNOUNCED}
+DEVICES = "test_arrays_on_several_devices"
+#: attribute of an array of JAX that a user chooses -> (column, the row that tests it)
+CHOSEN = {
+    "dtype": ("used", "NumPy float64"), "shape": ("used", "no elements"),
+    "weak_type": ("announced", "a weakly typed leaf"), "is_deleted": ("refused", "deleted"),
+    "committed": ("announced", DEVICES), "device": ("announced", DEVICES),
+    "devices": ("announced", DEVICES), "platform": ("announced", DEVICES),
+    "sharding": ("refused", DEVICES), "global_shards": ("refused", DEVICES),
+    "addressable_shards": ("refused", DEVICES), "is_fully_addressable": ("refused", DEVICES),
+    "is_fully_replicated": ("refused", DEVICES),
+}  # fmt: skip
+#: what follows from these and from the values: functions, sizes, memory of the process
+DERIVED = """
+    T addressable_data all any argmax argmin argpartition argsort astype at aval block_until_ready
+    byteswap choose clip clone compress conj conjugate copy copy_to_host_async cumprod cumsum delete
+    device_buffer device_buffers diagonal dot flat flatten format imag is_ready item itemsize mT max
+    mean min nbytes ndim nonzero on_device_size_in_bytes prod ptp ravel real repeat reshape round
+    searchsorted size sort squeeze std sum swapaxes take to_device tobytes tolist trace traceback
+    transpose unsafe_buffer_pointer var view
+"""
+#: arguments that `ht.jax` has beside those of `ht.Trainer` -> where they are tested
+ARGUMENTS = {
+    "loss": "LOSSES", "params": "USED, REFUSED, ANNOUNCED", "optimizer": "OPTIMIZERS, RATES",
+    "engine": "ENGINES", "predict": "ERRORS", "metrics": "ERRORS", "precision": "given, ERRORS",
+    "world": "run_on", "options": "OF_TRAINER", "train": "BAD_SAMPLES, CASES", "x": "ERRORS",
+    "evaluate": "structure", "samples": "structure", "tree": "BAD_TREES", "op": "TREE_ERRORS",
+}  # fmt: skip
+#: arguments of `ht.Trainer` that pass through `options`, each used as for any model
+OF_TRAINER = """
+    model optimizer engine seed precision world callbacks faults init mesh pipeline train epochs
+    steps batch micro_batches evaluate out resume replay options checkpoints trace origin elastic
+"""
 
 
-class Pair(NamedTuple):
-    left: object
-    right: object
+def find_uncovered(names, *tables):
+    """Return public names that stand in no table."""
+    known = {n for table in tables for n in (table.split() if isinstance(table, str) else table)}
+    return {name for name in names if not name.startswith("_")} - known - {"self"}
 
 
-def tree_loss(params, x, y):
-    """Return a loss of a list, a namedtuple, a dict with integer keys, and None."""
-    first, pair, absent = x
-    assert y is None and absent is None
-    return ((first @ params - pair.left[3] * pair.right.sum(axis=-1)) ** 2).mean()
+def test_each_attribute_of_an_array_stands_in_a_column():
+    names = {*dir(jax.Array), *dir(type(jnp.ones(1)))}
+    assert find_uncovered(names, CHOSEN, DERIVED) == set()
+    assert find_uncovered({*names, "planted"}, CHOSEN, DERIVED) == {"planted"}
+    assert not CHOSEN.keys() & set(DERIVED.split())
+    for column, row in CHOSEN.values():
+        assert column in ("used", "refused", "announced") and (row in USES or row == DEVICES)
 
 
-def test_batches_are_pytrees_with_lists_and_none():
-    trees = [X, Pair({3: Y}, X), None], None
-    expected = train(np.zeros(4), data=(X, Y * X.sum(axis=-1)), loss=squares)
-    for ranks in (1, 3):
-        trained = train(np.zeros(4), ranks, tree_loss, trees)
-        np.testing.assert_allclose(trained, expected, rtol=1e-5)
+def test_each_argument_stands_in_a_column():
+    calls = ht.jax.Trainer, ht.jax.Trainer.fit, ht.jax.Trainer.evaluate, ht.jax.Trainer.predict
+    own = {name for call in (*calls, ht.jax.Model, ht.jax.allreduce)
+           for name in inspect.signature(call).parameters}  # fmt: skip
+    passed = {name for call in (ht.Trainer, ht.Trainer.fit)
+              for name in inspect.signature(call).parameters}  # fmt: skip
+    assert find_uncovered(own, ARGUMENTS) == find_uncovered(passed, OF_TRAINER) == set()
+    assert find_uncovered({*own, "planted"}, ARGUMENTS) == {"planted"}
 
 
-def squares(params, x, y):
-    return ((x @ params - y) ** 2).mean()
+SHARDED = """
+import jax, jax.numpy as jnp, numpy as np, hpctrain as ht
+from hpctrain.core.errors import UsageError
+world, devices = ht.init("cpu"), jax.devices()
+mesh = jax.sharding.Mesh(devices, "d")
+sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("d"))
+sharded, second = jax.device_put(jnp.ones(4), sharding), jax.device_put(jnp.ones(4), devices[1])
+total = ht.jax.allreduce([sharded, second])
+assert total[0].sharding == sharding and total[1].devices() == {devices[1]}
+loss = lambda params, x, y: (params ** 2).mean() + 0 * x.mean()
+try:
+    ht.jax.Trainer(loss, sharded, "sgd")
+except UsageError as error:
+    print(error)
+trainer = ht.jax.Trainer(loss, second, "sgd")
+trainer.fit((np.ones((4, 1)), jax.device_put(jnp.ones(4), sharding)), steps=1)
+"""
 
 
-BAD_SAMPLES = {
-    "deleted": (
-        lambda: (deleted(), np.ones(3)),
-        "fit: x: .* seen an array that was deleted or donated; pass",
-    ),
-    "donated": (lambda: ({"a": X, "b": donated()}, Y), r"fit: x\['b'\]: .* deleted or donated"),
-    "nothing": (lambda: (None, Y), "fit: x holds no array"),
-    "a number": (
-        lambda: (X, {"weight": 2.0}),
-        r"fit: y\['weight'\]: expected an array, seen float; write",
-    ),
-    "text": (
-        lambda: (X, np.array(["a"] * 24)),
-        "fit: y: expected an array of numbers or bools, .* <U1",
-    ),
-    "a key": (lambda: (X, jax.random.split(jax.random.key(0), 24)), "seen one of key<fry>"),
-    "no rows": (
-        lambda: (X, np.float32(1)),
-        r"y has shape \(\); expected .* let the loss hold what is the",
-    ),
-    "lengths": (lambda: (X, [Y, Y[:3]]), r"x has 24 samples but y\[1\] has 3"),
-    "keys": (
-        lambda: ({1: X, "a": X}, Y),
-        "fit: x: expected a pytree whose dicts have keys of one type",
-    ),
-    "NaN": (lambda: (X, Y * np.nan), "y holds nan in sample 0"),
-    "wide": (
-        lambda: (np.arange(24) << 32, Y),
-        "x: expected integers of 32 bits, .* jax_enable_x64, seen 0",
-    ),
-    "no pair": (lambda: X, "fit: expected a pair of arrays"),
-}
-
-
-@pytest.mark.parametrize("kind", BAD_SAMPLES)
-def test_bad_batches_of_one_rank_are_one_error_on_all(kind):
-    make, words = BAD_SAMPLES[kind]
-    data = make()
-
-    def body(world):
-        trainer = ht.jax.Trainer(squares, np.zeros(4), "sgd", world=world)
-        for call in (lambda d: trainer.fit(d, steps=1), trainer.evaluate):
-            with pytest.raises(UsageError, match=words.replace("fit", "(fit|evaluate)")):
-                call(data if world.rank else (X, Y))
-        return True
-
-    assert run_on("threads", 2, body) == [True, True]
-
-
-def test_evaluation_takes_pytrees_of_the_same_structure():
-    def body(world):
-        trainer = ht.jax.Trainer(squares, np.zeros(4), "sgd", world=world)
-        trainer.fit((X, Y), steps=1, evaluate=(jnp.asarray(X), Y))
-        with pytest.raises(UsageError, match=r"evaluate: expected pytrees of .* such as before"):
-            trainer.evaluate(([X], Y))
-
-    run_on("threads", 2, body)
-
-
-def test_batches_keep_their_dtypes(x64):
-    seen = []
-    x = {"f": X, "h": X.astype("f2"), "b": X > 0, "u": (X > 0).astype("u1"), "i": np.arange(24)}
-    x["bf16"] = jnp.ones((24, 2), "bfloat16")
-    train(np.zeros(4), loss=partial(dtypes_loss, seen), data=(x, Y > 0))
-    wide, narrow = {"f": "float64", "i": "int64"}, {"f": "float32", "i": "int32"}
-    others = {"h": "float16", "b": "bool", "u": "uint8", "bf16": "bfloat16", "y": "bool"}
-    assert len(seen) > 0 and all(dtypes == (wide if x64 else narrow) | others for dtypes in seen)
+def test_arrays_on_several_devices(start):
+    """Parameters are those of one device; collectives keep the layout; samples are copied."""
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    completed = start("-c", SHARDED, env=flags).finish(60)
+    assert "seen an array on 2 devices at 'params'; a rank computes on one" in completed.stdout
+    assert "params on cpu:1 are copied: a rank computes" in completed.stderr
+    assert "Traceback" not in completed.stderr

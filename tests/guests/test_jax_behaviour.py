@@ -12,6 +12,8 @@ from ranks import run_on
 jax = pytest.importorskip("jax", reason="needs JAX: pip install 'hpctrain[jax]'")
 jnp = jax.numpy
 
+from guests.jax_functions import deleted, set_x64  # noqa: E402
+
 import hpctrain as ht  # noqa: E402
 from hpctrain.core.errors import UsageError  # noqa: E402
 from hpctrain.data import Sampler  # noqa: E402
@@ -30,10 +32,8 @@ ENGINES = {
 
 @pytest.fixture(autouse=True)
 def x64():
-    before = jax.config.jax_enable_x64
-    jax.config.update("jax_enable_x64", True)
-    yield
-    jax.config.update("jax_enable_x64", before)
+    with set_x64(True):
+        yield
 
 
 def make_params():
@@ -226,3 +226,55 @@ def test_rates_of_jax_are_used(kind, tmp_path):
     expected = train_plainly("arrays", 0.9)
     for params in run_on("threads", 2, body):
         np.testing.assert_allclose(params["weight"], expected["weight"], atol=1e-7)
+
+
+BAD_TREES = {
+    "deleted": (lambda: {"a": ones(), "b": deleted()},
+                r"rank 1: .*leaf \['b'\] is an array that was deleted or donated; pass the result"),
+    "a mask": (lambda: {"a": np.ma.masked_array(np.ones(3)), "b": ones()}, "is a MaskedArray; use"),
+    "text": (lambda: {"a": ones(), "b": "text"}, r"leaf \['b'\] is str; leave it out"),
+    "a key": (lambda: {"a": jax.random.key(0), "b": ones()}, "is an array of key<fry>; leave it"),
+    "keys": (lambda: {1: ones(), "b": ones()}, "rank 1: ht.jax.allreduce: .* sorting pytree"),
+    "another tree": (lambda: {"a": ones()}, "must be the same on all ranks"),
+    "another dtype": (lambda: {"a": ones(), "b": ones().astype("f4")}, "the same on all ranks"),
+    "weak": (lambda: {"a": ones(), "b": jnp.full(3, 1.0)}, None),
+}  # fmt: skip
+
+
+def ones():
+    return jnp.ones(3)
+
+
+@pytest.mark.parametrize("kind", BAD_TREES)
+def test_a_bad_tree_of_one_rank_is_one_error_on_all(kind):
+    make, words = BAD_TREES[kind]
+
+    def body(world):
+        tree = make() if world.rank == 1 else {"a": ones(), "b": ones()}
+        if words is None:
+            total = ht.jax.allreduce(tree, world=world)
+        else:
+            with pytest.raises(UsageError, match=words):
+                ht.jax.allreduce(tree, world=world)
+            total = ht.jax.allreduce({"a": ones()}, world=world)  # none is left waiting
+        return np.asarray(total["a"]).tolist()
+
+    assert run_on("threads", 3, body) == [[3.0] * 3] * 3
+
+
+def test_reduced_leaves_keep_weak_types_and_devices():
+    tree = {
+        "weak": jnp.asarray(1.5), "strong": jnp.ones(()), "weak array": jnp.full(3, 1.0),
+        "committed": jax.device_put(jnp.ones(2), jax.devices()[0]), "none": None, "number": 1,
+    }  # fmt: skip
+
+    def body(world):
+        return ht.jax.allreduce(tree, world=world)
+
+    for total in run_on("threads", 2, body):
+        assert total["none"] is None and total["number"] == 2
+        for name in ("weak", "strong", "weak array", "committed"):
+            leaf, given = total[name], tree[name]
+            assert (leaf.weak_type, leaf.dtype) == (given.weak_type, given.dtype)
+            assert (leaf.committed, leaf.sharding) == (given.committed, given.sharding)
+            np.testing.assert_array_equal(leaf, 2 * given)
