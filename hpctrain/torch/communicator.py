@@ -13,8 +13,9 @@ from zlib import crc32
 
 from hpctrain.collectives.dispatch import Choice, Choices
 from hpctrain.collectives.native import native
+from hpctrain.torch.begun import share_begun
 from hpctrain.torch.job import end_after_loss
-from hpctrain.torch.progress import Progress, share_begun
+from hpctrain.torch.progress import Progress
 from hpctrain.transport.mpi.link import MpiLink
 from hpctrain.transport.mpi.tagged import SPIN_S, TaggedMessages
 from hpctrain.world import World
@@ -48,6 +49,7 @@ class Communicator:
             None if threaded else share_begun(self.world),
             has_thread=job.concurrent and len(self.ranks) > 1,
         )
+        self.set_limit(limit_s)
 
     def _make_world(self) -> World:
         """Return the World of the ranks, whose links nap while they wait; collective."""
@@ -56,11 +58,15 @@ class Communicator:
         if self._threaded:  # polls would hold the interpreter's lock
             main = replace(main, spins=False)
         world.main = main
-        spin_s = 0.0 if self._threaded else SPIN_S  # polls of a thread would disturb compute
-        for link in main.links:
-            assert isinstance(link, MpiLink)
-            link.nap_after(spin_s, self.limit_s)
         return world
+
+    def set_limit(self, limit_s: float) -> None:
+        """Let waits for other ranks that begin from now on end after `limit_s`."""
+        self.limit_s = self.progress.limit_s = limit_s
+        spin_s = 0.0 if self._threaded else SPIN_S  # polls of a thread would disturb compute
+        for link in self.group.links:
+            assert isinstance(link, MpiLink)
+            link.nap_after(spin_s, limit_s)
 
     def close(self) -> None:
         """Finish what is under way and free the links; all ranks of the group must call."""

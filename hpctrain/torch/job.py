@@ -35,10 +35,25 @@ def start_job(timeout: timedelta | None) -> World:
         # Waits of the backend end by themselves at the limit; the watch ends what goes beyond it.
         limit_s = DEFAULT_TIMEOUT_S if timeout is None else timeout.total_seconds()
         timeout_s = GRACE * limit_s + GRACE_S
+        _limits_s.append(limit_s)
         has_cuda = torch.cuda.is_available()
         world = init("auto" if has_cuda else "cpu", timeout_s, binds_cores=False)
     refuse_spares(world)
     return world
+
+
+#: The limit of the first group; the watch ends what goes beyond it.
+_limits_s: list[float] = []
+
+
+def check_limit(limit_s: float) -> None:
+    """Raise UsageError if waits of `limit_s` would be ended by the watch."""
+    longest_s = max(_limits_s, default=DEFAULT_TIMEOUT_S)
+    if not 0 < limit_s <= longest_s:
+        raise UsageError(
+            f"set_timeout: expected a limit of 0 to {longest_s:g} s, which the job was started "
+            f"with, seen {limit_s:g} s: give a longer one to init_process_group"
+        )
 
 
 def refuse_spares(world: World) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from datetime import timedelta
 from inspect import isfunction
 from typing import Any
@@ -14,7 +15,7 @@ from hpctrain.core.errors import LostRankError, UsageError
 from hpctrain.torch.autoload import BACKEND
 from hpctrain.torch.communicator import Communicator
 from hpctrain.torch.data_movement import DataMovement
-from hpctrain.torch.job import end_after_loss, start_job, uses_threads
+from hpctrain.torch.job import check_limit, end_after_loss, start_job, uses_threads
 from hpctrain.torch.point_to_point import PointToPoint
 from hpctrain.torch.reductions import Reductions
 from hpctrain.world import World
@@ -22,6 +23,7 @@ from hpctrain.world import World
 
 def make_process_group(options: Any) -> ProcessGroup:
     """Return the group of `options`, a `_DistributedBackendOptions`; collective over its ranks."""
+    refuse_other_backends()
     job = start_job(options.timeout)
     size, rank, ranks = options.group_size, options.group_rank, options.global_ranks_in_group
     is_default_group = not ranks
@@ -72,6 +74,29 @@ def _ranks_in_order(job: World, rank: int, size: int) -> list[int]:
         )
     _default_ranks[:] = sorted(range(size), key=given.__getitem__)
     return _default_ranks
+
+
+def refuse_other_backends() -> None:
+    """Raise UsageError if the group that PyTorch makes has another backend beside this.
+
+    PyTorch would ignore it: a process group in Python takes tensors of all devices.
+    """
+    backends = _backends_by_device()
+    if {*backends.values()} - {BACKEND}:
+        seen = ",".join(f"{device}:{name}" for device, name in backends.items())
+        raise UsageError(
+            f'the backend hpctrain serves tensors of all devices: expected "hpctrain" alone, seen '
+            f'"{seen}"; make a second group for the other, new_group(backend="nccl")'
+        )
+
+
+def _backends_by_device() -> dict[str, str]:
+    """Return the backend of each device for the group under way; PyTorch does not hand it over."""
+    frame = sys._getframe()
+    while (frame := frame.f_back) is not None:  # type: ignore[assignment]
+        if "backend_config" in frame.f_locals:
+            return dict(frame.f_locals["backend_config"].get_device_backend_map())
+    return {}
 
 
 class ProcessGroup(Reductions, DataMovement, PointToPoint, dist.ProcessGroup):
@@ -154,7 +179,14 @@ class ProcessGroup(Reductions, DataMovement, PointToPoint, dist.ProcessGroup):
         return 0
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Do nothing: the limit of waits is that of `init_process_group`."""
+        """Let later waits end after `timeout`; raise UsageError beyond that of the job.
+
+        The watch ends calls that wait for longer than the limit of `init_process_group`.
+        """
+        check_limit(timeout.total_seconds())
+        self.communicator.set_limit(timeout.total_seconds())
+
+    _set_default_timeout = set_timeout
 
     def shutdown(self) -> None:
         """Finish what is under way and free the group's links; all ranks of the group must call."""
@@ -162,7 +194,23 @@ class ProcessGroup(Reductions, DataMovement, PointToPoint, dist.ProcessGroup):
         self.communicator.close()
 
     def abort(self) -> None:
-        """Do nothing: a job whose rank fails is ended as a whole."""
+        """Let operations that wait for other ranks fail, and all later calls; see Progress."""
+        self.communicator.progress.abort()
+
+    def monitored_barrier(
+        self, timeout: timedelta | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        """Wait until every rank has called this; name those that have not after `timeout`.
+
+        `dist.monitored_barrier` refuses backends of other names than gloo. All ranks that are late
+        are named, also without `wait_all_ranks`.
+        """
+        earlier_s = self.communicator.limit_s
+        self.communicator.set_limit(timeout.total_seconds() if timeout else earlier_s)
+        try:
+            self.barrier(dist.BarrierOptions())
+        finally:
+            self.communicator.set_limit(earlier_s)
 
 
 def _keep_compilers_out() -> None:

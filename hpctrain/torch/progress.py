@@ -25,41 +25,21 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hpctrain.core.errors import LostRankError, TransportError
+from hpctrain.torch.begun import Begun
 from hpctrain.torch.work import RunningWork
 from hpctrain.transport.mpi.link import MpiLink
 from hpctrain.transport.mpi.requests import SleepingWait
 from hpctrain.transport.mpi.tagged import SPIN_S
-from hpctrain.transport.shared_memory.flags import WORDS_PER_LINE
 from hpctrain.watch import Entry, WatchRecord
 from hpctrain.world import World
 
 ALL_RANKS = -1
 #: An asynchronous call waits so long for late ranks before it leaves its operation to the thread:
 #: ranks in step then reduce in their callers' threads, which is faster where they fill the cores.
-PATIENCE_S = 2e-3
+PATIENCE_S = 5e-3
 #: Threads of more groups share the last entry of the watch's record.
 _MAX_THREAD_ENTRIES = 4
-
-
-class Begun:
-    """The number of operations that each rank of a node's group has begun, in shared memory.
-
-    A count orders no other memory: the operation itself does.
-    """
-
-    def __init__(self, words: np.ndarray, rank: int, size: int):
-        """`words` (size * WORDS_PER_LINE,) uint64, zeros at first, shared by the ranks."""
-        self._words, self._own = words.data, rank * WORDS_PER_LINE
-        self._peers = [peer * WORDS_PER_LINE for peer in range(size) if peer != rank]
-
-    def begin(self, number: int) -> None:
-        """Tell the others that this rank has begun operation `number`."""
-        self._words[self._own] = number
-
-    def by_all(self, number: int) -> bool:
-        """Return whether all ranks have begun operation `number`."""
-        words = self._words
-        return all(words[peer] >= number for peer in self._peers)
+_ABORTED = "the process group was aborted: make another by new_group"
 
 
 def _thread_entry(record: WatchRecord) -> Entry:
@@ -68,14 +48,6 @@ def _thread_entry(record: WatchRecord) -> Entry:
 
 
 _thread_numbers = count(1)
-
-
-def share_begun(world: World) -> Begun | None:
-    """Return the counts of the ranks of `world`; None without memory of them all; collective."""
-    if len(world.main.nodes) > 1:
-        return None
-    words = world.memory.common_zeros(world.size * WORDS_PER_LINE, np.uint64)
-    return None if words is None else Begun(words, world.rank, world.size)
 
 
 class Operation(NamedTuple):
@@ -123,6 +95,7 @@ class Progress:
         self._count_lock = threading.Lock()  # so that both have one order
         self._inbox: SimpleQueue[_Pending | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._is_aborted = False
         self._runner = 0  # the thread that runs waiting operations now
 
     def run(self, operation: Operation) -> None:
@@ -153,8 +126,7 @@ class Progress:
         with self._lock:
             runner, self._runner = self._runner, threading.get_ident()
             try:
-                while self._waiting and not work.is_completed():
-                    pending = self._take(self._waiting[0])
+                while not work.is_completed() and (pending := self._take_first()):
                     self._run_work(pending.operation, pending.work)
             finally:
                 self._runner = runner
@@ -173,11 +145,19 @@ class Progress:
             )
         self._thread = None
 
+    def abort(self) -> None:
+        """Let operations that do not run yet fail, and all later calls; waits for no rank."""
+        self._is_aborted = True
+        while (pending := self._take_first()) is not None:
+            pending.work.fail(TransportError(_ABORTED))
+
     def _has_earlier(self) -> bool:
         """Return whether other operations come first; not those of the callback that calls."""
         return bool(self._waiting or self._runner) and self._runner != threading.get_ident()
 
     def _begin(self) -> int:
+        if self._is_aborted:
+            raise TransportError(_ABORTED)
         with self._count_lock:
             self._number += 1
             if self._begun is not None:
@@ -233,15 +213,20 @@ class Progress:
             )
 
     def _give_up(self, pending: _Pending, error: TransportError) -> None:
-        with self._lock:
-            if not pending.is_taken:
-                self._take(pending)
-                pending.work.fail(error)
+        with self._count_lock:
+            if pending.is_taken:
+                return
+            self._waiting.remove(pending)
+            pending.is_taken = True
+        pending.work.fail(error)
 
-    def _take(self, pending: _Pending) -> _Pending:
-        pending.is_taken = True
-        self._waiting.remove(pending)
-        return pending
+    def _take_first(self) -> _Pending | None:
+        with self._count_lock:
+            if not self._waiting:
+                return None
+            pending = self._waiting.popleft()
+            pending.is_taken = True
+            return pending
 
     def _run_work(self, operation: Operation, work: RunningWork) -> None:
         try:
