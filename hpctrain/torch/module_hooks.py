@@ -20,7 +20,8 @@ INERT_HOOK: Callable[[Any, Any], Any] = partial(dict.get, {})
 class ForwardHook:
     """Calls a method before each forward pass of a module, while the method's object lives.
 
-    Not where the module is exported. A compiled module calls it before its compiled part.
+    Not where the module is exported. A compiled module calls it before its compiled part, so that
+    one of `fullgraph=True` itself must have the hook.
     """
 
     def __init__(self, method: Callable[[], None]):

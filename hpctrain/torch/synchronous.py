@@ -46,6 +46,8 @@ from hpctrain.torch.planes import GradientPlanes
 from hpctrain.torch.shared_state import broadcast_buffers, broadcast_state
 from hpctrain.torch.trained import TrainedSet
 from hpctrain.user_collectives.bound_calls import forget_calls
+from hpctrain.watch.ended import GRADIENTS, GRADIENTS_CALL
+from hpctrain.watch.inside import ALL_RANKS
 from hpctrain.world import World, survive
 
 T = TypeVar("T")
@@ -106,7 +108,7 @@ class GradientSync:
         self._takes_buffers = True  # before the next forward pass
         if world.size == 1:
             return
-        self._model, self._buffers_group = weakref.ref(model), world.group_for("sync")
+        self._model, self._buffers_group = weakref.ref(model), world.group_for(GRADIENTS)
         self._planes.build(world, self._trained.parameters)
         self._trained.watch(partial(_take_gradient, weakref.ref(self)))
         self._handles.append(model.register_forward_pre_hook(ForwardHook(self._begin_forward)))
@@ -210,9 +212,9 @@ class GradientSync:
         self.retry(lambda: self._planes.build(self.world, self._trained.parameters))
 
     def _wait_for_sums(self) -> None:
-        entry = None if self.world.record is None else self.world.record.entry("sync")
+        entry = None if self.world.record is None else self.world.record.entry(GRADIENTS)
         if entry is not None:
-            entry.enter(b"ht.torch.sync backward", -1, self._planes.nbytes)
+            entry.enter(GRADIENTS_CALL, ALL_RANKS, self._planes.nbytes)
         try:
             self._planes.wait()
         finally:
@@ -244,7 +246,7 @@ class GradientSync:
             try:
                 self._planes.close()
                 survive(self.world)
-                self._buffers_group = self.world.group_for("sync")
+                self._buffers_group = self.world.group_for(GRADIENTS)
                 self._planes.rebuild(self.world)
                 break
             except LostRankError:

@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 Parameters = dict[str, torch.nn.Parameter]
 #: The identities of what is trained, which holds while the parameters live.
 TrainedKey = tuple[int, ...]
+COMPILED = "_orig_mod."  #: before the names of a compiled module
 Hook = Callable[[torch.Tensor], None]
 
 #: Backward passes after which frozen parameters leave the planes: networks that are trained in turn
@@ -125,7 +126,8 @@ class TrainedSet:
 
 def trained_parameters(model: torch.nn.Module) -> Parameters:
     """Return the parameters of `model` that require gradients, by name; tied ones once."""
-    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+    named = ((n.replace(COMPILED, ""), p) for n, p in model.named_parameters())
+    return {name: p for name, p in named if p.requires_grad}
 
 
 def trained_key(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> TrainedKey:

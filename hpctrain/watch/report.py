@@ -132,15 +132,18 @@ def _describe_call(call: Call, now_s: float, has_steps: bool) -> str:
 def make_ended_report(
     ended: Sequence[Snapshot], waiting: Sequence[Snapshot], now_s: float
 ) -> HungReport:
-    """Return the report of ranks that wait for others whose script has ended."""
+    """Return the report of ranks that wait for others whose script has ended, or in other calls."""
     names = ", ".join(f"rank {snapshot.rank}" for snapshot in ended)
-    first = waiting[0]
-    call = min(first.waiting_calls, key=lambda call: call.start_s)
-    line = first.line.split()[0]
+    facts = [f"{names} {ENDED}"] if ended else []
+    first, *others = waiting
+    facts.append(f"rank {first.rank} waits in {_describe_first_call(first)}")
+    if not ended:
+        operation = _first_call(first).operation
+        other = next((s for s in others if _first_call(s).operation != operation), others[0])
+        facts.append(f"rank {other.rank} in {_describe_first_call(other)}")
     text = "\n".join(
         [
-            f"hung: {names} {ENDED}, rank {first.rank} waits in {call.operation} ({line}): do "
-            "ranks have different numbers of batches?",
+            f"hung: {', '.join(facts)}: do ranks have different numbers of batches?",
             *(_describe_rank(s, ENDED, now_s, has_steps=False) for s in ended),
             *(_describe_rank(s, WAITING, now_s, has_steps=False) for s in waiting),
             "what to do: make all ranks call the same operations in the same order",
@@ -149,6 +152,14 @@ def make_ended_report(
     judgements = [*((s, ENDED) for s in ended), *((s, WAITING) for s in waiting)]
     missing = missing_ranks([*ended, *waiting])
     return HungReport(text, make_facts(judgements, missing, {}, now_s, None))
+
+
+def _first_call(snapshot: Snapshot) -> Call:
+    return min(snapshot.waiting_calls, key=lambda call: call.start_s)
+
+
+def _describe_first_call(snapshot: Snapshot) -> str:
+    return f"{_first_call(snapshot).operation} ({snapshot.line.split()[0]})"
 
 
 def write_report(directory: Path, report: HungReport) -> bool:

@@ -97,36 +97,6 @@ def test_a_pickled_module_loads_where_hpctrain_is_not(tmp_path):
     assert "torch.Size([3, 3])" in done.stdout, done.stderr
 
 
-BACKENDS = ["eager", pytest.param("aot_eager", marks=pytest.mark.full)]
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("when", ["before", "after", "in place"])
-def test_a_compiled_module_is_summed(when, backend):
-    """Rank 0 compiles, and rank 1 does not: PyTorch's compiler is not for several threads."""
-    torch._dynamo.reset()
-    expected = make()
-    (expected(X).square().sum() / 2 + expected(2 * X).square().sum() / 2).backward()
-
-    def rank(link):
-        called = module = synced = make()
-        if link.rank == 0 and when == "in place":
-            module.compile(backend=backend)
-        elif link.rank == 0:
-            called = torch.compile(module, backend=backend)
-            synced = called if when == "before" else module
-        with GradientSync(over_threads(link), synced, None, WIRES["after backward"]):
-            for buffer in module.buffers():
-                buffer += link.rank
-            called(X * (1 + link.rank)).square().sum().backward()
-        assert module[1].num_batches_tracked == 1  # from the buffers of rank 0
-        return module
-
-    for module in run_ranks(2, rank, 120.0):
-        for p, q in zip(module.parameters(), expected.parameters(), strict=True):
-            assert torch.allclose(p.grad, q.grad)
-
-
 def test_a_module_is_deleted_with_its_planes_and_hooks():
     def rank(link):
         module = make()

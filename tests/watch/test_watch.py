@@ -7,6 +7,7 @@ import gc
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -369,6 +370,40 @@ def test_waits_for_ranks_that_have_ended(case: str, monkeypatch: pytest.MonkeyPa
         assert reports[expected].text.startswith(
             "hung: rank 1 has ended its script, rank 0 waits in recv (ring.py:57): do ranks have "
         )
+
+
+GRADIENTS = replace(WAIT, thread="sync", operation="ht.torch.sync backward", peer=-1)
+BACKWARD = replace(WAITING, calls=(GRADIENTS, replace(WAIT, thread="wire")))
+CALLS = replace(WAITING, calls=(replace(WAIT, thread="main"),))
+TAKES_BUFFERS = replace(WAITING, calls=(replace(WAIT, thread="sync"),))
+#: the ranks of the node at eight beats; the ranks that the report names first, if there is one
+WAITS = {
+    "gradients and another call": ([BACKWARD, CALLS], (0, 1)),
+    "gradients and buffers": ([TAKES_BUFFERS, BACKWARD, BACKWARD], (0, 1)),
+    "buffers and another call": ([TAKES_BUFFERS, TAKES_BUFFERS, CALLS], (0, 2)),
+    "gradients": ([BACKWARD, BACKWARD], None),
+    "another call": ([CALLS, CALLS], None),
+    "a rank computes": ([BACKWARD, CALLS, COMPUTING], None),
+    "a main thread computes": ([BACKWARD, replace(CALLS, calls=(COMM,))], None),
+}
+
+
+@pytest.mark.parametrize("case", WAITS)
+def test_main_threads_that_wait_in_different_calls(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hpctrain.watch.ended.clock", lambda: NOW)
+    snapshots, named = WAITS[case]
+    ended_ranks = EndedRanks()
+    reports = [ended_ranks.check(ranks(*snapshots), 0, at) for at in range(8)]
+    seen = [(at, report.text) for at, report in enumerate(reports) if report]
+    assert [at for at, _ in seen] == ([] if named is None else [5])
+    if named is not None:
+        first, second = named
+        assert re.match(
+            rf"hung: rank {first} waits in .* \(ring.py:57\), rank {second} in .*: do ranks have "
+            "different numbers of batches", seen[0][1],
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize(
