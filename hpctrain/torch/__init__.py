@@ -9,7 +9,8 @@ starts MPI; `init_process_group` does. `python -m hpctrain.torch SCRIPT` also se
 variables before the script starts, and imports no PyTorch.
 
 `ht.torch.Trainer` trains a module under every engine, `ht.torch.sync` sums the gradients of a loop
-of the user's own. See docs/pytorch.md.
+of the user's own, and `ht.torch.allreduce` and its neighbours are collectives on tensors. See
+docs/pytorch.md.
 """
 
 import sys
@@ -19,11 +20,40 @@ from hpctrain.core.lazy import lazy_names
 from hpctrain.torch.autoload import register
 
 if TYPE_CHECKING:
-    from hpctrain.torch.public import Loss, Model, Trainer, sync
+    from hpctrain.torch.public import (
+        Loss,
+        Model,
+        Trainer,
+        all_gather,
+        all_to_all,
+        allreduce,
+        bind,
+        broadcast,
+        gather,
+        reduce,
+        reduce_scatter,
+        scatter,
+        sync,
+    )
 
-__all__ = ["Loss", "Model", "Trainer", "register", "sync"]
+__all__ = [
+    "Loss",
+    "Model",
+    "Trainer",
+    "all_gather",
+    "all_to_all",
+    "allreduce",
+    "bind",
+    "broadcast",
+    "gather",
+    "reduce",
+    "reduce_scatter",
+    "register",
+    "scatter",
+    "sync",
+]
 
-__getattr__ = lazy_names(__name__, dict.fromkeys(["Loss", "Model", "Trainer", "sync"], "public"))
+__getattr__ = lazy_names(__name__, dict.fromkeys(__all__, "public"))
 
 # Python sets this name while it looks for the module of `-m`.
 _runs_script = sys.argv[:1] == ["-m"] and __name__ in sys.orig_argv

@@ -11,5 +11,30 @@ from hpctrain.torch.modules.losses import TorchLoss as Loss
 from hpctrain.torch.modules.model import TorchModel as Model
 from hpctrain.torch.modules.trainer import Trainer
 from hpctrain.torch.synchronous import sync
+from hpctrain.torch.tensor_calls import (
+    all_gather,
+    all_to_all,
+    allreduce,
+    bind,
+    broadcast,
+    gather,
+    reduce,
+    reduce_scatter,
+    scatter,
+)
 
-__all__ = ["Loss", "Model", "Trainer", "sync"]
+__all__ = [
+    "Loss",
+    "Model",
+    "Trainer",
+    "all_gather",
+    "all_to_all",
+    "allreduce",
+    "bind",
+    "broadcast",
+    "gather",
+    "reduce",
+    "reduce_scatter",
+    "scatter",
+    "sync",
+]

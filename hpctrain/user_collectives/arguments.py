@@ -49,7 +49,7 @@ def validate_arguments(
     """
     if "root" in options:
         _check_root(options["root"], world.size)
-    x = _check_array(x, writes_x and not (root_sends and options["root"] == world.rank))
+    x = _check_array(name, x, writes_x and not (root_sends and options["root"] == world.rank))
     memory = _describe_memory(x, world)
     if has_rows and (x.ndim == 0 or len(x) != world.size):
         raise UsageError(f"expected {world.size} rows, one for each rank, seen shape {x.shape}")
@@ -81,11 +81,13 @@ def _find_operation(x: np.ndarray, options: Mapping[str, Any]) -> collectives.Op
     return collectives.operation(op, x.dtype)
 
 
-def _check_array(x: Any, writes_x: bool) -> Array:
+def _check_array(name: str, x: Any, writes_x: bool) -> Array:
     """Return `x` if calls accept it, as a plain array if its class is derived."""
     if not isinstance(x, np.ndarray):
         if not on_device(x):
-            raise UsageError(f"expected an array of NumPy or CuPy, seen {type(x).__name__}")
+            raise UsageError(
+                f"expected an array of NumPy or CuPy, seen {type(x).__name__}{_hint(name, x)}"
+            )
     elif type(x) is not np.ndarray:
         if isinstance(x, np.ma.MaskedArray):
             raise UsageError("expected an array without a mask, seen a MaskedArray; use x.filled")
@@ -105,6 +107,16 @@ def _check_array(x: Any, writes_x: bool) -> Array:
     if writes_x and isinstance(x, np.ndarray):
         check_writable(x)
     return x
+
+
+def _hint(name: str, x: Any) -> str:
+    """Return the call that takes `x`, an object of another library; empty if there is none."""
+    libraries = {kind.__module__.split(".")[0] for kind in type(x).__mro__}
+    if "torch" in libraries:
+        return f"; ht.torch.{name} takes tensors"
+    if "jax" in libraries or "jaxlib" in libraries:
+        return "; ht.jax.allreduce takes arrays of JAX"
+    return ""
 
 
 def check_writable(x: np.ndarray) -> None:

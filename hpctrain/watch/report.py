@@ -138,8 +138,9 @@ def make_ended_report(
     first, *others = waiting
     facts.append(f"rank {first.rank} waits in {_describe_first_call(first)}")
     if not ended:
-        operation = _first_call(first).operation
-        other = next((s for s in others if _first_call(s).operation != operation), others[0])
+        own = _first_call(first)
+        calls = ((s, _first_call(s)) for s in others)
+        other = next(s for s, c in calls if (c.thread, c.operation) != (own.thread, own.operation))
         facts.append(f"rank {other.rank} in {_describe_first_call(other)}")
     text = "\n".join(
         [
