@@ -208,6 +208,26 @@ def test_options_may_change_while_training():
     assert difference([train_plainly(preparation("SGD"))], expected) > 1e-3
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_the_optimizer_has_its_states_after_the_trainer(name):
+    optimizers = []
+
+    def prepare(net):
+        optimizers.append(make(name, net))
+        return optimizers[-1], None
+
+    net = make_net(lambda step: step == 2)
+    train_plainly(prepare, net=net)
+    train(prepare, 2, net=net)
+    plain, *others = [optimizer.state_dict()["state"] for optimizer in optimizers]
+    for state in others:
+        assert state.keys() >= plain.keys()
+        for key, values in plain.items():
+            assert values.keys() == state[key].keys()
+            for one, other in zip(values.values(), state[key].values(), strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+
+
 def test_an_optimizer_is_bound_once(monkeypatch):
     made, make_optimizer = [], bound_optimizer._make
     monkeypatch.setattr(

@@ -17,6 +17,11 @@ from hpctrain.torch.modules.inputs import as_tensor
 
 #: On CPUs one pass over memory instead of several: AdamW takes a ninth of the time.
 FUSED = ("SGD", "Adam", "AdamW", "Adagrad")
+HOOKS_REFUSED = (
+    "optimizer: hooks of its steps need the module's own parameters, all of them; expected the "
+    "engine allreduce without shard_optimizer, share_parameters and priority, or local-sgd; or "
+    "remove the hooks"
+)
 
 
 class Piece(NamedTuple):
@@ -115,6 +120,19 @@ class BoundOptimizer:
             p.grad = None
         self._count(absent)
 
+    def export(self, target: torch.optim.Optimizer, parameters: int) -> None:
+        """Copy the states to `target`, if the tensors are whole and all of its `parameters`."""
+        sizes = [(p.part.stop - p.part.start, p.parameter.numel()) for p in self._pieces]
+        if len(sizes) < parameters or any(size < whole for size, whole in sizes):
+            return
+        for tensor, piece in zip(self._tensors, self._pieces, strict=True):
+            state = self._optimizer.state.get(tensor, {})
+            target.state[piece.parameter] = {
+                name: x.clone() if name == "step" else x.clone().view(piece.parameter.shape)
+                for name, x in state.items()
+                if x is not None
+            }
+
     def _count(self, absent: set[int]) -> None:
         """Count the update of all pieces but those that are `absent`."""
         is_present = np.ones(len(self._pieces), bool)
@@ -204,11 +222,9 @@ def bind_own(
     """Return the user's `optimizer` and its parameters, which lie in `param`."""
     tensors: list[torch.Tensor] = [piece.parameter for piece in pieces]
     for piece, tensor in zip(pieces, tensors, strict=True):
-        if tensor.data_ptr() != address_of(param[piece.elements]):
-            raise UsageError(
-                "optimizer: hooks of its steps expect the module's own parameters, but this engine "
-                "updates a copy of them; expected one such as allreduce, or remove the hooks"
-            )
+        is_whole = tensor.numel() == piece.part.stop - piece.part.start
+        if not is_whole or tensor.data_ptr() != address_of(param[piece.elements]):
+            raise UsageError(HOOKS_REFUSED)
     return optimizer, tensors
 
 

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from hpctrain.core.errors import UsageError
 from hpctrain.core.xp import Array, address_of
 from hpctrain.optim.norms import slot_pieces
 from hpctrain.optim.optimizer import GatherRows, State, TensorSlot, initial_state
@@ -58,10 +57,8 @@ class FlatOptimizer:
         self._bound: dict[int, BoundOptimizer] = {}  # by the address of the parameters
 
     def init(self, param: Array) -> State:
-        """Return the state of `param`; raise UsageError if a part of it cannot have hooks."""
+        """Return the state of `param`."""
         self._bound.clear()
-        if has_step_hooks(self._optimizer):
-            self._check_hooks(param.size)
         names = sorted({name for names in self._state_names for name in names} - {"step"})
         state = initial_state(param, names)
         return {**state, "step": np.zeros(1 + len(self._parameters), np.int64)}
@@ -81,6 +78,11 @@ class FlatOptimizer:
             self._bind(state, param, pieces, options).update(grad, options)
         state["step"][0] += 1
 
+    def export(self) -> None:
+        """Give the user's optimizer the states, where this rank has those of all parameters."""
+        for bound in self._bound.values():
+            bound.export(self._optimizer, len(self._parameters))
+
     def _bind(
         self, state: State, param: Array, pieces: list[Piece], options: list[dict[str, Any]]
     ) -> BoundOptimizer:
@@ -88,8 +90,6 @@ class FlatOptimizer:
         address, has_hooks = address_of(param), has_step_hooks(self._optimizer)
         bound = self._bound.get(address)
         if bound is None or not bound.fits(state, param, has_hooks):
-            if has_hooks:
-                self._check_hooks(param.size)
             make = bind_own if has_hooks else bind_new
             optimizer, tensors = make(self._optimizer, pieces, param, options)
             bound = BoundOptimizer(optimizer, tensors, pieces, state, self._state_names, has_hooks)
@@ -107,13 +107,3 @@ class FlatOptimizer:
                 part = slice(elements.start - slot.offset, elements.stop - slot.offset)
                 pieces.append(Piece(*self._parameters[slot.name], elements, part))
         return pieces
-
-    def _check_hooks(self, size: int) -> None:
-        """Raise UsageError unless `size` elements can be all parameters."""
-        if size < sum(p.parameter.numel() for p in self._parameters.values()):
-            raise UsageError(
-                "optimizer: hooks of its steps need all parameters, but an update has only a part "
-                "of them here; expected an engine whose ranks update all parameters in their "
-                "modules, such as allreduce without shard_optimizer, share_parameters and "
-                "priority; or remove the hooks"
-            )

@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 
+from hpctrain import engines
 from hpctrain.core.errors import UsageError
 from hpctrain.optim import Optimizer
+from hpctrain.torch.modules.bound_optimizer import HOOKS_REFUSED
 from hpctrain.torch.modules.flat_optimizer import FlatOptimizer, Owned
 from hpctrain.torch.modules.model import plain_name
 from hpctrain.torch.modules.optimizer_table import (
@@ -53,6 +55,13 @@ def as_optimizer(optimizer: Any, module: torch.nn.Module, schedule: Schedule | N
     return Optimizer(flat.init, flat.update, options, needs_all, skips_absent=True)
 
 
+def export_states(optimizer: Optimizer) -> None:
+    """Give the optimizer of PyTorch in `optimizer` its states, where this rank has them all."""
+    flat = getattr(optimizer.update, "__self__", None)
+    if isinstance(flat, FlatOptimizer):
+        flat.export()
+
+
 def announce(optimizer: torch.optim.Optimizer, schedule: Schedule | None) -> None:
     """Warn of what has no effect; one rank calls it."""
     for name in announced_attributes(optimizer):
@@ -64,6 +73,16 @@ def announce(optimizer: torch.optim.Optimizer, schedule: Schedule | None) -> Non
             "optimizer: a scheduler was made for it, but the Trainer was given none, and will not "
             "step it: pass it as schedule"
         )
+
+
+def check_hooks(optimizer: torch.optim.Optimizer, engine: Any) -> None:
+    """Raise UsageError if the engine cannot call the hooks of the optimizer's steps."""
+    is_split = any(
+        getattr(engine, name, False) for name in ("shard_optimizer", "share_parameters", "priority")
+    )
+    has_modules = isinstance(engine, engines.AllReduce | engines.LocalSgd | engines.Single)
+    if has_step_hooks(optimizer) and (is_split or not has_modules):
+        raise UsageError(HOOKS_REFUSED)
 
 
 def check_agreement(world: World, optimizer: torch.optim.Optimizer) -> None:

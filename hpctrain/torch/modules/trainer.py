@@ -9,10 +9,17 @@ import torch
 import hpctrain.world
 from hpctrain.optim import Optimizer
 from hpctrain.torch.modules.model import TorchModel
-from hpctrain.torch.modules.optimizers import announce, as_optimizer, check_agreement
+from hpctrain.torch.modules.optimizers import (
+    announce,
+    as_optimizer,
+    check_agreement,
+    check_hooks,
+    export_states,
+)
 from hpctrain.torch.modules.replica import TorchReplica
 from hpctrain.torch.modules.schedulers import Schedule
 from hpctrain.training import trainer
+from hpctrain.training.arguments import as_engine
 
 
 class Trainer(trainer.Trainer):
@@ -46,6 +53,7 @@ class Trainer(trainer.Trainer):
         options["world"] = world = options.get("world") or hpctrain.world.init()
         flat = world.on_all_ranks(lambda: as_optimizer(optimizer, module, schedule))
         if isinstance(optimizer, torch.optim.Optimizer):
+            world.on_all_ranks(lambda: check_hooks(optimizer, as_engine(engine)))
             check_agreement(world, optimizer)
             if world.rank == 0:
                 announce(optimizer, schedule)
@@ -57,6 +65,10 @@ class Trainer(trainer.Trainer):
         return self.replica.model.module
 
     def close(self) -> None:
-        """End the engine's threads and free its links; collective."""
+        """End the engine's threads and free its links; collective.
+
+        An optimizer of PyTorch gets the states of its parameters, where a rank has all of them.
+        """
         super().close()
         self.replica.leave_arena()
+        export_states(self._optimizer)
