@@ -109,7 +109,7 @@ def test_an_option_of_a_later_pytorch_fails_this_walk_and_is_refused(monkeypatch
     monkeypatch.setattr(optim, "SGD", Planted)
     Planted.__name__ = "SGD"
     train(lambda net: (Planted(groups_of(net)), None), steps=1)  # at its default
-    with pytest.raises(UsageError, match="damp: expected 0[.]0, since hpctrain does not"):
+    with pytest.raises(UsageError, match="since hpctrain does not know this option"):
         train(lambda net: (Planted(groups_of(net, damp=0.5)), None), 2, steps=1)
 
 
@@ -166,7 +166,5 @@ def test_ranks_with_other_states_are_refused():
             net.scale.grad = None
         return optimizer, None
 
-    with pytest.raises(
-        UsageError, match="the optimizer's state [(]its SHA-256[)] must be the same"
-    ):
+    with pytest.raises(UsageError, match="the optimizer's state"):
         train(prepare, 2, steps=1)

@@ -233,9 +233,8 @@ def test_clipping_is_that_of_torch():
     shapes = LAYOUTS["over blocks"]
     ws, grads = numbers(shapes)
     expected = torch_run("SGD", clip=2.0, lr=0.1)(ws, grads)
-    result = run_ours(
-        optim.sgd(0.1, clip_norm=2.0), flat(ws, shapes), [flat(gs, shapes) for gs in grads]
-    )
+    optimizer, slots = optim.sgd(0.1, clip_norm=2.0), slots_of(shapes)[0]
+    result = run_ours(optimizer, flat(ws, shapes), [flat(gs, shapes) for gs in grads], slots)
     np.testing.assert_allclose(result, flat(expected, shapes), atol=1e-7)
 
 
