@@ -107,6 +107,8 @@ class BlockReplica:
         The last subtotal is `arena.grad`. Returns the totals of this rank's blocks.
         """
         own_blocks, samples = self._own_blocks, key.samples
+        if (mean_factor := getattr(self.loss, "mean_factor", None)) is not None:
+            key = key._replace(mean_factor=mean_factor(batch, key))
         indices = (*own_blocks, own_blocks.stop)
         bounds = [samples * b // self._tree.blocks - key.first for b in indices]
         if (bounds[0], bounds[-1]) != (0, batch.n):

@@ -47,6 +47,7 @@ class Key(NamedTuple):
     on_need: Callable[[str], None] | None = (
         None  #: called with a parameter's name before its first use
     )
+    mean_factor: float | None = None  #: of a loss that is no mean over samples, if known before
 
 
 @dataclass(frozen=True)

@@ -108,7 +108,7 @@ class FitCall:
             request = catch_signals()
             loop.begin()
             if not has_begun:
-                self._announce(world)
+                self._announce(world, trainer.replica.loss)
                 run_facts.log_start(loop.journal)
             stack.enter_context(summary_on_exit(loop.journal, callbacks.end))
             with np.errstate(over="ignore", invalid="ignore"):  # the loss is checked, each step
@@ -130,9 +130,10 @@ class FitCall:
         model, steps_per_epoch = trainer.replica.model, sampler.steps_per_epoch
         return Callbacks(trainer.callbacks, trainer.world, model, steps_per_epoch)
 
-    def _announce(self, world: World) -> None:
+    def _announce(self, world: World, loss: Any) -> None:
         orders.announce(world, self.train, self.batch)
-        orders.announce(world, self.test)
+        for value in (self.test, loss):
+            orders.announce(world, value)
 
     def _make_loop(
         self,

@@ -9,6 +9,7 @@ step apart and a fast one may begin it before the others.
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import numpy as np
 
@@ -43,9 +44,9 @@ def samples_to_check(samples: Samples, sampler: Sampler) -> Samples:
     return SelectedSamples(samples, sampler.batch_indexes(0)[:CHECKED_SAMPLES])
 
 
-def announce(world: World, samples: Samples | None, batch: int | None = None) -> None:
-    """Log on rank 0 what a data set, trained in batches of `batch`, leaves unused."""
-    describe = getattr(samples, "unused", None)
+def announce(world: World, value: Any, batch: int | None = None) -> None:
+    """Log on rank 0 what is not used of a user's object; `batch`: of training samples."""
+    describe = getattr(value, "unused", None)
     if world.rank == 0 and describe is not None and (text := describe(batch)):
         log.warning("%s", text)
 

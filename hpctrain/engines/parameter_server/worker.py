@@ -69,7 +69,7 @@ class Worker:
     def _compute_round(self, work: Work, first_step: int) -> tuple[Sums, Report]:
         """Compute the gradients of one push, from step `first_step` on."""
         sums: Sums = {}
-        flags, batch_targets = work.flags(), 0
+        flags, targets, batch_targets = work.flags(), 0.0, 0
         last_step = first_step + self.push_every - 1
         for step in range(first_step, last_step + 1):
             task = work.task(step)
@@ -78,6 +78,8 @@ class Worker:
                 break
             sums = add(sums, step_sums)
             batch_targets += round(1 / task.scale)
+            # Not the count of the loss, which may be a sum of weights.
+            targets += task.batch.n / max(task.key.samples, 1) / task.scale
         has_push, is_finite, steps = True, not flags.failed, self.push_every
         if self.drops_gradients and self.check.may_continue(is_finite, work.max_drops, steps):
             has_push, flags = is_finite, flags._replace(failed=0)
@@ -90,7 +92,7 @@ class Worker:
             steps=self.push_every,
             has_push=has_push,
             wants_pull=self._steps_since_pull >= self.pull_every,
-            targets=int(sums["loss"].count) if sums else 0,
+            targets=round(targets),
             batch_targets=batch_targets,
         )
 

@@ -14,7 +14,7 @@ from hpctrain.core.trees import sample_count
 from hpctrain.gradients.precision import Precision
 from hpctrain.torch.modules.inputs import call_module
 from hpctrain.torch.modules.layers import RankBatchNorm, replace_layers
-from hpctrain.torch.modules.losses import TorchLoss, as_loss, compute_sums
+from hpctrain.torch.modules.losses import TorchLoss, as_loss, check_class_axis, compute_sums
 
 CHECKED_SAMPLES = 2  #: computed before training; more than one, since some losses compare samples
 
@@ -38,6 +38,7 @@ class TorchModel:
         if not any(p.requires_grad for p in module.parameters()):
             raise UsageError("module: expected parameters with requires_grad, seen none")
         self.module, self._loss = module, as_loss(loss)
+        self._is_default_loss = isinstance(loss, str)
         replace_layers(module)
         self._parameter = next(p for p in module.parameters() if p.is_floating_point())
         self._has_embedding = any(isinstance(m, torch.nn.Embedding) for m in module.modules())
@@ -51,7 +52,7 @@ class TorchModel:
 
     @loss.setter
     def loss(self, loss: Any) -> None:
-        self._loss = as_loss(loss)
+        self._loss, self._is_default_loss = as_loss(loss), False
 
     @property
     def parameter_count(self) -> int:
@@ -85,6 +86,7 @@ class TorchModel:
         outputs = self.outputs(x)
         if isinstance(outputs, torch.Tensor):
             self.output_shape = tuple(outputs.shape[1:])
+            check_class_axis(self._loss, self.output_shape, y, self._is_default_loss)
         if isinstance(self._loss, TorchLoss):
             compute_sums(self._loss, outputs, y, sample_count(x), None, self._parameter)
         elif not isinstance(outputs, torch.Tensor):

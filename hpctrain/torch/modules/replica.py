@@ -32,7 +32,7 @@ from hpctrain.gradients.replica import Batch, ignore_ready, split_batch
 from hpctrain.optim.absent import ABSENT
 from hpctrain.torch.modules.inputs import as_arrays, as_tensor
 from hpctrain.torch.modules.layers import gradient_key, recompute
-from hpctrain.torch.modules.losses import compute_sums
+from hpctrain.torch.modules.losses import compute_sums, mean_factor
 from hpctrain.torch.modules.model import TorchModel, plain_name
 from hpctrain.torch.modules.needs import ParameterNeeds
 from hpctrain.transport.shared_memory.host import aligned_zeros
@@ -96,6 +96,7 @@ class TorchReplica:
         """Write the gradient into the arena, as the sum over micro-batches; see Replica."""
         self._load_integers()
         self.model.module.train()
+        scale *= mean_factor(self.loss, batch, key)
         if self.loss_scale is None:
             sums = self._compute_pieces(batch, scale, key, on_ready)
         else:

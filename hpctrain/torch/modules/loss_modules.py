@@ -1,0 +1,136 @@
+"""Losses of torch.nn and torch.nn.functional under the Trainer: how they are called, what is wrong.
+
+A mean over the elements of the outputs is a mean over samples, since each has as many: the engines
+get the number of samples times it. Refused are losses whose value for a share of a batch would not
+add up to that for the batch, or whose parameters the Trainer would not train.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from hpctrain.core.errors import UsageError
+
+#: Functions with the module of the same arguments, which is taken in their place.
+MODULES: dict[Any, type[nn.Module]] = {
+    functional.cross_entropy: nn.CrossEntropyLoss,
+    functional.nll_loss: nn.NLLLoss,
+    functional.mse_loss: nn.MSELoss,
+    functional.l1_loss: nn.L1Loss,
+    functional.smooth_l1_loss: nn.SmoothL1Loss,
+    functional.huber_loss: nn.HuberLoss,
+    functional.binary_cross_entropy: nn.BCELoss,
+    functional.binary_cross_entropy_with_logits: nn.BCEWithLogitsLoss,
+    functional.kl_div: nn.KLDivLoss,
+    functional.poisson_nll_loss: nn.PoissonNLLLoss,
+    functional.soft_margin_loss: nn.SoftMarginLoss,
+    functional.hinge_embedding_loss: nn.HingeEmbeddingLoss,
+    functional.multi_margin_loss: nn.MultiMarginLoss,
+    functional.multilabel_margin_loss: nn.MultiLabelMarginLoss,
+    functional.multilabel_soft_margin_loss: nn.MultiLabelSoftMarginLoss,
+}
+#: Losses that would broadcast targets of another shape over the samples of a share.
+ELEMENTWISE = (
+    nn.MSELoss,
+    nn.L1Loss,
+    nn.SmoothL1Loss,
+    nn.HuberLoss,
+    nn.KLDivLoss,
+    nn.PoissonNLLLoss,
+    nn.SoftMarginLoss,
+    nn.HingeEmbeddingLoss,
+)
+#: Losses with weights that are broadcast to the outputs, with their names.
+BROADCAST_WEIGHTS = {nn.BCELoss: ("weight",), nn.BCEWithLogitsLoss: ("weight", "pos_weight")}
+
+
+def as_module(function: Any) -> Any:
+    """Return the module of torch.nn that a function of torch.nn.functional computes, else itself.
+
+    Also of functools.partial with keywords, such as partial(cross_entropy, weight=w).
+    """
+    if isinstance(function, partial) and function.func in MODULES and not function.args:
+        return MODULES[function.func](**function.keywords)
+    try:
+        return MODULES[function]() if function in MODULES else function
+    except TypeError:  # not hashable
+        return function
+
+
+def check_function(function: Any) -> None:
+    """Raise UsageError for a loss with other arguments, or with parameters of its own."""
+    name = type(function).__name__
+    if isinstance(function, nn.Module) and any(p.requires_grad for p in function.parameters()):
+        raise UsageError(
+            f"loss: expected one without parameters, seen {name}: the Trainer trains those of the "
+            "module; let the module compute this loss, with loss=lambda outputs, targets: outputs"
+        )
+    call = function.forward if isinstance(function, nn.Module) else function
+    try:
+        arguments = signature(call)
+        arguments.bind(None, None)
+    except ValueError:  # a function in C without a signature
+        return
+    except TypeError:
+        raise UsageError(
+            f"loss: expected a function of outputs and targets, seen {name} with arguments "
+            f"{arguments}; give loss=lambda outputs, targets: criterion(...) with a tuple or dict "
+            "of outputs or targets"
+        ) from None
+
+
+def check_shapes(loss: Any, outputs: Any, targets: Any) -> None:
+    """Raise UsageError where PyTorch would broadcast over the samples of a share."""
+    if not isinstance(outputs, torch.Tensor) or not isinstance(targets, torch.Tensor):
+        return
+    if isinstance(loss, ELEMENTWISE) and outputs.shape != targets.shape:
+        raise UsageError(
+            f"loss: {type(loss).__name__} expects targets of the outputs' shape "
+            f"{tuple(outputs.shape)}, seen {tuple(targets.shape)}, which would be compared with "
+            "all samples of a share; reshape the targets or the outputs"
+        )
+    for cls, names in BROADCAST_WEIGHTS.items():
+        for name in names if isinstance(loss, cls) else ():
+            weight = getattr(loss, name)
+            if weight is not None and weight.ndim == outputs.ndim and weight.shape[0] != 1:
+                raise UsageError(
+                    f"loss: expected a {name} that is broadcast to each sample's outputs "
+                    f"{tuple(outputs.shape[1:])}, seen {tuple(weight.shape)} with a weight per "
+                    "sample of a batch; make the weights part of the targets"
+                )
+
+
+def call_in_dtype(loss: Any, outputs: Any, targets: Any, reduction: str | None = None) -> Any:
+    """Return `loss(outputs, targets)`, its weights in dtype and memory of the outputs.
+
+    With `reduction` instead of its own. The user's module is not changed.
+    """
+    if not isinstance(loss, nn.Module) or not isinstance(outputs, torch.Tensor):
+        return loss(outputs, targets)
+    called: Any = copy.copy(loss)
+    weights = {
+        name: x if x is None or not x.is_floating_point() else x.to(outputs)
+        for name, x in loss._buffers.items()
+    }
+    vars(called)["_buffers"] = weights
+    if reduction is not None:
+        called.reduction = reduction
+    return called(outputs, targets)
+
+
+def sums_by_class(loss: Any) -> bool:
+    """Return whether a mean of `loss` is one over classes' weights and targets not ignored."""
+    kinds: tuple[Callable[..., Any], ...] = nn.CrossEntropyLoss.forward, nn.NLLLoss.forward
+    return (
+        isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss)
+        and type(loss).forward in kinds
+        and loss.reduction == "mean"
+    )
