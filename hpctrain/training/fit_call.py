@@ -17,6 +17,7 @@ from hpctrain.data import Sampler, Samples, batches_to_read_ahead, order_of
 from hpctrain.run_files import run_folder
 from hpctrain.training import orders, run_facts
 from hpctrain.training.callbacks import Callbacks, check_metrics
+from hpctrain.training.centered_loss import centered_loss
 from hpctrain.training.exit_status import summary_on_exit
 from hpctrain.training.journal import Journal
 from hpctrain.training.loop import Loop
@@ -111,6 +112,7 @@ class FitCall:
                 self._announce(world, trainer.replica.loss)
                 run_facts.log_start(loop.journal)
             stack.enter_context(summary_on_exit(loop.journal, callbacks.end))
+            stack.enter_context(centered_loss(trainer.replica.model, self.train))
             with np.errstate(over="ignore", invalid="ignore"):  # the loss is checked, each step
                 return loop.run(request)
 

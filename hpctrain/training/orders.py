@@ -45,7 +45,7 @@ def samples_to_check(samples: Samples, sampler: Sampler) -> Samples:
 
 
 def announce(world: World, value: Any, batch: int | None = None) -> None:
-    """Log on rank 0 what is not used of a user's object; `batch`: of training samples."""
+    """Log on rank 0 the unused parts of a user's object; `batch`: of training samples."""
     describe = getattr(value, "unused", None)
     if world.rank == 0 and describe is not None and (text := describe(batch)):
         log.warning("%s", text)

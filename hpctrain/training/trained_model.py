@@ -11,6 +11,7 @@ from hpctrain.data import Samples, SelectedSamples, order_of
 from hpctrain.gradients.mixed import MixedReplica
 from hpctrain.gradients.replica import ModelReplica
 from hpctrain.training.arguments import as_samples
+from hpctrain.training.centered_loss import centered_loss
 from hpctrain.training.loop import sums_over
 
 
@@ -29,7 +30,8 @@ class TrainedModel:
         samples = as_samples(samples, "evaluate")
         if (order := order_of(samples)) is not None:
             samples = SelectedSamples(samples, order.indexes(0, 0))
-        sums = sums_over(self.replica, samples, np.arange(len(samples)))
+        with centered_loss(self.model, samples):
+            sums = sums_over(self.replica, samples, np.arange(len(samples)))
         return nn.losses.evaluate(self.replica.loss, sums)
 
     def __repr__(self) -> str:

@@ -27,6 +27,7 @@ from hpctrain.parallel.options import MeshOptions, PipelineOptions
 from hpctrain.run_files.last_lines import last_lines
 from hpctrain.training import orders, split_model, weights
 from hpctrain.training.arguments import as_engine, as_model, as_optimizer, as_samples
+from hpctrain.training.centered_loss import centered_loss
 from hpctrain.training.faults import FaultsOptions, Pace, SlowedReplica
 from hpctrain.training.fit_call import FitCall, RunOrigin
 from hpctrain.training.loop import evaluate
@@ -202,7 +203,8 @@ class Trainer:
         """
         samples = orders.select(self.world, as_samples(samples, "evaluate"), self.seed)
         self.world.on_all_ranks(lambda: self.check_sets(evaluated=samples))
-        sums = evaluate(self.engine, samples, self.blocks)
+        with centered_loss(self.replica.model, samples):
+            sums = evaluate(self.engine, samples, self.blocks)
         return nn.losses.evaluate(self.replica.loss, sums)
 
     def predict(self, x: Any) -> np.ndarray:

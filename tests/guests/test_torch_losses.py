@@ -266,8 +266,8 @@ def test_a_count_of_ones_own_divides_the_sum():
 def test_a_sum_is_trained_as_a_mean_and_said_so_unless_it_was_asked_for(caplog, by_argument):
     loss = nn.MSELoss(reduction="sum")
     ours(2, ht.torch.Loss(loss, "sum") if by_argument else loss, REALS, make_module)
-    said = [r for r in caplog.records if "reduction='sum' is divided by" in r.getMessage()]
-    assert len(said) == (not by_argument)
+    warnings = [r for r in caplog.records if "reduction='sum' is divided by" in r.getMessage()]
+    assert len(warnings) == (not by_argument)
 
 
 def test_the_users_loss_is_not_changed_and_read_at_each_step():

@@ -1,8 +1,14 @@
-"""The mean squared error, for targets that are real numbers."""
+"""The mean squared error, for targets that are real numbers.
+
+The variance of the targets, of which r2 is a share, comes from sums of t - c and (t - c)^2, with a
+number c near the mean that is the same in all sums (Chan, Golub and LeVeque, 1983). With c = 0 it
+would be the small difference of two large numbers where the mean is large.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from math import sqrt
 from typing import Any, ClassVar
@@ -14,6 +20,8 @@ from hpctrain.core.xp import Array
 from hpctrain.nn.layer import Shape
 from hpctrain.nn.losses.loss import Metric, find_shape_fault, make_sums, mean
 from hpctrain.nn.losses.sums import PendingSums, Sums, Total
+
+CENTER_ROWS = 1024  #: whose mean is near enough to that of all
 
 
 def _rmse(sums: Sums) -> float | None:
@@ -28,6 +36,7 @@ def _r2(sums: Sums) -> float | None:
     return 1 - loss.sum / variation if targets.count == loss.count and variation > 0 else None
 
 
+@dataclass(frozen=True)
 class MeanSquaredError:
     """The squared error, a mean over the last axis of the outputs (n, ..., features).
 
@@ -35,6 +44,8 @@ class MeanSquaredError:
     features counts as one target. The metrics `rmse` and, for one feature, `r2`, the coefficient of
     determination, are over all targets of a set.
     """
+
+    offset: float = 0.0  #: of the targets in sums; see `centered`
 
     terms = ("loss", "target", "target_squared")
     metrics: ClassVar[Mapping[str, Metric]] = {"loss": mean("loss"), "rmse": _rmse, "r2": _r2}
@@ -50,7 +61,7 @@ class MeanSquaredError:
             raise UsageError(fault)
         features = outputs.shape[-1]
         error = outputs - targets.reshape(outputs.shape).astype(outputs.dtype, copy=False)
-        wide_targets = targets.astype(np.float64, copy=False)
+        wide_targets = targets.astype(np.float64, copy=False) - self.offset
         totals = [
             (error * error).sum(dtype="float64") / features,
             wide_targets.sum(),
@@ -61,6 +72,10 @@ class MeanSquaredError:
             return sums, None
         error *= 2 * scale / features
         return sums, error
+
+    def centered(self, targets: Any) -> MeanSquaredError:
+        """Return this loss with the mean of the first targets (n, ...) as the offset of sums."""
+        return replace(self, offset=float(targets[:CENTER_ROWS].mean(dtype="float64")))
 
     def find_fault(self, targets: Any, output_shape: Shape) -> str:
         """Return the fault of targets with another shape than the outputs; see Loss."""

@@ -28,7 +28,7 @@ BATCHES_AHEAD = 2  #: per worker, as in PyTorch
 
 @dataclass(frozen=True)
 class LoaderOptions:
-    """What the Trainer takes from a DataLoader."""
+    """The arguments of a DataLoader that the Trainer uses."""
 
     loader: DataLoader[Any]
     batches: BatchSampler
@@ -78,7 +78,7 @@ class LoaderOptions:
         return isinstance(self.batches.sampler, RandomSampler)
 
     def describe_unused(self, batch: int | None) -> str:
-        """Return what is not used, "" for nothing; `batch`: samples per step, None: no training."""
+        """Describe the unused arguments; `batch`: samples per step, None for an evaluation."""
         loader, parts = self.loader, []
         if batch is not None and self.batches.batch_size != batch:
             size = self.batches.batch_size

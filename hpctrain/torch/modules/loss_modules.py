@@ -1,4 +1,4 @@
-"""Losses of torch.nn and torch.nn.functional under the Trainer: how they are called, what is wrong.
+"""Losses of torch.nn and torch.nn.functional under the Trainer: calls and refusals.
 
 A mean over the elements of the outputs is a mean over samples, since each has as many: the engines
 get the number of samples times it. Refused are losses whose value for a share of a batch would not

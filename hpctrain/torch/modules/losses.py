@@ -131,7 +131,7 @@ class TorchLoss:
         raise UsageError("expected the number of classes beside the data: the loss is a function")
 
     def unused(self, batch: int | None) -> str:
-        """Return what of the user's loss has another meaning here."""
+        """Describe a reduction of the loss that has another meaning here."""
         if not self._has_own_reduction or self._reduction != "sum":
             return ""
         return (

@@ -78,7 +78,7 @@ class TorchSamples:
         return map_rows(self._options.read(self._reader, batches))
 
     def unused(self, batch: int | None) -> str:
-        """Return what the Trainer does not use of the loader; `batch`: samples per step."""
+        """Describe the unused arguments of the loader; `batch`: samples per step."""
         return self._options.describe_unused(batch) if self._options else ""
 
 

@@ -1,0 +1,21 @@
+"""The offset of the sums from which r2 is computed: of a run, or of an evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from hpctrain.data import Samples, known_targets
+
+
+@contextmanager
+def centered_loss(model: Any, samples: Samples) -> Iterator[None]:
+    """Let the sums of the loss be of targets without their mean, if it knows how."""
+    loss = model.loss
+    if hasattr(loss, "centered"):
+        model.loss = loss.centered(known_targets(samples))
+    try:
+        yield
+    finally:
+        model.loss = loss
