@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import multiprocessing
 import sys
 from functools import partial
 from typing import Any
@@ -44,6 +45,7 @@ def init(
     """
     global _world
     if _world is None:
+        _refuse_workers()
         try:
             _world = over_mpi(device, timeout_s, comm, binds_cores)
         except UsageError as error:  # most likely on all ranks: one reports it
@@ -64,6 +66,15 @@ def init(
                 "world.split or world.subset"
             )
     return _world
+
+
+def _refuse_workers() -> None:
+    """Raise UsageError in a process that multiprocessing starts, and that imports the script."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise UsageError(
+            "init: a worker process, as of a DataLoader, runs the script of its rank while it "
+            'starts; put the script\'s statements under `if __name__ == "__main__":`'
+        )
 
 
 def report_without_traceback(error: UsageError) -> None:

@@ -12,6 +12,7 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     DistributedSampler,
+    IterableDataset,
     RandomSampler,
     Sampler,
     SequentialSampler,
@@ -128,9 +129,9 @@ def plain_batches(make, epochs=EPOCHS):
 @pytest.mark.parametrize("ranks", [1, 3, pytest.param(2, marks=pytest.mark.full)])
 @pytest.mark.parametrize("name", LOADERS)
 def test_a_loader_trains_on_its_own_samples_in_its_own_order(name, ranks):
-    ours, summary = by_trainer(ranks, LOADERS[name], BATCH, epochs=EPOCHS)
+    trained, summary = by_trainer(ranks, LOADERS[name], BATCH, epochs=EPOCHS)
     batches = list(plain_batches(LOADERS[name]))
-    assert difference(ours, by_plain_loop(batches)) <= LIMIT
+    assert difference(trained, by_plain_loop(batches)) <= LIMIT
     assert summary["steps"] == len(batches)
     assert summary["samples"] == sum(len(y) for _, y in batches)
 
@@ -144,11 +145,11 @@ def test_replicas_of_several_ranks_train_on_what_they_have_together():
     def make(replicas=4, rank=1):
         return loader(sampler=DistributedSampler(DATA, replicas, rank, seed=1))
 
-    ours, _ = by_trainer(2, make, BATCH, epochs=1)
+    trained, _ = by_trainer(2, make, BATCH, epochs=1)
     parts = [list(DistributedSampler(DATA, 4, rank, seed=1)) for rank in range(4)]
     together = [i for group in zip(*parts, strict=True) for i in group]
     batches = DataLoader(DATA, BATCH, sampler=together)
-    assert difference(ours, by_plain_loop(batches)) <= LIMIT
+    assert difference(trained, by_plain_loop(batches)) <= LIMIT
 
 
 @pytest.mark.parametrize("engine", ["ps-sync", "local-sgd", "ps-async", "gossip"])
@@ -247,8 +248,8 @@ def test_rows_of_tensors_are_those_of_their_items():
     for data in (DATA, Subset(Subset(DATA, range(25)), [3, 1, 24, 7])):
         indexes = np.array([2, 0, 3])
         base = indexes if data is DATA else np.array([24, 3, 7])
-        for ours, theirs in zip(as_samples(data).rows(indexes), plain.rows(base), strict=True):
-            assert np.array_equal(ours, theirs) and ours.dtype == theirs.dtype
+        for rows, expected in zip(as_samples(data).rows(indexes), plain.rows(base), strict=True):
+            assert np.array_equal(rows, expected) and rows.dtype == expected.dtype
         assert as_samples(data).rows(np.array([], int))[0].shape == (0, 4)
 
 
@@ -276,7 +277,13 @@ class Shard(Rotated):
     num_replicas, rank = 4, 2
 
 
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter([])
+
+
 REFUSALS = {
+    "a stream": (lambda: DataLoader(Stream()), "expected one with indexes and a length"),
     "without a length": (lambda: loader(sampler=NoLength()), "expected one with a length"),
     "too short": (lambda: loader(sampler=Short()), "expected the 24 indexes of an epoch"),
     "out of range": (lambda: loader(sampler=[3, N]), f"expected indexes in 0 .. {N - 1}, seen {N}"),

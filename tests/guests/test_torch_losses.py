@@ -173,7 +173,7 @@ def plain(loss, targets, make):
     return by_plain_loop(batches(), loss, double(make))
 
 
-def ours(ranks, loss, targets, make, **options):
+def by_hpctrain(ranks, loss, targets, make, **options):
     return by_trainer(
         ranks, lambda: (X, targets), BATCH, loss, double(make), steps=STEPS, **options
     )
@@ -189,7 +189,7 @@ def scaled(loss, targets, make):
 @pytest.mark.parametrize("ranks", [3, *(pytest.param(p, marks=pytest.mark.full) for p in (1, 2))])
 @pytest.mark.parametrize("name", ROWS)
 def test_a_loss_gives_the_parameters_of_a_plain_loop(name, ranks):
-    trained, _ = ours(ranks, *ROWS[name])
+    trained, _ = by_hpctrain(ranks, *ROWS[name])
     assert difference(trained, plain(*scaled(*ROWS[name]))) <= LIMIT
 
 
@@ -231,14 +231,16 @@ def test_an_evaluation_divides_by_the_weights(name):
     ],
 )
 def test_engines_and_micro_batches_divide_by_the_weights_of_a_step(name, engine, options):
-    trained, _ = ours(3, *WEIGHTED[name], make_module, engine=engine, **options)
+    trained, _ = by_hpctrain(3, *WEIGHTED[name], make_module, engine=engine, **options)
     assert difference(trained, plain(*WEIGHTED[name], make_module)) <= LIMIT
 
 
 @pytest.mark.parametrize("name", WEIGHTED)
 def test_ordered_sums_have_the_same_bytes_on_any_ranks(name):
     engine = ht.engines.AllReduce(reduction="ordered", blocks=4)
-    ends = [ours(ranks, *WEIGHTED[name], make_module, engine=engine)[0] for ranks in (1, 2, 3)]
+    ends = [
+        by_hpctrain(ranks, *WEIGHTED[name], make_module, engine=engine)[0] for ranks in (1, 2, 3)
+    ]
     assert ends[0].tobytes() == ends[1].tobytes() == ends[2].tobytes()
     assert difference(ends[0], plain(*WEIGHTED[name], make_module)) <= LIMIT
 
@@ -247,7 +249,7 @@ def test_ordered_sums_have_the_same_bytes_on_any_ranks(name):
 def test_workers_that_step_apart_divide_by_the_weights_of_their_own(engine):
     """So equal weights change nothing, however large."""
     large = CE(weight=torch.full((3,), 7.0, dtype=torch.float64))
-    ends = [ours(2, loss, LABELS, make_module, engine=engine)[0] for loss in (CE(), large)]
+    ends = [by_hpctrain(2, loss, LABELS, make_module, engine=engine)[0] for loss in (CE(), large)]
     assert difference(*ends) <= 1e-9
 
 
@@ -256,23 +258,23 @@ def test_a_count_of_ones_own_divides_the_sum():
     loss = ht.torch.Loss(
         lambda z, y: F.cross_entropy(z, y, W, reduction="sum"), "sum", count=lambda y: W[y].sum()
     )
-    trained, summary = ours(3, loss, LABELS, make_module)
+    trained, summary = by_hpctrain(3, loss, LABELS, make_module)
     assert difference(trained, plain(CE(weight=W), LABELS, make_module)) <= LIMIT
-    _, other = ours(1, CE(weight=W), LABELS, make_module)
+    _, other = by_hpctrain(1, CE(weight=W), LABELS, make_module)
     assert summary["train_loss"] == pytest.approx(other["train_loss"], rel=1e-12)
 
 
 @pytest.mark.parametrize("by_argument", [False, True])
 def test_a_sum_is_trained_as_a_mean_and_said_so_unless_it_was_asked_for(caplog, by_argument):
     loss = nn.MSELoss(reduction="sum")
-    ours(2, ht.torch.Loss(loss, "sum") if by_argument else loss, REALS, make_module)
+    by_hpctrain(2, ht.torch.Loss(loss, "sum") if by_argument else loss, REALS, make_module)
     warnings = [r for r in caplog.records if "reduction='sum' is divided by" in r.getMessage()]
     assert len(warnings) == (not by_argument)
 
 
 def test_the_users_loss_is_not_changed_and_read_at_each_step():
     loss = CE(weight=W.float())
-    ours(2, loss, LABELS, make_module)
+    by_hpctrain(2, loss, LABELS, make_module)
     assert loss.reduction == "mean" and loss.weight.dtype is torch.float32
     assert loss.weight.equal(W.float())
 
@@ -304,7 +306,7 @@ def test_refusals(name):
     with pytest.raises(UsageError) as error:
         if loss is None:
             loss = ht.torch.Loss(F.cross_entropy, count=len)
-        ours(2, loss, targets, make_module)
+        by_hpctrain(2, loss, targets, make_module)
     assert message in str(error.value)
 
 
@@ -324,8 +326,8 @@ SQUARE_LABELS = GENERATOR.integers(3, size=(N, 3))
 
 
 def test_the_axis_of_classes_is_that_of_the_loss():
-    torchs, _ = ours(2, CE(), SQUARE_LABELS, lambda: Square(1))
-    last, _ = ours(2, ht.nn.cross_entropy, SQUARE_LABELS, lambda: Square(2))
+    torchs, _ = by_hpctrain(2, CE(), SQUARE_LABELS, lambda: Square(1))
+    last, _ = by_hpctrain(2, ht.nn.cross_entropy, SQUARE_LABELS, lambda: Square(2))
     assert difference(torchs, last) <= LIMIT
     assert difference(torchs, plain(CE(), SQUARE_LABELS, lambda: Square(1))) <= LIMIT
 
@@ -335,4 +337,4 @@ def test_the_axis_of_classes_is_that_of_the_loss():
 )
 def test_a_name_is_refused_where_classes_may_lie_in_axis_1(make, targets):
     with pytest.raises(UsageError, match=r"give torch\.nn\.CrossEntropyLoss"):
-        ours(2, "cross_entropy", targets, make)
+        by_hpctrain(2, "cross_entropy", targets, make)

@@ -94,7 +94,7 @@ class LoaderOptions:
         return f"DataLoader: not used are {', '.join(parts)}" if parts else ""
 
 
-def read_options(loader: DataLoader[Any]) -> LoaderOptions:
+def read_options(loader: DataLoader[Any], reader: RowReader) -> LoaderOptions:
     """Return the options of a loader; raise UsageError for those that the Trainer cannot use."""
     batches: Any = loader.batch_sampler
     if batches is None:
@@ -108,11 +108,12 @@ def read_options(loader: DataLoader[Any]) -> LoaderOptions:
             f"{type(batches).__name__}: the Trainer cuts the batches itself, `batch` samples over "
             "all ranks; give the order of samples as sampler="
         )
-    samples = len(loader.dataset)
     order = None
-    if not is_replaceable(batches.sampler, samples):
-        order = TorchOrder(batches.sampler, samples, loader.generator)
-    return LoaderOptions(loader, batches, order, _start_method(loader))
+    if not is_replaceable(batches.sampler, len(reader)):
+        order = TorchOrder(batches.sampler, len(reader), loader.generator)
+    options = LoaderOptions(loader, batches, order, _start_method(loader))
+    options.check_workers(reader)
+    return options
 
 
 def _start_method(loader: DataLoader[Any]) -> str:
@@ -138,7 +139,7 @@ class _WorkerStart:
     def __call__(self, worker: int) -> None:
         info = get_worker_info()
         assert info is not None
-        vars(info)["dataset"] = info.dataset.dataset
+        object.__setattr__(info, "dataset", info.dataset.dataset)
         if self.init is not None:
             self.init(worker)
 

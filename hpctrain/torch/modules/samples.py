@@ -25,12 +25,9 @@ class TorchSamples:
     #: Not read by a second thread: items draw from the generator of the process.
     reads_ahead = False
 
-    def __init__(self, dataset: Dataset[Any], options: LoaderOptions | None = None):
-        """`options`: of the loader of `dataset`."""
-        self._options = options
-        self._reader = RowReader(dataset, options.loader.collate_fn if options else default_collate)
-        if options is not None:
-            options.check_workers(self._reader)
+    def __init__(self, reader: RowReader, options: LoaderOptions | None = None):
+        """`options`: of the loader of a data set."""
+        self._reader, self._options = reader, options
         self._sample_shape: Any = None
 
     @property
@@ -85,8 +82,9 @@ class TorchSamples:
 def as_samples(value: DataLoader[Any] | Dataset[Any]) -> TorchSamples:
     """Return the Samples of a data set, or of a loader with its sampler and options."""
     if isinstance(value, DataLoader):
-        return TorchSamples(value.dataset, read_options(value))
-    return TorchSamples(value)
+        reader = RowReader(value.dataset, value.collate_fn)
+        return TorchSamples(reader, read_options(value, reader))
+    return TorchSamples(RowReader(value, default_collate))
 
 
 def map_rows(batches: Iterator[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
