@@ -156,6 +156,7 @@ def test_a_script_without_a_guard_is_refused_in_its_workers(start, tmp_path):
     assert "put the script's statements under" in completed.stderr
 
 
+@pytest.mark.full
 def test_workers_of_the_trainer_end_with_a_killed_rank(start, tmp_path):
     job = start(write_trainer(tmp_path, pause=0.05, epochs=50), ranks=2)
     job.until("start", timeout=90)

@@ -5,117 +5,26 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from guests.loader_rows import BATCH, DATA, EPOCHS, LABELS, LOADERS, N, Rotated, X, loader
 from guests.torch_training import LIMIT, by_plain_loop, by_trainer, difference, make_module
 from ranks import run_on
 from torch.utils.data import (
-    BatchSampler,
     DataLoader,
     Dataset,
     DistributedSampler,
     IterableDataset,
-    RandomSampler,
     Sampler,
-    SequentialSampler,
     Subset,
     SubsetRandomSampler,
-    TensorDataset,
-    WeightedRandomSampler,
     default_collate,
 )
 
 import hpctrain as ht
 from hpctrain.core.errors import UsageError
-from hpctrain.torch.modules.samples import as_samples
+from hpctrain.torch.modules import loaders
+from hpctrain.torch.modules.samples import TorchSamples, as_samples
 
 pytestmark = pytest.mark.either
-
-N, BATCH, EPOCHS = 27, 8, 2
-X = torch.from_numpy(np.random.default_rng(0).normal(size=(N, 4)))
-LABELS = torch.arange(N) % 3
-DATA = TensorDataset(X, LABELS)
-
-
-def seeded():
-    return torch.Generator().manual_seed(7)
-
-
-class Rotated(Sampler):
-    """An order of its own that depends on the epoch."""
-
-    epoch = 0
-
-    def __len__(self):
-        return N - 3
-
-    def __iter__(self):
-        return iter([(3 * i + self.epoch) % N for i in range(len(self))])
-
-    def set_epoch(self, epoch):
-        self.epoch = epoch
-
-
-class Waning(Sampler):
-    """Depends on the epochs drawn before."""
-
-    def __init__(self):
-        self._first = 0
-
-    def __len__(self):
-        return 12
-
-    def __iter__(self):
-        self._first += 5
-        return iter(range(self._first, self._first + 12))
-
-
-def doubled(items):
-    x, y = default_collate(items)
-    return 2 * x, y
-
-
-def loader(**options):
-    return DataLoader(DATA, **{"batch_size": BATCH, **options})
-
-
-def batched(sampler, drop_last):
-    return DataLoader(DATA, batch_sampler=BatchSampler(sampler, BATCH, drop_last))
-
-
-WEIGHTS = np.linspace(0, 1, N)
-#: loaders whose samples and order are the user's own, and used
-LOADERS = {
-    "subset": lambda: loader(sampler=SubsetRandomSampler(range(20), generator=seeded())),
-    "subset, drop_last": lambda: loader(
-        sampler=SubsetRandomSampler(range(20), generator=seeded()), drop_last=True
-    ),
-    "weighted": lambda: loader(sampler=WeightedRandomSampler(WEIGHTS, 40, generator=seeded())),
-    "weighted, each once": lambda: loader(
-        sampler=WeightedRandomSampler(WEIGHTS, 11, replacement=False, generator=seeded())
-    ),
-    "random, some": lambda: loader(sampler=RandomSampler(DATA, num_samples=21, generator=seeded())),
-    "random, repeated": lambda: loader(
-        sampler=RandomSampler(DATA, replacement=True, num_samples=30, generator=seeded())
-    ),
-    "shuffled by a generator": lambda: loader(shuffle=True, generator=seeded()),
-    "two generators": lambda: loader(
-        sampler=SubsetRandomSampler(range(5, 20), generator=seeded()), generator=seeded()
-    ),
-    "a part in order": lambda: loader(sampler=SequentialSampler(range(19))),
-    "a list": lambda: loader(sampler=[5, 4, -1, 3, 5, 9, 11, 12, 0, 7, 8]),
-    "its own class": lambda: loader(sampler=Rotated()),
-    "its own state": lambda: loader(sampler=Waning()),
-    "batches of a subset": lambda: batched(
-        SubsetRandomSampler(range(4, 24), generator=seeded()), False
-    ),
-    "batches, drop_last": lambda: batched(RandomSampler(DATA, generator=seeded()), True),
-    "replicas": lambda: loader(sampler=DistributedSampler(DATA, 1, 0)),
-    "replicas, in order": lambda: loader(sampler=DistributedSampler(DATA, 1, 0, shuffle=False)),
-    "replicas, by seed": lambda: loader(sampler=DistributedSampler(DATA, 1, 0, seed=3)),
-    "collate_fn": lambda: loader(sampler=range(N), collate_fn=doubled),
-    "a subset of the data": lambda: DataLoader(
-        Subset(DATA, range(1, 22)), BATCH, sampler=range(0, 21)
-    ),
-}  # fmt: skip
 
 
 def plain_batches(make, epochs=EPOCHS):
@@ -323,14 +232,30 @@ ANNOUNCEMENTS = {
     "order": ({}, "shuffle=False (samples come in the Trainer's order"),
     "pin_memory": ({"pin_memory": True}, "pin_memory"),
     "in_order": ({"in_order": False}, "in_order=False"),
+    "persistent_workers": ({"num_workers": 2}, "persistent_workers=False"),
 }
 
 
 @pytest.mark.parametrize("name", ANNOUNCEMENTS)
-def test_what_is_not_used_is_said_once(name, caplog):
+def test_what_is_not_used_is_said_once(name, caplog, monkeypatch):
+    monkeypatch.setattr(TorchSamples, "steps_ahead", 0)  # no workers: they start slowly
     options, message = ANNOUNCEMENTS[name]
     by_trainer(2, lambda: loader(**options), BATCH, steps=2)
     assert [r.getMessage() for r in caplog.records if message in r.getMessage()].__len__() == 1
+
+
+def test_options_of_workers_reach_their_loader(monkeypatch):
+    seen = {}
+
+    def make_loader(reader, **options):
+        seen.update(options)
+        return []
+
+    options = {"timeout": 5, "prefetch_factor": 3, "num_workers": 2}
+    samples = as_samples(loader(multiprocessing_context="spawn", **options))
+    monkeypatch.setattr(loaders, "DataLoader", make_loader)
+    assert list(samples.stream([])) == [] and samples.steps_ahead == 6
+    assert seen.items() >= {"multiprocessing_context": "spawn", **options}.items()
 
 
 def test_nothing_is_said_where_all_is_used(caplog):
