@@ -24,6 +24,8 @@ Positive = Annotated[int, Field(ge=1, lt=2**63)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 MAX_NESTING = 32  #: of dicts and lists around a shape
 MetricName = Annotated[str, Field(pattern=r"^(train|test)_.")]
+IntegerName = Annotated[str, Field(pattern=r"^(bool|u?int(8|16|32|64))$")]
+INTEGER_CHUNKS = 4  #: numbers of the code of an integer of more than 16 bits
 _STRICT = pydantic.ConfigDict(strict=True, extra="forbid", defer_build=True)
 
 
@@ -116,6 +118,8 @@ class CheckpointFacts(pydantic.BaseModel):
     metrics: dict[MetricName, float | None] = {}
     keep_best: BestFacts | None = None
     weights: dict[str, dict[str, TensorPlace]] = {}
+    integers: dict[str, IntegerName] = {}
+    ties: dict[str, str] = {}
 
 
 def find_fault(about: Mapping[str, Any], step: int, sizes: Mapping[str, int]) -> str:
@@ -133,6 +137,7 @@ def find_fault(about: Mapping[str, Any], step: int, sizes: Mapping[str, int]) ->
         or _update_rate_fault(entries.updates_per_step, entries.world_size)
         or _position_fault(entries, step, given_keys)
         or _placement_fault(entries.weights, sizes)
+        or _name_fault(entries)
     )
 
 
@@ -175,4 +180,16 @@ def _placement_fault(
             return f"'about.weights.{brief(plane)[1:-1]}': tensors reach beyond the array"
         if any(before[1] > after[0] for before, after in pairwise(spans)):
             return f"'about.weights.{brief(plane)[1:-1]}': tensors overlap"
+    return ""
+
+
+def _name_fault(about: CheckpointFacts) -> str:
+    """Return the fault of names of tensors that are not there, or are no code of integers."""
+    places = {name: place for plane in about.weights.values() for name, place in plane.items()}
+    for name, dtype in about.integers.items():
+        is_wide = not dtype.endswith(("bool", "int8", "int16"))
+        if name not in places or (is_wide and places[name].shape[-1:] != [INTEGER_CHUNKS]):
+            return f"'about.integers': expected a tensor of integers, seen {brief(name)}"
+    if unknown := sorted(set(about.ties.values()) - places.keys()):
+        return f"'about.ties': expected the name of a tensor, seen {brief(unknown[0])}"
     return ""

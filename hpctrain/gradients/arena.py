@@ -97,6 +97,9 @@ class Arena:
     #: returns the rows of the whole model, in the order of its slots, for those of this arena's
     #: pieces; see Optimizer. Collective over the arenas of a model
     gather_rows: GatherRows = identity
+    #: buffers of integers, coded as integers.py describes: their dtypes, by name
+    integers: Mapping[str, str] = field(default_factory=dict)
+    ties: Mapping[str, str] = field(default_factory=dict)  #: further names of slots
 
     @property
     def ranges(self) -> tuple[Range, ...]:

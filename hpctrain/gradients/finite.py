@@ -68,6 +68,7 @@ class GradientCheck:
         self._limit, self._limit_of_sums = map(arena.grad.dtype.type, (limit, limit * ranks))
         self._slots = {slot.name: slice(slot.offset, slot.stop) for slot in arena.slots}
         self._unchecked_slots: set[str] = set()
+        self.buffers_may_differ = False  #: between ranks: gradients have been computed since
         self.has_own_steps = False  #: whether this rank applies or drops its gradients alone
         self._drops_in_a_row = 0
         self._statistics = arena.buffer.copy()
@@ -84,6 +85,7 @@ class GradientCheck:
         Without `check_slots` the gradient is not checked: the caller checks the sum, on the host.
         """
         self.fault, self._has_checked_buckets, self._unchecked_slots = "", False, set()
+        self.buffers_may_differ = True
         if self._statistics.size:
             self._statistics[...] = self._replica.arena.buffer
         if self._first_fault is not None or not check_slots:

@@ -32,6 +32,11 @@ def master_dtype(precision: Precision) -> np.dtype:
     return np.dtype(precision if precision in CPU_PRECISIONS else "float32")
 
 
+def choose_precision(model: Any, precision: Precision | None) -> Precision:
+    """Return `precision`; if None, that of a model with parameters of its own, or float32."""
+    return getattr(model, "own_precision", "float32") if precision is None else precision
+
+
 def make_reading_replica(model: Any, seed: int, precision: Precision, on_gpu: bool) -> Any:
     """Return a replica to read a trained model into; float32 if CPU cores lack `precision`."""
     if precision not in CPU_PRECISIONS and not on_gpu:

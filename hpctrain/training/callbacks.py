@@ -145,7 +145,15 @@ class Callbacks:
             return ""
         hooks = ["on_row"] + ["on_epoch"] * (row["step"] % self._epoch == 0)
         answers = [_ask(item, hook, dict(row)) for item in self._active for hook in hooks]
-        reasons = self._world.gather("; ".join(dict.fromkeys(filter(None, answers))))
+        own_reasons = "; ".join(dict.fromkeys(filter(None, answers)))
+
+        def answer() -> str:
+            check = getattr(self._model, "must_be_bound", None)  # of models that callbacks change
+            if check is not None:
+                check()
+            return own_reasons
+
+        reasons = self._world.gather_from(answer)
         return "; ".join(dict.fromkeys(filter(None, reasons)))
 
     def checkpoint(self, folder: Path) -> None:

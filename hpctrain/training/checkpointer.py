@@ -132,8 +132,7 @@ class Checkpointer:
 
     def about(self, facts: dict[str, Any]) -> dict[str, Any]:
         """Return the journal's facts beside the arrays of a state, with those of the model."""
-        layout = weights.layout(self._engine.replica.arena)
-        return {**facts, **self._about, "weights": layout}
+        return {**facts, **self._about, **weights.facts(self._engine.replica.arena)}
 
     def state(self) -> list[checkpoint.Piece]:
         """Return this rank's pieces: the engine's, and the loss scale of a worker that has one."""

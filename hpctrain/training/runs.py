@@ -168,9 +168,9 @@ def build_model(spec: Recipe, split: Split) -> Any:
 
 def _build(spec: Recipe, input_shape: Any, outputs: int | None) -> Any:
     if isinstance(spec.model, FunctionModel):
-        spec.model.find()  # its imports first: they may bring a generator of random numbers
-        frameworks.seed_generators(spec.run.seed)
-    model = spec.model.build(input_shape, outputs)
+        spec.model.find()  # its imports first: they may draw random numbers
+    with frameworks.seeded_generators(spec.run.seed):
+        model = spec.model.build(input_shape, outputs)
     if spec.loss is not None:
         model.loss = spec.loss
     return model
@@ -273,6 +273,8 @@ def _on_gpu(device: Device) -> bool:
 
 def _fill(replica: Any, loaded: checkpoint.Loaded) -> TrainedModel:
     weights.copy_into(replica.arena, weights.tensors_of(loaded), str(loaded.path))
+    if hasattr(replica, "read_arena"):  # of a module that has tensors outside of it
+        replica.read_arena()
     return TrainedModel(replica)
 
 

@@ -19,7 +19,7 @@ from hpctrain.core.signals import StopRequest
 from hpctrain.core.xp import shortage_raised
 from hpctrain.data import Samples, known_targets
 from hpctrain.engines import Engine
-from hpctrain.gradients.precision import Precision
+from hpctrain.gradients.precision import Precision, choose_precision
 from hpctrain.gradients.replica import Replica, TrainableModel
 from hpctrain.optim import Optimizer
 from hpctrain.optim.absent import skip_absent
@@ -54,7 +54,7 @@ class Trainer:
         optimizer: Optimizer | str,
         engine: Any = "allreduce",
         seed: int = 0,
-        precision: Precision = "float32",
+        precision: Precision | None = None,
         world: World | None = None,
         callbacks: Sequence[Any] = (),
         faults: FaultsOptions = FaultsOptions(),  # noqa: B008  (frozen)
@@ -67,7 +67,8 @@ class Trainer:
         `optimizer`: such as `ht.optim.adamw(rate=0.001)`, or the name "sgd" or "adamw" for its
         default rate. `engine`: options such as `ht.engines.AllReduce(algorithm="ring")`, or a
         name, such as "ps-async", for their defaults. `precision`: float32 or float64; on a GPU also
-        tf32, bf16 or fp16, see `hpctrain.gradients.precision`. `callbacks`: functions of each row
+        tf32, bf16 or fp16, see `hpctrain.gradients.precision`; by default float32, or the dtype of
+        a torch.nn.Module. `callbacks`: functions of each row
         of metrics, or objects with hooks, see `ht.callbacks`. `faults`: planted delays of ranks,
         see `training.faults`. `init`: the folder of a run or a checkpoint, or a .safetensors file,
         with the initial weights. `mesh`, `pipeline`: see `hpctrain.parallel.options`; with
@@ -77,16 +78,17 @@ class Trainer:
         """
         self.world = world or hpctrain.world.init()
         model, optimizer, engine = as_model(model), as_optimizer(optimizer), as_engine(engine)
+        chosen = self.world.on_all_ranks(lambda: choose_precision(model, precision))
         if getattr(model, "marks_absent", False):
             optimizer = skip_absent(optimizer)
         self.seed, self.rate, self.callbacks = seed, optimizer.rate, callbacks
         self.summary: dict[str, Any] | None = None  #: of the last `fit`
         self.world.on_all_ranks(
-            lambda: split_model.check(mesh, pipeline, model, engine, precision, faults)
+            lambda: split_model.check(mesh, pipeline, model, engine, chosen, faults)
         )
         self.engine_options, self._optimizer, self._faults = engine, optimizer, faults
         self._make_replica = partial(
-            split_model.make_replica, model, seed, precision, self.world, mesh, pipeline
+            split_model.make_replica, model, seed, chosen, self.world, mesh, pipeline
         )
         self._unit = mesh.pipe
         if not (self.world.is_spare and self._unit > 1):

@@ -5,6 +5,9 @@ A checkpoint holds whole planes of the arena; its manifest has the place of each
     about["weights"] = {"param": {"linear1.weight": {"shape": [64, 256], "offset": 0}, ...},
                         "buffer": {"norm1.mean": {"shape": [16], "offset": 0}, ...}}
 
+    about["integers"] = {"norm1.steps": "int64"}            coded as gradients/integers.py describes
+    about["ties"] = {"head.weight": "embedding.weight"}     further names
+
 So a checkpoint is understood without the recipe, the data and the code of the model.
 """
 
@@ -26,6 +29,7 @@ from hpctrain.core import atomic, xp
 from hpctrain.core.errors import UsageError
 from hpctrain.core.files import FileError, MissingError, open_regular
 from hpctrain.gradients.arena import Arena, Slot
+from hpctrain.gradients.integers import decode, decoded_shape, encode
 from hpctrain.machine import version
 from hpctrain.transport.threads.ranks import run_ranks
 
@@ -48,13 +52,23 @@ def layout(arena: Arena) -> dict[str, Any]:
     return {"param": _places(arena.model_slots), "buffer": _places(arena.buffer_slots)}
 
 
+def facts(arena: Arena) -> dict[str, Any]:
+    """Return the entries of a manifest about the tensors of `arena`, as JSON data."""
+    notes = {"integers": dict(arena.integers), "ties": dict(arena.ties)}
+    return {"weights": layout(arena), **{key: note for key, note in notes.items() if note}}
+
+
 def tensors_of(loaded: Loaded) -> Tensors:
-    """Return the tensors of a checkpoint by name, parameters first: views."""
-    return {
+    """Return the tensors of a checkpoint by name, parameters first: views, but for integers."""
+    tensors = {
         name: _view(loaded.arrays[plane], place["offset"], place["shape"])
         for plane, places in loaded.about["weights"].items()
         for name, place in places.items()
     }
+    for name, dtype in loaded.about.get("integers", {}).items():
+        tensors[name] = decode(tensors[name], dtype)
+    ties = loaded.about.get("ties", {}).items()
+    return tensors | {other: tensors[first] for other, first in ties}
 
 
 def checkpoint_of(run: Path, best: bool = False) -> Loaded:
@@ -95,18 +109,27 @@ def read(path: Path) -> Tensors:
 def copy_into(arena: Arena, tensors: Mapping[str, np.ndarray], source: str) -> None:
     """Copy `tensors` of any floating-point precision into the slots of the same names.
 
-    Raises UsageError that lists missing slots, slots of another shape, and tensors without a slot:
-    of the whole model, whichever slots the arena holds.
+    Slots of integers take integers. Raises UsageError that lists missing slots, slots of another
+    shape, tied tensors of different values, and tensors without a slot: of the whole model,
+    whichever slots the arena holds.
     """
+    firsts = {arena.ties[name]: x for name, x in tensors.items() if name in arena.ties}
+    firsts |= {name: x for name, x in tensors.items() if name not in arena.ties}
     slots = {slot.name: slot for slot in (*arena.model_slots, *arena.buffer_slots)}
-    faults = [fault for slot in slots.values() if (fault := _fault(slot, tensors.get(slot.name)))]
-    faults += [f"'{name}': the model has none" for name in sorted(tensors) if name not in slots]
+    faults = [f for s in slots.values() if (f := _fault(s, firsts.get(s.name), arena.integers))]
+    faults += [f"'{name}': the model has none" for name in sorted(firsts) if name not in slots]
+    faults += [
+        f"'{name}': expected the values of '{first}', with which it is tied, seen others"
+        for name, first in arena.ties.items()
+        if name in tensors and not np.array_equal(tensors[name], firsts[first])
+    ]
     if faults:
         rest = [f"and {len(faults) - MAX_FAULTS} more"] if len(faults) > MAX_FAULTS else []
         listed = "".join(f"\n  {line}" for line in faults[:MAX_FAULTS] + rest)
         raise UsageError(f"the weights of {source} do not fit the model:{listed}")
     for name, view in (arena.views(arena.param) | arena.views(arena.buffer)).items():
-        xp.copy(view, tensors[name])
+        dtype = arena.integers.get(name)
+        xp.copy(view, firsts[name] if dtype is None else encode(firsts[name].astype(dtype)))
 
 
 def tensors_sha256(tensors: Tensors) -> str:
@@ -162,11 +185,13 @@ def _view(plane: np.ndarray, offset: int, shape: list[int]) -> np.ndarray:
     return plane[offset : offset + prod(shape)].reshape(shape)
 
 
-def _fault(slot: Slot, tensor: np.ndarray | None) -> str:
+def _fault(slot: Slot, tensor: np.ndarray | None, integers: Mapping[str, str]) -> str:
+    dtype = integers.get(slot.name)
+    shape = slot.shape if dtype is None else decoded_shape(slot.shape, dtype)
     if tensor is None:
-        return f"'{slot.name}': expected shape {slot.shape}, seen none"
-    if tensor.shape != slot.shape:
-        return f"'{slot.name}': expected shape {slot.shape}, seen {tensor.shape}"
-    if not np.issubdtype(tensor.dtype, np.floating):
+        return f"'{slot.name}': expected shape {shape}, seen none"
+    if tensor.shape != shape:
+        return f"'{slot.name}': expected shape {shape}, seen {tensor.shape}"
+    if dtype is None and not np.issubdtype(tensor.dtype, np.floating):
         return f"'{slot.name}': expected floating point, seen {tensor.dtype}"
     return ""

@@ -219,6 +219,7 @@ class LocalSgdEngine(AllReduceEngine):
     def settle(self) -> None:
         """Average into the arena; the next `train` continues from each worker's own planes."""
         self._worker_state.settle(self._average)
+        super().settle()  # of steps in which gradients were averaged
 
     def state(self) -> list[Piece]:
         """Return this rank's 1/P of the common state, and this worker's own arrays."""

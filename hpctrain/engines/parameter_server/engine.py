@@ -101,6 +101,11 @@ class ParameterServerEngine(EngineBase):
         own_flags = work.flags() if self._worker is None else self._worker.flags
         return self._join_flags(history, own_flags)
 
+    def settle(self) -> None:
+        """Share the buffers of workers that step together; others have done so in `train`."""
+        if self.worker is not None and self._method.is_lockstep:
+            self._share_buffers(self._workers)
+
     def state(self) -> list[Piece]:
         """Return this rank's pieces: a server's shard, worker 0's running statistics."""
         pieces = self._server.shard.pieces() if self._server else []

@@ -249,11 +249,12 @@ class PriorityEngine(AllReduceEngine):
         self._unapplied: set[int] = set()  # buckets whose sums are not applied yet
 
     def settle(self) -> None:
-        """Apply all remaining sums; then all ranks hold the same parameters."""
+        """Apply all remaining sums and share buffers; then all ranks hold the same planes."""
         with self.times.compute(self._trace, "apply remaining sums"):
             while self._unapplied:
                 self._apply_next(max(self._unapplied))
         self.times.wire_s = self._reducer.wire_s
+        super().settle()
 
     def _apply_sums(self, flags: Flags, step: int) -> Flags:
         """Begin to wait for the sums of a step, unless it has failed; return `flags`.

@@ -3,9 +3,8 @@
 `replace_layers` changes the class of these layers in place, to subclasses that compute as PyTorch
 does except within a gradient of a Replica, whose key says step, samples and how to sum over ranks.
 
-Dropout: the mask of a sample is a function of the seed, the step, the sample and a number that each
-call draws from PyTorch's generator. That is seeded by seed and step, the same on all ranks, and
-`torch.utils.checkpoint` restores it where it computes a forward pass again.
+Dropout: the mask of a sample is a function of the seed, the step, the sample and the number of the
+call, as are other random numbers; see draws.py.
 
 BatchNorm: mean and variance are those of the samples of all ranks, as with one rank:
 
@@ -14,9 +13,6 @@ BatchNorm: mean and variance are those of the samples of all ranks, as with one 
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from math import prod
 from typing import Any, NamedTuple
 
@@ -25,32 +21,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hpctrain.nn.dropout import keep_mask
-from hpctrain.nn.layer import Key, SumOverRanks
-from hpctrain.torch.modules.seeds import seed_generator
-
-_GRADIENT = threading.local()  # .key and .rows, within a gradient of this thread
-MAX_DRAW = 1 << 62
-
-
-@contextmanager
-def gradient_key(key: Key, rows: int) -> Iterator[None]:
-    """Compute a gradient of `rows` samples in this thread: layers take `key`."""
-    seed_generator(key.seed, key.step)
-    _GRADIENT.key, _GRADIENT.rows = key, rows
-    try:
-        yield
-    finally:
-        _GRADIENT.key = None
-
-
-def recompute() -> None:
-    """Begin backward: a forward pass from now on is a repeated one."""
-    _GRADIENT.key = _GRADIENT.key._replace(recomputed=True)
-
-
-def current_key() -> Key | None:
-    """Return the key of the gradient that this thread computes; None outside of one."""
-    return getattr(_GRADIENT, "key", None)
+from hpctrain.nn.layer import SumOverRanks
+from hpctrain.torch.modules.draws import current_key, is_batch, next_call
 
 
 class SampleDropout(nn.Dropout):
@@ -59,12 +31,11 @@ class SampleDropout(nn.Dropout):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return `x` (n, ...) with elements set to 0; for another first dim as PyTorch does."""
         key = current_key() if self.training else None
-        if key is None or not 0 < self.p < 1 or len(x) != _GRADIENT.rows:
+        if key is None or not 0 < self.p < 1 or not is_batch(x.shape):
             return super().forward(x)
-        draw = int(torch.randint(MAX_DRAW, ()))
-        mask = keep_mask(key._replace(layer=draw), len(x), prod(x.shape[1:]), self.p)
+        mask = keep_mask(next_call(), len(x), prod(x.shape[1:]), self.p)
         factor = torch.from_numpy(mask).reshape(x.shape).to(x.device, x.dtype) / (1 - self.p)
-        return x * factor
+        return x.mul_(factor) if self.inplace else x * factor
 
 
 class RankBatchNorm(_BatchNorm):
@@ -72,23 +43,26 @@ class RankBatchNorm(_BatchNorm):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return `x` (n, channels, ...) normalized; see `torch.nn.BatchNorm2d`."""
-        key = current_key() if self.training else None
+        uses_batch = self.training or self.running_mean is None
+        key = current_key() if uses_batch else None
         if key is None or (key.sum_over_ranks is None and not key.recomputed):
             # Also torch.nn.SyncBatchNorm, which has no kernel for CPUs.
             return _BatchNorm.forward(self, x)
+        self._check_input_dim(x)
         statistics = _sum_statistics(x, key.sum_over_ranks)
-        if self.track_running_stats and statistics.rows and not key.recomputed:
+        tracks = self.training and self.track_running_stats and self.running_mean is not None
+        if tracks and statistics.rows and not key.recomputed:
             self._update_running_statistics(statistics)
         return _Normalization.apply(x, self.weight, self.bias, statistics, self.eps)
 
     def _update_running_statistics(self, statistics: Statistics) -> None:
         """Average the statistics of this batch into the running statistics, as PyTorch does."""
         assert self.running_mean is not None and self.running_var is not None
-        assert self.num_batches_tracked is not None
-        self.num_batches_tracked += 1
-        factor = self.momentum
-        if factor is None:  # the mean over all batches
-            factor = 1 / float(self.num_batches_tracked)
+        factor = self.momentum or 0.0
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked += 1
+            if self.momentum is None:  # the mean over all batches
+                factor = 1 / float(self.num_batches_tracked)
         unbiased = statistics.variance * (statistics.rows / max(statistics.rows - 1, 1))
         self.running_mean.lerp_(statistics.mean.to(self.running_mean.dtype), factor)
         self.running_var.lerp_(unbiased.to(self.running_var.dtype), factor)
@@ -194,7 +168,16 @@ REPLACEMENTS: dict[type[nn.Module], type[nn.Module]] = {
 }
 
 
+ORIGINALS = {replacement: original for original, replacement in REPLACEMENTS.items()}
+
+
 def replace_layers(module: nn.Module) -> None:
     """Let Dropout and BatchNorm within `module` compute as above; subclasses stay as they are."""
     for layer in module.modules():
         layer.__class__ = REPLACEMENTS.get(type(layer), type(layer))
+
+
+def restore_layers(module: nn.Module) -> None:
+    """Give the layers within `module` the classes that they had."""
+    for layer in module.modules():
+        layer.__class__ = ORIGINALS.get(type(layer), type(layer))

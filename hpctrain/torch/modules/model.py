@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from math import prod
 from typing import Any
 
@@ -12,6 +14,13 @@ from hpctrain import nn
 from hpctrain.core.errors import UsageError
 from hpctrain.core.trees import sample_count
 from hpctrain.gradients.precision import Precision
+from hpctrain.torch.modules.acceptance import (
+    Parameters,
+    check_module,
+    find_parameters,
+    must_be_bound,
+    own_precision,
+)
 from hpctrain.torch.modules.inputs import call_module
 from hpctrain.torch.modules.layers import RankBatchNorm, replace_layers
 from hpctrain.torch.modules.losses import TorchLoss, as_loss, check_class_axis, compute_sums
@@ -33,13 +42,15 @@ class TorchModel:
     marks_absent = True  #: its replica marks slots without a gradient, see optim/absent.py
 
     def __init__(self, module: torch.nn.Module, loss: Any = "cross_entropy"):
-        if not isinstance(module, torch.nn.Module):
-            raise UsageError(f"module: expected a torch.nn.Module, seen {type(module).__name__}")
-        if not any(p.requires_grad for p in module.parameters()):
-            raise UsageError("module: expected parameters with requires_grad, seen none")
+        check_module(module)
         self.module, self._loss = module, as_loss(loss)
         self._is_default_loss = isinstance(loss, str)
         replace_layers(module)
+        #: whether all of the module was in evaluation mode: training is then what `fit` means
+        self.was_in_evaluation = not any(m.training for m in module.modules())
+        if self.was_in_evaluation:
+            module.train()
+        self._bound: Parameters | None = None
         self._parameter = next(p for p in module.parameters() if p.is_floating_point())
         self._has_embedding = any(isinstance(m, torch.nn.Embedding) for m in module.modules())
         self.input_shape: Any = None  #: of the samples that were checked first
@@ -69,12 +80,27 @@ class TorchModel:
         """Whether a layer uses statistics of the whole batch."""
         return any(isinstance(layer, RankBatchNorm) for layer in self.module.modules())
 
+    @property
+    def own_precision(self) -> Precision:
+        """The dtype of the parameters; raise UsageError if it is none to train in."""
+        return own_precision(self.module)
+
+    def bind_parameters(self) -> None:
+        """Note the parameters and which of them are trained."""
+        self._bound = find_parameters(self.module)
+
+    def must_be_bound(self) -> None:
+        """Raise UsageError if parameters were replaced, frozen or unfrozen since then."""
+        if self._bound is not None:
+            must_be_bound(self._bound, find_parameters(self.module))
+
     def output_shape_for(self, samples: Any) -> tuple[int, ...]:
         """Return the shape of the output for one of `samples`: a few are computed, and their loss.
 
         Raises UsageError for samples of another shape than those before, for outputs that the loss
         does not accept, and for a loss that is no number.
         """
+        self.must_be_bound()
         shape = samples.sample_shape
         if self.input_shape is None:
             self.input_shape = shape
@@ -98,8 +124,7 @@ class TorchModel:
 
     def outputs(self, x: Any) -> Any:
         """Return the module's outputs for samples `x` (n, ...), in evaluation mode."""
-        self.module.eval()
-        with torch.no_grad():
+        with _evaluation_mode(self.module), torch.no_grad():
             return self.call(x)
 
     def call(self, x: Any) -> Any:
@@ -122,6 +147,13 @@ def as_model(module: torch.nn.Module) -> TorchModel:
     return TorchModel(module)
 
 
-def plain_name(name: str) -> str:
-    """Return the name of a parameter or buffer without the prefixes of wrappers."""
-    return name.removeprefix("module.").replace("_orig_mod.", "")
+@contextmanager
+def _evaluation_mode(module: torch.nn.Module) -> Iterator[None]:
+    """Put the module and all within it into evaluation mode meanwhile."""
+    trained = [m for m in module.modules() if m.training]
+    module.eval()
+    try:
+        yield
+    finally:
+        for m in trained:
+            m.training = True

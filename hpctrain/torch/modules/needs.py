@@ -23,8 +23,12 @@ class ParameterNeeds:
         self._on_need: Callable[[str], None] | None = None
         self._called: set[torch.nn.Module] = set()
         self._needs: dict[torch.nn.Module, list[str]] | None = None
-        for submodule in module.modules():
-            submodule.register_forward_pre_hook(self._before)
+        self._hooks = [m.register_forward_pre_hook(self._before) for m in module.modules()]
+
+    def remove_hooks(self) -> None:
+        """Leave the module."""
+        for hook in self._hooks:
+            hook.remove()
 
     @contextmanager
     def forward(self, on_need: Callable[[str], None] | None) -> Iterator[None]:

@@ -17,7 +17,7 @@ from hpctrain.core.errors import UsageError
 from hpctrain.optim import Optimizer
 from hpctrain.torch.modules.bound_optimizer import HOOKS_REFUSED
 from hpctrain.torch.modules.flat_optimizer import FlatOptimizer, Owned
-from hpctrain.torch.modules.model import plain_name
+from hpctrain.torch.modules.names import named_parameters
 from hpctrain.torch.modules.optimizer_table import (
     announced_attributes,
     check_class,
@@ -107,8 +107,8 @@ def _owned_parameters(
 ) -> dict[str, Owned]:
     """Return the trained parameters of `module` by name; frozen ones may be held, too."""
     group_of = {id(p): i for i, g in enumerate(optimizer.param_groups) for p in g["params"]}
-    all_named = dict(module.named_parameters())
-    trained = {plain_name(n): p for n, p in all_named.items() if p.requires_grad}
+    all_named = named_parameters(module)
+    trained = {name: p for name, p in all_named.items() if p.requires_grad}
     if absent := sorted(name for name, p in trained.items() if id(p) not in group_of):
         raise UsageError(
             f"optimizer: expected all parameters of the module with requires_grad, seen none of "

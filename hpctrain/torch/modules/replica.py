@@ -2,18 +2,17 @@
 
     arena.param    the memory of module.parameters()
     arena.grad     a hook of each parameter copies its gradient there, and calls on_ready
-    arena.buffer   the memory of floating-point buffers; parameters without gradients; integers
+    arena.buffer   what the module keeps beside them: see buffers.py
 
 Autograd writes a gradient into a new tensor if there is none before; the copy into the arena takes
-its place. Integers, such as `num_batches_tracked`, are held in the arena as floating-point numbers,
-so that engines average and checkpoints keep them like other buffers.
+its place.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from math import isfinite
@@ -26,14 +25,18 @@ from hpctrain import nn
 from hpctrain.core import xp
 from hpctrain.core.errors import UsageError
 from hpctrain.gradients import arena as arenas
+from hpctrain.gradients.arena import Arena
 from hpctrain.gradients.loss_scale import LossScale
 from hpctrain.gradients.precision import CPU_PRECISIONS, Precision, master_dtype
 from hpctrain.gradients.replica import Batch, ignore_ready, split_batch
 from hpctrain.optim.absent import ABSENT
+from hpctrain.torch.modules.buffers import ModuleBuffers
+from hpctrain.torch.modules.draws import SampleDraws, gradient_key, recompute
 from hpctrain.torch.modules.inputs import as_arrays, as_tensor
-from hpctrain.torch.modules.layers import gradient_key, recompute
+from hpctrain.torch.modules.layers import restore_layers
 from hpctrain.torch.modules.losses import compute_sums, mean_factor
-from hpctrain.torch.modules.model import TorchModel, plain_name
+from hpctrain.torch.modules.model import TorchModel
+from hpctrain.torch.modules.names import is_compiled, named_parameters, tied_names
 from hpctrain.torch.modules.needs import ParameterNeeds
 from hpctrain.transport.shared_memory.host import aligned_zeros
 
@@ -56,29 +59,31 @@ class TorchReplica:
         dtype = master_dtype(precision)
         dtype_in_torch = getattr(torch, dtype.name)
         device = f"cuda:{xp.zeros(1, dtype).device.id}" if on_gpu else "cpu"  # of this rank
-        module = model.module.to(device, dtype_in_torch)
-        tensors = {plain_name(name): p for name, p in module.named_parameters()}
-        self._parameters = {name: p for name, p in tensors.items() if p.requires_grad}
-        buffers = {name: p for name, p in tensors.items() if not p.requires_grad}
-        buffers |= {plain_name(n): b for n, b in _saved_buffers(module, dtype_in_torch)}
-        self._integers = {name: b for name, b in buffers.items() if not b.is_floating_point()}
-        self._buffers = {name: b for name, b in buffers.items() if b.is_floating_point()}
+        module = model.module.to(device)
+        self._parameters = {n: p for n, p in named_parameters(module).items() if p.requires_grad}
+        self._own_dtypes = {p.dtype: n for n, p in named_parameters(module).items()}
+        self._buffers = ModuleBuffers(module, dtype_in_torch)
+        self._draws = SampleDraws(is_compiled(module))
         shapes = {name: tuple(p.shape) for name, p in self._parameters.items()}
-        buffer_shapes = {name: tuple(b.shape) for name, b in buffers.items()}
         zeros = xp.zeros if on_gpu else aligned_zeros
-        self.arena = arenas.make_arena(shapes, dtype, buffer_shapes, zeros)
+        arena = arenas.make_arena(shapes, dtype, self._buffers.shapes, zeros)
+        self.arena = replace(arena, integers=self._buffers.integers, ties=self._find_ties(arena))
         self._bind_views()
         with torch.no_grad():
-            for name, x in (self._parameters | self._buffers).items():
-                self._views[name].copy_(x)
-        self._store_integers()
+            for name, p in self._parameters.items():
+                self._views[name].copy_(p)
+            self._buffers.fill(arena.views(arena.buffer))
         self._adopt_views()
         self._written: set[str] = set()  # slots with a gradient, of a piece of this step
+        model.bind_parameters()
         self._on_ready: Callable[[str], None] | None = None  # within a gradient
         self._unready: set[str] = set()
         self._needs: ParameterNeeds | None = None
-        for name, p in self._parameters.items():
+        self._warned: set[str] = set()
+        self._hooks = [
             p.register_post_accumulate_grad_hook(partial(self._take_gradient, name))
+            for name, p in self._parameters.items()
+        ]
 
     @property
     def loss(self) -> nn.Loss:
@@ -94,8 +99,10 @@ class TorchReplica:
         self, batch: Batch, scale: float, key: nn.Key, on_ready: Callable[[str], None]
     ) -> nn.Sums:
         """Write the gradient into the arena, as the sum over micro-batches; see Replica."""
-        self._load_integers()
-        self.model.module.train()
+        self.model.must_be_bound()
+        self._buffers.load()
+        for p in self._parameters.values():
+            p.grad = None  # of a backward pass before
         scale *= mean_factor(self.loss, batch, key)
         if self.loss_scale is None:
             sums = self._compute_pieces(batch, scale, key, on_ready)
@@ -103,7 +110,8 @@ class TorchReplica:
             sums = self._compute_until_finite(self.loss_scale, batch, scale, key)
             for name in reversed(self._parameters):
                 on_ready(name)
-        self._store_integers()
+        self._buffers.store()
+        self._warn_of_unsaved()
         return sums
 
     def _compute_until_finite(
@@ -147,7 +155,7 @@ class TorchReplica:
 
     def evaluate(self, batch: Batch) -> nn.Sums:
         """Return the sums over `batch`; see Replica."""
-        self._load_integers()
+        self._buffers.load()
         sums: nn.Sums = {}
         for start in range(0, batch.n, MAX_EVALUATION_ROWS):
             piece = batch.part(start, min(start + MAX_EVALUATION_ROWS, batch.n))
@@ -161,9 +169,13 @@ class TorchReplica:
 
     def predict(self, x: Any) -> Any:
         """Return the module's outputs for samples `x` (n, ...), on the host."""
-        self._load_integers()
+        self._buffers.load()
         with self._autocast:
             return as_arrays(self.model.outputs(x))
+
+    def read_arena(self) -> None:
+        """Copy into the module what lies in the arena alone: integers that an engine changed."""
+        self._buffers.load()
 
     def move(self, **planes: np.ndarray) -> None:
         """Move planes to other arrays; see Replica."""
@@ -175,9 +187,15 @@ class TorchReplica:
 
     def leave_arena(self) -> None:
         """Move the module's parameters and buffers to private memory, with their values."""
-        self._load_integers()
-        for x in (self._parameters | self._buffers).values():
-            x.data = x.data.clone()
+        self._buffers.load()
+        self._buffers.leave()
+        for p in self._parameters.values():
+            p.data = p.data.clone()
+        for hook in self._hooks:
+            hook.remove()
+        if self._needs is not None:
+            self._needs.remove_hooks()
+        restore_layers(self.model.module)
 
     def _compute(self, batch: Batch, scale: float, key: nn.Key) -> nn.Sums:
         """Compute the gradient of one piece of a batch."""
@@ -186,10 +204,15 @@ class TorchReplica:
             return nn.losses.zero_sums(self.loss.terms)
         if key.on_need is not None and self._needs is None:
             self._needs = ParameterNeeds(self.model.module, self._names_by_parameter())
-        with gradient_key(key, batch.n):
+        with gradient_key(key, batch.n), ExitStack() as draws:
+            if self._draws.is_on:
+                draws.enter_context(self._draws)
             forward = self._needs.forward(key.on_need) if self._needs is not None else nullcontext()
             with forward, self._autocast:
                 outputs = self.model.call(batch.inputs)
+            self._draws.end_forward()
+            if not self._draws.has_seen:
+                draws.close()
             self._call_on_need(key)
             recompute()
             return compute_sums(self.loss, outputs, batch.targets, batch.n, scale, self._parameter)
@@ -217,28 +240,51 @@ class TorchReplica:
 
     def _bind_views(self) -> None:
         """Create tensors that are views of the planes."""
-        arena = self.arena
-        self._views = {
-            name: as_tensor(x)
-            for plane in (arena.param, arena.buffer)
-            for name, x in arena.views(plane).items()
-        }
-        self._grads = {name: as_tensor(x) for name, x in arena.views(arena.grad).items()}
+        views, grads = (self.arena.views(x) for x in (self.arena.param, self.arena.grad))
+        self._views = {name: as_tensor(x) for name, x in views.items()}
+        self._grads = {name: as_tensor(x) for name, x in grads.items()}
 
     def _adopt_views(self) -> None:
         """Let the module's parameters and floating-point buffers lie in the planes."""
-        for name, x in (self._parameters | self._buffers).items():
-            x.data = self._views[name]
+        for name, p in self._parameters.items():
+            p.data = self._views[name]
+        self._buffers.bind(self.arena.views(self.arena.buffer))
 
-    def _store_integers(self) -> None:
-        """Write integer buffers into the arena."""
-        for name, x in self._integers.items():
-            self._views[name].copy_(x)
+    def _find_ties(self, arena: Arena) -> dict[str, str]:
+        """Return the slot of tensors that have several names, by each of the others."""
+        names = {slot.name for slot in (*arena.slots, *arena.buffer_slots)}
+        ties = tied_names(self.model.module)
+        return {other: first for other, first in ties.items() if first in names}
 
-    def _load_integers(self) -> None:
-        """Read integer buffers from the arena, where an engine may have averaged them."""
-        for name, x in self._integers.items():
-            x.copy_(self._views[name].round())
+    def _warn_of_unsaved(self) -> None:
+        """Warn once of buffers that each rank has for itself."""
+        for name in self._buffers.written_unsaved():
+            if name not in self._warned:
+                self._warned.add(name)
+                log.warning(
+                    "module: buffer '%s', which forward passes write, is of each rank alone and in "
+                    "no checkpoint, since it has persistent=False",
+                    name,
+                )
+
+    def announcements(self, ranks: int) -> list[str]:
+        """Return what a user might not expect."""
+        dtype, texts = str(self.arena.param.dtype), []
+        floats = {t: name for t, name in self._own_dtypes.items() if t.is_floating_point}
+        if {str(t) for t in floats} != {f"torch.{dtype}"}:
+            seen = " and ".join(f"{t} ('{name}')" for t, name in floats.items())
+            texts.append(
+                f"module: parameters are trained and returned in {dtype}, the precision of the "
+                f"run; seen {seen}"
+            )
+        cast = {n: t for n, t in self._buffers.cast_names.items() if t not in floats}
+        texts += [f"module: buffer '{n}' of {t} is kept in {dtype}" for n, t in cast.items()]
+        if self.model.was_in_evaluation:
+            texts.append(
+                "module: it was in evaluation mode, and is trained in training mode; to keep parts "
+                "in evaluation mode call module.train() first, then their eval()"
+            )
+        return texts
 
     def _names_by_parameter(self) -> dict[int, str]:
         return {id(p): name for name, p in self._parameters.items()}
@@ -247,23 +293,6 @@ class TorchReplica:
     def _parameter(self) -> torch.Tensor:
         """A parameter: samples become tensors of its dtype."""
         return next(iter(self._parameters.values()))
-
-
-def _saved_buffers(
-    module: torch.nn.Module, dtype: torch.dtype
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the buffers of `module.state_dict()`; warn of integers that `dtype` cannot hold.
-
-    Such as those of a generator of random numbers: the module keeps them.
-    """
-    saved_names = module.state_dict().keys()
-    for name, buffer in module.named_buffers():
-        if name not in saved_names:
-            continue
-        if not torch.equal(buffer.to(dtype).to(buffer.dtype), buffer):
-            log.warning("buffer '%s' is not saved: %s cannot hold its values", name, dtype)
-        else:
-            yield name, buffer
 
 
 def _autocast(precision: Precision, on_gpu: bool) -> AbstractContextManager[Any]:

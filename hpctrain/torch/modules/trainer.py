@@ -62,6 +62,7 @@ class Trainer(trainer.Trainer):
     @property
     def module(self) -> torch.nn.Module:
         """The module: its parameters are those of the last call of `fit`."""
+        self.replica.read_arena()
         return self.replica.model.module
 
     def close(self) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hpctrain.core import frameworks
 from hpctrain.core.launchers import Launched
 from hpctrain.transport.device.gpus import GpuCores
 
@@ -49,6 +50,8 @@ def bind_process(
         _move_threads(binding.cores)
     if user_blas_threads(os.environ) is None:
         _limit_blas(binding.blas_threads)
+    else:
+        frameworks.limit_threads(binding.blas_threads)
     return binding
 
 
@@ -202,4 +205,5 @@ def _limit_blas(threads: int) -> None:
 
     # Libraries loaded later, such as SciPy, may have their own BLAS, which reads the variables.
     os.environ.update(dict.fromkeys(_THREAD_VARIABLES, str(threads)))
+    frameworks.limit_threads(threads)
     _limiters.append(threadpoolctl.threadpool_limits(limits=threads, user_api="blas"))

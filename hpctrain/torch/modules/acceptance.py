@@ -1,0 +1,96 @@
+"""What the Trainer accepts of a module, and what it refuses by name."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from hpctrain.core.errors import UsageError
+from hpctrain.gradients.precision import Precision
+from hpctrain.torch.modules.names import named_modules, named_parameters, parameter_places
+
+PRECISIONS: dict[torch.dtype, Precision] = {torch.float32: "float32", torch.float64: "float64"}
+INSTEAD = "ht.torch.sync(module, optimizer) trains it in a loop of your own"
+#: The parameters of a module by name, each with whether it is trained.
+Parameters = dict[str, tuple[torch.Tensor | None, bool]]
+
+
+def check_module(module: nn.Module) -> None:
+    """Raise UsageError for a module whose parameters cannot be trained in an arena."""
+    if not isinstance(module, nn.Module):
+        raise UsageError(f"module: expected a torch.nn.Module, seen {type(module).__name__}")
+    parameters = named_parameters(module)
+    for name, p in parameters.items():
+        if nn.parameter.is_lazy(p):
+            raise UsageError(
+                f"module: expected parameters with a shape, seen '{name}' of a lazy module; call "
+                "the module once with a few samples before the Trainer is made"
+            )
+        if p.is_meta:
+            raise UsageError(
+                f"module: expected parameters with values, seen '{name}' on the device 'meta'; "
+                "call module.to_empty(device='cpu') and load its weights"
+            )
+        if p.is_complex():
+            raise UsageError(
+                f"module: expected real parameters, seen {p.dtype} '{name}'; {INSTEAD}"
+            )
+    if not any(p.requires_grad for p in parameters.values()):
+        raise UsageError("module: expected parameters with requires_grad, seen none")
+    for prefix, layer in named_modules(module):
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.sparse:
+            raise UsageError(
+                f"module: expected gradients of whole arrays, seen sparse=True of "
+                f"'{prefix.rstrip('.')}'; set its attribute sparse = False, or: {INSTEAD}"
+            )
+
+
+def own_precision(module: nn.Module) -> Precision:
+    """Return the dtype of all parameters; raise UsageError if they have others, or several."""
+    names: dict[torch.dtype, str] = {}
+    for name, p in named_parameters(module).items():
+        if p.is_floating_point():
+            names.setdefault(p.dtype, name)
+    if len(names) == 1 and (precision := PRECISIONS.get(next(iter(names)))):
+        return precision
+    seen = " and ".join(f"{dtype} ('{name}')" for dtype, name in names.items())
+    raise UsageError(
+        f"module: expected parameters of float32, or all of float64, seen {seen}; call "
+        "module.float(), or give the Trainer a precision, such as 'float32', which all of them "
+        "then take"
+    )
+
+
+def find_parameters(module: nn.Module) -> Parameters:
+    """Return all parameters as they are now, under all of their names."""
+    return {
+        place.name: (place.tensor, getattr(place.tensor, "requires_grad", False))
+        for place in parameter_places(module)
+    }
+
+
+def must_be_bound(bound: Parameters, current: Parameters) -> None:
+    """Raise UsageError if parameters are not those, or not trained as those, that were `bound`."""
+    pairs = zip(bound.items(), current.items(), strict=False)
+    is_same = len(bound) == len(current) and all(
+        name == other and p is q and was_trained == is_trained
+        for (name, (p, was_trained)), (other, (q, is_trained)) in pairs
+    )
+    if not is_same:
+        changes = [
+            change for name in {**bound, **current} if (change := _change(name, bound, current))
+        ]
+        more = f" and {len(changes) - 3} more" * (len(changes) > 3)
+        raise UsageError(
+            "module: expected the parameters with which the Trainer was made, frozen or not as "
+            f"they were, seen {', '.join(changes[:3])}{more}; close this Trainer and make a new one"
+        )
+
+
+def _change(name: str, bound: Parameters, current: Parameters) -> str:
+    if name not in current or name not in bound:
+        return f"'{name}' {'removed' if name in bound else 'added'}"
+    (before, was_trained), (now, is_trained) = bound[name], current[name]
+    if before is not now:
+        return f"'{name}' replaced"
+    return "" if was_trained == is_trained else f"'{name}' {'un' * is_trained}frozen"

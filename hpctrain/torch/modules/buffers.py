@@ -1,0 +1,160 @@
+"""What a module keeps beside its trained parameters, in the buffer plane of an arena.
+
+    floating point, frozen parameters    lie in the plane
+    integers, booleans, complex          are the module's own; the plane has a copy, exact,
+                                         written after a gradient, and read where an engine has
+                                         changed it
+    not saved (persistent=False)         the module's own
+
+A forward pass may replace a buffer by another tensor: its values are copied into the plane.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import nn
+
+from hpctrain.core import xp
+from hpctrain.core.errors import UsageError
+from hpctrain.core.xp import Array
+from hpctrain.gradients import integers
+from hpctrain.torch.modules.inputs import as_tensor
+from hpctrain.torch.modules.names import Place, buffer_places, parameter_places, tied_names
+
+
+class ModuleBuffers:
+    """The frozen parameters and the buffers of one module."""
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype):
+        """Find them; floating-point ones get `dtype`."""
+        tied = tied_names(module)
+        frozen = [p for p in parameter_places(module) if not p.tensor.requires_grad]  # type: ignore[union-attr]
+        buffers = [place for place in buffer_places(module) if place.is_saved]
+        places = {p.name: p for p in (*frozen, *buffers) if p.name not in tied}
+        self._unsaved = [place for place in buffer_places(module) if not place.is_saved]
+        self._own_dtypes = {name: place.tensor.dtype for name, place in places.items()}  # type: ignore[union-attr]
+        self._flat = {n: p for n, p in places.items() if self._own_dtypes[n].is_floating_point}
+        self._coded = {n: p for n, p in places.items() if n not in self._flat}
+        self._dtype = dtype
+        #: The tensors that the module has, by name; a place with another one was written anew.
+        self._tensors = {name: place.tensor for name, place in places.items()}
+        self._views: dict[str, Array] = {}
+        self._codes: dict[str, np.ndarray] = {}
+        self._versions: list[tuple[int, int]] = []
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the slots, by name."""
+        return {name: self._slot_shape(name) for name in (*self._flat, *self._coded)}
+
+    @property
+    def integers(self) -> dict[str, str]:
+        """The dtypes of those that are coded as integers.py describes, by name."""
+        dtypes = {name: self._own_dtypes[name] for name in self._coded}
+        return {name: _name_of(dtype) for name, dtype in dtypes.items() if not dtype.is_complex}
+
+    @property
+    def cast_names(self) -> dict[str, torch.dtype]:
+        """The buffers of another floating-point dtype than the parameters, with that dtype."""
+        own = {n: t for n, t in self._own_dtypes.items() if n in self._flat}
+        return {n: t for n, t in own.items() if t != self._dtype and n not in self._frozen_names}
+
+    @property
+    def _frozen_names(self) -> set[str]:
+        return {name for name, x in self._tensors.items() if isinstance(x, nn.Parameter)}
+
+    def bind(self, views: dict[str, Array]) -> None:
+        """Let the tensors lie in `views` of a plane, which has their values; see `fill`."""
+        self._views = {name: views[name] for name in (*self._flat, *self._coded)}
+        for name in self._flat:
+            self._tensors[name].data = as_tensor(self._views[name])  # type: ignore[union-attr]
+
+    def fill(self, views: dict[str, Array]) -> None:
+        """Copy all values into `views`."""
+        for name in self._flat:
+            as_tensor(views[name]).copy_(self._tensors[name].detach())  # type: ignore[union-attr]
+        for name, code in self._encode().items():
+            xp.copy(views[name], code)
+            self._codes[name] = xp.to_host(views[name]).copy()
+
+    def store(self) -> None:
+        """Copy into the plane what a forward pass has written elsewhere."""
+        for name, place in (self._flat | self._coded).items():
+            if place.tensor is not self._tensors[name]:
+                self._take(name, place)
+        for name, code in self._encode().items():
+            if not np.array_equal(code, self._codes[name]):
+                xp.copy(self._views[name], code)
+                self._codes[name] = xp.to_host(self._views[name]).copy()
+
+    def load(self) -> None:
+        """Copy into the module's tensors what an engine has changed in the plane."""
+        for name in self._coded:
+            code = xp.to_host(self._views[name])
+            if not np.array_equal(code, self._codes[name]):
+                self._decode(name, code)
+                self._codes[name] = code.copy()
+
+    def leave(self) -> None:
+        """Move floating-point tensors to private memory, with their values."""
+        for name in self._flat:
+            x = self._tensors[name]
+            x.data = x.data.clone()  # type: ignore[union-attr]
+
+    def written_unsaved(self) -> list[str]:
+        """Return the buffers with persistent=False that were written since the last call."""
+        versions = [
+            (id(place.tensor), getattr(place.tensor, "_version", 0)) for place in self._unsaved
+        ]
+        before, self._versions = self._versions or versions, versions
+        pairs = zip(self._unsaved, before, versions, strict=True)
+        return [place.name for place, old, new in pairs if old != new]
+
+    def _take(self, name: str, place: Place) -> None:
+        """Copy the values of a buffer that was replaced, and put the tensor of before back."""
+        new, own = place.tensor, self._tensors[name]
+        assert own is not None
+        if new is None or new.shape != own.shape or new.dtype.is_complex != own.dtype.is_complex:
+            seen = "None" if new is None else f"{new.dtype} {tuple(new.shape)}"
+            raise UsageError(
+                f"module: expected buffer '{name}' to stay {own.dtype} {tuple(own.shape)}, seen "
+                f"{seen} after a forward pass; register it with persistent=False"
+            )
+        with torch.no_grad():
+            own.copy_(new)
+        place.table[place.key] = own
+
+    def _slot_shape(self, name: str) -> tuple[int, ...]:
+        x, dtype = self._tensors[name], self._own_dtypes[name]
+        assert x is not None
+        if dtype.is_complex:
+            return (*x.shape, 2)
+        is_flat = dtype.is_floating_point
+        return tuple(x.shape) if is_flat else integers.coded_shape(tuple(x.shape), _name_of(dtype))
+
+    def _encode(self) -> dict[str, np.ndarray]:
+        """Return the codes of all tensors that do not lie in the plane."""
+        codes = {}
+        for name in self._coded:
+            x = self._tensors[name].detach().cpu()  # type: ignore[union-attr]
+            is_complex = x.dtype.is_complex
+            codes[name] = (
+                torch.view_as_real(x).numpy() if is_complex else integers.encode(x.numpy())
+            )
+        return codes
+
+    def _decode(self, name: str, code: np.ndarray) -> None:
+        x = self._tensors[name]
+        assert x is not None
+        if x.dtype.is_complex:
+            values = torch.view_as_complex(torch.from_numpy(code.astype(np.float64)))
+        else:
+            values = torch.from_numpy(integers.decode(code, _name_of(x.dtype)))
+        with torch.no_grad():
+            x.copy_(values)
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    """Return NumPy's name of a dtype of integers."""
+    return str(dtype).removeprefix("torch.")
