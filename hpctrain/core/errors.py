@@ -52,7 +52,7 @@ class OwnRankError(UsageError):
 
 
 class ModelError(UsageError):
-    """A model that does not fit the options, by its first gradient: raised before any update."""
+    """A model that does not fit the options, or was changed within a run: raised on all ranks."""
 
 
 class GpuMemoryError(HpctrainError):

@@ -45,7 +45,7 @@ def decode(code: np.ndarray, dtype: np.typing.DTypeLike) -> np.ndarray:
     wide = code.astype(np.float64)
     whole = np.rint(wide)
     if not is_wide(dtype):
-        return whole.astype(dtype)
+        return np.asarray(whole).astype(dtype)
     fractions = wide - whole
     fractions[abs(fractions) < ROUNDING] = 0
     shifts = CHUNK_BITS * np.arange(CHUNKS)

@@ -26,7 +26,7 @@ import numpy as np
 from pydantic import Field
 
 from hpctrain import config
-from hpctrain.core.errors import HpctrainError, UsageError
+from hpctrain.core.errors import HpctrainError, ModelError, UsageError
 from hpctrain.core.metrics import PARTS, Criterion, Direction, make_criterion
 from hpctrain.core.names import unknown
 from hpctrain.gradients.arena import Arena
@@ -153,7 +153,10 @@ class Callbacks:
                 check()
             return own_reasons
 
-        reasons = self._world.gather_from(answer)
+        try:
+            reasons = self._world.gather_from(answer)
+        except UsageError as error:
+            raise ModelError(str(error)) from error
         return "; ".join(dict.fromkeys(filter(None, reasons)))
 
     def checkpoint(self, folder: Path) -> None:

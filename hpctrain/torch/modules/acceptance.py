@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import nn
 
@@ -94,3 +96,32 @@ def _change(name: str, bound: Parameters, current: Parameters) -> str:
     if before is not now:
         return f"'{name}' replaced"
     return "" if was_trained == is_trained else f"'{name}' {'un' * is_trained}frozen"
+
+
+def describe_changes(
+    own: Mapping[torch.dtype, str],
+    buffers: Mapping[str, torch.dtype],
+    dtype: torch.dtype,
+    was_in_evaluation: bool,
+) -> list[str]:
+    """Return a text for each property of a module that training in `dtype` changes.
+
+    `own`: the dtypes of its parameters, each with a name; `buffers`: those of other dtypes.
+    """
+    texts = []
+    if own.keys() != {dtype}:
+        seen = " and ".join(f"{other} ('{name}')" for other, name in own.items())
+        texts.append(
+            f"module: parameters are trained and returned in {dtype}, the precision of the run; "
+            f"seen {seen}"
+        )
+    cast = {name: other for name, other in buffers.items() if other not in own}
+    texts += [
+        f"module: buffer '{name}' of {other} is kept in {dtype}" for name, other in cast.items()
+    ]
+    if was_in_evaluation:
+        texts.append(
+            "module: it was in evaluation mode, and is trained in training mode; to keep parts in "
+            "evaluation mode call module.train() first, then their eval()"
+        )
+    return texts

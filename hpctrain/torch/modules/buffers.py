@@ -11,6 +11,8 @@ A forward pass may replace a buffer by another tensor: its values are copied int
 
 from __future__ import annotations
 
+import logging
+
 import numpy as np
 import torch
 from torch import nn
@@ -21,6 +23,8 @@ from hpctrain.core.xp import Array
 from hpctrain.gradients import integers
 from hpctrain.torch.modules.inputs import as_tensor
 from hpctrain.torch.modules.names import Place, buffer_places, parameter_places, tied_names
+
+log = logging.getLogger(__name__)
 
 
 class ModuleBuffers:
@@ -41,7 +45,8 @@ class ModuleBuffers:
         self._tensors = {name: place.tensor for name, place in places.items()}
         self._views: dict[str, Array] = {}
         self._codes: dict[str, np.ndarray] = {}
-        self._versions: list[tuple[int, int]] = []
+        self._versions = self._unsaved_versions()
+        self._warned: set[str] = set()
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -80,6 +85,7 @@ class ModuleBuffers:
 
     def store(self) -> None:
         """Copy into the plane what a forward pass has written elsewhere."""
+        self._warn_of_unsaved()
         for name, place in (self._flat | self._coded).items():
             if place.tensor is not self._tensors[name]:
                 self._take(name, place)
@@ -102,14 +108,22 @@ class ModuleBuffers:
             x = self._tensors[name]
             x.data = x.data.clone()  # type: ignore[union-attr]
 
-    def written_unsaved(self) -> list[str]:
-        """Return the buffers with persistent=False that were written since the last call."""
-        versions = [
-            (id(place.tensor), getattr(place.tensor, "_version", 0)) for place in self._unsaved
-        ]
-        before, self._versions = self._versions or versions, versions
-        pairs = zip(self._unsaved, before, versions, strict=True)
-        return [place.name for place, old, new in pairs if old != new]
+    def _warn_of_unsaved(self) -> None:
+        """Warn once of each buffer with persistent=False that was written since the last call."""
+        before, self._versions = self._versions, self._unsaved_versions()
+        pairs = zip(self._unsaved, before, self._versions, strict=True)
+        written = {place.name for place, old, new in pairs if old != new}
+        for name in sorted(written - self._warned):
+            log.warning(
+                "module: buffer '%s', which forward passes write, is of each rank alone and in no "
+                "checkpoint, since it has persistent=False",
+                name,
+            )
+        self._warned |= written
+
+    def _unsaved_versions(self) -> list[tuple[int, int]]:
+        tensors = [place.tensor for place in self._unsaved]
+        return [(id(x), getattr(x, "_version", 0)) for x in tensors]
 
     def _take(self, name: str, place: Place) -> None:
         """Copy the values of a buffer that was replaced, and put the tensor of before back."""

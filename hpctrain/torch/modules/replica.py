@@ -30,6 +30,7 @@ from hpctrain.gradients.loss_scale import LossScale
 from hpctrain.gradients.precision import CPU_PRECISIONS, Precision, master_dtype
 from hpctrain.gradients.replica import Batch, ignore_ready, split_batch
 from hpctrain.optim.absent import ABSENT
+from hpctrain.torch.modules.acceptance import describe_changes
 from hpctrain.torch.modules.buffers import ModuleBuffers
 from hpctrain.torch.modules.draws import SampleDraws, gradient_key, recompute
 from hpctrain.torch.modules.inputs import as_arrays, as_tensor
@@ -61,7 +62,8 @@ class TorchReplica:
         device = f"cuda:{xp.zeros(1, dtype).device.id}" if on_gpu else "cpu"  # of this rank
         module = model.module.to(device)
         self._parameters = {n: p for n, p in named_parameters(module).items() if p.requires_grad}
-        self._own_dtypes = {p.dtype: n for n, p in named_parameters(module).items()}
+        floats = {n: p for n, p in named_parameters(module).items() if p.is_floating_point()}
+        self._own_dtypes = {p.dtype: name for name, p in floats.items()}
         self._buffers = ModuleBuffers(module, dtype_in_torch)
         self._draws = SampleDraws(is_compiled(module))
         shapes = {name: tuple(p.shape) for name, p in self._parameters.items()}
@@ -79,7 +81,6 @@ class TorchReplica:
         self._on_ready: Callable[[str], None] | None = None  # within a gradient
         self._unready: set[str] = set()
         self._needs: ParameterNeeds | None = None
-        self._warned: set[str] = set()
         self._hooks = [
             p.register_post_accumulate_grad_hook(partial(self._take_gradient, name))
             for name, p in self._parameters.items()
@@ -111,7 +112,6 @@ class TorchReplica:
             for name in reversed(self._parameters):
                 on_ready(name)
         self._buffers.store()
-        self._warn_of_unsaved()
         return sums
 
     def _compute_until_finite(
@@ -256,35 +256,11 @@ class TorchReplica:
         ties = tied_names(self.model.module)
         return {other: first for other, first in ties.items() if first in names}
 
-    def _warn_of_unsaved(self) -> None:
-        """Warn once of buffers that each rank has for itself."""
-        for name in self._buffers.written_unsaved():
-            if name not in self._warned:
-                self._warned.add(name)
-                log.warning(
-                    "module: buffer '%s', which forward passes write, is of each rank alone and in "
-                    "no checkpoint, since it has persistent=False",
-                    name,
-                )
-
     def announcements(self, ranks: int) -> list[str]:
-        """Return what a user might not expect."""
-        dtype, texts = str(self.arena.param.dtype), []
-        floats = {t: name for t, name in self._own_dtypes.items() if t.is_floating_point}
-        if {str(t) for t in floats} != {f"torch.{dtype}"}:
-            seen = " and ".join(f"{t} ('{name}')" for t, name in floats.items())
-            texts.append(
-                f"module: parameters are trained and returned in {dtype}, the precision of the "
-                f"run; seen {seen}"
-            )
-        cast = {n: t for n, t in self._buffers.cast_names.items() if t not in floats}
-        texts += [f"module: buffer '{n}' of {t} is kept in {dtype}" for n, t in cast.items()]
-        if self.model.was_in_evaluation:
-            texts.append(
-                "module: it was in evaluation mode, and is trained in training mode; to keep parts "
-                "in evaluation mode call module.train() first, then their eval()"
-            )
-        return texts
+        """Return a text for each thing that is not trained as it came."""
+        dtypes, dtype = self._own_dtypes, as_tensor(self.arena.param).dtype
+        cast = self._buffers.cast_names
+        return describe_changes(dtypes, cast, dtype, self.model.was_in_evaluation)
 
     def _names_by_parameter(self) -> dict[int, str]:
         return {id(p): name for name, p in self._parameters.items()}
