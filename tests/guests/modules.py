@@ -73,6 +73,32 @@ class Gpt(nn.Module):
         return self.head(x)
 
 
+class Random(nn.Module):
+    """Functional dropout, noise and attention dropout; `recomputes`: once more in backward."""
+
+    def __init__(self, recomputes=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.inputs, self.recomputes = nn.Linear(8, 16), recomputes
+        self.drops = nn.Sequential(nn.Dropout(0.2), nn.Dropout1d(0.2), nn.AlphaDropout(0.1))
+        self.attention = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.2, batch_first=True)
+        self.head = nn.Linear(16, CLASSES)
+
+    def forward(self, x):
+        x = checkpoint(self.draw, x, use_reentrant=False) if self.recomputes else self.draw(x)
+        return self.head(x.mean(1))
+
+    def draw(self, x):
+        x = self.drops(nn.functional.dropout(self.inputs(x), 0.3, self.training))
+        x = self.attention(x)
+        if not self.training:
+            return x
+        noise = 0.1 * torch.randn_like(x) + 0.1 * torch.empty_like(x).normal_(1, 0.5)
+        gates = nn.functional.gumbel_softmax(x, tau=2.0) + torch.bernoulli(torch.sigmoid(x))
+        kept = torch.rand(len(x), 1, 1, dtype=x.dtype) < 0.8
+        return (x + noise + gates) * kept + torch.empty_like(x).uniform_(-0.1, 0.1)
+
+
 def train(module, engine, data, **options):
     loss = options.pop("loss", "cross_entropy")
     # Not Adam: of biases before a norm the gradient is rounding, which it would scale up.
@@ -93,9 +119,11 @@ def run_plain_cnn(engine="allreduce", **options):
 
 def run_gpt(engine="allreduce", recomputes=False, **options):
     module = Gpt(recomputes)
-    for block in module.blocks:
-        block.self_attn.dropout = 0.0  # drawn inside a function of PyTorch, not by a layer
     return train(module, engine, make_texts(), **options)
+
+
+def run_random(engine="allreduce", recomputes=False, **options):
+    return train(Random(recomputes), engine, make_images(), **options)
 
 
 def run_torch_optimizer(engine="allreduce"):
@@ -157,6 +185,11 @@ TABLE = {
     "gpt priority": lambda: run_gpt(ht.engines.AllReduce(priority=True)),
     "gpt recomputed": lambda: run_gpt(recomputes=True),
     "gpt ordered": lambda: run_gpt(ht.engines.AllReduce(reduction="ordered", blocks=4)),
+    "random": run_random,
+    "random recomputed": lambda: run_random(recomputes=True),
+    "random micro-batches": lambda: run_random(micro_batches=3),
+    "random ps-sync": lambda: run_random(ht.engines.PsSync(placement="colocated")),
+    "random ordered": lambda: run_random(ht.engines.AllReduce(reduction="ordered", blocks=4)),
     "cnn ordered": lambda: run_plain_cnn(ht.engines.AllReduce(reduction="ordered")),
     "torch.optim": run_torch_optimizer,
     "torch.optim, sharded": lambda: run_torch_optimizer(ht.engines.AllReduce(shard_optimizer=True)),
