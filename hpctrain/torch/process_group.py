@@ -15,6 +15,7 @@ from hpctrain.core.errors import LostRankError, UsageError
 from hpctrain.torch.autoload import BACKEND
 from hpctrain.torch.communicator import Communicator
 from hpctrain.torch.data_movement import DataMovement
+from hpctrain.torch.functional import add_out_variants
 from hpctrain.torch.job import check_limit, end_after_loss, start_job, uses_threads
 from hpctrain.torch.point_to_point import PointToPoint
 from hpctrain.torch.reductions import Reductions
@@ -24,6 +25,7 @@ from hpctrain.world import World
 def make_process_group(options: Any) -> ProcessGroup:
     """Return the group of `options`, a `_DistributedBackendOptions`; collective over its ranks."""
     refuse_other_backends()
+    add_out_variants()
     job = start_job(options.timeout)
     size, rank, ranks = options.group_size, options.group_rank, options.global_ranks_in_group
     is_default_group = not ranks

@@ -306,6 +306,20 @@ def compiled_functional():
     )
 
 
+def functional_out():
+    """Functional collectives into given tensors: C++ calls those of process groups otherwise."""
+    rank, size, name = dist.get_rank(), dist.get_world_size(), dist.group.WORLD.group_name
+    functional, x = torch.ops._c10d_functional, torch.arange(size * 3.0).double() + rank
+    gathered, part = x.new_empty(size * size * 3), x.new_empty(3)
+    functional.all_gather_into_tensor_out(x, size, name, out=gathered)
+    functional.reduce_scatter_tensor_out(x.clone(), "sum", size, name, out=part)
+    everyone = torch.cat([x - rank + r for r in range(size)])
+    total = everyone.view(size, size, 3).sum(0)[rank]
+    return torch.cat([each - right for each, right in (
+        (functional.wait_tensor(gathered), everyone), (functional.wait_tensor(part), total)
+    )])  # fmt: skip
+
+
 def compiled_with_inductor():
     """Forward and backward compiled, where a C++ compiler is there; its workers are processes."""
     if shutil.which("g++") is None:
@@ -352,6 +366,7 @@ FEATURES = {
     "checkpoint": checkpoint,
     "async checkpoint": async_checkpoint,
     "compiled functional": compiled_functional,
+    "functional into out": functional_out,
     "objects": objects,
 }
 SLOW_FEATURES = {"compiled with inductor": compiled_with_inductor}

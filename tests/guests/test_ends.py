@@ -127,7 +127,11 @@ def test_calls_that_differ_are_named_before_data_moves(start, mismatch):
     assert ("different numbers of batches?)" in done.stderr) == (mismatch != "message")
 
 
-def test_a_group_has_a_limit_of_its_own(start):
+@pytest.mark.parametrize(
+    "wait", ["", pytest.param(".wait()", marks=pytest.mark.full), ".get_future().wait()"]
+)
+def test_a_group_has_a_limit_of_its_own(start, wait):
+    """Also for asynchronous calls, in which the thread of the group waits."""
     code = """
 from datetime import timedelta
 import torch, torch.distributed as dist
@@ -135,13 +139,15 @@ dist.init_process_group("hpctrain", timeout=timedelta(seconds=60))
 group = dist.new_group(timeout=timedelta(seconds=1))
 if dist.get_rank() == 0:
     try:
-        dist.all_reduce(torch.ones(1), group=group)
+        dist.all_reduce(torch.ones(1), group=group, async_op={is_async}){wait}
     except Exception as error:
-        print("raised", str(error).splitlines()[0], flush=True)
+        print("raised", *str(error).splitlines(), flush=True)
 dist.barrier()
 print("over", flush=True)
 import os; os._exit(0)
 """
+    code = code.format(is_async=bool(wait), wait=wait)
     done = start("-c", code, ranks=2).finish(timeout=40)
-    assert "raised rank 0: Timed out after 1 s" in done.stdout
+    assert "rank 0: Timed out after 1 s in " in done.stdout
+    assert "rank 1 on" in done.stdout
     assert done.stdout.count("over") == 2

@@ -51,6 +51,18 @@ CALLS = {
         "dist.reduce_scatter(torch.empty(2), [torch.ones(2), torch.ones(3)])",
         "reduce_scatter takes tensors of one length",
     ),
+    "limit": (
+        "import datetime; dist.group.WORLD.set_timeout(datetime.timedelta(hours=1))",
+        "set_timeout: expected a limit of 0 to 1800 s",
+    ),
+    "aborted": (
+        "g = dist.new_group(); g.abort(); dist.all_reduce(torch.ones(1), group=g)",
+        "the process group was aborted",
+    ),
+    "PyTorch's refusals": (
+        "dist.monitored_barrier()",
+        "monitored_barrier is only implemented for GLOO backend",
+    ),
 }
 
 
@@ -62,3 +74,12 @@ def test_an_invalid_call_raises_on_each_rank(start, call):
     raised = [text for text in done.stdout.splitlines() if text.startswith("raised")]
     assert len(raised) == 2
     assert all(words in text for text in raised), raised
+
+
+@pytest.mark.parametrize("backends", ["cpu:hpctrain,cuda:nccl", "cpu:gloo,cuda:hpctrain"])
+def test_a_second_backend_for_other_devices_is_refused(start, backends):
+    """PyTorch would drop it without a word."""
+    code = f"import torch.distributed as dist; dist.init_process_group({backends!r})"
+    done = start("-c", code, ranks=1).finish(timeout=60)
+    assert done.returncode == 2
+    assert f'expected "hpctrain" alone, seen "{backends}"' in done.stderr
