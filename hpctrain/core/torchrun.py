@@ -90,10 +90,8 @@ def choose_ranks(
     """
     job = launchers.launched(environ)
     values = {name: environ.get(name, "") for name in (*REQUIRED, "LOCAL_RANK")}
+    values |= arguments or {}
     chosen = {name for name in values if values[name] != (inherited or {}).get(name, "")}
-    for name, value in (arguments or {}).items():
-        values[name] = value
-        chosen.add(name)
     missing = [name for name in REQUIRED if not values[name]]
     if environ.get(TORCHRUN) and missing and job.name == "none":
         return Choice("refused", f"torchrun has set {', '.join(missing)}, and the script unset it")

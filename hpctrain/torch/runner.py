@@ -60,8 +60,10 @@ def _run_as_main(words: Sequence[str]) -> None:
     else:
         sys.argv[:] = words
         if not getattr(sys.flags, "safe_path", False):
-            sys.path[0] = os.path.dirname(os.path.realpath(kind))
-        runpy.run_path(kind, run_name="__main__")
+            # runpy puts a folder with a `__main__.py` first by itself.
+            folder = [] if os.path.isdir(kind) else [os.path.dirname(os.path.realpath(kind))]
+            sys.path[:1] = folder
+        runpy.run_path(os.path.abspath(kind), run_name="__main__")
 
 
 def _report(error: BaseException) -> SystemExit:
