@@ -185,8 +185,8 @@ def test_variables_are_those_of_torchrun():
     ],
 )
 def test_variables_from_those_of_a_launcher(changes, node, address):
-    found = launched_variables(OMPI | changes, "first", 9)
-    assert (found["GROUP_RANK"], found["MASTER_ADDR"]) == (node, address)
+    values = launched_variables(OMPI | changes, "first", 9)
+    assert (values["GROUP_RANK"], values["MASTER_ADDR"]) == (node, address)
 
 
 def test_a_process_on_its_own_has_no_variables():

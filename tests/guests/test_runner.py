@@ -51,13 +51,13 @@ STALE = {"RANK": "7", "WORLD_SIZE": "9", "MASTER_ADDR": "no.such.host", "MASTER_
     ("words", "ranks"), [((*MODULE, "-c"), 2), ((*LAUNCH, sys.executable, "-c"), None)]
 )
 def test_variables_are_set_before_the_script(start, words, ranks, stale):
-    done = start(*words, VARIABLES, ranks=ranks, env=stale).finish()
-    assert done.returncode == 0, done.stderr
-    first, second = sorted(map(json.loads, done.stdout.splitlines()), key=lambda v: v["RANK"])
+    completed = start(*words, VARIABLES, ranks=ranks, env=stale).finish()
+    assert completed.returncode == 0, completed.stderr
+    first, second = sorted(map(json.loads, completed.stdout.splitlines()), key=lambda v: v["RANK"])
     port = first.pop("MASTER_PORT")
     assert int(port) > 1023 and second.pop("MASTER_PORT") == port
-    for rank, found in enumerate((first, second)):
-        assert found == {
+    for rank, values in enumerate((first, second)):
+        assert values == {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": "2",
@@ -70,8 +70,10 @@ def test_variables_are_set_before_the_script(start, words, ranks, stale):
 
 @pytest.mark.either
 def test_other_programs_start_as_they_are(start):
-    done = start(*LAUNCH, "sh", "-c", "echo ${RANK-unset}", env={"OMP_NUM_THREADS": "1"}).finish()
-    assert done.stdout.split() == ["unset", "unset"]
+    completed = start(
+        *LAUNCH, "sh", "-c", "echo ${RANK-unset}", env={"OMP_NUM_THREADS": "1"}
+    ).finish()
+    assert completed.stdout.split() == ["unset", "unset"]
 
 
 END = """
@@ -82,7 +84,7 @@ if {condition}:
     {end}
 time.sleep({rest_s})
 """
-#: the end, what the others do -> exit code of the job, and what is said
+#: the end, what the others do -> exit code of the job, and what is printed
 ENDS = {
     "error": ("raise ValueError('planted')", "1", 60, 1, "] ValueError: planted"),
     "exit": ("sys.exit(7)", "1", 60, 7, ""),
@@ -96,15 +98,15 @@ ENDS = {
 
 @pytest.mark.parametrize("case", ENDS)
 def test_the_end_of_one_rank_ends_the_job(start, case):
-    end, ranks, rest_s, exit_code, said = ENDS[case]
+    end, ranks, rest_s, exit_code, message = ENDS[case]
     code = END.format(condition=f"os.environ['RANK'] in {ranks!r}", end=end, rest_s=rest_s)
-    done = start(*MODULE, "-c", code, ranks=2).finish(timeout=40)  # less than the others' rest
-    assert done.returncode == exit_code, done.stderr
-    assert said in done.stderr
-    assert "runpy" not in done.stderr
+    completed = start(*MODULE, "-c", code, ranks=2).finish(timeout=40)  # less than the others' rest
+    assert completed.returncode == exit_code, completed.stderr
+    assert message in completed.stderr
+    assert "runpy" not in completed.stderr
 
 
-#: arguments -> exit code, and what is said
+#: arguments -> exit code, and what is printed
 REFUSALS = [
     (("--help",), 0, "mpirun -n 4 python -m hpctrain.torch train.py"),
     ((), 2, "usage: python -m hpctrain.torch SCRIPT"),
@@ -115,8 +117,11 @@ REFUSALS = [
 
 
 @pytest.mark.either
-@pytest.mark.parametrize(("words", "exit_code", "said"), REFUSALS)
-def test_wrong_arguments_are_refused_before_mpi(start, words, exit_code, said):
-    done = start(*MODULE, *words).finish()
-    assert (done.returncode, said in done.stdout + done.stderr) == (exit_code, True)
-    assert "Traceback" not in done.stderr
+@pytest.mark.parametrize(("words", "exit_code", "message"), REFUSALS)
+def test_wrong_arguments_are_refused_before_mpi(start, words, exit_code, message):
+    completed = start(*MODULE, *words).finish()
+    assert (completed.returncode, message in completed.stdout + completed.stderr) == (
+        exit_code,
+        True,
+    )
+    assert "Traceback" not in completed.stderr

@@ -1,4 +1,4 @@
-"""Scripts made for torchrun under other launchers: variables, losses, ends, and what is said."""
+"""Scripts made for torchrun under other launchers: variables, losses, ends, and what is printed."""
 
 from __future__ import annotations
 
@@ -40,23 +40,23 @@ OTHER_ROWS = [
 )
 def test_losses_are_those_of_one_process(start, script, starter, backend):
     words, ranks = STARTERS[starter]
-    done = start(*words, SCRIPT, script, backend, ranks=ranks).finish(timeout=200)
-    assert done.returncode == 0, done.stderr
-    losses = json.loads(done.stdout)
+    completed = start(*words, SCRIPT, script, backend, ranks=ranks).finish(timeout=200)
+    assert completed.returncode == 0, completed.stderr
+    losses = json.loads(completed.stdout)
     assert np.abs(np.subtract(losses, torchrun_scripts.reference(script))).max() < 1e-12
     assert len(set(losses)) == len(losses)
-    assert "independently" not in done.stderr
+    assert "independently" not in completed.stderr
 
 
 @pytest.mark.parametrize("silenced", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_independent_trainings_are_named_once(start, silenced):
     """Without RANK each process of a plain mpirun trains by itself; the exit code stays."""
     env = {"HPCTRAIN_INDEPENDENT": "1"} if silenced else {}
-    done = start(SCRIPT, "gpt", "hpctrain", ranks=2, env=env).finish(timeout=200)
-    assert done.returncode == 0, done.stderr
-    assert len(done.stdout.splitlines()) == 2
-    assert done.stderr.count("train 2 models independently") == (0 if silenced else 1)
-    assert ("`python -m hpctrain.torch SCRIPT`" in done.stderr) != silenced
+    completed = start(SCRIPT, "gpt", "hpctrain", ranks=2, env=env).finish(timeout=200)
+    assert completed.returncode == 0, completed.stderr
+    assert len(completed.stdout.splitlines()) == 2
+    assert completed.stderr.count("train 2 models independently") == (0 if silenced else 1)
+    assert ("`python -m hpctrain.torch SCRIPT`" in completed.stderr) != silenced
 
 
 #: how a process of several may train, and whether that is named
@@ -78,14 +78,14 @@ for _ in range(2):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("how", TRAININGS)
+@pytest.mark.parametrize("kind", TRAININGS)
 @pytest.mark.parametrize("words", [(), MODULE])
-def test_only_independent_trainings_are_named(start, how, words):
-    together, is_named = TRAININGS[how]
-    is_named = is_named or (how == "mpi4py" and words == MODULE)  # it has started MPI for all
-    done = start(*words, "-c", TRAINING.format(together=together), ranks=2).finish(timeout=200)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("train 2 models independently") == int(is_named)
+def test_only_independent_trainings_are_named(start, kind, words):
+    together, is_named = TRAININGS[kind]
+    is_named = is_named or (kind == "mpi4py" and words == MODULE)  # it has started MPI for all
+    completed = start(*words, "-c", TRAINING.format(together=together), ranks=2).finish(timeout=200)
+    assert completed.returncode == 0, completed.stderr
+    assert completed.stderr.count("train 2 models independently") == int(is_named)
 
 
 ENVIRONMENT = """
@@ -104,7 +104,7 @@ RANKS_ONLY = (
     "job = launched(os.environ)\n"
     "os.environ |= {'RANK': str(job.rank), 'WORLD_SIZE': str(job.size)}"
 )
-#: the environment before the launcher, code of the script before init, backend, what is said
+#: the environment before the launcher, code of the script before init, backend, what is printed
 STRANGERS = {
     "stale": (
         {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "7", "MASTER_ADDR": "x", "MASTER_PORT": "1"},
@@ -131,14 +131,14 @@ FULL = ("address alone", "ranks alone", "in another order")
     [pytest.param(case, marks=[pytest.mark.full] * (case in FULL)) for case in STRANGERS],
 )
 def test_variables_of_others_do_not_change_the_ranks(start, case):
-    env, before, backend, said = STRANGERS[case]
+    env, before, backend, message = STRANGERS[case]
     code = ENVIRONMENT.format(before=before, backend=backend)
-    done = start("-c", code, ranks=2, env=env).finish(timeout=200)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("sum 3.0") == 2
-    assert {line.split()[3] for line in done.stdout.splitlines()} == {"0", "1"}
-    assert done.stderr.count("hpctrain: ") == int(said != "")
-    assert said in done.stderr
+    completed = start("-c", code, ranks=2, env=env).finish(timeout=200)
+    assert completed.returncode == 0, completed.stderr
+    assert completed.stdout.count("sum 3.0") == 2
+    assert {line.split()[3] for line in completed.stdout.splitlines()} == {"0", "1"}
+    assert completed.stderr.count("hpctrain: ") == int(message != "")
+    assert message in completed.stderr
 
 
 #: code before init, backend -> the line
@@ -157,9 +157,9 @@ REFUSALS = {
 def test_ranks_of_others_are_refused_in_one_line(start, case, words):
     before, line = REFUSALS[case]
     code = ENVIRONMENT.format(before=before, backend="hpctrain")
-    done = start(*words, "-c", code, ranks=2).finish(timeout=200)
-    assert done.returncode != 0
-    assert line in done.stderr and "Traceback" not in done.stderr
+    completed = start(*words, "-c", code, ranks=2).finish(timeout=200)
+    assert completed.returncode != 0
+    assert line in completed.stderr and "Traceback" not in completed.stderr
 
 
 ALONE = ENVIRONMENT.format(before="", backend="hpctrain")
@@ -168,6 +168,8 @@ ALONE = ENVIRONMENT.format(before="", backend="hpctrain")
 @pytest.mark.full
 @pytest.mark.either
 def test_ranks_without_a_launcher_are_refused(start):
-    done = start("-c", ALONE, env={"RANK": "1", "WORLD_SIZE": "4"}).finish(timeout=200)
-    assert done.returncode == 2
-    assert "no launcher of MPI has started this script: start it with `mpirun -n 4" in done.stderr
+    completed = start("-c", ALONE, env={"RANK": "1", "WORLD_SIZE": "4"}).finish(timeout=200)
+    assert completed.returncode == 2
+    assert (
+        "no launcher of MPI has started this script: start it with `mpirun -n 4" in completed.stderr
+    )
