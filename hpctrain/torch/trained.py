@@ -106,9 +106,16 @@ class TrainedSet:
             self._hook_new(model.parameters())
 
     def _hook_new(self, parameters: Iterable[torch.Tensor]) -> None:
-        for p in parameters:
-            if p.requires_grad and id(p) not in self._hooks and self._hook is not None:
-                self._hooks[id(p)] = p, p.register_post_accumulate_grad_hook(self._hook)
+        if self._hook is None:
+            return
+        new = [p for p in parameters if p.requires_grad and id(p) not in self._hooks]
+        if any(p._post_accumulate_grad_hooks for p in new) and self._world.rank == 0:
+            log.warning(
+                "ht.torch.sync: parameters have hooks, which get this rank's own gradients: "
+                "gradients are means when backward() has returned; step the optimizer then"
+            )
+        for p in new:
+            self._hooks[id(p)] = p, p.register_post_accumulate_grad_hook(self._hook)
 
     def has_changed(self) -> bool:
         """Return whether this rank trains others than agreed; once at the end of backward."""

@@ -209,6 +209,17 @@ def test_sparse_gradients_become_dense(caplog):
     assert sum("'table' has sparse gradients" in r.message for r in caplog.records) == 1
 
 
+def test_hooks_that_get_local_gradients_are_announced(caplog):
+    def make():
+        module = Weights()
+        module.a.register_post_accumulate_grad_hook(lambda p: None)
+        return module
+
+    with caplog.at_level(logging.WARNING):
+        run(lambda synced, module, rank: None, 2, make=make)
+    assert sum("hooks, which get this rank's own" in r.message for r in caplog.records) == 1
+
+
 def sparse_adam(module):
     return torch.optim.SparseAdam(module.parameters())
 
