@@ -224,8 +224,8 @@ def test_the_optimizer_has_its_states_after_the_trainer(name):
         assert state.keys() >= plain.keys()
         for key, values in plain.items():
             assert values.keys() == state[key].keys()
-            for one, other in zip(values.values(), state[key].values(), strict=True):
-                torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+            for name, value in values.items():
+                torch.testing.assert_close(state[key][name], value, rtol=1e-9, atol=1e-12)
 
 
 def test_an_optimizer_is_bound_once(monkeypatch):

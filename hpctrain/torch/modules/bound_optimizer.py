@@ -1,9 +1,17 @@
-"""An optimizer of PyTorch whose tensors are ranges of flat arrays."""
+"""An optimizer of PyTorch whose tensors are ranges of flat arrays, made once for many updates.
+
+Neighbours of a group with equal counts of updates are one tensor, until one has no gradient:
+
+    param    | 0.weight ....... | 0.bias |gap| head ....... | 1.bias |
+    tensors  [ one count ....................................... ]
+             [ one count ................... ][ its own ... ][ .... ]   the head had no gradient
+"""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,162 +40,200 @@ class Piece(NamedTuple):
     group: int
     elements: slice  #: of the flat arrays
     part: slice  #: of the parameter
+    slot: int  #: its index among all slots
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it holds all of the parameter."""
+        return self.part.stop - self.part.start == self.parameter.numel()
+
+
+class Span(NamedTuple):
+    """A tensor of the optimizer: neighbouring pieces, from the first to the last."""
+
+    pieces: range
+    group: int
+    elements: slice
+    tensor: torch.Tensor
+    is_new: bool  #: whether the first step makes its state
 
 
 class BoundOptimizer:
-    """An optimizer, and its tensors: one for each of `pieces`."""
+    """The updates of one array of parameters."""
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
-        tensors: Sequence[torch.Tensor],
+        source: torch.optim.Optimizer,
         pieces: Sequence[Piece],
+        param: Array,
         state: State,
         names: Sequence[Sequence[str]],
         is_own: bool,
     ):
-        """`names`: of the states of each group, with "step" where PyTorch has it.
+        """Before the first update the state is that of `source`, the user's optimizer.
 
-        `is_own`: whether it is the user's optimizer, with its options and its hooks.
+        `names`: of the states of each group, with "step" where PyTorch has it. `is_own`: whether
+        `source` itself steps, with its own parameters, options and hooks.
         """
-        self._optimizer, self._tensors, self._pieces = optimizer, tensors, pieces
-        self._state, self._names, self._is_own = state, names, is_own
-        self._counts, self._size = state["step"], sum(p.elements.stop for p in pieces[-1:])
-        self._places = np.array([piece.place for piece in pieces], np.int64)
-        self._expected = self._counts[self._places]
+        self.state, self.is_own = state, is_own
+        self._source, self.pieces, self._param, self._names = source, pieces, param, names
         self._ranges = [piece.elements for piece in pieces]
-        used = dict.fromkeys(piece.group for piece in pieces)
-        groups = optimizer.param_groups
-        self._groups = {} if is_own else dict(zip(used, groups, strict=True))
+        self._places = np.array([piece.place for piece in pieces], np.int64)
         self._with_state: set[int] = set()  # places of parameters that had one at the start
-        self._new: set[int] = set()  # pieces whose state the first step will make
+        self._spans: list[Span] = []
+        self._expected = np.zeros(0, np.int64)
         self._grads: tuple[int, list[torch.Tensor]] = (0, [])
-
-    def fits(self, state: State, param: Array, is_own: bool) -> bool:
-        """Return whether the tensors are `param`, and the counts those after the last update."""
-        return (
-            state is self._state
-            and is_own == self._is_own
-            and param.size >= self._size
-            and np.array_equal(self._counts[self._places], self._expected)
-        )
-
-    def take_states(self, source: torch.optim.Optimizer) -> None:
-        """Copy the states that parameters have in `source`, and their counts."""
-        for piece in self._pieces:
-            names = self._names[piece.group]
-            state = source.state.get(piece.parameter, {})
-            values = {name: state[name] for name in names if state.get(name) is not None}
-            if values and len(values) < len(names):
-                absent = ", ".join(sorted(set(names) - values.keys()))
-                raise UsageError(
-                    f"optimizer: expected a state with {', '.join(names)}, seen none of {absent}; "
-                    "load a state that was made with the same options"
-                )
-            for name in values.keys() - {"step"}:
-                plane = as_tensor(self._state[name][piece.elements])
-                plane.copy_(values[name].detach().reshape(-1)[piece.part])
-            if values:
-                self._counts[piece.place] = int(values.get("step", 1))
-                self._with_state.add(piece.place)
-
-    def use_states(self) -> None:
-        """Let the states of the optimizer lie in the planes, of pieces that have been updated."""
-        self._expected = self._counts[self._places]
-        for i, piece in enumerate(self._pieces):
-            if not self._counts[piece.place] and piece.place not in self._with_state:
-                self._new.add(i)
-                continue
-            own = self._optimizer.state[self._tensors[i]]
-            own.update(self._views(i))
-            if "step" in self._names[piece.group]:
-                own["step"] = self._make_step(i)
+        if not state["step"][0]:
+            for piece in pieces:
+                self._take_state(piece)
 
     def update(self, grad: Array, options: list[dict[str, Any]]) -> None:
-        """Update the tensors with `grad`, and the counts."""
+        """Update the parameters with `grad`, and the counts."""
         absent = set(find_absent(grad, self._ranges))
-        for i, (p, g) in enumerate(zip(self._tensors, self._views_of(grad), strict=True)):
-            p.grad = None if i in absent else g
+        if not self._fits(absent):
+            self._make_spans(options, absent)
+        for span, g in zip(self._spans, self._views_of(grad), strict=True):
+            span.tensor.grad = None if span.pieces[0] in absent else g
+        if self.is_own:
+            self._optimizer.step()
+        else:
+            self._set_options(options, absent)
+            _step_without_hooks(self._optimizer)
+        for span in self._spans:
+            span.tensor.grad = None
+        self._count(absent)
+
+    def export(self) -> None:
+        """Give the user's optimizer the states, if they are those of whole parameters."""
+        if self.is_own or not all(piece.is_whole for piece in self.pieces):
+            return
+        for piece in self.pieces:
+            count = int(self.state["step"][piece.place])
+            views = self._planes_of(piece.group, piece.elements).items()
+            shape = piece.parameter.shape
+            values = {name: view.clone().view(shape) for name, view in views}
+            if count and "step" in self._names[piece.group]:
+                values["step"] = torch.tensor(float(count))
+            if count:
+                self._source.state[piece.parameter] = values
+
+    def _take_state(self, piece: Piece) -> None:
+        """Copy the state of a parameter in the user's optimizer, and its count."""
+        state, names = self._source.state.get(piece.parameter, {}), self._names[piece.group]
+        values = {name: state[name] for name in names if state.get(name) is not None}
+        if not values:
+            return
+        if absent := ", ".join(sorted(set(names) - values.keys())):
+            raise UsageError(
+                f"optimizer: expected a state with {', '.join(names)}, seen none of {absent}; load "
+                "a state that was made with the same options"
+            )
+        for name, view in self._planes_of(piece.group, piece.elements).items():
+            view.copy_(values[name].detach().reshape(-1)[piece.part])
+        self.state["step"][piece.place] = int(values.get("step", 1))
+        self._with_state.add(piece.place)
+
+    def _fits(self, absent: set[int]) -> bool:
+        """Return whether the counts are those after the last update, and no span is cut."""
+        is_cut = absent and any(0 < len(absent.intersection(s.pieces)) < len(s.pieces)
+                                for s in self._spans)  # fmt: skip
+        return not is_cut and np.array_equal(self.state["step"][self._places], self._expected)
+
+    def _make_spans(self, options: list[dict[str, Any]], absent: set[int]) -> None:
+        """Make the tensors, an optimizer for them, and its states in the planes."""
+        counts = self._expected = self.state["step"][self._places]
+
+        def key(i: int) -> tuple[int, ...]:
+            piece = self.pieces[i]
+            # Without epsilon the gap behind a parameter would become 0 / 0.
+            is_single = self.is_own or options[piece.group].get("eps", 1) == 0
+            is_new = not counts[i] and piece.place not in self._with_state
+            run = i if is_single else piece.slot - i  # equal for neighbours
+            return piece.group, int(counts[i]), is_new, i in absent, run
+
+        parts = [(list(own), first[2]) for first, own in groupby(range(len(self.pieces)), key)]
+        self._spans = [self._make_span(range(p[0], p[-1] + 1), bool(new)) for p, new in parts]
+        self._optimizer, self._grads = self._source, (0, [])
+        if not self.is_own:
+            members: dict[int, list[torch.Tensor]] = {}
+            for span in self._spans:
+                members.setdefault(span.group, []).append(span.tensor)
+            groups = [{**options[number], "params": own} for number, own in members.items()]
+            self._optimizer = _make(self._source, groups)
+            self._groups = dict(zip(members, self._optimizer.param_groups, strict=True))
+        for span in self._spans:
+            if not span.is_new:
+                self._use_state(span, options[span.group])
+
+    def _make_span(self, pieces: range, is_new: bool) -> Span:
+        first, last = self.pieces[pieces[0]], self.pieces[pieces[-1]]
+        elements = slice(first.elements.start, last.elements.stop)
+        tensor: torch.Tensor = as_tensor(self._param[elements])
+        if self.is_own:
+            if not first.is_whole or first.parameter.data_ptr() != address_of(
+                self._param[elements]
+            ):
+                raise UsageError(HOOKS_REFUSED)
+            tensor = first.parameter
+        return Span(pieces, first.group, elements, tensor, is_new)
+
+    def _use_state(self, span: Span, options: Mapping[str, Any]) -> None:
+        """Let the state of a span lie in the planes."""
+        state = self._optimizer.state[span.tensor]
+        state.update(self._planes_of(span.group, span.elements, span.tensor.shape))
+        if "step" in self._names[span.group]:
+            device = span.tensor.device if is_fused(self._source, options) else "cpu"
+            count = float(self._expected[span.pieces[0]])
+            state["step"] = torch.tensor(count, device=device)
+
+    def _set_options(self, options: list[dict[str, Any]], absent: set[int]) -> None:
+        """Write the options of this update into the groups."""
+        present = [span for span in self._spans if span.pieces[0] not in absent]
+        # A fused step of SGD makes the momenta of all tensors or of none.
+        is_mixed = len({span.is_new for span in present}) > 1
+        is_split = is_mixed and isinstance(self._optimizer, torch.optim.SGD)
         for number, group in self._groups.items():
             group.update(options[number])
             if is_fused(self._optimizer, group):
-                group["fused"] = not self._is_partly_new(absent)
-        if self._is_own:
-            self._optimizer.step()
-        else:
-            _step_without_hooks(self._optimizer)
-        for p in self._tensors:
-            p.grad = None
-        self._count(absent)
-
-    def export(self, target: torch.optim.Optimizer, parameters: int) -> None:
-        """Copy the states to `target`, if the tensors are whole and all of its `parameters`."""
-        sizes = [(p.part.stop - p.part.start, p.parameter.numel()) for p in self._pieces]
-        if len(sizes) < parameters or any(size < whole for size, whole in sizes):
-            return
-        for tensor, piece in zip(self._tensors, self._pieces, strict=True):
-            state = self._optimizer.state.get(tensor, {})
-            target.state[piece.parameter] = {
-                name: x.clone() if name == "step" else x.clone().view(piece.parameter.shape)
-                for name, x in state.items()
-                if x is not None
-            }
+                group["fused"] = not is_split
 
     def _count(self, absent: set[int]) -> None:
         """Count the update of all pieces but those that are `absent`."""
-        is_present = np.ones(len(self._pieces), bool)
+        is_present = np.ones(len(self.pieces), bool)
         is_present[list(absent)] = False
-        self._counts[self._places[is_present]] += 1
-        self._expected = self._counts[self._places]
-        for i in self._new - absent:
-            own = self._optimizer.state[self._tensors[i]]
-            for name, view in self._views(i).items():
-                own[name] = view.copy_(own[name])
-        self._new &= absent
-        if not self._is_own:
-            self._check_names()
-
-    def _check_names(self) -> None:
-        """Raise UsageError if the step has made a state that no checkpoint would have."""
-        for p, piece in zip(self._tensors, self._pieces, strict=True):
-            state, names = self._optimizer.state.get(p, {}), self._names[piece.group]
-            if len(state) > len(names):
+        self.state["step"][self._places[is_present]] += 1
+        self._expected = self.state["step"][self._places]
+        for i, span in enumerate(self._spans):
+            state = self._optimizer.state.get(span.tensor, {})
+            if span.is_new and span.pieces[0] not in absent:
+                for name, view in self._planes_of(
+                    span.group, span.elements, span.tensor.shape
+                ).items():
+                    state[name] = view.copy_(state[name])
+                self._spans[i] = span._replace(is_new=False)
+            names = self._names[span.group]
+            if len(state) > len(names) and not self.is_own:
                 raise UsageError(
-                    f"schedule: expected options that keep a state of {', '.join(names)}, seen one "
-                    f"with {', '.join(state)}; begin with the option that needs it"
+                    f"schedule: expected options that keep a state of {', '.join(names) or 'none'}"
+                    f", seen one with {', '.join(state)}; begin with the option that needs it"
                 )
 
-    def _is_partly_new(self, absent: set[int]) -> bool:
-        """Return whether SGD makes momenta of only some tensors: its fused step cannot."""
-        present = set(range(len(self._pieces))) - absent
-        is_sgd = isinstance(self._optimizer, torch.optim.SGD)
-        return is_sgd and 0 < len(self._new & present) < len(present)
-
-    def _views(self, i: int) -> dict[str, torch.Tensor]:
-        """Return the planes of the state of piece `i`, in the shape of its tensor."""
-        elements, shape = self._ranges[i], self._tensors[i].shape
-        names = [name for name in self._names[self._pieces[i].group] if name != "step"]
-        return {name: as_tensor(self._state[name][elements]).view(shape) for name in names}
+    def _planes_of(
+        self, group: int, elements: slice, shape: Sequence[int] = (-1,)
+    ) -> dict[str, torch.Tensor]:
+        """Return the planes of the state of a range, as tensors of `shape`."""
+        names = [name for name in self._names[group] if name != "step"]
+        return {name: as_tensor(self.state[name][elements]).view(tuple(shape)) for name in names}
 
     def _views_of(self, grad: Array) -> list[torch.Tensor]:
-        """Return the gradients of the tensors; hooks may write them, so they get a copy."""
-        if self._is_own:
+        """Return the gradients of the spans; hooks may write them, so they get a copy."""
+        if self.is_own:
             grad = grad.copy()
         elif self._grads[0] == address_of(grad):
             return self._grads[1]
-        pairs = zip(self._ranges, self._tensors, strict=True)
-        views = [as_tensor(grad[elements]).view(p.shape) for elements, p in pairs]
-        self._grads = (0, []) if self._is_own else (address_of(grad), views)
+        views = [as_tensor(grad[s.elements]).view(s.tensor.shape) for s in self._spans]
+        self._grads = (0, []) if self.is_own else (address_of(grad), views)
         return views
-
-    def _make_step(self, i: int) -> torch.Tensor:
-        """Return the count of piece `i` as PyTorch's optimizers have it."""
-        p, count = self._tensors[i], float(self._counts[self._places[i]])
-        group = self._optimizer.param_groups[0 if self._is_own else self._position_of(i)]
-        return torch.tensor(count, device=p.device if is_fused(self._optimizer, group) else "cpu")
-
-    def _position_of(self, i: int) -> int:
-        return list(self._groups).index(self._pieces[i].group)
 
 
 def is_fused(optimizer: torch.optim.Optimizer, options: Mapping[str, Any]) -> bool:
@@ -196,50 +242,6 @@ def is_fused(optimizer: torch.optim.Optimizer, options: Mapping[str, Any]) -> bo
         return bool(options.get("fused"))
     values = [x for v in options.values() for x in (v if isinstance(v, tuple) else (v,))]
     return not options["foreach"] and not any(isinstance(x, torch.Tensor) for x in values)
-
-
-def bind_new(
-    optimizer: torch.optim.Optimizer,
-    pieces: Sequence[Piece],
-    param: Array,
-    options: list[dict[str, Any]],
-) -> tuple[torch.optim.Optimizer, list[torch.Tensor]]:
-    """Return an optimizer of the class of `optimizer` for ranges of `param`, and its tensors."""
-    tensors = [as_tensor(param[piece.elements]) for piece in pieces]
-    members: dict[int, list[torch.Tensor]] = {}
-    for piece, tensor in zip(pieces, tensors, strict=True):
-        members.setdefault(piece.group, []).append(tensor)
-    groups = [{**options[number], "params": own} for number, own in members.items()]
-    return _make(optimizer, groups), tensors
-
-
-def bind_own(
-    optimizer: torch.optim.Optimizer,
-    pieces: Sequence[Piece],
-    param: Array,
-    options: list[dict[str, Any]],
-) -> tuple[torch.optim.Optimizer, list[torch.Tensor]]:
-    """Return the user's `optimizer` and its parameters, which lie in `param`."""
-    tensors: list[torch.Tensor] = [piece.parameter for piece in pieces]
-    for piece, tensor in zip(pieces, tensors, strict=True):
-        is_whole = tensor.numel() == piece.part.stop - piece.part.start
-        if not is_whole or tensor.data_ptr() != address_of(param[piece.elements]):
-            raise UsageError(HOOKS_REFUSED)
-    return optimizer, tensors
-
-
-def _make(like: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """Return an optimizer as `like` with other groups."""
-    kind: Any = type(like)
-    names = inspect.signature(kind).parameters.keys() & like.defaults.keys()
-    made: torch.optim.Optimizer = kind(groups, **{name: like.defaults[name] for name in names})
-    return made
-
-
-def _step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
-    """Call the step of an optimizer, but not the hooks that are called at each step of any."""
-    step: Any = type(optimizer).step
-    getattr(step, "__wrapped__", step)(optimizer)
 
 
 def find_state_names(
@@ -254,3 +256,17 @@ def find_state_names(
         _step_without_hooks(optimizer)
         names.append(sorted(name for name, x in optimizer.state[p].items() if x is not None))
     return names
+
+
+def _make(like: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """Return an optimizer as `like` with other groups."""
+    kind: Any = type(like)
+    names = inspect.signature(kind).parameters.keys() & like.defaults.keys()
+    made: torch.optim.Optimizer = kind(groups, **{name: like.defaults[name] for name in names})
+    return made
+
+
+def _step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """Call the step of an optimizer, but not the hooks that are called at each step of any."""
+    step: Any = type(optimizer).step
+    getattr(step, "__wrapped__", step)(optimizer)

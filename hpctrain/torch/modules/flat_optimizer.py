@@ -15,7 +15,7 @@ module's parameters, with their gradients and states, as the hooks expect them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,13 +23,7 @@ import torch
 from hpctrain.core.xp import Array, address_of
 from hpctrain.optim.norms import slot_pieces
 from hpctrain.optim.optimizer import GatherRows, State, TensorSlot, initial_state
-from hpctrain.torch.modules.bound_optimizer import (
-    BoundOptimizer,
-    Piece,
-    bind_new,
-    bind_own,
-    find_state_names,
-)
+from hpctrain.torch.modules.bound_optimizer import BoundOptimizer, Piece, find_state_names
 from hpctrain.torch.modules.optimizer_table import has_step_hooks
 from hpctrain.torch.modules.schedulers import ScheduledOptions
 
@@ -72,32 +66,21 @@ class FlatOptimizer:
         gather_rows: GatherRows,
     ) -> None:
         """Update `param` and `state` with `grad`."""
-        step = int(state["step"][0])
-        options = self._options.at(step)
-        if pieces := self._pieces(param, slots):  # none in an empty shard
-            self._bind(state, param, pieces, options).update(grad, options)
+        options = self._options.at(int(state["step"][0]))
+        bound, is_own = self._bound.get(address_of(param)), has_step_hooks(self._optimizer)
+        if bound is None or bound.state is not state or bound.is_own != is_own:
+            pieces, names = self._pieces(param, slots), self._state_names
+            bound = BoundOptimizer(self._optimizer, pieces, param, state, names, is_own)
+            self._bound[address_of(param)] = bound
+        if bound.pieces:  # none in an empty shard
+            bound.update(grad, options)
         state["step"][0] += 1
 
     def export(self) -> None:
         """Give the user's optimizer the states, where this rank has those of all parameters."""
         for bound in self._bound.values():
-            bound.export(self._optimizer, len(self._parameters))
-
-    def _bind(
-        self, state: State, param: Array, pieces: list[Piece], options: list[dict[str, Any]]
-    ) -> BoundOptimizer:
-        """Return the optimizer whose tensors are `param`."""
-        address, has_hooks = address_of(param), has_step_hooks(self._optimizer)
-        bound = self._bound.get(address)
-        if bound is None or not bound.fits(state, param, has_hooks):
-            make = bind_own if has_hooks else bind_new
-            optimizer, tensors = make(self._optimizer, pieces, param, options)
-            bound = BoundOptimizer(optimizer, tensors, pieces, state, self._state_names, has_hooks)
-            if not state["step"][0]:
-                bound.take_states(self._optimizer)
-            bound.use_states()
-            self._bound[address] = bound
-        return bound
+            if len(bound.pieces) == len(self._parameters):
+                bound.export()
 
     def _pieces(self, param: Array, slots: Sequence[TensorSlot]) -> list[Piece]:
         pieces = []
@@ -105,5 +88,5 @@ class FlatOptimizer:
             slot = slots[i]
             if slot.name in self._parameters:
                 part = slice(elements.start - slot.offset, elements.stop - slot.offset)
-                pieces.append(Piece(*self._parameters[slot.name], elements, part))
+                pieces.append(Piece(*self._parameters[slot.name], elements, part, i))
         return pieces
