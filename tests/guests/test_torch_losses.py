@@ -14,6 +14,7 @@ from guests.loss_rows import (
     BCE,
     BITS,
     CE,
+    COUNTS,
     GENERATOR,
     LABELS,
     MASKED,
@@ -78,16 +79,22 @@ def test_rows_of_a_loss_differ():
     ends = defaultdict(list)
     for name, row in ROWS.items():
         if getattr(row[0], "reduction", "mean") != "sum":
-            ends[name.split(",")[0]].append(plain(*row).tobytes())
+            loss, targets, make = row
+            with torch.no_grad():
+                start = loss(make().double()(torch.from_numpy(X)), torch.from_numpy(targets))
+            ends[name.split(",")[0]].append((plain(*row).tobytes(), start.item()))
     assert [name for name, states in ends.items() if len(set(states)) < len(states)] == []
 
 
 WEIGHTED = {"weight": (CE(weight=W), LABELS), "masked": (CE(), MASKED)}
 
 
-@pytest.mark.parametrize("name", WEIGHTED)
+EVALUATED = WEIGHTED | {"full": (nn.PoissonNLLLoss(full=True), COUNTS)}  # which no gradient has
+
+
+@pytest.mark.parametrize("name", EVALUATED)
 def test_an_evaluation_divides_by_the_weights(name):
-    loss, targets = WEIGHTED[name]
+    loss, targets = EVALUATED[name]
     modules = [make_module() for _ in range(3)]
 
     def evaluate(world):

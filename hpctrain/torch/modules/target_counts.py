@@ -39,10 +39,10 @@ class ClassCounts:
         """Return the number of targets of each class, or of all without weights."""
         if targets.is_floating_point():  # probabilities: PyTorch divides by the number of samples
             return None
-        used = targets[targets != self._loss.ignore_index]
-        weight = self._loss.weight
+        is_used, weight = targets != self._loss.ignore_index, self._loss.weight
         if weight is None:
-            return np.array([used.numel()], np.float64)
+            return np.array([int(is_used.sum())], np.float64)
+        used = targets[is_used]
         if used.numel() and not 0 <= int(used.min()) <= int(used.max()) < len(weight):
             raise UsageError(
                 f"loss: expected labels in 0 .. {len(weight) - 1}, as it has {len(weight)} "
