@@ -5,8 +5,8 @@
 An epoch of 60,000 samples of MNIST's size, float32, in batches of 128, through an MLP with SGD, on
 one rank and one thread: CPU time of this process per step, contenders in turns. Batches of a
 TensorDataset cost at most 1.2 times the indexing of its tensors, batches of items at most 1.5 times
-what a DataLoader takes, since each item has a seed. A whole step of the Trainer takes at most 1.5 times that of a plain loop:
-the rest is the engine's. Needs PyTorch.
+what a DataLoader takes, since each item has a seed. A whole step of the Trainer takes at most 1.5
+times that of a plain loop: the rest is the engine's. Needs PyTorch.
 """
 
 from __future__ import annotations
