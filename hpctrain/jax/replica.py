@@ -65,7 +65,7 @@ class JaxReplica:
         return self.model.as_tree([jnp.asarray(x.copy()) for x in self._params.values()])
 
     def announcements(self, ranks: int) -> list[str]:
-        """Return what a user of `ranks` ranks might not expect."""
+        """Return the texts of casts and copies, and of random numbers that depend on the ranks."""
         model, texts = self.model, []
         if model.leaf_dtypes.keys() != {model.dtype} and not model.has_precision:
             texts.append(

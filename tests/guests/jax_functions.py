@@ -54,6 +54,13 @@ def loss_with_dropout(params, x, y, key):
     return loss(params, x, y)
 
 
+def loss_with_keys(params, x, y, keys):
+    if keys is not None:
+        mask = jax.vmap(lambda key: jax.random.bernoulli(key, 0.7, (WIDTH,)))(keys)
+        x = {**x, "left": x["left"] * mask}
+    return loss(params, x, y)
+
+
 class set_x64:
     """Sets 64 bits for all threads: ranks are threads."""
 
@@ -99,6 +106,7 @@ TABLE = {
     "shared parameters": lambda: train(ht.engines.AllReduce(share_parameters=True)),
     "ps-sync": lambda: train(ht.engines.PsSync(placement="colocated")),
     "micro-batches, some empty": lambda: train(micro_batches=13),
+    "a key for each sample": lambda: train(loss=loss_with_keys, micro_batches=2),
     "ordered, dropout": lambda: train(
         ht.engines.AllReduce(reduction="ordered", blocks=4), loss=loss_with_dropout
     ),

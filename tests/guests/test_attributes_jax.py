@@ -58,9 +58,9 @@ def train(params, ranks=1, loss=sum_of_leaves, data=(X, Y), **options):
             trainer.fit(data, steps=2, batch=8)
         return trainer.params
 
-    first, *others = run_on("threads", ranks, body)
-    for other in others:
-        jax.tree_util.tree_map(np.testing.assert_array_equal, first, other)
+    first, *rest = run_on("threads", ranks, body)
+    for tree in rest:
+        jax.tree_util.tree_map(np.testing.assert_array_equal, first, tree)
     return first
 
 
@@ -141,20 +141,20 @@ def test_other_trees_are_refused_on_all_ranks_by_name(kind):
 
 def test_a_precision_that_is_given_is_that_of_all_leaves_and_samples():
     tree = {"a": jnp.ones(3, "bfloat16"), "b": ONES, "c": jnp.asarray(1.0)}
-    seen = []
+    dtypes = []
 
     def loss(params, x, y):
-        seen.append((x.dtype, y.dtype))
+        dtypes.append((x.dtype, y.dtype))
         return sum_of_leaves(params, x, y)
 
     with set_x64(True):
         for precision in ("float32", "float64"):
             trained = train(tree, loss=loss, precision=precision)
             assert {leaf.dtype.name for leaf in jax.tree_util.tree_leaves(trained)} == {precision}
-            assert {dtype.name for pair in seen for dtype in pair} == {precision}
-            seen.clear()
+            assert {dtype.name for pair in dtypes for dtype in pair} == {precision}
+            dtypes.clear()
         train({"a": np.float32(1)}, loss=loss)
-        assert {dtype.name for pair in seen for dtype in pair} == {"float64"}  # as plain JAX
+        assert {dtype.name for pair in dtypes for dtype in pair} == {"float64"}  # as plain JAX
 
 
 def make_and_fit(world, ranks=2, **arguments):
@@ -186,9 +186,9 @@ ANNOUNCED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", ANNOUNCED)
-def test_what_a_user_might_not_expect_is_announced_once(what, caplog):
-    call, words = ANNOUNCED[what]
+@pytest.mark.parametrize("case", ANNOUNCED)
+def test_casts_copies_and_keys_are_announced_once(case, caplog):
+    call, words = ANNOUNCED[case]
     with set_x64(True), caplog.at_level(logging.WARNING, "hpctrain"):
         run_on("threads", 2, call)
     texts = [record.getMessage() for record in caplog.records]
@@ -233,8 +233,8 @@ OF_TRAINER = """
 
 def find_uncovered(names, *tables):
     """Return public names that stand in no table."""
-    known = {n for table in tables for n in (table.split() if isinstance(table, str) else table)}
-    return {name for name in names if not name.startswith("_")} - known - {"self"}
+    covered = {n for table in tables for n in (table.split() if isinstance(table, str) else table)}
+    return {name for name in names if not name.startswith("_")} - covered - {"self"}
 
 
 def test_each_attribute_of_an_array_stands_in_a_column():

@@ -21,8 +21,8 @@ from hpctrain.core.errors import UsageError  # noqa: E402
 pytestmark = pytest.mark.either
 
 
-def dtypes_loss(seen, params, x, y):
-    seen.append({name: leaf.dtype.name for name, leaf in {**x, "y": y}.items()})
+def dtypes_loss(rows, params, x, y):
+    rows.append({name: leaf.dtype.name for name, leaf in {**x, "y": y}.items()})
     return (params**2).sum()
 
 
@@ -111,11 +111,11 @@ def test_evaluation_takes_pytrees_of_the_same_structure():
 
 @pytest.mark.parametrize("x64", [False, True])
 def test_batches_keep_their_dtypes(x64):
-    seen = []
+    rows = []
     x = {"f": X, "h": X.astype("f2"), "b": X > 0, "u": (X > 0).astype("u1"), "i": np.arange(24)}
     x["bf16"] = jnp.ones((24, 2), "bfloat16")
     with set_x64(x64):
-        train(np.zeros(4), loss=partial(dtypes_loss, seen), data=(x, Y > 0))
+        train(np.zeros(4), loss=partial(dtypes_loss, rows), data=(x, Y > 0))
     wide, narrow = {"f": "float64", "i": "int64"}, {"f": "float32", "i": "int32"}
-    others = {"h": "float16", "b": "bool", "u": "uint8", "bf16": "bfloat16", "y": "bool"}
-    assert len(seen) > 0 and all(dtypes == (wide if x64 else narrow) | others for dtypes in seen)
+    unchanged = {"h": "float16", "b": "bool", "u": "uint8", "bf16": "bfloat16", "y": "bool"}
+    assert len(rows) > 0 and all(dtypes == (wide if x64 else narrow) | unchanged for dtypes in rows)

@@ -138,8 +138,10 @@ def test_engines_equal_plain_jax(case, ranks):
 def test_a_key_of_a_share_is_another_on_each_rank():
     """This is what the announcement says; and masks by sample are not without effect."""
     case = "a key for each share"
-    one, two = (run_on("threads", n, lambda w: train(w, case, "allreduce", 0.9)) for n in (1, 2))
-    assert abs(one[0]["weight"] - two[0]["weight"]).max() > 1e-3
+    single, pair = (
+        run_on("threads", n, lambda w: train(w, case, "allreduce", 0.9)) for n in (1, 2)
+    )
+    assert abs(single[0]["weight"] - pair[0]["weight"]).max() > 1e-3
     plain, masked = (train_plainly(case, 0.9) for case in ("arrays", "a key for each sample"))
     assert abs(plain["weight"] - masked["weight"]).max() > 1e-3
 
@@ -274,7 +276,7 @@ def test_reduced_leaves_keep_weak_types_and_devices():
     for total in run_on("threads", 2, body):
         assert total["none"] is None and total["number"] == 2
         for name in ("weak", "strong", "weak array", "committed"):
-            leaf, given = total[name], tree[name]
-            assert (leaf.weak_type, leaf.dtype) == (given.weak_type, given.dtype)
-            assert (leaf.committed, leaf.sharding) == (given.committed, given.sharding)
-            np.testing.assert_array_equal(leaf, 2 * given)
+            leaf, initial = total[name], tree[name]
+            assert (leaf.weak_type, leaf.dtype) == (initial.weak_type, initial.dtype)
+            assert (leaf.committed, leaf.sharding) == (initial.committed, initial.sharding)
+            np.testing.assert_array_equal(leaf, 2 * initial)
