@@ -92,7 +92,7 @@ class _Normalization(torch.autograd.Function):
         dtype = torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype
         mean, variance = statistics.mean.to(dtype), statistics.variance.to(dtype)
         ctx.save_for_backward(x, weight, mean, variance)
-        ctx.eps, ctx.statistics = eps, statistics
+        ctx.eps, ctx.statistics, ctx.has_bias = eps, statistics, bias is not None
         if not x.numel():
             return x.clone()
         return nn.functional.batch_norm(x, mean, variance, weight, bias, eps=eps)
@@ -118,8 +118,8 @@ class _Normalization(torch.autograd.Function):
         # dx = scale dy - scale (mean of dy) - scale x_hat (mean of dy x_hat)
         dims = [1, -1] + [1] * (x.dim() - 2)
         dx = dx - (x * slope.reshape(dims).to(x.dtype) + shift.reshape(dims).to(x.dtype))
-        has_weight = weight is not None
-        return dx, own_weight if has_weight else None, own_bias if has_weight else None, None, None
+        dw = own_weight if weight is not None else None
+        return dx, dw, own_bias if ctx.has_bias else None, None, None
 
 
 def _sum_statistics(x: torch.Tensor, sum_over_ranks: SumOverRanks | None) -> Statistics:
