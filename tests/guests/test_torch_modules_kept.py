@@ -96,6 +96,19 @@ def test_refusals(name):
     assert text in str(error.value)
 
 
+def test_a_sparse_gradient_of_a_functional_embedding_is_refused_by_name():
+    class Sparse(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Parameter(torch.ones(FEATURES, CLASSES).double())
+
+        def forward(self, x):
+            return nn.functional.embedding(x.long() % FEATURES, self.table, sparse=True).sum(1)
+
+    with pytest.raises(HpctrainError, match=r"seen torch.sparse_coo of 'table'; call"):
+        fit(Sparse())
+
+
 def freeze(module):
     module[0].weight.requires_grad_(False)
 

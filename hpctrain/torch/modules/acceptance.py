@@ -63,6 +63,15 @@ def own_precision(module: nn.Module) -> Precision:
     )
 
 
+def must_be_dense(name: str, gradient: torch.Tensor | None) -> None:
+    """Raise UsageError for the sparse gradient of a functional embedding."""
+    if gradient is not None and gradient.layout is not torch.strided:
+        raise UsageError(
+            f"module: expected gradients of whole arrays, seen {gradient.layout} of '{name}'; "
+            f"call the embedding with sparse=False, or: {INSTEAD}"
+        )
+
+
 def find_parameters(module: nn.Module) -> Parameters:
     """Return all parameters as they are now, under all of their names."""
     return {

@@ -34,9 +34,10 @@ class TorchModel:
     `module` is called with an array of samples as a tensor (n, ...); with the values of a dict of
     arrays by keyword; with those of a tuple by position. `loss` is a name, such as "cross_entropy",
     an `ht.nn.Loss`, or a function of outputs and targets that returns a scalar tensor; see
-    `ht.torch.Loss` for sums and metrics. The module's layers are changed in place: Dropout draws
-    masks by sample, and BatchNorm normalizes over the batch of all ranks; see layers.py. Names of
-    parameters are those of `module.state_dict()`, without the prefixes of wrappers.
+    `ht.torch.Loss` for sums and metrics. The module's layers are changed in place, until
+    the Trainer is closed: Dropout draws masks by sample, and BatchNorm normalizes over the batch of
+    all ranks; see layers.py. Names of parameters are those of `module.state_dict()`, without the
+    prefixes of wrappers. Raises UsageError for a module that cannot be trained so.
     """
 
     marks_absent = True  #: its replica marks slots without a gradient, see optim/absent.py

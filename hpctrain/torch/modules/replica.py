@@ -30,7 +30,7 @@ from hpctrain.gradients.loss_scale import LossScale
 from hpctrain.gradients.precision import CPU_PRECISIONS, Precision, master_dtype
 from hpctrain.gradients.replica import Batch, ignore_ready, split_batch
 from hpctrain.optim.absent import ABSENT
-from hpctrain.torch.modules.acceptance import describe_changes
+from hpctrain.torch.modules.acceptance import describe_changes, must_be_dense
 from hpctrain.torch.modules.buffers import ModuleBuffers
 from hpctrain.torch.modules.draws import SampleDraws, gradient_key, recompute
 from hpctrain.torch.modules.inputs import as_arrays, as_tensor
@@ -227,6 +227,7 @@ class TorchReplica:
         """Copy the final gradient of a parameter into the arena, and call `on_ready`."""
         if self._on_ready is None:  # backward of the user's own
             return
+        must_be_dense(name, parameter.grad)
         factor = 1 if self.loss_scale is None else 1 / self.loss_scale.factor
         if name in self._written:
             self._grads[name].add_(parameter.grad, alpha=factor)
