@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -72,30 +73,47 @@ def must_be_dense(name: str, gradient: torch.Tensor | None) -> None:
         )
 
 
-def find_parameters(module: nn.Module) -> Parameters:
+class BoundParameters:
+    """The parameters of a module, and which of them are trained, when a Trainer was made."""
+
+    def __init__(self, module: nn.Module):
+        """Note them, under all of their names."""
+        self._module, self._bound = module, _find_parameters(module)
+        self._parameters = [p for p, _ in self._bound.values()]
+        self._trained = [is_trained for _, is_trained in self._bound.values()]
+        owners = [*module.modules()]
+        tables: list[dict[str, Any]] = [t for m in owners for t in (m._parameters, m._modules)]
+        self._tables = [(table, [*map(id, table.values())]) for table in tables]
+        self._kept = [[*table.values()] for table in tables]  # so that no id is given anew
+
+    def check(self) -> None:
+        """Raise UsageError if any was replaced, frozen or unfrozen since."""
+        if self._is_same():
+            return
+        current = _find_parameters(self._module)
+        names = {**self._bound, **current}
+        changes = [text for name in names if (text := _change(name, self._bound, current))]
+        if changes:
+            more = f" and {len(changes) - 3} more" * (len(changes) > 3)
+            raise UsageError(
+                "module: expected the parameters with which the Trainer was made, frozen or not as "
+                f"they were, seen {', '.join(changes[:3])}{more}; close this Trainer and make a "
+                "new one"
+            )
+
+    def _is_same(self) -> bool:
+        """Return whether no table of the module has changed; each step asks."""
+        return [getattr(p, "requires_grad", False) for p in self._parameters] == self._trained and (
+            all([*map(id, table.values())] == ids for table, ids in self._tables)
+        )
+
+
+def _find_parameters(module: nn.Module) -> Parameters:
     """Return all parameters as they are now, under all of their names."""
     return {
         place.name: (place.tensor, getattr(place.tensor, "requires_grad", False))
         for place in parameter_places(module)
     }
-
-
-def must_be_bound(bound: Parameters, current: Parameters) -> None:
-    """Raise UsageError if parameters are not those, or not trained as those, that were `bound`."""
-    pairs = zip(bound.items(), current.items(), strict=False)
-    is_same = len(bound) == len(current) and all(
-        name == other and p is q and was_trained == is_trained
-        for (name, (p, was_trained)), (other, (q, is_trained)) in pairs
-    )
-    if not is_same:
-        changes = [
-            change for name in {**bound, **current} if (change := _change(name, bound, current))
-        ]
-        more = f" and {len(changes) - 3} more" * (len(changes) > 3)
-        raise UsageError(
-            "module: expected the parameters with which the Trainer was made, frozen or not as "
-            f"they were, seen {', '.join(changes[:3])}{more}; close this Trainer and make a new one"
-        )
 
 
 def _change(name: str, bound: Parameters, current: Parameters) -> str:

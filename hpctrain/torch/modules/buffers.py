@@ -39,12 +39,16 @@ class ModuleBuffers:
         self._unsaved = [place for place in buffer_places(module) if not place.is_saved]
         self._own_dtypes = {name: place.tensor.dtype for name, place in places.items()}  # type: ignore[union-attr]
         self._flat = {n: p for n, p in places.items() if self._own_dtypes[n].is_floating_point}
-        self._coded = {n: p for n, p in places.items() if n not in self._flat}
+        coded = [name for name in places if name not in self._flat]
+        self._coded = {
+            n: places[n] for n in sorted(coded, key=lambda n: _kind(self._own_dtypes[n]))
+        }
         self._dtype = dtype
         #: The tensors that the module has, by name; a place with another one was written anew.
         self._tensors = {name: place.tensor for name, place in places.items()}
+        self._places = [*places.values()]
         self._views: dict[str, Array] = {}
-        self._codes: dict[str, np.ndarray] = {}
+        self._code = np.zeros(0)  #: of all that do not lie in the plane, as it is there
         self._versions = self._unsaved_versions()
         self._warned: set[str] = set()
 
@@ -79,28 +83,40 @@ class ModuleBuffers:
         """Copy all values into `views`."""
         for name in self._flat:
             as_tensor(views[name]).copy_(self._tensors[name].detach())  # type: ignore[union-attr]
-        for name, code in self._encode().items():
-            xp.copy(views[name], code)
-            self._codes[name] = xp.to_host(views[name]).copy()
+        self._views = views
+        self._write_code()
 
     def store(self) -> None:
         """Copy into the plane what a forward pass has written elsewhere."""
         self._warn_of_unsaved()
-        for name, place in (self._flat | self._coded).items():
-            if place.tensor is not self._tensors[name]:
+        for (name, x), place in zip(self._tensors.items(), self._places, strict=True):
+            if place.table.get(place.key) is not x:
                 self._take(name, place)
-        for name, code in self._encode().items():
-            if not np.array_equal(code, self._codes[name]):
-                xp.copy(self._views[name], code)
-                self._codes[name] = xp.to_host(self._views[name]).copy()
+        self._write_code()
 
     def load(self) -> None:
         """Copy into the module's tensors what an engine has changed in the plane."""
-        for name in self._coded:
-            code = xp.to_host(self._views[name])
-            if not np.array_equal(code, self._codes[name]):
-                self._decode(name, code)
-                self._codes[name] = code.copy()
+        if not self._coded:
+            return
+        views = [self._views[name].reshape(-1) for name in self._coded]
+        code = xp.to_host(xp.namespace(views[0]).concatenate(views))
+        if not np.array_equal(code, self._code):
+            self._code = code
+            for name in self._coded:
+                self._decode(name, xp.to_host(self._views[name]))
+
+    def _write_code(self) -> None:
+        """Write into the plane what the module's own tensors hold, if they have changed."""
+        if not self._coded:
+            return
+        plane = [self._views[name] for name in self._coded]
+        code = self._encode().astype(plane[0].dtype)
+        if not np.array_equal(code, self._code):
+            self._code = code
+            start, code = 0, xp.like(plane[0], code)
+            for x in plane:
+                x.reshape(-1)[...] = code[start : start + x.size]
+                start += x.size
 
     def leave(self) -> None:
         """Move floating-point tensors to private memory, with their values."""
@@ -147,16 +163,13 @@ class ModuleBuffers:
         is_flat = dtype.is_floating_point
         return tuple(x.shape) if is_flat else integers.coded_shape(tuple(x.shape), _name_of(dtype))
 
-    def _encode(self) -> dict[str, np.ndarray]:
-        """Return the codes of all tensors that do not lie in the plane."""
-        codes = {}
+    def _encode(self) -> np.ndarray:
+        """Return the code of all tensors that do not lie in the plane, one after the other."""
+        groups: dict[int, list[torch.Tensor]] = {}
         for name in self._coded:
-            x = self._tensors[name].detach().cpu()  # type: ignore[union-attr]
-            is_complex = x.dtype.is_complex
-            codes[name] = (
-                torch.view_as_real(x).numpy() if is_complex else integers.encode(x.numpy())
-            )
-        return codes
+            x = self._tensors[name].detach()  # type: ignore[union-attr]
+            groups.setdefault(_kind(x.dtype), []).append(x.reshape(-1))
+        return np.concatenate([_code_of(kind, torch.cat(own)) for kind, own in groups.items()])
 
     def _decode(self, name: str, code: np.ndarray) -> None:
         x = self._tensors[name]
@@ -172,3 +185,21 @@ class ModuleBuffers:
 def _name_of(dtype: torch.dtype) -> str:
     """Return NumPy's name of a dtype of integers."""
     return str(dtype).removeprefix("torch.")
+
+
+WIDE, NARROW, COMPLEX = range(3)
+
+
+def _kind(dtype: torch.dtype) -> int:
+    """Return how tensors of `dtype` are coded, in the order of the code."""
+    if dtype.is_complex:
+        return COMPLEX
+    return WIDE if integers.is_wide(_name_of(dtype)) else NARROW
+
+
+def _code_of(kind: int, flat: torch.Tensor) -> np.ndarray:
+    if kind == COMPLEX:
+        return torch.view_as_real(flat).cpu().numpy().ravel()
+    if kind == NARROW:
+        return flat.cpu().double().numpy()
+    return integers.encode(flat.cpu().long().numpy()).ravel()

@@ -15,10 +15,8 @@ from hpctrain.core.errors import UsageError
 from hpctrain.core.trees import sample_count
 from hpctrain.gradients.precision import Precision
 from hpctrain.torch.modules.acceptance import (
-    Parameters,
+    BoundParameters,
     check_module,
-    find_parameters,
-    must_be_bound,
     own_precision,
 )
 from hpctrain.torch.modules.inputs import call_module
@@ -51,7 +49,7 @@ class TorchModel:
         self.was_in_evaluation = not any(m.training for m in module.modules())
         if self.was_in_evaluation:
             module.train()
-        self._bound: Parameters | None = None
+        self._bound: BoundParameters | None = None
         self._parameter = next(p for p in module.parameters() if p.is_floating_point())
         self._has_embedding = any(isinstance(m, torch.nn.Embedding) for m in module.modules())
         self.input_shape: Any = None  #: of the samples that were checked first
@@ -88,12 +86,12 @@ class TorchModel:
 
     def bind_parameters(self) -> None:
         """Note the parameters and which of them are trained."""
-        self._bound = find_parameters(self.module)
+        self._bound = BoundParameters(self.module)
 
     def must_be_bound(self) -> None:
         """Raise UsageError if parameters were replaced, frozen or unfrozen since then."""
         if self._bound is not None:
-            must_be_bound(self._bound, find_parameters(self.module))
+            self._bound.check()
 
     def output_shape_for(self, samples: Any) -> tuple[int, ...]:
         """Return the shape of the output for one of `samples`: a few are computed, and their loss.
