@@ -95,8 +95,8 @@ class Random(nn.Module):
             return x
         noise = 0.1 * torch.randn_like(x) + 0.1 * torch.empty_like(x).normal_(1, 0.5)
         gates = nn.functional.gumbel_softmax(x, tau=2.0) + torch.bernoulli(torch.sigmoid(x))
-        kept = torch.rand(len(x), 1, 1, dtype=x.dtype) < 0.8
-        return (x + noise + gates) * kept + torch.empty_like(x).uniform_(-0.1, 0.1)
+        mask = torch.rand(len(x), 1, 1, dtype=x.dtype) < 0.8
+        return (x + noise + gates) * mask + torch.empty_like(x).uniform_(-0.1, 0.1)
 
 
 def train(module, engine, data, **options):

@@ -43,7 +43,7 @@ USED = {
     "training": False,
 }
 #: Announced or refused, by the tests that are named.
-OTHERS = {
+UNUSED = {
     # one process is all that it knows: the Trainer's ranks are all ranks, as in the default group
     "process_group": "the statistics are of all ranks",
 }
@@ -85,7 +85,7 @@ def attributes_of(cls):
 def unknown(layers):
     """Return the attributes that are in no column."""
     names = {name for cls in layers for name in attributes_of(cls)}
-    return names - USED.keys() - OTHERS.keys()
+    return names - USED.keys() - UNUSED.keys()
 
 
 def test_each_attribute_is_in_a_column():
@@ -93,8 +93,8 @@ def test_each_attribute_is_in_a_column():
     assert len(layers) >= 16
     assert unknown(layers) == set()
     names = {name for cls in layers for name in attributes_of(cls)}
-    assert {*USED, *OTHERS} <= names
-    assert not USED.keys() & OTHERS.keys()
+    assert {*USED, *UNUSED} <= names
+    assert not USED.keys() & UNUSED.keys()
 
 
 def test_a_new_attribute_is_detected():
@@ -190,6 +190,6 @@ def test_dropouts_use_their_rate_and_their_mode(name):
     for p, is_training in ((0.5, True), (0.2, True), (0.5, False), (0.0, True)):
         layer = DROPOUTS[name](p).train(is_training)
         results.append(train_on(1, Net(layer, dims_of(name)), data)[0])
-    kept, other, still, none = results
-    assert difference(still, none) == 0
-    assert difference(kept, none) > 1e-6 and difference(other, kept) > 1e-6
+    half, fifth, evaluating, zero = results
+    assert difference(evaluating, zero) == 0
+    assert difference(half, zero) > 1e-6 and difference(fifth, half) > 1e-6

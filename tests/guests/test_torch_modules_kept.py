@@ -248,7 +248,7 @@ def test_one_model_is_evaluated_and_saved_whoever_writes_buffers(tmp_path, make,
 
 
 def test_tied_parameters_and_integers_are_exported_as_state_dict_has_them(hpctrain, tmp_path):
-    class Both(nn.Module):
+    class TiedAndMean(nn.Module):
         def __init__(self):
             super().__init__()
             self.tied, self.mean = Tied(), RunningMean()
@@ -256,24 +256,26 @@ def test_tied_parameters_and_integers_are_exported_as_state_dict_has_them(hpctra
         def forward(self, x):
             return self.tied(x) + self.mean(x)
 
-    module = Both()
+    module = TiedAndMean()
 
     def train(world):
         with ht.torch.Trainer(module, "sgd", world=world) as trainer:
             trainer.fit(DATA, steps=2, batch=8, out=tmp_path / "r")
 
     run_on("threads", 1, train)
-    done = hpctrain("checkpoint", "export", tmp_path / "r", "--output", tmp_path / "w.safetensors")
-    assert done.returncode == 0, done.stderr
+    completed = hpctrain(
+        "checkpoint", "export", tmp_path / "r", "--output", tmp_path / "w.safetensors"
+    )
+    assert completed.returncode == 0, completed.stderr
     weights = safetensors.torch.load_file(tmp_path / "w.safetensors")
     assert weights["mean.calls"].dtype is torch.int64
     assert weights["mean.calls"].item() == 2**40 + 3
-    other = Both()
+    other = TiedAndMean()
     other.load_state_dict(weights, strict=True)
     assert difference(module, other) == 0
 
     def start(world, file):
-        warm = Both()
+        warm = TiedAndMean()
         ht.torch.Trainer(warm, "sgd", world=world, init=file).close()
         return difference(module, warm)
 

@@ -56,9 +56,9 @@ def own_precision(module: nn.Module) -> Precision:
             names.setdefault(p.dtype, name)
     if len(names) == 1 and (precision := PRECISIONS.get(next(iter(names)))):
         return precision
-    seen = " and ".join(f"{dtype} ('{name}')" for dtype, name in names.items())
+    listed = " and ".join(f"{dtype} ('{name}')" for dtype, name in names.items())
     raise UsageError(
-        f"module: expected parameters of float32, or all of float64, seen {seen}; call "
+        f"module: expected parameters of float32, or all of float64, seen {listed}; call "
         "module.float(), or give the Trainer a precision, such as 'float32', which all of them "
         "then take"
     )
@@ -137,10 +137,10 @@ def describe_changes(
     """
     texts = []
     if own.keys() != {dtype}:
-        seen = " and ".join(f"{other} ('{name}')" for other, name in own.items())
+        listed = " and ".join(f"{other} ('{name}')" for other, name in own.items())
         texts.append(
             f"module: parameters are trained and returned in {dtype}, the precision of the run; "
-            f"seen {seen}"
+            f"seen {listed}"
         )
     cast = {name: other for name, other in buffers.items() if other not in own}
     texts += [

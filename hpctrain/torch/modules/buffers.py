@@ -146,10 +146,10 @@ class ModuleBuffers:
         new, own = place.tensor, self._tensors[name]
         assert own is not None
         if new is None or new.shape != own.shape or new.dtype.is_complex != own.dtype.is_complex:
-            seen = "None" if new is None else f"{new.dtype} {tuple(new.shape)}"
+            actual = "None" if new is None else f"{new.dtype} {tuple(new.shape)}"
             raise UsageError(
                 f"module: expected buffer '{name}' to stay {own.dtype} {tuple(own.shape)}, seen "
-                f"{seen} after a forward pass; register it with persistent=False"
+                f"{actual} after a forward pass; register it with persistent=False"
             )
         with torch.no_grad():
             own.copy_(new)
@@ -191,7 +191,7 @@ WIDE, NARROW, COMPLEX = range(3)
 
 
 def _kind(dtype: torch.dtype) -> int:
-    """Return how tensors of `dtype` are coded, in the order of the code."""
+    """Return the code of tensors of `dtype`, numbered in the order of the plane."""
     if dtype.is_complex:
         return COMPLEX
     return WIDE if integers.is_wide(_name_of(dtype)) else NARROW

@@ -133,8 +133,8 @@ class SampleDraws(TorchDispatchMode):
             self.is_on = self.has_seen or not _GRADIENT.rows
         elif _GRADIENT.missed or _is_used():
             self.is_on = not self._is_compiled
-            what = "compiled code" if self._is_compiled else "the first pass that draws any"
-            self._announce(what)
+            source = "compiled code" if self._is_compiled else "the first pass that draws any"
+            self._announce(source)
 
     def _draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         key = next_call()
