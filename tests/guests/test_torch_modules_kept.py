@@ -263,9 +263,8 @@ def test_tied_parameters_and_integers_are_exported_as_state_dict_has_them(hpctra
             trainer.fit(DATA, steps=2, batch=8, out=tmp_path / "r")
 
     run_on("threads", 1, train)
-    completed = hpctrain(
-        "checkpoint", "export", tmp_path / "r", "--output", tmp_path / "w.safetensors"
-    )
+    file = tmp_path / "w.safetensors"
+    completed = hpctrain("checkpoint", "export", tmp_path / "r", "--output", file)
     assert completed.returncode == 0, completed.stderr
     weights = safetensors.torch.load_file(file)
     assert weights["mean.calls"].dtype is torch.int64
