@@ -123,11 +123,11 @@ def mixed_with_messages(rank, size):
 
 def barrier_after(rank, size):
     x = [values(rank, length) for length in LENGTHS]
-    works = [dist.all_reduce(each, async_op=True) for each in x]
+    works = [dist.all_reduce(tensor, async_op=True) for tensor in x]
     dist.barrier()
     assert all(work.is_completed() for work in works)
-    for each in x:
-        check(each, total(size, len(each)))
+    for tensor in x:
+        check(tensor, total(size, len(tensor)))
 
 
 def coalesced(rank, size):
@@ -135,13 +135,13 @@ def coalesced(rank, size):
     if rank:
         dist.recv(y, rank - 1)
     with dist._coalescing_manager(async_ops=True) as manager:
-        for each in x:
-            dist.all_reduce(each)
+        for tensor in x:
+            dist.all_reduce(tensor)
     if rank + 1 < size:
         dist.send(torch.ones(1), rank + 1)
     manager.wait()
-    for i, each in enumerate(x):
-        check(each, total(size, shift=i))
+    for i, tensor in enumerate(x):
+        check(tensor, total(size, shift=i))
 
 
 def every_collective(rank, size):
@@ -149,7 +149,7 @@ def every_collective(rank, size):
     x, rows = values(rank), torch.cat([values(rank, shift=r) for r in range(size)])
     gathered, listed = torch.empty(size * 4), [torch.empty(4, dtype=x.dtype) for _ in range(size)]
     reduced, root = x.clone(), values(0) if rank == 0 else torch.zeros(4, dtype=x.dtype)
-    part, mine, swapped = torch.empty_like(x), torch.empty_like(x), torch.empty_like(rows)
+    part, scattered, swapped = torch.empty_like(x), torch.empty_like(x), torch.empty_like(rows)
     calls = {
         "all_gather": lambda: dist.all_gather(listed, x, async_op=True),
         "single": lambda: dist.all_gather_into_tensor(gathered, x.float(), async_op=True),
@@ -157,7 +157,7 @@ def every_collective(rank, size):
         "broadcast": lambda: dist.broadcast(root, 0, async_op=True),
         "reduce": lambda: dist.reduce(reduced, 0, async_op=True),
         "scatter": lambda: dist.scatter(
-            mine, list(rows.chunk(size)) if rank == 0 else None, async_op=True
+            scattered, list(rows.chunk(size)) if rank == 0 else None, async_op=True
         ),
         "all_to_all": lambda: dist.all_to_all_single(swapped, rows, async_op=True),
         "barrier": lambda: dist.barrier(async_op=True),
@@ -171,36 +171,36 @@ def every_collective(rank, size):
             dist.send(torch.ones(1), rank + 1)
     for work in works:
         work.wait()
-    everyone = torch.cat([values(r) for r in range(size)])
-    check(torch.cat(listed), everyone)
-    check(gathered, everyone)
+    all_values = torch.cat([values(r) for r in range(size)])
+    check(torch.cat(listed), all_values)
+    check(gathered, all_values)
     check(part, total(size, shift=rank))
     check(root, values(0))
     check(reduced, total(size) if rank == 0 else x)
-    check(mine, values(0, shift=rank))
+    check(scattered, values(0, shift=rank))
     check(swapped, torch.cat([values(r, shift=rank) for r in range(size)]))
 
 
 def future_without_a_wait(rank, size):
     """The thread alone makes progress; callbacks begin more, in their order."""
-    x, seen = values(rank), []
+    x, sums = values(rank), []
 
-    def again(future):
-        (once,) = future.value()
-        dist.all_reduce(once)
-        seen.append(once.clone())
-        return once
+    def reduce_again(future):
+        (reduced,) = future.value()
+        dist.all_reduce(reduced)
+        sums.append(reduced.clone())
+        return reduced
 
     if rank == size - 1:
         time.sleep(0.2)
     work = dist.all_reduce(x, async_op=True)
-    done = work.get_future().then(again)
+    chained = work.get_future().then(reduce_again)
     z = values(rank, shift=5)
     other = dist.all_reduce(z, async_op=True)
-    while not done.done():
+    while not chained.done():
         time.sleep(0.001)
     other.wait()
-    check(seen[0], size * total(size))
+    check(sums[0], size * total(size))
     check(z, total(size, shift=5))
 
 

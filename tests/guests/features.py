@@ -313,11 +313,10 @@ def functional_out():
     gathered, part = x.new_empty(size * size * 3), x.new_empty(3)
     functional.all_gather_into_tensor_out(x, size, name, out=gathered)
     functional.reduce_scatter_tensor_out(x.clone(), "sum", size, name, out=part)
-    everyone = torch.cat([x - rank + r for r in range(size)])
-    total = everyone.view(size, size, 3).sum(0)[rank]
-    return torch.cat([each - right for each, right in (
-        (functional.wait_tensor(gathered), everyone), (functional.wait_tensor(part), total)
-    )])  # fmt: skip
+    rows = torch.cat([x - rank + r for r in range(size)])
+    total = rows.view(size, size, 3).sum(0)[rank]
+    gathered, part = functional.wait_tensor(gathered), functional.wait_tensor(part)
+    return torch.cat([gathered - rows, part - total])
 
 
 def compiled_with_inductor():

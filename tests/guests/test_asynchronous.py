@@ -14,10 +14,10 @@ SCRIPT = Path(__file__).parent / "asynchronous.py"
 @pytest.mark.parametrize("mode", asynchronous.MODES)
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_asynchronous_operations_end_while_ranks_go_on(start, ranks, mode):
-    done = start(SCRIPT, mode, ranks=ranks).finish(timeout=180)
-    assert done.returncode == 0, done.stdout + done.stderr
+    job = start(SCRIPT, mode, ranks=ranks).finish(timeout=180)
+    assert job.returncode == 0, job.stdout + job.stderr
     for case in asynchronous.CASES:
-        assert done.stdout.count(f"{case.__name__}: ") == ranks, done.stdout
+        assert job.stdout.count(f"{case.__name__}: ") == ranks, job.stdout
 
 
 @pytest.mark.timeout(100)
@@ -32,6 +32,6 @@ def test_the_table_detects_operations_that_wait_in_their_calls(start):
         "Progress._is_begun_soon = lambda *_: True\n"
         "asynchronous.main()\n"
     )
-    done = start("-c", planted, ranks=2).finish(timeout=80)
-    assert done.returncode != 0
-    assert "Timeout (0:00:03)!" in done.stderr
+    job = start("-c", planted, ranks=2).finish(timeout=80)
+    assert job.returncode != 0
+    assert "Timeout (0:00:03)!" in job.stderr

@@ -80,6 +80,6 @@ def test_an_invalid_call_raises_on_each_rank(start, call):
 def test_a_second_backend_for_other_devices_is_refused(start, backends):
     """PyTorch would drop it without a word."""
     code = f"import torch.distributed as dist; dist.init_process_group({backends!r})"
-    done = start("-c", code, ranks=1).finish(timeout=60)
-    assert done.returncode == 2
-    assert f'expected "hpctrain" alone, seen "{backends}"' in done.stderr
+    job = start("-c", code, ranks=1).finish(timeout=60)
+    assert job.returncode == 2
+    assert f'expected "hpctrain" alone, seen "{backends}"' in job.stderr
