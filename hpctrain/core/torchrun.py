@@ -55,6 +55,13 @@ def launched_variables(environ: Mapping[str, str], host: str, port: int) -> dict
     return variables(job, job.rank // job.local_size, host, port)
 
 
+def set_variables(values: Mapping[str, str]) -> None:
+    """Set the variables `values` of this process; those of a torchrun around the launcher go."""
+    for name in [name for name in os.environ if name.startswith("TORCHELASTIC_")]:
+        del os.environ[name]
+    os.environ.update(values)
+
+
 def reserve_port() -> socket.socket:
     """Return a socket whose port is nobody else's until it is closed, and free for PyTorch's store.
 
@@ -172,7 +179,7 @@ def _numbers(values: Mapping[str, str]) -> str:
 def main() -> NoReturn:
     """Set the variables of this rank, and become its program."""
     host, port, *program = sys.argv[1:]
-    os.environ.update(launched_variables(os.environ, host, int(port)))
+    set_variables(launched_variables(os.environ, host, int(port)))
     try:
         os.execvp(program[0], program)
     except OSError as error:

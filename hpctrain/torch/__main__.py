@@ -31,13 +31,15 @@ def main() -> int:
     if not words or words[0] in ("-h", "--help"):
         print(HELP, end="", file=sys.stdout if words else sys.stderr)
         return 0 if words else UsageError.exit_code
-    from hpctrain.torch import ranks, runner
+    from hpctrain.torch import autoload, ranks, runner
 
     try:
         runner.check(words)
         rank = ranks.set_variables()
     except UsageError as error:
         return abort.refuse(error, str(error))
+    if not autoload.is_called_by_torch():
+        autoload.register()
     runner.run(words, rank)
     return 0
 

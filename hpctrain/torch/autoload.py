@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 import os
+from importlib.metadata import entry_points
 from typing import Any
 
 BACKEND = "hpctrain"
@@ -37,6 +38,12 @@ def register() -> None:
         independent.watch_training(os.environ)
     except Exception:
         return
+
+
+def is_called_by_torch() -> bool:
+    """Return whether PyTorch will call `register` when a script imports it."""
+    enabled = os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "1"
+    return enabled and any(point.name == BACKEND for point in entry_points(group="torch.backends"))
 
 
 def _replace_env_handler(handlers: dict[str, Any]) -> None:

@@ -46,12 +46,20 @@ def set_variables() -> JobRank:
     comm, _ = start_mpi(job, START_TIMEOUT_S)
     from hpctrain.transport.mpi import startup
 
-    atexit.register(startup.finalize_mpi)
+    atexit.register(_finalize_mpi, os.getpid())
     rank = _locate(job.name, comm.rank, partial(startup.gather_texts, comm))
     comm.Free()
     variables.update(torchrun.variables(*rank))
-    os.environ.update(variables)
+    torchrun.set_variables(variables)
     return rank
+
+
+def _finalize_mpi(process: int) -> None:
+    """Finalize MPI in the process that started it, not in a fork."""
+    from hpctrain.transport.mpi import startup
+
+    if os.getpid() == process:
+        startup.finalize_mpi()
 
 
 def _locate(name: str, rank: int, gather: Callable[[str], list[str]]) -> JobRank:

@@ -11,7 +11,7 @@ MODULE = ("-m", "hpctrain.torch")
 LAUNCH = ("-m", "hpctrain", "launch", "-n", "2", "--")
 NAMES = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK",
-    "MASTER_ADDR", "MASTER_PORT",
+    "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID",
 )  # fmt: skip
 
 PROBE = """
@@ -44,6 +44,7 @@ def test_a_script_sees_what_python_gives_it(start, tmp_path, form):
 
 VARIABLES = f"import json, os; print(json.dumps({{n: os.environ.get(n) for n in {NAMES}}}))"
 STALE = {"RANK": "7", "WORLD_SIZE": "9", "MASTER_ADDR": "no.such.host", "MASTER_PORT": "1"}
+STALE |= {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "True"}
 
 
 @pytest.mark.parametrize("stale", [{}, STALE])
@@ -65,6 +66,7 @@ def test_variables_are_set_before_the_script(start, words, ranks, stale):
             "GROUP_RANK": "0",
             "NODE_RANK": "0",
             "MASTER_ADDR": "127.0.0.1",
+            "TORCHELASTIC_RUN_ID": None,
         }
 
 

@@ -173,3 +173,12 @@ def test_ranks_without_a_launcher_are_refused(start):
     assert (
         "no launcher of MPI has started this script: start it with `mpirun -n 4" in completed.stderr
     )
+
+
+@pytest.mark.full
+@pytest.mark.either
+@pytest.mark.parametrize("variable", ["TORCH_DEVICE_BACKEND_AUTOLOAD", "HPCTRAIN_TORCH"])
+def test_the_backend_is_there_unless_it_is_disabled(start, variable):
+    code = "import torch.distributed as d; print('hpctrain' in d.Backend.backend_list)"
+    completed = start(*MODULE, "-c", code, env={variable: "0"}).finish(timeout=200)
+    assert completed.stdout.split() == [str(variable != "HPCTRAIN_TORCH")], completed.stderr
