@@ -96,9 +96,13 @@ ENDS = {
     "late": ("sys.exit(0)", "1", 1, 0, ""),
     "agreed": ("sys.exit(3)", "01", 0, 3, ""),
 }
+FULL_ENDS = ("text", "hook", "interrupt")
 
 
-@pytest.mark.parametrize("case", ENDS)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[pytest.mark.full] * (case in FULL_ENDS)) for case in ENDS],
+)
 def test_the_end_of_one_rank_ends_the_job(start, case):
     end, ranks, rest_s, exit_code, message = ENDS[case]
     code = END.format(condition=f"os.environ['RANK'] in {ranks!r}", end=end, rest_s=rest_s)

@@ -20,23 +20,28 @@ STARTERS = {"mpirun": (MODULE, 2), "launch": (LAUNCH, None), "torchrun": (TORCHR
 #: script, starter, backend: the first rows have each of these once
 ROWS = [
     ("gpt", "mpirun", "hpctrain"),
-    ("tutorial", "launch", "gloo"),
     ("sharded", "launch", "hpctrain"),
-    ("tensor parallel", "mpirun", "gloo"),
 ]
+#: the same with either MPI
+GLOO_ROWS = [("tutorial", "launch", "gloo"), ("tensor parallel", "mpirun", "gloo")]
 OTHER_ROWS = [
     (script, starter, backend)
     for script in SCRIPTS
     for starter in STARTERS
     for backend in ("hpctrain", "gloo")
-    if (script, starter, backend) not in ROWS and (starter, backend) != ("torchrun", "hpctrain")
+    if (script, starter, backend) not in ROWS + GLOO_ROWS
+    and (starter, backend) != ("torchrun", "hpctrain")
 ]
 
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("script", "starter", "backend"),
-    [*ROWS, *(pytest.param(*row, marks=pytest.mark.full) for row in OTHER_ROWS)],
+    [
+        *ROWS,
+        *(pytest.param(*row, marks=pytest.mark.either) for row in GLOO_ROWS),
+        *(pytest.param(*row, marks=pytest.mark.full) for row in OTHER_ROWS),
+    ],
 )
 def test_losses_are_those_of_one_process(start, script, starter, backend):
     words, ranks = STARTERS[starter]
@@ -48,6 +53,7 @@ def test_losses_are_those_of_one_process(start, script, starter, backend):
     assert "independently" not in completed.stderr
 
 
+@pytest.mark.either
 @pytest.mark.parametrize("silenced", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_independent_trainings_are_named_once(start, silenced):
     """Without RANK each process of a plain mpirun trains by itself; the exit code stays."""
@@ -123,9 +129,10 @@ STRANGERS = {
         "",
     ),
 }
-FULL = ("address alone", "ranks alone", "in another order")
+FULL = ("of another size", "address alone", "ranks alone", "in another order")
 
 
+@pytest.mark.either
 @pytest.mark.parametrize(
     "case",
     [pytest.param(case, marks=[pytest.mark.full] * (case in FULL)) for case in STRANGERS],
