@@ -78,8 +78,8 @@ class TrainedSet:
         self._shared = {id(p): p for p in (*model.parameters(), *replaced)}
 
     def _agree(self, model: torch.nn.Module) -> None:
-        known = self._shared.keys() | {id(p) for p in model.parameters()}
-        self._world.on_all_ranks(lambda: check_trained(model, self._optimizer, known))
+        shared = self._shared.keys() | {id(p) for p in model.parameters()}
+        self._world.on_all_ranks(lambda: check_trained(model, self._optimizer, shared))
         parameters = trained_parameters(model)
         must_train_alike(self._world, parameters)
         self.parameters = parameters
@@ -155,9 +155,9 @@ def _append_identities(module: torch.nn.Module, append: Callable[[int], None]) -
 
 
 def check_trained(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, known: Set[int]
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, shared: Set[int]
 ) -> None:
-    """Raise UsageError for what cannot be summed, or is trained and not among `known`."""
+    """Raise UsageError for what cannot be summed, or is trained and not among `shared`."""
     lazy = [name for name, x in _tensors(model) if is_lazy(x)]
     if lazy:
         raise UsageError(
@@ -171,7 +171,7 @@ def check_trained(
             "ht.torch.sync: SparseAdam takes sparse gradients alone, and their sums are dense: "
             "take torch.optim.Adam, and sparse=False in each Embedding"
         )
-    if unknown := [p for p in _params(optimizer) if p.requires_grad and id(p) not in known]:
+    if unknown := [p for p in _params(optimizer) if p.requires_grad and id(p) not in shared]:
         raise UsageError(
             f"ht.torch.sync: the optimizer holds {counted(len(unknown), 'parameter')} that the "
             "model does not have, so that no gradient of them would be summed; build it with "
@@ -202,10 +202,10 @@ def must_train_alike(world: World, parameters: Parameters) -> None:
 
 
 def _describe_difference(first: list[object], other: list[object]) -> str:
-    more = [row for row in other if row not in first]
-    less = [row for row in first if row not in other]
-    words = [f"also trains {_describe(row)}" for row in more[:1]]
-    words += [f"does not train {_describe(row)}" for row in less[:1]]
+    added = [row for row in other if row not in first]
+    missing = [row for row in first if row not in other]
+    words = [f"also trains {_describe(row)}" for row in added[:1]]
+    words += [f"does not train {_describe(row)}" for row in missing[:1]]
     return " and ".join(words) or "has them in another order"
 
 

@@ -135,11 +135,11 @@ def make_ended_report(
     """Return the report of ranks that wait for others whose script has ended, or in other calls."""
     names = ", ".join(f"rank {snapshot.rank}" for snapshot in ended)
     facts = [f"{names} {ENDED}"] if ended else []
-    first, *others = waiting
+    first, *rest = waiting
     facts.append(f"rank {first.rank} waits in {_describe_first_call(first)}")
     if not ended:
         own = _first_call(first)
-        calls = ((s, _first_call(s)) for s in others)
+        calls = ((s, _first_call(s)) for s in rest)
         other = next(s for s, c in calls if (c.thread, c.operation) != (own.thread, own.operation))
         facts.append(f"rank {other.rank} in {_describe_first_call(other)}")
     text = "\n".join(

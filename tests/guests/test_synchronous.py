@@ -180,12 +180,12 @@ def train_synced(case, size, wire):
     return run_ranks(size, body, 20.0)
 
 
-def difference(expected, seen):
+def difference(expected, observed):
     """Return the largest difference, relative to the largest value; infinite if one is None."""
-    assert expected.keys() == seen.keys()
+    assert expected.keys() == observed.keys()
     largest = 0.0
     for name, x in expected.items():
-        y = seen[name]
+        y = observed[name]
         if x is None or y is None:
             largest = max(largest, 0.0 if x is y else float("inf"))
         else:

@@ -68,7 +68,7 @@ def test_a_copy_works_on_one_rank_alone(kind):
             if link.rank == 0:
                 twin = COPIES[kind](module)
                 alone.load_state_dict(module.state_dict())
-                losses = [one(X).square().sum() for one in (twin, alone) for _ in range(2)]
+                losses = [net(X).square().sum() for net in (twin, alone) for _ in range(2)]
                 assert torch.equal(losses[0], losses[2]) and torch.equal(losses[1], losses[3])
                 if kind != "export":  # that has the parameters of the module itself
                     losses[0].backward()
@@ -91,10 +91,10 @@ def test_a_pickled_module_loads_where_hpctrain_is_not(tmp_path):
         "import sys, torch; sys.modules['hpctrain'] = None; "
         "m = torch.load(sys.argv[1], weights_only=False); print(m(torch.ones(3, 6).double()).shape)"
     )
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", code, tmp_path / "0.pt"], capture_output=True, text=True, timeout=60
     )
-    assert "torch.Size([3, 3])" in done.stdout, done.stderr
+    assert "torch.Size([3, 3])" in completed.stdout, completed.stderr
 
 
 def test_a_module_is_deleted_with_its_planes_and_hooks():
@@ -137,8 +137,8 @@ def test_a_module_is_called_twice_before_backward(size):
                     assert torch.equal(module.factor, torch.full((3,), 2.0).double())
         return module.body[3].weight.grad, [b.clone() for b in module.buffers()]
 
-    first, *others = run_ranks(size, rank, 20.0)
-    for gradient, _ in others:
+    first, *rest = run_ranks(size, rank, 20.0)
+    for gradient, _ in rest:
         assert torch.equal(gradient, first[0])
 
 

@@ -37,8 +37,8 @@ def run(body, size, options=WIRES["after backward"], make=Weights, optimizer=Non
 
     def rank(link):
         module = make()
-        made = None if optimizer is None else optimizer(module)
-        with GradientSync(over_threads(link), module, made, options) as synced:
+        built = None if optimizer is None else optimizer(module)
+        with GradientSync(over_threads(link), module, built, options) as synced:
             return body(synced, module, link.rank)
 
     return run_ranks(size, rank, 20.0)
@@ -62,8 +62,8 @@ def test_an_absent_gradient_stays_absent_with_every_algorithm(algorithm, size):
 
 
 def make_optimizer(module):
-    module.made = torch.optim.SGD(module.parameters(), lr=0.1)
-    return module.made
+    module.optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    return module.optimizer
 
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.complex64, torch.complex128]
@@ -78,8 +78,8 @@ def test_all_dtypes_of_parameters_are_summed(dtype, wire):
         assert module.b.grad is None and module.a.grad.dtype is dtype
         return module.a.grad, (gradient * 1.5).conj()
 
-    for seen, expected in run(body, 2, WIRES[wire], lambda: Weights(dtype)):
-        assert torch.equal(seen, expected)
+    for gradient, expected in run(body, 2, WIRES[wire], lambda: Weights(dtype)):
+        assert torch.equal(gradient, expected)
 
 
 def test_parameters_of_several_dtypes_and_empty_ones_have_planes_of_their_own():
@@ -169,7 +169,7 @@ def test_one_rank_that_trains_other_parameters_is_one_error_on_all(wire):
 
 def test_parameters_of_a_group_that_the_model_does_not_have_are_refused():
     def body(synced, module, rank):
-        module.made.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+        module.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
         with pytest.raises(UsageError, match="holds 1 parameter that the model does not have"):
             backward(module, False, rank, 1.0)
         return True
@@ -244,9 +244,9 @@ def test_what_cannot_be_summed_is_refused_on_all_ranks(kind, size):
 
     def rank(link):
         module = make()
-        made = None if optimizer is None else optimizer(module)
+        built = None if optimizer is None else optimizer(module)
         with pytest.raises(UsageError, match=words):
-            GradientSync(over_threads(link), module, made, WireOptions())
+            GradientSync(over_threads(link), module, built, WireOptions())
         return True
 
     assert all(run_ranks(size, rank, 20.0))
@@ -257,10 +257,10 @@ def test_a_step_with_gradients_that_were_not_summed_is_refused():
 
     def body(synced, module, rank):
         module.c = nn.Parameter(torch.ones(2))
-        module.made.add_param_group({"params": [module.c]})
+        module.optimizer.add_param_group({"params": [module.c]})
         (module.c * rank).sum().backward()
         with pytest.raises(UsageError, match="gradients that were not summed"):
-            module.made.step()
+            module.optimizer.step()
         return True
 
     assert all(run(body, 2, optimizer=make_optimizer))

@@ -50,9 +50,9 @@ print("compiled", flush=True)
 @pytest.mark.timeout(200)
 def test_a_compiled_module_is_summed(start):
     """So is one that MPI's own all-reduce sums: what no rank has stays None."""
-    done = start("-c", COMPILED, ranks=2).finish(timeout=180)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("compiled") == 2
+    completed = start("-c", COMPILED, ranks=2).finish(timeout=180)
+    assert completed.returncode == 0, completed.stderr
+    assert completed.stdout.count("compiled") == 2
 
 
 UNEVEN = """
@@ -70,7 +70,9 @@ ht.allreduce(np.ones(1))
 @pytest.mark.timeout(150)
 @pytest.mark.parametrize("overlap", ["auto", pytest.param("always", marks=pytest.mark.full)])
 def test_a_rank_that_leaves_its_loop_early_for_another_call_is_named(start, overlap):
-    done = start("-c", UNEVEN.format(overlap=overlap), ranks=2).finish(timeout=120)
-    assert done.returncode == 86
-    assert "hung: rank 0 waits in ht.torch.sync backward (<string>:8), rank 1 in " in done.stderr
-    assert "(<string>:9): do ranks have different numbers of batches?" in done.stderr
+    completed = start("-c", UNEVEN.format(overlap=overlap), ranks=2).finish(timeout=120)
+    assert completed.returncode == 86
+    assert (
+        "hung: rank 0 waits in ht.torch.sync backward (<string>:8), rank 1 in " in completed.stderr
+    )
+    assert "(<string>:9): do ranks have different numbers of batches?" in report

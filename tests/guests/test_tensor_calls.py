@@ -75,8 +75,8 @@ def test_each_call_on_each_dtype_and_layout(name, dtype):
             strides, version = tensor.stride(), tensor._version
             result = call(tensor, world=world)
             expected = expect(everything, link.rank)
-            seen = tensor if name in IN_PLACE and expected is not None else result
-            assert (seen is expected) if expected is None else torch.equal(seen, expected)
+            value = tensor if name in IN_PLACE and expected is not None else result
+            assert (value is expected) if expected is None else torch.equal(value, expected)
             assert tensor.stride() == strides
             assert name in ("all_gather", "gather", "all_to_all") or tensor._version > version
         return True
@@ -103,14 +103,14 @@ def test_a_bound_call_reduces_what_the_tensor_holds():
     def body(link):
         world, tensor = over_threads(link), torch.ones(5, dtype=torch.bfloat16)
         reduce = ht.torch.bind(tensor, world=world)
-        seen = []
+        results = []
         for value in (1, 2):
             tensor.fill_(value)
             reduce()
-            seen.append(tensor.tolist())
+            results.append(tensor.tolist())
         with pytest.raises(UsageError, match="expected a contiguous tensor"):
             ht.torch.bind(torch.ones(4, 4).T, world=world)
-        return seen
+        return results
 
     assert run_ranks(SIZE, body, 20.0) == [[[3.0] * 5, [6.0] * 5]] * SIZE
 

@@ -396,13 +396,13 @@ def test_main_threads_that_wait_in_different_calls(
     snapshots, named = MAIN_WAITS[case]
     ended_ranks = EndedRanks()
     reports = [ended_ranks.check(ranks(*snapshots), 0, at) for at in range(8)]
-    seen = [(at, report.text) for at, report in enumerate(reports) if report]
-    assert [at for at, _ in seen] == ([] if named is None else [6])
+    texts = [(at, report.text) for at, report in enumerate(reports) if report]
+    assert [at for at, _ in texts] == ([] if named is None else [6])
     if named is not None:
         first, second = named
         assert re.match(
             rf"hung: rank {first} waits in .* \(ring.py:57\), rank {second} in .*: do ranks have "
-            "different numbers of batches", seen[0][1],
+            "different numbers of batches", texts[0][1],
         )  # fmt: skip
 
 
