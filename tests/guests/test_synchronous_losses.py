@@ -1,4 +1,4 @@
-"""Ranks are lost while the parameters change that `ht.torch.sync` follows: those left stay equal."""
+"""Ranks are lost while parameters change that `ht.torch.sync` follows: those left stay equal."""
 
 from __future__ import annotations
 
