@@ -28,6 +28,7 @@ import hpctrain as ht
 from hpctrain.core.errors import UsageError
 from hpctrain.optim.absent import find_absent
 from hpctrain.torch.modules.optimizer_table import ELEMENTWISE
+from hpctrain.training.run_options import CheckpointOptions
 
 pytestmark = pytest.mark.either
 
@@ -120,6 +121,51 @@ def test_a_gradient_of_one_rank_is_a_gradient_of_all(engine, micro_batches):
     expected = train_plainly(prepare, net=Rows())
     options = {"net": Rows(), "micro_batches": micro_batches}
     assert difference(train(prepare, *ENGINES[engine], **options), expected) <= LIMIT
+
+
+class Wide(nn.Module):
+    """Parameters over several blocks of the planes, so that shards have parts of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = copy.deepcopy(INITIAL)
+        self.wide, self.head = (
+            nn.Parameter(torch.full((WIDTH, 4), 1e-3 * i).double()) for i in (1, 2)
+        )
+        self.calls = 0
+
+    def forward(self, x):
+        y = self.net(x) + (x @ self.wide.T).sum(1, keepdim=True) * SIGNS
+        if self.training:
+            if self.calls % 3 == 1:
+                y = y + (x @ self.head.T).sum(1, keepdim=True) * SIGNS
+            self.calls += 1
+        return y
+
+
+WIDTH, SIGNS = 30_000, torch.tensor([1e-3, -1e-3, 2e-3])
+SHARDS = {
+    "2 ranks": (2, ht.engines.AllReduce(shard_optimizer=True)),
+    "3 ranks": (3, ht.engines.AllReduce(shard_optimizer=True)),
+    "2 servers": (4, ht.engines.PsSync(servers=2)),
+    "shared": (3, ht.engines.AllReduce(share_parameters=True)),
+    "one rank": (1, "allreduce"),
+}
+
+
+@pytest.mark.parametrize("resumed", SHARDS)
+@pytest.mark.parametrize("saved", SHARDS)
+def test_shards_save_and_load_the_counts_of_their_own_parameters(tmp_path, saved, resumed):
+    """With a head that was updated in one of the 3 saved steps, across blocks and shards."""
+
+    def prepare(net):
+        return optim.Adam(net.parameters(), lr=1e-3, weight_decay=0.1), None
+
+    expected = train_plainly(prepare, steps=6, net=Wide())
+    run = {"out": tmp_path / "run", "checkpoints": CheckpointOptions(every_steps=3)}
+    train(prepare, *SHARDS[saved], steps=3, net=Wide(), **run)
+    result = train(prepare, *SHARDS[resumed], steps=6, net=Wide(), resume=True, **run)
+    assert difference(result, expected) <= LIMIT
 
 
 class Zero(nn.Module):
