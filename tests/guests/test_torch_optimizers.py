@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 
-import numpy as np
 import pytest
 import torch
 from guests.optimizer_cases import (
@@ -104,13 +103,13 @@ def test_each_used_option_has_a_row():
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("value", [True, False, None])
 def test_ways_of_computing_reach_pytorch(monkeypatch, way, value):
-    seen, step = [], bound_optimizer._step_without_hooks
+    options, step = [], bound_optimizer._step_without_hooks
     monkeypatch.setattr(
         bound_optimizer, "_step_without_hooks",
-        lambda optimizer: (seen.append(optimizer.param_groups[-1][way]), step(optimizer)),
+        lambda optimizer: (options.append(optimizer.param_groups[-1][way]), step(optimizer)),
     )  # fmt: skip
     train(preparation("AdamW", **{way: value}), steps=1)
-    assert seen[-1] == (True if (way, value) == ("fused", None) else value)  # one pass, if open
+    assert options[-1] == (True if (way, value) == ("fused", None) else value)  # one pass, if open
 
 
 TENSORS = {
@@ -182,7 +181,7 @@ def test_a_float32_state_is_continued_in_float64():
     for state in optimizer.state.values():
         state["exp_avg"] = state["exp_avg"].float()
 
-    def prepare(own, dtype=torch.float64):
+    def prepare(own):
         loaded = make("AdamW", own)
         loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
         return loaded, None
@@ -219,8 +218,8 @@ def test_the_optimizer_has_its_states_after_the_trainer(name):
     net = make_net(lambda step: step == 2)
     train_plainly(prepare, net=net)
     train(prepare, 2, net=net)
-    plain, *others = [optimizer.state_dict()["state"] for optimizer in optimizers]
-    for state in others:
+    plain, *trained = [optimizer.state_dict()["state"] for optimizer in optimizers]
+    for state in trained:
         assert state.keys() >= plain.keys()
         for key, values in plain.items():
             assert values.keys() == state[key].keys()
@@ -229,11 +228,11 @@ def test_the_optimizer_has_its_states_after_the_trainer(name):
 
 
 def test_an_optimizer_is_bound_once(monkeypatch):
-    made, make_optimizer = [], bound_optimizer._make
+    calls, make_optimizer = [], bound_optimizer._make
     monkeypatch.setattr(
-        bound_optimizer, "_make", lambda *args: made.append(args) or make_optimizer(*args)
+        bound_optimizer, "_make", lambda *args: calls.append(args) or make_optimizer(*args)
     )
     train(preparation("AdamW"), steps=2)
-    count = len(made)
+    count = len(calls)
     train(preparation("AdamW"), steps=STEPS)
-    assert len(made) == 2 * count and np.all(count > 0)
+    assert len(calls) == 2 * count > 0

@@ -243,9 +243,9 @@ def test_frozen_parameters_may_be_held_by_the_optimizer():
 
     expected = train_plainly(prepare)
     assert difference(train(prepare, 2), expected) <= LIMIT
-    others = [nn.Parameter(torch.zeros(2))]
+    strangers = [nn.Parameter(torch.zeros(2))]
     with pytest.raises(UsageError, match="seen 1 of others"):
-        train(lambda net: (optim.SGD([*net.parameters(), *others], lr=0.1), None), 2)
+        train(lambda net: (optim.SGD([*net.parameters(), *strangers], lr=0.1), None), 2)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])

@@ -111,13 +111,13 @@ def test_each_update_calls_each_hook_once_with_a_schedule():
 
 
 def test_hooks_of_all_optimizers_are_called_too():
-    seen = []
-    handle = register_optimizer_step_post_hook(lambda optimizer, *_: seen.append(optimizer))
+    optimizers = []
+    handle = register_optimizer_step_post_hook(lambda optimizer, *_: optimizers.append(optimizer))
     try:
         train(lambda net: (OPTIMIZERS["SGD"](groups_of(net)), None))
     finally:
         handle.remove()
-    assert len(seen) == STEPS and len(set(map(id, seen))) == 1
+    assert len(optimizers) == STEPS and len(set(map(id, optimizers))) == 1
 
 
 @pytest.mark.parametrize("engine", PARTS)
@@ -139,8 +139,8 @@ def test_workers_that_train_apart_call_hooks_on_their_own():
 
     engine = ht.engines.LocalSgd(period=2)
     (first, *_) = train(prepare, 2, engine)
-    (other, *_) = train(lambda net: (OPTIMIZERS["SGD"](groups_of(net)), None), 2, engine)
-    assert not np.allclose(first, other)
+    (unclipped, *_) = train(lambda net: (OPTIMIZERS["SGD"](groups_of(net)), None), 2, engine)
+    assert not np.allclose(first, unclipped)
 
 
 def test_hooks_of_states_are_announced_once(caplog):

@@ -163,8 +163,8 @@ def test_schedulers_that_do_not_fit_are_refused_by_name(name):
 
     def prepare(net):
         optimizer = make_optimizer("SGD", net)
-        made = make(optimizer) if name in ("made plateau", "a number") else None
-        return optimizer, made() if made else make
+        maker = make(optimizer) if name in ("made plateau", "a number") else None
+        return optimizer, maker() if maker else make
 
     for ranks in (1, 2):
         with pytest.raises(UsageError, match=message):
@@ -179,4 +179,4 @@ def test_a_scheduler_that_is_not_given_is_announced(caplog):
 
     with caplog.at_level(logging.WARNING):
         train(prepare, 2, steps=1)
-    assert [r.message for r in caplog.records if "pass it as schedule" in r.message].__len__() == 1
+    assert sum("pass it as schedule" in record.message for record in caplog.records) == 1

@@ -262,8 +262,8 @@ def _make(like: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.op
     """Return an optimizer as `like` with other groups."""
     kind: Any = type(like)
     names = inspect.signature(kind).parameters.keys() & like.defaults.keys()
-    made: torch.optim.Optimizer = kind(groups, **{name: like.defaults[name] for name in names})
-    return made
+    optimizer: torch.optim.Optimizer = kind(groups, **{name: like.defaults[name] for name in names})
+    return optimizer
 
 
 def _step_without_hooks(optimizer: torch.optim.Optimizer) -> None:

@@ -98,7 +98,7 @@ def check_agreement(world: World, optimizer: torch.optim.Optimizer) -> None:
             for name, value in sorted(optimizer.state.get(p, {}).items()):
                 digest.update(f"{name} {value if not torch.is_tensor(value) else ''}".encode())
                 if torch.is_tensor(value):
-                    digest.update(value.detach().cpu().contiguous().view(-1).numpy())
+                    digest.update(value.detach().cpu().reshape(-1).view(torch.uint8).numpy())
     world.must_agree(digest.hexdigest(), "the optimizer's state (its SHA-256)")
 
 
@@ -114,9 +114,9 @@ def _owned_parameters(
             f"optimizer: expected all parameters of the module with requires_grad, seen none of "
             f"{', '.join(absent[:3])}; set requires_grad = False for what is not trained"
         )
-    if others := len(group_of.keys() - {id(p) for p in all_named.values()}):
+    if strangers := len(group_of.keys() - {id(p) for p in all_named.values()}):
         raise UsageError(
-            f"optimizer: expected parameters of the module alone, seen {others} of others, which "
-            "the Trainer would not train; make them part of the module"
+            f"optimizer: expected parameters of the module alone, seen {strangers} of others, "
+            "which the Trainer would not train; make them part of the module"
         )
     return {name: Owned(p, 1 + i, group_of[id(p)]) for i, (name, p) in enumerate(trained.items())}
