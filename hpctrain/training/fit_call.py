@@ -74,14 +74,14 @@ class FitCall:
     ) -> dict[str, Any]:
         world = trainer.world
         sampler = world.on_all_ranks(lambda: self._make_sampler(trainer))
-        orders.draw(world, sampler, 0, 0)
-        callbacks = world.on_all_ranks(lambda: self._prepare(trainer, sampler))
         total = self.steps or (self.epochs or 0) * sampler.steps_per_epoch
         plan_text = (
             f"{sampler.n} samples in batches of {self.batch} for {total} steps with seed "
             f"{trainer.seed}, {self.trace}"
         )
-        world.must_agree(plan_text, "the plan of a training")
+        world.must_agree(plan_text + sampler.describe_order(), "the plan of a training")
+        orders.draw(world, sampler, 0, 0)
+        callbacks = world.on_all_ranks(lambda: self._prepare(trainer, sampler))
         has_begun = survival.recoveries.has_begun
         resume = self.resume or survival.has_claimed
         with ExitStack() as stack:

@@ -31,6 +31,7 @@ def draw(world: World, sampler: Sampler, first: int, last: int) -> None:
 def select(world: World, samples: Samples, seed: int) -> Samples:
     """Return the samples that an order selects for evaluation, all without one; collective."""
     order, batch = order_of(samples), dropped_batch(samples)
+    world.must_agree(f"{order}, drop_last {batch}", "the sampler of an evaluation")
     if order is None and not batch:
         return samples
     indexes = np.arange(len(samples)) if order is None else _draw_epoch(world, order, seed, 0)

@@ -100,7 +100,6 @@ LOADERS = {
     "replicas": lambda: loader(sampler=DistributedSampler(DATA, 1, 0)),
     "replicas, in order": lambda: loader(sampler=DistributedSampler(DATA, 1, 0, shuffle=False)),
     "replicas, by seed": lambda: loader(sampler=DistributedSampler(DATA, 1, 0, seed=3)),
-    "replicas, drop_last": lambda: loader(sampler=DistributedSampler(DATA, 1, 0, drop_last=True)),
     "collate_fn": lambda: loader(sampler=range(N), collate_fn=doubled),
     "a subset of the data": lambda: DataLoader(
         Subset(DATA, range(1, 22)), BATCH, sampler=range(0, 21)

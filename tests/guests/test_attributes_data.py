@@ -66,7 +66,7 @@ SAMPLERS = {
         "rank": "test_replicas_of_several_ranks_train_on_what_they_have_together",
         "shuffle": ["replicas, in order"],
         "seed": ["replicas, by seed"],
-        "drop_last": ["replicas, drop_last"],
+        "drop_last": "test_replicas_of_several_ranks_train_on_what_they_have_together",
     },
 }
 #: of every loss: PyTorch turns the first two into `reduction`

@@ -50,13 +50,18 @@ def test_loaders_differ():
     assert len(set(ends.values())) == len(ends)
 
 
-def test_replicas_of_several_ranks_train_on_what_they_have_together():
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_replicas_of_several_ranks_train_on_what_they_have_together(drop_last):
+    """Of 27 samples 4 replicas have 28, one of them twice, or 24."""
+    options = {"seed": 1, "drop_last": drop_last}
+
     def make(replicas=4, rank=1):
-        return loader(sampler=DistributedSampler(DATA, replicas, rank, seed=1))
+        return loader(sampler=DistributedSampler(DATA, replicas, rank, **options))
 
     trained, _ = by_trainer(2, make, BATCH, epochs=1)
-    parts = [list(DistributedSampler(DATA, 4, rank, seed=1)) for rank in range(4)]
+    parts = [list(DistributedSampler(DATA, 4, rank, **options)) for rank in range(4)]
     together = [i for group in zip(*parts, strict=True) for i in group]
+    assert len(together) == (24 if drop_last else 28)
     batches = DataLoader(DATA, BATCH, sampler=together)
     assert difference(trained, by_plain_loop(batches)) <= LIMIT
 
@@ -242,6 +247,21 @@ def test_what_is_not_used_is_said_once(name, caplog, monkeypatch):
     options, message = ANNOUNCEMENTS[name]
     by_trainer(2, lambda: loader(**options), BATCH, steps=2)
     assert [r.getMessage() for r in caplog.records if message in r.getMessage()].__len__() == 1
+
+
+def test_ranks_with_other_samplers_are_refused():
+    modules = [make_module() for _ in range(2)]
+
+    def train(world, has_own):
+        own = loader(sampler=range(20)) if world.rank else DATA
+        train, test = (own, DATA) if has_own == "training" else (DATA, own)
+        with ht.torch.Trainer(modules[world.rank], "sgd", world=world) as trainer:
+            trainer.fit(train, evaluate=test, steps=1, batch=4)
+
+    with pytest.raises(UsageError, match="the plan of a training must be the same"):
+        run_on("threads", 2, lambda world: train(world, "training"))
+    with pytest.raises(UsageError, match="the sampler of an evaluation must be the same"):
+        run_on("threads", 2, lambda world: train(world, "evaluation"))
 
 
 def test_options_of_workers_reach_their_loader(monkeypatch):

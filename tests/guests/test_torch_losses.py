@@ -132,7 +132,9 @@ def test_ordered_sums_have_the_same_bytes_on_any_ranks(name):
     assert difference(ends[0], plain(*WEIGHTED[name], make_module)) <= LIMIT
 
 
-@pytest.mark.parametrize("engine", ["local-sgd", "ps-async", "gossip", "easgd"])
+@pytest.mark.parametrize(
+    "engine", ["local-sgd", "ps-async", ht.engines.Gossip(graph="ring"), "easgd"]
+)
 def test_workers_that_step_apart_divide_by_the_weights_of_their_own(engine):
     """So equal weights change nothing, however large."""
     large = CE(weight=torch.full((3,), 7.0, dtype=torch.float64))
@@ -183,7 +185,10 @@ REFUSALS = {
         BCE(weight=torch.ones(2, 3, dtype=torch.float64)), BITS, "with a weight per sample",
     ),
     "too few weights": (CE(weight=W[:2]), LABELS, "weight"),
-    "a mean with a count": (None, LABELS, "expected reduction='sum' beside count"),
+    "a mean with a count": ({"count": len}, LABELS, "expected reduction='sum' beside count"),
+    "a mean that is no sum": (
+        {"reduction": "sum"}, LABELS, "expected the reduction of the loss itself, 'mean'",
+    ),
 }  # fmt: skip
 
 
@@ -191,8 +196,8 @@ REFUSALS = {
 def test_refusals(name):
     loss, targets, message = REFUSALS[name]
     with pytest.raises(UsageError) as error:
-        if loss is None:
-            loss = ht.torch.Loss(F.cross_entropy, count=len)
+        if isinstance(loss, dict):
+            loss = ht.torch.Loss(F.cross_entropy, **loss)
         by_hpctrain(2, loss, targets, make_module)
     assert message in str(error.value)
 

@@ -89,7 +89,11 @@ class LoaderOptions:
             parts.append("pin_memory, pin_memory_device (batches are copied as arrays)")
         if not loader.in_order:
             parts.append("in_order=False (batches come in the order of steps)")
-        if loader.num_workers and not loader.persistent_workers:
+        if loader.num_workers and batch is None:
+            parts.append(
+                f"num_workers={loader.num_workers} (ranks read for evaluations themselves)"
+            )
+        elif loader.num_workers and not loader.persistent_workers:
             parts.append("persistent_workers=False (workers live as long as the call of fit)")
         return f"DataLoader: not used are {', '.join(parts)}" if parts else ""
 

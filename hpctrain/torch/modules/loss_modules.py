@@ -65,20 +65,25 @@ def as_module(function: Any) -> Any:
         return function
 
 
-def check_function(function: Any) -> None:
-    """Raise UsageError for a loss with other arguments, or with parameters of its own."""
-    name = type(function).__name__
+def check_function(function: Any, reduction: str) -> None:
+    """Raise UsageError for another reduction or arguments, or for parameters of its own."""
+    name, own_reduction = type(function).__name__, getattr(function, "reduction", reduction)
+    if own_reduction != reduction and (own_reduction, reduction) != ("batchmean", "mean"):
+        raise UsageError(
+            f"loss: expected the reduction of the loss itself, {own_reduction!r} of {name}, seen "
+            f"{reduction!r}; leave it out"
+        )
     if isinstance(function, nn.Module) and any(p.requires_grad for p in function.parameters()):
         raise UsageError(
             f"loss: expected one without parameters, seen {name}: the Trainer trains those of the "
             "module; let the module compute this loss, with loss=lambda outputs, targets: outputs"
         )
-    call = function.forward if isinstance(function, nn.Module) else function
     try:
-        arguments = signature(call)
-        arguments.bind(None, None)
-    except ValueError:  # a function in C without a signature
+        arguments = signature(function.forward if isinstance(function, nn.Module) else function)
+    except (TypeError, ValueError):  # a function in C without a signature
         return
+    try:
+        arguments.bind(None, None)
     except TypeError:
         raise UsageError(
             f"loss: expected a function of outputs and targets, seen {name} with arguments "

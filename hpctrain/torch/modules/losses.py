@@ -69,7 +69,7 @@ class TorchLoss:
             raise UsageError(
                 f"loss: expected reduction='sum' beside count, which divides it, seen {reduction!r}"
             )
-        loss_modules.check_function(function)
+        loss_modules.check_function(function, reduction)
         self._functions = {"loss": function, **metrics}
         self._reduction = reduction
         self._counts: TargetCounts | None = UserCount(count) if count is not None else None

@@ -59,6 +59,9 @@ class TorchOrder:
         """Return the number of indexes in an epoch."""
         return self._length
 
+    def __repr__(self) -> str:
+        return f"a {type(self._sampler).__name__} of {self._length} samples"
+
     def indexes(self, seed: int, epoch: int) -> np.ndarray:
         """Return the indexes of `epoch`, int64 (n,); see EpochOrder."""
         if self._is_stateless:
