@@ -21,7 +21,10 @@ SAMPLES_PER_READ = 1024  #: samples read at once in a pass over all of them
 
 @runtime_checkable
 class Samples(Protocol):
-    """A data set, in memory or in files; users may write their own classes."""
+    """A data set, in memory or in files; users may write their own classes.
+
+    One with an attribute `order` decides the samples of its epochs itself: see `EpochOrder`.
+    """
 
     @property
     def sample_shape(self) -> Any:

@@ -16,6 +16,7 @@ from torch.utils.data import (
     Sampler,
     Subset,
     SubsetRandomSampler,
+    TensorDataset,
     default_collate,
 )
 
@@ -165,6 +166,11 @@ def test_rows_of_tensors_are_those_of_their_items():
         for rows, expected in zip(as_samples(data).rows(indexes), plain.rows(base), strict=True):
             assert np.array_equal(rows, expected) and rows.dtype == expected.dtype
         assert as_samples(data).rows(np.array([], int))[0].shape == (0, 4)
+
+
+def test_tensors_of_16_bits_become_floats_with_the_same_values():
+    x, _ = as_samples(TensorDataset(X.bfloat16(), LABELS)).rows(np.array([3, 1]))
+    assert np.array_equal(x, X[[3, 1]].bfloat16().float())
 
 
 class NoLength(Sampler):

@@ -99,4 +99,7 @@ def as_arrays(tree: Any) -> Any:
         return {key: as_arrays(branch) for key, branch in tree.items()}
     if isinstance(tree, tuple | list):
         return tuple(map(as_arrays, tree))
-    return tree.numpy() if isinstance(tree, torch.Tensor) else np.asarray(tree)
+    if not isinstance(tree, torch.Tensor):
+        return np.asarray(tree)
+    tree = tree.detach().cpu()
+    return (tree.float() if tree.dtype is torch.bfloat16 else tree).numpy()
