@@ -34,6 +34,8 @@ RESTARTS = "HPCTRAIN_RESTARTS"
 #: The variables of the number of spares, which are the last ranks of an elastic job, and of the
 #: smallest number of ranks with which its training goes on.
 SPARES, MIN_RANKS = "HPCTRAIN_SPARES", "HPCTRAIN_MIN_RANKS"
+#: The variable in which a rank tells its subprocesses that it is one: see rank_process.py.
+RANK_PROCESS = "HPCTRAIN_RANK_PROCESS"
 
 TITLES = {
     "openmpi": "Open MPI's mpirun",
@@ -82,6 +84,7 @@ _MPICH_VARIABLES = ("MPICH", "MVAPICH", "MVAPICH2", "Intel MPI")
 _RANK_VARIABLES = (
     "PMI", "OMPI_", "PRTE", "HYDI", "MPI_LOCAL", "MV2_COMM_WORLD_",
     "PALS_AP", "PALS_FD", "PALS_LOCAL_", "PALS_NODEID", "PALS_RANKID", "PALS_SPOOL_DIR",
+    RANK_PROCESS,
 )  # fmt: skip
 _USER_VARIABLES = ("OMPI_ALLOW_", "OMPI_MCA_", "PMIX_MCA_", "PRTE_ALLOW_", "PRTE_MCA_")
 

@@ -5,12 +5,19 @@ from __future__ import annotations
 import atexit
 import json
 import multiprocessing
+import os
 import sys
 from functools import partial
 from typing import Any
 
 from hpctrain import abort
-from hpctrain.core.errors import HpctrainError, LostRankError, StoppedError, UsageError
+from hpctrain.core.errors import (
+    HpctrainError,
+    LostRankError,
+    OwnRankError,
+    StoppedError,
+    UsageError,
+)
 from hpctrain.transport.device import gpus
 from hpctrain.world.start import over_mpi
 from hpctrain.world.world import World
@@ -18,6 +25,7 @@ from hpctrain.world.world import World
 DEFAULT_TIMEOUT_S = 300.0
 
 _world: World | None = None
+_world_process = 0  #: which started MPI; one that is forked from it must not use the World
 
 
 def init(
@@ -43,10 +51,17 @@ def init(
     "gpu" is not available, if `comm` is no intracommunicator with this rank in it, or if a second
     call asks for another device or for other ranks.
     """
-    global _world
+    global _world, _world_process
+    if _world is not None and _world_process != os.getpid():
+        raise OwnRankError(
+            f"init() in process {os.getpid()}, which rank {_world.rank} (process {_world_process}) "
+            "has forked: expected the process that started MPI; use the start method 'spawn' of "
+            "multiprocessing, and call no collectives there"
+        )
     if _world is None:
         _refuse_workers()
         try:
+            _world_process = os.getpid()
             _world = over_mpi(device, timeout_s, comm, binds_cores)
         except UsageError as error:  # most likely on all ranks: one reports it
             report_without_traceback(error)
