@@ -77,8 +77,9 @@ class JaxModel:
         jax.eval_shape(self.loss.means, self.as_tree(leaves), *self.as_arguments(x, y))
         return ()
 
-    def common_precision(self) -> Precision:
-        """Return the dtype of all leaves; raise UsageError if they have others, or several."""
+    @property
+    def own_precision(self) -> Precision:
+        """The dtype of all leaves; UsageError if they have several, or one of 16 bits."""
         return common_dtype(self.leaf_dtypes)
 
     def as_tree(self, leaves: Any) -> Any:

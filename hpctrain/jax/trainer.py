@@ -59,7 +59,7 @@ class Trainer(trainer.Trainer):
             return model
 
         model = world.on_all_ranks(make_model)
-        chosen = world.on_all_ranks(lambda: precision or model.common_precision())
+        chosen = world.on_all_ranks(lambda: precision or model.own_precision)
         structure = re.sub("0x[0-9a-f]+", "0x", str(model.structure))  # addresses differ by rank
         world.must_agree(f"{chosen} in {structure}", "params and precision")
         super().__init__(model, optimizer, engine, precision=chosen, world=world, **options)

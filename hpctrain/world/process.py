@@ -11,13 +11,7 @@ from functools import partial
 from typing import Any
 
 from hpctrain import abort
-from hpctrain.core.errors import (
-    HpctrainError,
-    LostRankError,
-    OwnRankError,
-    StoppedError,
-    UsageError,
-)
+from hpctrain.core.errors import HpctrainError, LostRankError, StoppedError, UsageError
 from hpctrain.transport.device import gpus
 from hpctrain.world.start import over_mpi
 from hpctrain.world.world import World
@@ -25,7 +19,6 @@ from hpctrain.world.world import World
 DEFAULT_TIMEOUT_S = 300.0
 
 _world: World | None = None
-_world_process = 0  #: which started MPI; one that is forked from it must not use the World
 
 
 def init(
@@ -51,22 +44,16 @@ def init(
     "gpu" is not available, if `comm` is no intracommunicator with this rank in it, or if a second
     call asks for another device or for other ranks.
     """
-    global _world, _world_process
-    if _world is not None and _world_process != os.getpid():
-        raise OwnRankError(
-            f"init() in process {os.getpid()}, which rank {_world.rank} (process {_world_process}) "
-            "has forked: expected the process that started MPI; use the start method 'spawn' of "
-            "multiprocessing, and call no collectives there"
-        )
+    global _world
     if _world is None:
         _refuse_workers()
         try:
-            _world_process = os.getpid()
             _world = over_mpi(device, timeout_s, comm, binds_cores)
         except UsageError as error:  # most likely on all ranks: one reports it
             report_without_traceback(error)
             raise
         atexit.register(finish)
+        os.register_at_fork(after_in_child=_forget_world)
         sys.excepthook = _uncaught
     elif device not in ("auto", _world.device[:3]):
         raise UsageError(f"init('{device}'): MPI was started before, on device {_world.device}")
@@ -100,6 +87,13 @@ def report_without_traceback(error: UsageError) -> None:
 def current_world() -> World | None:
     """Return the World of `init()`, None before that call."""
     return _world
+
+
+def _forget_world() -> None:
+    """Leave MPI, and its end, to the process that this one was forked from."""
+    global _world
+    if _world is not None and _world.job_size > 1:
+        _world = None
 
 
 def finish(exit_code: int = 0) -> None:

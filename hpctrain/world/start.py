@@ -10,8 +10,8 @@ from functools import partial
 from typing import Any, cast
 
 from hpctrain import collectives
-from hpctrain.core import launchers, rank_process
-from hpctrain.core.errors import OwnRankError, UsageError
+from hpctrain.core import launchers
+from hpctrain.core.errors import UsageError
 from hpctrain.transport.device import gpus
 from hpctrain.transport.link import Link
 from hpctrain.transport.mpi import segments
@@ -31,8 +31,7 @@ def over_mpi(
     """Return the World of the ranks of `comm`, by default of all; collective over these.
 
     Raises UsageError if the launcher belongs to another MPI than the one that mpi4py loads, if
-    `comm` is no intracommunicator with this rank in it, if a "gpu" is not available, or in a
-    subprocess of a rank.
+    `comm` is no intracommunicator with this rank in it, or if a "gpu" is not available.
     """
     launched = launchers.launched(os.environ)
     placement = rank_placement.place_rank(launched, device, binds_cores)
@@ -72,8 +71,6 @@ def start_mpi(launched: launchers.Launched, timeout_s: float, comm: Any = None) 
 
     By default of all ranks. Raises UsageError as `over_mpi` does.
     """
-    if fault := rank_process.find_fault(os.environ):
-        raise OwnRankError(fault)
     from hpctrain.transport.mpi.installation import has_pmix, load_mpi
 
     mpi_is = load_mpi()  # its error names what is missing without MPI
@@ -87,7 +84,6 @@ def start_mpi(launched: launchers.Launched, timeout_s: float, comm: Any = None) 
     if comm is not None:
         startup.check_communicator(comm)
     comm, job_size = startup.start_mpi(comm, timeout_s), startup.job_size()
-    rank_process.mark_rank(os.environ)
     segments.announce_segments()
     if fault := launchers.mismatch(launched, job_size, mpi_is.vendor, mpi_is.libmpi):
         if job_size == 1:  # several ranks of different jobs would wait for each other for ever

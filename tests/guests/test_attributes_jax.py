@@ -163,7 +163,7 @@ def make_and_fit(world, ranks=2, **arguments):
 
 
 def make_base_trainer(world):
-    return ht.Trainer(ht.jax.Model(sum_of_leaves, ONES), "sgd", world=world)
+    return ht.Trainer(ht.jax.Model(sum_of_leaves, ONES), "sgd", precision="float32", world=world)
 
 
 def keyed(params, x, y, key):

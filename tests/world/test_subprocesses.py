@@ -39,9 +39,9 @@ def test_a_subprocess_of_a_rank_is_refused_or_a_job_of_its_own(start):
     for rank in "01":
         rows = [line for line in completed.stdout.splitlines() if line.startswith(f"{rank} ")]
         assert [row.split()[1] for row in rows] == ["2", "2", "2", "0", "2"], rows
-        for row in rows[:3]:
+        for row in (*rows[:3], rows[4]):
             assert f"was started by rank {rank} of 2 (process" in row, row
-        assert "1 rank" in rows[3] and f"which rank {rank} (process" in rows[4]
+        assert "1 rank" in rows[3]
 
 
 OPENMPI = {

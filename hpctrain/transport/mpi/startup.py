@@ -14,6 +14,7 @@ import warnings
 from pathlib import Path
 from typing import NoReturn
 
+from hpctrain.core import rank_process
 from hpctrain.core.errors import OwnRankError, UsageError
 from hpctrain.core.launchers import set_home
 from hpctrain.transport.link import Link
@@ -34,9 +35,11 @@ def start_mpi(comm: MPI.Intracomm | None, timeout_s: float) -> MPI.Intracomm:
     """Start MPI with THREAD_MULTIPLE unless it is running; return a duplicate of `comm`.
 
     By default of all ranks. If a rank never comes, the others exit after `timeout_s` with their
-    stacks and exit code 1.
+    stacks and exit code 1. Raises UsageError in a subprocess of a rank, which would wait for ever.
     """
     global _started_here
+    if fault := rank_process.find_fault(os.environ):
+        raise OwnRankError(fault)
     # mpi4py holds the interpreter's lock in MPI_Init, so no Python thread could time it.
     faulthandler.dump_traceback_later(timeout_s, exit=True)
     if not MPI.Is_initialized():
@@ -48,6 +51,7 @@ def start_mpi(comm: MPI.Intracomm | None, timeout_s: float) -> MPI.Intracomm:
         if MPI.COMM_WORLD.size > 1 and MPI.Get_library_version().startswith("Open MPI v5.0"):
             time.sleep(INIT_SKEW_S)
         _started_here = True
+    rank_process.mark_rank(os.environ)
     duplicate = (MPI.COMM_WORLD if comm is None else comm).Dup()
     faulthandler.cancel_dump_traceback_later()
     duplicate.Set_errhandler(MPI.ERRORS_RETURN)  # mpi4py then raises; a user's may end the job
