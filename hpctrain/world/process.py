@@ -5,9 +5,9 @@ from __future__ import annotations
 import atexit
 import json
 import multiprocessing
-import os
 import sys
 from functools import partial
+from os import register_at_fork
 from typing import Any
 
 from hpctrain import abort
@@ -53,7 +53,7 @@ def init(
             report_without_traceback(error)
             raise
         atexit.register(finish)
-        os.register_at_fork(after_in_child=_forget_world)
+        register_at_fork(after_in_child=_forget_world)
         sys.excepthook = _uncaught
     elif device not in ("auto", _world.device[:3]):
         raise UsageError(f"init('{device}'): MPI was started before, on device {_world.device}")
