@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 import hpctrain as ht
 
@@ -143,6 +143,15 @@ def run_torch_optimizer(engine="allreduce"):
     return module
 
 
+def run_loader(engine="allreduce"):
+    """A sampler without a generator of its own, and a loss whose mean is over weights."""
+    images, labels = map(torch.from_numpy, make_images())
+    sampler = WeightedRandomSampler(torch.arange(96.0), 60)
+    loader = DataLoader(TensorDataset(images, labels), sampler=sampler, drop_last=True)
+    loss = nn.CrossEntropyLoss(torch.tensor([0.1, 1, 2, 3], dtype=torch.float64), ignore_index=3)
+    return train(make_cnn(norm=nn.Identity), engine, loader, loss=loss)
+
+
 def run_sync(parts=1, norm=nn.Identity, **options):
     """A loop of one's own: clipped, with gradients of `parts` micro-batches added up."""
     world, module = ht.init("cpu"), make_cnn(dropout=0.0, norm=norm).double()
@@ -191,6 +200,10 @@ TABLE = {
     "random ps-sync": lambda: run_random(ht.engines.PsSync(placement="colocated")),
     "random ordered": lambda: run_random(ht.engines.AllReduce(reduction="ordered", blocks=4)),
     "cnn ordered": lambda: run_plain_cnn(ht.engines.AllReduce(reduction="ordered")),
+    "loader, weighted loss": run_loader,
+    "loader, weighted loss, ordered": lambda: run_loader(
+        ht.engines.AllReduce(reduction="ordered", blocks=4)
+    ),
     "torch.optim": run_torch_optimizer,
     "torch.optim, sharded": lambda: run_torch_optimizer(ht.engines.AllReduce(shard_optimizer=True)),
     "sync": run_sync,
