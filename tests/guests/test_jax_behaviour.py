@@ -84,23 +84,24 @@ def plain_keys(step, n):
 MIXED = {
     "real": X, "half": X.astype("f2"), "mask": X > 0, "byte": np.arange(23, dtype="u1"),
 }  # fmt: skip
-#: case -> (loss, samples, pieces of a share)
-CASES = {
-    "arrays": (squares, (X, Y), 1),
-    "a dict of dtypes": (of_dict, (MIXED, {"bit": Y > 0, "real": Y}), 1),
-    "None and a list": (of_none, ([X, None], None), 1),
-    "a key for each sample": (with_keys, (X, Y), 1),
-    "micro-batches, some empty": (with_keys, (X, Y), 3),
-    "a key for each share": (with_key, (X, Y), 1),
-}
 STEPS, BATCH = 4, 6  # the last step has 5 samples
+#: case -> (loss, samples, pieces of a share, batch)
+CASES = {
+    "arrays": (squares, (X, Y), 1, BATCH),
+    "a dict of dtypes": (of_dict, (MIXED, {"bit": Y > 0, "real": Y}), 1, BATCH),
+    "None and a list": (of_none, ([X, None], None), 1, BATCH),
+    "a key for each sample": (with_keys, (X, Y), 1, BATCH),
+    "micro-batches, some empty": (with_keys, (X, Y), 3, BATCH),
+    "a key for each share": (with_key, (X, Y), 1, BATCH),
+    "empty shares": (with_keys, (X, Y), 1, 11),  # the third step has 1 sample
+}
 
 
 @cache
 def train_plainly(case, momentum):
     """Return the parameters of a loop in plain JAX over the same batches."""
-    loss, samples, _ = CASES[case]
-    params, sampler = make_params(), Sampler(len(X), BATCH, SEED)
+    loss, samples, _, batch = CASES[case]
+    params, sampler = make_params(), Sampler(len(X), batch, SEED)
     gradient = jax.jit(jax.grad(loss))
     velocity = jax.tree_util.tree_map(jnp.zeros_like, params)
     for step in range(STEPS):
@@ -114,10 +115,10 @@ def train_plainly(case, momentum):
 
 
 def train(world, case, engine, momentum):
-    loss, samples, pieces = CASES[case]
+    loss, samples, pieces, batch = CASES[case]
     optimizer, options = ht.optim.sgd(RATE, momentum), {"seed": SEED, "world": world}
     with ht.jax.Trainer(loss, make_params(), optimizer, engine, **options) as trainer:
-        trainer.fit(samples, steps=STEPS, batch=BATCH, micro_batches=pieces)
+        trainer.fit(samples, steps=STEPS, batch=batch, micro_batches=pieces)
     return trainer.params
 
 
