@@ -96,6 +96,20 @@ def test_refusals(name):
     assert text in str(error.value)
 
 
+def test_a_refusal_on_one_rank_is_one_error_of_all():
+    errors = []
+
+    def train(world):
+        module = nn.LazyLinear(3) if world.rank else nn.Linear(FEATURES, 3)
+        try:
+            ht.torch.Trainer(module, "sgd", world=world)
+        except UsageError as error:
+            errors.append(str(error))
+
+    run_on("threads", 2, train)
+    assert len(errors) == 2 and all("rank 1" in text and "lazy" in text for text in errors)
+
+
 def test_a_sparse_gradient_of_a_functional_embedding_is_refused_by_name():
     class Sparse(nn.Module):
         def __init__(self):

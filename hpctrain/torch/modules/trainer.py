@@ -57,7 +57,8 @@ class Trainer(trainer.Trainer):
             check_agreement(world, optimizer)
             if world.rank == 0:
                 announce(optimizer, schedule)
-        super().__init__(TorchModel(module, loss), flat, engine, **options)
+        model = world.on_all_ranks(lambda: TorchModel(module, loss))
+        super().__init__(model, flat, engine, **options)
 
     @property
     def module(self) -> torch.nn.Module:
