@@ -49,7 +49,7 @@ class Operations:
             stream = torch.cuda.current_stream()
             call = partial(_call_in_stream, call, stream.cuda_stream, stream.device_index)
         if not is_async:
-            self.communicator.progress.run(Operation(operation, nbytes, call))
+            self.communicator.progress.run(operation, nbytes, call)
             return _FINISHED
         if torch.is_inference_mode_enabled():  # each thread has a mode of its own
             call = torch.inference_mode()(call)

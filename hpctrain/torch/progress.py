@@ -98,13 +98,14 @@ class Progress:
         self._is_aborted = False
         self._runner = 0  # the thread that runs waiting operations now
 
-    def run(self, operation: Operation) -> None:
+    def run(self, name: bytes, nbytes: int, call: Callable[[], Any]) -> None:
         """Run an operation to its end, after those that are under way."""
         number = self._begin()
-        if self._has_earlier():
+        if (self._waiting or self._runner) and self._has_earlier():
+            operation = Operation(name, nbytes, call)
             self._leave_to_thread(operation, RunningWork([], self.finish), number).wait()
         else:
-            self._run(operation)
+            self._run(name, nbytes, call)
 
     def start(self, operation: Operation, tensors: Any) -> RunningWork:
         """Start an operation, whose results are `tensors`; the callers of all ranks may go on.
@@ -230,7 +231,7 @@ class Progress:
 
     def _run_work(self, operation: Operation, work: RunningWork) -> None:
         try:
-            self._run(operation)
+            self._run(*operation)
         except BaseException as error:
             work.fail(error)
             if not isinstance(error, Exception):
@@ -238,12 +239,12 @@ class Progress:
         else:
             work.finish()
 
-    def _run(self, operation: Operation) -> None:
+    def _run(self, name: bytes, nbytes: int, call: Callable[[], Any]) -> None:
         """Call while no other collective of the group runs, with a note in the watch's record."""
         with self._lock, np.errstate(all="ignore"):  # as PyTorch, which does not warn of overflow
-            self._entry.enter(operation.name, ALL_RANKS, operation.nbytes)
+            self._entry.enter(name, ALL_RANKS, nbytes)
             try:
-                operation.call()
+                call()
             except LostRankError:
                 self._on_loss()
             finally:
