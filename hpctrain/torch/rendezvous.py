@@ -29,7 +29,7 @@ from hpctrain.torch import ranks
 from hpctrain.torch.autoload import BACKEND
 from hpctrain.torch.job import start_job
 from hpctrain.watch.liveness.channel import host_addresses
-from hpctrain.world import World
+from hpctrain.world import World, report_without_traceback
 
 log = logging.getLogger(__name__)
 CONNECT_S = 2.0  #: time for one address of rank 0 to answer; the next is tried after it
@@ -117,10 +117,12 @@ def _agree_on_rank(job: World, choice: Choice) -> int:
         log.warning("hpctrain: %s", next(filter(None, warnings)))
     numbers = job.gather(choice.rank or str(job.rank))
     if sorted(numbers) != sorted(map(str, range(job.size))):
-        raise UsageError(
+        error = UsageError(
             f"expected each of the ranks 0 to {job.size - 1} once, seen {', '.join(numbers)}: "
             "unset RANK, or leave the argument rank out"
         )
+        report_without_traceback(error)
+        raise error
     return int(numbers[job.rank])
 
 

@@ -86,9 +86,17 @@ if {condition}:
     {end}
 time.sleep({rest_s})
 """
+#: MPI_Abort that does not return, and holds the interpreter's lock
+STUCK_ABORT = (
+    "import ctypes; from types import SimpleNamespace; from hpctrain.transport.mpi import startup; "
+    "world = SimpleNamespace(Abort=lambda code: ctypes.PyDLL(None).sleep(60)); "
+    "startup.MPI = SimpleNamespace(Is_initialized=lambda: True, Is_finalized=lambda: False, "
+    "COMM_WORLD=world); raise ValueError('planted')"
+)
 #: the end, what the others do -> exit code of the job, and what is printed
 ENDS = {
     "error": ("raise ValueError('planted')", "1", 60, 1, "] ValueError: planted"),
+    "stuck abort": (STUCK_ABORT, "1", 60, 1, "] ValueError: planted"),
     "exit": ("sys.exit(7)", "1", 60, 7, ""),
     "text": ("sys.exit('planted')", "1", 60, 1, "planted"),
     "hook": ("sys.excepthook = hook; raise ValueError", "1", 60, 1, "in the hook"),
