@@ -19,7 +19,7 @@ SILENCING_VARIABLE = "HPCTRAIN_INDEPENDENT"
 TOGETHER = (
     "deepspeed",
     "horovod",
-    "hpctrain.torch.synchronous",
+    "hpctrain.torch.gradient_sync.synchronous",
     "hpctrain.training.trainer",
     "hpctrain.user_collectives.calls",
 )

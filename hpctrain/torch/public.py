@@ -7,10 +7,10 @@ try:
 except ImportError:
     raise UsageError("ht.torch needs PyTorch: pip install 'hpctrain[torch]'") from None
 
+from hpctrain.torch.gradient_sync.synchronous import sync
 from hpctrain.torch.modules.losses import TorchLoss as Loss
 from hpctrain.torch.modules.model import TorchModel as Model
 from hpctrain.torch.modules.trainer import Trainer
-from hpctrain.torch.synchronous import sync
 from hpctrain.torch.tensor_calls import (
     all_gather,
     all_to_all,

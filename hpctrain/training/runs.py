@@ -119,8 +119,7 @@ def _optimizer(spec: Recipe, ranks: int, steps_per_epoch: int, total_steps: int)
     rate = spec.optimizer.rate * spec.batch.rate_factor(spec.workers(ranks))
     updates = engines.updates_per_step(spec.engine, spec.mesh.workers(ranks))
     lengths = (round(steps * updates) for steps in (steps_per_epoch, total_steps))
-    schedule = spec.schedule.build(rate, *lengths)
-    built: Optimizer = spec.optimizer.build(schedule)
+    built: Optimizer = spec.optimizer.build(spec.schedule.build(rate, *lengths))
     return built
 
 

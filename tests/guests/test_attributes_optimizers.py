@@ -12,14 +12,14 @@ from torch.optim import lr_scheduler as lrs
 from torch.optim import swa_utils
 
 from hpctrain.core.errors import UsageError
-from hpctrain.torch.modules.optimizer_table import (
+from hpctrain.torch.modules.optimizers.attributes import (
     ATTRIBUTES,
     CLASSES,
     ELEMENTWISE,
     OPTIONS,
     REASONS,
 )
-from hpctrain.torch.modules.schedulers import SCHEDULERS
+from hpctrain.torch.modules.optimizers.schedulers import SCHEDULERS
 
 pytestmark = pytest.mark.either
 

@@ -41,11 +41,11 @@ ORDERS = {
 @pytest.mark.parametrize("order", ORDERS)
 def test_the_import_of_torch_registers_the_name_alone(start, order):
     first, then, env, expected = ORDERS[order]
-    done = start("-c", PROBE.format(first=first, then=then), env=env).finish(timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert f"registered {expected}" in done.stdout
-    assert "mpi False" in done.stdout
-    assert "changed set()" in done.stdout
+    ended = start("-c", PROBE.format(first=first, then=then), env=env).finish(timeout=60)
+    assert ended.returncode == 0, ended.stderr
+    assert f"registered {expected}" in ended.stdout
+    assert "mpi False" in ended.stdout
+    assert "changed set()" in ended.stdout
 
 
 def test_an_error_at_registration_does_not_break_torch(start):
@@ -59,8 +59,8 @@ sys.meta_path.insert(0, Broken())
 import torch
 print("imported", torch.__version__)
 """
-    done = start("-c", code).finish(timeout=60)
-    assert done.returncode != 0 or "imported" in done.stdout
+    ended = start("-c", code).finish(timeout=60)
+    assert ended.returncode != 0 or "imported" in ended.stdout
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
@@ -68,10 +68,10 @@ def test_children_start_no_mpi(start, tmp_path, method):
     """Children of a rank register the name as their parent did, and neither start nor end MPI."""
     script = tmp_path / "children.py"
     script.write_text(CHILDREN.format(method=method))
-    done = start(script, ranks=2).finish(timeout=90)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("child: mpi False") == 2
-    assert done.stdout.count("sum 1.0") == 2
+    ended = start(script, ranks=2).finish(timeout=90)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("child: mpi False") == 2
+    assert ended.stdout.count("sum 1.0") == 2
 
 
 CHILDREN = """
@@ -112,10 +112,10 @@ dist.destroy_process_group()
 
 @pytest.mark.parametrize("backend", ["hpctrain", "gloo"])
 def test_ranks_and_store_come_from_mpi_without_variables(start, backend):
-    done = start("-c", RANKS.format(backend=backend), ranks=3).finish(timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("size 3 sum 3.0 local") == 3
-    assert sorted(line.split()[5] for line in done.stdout.splitlines()) == ["0", "1", "2"]
+    ended = start("-c", RANKS.format(backend=backend), ranks=3).finish(timeout=60)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("size 3 sum 3.0 local") == 3
+    assert sorted(line.split()[5] for line in ended.stdout.splitlines()) == ["0", "1", "2"]
 
 
 def test_a_group_beside_a_default_group_of_gloo(start):
@@ -130,18 +130,18 @@ if dist.get_rank() != 1:
 assert x.item() == (6.0 if dist.get_rank() == 1 else 12.0), x
 dist.destroy_process_group()
 """
-    done = start("-c", code, ranks=3).finish(timeout=60)
-    assert done.returncode == 0, done.stderr
+    ended = start("-c", code, ranks=3).finish(timeout=60)
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_alone_it_is_a_group_of_one(start):
-    done = start("-c", RANKS.format(backend="hpctrain")).finish(timeout=60)
-    assert "size 1 sum 1.0 local 0 backend hpctrain" in done.stdout, done.stderr
+    ended = start("-c", RANKS.format(backend="hpctrain")).finish(timeout=60)
+    assert "size 1 sum 1.0 local 0 backend hpctrain" in ended.stdout, ended.stderr
 
 
 def test_other_backends_have_their_own_error_without_a_launcher(start):
-    done = start("-c", RANKS.format(backend="gloo")).finish(timeout=60)
-    assert "environment variable RANK expected, but not set" in done.stderr
+    ended = start("-c", RANKS.format(backend="gloo")).finish(timeout=60)
+    assert "environment variable RANK expected, but not set" in ended.stderr
 
 
 def test_scripts_of_torchrun_are_unchanged(start):
@@ -149,12 +149,12 @@ def test_scripts_of_torchrun_are_unchanged(start):
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python")
     for backend, expected in (("gloo", "size 2 sum 2.0"), ("hpctrain", "ranks of MPI, 1, but")):
         code = RANKS.format(backend=backend)
-        done = start(*torchrun, sys.executable, "-c", code).finish(timeout=90)
-        assert expected in done.stdout + done.stderr
+        ended = start(*torchrun, sys.executable, "-c", code).finish(timeout=90)
+        assert expected in ended.stdout + ended.stderr
 
 
 def test_launched_by_hpctrain(start):
     words = ("-m", "hpctrain", "launch", "-n", "2", "--", sys.executable, "-c")
-    done = start(*words, RANKS.format(backend="hpctrain")).finish(timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("size 2 sum 2.0") == 2
+    ended = start(*words, RANKS.format(backend="hpctrain")).finish(timeout=60)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("size 2 sum 2.0") == 2

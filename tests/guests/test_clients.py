@@ -30,7 +30,7 @@ def test_two_ranks_train_as_the_reference_does(start, script):
     results = []
     for ranks, backend in (reference, (2, "hpctrain")):
         job = start(CLIENTS / script, ranks, backend, ranks=ranks, env=OFFLINE)
-        done = job.finish(timeout=120)
-        assert done.returncode == 0, done.stdout + done.stderr
-        results.append(float(re.findall(r"parameters (\S+)", done.stdout)[0]))
+        ended = job.finish(timeout=120)
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        results.append(float(re.findall(r"parameters (\S+)", ended.stdout)[0]))
     assert abs(results[0] - results[1]) < 1e-11

@@ -58,10 +58,10 @@ def test_a_fault_of_a_rank_ends_the_job_and_is_named(start, fault):
     job = start("-c", SCRIPT.format(limit=LIMIT_S, fault=code), ranks=2)
     job.until("fault", timeout=60)
     ranks = job.ranks()
-    done = job.finish(timeout=LIMIT_S + 30)
-    assert done.returncode == exit_code or (exit_code is None and done.returncode != 0)
+    ended = job.finish(timeout=LIMIT_S + 30)
+    assert ended.returncode == exit_code or (exit_code is None and ended.returncode != 0)
     for words in expected_words:
-        assert words in done.stdout + done.stderr
+        assert words in ended.stdout + ended.stderr
     deadline = clock() + 30
     while any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks):
         assert clock() < deadline, "a rank was left"
@@ -85,10 +85,10 @@ WRAPPED = {
 @pytest.mark.parametrize("kind", WRAPPED)
 def test_ranks_with_different_numbers_of_batches_do_not_hang(start, kind):
     wrapped, call = WRAPPED[kind]
-    done = start("-c", BATCHES.format(wrapped=wrapped), ranks=2).finish(timeout=60)
-    assert done.returncode == 86
-    assert f"hung: rank 1 has ended its script, rank 0 waits in {call}" in done.stderr
-    assert "(<string>:7): do ranks have different numbers of batches?" in done.stderr
+    ended = start("-c", BATCHES.format(wrapped=wrapped), ranks=2).finish(timeout=60)
+    assert ended.returncode == 86
+    assert f"hung: rank 1 has ended its script, rank 0 waits in {call}" in ended.stderr
+    assert "(<string>:7): do ranks have different numbers of batches?" in ended.stderr
 
 
 MISMATCH = """
@@ -120,11 +120,11 @@ MISMATCHES = {
 @pytest.mark.parametrize("mismatch", MISMATCHES)
 def test_calls_that_differ_are_named_before_data_moves(start, mismatch):
     call, expected_words = MISMATCHES[mismatch]
-    done = start("-c", MISMATCH.format(call=call), ranks=2).finish(timeout=60)
-    assert done.returncode != 0
+    ended = start("-c", MISMATCH.format(call=call), ranks=2).finish(timeout=60)
+    assert ended.returncode != 0
     for words in expected_words:
-        assert words in done.stderr
-    assert ("different numbers of batches?)" in done.stderr) == (mismatch != "message")
+        assert words in ended.stderr
+    assert ("different numbers of batches?)" in ended.stderr) == (mismatch != "message")
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ print("over", flush=True)
 import os; os._exit(0)
 """
     code = code.format(is_async=bool(wait), wait=wait)
-    done = start("-c", code, ranks=2).finish(timeout=40)
-    assert "rank 0: Timed out after 1 s in " in done.stdout
-    assert "rank 1 on" in done.stdout
-    assert done.stdout.count("over") == 2
+    ended = start("-c", code, ranks=2).finish(timeout=40)
+    assert "rank 0: Timed out after 1 s in " in ended.stdout
+    assert "rank 1 on" in ended.stdout
+    assert ended.stdout.count("over") == 2

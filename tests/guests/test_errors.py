@@ -69,9 +69,9 @@ CALLS = {
 @pytest.mark.parametrize("call", CALLS)
 def test_an_invalid_call_raises_on_each_rank(start, call):
     line, words = CALLS[call]
-    done = start("-c", SCRIPT.format(call=line), ranks=2).finish(timeout=60)
-    assert done.returncode == 0, done.stderr
-    raised = [text for text in done.stdout.splitlines() if text.startswith("raised")]
+    ended = start("-c", SCRIPT.format(call=line), ranks=2).finish(timeout=60)
+    assert ended.returncode == 0, ended.stderr
+    raised = [text for text in ended.stdout.splitlines() if text.startswith("raised")]
     assert len(raised) == 2
     assert all(words in text for text in raised), raised
 

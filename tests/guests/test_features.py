@@ -15,9 +15,9 @@ HERE = Path(__file__).parent
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.full), 4])
 def test_each_feature_equals_a_single_process(start, ranks):
-    done = start(HERE / "features.py", ranks=ranks).finish(timeout=380)
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = dict(line.split(": ") for line in done.stdout.splitlines() if line.count(": ") == 1)
+    ended = start(HERE / "features.py", ranks=ranks).finish(timeout=380)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    lines = dict(line.split(": ") for line in ended.stdout.splitlines() if line.count(": ") == 1)
     assert lines.keys() >= features.FEATURES.keys()
     skipped = [name for name in features.FEATURES if lines[name].startswith("not for")]
     assert skipped == (["hsdp", "fsdp2 and tensor parallel"] if ranks % 2 else [])
@@ -27,15 +27,15 @@ def test_each_feature_equals_a_single_process(start, ranks):
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_a_compiled_model_equals_a_single_process(start):
-    done = start(HERE / "features.py", "compiled with inductor", ranks=2).finish(timeout=280)
-    assert done.returncode == 0, done.stdout + done.stderr
+    ended = start(HERE / "features.py", "compiled with inductor", ranks=2).finish(timeout=280)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
 @pytest.mark.timeout(60)
 def test_the_table_of_features_detects_a_difference(start):
-    done = start("-c", WRONG, ranks=2, env={"PYTHONPATH": str(HERE)}).finish()
-    assert done.returncode == 1
-    assert "differ by more than 1e-12: ddp" in done.stderr
+    ended = start("-c", WRONG, ranks=2, env={"PYTHONPATH": str(HERE)}).finish()
+    assert ended.returncode == 1
+    assert "differ by more than 1e-12: ddp" in ended.stderr
 
 
 WRONG = """
@@ -50,8 +50,8 @@ features.main()
 def test_the_tests_of_pytorch_pass_that_pass_with_gloo(start, tmp_path):
     """Listed in pytorch_suite.json: outcomes of gloo, and the exceptions with their reasons."""
     record = json.loads((HERE / "pytorch_suite.json").read_text())
-    done = start(HERE / "pytorch_suite.py", tmp_path, ranks=3).finish(timeout=580)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    ended = start(HERE / "pytorch_suite.py", tmp_path, ranks=3).finish(timeout=580)
+    assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
     outcomes = pytorch_suite.read_outcomes(tmp_path)
     failed = {name for name, outcome in outcomes.items() if outcome == "failed"}
     assert failed == record["exceptions"].keys()

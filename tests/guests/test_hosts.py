@@ -16,9 +16,9 @@ HERE = Path(__file__).parent
 @pytest.mark.skipif(os.geteuid() != 0, reason="a netlab needs the right to create namespaces")
 def test_each_feature_equals_a_single_process_on_two_hosts(start):
     lab = ("-m", "hpctrain", "netlab", "--hosts", 2, "--ranks-per-host", 2, "--")
-    done = start(*lab, sys.executable, HERE / "features.py").finish(timeout=220)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert all(f"{name}: " in done.stdout for name in features.FEATURES)
+    ended = start(*lab, sys.executable, HERE / "features.py").finish(timeout=220)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert all(f"{name}: " in ended.stdout for name in features.FEATURES)
 
 
 @pytest.mark.timeout(240)

@@ -17,8 +17,8 @@ from torch import nn
 import hpctrain as ht
 from hpctrain.core.errors import UsageError
 from hpctrain.gradients.reducer import WireOptions
+from hpctrain.torch.gradient_sync.synchronous import GradientSync
 from hpctrain.torch.job import refuse_spares
-from hpctrain.torch.synchronous import GradientSync
 from hpctrain.training.run_options import ElasticOptions
 from hpctrain.transport.mpi.installation import has_ulfm, load_mpi
 from hpctrain.transport.threads.ranks import run_ranks
@@ -223,9 +223,9 @@ runpy.run_path(sys.argv[1], run_name="__main__")
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_the_example_goes_on_over_mpi(start, victim):
     job = start("-c", KILL.format(victim=victim), EXAMPLES / "survive.py", ranks=3, flags=ULFM)
-    done = job.finish(timeout=90)
-    assert f"lost rank {victim} (" in done.stderr and "goes on with 2 ranks" in done.stderr
-    assert "2 ranks: accuracy 0.9" in done.stdout
+    ended = job.finish(timeout=90)
+    assert f"lost rank {victim} (" in ended.stderr and "goes on with 2 ranks" in ended.stderr
+    assert "2 ranks: accuracy 0.9" in ended.stdout
 
 
 PLAIN = """
@@ -256,8 +256,8 @@ for step in range(2000):
 def test_a_plain_script_ends_and_one_rank_names_the_lost_one(start, victim, messages):
     job = start("-c", PLAIN.format(victim=victim, messages=messages), ranks=3, flags=ULFM)
     job.until("fault", timeout=100)
-    done = job.finish(timeout=30)
-    assert done.returncode != 0
+    ended = job.finish(timeout=30)
+    assert ended.returncode != 0
     text = "a script of torch.distributed cannot go on without it"
-    assert f"lost rank {victim} (" in done.stderr and done.stderr.count(text) == 1
-    assert "Traceback" not in done.stderr
+    assert f"lost rank {victim} (" in ended.stderr and ended.stderr.count(text) == 1
+    assert "Traceback" not in ended.stderr

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hpctrain.gradients.reducer import WireOptions
-from hpctrain.torch.synchronous import GradientSync
+from hpctrain.torch.gradient_sync.synchronous import GradientSync
 from hpctrain.transport.threads.ranks import run_ranks
 from hpctrain.world import over_threads
 

@@ -16,7 +16,7 @@ from guests.test_synchronous import WIRES, one_thread  # noqa: F401  (a fixture)
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from hpctrain.torch.synchronous import GradientSync
+from hpctrain.torch.gradient_sync.synchronous import GradientSync
 from hpctrain.transport.threads.ranks import run_ranks
 from hpctrain.world import over_threads
 

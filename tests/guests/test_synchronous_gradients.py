@@ -12,7 +12,7 @@ from torch import nn
 from hpctrain.collectives import ALLREDUCE
 from hpctrain.core.errors import UsageError
 from hpctrain.gradients.reducer import WireOptions
-from hpctrain.torch.synchronous import GradientSync
+from hpctrain.torch.gradient_sync.synchronous import GradientSync
 from hpctrain.transport.threads.ranks import run_ranks
 from hpctrain.world import over_threads
 

@@ -15,7 +15,7 @@ from guests.test_synchronous import (  # noqa: F401  (a fixture)
     share_of,
 )
 
-from hpctrain.torch.synchronous import GradientSync
+from hpctrain.torch.gradient_sync.synchronous import GradientSync
 from hpctrain.transport.threads.ranks import run_ranks
 from hpctrain.world import over_threads
 

@@ -20,8 +20,8 @@ from guests.optimizer_cases import (
 )
 from torch import optim
 
-from hpctrain.torch.modules import bound_optimizer
-from hpctrain.torch.modules.optimizer_table import CLASSES, ELEMENTWISE, OPTIONS
+from hpctrain.torch.modules.optimizers import bound as bound_optimizer
+from hpctrain.torch.modules.optimizers.attributes import CLASSES, ELEMENTWISE, OPTIONS
 from hpctrain.training.run_options import CheckpointOptions
 
 pytestmark = pytest.mark.either

@@ -27,7 +27,7 @@ from torch import nn, optim
 import hpctrain as ht
 from hpctrain.core.errors import UsageError
 from hpctrain.optim.absent import find_absent
-from hpctrain.torch.modules.optimizer_table import ELEMENTWISE
+from hpctrain.torch.modules.optimizers.attributes import ELEMENTWISE
 from hpctrain.training.run_options import CheckpointOptions
 
 pytestmark = pytest.mark.either

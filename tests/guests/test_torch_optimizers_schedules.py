@@ -23,7 +23,7 @@ from torch.optim import lr_scheduler as lrs
 from torch.optim.swa_utils import SWALR
 
 from hpctrain.core.errors import UsageError
-from hpctrain.torch.modules.schedulers import RECENT, SCHEDULERS, ScheduledOptions
+from hpctrain.torch.modules.optimizers.schedulers import RECENT, SCHEDULERS, ScheduledOptions
 
 pytestmark = pytest.mark.either
 

@@ -162,7 +162,8 @@ def _make_replica(plan: StepPlan, model: Model) -> tuple[Replica, Optimizer]:
 
     dense = _dense_model(plan, replica)
     network = build_network(dense)
-    torch_modules = import_module("hpctrain.torch.modules.optimizers")  # lies above this room
+    # lies above this room
+    torch_modules = import_module("hpctrain.torch.modules.optimizers.conversion")
     optimizer = torch_modules.as_optimizer(make_optimizer(network, dense), network)
     return frameworks.as_model(network).make_replica(0, "float32", on_gpu=False), optimizer
 

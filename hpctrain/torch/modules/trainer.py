@@ -9,15 +9,15 @@ import torch
 import hpctrain.world
 from hpctrain.optim import Optimizer
 from hpctrain.torch.modules.model import TorchModel
-from hpctrain.torch.modules.optimizers import (
+from hpctrain.torch.modules.optimizers.conversion import (
     announce,
     as_optimizer,
     check_agreement,
     check_hooks,
     export_states,
 )
+from hpctrain.torch.modules.optimizers.schedulers import Schedule
 from hpctrain.torch.modules.replica import TorchReplica
-from hpctrain.torch.modules.schedulers import Schedule
 from hpctrain.training import trainer
 from hpctrain.training.arguments import as_engine
 

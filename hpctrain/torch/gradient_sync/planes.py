@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from hpctrain.gradients.reducer import WireOptions
-from hpctrain.torch.gradient_plane import GradientPlane, Parameters, Totals
+from hpctrain.torch.gradient_sync.gradient_plane import GradientPlane, Parameters, Totals
 from hpctrain.world import World
 
 

@@ -23,9 +23,9 @@ import torch
 from hpctrain.core.xp import Array, address_of
 from hpctrain.optim.norms import slot_pieces
 from hpctrain.optim.optimizer import GatherRows, State, TensorSlot, initial_state
-from hpctrain.torch.modules.bound_optimizer import BoundOptimizer, Piece, find_state_names
-from hpctrain.torch.modules.optimizer_table import has_step_hooks
-from hpctrain.torch.modules.schedulers import ScheduledOptions
+from hpctrain.torch.modules.optimizers.attributes import has_step_hooks
+from hpctrain.torch.modules.optimizers.bound import BoundOptimizer, Piece, find_state_names
+from hpctrain.torch.modules.optimizers.schedulers import ScheduledOptions
 
 
 class Owned(NamedTuple):

@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from hpctrain.core.errors import UsageError
 from hpctrain.core.names import counted
-from hpctrain.torch.shared_state import broadcast_new
+from hpctrain.torch.gradient_sync.shared_state import broadcast_new
 from hpctrain.world import World
 
 log = logging.getLogger(__name__)

@@ -15,16 +15,16 @@ import torch
 from hpctrain import engines
 from hpctrain.core.errors import UsageError
 from hpctrain.optim import Optimizer
-from hpctrain.torch.modules.bound_optimizer import HOOKS_REFUSED
-from hpctrain.torch.modules.flat_optimizer import FlatOptimizer, Owned
 from hpctrain.torch.modules.names import named_parameters
-from hpctrain.torch.modules.optimizer_table import (
+from hpctrain.torch.modules.optimizers.attributes import (
     announced_attributes,
     check_class,
     check_options,
     has_step_hooks,
 )
-from hpctrain.torch.modules.schedulers import Schedule, ScheduledOptions, has_scheduler
+from hpctrain.torch.modules.optimizers.bound import HOOKS_REFUSED
+from hpctrain.torch.modules.optimizers.flat import FlatOptimizer, Owned
+from hpctrain.torch.modules.optimizers.schedulers import Schedule, ScheduledOptions, has_scheduler
 from hpctrain.world import World
 
 log = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ def as_optimizer(optimizer: Any, module: torch.nn.Module, schedule: Schedule | N
 
     `schedule`: a scheduler of `torch.optim.lr_scheduler` for it, or a function that makes one; it
     is stepped after each update. States that parameters have are used, as are options and hooks:
-    see optimizer_table.py. Raises UsageError for what cannot be used, such as an optimizer that
+    see attributes.py. Raises UsageError for what cannot be used, such as an optimizer that
     needs whole tensors, or that lacks a trained parameter of `module`.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):

@@ -39,12 +39,12 @@ from hpctrain.core.allocator import keep_freed_memory
 from hpctrain.core.errors import LostRankError, UsageError
 from hpctrain.core.names import counted
 from hpctrain.gradients.reducer import WireOptions
-from hpctrain.torch.gradient_plane import Totals
+from hpctrain.torch.gradient_sync.gradient_plane import Totals
+from hpctrain.torch.gradient_sync.module_hooks import ForwardHook
+from hpctrain.torch.gradient_sync.planes import GradientPlanes
+from hpctrain.torch.gradient_sync.shared_state import broadcast_buffers, broadcast_state
+from hpctrain.torch.gradient_sync.trained import TrainedSet
 from hpctrain.torch.job import start_job
-from hpctrain.torch.module_hooks import ForwardHook
-from hpctrain.torch.planes import GradientPlanes
-from hpctrain.torch.shared_state import broadcast_buffers, broadcast_state
-from hpctrain.torch.trained import TrainedSet
 from hpctrain.user_collectives.bound_calls import forget_calls
 from hpctrain.watch.ended import GRADIENTS, GRADIENTS_CALL
 from hpctrain.watch.inside import ALL_RANKS

@@ -1,0 +1,1 @@
+"""Optimizers and schedulers of PyTorch on the flat arrays of a Trainer."""
