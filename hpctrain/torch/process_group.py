@@ -209,8 +209,10 @@ class ProcessGroup(Reductions, DataMovement, PointToPoint, dist.ProcessGroup):
         """
         earlier_s = self.communicator.limit_s
         self.communicator.set_limit(timeout.total_seconds() if timeout else earlier_s)
+        options = dist.BarrierOptions()
+        options.asyncOp = False
         try:
-            self.barrier(dist.BarrierOptions())
+            self.barrier(options)
         finally:
             self.communicator.set_limit(earlier_s)
 
