@@ -16,6 +16,7 @@ from fuzz import campaign, in_memory, mutated, mutated_json, torn, value_or_refu
 from hpctrain import checkpoint
 from hpctrain.checkpoint import Piece, manifest
 from hpctrain.core.errors import HpctrainError
+from hpctrain.core.strict_json import to_json
 from hpctrain.engines import replay
 from hpctrain.engines.parameter_server.coordinator import Event
 from hpctrain.engines.staleness import Staleness
@@ -303,8 +304,8 @@ def test_rows(count):
 
 
 def same(a, b):
-    """Return whether two JSON values are the same; NaN is equal to NaN."""
-    return json.dumps(a) == json.dumps(b)
+    """Return whether two values are the same JSON: NaN is equal to NaN, and to its null."""
+    return to_json(a) == to_json(b)
 
 
 @counts(500)
