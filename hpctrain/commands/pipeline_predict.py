@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as json_text
 import math
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from hpctrain.commands._complete import complete_choices, complete_recipes
 from hpctrain.commands.bench_predict import FILE_TYPE, machine_options
 from hpctrain.commands.report import MISSING_PACKAGES_MESSAGE
 from hpctrain.core.errors import UsageError
+from hpctrain.core.strict_json import to_json
 from hpctrain.parallel.schedules import SCHEDULES
 
 EPILOG = """\b
@@ -123,7 +123,7 @@ def _write(
 ) -> None:
     try:
         if json_file:
-            json_file.write_text(json_text.dumps({"assumed": title, "rows": rows}, indent=1) + "\n")
+            json_file.write_text(to_json({"assumed": title, "rows": rows}, indent=1) + "\n")
         if plot:
             from hpctrain.bench.prediction.grid_plot import draw_grids  # needs matplotlib
 

@@ -199,23 +199,6 @@ class ProcessGroup(Reductions, DataMovement, PointToPoint, dist.ProcessGroup):
         """Let operations that wait for other ranks fail, and all later calls; see Progress."""
         self.communicator.progress.abort()
 
-    def monitored_barrier(
-        self, timeout: timedelta | None = None, wait_all_ranks: bool = False
-    ) -> None:
-        """Wait until every rank has called this; name those that have not after `timeout`.
-
-        `dist.monitored_barrier` refuses backends of other names than gloo. All ranks that are late
-        are named, also without `wait_all_ranks`.
-        """
-        earlier_s = self.communicator.limit_s
-        self.communicator.set_limit(timeout.total_seconds() if timeout else earlier_s)
-        options = dist.BarrierOptions()
-        options.asyncOp = False
-        try:
-            self.barrier(options)
-        finally:
-            self.communicator.set_limit(earlier_s)
-
 
 def _keep_compilers_out() -> None:
     """Let torch.compile run operations as they are, with all that they call.

@@ -83,25 +83,3 @@ def test_a_second_backend_for_other_devices_is_refused(start, backends):
     job = start("-c", code, ranks=1).finish(timeout=60)
     assert job.returncode == 2
     assert f'expected "hpctrain" alone, seen "{backends}"' in job.stderr
-
-
-LATE = """
-import datetime, os, torch.distributed as dist
-dist.init_process_group("hpctrain")
-store = dist.distributed_c10d._get_default_store()
-if dist.get_rank() == 0:
-    try:
-        dist.group.WORLD.monitored_barrier(datetime.timedelta(seconds=3))
-    except Exception as error:
-        print(error, flush=True)
-    store.set("raised", "1")
-else:
-    store.get("raised")
-os._exit(0)  # the group has failed
-"""
-
-
-def test_a_monitored_barrier_names_the_rank_that_is_late(start):
-    ended = start("-c", LATE, ranks=2).finish(timeout=60)
-    assert "Timed out after 3 s in barrier" in ended.stdout, ended.stderr
-    assert "\n  rank 1 on" in ended.stdout

@@ -46,6 +46,7 @@ features.main()
 """
 
 
+@pytest.mark.either
 @pytest.mark.timeout(600)
 def test_the_tests_of_pytorch_pass_that_pass_with_gloo(start, tmp_path):
     """Listed in pytorch_suite.json: outcomes of gloo, and the exceptions with their reasons."""

@@ -107,7 +107,7 @@ def test_the_benchmark_of_steps_measures_modules_beside_ddp(hpctrain, tmp_path):
 
 
 @pytest.mark.either
-@pytest.mark.timeout(100)
+@pytest.mark.timeout(200)
 def test_a_replay_repeats_an_asynchronous_run(hpctrain, tmp_path):
     job = ("launch", "-n", 3, "train", "cnn-torch", "--engine", "ps-async", "--epochs", 2)
     for words in (("--out", tmp_path / "a"), ("--out", tmp_path / "b", "--replay", tmp_path / "a")):
