@@ -57,13 +57,17 @@ echo up
 
 _IN_NAMESPACES = ["unshare", "--net", "--uts", "--ipc", "--mount", "sh", "-ec"]
 
+# Open MPI does not quote the blanks of its own path, MPICH does.
+_QUOTED_PREFIX = sys.prefix.replace(" ", r"\\ ")
+_QUOTE_BLANKS = rf"s|\([=:;]\){sys.prefix}|\1{_QUOTED_PREFIX}|g"
+
 # mpiexec calls it as `ssh [OPTIONS] ADDRESS COMMAND...`. Entering a mount namespace loses the
 # current folder, so the script changes back to it. taskset binds processes to the host's cores.
 _SSH_SCRIPT = f"""#!/bin/sh
 while [ "${{1#-}}" != "$1" ]; do shift; done
 read -r pid cores < {SHM_PATH}/$1; shift
 exec taskset -c $cores nsenter --target $pid --net --uts --ipc --mount \\
-  sh -c 'cd "$0" && eval "$1"' "$PWD" "$*"
+  sh -c 'cd "$0" && eval "$1"' "$PWD" "$(printf %s "$*" | sed '{_QUOTE_BLANKS}')"
 """
 
 
