@@ -271,8 +271,8 @@ def test_a_coordinator_per_stage_is_noticed(jitter, monkeypatch, way):
     )
     # It expects the counts of one rank.
     monkeypatch.setattr(server_engine, "broadcast_staleness", lambda link, counts: None)
-    first, *others = orders_of("2", way)
-    assert any(orders != first for orders in others)
+    runs = (orders_of("2", way) for _ in range(20))  # which may agree by chance
+    assert any(orders != first for first, *others in runs for orders in others)
 
 
 def must_cover(spans) -> None:
