@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from hpctrain.world import World
 
 INTERRUPTED, BUG = 130, 1
-STDOUT = 1  # sys.stdout is None where a caller has closed it
+STDOUT, STDERR = 1, 2
 COMPLETION = "_HPCTRAIN_COMPLETE"  #: set by a shell that asks click for completions
 PRINTED_BY_RANK_0 = {"--help", "--version"}
 
@@ -50,9 +50,23 @@ def hpctrain(verbose: bool, quiet: bool) -> None:
 
 def main() -> None:
     """Run the command line; every rank of a job ends with the same exit code."""
+    _open_streams()
     if os.environ.get(COMPLETION):
         hpctrain.main(prog_name="hpctrain")  # click answers the shell, and exits
     sys.exit(_guarded())
+
+
+def _open_streams() -> None:
+    """Open the null device for each standard stream that the caller has closed.
+
+    Else the next file that is opened gets its number, and the messages of MPI.
+    """
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= STDERR:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))  # noqa: SIM115
 
 
 def _guarded() -> int:

@@ -354,6 +354,16 @@ def test_a_job_starts_without_home(hpctrain, monkeypatch, tmp_path, launch):
 
 
 @pytest.mark.processes
+@pytest.mark.parametrize("launch", [(), ("launch", "-n", 2)], ids=["alone", "launch"])
+@pytest.mark.parametrize("closed", ["0>&-", "1>&-", "2>&-", "0>&- 1>&- 2>&-"])
+def test_a_caller_may_close_the_standard_streams(tmp_path, launch, closed):
+    words = map(str, (*launch, "train", "digits", "--epochs", 1, "--out", tmp_path / "run"))
+    shell = ["sh", "-c", f'exec "$@" {closed}', "-", sys.executable, "-m", "hpctrain", *words]
+    subprocess.run(shell, check=True)
+    assert (tmp_path / "run" / "summary.json").exists()
+
+
+@pytest.mark.processes
 @pytest.mark.parametrize("number", rows_of([signal.SIGTERM, signal.SIGINT], signal.SIGTERM))
 def test_a_program_without_a_handler_is_ended_by_a_stop(start, number):
     running = start("-m", "hpctrain", "launch", "-n", 2, "--", "sh", "-c", "echo ready; sleep 600")
