@@ -14,7 +14,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from hpctrain.config.usercode import Code, source
+from hpctrain.config.usercode import Code, sources
 from hpctrain.core.errors import UsageError
 
 
@@ -27,8 +27,7 @@ def must_be_own(run: Path, recipe: Path, code: Code) -> None:
     own_paths: dict[Path, None] = {run: None, recipe: None}
     faults = []
     for name in code.sha256:
-        file = source(name, code.folder)
-        assert file is not None  # it was hashed
+        file = sources(name, code.folder)[name]  # it was hashed
         own_paths |= dict.fromkeys(_code_paths(file, Path(os.path.abspath(code.folder))))
         if (sha256 := code.recorded.get(name)) != code.sha256[name]:
             expected = f"expected SHA-256 {sha256}" if sha256 else "no SHA-256 is recorded"
@@ -46,8 +45,6 @@ def _code_paths(file: Path, folder: Path) -> Iterator[Path]:
     """Yield the paths that determine the code of a module in `folder`; none if it is installed."""
     if folder in file.parents:
         yield from (path for path in (file, *file.parents) if path.is_relative_to(folder))
-        if (cache := file.parent / "__pycache__").is_dir():
-            yield cache
 
 
 def _foreign_access(path: Path) -> str:

@@ -4,8 +4,9 @@ Modules are imported as Python finds them, installed packages first, and then fr
 recipe: that is appended to sys.path, so a `queue.py` beside the recipe breaks nothing. Functions of
 the standard library, such as `os:system`, are no user functions and are refused.
 
-A run's recipe.toml records in [code] the folder and the SHA-256 of each module's file; see
-code_ownership.py.
+A run's recipe.toml records in [code] the folder and the SHA-256 of each module's file, packages'
+__init__.py included; see code_ownership.py. Modules in the folder are compiled from these files:
+Python would run bytecode in __pycache__ in their place, which may be of other code.
 """
 
 from __future__ import annotations
@@ -18,7 +19,17 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import (
+    BYTECODE_SUFFIXES,
+    EXTENSION_SUFFIXES,
+    SOURCE_SUFFIXES,
+    ExtensionFileLoader,
+    FileFinder,
+    ModuleSpec,
+    PathFinder,
+    SourceFileLoader,
+    SourcelessFileLoader,
+)
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -146,27 +157,31 @@ def find(target: str, place: str, folder: str, classes: bool = False) -> Callabl
     return functions[function_name]
 
 
-def source(name: str, folder: str) -> Path | None:
-    """Return the file that importing `name` would execute, None if there is none."""
+def sources(name: str, folder: str) -> dict[str, Path]:
+    """Return the files that importing `name` would execute, by module: packages come first.
+
+    Empty if there is no such module.
+    """
     if not _is_name(name) or _is_standard(name):
-        return None
+        return {}
     top, *submodules = name.split(".")
-    spec = _choose(_installed_spec(top), _recipe_spec(top, folder))
+    specs = [_choose(_installed_spec(top), _recipe_spec(top, folder))]
     for part in submodules:
-        if spec is None or spec.submodule_search_locations is None:
-            return None
-        spec = PathFinder.find_spec(f"{spec.name}.{part}", spec.submodule_search_locations)
-    return Path(spec.origin) if spec is not None and spec.has_location and spec.origin else None
+        if specs[-1] is None or (folders := specs[-1].submodule_search_locations) is None:
+            return {}
+        specs += [PathFinder.find_spec(f"{specs[-1].name}.{part}", folders)]
+    if specs[-1] is None:
+        return {}
+    return {s.name: Path(s.origin) for s in specs if s and s.has_location and s.origin}
 
 
 def _hashes(targets: Sequence[tuple[str, str]], folder: str) -> dict[str, str]:
     """Return the SHA-256 of the file of each module that (place, target)s name."""
-    hashes = {}
+    hashes: dict[str, str] = {}
     for place, target in targets:
         name = _parts(target, place)[0]
         _must_be_users(name, _place_text(place, target), folder)
-        if (file := source(name, folder)) is not None:
-            hashes[name] = _sha256(file)
+        hashes |= {module: _sha256(file) for module, file in sources(name, folder).items()}
     return hashes
 
 
@@ -224,7 +239,38 @@ def _choose(installed: ModuleSpec | None, recipe_module: ModuleSpec | None) -> M
 
 
 def _recipe_spec(top: str, folder: str) -> ModuleSpec | None:
-    return PathFinder.find_spec(top, [os.path.abspath(folder)])
+    path = os.path.abspath(folder)
+    _load_from_source(path)
+    return PathFinder.find_spec(top, [path])
+
+
+class _SourceLoader(SourceFileLoader):
+    """The loader of a module from its source, without its bytecode."""
+
+    def path_stats(self, path: Any) -> Mapping[str, Any]:
+        """Raise OSError: without the time of a source, Python neither reads nor writes bytecode."""
+        raise OSError
+
+
+class _SourceFinder(FileFinder):
+    """The finder of the modules in a folder, and in the packages there, for `_SourceLoader`."""
+
+    def find_spec(self, fullname: str, target: ModuleType | None = None) -> ModuleSpec | None:
+        spec = super().find_spec(fullname, target)
+        for path in (spec and spec.submodule_search_locations) or ():
+            _load_from_source(path)
+        return spec
+
+
+def _load_from_source(folder: str) -> None:
+    """Make Python import the modules in `folder` from their source."""
+    if not isinstance(sys.path_importer_cache.get(folder), _SourceFinder):
+        sys.path_importer_cache[folder] = _SourceFinder(
+            folder,
+            (ExtensionFileLoader, EXTENSION_SUFFIXES),
+            (_SourceLoader, SOURCE_SUFFIXES),
+            (SourcelessFileLoader, BYTECODE_SUFFIXES),
+        )
 
 
 def _installed_spec(top: str) -> ModuleSpec | None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import builtins
+import importlib.util
 import os
 import random
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -68,7 +70,8 @@ def project(tmp_path, monkeypatch):
     (folder / f"{name}.py").write_text(MODULE)
     (folder / "my.toml").write_text(RECIPE.format(module=name))
     yield folder / f"{name}.py"
-    sys.modules.pop(name, None)
+    for imported in [imported for imported in sys.modules if name in imported]:
+        del sys.modules[imported]
 
 
 def load(module: Path) -> recipe.Recipe:
@@ -200,7 +203,6 @@ def trained(project, tmp_path):
     train(load(project), tmp_path / "run")
     del sys.modules[project.stem]
     project.with_name("ran").unlink()
-    project.with_name("__pycache__").mkdir(exist_ok=True)  # PYTHONDONTWRITEBYTECODE may be set
     return tmp_path / "run", project
 
 
@@ -222,10 +224,6 @@ STRANGE = {
     ),
     "folder": (lambda run, module: opened(module.parent, 0o2), "project: every user may write"),
     "module": (lambda run, module: opened(module, 0o2), ".py: every user may write"),
-    "cache": (
-        lambda run, module: opened(module.parent / "__pycache__", 0o2),
-        "__pycache__: every user",
-    ),
     "changed": (lambda run, module: module.write_text(MODULE + "#"), "expected SHA-256 "),
     "no hash": (forget, "no SHA-256 is recorded, seen "),
 }
@@ -247,6 +245,36 @@ def test_strange_code_is_run_with_trust_alone(trained, case):
     assert runs.load(run, trust=True) is not None
 
 
+@pytest.mark.parametrize("name", ["module", "package", "imported by it"])
+def test_bytecode_of_other_code_is_not_run(project, tmp_path, name):
+    """Python would run it unchecked, in place of the source that the hash covers."""
+    module, other = project, project.with_name("other").as_posix()
+    if name == "package":
+        module = project.with_name(f"p{project.stem}") / "__init__.py"
+        module.parent.mkdir()
+        shutil.copy(project, module.parent / "mine.py")
+        recipe_file = project.with_name("my.toml")
+        recipe_file.write_text(RECIPE.format(module=f"{module.parent.name}.mine"))
+        module.write_text("")
+    elif name == "imported by it":
+        module = project.with_name(f"{project.stem}_.py")
+        module.write_text("")
+        project.write_text(f"import {module.stem}\n{MODULE}")
+    train(load(project), tmp_path / "run")
+    for imported in [imported for imported in sys.modules if project.stem in imported]:
+        del sys.modules[imported]
+    bytecode = Path(importlib.util.cache_from_source(str(module)))
+    bytecode.parent.mkdir(exist_ok=True)
+    code = compile(f"open({other!r}, 'w')\n" + module.read_text(), str(module), "exec")
+    bytecode.write_bytes(importlib._bootstrap_external._code_to_hash_pyc(code, bytes(8), False))
+    assert runs.evaluate(tmp_path / "run")["samples"] == 16
+    assert not os.path.exists(other)
+    if name == "package":
+        module.write_text("#")
+        with pytest.raises(UsageError, match=f"module {module.parent.name} .*expected SHA-256"):
+            runs.evaluate(tmp_path / "run")
+
+
 def test_own_code_is_run(trained):
     run, module = trained
     assert runs.evaluate(run)["samples"] == 16
@@ -258,13 +286,7 @@ def test_of_another_user_it_is_strange(trained, monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     with pytest.raises(UsageError) as refused:
         runs.evaluate(run)
-    for path in (
-        run,
-        run / run_folder.RECIPE,
-        module.parent,
-        module,
-        module.parent / "__pycache__",
-    ):
+    for path in (run, run / run_folder.RECIPE, module.parent, module):
         assert f"\n  {path}: expected your own, seen that of " in str(refused.value)
     assert not module.with_name("ran").exists()
 
