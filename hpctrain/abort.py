@@ -30,9 +30,9 @@ from hpctrain.core.errors import (
     OwnRankError,
     UsageError,
     notes,
-    printable,
 )
 from hpctrain.core.launchers import Launched
+from hpctrain.core.printing import printable, say
 from hpctrain.core.xp import shortage
 from hpctrain.watch import HungReport, dump_stacks, write_report
 
@@ -126,7 +126,7 @@ def _let_others_fail(job: Launched) -> None:
 def report_agreed(error: BaseException) -> None:
     """Print an error that all ranks raise together, without a traceback."""
     message = with_prefix("hpctrain", "\n".join([str(error), *notes(error)]))
-    print(message, file=sys.stderr, flush=True)
+    say(message, err=True)
 
 
 def report(error: BaseException, prefix: str, rank: int = 0, size: int = 1) -> None:
@@ -184,7 +184,7 @@ def _write_hang(run: Path | None, text: str) -> None:
 
 def _print(text: str) -> None:
     """Print on stderr and wait until the launcher has read it: it drops output after an abort."""
-    print(printable(text), file=sys.stderr, flush=True)
+    say(text, err=True)
     deadline = time.monotonic() + OUTPUT_S
     with contextlib.suppress(OSError, ValueError):  # not a pipe
         while time.monotonic() < deadline and _unread_bytes(sys.stderr.fileno()):

@@ -15,6 +15,7 @@ from hpctrain import __version__
 from hpctrain.commands import COMMANDS, LazyGroup
 from hpctrain.core import launchers
 from hpctrain.core.errors import AGREED_ERRORS, HpctrainError
+from hpctrain.core.printing import LogFormat
 
 if TYPE_CHECKING:
     from hpctrain.world import World
@@ -151,5 +152,7 @@ def _set_up_logging(level: int) -> None:
     """Log to stderr, with the rank as a prefix if there are several."""
     launched = launchers.launched(os.environ)
     rank = f"[{launched.rank}] " if launched.size > 1 else ""
-    logging.basicConfig(level=logging.WARNING, format=f"{rank}%(message)s", stream=sys.stderr)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(LogFormat(f"{rank}%(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.getLogger("hpctrain").setLevel(level)

@@ -6,12 +6,10 @@ soon as it is measured.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -20,6 +18,7 @@ from hpctrain.bench.message_sizes import size_text
 from hpctrain.core import progress
 from hpctrain.core.errors import UsageError
 from hpctrain.core.fitted_table import fit_table
+from hpctrain.core.printing import say
 from hpctrain.core.strict_json import to_json
 from hpctrain.world import World
 
@@ -70,16 +69,12 @@ class RowPrinter:
         self._columns, self._title, self._is_printing_rank = columns, title, world.rank == 0
         console = progress.console()
         self._is_terminal = console.is_terminal and self._is_printing_rank
-        self._console = Console(
-            file=sys.stdout,
-            force_terminal=self._is_terminal,
-            width=console.width if self._is_terminal else 160,
-        )
+        self._console = progress.stdout_console(160)
         self._table = Table(title=title)
         for heading, _ in columns:
             self._table.add_column(heading, justify="left" if heading == "algorithm" else "right")
         self._bar = Progress(
-            TextColumn(title if len(title) < console.width - BAR_WIDTH else ""),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             MofNCompleteColumn(),
             TimeRemainingColumn(),
@@ -87,7 +82,8 @@ class RowPrinter:
             disable=not self._is_terminal,
             auto_refresh=False,  # a drawing thread would take a core from a rank
         )
-        self._task = self._bar.add_task("", total=group_count)
+        is_wide = len(title) < console.width - BAR_WIDTH
+        self._task = self._bar.add_task(title if is_wide else "", total=group_count)
 
     def print_groups(self, groups: Iterable[list[dict[str, Any]]]) -> list[dict[str, Any]]:
         """Print groups of rows as they arrive; return all rows."""
@@ -122,7 +118,7 @@ class RowPrinter:
 
     def _print_line(self, line: str) -> None:
         if self._is_printing_rank and not self._is_terminal:
-            print(line, flush=True)
+            say(line)
 
 
 def make_report(world: World, rows: Sequence[Row], **about: Any) -> dict[str, Any]:
@@ -139,14 +135,14 @@ def write_json(world: World, path: Path | None, content: Mapping[str, Any]) -> N
 
 def report_file(path: Path) -> None:
     """Print the path of a file that was written."""
-    print(f"wrote {path}", file=sys.stderr, flush=True)
+    say(f"wrote {path}", err=True)
 
 
 def print_lines(world: World, lines: Iterable[str]) -> None:
     """Print `lines` from rank 0."""
     if world.rank == 0:
         for line in lines:
-            print(line, flush=True)
+            say(line)
 
 
 def check_writable(world: World, *paths: Path | None) -> None:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Sequence
 
-import click
-from rich.console import Console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -23,7 +20,8 @@ from hpctrain.chaos.case import Case, Table, parse
 from hpctrain.chaos.describe import describe_case
 from hpctrain.chaos.runner import FAILED, PASSED, SKIPPED
 from hpctrain.core import progress
-from hpctrain.core.fitted_table import fit_table
+from hpctrain.core.fitted_table import fit_table, stdout_console
+from hpctrain.core.printing import say
 
 DEFAULT_WIDTH = 200  #: of tables where there is no terminal
 log = logging.getLogger(__name__)
@@ -34,12 +32,14 @@ class CaseBar:
 
     def __init__(self, title: str, total: int):
         console = progress.console()
-        columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(),
-                   TextColumn("{task.fields[failed]} failed"), TimeElapsedColumn(),
-                   TextColumn("ETA"), TimeRemainingColumn())  # fmt: skip
+        columns = (
+            TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(),
+            TextColumn("{task.fields[failed]} failed", markup=False), TimeElapsedColumn(),
+            TextColumn("ETA", markup=False), TimeRemainingColumn(),
+        )  # fmt: skip
         self._is_shown = console.is_terminal
         self._progress = Progress(*columns, console=console, disable=not self._is_shown)
-        self._task = self._progress.add_task("", total=total, failed=0)
+        self._task = self._progress.add_task(title, total=total, failed=0)
         self._failed = 0
 
     def __enter__(self) -> CaseBar:
@@ -56,7 +56,7 @@ class CaseBar:
         self._failed += result["verdict"] == FAILED
         is_quiet = not log.isEnabledFor(logging.INFO) and result["verdict"] == PASSED
         for line in () if is_quiet else case_lines(result):
-            self._progress.console.print(line, markup=False, highlight=False, soft_wrap=True)
+            self._progress.console.print(line, highlight=False, soft_wrap=True)
         self._progress.update(self._task, advance=1, failed=self._failed)
 
 
@@ -76,21 +76,19 @@ def print_cases(cases: Sequence[Case], found: dict[results.CaseKey, Table]) -> N
     for case in cases:
         result = found.get((case.seed, case.index))
         verdict = result["verdict"] if result else "not run"
-        click.echo(f"{verdict:8} {case.seed}/{case.index} {describe_case(case)}")
+        say(f"{verdict:8} {case.seed}/{case.index} {describe_case(case)}")
 
 
 def print_summary(tables: list[Table]) -> None:
     """Print tables of verdicts by engine, launcher, fault and broken promise, then the sums."""
-    console = Console(width=None if sys.stdout.isatty() else DEFAULT_WIDTH)
+    console = stdout_console(DEFAULT_WIDTH)
     for title, rows in results.counts(tables).items():
         table = RichTable(title, "passed", "failed", "skipped", title_justify="left")
         for name, verdicts in sorted(rows.items()):
             table.add_row(name, *(str(verdicts[word]) for word in (PASSED, FAILED, SKIPPED)))
         console.print(fit_table(table, console))
     for text, number in results.unchecked(tables).items():
-        click.echo(f"not checked in {number} cases: {text}")
+        say(f"not checked in {number} cases: {text}")
     if sums := results.losses(tables):
-        click.echo(
-            f"{sums['recoveries']} recoveries, {100 * sums['ettr']:.1f} % of time in progress"
-        )
-    click.echo(results.summarize(tables))
+        say(f"{sums['recoveries']} recoveries, {100 * sums['ettr']:.1f} % of time in progress")
+    say(results.summarize(tables))

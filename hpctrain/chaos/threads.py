@@ -21,6 +21,7 @@ from hpctrain.chaos.attempt import Attempt
 from hpctrain.chaos.case import Case
 from hpctrain.chaos.jobs import Order, Place
 from hpctrain.core.errors import HpctrainError
+from hpctrain.core.printing import say
 from hpctrain.training import recipe, runs
 from hpctrain.transport.threads.hub import Job
 from hpctrain.transport.threads.link import LocalLink
@@ -62,7 +63,7 @@ def _train(case: Case, place: Place, order: Order) -> tuple[int | None, Job]:
             results = run_ranks(case.job_ranks, rank, TIMEOUT_S, kills)
         return (0 if any(results) else 1), jobs[0]  # 1: all ranks were killed
     except HpctrainError as error:
-        print(error, file=sys.stderr)
+        say(error, err=True)
         return error.exit_code, jobs[0]
     except OutOfTimeError:
         faulthandler.dump_traceback(all_threads=True)

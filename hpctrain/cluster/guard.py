@@ -22,6 +22,8 @@ import sys
 import time
 from collections.abc import Sequence
 
+from hpctrain.core.printing import say
+
 JOB_VARIABLE = "HPCTRAIN_JOB"  #: the variable that marks all processes of a job
 POLL_INTERVAL_S = 0.05
 #: How long the guard waits for the first process of the job: mpiexec may be about to start.
@@ -38,7 +40,7 @@ def main() -> None:
         file.write("hpctrain-guard")  # what `top` shows
     os.read(0, 1)
     if pids := _await_pids(job):
-        print("hpctrain: launch was killed: its ranks are stopped", file=sys.stderr, flush=True)
+        say("hpctrain: launch was killed: its ranks are stopped", err=True)
         # Only the root processes of the job get the signal: mpiexec forwards it to the ranks.
         send_signal([pid for pid in pids if _parent_pid(pid) not in pids], signal.SIGUSR1)
         end_job(job, SIGNAL_SCHEDULE)

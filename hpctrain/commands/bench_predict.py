@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
 
 from hpctrain.bench.prediction import tables
 from hpctrain.bench.prediction.command import (
@@ -23,7 +21,8 @@ from hpctrain.bench.prediction.command import (
 )
 from hpctrain.commands.report import MISSING_PACKAGES_MESSAGE
 from hpctrain.core.errors import UsageError
-from hpctrain.core.fitted_table import fit_table
+from hpctrain.core.fitted_table import fit_table, stdout_console
+from hpctrain.core.printing import say
 from hpctrain.core.strict_json import to_json
 
 EPILOG = """\b
@@ -115,11 +114,11 @@ def machine_options(command: Callable[..., None]) -> Callable[..., None]:
 def bench_predict(**option_values: Any) -> None:
     """Predict how long all-reduces take on N ranks, and whole training steps; needs no MPI."""
     prediction = run(option_values)
-    console = Console(width=None if sys.stdout.isatty() else 160)
+    console = stdout_console(160)
     for title, table in tables.make_tables(prediction.rows):
-        click.echo(title)
+        say(title)
         console.print(fit_table(table, console))
-    click.echo(f"assumed: {prediction.machine_text}")
+    say(f"assumed: {prediction.machine_text}")
     _write_files(prediction, option_values["json"], option_values["plot"])
 
 
@@ -137,7 +136,7 @@ def _write_files(prediction: Prediction, json_file: Path | None, plot: Path | No
 
             draw_prediction(prediction.rows, prediction.machine_text, plot)
         for file in filter(None, (json_file, plot)):
-            click.echo(f"wrote {file}", err=True)
+            say(f"wrote {file}", err=True)
     except ImportError as error:
         raise UsageError(f"{MISSING_PACKAGES_MESSAGE} ({error})") from None
     except (OSError, ValueError) as error:

@@ -8,6 +8,7 @@ import click
 
 from hpctrain import checkpoint as checkpoints
 from hpctrain.core.errors import UsageError
+from hpctrain.core.printing import say
 from hpctrain.training import weights
 
 RUN_ARGUMENT = click.argument("run", type=click.Path(path_type=Path, exists=True), metavar="DIR")
@@ -32,9 +33,7 @@ def list_checkpoints(run: Path) -> None:
         if criterion and entry in best:
             value = checkpoints.metric_value(entry, criterion.metric)
             note = f"  (best {criterion.metric}: {value:.6g})"
-        click.echo(
-            f"step {entry.step}  {entry.size_bytes} bytes  {ranks} ranks  {entry.path}{note}"
-        )
+        say(f"step {entry.step}  {entry.size_bytes} bytes  {ranks} ranks  {entry.path}{note}")
 
 
 @checkpoint.command()
@@ -46,7 +45,7 @@ def verify(run: Path) -> None:
         raise UsageError(f"{run} holds no checkpoint")
     faults = {entry.path: checkpoints.verify(entry.path) for entry in entries}
     for path, fault in faults.items():
-        click.echo(f"{path}: {fault or 'good'}")
+        say(f"{path}: {fault or 'good'}")
     if any(faults.values()):
         raise UsageError(
             "at least one checkpoint is damaged; --resume uses the newest undamaged one"
@@ -70,4 +69,4 @@ def export(run: Path, best: bool, output: Path | None, force: bool) -> None:
     [model] init starts a run from it.
     """
     file = weights.export(run, output, best, force)
-    click.echo(f"{file}  {file.stat().st_size} bytes")
+    say(f"{file}  {file.stat().st_size} bytes")

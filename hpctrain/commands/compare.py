@@ -8,6 +8,7 @@ import click
 
 from hpctrain.commands.report import MISSING_PACKAGES_MESSAGE
 from hpctrain.core.errors import UsageError
+from hpctrain.core.printing import say
 from hpctrain.core.strict_json import to_json
 from hpctrain.report import comparison
 
@@ -40,8 +41,8 @@ def compare(folders: tuple[Path, ...], as_json: bool, plot: Path | None) -> None
         except ImportError as error:
             raise UsageError(f"{MISSING_PACKAGES_MESSAGE} ({error})") from None
         draw(folders, plot)
-        click.echo(f"wrote {plot}", err=True)
+        say(f"wrote {plot}", err=True)
     if as_json:
-        click.echo(to_json(compared, indent=1))
+        say(to_json(compared, indent=1))
     else:
         comparison.print_tables(compared)

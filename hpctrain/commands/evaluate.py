@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from hpctrain.core.printing import say
 from hpctrain.core.strict_json import to_json
 from hpctrain.training import runs
 from hpctrain.transport.device.gpus import Device
@@ -30,4 +31,4 @@ def evaluate(run: Path, best: bool, device: Device, trust: bool) -> None:
     that DIR and the code belong to you, that nobody else can write to them, and that the code has
     not changed since the training.
     """
-    click.echo(to_json(runs.evaluate(run, best, device, trust)))
+    say(to_json(runs.evaluate(run, best, device, trust)))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from hpctrain.core.printing import say
 from hpctrain.core.progress import describe_losses
 from hpctrain.report.follow import follow as follow_run
 
@@ -28,7 +29,7 @@ def follow(context: click.Context, run: Path) -> None:
     """
     summary = follow_run(run)
     status, reason = summary["status"], summary.get("reason") or ""
-    click.echo(reason if reason.startswith(status) else f"{status}: {reason}".removesuffix(": "))
+    say(reason if reason.startswith(status) else f"{status}: {reason}".removesuffix(": "))
     if losses := describe_losses(summary):
-        click.echo(losses)
+        say(losses)
     context.exit(summary.get("exit_code") or 0)

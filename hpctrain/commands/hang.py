@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from hpctrain.core.errors import UsageError
+from hpctrain.core.printing import say
 from hpctrain.core.strict_json import to_json
 
 EPILOG = """\b
@@ -47,10 +48,10 @@ def hang(run: Path, last: int, as_json: bool, collect: bool) -> None:
         if is_locked(run):
             raise UsageError(f"{run}: its job runs; --collect is for a job that has ended")
         for node in node_file.collect(run / "watch"):
-            click.echo(f"node {node}: no records here", err=True)
+            say(f"node {node}: no records here", err=True)
         return
     job = report.read_job(run)
     if as_json:
-        click.echo(to_json(report.as_json(job, last or 8), indent=1))
+        say(to_json(report.as_json(job, last or 8), indent=1))
     else:
         report.print_report(job, last)

@@ -16,6 +16,7 @@ from hpctrain.commands._complete import complete_choices
 from hpctrain.commands.pipeline_predict import predict
 from hpctrain.commands.report import MISSING_PACKAGES_MESSAGE
 from hpctrain.core.errors import UsageError
+from hpctrain.core.printing import say
 from hpctrain.core.strict_json import to_json
 from hpctrain.parallel.schedules import LOOPED, SCHEDULES, make
 from hpctrain.parallel.schedules.actions import PipelineSchedule
@@ -117,11 +118,11 @@ def check(schedule: str | None, as_json: bool, **options: Any) -> None:
     rows, refusals = _summarize_all([schedule] if schedule else [*SCHEDULES], options)
     if as_json:
         content = {"rows": [asdict(row) for row in rows], "refused": refusals}
-        click.echo(to_json(content, indent=1))
+        say(to_json(content, indent=1))
         return
     tables.print_schedules(rows, size_text)
     for message in refusals.values():
-        click.echo(f"left out: {message}")
+        say(f"left out: {message}")
 
 
 @pipeline.command(epilog=EPILOG)
@@ -141,14 +142,14 @@ def draw(schedule: str | None, as_json: bool, plot: Path | None, **options: Any)
     if plot is not None:
         _draw_plot(timeline, title, plot)
     if as_json:
-        click.echo(to_json({**asdict(row), "actions": _json_actions(timeline)}, indent=1))
+        say(to_json({**asdict(row), "actions": _json_actions(timeline)}, indent=1))
         return
-    click.echo(title + "\n")
+    say(title + "\n")
     for line in picture.draw(timeline, shutil.get_terminal_size((80, 24)).columns):
-        click.echo(line)
-    click.echo(f"\n{picture.legend(timeline)}")
+        say(line)
+    say(f"\n{picture.legend(timeline)}")
     tables.print_ranks(drawn, row, timeline.idle_shares, size_text)
-    click.echo(f"step {row.step:.4g}, {row.verdict}")
+    say(f"step {row.step:.4g}, {row.verdict}")
 
 
 def _summarize_all(

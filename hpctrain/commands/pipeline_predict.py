@@ -14,6 +14,7 @@ from hpctrain.commands._complete import complete_choices, complete_recipes
 from hpctrain.commands.bench_predict import FILE_TYPE, machine_options
 from hpctrain.commands.report import MISSING_PACKAGES_MESSAGE
 from hpctrain.core.errors import UsageError
+from hpctrain.core.printing import say
 from hpctrain.core.strict_json import to_json
 from hpctrain.parallel.schedules import SCHEDULES
 
@@ -82,7 +83,7 @@ def predict(json: Path | None, plot: Path | None, **options: Any) -> None:
     title = f"{options['recipe'] or options['model']}, {options['schedule']}"
     grid_tables.print_table(rows, f"predicted: a step, {options['mode']} scaling, {title}")
     text = machine_text(machine, per_node)
-    click.echo(f"assumed: {text}; data x pipe ranks, gradients reduced after the last action")
+    say(f"assumed: {text}; data x pipe ranks, gradients reduced after the last action")
     _write(rows, f"{title}; {text}", json, plot)
 
 

@@ -16,6 +16,7 @@ from hpctrain.commands._complete import complete_recipes
 from hpctrain.config import toml
 from hpctrain.core import atomic
 from hpctrain.core.errors import UsageError
+from hpctrain.core.printing import say
 from hpctrain.report import comparison
 from hpctrain.training import recipe as recipes
 from hpctrain.training.recipe_keys import list_all_keys
@@ -44,7 +45,7 @@ def list_recipes() -> None:
     for name in names:
         description = recipes.source(name).splitlines()[0].removeprefix("# ")
         text = f"{name:{len(indent)}}{description}"
-        click.echo(textwrap.fill(text, width, subsequent_indent=indent))
+        say(textwrap.fill(text, width, subsequent_indent=indent))
 
 
 @recipe.command()
@@ -57,7 +58,7 @@ def show(name: str, all_keys: bool) -> None:
         text = tomli_w.dumps(list_all_keys(recipes.load(name)))
     elif "extends" in toml.parse(text, f"recipe {name}"):
         text = tomli_w.dumps(recipes.read_tables(name))
-    click.echo(text, nl=False)
+    say(text, end="")
 
 
 @recipe.command()
@@ -80,8 +81,8 @@ def new(file: Path, base: str) -> None:
         atomic.replace(file, text)
     except OSError as error:
         raise UsageError(f"{file} cannot be written: {error.strerror}") from None
-    click.echo(f"wrote {file}, a copy of {base}")
-    click.echo(f"every key with its default: hpctrain recipe show {file} --all-keys")
+    say(f"wrote {file}, a copy of {base}")
+    say(f"every key with its default: hpctrain recipe show {file} --all-keys")
 
 
 @recipe.command()
@@ -90,8 +91,8 @@ def new(file: Path, base: str) -> None:
 def check(name: str, sets: tuple[str, ...]) -> None:
     """Check RECIPE without training; the exit code is 2 if it is refused."""
     spec = recipes.load(name, sets)
-    click.echo(f"{name}: {spec.run.name} is a valid recipe; its data and code were not loaded")
-    click.echo(f"with its data: hpctrain train {name} --dry-run")
+    say(f"{name}: {spec.run.name} is a valid recipe; its data and code were not loaded")
+    say(f"with its data: hpctrain train {name} --dry-run")
 
 
 @recipe.command()
@@ -102,6 +103,6 @@ def diff(first: str, second: str) -> None:
     tables = [list_all_keys(recipes.load(name)) for name in (first, second)]
     differences = comparison.find_differences(tables)
     if not differences:
-        click.echo("no key differs")
+        say("no key differs")
         return
     comparison.print_tables({"runs": {first: {}, second: {}}, "recipes": differences})

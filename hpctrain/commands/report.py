@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from hpctrain.core.errors import UsageError
+from hpctrain.core.printing import say
 
 MISSING_PACKAGES_MESSAGE = "reports need matplotlib and jinja2; run: pip install 'hpctrain[report]'"
 
@@ -23,4 +24,4 @@ def report(run: Path, out: Path | None) -> None:
         from hpctrain.report.page import write
     except ImportError as error:
         raise UsageError(f"{MISSING_PACKAGES_MESSAGE} ({error})") from None
-    click.echo(write(run, out or run))
+    say(write(run, out or run))

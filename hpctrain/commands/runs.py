@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from hpctrain.core.printing import say
 from hpctrain.core.strict_json import to_json
 from hpctrain.report import history
 
@@ -26,6 +27,6 @@ def runs(folder: Path, as_json: bool) -> None:
     """List the runs in DIR, by default runs/, newest first."""
     entries = history.list_runs(folder)
     if as_json:
-        click.echo(to_json([entry.as_json() for entry in entries], indent=1))
+        say(to_json([entry.as_json() for entry in entries], indent=1))
     else:
         history.print_table(entries)

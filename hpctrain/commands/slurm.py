@@ -20,6 +20,7 @@ from hpctrain.cluster.slurm.status_table import print_table
 from hpctrain.commands import _options
 from hpctrain.commands._complete import complete_choices, complete_recipes
 from hpctrain.core.errors import HpctrainError, UsageError
+from hpctrain.core.printing import say
 from hpctrain.core.strict_json import to_json
 from hpctrain.slurm import jobs
 from hpctrain.slurm.request import JobRequest, build_job
@@ -151,7 +152,7 @@ def render(interactive: bool, **options: Any) -> None:
     script = render_script(*build_job(_request(options), interactive))
     command = shlex.join(["hpctrain", *sys.argv[1:]])
     head, _, rest = script.partition("\n")
-    click.echo("\n".join([head, *[f"# {command} > FILE"] * command.isprintable(), rest]), nl=False)
+    say("\n".join([head, *[f"# {command} > FILE"] * command.isprintable(), rest]), end="")
 
 
 def _request(options: dict[str, Any]) -> JobRequest:
@@ -194,9 +195,9 @@ def submit(context: click.Context, /, **options: Any) -> None:
     except UsageError:
         raise
     except HpctrainError as error:  # a fault of Slurm needs no traceback
-        click.echo(f"hpctrain: {error}", err=True)
+        say(f"hpctrain: {error}", err=True)
         context.exit(error.exit_code)
-    click.echo(f"{job}  {folder}")
+    say(f"{job}  {folder}")
 
 
 STATUS_EPILOG = """\b
@@ -228,7 +229,7 @@ def status(
     answer, else 0.
     """
     rows = jobs.status(*folders, wait_s=wait_s or 0)
-    click.echo(to_json(rows, indent=1)) if as_json else print_table(rows)
+    say(to_json(rows, indent=1)) if as_json else print_table(rows)
     is_successful = is_done if wait_s is not None else _has_answer
     context.exit(0 if all(map(is_successful, rows)) else 1)
 
@@ -252,7 +253,7 @@ Examples:
 def log(run: Path, job: str | None, follow: bool) -> None:
     """Print the output of a job of DIR, the folder of a run."""
     for line in jobs.log(run, job, follow):
-        click.echo(line, nl=False)
+        say(line, end="")
 
 
 CANCEL_EPILOG = """\b
@@ -271,4 +272,4 @@ def cancel(folders: tuple[str, ...]) -> None:
     """
     cancelled_jobs = jobs.cancel(*folders)
     text = "\n".join(f"cancelled: {job}" for job in cancelled_jobs)
-    click.echo(text or "no unfinished job")
+    say(text or "no unfinished job")

@@ -4,14 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from hpctrain.core.printing import printable
+
 MAX_MESSAGE_CHARACTERS = 4_000  #: characters of a message on bad input, which may quote that input
-
-
-def printable(text: str) -> str:
-    """Return `text` with control characters escaped, except line feeds."""
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
 
 
 class HpctrainError(Exception):

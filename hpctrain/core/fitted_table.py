@@ -1,4 +1,4 @@
-"""Tables on terminals of any width: no word is cut.
+"""Tables on terminals of any width: no word is cut, and text is no markup and no escape sequence.
 
 wide enough     the table as it is
 narrower        columns that wrap between words share the width
@@ -8,13 +8,37 @@ too narrow      a line per cell, its heading before it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.measure import Measurement
+from rich.segment import Segment
 from rich.table import Column, Table
 
+from hpctrain.core.printing import printable
+
 MAX_WORD = 24  #: a longer word, such as a path, is folded and does not widen its column
+
+
+class PlainConsole(Console):
+    """A console for which text is neither markup nor an escape sequence."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(markup=False, emoji=False, **options)
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        """Yield the parts of what is printed; Rich's own control sequences stay."""
+        for part in super().render(renderable, options):
+            yield part if part.control else Segment(printable(part.text), part.style)
+
+
+def stdout_console(width: int) -> PlainConsole:
+    """Return the console on stdout, of `width` columns where that is no terminal."""
+    console = PlainConsole()
+    return console if console.is_terminal else PlainConsole(width=width)
 
 
 def fit_table(table: Table, console: Console) -> Table:

@@ -16,10 +16,12 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from hpctrain.core.names import counted
+from hpctrain.core.printing import LogFormat
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.table import Table
+
+    from hpctrain.core.fitted_table import PlainConsole
 
 TERMINAL = "HPCTRAIN_TERMINAL"
 BAR_S = 0.1  #: from one drawing of a bar to the next
@@ -27,14 +29,29 @@ WIDE_BAR = 64  #: columns beside its title that a bar needs for epoch and sample
 log = logging.getLogger(__name__)
 
 
-def console() -> Console:
+def console() -> PlainConsole:
     """Return the console on stderr, with the width of the user's terminal."""
-    from rich.console import Console
+    from hpctrain.core.fitted_table import PlainConsole
 
     width = os.environ.get(TERMINAL, "")
     if width.isdigit():
-        return Console(file=sys.stderr, force_terminal=True, width=int(width))
-    return Console(file=sys.stderr)
+        return PlainConsole(file=sys.stderr, force_terminal=True, width=int(width))
+    return PlainConsole(file=sys.stderr)
+
+
+def stdout_console(width: int) -> PlainConsole:
+    """Return the console on stdout, of `width` columns where stderr is no terminal.
+
+    Under mpirun stdout may look like a terminal though it is not.
+    """
+    from hpctrain.core.fitted_table import PlainConsole
+
+    terminal = console()
+    return PlainConsole(
+        file=sys.stdout,
+        force_terminal=terminal.is_terminal,
+        width=terminal.width if terminal.is_terminal else width,
+    )
 
 
 def show_by_default(rank: int) -> None:
@@ -45,7 +62,9 @@ def show_by_default(rank: int) -> None:
     """
     package = logging.getLogger("hpctrain")
     if rank == 0 and not package.hasHandlers() and package.level == logging.NOTSET:
-        package.addHandler(logging.StreamHandler())
+        handler = logging.StreamHandler()
+        handler.setFormatter(LogFormat())
+        package.addHandler(handler)
         package.setLevel(logging.INFO)
         package.propagate = False  # handlers that the program adds later would print lines twice
 
@@ -66,18 +85,20 @@ class Bar:
         screen = console()
         is_wide = screen.width >= WIDE_BAR + len(title)
         self._progress = Progress(
-            TextColumn(f"{title}  epoch {{task.fields[epoch]}}" if is_wide else ""),
+            TextColumn(
+                "{task.description}  epoch {task.fields[epoch]}" if is_wide else "", markup=False
+            ),
             BarColumn(bar_width=40 if is_wide else 8),
             MofNCompleteColumn(),
-            TextColumn("loss {task.fields[loss]}"),
-            *([TextColumn("{task.fields[rate]} samples/s")] if is_wide else []),
-            TextColumn("ETA"),
+            TextColumn("loss {task.fields[loss]}", markup=False),
+            *([TextColumn("{task.fields[rate]} samples/s", markup=False)] if is_wide else []),
+            TextColumn("ETA", markup=False),
             TimeRemainingColumn(),
             console=screen,
             auto_refresh=False,  # a thread that draws would take the core from BLAS
         )
         fields: dict[str, Any] = {"epoch": "-", "loss": "-", "rate": "-"}
-        self._task = self._progress.add_task("", total=total, completed=first_step, **fields)
+        self._task = self._progress.add_task(title, total=total, completed=first_step, **fields)
         self._progress.start()
 
     def is_due(self, now_s: float) -> bool:
@@ -94,7 +115,7 @@ class Bar:
 
     def print(self, text: str) -> None:
         """Print a line above the bar."""
-        self._progress.console.print(text, markup=False, highlight=False)
+        self._progress.console.print(text, highlight=False)
 
     def close(self, step: int) -> None:
         """Leave the bar as it is after `step` steps."""

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+from hpctrain.core.printing import printable
+
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)
 LAST_WORDS_S = 1.0  #: given to a process that ends at once, to print the path of its results
 WITHOUT_SIGNAL = 1  #: the number of a request without a signal
@@ -80,7 +82,7 @@ class StopRequest:
             threading.Timer(LAST_WORDS_S, os._exit, [130]).start()  # disks may not answer
             # Past sys.stderr: the main thread may hold its lock.
             os.write(2, b"interrupted\n")
-            os.write(2, self._last_words().encode())
+            os.write(2, printable(self._last_words()).encode())
             os._exit(130)
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hpctrain.core.fitted_table import fit_table
+from hpctrain.core.fitted_table import PlainConsole, fit_table, stdout_console
 from hpctrain.doctor.check import Check
 from hpctrain.doctor.examine import NodeResult
 
@@ -16,7 +15,7 @@ VERDICT_COLOURS = {"ok": "green", "note": "cyan", "slow": "yellow", "bad": "bold
 DEFAULT_WIDTH = 110  # characters, if stdout is no terminal
 
 
-def print_result(result: NodeResult, console: Console) -> None:
+def print_result(result: NodeResult, console: PlainConsole) -> None:
     """Print the topology, the table of checks, and the remedies on lines that users can copy."""
     for line in result.hardware.topology_lines:
         console.print(Text(line), soft_wrap=True)
@@ -24,7 +23,7 @@ def print_result(result: NodeResult, console: Console) -> None:
     print_remedies(result.checks, console)
 
 
-def print_remedies(checks: Sequence[Check], console: Console) -> None:
+def print_remedies(checks: Sequence[Check], console: PlainConsole) -> None:
     """Print one line per remedy, and the verdict of all checks."""
     for check in checks:
         if check.remedy and check.verdict in ("slow", "bad"):
@@ -45,7 +44,6 @@ def checks_table(checks: Sequence[Check]) -> Table:
     return table
 
 
-def make_console() -> Console:
+def make_console() -> PlainConsole:
     """Return a console on stdout, wide enough for the table if stdout is no terminal."""
-    stdout_console = Console()
-    return stdout_console if stdout_console.is_terminal else Console(width=DEFAULT_WIDTH)
+    return stdout_console(DEFAULT_WIDTH)

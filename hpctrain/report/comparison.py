@@ -6,12 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from hpctrain.config import toml
-from hpctrain.core.fitted_table import fit_table
+from hpctrain.core.fitted_table import fit_table, stdout_console
 from hpctrain.report import record
 from hpctrain.report.history import DEFAULT_WIDTH, NO_RECIPE
 from hpctrain.report.record import RunRecord
@@ -94,8 +93,7 @@ def find_differences(recipes: Sequence[Mapping[str, Any]]) -> dict[str, list[Any
 
 def print_tables(comparison: Mapping[str, Any]) -> None:
     """Print a column per run on stdout: its facts, then the keys in which the recipes differ."""
-    console = Console()
-    console = console if console.is_terminal else Console(width=DEFAULT_WIDTH)
+    console = stdout_console(DEFAULT_WIDTH)
     runs = comparison["runs"]
     table = Table("")
     for folder in runs:

@@ -34,7 +34,7 @@ def draw(folders: Sequence[Path], path: Path) -> None:
             y = run.column(metric)
             finite = np.isfinite(y)
             style = {"color": COLORS[i % len(COLORS)], "linestyle": DASHES[i % len(DASHES)]}
-            label = str(folders[i]) if metric == drawn[0] else None
+            label = str(folders[i]).replace("$", r"\$") if metric == drawn[0] else None
             by_step.plot(run.column("step")[finite], y[finite], label=label, **style)
             by_time.plot(clock[finite] / UNITS[unit], y[finite], **style)
         values = np.concatenate([run.column(metric) for run in runs])

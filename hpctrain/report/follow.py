@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from hpctrain.core import progress
+from hpctrain.core.printing import say
 from hpctrain.report import record
 from hpctrain.run_files import run_folder
 from hpctrain.run_files.folder_lock import is_locked
@@ -37,7 +37,7 @@ def follow(run: Path, wait: Callable[[float], None] = time.sleep) -> dict[str, A
             if bar is None and summary is None:
                 bar = progress.open_bar(run.resolve().name, last_step, total)
             if bar is None:
-                print(progress.line(row, total), file=sys.stderr)
+                say(progress.line(row, total), err=True)
             else:
                 bar.show(last_step, row["epoch"], row["train_loss"], row["samples_per_s"])
                 if lost := progress.describe_lost(row):

@@ -72,14 +72,12 @@ def as_json(job: JobState, last: int) -> dict[str, Any]:
 
 def print_report(job: JobState, last: int) -> None:
     """Print the table, the last operations of each rank if `last`, the conclusions, the remedy."""
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    from hpctrain.core.fitted_table import fit_table
+    from hpctrain.core.fitted_table import fit_table, stdout_console
 
-    console = Console()
-    console = console if console.is_terminal else Console(width=history.DEFAULT_WIDTH)
+    console = stdout_console(history.DEFAULT_WIDTH)
     table = Table("rank", "host", "state", "step", "last operation", "since", "line")
     states = sorted(job.diagnosis.ranks, key=lambda s: s.rank not in _notable(job.diagnosis))
     for state in states[:MAX_ROWS]:

@@ -112,14 +112,12 @@ def find_newest(folder: Path, recipe: str) -> Path:
 
 def print_table(entries: Sequence[HistoryEntry]) -> None:
     """Print a row per run on stdout."""
-    from rich.console import Console  # late: ranks that look for the newest run need no tables
     from rich.table import Table
     from rich.text import Text
 
-    from hpctrain.core.fitted_table import fit_table
+    from hpctrain.core.fitted_table import fit_table, stdout_console
 
-    console = Console()
-    console = console if console.is_terminal else Console(width=DEFAULT_WIDTH)
+    console = stdout_console(DEFAULT_WIDTH)
     table = Table("started", "recipe", "engine", "ranks", "status", "step", "result",
                   "folder")  # fmt: skip
     for entry in entries:

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import click
-from rich.console import Console
-
 from hpctrain import machine
 from hpctrain.cluster.launch import MpiInstallation
 from hpctrain.core import progress
 from hpctrain.core.errors import UsageError
-from hpctrain.core.fitted_table import fit_table
+from hpctrain.core.fitted_table import PlainConsole, fit_table, stdout_console
+from hpctrain.core.printing import say
 from hpctrain.gradients.precision import master_dtype
 from hpctrain.run_files import folder_lock, run_folder
 from hpctrain.scaling import trial_recipe, world_sizes
@@ -170,7 +167,7 @@ def _print_progress(folder: StudyFolder) -> None:
         )
         console = progress.console()
         status_table = live_table.table(study, read_statuses(folder, study), tables.title(study))
-        console = console if console.is_terminal else Console(stderr=True, width=DEFAULT_WIDTH)
+        console = console if console.is_terminal else PlainConsole(stderr=True, width=DEFAULT_WIDTH)
         console.print(fit_table(status_table, console))
 
 
@@ -237,8 +234,8 @@ def _write_result(
 
 def _print_result(result: Result, files: Sequence[Path]) -> None:
     """Print the table, the fits and the paths of files on stdout."""
-    console = Console(width=None if sys.stdout.isatty() else DEFAULT_WIDTH)
+    console = stdout_console(DEFAULT_WIDTH)
     console.print(fit_table(tables.table(result), console))
     for name, text in tables.facts(result).items():
-        click.echo(f"{name}: {text}")
-    click.echo(f"written: {', '.join(map(str, files))}")
+        say(f"{name}: {text}")
+    say(f"written: {', '.join(map(str, files))}")

@@ -6,6 +6,7 @@ import sys
 
 from hpctrain import abort
 from hpctrain.core.errors import UsageError
+from hpctrain.core.printing import say
 
 HELP = """\
 usage: python -m hpctrain.torch SCRIPT [ARGS]...
@@ -29,7 +30,7 @@ def main() -> int:
     """Run the script that the command line names; return the exit code."""
     words = sys.argv[1:]
     if not words or words[0] in ("-h", "--help"):
-        print(HELP, end="", file=sys.stdout if words else sys.stderr)
+        say(HELP, end="", err=not words)
         return 0 if words else UsageError.exit_code
     from hpctrain.torch import autoload, ranks, runner
 

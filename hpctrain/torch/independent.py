@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hpctrain.core import launchers
+from hpctrain.core.printing import say
 from hpctrain.core.torchrun import TORCHRUN
 
 SILENCING_VARIABLE = "HPCTRAIN_INDEPENDENT"
@@ -43,7 +44,7 @@ def watch_training(environ: Mapping[str, str]) -> None:
 
         handle.remove()
         if os.getpid() == start and _trains_alone(ranks.variables != {}):
-            print(text(job, ranks.variables != {}), file=sys.stderr, flush=True)
+            say(text(job, ranks.variables != {}), err=True)
 
     handle = register_optimizer_step_post_hook(report_once)
 

@@ -8,9 +8,9 @@ import os
 from dataclasses import replace
 
 import pytest
-from rich.console import Console
 from studies import Times, study, write
 
+from hpctrain.core.fitted_table import PlainConsole
 from hpctrain.scaling import collect
 from hpctrain.scaling.collect import Gap, TrialResult
 from hpctrain.scaling.output import live_table
@@ -78,7 +78,7 @@ def test_rows(name):
 
 def drawn(of, statuses, note=""):
     out = io.StringIO()
-    Console(file=out, width=150).print(live_table.table(of, statuses, "a [b]title[/b]", note))
+    PlainConsole(file=out, width=150).print(live_table.table(of, statuses, "a [b]title[/b]", note))
     return [" ".join(line.split()) for line in out.getvalue().splitlines()]
 
 
@@ -137,7 +137,7 @@ def test_a_log_has_a_line_for_each_change_and_none_for_steps():
 @pytest.mark.parametrize("stopped", [False, True])
 def test_a_terminal_shows_the_table_as_it_changes(stopped, monkeypatch, caplog):
     out = io.StringIO()
-    terminal = Console(file=out, force_terminal=True, width=120, height=40)
+    terminal = PlainConsole(file=out, force_terminal=True, width=120, height=40)
     monkeypatch.setattr("hpctrain.core.progress.console", lambda: terminal)
     caplog.set_level(logging.INFO, "hpctrain")
     try:

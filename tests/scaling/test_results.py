@@ -18,12 +18,12 @@ import pytest
 from browser import BROWSER, LOOK, browse, painted
 from click import Abort
 from matplotlib import image
-from rich.console import Console
 from studies import SPEC, Times, runner, study, write
 
 from hpctrain.cluster.launch import MpiInstallation
 from hpctrain.commands.scale import scale
 from hpctrain.core.errors import UsageError
+from hpctrain.core.fitted_table import PlainConsole
 from hpctrain.run_files import run_folder
 from hpctrain.scaling import collect, command, laws
 from hpctrain.scaling.collect import Gap, TrialResult
@@ -136,7 +136,7 @@ def test_predictions_are_said_to_be_such():
 
 def text_of(result):
     out = io.StringIO()
-    Console(file=out, width=200).print(tables.table(result))
+    PlainConsole(file=out, width=200).print(tables.table(result))
     facts = [f"{name}: {text}" for name, text in tables.facts(result).items()]
     return out.getvalue() + "\n".join(facts) + "\n"
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from hpctrain.bench.prediction.tables import format_time
-from hpctrain.core.fitted_table import fit_table
+from hpctrain.core.fitted_table import fit_table, stdout_console
 
 HEADINGS = ("ranks", "data x pipe", "micro-batches", "step", "pipeline", "compute", "efficiency",
             "samples/s")  # fmt: skip
@@ -31,5 +29,5 @@ def print_table(rows: Sequence[Mapping[str, Any]], title: str) -> None:
             f"{row['efficiency']:.1%}",
             f"{row['samples_per_s']:,.4g}" + ("*" if row["samples_per_s"] == rate else " "),
         )
-    console = Console(width=None if sys.stdout.isatty() else 160)
+    console = stdout_console(160)
     console.print(fit_table(table, console))

@@ -17,6 +17,7 @@ from hpctrain.bench.p2p import DEVICES
 from hpctrain.bench.tuning import printed_table
 from hpctrain.core import progress
 from hpctrain.core.errors import UsageError
+from hpctrain.core.printing import say
 from hpctrain.transport.device import gpus
 from hpctrain.tuning import choose, sweep, table
 from hpctrain.tuning.alpha_beta import measure_constants
@@ -146,7 +147,7 @@ def _save_and_show(
     if not is_kept:
         sys.stdout.flush()  # the table first, where both go to one file
         message = f"too noisy: nothing was written to {path}; --keep-noisy writes it"
-        print(f"hpctrain: tune: {message}", file=sys.stderr, flush=True)
+        say(f"hpctrain: tune: {message}", err=True)
 
 
 def _draw_plot(tuning_table: Table, plot: Path | None) -> None:
@@ -159,7 +160,7 @@ def _make_progress_bar(world: World, step_count: int) -> Progress:
     """Return a progress bar, which only rank 0 draws, and only on a terminal."""
     console = progress.console()
     progress_bar = Progress(
-        TextColumn("tune  {task.description}"),
+        TextColumn("tune  {task.description}", markup=False),
         BarColumn(),
         TimeElapsedColumn(),
         console=console,

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import rich.table
-from rich.console import Console
 
 from hpctrain.bench.message_sizes import size_text
 from hpctrain.core import progress, thresholds
@@ -23,9 +21,7 @@ DEFAULT_WIDTH = 110  #: without a terminal
 
 def print_table(table: Table, path: Path | None) -> None:
     """Print `table`, which lies in `path`; None if it was not written."""
-    terminal = progress.console()
-    width = terminal.width if terminal.is_terminal else DEFAULT_WIDTH
-    console = Console(file=sys.stdout, force_terminal=terminal.is_terminal, width=width)
+    console = progress.stdout_console(DEFAULT_WIDTH)
     fingerprint = table.fingerprint
     console.print(
         f"{fingerprint.mpi}, {fingerprint.layout}; "

@@ -20,6 +20,8 @@ import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from hpctrain.core.printing import say
+
 NETWORK = "10.99.0.0/24"
 INTERFACE = (
     "lab"  # the bridge, and each host's end of its link: one name suits all of MPI's options
@@ -112,13 +114,13 @@ def main() -> int:
     hosts = [_start_host(host, lab) for host in range(1, lab["hosts"] + 1)]
     for host, process in enumerate(hosts, start=1):
         if process.stdout.readline() != b"up\n":  # type: ignore[union-attr]
-            print(f"hpctrain: netlab: host h{host} could not be set up", file=sys.stderr)
+            say(f"hpctrain: netlab: host h{host} could not be set up", err=True)
             return 1
     exit_code = subprocess.run(command, stdin=subprocess.DEVNULL).returncode
     if exit_code < 0:
-        print(
+        say(
             f"hpctrain: netlab: mpiexec ended with {signal.Signals(-exit_code).name}",
-            file=sys.stderr,
+            err=True,
         )
     return exit_code if exit_code >= 0 else 128 - exit_code
 

@@ -50,6 +50,7 @@ from hpctrain.cluster.supervision import catch_stop_signals
 from hpctrain.core import launchers
 from hpctrain.core.errors import UsageError
 from hpctrain.core.interpreter import module_command
+from hpctrain.core.printing import say
 
 MAX_HOSTS = 64
 REQUIRED_TOOLS = ("ip", "tc", "unshare", "nsenter", "mount", "hostname", "taskset")
@@ -233,7 +234,7 @@ def _run_lab(command: Sequence[str], environ: Mapping[str, str]) -> int:
     if received_signals:
         # `timeout` and schedulers send the signal without printing a message.
         signal_name = signal.Signals(received_signals[0]).name
-        print(f"hpctrain: netlab: stopped by {signal_name}", file=sys.stderr, flush=True)
+        say(f"hpctrain: netlab: stopped by {signal_name}", err=True)
         return _EXIT_INTERRUPTED
     return process.returncode
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from hpctrain.core.printing import say
 from hpctrain.run_files import last_lines, run_folder
 
 _KNOWN_EXIT_CODES = (0, 1, 2, 3, 75, 86, 130)  # the exit codes with a meaning in hpctrain
@@ -129,4 +129,4 @@ def _describe_exit(code: int) -> str:
 
 def print_message(text: str) -> None:
     """Print `text` on stderr as a message of hpctrain."""
-    print(f"hpctrain: {text}", file=sys.stderr, flush=True)
+    say(f"hpctrain: {text}", err=True)

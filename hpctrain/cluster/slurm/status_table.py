@@ -5,21 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from hpctrain.cluster.slurm.status import explain_state
 from hpctrain.cluster.slurm.studies import merge_by_size
-from hpctrain.core.fitted_table import fit_table
+from hpctrain.core.fitted_table import fit_table, stdout_console
 
 DEFAULT_WIDTH = 130  # characters, if stdout is no terminal
 
 
 def print_table(rows: Sequence[dict[str, Any]]) -> None:
     """Print a row per job, or per size of a study, then the reasons for the jobs' states."""
-    console = Console()
-    console = console if console.is_terminal else Console(width=DEFAULT_WIDTH)
+    console = stdout_console(DEFAULT_WIDTH)
     table = Table("job", "state", "restarts", "run", "step", "loss", "accuracy", "folder")
     for row in merge_by_size(rows):
         table.add_row(*map(Text, _row_cells(row)))

@@ -8,7 +8,6 @@ and the ranks that wait for them. Rank 0 then prints the result so far and abort
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -21,6 +20,7 @@ import numpy as np
 
 from hpctrain import abort
 from hpctrain.core.errors import UsageError
+from hpctrain.core.printing import say
 from hpctrain.doctor.check import Check, exit_code, node_list
 from hpctrain.doctor.job import binding
 from hpctrain.doctor.job.cores import CoreTiming
@@ -83,7 +83,7 @@ def _report_hang(
         else:
             time.sleep(RANK_0_HEAD_START_S)
             if folder is None or write_report(folder / "watch", report):
-                print(report.text, file=sys.stderr, flush=True)
+                say(report.text, err=True)
     finally:
         abort.abort(1)
 

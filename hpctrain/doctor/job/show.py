@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Mapping, Sequence
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from hpctrain.core import progress
 from hpctrain.core.fitted_table import fit_table
+from hpctrain.core.printing import say
 from hpctrain.doctor.check import node_list
 from hpctrain.doctor.job import binding
 from hpctrain.doctor.job.result import JobResult
@@ -32,21 +31,19 @@ class StageLine:
     def show_stage(self, text: str) -> None:
         """Show the stage that begins now."""
         if self._is_visible:
+            self.erase()
             line = f"doctor: {time.monotonic() - self._start_s:4.1f} s  {text}"
-            line_start, line_end = ("\r\x1b[K", "") if self._is_terminal else ("", "\n")
-            print(f"{line_start}{line}", end=line_end, file=sys.stderr, flush=True)
+            say(line, end="" if self._is_terminal else "\n", err=True)
 
     def erase(self) -> None:
         """Erase the line on a terminal."""
         if self._is_visible and self._is_terminal:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+            say(end="\r\x1b[K", err=True)
 
 
 def print_result(result: JobResult) -> None:
     """Print the result on stdout, wide enough for the tables if stdout is no terminal."""
-    terminal = progress.console()  # knows that under mpirun stdout only looks like a terminal
-    width = terminal.width if terminal.is_terminal else DEFAULT_WIDTH
-    console = Console(file=sys.stdout, force_terminal=terminal.is_terminal, width=width)
+    console = progress.stdout_console(DEFAULT_WIDTH)
     lines_by_host = {host: facts.topology_lines for host, facts in result.nodes.items()}
     for line in format_topologies(lines_by_host):
         console.print(Text(line), soft_wrap=True)

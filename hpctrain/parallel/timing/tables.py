@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from rich.console import Console
 from rich.table import Table
 
+from hpctrain.core.fitted_table import stdout_console
 from hpctrain.parallel.schedules.actions import PipelineSchedule
 from hpctrain.parallel.timing.summary import Summary
 
@@ -65,5 +65,4 @@ def percent(share: float) -> str:
 
 
 def _print(table: Table) -> None:
-    console = Console()
-    (console if console.is_terminal else Console(width=DEFAULT_WIDTH)).print(table)
+    stdout_console(DEFAULT_WIDTH).print(table)

@@ -16,7 +16,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from rich.markup import escape
 from rich.table import Table
 
 from hpctrain.scaling.collect import Gap, TrialResult
@@ -116,7 +115,7 @@ def _row(
 
 def table(study: Study, statuses: Statuses, title: str, note: str = "") -> Table:
     """Return the table of all sizes, with `note` below it."""
-    grid = Table(title=escape(title), caption=escape(note), caption_justify="left")
+    grid = Table(title=title, caption=note, caption_justify="left")
     nodes = any(size.nodes > 1 for size in study.sizes)
     for heading in ("ranks", *["nodes"] * nodes):
         grid.add_column(heading, justify="right")
@@ -130,7 +129,7 @@ def table(study: Study, statuses: Statuses, title: str, note: str = "") -> Table
         grid.add_column(heading, justify="right")
     grid.add_column("reason", overflow="fold")
     for row in rows(study, statuses):
-        grid.add_row(*map(escape, _cells(row, study, nodes)), style=STYLES.get(row.state))
+        grid.add_row(*_cells(row, study, nodes), style=STYLES.get(row.state))
     return grid
 
 

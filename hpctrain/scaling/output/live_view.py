@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from types import TracebackType
 
 from rich.live import Live
-from rich.markup import escape
 
 from hpctrain.core import progress
 from hpctrain.core.fitted_table import fit_table
@@ -74,7 +73,7 @@ class LiveView:
     def log_line(self, level: int, text: str) -> None:
         """Log a line; above the table where there is one."""
         if self._live:
-            self._live.console.print(escape(text))
+            self._live.console.print(text)
         else:
             log.log(level, text)
 

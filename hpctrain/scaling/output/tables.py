@@ -7,7 +7,6 @@ import io
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from rich.markup import escape
 from rich.table import Table
 
 from hpctrain.bench.prediction.tables import format_time
@@ -30,12 +29,12 @@ BOUND = 1 - 1e-9  #: serial fractions above are 1
 
 def table(result: Result) -> Table:
     """Return the rows as a table; intervals stand behind their means."""
-    grid = Table(title=escape(title(result.study)))
+    grid = Table(title=title(result.study))
     for heading in (*size_headings(result), *HEADINGS):
         grid.add_column(heading, justify="right")
     grid.add_column("")
     for words in cells(result):
-        grid.add_row(*map(escape, words))
+        grid.add_row(*words)
     return grid
 
 

@@ -100,7 +100,7 @@ def run(
             return _wait(process, limit_s, on_poll)
         except subprocess.TimeoutExpired:
             _stop(process)
-            print(f"hpctrain: ended after {limit_s:g} s, the limit of a trial", file=out)
+            out.write(f"hpctrain: ended after {limit_s:g} s, the limit of a trial\n")
             return 1
         except BaseException:
             _stop(process)

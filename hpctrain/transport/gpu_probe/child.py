@@ -32,6 +32,7 @@ mpi4py.rc.initialize = mpi4py.rc.finalize = False
 from mpi4py import MPI  # noqa: E402
 
 from hpctrain.core import launchers  # noqa: E402
+from hpctrain.core.printing import say  # noqa: E402
 from hpctrain.core.xp import finish  # noqa: E402
 from hpctrain.transport.device import gpus  # noqa: E402
 from hpctrain.transport.gpu_probe import mpi_claims  # noqa: E402
@@ -238,7 +239,7 @@ def _merge_outcomes(outcomes: list[tuple[bool, str]], rate: float) -> dict[str, 
 
 def _print_stage(comm: MPI.Comm, stage: str, **result: Any) -> None:
     if comm.rank == 0:
-        print(json.dumps({"stage": stage, **result}), flush=True)
+        say(json.dumps({"stage": stage, **result}))
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from typing import Any, get_args
 
 from hpctrain.core import thresholds
 from hpctrain.core.errors import UsageError
+from hpctrain.core.printing import say
 from hpctrain.hardware import gdr, nics, nvidia, pci
 from hpctrain.transport import paths
 from hpctrain.transport.device import gpus
@@ -148,7 +149,7 @@ def probe(environ: Mapping[str, str], repeat_trials: bool = False) -> ProbeResul
     missing_commands = {name: command for name, command in commands.items() if name not in trials}
     if missing_commands:
         message = f"probing the path of GPU memory, once ({', '.join(missing_commands)})"
-        print(message.replace("_", " "), file=sys.stderr, flush=True)
+        say(message.replace("_", " "), err=True)
     trials |= {name: jobs.run_trial(command, environ) for name, command in missing_commands.items()}
     result = decide_verdict(trials, gdr.gdr_state(nics.read_nics()), environ)
     if all(trial.claims for trial in trials.values()):
@@ -278,10 +279,10 @@ def _write_cache(file: Path, result: ProbeResult) -> None:
         temporary.write_text(json.dumps(asdict(result)))
         temporary.replace(file)
     except OSError as error:
-        print(
+        say(
             f"the verdict cannot be cached in {file.parent} ({error.strerror}), so ranks will not "
             f"use it: set {CACHE_VARIABLE} to a folder that all nodes see and you may write",
-            file=sys.stderr,
+            err=True,
         )
 
 
@@ -291,7 +292,7 @@ def main() -> None:
         signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
     )  # so that the running trial ends, too
     try:
-        print(json.dumps(asdict(probe(os.environ, "--again" in sys.argv[1:]))))
+        say(json.dumps(asdict(probe(os.environ, "--again" in sys.argv[1:]))))
     except UsageError as error:
         sys.exit(str(error))
 

@@ -9,6 +9,7 @@ import mpi4py
 mpi4py.rc.initialize = mpi4py.rc.finalize = False
 from mpi4py import MPI  # noqa: E402
 
+from hpctrain.core.printing import say  # noqa: E402
 from hpctrain.transport.mpi.fault_tolerance import has_ulfm  # noqa: E402
 
 THREAD_LEVELS = {
@@ -28,7 +29,7 @@ def main() -> None:
     """Start MPI, print the facts as a line of JSON, and finalize MPI."""
     MPI.Init_thread(MPI.THREAD_MULTIPLE)
     facts = {"size": MPI.COMM_WORLD.size, "threads": thread_level(), "ulfm": has_ulfm()}
-    print(json.dumps(facts) + "\n", end="", flush=True)  # one write: ranks share the pipe
+    say(json.dumps(facts))  # one write: ranks share the pipe
     MPI.Finalize()
 
 

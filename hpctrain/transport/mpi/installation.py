@@ -18,6 +18,7 @@ from pathlib import Path
 
 from hpctrain.core.errors import HereError, UsageError
 from hpctrain.core.launchers import without_rank_variables
+from hpctrain.core.printing import say
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ def main() -> None:
         mpi = load_mpi()
     except UsageError as error:
         sys.exit(str(error))
-    print(json.dumps({**asdict(mpi), "mpiexec": find_mpiexec(mpi), "ulfm": has_ulfm(mpi)}))
+    say(json.dumps({**asdict(mpi), "mpiexec": find_mpiexec(mpi), "ulfm": has_ulfm(mpi)}))
 
 
 def _mapped_libmpi() -> str:
