@@ -32,6 +32,7 @@ from hpctrain.chaos.regimes import REGIMES
 from hpctrain.config import toml
 from hpctrain.core import files
 from hpctrain.core.errors import UsageError
+from hpctrain.core.opening import NAMED
 from hpctrain.data import resize_training_set
 from hpctrain.training import recipe as recipes
 from hpctrain.training.recipe import Recipe
@@ -113,7 +114,7 @@ def load(path: Path, changes: Mapping[str, Any] | None = None) -> Campaign:
 
     Raises UsageError with all faults of a table.
     """
-    tables = toml.parse(files.read_text(path, toml.LIMIT_BYTES), str(path))
+    tables = toml.parse(files.read_text(path, toml.LIMIT_BYTES, NAMED), str(path))
     toml.must_be_plain(tables, str(path))
     if tables.pop("schema", None) != 1:
         raise UsageError(f"{path}: expected 'schema = 1', the format that this version reads")
@@ -148,7 +149,7 @@ def _cases(path: Path) -> list[Case | None]:
     def of_line(table: dict[str, Any]) -> Case | None:
         return None if "campaign" in table else read(json.dumps(table))
 
-    return files.read_log(path, of_line, LINES_LIMIT_BYTES).entries
+    return files.read_log(path, of_line, LINES_LIMIT_BYTES, NAMED).entries
 
 
 def _built_in(name: str) -> Subject:

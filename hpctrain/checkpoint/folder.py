@@ -6,7 +6,6 @@ be wrong: if the best one is lost or damaged, the best of the remaining ones tak
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from math import isfinite
 from pathlib import Path
@@ -15,8 +14,9 @@ from typing import Any, NamedTuple
 from hpctrain.checkpoint import manifest
 from hpctrain.checkpoint.format import NAME, DamagedError, step_name
 from hpctrain.core.errors import UsageError
-from hpctrain.core.files import FileError
+from hpctrain.core.files import FileError, unreadable
 from hpctrain.core.metrics import Criterion
+from hpctrain.core.opening import names_in
 
 
 class SavedCheckpoint(NamedTuple):
@@ -51,34 +51,28 @@ def scan(checkpoints: Path) -> list[CheckpointName]:
     those of a file system that is not mounted, must not pass for "none yet".
     """
     try:
-        names = os.listdir(checkpoints)
-    except FileNotFoundError as error:
-        if not checkpoints.is_symlink():
-            return []
-        raise _unreachable(checkpoints, f"a link to {os.readlink(checkpoints)}, missing") from error
+        names = names_in(checkpoints)
+    except FileNotFoundError:
+        return []
     except OSError as error:
-        raise _unreachable(checkpoints, str(error.strerror).lower()) from error
+        actual = str(error.strerror).rpartition("seen ")[2]
+        raise FileError(
+            f"{checkpoints}: expected a folder of checkpoints, seen {actual}; nothing was "
+            "changed. Make it readable, or start anew in another --out"
+        ) from error
     matches = map(NAME.fullmatch, names)
     entries = [CheckpointName(int(m[2]), int(m[3] or 1), m[0], bool(m[1])) for m in matches if m]
     return sorted(entries, reverse=True)
 
 
-def _unreachable(checkpoints: Path, actual: str) -> FileError:
-    return FileError(
-        f"{checkpoints}: expected a folder of checkpoints, seen {actual}; nothing was "
-        "changed. Make it readable, or start anew in another --out"
-    )
-
-
 def must_be_folder(path: Path) -> None:
-    """Raise FileError unless `path` is a folder that can be read, or a link to one."""
+    """Raise FileError unless `path` is a folder that can be read, of a run's checkpoints."""
     try:
-        os.listdir(path)
+        names_in(path, 2)
     except FileNotFoundError:
-        kind = f"a link to {os.readlink(path)}, missing" if path.is_symlink() else "nothing"
-        raise FileError(f"{path}: expected a folder, seen {kind}") from None
+        raise FileError(f"{path}: expected a folder, seen nothing") from None
     except OSError as error:
-        raise FileError(f"{path} cannot be read: {error.strerror}") from None
+        raise unreadable(path, error) from None
 
 
 def vacant_path(checkpoints: Path, step: int, bad: bool) -> Path:

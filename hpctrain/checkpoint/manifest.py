@@ -12,6 +12,7 @@ from typing import Any
 
 import pydantic
 
+from hpctrain.checkpoint import parts
 from hpctrain.checkpoint.about import find_fault
 from hpctrain.checkpoint.format import (
     NAME,
@@ -105,7 +106,7 @@ def _check_consistency(path: Path, manifest: Manifest) -> None:
 
 def _read_table(file: Path) -> dict[str, Any]:
     try:
-        data = files.read_bytes(file, MAX_MANIFEST_BYTES)
+        data = files.read_bytes(file, MAX_MANIFEST_BYTES, parts.LEVELS)
     except files.MissingError:
         if os.path.lexists(file.parent) and not file.parent.exists():
             raise files.FileError(f"{file.parent}: a link to what is not there") from None

@@ -37,8 +37,10 @@ from hpctrain.checkpoint.format import (
 )
 from hpctrain.checkpoint.hashes import unit_bounds
 from hpctrain.core import files
+from hpctrain.core.opening import open_file
 from hpctrain.core.xp import to_host
 
+LEVELS = 3  #: of a file of a checkpoint: RUN/checkpoints/step-N/FILE
 #: Bytes that are read, sent or written at once, unless a single unit has more.
 MAX_EXTENT_BYTES = 4 * files.MIB
 _SAFETENSORS_DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bool": "BOOL",
@@ -192,7 +194,7 @@ def create_file(file: Path) -> Iterator[Callable[[Any], None]]:
     An OSError names the file.
     """
     try:
-        handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        handle = open_file(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, LEVELS)
         try:
             yield lambda data: _write(handle, data)
             os.fsync(handle)
@@ -276,7 +278,7 @@ def _write(handle: int, data: Any) -> None:
 @contextmanager
 def _open_part(file: Path) -> Iterator[int]:
     try:
-        stream = files.open_regular(file)
+        stream = files.open_regular(file, LEVELS)
     except files.MissingError:
         raise DamagedError(f"{file} is missing") from None
     with stream:

@@ -92,6 +92,7 @@ def is_checkpoint(path: Path) -> bool:
 
 def read(path: Path, link: Link, request: RequestArrays | None = None) -> Loaded:
     """Load the checkpoint at `path`, see `load`; raise UsageError if it is damaged."""
+    path = path.resolve()  # a user may name it by a link
     loaded, results = _try_load(path, link, request, [])
     if loaded is None:
         raise UsageError(f"{path} cannot be used: {join_faults(results)}")

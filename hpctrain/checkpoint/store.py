@@ -17,6 +17,8 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,7 @@ from hpctrain.checkpoint.format import (
     step_name,
 )
 from hpctrain.checkpoint.hashes import distinct_bounds
+from hpctrain.core import opening
 from hpctrain.core.errors import SaveError, UsageError
 from hpctrain.core.files import FileError
 from hpctrain.core.metrics import Criterion
@@ -106,7 +109,8 @@ def _prepare_on_first(link: Link, partial: Path, about: Mapping[str, Any]) -> Sl
 def _prepare(partial: Path, about: Mapping[str, Any]) -> bytes:
     """Create the folder of a checkpoint; return the edges of its slots as JSON."""
     checkpoints = partial.parent
-    checkpoints.mkdir(parents=True, exist_ok=True)
+    checkpoints.parent.mkdir(parents=True, exist_ok=True)
+    opening.make_folder(checkpoints)
     parts.sync(checkpoints.parent)
     _remove_partial(checkpoints)
     partial.mkdir()
@@ -116,8 +120,10 @@ def _prepare(partial: Path, about: Mapping[str, Any]) -> bytes:
 
 
 def _remove_partial(checkpoints: Path) -> None:
-    for leftover in checkpoints.glob(".step-*.partial"):
-        _remove(leftover)
+    with suppress(FileNotFoundError):
+        for name in opening.names_in(checkpoints):
+            if fnmatch(name, ".step-*.partial"):
+                _remove(checkpoints / name)
 
 
 def _remove(leftover: Path) -> None:

@@ -16,13 +16,10 @@ The guard runs as a file and imports only the standard library: it starts in 20 
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import sys
 import time
 from collections.abc import Sequence
-
-from hpctrain.core.printing import say
 
 JOB_VARIABLE = "HPCTRAIN_JOB"  #: the variable that marks all processes of a job
 POLL_INTERVAL_S = 0.05
@@ -40,7 +37,7 @@ def main() -> None:
         file.write("hpctrain-guard")  # what `top` shows
     os.read(0, 1)
     if pids := _await_pids(job):
-        say("hpctrain: launch was killed: its ranks are stopped", err=True)
+        print("hpctrain: launch was killed: its ranks are stopped", file=sys.stderr, flush=True)
         # Only the root processes of the job get the signal: mpiexec forwards it to the ranks.
         send_signal([pid for pid in pids if _parent_pid(pid) not in pids], signal.SIGUSR1)
         end_job(job, SIGNAL_SCHEDULE)
@@ -67,8 +64,9 @@ def remove_segments(descriptor: int) -> None:
 def _copy(source: str, target: str) -> None:
     """Copy a file of records into the folder of its run, if that is there and not full."""
     try:
-        if target:
-            shutil.copyfile(source, target)
+        if target and not os.path.islink(os.path.dirname(target)):
+            with open(source, "rb") as records, open(target, "xb") as copy:  # never a link
+                copy.write(records.read())
     except OSError:
         return
 

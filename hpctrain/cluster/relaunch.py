@@ -20,6 +20,7 @@ from typing import NamedTuple
 from hpctrain.cluster.hosts import Host, remaining_hosts
 from hpctrain.cluster.loss_policy import LossPolicy
 from hpctrain.cluster.slurm.job_end import print_message
+from hpctrain.core import files
 from hpctrain.core.files import FileError
 from hpctrain.core.names import counted
 from hpctrain.run_files import run_folder
@@ -162,6 +163,7 @@ def _describe(end: JobEnd) -> str:
 
 def _has_batch_per_rank(run: Path) -> bool:
     try:
-        return bool(_BATCH_PER_RANK.search((run / run_folder.RECIPE).read_text()))
-    except OSError:  # a run of `ht.Trainer` has no recipe
+        recipe = files.read_text(run / run_folder.RECIPE, run_folder.RECIPE_BYTES)
+        return bool(_BATCH_PER_RANK.search(recipe))
+    except FileError:  # a run of `ht.Trainer` has no recipe
         return False

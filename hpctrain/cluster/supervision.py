@@ -16,6 +16,7 @@ from typing import BinaryIO
 from hpctrain.cluster import guard
 from hpctrain.cluster.launcher_messages import MessageFilter
 from hpctrain.cluster.slurm.job_end import LauncherExit
+from hpctrain.core import opening
 from hpctrain.core.errors import StoppedError
 from hpctrain.run_files import run_folder
 
@@ -97,8 +98,8 @@ def _note_stop(announced_folder: bytes, number: int) -> None:
     name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
     run = Path(os.fsdecode(announced_folder))
     if announced_folder and not run_folder.stop_reason(run):
-        with suppress(OSError):
-            (run / run_folder.STOP_REASON).write_text(f"{name}\n")
+        with suppress(OSError), opening.create(run / run_folder.STOP_REASON) as file:
+            file.write(f"{name}\n".encode())
 
 
 @contextmanager

@@ -37,6 +37,7 @@ from typing import Any
 from hpctrain import config
 from hpctrain.core import files
 from hpctrain.core.errors import UsageError
+from hpctrain.core.opening import NAMED
 
 STANDARD = sys.stdlib_module_names | {"__main__", "test"}
 MODULE_BYTES = 1 << 30  #: of a module's file at most; extensions are large
@@ -293,4 +294,4 @@ def _import(name: str, location: str, folder: str) -> ModuleType:
 
 
 def _sha256(file: Path) -> str:
-    return hashlib.sha256(files.read_bytes(file, MODULE_BYTES)).hexdigest()
+    return hashlib.sha256(files.read_bytes(file, MODULE_BYTES, NAMED)).hexdigest()

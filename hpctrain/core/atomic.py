@@ -15,7 +15,10 @@ import os
 import re
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
+
+from hpctrain.core import opening
 
 log = logging.getLogger(__name__)
 TEMPORARY_NAME = re.compile(
@@ -25,37 +28,40 @@ TEMPORARY_NAME = re.compile(
 MAX_WRITE_S = 3600.0
 
 
-def replace(path: Path, content: str | bytes) -> None:
-    """Write a file whole or not at all; raise OSError."""
-    aside = write_aside(path, content)
+def replace(path: Path, content: str | bytes, levels: int = 1) -> None:
+    """Write a file whole or not at all; raise OSError. For `levels` see opening.py."""
+    aside = write_aside(path, content, levels)
     try:
-        os.replace(aside, path)
+        opening.rename(aside, path.name, levels)
     except OSError:
-        aside.unlink(missing_ok=True)
+        opening.remove(aside, levels)
         raise
 
 
-def write_aside(path: Path, content: str | bytes) -> Path:
+def write_aside(path: Path, content: str | bytes, levels: int = 1) -> Path:
     """Write `content` to a temporary file beside `path`, and return that; raise OSError."""
     writer = f"{process_identity(os.getpid())}.{threading.get_native_id()}@{os.uname().nodename}"
     aside = path.with_name(f".{path.name}.{writer}")
     try:
-        aside.unlink(missing_ok=True)
-        with open(aside, "xb") as file:  # never a link
+        opening.remove(aside, levels)
+        with opening.create(aside, levels, exclusive=True) as file:
             file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
     except OSError:
-        aside.unlink(missing_ok=True)
+        opening.remove(aside, levels)
         raise
     return aside
 
 
-def sweep(folder: Path) -> None:
-    """Remove the files that killed writers left in `folder`."""
-    for path in folder.iterdir() if folder.is_dir() else ():
+def sweep(folder: Path, levels: int = 0) -> None:
+    """Remove the files that killed writers left in `folder`, if that is one."""
+    names = []
+    with suppress(OSError):
+        names = opening.names_in(folder, levels)
+    for path in (folder / name for name in names):
         if is_left(path):
-            path.unlink(missing_ok=True)
+            opening.remove(path, levels + 1)
             log.info("removed %s, which a killed process left", path)
 
 

@@ -1,8 +1,9 @@
 """Bounded reads of untrusted files: every fault is a FileError with the place in the file.
 
 A path may name a FIFO, a device, a dangling link or a terabyte of zeros, and a file may hold any
-bytes. So only regular files are opened, a limited number of bytes is read, and each fault is a
-FileError: the file, the line in it, the expected and the actual contents.
+bytes. So only regular files are opened (see opening.py, also for `levels` and `own`), a limited
+number of bytes is read, and each fault is a FileError: the file, the line in it, the expected and
+the actual contents.
 
 A *log* is a file of JSON objects, a line each, that grows while a job runs. An incomplete last line
 is left by a write that a crash or a full disk cut off: it does not count. Any other is damage.
@@ -14,21 +15,19 @@ import errno
 import json
 import os
 import re
-import stat
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Generic, TypeVar
 
 from hpctrain.core.errors import UsageError
+from hpctrain.core.opening import open_file
 
 T = TypeVar("T")
 MIB = 1 << 20
 LINE_BYTES = 256 * MIB  #: of one line in a log: an epoch of events of many workers
 _PIECE_BYTES = MIB
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
-_KINDS = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket",
-          stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}  # fmt: skip
 
 
 class FileError(UsageError):
@@ -55,14 +54,13 @@ def expanded(name: str) -> Path:
         raise FileError(f"{name}: expected the home folder of a user, seen no such user") from None
 
 
-def open_regular(path: str | Path) -> BinaryIO:
-    """Open a regular file, or a link to one, for reading; never waits, as a FIFO would.
+def open_regular(path: str | Path, levels: int = 1, *, own: bool = False) -> BinaryIO:
+    """Open a regular file for reading; see `opening.open_file`.
 
     Raises MissingError where there is nothing, FileError for anything else.
     """
     try:
-        _check_regular(path, os.stat(path))  # first: to open some devices has effects
-        return open(path, "rb", opener=_open_at_once)
+        return os.fdopen(open_file(path, os.O_RDONLY, levels, own=own), "rb")
     except FileNotFoundError:
         if os.path.islink(path):
             target = os.readlink(path)
@@ -72,37 +70,40 @@ def open_regular(path: str | Path) -> BinaryIO:
         raise unreadable(path, error) from None
 
 
-def read_bytes(path: str | Path, limit_bytes: int) -> bytes:
+def read_bytes(path: str | Path, limit_bytes: int, levels: int = 1, *, own: bool = False) -> bytes:
     """Return the contents of a file; raise FileError if they exceed `limit_bytes`."""
-    with open_regular(path) as file:
+    with open_regular(path, levels, own=own) as file:
         pieces = list(_pieces(path, file, limit_bytes))
     return b"".join(pieces)
 
 
-def read_text(path: str | Path, limit_bytes: int) -> str:
+def read_text(path: str | Path, limit_bytes: int, levels: int = 1) -> str:
     """Return the contents of a file as UTF-8 text."""
-    return decoded(read_bytes(path, limit_bytes), str(path))
+    return decoded(read_bytes(path, limit_bytes, levels), str(path))
 
 
-def read_json(path: str | Path, limit_bytes: int) -> Any:
+def read_json(path: str | Path, limit_bytes: int, levels: int = 1) -> Any:
     """Return the contents of a file as a JSON value."""
-    return parsed_json(read_text(path, limit_bytes), str(path))
+    return parsed_json(read_text(path, limit_bytes, levels), str(path))
 
 
-def read_json_object(path: str | Path, limit_bytes: int) -> dict[str, Any]:
+def read_json_object(path: str | Path, limit_bytes: int, levels: int = 1) -> dict[str, Any]:
     """Return the contents of a file as a JSON object."""
-    return as_object(read_json(path, limit_bytes), str(path))
+    return as_object(read_json(path, limit_bytes, levels), str(path))
 
 
 def read_log(
-    path: str | Path, check: Callable[[dict[str, Any]], T], limit_bytes: int = LINE_BYTES
+    path: str | Path,
+    check: Callable[[dict[str, Any]], T],
+    limit_bytes: int = LINE_BYTES,
+    levels: int = 1,
 ) -> Log[T]:
     """Return `check(object)` of each line; `check` raises ValueError for an invalid object.
 
     A last line without its end counts if it is whole. `limit_bytes`: of one line.
     """
     entries: list[T] = []
-    with open_regular(path) as file:
+    with open_regular(path, levels) as file:
         for number, line in enumerate(_lines(path, file, limit_bytes), start=1):
             if not (line.endswith(b"\n") or _is_object(line)):
                 return Log(entries, len(line))
@@ -110,17 +111,14 @@ def read_log(
     return Log(entries)
 
 
-def append_lines(path: str | Path, text: str) -> None:
+def append_lines(path: str | Path, text: str, levels: int = 1) -> None:
     """Append whole lines to a log, all or none, after its last whole line; raise OSError.
 
     What an earlier write that was cut off has left is removed first; a whole last line that lacks
     only its newline is kept, and gets one.
     """
-    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY
-    handle = os.open(path, flags, 0o666)
+    handle = open_file(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, levels)
     try:
-        if not stat.S_ISREG(os.fstat(handle).st_mode):
-            raise OSError(errno.EINVAL, "it is no regular file", str(path))
         end, data = _end_of_lines(handle), text.encode()
         if _is_object(os.pread(handle, _PIECE_BYTES, end)):  # all but its newline was written
             end, data = os.fstat(handle).st_size, b"\n" + data
@@ -135,9 +133,9 @@ def append_lines(path: str | Path, text: str) -> None:
         os.close(handle)
 
 
-def sync(path: str | Path) -> None:
+def sync(path: str | Path, levels: int = 1) -> None:
     """Write what a file holds through to the disk; raise OSError."""
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    handle = open_file(path, os.O_RDONLY, levels)
     try:
         os.fsync(handle)
     finally:
@@ -204,23 +202,8 @@ def unreadable(path: str | Path, error: OSError | ValueError) -> FileError:
         return error
     reason = (isinstance(error, OSError) and error.strerror) or error
     name = str(path).replace("\0", "\\0")
-    return FileError(f"{name} cannot be read: {reason}")
-
-
-def _open_at_once(path: str, flags: int) -> int:
-    handle = os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)
-    try:
-        _check_regular(path, os.fstat(handle))
-    except FileError:
-        os.close(handle)
-        raise
-    return handle
-
-
-def _check_regular(path: str | Path, status: os.stat_result) -> None:
-    if not stat.S_ISREG(status.st_mode):
-        kind = _KINDS.get(stat.S_IFMT(status.st_mode), "something else")
-        raise FileError(f"{path}: expected a regular file, seen {kind}")
+    is_odd = str(reason).startswith("expected")  # of open_file
+    return FileError(f"{name}: {reason}" if is_odd else f"{name} cannot be read: {reason}")
 
 
 def _pieces(path: str | Path, file: BinaryIO, limit_bytes: int) -> Iterator[bytes]:

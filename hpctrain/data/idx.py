@@ -18,6 +18,7 @@ import numpy as np
 from hpctrain import config
 from hpctrain.core.errors import UsageError
 from hpctrain.core.files import expanded, open_regular
+from hpctrain.core.opening import NAMED
 from hpctrain.data.augment import AugmentOptions
 from hpctrain.data.dataset import Split, make_split
 from hpctrain.data.stored import StoredSamples, Stream, map_array, unpack_array
@@ -76,7 +77,7 @@ def read_array(name: str) -> np.ndarray:
     Raises UsageError that names the actual contents.
     """
     path = expanded(name)
-    with open_regular(path) as file:
+    with open_regular(path, NAMED) as file:
         is_gzipped = file.read(2) == _GZIP
         file.seek(0)
         if not is_gzipped:

@@ -15,6 +15,7 @@ import pydantic
 from hpctrain import config
 from hpctrain.core.errors import UsageError
 from hpctrain.core.files import brief, expanded, open_regular
+from hpctrain.core.opening import NAMED
 from hpctrain.data.augment import AugmentOptions
 from hpctrain.data.dataset import Split, make_split
 from hpctrain.data.stored import StoredSamples, map_array
@@ -56,7 +57,7 @@ class NpyOptions(AugmentOptions):
 def _map_file(name: str) -> np.ndarray:
     """Return the mapped array of a file; only the header is read."""
     path = expanded(name)
-    with open_regular(path) as file:
+    with open_regular(path, NAMED) as file:
         shape, is_fortran, dtype = read_header(file, f"{path}: expected an .npy file", _HINT)
         if is_fortran and len(shape) > 1:
             raise UsageError(

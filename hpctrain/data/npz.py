@@ -11,6 +11,7 @@ import numpy as np
 from hpctrain import config
 from hpctrain.core.errors import UsageError
 from hpctrain.core.files import expanded, open_regular
+from hpctrain.core.opening import NAMED
 from hpctrain.data.augment import AugmentOptions
 from hpctrain.data.dataset import Dataset, Split, make_dataset, make_split
 from hpctrain.data.npy import read_header
@@ -41,7 +42,7 @@ def _dataset_from(arrays: dict[str, np.ndarray], x: str, y: str, path: str) -> D
 
 
 def _read_arrays(path: Path) -> dict[str, np.ndarray]:
-    with open_regular(path) as file:
+    with open_regular(path, NAMED) as file:
         try:
             if file.read(4) not in _MAGIC:  # zipfile accepts any bytes in front
                 raise zipfile.BadZipFile("it does not begin as a zip file does")

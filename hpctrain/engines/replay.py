@@ -27,11 +27,12 @@ import pydantic
 import threadpoolctl
 from pydantic import Field
 
-from hpctrain.core import atomic, files
+from hpctrain.core import atomic, files, opening
 from hpctrain.core.errors import HpctrainError, UsageError
 from hpctrain.run_files.schemas import first_fault
 
 log = logging.getLogger(__name__)
+LEVELS = 2  #: of a log, RUN/replay/FILE, see core/opening.py
 FOLDER, LOST_RANKS = "replay", "lost ranks"
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 #: An event as a JSON list: the workers that reported, the order (its second entry is a
@@ -165,7 +166,7 @@ class ReplayLog:
         if lost_ranks and entries:
             entries[0] = {**entries[0], "run": self._settings}
         if len(entries) < len(contents.entries) or contents.torn_bytes or lost_ranks:
-            atomic.replace(self._path, "".join(map(_encode_line, entries)))
+            atomic.replace(self._path, "".join(map(_encode_line, entries)), LEVELS)
 
     def write(self) -> None:
         """Append the intervals recorded since the last call.
@@ -180,8 +181,8 @@ class ReplayLog:
             lines = list(self._unwritten_lines)
             if not self._path.exists():
                 lines.insert(0, _encode_line({"run": self._settings, "about": describe_machine()}))
-            self._path.parent.mkdir(exist_ok=True)
-            files.append_lines(self._path, "".join(lines))
+            opening.make_folder(self._path.parent)
+            files.append_lines(self._path, "".join(lines), LEVELS)
             self._unwritten_lines = []
         except OSError as error:
             log.warning("%s is not written (%s); training goes on", self._path, error.strerror)
@@ -190,7 +191,7 @@ class ReplayLog:
         """Flush the file to the disk, before a checkpoint refers to its intervals."""
         if self._path is not None:
             with contextlib.suppress(OSError):
-                files.sync(self._path)
+                files.sync(self._path, LEVELS)
 
     def end(self) -> None:
         """Write the remaining lines; warn if the log has a gap."""
@@ -273,7 +274,7 @@ def _encode_line(entry: Mapping[str, Any]) -> str:
 
 
 def _read_file(path: Path) -> files.Log[dict[str, Any]]:
-    return files.read_log(path, _check_entry)
+    return files.read_log(path, _check_entry, levels=LEVELS)
 
 
 def _check_entry(entry: dict[str, Any]) -> dict[str, Any]:

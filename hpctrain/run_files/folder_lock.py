@@ -5,13 +5,13 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
-import stat
 import time
 from pathlib import Path
 
 from hpctrain.core import atomic
 from hpctrain.core.errors import UsageError
 from hpctrain.core.files import brief
+from hpctrain.core.opening import open_file
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +25,8 @@ class LockedError(UsageError):
 
 def lock_folder(run: Path, wait_s: float = 0.0) -> int:
     """Lock a folder, return the file descriptor; raise LockedError if it is locked for `wait_s`."""
-    lock, deadline_s = _open_lock(run / LOCK), time.monotonic() + wait_s
+    lock = open_file(run / LOCK, os.O_RDWR | os.O_CREAT)
+    deadline_s = time.monotonic() + wait_s
     try:
         while time.monotonic() < deadline_s and not _take(lock):
             time.sleep(POLL_S)
@@ -38,8 +39,8 @@ def lock_folder(run: Path, wait_s: float = 0.0) -> int:
         log.warning("%s cannot be locked (%s): let no other job write there", run, error.strerror)
     os.ftruncate(lock, 0)
     os.write(lock, f"process {os.getpid()} on {os.uname().nodename}".encode())
-    for folder in (run, run / "replay"):
-        atomic.sweep(folder)
+    atomic.sweep(run)
+    atomic.sweep(run / "replay", levels=1)
     return lock
 
 
@@ -52,20 +53,10 @@ def _take(lock: int) -> bool:
     return True
 
 
-def _open_lock(path: Path) -> int:
-    """Open a lock's file for writing; refuse a link to another file, symbolic or hard."""
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
-    status = os.fstat(handle)
-    if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
-        os.close(handle)
-        raise UsageError(f"{path}: expected a file of its own, seen a link or no file; remove it")
-    return handle
-
-
 def is_locked(run: Path) -> bool:
     """Return whether a process writes to the folder; False where the file system has no locks."""
     try:
-        handle = os.open(run / LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        handle = open_file(run / LOCK, os.O_RDONLY)
     except OSError:
         return False
     try:

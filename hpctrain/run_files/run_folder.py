@@ -67,7 +67,7 @@ def claim(run: Path, resume: bool, wait_s: float = 0.0) -> Iterator[None]:
             )
         lock = lock_folder(run, wait_s)
     except OSError as error:
-        raise UsageError(f"{run} cannot be written: {error.strerror}") from None
+        raise UsageError(f"{error.filename or run} cannot be written: {error.strerror}") from None
     try:
         yield
     finally:

@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from hpctrain.core import files, opening
 from hpctrain.run_files import run_folder
 from hpctrain.scaling.trial_recipe import TIMED_INTERVALS, Timing
 
@@ -21,6 +22,8 @@ TIME_COLUMNS = ("compute_s", "wire_s", "wait_s")
 #: Facts about the machine in a run's summary: jobs may run on other nodes than this process.
 MACHINE_FACTS = ("transport", "threads", "gpus", "gpu_paths")
 SUMMARY = run_folder.SUMMARY
+LEVELS = 3  #: of a log, STUDY/trials/SIZE/FILE, see core/opening.py
+LOG_BYTES = 1 << 30
 Row = dict[str, Any]
 
 
@@ -124,6 +127,12 @@ def log_path(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}.log")
 
 
+def write_log(folder: Path, text: str) -> None:
+    """Write a message about a trial to its log."""
+    with opening.create(log_path(folder), LEVELS) as file:
+        file.write(f"hpctrain: {text}\n".encode())
+
+
 def job_folder(folder: Path) -> Path:
     """Return the folder of the Slurm job that runs a trial."""
     return folder.with_name(f"{folder.name}.job")
@@ -132,5 +141,9 @@ def job_folder(folder: Path) -> Path:
 def read_log_lines(folder: Path) -> list[str]:
     """Return the output lines of a trial; those of its Slurm job come last, as the most precise."""
     logs = [log_path(folder), *sorted(job_folder(folder).glob("slurm-*.out"))]
-    log_texts = [log_file.read_text(errors="replace") for log_file in logs if log_file.exists()]
+    log_texts = [
+        files.read_bytes(log_file, LOG_BYTES, LEVELS).decode(errors="replace")
+        for log_file in logs
+        if log_file.exists()
+    ]
     return "\n".join(log_texts).splitlines()

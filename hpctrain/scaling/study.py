@@ -20,7 +20,7 @@ from typing import Annotated, Any
 
 import pydantic
 
-from hpctrain.core import atomic, files
+from hpctrain.core import atomic, files, opening
 from hpctrain.core.errors import UsageError
 from hpctrain.run_files import folder_lock
 from hpctrain.scaling.trial_recipe import Timing
@@ -101,8 +101,8 @@ class StudyFolder:
     def recipe(self, size: Size, text: str) -> Path:
         """Write the recipe of `size`; return its path."""
         path = self.path / "recipes" / f"{size.name}.toml"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+        opening.make_folder(path.parent)
+        atomic.replace(path, text, levels=2)
         return path
 
     def save(self, study: Study) -> None:

@@ -23,6 +23,7 @@ from hpctrain.cluster.slurm.submit import (
     submit_script,
 )
 from hpctrain.core.errors import HpctrainError, UsageError
+from hpctrain.core.files import open_regular
 from hpctrain.core.names import pick
 from hpctrain.run_files import run_folder
 from hpctrain.slurm.request import JobRequest, build_job, must_be_same_recipe
@@ -119,7 +120,7 @@ def log(path: str | Path, job: str | None = None, follow: bool = False) -> Itera
     while True:
         has_ended = not follow or row["state"] in END_STATES
         if file_path.exists():
-            with open(file_path, "rb") as file:
+            with open_regular(file_path) as file:
                 file.seek(position)
                 for line in file:
                     if line.endswith(b"\n") or has_ended:

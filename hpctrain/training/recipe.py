@@ -21,6 +21,7 @@ from hpctrain.config import overrides, toml, usercode
 from hpctrain.config.usercode import Code
 from hpctrain.core import files
 from hpctrain.core.errors import UsageError
+from hpctrain.core.opening import NAMED
 from hpctrain.gradients.reducer import ALLREDUCE_ONLY_DEFAULTS, WireOptions
 from hpctrain.parallel.options import MeshOptions, PipelineOptions
 from hpctrain.training import split_model
@@ -212,7 +213,7 @@ def _is_file(name: str) -> bool:
 def source(name: str) -> str:
     """Return the text of a recipe; raise UsageError if there is none."""
     if _is_file(name):
-        return files.read_text(name, toml.LIMIT_BYTES)
+        return files.read_text(name, toml.LIMIT_BYTES, NAMED)
     if name not in built_in():
         raise UsageError(config.unknown("recipe", name, built_in()) + " (or name a .toml file)")
     return resources.files("hpctrain.training.recipes").joinpath(f"{name}.toml").read_text()

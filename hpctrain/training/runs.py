@@ -19,6 +19,7 @@ from hpctrain import checkpoint, config, engines, nn
 from hpctrain.config import code_ownership, usercode
 from hpctrain.core import frameworks, trees
 from hpctrain.core.errors import UsageError
+from hpctrain.core.files import open_regular
 from hpctrain.core.labels import find_invalid_label
 from hpctrain.core.launchers import launched
 from hpctrain.core.xp import on_device
@@ -233,6 +234,7 @@ def recipe_file(run: Path, instead: str) -> Path:
             f"{run} has no {run_folder.RECIPE}; expected the folder of `hpctrain train`. For a run "
             f"of your own Trainer: {instead}"
         )
+    open_regular(file).close()  # read by its name, which may not be a link
     return file
 
 

@@ -11,6 +11,7 @@ no training fails because of its trace.
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import logging
 import os
@@ -25,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain.core import files
+from hpctrain.core import files, opening
 from hpctrain.core.errors import UsageError
 from hpctrain.training.run_options import TraceOptions
 from hpctrain.transport.link import Link
@@ -35,6 +36,7 @@ from hpctrain.world import World
 log = logging.getLogger(__name__)
 ROUNDS = 10  #: round trips per rank and reading of its clock
 _HEAD_BYTES = files.MIB  #: of the first line
+LEVELS = 2  #: of the trace of a rank, RUN/trace/FILE, see core/opening.py
 FOLDER, MERGED = "trace", "trace.json"
 _KERNEL = Path("/proc/sys/kernel/random/boot_id")
 
@@ -116,8 +118,8 @@ class Timeline:
         # An engine may attach any object to a span: it must not end the run.
         encode = partial(json.dumps, default=str)
         events = map(encode, world.trace.events(world.rank, world.host, clock))
-        (run / FOLDER).mkdir(exist_ok=True)
-        _write(path_of(run, world.rank), about, events)
+        opening.make_folder(run / FOLDER)
+        _write(path_of(run, world.rank), about, events, LEVELS)
 
     def _merge(self) -> None:
         assert self._run is not None
@@ -192,8 +194,10 @@ def kernel() -> str:
 def _remove_earlier(run: Path) -> None:
     """Remove the trace of an earlier part, which may have had more ranks."""
     with contextlib.suppress(OSError):
-        for path in (run / MERGED, *(run / FOLDER).glob("rank-*.json")):
-            path.unlink(missing_ok=True)
+        opening.remove(run / MERGED)
+        for name in opening.names_in(run / FOLDER):
+            if name.startswith("rank-"):
+                opening.remove(run / FOLDER / name, LEVELS)
 
 
 def _fault_of(write: Callable[[], None]) -> str:
@@ -206,24 +210,24 @@ def _fault_of(write: Callable[[], None]) -> str:
     return ""
 
 
-def _write(path: Path, about: dict[str, Any], events: Iterable[str]) -> None:
+def _write(path: Path, about: dict[str, Any], events: Iterable[str], levels: int = 1) -> None:
     """Write a trace atomically: a header line, then a line per event."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{get_ident()}")
     head = json.dumps({"displayTimeUnit": "ms", "otherData": about})
     try:
-        with open(temporary, "w") as file:
+        with opening.create(temporary, levels) as raw, io.TextIOWrapper(raw) as file:
             file.write(f'{head[:-1]},\n"traceEvents": [')
             for number, event in enumerate(events):
                 file.write(f"{',' * bool(number)}\n{event}")
             file.write("\n]}\n")
-        os.replace(temporary, path)
+        opening.rename(temporary, path.name, levels)
     finally:
         with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
+            opening.remove(temporary, levels)
 
 
 def _head(path: Path) -> dict[str, Any]:
-    with files.open_regular(path) as file:
+    with files.open_regular(path, LEVELS) as file:
         line = file.readline(_HEAD_BYTES).rstrip(b",\n") + b"}"
     place = f"{path}, line 1"
     head = files.as_object(files.parsed_json(files.decoded(line, place), place), place)
@@ -232,7 +236,7 @@ def _head(path: Path) -> dict[str, Any]:
 
 def _lines(path: Path) -> Iterator[str]:
     """Yield the events of a trace that `_write` wrote, as text."""
-    with open(path) as file:
+    with files.open_regular(path, LEVELS) as raw, io.TextIOWrapper(raw) as file:
         for line in islice(file, 2, None):
             if line != "]}\n":
                 yield line.rstrip(",\n")

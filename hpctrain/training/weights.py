@@ -28,6 +28,7 @@ from hpctrain.checkpoint import Loaded, hashes
 from hpctrain.core import atomic, xp
 from hpctrain.core.errors import UsageError
 from hpctrain.core.files import FileError, MissingError, open_regular
+from hpctrain.core.opening import NAMED
 from hpctrain.gradients.arena import Arena, Slot
 from hpctrain.gradients.integers import decode, decoded_shape, encode
 from hpctrain.machine import version
@@ -93,7 +94,7 @@ def read(path: Path) -> Tensors:
     if path.is_dir():
         return tensors_of(checkpoint_of(path))
     try:
-        open_regular(path).close()  # to open a FIFO would block all ranks
+        open_regular(path, NAMED).close()  # to open a FIFO would block all ranks
         return safetensors.numpy.load_file(path)
     except MissingError:
         raise UsageError(

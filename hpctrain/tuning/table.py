@@ -25,8 +25,10 @@ from typing import Any
 
 from hpctrain import collectives, machine
 from hpctrain.collectives import Group
+from hpctrain.core import atomic, opening
 from hpctrain.core.errors import HpctrainError, UsageError
 from hpctrain.core.files import FileError, brief, read_bytes
+from hpctrain.core.opening import NAMED
 from hpctrain.cost_model import cost
 from hpctrain.tuning import choose
 from hpctrain.tuning.gpu_layout import GpuLayout
@@ -210,7 +212,7 @@ def check_fit(table: Table, current: Fingerprint) -> Table:
 def read_table(path: Path) -> Table:
     """Return the table in file `path`; raise TableError if it is missing or unusable."""
     try:
-        return parse_table(read_bytes(path, MAX_FILE_BYTES))
+        return parse_table(read_bytes(path, MAX_FILE_BYTES, NAMED))
     except FileError as error:
         raise TableError(f"{str(error).removeprefix(f'{path}: ')}; {ADVICE}") from None
 
@@ -252,13 +254,10 @@ def _check_machine(machine: cost.Machine | None, name: str) -> None:
 
 def write_table(table: Table, path: Path) -> None:
     """Write `table` to file `path` atomically; raise UsageError if that fails."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(asdict(table), indent=1) + "\n")
-        os.replace(temporary, path)
+        atomic.replace(path, json.dumps(asdict(table), indent=1) + "\n")
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise UsageError(f"the table cannot be written to {path}: {error.strerror}") from None
 
 
@@ -269,7 +268,7 @@ def check_writable(path: Path) -> None:
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.touch()
+        opening.create(temporary, exclusive=True).close()
         temporary.unlink()
     except OSError as error:
         raise UsageError(f"the table cannot be written to {path}: {error.strerror}") from None

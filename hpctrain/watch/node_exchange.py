@@ -17,9 +17,10 @@ from dataclasses import replace
 from pathlib import Path
 from time import time as clock
 
+from hpctrain.core import opening
 from hpctrain.core.files import FileError
 from hpctrain.watch.layout import Call, Snapshot
-from hpctrain.watch.node_file import WANTED, Node, read_copy, read_nodes, write_copy
+from hpctrain.watch.node_file import LEVELS, WANTED, Node, read_copy, read_nodes, write_copy
 from hpctrain.watch.record import WatchRecord
 
 _LOOK_S = 2.0  #: between two looks for `wanted`
@@ -42,7 +43,9 @@ class NodeExchange:
         self._looked_s = time.monotonic()
         with suppress(OSError):
             # Listed, not looked up: NFS may remember for a minute that there is no such file.
-            if WANTED in os.listdir(self._directory) and self._record.speaks_for_node(_SILENT_S):
+            if WANTED in opening.names_in(self._directory) and self._record.speaks_for_node(
+                _SILENT_S
+            ):
                 self.write_own()
 
     def write_own(self) -> None:
@@ -64,7 +67,7 @@ class NodeExchange:
         if self._is_alone:
             return own, {}
         with suppress(OSError):
-            (self._directory / WANTED).touch()
+            opening.create(self._directory / WANTED, LEVELS).close()
         others, deadline = self._nodes(own=False), time.monotonic() + max(ARRIVAL_S, timeout_s / 10)
         copies = {node: _read(self._directory, node) for node in others}
         while not all(copies.values()) and time.monotonic() < deadline:

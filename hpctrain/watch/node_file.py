@@ -27,10 +27,11 @@ from functools import cache
 from pathlib import Path
 from time import time as clock
 
-from hpctrain.core import atomic, files
+from hpctrain.core import atomic, files, opening
 from hpctrain.core.files import FileError, MissingError
 from hpctrain.watch.layout import RECORD_BYTES, Snapshot, decode_node
 
+LEVELS = 2  #: of a file in RUN/watch: neither it nor the folder may be a link
 NODES, WANTED = "nodes.json", "wanted"
 REPORT_NAME, FACTS_NAME = "hung-report.txt", "hung-report.json"  #: by the one rank that reports
 _OF_A_HANG = (WANTED, REPORT_NAME, FACTS_NAME)  # of an earlier job it would silence this one
@@ -59,7 +60,7 @@ class NodeFile:
     def __init__(self, path: str, ranks: int) -> None:
         """Map the file; raise OSError."""
         self.path, self._size = path, ranks * RECORD_BYTES
-        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        descriptor = opening.open_file(path, os.O_RDWR, own=True)
         try:
             self._map = mmap.mmap(descriptor, self._size)
         finally:
@@ -102,7 +103,8 @@ def create(token: str, first_rank: int, ranks: int) -> str:
 
 def _allocate(path: str, nbytes: int) -> None:
     """Make a file of zeros; a full disk fails here, not as SIGBUS in a message."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
+    descriptor = opening.open_file(path, flags, mode=0o600)
     try:
         os.posix_fallocate(descriptor, 0, nbytes)
     except OSError:
@@ -123,7 +125,7 @@ def _remove_abandoned(folder: Path) -> None:
 
 def _last_heartbeat(path: Path) -> float:
     """Return the latest heartbeat in a file, or the time at which it was made."""
-    records = files.read_bytes(path, _FILE_BYTES)
+    records = files.read_bytes(path, _FILE_BYTES, own=True)
     heartbeats = [snapshot.heartbeat for snapshot in decode_node(records)]
     return max([path.stat().st_ctime, *heartbeats])
 
@@ -137,18 +139,18 @@ def _is_own(path: Path) -> bool:
 
 def publish(directory: Path, token: str, nodes: Sequence[Node]) -> None:
     """Write where the records of a job lie, and remove those of earlier jobs; raise OSError."""
-    if directory.is_symlink():  # files elsewhere would be removed
-        raise OSError(errno.ELOOP, "expected a folder of the run, seen a link", str(directory))
-    directory.mkdir(parents=True, exist_ok=True)
-    for path in [*directory.glob("*node-*"), *(directory / name for name in _OF_A_HANG)]:
-        path.unlink(missing_ok=True)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    opening.make_folder(directory)
+    for name in opening.names_in(directory):
+        if "node-" in name or name in _OF_A_HANG:
+            opening.remove(directory / name, LEVELS)
     table = {"schema": 1, "token": token, "nodes": [asdict(node) for node in nodes]}
     # Renamed, but not synced: a recovery waits for it, and after a crash of the node it is useless.
     aside = directory / f".{NODES}"
-    aside.unlink(missing_ok=True)
-    with open(aside, "x") as file:  # never a link
-        file.write(json.dumps(table) + "\n")
-    os.replace(aside, directory / NODES)
+    opening.remove(aside, LEVELS)
+    with opening.create(aside, LEVELS, exclusive=True) as file:
+        file.write(json.dumps(table).encode() + b"\n")
+    opening.rename(aside, NODES, LEVELS)
 
 
 def read_nodes(directory: Path) -> list[Node]:
@@ -158,7 +160,7 @@ def read_nodes(directory: Path) -> list[Node]:
     """
     path = directory / NODES
     try:
-        table = files.read_json_object(path, _NODES_BYTES)
+        table = files.read_json_object(path, _NODES_BYTES, LEVELS)
         return [
             Node(str(node["name"]), str(node["file"]), tuple(map(int, node["ranks"])))
             for node in table["nodes"]
@@ -174,7 +176,7 @@ def read_nodes(directory: Path) -> list[Node]:
 
 def write_copy(directory: Path, node: Node, records: bytes) -> None:
     """Write the records of a node into the folder of the run; raise OSError."""
-    atomic.replace(node.copy(directory), records)
+    atomic.replace(node.copy(directory), records, LEVELS)
 
 
 def collect(directory: Path) -> list[str]:
@@ -187,7 +189,7 @@ def collect(directory: Path) -> list[str]:
         path = Path(node.file)
         with suppress(FileNotFoundError):
             if _is_own(path):
-                write_copy(directory, node, files.read_bytes(path, _FILE_BYTES))
+                write_copy(directory, node, files.read_bytes(path, _FILE_BYTES, own=True))
                 path.unlink(missing_ok=True)
         if not node.copy(directory).exists():
             missing.append(node.name)
@@ -216,14 +218,15 @@ def read_memory(node: Node, history: bool = False) -> list[Snapshot] | None:
     """Return the records of a node from its memory; None if they are not in that of this host."""
     with suppress(MissingError, FileNotFoundError):
         if _is_own(Path(node.file)):
-            return list(decode_node(files.read_bytes(node.file, _FILE_BYTES), history))
+            return list(decode_node(files.read_bytes(node.file, _FILE_BYTES, own=True), history))
     return None
 
 
 def read_copy(directory: Path, node: Node, history: bool = False) -> list[Snapshot]:
     """Return the records of a node from their copy in `directory`; none if there is no copy."""
     try:
-        return list(decode_node(files.read_bytes(node.copy(directory), _FILE_BYTES), history))
+        records = files.read_bytes(node.copy(directory), _FILE_BYTES, LEVELS)
+        return list(decode_node(records, history))
     except MissingError:
         return []
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from hpctrain.core import atomic
+from hpctrain.core import atomic, opening
 from hpctrain.watch.hung_facts import COMPUTING, ENDED, SILENT, WAITING, HungFacts, make_facts
 from hpctrain.watch.layout import Call, Snapshot
-from hpctrain.watch.node_file import FACTS_NAME, REPORT_NAME
+from hpctrain.watch.node_file import FACTS_NAME, LEVELS, REPORT_NAME
 
 _BLOCKED_REMEDY = """what to do: look at the ranks that the job waits for.
   stopped or dead: look on its host for its pid (killed, out of memory?)
@@ -166,9 +166,10 @@ def _describe_first_call(snapshot: Snapshot) -> str:
 def write_report(directory: Path, report: HungReport) -> bool:
     """Write hung-report.txt and .json; return True on the one rank that reports for the job."""
     try:
-        with open(directory / REPORT_NAME, "x") as stream:
-            stream.write(report.text)
-        atomic.replace(directory / FACTS_NAME, json.dumps(report.facts, indent=1) + "\n")
+        with opening.create(directory / REPORT_NAME, LEVELS, exclusive=True) as stream:
+            stream.write(report.text.encode())
+        facts = json.dumps(report.facts, indent=1)
+        atomic.replace(directory / FACTS_NAME, f"{facts}\n", LEVELS)
     except OSError as error:
         # On a full disk or a lost folder all ranks report, rather than none.
         return not isinstance(error, FileExistsError)
@@ -178,7 +179,7 @@ def write_report(directory: Path, report: HungReport) -> bool:
 def dump_stacks(path: Path) -> None:
     """Write the stacks of all threads of this process to `path`, or to stderr if that fails."""
     try:
-        with open(path, "w") as stream:
+        with opening.create(path, LEVELS) as stream:
             faulthandler.dump_traceback(stream, all_threads=True)
     except OSError:
         # A full disk must not keep the watch from ending the job.

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from hpctrain import abort
+from hpctrain.core import opening
 from hpctrain.core.errors import AGREED_ERRORS, LostRankError, UsageError
 from hpctrain.transport.mpi import segments
 from hpctrain.watch import HungReport, Watch, WatchRecord, node_file
@@ -82,7 +83,7 @@ def _remove(world: World, directory: Path, file: NodeFile, record: WatchRecord) 
     file.remove_if_closed()
     if world.rank == 0:
         with suppress(OSError):
-            (directory / node_file.NODES).unlink()
+            opening.remove(directory / node_file.NODES, node_file.LEVELS)
 
 
 def _make_files(world: World, directory: Path, token: str) -> dict[str, Node]:

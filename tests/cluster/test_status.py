@@ -194,7 +194,7 @@ def test_after_a_requeue_a_job_waits_for_another_reason():
 # what is damaged -> the state of its row, and what is said of it
 DAMAGE = {
     ("jobs.json", '{"jobs": [17'): ("damaged", "runs/b/jobs.json is damaged: expected"),
-    ("job.sbatch", None): ("damaged", "job.sbatch: No such file or directory"),
+    ("job.sbatch", None): ("damaged", "job.sbatch: expected a file, seen nothing"),
     ("recipe.toml", "[run\nste"): ("COMPLETED", "runs/b/recipe.toml is not TOML: Expected"),
     ("summary.json", '{"status'): ("COMPLETED", "runs/b/summary.json, column 2: expected JSON"),
     ("job.sbatch", "run='a"): ("COMPLETED", "No closing quotation"),

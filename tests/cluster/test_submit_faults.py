@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ from scripts import fake
 
 from hpctrain.cli import hpctrain
 from hpctrain.cluster.slurm import queries, submit
+from hpctrain.core import opening
 from hpctrain.run_files import run_folder
 from hpctrain.training import recipe
 
@@ -40,10 +40,14 @@ def calls():
     return len(path.read_text().split()) if path.exists() else 0
 
 
-def test_a_full_disk_is_found_before_the_job_is_given_away(tmp_path):
+def test_a_full_disk_is_found_before_the_job_is_given_away(tmp_path, monkeypatch):
     arguments(tmp_path)
     Path("kept").mkdir()
-    Path("kept", f".job.sbatch.{os.getpid()}").symlink_to("/dev/full")
+
+    def full(path):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(opening, "create", full)
     code, message = told("digits", "--out", "kept")
     assert (code, message) == (2, "--out kept cannot be written: No space left on device")
     assert calls() == 0

@@ -9,7 +9,7 @@ import socket
 import pytest
 from fuzz import campaign, in_memory, limited, mutated, torn, value_or_refusal
 
-from hpctrain.core import atomic, files
+from hpctrain.core import atomic, files, opening
 from hpctrain.core.errors import UsageError
 
 FULL = pytest.mark.full
@@ -36,13 +36,6 @@ ODD_FILES = {
     "directory": (lambda path: path.mkdir(), "expected a regular file, seen a directory"),
     "FIFO": (fifo, "expected a regular file, seen a FIFO"),
     "socket": (listening, "expected a regular file, seen a socket"),
-    "link to a FIFO": (
-        lambda path: (fifo(path.with_name("fifo")), path.symlink_to("fifo")),
-        "expected a regular file, seen a FIFO",
-    ),
-    "link to zeros": (lambda path: path.symlink_to("/dev/zero"), "regular file, seen a device"),
-    "link to nowhere": (lambda path: path.symlink_to("gone"), "seen a link to gone, missing"),
-    "loop": (lambda path: path.symlink_to(path.name), "cannot be read: Too many levels"),
     "not readable": (unreadable, "cannot be read: Permission denied"),
     "a hole of a terabyte": (
         lambda path: (path.touch(), os.truncate(path, 1 << 40)),
@@ -56,6 +49,93 @@ ODD_FILES = {
     "half a character": (lambda path: path.write_text('{"a": "\\ud800"}'), "seen half of"),
     "an array": (lambda path: path.write_text("[1]"), "expected a JSON object, seen [1]"),
 }
+
+
+#: links: (what is made, what is said where the user named it, and below a run's folder)
+ODD_LINKS = {
+    "link to a FIFO": (
+        lambda path: (fifo(path.with_name("fifo")), path.symlink_to("fifo")),
+        "expected a regular file, seen a FIFO",
+        "expected a regular file, seen a link to fifo",
+    ),
+    "link to zeros": (
+        lambda path: path.symlink_to("/dev/zero"), "regular file, seen a device", "a link to /dev/z"
+    ),
+    "link to nowhere": (
+        lambda path: path.symlink_to("gone"), "seen a link to gone, missing", "seen a link to gone"
+    ),
+    "loop": (
+        lambda path: path.symlink_to(path.name), "Too many levels of sym", "seen a link to file"
+    ),
+    "link to a file": (
+        lambda path: (path.with_name("target").write_text("x"), path.symlink_to("target")),
+        "expected JSON", "seen a link to target",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("levels", [opening.NAMED, 1])
+@pytest.mark.parametrize("make, named, below", ODD_LINKS.values(), ids=ODD_LINKS)
+def test_links_are_followed_where_a_user_named_them(tmp_path, make, named, below, levels):
+    make(tmp_path / "file")
+    with limited(2), pytest.raises(files.FileError) as error:
+        files.read_json_object(tmp_path / "file", files.MIB, levels)
+    assert (below if levels else named) in str(error.value)
+
+
+ACCESSES = {
+    "append": lambda path, levels: files.append_lines(path, "{}\n", levels),
+    "replace": lambda path, levels: atomic.replace(path, "", levels),
+    "create": lambda path, levels: opening.create(path, levels).close(),
+    "create a new one": lambda path, levels: opening.create(path, levels, exclusive=True).close(),
+    "read": lambda path, levels: files.read_bytes(path, 9, levels),
+    "remove": opening.remove,
+    "sync": files.sync,
+    "make a folder": opening.make_folder,
+    "list": lambda path, levels: opening.names_in(path.parent, levels - 1),
+    "sweep": lambda path, levels: atomic.sweep(path.parent, levels - 1),
+}
+
+
+@pytest.mark.parametrize("depth", [2, 3])
+@pytest.mark.parametrize("access", ACCESSES)
+def test_no_folder_below_a_run_leads_out_of_it(tmp_path, access, depth):
+    outside = tmp_path / "outside"
+    (outside / "inner").mkdir(parents=True)
+    for folder in (outside, outside / "inner"):
+        (folder / "file").write_text("mine")
+        (folder / ".file.json.1-1.1").write_text("of a writer that has ended")
+        os.utime(folder / ".file.json.1-1.1", (0, 0))
+    before = sorted((path, path.stat().st_mtime_ns) for path in outside.rglob("*"))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/a").symlink_to(outside)
+    path = tmp_path / "run/a" / "file" if depth == 2 else tmp_path / "run/a/inner/file"
+    if access == "sweep":
+        ACCESSES[access](path, depth)
+    else:
+        with pytest.raises((OSError, files.FileError), match="expected a folder, seen a link to"):
+            ACCESSES[access](path, depth)
+    assert sorted((path, path.stat().st_mtime_ns) for path in outside.rglob("*")) == before
+
+
+def of_another(path, monkeypatch):
+    path.write_text("x")
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+
+
+def of_two_names(path, monkeypatch):
+    path.write_text("x")
+    os.link(path, path.with_name("another"))
+
+
+@pytest.mark.parametrize("make, flags, reason", [
+    (of_another, os.O_RDONLY, "expected a file of yours, seen that of user"),
+    (of_two_names, os.O_RDWR, "expected a file of one name, seen a hard link"),
+])  # fmt: skip
+def test_files_of_others_are_not_opened(tmp_path, monkeypatch, make, flags, reason):
+    make(tmp_path / "file", monkeypatch)
+    with pytest.raises(OSError, match=reason):
+        opening.open_file(tmp_path / "file", flags, own=True)
 
 
 @pytest.mark.parametrize("make, reported", ODD_FILES.values(), ids=ODD_FILES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +22,7 @@ def calls() -> Iterator[tuple[str, str, ast.Call]]:
 
 #: Output beside core/printing.py and the console of core/fitted_table.py, and why it is none.
 OUTPUT = {
+    ("cluster/guard.py", "print"): "runs without the package",
     ("cluster/supervision.py", "os.write"): "bytes of the ranks, to their own terminal",
     ("core/signals.py", "os.write"): "while the main thread may hold the lock of stderr",
 }
@@ -41,3 +43,44 @@ def test_text_is_printed_by_one_function():
         ):
             printing.add((file, name))
     assert printing == OUTPUT.keys()
+
+
+OPENING = re.compile(
+    r"open|os\.(open|fdopen)|tempfile\.mk.+|shutil\.copy.*|np\.(load|loadtxt|save.*|memmap|fromfile)"
+    r"|.*\.(open|read_text|read_bytes|write_text|write_bytes|touch)"
+)
+#: no files, those of the kernel and of the package, and calls of the one function
+OTHERS = re.compile(
+    r".*(/proc|PROC|MAPS|_KERNEL|os\.devnull|memfd_create|note_descriptor|resources\.files)"
+    r"|(archive|files|opening|pci|self\.sealer)\."
+)
+KERNEL, PACKAGES = "in /proc and /sys", "in installed packages"
+MEMORY = "memory without a name of another process of the job, /proc/PID/fd"
+NAMED, NEW = "a user names it", "has a random name, and is new"
+#: Files that open others without core/opening.py, and which.
+OPENED = {
+    "bench/output.py": NAMED, "cluster/program.py": NAMED, "commands/bench_predict.py": NAMED,
+    "commands/doctor.py": NAMED, "commands/pipeline_predict.py": NAMED, "data/text.py": NAMED,
+    "doctor/job/examine.py": NAMED,
+    "data/digits.py": PACKAGES, "data/mnist.py": PACKAGES, "tuning/table.py": PACKAGES,
+    "cluster/launch.py": KERNEL, "doctor/node.py": KERNEL, "hardware/pci.py": KERNEL,
+    "training/stragglers.py": KERNEL, "transport/placement/core_binding.py": KERNEL,
+    "watch/liveness/channel.py": KERNEL,
+    "run_files/run_folder.py": MEMORY, "transport/mpi/segments.py": MEMORY,
+    "doctor/job/output_folder.py": NEW, "transport/shared_memory/host.py": NEW,
+    "checkpoint/parts.py": "a folder, to write it through to the disk",
+    "cluster/guard.py": "runs without the package",
+    "cluster/netlab/namespaces.py": "in a file system of its own",
+    "core/opening.py": "the one function", "core/files.py": "calls it",
+}  # fmt: skip
+
+
+def test_files_are_opened_by_one_function():
+    """Another would follow links out of a run's folder, and wait for FIFOs there."""
+    opening = {
+        file
+        for file, name, call in calls()
+        if OPENING.fullmatch(name) and not OTHERS.match(ast.unparse(call))
+    }
+    # A campaign of faults reads and writes the folder of its own runs.
+    assert {file for file in opening if not file.startswith("chaos/")} == OPENED.keys()

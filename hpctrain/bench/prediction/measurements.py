@@ -17,6 +17,7 @@ import pydantic
 
 from hpctrain.core import files
 from hpctrain.core.errors import UsageError
+from hpctrain.core.opening import NAMED
 from hpctrain.cost_model import cost, fit
 from hpctrain.cost_model.loggp import Wire, uniform_cluster
 from hpctrain.tuning import table
@@ -64,7 +65,7 @@ _REPORT_READER = pydantic.TypeAdapter(_BenchReport)
 def read_measurements(path: Path) -> Measurements:
     """Read the measurements in `path`; raise UsageError if it is damaged or of another version."""
     try:
-        text = files.read_text(path, table.MAX_FILE_BYTES)
+        text = files.read_text(path, table.MAX_FILE_BYTES, NAMED)
         content = files.as_object(files.parsed_json(text, str(path)), str(path))
     except files.FileError as error:
         raise UsageError(f"--measured {error}; {HOW_TO_MEASURE}") from None

@@ -25,6 +25,7 @@ from hpctrain.cluster.slurm.sbatch import (
 from hpctrain.config import toml
 from hpctrain.core import files
 from hpctrain.core.errors import UsageError
+from hpctrain.core.opening import NAMED
 
 _VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 NODE_KINDS = ("cpu", "gpu")
@@ -166,7 +167,7 @@ def load_site(name: str) -> Site:
 
 def _read_profile(name: str) -> str:
     if name.endswith(".toml") or "/" in name:
-        return files.read_text(name, toml.LIMIT_BYTES)
+        return files.read_text(name, toml.LIMIT_BYTES, NAMED)
     if name not in profile_names():
         raise UsageError(config.unknown("site", name, profile_names()) + " (or name a .toml file)")
     return resources.files("hpctrain.cluster.slurm").joinpath("sites", f"{name}.toml").read_text()

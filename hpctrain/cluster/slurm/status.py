@@ -70,14 +70,15 @@ class JobHistory:
 def read_job_history(folder: Path) -> JobHistory:
     """Return the job history of `folder`; a job submitted by hand has written its id there.
 
-    Raises UsageError for damaged ids, and OSError if the script is missing.
+    Raises UsageError for damaged ids, or if the script is missing.
     """
     jobs, started_job = [str(job) for job in read_job_ids(folder)], run_folder.slurm_job(folder)
     if started_job and started_job not in jobs:
         jobs = sorted([*jobs, started_job], key=_job_numbers)
     script = folder / SCRIPT_FILE
     is_hand_submitted = not script.exists() and not (folder / JOBS_FILE).exists()
-    return JobHistory(folder, tuple(jobs), "" if is_hand_submitted else script.read_text())
+    text = "" if is_hand_submitted else files.read_text(script, files.MIB)
+    return JobHistory(folder, tuple(jobs), text)
 
 
 def _job_numbers(job: str) -> list[int]:
@@ -205,7 +206,7 @@ def _find_log(folder: Path, state: JobState) -> Path | None:
 
 def read_last_line(log_path: Path, job: str) -> str:
     """Return the last line written by the script of `job` or by hpctrain, else the last line."""
-    with open(log_path, "rb") as file:
+    with files.open_regular(log_path) as file:
         file.seek(max(0, log_path.stat().st_size - TAIL_BYTES))
         text = file.read().decode(errors="replace")
     printable_lines = ("".join(filter(str.isprintable, line)).strip() for line in text.splitlines())

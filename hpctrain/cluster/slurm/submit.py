@@ -30,7 +30,7 @@ from hpctrain.cluster.slurm.queries import (
     run_command,
 )
 from hpctrain.cluster.slurm.refusals import explain_refusal
-from hpctrain.core import files, launchers
+from hpctrain.core import files, launchers, opening
 from hpctrain.core.errors import HpctrainError, UsageError
 from hpctrain.run_files import run_folder
 
@@ -118,7 +118,8 @@ def _write_script(folder: Path, script_text: str, is_new_folder: bool) -> Path:
         raise UsageError(f"--out {folder} cannot be made: {error.strerror}") from None
     script_path = folder / f".{SCRIPT_FILE}.{os.getpid()}"
     try:
-        script_path.write_text(script_text)
+        with opening.create(script_path) as file:
+            file.write(script_text.encode())
     except OSError as error:
         _remove_script(script_path, is_new_folder)
         raise UsageError(f"--out {folder} cannot be written: {error.strerror}") from None

@@ -18,9 +18,10 @@ from pathlib import Path
 
 from hpctrain.cluster.launch import MpiInstallation, find_mpi
 from hpctrain.cluster.netlab import netlab
-from hpctrain.core import launchers, progress
+from hpctrain.core import launchers, opening, progress
 from hpctrain.core.errors import UsageError
 from hpctrain.core.interpreter import module_command
+from hpctrain.scaling.collect import LEVELS
 from hpctrain.scaling.study import Study
 from hpctrain.scaling.world_sizes import Size
 
@@ -86,7 +87,7 @@ def run(
     environ = {k: v for k, v in os.environ.items() if k != progress.TERMINAL}
     if threads is not None:
         environ["OMP_NUM_THREADS"] = str(threads)
-    with open(log, "w") as out:
+    with opening.create(log, LEVELS) as out:
         process = subprocess.Popen(
             command,
             env=environ,
@@ -100,7 +101,7 @@ def run(
             return _wait(process, limit_s, on_poll)
         except subprocess.TimeoutExpired:
             _stop(process)
-            out.write(f"hpctrain: ended after {limit_s:g} s, the limit of a trial\n")
+            out.write(f"hpctrain: ended after {limit_s:g} s, the limit of a trial\n".encode())
             return 1
         except BaseException:
             _stop(process)

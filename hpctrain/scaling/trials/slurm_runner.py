@@ -97,7 +97,7 @@ def _job_for(folder: StudyFolder, study: Study, spec: Recipe, key: TrialKey) -> 
         return _open_job(study, key, out) or _submit(folder, study, spec, key, out)
     except HpctrainError as error:  # of this size alone, it may be; so is an sbatch too slow
         out.parent.mkdir(parents=True, exist_ok=True)
-        collect.log_path(out).write_text(f"hpctrain: {' '.join(str(error).split())}\n")
+        collect.write_log(out, " ".join(str(error).split()))
         return None
 
 
@@ -243,6 +243,5 @@ def _log_end(out: Path, state: JobState) -> None:
         time.sleep(0.2)
     reason = f" ({explain_reason(state.reason)})" if state.reason else ""
     end = "" if state.state in END_STATES else f"; `scancel {state.job}` ends it"
-    text = f"hpctrain: Slurm's job {state.job} is {state.state}{reason}{end}\n"
-    collect.log_path(out).write_text(text)
+    collect.write_log(out, f"Slurm's job {state.job} is {state.state}{reason}{end}")
     shutil.rmtree(out / "checkpoints", ignore_errors=True)

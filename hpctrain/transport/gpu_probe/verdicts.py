@@ -22,8 +22,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_args
 
-from hpctrain.core import thresholds
+from hpctrain.core import atomic, files, thresholds
 from hpctrain.core.errors import UsageError
+from hpctrain.core.opening import NAMED
 from hpctrain.core.printing import say
 from hpctrain.hardware import gdr, nics, nvidia, pci
 from hpctrain.transport import paths
@@ -253,7 +254,7 @@ def cache_file(environ: Mapping[str, str], root: Path = pci.ROOT) -> Path:
 
 def _read_cache(file: Path) -> ProbeResult | None:
     try:
-        return result_from_json(file.read_text())
+        return result_from_json(files.read_text(file, files.MIB, NAMED))
     except (
         OSError,
         ValueError,
@@ -275,9 +276,7 @@ def _write_cache(file: Path, result: ProbeResult) -> None:
     """Write a result to its cache file atomically; warn if it cannot be written."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        temporary = file.with_suffix(f".{os.getpid()}")
-        temporary.write_text(json.dumps(asdict(result)))
-        temporary.replace(file)
+        atomic.replace(file, json.dumps(asdict(result)))
     except OSError as error:
         say(
             f"the verdict cannot be cached in {file.parent} ({error.strerror}), so ranks will not "

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing
 
+from hpctrain.core.opening import NAMED, open_file
 from hpctrain.core.xp import Array, namespace, on_device
 from hpctrain.transport.link import Link
 
@@ -238,7 +239,7 @@ def _map_file(description: bytes) -> np.ndarray | None:
     token, path = description[:16], description[16 + _LAYOUT.size :].decode()
     skew, nbytes = _LAYOUT.unpack_from(description, 16)
     try:
-        descriptor = os.open(path, os.O_RDWR)
+        descriptor = open_file(path, os.O_RDWR, NAMED, own=True)
     except OSError:
         return None
     try:
