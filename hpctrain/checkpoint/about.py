@@ -17,6 +17,7 @@ from pydantic import AfterValidator, Field
 
 from hpctrain.core.files import brief
 from hpctrain.core.metrics import Direction
+from hpctrain.run_files import schemas
 from hpctrain.run_files.schemas import first_fault
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
@@ -100,7 +101,7 @@ class CheckpointFacts(pydantic.BaseModel):
     epoch: Count = 0
     sample_index: Count = 0
     open_row: OpenRow | None = None
-    rows_due: list[dict[str, Any]] = []
+    rows_due: list[Annotated[dict[str, Any], AfterValidator(schemas.row)]] = []
     world_size: Positive | None = None
     batch: Positive | None = None
     seed: Count = 0
@@ -155,7 +156,10 @@ def _update_rate_fault(updates_per_step: float, ranks: int | None) -> str:
 
 
 def _position_fault(about: CheckpointFacts, step: int, given_keys: Any) -> str:
-    """Return the fault in the positions of the next sample and of the open row."""
+    """Return the fault in the positions of the next sample, of rows due and of the open row."""
+    due = [due_row["step"] for due_row in about.rows_due]
+    if due != sorted({n for n in due if n <= step}):
+        return f"'about.rows_due': expected growing steps up to {step}, seen {brief(due)}"
     row = about.open_row
     if row is not None and not row.since_step < step:
         return f"'about.open_row.since_step': expected less than {step}, seen {row.since_step}"

@@ -43,7 +43,7 @@ checked. See docs/reliability.md.
 @click.option("--case", "indexes", type=int, multiple=True, metavar="N", help="Run case N alone.")
 @click.option("--seed", type=int, metavar="N", help="Another seed than that of the campaign.")
 @click.option("--cases", type=click.IntRange(1), metavar="N", help="Another number of cases.")
-@click.option("--list", "lists", is_flag=True, help="List the cases and verdicts; run nothing.")
+@click.option("--list", "lists", is_flag=True, help="List the cases and verdicts; run no job.")
 @click.option("--resume", is_flag=True, help="Run the cases that have not passed in the results.")
 @click.option("--failed", is_flag=True, help="Of a file of results: the cases that failed.")
 @click.option(

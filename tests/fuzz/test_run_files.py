@@ -68,6 +68,19 @@ def forge_manifest(path, rng):
     (path / "manifest.json").write_bytes(data)
 
 
+def lengthen_manifest(path, rng):
+    """Repeat the entries of a table or a list, which then has thousands, with a right hash."""
+    table = json.loads((path / "manifest.json").read_text())
+    del table["sha256"]
+    key = rng.choice([key for key in table if isinstance(table[key], dict | list)])
+    count = rng.choice((10, 1000, 10_000))
+    if isinstance(table[key], list):
+        table[key] *= count
+    else:
+        table[key] |= {f"{name}{i}": x for name, x in table[key].items() for i in range(count)}
+    (path / "manifest.json").write_bytes(sealed(table))
+
+
 def damage_file(path, rng):
     file = rng.choice(sorted(path.iterdir()))
     file.write_bytes(mutated(file.read_bytes(), rng))
@@ -101,8 +114,8 @@ def odd_entry(path, rng):
     )()
 
 
-DAMAGES = (forge_manifest, forge_manifest, forge_manifest, damage_file, tear_file, odd_file,
-           odd_entry)  # fmt: skip
+DAMAGES = (forge_manifest, forge_manifest, forge_manifest, lengthen_manifest, damage_file,
+           tear_file, odd_file, odd_entry)  # fmt: skip
 
 
 def same_arrays(loaded, step):
@@ -169,12 +182,19 @@ def test_resumed_from_forged_facts(count, monkeypatch):
                 (path,) = (run / "checkpoints").iterdir()
                 table = json.loads((path / "manifest.json").read_text())
                 del table["sha256"]
-                about = mutated_json(table["about"], rng, most=1)
+                about = {**table["about"], "rows_due": run_folder.rows(run)[-1:]}
+                run_folder.cut_rows(run, 2)  # so that the row due is missing
+                if rng.random() < 0.5:
+                    about = mutated_json(about, rng, most=1)
+                else:
+                    about["rows_due"] = mutated_json(about["rows_due"], rng)
                 (path / "manifest.json").write_bytes(sealed({**table, "about": about}))
                 observed = value_or_refusal(lambda: train(longer, run, True), run)
                 if not isinstance(observed, HpctrainError):
                     assert observed["params_sha256"] == expected["params_sha256"]
-                    assert [row["step"] for row in run_folder.rows(run)] == [1, 2, 3, 4, 5]
+                    due = [row["step"] for row in about.get("rows_due") or ()]
+                    steps = [row["step"] for row in run_folder.rows(run)]
+                    assert steps == [1, 2, *(n for n in due if n > 2), 4, 5]
             finally:
                 shutil.rmtree(run)
 
