@@ -217,10 +217,18 @@ def _pieces(path: str | Path, file: BinaryIO, limit_bytes: int) -> Iterator[byte
 
 
 def _lines(path: str | Path, file: BinaryIO, limit_bytes: int) -> Iterator[bytes]:
-    while line := _guarded(path, lambda: file.readline(limit_bytes + 1)):
-        if len(line) > limit_bytes:
+    pieces, length = list[bytes](), 0
+    while piece := _guarded(path, lambda: file.readline(_PIECE_BYTES)):
+        length += len(piece)
+        if length > limit_bytes:
             raise FileError(f"{path}: expected lines of at most {limit_bytes} bytes, seen a longer")
-        yield line
+        if not pieces or piece.count(0) < len(piece):  # the zeros of a hole take no memory
+            pieces.append(piece)
+        if piece.endswith(b"\n"):
+            yield b"".join(pieces)
+            pieces, length = [], 0
+    if pieces:
+        yield b"".join(pieces)
 
 
 def _guarded(path: str | Path, read: Callable[[], bytes]) -> bytes:

@@ -108,10 +108,13 @@ class Bar:
         self._drawn_s = now_s
         return True
 
-    def show(self, step: int, epoch: int, loss: float, samples_per_s: float) -> None:
-        """Draw the state after `step` steps."""
-        fields: dict[str, Any] = {"loss": f"{loss:.4f}", "rate": f"{samples_per_s:,.0f}"}
-        self._progress.update(self._task, completed=step, epoch=epoch, refresh=True, **fields)
+    def show(
+        self, step: int, epoch: int | None, loss: float | None, samples_per_s: float | None
+    ) -> None:
+        """Draw the state after `step` steps; None where a row does not have it."""
+        fields: dict[str, Any] = {"epoch": "-" if epoch is None else epoch}
+        fields |= {"loss": _number(loss, ".4f"), "rate": _number(samples_per_s, ",.0f")}
+        self._progress.update(self._task, completed=step, refresh=True, **fields)
 
     def print(self, text: str) -> None:
         """Print a line above the bar."""
@@ -134,9 +137,9 @@ def line(row: Mapping[str, Any], total_steps: int) -> str:
     """Return a row of metrics as one line of a log."""
     words = [
         f"step {row['step']}/{total_steps}",
-        f"epoch {row['epoch']}",
-        f"loss {_number(row['train_loss'], '.4f')}",
-        f"{row['samples_per_s']:,.0f} samples/s",
+        f"epoch {row.get('epoch', '-')}",
+        f"loss {_number(row.get('train_loss'), '.4f')}",
+        f"{_number(row.get('samples_per_s'), ',.0f')} samples/s",
     ]
     words += [f"{name} {value}" for name, value in _test_metrics(row).items() if value != "-"]
     words += filter(None, [describe_lost(row)])

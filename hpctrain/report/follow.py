@@ -39,7 +39,8 @@ def follow(run: Path, wait: Callable[[float], None] = time.sleep) -> dict[str, A
             if bar is None:
                 say(progress.line(row, total), err=True)
             else:
-                bar.show(last_step, row["epoch"], row["train_loss"], row["samples_per_s"])
+                facts = map(row.get, ("epoch", "train_loss", "samples_per_s"))
+                bar.show(last_step, *facts)
                 if lost := progress.describe_lost(row):
                     bar.print(f"step {last_step}: {lost}")
         if summary is not None:

@@ -38,6 +38,7 @@ STOP_REASON = ".why"
 #: A job script writes its Slurm job there, before it starts the ranks.
 SLURM_JOB = ".began"
 NOTE_BYTES, RECIPE_BYTES, SUMMARY_BYTES = 4096, files.MIB, 16 * files.MIB
+ROW_BYTES = 16 * files.MIB
 #: The variable in which `hpctrain launch` names a file; rank 0 writes the run's folder there. It
 #: lies in launch's memory, under this name: it vanishes when launch ends, also when killed.
 ANNOUNCE, ANNOUNCE_FILE = "HPCTRAIN_ANNOUNCE", "hpctrain-announce"
@@ -178,7 +179,7 @@ def rows(run: Path) -> list[dict[str, Any]]:
 
 def _log(run: Path) -> files.Log[dict[str, Any]]:
     try:
-        return files.read_log(run / METRICS, schemas.row)
+        return files.read_log(run / METRICS, schemas.row, ROW_BYTES)
     except MissingError:
         return files.Log([])
 

@@ -16,6 +16,7 @@ from hpctrain.core.files import brief
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Number = float | None
 Histogram = dict[Annotated[str, Field(pattern=r"^[0-9]{1,6}$")], Count]
+METRICS = ("train_", "test_")  #: beginnings of the names of metrics
 _OPEN = pydantic.ConfigDict(strict=True, extra="allow", defer_build=True)
 
 
@@ -48,6 +49,7 @@ class MetricsRow(Metrics):
     """A row of metrics.jsonl."""
 
     step: Annotated[int, Field(ge=1, lt=2**63)]
+    total_steps: Count | None = None
     steps: Count | None = None
     epoch: Count | None = None
     train_accuracy: Number = None
@@ -112,7 +114,15 @@ def _validate(model: type[pydantic.BaseModel], entry: dict[str, Any]) -> dict[st
         model.model_validate(entry)
     except pydantic.ValidationError as error:
         raise ValueError(first_fault(error)) from None
+    for key, value in entry.items():
+        if key.startswith(METRICS) and not _is_number(value):
+            raise ValueError(f"'{brief(key)[1:-1]}': expected a number, seen {brief(value)}")
     return entry
+
+
+def _is_number(value: Any) -> bool:
+    """Return whether `value` is a metric: a float, an integer of 64 bits, or null."""
+    return value is None or isinstance(value, float) or (type(value) is int and abs(value) < 2**63)
 
 
 def first_fault(error: pydantic.ValidationError, within: str = "") -> str:
