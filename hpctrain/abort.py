@@ -25,6 +25,7 @@ from typing import NoReturn
 from hpctrain.core import launchers
 from hpctrain.core.errors import (
     AGREED_ERRORS,
+    BadSampleError,
     HereError,
     HungError,
     OwnRankError,
@@ -138,8 +139,11 @@ def report(error: BaseException, prefix: str, rank: int = 0, size: int = 1) -> N
         _print(f"hpctrain: {prefix}: {memory_error}" if size > 1 else f"hpctrain: {memory_error}")
         log.debug("the allocation that failed:", exc_info=error)
         return
-    lines = "".join(traceback.format_exception(error)).splitlines()
-    lines += notes(error) if sys.version_info < (3, 11) else []  # later ones add them
+    if isinstance(error, BadSampleError):
+        lines = [str(error), *notes(error)]
+    else:
+        lines = "".join(traceback.format_exception(error)).splitlines()
+        lines += notes(error) if sys.version_info < (3, 11) else []  # later ones add them
     _print("\n".join(f"[{prefix}] {line}" for line in lines))
     time.sleep(FAULT_GROUPING_WINDOW_S if size > 1 else 0)
 

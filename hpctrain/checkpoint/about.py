@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from itertools import pairwise
 from math import prod
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import pydantic
 from pydantic import AfterValidator, Field
@@ -68,6 +68,15 @@ class ModelFacts(pydantic.BaseModel):
     outputs: Positive | None
 
 
+class ScaleFacts(pydantic.BaseModel):
+    """The scale of the samples; see data/scaling.py."""
+
+    model_config = _STRICT
+    rule: Literal["auto", "standard", "minmax", "none"]
+    shift: list[Finite] = []
+    divisor: list[Annotated[float, Field(gt=0, allow_inf_nan=False)]] = []
+
+
 class BestFacts(pydantic.BaseModel):
     """The metric by which the best checkpoint is kept."""
 
@@ -116,6 +125,7 @@ class CheckpointFacts(pydantic.BaseModel):
     recipe: str | None = None
     recipe_sha256: str | None = None
     model: ModelFacts | None = None
+    scale: ScaleFacts | None = None
     metrics: dict[MetricName, float | None] = {}
     keep_best: BestFacts | None = None
     weights: dict[str, dict[str, TensorPlace]] = {}
@@ -139,6 +149,7 @@ def find_fault(about: Mapping[str, Any], step: int, sizes: Mapping[str, int]) ->
         or _position_fault(entries, step, given_keys)
         or _placement_fault(entries.weights, sizes)
         or _name_fault(entries)
+        or _scale_fault(entries.scale)
     )
 
 
@@ -197,3 +208,16 @@ def _name_fault(about: CheckpointFacts) -> str:
     if unknown := sorted(set(about.ties.values()) - places.keys()):
         return f"'about.ties': expected the name of a tensor, seen {brief(unknown[0])}"
     return ""
+
+
+def _scale_fault(scale: ScaleFacts | None) -> str:
+    """Return the fault of a scale whose numbers and rule do not belong together."""
+    if scale is None:
+        return ""
+    has_numbers = scale.rule in ("standard", "minmax")
+    if has_numbers == bool(scale.shift) and len(scale.shift) == len(scale.divisor):
+        return ""
+    return (
+        f"'about.scale': expected as many numbers in 'shift' and 'divisor' as {scale.rule} needs, "
+        f"seen {len(scale.shift)} and {len(scale.divisor)}"
+    )

@@ -46,6 +46,16 @@ class OwnRankError(UsageError):
     """A UsageError that other ranks do not share."""
 
 
+class DataError(UsageError):
+    """A value of a data set that is not valid, seen when its sample was read."""
+
+
+class BadSampleError(HpctrainError):
+    """A DataError within a training: of the rank alone that read the sample; needs no traceback."""
+
+    exit_code = 2
+
+
 class ModelError(UsageError):
     """A model that does not fit the options, or was changed within a run: raised on all ranks."""
 

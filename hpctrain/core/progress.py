@@ -199,6 +199,8 @@ def closing_table(summary: Mapping[str, Any], text: bool = False) -> Table:
         rows["steps skipped"] = f"{skipped}, whose gradient was not finite"
     if losses := describe_losses(summary):
         rows["recoveries"] = losses
+    if suspicious := summary.get("suspicious"):
+        rows = {"suspicious": "; ".join(suspicious), **rows}
     if summary.get("reason"):
         rows = {"ended early": summary["reason"], **rows}
     for name, value in rows.items():

@@ -57,8 +57,11 @@ __all__ = [
 class Source(Protocol):
     """The options of a data set, with the method that loads it."""
 
-    def load(self, seed: int) -> Split:
-        """Return the data set; raise UsageError if it cannot be read."""
+    def load(self, seed: int, finite: bool = True) -> Split:
+        """Return the data set; raise UsageError if it cannot be read.
+
+        `finite`: values that are not finite are an error, at once or when they are read.
+        """
 
 
 __getattr__ = lazy_names(

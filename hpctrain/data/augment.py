@@ -9,7 +9,7 @@ communicate, and a checkpoint needs no state of a generator.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import numpy as np
 import pydantic
@@ -17,6 +17,7 @@ import pydantic
 from hpctrain import config
 from hpctrain.core.errors import UsageError
 from hpctrain.data.dataset import Samples, Split
+from hpctrain.data.scaling import BLOCKS, Rule, Scale, block_moments, scale_from, scale_split
 
 # Makes this stream another than that of `sampler.order`, which has the same key.
 _INITIAL_COUNTER = (0, 0, 0, 2)
@@ -79,14 +80,22 @@ def shift_images(x: np.ndarray, down: np.ndarray, right: np.ndarray, max_shift: 
 
 
 @config.options
-class AugmentOptions:
-    """Keys of `[data]` for sets of images: random changes of the training images."""
+class ArrayOptions:
+    """Keys of `[data]` for arrays: their scale, and random changes of training images."""
 
+    PATHS: ClassVar[tuple[str, ...]] = ()  #: keys that name files
+    scale: Rule = "auto"
     shift: Annotated[int, pydantic.Field(ge=0)] = 0
     flip: bool = False
 
-    def augment(self, split: Split, seed: int) -> Split:
-        """Return `split` with training images that are shifted and mirrored as configured."""
-        if not (self.shift or self.flip):
-            return split
-        return split._replace(train=AugmentedSamples(split.train, seed, self.shift, self.flip))
+    def finish(self, split: Split, seed: int) -> Split:
+        """Return `split` with training images that are shifted and mirrored, and samples scaled.
+
+        "standard" and "minmax" read all training samples; training measures them on all ranks.
+        """
+        scale = Scale(self.scale)
+        if self.scale in ("standard", "minmax"):
+            scale = scale_from(block_moments(split.train, range(BLOCKS)), self.scale)
+        if self.shift or self.flip:
+            split = split._replace(train=AugmentedSamples(split.train, seed, self.shift, self.flip))
+        return scale_split(split, scale)

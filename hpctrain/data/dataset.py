@@ -16,6 +16,10 @@ from hpctrain.core import trees
 from hpctrain.core.errors import UsageError
 from hpctrain.core.labels import find_invalid_label
 
+OBJECTS_REMEDY = (
+    "give all rows the same length, each missing value a number and each text a number, then "
+    "array = numpy.array(rows, dtype='float32'); of pandas: frame.to_numpy(dtype='float32')"
+)
 SAMPLES_PER_READ = 1024  #: samples read at once in a pass over all of them
 
 
@@ -47,17 +51,20 @@ class Dataset:
     """Samples `x` and targets `y`: arrays (n, ...) of finite real numbers, or trees of such.
 
     A tree is a dict or tuple, such as {"image": images, "age": ages}. Integer targets, such as
-    class labels, become int64; which targets are valid is up to the loss. Raises UsageError for
-    other lengths, dtypes or values.
+    class labels, become int64; which targets are valid is up to the loss. Images are (n, h, w) or
+    (n, h, w, channels). Raises UsageError for other lengths or dtypes and, if `finite`, for NaN and
+    infinite values; without it `not_finite` of the run decides about these.
     """
 
     x: Any
     y: Any
+    finite: bool = True
 
     def __post_init__(self) -> None:
         """Check all arrays and make integer targets int64."""
         fault = find_fault(self.x, self.y)
-        fault = fault or find_value_fault(range(len(self)), x=self.x, y=self.y)
+        if self.finite and not fault:
+            fault = find_value_fault(range(len(self)), x=self.x, y=self.y)
         if fault:
             raise UsageError(fault)
         object.__setattr__(self, "y", trees.map_arrays(as_targets, self.y))
@@ -91,10 +98,10 @@ def in_pieces(samples: Samples, indexes: np.ndarray) -> Iterator[tuple[Any, Any]
     return (samples.rows(indexes[start : start + SAMPLES_PER_READ]) for start in starts)
 
 
-def make_dataset(x: Any, y: Any, source: str) -> Dataset:
-    """Return Dataset(x, y); raise UsageError, which begins with `source`, for invalid arrays."""
+def make_dataset(x: Any, y: Any, source: str, finite: bool = True) -> Dataset:
+    """Return the Dataset; raise UsageError, which begins with `source`, for invalid arrays."""
     try:
-        return Dataset(x, y)
+        return Dataset(x, y, finite)
     except UsageError as error:
         raise UsageError(f"{source}: {error}") from None
 
@@ -149,12 +156,19 @@ def find_value_fault(numbers: Sequence[int] | np.ndarray, **parts: Any) -> str:
     for name, tree in parts.items():
         for path, array in trees.arrays(tree):
             if array.dtype.kind == "f" and not np.isfinite(array).all():
-                index = np.argwhere(~np.isfinite(array))[0]
+                row, *place = np.argwhere(~np.isfinite(array))[0].tolist()
+                column = f", {'column' if len(place) == 1 else 'at'} {brief_index(place)}"
                 return (
-                    f"{name}{path} holds {array[tuple(index)]} in sample {numbers[index[0]]}; "
-                    "expected finite numbers"
+                    f"{name}{path} holds {array[(row, *place)]} in sample {numbers[row]}"
+                    f"{column * bool(place)}; expected finite numbers: replace or remove it, or "
+                    "set [run] not_finite = 'skip' to go on without the steps that read it"
                 )
     return ""
+
+
+def brief_index(index: Sequence[int]) -> str:
+    """Return an index within a sample: 3, or (2, 5)."""
+    return str(index[0]) if len(index) == 1 else f"({', '.join(map(str, index))})"
 
 
 def as_targets(y: np.ndarray) -> np.ndarray:
@@ -167,11 +181,26 @@ def _find_array_fault(array: Any, name: str, min_dims: int) -> str:
         actual = f"of shape {array.shape}" if isinstance(array, np.ndarray) else _describe(array)
         return f"{name} is {actual}; expected an array (samples, ...) of {min_dims} dims or more"
     if array.dtype.kind not in "fiub":
-        return (
-            f"{name} has dtype {array.dtype}; expected real numbers: convert it with "
-            f"{name}.astype('float32')"
-        )
+        return f"{name} has dtype {array.dtype}; expected real numbers: {_find_remedy(name, array)}"
     return ""
+
+
+def _find_remedy(name: str, array: np.ndarray) -> str:
+    """Return the way to numbers from text, objects, times and complex numbers."""
+    if array.dtype.kind in "US" and name.startswith("y"):
+        return (
+            f"number the classes with classes, {name} = numpy.unique({name}, return_inverse=True)"
+        )
+    if array.dtype.kind in "US":
+        return (
+            "give each text a number, as numpy.unique(column, return_inverse=True) does, or a "
+            "column of 0 and 1 per text"
+        )
+    if array.dtype.kind == "O":
+        return OBJECTS_REMEDY
+    if array.dtype.kind == "c":
+        return f"numpy.stack([{name}.real, {name}.imag], axis=-1)"
+    return f"{name}.astype('float32'), if that is what the numbers mean"
 
 
 def _describe(value: object) -> str:

@@ -15,7 +15,7 @@ from importlib import resources
 import numpy as np
 
 from hpctrain import config
-from hpctrain.data.augment import AugmentOptions
+from hpctrain.data.augment import ArrayOptions
 from hpctrain.data.dataset import Dataset, Split, make_split
 from hpctrain.data.package_file import package_file
 
@@ -24,10 +24,10 @@ CLASSES = 10
 
 
 @config.options
-class DigitsOptions(AugmentOptions):
+class DigitsOptions(ArrayOptions):
     """`[data] kind = "digits"`."""
 
-    def load(self, seed: int) -> Split:
+    def load(self, seed: int, finite: bool = True) -> Split:
         """Return 1,437 training and 360 test images, float32 (n, 8, 8) in 0 .. 1; 10 classes.
 
         The stratified split does not depend on `seed`, so runs with different seeds are tested on
@@ -36,7 +36,7 @@ class DigitsOptions(AugmentOptions):
         x, y = (array.copy() for array in _read())
         train = Dataset(x[:TRAINING_IMAGES], y[:TRAINING_IMAGES])
         test = Dataset(x[TRAINING_IMAGES:], y[TRAINING_IMAGES:])
-        return self.augment(make_split(train, test, "digits", CLASSES), seed)
+        return self.finish(make_split(train, test, "digits", CLASSES), seed)
 
 
 @cache  # read once per process, even with many ranks as threads or many trainings in one script

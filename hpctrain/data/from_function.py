@@ -23,7 +23,7 @@ class FunctionData:
     arguments: dict[str, Any] = field(default_factory=dict)
     folder: str = "."  #: where modules that are not installed are looked up
 
-    def load(self, seed: int) -> Split:
+    def load(self, seed: int, finite: bool = True) -> Split:
         """Call the function, which returns a Split or (train, test); test may be None.
 
         `train` and `test` are Datasets, other Samples, or pairs (x, y) of arrays or of dicts and
@@ -31,18 +31,20 @@ class FunctionData:
         Errors inside the function are not caught.
         """
         result = usercode.call(self.target, "[data] kind", self.folder, **self.arguments)
-        return _as_split(result, self.target)
+        return _as_split(result, self.target, finite)
 
 
-def _as_split(value: Any, target: str) -> Split:
+def _as_split(value: Any, target: str, finite: bool) -> Split:
     if not isinstance(value, tuple) or len(value) not in (2, 3):
         raise UsageError(f"{target}: expected (train, test) or a Split, seen {_describe(value)}")
-    train = _as_dataset(value[0], f"{target} (train)")
-    test_set = None if value[1] is None else _as_dataset(value[1], f"{target} (test)")
+    train = _as_dataset(value[0], f"{target} (train)", finite)
+    test_set = None
+    if value[1] is not None:
+        test_set = _as_dataset(value[1], f"{target} (test)", finite)
     return make_split(train, test_set, target, *value[2:])
 
 
-def _as_dataset(value: Any, source: str) -> Samples:
+def _as_dataset(value: Any, source: str, finite: bool) -> Samples:
     if isinstance(value, Samples):
         return value
     if (samples := frameworks.as_samples(value)) is not None:
@@ -50,7 +52,7 @@ def _as_dataset(value: Any, source: str) -> Samples:
     if not isinstance(value, tuple) or len(value) != 2:
         raise UsageError(f"{source}: expected a Dataset or a pair (x, y), seen {_describe(value)}")
     x, y = map_arrays(np.asarray, value)
-    return make_dataset(x, y, source)
+    return make_dataset(x, y, source, finite)
 
 
 def _describe(value: Any) -> str:

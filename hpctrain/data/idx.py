@@ -12,6 +12,7 @@ import gzip
 import struct
 import zlib
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 
@@ -19,7 +20,7 @@ from hpctrain import config
 from hpctrain.core.errors import UsageError
 from hpctrain.core.files import expanded, open_regular
 from hpctrain.core.opening import NAMED
-from hpctrain.data.augment import AugmentOptions
+from hpctrain.data.augment import ArrayOptions
 from hpctrain.data.dataset import Split, make_split
 from hpctrain.data.stored import StoredSamples, Stream, map_array, unpack_array
 
@@ -28,16 +29,17 @@ _GZIP = b"\x1f\x8b"
 
 
 @config.options
-class IdxOptions(AugmentOptions):
+class IdxOptions(ArrayOptions):
     """`[data] kind = "idx"`: the files of images and of their labels; a test set is optional."""
 
+    PATHS: ClassVar[tuple[str, ...]] = ("images", "labels", "test_images", "test_labels")
     images: str
     labels: str
     test_images: str | None = None
     test_labels: str | None = None
 
-    def load(self, seed: int) -> Split:
-        """Return the sets; samples of bytes become float32 in 0 .. 1, others are unchanged.
+    def load(self, seed: int, finite: bool = True) -> Split:
+        """Return the sets, scaled by `scale`.
 
         Raises UsageError that names the file, and its expected and actual contents.
         """
@@ -45,17 +47,17 @@ class IdxOptions(AugmentOptions):
             raise UsageError("[data] expected test_images and test_labels, seen one of them")
         labels = _read_labels(self.labels)
         classes = int(labels.max()) + 1
-        train, test = _open_samples(self.images, self.labels, labels, classes), None
+        train, test = _open_samples(self.images, self.labels, labels, classes, finite), None
         if self.test_images is not None and self.test_labels is not None:
             y = _read_labels(self.test_labels)
-            test = _open_samples(self.test_images, self.test_labels, y, classes)
-        return self.augment(make_split(train, test, self.images, classes), seed)
+            test = _open_samples(self.test_images, self.test_labels, y, classes, finite)
+        return self.finish(make_split(train, test, self.images, classes), seed)
 
 
-def _open_samples(images: str, labels: str, y: np.ndarray, classes: int) -> StoredSamples:
-    x = read_array(images)
-    divisor = 255.0 if x.dtype == np.uint8 else None
-    return StoredSamples(x, y, classes, f"{images}, {labels}", divisor)
+def _open_samples(
+    images: str, labels: str, y: np.ndarray, classes: int, finite: bool
+) -> StoredSamples:
+    return StoredSamples(read_array(images), y, classes, f"{images}, {labels}", finite)
 
 
 def _read_labels(name: str) -> np.ndarray:

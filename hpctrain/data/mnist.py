@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from hpctrain import config
-from hpctrain.data.augment import AugmentOptions
+from hpctrain.data.augment import ArrayOptions
 from hpctrain.data.dataset import Dataset, Split, make_split
 from hpctrain.data.package_file import package_file
 
@@ -18,10 +18,10 @@ CLASSES = 10
 
 
 @config.options
-class MnistOptions(AugmentOptions):
+class MnistOptions(ArrayOptions):
     """`[data] kind = "mnist"`."""
 
-    def load(self, seed: int) -> Split:
+    def load(self, seed: int, finite: bool = True) -> Split:
         """Return 4,000 training and 1,000 test images, float32 (n, 28, 28) in 0 .. 1; 10 classes.
 
         The stratified split does not depend on `seed`, so runs with different seeds are tested on
@@ -34,4 +34,4 @@ class MnistOptions(AugmentOptions):
         test = np.concatenate([np.flatnonzero(y == c)[last] for c in range(CLASSES)])
         train = np.setdiff1d(np.arange(len(y)), test)
         sets = Dataset(x[train], y[train]), Dataset(x[test], y[test])
-        return self.augment(make_split(*sets, "mnist", CLASSES), seed)
+        return self.finish(make_split(*sets, "mnist", CLASSES), seed)

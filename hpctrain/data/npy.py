@@ -7,7 +7,7 @@ import io
 import struct
 import warnings
 from collections.abc import Callable
-from typing import IO, Annotated, Any
+from typing import IO, Annotated, Any, ClassVar
 
 import numpy as np
 import pydantic
@@ -16,8 +16,8 @@ from hpctrain import config
 from hpctrain.core.errors import UsageError
 from hpctrain.core.files import brief, expanded, open_regular
 from hpctrain.core.opening import NAMED
-from hpctrain.data.augment import AugmentOptions
-from hpctrain.data.dataset import Split, make_split
+from hpctrain.data.augment import ArrayOptions
+from hpctrain.data.dataset import OBJECTS_REMEDY, Split, make_split
 from hpctrain.data.stored import StoredSamples, map_array
 
 _HINT = "write it with numpy.save(path, array)"
@@ -29,29 +29,30 @@ _FORMATS: dict[tuple[int, int], tuple[str, Callable[..., Any]]] = {
 
 
 @config.options
-class NpyOptions(AugmentOptions):
+class NpyOptions(ArrayOptions):
     """`[data] kind = "npy"`: samples in file `x`, targets in file `y`; a test set is optional.
 
     `classes` is for labels in 0 .. classes - 1.
     """
 
+    PATHS: ClassVar[tuple[str, ...]] = ("x", "y", "x_test", "y_test")
     x: str
     y: str
     x_test: str | None = None
     y_test: str | None = None
     classes: Annotated[int, pydantic.Field(ge=1)] | None = None
 
-    def load(self, seed: int) -> Split:
+    def load(self, seed: int, finite: bool = True) -> Split:
         """Return sets that read their files lazily; raise UsageError for an invalid file."""
         if (self.x_test is None) != (self.y_test is None):
             raise UsageError("[data] expected x_test and y_test, seen one of them")
-        train, test = self._open_samples(self.x, self.y), None
+        train, test = self._open_samples(self.x, self.y, finite), None
         if self.x_test is not None and self.y_test is not None:
-            test = self._open_samples(self.x_test, self.y_test)
-        return self.augment(make_split(train, test, self.x, self.classes), seed)
+            test = self._open_samples(self.x_test, self.y_test, finite)
+        return self.finish(make_split(train, test, self.x, self.classes), seed)
 
-    def _open_samples(self, x: str, y: str) -> StoredSamples:
-        return StoredSamples(_map_file(x), _map_file(y), self.classes, f"{x}, {y}")
+    def _open_samples(self, x: str, y: str, finite: bool) -> StoredSamples:
+        return StoredSamples(_map_file(x), _map_file(y), self.classes, f"{x}, {y}", finite)
 
 
 def _map_file(name: str) -> np.ndarray:
@@ -78,7 +79,7 @@ def read_header(file: IO[bytes], prefix: str, hint: str) -> tuple[tuple[int, ...
         fault = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UsageError(f"{prefix}, seen: {fault}; {hint}") from None
     if dtype.hasobject:
-        raise UsageError(f"{prefix} of numbers, seen Python objects; {hint}")
+        raise UsageError(f"{prefix} of numbers, seen Python objects: {OBJECTS_REMEDY}; then {hint}")
     if dtype.names or dtype.subdtype or not dtype.itemsize:
         raise UsageError(f"{prefix} of numbers, seen {brief(dtype)}; {hint}")
     if any(dim < 0 for dim in shape):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import zipfile
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 
@@ -12,7 +13,7 @@ from hpctrain import config
 from hpctrain.core.errors import UsageError
 from hpctrain.core.files import expanded, open_regular
 from hpctrain.core.opening import NAMED
-from hpctrain.data.augment import AugmentOptions
+from hpctrain.data.augment import ArrayOptions
 from hpctrain.data.dataset import Dataset, Split, make_dataset, make_split
 from hpctrain.data.npy import read_header
 from hpctrain.data.stored import unpack_array
@@ -24,21 +25,27 @@ _COMPRESSION_METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  #: those that
 
 
 @config.options
-class NpzOptions(AugmentOptions):
-    """`[data] kind = "npz"`: the file at `path`, relative to the job's start folder."""
+class NpzOptions(ArrayOptions):
+    """`[data] kind = "npz"`: the file at `path`."""
 
+    PATHS: ClassVar[tuple[str, ...]] = ("path",)
     path: str
 
-    def load(self, seed: int) -> Split:
+    def load(self, seed: int, finite: bool = True) -> Split:
         """Return the arrays of the file as sets; raise UsageError for an invalid file."""
         arrays = _read_arrays(expanded(self.path))
-        train = _dataset_from(arrays, "x", "y", self.path)
-        test = _dataset_from(arrays, "x_test", "y_test", self.path) if "x_test" in arrays else None
-        return self.augment(make_split(train, test, self.path), seed)
+        train = _dataset_from(arrays, "x", "y", self.path, finite)
+        test = None
+        if "x_test" in arrays:
+            test = _dataset_from(arrays, "x_test", "y_test", self.path, finite)
+        return self.finish(make_split(train, test, self.path), seed)
 
 
-def _dataset_from(arrays: dict[str, np.ndarray], x: str, y: str, path: str) -> Dataset:
-    return make_dataset(arrays[x], arrays[y], path if x == "x" else f"{path} ({x}, {y})")
+def _dataset_from(
+    arrays: dict[str, np.ndarray], x: str, y: str, path: str, finite: bool
+) -> Dataset:
+    source = path if x == "x" else f"{path} ({x}, {y})"
+    return make_dataset(arrays[x], arrays[y], source, finite)
 
 
 def _read_arrays(path: Path) -> dict[str, np.ndarray]:

@@ -14,7 +14,7 @@ from typing import BinaryIO, Protocol
 
 import numpy as np
 
-from hpctrain.core.errors import UsageError
+from hpctrain.core.errors import DataError, UsageError
 from hpctrain.core.files import brief
 from hpctrain.core.labels import find_invalid_label
 from hpctrain.data.dataset import as_targets, find_fault, find_value_fault
@@ -95,16 +95,16 @@ def _brief_shape(shape: tuple[int, ...]) -> str:
 class StoredSamples:
     """Samples `x` (n, ...) and targets `y` (n, ...), arrays or mapped files.
 
-    With `classes`, targets are labels in 0 .. classes - 1. With `divisor`, samples are returned as
-    float32, divided by it. Raises UsageError, which begins with `source`, for other shapes, dtypes
-    or labels; `rows` raises it for values that are not finite.
+    With `classes`, targets are labels in 0 .. classes - 1. Raises UsageError, which begins with
+    `source`, for other shapes, dtypes or labels; if `finite`, `rows` raises DataError for values
+    that are not.
     """
 
     x: np.ndarray
     y: np.ndarray
     classes: int | None
     source: str
-    divisor: float | None = None
+    finite: bool = True
 
     def __post_init__(self) -> None:
         """Check shapes, dtypes and labels, without reading samples."""
@@ -124,9 +124,9 @@ class StoredSamples:
     def rows(self, indexes: np.ndarray, epoch: int = 0) -> tuple[np.ndarray, np.ndarray]:
         """Return (x, y) of the samples at `indexes`, integer y as int64; reads no others."""
         x, y = self.x[indexes], as_targets(self.y[indexes])
-        if fault := find_value_fault(indexes, x=x, y=y):
-            raise UsageError(f"{self.source}: {fault}")
-        return (x if self.divisor is None else x.astype(np.float32) / self.divisor), y
+        if self.finite and (fault := find_value_fault(indexes, x=x, y=y)):
+            raise DataError(f"{self.source}: {fault}")
+        return x, y
 
     def _find_label_fault(self) -> str:
         if self.classes is None:

@@ -9,14 +9,15 @@ import numpy as np
 from hpctrain.data.augment import AugmentedSamples
 from hpctrain.data.dataset import Dataset, Samples
 from hpctrain.data.resized import ResizedSamples
+from hpctrain.data.scaling import ScaledSamples
 from hpctrain.data.stored import StoredSamples
 
 SAMPLES_PER_CHECK = 16  #: samples of other sets that are read to see their targets
 
 
 def unwrap(samples: Samples) -> Samples:
-    """Return the data set without changes of its images or its length."""
-    while isinstance(samples, AugmentedSamples | ResizedSamples):
+    """Return the data set without changes of its samples or its length."""
+    while isinstance(samples, AugmentedSamples | ResizedSamples | ScaledSamples):
         samples = samples.samples
     return samples
 

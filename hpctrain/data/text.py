@@ -14,7 +14,7 @@ import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import numpy as np
 import pydantic
@@ -37,11 +37,12 @@ class TextOptions:
     are the test set.
     """
 
+    PATHS: ClassVar[tuple[str, ...]] = ("files",)
     files: list[str] = pydantic.Field(default_factory=list)
     length: Annotated[int, pydantic.Field(ge=1)] = 128
     test_fraction: Annotated[float, pydantic.Field(ge=0, lt=1)] = 0.05
 
-    def load(self, seed: int) -> Split:
+    def load(self, seed: int, finite: bool = True) -> Split:
         """Return windows with `length` bytes each; the classes are the 256 values of a byte.
 
         Raises UsageError if a pattern matches no file, or the text is shorter than a window.

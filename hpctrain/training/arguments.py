@@ -62,7 +62,7 @@ def as_engine(engine: Any) -> Any:
     )
 
 
-def as_samples(samples: Any, name: str) -> Samples:
+def as_samples(samples: Any, name: str, finite: bool = True) -> Samples:
     """Return `samples`, or the Dataset of a pair (x, y) of arrays or trees of arrays."""
     if isinstance(samples, Samples):
         return samples
@@ -70,7 +70,7 @@ def as_samples(samples: Any, name: str) -> Samples:
         return torch_samples
     if isinstance(samples, (tuple, list)) and len(samples) == 2:
         x, y = map_arrays(np.asarray, tuple(samples))
-        return Dataset(x, y)
+        return Dataset(x, y, finite)
     raise UsageError(
         f"{name}: expected a pair of arrays (x, y), an ht.data.Dataset, or an object with `rows`, "
         f"`sample_shape` and a length, seen {_described(samples)}"

@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 
 from hpctrain.abort import FIRST_REPORT_S
 from hpctrain.core.errors import (
+    BadSampleError,
+    DataError,
     HpctrainError,
     LostRankError,
     ModelError,
@@ -53,6 +55,9 @@ def summary_on_exit(journal: Journal, on_end: Callable[[dict[str, Any]], None]) 
         on_end(journal.finish("failed", error.exit_code, str(error)))
         _with_last_lines(error, journal)
         raise
+    except DataError as error:
+        _fail_alone(journal, BadSampleError(str(error)))
+        raise _with_last_lines(BadSampleError(str(error)), journal) from None
     except UsageError as error:  # from a user's code, on this rank alone: training has begun
         _fail_alone(journal, error)
         raise _with_last_lines(HpctrainError(str(error)), journal) from error
@@ -77,7 +82,8 @@ def _fail_alone(journal: Journal, error: BaseException) -> bool:
     journal.end_alone()
     place = f"rank {world.rank} on {world.host}, step {world.trace.step}"
     reason = f"{place}: {type(error).__name__}: {error}"
-    facts = {"status": "failed", "exit_code": 1, "reason": reason, "recipe": journal.name}
+    code = error.exit_code if isinstance(error, BadSampleError) else 1
+    facts = {"status": "failed", "exit_code": code, "reason": reason, "recipe": journal.name}
     with suppress(OSError):  # a full disk, say: the error itself must still be printed
         return journal.run is None or run_folder.write_first_summary(journal.run, facts)
     return True

@@ -14,6 +14,7 @@ from hpctrain import checkpoint, engines
 from hpctrain.core.errors import UsageError
 from hpctrain.core.signals import StopRequest
 from hpctrain.data import Sampler, Samples, batches_to_read_ahead, order_of
+from hpctrain.data.scaling import Scale
 from hpctrain.run_files import run_folder
 from hpctrain.training import orders, run_facts
 from hpctrain.training.callbacks import Callbacks, check_metrics
@@ -34,10 +35,11 @@ LOCK_S = 5.0  #: within which the kernel releases the lock of a killed process
 
 
 class RunOrigin(NamedTuple):
-    """The recipe of a run, kept beside its results, and the outputs its model was built for."""
+    """The recipe of a run, kept beside its results, its model's outputs, and its data's scale."""
 
     recipe: Recipe | None = None
     outputs: int | None = None
+    scale: Scale | None = None
 
 
 @dataclass(frozen=True)
@@ -177,7 +179,10 @@ class FitCall:
             timeout_s=options.timeout_s,
             checkpoints=self.checkpoints,
             max_skipped=options.skip_limit,
-            about={"model": {"input_shape": model.input_shape, "outputs": self.origin.outputs}},
+            about={
+                "model": {"input_shape": model.input_shape, "outputs": self.origin.outputs},
+                **({"scale": self.origin.scale.as_json()} if self.origin.scale else {}),
+            },
         )
 
     def _checked_micro_batches(self, replica: Any) -> int:

@@ -58,7 +58,7 @@ class Journal:
         self.name = recipe.run.name if recipe else "training"
         self.recoveries = recoveries or Recoveries()
         self.times = RunTimes(engine, earlier_times)
-        self.steps_redone = 0
+        self.steps_redone, self._first_step = 0, 0
         self._versions = versions()  # now, since a recovery waits for `about_here`
         self.intervals: int | None = 0  #: since the first step; each ends with a collective call
         self.skips = SkipCounter(world, engine)
@@ -72,7 +72,7 @@ class Journal:
         self._test_metrics = losses.evaluate(self._loss, {}, "test_")
         self.open_row = OpenRow()  #: not due yet
         self._earlier_staleness: Staleness | None = None  # in the parts before this one
-        self._first_step = 0
+        self.suspicious: list[str] = []  #: of the results; see suspicions.py
 
     def resume(self, step: int, about: dict[str, Any]) -> list[dict[str, Any]]:
         """Go on after `step`: drop the rows of later steps; return the others; collective."""
@@ -263,6 +263,7 @@ class Journal:
             "straggler_scores": self._stragglers.scores(ranks),
             "params_sha256": run_facts.trained_sha256(world, engine),
             "seed": self.sampler.seed,
+            "suspicious": self.suspicious,
         }
 
     def _sum_over_ranks(self) -> tuple[Sums, dict[str, np.ndarray]]:

@@ -30,6 +30,7 @@ from hpctrain.training.callbacks import Callbacks, Row
 from hpctrain.training.checkpointer import Checkpointer
 from hpctrain.training.journal import Journal
 from hpctrain.training.survival.survival import Survival
+from hpctrain.training.suspicions import find_suspicions
 from hpctrain.training.tasks import FitPlan, Tasks
 from hpctrain.world import World
 
@@ -83,6 +84,7 @@ class Loop:
         )
         self.step, self.rows = 0, list[Row]()  # rows: those of the run before this part
         self.row: Row = {}  # of this step, where there is one
+        self.first_row: Row = {}  # of this part
         self.checkpointer = Checkpointer(
             world, engine, replica, journal, plan.checkpoints, plan.about
         )
@@ -110,6 +112,10 @@ class Loop:
             self._train(work)
         self.replay_log.end()
         is_early = self.step < self.journal.total_steps
+        first_row = self.rows[0] if self.rows else self.first_row
+        self.journal.suspicious = find_suspicions(
+            self.journal.mesh, self.engine, self.plan.test, first_row, self.row
+        )
         summary = self.journal.finish("done", 0, self.stop_reason if is_early else None)
         self.callbacks.end(summary)
         return summary
@@ -192,6 +198,7 @@ class Loop:
             # No evaluation for a stop: the time until the job is killed may be short.
             tested = self._evaluate() if evaluated else None
             self.row = self.journal.row(self.step, tested, interrupted=not is_regular) or {}
+            self.first_row = self.first_row or self.row
             self.stop_reason = self.callbacks.call(self.row) if self.row else ""
 
     def repeat(self, run: Path) -> None:

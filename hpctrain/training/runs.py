@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, get_args
-
-import numpy as np
 
 from hpctrain import checkpoint, config, engines, nn
 from hpctrain.config import code_ownership, usercode
@@ -23,8 +19,9 @@ from hpctrain.core.files import open_regular
 from hpctrain.core.labels import find_invalid_label
 from hpctrain.core.launchers import launched
 from hpctrain.core.xp import on_device
-from hpctrain.data import Dataset, Samples, Split, known_targets, resize_training_set, unwrap
+from hpctrain.data import Dataset, Split, known_targets, unwrap
 from hpctrain.data.sampler import Sampler
+from hpctrain.data.scaling import Scale, scale_split
 from hpctrain.data.stored import StoredSamples
 from hpctrain.gradients.precision import Precision, make_reading_replica
 from hpctrain.nn.from_function import FunctionModel
@@ -32,8 +29,15 @@ from hpctrain.optim import Optimizer
 from hpctrain.run_files import run_folder
 from hpctrain.training import recipe, weights
 from hpctrain.training.fit_call import RunOrigin
+from hpctrain.training.loading import (
+    choose_scale,
+    fingerprint,
+    load_raw,
+    read_begun,
+    recorded_scale,
+)
 from hpctrain.training.recipe import Recipe
-from hpctrain.training.trained_model import TrainedModel
+from hpctrain.training.trained_model import NO_SCALE, TrainedModel
 from hpctrain.training.trainer import Trainer
 from hpctrain.transport.device import gpus
 from hpctrain.transport.device.gpus import Device
@@ -49,7 +53,8 @@ def train(
 
     Collective; raises the errors of Trainer.fit.
     """
-    with prepare(spec, world, init=not (resume and _has_begun(world, out))) as job:
+    has_begun, scale = read_begun(spec, world, out if resume else None)
+    with prepare(spec, world, init=not has_begun, recorded=scale) as job:
         return job.fit(
             evaluate=job.split.test,
             out=world.gather(str((out or run_folder.default_path(spec.run.name)).absolute()))[0],
@@ -57,7 +62,7 @@ def train(
             replay=replay,
             checkpoints=spec.checkpoint,
             trace=spec.trace,
-            origin=RunOrigin(spec, count_outputs(spec, job.split)),
+            origin=RunOrigin(spec, count_outputs(spec, job.split), job.scale),
             elastic=spec.elastic,
         )
 
@@ -68,6 +73,7 @@ class Job:
 
     spec: Recipe
     split: Split
+    scale: Scale  #: of the samples of `split`
     trainer: Trainer
     batch: int  #: samples per step of all ranks
     steps_per_epoch: int
@@ -86,15 +92,21 @@ class Job:
 
 
 @contextmanager
-def prepare(spec: Recipe, world: World, init: bool = True) -> Iterator[Job]:
-    """Yield the job of a recipe, with the weights of `[model] init` if `init`; collective."""
+def prepare(
+    spec: Recipe, world: World, init: bool = True, recorded: Scale | None = None
+) -> Iterator[Job]:
+    """Yield the job of a recipe, with the weights of `[model] init` if `init`; collective.
+
+    `recorded`: the scale of the data of a run that is resumed.
+    """
     if not world.is_spare:  # which cannot know the nodes of the others
         world.on_all_ranks(lambda: spec.must_fit(world.size, len(world.main.nodes)))
     _agree_on_code(spec, world)
-    load = partial(spec.data.load, spec.run.seed)
-    split = world.on_all_ranks(lambda: resize_training_set(load(), spec.run.epoch_samples))
-    world.must_agree(_fingerprint(split.train), "training data (by the hash of a few samples)")
+    split = world.on_all_ranks(lambda: load_raw(spec))
+    world.must_agree(fingerprint(split.train), "training data (by the hash of a few samples)")
     model = world.on_all_ranks(lambda: build_model(spec, split))
+    scale = choose_scale(spec, split, model, world, recorded)
+    split = scale_split(split, scale)
     batch = spec.batch.size(spec.workers(world.size))
     per_epoch = Sampler.of(split.train, batch, spec.run.seed).steps_per_epoch
     total = spec.run.steps or (spec.run.epochs or 0) * per_epoch
@@ -111,7 +123,7 @@ def prepare(spec: Recipe, world: World, init: bool = True) -> Iterator[Job]:
         mesh=spec.mesh,
         pipeline=spec.pipeline,
     )
-    yield Job(spec, split, trainer, batch, per_epoch, total)
+    yield Job(spec, split, scale, trainer, batch, per_epoch, total)
     trainer.close()  # not after a failure: it is collective, and other ranks do not take part
 
 
@@ -122,13 +134,6 @@ def _optimizer(spec: Recipe, ranks: int, steps_per_epoch: int, total_steps: int)
     lengths = (round(steps * updates) for steps in (steps_per_epoch, total_steps))
     built: Optimizer = spec.optimizer.build(spec.schedule.build(rate, *lengths))
     return built
-
-
-def _has_begun(world: World, out: Path | None) -> bool:
-    """Return whether `out` has checkpoints, which override `[model] init`; collective."""
-    run = out if world.rank == 0 else None
-    has_begun = world.on_all_ranks(lambda: run is not None and bool(checkpoint.listing(run)))
-    return bool(world.gather("yes" * has_begun)[0])
 
 
 def _agree_on_code(spec: Recipe, world: World) -> None:
@@ -152,13 +157,6 @@ def _callbacks(spec: Recipe, rank: int) -> list[Any]:
             callback = usercode.call_found(callback, options.kind, place, **options.arguments or {})
         callbacks.append(callback)
     return callbacks
-
-
-def _fingerprint(samples: Samples) -> str:
-    """Return a hash of a few samples, spread over the set: all ranks must have the same."""
-    rows = np.unique(np.linspace(0, len(samples) - 1, 16).astype(np.int64))
-    parts = (array.tobytes() for _, array in trees.arrays(samples.rows(rows)))
-    return hashlib.sha256(b"".join(parts)).hexdigest()[:16]
 
 
 def build_model(spec: Recipe, split: Split) -> Any:
@@ -221,7 +219,9 @@ def load(
     if model is not None:
         loaded = weights.checkpoint_of(folder, best)
         precision: Precision = "float64" if loaded.arrays["param"].itemsize == 8 else "float32"
-        return _fill(make_reading_replica(model, 0, precision, _on_gpu(device)), loaded)
+        replica = make_reading_replica(model, 0, precision, _on_gpu(device))
+        table = loaded.about.get("scale")
+        return _fill(replica, loaded, Scale.from_json(table) if table else NO_SCALE)
     spec = _recipe_of(folder, trust)
     return with_weights(spec, weights.checkpoint_of(folder, best), _on_gpu(device))
 
@@ -254,10 +254,11 @@ def with_weights(spec: Recipe, loaded: checkpoint.Loaded, on_gpu: bool = False) 
     """
     facts = loaded.about.get("model")
     if facts is None:  # an older checkpoint: the data have the shape and the classes
-        model = build_model(spec, spec.data.load(spec.run.seed))
+        model = build_model(spec, load_raw(spec))
     else:
         model = _build(spec, trees.shape_from_json(facts["input_shape"]), facts["outputs"])
-    return _fill(make_reading_replica(model, spec.run.seed, spec.run.precision, on_gpu), loaded)
+    replica = make_reading_replica(model, spec.run.seed, spec.run.precision, on_gpu)
+    return _fill(replica, loaded, recorded_scale(loaded.about, spec))
 
 
 def _on_gpu(device: Device) -> bool:
@@ -272,11 +273,13 @@ def _on_gpu(device: Device) -> bool:
     return device != "cpu"
 
 
-def _fill(replica: Any, loaded: checkpoint.Loaded) -> TrainedModel:
+def _fill(replica: Any, loaded: checkpoint.Loaded, scale: Scale) -> TrainedModel:
+    if scale.shift is not None:
+        scale.must_fit(replica.model.input_shape, str(loaded.path))
     weights.copy_into(replica.arena, weights.tensors_of(loaded), str(loaded.path))
     if hasattr(replica, "read_arena"):  # of a module that has tensors outside of it
         replica.read_arena()
-    return TrainedModel(replica)
+    return TrainedModel(replica, scale)
 
 
 def evaluate(
@@ -289,7 +292,7 @@ def evaluate(
     """
     folder = Path(run)
     spec = _recipe_of(folder, trust)
-    split = spec.data.load(spec.run.seed)
+    split = load_raw(spec)
     if split.test is None:
         raise UsageError(f"{run}: the data of this run has no test set to evaluate on")
     loaded = weights.checkpoint_of(folder, best)

@@ -8,26 +8,37 @@ import numpy as np
 
 from hpctrain import nn
 from hpctrain.data import Samples, SelectedSamples, order_of
+from hpctrain.data.scaling import Scale, ScaledSamples
 from hpctrain.gradients.mixed import MixedReplica
 from hpctrain.gradients.replica import ModelReplica
 from hpctrain.training.arguments import as_samples
 from hpctrain.training.centered_loss import centered_loss
 from hpctrain.training.loop import sums_over
 
+NO_SCALE = Scale()
+
 
 class TrainedModel:
-    """A model with the weights of a checkpoint, in `replica.arena`; see `ht.load`."""
+    """A model with the weights of a checkpoint, in `replica.arena`; see `ht.load`.
 
-    def __init__(self, replica: ModelReplica | MixedReplica):
-        self.replica, self.model = replica, replica.model
+    Samples are as in the files of the training data: `scale` is applied to them, as in training.
+    """
+
+    def __init__(self, replica: ModelReplica | MixedReplica, scale: Scale = NO_SCALE):
+        self.replica, self.model, self.scale = replica, replica.model, scale
 
     def predict(self, x: Any) -> np.ndarray:
         """Return the outputs for samples `x` (n, ...), such as logits (n, classes), on the host."""
-        return self.replica.predict(x)
+        return self.replica.predict(self.scale.apply(x))
 
     def evaluate(self, samples: Samples | tuple[Any, Any]) -> dict[str, float | None]:
-        """Return the metrics over `samples`, such as {"loss": 0.31, "accuracy": 0.93}."""
+        """Return the metrics over `samples`, such as {"loss": 0.31, "accuracy": 0.93}.
+
+        Those that a data set's `load` has scaled already are not scaled again.
+        """
         samples = as_samples(samples, "evaluate")
+        if self.scale.rule != "none" and not isinstance(samples, ScaledSamples):
+            samples = ScaledSamples(samples, self.scale)
         if (order := order_of(samples)) is not None:
             samples = SelectedSamples(samples, order.indexes(0, 0))
         with centered_loss(self.model, samples):

@@ -159,8 +159,9 @@ class Trainer:
         SaveError, each on all ranks.
         """
         progress.show_by_default(self.world.rank)
-        train = as_samples(train, "fit")
-        test = None if evaluate is None else as_samples(evaluate, "evaluate")
+        finite = options.not_finite != "skip"
+        train = as_samples(train, "fit", finite)
+        test = None if evaluate is None else as_samples(evaluate, "evaluate", finite)
         if (epochs is None) == (steps is None):
             raise UsageError("fit needs exactly one of epochs and steps")
         options.check()

@@ -168,9 +168,10 @@ def test_npy(arrays, dtype, version):
     train, test, classes = load("npy", **arrays, x_test=arrays["x"], y_test=arrays["y"])
     assert (len(train), train.sample_shape, classes, len(test)) == (20, (5, 4), 3, 20)
     observed, y = train.rows(SUBSET)
-    assert np.array_equal(observed, x[SUBSET]) and np.array_equal(y, LABELS[SUBSET])
+    expected = x[SUBSET] / np.float32(255) if dtype == "u1" else x[SUBSET]
+    assert np.array_equal(observed, expected) and np.array_equal(y, LABELS[SUBSET])
     observed[...] = 1  # a copy, not the file
-    assert np.array_equal(train.rows(SUBSET)[0], x[SUBSET]) and y.dtype == np.int64
+    assert np.array_equal(train.rows(SUBSET)[0], expected) and y.dtype == np.int64
     assert [len(part) for part in train.rows(np.array([], np.int64))] == [0, 0]
 
 
@@ -207,8 +208,14 @@ WRONG_ARRAYS = {
     "empty": (lambda p: p.write_bytes(b""), "expected an .npy file"),
     "cut": (lambda p: p.write_bytes(p.read_bytes()[:-1]), "seen 527; copy it again"),
     "Fortran": (lambda p: np.save(p, np.asfortranarray(IMAGES)), "seen Fortran order"),
-    "objects": (lambda p: np.save(p, IMAGES.astype(object)), "seen Python objects"),
-    "words": (lambda p: np.save(p, IMAGES.astype(str)), "expected real numbers"),
+    "objects": (
+        lambda p: np.save(p, IMAGES.astype(object)),
+        r"seen Python objects: .*to_numpy\(dtype='float32'\); then write it with numpy.save",
+    ),
+    "words": (
+        lambda p: np.save(p, IMAGES.astype(str)),
+        r"expected real numbers: give each text a number, as numpy.unique\(column, return_inverse",
+    ),
     "fewer": (lambda p: np.save(p, IMAGES[:3]), "3 samples but y has 20;"),
     "vectors": (lambda p: np.save(p, LABELS), r"x is of shape \(20,\)"),
     "nothing": (lambda p: p.unlink(), "seen nothing"),
@@ -242,6 +249,7 @@ WRONG_NUMBERS = {
     "huge": (np.full(20, 2**63, np.uint64), "label 9223372036854775808 of sample 0"),
     "floats": (LABELS * 1.0, "y has dtype float64"),
     "none": (LABELS[:0], "x has 20 samples but y has 0;"),
+    "text": (LABELS.astype(str), r"classes, y = numpy.unique\(y, return_inverse=True\)"),
 }
 
 
@@ -258,7 +266,14 @@ def test_the_one_wrong_label_of_many_is_found(monkeypatch, tmp_path, arrays):
 
 
 WRONG_ROWS = {
-    "nan": ({"x": np.where(np.arange(20) == 7, np.nan, 0)[:, None]}, "x holds nan in sample 7;"),
+    "nan": (
+        {"x": np.where(np.arange(20) == 7, np.nan, 0)[:, None]},
+        "x holds nan in sample 7, column 0; ex",
+    ),
+    "pixel": (
+        {"x": np.where(np.arange(400).reshape(20, 5, 4) == 146, np.inf, 0)},
+        r"x holds inf in sample 7, at \(1, 2\); expected finite numbers: replace or remove it, or",
+    ),
 }
 
 

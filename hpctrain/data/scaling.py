@@ -1,0 +1,186 @@
+"""Scaling of samples: one rule for files of every kind, the same numbers on any number of ranks.
+
+    auto        uint8 samples, such as images, are divided by 255; others stay as they are
+    standard    (x - mean) / standard deviation, of the training samples
+    minmax      (x - smallest) / (largest - smallest), of the training samples
+    none        samples are as in their file
+
+Numbers of `standard` and `minmax` belong to a column of samples (columns,), to a channel of images
+(h, w, channels), and to all pixels of images (h, w). They are computed in float64 from BLOCKS
+blocks of rows. Blocks are shared among ranks and merged in their order (Chan, Golub, LeVeque,
+"Algorithms for computing the sample variance", 1983), so any number of ranks gets the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from hpctrain.core.errors import UsageError
+from hpctrain.core.xp import namespace
+from hpctrain.data.dataset import Samples, Split, in_pieces
+
+Rule = Literal["auto", "standard", "minmax", "none"]
+BLOCKS = 64  #: of the training samples; more ranks would not be faster
+WORDS = {
+    "standard": "minus its mean, divided by its standard deviation",
+    "minmax": "minus its smallest value, divided by its range",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Scale:
+    """A rule; with "standard" or "minmax" its numbers, float64 (columns,) or (channels,)."""
+
+    rule: Rule = "none"
+    shift: np.ndarray | None = None
+    divisor: np.ndarray | None = None
+
+    def changes(self, dtype: np.dtype) -> bool:
+        """Return whether samples of `dtype` change."""
+        return self.shift is not None or (self.rule == "auto" and dtype == np.uint8)
+
+    def apply(self, x: Any) -> Any:
+        """Return samples `x` (n, ...), scaled: float32, or float64 if `x` is; others unchanged."""
+        if not self.changes(getattr(x, "dtype", np.dtype(object))):
+            return x
+        if self.shift is None or self.divisor is None:
+            return x.astype(np.float32) / 255.0
+        shift, divisor = map(namespace(x).asarray, (self.shift, self.divisor))
+        is_double = x.dtype.kind == "f" and x.dtype.itemsize == 8
+        return ((x - shift) / divisor).astype(np.float64 if is_double else np.float32)
+
+    def describe(self, dtype: np.dtype, rows: int) -> str:
+        """Return the rule in words, for `rows` training samples of `dtype`."""
+        if self.shift is None:
+            action = "divided by 255" if self.changes(dtype) else "used as they are"
+            return f"{dtype} samples are {action} ({self.rule})"
+        part = f"each of {len(self.shift)} columns" if len(self.shift) > 1 else "each number"
+        return f"{part} {WORDS[self.rule]}, over {rows:,} training samples ({self.rule})"
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the scale for a manifest."""
+        numbers = {"shift": self.shift, "divisor": self.divisor}
+        return {"rule": self.rule} | {
+            name: array.tolist() for name, array in numbers.items() if array is not None
+        }
+
+    @staticmethod
+    def from_json(table: Mapping[str, Any]) -> Scale:
+        """Return the scale of a manifest."""
+        arrays = [
+            np.array(table[name]) if table.get(name) else None for name in ("shift", "divisor")
+        ]
+        return Scale(table["rule"], *arrays)
+
+    def must_fit(self, sample_shape: tuple[int, ...], source: str) -> Scale:
+        """Return self; raise UsageError, which begins with `source`, for other samples."""
+        columns = _columns(sample_shape)
+        if self.shift is not None and len(self.shift) != columns:
+            raise UsageError(
+                f"{source}: expected a scale of {columns} numbers for samples {sample_shape}, "
+                f"seen {len(self.shift)}"
+            )
+        return self
+
+
+@dataclass(frozen=True, eq=False)
+class ScaledSamples:
+    """`samples`, scaled when they are read."""
+
+    samples: Samples
+    scale: Scale
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return len(self.samples)
+
+    @property
+    def sample_shape(self) -> Any:
+        """The shape of one sample."""
+        return self.samples.sample_shape
+
+    def rows(self, indexes: np.ndarray, epoch: int = 0) -> tuple[Any, Any]:
+        """Return (x, y) of the samples at `indexes`, x scaled."""
+        x, y = self.samples.rows(indexes, epoch)
+        return self.scale.apply(x), y
+
+
+def scale_split(split: Split, scale: Scale) -> Split:
+    """Return `split` with both sets scaled, where `scale` changes them."""
+
+    def scaled(samples: Samples) -> Samples:
+        dtype = samples.rows(np.arange(0))[0].dtype
+        return ScaledSamples(samples, scale) if scale.changes(dtype) else samples
+
+    test = None if split.test is None else scaled(split.test)
+    return split._replace(train=scaled(split.train), test=test)
+
+
+def block_moments(samples: Samples, own: Iterable[int]) -> np.ndarray:
+    """Return the moments of the blocks `own` of training `samples`, float64, 0 for other blocks.
+
+    The sum of the arrays of all ranks, each with blocks of its own, has those of all blocks. Rows
+    with a value that is not finite do not count.
+    """
+    table = np.zeros((BLOCKS, len(Moments._fields), _columns(samples.sample_shape)))
+    for block in own:
+        first, end = (len(samples) * i // BLOCKS for i in (block, block + 1))
+        parts = (_moments(x) for x, _ in in_pieces(samples, np.arange(first, end)))
+        table[block] = np.array(reduce(_merge, parts, Moments(*table[block])))
+    return table
+
+
+def scale_from(table: np.ndarray, rule: Rule) -> Scale:
+    """Return the scale by "standard" or "minmax" from the moments of all blocks."""
+    whole = reduce(_merge, (Moments(*block) for block in table))
+    if rule == "standard":
+        shift, width = whole.mean, np.sqrt(whole.squares / np.maximum(whole.rows, 1))
+    else:
+        shift, width = whole.low, whole.high - whole.low
+    return Scale(rule, shift, np.where(width > 0, width, 1.0))
+
+
+class Moments(NamedTuple):
+    """Moments of the rows of some blocks, float64 (columns,) each; 0 where there are no rows."""
+
+    rows: np.ndarray
+    mean: np.ndarray
+    squares: np.ndarray  #: the sum of squared differences from the mean
+    low: np.ndarray
+    high: np.ndarray
+
+
+def _columns(sample_shape: tuple[int, ...]) -> int:
+    """Return the length of the arrays of a scale."""
+    return 1 if len(sample_shape) == 2 else sample_shape[-1]
+
+
+def _moments(x: np.ndarray) -> Moments:
+    """Return the moments of samples `x` (n, ...)."""
+    values = x.reshape(-1, _columns(x.shape[1:])).astype(np.float64)
+    values = values[np.isfinite(values).all(axis=1)]
+    if not len(values):
+        return Moments(*np.zeros((len(Moments._fields), values.shape[1])))
+    mean = values.mean(axis=0)
+    squares = np.square(values - mean).sum(axis=0)
+    count = np.full_like(mean, len(values))
+    return Moments(count, mean, squares, values.min(axis=0), values.max(axis=0))
+
+
+def _merge(a: Moments, b: Moments) -> Moments:
+    """Return the moments of both sets of rows."""
+    if not a.rows.any() or not b.rows.any():
+        return a if a.rows.any() else b
+    count, difference = a.rows + b.rows, b.mean - a.mean
+    return Moments(
+        count,
+        a.mean + difference * b.rows / count,
+        a.squares + b.squares + difference**2 * a.rows * b.rows / count,
+        np.minimum(a.low, b.low),
+        np.maximum(a.high, b.high),
+    )

@@ -1,0 +1,114 @@
+"""The data of a recipe: loaded on each rank, and scaled alike on all of them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hpctrain import checkpoint, nn
+from hpctrain.core import trees
+from hpctrain.core.errors import UsageError
+from hpctrain.data import Samples, Split, resize_training_set, unwrap
+from hpctrain.data.scaling import BLOCKS, Rule, Scale, block_moments, scale_from
+from hpctrain.engines.engine import sum_over
+from hpctrain.training.recipe import Recipe
+from hpctrain.world import World
+
+log = logging.getLogger(__name__)
+CHANNELS = (1, 3, 4)  #: of images whose layout may have been mistaken
+
+
+def load_raw(spec: Recipe) -> Split:
+    """Return the sets of a recipe, not scaled; the training set has the length of an epoch.
+
+    Values that are not finite are an error unless `[run] not_finite` is "skip".
+    """
+    source = replace(spec.data, scale="none") if hasattr(spec.data, "scale") else spec.data
+    split = source.load(spec.run.seed, finite=spec.run.not_finite != "skip")
+    return resize_training_set(split, spec.run.epoch_samples)
+
+
+def fingerprint(samples: Samples) -> str:
+    """Return a hash of a few samples, spread over the set: all ranks must have the same."""
+    rows = np.unique(np.linspace(0, len(samples) - 1, 16).astype(np.int64))
+    parts = (array.tobytes() for _, array in trees.arrays(samples.rows(rows)))
+    return hashlib.sha256(b"".join(parts)).hexdigest()[:16]
+
+
+def recorded_scale(about: Mapping[str, Any], spec: Recipe) -> Scale:
+    """Return the scale of a run from the facts of its checkpoint.
+
+    A checkpoint without the entry is older: then uint8 samples of IDX files alone were scaled.
+    """
+    if (table := about.get("scale")) is not None:
+        return Scale.from_json(table)
+    return Scale("auto" if spec.tables["data"]["kind"] == "idx" else "none")
+
+
+def read_begun(spec: Recipe, world: World, out: Path | None) -> tuple[bool, Scale | None]:
+    """Return whether the run in `out` has checkpoints, and the scale of its data; collective."""
+
+    def read() -> str:
+        reads = out is not None and (world.rank == 0 or world.is_spare)
+        saved = checkpoint.listing(out) if reads and out is not None else []
+        facts = [entry.about for entry in saved if entry.about and not entry.set_aside]
+        scale = recorded_scale(facts[-1], spec).as_json() if facts else None
+        return json.dumps([bool(saved), scale])
+
+    has_begun, table = json.loads(world.gather_from(read)[0])
+    return has_begun, table and Scale.from_json(table)
+
+
+def choose_scale(
+    spec: Recipe, split: Split, model: Any, world: World, recorded: Scale | None
+) -> Scale:
+    """Return the scale of the samples of `split`, and announce it; collective.
+
+    `recorded`: of the run that is resumed. Raises UsageError if the recipe has another one.
+    """
+    if not hasattr(spec.data, "scale"):
+        return Scale()
+    train, rule = unwrap(split.train), _rule(spec, model)
+    if recorded is None and rule in ("auto", "none"):
+        recorded = Scale(rule)
+    if recorded is None:
+        ranks = range(world.link.rank, BLOCKS, world.link.size)
+        table = world.on_all_ranks(lambda: block_moments(train, ranks))
+        recorded = scale_from(sum_over(world.main, table.ravel()).reshape(table.shape), rule)
+    if recorded.rule != rule and "scale" in spec.tables["data"]:
+        raise UsageError(
+            f"[data] scale: expected '{recorded.rule}', with which this run began, seen '{rule}'; "
+            "leave it out, or begin another run"
+        )
+    if world.rank == 0 and (spec.data.PATHS or "scale" in spec.tables["data"]):
+        _announce(recorded, train, model)
+    return recorded.must_fit(train.sample_shape, "[data] scale")
+
+
+def _rule(spec: Recipe, model: Any) -> Rule:
+    """Return the rule of a recipe; by "auto" the rows of an Embedding's table are not scaled."""
+    rule: Rule = spec.data.scale
+    layers = list(model.layers.values()) if isinstance(model, nn.Model) else []
+    return "none" if rule == "auto" and layers and isinstance(layers[0], nn.Embedding) else rule
+
+
+def _announce(scale: Scale, train: Any, model: Any) -> None:
+    log.info("[data] scale: %s", scale.describe(train.x.dtype, len(train)))
+    if is_channels_first(train) and isinstance(model, nn.Model):
+        log.warning(
+            "[data] samples of shape %s look like images (channels, h, w); expected (h, w, "
+            "channels), as numpy.moveaxis(x, 1, -1) makes them", train.sample_shape,
+        )  # fmt: skip
+
+
+def is_channels_first(samples: Samples) -> bool:
+    """Return whether images have few channels in front, and not at the end."""
+    shape = samples.sample_shape
+    return len(shape) == 3 and shape[0] in CHANNELS and shape[-1] not in CHANNELS

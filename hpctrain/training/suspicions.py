@@ -1,0 +1,76 @@
+"""Results of a run that is done that suggest a fault of its data or its options."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+
+from hpctrain.core.errors import UsageError
+from hpctrain.data import Dataset, Samples, unwrap
+from hpctrain.data.scaling import ScaledSamples
+from hpctrain.data.stored import StoredSamples
+from hpctrain.engines import Engine
+from hpctrain.parallel.mesh import Mesh
+from hpctrain.training.callbacks import Row
+
+SAMPLES = 64  #: of the test set whose outputs are compared
+SAME = 1e-6  #: outputs differ by less, relative to the largest
+LARGE = 30.0  #: samples beyond are seldom learned without a scale
+
+
+def find_suspicions(
+    mesh: Mesh, engine: Engine, test: Samples | None, first: Row, row: Row
+) -> list[str]:
+    """Return sentences about the last `row` of metrics if it seems wrong; collective.
+
+    Suspicious are a training loss above that of the first row, an accuracy not above the share of
+    the most frequent class, an r2 of 0 or less, and then the same outputs for different samples.
+    """
+    texts = list[str]()
+    if engine.worker == 0:
+        texts += _loss_text(first.get("train_loss"), row.get("train_loss"))
+        texts += _test_texts(test, row)
+        if texts and test is not None and mesh.pipe is mesh.everyone:
+            texts += _output_texts(engine.replica, test)
+    everyone = mesh.everyone.gather(json.dumps(texts))
+    return next(filter(None, map(json.loads, everyone)), [])
+
+
+def _loss_text(first: float | None, last: float | None) -> list[str]:
+    if first is None or last is None or not last > first:
+        return []
+    return [f"the training loss grew from {first:.4g} to {last:.4g}: lower the rate"]
+
+
+def _test_texts(test: Samples | None, row: Row) -> list[str]:
+    accuracy, r2 = row.get("test_accuracy"), row.get("test_r2")
+    base = None if test is None else unwrap(test)
+    if accuracy is not None and isinstance(base, Dataset | StoredSamples):
+        share = np.unique(base.y, return_counts=True)[1].max() / base.y.size
+        if accuracy <= share:
+            return [
+                f"the test accuracy of {accuracy:.4f} is not above {share:.4f}, the share of the "
+                "most frequent class"
+            ]
+    if r2 is not None and r2 <= 0:
+        return [f"the test r2 of {r2:.4f} is not above 0: as good as the mean of the targets"]
+    return []
+
+
+def _output_texts(replica: Any, test: Samples) -> list[str]:
+    base, texts = unwrap(test), list[str]()
+    if not isinstance(base, Dataset | StoredSamples) or not isinstance(base.x, np.ndarray):
+        return texts
+    x = base.x[:SAMPLES]
+    x = test.scale.apply(x) if isinstance(test, ScaledSamples) else np.array(x)
+    with suppress(UsageError):  # a guest without a function of outputs
+        outputs = np.asarray(replica.predict(x))
+        if np.ptp(x, axis=0).any() and np.ptp(outputs, axis=0).max() <= SAME * abs(outputs).max():
+            texts += [f"the outputs for {len(x)} different test samples are the same"]
+    largest = abs(x.astype(np.float64)).max()
+    if x.dtype.kind == "f" and largest > LARGE:
+        texts += [f"samples reach {largest:.4g}: scale them, as [data] scale = 'standard' does"]
+    return texts
