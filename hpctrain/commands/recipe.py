@@ -13,7 +13,7 @@ import tomli_w
 
 from hpctrain.commands import _options
 from hpctrain.commands._complete import complete_recipes
-from hpctrain.config import toml
+from hpctrain.config import paths, toml
 from hpctrain.core import atomic
 from hpctrain.core.errors import UsageError
 from hpctrain.core.printing import say
@@ -57,7 +57,9 @@ def show(name: str, all_keys: bool) -> None:
     if all_keys:
         text = tomli_w.dumps(list_all_keys(recipes.load(name)))
     elif "extends" in toml.parse(text, f"recipe {name}"):
-        text = tomli_w.dumps(recipes.read_tables(name))
+        tables = recipes.read_tables(name)
+        tables.pop(paths.PATHS, None)
+        text = tomli_w.dumps(tables)
     say(text, end="")
 
 
@@ -89,10 +91,16 @@ def new(file: Path, base: str) -> None:
 @RECIPE
 @_options.set_option
 def check(name: str, sets: tuple[str, ...]) -> None:
-    """Check RECIPE without training; the exit code is 2 if it is refused."""
+    """Check RECIPE, its data and its model without training; the exit code is 2 if refused.
+
+    Functions of your own are not called; hpctrain train RECIPE --dry-run calls them.
+    """
+    from hpctrain.training.dry_run import examine  # late: other subcommands read no data
+
     spec = recipes.load(name, sets)
-    say(f"{name}: {spec.run.name} is a valid recipe; its data and code were not loaded")
-    say(f"with its data: hpctrain train {name} --dry-run")
+    text = examine(spec)
+    say(f"{name}: {spec.run.name} is a valid recipe: {text}")
+    say(f"memory and time per step: hpctrain train {name} --dry-run")
 
 
 @recipe.command()

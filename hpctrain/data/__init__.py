@@ -46,6 +46,7 @@ __all__ = [
     "known_targets",
     "order",
     "order_of",
+    "path_keys",
     "read",
     "resize_training_set",
     "share",
@@ -88,6 +89,15 @@ DATA = LazyTable(
         "text": "TextOptions",
     },
 )
+
+
+def path_keys(tables: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the keys of a recipe's [data] that name files; none for a user's function."""
+    table = tables.get("data")
+    kind = table.get("kind") if isinstance(table, Mapping) else None
+    if not isinstance(kind, str) or kind not in DATA:
+        return ()
+    return getattr(DATA[kind], "PATHS", ())
 
 
 def read(table: Mapping[str, Any], folder: str = ".") -> Source:

@@ -70,8 +70,9 @@ class Scale:
         }
 
     @staticmethod
-    def from_json(table: Mapping[str, Any]) -> Scale:
-        """Return the scale of a manifest."""
+    def from_json(table: Mapping[str, Any] | None) -> Scale:
+        """Return the scale of a manifest, "none" without one."""
+        table = table or {"rule": "none"}
         arrays = [
             np.array(table[name]) if table.get(name) else None for name in ("shift", "divisor")
         ]

@@ -72,7 +72,7 @@ def _flatten(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     for key, value in tables.items():
         if isinstance(value, Mapping):
             flat |= _flatten(value, f"{prefix}{key}.")
-        elif not prefix.startswith("code."):
+        elif not prefix.startswith(("code.", "paths.")):
             flat[prefix + key] = value
     return flat
 

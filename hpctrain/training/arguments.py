@@ -11,7 +11,7 @@ from hpctrain.core import frameworks
 from hpctrain.core.errors import UsageError
 from hpctrain.core.files import brief
 from hpctrain.core.trees import map_arrays
-from hpctrain.data import Dataset, Samples
+from hpctrain.data import Dataset, Samples, known_targets
 from hpctrain.gradients.replica import TrainableModel
 from hpctrain.optim import Optimizer
 
@@ -75,6 +75,16 @@ def as_samples(samples: Any, name: str, finite: bool = True) -> Samples:
         f"{name}: expected a pair of arrays (x, y), an ht.data.Dataset, or an object with `rows`, "
         f"`sample_shape` and a length, seen {_described(samples)}"
     )
+
+
+def check_sets(model: Any, loss: Any, **sets: Samples | None) -> None:
+    """Raise UsageError for samples or targets that the model or its loss does not accept."""
+    for name, samples in sets.items():
+        if samples is None:
+            continue
+        output_shape = model.output_shape_for(samples)
+        if fault := loss.find_fault(known_targets(samples), output_shape):
+            raise UsageError(f"{name} set: {fault}")
 
 
 def _described(value: object) -> str:

@@ -15,7 +15,8 @@ from typing import Any
 from hpctrain.core import progress
 from hpctrain.hardware.memory import available_bytes
 from hpctrain.run_files import run_folder
-from hpctrain.training import run_facts, runs
+from hpctrain.training import loading, run_facts, runs
+from hpctrain.training.arguments import check_sets
 from hpctrain.training.recipe import Recipe
 from hpctrain.transport.device import gpus
 from hpctrain.world import World
@@ -74,6 +75,28 @@ def dry_run(spec: Recipe, world: World, out: Path | None) -> dict[str, Any]:
     if world.rank == 0:
         progress.console().print(_table(facts))
     return facts
+
+
+def examine(spec: Recipe) -> str:
+    """Load the data of a recipe and build its model, on this process alone; describe them.
+
+    Functions of the user are not called: then a part is not examined, as the text says. Raises
+    UsageError for files, samples, labels or widths that a training would refuse.
+    """
+    parts = {"data": spec.data, "model": spec.model}
+    if functions := [name for name, part in parts.items() if hasattr(part, "target")]:
+        if "data" not in functions:
+            loading.load_raw(spec)
+        return f"the functions of [{'] and ['.join(functions)}] were not called"
+    split = loading.load_raw(spec)
+    loading.fingerprint(split.train)
+    model = runs.build_model(spec, split)
+    check_sets(model, model.loss, training=split.train, test=split.test)
+    tests = 0 if split.test is None else len(split.test)
+    return (
+        f"{len(split.train):,} training and {tests:,} test samples {split.train.sample_shape}, "
+        f"{model.parameter_count:,} parameters"
+    )
 
 
 def _pipeline(job: runs.Job) -> tuple[str, Any, dict[str, str]]:

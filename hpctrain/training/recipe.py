@@ -17,7 +17,7 @@ import tomli_w
 
 from hpctrain import config, data, engines, nn, optim
 from hpctrain.collectives.direct import require_one_node
-from hpctrain.config import overrides, toml, usercode
+from hpctrain.config import overrides, paths, toml, usercode
 from hpctrain.config.usercode import Code
 from hpctrain.core import files
 from hpctrain.core.errors import UsageError
@@ -61,11 +61,12 @@ class Recipe:
     trace: TraceOptions
     init: Path | None
     code: Code
-    tables: Table
+    tables: Table  #: with absolute paths
+    written: Mapping[str, str]  #: absolute path: text in the recipe
 
     def toml(self) -> str:
         """Return the resolved recipe as TOML; training it again repeats the run."""
-        return tomli_w.dumps(self.tables)
+        return tomli_w.dumps(self.tables | ({paths.PATHS: self.written} if self.written else {}))
 
     def must_fit(self, ranks: int, nodes: int = 1) -> None:
         """Raise UsageError if `ranks` on `nodes` nodes cannot train this, whatever the data.
@@ -84,8 +85,9 @@ class Recipe:
 
     @property
     def sha256(self) -> str:
-        """Return the hash of the resolved recipe."""
-        return hashlib.sha256(self.toml().encode()).hexdigest()
+        """Return the hash of the resolved recipe, with its paths as they were written."""
+        tables = paths.as_written(self.tables, data.path_keys(self.tables), self.written)
+        return hashlib.sha256(tomli_w.dumps(tables).encode()).hexdigest()
 
 
 def load(name: str, settings: Iterable[str] = ()) -> Recipe:
@@ -96,6 +98,7 @@ def load(name: str, settings: Iterable[str] = ()) -> Recipe:
     """
     folder = Path(name).parent if _is_file(name) else "."
     tables = overrides.apply(read_tables(name), settings := tuple(settings))
+    paths.make_absolute(tables, data.path_keys(tables), ".")  # of the settings
     try:
         return check(tables, folder)
     except UsageError as error:
@@ -128,8 +131,9 @@ def read_tables(name: str, extending: tuple[str, ...] = ()) -> Table:
     `extending`: the recipes that extend this one, by way of each other.
     """
     tables = toml.parse(source(name), f"recipe {name}")
-    base = tables.pop("extends", None)
+    base, folder = tables.pop("extends", None), Path(name).parent if _is_file(name) else "."
     if base is None:
+        paths.make_absolute(tables, data.path_keys(tables), folder)
         return tables
     if not isinstance(base, str) or not base:
         raise UsageError(
@@ -137,12 +141,14 @@ def read_tables(name: str, extending: tuple[str, ...] = ()) -> Table:
             f"{files.brief(base)}"
         )
     if _is_file(base):
-        base = os.path.normpath(Path(name).parent / base) if _is_file(name) else base
+        base = os.path.normpath(Path(folder) / base)
     chain = (*extending, os.path.normpath(name))
     if base in chain:
         raise UsageError(f"recipe {name} extends itself: {', '.join((*chain, base))}")
     try:
-        return overrides.merge(read_tables(base, chain), tables)
+        base_tables = read_tables(base, chain)
+        paths.make_absolute(tables, data.path_keys(overrides.merge(base_tables, tables)), folder)
+        return overrides.merge(base_tables, tables)
     except files.MissingError:
         raise UsageError(f"recipe {name} extends '{base}', which does not exist") from None
 
@@ -154,6 +160,9 @@ def check(tables: Mapping[str, Any], folder: str | Path = ".") -> Recipe:
     """
     toml.must_be_plain(tables, "recipe")
     tables = dict(tables)
+    written = paths.take_written(tables)
+    paths.make_absolute(tables, data.path_keys(tables), folder)
+    written |= paths.take_written(tables)
     if tables.pop("schema", None) != 1:
         raise UsageError("a recipe begins with 'schema = 1', the format that this version reads")
     for name, table in tables.items():
@@ -165,8 +174,6 @@ def check(tables: Mapping[str, Any], folder: str | Path = ".") -> Recipe:
         key: tables_copy["optimizer"].pop(key) for key in keys if key in tables_copy["optimizer"]
     }
     init = _init(tables_copy["model"].pop("init", None))
-    if init is not None:  # the resolved recipe is to repeat the run wherever it is read
-        tables["model"] = {**tables["model"], "init": str(init)}
     run = _run(tables_copy["run"])
     code = usercode.read(
         tables_copy, [callback.kind for callback in run.callback_options], str(folder)
@@ -198,6 +205,7 @@ def check(tables: Mapping[str, Any], folder: str | Path = ".") -> Recipe:
         init=init,
         code=code,
         tables={"schema": 1, **tables},
+        written=paths.used(tables, data.path_keys(tables), written),
     )
     split_model.check_options(
         recipe.mesh, recipe.pipeline, recipe.engine, run.precision, recipe.faults
@@ -228,12 +236,12 @@ def _run(table: Table) -> RunOptions:
 
 
 def _init(path: Any) -> Path | None:
-    """Return the absolute path of the weights to begin with, None for none."""
+    """Return the path of the weights to begin with, None for none."""
     if path is None:
         return None
     if not isinstance(path, str) or not path:
         raise UsageError(f"[model] init: expected a path, seen {files.brief(path)}")
-    return Path(path).absolute()
+    return Path(path)
 
 
 def _loss(table: Table) -> nn.Loss:

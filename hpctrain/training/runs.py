@@ -27,17 +27,10 @@ from hpctrain.gradients.precision import Precision, make_reading_replica
 from hpctrain.nn.from_function import FunctionModel
 from hpctrain.optim import Optimizer
 from hpctrain.run_files import run_folder
-from hpctrain.training import recipe, weights
+from hpctrain.training import loading, recipe, weights
 from hpctrain.training.fit_call import RunOrigin
-from hpctrain.training.loading import (
-    choose_scale,
-    fingerprint,
-    load_raw,
-    read_begun,
-    recorded_scale,
-)
 from hpctrain.training.recipe import Recipe
-from hpctrain.training.trained_model import NO_SCALE, TrainedModel
+from hpctrain.training.trained_model import TrainedModel
 from hpctrain.training.trainer import Trainer
 from hpctrain.transport.device import gpus
 from hpctrain.transport.device.gpus import Device
@@ -53,7 +46,7 @@ def train(
 
     Collective; raises the errors of Trainer.fit.
     """
-    has_begun, scale = read_begun(spec, world, out if resume else None)
+    has_begun, scale = loading.read_begun(spec, world, out if resume else None)
     with prepare(spec, world, init=not has_begun, recorded=scale) as job:
         return job.fit(
             evaluate=job.split.test,
@@ -102,10 +95,12 @@ def prepare(
     if not world.is_spare:  # which cannot know the nodes of the others
         world.on_all_ranks(lambda: spec.must_fit(world.size, len(world.main.nodes)))
     _agree_on_code(spec, world)
-    split = world.on_all_ranks(lambda: load_raw(spec))
-    world.must_agree(fingerprint(split.train), "training data (by the hash of a few samples)")
+    split = world.on_all_ranks(lambda: loading.load_raw(spec))
+    world.must_agree(
+        loading.fingerprint(split.train), "training data (by the hash of a few samples)"
+    )
     model = world.on_all_ranks(lambda: build_model(spec, split))
-    scale = choose_scale(spec, split, model, world, recorded)
+    scale = loading.choose_scale(spec, split, model, world, recorded)
     split = scale_split(split, scale)
     batch = spec.batch.size(spec.workers(world.size))
     per_epoch = Sampler.of(split.train, batch, spec.run.seed).steps_per_epoch
@@ -220,8 +215,7 @@ def load(
         loaded = weights.checkpoint_of(folder, best)
         precision: Precision = "float64" if loaded.arrays["param"].itemsize == 8 else "float32"
         replica = make_reading_replica(model, 0, precision, _on_gpu(device))
-        table = loaded.about.get("scale")
-        return _fill(replica, loaded, Scale.from_json(table) if table else NO_SCALE)
+        return _fill(replica, loaded, Scale.from_json(loaded.about.get("scale")))
     spec = _recipe_of(folder, trust)
     return with_weights(spec, weights.checkpoint_of(folder, best), _on_gpu(device))
 
@@ -254,11 +248,11 @@ def with_weights(spec: Recipe, loaded: checkpoint.Loaded, on_gpu: bool = False) 
     """
     facts = loaded.about.get("model")
     if facts is None:  # an older checkpoint: the data have the shape and the classes
-        model = build_model(spec, load_raw(spec))
+        model = build_model(spec, loading.load_raw(spec))
     else:
         model = _build(spec, trees.shape_from_json(facts["input_shape"]), facts["outputs"])
     replica = make_reading_replica(model, spec.run.seed, spec.run.precision, on_gpu)
-    return _fill(replica, loaded, recorded_scale(loaded.about, spec))
+    return _fill(replica, loaded, loading.recorded_scale(loaded.about, spec))
 
 
 def _on_gpu(device: Device) -> bool:
@@ -292,7 +286,7 @@ def evaluate(
     """
     folder = Path(run)
     spec = _recipe_of(folder, trust)
-    split = load_raw(spec)
+    split = loading.load_raw(spec)
     if split.test is None:
         raise UsageError(f"{run}: the data of this run has no test set to evaluate on")
     loaded = weights.checkpoint_of(folder, best)

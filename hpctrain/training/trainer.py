@@ -17,7 +17,7 @@ from hpctrain.core.errors import RecoveryError, TransportError, UsageError
 from hpctrain.core.names import counted
 from hpctrain.core.signals import StopRequest
 from hpctrain.core.xp import shortage_raised
-from hpctrain.data import Samples, known_targets
+from hpctrain.data import Samples
 from hpctrain.engines import Engine
 from hpctrain.gradients.precision import Precision, choose_precision
 from hpctrain.gradients.replica import Replica, TrainableModel
@@ -26,7 +26,7 @@ from hpctrain.optim.absent import skip_absent
 from hpctrain.parallel.options import MeshOptions, PipelineOptions
 from hpctrain.run_files.last_lines import last_lines
 from hpctrain.training import orders, split_model, weights
-from hpctrain.training.arguments import as_engine, as_model, as_optimizer, as_samples
+from hpctrain.training.arguments import as_engine, as_model, as_optimizer, as_samples, check_sets
 from hpctrain.training.centered_loss import centered_loss
 from hpctrain.training.faults import FaultsOptions, Pace, SlowedReplica
 from hpctrain.training.fit_call import FitCall, RunOrigin
@@ -239,10 +239,4 @@ class Trainer:
 
     def check_sets(self, **sets: Samples | None) -> None:
         """Raise UsageError for samples or targets that the model or its loss does not accept."""
-        model = self.replica.model
-        for name, samples in sets.items():
-            if samples is None:
-                continue
-            output_shape = model.output_shape_for(samples)
-            if fault := self.replica.loss.find_fault(known_targets(samples), output_shape):
-                raise UsageError(f"{name} set: {fault}")
+        check_sets(self.replica.model, self.replica.loss, **sets)

@@ -17,7 +17,7 @@ from hpctrain.core.errors import BadSampleError, UsageError
 from hpctrain.data import Dataset, read
 from hpctrain.data.scaling import BLOCKS, Scale, block_moments, scale_from
 from hpctrain.run_files import run_folder
-from hpctrain.training import recipe, runs
+from hpctrain.training import loading, recipe, runs
 from hpctrain.training.fit_call import RunOrigin
 
 RNG = np.random.default_rng(0)
@@ -169,8 +169,8 @@ def test_an_older_checkpoint_goes_on_with_its_own_rule(tmp_path, monkeypatch, ki
 def test_tokens_of_bytes_are_no_images(tmp_path):
     made = spec(write(tmp_path, "npy", IMAGES[:, 0]))
     model = nn.Model([nn.Embedding(256, 4), nn.Flatten(), nn.Linear(3)], (4,))
-    split = runs.load_raw(made)
-    chosen = run_on("threads", 1, lambda w: runs.choose_scale(made, split, model, w, None))[0]
+    split = loading.load_raw(made)
+    chosen = run_on("threads", 1, lambda w: loading.choose_scale(made, split, model, w, None))[0]
     assert chosen.rule == "none"
 
 

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
+
+import numpy as np
 import pytest
 import tomli_w
 from click.testing import CliRunner
+from ranks import run_on
 
 from hpctrain.commands.recipe import recipe as command
 from hpctrain.config import toml
 from hpctrain.core.errors import UsageError
 from hpctrain.training import recipe
+from hpctrain.training.dry_run import dry_run
 from hpctrain.training.recipe_keys import list_all_keys
 
 BASE = """schema = 1
@@ -97,6 +103,109 @@ def test_a_fault_of_a_file_has_its_name_whatever_is_set(tmp_path, settings):
     with pytest.raises(UsageError) as refused:
         recipe.load(str(path), settings)
     assert str(refused.value).startswith(f"{path}: unknown key in [model]: 'width'")
+
+
+# --- Paths ---------------------------------------------------------------------------------------
+
+RUN = """schema = 1
+[run]
+name = "paths"
+epochs = 1
+[model]
+kind = "mlp"
+widths = [4, 3]
+[optimizer]
+kind = "sgd"
+rate = 0.1
+batch = 8
+"""
+#: table: its paths, below the folder of the recipe
+TABLES = {
+    "npz": ('kind = "npz"\npath = "in/d.npz"', {"path": "in/d.npz"}),
+    "npy": ('kind = "npy"\nx = "./in/x.npy"\ny = "../y.npy"', {"x": "./in/x.npy", "y": "../y.npy"}),
+    "idx": ('kind = "idx"\nimages = "i"\nlabels = "/l"', {"images": "i"}),
+    "text": ('kind = "text"\nfiles = ["*.txt", "/t"]', {"files": "*.txt"}),
+    "home": ('kind = "npz"\npath = "~/d.npz"', {}),
+    "digits": ('kind = "digits"', {}),
+    "a function": ('kind = "mine:data"\npath = "in/d.npz"', {}),
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_paths_are_relative_to_the_recipe_and_its_hash_is_of_the_text(tmp_path, monkeypatch, name):
+    text, relative = TABLES[name]
+    (tmp_path / "a").mkdir()
+    file = tmp_path / "a" / "my.toml"
+    file.write_text(f"{RUN}[data]\n{text}\n")
+    monkeypatch.chdir("/")
+    spec = recipe.load("./" + os.path.relpath(file, "/"))
+    values = spec.tables["data"]
+    for key, path in relative.items():
+        value = values[key][0] if isinstance(values[key], list) else values[key]
+        assert value == os.path.join(tmp_path / "a", path)
+    tables = {**toml.parse(file.read_text(), "file")}
+    if "function" in name:
+        tables["code"] = spec.tables["code"]
+    assert spec.sha256 == hashlib.sha256(tomli_w.dumps(tables).encode()).hexdigest()
+    (tmp_path / "copy.toml").write_text(spec.toml())  # as a run has it
+    copy = recipe.load(str(tmp_path / "copy.toml"))
+    assert (copy.sha256, copy.tables, copy.toml()) == (spec.sha256, spec.tables, spec.toml())
+
+
+def test_a_path_belongs_to_the_file_or_the_command_line_that_names_it(tmp_path, monkeypatch):
+    for folder in ("a", "b", "c"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "a/base.toml").write_text(f'{RUN}[data]\nkind = "npy"\nx = "x"\ny = "y"\n')
+    extending = 'schema = 1\nextends = "../a/base.toml"\n[data]\ny = "y"\n[model]\ninit = "w"\n'
+    (tmp_path / "b/my.toml").write_text(extending)
+    monkeypatch.chdir(tmp_path / "c")
+    spec = recipe.load("../b/my.toml", ["data.x_test=x", "data.y_test=y"])
+    assert {key: os.path.realpath(spec.tables["data"][key]) for key in ("x", "y", "x_test")} == {
+        "x": str(tmp_path / "a/x"), "y": str(tmp_path / "b/y"), "x_test": str(tmp_path / "c/x"),
+    }  # fmt: skip
+    assert os.path.realpath(spec.init) == str(tmp_path / "b/w")
+    assert "paths" not in toml.parse(call("show", "../b/my.toml"), "shown")
+
+
+def test_a_path_from_the_current_folder_is_refused_with_the_right_one(tmp_path, monkeypatch):
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "d.npz").touch()
+    (tmp_path / "recipes/my.toml").write_text(f'{RUN}[data]\nkind = "npz"\npath = "d.npz"\n')
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=r"paths are relative to the recipe: .* write '../d.npz'"):
+        recipe.load("recipes/my.toml")
+
+
+def test_a_table_of_paths_that_no_run_wrote_is_refused(tmp_path):
+    with pytest.raises(UsageError, match=r"\[paths\]: expected a table of texts"):
+        recipe.check({"schema": 1, "paths": {"/x": 3}})
+
+
+X, Y = np.arange(40.0).reshape(10, 4), np.arange(10) % 3
+#: arrays; a change of the recipe; the part of the error
+UNTRAINABLE = {
+    "a missing file": (None, [], "x.npy"),
+    "other widths": ((X[:, :3], Y), [], "3"),
+    "too few outputs": ((X, Y + 1), [], "expected at least 4 last"),
+    "lengths": ((X[:9], Y), [], "9 samples but y has 10"),
+    "nan": ((np.where(X == 5, np.nan, X), Y), [], "nan in sample 1, column 1"),
+    "no class": ((X, Y), ["data.classes=2"], "label 2 of sample 2"),
+}
+
+
+@pytest.mark.parametrize("name", UNTRAINABLE)
+def test_check_finds_the_faults_of_the_data_as_a_training_does(tmp_path, name):
+    arrays, settings, message = UNTRAINABLE[name]
+    (tmp_path / "my.toml").write_text(f'{RUN}[data]\nkind = "npy"\nx = "x.npy"\ny = "y.npy"\n')
+    for file, array in zip(("x", "y"), arrays or (), strict=False):
+        np.save(tmp_path / f"{file}.npy", array)
+    sets = [word for setting in settings for word in ("--set", setting)]
+    with pytest.raises(UsageError, match=message) as by_check:
+        call("check", str(tmp_path / "my.toml"), *sets)
+    spec = recipe.load(str(tmp_path / "my.toml"), settings)
+    with pytest.raises(UsageError) as by_run:
+        run_on("threads", 1, lambda world: dry_run(spec, world, None))
+    assert str(by_check.value) == str(by_run.value)
 
 
 PARTS = ("run", "loss", "data", "batch", "optimizer", "schedule", "engine", "checkpoint", "faults",
