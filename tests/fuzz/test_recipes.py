@@ -14,7 +14,8 @@ import pytest
 import tomli_w
 
 from fuzz import Generator, campaign, in_memory, mutated, mutated_json, value_or_refusal
-from hpctrain import optim
+from hpctrain import data, optim
+from hpctrain.config import paths
 from hpctrain.config.overrides import RIVALS
 from hpctrain.core.errors import UsageError
 from hpctrain.gradients.arena import Slot
@@ -31,7 +32,7 @@ VARIANTS: list[dict[str, Any]] = [
              "evaluate_steps": 3, "timeout_s": 1.5, "not_finite": "skip", "max_skipped": 3,
              "precision": "float64", "epoch_samples": 7},
      "model": {"kind": "cnn", "channels": [8, 16], "hidden": 9, "dropout": 0.5, "init": "a/b"},
-     "data": {"kind": "npz", "path": "a.npz", "shift": 1, "flip": True},
+     "data": {"kind": "npz", "path": "a.npz", "shift": 1, "flip": True, "scale": "minmax"},
      "schedule": {"kind": "step", "at_epochs": [1, 2.5], "factor": 0.5, "warm_up_epochs": 0.5}},
     {"data": {"kind": "npy", "x": "x.npy", "y": "y.npy", "classes": 3},
      "engine": {"kind": "ps-async", "servers": 2, "staleness": 3, "delay_compensation": 0.5},
@@ -110,9 +111,10 @@ def survive(tables: dict[str, Any], settings: list[str], spec: Recipe) -> None:
     touched = {tuple(item.partition("=")[0].strip().split(".", 1)) for item in settings}
     rivals = {(table, other) for table, key in touched for pair in RIVALS.get(table, ())
               if key in pair for other in pair} | {("model", "init")}  # fmt: skip
+    written = paths.as_written(spec.tables, data.path_keys(spec.tables), spec.written)
     for table, key, value in entries(tables):
         if (table, key) not in touched | rivals:
-            assert same(spec.tables[table][key], value), (table, key)
+            assert same(written[table][key], value), (table, key)
     for table in ("run", "checkpoint", "trace", "faults"):
         for key, value in spec.tables.get(table, {}).items():
             assert same(getattr(getattr(spec, table), key), value), (table, key)
