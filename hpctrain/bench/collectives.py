@@ -106,6 +106,7 @@ def run(world: World, options: Options) -> list[dict[str, Any]]:
     report = output.make_report(
         world,
         rows,
+        output.find_noise(world, rows),
         buffers=_buffer_text(world, plan),
         timed=TIMING_METHOD,
         rivals=rival_descriptions,

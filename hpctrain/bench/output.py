@@ -20,6 +20,7 @@ from hpctrain.core.errors import UsageError
 from hpctrain.core.fitted_table import fit_table
 from hpctrain.core.printing import say
 from hpctrain.core.strict_json import to_json
+from hpctrain.tuning import choose
 from hpctrain.world import World
 
 BAR_WIDTH = 36  #: of a bar without its title
@@ -121,9 +122,23 @@ class RowPrinter:
             say(line)
 
 
-def make_report(world: World, rows: Sequence[Row], **about: Any) -> dict[str, Any]:
-    """Return the content of the --json file: facts of the machine, `about` and the rows."""
-    return {"machine": machine.facts(world.hosts, world.transport), **about, "rows": list(rows)}
+def find_noise(world: World, rows: Sequence[Row]) -> float | None:
+    """Return the spread of repeats if it exceeds the limit of `tune`, and print so; else None."""
+    noisy = choose.exceeding_spread(row["spread"] for row in rows)
+    if noisy is not None:
+        print_lines(world, [choose.noise_warning(noisy, "measure")])
+    return noisy
+
+
+def make_report(
+    world: World, rows: Sequence[Row], noisy: float | None = None, **about: Any
+) -> dict[str, Any]:
+    """Return the content of the --json file: facts of the machine, `about` and the rows.
+
+    `noisy`: see `find_noise`.
+    """
+    facts = machine.facts(world.hosts, world.transport)
+    return {"machine": facts, **about, "noisy": noisy, "rows": list(rows)}
 
 
 def write_json(world: World, path: Path | None, content: Mapping[str, Any]) -> None:

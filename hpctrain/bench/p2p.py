@@ -106,7 +106,11 @@ def run(world: World, options: Options) -> list[Row]:
         {"device": "gpu", "paths": asdict(world.verdict), "nic_gb_s": nic_rate} if is_on_gpu else {}
     )
     output.write_json(
-        world, options.json, output.make_report(world, rows, timed=TIMING_METHOD, **gpu_facts)
+        world,
+        options.json,
+        output.make_report(
+            world, rows, output.find_noise(world, rows), timed=TIMING_METHOD, **gpu_facts
+        ),
     )
     if options.plot is not None and world.rank == 0:
         import_module("hpctrain.bench.plot").draw_size_plot(rows, title, options.plot, "algbw")

@@ -10,11 +10,14 @@ from rich.table import Table
 from rich.text import Text
 
 from hpctrain.config import toml
+from hpctrain.core.errors import UsageError
 from hpctrain.core.fitted_table import fit_table, stdout_console
 from hpctrain.report import record
 from hpctrain.report.history import DEFAULT_WIDTH, NO_RECIPE
 from hpctrain.report.record import RunRecord
 from hpctrain.run_files import run_folder
+from hpctrain.training import recipe
+from hpctrain.training.recipe_keys import list_all_keys
 
 #: key of the summary: how it is written
 FACTS: dict[str, Callable[[Any], str]] = {
@@ -43,13 +46,21 @@ def compare(folders: Sequence[Path]) -> dict[str, Any]:
     """
     records = [record.read(folder) for folder in folders]
     recipes = [
-        toml.parse(run.recipe, str(folder / run_folder.RECIPE))
+        _fill_in(toml.parse(run.recipe, str(folder / run_folder.RECIPE)), folder)
         for run, folder in zip(records, folders, strict=True)
     ]
     return {
         "runs": {str(f): _collect(run) for f, run in zip(folders, records, strict=True)},
         "recipes": find_differences(recipes),
     }
+
+
+def _fill_in(tables: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Return a recipe with the defaults of its keys; as it is if this version refuses it."""
+    try:
+        return list_all_keys(recipe.check(tables, folder)) if tables else tables
+    except UsageError:
+        return tables
 
 
 def _collect(run: RunRecord) -> dict[str, Any]:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure  # not pyplot, which would look for a screen
 
 from hpctrain.core.errors import UsageError
-from hpctrain.core.palette import COLORS, DASHES
+from hpctrain.core.palette import COLORS, DASHES, MARKERS
 from hpctrain.report import record
-from hpctrain.report.plots import UNITS, choose_unit, scale_losses
+from hpctrain.report.plots import MAX_MARKED_POINTS, UNITS, choose_unit, scale_losses
 
 METRICS = ("train_loss", "test_loss", "test_accuracy")
 
@@ -33,7 +34,12 @@ def draw(folders: Sequence[Path], path: Path) -> None:
         for i, (run, clock) in enumerate(zip(runs, seconds, strict=True)):
             y = run.column(metric)
             finite = np.isfinite(y)
-            style = {"color": COLORS[i % len(COLORS)], "linestyle": DASHES[i % len(DASHES)]}
+            style: dict[str, Any] = {
+                "color": COLORS[i % len(COLORS)],
+                "linestyle": DASHES[i % len(DASHES)],
+            }
+            if finite.sum() <= MAX_MARKED_POINTS:  # a lone point has no line
+                style |= {"marker": MARKERS[i % len(MARKERS)], "markersize": 4}
             label = str(folders[i]).replace("$", r"\$") if metric == drawn[0] else None
             by_step.plot(run.column("step")[finite], y[finite], label=label, **style)
             by_time.plot(clock[finite] / UNITS[unit], y[finite], **style)

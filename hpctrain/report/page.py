@@ -7,12 +7,14 @@ from base64 import b64encode
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import jinja2
 
 from hpctrain.core import atomic
 from hpctrain.core.errors import UsageError
+from hpctrain.core.names import fold_names
 from hpctrain.report.plots import plots
 from hpctrain.report.record import Loss, RunRecord, read
 
@@ -31,6 +33,7 @@ HEADLINES = {
     "world_size": ("ranks", "{}"),
     "ettr": ("ETTR", "{:.4f}"),
 }
+MAX_LISTED = 16  #: values of a list; of more their range
 #: Headlines of a resumed run that cover only the steps since it was resumed.
 TIMED = {"samples/s", "wall time"}
 #: Keys of the summary in seconds; others that end in _s are rates.
@@ -94,6 +97,7 @@ def page(record: RunRecord, images: Mapping[str, bytes]) -> str:
         resources.files(__package__).joinpath("page.html").read_text()
     )
     summary = dict(record.summary)
+    summary.pop("rank_hosts", None)  # drawn in ranks.png
     versions = summary.pop("versions", None) or {}
     return template.render(
         record=record,
@@ -133,7 +137,21 @@ def _scale(key: str, value: Any) -> Any:
     """Return bytes as MiB, recoveries as their number, other values as they are."""
     if key == "recoveries":
         return len(value)
+    if key == "hosts" and isinstance(value, list):
+        return fold_names(value)
     return value / 2**20 if key == "bytes_sent_per_rank" and value is not None else value
+
+
+def _fold(values: list[Any]) -> str:
+    """Return a long list, such as one number per rank, in a line."""
+    numbers = [x for x in values if isinstance(x, int | float)]
+    if len(numbers) < len(values):
+        return f"{', '.join(map(text_of, values[:MAX_LISTED]))} and {len(values) - MAX_LISTED} more"
+    largest = max(range(len(values)), key=lambda i: values[i])
+    return (
+        f"{text_of(min(values))} to {text_of(max(values))}, median {text_of(median(values))}; "
+        f"the largest is number {largest} of 0 to {len(values) - 1}"
+    )
 
 
 def words(key: str) -> str:
@@ -150,6 +168,8 @@ def text_of(value: Any) -> str:
         return f"{value:,.6g}"
     if isinstance(value, Mapping):
         return ", ".join(f"{key}: {text_of(item)}" for key, item in value.items())
+    if isinstance(value, list) and len(value) > MAX_LISTED:
+        return _fold(value)
     if isinstance(value, list):
         return ", ".join(map(text_of, value))
     return str(value)

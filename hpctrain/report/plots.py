@@ -13,13 +13,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure  # not pyplot, which would look for a screen
 from matplotlib.ticker import EngFormatter, MaxNLocator, PercentFormatter
 
-from hpctrain.core.palette import BLACK, BLUE, ORANGE, VERMILION
+from hpctrain.core.palette import BLACK, BLUE, GREY, ORANGE, VERMILION
 from hpctrain.report.loss_marks import describe_marks, mark_losses
+from hpctrain.report.many_ranks import plot_many_ranks
 from hpctrain.report.pipeline import plot_schedule, rank_label
 from hpctrain.report.record import RunRecord
 
 Array = np.ndarray
-GREY = "#D4D4D4"  #: paler than ORANGE also in grey
 LINES: dict[str, dict[str, Any]] = {
     "train": {"color": BLUE, "linestyle": "-", "marker": "o"},
     "test": {"color": VERMILION, "linestyle": "--", "marker": "s"},
@@ -126,7 +126,11 @@ def _ranks(record: RunRecord) -> Figure | None:
         return None
     wall, compute, wait, wire = (times[f"{x}_s"] for x in ("wall", "compute", "wait", "wire"))
     resume_text = f" since step {record.resumed()[-1]:.0f}" if record.resumed() else ""
-    figure, axes = _single(record, f"time of each rank{resume_text}")
+    subject = f"time of each rank{resume_text}"
+    if len(wall) > LABELS:
+        servers = range(record.first_server or len(wall), len(wall))
+        return plot_many_ranks(_title(record, subject), times, servers, record.rank_hosts)
+    figure, axes = _single(record, subject)
     ranks, width = np.arange(len(wall)), 0.6 if wire.any() else 0.8
     _stacked(axes, ranks - 0.4, np.full(len(wall), width), wall, compute, wait)
     if wire.any():

@@ -95,6 +95,13 @@ class RunRecord:
         ranks, workers = self.summary.get("world_size"), self.summary.get("workers")
         return workers if ranks and workers and workers < ranks else None
 
+    @property
+    def rank_hosts(self) -> list[str]:
+        """The host of each rank; empty where the summary does not tell."""
+        hosts, places = self.summary.get("hosts") or [], self.summary.get("rank_hosts") or []
+        is_whole = len(places) == self.summary.get("world_size")
+        return [hosts[i] for i in places] if is_whole and max(places) < len(hosts) else []
+
     def staleness(self) -> np.ndarray:
         """Return the histogram of staleness up to each row, int64 (rows, largest + 1).
 

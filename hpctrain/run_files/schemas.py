@@ -86,6 +86,7 @@ class Summary(Metrics):
     workers: Count | None = None
     servers: Count | None = None
     hosts: list[str] | None = None
+    rank_hosts: list[Count] | None = None
     epochs: Number = None
     steps: Count | None = None
     steps_redone: Count | None = None

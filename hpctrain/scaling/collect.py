@@ -17,6 +17,7 @@ from typing import Any
 from hpctrain.core import files, opening
 from hpctrain.run_files import run_folder
 from hpctrain.scaling.trial_recipe import TIMED_INTERVALS, Timing
+from hpctrain.tuning.measure import summarize_times
 
 TIME_COLUMNS = ("compute_s", "wire_s", "wait_s")
 #: Facts about the machine in a run's summary: jobs may run on other nodes than this process.
@@ -39,6 +40,7 @@ class TrialResult:
     algorithm: str | None
     hosts: tuple[str, ...]
     machine: Mapping[str, Any] = field(default_factory=dict)  #: FACTS in the run's summary
+    spread: float = 0.0  #: interquartile range of the intervals' steps over their median
 
     @property
     def other_s(self) -> float:
@@ -82,6 +84,7 @@ def read_trial(folder: Path, timing: Timing) -> TrialResult | Gap:
         algorithm=summary.get("algorithm"),
         hosts=hosts,
         machine=machine_facts,
+        spread=summarize_times([interval["step_s"] for interval in interval_list])["spread"],
     )
 
 

@@ -176,6 +176,7 @@ def _measured_row(point: SizeTrials, base: SizeTrials) -> Row:
         **{name: point.mean(name) for name in TIME_COLUMNS},
         "algorithm": point.step_times.algorithm,
         "ranks_per_core": point.share,
+        "spread": point.median("spread"),
     }
 
 

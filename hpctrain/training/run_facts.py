@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 
 def of_run(world: World, engine: Engine) -> dict[str, Any]:
     """Return the ranks, their places and their software, by the keys of summary.json."""
+    hosts = sorted(set(world.hosts))
     return {
         "engine": engine.name,
         "algorithm": engine.algorithm,
@@ -32,7 +33,8 @@ def of_run(world: World, engine: Engine) -> dict[str, Any]:
         "world_size": world.size,
         "workers": engine.workers,
         "servers": engine.servers,
-        "hosts": sorted(set(world.hosts)),
+        "hosts": hosts,
+        "rank_hosts": [hosts.index(host) for host in world.hosts],
         "gpus": sorted({place.gpu for place in world.places} - {""}),
         "gpu_paths": _gpu_paths(world),
         "restarts": launchers.restarts(os.environ),

@@ -135,6 +135,19 @@ def find_noise(rows: Iterable[AlgorithmTime]) -> float | None:
         fastest_row = fastest_rows.setdefault((row.bytes, row.in_memory), row)
         if row.seconds < fastest_row.seconds:
             fastest_rows[row.bytes, row.in_memory] = row
-    spreads = sorted(row.spread for row in fastest_rows.values() if row.spread is not None)
-    quartile = spreads[len(spreads) * 3 // 4] if spreads else 0.0
+    return exceeding_spread(row.spread for row in fastest_rows.values() if row.spread is not None)
+
+
+def exceeding_spread(spreads: Iterable[float]) -> float | None:
+    """Return the upper quartile of `spreads` if it exceeds MAX_SPREAD, else None."""
+    ordered = sorted(spreads)
+    quartile = ordered[len(ordered) * 3 // 4] if ordered else 0.0
     return quartile if quartile > MAX_SPREAD else None
+
+
+def noise_warning(spread: float, command: str) -> str:
+    """Return the warning for times of a busy machine; `command`: what to repeat."""
+    return (
+        f"noisy: the quartiles of repeats differ by {spread:.0%} of the median, expected at most "
+        f"{MAX_SPREAD:.0%}: something else kept the machine busy; {command} again when it is quiet"
+    )

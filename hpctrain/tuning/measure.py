@@ -111,9 +111,10 @@ def time_interleaved(
 
 
 def summarize_times(seconds: Sequence[float]) -> dict[str, float]:
-    """Return median and percentiles in seconds."""
-    p5, median, p95, p99 = np.percentile(seconds, [5, 50, 95, 99]).tolist()
-    return {"median_s": median, "p5_s": p5, "p95_s": p95, "p99_s": p99}
+    """Return median and percentiles in seconds, and the interquartile range over the median."""
+    p5, low, median, high, p95, p99 = np.percentile(seconds, [5, 25, 50, 75, 95, 99]).tolist()
+    spread = (high - low) / median if median else 0.0
+    return {"median_s": median, "p5_s": p5, "p95_s": p95, "p99_s": p99, "spread": spread}
 
 
 def median_ratio(a: Sequence[float], b: Sequence[float]) -> float:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from ranks import on_ranks, run_on
 
-from hpctrain.bench import collectives, memory_check, sweep
+from hpctrain.bench import collectives, memory_check, output, sweep
 from hpctrain.bench.measured_collectives import COLLECTIVES, CollectiveCall
 from hpctrain.core.errors import UsageError
 
@@ -205,3 +205,14 @@ def test_too_much_is_refused_with_one_voice(hpctrain):
     ended = hpctrain("bench", "allreduce", "--sizes", "1000000GiB", ranks=2)
     assert ended.returncode == 2
     assert ended.stderr.count("1000000 GiB needs") == 1, ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("spreads", "expected"), [([0.1, 0.1, 0.1], None), ([0.1, 0.1, 0.9, 0.4], 0.9)]
+)
+def test_times_of_a_busy_machine_are_said_to_be_noisy(spreads, expected, capsys):
+    rows = [{"spread": spread} for spread in spreads]
+    assert run_on("threads", 1, lambda world: output.find_noise(world, rows)) == [expected]
+    assert ("noisy: the quartiles of repeats differ by 90%" in capsys.readouterr().out) == bool(
+        expected
+    )

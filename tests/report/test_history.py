@@ -7,17 +7,21 @@ import os
 import shutil
 
 import pytest
+from browser import painted
 from click.testing import CliRunner
+from matplotlib import image
 from report.test_report import ROWS, row
 
 from hpctrain.commands.compare import compare
 from hpctrain.commands.follow import follow as follow_command
 from hpctrain.commands.runs import runs
 from hpctrain.commands.train import train
+from hpctrain.core import palette
 from hpctrain.core.errors import UsageError
-from hpctrain.report import comparison, history
+from hpctrain.report import comparison, comparison_plot, history
 from hpctrain.report.follow import POLL_S, SILENT_S, follow
 from hpctrain.run_files import folder_lock, run_folder
+from hpctrain.training import recipe
 
 RECIPE = '[run]\nname = "digits"\nepochs = 3\n[engine]\nkind = "ps-async"\n'
 DONE = {"status": "done", "exit_code": 0, "recipe": "digits", "engine": "single", "world_size": 1,
@@ -101,6 +105,22 @@ def test_runs_are_compared_by_facts_and_recipes(tmp_path):
     assert f"wrote {tmp_path}/plot.svg" in ended.output
     plot = (tmp_path / "plot.svg").read_text()
     assert plot.count("test accuracy") == 1 and "wall time in training [s]" in plot
+
+
+def test_keys_with_their_defaults_are_no_differences(tmp_path):
+    lines = recipe.load("digits").toml()
+    first = write_run(tmp_path / "first", recipe=lines)
+    written = lines.replace("[run]", "[run]\nnot_finite = 'stop'\nprefetch = 1")
+    second = write_run(tmp_path / "second", recipe=written)
+    assert comparison.compare([first, second])["recipes"] == {"run.prefetch": [None, 1]}
+
+
+def test_a_single_evaluation_is_a_mark_in_the_plot(tmp_path):
+    row = {"step": 10, "steps": 10, "since_step": 0, "wall_s": 1.0, "test_loss": 0.5}
+    runs = [write_run(tmp_path / name, rows=[row]) for name in "ab"]
+    comparison_plot.draw(runs, tmp_path / "plot.png")
+    picture = image.imread(tmp_path / "plot.png")
+    assert min(painted(picture, color) for color in palette.COLORS[:2]) > 20
 
 
 def test_a_resumed_run_and_one_from_python_are_marked(tmp_path):

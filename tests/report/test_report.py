@@ -268,9 +268,69 @@ def test_the_summary_is_told_in_words(tmp_path):
     )[0]
     observed = Page(page.write(tmp_path / "run", tmp_path / "run").read_text()).text
     reported = observed.partition("Summary")[2].partition("Recipe")[0]
-    assert all(page.words(key) in reported for key in completed if key != "versions")
+    assert all(
+        page.words(key) in reported for key in completed if key not in ("versions", "rank_hosts")
+    )
     assert "_" not in reported.replace(completed["recipe"], "")
     assert page.words("wall_s") == "wall time [s]" and page.words("steps") == "steps"
+
+
+def many(size: int = 200, slow: int = 137, hosts: int = 25) -> tuple[dict, dict]:
+    """Return a row and a summary of many ranks, one of which computes 1.6 times as long."""
+    compute = np.random.default_rng(0).normal(1.0, 0.03, size)
+    compute[slow] = 1.6
+    times = {
+        "compute_s": compute.tolist(),
+        "wait_s": (2 - compute).tolist(),
+        "wire_s": [0.1] * size,
+    }
+    names = [f"node{i:02d}" for i in range(1, hosts + 1)]
+    summary = {"world_size": size, "hosts": names, "straggler_scores": compute.tolist(),
+               "rank_hosts": [i * hosts // size for i in range(size)]}  # fmt: skip
+    return row(10, wall_s=2.2, ranks=times), summary
+
+
+def test_the_slow_one_of_many_ranks_is_named_with_its_host(tmp_path):
+    rows, summary = many()
+    figure = plots._ranks(record.RunRecord("a", [rows], summary))
+    by_rank, by_host = figure.axes
+    (text,) = (item.get_text() for item in by_rank.texts)
+    assert text == "more compute than the median: rank 137 on node18 1.6x"
+    assert not list(by_host.texts) and len(by_host.get_xticks()) == 25
+    bars = [patch for axes in figure.axes for patch in axes.patches]
+    assert len(bars) <= 10  # contours: 200 bars with edges are moire
+    figure.canvas.draw()
+    written = page.write(write(tmp_path / "a", [rows], {**COMPLETED, **summary}, None), tmp_path)
+    text = Page(written.read_text()).text
+    assert "node[01-25]" in text and "node07" not in text
+    assert "median 1" in text and "the largest is number 137 of 0 to 199" in text
+
+
+@pytest.mark.parametrize(
+    "change", [{"rank_hosts": None}, {"rank_hosts": [99] * 200}, {"hosts": []}]
+)
+def test_many_ranks_on_unknown_hosts(change):
+    rows, summary = many()
+    figure = plots._ranks(record.RunRecord("a", [rows], {**summary, **change}))
+    assert len(figure.axes) == 1 and "rank 137 1.6x" in figure.axes[0].texts[0].get_text()
+
+
+@pytest.mark.full
+@pytest.mark.skipif(BROWSER is None, reason="needs Chromium: apt-get install chromium")
+def test_values_are_not_one_letter_wide_on_a_narrow_screen(tmp_path):
+    rows, summary = many()
+    written = page.write(write(tmp_path / "a", [rows], {**COMPLETED, **summary}, None), tmp_path)
+    script = """<script>addEventListener("load", () => {
+    document.title = Math.min(...[...document.querySelectorAll("td")].map(x => x.clientWidth))
+    })</script>"""
+    narrow = tmp_path / "narrow.html"
+    narrow.write_text(
+        re.sub("<meta http-equiv=[^>]*>", script, written.read_text()).replace(
+            "<body>", "<body style='width: 390px'>"
+        )
+    )
+    dom, _ = browse(tmp_path, "--window-size=420,900", "--dump-dom", narrow.as_uri())
+    assert int(re.search(r"<title>(\d+)", dom)[1]) > 150
 
 
 # ranks, workers in the summary (None: no summary) -> ticks, label of the axis

@@ -182,11 +182,35 @@ def test_what_few_sizes_and_repeats_cannot_tell_is_said():
     )
     assert "Too noisy to conclude: repeats on 2 ranks" in " ".join(tables.summary_lines(mixed))
     assert tables.facts(mixed)["noise"].startswith("too noisy to conclude: repeats on 2 ranks")
+    assert tables.facts(mixed)["Amdahl's law"].endswith("; too noisy to conclude")
     slower = evaluate(apart, trials(apart, lambda n, i: Times(1e-2 * n, 1e-3)))
     assert "100%, its bound: more ranks brought no more samples/s" in tables.law_text(slower)
     four = study((1, 2, 4))
     bent = lambda n, i: Times(1e-2 if n < 4 else 1e-2 / 3, 1e-3)  # noqa: E731
     assert "of 1, 2 and 4 ranks" in tables.law_text(evaluate(four, trials(four, bent)))
+
+
+def labels(result):
+    texts = set()
+    for axes in plots.scaling(result).axes:
+        texts |= set(axes.get_legend_handles_labels()[1])
+    return texts
+
+
+def test_one_repeat_has_no_interval_in_the_legend():
+    for repeats, label in ((1, "measured"), (3, "measured, 95 % interval")):
+        of = study((1, 2, 4), repeats=repeats)
+        assert label in labels(evaluate(of, trials(of, amdahl)))
+
+
+def test_noise_within_the_trials_of_one_repeat_is_said():
+    of = study((1, 2, 4), repeats=1)
+    result = trials(of, amdahl)
+    assert "noise" not in tables.facts(evaluate(of, result))
+    noisy = {size: [replace(trial, spread=0.4) for trial in item] for size, item in result.items()}
+    facts = tables.facts(evaluate(of, noisy))
+    assert facts["noise"].startswith("too noisy to conclude: noisy: the quartiles of repeats diff")
+    assert facts["Amdahl's law"].endswith("too noisy to conclude")
 
 
 def test_what_a_report_begins_with():

@@ -34,6 +34,7 @@ def test_the_slowest_rank_counts_for_all():
 
 def test_spread_and_ratio():
     assert summarize_times([1.0, 2.0, 9.0])["median_s"] == 2.0
+    assert summarize_times([1.0, 2.0, 9.0])["spread"] == 2.0  # (5.5 - 1.5) / 2
     assert median_ratio([2.0, 8.0, 3.0], [1.0, 2.0, 1.0]) == 3.0
 
 

@@ -100,8 +100,9 @@ def run(world: World, options: Options) -> list[timing.Row]:
     finally:
         for library in joined_rivals.values():
             library.close()
+    noisy = output.find_noise(world, rows)
     json_report = output.make_report(
-        world, rows, timed=TIMING_METHOD, rivals=rival_descriptions, recipe=plan.spec.tables
+        world, rows, noisy, timed=TIMING_METHOD, rivals=rival_descriptions, recipe=plan.spec.tables
     )
     output.write_json(world, options.json, json_report)
     if options.plot is not None and world.rank == 0:

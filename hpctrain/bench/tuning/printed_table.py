@@ -35,17 +35,8 @@ def print_table(table: Table, path: Path | None) -> None:
             console.print(f"{place_text}: {_constants_text(constants)}")
     console.print(f"buckets: {_buckets_text(table)}")
     if table.noisy is not None:
-        console.print(noise_warning(table.noisy), soft_wrap=True)
+        console.print(choose.noise_warning(table.noisy, "tune"), soft_wrap=True)
     console.print(f"table: {path or 'not written'}", soft_wrap=True)
-
-
-def noise_warning(spread: float) -> str:
-    """Return the warning for a table measured on a busy machine."""
-    return (
-        f"noisy: the quartiles of repeats differ by {spread:.0%} of the median, expected at most "
-        f"{choose.MAX_SPREAD:.0%}: something else kept the machine busy; tune again when it is "
-        "quiet"
-    )
 
 
 def memory_heading(table: Table, in_memory: bool) -> str:

@@ -24,8 +24,7 @@ from matplotlib.ticker import (
     PercentFormatter,
 )
 
-from hpctrain.core.palette import BLACK, BLUE, ORANGE, VERMILION
-from hpctrain.report.plots import GREY
+from hpctrain.core.palette import BLACK, BLUE, GREY, ORANGE, VERMILION
 from hpctrain.scaling.output.tables import GAP, MEASURED, PREDICTED, is_meaningful, title
 from hpctrain.scaling.results import Result, Row
 
@@ -132,11 +131,11 @@ def _bars(
 
 def _points(axes: Axes, result: Result, key: str) -> None:
     """Draw the measured sizes: filled marks, hollow ones where ranks share cores."""
-    for is_oversubscribed, label in (
-        (False, "measured, 95 % interval"),
-        (True, "measured, oversubscribed"),
-    ):
+    for is_oversubscribed in (False, True):
         rows = [r for r in result.of(MEASURED) if (r["ranks_per_core"] > 1) == is_oversubscribed]
+        words = ["measured", *["oversubscribed"] * is_oversubscribed]
+        has_interval = any(row.get(f"{key}_ci95") is not None for row in rows)
+        label = ", ".join([*words, *["95 % interval"] * has_interval])
         if rows:
             if not is_oversubscribed:
                 _line(axes, result, key)

@@ -16,6 +16,7 @@ from hpctrain.scaling.confidence import Estimate
 from hpctrain.scaling.forecast import StepModel
 from hpctrain.scaling.results import Result, Row
 from hpctrain.scaling.study import Study
+from hpctrain.tuning import choose
 
 HEADINGS = ("samples/s", "step", "speed-up", "efficiency", "compute", "wait", "other", "wire")
 MEASURED, GAP, PREDICTED = "measured", "gap", "predicted"
@@ -141,15 +142,21 @@ def summary_lines(result: Result) -> Iterator[str]:
         yield "One repeat: how much another would differ is unknown."
 
 
+TOO_NOISY = "too noisy to conclude"
+
+
 def noise_text(result: Result) -> str:
     """Return that repeats differ too much to conclude, and on how many ranks; else ""."""
-    noisy_ranks = [row["ranks"] for row in result.of(MEASURED) if _is_noisy(row)]
-    if not noisy_ranks:
-        return ""
-    return (
-        f"too noisy to conclude: repeats on {rank_list(noisy_ranks)} differ much; measure on a "
-        "quieter machine, or with more --repeats"
-    )
+    measured = result.of(MEASURED)
+    noisy_ranks = [row["ranks"] for row in measured if _is_noisy(row)]
+    if noisy_ranks:
+        return (
+            f"{TOO_NOISY}: repeats on {rank_list(noisy_ranks)} differ much; measure on a "
+            "quieter machine, or with more --repeats"
+        )
+    if spread := choose.exceeding_spread(row["spread"] for row in measured):
+        return f"{TOO_NOISY}: {choose.noise_warning(spread, 'measure')}"
+    return ""
 
 
 def _is_noisy(row: Row) -> bool:
@@ -173,7 +180,7 @@ def facts(result: Result) -> dict[str, str]:
     if noise := noise_text(result):
         texts["noise"] = noise
     if result.serial is not None:
-        texts[laws_name(result.law)] = law_text(result)
+        texts[laws_name(result.law)] = law_text(result) + f"; {TOO_NOISY}" * bool(noise)
     if result.model is not None:
         untested = "" if result.tested else f", {UNTESTED}"
         noise = _faster_than_link(result.model, result.study.link)

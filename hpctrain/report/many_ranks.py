@@ -1,0 +1,103 @@
+"""The time of many ranks: one contour over all of them, slow ones named, hosts folded below."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, MaxNLocator
+
+from hpctrain.core.palette import BLACK, BLUE, GREY, ORANGE, VERMILION
+
+SLOW = 1.2  #: times the median of compute, from which a rank is named
+MAX_NAMED = 6  #: slow ranks that are named
+MAX_HOSTS = 32  #: more names would run into each other
+PARTS = {"compute": BLUE, "wait (exposed wire)": ORANGE, "other": GREY}
+
+
+def plot_many_ranks(
+    title: str, times: Mapping[str, np.ndarray], servers: Sequence[int], hosts: Sequence[str]
+) -> Figure:
+    """Return the figure: the times of each rank, and of each host if there are several.
+
+    `times`: seconds by key, float64 (ranks,); `hosts` (ranks,), empty if unknown. The median of
+    compute is that of the ranks that are no `servers`.
+    """
+    names = list(dict.fromkeys(hosts))
+    has_hosts = 1 < len(names) < len(hosts)
+    figure = Figure((10, 7 if has_hosts else 4), layout="constrained")
+    panels = np.atleast_1d(figure.subplots(1 + has_hosts, 1))
+    _draw_stack(panels[0], times)
+    panels[0].set_title(title)
+    workers = np.setdiff1d(np.arange(len(times["wall_s"])), servers)
+    ratios = times["compute_s"] / max(float(np.median(times["compute_s"][workers])), 1e-12)
+    labels = [f"rank {i}" for i in range(len(ratios))]
+    if hosts:
+        labels = [f"{label} on {host}" for label, host in zip(labels, hosts, strict=True)]
+    _name_slow(panels[0], {i: ratios[i] for i in workers.tolist() if ratios[i] >= SLOW}, labels)
+    text = f" (servers: {servers[0]} to {servers[-1]})" if servers else ""
+    panels[0].set_xlabel(f"rank{text}")
+    panels[0].xaxis.set_major_locator(MaxNLocator(integer=True))
+    if has_hosts:
+        _draw_hosts(panels[1], times, np.array([names.index(host) for host in hosts]), names)
+    for axes in panels:
+        axes.set_ylabel("time")
+        axes.yaxis.set_major_formatter(EngFormatter(unit="s"))
+        axes.set_ylim(0, 1.25 * times["wall_s"].max())  # room for the names of slow ranks
+        axes.grid(alpha=0.3)
+        axes.set_axisbelow(True)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    return figure
+
+
+def _draw_stack(axes: Axes, times: Mapping[str, np.ndarray]) -> None:
+    """Draw disjoint parts as filled contours, without edges, which would hide narrow bars."""
+    wall, compute, wait = (times[f"{name}_s"] for name in ("wall", "compute", "wait"))
+    edges = np.arange(len(wall) + 1) - 0.5
+    floor = np.zeros_like(wall)
+    heights = (compute, wait, np.maximum(wall - compute - wait, 0))
+    for (label, color), height in zip(PARTS.items(), heights, strict=True):
+        axes.stairs(floor + height, edges, baseline=floor, fill=True, color=color, label=label)
+        floor = floor + height
+    if times["wire_s"].any():
+        axes.stairs(times["wire_s"], edges, baseline=None, color=BLACK, label="wire")
+    axes.set_xlim(edges[0], edges[-1])
+
+
+def _draw_hosts(
+    axes: Axes, times: Mapping[str, np.ndarray], host: np.ndarray, names: Sequence[str]
+) -> None:
+    """Draw the median of each part over the ranks of a host, and the range of their compute."""
+    groups = [np.flatnonzero(host == i) for i in range(len(names))]
+    medians = {
+        key: np.array([np.median(values[group]) for group in groups])
+        for key, values in times.items()
+    }
+    _draw_stack(axes, medians)
+    compute = times["compute_s"]
+    low, high = (np.array([pick(compute[group]) for group in groups]) for pick in (np.min, np.max))
+    x = np.arange(len(names))
+    axes.vlines(x, low, high, color=BLACK, linewidth=2)
+    axes.plot(x, high, "_", x, low, "_", color=BLACK)
+    ratios = medians["compute_s"] / max(float(np.median(medians["compute_s"])), 1e-12)
+    _name_slow(axes, {i: ratios[i] for i in range(len(names)) if ratios[i] >= SLOW}, names)
+    if len(names) <= MAX_HOSTS:
+        axes.set_xticks(x, names, rotation=0 if len(names) <= MAX_HOSTS // 4 else 60)
+    else:
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlabel("host: medians over its ranks; lines: from the least to the most compute")
+
+
+def _name_slow(axes: Axes, ratios: Mapping[int, float], names: Sequence[str]) -> None:
+    """Mark slow ranks or hosts at the top, and name the slowest."""
+    above = axes.get_xaxis_transform()
+    axes.plot(list(ratios), [0.84] * len(ratios), "v", transform=above, color=VERMILION)
+    slowest = sorted(ratios, key=lambda i: -ratios[i])[:MAX_NAMED]
+    labels = [f"{names[i]} {ratios[i]:.1f}x" for i in slowest]
+    if len(ratios) > MAX_NAMED:
+        labels += [f"and {len(ratios) - MAX_NAMED} more"]
+    if labels:
+        text = f"more compute than the median: {', '.join(labels)}"
+        axes.text(0.01, 0.97, text, transform=axes.transAxes, va="top", fontsize=9)
