@@ -13,6 +13,7 @@ import click
 
 from hpctrain import __version__
 from hpctrain.commands import COMMANDS, LazyGroup
+from hpctrain.commands._lazy import HelpFormatter
 from hpctrain.core import launchers
 from hpctrain.core.errors import AGREED_ERRORS, HpctrainError
 from hpctrain.core.printing import LogFormat
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from hpctrain.world import World
 
 INTERRUPTED, BUG = 130, 1
+click.Context.formatter_class = HelpFormatter
 STDOUT, STDERR = 1, 2
 COMPLETION = "_HPCTRAIN_COMPLETE"  #: set by a shell that asks click for completions
 PRINTED_BY_RANK_0 = {"--help", "--version"}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
+from typing import Any
 
 import click
 
@@ -11,6 +12,7 @@ from hpctrain.core.errors import UsageError
 from hpctrain.core.names import pick
 
 WHOLE = 1000  #: characters, more than any first sentence of a help text
+HYPHEN = "\u2011"  #: a hyphen at which no line ends
 CommandLoaders = Mapping[str, Callable[[], click.Command]]
 
 
@@ -19,15 +21,22 @@ def load_command(module: str, name: str) -> click.Command:
     return getattr(import_module(f"hpctrain.commands.{module}"), name)
 
 
-class LazyGroup(click.Group):
-    """A command group; `loaders` maps the names of subcommands to functions that import them."""
+class HelpFormatter(click.HelpFormatter):
+    """A formatter of help that breaks no name at its hyphens, such as breadth-first."""
 
-    def __init__(self, *args: object, loaders: CommandLoaders, **kwargs: object):
-        super().__init__(*args, **kwargs)  # type: ignore[arg-type]
-        self.loaders = loaders
+    def write_text(self, text: str) -> None:
+        super().write_text(text.replace("-", HYPHEN))
 
-    def list_commands(self, context: click.Context) -> list[str]:
-        return sorted(self.loaders)
+    def write_dl(self, rows: Iterable[tuple[str, str]], *args: Any, **options: Any) -> None:
+        unbroken = [(term, text.replace("-", HYPHEN)) for term, text in rows]
+        super().write_dl(unbroken, *args, **options)
+
+    def getvalue(self) -> str:
+        return super().getvalue().replace(HYPHEN, "-")
+
+
+class WholeGroup(click.Group):
+    """A command group whose help has the whole first sentence of each subcommand."""
 
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         """List the subcommands; click would cut their sentences at the edge of the terminal."""
@@ -36,6 +45,17 @@ class LazyGroup(click.Group):
             formatter.write_dl(
                 [(name, item.get_short_help_str(WHOLE)) for name, item in commands.items() if item]
             )
+
+
+class LazyGroup(WholeGroup):
+    """A command group; `loaders` maps the names of subcommands to functions that import them."""
+
+    def __init__(self, *args: object, loaders: CommandLoaders, **kwargs: object):
+        super().__init__(*args, **kwargs)  # type: ignore[arg-type]
+        self.loaders = loaders
+
+    def list_commands(self, context: click.Context) -> list[str]:
+        return sorted(self.loaders)
 
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
         if context.resilient_parsing and name not in self.loaders:

@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from hpctrain import checkpoint as checkpoints
+from hpctrain.commands._lazy import WholeGroup
 from hpctrain.core.errors import UsageError
 from hpctrain.core.printing import say
 from hpctrain.training import weights
@@ -14,7 +15,9 @@ from hpctrain.training import weights
 RUN_ARGUMENT = click.argument("run", type=click.Path(path_type=Path, exists=True), metavar="DIR")
 
 
-@click.group(epilog="\b\nExample:\n  hpctrain checkpoint verify runs/digits-20260101-120000")
+@click.group(
+    cls=WholeGroup, epilog="\b\nExample:\n  hpctrain checkpoint verify runs/digits-20260101-120000"
+)
 def checkpoint() -> None:
     """List, verify or export the checkpoints of a run."""
 

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import shutil
 from typing import Any
 
 import click
 
+from hpctrain.commands import COMMANDS
+from hpctrain.core.interpreter import module_command
+
 EPILOG = """\b
 Examples:
-  hpctrain netlab --hosts 4 -- hpctrain train digits --epochs 1
+  hpctrain netlab --hosts 4 train digits --epochs 1
   hpctrain netlab --hosts 2 --ranks-per-host 2 --link 2.5gbit -- python my_script.py
   hpctrain netlab --hosts 4 --elastic --spares 1 -- hpctrain train digits
 
 Hosts are network namespaces named h1, h2, ..., joined by links of that speed. The
-mpiexec of the MPI that mpi4py loads starts COMMAND on every rank, and netlab returns its exit code.
+mpiexec of the MPI that mpi4py loads starts COMMAND, a command of hpctrain or a program, on every
+rank, and netlab returns its exit code.
 Hosts share all files except /dev/shm, and can reach only each other. netlab needs Linux, ip and tc,
 and root or the right to create namespaces. It limits bandwidth, not latency.
 """
@@ -59,5 +64,7 @@ def netlab(
     from hpctrain.cluster.loss_policy import LossPolicy
     from hpctrain.cluster.netlab import netlab as lab_module  # late, so that `--help` stays fast
 
+    if arguments[0] in COMMANDS and shutil.which(arguments[0]) is None:
+        arguments = (*module_command("hpctrain"), *arguments)  # as `hpctrain launch` takes it
     lab = lab_module.Lab(hosts, ranks_per_host, lab_module.parse_speed(link))
     context.exit(lab_module.netlab(lab, arguments, LossPolicy(**policy_options)))

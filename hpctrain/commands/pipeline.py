@@ -13,6 +13,7 @@ import click
 
 from hpctrain.bench.message_sizes import parse, size_text
 from hpctrain.commands._complete import complete_choices
+from hpctrain.commands._lazy import WholeGroup
 from hpctrain.commands.pipeline_predict import predict
 from hpctrain.commands.report import MISSING_PACKAGES_MESSAGE
 from hpctrain.core.errors import UsageError
@@ -42,7 +43,7 @@ Times are in the unit of --costs; messages take none. docs/parallel.md draws all
 """
 
 
-@click.group(epilog=EPILOG)
+@click.group(cls=WholeGroup, epilog=EPILOG)
 def pipeline() -> None:
     """Draw and check pipeline schedules, and predict steps on grids of ranks."""
 

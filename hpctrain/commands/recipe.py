@@ -13,6 +13,7 @@ import tomli_w
 
 from hpctrain.commands import _options
 from hpctrain.commands._complete import complete_recipes
+from hpctrain.commands._lazy import WholeGroup
 from hpctrain.config import paths, toml
 from hpctrain.core import atomic
 from hpctrain.core.errors import UsageError
@@ -31,7 +32,7 @@ Examples:
 RECIPE = click.argument("name", metavar="RECIPE", shell_complete=complete_recipes)
 
 
-@click.group(epilog=EPILOG)
+@click.group(cls=WholeGroup, epilog=EPILOG)
 def recipe() -> None:
     """List, show, begin, check or compare recipes."""
 

@@ -19,6 +19,7 @@ from hpctrain.cluster.slurm.status import is_done
 from hpctrain.cluster.slurm.status_table import print_table
 from hpctrain.commands import _options
 from hpctrain.commands._complete import complete_choices, complete_recipes
+from hpctrain.commands._lazy import WholeGroup
 from hpctrain.core.errors import HpctrainError, UsageError
 from hpctrain.core.printing import say
 from hpctrain.core.strict_json import to_json
@@ -39,7 +40,7 @@ The output of `render` is a script for `sbatch`.
 """
 
 
-@click.group(epilog=EPILOG)
+@click.group(cls=WholeGroup, epilog=EPILOG)
 def slurm() -> None:
     """Render, submit, watch and cancel jobs of Slurm."""
 

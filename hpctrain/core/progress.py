@@ -99,7 +99,6 @@ class Bar:
         )
         fields: dict[str, Any] = {"epoch": "-", "loss": "-", "rate": "-"}
         self._task = self._progress.add_task(title, total=total, completed=first_step, **fields)
-        self._progress.start()
 
     def is_due(self, now_s: float) -> bool:
         """Return whether to draw the bar now: drawing takes time from training."""
@@ -114,6 +113,7 @@ class Bar:
         """Draw the state after `step` steps; None where a row does not have it."""
         fields: dict[str, Any] = {"epoch": "-" if epoch is None else epoch}
         fields |= {"loss": _number(loss, ".4f"), "rate": _number(samples_per_s, ",.0f")}
+        self._progress.start()  # now: lines that are logged at the start would leave a first bar
         self._progress.update(self._task, completed=step, refresh=True, **fields)
 
     def print(self, text: str) -> None:
@@ -122,6 +122,7 @@ class Bar:
 
     def close(self, step: int) -> None:
         """Leave the bar as it is after `step` steps."""
+        self._progress.start()
         self._progress.update(self._task, completed=step, refresh=True)
         self._progress.stop()
 

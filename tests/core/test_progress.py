@@ -19,6 +19,14 @@ def test_the_bar_is_drawn_where_launch_says_somebody_watches(monkeypatch, capsys
         assert word in message
 
 
+def test_no_bar_is_drawn_before_the_lines_that_are_logged_at_the_start(monkeypatch, capsys):
+    monkeypatch.setenv(progress.TERMINAL, "100")
+    bar = progress.open_bar("digits", 0, 720)
+    assert capsys.readouterr().err == ""
+    bar.close(0)
+    assert "0/720" in capsys.readouterr().err
+
+
 def test_without_a_terminal_there_is_no_bar(monkeypatch):
     monkeypatch.setenv(progress.TERMINAL, "")
     assert progress.open_bar("digits", 0, 720) is None

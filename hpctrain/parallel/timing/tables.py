@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from rich.table import Table
 
-from hpctrain.core.fitted_table import stdout_console
+from hpctrain.core.fitted_table import fit_table, stdout_console
 from hpctrain.parallel.schedules.actions import PipelineSchedule
 from hpctrain.parallel.timing.summary import Summary
 
@@ -65,4 +65,5 @@ def percent(share: float) -> str:
 
 
 def _print(table: Table) -> None:
-    stdout_console(DEFAULT_WIDTH).print(table)
+    console = stdout_console(DEFAULT_WIDTH)
+    console.print(fit_table(table, console))
