@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from hpctrain.cluster import guard, program, relaunch, supervision
+from hpctrain.cluster import guard, program, rank_states, relaunch, supervision
 from hpctrain.cluster.hosts import allocated_hosts, host_options
 from hpctrain.cluster.loss_policy import LossPolicy, check_policy, ulfm_options
 from hpctrain.cluster.slurm.job_end import (
@@ -134,10 +134,12 @@ def _start_job(
     """Run a job from its start to its end."""
     start_time_s, ranks = time.time(), start.ranks + start.spares
     slots = launchers.allocated_tasks(os.environ) or _count_physical_cores()
+    states = rank_states.RankStates() if policy.elastic else None
+    rank_argv = argv(start.run)
     command, variables = build_command(
         mpi,
         ranks,
-        argv(start.run),
+        rank_states.command(rank_argv) if states else rank_argv,
         oversubscribed=ranks > slots,
         as_root=os.geteuid() == 0,
         options=[*options, *host_options(mpi.vendor, start.hosts)],
@@ -151,7 +153,9 @@ def _start_job(
         job_variables |= _rank_variables(_proc_path(note_file.fileno()))
         inherited = launchers.without_rank_variables(os.environ)
         environ = eager_limit_variables() | inherited | variables | job_variables
-        supervisor = supervision.Supervisor(lambda: os.pread(note_file.fileno(), 1 << 16, 0))
+        supervisor = supervision.Supervisor(
+            lambda: os.pread(note_file.fileno(), 1 << 16, 0), states
+        )
         launcher_exit = supervisor.run(command, environ)
         announced_folder = note_file.read()
         supervisor.finish(is_reported(launcher_exit, announced_folder, exit_code))

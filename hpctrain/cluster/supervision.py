@@ -15,7 +15,8 @@ from typing import BinaryIO
 
 from hpctrain.cluster import guard
 from hpctrain.cluster.launcher_messages import MessageFilter
-from hpctrain.cluster.slurm.job_end import LauncherExit
+from hpctrain.cluster.rank_states import RankStates
+from hpctrain.cluster.slurm.job_end import LauncherExit, print_message
 from hpctrain.core import opening
 from hpctrain.core.errors import StoppedError
 from hpctrain.run_files import run_folder
@@ -35,9 +36,14 @@ class Supervisor:
     launcher. The run learns their name by a note in its folder.
     """
 
-    def __init__(self, announced_folder: Callable[[], bytes]) -> None:
-        """`announced_folder()`: the folder of the latest run, empty before one began."""
-        self._announced_folder = announced_folder
+    def __init__(
+        self, announced_folder: Callable[[], bytes], ranks: RankStates | None = None
+    ) -> None:
+        """`announced_folder()`: the folder of the latest run, empty before one began.
+
+        `ranks`: the states of those that mark them, in an elastic job.
+        """
+        self._announced_folder, self._ranks = announced_folder, ranks
         self._signals: list[int] = []
         self._messages = MessageFilter()
         self._has_lost_daemon = False
@@ -55,12 +61,21 @@ class Supervisor:
             assert process.stderr is not None
             reader = Thread(target=self._forward_stderr, args=[process.stderr], daemon=True)
             reader.start()
-            while process.poll() is None and not self._is_interrupted_twice:
+            fault = ""
+            while process.poll() is None and not self._is_interrupted_twice and not fault:
                 for number in read_signals():
                     self._forward_signal(process, number)
+                if fault := self._ranks.find_fault() if self._ranks else "":
+                    print_message(fault)
+                    process.send_signal(signal.SIGTERM)
             guard.end_job(environ[guard.JOB_VARIABLE], _KILL_SCHEDULE)
             reader.join(_OUTPUT_S)
-        return LauncherExit(process.wait() or int(self._has_lost_daemon), tuple(self._signals))
+        code, reason = process.wait() or int(self._has_lost_daemon), ""
+        if self._ranks is not None and not self._is_interrupted_twice:
+            code, reason = self._ranks.exit_code(code, was_ended=bool(fault))
+        if reason and not self._signals:
+            print_message(reason)
+        return LauncherExit(code, tuple(self._signals))
 
     def finish(self, is_reported: bool) -> None:
         """Print the launcher's messages on the end of its ranks unless the ranks reported it."""
@@ -82,7 +97,9 @@ class Supervisor:
         while data := os.read(stderr.fileno(), 1 << 16):
             self._has_lost_daemon |= _LOST_DAEMON in tail + data
             tail = data[-len(_LOST_DAEMON) :]
+            data = self._ranks.feed(data) if self._ranks else data
             _write(self._messages.feed(data))
+        _write(self._messages.feed(self._ranks.end() if self._ranks else b""))
         _write(self._messages.end())
 
 

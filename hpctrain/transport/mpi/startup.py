@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import socket
 import threading
 import time
 import warnings
 from pathlib import Path
 from typing import NoReturn
 
-from hpctrain.core import rank_process
+from hpctrain.core import rank_marks, rank_process
 from hpctrain.core.errors import OwnRankError, UsageError
-from hpctrain.core.launchers import set_home
+from hpctrain.core.launchers import launched, set_home
 from hpctrain.transport.link import Link
 from hpctrain.transport.mpi import segments
+from hpctrain.transport.mpi.init_limit import init_limit
 from hpctrain.transport.mpi.link import MpiLink
 
 from mpi4py import MPI  # isort: skip  (link.py has kept mpi4py from starting MPI)
@@ -35,25 +37,30 @@ def start_mpi(comm: MPI.Intracomm | None, timeout_s: float) -> MPI.Intracomm:
     """Start MPI with THREAD_MULTIPLE unless it is running; return a duplicate of `comm`.
 
     By default of all ranks. If a rank never comes, the others exit after `timeout_s` with their
-    stacks and exit code 1. Raises UsageError in a subprocess of a rank, which would wait for ever.
+    stacks and exit code 86. Raises UsageError in a subprocess of a rank, which would wait for ever.
     """
     global _started_here
     if fault := rank_process.find_fault(os.environ):
         raise OwnRankError(fault)
-    # mpi4py holds the interpreter's lock in MPI_Init, so no Python thread could time it.
-    faulthandler.dump_traceback_later(timeout_s, exit=True)
-    if not MPI.Is_initialized():
-        set_home(os.environ)
-        with warnings.catch_warnings():
-            # mpi4py warns of a foreign launcher; `hpctrain.init` warns once, with a remedy.
-            warnings.filterwarnings("ignore", "suspicious MPI", RuntimeWarning)
-            MPI.Init_thread(MPI.THREAD_MULTIPLE)
-        if MPI.COMM_WORLD.size > 1 and MPI.Get_library_version().startswith("Open MPI v5.0"):
-            time.sleep(INIT_SKEW_S)
-        _started_here = True
-    rank_process.mark_rank(os.environ)
-    duplicate = (MPI.COMM_WORLD if comm is None else comm).Dup()
-    faulthandler.cancel_dump_traceback_later()
+    job = launched(os.environ)
+    unstarted = (
+        f"rank {job.rank} of {job.size} on {socket.gethostname()} has waited {timeout_s:g} s "
+        "in the start of MPI: expected all ranks there, but one was killed, is stopped or is slower"
+    )
+    with init_limit(timeout_s, unstarted):
+        if not MPI.Is_initialized():
+            set_home(os.environ)
+            rank_marks.write_mark(rank_marks.STARTS_MPI)
+            with warnings.catch_warnings():
+                # mpi4py warns of a foreign launcher; `hpctrain.init` warns once, with a remedy.
+                warnings.filterwarnings("ignore", "suspicious MPI", RuntimeWarning)
+                MPI.Init_thread(MPI.THREAD_MULTIPLE)
+            if MPI.COMM_WORLD.size > 1 and MPI.Get_library_version().startswith("Open MPI v5.0"):
+                time.sleep(INIT_SKEW_S)
+            _started_here = True
+        rank_marks.write_mark(rank_marks.HAS_MPI)
+        rank_process.mark_rank(os.environ)
+        duplicate = (MPI.COMM_WORLD if comm is None else comm).Dup()
     duplicate.Set_errhandler(MPI.ERRORS_RETURN)  # mpi4py then raises; a user's may end the job
     return duplicate
 
@@ -123,6 +130,7 @@ def abort_job(code: int, grace_s: float = 2.0) -> NoReturn:
     after `grace_s` seconds, and the launcher ends the other ranks. If it holds the
     interpreter's lock meanwhile, a thread that needs no Python exits, with code 1.
     """
+    rank_marks.write_mark(rank_marks.ABORTS, code)
     if is_running():
         nowhere = os.open(os.devnull, os.O_WRONLY)
         faulthandler.dump_traceback_later(grace_s + 1, exit=True, file=nowhere)
