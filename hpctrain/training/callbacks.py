@@ -7,18 +7,22 @@ on_row(row)            with each row of metrics
 on_epoch(row)          with the row at the end of an epoch, after on_row
 on_checkpoint(folder)  after a checkpoint was saved, with its folder
 on_end(summary)        at the end of the run, also if it was stopped or failed on all ranks
+save_state()           before each row: JSON data, which checkpoints and the other ranks keep
 
 A function, on_row and on_epoch return None to go on, True or a text, the reason, to stop; a stop
-on one rank stops all ranks at that row. After a resume the last row is passed again, so that a
-callback that has stopped the run stops it again. Hooks must call no collective operation, unless
-all ranks have the callback.
+on one rank stops all ranks at that row. After a resume, or the loss of ranks, on_begin is called
+with the earlier rows and the state before the last one, which is passed again, so that a callback
+that has stopped the run stops it again. Hooks must call no collective operation, unless all ranks
+have the callback.
 """
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -35,10 +39,10 @@ if TYPE_CHECKING:
     from hpctrain import nn
     from hpctrain.world import World
 
-__all__ = ["Callbacks", "EarlyStop", "Run"]
+__all__ = ["Callbacks", "EarlyStop", "FirstRank", "Run"]
 
 Row = dict[str, Any]
-HOOKS = ("on_begin", "on_row", "on_epoch", "on_checkpoint", "on_end")
+HOOKS = ("on_begin", "on_row", "on_epoch", "on_checkpoint", "on_end", "save_state")
 log = logging.getLogger(__name__)
 
 
@@ -51,6 +55,9 @@ class Run:
     arena: Arena
     folder: Path | None  #: None if `fit` has no folder
     rows: Sequence[Row]  #: the rows of the run before this part, but for the last one
+    state: Any = (
+        None  #: JSON data that `save_state` of this callback returned on rank 0 after these
+    )
 
     @property
     def parameters(self) -> dict[str, Any]:
@@ -118,61 +125,123 @@ class _Patience:
         return f"early stop: {metric} has not improved{best} in {self._count} values"
 
 
+@dataclass(frozen=True)
+class FirstRank:
+    """The callback that `make()` returns, on rank 0 alone; every rank passes it to its Trainer.
+
+    If rank 0 is lost, the rank that takes its place makes the callback anew.
+    """
+
+    make: Callable[[], Any]
+
+
 class Callbacks:
     """The callbacks of one rank in one call of fit; ranks may have different ones."""
 
     def __init__(self, callbacks: Sequence[Any], world: World, model: Any, steps_per_epoch: int):
         """Take the rank's own callbacks. Raises UsageError for an object without hooks."""
-        self._active, self._world, self._model = list(callbacks), world, model
+        self._world, self._model = world, model
         self._epoch, self._in_use = steps_per_epoch, False
-        for callback in callbacks:
+        self.saved: Row = {}  #: the states of rank 0's callbacks, and the step of the next row
+        self._active = dict(_on_rank(callbacks, world.rank))  # by the number in `callbacks`
+        for callback in self._active.values():
             if not callable(callback) and not any(hasattr(callback, hook) for hook in HOOKS):
                 raise UsageError(
                     f"callback {callback!r}: expected a function, or an object with one of "
                     f"{', '.join(HOOKS)}"
                 )
+        self._names = {number: _name(item) for number, item in self._active.items()}
 
-    def begin(self, rows: Sequence[Row], arena: Arena, folder: Path | None) -> str:
-        """Begin after `rows`; return the reason to stop at once, '' to go on; collective."""
-        self._in_use = any(self._world.gather("some" if self._active else ""))
-        run = Run(self._world, self._model, arena, folder, rows[:-1])
-        self._active = [_call(item, "on_begin", run) or item for item in self._active]
-        return self.call(rows[-1]) if rows else ""
+    def share_names(self, earlier: Sequence[str]) -> list[str]:
+        """Return the names of all ranks' callbacks, and warn of `earlier` ones lost; collective."""
+        own = json.dumps([[*self._names.values()], [*earlier]])
+        pairs = map(json.loads, self._world.gather(own))
+        names, before = ({*chain(*lists)} for lists in zip(*pairs, strict=True))
+        self._in_use = bool(names)
+        if (lost := before - names) and self._world.rank == 0:
+            log.warning(
+                "callback %s was on lost ranks alone, and is called no more; pass "
+                "ht.callbacks.FirstRank(make) on all ranks",
+                ", ".join(sorted(lost)),
+            )
+        return sorted(names)
+
+    def begin(self, rows: Sequence[Row], arena: Arena, folder: Path | None, saved: Row) -> str:
+        """Begin after `rows`; return the reason to stop at once, '' to go on; collective.
+
+        `saved`: `self.saved` of the part before.
+        """
+        next_step = saved.get("step", rows[-1]["step"] if rows else 0)
+        known = [row for row in rows if row["step"] < next_step]
+        for number, item in self._active.items():
+            name, state = saved.get("states", {}).get(str(number), ("", None))
+            own = state if name == self._names[number] else None
+            run = Run(self._world, self._model, arena, folder, known, own)
+            self._active[number] = _call(item, "on_begin", run) or item
+        reasons = [self.call(row) for row in rows[len(known) :]]
+        return next(filter(None, reasons), "")
 
     def call(self, row: Row) -> str:
         """Pass on a row; return the reason to stop, equal on all ranks, '' to go on; collective."""
         if not self._in_use:
             return ""
         hooks = ["on_row"] + ["on_epoch"] * (row["step"] % self._epoch == 0)
-        answers = [_ask(item, hook, dict(row)) for item in self._active for hook in hooks]
+        states = self._states() if self._world.rank == 0 else {}
+        answers = [_ask(item, hook, dict(row)) for item in self._active.values() for hook in hooks]
         own_reasons = "; ".join(dict.fromkeys(filter(None, answers)))
 
         def answer() -> str:
             check = getattr(self._model, "must_be_bound", None)  # of models that callbacks change
             if check is not None:
                 check()
-            return own_reasons
+            return json.dumps([own_reasons, states])
 
         try:
-            reasons = self._world.gather_from(answer)
+            reasons, all_states = zip(
+                *map(json.loads, self._world.gather_from(answer)), strict=True
+            )
         except UsageError as error:
             raise ModelError(str(error)) from error
+        if all_states[0]:
+            self.saved.update(step=row["step"], states=all_states[0])
         return "; ".join(dict.fromkeys(filter(None, reasons)))
+
+    def _states(self) -> dict[int, tuple[str, Any]]:
+        """Return the name and the state of each callback that saves one."""
+        states = {}
+        for number, item in self._active.items():
+            if hasattr(item, "save_state"):
+                states[number] = self._names[number], _call(item, "save_state")
+        try:
+            json.dumps(states, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            names = ", ".join(name for name, _ in states.values())
+            raise HpctrainError(f"save_state of {names}: expected JSON data: {error}") from error
+        return states
 
     def checkpoint(self, folder: Path) -> None:
         """Pass on the folder of a checkpoint."""
-        for item in self._active:
+        for item in self._active.values():
             _call(item, "on_checkpoint", folder)
 
     def end(self, summary: dict[str, Any]) -> None:
         """Pass on the summary; a callback that fails cannot replace the reason of another end."""
-        for item in self._active:
+        for item in self._active.values():
             try:
                 _call(item, "on_end", dict(summary))
             except HpctrainError as error:
                 if summary["status"] == "done":
                     raise
                 log.warning("%s", error)
+
+
+def _on_rank(callbacks: Sequence[Any], rank: int) -> Iterable[tuple[int, Any]]:
+    """Yield the number and the object of each callback on `rank`."""
+    for number, callback in enumerate(callbacks):
+        if not isinstance(callback, FirstRank):
+            yield number, callback
+        elif rank == 0:
+            yield number, callback.make()
 
 
 def _ask(callback: Any, hook: str, row: Row) -> str:
@@ -188,13 +257,13 @@ def _ask(callback: Any, hook: str, row: Row) -> str:
     )
 
 
-def _call(callback: Any, hook: str, argument: Any) -> Any:
+def _call(callback: Any, hook: str, *arguments: Any) -> Any:
     """Return the result of a hook, None if the callback lacks it."""
     function = getattr(callback, hook, None)
     if function is None and hook == "on_row" and callable(callback):
         function = callback
     try:
-        return None if function is None else function(argument)
+        return None if function is None else function(*arguments)
     except Exception as error:
         raise HpctrainError(
             f"callback {_name(callback)}: {type(error).__name__}: {error}"

@@ -85,9 +85,9 @@ class Loop:
         self.step, self.rows = 0, list[Row]()  # rows: those of the run before this part
         self.row: Row = {}  # of this step, where there is one
         self.first_row: Row = {}  # of this part
-        self.checkpointer = Checkpointer(
-            world, engine, replica, journal, plan.checkpoints, plan.about
-        )
+        about = {**plan.about, "callbacks": callbacks.saved}  # which changes with each row
+        self.checkpointer = Checkpointer(world, engine, replica, journal, plan.checkpoints, about)
+        self._callback_states: Row = {}  # at the begin of this part
         self.stop_reason = ""  # the reason to end before the last step
 
     def begin(self) -> None:
@@ -107,7 +107,10 @@ class Loop:
     def run(self, request: StopRequest) -> dict[str, Any]:
         """Train from `step` to the end, or to the step of a request to stop."""
         arena = self.engine.replica.arena
-        self.stop_reason = self.callbacks.begin(self.rows, arena, self.journal.run)
+        names = self.callbacks.share_names(self._survival.callbacks)
+        self._survival.callbacks = names
+        states, run = self._callback_states, self.journal.run
+        self.stop_reason = self.callbacks.begin(self.rows, arena, run, states)
         with Tasks(self.world, self.engine, self.plan, self.journal, request) as work:
             self._train(work)
         self.replay_log.end()
@@ -237,7 +240,7 @@ class Loop:
         reader.fetch(self.world.job.link)  # spares, too, send what they hold
         reader.finish()
         self.step = reader.step
-        self.rows = self.journal.resume(reader.step, reader.about)
+        self._go_back(reader.step, reader.about)
         self.world.link.agree()
 
     def resume(self, run: Path) -> None:
@@ -247,10 +250,14 @@ class Loop:
             self.journal.resume(0, {})
             return
         self.step = loaded.step
-        self.rows = self.journal.resume(loaded.step, loaded.about)
+        self._go_back(loaded.step, loaded.about)
         if self.world.rank == 0:
             log.info("resumed at step %d of %d", self.step, self.journal.total_steps)
         self.checkpointer.resume(run, loaded.path)
+
+    def _go_back(self, step: int, about: dict[str, Any]) -> None:
+        self.rows = self.journal.resume(step, about)
+        self._callback_states = about.get("callbacks", {})
 
     def _request(self, reader: checkpoint.Reader) -> None:
         """Request this rank's part of a checkpoint; raise UsageError on all ranks if it differs."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import field
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
 from hpctrain import config
+from hpctrain.config import usercode
 from hpctrain.core.errors import UsageError
 from hpctrain.core.metrics import Criterion, Direction, make_criterion
 from hpctrain.gradients.precision import Precision
@@ -95,6 +97,14 @@ class CallbackOptions:
     kind: str  #: "module:function" or "module:Class"
     arguments: dict[str, Any] | None = None  #: if given, `kind` is called to make the callback
     ranks: Literal["first", "all"] = "first"
+
+    def make(self, folder: str) -> Any:
+        """Return the callback, of code in `folder`; raise UsageError if there is none."""
+        place = "[run] callbacks"
+        callback = usercode.find(self.kind, place, folder, classes=True)
+        if self.arguments is None and not inspect.isclass(callback):
+            return callback
+        return usercode.call_found(callback, self.kind, place, **self.arguments or {})
 
 
 @config.options

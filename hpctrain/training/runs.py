@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import logging
 import os
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from hpctrain import checkpoint, config, engines, nn
-from hpctrain.config import code_ownership, usercode
+from hpctrain.config import code_ownership
 from hpctrain.core import frameworks, trees
 from hpctrain.core.errors import UsageError
 from hpctrain.core.files import open_regular
@@ -28,6 +29,7 @@ from hpctrain.nn.from_function import FunctionModel
 from hpctrain.optim import Optimizer
 from hpctrain.run_files import run_folder
 from hpctrain.training import loading, recipe, weights
+from hpctrain.training.callbacks import FirstRank
 from hpctrain.training.fit_call import RunOrigin
 from hpctrain.training.recipe import Recipe
 from hpctrain.training.trained_model import TrainedModel
@@ -112,7 +114,7 @@ def prepare(
         spec.run.seed,
         spec.run.precision,
         world,
-        callbacks=world.on_all_ranks(lambda: _callbacks(spec, world.rank)),
+        callbacks=world.on_all_ranks(lambda: _callbacks(spec)),
         faults=spec.faults,
         init=spec.init if init else None,
         mesh=spec.mesh,
@@ -140,17 +142,12 @@ def _agree_on_code(spec: Recipe, world: World) -> None:
         log.warning("code has changed since the run was recorded: module %s", ", ".join(changed))
 
 
-def _callbacks(spec: Recipe, rank: int) -> list[Any]:
-    """Return the callbacks of a rank: early stop on each, the user's own where they ask for it."""
+def _callbacks(spec: Recipe) -> list[Any]:
+    """Return the callbacks of all ranks: early stop on each, the user's own where they ask."""
     callbacks: list[Any] = [spec.early_stop] if spec.early_stop else []
     for options in spec.run.callback_options:
-        if rank > 0 and options.ranks == "first":
-            continue
-        place, folder = "[run] callbacks", spec.code.folder
-        callback = usercode.find(options.kind, place, folder, classes=True)
-        if options.arguments is not None or inspect.isclass(callback):
-            callback = usercode.call_found(callback, options.kind, place, **options.arguments or {})
-        callbacks.append(callback)
+        make = partial(options.make, spec.code.folder)
+        callbacks.append(FirstRank(make) if options.ranks == "first" else make())
     return callbacks
 
 

@@ -268,6 +268,67 @@ def _train_with_min_ranks(out, min_ranks: int, victim: int) -> list:
     return run_ranks(2, body, 20, kills={victim: 900})
 
 
+class Sum:
+    """A callback that sums the steps of rows, and saves the sum."""
+
+    def __init__(self):
+        self.sum, self.begins, self.rows = 0, [], []
+
+    def on_begin(self, run):
+        self.sum = run.state or 0
+        self.begins.append((run.world.rank, [row["step"] for row in run.rows], run.state))
+
+    def on_row(self, row):
+        self.sum += row["step"]
+        self.rows.append((row["step"], self.sum))
+        return "enough" if row["step"] >= 10 else None
+
+    def save_state(self):
+        return self.sum
+
+
+def train_with(callbacks, victim, spares, out, kills):
+    """Return the summaries of the ranks that are left, with `callbacks` of each rank."""
+
+    def body(link):
+        world = over_threads(link, spares=spares)
+        model = ht.nn.Model([ht.nn.Linear(3)], 8)
+        trainer = ht.Trainer(model, "sgd", world=world, callbacks=callbacks(link.rank))
+        options = FitOptions(interval_steps=INTERVAL)
+        summary = trainer.fit((X, Y), steps=STEPS, batch=30, out=out, options=options)
+        trainer.close()
+        return summary
+
+    results = run_ranks(3 + spares, body, 20, {victim: kills})
+    return [summary for summary in results if summary is not None]
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("part", [0.3, 0.5, 0.7])
+@pytest.mark.parametrize("spares", [0, 1])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_callbacks_of_the_first_rank_go_on(victim, spares, part, moment, tmp_path):
+    made = []
+    first = ht.callbacks.FirstRank(lambda: made.append(Sum()) or made[-1])
+    call = moment("fast", 3, part)
+    summaries = train_with(lambda rank: [first], victim, spares, tmp_path / "run", call)
+    assert {(s["reason"], s["steps"]) for s in summaries} == {("enough", 10)}
+    assert [rank for callback in made for rank, _, _ in callback.begins] == [0] * (
+        1 + len(summaries[0]["recoveries"])
+    )
+    rows = [row for callback in made for row in callback.rows]
+    assert {*rows} == {(2, 2), (4, 6), (6, 12), (8, 20), (10, 30)}
+    steps, state = made[-1].begins[-1][1:]
+    assert (state or 0) == sum(steps)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_callbacks_of_lost_ranks_alone_are_announced(victim, moment, tmp_path, caplog):
+    call = moment("fast", 3, 0.5)
+    train_with(lambda rank: [Sum()] if rank == 0 else [], victim, 0, tmp_path / "run", call)
+    assert ("callback Sum was on lost ranks alone" in caplog.text) == (victim == 0)
+
+
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("calls_before_end", range(1, 13, 2))
 @pytest.mark.parametrize("has_folder", [True, False])

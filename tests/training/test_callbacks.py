@@ -192,12 +192,20 @@ class Broken:
         raise UsageError("not like this")
 
 
-# A callback of rank 1 -> what is said
+class Unsaved:
+    """A callback whose state is no JSON data."""
+
+    def save_state(self):
+        return {1.0j}
+
+
+# A callback of rank 0 -> what is said
 WRONG = {
     "raises": (lambda row: 1 / 0, "<lambda>: ZeroDivisionError: division by zero"),
     "returns a number": (lambda row: 3, "<lambda> returned 3; expected None to go on, True or"),
     "cannot begin": (Broken(), "Broken: UsageError: not like this"),
     "takes no row": (lambda: None, "<lambda>: TypeError"),
+    "saves an object": (Unsaved(), ""),
 }
 
 
@@ -207,11 +215,12 @@ def test_a_callback_that_fails_on_one_rank(wrong):
     callback, message = WRONG[wrong]
 
     def body(world):
-        fit(world, [callback] if world.rank == 1 else [])
+        fit(world, [callback] if world.rank == 0 else [])
 
     with pytest.raises(HpctrainError) as error:
         run_on("threads", 2, body)
-    assert f"callback {message}" in str(error.value)
+    text = f"callback {message}" if message else "save_state of Unsaved: expected JSON data"
+    assert text in str(error.value)
     assert not isinstance(error.value, UsageError)  # the time to refuse is over
 
 
@@ -330,6 +339,32 @@ def test_hooks_are_called_in_order_with_the_run(ranks, tmp_path):
         ]  # fmt: skip
         assert again == [("begin", 4), ("row", 10), ("epoch", 10), ("end", "done", 10)]
         assert (reason, facts) == ("enough", ((4, 3), True, True))
+
+
+class Count:
+    """A callback that counts the rows of all parts of a run."""
+
+    def on_begin(self, run):
+        self.begin = run.state, len(run.rows)
+        self.rows = run.state or 0
+
+    def on_row(self, row):
+        self.rows += 1
+
+    def save_state(self):
+        return self.rows
+
+
+def test_a_resumed_run_has_the_state_before_the_last_row(tmp_path):
+    """It is saved with each checkpoint."""
+
+    def body(world):
+        counts = [Count(), Count()]
+        for epochs, count in zip((4, 6), counts, strict=True):
+            fit(world, [count], tmp_path / "run", resume=True, epochs=epochs)
+        return [(count.begin, count.rows) for count in counts]
+
+    assert run_on("threads", 2, body) == [[((None, 0), 4), ((3, 3), 6)]] * 2
 
 
 def test_the_end_of_a_stopped_run_is_reported(tmp_path, monkeypatch):

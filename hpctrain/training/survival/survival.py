@@ -51,6 +51,7 @@ class Survival:
         self.recoveries = Recoveries()
         self.reader: MemoryReader | None = None  #: of the state to go on from
         self.times: RunTimes | None = None  #: of the part before
+        self.callbacks: list[str] = []  #: the names of all ranks' callbacks in the part before
         self.has_claimed = False  #: whether this call has used its folder
         self._copies = MemoryCopies(options.copies)
         self._live: LiveState | None = None
