@@ -11,7 +11,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 
 from hpctrain.core.errors import HpctrainError
 from hpctrain.data.dataset import Dataset, Samples
@@ -38,6 +38,10 @@ def batches_to_read_ahead(samples: Samples) -> int:
 class _ReadResult(NamedTuple):
     item: Any
     error: BaseException | None
+
+
+def _refuse_to_read(step: int) -> NoReturn:
+    raise HpctrainError(f"step {step} was to be read after the end of the training")
 
 
 class Prefetch(Generic[T]):
@@ -92,6 +96,7 @@ class Prefetch(Generic[T]):
             self._thread.join(JOIN_TIMEOUT_S)
             if self._thread.is_alive():
                 log.warning("the thread that reads data did not end: a read has not returned")
+        self._read = _refuse_to_read  # whose owner may own this object: it is free at once
 
     def __enter__(self) -> Prefetch[T]:
         """Return self."""

@@ -160,6 +160,7 @@ class FitCall:
             survival.recoveries,
             survival.times,
         )
+        survival.times = None  # else they hold the engine before the loss, and its memory
         plan, replica = self._make_plan(trainer, sampler), trainer.replica
         return Loop(trainer.world, trainer.engine, replica, plan, journal, callbacks, survival)
 

@@ -111,6 +111,16 @@ class WatchRecord:
                 self._entries[name] = Entry(self, RING_OFFSETS[index])
             return self._entries[name]
 
+    def replacing(self, previous: WatchRecord | None) -> WatchRecord:
+        """Return this record; let the `previous` one forget its entries, each of which has it.
+
+        Else its pages would stay mapped until a collector of garbage runs.
+        """
+        if previous is not None and previous is not self:
+            with previous._lock:
+                previous._entries = {}
+        return self
+
     @property
     def step(self) -> int:
         """The training step that this rank is in; entries copy it."""

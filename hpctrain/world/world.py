@@ -292,7 +292,7 @@ class World:
 
     def record_in(self, record: WatchRecord) -> None:
         """Let every thread's links record the calls that wait in `record`."""
-        self.record = record
+        self.record = record.replacing(self.record)
         for thread, links in {"main": self.main.links, **self.purpose_links}.items():
             for link in links:
                 link.record_waits_in(record.entry(thread))

@@ -6,8 +6,11 @@ with ordered sums for any ranks that are left; else for as many ranks, thanks to
 
 from __future__ import annotations
 
+import gc
 import random
 import shutil
+import threading
+import weakref
 from functools import cache
 
 import numpy as np
@@ -20,6 +23,7 @@ from hpctrain.engines.synchronous.allreduce import AllReduceEngine
 from hpctrain.parallel import MeshOptions
 from hpctrain.run_files import run_folder
 from hpctrain.training.checkpointer import Checkpointer
+from hpctrain.training.loop import Loop
 from hpctrain.training.run_options import CheckpointOptions, ElasticOptions, FitOptions
 from hpctrain.transport.threads.ranks import run_ranks
 from hpctrain.world import over_threads
@@ -355,3 +359,28 @@ def test_a_spare_that_is_lost_changes_nothing(victim, tmp_path, undisturbed):
     assert len(summaries) == 3
     assert {s["params_sha256"] for s in summaries} == {undisturbed("ordered", 2)}
     assert run_folder.read_summary(tmp_path)["status"] == "done"
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_nothing_of_an_engine_outlives_a_loss(engine, monkeypatch, moment):
+    """Else its memory and descriptors would stay until a collector of garbage runs."""
+    alive, engines = [], {}  # engines by the thread of their rank
+    build, run = ht.Trainer._build_engine, Loop._train
+
+    def build_engine(trainer):
+        build(trainer)
+        engines.setdefault(threading.get_ident(), []).append(weakref.ref(trainer.engine))
+
+    def train_part(loop, work):
+        run(loop, work)
+        alive.extend(ref() for ref in engines[threading.get_ident()][:-1])
+
+    monkeypatch.setattr(ht.Trainer, "_build_engine", build_engine)
+    monkeypatch.setattr(Loop, "_train", train_part)
+    gc.disable()
+    try:
+        train(engine, 4, 0, {3: moment(engine, 4, 0.5)})
+    finally:
+        gc.enable()
+    assert alive and not any(alive)

@@ -27,7 +27,6 @@ descent", 2018.
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -40,7 +39,7 @@ from hpctrain.engines.gossip.base import GossipEngine
 from hpctrain.engines.gossip.pairs import ActiveWorker, PassiveWorker
 from hpctrain.engines.parameter_server.coordinator import Coordinator, Reply, Report
 from hpctrain.engines.parameter_server.pacing import PeriodicMethod
-from hpctrain.engines.parameter_server.server import server_thread
+from hpctrain.engines.parameter_server.server import Outcome, server_thread
 from hpctrain.engines.replay import Recorder
 from hpctrain.engines.saved_state import SavedState
 from hpctrain.engines.staleness import broadcast_staleness
@@ -167,7 +166,7 @@ class AdPsgdEngine(GossipEngine):
 
         return wait_for_reply
 
-    def _serve(self, start: int, until: int) -> AbstractContextManager[Future[list[Any]]]:
+    def _serve(self, start: int, until: int) -> AbstractContextManager[Outcome[list[Any]]]:
         """Return the thread of the coordinator or of a passive worker, with the entries to log."""
         recorder = self.recorder
         serve: Callable[[], list[Any]]
@@ -179,5 +178,5 @@ class AdPsgdEngine(GossipEngine):
             interval = recorder.next_interval(start, until) if repeats else {}
             serve = self._role.server_body(interval.get("turns"))
         else:
-            return nullcontext(Future())
+            return nullcontext(Outcome())
         return server_thread(serve, self._world.fail)

@@ -173,6 +173,12 @@ class Coordinator:
         `apply(event)` applies its order; `read_own_flags()` returns the flags of this rank.
         """
         self.flags, self._read_own_flags = Flags(), read_own_flags
+        try:
+            return self._carry_out(events, apply)
+        finally:
+            self._read_own_flags = Flags  # whose owner has this engine: a lost one is free at once
+
+    def _carry_out(self, events: Iterable[Event], apply: Callable[[Event], None]) -> list[Event]:
         self._post_receives(range(self.workers))
         history = []
         for event in events:

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -106,38 +105,62 @@ class Server:
         self._pending_sends = []
 
 
+class Outcome(Generic[T]):
+    """The result of a thread, or the exception that ended it.
+
+    A Future would keep the exception, whose traceback has the frames that have the Future: of a
+    lost rank's engine all memory would stay until a collector of garbage runs.
+    """
+
+    def __init__(self) -> None:
+        self._values: list[T] = []
+        self._error: BaseException | None = None
+
+    def run(self, function: Callable[[], T], on_failure: Callable[[BaseException], None]) -> None:
+        """Call `function`, and `on_failure` with its exception."""
+        try:
+            self._values.append(function())
+        except BaseException as error:
+            self._error = error
+            on_failure(error)
+
+    def result(self) -> T:
+        """Return the result; raise the exception once."""
+        if self._error is not None:
+            error, self._error = self._error, None
+            try:
+                raise error
+            finally:
+                del error
+        return self._values[0]
+
+
 @contextmanager
 def server_thread(
     serve: Callable[[], T], on_failure: Callable[[BaseException], None]
-) -> Iterator[Future[T]]:
-    """Call `serve()` in a thread beside the enclosed block; yield the future of its result.
+) -> Iterator[Outcome[T]]:
+    """Call `serve()` in a thread beside the enclosed block; yield its outcome.
 
     The thread calls `on_failure` with the exception that ends it, which is raised again here.
     """
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(serve())
-        except BaseException as error:
-            future.set_exception(error)
-            on_failure(error)
-
-    thread = threading.Thread(target=run, name="server", daemon=True)
+    outcome = Outcome[T]()
+    thread = threading.Thread(
+        target=outcome.run, args=[serve, on_failure], name="server", daemon=True
+    )
     thread.start()
     try:
-        yield future
+        yield outcome
     except TransportError:  # perhaps because the thread has failed
-        _join(thread, future)
+        _join(thread, outcome)
         raise
-    _join(thread, future)
+    _join(thread, outcome)
 
 
-def _join(thread: threading.Thread, future: Future[Any]) -> None:
+def _join(thread: threading.Thread, outcome: Outcome[Any]) -> None:
     thread.join(JOIN_TIMEOUT_S)
-    if not future.done():
+    if thread.is_alive():
         raise HpctrainError("the server thread did not end after all workers were told to stop")
-    future.result()  # raises the exception of the thread
+    outcome.result()  # raises the exception of the thread
 
 
 def _encode_order(order: Order, workers: int) -> np.ndarray:
