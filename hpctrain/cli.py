@@ -65,7 +65,7 @@ def _open_streams() -> None:
     Else the next file that is opened gets its number, and the messages of MPI.
     """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= STDERR:
-        os.set_inheritable(descriptor, True)
+        os.set_inheritable(descriptor, True)  # noqa: FBT003
     os.close(descriptor)
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:

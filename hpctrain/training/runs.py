@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
-import inspect
 import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
