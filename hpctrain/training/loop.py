@@ -83,8 +83,7 @@ class Loop:
             self._replay_settings(),
         )
         self.step, self.rows = 0, list[Row]()  # rows: those of the run before this part
-        self.row: Row = {}  # of this step, where there is one
-        self.first_row: Row = {}  # of this part
+        self.row, self.first_row = Row(), Row()  # of this step, where there is one; of this part
         about = {**plan.about, "callbacks": callbacks.saved}  # which changes with each row
         self.checkpointer = Checkpointer(world, engine, replica, journal, plan.checkpoints, about)
         self._callback_states: Row = {}  # at the begin of this part

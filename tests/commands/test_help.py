@@ -59,9 +59,8 @@ def test_a_netlab_takes_commands_as_launch_does(monkeypatch, words, expected):
 @pytest.mark.parametrize("width", [50, 80, 200])
 def test_names_of_schedules_are_whole_on_any_terminal(monkeypatch, width):
     out = io.StringIO()
-    monkeypatch.setattr(
-        tables, "Console", lambda: Console(file=out, width=width, force_terminal=True)
-    )
+    terminal = Console(file=out, width=width, force_terminal=True)
+    monkeypatch.setattr(tables, "stdout_console", lambda _: terminal)
     words = ["pipeline", "check", "--ranks", "4", "--micro-batches", "8"]
     CliRunner().invoke(hpctrain, words, catch_exceptions=False)
     assert [name for name in SCHEDULES if name not in out.getvalue()] == []

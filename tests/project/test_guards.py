@@ -24,6 +24,7 @@ def calls() -> Iterator[tuple[str, str, ast.Call]]:
 OUTPUT = {
     ("cluster/guard.py", "print"): "runs without the package",
     ("cluster/supervision.py", "os.write"): "bytes of the ranks, to their own terminal",
+    ("core/rank_marks.py", "print"): "runs without the package",
     ("core/signals.py", "os.write"): "while the main thread may hold the lock of stderr",
 }
 
@@ -49,10 +50,10 @@ OPENING = re.compile(
     r"open|os\.(open|fdopen)|tempfile\.mk.+|shutil\.copy.*|np\.(load|loadtxt|save.*|memmap|fromfile)"
     r"|.*\.(open|read_text|read_bytes|write_text|write_bytes|touch)"
 )
-#: no files, those of the kernel and of the package, and calls of the one function
+#: no files, files of the kernel and of the package, and calls of the one function
 OTHERS = re.compile(
     r".*(/proc|PROC|MAPS|_KERNEL|os\.devnull|memfd_create|note_descriptor|resources\.files)"
-    r"|(archive|files|opening|pci|self\.sealer)\."
+    r"|(archive|files|opening|pci|self\.sealer|super\(\))\."
 )
 KERNEL, PACKAGES = "in /proc and /sys", "in installed packages"
 MEMORY = "memory without a name of another process of the job, /proc/PID/fd"
