@@ -39,13 +39,15 @@ def set_variables() -> JobRank:
     that mpi4py loads.
     """
     from hpctrain.transport.placement.rank_placement import place_rank
-    from hpctrain.world.start import start_mpi
+    from hpctrain.world.start import must_start, start_mpi
 
     job = launchers.launched(os.environ)
     place_rank(job, "cpu", binds_cores=False)  # may name the network adapter for MPI
-    comm, _ = start_mpi(job, START_TIMEOUT_S)
+    must_start(job)
     from hpctrain.transport.mpi import startup
 
+    with startup.start_limit(START_TIMEOUT_S):
+        comm, _ = start_mpi(job)
     atexit.register(_finalize_mpi, os.getpid())
     rank = _locate(job.name, comm.rank, partial(startup.gather_texts, comm))
     comm.Free()

@@ -35,11 +35,25 @@ def over_mpi(
     """
     launched = launchers.launched(os.environ)
     placement = rank_placement.place_rank(launched, device, binds_cores)
-    whole_job = comm is None
-    comm, job_size = start_mpi(launched, timeout_s, comm)
+    must_start(launched)
+    from hpctrain.transport.mpi import startup
+
+    with startup.start_limit(timeout_s):
+        return _make_world(launched, placement, timeout_s, comm)
+
+
+def _make_world(
+    launched: launchers.Launched,
+    placement: rank_placement.Placement,
+    timeout_s: float,
+    comm: Any,
+) -> World:
     from hpctrain.transport.mpi import startup
     from hpctrain.transport.mpi.fault_tolerance import Family
     from hpctrain.transport.mpi.link import MpiLink
+
+    whole_job = comm is None
+    comm, job_size = start_mpi(launched, comm)
 
     record = WatchRecord(comm.rank, comm.size)
     link = MpiLink(comm, record.entry("main"), family=Family(whole_job))
@@ -66,11 +80,8 @@ def over_mpi(
     return world
 
 
-def start_mpi(launched: launchers.Launched, timeout_s: float, comm: Any = None) -> tuple[Any, int]:
-    """Start MPI unless it runs; return a duplicate of `comm`, and the number of ranks started.
-
-    By default of all ranks. Raises UsageError as `over_mpi` does.
-    """
+def must_start(launched: launchers.Launched) -> None:
+    """Load MPI; raise UsageError if it cannot start under this launcher."""
     from hpctrain.transport.mpi.installation import has_pmix, load_mpi
 
     mpi_is = load_mpi()  # its error names what is missing without MPI
@@ -79,11 +90,20 @@ def start_mpi(launched: launchers.Launched, timeout_s: float, comm: Any = None) 
     if fault := launchers.unstartable(launched, mpi_is.vendor, mpi_is.libmpi, no_pmix, daemons):
         raise UsageError(fault)
     dev_shm.warn_if_full(launched)
-    from hpctrain.transport.mpi import startup
 
+
+def start_mpi(launched: launchers.Launched, comm: Any = None) -> tuple[Any, int]:
+    """Start MPI unless it runs; return a duplicate of `comm`, and the number of ranks started.
+
+    By default of all ranks; call `must_start` before. Raises UsageError as `over_mpi` does.
+    """
+    from hpctrain.transport.mpi import startup
+    from hpctrain.transport.mpi.installation import load_mpi
+
+    mpi_is = load_mpi()
     if comm is not None:
         startup.check_communicator(comm)
-    comm, job_size = startup.start_mpi(comm, timeout_s), startup.job_size()
+    comm, job_size = startup.start_mpi(comm), startup.job_size()
     segments.announce_segments()
     if fault := launchers.mismatch(launched, job_size, mpi_is.vendor, mpi_is.libmpi):
         if job_size == 1:  # several ranks of different jobs would wait for each other for ever

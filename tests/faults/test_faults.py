@@ -203,10 +203,10 @@ def test_a_disk_full_of_checkpoints_has_no_room_for_the_trace(digits):
 
 NEVER_COMES = """
 import os, sys, time
-from hpctrain.transport.mpi import startup
+from hpctrain.world.start import over_mpi
 if "1" in (os.environ.get("PMI_RANK"), os.environ.get("OMPI_COMM_WORLD_RANK")):
     time.sleep(600)
-startup.start_mpi(None, timeout_s=2)
+over_mpi("cpu", timeout_s=2)
 """
 
 

@@ -12,6 +12,8 @@ import socket
 import threading
 import time
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
@@ -33,34 +35,42 @@ INIT_SKEW_S = 0.05
 _started_here = False  # else whoever has started MPI finalizes it
 
 
-def start_mpi(comm: MPI.Intracomm | None, timeout_s: float) -> MPI.Intracomm:
+@contextmanager
+def start_limit(timeout_s: float) -> Iterator[None]:
+    """Mark the start of MPI, and its end; a rank that waits in it beyond `timeout_s` ends with 86.
+
+    Its stacks are printed. Nothing else watches the ranks until their World is made.
+    """
+    job = launched(os.environ)
+    text = (
+        f"rank {job.rank} of {job.size} on {socket.gethostname()} has waited {timeout_s:g} s in "
+        "the start of MPI: expected all ranks there, but one was killed, is stopped or is slower"
+    )
+    with init_limit(timeout_s, text):
+        yield
+    rank_marks.write_mark(rank_marks.HAS_MPI)
+
+
+def start_mpi(comm: MPI.Intracomm | None) -> MPI.Intracomm:
     """Start MPI with THREAD_MULTIPLE unless it is running; return a duplicate of `comm`.
 
-    By default of all ranks. If a rank never comes, the others exit after `timeout_s` with their
-    stacks and exit code 86. Raises UsageError in a subprocess of a rank, which would wait for ever.
+    By default of all ranks. Raises UsageError in a subprocess of a rank, which would wait for ever.
     """
     global _started_here
     if fault := rank_process.find_fault(os.environ):
         raise OwnRankError(fault)
-    job = launched(os.environ)
-    unstarted = (
-        f"rank {job.rank} of {job.size} on {socket.gethostname()} has waited {timeout_s:g} s "
-        "in the start of MPI: expected all ranks there, but one was killed, is stopped or is slower"
-    )
-    with init_limit(timeout_s, unstarted):
-        if not MPI.Is_initialized():
-            set_home(os.environ)
-            rank_marks.write_mark(rank_marks.STARTS_MPI)
-            with warnings.catch_warnings():
-                # mpi4py warns of a foreign launcher; `hpctrain.init` warns once, with a remedy.
-                warnings.filterwarnings("ignore", "suspicious MPI", RuntimeWarning)
-                MPI.Init_thread(MPI.THREAD_MULTIPLE)
-            if MPI.COMM_WORLD.size > 1 and MPI.Get_library_version().startswith("Open MPI v5.0"):
-                time.sleep(INIT_SKEW_S)
-            _started_here = True
-        rank_marks.write_mark(rank_marks.HAS_MPI)
-        rank_process.mark_rank(os.environ)
-        duplicate = (MPI.COMM_WORLD if comm is None else comm).Dup()
+    if not MPI.Is_initialized():
+        set_home(os.environ)
+        rank_marks.write_mark(rank_marks.STARTS_MPI)
+        with warnings.catch_warnings():
+            # mpi4py warns of a foreign launcher; `hpctrain.init` warns once, with a remedy.
+            warnings.filterwarnings("ignore", "suspicious MPI", RuntimeWarning)
+            MPI.Init_thread(MPI.THREAD_MULTIPLE)
+        if MPI.COMM_WORLD.size > 1 and MPI.Get_library_version().startswith("Open MPI v5.0"):
+            time.sleep(INIT_SKEW_S)
+        _started_here = True
+    rank_process.mark_rank(os.environ)
+    duplicate = (MPI.COMM_WORLD if comm is None else comm).Dup()
     duplicate.Set_errhandler(MPI.ERRORS_RETURN)  # mpi4py then raises; a user's may end the job
     return duplicate
 

@@ -1,0 +1,120 @@
+"""The end of a job by the moment of a loss, the lost ranks, the manner, and the launcher.
+
+The code of `hpctrain launch` is never 0 unless a run, or the program, said so; every job ends, and
+nothing of it is left. `make test` runs each value once, `pytest` all pairs, `--full` all rows.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from itertools import product
+from pathlib import Path
+
+import pytest
+from jobs import MARK
+from limits import clock
+
+from hpctrain.cluster import launch
+from hpctrain.run_files import run_folder
+
+pytestmark = pytest.mark.processes
+HOOKS = Path(__file__).with_name("ends")
+MOMENTS = ("exec", "init", "begun", "step", "end", "after")
+WHO = {"one": "1", "first": "0", "some": "1,2", "all": "0,1,2", "launcher": ""}
+HOW = ("KILL", "TERM", "SEGV", "STOP", "exit")
+STARTED = {
+    "launch": ("launch", "-n", 3),
+    "elastic": ("launch", "-n", 3, "--elastic"),
+    "restarts": ("launch", "-n", 3, "--max-restarts", 1),
+    "both": ("launch", "-n", 3, "--elastic", "--max-restarts", 1),
+    "script": ("launch", "-n", 3, "--elastic"),
+    "mpiexec": (),
+}
+LIMIT_S = 60.0  #: of an end, from the loss
+KEYS = (
+    "run.epochs=", "run.steps=8", "run.interval_steps=1", "model.widths=[64,4,10]",
+    "run.timeout_s=4", 'run.callbacks=[{kind="sitecustomize:Callback", ranks="all"}]',
+)  # fmt: skip
+TRAIN = ("train", "digits", *(word for key in KEYS for word in ("--set", key)))
+
+
+def is_possible(moment: str, who: str, how: str, started: str) -> bool:
+    """Return whether a row is a loss that somebody can end."""
+    if who == "launcher":
+        return how in ("KILL", "TERM") and started != "mpiexec"  # whose ranks may outlive it
+    if how == "STOP":  # a job that is stopped as a whole goes on later; after its end nobody waits
+        return who != "all" and moment not in ("end", "after")
+    return True
+
+
+def codes(moment: str, who: str, how: str, started: str) -> set[int] | None:
+    """Return the possible exit codes of a job; None for any code but 0."""
+    if started == "mpiexec":
+        return set(range(256)) if moment in ("end", "after") or how in ("TERM", "exit") else None
+    if who == "launcher":
+        return {-9} if how == "KILL" else {0, 75, 143}
+    if moment == "after":  # the run is done; a program is not, for its launcher
+        return {0} if started != "script" else set(range(256))
+    if moment == "end":  # whether the run was done by then
+        return {0, 1, 75, 137, 139, 143}
+    if how == "exit" and who == "all" and moment == "exec":
+        return {0, 1}  # with Open MPI, without a word of MPI, and with MPICH: the program said 0
+    if started in ("restarts", "both"):
+        return {0, 75} if how == "TERM" else {0, 1, 86} if how == "STOP" else {0}
+    if moment == "step" and how == "TERM" and started != "script":
+        return {75}
+    if moment == "step" and started == "elastic" and who != "all":
+        return {0}
+    if how in ("STOP", "exit") and started != "script":
+        return {1, 86}
+    return {1} if started != "script" else None
+
+
+def rows() -> list:
+    """Return all possible rows; those without a new pair of values are marked `full`."""
+    result, pairs = [], set()
+    table = [row for row in product(MOMENTS, WHO, HOW, STARTED) if is_possible(*row)]
+    table.sort(key=lambda row: sum(map(ord, "".join(row))) * 7919 % 1009)  # in no order
+    for row in table:
+        own = {(i, j, row[i], row[j]) for i in range(4) for j in range(i)}
+        marks = () if own - pairs else pytest.mark.full
+        pairs |= own
+        result.append(pytest.param(*row, marks=marks))
+    return result
+
+
+@pytest.mark.sample(6)
+@pytest.mark.parametrize(("moment", "who", "how", "started"), rows())
+def test_every_job_ends_and_says_how(start, mark, tmp_path, moment, who, how, started):
+    mpi = launch.find_mpi()
+    words = STARTED[started]
+    if "--elastic" in words and not mpi.ulfm:
+        words = ("launch", "-n", 3)
+    seen, out = tmp_path / "seen", tmp_path / "run"
+    seen.mkdir()
+    own = {MARK: mark, "ENDS": f"{moment} {how} {WHO[who]}", "ENDS_SEEN": str(seen)}
+    own["PYTHONPATH"] = str(HOOKS)
+    if started == "script":
+        script = tmp_path / "script.py"
+        script.write_text("import sitecustomize\nsitecustomize.program()\n")
+        job = start("-m", "hpctrain", *words, "--", sys.executable, script, env=own)
+    elif started == "mpiexec":
+        job = start("-m", "hpctrain", *TRAIN, "--out", out, ranks=3, env=own)
+    else:
+        job = start("-m", "hpctrain", *words, *TRAIN, "--out", out, env=own)
+    if who == "launcher":
+        deadline = clock() + LIMIT_S
+        while len([*seen.iterdir()]) < 3 and job.process.poll() is None and clock() < deadline:
+            time.sleep(0.02)
+        job.process.send_signal(signal.Signals[f"SIG{how}"])
+    ended = job.finish(2 * LIMIT_S)
+    allowed = codes(moment, who, how, started)
+    assert ended.returncode in allowed if allowed is not None else ended.returncode != 0, ended
+    summary = run_folder.read_summary(out) if out.is_dir() else None
+    if started in ("launch", "elastic") and summary is not None and who != "launcher":
+        assert summary["exit_code"] == ended.returncode or moment in ("end", "after"), ended
+    if ended.returncode not in (0, -9):
+        assert ended.stderr, ended
+    assert "\x1e" not in ended.stderr + ended.stdout
