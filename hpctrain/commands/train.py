@@ -12,6 +12,7 @@ from hpctrain import engines, world
 from hpctrain.commands import _options
 from hpctrain.commands._complete import complete_choices, complete_recipes
 from hpctrain.report import history
+from hpctrain.run_files import run_folder
 from hpctrain.training import recipe, runs
 from hpctrain.training.dry_run import dry_run
 from hpctrain.transport.device.gpus import Device
@@ -119,7 +120,7 @@ def train(
                 "Missing argument 'RECIPE', as in `train digits`; `train --resume=runs/first` "
                 "takes the recipe of that run"
             )
-        name = str(runs.recipe_file(out, "fit(..., out=DIR, resume=True) in its script"))
+        name = str(run_folder.recipe_file(out, "fit(..., out=DIR, resume=True) in its script"))
     recipe_values = {"engine.kind": engine, "run.epochs": epochs, "run.device": device}
     overrides = [f"{key}={value}" for key, value in recipe_values.items() if value is not None]
     overrides += ["trace.enabled=true"] * trace

@@ -147,6 +147,18 @@ def write_recipe(run: Path, text: str) -> None:
     atomic.replace(path, text)
 
 
+def recipe_file(run: Path, instead: str) -> Path:
+    """Return the recipe's file of a run; the error for one without names a call `instead`."""
+    file = run / RECIPE
+    if run.is_dir() and not file.is_file():
+        raise UsageError(
+            f"{run} has no {RECIPE}; expected the folder of `hpctrain train`. For a run of your "
+            f"own Trainer: {instead}"
+        )
+    files.open_regular(file).close()  # later it is read as a file that a user names
+    return file
+
+
 def append_row(run: Path, *rows: Mapping[str, Any]) -> None:
     """Append rows to metrics.jsonl, all or none; raise OSError if that fails."""
     files.append_lines(run / METRICS, "".join(to_json(row) + "\n" for row in rows))

@@ -15,7 +15,6 @@ from hpctrain import checkpoint, config, engines, nn
 from hpctrain.config import code_ownership
 from hpctrain.core import frameworks, trees
 from hpctrain.core.errors import UsageError
-from hpctrain.core.files import open_regular
 from hpctrain.core.labels import find_invalid_label
 from hpctrain.core.launchers import launched
 from hpctrain.core.xp import on_device
@@ -216,21 +215,9 @@ def load(
     return with_weights(spec, weights.checkpoint_of(folder, best), _on_gpu(device))
 
 
-def recipe_file(run: Path, instead: str) -> Path:
-    """Return the recipe's file of a run; the error for one without names a call `instead`."""
-    file = run / run_folder.RECIPE
-    if run.is_dir() and not file.is_file():
-        raise UsageError(
-            f"{run} has no {run_folder.RECIPE}; expected the folder of `hpctrain train`. For a run "
-            f"of your own Trainer: {instead}"
-        )
-    open_regular(file).close()  # read by its name, which may not be a link
-    return file
-
-
 def _recipe_of(run: Path, trust: bool) -> Recipe:
     """Return the recipe of a run; raise UsageError if its code may not be executed."""
-    file = recipe_file(run, "ht.load(DIR, model=model).evaluate((x, y))")
+    file = run_folder.recipe_file(run, "ht.load(DIR, model=model).evaluate((x, y))")
     spec = recipe.load(str(file))
     if spec.code.exists and not trust:
         code_ownership.must_be_own(run, file, spec.code)
