@@ -73,7 +73,7 @@ class Loop:
         survival: Survival,
     ):
         """Train `replica`, on which `engine` was built."""
-        self._survival = survival
+        self._survival, self.replica = survival, replica
         self.world, self.engine, self.plan, self.journal = world, engine, plan, journal
         self.callbacks = callbacks
         self.replay_log = replay.ReplayLog(
@@ -116,7 +116,7 @@ class Loop:
         is_early = self.step < self.journal.total_steps
         first_row = self.rows[0] if self.rows else self.first_row
         self.journal.suspicious = find_suspicions(
-            self.journal.mesh, self.engine, self.plan.test, first_row, self.row
+            self.journal.mesh, self.engine, self.replica, self.plan.test, first_row, self.row
         )
         summary = self.journal.finish("done", 0, self.stop_reason if is_early else None)
         self.callbacks.end(summary)

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain.core.errors import UsageError
 from hpctrain.data import Dataset, Samples, unwrap
 from hpctrain.data.scaling import ScaledSamples
 from hpctrain.data.stored import StoredSamples
@@ -22,9 +21,11 @@ LARGE = 30.0  #: samples beyond are seldom learned without a scale
 
 
 def find_suspicions(
-    mesh: Mesh, engine: Engine, test: Samples | None, first: Row, row: Row
+    mesh: Mesh, engine: Engine, replica: Any, test: Samples | None, first: Row, row: Row
 ) -> list[str]:
     """Return sentences about the last `row` of metrics if it seems wrong; collective.
+
+    `replica`: the one of the engine, not slowed.
 
     Suspicious are a training loss above that of the first row, an accuracy not above the share of
     the most frequent class, an r2 of 0 or less, and then the same outputs for different samples.
@@ -34,7 +35,7 @@ def find_suspicions(
         texts += _loss_text(first.get("train_loss"), row.get("train_loss"))
         texts += _test_texts(test, row)
         if texts and test is not None and mesh.pipe is mesh.everyone:
-            texts += _output_texts(engine.replica, test)
+            texts += _output_texts(replica, test)
     everyone = mesh.everyone.gather(json.dumps(texts))
     return next(filter(None, map(json.loads, everyone)), [])
 
@@ -66,7 +67,7 @@ def _output_texts(replica: Any, test: Samples) -> list[str]:
         return texts
     x = base.x[:SAMPLES]
     x = test.scale.apply(x) if isinstance(test, ScaledSamples) else np.array(x)
-    with suppress(UsageError):  # a guest without a function of outputs
+    with suppress(Exception):  # of a user's model: the run is done
         outputs = np.asarray(replica.predict(x))
         if np.ptp(x, axis=0).any() and np.ptp(outputs, axis=0).max() <= SAME * abs(outputs).max():
             texts += [f"the outputs for {len(x)} different test samples are the same"]

@@ -49,7 +49,9 @@ def write(folder, kind: str, x: np.ndarray, y: np.ndarray = Y) -> dict[str, obje
     return {"kind": "idx", **paths, **{f"test_{key}": path for key, path in paths.items()}}
 
 
-def spec(data: dict, rate: float = 0.1, steps: int = 12, **run: object) -> recipe.Recipe:
+def spec(
+    data: dict, rate: float = 0.1, steps: int = 12, faults=None, **run: object
+) -> recipe.Recipe:
     train_set = read({**data, "scale": "none"}).load(0, finite=False).train
     widths = [int(np.prod(train_set.sample_shape)), 8, 1 if train_set.y.dtype.kind == "f" else 3]
     return recipe.check({
@@ -57,7 +59,7 @@ def spec(data: dict, rate: float = 0.1, steps: int = 12, **run: object) -> recip
         "model": {"kind": "mlp", "widths": widths}, "data": data,
         **({"loss": {"kind": "mean_squared_error"}} if widths[-1] == 1 else {}),
         "optimizer": {"kind": "sgd", "rate": rate, "batch": 32},
-        "checkpoint": {"every_steps": 4},
+        "checkpoint": {"every_steps": 4}, "faults": faults or {},
     })  # fmt: skip
 
 
@@ -214,7 +216,8 @@ SUSPICIOUS = {
 @pytest.mark.parametrize("name", SUSPICIOUS)
 def test_suspicious_results_are_in_the_summary(tmp_path, name):
     x, y, keys, rate, expected = SUSPICIOUS[name]
-    summary = train({**write(tmp_path, "npy", x, y), **keys}, tmp_path / "run", 2, rate=rate)
+    table, faults = {**write(tmp_path, "npy", x, y), **keys}, {"slow_rank": 0, "slow_factor": 1.1}
+    summary = train(table, tmp_path / "run", 2, rate=rate, faults=faults)
     texts = run_folder.read_summary(tmp_path / "run")["suspicious"]
     assert texts == summary["suspicious"] and bool(texts) == bool(expected)
     assert all(part in "; ".join(texts) for part in expected)
