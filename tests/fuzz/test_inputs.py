@@ -96,7 +96,8 @@ def loaded(keys: dict[str, Any], complete: bool, *names: object) -> data.Split |
 
 
 def are_those_of(result: data.Split, x: np.ndarray, y: np.ndarray, *names: object) -> None:
-    """Compare all rows; those that are not finite are refused."""
+    """Compare all rows; bytes are divided by 255, rows that are not finite are refused."""
+    x = x.astype(np.float32) / 255 if x.dtype == np.uint8 else x
     rows = value_or_refusal(lambda: result.train.rows(np.arange(len(result.train))), *names)
     if isinstance(rows, HpctrainError):
         assert not np.isfinite(x).all()
@@ -166,8 +167,6 @@ def idx_case(rng: Generator, folder: Path) -> None:
     keys = {"kind": "idx", "images": str(paths[0]), "labels": str(paths[1])}
     if result := loaded(keys, complete, paths[0]):
         observed = plain_idx(gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content)
-        if observed.dtype == np.uint8:
-            observed = observed.astype(np.float32) / 255
         are_those_of(result, observed, y, paths[0])
 
 

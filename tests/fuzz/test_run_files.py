@@ -168,7 +168,7 @@ def test_resumed_from_forged_facts(count, monkeypatch):
         longer = recipe.load("digits", ["run.steps=5", "run.interval_steps=1",
                                         "model.widths=[64, 10]", "run.device=cpu"])  # fmt: skip
         split = spec.data.load(0)
-        monkeypatch.setattr(type(spec.data), "load", lambda self, seed: split)
+        monkeypatch.setattr(type(spec.data), "load", lambda self, seed, finite: split)
 
         def train(spec, run, resume):
             return run_ranks(1, lambda link: runs.train(spec, over_threads(link), run, resume))[0]

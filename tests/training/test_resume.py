@@ -215,7 +215,7 @@ def test_rows_for_which_there_is_no_room_follow_when_there_is(tmp_path, monkeypa
 class Drawn:
     """A user's function that draws without a fixed seed: rank 2 has other samples."""
 
-    def load(self, seed):
+    def load(self, seed, finite=True):
         x = np.full((50, 8, 8), float(threading.current_thread().name == "rank 2"), np.float32)
         return data.Split(data.Dataset(x, np.arange(50) % 10), None, 10)
 
