@@ -4,7 +4,8 @@
 
 Three runs of the same MLP (10 M parameters, 25 layers) on 2 hosts made by `hpctrain netlab`, with
 `--trace`: gradients sent after backward, during backward, and in the order in which the next
-forward pass needs them (`[wire] priority`). Rank 0 is drawn, from the start of step FIRST.
+forward pass needs them (`[wire] priority`). Of rank 0 DRAWN steps in a row are
+drawn, the ones whose mean is nearest to the median of the run, which the title has.
 
     results/step-timeline-MPI.json      seconds per step of each run, and its spans
     results/step-timeline.png           the picture; with --draw from the results that there are
@@ -111,6 +112,16 @@ def read_run(name: str, run: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     return {"what": name, **times}, {"starts_ms": starts_ms, "spans": spans}
 
 
+def find_typical_start(picture: dict[str, Any], median_ms: float) -> float:
+    """Return the start of the DRAWN steps in a row whose mean is nearest to `median_ms`.
+
+    Spans are kept from one step before FIRST on.
+    """
+    starts = picture["starts_ms"][FIRST - 1 :]
+    windows = zip(starts, starts[DRAWN:], strict=False)
+    return min(windows, key=lambda ends: abs((ends[1] - ends[0]) / DRAWN - median_ms))[0]
+
+
 def draw(rows: list[dict[str, Any]], pictures: dict[str, Any]) -> None:
     """Draw a panel per run: what rank 0 computes, and its gradients on the wire."""
     import matplotlib
@@ -122,16 +133,23 @@ def draw(rows: list[dict[str, Any]], pictures: dict[str, Any]) -> None:
     end = DRAWN * 1e3 * max(row["median_s"] for row in rows)
     for panel, row in zip(panels, rows, strict=True):
         picture = pictures[row["what"]]
+        origin = find_typical_start(picture, row["median_s"] * 1e3)
         for name, start, stop in picture["spans"]:
             lane = 1 if name in COMPUTE else 0
             color = COMPUTE.get(name, ORANGE)
             panel.barh(
-                lane, stop - start, left=start, color=color, edgecolor="white", linewidth=0.5
+                lane,
+                stop - start,
+                left=start - origin,
+                color=color,
+                edgecolor="white",
+                linewidth=0.5,
             )
         for start in picture["starts_ms"]:
-            panel.axvline(start, color="0.4", linewidth=0.8, linestyle=":")
+            panel.axvline(start - origin, color="0.4", linewidth=0.8, linestyle=":")
         panel.set_title(
-            f"gradients sent {row['what']}: {row['median_s'] * 1e3:.0f} ms per step", loc="left"
+            f"gradients sent {row['what']}: a step takes {row['median_s'] * 1e3:.0f} ms (median)",
+            loc="left",
         )
         panel.set_yticks([0, 1], ["wire", "compute"])
         panel.set_xlim(0, end)

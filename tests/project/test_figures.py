@@ -128,11 +128,26 @@ def zb_h1_to_1f1b(file: str) -> float:
     return ratio(f"pipeline-{file}", "schedule", "zb-h1", "1f1b", ranks=4)
 
 
+def drawn_steps_ms(run: str) -> tuple[float, float]:
+    """Return begin and end of the steps that README's picture shows."""
+    starts = result("step-timeline-openmpi")["pictures"][run]["starts_ms"][5:]
+    median_ms = 1e3 * value("step-timeline-openmpi", what=run)
+    windows = [(starts[i], starts[i + DRAWN_STEPS]) for i in range(len(starts) - DRAWN_STEPS)]
+    return min(windows, key=lambda ends: abs((ends[1] - ends[0]) / DRAWN_STEPS - median_ms))
+
+
+@pytest.mark.parametrize("run", range(3))
+def test_the_steps_of_the_picture_are_as_long_as_its_titles_say(run):
+    first_ms, end_ms = drawn_steps_ms(RUNS[run])
+    median_ms = 1e3 * value("step-timeline-openmpi", what=RUNS[run])
+    assert (end_ms - first_ms) / DRAWN_STEPS == pytest.approx(median_ms, rel=0.03)
+
+
 def wire_s(run: str) -> float:
     """Return the seconds of a step, of those that are drawn, in which buckets travel."""
-    drawn = result("step-timeline-openmpi")["pictures"][run]
-    end_ms = [start for start in drawn["starts_ms"] if start > 0][DRAWN_STEPS - 1]
-    buckets = [(max(begin, 0), min(end, end_ms)) for name, begin, end in drawn["spans"]
+    first_ms, end_ms = drawn_steps_ms(run)
+    buckets = [(max(begin, first_ms), min(end, end_ms))
+               for name, begin, end in result("step-timeline-openmpi")["pictures"][run]["spans"]
                if name.startswith("bucket")]  # fmt: skip
     return sum(max(end - begin, 0) for begin, end in buckets) / DRAWN_STEPS / 1e3
 
