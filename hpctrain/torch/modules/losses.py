@@ -9,6 +9,7 @@ the weights of all targets is its divisor.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Literal
 
@@ -31,6 +32,7 @@ from hpctrain.torch.tensors import as_array
 Reduction = Literal["mean", "sum"]
 #: Returns a scalar tensor for the outputs and targets of n samples.
 TensorFunction = Callable[[Any, Any], torch.Tensor]
+_NO_CONTEXT = nullcontext()
 _HOST = torch.empty(0)  #: its memory and dtype are those of targets that are counted
 
 
@@ -180,11 +182,18 @@ def check_class_axis(loss: Any, output_shape: tuple[int, ...], y: Any, is_defaul
 
 
 def compute_sums(
-    loss: Any, outputs: Any, y: Any, n: int, scale: float | None, like: torch.Tensor
+    loss: Any,
+    outputs: Any,
+    y: Any,
+    n: int,
+    scale: float | None,
+    like: torch.Tensor,
+    backward: AbstractContextManager[Any] = _NO_CONTEXT,
 ) -> Sums:
     """Return the sums of `loss` over `n` samples with targets `y`, arrays (n, ...).
 
-    With `scale` the gradient of `scale` times the loss is propagated back from `outputs`. Targets
+    With `scale` the gradient of `scale` times the loss is propagated back from `outputs`, within
+    the context `backward`. Targets
     of functions become tensors in the memory and the dtype of `like`; so do outputs of 16 bits, as
     autocast makes them.
     """
@@ -192,7 +201,9 @@ def compute_sums(
         outputs = map_arrays(partial(_widened, dtype=like.dtype), outputs)
         totals = loss.totals(outputs, as_targets(y, like), n)
         if scale is not None:
-            (scale * totals["loss"][0]).backward()
+            scaled = scale * totals["loss"][0]
+            with backward:
+                scaled.backward()
         tensors = [total for total, _ in totals.values()]
         numbers = torch.stack([total.detach().double() for total in tensors]).tolist()
         return {
@@ -205,5 +216,6 @@ def compute_sums(
     y = map_arrays(lambda targets: in_memory_of(array, targets, targets.dtype), y)
     pending_sums, gradient = loss(array, y, scale)
     if scale is not None:
-        outputs.backward(as_tensor(gradient))
+        with backward:
+            outputs.backward(as_tensor(gradient))
     return wait_for_sums(pending_sums)

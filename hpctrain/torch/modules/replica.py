@@ -1,11 +1,12 @@
 """The Replica of a module: its parameters and gradients are views of an arena.
 
     arena.param    the memory of module.parameters()
-    arena.grad     a hook of each parameter copies its gradient there, and calls on_ready
+    arena.grad     a hook of each parameter copies its gradient there, unless it is there, and calls
+                   on_ready
     arena.buffer   what the module keeps beside them: see buffers.py
 
 Autograd writes a gradient into a new tensor if there is none before; the copy into the arena takes
-its place.
+its place. Large matrices need no copy: see direct_gradients.py.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from hpctrain.gradients.replica import Batch, ignore_ready, split_batch
 from hpctrain.optim.absent import ABSENT
 from hpctrain.torch.modules.acceptance import describe_changes, must_be_dense
 from hpctrain.torch.modules.buffers import ModuleBuffers
+from hpctrain.torch.modules.direct_gradients import DirectGradients
 from hpctrain.torch.modules.draws import SampleDraws, gradient_key, recompute
 from hpctrain.torch.modules.inputs import as_arrays, as_tensor
 from hpctrain.torch.modules.layers import restore_layers
@@ -66,6 +68,8 @@ class TorchReplica:
         self._own_dtypes = {p.dtype: name for name, p in floats.items()}
         self._buffers = ModuleBuffers(module, dtype_in_torch)
         self._draws = SampleDraws(is_compiled(module))
+        in_python = not is_compiled(module) and not on_gpu  # backward, and in this thread
+        self._direct = DirectGradients(self._parameters if in_python else {})
         shapes = {name: tuple(p.shape) for name, p in self._parameters.items()}
         zeros = xp.zeros if on_gpu else aligned_zeros
         arena = arenas.make_arena(shapes, dtype, self._buffers.shapes, zeros)
@@ -215,7 +219,10 @@ class TorchReplica:
                 draws.close()
             self._call_on_need(key)
             recompute()
-            return compute_sums(self.loss, outputs, batch.targets, batch.n, scale, self._parameter)
+            direct = self._direct if self._direct.begin(self._written) else nullcontext()
+            return compute_sums(
+                self.loss, outputs, batch.targets, batch.n, scale, self._parameter, direct
+            )
 
     def _call_on_need(self, key: nn.Key) -> None:
         """Need all parameters: backward writes gradients where sums may still wait."""
@@ -233,7 +240,8 @@ class TorchReplica:
             self._grads[name].add_(parameter.grad, alpha=factor)
         else:
             gradient = parameter.grad if factor == 1 else parameter.grad * factor
-            torch.add(gradient, 0.0, out=self._grads[name])  # -0.0 + 0.0 = 0.0, unlike ABSENT
+            if gradient.data_ptr() != self._grads[name].data_ptr():
+                torch.add(gradient, 0.0, out=self._grads[name])  # -0.0 + 0.0 = 0.0, unlike ABSENT
         self._written.add(name)
         parameter.grad = None
         self._unready.discard(name)
@@ -244,6 +252,7 @@ class TorchReplica:
         views, grads = (self.arena.views(x) for x in (self.arena.param, self.arena.grad))
         self._views = {name: as_tensor(x) for name, x in views.items()}
         self._grads = {name: as_tensor(x) for name, x in grads.items()}
+        self._direct.bind(self.arena.slots, self._grads)
 
     def _adopt_views(self) -> None:
         """Let the module's parameters and floating-point buffers lie in the planes."""
