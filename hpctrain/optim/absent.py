@@ -35,7 +35,7 @@ def skip_absent(optimizer: Optimizer) -> Optimizer:
     """
     if optimizer.skips_absent:
         return optimizer
-    update = partial(_update_present, optimizer.update)
+    update = partial(_update_present, optimizer.update, _Ranges())
     return optimizer._replace(update=update, skips_absent=True)
 
 
@@ -47,15 +47,31 @@ def find_absent(grad: Array, ranges: Sequence[slice]) -> list[int]:
     return [i for i in candidates if _is_absent(grad[ranges[i]])]
 
 
+class _Ranges:
+    """The ranges of the slots in an array; the next update mostly has the same."""
+
+    def __init__(self) -> None:
+        self._key: tuple[int, Sequence[TensorSlot]] = (0, ())
+        self._ranges: list[slice] = []
+
+    def of(self, size: int, slots: Sequence[TensorSlot]) -> list[slice]:
+        """Return the ranges of `slots` in `size` elements."""
+        if size != self._key[0] or slots is not self._key[1]:
+            self._key = size, slots
+            self._ranges = [elements for _, elements in slot_pieces(size, slots)]
+        return self._ranges
+
+
 def _update_present(
     update: Update,
+    own_ranges: _Ranges,
     grad: Array,
     state: State,
     param: Array,
     slots: Sequence[TensorSlot],
     gather_rows: GatherRows,
 ) -> None:
-    ranges = [elements for _, elements in slot_pieces(param.size, slots)]
+    ranges = own_ranges.of(param.size, slots)
     absent = [ranges[i] for i in find_absent(grad, ranges)]
     arrays = [param, *planes(state).values()]
     values = [(x[part], x[part].copy()) for part in absent for x in arrays]

@@ -91,6 +91,25 @@ def with_own_gradient(net, x):
     return y + nn.functional.linear(x, dw.detach(), None) * net.first.weight.sum()
 
 
+class Doubling(torch.autograd.Function):
+    """A product whose backward keeps one of the gradient's shape, and returns another."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight.T * 2
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight = ctx.saved_tensors
+        GRADIENTS.append(dy.T @ x)
+        return dy @ weight * 2, GRADIENTS[-1] * 2
+
+
+def own_function(net, x):
+    return net.second(Doubling.apply(x, net.first.weight))
+
+
 class Attention(nn.Module):
     """A matrix that PyTorch's own functions multiply."""
 
@@ -133,6 +152,7 @@ TABLE = {
     "gradient in forward": (partial(Net, with_own_gradient), None, None),
     "attention": (Attention, None, {"attention.in_proj_weight", "attention.out_proj.weight"}),
     "a hook": (partial(Net, chain), prepare_hook, SECOND),
+    "a function": (partial(Net, own_function), None, SECOND),
     "frozen": (partial(Net, chain), prepare_frozen, SECOND),
 }
 

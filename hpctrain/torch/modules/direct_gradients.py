@@ -23,6 +23,8 @@ from hpctrain.optim.optimizer import BLOCK_ELEMENTS
 #: A smaller gradient is copied in less time than the mode takes to see the operators.
 MIN_BYTES = 1 << 20
 _MM = torch.ops.aten.mm
+#: The nodes of `x @ W.T + b` and of `x @ W`; what others multiply may be no gradient yet.
+NODES = ("AddmmBackward0", "MmBackward0")
 
 
 class Memory(NamedTuple):
@@ -78,7 +80,8 @@ class DirectGradients(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Call an operator; a product that is a gradient writes it into its memory."""
-        if func is not _MM.default or (memory := self._find_memory(*args)) is None:
+        is_plain = func is _MM.default and not types  # of no subclass of tensors
+        if not is_plain or (memory := self._find_memory(*args)) is None:
             return func(*args, **(kwargs or {}))
         gradient = _MM.out(*args, out=memory.gradient.detach())  # of one owner: `.grad` takes it
         for first in memory.firsts:
@@ -102,7 +105,7 @@ class DirectGradients(TorchDispatchMode):
 
 def _multiplied(node: Any) -> Iterator[torch.Tensor]:
     """Yield the parameters that a node of autograd multiplies, transposed or not."""
-    for edge, _ in node.next_functions if node is not None else ():
+    for edge, _ in node.next_functions if node is not None and node.name() in NODES else ():
         if edge is not None and edge.name() == "TBackward0":
             edge = edge.next_functions[0][0]
         if (parameter := getattr(edge, "variable", None)) is not None:

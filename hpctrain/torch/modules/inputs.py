@@ -35,12 +35,16 @@ def as_tensor(x: Any) -> torch.Tensor:
         tensor = torch.as_tensor(_of_known_dtype(x), device=f"cuda:{x.device.id}")
     else:
         tensor = torch.from_numpy(_of_known_dtype(x))
-    return tensor.view(torch.bfloat16) if x.dtype.name == "bfloat16" else tensor
+    return tensor.view(torch.bfloat16) if _is_bfloat16(x) else tensor
 
 
 def _of_known_dtype(x: Any) -> Any:
     """Return array `x`, as integers if it is of bfloat16, which PyTorch takes from no array."""
-    return x.view(np.int16) if x.dtype.name == "bfloat16" else x
+    return x.view(np.int16) if _is_bfloat16(x) else x
+
+
+def _is_bfloat16(x: Any) -> bool:
+    return x.dtype.kind == "V" and x.dtype.name == "bfloat16"  # a name takes microseconds
 
 
 def as_arrays(outputs: Any) -> Any:
