@@ -6,6 +6,7 @@ The operands of all ranks are known to each rank. Prints the number of compariso
 from __future__ import annotations
 
 import os
+import warnings
 
 import torch
 import torch.distributed as dist
@@ -185,9 +186,18 @@ def check_order() -> int:
     return check("ordered sum", x, level[0])
 
 
+def check_overflow() -> int:
+    """A sum that overflows is infinite, without a warning of NumPy."""
+    x = torch.full((4,), 3e38)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        dist.all_reduce(x)
+    return check("a sum that overflows", x, torch.full((4,), torch.inf))
+
+
 def main() -> None:
     dist.init_process_group("hpctrain")
-    count = check_reductions() + check_layouts() + check_works()
+    count = check_reductions() + check_layouts() + check_works() + check_overflow()
     if os.environ.get("HPCTRAIN_REDUCTION") == "ordered":
         count += check_order()
     if dist.get_rank() == 0:
