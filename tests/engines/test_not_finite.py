@@ -8,6 +8,7 @@ bytes of the same engine's run that is never given that step.
 from __future__ import annotations
 
 import re
+import time
 from typing import Any
 
 import numpy as np
@@ -545,16 +546,27 @@ def test_the_kernel_finds_the_first(gpu, monkeypatch, dtype):
 
 def test_backup_workers_do_not_mind_what_comes_too_late():
     """The slow worker's gradients are bad, and late: nobody takes them anyway."""
-    from hpctrain.training.faults import FaultsOptions, Pace, SlowedReplica
+    made = [0] * 4
 
-    slow = FaultsOptions(slow_rank=2, slow_factor=8, step_ms=10)  # late many times over
+    class Late(Planted):
+        """Rank 2 waits for the gradients of all others, and then until they are taken."""
+
+        def __init__(self, replica, steps, value, rank):
+            super().__init__(replica, steps, value)
+            self.rank = rank
+
+        def gradient(self, batch, scale, key, on_ready):
+            while self.rank == 2 and sum(n > key.step for n in made) < 2:
+                time.sleep(1e-3)
+            time.sleep(0.1 if self.rank == 2 else 0.01)
+            sums = super().gradient(batch, scale, key, on_ready)
+            made[self.rank] = key.step + 1
+            return sums
 
     def body(world):
         trainer = Trainer.__new__(Trainer)
         bad = range(1000) if world.rank == 2 else []
-        trainer._slowed = lambda faults: Planted(
-            SlowedReplica(trainer.replica, Pace(slow, world.rank)), bad, np.nan
-        )
+        trainer._slowed = lambda faults: Late(trainer.replica, bad, np.nan, world.rank)
         trainer.__init__(MLP.build((8, 8), 10), SGD, engines.PsSync(backup_workers=1), world=world)
         summary = trainer.fit(
             digits(), steps=60, batch=BATCH, options=FitOptions(interval_steps=30)
