@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from hpctrain.core import rank_marks
-from hpctrain.core.rank_marks import ABORTS, ENDED, HAS_MPI, STARTS_MPI
+from hpctrain.core.rank_marks import ABORTS, ENDED, FINISHES, HAS_MPI, STARTS_MPI
 
 _MARK = re.compile(re.escape(rank_marks.MARK.encode()).replace(b"\\{\\}", b"([a-z0-9-]+)"))
 _BEGIN, _MAX_BYTES = rank_marks.MARK[0].encode(), 64
@@ -32,7 +32,7 @@ class RankStates:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._pending = clock, b""
-        self._starting, self._joined = set[str](), set[str]()
+        self._starting, self._joined, self._finishing = set[str](), set[str](), set[str]()
         self._codes: dict[str, int] = {}  # as in subprocess, in the order of the ends
         self._aborts: list[int] = []
         self._doomed_s: float | None = None
@@ -57,6 +57,8 @@ class RankStates:
             self._starting.add(rank)
         elif event == HAS_MPI:
             self._joined.add(rank)
+        elif event == FINISHES:
+            self._finishing.add(rank)
         elif event == ABORTS:
             self._aborts.append(value)
         elif event == ENDED:
@@ -82,21 +84,27 @@ class RankStates:
     def exit_code(self, launcher_code: int, was_ended: bool) -> tuple[int, str]:
         """Return the exit code of the job, and the reason for another than `launcher_code`.
 
-        `was_ended`: by us. A job ends with 0 only if a rank ended with 0, and if each rank that
-        ended with another code was lost from a running MPI, or by a signal: others went on.
+        `was_ended`: by us. A job ends with 0 only if a rank ended with 0, not in the midst of MPI,
+        and if each rank that ended with another code was lost from a running MPI, or by a signal:
+        others went on.
         """
         refusals = [code for rank, code in self._codes.items() if self._is_refusal(rank, code)]
         if launcher_code and not was_ended:
             return launcher_code, ""
-        if 0 in self._codes.values() and not refusals and not was_ended:
+        has_success = any(self._is_success(rank, code) for rank, code in self._codes.items())
+        if has_success and not refusals and not was_ended:
             return 0, ""
         if codes := [*self._aborts, *refusals]:
             return codes[0], ""
-        failures = [rank for rank, code in self._codes.items() if code]
-        code = self._codes[failures[0]] if failures else 1
+        failures = [rank for rank, code in self._codes.items() if not self._is_success(rank, code)]
+        code = self._codes[failures[0]] or 1 if failures else 1
         described = f": {self._describe(failures)}" if failures else ""
-        reason = "" if was_ended else f"no rank ended with 0{described}"
+        reason = "" if was_ended else f"no rank came to its end{described}"
         return code if code > 0 else 128 - code, reason
+
+    def _is_success(self, rank: str, code: int) -> bool:
+        """Return whether a rank ended with 0, and not without a word while it used MPI."""
+        return code == 0 and (rank in self._finishing or rank not in self._starting | self._joined)
 
     def _is_refusal(self, rank: str, code: int) -> bool:
         """Return whether a rank ended by itself, with an error, and not from a running MPI."""

@@ -1,7 +1,7 @@
 """Marks by which each rank of an elastic job notes its start of MPI and its end for the launcher.
 
     launch <==== stderr of all ranks ==== mpiexec --- rank_marks.py --- the rank
-      |                                               "ended -9"        "starts-mpi", "has-mpi"
+      |                                               "ended -9"        "starts-mpi", "has-mpi" ...
       '--- removes the marks from the output: cluster/rank_states.py
 
 The mpiexec of an elastic job ends with 0 although all ranks were killed, and waits for ever for a
@@ -29,7 +29,9 @@ from typing import NoReturn
 #: have closed it, and opened another file.
 VARIABLE = "HPCTRAIN_RANK_MARKS"
 RANK_VARIABLE = "OMPI_COMM_WORLD_RANK"  # an elastic job runs on Open MPI
-STARTS_MPI, HAS_MPI, ABORTS, ENDED = "starts-mpi", "has-mpi", "aborts", "ended"
+#: HAS_MPI: other ranks watch this one. FINISHES: it does not leave without a word.
+STARTS_MPI, HAS_MPI, FINISHES = "starts-mpi", "has-mpi", "finishes"
+ABORTS, ENDED = "aborts", "ended"
 MARK = "\x1ehpctrain rank {} {} {}\n"  # a line: mpiexec keeps back what is none
 _FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP)
 _DRAIN_S = 1.0  #: given to mpiexec to read earlier output, so that it passes on a mark whole

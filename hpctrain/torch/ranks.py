@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
-from hpctrain.core import launchers, torchrun
+from hpctrain.core import launchers, rank_marks, torchrun
 from hpctrain.core.launchers import Launched
 from hpctrain.watch.liveness.channel import choose_addresses, host_addresses
 
@@ -61,6 +61,7 @@ def _finalize_mpi(process: int) -> None:
     from hpctrain.transport.mpi import startup
 
     if os.getpid() == process:
+        rank_marks.write_mark(rank_marks.FINISHES)
         startup.finalize_mpi()
 
 

@@ -11,6 +11,7 @@ from os import register_at_fork
 from typing import Any
 
 from hpctrain import abort
+from hpctrain.core import rank_marks
 from hpctrain.core.errors import HpctrainError, LostRankError, StoppedError, UsageError
 from hpctrain.transport.device import gpus
 from hpctrain.world.start import over_mpi
@@ -106,6 +107,7 @@ def finish(exit_code: int = 0) -> None:
         return
     from hpctrain.transport.mpi import startup
 
+    rank_marks.write_mark(rank_marks.FINISHES)
     if startup.is_running():
         if _world.record is not None:
             _world.record.mark_ended()

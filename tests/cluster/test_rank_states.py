@@ -11,7 +11,7 @@ import pytest
 
 from hpctrain.cluster import rank_states
 from hpctrain.core import rank_marks
-from hpctrain.core.rank_marks import ABORTS, ENDED, HAS_MPI, STARTS_MPI
+from hpctrain.core.rank_marks import ABORTS, ENDED, FINISHES, HAS_MPI, STARTS_MPI
 
 KILLED, SEGFAULT = -signal.SIGKILL, -signal.SIGSEGV
 
@@ -28,6 +28,10 @@ def all_with_mpi(*events, ranks=3):
     return [*begin, *events]
 
 
+def finish(*ranks):
+    return [(rank, FINISHES, 0) for rank in ranks]
+
+
 def ends(*codes):
     return [(rank, ENDED, code) for rank, code in enumerate(codes)]
 
@@ -38,8 +42,10 @@ CODES = {
     "all killed, the first one counts": (ends(SEGFAULT, KILLED), 0, 139),
     "wrappers killed with their ranks": ([], 0, 1),
     "all killed in a run": (all_with_mpi(*ends(KILLED, KILLED, KILLED)), 0, 137),
-    "survivors": (all_with_mpi(*ends(0, KILLED, 0)), 0, 0),
-    "survivors of a rank that left": (all_with_mpi(*ends(0, 3, 0)), 0, 0),
+    "survivors": (all_with_mpi(*finish(0, 2), *ends(0, KILLED, 0)), 0, 0),
+    "survivors of a rank that left": (all_with_mpi(*finish(0, 2), *ends(0, 3, 0)), 0, 0),
+    "all leave without a word": (all_with_mpi(*ends(0, 0, 0)), 0, 1),
+    "all leave before MPI_Init has ended": ([(0, STARTS_MPI, 0), *ends(0)], 0, 1),
     "survivors of a program with its own MPI": (ends(0, KILLED, 0), 0, 0),
     "an error of a rank without MPI": (ends(0, 3, KILLED), 0, 3),
     "survivors that abort": (all_with_mpi((0, ABORTS, 5), *ends(KILLED, KILLED, KILLED)), 0, 5),

@@ -59,8 +59,8 @@ def codes(moment: str, who: str, how: str, started: str) -> set[int] | None:
         return {0} if started != "script" else set(range(256))
     if moment == "end":  # whether the run was done by then
         return {0, 1, 75, 137, 139, 143}
-    if how == "exit" and who == "all" and moment == "exec":
-        return {0, 1}  # with Open MPI, without a word of MPI, and with MPICH: the program said 0
+    if how == "exit" and who == "all" and (moment == "exec" or started in ("launch", "restarts")):
+        return {0, 1}  # a plain mpiexec takes the 0 of a process for the word of the program
     if started in ("restarts", "both"):
         return {0, 75} if how == "TERM" else {0, 1, 86} if how == "STOP" else {0}
     if moment == "step" and how == "TERM" and started != "script":
