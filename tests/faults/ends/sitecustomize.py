@@ -19,7 +19,9 @@ MOMENT, HOW, VICTIMS = (os.environ.get("ENDS", "") + "  ").split(" ")[:3]
 VICTIM = (
     RANK is not None and str(RANK) in VICTIMS.split(",") and "HPCTRAIN_RESTARTS" not in os.environ
 )
-LIMIT_S = 4.0  #: of the start of MPI
+#: Whether the other ranks wait to their limit: nothing ends, and no message is sent.
+WAITS = HOW in ("STOP", "exit") and MOMENT in ("exec", "init", "begun")
+LIMIT_S = 6.0  #: of the start of MPI, if they wait
 INSIDE_S = 0.3  #: after which a rank is inside MPI_Init
 LATE_S = 1.0  #: after which the others are: so that it cannot have left
 
@@ -78,7 +80,7 @@ def limit_start() -> None:
                 start = getattr(limit, "_start", None)
                 if start is not None and not hasattr(limit, "is_short"):
                     limit.is_short = True
-                    limit._start = lambda s, *rest: start(s - 300 + LIMIT_S, *rest)
+                    limit._start = lambda s, *rest: start(s % 300 + LIMIT_S, *rest)
         return module
 
     builtins.__import__ = import_
@@ -101,7 +103,7 @@ def program() -> None:
 
     import hpctrain as ht
 
-    ht.init("cpu")
+    ht.init("cpu", timeout_s=LIMIT_S if WAITS else 300.0)
     for step in range(6):
         if step == 3:
             at("step")
@@ -113,4 +115,5 @@ if RANK is not None and MOMENT:
     atexit.register(at, "after")  # the first one: it runs last
     at("exec")
     watch_start()
-    limit_start()
+    if WAITS:
+        limit_start()
