@@ -76,8 +76,8 @@ class Reads:
         self._count(count)
         return count
 
-    def _counted_read_bytes(self, path, limit):
-        data = self._read_bytes(path, limit)
+    def _counted_read_bytes(self, path, limit, *levels):
+        data = self._read_bytes(path, limit, *levels)
         self._count(len(data))
         return data
 

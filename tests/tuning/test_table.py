@@ -138,7 +138,7 @@ def test_a_table_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     table.write_table(result, path)
     assert table.read_table(path) == result
 
-    def full(*_):
+    def full(*_, **__):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "replace", full)
