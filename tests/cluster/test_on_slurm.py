@@ -371,7 +371,7 @@ def test_a_job_that_slurm_stops_ends_with_the_same_bytes(slurm, tmp_path, cause)
 
 @pytest.mark.either
 def test_it_is_told_why_a_job_stops(slurm, tmp_path, limited):
-    two = {"nodes": 2, "step_ms": 300}
+    two = {"nodes": 2, "step_ms": 1000}
     preempted = submit(slurm, tmp_path / "preempted", "--nodelist=n3,n4", **two)
     cancelled = submit(slurm, tmp_path / "cancelled", "--nodelist=n1,n2", **two)
     for training in (preempted, cancelled):
