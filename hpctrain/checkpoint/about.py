@@ -102,6 +102,14 @@ class StalenessFacts(pydantic.BaseModel):
     dropped: Count
 
 
+class CallbackFacts(pydantic.BaseModel):
+    """The name and the state of rank 0's callbacks by their numbers, before the row of `step`."""
+
+    model_config = _STRICT
+    step: Count = 0
+    states: dict[str, Annotated[list[Any], Field(min_length=2, max_length=2)]] = {}
+
+
 class CheckpointFacts(pydantic.BaseModel):
     """The entries that a resumed run reads."""
 
@@ -128,6 +136,7 @@ class CheckpointFacts(pydantic.BaseModel):
     scale: ScaleFacts | None = None
     metrics: dict[MetricName, float | None] = {}
     keep_best: BestFacts | None = None
+    callbacks: CallbackFacts = CallbackFacts()
     weights: dict[str, dict[str, TensorPlace]] = {}
     integers: dict[str, IntegerName] = {}
     ties: dict[str, str] = {}

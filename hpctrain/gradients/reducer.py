@@ -207,7 +207,10 @@ class Reducer:
         else:
             number, error = self._result_queue.get()
             if error is not None:
-                raise error
+                try:
+                    raise error
+                finally:
+                    del error  # its frames would hold it, and it them, and so this engine
             wait_for(self._sum_events[number])
         self._complete_buckets.add(number)
 
