@@ -64,7 +64,8 @@ def netlab(
     from hpctrain.cluster.loss_policy import LossPolicy
     from hpctrain.cluster.netlab import netlab as lab_module  # late, so that `--help` stays fast
 
+    # A program of that name goes first: unlike launch, netlab takes both without `--`.
     if arguments[0] in COMMANDS and shutil.which(arguments[0]) is None:
-        arguments = (*module_command("hpctrain"), *arguments)  # as `hpctrain launch` takes it
+        arguments = (*module_command("hpctrain"), *arguments)
     lab = lab_module.Lab(hosts, ranks_per_host, lab_module.parse_speed(link))
     context.exit(lab_module.netlab(lab, arguments, LossPolicy(**policy_options)))

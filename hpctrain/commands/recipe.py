@@ -61,7 +61,7 @@ def show(name: str, all_keys: bool) -> None:
         tables = recipes.read_tables(name)
         tables.pop(paths.PATHS, None)
         text = tomli_w.dumps(tables)
-    say(text, end="")
+    say(text.replace("\r\n", "\n"), end="", tabs=True)
 
 
 @recipe.command()

@@ -153,7 +153,9 @@ def render(interactive: bool, **options: Any) -> None:
     script = render_script(*build_job(_request(options), interactive))
     command = shlex.join(["hpctrain", *sys.argv[1:]])
     head, _, rest = script.partition("\n")
-    say("\n".join([head, *[f"# {command} > FILE"] * command.isprintable(), rest]), end="")
+    say(
+        "\n".join([head, *[f"# {command} > FILE"] * command.isprintable(), rest]), end="", tabs=True
+    )
 
 
 def _request(options: dict[str, Any]) -> JobRequest:
@@ -254,7 +256,7 @@ Examples:
 def log(run: Path, job: str | None, follow: bool) -> None:
     """Print the output of a job of DIR, the folder of a run."""
     for line in jobs.log(run, job, follow):
-        say(line, end="")
+        say(line, end="", tabs=True)
 
 
 CANCEL_EPILOG = """\b

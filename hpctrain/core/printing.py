@@ -17,11 +17,12 @@ def printable(text: str) -> str:
     return _UNUSUAL.sub(lambda c: c[0] if c[0].isprintable() else repr(c[0])[1:-1], text)
 
 
-def say(text: object = "", *, err: bool = False, end: str = "\n") -> None:
-    """Write `text`, printable, and `end` to stdout or stderr at once."""
+def say(text: object = "", *, err: bool = False, end: str = "\n", tabs: bool = False) -> None:
+    """Write `text`, printable, and `end` to stdout or stderr at once; keep `tabs`, of a file."""
     stream = sys.stderr if err else sys.stdout
     if stream is not None:  # a caller has closed it
-        stream.write(printable(str(text)) + end)
+        parts = str(text).split("\t") if tabs else [str(text)]
+        stream.write("\t".join(map(printable, parts)) + end)
         stream.flush()
 
 

@@ -76,7 +76,7 @@ def as_jax_samples(samples: Any, name: str) -> Samples:
         structure = None
     if fault := find_value_fault(range(trees.sample_count(x)), x=x, y=y):
         raise UsageError(f"{name}: {fault}")
-    return PytreeSamples(x, y, structure)
+    return PytreeSamples(x, y, structure=structure)
 
 
 def as_leaf(leaf: Any, path: str) -> np.ndarray:

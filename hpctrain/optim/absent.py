@@ -51,15 +51,14 @@ class _Ranges:
     """The ranges of the slots in an array; the next update mostly has the same."""
 
     def __init__(self) -> None:
-        self._key: tuple[int, Sequence[TensorSlot]] = (0, ())
-        self._ranges: list[slice] = []
+        self._last: tuple[int, Sequence[TensorSlot], list[slice]] = (0, (), [])
 
     def of(self, size: int, slots: Sequence[TensorSlot]) -> list[slice]:
         """Return the ranges of `slots` in `size` elements."""
-        if size != self._key[0] or slots is not self._key[1]:
-            self._key = size, slots
-            self._ranges = [elements for _, elements in slot_pieces(size, slots)]
-        return self._ranges
+        last = self._last
+        if size != last[0] or slots is not last[1]:  # replaced at once: threads share optimizers
+            last = self._last = size, slots, [part for _, part in slot_pieces(size, slots)]
+        return last[2]
 
 
 def _update_present(

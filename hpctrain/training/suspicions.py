@@ -25,10 +25,9 @@ def find_suspicions(
 ) -> list[str]:
     """Return sentences about the last `row` of metrics if it seems wrong; collective.
 
-    `replica`: the one of the engine, not slowed.
-
-    Suspicious are a training loss above that of the first row, an accuracy not above the share of
-    the most frequent class, an r2 of 0 or less, and then the same outputs for different samples.
+    `replica`: the replica of the engine, without the faults that slow it. Suspicious are a training
+    loss above the first row's, an accuracy not above the share of the most frequent class, an r2 of
+    0 or less, and then the same outputs for different samples.
     """
     texts = list[str]()
     if engine.worker == 0:

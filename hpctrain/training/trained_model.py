@@ -34,7 +34,7 @@ class TrainedModel:
     def evaluate(self, samples: Samples | tuple[Any, Any]) -> dict[str, float | None]:
         """Return the metrics over `samples`, such as {"loss": 0.31, "accuracy": 0.93}.
 
-        Those that a data set's `load` has scaled already are not scaled again.
+        Samples that the `load` of a data set has scaled are not scaled again.
         """
         samples = as_samples(samples, "evaluate")
         if self.scale.rule != "none" and not isinstance(samples, ScaledSamples):

@@ -276,7 +276,8 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("hpctrain", timeout=timedelta(seconds=LIMIT_S))
     rank, size = dist.get_rank(), dist.get_world_size()
-    command = [sys.executable, "-c", "while True: pass"]
+    spin = f"import os\nwhile os.getppid() == {os.getpid()}: pass"  # also if this rank is killed
+    command = [sys.executable, "-c", spin]
     burners = [subprocess.Popen(command) for _ in range(2 if rank == 0 else 0)]
     try:
         for case in CASES:
