@@ -30,7 +30,8 @@ import json
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence, Set
-from queue import SimpleQueue
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 from time import perf_counter
 from typing import Annotated, Any, Literal
 
@@ -41,7 +42,7 @@ from hpctrain import config
 from hpctrain.collectives import Group, Operation
 from hpctrain.collectives.direct import direct_shared
 from hpctrain.collectives.recursive_doubling import recursive_doubling
-from hpctrain.core.errors import UsageError
+from hpctrain.core.errors import HpctrainError, UsageError
 from hpctrain.core.xp import Event, event, finish, own_stream, wait_for
 from hpctrain.gradients.blocks import ReductionOptions
 from hpctrain.gradients.buckets import Bucket, BucketProgress
@@ -50,6 +51,7 @@ from hpctrain.tuning.select import algorithm_name, bind, resolve_auto
 from hpctrain.watch.trace import Trace
 
 JOIN_TIMEOUT_S = 10.0
+ALIVE_S = 2.0  # between two checks that the communication thread lives
 #: An all-reduce; it returns the array with the sum, or None if that is the array of the call.
 SumFunction = Callable[[Group, np.ndarray, Operation], np.ndarray | None]
 
@@ -205,7 +207,7 @@ class Reducer:
             number = len(self._complete_buckets)
             self._reduce(number)
         else:
-            number, error = self._result_queue.get()
+            number, error = self._next_result()
             if error is not None:
                 try:
                     raise error
@@ -213,6 +215,15 @@ class Reducer:
                     del error  # its frames would hold it, and it them, and so this engine
             wait_for(self._sum_events[number])
         self._complete_buckets.add(number)
+
+    def _next_result(self) -> tuple[int, BaseException | None]:
+        """Wait for a result of the communication thread; raise HpctrainError if it has ended."""
+        while self._thread is not None and self._thread.is_alive():
+            with suppress(Empty):
+                return self._result_queue.get(timeout=ALIVE_S)
+        if self._result_queue.empty():
+            raise HpctrainError("the communication thread has ended; this rank printed its error")
+        return self._result_queue.get()
 
     def release(self) -> None:
         """Wait until all ranks have read the sums, so gradients may be overwritten; collective."""

@@ -14,6 +14,7 @@ from hpctrain.collectives.direct import direct_shared
 from hpctrain.collectives.ring import ring
 from hpctrain.core.errors import HpctrainError
 from hpctrain.gradients import arena as arenas
+from hpctrain.gradients import reducer as reducing
 from hpctrain.gradients.buckets import cut_buckets
 from hpctrain.gradients.reducer import Reducer
 
@@ -179,6 +180,19 @@ def test_an_error_in_the_communication_thread_is_raised_by_wait():
         for name in "fedcba":
             reducer.mark_ready(name)
         with pytest.raises(ZeroDivisionError, match="planted"):
+            reducer.wait()
+
+    run_on("threads", 1, body)
+
+
+def test_the_end_of_the_communication_thread_is_an_error(monkeypatch):
+    monkeypatch.setattr(reducing, "_run_thread", lambda *_: None)
+
+    def body(world):
+        _, reducer = reducer_of(world, ring)
+        for name in "fedcba":
+            reducer.mark_ready(name)
+        with pytest.raises(HpctrainError, match="communication thread has ended"):
             reducer.wait()
 
     run_on("threads", 1, body)
