@@ -29,7 +29,8 @@ GARBAGE_S = 0.02  # before garbage is collected, which takes longer than most th
 SESSION = "HPCTRAIN_TESTS"  #: carried by all processes below these tests, also by orphans
 ROOT = Path(__file__).parents[2]
 SHARED_MEMORY = "/dev/shm/"
-CREATED: set[str] = set()  #: paths in SHARED_MEMORY, by the audit hook
+CREATED: set[str] = set()  #: paths in SHARED_MEMORY, by `open_noted`
+_open = os.open
 #: Begins of names of threads that may stay, with the reason.
 ALLOWED_THREADS = {"kernels": "the pool of on_host.py, which serves all tests"}
 #: Parts of paths whose descriptors and mappings may stay, with the reason.
@@ -96,11 +97,16 @@ def shared_files() -> set[str]:
     return {path for path in CREATED if os.path.exists(path)}
 
 
-def notice_creation(event: str, arguments: tuple) -> None:
-    """Note a file of shared memory that is made here, not read: an audit hook of Python."""
-    path = str(arguments[0]) if event == "open" else ""
-    if path.startswith(SHARED_MEMORY) and arguments[2] & os.O_CREAT:
-        CREATED.add(path)
+def open_noted(path: str, flags: int, *args: int, dir_fd: int | None = None) -> int:
+    """Call `os.open`, in its place; note a file of shared memory that is made here, not read.
+
+    No audit hook: where a Python before 3.12 runs one for sys.settrace, threads that begin then end
+    with "Cannot install a trace function while another trace function is being installed", so that
+    under coverage some thread would never begin its work (gh-98257).
+    """
+    if flags & os.O_CREAT and str(path).startswith(SHARED_MEMORY):
+        CREATED.add(str(path))
+    return _open(path, flags, *args, dir_fd=dir_fd)
 
 
 def mappings() -> set[tuple[str, str]]:
@@ -192,7 +198,8 @@ class Guard:
         self._kinds: dict[str, Callable[[], set]] = {"thread": threads, "variable": variables}
         if not on_mpi:
             self._kinds |= {"descriptor": descriptors, "file": shared_files, "mapping": mappings}
-            sys.addaudithook(notice_creation)
+            os.open = open_noted
+            os.supports_dir_fd.add(open_noted)  # as of what it calls
         self._before: State = {}
         self._allowed: State = {}  # made by fixtures of wider scope
         self._has_failed = False

@@ -46,7 +46,7 @@ LEFTOVERS = {
     f"subprocess.run([sys.executable, '-c', {ORPHAN!r}])": r"process \d+: sleep 100",
     "things.extend([open(__file__), open(__file__)])": r"2 descriptors of .*test_rows.py",
     "things.extend(os.pipe())": r"2 descriptors of pipe:\[\d+\]",
-    "open('/dev/shm/hpctrain-planted', 'w').close()": r"file /dev/shm/hpctrain-planted",
+    "os.close(os.open('/dev/shm/hpctrain-planted', os.O_CREAT))": r"file /dev/shm/hpctrain-planted",
     (
         "fd = os.memfd_create('hpctrain'); os.ftruncate(fd, 9); memory = mmap.mmap(fd, 9); "
         "memory[0] = 1; os.close(fd); things.append(memory)"
