@@ -86,30 +86,42 @@ def _update(
     step_size = rate / (1 - const.beta1 ** (updates + 1))
     v_correction = 1 / math.sqrt(1 - const.beta2 ** (updates + 1))
     state["step"] += 1
+    moments = moment_factors(clip, const.beta1, const.beta2)
+    direction = (step_size, v_correction, const.epsilon)
+    mean, square, decay_factor = state["mean"], state["square"], 1 - rate * const.weight_decay
     if on_device(param):
-        beta_factors = moment_factors(clip, const.beta1, const.beta2)
         per_slot = const.exempt_vectors and const.weight_decay > 0
-        for elements, decays in kernel_slices(param.size, slots, per_slot):
-            decay_factor = 1 - rate * const.weight_decay * decays
-            m, v = state["mean"][elements], state["square"][elements]
-            arrays = (param[elements], m, v, grad[elements])
-            factors = (*beta_factors, decay_factor, step_size, v_correction, const.epsilon)
+        for part, decays in kernel_slices(param.size, slots, per_slot):
+            arrays = (param[part], mean[part], square[part], grad[part])
+            factors = (decay_factor if decays else 1.0, *moments, *direction)
             fused(_adamw_kernel, param)(*arrays, *factors)
         return
-    scratch = namespace(param).empty(min(BLOCK_ELEMENTS, param.size), param.dtype)
+    xp = namespace(param)
+    scratch = xp.empty(min(BLOCK_ELEMENTS, param.size), param.dtype)
     decaying_slices = find_decaying(param.size, slots, const.exempt_vectors)
     for block, decaying_parts in zip(blocks(param.size), decaying_slices, strict=True):
-        m, v, t = state["mean"][block], state["square"][block], scratch[: block.stop - block.start]
-        update_moments(m, v, grad[block], clip, const.beta1, const.beta2, t)
+        m, v, t = mean[block], square[block], scratch[: block.stop - block.start]
+        update_moments(xp, m, v, grad[block], *moments, t)
         for part in decaying_parts if const.weight_decay else ():
-            param[part] *= 1 - rate * const.weight_decay
-        write_direction(m, v, step_size, v_correction, const.epsilon, t)
-        param[block] -= t
+            param[part] *= decay_factor
+        param[block] -= compute_direction(xp, m, v, *direction, t)
 
 
 def _adamw_kernel(
+    xp: Any, w: Array, m: Array, v: Array, g: Array, decay_factor: float, *factors: float
+) -> None:
+    update_moments(xp, m, v, g, *factors[:4])
+    w *= decay_factor
+    w -= compute_direction(xp, m, v, *factors[4:])
+
+
+def moment_factors(clip: float, beta1: float, beta2: float) -> tuple[float, float, float, float]:
+    """Return the four factors of `update_moments` for gradients that are scaled by `clip`."""
+    return beta1, clip * (1 - beta1), beta2, clip * clip * (1 - beta2)
+
+
+def update_moments(
     xp: Any,
-    w: Array,
     m: Array,
     v: Array,
     g: Array,
@@ -117,58 +129,28 @@ def _adamw_kernel(
     g_factor: float,
     beta2: float,
     g2_factor: float,
-    decay_factor: float,
+    *scratch: Array,
+) -> None:
+    """Update the mean `m` and the mean square `v` with the gradient `g`.
+
+    The host computes in one scratch array of the shape of g; a fused kernel takes none.
+    """
+    m *= beta1
+    m += xp.multiply(g, g_factor, *scratch)
+    v *= beta2
+    v += xp.multiply(xp.multiply(g, g, *scratch), g2_factor, *scratch)
+
+
+def compute_direction(
+    xp: Any,
+    m: Array,
+    v: Array,
     step_size: float,
     v_correction: float,
     epsilon: float,
-) -> None:
-    update_moments_in_kernel(m, v, g, beta1, g_factor, beta2, g2_factor)
-    w *= decay_factor
-    w -= direction_in_kernel(xp, m, v, step_size, v_correction, epsilon)
-
-
-def moment_factors(clip: float, beta1: float, beta2: float) -> tuple[float, float, float, float]:
-    """Return the factors beta1, g_factor, beta2 and g2_factor of `update_moments_in_kernel`."""
-    return beta1, clip * (1 - beta1), beta2, clip * clip * (1 - beta2)
-
-
-def update_moments_in_kernel(
-    m: Array, v: Array, g: Array, beta1: float, g_factor: float, beta2: float, g2_factor: float
-) -> None:
-    """Do the work of `update_moments` inside a fused kernel."""
-    m *= beta1
-    m += g * g_factor
-    v *= beta2
-    v += g * g * g2_factor
-
-
-def direction_in_kernel(
-    xp: Any, m: Array, v: Array, step_size: float, v_correction: float, epsilon: float
+    *scratch: Array,
 ) -> Array:
-    """Return the array that `write_direction` writes, inside a fused kernel."""
-    return m / (xp.sqrt(v) * v_correction + epsilon) * step_size
-
-
-def update_moments(
-    m: Array, v: Array, g: Array, clip: float, beta1: float, beta2: float, t: Array
-) -> None:
-    """Update the mean `m` and the mean square `v` of `clip` times g, with scratch `t`."""
-    xp = namespace(g)
-    m *= beta1
-    m += xp.multiply(g, clip * (1 - beta1), out=t)
-    v *= beta2
-    xp.multiply(g, g, out=t)
-    t *= clip * clip * (1 - beta2)
-    v += t
-
-
-def write_direction(
-    m: Array, v: Array, step_size: float, v_correction: float, epsilon: float, t: Array
-) -> None:
-    """Write `step_size` m / (`v_correction` sqrt(v) + epsilon) into `t`."""
-    xp = namespace(m)
-    xp.sqrt(v, out=t)
-    t *= v_correction
+    """Return `step_size` m / (`v_correction` sqrt(v) + epsilon), in `scratch` if there is one."""
+    t = xp.multiply(xp.sqrt(v, *scratch), v_correction, *scratch)
     t += epsilon
-    xp.divide(m, t, out=t)
-    t *= step_size
+    return xp.multiply(xp.divide(m, t, *scratch), step_size, *scratch)

@@ -23,11 +23,9 @@ from hpctrain.config import options
 from hpctrain.core.xp import Array, fused, namespace, on_device
 from hpctrain.optim.adamw import (
     AdamWOptions,
-    direction_in_kernel,
+    compute_direction,
     moment_factors,
     update_moments,
-    update_moments_in_kernel,
-    write_direction,
 )
 from hpctrain.optim.norms import (
     BlockPiece,
@@ -100,13 +98,14 @@ def _update(
     clip = clip_factor(grad, const.clip_norm, slots, gather_rows)
     if on_device(param):
         return _update_on_device(const, rate, clip, grad, state, param, slots, gather_rows)
-    scratch = namespace(param).empty((2, min(BLOCK_ELEMENTS, param.size)), param.dtype)
+    xp, moments = namespace(param), moment_factors(clip, const.beta1, const.beta2)
+    scratch = xp.empty((2, min(BLOCK_ELEMENTS, param.size)), param.dtype)
     for block in blocks(param.size):
         m, v = state["mean"][block], state["square"][block]
-        update_moments(m, v, grad[block], clip, const.beta1, const.beta2, scratch[0, : m.size])
+        update_moments(xp, m, v, grad[block], *moments, scratch[0, : m.size])
     ratios = _compute_ratios(const, state, param, slots, gather_rows, scratch)
     for piece in pieces(param.size, slots):
-        u = _compute_direction(const, piece, state, param, slots, scratch)
+        u = _compute_u(const, piece, state, param, slots, scratch)
         u *= rate * float(ratios[piece.slot])
         param[piece.elements] -= u
     state["step"] += 1
@@ -123,7 +122,7 @@ def _compute_ratios(
     """Return |w| / |u| of each slot, float64; 1 for exempt slots."""
     wide_scratch, rows = make_scratch(param), []
     for piece in pieces(param.size, slots):
-        u = _compute_direction(const, piece, state, param, slots, scratch)
+        u = _compute_u(const, piece, state, param, slots, scratch)
         w = param[piece.elements]
         rows.append((sum_squares(w, wide_scratch), sum_squares(u, wide_scratch)))
     return _ratios_from(const, gather_rows(np.array(rows).reshape(-1, 2)), slots)
@@ -135,7 +134,7 @@ def _ratios_from(const: LambOptions, rows: np.ndarray, slots: Sequence[TensorSlo
     return np.where(is_exempt, 1.0, safe_ratio(w, u))
 
 
-def _compute_direction(
+def _compute_u(
     const: LambOptions,
     piece: BlockPiece,
     state: State,
@@ -145,14 +144,17 @@ def _compute_direction(
 ) -> Array:
     """Write u of one piece into row 0 of `scratch`, and return it."""
     elements, (u, t) = piece.elements, scratch[:, : piece.elements.stop - piece.elements.start]
-    updates = int(state["step"][0]) + 1
-    step_size = 1 / (1 - const.beta1**updates)
-    v_correction = 1 / math.sqrt(1 - const.beta2**updates)
-    m, v = state["mean"][elements], state["square"][elements]
-    write_direction(m, v, step_size, v_correction, const.epsilon, u)
+    m, v, xp = state["mean"][elements], state["square"][elements], namespace(u)
+    compute_direction(xp, m, v, *_direction_factors(const, int(state["step"][0]) + 1), u)
     if const.weight_decay and not (const.exempt_vectors and is_vector(slots[piece.slot])):
-        u += namespace(u).multiply(param[elements], const.weight_decay, out=t)
+        u += xp.multiply(param[elements], const.weight_decay, out=t)
     return u
+
+
+def _direction_factors(const: LambOptions, updates: int) -> tuple[float, float, float]:
+    """Return the factors of `compute_direction` after `updates` updates; the rate comes later."""
+    bias_corrections = 1 / (1 - const.beta1**updates), 1 / math.sqrt(1 - const.beta2**updates)
+    return *bias_corrections, const.epsilon
 
 
 def _update_on_device(
@@ -167,16 +169,13 @@ def _update_on_device(
 ) -> None:
     """Do the work of `_update` on a device, with an array for all of u, which is computed once."""
     state["step"] += 1
-    updates = int(state["step"][0])
-    step_size = 1 / (1 - const.beta1**updates)
-    v_correction = 1 / math.sqrt(1 - const.beta2**updates)
+    direction = _direction_factors(const, int(state["step"][0]))
     u = namespace(param).zeros_like(param)
     moments = moment_factors(clip, const.beta1, const.beta2)
     for elements, decays in kernel_slices(param.size, slots, const.exempt_vectors):
         m, v = state["mean"][elements], state["square"][elements]
         arrays = (u[elements], param[elements], m, v, grad[elements])
-        factors = (*moments, const.weight_decay * decays, step_size, v_correction, const.epsilon)
-        fused(_lamb_kernel, param)(*arrays, *factors)
+        fused(_lamb_kernel, param)(*arrays, const.weight_decay * decays, *moments, *direction)
     rows = sum_squares_by_piece([param, u], [elements for _, elements in pieces(param.size, slots)])
     ratios = _ratios_from(const, gather_rows(rows), slots)
     for slot, elements in slot_pieces(param.size, slots):
@@ -184,23 +183,10 @@ def _update_on_device(
 
 
 def _lamb_kernel(
-    xp: Any,
-    u: Array,
-    w: Array,
-    m: Array,
-    v: Array,
-    g: Array,
-    beta1: float,
-    g_factor: float,
-    beta2: float,
-    g2_factor: float,
-    decay: float,
-    step_size: float,
-    v_correction: float,
-    epsilon: float,
+    xp: Any, u: Array, w: Array, m: Array, v: Array, g: Array, decay: float, *factors: float
 ) -> None:
-    update_moments_in_kernel(m, v, g, beta1, g_factor, beta2, g2_factor)
-    xp.add(direction_in_kernel(xp, m, v, step_size, v_correction, epsilon), w * decay, out=u)
+    update_moments(xp, m, v, g, *factors[:4])
+    xp.add(compute_direction(xp, m, v, *factors[4:]), w * decay, out=u)
 
 
 def _step_kernel(xp: Any, w: Array, u: Array, rate: float) -> None:

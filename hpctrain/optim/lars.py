@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from hpctrain.config import options
-from hpctrain.core.xp import Array, fused, namespace, on_device
+from hpctrain.core.xp import Array, fused, on_device
 from hpctrain.optim.norms import (
     clip_factor,
     is_vector,
@@ -91,33 +91,32 @@ def _update(
     clip = clip_factor(grad, const.clip_norm, slots, gather_rows)
     trust_ratios = _compute_trust_ratios(const, clip, grad, param, slots, gather_rows)
     state["step"] += 1
-    if on_device(param):
-        for i, elements in slot_pieces(param.size, slots):
-            is_exempt = const.exempt_vectors and is_vector(slots[i])
-            local_rate = rate if is_exempt else rate * float(trust_ratios[i])
-            decay = 0.0 if is_exempt else local_rate * const.weight_decay
-            arrays = (param[elements], state["momentum"][elements], grad[elements])
-            fused(_lars_kernel, param)(*arrays, const.momentum, local_rate * clip, decay)
-        return
-    scratch = namespace(param).empty(min(BLOCK_ELEMENTS, param.size), param.dtype)
-    for i, elements in pieces(param.size, slots):
-        v, w = state["momentum"][elements], param[elements]
-        t = scratch[: w.size]
+    scratch = [] if on_device(param) else [np.empty(min(BLOCK_ELEMENTS, param.size), param.dtype)]
+    parts = slot_pieces if on_device(param) else pieces  # a kernel takes a slot of any length
+    for i, elements in parts(param.size, slots):
         is_exempt = const.exempt_vectors and is_vector(slots[i])
         local_rate = rate if is_exempt else rate * float(trust_ratios[i])
-        v *= const.momentum
-        v += namespace(w).multiply(grad[elements], local_rate * clip, out=t)
-        if const.weight_decay and not is_exempt:
-            v += namespace(w).multiply(w, local_rate * const.weight_decay, out=t)
-        w -= v
+        decay = 0.0 if is_exempt else local_rate * const.weight_decay
+        w, v, g = param[elements], state["momentum"][elements], grad[elements]
+        fused(_lars_kernel, param)(
+            w, v, g, const.momentum, local_rate * clip, decay, *[t[: w.size] for t in scratch]
+        )
 
 
 def _lars_kernel(
-    xp: Any, w: Array, v: Array, g: Array, momentum: float, rate: float, decay: float
+    xp: Any,
+    w: Array,
+    v: Array,
+    g: Array,
+    momentum: float,
+    rate: float,
+    decay: float,
+    *scratch: Array,
 ) -> None:
     v *= momentum
-    v += g * rate
-    v += w * decay
+    v += xp.multiply(g, rate, *scratch)
+    if not scratch or decay:  # a fused kernel does not know its numbers
+        v += xp.multiply(w, decay, *scratch)
     w -= v
 
 

@@ -90,26 +90,35 @@ def _update(
         return _update_on_device(const, rate, clip, grad, state, param, slots)
     decaying_slices = find_decaying(param.size, slots, const.exempt_vectors)
     # Allocated in each call: ranks that are threads would share a scratch kept between calls.
-    scratch = namespace(param).empty(min(BLOCK_ELEMENTS, param.size), param.dtype)
+    xp = namespace(param)
+    scratch = xp.empty(min(BLOCK_ELEMENTS, param.size), param.dtype)
     for block, decaying_parts in zip(blocks(param.size), decaying_slices, strict=True):
         g, w, t = grad[block], param[block], scratch[: block.stop - block.start]
+        parts = decaying_parts if const.weight_decay else ()
         if const.momentum:
             v = state["momentum"][block]
-            v *= const.momentum
-            _add_scaled(v, g, clip, t)
-            for part in decaying_parts if const.weight_decay else ():
-                _add_scaled(state["momentum"][part], param[part], const.weight_decay, scratch)
+            _update_momentum(xp, v, g, const.momentum, clip, t)
+            for part in parts:
+                x = param[part]
+                _add_scaled(xp, state["momentum"][part], x, const.weight_decay, scratch[: x.size])
         if const.nesterov or not const.momentum:
-            for part in decaying_parts if const.weight_decay else ():
+            for part in parts:
                 param[part] *= 1 - rate * const.weight_decay
-            _add_scaled(w, g, -rate * clip, t)
+            _add_scaled(xp, w, g, -rate * clip, t)
         if const.momentum:
-            _add_scaled(w, v, -rate * const.momentum if const.nesterov else -rate, t)
+            _add_scaled(xp, w, v, -rate * const.momentum if const.nesterov else -rate, t)
 
 
-def _add_scaled(y: Array, x: Array, factor: float, t: Array) -> None:
-    """Add `factor` times x to y, with scratch `t` of at least the size of x."""
-    y += x if factor == 1 else namespace(x).multiply(x, factor, out=t[: x.size])
+def _update_momentum(
+    xp: Any, v: Array, g: Array, momentum: float, clip: float, *scratch: Array
+) -> None:
+    v *= momentum
+    _add_scaled(xp, v, g, clip, *scratch)
+
+
+def _add_scaled(xp: Any, y: Array, x: Array, factor: float, *scratch: Array) -> None:
+    """Add `factor` times x to y: on the host in a scratch array, or inside a fused kernel."""
+    y += x if scratch and factor == 1 else xp.multiply(x, factor, *scratch)
 
 
 def _update_on_device(
@@ -125,28 +134,34 @@ def _update_on_device(
     for elements, decays in kernel_slices(param.size, slots, per_slot):
         w, g, decay = param[elements], grad[elements], const.weight_decay * decays
         if not const.momentum:
-            fused(_plain_kernel, w)(w, g, 1 - rate * decay, rate * clip)
+            fused(_plain_kernel, w)(w, g, 1 - rate * decay, -rate * clip)
             continue
         arrays, factors = (w, state["momentum"][elements], g), (const.momentum, clip, decay)
         if const.nesterov:
-            nesterov_factors = (1 - rate * decay, rate * clip, rate * const.momentum)
+            nesterov_factors = (1 - rate * decay, -rate * clip, -rate * const.momentum)
             fused(_nesterov_kernel, w)(*arrays, *factors, *nesterov_factors)
         else:
-            fused(_heavy_ball_kernel, w)(*arrays, *factors, rate)
+            fused(_heavy_ball_kernel, w)(*arrays, *factors, -rate)
 
 
-def _plain_kernel(xp: Any, w: Array, g: Array, decay_factor: float, rate: float) -> None:
+def _plain_kernel(xp: Any, w: Array, g: Array, decay_factor: float, g_factor: float) -> None:
     w *= decay_factor
-    w -= g * rate
+    _add_scaled(xp, w, g, g_factor)
 
 
 def _heavy_ball_kernel(
-    xp: Any, w: Array, v: Array, g: Array, momentum: float, clip: float, decay: float, rate: float
+    xp: Any,
+    w: Array,
+    v: Array,
+    g: Array,
+    momentum: float,
+    clip: float,
+    decay: float,
+    v_factor: float,
 ) -> None:
-    v *= momentum
-    v += g * clip
-    v += w * decay
-    w -= v * rate
+    _update_momentum(xp, v, g, momentum, clip)
+    _add_scaled(xp, v, w, decay)
+    _add_scaled(xp, w, v, v_factor)
 
 
 def _nesterov_kernel(
@@ -158,12 +173,10 @@ def _nesterov_kernel(
     clip: float,
     decay: float,
     decay_factor: float,
-    gradient_rate: float,
-    momentum_rate: float,
+    g_factor: float,
+    v_factor: float,
 ) -> None:
-    v *= momentum
-    v += g * clip
-    v += w * decay
-    w *= decay_factor
-    w -= g * gradient_rate
-    w -= v * momentum_rate
+    _update_momentum(xp, v, g, momentum, clip)
+    _add_scaled(xp, v, w, decay)
+    _plain_kernel(xp, w, g, decay_factor, g_factor)
+    _add_scaled(xp, w, v, v_factor)
