@@ -102,6 +102,33 @@ class WireOptions(ReductionOptions, CompressionOptions):
                 )
 
 
+class BucketSum:
+    """The sum of one bucket over all ranks: a bound call, and the array that holds its result."""
+
+    def __init__(
+        self, number: int, bucket: Bucket, grad: np.ndarray, group: Group, allreduce: SumFunction
+    ):
+        """Bind `allreduce` to the bucket's elements of `grad`; collective."""
+        self.bucket, self.elements = bucket, grad[bucket.start : bucket.stop]
+        self.total = self.elements
+        function = resolve_auto(allreduce, group, self.elements, np.add)
+        self.is_shared = function is direct_shared
+        self.algorithm = algorithm_name(function, group, self.elements)
+        # On a device, these events synchronize the streams of the two threads.
+        self.written_event: Event = None
+        self.sum_event: Event = None
+        self._call = bind(group, self.elements, np.add, function)
+        self._name = f"bucket {number}"
+        self._details = {"bytes": self.elements.nbytes, "algorithm": self.algorithm}
+
+    def reduce(self, trace: Trace) -> float:
+        """Sum the elements over all ranks, record a span, and return its seconds; collective."""
+        start = perf_counter()
+        total = self._call()
+        self.total = self.elements if total is None else total
+        return trace.add(self._name, "wire", start, perf_counter(), self._details)
+
+
 class Reducer:
     """Sums one plane of gradients over all ranks, bucket by bucket, once per step."""
 
@@ -121,28 +148,14 @@ class Reducer:
         `check(start, stop)` is called before these elements of `grad` are sent during backward.
         """
         self.wire_s = 0.0  #: time in collectives since the start
-        self._grad, self._group = grad, group
-        self._trace = trace or Trace()
-        self._slices = [grad[bucket.start : bucket.stop] for bucket in buckets]
-        self._sums = list(self._slices)  # the array of each bucket's sum
-        functions = [resolve_auto(allreduce, group, x, np.add) for x in self._slices]
-        pairs = list(zip(self._slices, functions, strict=True))
-        self._calls = [bind(group, x, np.add, function) for x, function in pairs]
-        self._shares_sums = direct_shared in functions
-        #: of each bucket
-        self.algorithms = [algorithm_name(function, group, x) for x, function in pairs]
-        self._trace_details = [
-            {"bytes": x.nbytes, "algorithm": name}
-            for x, name in zip(self._slices, self.algorithms, strict=True)
-        ]
+        self.sums = [BucketSum(i, x, grad, group, allreduce) for i, x in enumerate(buckets)]
+        self._grad, self._group, self._trace, self._check = grad, group, trace or Trace(), check
+        self._shares_sums = any(bucket.is_shared for bucket in self.sums)
         neighbours = group.memory.neighbours(grad) if group.memory is not None else None
         self._first_plane = neighbours[0] if neighbours else grad  # of the node's first rank
-        self._progress, self.buckets, self._check = BucketProgress(buckets), buckets, check
+        self._progress = BucketProgress(buckets)
         self._send_queue: SimpleQueue[int | None] = SimpleQueue()
         self._result_queue: SimpleQueue[tuple[int, BaseException | None]] = SimpleQueue()
-        # On a device, each bucket's events synchronize the streams of the two threads.
-        self._written_events: list[Event] = [None] * len(self._slices)
-        self._sum_events: list[Event] = [None] * len(self._slices)
         self._complete_buckets: set[int] = set()  # buckets of this step whose sum is complete
         self._thread: threading.Thread | None = None
         if concurrent:
@@ -158,9 +171,10 @@ class Reducer:
         """Mark slot `name` as final; send the buckets whose slots are all final."""
         for number in self._progress.mark_ready(name):
             if self._thread is not None:
+                bucket_sum = self.sums[number]
                 if self._check is not None:
-                    self._check(self.buckets[number].start, self.buckets[number].stop)
-                self._written_events[number] = event(self._grad)
+                    self._check(bucket_sum.bucket.start, bucket_sum.bucket.stop)
+                bucket_sum.written_event = event(self._grad)
                 self._send_queue.put(number)
 
     def finish_backward(self) -> None:
@@ -171,17 +185,14 @@ class Reducer:
     def wait(self) -> np.ndarray:
         """Wait for all sums; return the plane that holds them, or raise an error of the thread."""
         self.finish_backward()
-        sums = [self.wait_for(number) for number in range(len(self._slices))]
-        remote_sums = [(x, y) for x, y in zip(self._slices, sums, strict=True) if x is not y]
-        if len(remote_sums) == len(sums):
+        for number in range(len(self.sums)):
+            self.wait_for(number)
+        remote_sums = [bucket for bucket in self.sums if bucket.total is not bucket.elements]
+        if len(remote_sums) == len(self.sums):
             return self._first_plane
-        for bucket_slice, total in remote_sums:  # the returned plane must hold all sums
-            bucket_slice[...] = total
+        for bucket in remote_sums:  # the returned plane must hold all sums
+            bucket.elements[...] = bucket.total
         return self._grad
-
-    @property
-    def bucket_count(self) -> int:
-        return len(self._slices)
 
     def bucket_number(self, name: str) -> int | None:
         """Return the number of the bucket of slot `name`; None if it has none."""
@@ -191,7 +202,7 @@ class Reducer:
         """Wait for the sum of bucket `number`; return the array that holds it."""
         while number not in self._complete_buckets:
             self._receive_next()
-        return self._sums[number]
+        return self.sums[number].total
 
     def wait_for_any(self, candidates: Set[int], preferred: int) -> int:
         """Wait for one of `candidates`; return `preferred` if it is complete, else the last."""
@@ -213,7 +224,7 @@ class Reducer:
                     raise error
                 finally:
                     del error  # its frames would hold it, and it them, and so this engine
-            wait_for(self._sum_events[number])
+            wait_for(self.sums[number].sum_event)
         self._complete_buckets.add(number)
 
     def _next_result(self) -> tuple[int, BaseException | None]:
@@ -238,17 +249,13 @@ class Reducer:
             self._thread.join(JOIN_TIMEOUT_S)
 
     def _reduce_queued(self, number: int) -> None:
-        wait_for(self._written_events[number])
+        wait_for(self.sums[number].written_event)
         self._reduce(number)
-        self._sum_events[number] = event(self._grad)
+        self.sums[number].sum_event = event(self._grad)
         self._result_queue.put((number, None))
 
     def _reduce(self, number: int) -> None:
-        start = perf_counter()
-        total = self._calls[number]()
-        self._sums[number] = self._slices[number] if total is None else total
-        name, details = f"bucket {number}", self._trace_details[number]
-        self.wire_s += self._trace.add(name, "wire", start, perf_counter(), details)
+        self.wire_s += self.sums[number].reduce(self._trace)
 
 
 def _run_thread(owner: weakref.ref[Reducer], grad: np.ndarray, numbers: Iterator[int]) -> None:

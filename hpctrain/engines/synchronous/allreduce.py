@@ -94,6 +94,7 @@ class AllReduceEngine(EngineBase):
         else:
             self.update = self._make_update(optimizer, options)
             self._reducer = self._make_reducer(self.update.reduce, options)
+        self.optimizer_state = self.update.state
         self._vote = self._make_vote(options)
         self.shares_sums = world.survives and self._is_replicated(options)
 
@@ -134,7 +135,8 @@ class AllReduceEngine(EngineBase):
             self.check.on_bucket,
         )
         if reduce is auto:
-            self.algorithm = f"auto ({', '.join(dict.fromkeys(reducer.algorithms))})"
+            names = dict.fromkeys(bucket.algorithm for bucket in reducer.sums)
+            self.algorithm = f"auto ({', '.join(names)})"
         return reducer
 
     def _make_vote(self, options: AllReduce) -> GradientVote:
@@ -239,7 +241,8 @@ class PriorityEngine(AllReduceEngine):
             )
         super().__init__(world, replica, optimizer, options)
         arena = self.replica.arena
-        parts = [slice(bucket.start, bucket.stop) for bucket in self._reducer.buckets]
+        buckets = [bucket_sum.bucket for bucket_sum in self._reducer.sums]
+        parts = [slice(bucket.start, bucket.stop) for bucket in buckets]
         self._bucket_update = PartwiseUpdate(
             optimizer, self.update.state, arena.param, arena.layout, parts
         )
@@ -267,7 +270,7 @@ class PriorityEngine(AllReduceEngine):
             self._world.on_all_ranks(self._check_calls)
             self._is_checked = True
         self._reducer.finish_backward()
-        self._unapplied = set(range(self._reducer.bucket_count))
+        self._unapplied = set(range(len(self._reducer.sums)))
         return flags
 
     def _on_need(self, name: str) -> None:
