@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -32,6 +34,7 @@ class EngineBase:
     staleness: Staleness | None = None
     committed_step: int | None = None
     shares_sums = False
+    optimizer_state: Mapping[str, Any] | None = None
 
     worker: int | None
     check: GradientCheck

@@ -5,7 +5,7 @@ The trainer knows no regime, and an engine knows no recipe, file or progress bar
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
@@ -122,7 +122,8 @@ class Engine(Protocol):
     #: The step of the whole state that this rank holds, whenever another rank is lost; None if it
     #: holds a part, or if a step may be half done: then the state is copied between steps.
     committed_step: int | None
-    shares_sums: bool  #: whether all ranks record the same sums, those of all workers
+    shares_sums: bool  #: whether all ranks record the same sums, over all workers
+    optimizer_state: Mapping[str, Any] | None  #: of this rank; None if servers keep the state
 
     def train(self, work: Work, start: int, until: int) -> tuple[int, Flags]:
         """Train from step `start` to `until`; return the step reached and the flags; collective.

@@ -20,6 +20,7 @@ from hpctrain.core.xp import Array
 from hpctrain.engines import Engine
 from hpctrain.engines.engine import BLOCK_ELEMENTS
 from hpctrain.gradients.arena import make_arena
+from hpctrain.optim.optimizer import planes
 from hpctrain.parallel.mesh import Mesh
 from hpctrain.parallel.pipeline.replica import PipelineReplica
 from hpctrain.parallel.pipeline.stage_link import message_bytes
@@ -33,7 +34,7 @@ MIB = 1 << 20
 def memory_of_ranks(mesh: Mesh, engine: Engine, is_sharded: bool) -> dict[str, list[Bytes]]:
     """Return the bytes of each rank by kind, "measured" and "predicted"; collective."""
     own = [_measured(mesh, engine), _predicted(mesh, engine, is_sharded)]
-    if not _has_state(engine):
+    if engine.optimizer_state is None:
         for nbytes in own:
             del nbytes["optimizer"]
     ranks = [json.loads(text) for text in mesh.everyone.gather(json.dumps(own))]
@@ -98,17 +99,9 @@ def _plane_length(mesh: Mesh, replica: PipelineReplica) -> int:
     return int(arena.param.size)
 
 
-def _planes_of_state(engine: Any) -> list[Array]:
+def _planes_of_state(engine: Engine) -> list[Array]:
     """Return the planes of the optimizer's state, such as moments."""
-    if not _has_state(engine):
-        return []
-    state = engine.update.state if hasattr(engine, "update") else engine.optimizer_state
-    return [x for name, x in state.items() if name != "step"]
-
-
-def _has_state(engine: Engine) -> bool:
-    """Return whether this rank has an optimizer's state of its own: others have shards of it."""
-    return hasattr(engine, "optimizer_state") or hasattr(getattr(engine, "update", None), "state")
+    return list(planes(engine.optimizer_state or {}).values())
 
 
 def _copied_elements(mesh: Mesh, replica: PipelineReplica) -> int:

@@ -10,7 +10,6 @@ from typing import Any
 
 from hpctrain import nn
 from hpctrain.core.errors import UsageError
-from hpctrain.engines import Engine
 from hpctrain.engines.engine import Times
 from hpctrain.gradients.precision import Precision
 from hpctrain.gradients.precision import make_replica as make_whole_replica
@@ -106,12 +105,6 @@ def make_replica(
     for text in announce(world.size) if announce is not None and world.rank == 0 else ():
         log.warning("%s", text)
     return Mesh(everyone=world, data=world, pipe=world), whole
-
-
-def time_waits(replica: Any, engine: Engine, trace: Trace) -> None:
-    """Let waits for other stages count as waits of `engine`."""
-    if hasattr(replica, "wait"):  # of a pipeline
-        replica.wait = StageWait(engine.times, trace)
 
 
 class StageWait:

@@ -105,7 +105,9 @@ class Trainer:
         self.engine: Engine = self.world.on_all_ranks(
             lambda: engine.build(self.mesh.data, replica, self._optimizer)
         )
-        split_model.time_waits(self.replica, self.engine, self.world.trace)
+        if self.mesh.pipeline is not None:
+            waits = split_model.StageWait(self.engine.times, self.world.trace)
+            self.mesh.pipeline.wait = waits
         self.blocks = engines.blocks_of(engine, self.engine.workers)
 
     def _rebuild(self) -> None:
