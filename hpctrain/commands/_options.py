@@ -1,8 +1,21 @@
-"""Options that several commands have."""
+"""Options that several commands have, and the files that they name."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
 import click
+
+from hpctrain.core.errors import UsageError
+from hpctrain.core.strict_json import to_json
+
+Decorator = Callable[[Callable[..., None]], Callable[..., None]]
+FILE_TYPE = click.Path(path_type=Path, dir_okay=False)
+MISSING_PACKAGES_MESSAGE = "reports need matplotlib and jinja2; run: pip install 'hpctrain[report]'"
 
 set_option = click.option(
     "--set",
@@ -11,3 +24,48 @@ set_option = click.option(
     metavar="TABLE.KEY=VALUE",
     help="Change a key of the recipe; conflicting keys are removed.",
 )
+iterations_option = click.option(
+    "--iterations", default=20, show_default=True, metavar="N", help="Timed rounds."
+)
+json_option = click.option(
+    "--json", type=FILE_TYPE, metavar="FILE", help="Write all rows and facts of the machine."
+)
+plot_option = click.option(
+    "--plot", type=FILE_TYPE, metavar="FILE", help="Plot the rows: .png or .svg."
+)
+
+
+def warm_up_option(default: int) -> Decorator:
+    """Return the option of the rounds before the timed ones."""
+    help_text = "Untimed rounds before these."
+    return click.option(
+        "--warm-up", default=default, show_default=True, metavar="N", help=help_text
+    )
+
+
+def add_options(*options: Decorator) -> Decorator:
+    """Return the decorator that adds `options` to a command, in the order of its help."""
+    return lambda command: reduce(lambda decorated, add: add(decorated), options[::-1], command)
+
+
+@contextmanager
+def report_packages() -> Iterator[None]:
+    """Raise UsageError with the command to run if a package of reports cannot be imported."""
+    try:
+        yield
+    except ImportError as error:
+        raise UsageError(f"{MISSING_PACKAGES_MESSAGE} ({error})") from None
+
+
+def write_results(
+    content: dict[str, Any], json_file: Path | None, draw: Callable[[Path], None], plot: Path | None
+) -> None:
+    """Write `content` to `json_file` and draw `plot`, where given; raise UsageError."""
+    with report_packages():
+        try:
+            if json_file:
+                json_file.write_text(to_json(content, indent=1) + "\n")
+            if plot:
+                draw(plot)
+        except (OSError, ValueError) as error:
+            raise UsageError(f"--json, --plot: cannot be written: {error}") from None

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import click
@@ -11,6 +9,7 @@ import click
 from hpctrain import world
 from hpctrain.bench import collectives
 from hpctrain.bench.measured_collectives import COLLECTIVES
+from hpctrain.commands import _options
 
 DEFAULTS = {
     "allreduce": "auto,auto-unchecked,ring,native",
@@ -31,9 +30,8 @@ On fewer cores than ranks Open MPI needs `mpirun --oversubscribe`; `hpctrain lau
 """
 
 
-def _add_options(name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    file_type = click.Path(path_type=Path, dir_okay=False)
-    options = [
+def _add_options(name: str) -> _options.Decorator:
+    return _options.add_options(
         click.option("--sizes", default="4B:128MiB", show_default=True, metavar="SIZES",
                      help="A:B doubles, A:B*4 quadruples; or a list."),
         click.option("--algorithms", default=DEFAULTS[name], show_default=True, metavar="NAMES",
@@ -48,19 +46,10 @@ def _add_options(name: str) -> Callable[[Callable[..., None]], Callable[..., Non
                      help="node: in node memory, like gradients; or private."),
         click.option("--iterations", default=20, show_default=True, metavar="N",
                      help="Timed rounds per algorithm."),
-        click.option("--warm-up", default=3, show_default=True, metavar="N",
-                     help="Untimed rounds before these."),
-        click.option("--json", type=file_type, metavar="FILE",
-                     help="Write all rows and facts of the machine."),
-        click.option("--plot", type=file_type, metavar="FILE", help="Plot the rows: .png or .svg."),
-    ]  # fmt: skip
-
-    def decorate(function: Callable[..., None]) -> Callable[..., None]:
-        for option in reversed(options):
-            function = option(function)
-        return function
-
-    return decorate
+        _options.warm_up_option(3),
+        _options.json_option,
+        _options.plot_option,
+    )  # fmt: skip
 
 
 def _make_command(name: str) -> click.Command:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,9 @@ from hpctrain.bench.prediction.command import (
     Prediction,
     run,
 )
-from hpctrain.commands.report import MISSING_PACKAGES_MESSAGE
-from hpctrain.core.errors import UsageError
+from hpctrain.commands._options import FILE_TYPE, add_options, write_results
 from hpctrain.core.fitted_table import fit_table, stdout_console
 from hpctrain.core.printing import say
-from hpctrain.core.strict_json import to_json
 
 EPILOG = """\b
 Examples:
@@ -36,10 +34,10 @@ Examples:
 No ranks are started; --step RECIPE computes a gradient of RECIPE in this process. Values that were
 not measured are marked as predicted; docs/model.md has the equations.
 """
-FILE_TYPE = click.Path(path_type=Path, dir_okay=False)
 
 
-MACHINE_OPTIONS = [
+#: Adds the options of a machine that is not there: its nodes and links.
+machine_options = add_options(
     click.option(
         "--ranks-per-node",
         type=int,
@@ -68,14 +66,7 @@ MACHINE_OPTIONS = [
         metavar="SPEED",
         help=f"Memory bandwidth of a node; default {DEFAULT_MEMORY_BANDWIDTH}.",
     ),
-]
-
-
-def machine_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the options of a machine that is not there: its nodes and links."""
-    for add_option in reversed(MACHINE_OPTIONS):
-        command = add_option(command)
-    return command
+)
 
 
 @click.command(epilog=EPILOG)
@@ -119,25 +110,18 @@ def bench_predict(**option_values: Any) -> None:
         say(title)
         console.print(fit_table(table, console))
     say(f"assumed: {prediction.machine_text}")
-    _write_files(prediction, option_values["json"], option_values["plot"])
-
-
-def _write_files(prediction: Prediction, json_file: Path | None, plot: Path | None) -> None:
     content = {
         "machine": asdict(prediction.machine),
         "assumed": prediction.machine_text,
         "rows": prediction.rows,
     }
-    try:
-        if json_file:
-            json_file.write_text(to_json(content, indent=1) + "\n")
-        if plot:
-            from hpctrain.bench.prediction.plots import draw_prediction  # needs matplotlib
+    files = option_values["json"], option_values["plot"]
+    write_results(content, files[0], partial(_draw, prediction), files[1])
+    for file in filter(None, files):
+        say(f"wrote {file}", err=True)
 
-            draw_prediction(prediction.rows, prediction.machine_text, plot)
-        for file in filter(None, (json_file, plot)):
-            say(f"wrote {file}", err=True)
-    except ImportError as error:
-        raise UsageError(f"{MISSING_PACKAGES_MESSAGE} ({error})") from None
-    except (OSError, ValueError) as error:
-        raise UsageError(f"--json, --plot: cannot be written: {error}") from None
+
+def _draw(prediction: Prediction, plot: Path) -> None:
+    from hpctrain.bench.prediction.plots import draw_prediction  # needs matplotlib
+
+    draw_prediction(prediction.rows, prediction.machine_text, plot)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import click
@@ -25,7 +24,6 @@ on Gloo (gloo) and on our backend (ddp), with ht.torch.sync (sync) and with Horo
 DistributedOptimizer (horovod); they train a dense model by SGD. The schedule of the recipe is
 ignored: all steps use its constant rate. --model torch takes the rivals gloo, ddp and sync.
 """
-FILE_TYPE = click.Path(path_type=Path, dir_okay=False)
 
 
 @click.command(epilog=EPILOG)
@@ -39,14 +37,10 @@ FILE_TYPE = click.Path(path_type=Path, dir_okay=False)
     "--batch-per-rank", "batches", metavar="N,...", help="Samples per rank; default: as in RECIPE."
 )
 @_options.set_option
-@click.option("--iterations", default=20, show_default=True, metavar="N", help="Timed rounds.")
-@click.option(
-    "--warm-up", default=2, show_default=True, metavar="N", help="Untimed rounds before these."
-)
-@click.option(
-    "--json", type=FILE_TYPE, metavar="FILE", help="Write all rows and facts of the machine."
-)
-@click.option("--plot", type=FILE_TYPE, metavar="FILE", help="Plot the rows: .png or .svg.")
+@_options.iterations_option
+@_options.warm_up_option(2)
+@_options.json_option
+@_options.plot_option
 def step(name: str, rivals: str, **option_values: Any) -> None:
     """Time whole training steps of RECIPE's model, beside other libraries."""
     options = command.parse_options(name, rivals_text=rivals, **option_values)

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import click
 
+from hpctrain.commands._options import FILE_TYPE
+
 EPILOG = """\b
 Examples:
   hpctrain chaos faults.toml                          all cases; results in faults-results.jsonl
@@ -37,9 +39,7 @@ checked. See docs/reliability.md.
 
 
 @click.command(epilog=EPILOG)
-@click.argument(
-    "campaign", type=click.Path(path_type=Path, dir_okay=False), metavar="CAMPAIGN.toml"
-)
+@click.argument("campaign", type=FILE_TYPE, metavar="CAMPAIGN.toml")
 @click.option("--case", "indexes", type=int, multiple=True, metavar="N", help="Run case N alone.")
 @click.option("--seed", type=int, metavar="N", help="Another seed than that of the campaign.")
 @click.option("--cases", type=click.IntRange(1), metavar="N", help="Another number of cases.")
@@ -48,7 +48,7 @@ checked. See docs/reliability.md.
 @click.option("--failed", is_flag=True, help="Of a file of results: the cases that failed.")
 @click.option(
     "--results",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=FILE_TYPE,
     metavar="FILE",
     help="Lines of JSON; default: CAMPAIGN-results.jsonl.",
 )

@@ -8,6 +8,7 @@ import click
 
 from hpctrain import checkpoint as checkpoints
 from hpctrain.commands._lazy import WholeGroup
+from hpctrain.commands._options import FILE_TYPE
 from hpctrain.core.errors import UsageError
 from hpctrain.core.printing import say
 from hpctrain.training import weights
@@ -60,7 +61,7 @@ def verify(run: Path) -> None:
 @click.option("--best", is_flag=True, help="Use the best checkpoint, not the newest.")
 @click.option(
     "--output",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=FILE_TYPE,
     metavar="FILE",
     help="Default: DIR/weights-step-NNNNNNNN.safetensors.",
 )

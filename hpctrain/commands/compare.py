@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from hpctrain.commands.report import MISSING_PACKAGES_MESSAGE
+from hpctrain.commands._options import report_packages
 from hpctrain.core.errors import UsageError
 from hpctrain.core.printing import say
 from hpctrain.core.strict_json import to_json
@@ -36,10 +36,8 @@ def compare(folders: tuple[Path, ...], as_json: bool, plot: Path | None) -> None
         raise UsageError(f"expected the folders of two or more runs, seen {folders[0]} alone")
     compared = comparison.compare(folders)
     if plot is not None:
-        try:  # late: only plots need matplotlib
+        with report_packages():  # late: only plots need matplotlib
             from hpctrain.report.comparison_plot import draw
-        except ImportError as error:
-            raise UsageError(f"{MISSING_PACKAGES_MESSAGE} ({error})") from None
         draw(folders, plot)
         say(f"wrote {plot}", err=True)
     if as_json:

@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from hpctrain import config
+from hpctrain.commands._options import FILE_TYPE
 from hpctrain.core import launchers
 from hpctrain.core.errors import UsageError
 from hpctrain.core.strict_json import to_json
@@ -27,7 +28,6 @@ and the messages between them are compared. Exits with 1 if a fault would break 
 
 On fewer cores than ranks Open MPI needs `mpirun --oversubscribe`; `hpctrain launch` adds it.
 """
-FILE_TYPE = click.Path(path_type=Path, dir_okay=False)
 DEVICES: dict[str, gpus.Device] = {"auto": "auto", "cpu": "cpu", "gpu": "gpu"}
 
 

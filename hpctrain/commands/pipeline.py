@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,8 @@ import click
 from hpctrain.bench.message_sizes import parse, size_text
 from hpctrain.commands._complete import complete_choices
 from hpctrain.commands._lazy import WholeGroup
+from hpctrain.commands._options import FILE_TYPE, add_options, report_packages
 from hpctrain.commands.pipeline_predict import predict
-from hpctrain.commands.report import MISSING_PACKAGES_MESSAGE
 from hpctrain.core.errors import UsageError
 from hpctrain.core.printing import say
 from hpctrain.core.strict_json import to_json
@@ -65,13 +65,7 @@ def _parse_costs(context: click.Context, parameter: click.Parameter, text: str) 
     return forward, inputs, weights
 
 
-def _add_options(command: Callable[..., None]) -> Callable[..., None]:
-    for add_option in reversed(OPTIONS):
-        command = add_option(command)
-    return command
-
-
-OPTIONS = [
+_schedule_options = add_options(
     click.option(
         "--schedule",
         metavar="NAME",
@@ -109,11 +103,11 @@ OPTIONS = [
         help="Bytes of a micro-batch between two stages.",
     ),
     click.option("--json", "as_json", is_flag=True, help="Print JSON instead."),
-]
+)
 
 
 @pipeline.command(epilog=EPILOG)
-@_add_options
+@_schedule_options
 def check(schedule: str | None, as_json: bool, **options: Any) -> None:
     """Show step, bubble, memory and messages of a schedule, or of all of them."""
     rows, refusals = _summarize_all([schedule] if schedule else [*SCHEDULES], options)
@@ -127,13 +121,8 @@ def check(schedule: str | None, as_json: bool, **options: Any) -> None:
 
 
 @pipeline.command(epilog=EPILOG)
-@click.option(
-    "--plot",
-    type=click.Path(path_type=Path, dir_okay=False),
-    metavar="FILE",
-    help="Also draw a plot: .png or .svg.",
-)
-@_add_options
+@click.option("--plot", type=FILE_TYPE, metavar="FILE", help="Also draw a plot: .png or .svg.")
+@_schedule_options
 def draw(schedule: str | None, as_json: bool, plot: Path | None, **options: Any) -> None:
     """Draw the timeline of a schedule as text or as a plot."""
     drawn = _make(schedule, options)
@@ -141,7 +130,9 @@ def draw(schedule: str | None, as_json: bool, plot: Path | None, **options: Any)
     row = summarize(drawn, options["costs"], _boundary_bytes(options))
     title = f"{row.schedule}: {row.ranks} ranks, {row.micro_batches} micro-batches"
     if plot is not None:
-        _draw_plot(timeline, title, plot)
+        with report_packages():  # late: only plots need matplotlib
+            from hpctrain.parallel.timing.plot import draw_timeline
+        draw_timeline(timeline, title, plot)
     if as_json:
         say(to_json({**asdict(row), "actions": _json_actions(timeline)}, indent=1))
         return
@@ -207,14 +198,6 @@ def _divide_stages(stages: int, stages_per_rank: int) -> int:
 
 def _boundary_bytes(options: Mapping[str, Any]) -> int:
     return parse(options["activation"], "--activation")[-1]
-
-
-def _draw_plot(timeline: Timeline, title: str, path: Path) -> None:
-    try:  # late: only plots need matplotlib
-        from hpctrain.parallel.timing.plot import draw_timeline
-    except ImportError as error:
-        raise UsageError(f"{MISSING_PACKAGES_MESSAGE} ({error})") from None
-    draw_timeline(timeline, title, path)
 
 
 def _json_actions(timeline: Timeline) -> list[list[dict[str, Any]]]:

@@ -11,11 +11,10 @@ import click
 from hpctrain.bench import units
 from hpctrain.bench.prediction.command import check_counts, machine_text, make_machine
 from hpctrain.commands._complete import complete_choices, complete_recipes
-from hpctrain.commands.bench_predict import FILE_TYPE, machine_options
-from hpctrain.commands.report import MISSING_PACKAGES_MESSAGE
+from hpctrain.commands._options import FILE_TYPE, write_results
+from hpctrain.commands.bench_predict import machine_options
 from hpctrain.core.errors import UsageError
 from hpctrain.core.printing import say
-from hpctrain.core.strict_json import to_json
 from hpctrain.parallel.schedules import SCHEDULES
 
 EPILOG = """\b
@@ -84,7 +83,14 @@ def predict(json: Path | None, plot: Path | None, **options: Any) -> None:
     grid_tables.print_table(rows, f"predicted: a step, {options['mode']} scaling, {title}")
     text = machine_text(machine, per_node)
     say(f"assumed: {text}; data x pipe ranks, gradients reduced after the last action")
-    _write(rows, f"{title}; {text}", json, plot)
+    assumed = f"{title}; {text}"
+
+    def draw(path: Path) -> None:
+        from hpctrain.bench.prediction.grid_plot import draw_grids  # needs matplotlib
+
+        draw_grids(rows, assumed, path)
+
+    write_results({"assumed": assumed, "rows": rows}, json, draw, plot)
 
 
 def _model(options: dict[str, Any]) -> Any:
@@ -117,19 +123,3 @@ def _flops(value: float | None) -> float:
     if value is None or not value > 0:
         raise UsageError(f"--flops: expected operations per second such as 400e12, seen {value}")
     return value
-
-
-def _write(
-    rows: list[dict[str, Any]], title: str, json_file: Path | None, plot: Path | None
-) -> None:
-    try:
-        if json_file:
-            json_file.write_text(to_json({"assumed": title, "rows": rows}, indent=1) + "\n")
-        if plot:
-            from hpctrain.bench.prediction.grid_plot import draw_grids  # needs matplotlib
-
-            draw_grids(rows, title, plot)
-    except ImportError as error:
-        raise UsageError(f"{MISSING_PACKAGES_MESSAGE} ({error})") from None
-    except (OSError, ValueError) as error:
-        raise UsageError(f"--json, --plot: cannot be written: {error}") from None

@@ -6,10 +6,8 @@ from pathlib import Path
 
 import click
 
-from hpctrain.core.errors import UsageError
+from hpctrain.commands._options import report_packages
 from hpctrain.core.printing import say
-
-MISSING_PACKAGES_MESSAGE = "reports need matplotlib and jinja2; run: pip install 'hpctrain[report]'"
 
 
 @click.command(epilog="\b\nExample:\n  hpctrain report runs/digits-20260101-120000")
@@ -20,8 +18,6 @@ def report(run: Path, out: Path | None) -> None:
 
     Its plots are also written as PNG.
     """
-    try:  # late: only reports need matplotlib and jinja2
+    with report_packages():  # late: only reports need matplotlib and jinja2
         from hpctrain.report.page import write
-    except ImportError as error:
-        raise UsageError(f"{MISSING_PACKAGES_MESSAGE} ({error})") from None
     say(write(run, out or run))
