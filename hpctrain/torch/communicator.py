@@ -17,7 +17,8 @@ from hpctrain.torch.begun import share_begun
 from hpctrain.torch.job import end_after_loss
 from hpctrain.torch.progress import Progress
 from hpctrain.transport.mpi.link import MpiLink
-from hpctrain.transport.mpi.tagged import SPIN_S, TaggedMessages
+from hpctrain.transport.mpi.tagged import TaggedMessages
+from hpctrain.transport.pace import SPIN_S
 from hpctrain.world import World
 
 _MAX_GROUP_TAG = 16_383  # two tags for each group, below the 32,767 that every MPI has

@@ -29,8 +29,7 @@ from hpctrain.core.errors import LostRankError, TransportError
 from hpctrain.torch.begun import Begun
 from hpctrain.torch.work import RunningWork
 from hpctrain.transport.mpi.link import MpiLink
-from hpctrain.transport.mpi.requests import SleepingWait
-from hpctrain.transport.mpi.tagged import SPIN_S
+from hpctrain.transport.pace import SPIN_S, Pace
 from hpctrain.watch import Entry, WatchRecord
 from hpctrain.world import World
 
@@ -191,7 +190,7 @@ class Progress:
         if self._begun.by_all(number):
             return True
         try:
-            SleepingWait(SPIN_S, PATIENCE_S).until(partial(self._begun.by_all, number))
+            Pace(SPIN_S, PATIENCE_S).until(partial(self._begun.by_all, number))
         except TimeoutError:
             return False
         return True

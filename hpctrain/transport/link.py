@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from hpctrain.core.thresholds import Thresholds
+from hpctrain.transport.pace import Pace
 from hpctrain.transport.paths import Path
 from hpctrain.watch import Entry
 
@@ -60,7 +61,8 @@ class Link(Protocol):
     paths: tuple[Path, ...]  #: path of GPU memory to each rank; empty without GPUs
     #: to each rank: the sizes from which messages are staged, or sent by pointer
     path_thresholds: tuple[Thresholds, ...]
-    sleeps_while_waiting: bool  #: leaves the core to threads that compute
+    #: of waits for messages, to leave the core to threads that compute; None: MPI polls
+    pace: Pace | None
 
     def isend(self, x: np.ndarray, dest: int) -> Request:
         """Start to send `x` to rank `dest`."""

@@ -19,6 +19,7 @@ from hpctrain.core.errors import LostRankError, RecoveryError, UsageError
 from hpctrain.core.launchers import MIN_RANKS, SPARES
 from hpctrain.core.names import counted
 from hpctrain.transport.link import Link
+from hpctrain.transport.pace import Pace
 from hpctrain.transport.paths import RankPlace
 from hpctrain.transport.placement.check import RankBinding
 
@@ -95,7 +96,7 @@ class Job:
             self.numbers = tuple(self.numbers[rank] for rank in ranks)
             self.members = fill_places(self.members, self.numbers, self.unit)
             self._must_suffice()
-            self.link.sleeps_while_waiting = self.is_spare  # the others need the cores
+            self.link.pace = Pace() if self.is_spare else None  # the others need the cores
             if self.members == self.numbers:
                 return self.link
             try:

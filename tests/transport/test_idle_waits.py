@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.transport.mpi.link import requests
+from hpctrain.transport import pace
 
 MS = 1e-3
 
@@ -23,25 +23,25 @@ class Clock:
         self.naps.append(seconds)
         self.now += seconds
 
-    def Test(self, status):
+    def is_complete(self):
         self.looks += 1
         return self.now >= self.ready
 
     def naps_of(self, patience, takes):
         self.naps, self.ready = [], self.now + takes
-        patience.wait(self, None)
+        patience.until(self.is_complete)
         return self.naps
 
 
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(requests, "time", clock)
+    monkeypatch.setattr(pace, "time", clock)
     return clock
 
 
 def test_the_first_nap_is_a_quarter_of_the_last_wait(clock):
-    patience = requests.SleepingWait()
+    patience = pace.Pace()
     first = clock.naps_of(patience, 2 * MS)
     assert first == pytest.approx([0.05 * MS, 0.1 * MS, 0.2 * MS, 0.4 * MS, 0.8 * MS, MS])
     assert clock.naps_of(patience, 2 * MS) == pytest.approx([sum(first) / 4, MS, MS])
@@ -50,12 +50,12 @@ def test_the_first_nap_is_a_quarter_of_the_last_wait(clock):
 
 def test_after_a_nap_it_looks_several_times(clock):
     """A poll moves no more than a library takes from the kernel at once."""
-    naps = clock.naps_of(requests.SleepingWait(), 2 * MS)
-    assert clock.looks == len(naps) * requests.POLLS_PER_NAP + 1
+    naps = clock.naps_of(pace.Pace(), 2 * MS)
+    assert clock.looks == len(naps) * pace.Pace.polls + 1
 
 
 @pytest.mark.parametrize("last, nap", [(1000 * MS, MS), (0.01 * MS, 0.05 * MS)])
 def test_no_nap_is_longer_or_shorter_than_these(clock, last, nap):
-    patience = requests.SleepingWait()
+    patience = pace.Pace()
     clock.naps_of(patience, last)
     assert clock.naps_of(patience, 0.01 * MS) == pytest.approx([nap])

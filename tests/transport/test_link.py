@@ -9,6 +9,7 @@ import pytest
 from ranks import on_ranks, run_on
 
 from hpctrain.core.errors import HungError, TransportError
+from hpctrain.transport.pace import Pace
 from hpctrain.transport.threads.ranks import run_ranks
 from hpctrain.watch import WatchRecord
 
@@ -22,7 +23,7 @@ def numbers(*values: int) -> np.ndarray:
 def test_messages_arrive_in_order_whatever_is_awaited_first(ranks, patient):
     def body(world):
         link, size = world.link, world.size
-        link.sleeps_while_waiting = patient
+        link.pace = Pace() if patient else None
         right, remaining = (link.rank + 1) % size, (link.rank - 1) % size
         first, second = numbers(0), numbers(0)
         receives = [link.irecv(first, remaining), link.irecv(second, remaining)]
@@ -88,7 +89,7 @@ def test_split_orders_by_key(ranks):
 def test_another_size_than_expected_is_an_error_that_names_both(ranks, sent, patient):
     def body(world):
         link, other = world.link, 1 - world.rank
-        link.sleeps_while_waiting = patient
+        link.pace = Pace() if patient else None
         if link.rank == 0:
             request = link.isend(np.zeros(sent, np.uint8), other)
             if world.transport == "mpi":
@@ -105,7 +106,7 @@ def test_another_size_than_expected_is_an_error_that_names_both(ranks, sent, pat
 def test_long_messages_travel_in_pieces(ranks, patient):
     def body(world):
         link, other = world.link, 1 - world.rank
-        link.sleeps_while_waiting = patient
+        link.pace = Pace() if patient else None
         link.max_piece_bytes = 1024
         x = np.arange(1000, dtype=np.float64) + link.rank
         # Each direction its own length: one side runs out of pieces before the other.

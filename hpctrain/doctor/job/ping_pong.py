@@ -32,6 +32,7 @@ from hpctrain.doctor.check import Check, Verdict, node_list
 from hpctrain.doctor.job.outliers import MIN_RELATIVE_MARGIN, MedianMad, compute_median_mad
 from hpctrain.hardware.nics import Nic, fastest_port
 from hpctrain.transport.link import Link
+from hpctrain.transport.pace import Pace
 from hpctrain.tuning.measure import ping_pong
 from hpctrain.world import World
 
@@ -169,9 +170,9 @@ def _time_call(call: Callable[[], None]) -> float:
 
 def sleeping_barrier(link: Link) -> None:
     """Wait for all ranks while sleeping, so that ranks that still measure have the cores."""
-    previous_setting, link.sleeps_while_waiting = link.sleeps_while_waiting, True
+    previous_pace, link.pace = link.pace, Pace()
     all_gather_short(link, np.zeros(1, np.uint8))
-    link.sleeps_while_waiting = previous_setting
+    link.pace = previous_pace
 
 
 def _check_link_kind(

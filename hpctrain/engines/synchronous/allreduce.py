@@ -35,6 +35,7 @@ from hpctrain.gradients.reducer import Reducer, SumFunction, WireOptions
 from hpctrain.gradients.replica import Replica
 from hpctrain.nn import Sums
 from hpctrain.optim import Optimizer
+from hpctrain.transport.pace import Pace
 from hpctrain.tuning.select import auto, find_all_gather
 from hpctrain.world import World
 
@@ -122,7 +123,7 @@ class AllReduceEngine(EngineBase):
             communicator_for(wire, arena.grad)  # now, while a failure can still be reported
         if concurrent and len(wire.nodes) > 1:
             for link in wire.links:
-                link.sleeps_while_waiting = True  # it polls for other nodes, beside compute
+                link.pace = Pace()  # it polls for other nodes, beside compute
         buckets = overlap.choose_buckets(arena, wire, options, concurrent)
         reducer = Reducer(
             arena.grad,

@@ -32,9 +32,8 @@ from hpctrain.transport.device.direct_transfer import (
     TransferLink,
 )
 from hpctrain.transport.device.staging import StagedReceive, StagedSend, cut_segments
+from hpctrain.transport.pace import Pace
 from hpctrain.transport.paths import sends_by_pointer
-
-NAP_S = 50e-6  # sleep after a poll without progress, on links that sleep while waiting
 
 
 class _ThreadQueues(threading.local):
@@ -50,19 +49,17 @@ def advance_thread_transfers() -> int:
     return sum(queues.advance() for queues in tuple(_thread_state.active_queues))
 
 
-def with_progress(
-    condition: Callable[[], bool], sleeps_between_polls: bool = False
-) -> Callable[[], bool]:
+def with_progress(condition: Callable[[], bool], pace: Pace | None = None) -> Callable[[], bool]:
     """Return `condition`, extended to advance the transfers of this thread, if any.
 
-    `sleeps_between_polls`: the extended condition sleeps after a poll without progress.
+    With a `pace` the extended condition naps after a poll without progress.
     """
     if not _thread_state.active_queues:
         return condition
 
     def poll() -> bool:
-        if not advance_thread_transfers() and sleeps_between_polls:
-            time.sleep(NAP_S)
+        if not advance_thread_transfers() and pace is not None:
+            time.sleep(pace.min_nap_s)
         return condition()
 
     return poll

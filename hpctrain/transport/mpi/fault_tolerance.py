@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from mpi4py import MPI
 
 from hpctrain.core.errors import LostRankError, TransportError
-from hpctrain.transport.mpi.requests import SleepingWait
+from hpctrain.transport.pace import Pace
 from hpctrain.watch import Entry
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class SurvivingLink:
     entry: Entry
     family: Family
     rank: int
-    sleeping_wait: SleepingWait
+    pace: Pace | None
     derive_link: Callable[..., MpiLink]
     _is_dissolved = False  # no agreement of this communicator will succeed
 
@@ -168,10 +168,11 @@ class SurvivingLink:
 
     def make_timeout(self, call: str, peer: int, size: int) -> TransportError:
         """Return the error of a call that waited too long, with what other ranks of the node do."""
-        report = self.entry.report_ranks(self.sleeping_wait.limit_s)
+        assert self.pace is not None  # else no wait has a limit
+        report = self.entry.report_ranks(self.pace.limit_s)
         self.entry.leave()
         return TransportError(
-            f"rank {self.rank}: Timed out after {self.sleeping_wait.limit_s:g} s in {call} with "
+            f"rank {self.rank}: Timed out after {self.pace.limit_s:g} s in {call} with "
             f"{_name(peer)}, {size} bytes\n{report}"
         )
 

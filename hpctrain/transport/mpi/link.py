@@ -5,9 +5,8 @@ Its import does not start MPI; see startup.py.
 
 from __future__ import annotations
 
-import os
-import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
 
@@ -26,15 +25,15 @@ from hpctrain.transport.mpi import requests  # noqa: E402
 from hpctrain.transport.mpi.fault_tolerance import ALL_PEERS, Family, SurvivingLink, has_lost  # noqa: E402
 from hpctrain.transport.mpi.native import MpiCollectives  # noqa: E402
 from hpctrain.transport.mpi.requests import buffer_spec, cut_pieces, finish_piece  # noqa: E402
+from hpctrain.transport.pace import Pace  # noqa: E402
 from hpctrain.transport.paths import Path  # noqa: E402
 from hpctrain.watch import Entry  # noqa: E402
 
 #: Open MPI refuses counts above 2^31 - 1; longer messages travel in pieces of this many bytes.
 MAX_PIECE_BYTES = 1 << 30
 TAG = 0
-#: A rank that waits for a word in shared memory first yields its core in a loop; after YIELD_S it
-#: also sleeps for NAP_S between polls.
-YIELD_S, NAP_S, POLLS_PER_PROBE = 0.05, 0.0005, 32
+#: A rank that waits for a word in shared memory yields its core in a loop, and naps in the end.
+YIELDING = Pace(spin_s=0.05, polls=32, yields=True, min_nap_s=0.5e-3, max_nap_s=0.5e-3)
 
 
 class MpiLink(SurvivingLink):
@@ -55,8 +54,8 @@ class MpiLink(SurvivingLink):
         self.bytes_sent = self.messages_sent = self.host_bytes = 0
         self.entry = entry
         self.max_piece_bytes = max_piece_bytes
-        self.sleeps_while_waiting, self.sleeping_wait = False, requests.SleepingWait()
-        self.naps_early = False  #: see `nap_after`
+        self.pace: Pace | None = None  #: see Link
+        self.word_pace = YIELDING  #: of waits for words in shared memory
         #: the type of arrays that need no queue; None: all need one, see device/transfers.py
         self.unqueued_type: type | None = np.ndarray
         self.paths: tuple[Path, ...] = ()  #: to each rank; empty if no rank has a GPU
@@ -135,7 +134,7 @@ class MpiLink(SurvivingLink):
 
     def barrier(self) -> None:
         """Return once every rank has called."""
-        if self.paths or self.sleeps_while_waiting:
+        if self.paths or self.pace is not None:
             # Meanwhile pending messages are posted: others may wait for them.
             with self.recorded(b"barrier"):
                 request = self.comm.Ibarrier()
@@ -154,35 +153,21 @@ class MpiLink(SurvivingLink):
 
         The other rank may wait for a message of ours that MPI has not sent yet.
         """
-        condition = transfers.with_progress(condition, self.sleeps_while_waiting)
+        condition = transfers.with_progress(condition, self.pace)
         self.entry.enter(call, peer, nbytes)
         try:
-            if self.naps_early:
-                self.sleeping_wait.until(lambda: condition() or self._make_progress())
-            else:
-                self._yield_until(condition)
+            self.word_pace.until(condition, self._make_progress)
         except TimeoutError:
             raise self.make_timeout(call.decode(), peer, nbytes) from None
         except MPI.Exception as error:
             raise self.make_call_error(call.decode(), peer, nbytes, error) from error
         self.entry.leave()
 
-    def _yield_until(self, condition: Callable[[], bool]) -> None:
-        nap_start_s, polls = time.monotonic() + YIELD_S, 0
-        while not condition():
-            os.sched_yield()
-            polls += 1
-            if polls % POLLS_PER_PROBE == 0:
-                self._make_progress()
-                if time.monotonic() > nap_start_s:
-                    time.sleep(NAP_S)
-
-    def _make_progress(self) -> bool:
-        """Let MPI send what is pending; return False. Raises LostRankError, and MPI's errors."""
+    def _make_progress(self) -> None:
+        """Let MPI send what is pending; raise LostRankError, and MPI's errors."""
         self.comm.Iprobe(self.rank, TAG)
         if self.family.survives and has_lost(self.comm):
             raise self.make_loss("wait")
-        return False
 
     def window(self, nbytes: int) -> list[np.ndarray]:
         """Return all ranks' zeroed arrays, ours of `nbytes`, in a window that is never freed.
@@ -214,8 +199,7 @@ class MpiLink(SurvivingLink):
         For programs that share cores with processes of their own: where others compute, to yield
         the core takes milliseconds, while the kernel wakes a thread that has slept at once.
         """
-        self.sleeps_while_waiting = self.naps_early = True
-        self.sleeping_wait = requests.SleepingWait(spin_s, limit_s)
+        self.pace = self.word_pace = Pace(spin_s, limit_s)
 
     def record_waits_in(self, entry: Entry) -> None:
         """Record waiting calls in the watch's `entry` from now on."""
@@ -260,7 +244,7 @@ class MpiLink(SurvivingLink):
     def derive_link(self, comm: MPI.Intracomm, family: Family | None = None) -> MpiLink:
         """Return a link over `comm` whose ranks are among ours, of our family or another."""
         link = MpiLink(comm, self.entry, self.max_piece_bytes, family or self.family)
-        link.sleeps_while_waiting = self.sleeps_while_waiting
+        link.pace = None if self.pace is None else Pace()
         if self.paths:
             ranks = comm.group.Translate_ranks(list(range(comm.size)), self.comm.group)
             link.set_paths([self.paths[r] for r in ranks], [self.path_thresholds[r] for r in ranks])
@@ -268,13 +252,11 @@ class MpiLink(SurvivingLink):
 
     def _exchange_arrays(self, x: np.ndarray, dest: int, inbox: np.ndarray, source: int) -> None:
         status, size = self.status, inbox.nbytes
-        if self.sleeps_while_waiting:
-            # Not the link's: its pace is that of segments.
-            pace = self.sleeping_wait
-            sleeping_wait = requests.SleepingWait(pace.spin_s, pace.limit_s)
+        if self.pace is not None:
+            pace = replace(self.pace)  # the link's has learned how fast segments arrive
             receive = self.comm.Irecv(buffer_spec(inbox), source, TAG)
-            finish_piece(self.comm.Isend(buffer_spec(x), dest, TAG), status, sleeping_wait)
-            received_bytes = finish_piece(receive, status, sleeping_wait)
+            finish_piece(self.comm.Isend(buffer_spec(x), dest, TAG), status, pace)
+            received_bytes = finish_piece(receive, status, pace)
         else:
             self.comm.Sendrecv(buffer_spec(x), dest, TAG, buffer_spec(inbox), source, TAG, status)
             received_bytes = status.Get_count(MPI.BYTE)

@@ -5,9 +5,7 @@ transport/mpi/link.py imports this after it has kept mpi4py from starting MPI.
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -16,52 +14,17 @@ from mpi4py import MPI
 
 from hpctrain.core.errors import TransportError
 from hpctrain.core.xp import Array
+from hpctrain.transport.pace import Pace
 from hpctrain.watch import Entry
 
 Spec = list[Any]  #: a buffer specification: buffer, bytes, MPI.BYTE
-#: MPI waits by polling without a pause. A thread that shares cores with a computing thread sleeps
-#: between polls, twice as long each time, up to 1 ms: at 1 Gbit/s the kernel's buffers hold the
-#: 125 KB that arrive meanwhile.
-MIN_NAP_S, MAX_NAP_S = 50e-6, 1e-3
-#: Several polls in a row: UCX, in MPICH, reads at most 64 KiB from the kernel at a poll.
-POLLS_PER_NAP = 4
-
-
-class SleepingWait:
-    """Polling with sleeps: each wake-up takes some 20 us from the threads that compute.
-
-    Segments arrive at a regular pace, so the first nap of a wait is a quarter of the previous wait.
-    """
-
-    def __init__(self, spin_s: float = 0.0, limit_s: float = math.inf) -> None:
-        """`spin_s`: polls without a sleep at first. `limit_s`: of a wait, then TimeoutError."""
-        self._first_nap_s, self.spin_s, self.limit_s = MIN_NAP_S, spin_s, limit_s
-
-    def wait(self, piece: MPI.Request, status: MPI.Status) -> None:
-        """Return once the request `piece` is complete; raise TimeoutError beyond the limit."""
-        self.until(lambda: any(piece.Test(status) for _ in range(POLLS_PER_NAP)))
-
-    def until(self, poll: Callable[[], bool]) -> None:
-        """Return once `poll()` holds; raise TimeoutError beyond the limit."""
-        nap_s, start_s = self._first_nap_s, time.perf_counter()
-        while not poll():
-            waited_s = time.perf_counter() - start_s
-            if waited_s < self.spin_s:
-                continue
-            if waited_s > self.limit_s:
-                raise TimeoutError
-            time.sleep(nap_s)
-            nap_s = min(2 * nap_s, MAX_NAP_S)
-            waited_s = time.perf_counter() - start_s
-            self._first_nap_s = min(max(waited_s / 4, MIN_NAP_S), MAX_NAP_S)
 
 
 class RequestLink(Protocol):
     """The part of a link that its requests use."""
 
     entry: Entry
-    sleeps_while_waiting: bool
-    sleeping_wait: SleepingWait
+    pace: Pace | None
     status: MPI.Status
 
     def make_call_error(
@@ -114,9 +77,8 @@ class MpiRequest:
         link.entry.enter(self._call, self._peer, self._expected_bytes)
         received_bytes = external_bytes + self._received_bytes
         try:
-            sleeping_wait = link.sleeping_wait if link.sleeps_while_waiting else None
             received_bytes += sum(
-                finish_piece(piece, link.status, sleeping_wait) for piece in self._pieces
+                finish_piece(piece, link.status, link.pace) for piece in self._pieces
             )
         except MPI.Exception as error:
             raise self._make_error(self._call.decode(), error) from error
@@ -154,12 +116,12 @@ def gpu_buffer_spec(pointer: int, nbytes: int) -> Spec:
     return [MPI.memory.fromaddress(pointer, nbytes), nbytes, MPI.BYTE]
 
 
-def finish_piece(piece: MPI.Request, status: MPI.Status, sleeping_wait: SleepingWait | None) -> int:
+def finish_piece(piece: MPI.Request, status: MPI.Status, pace: Pace | None) -> int:
     """Wait for `piece` and return the bytes received; 0 if `wait_any` has completed it."""
     if piece == MPI.REQUEST_NULL:
         return 0
-    if sleeping_wait is None:
+    if pace is None:
         piece.Wait(status)
     else:
-        sleeping_wait.wait(piece, status)
+        pace.until(lambda: piece.Test(status))
     return status.Get_count(MPI.BYTE)

@@ -7,7 +7,6 @@ may answer: on a communicator of their own, so that no message meets one of ours
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
@@ -18,11 +17,9 @@ from hpctrain.core.errors import TransportError
 from hpctrain.transport.link import Link
 from hpctrain.transport.mpi.link import MpiLink
 from hpctrain.transport.mpi.requests import Spec, buffer_spec, cut_pieces
+from hpctrain.transport.pace import SPIN_S, Pace
 
 ANY_RANK = MPI.ANY_SOURCE  #: as a source: whichever rank sends first
-#: A wait polls so long, then naps between polls, twice as long each time. Polls last longer than a
-#: first nap: else a rank that was late once would let its peers nap, and they would be late next.
-SPIN_S, MIN_NAP_S, MAX_NAP_S = 250e-6, 50e-6, 1e-3
 
 
 class TaggedMessages:
@@ -130,16 +127,11 @@ class TaggedRequest:
 
         Polls for a moment, then naps between polls: the core is left to threads that compute.
         """
-        if self.is_complete():
-            return True
-        start_s, nap_s = time.perf_counter(), MIN_NAP_S
-        while not self.is_complete():
-            waited_s = time.perf_counter() - start_s
-            if waited_s > limit_s:
+        if not self.is_complete():
+            try:
+                Pace(SPIN_S, limit_s).until(self.is_complete)
+            except TimeoutError:
                 return False
-            if waited_s > SPIN_S:
-                time.sleep(nap_s)
-                nap_s = min(2 * nap_s, MAX_NAP_S)
         return True
 
     def _make_error(self, actual: str) -> TransportError:

@@ -23,6 +23,7 @@ from hpctrain.core.errors import HungError, LostRankError, RankKilled, Transport
 from hpctrain.core.thresholds import Thresholds
 from hpctrain.transport.device import transfers
 from hpctrain.transport.link import Request
+from hpctrain.transport.pace import Pace
 from hpctrain.transport.paths import Path
 from hpctrain.transport.threads.hub import Agreed, Hub, SentMessage
 from hpctrain.transport.threads.native import ThreadCollectives
@@ -39,7 +40,7 @@ class LocalLink:
     def __init__(self, hub: Hub, rank: int):
         self.rank, self.size = rank, hub.size
         self.bytes_sent = self.messages_sent = self.host_bytes = 0
-        self.sleeps_while_waiting = True  # a waiting thread sleeps
+        self.pace: Pace | None = None  # a waiting thread sleeps anyway
         self.unqueued_type: type | None = np.ndarray
         self.paths: tuple[Path, ...] = ()
         self.path_thresholds: tuple[Thresholds, ...] = ()
