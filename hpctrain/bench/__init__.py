@@ -1,1 +1,1 @@
-"""Benchmarks: our collectives and steps beside those of the MPI library and other libraries."""
+"""Benchmarks: our collectives and steps beside the MPI library and other libraries."""

@@ -2,7 +2,7 @@
 
 `bytes` is the length of a rank's longest array, as in nccl-tests: the input of reduce-scatter,
 the output of all-gather. busbw is algbw times a factor. With the best algorithm, busbw equals the
-bandwidth of one rank's link for any number of ranks. The bytes in memory are the minimum that a
+bandwidth of a rank's link for any number of ranks. The bytes in memory are the minimum that a
 node must read or write: each needed byte once, each changed byte once.
 
     operation        busbw/algbw    bytes in memory, over n    chunk r is
@@ -42,7 +42,7 @@ NATIVE_UNBOUND = "native-plain"
 
 
 class CollectiveCall(NamedTuple):
-    """The call of one rank: `length` elements of `dtype`, reduced by `op` over `ranks` ranks."""
+    """A rank's call: `length` elements of `dtype`, reduced by `op` over `ranks` ranks."""
 
     rank: int
     ranks: int

@@ -22,7 +22,7 @@ def parse(text: str, option: str = "--sizes") -> list[int]:
 
 
 def size_text(size: int) -> str:
-    """Return `size` in the largest binary unit of which it has halves: 4 B, 8.5 KiB, 3 MiB."""
+    """Return `size` in the largest binary unit that divides its double: 4 B, 8.5 KiB, 3 MiB."""
     for unit in ("GiB", "MiB", "KiB"):
         if size >= BYTES_PER_UNIT[unit] and 2 * size % BYTES_PER_UNIT[unit] == 0:
             return f"{size / BYTES_PER_UNIT[unit]:.10g} {unit}"

@@ -1,6 +1,6 @@
 """`hpctrain bench p2p`: latency and bandwidth of a link between two ranks.
 
-    ping-pong   round trips, back to back; half of one is the time of one message
+    ping-pong   round trips, back to back; a message takes half a round trip
     one-way     a window of messages at once, then one byte back; the time of the window / messages
 
 These are the methods of OSU's osu_latency and osu_bw, over the Link of our algorithms. With

@@ -80,7 +80,7 @@ def calls_per_round(nbytes: int) -> int:
 
 
 def run(world: World, plan: SweepPlan, rivals: Mapping[str, Rival]) -> Iterator[list[Row]]:
-    """Yield the rows of all contenders for each size; collective."""
+    """Yield each contender's row for each size; collective."""
     lengths = _vector_lengths(plan, world.size)
     allocate = world.memory.zeros if plan.in_node_memory else _private_zeros
     buffer = allocate(lengths[-1], plan.dtype)
@@ -204,7 +204,7 @@ def _public_call(x: np.ndarray, op: str, world: World, check: bool) -> Callable[
 
 
 def min_bytes_moved(world: World, plan: SweepPlan, is_shared: bool, nbytes: int) -> float:
-    """Return the minimum bytes to move: in the memory of one node, or out of each node."""
+    """Return the minimum bytes to move: in a single node's memory, or out of each node."""
     collective, nodes = plan.collective, len(world.main.nodes)
     if nodes > 1:
         return nbytes * collective.busbw(nodes)

@@ -7,9 +7,9 @@ A *case* is one training job and its faults: a function of (campaign, index), an
 
 Without `--elastic` attempt i of the job suffers fault i; the attempt after the last fault resumes
 undisturbed and must complete the run. An elastic job suffers all faults in one attempt. Then the
-*oracle* compares files, shared memory and the process table with what is promised: parameters equal
-to those of a run without faults, every step in one row of metrics, exit codes and summaries that
-agree, no processes, files or shared memory left.
+*oracle* compares files, shared memory and the process table with what is promised: the parameters
+of a run without faults, every step in one row of metrics, exit codes and summaries that agree, no
+processes, files or shared memory left.
 
     campaign.py    the TOML file of a campaign; regimes.py: the engines it may name
     case.py        the format of cases and faults; draw.py: cases from a seed

@@ -164,7 +164,7 @@ def _built_in(name: str) -> Subject:
 
 
 def _own(name: str, settings: list[str], folder: Path) -> Subject:
-    """Return a user's recipe, with a number of steps instead of one of epochs."""
+    """Return a user's recipe, with its length in steps instead of epochs."""
     path = folder / name if name.endswith(".toml") else name
     spec = recipes.load(str(path), settings)
     samples = len(resize_training_set(spec.data.load(spec.run.seed), spec.run.epoch_samples).train)
@@ -188,7 +188,7 @@ def _fits(spec: Recipe, ranks: int) -> bool:
 
 
 def _check(campaign: Campaign) -> None:
-    """Raise UsageError for a campaign of which some case could not be drawn."""
+    """Raise UsageError for a campaign with a case that could not be drawn."""
     options = campaign.options
     for subject in campaign.subjects:
         if not any(subject.fits(ranks) for ranks in options.ranks):

@@ -82,7 +82,7 @@ class HostFault:
 
 @dataclass(frozen=True)
 class LinkCall:
-    """Rank `rank`, a thread, is killed in a call of a link; `others` in the same one of theirs.
+    """Rank `rank`, a thread, is killed in a call of its Link; `others` in the same call.
 
     `part`, in [0, 1), of the calls of the run without faults, and `later` calls after that.
     """

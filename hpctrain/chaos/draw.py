@@ -38,14 +38,14 @@ STOPPING = ("SIGSTOP", "cut")
 
 
 class FaultDraw:
-    """Draws the faults of one case."""
+    """Draws the faults of a case."""
 
     def __init__(self, draw: random.Random, options: FaultsOptions, case: Case):
         self._draw, self._options, self._case = draw, options, case
         self._is_first, self._part = True, 0.0
 
     def faults(self) -> list[Fault]:
-        """Return the faults of the case; those of a period follow each other."""
+        """Return the faults of the case; in a period they follow each other."""
         count = self._draw.choice(self._options.count)
         kinds = [kind for kind in self._options.kinds if self._is_possible(kind)]
         faults: list[Fault] = []
@@ -90,7 +90,7 @@ class FaultDraw:
         return round(self._draw.uniform(0, self._options.delay_ms), 1)
 
     def to_ranks(self, signals: list[str], victims: int = 1) -> Signal | LinkCall:
-        """Return signals of one name to `victims` ranks at once."""
+        """Return the same signal to `victims` ranks at once."""
         target, *others = self._draw.sample(range(self._case.job_ranks), victims)
         moment = self._draw.choice(self._options.moments)
         if moment == "recovery" and self._is_first:  # there is none yet
@@ -116,7 +116,7 @@ class FaultDraw:
         """Return a signal to the launcher."""
         number = self._draw.choice(signals)
         times = 2 if number == "SIGINT" and self._draw.random() < 0.5 else 1
-        if self._draw.random() < 0.3:  # at any time, most of which is the start
+        if self._draw.random() < 0.3:  # at any time, mostly during the start
             return Signal(number, -1, None, self._start_ms, times)
         last = min(ORPHAN_STEPS, self._last_step) if number == "SIGKILL" else self._last_step
         return Signal(number, -1, self._draw.randint(1, last), self._delay_ms, times)

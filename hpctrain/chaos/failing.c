@@ -41,7 +41,7 @@ static struct {
 } plan;
 static atomic_long total, seen[KINDS];
 
-/* What becomes of one operation. */
+/* The fate of an operation. */
 typedef struct {
     int fails, half, dies_after;
 } Fate;

@@ -28,14 +28,14 @@ ON_THIS_HOST = (*LOCAL, "threads", "netlab")
 
 @dataclass(frozen=True)
 class Place:
-    """The folders of a case: `work` is the campaign's, `home` its own, `run` that of the job."""
+    """The folders of a case: `work` is the campaign's, `home` the case's, `run` the job's."""
 
     work: Path
     home: Path
 
     @property
     def disk(self) -> Path:
-        """The folder in which that of the job lies: where disks are planted, a disk of its own."""
+        """The folder that holds the job's; where disks are planted, a disk of its own."""
         return self.home / "disk"
 
     @property
@@ -124,7 +124,7 @@ def must_start(launchers: Sequence[str]) -> None:
     if mpi().mpiexec is None and {*launchers} & {*LOCAL, "netlab"}:
         raise UsageError(
             f"no mpiexec belongs to {mpi().vendor} ({mpi().libmpi}), which mpi4py loads; use "
-            f"launchers = ['srun'], or another environment than that of {sys.executable}"
+            f"launchers = ['srun'], or another environment than {sys.executable} has"
         )
 
 

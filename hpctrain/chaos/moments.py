@@ -17,12 +17,12 @@ from hpctrain.chaos.case import Case, Fault, HostFault, Signal
 from hpctrain.chaos.jobs import Place
 from hpctrain.watch import Snapshot
 
-AGAIN_S = 0.1  #: between two signals of one fault
+AGAIN_S = 0.1  #: between two signals of a fault
 
 
 @dataclass
 class Disturbance:
-    """The signals and host faults of one attempt, each at its moment."""
+    """The signals and host faults of an attempt, each at its moment."""
 
     case: Case
     place: Place
@@ -72,9 +72,9 @@ class Disturbance:
             yield
 
     def _ranks(self, step: int) -> list[Snapshot]:
-        """Return the records of all ranks in order if all have come to `step`, else nothing.
+        """Return every rank's record, in order, if all ranks have come to `step`, else nothing.
 
-        Of an elastic job those that live: others may have been lost, and spares may have records.
+        In an elastic job only living ranks count: others were lost, and spares may have records.
         """
         records = list(self._records())
         if self.case.is_elastic:
@@ -88,7 +88,7 @@ class Disturbance:
 
     def _records(self) -> Iterator[Snapshot]:
         records = watch.read_records(self.place.run / "watch")
-        # Not those of an earlier attempt.
+        # Records of an earlier attempt are left out.
         return (records[rank] for rank in sorted(records) if self._is_new(records[rank]))
 
     def _is_new(self, record: Snapshot) -> bool:

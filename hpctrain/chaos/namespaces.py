@@ -40,7 +40,7 @@ def _tried() -> int:
 def isolated(act: Callable[[], None]) -> int:
     """Fork a child that calls `act` as process 1 of new namespaces; return the child's id.
 
-    It exits with 0 if `act` returned. Like that of `forked` it ends when this process does.
+    It exits with 0 if `act` returned. Like a child of `forked`, it ends when this process does.
     """
     return _fork(partial(_enter, act), signal.SIGKILL)
 

@@ -30,7 +30,7 @@ GAP, NO_COPY = "has a gap", "of which no copy is left"
 
 
 def problems_of(case: Case, faults: Sequence[Fault], ending: Attempt, run: Path) -> Iterator[str]:
-    """Yield the promises that the end of one attempt breaks."""
+    """Yield the promises that the end of an attempt breaks."""
     if ending.code is None:
         yield f"hung: still running after {ending.seconds:.0f} s"
         return
@@ -92,7 +92,7 @@ def _problems_of_summary(case: Case, ending: Attempt, run: Path) -> Iterator[str
     if NOT_BEGUN.search(ending.stderr) or (ending.code in (1, 2) and summary is None):
         return
     if ending.code == 2 and "refuse" not in ending.stderr:
-        return  # reported before a run began: the summary is that of an earlier attempt
+        return  # reported before a run began: an earlier attempt wrote the summary
     if ending.code == 130 and summary is not None:
         return  # a second Ctrl-C, after the run had ended: launch reports it, the summary the first
     if case.launcher not in OWN_LAUNCHERS and ending.code not in (0, 75, 86):

@@ -52,7 +52,7 @@ class CaseBar:
         self._progress.stop()
 
     def show(self, result: Table) -> None:
-        """Print the line of one case, and move the bar on."""
+        """Print the line of a case, and move the bar on."""
         self._failed += result["verdict"] == FAILED
         is_quiet = not log.isEnabledFor(logging.INFO) and result["verdict"] == PASSED
         for line in () if is_quiet else case_lines(result):

@@ -109,7 +109,7 @@ def _attempt(case: Case, place: Place, scope: Scope, number: int, faults: list[F
 
 
 def _compare(case: Case, place: Place, scope: Scope, verdict: Verdict) -> Iterator[str]:
-    """Compare the parameters with those of a run without faults, or of the replay."""
+    """Compare the parameters with a run without faults, or with the replay."""
     verdict.params_sha256 = reference.recorded_sha256(place.run)
     if regimes.is_deterministic(case.recipe):
         if _had_fewer_ranks(case, verdict) and not regimes.is_ordered(case.recipe):

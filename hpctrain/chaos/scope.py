@@ -1,4 +1,4 @@
-"""The processes and shared memory of one case, so that whatever is left there is the case's.
+"""The processes and shared memory of a case, so that whatever is left there is the case's.
 
     Namespaces   the case is alone in Linux namespaces, which end with all that is in them
     Marked       elsewhere, as on a cluster: an environment variable marks the processes, as
@@ -46,7 +46,7 @@ class Namespaces:
         return {}
 
     def processes(self) -> dict[int, str]:
-        """Return the command lines of all other processes that are no zombies."""
+        """Return the command lines of other processes, zombies excluded."""
         own = {1, os.getpid()}
         return {pid: line for pid in _pids() if pid not in own and (line := _command(pid))}
 

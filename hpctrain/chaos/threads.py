@@ -35,7 +35,7 @@ class OutOfTimeError(Exception):
 
 
 def attempt(case: Case, place: Place, order: Order, log: Path) -> Attempt:
-    """Train on threads, some of which are killed; return how that ended."""
+    """Train on threads, and kill some; return how that ended."""
     start_s = time.monotonic()
     with _output_in(log):
         code, job = _train(case, place, order)

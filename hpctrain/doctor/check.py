@@ -15,7 +15,7 @@ VERDICTS: tuple[Verdict, ...] = ("ok", "note", "slow", "bad")  #: from best to w
 
 @dataclass(frozen=True)
 class Check:
-    """Result of one check: "bad" breaks runs, "slow" costs time, a "note" is information."""
+    """Result of a check: "bad" breaks runs, "slow" costs time, a "note" is information."""
 
     name: str
     verdict: Verdict

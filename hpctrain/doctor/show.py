@@ -24,7 +24,7 @@ def print_result(result: NodeResult, console: PlainConsole) -> None:
 
 
 def print_remedies(checks: Sequence[Check], console: PlainConsole) -> None:
-    """Print one line per remedy, and the verdict of all checks."""
+    """Print one line per remedy, and the verdict of the checks."""
     for check in checks:
         if check.remedy and check.verdict in ("slow", "bad"):
             console.print(Text(f"{check.name}: {check.remedy}"), soft_wrap=True)

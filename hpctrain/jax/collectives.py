@@ -21,8 +21,8 @@ from hpctrain.world import World, init
 def allreduce(tree: Any, op: str = "sum", world: World | None = None) -> Any:
     """Return the pytree of the leaves of `tree` reduced over all ranks; all must call.
 
-    `op`: as of `ht.allreduce`. Leaves of one dtype travel in one message, and keep it; arrays of
-    JAX stay such, on their device and weakly typed if they were, others become arrays of NumPy.
+    `op`: as of `ht.allreduce`. Leaves that share a dtype travel in one message. An array of JAX
+    keeps its dtype, device and weak type; other leaves become arrays of NumPy of their dtype.
     Not within `jax.jit`. Raises UsageError on all ranks for leaves that are no arrays or numbers,
     or that were deleted or donated, and for trees or arguments that differ.
     """
@@ -43,7 +43,7 @@ def allreduce(tree: Any, op: str = "sum", world: World | None = None) -> Any:
 
 
 def _read(tree: Any) -> tuple[list[Any], list[np.ndarray], Any, str]:
-    """Return (leaves with their paths, arrays of them, the structure, the fault of this rank)."""
+    """Return (leaves with their paths, leaves as arrays, the structure, this rank's fault)."""
     try:
         leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
         if fault := "; ".join(fault for path, leaf in leaves if (fault := _find_fault(path, leaf))):
@@ -74,7 +74,7 @@ def _find_fault(path: Any, leaf: Any) -> str:
 
 
 def _describe(leaves: Any, arrays: list[np.ndarray], op: str) -> str:
-    """Return the call in words, for comparison with that of other ranks."""
+    """Return the call in words, for comparison across ranks."""
     words = [
         f"{jax.tree_util.keystr(path)} {array.dtype} {array.shape}"
         for (path, _), array in zip(leaves, arrays, strict=True)

@@ -54,9 +54,9 @@ class JaxLoss:
     def means(
         self, params: Any, x: Any, y: Any, words: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array]:
-        """Return the mean loss, and the vector of the means of all terms; to be traced by JAX.
+        """Return the mean loss, and a vector with the mean of each term; to be traced by JAX.
 
-        `words`: those of `key_words`; None in evaluation.
+        `words`: the result of `key_words`; None in evaluation.
         """
         arguments: dict[str, jax.Array | None] = {}
         if self.takes_key:
@@ -119,7 +119,7 @@ class CompiledLoss(NamedTuple):
 
     #: (params, x, y, factor, words) -> ((factor * loss, means), its gradient)
     gradient: Callable[..., Any]
-    means: Callable[..., Any]  #: (params, x, y) -> means of all terms, without a key
+    means: Callable[..., Any]  #: (params, x, y) -> mean of each term, without a key
 
 
 @lru_cache(MAX_COMPILED)

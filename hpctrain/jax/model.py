@@ -79,7 +79,7 @@ class JaxModel:
 
     @property
     def own_precision(self) -> Precision:
-        """The dtype of all leaves; UsageError if they have several, or one of 16 bits."""
+        """The dtype that the leaves share; UsageError if they have several, or 16 bits."""
         return common_dtype(self.leaf_dtypes)
 
     def as_tree(self, leaves: Any) -> Any:
@@ -92,7 +92,7 @@ class JaxModel:
         return x.astype(self.dtype, copy=False) if is_cast else x
 
     def as_arguments(self, x: Any, y: Any) -> tuple[Any, Any]:
-        """Return the pytrees of samples and targets that the user passed, for those of a batch."""
+        """Return a batch as pytrees with the structure of the user's samples and targets."""
         if self.sample_structure is None:
             return x, y
         pair: tuple[Any, Any] = jax.tree_util.tree_unflatten(self.sample_structure, [*x, *y])

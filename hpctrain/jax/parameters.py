@@ -56,8 +56,8 @@ def leaves_with_paths(tree: Any, name: str) -> list[tuple[tuple[Any, ...], Any]]
         return jax.tree_util.tree_leaves_with_path(tree)
     except ValueError as error:
         raise UsageError(
-            f"{name}: expected a pytree whose dicts have keys of one type, seen one that JAX "
-            f"refuses ({error}); rename a key"
+            f"{name}: expected a pytree whose dicts have keys of a single type, seen one that "
+            f"JAX refuses ({error}); rename a key"
         ) from error
 
 
@@ -116,7 +116,7 @@ def common_dtype(dtypes: Mapping[np.dtype, str]) -> Any:
     if len(names) == 1 and names[0] in DTYPES:
         return names[0]
     raise UsageError(
-        f"params: expected leaves of one dtype, {' or '.join(DTYPES)}, seen "
+        f"params: expected leaves of the same dtype, {' or '.join(DTYPES)}, seen "
         f"{describe_dtypes(dtypes)}; convert them with x.astype, and in the loss what it needs in "
         "another dtype; or give precision='float32': then all are trained and returned in that"
     )
@@ -128,7 +128,7 @@ def describe_dtypes(dtypes: Mapping[np.dtype, str]) -> str:
 
 
 def find_devices(leaves: Mapping[str, Any]) -> list[str]:
-    """Return the devices, other than that of the arena, to which the user committed leaves."""
+    """Return the devices, except the arena's, to which the user committed leaves."""
     own = jax.local_devices(backend="cpu")[0]
     committed = (leaf for leaf in leaves.values() if isinstance(leaf, jax.Array) and leaf.committed)
     return sorted({str(device) for leaf in committed for device in leaf.devices() - {own}})
@@ -145,7 +145,7 @@ def _leaf_name(path: tuple[Any, ...]) -> str:
 
 
 def _entry_name(entry: Any) -> str:
-    """Return the key, index or attribute of one entry of a path."""
+    """Return the key, index or attribute at an entry of a path."""
     for attribute in ("key", "idx", "name"):
         if hasattr(entry, attribute):
             return str(getattr(entry, attribute))

@@ -138,7 +138,7 @@ class JaxReplica:
         self.move(param=aligned_zeros(len(self.arena.param), self.arena.param.dtype))
 
     def _compute(self, batch: Batch, scale: float, key: nn.Key, accumulates: bool) -> nn.Sums:
-        """Write or add the gradient of one piece of a batch; return its sums."""
+        """Write or add the gradient of a piece of a batch; return its sums."""
         if batch.n == 0:
             for grad in () if accumulates else self._grads.values():
                 grad[...] = 0
@@ -164,7 +164,7 @@ class JaxReplica:
         return {name: Total(n * x, n) for name, x in zip(self.loss.terms, numbers, strict=True)}
 
     def _bind_views(self) -> None:
-        """Create the views of all leaves in the planes."""
+        """Create each leaf's views of the planes."""
         self._params = self.arena.views(self.arena.param)
         self._grads = self.arena.views(self.arena.grad)
 

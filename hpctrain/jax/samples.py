@@ -36,7 +36,7 @@ class PytreeSamples(Dataset):
 
 
 class RefusedSamples:
-    """Samples of one rank that raise their error when they are first read, on all ranks together.
+    """Samples of a rank that raise their error when they are first read, on all ranks together.
 
     So no rank needs to ask the others before: the Trainer agrees on errors at the start of a call.
     """
@@ -56,7 +56,7 @@ class RefusedSamples:
 
 
 def as_jax_samples(samples: Any, name: str) -> Samples:
-    """Return `samples`, or those of a pair (x, y) of pytrees of arrays; `y` may hold only None.
+    """Return `samples`, or read a pair (x, y) of pytrees of arrays; `y` may hold only None.
 
     Raises UsageError for the argument `name`.
     """

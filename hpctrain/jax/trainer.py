@@ -43,11 +43,11 @@ class Trainer(trainer.Trainer):
     ):
         """Lay the parameters out in an arena and build the engine; collective.
 
-        `loss(params, x, y)` returns the mean over the samples of the batch, with `metrics` a pair
-        of it and a dict of further means; for random numbers see `JaxLoss`. `precision`: float32 or
-        float64, of parameters and floating-point samples; by default that of the leaves of
-        `params`, and samples keep theirs. `options`: those of `ht.Trainer`, such as `seed` and
-        `callbacks`. Raises UsageError on all ranks if an argument of any does not fit.
+        `loss(params, x, y)` returns the mean over the samples of the batch; with `metrics`, a pair
+        (mean, dict of further means). `JaxLoss` describes random numbers. `precision`: float32 or
+        float64, for parameters and floating-point samples; by default parameters and samples keep
+        their dtypes. `options`: keywords of `ht.Trainer`, such as `seed` and `callbacks`. Raises
+        UsageError on all ranks if an argument of any rank does not fit.
         """
         world = world or hpctrain.world.init()
 
@@ -84,7 +84,7 @@ class Trainer(trainer.Trainer):
         self.replica.leave_arena()
 
     def _as_samples(self, value: Any, name: str) -> Samples:
-        """Return a data set; the pytrees of all sets must have one structure."""
+        """Return a data set; the pytrees of every set must have the same structure."""
         try:
             samples, model = as_jax_samples(value, name), self.replica.model
             structure = getattr(samples, "structure", None)
@@ -106,8 +106,8 @@ def _check_optimizer(optimizer: Any) -> None:
     advice = (
         "a schedule is a rate: ht.optim.adamw(rate=schedule)"
         if callable(optimizer)
-        else "those of Optax do not run on parts of flat arrays: take ht.optim.sgd, adamw, lars or "
-        "lamb; their rate may be a schedule of Optax, clip_norm is its clip_by_global_norm"
+        else "Optax's optimizers do not run on parts of flat arrays: take ht.optim.sgd, adamw, "
+        "lars or lamb; their rate may be a schedule of Optax, clip_norm is its clip_by_global_norm"
     )
     raise UsageError(
         f"optimizer: expected one such as ht.optim.adamw(rate=1e-3), seen "

@@ -91,7 +91,7 @@ def _flatten(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def find_differences(recipes: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     """Return the keys, as "table.key", whose values differ; None where a recipe lacks one.
 
-    An empty recipe is that of a run from Python: no key is compared with it.
+    A run from Python has an empty recipe: no key is compared with it.
     """
     flat = [_flatten(recipe) for recipe in recipes]
     values = {key: [tables.get(key) for tables in flat] for key in sorted(set().union(*flat))}

@@ -23,7 +23,7 @@ _FINAL = ("done", "stopped", "failed", "hung")
 
 
 class JobState(NamedTuple):
-    """A job: the state of its run, and those of its ranks."""
+    """A job: its run's state, and its ranks' states."""
 
     run: Path
     status: str  #: running, killed, or as in summary.json
@@ -159,7 +159,7 @@ def remedies(job: JobState) -> Iterator[str]:
     result = job.diagnosis
     if result.unread_nodes:
         yield (
-            f"on each of these nodes: `hpctrain hang --collect {job.run}`; a node that does not "
+            f"on each such node: `hpctrain hang --collect {job.run}`; a node that does not "
             "answer is lost"
         )
     if job.status != history.RUNNING:

@@ -17,7 +17,7 @@ from hpctrain.run_files import run_folder
 from hpctrain.run_files.folder_lock import is_locked
 
 DEFAULT_WIDTH = 130  # characters, if stdout is no terminal
-#: The first of these that a run has is its result.
+#: The first that a run has is its result.
 RESULTS = ("test_accuracy", "test_r2", "test_loss", "train_loss")
 NO_RECIPE = "(Python)"  #: in place of a recipe's name
 RUNNING, KILLED, DAMAGED = "running", "killed", "damaged"
@@ -31,7 +31,7 @@ class HistoryEntry:
     recipe: str
     engine: str | None
     ranks: int | None
-    status: str  #: that of the summary, or RUNNING, KILLED, or DAMAGED with the fault
+    status: str  #: the summary's, or RUNNING, KILLED, or DAMAGED with the fault
     step: int | None
     metric: str | None  #: of RESULTS
     value: float | None
@@ -57,7 +57,7 @@ def list_runs(folder: Path) -> list[HistoryEntry]:
 
 
 def _find_folders(folder: Path) -> Iterator[Path]:
-    """Yield the folders of runs; those of a job array lie in nodes-N below its folder."""
+    """Yield the folders of runs; a job array's lie in nodes-N below its folder."""
     for path in (folder, *folder.glob("*"), *folder.glob("*/nodes-*")):
         if any((path / name).is_file() for name in record.FILES):
             yield path

@@ -1,4 +1,4 @@
-"""The time of many ranks: one contour over all of them, slow ones named, hosts folded below."""
+"""The time of many ranks: a contour over the ranks, slow ones named, hosts folded below."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def plot_many_ranks(
     """Return the figure: the times of each rank, and of each host if there are several.
 
     `times`: seconds by key, float64 (ranks,); `hosts` (ranks,), empty if unknown. The median of
-    compute is that of the ranks that are no `servers`.
+    compute excludes the `servers`.
     """
     names = list(dict.fromkeys(hosts))
     has_hosts = 1 < len(names) < len(hosts)

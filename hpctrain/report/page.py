@@ -91,7 +91,7 @@ def _draw_plots(record: RunRecord) -> dict[str, bytes]:
 
 def page(record: RunRecord, images: Mapping[str, bytes]) -> str:
     """Return the page as HTML; `images` are PNGs by file name."""
-    # Names and reasons come from recipes and exceptions: all of them are escaped.
+    # Names and reasons come from recipes and exceptions, so every value is escaped.
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     template = environment.from_string(
         resources.files(__package__).joinpath("page.html").read_text()

@@ -254,7 +254,7 @@ def _title(record: RunRecord, subject: str) -> str:
 
 
 def choose_unit(seconds: float) -> str:
-    """Return the largest unit of which there are at least five."""
+    """Return the largest unit that fits at least five times."""
     return next((unit for unit, size in UNITS.items() if seconds >= 5 * size), "s")
 
 

@@ -63,7 +63,7 @@ class RunRecord:
     def seconds_per_row(self, name: str) -> np.ndarray:
         """Return the seconds of each row's own interval, float64 (rows,): `name` is of TIMES.
 
-        The clocks count from the start of their part, so those of a resumed run begin again.
+        The clocks count from the start of their part, so they begin again when a run is resumed.
         """
         clock, part = self.column(name), self.column("since_step")
         previous_clock = np.concatenate([[0.0], clock[:-1]]) if len(clock) else clock
@@ -123,7 +123,7 @@ class RunRecord:
     def losses(self) -> list[Loss]:
         """Return the losses of ranks that the run survived, in order.
 
-        Those of the part of the summary are exact. Of other parts a row has the ranks alone.
+        Losses in the summary's part are exact. Earlier parts record the ranks alone.
         """
         ends = np.cumsum(self.seconds_per_row("wall_s")).tolist()
         part = self.summary.get("since_step") if "recoveries" in self.summary else None

@@ -30,7 +30,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class TrialResult:
-    """Medians of one trial: seconds per step; all but `step_s` are means over ranks."""
+    """Medians of a trial: seconds per step; all but `step_s` are means over ranks."""
 
     samples_per_s: float
     step_s: float
@@ -142,7 +142,7 @@ def job_folder(folder: Path) -> Path:
 
 
 def read_log_lines(folder: Path) -> list[str]:
-    """Return the output lines of a trial; those of its Slurm job come last, as the most precise."""
+    """Return a trial's output lines, its Slurm job's last, since they are the most precise."""
     logs = [log_path(folder), *sorted(job_folder(folder).glob("slurm-*.out"))]
     log_texts = [
         files.read_bytes(log_file, LOG_BYTES, LEVELS).decode(errors="replace")

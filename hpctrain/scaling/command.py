@@ -213,7 +213,7 @@ def _start_trials(
 
 
 def collect_result(folder: StudyFolder, study: Study) -> Result:
-    """Return the result from the files of all trials."""
+    """Return the result from the trials' files."""
     outcomes = {
         size: [runner.trial(folder, study, repeat, size) for repeat in range(study.repeats)]
         for size in study.sizes
@@ -224,7 +224,7 @@ def collect_result(folder: StudyFolder, study: Study) -> Result:
 def _write_result(
     folder: StudyFolder, study: Study, spec: Recipe, with_plots: bool
 ) -> tuple[Result, list[Path]]:
-    """Write the result of all trials so far; return it, and the files."""
+    """Write the result of the trials so far; return it, and the files."""
     result = collect_result(folder, study)
     deviations = list(
         trial_recipe.describe_deviations(spec, study.mode, study.batch, study.timing, study.threads)

@@ -232,9 +232,9 @@ def _predicted_rows(
 def _predicted_row(
     study: Study, model: StepModel, size: Size, base: SizeTrials, repeat_models: RepeatModels
 ) -> Row:
-    """Return the row of a size as predicted by the model of all repeats.
+    """Return the row of a size as predicted by the model fitted to all repeats.
 
-    Intervals are those of the models of single repeats: they do not include the model's error.
+    Intervals come from models fitted to single repeats: they exclude the model's own error.
     """
     samples = study.batch if study.mode == "strong" else study.batch * size.ranks
     ranks_ratio, forecast = base.size.ranks / size.ranks, model.forecast(size)

@@ -47,9 +47,9 @@ class Study:
     sizes: Annotated[tuple[Size, ...], pydantic.Field(min_length=1)]
     repeats: Annotated[int, pydantic.Field(ge=1, le=MAX_REPEATS)]
     tables: dict[str, Any]  #: the recipe as the user has it
-    batch: PositiveInt  #: of all ranks in strong scaling, of each worker in weak scaling
+    batch: PositiveInt  #: global in strong scaling, per worker in weak scaling
     gradient_bytes: int
-    machine: dict[str, Any]  #: facts; with Slurm those of the login node
+    machine: dict[str, Any]  #: facts; with Slurm about the login node
     threads: PositiveInt | None = None  #: BLAS threads of a rank; None: Slurm decides
     cores: PositiveInt | None = None  #: shared by all sizes; None if each node has its own
     steps: PositiveInt | None = None  #: timed steps per trial
@@ -87,7 +87,7 @@ class StudyFolder:
         self.path = path
 
     def trial(self, size: Size, repeat: int) -> Path:
-        """Return the folder of one trial."""
+        """Return the folder of a trial."""
         return self.path / "trials" / size.name / f"repeat-{repeat}"
 
     def pilot(self, size: Size) -> Path:

@@ -52,15 +52,15 @@ class Timing:
 
     @property
     def total(self) -> int:
-        """The number of all steps."""
+        """The number of steps, untimed ones included."""
         return self.last + 1
 
 
 def choose_batch(spec: Recipe, mode: str, sizes: list[Size]) -> int:
-    """Return the batch: of all ranks in strong scaling, of each rank in weak scaling.
+    """Return the batch: global in strong scaling, per rank in weak scaling.
 
     If the recipe only has the other number: in strong scaling each worker of the largest size gets
-    the recipe's batch per rank; in weak scaling each worker gets the recipe's batch of all ranks.
+    the recipe's batch per rank; in weak scaling each worker gets the recipe's global batch.
     """
     batch = spec.batch.batch or spec.batch.batch_per_rank or 0
     if mode == "strong" and spec.batch.batch is None:

@@ -101,7 +101,7 @@ def _make_size(ranks: int, nodes: int) -> Size:
 
 
 def ranks_per_core(size: Size, cores: int | None, threads: int) -> float:
-    """Return the number of ranks per core: above 1 if `threads` of all ranks exceed `cores`.
+    """Return the number of ranks per core: above 1 if the ranks' `threads` exceed `cores`.
 
     All nodes of a netlab share the cores of one machine. `cores` is None if nodes have their own.
     """

@@ -16,7 +16,7 @@ usage: python -m hpctrain.torch SCRIPT [ARGS]...
 Run a script made for torchrun on the ranks that mpirun or srun has started: MPI
 is started first, and RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, GROUP_RANK,
 NODE_RANK, MASTER_ADDR and MASTER_PORT are set. The script runs as it is, with
-the backend hpctrain, gloo or nccl. An error of one rank ends the job.
+the backend hpctrain, gloo or nccl. An error on any rank ends the job.
 
 examples:
   mpirun -n 4 python -m hpctrain.torch train.py --backend=hpctrain

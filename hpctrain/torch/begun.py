@@ -30,7 +30,7 @@ class Begun:
 
 
 def share_begun(world: World) -> Begun | None:
-    """Return the counts of the ranks of `world`; None without memory of them all; collective."""
+    """Return the counts of the ranks of `world`; None if they share no memory; collective."""
     if len(world.main.nodes) > 1:
         return None
     words = world.memory.common_zeros(world.size * WORDS_PER_LINE, np.uint64)

@@ -1,4 +1,4 @@
-"""The ranks of one process group, and their links.
+"""The ranks of a process group, and their links.
 
 Waits poll for a moment and then nap, since ranks of users' programs share cores with their data
 loaders.

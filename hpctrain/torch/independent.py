@@ -1,4 +1,4 @@
-"""Processes of one launcher that train without each other, mostly by mistake.
+"""Processes that a launcher started together and that train apart, mostly by mistake.
 
 A script that reads RANK before anything else takes each process of a plain mpirun for a job of its
 own. After its first optimizer step without a process group, rank 0 says so in one line.

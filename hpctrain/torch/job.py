@@ -23,7 +23,7 @@ REDUCTION_VARIABLE = "HPCTRAIN_REDUCTION"
 
 
 def start_job(timeout: timedelta | None) -> World:
-    """Return the World of all ranks; starts MPI unless it is running. Collective at first.
+    """Return the World of the whole job; starts MPI unless it is running. Collective at first.
 
     `timeout`: limit of a wait for other ranks, from `init_process_group`. Cores are not bound: the
     threads of PyTorch, of its data loaders and compilers belong to the user. Raises UsageError if

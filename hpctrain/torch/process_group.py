@@ -61,7 +61,7 @@ def _ranks_in_mpi(job: World, ranks: list[int]) -> list[int]:
 def _ranks_in_order(job: World, rank: int, size: int) -> list[int]:
     """Return the rank in MPI of each rank of the default group; collective.
 
-    Raises UsageError if the ranks that PyTorch was given are not those of MPI.
+    Raises UsageError if PyTorch was given other ranks than MPI has.
     """
     if size != job.size:
         raise UsageError(
@@ -81,13 +81,13 @@ def _ranks_in_order(job: World, rank: int, size: int) -> list[int]:
 def refuse_other_backends() -> None:
     """Raise UsageError if the group that PyTorch makes has another backend beside this.
 
-    PyTorch would ignore it: a process group in Python takes tensors of all devices.
+    PyTorch would ignore it: a process group in Python takes tensors of every device.
     """
     backends = _backends_by_device()
     if {*backends.values()} - {BACKEND}:
         seen = ",".join(f"{device}:{name}" for device, name in backends.items())
         raise UsageError(
-            f'the backend hpctrain serves tensors of all devices: expected "hpctrain" alone, seen '
+            f'the backend hpctrain serves tensors of every device: expected "hpctrain" alone, seen '
             f'"{seen}"; make a second group for the other, new_group(backend="nccl")'
         )
 
@@ -181,7 +181,7 @@ class ProcessGroup(Reductions, DataMovement, PointToPoint, dist.ProcessGroup):
         return 0
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Let later waits end after `timeout`; raise UsageError beyond that of the job.
+        """Let later waits end after `timeout`; raise UsageError beyond the job's limit.
 
         The watch ends calls that wait for longer than the limit of `init_process_group`.
         """

@@ -4,9 +4,9 @@
     rank 1    receive                   | all_reduce              and then reduces
 
 MPI matches collectives by their order, so a group runs one at a time, in the order of its calls. An
-operation that all ranks have begun needs no more calls of theirs: their threads, or their waits,
-run it. So its caller runs it at once. Until then only a thread may wait: the caller of an
-asynchronous operation has other things to do, which its peers may need first.
+operation that all ranks have begun needs no further call by a script: threads, or waits, run it.
+So its caller runs it at once. Until then only a thread may wait: the caller of an asynchronous
+operation has other things to do, which its peers may need first.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _ABORTED = "the process group was aborted: make another by new_group"
 
 
 def _thread_entry(record: WatchRecord) -> Entry:
-    """Return the entry of one more group's thread in the watch's record."""
+    """Return an entry of the watch's record for the thread of another group."""
     return record.entry(f"torch thread {min(next(_thread_numbers), _MAX_THREAD_ENTRIES)}")
 
 
@@ -86,7 +86,7 @@ class _Pending:
 
 
 class Progress:
-    """The operations of one rank in one group, in order; any thread may call."""
+    """A rank's operations in one group, in order; any thread may call."""
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class Progress:
             self._run(name, nbytes, call)
 
     def start(self, operation: Operation, tensors: Any) -> RunningWork:
-        """Start an operation, whose results are `tensors`; the callers of all ranks may go on.
+        """Start an operation, whose results are `tensors`; no rank's caller waits for it.
 
         One that the callback of a future starts runs at once.
         """
@@ -171,7 +171,7 @@ class Progress:
             pending.work.fail(TransportError(_ABORTED))
 
     def _has_earlier(self) -> bool:
-        """Return whether other operations come first; not those of the callback that calls."""
+        """Return whether other operations come first; the calling callback's own do not count."""
         return bool(self._waiting or self._runner) and self._runner != threading.get_ident()
 
     def _begin(self) -> int:

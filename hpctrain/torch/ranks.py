@@ -66,7 +66,7 @@ def _finalize_mpi(process: int) -> None:
 
 
 def _locate(name: str, rank: int, gather: Callable[[str], list[str]]) -> JobRank:
-    """Return the rank on its node, from the hosts and addresses of all ranks; collective."""
+    """Return the rank on its node, from every rank's host and addresses; collective."""
     hosts = gather(socket.gethostname())
     nodes = launchers.nodes(hosts, gather(os.environ.get("SLURMD_NODENAME", "")))
     own = nodes[rank]

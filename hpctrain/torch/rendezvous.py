@@ -1,7 +1,7 @@
 """Rank, size and store of `torch.distributed` from MPI: the rendezvous `env://`.
 
 PyTorch's `env://` reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which torchrun sets. srun
-and mpirun set none of them. Where a launcher of MPI has started this process, rank 0 serves a
+and mpirun set none. Where a launcher of MPI has started this process, rank 0 serves a
 TCPStore at a free port, and its addresses and port are broadcast over MPI. This also serves the
 backends "gloo" and "nccl". Where a script has set all of the variables by itself, and under
 torchrun, these backends have PyTorch's own rendezvous. See core/torchrun.py for the choice.
@@ -110,7 +110,7 @@ def over_mpi(choice: Choice, timeout: timedelta | None = None, **_: Any) -> Rend
 def _agree_on_rank(job: World, choice: Choice) -> int:
     """Return this rank's number, the script's or MPI's; rank 0 warns of stale variables.
 
-    Collective. Raises UsageError unless the numbers of all ranks are 0 to P - 1.
+    Collective. Raises UsageError unless the ranks' numbers are 0 to P - 1, each once.
     """
     warnings = job.gather(choice.text)
     if job.rank == 0 and any(warnings):

@@ -1,4 +1,4 @@
-"""The script of a rank, run in this process; an error of one rank ends the job."""
+"""The script of a rank, run in this process; an error on any rank ends the job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sum of sparse tensors: every rank gathers all entries, and adds those of one index."""
+"""The sum of sparse tensors: every rank gathers all entries, and adds entries at the same index."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Collectives on tensors of PyTorch: `ht.torch.allreduce` and the others.
 
-They are those of arrays, see user_collectives/calls.py, with the same `op`, `algorithm`, `root`,
-`world` and `check`. What arrays get in place, tensors get in their own memory, of CPUs and of CUDA:
+They call the collectives on arrays, user_collectives/calls.py, with the same `op`, `algorithm`,
+`root`, `world` and `check`. Results are written in place, into memory of the CPU or of CUDA:
 
     contiguous           the collective works on the tensor's memory, without a copy
     other strides        on a copy, which is copied back

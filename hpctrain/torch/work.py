@@ -136,7 +136,7 @@ class MessageWork(Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return once the message is sent or received; raise TransportError after the limit.
 
-        The limit is `timeout`, by default that of the group.
+        The limit is `timeout`, by default the group's.
         """
         request, entry = self._request, self._waits.entry
         limit_s = timeout.total_seconds() if timeout else self._waits.limit_s

@@ -118,7 +118,7 @@ REFUSED = {
     "a mask": ([np.ma.masked_array(ONES)], "seen a MaskedArray at '0'; use its method filled"),
     "objects": ([np.array([None])], "an array of object at '0'"),
     "equal names": ({"a.b": ONES, "a": {"b": ONES}}, "two with the name 'a.b'; rename a key"),
-    "keys of two types": ({1: ONES, "a": ONES}, "dicts have keys of one type, .*; rename a key"),
+    "keys of two types": ({1: ONES, "a": ONES}, "dicts have keys of a single type, .*; rename"),
     "nothing": (None, "seen a NoneType without leaves"),
     "deleted": (deleted, "an array that was deleted or donated at 'params'; pass the result"),
     "donated": (donated, "an array that was deleted or donated at 'params'; pass the result"),

@@ -73,7 +73,7 @@ BAD_SAMPLES = {
     "lengths": (lambda: (X, [Y, Y[:3]]), r"x has 24 samples but y\[1\] has 3"),
     "keys": (
         lambda: ({1: X, "a": X}, Y),
-        "fit: x: expected a pytree whose dicts have keys of one type",
+        "fit: x: expected a pytree whose dicts have keys of a single type",
     ),
     "NaN": (lambda: (X, Y * np.nan), "y holds nan in sample 0"),
     "wide": (

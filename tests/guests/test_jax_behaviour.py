@@ -190,7 +190,7 @@ class GradientTransformation(tuple):
 
 
 OPTIMIZERS = {
-    "Optax": (GradientTransformation(), "seen GradientTransformation; those of Optax do not run"),
+    "Optax": (GradientTransformation(), "seen GradientTransformation; Optax's optimizers do not"),
     "a schedule": (lambda step: 0.1, r"seen function; a schedule is a rate: ht.optim.adamw\(rate="),
     "a class": (ht.optim.SgdOptions, "optimizer: expected one such as ht.optim"),
     "a name": ("adam", "unknown optimizer 'adam'"),

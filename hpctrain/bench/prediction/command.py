@@ -126,7 +126,7 @@ def _make_step(options: CommandOptions) -> Step:
 
 
 def measure_step(recipe_name: str, bucket_bytes: int) -> Step:
-    """Measure the computation of one rank in a step of a recipe, in this process."""
+    """Time a rank's computation in a step of a recipe, in this process."""
     spec = recipe.load(recipe_name)
     split = spec.data.load(spec.run.seed)
     model = runs.build_model(spec, split)

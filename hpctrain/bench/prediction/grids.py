@@ -112,7 +112,7 @@ def predict_grid(
 def predict_recipe(spec: Recipe, ranks: int, cluster: Cluster, ranks_per_node: int = 1) -> GridStep:
     """Return the step of a recipe on `ranks` ranks of `cluster`, from layers timed here.
 
-    Grid, schedule and micro-batches are those of the recipe.
+    The recipe sets grid, schedule and micro-batches.
     """
     data, count = spec.mesh.workers(ranks), spec.batch.micro_batches
     samples = max(1, round(spec.batch.size(spec.workers(ranks)) / data / count))
@@ -129,9 +129,9 @@ def predict_recipe(spec: Recipe, ranks: int, cluster: Cluster, ranks_per_node: i
 def fitting_grids(
     ranks: Sequence[int], pipes: Sequence[int], most_replicas: float
 ) -> list[tuple[int, int]]:
-    """Return the pairs (ranks, pipe) of which pipe divides the ranks; raise UsageError if none.
+    """Return the pairs (ranks, pipe) where pipe divides ranks; UsageError if there are none.
 
-    `most_replicas`: those that get a sample.
+    `most_replicas`: the number of replicas that get a sample.
     """
     pairs = [(count, pipe) for count in ranks for pipe in pipes if count % pipe == 0]
     if not pairs:
@@ -155,7 +155,7 @@ def grid_rows(
     cluster: Cluster,
     ranks_per_node: int,
 ) -> Iterator[dict[str, Any]]:
-    """Yield a row per (ranks, pipe); `batch`: samples of a replica (weak), or of all (strong)."""
+    """Yield a row per (ranks, pipe); `batch`: samples per replica (weak) or step (strong)."""
     for ranks, pipe in grids:
         data = ranks // pipe
         samples = batch if mode == "weak" else batch / data

@@ -39,7 +39,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Measurements:
-    """Rows of one job on `hosts` hosts; fitted wires, and gamma: seconds per byte added."""
+    """Rows of a job on `hosts` hosts; fitted wires, and gamma: seconds per byte added."""
 
     rows: Sequence[Measurement]
     hosts: int

@@ -1,4 +1,4 @@
-"""Compute times of one rank in a training step: until each bucket is full, and the update."""
+"""A rank's compute times in a training step: until each bucket is full, and the update."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ from hpctrain.world import World
 
 SHARE_PARAMETERS, NULL_ALGORITHM, TORCH_NULL = "share-parameters", "null", "torch-null"
 EQUAL_LOSS_STEPS, LOSS_TOLERANCE = 20, 1e-3  # steps, and relative to our loss
-STEPS_PER_CALL = 3  # of one contender between two readings of the clock
+STEPS_PER_CALL = 3  # by the same contender between two readings of the clock
 Row = dict[str, Any]
 
 

@@ -8,12 +8,12 @@
 A host is a process that holds namespaces for network, hostname, shared memory and mounts. A script
 that enters them (namespaces.py) replaces ssh. All processes live in one PID namespace whose first
 process ends when this process ends, however that happens. Then the kernel kills every process of
-the lab and removes its namespaces, links and mounts. None of them has a name outside the lab, so
+the lab and removes its namespaces, links and mounts. They have no name outside the lab, so
 nothing stays behind, and labs do not see each other. The lab needs no root if users may create
 namespaces.
 
 Each host has cores of its own if the machine has enough for all ranks; otherwise hosts share all
-cores. Hosts communicate over TCP alone, and ranks of one host through the MPI library's own shared
+cores. Hosts communicate over TCP alone, and ranks on a host through the MPI library's own shared
 memory. `btl = tcp,self,sm` selects it in Open MPI. MPICH's own (of its device ch4) needs no option,
 whereas UCX's shared memory would cross hosts.
 """
@@ -159,7 +159,7 @@ def build_command(
 def rank_environment(
     mpi: MpiInstallation, ranks: int, environ: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the environment of all `ranks`: `environ` overrides netlab's defaults.
+    """Return the environment of the `ranks`: `environ` overrides netlab's defaults.
 
     The folder of this Python comes first in PATH, so ranks run its `hpctrain` and `python`.
     """

@@ -3,7 +3,7 @@
     examine.py        the stages in their order
     result.py         answers gathered on rank 0; show.py prints them
     rank_facts.py     facts of each rank; a node's checks come from its first rank
-    consistency.py    ranks and clocks that differ; the checks of all nodes as one row
+    consistency.py    ranks and clocks that differ; the nodes' checks as one row
     binding.py        the binding map, and its faults
     output_folder.py  the output folder: space, write and fsync, on all nodes
     cores.py          a short computation on every core          outliers.py   outliers by median

@@ -148,7 +148,7 @@ def _check_near_nics(bindings: Sequence[RankBinding]) -> list[Check]:
 def _ranks_by_value(
     bindings: Sequence[RankBinding], attribute: str
 ) -> Iterator[tuple[list[int], Any, str]]:
-    """Yield groups of ranks of one node with the same `attribute`: ranks, value, node."""
+    """Yield groups of ranks on a node with the same `attribute`: ranks, value, node."""
     keys = [(binding.host, getattr(binding, attribute)) for binding in bindings]
     for key in dict.fromkeys(keys):
         ranks = [rank for rank, rank_key in enumerate(keys) if rank_key == key]

@@ -1,4 +1,4 @@
-"""Checks of consistency: versions, recipe and clocks of all ranks; merging the checks of nodes."""
+"""Checks of consistency: the ranks' versions, recipe and clocks; merging the checks of nodes."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def deviating_ranks(values: Sequence[str]) -> list[int]:
 
 
 def merge_checks(by_node: Mapping[str, Sequence[Check]]) -> list[Check]:
-    """Return one check per name from the checks of all nodes, with the worst verdict."""
+    """Merge the nodes' checks into one check per name, with the worst verdict."""
     names = dict.fromkeys(check.name for checks in by_node.values() for check in checks)
     checks_by_name = {
         name: {

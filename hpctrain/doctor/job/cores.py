@@ -72,7 +72,7 @@ def measure_cores(rank: int, host: str, cores: Iterable[int]) -> list[CoreTiming
 
 
 def check_cores(timings: Sequence[CoreTiming]) -> Check:
-    """Return the check of the speed of all cores."""
+    """Return the check of the cores' speed."""
     if not timings:
         return Check("speed of cores", "note", "no core could be measured")
     stats = compute_median_mad([timing.seconds for timing in timings])

@@ -40,7 +40,7 @@ from hpctrain.world import World, init
 HANG_TIMEOUT_S = 30.0
 RANK_0_HEAD_START_S = 3.0  # so that rank 0 can print an error that all ranks have raised
 DEFAULT_OUT = Path()
-Answers = list[Any]  #: the answers of all ranks, by rank
+Answers = list[Any]  #: every rank's answer, by rank
 
 
 @dataclass(frozen=True)

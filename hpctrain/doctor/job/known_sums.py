@@ -31,7 +31,7 @@ def find_failed_algorithms(world: World) -> list[str]:
 
 
 def check_sums(failures: Sequence[Sequence[str]], tried_algorithms: Sequence[str]) -> Check:
-    """Return the check of all algorithms; `failures` lists the failed algorithms of each rank."""
+    """Return the check of the algorithms; `failures` lists the failed algorithms of each rank."""
     failed_ranks = {
         name: [rank for rank, failed_names in enumerate(failures) if name in failed_names]
         for name in tried_algorithms

@@ -34,7 +34,7 @@ class MedianMad:
 
 
 def compute_median_mad(values: Sequence[float], margin: float = MIN_RELATIVE_MARGIN) -> MedianMad:
-    """Return the statistics of one or more values.
+    """Return the statistics of a sequence of values, at least one.
 
     The limit exceeds the median by at least `margin` times the median.
     """

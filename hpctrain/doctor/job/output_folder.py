@@ -27,7 +27,7 @@ PROBE_PREFIX, WORD_FILE = ".hpctrain-doctor-", "word"
 BLOCK_BYTES, WRITE_COUNT = 1 << 16, 5
 MIN_FREE_BYTES, AMPLE_FREE_BYTES = 128 * MIB, GIB
 #: Limits in seconds of a write and fsync: below FAST_FSYNC_S a node is never reported, above
-#: SLOW_FSYNC_S always. A checkpoint waits for about six of them in sequence (parts, manifest,
+#: SLOW_FSYNC_S always. A checkpoint waits for about six writes in sequence (parts, manifest,
 #: folders): 0.3 s with the first limit, which no run notices.
 FAST_FSYNC_S, SLOW_FSYNC_S = 0.05, 1.0
 

@@ -95,7 +95,7 @@ def find_partner(rank: int, round_: int, size: int) -> int | None:
 
 
 def check_links(pings: Sequence[Ping], hosts: Sequence[str], oversubscribed: bool) -> list[Check]:
-    """Return the checks of all links; slow links of oversubscribed ranks are only noted."""
+    """Return the checks of the links; slow links of oversubscribed ranks are only noted."""
     checks = []
     for inside, name in ((False, "links between nodes"), (True, "links inside nodes")):
         links = [ping for ping in pings if ping.inside is inside]
@@ -230,7 +230,7 @@ class SlowLinks:
     def find(
         cls, times: Mapping[tuple[int, int], float], margin: float = MIN_RELATIVE_MARGIN
     ) -> SlowLinks:
-        """Find slow ranks and links; `times` are seconds by pair, `margin` is that of outliers.py.
+        """Find slow ranks and links; `times` are seconds by pair; outliers.py explains `margin`.
 
         The P (P - 1) / 2 links of P ranks are passed once, since all ranks wait for rank 0.
         """

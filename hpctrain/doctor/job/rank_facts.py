@@ -21,7 +21,7 @@ REFUSED_PREFIX = "refused: "
 
 @dataclass(frozen=True)
 class RankFacts:
-    """Facts of one rank, some of which must be equal on all ranks."""
+    """A rank's facts; some must be equal on all ranks."""
 
     versions: Mapping[str, str]
     recipe: str  #: the hash of the recipe, or the reason of its refusal; "" without a recipe

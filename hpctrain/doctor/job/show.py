@@ -58,7 +58,7 @@ def print_result(result: JobResult) -> None:
 
 
 def format_topologies(lines_by_host: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return the topologies of all nodes as text; equal topologies appear once."""
+    """Return the nodes' topologies as text; equal topologies appear once."""
     hosts_by_lines: dict[tuple[str, ...], list[str]] = {}
     for host, lines in lines_by_host.items():
         hosts_by_lines.setdefault(tuple(lines[1:]), []).append(host)
@@ -70,7 +70,7 @@ def format_topologies(lines_by_host: Mapping[str, Sequence[str]]) -> list[str]:
 
 
 def binding_table(rows: Sequence[tuple[str, ...]]) -> Table:
-    """Return the binding map as a table; with many ranks only one of all equally bound nodes."""
+    """Return the binding map as a table; with many ranks, equally bound nodes appear once."""
     table = Table(*binding.COLUMNS)
     notes: list[str] = []
     if len(rows) > MAX_SHOWN_RANKS:
@@ -84,7 +84,7 @@ def binding_table(rows: Sequence[tuple[str, ...]]) -> Table:
 
 
 def _example_nodes(rows: Sequence[tuple[str, ...]]) -> tuple[list[tuple[str, ...]], list[str]]:
-    """Return the rows of one node per kind of binding, and notes on the nodes bound equally."""
+    """Return a node's rows per kind of binding, and notes on the nodes bound equally."""
     rows_by_host: dict[str, list[tuple[str, ...]]] = {}
     for row in rows:
         rows_by_host.setdefault(row[1], []).append(row)

@@ -4,8 +4,8 @@
         1   measured               17, 19     2 of 2   -               12,674       100.0%
         2   1 running, 1 pending   18, 20     0 of 2   120 of 241           -            -   Resources: ...
 
-Pure functions of the statuses of all trials: the runner of trials keeps those, and live_view.py shows
-changes. Samples/s and efficiency are means over the repeats measured so far.
+Pure functions of the trials' statuses, which the runner keeps; live_view.py shows changes.
+Samples/s and efficiency are means over the repeats measured so far.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def _row(
 
 
 def table(study: Study, statuses: Statuses, title: str, note: str = "") -> Table:
-    """Return the table of all sizes, with `note` below it."""
+    """Return the table with a row per size, and `note` below it."""
     grid = Table(title=title, caption=note, caption_justify="left")
     nodes = any(size.nodes > 1 for size in study.sizes)
     for heading in ("ranks", *["nodes"] * nodes):

@@ -41,7 +41,7 @@ class LiveView:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Leave the table on screen if the study was stopped; else that of its results follows."""
+        """Leave the table on screen if the study was stopped; else the table of results follows."""
         if self._live:
             self._live.transient = kind is None
             self._live.stop()

@@ -22,7 +22,7 @@ CAPTIONS = {
 
 def page(result: Result, images: Mapping[str, bytes], changes: Sequence[str]) -> str:
     """Return the page as HTML; `images` are PNGs by file name."""
-    # Names and reasons come from recipes and exceptions: all of them are escaped.
+    # Names and reasons come from recipes and exceptions, so every value is escaped.
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     text = resources.files(__package__).joinpath("page.html").read_text()
     table = tables.table(result)

@@ -1,8 +1,8 @@
 """Plots of a study: throughput and efficiency over the sizes; the parts of a step's time.
 
 Filled marks were measured, with their intervals; hollow ones share cores; dashed lines with white
-marks are predicted. Colours are those of Okabe and Ito (2008), as in all plots of hpctrain; bars
-differ in their greys too, and have edges.
+marks are predicted. Colours are from Okabe and Ito (2008), as in every plot of hpctrain;
+bars differ in their greys too, and have edges.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from hpctrain.scaling.output.tables import GAP, MEASURED, PREDICTED, is_meaningf
 from hpctrain.scaling.results import Result, Row
 
 FORMATS = ("png", "svg")
-WIDTH = 11.0  #: of all figures, so that their letters are as large on a page
+WIDTH = 11.0  #: the same for every figure, so that their letters are as large on a page
 EDGE = "#444444"
 PARTS: dict[str, tuple[str, dict[str, Any]]] = {
     "compute_s": ("compute", {"facecolor": BLUE}),

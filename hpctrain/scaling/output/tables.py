@@ -215,7 +215,7 @@ def _model_text(model: StepModel) -> str:
 
 
 def _faster_than_link(model: StepModel, link: str | None) -> str:
-    """Return a remark on a fitted rate above that of the netlab's links, else ""."""
+    """Return a remark on a fitted rate above the netlab's link rate, else ""."""
     if link is None or not model.beta_s or 8 / model.beta_s < MAX_CREDIBLE * parse_speed(link):
         return ""
     return f"; more than a link of {link} carries: noise, or trials too short to fill it"

@@ -47,7 +47,7 @@ LATE_S = 10.0  #: a shared file system may show the files of a job that has ende
 
 
 def job_options(words: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options for jobs from those of the command line."""
+    """Return the options for jobs from the command line."""
     return {
         "site": words["site"],
         "time": TIME if words["time"] is None else words["time"],
@@ -190,7 +190,7 @@ def _defer_interrupt() -> Iterator[None]:
 
 
 def _name(study: Study, key: TrialKey, out: Path) -> str:
-    """Return a job name that is unique among trials of all studies."""
+    """Return a job name that is unique among the trials of every study."""
     mark = hashlib.sha256(str(out.absolute()).encode()).hexdigest()[:8]
     safe_name = re.sub(r"[^\w.-]", "_", study.name)  # squeue would take a comma for two names
     return f"scale-{safe_name}-{key[1].ranks}-{key[0]}-{mark}"

@@ -2,7 +2,7 @@
 
 .grad by autograd  --/ P-->  plane, all parameters of a dtype  --buckets-->  mean over ranks
         |
-        local: kept until all ranks have the mean, if ranks survive the loss of others
+        local: kept until all ranks have the mean, if the job survives lost ranks
 
 A gradient that is None is sent as -0.0 in all elements, the neutral element of IEEE addition: a sum
 of -0.0 alone is None on all ranks. The first element of a gradient is never -0.0. The plane begins
@@ -35,7 +35,7 @@ CHANGED, LATE, FAILED, WHOLE = range(4)
 
 
 class Totals(NamedTuple):
-    """The flags of all ranks, counted."""
+    """Counts of the flags over the ranks."""
 
     changed: int
     late: int
@@ -52,7 +52,7 @@ class View(NamedTuple):
 
 
 class GradientPlane:
-    """The gradients of all parameters of one dtype, in memory that neighbours read."""
+    """The gradients of the parameters that share a dtype, in memory that neighbours read."""
 
     def __init__(self, world: World, parameters: Parameters, options: WireOptions):
         """Allocate the plane and start its reducer; collective."""
@@ -67,7 +67,7 @@ class GradientPlane:
     def build(self, world: World) -> None:
         """Allocate the plane for the ranks of `world` and send the `local` gradients; collective.
 
-        After a loss, plane and reducer of before must not be used any more.
+        A loss of ranks invalidates the previous plane and its reducer.
         """
         parameters, options = self.parameters, self._options
         like = next(iter(parameters.values()))
@@ -204,7 +204,7 @@ class GradientPlane:
         self._late, self.local = {}, {}
 
     def totals(self) -> Totals:
-        """Return the flags of all ranks, after `wait`."""
+        """Return the counts of the flags, after `wait`."""
         return Totals(*(round(count) for count in self._views[FLAGS].reals[:4].tolist()))
 
     def send_late(self) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The planes of all gradients of a model, one per dtype and device."""
+"""The planes that hold a model's gradients, one per dtype and device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hpctrain.world import World
 
 
 class GradientPlanes:
-    """The planes of a model; those of all ranks are alike."""
+    """The planes of a model, alike on every rank."""
 
     def __init__(self, options: WireOptions):
         """Have no plane yet; see `build`."""
@@ -21,7 +21,7 @@ class GradientPlanes:
         self._places: dict[int, tuple[GradientPlane, str]] = {}  # by the identity of a parameter
 
     def build(self, world: World, parameters: Parameters) -> None:
-        """Allocate planes for `parameters` instead of those before; collective."""
+        """Replace the planes by new ones for `parameters`; collective."""
         self.close()
         planes = []
         for kind in sorted({_kind(p) for p in parameters.values()}):
@@ -72,7 +72,7 @@ class GradientPlanes:
             plane.wait()
 
     def totals(self) -> Totals:
-        """Return the flags of all ranks, after `wait`."""
+        """Return the counts of the flags, after `wait`."""
         totals = [plane.totals() for plane in self._planes]
         return totals[0]._replace(late=sum(total.late for total in totals))
 

@@ -44,7 +44,7 @@ def broadcast_new(world: World, tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def broadcast_tensor(group: Group, tensor: torch.Tensor) -> None:
-    """Copy rank 0's tensor, of any layout, into those of all ranks."""
+    """Broadcast rank 0's tensor, in place and in any layout."""
     dense = tensor.detach().contiguous()
     broadcast(group, as_bytes(dense))
     if dense.data_ptr() != tensor.data_ptr():
@@ -53,7 +53,7 @@ def broadcast_tensor(group: Group, tensor: torch.Tensor) -> None:
 
 
 def broadcast_buffers(group: Group, buffers: Sequence[torch.Tensor]) -> None:
-    """Copy rank 0's buffers to all ranks, those of one dtype and device in one message."""
+    """Broadcast rank 0's buffers, in one message per dtype and device."""
     for kind in sorted({_kind(buffer) for buffer in buffers}):
         own = [buffer for buffer in buffers if _kind(buffer) == kind]
         flat = torch.cat([buffer.detach().reshape(-1) for buffer in own])

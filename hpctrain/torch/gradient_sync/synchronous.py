@@ -7,18 +7,19 @@
         optimizer.step()
 
 As DistributedDataParallel, but the module is not wrapped: names of `state_dict()` stay the same,
-and `.grad` of each parameter is a view of one plane per dtype:
+and `.grad` of each parameter is a view of the plane of its dtype:
 
-    forward          parameters that are trained are compared with those of before; buffers
+    forward          the trained parameters are compared with the previous pass; buffers
     backward         layer 3   layer 2   layer 1   layer 0   end
     plane            grad / P, copied by a hook of each parameter; buckets are sent when all are in
     end of backward                                          wait for all sums
 
-Ranks survive the loss of others where the job does (`hpctrain launch --elastic`):
+In an elastic job (`hpctrain launch --elastic`) training goes on after a loss of ranks:
 
     local gradients  ---sum---> mean      vote: all ranks have it, or all that are left sum again
 
-Every rank keeps its own gradients until the vote, so that only those of a lost rank are missing.
+Every rank keeps its own gradients until the vote, so that a loss costs the lost rank's gradients
+alone.
 
 Source: Li et al., "PyTorch distributed: experiences on accelerating data parallel training", 2020.
 """
@@ -64,14 +65,14 @@ def sync(
 ) -> GradientSync:
     """Let `backward` end with the mean gradient over all ranks in each `.grad`; collective.
 
-    Starts MPI unless it is running. Parameters, buffers and the state of `optimizer` become those
-    of rank 0. While `model` trains, the first forward pass after each backward pass begins with the
-    buffers of rank 0. Options are those of `[wire]`.
+    Starts MPI unless it is running. Broadcasts rank 0's parameters, buffers and optimizer state.
+    While `model` trains, the first forward pass after each backward pass begins with rank 0's
+    buffers. The table `[wire]` of a recipe has the same options.
 
     As DDP with `find_unused_parameters=True`: a parameter that the loss of no rank depends on keeps
     the gradient None; where some ranks have a gradient, the others count as zeros. Parameters may
     be frozen, unfrozen, added and replaced on all ranks alike: the next backward pass follows, and
-    new ones become those of rank 0. Sparse gradients become dense. A backward pass that fails
+    rank 0 broadcasts new ones. Sparse gradients become dense. A backward pass that fails
     leaves no gradients; the next one works if it failed on all ranks.
 
     Raises UsageError on all ranks if models, trained parameters or options differ, where
@@ -85,7 +86,7 @@ def sync(
 
 
 class GradientSync:
-    """The gradients of one model, summed over all ranks during each backward pass."""
+    """The gradients of a model, summed over all ranks during each backward pass."""
 
     def __init__(
         self,
@@ -120,7 +121,7 @@ class GradientSync:
     def no_sync(self) -> Iterator[None]:
         """Add up the gradients of this rank alone, until a backward pass outside of this context.
 
-        That sends the sum of them all.
+        That pass sends the accumulated gradients.
         """
         self._is_syncing = False
         try:
@@ -182,7 +183,7 @@ class GradientSync:
             self._planes.drop()
 
     def _finish_backward(self) -> None:
-        """Wait for the sums of all gradients."""
+        """Wait until every gradient is summed."""
         self._pending, self._has_local_gradients = None, False
         self._takes_buffers = True
         self._planes.finish(is_changed=self._trained.has_changed())

@@ -52,7 +52,7 @@ class TrainedSet:
         self._key = self._noted_key = trained_key(model, optimizer)
 
     def agree(self) -> None:
-        """Agree on what is trained now; new parameters become those of rank 0; collective.
+        """Agree on the trained parameters, and broadcast rank 0's new ones; collective.
 
         Raises UsageError on all ranks.
         """
@@ -174,7 +174,7 @@ def check_trained(
     if unknown := [p for p in _params(optimizer) if p.requires_grad and id(p) not in shared]:
         raise UsageError(
             f"ht.torch.sync: the optimizer holds {counted(len(unknown), 'parameter')} that the "
-            "model does not have, so that no gradient of them would be summed; build it with "
+            "model does not have, whose gradients would not be summed; build it with "
             "model.parameters(), and add layers to the model before the optimizer"
         )
 
