@@ -175,7 +175,8 @@ dist:  ## build what is published, in dist/; needs HPCTRAIN_URL=https://HOST/OWN
 	HPCTRAIN_URL="$(HPCTRAIN_URL)" .venv-dist/bin/python -m build --outdir dist $(REPORTS)/source
 	.venv-dist/bin/twine check --strict dist/* && sha256sum dist/*
 
-docs: .venv-openmpi/installed  ## run every example of README and docs
+docs: .venv-openmpi/installed  ## write docs/files.md, and run every example of README and docs
+	$(OPENMPI)/python docs/list_files.py
 	$(OPENMPI)/python -m pytest -q tests/project/test_docs.py
 
 # Not mnist_engines.py, which trains for hours, nor compare.py and torch_backend.py, which need other
@@ -186,5 +187,5 @@ bench: .venv-openmpi/installed  ## measure again what benchmarks/ claims
 
 clean:  ## remove environments, caches and reports
 	rm -rf .venv .venv-uv .venv-openmpi .venv-mpich .venv-lowest-* .venv-guests-* .venv-dist dist $(REPORTS) .coverage*
-	rm -rf .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf docs/files.md .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,20 +1,19 @@
 """The size of each room, of each file, and the first lines of docstrings.
 
 A room is a folder of modules. A commit that raises a limit says why.
-`python tests/project/test_layout.py` writes docs/files.md, the list of all files, anew.
 """
 
 from __future__ import annotations
 
 import ast
 import re
+import runpy
 from pathlib import Path
 
 import hpctrain
 
 ROOT = Path(hpctrain.__file__).parent
 TESTS = Path(__file__).parents[1]
-FILES = TESTS.parent / "docs" / "files.md"
 MOST_LINES = 300
 MOST_FILES = 20  #: of a room, `__init__.py` included
 #: rooms of more files, with headroom: a room near its limit is divided
@@ -48,21 +47,6 @@ def first_lines(tree: ast.AST) -> list[str]:
     return [text.splitlines()[0] for text in texts if text]
 
 
-def listing() -> str:
-    """Return docs/files.md: each file of the package once, by its docstring's first line."""
-    text = "# Files\n\nWritten by `python tests/project/test_layout.py` from the docstrings.\n"
-    for room, files in rooms().items():
-        folder = "hpctrain" if room == "." else f"hpctrain/{room}"
-        text += f"\n## `{folder}/`\n\n"
-        text += "".join(f"- `{p.name}`: {about}\n" for p in files if (about := subject(p)))
-    return text
-
-
-def subject(path: Path) -> str:
-    """Return the first line of a module's docstring, which ends a line or a sentence."""
-    return (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n")[0]
-
-
 def test_rooms_have_few_files():
     counts = {room: len(files) for room, files in rooms().items()}
     assert {room for room in counts if counts[room] > WIDE.get(room, MOST_FILES)} == set(), counts
@@ -87,7 +71,12 @@ def test_the_top_level_is_small():
 
 
 def test_the_list_of_files_is_complete():
-    assert FILES.read_text() == listing(), "run: python tests/project/test_layout.py"
+    page = runpy.run_path(str(TESTS.parent / "docs" / "list_files.py"))["listing"]()
+    listed = re.findall(r"^(?:## `hpctrain/?(.*)/`|- `(\w+\.py)`: .+)$", page, re.MULTILINE)
+    assert sum(1 for _, name in listed if name and name != "__init__.py") == sum(
+        path.name != "__init__.py" for files in rooms().values() for path in files
+    )
+    assert [room or "." for room, name in listed if not name] == [*rooms()]
 
 
 def test_tests_have_the_rooms_of_the_package():
@@ -112,7 +101,3 @@ def test_what_a_first_line_is():
     tree = ast.parse('"""One."""\ndef f():\n    """Return what is left.\n\n    More."""\n')
     assert first_lines(tree) == ["One.", "Return what is left."]
     assert [bool(CLAUSES.match(text)) for text in first_lines(tree)] == [False, True]
-
-
-if __name__ == "__main__":
-    FILES.write_text(listing())

@@ -100,7 +100,7 @@ def shaping_command(bits_per_s: int, device: str) -> str:
 
 
 def build_probe_script() -> str:
-    """Return a script that sets up a lab with a single host and exits; it fails without namespaces."""
+    """Return a script that sets up a lab with a single host and exits; it fails where labs fail."""
     return f"{_lab_script()}{shlex.join([*_IN_NAMESPACES, _host_script(1, 10**9)])}"
 
 
