@@ -122,10 +122,6 @@ def _chunk_slice(case: CollectiveCall) -> slice:
     return slice(*case.chunk_bounds[case.rank : case.rank + 2])
 
 
-def _root_slice(case: CollectiveCall) -> slice:
-    return slice(0, case.length if case.rank == 0 else 0)
-
-
 def _expected_reduction(case: CollectiveCall, elements: slice) -> list[ExpectedRange]:
     return [
         ExpectedRange(
@@ -146,20 +142,12 @@ def _expected_chunks(case: CollectiveCall) -> list[ExpectedRange]:
     return [_expected_copy(case, rank, _chunk_slice(case._replace(rank=rank))) for rank in ranks]
 
 
-def _ring_all_gather(group: Group, x: np.ndarray, op: Operation) -> None:
-    all_gather(group, x)
-
-
 def _direct_reduce_scatter(group: Group, x: np.ndarray, op: Operation) -> np.ndarray:
     """Reduce our chunk, then wait until the neighbours have read our array."""
     own_slice = direct_reduce_scatter(group, x, op, bounds(x.size, group.link.size))
     if group.node_buffers is not None:
         group.node_buffers.flags.exchange()
     return own_slice
-
-
-def _tree_broadcast(group: Group, x: np.ndarray, op: Operation) -> None:
-    collectives.broadcast(group, x)
 
 
 COLLECTIVES = {
@@ -193,7 +181,7 @@ COLLECTIVES = {
         ),
         Collective(
             "all-gather",
-            {"ring": _ring_all_gather},
+            {"ring": lambda group, x, op: all_gather(group, x)},
             input=_chunk_slice,
             output=_expected_chunks,
             busbw=lambda ranks: (ranks - 1) / ranks,
@@ -202,8 +190,8 @@ COLLECTIVES = {
         ),
         Collective(
             "broadcast",
-            {"tree": _tree_broadcast},
-            input=_root_slice,
+            {"tree": lambda group, x, op: collectives.broadcast(group, x)},
+            input=lambda case: slice(0, case.length if case.rank == 0 else 0),
             output=lambda case: [_expected_copy(case, 0, _vector_slice(case))],
             busbw=lambda ranks: 1.0,
             traffic=lambda ranks: ranks,

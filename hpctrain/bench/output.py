@@ -7,7 +7,9 @@ soon as it is measured.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -15,6 +17,7 @@ from rich.table import Table
 
 from hpctrain import machine
 from hpctrain.bench.message_sizes import size_text
+from hpctrain.bench.options import Options
 from hpctrain.core import progress
 from hpctrain.core.errors import UsageError
 from hpctrain.core.fitted_table import fit_table
@@ -139,6 +142,21 @@ def make_report(
     """
     facts = machine.facts(world.hosts, world.transport)
     return {"machine": facts, **about, "noisy": noisy, "rows": list(rows)}
+
+
+def save(
+    world: World,
+    options: Options,
+    rows: Sequence[Row],
+    title: str,
+    drawing: Callable[[ModuleType], Callable[..., None]],
+    about: Mapping[str, Any],
+) -> None:
+    """Write --json and --plot from rank 0; `drawing` picks a function of bench/plot.py."""
+    write_json(world, options.json, make_report(world, rows, find_noise(world, rows), **about))
+    if options.plot is not None and world.rank == 0:
+        drawing(import_module("hpctrain.bench.plot"))(rows, title, options.plot)
+        report_file(options.plot)
 
 
 def write_json(world: World, path: Path | None, content: Mapping[str, Any]) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ import numpy as np
 
 from hpctrain import config
 from hpctrain.bench import checks, memory_check, message_sizes, output, p2p_gpu
-from hpctrain.bench.collectives import check_plot_path, require_minimum
+from hpctrain.bench.options import Options, require_minimum
 from hpctrain.bench.rank_pair import RankPair
 from hpctrain.bench.sweep import calls_per_round
 from hpctrain.collectives import all_gather_bytes
@@ -47,16 +46,14 @@ COLUMNS = (
 Row = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Options:
+@dataclass(frozen=True, kw_only=True)
+class LinkOptions(Options):
     """Validated options of the command line."""
 
     sizes: Sequence[int]
     ranks: tuple[int, int] | None  #: the measured pair; None: the default pair
     rounds: int
     warm_up: int
-    json: Path | None
-    plot: Path | None
     device: gpus.Device = "cpu"
 
 
@@ -68,21 +65,20 @@ def parse_options(
     json: Path | None,
     plot: Path | None,
     device: str = "cpu",
-) -> Options:
+) -> LinkOptions:
     """Return the validated options; raise UsageError."""
-    check_plot_path(plot)
-    return Options(
-        message_sizes.parse(sizes_text),
-        None if ranks is None else _parse_pair(ranks),
-        require_minimum("--iterations", iterations, 1),
-        require_minimum("--warm-up", warm_up, 0),
-        json,
-        plot,
-        config.pick(DEVICES, device, "--device"),
+    return LinkOptions(
+        sizes=message_sizes.parse(sizes_text),
+        ranks=None if ranks is None else _parse_pair(ranks),
+        rounds=require_minimum("--iterations", iterations, 1),
+        warm_up=require_minimum("--warm-up", warm_up, 0),
+        json=json,
+        plot=plot,
+        device=config.pick(DEVICES, device, "--device"),
     )
 
 
-def run(world: World, options: Options) -> list[Row]:
+def run(world: World, options: LinkOptions) -> list[Row]:
     """Measure, print, save and return the rows; collective."""
     source, target = _choose_pair(world, options.ranks)
     memory_check.check_host_memory(world, max(options.sizes), with_rivals=False)
@@ -105,22 +101,14 @@ def run(world: World, options: Options) -> list[Row]:
     gpu_facts = (
         {"device": "gpu", "paths": asdict(world.verdict), "nic_gb_s": nic_rate} if is_on_gpu else {}
     )
-    output.write_json(
-        world,
-        options.json,
-        output.make_report(
-            world, rows, output.find_noise(world, rows), timed=TIMING_METHOD, **gpu_facts
-        ),
-    )
-    if options.plot is not None and world.rank == 0:
-        import_module("hpctrain.bench.plot").draw_size_plot(rows, title, options.plot, "algbw")
-        output.report_file(options.plot)
+    facts = {"timed": TIMING_METHOD, **gpu_facts}
+    output.save(world, options, rows, title, lambda plot: plot.draw_link_plot, facts)
     return rows
 
 
 def measure(
     world: World,
-    options: Options,
+    options: LinkOptions,
     buffer: xp.Array,
     pairs: Sequence[RankPair],
     nic_rate: float | None = None,
@@ -133,7 +121,9 @@ def measure(
         x = buffer[:nbytes]
         calls = max(MIN_WINDOW, calls_per_round(nbytes))
         contenders = {
-            f"{method}{_path_suffix(pair)}": (method, pair) for pair in pairs for method in METHODS
+            f"{method}{'' if pair.path == 'host' else f' {pair.path}'}": (method, pair)
+            for pair in pairs
+            for method in METHODS
         }
         calls_by_name = {
             name: METHODS[method](pair, x, calls) for name, (method, pair) in contenders.items()
@@ -156,10 +146,6 @@ def measure(
             | {"calls": calls, "rounds": options.rounds, "correct": correct_by_name[name]}
             for name, (method, pair) in contenders.items()
         ]
-
-
-def _path_suffix(pair: RankPair) -> str:
-    return "" if pair.path == "host" else f" {pair.path}"
 
 
 def _make_buffer(world: World, nbytes: int, is_on_gpu: bool) -> xp.Array:

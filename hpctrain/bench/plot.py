@@ -58,6 +58,11 @@ def draw_size_plot(rows: Sequence[Row], title: str, path: Path, bandwidth: str =
     figure.savefig(path, dpi=130)
 
 
+def draw_link_plot(rows: Sequence[Row], title: str, path: Path) -> None:
+    """Write the plot of a link's `rows`, whose bandwidth has no factor, to `path`."""
+    draw_size_plot(rows, title, path, "algbw")
+
+
 def _line_styles(names: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Return the line style of each name; `x, A` and `x, B` share a colour, not the dashes."""
     name_parts = {name: name.partition(", ")[::2] for name in names}

@@ -81,7 +81,8 @@ def calls_per_round(nbytes: int) -> int:
 
 def run(world: World, plan: SweepPlan, rivals: Mapping[str, Rival]) -> Iterator[list[Row]]:
     """Yield each contender's row for each size; collective."""
-    lengths = _vector_lengths(plan, world.size)
+    itemsize = plan.dtype.itemsize
+    lengths = sorted({plan.collective.length(n, itemsize, world.size) for n in plan.sizes})
     allocate = world.memory.zeros if plan.in_node_memory else _private_zeros
     buffer = allocate(lengths[-1], plan.dtype)
     for length in lengths:
@@ -101,7 +102,8 @@ def make_contenders(
             contenders[algorithm] = Contender(*world.link.native.bind(f"{name} plain", x, op))
         elif algorithm in plan.collective.public_calls:  # `ht.allreduce` itself
             check = plan.collective.public_calls[algorithm]
-            contenders[algorithm] = Contender(_public_call(x, plan.op, world, check), x)
+            call = partial(allreduce, x, plan.op, world=world, check=check)
+            contenders[algorithm] = Contender(call, x)
         elif binder := plan.collective.binders.get(algorithm):
             contenders[algorithm] = Contender(binder(world.main, x, op), x)
         else:
@@ -133,11 +135,6 @@ def check_result(
     return all(is_correct for is_correct, _ in verdicts), any(
         is_shared for _, is_shared in verdicts
     )
-
-
-def _vector_lengths(plan: SweepPlan, ranks: int) -> list[int]:
-    itemsize = plan.dtype.itemsize
-    return sorted({plan.collective.length(size, itemsize, ranks) for size in plan.sizes})
 
 
 def _private_zeros(length: int, dtype: np.dtype) -> np.ndarray:
@@ -196,11 +193,6 @@ def _measure_cold(
         link, calls_by_name, *rounds, contexts=contender_contexts, eviction_array=eviction_buffer
     )
     return {name: float(np.median(times_s)) for name, times_s in seconds.items()}
-
-
-def _public_call(x: np.ndarray, op: str, world: World, check: bool) -> Callable[[], None]:
-    """Return a call of `ht.allreduce`."""
-    return lambda: allreduce(x, op, world=world, check=check)
 
 
 def min_bytes_moved(world: World, plan: SweepPlan, is_shared: bool, nbytes: int) -> float:

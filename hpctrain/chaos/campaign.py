@@ -141,15 +141,12 @@ def make(name: str, tables: Mapping[str, Any], folder: Path = Path()) -> Campaig
 
 def read_lines(path: Path) -> list[Case]:
     """Return the cases of a file of lines, cases or results; of a case its last line counts."""
-    cases = [read_case for read_case in _cases(path) if read_case is not None]
-    return list({(case.seed, case.index): case for case in cases}.values())
 
-
-def _cases(path: Path) -> list[Case | None]:
-    def of_line(table: dict[str, Any]) -> Case | None:
+    def read_case(table: dict[str, Any]) -> Case | None:
         return None if "campaign" in table else read(json.dumps(table))
 
-    return files.read_log(path, of_line, LINES_LIMIT_BYTES, NAMED).entries
+    cases = files.read_log(path, read_case, LINES_LIMIT_BYTES, NAMED).entries
+    return list({(case.seed, case.index): case for case in cases if case}.values())
 
 
 def _built_in(name: str) -> Subject:

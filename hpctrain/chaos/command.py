@@ -105,7 +105,8 @@ def _run(request: Request, cases: list[Case]) -> int:
             bar.show(result)
             if file:
                 results.append(file, result)
-            _clean_up(request, result, work)
+            if result["verdict"] == PASSED and not request.keep:
+                shutil.rmtree(work / "case-{seed}-{index}".format_map(result["case"]))
     output.print_summary(list(tables.values()))
     return _finish(request, list(tables.values()), work)
 
@@ -168,12 +169,6 @@ def _await_next(running: dict[int, Case], work: Path) -> Table:
                 "mpi": jobs.mpi_name(), "seconds": 0.0}  # fmt: skip
     result: Table = json.loads(file.read_text())
     return result
-
-
-def _clean_up(request: Request, result: Table, work: Path) -> None:
-    case = result["case"]
-    if result["verdict"] == PASSED and not request.keep:
-        shutil.rmtree(work / f"case-{case['seed']}-{case['index']}")
 
 
 def _finish(request: Request, tables: list[Table], work: Path) -> int:

@@ -121,7 +121,8 @@ def problems_at_end(case: Case, run: Path, *, hung: bool) -> Iterator[str]:
             yield f"{summary['samples']} samples, expected {case.samples_of(total)}"
         yield from problems_of_recoveries(case, summary)
     yield from problems_of_rows(case, run / run_folder.METRICS)
-    if spare := [name for name in _files(run) if not _is_expected(name, hung=hung)]:
+    expected = [FILES, FILES_AFTER_HANG] if hung else [FILES]
+    if spare := [n for n in _files(run) if not any(pattern.fullmatch(n) for pattern in expected)]:
         yield f"files left: {spare}"
     for path in sorted((run / "checkpoints").glob("step-*")):
         if fault := checkpoint.verify(path):
@@ -130,10 +131,6 @@ def problems_at_end(case: Case, run: Path, *, hung: bool) -> Iterator[str]:
 
 def _files(run: Path) -> list[str]:
     return [str(path.relative_to(run)) for path in sorted(run.rglob("*"))]
-
-
-def _is_expected(name: str, *, hung: bool) -> bool:
-    return bool(FILES.fullmatch(name) or (hung and FILES_AFTER_HANG.fullmatch(name)))
 
 
 def problems_of_recoveries(case: Case, summary: dict[str, Any]) -> Iterator[str]:

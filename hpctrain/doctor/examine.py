@@ -78,7 +78,12 @@ def examine_node() -> NodeResult:
     _must_be_single_process(launchers.launched(os.environ))
     node_hardware = find_hardware(socket.gethostname())
     gpu_paths = _probe_gpu_paths() if node_hardware.node_gpus.gpus and cupy_version() else None
-    checks = [_check_versions(), *_check_mpi(), _check_blas(node_hardware.quota_cores)]
+    core_count = len(os.sched_getaffinity(0))
+    threads = core_binding.user_blas_threads(os.environ) or core_count
+    blas = node.check_blas(threads, core_count, node_hardware.quota_cores)
+    packages = [f"{name} {version(name)}" for name in PACKAGES]
+    versions = ", ".join([f"Python {platform.python_version()}", *packages])
+    checks = [Check("versions", "ok", versions), *_check_mpi(), blas]
     if (torch_version := guests.torch_version()) is not None:
         has_gpu = bool(node_hardware.node_gpus.gpus)
         names = guests.backend_names()
@@ -131,11 +136,6 @@ def _must_be_single_process(launched: launchers.Launched) -> None:
         )
 
 
-def _check_versions() -> Check:
-    packages = [f"{name} {version(name)}" for name in PACKAGES]
-    return Check("versions", "ok", ", ".join([f"Python {platform.python_version()}", *packages]))
-
-
 def _check_mpi() -> list[Check]:
     try:
         library = find_mpi()
@@ -143,13 +143,6 @@ def _check_mpi() -> list[Check]:
         remedy, *details = str(error).splitlines()
         return [Check("MPI", "bad", " ".join(" ".join(details).split()), remedy)]
     return mpi.check_mpi(library, mpi.start_two_ranks(library), mpi.find_launchers())
-
-
-def _check_blas(quota_cores: float | None) -> Check:
-    core_count = len(os.sched_getaffinity(0))
-    return node.check_blas(
-        core_binding.user_blas_threads(os.environ) or core_count, core_count, quota_cores
-    )
 
 
 def cupy_version() -> str | None:

@@ -44,8 +44,17 @@ def check_mpi(
         return checks
     if report.sizes != (2, 2):
         return [*checks, _launch_fault(mpi, report)]
-    return [*checks, Check("ranks", "ok", "2 ranks started and see each other"),
-            check_threads(report.thread_level), _check_ulfm(mpi, report)]  # fmt: skip
+    ulfm = (
+        "available on request: mpirun --with-ft ulfm"
+        if report.ulfm
+        else f"none: a lost rank ends the job ({mpi.vendor})"
+    )
+    return [
+        *checks,
+        Check("ranks", "ok", "2 ranks started and see each other"),
+        check_threads(report.thread_level),
+        Check("ULFM", "note", ulfm),
+    ]
 
 
 def start_two_ranks(mpi: MpiInstallation) -> LaunchReport | None:
@@ -163,9 +172,3 @@ def check_threads(level: str) -> Check:
         f"MPI_THREAD_{level}: gradients cannot travel while backward computes",
         "use an MPI that was built with MPI_THREAD_MULTIPLE; MPICH: --enable-threads=multiple",
     )
-
-
-def _check_ulfm(mpi: MpiInstallation, report: LaunchReport) -> Check:
-    if report.ulfm:
-        return Check("ULFM", "note", "available on request: mpirun --with-ft ulfm")
-    return Check("ULFM", "note", f"none: a lost rank ends the job ({mpi.vendor})")

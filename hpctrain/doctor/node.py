@@ -89,10 +89,11 @@ def _check_leftovers(folder: Path, mapped_files: Collection[str]) -> Check:
         for file in folder.glob(pattern)
         if str(file) not in mapped_files
     ]
-    user_files = [file for file in files if _owner_uid(file) == os.geteuid()]
+    facts = {file: facts for file in files if (facts := _lstat(file))}
+    user_files = [file for file in facts if facts[file].st_uid == os.geteuid()]
     if not user_files:
         return Check("left-overs", "ok", f"none of yours in {folder}")
-    total_bytes = sum(_allocated_bytes(file) for file in user_files)
+    total_bytes = sum(facts[file].st_blocks * 512 for file in user_files)
     return Check(
         "left-overs",
         "slow" if total_bytes > GIB else "note",
@@ -124,15 +125,8 @@ def _find_mapped_files() -> set[str]:
     return files
 
 
-def _owner_uid(file: Path) -> int | None:
+def _lstat(file: Path) -> os.stat_result | None:
     try:
-        return file.lstat().st_uid
+        return file.lstat()
     except OSError:
         return None
-
-
-def _allocated_bytes(file: Path) -> int:
-    try:
-        return file.lstat().st_blocks * 512
-    except OSError:
-        return 0

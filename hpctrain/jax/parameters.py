@@ -30,7 +30,7 @@ def named_leaves(params: Any) -> dict[str, Any]:
     """
     leaves: dict[str, Any] = {}
     for path, leaf in leaves_with_paths(params, "params"):
-        name = _leaf_name(path)
+        name = ".".join(map(_entry_name, path)) or ROOT_NAME
         if fault := find_fault(leaf) or _find_dtype_fault(leaf):
             advice = fault[1] if fault[1] != LEAVE_OUT else KEEP_OUTSIDE
             raise UsageError(
@@ -137,11 +137,6 @@ def find_devices(leaves: Mapping[str, Any]) -> list[str]:
 def is_weak(leaf: Any) -> bool:
     """Return whether operations with `leaf` take the dtype of the other operand."""
     return isinstance(leaf, jax.Array) and bool(leaf.weak_type)
-
-
-def _leaf_name(path: tuple[Any, ...]) -> str:
-    """Return the dotted name of the leaf at `path`."""
-    return ".".join(map(_entry_name, path)) or ROOT_NAME
 
 
 def _entry_name(entry: Any) -> str:

@@ -79,7 +79,9 @@ def print_report(job: JobState, last: int) -> None:
 
     console = stdout_console(history.DEFAULT_WIDTH)
     table = Table("rank", "host", "state", "step", "last operation", "since", "line")
-    states = sorted(job.diagnosis.ranks, key=lambda s: s.rank not in _notable(job.diagnosis))
+    result = job.diagnosis
+    notable = {*result.waited_for, *result.silent_first, *result.behind}
+    states = sorted(result.ranks, key=lambda state: state.rank not in notable)
     for state in states[:MAX_ROWS]:
         table.add_row(*map(Text, _cells(state)))
     console.print(fit_table(table, console))
@@ -89,10 +91,6 @@ def print_report(job: JobState, last: int) -> None:
         lines += [f"rank {state.rank}, last operations:", *_last_operations(state, last)]
     for line in [*lines, *conclusions(job), *remedies(job)]:
         console.print(Text(line), soft_wrap=True)
-
-
-def _notable(result: Diagnosis) -> set[int]:
-    return {*result.waited_for, *result.silent_first, *result.behind}
 
 
 def _cells(state: RankState) -> tuple[str, ...]:

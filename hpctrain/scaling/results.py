@@ -124,7 +124,11 @@ def evaluate(study: Study, outcomes: Outcomes, wires: Wires = (None, None)) -> R
         _measured_row(point, points[0]) | _backcast_row(study, steps[:i], point, wires)
         for i, point in enumerate(points)
     ]
-    rows += [_gap_row(size) for size in study.sizes if size not in {point.size for point in points}]
+    rows += [
+        {"kind": "gap", "ranks": size.ranks, "nodes": size.nodes, "repeats": 0}
+        for size in study.sizes
+        if size not in {point.size for point in points}
+    ]
     rows.sort(key=lambda row: (row["ranks"], row["nodes"]))
     for row in rows:
         gaps = [gap for gap in outcomes[Size(row["ranks"], row["nodes"])] if isinstance(gap, Gap)]
@@ -198,10 +202,6 @@ def _backcast_row(
         return {}
     step_s = model.forecast(point.size, point.share).step_s
     return {"predicted_step_s": step_s, "prediction_error": step_s / point.median("step_s") - 1}
-
-
-def _gap_row(size: Size) -> Row:
-    return {"kind": "gap", "ranks": size.ranks, "nodes": size.nodes, "repeats": 0}
 
 
 def _fit_repeat_models(study: Study, points: Sequence[SizeTrials], wires: Wires) -> RepeatModels:

@@ -42,11 +42,6 @@ _MAX_THREAD_ENTRIES = 4
 _ABORTED = "the process group was aborted: make another by new_group"
 
 
-def _thread_entry(record: WatchRecord) -> Entry:
-    """Return an entry of the watch's record for the thread of another group."""
-    return record.entry(f"torch thread {min(next(_thread_numbers), _MAX_THREAD_ENTRIES)}")
-
-
 _thread_numbers = count(1)
 
 
@@ -209,7 +204,8 @@ class Progress:
         return work
 
     def _run_thread(self) -> None:
-        entry = _thread_entry(self._record)
+        number = min(next(_thread_numbers), _MAX_THREAD_ENTRIES)
+        entry = self._record.entry(f"torch thread {number}")
         watcher = self._links[0].view()
         watcher.record_waits_in(entry)
         while (pending := self._inbox.get()) is not None:

@@ -5,15 +5,17 @@ Nothing of hpctrain needs them. This package alone imports torch and horovod, an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from importlib import import_module
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
 
 from hpctrain import config
+from hpctrain.bench import output
 from hpctrain.world import World
 
 TIMEOUT_S = 60.0
@@ -86,10 +88,30 @@ def join(world: World, names: Iterable[str]) -> tuple[dict[str, Rival], dict[str
     return joined_rivals, skip_reasons
 
 
-def describe(joined_rivals: Mapping[str, Rival], skip_reasons: Mapping[str, str]) -> dict[str, str]:
-    """Return version and settings of each rival, or the reason for its absence."""
-    unavailable = {name: f"skipped: {reason}" for name, reason in skip_reasons.items()}
-    return {name: rival.about for name, rival in joined_rivals.items()} | unavailable
+@contextmanager
+def joined(
+    world: World,
+    names: Iterable[str],
+    refuse: Callable[[Rival], str | None],
+    skipped: Mapping[str, str] = MappingProxyType({}),
+) -> Iterator[tuple[dict[str, Rival], dict[str, str]]]:
+    """Yield the rivals that take part, and a description of each name; close them; collective.
+
+    `refuse` returns the reason why a rival cannot be measured; `skipped` has reasons for further
+    names. Rank 0 prints the descriptions: version and settings, or the reason for the absence.
+    """
+    present, reasons = join(world, names)
+    refusals = {name: reason for name, rival in present.items() if (reason := refuse(rival))}
+    measured = {name: rival for name, rival in present.items() if name not in refusals}
+    about = {name: rival.about for name, rival in measured.items()}
+    for name, reason in {**reasons, **skipped, **refusals}.items():
+        about[name] = f"skipped: {reason}"
+    output.print_lines(world, [f"# {name}: {text}" for name, text in about.items()])
+    try:
+        yield measured, about
+    finally:
+        for rival in present.values():
+            rival.close()
 
 
 def _import_rival_class(world: World, name: str) -> tuple[Callable[[World], Rival] | None, str]:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 
 import threadpoolctl
 
 from hpctrain import config
 from hpctrain.bench import output, rivals
-from hpctrain.bench.collectives import check_plot_path, require_minimum, split_words
+from hpctrain.bench.options import RivalOptions, require_minimum, split_words
 from hpctrain.bench.training_step import timing
 from hpctrain.core.errors import UsageError
 from hpctrain.training import recipe, runs
@@ -29,16 +27,6 @@ TIMING_METHOD = (
 TORCH_RIVALS = "gloo,ddp,sync"  #: beside our engines with a module of PyTorch, by default
 
 
-@dataclass(frozen=True)
-class Options:
-    """Validated options of the command line."""
-
-    plan: timing.StepPlan
-    rivals: tuple[str, ...]
-    json: Path | None
-    plot: Path | None
-
-
 def parse_options(
     name: str,
     sets: Sequence[str],
@@ -50,7 +38,7 @@ def parse_options(
     warm_up: int,
     json: Path | None,
     plot: Path | None,
-) -> Options:
+) -> RivalOptions[timing.StepPlan]:
     """Return the validated options; a UsageError names the expected and the nearest value."""
     spec = recipe.load(name, sets)
     names = list(split_words(algorithms))
@@ -60,7 +48,6 @@ def parse_options(
         )
     if not set(names) - {timing.NULL_ALGORITHM}:
         raise UsageError("--algorithms: expected one that communicates, seen none")
-    check_plot_path(plot)
     plan = timing.StepPlan(
         spec,
         # `null` is measured in any case.
@@ -73,41 +60,23 @@ def parse_options(
     if plan.in_torch and (reason := timing.rival_refusal(spec)):
         raise UsageError(f"--model torch: {reason}")
     rivals_text = rivals_text or TORCH_RIVALS * plan.in_torch
-    return Options(plan, tuple(rivals.parse_names(rivals_text)), json, plot)
+    return RivalOptions(plan=plan, rivals=rivals.parse_names(rivals_text), json=json, plot=plot)
 
 
-def run(world: World, options: Options) -> list[timing.Row]:
+def run(world: World, options: RivalOptions[timing.StepPlan]) -> list[timing.Row]:
     """Measure, print, save and return the rows; collective."""
     plan = options.plan
     output.check_writable(world, options.json, options.plot)
     split = world.on_all_ranks(lambda: plan.spec.data.load(plan.spec.run.seed))
     model = world.on_all_ranks(lambda: runs.build_model(plan.spec, split))
-    joined_rivals, skip_reasons = rivals.join(world, options.rivals)
-    if reason := timing.rival_refusal(plan.spec):
-        skip_reasons |= dict.fromkeys(joined_rivals, reason)
-    supported_rivals = {
-        name: library for name, library in joined_rivals.items() if name not in skip_reasons
-    }
-    rival_descriptions = rivals.describe(supported_rivals, skip_reasons)
-    output.print_lines(world, [f"# {name}: {text}" for name, text in rival_descriptions.items()])
+    refusal = timing.rival_refusal(plan.spec)
     title = f"a step of {plan.spec.run.name}, {world.size} ranks"
-    printer = output.RowPrinter(world, title, _columns(supported_rivals), len(plan.batches))
-    try:
+    with rivals.joined(world, options.rivals, lambda _: refusal) as (joined, about):
+        printer = output.RowPrinter(world, title, _columns(joined), len(plan.batches))
         with threadpoolctl.threadpool_limits(1, "blas"):
-            rows = printer.print_groups(
-                timing.run(world, plan, model, split.train, supported_rivals)
-            )
-    finally:
-        for library in joined_rivals.values():
-            library.close()
-    noisy = output.find_noise(world, rows)
-    json_report = output.make_report(
-        world, rows, noisy, timed=TIMING_METHOD, rivals=rival_descriptions, recipe=plan.spec.tables
-    )
-    output.write_json(world, options.json, json_report)
-    if options.plot is not None and world.rank == 0:
-        import_module("hpctrain.bench.plot").draw_step_bars(rows, title, options.plot)
-        output.report_file(options.plot)
+            rows = printer.print_groups(timing.run(world, plan, model, split.train, joined))
+    facts = {"timed": TIMING_METHOD, "rivals": about, "recipe": plan.spec.tables}
+    output.save(world, options, rows, title, lambda plot: plot.draw_step_bars, facts)
     return rows
 
 

@@ -129,7 +129,10 @@ def _make_contenders(
 ) -> dict[str, Contender]:
     contenders = {}
     for name in dict.fromkeys((*plan.algorithms, NULL_ALGORITHM)):
-        engine = _engine_options(name).build(world, *_make_replica(plan, model))
+        shares_parameters = name == SHARE_PARAMETERS
+        algorithm = "auto" if shares_parameters else name
+        options = engines.AllReduce(algorithm=algorithm, share_parameters=shares_parameters)
+        engine = options.build(world, *_make_replica(plan, model))
         built_engines.append(engine)
         contenders[name] = Contender(
             _engine_step(world, engine, plan.spec.run.seed), shares, NULL_ALGORITHM
@@ -147,17 +150,12 @@ def _make_contenders(
     return contenders
 
 
-def _engine_options(name: str) -> engines.AllReduce:
-    if name == SHARE_PARAMETERS:
-        return engines.AllReduce(share_parameters=True)
-    return engines.AllReduce(algorithm=name)
-
-
 def _make_replica(plan: StepPlan, model: Model) -> tuple[Replica, Optimizer]:
     """Return a new replica of the model for an engine, and its optimizer."""
     replica = make_replica(model, plan.spec.run.seed, "float32", on_gpu=False)
     if not plan.in_torch:
-        return replica, _constant_rate_optimizer(plan.spec)
+        optimizer = plan.spec.optimizer
+        return replica, optimizer.build(lambda step: optimizer.rate)
     from hpctrain.bench.rivals.training import build_network, make_optimizer
 
     dense = _dense_model(plan, replica)
@@ -166,12 +164,6 @@ def _make_replica(plan: StepPlan, model: Model) -> tuple[Replica, Optimizer]:
     torch_modules = import_module("hpctrain.torch.modules.optimizers.conversion")
     optimizer = torch_modules.as_optimizer(make_optimizer(network, dense), network)
     return frameworks.as_model(network).make_replica(0, "float32", on_gpu=False), optimizer
-
-
-def _constant_rate_optimizer(spec: Recipe) -> Optimizer:
-    """Return the recipe's optimizer with a constant learning rate."""
-    optimizer: Optimizer = spec.optimizer.build(lambda step: spec.optimizer.rate)
-    return optimizer
 
 
 def _engine_step(world: World, engine: Any, seed: int) -> StepFunction:
@@ -207,7 +199,10 @@ def _measure_batch(
     for contender in contenders.values():
         with contender.awake_context():
             contender(EQUAL_LOSS_STEPS)
-    losses = {name: _mean_loss(world, contender, batch) for name, contender in contenders.items()}
+    losses = {
+        name: sum(map(float, world.gather(str(contender.losses[-1])))) / (batch * world.size)
+        for name, contender in contenders.items()
+    }
     step_calls = {
         name: partial(contender, STEPS_PER_CALL) for name, contender in contenders.items()
     }
@@ -270,8 +265,3 @@ def _loss_columns(
         "loss": losses[name],
         "correct": abs(losses[name] / reference_loss - 1) <= LOSS_TOLERANCE,
     }
-
-
-def _mean_loss(world: World, contender: Contender, batch: int) -> float:
-    """Return the mean loss of the last step over all ranks; collective."""
-    return sum(map(float, world.gather(str(contender.losses[-1])))) / (batch * world.size)

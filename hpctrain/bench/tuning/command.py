@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 from hpctrain import config
 from hpctrain.bench import memory_check, message_sizes, output
-from hpctrain.bench.collectives import check_plot_path, require_minimum
+from hpctrain.bench.options import check_plot_path, require_minimum
 from hpctrain.bench.p2p import DEVICES
 from hpctrain.bench.tuning import printed_table
 from hpctrain.core import progress

@@ -9,7 +9,6 @@ import rich.table
 from hpctrain.bench.message_sizes import size_text
 from hpctrain.core import progress, thresholds
 from hpctrain.core.fitted_table import fit_table
-from hpctrain.cost_model import cost
 from hpctrain.tuning import choose, select
 from hpctrain.tuning.table import Table
 
@@ -32,7 +31,10 @@ def print_table(table: Table, path: Path | None) -> None:
     console.print(fit_table(_choice_table(table), console))
     for place_text, constants in (("inside a node", table.node), ("between nodes", table.across)):
         if constants is not None:
-            console.print(f"{place_text}: {_constants_text(constants)}")
+            console.print(
+                f"{place_text}: alpha {constants.alpha * 1e6:.3g} us, "
+                f"beta {1e-9 / constants.beta:.3g} GB/s, gamma {1e-9 / constants.gamma:.3g} GB/s"
+            )
     console.print(f"buckets: {_buckets_text(table)}")
     if table.noisy is not None:
         console.print(choose.noise_warning(table.noisy, "tune"), soft_wrap=True)
@@ -94,13 +96,6 @@ def _choice_cells(seconds: dict[str, float], name: str) -> tuple[str, str, str]:
         return "-", "-", "-"
     gain = f"{seconds['native'] / seconds[name]:.2f}" if "native" in seconds else "-"
     return name, f"{seconds[name] * 1e6:.4g}", gain
-
-
-def _constants_text(machine: cost.Machine) -> str:
-    return (
-        f"alpha {machine.alpha * 1e6:.3g} us, beta {1e-9 / machine.beta:.3g} GB/s, "
-        f"gamma {1e-9 / machine.gamma:.3g} GB/s"
-    )
 
 
 def _buckets_text(table: Table) -> str:

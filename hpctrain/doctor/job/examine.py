@@ -67,7 +67,8 @@ def examine_job(options: Options) -> int:
     out_folder, probe = output_folder.nearest_existing_folder(options.out), ""
 
     def on_hang(report: str) -> None:
-        result.checks.append(_hang_check(report))
+        remedy = "check the nodes of the ranks for which others wait: does a device or a disk hang?"
+        result.checks.append(Check("answers", "bad", report, remedy))
         _publish_result(result, options)
         output_folder.remove_probe(probe)
 
@@ -111,10 +112,18 @@ def _run_stages(
     machines = world.gather(kernel())
     stages: tuple[tuple[str, Callable[[], Any], Callable[[World, JobResult, Answers], None]], ...]
     stages = (
-        ("versions, bindings, hardware", lambda: _collect_facts(world, options), _add_facts),
+        (
+            "versions, bindings, hardware",
+            lambda: asdict(rank_facts.collect_local_facts(world, options.recipe)),
+            _add_facts,
+        ),
         ("clocks", lambda: consistency.measure_clock_offset(world, machines), _add_clocks),
         ("speed of cores", lambda: _measure_cores(world, machines), _add_cores),
-        ("messages between all pairs", lambda: _measure_pings(world), _add_pings),
+        (
+            "messages between all pairs",
+            lambda: [asdict(ping) for ping in ping_pong.measure_all_pairs(world)],
+            _add_pings,
+        ),
         ("sums", lambda: known_sums.find_failed_algorithms(world), _add_sums),
     )
     for title, measure, add_answers in stages:
@@ -122,10 +131,6 @@ def _run_stages(
         answers = gather_json(world.link, measure())
         if world.rank == 0:
             add_answers(world, result, answers)
-
-
-def _collect_facts(world: World, options: Options) -> dict[str, Any]:
-    return asdict(rank_facts.collect_local_facts(world, options.recipe))
 
 
 def _add_facts(world: World, result: JobResult, answers: Answers) -> None:
@@ -149,10 +154,6 @@ def _measure_cores(world: World, machines: list[str]) -> list[dict[str, Any]]:
 def _add_cores(world: World, result: JobResult, answers: Answers) -> None:
     result.cores = [cores.CoreTiming(**row) for rows in answers for row in rows]
     result.checks.append(cores.check_cores(result.cores))
-
-
-def _measure_pings(world: World) -> list[dict[str, Any]]:
-    return [asdict(ping) for ping in ping_pong.measure_all_pairs(world)]
 
 
 def _add_pings(world: World, result: JobResult, answers: Answers) -> None:
@@ -223,11 +224,6 @@ def _report_no_job(launched: launchers.Launched, reason: str, options: Options) 
     else:
         time.sleep(RANK_0_HEAD_START_S)  # some launchers kill all ranks when one ends with an error
     return 1
-
-
-def _hang_check(report: str) -> Check:
-    remedy = "check the nodes of the ranks for which others wait: does a device or a disk hang?"
-    return Check("answers", "bad", report, remedy)
 
 
 def _publish_result(result: JobResult, options: Options) -> None:

@@ -80,17 +80,16 @@ class SizeStatus:
 
 def rows(study: Study, statuses: Statuses) -> list[SizeStatus]:
     """Return a row for each size of the study."""
-    by_size = {size: _statuses_of(size, statuses) for size in study.sizes}
+    by_size = {
+        size: tuple(statuses[key] for key in sorted(statuses) if key[1] == size)
+        for size in study.sizes
+    }
     outcomes = {
         size: [status.trial or Gap(status.reason) for status in by_size[size]] for size in by_size
     }
     points = {point.size: point for point in group_trials(study, outcomes)}
     base = _base(by_size, points)
     return [_row(size, by_size[size], points.get(size), base) for size in by_size]
-
-
-def _statuses_of(size: Size, statuses: Statuses) -> tuple[TrialStatus, ...]:
-    return tuple(statuses[key] for key in sorted(statuses) if key[1] == size)
 
 
 def _base(

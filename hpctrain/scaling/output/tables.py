@@ -26,6 +26,7 @@ WIDE_INTERVAL = 0.1  #: half an interval of efficiency
 MAX_RATE_SPREAD = 0.25  #: half an interval of samples/s over its mean, as `tune` has for times
 MAX_CREDIBLE = 1.02  #: efficiency, and a share of a link's rate, that only noise exceeds
 BOUND = 1 - 1e-9  #: serial fractions above are 1
+LAW_NAMES = {"amdahl": "Amdahl's law", "gustafson": "Gustafson's law"}
 
 
 def table(result: Result) -> Table:
@@ -180,7 +181,7 @@ def facts(result: Result) -> dict[str, str]:
     if noise := noise_text(result):
         texts["noise"] = noise
     if result.serial is not None:
-        texts[laws_name(result.law)] = law_text(result) + f"; {TOO_NOISY}" * bool(noise)
+        texts[LAW_NAMES[result.law]] = law_text(result) + f"; {TOO_NOISY}" * bool(noise)
     if result.model is not None:
         untested = "" if result.tested else f", {UNTESTED}"
         noise = _faster_than_link(result.model, result.study.link)
@@ -219,11 +220,6 @@ def _faster_than_link(model: StepModel, link: str | None) -> str:
     if link is None or not model.beta_s or 8 / model.beta_s < MAX_CREDIBLE * parse_speed(link):
         return ""
     return f"; more than a link of {link} carries: noise, or trials too short to fill it"
-
-
-def laws_name(law: str) -> str:
-    """Return the name of a law as people write it."""
-    return {"amdahl": "Amdahl's law", "gustafson": "Gustafson's law"}[law]
 
 
 def law_text(result: Result) -> str:
