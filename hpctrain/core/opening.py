@@ -78,6 +78,17 @@ def remove(path: str | Path, levels: int = 1) -> None:
         os.unlink(name, dir_fd=folder)
 
 
+def remove_folder(path: str | Path, levels: int = 1) -> None:
+    """Remove a folder with all that is in it, if there is one; raise OSError. Follows no link."""
+    with suppress(FileNotFoundError), _in_folder(path, levels) as (folder, name):
+        os.close(_enter(name, folder))
+        for _, inner, files, handle in os.fwalk(name, topdown=False, dir_fd=folder):
+            for entry in (*inner, *files):
+                is_folder = stat.S_ISDIR(os.lstat(entry, dir_fd=handle).st_mode)
+                (os.rmdir if is_folder else os.unlink)(entry, dir_fd=handle)
+        os.rmdir(name, dir_fd=folder)
+
+
 def rename(path: str | Path, new_name: str, levels: int = 1) -> None:
     """Rename a file within its folder, over one of that name; raise OSError."""
     with _in_folder(path, levels) as (folder, name):

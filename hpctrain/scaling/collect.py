@@ -8,6 +8,7 @@ disturbances of a few intervals, such as another process or page faults.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -134,6 +135,12 @@ def write_log(folder: Path, text: str) -> None:
     """Write a message about a trial to its log."""
     with opening.create(log_path(folder), LEVELS) as file:
         file.write(f"hpctrain: {text}\n".encode())
+
+
+def remove_checkpoints(folder: Path) -> None:
+    """Remove the checkpoints of a trial, as far as its job writes none."""
+    with suppress(OSError):
+        opening.remove_folder(folder / "checkpoints", LEVELS + 1)
 
 
 def job_folder(folder: Path) -> Path:

@@ -101,9 +101,25 @@ class StudyFolder:
     def recipe(self, size: Size, text: str) -> Path:
         """Write the recipe of `size`; return its path."""
         path = self.path / "recipes" / f"{size.name}.toml"
-        opening.make_folder(path.parent)
+        self.make_folders_of(path)
         atomic.replace(path, text, levels=2)
         return path
+
+    def make_folders_of(self, path: Path) -> None:
+        """Make the folders of the study above `path`; raise UsageError where one is a link."""
+        with _faults_named():
+            for folder in [*path.relative_to(self.path).parents][-2::-1]:
+                opening.make_folder(self.path / folder, len(folder.parts))
+
+    def make_room(self, *outs: Path) -> None:
+        """Remove the folders of an earlier trial, and make those that they lie in.
+
+        Raises UsageError where one is a link, which may lead out of the study.
+        """
+        for out in outs:
+            self.make_folders_of(out)
+            with _faults_named():
+                opening.remove_folder(out, len(out.relative_to(self.path).parts))
 
     def save(self, study: Study) -> None:
         """Write study.json atomically."""
@@ -114,6 +130,15 @@ class StudyFolder:
         """Return the stored study; None if the folder has none yet."""
         path = self.path / STUDY_FILE
         return read_study(path) if path.exists() else None
+
+
+@contextmanager
+def _faults_named() -> Iterator[None]:
+    """Turn an OSError into the UsageError that names its file."""
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(f"{error.filename}: {error.strerror}") from None
 
 
 def read_study(path: Path) -> Study:

@@ -10,7 +10,6 @@ whose first trial fails is not tried again in the same call.
 from __future__ import annotations
 
 import logging
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -54,8 +53,8 @@ def measure_links(folder: StudyFolder, study: Study, view: LiveView) -> None:
         link_folder = folder.link(size)
         if not (link_folder / "link.json").exists():
             view.show_activity(f"messages on {size.text}")
-            link_folder.mkdir(parents=True, exist_ok=True)
             temporary = link_folder / "aside.json"
+            folder.make_folders_of(temporary)
             arguments = ["bench", "p2p", "--sizes", MESSAGES, "--iterations", "10"]
             command = local_runner.line(
                 study, size, [*arguments, "--json", str(temporary.absolute())]
@@ -170,12 +169,11 @@ def _train(
     on_poll: Callable[[], None] | None = None,
 ) -> TrialResult | Gap:
     """Run one trial into `out`, which is emptied first; its checkpoint is not kept."""
-    shutil.rmtree(out, ignore_errors=True)
-    out.parent.mkdir(parents=True, exist_ok=True)
+    folder.make_room(out)
     timed_recipe = trial_recipe.make_trial_recipe(spec, study.mode, study.batch, size, timing)
     file = folder.recipe(size, timed_recipe.toml()).absolute()
     arguments = ["train", str(file), "--out", str(out.absolute())]
     line = local_runner.line(study, size, arguments)
     local_runner.run(line, collect.log_path(out), study.threads, on_poll=on_poll)
-    shutil.rmtree(out / "checkpoints", ignore_errors=True)
+    collect.remove_checkpoints(out)
     return collect.read_trial(out, timing)

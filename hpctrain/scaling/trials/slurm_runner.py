@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import re
-import shutil
 import signal
 import time
 from collections.abc import Iterator, Mapping
@@ -28,6 +27,7 @@ from hpctrain.cluster.slurm.reasons import explain_reason, is_permanent
 from hpctrain.cluster.slurm.render import render
 from hpctrain.cluster.slurm.site import Site, load_site
 from hpctrain.cluster.slurm.submit import END_STATES, POLL_INTERVAL_S
+from hpctrain.core import opening
 from hpctrain.core.errors import HpctrainError
 from hpctrain.run_files import run_folder
 from hpctrain.scaling import collect, trial_recipe
@@ -93,10 +93,11 @@ def trials(
 def _job_for(folder: StudyFolder, study: Study, spec: Recipe, key: TrialKey) -> int | None:
     """Return the job of a trial, a new one if none is under way; None where it is refused."""
     out = folder.trial(key[1], key[0])
+    job_folder = collect.job_folder(out)
+    folder.make_folders_of(job_folder / submit.JOBS_FILE if job_folder.exists() else job_folder)
     try:
         return _open_job(study, key, out) or _submit(folder, study, spec, key, out)
     except HpctrainError as error:  # of this size alone, it may be; so is an sbatch too slow
-        out.parent.mkdir(parents=True, exist_ok=True)
         collect.write_log(out, " ".join(str(error).split()))
         return None
 
@@ -161,10 +162,8 @@ def _open_job(study: Study, key: TrialKey, out: Path) -> int | None:
 
 def _submit(folder: StudyFolder, study: Study, spec: Recipe, key: TrialKey, out: Path) -> int:
     """Submit a new job to Slurm; return its id. Files of an earlier one are removed."""
-    shutil.rmtree(out, ignore_errors=True)
-    shutil.rmtree(collect.job_folder(out), ignore_errors=True)
-    collect.log_path(out).unlink(missing_ok=True)
-    out.parent.mkdir(parents=True, exist_ok=True)
+    folder.make_room(out, collect.job_folder(out))
+    opening.remove(collect.log_path(out), collect.LEVELS)
     timed_recipe = trial_recipe.make_trial_recipe(
         spec, study.mode, study.batch, key[1], study.timing
     )
@@ -244,4 +243,4 @@ def _log_end(out: Path, state: JobState) -> None:
     reason = f" ({explain_reason(state.reason)})" if state.reason else ""
     end = "" if state.state in END_STATES else f"; `scancel {state.job}` ends it"
     collect.write_log(out, f"Slurm's job {state.job} is {state.state}{reason}{end}")
-    shutil.rmtree(out / "checkpoints", ignore_errors=True)
+    collect.remove_checkpoints(out)
