@@ -134,7 +134,9 @@ def _start_job(
     """Run a job from its start to its end."""
     start_time_s, ranks = time.time(), start.ranks + start.spares
     slots = launchers.allocated_tasks(os.environ) or _count_physical_cores()
-    states = rank_states.RankStates() if policy.elastic else None
+    # MPICH's mpiexec, too, ends with 0 after ranks that left MPI without a word.
+    is_marked = policy.elastic or mpi.vendor == "MPICH"
+    states = rank_states.RankStates() if is_marked else None
     rank_argv = argv(start.run)
     command, variables = build_command(
         mpi,

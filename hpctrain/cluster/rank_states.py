@@ -1,7 +1,7 @@
-"""The states of the ranks of an elastic job, from their marks in the output of its mpiexec.
+"""The states of the ranks of a job, from their marks in the output of its mpiexec.
 
-They decide what the mpiexec of an elastic job does not: whether its 0 is true, and whether the
-ranks that are left wait in MPI_Init for one that was lost. See core/rank_marks.py.
+They decide what the mpiexec of an elastic job, or of MPICH, does not: whether its 0 is true, and
+whether the ranks that are left wait in MPI_Init for one that was lost. See core/rank_marks.py.
 """
 
 from __future__ import annotations

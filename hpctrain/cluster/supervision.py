@@ -41,7 +41,7 @@ class Supervisor:
     ) -> None:
         """`announced_folder()`: the folder of the latest run, empty before one began.
 
-        `ranks`: the states of the ranks of an elastic job, which mark their output.
+        `ranks`: the states of ranks that mark their output.
         """
         self._announced_folder, self._ranks = announced_folder, ranks
         self._signals: list[int] = []

@@ -1,11 +1,12 @@
-"""Marks by which each rank of an elastic job notes its start of MPI and its end for the launcher.
+"""Marks by which each rank of a job tells `hpctrain launch` its start of MPI and its end.
 
     launch <==== stderr of all ranks ==== mpiexec --- rank_marks.py --- the rank
       |                                               "ended -9"        "starts-mpi", "has-mpi" ...
       '--- removes the marks from the output: cluster/rank_states.py
 
-The mpiexec of an elastic job ends with 0 although all ranks were killed, and waits for ever for a
-rank that was killed in MPI_Init. Run as a file, this module starts the rank, waits for its end and
+They serve elastic jobs, whose mpiexec ends with 0 although all ranks were killed, and waits for
+ever for a rank that was killed in MPI_Init; and MPICH, whose mpiexec ends with 0 although all ranks
+left a running MPI without a word. Run as a file, this module starts the rank, waits for its end and
 writes the mark of it: `python -I -S rank_marks.py PROGRAM ARGUMENTS`. Its own end is that of the
 rank: the same code, or the same signal. If it is killed itself, the kernel kills the rank.
 
@@ -28,7 +29,7 @@ from typing import NoReturn
 #: The variable with a descriptor of the rank's stderr, and the number of its file: a program may
 #: have closed it, and opened another file.
 VARIABLE = "HPCTRAIN_RANK_MARKS"
-RANK_VARIABLE = "OMPI_COMM_WORLD_RANK"  # an elastic job runs on Open MPI
+RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")
 #: HAS_MPI: other ranks watch this one. FINISHES: it does not leave without a word.
 STARTS_MPI, HAS_MPI, FINISHES = "starts-mpi", "has-mpi", "finishes"
 ABORTS, ENDED = "aborts", "ended"
@@ -52,7 +53,7 @@ def _write(descriptor: int, event: str, value: int) -> None:
     with suppress(OSError):  # not a pipe
         while _unread_bytes(descriptor) and time.monotonic() < deadline:
             time.sleep(0.005)
-    rank = os.environ.get(RANK_VARIABLE, "0")
+    rank = next((os.environ[name] for name in RANK_VARIABLES if name in os.environ), "0")
     os.write(descriptor, MARK.format(rank, event, value).encode())
 
 

@@ -100,7 +100,7 @@ LEAVE = "import os, signal, sys; os.kill(os.getpid(), -{0}) if {0} < 0 else sys.
 @pytest.mark.parametrize("code", [0, 3, -signal.SIGKILL, -signal.SIGSEGV, -signal.SIGTERM])
 def test_a_wrapper_marks_and_repeats_the_end_of_its_rank(code):
     line = rank_states.command([sys.executable, "-c", LEAVE.format(code)])
-    own = os.environ | {rank_marks.RANK_VARIABLE: "4"}
+    own = os.environ | {rank_marks.RANK_VARIABLES[0]: "4"}
     ended = subprocess.run(line, stderr=subprocess.PIPE, env=own)
     mark = rank_marks.MARK.format(4, ENDED, code).encode()
     assert (ended.returncode, ended.stderr) == (code, mark)

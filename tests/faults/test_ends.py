@@ -24,6 +24,7 @@ HOOKS = Path(__file__).with_name("ends")
 MOMENTS = ("exec", "init", "begun", "step", "end", "after")
 WHO = {"one": "1", "first": "0", "some": "1,2", "all": "0,1,2", "launcher": ""}
 HOW = ("KILL", "TERM", "SEGV", "STOP", "exit")
+SIGNALS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM)
 STARTED = {
     "launch": ("launch", "-n", 3),
     "elastic": ("launch", "-n", 3, "--elastic"),
@@ -32,6 +33,8 @@ STARTED = {
     "script": ("launch", "-n", 3, "--elastic"),
     "mpiexec": (),
 }
+#: of a program that a signal ended, by Open MPI and by MPICH
+SIGNALLED = {code + number for number in SIGNALS for code in (0, 128)}
 LIMIT_S = 60.0  #: of an end, from the loss
 KEYS = (
     "run.epochs=", "run.steps=8", "run.interval_steps=1", "model.widths=[64,4,10]",
@@ -60,8 +63,9 @@ def codes(moment: str, who: str, how: str, started: str) -> set[int] | None:
     if moment == "after":  # the run is done; a program is not, for its launcher
         return {0} if started != "script" else set(range(256))
     if moment == "end":  # whether the run was done by then
-        return {0, 1, 75, 137, 139, 143}
-    if how == "exit" and who == "all" and (moment == "exec" or started in ("launch", "restarts")):
+        return {0, 1, 75, *SIGNALLED}
+    has_no_mpi = moment == "exec" or (moment == "init" and started in ("launch", "restarts"))
+    if how == "exit" and who == "all" and has_no_mpi:
         return {0, 1}  # a plain mpiexec takes the 0 of a process for the word of the program
     if started in ("restarts", "both"):
         return {0, 75} if how == "TERM" else {0, 1, 86} if how == "STOP" else {0}
