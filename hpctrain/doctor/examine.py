@@ -106,14 +106,11 @@ def check_node(node_hardware: Hardware, gpu_paths: ProbeResult | None) -> list[C
     return checks + network.check_adapters(node_hardware.nics)
 
 
-def find_hardware(host: str, root: Path = pci.ROOT) -> Hardware:
+def find_hardware(host: str, root: Path = pci.ROOT, nvml: Any = None) -> Hardware:
     """Return GPUs, adapters and the topology between them."""
-    driver_reports = (
-        [nvidia.import_nvml(), nvidia.find_nvidia_smi()] if root == pci.ROOT else [None, None]
-    )
-    node_gpus, all_nics = nvidia.read_gpus(root, *driver_reports), nics.read_nics(root)
+    node_gpus, all_nics = nvidia.read_gpus(root, nvml), nics.read_nics(root)
     topology = find_topology(node_gpus, all_nics, root)
-    gpus_on_bus = len(list((root / "proc/driver/nvidia/gpus").glob("*")))
+    gpus_on_bus = len(list((root / nvidia.DRIVER_FOLDER / "gpus").glob("*")))
     topology_lines = format_topology(host, node_gpus, all_nics, topology, root)
     quota_cores = quota.quota_cores(root)
     return Hardware(

@@ -28,6 +28,9 @@ def check_gpus(
 
     `cupy_version` is None if CuPy is not installed, `gpu_paths` if no trial ran.
     """
+    if cards.fault:
+        observed = f"the driver ({cards.driver or 'unknown'}) is loaded, but {cards.fault}"
+        return [Check("GPUs", "bad", observed, cards.remedy), _check_cupy(cupy_version)]
     if not cards.gpus and not gpus_on_bus:
         return [Check("GPUs", "note", "none: training runs on the CPU")]
     checks = [_check_inventory(cards), _check_visible_count(cards, gpus_on_bus, environ)]
@@ -51,8 +54,7 @@ def _check_inventory(cards: NodeGpus) -> Check:
     counts_text = ", ".join(f"{count} x {name}" for name, count in names.items())
     slice_count = sum(len(card.slices) for card in cards.gpus)
     mig_text = f", divided into {slice_count} MIG slices" if slice_count else ""
-    observed = f"{counts_text}{mig_text}; driver {cards.driver or 'unknown'} ({cards.data_source})"
-    return Check("GPUs", "ok", observed)
+    return Check("GPUs", "ok", f"{counts_text}{mig_text}; driver {cards.driver}")
 
 
 def _check_visible_count(cards: NodeGpus, gpus_on_bus: int, environ: Mapping[str, str]) -> Check:

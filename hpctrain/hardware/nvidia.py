@@ -1,18 +1,14 @@
-"""The NVIDIA GPUs of this node and the NVLinks between them: from NVML, nvidia-smi or /proc.
+"""The NVIDIA GPUs of this node and the NVLinks between them, from NVML (package nvidia-ml-py).
 
-NVML (package nvidia-ml-py) reports most. Without it, the driver's own program is used; if that
-cannot run, the driver's files are read. No source makes a context on a GPU. All of them show every
-GPU that the kernel shows to this process; they ignore CUDA_VISIBLE_DEVICES.
+NVML makes no context on a GPU. It shows every GPU that the kernel shows to this process, and
+ignores CUDA_VISIBLE_DEVICES. Without it a node with the driver's files has GPUs that are not known.
 """
 
 from __future__ import annotations
 
-import csv
 import re
-import shutil
-import subprocess
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import combinations
@@ -21,9 +17,8 @@ from typing import Any
 
 from hpctrain.hardware.pci import ROOT, normalize_address, read_text
 
-RunNvidiaSmi = Callable[[Sequence[str]], str]  #: the output of nvidia-smi for these arguments
-_QUERY_FIELDS = "index,uuid,name,pci.bus_id,memory.total,driver_version"
-_MIB = 1 << 20
+DRIVER_FOLDER = "proc/driver/nvidia"
+INSTALL_NVML = "pip install nvidia-ml-py, a part of the extras cuda12x and cuda13x"
 _SWITCH = "switch"
 
 
@@ -41,54 +36,48 @@ class GpuInfo:
 
 @dataclass(frozen=True)
 class NodeGpus:
-    """All GPUs of a node, their source, the driver's version, and NVLinks by pair of indices."""
+    """All GPUs of a node, the driver's version, and NVLinks by pair of indices.
 
-    data_source: str = "nobody"
+    `fault` says why GPUs that the driver has are not known, `remedy` what to do about it.
+    """
+
     driver: str | None = None
     gpus: tuple[GpuInfo, ...] = ()
     nvlinks: Mapping[tuple[int, int], int] = field(default_factory=dict)
+    fault: str = ""
+    remedy: str = ""
 
 
-def read_gpus(root: Path = ROOT, nvml: Any = None, run_smi: RunNvidiaSmi | None = None) -> NodeGpus:
-    """Return the GPUs of this node, from the first source that works: NVML, nvidia-smi, /proc."""
-    return (
-        (nvml and _read_nvml(nvml)) or (run_smi and _read_smi(run_smi)) or _read_driver_files(root)
-    )
-
-
-def import_nvml() -> Any:
-    """Return the module pynvml; None where nvidia-ml-py is not installed."""
+def read_gpus(root: Path = ROOT, nvml: Any = None) -> NodeGpus:
+    """Return the GPUs of this node; `nvml` is the module pynvml, by default the installed one."""
+    fault, remedy = "the package nvidia-ml-py is not installed", INSTALL_NVML
     try:
-        import pynvml
+        if nvml is None and root == ROOT:
+            import pynvml as nvml
+        if nvml is not None:
+            return _query_gpus(nvml)
     except ImportError:
-        return None
-    return pynvml
-
-
-def find_nvidia_smi() -> RunNvidiaSmi | None:
-    """Return a function that runs nvidia-smi; None where it is not on the PATH."""
-    program = shutil.which("nvidia-smi")
-    return None if program is None else lambda arguments: _run_command([program, *arguments])
+        pass
+    except nvml.NVMLError as error:
+        fault, remedy = f"NVML: {error}", "ask the site, if nvidia-smi shows the same error"
+    if not (root / DRIVER_FOLDER).exists():
+        return NodeGpus()
+    return NodeGpus(driver_version(root), fault=fault, remedy=remedy)
 
 
 def driver_version(root: Path = ROOT) -> str | None:
     """Return the version of the loaded driver; None if no driver is loaded."""
-    match = re.search(r"\s(\d+\.\d[\d.]*)\s", read_text(root / "proc/driver/nvidia/version"))
+    match = re.search(r"\s(\d+\.\d[\d.]*)\s", read_text(root / DRIVER_FOLDER / "version"))
     return match[1] if match else None
 
 
-def _read_nvml(nvml: Any) -> NodeGpus | None:
-    try:
-        nvml.nvmlInit()
-    except nvml.NVMLError:
-        return None
+def _query_gpus(nvml: Any) -> NodeGpus:
+    nvml.nvmlInit()
     try:
         handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
         gpus = tuple(_query_gpu(nvml, i, handle) for i, handle in enumerate(handles))
         nvlinks = _count_nvlinks(nvml, handles, [gpu.pci for gpu in gpus])
-        return NodeGpus("NVML", _decode(nvml.nvmlSystemGetDriverVersion()), gpus, nvlinks)
-    except nvml.NVMLError:
-        return None
+        return NodeGpus(_decode(nvml.nvmlSystemGetDriverVersion()), gpus, nvlinks)
     finally:
         nvml.nvmlShutdown()
 
@@ -99,9 +88,16 @@ def _query_gpu(nvml: Any, index: int, handle: Any) -> GpuInfo:
         _decode(nvml.nvmlDeviceGetUUID(handle)),
         _decode(nvml.nvmlDeviceGetName(handle)),
         normalize_address(_decode(nvml.nvmlDeviceGetPciInfo(handle).busId)),
-        int(nvml.nvmlDeviceGetMemoryInfo(handle).total),
+        _memory_bytes(nvml, handle),
         _mig_slices(nvml, handle),
     )
+
+
+def _memory_bytes(nvml: Any, handle: Any) -> int | None:
+    try:
+        return int(nvml.nvmlDeviceGetMemoryInfo(handle).total)
+    except nvml.NVMLError:  # the GPU has no memory of its own
+        return None
 
 
 def _mig_slices(nvml: Any, handle: Any) -> tuple[str, ...]:
@@ -143,60 +139,6 @@ def _nvlink_ends(nvml: Any, handle: Any) -> list[str]:
         is_switch = kind == nvml.NVML_NVLINK_DEVICE_TYPE_SWITCH
         link_ends.append(_SWITCH if is_switch else normalize_address(_decode(remote_pci.busId)))
     return link_ends
-
-
-def _read_smi(run_smi: RunNvidiaSmi) -> NodeGpus | None:
-    lines = run_smi([f"--query-gpu={_QUERY_FIELDS}", "--format=csv,noheader,nounits"]).splitlines()
-    rows = [[word.strip() for word in row] for row in csv.reader(lines) if len(row) == 6]
-    if not rows:
-        return None
-    gpus = [
-        GpuInfo(
-            int(index),
-            uuid,
-            name,
-            normalize_address(bus),
-            int(mib) * _MIB if mib.isdigit() else None,
-        )
-        for index, uuid, name, bus, mib, _ in rows
-    ]
-    return NodeGpus("nvidia-smi", rows[0][-1], tuple(gpus), _parse_nvlinks(run_smi(["topo", "-m"])))
-
-
-def _parse_nvlinks(matrix: str) -> dict[tuple[int, int], int]:
-    """Return the NVLinks per pair of GPUs from the matrix of `nvidia-smi topo -m`."""
-    plain_matrix = re.sub(r"\x1b\[[\d;]*m", "", matrix)  # headings are underlined, also in a pipe
-    rows = [line.split() for line in plain_matrix.splitlines() if re.match(r"GPU\d+\s", line)]
-    nvlinks = {}
-    for words in rows:
-        i = int(words[0].removeprefix("GPU"))
-        for j, word in enumerate(words[1 : len(rows) + 1]):
-            if i < j and re.fullmatch(r"NV\d+", word):
-                nvlinks[i, j] = int(word.removeprefix("NV"))
-    return nvlinks
-
-
-def _read_driver_files(root: Path) -> NodeGpus:
-    folders = sorted((root / "proc/driver/nvidia/gpus").glob("*"))
-    gpus = tuple(_read_gpu_file(i, folder) for i, folder in enumerate(folders))
-    version = driver_version(root)
-    return NodeGpus("/proc/driver/nvidia", version, gpus) if gpus or version else NodeGpus()
-
-
-def _read_gpu_file(index: int, folder: Path) -> GpuInfo:
-    lines = [line.partition(":") for line in read_text(folder / "information").splitlines()]
-    fields = {key.strip(): value.strip() for key, _, value in lines}
-    return GpuInfo(
-        index, fields.get("GPU UUID", ""), fields.get("Model", ""), normalize_address(folder.name)
-    )
-
-
-def _run_command(command: Sequence[str]) -> str:
-    try:
-        process = subprocess.run(command, capture_output=True, text=True, timeout=30)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return process.stdout if process.returncode == 0 else ""
 
 
 def _decode(value: str | bytes) -> str:

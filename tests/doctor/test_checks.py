@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 from machines import ethernet, infiniband, juwels_booster, pci_device, write
+from nvml import Nvml
 
 from hpctrain.cluster.launch import MpiInstallation
 from hpctrain.doctor import gpus, mpi, network, node
@@ -156,13 +157,16 @@ def test_memlock(limit, rdma, verdict):
 # ---- GPUs ----
 
 H200 = [GpuInfo(i, f"GPU-{i}a", "NVIDIA H200", f"0000:1{i}:00.0", 141 << 30) for i in range(4)]
-FOUR = NodeGpus("NVML", "580.65", tuple(H200), {})
-CUT = NodeGpus("NVML", "580.65", (replace(H200[0], slices=("MIG-1", "MIG-2")),))
+FOUR = NodeGpus("580.65", tuple(H200), {})
+CUT = NodeGpus("580.65", (replace(H200[0], slices=("MIG-1", "MIG-2")),))
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 # cards, GPUs on the bus, environment, name of the check -> verdict, a word seen, of the remedy
 OF_GPUS = {
     "all": (FOUR, 4, {}, "GPUs in sight", "ok", "all 4", ""),
-    "names": (FOUR, 4, {}, "GPUs", "ok", "4 x NVIDIA H200; driver 580.65 (NVML)", ""),
+    "names": (FOUR, 4, {}, "GPUs", "ok", "4 x NVIDIA H200; driver 580.65", ""),
+    "not known": (NodeGpus("580.65", fault="no NVML", remedy="pip"), 4, {}, "GPUs", "bad",
+                  "the driver (580.65) is loaded, but no NVML", "pip"),
+    "not known of CuPy": (NodeGpus(None, fault="no NVML"), 0, {}, "CuPy", "ok", "cupy 14", ""),
     "hidden": (replace(FOUR, gpus=FOUR.gpus[:1]), 4, {}, "GPUs in sight", "slow", "1 of 4",
                "--gpu-bind=none"),
     "narrowed": (FOUR, 4, {VISIBLE: "2"}, "GPUs in sight", "note", "1 of 4", "--gpu-bind=none"),
@@ -261,20 +265,18 @@ def root(tmp_path):
     infiniband(tmp_path, "mlx5_0", f"{switch}/0000:12:01.0/0000:14:00.0", "400 Gb/sec (4X NDR)")
     pci_device(tmp_path, "pci0000:80/0000:80:01.0/0000:81:00.0")
     ethernet(tmp_path, "eno1", 25000, "pci0000:80/0000:80:02.0/0000:82:00.0")
-    told_by_driver(tmp_path, ["0000:13:00.0", "0000:81:00.0"])
+    for address in ADDRESSES:
+        (tmp_path / "proc/driver/nvidia/gpus" / address).mkdir(parents=True)
     return tmp_path
 
 
-def told_by_driver(root, addresses):
-    for at in addresses:
-        reported = f"Model: \t NVIDIA H200\nGPU UUID: \t GPU-{at}"
-        write(root / "proc/driver/nvidia/gpus" / at, {"information": reported})
+ADDRESSES = ["0000:13:00.0", "0000:81:00.0"]
 
 
 PICTURE = """\
 node here
-  NUMA 0, cores 0-3: GPU0 NVIDIA H200; mlx5_0:1 InfiniBand 400 Gbit/s
-  NUMA 1, cores 4-7: GPU1 NVIDIA H200; eno1 Ethernet 25 Gbit/s
+  NUMA 0, cores 0-3: GPU0 NVIDIA H200 141 GiB; mlx5_0:1 InfiniBand 400 Gbit/s
+  NUMA 1, cores 4-7: GPU1 NVIDIA H200 141 GiB; eno1 Ethernet 25 Gbit/s
             GPU0      GPU1      mlx5_0:1  eno1
   GPU0      X         SYS       PIX       SYS
   GPU1      SYS       X         SYS       PHB
@@ -284,16 +286,18 @@ node here
 
 
 def test_picture(root):
-    drawn = find_hardware("here", root)
+    drawn = find_hardware("here", root, Nvml(addresses=ADDRESSES))
     assert "\n".join(drawn.topology_lines).startswith(PICTURE.rstrip())
     assert drawn.gpus_on_bus == 2
     assert drawn.gdr.available is None
 
 
 def test_which_adapter_is_near_which_gpu(tmp_path):
-    told_by_driver(tmp_path, juwels_booster(tmp_path))
-    lines = find_hardware("here", tmp_path).topology_lines
-    assert lines[2].startswith("  NUMA 1, cores 6-11: GPU1 NVIDIA H200; mlx5_1:1 InfiniBand 200")
+    nvml = Nvml(((),) * 4, addresses=juwels_booster(tmp_path))
+    lines = find_hardware("here", tmp_path, nvml).topology_lines
+    assert lines[2].startswith(
+        "  NUMA 1, cores 6-11: GPU1 NVIDIA H200 141 GiB; mlx5_1:1 InfiniBand 200"
+    )
     assert lines[-1] == "  near: GPU0 mlx5_0:1; GPU1 mlx5_1:1; GPU2 mlx5_2:1; GPU3 mlx5_3:1"
 
 
@@ -301,7 +305,9 @@ def test_what_is_shown(root, capsys):
     from rich.console import Console
 
     faults = [Check("one", "bad", "it [broke]", "mend it"), Check("two", "note", "x", "or not")]
-    reported = NodeResult("here", faults, find_hardware("here", root), None)
+    reported = NodeResult(
+        "here", faults, find_hardware("here", root, Nvml(addresses=ADDRESSES)), None
+    )
     print_result(reported, Console(width=100))
     out = capsys.readouterr().out
     assert PICTURE.splitlines()[1] in out

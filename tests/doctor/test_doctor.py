@@ -72,7 +72,7 @@ def test_gpus_and_an_mpi_that_crashes_on_them(hpctrain, tmp_path):
     assert completed.returncode == 1, completed.stderr
     result = checks(tmp_path / "found.json")
     assert "names GPU-1 twice" in result["GPUs listed"]["seen"]
-    assert "2 x NVIDIA H200; driver 580.65.06 (NVML)" in result["GPUs"]["seen"]
+    assert "2 x NVIDIA H200; driver 580.65.06" in result["GPUs"]["seen"]
     assert result["CUDA-aware MPI"]["verdict"] == "slow"
     assert "segmentation fault" in result["CUDA-aware MPI"]["seen"]
     assert result["CUDA-aware MPI"]["remedy"]

@@ -1,4 +1,4 @@
-"""The GPUs of a node, from simulated NVML, nvidia-smi and driver files."""
+"""The GPUs of a node, from simulated NVML."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_nvlinks(case, tmp_path):
     nvml = Nvml(wires)
     result = read_gpus(tmp_path, nvml)
     assert result.nvlinks == expected
-    assert (result.data_source, result.driver, nvml.running) == ("NVML", "580.65.06", 0)
+    assert (result.driver, nvml.running) == ("580.65.06", 0)
     assert result.gpus[1] == GpuInfo(1, "GPU-1", "NVIDIA H200", "0000:11:00.0", 141 * GIB)
 
 
@@ -37,50 +37,48 @@ def test_slices_after_one_that_was_removed(tmp_path):
     assert read_gpus(tmp_path, Nvml(mig=1, gap=2)).gpus[0].slices == ("MIG-2",)
 
 
-QUERY = """\
-0, GPU-aaa, NVIDIA A100-SXM4-40GB, 00000000:07:00.0, 40960, 535.129.03
-1, GPU-bbb, NVIDIA A100-SXM4-40GB, 00000000:0A:00.0, [N/A], 535.129.03
-"""
-TOPOLOGY = """\
-\t\x1b[4mGPU0\tGPU1\tNIC0\tCPU Affinity\x1b[0m
-GPU0\t X \tNV12\tPXB\t0-63
-GPU1\tNV12\t X \tSYS\t64-127
-NIC0\tPXB\tSYS\t X
-"""
+def test_a_gpu_without_memory_of_its_own(tmp_path):
+    assert read_gpus(tmp_path, Nvml(shares_memory=True)).gpus[0].memory_bytes is None
 
 
-def smi(arguments):
-    return TOPOLOGY if arguments[0] == "topo" else QUERY
+def not_started():
+    raise NVMLError("Driver/library version mismatch")
 
 
-def test_nvidia_smi_where_there_is_no_nvml(tmp_path):
-    broken = Nvml()
-    broken.nvmlInit = lambda: (_ for _ in ()).throw(NVMLError("Driver Not Loaded"))
-    result = read_gpus(tmp_path, broken, smi)
-    name = "NVIDIA A100-SXM4-40GB"
-    assert result == NodeGpus(
-        "nvidia-smi",
-        "535.129.03",
-        (
-            GpuInfo(0, "GPU-aaa", name, "0000:07:00.0", 40 * GIB),
-            GpuInfo(1, "GPU-bbb", name, "0000:0a:00.0"),
-        ),
-        {(0, 1): 12},
-    )
+def without_init() -> Nvml:
+    nvml = Nvml()
+    nvml.nvmlInit = not_started
+    return nvml
 
 
-def test_the_drivers_files_where_nothing_runs(tmp_path):
-    reported = "Model: \t\t NVIDIA H200\nIRQ:   \t\t 35\nGPU UUID: \t GPU-ccc\nBus Location: x"
-    version = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release"
-    write(tmp_path / "proc/driver/nvidia", {
-        "gpus/0000:1b:00.0/information": reported, "version": version})  # fmt: skip
-    result = read_gpus(tmp_path, None, lambda arguments: "")
-    assert result.gpus == (GpuInfo(0, "GPU-ccc", "NVIDIA H200", "0000:1b:00.0"),)
-    assert result.driver == driver_version(tmp_path) == "580.65.06"
+def without_driver_version() -> Nvml:
+    nvml = Nvml()
+    nvml.nvmlSystemGetDriverVersion = not_started
+    return nvml
 
 
-def test_no_gpu_at_all(tmp_path):
-    assert read_gpus(tmp_path) == NodeGpus()
+# the module -> its fault, what to do about it
+FAULTS = {
+    "not installed": (lambda: None, "nvidia-ml-py is not installed", "pip install nvidia-ml-py"),
+    "not started": (without_init, "NVML: Driver/library version mismatch", "nvidia-smi"),
+    "an error later": (without_driver_version, "NVML: Driver/library version", "nvidia-smi"),
+}
+
+
+@pytest.mark.parametrize("case", FAULTS)
+@pytest.mark.parametrize("driver", ["580.65.06", None])
+def test_a_driver_without_nvml_is_no_node_without_gpus(case, driver, tmp_path):
+    make, fault, remedy = FAULTS[case]
+    reported = f"NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {driver}  Release"
+    write(tmp_path / "proc/driver/nvidia", {"version": reported if driver else ""})
+    result = read_gpus(tmp_path, make())
+    assert result.gpus == () and result.driver == driver_version(tmp_path) == driver
+    assert fault in result.fault and remedy in result.remedy
+
+
+@pytest.mark.parametrize("case", FAULTS)
+def test_no_gpu_at_all(case, tmp_path):
+    assert read_gpus(tmp_path, FAULTS[case][0]()) == NodeGpus()
     assert driver_version(tmp_path) is None
 
 

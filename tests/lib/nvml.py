@@ -17,8 +17,10 @@ class Nvml:
     NVML_NVLINK_MAX_LINKS, NVML_NVLINK_DEVICE_TYPE_SWITCH = 4, 2
     NVMLError = NVMLError
 
-    def __init__(self, wires=((), ()), mig=0, gap=0):
+    def __init__(self, wires=((), ()), mig=0, gap=0, addresses=(), shares_memory=False):
         self.wires, self.mig, self.running = wires, mig, 0
+        self.addresses = addresses or [f"00000000:1{i}:00.0" for i in range(10)]
+        self.shares_memory = shares_memory
         self.gap = gap  # so many slices were removed, before those that are left
 
     def nvmlInit(self):
@@ -43,9 +45,11 @@ class Nvml:
         return "NVIDIA H200"
 
     def nvmlDeviceGetPciInfo(self, handle):
-        return SimpleNamespace(busId=f"00000000:1{handle}:00.0".encode())
+        return SimpleNamespace(busId=self.addresses[handle].encode())
 
     def nvmlDeviceGetMemoryInfo(self, handle):
+        if self.shares_memory:
+            raise NVMLError("Not Supported")
         return SimpleNamespace(total=141 * GIB)
 
     def nvmlDeviceGetMigMode(self, handle):
