@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import sys
@@ -11,10 +12,12 @@ from pathlib import Path
 import click
 import tomli_w
 
+from hpctrain import data
 from hpctrain.commands import _options
 from hpctrain.commands._complete import complete_recipes
 from hpctrain.commands._lazy import WholeGroup
 from hpctrain.config import paths, toml
+from hpctrain.config.usercode import sources
 from hpctrain.core import atomic
 from hpctrain.core.errors import UsageError
 from hpctrain.core.printing import say
@@ -76,7 +79,11 @@ def new(file: Path, base: str) -> None:
         raise UsageError(f"expected a name that ends with .toml, seen {file}")
     if file.exists():
         raise UsageError(f"{file} is there already; name another file")
-    recipes.load(base)
+    if (names := _relative_names(base)) and not _lie_together(file, Path(base)):
+        raise UsageError(
+            f"{base} names {', '.join(names)} relative to its own folder, which a copy in another "
+            f"one would not find: expected a file in {Path(base).parent}, seen {file}"
+        )
     text = re.sub(
         r'^name = ".*"$', f'name = "{file.stem}"', recipes.source(base), count=1, flags=re.M
     )
@@ -86,6 +93,23 @@ def new(file: Path, base: str) -> None:
         raise UsageError(f"{file} cannot be written: {error.strerror}") from None
     say(f"wrote {file}, a copy of {base}")
     say(f"every key with its default: hpctrain recipe show {file} --all-keys")
+
+
+def _relative_names(name: str) -> list[str]:
+    """Return what a recipe's text names relative to its folder: files, modules, another recipe."""
+    spec, tables = recipes.load(name), toml.parse(recipes.source(name), f"recipe {name}")
+    tables.pop(paths.PATHS, None)
+    base, init = tables.get("extends", ""), tables.get("model", {}).get("init", "")
+    paths.make_absolute(tables, data.path_keys(spec.tables), Path(name).parent)
+    files = [*tables.get(paths.PATHS, {}).values(), init, *{base} - {*recipes.built_in()}]
+    modules = [] if "code" in tables else [*spec.code.sha256]
+    folder = Path(spec.code.folder).resolve()
+    own = [m for m in modules if folder in sources(m, spec.code.folder)[m].resolve().parents]
+    return [*(file for file in files if file and not os.path.isabs(file)), *own]
+
+
+def _lie_together(first: Path, second: Path) -> bool:
+    return first.parent.resolve() == second.parent.resolve()
 
 
 @recipe.command()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 
 import numpy as np
 import pytest
@@ -238,6 +239,35 @@ def test_a_recipe_is_begun_checked_and_compared(tmp_path, monkeypatch):
     assert "run.name" in call("diff", "mnist", "my.toml")
     assert call("diff", "my.toml", "./my.toml") == "no key differs\n"
     assert "timeout_s = 300.0" in call("show", "my.toml", "--all-keys")
+
+
+DIGITS = 'schema = 1\nextends = "digits"\n'
+NAMED = {
+    "x.npy": DIGITS + 'data = { kind = "npy", x = "x.npy", y = "/y.npy" }',
+    "y.npy": DIGITS + 'data = { kind = "npy", x = "/x.npy", y = "y.npy" }',
+    "base.toml": 'schema = 1\nextends = "base.toml"',
+    "weights.npz": DIGITS + 'model.init = "weights.npz"',
+    "beside": DIGITS + 'data = { kind = "beside:data" }',
+    "": DIGITS + 'model.init = "/weights.npz"',
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_copy_that_would_name_other_files_is_refused(tmp_path, monkeypatch, name):
+    folder = tmp_path / "a"
+    folder.mkdir()
+    (tmp_path / "b").mkdir()
+    monkeypatch.chdir(tmp_path)
+    (folder / "base.toml").write_text(BASE)
+    (folder / "beside.py").write_text("")
+    (folder / "my.toml").write_text(NAMED[name])
+    assert "wrote a/copy.toml" in call("new", "a/copy.toml", "--from", "a/my.toml")
+    if name:
+        with pytest.raises(UsageError, match=f"a/my.toml names {re.escape(name)} relative to its"):
+            call("new", "b/copy.toml", "--from", "a/my.toml")
+    else:
+        call("new", "b/copy.toml", "--from", "a/my.toml")
+    assert (tmp_path / "b/copy.toml").exists() == (not name)
 
 
 @pytest.mark.parametrize(
