@@ -182,7 +182,7 @@ def _hashes(targets: Sequence[tuple[str, str]], folder: str) -> dict[str, str]:
     for place, target in targets:
         name = _parts(target, place)[0]
         _must_be_users(name, _place_text(place, target), folder)
-        hashes |= {module: _sha256(file) for module, file in sources(name, folder).items()}
+        hashes |= {module: _sha256(module, file) for module, file in sources(name, folder).items()}
     return hashes
 
 
@@ -220,16 +220,10 @@ def _must_be_users(name: str, location: str, folder: str) -> None:
     rename = f"; rename {own_paths}" if own_paths else ""
     if _is_standard(name):
         raise UsageError(f"{location}: {EXPECTED_FUNCTION}, seen Python's own module {top}{rename}")
-    installed = _installed_spec(
-        top
-    )  # not before: another finder of Python's modules would run code
-    installed_origin = installed.origin if installed else None
-    if (
-        own_paths
-        and installed_origin
-        and os.path.realpath(own_paths) != os.path.realpath(installed_origin)
-    ):
-        raise UsageError(f"{location}: Python takes {installed_origin} for {top}{rename}")
+    installed = _installed_spec(top)  # not before: a finder of Python's own would run code
+    origin = installed.origin if installed else None
+    if own_paths and origin and os.path.realpath(own_paths) != os.path.realpath(origin):
+        raise UsageError(f"{location}: Python takes {origin} for {top}{rename}")
 
 
 def _choose(installed: ModuleSpec | None, recipe_module: ModuleSpec | None) -> ModuleSpec | None:
@@ -251,6 +245,11 @@ class _SourceLoader(SourceFileLoader):
     def path_stats(self, path: Any) -> Mapping[str, Any]:
         """Raise OSError: without the time of a source, Python neither reads nor writes bytecode."""
         raise OSError
+
+    def source_to_code(self, data: Any, path: Any) -> Any:  # type: ignore[override]
+        """Compile the source, and keep its SHA-256: the file may be changed later."""
+        self.sha256 = hashlib.sha256(data).hexdigest()
+        return super().source_to_code(data, path)
 
 
 class _SourceFinder(FileFinder):
@@ -293,5 +292,9 @@ def _import(name: str, location: str, folder: str) -> ModuleType:
         raise UsageError(f"{location}: {error}; {places}") from error
 
 
-def _sha256(file: Path) -> str:
+def _sha256(module: str, file: Path) -> str:
+    """Return the SHA-256 of the source that runs as `module` in this process, else of its file."""
+    spec = getattr(sys.modules.get(module), "__spec__", None)
+    if spec and spec.origin == str(file) and isinstance(spec.loader, _SourceLoader):
+        return spec.loader.sha256
     return hashlib.sha256(files.read_bytes(file, MODULE_BYTES, NAMED)).hexdigest()

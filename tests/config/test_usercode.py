@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import hashlib
 import importlib.util
 import os
 import random
@@ -72,6 +73,10 @@ def project(tmp_path, monkeypatch):
     yield folder / f"{name}.py"
     for imported in [imported for imported in sys.modules if name in imported]:
         del sys.modules[imported]
+
+
+def sha256_of(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def load(module: Path) -> recipe.Recipe:
@@ -169,13 +174,23 @@ def test_the_recipe_of_a_run_keeps_folder_and_hash(project, tmp_path, caplog):
     saved = recipe.load(str(tmp_path / "run" / run_folder.RECIPE))
     assert saved.tables["code"] == {
         "folder": str(project.parent),
-        "sha256": {project.stem: usercode._sha256(project)},
+        "sha256": {project.stem: sha256_of(project)},
     }
     assert saved.toml() == spec.toml()
     assert "code has changed" not in caplog.text
     project.write_text(MODULE + "# another line")
+    del sys.modules[project.stem]
     train(recipe.load(str(tmp_path / "run" / run_folder.RECIPE)), tmp_path / "again")
     assert f"code has changed since the run was recorded: module {project.stem}" in caplog.text
+
+
+def test_the_hash_is_of_the_code_that_runs_after_its_file_was_edited(project, tmp_path):
+    before = sha256_of(project)
+    train(load(project), tmp_path / "run")
+    project.write_text(MODULE + "# another line")
+    assert load(project).code.sha256 == {project.stem: before}
+    del sys.modules[project.stem]
+    assert load(project).code.sha256 == {project.stem: sha256_of(project)} != {project.stem: before}
 
 
 def test_without_own_code_nothing_is_kept():
@@ -271,6 +286,7 @@ def test_bytecode_of_other_code_is_not_run(project, tmp_path, name):
     assert not os.path.exists(other)
     if name == "package":
         module.write_text("#")
+        del sys.modules[module.parent.name]
         with pytest.raises(UsageError, match=f"module {module.parent.name} .*expected SHA-256"):
             runs.evaluate(tmp_path / "run")
 
