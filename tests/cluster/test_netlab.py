@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.cluster.launch import MpiInstallation, elastic_options
+from hpctrain.cluster.launch import MpiInstallation, elastic_options, find_mpi
 from hpctrain.cluster.netlab.namespaces import host_cores, shaping_command
 from hpctrain.cluster.netlab.netlab import (
     Lab,
@@ -182,6 +182,29 @@ def test_what_runs_on_a_host_keeps_to_its_cores(hpctrain):
 @pytest.mark.either
 def test_the_exit_code_is_the_commands(hpctrain):
     assert hpctrain("netlab", "--hosts", 2, "--", "sh", "-c", "exit 75").returncode == 75
+
+
+LOST = "[ $OMPI_COMM_WORLD_RANK = 0 ] || "
+ELASTIC_ENDS = {
+    "all killed": ("kill -9 $$", 137),
+    "one killed": (LOST + "kill -9 $$", 0),
+    "one refused": (LOST + "exit 3", 3),
+}
+
+
+@pytest.mark.processes
+@pytest.mark.usefixtures("permitted")
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("name", ELASTIC_ENDS)
+def test_the_exit_code_of_an_elastic_job_is_that_of_its_ranks(hpctrain, name):
+    """Open MPI's mpiexec ends with 0 after the loss of all ranks."""
+    if not find_mpi().ulfm:
+        pytest.skip("this MPI has no ULFM")
+    command, code = ELASTIC_ENDS[name]
+    ended = hpctrain("netlab", "--hosts", 2, "--elastic", "--", "sh", "-c", command)
+    assert ended.returncode == code, ended
+    assert ("no rank came to its end" in ended.stderr) == (code == 137)
+    assert "\x1e" not in ended.stderr
 
 
 def links() -> str:

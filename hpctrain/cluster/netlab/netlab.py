@@ -30,7 +30,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from threading import Thread
 
+from hpctrain.cluster import rank_states
 from hpctrain.cluster.launch import (
     MpiInstallation,
     eager_limit_variables,
@@ -46,6 +48,7 @@ from hpctrain.cluster.netlab.namespaces import (
     build_probe_script,
     host_address,
 )
+from hpctrain.cluster.rank_states import RankStates
 from hpctrain.cluster.supervision import catch_stop_signals
 from hpctrain.core import launchers
 from hpctrain.core.errors import UsageError
@@ -57,6 +60,7 @@ REQUIRED_TOOLS = ("ip", "tc", "unshare", "nsenter", "mount", "hostname", "taskse
 LAUNCHER_NAMES = ("mpiexec", "mpirun", "orterun", "prterun", "prun", "srun")
 _BITS_PER_UNIT = {"k": 10**3, "m": 10**6, "g": 10**9}
 _EXIT_INTERRUPTED, _END_TIMEOUT_S = 130, 10.0
+_OUTPUT_S = 5.0  #: the time given to the last output of a lab that has ended
 
 
 @dataclass(frozen=True)
@@ -116,10 +120,12 @@ def netlab(lab: Lab, argv: Sequence[str], policy: LossPolicy | None = None) -> i
     _check_request(lab, argv)
     mpi = find_mpi()
     options = elastic_options(mpi) if policy.elastic else ()
+    states = RankStates() if policy.elastic else None
+    argv = rank_states.command(argv) if states else argv
     lab_command = [*module_command("hpctrain.cluster.netlab.namespaces"), json.dumps(asdict(lab))]
     command = [*unshare_command(), *lab_command, *build_command(mpi, lab, argv, options)]
     environ = rank_environment(mpi, lab.ranks, os.environ) | policy.variables()
-    return _run_lab(command, environ)
+    return _run_lab(command, environ, states)
 
 
 def unshare_command() -> list[str]:
@@ -216,27 +222,49 @@ def _check_request(lab: Lab, argv: Sequence[str]) -> None:
         raise UsageError(reason)
 
 
-def _run_lab(command: Sequence[str], environ: Mapping[str, str]) -> int:
+def _run_lab(command: Sequence[str], environ: Mapping[str, str], states: RankStates | None) -> int:
     """Run the lab in a session of its own until it ends or we receive a stop signal.
 
-    The lab also ends when its stdin is closed, which the kernel does if this process is killed.
+    `states`: of the ranks of an elastic job, which know its exit code. The lab also ends when its
+    stdin is closed, which the kernel does if this process is killed.
     """
+    fault, stderr = "", subprocess.PIPE if states else None
     with catch_stop_signals() as read_signals:
         process = subprocess.Popen(
-            command, env=environ, stdin=subprocess.PIPE, start_new_session=True
+            command, env=environ, stdin=subprocess.PIPE, stderr=stderr, start_new_session=True
         )
+        reader = Thread(target=_forward_stderr, args=[process, states], daemon=True)
+        reader.start()
         try:
             received_signals: list[int] = []
-            while process.poll() is None and not received_signals:
+            while process.poll() is None and not received_signals and not fault:
                 received_signals = read_signals()
+                fault = states.find_fault() if states else ""
         finally:
             _end_lab(process)
+        reader.join(_OUTPUT_S)
     if received_signals:
         # `timeout` and schedulers send the signal without printing a message.
         signal_name = signal.Signals(received_signals[0]).name
         say(f"hpctrain: netlab: stopped by {signal_name}", err=True)
         return _EXIT_INTERRUPTED
-    return process.returncode
+    if states is None:
+        return process.returncode
+    code, reason = states.exit_code(process.returncode, was_ended=bool(fault))
+    for text in filter(None, (fault, reason)):
+        say(f"hpctrain: netlab: {text}", err=True)
+    return code
+
+
+def _forward_stderr(process: subprocess.Popen[bytes], states: RankStates | None) -> None:
+    """Print the stderr of the lab without the marks of its ranks."""
+    if process.stderr is None or states is None:
+        return
+    while data := os.read(process.stderr.fileno(), 1 << 16):
+        sys.stderr.buffer.write(states.feed(data))
+        sys.stderr.buffer.flush()
+    sys.stderr.buffer.write(states.end())
+    sys.stderr.buffer.flush()
 
 
 def _end_lab(process: subprocess.Popen[bytes]) -> None:
