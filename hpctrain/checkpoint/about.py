@@ -145,7 +145,7 @@ class CheckpointFacts(pydantic.BaseModel):
 def find_fault(about: Mapping[str, Any], step: int, sizes: Mapping[str, int]) -> str:
     """Return the first fault of `about` in a checkpoint, empty for none.
 
-    `step` is that of the checkpoint, `sizes` the elements of each array.
+    `step` is the step of the checkpoint, `sizes` the elements of each array.
     """
     try:
         entries = CheckpointFacts.model_validate(dict(about))

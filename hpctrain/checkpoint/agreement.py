@@ -1,4 +1,4 @@
-"""Results and faults of all ranks: each rank acts, then every rank gets the results of all."""
+"""Results and faults of ranks: each rank acts, then every rank gets each rank's result."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def gather_results(link: Link, call: Callable[[], Any]) -> list[RankResult]:
 
 
 def broadcast_from_first(link: Link, call: Callable[[], bytes]) -> tuple[bytes, list[RankResult]]:
-    """Return the bytes of `call` on rank 0, and the results of all ranks; memory for one copy."""
+    """Call `call` on rank 0, and broadcast its bytes and each rank's result; memory for a copy."""
     own = [b""]
     results = gather_results(link, lambda: own.append(call()) if link.rank == 0 else None)
     return broadcast_bytes(link, own[-1]), results

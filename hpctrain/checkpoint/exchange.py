@@ -1,4 +1,4 @@
-"""The exchange of extents: each is sent by one rank to all ranks that request elements of it.
+"""The exchange of extents: one rank sends an extent to the ranks that request its elements.
 
 Four ranks, an array of eight extents that all request, and one in four parts:
 
@@ -27,7 +27,7 @@ import numpy as np
 from hpctrain.core.xp import copy, like
 from hpctrain.transport.link import Link, Request
 
-RankSpans = list[list[Any]]  #: the requests of a rank: [array, first element, the one after]
+RankSpans = list[list[Any]]  #: the requests of a rank: [array, first element, end]
 
 
 class Extent(Protocol):
@@ -47,7 +47,7 @@ class Extent(Protocol):
 
     @property
     def stop(self) -> int:
-        """The one after the last."""
+        """The end: the index after the last element."""
 
     @property
     def nbytes(self) -> int:
@@ -64,7 +64,7 @@ class Target(NamedTuple):
 
     @property
     def span(self) -> tuple[int, str, int, int]:
-        """The turn, the array, its first element, and the one after the last."""
+        """The turn, the array, its first element, and the end."""
         return self.turn, self.array, self.start, self.start + self.out.size
 
     def write(self, start: int, values: Any) -> None:
@@ -89,7 +89,7 @@ class Target(NamedTuple):
 
 @dataclass
 class Read:
-    """An extent, the ranks that request elements of it, and the requests of this rank."""
+    """An extent, the ranks that request its elements, and the requests of this rank."""
 
     extent: Any
     ranks: set[int] = field(default_factory=set)
@@ -97,7 +97,7 @@ class Read:
 
 
 class Exchange:
-    """The messages of one rank, and its first fault.
+    """The messages of a rank, and its first fault.
 
     A fault does not stop the exchange, in which other ranks wait.
     """
@@ -117,7 +117,7 @@ class Exchange:
             return None
 
     def run(self, reads_by_rank: Sequence[Sequence[Read]]) -> None:
-        """Exchange the extents of all ranks: `reads_by_rank[r]` are those that rank r sends."""
+        """Exchange extents between the ranks: rank r sends the extents of `reads_by_rank[r]`."""
         rank, size = self.link.rank, self.link.size
         for round_reads in zip_longest(*reads_by_rank):
             own = round_reads[rank]
@@ -170,7 +170,7 @@ class Exchange:
 def plan_reads(
     extents: Mapping[str, Sequence[Extent]], spans: Sequence[RankSpans], own: Iterable[Target]
 ) -> Iterator[Read]:
-    """Yield the reads of all ranks for their `spans`, array by array; `own`: of this rank.
+    """Yield each rank's reads for its `spans`, array by array; `own`: this rank's targets.
 
     The extents of an array are in the order of its elements, and cover it.
     """

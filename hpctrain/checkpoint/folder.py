@@ -1,7 +1,7 @@
 """The checkpoints in a run's folder, by names and manifests alone: no part is read.
 
 Each manifest holds the metrics of its own step. So no file names the best checkpoint, and none can
-be wrong: if the best one is lost or damaged, the best of the remaining ones takes its place.
+be wrong: if the best checkpoint is lost or damaged, the next best takes its place.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def scan(checkpoints: Path) -> list[CheckpointName]:
     """Return the checkpoints by their names, newest first; what lies under a name is not examined.
 
     Raises FileError if `checkpoints` exists but is no readable folder: checkpoints out of reach, as
-    those of a file system that is not mounted, must not pass for "none yet".
+    on a file system that is not mounted, must not pass for "none yet".
     """
     try:
         names = names_in(checkpoints)

@@ -57,7 +57,7 @@ class FlatArray:
 
 @config.options
 class SavedPiece:
-    """The place of `length` elements of an array in a part, and the hash of each of their units."""
+    """The place of `length` elements of an array in a part, and the hash of each unit."""
 
     array: str
     offset: pydantic.NonNegativeInt  #: the first of its elements in the array
@@ -97,7 +97,7 @@ class Manifest:
 
 
 class Contribution(NamedTuple):
-    """The contribution of one rank to a manifest, as ranks exchange it."""
+    """A rank's contribution to a manifest, as ranks exchange it."""
 
     part: dict[str, Any]  #: of a PartFile
     arrays: list[tuple[str, int, Dtype]]  #: name, size and dtype of the array of each piece
@@ -118,7 +118,7 @@ def slot_spans(about: Mapping[str, Any]) -> dict[str, list[hashes.Span]]:
 
 
 def params_sha256(manifest: Manifest) -> str | None:
-    """Return the hash of all parameters, by the manifest alone.
+    """Return the hash of the parameters, by the manifest alone.
 
     None if the checkpoint does not name its tensors, or if a piece cuts a unit, as no engine does.
     """

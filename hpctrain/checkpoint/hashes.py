@@ -9,7 +9,7 @@ any range by the units in it:
     units     | a a a a|b b b b | b b b b|c c|. . | d d d d d d|. . |
 
     hash of a slot      SHA-256 of the hashes of its units, in order
-    hash of all slots   SHA-256 of the hashes of the slots, in order: `params_sha256`
+    hash of a model     SHA-256 of the hashes of its slots, in order: `params_sha256`
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 
 BLOCK_ELEMENTS = 65_536  #: elements; a part of the format: shards begin at multiples of it
-Span = tuple[int, int]  #: the first element and the one after the last
+Span = tuple[int, int]  #: the first element, and the end
 
 
 def distinct_bounds(spans: Iterable[Span]) -> list[int]:

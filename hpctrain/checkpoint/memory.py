@@ -33,7 +33,7 @@ ALIGNMENT = 64  #: each piece begins at a multiple of so many bytes of its buffe
 
 
 class LiveState(NamedTuple):
-    """The arrays of a training that goes on, where a rank holds all of them: no copy is needed."""
+    """The arrays of a training that goes on, where a rank holds each array: no copy is needed."""
 
     step: int
     pieces: Sequence[Piece]
@@ -76,7 +76,7 @@ class _PieceFacts(NamedTuple):
 
 
 class _Table(NamedTuple):
-    """The facts of one rank's write."""
+    """The facts of a rank's write."""
 
     newest_version: int
     step: int
@@ -89,12 +89,12 @@ class _Table(NamedTuple):
 
 
 class MemoryCopies:
-    """The copies in the memory of one rank; it outlives the links that it is used with."""
+    """The copies in a rank's memory; the object outlives the links that it is used with."""
 
     def __init__(self, copies: int = 1):
         """`copies`: the number of other ranks that hold each rank's pieces, fewer if there are."""
         self._copies, self._newest_version = copies, 0
-        self._versions: list[CommittedState] = []  # the committed one, and that before it
+        self._versions: list[CommittedState] = []  # the committed version, and its predecessor
         self._written: CommittedState | None = None
         self._active, self._spare = np.empty(0, np.uint8), np.empty(0, np.uint8)
         self._interrupted: list[tuple[np.ndarray, list[Request]]] = []
@@ -112,11 +112,11 @@ class MemoryCopies:
         link: Link,
         hosts: Sequence[str],
     ) -> None:
-        """Copy this rank's pieces, and hold those of others, until `commit`; collective.
+        """Copy this rank's pieces, and hold other ranks' pieces, until `commit`; collective.
 
-        `hosts`: the hosts of the ranks, of which each copy is on another if there are several. The
-        committed version stays, also if LostRankError interrupts the write; that before it is lost.
-        Raises UsageError on all ranks if `step` or `about` differ.
+        `hosts`: the host of each rank; each copy lies on another host if there are several. The
+        committed version stays, also if LostRankError interrupts the write; its predecessor is
+        lost. Raises UsageError on all ranks if `step` or `about` differ.
         """
         about_json = json.dumps(about, sort_keys=True)
         tables = _gather_tables(link, self._newest_version, step, about_json, pieces)
@@ -194,7 +194,7 @@ def partners(hosts: Sequence[str], copies: int) -> list[list[int]]:
 
 
 def _candidates(rank: int, nodes: list[list[int]], own_node: int) -> Iterator[int]:
-    """Yield all other ranks: one of each other node in turn, at last those of the own node."""
+    """Yield all other ranks: a rank from each other node in turn, at last the own node's ranks."""
     index = nodes[own_node].index(rank)
     rings = [nodes[(own_node + d) % len(nodes)] for d in range(1, len(nodes))]
     for lap in range(max(map(len, nodes))):
@@ -215,7 +215,7 @@ def _sources(link: Link, hosts: Sequence[str], copies: int) -> list[int]:
 def _gather_tables(
     link: Link, newest_version: int, step: int, about_json: str, pieces: Iterable[Piece]
 ) -> list[_Table]:
-    """Return the tables of all ranks; raise UsageError unless all write one state."""
+    """Gather each rank's table; raise UsageError unless all ranks write the same state."""
     facts = [_PieceFacts(*p[:3], p.array.size, p.array.dtype.name) for p in pieces]
     own = _Table(newest_version, step, hashlib.sha256(about_json.encode()).hexdigest(), facts)
     tables = []

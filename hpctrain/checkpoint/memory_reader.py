@@ -1,7 +1,7 @@
 """Reading a state from the memory of ranks: live arrays, or the copies of memory.py.
 
 All ranks know the ranges that each holds. A rank takes a range from its own memory where it can;
-else one of its holders sends it, the one with the fewest bytes to send. Rank 3 has just joined:
+else the holder with the fewest bytes to send sends the range. Rank 3 has just joined:
 
     held by rank     0: param, m[0:4]     1: param, m[4:8], m[0:4]     2: param     3: nothing
     requested by 3      param, m
@@ -36,7 +36,7 @@ SEGMENT_BYTES = 4 * MIB  #: the bytes of a message at most
 
 
 class HeldState(Protocol):
-    """A state of the run, of which this rank holds pieces."""
+    """A state of the run; this rank holds pieces of the state."""
 
     @property
     def version(self) -> int:
@@ -92,7 +92,7 @@ class MemoryReader(Reader):
         holdings: Mapping[str, Sequence[Holding]],
         pieces: Sequence[Piece],
     ):
-        """`holdings`: those of all ranks of the link, by array; `pieces`: those of this rank."""
+        """`holdings`: what each rank of the link holds, by array; `pieces`: this rank's pieces."""
         super().__init__(f"step {step} in the memory of the ranks", step, about, facts)
         self._holdings, self._pieces = holdings, pieces
 
@@ -149,9 +149,9 @@ class MemoryReader(Reader):
 
 
 def newest_whole(link: Link, states: Sequence[HeldState]) -> MemoryReader | None:
-    """Return the reader of the newest state of which the ranks hold every element; collective.
+    """Return the reader of the newest state that the ranks hold completely; collective.
 
-    Each rank gives the states of which it holds pieces; a rank that has just joined gives none. The
+    Each rank gives the states that it holds pieces of; a rank that has just joined gives none. The
     memory of the pieces must stay as it is until all ranks have fetched. Returns None on all ranks
     if no state is whole.
     """
@@ -173,7 +173,7 @@ def newest_whole(link: Link, states: Sequence[HeldState]) -> MemoryReader | None
 
 
 def _list_holdings(rows: Iterable[tuple[Any, ...]]) -> dict[str, list[Holding]]:
-    """Return the holdings of all ranks by array."""
+    """Return the ranks' holdings by array."""
     holdings: dict[str, list[Holding]] = {}
     for rank, _, _, _, pieces in rows:
         for name, offset, length in pieces:

@@ -1,7 +1,7 @@
 """The part files of a checkpoint: written in one pass, read back by ranges that are verified.
 
 A part is a safetensors file, which other libraries open: the length of the header, the header as
-JSON, then the pieces, those of wide numbers first, so that each is aligned.
+JSON, then the pieces, wide numbers first, so that each is aligned.
 
     | 8 bytes | {"param@0": {"dtype": "F32", "shape": [n], "data_offsets": [0, 4n]}, ...} | pieces |
 
@@ -49,7 +49,7 @@ _SAFETENSORS_DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bo
 
 
 class Extent(NamedTuple):
-    """Consecutive units of one piece, at most EXTENT_BYTES."""
+    """Consecutive units of a piece, at most EXTENT_BYTES."""
 
     file: str
     begin: int  #: the first byte in the file
@@ -79,7 +79,7 @@ def part_name(rank: int) -> str:
 def write_part(
     file: Path, pieces: Sequence[Piece], edges: SlotEdges, state: Mapping[str, int | str]
 ) -> Contribution:
-    """Write `pieces` to a new `file` and through to the disk; return what the manifest says of it.
+    """Write `pieces` to a new `file` and through to the disk; return the file's manifest entry.
 
     `edges`: the bounds of slots, at which arrays are cut into hashed units.
     """
@@ -200,7 +200,7 @@ def create_file(file: Path) -> Iterator[Callable[[Any], None]]:
             os.fsync(handle)
         finally:
             os.close(handle)
-    except OSError as error:  # those of write and fsync do not know the file's name
+    except OSError as error:  # errors of write and fsync do not know the file's name
         raise OSError(error.errno, error.strerror, str(file)) from None
 
 

@@ -1,7 +1,7 @@
 """Reading a checkpoint: ranks request ranges of arrays; the job reads each byte from disk once.
 
-An extent that several ranks request is read and verified by the one of them that has read the
-fewest bytes, which sends it to the others; see exchange.py.
+Where several ranks request an extent, the rank that has read the fewest bytes reads and verifies
+it, and sends it to the others; see exchange.py.
 
 A fault does not stop the exchange: it is raised afterwards. The values written until then are
 overwritten when an older checkpoint is fetched in its place. The calls of `on_arrival`, which

@@ -31,7 +31,7 @@ class Reader:
     def __init__(
         self, origin: str, step: int, about: dict[str, Any], facts: Mapping[str, ArrayFacts]
     ):
-        """`origin` names the state in messages; `facts` are those of its arrays."""
+        """`origin` names the state in messages; `facts` describe its arrays."""
         self.origin, self.step, self.about = origin, step, about
         self.sizes = {name: array.size for name, array in facts.items()}
         self.arrays: dict[str, np.ndarray] = {}  #: those requested whole, see `request_whole`
@@ -80,7 +80,7 @@ class Reader:
         raise NotImplementedError
 
     def _fetch_turn(self, exchange: Exchange, spans: list[RankSpans], own: list[Target]) -> None:
-        """Fetch the `spans` of all ranks, those of this rank into its `own` targets."""
+        """Fetch every rank's `spans`, and this rank's elements into its `own` targets."""
         raise NotImplementedError
 
     def _turns(self, link: Link) -> Iterator[tuple[list[RankSpans], list[Target]]]:

@@ -1,7 +1,7 @@
 """Loading the checkpoint that a run goes on from: the newest, or the best, that is whole.
 
 A checkpoint that is found damaged is renamed `bad-...` and kept for inspection; all ranks go back
-to the one before.
+to its predecessor.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ def load(
 ) -> Loaded | None:
     """Load the newest whole checkpoint, or return None if none was ever written; collective.
 
-    `request(reader)`, on every rank, requests the arrays that this rank needs, all of them whole if
+    `request(reader)`, on every rank, requests the arrays that this rank needs, every array whole if
     it is None; they have arrived when `load` returns. An error that it raises must be raised on all
-    ranks. With `best`: the best by the metric `keep_best` of the run. The number of ranks may
-    differ from that of the save. Damaged checkpoints are renamed `bad-...`; one that only some rank
-    cannot read stays, but all ranks go back to the one before, or to the next best, and request
+    ranks. With `best`: the best by the metric `keep_best` of the run. Another number of ranks than
+    at the save is fine. Damaged checkpoints are renamed `bad-...`; a checkpoint that only some rank
+    cannot read stays, but all ranks go back to its predecessor, or to the next best, and request
     anew. Raises UsageError if there were checkpoints and none can be used.
     """
     checkpoints = folder.of(run)
@@ -162,7 +162,7 @@ def _find_best_value(run: Path, criterion: Criterion, verified_path: Path | None
 def _try_load(
     path: Path, link: Link, request: RequestArrays | None, reasons: list[str]
 ) -> tuple[Loaded | None, list[RankResult]]:
-    """Return the checkpoint at `path`, or None and the results of all ranks on its faults."""
+    """Return the checkpoint at `path`, or None and each rank's result about its faults."""
     data, results = broadcast_from_first(link, lambda: _encode_manifest(path))
     if join_faults(results):
         return None, results

@@ -58,13 +58,13 @@ def save(
     keep_best: Criterion | None = None,
     state: Mapping[str, int | str] | None = None,
 ) -> Path:
-    """Save `step` from the pieces of all ranks; every rank gets the path once it is committed.
+    """Save `step` from the ranks' pieces; every rank gets the path once it is committed.
 
-    The pieces must cover each array exactly; `about` is JSON data, that of rank 0 counts; the
-    entries of `state`, which are no arrays, are those of all ranks together. Needs memory for one
-    extent. Checkpoints older than the `keep` newest are then removed, except the best by
-    `keep_best`, of the values in the `about["metrics"]` of each. Raises SaveError on every rank if
-    any rank failed; the checkpoints before stay as they were.
+    The pieces must cover each array exactly; `about` is JSON data, taken from rank 0; the entries
+    of `state`, which are no arrays, are merged over the ranks. Needs memory for one extent.
+    Checkpoints older than the `keep` newest are then removed, except the best by `keep_best`, a
+    metric in `about["metrics"]`. Raises SaveError on every rank if any rank failed; the checkpoints
+    before stay as they were.
     """
     if keep is not None and keep < 1:
         raise UsageError(f"[checkpoint] keep is {keep}; expected at least 1, or none to keep all")

@@ -22,7 +22,7 @@ def background_executor(use_thread: bool, name: str, x: Array) -> Executor:
 
 
 class _DeviceExecutor(Executor):
-    """A thread with a stream of its own."""
+    """A thread with its own stream."""
 
     def __init__(self, name: str, x: Array):
         self._x = x

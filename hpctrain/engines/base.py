@@ -1,4 +1,4 @@
-"""The base of all engines of several ranks: what does not depend on the regime."""
+"""The base class of engines for several ranks: what does not depend on the regime."""
 
 from __future__ import annotations
 

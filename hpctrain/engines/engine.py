@@ -32,7 +32,7 @@ STEP_BITS = 40  # the low bits of an integer that encodes a failed rank and its 
 
 
 class Flags(NamedTuple):
-    """The flags of a rank at a step boundary; all ranks receive the maximum of each."""
+    """The flags of a rank at a step boundary; all ranks receive the maxima."""
 
     stop: int = 0  #: the signal that requests a stop, 0 for none; see hpctrain.core.signals
     #: 1 + the highest rank whose gradient cannot be applied, 0 for none; 1 + the number of ranks
@@ -104,7 +104,7 @@ class Work(Protocol):
 
 
 class Engine(Protocol):
-    """The part of one rank in a training regime."""
+    """A rank's part in a training regime."""
 
     name: str
     algorithm: str | None  #: the all-reduce of gradients; None without one
@@ -131,7 +131,7 @@ class Engine(Protocol):
         A step is one batch of samples, whichever workers compute it. The flags are the maxima over
         all ranks, the same on each. With `stop` set the step may lie before `until`. With `failed`
         set no rank has applied the gradient of the returned step: the whole state is bit for bit
-        the one before this step, and training can go on with the next step.
+        as before this step, and training can go on with the next step.
         """
 
     def sum(self, numbers: np.ndarray) -> np.ndarray:
@@ -141,7 +141,7 @@ class Engine(Protocol):
         """Put the parameters to evaluate and save into `replica.arena.param`."""
 
     def state(self) -> list[Piece]:
-        """Return this rank's pieces of the state; the pieces of all ranks cover it once."""
+        """Return this rank's pieces; together the ranks' pieces cover the state once."""
 
     def whole_state(self) -> list[Piece]:
         """Return all pieces of the state of `committed_step`."""
@@ -161,7 +161,7 @@ class LockstepEngine(Protocol):
     """An engine whose workers take every step together."""
 
     def step(self, task: Task, flags: Flags) -> tuple[Sums, Flags]:
-        """Train on this rank's share of a step; return its sums and the flags of all ranks."""
+        """Train on this rank's share of a step; return its sums and the joint flags."""
 
 
 def train_in_lockstep(
@@ -210,7 +210,7 @@ def gather_rows(link: Link, arena: Arena, rows: np.ndarray) -> np.ndarray:
 
 
 def join_flags(group: Group, step: int, flags: Flags, failed: bool) -> tuple[int, Flags]:
-    """Return (step, flags) of all ranks: `step`, or the one at which a rank has `failed`."""
+    """Join step and flags over the ranks: `step`, or the step at which a rank has `failed`."""
     failure_code = ((group.link.rank + 1) << STEP_BITS) + step if failed else 0
     numbers = np.array([flags.stop, failure_code], np.int64)
     recursive_doubling(group, numbers, np.maximum)

@@ -2,7 +2,7 @@
 
     pipe rank         0                       1                       2
     gradient          of its layers           of its layers           of its layers
-    join              <------ the maxima of the flags and failures of all ranks ------>
+    join              <------ the maxima of flags and failures over the ranks -------->
     report            to the coordinator
     reply             from the coordinator -> from rank 0 ----------> from rank 0
     push, pull        with pipe rank 0 of     with pipe rank 1 of     with pipe rank 2 of
@@ -37,7 +37,7 @@ class PipeRow:
         return self._grid is None or self._grid.pipe.link.rank == 0
 
     def join(self, flags: Flags) -> Flags:
-        """Return the maxima of the flags of all ranks of the row; collective."""
+        """Return the maxima of the flags over the row; collective."""
         if self._grid is None:
             return flags
         with self._times.wait(self._trace, "wait for flags"):

@@ -130,7 +130,7 @@ class Recorder:
 
 
 class ReplayLog:
-    """The log file of one rank; without a recorder or a run folder all methods do nothing."""
+    """A rank's log file; without a recorder or a run folder the methods do nothing."""
 
     def __init__(
         self, recorder: Recorder | None, run: Path | None, rank: int, settings: Mapping[str, Any]
@@ -147,8 +147,8 @@ class ReplayLog:
 
         With None, from checkpoints of older versions, keep the intervals that begin before `step`.
         Drop a partial last line, which a crash leaves. Raises FileError for a damaged log. After a
-        loss of ranks the log is marked: those that are left went on from another state than that
-        after its intervals.
+        rank loss the log is marked: the surviving ranks went on from another state than the logged
+        intervals lead to.
         """
         if lost_ranks:
             self._settings = {**self._settings, LOST_RANKS: list(lost_ranks)}

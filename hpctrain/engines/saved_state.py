@@ -2,7 +2,7 @@
 
 Where workers trained apart, a checkpoint has no common optimizer state but "worker.0.optimizer.m",
 "worker.1.optimizer.m", ...: a request for "optimizer.m" then gets the mean. A regime with more
-updates per step has counted more of them at the same step: counts are converted.
+updates per step has a higher count at the same step: counts are converted.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class SavedState:
     """The arrays of a checkpoint and the means over its workers; all arrive after `Engine.load`."""
 
     def __init__(self, reader: Reader, update_ratio: float = 1.0):
-        """`update_ratio`: updates per step of this regime over those of the saved one."""
+        """`update_ratio`: updates per step of this regime over the saved regime's."""
         self._reader, self._ratio = reader, update_ratio
         self._means: dict[str, list[str]] = {}  # name: the arrays of all workers
         own_arrays = sorted(
@@ -51,7 +51,7 @@ class SavedState:
     def request(self, name: str, out: Any, offset: int = 0, size: int | None = None) -> None:
         """Request the elements of `name` from `offset` on that fill flat `out`.
 
-        Raises UsageError unless the whole array has `size` elements, those of `out` if not given.
+        Raises UsageError unless the whole array has `size` elements, by default `out.size`.
         """
         expected, actual = out.size if size is None else size, self.sizes.get(name, "none")
         if actual != expected:
@@ -68,7 +68,7 @@ class SavedState:
             self.on_arrival(partial(_convert_count, out, self._ratio))
 
     def request_sum(self, name: str, out: Any, offset: int, size: int) -> None:
-        """Request the elements from `offset` on of the sum of all parts of `size` of `name`."""
+        """Request elements, from `offset` on, of the sum over the parts of `name`, `size` long."""
         for turn in range(self.sizes[name] // size):
             self._reader.request(name, out, turn * size + offset, turn)
 

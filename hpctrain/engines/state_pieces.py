@@ -2,7 +2,7 @@
 
 Planes (parameters, moments, residuals) have the offsets of the model's plane, also where an arena
 holds only ranges of it. Gaps in front of ranges are not saved. An array of another length, such as
-a count of updates, is equal in all arenas of a model: that with the first slot saves it.
+a count of updates, is equal in all arenas of a model: the arena with the first slot saves it.
 
     checkpoint         | a a a a b b b b b b c c c |    step
     arena of a and c   | a a a a|0 0 c c c |            saves step
@@ -74,8 +74,8 @@ def range_pieces(
 def count_pieces(arena: Arena, counts: np.ndarray, start: int, size: int) -> list[Piece]:
     """Return the counts that a range of the plane saves, if it has `size` elements from `start` on.
 
-    The first range saves the count of all updates, and each range those of the slots that begin in
-    it, where `counts` has them.
+    The first range saves the count of all updates. Each range saves the counts of the slots that
+    begin in it, where `counts` has them.
     """
     indexes = [0] if start == 0 and size and arena.has_first_slot else []
     if counts.size > 1:
@@ -116,7 +116,7 @@ def plane_pieces(
 ) -> list[Piece]:
     """Return the pieces of `x`, which begins at element `start` of the arena's planes.
 
-    The array `name` consists of `count` planes of the model, of which this is `number`.
+    The array `name` consists of `count` planes of the model; this plane has number `number`.
     """
     size = arena.model_size
     return [

@@ -1,4 +1,4 @@
-"""The state of one worker where workers train apart: parameters and the optimizer's state.
+"""A worker's state where workers train apart: parameters and the optimizer's state.
 
     apart       the arena holds this worker's own planes
     averaged    the arena holds the mean over workers, from which all continue
@@ -26,7 +26,7 @@ from hpctrain.optim.optimizer import State
 
 
 class WorkerState:
-    """The planes and the optimizer state of one worker."""
+    """The planes and the optimizer state of a worker."""
 
     def __init__(self, arena: Arena, optimizer: Optimizer, state: State, worker: int, workers: int):
         """`state` is the optimizer's state of this worker."""
@@ -48,7 +48,7 @@ class WorkerState:
         self._params_differ, self.states_differ = False, not with_states
 
     def settle(self, average: Callable[[Iterable[np.ndarray]], None]) -> None:
-        """Average the planes of all workers into the arena, if they differ; keep the own ones."""
+        """Average the workers' planes into the arena, if they differ; keep the own planes."""
         if self._params_differ:
             self._params_differ = False
             self.save_planes()

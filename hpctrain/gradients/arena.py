@@ -1,17 +1,17 @@
 """The arena: all tensors of a model in flat planes, so that gradients are sent without packing.
 
-A *slot* is the range of one tensor. Slots begin at multiples of 64 bytes (a cache line), and the
+A *slot* is the range of a tensor. Slots begin at multiples of 64 bytes (a cache line), and the
 gap behind a slot is zero in every plane, so that an all-reduce or an update may include it.
 
     param  | 0.weight .............. |pad| 0.bias .. |pad| 1.weight ....... |
     grad   | the same layout                                                |
     buffer | 0.mean |pad| 0.variance |    not trained: a layout of its own
 
-An arena may hold only some slots of a model, such as those of a pipeline's stage: *ranges* of the
-plane of one rank. A range begins at an element congruent to its offset in that plane modulo
+An arena may hold only some slots of a model, such as the slots of a pipeline's stage: *ranges* of
+the whole model's plane. A range begins at an element congruent to its offset in that plane modulo
 BLOCK_ELEMENTS, behind a gap of zeros where need be. So blocks of the optimizer end at the same
-elements of the model however it is cut: its shards, partial sums of norms and hashes are those of
-one rank. A gap costs less than a block, 256 KiB of float32, per plane and range.
+elements of the model however it is cut: shards, partial sums of norms and hashes are the same as on
+a single rank. A gap costs less than a block, 256 KiB of float32, per plane and range.
 
     blocks     |        0        |        1        |        2        |
     one rank   | a a a a b b b b | b b b b c c c c | c d d d e e . . |
@@ -43,7 +43,7 @@ ALIGN_BYTES = 64
 
 @dataclass(frozen=True)
 class Slot:
-    """The range of one tensor: `size` elements from element `offset` on."""
+    """The range of a tensor: `size` elements from element `offset` on."""
 
     name: str
     shape: tuple[int, ...]
@@ -59,7 +59,7 @@ class Slot:
 
 
 class Range(NamedTuple):
-    """`size` elements from `start` on of an arena's planes: those from `offset` on of the model."""
+    """`size` elements that lie at `start` in an arena's planes, and at `offset` in the model's."""
 
     start: int
     offset: int
@@ -80,13 +80,13 @@ class Share:
 
 
 def identity(rows: np.ndarray) -> np.ndarray:
-    """Return `rows`: they are those of the whole model."""
+    """Return `rows`, which cover the whole model already."""
     return rows
 
 
 @dataclass(frozen=True)
 class Arena:
-    """The planes of one model, or of some of its slots; each plane is one flat array."""
+    """The planes of a model, or of some of its slots; each plane is one flat array."""
 
     slots: tuple[Slot, ...]
     param: Array
@@ -94,8 +94,8 @@ class Arena:
     buffer_slots: tuple[Slot, ...] = ()
     buffer: Array = field(default_factory=lambda: np.zeros(0))
     share: Share | None = None  #: None: the whole model
-    #: returns the rows of the whole model, in the order of its slots, for those of this arena's
-    #: pieces; see Optimizer. Collective over the arenas of a model
+    #: takes the rows of this arena's pieces, and returns the whole model's rows in the order of
+    #: slots; see Optimizer. Collective over the arenas of a model
     gather_rows: GatherRows = identity
     #: buffers of integers, coded as integers.py describes: their dtypes, by name
     integers: Mapping[str, str] = field(default_factory=dict)
@@ -136,8 +136,8 @@ class Arena:
     def spans(self, start: int, size: int) -> list[tuple[int, slice]]:
         """Return the parts of ranges in `size` elements from `start` on, as (offset, slice).
 
-        Offsets are those in the model's plane; slices count from `start`, and may be empty. Gaps in
-        front of ranges are in none of them.
+        Offsets count in the model's plane; slices count from `start`, and may be empty. No slice
+        covers a gap in front of a range.
         """
         if self.share is None:
             return [(start, slice(0, size))]
@@ -164,7 +164,7 @@ def make_arena(
 ) -> Arena:
     """Return a zeroed arena with a slot for each of `shapes` and of `buffers`, in their order.
 
-    With `own` it holds only these of the slots, and the model may have no buffers: UsageError.
+    With `own` the arena holds only the named slots; UsageError for a model with buffers.
     `zeros(length, dtype)` allocates a plane on the host or on a device.
     """
     itemsize, share = np.dtype(dtype).itemsize, None
@@ -246,10 +246,10 @@ def slot_hashes(arena: Arena) -> dict[str, str]:
 
 
 def combine_slot_hashes(arena: Arena, sha256_by_name: Mapping[str, str]) -> str:
-    """Return the hash of all parameters of a model, given the hash of each of its slots."""
+    """Return the hash of a model's parameters, given the hash of each of its slots."""
     return hashes.combine_hashes(sha256_by_name[slot.name] for slot in arena.model_slots)
 
 
 def params_sha256(arena: Arena) -> str:
-    """Return the hash of all parameters, without the gaps, of an arena of the whole model."""
+    """Return the hash of the parameters, without the gaps, in an arena of the whole model."""
     return combine_slot_hashes(arena, slot_hashes(arena))

@@ -10,7 +10,7 @@ added in the tree of `collectives/ordered.py`. One rank, four blocks, added as s
     planes       0           01          01, 2       01, then 01 + (2 + 3) slot by slot, as block 3
                                                      finishes them: they are sent during backward
 
-Peak memory: `arena.grad`, and one plane per subtotal that waits in the tree: log2(B/P) of them if P
+Peak memory: `arena.grad`, and one plane per subtotal that waits in the tree: log2(B/P) planes if P
 and B are powers of two, at most about twice as many otherwise.
 """
 
@@ -62,7 +62,7 @@ def add_in_order(table: np.ndarray, loss: nn.Loss) -> nn.Sums:
 
 
 class BlockReplica:
-    """A Replica that computes the gradient of `replica` in the virtual blocks of one rank."""
+    """A Replica that computes the gradient of `replica` in this rank's virtual blocks."""
 
     def __init__(self, replica: Replica, tree: SumTree, rank: int):
         """Raise UsageError for a model with layers that use statistics of the whole batch."""
@@ -102,7 +102,7 @@ class BlockReplica:
     def gradient(
         self, batch: Batch, scale: float, key: nn.Key, on_ready: Callable[[str], None]
     ) -> nn.Sums:
-        """Compute the gradients of all blocks, and add them to `subtotals`; see Replica.
+        """Compute the gradient of each block, and add it to `subtotals`; see Replica.
 
         The last subtotal is `arena.grad`. Returns the totals of this rank's blocks.
         """

@@ -53,7 +53,7 @@ GradientParts = Callable[[slice], Sequence[Array]]
 
 
 class GradientCheck:
-    """Checks the gradients of one rank, and counts dropped gradients."""
+    """Checks a rank's gradients, and counts dropped gradients."""
 
     def __init__(self, replica: Replica, ranks: int, parts: GradientParts | None = None):
         """Check the gradients of `replica`, which are summed over `ranks`.

@@ -4,7 +4,7 @@ Integers of at most 16 bits are such numbers. Others are four, of 16 bits each, 
 
     2^40 + 7    7    0    256    0        the last one has the sign
 
-A mean of equal numbers is exact. The code is linear, so that a mean of others is about their mean.
+A mean of equal numbers is exact. The code is linear: unequal numbers get about their mean.
 """
 
 from __future__ import annotations

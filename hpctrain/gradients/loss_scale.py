@@ -2,7 +2,7 @@
 
 A power of two, halved where a gradient overflows, which is then computed again; doubled after
 GROWTH_INTERVAL gradients without overflow. Source: Micikevicius et al., "Mixed precision training",
-2018; its automatic choice: Kuchaiev et al., "OpenSeq2Seq", 2018.
+2018; the automatic choice: Kuchaiev et al., "OpenSeq2Seq", 2018.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ MAX_FACTOR, MIN_FACTOR = 2.0**24, 2.0**-14
 
 
 class LossScale:
-    """The factor of the loss of one worker."""
+    """The factor of a worker's loss."""
 
     def __init__(self) -> None:
         self.factor, self._finite_count = 2.0**15, 0
@@ -25,7 +25,7 @@ class LossScale:
         return np.array([self.factor, self._finite_count])
 
     def restore(self, state: np.ndarray) -> None:
-        """Restore a saved `state`, or a mean of several: the factor becomes a power of two."""
+        """Restore a saved `state`; a mean over workers is rounded down to a power of two."""
         self.factor = 2.0 ** np.floor(np.log2(state[0]))
         self._finite_count = int(state[1])
 

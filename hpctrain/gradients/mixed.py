@@ -8,10 +8,10 @@ float32; norms, softmax and losses are computed in float32. Samples and activati
 
 bf16 has the range of float32. fp16 has a smaller range, in which small gradients would become 0. So
 the loss is multiplied by a power of two (loss_scale.py), and gradients are divided by it when they
-are widened, which is exact. A gradient that overflows is computed again with half of it. No step is
-skipped, and ranks need not agree on a scale, except where layers sum over ranks: there all ranks
-compute again. Checkpoints contain each worker's scale, because the rounding of small gradients
-depends on it.
+are widened, which is exact. A gradient that overflows is computed again with half the scale. No
+step is skipped, and ranks need not agree on a scale, except where layers sum over ranks: there all
+ranks compute again. Checkpoints contain each worker's scale, because the rounding of small
+gradients depends on the scale.
 The price: slots are ready, and are sent, only after backward, when all are known to be finite.
 """
 
@@ -185,7 +185,7 @@ class MixedReplica:
         self._half_params[...] = self.arena.param
 
     def _bind_views(self) -> None:
-        """Create the views of all tensors in the planes."""
+        """Create a view of each tensor in the planes."""
         arena = self.arena
         param_views: dict[str, Any] = arena.views(arena.param)
         self._grad_views = arena.views(arena.grad)

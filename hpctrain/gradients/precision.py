@@ -33,7 +33,7 @@ def master_dtype(precision: Precision) -> np.dtype:
 
 
 def choose_precision(model: Any, precision: Precision | None) -> Precision:
-    """Return `precision`; if None, that of a model with parameters of its own, or float32."""
+    """Return `precision`; None selects the precision of the model's own parameters, or float32."""
     return getattr(model, "own_precision", "float32") if precision is None else precision
 
 

@@ -12,10 +12,10 @@ or MPI does not allow a second one, `wait` reduces the buckets in the calling th
 An all-reduce may return the sum in another array, in the memory of a neighbour. Then `wait` returns
 the neighbour's plane, and `release` lets the neighbour write there again.
 
-With `priority`, of the buckets that are ready those of the first layers are sent first, because the
-next forward pass needs them first. The ready buckets differ from rank to rank, so before each
-bucket the ranks agree on the number that is ready on all ranks (a minimum, 8 bytes), and send the
-last of these:
+With `priority`, ready buckets of the first layers are sent first, because the next forward pass
+needs them first. The ready buckets differ from rank to rank, so before each bucket the ranks agree
+on the number that is ready on all ranks (a minimum, 8 bytes), and send the last bucket that is
+ready everywhere:
 
     ready on rank 0      0 1 2 3      agreed: 0 1 2      sent: 2, before 0 and 1
     ready on rank 1      0 1 2
@@ -103,7 +103,7 @@ class WireOptions(ReductionOptions, CompressionOptions):
 
 
 class BucketSum:
-    """The sum of one bucket over all ranks: a bound call, and the array that holds its result."""
+    """The sum of a bucket over all ranks: a bound call, and the array that holds its result."""
 
     def __init__(
         self, number: int, bucket: Bucket, grad: np.ndarray, group: Group, allreduce: SumFunction

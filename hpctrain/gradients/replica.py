@@ -84,7 +84,7 @@ class Replica(Protocol):
 
 
 class TrainableModel(Protocol):
-    """A model as the Trainer takes it: an `nn.Model`, or that of another framework."""
+    """A model as the Trainer takes it: an `nn.Model`, or a model of another framework."""
 
     loss: nn.Loss
     input_shape: Any  #: of one sample: a tuple, or a tree of such; None: not known yet
@@ -162,7 +162,7 @@ class ModelReplica:
         return xp.to_host(self.model.outputs(self._params, x))
 
     def _bind_views(self) -> None:
-        """Create the views of all tensors in the planes."""
+        """Create a view of each tensor in the planes."""
         self._params = self.arena.views(self.arena.param) | self.arena.views(self.arena.buffer)
         self._grads = self.arena.views(self.arena.grad)
 

@@ -40,7 +40,7 @@ def skip_absent(optimizer: Optimizer) -> Optimizer:
 
 
 def find_absent(grad: Array, ranges: Sequence[slice]) -> list[int]:
-    """Return the indices of those `ranges`, none of them empty, that have no gradient."""
+    """Return the indices of the non-empty `ranges` that have no gradient."""
     starts = np.fromiter((part.start for part in ranges), np.int64, len(ranges))
     firsts = grad[namespace(grad).asarray(starts)]
     candidates: list[int] = np.flatnonzero(to_host(_has_mark(firsts))).tolist()

@@ -63,7 +63,7 @@ def adamw(
 ) -> Optimizer:
     """Return AdamW; `rate` is a number or a function of the 0-based step.
 
-    With `exempt_vectors` tensors of one dim, such as biases, do not decay. A gradient whose norm
+    With `exempt_vectors` 1-d tensors, such as biases, do not decay. A gradient whose norm
     over all tensors is above `clip_norm` is scaled down to it. The state is "mean" and "square".
     Raises UsageError unless 0 <= beta1, beta2 < 1, epsilon > 0, weight_decay >= 0 and
     clip_norm > 0.

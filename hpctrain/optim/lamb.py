@@ -4,8 +4,8 @@
     u = (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + epsilon)  +  decay w
     w <- w - rate (|w| / |u|) u                          for each tensor; t counts from 1
 
-phi, the paper's bound on |w|, is the identity here. Unless `exempt_vectors` is off, tensors of one
-dim (biases, norms) use the plain rate and do not decay. Tensors of zeros also use the plain rate.
+phi, the paper's bound on |w|, is the identity here. Unless `exempt_vectors` is off, 1-d tensors
+(biases, norms) use the plain rate and do not decay. Tensors of zeros also use the plain rate.
 On the host u is computed twice, for its norm and for the update: it would be an array of full
 length.
 """
@@ -142,7 +142,7 @@ def _compute_u(
     slots: Sequence[TensorSlot],
     scratch: Array,
 ) -> Array:
-    """Write u of one piece into row 0 of `scratch`, and return it."""
+    """Write u of a piece into row 0 of `scratch`, and return it."""
     elements, (u, t) = piece.elements, scratch[:, : piece.elements.stop - piece.elements.start]
     m, v, xp = state["mean"][elements], state["square"][elements], namespace(u)
     compute_direction(xp, m, v, *_direction_factors(const, int(state["step"][0]) + 1), u)

@@ -5,7 +5,7 @@
     w <- w - v
 
 So no tensor changes by more than a fraction of its own norm, and large batches can have large
-rates. Unless `exempt_vectors` is off, tensors of one dim (biases, norms) have l = 1 and do not
+rates. Unless `exempt_vectors` is off, 1-d tensors (biases, norms) have l = 1 and do not
 decay, as in all record runs of LARS: their norms carry no information. l is also 1 for a tensor of
 zeros, and where the divisor is zero (no gradient and no decay). Without
 a gradient l = trust / decay.

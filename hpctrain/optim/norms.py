@@ -1,7 +1,7 @@
 """Norms that have the same bytes for any division of the flat arrays into shards.
 
-A *piece* is the part of one slot in one block. The rank with a block adds the squares of its pieces
-in float64. `gather_rows` returns the rows of all shards on every rank, which adds them in order.
+A *piece* is the part of a slot in a block. The rank with a block adds the squares of its pieces
+in float64. `gather_rows` returns every shard's rows on every rank, which adds them in order.
 Shards begin at blocks, so a piece lies in one shard, and the sums do not depend on the number of
 shards.
 
@@ -42,7 +42,7 @@ def pieces(size: int, slots: Sequence[TensorSlot]) -> Iterator[BlockPiece]:
 def sum_by_slot(rows: np.ndarray, slots: Sequence[TensorSlot]) -> np.ndarray:
     """Return the sums of the rows of each slot, float64 (slots, columns).
 
-    `rows` has one row per piece of all shards, in order, float64.
+    `rows` has one row per piece of the whole model, in order, float64.
     """
     sums = np.zeros((len(slots), rows.shape[1]))
     slot_indices = np.repeat(np.arange(len(slots)), [len(_blocks_of(slot)) for slot in slots])
@@ -72,7 +72,7 @@ def ordered_rows(
 
 
 def make_scratch(x: Array) -> Array:
-    """Return scratch for `sum_squares` of one block of `x`."""
+    """Return scratch for `sum_squares` of a block of `x`."""
     return namespace(x).empty(min(BLOCK_ELEMENTS, x.size), np.float64)
 
 
@@ -106,7 +106,7 @@ def safe_ratio(numerator: np.ndarray, denominator: np.ndarray) -> np.ndarray:
 def clip_factor(
     grad: Array, max_norm: float | None, slots: Sequence[TensorSlot], gather_rows: GatherRows
 ) -> float:
-    """Return the factor that reduces the norm of all gradients to `max_norm`; 1 if it is not above.
+    """Return the factor that reduces the gradient's norm to `max_norm`; 1 for a smaller norm.
 
     `grad` is not written. Source: Pascanu, Mikolov and Bengio (2013), algorithm 1.
     """
@@ -126,7 +126,7 @@ def is_vector(slot: TensorSlot) -> bool:
 def find_decaying(
     size: int, slots: Sequence[TensorSlot], exempt_vectors: bool
 ) -> list[list[slice]]:
-    """Return the slices of each block that decay: all of it, or all but vectors."""
+    """Return, per block, the slices to which weight decay applies."""
     if not exempt_vectors:
         return [[s] for s in blocks(size)]
     decaying_parts: list[list[slice]] = [[] for _ in blocks(size)]

@@ -60,12 +60,12 @@ class Optimizer(NamedTuple):
 
     `init(param)` returns the state: planes, arrays of the length and dtype of `param`, and "step",
     int64, the updates done so far. "step" has the shape (1,), or (1 + slots,) with a count
-    of each slot of the whole model behind it, in order; a shard knows those of its own slots.
+    of each slot of the whole model behind it, in order; a shard knows the counts of its own slots.
     `update(grad, state, param, slots, gather_rows)` writes `state` and `param` in place, never
     `grad`.
 
-    The arrays are those of a whole model, of ranges of it, or a shard of either that begins at a
-    multiple of BLOCK_ELEMENTS. `slots` are always those of the whole model; offsets count from the
+    The arrays cover a whole model, ranges of a model, or a shard of either that begins at a
+    multiple of BLOCK_ELEMENTS. `slots` always describe the whole model; offsets count from the
     first element of the arrays, so that some are negative or beyond the end of the arrays. They are
     congruent modulo BLOCK_ELEMENTS to the offsets in a whole model.
 
@@ -121,7 +121,7 @@ def rate_curve(
 
 @options
 class CommonOptions:
-    """Options of every optimizer: the rate, and the maximum norm of the gradient of all tensors."""
+    """Options of every optimizer: the rate, and the maximum norm of the whole gradient."""
 
     rate: PositiveFloat
     clip_norm: PositiveFloat | None = None
@@ -132,7 +132,7 @@ def build(kind: Any, name: str, rate: float | Schedule, **values: Any) -> Optimi
 
     `rate` is a number or a function of the 0-based step.
     """
-    try:  # options need a number as their rate; it is that of recipes alone
+    try:  # options need a number as their rate, which only recipes use
         optimizer: Optimizer = kind(rate=1.0, **values).build(rate)
         return optimizer
     except OptionsError as error:

@@ -5,7 +5,7 @@
     w <- w - rate v                     w <- w - rate (h + momentum v)       with nesterov
 
 The rate is not a factor in v, so that a new rate applies to all of v at once; Goyal et al. (2017,
-section 3) use the same form. Nesterov's method is that of Sutskever et al. (2013) in the form of
+section 3) use the same form. Nesterov's method follows Sutskever et al. (2013) in the form of
 Bengio et al. (2013): w is the look-ahead point, at which gradients are computed.
 """
 
@@ -66,7 +66,7 @@ def sgd(
 ) -> Optimizer:
     """Return SGD; `rate` is a number or a function of the 0-based step.
 
-    With `exempt_vectors` tensors of one dim, such as biases, do not decay. A gradient whose norm
+    With `exempt_vectors` 1-d tensors, such as biases, do not decay. A gradient whose norm
     over all tensors is above `clip_norm` is scaled down to it. The state is "momentum", or empty
     for momentum 0. Raises UsageError unless 0 <= momentum < 1, momentum > 0 with nesterov,
     weight_decay >= 0 and clip_norm > 0.

@@ -1,7 +1,7 @@
 """The mesh: the ranks of a job along a data axis and a pipe axis.
 
-Eight ranks with `pipe = 4`. The ranks of a row together hold one replica, those of a column hold
-the same layers, of different replicas:
+Eight ranks with `pipe = 4`. The ranks of a row together hold one replica, the ranks of a column
+hold the same layers, of different replicas:
 
               pipe 0   pipe 1   pipe 2   pipe 3
     data 0    rank 0   rank 1   rank 2   rank 3      activations and their gradients travel
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Mesh:
-    """The Worlds of one rank: all ranks, and those along each axis."""
+    """A rank's Worlds: all ranks, and the ranks along each axis."""
 
     everyone: World
     data: World  #: the ranks with the same layers; engines train on it

@@ -15,11 +15,11 @@ from hpctrain.data import Dataset, Samples, known_targets
 from hpctrain.gradients.replica import TrainableModel
 from hpctrain.optim import Optimizer
 
-DEFAULT_RATES = {"sgd": 0.01, "adamw": 0.001}  #: those of Keras, for optimizers given by name
+DEFAULT_RATES = {"sgd": 0.01, "adamw": 0.001}  #: defaults of Keras, for optimizers given by name
 
 
 def as_model(model: Any) -> TrainableModel:
-    """Return `model`, or that of a torch.nn.Module; raise UsageError for anything else."""
+    """Return `model`, a torch.nn.Module wrapped; raise UsageError for anything else."""
     if isinstance(model, nn.Model):
         return model
     if guest := frameworks.as_model(model):
@@ -31,9 +31,9 @@ def as_model(model: Any) -> TrainableModel:
 
 
 def as_optimizer(optimizer: Any) -> Optimizer:
-    """Return the optimizer, or that of the name "sgd" or "adamw" with its default rate."""
+    """Return the optimizer; the names "sgd" and "adamw" stand for one with the default rate."""
     is_pair = all(callable(getattr(optimizer, name, None)) for name in ("init", "update"))
-    if is_pair and hasattr(optimizer, "rate"):  # those of Optax have none
+    if is_pair and hasattr(optimizer, "rate"):  # optimizers of Optax have none
         return optimizer
     if isinstance(optimizer, str) and optimizer in optim.OPTIMIZERS:
         if optimizer in DEFAULT_RATES:
@@ -51,7 +51,7 @@ def as_optimizer(optimizer: Any) -> Optimizer:
 
 
 def as_engine(engine: Any) -> Any:
-    """Return the options of an engine, or those of its name with their defaults."""
+    """Return the options of an engine; a name stands for the engine's default options."""
     if isinstance(engine, str):
         return config.pick(engines.ENGINES, engine, "engine")()
     if callable(getattr(engine, "build", None)) and not isinstance(engine, type):

@@ -1,6 +1,6 @@
 """Callbacks: hooks of a run, called on the ranks that have them; any may end the training.
 
-A callback is a function of one row, a dict as in metrics.jsonl, or an object with some of these:
+A callback is a function of a row, a dict as in metrics.jsonl, or an object with some of:
 
 on_begin(run)          before the first step, with a `Run`; may return the callback of this run
 on_row(row)            with each row of metrics
@@ -63,7 +63,7 @@ class Run:
     def parameters(self) -> dict[str, Any]:
         """The parameters of this rank by name, views: copy the arrays that you keep.
 
-        With an engine whose workers differ between averages they are those of this worker.
+        With an engine whose workers differ between averages the callback sees this worker's values.
         """
         return self.arena.views(self.arena.param)
 
@@ -72,7 +72,7 @@ class Run:
 class EarlyStop:
     """Stop when `metric` has not improved by more than `min_delta` in `patience` values.
 
-    Metrics of the test set are compared at each evaluation, those of the training set at each row.
+    Metrics of the test set are compared at each evaluation, training metrics at each row.
     With `direction` "min" the metric improves when it falls, with "max" when it rises; by default
     a loss falls and an accuracy rises. Raises UsageError for an unknown metric.
     """
@@ -136,7 +136,7 @@ class FirstRank:
 
 
 class Callbacks:
-    """The callbacks of one rank in one call of fit; ranks may have different ones."""
+    """This rank's callbacks in a call of fit; ranks may have different callbacks."""
 
     def __init__(self, callbacks: Sequence[Any], world: World, model: Any, steps_per_epoch: int):
         """Take the rank's own callbacks. Raises UsageError for an object without hooks."""
@@ -153,7 +153,7 @@ class Callbacks:
         self._names = {number: _name(item) for number, item in self._active.items()}
 
     def share_names(self, earlier: Sequence[str]) -> list[str]:
-        """Return the names of all ranks' callbacks, and warn of `earlier` ones lost; collective."""
+        """Gather the names of callbacks; warn of `earlier` names that are missing; collective."""
         own = json.dumps([[*self._names.values()], [*earlier]])
         pairs = map(json.loads, self._world.gather(own))
         names, before = ({*chain(*lists)} for lists in zip(*pairs, strict=True))

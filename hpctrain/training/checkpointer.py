@@ -29,7 +29,7 @@ SCALE = "loss_scale"
 
 
 class Checkpointer:
-    """The checkpoints of one call of fit; all ranks decide alike when to save."""
+    """The checkpoints of a call of fit; all ranks decide alike when to save."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class Checkpointer:
         options: CheckpointOptions,
         about: dict[str, Any],
     ):
-        """`about`: facts of the model for checkpoints; `replica`: the one of the engine."""
+        """`about`: facts of the model for checkpoints; `replica`: the engine's replica."""
         self._world, self._engine, self._journal = world, engine, journal
         self._loss = replica.loss
         self._loss_scale: LossScale | None = getattr(replica, "loss_scale", None)
@@ -61,7 +61,7 @@ class Checkpointer:
     def load(self, saved: SavedState) -> None:
         """Request this worker's loss scale, if there is one.
 
-        A worker that had none takes the mean of all.
+        A new worker takes the mean over the saved workers.
         """
         names = [name for name in (self._scale_name, SCALE) if name in saved.sizes]
         if self._loss_scale is not None and names:
@@ -131,7 +131,7 @@ class Checkpointer:
         return path
 
     def about(self, facts: dict[str, Any]) -> dict[str, Any]:
-        """Return the journal's facts beside the arrays of a state, with those of the model."""
+        """Return the facts of journal and model that a checkpoint stores with its arrays."""
         return {**facts, **self._about, **weights.facts(self._engine.replica.arena)}
 
     def state(self) -> list[checkpoint.Piece]:

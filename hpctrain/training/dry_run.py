@@ -100,7 +100,7 @@ def examine(spec: Recipe) -> str:
 
 
 def _pipeline(job: runs.Job) -> tuple[str, Any, dict[str, str]]:
-    """Return facts of a pipeline: its line, the bytes of ranks by kind, and these in words."""
+    """Describe a pipeline: the line of its mesh, the bytes of ranks by kind, and a text of each."""
     mesh, engine = job.trainer.mesh, job.trainer.engine
     text = run_facts.describe_mesh(mesh, job.batch)
     if not text:

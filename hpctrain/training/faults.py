@@ -43,9 +43,9 @@ class FaultsOptions:
         return self != FaultsOptions()
 
     def check(self, ranks: int, workers: int) -> None:
-        """Raise UsageError unless the slow rank has a factor, and is one of `ranks` that computes.
+        """Raise UsageError unless the slow rank has a factor and computes.
 
-        The first `workers` of them do.
+        The first `workers` of the `ranks` compute.
         """
         if (self.slow_rank is None) != (self.slow_factor is None):
             raise UsageError(
@@ -120,7 +120,7 @@ class Pace:
 
 
 class SlowedReplica:
-    """A Replica whose gradients are those of `replica`, later.
+    """A Replica that returns the gradients of `replica`, after a delay.
 
     A part of the gradient is ready when the compute before it has taken its time, so that what
     overlaps with backward still does.
@@ -141,7 +141,7 @@ class SlowedReplica:
 
     @property
     def normalizes_batch(self) -> bool:
-        """That of `replica`."""
+        """The label of `replica`."""
         return self._replica.normalizes_batch
 
     def move(self, **planes: np.ndarray) -> None:

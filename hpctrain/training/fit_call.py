@@ -1,4 +1,4 @@
-"""A call of fit: its arguments, and a part of it, from the begin or a loss of ranks to the next."""
+"""A call of `fit`, run in segments: a rank loss ends a segment."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 
 class Journal:
-    """The record of one run; `run` is its folder, None to keep nothing."""
+    """The record of a run; `run` is its folder, None to keep nothing."""
 
     def __init__(
         self,
@@ -173,7 +173,7 @@ class Journal:
         return self._about(step, *self._sum_over_ranks())
 
     def about_here(self, step: int) -> dict[str, Any]:
-        """Return the same from this rank alone, where all ranks record the sums of all workers."""
+        """Return the same facts without communication; each rank must record all sums."""
         own = {name: np.array([number]) for name, number in self.skips.rank_counts().items()}
         about = self._about(step, self.open_row.sums, own)
         # The rank that writes may have been lost between the sums of the row and its writing.
@@ -285,12 +285,12 @@ class Journal:
 
     @property
     def _staleness(self) -> Staleness | None:
-        """The counts since the first step, also those before the run was resumed."""
+        """The counts since the first step, including the steps before the run was resumed."""
         since_resume, earlier = self.engine.staleness, self._earlier_staleness
         return since_resume.merge(earlier) if since_resume and earlier else since_resume or earlier
 
     def _updates(self, step: int) -> int:
-        """Return the number of updates before that of step `step`, counted from 1."""
+        """Return the number of updates before the 1-based step `step` updates."""
         return int(max(step - 1 - self.skips.skipped_steps, 0) * self.engine.updates_per_step)
 
     def _epoch(self, step: int) -> int:

@@ -1,4 +1,4 @@
-"""The data of a recipe: loaded on each rank, and scaled alike on all of them."""
+"""The data of a recipe: each rank loads the samples, and every rank scales them alike."""
 
 from __future__ import annotations
 

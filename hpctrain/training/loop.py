@@ -82,7 +82,7 @@ class Loop:
             journal.mesh.data.rank,
             self._replay_settings(),
         )
-        self.step, self.rows = 0, list[Row]()  # rows: those of the run before this part
+        self.step, self.rows = 0, list[Row]()  # rows: of the earlier segments of the run
         self.row, self.first_row = Row(), Row()  # of this step, where there is one; of this part
         about = {**plan.about, "callbacks": callbacks.saved}  # which changes with each row
         self.checkpointer = Checkpointer(world, engine, replica, journal, plan.checkpoints, about)
@@ -175,7 +175,7 @@ class Loop:
         return self.world.survives and not self.engine.shares_sums and self.world.size > 1
 
     def _copy(self) -> None:
-        """Copy the state to other ranks: the loss of some may lead back to here; collective."""
+        """Copy the state to other ranks: after a rank loss training resumes here; collective."""
         self.engine.settle()
         self._survival.copy(self.step, self.journal, self.checkpointer)
 
@@ -233,7 +233,7 @@ class Loop:
         }
 
     def restore(self, reader: checkpoint.Reader) -> None:
-        """Restore a state from the memory of ranks; all of them go on, or none; collective."""
+        """Restore a state from the memory of ranks; every rank goes on, or none; collective."""
         self._request(reader)
         assert self.world.job is not None
         reader.fetch(self.world.job.link)  # spares, too, send what they hold

@@ -8,7 +8,7 @@ from hpctrain.nn import Sums, Total, add
 
 
 class OpenRow:
-    """The steps since the last row, with this rank's sums; or those of all workers."""
+    """The steps since the last row, with the sums of this rank or of all workers."""
 
     def __init__(self) -> None:
         self.sums, self.since_step = Sums(), 0
@@ -27,7 +27,7 @@ class OpenRow:
         self.sums, self.since_step, self.since_s = Sums(), step, wall_s
 
     def to_json(self, step: int, sums: Sums) -> dict[str, Any] | None:
-        """Return the row at `step` for a checkpoint, with the `sums` of all ranks; None if none."""
+        """Return the row at `step` for a checkpoint, with each rank's `sums`; None without sums."""
         return {"since_step": self.since_step, "sums": sums} if self.has_steps(step) else None
 
     def restore(self, table: dict[str, Any] | None, step: int, *, with_sums: bool) -> None:

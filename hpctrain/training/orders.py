@@ -1,4 +1,4 @@
-"""Orders of a user's own, such as those of PyTorch's samplers: drawn on rank 0, the same on all.
+"""Orders of a user's own, such as PyTorch's samplers: rank 0 draws and broadcasts them.
 
     rank 0    draw epoch 2: 7 3 7 1     broadcast     all ranks cut the same batches from it
 

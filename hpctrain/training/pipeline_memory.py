@@ -1,7 +1,7 @@
 """Memory of the ranks of a pipeline by kind: measured, and predicted from the schedule's lists.
 
 parameters, gradients   planes of a rank's slots, with gaps; and copies of shared tensors
-optimizer               its state of these slots; with `shard_optimizer` 1/data of it
+optimizer               its state for these slots; with `shard_optimizer` 1/data as much
 tapes                   live tapes at the peak of a rank's list, times the bytes of a tape
 messages                sent in a step, with their stamps; memory until the receiver has them
 """

@@ -46,7 +46,7 @@ class Recipe:
 
     run: RunOptions
     model: Any
-    loss: nn.Loss | None  #: None: that of the model
+    loss: nn.Loss | None  #: None: the model's own loss
     data: Any
     batch: BatchOptions
     optimizer: Any
@@ -91,7 +91,7 @@ class Recipe:
 
 
 def load(name: str, settings: Iterable[str] = ()) -> Recipe:
-    """Return the built-in recipe `name`, or the one in file `name`, changed by `table.key=value`s.
+    """Return the built-in recipe `name`, or the recipe in file `name`, with `table.key=value`s.
 
     The last setting of a key counts, and removes an excluded key from the file. Raises UsageError
     with every fault of a table, and the nearest name.
@@ -126,7 +126,7 @@ def built_in() -> list[str]:
 
 
 def read_tables(name: str, extending: tuple[str, ...] = ()) -> Table:
-    """Return the tables of a recipe, merged into those of the recipe that it `extends`.
+    """Return the tables of a recipe, merged into the tables of the recipe that it `extends`.
 
     `extending`: the recipes that extend this one, by way of each other.
     """

@@ -121,7 +121,7 @@ class BatchOptions:
     micro_batches: Positive = 1
 
     def size(self, ranks: int) -> int:
-        """Return the samples of one step over all ranks."""
+        """Return the samples of a step over all ranks."""
         return self.batch or (self.batch_per_rank or 0) * ranks
 
     def rate_factor(self, ranks: int) -> float:
@@ -134,7 +134,7 @@ class BatchOptions:
 
 @config.options
 class LossOptions:
-    """`[loss]`: `kind` is the name of a loss; without the table it is that of the model."""
+    """`[loss]`: `kind` is the name of a loss; without the table the model's own loss is used."""
 
     kind: str
 

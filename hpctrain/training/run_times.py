@@ -11,7 +11,7 @@ class RunTimes:
     """Times since the start of the clocks, over all engines that a call of fit has had."""
 
     def __init__(self, engine: Engine, earlier: RunTimes | None = None):
-        """`earlier`: those of the engine before a loss of ranks."""
+        """`earlier`: times of the engine before a rank loss."""
         self._engine = engine
         self._earlier_s = earlier.of_engine() if earlier else {}
         self._earlier_bytes = earlier.bytes_sent if earlier else 0

@@ -73,7 +73,7 @@ class Job:
     total_steps: int
 
     def fit(self, steps: int | None = None, **arguments: Any) -> dict[str, Any]:
-        """Train for `steps`, by default those of the recipe; see Trainer.fit."""
+        """Train for `steps`, by default the recipe's number of steps; see Trainer.fit."""
         return self.trainer.fit(
             self.split.train,
             steps=steps or self.total_steps,
@@ -141,7 +141,7 @@ def _agree_on_code(spec: Recipe, world: World) -> None:
 
 
 def _callbacks(spec: Recipe) -> list[Any]:
-    """Return the callbacks of all ranks: early stop on each, the user's own where they ask."""
+    """Return this rank's callbacks: early stop on each rank, a user's own where they belong."""
     callbacks: list[Any] = [spec.early_stop] if spec.early_stop else []
     for options in spec.run.callback_options:
         make = partial(options.make, spec.code.folder)
@@ -167,8 +167,8 @@ def _build(spec: Recipe, input_shape: Any, outputs: int | None) -> Any:
 def count_outputs(spec: Recipe, split: Split) -> int | None:
     """Return the outputs that a model for `split` needs; None if only its function can know.
 
-    These are the classes of the data, or the features of its targets. Raises UsageError for labels
-    of a user's own Samples without the number of classes, since not all of them are read
+    The outputs are the classes of the data, or the features of its targets. Raises UsageError for
+    labels of a user's own Samples without the number of classes, since not every label is read
     beforehand, and for test labels that no training sample has.
     """
     if split.classes is not None:
@@ -197,11 +197,11 @@ def load(
 ) -> TrainedModel:
     """Return the model of the run in folder `run`, with the weights of its newest checkpoint.
 
-    With `best`: those of the checkpoint kept by `keep_best`. `model` is that of a run which a
-    Trainer made without a recipe. It computes on `device`: "cpu", "gpu", or "auto", the device that
-    `init` chose for this process, else a GPU if there is one. On a GPU it has the run's precision,
-    on cores at least float32. No MPI is needed. A model that is a user's own function is called:
-    code that is not this user's, or has changed since the run was trained, only with `trust`.
+    `best` takes the weights of the checkpoint kept by `keep_best`. `model` is required for a run
+    which a Trainer made without a recipe. It computes on `device`: "cpu", "gpu", or "auto", the
+    device that `init` chose for this process, else a GPU if there is one. On a GPU it has the run's
+    precision, on cores at least float32. No MPI is needed. A model that is a user's own function is
+    called: foreign code, or code that has changed since the run was trained, only with `trust`.
     Raises UsageError if there is no recipe or no good checkpoint, if the model is another, or if a
     "gpu" is not available.
     """
@@ -254,7 +254,7 @@ def _fill(replica: Any, loaded: checkpoint.Loaded, scale: Scale) -> TrainedModel
     if scale.shift is not None:
         scale.must_fit(replica.model.input_shape, str(loaded.path))
     weights.copy_into(replica.arena, weights.tensors_of(loaded), str(loaded.path))
-    if hasattr(replica, "read_arena"):  # of a module that has tensors outside of it
+    if hasattr(replica, "read_arena"):  # a module may have tensors outside of the arena
         replica.read_arena()
     return TrainedModel(replica, scale)
 

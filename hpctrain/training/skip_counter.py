@@ -36,7 +36,7 @@ class SkipCounter:
         self._dropped_at_begin = self._check.dropped
 
     def state(self, ranks: Mapping[str, np.ndarray]) -> dict[str, int]:
-        """Return the counts for a checkpoint; `ranks`: those of every rank, see `rank_counts`."""
+        """Return the counts for a checkpoint; `ranks`: every rank's counts, see `rank_counts`."""
         return {
             "skipped_steps": self.skipped_steps,
             "skipped_in_a_row": self.in_a_row,
@@ -46,7 +46,7 @@ class SkipCounter:
     def rank_counts(self) -> dict[str, float]:
         """Return this rank's counts for `dropped_gradients` and `state`.
 
-        Of the ranks that hold a replica together, the one with the first slot counts.
+        The rank with the first slot counts for the ranks that hold a replica together.
         """
         counts = self._engine.replica.arena.has_first_slot
         dropped = self._check.dropped - self._dropped_at_begin if counts else 0

@@ -1,4 +1,4 @@
-"""The replica of a rank: whole, or split over the ranks of a mesh; what goes with a split."""
+"""A rank's replica: the whole model, or a pipeline's part; and the checks of a split model."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
     score of a rank = its compute_s / the median of compute_s over the ranks that do the same work
 
-These are the workers, in a pipeline those of one stage; there is no score where each worker takes
-steps of its own. A rank beyond MAX_SCORE for ROWS rows is named once in a warning, with
+The score compares workers, in a pipeline the ranks of a stage; there is no score where each worker
+takes steps of its own. A rank beyond MAX_SCORE for ROWS rows is named once in a warning, with
 
     known   planted by [faults]; the time in which it was ready to run, but another thread had its
             core (run delay, /proc/thread-self/schedstat); more ranks of the job than cores
@@ -45,7 +45,7 @@ class RankFacts(TypedDict):
 
 
 class Stragglers:
-    """The scores of all ranks since the first step, and the warnings of a run."""
+    """The scores of each rank since the first step, and the warnings of a run."""
 
     def __init__(self, mesh: Mesh, engine: Engine, slow_rank: int | None) -> None:
         """`slow_rank`: the one planted by [faults]."""
@@ -82,7 +82,7 @@ class Stragglers:
     def scores(self, ranks: Mapping[str, np.ndarray]) -> list[float | None] | None:
         """Return the score of each rank since the first step, None for ranks without one.
 
-        None if no rank has one, as in a job of one rank.
+        Returns None if no rank has a score, as in a job of a single rank.
         """
         scores = score(ranks["compute_s"], ranks["kind_of_work"])
         values = [None if np.isnan(value) else round(float(value), 4) for value in scores]

@@ -1,4 +1,4 @@
-"""The plan of one call of fit, and the tasks of a worker by that plan, read ahead."""
+"""The plan of a call of fit, and a worker's tasks by that plan, read ahead."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hpctrain.world import World
 
 @dataclass(frozen=True)
 class FitPlan:
-    """The plan of one call of fit: the samples, and the periods in steps."""
+    """The plan of a call of fit: the samples, and the periods in steps."""
 
     train: Samples
     test: Samples | None
@@ -133,7 +133,7 @@ class Tasks:
         return _Place(epoch, own_indexes, first, len(indexes))
 
     def _open_stream(self, step: int) -> Any:
-        """Return an iterator of the rows of all shares from `step` on; None if there is none.
+        """Return an iterator of each share's rows from `step` on; None if there is none.
 
         Data sets with a method `stream` read ahead by themselves, as with worker processes.
         """

@@ -1,11 +1,11 @@
-"""The traces of all ranks on one clock: offsets are measured, files written and merged.
+"""The traces of every rank on one clock: offsets are measured, files written and merged.
 
 DIR/trace/rank-00000.json    a rank's own spans, by rank 0's clock; with offset and uncertainty
 DIR/trace.json               all ranks, for chrome://tracing or ui.perfetto.dev
 
-Both are in the Trace Event Format, an event per line. All ranks share the folder, as that of
-checkpoints. A resumed run replaces the trace of the part before. A failed write is only a warning:
-no training fails because of its trace.
+Both are in the Trace Event Format, an event per line. All ranks share the folder, as they share the
+folder of checkpoints. A resumed run replaces the trace of the part before. A failed write is only a
+warning: no training fails because of its trace.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _KERNEL = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Timeline:
-    """The trace of one run in its folder `run`."""
+    """The trace of a run in its folder `run`."""
 
     def __init__(self, world: World, run: Path | None, options: TraceOptions):
         """Raise UsageError if the trace is enabled but the run has no folder."""
@@ -151,9 +151,9 @@ def clock_offset(
 ) -> Reading:
     """Return the offset of rank 0's clock from this rank's; collective.
 
-    The `remote` ranks ask rank 0 for the time, one after the other. Of ROUNDS answers that with
-    the shortest round trip counts: it is wrong by half of that at most. All other ranks share the
-    clock of rank 0. Source: Cristian, "Probabilistic clock synchronization", 1989.
+    The `remote` ranks ask rank 0 for the time, one after the other. The answer with the shortest
+    round trip counts, among ROUNDS answers: its error is at most half the round trip. All other
+    ranks share the clock of rank 0. Source: Cristian, "Probabilistic clock synchronization", 1989.
     """
     remote = list(remote)
     if link.rank == 0:

@@ -182,7 +182,7 @@ class Trainer:
         return self.summary
 
     def _last_words(self, survival: Survival) -> str:
-        """Return the last words of a run interrupted at once; those of rank 0 alone."""
+        """Return the last message of a run interrupted at once; only rank 0 has one."""
         if survival.run is None or self.world.rank > 0:
             return ""
         return "".join(f"{line}\n" for line in last_lines(Path(survival.run)))
@@ -215,8 +215,8 @@ class Trainer:
     def predict(self, x: Any) -> np.ndarray:
         """Return the model's outputs for samples `x` (n, ...), such as logits (n, classes).
 
-        Each rank computes all of its own `x`. Collective: with some engines the ranks first agree
-        on one model.
+        Each rank computes the outputs for its own `x`. Collective: with some engines the ranks
+        first agree on one model.
         """
         self.engine.settle()
         return self.replica.predict(x)
@@ -234,7 +234,7 @@ class Trainer:
         self.world.must_agree(sha256, f"the SHA-256 of the weights at {path}")
 
     def _load_weights(self, path: Path) -> str:
-        """Copy the weights at `path` into the arena; return the hash of all that were read."""
+        """Copy the weights at `path` into the arena; return the hash of what was read."""
         tensors = weights.read(path)
         weights.copy_into(self.replica.arena, tensors, str(path))
         return weights.tensors_sha256(tensors)

@@ -89,7 +89,7 @@ def checkpoint_of(run: Path, best: bool = False) -> Loaded:
 def read(path: Path) -> Tensors:
     """Return the tensors at `path`: a run's folder, a checkpoint's folder, a .safetensors file.
 
-    Raises UsageError if it is none of these, or damaged.
+    Raises UsageError for another kind of file, or a damaged one.
     """
     if path.is_dir():
         return tensors_of(checkpoint_of(path))
@@ -134,7 +134,7 @@ def copy_into(arena: Arena, tensors: Mapping[str, np.ndarray], source: str) -> N
 
 
 def tensors_sha256(tensors: Tensors) -> str:
-    """Return the hash of all bytes of `tensors`."""
+    """Return the hash of the bytes of `tensors`."""
     arrays = (np.ascontiguousarray(tensors[name]) for name in sorted(tensors))
     return hashes.combine_hashes(hashlib.sha256(x.data).hexdigest() for x in arrays)
 

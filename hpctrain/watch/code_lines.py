@@ -13,7 +13,7 @@ from types import FrameType
 from typing import NamedTuple
 
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
-# The entry names the call already; the useful line is that of its caller.
+# The entry names the call already; the useful line is its caller's.
 _LINK_FOLDERS = (_PACKAGE + "transport" + os.sep, _PACKAGE + "watch" + os.sep)
 _LIBRARY_FOLDERS = (os.path.dirname(os.__file__) + os.sep, "<frozen")
 #: a line of faulthandler, and what it writes for characters that are not ASCII
@@ -39,9 +39,9 @@ def frame_of_each_thread() -> dict[int, FrameType]:
 
 
 def code_location(thread: int) -> str:
-    """Return the innermost line of a thread in the user's code, and the one in hpctrain below it.
+    """Return a thread's innermost line in the user's code, and the line in hpctrain below it.
 
-    As "train.py:9 main, ring.py:57 ring"; without any of the two, the innermost line of all.
+    As "train.py:9 main, ring.py:57 ring"; without either, the innermost line of the stack.
     """
     try:
         stack = _stack_of(thread)
@@ -69,8 +69,8 @@ def _stack_of(thread: int) -> list[_Line]:
     """Return the lines at which a thread is, the innermost first; none if it has ended.
 
     Of over 100 threads the oldest have none either. The interpreter writes the lines without
-    making frame objects: CPython 3.11 may crash where one thread goes back through the frames of
-    another that runs (gh-111363). Raises OSError if there is no descriptor for them.
+    making frame objects: CPython 3.11 may crash where a thread goes back through the frames of
+    a running thread (gh-111363). Raises OSError if there is no descriptor for them.
     """
     with open(os.memfd_create("stacks"), "w+b", 0) as file:
         faulthandler.dump_traceback(file)

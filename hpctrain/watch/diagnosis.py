@@ -51,7 +51,7 @@ class RankState:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The states of all ranks, and the conclusions from them."""
+    """The ranks' states, and the conclusions that follow."""
 
     ranks: tuple[RankState, ...]
     unread_nodes: tuple[str, ...]  #: whose records lie neither here nor in the run's folder
@@ -71,7 +71,7 @@ class Diagnosis:
 
     @property
     def silent_first(self) -> list[int]:
-        """The ranks whose last heartbeat is older than those of the other ranks of their node."""
+        """The ranks whose last heartbeat is older than other heartbeats on their node."""
         beats = [(s.node, s.rank, s.record.heartbeat) for s in self.ranks if s.record]
         latest: dict[str, float] = {}
         for node, _, heartbeat in beats:

@@ -5,7 +5,7 @@
 
 So long as a rank of the node computes, it may let the others go on: they may be a group without the
 rank that has ended. If each rank waits or has ended, and no wait changes, none will. The same holds
-where the main threads of some ranks wait for gradients, and those of others in another call:
+where the main threads of some ranks wait for gradients, and other ranks wait in another call:
 
     rank 0   step 15 | backward ...        waits for rank 1
     rank 1   step 15 | ht.allreduce ...    waits for rank 0
@@ -50,7 +50,7 @@ class EndedRanks:
 
 
 def _are_mismatched(snapshots: Sequence[Snapshot]) -> bool:
-    """Return whether all main threads wait, some of them for gradients, in different calls."""
+    """Return whether all main threads wait, in different calls, and some for gradients."""
     calls = {
         frozenset(
             (call.thread, call.operation == GRADIENTS_CALL.decode())
@@ -64,7 +64,7 @@ def _are_mismatched(snapshots: Sequence[Snapshot]) -> bool:
 
 
 def _waits(snapshots: Sequence[Snapshot]) -> tuple[tuple[int, str, float], ...]:
-    """Return the waits of all ranks; none if one of them computes or is silent."""
+    """Return every rank's wait, or nothing if any rank computes or is silent."""
     now_s = clock()
     if any(not s.waiting_calls or now_s - s.heartbeat > _SILENT_S for s in snapshots):
         return ()

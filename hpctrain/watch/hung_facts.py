@@ -89,7 +89,7 @@ def make_facts(
 
 
 def rank_facts(snapshot: Snapshot, judgement: str, last: int = _LAST_CALLS) -> RankFacts:
-    """Return the facts of one rank, with its `last` operations and those in which it waits."""
+    """Return a rank's facts, with its `last` operations and the operations it waits in."""
     calls = {*snapshot.history[-last:], *snapshot.calls}
     return {
         "rank": snapshot.rank,
@@ -117,7 +117,7 @@ def _call_facts(call: Call) -> CallFacts:
 
 
 def utc(seconds: float) -> str:
-    """Return a wall-clock time as text; also that of a record that its rank was writing."""
+    """Return a wall-clock time as text, also from a record that its rank was writing."""
     try:
         return datetime.fromtimestamp(seconds, timezone.utc).isoformat(timespec="milliseconds")
     except (ValueError, OverflowError, OSError):

@@ -1,8 +1,8 @@
 """Calls too short for a note in the record: the watch itself detects a thread inside one.
 
-MPI's all-reduce of four bytes takes well below a microsecond; a note in the record before it and
-one after would take a fifth of that. So `call_unrecorded` writes nothing. Once per beat the watch
-looks at the innermost frame of every thread: if it is that of this function, and the same as a beat
+MPI's all-reduce of four bytes takes well below a microsecond; notes in the record before and after
+it would add a fifth to its time. So `call_unrecorded` writes nothing. Once per beat the watch looks
+at the innermost frame of every thread: if it belongs to this function, and is the same as a beat
 ago, the watch writes the note on the thread's behalf, and removes it when the thread has moved on.
 """
 
@@ -37,7 +37,7 @@ class LastingCalls:
         self._notes: dict[int, tuple[Entry, bytes]] = {}
 
     def scan(self) -> None:
-        """Note the calls that last since the last scan; remove the notes of those that are over."""
+        """Note the calls that last since the last scan; remove the notes of finished calls."""
         frames = {
             thread: frame
             for thread, frame in frame_of_each_thread().items()

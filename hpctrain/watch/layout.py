@@ -5,8 +5,8 @@
     page 2    thread 1:  ...
 
 A reader may come while the rank writes: any mixture of old and new bytes decodes to something.
-Start and end are readings of CLOCK_MONOTONIC, which nobody sets back, so the newest operation is
-the one that started last. `end` is 0 while the operation lasts.
+Start and end are readings of CLOCK_MONOTONIC, which nobody sets back, so the operation that started
+last is the newest. `end` is 0 while the operation lasts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-MAX_ENTRIES = 16  #: names of threads: those of all engines that one process may use in turn
+MAX_ENTRIES = 16  #: names of threads: enough for the engines that a process may use in turn
 MAX_CALLS = 64  #: the operations of a thread that its record keeps
 
 MAGIC = b"hpcwtch2"
@@ -40,7 +40,7 @@ RECORD_BYTES = 4096 + MAX_ENTRIES * RING_BYTES
 
 @dataclass(frozen=True)
 class Call:
-    """A Link call of one thread; times are wall-clock seconds, `peer` -1 means all.
+    """A Link call of a thread; times are wall-clock seconds, `peer` -1 means all.
 
     `end_s` is None while the call lasts, and if it ended by an exception.
     """
@@ -105,7 +105,7 @@ def decode(raw: bytes | memoryview, history: bool = False) -> Snapshot:
 
 
 def decode_node(raw: bytes, history: bool = False) -> Iterator[Snapshot]:
-    """Yield the records in the pages of a node's ranks, without those of ranks that have closed."""
+    """Yield the records in the pages of a node's ranks; ranks that have closed are left out."""
     pages = memoryview(raw)
     for offset in range(0, len(raw) - RECORD_BYTES + 1, RECORD_BYTES):
         if raw.startswith(MAGIC, offset):
@@ -113,13 +113,13 @@ def decode_node(raw: bytes, history: bool = False) -> Iterator[Snapshot]:
 
 
 def _decode_ring(raw: bytes | memoryview, index: int, first: int) -> list[Call]:
-    """Return the calls of one thread from the `first` on, in the order of time."""
+    """Return a thread's calls from the `first` on, in the order of time."""
     thread = _decode_text(bytes(raw[NAME_OFFSETS[index] : NAME_OFFSETS[index] + NAME.size]))
     if not thread:
         return []
     (clock_offset_s,) = CLOCK_OFFSET.unpack_from(raw, CLOCK_OFFSET_OFFSET)
     ring = CALL.iter_unpack(bytes(raw[RING_OFFSETS[index] : RING_OFFSETS[index] + RING_BYTES]))
-    # A call whose start is not written yet has fields of none.
+    # A call whose start is not written yet has empty fields.
     begun = sorted((call for call in ring if math.isfinite(call[4]) and call[4] > 0), key=_start)
     return [
         Call(

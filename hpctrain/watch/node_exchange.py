@@ -3,7 +3,7 @@
     hung rank          writes RUN/watch/wanted, waits for the copies of all nodes
     each other node    looks for `wanted` every 2 s; copies its records to RUN/watch/node-RRRRR
 
-Also a node of which no rank waits must answer: it is the one that blocks the job. So one rank of
+A node without a waiting rank must answer, too: it is the node that blocks the job. So a rank of
 each node, the first that has a heartbeat, lists one folder of the shared file system every 2 s.
 """
 
@@ -61,7 +61,7 @@ class NodeExchange:
                 os.unlink(node.file)
 
     def collect(self, timeout_s: float) -> tuple[list[Snapshot], dict[str, tuple[int, ...]]]:
-        """Return the records of all ranks, and the nodes whose records do not come, with ranks."""
+        """Return the ranks' records, and the nodes whose records do not come, with their ranks."""
         self.write_own()
         own = self._record.node_snapshots(history=True)
         if self._is_alone:

@@ -55,7 +55,7 @@ class Node:
 
 
 class NodeFile:
-    """A mapped file of a node's records, of which each of its ranks writes one."""
+    """A mapped file of a node's records; each rank of the node writes one record."""
 
     def __init__(self, path: str, ranks: int) -> None:
         """Map the file; raise OSError."""
@@ -67,7 +67,7 @@ class NodeFile:
             os.close(descriptor)
 
     def pages(self, index: int) -> list[memoryview]:
-        """Return the pages of all ranks, that of local rank `index` first."""
+        """Return the node's pages, the page of local rank `index` first."""
         all_pages = memoryview(self._map)
         offsets = range(0, self._size, RECORD_BYTES)
         pages = [all_pages[offset : offset + RECORD_BYTES] for offset in offsets]
@@ -138,7 +138,7 @@ def _is_own(path: Path) -> bool:
 
 
 def publish(directory: Path, token: str, nodes: Sequence[Node]) -> None:
-    """Write where the records of a job lie, and remove those of earlier jobs; raise OSError."""
+    """Write where the records of a job lie, and remove earlier jobs' records; raise OSError."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     opening.make_folder(directory)
     for name in opening.names_in(directory):
@@ -215,7 +215,7 @@ def read_node(directory: Path, node: Node, history: bool = False) -> list[Snapsh
 
 
 def read_memory(node: Node, history: bool = False) -> list[Snapshot] | None:
-    """Return the records of a node from its memory; None if they are not in that of this host."""
+    """Return the records of a node from memory; None if another host's memory holds them."""
     with suppress(MissingError, FileNotFoundError):
         if _is_own(Path(node.file)):
             return list(decode_node(files.read_bytes(node.file, _FILE_BYTES, own=True), history))
@@ -232,7 +232,7 @@ def read_copy(directory: Path, node: Node, history: bool = False) -> list[Snapsh
 
 
 def read_records(directory: Path, history: bool = False) -> dict[int, Snapshot]:
-    """Return the records of all ranks that this host can read, by rank."""
+    """Return the records that this host can read, by rank."""
     nodes = read_nodes(directory)
     snapshots = (s for node in nodes for s in read_node(directory, node, history))
     return {snapshot.rank: snapshot for snapshot in snapshots}

@@ -1,4 +1,4 @@
-"""The record of one rank: its current and last calls, in pages that other ranks can read."""
+"""The record of a rank: its current and last calls, in pages that other ranks can read."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Entry:
     def __init__(self, record: WatchRecord, offset: int) -> None:
         self._record, self._map, self._words = record, record._map, record._words
         starts = range(offset, offset + RING_BYTES, CALL.size)
-        # Each call's offset in bytes, and that of its end in words.
+        # Each call's offset in bytes, and the offset of its end in words.
         calls = [(at, (at + CALL.size) // _WORD_BYTES - 1) for at in starts]
         self._next_call = cycle(calls).__next__
         self._end = (offset + RING_BYTES) // _WORD_BYTES - 1
@@ -112,7 +112,7 @@ class WatchRecord:
             return self._entries[name]
 
     def replacing(self, previous: WatchRecord | None) -> WatchRecord:
-        """Return this record; let the `previous` one forget its entries, each of which has it.
+        """Return this record; let the `previous` record forget its entries, which refer to it.
 
         Else its pages would stay mapped until a collector of garbage runs.
         """

@@ -177,7 +177,7 @@ def write_report(directory: Path, report: HungReport) -> bool:
 
 
 def dump_stacks(path: Path) -> None:
-    """Write the stacks of all threads of this process to `path`, or to stderr if that fails."""
+    """Write the stacks of this process's threads to `path`, or to stderr if that fails."""
     try:
         with opening.create(path, LEVELS) as stream:
             faulthandler.dump_traceback(stream, all_threads=True)

@@ -1,4 +1,4 @@
-"""The trace of one rank: spans of its threads.
+"""The trace of a rank: spans of its threads.
 
 A span is a name, a category and two readings of `time.perf_counter`. If an engine has the readings
 anyway, `add` records them and returns the seconds; otherwise `span` reads the clock:
@@ -9,7 +9,7 @@ anyway, `add` records them and returns the seconds; otherwise `span` reads the c
         ...
     self.times.wire_s += push.seconds
 
-Spans of one thread nest. Those of a category add up to the times of the engine: `compute` and
+Spans of a thread nest. Spans of a category add up to the times of the engine: `compute` and
 `wait` are the main thread's, `wire` a communication thread's, or inside of a `wait` the main
 thread's; `other` is all else. Spans of `stage`, the actions of a pipeline, lie inside of a
 `compute`, and have a lane of their own.
@@ -43,7 +43,7 @@ class Span(NamedTuple):
 
 
 class Trace:
-    """The spans of one rank; all its threads may add to it. A new one records nothing."""
+    """The spans of a rank; all its threads may add spans. A new trace records nothing."""
 
     def __init__(self) -> None:
         self.dropped = 0  #: spans beyond `max_spans`

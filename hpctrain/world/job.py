@@ -1,4 +1,4 @@
-"""The ranks of a job that survives lost ranks: those of the World, and spares that sleep.
+"""The ranks of a job that survives lost ranks: members of the World, and spares that sleep.
 
 number in the job      0   1   2   3 | 4   5      numbers 1 and 4 are lost
 rank of the World      0   1   2   3 |            4 and 5 are spares
@@ -31,14 +31,14 @@ POLL_S = 0.005  # of a spare that sleeps: less than 1 % of a core
 class Job:
     """All ranks that are left; a rank's number is its rank at the start of the job."""
 
-    link: Link  #: to all of them
+    link: Link  #: to every rank of the job
     number: int  #: of this rank
     numbers: tuple[int, ...]  #: of the ranks of `link`
     members: tuple[int, ...]  #: of the ranks of the World
     places: tuple[RankPlace, ...]  #: by number
     bindings: tuple[RankBinding, ...] = ()  #: by number
     min_ranks: int = 1  #: with fewer the job ends
-    unit: int = 1  #: the World has a multiple of it; ranks beyond are spares
+    unit: int = 1  #: ranks per replica; left-over ranks become spares
 
     @classmethod
     def of_ranks(
@@ -49,7 +49,7 @@ class Job:
         spares: int = 0,
         min_ranks: int = 1,
     ) -> Job:
-        """Return the job of all ranks of `link`, the last of which are `spares`."""
+        """Return the job of the ranks of `link`; the last `spares` ranks sleep."""
         numbers = tuple(range(link.size))
         members = numbers[: link.size - spares]
         return cls(link, link.rank, numbers, members, places, bindings, min_ranks)
@@ -60,7 +60,7 @@ class Job:
         return (self.number,) if self.is_spare else self.members
 
     def of_peers(self, facts: Sequence[T]) -> tuple[T, ...]:
-        """Return those of the `facts` of all ranks, by number, that are of `peers`; () of none."""
+        """Select the entries of `facts`, one per rank, that belong to `peers`; () stays empty."""
         return tuple(facts[number] for number in self.peers) if facts else ()
 
     @property

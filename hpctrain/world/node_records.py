@@ -87,7 +87,7 @@ def _remove(world: World, directory: Path, file: NodeFile, record: WatchRecord) 
 
 
 def _make_files(world: World, directory: Path, token: str) -> dict[str, Node]:
-    """Return the nodes, of each of which the first rank has made the file; collective."""
+    """Create one file per node on the node's first rank; return the nodes (collective)."""
     ranks = tuple(rank for rank, host in enumerate(world.hosts) if host == world.host)
     created: list[str] = []
 

@@ -33,8 +33,8 @@ def init(
     `device`: "cpu", "gpu", or "auto", a GPU where CuPy and CUDA find one. `timeout_s`: limit of a
     wait for other ranks, at the start and outside of a training run. Without a launcher this is a
     world of one rank. `comm`: an intracommunicator of mpi4py, whose ranks become the World; it is
-    duplicated, and ranks outside of it need not call. An error that a rank does not catch still
-    ends the whole job, these ranks too. MPI that the caller has started is not finalized here.
+    duplicated, and other ranks need not call. An error that a rank does not catch still ends the
+    whole job, these ranks too. MPI that the caller has started is not finalized here.
     `binds_cores`: give this rank its share of the cores and of BLAS threads.
 
         comm = MPI.COMM_WORLD.Split(MPI.COMM_WORLD.rank < 3)

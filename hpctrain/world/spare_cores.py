@@ -1,4 +1,4 @@
-"""Cores beside those of the ranks: where a communication thread takes none from compute."""
+"""Spare cores: a communication thread runs on a core that no rank computes on."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from hpctrain.world.world import World
 def over_mpi(
     device: gpus.Device, timeout_s: float, comm: Any = None, binds_cores: bool = True
 ) -> World:
-    """Return the World of the ranks of `comm`, by default of all; collective over these.
+    """Return the World of the ranks of `comm`, by default COMM_WORLD; collective over `comm`.
 
     Raises UsageError if the launcher belongs to another MPI than the one that mpi4py loads, if
     `comm` is no intracommunicator with this rank in it, or if a "gpu" is not available.
@@ -95,7 +95,7 @@ def must_start(launched: launchers.Launched) -> None:
 def start_mpi(launched: launchers.Launched, comm: Any = None) -> tuple[Any, int]:
     """Start MPI unless it runs; return a duplicate of `comm`, and the number of ranks started.
 
-    By default of all ranks; call `must_start` before. Raises UsageError as `over_mpi` does.
+    `comm` defaults to COMM_WORLD; call `must_start` before. Raises UsageError as `over_mpi` does.
     """
     from hpctrain.transport.mpi import startup
     from hpctrain.transport.mpi.installation import load_mpi
@@ -115,7 +115,7 @@ def start_mpi(launched: launchers.Launched, comm: Any = None) -> tuple[Any, int]
 def _make_job(
     link: Link, places: tuple[RankPlace, ...], bindings: tuple[RankBinding, ...]
 ) -> Job | None:
-    """Return the job of all ranks, None if it does not survive the loss of one.
+    """Return the job of all ranks; None if a lost rank ends the job.
 
     Raises UsageError if it then asks for spares.
     """

@@ -12,8 +12,8 @@ from hpctrain.world.world import World
 def survive(world: World) -> None:
     """Let `world` go on with the ranks that are left, after a LostRankError; collective over these.
 
-    Afterwards `world` has them: rank, size and links are new, and engines and sub-worlds of before
-    must not be used any more. That of a spare stays as it is: it sleeps. Raises LostRankError if
+    Afterwards `world` has the surviving ranks: rank, size and links are new, and older engines and
+    sub-worlds must not be used any more. A sleeping spare keeps its World. Raises LostRankError if
     another rank is lost meanwhile: then call again.
     """
     assert world.job is not None

@@ -74,8 +74,8 @@ class Watches:
 def _share_pages(world: World) -> dict[int, np.ndarray]:
     """Return the pages for records of this node's ranks, by rank; collective.
 
-    In a job that survives lost ranks those of its spares, too, by their numbers; they stay in use
-    after losses.
+    A job that survives lost ranks also has the pages of its spares, by their numbers; the pages
+    stay in use after losses.
     """
     job = world.job
     own, hosts = (world.rank, world.hosts) if job is None else (job.number, tuple(job.hosts))

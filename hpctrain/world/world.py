@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 @dataclass(repr=False)
 class World:
-    """Ranks that work together, from the point of view of one of them."""
+    """A group of ranks that work together, as one member sees the group."""
 
     link: Link  #: the main thread's; others are made by `link_for`
     places: tuple[RankPlace, ...]  #: of each rank: its node, and its GPU where it has one
@@ -47,13 +47,13 @@ class World:
     #: records the reason why this rank ends
     on_failure: Callable[[BaseException], Any] | None = None
     purpose_links: dict[str, list[Link]] = field(default_factory=dict)  #: of other threads
-    parent: World | None = None  #: of which this is a sub-world
+    parent: World | None = None  #: the World that this sub-world was split from
     sub_worlds: list[World] = field(default_factory=list)
     grid: Grid | None = None  #: if these are the ranks of a mesh with the same layers
     #: Whether engines are built only to load a state: then their parameters may be any.
     restores: bool = False
     on_regroup: Callable[[], None] | None = None  #: called after a loss, see world/survive.py
-    job: Job | None = None  #: of a World whose ranks survive the loss of others
+    job: Job | None = None  #: set if the ranks survive the loss of other ranks
     main: Group = field(init=False)  #: all ranks, for the main thread; its scratch is kept
     memory: NodeMemory = field(init=False)  #: memory shared by the ranks of this node
 
@@ -78,20 +78,21 @@ class World:
 
     @property
     def survives(self) -> bool:
-        """Whether these ranks go on after the loss of others, see world/survive.py."""
+        """Whether these ranks go on after they lose other ranks, see world/survive.py."""
         return self.job is not None and self.link.survives
 
     @property
     def is_spare(self) -> bool:
         """Whether this rank sleeps until it takes the place of a lost one.
 
-        Then `rank` is its number in the job, beyond those of the World, and `link` has it alone.
+        Then `rank` is its number in the job, above every rank of the World, and `link` has this
+        rank alone.
         """
         return self.job is not None and self.job.is_spare
 
     @property
     def reports(self) -> bool:
-        """Whether this rank reports errors that all ranks raise: the first of those left."""
+        """Whether this rank reports errors that all ranks raise: the first surviving rank does."""
         return (self.rank if self.job is None else self.job.link.rank) == 0
 
     @property
@@ -117,7 +118,7 @@ class World:
 
     @property
     def local_rank(self) -> int:
-        """The rank among those of this node."""
+        """The index of this rank on its node."""
         return self.node.rank
 
     @property
@@ -127,7 +128,7 @@ class World:
 
     @property
     def gpus(self) -> GpuLayout | None:
-        """The GPUs of all ranks, for `auto`; None unless each rank has one."""
+        """The GPU of each rank, for `auto`; None unless each rank has one."""
         if self.gpu is None or not all(place.gpu for place in self.places):
             return None
         shares = self.memory.gpu is not None and self.memory.gpu.shares
@@ -180,8 +181,8 @@ class World:
         """Return the World of the ranks that give the same `color`; all ranks must call.
 
         Its ranks are ordered by `key`, by default by their rank here. Sub-worlds train different
-        models at once: `Trainer(..., world=world.split(world.rank % 2))`. An error that a rank of
-        one does not catch ends the whole job.
+        models at once: `Trainer(..., world=world.split(world.rank % 2))`. An uncaught error on a
+        rank of a sub-world ends the whole job.
         """
         return self.over(self.link.split(color, self.rank if key is None else key))
 

@@ -3,10 +3,10 @@
     worker i    g = dL/dx_i on a batch of its own;  meanwhile      x_i, x_j <- (x_i + x_j) / 2
                 x_i <- x_i - update(g)
 
-The graph is bipartite: *active* workers, those of even number, choose a *passive* one at random in
-each step. A thread of the passive worker serves them, so that no cycle of workers can deadlock. An
-averaging is atomic: neither x_i nor x_j changes meanwhile, both workers receive the same bytes, and
-the sum of all x is invariant. With 4 workers:
+The graph is bipartite: *active* workers, which have even numbers, choose a *passive* one at random
+in each step. A thread of the passive worker serves them, so that no cycle of workers can deadlock.
+An averaging is atomic: neither x_i nor x_j changes meanwhile, both workers receive the same bytes,
+and the sum of x over the workers is invariant. With 4 workers:
 
     active 0    [ gradient .... ][ update ]          0 ------ 1
                 [ <-> 3 ]                             \\    /

@@ -51,7 +51,7 @@ class GossipEngine(EngineBase):
         self._worker_state.train_apart()
 
     def _join_flags(self, step: int, flags: Flags, failed: bool) -> tuple[int, Flags]:
-        """Return (step, flags) of all ranks; `step`, or the one at which a worker has `failed`."""
+        """Join step and flags over the ranks: `step`, or the step at which a worker `failed`."""
         if self._world.grid is not None:  # the rank with the fault is named, not its row
             failed = failed and bool(self.check.fault)
         return join_flags(self._world.voters, step, flags, failed)

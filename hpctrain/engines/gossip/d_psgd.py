@@ -3,8 +3,8 @@
     worker i    x_i -> neighbours, x_j <- neighbours      m_i = sum of W_ij x_j
                 g_i = dL/dx_i on its share, meanwhile     x_i <- m_i - update(g_i)
 
-W is doubly stochastic: the sum of all x is invariant, and the update of one worker spreads to all
-others. With 4 workers:
+W is doubly stochastic: the sum of x over the workers is invariant, and a worker's update spreads to
+all others. With 4 workers:
 
     ring          W_ij = 1/3 for i, i - 1 and i + 1                  (sent per step: 2n)
     exponential   W_ij = 1/2 for i and i - 2^k, k = 0, 1, 0, 1, ...  (sent per step: n)

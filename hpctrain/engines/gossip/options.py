@@ -2,7 +2,7 @@
 
 `bipartite`: random pairs, no barrier (ad_psgd.py). `ring` and `exponential`: all
 workers take each step together, and each averages with its neighbours (d_psgd.py). The mean
-of all workers' parameters is evaluated and saved.
+over the workers' parameters is evaluated and saved.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ class LocalSgd(WireOptions):
 
 
 class LocalSgdEngine(AllReduceEngine):
-    """See `hpctrain.engines.engine.Engine`; the first steps are those of all-reduce."""
+    """See `hpctrain.engines.engine.Engine`; the first steps are steps by all-reduce."""
 
     name = "local-sgd"
 

@@ -1,7 +1,7 @@
-"""The ranks of one node, which take each step together while nodes train apart.
+"""The ranks of a node, which take each step together while nodes train apart.
 
 In every step gradients are summed within the node, over fast links; the engine exchanges parameters
-between nodes. A node of one rank sums nothing.
+between nodes. A node with a single rank sums nothing.
 """
 
 from __future__ import annotations

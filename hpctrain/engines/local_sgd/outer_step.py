@@ -33,7 +33,7 @@ class Averaging:
         """End a step of this worker, after which it has made `round_steps` of the round."""
 
     def end_round(self, average: Callable[[], None]) -> None:
-        """End a round; `average()` replaces the planes of all workers by their mean."""
+        """End a round; `average()` replaces the workers' planes by their mean."""
         average()
 
     def pieces(self, rank: int, size: int) -> list[Piece]:
@@ -54,7 +54,7 @@ class OuterOptimizer(Averaging):
     """
 
     def __init__(self, arena: Arena, rate: float | None, momentum: float | None):
-        """Begin at the arena's parameters; defaults are those of Douillard et al. (2023)."""
+        """Begin at the arena's parameters; the defaults come from Douillard et al. (2023)."""
         self._arena, self._centre = arena, arena.param.copy()
         rate, momentum = (0.7 if rate is None else rate), (0.9 if momentum is None else momentum)
         self._optimizer = optim.sgd(rate, momentum, nesterov=momentum > 0)
@@ -144,7 +144,7 @@ class DelayedAverage(Averaging):
         self._pending = False
 
     def pieces(self, rank: int, size: int) -> list[Piece]:
-        """Wait for the pending sum, if any; return rank's 1/P of it."""
+        """Wait for the pending sum, if any; return this rank's 1/P of the sum."""
         if not self._pending:
             return []
         self._wait()

@@ -16,7 +16,7 @@ was computed and its push. Methods against the harm of staleness:
   so that a learning rate tuned on one device suits P workers. `softsync = n`: the mean of
   c = floor(P / n) gradients makes one update. Source: Zhang, Gupta, Lian and Liu, 2016.
 - `delay_compensation = lambda`: g + lambda g g (w - w_then), where w_then is the w that the worker
-  has pulled; the servers keep a copy of it for each worker. DC-ASGD; Zheng et al., 2017.
+  has pulled; the servers keep a copy for each worker. DC-ASGD; Zheng et al., 2017.
 
 Sent per step of a worker: n bytes to the servers, n bytes back; n is the size of the parameters.
 """

@@ -1,4 +1,4 @@
-"""The coordinator: the first server, which decides the order of all events.
+"""The coordinator: the first server, which decides the order of events.
 
 A worker sends a *report*, followed by the slices of its gradient if it has one, and waits for the
 *reply*: the next step, or the end. The coordinator turns each decision into an *event*, applies the
@@ -80,7 +80,7 @@ def final_event(workers: int, step: int) -> Event:
 
 
 class ServerMethod:
-    """The base of all rules by which gradients make updates and workers continue."""
+    """The base class of rules by which gradients make updates and workers continue."""
 
     asynchronous = True
     is_lockstep = False  #: every worker takes part in every step

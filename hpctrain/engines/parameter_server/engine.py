@@ -1,4 +1,4 @@
-"""The engine of all regimes with parameter servers: workers on one side, servers on the other.
+"""The engine of regimes with parameter servers: workers on one side, servers on the other.
 
     worker     compute g     report, push slices ...     reply, pull slices ...     compute g
     server 0                 decide: an event            reply
@@ -123,7 +123,7 @@ class ParameterServerEngine(EngineBase):
         self._method.load(saved)
 
     def _make_order_link(self, grid: Grid, server: int | None) -> Link:
-        """Return the link of the servers of all columns, those of pipe rank 0 first; collective."""
+        """Link the servers of every column, in the order of pipe ranks; collective."""
         position = grid.pipe.link.rank * self._world.size + self._world.rank
         link = grid.everyone.link.split(int(server is None), position)
         self._links += self._world.register("orders", link)
@@ -219,7 +219,7 @@ class ParameterServerEngine(EngineBase):
         return history
 
     def _join_flags(self, history: list[Event], flags: Flags) -> tuple[int, Flags]:
-        """Return (step reached by the run, as the coordinator knows it, flags of all ranks)."""
+        """Return (step reached by the run, as the coordinator knows it, joint flags)."""
         step = 0
         if self._server and self._server.first:
             step = history[-1].replies[0].run_step

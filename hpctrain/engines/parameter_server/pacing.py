@@ -1,8 +1,8 @@
 """Workers at their own pace: each trains until all together have done the steps of the run.
 
-A worker reports, receives a grant of steps, and reports again when it begins the last of them, so
-that the reply arrives while it computes. After a grant of zero steps a worker finishes its step and
-reports once more. The order of reports decides how many steps each worker takes, and is logged.
+A worker reports, receives a grant of steps, and reports again when it begins the last granted step,
+so that the reply arrives while it computes. After a grant of zero steps a worker finishes its step
+and reports once more. The order of reports decides how many steps each worker takes, and is logged.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The gradient that a worker pushes, or the sum of several, sent slice by slice from host memory.
+"""A worker pushes a gradient, or a sum of gradients, slice by slice from host memory.
 
 On a device a slice is copied to pinned host memory on a separate stream, as soon as backward has
 written it. When backward is complete and the gradient is known to be finite, the worker sends its
-report and then the slices, on all workers those of the last layer first: nearly all are copied by
-then.
+report and then the slices. Every worker sends the last layer's slices first: nearly all are copied
+by then.
 
     backward, on the device    layer 3   layer 2   layer 1   layer 0
                                   |ready    |ready    |ready    |ready
@@ -32,7 +32,7 @@ ServerSlices = Sequence[tuple[int, slice]]  #: (serving rank, slice) in the orde
 
 
 class GradientPush:
-    """The gradients of one push."""
+    """The gradients of a push."""
 
     def __init__(self, arena: Arena, server_slices: ServerSlices, accumulates: bool):
         """Push `arena.grad` in `server_slices`; with `accumulates` the sum of several gradients."""

@@ -33,7 +33,7 @@ class Server:
     def __init__(
         self, shard: Shard, coordinator: Coordinator, servers: Link, workers: int, trace: Trace
     ):
-        """Serve `workers` workers; `servers` is the link between servers, on a mesh of all columns.
+        """Serve `workers` workers; `servers` links the servers, on a mesh over all columns.
 
         Only the coordinator of its first rank is used.
         """

@@ -54,7 +54,7 @@ class Order(NamedTuple):
 
     pushing_workers: tuple[int, ...] = ()  #: the workers whose gradients arrive
     action: GradientAction = GradientAction.NONE
-    factor: float = 1.0  #: multiplies each of these gradients
+    factor: float = 1.0  #: multiplies each gradient
     pulling_workers: tuple[int, ...] = ()  #: the workers that receive the parameters afterwards
     is_last: bool = False  #: the last order of the interval
 
@@ -89,7 +89,7 @@ class Shard:
         """Keep the arena's parameters in `own_range`.
 
         Gradients arrive by `push_link`, parameters leave by `pull_link`; `workers` are ranks.
-        `gather_rows` returns the partial sums of all shards. `delay_compensation` is the lambda of
+        `gather_rows` returns each shard's partial sums. `delay_compensation` is the lambda of
         Zheng et al. (2017). With `accumulates` the shard accepts orders to ADD, which need memory
         for a whole gradient.
         """

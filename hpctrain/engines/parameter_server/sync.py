@@ -62,7 +62,7 @@ class PsSync(ServerOptions):
 
 
 class SyncMethod(ServerMethod):
-    """Each update uses the first `required_gradients` of one version of the parameters."""
+    """Each update uses the first `required_gradients` for a version of the parameters."""
 
     asynchronous = False
 

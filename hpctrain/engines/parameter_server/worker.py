@@ -67,7 +67,7 @@ class Worker:
                 work.record(reply.run_step, sums)
 
     def _compute_round(self, work: Work, first_step: int) -> tuple[Sums, Report]:
-        """Compute the gradients of one push, from step `first_step` on."""
+        """Compute the gradients of a push, from step `first_step` on."""
         sums: Sums = {}
         flags, targets, batch_targets = work.flags(), 0.0, 0
         last_step = first_step + self.push_every - 1

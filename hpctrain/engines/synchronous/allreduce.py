@@ -42,7 +42,7 @@ from hpctrain.world import World
 
 @config.options
 class AllReduce(WireOptions):
-    """How gradients are summed; in a recipe the keys of WireOptions are those of `[wire]`."""
+    """How gradients are summed; in a recipe the keys of WireOptions stand in `[wire]`."""
 
     shard_optimizer: bool = False  #: each rank keeps 1/P of the optimizer's state
     share_parameters: bool = False  #: all ranks of a node have one array of parameters
@@ -107,7 +107,7 @@ class AllReduceEngine(EngineBase):
     def _make_update(
         self, optimizer: Optimizer, options: AllReduce
     ) -> ReplicatedUpdate | ShardedUpdate:
-        """Return the update of all parameters, or of this rank's range."""
+        """Return the update of the whole model, or of this rank's range."""
         group, arena = self._group, self.replica.arena
         if options.shard_optimizer:
             return ShardedUpdate(group, arena, optimizer, self._sums, self.times, self._trace)
@@ -155,9 +155,9 @@ class AllReduceEngine(EngineBase):
         return train_in_lockstep(self, work, start, until)
 
     def step(self, task: Task, flags: Flags) -> tuple[Sums, Flags]:
-        """Sum the gradients of all shares while backward runs, and update with the sum.
+        """Sum the gradients over the ranks while backward runs, and update with the sum.
 
-        After a LostRankError the state is whole again: that before the step, or that after it.
+        After a LostRankError the state is whole again, as before or after the step.
         """
         if self._lost_rank is not None:
             raise self._lost_rank

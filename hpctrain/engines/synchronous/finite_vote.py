@@ -1,4 +1,4 @@
-"""The vote of all ranks on a step: no rank changes a parameter if any gradient is not finite.
+"""The ranks vote on each step: no rank changes a parameter if any gradient is not finite.
 
     GradientVote      | backward, check | vote | sums          | update |
     CompressedVote    | backward, check | vote | sums, check   | update |
@@ -34,7 +34,7 @@ class GradientVote:
         self.join(Flags())
 
     def join(self, flags: Flags) -> Flags:
-        """Return the maxima of the flags of all ranks; collective."""
+        """Return the maxima of the flags over the ranks; collective."""
         return Flags(*elementwise_maximum(self._group, flags))
 
     def begin(self, on_ready: Callable[[str], None]) -> Callable[[str], None]:
@@ -50,7 +50,7 @@ class GradientVote:
         return sums, flags if passes else flags.with_failure(self._group.link.rank)
 
     def before_sums(self, flags: Flags) -> Flags:
-        """Return the flags of all ranks, as far as they are known before the sums."""
+        """Return the joint flags, as far as they are known before the sums."""
         return self.join(flags)
 
     def after_sums(self, gradient: np.ndarray, flags: Flags) -> Flags:

@@ -14,11 +14,11 @@ stays the same, also for another method with residuals.
 **Ordered** sums are made in the order of blocks, and have the same bits on any number of ranks:
 
     replica           the gradients of this rank's blocks, added as far as they can be
-    reduce_scatter    those of all ranks, each element on one rank     (collectives/ordered.py)
+    reduce_scatter    the sums over all ranks, an element on one rank  (collectives/ordered.py)
     all_gather        the sums to all ranks, by the algorithm of the options
 
-The losses of blocks are added in their order too: rank 0 returns those of a whole step, the others
-none, so that sums over ranks and steps make the same additions on any number of ranks.
+The losses of blocks are added in their order too: rank 0 returns the losses of a whole step, the
+other ranks none, so that sums over ranks and steps make the same additions on any number of ranks.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class FastSums:
         """Restore the state from before the step."""
 
     def step_sums(self, sums: Sums, add: Add, on_all_ranks: bool) -> Sums:
-        """Return this rank's `sums`, or `on_all_ranks` those of all ranks."""
+        """Return this rank's `sums`, or `on_all_ranks` the sums over the ranks."""
         terms = self.replica.loss.terms
         return losses.unpack(add(losses.pack(sums, terms)), terms) if on_all_ranks else sums
 
@@ -112,7 +112,7 @@ class CompressedSums(FastSums):
         return pieces
 
     def load(self, saved: SavedState) -> None:
-        """Request this rank's arrays; those of another PowerSGD rank stay as they are."""
+        """Request this rank's arrays; arrays saved with another PowerSGD rank are not read."""
         for name, x in self.compressor.local_state.items():
             if PREFIX + name in saved.sizes:
                 self._request_residual(x, PREFIX + name, saved)
@@ -125,7 +125,7 @@ class CompressedSums(FastSums):
             super().load(saved)
 
     def _request_residual(self, x: np.ndarray, name: str, saved: SavedState) -> None:
-        """Request this rank's residual `x` of the residuals of all ranks in the checkpoint."""
+        """Request this rank's residual `x` from the checkpoint's residuals."""
         arena, total, size = self.replica.arena, saved.sizes[name], self._link.size
         if total % arena.model_size:
             raise UsageError(
@@ -155,11 +155,11 @@ class OrderedSums(FastSums):
     def _reduce_scatter(
         self, group: Group, x: np.ndarray, op: Operation, offsets: Sequence[int] | None = None
     ) -> None:
-        """Sum slice `x` of the gradient plane, each rank its own chunk of it."""
+        """Sum slice `x` of the gradient plane; each rank gets the sum of its own chunk."""
         ordered.reduce_scatter(group, self._tree, self._own_blocks(x), x, op, offsets)
 
     def ordered(self, group: Group, x: np.ndarray, op: Operation) -> None:
-        """Sum slice `x` of the gradient plane, all of it on every rank."""
+        """Sum slice `x` of the gradient plane; every rank gets the whole sum."""
         in_memory = self._all_gather in IN_MEMORY_ALL_GATHERS
         scatter = ordered.reduce_scatter_in_memory if in_memory else ordered.reduce_scatter
         scatter(group, self._tree, self._own_blocks(x), x, op)
@@ -170,7 +170,7 @@ class OrderedSums(FastSums):
         return self.replica.subtotals(slice(start, start + x.size))
 
     def step_sums(self, sums: Sums, add: Add, on_all_ranks: bool) -> Sums:
-        """Return the sums of all shares on rank 0, or `on_all_ranks`, and none elsewhere."""
+        """Return a step's sums on rank 0, or `on_all_ranks`, and none elsewhere."""
         table = self.replica.table
         total = add_in_order(add(table.ravel()).reshape(table.shape), self.replica.loss)
         return total if on_all_ranks or self._link.rank == 0 else {}

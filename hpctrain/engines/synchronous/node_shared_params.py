@@ -1,7 +1,7 @@
 """One array of parameters per node: each rank sums and updates its part in a single pass.
 
 Gradients and the array of parameters lie in memory shared by the ranks of a node. On a node of
-three ranks, `g` the gradient of one rank's share, `G` the sum of all, `w` old and `W` new:
+three ranks, `g` the gradient of a rank's share, `G` the sum, `w` old and `W` new parameters:
 
     rank   gradients    block by block: sum and update    the array of all three
      0     g g g        G . .  ->  W . .                  W W W
@@ -16,11 +16,10 @@ Several nodes: parts are summed in the node, then over the nodes by the ranks th
 local rank, and each node makes the same update of the same bytes. There are as many parts as the
 smallest node has ranks; further ranks of larger nodes wait. Norms need all sums before the first
 update: there gradients are summed first, then updated. Parts begin at blocks of the optimizer, so
-that any number of ranks makes the update of one.
+that the update does not depend on the number of ranks.
 
-Three synchronizations order all reads and writes: the vote of all ranks after backward (all
-gradients are complete), a barrier of the node after the update (all parameters are), and the next
-vote.
+Three synchronizations order all reads and writes: the ranks' vote after backward (all gradients are
+complete), a barrier of the node after the update (all parameters are), and the next vote.
 """
 
 from __future__ import annotations
@@ -93,7 +92,7 @@ class NodeSharedUpdate:
         return self._arena.grad
 
     def __call__(self, gradient: np.ndarray) -> None:
-        """Update with the gradients of all ranks, which are complete after the vote."""
+        """Update with every rank's gradient; the gradients are complete after the vote."""
         if self._single_pass:
             self._sum_and_update()
         else:

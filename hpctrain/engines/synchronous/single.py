@@ -31,7 +31,7 @@ from hpctrain.world import World
 
 @config.options
 class Single(ReductionOptions):
-    """Options of one device: the order of its sums."""
+    """Options of training on a single device: the order of its sums."""
 
     def must_fit(self, workers: int) -> None:
         """Raise UsageError for more than one worker."""

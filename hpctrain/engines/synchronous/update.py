@@ -1,7 +1,7 @@
-"""The update of parameters: every rank updates all of them, or each rank its own range.
+"""The update of parameters: every rank updates the whole model, or each rank its own range.
 
-The second is the first stage of ZeRO. With three ranks, `g` the gradient of one rank's share, `G`
-the sum of all shares, `w` old and `W` new parameters:
+The second is the first stage of ZeRO. With three ranks, `g` the gradient of a rank's share, `G` the
+sum over the shares, `w` old and `W` new parameters:
 
     rank   gradients       reduce-scatter   update          all-gather
      0     g g g  w w w    G . .  w w w     G . .  W w w    W W W
@@ -9,7 +9,7 @@ the sum of all shares, `w` old and `W` new parameters:
      2     g g g  w w w    . . G  w w w     . . G  w w W    W W W
 
 Both send 2n(P-1)/P bytes per rank; with ranges a rank keeps 1/P of the optimizer's state. Ranges
-begin at blocks of the optimizer, and norms are added from the rows of all ranges in order: any
+begin at blocks of the optimizer, and norms are added from the rows of the ranges in order: any
 number of ranks makes the same update of the same sum. Source: Rajbhandari, Rasley, Ruwase and He,
 "ZeRO: memory optimizations toward training trillion parameter models", 2020.
 """
@@ -79,7 +79,7 @@ class PartwiseUpdate:
 
 
 class ReplicatedUpdate:
-    """Every rank makes the same update of all parameters."""
+    """Every rank makes the same update of the whole model."""
 
     def __init__(self, link: Link, arena: Arena, optimizer: Optimizer, sums: FastSums):
         """Keep the whole state; the all-reduce of `sums` brings gradients to every rank."""

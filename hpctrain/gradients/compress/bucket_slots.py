@@ -4,7 +4,7 @@
     matrices      |      1.weight        |                |    2.weight    |
     uncompressed                             | 1.bias |                        | 2.bias |
 
-Vectors (tensors of one dim: biases, scales) have few bytes and are sent uncompressed, packed
+Vectors (1-d tensors: biases, scales) have few bytes and are sent uncompressed, packed
 together. A matrix that the method cannot make smaller is also sent uncompressed.
 """
 
@@ -43,7 +43,7 @@ class BucketSlots:
 
 
 class BucketSlotsCache:
-    """The slots of every bucket of one plane, looked up by the address of the bucket."""
+    """The slots of every bucket in a plane, looked up by the address of the bucket."""
 
     def __init__(self, arena: Arena, is_compressed: Callable[[Slot], bool]):
         """`is_compressed(slot)`: whether a tensor of two dims or more is compressed."""

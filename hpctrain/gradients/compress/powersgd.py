@@ -9,7 +9,7 @@ Rank i has gradient G_i (n x m) and residual E_i, at first zero; all ranks hold 
     Q   = Q_1 + ... + Q_P                      an all-reduce of m r elements
     G   = P Q^T                                Q is kept for the next step: a warm start
 
-The sum of all G over the steps is the sum of all gradients minus the current residuals. Gradients
+The sum of G over the steps is the sum of the gradients minus the current residuals. Gradients
 of successive steps are similar, so one multiplication per step approximates the largest directions.
 
     rank 0   M ======   M Q |   all-reduce |   M^T P ---   all-reduce ---   P Q^T ======
@@ -21,8 +21,8 @@ matrices for which (n + m) r is not less than n m. Time: about 8 n m r operation
 
 Source: Vogels, Karimireddy and Jaggi, "PowerSGD: practical low-rank gradient compression for
 distributed optimization", 2019. P and Q are computed by BLAS and LAPACK, on a GPU by cuBLAS and
-orthonormal.py. Ranks hold the same bytes only if all of them have the same versions of these
-libraries, and the same type of CPU or GPU.
+orthonormal.py. Ranks hold the same bytes only if they have the same versions of these libraries,
+and the same type of CPU or GPU.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class PowerSgd:
     def __init__(self, allreduce: AllReduceFunction, arena: Arena, rank: int):
         """Send each matrix of `arena` as the product of matrices of rank `rank`.
 
-        Raises UsageError for an arena of some slots of a model: Q is drawn for all of them.
+        Raises UsageError for an arena that holds a part of a model: Q is drawn for every slot.
         """
         if arena.share is not None:
             raise UsageError(
@@ -116,7 +116,7 @@ class PowerSgd:
         return matrices
 
     def _bucket_q(self, bucket: BucketSlots) -> Array:
-        """Return Q of all matrices of a bucket: one slice, since Q has the order of slots."""
+        """Return Q for the matrices of a bucket: one slice, since Q has the order of slots."""
         first, last = bucket.matrices[0], bucket.matrices[-1]
         return self._q[self._q_slices[first.name].start : self._q_slices[last.name].stop]
 

@@ -6,15 +6,15 @@ Rank i has gradient g_i and residual e_i, at first zero. For each matrix:
     s_i = a_i where |a_i| is among its k largest, else 0          e_i <- a_i - s_i
     g   = s_1 + ... + s_P                                         in the order of ranks
 
-so that the sum of all updates is the sum of all gradients minus the current residuals. Each rank
-sends (index, value) pairs, k per matrix, and an all-gather returns the pairs of all ranks:
+so that the sum of the updates is the sum of the gradients minus the current residuals. Each rank
+sends (index, value) pairs, k per matrix, and an all-gather returns the pairs of every rank:
 
     rank 0   [7 0.3|2 -.9]                 [7 0.3|2 -.9|2 0.5|4 0.1|...]
     rank 1   [2 0.5|4 0.1]    all-gather   the same
     ...
 
 Cost: P-1 steps, 8 k (P-1) bytes sent per rank for float32. This grows with P, unlike the
-8 n (P-1)/P bytes of a ring all-reduce: it is less than half of them only for k/n < 1/(2P). A ratio
+8 n (P-1)/P bytes of a ring all-reduce: it is less than half as much only for k/n < 1/(2P). A ratio
 of 1/P or more is refused. Vectors are summed uncompressed, by the all-reduce.
 
 Source: Stich, Cordonnier and Jaggi, "Sparsified SGD with memory", 2018, who prove the convergence

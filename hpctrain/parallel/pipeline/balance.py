@@ -7,8 +7,8 @@ The exact optimum by dynamic programming over suffixes, n^2 S operations on n la
 
     best(k, i) = min over j > i of max(seconds of layers i to j - 1, best(k - 1, j))
 
-Of all cuts with the least maximum, the one whose boundaries have the fewest bytes is taken; of
-several of these, the one with the shortest first stages.
+Among the cuts with the least maximum, the cut with the fewest bytes at its boundaries is taken;
+among equals, the cut with the shortest first stages.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def _best_of(values: Array) -> float:
 
 
 def _fewest_bytes(sums: Array, stages: int, crossing: Array, slowest: float) -> tuple[int, ...]:
-    """Return the cut with the fewest bytes of those whose stages take at most `slowest`."""
+    """Return the cut with the fewest bytes whose stages take at most `slowest`."""
     best = np.where(sums[-1] - sums <= slowest, 0.0, np.inf)
     best[-1] = np.inf  # a stage has a layer
     ends: list[Array] = []

@@ -6,7 +6,7 @@
     W   these products, added to the gradients of the stage
 
 The list decides the order, and nothing here depends on the schedule. A stage takes micro-batches in
-order, and the scale is the trainer's: so sums have the bytes of one rank with as many
+order, and the scale is the trainer's: so sums have the same bytes as on a single rank with as many
 micro-batches.
 """
 
@@ -71,7 +71,7 @@ def run_actions(
     trace: Trace,
     wait: AbstractContextManager[Any],
 ) -> None:
-    """Run the actions of `program`; the time within `wait` is that of receives."""
+    """Run the actions of `program`; receives happen within `wait`."""
     rank = program.rank
     local: dict[Message, Array] = {}  # between stages of this rank
     for action, origin, target in program.actions:

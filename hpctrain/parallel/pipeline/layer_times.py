@@ -2,7 +2,7 @@
 
 The values of parameters and samples do not matter for the time, so each layer is run on random
 numbers, without an arena, and equal layers are run once. A cut changes no result, so all ranks may
-follow the times of one of them.
+follow the times of rank 0.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ from hpctrain.world.grid import Grid
 
 
 class PipelineReplica:
-    """A Replica of which this rank holds some stages; its calls are collective over the pipe."""
+    """A Replica that is split over the pipe: this rank holds some stages; calls are collective."""
 
     normalizes_batch = False  #: such a model is refused
 
@@ -71,8 +71,8 @@ class PipelineReplica:
     ):
         """Create the arena of this rank's stages, with the initial values that one rank has.
 
-        `pipe`: the World of the ranks that hold this replica; `grid` has links of them for stages
-        and norms.
+        `pipe`: the World of the ranks that hold this replica; `grid` has their links for stages and
+        norms.
         """
         self.model, self.loss, self.plan = model, model.loss, plan
         #: encloses each wait for another stage in training
@@ -146,7 +146,7 @@ class PipelineReplica:
         }
 
     def evaluate(self, batch: Batch) -> nn.Sums:
-        """Return the sums over `batch`, computed in the pieces of one rank; see Replica."""
+        """Return the sums over `batch`, computed in the same pieces as on one rank; see Replica."""
         pieces = self.model.evaluation_pieces(batch.n)
         losses: list[nn.Sums | nn.losses.PendingSums] = []
 
@@ -178,7 +178,7 @@ class PipelineReplica:
     def _forward(
         self, x: Any, pieces: Sequence[slice], take: Callable[[Array, slice], None]
     ) -> None:
-        """Pass `pieces` of the samples `x` through all stages; `take` gets the outputs of each."""
+        """Pass `pieces` of the samples `x` through all stages; `take` gets each piece's outputs."""
 
         def forward(action: Action, activation: Array | None) -> Array | None:
             part, piece = self._parts[action.stage], pieces[action.micro]
@@ -222,7 +222,7 @@ class PipelineReplica:
         return link.sent_bytes
 
     def _share_sums(self, losses: Sequence[nn.Sums | nn.losses.PendingSums]) -> nn.Sums:
-        """Return the sums of all micro-batches, which the last stage sends to all ranks."""
+        """Return the sums over the micro-batches, which the last stage sends to all ranks."""
         total: nn.Sums = reduce(nn.add, map(nn.losses.wait_for_sums, losses), {})
         packed = nn.losses.pack(total, self.loss.terms)
         broadcast(self._pipe.main, packed, self.plan.last_rank)
@@ -246,7 +246,7 @@ class PipelineReplica:
         return replace(arena, gather_rows=gather_rows)
 
     def _bind_views(self) -> None:
-        """Create the views of all tensors in the planes."""
+        """Create a view of each tensor in the planes."""
         self._params = self.arena.views(self.arena.param) | self._tied.copies
         self._grads = self.arena.views(self.arena.grad)
 

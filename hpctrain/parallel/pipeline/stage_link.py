@@ -46,7 +46,7 @@ def message_of(number: int) -> Message:
 
 
 class StageLink:
-    """The messages of one pass through the stages, as one rank sends and receives them."""
+    """The messages of a pass through the stages, as a rank sends and receives them."""
 
     def __init__(
         self,

@@ -1,9 +1,9 @@
-"""The stages of a model: the layers of each, its rank, and the tensors that stages share.
+"""The stages of a model: each stage's layers, its rank, and the tensors that stages share.
 
     layers   embedding  block1  block2 | block3  block4 | norm  out
     stage    0                         | 1              | 2            bounds 0, 3, 5, 7
 
-A stage begins with a layer that has parameters of its own, so that each rank has some.
+A stage begins with a layer that has parameters of its own, so that each rank has parameters.
 """
 
 from __future__ import annotations
@@ -170,6 +170,6 @@ def require_stages(model: nn.Model, stages: int) -> None:
 
 
 def _possible_starts(model: nn.Model) -> list[int]:
-    """Return the layers at which a stage may begin: the first, and those with parameters."""
+    """Return the layers at which a stage may begin: the first, and layers with parameters."""
     declaring = sorted({layers[0] for layers in parameter_uses(model).values()})
     return [0, *declaring[1:]]

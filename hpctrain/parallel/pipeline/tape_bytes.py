@@ -17,7 +17,7 @@ from hpctrain.parallel.schedules.check import LIVE_CHANGES
 def tape_bytes(tape: Any, params: Mapping[str, Array]) -> int:
     """Return the bytes of a tape's arrays; parameters belong to the arena.
 
-    Of several views of one array the largest counts: the array may be that of a whole batch.
+    The largest view of an array counts: the array may belong to a whole batch.
     """
     largest: dict[int, int] = {}
     for x in _arrays(tape):

@@ -3,7 +3,7 @@
     stage 0, owner     table --values------> stage S-1: a copy, outside of the arena
                        table <--gradients--- stage S-1: the sum over the micro-batches of the step
 
-One message each way per step and use: 2n bytes; none between stages of one rank. The owner adds the
+One message each way per step and use: 2n bytes; none between stages of a rank. The owner adds the
 sums in the order of backward, last layer first, as one rank does. The copies have no state of an
 optimizer, and cannot drift.
 """
@@ -20,7 +20,7 @@ from hpctrain.transport.link import Link, Request
 
 
 class TiedWeights:
-    """The parameters that stages of a pipeline share, from the point of view of one rank."""
+    """The parameters that stages of a pipeline share, as a rank sees them."""
 
     def __init__(self, link: Link, plan: StagePlan, model: nn.Model, like: Array):
         """Allocate this rank's copies, in the memory of `like`."""

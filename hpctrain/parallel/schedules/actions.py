@@ -1,7 +1,7 @@
 """Pipeline schedules: the list of actions of each rank, in the order in which it takes them.
 
 A model is cut into S contiguous *stages*, a batch into M *micro-batches*. An action is one
-operation of one stage on one micro-batch:
+operation of a stage on a micro-batch:
 
     F   forward                             needs F of the stage before
     B   backward: I and W in one            needs F, and I or B of the next stage
@@ -66,7 +66,7 @@ class PipelineSchedule:
 
 
 def action_lists(lists: Iterable[Iterable[Action]]) -> tuple[ActionList, ...]:
-    """Return the lists of all ranks as tuples."""
+    """Return the ranks' lists as tuples."""
     return tuple(tuple(actions) for actions in lists)
 
 

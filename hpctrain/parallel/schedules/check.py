@@ -1,7 +1,7 @@
 """Checks of a pipeline schedule before a run: complete, in order, without deadlock; its costs.
 
 Sends are buffered and receives are posted in the sender's order (messages.py). So an action waits
-for nothing but the actions that it needs and those before it in its rank's list, and a schedule
+for nothing but the actions that it needs and earlier actions in its rank's list, and a schedule
 deadlocks if, and only if, these form a cycle.
 
 Each stage takes each operation in the order of micro-batches. Gradients are then summed as on one
@@ -25,7 +25,7 @@ LIVE_CHANGES = {"F": 1, "I": 0, "W": -1, "B": -1}
 
 @dataclass(frozen=True)
 class ScheduleReport:
-    """The costs of a schedule that passed its checks; peaks are in tapes of one stage."""
+    """The costs of a schedule that passed its checks; peaks count tapes of a stage."""
 
     peak_activations: tuple[int, ...]  #: of each rank
     messages: dict[Pair, int]
@@ -40,8 +40,8 @@ class ScheduleReport:
 def check(schedule: PipelineSchedule, boundary_bytes: Sequence[int] | int = 0) -> ScheduleReport:
     """Return the costs of `schedule`; raise UsageError with the first fault.
 
-    `boundary_bytes`: of the activation of a micro-batch between the stages i and i + 1, which are
-    those of its gradient too; an integer holds for all boundaries.
+    `boundary_bytes`: the size of a micro-batch's activation between the stages i and i + 1, and of
+    its gradient; an integer holds for all boundaries.
     """
     _check_complete(schedule)
     _check_order(schedule)

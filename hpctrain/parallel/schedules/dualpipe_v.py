@@ -14,7 +14,7 @@ The letters a and b are the stages of a rank:
     rank 2  6bB2a---B4b--- 7b  .B3a---B5b---B4a---B6b---I5aI7bI6aW5aI7aW7bW6aW7a
     rank 3 --- 7aB3b--- 7bB3a---B4b---B4a---B5b---B5a---I6bI6aI7bI7aW6bW6aW7bW7a
 
-In the steady state F of one stage stands beside B of the other: on devices that send while they
+In the steady state F of a stage stands beside B of the other stage: on devices that send while they
 compute, messages of the one are hidden behind the other. W is put off only where ranks would idle.
 Bubble: (P-1)(F&B + B - 3W)/2 if M >= 2P, where F&B is the time of a forward and a backward side by
 side, both sent at its end. Here one follows the other and each is sent at once: (P-1)/2 of F, as
@@ -45,7 +45,7 @@ def _pattern(rank: int, ranks: int, micro_batches: int) -> str:
 
 
 def _drain(count: int, distance: int) -> str:
-    """Return `count` backwards of both stages, half of them without W; then the rest and all W."""
+    """Return `count` backwards of both stages, the first half without W; then the deferred W."""
     backwards, inputs = ("bB" * count)[:count], ("iI" * count)[count:]
     weights = (inputs + "I" * distance).translate(WEIGHT_OF)
     return backwards + inputs + "".join(w + "I" for w in weights[:distance]) + weights[distance:]

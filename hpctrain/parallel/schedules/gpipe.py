@@ -9,8 +9,8 @@ Four ranks, four micro-batches; d is forward of micro-batch d, Bd backward, a do
 
 Bubble: (P-1)(F+B). Peak activations: M on every rank.
 
-The paper takes backward in the reverse order; here it is that of the micro-batches, so that sums
-have the bits of one rank. The time is the same.
+The paper takes backward in the reverse order; here backward follows the order of micro-batches, so
+that sums have the same bits as on one rank. The time is the same.
 
 Source: Huang et al., "GPipe: efficient training of giant neural networks using pipeline
 parallelism", 2019.

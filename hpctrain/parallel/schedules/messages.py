@@ -3,10 +3,10 @@
     F of stage s        -> activation for stage s + 1
     I or B of stage s   -> gradient for stage s - 1
 
-Two stages of one rank exchange no message. A link has no tags: messages of one pair of ranks arrive
-in the order of the sender's list, and all of one kind have the same size. A rank that posts its
-receives in the order in which it needs them would compute with the wrong micro-batch, without an
-error. So receives are posted as `inbound` lists them.
+Two stages of a rank exchange no message. A link has no tags: messages between a pair of ranks
+arrive in the order of the sender's list, and messages of a kind have the same size. A rank that
+posts its receives in the order in which it needs them would compute with the wrong micro-batch,
+without an error. So receives are posted as `inbound` lists them.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ def vee_schedule(
 ) -> PipelineSchedule:
     """Return the schedule of `pattern`, which holds for 2P micro-batches or more.
 
-    For fewer, the actions of those beyond `micro_batches` are left out: no other needs them.
+    For fewer, the actions of micro-batches beyond `micro_batches` are left out: nothing needs them.
     """
     require_counts(name, ranks, micro_batches)
     require_stages_per_rank(name, stages_per_rank, 2)

@@ -5,9 +5,9 @@
     wire                        ---- L ---->
     rank 1                                  [o][ F 0 ]
 
-An action starts when the one before it in its rank's list has ended and its message is there.
-Costs of messages are those of cost_model/loggp.py; without wires they take no time. The receiver's
-port is always free: it has two peers at most, or three.
+An action starts when its predecessor in the rank's list has ended and its message is there. The
+costs of messages follow cost_model/loggp.py; without wires they take no time. The receiver's port
+is always free: it has two peers at most, or three.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FREE_WIRE = Wire(0.0, 0.0, 0.0, 0.0)
 
 @dataclass(frozen=True)
 class StageCosts:
-    """Seconds of F, I and W of each stage on one micro-batch; B takes those of I and W."""
+    """Seconds of F, I and W of each stage on one micro-batch; B takes the time of I plus W."""
 
     forward: tuple[float, ...]
     input: tuple[float, ...]
@@ -69,7 +69,7 @@ class Timeline:
 def uniform_costs(
     schedule: PipelineSchedule, forward: float, input: float, weight: float
 ) -> StageCosts:
-    """Return the costs of equal stages; the arguments are those of all stages of a rank together.
+    """Return the costs of equal stages; the arguments are totals over the stages of a rank.
 
     So schedules with one stage per rank and with several have as much to compute.
     """

@@ -35,7 +35,7 @@ def draw(timeline: Timeline, width: int = 80) -> list[str]:
 
 
 def unit(timeline: Timeline) -> float:
-    """Return the time of a cell: that of the shortest action."""
+    """Return the time of a cell: the shortest action's."""
     return min(
         end - start
         for starts, ends in zip(timeline.starts, timeline.ends, strict=True)

@@ -39,7 +39,7 @@ def draw_timeline(timeline: Timeline, title: str, path: Path) -> None:
 def plot_timelines(
     timelines: Mapping[str, Timeline], time_label: str, rank_labels: Sequence[str] = ()
 ) -> Figure:
-    """Return the plot of timelines of one schedule, by title, below each other on one time axis."""
+    """Plot the timelines of a schedule, by title, below each other on one time axis."""
     schedule = next(iter(timelines.values())).schedule
     labels = rank_labels or [f"rank {rank}" for rank in range(schedule.ranks)]
     height = 1.3 + len(timelines) * (0.3 + 0.4 * schedule.ranks)

@@ -1,9 +1,9 @@
-"""Predicted steps of a grid of data x pipe ranks, from the clock of one pipeline and LogGP rings.
+"""Predicted steps of a grid of data x pipe ranks, from a pipeline's clock and LogGP rings.
 
     pipeline d:   rank dP    dP + 1  ...  dP + P - 1      neighbours in rank, so often in a node
     ring r:       rank r  -> P + r -> 2P + r -> ...       the gradients of the stages of rank r
 
-All pipelines are alike: one of them is replayed, whatever the number of ranks. Assumed:
+All pipelines are alike: a single pipeline is replayed, whatever the number of ranks. Assumed:
 
 - the ring of a rank begins after the last action of its list, and overlaps with nothing of its own;
 - rings do not delay messages of pipelines that still run;
@@ -56,7 +56,7 @@ def predict_step(
     boundary_bytes: Sequence[int] | int,
     gradient_bytes: Sequence[int],
 ) -> GridStep:
-    """Return the step of `grid.data` pipelines; `gradient_bytes` are those of each stage."""
+    """Return the step of `grid.data` pipelines; `gradient_bytes` has an entry per stage."""
     _check_nodes(schedule, grid)
     if len(gradient_bytes) != schedule.stages:
         raise UsageError(
@@ -87,7 +87,7 @@ def _check_nodes(schedule: PipelineSchedule, grid: Grid) -> None:
 
 
 def _ring_seconds(pipe: int, grid: Grid, nbytes: int) -> float:
-    """Return the seconds of a ring of every `pipe`-th rank, beside those of the other ranks."""
+    """Return the seconds of a ring over every `pipe`-th rank, beside the other ranks' rings."""
     between = grid.cluster.between
     sharing_ranks = max(1.0, min(pipe, grid.ranks_per_node) / grid.cluster.cards)
     duplex = between.duplex_seconds_per_byte * sharing_ranks

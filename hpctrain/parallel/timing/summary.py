@@ -23,7 +23,7 @@ RankCosts = tuple[float, float, float]  #: F, I and W of all stages of a rank to
 class Summary:
     """A schedule's step, in the unit of its costs, and tuples with a number per rank.
 
-    Peaks of activations are in those of a rank's whole share of the layers.
+    Peaks of activations count in activations of a rank's whole share of the layers.
     """
 
     schedule: str
@@ -95,7 +95,7 @@ def _improve(
 ) -> Iterator[tuple[int, float]]:
     """Yield numbers of micro-batches and their bubbles, until one is small or remains as it is.
 
-    Each number is at least twice the one before: it is idle time of unequal stages that remains.
+    Each number is at least twice its predecessor: the remaining idle time is of unequal stages.
     """
     while bubble > MAX_BUBBLE:
         last_bubble, count = bubble, _next_count(schedule.micro_batches, batch)

@@ -43,7 +43,7 @@ def print_ranks(
     idle_shares: Sequence[float],
     size_text: SizeText,
 ) -> None:
-    """Print a row per rank of one schedule."""
+    """Print a row per rank of a schedule."""
     table = Table(caption=CAPTION)
     for heading in ("rank", "stages", "idle", "activations", "messages", "bytes"):
         table.add_column(heading, justify="right")

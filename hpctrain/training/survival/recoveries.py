@@ -15,7 +15,7 @@ class Recovery:
     step: int  #: from which training went on
     wall_s: float  #: of the last step completed before the loss, since the start of the run's part
     ranks: list[int]  #: the lost ranks, by their numbers in the job
-    hosts: list[str]  #: of each of them
+    hosts: list[str]  #: the host of each lost rank
     spares: list[int]  #: that took their places
     steps_redone: int  #: completed before, and done again from a copy of the state
     lost_s: float | None = None  #: until the next step completed, or the end; None before that
@@ -23,7 +23,7 @@ class Recovery:
 
 @dataclass
 class Recoveries:
-    """All losses of one call of fit, the same on all ranks that are left."""
+    """The rank losses of a call of fit, the same on each surviving rank."""
 
     began_at: float | None = None  #: Unix time of the first step of this call
     since_step: int = 0

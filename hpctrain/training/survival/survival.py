@@ -40,10 +40,10 @@ log = logging.getLogger(__name__)
 
 
 class Survival:
-    """The state and the losses of one call of fit, over all its parts on this rank."""
+    """This rank's state and rank losses in a call of fit, over all its segments."""
 
     def __init__(self, world: World, options: ElasticOptions, run: str | None, unit: int = 1):
-        """`run`: the folder of the run; a spare takes that of the others.
+        """`run`: the folder of the run; a spare takes the folder of the working ranks.
 
         `unit`: the ranks that hold a replica together; others than whole replicas are spares.
         """
@@ -214,7 +214,7 @@ class _DismissalError(Exception):
 
 
 def _apply_note(note: dict[str, Any]) -> None:
-    """Raise the end of training of which the World's first rank notifies a spare."""
+    """End a spare's wait: raise what the World's first rank reports of the training's end."""
     if "summary" in note:
         raise _DismissalError(note["summary"])
     if "error" in note:

@@ -108,7 +108,7 @@ class Probe:
 
 
 def host_addresses() -> list[str]:
-    """Return the addresses of this host, those of its name first, loopback and local ones left out.
+    """Return this host's addresses, first from its name, without loopback and link-local ones.
 
     IPv4 before IPv6.
     """
@@ -120,10 +120,10 @@ def host_addresses() -> list[str]:
 
 
 def choose_addresses(addresses: Sequence[Sequence[str]]) -> list[str]:
-    """Return one address per host, from the addresses of each; none if a host has none of a kind.
+    """Choose an address per host, of a kind that every host has; return [] if no kind fits.
 
-    All are IPv4, or all IPv6. Addresses that several hosts have, such as those of bridges between
-    containers, lead to no other host.
+    All are IPv4, or all IPv6. Addresses that several hosts have, such as addresses of bridges
+    between containers, lead to no other host.
     """
     for family in (socket.AF_INET, socket.AF_INET6):
         everyone = [address for host in addresses for address in dict.fromkeys(host)]

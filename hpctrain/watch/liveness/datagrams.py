@@ -42,7 +42,7 @@ class Datagram(NamedTuple):
 
 
 class Sealer:
-    """The datagrams of one host: their sequence numbers, and those of all others."""
+    """The datagrams of a host: the sequence numbers that it sends, and that it has received."""
 
     def __init__(self, key: bytes, host: int) -> None:
         if len(key) != KEY_BYTES:

@@ -1,4 +1,4 @@
-"""Heartbeats around a ring of hosts: each sends to the next one and observes the one before.
+"""Heartbeats around a ring of hosts: a host sends to its successor, and observes its predecessor.
 
     h0 --> h1 --> h2 --> h3 --> h0      a datagram every tenth of the limit
 
@@ -10,9 +10,9 @@ h1 is silent for half of the limit. Then h2
            "it does not"         h1 is dead; h2 announces it to all
            no answer at all      h2 itself is cut off from the others
 
-The hosts left close the ring. Those that are not more than half of it are cut off, too: the others
-may go on without them, and two halves must not both. Cost: 57 bytes to one host every tenth of the
-limit; a death is announced after about twice the limit.
+The surviving hosts close the ring. A part with at most half the hosts is cut off, too: the other
+part may go on without it, and two halves must not both. Cost: 57 bytes to one host every tenth of
+the limit; a death is announced after about twice the limit.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hpctrain.watch.liveness.channel import Endpoint
 from hpctrain.watch.liveness.datagrams import Datagram, Kind, Sealer
 
 DATAGRAMS_PER_LIMIT = 10
-MAX_ASKERS = 3  #: hosts that may confirm the silence of one
+MAX_ASKERS = 3  #: hosts that may confirm a host's silence
 LAST_COPIES = 3  #: of an announcement that may be the last one
 
 
@@ -46,7 +46,7 @@ class Network(Protocol):
 
 @dataclass
 class _Trial:
-    """The attempts to reach a silent host: our own, then those of other hosts in turn."""
+    """The attempts to reach a silent host: first our own, then other hosts' in turn."""
 
     connection: Connection
     since_s: float
@@ -74,7 +74,7 @@ class HostRing:
         on_dead: Callable[[int], None],
         on_cut_off: Callable[[], None],
     ) -> None:
-        """`endpoints` of all hosts, `host` is the place of this one among them.
+        """`endpoints`: one per host; `host`: the index of this host.
 
         `on_dead(host)` is called on each host left, once, and `on_cut_off()` once where this host,
         or its half of the ring, must not go on.

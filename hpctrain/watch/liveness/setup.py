@@ -34,7 +34,7 @@ class Identities:
 
     @classmethod
     def exchange(cls, rank: int, hosts: Sequence[str], gather: Gather) -> Identities:
-        """Return those of all ranks; collective. `hosts`: the node of each."""
+        """Gather the identities of all ranks; collective. `hosts`: the node of each rank."""
         rows = _gather_rows(
             gather,
             process=str(own_identity()),
@@ -48,9 +48,9 @@ class Identities:
         )
 
     def of(self, ranks: Sequence[int]) -> Identities:
-        """Return those of some ranks, in their order, with a key of their own.
+        """Select the identities of some ranks, in their order, with a new key.
 
-        So datagrams of before a loss are not valid after it.
+        Datagrams sent before a loss are rejected after it.
         """
         processes, addresses = zip(
             *((self.processes[rank], self.addresses[rank]) for rank in ranks), strict=True
@@ -81,9 +81,9 @@ def observe_liveness(
 ) -> LivenessObserver:
     """Return the running observer of this `rank`; collective if there are several hosts.
 
-    Only for jobs that survive losses. `gather` is over all ranks that are left, of which `hosts`
-    has the node of each. Those whose records share memory with `record` observe each other.
-    `step()`: the training step that is under way.
+    Only for jobs that survive losses. `gather` is over all surviving ranks; `hosts` has the node of
+    each rank. Ranks whose records share memory with `record` observe each other. `step()`: the
+    training step that is under way.
     """
     neighbours = [r for r, host in enumerate(hosts) if host == hosts[rank]]
     processes = {r: identities.processes[r] for r in neighbours}

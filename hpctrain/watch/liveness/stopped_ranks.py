@@ -47,7 +47,7 @@ class StepTimes:
 
 @dataclass
 class _Silence:
-    """What an observer knows of one rank; times are seconds that the observer was awake."""
+    """What an observer knows of a rank; times are seconds that the observer was awake."""
 
     heartbeat: float
     heard_s: float  #: when the last heartbeat was observed
@@ -71,7 +71,7 @@ class StoppedRank:
 
 
 class StoppedRanks:
-    """The silences of the ranks of a node, as one of them observes them."""
+    """The silences of a node's ranks, as a rank of the node observes them."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class StoppedRanks:
     ) -> None:
         """Observe as `rank` the `processes` of this node's ranks.
 
-        Those in other namespaces of process ids, in containers of their own, cannot be judged.
+        Ranks in other namespaces of process ids, in containers of their own, cannot be judged.
         """
         namespace = processes[rank].namespace
         self._processes = {r: p for r, p in processes.items() if p.namespace == namespace}
@@ -95,7 +95,7 @@ class StoppedRanks:
     def observe(
         self, heartbeats: Mapping[int, float], awake_s: float, limit_s: float
     ) -> list[StoppedRank]:
-        """Return the ranks that this one has to kill, or to report; each of them once.
+        """Return the ranks that this rank has to kill, or to report; each once.
 
         `heartbeats`: the value in each rank's record; only its changes count.
         """
