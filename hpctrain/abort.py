@@ -99,8 +99,9 @@ def _wait_for_rank_0(job: Launched) -> None:
 def _reports(job: Launched, error: BaseException) -> bool:
     """Return whether this rank reports an error raised before MPI_Init, after waiting for rank 0.
 
-    Rank 0 does. A rank that Open MPI leaves running was the only one in error. An error specific to
-    a host is reported by the first rank there, and one of this rank alone without a wait.
+    Rank 0 does. A rank that Open MPI leaves running was the only one in error. The first rank of a
+    host reports an error specific to the host; an error of this rank alone is reported without a
+    wait.
     """
     if isinstance(error, OwnRankError):
         return True

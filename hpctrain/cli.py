@@ -43,7 +43,7 @@ As root, in a container, its `mpirun` also needs OMPI_ALLOW_RUN_AS_ROOT=1 and
 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1; `hpctrain launch` sets them.
 """,
 )
-@click.option("-v", "--verbose", is_flag=True, help="Also log the origin of one-line errors.")
+@click.option("-v", "--verbose", is_flag=True, help="Also log where one-line errors come from.")
 @click.option("-q", "--quiet", is_flag=True, help="Log only warnings and errors.")
 @click.version_option(__version__, package_name="hpctrain")
 def hpctrain(verbose: bool, quiet: bool) -> None:

@@ -21,7 +21,7 @@ PACKAGES = ("hpctrain", "numpy", "mpi4py")
 def facts(hosts: Sequence[str], transport: str) -> dict[str, Any]:
     """Return the facts of the machine on which a result was measured.
 
-    `hosts` and `transport` are those of the World.
+    The World gives `hosts` and `transport`.
     """
     return {
         "cpu": cpu(),
@@ -57,7 +57,7 @@ def versions() -> dict[str, str]:
 @cache  # each summary has it, and it takes reading all metadata of a package
 def version(name: str) -> str:
     """Return the version of a package; ours may be on the path without being installed."""
-    from importlib import metadata  # late: its import takes as long as that of all collectives
+    from importlib import metadata  # late: it takes as long to import as all collectives
 
     try:
         return metadata.version(name)

@@ -4,7 +4,7 @@
     doubling      log2 P steps, 1, 2, 4, ... chunks at a time      n(P-1)/P
     broadcasts    each chunk down the tree of its owner            n(P-1)/P on average
     direct        read from node neighbours' memory                0
-    all-reduce    bitwise or by any algorithm, other chunks 0      those of the all-reduce
+    all-reduce    bitwise or by any algorithm, other chunks 0      as the all-reduce
 
 Before the call each rank's own chunk of `x` is in place: chunk r is r n/P .. (r + 1) n/P.
 """

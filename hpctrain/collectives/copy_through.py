@@ -42,7 +42,7 @@ def part_offsets(x: np.ndarray, ranks: int) -> list[int]:
 
 
 def sum_in_order(arrays: Sequence[np.ndarray], op: Operation, out: np.ndarray) -> None:
-    """Sum `arrays` in their order into `out`, which may be one of the first two."""
+    """Sum `arrays` in their order into `out`; it may be the first or the second array."""
     op(arrays[0], arrays[1], out=out)
     for operand in arrays[2:]:
         op(out, operand, out=out)

@@ -13,8 +13,8 @@ into P parts; rank r works on part r. Four ranks, parts a b c d; `4b` means "the
     `direct_shared` writes the sum into rank 0's array alone, and all ranks read this array.
 
 Index rule: part r is elements r n/P .. (r + 1) n/P, cut at cache lines. A part is processed in
-tiles that stay in the core's cache from the sum to the write-back. The order of additions is that
-of ranks, ((x0 + x1) + x2) + x3. Each part is summed once and copied: all ranks end with the same
+tiles that stay in the core's cache from the sum to the write-back. Additions follow the order of
+ranks, ((x0 + x1) + x2) + x3. Each part is summed once and copied: all ranks end with the same
 bytes.
 
 Cost: two exchanges of flags; 2n bytes through memory per rank (2Pn in all), n (P-1)/P added;
@@ -88,10 +88,10 @@ def direct_shared(group: Group, x: np.ndarray, op: Operation) -> np.ndarray:
 def bind_direct(
     group: Group, x: np.ndarray, op: Operation, call: Signature | None = None, shared: bool = False
 ) -> Callable[[], np.ndarray]:
-    """Return a call of `direct` on flat `x`, or of `direct_shared`, that returns the sum.
+    """Return a call of `direct` or `direct_shared` on flat `x` that returns the sum.
 
     Local lookups are done now. In each call ranks compare `call`, by default the length of their
-    arrays, and the location of these arrays. So other ranks may call `direct` itself.
+    arrays, and where the arrays lie. So other ranks may call `direct` itself.
     """
     buffers = _node_buffers(group)
     if buffers is None:

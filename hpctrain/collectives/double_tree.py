@@ -125,7 +125,7 @@ def _halves_leaf_first(group: Group, x: np.ndarray) -> list[tuple[np.ndarray, Fa
     """Return both halves with this rank's family in their trees, first as a leaf.
 
     A leaf waits for no rank, so all its segments are in flight before this rank waits for a segment
-    of the other half. If halves alternated, segments of one tree would wait for those of the other.
+    of the other half. If halves alternated, segments of one tree would wait for the other tree's.
     """
     halves = x[: x.size // 2], x[x.size // 2 :]
     pairs = zip(halves, families(group.link.rank, group.link.size), strict=True)
@@ -159,5 +159,5 @@ def family_in_order(rank: int, size: int) -> Family:
 
 
 def _root(low: int, high: int) -> int:
-    """Return the root of nodes low .. high - 1: the largest power of two of them, less one."""
+    """Return the root of nodes low .. high - 1: the largest power of two in range, less one."""
     return low + (1 << ((high - low).bit_length() - 1)) - 1

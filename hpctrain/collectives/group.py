@@ -30,7 +30,7 @@ class Scratch:
         return self._host_memory[:nbytes].view(dtype)
 
     def buffer(self, x: Array, length: int, dtype: Any = None) -> Array:
-        """Return `host_buffer` for the device of `x`; `dtype` is by default that of `x`."""
+        """Return `host_buffer` for the device of `x`, by default with the dtype of `x`."""
         dtype = x.dtype if dtype is None else np.dtype(dtype)
         if type(x) is np.ndarray:
             return self.host_buffer(length, dtype)

@@ -13,7 +13,7 @@ Index rule: with distance d = Q/2, Q/4, ..., 1 the partner is r xor d; both have
 chunks; the rank whose bit d is clear keeps the lower half, sends the upper, adds the received one.
 
 If P is no power of two, let Q be the largest one below P. Ranks Q.. are folded: rank r adds its
-vector to that of rank r - Q, each of the two adding one half, and receives the result at the end.
+vector to rank r - Q's, each of the two adding one half, and receives the result at the end.
 
 Cost for P = 2^k: 2 log2 P steps, 2n(P-1)/P bytes sent per rank, n(P-1)/P added. Folding: three
 more steps and up to 2n more bytes. Vectors travel in segments, so the scratch is one segment.
@@ -94,7 +94,7 @@ def _add_folded_vector(group: Group, x: np.ndarray, op: Operation, folded_rank: 
 
 
 def _fold_into(group: Group, x: np.ndarray, op: Operation, partner: int) -> None:
-    """Add this rank's vector to that of `partner`, and receive the result."""
+    """Add this rank's vector to the `partner`'s, and receive the result."""
     lower, upper = x[: x.size // 2], x[x.size // 2 :]
     _exchange_and_add(group, lower, upper, op, partner)
     group.link.isend(upper, partner).wait()

@@ -7,8 +7,8 @@ whether any rank has a number large enough for an overflow, and only then comput
     x         sum of x         divided by P                    used where this sum is finite
     x 2^-k    sum of x 2^-k    divided by P 2^-k, exactly      used elsewhere
 
-The cost beyond that of the sum is one more pass over x and one vote (vote.py); after a positive
-vote, also a second sum and a copy of x.
+Beyond the sum it costs one more pass over x and one vote (vote.py); after a positive vote, also a
+second sum and a copy of x.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _view_as_real(x: Array) -> Array:
 
 
 def _may_overflow(x: Array, ranks: int) -> bool:
-    """Return whether a sum over `ranks` of numbers as large as those of `x` may overflow."""
+    """Return whether a sum over `ranks` of numbers as large as in `x` may overflow."""
     real_numbers = _view_as_real(x)
     extremes = to_host(namespace(x).stack([real_numbers.min(), real_numbers.max()])).astype(
         np.float64
@@ -70,7 +70,7 @@ def _may_overflow(x: Array, ranks: int) -> bool:
 
 
 def _max_finite(dtype: np.dtype) -> float:
-    """Return the largest finite number of `dtype`; of a complex one, that of its parts."""
+    """Return the largest finite number of `dtype`, or of the parts of a complex dtype."""
     return BFLOAT16_MAX if dtype.name == "bfloat16" else float(np.finfo(dtype).max)
 
 

@@ -24,7 +24,7 @@ LONG_BUFFER_BYTES = 1 << 20
 
 
 class NodeBuffers:
-    """The flags and the copy buffers of the ranks of one node, as mapped by one of them."""
+    """The flags and the copy buffers of a node's ranks, as one rank maps them."""
 
     def __init__(self, node: Link, flags: NodeFlags, buffers: list[np.ndarray]):
         """`buffers`: (2 * SHORT_BUFFER_BYTES + LONG_BUFFER_BYTES,) uint8 of each rank."""

@@ -49,7 +49,7 @@ from hpctrain.core.errors import UsageError
 SCRATCH_BYTES = 2 << 20
 TILE_BYTES = 256 << 10  # the sum over all ranks' tiles, which are added while in the cache
 
-#: Returns the array that holds the sum of a left and a right one; it may be one of them.
+#: Returns the array that holds the sum of a left and a right array; it may be either.
 AddFunction = Callable[[Any, Any], Any]
 
 
@@ -73,7 +73,7 @@ def make_in_place_add(op: Operation) -> AddFunction:
 
 @dataclass(frozen=True)
 class SumTree:
-    """The tree over `blocks` blocks; each of `ranks` ranks holds a range of them."""
+    """The tree over `blocks` blocks, divided into a range for each of `ranks` ranks."""
 
     blocks: int
     ranks: int
@@ -108,7 +108,7 @@ class SumTree:
         return total.x
 
     def are_siblings(self, left: Subtotal, right: Subtotal) -> bool:
-        """Return whether two consecutive subtotals are the children of one."""
+        """Return whether two consecutive subtotals have the same parent."""
         width = left.stop - left.start
         return left.start % (2 * width) == 0 and right.stop == min(left.stop + width, self.blocks)
 
@@ -153,8 +153,8 @@ def reduce_scatter(
 ) -> None:
     """Write the sum over all blocks into this rank's chunk of flat `x`; overwrite the rest.
 
-    `own_arrays` are the arrays of `tree.local_subtotals[rank]`, as long as `x`, which may be one of
-    them. Rank r's chunk is `offsets[r]:offsets[r + 1]`, which may be empty; by default chunks are
+    `own_arrays` are the arrays of `tree.local_subtotals[rank]`, as long as `x`, and may include
+    `x`. Rank r's chunk is `offsets[r]:offsets[r + 1]`, which may be empty; by default chunks are
     even.
     """
     chunk_offsets = offsets or bounds(x.size, group.link.size)

@@ -109,7 +109,7 @@ def reduce_scatter(
 def all_gather(group: Group, x: np.ndarray, offsets: Sequence[int] | None = None) -> None:
     """Fill flat `x` with every rank's chunk; this rank's own chunk is in place before the call.
 
-    Chunks are those of `reduce_scatter`.
+    Chunks are cut as in `reduce_scatter`.
     """
     link = group.link
     rank, size = link.rank, link.size
@@ -138,7 +138,7 @@ def _stream_chunks(
 ) -> None:
     """Send chunks `first`, `first - 1`, ... to the right; all but the first come from the left.
 
-    `steps`: the number of steps that add, and of those that receive directly into `x`.
+    `steps`: how many steps add, and how many receive directly into `x`.
     """
     link = group.link
     left, right = _neighbours(link)

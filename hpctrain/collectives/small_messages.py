@@ -15,9 +15,9 @@ LENGTH, SHORT = 8, 120  #: bytes of a length, and of a payload that travels besi
 def all_gather_short(link: Link, row: np.ndarray) -> np.ndarray:
     """Return an array (P, n) uint8 of every rank's `row` (n,) uint8; ceil(log2 P) steps.
 
-    On rank r, row i is that of rank r + i, until rows are rotated at the end. After step k a rank
-    holds 2^k rows, and sends rank r - 2^k the rows that it lacks.
-    Source: Bruck et al., "Efficient algorithms for all-to-all communications", 1997.
+    On rank r, row i comes from rank r + i, until rows are rotated at the end. After step k a rank
+    holds 2^k rows, and sends rank r - 2^k the rows that it lacks. Source: Bruck et al., "Efficient
+    algorithms for all-to-all communications", 1997.
     """
     rank, size = link.rank, link.size
     rows = np.empty((size, row.size), np.uint8)
@@ -52,9 +52,9 @@ def all_gather_bytes(link: Link, payload: bytes) -> list[bytes]:
 def reduce_to_maximum(link: Link, numbers: np.ndarray) -> None:
     """Replace each of `numbers` (n,) by its largest value on any rank; ceil(log2 P) steps.
 
-    After step k a rank holds the maximum of its own value and those of the 2^k - 1 ranks before. If
-    P is no power of two some values count twice, which does not change a maximum. Source: Hensgen,
-    Finkel and Manber, "Two algorithms for barrier synchronization", 1988.
+    After step k a rank holds the maximum over itself and the 2^k - 1 ranks before. If P is no power
+    of two some values count twice, which does not change a maximum. Source: Hensgen, Finkel and
+    Manber, "Two algorithms for barrier synchronization", 1988.
     """
     rank, size, distance = link.rank, link.size, 1
     inbox = np.empty_like(numbers)

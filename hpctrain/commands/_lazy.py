@@ -36,7 +36,7 @@ class HelpFormatter(click.HelpFormatter):
 
 
 class WholeGroup(click.Group):
-    """A command group whose help has the whole first sentence of each subcommand."""
+    """A command group whose help has each subcommand's whole first sentence."""
 
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         """List the subcommands; click would cut their sentences at the edge of the terminal."""

@@ -23,7 +23,7 @@ Examples:
 @click.option("--sizes", default="1B:64MiB", show_default=True, metavar="SIZES",
               help="A:B doubles, A:B*4 quadruples; or a list.")  # fmt: skip
 @click.option(
-    "--ranks", metavar="A,B", help="The two ranks; default: 0 and a rank of another node."
+    "--ranks", metavar="A,B", help="The two ranks; default: 0 and a rank on another node."
 )
 @_options.iterations_option
 @_options.warm_up_option(3)

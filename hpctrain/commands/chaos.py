@@ -31,17 +31,17 @@ A campaign:
   moments = ["step", "checkpoint"]
 
 A case is a function of the campaign, its seed and its number. Each job suffers its faults and is
-resumed until it has completed; then files, processes and parameters are compared with those of a
-run without faults. Exit codes: 0 all promises hold; 1 one is broken; 2 wrong campaign.
-Where Linux namespaces are not permitted, cases run without, and the summary lists what is not
-checked. See docs/reliability.md.
+resumed until it has completed; then files, processes and parameters are compared with a run without
+faults. Exit codes: 0 all promises hold; 1 one is broken; 2 wrong campaign. Where Linux namespaces
+are not permitted, cases run without, and the summary lists what is not checked. See
+docs/reliability.md.
 """
 
 
 @click.command(epilog=EPILOG)
 @click.argument("campaign", type=FILE_TYPE, metavar="CAMPAIGN.toml")
 @click.option("--case", "indexes", type=int, multiple=True, metavar="N", help="Run case N alone.")
-@click.option("--seed", type=int, metavar="N", help="Another seed than that of the campaign.")
+@click.option("--seed", type=int, metavar="N", help="Another seed than the campaign's.")
 @click.option("--cases", type=click.IntRange(1), metavar="N", help="Another number of cases.")
 @click.option("--list", "lists", is_flag=True, help="List the cases and verdicts; run no job.")
 @click.option("--resume", is_flag=True, help="Run the cases that have not passed in the results.")

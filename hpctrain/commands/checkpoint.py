@@ -67,7 +67,7 @@ def verify(run: Path) -> None:
 )
 @click.option("--force", is_flag=True, help="Replace FILE if it exists.")
 def export(run: Path, best: bool, output: Path | None, force: bool) -> None:
-    """Write the weights in DIR, a run or one checkpoint of it, to one safetensors file.
+    """Write the weights in DIR, a run or a checkpoint, to one safetensors file.
 
     The file holds a named tensor per parameter and buffer. Other frameworks can read it, and
     [model] init starts a run from it.

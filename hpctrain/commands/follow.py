@@ -25,7 +25,7 @@ It reads the files of the run alone, so it works on a login node while a job tra
 def follow(context: click.Context, run: Path) -> None:
     """Show the progress of the run in DIR until it ends.
 
-    The exit code is that of the run.
+    It exits with the run's exit code.
     """
     summary = follow_run(run)
     status, reason = summary["status"], summary.get("reason") or ""

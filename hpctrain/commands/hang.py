@@ -1,4 +1,4 @@
-"""`hpctrain hang`: the last operations of each rank of a running, hung or dead job."""
+"""`hpctrain hang`: every rank's last operations in a running, hung or dead job."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Examples:
   srun --overlap --ntasks-per-node=1 hpctrain hang --collect runs/first
 
 The records of a running job lie in the memory of its nodes: only the ranks on this host are shown.
-Those of other hosts follow once the job hangs or has died: `hpctrain launch` and the Slurm
+Records of other hosts follow once the job hangs or has died: `hpctrain launch` and the Slurm
 templates move them to DIR/watch, after other launchers --collect does, on each node.
 """
 
@@ -27,7 +27,7 @@ templates move them to DIR/watch, after other launchers --collect does, on each 
 @click.argument("run", type=click.Path(path_type=Path, exists=True, file_okay=False), metavar="DIR")
 @click.option(
     "-n", "last", type=click.IntRange(0, 1024), default=0, metavar="N",
-    help="Show the last N operations of each rank; with --json 8 by default.",
+    help="Show each rank's last N operations; with --json 8 by default.",
 )  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 @click.option(
@@ -35,7 +35,7 @@ templates move them to DIR/watch, after other launchers --collect does, on each 
     help="Move the records on this host to DIR/watch, if the job has ended.",
 )  # fmt: skip
 def hang(run: Path, last: int, as_json: bool, collect: bool) -> None:
-    """Show the state of each rank of the job in DIR and its last operation.
+    """Show each rank's state and last operation in the job in DIR.
 
     The job may run, hang or be dead. States: alive; stopped (a process without heartbeats); dead;
     closed (its record was closed, as at the end of the run); unknown (on another host, or lost).

@@ -82,7 +82,7 @@ def launch(
 ) -> None:
     """Run an hpctrain COMMAND, or any PROGRAM, on N ranks.
 
-    The exit code is that of the job.
+    It exits with the job's exit code.
     """
     from hpctrain.cluster import launch as launcher  # late, so that `--help` stays fast
     from hpctrain.cluster.loss_policy import LossPolicy

@@ -60,7 +60,7 @@ def netlab(
     arguments: tuple[str, ...],
     **policy_options: Any,
 ) -> None:
-    """Run COMMAND on simulated hosts, joined by links of one speed."""
+    """Run COMMAND on simulated hosts, joined by links of the same speed."""
     from hpctrain.cluster.loss_policy import LossPolicy
     from hpctrain.cluster.netlab import netlab as lab_module  # late, so that `--help` stays fast
 

@@ -74,7 +74,7 @@ _schedule_options = add_options(
     ),
     click.option("--ranks", type=int, metavar="P", help="Ranks of one pipeline."),
     click.option(
-        "--stages", type=int, metavar="S", help="Instead of --ranks: stages of all ranks together."
+        "--stages", type=int, metavar="S", help="Instead of --ranks: stages over all ranks."
     ),
     click.option(
         "--micro-batches", type=int, required=True, metavar="M", help="Micro-batches of a step."
@@ -109,7 +109,7 @@ _schedule_options = add_options(
 @pipeline.command(epilog=EPILOG)
 @_schedule_options
 def check(schedule: str | None, as_json: bool, **options: Any) -> None:
-    """Show step, bubble, memory and messages of a schedule, or of all of them."""
+    """Show step, bubble, memory and messages of one schedule or of every schedule."""
     rows, refusals = _summarize_all([schedule] if schedule else [*SCHEDULES], options)
     if as_json:
         content = {"rows": [asdict(row) for row in rows], "refused": refusals}
@@ -147,7 +147,7 @@ def draw(schedule: str | None, as_json: bool, plot: Path | None, **options: Any)
 def _summarize_all(
     names: list[str], options: Mapping[str, Any]
 ) -> tuple[list[Summary], dict[str, str]]:
-    """Return the summaries of the schedules `names`, and the refusals of others.
+    """Return the summaries of the schedules `names`, and why others were refused.
 
     Raises UsageError if all are refused.
     """
@@ -201,7 +201,7 @@ def _boundary_bytes(options: Mapping[str, Any]) -> int:
 
 
 def _json_actions(timeline: Timeline) -> list[list[dict[str, Any]]]:
-    """Return the actions of each rank, with start and end."""
+    """Return each rank's actions, with start and end."""
     return [
         [
             {**action._asdict(), "start": start, "end": end}

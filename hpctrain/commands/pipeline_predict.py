@@ -23,7 +23,8 @@ Examples:
   hpctrain pipeline predict --model 13e9,40,5120,2048 --flops 400e12 --ranks 1024:16384 --pipe 8,16
       --ranks-per-node 8 --cards 8 --link 400Gbit --node-link 200GB/s --memory-bandwidth 10TB/s
 
-The layers of a RECIPE are timed in this process; those of --model are assumed. Nothing is started.
+The layers of a RECIPE are timed in this process, and layers of --model are assumed. Nothing is
+started.
 """
 
 
@@ -47,7 +48,10 @@ The layers of a RECIPE are timed in this process; those of --model are assumed. 
 )
 @click.option("--micro-batches", type=int, default=16, show_default=True, metavar="M")
 @click.option(
-    "--batch", type=int, metavar="B", help="Samples of a replica (weak) or of all; default M."
+    "--batch",
+    type=int,
+    metavar="B",
+    help="Samples per replica (weak) or in total; default M.",
 )
 @click.option(
     "--mode",

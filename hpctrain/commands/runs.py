@@ -15,8 +15,8 @@ Examples:
   hpctrain runs
   hpctrain runs studies/mine --json | jq -r '.[] | select(.status == "killed") | .folder'
 
-The status is that of summary.json; without one, `running` if a job holds the run's lock, else
-`killed`. The result is the test accuracy or, in this order, test r2, test loss, train loss.
+summary.json gives the status; without it, `running` if a job holds the run's lock, else `killed`.
+The result is the test accuracy or, in this order, test r2, test loss, train loss.
 """
 
 

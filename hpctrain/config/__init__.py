@@ -49,7 +49,7 @@ class OptionsError(UsageError):
         super().__init__(self.text(name))
 
     def text(self, name: str, more_keys: Iterable[str] = ()) -> str:
-        """Return the faults as those of the options or the table `name`."""
+        """Return the faults as lines about the options or the table `name`."""
         keys = [*self._keys, *more_keys]
         faults = [_fault(error, keys, name) for error in self._errors[:_MAX_FAULTS]]
         omitted = len(self._errors) - _MAX_FAULTS
@@ -59,7 +59,7 @@ class OptionsError(UsageError):
 def read(cls: type[T], table: Any, name: str, more_keys: Iterable[str] = ()) -> T:
     """Return `cls(**table)`; raise UsageError with all faults of table `[name]`, a line each.
 
-    `more_keys`: those that the table may have beside the ones of `cls`.
+    `more_keys`: keys that the table may have beside the fields of `cls`.
     """
     if not isinstance(table, Mapping):
         raise UsageError(f"[{name}] expected a table, seen {brief(table)}")

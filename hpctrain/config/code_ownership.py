@@ -51,7 +51,7 @@ def _foreign_access(path: Path) -> str:
     """Return the way in which another user could have changed `path`; '' if no other user could."""
     status = os.stat(path)
     if status.st_uid != os.geteuid():
-        return f"{path}: expected your own, seen that of {_user(status.st_uid)}"
+        return f"{path}: expected your own, seen a file of {_user(status.st_uid)}"
     if status.st_mode & stat.S_IWOTH:
         return f"{path}: every user may write to it; chmod o-w"
     if status.st_mode & stat.S_IWGRP and not _is_private(status.st_gid):

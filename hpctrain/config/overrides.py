@@ -41,9 +41,9 @@ def apply(tables: Table, settings: Iterable[str]) -> Table:
 
 
 def merge(base: Table, changes: Table) -> Table:
-    """Return the tables of `base`, changed by those of a recipe that extends it.
+    """Return the tables of `base` as changed by a recipe that extends it.
 
-    Tables merge key by key; one with another `kind` replaces that of `base`.
+    Tables merge key by key; a table with another `kind` replaces its namesake in `base`.
     """
     merged = {**base, **changes}
     for name in base.keys() & changes.keys():

@@ -26,7 +26,7 @@ Table = dict[str, Any]
 
 
 def make_absolute(tables: Table, keys: Iterable[str], folder: str | Path) -> None:
-    """Make the paths under `keys` of [data] absolute, and that of [model] init.
+    """Make the paths under `keys` of [data] absolute, and the path [model] init.
 
     Raises UsageError for a file that exists only relative to the current folder.
     """

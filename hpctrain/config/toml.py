@@ -22,7 +22,8 @@ LEVELS = 32
 LIMIT_BYTES = 1 << 20  #: of a file: hundreds of times as long as usual ones
 _MIN_INTEGER, _MAX_INTEGER = -(1 << 63), (1 << 64) - 1  #: signed, and unsigned for seeds
 _PART = r"""(?:[\w-]+|"[^"\n]*"|'[^'\n]*')"""
-# The parser's time grows with the square of a dotted key's parts: hours for one of a whole file.
+# The parser's time grows with the square of a dotted key's parts: hours for a key as long as the
+# file.
 _DEEP_KEY = re.compile(rf"""(?<![\w"'.-])(?:{_PART}[ \t]*\.[ \t]*){{{LEVELS}}}""")
 _LONG_INTEGER = re.compile(r"[0-9_]{1000,}")
 

@@ -136,8 +136,8 @@ def is_target(table: Mapping[str, Any]) -> bool:
 def find(target: str, place: str, folder: str, classes: bool = False) -> Callable[..., Any]:
     """Return the function that `target` names, of a module in `folder` or an installed package.
 
-    With `classes` the name may also be that of a class.
-    Raises UsageError, with the nearest name, if there is none or if it is one of Python's own.
+    With `classes` the target may also be a class. Raises UsageError, with the nearest name, if it
+    is missing or belongs to Python itself.
     """
     location, (module_name, function_name) = _place_text(place, target), _parts(target, place)
     _must_be_users(module_name, location, folder)
@@ -213,7 +213,7 @@ def _origin(function: Any) -> str:
 
 
 def _must_be_users(name: str, location: str, folder: str) -> None:
-    """Raise UsageError if Python would import a module of its own or of another package."""
+    """Raise UsageError if Python would import its own module or another package's."""
     top = name.partition(".")[0]
     recipe_module = _recipe_spec(top, folder)
     own_paths = recipe_module.origin if recipe_module else None

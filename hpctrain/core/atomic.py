@@ -4,7 +4,7 @@
 
 while thread 4712 of process 4711 on node7, started at clock tick 98765, writes summary.json.
 
-A killed writer leaves its temporary file; `sweep` removes those of writers that have ended. The
+A killed writer leaves its temporary file; `sweep` removes the files whose writers have ended. The
 start tells processes of one number apart: in containers numbers are reused at once.
 """
 
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 TEMPORARY_NAME = re.compile(
     r"\..+\.(json|jsonl|toml|redone)\.(?P<process>[0-9-]{1,40})\.[0-9]+(@(?P<host>.+))?"
 )
-#: After this time a temporary file has no writer, even if of another host.
+#: After this time a temporary file has no writer, not even on another host.
 MAX_WRITE_S = 3600.0
 
 

@@ -10,7 +10,7 @@ MAX_MESSAGE_CHARACTERS = 4_000  #: characters of a message on bad input, which m
 
 
 class HpctrainError(Exception):
-    """Base of all errors raised on purpose; `exit_code` is that of the job.
+    """Base of all errors raised on purpose; the job ends with `exit_code`.
 
     Its text is safe to print, whatever file or command line it quotes.
     """
@@ -117,7 +117,7 @@ class JobEndedError(HpctrainError):
 
 
 class RecoveryError(HpctrainError):
-    """The ranks that are left after a loss cannot go on; raised on all of them."""
+    """The ranks that are left after a loss cannot go on; raised on each survivor."""
 
 
 #: Errors that all ranks raise together; any other is raised by a rank alone.

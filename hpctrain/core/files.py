@@ -100,7 +100,7 @@ def read_log(
 ) -> Log[T]:
     """Return `check(object)` of each line; `check` raises ValueError for an invalid object.
 
-    A last line without its end counts if it is whole. `limit_bytes`: of one line.
+    A last line without its end counts if it is whole. A line has at most `limit_bytes`.
     """
     entries: list[T] = []
     with open_regular(path, levels) as file:
@@ -208,7 +208,7 @@ def unreadable(path: str | Path, error: OSError | ValueError) -> FileError:
 
 def _pieces(path: str | Path, file: BinaryIO, limit_bytes: int) -> Iterator[bytes]:
     size, total = os.fstat(file.fileno()).st_size, 0
-    # A file may grow meanwhile, and those of /proc have no size.
+    # A file may grow meanwhile, and files in /proc have no size.
     while size <= limit_bytes and (piece := _guarded(path, lambda: file.read(_PIECE_BYTES))):
         yield piece
         size = total = total + len(piece)
@@ -239,7 +239,7 @@ def _guarded(path: str | Path, read: Callable[[], bytes]) -> bytes:
 
 
 def _is_object(line: bytes) -> bool:
-    """Return whether a line is a JSON object: no beginning of one is."""
+    """Return whether a line is a whole JSON object; a cut one is not."""
     try:
         as_object(parsed_json(decoded(line, ""), ""), "")
     except FileError:

@@ -82,7 +82,7 @@ def _measure(column: Column, console: Console) -> Measurement:
 
 
 def _split_rows(table: Table) -> Table:
-    """Return a table of two columns: headings, and the cells of one row after the other."""
+    """Return a table of two columns: headings, and the cells row by row."""
     split = Table(title=table.title, caption=table.caption, show_header=False)
     split.add_column(overflow="fold")
     split.add_column(overflow="fold")

@@ -25,7 +25,7 @@ SAMPLES = {
 
 
 def as_model(value: Any) -> Any:
-    """Return `value` as a model for the Trainer; None unless it is one of another framework."""
+    """Return `value` as a model for the Trainer; None unless another framework made it."""
     if hasattr(value, "make_replica"):
         return value
     module = _find_module(MODELS, value)
@@ -33,7 +33,7 @@ def as_model(value: Any) -> Any:
 
 
 def as_samples(value: Any) -> Any:
-    """Return `value` as Samples; None unless it is a data set of another framework."""
+    """Return `value` as Samples; None unless another framework made this data set."""
     module = _find_module(SAMPLES, value)
     return module and module.as_samples(value)
 
@@ -88,7 +88,7 @@ class _SeedingFinder:
 
 
 def _find_module(modules: Mapping[tuple[str, str], str], value: Any) -> Any | None:
-    """Return our module for an instance of one of the classes of `modules`; None for others."""
+    """Return our module for an instance of a class in `modules`; None for other values."""
     for cls in type(value).__mro__:
         if name := modules.get((cls.__module__, cls.__name__)):
             return import_module(name)

@@ -4,7 +4,7 @@
     REAL   the type of arithmetic; `wide(T)` converts to it, `narrow(REAL)` back, with one rounding
 
 A kernel is a string of CUDA in the file that has its equations. It is correct with any number of
-threads: so tests compile the same source for the host, where one thread runs all of it.
+threads: so tests compile the same source for the host, where one thread runs the whole kernel.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ def restarts(environ: Mapping[str, str]) -> int:
 
 
 def allocated_tasks(environ: Mapping[str, str]) -> int | None:
-    """Return the number of tasks allocated on all nodes of this Slurm job; None outside of one."""
+    """Return the number of tasks of this Slurm allocation, over its nodes; None outside Slurm."""
     return sum(task_counts(environ)) or None
 
 
@@ -192,8 +192,8 @@ def unstartable(
 def mismatch(job: Launched, mpi_size: int, mpi_vendor: str, libmpi_path: str) -> str | None:
     """Return the message about `job.size` ranks that form several jobs in MPI.
 
-    They need not be of one rank: within Slurm a launcher starts a daemon per node by `srun`, and
-    MPI may use the daemons' ranks. A size above `job.size` means parts that `srun` joined.
+    They need not have a single rank: within Slurm a launcher starts a daemon per node by `srun`,
+    and MPI may use the daemons' ranks. A size above `job.size` means parts that `srun` joined.
     """
     if mpi_size >= job.size:
         return None

@@ -52,6 +52,6 @@ def make_criterion(metric: str, direction: Direction | None, place: str) -> Crit
 
 
 def idle(ranks: Mapping[str, np.ndarray]) -> list[float] | None:
-    """Return the fraction of each rank's time that its main thread waited; None for one rank."""
+    """Return the share of time that each rank's main thread waited; None on a single rank."""
     waited = ranks["wait_s"] / np.maximum(ranks["wall_s"], 1e-9)
     return waited.round(4).tolist() if waited.size > 1 else None

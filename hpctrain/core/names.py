@@ -31,7 +31,7 @@ def pick(choices: Mapping[str, T], key: Any, kind: str) -> T:
 
 
 def unknown(kind: str, name: Any, names: Iterable[str]) -> str:
-    """Return the message about an unknown `name`: the nearest of `names`, or all of them."""
+    """Return the message about an unknown `name`: the nearest of `names`, or every name."""
     import difflib  # used for errors alone
 
     names = list(names)

@@ -27,7 +27,7 @@ _PASSED = _FOLDER | getattr(os, "O_PATH", 0)  #: a folder that may not be listed
 def open_file(
     path: str | Path, flags: int, levels: int = 1, *, own: bool = False, mode: int = 0o666
 ) -> int:
-    """Return the descriptor of a regular file, `own` for one of this user's.
+    """Return the descriptor of a regular file; with `own` it must belong to this user.
 
     Raises OSError with the path and the reason; never waits, as the opening of a FIFO would.
     """
@@ -90,7 +90,7 @@ def remove_folder(path: str | Path, levels: int = 1) -> None:
 
 
 def rename(path: str | Path, new_name: str, levels: int = 1) -> None:
-    """Rename a file within its folder, over one of that name; raise OSError."""
+    """Rename a file within its folder and replace its namesake; raise OSError."""
     with _in_folder(path, levels) as (folder, name):
         os.replace(name, new_name, src_dir_fd=folder, dst_dir_fd=folder)
 
@@ -132,9 +132,9 @@ def _check(status: os.stat_result, name: str, folder: int, flags: int, own: bool
         seen = _link(name, folder) if is_link else kind
         raise OSError(errno.EINVAL, f"expected a regular file, seen {seen}")
     if own and status.st_uid != os.geteuid():
-        raise OSError(errno.EPERM, f"expected a file of yours, seen that of user {status.st_uid}")
+        raise OSError(errno.EPERM, f"expected a file of yours, seen a file of user {status.st_uid}")
     if flags & (os.O_WRONLY | os.O_RDWR) and status.st_nlink > 1:
-        raise OSError(errno.EMLINK, "expected a file of one name, seen a hard link")
+        raise OSError(errno.EMLINK, "expected a file with a single name, seen a hard link")
 
 
 def _link(name: str, folder: int) -> str:

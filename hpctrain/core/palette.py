@@ -1,4 +1,4 @@
-"""The colours and marks of all plots, and the dashes that tell lines apart in grey.
+"""The colours and marks of the plots, and the dashes that tell lines apart in grey.
 
 Colours of Okabe and Ito (2008), which colour-blind people can tell apart.
 """

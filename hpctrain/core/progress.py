@@ -218,7 +218,7 @@ def _engine(summary: Mapping[str, Any]) -> str:
 
 
 def _steps(summary: Mapping[str, Any]) -> str:
-    """Return the steps that the times cover: those of the last part, if a run was resumed."""
+    """Return the steps that the times cover: a resumed run has timed its last part."""
     steps, first_counted_step = summary["steps"], summary.get("since_step", 0)
     return (
         f"the {steps - first_counted_step} steps after step {first_counted_step}"

@@ -4,11 +4,11 @@
       |                                               "ended -9"        "starts-mpi", "has-mpi" ...
       '--- removes the marks from the output: cluster/rank_states.py
 
-They serve elastic jobs, whose mpiexec ends with 0 although all ranks were killed, and waits for
-ever for a rank that was killed in MPI_Init; and MPICH, whose mpiexec ends with 0 although all ranks
-left a running MPI without a word. Run as a file, this module starts the rank, waits for its end and
-writes the mark of it: `python -I -S rank_marks.py PROGRAM ARGUMENTS`. Its own end is that of the
-rank: the same code, or the same signal. If it is killed itself, the kernel kills the rank.
+The mpiexec of an elastic job ends with 0 although all ranks were killed, and waits for ever for a
+rank that was killed in MPI_Init; the mpiexec of MPICH ends with 0 although all ranks left a running
+MPI without a word. Run as a file, this module starts the rank, waits for its end and marks it:
+`python -I -S rank_marks.py PROGRAM ARGUMENTS`. It ends as the rank did: with the same code, or by
+the same signal. If it is killed itself, the kernel kills the rank.
 
 It imports only the standard library: it starts in 20 ms and takes 10 MB.
 """

@@ -6,8 +6,8 @@
     subprocess 74          the same                                      none          a new job
 
 MPI_Init of process 71 would wait for ever: the launcher has no second rank 1. MPICH's launcher sets
-the same variables in each job, so its socket counts, too: a subprocess has that of its rank, or,
-since Python closes files, none.
+the same variables in each job, so its socket counts, too: a subprocess inherits its rank's socket
+or, since Python closes files, no socket.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Mapping, MutableMapping
 
 from hpctrain.core.launchers import RANK_PROCESS, TITLES, launched
 
-#: What tells a rank from those of other jobs.
+#: What tells a rank from ranks of other jobs.
 _IDENTITY = (
     "PMIX_NAMESPACE", "PMIX_RANK", "PMI_RANK", "PMI_SIZE", "PMI_ID", "PMI_JOBID", "PMI_PORT",
     "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK", "PALS_APID",

@@ -24,9 +24,9 @@ WITHOUT_SIGNAL = 1  #: the number of a request without a signal
 class StopRequest:
     """Within `with StopRequest() as request`, SIGUSR1, SIGTERM and SIGINT set `request.requested`.
 
-    `signal` is then the name of the first one, `number` its value in a vote of all ranks. A
-    second SIGINT ends the process with 130. Outside the main thread (ranks as threads) no signal is
-    caught; `ask` works everywhere.
+    `signal` is then the name of the first one, `number` its value in a vote. A second SIGINT ends
+    the process with 130. Outside the main thread (ranks as threads) no signal is caught; `ask`
+    works everywhere.
     """
 
     def __init__(self, last_words: Callable[[], str] = str) -> None:

@@ -56,7 +56,7 @@ def launched_variables(environ: Mapping[str, str], host: str, port: int) -> dict
 
 
 def set_variables(values: Mapping[str, str]) -> None:
-    """Set the variables `values` of this process; those of a torchrun around the launcher go."""
+    """Set the variables `values` in this process, and remove an outer torchrun's."""
     for name in [name for name in os.environ if name.startswith("TORCHELASTIC_")]:
         del os.environ[name]
     os.environ.update(values)
@@ -79,7 +79,7 @@ class Choice:
 
     source: Literal["mpi", "pytorch", "refused"]
     text: str = ""  #: why it is refused, or the warning about `stale`
-    stale: tuple[str, ...] = ()  #: variables of before the launcher, which the job's replace
+    stale: tuple[str, ...] = ()  #: variables set before the launcher, which the job replaces
     rank: str = ""  #: the rank that the script wants; "" for the rank in MPI
 
 

@@ -43,5 +43,5 @@ def sample_count(tree: Any) -> int:
 
 
 def sample_shape(tree: Any) -> Any:
-    """Return the shape of one sample: a tuple of numbers for each array, in the tree's form."""
+    """Return a sample's shape: a tuple of numbers for each array, in the tree's form."""
     return map_arrays(lambda x: tuple(x.shape[1:]), tree)

@@ -288,7 +288,7 @@ def shortage_raised() -> Iterator[None]:
 
 
 def _room() -> str:
-    """Return a sentence on the free memory of the current device, and on that of this process."""
+    """Return a sentence on the current device's free memory and on this process's share."""
     cupy = sys.modules["cupy"]
     try:
         device, (free, total_bytes) = cupy.cuda.runtime.getDevice(), cupy.cuda.runtime.memGetInfo()

@@ -1,4 +1,4 @@
-"""The cost of each collective: closed forms of the alpha-beta-gamma model.
+"""Costs of collectives: closed forms of the alpha-beta-gamma model.
 
 A message of m bytes takes alpha + m beta seconds, adding m bytes takes m gamma; P ranks, n bytes,
 L = ceil(log2 P). A rank sends one message and receives one at a time, both at once. The exact bytes
@@ -83,7 +83,7 @@ def halving_doubling(n: int, ranks: int) -> Cost:
 
 
 def double_tree(n: int, ranks: int, segment_bytes: int = SEGMENT_BYTES) -> Cost:
-    """Return 4L + 6k steps of n/2k bytes, L + k times 2 of them added: at most, k segments a half.
+    """Return 4L + 6k steps of n/2k bytes, 2 (L + k) with an addition: at most, k segments a half.
 
     Up and down, either tree is L deep, and 4k messages pass each rank's wire; up to 2k more is lost
     since a rank is through with one tree before the other. Source: Sanders et al., 2009 (4L + 4k).
@@ -96,7 +96,7 @@ def double_tree(n: int, ranks: int, segment_bytes: int = SEGMENT_BYTES) -> Cost:
 
 
 def reduce_scatter(n: int, ranks: int) -> Cost:
-    """Return P-1 steps round the ring, n(P-1)/P bytes, all of them added."""
+    """Return P-1 steps round the ring, n(P-1)/P bytes, and adds every byte."""
     share = n * (ranks - 1) / ranks
     return Cost(ranks - 1, share, share)
 
@@ -107,9 +107,9 @@ def all_gather(n: int, ranks: int) -> Cost:
 
 
 def ordered_reduce_scatter(n: int, ranks: int) -> Cost:
-    """Return P-1 steps to the owner of each chunk, n(P-1)/P bytes, all of them added.
+    """Return P-1 steps to the owner of each chunk, n(P-1)/P bytes, and adds every byte.
 
-    Where each rank holds one subtotal; with m of them m times as much.
+    Where each rank holds one subtotal; m subtotals cost m times as much.
     """
     return reduce_scatter(n, ranks)
 
@@ -134,12 +134,12 @@ def broadcast(n: int, ranks: int) -> Cost:
 
 
 def direct(n: int, ranks: int) -> Cost:
-    """Return P-1 steps of n/P bytes: of the root in gather and scatter, of all in all-to-all."""
+    """Return P-1 steps of n/P bytes, by the root in gather and scatter, by all in all-to-all."""
     return Cost(ranks - 1, n * (ranks - 1) / ranks, 0)
 
 
 def all_gather_short(n: int, ranks: int) -> Cost:
-    """Return L steps, n(P-1)/P bytes, n those of all rows together (Bruck et al., 1997)."""
+    """Return L steps, n(P-1)/P bytes, where all rows together have n (Bruck et al., 1997)."""
     return Cost((ranks - 1).bit_length(), n * (ranks - 1) / ranks, 0)
 
 

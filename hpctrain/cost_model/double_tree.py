@@ -113,7 +113,7 @@ def _make_tree(clocks: Clocks, ranks_by_place: Array, reduce_trees: bool) -> Tre
     child_indexes = np.flatnonzero(parent)
     height, parent_height = _heights(child_indexes), _heights(parent[child_indexes])
     edge_ranks = (ranks_by_place[child_indexes], ranks_by_place[parent[child_indexes]])
-    # All edges are busy at the same time, so all of them share the cards.
+    # All edges are busy at the same time, so they share the cards.
     edges = clocks.route(*(edge_ranks if reduce_trees else edge_ranks[::-1]))
     levels = [
         Level(
@@ -150,7 +150,7 @@ def _log2(v: Array) -> Array:
 
 
 def _split_trains(trains: list[Train]) -> Iterator[Train]:
-    """Yield each message of `trains` as a train of one."""
+    """Yield each message of `trains` as its own train."""
     for train in trains:
         for k in range(train.count):
             yield Train(train.first + k * train.interval, train.interval, 1, train.nbytes)

@@ -67,7 +67,7 @@ def fit_machine(measured: Iterable[tuple[cost.Cost, float]]) -> cost.Machine:
 def solve_nonnegative(coefficients: Array, seconds: Array) -> Array:
     """Return x >= 0 that minimises the relative error of `coefficients` (rows, columns) @ x.
 
-    Tries all sets of nonzero columns, of which there are few.
+    Tries every set of nonzero columns; there are few.
     """
     scaled, ones = coefficients / seconds[:, None], np.ones(len(seconds))
     best_costs, min_error = np.zeros(coefficients.shape[1]), float(len(seconds))

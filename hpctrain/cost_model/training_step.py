@@ -48,7 +48,7 @@ class StepTime:
 
 
 def uniform_step(compute: float, nbytes: float, bucket_bytes: float) -> Step:
-    """Return the step of a model of equal layers: a third of it forward, the rest backward.
+    """Return the step of a model of equal layers: a third is forward, the rest backward.
 
     Backward has two matrix products per layer, forward one. The update takes no time.
     """

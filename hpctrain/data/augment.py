@@ -19,7 +19,7 @@ from hpctrain.core.errors import UsageError
 from hpctrain.data.dataset import Samples, Split
 from hpctrain.data.scaling import BLOCKS, Rule, Scale, block_moments, scale_from, scale_split
 
-# Makes this stream another than that of `sampler.order`, which has the same key.
+# Tells this stream from the stream of `sampler.order`, which has the same key.
 _INITIAL_COUNTER = (0, 0, 0, 2)
 
 
@@ -42,7 +42,7 @@ class AugmentedSamples:
 
     @property
     def sample_shape(self) -> tuple[int, ...]:
-        """The shape of one sample."""
+        """A sample's shape."""
         return self.samples.sample_shape
 
     def rows(self, indexes: np.ndarray, epoch: int = 0) -> tuple[np.ndarray, np.ndarray]:

@@ -20,7 +20,7 @@ OBJECTS_REMEDY = (
     "give all rows the same length, each missing value a number and each text a number, then "
     "array = numpy.array(rows, dtype='float32'); of pandas: frame.to_numpy(dtype='float32')"
 )
-SAMPLES_PER_READ = 1024  #: samples read at once in a pass over all of them
+SAMPLES_PER_READ = 1024  #: samples read at once in a pass over the whole set
 
 
 @runtime_checkable
@@ -32,7 +32,7 @@ class Samples(Protocol):
 
     @property
     def sample_shape(self) -> Any:
-        """The shape of one sample; for a tree of arrays the tree of their shapes."""
+        """A sample's shape; for a tree of arrays the tree of their shapes."""
 
     def __len__(self) -> int:
         """Return the number of samples."""
@@ -75,7 +75,7 @@ class Dataset:
 
     @property
     def sample_shape(self) -> Any:
-        """The shape of one sample, or the tree of shapes."""
+        """A sample's shape, or the tree of shapes."""
         return trees.sample_shape(self.x)
 
     def rows(self, indexes: np.ndarray, epoch: int = 0) -> tuple[Any, Any]:
@@ -151,7 +151,7 @@ def find_fault(x: Any, y: Any) -> str:
 def find_value_fault(numbers: Sequence[int] | np.ndarray, **parts: Any) -> str:
     """Return the first value that is not finite in trees of samples and targets; else empty.
 
-    `numbers` (n,) are those of the samples in their data set.
+    `numbers` (n,) count the samples in their data set.
     """
     for name, tree in parts.items():
         for path, array in trees.arrays(tree):

@@ -44,7 +44,7 @@ class IdxOptions(ArrayOptions):
         Raises UsageError that names the file, and its expected and actual contents.
         """
         if (self.test_images is None) != (self.test_labels is None):
-            raise UsageError("[data] expected test_images and test_labels, seen one of them")
+            raise UsageError("[data] expected test_images and test_labels, seen only one")
         labels = _read_labels(self.labels)
         classes = int(labels.max()) + 1
         train, test = _open_samples(self.images, self.labels, labels, classes, finite), None

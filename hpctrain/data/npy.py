@@ -45,7 +45,7 @@ class NpyOptions(ArrayOptions):
     def load(self, seed: int, finite: bool = True) -> Split:
         """Return sets that read their files lazily; raise UsageError for an invalid file."""
         if (self.x_test is None) != (self.y_test is None):
-            raise UsageError("[data] expected x_test and y_test, seen one of them")
+            raise UsageError("[data] expected x_test and y_test, seen only one")
         train, test = self._open_samples(self.x, self.y, finite), None
         if self.x_test is not None and self.y_test is not None:
             test = self._open_samples(self.x_test, self.y_test, finite)

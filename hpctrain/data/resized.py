@@ -30,7 +30,7 @@ class ResizedSamples:
 
     @property
     def sample_shape(self) -> tuple[int, ...]:
-        """The shape of one sample."""
+        """A sample's shape."""
         return self.samples.sample_shape
 
     def rows(self, indexes: np.ndarray, epoch: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -48,6 +48,6 @@ def resize_training_set(split: Split, length: int | None) -> Split:
     if (order := order_of(split.train)) is not None:
         raise UsageError(
             f"[run] epoch_samples is {length}, but the sampler of the training set decides which "
-            f"{len(order)} samples an epoch has; remove one of them"
+            f"{len(order)} samples an epoch has; remove either"
         )
     return split._replace(train=ResizedSamples(split.train, length))

@@ -1,4 +1,4 @@
-"""The samples of each batch: a function of (seed, epoch, global index) alone.
+"""Batches of samples: a function of (seed, epoch, global index) alone.
 
 Batches do not depend on the number of ranks, which only determines the shares of each batch. So a
 job may be resumed with another number of ranks. The last batch of an epoch is short when `batch`

@@ -102,7 +102,7 @@ class ScaledSamples:
 
     @property
     def sample_shape(self) -> Any:
-        """The shape of one sample."""
+        """A sample's shape."""
         return self.samples.sample_shape
 
     def rows(self, indexes: np.ndarray, epoch: int = 0) -> tuple[Any, Any]:
@@ -125,8 +125,8 @@ def scale_split(split: Split, scale: Scale) -> Split:
 def block_moments(samples: Samples, own: Iterable[int]) -> np.ndarray:
     """Return the moments of the blocks `own` of training `samples`, float64, 0 for other blocks.
 
-    The sum of the arrays of all ranks, each with blocks of its own, has those of all blocks. Rows
-    with a value that is not finite do not count.
+    Each rank has its own blocks, so the sum of all ranks' arrays covers every block. Rows with a
+    value that is not finite do not count.
     """
     table = np.zeros((BLOCKS, len(Moments._fields), _columns(samples.sample_shape)))
     for block in own:
@@ -137,7 +137,7 @@ def block_moments(samples: Samples, own: Iterable[int]) -> np.ndarray:
 
 
 def scale_from(table: np.ndarray, rule: Rule) -> Scale:
-    """Return the scale by "standard" or "minmax" from the moments of all blocks."""
+    """Return the "standard" or "minmax" scale from the moments over all blocks."""
     whole = reduce(_merge, (Moments(*block) for block in table))
     if rule == "standard":
         shift, width = whole.mean, np.sqrt(whole.squares / np.maximum(whole.rows, 1))
@@ -174,7 +174,7 @@ def _moments(x: np.ndarray) -> Moments:
 
 
 def _merge(a: Moments, b: Moments) -> Moments:
-    """Return the moments of both sets of rows."""
+    """Return the moments over both sets of rows."""
     if not a.rows.any() or not b.rows.any():
         return a if a.rows.any() else b
     count, difference = a.rows + b.rows, b.mean - a.mean

@@ -24,7 +24,7 @@ class SelectedSamples:
 
     @property
     def sample_shape(self) -> Any:
-        """The shape of one sample; the first one is read."""
+        """A sample's shape; the first sample is read."""
         return trees.sample_shape(self.rows(np.arange(1))[0])
 
     def rows(self, indexes: np.ndarray, epoch: int = 0) -> tuple[Any, Any]:

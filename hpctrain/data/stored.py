@@ -118,7 +118,7 @@ class StoredSamples:
 
     @property
     def sample_shape(self) -> tuple[int, ...]:
-        """The shape of one sample."""
+        """A sample's shape."""
         return self.x.shape[1:]
 
     def rows(self, indexes: np.ndarray, epoch: int = 0) -> tuple[np.ndarray, np.ndarray]:

@@ -23,7 +23,7 @@ def unwrap(samples: Samples) -> Samples:
 
 
 def known_targets(samples: Samples) -> Any:
-    """Return all targets of samples in memory or in mapped files, of others the first few."""
+    """Return all targets of samples in memory or in mapped files, else the first few."""
     base = unwrap(samples)
     if isinstance(base, Dataset | StoredSamples):
         return base.y

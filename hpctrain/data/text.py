@@ -83,7 +83,7 @@ class TextWindows:
 
     @property
     def sample_shape(self) -> tuple[int, ...]:
-        """The shape of one sample."""
+        """A sample's shape."""
         return (self.length,)
 
     def rows(self, indexes: np.ndarray, epoch: int = 0) -> tuple[np.ndarray, np.ndarray]:

@@ -16,7 +16,7 @@ GELU_SCALE, GELU_CUBIC = sqrt(2 / pi), 0.044715
 
 @dataclass(frozen=True)
 class ReLU:
-    """y = max(x, 0) for samples of any shape; a NaN stays NaN, so that the loss shows it."""
+    """y = max(x, 0) for samples in any shape; a NaN stays NaN, so that the loss shows it."""
 
     def output_shape(self, shape: Shape) -> Shape:
         return shape

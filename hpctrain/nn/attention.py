@@ -35,7 +35,7 @@ from hpctrain.nn.layer import (
 
 
 class AttentionSaved(NamedTuple):
-    """The values saved for backward; rows are those of all samples."""
+    """The values saved for backward; `rows` counts the positions of all samples."""
 
     x: Array  #: (rows, width)
     qkv: Array  #: (n, length, 3, heads, width / heads)
@@ -112,7 +112,7 @@ class CausalAttention:
         return (dqkv @ p["qkv_weight"].T).reshape(shape) if want_dx else None
 
     def _qkv_gradient(self, saved: AttentionSaved, dcontext: Array) -> Array:
-        """Return the gradient of `qkv` given that of `context`."""
+        """Return the gradient of `qkv` from the gradient of `context`."""
         xp, (n, length, _, heads, d) = namespace(dcontext), saved.qkv.shape
         dqkv, dcontext = xp.empty_like(saved.qkv), dcontext.reshape(n, length, heads, d)
         for i in _sample_indices(dcontext):
@@ -130,7 +130,7 @@ class CausalAttention:
 
 
 def _sample_indices(x: Array) -> Iterable[Any]:
-    """Return one index per sample, or a single index of all samples on a device."""
+    """Return one index per sample, or on a device a single index for all samples."""
     return [...] if on_device(x) else range(len(x))
 
 

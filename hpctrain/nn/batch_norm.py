@@ -96,7 +96,7 @@ class BatchNorm:
     def _train(
         self, p: Mapping[str, np.ndarray], x: np.ndarray, key: Key
     ) -> tuple[np.ndarray, BatchNormSaved]:
-        """Normalize `x` on the host by statistics of all ranks; update the running statistics."""
+        """Normalize `x` on the host by global statistics; update the running statistics."""
         sum_over_ranks = key.sum_over_ranks
         flat = rows_of(widened(x))
         local_mean = _column_mean(flat)

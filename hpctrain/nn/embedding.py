@@ -141,7 +141,7 @@ class Unembedding:
         later: Later = run_now,
     ) -> Array | None:
         flat = rows_of(dy)
-        # The table is the transpose of a weight, so its gradient is that of a product dy W = x.
+        # The table is the transpose of a weight, so x and dy change places in its gradient.
         later(partial(write_affine_gradients, g, flat, rows_of(saved), "table"))
         return (flat @ p["table"]).reshape(saved.shape) if want_dx else None
 
@@ -152,7 +152,7 @@ def _write_position_gradients(g: Mapping[str, Array], dy: Array) -> None:
 
 
 def _write_table_gradient(g: Mapping[str, Array], rows: Array, dy: Array) -> None:
-    """Write into row i of the table's gradient the sum of those of `dy` where `rows` is i."""
+    """Scatter-add the rows of `dy` into the table's gradient: row j to index `rows[j]`."""
     table = g["table"]
     if on_device(dy):
         _sum_rows_by_matmul(table, rows, dy)

@@ -8,7 +8,8 @@ parameter are then added, last layer first:
                                  (+)  -> gradient of embedding.table
     embedding -> e0 + e1 + ...  /
 
-So the stages of a pipeline, where `out` and `embedding` may lie on two ranks, get the bytes of one.
+So the stages of a pipeline, where `out` and `embedding` may lie on two ranks, get the same bytes as
+on one rank.
 """
 
 from __future__ import annotations
@@ -69,8 +70,8 @@ class GradientSums:
         """Sum `micro_batches` gradients in `views`, contiguous arrays that are overwritten.
 
         `views` has an array for each of the part's own parameters. `on_ready(name)` is called once
-        per parameter, directly after the last write of its gradient. That of a parameter in
-        `part.tied` is written by `finish` alone.
+        per parameter, directly after the last write of its gradient. Only `finish` writes the
+        gradient of a parameter in `part.tied`.
         """
         self._views, self._on_ready = views, on_ready
         self._micro_batches, self._begun = micro_batches, 0
@@ -127,7 +128,7 @@ class GradientSums:
                     self._finish(name)
 
     def check_complete(self, names: Iterable[str] | None = None) -> None:
-        """Raise HpctrainError if products of a parameter, or of one of `names`, have not run."""
+        """Raise HpctrainError if products of a parameter, by default of any, have not run."""
         names = self._uses_left if names is None else names
         waiting = [name for name in names if self._uses_left[name]]
         if waiting:

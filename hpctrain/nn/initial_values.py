@@ -14,8 +14,8 @@ def initial_values(
 ) -> dict[str, np.ndarray]:
     """Return the initial values of each parameter, float64; they depend on `seed` and shapes alone.
 
-    Each parameter has its own random stream, so another shape of one changes no value of others,
-    and those of `names`, by default all, may be drawn alone.
+    Each parameter has its own random stream, so a new shape of one parameter changes no value of
+    another, and the parameters `names`, by default all, may be drawn alone.
     """
     return {
         name: parameter.init(

@@ -67,7 +67,7 @@ class Parameter:
 
 
 class Layer(Protocol):
-    """One step of a model; shapes are those of one sample, arrays have the batch as first dim."""
+    """One step of a model; shapes describe one sample, arrays have the batch as first dim."""
 
     def output_shape(self, shape: Shape) -> Shape:
         """Return the output shape for samples of `shape`; raise UsageError if they do not fit."""

@@ -29,8 +29,8 @@ class Linear:
 
     `inputs` is the size of the previous layer's output. With `per_position`, samples are (length,
     inputs), and the layer is applied to the vector of each position. `init_std` is the initial
-    standard deviation of the weights; None means that of He et al. (2015). Raises UsageError if
-    samples are not vectors.
+    standard deviation of the weights; None follows He et al. (2015). Raises UsageError if samples
+    are not vectors.
     """
 
     outputs: int

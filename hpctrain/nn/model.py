@@ -40,10 +40,10 @@ class Model:
     """A sequence of layers: a description without arrays, which ranks and threads may share.
 
     `layers` maps names to layers, first layer first; the layers of a sequence are named by their
-    class and number, such as "linear1". `input_shape` is the shape of one sample; a number stands
-    for a vector. For samples that are dicts or tuples of arrays it is the dict or tuple of shapes.
-    `loss` is a name, such as "mean_squared_error", or an `ht.nn.Loss`. Raises UsageError if the
-    output of a layer does not fit the next one.
+    class and number, such as "linear1". `input_shape` is a sample's shape; a number stands for a
+    vector. For samples that are dicts or tuples of arrays it is the dict or tuple of shapes. `loss`
+    is a name, such as "mean_squared_error", or an `ht.nn.Loss`. Raises UsageError if the output of
+    a layer does not fit the next one.
     """
 
     def __init__(
@@ -67,11 +67,11 @@ class Model:
             self.layer_names.append(self._register_parameters(name, layer.parameters(shape)))
         if not self.parameters:
             raise UsageError("a model needs a layer with parameters, seen none")
-        #: The parameter whose dtype is that of samples
+        #: The parameter whose dtype the samples take
         self._dtype_parameter = next((n for n, p in self.parameters.items() if not p.wide),
                              next(iter(self.parameters)))  # fmt: skip
         self.use_counts = Counter(name for names in self.layer_names for name in names.values())
-        #: All layers; Part(self, start, stop) are some of them
+        #: All layers; Part(self, start, stop) selects a range
         self.whole = Part(self, 0, len(self.layers))
 
     def __repr__(self) -> str:
@@ -79,7 +79,7 @@ class Model:
         return f"Model({', '.join(self.layers)}: {shapes}, {self.parameter_count:,} parameters)"
 
     def summary(self) -> str:
-        """Return a table with the output shape of a sample and the parameters of each layer."""
+        """Return a table with each layer's output shape and parameters."""
         rows = [("layer", "output shape", "parameters")]
         rows += [
             (f"{name} ({type(layer).__name__})", str(shape), f"{self._count_elements(own):,}")
@@ -128,8 +128,8 @@ class Model:
         of the loss, mostly (n,) integers; neither is written. `on_ready(name)` is called once per
         parameter, directly after the last write of its gradient; parameters of the last layer
         come first. `key.on_need(name)` is called before a layer reads a parameter or buffer, and
-        for all of them before backward begins. Raises UsageError if samples have another shape
-        than `input_shape`.
+        for every name before backward begins. Raises UsageError if samples have another shape than
+        `input_shape`.
         """
         return self.add_gradient(
             params, GradientSums(self.whole, grads, 1, on_ready), x, y, scale, key
@@ -259,10 +259,10 @@ def _in_memory_of(x: Array, y: Any) -> Any:
 
 
 def _named(layers: Mapping[str, Layer] | Sequence[Layer]) -> dict[str, Layer]:
-    """Return the layers by name; those of a sequence by class and number, such as "linear1"."""
+    """Return the layers by name; a sequence names them by class and number, such as "linear1"."""
     if not isinstance(layers, (Mapping, list, tuple)):
         raise UsageError(
-            f"layers: expected a list of layers, or a dict of them by name, seen {layers!r}"
+            f"layers: expected a list of layers, or a dict of layers by name, seen {layers!r}"
         )
     values = list(layers.values() if isinstance(layers, Mapping) else layers)
     for layer in values:
@@ -276,7 +276,7 @@ def _named(layers: Mapping[str, Layer] | Sequence[Layer]) -> dict[str, Layer]:
 
 
 def _shape(input_shape: Any) -> Any:
-    """Return the shape of one sample as a tuple, or a tree of such."""
+    """Return a sample's shape as a tuple, or a tree of such."""
     if isinstance(input_shape, Mapping):
         return {name: _shape(shape) for name, shape in input_shape.items()}
     shape = (input_shape,) if isinstance(input_shape, (int, np.integer)) else input_shape

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class PartLayer(NamedTuple):
-    """A layer of a part, with its names for parameters and buffers, and the full names of these."""
+    """A layer of a part, with its own and the full names of its parameters and buffers."""
 
     number: int  #: of the layer in the model, from 0
     layer: Layer
@@ -31,7 +31,7 @@ class PartLayer(NamedTuple):
     names: dict[str, str]  #: of parameters and buffers
     trained: dict[str, str]  #: of parameters, in reverse order
     #: Own names of parameters whose contribution has a sum of its own, outside of the gradient's
-    #: plane: a later layer, or one of another part, contributes to the same gradient.
+    #: plane: a later layer, or a layer in another part, contributes to the same gradient.
     separate: tuple[str, ...]
 
 
@@ -124,7 +124,7 @@ class Part:
 
 
 def _repeated(names: Mapping[str, str], seen: set[str]) -> Iterator[str]:
-    """Yield the own names of those of `names` that are in `seen`; add all to `seen`."""
+    """Yield the own names whose full names are in `seen`; add all to `seen`."""
     for own, name in names.items():
         if name in seen:
             yield own

@@ -4,7 +4,7 @@
           - norm - the same table, transposed
 
 Each norm stands at the start of its branch, so the residual path has no norms (pre-norm, as in
-GPT-2: Radford et al., 2019). The initial values are also those of GPT-2.
+GPT-2: Radford et al., 2019). GPT-2 has the same initial values.
 """
 
 from __future__ import annotations

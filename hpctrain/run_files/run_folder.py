@@ -3,7 +3,7 @@
 DIR/recipe.toml      the resolved recipe: training it again repeats the run
 DIR/metrics.jsonl    a row per interval
 DIR/checkpoints/     see hpctrain/checkpoint
-DIR/summary.json     the outcome; written last, so that a reader never sees a part of it
+DIR/summary.json     the outcome; written last, so that a reader never sees it incomplete
 DIR/replay/          the order of events of an asynchronous run; see hpctrain/engines/replay
 DIR/trace.json       the spans of each thread, if [trace] is enabled; see hpctrain/training/timeline
 DIR/watch/           the present state of each rank, while it runs
@@ -120,7 +120,7 @@ def slurm_job(run: Path) -> str:
 
 
 def _note(path: Path) -> str:
-    """Return the text of a file of one line; empty if there is none or it cannot be read."""
+    """Return the text of a one-line file; empty if it is missing or cannot be read."""
     try:
         return files.read_text(path, NOTE_BYTES).strip()
     except FileError:

@@ -1,7 +1,7 @@
 """Types of the entries in a run's files: rows of metrics.jsonl, and summary.json.
 
 Only entries that are read again have a type, and any may be missing: older versions did not write
-all of them, newer ones add some, and wrote NaN and Infinity where null stands now.
+every entry, newer ones add some, and wrote NaN and Infinity where null stands now.
 """
 
 from __future__ import annotations
@@ -101,12 +101,12 @@ class Summary(Metrics):
 
 
 def row(entry: dict[str, Any]) -> dict[str, Any]:
-    """Return a row of metrics.jsonl as it is; raise ValueError if an entry is of another type."""
+    """Return a row of metrics.jsonl as it is; raise ValueError if an entry has a wrong type."""
     return _validate(MetricsRow, entry)
 
 
 def summary(entry: dict[str, Any]) -> dict[str, Any]:
-    """Return a summary as it is; raise ValueError if an entry is of another type."""
+    """Return a summary as it is; raise ValueError if an entry has a wrong type."""
     return _validate(Summary, entry)
 
 

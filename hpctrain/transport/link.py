@@ -82,7 +82,7 @@ class Link(Protocol):
     def create_group(self, ranks: Sequence[int], tag: int = 0) -> Link:
         """Return the link of `ranks` of this link, in this order; these alone must call.
 
-        Calls that may be under way at once, such as those of two threads, need different tags.
+        Calls that may be under way at once, as in two threads, need different tags.
         """
 
     def view(self) -> Link:
@@ -113,13 +113,13 @@ class Link(Protocol):
         """
 
     def dissolve(self) -> None:
-        """Let the agreement that others are in, or will be in, fail; then call no more of these.
+        """Let the agreement that others are in, or will be in, fail; agree no more after it.
 
         Does nothing if an agreement has failed: each rank takes part in each agreement once.
         """
 
     def revoke(self) -> None:
-        """End the waits of all ranks on this link, and on all links split from the same root."""
+        """End every rank's waits on this link, and on all links split from the same root."""
 
     def lost_ranks(self) -> list[int]:
         """Return the ranks of this link that this rank knows to be lost; others may know more."""
@@ -134,7 +134,7 @@ class Link(Protocol):
         """Return once `condition()` holds; it reads shared memory that another rank writes."""
 
     def window(self, nbytes: int) -> Sequence[np.ndarray]:
-        """Return the zeroed uint8 arrays of all ranks, ours of `nbytes`; collective on one node."""
+        """Return every rank's zeroed uint8 array, ours with `nbytes`; collective on one node."""
 
     @property
     def native(self) -> NativeCollectives:

@@ -72,7 +72,7 @@ def _rows_as_tuples(size_tables: Mapping[str, Sequence[Sequence[Any]]]) -> dict[
 
 
 def pair_classes(places: Sequence[RankPlace]) -> list[str]:
-    """Return the classes of pairs among `places`, all of which have GPUs."""
+    """Return the classes of pairs among `places`, where every rank has a GPU."""
     gpus, nodes = len(set(places)), len({place.node for place in places})
     class_exists = {"same_gpu": gpus < len(places), "same_node": gpus > nodes, "across": nodes > 1}
     return [name for name, exists in class_exists.items() if exists]

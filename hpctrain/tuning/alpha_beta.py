@@ -7,7 +7,7 @@
 
 For arrays of the host, or of GPUs, whose messages then take their own paths.
 Between the first two ranks of a node and between the first ranks of two nodes; all others wait.
-Each is the median over rounds; a round is several calls. The clock is that of measure.py.
+Each is the median over rounds; a round is several calls. measure.py has the clock.
 """
 
 from __future__ import annotations

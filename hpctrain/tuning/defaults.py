@@ -81,7 +81,7 @@ def plan_from_model(predict: Callable[[int], Iterable[AlgorithmTime]]) -> Tuning
 
 
 def predict_times(layout: NodeLayout, n: int) -> Iterator[AlgorithmTime]:
-    """Yield the predicted time of each applicable algorithm for arrays of `n` bytes."""
+    """Yield every applicable algorithm with its predicted time for arrays of `n` bytes."""
     for in_memory in (False, True):
         for name in cost.ALLREDUCE:
             if name != "hierarchical":

@@ -1,7 +1,7 @@
 """Defaults of `auto` for arrays on GPUs without measurements: the cost model with GPU figures.
 
-The figures are those of the trial (verdicts.py) if it timed messages of this class of pairs; else
-of common machines: some ten microseconds for each wait of the host, PCIe 4 and 100 Gbit/s for bytes
+The figures come from the trial (verdicts.py) if it timed messages of this class of pairs; else from
+common machines: some ten microseconds for each wait of the host, PCIe 4 and 100 Gbit/s for bytes
 staged through the host. `hpctrain tune --device gpu` replaces all of this.
 """
 
@@ -78,7 +78,7 @@ def _message_cost(gpus: GpuLayout, name: str, scope: str) -> cost.Machine:
 
 
 def predict_times(layout: GpuNetwork, n: int) -> Iterator[AlgorithmTime]:
-    """Yield the predicted time of each applicable algorithm for arrays of `n` bytes.
+    """Yield every applicable algorithm with its predicted time for arrays of `n` bytes.
 
     MPI's own is not among them: it would reduce on the host.
     """

@@ -1,9 +1,9 @@
 """Timing of collective calls: interleaved rounds, the slowest rank's time, and percentiles.
 
 On a busy machine two runs differ by more than two rivals. So rivals alternate within one run,
-A B C A B C ..., and ratios are those of neighbours in time. A call as short as a barrier cannot be
-timed alone: several calls are made between two readings of the clock. All but the first of them
-find their arrays in the caches; so calls are also timed one by one, cold.
+A B C A B C ..., and ratios compare neighbours in time. A call as short as a barrier cannot be timed
+alone: several calls are made between two readings of the clock. All but the first call find their
+arrays in the caches; so calls are also timed one by one, cold.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def time_interleaved(
     contexts: Mapping[str, ContextFactory] = NO_CONTEXTS,
     eviction_array: Array | None = None,
 ) -> dict[str, list[float]]:
-    """Return the seconds per call of each rival, interleaved: A B C A B C ..., after a warm-up.
+    """Return each rival's seconds per call, interleaved: A B C A B C ..., after a warm-up.
 
     Per round every rival makes `calls` calls back to back. `contexts`: the context manager of a
     rival while it is measured, such as one for threads that would disturb all others.

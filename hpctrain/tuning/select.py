@@ -3,7 +3,7 @@
 Rank 0 decides once, when the World is made: from a table of `hpctrain tune` that fits this machine
 and these ranks, else from the cost model; it broadcasts its decision, so that ranks with other
 files, or none, still agree. A call then looks up the choice by the length of the array. If choices
-differ between arrays in node memory and others, ranks first agree on the location of theirs.
+differ between arrays in node memory and others, ranks first agree on where their arrays lie.
 
 `bind` does all lookups for an array once, and returns the call that reduces its current contents:
 at few bytes the lookups take longer than the messages. `ht.bind`, the cache of `ht.allreduce` and
@@ -112,7 +112,7 @@ def resolve_auto(
 
 
 def algorithm_name(allreduce: Callable[..., Any], group: Group, x: np.ndarray) -> str:
-    """Return the name of `allreduce`; for `auto` that of its algorithm for the sum of `x`."""
+    """Return the name of `allreduce`; `auto` is named after its algorithm for the sum of `x`."""
     function = resolve_auto(allreduce, group, x, np.add)
     return getattr(function, "__name__", "unknown").replace("_", "-")
 
@@ -135,7 +135,7 @@ def find_all_gather(name: str) -> AllGather:
     if allreduce in (null, nccl):  # one sends nothing, the other has no bitwise operations
         raise UsageError(
             "[wire] reduction is 'ordered', whose chunks the algorithm cannot gather: expected "
-            f"one of ours, or native, seen {name}"
+            f"an algorithm of hpctrain, or native, seen {name}"
         )
     return ALL_GATHERS.get(name) or gather_by_allreduce(allreduce)
 

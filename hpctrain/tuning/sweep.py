@@ -1,4 +1,4 @@
-"""The sweep of `hpctrain tune`: all all-reduces over sizes, in node memory and outside of it.
+"""The sweep of `hpctrain tune`: all all-reduces over sizes, inside and outside node memory.
 
     round   4 B              8 B              ...    64 MiB
     1..3    A B C D E F      A B C D E F             A B C D E F
@@ -8,7 +8,7 @@
             2 KiB: A         3 KiB: A or C?          4 KiB: C     then once more between two choices
 
 Algorithms take turns at a size, and rounds go over all sizes: other load on the machine hits all
-algorithms alike, and each of them in few rounds. No round starts without enough time left. All
+algorithms alike, and an algorithm in few rounds. No round starts without enough time left. All
 ranks make the same decisions, from the time of the slowest.
 
 Where the fastest differs between two neighbouring sizes, their middle is measured as well, with the
@@ -226,7 +226,7 @@ class Candidates:
     def rows(self) -> list[AlgorithmTime]:
         """The medians so far; for a dropped algorithm the fastest's median times its slowdown.
 
-        Its own median is one of earlier rounds: since then the machine may have become slower.
+        Its own median belongs to earlier rounds: since then the machine may have become slower.
         """
         medians_s = {name: float(np.median(self._seconds[name])) for name in self._running_calls}
         fastest = min(medians_s, key=medians_s.__getitem__)
@@ -249,7 +249,7 @@ class Candidates:
 
 
 def find_slower(times: Mapping[str, Sequence[float]], factor: float) -> set[str]:
-    """Return the names whose best time is more than `factor` times that of the fastest."""
+    """Return the names whose best time is more than `factor` times the fastest best time."""
     shortest = {name: min(seconds) for name, seconds in times.items()}
     return {name for name, seconds in shortest.items() if seconds > factor * min(shortest.values())}
 

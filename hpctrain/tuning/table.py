@@ -36,7 +36,7 @@ from hpctrain.tuning.gpu_layout import GpuLayout
 log = logging.getLogger(__name__)
 SCHEMA_VERSION = 1
 MAX_FILE_BYTES = 64 << 20  #: of a file; a row has some hundred bytes
-FILE_VARIABLE = "HPCTRAIN_TUNING"  #: environment: another file, or another folder of them
+FILE_VARIABLE = "HPCTRAIN_TUNING"  #: environment: another file, or another folder of tables
 CPU_DEVICE = "cpu"
 ADVICE = "make one with: hpctrain launch -n RANKS tune"
 
@@ -81,7 +81,7 @@ class Fingerprint:
 
 @dataclass(frozen=True)
 class Table:
-    """All measurements of one run of `hpctrain tune`."""
+    """All measurements that a run of `hpctrain tune` made."""
 
     fingerprint: Fingerprint
     rows: list[choose.AlgorithmTime]
@@ -218,7 +218,7 @@ def read_table(path: Path) -> Table:
 
 
 def parse_table(text: bytes) -> Table:
-    """Return the table parsed from `text`; raise TableError if damaged or of another version."""
+    """Return the table parsed from `text`; raise TableError if it is damaged or not our version."""
     import pydantic  # takes 50 ms, and most programs have no table
 
     try:

@@ -44,8 +44,8 @@ def validate_arguments(
     """Return the arguments of call `name` if all are valid on this rank; else raise UsageError.
 
     `has_rows`: `x` needs one row for each rank. `writes_x`: the call writes to `x`; with
-    `root_sends` on all ranks but the root. `options`: those of op, algorithm, result and root that
-    the call has.
+    `root_sends` on all ranks but the root. `options`: op, algorithm, result and root, where the
+    call has them.
     """
     if "root" in options:
         _check_root(options["root"], world.size)
@@ -110,7 +110,7 @@ def _check_array(name: str, x: Any, writes_x: bool) -> Array:
 
 
 def _hint(name: str, x: Any) -> str:
-    """Return the call that takes `x`, an object of another library; empty if there is none."""
+    """Return the call that takes `x`, which another library made; empty if there is none."""
     libraries = {kind.__module__.split(".")[0] for kind in type(x).__mro__}
     if "torch" in libraries:
         return f"; ht.torch.{name} takes tensors"

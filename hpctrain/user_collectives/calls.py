@@ -54,7 +54,7 @@ def allreduce(
     """Reduce `x` in place over all ranks; all must call.
 
     `x`: any shape. `op`: as above, for the dtype of `x`. `algorithm`: auto, or a name of
-    `hpctrain.collectives.ALLREDUCE`. Cost: see the file of the algorithm; of a mean also that of
+    `hpctrain.collectives.ALLREDUCE`. Cost: see the file of the algorithm; for a mean also
     `hpctrain.collectives.mean`. Raises UsageError if an argument does not fit, or if ranks differ.
     """
     # Fast path: at few bytes every 10 ns count. Strings from the same source line are the same
@@ -248,7 +248,7 @@ def _validate(world: World, name: str, x: Any, *, check: bool, **arguments: Any)
         return validate_arguments(world, name, x, **arguments)
     except UsageError as error:
         fault = error
-    if check:  # outside of `except`: the error of all ranks has no traceback of another before it
+    if check:  # outside of `except`: all ranks' error has no earlier traceback before it
         must_match(world.main, fault_signature(str(fault)))
     raise fault
 

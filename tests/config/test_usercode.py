@@ -303,7 +303,7 @@ def test_of_another_user_it_is_strange(trained, monkeypatch):
     with pytest.raises(UsageError) as refused:
         runs.evaluate(run)
     for path in (run, run / run_folder.RECIPE, module.parent, module):
-        assert f"\n  {path}: expected your own, seen that of " in str(refused.value)
+        assert f"\n  {path}: expected your own, seen a file of " in str(refused.value)
     assert not module.with_name("ran").exists()
 
 

@@ -129,8 +129,8 @@ def of_two_names(path, monkeypatch):
 
 
 @pytest.mark.parametrize("make, flags, reason", [
-    (of_another, os.O_RDONLY, "expected a file of yours, seen that of user"),
-    (of_two_names, os.O_RDWR, "expected a file of one name, seen a hard link"),
+    (of_another, os.O_RDONLY, "expected a file of yours, seen a file of user"),
+    (of_two_names, os.O_RDWR, "expected a file with a single name, seen a hard link"),
 ])  # fmt: skip
 def test_files_of_others_are_not_opened(tmp_path, monkeypatch, make, flags, reason):
     make(tmp_path / "file", monkeypatch)

@@ -289,7 +289,7 @@ def test_rows_are_checked_when_they_are_read(tmp_path, arrays, name):
 
 def test_npy_test_sets_that_do_not_fit_are_refused(tmp_path, arrays):
     np.save(tmp_path / "t.npy", IMAGES[:, :4])
-    refused(lambda: load("npy", **arrays, x_test="a"), "x_test and y_test, seen one of them")
+    refused(lambda: load("npy", **arrays, x_test="a"), "x_test and y_test, seen only one")
     keys = {**arrays, "x_test": str(tmp_path / "t.npy"), "y_test": arrays["y"]}
     refused(lambda: load("npy", **keys), r"test samples have shape \(4, 4\)")
 

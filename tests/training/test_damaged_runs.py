@@ -214,7 +214,7 @@ def test_a_lock_is_no_other_name_of_a_file(tmp_path):
     run.mkdir()
     os.link(tmp_path / "victim", run / folder_lock.LOCK)
     with (
-        pytest.raises(UsageError, match="expected a file of one name"),
+        pytest.raises(UsageError, match="expected a file with a single name"),
         run_folder.claim(run, True),
     ):
         pass

@@ -7,10 +7,10 @@
     out   [ y0 ..... ]  [ y1 ..... ]  ...                             each written once
 
 Additions have the order of NumPy in `direct`, and each is one IEEE 754 operation; 16-bit floats are
-added in float32, and each sum is rounded. So the bytes equal those of the CPU, except for the bits
-of a NaN from a sum or a product. An output may be one of the inputs, since a thread reads an
-element of all arrays before it writes the result. Arrays of neighbours, even on another GPU, need
-no special reads: no cache holds them between kernels.
+added in float32, and each sum is rounded. So the CPU gives the same bytes, except for the bits of a
+NaN from a sum or a product. An output may be one of the inputs, since a thread reads an element of
+all arrays before it writes the result. Arrays of neighbours, even on another GPU, need no special
+reads: no cache holds them between kernels.
 
 Cost: (P + Q) n bytes through memory. The source is generated for each P, Q, dtype and operation.
 """
@@ -82,8 +82,8 @@ def combine(
     """Combine flat `arrays`, two or more, by `ufunc` in their order, into all of `outs`.
 
     All have one length and dtype, and lie on the current GPU or are accessible from it; each of
-    `outs` may be one of `arrays`. `dtype_name`: the dtype of the numbers, by default that of the
-    arrays. The kernel is launched on the current stream, without waiting.
+    `outs` may be one of `arrays`. `dtype_name`: the dtype of the numbers, by default the arrays'
+    own. The kernel is launched on the current stream, without waiting.
     """
     if (
         arrays[0].dtype.kind == "c" and ufunc is np.add

@@ -37,14 +37,14 @@ TILE_ELEMENTS = 16_384  # elements processed at once: their keys stay in the cac
 
 @dataclass(frozen=True)
 class Extremum:
-    """Minimum or maximum of flat arrays of one float dtype; called like a NumPy ufunc."""
+    """Minimum or maximum of flat arrays with the same float dtype; called like a NumPy ufunc."""
 
     ufunc: np.ufunc  #: np.minimum or np.maximum
     integer: np.dtype  #: signed, as wide as the floats
     rotation: np.generic  #: added to a float's bits after the inversion
 
     def __call__(self, a: Array, b: Array, out: Array) -> Array:
-        """Write the minima or maxima of `a` and `b` into `out`, which may be one of them."""
+        """Write the minima or maxima of `a` and `b` into `out`, which may be `a` or `b`."""
         if on_device(out):
             cuda_sum.combine([a, b], self.ufunc, [out])
             return out
@@ -87,7 +87,7 @@ def extremum(ufunc: np.ufunc, dtype: np.dtype) -> Extremum:
 
 
 def _invert_negatives(bits: Array) -> Array:
-    """Return a copy of `bits` in which those of negative floats are inverted, except the sign."""
+    """Return a copy of `bits`, where negative floats have all bits but the sign inverted."""
     inverted = bits >> (8 * bits.itemsize - 1)
     inverted &= np.iinfo(bits.dtype).max
     inverted ^= bits

@@ -55,9 +55,9 @@ _UFUNCS_BY_DTYPE: dict[str, Mapping[str, np.ufunc]] = {
     **dict.fromkeys(("complex64", "complex128"), _COMPLEX_UFUNCS),
 }
 MEAN = "mean"
-#: The dtypes that can be reduced; bfloat16 is that of ml_dtypes.
+#: The dtypes that can be reduced; bfloat16 comes from ml_dtypes.
 DTYPES = tuple(_UFUNCS_BY_DTYPE)
-#: The names of operations, beside the mean; not every dtype supports all of them.
+#: The names of operations, beside the mean; not every dtype supports every operation.
 OPERATIONS = tuple(_INTEGER_UFUNCS)
 TILE_ELEMENTS = 32_768  # elements computed at once: they stay in the cache
 
@@ -127,7 +127,7 @@ class Float32Ufunc:
     ufunc: np.ufunc
 
     def __call__(self, a: Array, b: Array, out: Array) -> Array:
-        """Write `ufunc` of flat `a` and `b` into `out`, which may be one of them."""
+        """Write `ufunc` of flat `a` and `b` into `out`, which may be `a` or `b`."""
         if on_device(out):
             cuda_sum.combine([a, b], self.ufunc, [out])
             return out
@@ -144,7 +144,7 @@ def float32_ufunc(ufunc: np.ufunc) -> Float32Ufunc:
 
 
 def multiply_complex(a: Array, b: Array, out: Array) -> Array:
-    """Multiply flat complex `a` and `b` into `out`, which may be one of them.
+    """Multiply flat complex `a` and `b` into `out`, which may be `a` or `b`.
 
     Each product and each sum is rounded; NumPy's product may be fused, depending on the length.
     """

@@ -186,7 +186,7 @@ def normalization_from(
     x: Array, total: Array, rows: float, running: tuple[Array, Array], update_running: bool,
     momentum: float, epsilon: float,
 ) -> Normalization:  # fmt: skip
-    """Return the normalization of `x` by the sums `total` over `rows` rows of all ranks.
+    """Return the normalization of `x` by the global sums `total` over `rows` rows.
 
     With `update_running`, the statistics of this batch are averaged into `running`, which is
     (running mean, running variance).
@@ -212,7 +212,7 @@ def normalize(normalization: Normalization, weight: Array, bias: Array) -> Array
 def backward(
     normalization: Normalization, dy: Array, weight: Array, total: Array, rows: float
 ) -> Array:
-    """Return dL/dx for dL/dy; `total` holds the sums of gradients over `rows` rows of all ranks."""
+    """Return dL/dx for dL/dy; `total` holds the global sums of gradients over `rows` rows."""
     x = normalization.x
     dx = namespace(x).empty_like(x)
     if x.size:

@@ -52,7 +52,7 @@ LOSSES: dict[str, Loss] = {
 
 
 def as_loss(loss: Any) -> Loss:
-    """Return `loss`, or that of its name; raise UsageError for anything else."""
+    """Return `loss`, or the loss of this name; raise UsageError for anything else."""
     if isinstance(loss, str):
         return config.pick(LOSSES, loss, "loss")
     if callable(loss) and all(hasattr(loss, name) for name in ("terms", "metrics", "find_fault")):

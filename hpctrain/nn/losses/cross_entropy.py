@@ -1,4 +1,4 @@
-"""The softmax cross-entropy, for samples of one class each."""
+"""The softmax cross-entropy, for samples with a single class."""
 
 from __future__ import annotations
 

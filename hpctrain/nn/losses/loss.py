@@ -20,7 +20,7 @@ class Loss(Protocol):
 
     @property
     def terms(self) -> tuple[str, ...]:
-        """The names of the sums, in a fixed order; "loss" is one of them."""
+        """The names of the sums, in a fixed order, with "loss"."""
 
     @property
     def metrics(self) -> Mapping[str, Metric]:
@@ -38,7 +38,7 @@ class Loss(Protocol):
     def find_fault(self, targets: Any, output_shape: Shape) -> str:
         """Return the first fault of `targets` (n, ...) on the host; empty if they are valid.
 
-        `output_shape` is that of the model's output for one sample.
+        `output_shape` is the shape of the model's output for one sample.
         """
 
     def count_outputs(self, targets: Any) -> int:

@@ -1,6 +1,6 @@
 """The mean squared error, for targets that are real numbers.
 
-The variance of the targets, of which r2 is a share, comes from sums of t - c and (t - c)^2, with a
+r2 is a share of the variance of the targets, which comes from sums of t - c and (t - c)^2, with a
 number c near the mean that is the same in all sums (Chan, Golub and LeVeque, 1983). With c = 0 it
 would be the small difference of two large numbers where the mean is large.
 """
@@ -21,7 +21,7 @@ from hpctrain.nn.layer import Shape
 from hpctrain.nn.losses.loss import Metric, find_shape_fault, make_sums, mean
 from hpctrain.nn.losses.sums import PendingSums, Sums, Total
 
-CENTER_ROWS = 1024  #: whose mean is near enough to that of all
+CENTER_ROWS = 1024  #: whose mean is near enough to the mean of the set
 
 
 def _rmse(sums: Sums) -> float | None:

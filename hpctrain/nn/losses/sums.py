@@ -50,7 +50,7 @@ def zero_sums(names: Iterable[str]) -> Sums:
 
 
 def add(a: Sums, b: Sums) -> Sums:
-    """Return the sums of `a` and `b` together; a name that one of them lacks counts as zero."""
+    """Return the sums of `a` and `b` together; a missing name counts as zero."""
     if not a:
         return b
     return a | {
@@ -60,7 +60,7 @@ def add(a: Sums, b: Sums) -> Sums:
 
 
 def pack(sums: Sums, names: Sequence[str]) -> np.ndarray:
-    """Return the sum and the count of each of `names`, float64 (2 names,); zeros if it lacks."""
+    """Return sum and count for each name in `names`, float64 (2 names,); zeros if it lacks."""
     return np.array([sums.get(name, (0.0, 0.0)) for name in names], np.float64).ravel()
 
 

@@ -185,7 +185,7 @@ def _visible_devices_text(listed_devices: Sequence[str]) -> str:
 
 
 def _mig_note(listed_devices: Sequence[str]) -> str:
-    """Return a note if several MIG slices are listed: CUDA shows only the first of them."""
+    """Return a note if several MIG slices are listed: CUDA shows only the first slice."""
     if len(listed_devices) < 2 or not listed_devices[0].startswith("MIG-"):
         return ""
     return (

@@ -5,9 +5,9 @@
     on a GPU     the sum over all ranks there, in the current stream
     elsewhere    host memory --copy--> GPU, sum over all ranks there --copy--> host memory
 
-A kernel of NCCL waits for lost ranks for ever. So where ranks survive the loss of others, this rank
-polls the stream and its link after each call; when a rank is lost it aborts the communicator, which
-ends the kernel, and the World of the ranks that are left makes another.
+A kernel of NCCL waits for lost ranks for ever. So where ranks survive a loss, this rank polls the
+stream and its link after each call; when a rank is lost it aborts the communicator, which ends the
+kernel, and the World of the ranks that are left makes another.
 
 CuPy is imported only if the algorithm is selected. **Not yet run on a GPU**: tests run
 it against a stand-in for CuPy that checks every call. Source of the calls: the reference of
@@ -72,14 +72,14 @@ def new_unique_id() -> np.ndarray:
 
 
 class Communicator:
-    """An NCCL communicator of all ranks, one GPU per rank; used by one thread."""
+    """An NCCL communicator over all ranks, one GPU per rank; used by one thread."""
 
     def __init__(
         self, rank: int, size: int, device: int, unique_id: np.ndarray, survives: bool = False
     ):
         """Join the communicator of `unique_id`, made by `new_unique_id`; all ranks must call.
 
-        `survives`: whether this rank goes on after the loss of others.
+        `survives`: whether this rank goes on after a loss.
         """
         self._survives = False
         self._cupy, self._nccl = load_libraries()
@@ -96,7 +96,7 @@ class Communicator:
             self._comm.abort()
 
     def __del__(self) -> None:
-        """Free the communicator without its peers, of which some may be lost."""
+        """Free the communicator without its peers, which may be lost."""
         self.abort()
 
     def allreduce(self, x: Array, op: Any, wait_for: WaitFor | None = None) -> None:

@@ -5,7 +5,7 @@
     host -> GPU              [ 0 ][ 1 ][ 2 ][ 3 ]            the receiver's stream to the GPU
 
 A message of n bytes is cut into about 32 segments of 256 KiB to 4 MiB, a power of two: the first
-and the last of them fill and drain the pipeline of three stages, and each costs some 20 us of
+and the last segment fill and drain the pipeline of three stages, and each costs some 20 us of
 processor time. Both sides cut by n alone, wherever their arrays lie. A transfer has at most BUFFERS
 segments between the GPU and the wire.
 
@@ -69,7 +69,7 @@ def cut_segments(nbytes: int) -> Iterator[Segment]:
 
 
 class Staging:
-    """The copy streams and pinned buffers of one thread on one GPU."""
+    """The copy streams and pinned buffers of a thread on a GPU."""
 
     def __init__(self, xp: Any):
         """Make the streams on the current device."""

@@ -8,8 +8,8 @@ from then on all its messages go through the queues. The messages of a queue are
 that sends and receives match. The cuts of a message depend only on its length and on the path
 between the two ranks: one side may be on a GPU, the other in host memory.
 
-There is no progress thread: all transfers of a thread, on any of its links, advance while it waits
-for one of them (`advance_thread_transfers`).
+There is no progress thread: a thread that waits for one transfer advances its transfers on every
+link (`advance_thread_transfers`).
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _require_sendable(x: Array) -> None:
 
 
 class TransferQueues:
-    """All transfer queues of one link; used by one thread at a time, like the link."""
+    """The transfer queues of a link; used by one thread at a time, like the link."""
 
     def __init__(self, link: TransferLink):
         self._link = link
@@ -233,7 +233,7 @@ def cut_into_segments(x: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def _advance_queue(queue: deque[Any]) -> int:
-    """Advance the transfers of one queue; a transfer is posted after all earlier ones."""
+    """Advance the transfers of a queue; a transfer is posted after all earlier ones."""
     steps, may_post = 0, True
     for transfer in tuple(queue):
         try:

@@ -1,4 +1,4 @@
-"""The jobs in which child.py runs: the command of each, and the meaning of its exit and output.
+"""The jobs in which child.py runs: their commands, and what their exits and outputs mean.
 
 A trial that ends by a signal is a result: this MPI takes no device pointers. One that never starts
 is none, and is not cached. Inside an allocation with `srun` on the PATH, srun starts the job, as it
@@ -31,7 +31,7 @@ TIMEOUT_CODE = 1000  # stands for an exit code: no process ends with this one
 
 @dataclass(frozen=True)
 class ProbeTrial:
-    """The result of a trial: correctness of each stage (None: not reached), and its GB/s."""
+    """The result of a trial: whether each stage was correct (None: not reached), and its GB/s."""
 
     ipc: bool | None = None
     pointer: bool | None = None
@@ -40,7 +40,7 @@ class ProbeTrial:
     claims: mpi_claims.MpiClaims | None = None  #: None: the job did not start
     ended: str = ""  #: the exit of a failed job, or MPI's error
     ipc_fault: str = ""
-    #: (bytes, seconds of a message staged, of one by pointer), where pointers were right
+    #: (bytes, seconds of a staged message, seconds by pointer), where pointers were right
     sizes: tuple[tuple[int, float, float], ...] = ()
     staged: tuple[tuple[int, float], ...] = ()  #: (bytes, seconds of a message staged), always
 

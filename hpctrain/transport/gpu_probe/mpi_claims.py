@@ -55,7 +55,7 @@ class MpiClaims:
 
     @property
     def reports_cuda(self) -> bool:
-        """Whether one of its functions reports CUDA support."""
+        """Whether a function of MPI reports CUDA support."""
         return bool(self.query_cuda or self.query_gpu or "cuda" in self.alloc_kinds)
 
     def has_library(self, name: str) -> bool:

@@ -110,7 +110,7 @@ def _claims_of_running_mpi() -> mpi_claims.MpiClaims | None:
 
 
 def _parse_override(override: str) -> dict[str, Any]:
-    """Return the path of each class that `override` names; raise UsageError."""
+    """Return {class of pairs: path} from `override`; raise UsageError."""
     choices: dict[str, Any] = {}
     if "=" in override:
         for entry in override.split(","):
@@ -261,7 +261,7 @@ def _read_cache(file: Path) -> ProbeResult | None:
         TypeError,
         KeyError,
         AttributeError,
-    ):  # no file, or one of an older version
+    ):  # no file, or an older version wrote it
         return None
 
 

@@ -30,7 +30,7 @@ from hpctrain.transport.paths import (
 )
 
 logger = logging.getLogger("hpctrain")
-Gather = Callable[[bytes], list[bytes]]  #: from this rank's bytes to those of all ranks
+Gather = Callable[[bytes], list[bytes]]  #: from this rank's bytes to every rank's
 TEST_MESSAGE_BYTES = (1 << 8, 1 << 20)  #: MPIs send short and long messages in different ways
 
 
@@ -95,5 +95,5 @@ def _replace_corrupted_paths(verdict: Verdict, corrupted_paths: set[str]) -> Ver
 
 
 def byte_pattern(rank: int, nbytes: int) -> np.ndarray:
-    """Return bytes that differ from those of other ranks: (nbytes,) uint8, none of them zero."""
+    """Return a pattern that differs from rank to rank: (nbytes,) uint8 without a zero."""
     return ((np.arange(nbytes, dtype=np.uint32) * 31 + rank) % 251 + 1).astype(np.uint8)

@@ -1,4 +1,4 @@
-"""Lost ranks in MPI (ULFM): the errors that report one, and the end of all waits.
+"""Lost ranks in MPI (ULFM): the errors that report a loss, and the end of all waits.
 
 A rank that notices a loss revokes all communicators of its job at once. So every other rank leaves
 its wait, whichever rank it waits for, and none needs to know whose loss it was.
@@ -31,7 +31,7 @@ _CALLER_ERRORS = frozenset(
 
 
 def has_ulfm() -> bool:
-    """Return whether the ranks of this job survive the loss of one (ULFM)."""
+    """Return whether the ranks of this job survive a loss (ULFM)."""
     # The functions exist without ULFM, too: Agree is then an all-reduce.
     return os.environ.get(FT_VARIABLE, "0") in ("1", "true")
 
@@ -51,7 +51,7 @@ class Family:
             self._comms = [known for known in self._comms if known != MPI.COMM_NULL] + [comm]
 
     def revoke(self) -> None:
-        """End the waits of all ranks on all communicators."""
+        """End every rank's waits on all communicators."""
         for comm in list(self._comms):
             if comm != MPI.COMM_NULL and not comm.Is_revoked():
                 comm.Revoke()
@@ -121,7 +121,7 @@ class SurvivingLink:
         return not self._is_dissolved
 
     def revoke(self) -> None:
-        """End the waits of all ranks on this link, and on all of the same family."""
+        """End every rank's waits on this link and on its whole family."""
         self.family.revoke()
 
     def lost_ranks(self) -> list[int]:

@@ -151,7 +151,7 @@ class MpiLink(SurvivingLink):
     ) -> None:
         """Return once `condition()` holds; yields the core and drives MPI progress while waiting.
 
-        The other rank may wait for a message of ours that MPI has not sent yet.
+        The other rank may wait for a message that this rank's MPI has not sent yet.
         """
         condition = transfers.with_progress(condition, self.pace)
         self.entry.enter(call, peer, nbytes)

@@ -40,7 +40,7 @@ class _Info(ctypes.Structure):
 
 
 def report_lost_processes(job_ranks: Sequence[int]) -> None:
-    """Let Open MPI on all ranks left count `job_ranks`, those of MPI_COMM_WORLD, as failed.
+    """Let Open MPI on the surviving ranks count `job_ranks`, in MPI_COMM_WORLD, as failed.
 
     Callable from any thread. Raises TransportError where the job has no PMIx, or refuses the event.
     """

@@ -34,7 +34,7 @@ _INTEGER_OPS: _MpiOps = {
     np.bitwise_xor: MPI.BXOR,
 }
 #: {NumPy's dtype code: {ufunc: MPI's operation with the same result}}. Integers of 8 and 16 bits
-#: are missing, since Open MPI's sums of them saturate.
+#: are missing, since their sums saturate in Open MPI.
 OPS_BY_DTYPE: dict[str, _MpiOps] = {
     "?": _LOGICAL_OPS,
     **dict.fromkeys("ilq", _INTEGER_OPS),

@@ -1,4 +1,4 @@
-"""A transfer over MPI: an array is cut into pieces, and a request waits for all of them.
+"""A transfer over MPI: an array is cut into pieces, and a request waits for every piece.
 
 transport/mpi/link.py imports this after it has kept mpi4py from starting MPI.
 """
@@ -35,7 +35,7 @@ class RequestLink(Protocol):
 
 
 class MpiRequest:
-    """The pieces of one transfer under way."""
+    """The pieces of a transfer under way."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """Files in the node's memory, announced to `hpctrain launch`, which removes them in the end.
 
-MPI removes its segments when it is finalized; after a SIGKILL of all its processes they would stay
-and occupy memory. `hpctrain launch`, or its guard process (cluster/guard.py), removes the announced
+MPI removes its segments when it is finalized; after a SIGKILL of every process they would stay and
+occupy memory. `hpctrain launch`, or its guard process (cluster/guard.py), removes the announced
 files once no process of the job is left. Records of the watch it first copies to the run's folder.
 """
 

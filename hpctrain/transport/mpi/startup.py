@@ -54,7 +54,8 @@ def start_limit(timeout_s: float) -> Iterator[None]:
 def start_mpi(comm: MPI.Intracomm | None) -> MPI.Intracomm:
     """Start MPI with THREAD_MULTIPLE unless it is running; return a duplicate of `comm`.
 
-    By default of all ranks. Raises UsageError in a subprocess of a rank, which would wait for ever.
+    By default it is over all ranks. Raises UsageError in a subprocess of a rank, which would wait
+    for ever.
     """
     global _started_here
     if fault := rank_process.find_fault(os.environ):
@@ -88,7 +89,7 @@ def check_communicator(comm: object) -> None:
     if not isinstance(comm, MPI.Comm):
         raise UsageError(f"{expected}, not {comm!r}")
     if comm == MPI.COMM_NULL:
-        raise OwnRankError(f"{expected}, not COMM_NULL: ranks outside of it do not call init")
+        raise OwnRankError(f"{expected}, not COMM_NULL: other ranks do not call init")
     if not isinstance(comm, MPI.Intracomm):
         raise UsageError(f"{expected}, not an intercommunicator: use one of its two groups")
 
@@ -119,7 +120,7 @@ def is_started_by_caller() -> bool:
 
 
 def finalize_mpi() -> None:
-    """Finalize MPI, if it was started here, after a barrier of all ranks.
+    """Finalize MPI, if it was started here, after a barrier.
 
     A launcher may treat a rank that exits early as lost. Without a launcher Open MPI 5.0 leaves the
     segment of its only rank.

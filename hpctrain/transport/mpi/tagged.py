@@ -2,7 +2,7 @@
 
 A Link has neither tags nor a receive from any source, since its order could not be replayed. The
 ranks of a guest framework match their messages by tags of the user, and post receives that any rank
-may answer: on a communicator of their own, so that no message meets one of ours.
+may answer: on a communicator of their own, where no message of a Link travels.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class TaggedMessages:
     def irecv(self, x: np.ndarray, source: int, tag: int) -> TaggedRequest:
         """Start to fill contiguous `x` from rank `source`, or from `ANY_RANK`.
 
-        Of a long message from any rank the first piece comes first: it tells the source of others.
+        The first piece of a long message from any rank tells the source of the later pieces.
         """
         self._check_tag(tag)
         specs = [buffer_spec(piece) for piece in cut_pieces(x, self._link.max_piece_bytes)]

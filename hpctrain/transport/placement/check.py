@@ -1,4 +1,4 @@
-"""Faults of placement, found by comparing the bindings of all ranks.
+"""Faults of placement, found by comparing the ranks' bindings.
 
     rank  host  local rank  cores  BLAS  GPU     NIC
     0     n1    0           0-7    8     GPU-5a  mlx5_0:1   both have local rank 0: one GPU
@@ -55,7 +55,7 @@ MAX_FAULTS_SHOWN = 4  # per kind of fault: a job may have hundreds of nodes
 
 @dataclass(frozen=True)
 class RankBinding:
-    """The cores, GPU and ports of one rank, and its launcher; cores as in "0-3,8"."""
+    """A rank's cores, GPU, ports and launcher; cores as in "0-3,8"."""
 
     host: str
     launcher: str  #: a key of launchers.TITLES
@@ -70,7 +70,7 @@ class RankBinding:
 
 @dataclass(frozen=True)
 class PlacementFault:
-    """A fault of the placement of `ranks` of one node, and its remedy."""
+    """A fault in the placement of a node's `ranks`, and its remedy."""
 
     name: str
     ranks: tuple[int, ...]
@@ -123,14 +123,14 @@ def binding_from_table(table: Mapping[str, Any]) -> RankBinding:
 
 
 def describe_faults(group: Sequence[PlacementFault]) -> tuple[str, str]:
-    """Return a text about the first faults of one kind, and their remedy."""
+    """Return a text about the first faults of a kind, and their remedy."""
     texts = [fault.observed for fault in group]
     rest = f"; and {len(texts) - MAX_FAULTS_SHOWN} more like this" * (len(texts) > MAX_FAULTS_SHOWN)
     return "; ".join(texts[:MAX_FAULTS_SHOWN]) + rest, group[0].remedy
 
 
 def group_by_kind(faults: Sequence[PlacementFault]) -> list[list[PlacementFault]]:
-    """Return `faults` grouped by kind, in the order of the first fault of each."""
+    """Return `faults` grouped by kind, in the order of first appearance."""
     names = dict.fromkeys(fault.name for fault in faults)
     return [[fault for fault in faults if fault.name == name] for name in names]
 

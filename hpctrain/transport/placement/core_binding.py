@@ -117,7 +117,7 @@ def plan_binding(
     cores, note = _choose_cores(launched, node_ranks, allowed_cores, online_cores)
     if gpu_cores is not None and launched.size > 1 and not set(online_cores) - set(allowed_cores):
         cores, note = _choose_gpu_cores(gpu_cores, online_cores) or (cores, note)
-    # Ranks bound to one socket share its cores, so even a bound rank may not use all of them.
+    # Ranks bound to one socket share its cores, so even a bound rank may not use every core.
     fair_share = min(len(cores), max(1, len(online_cores) // node_ranks))
     return Binding(cores, user_blas_threads(environ) or fair_share, note, len(online_cores))
 
@@ -172,7 +172,7 @@ def user_blas_threads(environ: Mapping[str, str]) -> int | None:
 def _reachable_cores() -> set[int]:
     """Return the online cores in the cpuset of this process."""
     initial_cores = os.sched_getaffinity(0)
-    try:  # the kernel reduces a request for all cores to those of the cpuset
+    try:  # the kernel reduces a request for all cores to the cpuset
         os.sched_setaffinity(0, range(os.sysconf("SC_NPROCESSORS_CONF")))
         return os.sched_getaffinity(0)
     except OSError:

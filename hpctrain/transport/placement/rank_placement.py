@@ -75,7 +75,7 @@ class Placement:
 
 
 class JobPlacement(NamedTuple):
-    """The placement of all ranks, equal on each rank."""
+    """The placement of the ranks, equal on each rank."""
 
     places: tuple[RankPlace, ...]  #: node and GPU of each rank's arrays
     verdict: Verdict  #: the paths of GPU memory between them
@@ -122,7 +122,7 @@ def place_rank(launched: Launched, device: gpus.Device, binds_cores: bool = True
 def exchange_placements(
     link: Link, gather: verify.Gather, host: str, placement: Placement
 ) -> JobPlacement:
-    """Return the placement of all ranks, and verify the paths of GPU memory; collective.
+    """Return the ranks' placement, and verify the paths of GPU memory; collective.
 
     `link` uses a path after test messages on it have arrived intact. Rank 0 warns of faults of the
     placement. MPI must be running. Raises UsageError, on all ranks, if the variable that overrides
@@ -161,7 +161,7 @@ def _make_report(host: str, placement: Placement) -> dict[str, Any]:
 
 
 def _gather_reports(gather: verify.Gather, report: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the reports of all ranks; raise UsageError if one of them reports a fault."""
+    """Return every rank's report; raise UsageError if a rank reports a fault."""
     reports = [json.loads(text) for text in gather(json.dumps(report).encode())]
     for report in reports:
         if "fault" in report:

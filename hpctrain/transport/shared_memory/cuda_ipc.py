@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 PAGE_BYTES, HEADER_BYTES, TOKEN_BYTES = 2 << 20, 512, 16
 FIRST_ALLOCATION_NUMBER = (
     1 << 40
-)  # beyond those of memory.py: two places are alike only if their kinds are
+)  # beyond the kinds of memory.py: two places are alike only if their kinds are
 _DESCRIPTION = struct.Struct(f"<{TOKEN_BYTES}sq64s")  # token, bytes of the array, handle
 
 
@@ -54,17 +54,17 @@ class _Allocation:
 
     address: int
     nbytes: int
-    addresses: list[int]  #: addresses of all ranks' arrays, in this rank's address space
+    addresses: list[int]  #: every rank's array, by its address in this rank's address space
     mapped_pointers: list[int] = field(default_factory=list)  #: pointers to close
 
 
 class SharedGpuMemory:
-    """GPU memory shared by the ranks of one node; all methods but `locate` are collective."""
+    """GPU memory shared by a node's ranks; all methods but `locate` are collective."""
 
     def __init__(self, link: Link, gather: Gather, one_gpu: bool):
         """Share among the ranks of `link`, all on one node; `gather` gathers over it.
 
-        `one_gpu`: the GPU of all of them is the same.
+        `one_gpu`: the ranks share a GPU.
         """
         import cupy
 
@@ -81,7 +81,7 @@ class SharedGpuMemory:
         """Return zeros (length,) on this rank's GPU, mapped by all neighbours.
 
         Without sharing they are private to this rank, and `locate` returns None. Raises
-        GpuMemoryError on all ranks if the memory of one of them does not suffice.
+        GpuMemoryError on all ranks if any GPU has too little memory.
         """
         dtype = np.dtype(dtype)
         self._free_dropped()
@@ -161,7 +161,7 @@ class SharedGpuMemory:
             return 0, str(error_text)
 
     def _map_everywhere(self, address: int, nbytes: int) -> _Allocation | None:
-        """Return the allocation mapped by all ranks, None if one of them cannot map it."""
+        """Return the allocation mapped by all ranks, None if any rank cannot map it."""
         descriptions = self._gather(self._describe_memory(address, nbytes))
         mapped_pointers = list(self._map_descriptions(descriptions)) if all(descriptions) else []
         fault = "" if len(mapped_pointers) == self._link.size else "a handle was refused"
@@ -188,7 +188,7 @@ class SharedGpuMemory:
         return _DESCRIPTION.pack(token, nbytes, handle)
 
     def _map_descriptions(self, descriptions: Sequence[bytes]) -> Iterator[int]:
-        """Yield the addresses of all ranks' memory, 0 for our own; stop at the first refusal."""
+        """Yield the address of every rank's memory, 0 for our own; stop at the first refusal."""
         runtime = self._xp.cuda.runtime
         for rank, description in enumerate(descriptions):
             if rank == self._link.rank:

@@ -1,4 +1,4 @@
-"""Flags: a word per rank of a node, in memory shared by all of them; the node's fast barrier.
+"""Flags: a word per rank of a node, in shared memory; the node's fast barrier.
 
     words   [ round, payload | rank 0 ][ round, payload | rank 1 ] ...   for even rounds
             [ round, payload | rank 0 ][ round, payload | rank 1 ] ...   for odd rounds
@@ -12,12 +12,13 @@ Why this is right on x86 and on Arm:
 - A word is 64 bits at a multiple of 64 bytes, and a memoryview writes and reads it in one
   instruction: round and payload come together or not at all.
 - After an exchange all ranks must see what a rank wrote before it, and what a rank read before it
-  no other may have changed yet. So no load or store may be reordered with that of a word, in either
-  direction. x86 lets only a load pass an earlier store: none of these. Elsewhere, as on Arm, a word
-  is written after a fence and read before one: a lock that is released and acquired again. That is
-  a store-release and, after it, a load-acquire, which ARMv8 keeps in this order (its model is
-  RCsc); all that precedes them in the program is done before all that follows them.
-  (Acquire and then release is no fence: both neighbours may move into the critical section.)
+  no other may have changed yet. So no load or store may be reordered with the access to a word, in
+  either direction. x86 lets only a load pass an earlier store, which is not among these orders.
+  Elsewhere, as on Arm, a word is written after a fence and read before one: a lock that is released
+  and acquired again. That is a store-release and, after it, a load-acquire, which ARMv8 keeps in
+  this order (its model is RCsc); all that precedes them in the program is done before all that
+  follows them. (Acquire and then release is no fence: both neighbours may move into the critical
+  section.)
 
 A waiting rank polls a few times, then yields the core, at last sleeps (`Link.wait_for`); only from
 then on is the wait in the watch's record: recording it first would cost half of an exchange.
@@ -108,7 +109,7 @@ class NodeFlags:
         return [self._words[offset] for offset in self._offsets[round_number & 1]]
 
     def _wait_for_round(self, offset: int, round_number: int) -> int:
-        """Return the payload at `offset` once it is that of round `round_number`."""
+        """Return the payload at `offset` once its word belongs to round `round_number`."""
         words = self._words
         for _ in range(SPINS):
             if words[offset] >> ROUND_BITS == round_number:

@@ -31,14 +31,14 @@ from hpctrain.transport.link import Link
 if TYPE_CHECKING:
     from hpctrain.transport.shared_memory.cuda_ipc import SharedGpuMemory
 
-Gather = Callable[[bytes], list[bytes]]  #: from this rank's bytes to those of all of the node
+Gather = Callable[[bytes], list[bytes]]  #: from this rank's bytes to every rank's
 
 #: Neighbours' arrays begin at different places of their pages: a load that agrees with an earlier
 #: store in the last 12 bits of its address would have to wait for it ("4 KiB aliasing").
 SKEW_BYTES, PAGE_BYTES = 1088, 4096
 ALIGN_BYTES = 64  # a cache line; the first holds the token
 SHM_FOLDER = "/dev/shm"
-_LAYOUT = struct.Struct("<qq")  # bytes before the array, and of it
+_LAYOUT = struct.Struct("<qq")  # bytes before the array, bytes of the array
 
 
 class SharedFile(NamedTuple):

@@ -101,7 +101,7 @@ class Hub:
 
 
 class Agreed(NamedTuple):
-    """The result of an agreement: whether no rank was lost or voted 0; a hub of those left."""
+    """The outcome of an agreement, which a loss or a vote of 0 fails, and the survivors' hub."""
 
     succeeded: bool
     hub: Hub
