@@ -65,7 +65,8 @@ def refuse(error: BaseException, message: str, hint: str = "") -> int:
     job = launchers.launched(os.environ)
     if _reports(job, error):
         _print(with_prefix(": ".join(["hpctrain", *_rank_name(job)]), message) + hint)
-        _let_others_fail(job)
+        if job.name == "srun":  # -K1 exits with 143 if it had to kill a rank: let the others fail
+            time.sleep(RANK_0_S)
     return UsageError.exit_code
 
 
@@ -113,16 +114,6 @@ def _reports(job: Launched, error: BaseException) -> bool:
 def _rank_name(job: Launched) -> list[str]:
     """Return the name of this rank for its report; none for rank 0, which speaks for all."""
     return [f"rank {job.rank} on {socket.gethostname()}"] if job.rank > 0 else []
-
-
-def _let_others_fail(job: Launched) -> None:
-    """Give other ranks the time to fail as well, after the report of this one.
-
-    `srun -K1` exits with 143 if it had to kill a rank; a rank that has failed by itself exits with
-    our own code.
-    """
-    if job.name == "srun":
-        time.sleep(RANK_0_S)
 
 
 def report_agreed(error: BaseException) -> None:

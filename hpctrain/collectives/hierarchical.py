@@ -44,11 +44,13 @@ def hierarchical(group: Group, x: np.ndarray, op: Operation) -> None:
     if len(group.nodes) < 2:
         (ring if group.node_buffers is None else direct)(group, x, op)
         return
-    offsets = rail_offsets(x, group)
-    part = _sum_in_node(group, x, op, offsets)
-    if part.size:
-        ring(_rail_group(group), part, op)
-    if _count_neighbours(group):
+    assert group.node is not None and group.across is not None
+    offsets, has_neighbours = rail_offsets(x, group), group.node.size > 1
+    rail = reduce_scatter(group, x, op, offsets) if has_neighbours else x
+    if rail.size:  # its owners, one on each node, reduce it
+        owners = Group(group.across, group.scratch, nodes=_single_rank_nodes(group.across.size))
+        ring(owners, rail, op)
+    if has_neighbours:
         all_gather(group, x, offsets)
 
 
@@ -57,22 +59,6 @@ def rail_offsets(x: np.ndarray, group: Group) -> list[int]:
     assert group.node is not None
     count = min(map(len, group.nodes))
     return part_offsets(x, count) + [x.size] * (group.node.size - count)
-
-
-def _sum_in_node(group: Group, x: np.ndarray, op: Operation, offsets: list[int]) -> np.ndarray:
-    """Return this rank's rail, summed over its node."""
-    return reduce_scatter(group, x, op, offsets) if _count_neighbours(group) else x
-
-
-def _count_neighbours(group: Group) -> int:
-    assert group.node is not None
-    return group.node.size - 1
-
-
-def _rail_group(group: Group) -> Group:
-    """Return the group of the owners of this rank's rail: one on each node."""
-    assert group.across is not None
-    return Group(group.across, group.scratch, nodes=_single_rank_nodes(group.across.size))
 
 
 @cache

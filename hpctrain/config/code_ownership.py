@@ -11,7 +11,6 @@ import grp
 import os
 import pwd
 import stat
-from collections.abc import Iterator
 from pathlib import Path
 
 from hpctrain.config.usercode import Code, sources
@@ -28,7 +27,10 @@ def must_be_own(run: Path, recipe: Path, code: Code) -> None:
     faults = []
     for name in code.sha256:
         file = sources(name, code.folder)[name]  # it was hashed
-        own_paths |= dict.fromkeys(_code_paths(file, Path(os.path.abspath(code.folder))))
+        folder = Path(os.path.abspath(code.folder))
+        if folder in file.parents:  # else it is installed
+            candidates = (file, *file.parents)
+            own_paths |= dict.fromkeys(path for path in candidates if path.is_relative_to(folder))
         if (sha256 := code.recorded.get(name)) != code.sha256[name]:
             expected = f"expected SHA-256 {sha256}" if sha256 else "no SHA-256 is recorded"
             faults.append(f"module {name} ({file}): {expected}, seen {code.sha256[name]}")
@@ -39,12 +41,6 @@ def must_be_own(run: Path, recipe: Path, code: Code) -> None:
             + "".join(f"\n  {fault}" for fault in faults)
             + "\nRead it, then add --trust (in Python: trust=True) to run it anyway"
         )
-
-
-def _code_paths(file: Path, folder: Path) -> Iterator[Path]:
-    """Yield the paths that determine the code of a module in `folder`; none if it is installed."""
-    if folder in file.parents:
-        yield from (path for path in (file, *file.parents) if path.is_relative_to(folder))
 
 
 def _foreign_access(path: Path) -> str:

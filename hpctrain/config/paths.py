@@ -33,12 +33,14 @@ def make_absolute(tables: Table, keys: Iterable[str], folder: str | Path) -> Non
     written: Table = {}
 
     def absolute(text: str) -> str:
+        if not text or os.path.isabs(text) or text.startswith("~"):
+            return text
         path = os.path.join(os.path.abspath(folder), text)
         _must_not_lie_elsewhere(text, path)
         written[path] = text
         return path
 
-    _replace(tables, keys, lambda text: absolute(text) if _is_relative(text) else text)
+    _replace(tables, keys, absolute)
     if written:
         tables[PATHS] = {**tables.get(PATHS, {}), **written}
     model = tables.get("model")
@@ -88,10 +90,6 @@ def _replace(tables: Table, keys: Iterable[str], change: Callable[[str], str]) -
         elif isinstance(value, list):
             entries[key] = [change(x) if isinstance(x, str) else x for x in value]
     tables["data"] = entries
-
-
-def _is_relative(text: str) -> bool:
-    return bool(text) and not os.path.isabs(text) and not text.startswith("~")
 
 
 def _must_not_lie_elsewhere(text: str, path: str) -> None:

@@ -137,11 +137,11 @@ def nodes(hosts: Sequence[str], slurm: Sequence[str]) -> tuple[str, ...]:
 
 def without_rank_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Return `environ` without the variables of a rank, for a child that starts MPI by itself."""
-
-    def is_for_children(name: str) -> bool:
-        return name.startswith(_USER_VARIABLES) or not name.startswith(_RANK_VARIABLES)
-
-    return {name: value for name, value in environ.items() if is_for_children(name)}
+    return {
+        name: value
+        for name, value in environ.items()
+        if name.startswith(_USER_VARIABLES) or not name.startswith(_RANK_VARIABLES)
+    }
 
 
 def only_pmix(environ: Mapping[str, str]) -> bool:

@@ -11,7 +11,6 @@ import signal
 import socket
 import threading
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 from hpctrain.core.printing import printable
@@ -92,11 +91,7 @@ def cause(number: int) -> str:
 
 
 def _replace(number: signal.Signals) -> Any:
-    old_handler = signal.signal(number, _nothing)
+    old_handler = signal.signal(number, lambda *_: None)  # the C half of the handler runs
     # Restart interrupted calls: not every C library expects its read to fail half-way.
     signal.siginterrupt(number, False)  # noqa: FBT003
     return old_handler
-
-
-def _nothing(number: int, frame: FrameType | None) -> None:
-    """Exist, so that the C half of the handler runs."""

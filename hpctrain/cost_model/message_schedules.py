@@ -37,8 +37,10 @@ def _pass_round_ring(clocks: Clocks, route: Route, chunk: float, size: int, peri
     if clocks.nodes.max() > 0 and chunk > STREAM_SEGMENT_BYTES:
         _stream_segments(clocks, route, chunk, size, period)
         return
-    exchange = _exchange_in_segments if chunk > SEGMENT_BYTES else _exchange_whole
-    clocks.repeat(size - 1, lambda: exchange(clocks, route, chunk), period)
+    if chunk > SEGMENT_BYTES:
+        clocks.repeat(size - 1, lambda: _exchange_in_segments(clocks, route, chunk), period)
+    else:
+        clocks.repeat(size - 1, lambda: clocks.exchange(route, chunk, adds=True), period)
     clocks.repeat(size - 1, lambda: clocks.exchange(route, chunk), period)
 
 
@@ -66,10 +68,6 @@ def _stream_segments(clocks: Clocks, route: Route, chunk: float, size: int, peri
         receive_segment()
 
 
-def _exchange_whole(clocks: Clocks, route: Route, chunk: float) -> None:
-    clocks.exchange(route, chunk, adds=True)
-
-
 def _exchange_in_segments(clocks: Clocks, route: Route, chunk: float) -> None:
     arriving_trains: deque[Train] = deque()
     for nbytes in segment_lengths(chunk):
@@ -83,30 +81,22 @@ def _exchange_in_segments(clocks: Clocks, route: Route, chunk: float) -> None:
 
 def tree(clocks: Clocks, n: float) -> None:
     """Reduce up a binomial tree, then broadcast down the same edges, segment by segment."""
-    edges = [_tree_edges(clocks, 1 << k) for k in range((clocks.size - 1).bit_length())]
-    child_routes = [clocks.route(child, parent) for child, parent in edges]
-    parent_routes = [clocks.route(parent, child) for child, parent in reversed(edges)]
-    _repeat_for_segments(clocks, n, lambda nbytes: _send_toward_root(clocks, child_routes, nbytes))
-    _repeat_for_segments(
-        clocks, n, lambda nbytes: _send_toward_leaves(clocks, parent_routes, nbytes)
-    )
+    bits = [1 << k for k in range((clocks.size - 1).bit_length())]
+    levels = [(np.arange(bit, clocks.size, 2 * bit), bit) for bit in bits]
+    child_routes = [clocks.route(children, children - bit) for children, bit in levels]
+    parent_routes = [clocks.route(children - bit, children) for children, bit in reversed(levels)]
 
+    def send_toward_root(nbytes: float) -> None:
+        for route in child_routes:
+            _send_message(clocks, route, nbytes, adds=True)
 
-def _tree_edges(clocks: Clocks, bit: int) -> tuple[Array, Array]:
-    children = np.arange(bit, clocks.size, 2 * bit)
-    return children, children - bit
+    def send_toward_leaves(nbytes: float) -> None:
+        for route in parent_routes:
+            clocks.receive(route, clocks.send(route, nbytes))
+        clocks.wait_until_sent()
 
-
-def _send_toward_root(clocks: Clocks, levels: list[Route], nbytes: float) -> None:
-    for route in levels:
-        clocks.receive(route, clocks.send(route, nbytes), adds=True)
-        clocks.wait_until_sent(route.senders)
-
-
-def _send_toward_leaves(clocks: Clocks, levels: list[Route], nbytes: float) -> None:
-    for route in levels:
-        clocks.receive(route, clocks.send(route, nbytes))
-    clocks.wait_until_sent()
+    _repeat_for_segments(clocks, n, send_toward_root)
+    _repeat_for_segments(clocks, n, send_toward_leaves)
 
 
 def recursive_doubling(clocks: Clocks, n: float) -> None:

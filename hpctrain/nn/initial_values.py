@@ -19,12 +19,9 @@ def initial_values(
     """
     return {
         name: parameter.init(
-            np.random.Generator(np.random.Philox(key=_philox_key(seed, i))), parameter.shape
+            np.random.Generator(np.random.Philox(key=np.array([seed, i], np.uint64))),
+            parameter.shape,
         )
         for i, (name, parameter) in enumerate(parameters.items())
         if names is None or name in names
     }
-
-
-def _philox_key(seed: int, index: int) -> np.ndarray:
-    return np.array([seed, index], dtype=np.uint64)

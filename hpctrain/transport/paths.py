@@ -62,13 +62,11 @@ TRIAL_REMEDY = "run `hpctrain doctor` once, in a job on such nodes"  #: the reme
 def verdict_from_table(fields: Mapping[str, Any]) -> Verdict:
     """Return the verdict from a table made by `asdict`; JSON has turned its tuples into lists."""
     size_tables = {
-        key: _rows_as_tuples(fields[key]) for key in ("by_size", "seconds") if key in fields
+        key: {name: tuple(map(tuple, rows)) for name, rows in fields[key].items()}
+        for key in ("by_size", "seconds")
+        if key in fields
     }
     return Verdict(**{**fields, **size_tables})
-
-
-def _rows_as_tuples(size_tables: Mapping[str, Sequence[Sequence[Any]]]) -> dict[str, Any]:
-    return {name: tuple(map(tuple, rows)) for name, rows in size_tables.items()}
 
 
 def pair_classes(places: Sequence[RankPlace]) -> list[str]:

@@ -53,10 +53,13 @@ def validate_arguments(
     memory = _describe_memory(x, world)
     if has_rows and (x.ndim == 0 or len(x) != world.size):
         raise UsageError(f"expected {world.size} rows, one for each rank, seen shape {x.shape}")
-    if "algorithm" in options:
-        _check_algorithm(options["algorithm"], len(world.main.nodes))
-    if "result" in options:
-        _check_result(options["result"])
+    if (
+        "algorithm" in options
+        and find_allreduce(_check_string(options["algorithm"], "algorithm")) is direct
+    ):
+        require_one_node(len(world.main.nodes))
+    if "result" in options and _check_string(options["result"], "result") not in RESULTS:
+        raise UsageError(f"expected a result of {', '.join(RESULTS)}, seen {options['result']!r}")
     operation = _find_operation(x, options) if "op" in options else None
     option_words = tuple(map(str, options.values()))
     return ValidArguments(
@@ -136,16 +139,6 @@ def _check_root(root: Any, ranks: int) -> None:
     is_integer = isinstance(root, (int, np.integer)) and not isinstance(root, bool)
     if not (is_integer and 0 <= root < ranks):
         raise UsageError(f"expected a root in 0 .. {ranks - 1}, seen {reprlib.repr(root)}")
-
-
-def _check_algorithm(name: Any, nodes: int) -> None:
-    if find_allreduce(_check_string(name, "algorithm")) is direct:
-        require_one_node(nodes)
-
-
-def _check_result(result: Any) -> None:
-    if _check_string(result, "result") not in RESULTS:
-        raise UsageError(f"expected a result of {', '.join(RESULTS)}, seen {result!r}")
 
 
 def _check_string(name: Any, argument: str) -> str:

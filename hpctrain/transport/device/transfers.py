@@ -172,18 +172,14 @@ class TransferQueues:
         on_gpu = not isinstance(x, np.ndarray)
         if on_gpu:
             link.unqueued_type = None  # later messages must not overtake this one
-        uses_pointer = self._sends_by_pointer(peer, x.nbytes)
+        uses_pointer = bool(link.paths) and sends_by_pointer(
+            link.paths[peer], link.path_thresholds[peer], x.nbytes
+        )
         if on_gpu and not uses_pointer:
             return staged_type(x, lambda buffer: self._post_staged(post, buffer, peer))
         is_sent_whole = uses_pointer or not link.paths
         pieces = [x] if is_sent_whole else cut_into_segments(x)
         return DirectTransfer(x, [partial(post, link.message(piece), peer) for piece in pieces])
-
-    def _sends_by_pointer(self, peer: int, nbytes: int) -> bool:
-        link = self._link
-        return bool(link.paths) and sends_by_pointer(
-            link.paths[peer], link.path_thresholds[peer], nbytes
-        )
 
     def _post_staged(
         self, post: Callable[[Any, int], PostedMessage], buffer: np.ndarray, peer: int

@@ -117,7 +117,11 @@ def exchange_by_ipc(
         return {"right": False, "gb_s": 0.0, "why": errors[0]}
     try:
         remote_pointer = runtime.ipcOpenMemHandle(handles[1 - comm.rank])
-        copy = lambda: _copy_memory(runtime, inbox.pointer, remote_pointer, outbox.nbytes)  # noqa: E731
+
+        def copy() -> None:
+            runtime.memcpy(inbox.pointer, remote_pointer, outbox.nbytes, ANY_DIRECTION)
+            runtime.deviceSynchronize()
+
         seconds = min_seconds(copy)
         all_correct = bool(
             (inbox.read(outbox.nbytes) == byte_pattern(1 - comm.rank, outbox.nbytes)).all()
@@ -137,7 +141,8 @@ def exchange_by_pointer(comm: MPI.Comm, outbox: GpuBuffer, inbox: GpuBuffer) -> 
         for nbytes in MESSAGE_SIZES:
             outbox.write(byte_pattern(comm.rank, nbytes))
             inbox.write(np.zeros(nbytes, np.uint8))
-            _exchange_messages(comm, outbox.mpi_message(nbytes), inbox.mpi_message(nbytes))
+            peer, incoming = 1 - comm.rank, inbox.mpi_message(nbytes)
+            comm.Sendrecv(outbox.mpi_message(nbytes), peer, 0, incoming, peer, 0)
             all_correct &= bool((inbox.read(nbytes) == byte_pattern(1 - comm.rank, nbytes)).all())
         seconds = min_seconds(lambda: _send_one_way(comm, outbox, inbox))
     except MPI.Exception as error:
@@ -208,16 +213,6 @@ def _ipc_handle(runtime: Any, buffer: GpuBuffer) -> bytes | str:
     except runtime.CUDARuntimeError as error:
         return str(error)
     return handle
-
-
-def _copy_memory(runtime: Any, destination: int, source: int, nbytes: int) -> None:
-    runtime.memcpy(destination, source, nbytes, ANY_DIRECTION)
-    runtime.deviceSynchronize()
-
-
-def _exchange_messages(comm: MPI.Comm, outgoing: list[Any], incoming: list[Any]) -> None:
-    peer = 1 - comm.rank
-    comm.Sendrecv(outgoing, peer, 0, incoming, peer, 0)
 
 
 def _send_one_way(comm: MPI.Comm, outbox: GpuBuffer, inbox: GpuBuffer) -> None:

@@ -123,22 +123,12 @@ def _srun_command(vendor: str, is_across: bool, environ: Mapping[str, str]) -> l
         return None
     node_options = ["-N", "2", "--ntasks-per-node=1"] if is_across else ["-N", "1"]
     mpi_options = (
-        [] if "SLURM_MPI_TYPE" in environ or vendor == "Cray MPICH" else [_mpi_plugin(vendor)]
+        []
+        if "SLURM_MPI_TYPE" in environ or vendor == "Cray MPICH"
+        else [f"--mpi={'pmix' if vendor == 'Open MPI' else 'pmi2'}"]
     )
-    return [
-        "srun",
-        "--overlap",
-        "--kill-on-bad-exit=1",
-        "--input=none",
-        *node_options,
-        "-n",
-        "2",
-        *mpi_options,
-    ]
-
-
-def _mpi_plugin(vendor: str) -> str:
-    return f"--mpi={'pmix' if vendor == 'Open MPI' else 'pmi2'}"
+    srun = ["srun", "--overlap", "--kill-on-bad-exit=1", "--input=none"]
+    return [*srun, *node_options, "-n", "2", *mpi_options]
 
 
 def _mpiexec_command(mpiexec: str | None, vendor: str) -> list[str] | None:

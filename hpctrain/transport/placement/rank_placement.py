@@ -132,7 +132,10 @@ def exchange_placements(
     bindings = tuple(binding_from_table(report["binding"]) for report in reports)
     places = tuple(RankPlace(binding.host, binding.gpu) for binding in bindings)
     if link.rank == 0:
-        _log_bindings(bindings)
+        if groups := group_by_kind(find_faults(bindings)):
+            logger.warning("%s", "\n".join(": ".join(describe_faults(group)) for group in groups))
+        if line := describe_ports(bindings):
+            logger.info("%s", line)
     cached_verdict, unproven = next(
         ((verdict_from_table(r["verdict"]), r["unproven"]) for r in reports if "verdict" in r),
         (STAGED_VERDICT, ()),
@@ -167,14 +170,6 @@ def _gather_reports(gather: verify.Gather, report: dict[str, Any]) -> list[dict[
         if "fault" in report:
             raise UsageError(report["fault"])
     return reports
-
-
-def _log_bindings(bindings: Sequence[RankBinding]) -> None:
-    """Warn of the faults of the placement, and log the network ports near the ranks."""
-    if groups := group_by_kind(find_faults(bindings)):
-        logger.warning("%s", "\n".join(": ".join(describe_faults(group)) for group in groups))
-    if line := describe_ports(bindings):
-        logger.info("%s", line)
 
 
 def _log_paths(places: Sequence[RankPlace], verdict: Verdict, unproven: Sequence[str]) -> None:

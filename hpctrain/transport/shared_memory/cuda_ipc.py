@@ -136,7 +136,10 @@ class SharedGpuMemory:
 
     def _allocate(self, nbytes: int) -> int:
         """Return the address of zeros; raise GpuMemoryError on all ranks if one has too little."""
-        runtime, size = self._xp.cuda.runtime, _page_count(nbytes + HEADER_BYTES) * PAGE_BYTES
+        runtime, size = (
+            self._xp.cuda.runtime,
+            -(-(nbytes + HEADER_BYTES) // PAGE_BYTES) * PAGE_BYTES,
+        )
         address, error_text = self._malloc(size)
         error_texts = [fault.decode() for fault in self._gather(error_text.encode())]
         if any(error_texts):
@@ -249,10 +252,6 @@ def _warn_of_refusal() -> None:
         "CUDA IPC is refused between the ranks of a node (containers need --ipc=host and one "
         "PID namespace; GPUs must be visible to all ranks): GPU memory goes through host memory"
     )
-
-
-def _page_count(nbytes: int) -> int:
-    return -(-nbytes // PAGE_BYTES)
 
 
 def _data_address(data: bytes) -> int:
