@@ -18,7 +18,7 @@ import numpy as np
 from hpctrain.collectives.chunks import SEGMENT_BYTES
 from hpctrain.collectives.ring import RECEIVES_AHEAD, STREAM_SEGMENT_BYTES
 from hpctrain.cost_model.double_tree import count_segments, double_tree
-from hpctrain.cost_model.loggp import Array, Clocks, Route, Train
+from hpctrain.cost_model.loggp import Clocks, Route, Train
 
 Schedule = Callable[[Clocks, float], None]
 
@@ -101,11 +101,7 @@ def tree(clocks: Clocks, n: float) -> None:
 
 def recursive_doubling(clocks: Clocks, n: float) -> None:
     """Exchange whole vectors over distances 1, 2, 4, ..., segment by segment."""
-    core_size, folded = _find_folded_ranks(clocks.size)
-    folding_route, unfolding_route = (
-        clocks.route(folded, folded - core_size),
-        clocks.route(folded - core_size, folded),
-    )
+    core_size, folding_route, unfolding_route = _fold_ranks(clocks)
     partner_routes = [
         _partner_route(clocks, 1 << k, core_size) for k in range(core_size.bit_length() - 1)
     ]
@@ -121,12 +117,8 @@ def recursive_doubling(clocks: Clocks, n: float) -> None:
 
 def halving_doubling(clocks: Clocks, n: float) -> None:
     """Exchange halves, quarters, ... and add them; then the same way back."""
-    core_size, folded = _find_folded_ranks(clocks.size)
-    folding_route, unfolding_route = (
-        clocks.route(folded, folded - core_size),
-        clocks.route(folded - core_size, folded),
-    )
-    if folded.size:
+    core_size, folding_route, unfolding_route = _fold_ranks(clocks)
+    if folding_route.senders.size:
         _send_halves(clocks, (folding_route, unfolding_route), n / 2, adds=True)
         _send_message(clocks, folding_route, n / 2)
     partner_routes = [
@@ -140,10 +132,12 @@ def halving_doubling(clocks: Clocks, n: float) -> None:
     _send_message(clocks, unfolding_route, n)
 
 
-def _find_folded_ranks(size: int) -> tuple[int, Array]:
-    """Return the largest power of two up to P, and the ranks beyond it."""
-    core_size = 1 << (size.bit_length() - 1)
-    return core_size, np.arange(core_size, size)
+def _fold_ranks(clocks: Clocks) -> tuple[int, Route, Route]:
+    """Return the largest power of two up to P, and the routes from and to the ranks beyond it."""
+    core_size = 1 << (clocks.size.bit_length() - 1)
+    folded = np.arange(core_size, clocks.size)
+    partners = folded - core_size
+    return core_size, clocks.route(folded, partners), clocks.route(partners, folded)
 
 
 def _partner_route(clocks: Clocks, distance: int, core_size: int) -> Route:

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from hpctrain.core.errors import UsageError
+from hpctrain.core.thresholds import Thresholds
 from hpctrain.core.xp import Array, namespace
 from hpctrain.transport.device.direct_transfer import (
     DirectTransfer,
@@ -32,8 +33,9 @@ from hpctrain.transport.device.direct_transfer import (
     TransferLink,
 )
 from hpctrain.transport.device.staging import StagedReceive, StagedSend, cut_segments
+from hpctrain.transport.link import Request
 from hpctrain.transport.pace import Pace
-from hpctrain.transport.paths import sends_by_pointer
+from hpctrain.transport.paths import Path, sends_by_pointer
 
 
 class _ThreadQueues(threading.local):
@@ -70,6 +72,34 @@ def queues_for(link: TransferLink) -> TransferQueues:
     if link.queues is None:
         link.queues = TransferQueues(link)
     return link.queues
+
+
+class QueuedLink:
+    """The sends and receives of a link, which go through its queues for GPU arrays."""
+
+    bytes_sent = messages_sent = host_bytes = 0
+    unqueued_type: type | None = np.ndarray  #: of arrays that need no queue; None: all need one
+    paths: tuple[Path, ...] = ()  #: to each rank; empty if no rank has a GPU
+    path_thresholds: tuple[Thresholds, ...] = ()
+    queues: TransferQueues | None = None
+
+    def isend(self: TransferLink, x: np.ndarray, dest: int) -> Request:
+        """Start to send `x` to rank `dest`."""
+        if type(x) is not self.unqueued_type:
+            return queues_for(self).isend(x, dest)
+        self.count_message(x.nbytes)
+        return self.post_send(self.message(x), dest)
+
+    def irecv(self: TransferLink, x: np.ndarray, source: int) -> Request:
+        """Start to fill `x` from rank `source`."""
+        if type(x) is not self.unqueued_type:
+            return queues_for(self).irecv(x, source)
+        return self.post_receive(self.message(x), source)
+
+    def count_message(self, nbytes: int) -> None:
+        """Count a message of `nbytes`."""
+        self.bytes_sent += nbytes
+        self.messages_sent += 1
 
 
 def require_current_device(x: Array) -> None:

@@ -20,7 +20,6 @@ from mpi4py import MPI  # noqa: E402  (the settings above must come first)
 from hpctrain.core.thresholds import Thresholds  # noqa: E402
 from hpctrain.core.xp import Array, namespace  # noqa: E402
 from hpctrain.transport.device import transfers  # noqa: E402
-from hpctrain.transport.link import Request  # noqa: E402
 from hpctrain.transport.mpi import requests  # noqa: E402
 from hpctrain.transport.mpi.fault_tolerance import ALL_PEERS, Family, SurvivingLink, has_lost  # noqa: E402
 from hpctrain.transport.mpi.native import MpiCollectives  # noqa: E402
@@ -36,7 +35,7 @@ TAG = 0
 YIELDING = Pace(spin_s=0.05, polls=32, yields=True, min_nap_s=0.5e-3, max_nap_s=0.5e-3)
 
 
-class MpiLink(SurvivingLink):
+class MpiLink(SurvivingLink, transfers.QueuedLink):
     """One rank's view of a communicator; see `hpctrain.transport.link.Link`."""
 
     def __init__(
@@ -51,32 +50,13 @@ class MpiLink(SurvivingLink):
         `family`: of the communicator that `comm` was derived from.
         """
         self.rank, self.size = comm.rank, comm.size
-        self.bytes_sent = self.messages_sent = self.host_bytes = 0
         self.entry = entry
         self.max_piece_bytes = max_piece_bytes
         self.pace: Pace | None = None  #: see Link
         self.word_pace = YIELDING  #: of waits for words in shared memory
-        #: the type of arrays that need no queue; None: all need one, see device/transfers.py
-        self.unqueued_type: type | None = np.ndarray
-        self.paths: tuple[Path, ...] = ()  #: to each rank; empty if no rank has a GPU
-        self.path_thresholds: tuple[Thresholds, ...] = ()
-        self.queues: transfers.TransferQueues | None = None
         self.comm, self.family = comm, family or Family()
         self.family.add(comm)
         self.status = MPI.Status()
-
-    def isend(self, x: np.ndarray, dest: int) -> Request:
-        """Start to send `x` to rank `dest`."""
-        if type(x) is not self.unqueued_type:
-            return transfers.queues_for(self).isend(x, dest)
-        self.count_message(x.nbytes)
-        return self.post_send(self.message(x), dest)
-
-    def irecv(self, x: np.ndarray, source: int) -> Request:
-        """Start to fill `x` from rank `source`."""
-        if type(x) is not self.unqueued_type:
-            return transfers.queues_for(self).irecv(x, source)
-        return self.post_receive(self.message(x), source)
 
     def sendrecv(self, x: np.ndarray, dest: int, inbox: np.ndarray, source: int) -> None:
         """Send `x` and fill `inbox`, both at once."""
@@ -213,11 +193,6 @@ class MpiLink(SurvivingLink):
         """Give the communicator back to MPI; all its ranks must call, and none may use it after."""
         if self.comm != MPI.COMM_NULL:  # a view may have freed it
             self.comm.Free()
-
-    def count_message(self, nbytes: int) -> None:
-        """Count a message of `nbytes`."""
-        self.bytes_sent += nbytes
-        self.messages_sent += 1
 
     def message(self, x: Array) -> list[requests.Spec]:
         """Return the MPI buffers of `x`, in pieces; only this method gives MPI GPU memory.

@@ -22,7 +22,6 @@ import numpy as np
 from hpctrain.core.errors import HungError, LostRankError, RankKilled, TransportError
 from hpctrain.core.thresholds import Thresholds
 from hpctrain.transport.device import transfers
-from hpctrain.transport.link import Request
 from hpctrain.transport.pace import Pace
 from hpctrain.transport.paths import Path
 from hpctrain.transport.threads.hub import Agreed, Hub, SentMessage
@@ -34,35 +33,17 @@ T = TypeVar("T")
 POLL_S = 2e-5  # polling interval where no condition variable signals
 
 
-class LocalLink:
+class LocalLink(transfers.QueuedLink):
     """One thread's view of the ranks; see `hpctrain.transport.link.Link`."""
 
     def __init__(self, hub: Hub, rank: int):
         self.rank, self.size = rank, hub.size
-        self.bytes_sent = self.messages_sent = self.host_bytes = 0
         self.pace: Pace | None = None  # a waiting thread sleeps anyway
-        self.unqueued_type: type | None = np.ndarray
-        self.paths: tuple[Path, ...] = ()
-        self.path_thresholds: tuple[Thresholds, ...] = ()
-        self.queues: transfers.TransferQueues | None = None
         self.hub = hub
         self.pending_receives: dict[int, deque[Receive]] = defaultdict(deque)
         self._splits = 0
         self._groups: Counter[tuple[int, ...]] = Counter()
         self._agreements, self._is_dissolved = 0, False
-
-    def isend(self, x: np.ndarray, dest: int) -> Request:
-        """Start to send `x` to rank `dest`."""
-        if type(x) is not self.unqueued_type:
-            return transfers.queues_for(self).isend(x, dest)
-        self.count_message(x.nbytes)
-        return self.post_send(self.message(x), dest)
-
-    def irecv(self, x: np.ndarray, source: int) -> Request:
-        """Start to fill `x` from rank `source`."""
-        if type(x) is not self.unqueued_type:
-            return transfers.queues_for(self).irecv(x, source)
-        return self.post_receive(self.message(x), source)
 
     def sendrecv(self, x: np.ndarray, dest: int, inbox: np.ndarray, source: int) -> None:
         """Send `x` and fill `inbox`, both at once."""
@@ -147,11 +128,6 @@ class LocalLink:
 
     def free(self) -> None:
         """Do nothing: a hub is freed with its last link."""
-
-    def count_message(self, nbytes: int) -> None:
-        """Count a message of `nbytes`."""
-        self.bytes_sent += nbytes
-        self.messages_sent += 1
 
     def message(self, x: np.ndarray) -> np.ndarray:
         """Return the bytes of contiguous `x`."""
