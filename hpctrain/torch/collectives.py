@@ -82,26 +82,26 @@ def reduce_scatter(group: Group, rows: Array, name: str, output: Array, ordered:
     output[:] = chunks(rows, group.link.size)[group.link.rank]
 
 
-def gather(group: Group, x: Array, outputs: Arrays, root: int) -> None:
-    """Fill the root's output r with rank r's `x`."""
+def gather(group: Group, inputs: Arrays, outputs: Arrays, root: int) -> None:
+    """Fill the root's output r with the only input of rank r."""
     link = group.link
-    if link.rank != root:
-        link.isend(x, root).wait()
-        return
-    requests = [link.irecv(output, r) for r, output in enumerate(outputs) if r != root]
-    outputs[root][:] = x
+    if link.rank == root:
+        outputs[root][:] = inputs[0]
+        requests = [link.irecv(output, r) for r, output in enumerate(outputs) if r != root]
+    else:
+        requests = [link.isend(inputs[0], root)]
     for request in requests:
         request.wait()
 
 
-def scatter(group: Group, inputs: Arrays, output: Array, root: int) -> None:
-    """Fill rank r's `output` with the root's input r."""
+def scatter(group: Group, inputs: Arrays, outputs: Arrays, root: int) -> None:
+    """Fill the only output of rank r with the root's input r."""
     link = group.link
-    if link.rank != root:
-        link.irecv(output, root).wait()
-        return
-    requests = [link.isend(x, r) for r, x in enumerate(inputs) if r != root]
-    output[:] = inputs[root]
+    if link.rank == root:
+        outputs[0][:] = inputs[root]
+        requests = [link.isend(x, r) for r, x in enumerate(inputs) if r != root]
+    else:
+        requests = [link.irecv(outputs[0], root)]
     for request in requests:
         request.wait()
 

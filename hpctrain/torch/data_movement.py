@@ -5,12 +5,13 @@ Tensors of any dtype travel as bytes. See reductions.py for the calling conventi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 
+from hpctrain.collectives import Group
 from hpctrain.core.errors import UsageError
 from hpctrain.torch import collectives
 from hpctrain.torch.operations import Operations, is_async
@@ -38,32 +39,19 @@ class DataMovement(Operations):
 
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Any:
         """Collect all ranks' tensors on the root."""
-        tensor, root = inputs[0], opts.rootRank
         targets = list(outputs[0]) if outputs else []
-
-        def call() -> None:
-            self.must_match(f"gather to {root} of {tensor.dtype} {tensor.numel()}")
-            staged = [target.contiguous() for target in targets]
-            arrays = list(map(as_bytes, staged))
-            source = tensor.contiguous()
-            collectives.gather(self.group, as_bytes(source), arrays, root)
-            copy_all_back(staged, targets)
-
-        return self.start(b"gather", tensor.nbytes, call, is_async(opts), targets)
+        text = f"gather to {opts.rootRank} of {inputs[0].dtype} {inputs[0].numel()}"
+        function = partial(collectives.gather, root=opts.rootRank)
+        nbytes = inputs[0].nbytes
+        return self._move(b"gather", nbytes, inputs[:1], targets, function, opts, text)
 
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> Any:
         """Distribute the root's tensors, one to each rank."""
-        target, root = outputs[0], opts.rootRank
         sources = list(inputs[0]) if inputs else []
-
-        def call() -> None:
-            self.must_match(f"scatter from {root} of {target.dtype} {target.numel()}")
-            staged, held = target.contiguous(), [source.contiguous() for source in sources]
-            arrays = list(map(as_bytes, held))
-            collectives.scatter(self.group, arrays, as_bytes(staged), root)
-            copy_back(staged, target)
-
-        return self.start(b"scatter", target.nbytes, call, is_async(opts), [target])
+        text = f"scatter from {opts.rootRank} of {outputs[0].dtype} {outputs[0].numel()}"
+        function = partial(collectives.scatter, root=opts.rootRank)
+        nbytes = outputs[0].nbytes
+        return self._move(b"scatter", nbytes, sources, outputs[:1], function, opts, text)
 
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Any:
         """Fill the list of tensors with every rank's tensor; they may differ in length."""
@@ -135,11 +123,11 @@ class DataMovement(Operations):
         """Exchange parts with all ranks, cut along the first dimension; even without `splits`."""
 
         def call() -> None:
-            staged, source = output.contiguous(), tensor.contiguous()
-            self._exchange(
-                _split(source, input_splits, self.group.link.size),
-                _split(staged, output_splits, self.group.link.size),
-            )
+            staged, source, group = output.contiguous(), tensor.contiguous(), self.group
+            sent = _split(source, input_splits, group.link.size)
+            received = _split(staged, output_splits, group.link.size)
+            arrays = [*map(as_bytes, sent)], [*map(as_bytes, received)]
+            collectives.all_to_all_uneven(group, *arrays)
             copy_back(staged, output)
 
         return self.start(b"all_to_all", tensor.nbytes, call, is_async(opts), [output])
@@ -148,26 +136,36 @@ class DataMovement(Operations):
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
         """Send tensor r to rank r, and fill output r from it."""
-
-        def call() -> None:
-            staged = [output.contiguous() for output in outputs]
-            self._exchange([tensor.contiguous() for tensor in inputs], staged)
-            copy_all_back(staged, outputs)
-
-        nbytes = sum(tensor.nbytes for tensor in inputs)
-        return self.start(b"all_to_all", nbytes, call, is_async(opts), list(outputs))
-
-    def _exchange(self, inputs: Tensors, outputs: Tensors) -> None:
-        arrays = list(map(as_bytes, inputs)), list(map(as_bytes, outputs))
-        collectives.all_to_all_uneven(self.group, *arrays)
+        function, nbytes = collectives.all_to_all_uneven, sum(tensor.nbytes for tensor in inputs)
+        return self._move(b"all_to_all", nbytes, inputs, outputs, function, opts)
 
     def barrier(self, opts: Any = None, *_: Any) -> Any:
         """Wait until every rank has called this."""
+        return self.start(b"barrier", 0, self.communicator.world.barrier, is_async(opts), [])
+
+    def _move(
+        self,
+        operation: bytes,
+        nbytes: int,
+        sources: Tensors,
+        targets: Tensors,
+        function: Callable[[Group, collectives.Arrays, collectives.Arrays], None],
+        opts: Any,
+        text: str = "",
+    ) -> Any:
+        """Start `function` on contiguous sources and targets, as bytes; return its Work.
+
+        `text` describes the call where ranks compare it.
+        """
 
         def call() -> None:
-            self.communicator.world.barrier()
+            if text:
+                self.must_match(text)
+            sent, staged = [x.contiguous() for x in sources], [y.contiguous() for y in targets]
+            function(self.group, [*map(as_bytes, sent)], [*map(as_bytes, staged)])
+            copy_all_back(staged, targets)
 
-        return self.start(b"barrier", 0, call, is_async(opts), [])
+        return self.start(operation, nbytes, call, is_async(opts), list(targets))
 
 
 def _split(tensor: Tensor, sizes: Sequence[int], parts: int) -> Tensors:

@@ -122,25 +122,11 @@ class Reductions(Operations):
 
     def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> Any:
         """Reduce the list of tensors, and keep this rank's."""
-        output, sources = outputs[0], list(inputs[0])
-        op, asynchronous = _reduction(opts)
-
-        def call() -> None:
-            if len({source.numel() for source in sources}) > 1:
-                raise UsageError("reduce_scatter takes tensors of one length")
-            rows = torch.cat([source.detach().reshape(-1) for source in sources])
-            self._reduce_scatter_rows(output, rows, op)
-
-        return self.start(b"reduce_scatter", output.nbytes, call, asynchronous, [output])
+        return self._reduce_scatter_each(b"reduce_scatter", outputs[:1], inputs[:1], opts)
 
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Any:
         """Reduce `tensor`, and write this rank's part of it to `output`."""
-        op, asynchronous = _reduction(opts)
-
-        def call() -> None:
-            self._reduce_scatter_rows(output, tensor.detach().reshape(-1).clone(), op)
-
-        return self.start(b"reduce_scatter", output.nbytes, call, asynchronous, [output])
+        return self._reduce_scatter_each(b"reduce_scatter", [output], [tensor], opts)
 
     _reduce_scatter_base = reduce_scatter_single
 
@@ -148,16 +134,22 @@ class Reductions(Operations):
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> Any:
         """Do several `reduce_scatter_single`."""
+        return self._reduce_scatter_each(b"reduce_scatter coalesced", outputs, inputs, opts)
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def _reduce_scatter_each(
+        self, operation: bytes, outputs: Tensors, inputs: Sequence[Tensor | Tensors], opts: Any
+    ) -> Any:
+        """Start the reduction of each input, a tensor or a list of P tensors; return the Work."""
         op, asynchronous = _reduction(opts)
 
         def call() -> None:
-            for output, tensor in zip(outputs, inputs, strict=True):
-                self._reduce_scatter_rows(output, tensor.detach().reshape(-1).clone(), op)
+            for output, source in zip(outputs, inputs, strict=True):
+                self._reduce_scatter_rows(output, _flat_copy(source), op)
 
         nbytes = sum(output.nbytes for output in outputs)
-        return self.start(b"reduce_scatter coalesced", nbytes, call, asynchronous, list(outputs))
-
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+        return self.start(operation, nbytes, call, asynchronous, list(outputs))
 
     def _reduce_scatter_rows(self, output: Tensor, rows: Tensor, op: Any) -> None:
         name = _NAME_OF_OP[hash(op)]
@@ -167,6 +159,15 @@ class Reductions(Operations):
         staged, group = output.contiguous(), self.group
         collectives.reduce_scatter(group, as_array(rows), name, as_array(staged), self._ordered)
         copy_back(staged, output)
+
+
+def _flat_copy(source: Tensor | Tensors) -> Tensor:
+    """Return the elements of a tensor, or of tensors of the same length, in new memory."""
+    if isinstance(source, torch.Tensor):
+        return source.detach().reshape(-1).clone()
+    if len({tensor.numel() for tensor in source}) > 1:
+        raise UsageError("reduce_scatter takes tensors of one length")
+    return torch.cat([tensor.detach().reshape(-1) for tensor in source])
 
 
 def _reduction(opts: Any) -> tuple[Any, bool]:
