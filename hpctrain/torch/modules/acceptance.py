@@ -49,7 +49,7 @@ def check_module(module: nn.Module) -> None:
 
 
 def own_precision(module: nn.Module) -> Precision:
-    """Return the dtype of all parameters; raise UsageError if they have others, or several."""
+    """Return the dtype that the parameters share; raise UsageError for several, or another."""
     names: dict[torch.dtype, str] = {}
     for name, p in named_parameters(module).items():
         if p.is_floating_point():
@@ -59,8 +59,8 @@ def own_precision(module: nn.Module) -> Precision:
     listed = " and ".join(f"{dtype} ('{name}')" for dtype, name in names.items())
     raise UsageError(
         f"module: expected parameters of float32, or all of float64, seen {listed}; call "
-        "module.float(), or give the Trainer a precision, such as 'float32', which all of them "
-        "then take"
+        "module.float(), or give the Trainer a precision, such as 'float32', which every parameter "
+        "then takes"
     )
 
 
@@ -74,7 +74,7 @@ def must_be_dense(name: str, gradient: torch.Tensor | None) -> None:
 
 
 class BoundParameters:
-    """The parameters of a module, and which of them are trained, when a Trainer was made."""
+    """The parameters of a module, and which were trained, when a Trainer was made."""
 
     def __init__(self, module: nn.Module):
         """Note them, under all of their names."""
@@ -133,7 +133,7 @@ def describe_changes(
 ) -> list[str]:
     """Return a text for each property of a module that training in `dtype` changes.
 
-    `own`: the dtypes of its parameters, each with a name; `buffers`: those of other dtypes.
+    `own`: the dtypes of its parameters, each with a name; `buffers`: the same for buffers.
     """
     texts = []
     if own.keys() != {dtype}:

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class ModuleBuffers:
-    """The frozen parameters and the buffers of one module."""
+    """The frozen parameters and the buffers of a module."""
 
     def __init__(self, module: nn.Module, dtype: torch.dtype):
         """Find them; floating-point ones get `dtype`."""
@@ -48,7 +48,7 @@ class ModuleBuffers:
         self._tensors = {name: place.tensor for name, place in places.items()}
         self._places = [*places.values()]
         self._views: dict[str, Array] = {}
-        self._code = np.zeros(0)  #: of all that do not lie in the plane, as it is there
+        self._code = np.zeros(0)  #: of the tensors outside the plane, as it is there
         self._versions = self._unsaved_versions()
         self._warned: set[str] = set()
 
@@ -164,7 +164,7 @@ class ModuleBuffers:
         return tuple(x.shape) if is_flat else integers.coded_shape(tuple(x.shape), _name_of(dtype))
 
     def _encode(self) -> np.ndarray:
-        """Return the code of all tensors that do not lie in the plane, one after the other."""
+        """Return the codes of the tensors outside the plane, one after the other."""
         groups: dict[int, list[torch.Tensor]] = {}
         for name in self._coded:
             x = self._tensors[name].detach()  # type: ignore[union-attr]

@@ -6,7 +6,7 @@ does except within a gradient of a Replica, whose key says step, samples and how
 Dropout: the mask of a sample is a function of the seed, the step, the sample and the number of the
 call, as are other random numbers; see draws.py.
 
-BatchNorm: mean and variance are those of the samples of all ranks, as with one rank:
+BatchNorm: mean and variance are computed over the global batch, as with one rank:
 
     forward    [n, n mean, n (var + mean^2)]    backward    [sum dy, sum dy x_hat]    over ranks
 """
@@ -39,7 +39,7 @@ class SampleDropout(nn.Dropout):
 
 
 class RankBatchNorm(_BatchNorm):
-    """Batch normalization over the samples of all ranks."""
+    """Batch normalization over the global batch."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return `x` (n, channels, ...) normalized; see `torch.nn.BatchNorm2d`."""
@@ -69,7 +69,7 @@ class RankBatchNorm(_BatchNorm):
 
 
 class Statistics(NamedTuple):
-    """Statistics per channel over the samples of all ranks."""
+    """Statistics per channel over the global batch."""
 
     rows: float  #: the number of values of a channel
     mean: torch.Tensor  #: float64 (channels,)
@@ -78,7 +78,7 @@ class Statistics(NamedTuple):
 
 
 class _Normalization(torch.autograd.Function):
-    """y = (x - mean) / sqrt(variance + eps) * weight + bias, with statistics of all ranks."""
+    """y = (x - mean) / sqrt(variance + eps) * weight + bias, statistics over the global batch."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""Losses on the outputs of a module: those of `ht.nn`, and functions on tensors.
+"""Losses on the outputs of a module: classes of `ht.nn`, and functions on tensors.
 
 Engines take the gradient of `scale` times the *sum* of the loss over samples, so that shares of any
 length add up. A function that returns a mean over its batch of n samples is multiplied by n; of

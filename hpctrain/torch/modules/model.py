@@ -30,11 +30,11 @@ class TorchModel:
     """A module and its loss: what the Trainer needs of a model.
 
     `module` is called with an array of samples as a tensor (n, ...); with the values of a dict of
-    arrays by keyword; with those of a tuple by position. `loss` is a name, such as "cross_entropy",
+    arrays by keyword; with a tuple's by position. `loss` is a name, such as "cross_entropy",
     an `ht.nn.Loss`, or a function of outputs and targets that returns a scalar tensor; see
     `ht.torch.Loss` for sums and metrics. The module's layers are changed in place, until
-    the Trainer is closed: Dropout draws masks by sample, and BatchNorm normalizes over the batch of
-    all ranks; see layers.py. Names of parameters are those of `module.state_dict()`, without the
+    the Trainer is closed: Dropout draws masks by sample, and BatchNorm normalizes over the global
+    batch; see layers.py. Parameters are named as in `module.state_dict()`, without the
     prefixes of wrappers. Raises UsageError for a module that cannot be trained so.
     """
 
@@ -85,7 +85,7 @@ class TorchModel:
         return own_precision(self.module)
 
     def bind_parameters(self) -> None:
-        """Note the parameters and which of them are trained."""
+        """Note the parameters and which are trained."""
         self._bound = BoundParameters(self.module)
 
     def must_be_bound(self) -> None:

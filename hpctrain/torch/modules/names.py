@@ -1,4 +1,4 @@
-"""Names of a module's parameters and buffers: those of `state_dict`, without wrappers.
+"""Names of a module's parameters and buffers: as in `state_dict`, without wrappers.
 
 DistributedDataParallel   module.0.weight       0.weight
 torch.compile             _orig_mod.0.weight    0.weight
@@ -34,12 +34,12 @@ class Place(NamedTuple):
 
 
 def parameter_places(module: nn.Module) -> list[Place]:
-    """Return the places of all parameters; one that is tied has several."""
+    """Return the place of each parameter; one that is tied has several."""
     return [*_places(module, "_parameters")]
 
 
 def buffer_places(module: nn.Module) -> list[Place]:
-    """Return the places of all buffers."""
+    """Return the place of each buffer."""
     return [*_places(module, "_buffers")]
 
 

@@ -139,7 +139,7 @@ class TorchReplica:
     def _compute_pieces(
         self, batch: Batch, scale: float, key: nn.Key, on_ready: Callable[[str], None]
     ) -> nn.Sums:
-        """Compute the gradients of all micro-batches."""
+        """Compute the gradients of the micro-batches."""
         sums: nn.Sums = {}
         for i, (piece, first) in enumerate(split_batch(batch, self.micro_batches)):
             is_last = i == self.micro_batches - 1
@@ -202,7 +202,7 @@ class TorchReplica:
         restore_layers(self.model.module)
 
     def _compute(self, batch: Batch, scale: float, key: nn.Key) -> nn.Sums:
-        """Compute the gradient of one piece of a batch."""
+        """Compute the gradient of a piece of a batch."""
         if batch.n == 0 and not (self.normalizes_batch and key.sum_over_ranks is not None):
             self._call_on_need(key)
             return nn.losses.zero_sums(self.loss.terms)

@@ -32,7 +32,7 @@ class TorchSamples:
 
     @property
     def sample_shape(self) -> Any:
-        """The shape of one sample, or the tree of shapes."""
+        """The shape of a sample, or the tree of shapes."""
         if self._sample_shape is None:
             self._sample_shape = sample_shape(self.rows(np.arange(1))[0])
         return self._sample_shape

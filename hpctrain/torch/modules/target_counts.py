@@ -2,7 +2,7 @@
 
     CrossEntropyLoss(weight=w, ignore_index=i)      sum of w[y] l(y) / sum of w[y],  over y != i
 
-The divisor depends on the targets of all ranks. It is computed from the number of targets of each
+The divisor depends on every rank's targets. It is computed from the number of targets of each
 class: sums of integers have the same bits in any order, so that it is the same on any number of
 ranks.
 """

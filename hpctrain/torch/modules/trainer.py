@@ -47,8 +47,8 @@ class Trainer(trainer.Trainer):
         treats each element by itself; it continues from the states that it has, and its options
         and hooks are used, as PyTorch does. With the latter `schedule` may be a scheduler of it, or
         a function that makes one, as `lambda optimizer: StepLR(optimizer, 100)`; the Trainer steps
-        it after each update. `options`: those of `ht.Trainer`, such as `seed`, `precision`, `world`
-        and `callbacks`. Raises UsageError, on all ranks, for what it cannot use.
+        it after each update. `options`: keywords of `ht.Trainer`, such as `seed`, `precision`,
+        `world` and `callbacks`. Raises UsageError, on all ranks, for what it cannot use.
         """
         options["world"] = world = options.get("world") or hpctrain.world.init()
         flat = world.on_all_ranks(lambda: as_optimizer(optimizer, module, schedule))
@@ -62,7 +62,7 @@ class Trainer(trainer.Trainer):
 
     @property
     def module(self) -> torch.nn.Module:
-        """The module: its parameters are those of the last call of `fit`."""
+        """The module, with the parameters after the last call of `fit`."""
         self.replica.read_arena()
         return self.replica.model.module
 

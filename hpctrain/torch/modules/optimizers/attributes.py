@@ -1,6 +1,6 @@
 """What becomes of each class, option and attribute of `torch.optim`.
 
-    used        the Trainer's updates are those of PyTorch with it
+    used        the Trainer's updates equal PyTorch's with it
     refused     a UsageError names it, where it is not at its default
     announced   a warning at the start says that it is without effect
     internal    PyTorch's own bookkeeping
@@ -47,7 +47,7 @@ ATTRIBUTES = {
     "_optimizer_state_dict_post_hooks": "announced",
     "_optimizer_load_state_dict_pre_hooks": "announced",
     "_optimizer_load_state_dict_post_hooks": "announced",
-    "step": "refused",  # another function than that of the class
+    "step": "refused",  # another function than the class has
     **dict.fromkeys(("grad_scale", "found_inf"), "refused"),  # of a GradScaler
     **dict.fromkeys(("_zero_grad_profile_name", "_opt_called"), "internal"),
     "_warned_capturable_if_run_uncaptured": "internal",

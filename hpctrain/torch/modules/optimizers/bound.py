@@ -59,7 +59,7 @@ class Span(NamedTuple):
 
 
 class BoundOptimizer:
-    """The updates of one array of parameters."""
+    """The updates of an array of parameters."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class BoundOptimizer:
         self._count(absent)
 
     def export(self) -> None:
-        """Give the user's optimizer the states, if they are those of whole parameters."""
+        """Give the user's optimizer the states, if they belong to whole parameters."""
         if self.is_own or not all(piece.is_whole for piece in self.pieces):
             return
         for piece in self.pieces:

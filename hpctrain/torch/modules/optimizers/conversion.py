@@ -50,7 +50,7 @@ def as_optimizer(optimizer: Any, module: torch.nn.Module, schedule: Schedule | N
     options = ScheduledOptions(optimizer, schedule)
     check_options(optimizer)
     flat = FlatOptimizer(optimizer, parameters, options)
-    # Hooks need the gradients of all parameters at once, as norms do.
+    # Hooks need every parameter's gradient at once, as norms do.
     needs_all = has_step_hooks(optimizer)
     return Optimizer(flat.init, flat.update, options, needs_all, skips_absent=True)
 

@@ -77,7 +77,7 @@ class FlatOptimizer:
         state["step"][0] += 1
 
     def export(self) -> None:
-        """Give the user's optimizer the states, where this rank has those of all parameters."""
+        """Give the user's optimizer the states, where this rank holds every parameter's."""
         for bound in self._bound.values():
             if len(bound.pieces) == len(self._parameters):
                 bound.export()
