@@ -13,14 +13,13 @@ from types import ModuleType
 from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
 
 from hpctrain import machine
 from hpctrain.bench.message_sizes import size_text
 from hpctrain.bench.options import Options
 from hpctrain.core import progress
 from hpctrain.core.errors import UsageError
-from hpctrain.core.fitted_table import fit_table
+from hpctrain.core.fitted_table import fit_table, make_table
 from hpctrain.core.printing import say
 from hpctrain.core.strict_json import to_json
 from hpctrain.tuning import choose
@@ -74,9 +73,7 @@ class RowPrinter:
         console = progress.console()
         self._is_terminal = console.is_terminal and self._is_printing_rank
         self._console = progress.stdout_console(160)
-        self._table = Table(title=title)
-        for heading, _ in columns:
-            self._table.add_column(heading, justify="left" if heading == "algorithm" else "right")
+        self._table = make_table((heading for heading, _ in columns), "algorithm", title=title)
         self._bar = Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(),

@@ -23,7 +23,7 @@ from matplotlib.ticker import (
 )
 
 from hpctrain.bench.message_sizes import size_text
-from hpctrain.core.palette import BLUE, COLORS, MARKERS, ORANGE
+from hpctrain.core.palette import BLUE, COLORS, MARKERS, ORANGE, plain
 
 MAX_TICKS = 7  #: more labels would overlap
 MAX_SPAN = 1e5  #: ticks between powers of ten would crowd an axis of a wider span
@@ -54,7 +54,7 @@ def draw_size_plot(rows: Sequence[Row], title: str, path: Path, bandwidth: str =
     format_size_axes(bandwidth_axes, sizes, f"{bandwidth} [GB/s]")
     legend = time_axes.get_legend_handles_labels()
     figure.legend(*legend, loc="outside lower center", ncols=5, fontsize="small")
-    figure.suptitle(title.replace("$", r"\$"))
+    figure.suptitle(plain(title))
     figure.savefig(path, dpi=130)
 
 
@@ -93,7 +93,7 @@ def draw_step_bars(rows: Sequence[Row], title: str, path: Path) -> None:
     all_axes[0].invert_yaxis()
     legend = all_axes[0].get_legend_handles_labels()
     figure.legend(*legend, loc="outside lower center", ncols=2, fontsize="small")
-    figure.suptitle(title.replace("$", r"\$"))
+    figure.suptitle(plain(title))
     figure.savefig(path, dpi=130)
 
 

@@ -20,7 +20,7 @@ from hpctrain.chaos.case import Case, Table, parse
 from hpctrain.chaos.describe import describe_case
 from hpctrain.chaos.runner import FAILED, PASSED, SKIPPED
 from hpctrain.core import progress
-from hpctrain.core.fitted_table import fit_table, stdout_console
+from hpctrain.core.fitted_table import print_table
 from hpctrain.core.printing import say
 
 DEFAULT_WIDTH = 200  #: of tables where there is no terminal
@@ -81,12 +81,11 @@ def print_cases(cases: Sequence[Case], found: dict[results.CaseKey, Table]) -> N
 
 def print_summary(tables: list[Table]) -> None:
     """Print tables of verdicts by engine, launcher, fault and broken promise, then the sums."""
-    console = stdout_console(DEFAULT_WIDTH)
     for title, rows in results.counts(tables).items():
         table = RichTable(title, "passed", "failed", "skipped", title_justify="left")
         for name, verdicts in sorted(rows.items()):
             table.add_row(name, *(str(verdicts[word]) for word in (PASSED, FAILED, SKIPPED)))
-        console.print(fit_table(table, console))
+        print_table(table, DEFAULT_WIDTH)
     for text, number in results.unchecked(tables).items():
         say(f"not checked in {number} cases: {text}")
     if sums := results.losses(tables):

@@ -41,6 +41,18 @@ def stdout_console(width: int) -> PlainConsole:
     return console if console.is_terminal else PlainConsole(width=width)
 
 
+def print_table(table: Table, width: int) -> None:
+    """Print `table` on stdout, of `width` columns where that is no terminal."""
+    console = stdout_console(width)
+    console.print(fit_table(table, console))
+
+
+def make_table(headings: Iterable[str], *left: str, title: str | None = None) -> Table:
+    """Return a table without rows: columns are aligned to the right, but for those named `left`."""
+    columns = (Column(text, justify="left" if text in left else "right") for text in headings)
+    return Table(*columns, title=title)
+
+
 def fit_table(table: Table, console: Console) -> Table:
     """Return `table` so that `console` shows all of its text."""
     sizes = [_measure(column, console) for column in table.columns]

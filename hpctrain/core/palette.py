@@ -1,4 +1,4 @@
-"""The colours and marks of the plots, and the dashes that tell lines apart in grey.
+"""The colours, marks and titles of every plot, and dashes that tell lines apart in grey.
 
 Colours of Okabe and Ito (2008), which colour-blind people can tell apart.
 """
@@ -8,3 +8,8 @@ BLUE, VERMILION, GREEN, _, ORANGE, _, BLACK, _ = COLORS
 GREY = "#D4D4D4"  #: paler than ORANGE also in grey
 MARKERS = "osD^vP*X"
 DASHES = ("-", "--", "-.", ":")
+
+
+def plain(title: str) -> str:
+    """Return a title in which a dollar sign begins no formula."""
+    return title.replace("$", r"\$")

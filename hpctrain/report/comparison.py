@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from hpctrain.config import toml
 from hpctrain.core.errors import UsageError
-from hpctrain.core.fitted_table import fit_table, stdout_console
+from hpctrain.core.fitted_table import print_table
 from hpctrain.report import record
 from hpctrain.report.history import DEFAULT_WIDTH, NO_RECIPE
 from hpctrain.report.record import RunRecord
@@ -104,11 +104,8 @@ def find_differences(recipes: Sequence[Mapping[str, Any]]) -> dict[str, list[Any
 
 def print_tables(comparison: Mapping[str, Any]) -> None:
     """Print a column per run on stdout: its facts, then the keys in which the recipes differ."""
-    console = stdout_console(DEFAULT_WIDTH)
     runs = comparison["runs"]
-    table = Table("")
-    for folder in runs:
-        table.add_column(Text(folder))
+    table = Table("", *(Column(Text(folder)) for folder in runs))
     for key in dict.fromkeys(key for facts in runs.values() for key in facts):
         name = NAMES.get(key, key.removesuffix("_s").replace("_", " "))
         table.add_row(name, *(_write(key, facts.get(key)) for facts in runs.values()))
@@ -116,7 +113,7 @@ def print_tables(comparison: Mapping[str, Any]) -> None:
         table.add_section()
     for key, values in comparison["recipes"].items():
         table.add_row(Text(key), *(Text("-" if x is None else str(x)) for x in values))
-    console.print(fit_table(table, console))
+    print_table(table, DEFAULT_WIDTH)
 
 
 def _write(key: str, value: Any) -> Text:

@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.figure import Figure  # not pyplot, which would look for a screen
 
 from hpctrain.core.errors import UsageError
-from hpctrain.core.palette import COLORS, DASHES, MARKERS
+from hpctrain.core.palette import COLORS, DASHES, MARKERS, plain
 from hpctrain.report import record
 from hpctrain.report.plots import MAX_MARKED_POINTS, UNITS, choose_unit, scale_losses
 
@@ -40,7 +40,7 @@ def draw(folders: Sequence[Path], path: Path) -> None:
             }
             if finite.sum() <= MAX_MARKED_POINTS:  # a lone point has no line
                 style |= {"marker": MARKERS[i % len(MARKERS)], "markersize": 4}
-            label = str(folders[i]).replace("$", r"\$") if metric == drawn[0] else None
+            label = plain(str(folders[i])) if metric == drawn[0] else None
             by_step.plot(run.column("step")[finite], y[finite], label=label, **style)
             by_time.plot(clock[finite] / UNITS[unit], y[finite], **style)
         values = np.concatenate([run.column(metric) for run in runs])

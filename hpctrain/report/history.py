@@ -115,9 +115,8 @@ def print_table(entries: Sequence[HistoryEntry]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from hpctrain.core.fitted_table import fit_table, stdout_console
+    from hpctrain.core.fitted_table import print_table as print_fitted
 
-    console = stdout_console(DEFAULT_WIDTH)
     table = Table("started", "recipe", "engine", "ranks", "status", "step", "result",
                   "folder")  # fmt: skip
     for entry in entries:
@@ -129,4 +128,4 @@ def print_table(entries: Sequence[HistoryEntry]) -> None:
         cells = (started, entry.recipe, entry.engine or "-", str(entry.ranks or "-"), status,
                  str(entry.step or "-"), result.replace("_", " "), entry.folder)  # fmt: skip
         table.add_row(*map(Text, cells))
-    console.print(fit_table(table, console))
+    print_fitted(table, DEFAULT_WIDTH)

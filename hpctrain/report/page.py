@@ -91,22 +91,30 @@ def _draw_plots(record: RunRecord) -> dict[str, bytes]:
 
 def page(record: RunRecord, images: Mapping[str, bytes]) -> str:
     """Return the page as HTML; `images` are PNGs by file name."""
-    # Names and reasons come from recipes and exceptions, so every value is escaped.
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
-    template = environment.from_string(
-        resources.files(__package__).joinpath("page.html").read_text()
-    )
     summary = dict(record.summary)
     summary.pop("rank_hosts", None)  # drawn in ranks.png
     versions = summary.pop("versions", None) or {}
-    return template.render(
+    return render(
+        __package__,
         record=record,
         losses=[_cells(loss) for loss in record.losses()],
         headlines=_headlines(summary),
-        images={name: b64encode(png).decode() for name, png in images.items()},
+        images=encode(images),
         summary={key: (words(key), text_of(_scale(key, value))) for key, value in summary.items()},
         versions=versions,
     )
+
+
+def render(package: str, **values: Any) -> str:
+    """Return page.html of `package` filled with `values`, such as names from recipes: escaped."""
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+    text = resources.files(package).joinpath("page.html").read_text()
+    return environment.from_string(text).render(**values)
+
+
+def encode(images: Mapping[str, bytes]) -> dict[str, str]:
+    """Return images as base64, to be part of a page."""
+    return {name: b64encode(png).decode() for name, png in images.items()}
 
 
 def _cells(loss: Loss) -> list[str]:

@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure  # not pyplot, which would look for a screen
 from matplotlib.ticker import EngFormatter, MaxNLocator, PercentFormatter
 
-from hpctrain.core.palette import BLACK, BLUE, GREY, ORANGE, VERMILION
+from hpctrain.core.palette import BLACK, BLUE, GREY, ORANGE, VERMILION, plain
 from hpctrain.report.loss_marks import describe_marks, mark_losses
 from hpctrain.report.many_ranks import plot_many_ranks
 from hpctrain.report.pipeline import plot_schedule, rank_label
@@ -38,7 +38,7 @@ def plots(record: RunRecord) -> dict[str, bytes]:
                "ranks.png": _ranks, "schedule.png": plot_schedule,
                "staleness.png": _staleness}  # fmt: skip
     images = {name: draw(record) for name, draw in figures.items() if record.rows}
-    return {name: _png(figure) for name, figure in images.items() if figure is not None}
+    return {name: image(figure) for name, figure in images.items() if figure is not None}
 
 
 def _losses(record: RunRecord) -> Figure:
@@ -249,8 +249,7 @@ def _step_axis(axes: Axes, record: RunRecord) -> None:
 
 
 def _title(record: RunRecord, subject: str) -> str:
-    """Return a title; a dollar sign in a name begins no formula."""
-    return f"{record.name}: {subject}".replace("$", r"\$")
+    return plain(f"{record.name}: {subject}")
 
 
 def choose_unit(seconds: float) -> str:
@@ -258,7 +257,8 @@ def choose_unit(seconds: float) -> str:
     return next((unit for unit, size in UNITS.items() if seconds >= 5 * size), "s")
 
 
-def _png(figure: Figure) -> bytes:
+def image(figure: Figure, kind: str = "png") -> bytes:
+    """Return the figure as PNG or SVG; an SVG has no date, so that equal plots are equal files."""
     file = io.BytesIO()
-    figure.savefig(file, format="png", dpi=130)
+    figure.savefig(file, format=kind, dpi=130, metadata={"Date": None} if kind == "svg" else None)
     return file.getvalue()

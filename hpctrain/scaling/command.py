@@ -13,7 +13,7 @@ from hpctrain import machine
 from hpctrain.cluster.launch import MpiInstallation
 from hpctrain.core import progress
 from hpctrain.core.errors import UsageError
-from hpctrain.core.fitted_table import PlainConsole, fit_table, stdout_console
+from hpctrain.core.fitted_table import PlainConsole, fit_table, print_table
 from hpctrain.core.printing import say
 from hpctrain.gradients.precision import master_dtype
 from hpctrain.run_files import folder_lock, run_folder
@@ -234,8 +234,7 @@ def _write_result(
 
 def _print_result(result: Result, files: Sequence[Path]) -> None:
     """Print the table, the fits and the paths of files on stdout."""
-    console = stdout_console(DEFAULT_WIDTH)
-    console.print(fit_table(tables.table(result), console))
+    print_table(tables.table(result), DEFAULT_WIDTH)
     for name, text in tables.facts(result).items():
         say(f"{name}: {text}")
     say(f"written: {', '.join(map(str, files))}")

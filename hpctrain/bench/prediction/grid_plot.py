@@ -10,7 +10,7 @@ from matplotlib.figure import Figure  # not pyplot, which needs a display
 from matplotlib.ticker import FuncFormatter, PercentFormatter
 
 from hpctrain.bench.plot import SECONDS_FORMAT, format_log_axis
-from hpctrain.core.palette import COLORS, DASHES, MARKERS
+from hpctrain.core.palette import COLORS, DASHES, MARKERS, plain
 
 
 def draw_grids(rows: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
@@ -40,5 +40,5 @@ def draw_grids(rows: Sequence[Mapping[str, Any]], title: str, path: Path) -> Non
         axes.set_xlabel("ranks (data x pipe)")
         axes.grid(alpha=0.3)
     figure.legend(loc="outside lower center", ncols=8)
-    figure.suptitle(title.replace("$", r"\$"))
+    figure.suptitle(plain(title))
     figure.savefig(path, dpi=130)

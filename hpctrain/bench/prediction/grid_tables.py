@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.table import Table
-
 from hpctrain.bench.prediction.tables import format_time
-from hpctrain.core.fitted_table import fit_table, stdout_console
+from hpctrain.core.fitted_table import make_table
+from hpctrain.core.fitted_table import print_table as print_fitted
 
 HEADINGS = ("ranks", "data x pipe", "micro-batches", "step", "pipeline", "compute", "efficiency",
             "samples/s")  # fmt: skip
@@ -16,9 +15,7 @@ HEADINGS = ("ranks", "data x pipe", "micro-batches", "step", "pipeline", "comput
 
 def print_table(rows: Sequence[Mapping[str, Any]], title: str) -> None:
     """Print the table on stdout."""
-    table = Table(title=f"{title} (* most samples/s)")
-    for heading in HEADINGS:
-        table.add_column(heading, justify="right")
+    table = make_table(HEADINGS, title=f"{title} (* most samples/s)")
     for row in rows:
         rate = max(other["samples_per_s"] for other in rows if other["ranks"] == row["ranks"])
         table.add_row(
@@ -29,5 +26,4 @@ def print_table(rows: Sequence[Mapping[str, Any]], title: str) -> None:
             f"{row['efficiency']:.1%}",
             f"{row['samples_per_s']:,.4g}" + ("*" if row["samples_per_s"] == rate else " "),
         )
-    console = stdout_console(160)
-    console.print(fit_table(table, console))
+    print_fitted(table, 160)

@@ -12,7 +12,7 @@ from matplotlib.ticker import FuncFormatter
 
 from hpctrain.bench.message_sizes import size_text
 from hpctrain.bench.plot import SECONDS_FORMAT, format_log_axis, format_size_axes
-from hpctrain.core.palette import COLORS, MARKERS
+from hpctrain.core.palette import COLORS, MARKERS, plain
 from hpctrain.cost_model.message_schedules import SCHEDULES
 
 Row = Mapping[str, Any]
@@ -46,7 +46,7 @@ def draw_prediction(rows: Sequence[Row], title: str, path: Path) -> None:
     figure.legend(
         handles_by_label.values(), handles_by_label.keys(), loc="outside lower center", ncols=8
     )
-    figure.suptitle(title.replace("$", r"\$"))
+    figure.suptitle(plain(title))
     figure.savefig(path, dpi=130)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from rich.table import Table
 
 from hpctrain.bench.message_sizes import size_text
+from hpctrain.core.fitted_table import make_table
 
 Row = Mapping[str, Any]
 SECONDS_PER_UNIT = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
@@ -39,9 +40,8 @@ def make_tables(rows: Sequence[Row]) -> Iterator[tuple[str, Table]]:
 
 
 def _measured_table(rows: Sequence[Row]) -> Table:
-    table = Table()
-    for heading in ("algorithm", "ranks", "size", "measured", "predicted", "error"):
-        table.add_column(heading, justify="left" if heading == "algorithm" else "right")
+    headings = ("algorithm", "ranks", "size", "measured", "predicted", "error")
+    table = make_table(headings, "algorithm")
     for row in rows:
         number_cells = (
             format_time(row["measured_s"]),
@@ -54,10 +54,8 @@ def _measured_table(rows: Sequence[Row]) -> Table:
 
 def _allreduce_table(rows: Sequence[Row]) -> Table:
     """Return a row per size and a column per algorithm; a star marks the fastest."""
-    table = Table()
     algorithms = list(dict.fromkeys(row["algorithm"] for row in rows))
-    for heading in ("size", *algorithms):
-        table.add_column(heading, justify="right")
+    table = make_table(["size", *algorithms])
     for nbytes in dict.fromkeys(row["bytes"] for row in rows):
         times = {r["algorithm"]: r["predicted_s"] for r in rows if r["bytes"] == nbytes}
         fastest_s = min(times.values())
@@ -71,11 +69,9 @@ def _allreduce_table(rows: Sequence[Row]) -> Table:
 
 def _step_table(rows: Sequence[Row]) -> Table:
     """Return a row per rank count and algorithm."""
-    table = Table()
     columns = {"step": "predicted_s", "compute": "compute_s", "wire": "wire_s",
             "exposed": "exposed_s", "without overlap": "without_overlap_s"}  # fmt: skip
-    for heading in ("ranks", "algorithm", *columns, "efficiency"):
-        table.add_column(heading, justify="left" if heading == "algorithm" else "right")
+    table = make_table(["ranks", "algorithm", *columns, "efficiency"], "algorithm")
     for row in rows:
         times = [format_time(row[column]) for column in columns.values()]
         table.add_row(str(row["ranks"]), row["algorithm"], *times, f"{row['efficiency']:.1%}")

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from base64 import b64encode
 from collections.abc import Mapping, Sequence
-from importlib import resources
 
-import jinja2
 import tomli_w
 
-from hpctrain.report.page import text_of
+from hpctrain.report.page import encode, render, text_of
 from hpctrain.scaling.output import tables
 from hpctrain.scaling.results import Result
 
@@ -22,16 +19,14 @@ CAPTIONS = {
 
 def page(result: Result, images: Mapping[str, bytes], changes: Sequence[str]) -> str:
     """Return the page as HTML; `images` are PNGs by file name."""
-    # Names and reasons come from recipes and exceptions, so every value is escaped.
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
-    text = resources.files(__package__).joinpath("page.html").read_text()
     table = tables.table(result)
-    return environment.from_string(text).render(
+    return render(
+        __package__,
         title=tables.title(result.study),
         lead=list(tables.summary_lines(result)),
         gaps=len(result.of(tables.GAP)),
         sizes=len(result.study.sizes),
-        images={CAPTIONS[name]: b64encode(png).decode() for name, png in images.items()},
+        images=encode({CAPTIONS[name]: png for name, png in images.items()}),
         headings=[str(column.header) or "remarks" for column in table.columns],
         rows=list(zip((row["kind"] for row in result.rows), tables.cells(result), strict=True)),
         facts=tables.facts(result),

@@ -7,7 +7,6 @@ bars differ in their greys too, and have edges.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,7 +23,8 @@ from matplotlib.ticker import (
     PercentFormatter,
 )
 
-from hpctrain.core.palette import BLACK, BLUE, GREY, ORANGE, VERMILION
+from hpctrain.core.palette import BLACK, BLUE, GREY, ORANGE, VERMILION, plain
+from hpctrain.report.plots import image
 from hpctrain.scaling.output.tables import GAP, MEASURED, PREDICTED, is_meaningful, title
 from hpctrain.scaling.results import Result, Row
 
@@ -46,7 +46,7 @@ def plots(result: Result) -> dict[str, bytes]:
     if not result.of(MEASURED):
         return {}
     figures = {"scaling": scaling(result), "time": time(result)}
-    return {f"{name}.{kind}": _bytes(figures[name], kind) for name in figures for kind in FORMATS}
+    return {f"{name}.{kind}": image(figures[name], kind) for name in figures for kind in FORMATS}
 
 
 def for_page(result: Result) -> dict[str, bytes]:
@@ -54,7 +54,7 @@ def for_page(result: Result) -> dict[str, bytes]:
     if not result.of(MEASURED):
         return {}
     figures = {"scaling.png": scaling(result, ""), "time.png": time(result, "")}
-    return {name: _bytes(figure, "png") for name, figure in figures.items()}
+    return {name: image(figure) for name, figure in figures.items()}
 
 
 def scaling(result: Result, heading: str | None = None) -> Figure:
@@ -77,7 +77,7 @@ def scaling(result: Result, heading: str | None = None) -> Figure:
     order = sorted(range(len(labels)), key=lambda i: LEGEND.index(labels[i].split()[0].strip(",:")))
     handles, labels = [handles[i] for i in order], [labels[i] for i in order]
     figure.legend(handles, labels, loc="outside lower center", ncols=5, fontsize="small")
-    figure.suptitle(_without_markup(title(result.study) if heading is None else heading))
+    figure.suptitle(plain(title(result.study) if heading is None else heading))
     return figure
 
 
@@ -105,7 +105,7 @@ def time(result: Result, heading: str | None = None) -> Figure:
     axes.grid(alpha=0.3, axis="y")
     axes.set_axisbelow(True)
     figure.legend(loc="outside lower center", ncols=5, fontsize="small")
-    figure.suptitle(_without_markup(title(result.study) if heading is None else heading))
+    figure.suptitle(plain(title(result.study) if heading is None else heading))
     return figure
 
 
@@ -245,15 +245,3 @@ def _spread(rows: Sequence[Row], key: str) -> tuple[np.ndarray, np.ndarray]:
     values = np.array(_values(rows, key))
     half = np.array([row[f"{key}_ci95"] if is_meaningful(row, key) else 0.0 for row in rows])
     return values - half, values + half
-
-
-def _without_markup(text: str) -> str:
-    """Return a title in which a dollar sign begins no formula."""
-    return text.replace("$", r"\$")
-
-
-def _bytes(figure: Figure, kind: str) -> bytes:
-    file = io.BytesIO()
-    # An SVG without its date is the same for the same study.
-    figure.savefig(file, format=kind, dpi=130, metadata={"Date": None} if kind == "svg" else None)
-    return file.getvalue()

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from hpctrain.bench.prediction.tables import format_time
 from hpctrain.cluster.netlab.netlab import parse_speed
+from hpctrain.core.fitted_table import make_table
 from hpctrain.scaling import laws
 from hpctrain.scaling.confidence import Estimate
 from hpctrain.scaling.forecast import StepModel
@@ -31,10 +32,7 @@ LAW_NAMES = {"amdahl": "Amdahl's law", "gustafson": "Gustafson's law"}
 
 def table(result: Result) -> Table:
     """Return the rows as a table; intervals stand behind their means."""
-    grid = Table(title=title(result.study))
-    for heading in (*size_headings(result), *HEADINGS):
-        grid.add_column(heading, justify="right")
-    grid.add_column("")
+    grid = make_table([*size_headings(result), *HEADINGS, ""], "", title=title(result.study))
     for words in cells(result):
         grid.add_row(*words)
     return grid
