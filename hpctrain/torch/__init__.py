@@ -13,6 +13,7 @@ of the user's own, and `ht.torch.allreduce` and its neighbours are collectives o
 docs/pytorch.md.
 """
 
+# ruff: noqa: F405
 import sys
 from typing import TYPE_CHECKING
 
@@ -20,38 +21,12 @@ from hpctrain.core.lazy import lazy_names
 from hpctrain.torch.autoload import register
 
 if TYPE_CHECKING:
-    from hpctrain.torch.public import (
-        Loss,
-        Model,
-        Trainer,
-        all_gather,
-        all_to_all,
-        allreduce,
-        bind,
-        broadcast,
-        gather,
-        reduce,
-        reduce_scatter,
-        scatter,
-        sync,
-    )
+    from hpctrain.torch.public import *  # noqa: F403  (`__all__` repeats its names)
 
 __all__ = [
-    "Loss",
-    "Model",
-    "Trainer",
-    "all_gather",
-    "all_to_all",
-    "allreduce",
-    "bind",
-    "broadcast",
-    "gather",
-    "reduce",
-    "reduce_scatter",
-    "register",
-    "scatter",
-    "sync",
-]
+    "Loss", "Model", "Trainer", "all_gather", "all_to_all", "allreduce", "bind", "broadcast",
+    "gather", "reduce", "reduce_scatter", "register", "scatter", "sync",
+]  # fmt: skip
 
 __getattr__ = lazy_names(__name__, dict.fromkeys(__all__, "public"))
 

@@ -24,17 +24,6 @@ from hpctrain.torch.tensor_calls import (
 )
 
 __all__ = [
-    "Loss",
-    "Model",
-    "Trainer",
-    "all_gather",
-    "all_to_all",
-    "allreduce",
-    "bind",
-    "broadcast",
-    "gather",
-    "reduce",
-    "reduce_scatter",
-    "scatter",
-    "sync",
-]
+    "Loss", "Model", "Trainer", "all_gather", "all_to_all", "allreduce", "bind", "broadcast",
+    "gather", "reduce", "reduce_scatter", "scatter", "sync",
+]  # fmt: skip
