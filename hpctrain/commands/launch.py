@@ -9,6 +9,7 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
+from hpctrain.cluster.slurm import batch_job
 from hpctrain.commands import COMMANDS
 from hpctrain.commands._complete import ForwardingCommand, complete_command_line
 
@@ -22,6 +23,9 @@ Examples:
 
 After the loss of a rank the survivors of an elastic job go on (Open MPI 5 with ULFM). With any MPI,
 --max-restarts starts the job again: `train` from its newest checkpoint, a program as it is.
+
+The script of `hpctrain slurm render` calls `hpctrain launch --in-slurm`, which starts the ranks of
+a job of Slurm by srun, and requeues the job.
 
 A program after -- is started N times with its arguments, as one MPI job. A program in Python has
 RANK, LOCAL_RANK, WORLD_SIZE and the other variables that torchrun sets.
@@ -37,6 +41,11 @@ class LaunchCommand(ForwardingCommand):
     """A command whose arguments are a command line of hpctrain or, after `--`, of a program."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if args[:1] == ["--in-slurm"]:  # a job script calls it, see cluster/slurm/batch_job.py
+            try:
+                ctx.exit(batch_job.main(args[1:]))
+            except SystemExit as refusal:  # of an option, by argparse
+                ctx.exit(int(refusal.code or 0))
         words = list(args)
         remaining_words: list[str] = super().parse_args(ctx, args)
         argument_count = len(ctx.params.get("arguments") or ())

@@ -33,9 +33,9 @@ log = logging.getLogger(__name__)
 SUMMARY, METRICS, RECIPE = "summary.json", "metrics.jsonl", "recipe.toml"
 #: The number of steps done again by all parts of a run: a part that is killed cannot report it.
 REDONE = ".redone"
-#: A job script writes the reason to stop there, before it sends the signal.
+#: A launcher writes the reason to stop there, before it sends the signal.
 STOP_REASON = ".why"
-#: A job script writes its Slurm job there, before it starts the ranks.
+#: A job of Slurm writes its id there, before it starts the ranks.
 SLURM_JOB = ".began"
 NOTE_BYTES, RECIPE_BYTES, SUMMARY_BYTES = 4096, files.MIB, 16 * files.MIB
 ROW_BYTES = 16 * files.MIB

@@ -59,7 +59,7 @@ def submit_request(request: JobRequest) -> Submission:
     for run in [folder / f"nodes-{size}" for size in job.sizes] or [folder]:
         must_be_same_recipe(request, run)
     must_have_no_active_job(folder, job.options.get("dependency", ""))
-    text = render(replace(job, out=str(folder)), site)
+    text = render(replace(job, out=str(folder)), site, folder)
     return Submission(submit_script(text, folder), folder)
 
 

@@ -21,6 +21,7 @@ import psutil
 import pytest
 import real_slurm
 import threadpoolctl
+from scripts import SENT, STORM
 from tables import rows_of
 
 from hpctrain import checkpoint
@@ -169,9 +170,9 @@ def complete(nodes: int, *extra: str) -> str:
 
 @pytest.fixture(scope="module")
 def limited(slurm_daemons, tmp_path_factory) -> Iterator[Training]:
-    """A job that reaches its time limit while other tests run: Slurm looks twice a minute."""
+    """A job that reaches its time limit while other tests run, half a minute after its start."""
     folder = tmp_path_factory.mktemp("limited")
-    training = submit(slurm_daemons, folder, step_ms=1000, nodes=1, time="1", warn_s=50)
+    training = submit(slurm_daemons, folder, step_ms=2000, nodes=1, time="2", warn_s=60)
     holder = Thread(target=hold_when_requeued, args=[slurm_daemons, training.job])
     holder.start()
     yield training
@@ -356,7 +357,7 @@ def test_a_server_on_a_node_of_its_own_comes_back_with_its_workers(slurm, tmp_pa
 def test_a_job_that_slurm_stops_ends_with_the_same_bytes(slurm, tmp_path, cause):
     """However often its time is over: Slurm looks twice a minute."""
     over = cause == "time limit"
-    slow = {"step_ms": 1300, "time": "1", "warn_s": 50} if over else {"step_ms": 150}
+    slow = {"step_ms": 1300, "time": "2", "warn_s": 80} if over else {"step_ms": 150}
     training = submit(slurm, tmp_path, **slow)
     training.reach(3)
     if not over:
@@ -390,6 +391,21 @@ def test_it_is_told_why_a_job_stops(slurm, tmp_path, limited):
         assert training.summary["status"] == "stopped"
         assert training.summary["reason"] == f"stopped at step {step} of {STEPS} {cause}; resume me"
         assert training.to_do_again == 0
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    "in_container", [True, pytest.param(False, marks=pytest.mark.full)], ids=["container", "host"]
+)
+def test_a_storm_of_signals_ends_no_job(slurm, tmp_path, in_container):
+    """Also where hpctrain is in a container alone, here: on a PATH that the batch host has not."""
+    path, host = os.path.dirname(sys.executable), "/usr/bin:/bin"
+    launcher = f"srun --kill-on-bad-exit=1 env PATH={path}:{host}"
+    container = f"export PATH={host} HPCTRAIN_LAUNCHER='{launcher}'\n"
+    (tmp_path / "slurm").mkdir()
+    shutil.copy(SENT, tmp_path / "slurm")
+    (tmp_path / "slurm/site.env").write_text(container * in_container + STORM)
+    _must_be(submit(slurm, tmp_path, nodes=2), complete(2), restarts=1)
 
 
 @pytest.mark.full

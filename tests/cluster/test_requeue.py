@@ -1,15 +1,20 @@
-"""The end of every template: requeue or not, for each way a job can end, on a simulated Slurm.
+"""`hpctrain launch --in-slurm`: requeue or not, for each way a job can end, on a simulated Slurm.
 
 On a real one: test_on_slurm.py.
 """
 
 from __future__ import annotations
 
-import os
+import ast
+import shutil
 import subprocess
+import sys
 from dataclasses import dataclass
+from datetime import datetime, timedelta
+from pathlib import Path
 
 import pytest
+from scripts import SENT, STORM, fake, fake_hpctrain, run_script
 
 from hpctrain.cluster.slurm.render import Job, render
 
@@ -20,7 +25,7 @@ echo "${words%% hpctrain*} [$HPCTRAIN_RESTARTS]" >>starts
 [ "$(wc -l <starts)" = 1 ] || SAYS=${THEN-$SAYS}
 trap '[ $((deaf++)) -lt $DEAF ] || { [ -n "$TALKS" ] || exit 75; ASK=; }' USR1
 sleep 0.01 # the time of a file is coarser than that of a clock
-[ -z "$ASK" ] || kill -USR1 $PPID
+[ "$ASK" != 1 ] || kill -USR1 $PPID
 for ((i = 0; i < 500; i++)); do [ -n "$ASK" ] || break; sleep 0.02; done
 if [ -n "$SAVED" ]; then mkdir -p runs/digits-7/checkpoints/step-1; touch "$_"/manifest.json; fi
 [ -z "$SAYS" ] || printf '{\\n  "status": "%s",\\n  "exit_code": %s,\\n  "reason": "why"\\n}\\n' \\
@@ -33,7 +38,7 @@ if [ "$1" = -o ]; then
     echo >>calls
     [ "$(wc -l <calls)" -gt $SILENT ] || exit 1
     [ "$SLURM_TIME_FORMAT" != relative ] || END=00:00 # today
-    echo "JobId=7 JobState=$STATE PreemptTime=None EndTime=$END"
+    echo "JobId=7 JobState=$STATE PreemptTime=${PREEMPT:-None} StartTime=2026-01-02 EndTime=$END"
     exit
 fi
 echo "$@" >>said
@@ -41,9 +46,6 @@ echo "$@" >>said
 """
 SINFO = """#!/bin/sh
 echo "$STATES"
-"""
-SLEEP = """#!/bin/sh
-case $1 in 0*) exec /bin/sleep $1 ;; *) exec /bin/sleep 0.01 ;; esac # pauses are not waited for
 """
 AGAIN = "requeue 7\n"
 LATER = "to go on submit again, with --out runs/digits-7 or that as run= in the script"
@@ -90,11 +92,11 @@ TABLE = {
         "stopped 75", ends=75, again=5, refused=9, told=f"back into the queue: {LATER}"
     ),
     "can be requeued later": Part("stopped 75", again=2, refused=1),
-    "Slurm answers later": Part("stopped 75", again=1, silent=1),
+    "Slurm answers later": Part("stopped 75", again=1, silent=2),
     "Slurm does not answer": Part(
         "stopped 75", ends=75, silent=10**6, warn_s=2, told=f"why; Slurm does not answer: {LATER}"
     ),
-    "asked, and Slurm answers later": Part("stopped 75", again=1, ask=True, talks=True, silent=3),
+    "asked, and Slurm answers later": Part("stopped 75", again=1, ask=True, talks=True, silent=4),
     "killed before training": Part(ask=True, again=1, told="asked to stop, and the ranks ended"),
     "killed before training, told by another rank": Part(
         "failed 1", code=1, ask=True, talks=True, again=1
@@ -127,13 +129,10 @@ TABLE = {
 def run(
     folder, part: Part, min_ranks: int | None = None, **extra: str
 ) -> subprocess.CompletedProcess[str]:
-    files = {"srun": SRUN, "scontrol": SCONTROL, "sinfo": SINFO, "sleep": SLEEP}
-    files["job.sh"] = render(
-        Job(nodes=4, tasks_per_node=2, warn_s=part.warn_s, min_ranks=min_ranks)
-    )
-    for name, text in files.items():
-        (folder / name).write_text(text)
-        (folder / name).chmod(0o755)
+    job = Job(nodes=4, tasks_per_node=2, warn_s=part.warn_s, min_ranks=min_ranks)
+    for name, text in {"srun": SRUN, "scontrol": SCONTROL, "sinfo": SINFO}.items():
+        fake(folder, name, text)
+    fake_hpctrain(folder)
     (folder / "runs/digits-7").mkdir(parents=True)
     if part.tries:
         (folder / "runs/digits-7/.tries").write_text(part.tries)
@@ -141,16 +140,12 @@ def run(
         message = '{{\n  "status": "{}",\n  "exit_code": {}\n}}\n'.format(*part.before.split())
         (folder / "runs/digits-7/summary.json").write_text(message)
     environ = {
-        "PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "7",
-        "SLURM_SUBMIT_DIR": str(folder), "SLURM_RESTART_COUNT": str(part.restarts),
+        "SLURM_RESTART_COUNT": str(part.restarts),
         "SAYS": part.says, "CODE": str(part.code), "SAVED": "1" * part.saved,
         "ASK": "1" * part.ask, "DEAF": str(part.deaf), "TALKS": "1" * part.talks,
         "STATE": part.state, "REFUSED": str(part.refused), "SILENT": str(part.silent), "END": FAR,
     }  # fmt: skip
-    return subprocess.run(
-        ["bash", "job.sh"], cwd=folder, env=environ | extra, capture_output=True, text=True,
-        timeout=100,
-    )  # fmt: skip
+    return run_script(folder, render(job), **environ | extra)
 
 
 @pytest.mark.sample(15)
@@ -234,12 +229,79 @@ def test_why_a_stop_was_asked_for(end, tmp_path):
     assert (tmp_path / "runs/digits-7/.why").read_text() == ENDS[end]
 
 
-@pytest.mark.parametrize("line, reason", [
-    ("echo old >runs/digits-7/.why", None), ("kill -USR1 $$", "time limit\n"),
-])  # fmt: skip
-def test_a_reason_is_that_of_this_part(line, reason, tmp_path):
-    """Also where USR1 came before there were ranks."""
+OVER, PREEMPTED = {"END": SOON}, {"END": FAR, "PREEMPT": "2026-01-03"}
+# what the site does, what Slurm says -> the reason to stop; None: nobody was asked to
+ANNOUNCED = {
+    "a reason of the part before": ("echo old >runs/digits-7/.why", {}, None),
+    "USR1 before there are ranks": ("kill -USR1 $$", {"END": FAR}, ""),
+    "USR1 for the time limit, before there are ranks": ("kill -USR1 $$", OVER, "time limit\n"),
+    "a time limit that nobody has heard of": (":", OVER, "time limit\n"),
+    "a preemption that nobody has heard of": (":", PREEMPTED, "preempted\n"),
+    "a preemption of the part before": (":", PREEMPTED | {"PREEMPT": "2026-01-01"}, None),
+}
+
+
+@pytest.mark.parametrize("case", ANNOUNCED)
+def test_what_was_announced_before_its_handler_stood(case, tmp_path):
+    line, slurm, reason = ANNOUNCED[case]
     site(tmp_path, line)
-    run(tmp_path, Part(), END=SOON)
+    waits = {"ASK": "later"} if reason is not None else {}  # for USR1
+    completed = run(tmp_path, Part(), **slurm | waits)
     stored = tmp_path / "runs/digits-7/.why"
     assert (stored.read_text() if stored.exists() else None) == reason
+    assert ("asked to stop, and the ranks ended" in completed.stdout) == (reason is not None)
+
+
+def test_a_time_limit_is_due_without_a_signal(tmp_path):
+    """It may have been lost, or Slurm looks too late."""
+    end = datetime.now() + timedelta(seconds=122)
+    run(tmp_path, Part(), ASK="later", END=f"{end:%Y-%m-%dT%H:%M:%S}")
+    assert (tmp_path / "runs/digits-7/.why").read_text() == "time limit\n"
+
+
+@pytest.mark.parametrize("case", ["done", "stopped"])
+def test_a_storm_of_signals_ends_no_job(case, tmp_path):
+    """Neither in the script, nor until hpctrain handles them, nor in what it asks Slurm."""
+    site(tmp_path, STORM)
+    again = case != "done"
+    part = Part(TABLE[case].says, TABLE[case].code, ask=True, again=int(again), talks=True)
+    completed = run(tmp_path, part, ASK="later")
+    assert (completed.returncode, completed.stderr) == (0, "")
+    assert (tmp_path / "said").exists() is again
+
+
+@pytest.mark.parametrize("place", ["slurm", "runs/digits-7"])
+def test_a_container_needs_no_hpctrain_beside_it(place, tmp_path):
+    """But the file that is sent along with the job, and any Python."""
+    for name, text in {"srun": SRUN, "scontrol": SCONTROL}.items():
+        fake(tmp_path, name, text)
+    (tmp_path / place).mkdir(parents=True)
+    shutil.copy(SENT, tmp_path / place)
+    text = render(Job(out="runs/digits-7"), folder=Path(place))
+    container = "srun --mpi=pmix apptainer exec x.sif"
+    environ = {"SAYS": "stopped 75", "STATE": "RUNNING", "END": FAR, "SILENT": "0", "REFUSED": "0"}
+    environ |= {"HPCTRAIN_LAUNCHER": container, "PATH": f"{tmp_path}/bin:/usr/bin:/bin"}
+    completed = run_script(tmp_path, text, **environ)
+    assert (completed.returncode, completed.stderr) == (0, "")
+    assert (tmp_path / "said").read_text() == AGAIN
+    assert (tmp_path / "starts").read_text().startswith(container.removeprefix("srun "))
+
+
+def test_the_file_that_is_sent_needs_python_alone():
+    tree = ast.parse(SENT.read_text(), feature_version=(3, 8))
+    imports = [node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))]
+    names = {getattr(node, "module", None) or node.names[0].name for node in imports}
+    assert len(imports) > 5 and names <= sys.stdlib_module_names
+
+
+@pytest.mark.parametrize("words, reported", [
+    (["--out=run", "--", "true"], "expected a job of Slurm, seen no SLURM_JOB_ID"),
+    (["--out=run"], "expected the command of a rank after `--`"),
+    (["--", "true"], "the following arguments are required: --out"),
+    (["--out=run", "--warn=1", "--", "true"], "unrecognized arguments: --warn=1"),
+])  # fmt: skip
+def test_refused(words, reported, tmp_path):
+    command = [sys.executable, "-m", "hpctrain", "launch", "--in-slurm", *words]
+    completed = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert completed.returncode == 2 and reported in completed.stderr
+    assert not list(tmp_path.iterdir())

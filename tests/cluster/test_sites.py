@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from scripts import directives, fake, run_script
+from scripts import directives, fake, fake_hpctrain, run_script
 
 from hpctrain import cli
 from hpctrain.cluster.slurm import site
@@ -139,6 +139,7 @@ def test_where_the_site_is_missing_no_rank_starts(place, tmp_path):
     """Else ranks would start with whatever MPI there is."""
     for name, script in (("srun", "touch started"), ("module", "exit 1"), ("scontrol", "")):
         fake(tmp_path, name, script)
+    fake_hpctrain(tmp_path)
     missing = {"modules": ["openmpi"]} if place != "venv" else {"venv": str(tmp_path / "no")}
     result = site.Site(title="x", cpu=site.Nodes(), **missing)
     text = render(Job(), None if place == "site.env" else result)

@@ -14,7 +14,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from scripts import directives, fake, run_script
+from scripts import SENT, directives, fake, fake_hpctrain, run_script
 
 from hpctrain.cluster.slurm import sbatch, site
 from hpctrain.cluster.slurm.job import Job, job_name, parse_time_limit_s, total_ranks
@@ -60,7 +60,11 @@ def envs(name: str) -> dict[str, str]:
 def test_kept_files_are_what_is_rendered():
     saved = {path: path.read_text() for path in files() if path.exists()}
     assert saved == files()
-    assert set((ROOT / "slurm").rglob("*.*")) == {p for p in files() if "golden" not in p.parts}
+    assert max(len(text.splitlines()) for text in saved.values()) <= 50
+    assert (ROOT / "slurm" / SENT.name).resolve() == SENT
+    assert set((ROOT / "slurm").rglob("*.*")) == {
+        *(path for path in files() if "golden" not in path.parts), ROOT / "slurm" / SENT.name
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("path", files(), ids=lambda path: path.name)
@@ -170,11 +174,11 @@ def test_an_elastic_job_is_started_by_launch():
     """Its spares are among the ranks of the allocation; `launch` starts it again."""
     text = render(Job(nodes=4, tasks_per_node=2, elastic=True, spares=2, min_ranks=4, relaunches=5))
     assert (
-        "launch=(hpctrain launch --elastic --spares 2 --min-ranks 4 --max-restarts 5 "
-        "-n $((SLURM_NTASKS - 2)))\n"
+        'HPCTRAIN_LAUNCHER="hpctrain launch --elastic --spares 2 --min-ranks 4 --max-restarts 5 '
+        '-n $((SLURM_NTASKS - 2))"\n'
     ) in text
     assert "\ntrain=(train digits)\n" in text
-    assert "#SBATCH --no-kill" in directives(text) and "\nmax_relaunches=0\n" in text
+    assert "#SBATCH --no-kill" in directives(text) and " --relaunches=0 " in text
     assert "#SBATCH --no-kill" not in directives(render(Job(nodes=4)))
 
 
@@ -209,8 +213,9 @@ HOSTILE = [
 @pytest.mark.parametrize("text", HOSTILE)
 def test_values_stay_values(text, tmp_path):
     """Run what was rendered with commands that only say what they were given."""
-    for name in ("srun", "scontrol", "hpctrain"):
-        fake(tmp_path, name, 'printf "%s\\0" "$0" "$@" >> said\nmkdir -p "$OUT"')
+    fake(tmp_path, "srun", 'printf "%s\\0" "$0" "$@" >> said\nmkdir -p "$OUT"')
+    fake(tmp_path, "scontrol", "")
+    fake_hpctrain(tmp_path)
     job = Job(text, out=f"runs/{text}", arguments=("--set", f"run.name={text}"))
     completed = run_script(tmp_path, render(job), OUT="made")
     assert (completed.returncode, completed.stderr) == (1, "")  # no summary says that it is done
@@ -235,6 +240,7 @@ def test_random_words_stay_words(tmp_path):
     assert len(words) > 100
     fake(tmp_path, "srun", 'printf "%s\\0" "$@" > said')
     fake(tmp_path, "scontrol", "")
+    fake_hpctrain(tmp_path)
     completed = run_script(tmp_path, render(Job(arguments=tuple(words), out="run")))
     assert (completed.returncode, completed.stderr) == (1, "")
     message = (tmp_path / "said").read_text().split("\0")
@@ -247,7 +253,8 @@ def test_random_words_stay_words(tmp_path):
 def test_servers_beside_workers_see_no_gpu(tmp_path):
     total_ranks = "while [ $1 != bash ]; do shift; done; for SLURM_PROCID in 0 3 4; do "
     fake(tmp_path, "srun", f'echo $@ > srun\nexport SLURM_PROCID\n{total_ranks} "$@"; done')
-    fake(tmp_path, "hpctrain", 'echo "$SLURM_PROCID $1 [$CUDA_VISIBLE_DEVICES]" >> said')
+    fake(tmp_path, "scontrol", "")
+    fake_hpctrain(tmp_path, 'echo "$SLURM_PROCID $1 [$CUDA_VISIBLE_DEVICES]" >> said')
     text = render(Job(nodes=2, gpus_per_node=2, servers=1))
     run_script(tmp_path, text, SLURM_JOB_NUM_NODES="2", CUDA_VISIBLE_DEVICES="0,1")
     assert (tmp_path / "said").read_text() == "0 train [0,1]\n3 train [0,1]\n4 train []\n"
@@ -267,6 +274,7 @@ def test_options_of_srun_go_before_a_container(options, tmp_path):
     """Nor is srun to keep the site's variables from the ranks, as sbatch --export=NONE asks it."""
     fake(tmp_path, "srun", 'echo srun "$@" "[$SLURM_EXPORT_ENV$SLURM_CLUSTERS]" > said')
     fake(tmp_path, "scontrol", "")
+    fake_hpctrain(tmp_path)
     container = "--mpi=pmix apptainer exec x.sif"
     run_script(
         tmp_path, render(EXTRA[options]), HPCTRAIN_LAUNCHER=f"srun {container}",

@@ -42,8 +42,8 @@ class Job:
     interactive: bool = False
 
     @property
-    def template(self) -> str:
-        """The file in templates/ from which the script of this job is made."""
+    def file_name(self) -> str:
+        """The script in slurm/ of jobs of this kind."""
         if self.interactive:
             return "interactive.sh"
         if self.sizes:

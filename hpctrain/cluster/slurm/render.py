@@ -11,15 +11,16 @@ from __future__ import annotations
 import re
 import shlex
 from importlib import resources
+from pathlib import Path
 
-from hpctrain.cluster.slurm import sbatch
+from hpctrain.cluster.slurm import batch_job, sbatch
 from hpctrain.cluster.slurm.job import Job, check_job, job_name, node_kind, tasks_per_node
 from hpctrain.cluster.slurm.site import UNKNOWN_NODES, Nodes, Site, gpu_options, merge_gpu_options
 
 _PLACEHOLDER = re.compile(r"\{\{ (\w+) \}\}")
 #: The jobs whose scripts lie in slurm/: the built-in recipe with each template.
 DEFAULT_JOBS = {
-    job.template: job
+    job.file_name: job
     for job in (
         Job(tasks_per_node=4),
         Job(nodes=4),
@@ -30,42 +31,86 @@ DEFAULT_JOBS = {
 }
 
 
+#: Runs the job: a copy is sent along with a script.
+SENT_FILE = Path(batch_job.__file__)
 SOURCE_COMMAND = ". slurm/site.env && "  #: precedes `sbatch` in the head of a template
 
 
-def render(job: Job, site: Site | None = None) -> str:
+def render(job: Job, site: Site | None = None, folder: Path = Path("slurm")) -> str:
     """Return the script of `job`; without a site the script reads slurm/site.env when it runs.
 
-    Raises UsageError for impossible sizes, and for text that a shell or sbatch would interpret.
+    `folder`: holds batch_job.py, for batch hosts without hpctrain. Raises UsageError for impossible
+    sizes, and for text that a shell or sbatch would interpret.
     """
     check_job(job, site)
-    values = _interactive_values(job, site) if job.interactive else _batch_values(job, site)
-    script = _fill_template(_read_template(job.template), values)
+    if job.interactive:
+        script = _fill_template(_read_template(job.file_name), _interactive_values(job, site))
+    else:
+        script = _fill_template(_read_template("job.sbatch"), _batch_values(job, site, folder))
     if job not in DEFAULT_JOBS.values():  # it does not lie in slurm/
-        script = script.replace(f"slurm/{job.template}", "FILE")
+        script = script.replace(f"slurm/{job.file_name}", "FILE")
     # A script for a site contains the site's setup, so it needs no site.env.
     return script.replace(SOURCE_COMMAND, "") if site else script
 
 
-def _batch_values(job: Job, site: Site | None) -> dict[str, str]:
+def _batch_values(job: Job, site: Site | None, folder: Path) -> dict[str, str]:
+    title, hint = _HEADS[job.file_name]
+    tasks, placement, size = tasks_per_node(job, site), "", ""
+    if job.sizes:
+        size = f'--size="-n $((nodes * {tasks}))" --nodes="$nodes" '
+    elif job.server_nodes:
+        placement, size = _SERVERS_ON_OWN_NODES, "--size=--het-group=0,1 "
+    elif job.servers:
+        placement = _fill_template(_SERVERS_ON_WORKER_NODES, {"tasks_per_node": str(tasks)})
+        size = f'--size="--distribution=cyclic -n $((workers + {job.servers}))" '
+    elif job.elastic:
+        placement = _elastic_launcher(job)
+    # An elastic job is started again by `hpctrain launch`.
+    policy = {"max-restarts": job.max_restarts, "relaunches": 0 if job.elastic else job.relaunches,
+              "min-ranks": job.min_ranks or 0, "warn-s": job.warn_s}  # fmt: skip
     return {
+        "title": title,
+        "file": job.file_name,
+        "hint": hint,
         "options": _sbatch_lines(job, site),
         "site": site.setup_script(node_kind(job, site))
         if site
         else _read_template("site.sh").rstrip(),
+        "sizes": _SIZES.format(" ".join(map(str, job.sizes))) if job.sizes else "",
         "run": _run_folder_word(job),
         "train": shlex.join(_train_command(job)),
-        "launch": _launch_line(job),
-        "max_restarts": str(job.max_restarts),
-        # An elastic job is started again by `hpctrain launch`.
-        "max_relaunches": str(0 if job.elastic else job.relaunches),
-        "min_ranks": str(job.min_ranks or 0),
-        "warn_s": str(job.warn_s),
-        "placement": _placement_lines(job, site),
-        "sizes": " ".join(map(str, job.sizes)),
-        "tasks_per_node": str(tasks_per_node(job, site)),
-        "again": _read_template("again.sh").rstrip(),
+        "placement": placement,
+        "sent_file": shlex.quote(str(folder / SENT_FILE.name)),
+        "policy": " ".join(f"--{name}={value}" for name, value in policy.items()),
+        "size": size,
     }
+
+
+#: The title of a script, and a comment on options of sbatch.
+_HEADS = {
+    "one_node.sbatch": (
+        "Train on one node, an MPI rank per GPU or per group of cores",
+        "# Options of sbatch go before these lines: on four GPUs, each rank seeing all of them,\n"
+        "#   sbatch --ntasks-per-node=4 --gpus-per-node=4 slurm/one_node.sbatch",
+    ),
+    "multi_node.sbatch": (
+        "Train on several nodes, an MPI rank per GPU or per group of cores",
+        "# Options of sbatch go before these lines: on 8 nodes of four GPUs, each rank seeing its "
+        "node's,\n"
+        "#   sbatch --nodes=8 --ntasks-per-node=4 --gpus-per-node=4 slurm/multi_node.sbatch",
+    ),
+    "parameter_server.sbatch": (
+        "Train with parameter servers, ranks that keep the parameters and need no GPU",
+        "# The last ranks of a job serve.",
+    ),
+    "scaling_array.sbatch": (
+        "Train the same on 1, 2, 4 ... nodes, a task of a job array for each size, one after the "
+        "other",
+        "# All tasks of an array have the same nodes, and use as many of them as their size says. "
+        "Where nodes\n"
+        "# are dear, submit slurm/multi_node.sbatch with --nodes of each size instead.",
+    ),
+}
 
 
 def _sbatch_lines(job: Job, site: Site | None) -> str:
@@ -122,9 +167,8 @@ def _extra_options(job: Job, site: Site | None, nodes: Nodes) -> dict[str, str]:
 
 def _run_folder_word(job: Job) -> str:
     """Return the run's folder as a word of shell."""
-    if job.out:
-        return shlex.quote(job.out)
-    return f"runs/{job_name(job)}-${'SLURM_ARRAY_JOB_ID' if job.sizes else 'SLURM_JOB_ID'}"
+    name = f"runs/{job_name(job)}-${'SLURM_ARRAY_JOB_ID' if job.sizes else 'SLURM_JOB_ID'}"
+    return (shlex.quote(job.out) if job.out else name) + "/nodes-$nodes" * bool(job.sizes)
 
 
 def _train_command(job: Job) -> list[str]:
@@ -133,44 +177,30 @@ def _train_command(job: Job) -> list[str]:
     return [*program, "train", job.recipe, *job.arguments, *(server_words if job.servers else [])]
 
 
-def _launch_line(job: Job) -> str:
-    """Return the shell line that sets the words that start ranks.
+def _elastic_launcher(job: Job) -> str:
+    """Return the shell line that names the launcher of an elastic job.
 
-    The spares of an elastic job are among the ranks that fit into its allocation.
+    Its spares are among the ranks that fit into its allocation.
     """
-    if not job.elastic:
-        return _SRUN_LINE
     spares = f"--spares {job.spares} " * (job.spares > 0)
     min_ranks = f"--min-ranks {job.min_ranks} " * (job.min_ranks is not None)
     return (
-        f"launch=(hpctrain launch --elastic {spares}{min_ranks}"
-        f"--max-restarts {job.relaunches} -n $((SLURM_NTASKS - {job.spares})))"
+        f'export HPCTRAIN_LAUNCHER="hpctrain launch --elastic {spares}{min_ranks}'
+        f'--max-restarts {job.relaunches} -n $((SLURM_NTASKS - {job.spares}))"'
     )
 
 
-_SRUN_LINE = 'read -ra launch <<<"${HPCTRAIN_LAUNCHER:-srun --kill-on-bad-exit=1}"'
-
-
-def _placement_lines(job: Job, site: Site | None) -> str:
-    """Return the shell lines that make the last ranks of a job its servers."""
-    if job.server_nodes:
-        return _SERVERS_ON_OWN_NODES
-    values = {"tasks_per_node": str(tasks_per_node(job, site)), "servers": str(job.servers)}
-    return _fill_template(_SERVERS_ON_WORKER_NODES, values)
-
+_SIZES = "sizes=({})\nnodes=${{sizes[$SLURM_ARRAY_TASK_ID]}}"
 
 _SERVERS_ON_OWN_NODES = """\
 # One MPI job over both parts, with as many cores for each rank.
-export SLURM_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK_HET_GROUP_0
-launch=("${launch[0]}" "--het-group=0,1" "${launch[@]:1}") # a container's words may follow"""
+export SLURM_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK_HET_GROUP_0"""
 
 _SERVERS_ON_WORKER_NODES = """\
 # Ranks are dealt out to the nodes in turn: each has its workers before a server comes. Servers
 # leave the GPUs, if there are any, to the workers.
 unset SLURM_NTASKS_PER_NODE # srun would complain where they are not shared out evenly
 workers=$((SLURM_JOB_NUM_NODES * {{ tasks_per_node }}))
-size=(--distribution=cyclic -n $((workers + {{ servers }})))
-launch=("${launch[0]}" "${size[@]}" "${launch[@]:1}") # a container's words may follow
 # shellcheck disable=SC2016
 hide='[ "$SLURM_PROCID" -lt "$0" ] || export CUDA_VISIBLE_DEVICES=; exec "$@"'
 train=(bash -c "$hide" "$workers" "${train[@]}")"""

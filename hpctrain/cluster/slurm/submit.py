@@ -2,6 +2,7 @@
 
 Besides the files of `hpctrain train`, a run's folder holds
 job.sbatch      the script of the latest job
+batch_job.py    runs the job where hpctrain is installed only in a container
 jobs.json       the ids of its jobs, the latest last
 slurm-ID.out    the output of each job
 """
@@ -30,7 +31,8 @@ from hpctrain.cluster.slurm.queries import (
     run_command,
 )
 from hpctrain.cluster.slurm.refusals import explain_refusal
-from hpctrain.core import files, launchers, opening
+from hpctrain.cluster.slurm.render import SENT_FILE
+from hpctrain.core import atomic, files, launchers, opening
 from hpctrain.core.errors import HpctrainError, UsageError
 from hpctrain.run_files import run_folder
 
@@ -59,10 +61,10 @@ def submit_script(script_text: str, folder: Path, options: Sequence[str] = ()) -
             f"this is rank {outer_job.rank} of {outer_job.size}: each would submit a job"
         )
     _must_query_same_cluster()
-    is_new_folder = not folder.exists()
+    new_paths = [path for path in (folder / SENT_FILE.name, folder) if not path.exists()]
     earlier_jobs = read_job_ids(folder)
-    script_path = _write_script(folder, script_text, is_new_folder)
-    job = _parse_job_id(_call_sbatch(script_text, folder, script_path, options, is_new_folder))
+    script_path = _write_script(folder, script_text, new_paths)
+    job = _parse_job_id(_call_sbatch(script_text, folder, script_path, options, new_paths))
     try:
         run_folder.write_json(folder / JOBS_FILE, {"jobs": [*earlier_jobs, job]})
     except OSError as error:
@@ -74,7 +76,11 @@ def submit_script(script_text: str, folder: Path, options: Sequence[str] = ()) -
 
 
 def _call_sbatch(
-    script_text: str, folder: Path, script_path: Path, options: Sequence[str], is_new_folder: bool
+    script_text: str,
+    folder: Path,
+    script_path: Path,
+    options: Sequence[str],
+    new_paths: Sequence[Path],
 ) -> str:
     """Call sbatch and return its reply; the script of an accepted job gets its final name."""
     command = ["sbatch", "--parsable", *_output_option(script_text, folder), *options]
@@ -90,7 +96,7 @@ def _call_sbatch(
     if process.returncode and is_reply_lost(process.stderr):
         raise _no_answer_error(process.stderr, folder, script_text, script_path)
     if process.returncode:
-        _remove_script(script_path, is_new_folder)
+        _remove_script(script_path, new_paths)
         raise UsageError(explain_refusal(process.stderr, script_text))
     with suppress(OSError):  # jobs.json then cannot be written either, which is reported
         script_path.replace(folder / SCRIPT_FILE)
@@ -107,10 +113,11 @@ def _must_query_same_cluster() -> None:
         )
 
 
-def _write_script(folder: Path, script_text: str, is_new_folder: bool) -> Path:
+def _write_script(folder: Path, script_text: str, new_paths: Sequence[Path]) -> Path:
     """Make `folder` and write the script to a temporary file in it, renamed after submission.
 
-    Raises UsageError and removes the files if that fails, as on a full disk.
+    Beside it lies the file that runs the job. Raises UsageError and removes the `new_paths` if that
+    fails, as on a full disk.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -120,18 +127,19 @@ def _write_script(folder: Path, script_text: str, is_new_folder: bool) -> Path:
     try:
         with opening.create(script_path) as file:
             file.write(script_text.encode())
+        atomic.replace(folder / SENT_FILE.name, SENT_FILE.read_bytes())
     except OSError as error:
-        _remove_script(script_path, is_new_folder)
+        _remove_script(script_path, new_paths)
         raise UsageError(f"--out {folder} cannot be written: {error.strerror}") from None
     return script_path
 
 
-def _remove_script(script_path: Path, is_new_folder: bool) -> None:
+def _remove_script(script_path: Path, new_paths: Sequence[Path]) -> None:
     """Remove the files that `_write_script` made."""
     with suppress(OSError):
         script_path.unlink(missing_ok=True)
-        if is_new_folder:
-            script_path.parent.rmdir()
+        for path in new_paths:
+            path.rmdir() if path.is_dir() else path.unlink(missing_ok=True)
 
 
 def _no_answer_error(

@@ -170,7 +170,8 @@ def _submit(folder: StudyFolder, study: Study, spec: Recipe, key: TrialKey, out:
     file = folder.recipe(key[1], timed_recipe.toml()).absolute()
     job = _job(study, key[1], str(file), str(out.absolute()), _name(study, key, out))
     with _defer_interrupt():
-        return submit.submit_script(render(job, _site(study)), collect.job_folder(out))
+        jobs = collect.job_folder(out)
+        return submit.submit_script(render(job, _site(study), jobs), jobs)
 
 
 @contextmanager

@@ -1,0 +1,300 @@
+"""A batch job of Slurm that trains, from its batch host: `hpctrain launch --in-slurm`.
+
+    start ranks --> wait, pass USR1 on --> read summary.json --> done
+      ^                                         |       |
+      +------- ranks lost: start again here ----+       +---> requeue
+
+USR1 comes --warn-s before the time is over, or where another job is to have the nodes. The ranks
+save, and summary.json says "stopped". The exit code of a launcher is not the truth: some end with 0
+when a node dies. This file imports only the standard library and runs on Python 3.8: a job sends a
+copy along, for batch hosts where hpctrain is installed only in HPCTRAIN_LAUNCHER's container.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import signal
+import sys
+import time
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+from subprocess import DEVNULL, PIPE, Popen, call, run
+
+_EXIT_LOST, _EXIT_STOPPED, _EXIT_HUNG, _EXIT_NO_COMMAND = 1, 75, 86, 127
+_QUERY_LIMIT_S, _RETRY_S, _MOVE_LIMIT_S = 20, 30, 10
+_EARLY_S = 90  #: Slurm may warn up to a minute early
+_REPEAT_S = 3.0  #: the interval at which USR1 is repeated: srun drops it before its tasks begin
+_PAUSE_S, _MAX_PAUSE_S, _MAX_REFUSALS = 1.0, 30.0, 5  #: of requests to requeue the job
+#: States of nodes on which no rank can be started; * marks a node that does not respond.
+_LOST_STATE = re.compile(r"(?:down|fail|error|unk|boot|powering_down).*|.*\*")
+#: On each node: its ranks' last operations move into the folder of their run, for `hpctrain hang`.
+_MOVE_RECORDS = """for file in /dev/shm/"$0"-* "${TMPDIR:-/tmp}/$0"-*; do
+    ! cp "$file" "$1/watch/node-${file##*-}" || rm -f "$file"
+done"""
+#: The options that are numbers. With `asked` USR1 has come already.
+_OPTIONS = {"max-restarts": 20, "relaunches": 3, "min-ranks": 0, "warn-s": 120, "asked": 0}
+
+
+def main(words: list[str]) -> int:
+    """Run a job from the first start of its ranks to its end; return its exit code.
+
+    It is 0 if the run is done or the job is requeued, 75 if the job has to be submitted again.
+    """
+    end = [*words, "--"].index("--")
+    parser = argparse.ArgumentParser(prog="hpctrain launch --in-slurm", allow_abbrev=False)
+    for name, default in _OPTIONS.items():
+        parser.add_argument(f"--{name}", type=int, default=default, metavar="N")
+    parser.add_argument("--nodes", metavar="N", help="if srun starts the ranks")
+    parser.add_argument("--size", default="", metavar="WORDS", help="behind the launcher's first")
+    parser.add_argument("--out", required=True, metavar="DIR")
+    options = parser.parse_args(words[:end])
+    if not words[end + 1 :]:
+        parser.error("expected the command of a rank after `--`")
+    if "SLURM_JOB_ID" not in os.environ:
+        parser.error("expected a job of Slurm, seen no SLURM_JOB_ID: use `hpctrain launch -n N`")
+    # srun has to be told to end when a rank has died, and since 22.05 how many cores a task has.
+    cores = os.environ.get("SLURM_CPUS_PER_TASK", "1")
+    os.environ.update(SLURM_KILL_BAD_EXIT="1", SRUN_CPUS_PER_TASK=cores)
+    # Of a job that came without variables (--export) srun would keep from the ranks what was loaded
+    # here. scontrol is to ask the cluster on which the job runs.
+    for name in ("SLURM_EXPORT_ENV", "SLURM_CLUSTERS"):
+        os.environ.pop(name, None)
+    try:
+        return BatchJob(options, words[end + 1 :]).run()
+    except OSError as error:
+        print(f"{error.filename or options.out}: {error.strerror}", file=sys.stderr)
+        return _EXIT_NO_COMMAND if isinstance(error, FileNotFoundError) else 1
+    finally:  # at its end Python takes its handlers away, and USR1 would end this process
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+
+
+class BatchJob:
+    """A job on its batch host: its ranks, its signals, its restarts."""
+
+    def __init__(self, options: argparse.Namespace, command: list[str]) -> None:
+        self.options, self.folder = options, Path(options.out)
+        # The last task of an array has the id of the array: requeued by it, all tasks would run.
+        array, task = map(os.environ.get, ("SLURM_ARRAY_JOB_ID", "SLURM_ARRAY_TASK_ID"))
+        self.id = f"{array}_{task}" if array else os.environ["SLURM_JOB_ID"]
+        out = self.folder.parent if array else self.folder  # in which each task has its own
+        self._later = f"to go on submit again, with --out {out} or that as run= in the script"
+        self._nodes = os.environ.get("SLURM_JOB_NODELIST", "")
+        self._restarts, self._relaunches = _variable("SLURM_RESTART_COUNT", 0), 0
+        self._process: Popen[bytes] | None = None
+        self._asked_s = time.monotonic() if options.asked else None
+        self._is_stopping, self._next_query_s = False, 0.0
+        words = os.environ.get("HPCTRAIN_LAUNCHER", "").split() or ["srun", "--kill-on-bad-exit=1"]
+        self._is_srun = words[0].endswith("srun")
+        nodes = [f"--nodes={options.nodes}"] * bool(options.nodes and self._is_srun)
+        # The words of a container follow srun's.
+        self._srun = self._launcher = [words[0], *options.size.split(), *nodes, *words[1:]]
+        self._command = [*command, "--out", options.out, "--resume"]
+
+    def run(self) -> int:
+        """Start the ranks, again after a loss, until the job ends; return its exit code."""
+        most = self.options.max_restarts
+        if self._restarts > most:  # by Slurm itself, after a preemption, say
+            return self._print(f"restarted {self._restarts} times, of {most}: {self._later}")
+        signal.signal(signal.SIGALRM, lambda *_: self._stop_if_due())
+        signal.signal(signal.SIGUSR1, lambda *_: self._stop())
+        # Slurm ends the job, and lets the ranks save (KillWait): do not leave before them.
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / ".why").unlink(missing_ok=True)  # of the part before
+        while True:
+            code = self._run_ranks()
+            self._collect_records()
+            summary = self._read_summary()
+            status, run_code = summary.get("status"), summary.get("exit_code")
+            if status == "done":
+                return 0
+            if status == "stopped":
+                return self._requeue(str(summary.get("reason")).partition("\n")[0])
+            # USR1 ends a rank that has not begun; others may tell of its loss, not of other faults.
+            if self._asked_s is not None and run_code in (None, _EXIT_LOST):
+                return self._requeue("asked to stop, and the ranks ended before they could")
+            futile_parts = self._count_futile_parts()
+            if not _is_loss(run_code, code, futile_parts):
+                return code or 1
+            # After two starts in a row that saved nothing the job is to have other nodes.
+            if futile_parts > 1 or not self._relaunch():
+                return self._requeue("ranks were lost, or hung")
+
+    def _run_ranks(self) -> int:
+        """Run the ranks from their start to their end; return their launcher's exit code."""
+        # What is newer was written by this part of the run, of this job.
+        (self.folder / ".began").write_text(f"{self.id}\n")
+        self._process = Popen([*self._launcher, *self._command], stdin=DEVNULL)
+        # Until its handler stood USR1 was ignored: Slurm tells whether it has come.
+        self._stop() if self._asked_s else self._stop_if_due()
+        signal.setitimer(signal.ITIMER_REAL, _REPEAT_S, _REPEAT_S)
+        code = self._process.wait()
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        self._process, self._is_stopping = None, False
+        return code if code >= 0 else 128 - code
+
+    def _stop(self) -> None:
+        """Leave the reason for the run, and pass USR1 on to the ranks, from now on repeatedly."""
+        self._asked_s = time.monotonic() if self._asked_s is None else self._asked_s
+        if self._process and not self._is_stopping:
+            self._is_stopping = True
+            is_preempted, rest_s = self._query_end()
+            is_due = rest_s is not None and rest_s < _EARLY_S
+            with suppress(OSError):
+                reason = "preempted\n" if is_preempted else "time limit\n" * is_due
+                (self.folder / ".why").write_text(reason)
+            self._process.send_signal(signal.SIGUSR1)
+
+    def _stop_if_due(self) -> None:
+        """Repeat USR1, or stop if Slurm has announced the end of the job."""
+        if self._process and self._is_stopping:
+            self._process.send_signal(signal.SIGUSR1)
+        elif self._process and time.monotonic() >= self._next_query_s:
+            is_preempted, rest_s = self._query_end()
+            self._next_query_s = time.monotonic() + (_RETRY_S if rest_s is None else rest_s)
+            if is_preempted or (rest_s is not None and rest_s <= 0):
+                self._stop()
+
+    def _query_end(self) -> tuple[bool, float | None]:
+        """Return whether the job is preempted, and the seconds to USR1, None without an answer."""
+        facts = self._query()
+        preempted, start, end = (facts.get(f"{n}Time", "") for n in ("Preempt", "Start", "End"))
+        is_preempted = preempted[:1].isdigit() and preempted >= start  # not an earlier part
+        try:  # of two hours of one name, when clocks are put back, the later one
+            end_s = datetime.fromisoformat(end).replace(fold=1).timestamp()
+        except ValueError:  # no limit
+            end_s = float("inf")
+        return is_preempted, end_s - time.time() - self.options.warn_s if facts else None
+
+    def _query(self) -> dict[str, str]:
+        """Return the fields that Slurm's controller shows of the job; empty without an answer."""
+        text = output("scontrol", "-o", "show", "job", self.id, SLURM_TIME_FORMAT="standard")
+        # Of a heterogeneous job the first line, of one name the first value counts.
+        return dict(reversed(re.findall(r"(\w+)=(\S*)", text.partition("\n")[0])))
+
+    def _read_summary(self) -> dict[str, object]:
+        """Return summary.json if it is of this part of the run, else an empty table."""
+        path = self.folder / "summary.json"
+        summary = _read_json(path) if self._is_of_this_part(path) else {}
+        return summary if isinstance(summary, dict) else {}
+
+    def _is_of_this_part(self, path: Path) -> bool:
+        try:
+            return path.stat().st_mtime_ns > (self.folder / ".began").stat().st_mtime_ns
+        except FileNotFoundError:
+            return False
+
+    def _count_futile_parts(self) -> int:
+        """Return how many parts in a row saved nothing, with this one, over requeues."""
+        path, count = self.folder / ".tries", 0
+        if not any(map(self._is_of_this_part, self.folder.glob("checkpoints/*/manifest.json"))):
+            earlier = _read_json(path)
+            count = 1 + (earlier if isinstance(earlier, int) else 0)
+        path.write_text(f"{count}\n")
+        return count
+
+    def _relaunch(self) -> bool:
+        """Prepare another start on the remaining nodes; return whether there is one."""
+        most = self.options.relaunches
+        if self._asked_s or self._relaunches >= most or self._query().get("JobState") != "RUNNING":
+            return False
+        names = remaining_nodes(self._nodes)
+        if 0 < len(names) < _variable("SLURM_JOB_NUM_NODES", 1):  # Slurm answers, and not with all
+            srun, *words = self._srun
+            ranks = len(names) * _variable("SLURM_NTASKS_PER_NODE", 1)
+            if not self._is_srun or not 0 < self.options.min_ranks <= ranks:
+                return False
+            nodes = [f"--nodelist={','.join(names)}", f"--nodes={len(names)}", "-n", str(ranks)]
+            self._launcher = [srun, *nodes, *words]
+        self._relaunches += 1
+        # The step of a lost node may never end for Slurm: do not wait for its cores.
+        os.environ.update(SLURM_OVERLAP="1", HPCTRAIN_RESTARTS=str(self._relaunches))
+        start = f"{self._relaunches} of {most}: {' '.join(self._launcher)}"
+        self._print(f"ranks were lost, or hung; started again here, {start}")
+        return True
+
+    def _requeue(self, cause: str) -> int:
+        """Put the job back into the queue, unless it was ended from outside: cancelled, say."""
+        # Slurm answers late where many jobs end at once.
+        limit_s = self.options.warn_s + (self._asked_s or time.monotonic())
+        most, pause_s, refusals = self.options.max_restarts, _PAUSE_S, 0
+        while True:
+            state = self._query().get("JobState", "")
+            if state not in ("", "RUNNING"):
+                return self._print(f"{cause}; Slurm says {state}")
+            if self._restarts >= most:
+                count = f"restarted {self._restarts} times, which is enough"
+                return self._print(f"{cause}; {count}: {self._later}")
+            requeue = ["timeout", str(_QUERY_LIMIT_S), "scontrol", "requeue", self.id]
+            if state and not call(requeue):
+                restart = f"restart {self._restarts + 1} of {most}"
+                return self._print(f"{cause}; back into the queue for {restart}", 0)
+            refusals += bool(state)
+            if refusals >= _MAX_REFUSALS or time.monotonic() + pause_s >= limit_s:
+                answer = "does not put it back into the queue" if state else "does not answer"
+                return self._print(f"{cause}; Slurm {answer}: {self._later}")
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _MAX_PAUSE_S)
+
+    def _print(self, message: str, code: int = _EXIT_STOPPED) -> int:
+        print(f"job {self.id}: {message}", flush=True)
+        return code
+
+    def _collect_records(self) -> None:
+        """Let each node move the records of its ranks."""
+        table = _read_json(self.folder / "watch/nodes.json")
+        if isinstance(table, dict) and "token" in table:
+            nodes = remaining_nodes(self._nodes)  # a lost node would not answer
+            count = len(nodes) or _variable("SLURM_JOB_NUM_NODES", 1)
+            srun = f"srun --overlap --nodelist={','.join(nodes) or self._nodes} --nodes={count}"
+            srun += f" --ntasks={count} --ntasks-per-node=1 bash -c"
+            words = [_MOVE_RECORDS, f"hpctrain-watch-{table['token']}", str(self.folder)]
+            output(*srun.split(), *words, limit_s=_MOVE_LIMIT_S)
+
+
+def _is_loss(run_code: object, launcher_code: int, futile_parts: int) -> bool:
+    """Return whether a failed part is worth another: its ranks may be lost with their node.
+
+    A bug comes again at once, so a part must have saved something. So may two in a row whose ranks
+    never started (MPI did not start, say), but not if hpctrain itself (1, 2, 3), or the launcher
+    for want of it (127), gave the code.
+    """
+    if run_code is not None:
+        return run_code in (_EXIT_LOST, _EXIT_HUNG) and not futile_parts
+    is_refusal = launcher_code in (0, 1, 2, 3, _EXIT_NO_COMMAND)
+    return futile_parts <= 2 and not (is_refusal and futile_parts)
+
+
+def remaining_nodes(names: str) -> list[str]:
+    """Return the nodes of a node list that are not lost; empty if Slurm does not answer."""
+    query = ("sinfo", "--noheader", "--Node", f"--nodes={names}", "--format=%N %T")
+    states = re.findall(r"^(\S+) (\S+)$", output(*query) if names else "", re.M)
+    # A node in two partitions has two lines.
+    return sorted({name for name, state in states if not _LOST_STATE.fullmatch(state)})
+
+
+def output(*command: str, limit_s: int = _QUERY_LIMIT_S, **variables: str) -> str:
+    """Return the output of a command; empty if it fails. After `limit_s` it is terminated."""
+    command, environ = ("timeout", str(limit_s), *command), {**os.environ, **variables}
+    process = run(command, env=environ, stdin=DEVNULL, stdout=PIPE, stderr=DEVNULL)
+    return process.stdout.decode(errors="replace")
+
+
+def _read_json(path: Path) -> object:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _variable(name: str, default: int) -> int:
+    value = os.environ.get(name, "")
+    return int(value) if value.isdigit() else default
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,1 @@
+../hpctrain/cluster/slurm/batch_job.py
