@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import time
 
 import psutil
 import pytest
 from limits import clock
+
+from hpctrain.cluster.launch import find_mpi
 
 LIMIT_S = 4
 #: A DDP loop; rank 1 does `FAULT` at step 5.
@@ -66,6 +69,32 @@ def test_a_fault_of_a_rank_ends_the_job_and_is_named(start, fault):
     while any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks):
         assert clock() < deadline, "a rank was left"
         time.sleep(0.1)
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("who", ["one", "all"])
+@pytest.mark.parametrize("fault", ["killed", "stopped", "exception", "leaves"])
+def test_an_elastic_launcher_does_not_call_a_fault_a_success(start, fault, who, tmp_path):
+    """A script does not go on after a loss, though the launcher of the job would."""
+    if not find_mpi().ulfm:
+        pytest.skip("this MPI has no ULFM")
+    if (fault, who) == ("stopped", "all"):
+        pytest.skip("a job that is stopped as a whole goes on later")
+    code, _, expected_words = FAULTS[fault]
+    text = SCRIPT.format(limit=LIMIT_S, fault=code)
+    script = tmp_path / "script.py"
+    script.write_text(text if who == "one" else text.replace(" and rank == 1", ""))
+    words = ("launch", "-n", 2, "--elastic", "--", sys.executable, script)
+    job = start("-m", "hpctrain", *words)
+    job.until("fault", timeout=60)
+    ranks = job.ranks()
+    ended = job.finish(timeout=LIMIT_S + 60)
+    assert ended.returncode != 0, ended
+    if who == "one":
+        for words in expected_words:
+            assert words.replace("<string>", str(script)) in ended.stdout + ended.stderr
+    assert "\x1e" not in ended.stdout + ended.stderr
+    assert not psutil.wait_procs(ranks, timeout=30)[1]
 
 
 BATCHES = """
