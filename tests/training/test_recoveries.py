@@ -85,7 +85,7 @@ NUMBER = int(os.environ["OMPI_COMM_WORLD_RANK"])
 
 class Callback:
     def on_row(self, row):
-        if row["step"] == 5 * NUMBER:
+        if row["step"] == 5 * NUMBER < 5 * 21:  # the last spare goes on
             os.kill(os.getpid(), signal.SIGKILL)
         process = psutil.Process()
         with open(f"used-{NUMBER}", "a") as file:
