@@ -96,7 +96,7 @@ def new(file: Path, base: str) -> None:
 
 
 def _relative_names(name: str) -> list[str]:
-    """Return what a recipe's text names relative to its folder: files, modules, another recipe."""
+    """Return the names in a recipe that are relative to its folder: files, modules, recipes."""
     spec, tables = recipes.load(name), toml.parse(recipes.source(name), f"recipe {name}")
     tables.pop(paths.PATHS, None)
     base, init = tables.get("extends", ""), tables.get("model", {}).get("init", "")
