@@ -92,7 +92,7 @@ class Journal:
             self.open_row.close(step)
         # A run that was complete makes no new row: its summary is from the last one.
         self._last = rows[-1] if rows else {}
-        self.open_row.since_s = self._last.get("wall_s", 0.0) * self.recoveries.has_begun
+        self.open_row.since_s = (self._last.get("wall_s") or 0.0) * self.recoveries.has_begun
         self._test_metrics = {key: self._last.get(key) for key in self._test_metrics}
         return rows
 
