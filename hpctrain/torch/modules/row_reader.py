@@ -51,7 +51,7 @@ class RowReader(Dataset[Any]):
         dataset, own_indexes = find_base(self.dataset, indexes)
         if type(dataset) is TensorDataset and self._collate is default_collate:
             rows = torch.from_numpy(own_indexes)
-            batch: Any = tuple(tensor[rows] for tensor in dataset.tensors)
+            batch: Any = tuple(_take(tensor, rows) for tensor in dataset.tensors)
         else:
             seeds = hash_indexes(epoch, indexes)
             batch = self._collate(self._items(dataset, own_indexes.tolist(), seeds))
@@ -79,6 +79,14 @@ class RowReader(Dataset[Any]):
             generator.manual_seed(seed)
             items += read_all([index]) if read_all is not None else [dataset[index]]
         return items
+
+
+def _take(tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Return `tensor[rows]`, which takes twice as long; negative rows count from the end."""
+    try:
+        return tensor.index_select(0, rows)
+    except (IndexError, RuntimeError):
+        return tensor[rows]
 
 
 def find_base(dataset: Any, indexes: np.ndarray) -> tuple[Any, np.ndarray]:

@@ -95,11 +95,11 @@ def map_rows(batches: Iterator[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
 
 def as_arrays(tree: Any) -> Any:
     """Return the tree of tensors as arrays; lists become tuples."""
+    if isinstance(tree, torch.Tensor):
+        tree = tree.detach().cpu()
+        return (tree.float() if tree.dtype is torch.bfloat16 else tree).numpy()
     if isinstance(tree, Mapping):
         return {key: as_arrays(branch) for key, branch in tree.items()}
     if isinstance(tree, tuple | list):
         return tuple(map(as_arrays, tree))
-    if not isinstance(tree, torch.Tensor):
-        return np.asarray(tree)
-    tree = tree.detach().cpu()
-    return (tree.float() if tree.dtype is torch.bfloat16 else tree).numpy()
+    return np.asarray(tree)
