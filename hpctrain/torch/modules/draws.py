@@ -37,7 +37,8 @@ _GRADIENT = threading.local()  # .key, .rows, .seed and .missed, within a gradie
 MAX_CALLS = 1 << 62
 NUMBERS_PER_COUNTER, BITS = 4, 52
 #: The part of a generator's state that says how much of it was used, when it begins.
-_UNUSED = torch.Generator().manual_seed(0).get_state()[8:24]
+_POSITION = slice(8, 24)
+_UNUSED = torch.Generator().manual_seed(0).get_state().numpy()[_POSITION].tobytes()
 _MANTISSA_BITS = {torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 
 
@@ -82,7 +83,7 @@ def next_call() -> Key:
 
 def _is_used() -> bool:
     """Return whether PyTorch's generator was used since it was seeded."""
-    return not torch.equal(torch.default_generator.get_state()[8:24], _UNUSED)
+    return torch.default_generator.get_state().numpy()[_POSITION].tobytes() != _UNUSED
 
 
 def uniform_rows(key: Key, shape: torch.Size) -> torch.Tensor:

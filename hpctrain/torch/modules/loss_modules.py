@@ -120,15 +120,22 @@ def call_in_dtype(loss: Any, outputs: Any, targets: Any, reduction: str | None =
     """
     if not isinstance(loss, nn.Module) or not isinstance(outputs, torch.Tensor):
         return loss(outputs, targets)
-    called: Any = copy.copy(loss)
     weights = {
         name: x if x is None or not x.is_floating_point() else x.to(outputs)
         for name, x in loss._buffers.items()
     }
+    called: Any = copy.copy(loss) if hasattr(type(loss), "__copy__") else _copy(loss)
     vars(called)["_buffers"] = weights
     if reduction is not None:
         called.reduction = reduction
     return called(outputs, targets)
+
+
+def _copy(module: nn.Module) -> Any:
+    """Return a shallow copy of a module, in a tenth of the time of `copy.copy`."""
+    copied: Any = object.__new__(type(module))
+    vars(copied).update(vars(module))
+    return copied
 
 
 def sums_by_class(loss: Any) -> bool:

@@ -8,10 +8,10 @@ the weights of all targets is its divisor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -91,9 +91,12 @@ class TorchLoss:
         else:
             loss = loss_modules.call_in_dtype(function, outputs, targets, "sum")
             divisor = self._counts.total(counts)
-        if not isinstance(loss, torch.Tensor) or loss.ndim:
-            shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
-            raise UsageError(f"loss: expected a scalar tensor from its function, seen {shape}")
+        if not isinstance(loss, torch.Tensor) or loss.ndim or loss.is_complex():
+            is_tensor = isinstance(loss, torch.Tensor)
+            actual = f"{loss.dtype} {tuple(loss.shape)}" if is_tensor else type(loss).__name__
+            raise UsageError(
+                f"loss: expected a real scalar tensor from its function, seen {actual}"
+            )
         totals = {"loss": (loss if counts is not None else factor * loss, divisor)}
         with torch.no_grad():
             for name in self.terms[1:]:
@@ -114,11 +117,12 @@ class TorchLoss:
         counts = self._counts.counts(as_targets(batch.targets, _HOST))
         if counts is None:
             return 1.0
-        numbers = np.concatenate([[batch.n], counts])
+        n: float = batch.n
         if key.sum_over_ranks is not None:
-            numbers = key.sum_over_ranks(numbers)
-        divisor = self._counts.total(numbers[1:])
-        return float(numbers[0] / divisor) if divisor else 0.0
+            numbers = key.sum_over_ranks(np.concatenate([[n], counts]))
+            n, counts = numbers[0], numbers[1:]
+        divisor = self._counts.total(counts)
+        return float(n / divisor) if divisor else 0.0
 
     def __call__(self, outputs: Any, targets: Any, scale: float | None = None) -> Any:
         """Raise UsageError: this loss needs tensors."""
@@ -164,6 +168,13 @@ def _widened(x: Any, dtype: torch.dtype) -> Any:
     return x.to(dtype) if is_narrow else x
 
 
+def _fetch(totals: Sequence[torch.Tensor]) -> list[float]:
+    """Return scalar tensors as numbers; on a device all are awaited at once."""
+    if totals[0].is_cpu:
+        return [float(total.item()) for total in totals]
+    return cast(list[float], torch.stack([total.double() for total in totals]).tolist())
+
+
 def check_class_axis(loss: Any, output_shape: tuple[int, ...], y: Any, is_default: bool) -> None:
     """Raise UsageError for labels y (n, ...) that PyTorch would take with classes in axis 1.
 
@@ -201,11 +212,10 @@ def compute_sums(
         outputs = map_arrays(partial(_widened, dtype=like.dtype), outputs)
         totals = loss.totals(outputs, as_targets(y, like), n)
         if scale is not None:
-            scaled = scale * totals["loss"][0]
+            loss_sum = totals["loss"][0]
             with backward:
-                scaled.backward()
-        tensors = [total for total, _ in totals.values()]
-        numbers = torch.stack([total.detach().double() for total in tensors]).tolist()
+                loss_sum.backward(torch.full_like(loss_sum, scale))
+        numbers = _fetch([total.detach() for total, _ in totals.values()])
         return {
             name: Total(number, divisor)
             for (name, (_, divisor)), number in zip(totals.items(), numbers, strict=True)

@@ -41,7 +41,8 @@ class ClassCounts:
             return None
         is_used, weight = targets != self._loss.ignore_index, self._loss.weight
         if weight is None:
-            return np.array([int(is_used.sum())], np.float64)
+            n = np.count_nonzero(is_used.numpy()) if is_used.is_cpu else int(is_used.sum())
+            return np.array([n], np.float64)
         used = targets[is_used]
         if used.numel() and not 0 <= int(used.min()) <= int(used.max()) < len(weight):
             raise UsageError(
