@@ -35,43 +35,50 @@ def skip_absent(optimizer: Optimizer) -> Optimizer:
     """
     if optimizer.skips_absent:
         return optimizer
-    update = partial(_update_present, optimizer.update, _Ranges())
+    update = partial(_update_present, optimizer.update, _SlotRanges())
     return optimizer._replace(update=update, skips_absent=True)
 
 
-def find_absent(grad: Array, ranges: Sequence[slice]) -> list[int]:
-    """Return the indices of the non-empty `ranges` that have no gradient."""
-    starts = np.fromiter((part.start for part in ranges), np.int64, len(ranges))
-    firsts = grad[namespace(grad).asarray(starts)]
-    candidates: list[int] = np.flatnonzero(to_host(_has_mark(firsts))).tolist()
-    return [i for i in candidates if _is_absent(grad[ranges[i]])]
+class Ranges:
+    """Ranges of an array, none of them empty, with the indices of their first elements."""
+
+    def __init__(self, parts: Sequence[slice]):
+        self.parts = parts
+        self._starts = np.fromiter((part.start for part in parts), np.int64, len(parts))
+
+    def find_absent(self, grad: Array) -> list[int]:
+        """Return the indices of the ranges that have no gradient."""
+        firsts = grad[namespace(grad).asarray(self._starts)]
+        candidates: list[int] = to_host(_has_mark(firsts)).nonzero()[0].tolist()
+        return [i for i in candidates if _is_absent(grad[self.parts[i]])]
 
 
-class _Ranges:
+class _SlotRanges:
     """The ranges of the slots in an array; the next update mostly has the same."""
 
     def __init__(self) -> None:
-        self._last: tuple[int, Sequence[TensorSlot], list[slice]] = (0, (), [])
+        self._last: tuple[int, Sequence[TensorSlot], Ranges] = (0, (), Ranges([]))
 
-    def of(self, size: int, slots: Sequence[TensorSlot]) -> list[slice]:
+    def of(self, size: int, slots: Sequence[TensorSlot]) -> Ranges:
         """Return the ranges of `slots` in `size` elements."""
         last = self._last
         if size != last[0] or slots is not last[1]:  # replaced at once: threads share optimizers
-            last = self._last = size, slots, [part for _, part in slot_pieces(size, slots)]
+            parts = [part for _, part in slot_pieces(size, slots)]
+            last = self._last = size, slots, Ranges(parts)
         return last[2]
 
 
 def _update_present(
     update: Update,
-    own_ranges: _Ranges,
+    slot_ranges: _SlotRanges,
     grad: Array,
     state: State,
     param: Array,
     slots: Sequence[TensorSlot],
     gather_rows: GatherRows,
 ) -> None:
-    ranges = own_ranges.of(param.size, slots)
-    absent = [ranges[i] for i in find_absent(grad, ranges)]
+    ranges = slot_ranges.of(param.size, slots)
+    absent = [ranges.parts[i] for i in ranges.find_absent(grad)]
     arrays = [param, *planes(state).values()]
     values = [(x[part], x[part].copy()) for part in absent for x in arrays]
     update(grad, state, param, slots, gather_rows)

@@ -20,7 +20,7 @@ from hpctrain.core import xp
 from hpctrain.core.errors import TrainingError, UsageError
 from hpctrain.gradients import finite
 from hpctrain.gradients.finite import GradientCheck
-from hpctrain.gradients.replica import Batch, ModelReplica
+from hpctrain.gradients.replica import Batch, ModelReplica, ignore_ready
 from hpctrain.training import recipe, runs
 from hpctrain.training.run_options import FitOptions
 from hpctrain.training.trainer import Trainer
@@ -399,16 +399,17 @@ def test_one_rank_skips(name, value, model):
     run_on("threads", 1, body)
 
 
-def test_every_slot_is_looked_at():
+@pytest.mark.parametrize("on_ready", [lambda name: None, ignore_ready], ids=["sent", "kept"])
+def test_every_slot_is_looked_at(on_ready):
     def body(world):
         for slot in trainer_of(world, engines.Single()).replica.arena.slots:
             replica = ModelReplica(MLP.build((8, 8), 10), 0, np.float32)
             check = GradientCheck(replica, 1)
             for value in VALUES.values():
-                check.begin(lambda name: None)
+                check.begin(on_ready)
                 assert check.passes({"loss": nn.Total(1.0, 1)})
                 replica.arena.views(replica.arena.grad)[slot.name].reshape(-1)[-1] = value
-                check.begin(lambda name: None)
+                check.begin(on_ready)
                 assert check.passes({"loss": nn.Total(1.0, 1)}) == (value == LARGE)
                 assert (
                     value == LARGE or check.fault == f"the gradient of '{slot.name}' is not finite"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -82,9 +83,11 @@ class BoundParameters:
         self._parameters = [p for p, _ in self._bound.values()]
         self._trained = [is_trained for _, is_trained in self._bound.values()]
         owners = [*module.modules()]
-        tables: list[dict[str, Any]] = [t for m in owners for t in (m._parameters, m._modules)]
-        self._tables = [(table, [*map(id, table.values())]) for table in tables]
-        self._kept = [[*table.values()] for table in tables]  # so that no id is given anew
+        self._tables: list[dict[str, Any]] = [
+            table for m in owners for table in (m._parameters, m._modules)
+        ]
+        self._lengths, self._ids = [*map(len, self._tables)], self._current_ids()
+        self._kept = [[*table.values()] for table in self._tables]  # so that no id is given anew
 
     def check(self) -> None:
         """Raise UsageError if any was replaced, frozen or unfrozen since."""
@@ -103,9 +106,14 @@ class BoundParameters:
 
     def _is_same(self) -> bool:
         """Return whether no table of the module has changed; each step asks."""
-        return [getattr(p, "requires_grad", False) for p in self._parameters] == self._trained and (
-            all([*map(id, table.values())] == ids for table, ids in self._tables)
+        return (
+            [getattr(p, "requires_grad", False) for p in self._parameters] == self._trained
+            and [*map(len, self._tables)] == self._lengths
+            and self._current_ids() == self._ids
         )
+
+    def _current_ids(self) -> list[int]:
+        return [*map(id, chain.from_iterable(table.values() for table in self._tables))]
 
 
 def _find_parameters(module: nn.Module) -> Parameters:

@@ -126,6 +126,8 @@ class ModuleBuffers:
 
     def _warn_of_unsaved(self) -> None:
         """Warn once of each buffer with persistent=False that was written since the last call."""
+        if not self._unsaved:
+            return
         before, self._versions = self._versions, self._unsaved_versions()
         pairs = zip(self._unsaved, before, self._versions, strict=True)
         written = {place.name for place, old, new in pairs if old != new}

@@ -234,15 +234,16 @@ class TorchReplica:
         """Copy the final gradient of a parameter into the arena, and call `on_ready`."""
         if self._on_ready is None:  # backward of the user's own
             return
-        must_be_dense(name, parameter.grad)
+        gradient, own = parameter.grad, self._grads[name]
+        must_be_dense(name, gradient)
         factor = 1 if self.loss_scale is None else 1 / self.loss_scale.factor
         if name in self._written:
-            self._grads[name].add_(parameter.grad, alpha=factor)
+            own.add_(gradient, alpha=factor)
         else:
-            gradient = parameter.grad if factor == 1 else parameter.grad * factor
-            if gradient.data_ptr() != self._grads[name].data_ptr():
-                torch.add(gradient, 0.0, out=self._grads[name])  # -0.0 + 0.0 = 0.0, unlike ABSENT
-        self._written.add(name)
+            gradient = gradient if factor == 1 else gradient * factor
+            if gradient.data_ptr() != own.data_ptr():
+                torch.add(gradient, 0.0, out=own)  # -0.0 + 0.0 = 0.0, unlike ABSENT
+            self._written.add(name)
         parameter.grad = None
         self._unready.discard(name)
         self._on_ready(name)

@@ -19,7 +19,7 @@ import torch
 
 from hpctrain.core.errors import UsageError
 from hpctrain.core.xp import Array, address_of
-from hpctrain.optim.absent import find_absent
+from hpctrain.optim.absent import Ranges
 from hpctrain.optim.optimizer import State
 from hpctrain.torch.modules.inputs import as_tensor
 
@@ -77,7 +77,7 @@ class BoundOptimizer:
         """
         self.state, self.is_own = state, is_own
         self._source, self.pieces, self._param, self._names = source, pieces, param, names
-        self._ranges = [piece.elements for piece in pieces]
+        self._ranges = Ranges([piece.elements for piece in pieces])
         self._places = np.array([piece.place for piece in pieces], np.int64)
         self._with_state: set[int] = set()  # places of parameters that had one at the start
         self._spans: list[Span] = []
@@ -89,7 +89,7 @@ class BoundOptimizer:
 
     def update(self, grad: Array, options: list[dict[str, Any]]) -> None:
         """Update the parameters with `grad`, and the counts."""
-        absent = set(find_absent(grad, self._ranges))
+        absent = set(self._ranges.find_absent(grad))
         if not self._fits(absent):
             self._make_spans(options, absent)
         for span, g in zip(self._spans, self._views_of(grad), strict=True):
