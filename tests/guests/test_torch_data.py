@@ -121,6 +121,12 @@ def test_an_evaluation_reads_the_samples_of_its_sampler():
     assert after_steps[-1] == at_end[-1] and after_steps[0] != at_end[0]
 
 
+def test_negative_rows_count_from_the_end():
+    rows = np.array([-1, 2])
+    x, y = as_samples(TensorDataset(X, LABELS)).rows(rows)
+    assert np.array_equal(x, X[rows].numpy()) and np.array_equal(y, LABELS[rows].numpy())
+
+
 class Items(Dataset):
     """Counts how its items are read; `noise`: they draw random numbers."""
 

@@ -184,6 +184,7 @@ REFUSALS = {
     "a weight per sample": (
         BCE(weight=torch.ones(2, 3, dtype=torch.float64)), BITS, "with a weight per sample",
     ),
+    "complex": (lambda outputs, y: 1j * outputs.sum(), REALS, "seen torch.complex128 ()"),
     "too few weights": (CE(weight=W[:2]), LABELS, "weight"),
     "a mean with a count": ({"count": len}, LABELS, "expected reduction='sum' beside count"),
     "a mean that is no sum": (
