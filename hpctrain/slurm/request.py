@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from hpctrain import checkpoint
-from hpctrain.cluster.slurm.job import Job, check_job, text_faults, total_ranks
+from hpctrain.cluster.slurm.job import Job, JobOptions, check_job, text_faults, total_ranks
 from hpctrain.cluster.slurm.site import Site, load_site
 from hpctrain.core.errors import UsageError
 from hpctrain.engines.parameter_server.roles import ServerOptions
@@ -20,32 +20,16 @@ _CHANGEABLE_OPTIONS = ("dropout", "recompute", "arguments", "folder")
 
 
 @dataclass(frozen=True)
-class JobRequest:
+class JobRequest(JobOptions):
     """A training run to submit; a field that is None is decided by the site or by a default."""
 
-    recipe: str  #: a name, or a .toml file
     nodes: int | None = None  #: 1, or the largest of `sizes`
     ranks: int | None = None  #: on all nodes together, servers excluded
-    tasks_per_node: int | None = None  #: ranks per node; one per GPU
-    gpus_per_node: int = 0
-    cpus_per_task: int | None = None
-    time: str = "1:00:00"  #: the time limit in sbatch's notation
     site: str | None = None  #: a profile's name, or a .toml file
-    servers: int = 0  #: additional ranks that are parameter servers
-    server_nodes: int = 0
-    sizes: Sequence[int] = ()  #: numbers of nodes of a job array
     engine: str | None = None
     epochs: int | None = None
     overrides: Sequence[str] = ()  #: TABLE.KEY=VALUE, as for --set
-    options: Mapping[str, str] = field(default_factory=dict)  #: further options of sbatch
     job_name: str | None = None
-    warn_s: int = 120  #: from the stop signal to the time limit
-    max_restarts: int = 20
-    relaunches: int = 3  #: restarts in one allocation
-    min_ranks: int | None = None  #: on the nodes that remain after a loss; all
-    elastic: bool = False  #: the survivors of a lost rank go on
-    spares: int = 0  #: of the ranks, those that wait to replace lost ones
-    out: str | None = None  #: the run's folder
 
 
 def build_job(request: JobRequest, interactive: bool = False) -> tuple[Job, Site | None]:
@@ -53,19 +37,16 @@ def build_job(request: JobRequest, interactive: bool = False) -> tuple[Job, Site
     _must_be_printable(request)
     site = load_site(request.site) if request.site else None
     nodes = max(request.sizes, default=1) if request.nodes is None else request.nodes
-    equal_fields = ("recipe", "gpus_per_node", "cpus_per_task", "time", "warn_s", "max_restarts",
-                    "relaunches", "min_ranks", "elastic", "spares",
-                    "servers", "server_nodes", "out")  # fmt: skip
     engine, overrides = _choose_engine(request)
-    job = Job(
+    equal_fields = {field.name: getattr(request, field.name) for field in fields(JobOptions)}
+    job = replace(
+        Job(**equal_fields),
         nodes=nodes,
         tasks_per_node=_tasks_per_node(request.ranks, request.tasks_per_node, nodes),
         sizes=tuple(request.sizes),
         arguments=tuple(_train_arguments(engine, request.epochs, request.overrides)),
         name=request.job_name,
-        options=dict(request.options),
         interactive=interactive,
-        **{name: getattr(request, name) for name in equal_fields},
     )
     check_job(job, site)
     job_recipe = recipe.load(job.recipe, overrides)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
-from scripts import fake
+from scripts import SENT, fake
 
 import hpctrain as ht
 from hpctrain.cli import hpctrain
@@ -63,6 +63,8 @@ def test_a_job_is_submitted_queried_read_and_cancelled_from_python():
     assert "#SBATCH --account=m1" in script and "#SBATCH --nodes=2" in script
     assert "--epochs 3 --set optimizer.batch=64" in script
     assert (folder / "job.sbatch").read_text() == script
+    assert f"python3 {folder}/batch_job.py" in script
+    assert (folder / "batch_job.py").read_text() == SENT.read_text()
     assert [(row["job"], row["state"]) for row in ht.slurm.status(folder)] == [("19", "RUNNING")]
     with pytest.raises(UsageError, match="its job 19 is RUNNING"):
         ht.slurm.submit("digits", nodes=2, out=str(folder))

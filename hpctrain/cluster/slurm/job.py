@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hpctrain.cluster.slurm import sbatch
@@ -15,30 +16,35 @@ MAX_WARN_S = 65535  #: the limit of sbatch's --signal
 
 
 @dataclass(frozen=True)
-class Job:
-    """The recipe and the resources of a job; the site decides on a field that is None."""
+class JobOptions:
+    """The options of a job and of its request; the site decides on a field that is None."""
 
-    recipe: str = "digits"
-    nodes: int = 1
+    recipe: str = "digits"  #: a name, or a .toml file
     tasks_per_node: int | None = None  #: ranks; on nodes with GPUs one per GPU
     gpus_per_node: int = 0
     cpus_per_task: int | None = None
     time: str = "1:00:00"  #: the time limit in sbatch's notation: minutes, H:M:S, D-H ...
-    warn_s: int = (
-        120  #: from the stop signal to the time limit: the longest checkpoint and a minute
-    )
+    #: From the stop signal to the time limit: the longest checkpoint and a minute.
+    warn_s: int = 120
     max_restarts: int = 20  #: by Slurm, which puts the job back into its queue
     relaunches: int = 3  #: restarts in one allocation
     min_ranks: int | None = None  #: on the nodes that remain after a loss; None: all
     elastic: bool = False  #: the survivors of a lost rank go on, under Open MPI's mpiexec
-    spares: int = 0  #: ranks of an elastic job that wait to replace lost ones
+    spares: int = 0  #: of the ranks of an elastic job, those that wait to replace lost ones
     servers: int = 0  #: additional ranks that are parameter servers
     server_nodes: int = 0  #: nodes for servers alone (a heterogeneous job); 0: on workers' nodes
-    sizes: tuple[int, ...] = ()  #: numbers of nodes of a job array; the largest is `nodes`
+    sizes: Sequence[int] = ()  #: numbers of nodes of a job array; the largest is `nodes`
+    out: str | None = None  #: the run's folder; runs/NAME-JOBID if None
+    options: Mapping[str, str] = field(default_factory=dict)  #: further options of sbatch
+
+
+@dataclass(frozen=True)
+class Job(JobOptions):
+    """The recipe and the resources of a job."""
+
+    nodes: int = 1
     arguments: tuple[str, ...] = ()  #: arguments of `hpctrain train` after the recipe
     name: str | None = None
-    out: str | None = None  #: the run's folder; runs/NAME-JOBID if None
-    options: dict[str, str] = field(default_factory=dict)  #: further options of sbatch
     interactive: bool = False
 
     @property

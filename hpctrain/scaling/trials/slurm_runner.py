@@ -202,7 +202,8 @@ def _job(study: Study, size: Size, recipe: str, out: str, name: str) -> Job:
     if options["gpus_per_node"]:  # a rank takes a GPU, and a small size does not take them all
         options["gpus_per_node"] = size.per_node
     options |= {"max_restarts": 0, "relaunches": 0}  # a trial with a restart measures nothing
-    return Job(recipe, size.nodes, size.per_node, name=name, out=out, **options)
+    options |= {"nodes": size.nodes, "tasks_per_node": size.per_node, "name": name}
+    return Job(recipe, out=out, **options)
 
 
 def _site(study: Study) -> Site | None:
