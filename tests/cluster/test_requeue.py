@@ -259,15 +259,29 @@ def test_a_time_limit_is_due_without_a_signal(tmp_path):
     assert (tmp_path / "runs/digits-7/.why").read_text() == "time limit\n"
 
 
-@pytest.mark.parametrize("case", ["done", "stopped"])
-def test_a_storm_of_signals_ends_no_job(case, tmp_path):
+def test_a_storm_of_signals_ends_no_job(tmp_path):
     """Neither in the script, nor until hpctrain handles them, nor in what it asks Slurm."""
     site(tmp_path, STORM)
-    again = case != "done"
-    part = Part(TABLE[case].says, TABLE[case].code, ask=True, again=int(again), talks=True)
-    completed = run(tmp_path, part, ASK="later")
+    completed = run(tmp_path, Part("stopped 75", 75, ask=True, talks=True), ASK="later")
     assert (completed.returncode, completed.stderr) == (0, "")
-    assert (tmp_path / "said").exists() is again
+    assert (tmp_path / "said").read_text() == AGAIN
+
+
+# what a rank does in the folder of its run -> what becomes of the job
+HOSTILE = {
+    """printf '{"status": "stopped", "reason": "\\\\u001b[2J"}' >summary.json""": "Slurm says DONE",
+    "mkfifo summary.json; exit 9": "ranks were lost, or hung; Slurm says DONE",
+}
+
+
+@pytest.mark.parametrize("line", HOSTILE, ids=["escape", "fifo"])
+def test_files_of_a_run_reach_no_terminal_and_hang_nobody(line, tmp_path):
+    fake(tmp_path, "srun", f"sleep 0.01; cd runs/digits-7; {line}")
+    fake(tmp_path, "scontrol", "echo JobState=DONE")
+    fake_hpctrain(tmp_path)
+    completed = run_script(tmp_path, render(Job()))
+    assert completed.returncode == 75 and HOSTILE[line] in completed.stdout
+    assert "\x1b" not in completed.stdout
 
 
 @pytest.mark.parametrize("place", ["slurm", "runs/digits-7"])

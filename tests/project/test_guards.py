@@ -23,6 +23,7 @@ def calls() -> Iterator[tuple[str, str, ast.Call]]:
 #: Output beside core/printing.py and the console of core/fitted_table.py, and why it is none.
 OUTPUT = {
     ("cluster/guard.py", "print"): "runs without the package",
+    ("cluster/slurm/batch_job.py", "print"): "runs without the package",
     ("cluster/supervision.py", "os.write"): "bytes of the ranks, to their own terminal",
     ("core/rank_marks.py", "print"): "runs without the package",
     ("core/signals.py", "os.write"): "while the main thread may hold the lock of stderr",
@@ -64,6 +65,7 @@ OPENED = {
     "commands/doctor.py": NAMED, "commands/pipeline_predict.py": NAMED, "data/text.py": NAMED,
     "doctor/job/examine.py": NAMED,
     "data/digit_images.py": PACKAGES, "tuning/table.py": PACKAGES,
+    "cluster/slurm/submit.py": PACKAGES,
     "cluster/launch.py": KERNEL, "doctor/node.py": KERNEL, "hardware/pci.py": KERNEL,
     "training/stragglers.py": KERNEL, "transport/placement/core_binding.py": KERNEL,
     "watch/liveness/channel.py": KERNEL,
@@ -71,6 +73,7 @@ OPENED = {
     "doctor/job/output_folder.py": NEW, "transport/shared_memory/host.py": NEW,
     "checkpoint/parts.py": "a folder, to write it through to the disk",
     "cluster/guard.py": "runs without the package",
+    "cluster/slurm/batch_job.py": "runs without the package",
     "cluster/netlab/namespaces.py": "in a file system of its own",
     "core/opening.py": "the one function", "core/files.py": "calls it",
 }  # fmt: skip

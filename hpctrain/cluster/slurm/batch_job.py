@@ -96,8 +96,7 @@ class BatchJob:
 
     def run(self) -> int:
         """Start the ranks, again after a loss, until the job ends; return its exit code."""
-        most = self.options.max_restarts
-        if self._restarts > most:  # by Slurm itself, after a preemption, say
+        if self._restarts > (most := self.options.max_restarts):  # as by a preemption
             return self._print(f"restarted {self._restarts} times, of {most}: {self._later}")
         signal.signal(signal.SIGALRM, lambda *_: self._stop_if_due())
         signal.signal(signal.SIGUSR1, lambda *_: self._stop())
@@ -154,6 +153,7 @@ class BatchJob:
         if self._process and self._is_stopping:
             self._process.send_signal(signal.SIGUSR1)
         elif self._process and time.monotonic() >= self._next_query_s:
+            self._next_query_s = float("inf")  # alarms do not wait for the answer
             is_preempted, rest_s = self._query_end()
             self._next_query_s = time.monotonic() + (_RETRY_S if rest_s is None else rest_s)
             if is_preempted or (rest_s is not None and rest_s <= 0):
@@ -189,7 +189,7 @@ class BatchJob:
             return False
 
     def _count_futile_parts(self) -> int:
-        """Return how many parts in a row saved nothing, with this one, over requeues."""
+        """Count the parts in a row, up to this one and over requeues, that saved nothing."""
         path, count = self.folder / ".tries", 0
         if not any(map(self._is_of_this_part, self.folder.glob("checkpoints/*/manifest.json"))):
             earlier = _read_json(path)
@@ -241,7 +241,7 @@ class BatchJob:
             pause_s = min(2 * pause_s, _MAX_PAUSE_S)
 
     def _print(self, message: str, code: int = _EXIT_STOPPED) -> int:
-        print(f"job {self.id}: {message}", flush=True)
+        print(f"job {self.id}: {message if message.isprintable() else ascii(message)}", flush=True)
         return code
 
     def _collect_records(self) -> None:
@@ -286,7 +286,7 @@ def output(*command: str, limit_s: int = _QUERY_LIMIT_S, **variables: str) -> st
 
 def _read_json(path: Path) -> object:
     try:
-        return json.loads(path.read_text())
+        return json.loads(path.read_text()) if path.is_file() else None  # a FIFO never ends
     except (OSError, ValueError):
         return None
 
