@@ -95,14 +95,11 @@ def _refusal(plan: sweep.SweepPlan, library: rivals.Rival) -> str:
 
 
 def parse_dtype(name: str) -> np.dtype:
-    """Return the dtype with this `name`; bfloat16 needs the package ml_dtypes."""
+    """Return the dtype with this `name`; raise UsageError if no all-reduce takes it."""
+    import ml_dtypes  # late: other commands do not need it
+
     config.pick(dict.fromkeys(DTYPES), name, "dtype")
-    if name != "bfloat16":
-        return np.dtype(name)
-    try:
-        return np.dtype(import_module("ml_dtypes").bfloat16)
-    except ImportError:
-        raise UsageError("--dtype bfloat16 needs ml_dtypes: pip install ml_dtypes") from None
+    return np.dtype(getattr(ml_dtypes, name, name))
 
 
 def _skipped_natives(plan: sweep.SweepPlan) -> dict[str, str]:

@@ -26,24 +26,18 @@ import numpy as np
 
 from hpctrain import nn
 from hpctrain.core import xp
-from hpctrain.core.errors import UsageError
 from hpctrain.gradients.arena import Arena
 from hpctrain.gradients.loss_scale import LossScale
 from hpctrain.gradients.replica import Batch, ModelReplica, split_batch
 
 
 def half_dtype(name: str) -> np.dtype:
-    """Return the 16-bit dtype "bf16" or "fp16"; raise UsageError if it is not installed."""
+    """Return the 16-bit dtype "bf16" or "fp16"."""
     if name == "fp16":
         return np.dtype(np.float16)
-    try:
-        import ml_dtypes
-    except ImportError:
-        raise UsageError(
-            "[run] precision: bf16 needs ml_dtypes, a part of the extras: pip install "
-            "'hpctrain[cuda13x]' (with a driver for CUDA 12: 'hpctrain[cuda12x]')"
-        ) from None
-    return np.dtype(ml_dtypes.bfloat16)
+    from ml_dtypes import bfloat16  # late: few runs need it
+
+    return np.dtype(bfloat16)
 
 
 class MixedReplica:

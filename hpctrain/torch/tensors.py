@@ -28,12 +28,8 @@ _DTYPES: dict[torch.dtype, np.dtype] = {getattr(torch, name): np.dtype(name) for
 def numpy_dtype(dtype: torch.dtype) -> np.dtype:
     """Return the dtype of NumPy for `dtype`; raise UsageError if sums of it are not defined."""
     if dtype is torch.bfloat16:
-        try:
-            from ml_dtypes import bfloat16
-        except ImportError:
-            raise UsageError(
-                "sums of torch.bfloat16 need the package ml_dtypes: pip install hpctrain[torch]"
-            ) from None
+        from ml_dtypes import bfloat16  # late: few programs need it
+
         return np.dtype(bfloat16)
     if dtype not in _DTYPES:
         expected = ", ".join(map(str, (*_DTYPES, torch.bfloat16)))

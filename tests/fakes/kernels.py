@@ -50,20 +50,13 @@ def dropout(grid, block, y, x, factor, limit, rows, features, *words) -> None:
 
 
 def to_bfloat16(grid, block, y, x, n) -> None:
-    assert x.size == y.size == n and y.dtype == np.uint16
-    y[...] = x.astype(np.float32).astype(ml_dtypes.bfloat16).view(np.uint16)
+    assert x.size == y.size == n and y.dtype == ml_dtypes.bfloat16
+    y[...] = x.astype(np.float32)
 
 
 def from_bfloat16(grid, block, y, x, n) -> None:
-    assert x.size == y.size == n and x.dtype == np.uint16
-    y[...] = x.view(ml_dtypes.bfloat16)
-
-
-def combine_bfloat16(ufunc, count, outs, grid, block, *args) -> None:
-    """Combine arrays of uint16 that are bfloat16."""
-    *arrays, n, packs = args
-    arrays = [x.view(ml_dtypes.bfloat16) for x in arrays]
-    combine(ufunc, count, outs, grid, block, *arrays, n, packs)
+    assert x.size == y.size == n and x.dtype == ml_dtypes.bfloat16
+    y[...] = x
 
 
 def first_not_finite(grid, block, x, n, limit, start, first) -> None:
@@ -232,11 +225,6 @@ COMBINED = {
     for count in range(2, 10)
     for outs in range(1, 10)
 }
-IN_16_BITS = {
-    f"add_{count}_into_{outs}_bfloat16": partial(combine_bfloat16, np.add, count, outs)
-    for count in range(2, 10)
-    for outs in range(1, 10)
-}
 KERNELS = {
     "squares": squares,
     "dropout": dropout,
@@ -263,5 +251,4 @@ KERNELS = {
     "columns": columns,
     "image": image,
     **COMBINED,
-    **IN_16_BITS,
 }

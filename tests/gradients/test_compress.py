@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import ml_dtypes
 import numpy as np
 import pytest
 from oracles.messages import MESSAGES, Call
 from ranks import on_ranks, run_on
 
 from hpctrain.collectives import ALLREDUCE, all_gather_bytes
-from hpctrain.collectives.reductions import bfloat16
 from hpctrain.core.errors import UsageError
 from hpctrain.gradients import arena as arenas
 from hpctrain.gradients import compress
@@ -268,24 +266,6 @@ def test_as_many_bytes_as_the_closed_form_says(ranks, method, dtype):
         side.reducer.close()
 
     ranks(body)
-
-
-BITS = np.random.default_rng(0).integers(0, 1 << 32, 100_000, np.uint32)
-EDGES = [0, 1, 0x7F800000, 0xFF800000, 0x7FC00000, 0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001, 0x7F7FFFFF,
-         0x3F808000, 0x3F818000, 0x3F808001, 0x00008000]  # fmt: skip
-
-
-def test_bfloat16_rounds_as_ml_dtypes_does():
-    x = np.concatenate([BITS, np.array(EDGES, np.uint32)]).view(np.float32)
-    small, wide = np.empty(x.size, np.uint16), np.empty(x.size, np.float32)
-    bfloat16.round_to_bfloat16(x, small)
-    with np.errstate(invalid="ignore"):
-        remote = x.astype(ml_dtypes.bfloat16)
-    numbers = ~np.isnan(x)
-    assert (small[numbers] == remote.view(np.uint16)[numbers]).all()
-    bfloat16.widen_bfloat16(small, wide)
-    assert (np.isnan(wide) == np.isnan(x)).all()
-    assert (wide[numbers] == remote.astype(np.float32)[numbers]).all()
 
 
 REFUSED = [

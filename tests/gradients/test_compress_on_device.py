@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fakes
+import ml_dtypes
 import numpy as np
 import on_host
 import pytest
@@ -107,21 +108,25 @@ EDGES = [0, 1, 0x7F800000, 0xFF800000, 0x7FC00000, 0x7FFFFFFF, 0xFFFFFFFF, 0x7F8
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_bfloat16_has_the_bits_of_the_host(lazy_gpu, sources, dtype):
+def test_bfloat16_rounds_to_nearest_ties_to_even(lazy_gpu, sources, dtype):
+    """The bits are those of integers' arithmetic: half of the last place is added, ties to even."""
     import cupy
 
     bits = np.random.default_rng(0).integers(0, 1 << 32, 1000, np.uint32)
+    bits = np.concatenate([bits, np.array(EDGES, np.uint32)])
     with np.errstate(invalid="ignore"):
-        x = np.concatenate([bits, np.array(EDGES, np.uint32)]).view(np.float32).astype(dtype)
-    local, target = np.empty(x.size, np.uint16), cupy.empty(x.size, np.uint16)
-    bfloat16.round_to_bfloat16(x, local)
-    bfloat16.round_to_bfloat16(cupy.asarray(x), target)
-    numbers = ~np.isnan(x)
-    assert (target.get() == local)[numbers].all()
-    back, wide = np.empty_like(x), cupy.empty(x.size, dtype)
-    bfloat16.widen_bfloat16(local, back)
-    bfloat16.widen_bfloat16(target, wide)
-    np.testing.assert_array_equal(wide.get(), back)
+        x = bits.view(np.float32).astype(dtype)
+    expected = (bits + 0x7FFF + (bits >> 16 & 1) >> 16).astype(np.uint16)
+    for make in (np.asarray, cupy.asarray):
+        small, wide = (make(np.empty(x.size, d)) for d in (ml_dtypes.bfloat16, dtype))
+        with np.errstate(invalid="ignore"):
+            bfloat16.round_to_bfloat16(make(x), small)
+        bfloat16.widen_bfloat16(small, wide)
+        small, wide = map(xp.to_host, (small, wide))
+        numbers = ~np.isnan(x)
+        assert (small.view(np.uint16) == expected)[numbers].all()
+        assert (np.isnan(wide) == ~numbers).all()
+        assert (wide == (expected.astype(np.uint32) << 16).view(np.float32))[numbers].all()
 
 
 def drawn(name: str, n: int, dtype: str) -> np.ndarray:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import numpy as np
 import pytest
 from ranks import run_on_gpus
@@ -204,9 +202,3 @@ def test_products_are_those_of_the_last_replica(gpu, monkeypatch):
 def test_cores_have_no_such_products(precision):
     with pytest.raises(UsageError, match=f"'{precision}' needs a GPU; .* float32, float64"):
         make_replica(built("mlp"), 3, precision, False)
-
-
-def test_bfloat16_that_is_missing_names_the_extra(monkeypatch):
-    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
-    with pytest.raises(UsageError, match=r"pip install 'hpctrain\[cuda13x\]'"):
-        half_dtype("bf16")

@@ -108,7 +108,7 @@ import numpy as np
 import hpctrain as ht
 ht.init(); x = np.ones(4, np.float32); ht.allreduce(x)
 names = {name.split(".")[0] for name in sys.modules}
-print(*sorted(names & {"pydantic", "rich", "click", "safetensors", "scipy"}))
+print(*sorted(names & {"pydantic", "rich", "click", "safetensors", "ml_dtypes"}))
 print(*sorted(name for name in sys.modules if name.startswith(("hpctrain.nn", "hpctrain.data"))))
 """
     assert subprocess.check_output([sys.executable, "-c", code], text=True) == "\n\n"

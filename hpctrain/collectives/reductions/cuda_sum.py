@@ -76,14 +76,11 @@ void NAME(PARAMETERS, long long n, long long packs) {
 """
 
 
-def combine(
-    arrays: Sequence[Array], ufunc: np.ufunc, outs: Sequence[Array], dtype_name: str | None = None
-) -> None:
+def combine(arrays: Sequence[Array], ufunc: np.ufunc, outs: Sequence[Array]) -> None:
     """Combine flat `arrays`, two or more, by `ufunc` in their order, into all of `outs`.
 
     All have one length and dtype, and lie on the current GPU or are accessible from it; each of
-    `outs` may be one of `arrays`. `dtype_name`: the dtype of the numbers, by default the arrays'
-    own. The kernel is launched on the current stream, without waiting.
+    `outs` may be one of `arrays`. The kernel is launched on the current stream, without waiting.
     """
     if (
         arrays[0].dtype.kind == "c" and ufunc is np.add
@@ -95,9 +92,8 @@ def combine(
         return
     is_aligned = all(pointer % PACK_BYTES == 0 for pointer in pointers)
     pack_count = first.nbytes // PACK_BYTES if is_aligned else 0
-    suffix = f"_{dtype_name}" if dtype_name else ""
-    name = f"{ufunc.__name__}_{len(arrays)}_into_{len(outs)}{suffix}"
-    cuda_source = kernel_source(name, len(arrays), len(outs), dtype_name or first.dtype.name, ufunc)
+    name = f"{ufunc.__name__}_{len(arrays)}_into_{len(outs)}"
+    cuda_source = kernel_source(name, len(arrays), len(outs), first.dtype.name, ufunc)
     counts = np.int64(first.size), np.int64(pack_count)
     launch(first, cuda_source, name, pack_count or first.size, (*outs, *arrays, *counts))
 

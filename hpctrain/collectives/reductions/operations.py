@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain.collectives.reductions import bfloat16, cuda_sum
+from hpctrain.collectives.reductions import cuda_sum
 from hpctrain.collectives.reductions.extremum import Extremum, extremum
 from hpctrain.core.errors import UsageError
 from hpctrain.core.names import unknown
@@ -107,8 +107,6 @@ def can_mpi_reduce(x: Array, op: Operation) -> bool:
 
 def ufunc_of(op: Operation) -> Any:
     """Return the ufunc that `op` applies to two numbers."""
-    if op is bfloat16.add:
-        return np.add
     if op is multiply_complex:
         return np.multiply
     return op.ufunc if isinstance(op, (Float32Ufunc, Extremum)) else op
@@ -116,8 +114,7 @@ def ufunc_of(op: Operation) -> Any:
 
 def combine(arrays: Sequence[Array], op: Operation, outs: Sequence[Array]) -> None:
     """Combine flat `arrays` on GPUs by `op` in one kernel, see `cuda_sum.combine`."""
-    dtype_name = "bfloat16" if op is bfloat16.add else None
-    cuda_sum.combine(arrays, ufunc_of(op), outs, dtype_name)
+    cuda_sum.combine(arrays, ufunc_of(op), outs)
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ import numpy as np
 
 from hpctrain.collectives import AllReduceFunction, Group
 from hpctrain.collectives.recursive_doubling import recursive_doubling
-from hpctrain.collectives.reductions import bfloat16 as bf16
+from hpctrain.collectives.reductions.bfloat16 import round_to_bfloat16, widen_bfloat16
 from hpctrain.collectives.reductions.operations import float32_ufunc
 from hpctrain.core.xp import Array, namespace, to_host
 from hpctrain.gradients.arena import Arena, view_offset
@@ -38,7 +38,7 @@ MAX_SCALE_EXPONENT = 100  #: the scale is at most 2 to this power
 class _HalfPlane:
     """A plane with 16 bits per element of the arena, from which buckets are sent."""
 
-    def __init__(self, arena: Arena, dtype: type, zeros_like: Callable[[Array], Array]):
+    def __init__(self, arena: Arena, dtype: np.dtype, zeros_like: Callable[[Array], Array]):
         self._grad = arena.grad
         self._plane = zeros_like(namespace(arena.grad).empty(arena.grad.size, dtype))
 
@@ -55,16 +55,19 @@ class Bfloat16:
         self, allreduce: AllReduceFunction, arena: Arena, zeros_like: Callable[[Array], Array]
     ):
         """Sum slices of `arena.grad`; `zeros_like` gives the memory that the wire sees."""
+        from ml_dtypes import bfloat16  # late: few runs need it
+
         self.local_state: dict[str, Array] = {}
         self.shared_state: dict[str, Array] = {}
-        self._allreduce, self._half_plane = allreduce, _HalfPlane(arena, np.uint16, zeros_like)
+        self._allreduce = allreduce
+        self._half_plane = _HalfPlane(arena, np.dtype(bfloat16), zeros_like)
 
     def __call__(self, group: Group, x: Array) -> None:
         """Sum flat `x` in place."""
         rounded_bucket = self._half_plane.view_bucket(x)
-        bf16.round_to_bfloat16(x, rounded_bucket)
-        self._allreduce(group, rounded_bucket, bf16.add)
-        bf16.widen_bfloat16(rounded_bucket, x)
+        round_to_bfloat16(x, rounded_bucket)
+        self._allreduce(group, rounded_bucket, float32_ufunc(np.add))
+        widen_bfloat16(rounded_bucket, x)
 
 
 class Float16:
@@ -76,8 +79,8 @@ class Float16:
         """Sum slices of `arena.grad`; `zeros_like` gives the memory that the wire sees."""
         self.local_state: dict[str, Array] = {}
         self.shared_state: dict[str, Array] = {}
-        self._allreduce, self._half_plane = allreduce, _HalfPlane(arena, np.float16, zeros_like)
-        self._add = float32_ufunc(np.add)
+        self._allreduce = allreduce
+        self._half_plane = _HalfPlane(arena, np.dtype(np.float16), zeros_like)
 
     def __call__(self, group: Group, x: Array) -> None:
         """Sum flat `x` in place; where a gradient is not finite, its first element is NaN."""
@@ -87,7 +90,7 @@ class Float16:
             return
         rounded_bucket, xp = self._half_plane.view_bucket(x), namespace(x)
         xp.multiply(x, scale, out=rounded_bucket)
-        self._allreduce(group, rounded_bucket, self._add)
+        self._allreduce(group, rounded_bucket, float32_ufunc(np.add))
         xp.multiply(rounded_bucket, 1 / scale, out=x, dtype=x.dtype)
 
 
