@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib import import_module
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,7 @@ def read_gpus(root: Path = ROOT, nvml: Any = None) -> NodeGpus:
     fault, remedy = "the package nvidia-ml-py is not installed", INSTALL_NVML
     try:
         if nvml is None and root == ROOT:
-            import pynvml as nvml
+            nvml = import_module("pynvml")
         if nvml is not None:
             return _query_gpus(nvml)
     except ImportError:
