@@ -1,9 +1,10 @@
 """Reports of lost processes to Open MPI: a host that is dead, a process that SIGKILL does not end.
 
-Open MPI notices the end of a process where its daemon does, on the same host. It never notices that
-a whole host is off or cut from the network: every call waits. So a rank that knows reports the lost
-processes by an event of PMIx, as Open MPI's own failure detector does, with the range of the whole
-job. Within milliseconds calls raise ERR_PROC_FAILED on all ranks left, and Shrink works.
+Open MPI notices the end of a process where its daemon does, on the same host. If a whole host is
+off or cut from the network, every call waits, until the launcher ends the job, after 484 s by
+default (docs/reliability.md). So a rank that knows reports the lost processes by an event of PMIx,
+as Open MPI's own failure detector does, with the range of the whole job. Within milliseconds calls
+raise ERR_PROC_FAILED on all ranks left, and Shrink works.
 
 PMIx is a public interface with a stable layout; the library is the one that Open MPI has loaded.
 """
