@@ -138,10 +138,10 @@ def _update_on_device(
             continue
         arrays, factors = (w, state["momentum"][elements], g), (const.momentum, clip, decay)
         if const.nesterov:
-            nesterov_factors = (1 - rate * decay, -rate * clip, -rate * const.momentum)
-            fused(_nesterov_kernel, w)(*arrays, *factors, *nesterov_factors)
+            step_factors = (1 - rate * decay, -rate * clip, -rate * const.momentum)
+            fused(_nesterov_kernel, w)(*arrays, *step_factors, *factors)
         else:
-            fused(_heavy_ball_kernel, w)(*arrays, *factors, -rate)
+            fused(_heavy_ball_kernel, w)(*arrays, -rate, *factors)
 
 
 def _plain_kernel(xp: Any, w: Array, g: Array, decay_factor: float, g_factor: float) -> None:
@@ -150,15 +150,9 @@ def _plain_kernel(xp: Any, w: Array, g: Array, decay_factor: float, g_factor: fl
 
 
 def _heavy_ball_kernel(
-    xp: Any,
-    w: Array,
-    v: Array,
-    g: Array,
-    momentum: float,
-    clip: float,
-    decay: float,
-    v_factor: float,
+    xp: Any, w: Array, v: Array, g: Array, v_factor: float, *factors: float
 ) -> None:
+    momentum, clip, decay = factors
     _update_momentum(xp, v, g, momentum, clip)
     _add_scaled(xp, v, w, decay)
     _add_scaled(xp, w, v, v_factor)
@@ -169,13 +163,12 @@ def _nesterov_kernel(
     w: Array,
     v: Array,
     g: Array,
-    momentum: float,
-    clip: float,
-    decay: float,
     decay_factor: float,
     g_factor: float,
     v_factor: float,
+    *factors: float,
 ) -> None:
+    momentum, clip, decay = factors
     _update_momentum(xp, v, g, momentum, clip)
     _add_scaled(xp, v, w, decay)
     _plain_kernel(xp, w, g, decay_factor, g_factor)
