@@ -44,15 +44,7 @@ def dry_run(spec: Recipe, world: World, out: Path | None) -> dict[str, Any]:
         checkpoint_bytes = sum(piece.array.nbytes for piece in engine.state())
         start = run_facts.describe_start(job.trainer.mesh, engine, job.batch)
         mesh_text, memory, memory_texts = _pipeline(job)
-    own_facts = {
-        "step_s": step_s,
-        "checkpoint_bytes": checkpoint_bytes,
-        "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        "gpu_free_bytes": gpus.free_gpu_bytes() if world.gpu is not None else None,
-    }
-    ranks = [json.loads(text) for text in world.gather(json.dumps(own_facts))]
-    step_s = max(rank["step_s"] for rank in ranks)
-    free_bytes = (rank["gpu_free_bytes"] for rank in ranks if rank["gpu_free_bytes"] is not None)
+    costs = _costs_over_ranks(world, step_s, checkpoint_bytes)
     facts = {
         "recipe": spec.run.name,
         "start": start,
@@ -64,17 +56,29 @@ def dry_run(spec: Recipe, world: World, out: Path | None) -> dict[str, Any]:
         "test_samples": len(job.split.test) if job.split.test is not None else 0,
         "steps": job.total_steps,
         "epochs": job.total_steps / job.steps_per_epoch,
-        "peak_bytes": max(rank["peak_bytes"] for rank in ranks),
         "available_bytes": available_bytes(),
-        "gpu_free_bytes": min(free_bytes, default=None),
-        "checkpoint_bytes": sum(rank["checkpoint_bytes"] for rank in ranks),
-        "step_s": step_s,
         "measured_steps": steps,
-        "training_s": step_s * job.total_steps,
+        "training_s": costs["step_s"] * job.total_steps,
+        **costs,
     }
     if world.rank == 0:
         progress.console().print(_table(facts))
     return facts
+
+
+def _costs_over_ranks(world: World, step_s: float, checkpoint_bytes: int) -> dict[str, Any]:
+    """Return the time of the slowest rank, the largest memory and all bytes saved; collective."""
+    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    free_bytes = gpus.free_gpu_bytes() if world.gpu is not None else None
+    own = (step_s, checkpoint_bytes, peak_bytes, free_bytes)
+    ranks = [json.loads(text) for text in world.gather(json.dumps(own))]
+    times, sizes, peaks, free = zip(*ranks, strict=True)
+    return {
+        "step_s": max(times),
+        "checkpoint_bytes": sum(sizes),
+        "peak_bytes": max(peaks),
+        "gpu_free_bytes": min((n for n in free if n is not None), default=None),
+    }
 
 
 def examine(spec: Recipe) -> str:

@@ -75,14 +75,7 @@ class FitCall:
         self, trainer: Trainer, catch_signals: Callable[[], StopRequest], survival: Survival
     ) -> dict[str, Any]:
         world = trainer.world
-        sampler = world.on_all_ranks(lambda: self._make_sampler(trainer))
-        total = self.steps or (self.epochs or 0) * sampler.steps_per_epoch
-        plan_text = (
-            f"{sampler.n} samples in batches of {self.batch} for {total} steps with seed "
-            f"{trainer.seed}, {self.trace}"
-        )
-        world.must_agree(plan_text + sampler.describe_order(), "the plan of a training")
-        orders.draw(world, sampler, 0, 0)
+        sampler, total = self._agree_on_batches(trainer)
         callbacks = world.on_all_ranks(lambda: self._prepare(trainer, sampler))
         has_begun = survival.recoveries.has_begun
         resume = self.resume or survival.has_claimed
@@ -98,15 +91,7 @@ class FitCall:
             survival.has_claimed = True
             loop = self._make_loop(trainer, run, sampler, total, callbacks, survival)
             stack.enter_context(survival.holding(loop))
-            if survival.reader is not None:
-                loop.restore(survival.reader)
-            elif resume and run is not None:
-                loop.resume(run)
-            survival.must_have_state(loop.step)
-            if has_begun:
-                survival.log_recovery(loop.step)
-            elif self.replay is not None:
-                loop.repeat(Path(self.replay))
+            self._load_state(loop, run if resume else None, survival)
             # Before the summary: a second signal while it is written must not end the process.
             request = catch_signals()
             loop.begin()
@@ -117,6 +102,30 @@ class FitCall:
             stack.enter_context(centered_loss(trainer.replica.model, self.train))
             with np.errstate(over="ignore", invalid="ignore"):  # the loss is checked, each step
                 return loop.run(request)
+
+    def _agree_on_batches(self, trainer: Trainer) -> tuple[Sampler, int]:
+        """Return the batches and the number of steps, the same on all ranks; collective."""
+        sampler = trainer.world.on_all_ranks(lambda: self._make_sampler(trainer))
+        total = self.steps or (self.epochs or 0) * sampler.steps_per_epoch
+        plan_text = (
+            f"{sampler.n} samples in batches of {self.batch} for {total} steps with seed "
+            f"{trainer.seed}, {self.trace}"
+        )
+        trainer.world.must_agree(plan_text + sampler.describe_order(), "the plan of a training")
+        orders.draw(trainer.world, sampler, 0, 0)
+        return sampler, total
+
+    def _load_state(self, loop: Loop, checkpoints: Path | None, survival: Survival) -> None:
+        """Load the state to train from: copies in memory, a checkpoint, or a replay's start."""
+        if survival.reader is not None:
+            loop.restore(survival.reader)
+        elif checkpoints is not None:
+            loop.resume(checkpoints)
+        survival.must_have_state(loop.step)
+        if survival.recoveries.has_begun:
+            survival.log_recovery(loop.step)
+        elif self.replay is not None:
+            loop.repeat(Path(self.replay))
 
     def _make_sampler(self, trainer: Trainer) -> Sampler:
         """Return the batches of the training set; raise UsageError if they do not fit the ranks."""

@@ -38,6 +38,15 @@ from hpctrain.training.run_options import (
 from hpctrain.tuning.select import find_allreduce
 
 Table = dict[str, Any]
+#: Tables that an options class reads whole.
+OPTIONS: dict[str, Any] = {
+    "mesh": MeshOptions,
+    "pipeline": PipelineOptions,
+    "elastic": ElasticOptions,
+    "checkpoint": CheckpointOptions,
+    "faults": FaultsOptions,
+    "trace": TraceOptions,
+}
 
 
 @dataclass(frozen=True)
@@ -158,50 +167,29 @@ def check(tables: Mapping[str, Any], folder: str | Path = ".") -> Recipe:
 
     If [code] names a folder, that counts: the recipe is then of an earlier run.
     """
-    toml.must_be_plain(tables, "recipe")
-    tables = dict(tables)
-    written = paths.take_written(tables)
-    paths.make_absolute(tables, data.path_keys(tables), folder)
-    written |= paths.take_written(tables)
-    if tables.pop("schema", None) != 1:
-        raise UsageError("a recipe begins with 'schema = 1', the format that this version reads")
-    for name, table in tables.items():
-        config.pick(dict.fromkeys(overrides.TABLES), name, "table")
-        overrides.must_be_table(name, table)
-    tables_copy = {name: dict(tables.get(name, {})) for name in overrides.TABLES}
+    tables, written = _checked_tables(tables, folder)
+    own = {name: dict(tables.get(name, {})) for name in overrides.TABLES}
     keys = [option.name for option in fields(BatchOptions)]
-    batch = {
-        key: tables_copy["optimizer"].pop(key) for key in keys if key in tables_copy["optimizer"]
-    }
-    init = _init(tables_copy["model"].pop("init", None))
-    run = _run(tables_copy["run"])
-    code = usercode.read(
-        tables_copy, [callback.kind for callback in run.callback_options], str(folder)
-    )
+    batch = {key: own["optimizer"].pop(key) for key in keys if key in own["optimizer"]}
+    init, run = _init(own["model"].pop("init", None)), _run(own["run"])
+    code = usercode.read(own, [callback.kind for callback in run.callback_options], str(folder))
     tables.pop("code", None)
     tables |= code.tables()
+    has_loss, has_early_stop = "loss" in tables, "early_stop" in tables
+    schedule = {"kind": "constant", **own["schedule"]}
     recipe = Recipe(
         run=run,
-        model=nn.read(tables_copy["model"], code.folder),
-        loss=_loss(tables["loss"]) if "loss" in tables else None,
-        data=data.read(tables_copy["data"], code.folder),
+        model=nn.read(own["model"], code.folder),
+        loss=nn.LOSSES[config.read(LossOptions, own["loss"], "loss").kind] if has_loss else None,
+        data=data.read(own["data"], code.folder),
         batch=_batch(batch),
-        optimizer=config.read_kind(optim.OPTIMIZERS, tables_copy["optimizer"], "optimizer", keys),
-        schedule=config.read_kind(
-            optim.SCHEDULES, {"kind": "constant", **tables_copy["schedule"]}, "schedule"
-        ),
-        engine=_engine(tables_copy["engine"], tables_copy["wire"]),
-        mesh=config.read(MeshOptions, tables_copy["mesh"], "mesh"),
-        pipeline=config.read(PipelineOptions, tables_copy["pipeline"], "pipeline"),
-        elastic=config.read(ElasticOptions, tables_copy["elastic"], "elastic"),
-        checkpoint=config.read(CheckpointOptions, tables_copy["checkpoint"], "checkpoint"),
-        faults=config.read(FaultsOptions, tables_copy["faults"], "faults"),
-        early_stop=(
-            config.read(EarlyStop, tables_copy["early_stop"], "early_stop")
-            if "early_stop" in tables
-            else None
-        ),
-        trace=config.read(TraceOptions, tables_copy["trace"], "trace"),
+        optimizer=config.read_kind(optim.OPTIMIZERS, own["optimizer"], "optimizer", keys),
+        schedule=config.read_kind(optim.SCHEDULES, schedule, "schedule"),
+        engine=_engine(own["engine"], own["wire"]),
+        **{name: config.read(options, own[name], name) for name, options in OPTIONS.items()},
+        early_stop=config.read(EarlyStop, own["early_stop"], "early_stop")
+        if has_early_stop
+        else None,
         init=init,
         code=code,
         tables={"schema": 1, **tables},
@@ -212,6 +200,21 @@ def check(tables: Mapping[str, Any], folder: str | Path = ".") -> Recipe:
     )
     recipe.pipeline.check(recipe.mesh.pipe, recipe.batch.micro_batches)
     return recipe
+
+
+def _checked_tables(tables: Mapping[str, Any], folder: str | Path) -> tuple[Table, dict[str, str]]:
+    """Return the tables with absolute paths, and the text of each path in the recipe."""
+    toml.must_be_plain(tables, "recipe")
+    tables = dict(tables)
+    written = paths.take_written(tables)
+    paths.make_absolute(tables, data.path_keys(tables), folder)
+    written |= paths.take_written(tables)
+    if tables.pop("schema", None) != 1:
+        raise UsageError("a recipe begins with 'schema = 1', the format that this version reads")
+    for name, table in tables.items():
+        config.pick(dict.fromkeys(overrides.TABLES), name, "table")
+        overrides.must_be_table(name, table)
+    return tables, written
 
 
 def _is_file(name: str) -> bool:
@@ -242,10 +245,6 @@ def _init(path: Any) -> Path | None:
     if not isinstance(path, str) or not path:
         raise UsageError(f"[model] init: expected a path, seen {files.brief(path)}")
     return Path(path)
-
-
-def _loss(table: Table) -> nn.Loss:
-    return nn.LOSSES[config.read(LossOptions, table, "loss").kind]
 
 
 def _engine(table: Table, wire: Table) -> Any:
