@@ -120,8 +120,10 @@ class Exchange:
         """Exchange extents between the ranks: rank r sends the extents of `reads_by_rank[r]`."""
         rank, size = self.link.rank, self.link.size
         for round_reads in zip_longest(*reads_by_rank):
-            own = round_reads[rank]
-            data = None if own is None else self._load(own)
+            own, data = round_reads[rank], None
+            if own is not None:
+                data = self.load(own.extent)
+                self._write(own, data)
             for distance in range(1, size):
                 to, source = (rank + distance) % size, (rank - distance) % size
                 outgoing = data if own is not None and to in own.ranks else None
@@ -129,11 +131,6 @@ class Exchange:
                 if incoming is not None and rank not in incoming.ranks:
                     incoming = None
                 self._exchange_extents(outgoing, to, incoming, source)
-
-    def _load(self, read: Read) -> np.ndarray:
-        data = self.load(read.extent)
-        self._write(read, data)
-        return data
 
     def _exchange_extents(
         self, outgoing: np.ndarray | None, to: int, incoming: Read | None, source: int

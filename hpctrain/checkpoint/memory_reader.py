@@ -97,7 +97,10 @@ class MemoryReader(Reader):
         self._holdings, self._pieces = holdings, pieces
 
     def _make_exchange(self, link: Link) -> Exchange:
-        return Exchange(link, lambda segment: _as_bytes(self._values(segment)))
+        def load(segment: Any) -> np.ndarray:
+            return np.ascontiguousarray(to_host(self._values(segment))).view(np.uint8)
+
+        return Exchange(link, load)
 
     def _fetch_turn(self, exchange: Exchange, spans: list[RankSpans], own: list[Target]) -> None:
         reads = list(plan_reads(self._cut(spans), spans, own))
@@ -229,7 +232,3 @@ def _is_place(target: Target, start: int, values: Any) -> bool:
     first = max(start, target.start)
     x, y = out[first - target.start :], values[first - start :]
     return on_device(x) == on_device(y) and address_of(x) == address_of(y)
-
-
-def _as_bytes(x: Any) -> np.ndarray:
-    return np.ascontiguousarray(to_host(x)).view(np.uint8)

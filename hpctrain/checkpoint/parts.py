@@ -71,11 +71,6 @@ class Extent(NamedTuple):
         return (self.stop - self.start) * np.dtype(self.dtype).itemsize
 
 
-def part_name(rank: int) -> str:
-    """Return the name of the file that `rank` writes."""
-    return f"part-{rank:05d}.safetensors"
-
-
 def write_part(
     file: Path, pieces: Sequence[Piece], edges: SlotEdges, state: Mapping[str, int | str]
 ) -> Contribution:

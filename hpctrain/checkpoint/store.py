@@ -73,12 +73,13 @@ def save(
     on_all_ranks = functools.partial(_on_all_ranks, link, partial)
     try:
         slot_edges = _prepare_on_first(link, partial, about)
-        part = partial / parts.part_name(link.rank)
+        part = partial / f"part-{link.rank:05d}.safetensors"
         tables = on_all_ranks(lambda: parts.write_part(part, pieces, slot_edges, state or {}))
         written = [Contribution(*table) for table in tables]
         # Another process, on many clusters another node, reads each part before it counts.
         peer = written[(link.rank + 1) % link.size]
-        on_all_ranks(lambda: _check_written(partial, peer, slot_edges))
+        table, arrays = part_from_table(peer.part), merge_arrays([peer])
+        on_all_ranks(lambda: parts.check_part(partial, table, arrays, slot_edges))
         commit = functools.partial(_commit, partial, step, written, about)
         name = on_all_ranks(lambda: commit() if link.rank == 0 else None)[0]
     except SaveError:
@@ -134,10 +135,6 @@ def _remove(leftover: Path) -> None:
         leftover.unlink()
 
 
-def _check_written(partial: Path, written: Contribution, slot_edges: SlotEdges) -> None:
-    parts.check_part(partial, part_from_table(written.part), merge_arrays([written]), slot_edges)
-
-
 def _commit(
     partial: Path, step: int, written: Sequence[Contribution], about: dict[str, Any]
 ) -> str:
@@ -156,7 +153,9 @@ def _prune(checkpoints: Path, newest: str, keep: int, keep_best: Criterion | Non
     try:
         intact = [entry.name for entry in folder.scan(checkpoints) if not entry.bad]
         names = [name for name in intact if _is_folder(checkpoints / name)]
-        best = _best_names(checkpoints.parent, keep_best)[:1] if keep_best else []
+        run = checkpoints.parent
+        saved = folder.rank_by(folder.listing(run), keep_best) if keep_best else []
+        best = [entry.path.name for entry in saved[:1]]
         for name in (name for name in names[names.index(newest) + keep :] if name not in best):
             # Renamed in one step, so that a half removed one never passes for a damaged one.
             renamed = checkpoints / f".{name}.partial"
@@ -169,10 +168,6 @@ def _prune(checkpoints: Path, newest: str, keep: int, keep_best: Criterion | Non
 def _is_folder(path: Path) -> bool:
     """Return whether `path` is a folder, as `save` creates: no link and no file."""
     return path.is_dir() and not path.is_symlink()
-
-
-def _best_names(run: Path, criterion: Criterion) -> list[str]:
-    return [saved.path.name for saved in folder.rank_by(folder.listing(run), criterion)]
 
 
 def _on_all_ranks(link: Link, partial: Path, call: Callable[[], Any]) -> list[Any]:

@@ -229,15 +229,16 @@ class Trainer:
         return SlowedReplica(self.replica, Pace(faults, self.world.rank))
 
     def _warm_start(self, path: Path) -> None:
-        """Load the weights at `path`; every rank reads them, as it does with a checkpoint."""
-        sha256 = self.world.on_all_ranks(lambda: self._load_weights(path))
-        self.world.must_agree(sha256, f"the SHA-256 of the weights at {path}")
+        """Load the weights at `path`; every rank reads the file, and all must read the same."""
 
-    def _load_weights(self, path: Path) -> str:
-        """Copy the weights at `path` into the arena; return the hash of what was read."""
-        tensors = weights.read(path)
-        weights.copy_into(self.replica.arena, tensors, str(path))
-        return weights.tensors_sha256(tensors)
+        def load() -> str:
+            tensors = weights.read(path)
+            weights.copy_into(self.replica.arena, tensors, str(path))
+            return weights.tensors_sha256(tensors)
+
+        self.world.must_agree(
+            self.world.on_all_ranks(load), f"the SHA-256 of the weights at {path}"
+        )
 
     def check_sets(self, **sets: Samples | None) -> None:
         """Raise UsageError for samples or targets that the model or its loss does not accept."""

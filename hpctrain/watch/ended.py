@@ -42,7 +42,10 @@ class EndedRanks:
         waits = _waits(waiting) if is_hopeless else ()
         if waits != self._waits:
             self._waits, self._since_s = waits, awake_s
-        if not waits or waiting[0].rank != rank or awake_s - self._since_s < _limit_s(waiting):
+        if not waits or waiting[0].rank != rank:
+            return None
+        nbytes = max(call.nbytes for snapshot in waiting for call in snapshot.waiting_calls)
+        if awake_s - self._since_s < LIMIT_S + LIMIT_S_PER_BYTE * nbytes:
             return None
         self._since_s = float("inf")
         ended = [snapshot for snapshot in snapshots if snapshot.has_ended]
@@ -69,8 +72,3 @@ def _waits(snapshots: Sequence[Snapshot]) -> tuple[tuple[int, str, float], ...]:
     if any(not s.waiting_calls or now_s - s.heartbeat > _SILENT_S for s in snapshots):
         return ()
     return tuple((s.rank, call.thread, call.start_s) for s in snapshots for call in s.waiting_calls)
-
-
-def _limit_s(snapshots: Sequence[Snapshot]) -> float:
-    nbytes = max(call.nbytes for snapshot in snapshots for call in snapshot.waiting_calls)
-    return LIMIT_S + LIMIT_S_PER_BYTE * nbytes

@@ -59,7 +59,11 @@ def _recorded(world: World, directory: Path) -> Iterator[WatchRecord]:
         if world.rank == 0:
             with _no_space(directory):
                 node_file.publish(directory, token, list(nodes.values()))
-        return _opened(world, nodes[world.host])
+        node = nodes[world.host]
+        with _no_space(Path(node.file)):
+            file = NodeFile(node.file, len(node.ranks))
+        own_pages = file.pages(node.ranks.index(world.rank))
+        return file, WatchRecord(world.rank, world.size, own_pages)
 
     # All are open before one is closed: the file is removed when none is open.
     file, record = world.on_all_ranks(publish_and_open)
@@ -112,12 +116,6 @@ def _make_files(world: World, directory: Path, token: str) -> dict[str, Node]:
         members = tuple(rank for rank, other in enumerate(world.hosts) if other == host)
         nodes.setdefault(host, Node(host, path, members))
     return nodes
-
-
-def _opened(world: World, node: Node) -> tuple[NodeFile, WatchRecord]:
-    with _no_space(Path(node.file)):
-        file = NodeFile(node.file, len(node.ranks))
-    return file, WatchRecord(world.rank, world.size, file.pages(node.ranks.index(world.rank)))
 
 
 @contextmanager

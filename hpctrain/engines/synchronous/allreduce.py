@@ -97,12 +97,10 @@ class AllReduceEngine(EngineBase):
             self._reducer = self._make_reducer(self.update.reduce, options)
         self.optimizer_state = self.update.state
         self._vote = self._make_vote(options)
-        self.shares_sums = world.survives and self._is_replicated(options)
-
-    def _is_replicated(self, options: AllReduce) -> bool:
-        """Return whether each rank holds the whole state, and changes it once per step."""
-        is_split = isinstance(self._sums, CompressedSums) or self._world.grid is not None
-        return isinstance(self.update, ReplicatedUpdate) and not (options.priority or is_split)
+        is_split = isinstance(self._sums, CompressedSums) or world.grid is not None
+        # Each rank holds the whole state, and changes it once per step.
+        is_replicated = isinstance(self.update, ReplicatedUpdate) and not is_split
+        self.shares_sums = world.survives and is_replicated and not options.priority
 
     def _make_update(
         self, optimizer: Optimizer, options: AllReduce

@@ -93,10 +93,11 @@ class NodeSharedUpdate:
 
     def __call__(self, gradient: np.ndarray) -> None:
         """Update with every rank's gradient; the gradients are complete after the vote."""
-        if self._single_pass:
-            self._sum_and_update()
-        else:
-            self._sum_then_update(gradient[self._own])
+        if not self._single_pass:
+            return self._sum_then_update(gradient[self._own])
+        for number in range(len(self._blocks)):  # while a block is in the cache; sums are not kept
+            self._block_update(number, self._sum_block(number))
+        self._block_update.count()
 
     def release(self) -> None:
         """Wait until all ranks of the node have updated and have read all gradients."""
@@ -116,12 +117,6 @@ class NodeSharedUpdate:
 
     def close(self) -> None:
         """Do nothing: there are no threads."""
-
-    def _sum_and_update(self) -> None:
-        """Update with each block of sums while it is in the cache; sums are not stored."""
-        for number in range(len(self._blocks)):
-            self._block_update(number, self._sum_block(number))
-        self._block_update.count()
 
     def _sum_block(self, number: int) -> np.ndarray:
         """Return the sum of a block over the node, in a buffer that the next call overwrites."""

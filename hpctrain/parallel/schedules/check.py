@@ -43,7 +43,10 @@ def check(schedule: PipelineSchedule, boundary_bytes: Sequence[int] | int = 0) -
     `boundary_bytes`: the size of a micro-batch's activation between the stages i and i + 1, and of
     its gradient; an integer holds for all boundaries.
     """
-    _check_complete(schedule)
+    for rank, actions in enumerate(schedule.actions):
+        for action in actions:
+            _check_place(schedule, rank, action)
+        _check_counts(schedule, rank, actions)
     _check_order(schedule)
     for _ in execution_order(schedule):
         pass
@@ -80,7 +83,7 @@ def execution_order(schedule: PipelineSchedule) -> Iterator[tuple[int, Action]]:
                 break
             yield rank, action
             positions[rank] += 1
-            result = _result(action)
+            result = action._replace(op="I") if action.op == "B" else action  # as `needs` says
             finished.add(result)
             ready += waiting.pop(result, ())
     if waiting:
@@ -97,18 +100,6 @@ def needs(schedule: PipelineSchedule, action: Action) -> tuple[Action, ...]:
     forward = Action("F", stage, micro)
     is_last = stage == schedule.stages - 1
     return (forward,) if is_last else (forward, Action("I", stage + 1, micro))
-
-
-def _result(action: Action) -> Action:
-    """Return `action` as `needs` names it."""
-    return Action("I", action.stage, action.micro) if action.op == "B" else action
-
-
-def _check_complete(schedule: PipelineSchedule) -> None:
-    for rank, actions in enumerate(schedule.actions):
-        for action in actions:
-            _check_place(schedule, rank, action)
-        _check_counts(schedule, rank, actions)
 
 
 def _check_place(schedule: PipelineSchedule, rank: int, action: Action) -> None:

@@ -63,7 +63,9 @@ class Channel:
                 break
             except OSError:  # the error of an earlier `send`
                 continue
-        self._accept()
+        with contextlib.suppress(OSError):
+            for _ in range(_MOST_DATAGRAMS):
+                self._listener.accept()[0].close()
 
     def probe(self, receiver: Endpoint) -> Probe:
         """Return a connection under way to the kernel of another host."""
@@ -73,11 +75,6 @@ class Channel:
         """Close the sockets."""
         self._datagrams.close()
         self._listener.close()
-
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            for _ in range(_MOST_DATAGRAMS):
-                self._listener.accept()[0].close()
 
 
 class Probe:

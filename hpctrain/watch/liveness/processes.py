@@ -64,7 +64,9 @@ class ProcessState:
 def own_identity() -> ProcessIdentity:
     """Return the identity of this process; raise OSError on a system without /proc."""
     pid = os.getpid()
-    return ProcessIdentity(pid, int(_read_stat(pid)[_START_TICKS]), os.readlink(_namespace_path()))
+    return ProcessIdentity(
+        pid, int(_read_stat(pid)[_START_TICKS]), os.readlink(PROC / "self" / "ns" / "pid")
+    )
 
 
 def read_state(process: ProcessIdentity) -> ProcessState | None:
@@ -97,10 +99,6 @@ def kill(process: ProcessIdentity) -> bool:
         return False
     finally:
         os.close(descriptor)
-
-
-def _namespace_path() -> Path:
-    return PROC / "self" / "ns" / "pid"
 
 
 def _read_stat(pid: int) -> list[str]:
