@@ -170,7 +170,9 @@ def newest_whole(link: Link, states: Sequence[HeldState]) -> MemoryReader | None
         holdings = _list_holdings(rows_of_state)
         if all(_covers(holdings.get(name, []), array.size) for name, array in facts.items()):
             own = next((s for s in states if (s.version, s.step) == key), None)
-            about = _share_about(link, own, rows_of_state[0][0])
+            root = rows_of_state[0][0]  # ranks that have just joined have no `about`
+            payload = json.dumps(own.about).encode() if own and link.rank == root else b""
+            about = json.loads(broadcast_bytes(link, payload, root))
             return MemoryReader(key[1], about, facts, holdings, own.pieces if own else ())
     return None
 
@@ -182,13 +184,6 @@ def _list_holdings(rows: Iterable[tuple[Any, ...]]) -> dict[str, list[Holding]]:
         for name, offset, length in pieces:
             holdings.setdefault(name, []).append(Holding(rank, offset, offset + length))
     return holdings
-
-
-def _share_about(link: Link, own: HeldState | None, root: int) -> dict[str, Any]:
-    """Return the `about` of rank `root`; ranks that have just joined have none."""
-    payload = json.dumps(own.about).encode() if own and link.rank == root else b""
-    about: dict[str, Any] = json.loads(broadcast_bytes(link, payload, root))
-    return about
 
 
 def _covers(holdings: Iterable[Holding], size: int) -> bool:

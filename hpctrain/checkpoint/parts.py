@@ -107,13 +107,6 @@ def write_part(
     return Contribution(asdict(part), arrays, dict(state))
 
 
-def check_parts(path: Path, manifest: Manifest) -> None:
-    """Raise DamagedError unless all parts of the checkpoint `path` are as the manifest says."""
-    check_sizes(path, manifest)
-    for part in manifest.parts:
-        check_part(path, part, manifest.arrays, manifest.edges)
-
-
 def check_sizes(path: Path, manifest: Manifest) -> None:
     """Raise DamagedError unless each part has its size; before memory is taken for arrays."""
     for part in manifest.parts:

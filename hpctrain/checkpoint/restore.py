@@ -213,7 +213,10 @@ def _rename_if_damaged(path: Path) -> bool:
 
 def _check_files(path: Path) -> None:
     """Raise DamagedError unless all files of a checkpoint are whole."""
-    parts.check_parts(path, manifest.read(path))
+    entries = manifest.read(path)
+    parts.check_sizes(path, entries)
+    for part in entries.parts:
+        parts.check_part(path, part, entries.arrays, entries.edges)
 
 
 def _rename_damaged(path: Path) -> None:

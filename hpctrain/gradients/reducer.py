@@ -292,14 +292,8 @@ def _iterate_by_priority(
                 if number is None:
                     return
                 ready_count = number + 1
-            common_count = _agree_on_ready_count(group, ready_count)
-            number = max(i for i in unsent if i < common_count)
+            common_count = np.array([ready_count])
+            recursive_doubling(group, common_count, np.minimum)
+            number = max(i for i in unsent if i < common_count[0])
             unsent.remove(number)
             yield number
-
-
-def _agree_on_ready_count(group: Group, ready_count: int) -> int:
-    """Return the number of buckets that are ready on all ranks; collective."""
-    count = np.array([ready_count])
-    recursive_doubling(group, count, np.minimum)
-    return int(count[0])

@@ -89,7 +89,11 @@ def _update(
 ) -> None:
     rate = rate_at(schedule, int(state["step"][0]))
     clip = clip_factor(grad, const.clip_norm, slots, gather_rows)
-    trust_ratios = _compute_trust_ratios(const, clip, grad, param, slots, gather_rows)
+    ranges = [piece.elements for piece in pieces(param.size, slots)]
+    rows = gather_rows(sum_squares_by_piece([param, grad], ranges))
+    w_norms, g_norms = np.sqrt(sum_by_slot(rows, slots)).T
+    divisors = clip * g_norms + const.weight_decay * w_norms
+    trust_ratios = safe_ratio(const.trust * w_norms, divisors)  # l of each slot, float64
     state["step"] += 1
     scratch = [] if on_device(param) else [np.empty(min(BLOCK_ELEMENTS, param.size), param.dtype)]
     parts = slot_pieces if on_device(param) else pieces  # a kernel takes a slot of any length
@@ -118,18 +122,3 @@ def _lars_kernel(
     if not scratch or decay:  # a fused kernel does not know its numbers
         v += xp.multiply(w, decay, *scratch)
     w -= v
-
-
-def _compute_trust_ratios(
-    const: LarsOptions,
-    clip: float,
-    grad: Array,
-    param: Array,
-    slots: Sequence[TensorSlot],
-    gather_rows: GatherRows,
-) -> np.ndarray:
-    """Return l of each slot, float64."""
-    ranges = [piece.elements for piece in pieces(param.size, slots)]
-    local_rows = sum_squares_by_piece([param, grad], ranges)
-    w, g = np.sqrt(sum_by_slot(gather_rows(local_rows), slots)).T
-    return safe_ratio(const.trust * w, clip * g + const.weight_decay * w)

@@ -117,12 +117,10 @@ class _Patience:
             self._best, self._best_step, self._count = value, row["step"], 0
         else:
             self._count += 1
-        return self._reason() if self._count >= options.patience else None
-
-    def _reason(self) -> str:
-        metric = self._options.metric
+        if self._count < options.patience:
+            return None
         best = "" if self._best is None else f" on {self._best:.6g} of step {self._best_step}"
-        return f"early stop: {metric} has not improved{best} in {self._count} values"
+        return f"early stop: {options.metric} has not improved{best} in {self._count} values"
 
 
 @dataclass(frozen=True)

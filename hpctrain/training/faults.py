@@ -141,7 +141,7 @@ class SlowedReplica:
 
     @property
     def normalizes_batch(self) -> bool:
-        """The label of `replica`."""
+        """Whether `replica` normalizes over the batch."""
         return self._replica.normalizes_batch
 
     def move(self, **planes: np.ndarray) -> None:

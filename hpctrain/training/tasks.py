@@ -82,7 +82,9 @@ class Tasks:
         """Return this worker's share of a step, and the scale: see hpctrain.training.loop."""
         self.at(step)
         if self._shares is None:
-            self._stream = self._open_stream(step)
+            # Data sets with a method `stream` read ahead by themselves, as with worker processes.
+            stream = getattr(self._plan.train, "stream", None)
+            self._stream = stream and stream(self._locate(s)[:2] for s in self._steps(step))
             self._shares = Prefetch(
                 self._read, self._steps(step), self._plan.prefetch, self._plan.timeout_s
             )
@@ -131,11 +133,3 @@ class Tasks:
         first, own_indexes = share(indexes, engine.worker, engine.workers, self._plan.blocks)
         epoch, _ = sampler.locate_step(step)
         return _Place(epoch, own_indexes, first, len(indexes))
-
-    def _open_stream(self, step: int) -> Any:
-        """Return an iterator of each share's rows from `step` on; None if there is none.
-
-        Data sets with a method `stream` read ahead by themselves, as with worker processes.
-        """
-        stream = getattr(self._plan.train, "stream", None)
-        return stream and stream(self._locate(step)[:2] for step in self._steps(step))

@@ -157,8 +157,10 @@ def clock_offset(
     """
     remote = list(remote)
     if link.rank == 0:
-        for rank in remote:
-            _answer(link, rank, clock)
+        request = np.empty(1)
+        for rank in (rank for rank in remote for _ in range(ROUNDS)):
+            link.irecv(request, rank).wait()
+            link.isend(np.array([clock()]), rank).wait()
     if link.rank not in remote:
         return Reading(clock(), 0.0, 0.0)
     return min(
@@ -174,13 +176,6 @@ def _read_remote_clock(link: Link, clock: Callable[[], float]) -> Reading:
     receive_s = clock()
     midpoint_s = (send_s + receive_s) / 2
     return Reading(midpoint_s, float(reply[0]) - midpoint_s, (receive_s - send_s) / 2)
-
-
-def _answer(link: Link, rank: int, clock: Callable[[], float]) -> None:
-    request = np.empty(1)
-    for _ in range(ROUNDS):
-        link.irecv(request, rank).wait()
-        link.isend(np.array([clock()]), rank).wait()
 
 
 def kernel() -> str:

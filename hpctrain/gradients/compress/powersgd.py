@@ -100,7 +100,10 @@ class PowerSgd:
             xp.matmul(m.T, p, out=q)
             m -= p @ q.T
         if matrices:
-            self._allreduce(group, self._bucket_q(bucket), np.add)
+            first, last = bucket.matrices[0].name, bucket.matrices[-1].name
+            # One slice holds Q of the bucket's matrices, since Q has the order of slots.
+            bucket_q = self._q[self._q_slices[first].start : self._q_slices[last].stop]
+            self._allreduce(group, bucket_q, np.add)
         for _, p, q, out in matrices:
             xp.matmul(p, q.T, out=out)
 
@@ -114,11 +117,6 @@ class PowerSgd:
             q = self._q[self._q_slices[slot.name]].reshape(-1, self._rank)
             matrices.append(_Matrix(residual, p_part.reshape(-1, self._rank), q, out))
         return matrices
-
-    def _bucket_q(self, bucket: BucketSlots) -> Array:
-        """Return Q for the matrices of a bucket: one slice, since Q has the order of slots."""
-        first, last = bucket.matrices[0], bucket.matrices[-1]
-        return self._q[self._q_slices[first.name].start : self._q_slices[last.name].stop]
 
     def _is_compressed(self, slot: Slot) -> bool:
         n, m = fold_shape(slot.shape)

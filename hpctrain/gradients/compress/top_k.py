@@ -83,7 +83,10 @@ class TopK:
             self._allreduce(group, packed_slots, np.add)
         if bucket.matrices:
             counts = [ceil(self._ratio * slot.size) for slot in bucket.matrices]
-            rows = self._pair_buffer(group, x, sum(counts))
+            pair_bytes = INDEX_DTYPE.itemsize + x.itemsize
+            row_bytes = -(-sum(counts) * pair_bytes // ROW_BYTES) * ROW_BYTES  # one row per rank
+            rows = self._scratch.buffer(x, group.link.size * row_bytes, np.uint8)
+            rows = rows.reshape(-1, row_bytes)
             local_pairs = _view_pairs(rows[group.link.rank], sum(counts), x.dtype)
             select = self._select_pairs_on_device if on_device(x) else self._select_pairs
             select(bucket, counts, x, *local_pairs)
@@ -115,11 +118,6 @@ class TopK:
             matrices = [(s.offset, s.size, k) for s, k in zip(bucket.matrices, counts, strict=True)]
             self._selectors[bucket.start] = LargestSelector(self._residual, bucket.start, matrices)
         self._selectors[bucket.start](x, indices, values)
-
-    def _pair_buffer(self, group: Group, x: Array, count: int) -> Array:
-        """Return a buffer for the `count` pairs of every rank, one row of bytes per rank."""
-        nbytes = -(-count * (INDEX_DTYPE.itemsize + x.itemsize) // ROW_BYTES) * ROW_BYTES
-        return self._scratch.buffer(x, group.link.size * nbytes, np.uint8).reshape(-1, nbytes)
 
 
 def _largest_indices(x: np.ndarray, k: int) -> np.ndarray:

@@ -56,7 +56,9 @@ class TiedWeights:
                 elif stage in sums:
                     totals.append((layer, own[layer, name]))
                 else:
-                    totals.append((layer, self._receive_like(params[name], self._placement[stage])))
+                    total = namespace(params[name]).empty_like(params[name])
+                    self._link.irecv(total, self._placement[stage]).wait()
+                    totals.append((layer, total))
             if owner in sums:
                 sums[owner].finish(name, totals)
 
@@ -68,11 +70,6 @@ class TiedWeights:
 
     def _send(self, x: Array, rank: int) -> None:
         self._sent.append(self._link.isend(x, rank))
-
-    def _receive_like(self, param: Array, rank: int) -> Array:
-        x = namespace(param).empty_like(param)
-        self._link.irecv(x, rank).wait()
-        return x
 
     def _users(self, owner: int, uses: tuple[tuple[int, int], ...]) -> list[int]:
         """Return the ranks that need a copy, ascending."""

@@ -98,7 +98,10 @@ def _improve(
     Each number is at least twice its predecessor: the remaining idle time is of unequal stages.
     """
     while bubble > MAX_BUBBLE:
-        last_bubble, count = bubble, _next_count(schedule.micro_batches, batch)
+        last_bubble, least = bubble, 2 * schedule.micro_batches
+        # The least divisor of the batch from `least` up; 0 if there is none.
+        counts = range(least, batch + 1) if batch else [least]
+        count = next((n for n in counts if batch % n == 0), 0)
         if not count or schedule.stages * count > MAX_PAIRS:
             return
         try:
@@ -109,9 +112,3 @@ def _improve(
         if bubble > MIN_GAIN * last_bubble:
             return
         yield count, bubble
-
-
-def _next_count(micro_batches: int, batch: int) -> int:
-    """Return the least divisor of `batch` from twice `micro_batches` up; 0 if there is none."""
-    counts = range(2 * micro_batches, batch + 1) if batch else [2 * micro_batches]
-    return next((count for count in counts if batch % count == 0), 0)

@@ -180,7 +180,10 @@ class HostRing:
         if trial is None:
             if now_s - self._heard_s > self._pause * limit_s / 2:
                 connection = self._network.probe(self._endpoints[self.previous])
-                self._trial = _Trial(connection, now_s, self._askers())
+                count = len(self._endpoints)
+                hosts = [(self._host + i) % count for i in range(1, count)]
+                askers = [h for h in hosts if h in self._alive and h != self.previous]
+                self._trial = _Trial(connection, now_s, askers[:MAX_ASKERS])
         elif trial.is_own and trial.connection.has_answer():
             self._hear(now_s, pause=2 * self._pause)
         elif now_s - trial.since_s > limit_s / 2 * (1 if trial.is_own else 2):
@@ -189,11 +192,6 @@ class HostRing:
             trial.is_own, trial.since_s = False, now_s
             if not trial.askers:
                 self._cut_off()
-
-    def _askers(self) -> list[int]:
-        count = len(self._endpoints)
-        places = [(self._host + i) % count for i in range(1, count)]
-        return [p for p in places if p in self._alive and p != self.previous][:MAX_ASKERS]
 
     def _hear(self, now_s: float, pause: float) -> None:
         self._heard_s, self._pause, self._was_heard = now_s, pause, True
