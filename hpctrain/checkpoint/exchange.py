@@ -135,7 +135,7 @@ class Exchange:
     def _exchange_extents(
         self, outgoing: np.ndarray | None, to: int, incoming: Read | None, source: int
     ) -> None:
-        """Send an extent to rank `to`, and receive one of rank `source`, if there is one."""
+        """Send an extent to rank `to`, and receive an extent from rank `source`, if any."""
         requests: list[Request] = []
         inbox = buffer = None
         if incoming is not None:

@@ -148,7 +148,7 @@ def merge_arrays(written: Iterable[Contribution]) -> dict[str, FlatArray]:
 
 
 def add(table: dict[str, Any], name: str, entry: Any, kind: str) -> None:
-    """Add an entry to `table`; raise DamagedError if it has another one of this name."""
+    """Add an entry to `table`; raise DamagedError if the name has another entry."""
     if table.setdefault(name, entry) != entry:
         raise DamagedError(f"{kind} of '{name}' are of {table[name]} and of {entry}")
 

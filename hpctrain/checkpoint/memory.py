@@ -52,7 +52,7 @@ class LiveState(NamedTuple):
 
 @dataclass(frozen=True)
 class CommittedState:
-    """A version of the copies: the pieces of this rank, and those that it holds for others."""
+    """A version of the copies: this rank's pieces, and the pieces that it holds for other ranks."""
 
     version: int
     step: int

@@ -24,7 +24,7 @@ from hpctrain.world import World
 
 
 class EngineBase:
-    """All of `hpctrain.engines.engine.Engine` but training, checkpoints and the gradient check."""
+    """Implements `engines.engine.Engine` except training, checkpoints and the gradient check."""
 
     algorithm: str | None = None
     servers = 0

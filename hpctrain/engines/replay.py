@@ -85,7 +85,7 @@ class IntervalEntry(pydantic.BaseModel):
 
 
 class Recorder:
-    """The intervals that one rank's engine records, and those that it replays."""
+    """The intervals that a rank's engine records, or replays from a log."""
 
     def __init__(self) -> None:
         self._intervals: list[Interval] = []

@@ -282,7 +282,7 @@ def _run_thread(owner: weakref.ref[Reducer], grad: np.ndarray, numbers: Iterator
 def _iterate_by_priority(
     send_queue: SimpleQueue[int | None], group: Group, bucket_count: int
 ) -> Iterator[int]:
-    """Yield the buckets of each step: always the last one that is ready on all ranks."""
+    """Yield the buckets of each step: always the last bucket that is ready on all ranks."""
     while True:
         unsent, ready_count = set(range(bucket_count)), 0
         while unsent:

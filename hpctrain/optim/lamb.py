@@ -167,7 +167,7 @@ def _update_on_device(
     slots: Sequence[TensorSlot],
     gather_rows: GatherRows,
 ) -> None:
-    """Do the work of `_update` on a device, with an array for all of u, which is computed once."""
+    """Do the work of `_update` on a device, where u is an array and computed once."""
     state["step"] += 1
     direction = _direction_factors(const, int(state["step"][0]))
     u = namespace(param).zeros_like(param)

@@ -92,7 +92,7 @@ class EarlyStop:
         return make_criterion(self.metric, self.direction, "[early_stop] metric")
 
     def on_begin(self, run: Run) -> _Patience:
-        """Return the state after the earlier rows: a function of these, so nothing is saved."""
+        """Recompute the state from the earlier rows, so that nothing needs to be saved."""
         patience = _Patience(self)
         for row in run.rows:
             patience.on_row(row)

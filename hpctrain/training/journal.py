@@ -75,7 +75,7 @@ class Journal:
         self.suspicious: list[str] = []  #: of the results; see suspicions.py
 
     def resume(self, step: int, about: dict[str, Any]) -> list[dict[str, Any]]:
-        """Go on after `step`: drop the rows of later steps; return the others; collective."""
+        """Go on after `step`: drop the rows of later steps, return the earlier rows; collective."""
         if about.get("batch") not in (None, self.sampler.batch):
             log.warning("batch was %s before, now %s", about["batch"], self.sampler.batch)
         if about.get("staleness"):

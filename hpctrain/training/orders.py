@@ -29,7 +29,7 @@ def draw(world: World, sampler: Sampler, first: int, last: int) -> None:
 
 
 def select(world: World, samples: Samples, seed: int) -> Samples:
-    """Return the samples that an order selects for evaluation, all without one; collective."""
+    """Return the samples that an order selects for evaluation, by default all; collective."""
     order, batch = order_of(samples), dropped_batch(samples)
     world.must_agree(f"{order}, drop_last {batch}", "the sampler of an evaluation")
     if order is None and not batch:
@@ -39,7 +39,7 @@ def select(world: World, samples: Samples, seed: int) -> Samples:
 
 
 def samples_to_check(samples: Samples, sampler: Sampler) -> Samples:
-    """Return a few samples of the first step where an order decides, else all."""
+    """Return a few samples of the first step if there is an order, else all samples."""
     if sampler.order is None:
         return samples
     return SelectedSamples(samples, sampler.batch_indexes(0)[:CHECKED_SAMPLES])

@@ -239,7 +239,7 @@ def _run(table: Table) -> RunOptions:
 
 
 def _init(path: Any) -> Path | None:
-    """Return the path of the weights to begin with, None for none."""
+    """Return the path of the initial weights; None stands for random weights."""
     if path is None:
         return None
     if not isinstance(path, str) or not path:

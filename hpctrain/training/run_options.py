@@ -144,7 +144,7 @@ class LossOptions:
 
 @config.options
 class CheckpointOptions:
-    """`[checkpoint]`: when to save, and how many to keep; one is always made at the end."""
+    """`[checkpoint]`: when to save, and how many to keep; the last step is always saved."""
 
     every_epochs: Positive | None = None
     every_steps: Positive | None = None
@@ -153,7 +153,7 @@ class CheckpointOptions:
     keep_best_direction: Direction | None = None  #: by default a loss falls, an accuracy rises
 
     def __post_init__(self) -> None:
-        """Raise UsageError for an unknown metric, or a direction without one."""
+        """Raise UsageError for an unknown metric, or a direction without a metric."""
         if self.best is None and self.keep_best_direction is not None:
             raise UsageError(
                 "[checkpoint] keep_best_direction: expected the metric keep_best beside it, "

@@ -1,4 +1,4 @@
-"""Stragglers: ranks that compute longer per step than the others, and the causes that are known.
+"""Stragglers: ranks with a longer compute time per step than other ranks, and the known causes.
 
     score of a rank = its compute_s / the median of compute_s over the ranks that do the same work
 
@@ -80,7 +80,7 @@ class Stragglers:
             self._warn(new_ranks, scores, delays)
 
     def scores(self, ranks: Mapping[str, np.ndarray]) -> list[float | None] | None:
-        """Return the score of each rank since the first step, None for ranks without one.
+        """Return the score of each rank since the first step, None for ranks without a score.
 
         Returns None if no rank has a score, as in a job of a single rank.
         """
@@ -105,7 +105,7 @@ class Stragglers:
 
 
 def score(compute_s: np.ndarray, kinds: np.ndarray, min_s: float = 0.0) -> np.ndarray:
-    """Return the score of each rank, float64 (ranks,); nan for ranks that have none.
+    """Return the score of each rank, float64 (ranks,); nan for ranks without a score.
 
     `kinds`: the kind of work of each rank, -1 for none. A kind needs two ranks, and a median of
     compute time over `min_s`.

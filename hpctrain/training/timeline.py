@@ -132,7 +132,7 @@ def path_of(run: Path, rank: int) -> Path:
 
 
 def merge(run: Path, size: int) -> None:
-    """Merge the traces present of `size` ranks into one, line by line; raise OSError."""
+    """Merge the existing traces of `size` ranks into one file, line by line; raise OSError."""
     merged: list[Path] = []
     # Ranks that fail together merge together: the last one to rename has read all files.
     while (rank_files := _files(run, size)) != merged:

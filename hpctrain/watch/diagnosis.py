@@ -43,7 +43,7 @@ class RankState:
 
     @property
     def last_call(self) -> Call | None:
-        """The longest of the calls in which it waits, else the last one."""
+        """The longest call in which the rank waits, else its last call."""
         if self.waiting_calls:
             return min(self.waiting_calls, key=lambda call: call.start_s)
         return self.record.history[-1] if self.record and self.record.history else None
@@ -58,7 +58,7 @@ class Diagnosis:
 
     @property
     def behind(self) -> list[int]:
-        """The ranks in the earliest step, unless all are in the same."""
+        """The ranks in the earliest step, unless all ranks are in the same step."""
         steps = {state.rank: state.step for state in self.ranks if state.step is not None}
         first = min(steps.values(), default=0)
         behind = [rank for rank, step in steps.items() if step == first]
@@ -80,7 +80,7 @@ class Diagnosis:
 
     @property
     def waited_for(self) -> list[int]:
-        """The ranks for which others wait, and which wait for none; empty if all wait."""
+        """The ranks that other ranks wait for, and that do not wait; empty if all ranks wait."""
         peers = {call.peer for state in self.ranks for call in state.waiting_calls}
         silent = self.silent_first  # such a rank may have been in a call, but ends no other's
         return [

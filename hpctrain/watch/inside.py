@@ -1,4 +1,4 @@
-"""Calls too short for a note in the record: the watch itself detects a thread inside one.
+"""Calls too short for a note in the record: the watch itself detects threads inside them.
 
 MPI's all-reduce of four bytes takes well below a microsecond; notes in the record before and after
 it would add a fifth to its time. So `call_unrecorded` writes nothing. Once per beat the watch looks

@@ -80,7 +80,7 @@ class NodeExchange:
         return sorted([*own, *arrived], key=lambda s: s.rank), lost_nodes
 
     def _nodes(self, own: bool) -> list[Node]:
-        """Return our own node or the others; none if the list of nodes cannot be read."""
+        """Return our own node or the other nodes; [] if the list of nodes cannot be read."""
         with suppress(FileError):
             nodes = read_nodes(self._directory)
             return [node for node in nodes if (self._record.rank in node.ranks) == own]

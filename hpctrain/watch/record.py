@@ -134,11 +134,11 @@ class WatchRecord:
 
     @property
     def node_size(self) -> int:
-        """The number of ranks whose records lie beside this one, itself included."""
+        """The number of ranks whose records lie in the same memory, including this rank."""
         return len(self._node_pages)
 
     def mark_ended(self) -> None:
-        """Note that this rank has reached the end of its script and waits there for the others."""
+        """Note that this rank has reached the end of its script, and waits for other ranks."""
         self._map[ENDED_OFFSET] = 1
 
     def write_heartbeat(self) -> None:

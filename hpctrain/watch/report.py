@@ -46,7 +46,7 @@ def make_report(
     has_folder: bool = True,
     lost_nodes: Mapping[str, Sequence[int]] = MappingProxyType({}),
 ) -> HungReport:
-    """Return the report: first the ranks that block the job and wait for none, then the others.
+    """Return the report: first the ranks that block the job without waiting, then the waiting ones.
 
     `has_folder`: whether a run's folder holds stacks and checkpoints. `lost_nodes`: nodes whose
     records did not arrive, and their ranks.

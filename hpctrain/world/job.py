@@ -83,11 +83,11 @@ class Job:
         return [number for number in self.numbers if number not in self.members]
 
     def group(self, numbers: Sequence[int]) -> Link:
-        """Return the link of ranks by their numbers; these alone must call."""
+        """Create the link of the ranks with these numbers; only they must call."""
         return self.link.create_group([self.numbers.index(number) for number in numbers])
 
     def regroup(self) -> Link | None:
-        """Return the link of the World's ranks after a loss; None if this one is a spare.
+        """Return the link of the World's ranks after a loss; None on a spare.
 
         All ranks that are left must call, and all have the same members afterwards.
         """
@@ -151,7 +151,7 @@ class Job:
 
 
 def fill_places(members: Sequence[int], numbers: Sequence[int], unit: int = 1) -> tuple[int, ...]:
-    """Return the members among `numbers`, those that are left; spares take the lost ones' places.
+    """Return the members after a loss, among the surviving `numbers`; spares fill lost places.
 
     Where spares are too few, the members behind move up, and a multiple of `unit` remains.
     """

@@ -28,7 +28,7 @@ def init(
     comm: Any = None,
     binds_cores: bool = True,
 ) -> World:
-    """Bind cores and GPU, start MPI and return the World; a second call returns the same one.
+    """Bind cores and GPU, start MPI and return the World; a second call returns the same World.
 
     `device`: "cpu", "gpu", or "auto", a GPU where CuPy and CUDA find one. `timeout_s`: limit of a
     wait for other ranks, at the start and outside of a training run. Without a launcher this is a

@@ -10,7 +10,7 @@ from hpctrain.world.world import World
 
 
 def survive(world: World) -> None:
-    """Let `world` go on with the ranks that are left, after a LostRankError; collective over these.
+    """Rebuild `world` from the surviving ranks after a LostRankError; collective over them.
 
     Afterwards `world` has the surviving ranks: rank, size and links are new, and older engines and
     sub-worlds must not be used any more. A sleeping spare keeps its World. Raises LostRankError if

@@ -32,7 +32,7 @@ class Watches:
         self.renew()
 
     def renew(self) -> None:
-        """Watch the ranks of the job as they are now, spares included; collective over these."""
+        """Watch the present ranks of the job, including spares; collective over them."""
         world, job = self._world, self._world.job
         rank, size = (world.rank, world.size) if job is None else (job.link.rank, job.link.size)
         pages = {n: p for n, p in self._pages.items() if job is None or n in job.numbers}

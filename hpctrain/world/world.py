@@ -103,7 +103,7 @@ class World:
 
     @property
     def across(self) -> Link:
-        """The main thread's link to the ranks with the same local rank, one of each node."""
+        """The main thread's link to the ranks with the same local rank on the other nodes."""
         assert self.main.across is not None
         return self.main.across
 
@@ -136,7 +136,7 @@ class World:
 
     @property
     def voters(self) -> Group:
-        """The ranks that agree on each step: these, or all ranks of their mesh."""
+        """The ranks that agree on each step: this World, or all ranks of its mesh."""
         return self.main if self.grid is None else self.grid.everyone
 
     def __repr__(self) -> str:
@@ -158,7 +158,7 @@ class World:
         return self.memory.zeros(length, dtype)
 
     def over(self, link: Link) -> World:
-        """Return the World of the ranks of `link`, which are among ours; collective over them."""
+        """Return the World of the ranks of `link`, a subset of this World; collective over it."""
         texts = collectives.all_gather_bytes(link, str(self.rank).encode())
         ranks = [int(text) for text in texts]
         world = replace(
@@ -187,7 +187,7 @@ class World:
         return self.over(self.link.split(color, self.rank if key is None else key))
 
     def subset(self, ranks: Sequence[int], tag: int = 0) -> World:
-        """Return the World of `ranks`, in this order; these alone must call, all with the same.
+        """Return the World of `ranks`, in this order; only they must call, with equal arguments.
 
         Calls that may be under way at once in several threads need different tags. Raises
         UsageError if `ranks` are not different ranks, with this one among them.
@@ -214,11 +214,11 @@ class World:
         return self.register(purpose, self.link.split(color, self.rank))[0]
 
     def view_for(self, purpose: str, link: Link) -> Link:
-        """Return a view of `link` for a second thread: one of the two sends, one receives."""
+        """Return a view of `link` for a second thread: one thread sends, the other receives."""
         return self.register(purpose, link.view())[0]
 
     def fail(self, error: BaseException) -> None:
-        """End the job because of an error in a thread other than the main one.
+        """End the job because of an error in a thread other than the main thread.
 
         Not if a rank was lost: the main thread then gets that error, too.
         """

@@ -20,7 +20,7 @@ from hpctrain.world import World
 
 
 class GossipEngine(EngineBase):
-    """All of `hpctrain.engines.engine.Engine` but `train`."""
+    """Implements `hpctrain.engines.engine.Engine` except `train`."""
 
     name = "gossip"
     worker: int

@@ -36,7 +36,7 @@ def choose_partner(seed: int, worker: int, step: int, workers: int) -> int:
 
 
 class ActiveWorker:
-    """A worker that averages with a passive one in each step, in a second thread."""
+    """A worker that averages with a passive worker in each step, in a second thread."""
 
     def __init__(self, world: World, times: Times, param: np.ndarray, link: Link):
         """Average `param`; only the second thread uses `link`.

@@ -81,7 +81,7 @@ class ParameterServerEngine(EngineBase):
         self._server = None if server is None else self._make_server(roles, optimizer, servers)
 
     def train(self, work: Work, start: int, until: int) -> tuple[int, Flags]:
-        """Train from step `start` to `until`, as workers, servers or both."""
+        """Train from step `start` to `until`, as a worker, a server or both."""
         events = partial(
             self._method.interval_events, recorder=self.recorder, start=start, until=until
         )
@@ -102,7 +102,7 @@ class ParameterServerEngine(EngineBase):
         return self._join_flags(history, own_flags)
 
     def settle(self) -> None:
-        """Share the buffers of workers that step together; others have done so in `train`."""
+        """Share the buffers of workers that step together; other regimes share them in `train`."""
         if self.worker is not None and self._method.is_lockstep:
             self._share_buffers(self._workers)
 

@@ -50,7 +50,7 @@ class Server:
     def serve(
         self, event_source: EventSource, read_own_flags: Callable[[], Flags] = Flags
     ) -> list[Event]:
-        """Serve until the interval ends; return its events, on other servers than the first none.
+        """Serve until the interval ends; the first server returns its events, the others [].
 
         `read_own_flags()` returns the flags of a rank that only serves, for the coordinator.
         """

@@ -102,7 +102,7 @@ class CompressedSums(FastSums):
         self.compressor.undo()
 
     def pieces(self) -> list[Piece]:
-        """Return this rank's own arrays, and its 1/P of the common ones."""
+        """Return this rank's own arrays, and its 1/P of the common arrays."""
         arena, rank, size = self.replica.arena, self._link.rank, self._link.size
         pieces: list[Piece] = []
         for name, x in self.compressor.local_state.items():

@@ -162,7 +162,7 @@ def _check_shared(shared: bool, nbytes: int) -> None:
 
 
 def _rank_range(size: int, parts: int, rank: int) -> slice:
-    """Return the range of a node's rank, cut at blocks; of ranks beyond `parts` an empty one."""
+    """Return the range of a node's rank, cut at blocks; ranks beyond `parts` get an empty range."""
     offsets = bounds(size, parts, BLOCK_ELEMENTS)
     return slice(*offsets[rank : rank + 2]) if rank < parts else slice(0, 0)
 

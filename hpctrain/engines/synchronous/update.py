@@ -103,7 +103,7 @@ class ReplicatedUpdate:
 
 
 class ShardedUpdate:
-    """Each rank updates its own range of the parameters, and receives the others."""
+    """Each rank updates its own range of the parameters, and receives the other ranges."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""PowerSGD: each matrix as a product of two thin ones, from one step of power iteration.
+"""PowerSGD: each matrix as a product of two thin matrices, from one step of power iteration.
 
 Rank i has gradient G_i (n x m) and residual E_i, at first zero; all ranks hold the same Q (m x r):
 

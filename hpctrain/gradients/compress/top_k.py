@@ -121,7 +121,7 @@ class TopK:
 
 
 def _largest_indices(x: np.ndarray, k: int) -> np.ndarray:
-    """Return the indices of the `k` largest magnitudes of flat `x`; of equal ones, the first."""
+    """Return the indices of the `k` largest magnitudes of flat `x`; among equals, the first."""
     # The bits of magnitudes, read as integers, have the same order and compare faster. NaN is the
     # largest, so it is sent to all ranks.
     bits = abs(x).view(f"u{x.itemsize}")

@@ -34,7 +34,7 @@ Product = Callable[[], object]  #: writes the gradients of some weights
 
 
 class RoutedAction(NamedTuple):
-    """An action, with the rank and the message of its input and of its output; None for none."""
+    """An action, with the rank and the message of its input and its output, or None."""
 
     action: Action
     origin: tuple[int, Message] | None
@@ -158,7 +158,7 @@ class TrainingStep:
             product()
 
     def _backpropagate(self, action: Action, dy: Array | None, later: Later) -> Array | None:
-        """Return the gradient of the stage's input; None of the first stage."""
+        """Return the gradient of the stage's input; None for the first stage."""
         _, stage, micro = action
         if dy is None:
             dy = self._loss_gradients.pop(micro)

@@ -229,7 +229,7 @@ class PipelineReplica:
         return nn.losses.unpack(packed, self.loss.terms)
 
     def _make_arena(self, dtype: np.typing.DTypeLike, on_gpu: bool, norms: Link) -> arenas.Arena:
-        """Return the arena of this rank's stages, which exchanges norms with the others."""
+        """Return the arena of this rank's stages, which exchanges norms with the other ranks."""
         model, pipe = self.model, self._pipe
         shapes = {name: p.shape for name, p in model.parameters.items()}
         names = [self.plan.owned_names(model, rank) for rank in range(pipe.size)]

@@ -78,7 +78,7 @@ class StageLink:
         self._sent.append((self._link.isend(buffer, peer), buffer, tensor))
 
     def receive(self, peer: int, message: Message) -> Array:
-        """Return the tensor of `message`; others that arrive before it are kept for later."""
+        """Return the tensor of `message`; earlier messages are kept for later."""
         while message not in self._arrived:
             self._take_next(peer)
         return self._arrived.pop(message)
@@ -89,7 +89,7 @@ class StageLink:
             request.wait()
 
     def _take_next(self, peer: int) -> None:
-        """Wait for the next message of `peer`; raise TransportError if it is another one."""
+        """Wait for the next message of `peer`; raise TransportError for an unexpected message."""
         expected, buffer, tensor, request = self._posted[peer].popleft()
         request.wait()
         self._post(peer)

@@ -64,7 +64,7 @@ def peak_activations(schedule: PipelineSchedule) -> tuple[int, ...]:
 
 
 def execution_order(schedule: PipelineSchedule) -> Iterator[tuple[int, Action]]:
-    """Yield (rank, action) so that each action follows those that it needs.
+    """Yield (rank, action) so that each action follows the actions that it needs.
 
     Raises UsageError if ranks wait for each other: a deadlock.
     """

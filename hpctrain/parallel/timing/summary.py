@@ -93,7 +93,7 @@ def _unequal_share(schedule: PipelineSchedule, costs: StageCosts) -> float:
 def _improve(
     schedule: PipelineSchedule, costs: StageCosts, bubble: float, batch: int
 ) -> Iterator[tuple[int, float]]:
-    """Yield numbers of micro-batches and their bubbles, until one is small or remains as it is.
+    """Yield numbers of micro-batches and their bubbles, until a bubble is small or stays as it is.
 
     Each number is at least twice its predecessor: the remaining idle time is of unequal stages.
     """

@@ -1,4 +1,4 @@
-"""Survival of lost ranks: a call of fit goes on with those that are left, and spares join it.
+"""Survival of lost ranks: a call of fit goes on with the surviving ranks, and spares join.
 
     all ranks      fit ...   LostRankError      survive            whole state?   restore    fit ...
     survivors      step 41   state of step 41   ranks 0, 1, 2      41             41         step 42

@@ -50,7 +50,7 @@ class Channel:
         self.endpoint = Endpoint(address, *ports)
 
     def send(self, raw: bytes, receiver: Endpoint) -> None:
-        """Send a datagram; one that cannot be sent is lost, as on the way."""
+        """Send a datagram; it is dropped if it cannot be sent."""
         with contextlib.suppress(OSError):
             self._datagrams.sendto(raw, (receiver.address, receiver.datagram_port))
 

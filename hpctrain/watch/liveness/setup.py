@@ -104,7 +104,7 @@ def observe_liveness(
 def read_heartbeats(
     record: WatchRecord, processes: Mapping[int, ProcessIdentity]
 ) -> dict[int, float]:
-    """Return the heartbeats of this node's ranks; records know these by earlier numbers, or none.
+    """Return the heartbeats of this node's ranks, whose records may have earlier numbers, or none.
 
     So ranks are known by their pids.
     """
@@ -125,7 +125,7 @@ def _leaders(hosts: Sequence[str]) -> list[int]:
 def _open_channel(
     rank: int, hosts: Sequence[str], addresses: Sequence[Sequence[str]]
 ) -> Channel | None:
-    """Return the sockets of the first rank of a host, if there are others; None if it has none."""
+    """Return the sockets of a host's first rank; None on other ranks, and for a single host."""
     leaders = _leaders(hosts)
     chosen = choose_addresses([addresses[leader] for leader in leaders])
     if len(leaders) == 1 or rank not in leaders or not chosen:

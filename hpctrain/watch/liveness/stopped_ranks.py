@@ -59,7 +59,7 @@ class _Silence:
 
 @dataclass(frozen=True)
 class StoppedRank:
-    """A rank to be killed, or one that SIGKILL does not end."""
+    """A rank to be killed, or a rank that SIGKILL does not end."""
 
     rank: int
     process: ProcessIdentity
