@@ -27,8 +27,7 @@ from pydantic import Field
 from hpctrain import config, nn
 from hpctrain.collectives.ordered import Subtotal, SumTree, make_in_place_add
 from hpctrain.core.errors import HpctrainError, UsageError
-from hpctrain.gradients.arena import Arena
-from hpctrain.gradients.replica import Batch, Replica, ignore_ready
+from hpctrain.gradients.replica import Batch, Replica, WrappedReplica, ignore_ready
 from hpctrain.transport.placement.core_binding import limit_blas_to_one_thread
 
 DEFAULT_BLOCKS = 8
@@ -61,7 +60,7 @@ def add_in_order(table: np.ndarray, loss: nn.Loss) -> nn.Sums:
     return reduce(nn.add, rows, {})
 
 
-class BlockReplica:
+class BlockReplica(WrappedReplica):
     """A Replica that computes the gradient of `replica` in this rank's virtual blocks."""
 
     def __init__(self, replica: Replica, tree: SumTree, rank: int):
@@ -76,28 +75,11 @@ class BlockReplica:
         #: Packed Sums of each block of the step; zeros for blocks of other ranks
         self.table = np.zeros((tree.blocks, 2 * len(replica.loss.terms)))
         self.loss = replica.loss
-        self._replica, self._tree, self._own_blocks = replica, tree, tree.blocks_of(rank)
+        super().__init__(replica)
+        self._tree, self._own_blocks = tree, tree.blocks_of(rank)
         self._slots = {slot.name: slot for slot in replica.arena.slots}
         self._planes: list[np.ndarray] = []
         self._subtotals: list[Subtotal] = []
-
-    @property
-    def arena(self) -> Arena:
-        """The arena of the replica."""
-        return self._replica.arena
-
-    @property
-    def normalizes_batch(self) -> bool:
-        """False: such a model is refused."""
-        return False
-
-    def move(self, **planes: np.ndarray) -> None:
-        """Move planes to other arrays; see Replica."""
-        self._replica.move(**planes)
-
-    def evaluate(self, batch: Batch) -> nn.Sums:
-        """Return the sums over `batch`; see Replica."""
-        return self._replica.evaluate(batch)
 
     def gradient(
         self, batch: Batch, scale: float, key: nn.Key, on_ready: Callable[[str], None]

@@ -83,6 +83,31 @@ class Replica(Protocol):
         """
 
 
+class WrappedReplica:
+    """A Replica that takes all but its gradient and its loss from another replica."""
+
+    def __init__(self, replica: Replica):
+        self._replica = replica
+
+    @property
+    def arena(self) -> Arena:
+        """The arena of the replica."""
+        return self._replica.arena
+
+    @property
+    def normalizes_batch(self) -> bool:
+        """Whether the replica normalizes over the batch."""
+        return self._replica.normalizes_batch
+
+    def move(self, **planes: np.ndarray) -> None:
+        """Move planes to other arrays; see Replica."""
+        self._replica.move(**planes)
+
+    def evaluate(self, batch: Batch) -> nn.Sums:
+        """Return the sums over `batch`; see Replica."""
+        return self._replica.evaluate(batch)
+
+
 class TrainableModel(Protocol):
     """A model as the Trainer takes it: an `nn.Model`, or a model of another framework."""
 

@@ -18,8 +18,7 @@ from pydantic import Field
 
 from hpctrain import config, nn
 from hpctrain.core.errors import UsageError
-from hpctrain.gradients.arena import Arena
-from hpctrain.gradients.replica import Batch, Replica
+from hpctrain.gradients.replica import Batch, Replica, WrappedReplica
 
 # Keeps this stream apart from others that use Philox with a key of (seed, small number).
 _STREAM = 3
@@ -119,7 +118,7 @@ class Pace:
         self._owed -= self._since - start  # a sleep is longer than requested: the next is shorter
 
 
-class SlowedReplica:
+class SlowedReplica(WrappedReplica):
     """A Replica that returns the gradients of `replica`, after a delay.
 
     A part of the gradient is ready when the compute before it has taken its time, so that what
@@ -127,26 +126,13 @@ class SlowedReplica:
     """
 
     def __init__(self, replica: Replica, pace: Pace):
-        self._replica, self._pace = replica, pace
-
-    @property
-    def arena(self) -> Arena:
-        """The arena of `replica`."""
-        return self._replica.arena
+        super().__init__(replica)
+        self._pace = pace
 
     @property
     def loss(self) -> nn.Loss:
         """The loss of `replica`."""
         return self._replica.loss
-
-    @property
-    def normalizes_batch(self) -> bool:
-        """Whether `replica` normalizes over the batch."""
-        return self._replica.normalizes_batch
-
-    def move(self, **planes: np.ndarray) -> None:
-        """Move planes to other arrays; see Replica."""
-        self._replica.move(**planes)
 
     def gradient(
         self, batch: Batch, scale: float, key: nn.Key, on_ready: Callable[[str], None]
@@ -160,7 +146,3 @@ class SlowedReplica:
         sums = self._replica.gradient(batch, scale, key, self._pace.not_slowed(on_ready))
         self._pace.catch_up()
         return sums
-
-    def evaluate(self, batch: Batch) -> nn.Sums:
-        """Return the sums over `batch`, at full speed; see Replica."""
-        return self._replica.evaluate(batch)
