@@ -26,8 +26,6 @@ from hpctrain.nn import Key, Sums
 from hpctrain.transport.link import Link
 from hpctrain.watch.trace import Trace
 
-#: Shards of the arena begin at multiples of this, so that partial sums do not depend on P.
-BLOCK_ELEMENTS = 65_536
 STEP_BITS = 40  # the low bits of an integer that encodes a failed rank and its step
 
 

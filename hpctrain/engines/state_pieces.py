@@ -17,9 +17,9 @@ import numpy as np
 
 from hpctrain.checkpoint import Piece
 from hpctrain.collectives.chunks import bounds
-from hpctrain.engines.engine import BLOCK_ELEMENTS
 from hpctrain.engines.saved_state import UPDATE_COUNT, SavedState
 from hpctrain.gradients.arena import Arena
+from hpctrain.optim.optimizer import BLOCK_ELEMENTS
 from hpctrain.transport.link import Link
 
 #: `SavedState.request`, or another method with its arguments

@@ -12,7 +12,9 @@ from hpctrain.config import OptionsError, options
 from hpctrain.core.errors import UsageError
 from hpctrain.core.xp import Array, namespace
 
-BLOCK_ELEMENTS = 65_536  #: processed together: with their state they fit the second-level cache
+#: Processed together: with their state they fit the second-level cache. Shards of an arena begin at
+#: multiples of this, so that partial sums do not depend on P.
+BLOCK_ELEMENTS = 65_536
 MAX_CURVE_POINTS = 17  #: points of the rate curve in one row of metrics
 
 State = dict[str, Array]

@@ -18,9 +18,8 @@ import numpy as np
 from hpctrain.collectives.chunks import bounds
 from hpctrain.core.xp import Array
 from hpctrain.engines import Engine
-from hpctrain.engines.engine import BLOCK_ELEMENTS
 from hpctrain.gradients.arena import make_arena
-from hpctrain.optim.optimizer import planes
+from hpctrain.optim.optimizer import BLOCK_ELEMENTS, planes
 from hpctrain.parallel.mesh import Mesh
 from hpctrain.parallel.pipeline.replica import PipelineReplica
 from hpctrain.parallel.pipeline.stage_link import message_bytes

@@ -16,9 +16,9 @@ from ranks import on_ranks, run_on
 from hpctrain import data, engines, nn, optim
 from hpctrain.collectives import all_gather_bytes
 from hpctrain.core.errors import UsageError
-from hpctrain.engines.engine import BLOCK_ELEMENTS
 from hpctrain.gradients.arena import params_sha256
 from hpctrain.gradients.replica import ModelReplica
+from hpctrain.optim.optimizer import BLOCK_ELEMENTS
 from hpctrain.training.trainer import Trainer
 from hpctrain.transport.paths import RankPlace
 from hpctrain.transport.shared_memory.host import NodeMemory

@@ -26,13 +26,12 @@ import numpy as np
 from hpctrain.checkpoint import Piece
 from hpctrain.collectives.chunks import SEGMENT_BYTES, bounds
 from hpctrain.core.xp import to_host
-from hpctrain.engines.engine import BLOCK_ELEMENTS
 from hpctrain.engines.saved_state import SavedState
 from hpctrain.engines.state_pieces import count_pieces, plane_pieces, request_plane
 from hpctrain.gradients.arena import Arena, shift_slots
 from hpctrain.optim import Optimizer
 from hpctrain.optim.absent import ABSENT
-from hpctrain.optim.optimizer import GatherRows, State
+from hpctrain.optim.optimizer import BLOCK_ELEMENTS, GatherRows, State
 from hpctrain.transport.link import Link, Request
 
 RECEIVES_AHEAD = 2  #: the number of slices for which receives are posted in advance

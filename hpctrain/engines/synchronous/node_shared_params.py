@@ -32,13 +32,14 @@ from hpctrain.checkpoint import Piece
 from hpctrain.collectives import AllReduceFunction, Group
 from hpctrain.collectives.chunks import bounds
 from hpctrain.core.errors import UsageError
-from hpctrain.engines.engine import BLOCK_ELEMENTS, Times
+from hpctrain.engines.engine import Times
 from hpctrain.engines.saved_state import SavedState
 from hpctrain.engines.state_pieces import range_pieces, request_range
 from hpctrain.engines.synchronous.update import PartwiseUpdate, gather_rows_timed
 from hpctrain.gradients.arena import shift_slots
 from hpctrain.gradients.replica import Replica
 from hpctrain.optim import Optimizer
+from hpctrain.optim.optimizer import BLOCK_ELEMENTS
 from hpctrain.world import World
 
 #: Elements summed and updated at once: with their state they stay in the second-level cache.
