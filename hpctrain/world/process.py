@@ -136,7 +136,7 @@ def _uncaught(
     trace: object,
     refused: BaseException | None = None,
 ) -> None:
-    """Print an uncaught error; exit with its code, also in a world of one rank."""
+    """Print an uncaught error; exit with its code, also in a world with a single rank."""
     if error is refused:
         abort.refuse(error, str(error))
     elif isinstance(error, StoppedError) and _world is not None:  # all ranks end, none is at fault

@@ -1,4 +1,4 @@
-"""Worlds whose ranks are threads of one process."""
+"""Worlds whose ranks are threads of a single process."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from hpctrain.world.world import World
 def over_threads(link: Link, hosts: Sequence[str] = (), spares: int = 0) -> World:
     """Return the World of a rank that is a thread, see transport/threads/link.py; collective.
 
-    `hosts` of the ranks may be invented: ranks of one host are a node. The last `spares` ranks
-    wait, see Job.
+    `hosts` of the ranks may be invented: ranks with the same host are a node. The last `spares`
+    ranks wait, see Job.
     """
     hosts = hosts or (socket.gethostname(),) * link.size
     places = tuple(RankPlace(host) for host in hosts)

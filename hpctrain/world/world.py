@@ -200,7 +200,7 @@ class World:
         return self.over(self.link.create_group(tuple(ranks), tag))
 
     def group_for(self, purpose: str, alone: bool = False) -> Group:
-        """Return another thread's group of all ranks; collective.
+        """Create a group of this World's ranks for another thread; collective.
 
         `alone`: no other thread computes while this one communicates, so it may spin.
         """
