@@ -33,6 +33,11 @@ class StageCosts:
     input: tuple[float, ...]
     weight: tuple[float, ...]
 
+    def by_op(self) -> dict[str, Sequence[float]]:
+        """Return the seconds of each operation, by stage."""
+        backward = [i + w for i, w in zip(self.input, self.weight, strict=True)]
+        return {"F": self.forward, "I": self.input, "W": self.weight, "B": backward}
+
 
 @dataclass(frozen=True)
 class Timeline:
@@ -116,5 +121,4 @@ def _checked_seconds(schedule: PipelineSchedule, costs: StageCosts) -> dict[str,
                 f"{schedule.name}, costs of {name}: expected the seconds of {schedule.stages} "
                 f"stages, seen {len(seconds)}"
             )
-    backward = [i + w for i, w in zip(costs.input, costs.weight, strict=True)]
-    return {"F": costs.forward, "I": costs.input, "W": costs.weight, "B": backward}
+    return costs.by_op()
