@@ -78,8 +78,11 @@ def save(
         written = [Contribution(*table) for table in tables]
         # Another process, on many clusters another node, reads each part before it counts.
         peer = written[(link.rank + 1) % link.size]
-        table, arrays = part_from_table(peer.part), merge_arrays([peer])
-        on_all_ranks(lambda: parts.check_part(partial, table, arrays, slot_edges))
+        on_all_ranks(
+            lambda: parts.check_part(
+                partial, part_from_table(peer.part), merge_arrays([peer]), slot_edges
+            )
+        )
         commit = functools.partial(_commit, partial, step, written, about)
         name = on_all_ranks(lambda: commit() if link.rank == 0 else None)[0]
     except SaveError:
