@@ -85,8 +85,7 @@ class World:
     def is_spare(self) -> bool:
         """Whether this rank sleeps until it takes the place of a lost one.
 
-        Then `rank` is its number in the job, above every rank of the World, and `link` has this
-        rank alone.
+        Then `rank` is its number in the job, above the World's ranks, and `link` has it alone.
         """
         return self.job is not None and self.job.is_spare
 
