@@ -23,7 +23,7 @@ from hpctrain.doctor.topology import Topology, find_topology, format_topology
 from hpctrain.hardware import gdr, nics, nvidia, pci, quota
 from hpctrain.machine import version
 from hpctrain.transport.gpu_probe import probe_process, verdicts
-from hpctrain.transport.gpu_probe.verdicts import ProbeResult
+from hpctrain.transport.gpu_probe.decision import ProbeResult
 from hpctrain.transport.placement import core_binding
 
 PACKAGES = ("hpctrain", "numpy", "mpi4py")

@@ -9,7 +9,7 @@ from hpctrain.doctor.check import Check, Verdict
 from hpctrain.hardware.gdr import GdrState
 from hpctrain.hardware.nvidia import GpuInfo, NodeGpus
 from hpctrain.transport.device.gpus import VISIBLE_DEVICES, parse_visible_devices
-from hpctrain.transport.gpu_probe.verdicts import ProbeResult
+from hpctrain.transport.gpu_probe.decision import ProbeResult
 
 SHOW_ALL_GPUS = (
     "srun --gpus-per-node=N --ntasks-per-node=N, and --gpu-bind=none if the site binds tasks to "

@@ -140,7 +140,7 @@ def test_files_that_are_no_labels_are_refused(mnist_like, name):
 def test_idx_test_sets_that_do_not_fit_are_refused(tmp_path, mnist_like):
     (tmp_path / "t").write_bytes(idx(LABELS + 1))
     keys = {**mnist_like, "test_images": mnist_like["images"]}
-    refused(lambda: load("idx", **keys), "test_images and test_labels, seen one")
+    refused(lambda: load("idx", **keys), "test_images and test_labels, seen only one")
     refused(
         lambda: load("idx", **keys, test_labels=str(tmp_path / "t")), "t: label 3 of sample 2 is"
     )

@@ -19,8 +19,8 @@ from hpctrain.doctor.show import print_result
 from hpctrain.hardware.gdr import GdrState
 from hpctrain.hardware.nics import Nic
 from hpctrain.hardware.nvidia import GpuInfo, NodeGpus
+from hpctrain.transport.gpu_probe.decision import ProbeResult
 from hpctrain.transport.gpu_probe.jobs import ProbeTrial
-from hpctrain.transport.gpu_probe.verdicts import ProbeResult
 from hpctrain.transport.paths import Verdict
 from hpctrain.transport.shared_memory.dev_shm import SHM_FOLDER
 

@@ -19,7 +19,7 @@ from hpctrain.core.interpreter import module_command
 from hpctrain.hardware.gdr import GdrState
 from hpctrain.transport.device import gpus
 from hpctrain.transport.gpu_probe import child as probe_child
-from hpctrain.transport.gpu_probe import jobs, mpi_claims, probe_process, verdicts
+from hpctrain.transport.gpu_probe import decision, jobs, mpi_claims, probe_process, verdicts
 from hpctrain.transport.gpu_probe.jobs import ProbeTrial
 from hpctrain.transport.gpu_probe.mpi_claims import MpiClaims
 from hpctrain.transport.paths import STAGED_VERDICT, Verdict
@@ -56,7 +56,7 @@ VERDICTS = {
 @pytest.mark.parametrize("case", VERDICTS)
 def test_judged(case):
     by_class, adapter, ways, word, remedy = VERDICTS[case]
-    result = verdicts.decide_verdict(by_class, adapter, {})
+    result = decision.decide_verdict(by_class, adapter, {})
     assert (result.verdict.same_gpu, result.verdict.same_node, result.verdict.across) == ways
     assert word in result.verdict.reason
     assert remedy in result.remedy
@@ -75,7 +75,7 @@ SECONDS = {
 @pytest.mark.parametrize("case", SECONDS)
 def test_what_messages_take(case):
     trial, seconds = SECONDS[case]
-    result = verdicts.decide_verdict({"same_gpu": trial}, ADAPTER, {})
+    result = decision.decide_verdict({"same_gpu": trial}, ADAPTER, {})
     assert result.verdict.seconds == ({} if seconds is None else {"same_gpu": seconds})
     assert result.verdict.mapped_gb_s == {"same_gpu": 100.0}
     assert verdicts.result_from_json(json.dumps(asdict(result))) == result
@@ -95,15 +95,15 @@ BY_SIZE = {
 @pytest.mark.parametrize("case", BY_SIZE)
 def test_judged_by_size(case):
     by_class, by_size, words = BY_SIZE[case]
-    result = verdicts.decide_verdict(by_class, ADAPTER, {})
+    result = decision.decide_verdict(by_class, ADAPTER, {})
     assert result.verdict.by_size == by_size and words in result.verdict.reason
     assert verdicts.result_from_json(json.dumps(asdict(result))) == result
 
 
 def test_what_a_user_asks_for_holds_at_every_length():
-    verdict = verdicts.decide_verdict({"same_gpu": TIMED, "across": TIMED}, ADAPTER, {}).verdict
+    verdict = decision.decide_verdict({"same_gpu": TIMED, "across": TIMED}, ADAPTER, {}).verdict
     assert set(verdict.by_size) == {"same_gpu", "across"}
-    result = verdicts.ProbeResult(verdict, trials=dict.fromkeys(jobs.PAIR_CLASSES, TIMED))
+    result = decision.ProbeResult(verdict, trials=dict.fromkeys(jobs.PAIR_CLASSES, TIMED))
     across, all_of = (
         verdicts.apply_override(f"{c}cuda-aware", result).verdict for c in ("across=", "")
     )
@@ -158,8 +158,10 @@ def test_libraries_of_interest():
 
 
 OPEN = json.dumps({"stage": "started", "claims": asdict(PLAIN), "hosts": ["a", "a"]})
-IPC = json.dumps({"stage": "ipc", "right": True, "gb_s": 3.0, "why": ""})
-WRONG = json.dumps({"stage": "pointer", "right": False, "gb_s": 9.0, "why": "other bytes arrived"})
+IPC = json.dumps({"stage": "ipc", "correct": True, "gb_s": 3.0, "reason": ""})
+WRONG = json.dumps(
+    {"stage": "pointer", "correct": False, "gb_s": 9.0, "reason": "other bytes arrived"}
+)
 # lines, exit code, stderr -> the trial
 ENDS = {
     "signal": ([OPEN, IPC], -11, "", CRASHED),
@@ -180,7 +182,7 @@ def test_understood(case):
 
 
 def test_lengths_that_were_timed():
-    right = json.dumps({"stage": "pointer", "right": True, "gb_s": 9.0, "why": ""})
+    right = json.dumps({"stage": "pointer", "correct": True, "gb_s": 9.0, "reason": ""})
     staged = json.dumps({"stage": "staged", "seconds": STAGED_ONLY.staged})
     sizes = json.dumps({"stage": "sizes", "seconds": TIMED.sizes})
     result = jobs.parse_trial("\n".join([OPEN, staged, right, sizes]), 0, "")
@@ -235,7 +237,7 @@ OVERRIDES = {
 
 @pytest.mark.parametrize("override", OVERRIDES)
 def test_overridden(override):
-    remembered = verdicts.ProbeResult(
+    remembered = decision.ProbeResult(
         STAGED_VERDICT, trials=dict.fromkeys(jobs.PAIR_CLASSES, WORKS)
     )
     assert verdicts.apply_override(override, remembered).verdict == OVERRIDES[override]
@@ -260,7 +262,7 @@ def test_who_asks_for_pointers_needs_a_trial_or_an_mpi_that_is_sure(case, monkey
     by_class, says, expected = BELIEVED[case]
     monkeypatch.setattr(verdicts, "_claims_of_running_mpi", lambda: says)
     result = verdicts.apply_override(
-        "cuda-aware", verdicts.ProbeResult(STAGED_VERDICT, trials=by_class)
+        "cuda-aware", decision.ProbeResult(STAGED_VERDICT, trials=by_class)
     )
     ways = {name: getattr(result.verdict, name) for name in jobs.PAIR_CLASSES}
     assert ways == {n: "cuda-aware" if n in expected else "staged" for n in jobs.PAIR_CLASSES}
@@ -360,7 +362,7 @@ def test_launch_ends_trials_that_take_too_long(monkeypatch, tmp_path, caplog):
 @pytest.mark.parametrize("override", ["rdma", "across=ipc", "everywhere=gdr", "across=", "a=b=c"])
 def test_an_override_that_makes_no_sense(override):
     with pytest.raises(UsageError, match="expected one of gdr, cuda-aware, ipc, staged"):
-        verdicts.apply_override(override, verdicts.ProbeResult(STAGED_VERDICT))
+        verdicts.apply_override(override, decision.ProbeResult(STAGED_VERDICT))
 
 
 def test_what_a_verdict_depends_on(tmp_path):
@@ -377,7 +379,7 @@ def test_what_a_verdict_depends_on(tmp_path):
 
 def test_what_cannot_be_remembered_is_said(tmp_path, capfd):
     (tmp_path / "cache").write_text("not a folder")
-    verdicts._write_cache(tmp_path / "cache" / "one.json", verdicts.ProbeResult(STAGED_VERDICT))
+    verdicts._write_cache(tmp_path / "cache" / "one.json", decision.ProbeResult(STAGED_VERDICT))
     errors = capfd.readouterr().err
     assert f"cannot be cached in {tmp_path / 'cache'} (" in errors
     assert "set XDG_CACHE_HOME to a folder" in errors

@@ -17,7 +17,7 @@ from hpctrain.core.errors import UsageError
 from hpctrain.core.launchers import SINGLE_RANK, Launched
 from hpctrain.transport.device import gpus
 from hpctrain.transport.device.gpus import Gpu, GpuCores, choose_gpu, gpu_cores
-from hpctrain.transport.gpu_probe import verdicts, verify
+from hpctrain.transport.gpu_probe import decision, verdicts, verify
 from hpctrain.transport.paths import STAGED_VERDICT, RankPlace, Verdict
 from hpctrain.transport.placement import core_binding, rank_placement
 from hpctrain.transport.placement.check import RankBinding
@@ -209,7 +209,7 @@ def placed_on(world, gpu=True):
 @on_ranks(2, mpi=(2,))
 def test_all_know_the_placement_of_all(ranks, caplog, monkeypatch, gpu):
     way = Verdict("cuda-aware", "ipc", "staged", "so it was told")
-    remembered = lambda environ: verdicts.ProbeResult(way, unproven=("across",))  # noqa: E731
+    remembered = lambda environ: decision.ProbeResult(way, unproven=("across",))  # noqa: E731
     monkeypatch.setattr(verdicts, "cached_result", remembered)
     with caplog.at_level(logging.WARNING, "hpctrain"):
         results = ranks(lambda world: (placed_on(world), world.rank, world.link.paths))

@@ -100,7 +100,7 @@ def main() -> None:
     time.sleep(OUTPUT_DELAY_S)
     result = exchange_by_pointer(comm, outbox, inbox)
     _print_stage(comm, "pointer", **result)
-    if result["right"]:
+    if result["correct"]:
         _print_stage(comm, "sizes", seconds=time_messages(link, cupy, ["staged", "cuda-aware"]))
     comm.Barrier()
     MPI.Finalize()
@@ -114,7 +114,7 @@ def exchange_by_ipc(
     reason, seconds, all_correct = "", float("inf"), False
     handles = comm.allgather(_ipc_handle(runtime, outbox))
     if errors := [handle for handle in handles if isinstance(handle, str)]:
-        return {"right": False, "gb_s": 0.0, "why": errors[0]}
+        return {"correct": False, "gb_s": 0.0, "reason": errors[0]}
     try:
         remote_pointer = runtime.ipcOpenMemHandle(handles[1 - comm.rank])
 
@@ -229,7 +229,7 @@ def _merge_outcomes(outcomes: list[tuple[bool, str]], rate: float) -> dict[str, 
         (error_text for _, error_text in outcomes if error_text),
         "" if all_correct else "other bytes arrived",
     )
-    return {"right": all_correct, "gb_s": rate / 1e9, "why": reason}
+    return {"correct": all_correct, "gb_s": rate / 1e9, "reason": reason}
 
 
 def _print_stage(comm: MPI.Comm, stage: str, **result: Any) -> None:

@@ -68,13 +68,13 @@ def parse_trial(output: str, exit_code: int, stderr: str) -> ProbeTrial:
             stages[report.pop("stage")] = report
     started, ipc, pointer = (stages.get(name, {}) for name in ("started", "ipc", "pointer"))
     return ProbeTrial(
-        ipc.get("right"),
-        pointer.get("right", False if started else None),
+        ipc.get("correct"),
+        pointer.get("correct", False if started else None),
         _rate_gb_s(ipc),
         _rate_gb_s(pointer),
         _claims_from_table(started.get("claims")),
-        pointer.get("why", "") if pointer else describe_exit(exit_code, stderr),
-        ipc.get("why", ""),
+        pointer.get("reason", "") if pointer else describe_exit(exit_code, stderr),
+        ipc.get("reason", ""),
         *(
             tuple(map(tuple, stages.get(name, {}).get("seconds", ())))
             for name in ("sizes", "staged")
@@ -83,7 +83,7 @@ def parse_trial(output: str, exit_code: int, stderr: str) -> ProbeTrial:
 
 
 def _rate_gb_s(stage: Mapping[str, Any]) -> float | None:
-    return stage.get("gb_s") if stage.get("right") else None
+    return stage.get("gb_s") if stage.get("correct") else None
 
 
 def describe_exit(exit_code: int, stderr: str) -> str:
