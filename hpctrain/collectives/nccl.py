@@ -59,17 +59,13 @@ def communicator_for(group: Group, x: Array) -> Communicator:
         device = (
             x.data.device_id if on_device(x) else node.rank % count_devices(load_libraries()[0])
         )
-        _require_enough_gpus(group, _count_missing_gpus(node, device))
+        name = load_libraries()[0].cuda.runtime.deviceGetPCIBusId(device)
+        names = all_gather_bytes(node, name.encode())  # of the GPUs of this node's ranks
+        _require_enough_gpus(group, node.size - len(set(names)))
         id_buffer = new_unique_id() if link.rank == 0 else np.zeros(ID_BYTES, np.int16)
         broadcast(group, id_buffer)
         _communicators[link] = Communicator(link.rank, link.size, device, id_buffer, link.survives)
     return _communicators[link]
-
-
-def _count_missing_gpus(node: Link, device: int) -> int:
-    """Return the number of GPUs that the node lacks, with this rank on `device`; collective."""
-    name = load_libraries()[0].cuda.runtime.deviceGetPCIBusId(device)
-    return node.size - len(set(all_gather_bytes(node, name.encode())))
 
 
 def _require_enough_gpus(group: Group, missing_gpus: int) -> None:

@@ -97,23 +97,17 @@ def launch(
     from hpctrain.cluster.loss_policy import LossPolicy
 
     is_program = context.meta[IS_PROGRAM_KEY]
-    if not is_program and _is_program(arguments[0]):
-        argv = ["python"] * arguments[0].endswith(".py") + list(arguments)
+    word = arguments[0]
+    is_script = word.endswith(".py")
+    if not is_program and word not in COMMANDS and (is_script or shutil.which(word) is not None):
+        argv = ["python"] * is_script + list(arguments)
         raise click.UsageError(
             f"to start a program: hpctrain launch -n {ranks} -- {shlex.join(argv)}"
         )
     policy = LossPolicy(**policy_options)
     if is_program:
         context.exit(launcher.launch_program(ranks, arguments, policy))
-    context.exit(launcher.launch(ranks, [*_verbosity_options(context), *arguments], policy))
-
-
-def _is_program(word: str) -> bool:
-    """Return whether `word` is a program or a script in Python, and no command of hpctrain."""
-    return word not in COMMANDS and (word.endswith(".py") or shutil.which(word) is not None)
-
-
-def _verbosity_options(context: click.Context) -> list[str]:
-    """Return the -v and -q before `launch`, which apply to the ranks."""
-    parameters = context.parent.params if context.parent else {}
-    return [f"--{name}" for name in ("verbose", "quiet") if parameters.get(name)]
+    # The -v and -q before `launch` apply to the ranks.
+    before = context.parent.params if context.parent else {}
+    verbosity = [f"--{name}" for name in ("verbose", "quiet") if before.get(name)]
+    context.exit(launcher.launch(ranks, [*verbosity, *arguments], policy))

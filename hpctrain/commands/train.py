@@ -45,9 +45,9 @@ class ResumingCommand(click.Command):
 
     def parse_args(self, context: click.Context, words: list[str]) -> list[str]:
         if "-n" in words:
-            raise click.UsageError(
-                f"-n belongs to the launcher: hpctrain launch {_ranks_first(words)}"
-            )
+            i = words.index("-n")
+            line = shlex.join([*words[i : i + 2], "train", *words[:i], *words[i + 2 :]])
+            raise click.UsageError(f"-n belongs to the launcher: hpctrain launch {line}")
         named = [word for word in words if word.startswith("--resume=")]
         if named and any(word.partition("=")[0] == "--out" for word in words):
             raise click.UsageError(f"{named[0]} names the folder of the run: leave out --out")
@@ -132,12 +132,6 @@ def train(
     if resume and out is None:
         out = _find_newest_run(job, resolved_recipe.run.name)
     runs.train(resolved_recipe, job, out, resume, replay)
-
-
-def _ranks_first(words: list[str]) -> str:
-    """Return the words after `hpctrain launch` of a call that gave `-n` to `train`."""
-    i = words.index("-n")
-    return shlex.join([*words[i : i + 2], "train", *words[:i], *words[i + 2 :]])
 
 
 def _find_newest_run(job: World, recipe_name: str) -> Path:

@@ -183,11 +183,12 @@ def closing_table(summary: Mapping[str, Any], text: bool = False) -> Table:
     from rich.table import Table
 
     table = Table(title=f"{summary['recipe']}: {summary['status']}", show_header=False)
-    wall = summary["wall_s"] or 1.0
+    wall, nats = summary["wall_s"] or 1.0, summary["test_loss"]
+    bits = None if nats is None else nats / math.log(2)
     rows = {
         "engine": _engine(summary),
         **_test_metrics(summary),
-        **({"test bits per byte": _bits(summary["test_loss"])} if text else {}),
+        **({"test bits per byte": _number(bits, ".3f")} if text else {}),
         "train loss": _number(summary["train_loss"], ".4f"),
         "samples/s": f"{summary['samples_per_s']:,.0f}",
         "wall": f"{summary['wall_s']:.2f} s for {_steps(summary)}",
@@ -229,10 +230,6 @@ def _steps(summary: Mapping[str, Any]) -> str:
 
 def _number(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
-
-
-def _bits(nats: float | None) -> str:
-    return _number(None if nats is None else nats / math.log(2), ".3f")
 
 
 def _part(seconds: float, wall: float) -> str:

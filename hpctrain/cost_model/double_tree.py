@@ -14,7 +14,6 @@ and receives last.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -55,8 +54,10 @@ def _reduce(clocks: Clocks, half_bytes: float) -> None:
         for tree in reduce_trees
     ]
     for tree, from_leaves in zip(reduce_trees, trains, strict=True):
-        for segment in _split_trains(from_leaves):
-            _reduce_phase(clocks, tree, segment)
+        for train in from_leaves:
+            for k in range(train.count):  # each message is its own train
+                first = train.first + k * train.interval
+                _reduce_phase(clocks, tree, Train(first, train.interval, 1, train.nbytes))
     clocks.wait_until_sent()
 
 
@@ -147,13 +148,6 @@ def _heights(v: Array) -> Array:
 def _log2(v: Array) -> Array:
     """Return the binary logarithm of v > 0, rounded down: frexp is exact."""
     return np.frexp(v)[1] - 1
-
-
-def _split_trains(trains: list[Train]) -> Iterator[Train]:
-    """Yield each message of `trains` as its own train."""
-    for train in trains:
-        for k in range(train.count):
-            yield Train(train.first + k * train.interval, train.interval, 1, train.nbytes)
 
 
 def _count_half_segments(clocks: Clocks, half_bytes: float) -> list[tuple[float, int]]:

@@ -157,18 +157,14 @@ def find_value_fault(numbers: Sequence[int] | np.ndarray, **parts: Any) -> str:
         for path, array in trees.arrays(tree):
             if array.dtype.kind == "f" and not np.isfinite(array).all():
                 row, *place = np.argwhere(~np.isfinite(array))[0].tolist()
-                column = f", {'column' if len(place) == 1 else 'at'} {brief_index(place)}"
+                index = ", ".join(map(str, place))
+                column = f", column {index}" if len(place) == 1 else f", at ({index})"
                 return (
                     f"{name}{path} holds {array[(row, *place)]} in sample {numbers[row]}"
                     f"{column * bool(place)}; expected finite numbers: replace or remove it, or "
                     "set [run] not_finite = 'skip' to go on without the steps that read it"
                 )
     return ""
-
-
-def brief_index(index: Sequence[int]) -> str:
-    """Return an index within a sample: 3, or (2, 5)."""
-    return str(index[0]) if len(index) == 1 else f"({', '.join(map(str, index))})"
 
 
 def as_targets(y: np.ndarray) -> np.ndarray:

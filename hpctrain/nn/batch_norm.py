@@ -99,7 +99,9 @@ class BatchNorm:
         """Normalize `x` on the host by global statistics; update the running statistics."""
         sum_over_ranks = key.sum_over_ranks
         flat = rows_of(widened(x))
-        local_mean = _column_mean(flat)
+        local_mean = np.empty(flat.shape[1], flat.dtype)
+        sum_rows(flat, out=local_mean)
+        local_mean /= max(len(flat), 1)
         x_hat = flat - local_mean
         squares = x_hat * x_hat
         local_mean_wide = local_mean.astype(np.float64)
@@ -165,13 +167,6 @@ def _backward_on_device(
     if not want_dx:
         return None
     return batch_norm.backward(normalization, flat, weight, total, rows).reshape(dy.shape)
-
-
-def _column_mean(flat: np.ndarray) -> np.ndarray:
-    mean = np.empty(flat.shape[1], flat.dtype)
-    sum_rows(flat, out=mean)
-    mean /= max(len(flat), 1)
-    return mean
 
 
 def _global_statistics(

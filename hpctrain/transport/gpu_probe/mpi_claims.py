@@ -96,9 +96,9 @@ _ENABLING_VARIABLES = (
 def query_claims(vendor: str, libmpi: str, alloc_kinds: str) -> MpiClaims:
     """Query the `libmpi` that this process has loaded; MPI must have been started."""
     library = ctypes.CDLL(libmpi)
-    return MpiClaims(
-        vendor, _query_cuda_support(library), _query_gpu_support(library), alloc_kinds, _libraries()
-    )
+    query = getattr(library, "MPIX_Query_cuda_support", None)
+    cuda_support = None if query is None else bool(query())
+    return MpiClaims(vendor, cuda_support, _query_gpu_support(library), alloc_kinds, _libraries())
 
 
 def find_fault(claims: MpiClaims, environ: Mapping[str, str]) -> CudaFault:
@@ -202,11 +202,6 @@ def _open_mpi_fault(claims: MpiClaims) -> CudaFault | None:
         "take the site's build for CUDA (`ompi_info | grep -i cuda`), or select UCX: "
         "OMPI_MCA_pml=ucx",
     )
-
-
-def _query_cuda_support(library: ctypes.CDLL) -> bool | None:
-    query = getattr(library, "MPIX_Query_cuda_support", None)
-    return None if query is None else bool(query())
 
 
 def _query_gpu_support(library: ctypes.CDLL) -> bool | None:

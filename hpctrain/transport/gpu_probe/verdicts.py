@@ -132,8 +132,10 @@ def probe(environ: Mapping[str, str], repeat_trials: bool = False) -> ProbeResul
     file, mpi = cache_file(environ), installation.load_mpi()
     cached_trials = None if repeat_trials else _read_cache(file)
     trials = dict(cached_trials.trials) if cached_trials else {}
+    node_count = environ.get("SLURM_JOB_NUM_NODES", "")
+    nodes = int(node_count) if node_count.isdigit() else 1  # without Slurm
     commands = jobs.trial_commands(
-        installation.find_mpiexec(mpi), mpi.vendor, len(visible_gpus), _node_count(environ), environ
+        installation.find_mpiexec(mpi), mpi.vendor, len(visible_gpus), nodes, environ
     )
     if not commands:
         return ProbeResult(replace(STAGED_VERDICT, reason="no mpiexec and no srun for a trial"))
@@ -146,12 +148,6 @@ def probe(environ: Mapping[str, str], repeat_trials: bool = False) -> ProbeResul
     if all(trial.claims for trial in trials.values()):
         _write_cache(file, result)
     return result
-
-
-def _node_count(environ: Mapping[str, str]) -> int:
-    """Return the number of nodes in this process's Slurm allocation; 1 without Slurm."""
-    count = environ.get("SLURM_JOB_NUM_NODES", "")
-    return int(count) if count.isdigit() else 1
 
 
 def cache_file(environ: Mapping[str, str], root: Path = pci.ROOT) -> Path:
