@@ -61,8 +61,8 @@ MEMORY = "memory without a name of another process of the job, /proc/PID/fd"
 NAMED, NEW = "a user names it", "has a random name, and is new"
 #: Files that open others without core/opening.py, and which.
 OPENED = {
-    "bench/output.py": NAMED, "cluster/program.py": NAMED, "commands/bench_predict.py": NAMED,
-    "commands/doctor.py": NAMED, "commands/pipeline_predict.py": NAMED, "data/text.py": NAMED,
+    "bench/output.py": NAMED, "cluster/program.py": NAMED, "commands/_options.py": NAMED,
+    "commands/doctor.py": NAMED, "data/text.py": NAMED,
     "doctor/job/examine.py": NAMED,
     "data/digit_images.py": PACKAGES, "tuning/table.py": PACKAGES,
     "cluster/slurm/submit.py": PACKAGES,
