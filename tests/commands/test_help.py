@@ -20,7 +20,7 @@ NAMES = {
     "train": [*engines.ENGINES],
     "pipeline check": [*SCHEDULES],
     "pipeline predict": [*SCHEDULES],
-    "pipeline": ["data x pipe ranks", "of them"],
+    "pipeline": ["data x pipe ranks", "every schedule"],
     "bench allreduce": ["recursive-doubling", "direct-shared"],
     "slurm submit": ["juwels-booster", "local-sgd"],
     "slurm": ["of DIR, a run or a study"],
