@@ -183,7 +183,7 @@ def closing_table(summary: Mapping[str, Any], text: bool = False) -> Table:
     from rich.table import Table
 
     table = Table(title=f"{summary['recipe']}: {summary['status']}", show_header=False)
-    wall, nats = summary["wall_s"] or 1.0, summary["test_loss"]
+    wall, nats = summary["wall_s"] or 1.0, summary["test_loss"] if text else None
     bits = None if nats is None else nats / math.log(2)
     rows = {
         "engine": _engine(summary),
