@@ -29,11 +29,8 @@ def _codes(case: Case, fault: Fault) -> frozenset[int]:
         return _codes_of_signal(case, fault)
     if isinstance(fault, HostFault):
         return DONE if fault.effect == "slow" else ANY_CODE
-    return _lost_rank(case) if _is_fatal(fault) else frozenset({0, 1, 2})
-
-
-def _is_fatal(fault: Fault) -> bool:
-    return isinstance(fault, LinkCall) or (isinstance(fault, FailingFile) and fault.is_fatal)
+    is_fatal = fault.is_fatal if isinstance(fault, FailingFile) else isinstance(fault, LinkCall)
+    return _lost_rank(case) if is_fatal else frozenset({0, 1, 2})
 
 
 def _lost_rank(case: Case) -> frozenset[int]:

@@ -55,9 +55,10 @@ def counts(results: Iterable[Table]) -> dict[str, dict[str, Counter[str]]]:
     """Return title -> name -> verdict -> number of cases."""
     counted: dict[str, dict[str, Counter[str]]] = {}
     for result in results:
+        launcher, spares = result["case"]["launcher"], result["case"].get("spares")
         names = {
             "engine": [f"{result['mpi']} {result['case']['engine']}"],
-            "launcher": [f"{result['mpi']} {_launcher(result['case'])}"],
+            "launcher": [f"{result['mpi']} {launcher}" + (f", {spares} spares" if spares else "")],
             "fault": [describe_kind(fault) for fault in parse(result["case"]).faults],
             "broken promise": [problem[:70] for problem in result["problems"]],
         }
@@ -65,11 +66,6 @@ def counts(results: Iterable[Table]) -> dict[str, dict[str, Counter[str]]]:
             for key in keys:
                 counted.setdefault(title, {}).setdefault(key, Counter())[result["verdict"]] += 1
     return counted
-
-
-def _launcher(case: Table) -> str:
-    spares = case.get("spares", 0)
-    return f"{case['launcher']}, {spares} spares" if spares else str(case["launcher"])
 
 
 def summarize(results: list[Table]) -> str:

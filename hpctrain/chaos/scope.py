@@ -18,6 +18,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
+from hpctrain.transport.shared_memory.dev_shm import used_files
+
 MARK = "HPCTRAIN_CHAOS"  #: the variable that marks all processes of a case
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -79,8 +81,10 @@ class Marked:
 
     def shared_memory(self) -> list[str]:
         """Return our files in /dev/shm that are new, and that no process has mapped or open."""
-        spare = {*_shared_files()} - self._before
-        return sorted(spare - {*_used_files()}) if spare else []
+        if not (spare := {*_shared_files()} - self._before):
+            return []
+        used = {Path(x).relative_to(SHARED_MEMORY).parts[0] for x in used_files(SHARED_MEMORY)}
+        return sorted(spare - used)
 
 
 def ended(scope: Scope, limit_s: float) -> tuple[dict[int, str], float]:
@@ -137,19 +141,6 @@ def _shared_files() -> list[str]:
         with suppress(OSError):
             own += [path.name] * (path.lstat().st_uid == os.getuid())
     return own
-
-
-def _used_files() -> list[str]:
-    """Return the names of files in /dev/shm that running processes have mapped or open."""
-    used = []
-    for pid in _pids():
-        with suppress(OSError):
-            lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
-            used += [line.rpartition(f"{SHARED_MEMORY}/")[2] for line in lines]
-            for link in Path(f"/proc/{pid}/fd").iterdir():
-                with suppress(OSError):  # it was closed meanwhile
-                    used.append(os.readlink(link).rpartition(f"{SHARED_MEMORY}/")[2])
-    return [name.partition("/")[0] for name in used]
 
 
 def make_scope(mark: str, *, isolated: bool, on_other_hosts: bool) -> Scope:

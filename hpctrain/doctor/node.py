@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import resource
 from collections.abc import Collection
-from contextlib import suppress
 from pathlib import Path
 
 from hpctrain.doctor.check import Check
@@ -47,7 +46,7 @@ def check_shared_memory(
         return [Check("shared memory", "bad", f"{folder}: {error.strerror}", remedy)]
     return [
         check_free_memory(folder, free_bytes),
-        _check_leftovers(folder, _find_mapped_files() if mapped_files is None else mapped_files),
+        _check_leftovers(folder, dev_shm.used_files() if mapped_files is None else mapped_files),
     ]
 
 
@@ -110,19 +109,6 @@ def _remove_command(folder: Path, files: Collection[Path]) -> str:
     patterns = [p for p in LEFTOVER_PATTERNS if any(file.match(p) for file in files)]
     names = " -o ".join(f"-name '{pattern}'" for pattern in patterns)
     return f"find {folder} -maxdepth 1 -uid {os.geteuid()} \\( {names} \\) -delete"
-
-
-def _find_mapped_files() -> set[str]:
-    """Return the files in /dev/shm that processes map or hold open, if we may see that."""
-    files = set()
-    for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # the process has ended, or belongs to another user
-            lines = (process / "maps").read_text().splitlines()
-            files |= {line.split(maxsplit=5)[-1] for line in lines if str(SHM_FOLDER) in line}
-            for descriptor in os.listdir(process / "fd"):
-                with suppress(OSError):  # the file was closed meanwhile
-                    files.add(os.readlink(process / "fd" / descriptor))
-    return files
 
 
 def _lstat(file: Path) -> os.stat_result | None:

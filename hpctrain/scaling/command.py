@@ -97,6 +97,9 @@ def make_study(spec: Recipe, options: CommandOptions) -> Study:
     trial_recipe.check_divisible(spec, mode, batch, size_list)
     mpi = local_runner.must_work(platform, size_list, link)
     cores = None if platform == "slurm" else len(os.sched_getaffinity(0))
+    # A rank's share of the cores when the largest size runs.
+    threads = None if cores is None else max(1, cores // max(size_list).ranks)
+    model = runs.build_model(spec, spec.data.load(spec.run.seed))
     study = Study(
         name=spec.run.name,
         mode=mode,
@@ -106,9 +109,9 @@ def make_study(spec: Recipe, options: CommandOptions) -> Study:
         repeats=options["repeats"],
         tables=spec.tables,
         batch=batch,
-        gradient_bytes=_gradient_bytes(spec),
+        gradient_bytes=int(model.parameter_count * master_dtype(spec.run.precision).itemsize),
         machine=_machine_facts(mpi),
-        threads=_blas_threads(cores, max(size_list).ranks),
+        threads=core_binding.user_blas_threads(os.environ) or threads,
         cores=cores,
         steps=options["steps"] or (slurm_runner.STEPS if platform == "slurm" else None),
         job=slurm_runner.job_options(options) if platform == "slurm" else {},
@@ -133,18 +136,6 @@ def _check_gpus_per_node(gpus: int | None, size_list: Sequence[Size]) -> None:
                 f"{size.text}: {size.per_node} ranks on a node, and --gpus-per-node {gpus}: a rank "
                 "takes a GPU; ask for as many"
             )
-
-
-def _gradient_bytes(spec: Recipe) -> int:
-    """Return the bytes of a gradient, as it is summed."""
-    model = runs.build_model(spec, spec.data.load(spec.run.seed))
-    return int(model.parameter_count * master_dtype(spec.run.precision).itemsize)
-
-
-def _blas_threads(cores: int | None, max_ranks: int) -> int | None:
-    """Return the BLAS threads of a rank: its share of the cores when `max_ranks` ranks run."""
-    cores_per_rank = None if cores is None else max(1, cores // max_ranks)
-    return core_binding.user_blas_threads(os.environ) or cores_per_rank
 
 
 def _machine_facts(mpi: MpiInstallation | None) -> dict[str, Any]:

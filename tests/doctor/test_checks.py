@@ -22,7 +22,7 @@ from hpctrain.hardware.nvidia import GpuInfo, NodeGpus
 from hpctrain.transport.gpu_probe.decision import ProbeResult
 from hpctrain.transport.gpu_probe.jobs import ProbeTrial
 from hpctrain.transport.paths import Verdict
-from hpctrain.transport.shared_memory.dev_shm import SHM_FOLDER
+from hpctrain.transport.shared_memory.dev_shm import SHM_FOLDER, used_files
 
 
 def result(checks, name):
@@ -141,7 +141,7 @@ def test_open_files_are_in_use():
     file = SHM_FOLDER / f"hpctrain-{os.getpid()}"
     try:
         with open(file, "w"):
-            assert str(file) in node._find_mapped_files()
+            assert str(file) in used_files()
     finally:
         file.unlink()
 

@@ -31,8 +31,9 @@ LAW_NAMES = {"amdahl": "Amdahl's law", "gustafson": "Gustafson's law"}
 
 
 def table(result: Result) -> Table:
-    """Return the rows as a table; intervals stand behind their means."""
-    grid = make_table([*size_headings(result), *HEADINGS, ""], "", title=title(result.study))
+    """Return the rows as a table; intervals stand behind their means; a grid is data x pipe."""
+    sizes = ["ranks", *["grid"] * (result.study.pipe > 1), *["nodes"] * _over_nodes(result)]
+    grid = make_table([*sizes, *HEADINGS, ""], "", title=title(result.study))
     for words in cells(result):
         grid.add_row(*words)
     return grid
@@ -41,11 +42,6 @@ def table(result: Result) -> Table:
 def cells(result: Result) -> list[list[str]]:
     """Return the words of each row of the table."""
     return [[*_size(row, result), *_numbers(row), "; ".join(remarks(row))] for row in result.rows]
-
-
-def size_headings(result: Result) -> list[str]:
-    """Return the headings of the columns of a size; a grid is data x pipe ranks."""
-    return ["ranks", *["grid"] * (result.study.pipe > 1), *["nodes"] * _over_nodes(result)]
 
 
 def _size(row: Row, result: Result) -> list[str]:

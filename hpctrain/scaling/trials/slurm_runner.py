@@ -48,18 +48,16 @@ LATE_S = 10.0  #: a shared file system may show the files of a job that has ende
 
 def job_options(words: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options for jobs from the command line."""
+    options = dict(sbatch.parse_option(text) for text in words["options"])
+    # No other job may share the nodes, another trial least of all: it would be timed too.
+    exclusive = {} if SHARING & options.keys() else {"exclusive": ""}
     return {
         "site": words["site"],
         "time": TIME if words["time"] is None else words["time"],
         "gpus_per_node": words["gpus_per_node"] or 0,
         "cpus_per_task": words["cpus_per_task"],
-        "options": _exclusive(dict(sbatch.parse_option(text) for text in words["options"])),
+        "options": options | exclusive,
     }
-
-
-def _exclusive(options: dict[str, str]) -> dict[str, str]:
-    """Ask for nodes that no other job shares, another trial least of all: it would be timed too."""
-    return options if SHARING & options.keys() else {**options, "exclusive": ""}
 
 
 def must_render(study: Study) -> None:

@@ -11,6 +11,7 @@ import logging
 import os
 import socket
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from hpctrain.core.launchers import Launched
@@ -30,6 +31,19 @@ def free_shm_bytes(folder: Path = SHM_FOLDER) -> int:
     """Return the bytes free in `folder`; raise OSError where there is none."""
     file_system = os.statvfs(folder)
     return file_system.f_bavail * file_system.f_frsize
+
+
+def used_files(folder: Path = SHM_FOLDER) -> set[str]:
+    """Return the files below `folder` that processes map or hold open, if we may see that."""
+    paths: set[str] = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # the process has ended, or belongs to another user
+            lines = (process / "maps").read_text().splitlines()
+            paths |= {line.split(maxsplit=5)[-1] for line in lines}
+            for descriptor in os.listdir(process / "fd"):
+                with suppress(OSError):  # the file was closed meanwhile
+                    paths.add(os.readlink(process / "fd" / descriptor))
+    return {path for path in paths if path.startswith(f"{folder}/")}
 
 
 def shortage_warning(folder: Path = SHM_FOLDER) -> str:
