@@ -76,7 +76,10 @@ class Disturbance:
 
         In an elastic job only living ranks count: others were lost, and spares may have records.
         """
-        records = list(self._records())
+        snapshots = watch.read_records(self.place.run / "watch")
+        # Records of an earlier attempt are left out.
+        ordered = [snapshots[rank] for rank in sorted(snapshots)]
+        records = [record for record in ordered if record.heartbeat >= self.start_s]
         if self.case.is_elastic:
             records = [record for record in records if _is_alive(record.pid)]
             is_complete = bool(records) and (len(records) >= self.case.ranks or bool(self.fired_s))
@@ -85,14 +88,6 @@ class Disturbance:
             return training if is_complete and len(training) >= min(2, len(records)) else []
         reached = all(record.step >= step for record in records)
         return records if reached and len(records) == self.case.ranks else []
-
-    def _records(self) -> Iterator[Snapshot]:
-        records = watch.read_records(self.place.run / "watch")
-        # Records of an earlier attempt are left out.
-        return (records[rank] for rank in sorted(records) if self._is_new(records[rank]))
-
-    def _is_new(self, record: Snapshot) -> bool:
-        return record.heartbeat >= self.start_s
 
     def _send(self, fault: Signal) -> None:
         number = signal.Signals[fault.signal]

@@ -156,18 +156,13 @@ def describe_deviations(
         if spec.batch.batch is None:
             batch_text = f"batch_per_rank = {spec.batch.batch_per_rank}"
         yield f"{mode} scaling: {key} = {batch} in place of {batch_text}"
-    if omitted := list(_omitted_features(spec)):
+    features = {
+        "callbacks": spec.run.callbacks,
+        "early stop": spec.early_stop,
+        "trace": spec.trace.enabled,
+        "keep_best": spec.checkpoint.keep_best,
+    }
+    if omitted := [name for name, value in features.items() if value]:
         yield f"left out: {', '.join(omitted)}"
     if threads is not None:
         yield f"OMP_NUM_THREADS={threads} at every size, so that a rank is the same everywhere"
-
-
-def _omitted_features(spec: Recipe) -> Iterator[str]:
-    if spec.run.callbacks:
-        yield "callbacks"
-    if spec.early_stop:
-        yield "early stop"
-    if spec.trace.enabled:
-        yield "trace"
-    if spec.checkpoint.keep_best:
-        yield "keep_best"

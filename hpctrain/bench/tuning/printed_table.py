@@ -8,7 +8,7 @@ import rich.table
 
 from hpctrain.bench.message_sizes import size_text
 from hpctrain.core import progress, thresholds
-from hpctrain.core.fitted_table import fit_table
+from hpctrain.core.fitted_table import fit_table, make_table
 from hpctrain.tuning import choose, select
 from hpctrain.tuning.table import Table
 
@@ -62,17 +62,10 @@ def _choice_table(table: Table) -> rich.table.Table:
 
     There is no gain for arrays on GPUs: MPI's own all-reduce is not measured there.
     """
-    grid, seconds_by_memory, has_native = (
-        rich.table.Table(),
-        times_by_memory(table),
-        not table.fingerprint.on_gpu,
-    )
-    grid.add_column("size", justify="right")
-    for in_memory in seconds_by_memory:
-        grid.add_column(f"{memory_heading(table, in_memory)}: takes")
-        grid.add_column("us", justify="right")
-        if has_native:
-            grid.add_column("x native", justify="right")
+    seconds_by_memory, has_native = times_by_memory(table), not table.fingerprint.on_gpu
+    takes = [f"{memory_heading(table, in_memory)}: takes" for in_memory in seconds_by_memory]
+    numbers = ["us", *["x native"] * has_native]
+    grid = make_table(["size", *(text for name in takes for text in (name, *numbers))], *takes)
     chosen_algorithms = {
         in_memory: thresholds.choices_at(times) for in_memory, times in seconds_by_memory.items()
     }

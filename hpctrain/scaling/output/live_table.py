@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from rich.table import Table
+from rich.table import Column, Table
 
 from hpctrain.scaling.collect import Gap, TrialResult
 from hpctrain.scaling.results import SizeTrials, group_trials
@@ -114,36 +114,35 @@ def _row(
 
 def table(study: Study, statuses: Statuses, title: str, note: str = "") -> Table:
     """Return the table with a row per size, and `note` below it."""
-    grid = Table(title=title, caption=note, caption_justify="left")
     nodes = any(size.nodes > 1 for size in study.sizes)
-    for heading in ("ranks", *["nodes"] * nodes):
-        grid.add_column(heading, justify="right")
-    grid.add_column("state", min_width=len(MEASURED))
-    if study.on == "slurm":
-        grid.add_column("job", overflow="fold")
-    grid.add_column("repeats", justify="right")
-    # As wide as it will get: a table that changes its width is hard to read.
-    grid.add_column("step", justify="right", min_width=len(_steps(study.timing.total, study)))
-    for heading in ("samples/s", "efficiency"):
-        grid.add_column(heading, justify="right")
-    grid.add_column("reason", overflow="fold")
+    columns = [
+        *(Column(heading, justify="right") for heading in ("ranks", *["nodes"] * nodes)),
+        Column("state", min_width=len(MEASURED)),
+        *[Column("job", overflow="fold")] * (study.on == "slurm"),
+        Column("repeats", justify="right"),
+        # As wide as it will get: a table that changes its width is hard to read.
+        Column("step", justify="right", min_width=len(_steps(study.timing.total, study))),
+        *(Column(heading, justify="right") for heading in ("samples/s", "efficiency")),
+        Column("reason", overflow="fold"),
+    ]
+    grid = Table(*columns, title=title, caption=note, caption_justify="left")
     for row in rows(study, statuses):
         grid.add_row(*_cells(row, study, nodes), style=STYLES.get(row.state))
     return grid
 
 
-def _cells(row: SizeStatus, study: Study, nodes: bool) -> Iterator[str]:
-    yield str(row.size.ranks)
-    if nodes:
-        yield str(row.size.nodes)
-    yield row.state
-    if study.on == "slurm":
-        yield _jobs(row.statuses) or "-"
-    yield f"{row.measured} of {len(row.statuses)}"
-    yield "-" if row.step is None else _steps(row.step, study)
-    yield "-" if row.samples_per_s is None else f"{row.samples_per_s:,.0f}"
-    yield "-" if row.efficiency is None else f"{row.efficiency:.1%}"
-    yield "; ".join(dict.fromkeys(status.reason for status in row.statuses if status.reason))
+def _cells(row: SizeStatus, study: Study, nodes: bool) -> list[str]:
+    return [
+        str(row.size.ranks),
+        *[str(row.size.nodes)] * nodes,
+        row.state,
+        *[_jobs(row.statuses) or "-"] * (study.on == "slurm"),
+        f"{row.measured} of {len(row.statuses)}",
+        "-" if row.step is None else _steps(row.step, study),
+        "-" if row.samples_per_s is None else f"{row.samples_per_s:,.0f}",
+        "-" if row.efficiency is None else f"{row.efficiency:.1%}",
+        "; ".join(dict.fromkeys(status.reason for status in row.statuses if status.reason)),
+    ]
 
 
 def _steps(step: int, study: Study) -> str:
