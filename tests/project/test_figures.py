@@ -256,7 +256,7 @@ MEASUREMENTS: Statements = [
     ("1 Gbit/s, MPICH | all seven | {:.2f} to {:.2f} |", to_clock("hosts-4-mpich", what="sleep")),
     ("MPICH | `gpipe`, `1f1b`, `zb-h1` | {:.2f} to {:.2f} |",
      to_clock("hosts-4-mpich", what="transformer")),
-    ("`zb-h1` takes {:.3f} (threads), {:.3f} (Open MPI) and {:.3f} (MPICH) of one of `1f1b`",
+    ("`zb-h1` takes {:.3f} (threads), {:.3f} (Open MPI) and {:.3f} (MPICH) times a step of `1f1b`",
      [zb_h1_to_1f1b(f"sleep-{place}")
       for place in ("threads", *(f"4-ranks-{mpi}" for mpi in MPIS))]),
     ("messages of 32 KiB, `1f1b` | {:.0f} us (Open MPI), {:.0f} us (MPICH) |",
@@ -269,7 +269,7 @@ MEASUREMENTS: Statements = [
     grid_line("2 x 2, `zb-h1`", "2 x 2, zb-h1"),
     grid_line("1 x 4, `1f1b`", "1 x 4"),
     grid_line("1 x 4, `zb-h1`", "1 x 4, zb-h1"),
-    ("that of the best cut | at most {:.2f} |",
+    ("the same in the best cut | at most {:.2f} |",
      [max(row["worst"] for row in rows("pipeline-balance-openmpi") if "worst" in row)]),
     ("two ranks at {:.0f} to {:.0f} GB/s)",
      ends([x for n in (1, 2, 3)
@@ -347,9 +347,9 @@ RELIABILITY: Statements = [
      parts_ms("fast")),
     *((f"| `chaos-{name}.jsonl.gz` | {launcher} | {{:,}} | {{:,}} | {{:,}} |", campaign(name))
       for name, launcher in (("elastic", "`elastic`, Open MPI"), ("threads", "`threads`"))),
-    ("all {:,} cases whose parameters could be compared ended with those of the run without "
-     "faults, all {:,} with ordered sums", compared("elastic")),
-    ("Of those between threads {:,} could be compared, among them {:,} with ordered sums",
+    ("all {:,} cases whose parameters could be compared ended with the parameters of the run "
+     "without faults, all {:,} with ordered sums", compared("elastic")),
+    ("Of the cases between threads {:,} could be compared, among them {:,} with ordered sums",
      compared("threads")),
     *(("takes {:.3f} times as long with ULFM as without ({:.3f} to {:.3f}, {} rounds)",
        [row["ratio"], row["least"], row["most"], row["rounds"]])
