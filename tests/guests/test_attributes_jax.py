@@ -106,7 +106,7 @@ REFUSED = {
     "a key": ([jax.random.key(0)], r"an array of key<fry> at '0'"),
     "bfloat16": (
         [jnp.ones(3, "bfloat16")],
-        r"one dtype, float32 or float64, seen bfloat16 at '0'; convert .* or give precision=",
+        r"same dtype, float32 or float64, seen bfloat16 at '0'; convert .* or give precision=",
     ),
     "float16": ([ONES.astype("f2")], "seen float16 at '0'; convert"),
     "mixed": ({"a": jnp.ones(3, "bfloat16"), "b": ONES},
