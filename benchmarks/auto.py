@@ -26,10 +26,10 @@ from lib.common import (
     time_interleaved,
 )
 
-from hpctrain.bench.message_sizes import parse, size_text
-from hpctrain.bench.sweep import calls_per_round
-from hpctrain.bench.tuning.command import DEFAULT_LIMIT_S, DEFAULT_ROUNDS, DEFAULT_SIZES
 from hpctrain.collectives import Group
+from hpctrain.tools.bench.message_sizes import parse, size_text
+from hpctrain.tools.bench.sweep import calls_per_round
+from hpctrain.tools.bench.tuning.command import DEFAULT_LIMIT_S, DEFAULT_ROUNDS, DEFAULT_SIZES
 from hpctrain.tuning import choose, select, sweep
 from hpctrain.tuning.measure import time_calls
 from hpctrain.world import World

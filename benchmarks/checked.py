@@ -22,8 +22,8 @@ import numpy as np
 from lib.common import make_parser, report_result, start_world, summarize_times, time_interleaved
 
 import hpctrain as ht
-from hpctrain.bench import message_sizes
-from hpctrain.bench.sweep import calls_per_round
+from hpctrain.tools.bench import message_sizes
+from hpctrain.tools.bench.sweep import calls_per_round
 from hpctrain.tuning.measure import COLD_BYTES
 from hpctrain.world import World
 

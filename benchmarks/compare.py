@@ -37,7 +37,7 @@ from typing import Any
 from lib.compared import Row, check_claims, merge_runs
 from lib.results import find_file, read_text, write_text
 
-from hpctrain.bench import plot
+from hpctrain.tools.bench import plot
 from hpctrain.tuning import table
 
 BENCHMARKS = Path(__file__).parent

@@ -27,8 +27,8 @@ from lib.common import (
     time_interleaved,
 )
 
-from hpctrain.user_collectives.calls import bind
 from hpctrain.world import World
+from hpctrain.world.calls.calls import bind
 
 SIZES = [64 << 20, 128 << 20]
 MIN_SHARE = 0.9

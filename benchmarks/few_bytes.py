@@ -35,8 +35,8 @@ from lib.common import (
 
 import hpctrain as ht
 from hpctrain.tuning.select import auto
-from hpctrain.user_collectives import calls as user_calls
 from hpctrain.world import World
+from hpctrain.world.calls import calls as user_calls
 
 CALLS = 64
 

@@ -19,7 +19,7 @@ from lib.common import report_result
 from recipes import is_done
 
 from hpctrain import world as worlds
-from hpctrain.run_files import run_folder
+from hpctrain.core.run_files import run_folder
 from hpctrain.training import recipe, runs
 from hpctrain.transport.link import Link
 from hpctrain.transport.threads.ranks import run_ranks

@@ -46,14 +46,14 @@ from predict import both_ways, message_times, one_way, send_overhead, there_and_
 from hpctrain import world as worlds
 from hpctrain.cluster.netlab.netlab import Lab, netlab, parse_speed
 from hpctrain.core import launchers
-from hpctrain.cost_model import fit
-from hpctrain.cost_model.loggp import Wire
 from hpctrain.gradients.replica import ignore_ready
 from hpctrain.parallel.mesh import Mesh
 from hpctrain.parallel.schedules import SCHEDULES, make
 from hpctrain.parallel.timing.clock import FREE_WIRE, run_clock, uniform_costs
 from hpctrain.transport.threads.ranks import run_ranks
 from hpctrain.tuning.measure import time_calls
+from hpctrain.tuning.model import fit
+from hpctrain.tuning.model.loggp import Wire
 from hpctrain.world import World
 
 COMPUTED = ("gpipe", "1f1b", "zb-h1", "interleaved")

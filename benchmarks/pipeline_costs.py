@@ -28,7 +28,6 @@ from lib.common import median_ratio, report_result, start_world, summarize_times
 from lib.pipelines import KEY, Row, conditions, pipe_mesh, pylm_model, texts
 
 from hpctrain.core.allocator import keep_freed_memory
-from hpctrain.cost_model.loggp import Cluster, Wire
 from hpctrain.gradients.replica import ModelReplica, ignore_ready
 from hpctrain.parallel.pipeline import stages
 from hpctrain.parallel.pipeline.execution import Program, route, run_actions
@@ -40,6 +39,7 @@ from hpctrain.parallel.schedules import make
 from hpctrain.parallel.schedules.messages import inbound
 from hpctrain.parallel.timing.clock import uniform_costs
 from hpctrain.parallel.timing.predict import Grid, predict_step
+from hpctrain.tuning.model.loggp import Cluster, Wire
 from hpctrain.world import World
 
 KIB = 1 << 10

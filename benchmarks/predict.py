@@ -23,19 +23,19 @@ import numpy as np
 from lib.common import make_parser, report_result, start_world, summarize_times, time_interleaved
 
 from hpctrain import collectives, engines, nn, optim
-from hpctrain.bench.training_step.profile import profile_step
 from hpctrain.cluster.netlab.netlab import Lab, netlab, parse_speed
 from hpctrain.collectives import Group
 from hpctrain.core import launchers
-from hpctrain.cost_model import fit
-from hpctrain.cost_model.loggp import Clocks, Cluster
-from hpctrain.cost_model.message_schedules import SCHEDULES
-from hpctrain.cost_model.training_step import step_time
 from hpctrain.engines import Flags, Task
 from hpctrain.gradients.replica import Batch, ModelReplica
 from hpctrain.nn import Key
+from hpctrain.tools.bench.training_step.profile import profile_step
 from hpctrain.transport.link import Link
 from hpctrain.tuning.measure import time_calls
+from hpctrain.tuning.model import fit
+from hpctrain.tuning.model.loggp import Clocks, Cluster
+from hpctrain.tuning.model.message_schedules import SCHEDULES
+from hpctrain.tuning.model.training_step import step_time
 from hpctrain.world import World
 
 KIB, MIB = 1 << 10, 1 << 20

@@ -19,7 +19,7 @@ from typing import Any
 from lib.common import report_result
 
 from hpctrain.cluster.launch import launch
-from hpctrain.run_files import run_folder
+from hpctrain.core.run_files import run_folder
 from hpctrain.training import recipe
 from hpctrain.world import init
 

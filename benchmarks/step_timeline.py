@@ -29,7 +29,7 @@ from lib.results import read_text
 
 from hpctrain.cluster.netlab.netlab import Lab, netlab, parse_speed
 from hpctrain.core.palette import BLACK, BLUE, ORANGE
-from hpctrain.machine import facts
+from hpctrain.transport.machine import facts
 
 WIDTHS = [784, *[640] * 24, 10]
 STEPS, FIRST, DRAWN = 12, 6, 3

@@ -50,7 +50,7 @@ from lib.survival_job import (
     settings,
 )
 
-from hpctrain.machine import facts
+from hpctrain.transport.machine import facts
 
 #: name: settings of the engine
 ENGINES = {

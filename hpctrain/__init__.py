@@ -8,12 +8,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hpctrain import data, engines, jax, nn, optim, parallel, slurm, torch
+    from hpctrain import data, engines, jax, nn, optim, parallel, torch
+    from hpctrain.cluster import jobs as slurm
     from hpctrain.training import callbacks
     from hpctrain.training.run_options import CheckpointOptions, ElasticOptions, FitOptions
     from hpctrain.training.runs import load
     from hpctrain.training.trainer import Trainer
-    from hpctrain.user_collectives.calls import (
+    from hpctrain.world import World, init
+    from hpctrain.world.calls.calls import (
         all_gather,
         all_to_all,
         allreduce,
@@ -25,7 +27,6 @@ if TYPE_CHECKING:
         reduce_scatter,
         scatter,
     )
-    from hpctrain.world import World, init
 
 __version__ = "0.1.0"
 
@@ -79,7 +80,7 @@ def __getattr__(name: str) -> Any:
         return import_module(f"hpctrain.{name}")
     if name == "callbacks":
         return import_module("hpctrain.training.callbacks")
-    value = getattr(import_module(_MODULE_OF.get(name, "hpctrain.user_collectives.calls")), name)
+    value = getattr(import_module(_MODULE_OF.get(name, "hpctrain.world.calls.calls")), name)
     globals()[name] = value
     return value
 

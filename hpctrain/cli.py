@@ -81,13 +81,13 @@ def _guarded() -> int:
         code = hpctrain.main(prog_name="hpctrain", standalone_mode=False)
         return _finish(code if isinstance(code, int) else 0)
     except click.ClickException as error:
-        from hpctrain import abort
+        from hpctrain.transport import abort
 
         return abort.refuse(error, error.format_message(), _hint(error))
     except (click.Abort, KeyboardInterrupt):
         return _end_job(INTERRUPTED)
     except AGREED_ERRORS as error:
-        from hpctrain import abort
+        from hpctrain.transport import abort
 
         job = _world()
         if job is None:
@@ -129,7 +129,7 @@ def _end_job(code: int) -> int:
     """End the whole job, if there is one: the other ranks wait for this one."""
     job = _world()
     if job is not None and job.size > 1:
-        from hpctrain import abort
+        from hpctrain.transport import abort
 
         abort.abort(code)
     return code

@@ -25,8 +25,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from lib.common import RESULTS
 from lib.outcomes import print_claims, save_result
 
-from hpctrain.machine import facts
-from hpctrain.run_files import run_folder
+from hpctrain.core.run_files import run_folder
+from hpctrain.transport.machine import facts
 
 STEPS, LIMIT_S = 50, 120
 TOLERANCE = {"float32": 1e-4, "float64": 1e-10}

@@ -25,10 +25,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from lib.common import RESULTS, machine_facts, summarize_times, time_interleaved
 from lib.outcomes import print_claims, save_result
 
-from hpctrain.bench import p2p, p2p_gpu
-from hpctrain.bench.rank_pair import RankPair
 from hpctrain.cluster.launch import launch_program
 from hpctrain.core import launchers, xp
+from hpctrain.tools.bench import p2p, p2p_gpu
+from hpctrain.tools.bench.rank_pair import RankPair
 from hpctrain.transport.device import gpus
 from hpctrain.transport.shared_memory.host import aligned_zeros
 from hpctrain.world import World, init

@@ -19,8 +19,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import EngFormatter, NullLocator
 
-from hpctrain.bench.message_sizes import size_text
 from hpctrain.core.palette import COLORS, MARKERS
+from hpctrain.tools.bench.message_sizes import size_text
 
 HATCHES = ("", "//", "..", "xx", "\\\\", "++")  #: tell bars apart in grey
 RESULTS = Path(__file__).parents[1] / "results" / "gpu"

@@ -24,8 +24,8 @@ from equal import error_line
 from lib.common import RESULTS
 from lib.outcomes import print_claims, save_result
 
-from hpctrain.machine import facts
-from hpctrain.run_files import run_folder
+from hpctrain.core.run_files import run_folder
+from hpctrain.transport.machine import facts
 
 PRECISIONS = ("float32", "bf16", "fp16", "tf32")
 TOLERANCE = 0.02

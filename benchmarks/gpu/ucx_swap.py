@@ -29,7 +29,7 @@ from lib.common import save_result
 
 from hpctrain.cluster.launch import build_command, find_mpi
 from hpctrain.core import launchers
-from hpctrain.machine import facts
+from hpctrain.transport.machine import facts
 
 SCRIPTS = Path(__file__).parent
 SIZES = (1, 1000, 1 << 16, 1 << 22, 1 << 26)

@@ -11,7 +11,7 @@ from typing import Any
 
 from hpctrain.cluster.launch import launch_program
 from hpctrain.core import launchers
-from hpctrain.machine import facts
+from hpctrain.transport.machine import facts
 from hpctrain.tuning.measure import median_ratio, summarize_times, time_interleaved
 from hpctrain.world import World, init
 from lib.results import RESULTS, write_text

@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 import threadpoolctl
 
-from hpctrain import config, data, nn, optim
+from hpctrain import data, nn, optim
 from hpctrain import world as worlds
+from hpctrain.core import config
 from hpctrain.data import Sampler, Split, share
 from hpctrain.engines import ENGINES, Engine, Flags, Task
 from hpctrain.engines.staleness import metrics

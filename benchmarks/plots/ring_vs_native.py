@@ -10,8 +10,8 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 
-from hpctrain.bench.plot import format_size_axes
 from hpctrain.core.palette import COLORS
+from hpctrain.tools.bench.plot import format_size_axes
 
 BENCHMARKS = Path(__file__).parents[1]
 STYLE = {"ring": ("o-", COLORS[0], "hpctrain ring"),

@@ -17,8 +17,8 @@ from pydantic import AfterValidator, Field
 
 from hpctrain.core.files import brief
 from hpctrain.core.metrics import Direction
-from hpctrain.run_files import schemas
-from hpctrain.run_files.schemas import first_fault
+from hpctrain.core.run_files import schemas
+from hpctrain.core.run_files.schemas import first_fault
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Positive = Annotated[int, Field(ge=1, lt=2**63)]

@@ -23,8 +23,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 import numpy as np
 import pydantic
 
-from hpctrain import config
 from hpctrain.checkpoint import hashes
+from hpctrain.core import config
 
 NAME = re.compile(r"(bad-)?step-([0-9]{8,18})(?:\.([0-9]{1,9}))?")
 Dtype = Literal["float64", "float32", "float16", "int64", "int32", "int16", "int8",

@@ -27,7 +27,7 @@ from hpctrain.checkpoint.format import (
 from hpctrain.core import files
 from hpctrain.core.errors import UsageError
 from hpctrain.core.files import brief
-from hpctrain.run_files.schemas import first_fault
+from hpctrain.core.run_files.schemas import first_fault
 
 FORMAT = 2
 MANIFEST = "manifest.json"

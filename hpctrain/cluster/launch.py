@@ -38,7 +38,7 @@ from hpctrain.core import launchers
 from hpctrain.core.errors import StoppedError, UsageError
 from hpctrain.core.interpreter import module_command
 from hpctrain.core.progress import TERMINAL
-from hpctrain.run_files import last_lines, run_folder
+from hpctrain.core.run_files import last_lines, run_folder
 from hpctrain.transport.gpu_probe import probe_process
 
 #: Open MPI sends messages up to this size over TCP without a handshake: one segment of the ring

@@ -23,7 +23,7 @@ from hpctrain.cluster.slurm.job_end import print_message
 from hpctrain.core import files
 from hpctrain.core.files import FileError
 from hpctrain.core.names import counted
-from hpctrain.run_files import run_folder
+from hpctrain.core.run_files import run_folder
 
 _EXIT_LOST, _EXIT_HUNG, _EXIT_INTERRUPTED = 1, 86, 130
 # Of a program that a signal has ended MPICH's mpiexec returns the number of the signal.

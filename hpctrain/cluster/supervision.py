@@ -19,7 +19,7 @@ from hpctrain.cluster.rank_states import RankStates
 from hpctrain.cluster.slurm.job_end import LauncherExit, print_message
 from hpctrain.core import opening
 from hpctrain.core.errors import StoppedError
-from hpctrain.run_files import run_folder
+from hpctrain.core.run_files import run_folder
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 #: (seconds, signal to all remaining processes) after the end of mpiexec or a second Ctrl-C.

@@ -7,9 +7,9 @@ from typing import Any
 import click
 
 from hpctrain import world
-from hpctrain.bench import collectives
-from hpctrain.bench.measured_collectives import COLLECTIVES
 from hpctrain.commands import _options
+from hpctrain.tools.bench import collectives
+from hpctrain.tools.bench.measured_collectives import COLLECTIVES
 
 DEFAULTS = {
     "allreduce": "auto,auto-unchecked,ring,native",

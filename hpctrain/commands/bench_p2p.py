@@ -7,8 +7,8 @@ from typing import Any
 import click
 
 from hpctrain import world
-from hpctrain.bench import p2p as bench
 from hpctrain.commands import _options
+from hpctrain.tools.bench import p2p as bench
 
 EPILOG = """\b
 Examples:

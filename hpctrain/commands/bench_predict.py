@@ -9,8 +9,11 @@ from typing import Any
 
 import click
 
-from hpctrain.bench.prediction import tables
-from hpctrain.bench.prediction.command import (
+from hpctrain.commands._options import FILE_TYPE, add_options, write_results
+from hpctrain.core.fitted_table import fit_table, stdout_console
+from hpctrain.core.printing import say
+from hpctrain.tools.bench.prediction import tables
+from hpctrain.tools.bench.prediction.command import (
     DEFAULT_LATENCY,
     DEFAULT_LINK,
     DEFAULT_MEMORY_BANDWIDTH,
@@ -19,9 +22,6 @@ from hpctrain.bench.prediction.command import (
     Prediction,
     run,
 )
-from hpctrain.commands._options import FILE_TYPE, add_options, write_results
-from hpctrain.core.fitted_table import fit_table, stdout_console
-from hpctrain.core.printing import say
 
 EPILOG = """\b
 Examples:
@@ -122,6 +122,6 @@ def bench_predict(**option_values: Any) -> None:
 
 
 def _draw(prediction: Prediction, plot: Path) -> None:
-    from hpctrain.bench.prediction.plots import draw_prediction  # needs matplotlib
+    from hpctrain.tools.bench.prediction.plots import draw_prediction  # needs matplotlib
 
     draw_prediction(prediction.rows, prediction.machine_text, plot)

@@ -7,9 +7,9 @@ from typing import Any
 import click
 
 from hpctrain import world
-from hpctrain.bench.training_step import command
 from hpctrain.commands import _options
 from hpctrain.commands._complete import complete_recipes
+from hpctrain.tools.bench.training_step import command
 
 EPILOG = """\b
 Examples:

@@ -71,7 +71,7 @@ docs/reliability.md.
 @click.pass_context
 def chaos(context: click.Context, /, no_namespaces: bool, **values: object) -> None:
     """Train under planted faults, and check what hpctrain promises."""
-    from hpctrain.chaos import command  # late, so that `--help` stays fast
+    from hpctrain.tools.chaos import command  # late, so that `--help` stays fast
 
     request = command.Request(isolate=not no_namespaces, **values)  # type: ignore[arg-type]
     context.exit(command.chaos(request))

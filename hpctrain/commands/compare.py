@@ -10,7 +10,7 @@ from hpctrain.commands._options import report_packages
 from hpctrain.core.errors import UsageError
 from hpctrain.core.printing import say
 from hpctrain.core.strict_json import to_json
-from hpctrain.report import comparison
+from hpctrain.tools.report import comparison
 
 EPILOG = """\b
 Examples:
@@ -37,7 +37,7 @@ def compare(folders: tuple[Path, ...], as_json: bool, plot: Path | None) -> None
     compared = comparison.compare(folders)
     if plot is not None:
         with report_packages():  # late: only plots need matplotlib
-            from hpctrain.report.comparison_plot import draw
+            from hpctrain.tools.report.comparison_plot import draw
         draw(folders, plot)
         say(f"wrote {plot}", err=True)
     if as_json:

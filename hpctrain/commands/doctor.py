@@ -8,9 +8,8 @@ from typing import Any
 
 import click
 
-from hpctrain import config
 from hpctrain.commands._options import FILE_TYPE
-from hpctrain.core import launchers
+from hpctrain.core import config, launchers
 from hpctrain.core.errors import UsageError
 from hpctrain.core.strict_json import to_json
 from hpctrain.transport.device import gpus
@@ -50,7 +49,7 @@ def doctor(context: click.Context, /, job: bool, file: Path | None, **job_option
 
 
 def _examine_node(file: Path | None) -> int:
-    from hpctrain.doctor import check, examine, show  # late, so that `--help` stays fast
+    from hpctrain.tools.doctor import check, examine, show  # late, so that `--help` stays fast
 
     _write_json(file, {})  # fails now if the file is not writable, rather than after a minute
     report = examine.examine_node()
@@ -60,7 +59,7 @@ def _examine_node(file: Path | None) -> int:
 
 
 def _examine_job(file: Path | None, options: dict[str, Any]) -> int:
-    from hpctrain.doctor.job import examine
+    from hpctrain.tools.doctor.job import examine
 
     if "device" in options:
         options["device"] = config.pick(DEVICES, options["device"], "--device")

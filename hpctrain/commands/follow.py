@@ -8,7 +8,7 @@ import click
 
 from hpctrain.core.printing import say
 from hpctrain.core.progress import describe_losses
-from hpctrain.report.follow import follow as follow_run
+from hpctrain.tools.report.follow import follow as follow_run
 
 EPILOG = """\b
 Examples:

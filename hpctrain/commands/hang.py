@@ -40,8 +40,8 @@ def hang(run: Path, last: int, as_json: bool, collect: bool) -> None:
     The job may run, hang or be dead. States: alive; stopped (a process without heartbeats); dead;
     closed (its record was closed, as at the end of the run); unknown (on another host, or lost).
     """
-    from hpctrain.report import hang as report
-    from hpctrain.run_files.folder_lock import is_locked
+    from hpctrain.core.run_files.folder_lock import is_locked
+    from hpctrain.tools.report import hang as report
     from hpctrain.watch import node_file
 
     if collect:

@@ -11,7 +11,6 @@ from typing import Any
 
 import click
 
-from hpctrain.bench.message_sizes import parse, size_text
 from hpctrain.commands._complete import complete_choices
 from hpctrain.commands._lazy import WholeGroup
 from hpctrain.commands._options import FILE_TYPE, add_options, report_packages
@@ -31,6 +30,7 @@ from hpctrain.parallel.timing.summary import (
     summarize,
     time_uniform,
 )
+from hpctrain.tools.bench.message_sizes import parse, size_text
 
 EPILOG = """\b
 Examples:

@@ -8,14 +8,14 @@ from typing import Any
 
 import click
 
-from hpctrain.bench import units
-from hpctrain.bench.prediction.command import check_counts, machine_text, make_machine
 from hpctrain.commands._complete import complete_choices, complete_recipes
 from hpctrain.commands._options import FILE_TYPE, write_results
 from hpctrain.commands.bench_predict import machine_options
 from hpctrain.core.errors import UsageError
 from hpctrain.core.printing import say
 from hpctrain.parallel.schedules import SCHEDULES
+from hpctrain.tools.bench import units
+from hpctrain.tools.bench.prediction.command import check_counts, machine_text, make_machine
 
 EPILOG = """\b
 Examples:
@@ -65,7 +65,7 @@ started.
 @click.option("--plot", type=FILE_TYPE, help="Plot time and efficiency over ranks.")
 def predict(json: Path | None, plot: Path | None, **options: Any) -> None:
     """Predict the step of a model on grids of data x pipe ranks; needs no MPI."""
-    from hpctrain.bench.prediction import grid_tables, grids  # late: they import the trainer
+    from hpctrain.tools.bench.prediction import grid_tables, grids  # late: they import the trainer
 
     check_counts(options, ("ranks_per_node", "cards", "micro_batches", "batch"))
     machine = make_machine(options)
@@ -90,7 +90,7 @@ def predict(json: Path | None, plot: Path | None, **options: Any) -> None:
     assumed = f"{title}; {text}"
 
     def draw(path: Path) -> None:
-        from hpctrain.bench.prediction.grid_plot import draw_grids  # needs matplotlib
+        from hpctrain.tools.bench.prediction.grid_plot import draw_grids  # needs matplotlib
 
         draw_grids(rows, assumed, path)
 
@@ -99,7 +99,7 @@ def predict(json: Path | None, plot: Path | None, **options: Any) -> None:
 
 def _model(options: dict[str, Any]) -> Any:
     """Return the layers of the recipe or of `--model`; raise UsageError."""
-    from hpctrain.bench.prediction import grids
+    from hpctrain.tools.bench.prediction import grids
     from hpctrain.training import recipe
 
     if (options["recipe"] is None) == (options["model"] is None):

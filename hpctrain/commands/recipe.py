@@ -16,12 +16,12 @@ from hpctrain import data
 from hpctrain.commands import _options
 from hpctrain.commands._complete import complete_recipes
 from hpctrain.commands._lazy import WholeGroup
-from hpctrain.config import paths, toml
-from hpctrain.config.usercode import sources
 from hpctrain.core import atomic
+from hpctrain.core.config import paths, toml
+from hpctrain.core.config.usercode import sources
 from hpctrain.core.errors import UsageError
 from hpctrain.core.printing import say
-from hpctrain.report import comparison
+from hpctrain.tools.report import comparison
 from hpctrain.training import recipe as recipes
 from hpctrain.training.recipe_keys import list_all_keys
 

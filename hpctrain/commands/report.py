@@ -19,5 +19,5 @@ def report(run: Path, out: Path | None) -> None:
     Its plots are also written as PNG.
     """
     with report_packages():  # late: only reports need matplotlib and jinja2
-        from hpctrain.report.page import write
+        from hpctrain.tools.report.page import write
     say(write(run, out or run))

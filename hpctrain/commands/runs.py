@@ -8,7 +8,7 @@ import click
 
 from hpctrain.core.printing import say
 from hpctrain.core.strict_json import to_json
-from hpctrain.report import history
+from hpctrain.tools.report import history
 
 EPILOG = """\b
 Examples:

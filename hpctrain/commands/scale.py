@@ -9,8 +9,8 @@ import click
 
 from hpctrain.commands import _options
 from hpctrain.commands._complete import complete_recipes
-from hpctrain.scaling.trial_recipe import SCALING_MODES
-from hpctrain.scaling.trials.local_runner import PLACES
+from hpctrain.tools.scaling.trial_recipe import SCALING_MODES
+from hpctrain.tools.scaling.trials.local_runner import PLACES
 
 EPILOG = """\b
 Examples:
@@ -73,6 +73,6 @@ def scale(context: click.Context, /, **option_values: Any) -> None:
 
     The trials make a table, fits, plots and a report.
     """
-    from hpctrain.scaling import command  # late, so that `--help` stays fast
+    from hpctrain.tools.scaling import command  # late, so that `--help` stays fast
 
     context.exit(command.scale(option_values))

@@ -11,6 +11,8 @@ from typing import Any
 import click
 
 from hpctrain import engines
+from hpctrain.cluster.jobs import jobs
+from hpctrain.cluster.jobs.request import JobRequest, build_job
 from hpctrain.cluster.slurm.queries import NO_ANSWER
 from hpctrain.cluster.slurm.render import render as render_script
 from hpctrain.cluster.slurm.sbatch import parse_option
@@ -23,8 +25,6 @@ from hpctrain.commands._lazy import WholeGroup
 from hpctrain.core.errors import HpctrainError, UsageError
 from hpctrain.core.printing import say
 from hpctrain.core.strict_json import to_json
-from hpctrain.slurm import jobs
-from hpctrain.slurm.request import JobRequest, build_job
 
 EPILOG = """\b
 Examples:

@@ -11,8 +11,8 @@ import click
 from hpctrain import engines, world
 from hpctrain.commands import _options
 from hpctrain.commands._complete import complete_choices, complete_recipes
-from hpctrain.report import history
-from hpctrain.run_files import run_folder
+from hpctrain.core.run_files import run_folder
+from hpctrain.tools.report import history
 from hpctrain.training import recipe, runs
 from hpctrain.training.dry_run import dry_run
 from hpctrain.transport.device.gpus import Device

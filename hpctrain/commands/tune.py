@@ -8,9 +8,9 @@ from pathlib import Path
 import click
 
 from hpctrain import world
-from hpctrain.bench.tuning import command as tuning
 from hpctrain.core import launchers
 from hpctrain.core.errors import UsageError
+from hpctrain.tools.bench.tuning import command as tuning
 
 FILE_TYPE = click.Path(path_type=Path)
 EPILOG = """\b

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
-from hpctrain import config
-from hpctrain.config import usercode
+from hpctrain.core import config
+from hpctrain.core.config import usercode
 from hpctrain.core.lazy import LazyTable, lazy_names
 from hpctrain.data.dataset import Dataset, Samples, Split, in_pieces
 from hpctrain.data.prefetch import Prefetch, batches_to_read_ahead

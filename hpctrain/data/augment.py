@@ -14,7 +14,7 @@ from typing import Annotated, ClassVar
 import numpy as np
 import pydantic
 
-from hpctrain import config
+from hpctrain.core import config
 from hpctrain.core.errors import UsageError
 from hpctrain.data.dataset import Samples, Split
 from hpctrain.data.scaling import BLOCKS, Rule, Scale, block_moments, scale_from, scale_split

@@ -13,7 +13,7 @@ from importlib import resources
 
 import numpy as np
 
-from hpctrain import config
+from hpctrain.core import config
 from hpctrain.data.augment import ArrayOptions
 from hpctrain.data.dataset import Dataset, Split
 

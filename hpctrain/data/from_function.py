@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain import config
-from hpctrain.config import usercode
-from hpctrain.core import frameworks
+from hpctrain.core import config, frameworks
+from hpctrain.core.config import usercode
 from hpctrain.core.errors import UsageError
 from hpctrain.core.trees import map_arrays
 from hpctrain.data.dataset import Samples, Split, make_dataset, make_split

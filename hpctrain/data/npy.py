@@ -12,7 +12,7 @@ from typing import IO, Annotated, Any, ClassVar
 import numpy as np
 import pydantic
 
-from hpctrain import config
+from hpctrain.core import config
 from hpctrain.core.errors import UsageError
 from hpctrain.core.files import brief, expanded, open_regular
 from hpctrain.core.opening import NAMED

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from hpctrain import config
+from hpctrain.core import config
 from hpctrain.core.errors import UsageError
 from hpctrain.core.files import expanded, open_regular
 from hpctrain.core.opening import NAMED

@@ -19,7 +19,7 @@ from typing import Annotated, ClassVar
 import numpy as np
 import pydantic
 
-from hpctrain import config
+from hpctrain.core import config
 from hpctrain.core.errors import UsageError
 from hpctrain.core.files import expanded, unreadable
 from hpctrain.data.dataset import Split

@@ -29,7 +29,7 @@ from pydantic import Field
 
 from hpctrain.core import atomic, files, opening
 from hpctrain.core.errors import HpctrainError, UsageError
-from hpctrain.run_files.schemas import first_fault
+from hpctrain.core.run_files.schemas import first_fault
 
 log = logging.getLogger(__name__)
 LEVELS = 2  #: of a log, RUN/replay/FILE, see core/opening.py

@@ -24,8 +24,9 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import Field
 
-from hpctrain import config, nn
+from hpctrain import nn
 from hpctrain.collectives.ordered import Subtotal, SumTree, make_in_place_add
+from hpctrain.core import config
 from hpctrain.core.errors import HpctrainError, UsageError
 from hpctrain.gradients.replica import Batch, Replica, WrappedReplica, ignore_ready
 from hpctrain.transport.placement.core_binding import limit_blas_to_one_thread

@@ -38,10 +38,10 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import BeforeValidator
 
-from hpctrain import config
 from hpctrain.collectives import Group, Operation
 from hpctrain.collectives.direct import direct_shared
 from hpctrain.collectives.recursive_doubling import recursive_doubling
+from hpctrain.core import config
 from hpctrain.core.errors import HpctrainError, UsageError
 from hpctrain.core.xp import Event, event, finish, own_stream, wait_for
 from hpctrain.gradients.blocks import ReductionOptions

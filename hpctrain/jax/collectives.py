@@ -14,8 +14,8 @@ import numpy as np
 
 from hpctrain.collectives.signature import fault_signature, make_signature, must_match
 from hpctrain.jax.parameters import find_fault, is_weak
-from hpctrain.user_collectives import calls
 from hpctrain.world import World, init
+from hpctrain.world.calls import calls
 
 
 def allreduce(tree: Any, op: str = "sum", world: World | None = None) -> Any:

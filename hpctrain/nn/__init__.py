@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from hpctrain import config
-from hpctrain.config import usercode
+from hpctrain.core import config
+from hpctrain.core.config import usercode
 from hpctrain.core.lazy import LazyTable, lazy_names
 from hpctrain.nn.initial_values import initial_values
 from hpctrain.nn.layer import Key, Layer, Parameter

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import field
 from typing import Any
 
-from hpctrain.config import options, usercode
 from hpctrain.core import frameworks
+from hpctrain.core.config import options, usercode
 from hpctrain.core.errors import UsageError
 from hpctrain.nn.model import Model
 

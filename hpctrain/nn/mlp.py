@@ -7,7 +7,7 @@ from typing import Annotated
 
 import pydantic
 
-from hpctrain.config import options
+from hpctrain.core.config import options
 from hpctrain.core.errors import UsageError
 from hpctrain.nn.activations import ReLU
 from hpctrain.nn.dropout import Dropout

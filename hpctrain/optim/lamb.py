@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain.config import options
+from hpctrain.core.config import options
 from hpctrain.core.xp import Array, fused, namespace, on_device
 from hpctrain.optim.adamw import (
     AdamWOptions,

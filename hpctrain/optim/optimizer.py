@@ -8,7 +8,7 @@ from typing import Annotated, Any, NamedTuple, Protocol
 import numpy as np
 import pydantic
 
-from hpctrain.config import OptionsError, options
+from hpctrain.core.config import OptionsError, options
 from hpctrain.core.errors import UsageError
 from hpctrain.core.xp import Array, namespace
 

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import pydantic
 
-from hpctrain.config import options
+from hpctrain.core.config import options
 from hpctrain.optim.optimizer import Schedule
 
 __all__ = ["constant", "cosine", "step", "warm_up"]

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from hpctrain.config import options
+from hpctrain.core.config import options
 from hpctrain.core.errors import UsageError
 from hpctrain.core.xp import Array, fused, namespace, on_device
 from hpctrain.optim.norms import clip_factor, find_decaying, kernel_slices

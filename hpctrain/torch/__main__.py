@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 
-from hpctrain import abort
 from hpctrain.core.errors import UsageError
 from hpctrain.core.printing import say
+from hpctrain.transport import abort
 
 HELP = """\
 usage: python -m hpctrain.torch SCRIPT [ARGS]...

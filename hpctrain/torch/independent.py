@@ -22,7 +22,7 @@ TOGETHER = (
     "horovod",
     "hpctrain.torch.gradient_sync.synchronous",
     "hpctrain.training.trainer",
-    "hpctrain.user_collectives.calls",
+    "hpctrain.world.calls.calls",
 )
 
 

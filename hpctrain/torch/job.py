@@ -10,9 +10,9 @@ from typing import NoReturn
 
 import torch
 
-from hpctrain import abort
 from hpctrain.core.errors import LostRankError, UsageError
 from hpctrain.core.launchers import SPARES
+from hpctrain.transport import abort
 from hpctrain.world import DEFAULT_TIMEOUT_S, World, current_world, has_spare_cores, init
 
 OLDEST_TORCH = (2, 13)

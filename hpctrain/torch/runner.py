@@ -13,9 +13,9 @@ from functools import partial
 from types import ModuleType, TracebackType
 from typing import NoReturn
 
-from hpctrain import abort
 from hpctrain.core.errors import HpctrainError, UsageError
 from hpctrain.torch.ranks import JobRank
+from hpctrain.transport import abort
 
 OTHERS_S = 2.0  #: the time for all ranks to end with an error of their own
 

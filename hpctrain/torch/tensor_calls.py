@@ -1,6 +1,6 @@
 """Collectives on tensors of PyTorch: `ht.torch.allreduce` and the others.
 
-They call the collectives on arrays, user_collectives/calls.py, with the same `op`, `algorithm`,
+They call the collectives on arrays, world/calls/calls.py, with the same `op`, `algorithm`,
 `root`, `world` and `check`. Results are written in place, into memory of the CPU or of CUDA:
 
     contiguous           the collective works on the tensor's memory, without a copy
@@ -23,8 +23,8 @@ from hpctrain.core.xp import foreign_stream
 from hpctrain.torch.job import start_job
 from hpctrain.torch.modules.inputs import as_tensor
 from hpctrain.torch.tensors import as_array, copy_back, numpy_dtype
-from hpctrain.user_collectives import calls
 from hpctrain.world import World
+from hpctrain.world.calls import calls
 
 
 def allreduce(

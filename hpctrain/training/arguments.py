@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain import config, engines, nn, optim
-from hpctrain.core import frameworks
+from hpctrain import engines, nn, optim
+from hpctrain.core import config, frameworks
 from hpctrain.core.errors import UsageError
 from hpctrain.core.files import brief
 from hpctrain.core.trees import map_arrays

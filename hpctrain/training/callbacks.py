@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 from pydantic import Field
 
-from hpctrain import config
+from hpctrain.core import config
 from hpctrain.core.errors import HpctrainError, ModelError, UsageError
 from hpctrain.core.metrics import PARTS, Criterion, Direction, make_criterion
 from hpctrain.core.names import unknown

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from hpctrain.core import progress
+from hpctrain.core.run_files import run_folder
 from hpctrain.hardware.memory import available_bytes
-from hpctrain.run_files import run_folder
 from hpctrain.training import loading, run_facts, runs
 from hpctrain.training.arguments import check_sets
 from hpctrain.training.recipe import Recipe

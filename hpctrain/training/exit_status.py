@@ -8,7 +8,6 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar
 
-from hpctrain.abort import FIRST_REPORT_S
 from hpctrain.core.errors import (
     BadSampleError,
     DataError,
@@ -22,10 +21,11 @@ from hpctrain.core.errors import (
     UsageError,
     annotate,
 )  # fmt: skip
+from hpctrain.core.run_files import run_folder
+from hpctrain.core.run_files.last_lines import last_lines
 from hpctrain.core.xp import shortage
-from hpctrain.run_files import run_folder
-from hpctrain.run_files.last_lines import last_lines
 from hpctrain.training.journal import Journal
+from hpctrain.transport.abort import FIRST_REPORT_S
 
 E = TypeVar("E", bound=BaseException)
 

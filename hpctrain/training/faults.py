@@ -16,7 +16,8 @@ from typing import Annotated, TypeVar
 import numpy as np
 from pydantic import Field
 
-from hpctrain import config, nn
+from hpctrain import nn
+from hpctrain.core import config
 from hpctrain.core.errors import UsageError
 from hpctrain.gradients.replica import Batch, Replica, WrappedReplica
 

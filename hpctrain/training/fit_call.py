@@ -12,10 +12,10 @@ import numpy as np
 
 from hpctrain import checkpoint, engines
 from hpctrain.core.errors import UsageError
+from hpctrain.core.run_files import run_folder
 from hpctrain.core.signals import StopRequest
 from hpctrain.data import Sampler, Samples, batches_to_read_ahead, order_of
 from hpctrain.data.scaling import Scale
-from hpctrain.run_files import run_folder
 from hpctrain.training import orders, run_facts
 from hpctrain.training.callbacks import Callbacks, check_metrics
 from hpctrain.training.centered_loss import centered_loss

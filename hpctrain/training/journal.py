@@ -13,15 +13,14 @@ from hpctrain import data
 from hpctrain.core import progress
 from hpctrain.core.errors import SaveError
 from hpctrain.core.metrics import idle
+from hpctrain.core.run_files.writer import RunFiles
 from hpctrain.data import Sampler
 from hpctrain.engines import Engine, staleness
 from hpctrain.engines.engine import sum_over
 from hpctrain.engines.staleness import Staleness
-from hpctrain.machine import versions
 from hpctrain.nn import Sums, losses
 from hpctrain.optim.optimizer import Schedule, rate_at, rate_curve
 from hpctrain.parallel.mesh import Mesh
-from hpctrain.run_files.writer import RunFiles
 from hpctrain.training import run_facts
 from hpctrain.training.open_row import OpenRow
 from hpctrain.training.recipe import Recipe
@@ -31,6 +30,7 @@ from hpctrain.training.skip_counter import SkipCounter
 from hpctrain.training.stragglers import Stragglers
 from hpctrain.training.survival.recoveries import Recoveries
 from hpctrain.training.timeline import Timeline
+from hpctrain.transport.machine import versions
 
 log = logging.getLogger(__name__)
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from hpctrain import checkpoint, nn
 from hpctrain.core.errors import StoppedError, UnsavedError, UsageError
+from hpctrain.core.run_files import run_folder
 from hpctrain.core.signals import StopRequest, cause
 from hpctrain.core.xp import finish
 from hpctrain.data import Samples, in_pieces, share
@@ -24,7 +25,6 @@ from hpctrain.engines import Engine, replay
 from hpctrain.engines.saved_state import SavedState
 from hpctrain.gradients.blocks import add_in_order
 from hpctrain.gradients.replica import Batch, Replica
-from hpctrain.run_files import run_folder
 from hpctrain.training import orders
 from hpctrain.training.callbacks import Callbacks, Row
 from hpctrain.training.checkpointer import Checkpointer

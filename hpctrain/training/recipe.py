@@ -15,11 +15,11 @@ from typing import Any
 
 import tomli_w
 
-from hpctrain import config, data, engines, nn, optim
+from hpctrain import data, engines, nn, optim
 from hpctrain.collectives.direct import require_one_node
-from hpctrain.config import overrides, paths, toml, usercode
-from hpctrain.config.usercode import Code
-from hpctrain.core import files
+from hpctrain.core import config, files
+from hpctrain.core.config import overrides, paths, toml, usercode
+from hpctrain.core.config.usercode import Code
 from hpctrain.core.errors import UsageError
 from hpctrain.core.opening import NAMED
 from hpctrain.gradients.reducer import ALLREDUCE_ONLY_DEFAULTS, WireOptions

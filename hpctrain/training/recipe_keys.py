@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from hpctrain.config import overrides
+from hpctrain.core.config import overrides
 from hpctrain.gradients.reducer import WireOptions
 from hpctrain.training.recipe import Recipe, Table
 

@@ -12,9 +12,9 @@ from hpctrain.core import launchers
 from hpctrain.core.names import counted
 from hpctrain.engines import Engine
 from hpctrain.gradients.arena import combine_slot_hashes, params_sha256, slot_hashes
-from hpctrain.machine import blas_threads, versions
 from hpctrain.parallel.mesh import Mesh
 from hpctrain.transport import paths
+from hpctrain.transport.machine import blas_threads, versions
 from hpctrain.world import World
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from hpctrain import config
-from hpctrain.config import usercode
+from hpctrain.core import config
+from hpctrain.core.config import usercode
 from hpctrain.core.errors import UsageError
 from hpctrain.core.metrics import Criterion, Direction, make_criterion
 from hpctrain.gradients.precision import Precision

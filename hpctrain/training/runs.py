@@ -11,12 +11,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
-from hpctrain import checkpoint, config, engines, nn
-from hpctrain.config import code_ownership
-from hpctrain.core import frameworks, trees
+from hpctrain import checkpoint, engines, nn
+from hpctrain.core import config, frameworks, trees
+from hpctrain.core.config import code_ownership
 from hpctrain.core.errors import UsageError
 from hpctrain.core.labels import find_invalid_label
 from hpctrain.core.launchers import launched
+from hpctrain.core.run_files import run_folder
 from hpctrain.core.xp import on_device
 from hpctrain.data import Dataset, Split, known_targets, unwrap
 from hpctrain.data.sampler import Sampler
@@ -25,7 +26,6 @@ from hpctrain.data.stored import StoredSamples
 from hpctrain.gradients.precision import Precision, make_reading_replica
 from hpctrain.nn.from_function import FunctionModel
 from hpctrain.optim import Optimizer
-from hpctrain.run_files import run_folder
 from hpctrain.training import loading, recipe, weights
 from hpctrain.training.callbacks import FirstRank
 from hpctrain.training.fit_call import RunOrigin

@@ -25,8 +25,8 @@ from typing import TypedDict
 import numpy as np
 
 from hpctrain.engines import Engine
-from hpctrain.machine import blas_threads
 from hpctrain.parallel.mesh import Mesh
+from hpctrain.transport.machine import blas_threads
 
 log = logging.getLogger(__name__)
 MAX_SCORE, ROWS = 1.2, 3

@@ -15,6 +15,7 @@ from hpctrain import engines, nn
 from hpctrain.core import progress
 from hpctrain.core.errors import RecoveryError, TransportError, UsageError
 from hpctrain.core.names import counted
+from hpctrain.core.run_files.last_lines import last_lines
 from hpctrain.core.signals import StopRequest
 from hpctrain.core.xp import shortage_raised
 from hpctrain.data import Samples
@@ -24,7 +25,6 @@ from hpctrain.gradients.replica import Replica, TrainableModel
 from hpctrain.optim import Optimizer
 from hpctrain.optim.absent import skip_absent
 from hpctrain.parallel.options import MeshOptions, PipelineOptions
-from hpctrain.run_files.last_lines import last_lines
 from hpctrain.training import orders, split_model, weights
 from hpctrain.training.arguments import as_engine, as_model, as_optimizer, as_samples, check_sets
 from hpctrain.training.centered_loss import centered_loss

@@ -31,7 +31,7 @@ from hpctrain.core.files import FileError, MissingError, open_regular
 from hpctrain.core.opening import NAMED
 from hpctrain.gradients.arena import Arena, Slot
 from hpctrain.gradients.integers import decode, decoded_shape, encode
-from hpctrain.machine import version
+from hpctrain.transport.machine import version
 from hpctrain.transport.threads.ranks import run_ranks
 
 Tensors = dict[str, np.ndarray]

@@ -20,9 +20,9 @@ import numpy as np
 from hpctrain.collectives import Group
 from hpctrain.collectives.chunks import SEGMENT_BYTES
 from hpctrain.core.xp import Array
-from hpctrain.cost_model.cost import Machine
 from hpctrain.transport.link import Link
 from hpctrain.tuning.measure import time_calls
+from hpctrain.tuning.model.cost import Machine
 
 PING_PONGS, SEGMENT_COUNT = 200, 16
 ADDED_BYTES = 16 << 20

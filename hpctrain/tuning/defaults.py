@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
-from hpctrain import machine
 from hpctrain.collectives import Group
 from hpctrain.collectives.direct import MAX_COPIED_BYTES
 from hpctrain.collectives.node_buffers import LONG_BUFFER_BYTES, SHORT_BUFFER_BYTES
 from hpctrain.core.thresholds import lookup
-from hpctrain.cost_model import cost
+from hpctrain.transport import machine
 from hpctrain.tuning.choose import AlgorithmTime, TuningPlan, make_plan
+from hpctrain.tuning.model import cost
 
 #: Lengths at which the model is evaluated, in bytes.
 SIZES = [1 << i for i in range(2, 31)]

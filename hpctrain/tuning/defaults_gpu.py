@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from hpctrain.collectives import Group
-from hpctrain.cost_model import cost, fit
 from hpctrain.transport.paths import POINTER_PATHS
 from hpctrain.tuning.choose import AlgorithmTime, TuningPlan
 from hpctrain.tuning.defaults import plan_from_model
 from hpctrain.tuning.gpu_layout import GpuLayout
+from hpctrain.tuning.model import cost, fit
 
 #: A byte added: two read and one written, at 2 TB/s.
 GAMMA = 1.5e-12

@@ -23,15 +23,16 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from hpctrain import collectives, machine
+from hpctrain import collectives
 from hpctrain.collectives import Group
 from hpctrain.core import atomic, opening
 from hpctrain.core.errors import HpctrainError, UsageError
 from hpctrain.core.files import FileError, brief, read_bytes
 from hpctrain.core.opening import NAMED
-from hpctrain.cost_model import cost
+from hpctrain.transport import machine
 from hpctrain.tuning import choose
 from hpctrain.tuning.gpu_layout import GpuLayout
+from hpctrain.tuning.model import cost
 
 log = logging.getLogger(__name__)
 SCHEMA_VERSION = 1

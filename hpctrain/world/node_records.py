@@ -9,9 +9,9 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
-from hpctrain import abort
 from hpctrain.core import opening
 from hpctrain.core.errors import AGREED_ERRORS, LostRankError, UsageError
+from hpctrain.transport import abort
 from hpctrain.transport.mpi import segments
 from hpctrain.watch import HungReport, Watch, WatchRecord, node_file
 from hpctrain.watch.node_exchange import NodeExchange

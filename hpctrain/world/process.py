@@ -10,9 +10,9 @@ from functools import partial
 from os import register_at_fork
 from typing import Any
 
-from hpctrain import abort
 from hpctrain.core import rank_marks
 from hpctrain.core.errors import HpctrainError, LostRankError, StoppedError, UsageError
+from hpctrain.transport import abort
 from hpctrain.transport.device import gpus
 from hpctrain.world.start import over_mpi
 from hpctrain.world.world import World

@@ -7,8 +7,8 @@ from functools import partial
 
 import numpy as np
 
-from hpctrain import abort
 from hpctrain.collectives import all_gather_bytes
+from hpctrain.transport import abort
 from hpctrain.transport.shared_memory.host import NodeMemory
 from hpctrain.watch import RECORD_BYTES, Watch, WatchRecord
 from hpctrain.watch.liveness import Identities, LivenessObserver, LossReports, observe_liveness

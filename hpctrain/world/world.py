@@ -11,9 +11,10 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing
 
-from hpctrain import abort, collectives
+from hpctrain import collectives
 from hpctrain.collectives import Group, group_over_nodes
 from hpctrain.core.errors import HpctrainError, LostRankError, RankKilled, UsageError
+from hpctrain.transport import abort
 from hpctrain.transport.device import gpus
 from hpctrain.transport.link import Link
 from hpctrain.transport.paths import STAGED_VERDICT, RankPlace, Verdict

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from ranks import run_on
 
-from hpctrain.chaos import campaign, case, disks, draw, namespaces, oracle, regimes
-from hpctrain.run_files import run_folder
+from hpctrain.core.run_files import run_folder
+from hpctrain.tools.chaos import campaign, case, disks, draw, namespaces, oracle, regimes
 from hpctrain.training import recipe, runs
 
 LOCAL = Path(__file__).parent

@@ -17,7 +17,7 @@ from hpctrain import checkpoint, data, nn, optim
 from hpctrain.checkpoint import Piece
 from hpctrain.commands.checkpoint import checkpoint as command
 from hpctrain.core.errors import UsageError
-from hpctrain.run_files import run_folder
+from hpctrain.core.run_files import run_folder
 from hpctrain.training import recipe, runs, weights
 from hpctrain.training.trainer import Trainer
 from hpctrain.transport.threads.ranks import run_ranks

@@ -13,7 +13,7 @@ from scripts import SENT, fake
 import hpctrain as ht
 from hpctrain.cli import hpctrain
 from hpctrain.core.errors import HpctrainError, UsageError
-from hpctrain.run_files import run_folder
+from hpctrain.core.run_files import run_folder
 
 COMMANDS = {
     "scontrol": """[ ! -e silent ] || { echo 'Unable to contact slurm controller' >&2; exit 1; }
@@ -133,8 +133,8 @@ def test_log_follows_a_job_to_its_end(monkeypatch):
         lambda: file.write_text(file.read_text() + "parts\n"),
         lambda: (file.write_text(file.read_text() + "end"), Path("states/17").write_text("FAILED")),
     ]
-    monkeypatch.setattr("hpctrain.slurm.jobs.POLL_INTERVAL_S", 0.0)
+    monkeypatch.setattr("hpctrain.cluster.jobs.jobs.POLL_INTERVAL_S", 0.0)
     clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: events.pop(0)())
-    monkeypatch.setattr("hpctrain.slurm.jobs.time", clock)  # other threads keep their own
+    monkeypatch.setattr("hpctrain.cluster.jobs.jobs.time", clock)  # other threads keep their own
     lines = list(ht.slurm.log(folder, follow=True))
     assert lines == ["first of 17\n", "second of 17\n", "third, in parts\n", "end"]

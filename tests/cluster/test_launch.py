@@ -30,7 +30,7 @@ from hpctrain.cluster.slurm.job_end import (
 )
 from hpctrain.commands.launch import launch as launch_command
 from hpctrain.core.errors import UsageError
-from hpctrain.run_files import run_folder
+from hpctrain.core.run_files import run_folder
 
 ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 

@@ -27,7 +27,7 @@ from tables import rows_of
 from hpctrain import checkpoint
 from hpctrain.cluster.launch import find_mpi
 from hpctrain.cluster.slurm.render import Job, render
-from hpctrain.run_files import run_folder
+from hpctrain.core.run_files import run_folder
 from hpctrain.training import recipe, runs
 from hpctrain.transport.threads.link import LocalLink
 from hpctrain.transport.threads.ranks import run_ranks

@@ -20,7 +20,7 @@ from hpctrain.cluster.loss_policy import LossPolicy, check_policy
 from hpctrain.cluster.relaunch import JobEnd, Progress, Start, plan_start, run_until_done
 from hpctrain.core import launchers
 from hpctrain.core.errors import UsageError
-from hpctrain.run_files import run_folder
+from hpctrain.core.run_files import run_folder
 
 OPENMPI = MpiInstallation("Open MPI", "5.0", "/opt/libmpi.so", "/opt/mpiexec", ulfm=True)
 MPICH = MpiInstallation("MPICH", "5.0", "/opt/libmpi.so", "/opt/mpiexec")

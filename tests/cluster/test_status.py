@@ -12,7 +12,7 @@ from scripts import fake
 
 from hpctrain.cli import hpctrain
 from hpctrain.cluster.slurm import status as job_status
-from hpctrain.run_files import run_folder
+from hpctrain.core.run_files import run_folder
 
 JOB = (
     "JobId={} JobState={} Reason={} Restarts={} RunTime=00:01:02 ExitCode={} NodeList=n1 StdOut={}"

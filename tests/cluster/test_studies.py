@@ -12,7 +12,7 @@ from scripts import fake
 from hpctrain.cli import hpctrain
 from hpctrain.cluster.slurm import status as job_status
 from hpctrain.cluster.slurm import submit
-from hpctrain.run_files import run_folder
+from hpctrain.core.run_files import run_folder
 
 ENDED = "JobId={0} JobState=COMPLETED Reason=None RunTime=00:00:09 NodeList=n1"
 RUNS = "JobId={0} JobState=RUNNING Reason=None Restarts=1 RunTime=00:00:09 NodeList=n1"

@@ -16,7 +16,7 @@ from hpctrain.cluster.slurm.reasons import explain_reason, is_permanent
 from hpctrain.cluster.slurm.render import DEFAULT_JOBS, render
 from hpctrain.cluster.slurm.submit import JobState
 from hpctrain.core.errors import HpctrainError, UsageError
-from hpctrain.run_files import run_folder
+from hpctrain.core.run_files import run_folder
 
 JOB = "JobId={} JobName=my job JobState={} Reason={} Restarts=1 RunTime=00:01:02 NodeList=n[1-2]"
 SHOWN = {

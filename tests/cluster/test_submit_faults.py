@@ -11,7 +11,7 @@ from scripts import fake
 from hpctrain.cli import hpctrain
 from hpctrain.cluster.slurm import queries, submit
 from hpctrain.core import opening
-from hpctrain.run_files import run_folder
+from hpctrain.core.run_files import run_folder
 from hpctrain.training import recipe
 
 SHOW = "echo 'JobId=17 JobState={} Reason=None RunTime=00:00:01 NodeList=n1'"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from hpctrain.run_files import run_folder
+from hpctrain.core.run_files import run_folder
 
 pytestmark = [pytest.mark.processes, pytest.mark.either]
 

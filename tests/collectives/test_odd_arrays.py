@@ -19,8 +19,8 @@ from ranks import on_ranks
 from hpctrain.collectives import ALLREDUCE, DTYPES, all_gather_bytes
 from hpctrain.collectives.reductions.operations import operation_names
 from hpctrain.transport.paths import RankPlace
-from hpctrain.user_collectives import calls
 from hpctrain.world import World
+from hpctrain.world.calls import calls
 
 EVERY = ("auto", *(name for name in ALLREDUCE if name != "null"))
 SHIFTS = (0, 1, 2, 3)  # the columns at which an array of one element begins

@@ -34,8 +34,8 @@ from hpctrain.transport.paths import Verdict
 from hpctrain.transport.shared_memory import cuda_ipc
 from hpctrain.transport.threads.ranks import run_ranks
 from hpctrain.tuning import select
-from hpctrain.user_collectives import calls as user_calls
 from hpctrain.world import World, over_threads
+from hpctrain.world.calls import calls as user_calls
 
 EVERY = {
     "auto": select.auto,

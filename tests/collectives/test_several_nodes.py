@@ -16,8 +16,8 @@ from hpctrain.collectives.ring import (
     all_gather,
     reduce_scatter,
 )
-from hpctrain.cost_model import cost
 from hpctrain.transport.threads.ranks import run_ranks
+from hpctrain.tuning.model import cost
 from hpctrain.world import over_threads
 
 #: The host of each rank.

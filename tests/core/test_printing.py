@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from hpctrain.cli import hpctrain
-from hpctrain.config import toml
+from hpctrain.core.config import toml
 from hpctrain.core.printing import printable, say
 from hpctrain.core.strict_json import to_json
 

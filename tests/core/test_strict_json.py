@@ -8,8 +8,8 @@ from math import inf, nan
 import numpy as np
 import pytest
 
+from hpctrain.core.run_files import run_folder
 from hpctrain.core.strict_json import to_json
-from hpctrain.run_files import run_folder
 
 VALUES = [
     ({"step": 1, "loss": 0.5}, {"step": 1, "loss": 0.5}),

@@ -12,8 +12,8 @@ from ranks import on_ranks, run_on, run_on_gpus
 from hpctrain import data, engines, nn, optim
 from hpctrain.collectives import all_gather_bytes
 from hpctrain.core.errors import TrainingError, UsageError
+from hpctrain.core.run_files import run_folder
 from hpctrain.engines.saved_state import SavedState
-from hpctrain.run_files import run_folder
 from hpctrain.training import recipe, runs
 from hpctrain.training.trainer import Trainer
 

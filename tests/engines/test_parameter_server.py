@@ -16,13 +16,13 @@ from ranks import on_ranks, run_on
 
 from hpctrain import data, engines, nn, optim
 from hpctrain.core.errors import TrainingError, UsageError
+from hpctrain.core.run_files import run_folder
 from hpctrain.data import Sampler, share
 from hpctrain.engines import Flags, PsAsync, PsSync, Task
 from hpctrain.engines.parameter_server import shard
 from hpctrain.engines.parameter_server.coordinator import Event
 from hpctrain.engines.parameter_server.shard import GradientAction
 from hpctrain.gradients.replica import Batch, ModelReplica
-from hpctrain.run_files import run_folder
 from hpctrain.training.faults import FaultsOptions
 from hpctrain.training.run_options import CheckpointOptions, FitOptions, TraceOptions
 from hpctrain.training.trainer import Trainer

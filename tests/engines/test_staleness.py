@@ -10,9 +10,9 @@ import pytest
 from ranks import on_ranks, run_on
 
 from hpctrain import data, engines, nn, optim
+from hpctrain.core.run_files import run_folder
 from hpctrain.engines.staleness import Staleness, metrics
 from hpctrain.engines.synchronous.allreduce import AllReduceEngine
-from hpctrain.run_files import run_folder
 from hpctrain.training.run_options import CheckpointOptions, FitOptions, TraceOptions
 from hpctrain.training.trainer import Trainer
 

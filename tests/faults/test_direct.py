@@ -65,7 +65,7 @@ from dataclasses import replace
 import numpy as np
 import hpctrain as ht
 from hpctrain.tuning.choose import TuningPlan, make_choices
-from hpctrain.user_collectives.calls import bind
+from hpctrain.world.calls.calls import bind
 
 from hpctrain.world import watched
 world = ht.init()

@@ -17,7 +17,7 @@ from jobs import MARK
 from limits import clock
 
 from hpctrain.cluster import launch
-from hpctrain.run_files import run_folder
+from hpctrain.core.run_files import run_folder
 
 pytestmark = pytest.mark.processes
 HOOKS = Path(__file__).with_name("ends")

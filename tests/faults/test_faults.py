@@ -11,7 +11,7 @@ from ranks import run_on
 from tables import rows_of
 
 from hpctrain import checkpoint
-from hpctrain.run_files import run_folder
+from hpctrain.core.run_files import run_folder
 from hpctrain.training import recipe, runs
 
 pytestmark = pytest.mark.processes

@@ -17,7 +17,7 @@ from click.testing import CliRunner
 
 from hpctrain.cli import hpctrain as command
 from hpctrain.core import atomic
-from hpctrain.run_files.folder_lock import lock_folder
+from hpctrain.core.run_files.folder_lock import lock_folder
 from hpctrain.watch import WatchRecord, node_file
 from hpctrain.watch.layout import HEARTBEAT, HEARTBEAT_OFFSET
 from hpctrain.watch.node_file import Node, NodeFile
@@ -224,6 +224,6 @@ def test_launch_moves_the_records_of_a_dead_job(digits):
 
 
 def test_the_module_of_the_command_needs_no_mpi():
-    code = "import sys, hpctrain.report.hang; print('mpi4py' in sys.modules)"
+    code = "import sys, hpctrain.tools.report.hang; print('mpi4py' in sys.modules)"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert ended.stdout == "False\n", ended.stderr

@@ -14,7 +14,7 @@ from ranks import run_on
 from tables import rows_of
 
 from hpctrain.cluster import launch
-from hpctrain.run_files import run_folder
+from hpctrain.core.run_files import run_folder
 from hpctrain.training import recipe, runs
 
 pytestmark = pytest.mark.processes
@@ -202,7 +202,7 @@ holds = fakes.installed(devices=2, hidden=True, lazy=True)
 machine = holds.__enter__()
 import cupy
 import hpctrain as ht
-from hpctrain.user_collectives import calls as arrays
+from hpctrain.world.calls import calls as arrays
 from hpctrain.collectives import ALLREDUCE
 from hpctrain.core.errors import UsageError
 

@@ -11,7 +11,7 @@ from jobs import command_that_resumes, sets
 from ranks import run_on
 
 from hpctrain import watch
-from hpctrain.run_files import run_folder
+from hpctrain.core.run_files import run_folder
 from hpctrain.training import recipe, runs
 
 pytestmark = [pytest.mark.processes, pytest.mark.either]

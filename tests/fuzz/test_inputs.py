@@ -27,7 +27,7 @@ import tomli_w
 from fuzz import Generator, campaign, in_memory, mutated, mutated_json, value_or_refusal
 from hpctrain import data
 from hpctrain.cluster.slurm import site
-from hpctrain.config import toml
+from hpctrain.core.config import toml
 from hpctrain.core.errors import HpctrainError
 from hpctrain.training import weights
 

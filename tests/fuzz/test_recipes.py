@@ -15,8 +15,8 @@ import tomli_w
 
 from fuzz import Generator, campaign, in_memory, mutated, mutated_json, value_or_refusal
 from hpctrain import data, optim
-from hpctrain.config import paths
-from hpctrain.config.overrides import RIVALS
+from hpctrain.core.config import paths
+from hpctrain.core.config.overrides import RIVALS
 from hpctrain.core.errors import UsageError
 from hpctrain.gradients.arena import Slot
 from hpctrain.training import recipe

@@ -16,12 +16,12 @@ from fuzz import campaign, in_memory, mutated, mutated_json, torn, value_or_refu
 from hpctrain import checkpoint
 from hpctrain.checkpoint import Piece, manifest
 from hpctrain.core.errors import HpctrainError
+from hpctrain.core.run_files import run_folder
 from hpctrain.core.strict_json import to_json
 from hpctrain.engines import replay
 from hpctrain.engines.parameter_server.coordinator import Event
 from hpctrain.engines.staleness import Staleness
-from hpctrain.report import page, record
-from hpctrain.run_files import run_folder
+from hpctrain.tools.report import page, record
 from hpctrain.training import recipe, runs
 from hpctrain.transport.threads.ranks import run_ranks
 from hpctrain.world import over_threads

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from fuzz import Generator, campaign, in_memory, mutated, mutated_json, value_or_refusal
-from hpctrain.bench.prediction import measurements
 from hpctrain.collectives import ALLREDUCE
 from hpctrain.core.errors import HpctrainError
-from hpctrain.cost_model.cost import Machine
-from hpctrain.scaling.study import Study, StudyFolder
-from hpctrain.scaling.world_sizes import Size
+from hpctrain.tools.bench.prediction import measurements
+from hpctrain.tools.scaling.study import Study, StudyFolder
+from hpctrain.tools.scaling.world_sizes import Size
 from hpctrain.tuning import choose, table
+from hpctrain.tuning.model.cost import Machine
 
 
 def tables_case(rng: Generator, folder: Path) -> None:

@@ -23,8 +23,8 @@ from safetensors.numpy import load_file
 from hpctrain.collectives import OPERATIONS, operation
 from hpctrain.collectives.reductions import cuda_sum
 from hpctrain.collectives.reductions.operations import ufunc_of
+from hpctrain.core.run_files import run_folder
 from hpctrain.gradients.precision import make_replica
-from hpctrain.run_files import run_folder
 
 TESTS = Path(__file__).parents[1]
 

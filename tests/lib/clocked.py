@@ -13,8 +13,8 @@ from typing import NamedTuple
 import numpy as np
 
 from hpctrain.collectives import Group
-from hpctrain.cost_model import cost
 from hpctrain.transport.threads.ranks import run_ranks
+from hpctrain.tuning.model import cost
 
 
 class Takes(NamedTuple):

@@ -16,7 +16,7 @@ from limits import clock
 from processes import Completed, Job
 
 from hpctrain import watch
-from hpctrain.run_files import run_folder
+from hpctrain.core.run_files import run_folder
 
 MARK = "HPCTRAIN_TEST_JOB"
 EVERY = -1  # for `trap`: every rank

@@ -9,7 +9,7 @@ import re
 import sys
 from pathlib import Path
 
-from hpctrain.config import toml
+from hpctrain.core.config import toml
 
 PROJECT = Path(__file__).parents[2] / "pyproject.toml"
 #: environment: the extras whose lower bounds it holds. One MPI in each. The lowest versions of

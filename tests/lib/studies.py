@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from hpctrain.run_files import run_folder
-from hpctrain.scaling import collect
-from hpctrain.scaling.study import Study
-from hpctrain.scaling.trials import local_runner
-from hpctrain.scaling.world_sizes import Size
+from hpctrain.core.run_files import run_folder
+from hpctrain.tools.scaling import collect
+from hpctrain.tools.scaling.study import Study
+from hpctrain.tools.scaling.trials import local_runner
+from hpctrain.tools.scaling.world_sizes import Size
 from hpctrain.training import recipe
 
 COLD = 3.0  #: warm-up takes so many times as long, and must not count

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hpctrain import nn
-from hpctrain.config import read_kind
+from hpctrain.core.config import read_kind
 from hpctrain.core.errors import UsageError
 
 

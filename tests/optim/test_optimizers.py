@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hpctrain import optim
-from hpctrain.config import read_kind
+from hpctrain.core.config import read_kind
 from hpctrain.core.errors import UsageError
 from hpctrain.gradients.arena import lay_out
 from hpctrain.optim.optimizer import BLOCK_ELEMENTS

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from hpctrain.config import read_kind
+from hpctrain.core.config import read_kind
 from hpctrain.optim import SCHEDULES
 
 HALF = math.sqrt(0.5)

@@ -9,7 +9,7 @@ import pytest
 from ranks import run_on
 
 from hpctrain import checkpoint
-from hpctrain.run_files import run_folder
+from hpctrain.core.run_files import run_folder
 from hpctrain.training import recipe, runs, weights
 
 STEPS, INTERVAL = 14, 4

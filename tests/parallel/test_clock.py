@@ -9,11 +9,11 @@ import pytest
 from oracles.pipelines import simulate
 
 from hpctrain.core.errors import UsageError
-from hpctrain.cost_model.loggp import Clocks, Cluster, Wire
-from hpctrain.cost_model.message_schedules import ring
 from hpctrain.parallel.schedules import SCHEDULES, make
 from hpctrain.parallel.timing.clock import StageCosts, Timeline, run_clock, uniform_costs
 from hpctrain.parallel.timing.predict import Grid, predict_step
+from hpctrain.tuning.model.loggp import Clocks, Cluster, Wire
+from hpctrain.tuning.model.message_schedules import ring
 
 DELAY = Wire(latency=3.0, overhead=0.0, gap=0.0, seconds_per_byte=0.0)
 
@@ -43,7 +43,7 @@ def test_the_clock_is_that_of_the_slow_simulator(name, ranks):
 
 
 def test_a_message_takes_overheads_its_port_and_the_wire():
-    """Two stages, two micro-batches forward, as cost_model/loggp.py draws them; times by hand.
+    """Two stages, two micro-batches forward, as tuning/model/loggp.py draws them; times by hand.
 
     F ends at 10, its overhead at 11, its port at 11 + gap 2 + 5 bytes x 1 = 18; it arrives at
     18 - 2 + 4 = 20, and the receiver begins after its overhead, at 21. The second F ends at 21, and

@@ -7,12 +7,12 @@ import json
 import pytest
 from click.testing import CliRunner
 
-from hpctrain.bench.prediction import grids
-from hpctrain.bench.prediction.predict import make_cluster, make_wire
 from hpctrain.commands.pipeline import pipeline
 from hpctrain.core.errors import UsageError
 from hpctrain.parallel.pipeline.layer_times import LayerSeconds
 from hpctrain.parallel.timing.predict import Grid
+from hpctrain.tools.bench.prediction import grids
+from hpctrain.tools.bench.prediction.predict import make_cluster, make_wire
 from hpctrain.training import recipe
 
 FAST = make_cluster(make_wire(1e15, 0.0), make_wire(1e15, 0.0), 1e18, 1, 1)

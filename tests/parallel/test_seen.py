@@ -14,8 +14,8 @@ from hpctrain.parallel.schedules import make
 from hpctrain.parallel.schedules.actions import Action
 from hpctrain.parallel.timing.clock import StageCosts, uniform_costs
 from hpctrain.parallel.timing.summary import describe_bubble
-from hpctrain.report import page, pipeline
-from hpctrain.report.record import read
+from hpctrain.tools.report import page, pipeline
+from hpctrain.tools.report.record import read
 from hpctrain.training import pipeline_facts, recipe, runs
 from hpctrain.training.dry_run import dry_run
 

@@ -16,7 +16,7 @@ import pytest
 from checkout import ROOT, copy, tracked_files
 
 import hpctrain as ht
-from hpctrain.config import toml
+from hpctrain.core.config import toml
 
 ADDRESS = "https://host.example/owner/hpctrain"
 PROJECT = toml.parse((ROOT / "pyproject.toml").read_text(), "pyproject.toml")["project"]

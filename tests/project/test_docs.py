@@ -31,7 +31,7 @@ from hpctrain import world as worlds
 from hpctrain.collectives import ALLREDUCE
 from hpctrain.commands import COMMANDS
 from hpctrain.commands.train import train
-from hpctrain.config import toml
+from hpctrain.core.config import toml
 from hpctrain.gradients.reducer import WireOptions
 from hpctrain.training import run_options
 from hpctrain.training.callbacks import EarlyStop

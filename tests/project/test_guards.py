@@ -61,16 +61,16 @@ MEMORY = "memory without a name of another process of the job, /proc/PID/fd"
 NAMED, NEW = "a user names it", "has a random name, and is new"
 #: Files that open others without core/opening.py, and which.
 OPENED = {
-    "bench/output.py": NAMED, "cluster/program.py": NAMED, "commands/_options.py": NAMED,
+    "tools/bench/output.py": NAMED, "cluster/program.py": NAMED, "commands/_options.py": NAMED,
     "commands/doctor.py": NAMED, "data/text.py": NAMED,
-    "doctor/job/examine.py": NAMED,
+    "tools/doctor/job/examine.py": NAMED,
     "data/digit_images.py": PACKAGES, "tuning/table.py": PACKAGES,
     "cluster/slurm/submit.py": PACKAGES,
     "cluster/launch.py": KERNEL, "hardware/pci.py": KERNEL,
     "training/stragglers.py": KERNEL, "transport/placement/core_binding.py": KERNEL,
     "transport/shared_memory/dev_shm.py": KERNEL, "watch/liveness/channel.py": KERNEL,
-    "run_files/run_folder.py": MEMORY, "transport/mpi/segments.py": MEMORY,
-    "doctor/job/output_folder.py": NEW, "transport/shared_memory/host.py": NEW,
+    "core/run_files/run_folder.py": MEMORY, "transport/mpi/segments.py": MEMORY,
+    "tools/doctor/job/output_folder.py": NEW, "transport/shared_memory/host.py": NEW,
     "checkpoint/parts.py": "a folder, to write it through to the disk",
     "cluster/guard.py": "runs without the package",
     "cluster/slurm/batch_job.py": "runs without the package",

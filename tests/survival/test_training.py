@@ -18,10 +18,10 @@ import pytest
 
 import hpctrain as ht
 from hpctrain.core.errors import RankKilled, RecoveryError, UsageError
+from hpctrain.core.run_files import run_folder
 from hpctrain.engines import replay
 from hpctrain.engines.synchronous.allreduce import AllReduceEngine
 from hpctrain.parallel import MeshOptions
-from hpctrain.run_files import run_folder
 from hpctrain.training.checkpointer import Checkpointer
 from hpctrain.training.loop import Loop
 from hpctrain.training.run_options import CheckpointOptions, ElasticOptions, FitOptions

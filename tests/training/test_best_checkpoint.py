@@ -17,9 +17,9 @@ from hpctrain.commands.checkpoint import checkpoint as command
 from hpctrain.commands.evaluate import evaluate
 from hpctrain.core.errors import StoppedError, UsageError
 from hpctrain.core.metrics import Criterion
+from hpctrain.core.run_files import run_folder
 from hpctrain.core.signals import StopRequest
 from hpctrain.data import Dataset
-from hpctrain.run_files import run_folder
 from hpctrain.training import recipe, runs
 from hpctrain.training.run_options import CheckpointOptions
 from hpctrain.training.trainer import Trainer

@@ -12,8 +12,8 @@ from regimes import REGIMES
 
 from hpctrain import data, nn, optim
 from hpctrain.core.errors import HpctrainError, StoppedError, UsageError
+from hpctrain.core.run_files import run_folder
 from hpctrain.core.signals import StopRequest
-from hpctrain.run_files import run_folder
 from hpctrain.training import recipe, runs
 from hpctrain.training.callbacks import EarlyStop, Run
 from hpctrain.training.run_options import CheckpointOptions, FitOptions

@@ -17,7 +17,7 @@ from hpctrain.checkpoint.about import CheckpointFacts
 from hpctrain.cli import _guarded
 from hpctrain.core import atomic, files
 from hpctrain.core.errors import SaveError, UsageError
-from hpctrain.run_files import folder_lock, run_folder
+from hpctrain.core.run_files import folder_lock, run_folder
 from hpctrain.training import recipe, runs
 
 SMALL = ["model.widths=[64, 10]", "run.interval_steps=1", "run.device=cpu", "checkpoint.keep=9",

@@ -13,8 +13,8 @@ from ranks import on_gpus, run_on
 
 from hpctrain import data, engines, nn, optim
 from hpctrain.core.errors import GpuMemoryError, HpctrainError, HungError
+from hpctrain.core.run_files import run_folder
 from hpctrain.core.xp import shortage
-from hpctrain.run_files import run_folder
 from hpctrain.training.trainer import Trainer
 
 RANKS, SHORT = 3, 1

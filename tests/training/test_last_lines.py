@@ -12,8 +12,8 @@ from ranks import run_on
 
 import hpctrain as ht
 from hpctrain.core.errors import StoppedError, TrainingError, UnsavedError, notes
+from hpctrain.core.run_files import last_lines
 from hpctrain.core.signals import StopRequest
-from hpctrain.run_files import last_lines
 from hpctrain.world import World
 
 # what was typed, what resumes it in folder "runs/a b"

@@ -14,9 +14,9 @@ from ranks import run_on
 from hpctrain import nn
 from hpctrain.commands.evaluate import evaluate
 from hpctrain.core.errors import BadSampleError, UsageError
+from hpctrain.core.run_files import run_folder
 from hpctrain.data import Dataset, read
 from hpctrain.data.scaling import BLOCKS, Scale, block_moments, scale_from
-from hpctrain.run_files import run_folder
 from hpctrain.training import loading, recipe, runs
 from hpctrain.training.fit_call import RunOrigin
 

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from ranks import run_on
 
 from hpctrain.commands.recipe import recipe as command
-from hpctrain.config import toml
+from hpctrain.core.config import toml
 from hpctrain.core.errors import UsageError
 from hpctrain.training import recipe
 from hpctrain.training.dry_run import dry_run

@@ -13,8 +13,8 @@ from ranks import on_ranks, run_on
 
 from hpctrain import data
 from hpctrain.core.errors import StoppedError, UsageError
+from hpctrain.core.run_files import run_folder
 from hpctrain.core.signals import StopRequest
-from hpctrain.run_files import run_folder
 from hpctrain.training import recipe, runs
 
 EPOCHS = 6

@@ -7,7 +7,7 @@ import pytest
 from ranks import run_on
 
 from hpctrain.core.errors import UsageError
-from hpctrain.run_files import run_folder
+from hpctrain.core.run_files import run_folder
 from hpctrain.training import recipe, runs
 
 

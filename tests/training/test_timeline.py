@@ -15,8 +15,8 @@ from ranks import on_ranks, run_on
 
 from hpctrain import data, engines, nn, optim
 from hpctrain.core.errors import StoppedError, TrainingError, UsageError
+from hpctrain.core.run_files import run_folder
 from hpctrain.core.signals import StopRequest
-from hpctrain.run_files import run_folder
 from hpctrain.training import recipe, runs, timeline
 from hpctrain.training.run_options import TraceOptions
 from hpctrain.training.trainer import Trainer

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from ranks import STAGED, on_gpus, on_ranks, run_on, run_on_gpus
 
-from hpctrain.bench.tuning import command
 from hpctrain.collectives import Group
 from hpctrain.core import thresholds
 from hpctrain.core.errors import UsageError
+from hpctrain.tools.bench.tuning import command
 from hpctrain.transport.paths import RankPlace, Verdict
 from hpctrain.tuning import choose, defaults_gpu, select, table
 from hpctrain.tuning.choose import AlgorithmTime

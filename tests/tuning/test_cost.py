@@ -12,7 +12,7 @@ from hpctrain import collectives
 from hpctrain.collectives import Group, all_gathers, ordered, rooted
 from hpctrain.collectives.chunks import SEGMENT_BYTES
 from hpctrain.collectives.ring import all_gather, plain_ring, reduce_scatter
-from hpctrain.cost_model import cost
+from hpctrain.tuning.model import cost
 
 LENGTHS = ("0", "1", "P-1", "P", "P+1", "100003", "300007")  # the last travels in segments
 

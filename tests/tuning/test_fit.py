@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hpctrain.cost_model import cost, fit
+from hpctrain.tuning.model import cost, fit
 
 SIZES = [4, 1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 23]
 

@@ -7,9 +7,9 @@ import pytest
 from clocked import Machine, Takes, clocks, over_hosts
 
 from hpctrain import collectives
-from hpctrain.cost_model import cost
-from hpctrain.cost_model.loggp import Clocks, Cluster, Wire, uniform_cluster
-from hpctrain.cost_model.message_schedules import SCHEDULES
+from hpctrain.tuning.model import cost
+from hpctrain.tuning.model.loggp import Clocks, Cluster, Wire, uniform_cluster
+from hpctrain.tuning.model.message_schedules import SCHEDULES
 
 INSIDE, BETWEEN = Wire(9e-7, 2e-7, 1e-7, 1e-10), Wire(5e-6, 4e-7, 9e-7, 8e-10)
 EVEN = 8 * 2520  # bytes that divide by every P here

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hpctrain.cost_model import cost
-from hpctrain.cost_model.loggp import Clocks, uniform_cluster
-from hpctrain.cost_model.message_schedules import SCHEDULES
-from hpctrain.cost_model.training_step import Step, step_time, uniform_step
+from hpctrain.tuning.model import cost
+from hpctrain.tuning.model.loggp import Clocks, uniform_cluster
+from hpctrain.tuning.model.message_schedules import SCHEDULES
+from hpctrain.tuning.model.training_step import Step, step_time, uniform_step
 
 
 def clocks(ranks: int, slow=1.0) -> Clocks:

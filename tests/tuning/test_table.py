@@ -12,9 +12,9 @@ import pytest
 from ranks import on_ranks, run_on
 
 from hpctrain.core.errors import UsageError
-from hpctrain.cost_model.cost import Machine
 from hpctrain.tuning import select, table
 from hpctrain.tuning.choose import AlgorithmTime
+from hpctrain.tuning.model.cost import Machine
 
 RANKS = 3
 

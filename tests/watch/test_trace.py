@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from hpctrain import config
+from hpctrain.core import config
 from hpctrain.core.errors import UsageError
 from hpctrain.training.run_options import TraceOptions
 from hpctrain.watch.trace import Clock, Reading, Trace

@@ -197,7 +197,7 @@ def test_a_wrong_communicator_ends_the_job_with_its_reason(start, case):
 
 def test_an_error_of_a_sub_world_is_that_of_the_job(monkeypatch):
     reports = []
-    monkeypatch.setattr("hpctrain.abort.report", lambda *args: reports.append(args[1:]))
+    monkeypatch.setattr("hpctrain.transport.abort.report", lambda *args: reports.append(args[1:]))
 
     def body(world):
         sub_world = world.split(world.rank // 2)

@@ -9,9 +9,9 @@ import pytest
 from ranks import on_ranks
 from tables import rows_of
 
-from hpctrain import abort
 from hpctrain import world as worlds
 from hpctrain.core.errors import HereError, HpctrainError, SaveError, StoppedError, UsageError
+from hpctrain.transport import abort
 
 
 def refusal(function):

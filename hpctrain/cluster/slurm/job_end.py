@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hpctrain.core.printing import say
-from hpctrain.run_files import last_lines, run_folder
+from hpctrain.core.run_files import last_lines, run_folder
 
 _KNOWN_EXIT_CODES = (0, 1, 2, 3, 75, 86, 130)  # the exit codes with a meaning in hpctrain
 _EXIT_REFUSED, EXIT_STOPPED, _EXIT_HUNG, _EXIT_INTERRUPTED = 2, 75, 86, 130

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from hpctrain import config
+from hpctrain.core import config
 from hpctrain.core.errors import UsageError
 
 # Long options of Slurm 22.05 to 25.05 that a script may set, with or without a value.

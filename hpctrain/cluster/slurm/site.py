@@ -16,14 +16,13 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from hpctrain import config
 from hpctrain.cluster.slurm.sbatch import (
     OPTION_VARIABLES,
     must_be_plain_value,
     must_not_be_reserved,
 )
-from hpctrain.config import toml
-from hpctrain.core import files
+from hpctrain.core import config, files
+from hpctrain.core.config import toml
 from hpctrain.core.errors import UsageError
 from hpctrain.core.opening import NAMED
 

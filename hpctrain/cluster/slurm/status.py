@@ -24,10 +24,10 @@ from hpctrain.cluster.slurm.submit import (
     query_jobs,
     read_job_ids,
 )
-from hpctrain.config import toml
 from hpctrain.core import files
+from hpctrain.core.config import toml
 from hpctrain.core.errors import UsageError
-from hpctrain.run_files import run_folder
+from hpctrain.core.run_files import run_folder
 
 Row = dict[str, Any]
 DAMAGED_STATE = "damaged"

@@ -14,7 +14,7 @@ from typing import Any
 
 from hpctrain.cluster.slurm.status import is_done, read_job_history
 from hpctrain.cluster.slurm.submit import END_STATES, JOBS_FILE
-from hpctrain.run_files import run_folder
+from hpctrain.core.run_files import run_folder
 
 Row = dict[str, Any]
 

@@ -34,7 +34,7 @@ from hpctrain.cluster.slurm.refusals import explain_refusal
 from hpctrain.cluster.slurm.render import SENT_FILE
 from hpctrain.core import atomic, files, launchers, opening
 from hpctrain.core.errors import HpctrainError, UsageError
-from hpctrain.run_files import run_folder
+from hpctrain.core.run_files import run_folder
 
 T = TypeVar("T", int, str)
 SCRIPT_FILE, JOBS_FILE = "job.sbatch", "jobs.json"

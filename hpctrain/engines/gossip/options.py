@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from hpctrain import config
+from hpctrain.core import config
 from hpctrain.core.errors import UsageError
 from hpctrain.engines.gossip.ad_psgd import AdPsgdEngine
 from hpctrain.engines.gossip.d_psgd import DPsgdEngine

@@ -34,8 +34,8 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import Field
 
-from hpctrain import config
 from hpctrain.checkpoint import Piece
+from hpctrain.core import config
 from hpctrain.core.errors import UsageError
 from hpctrain.engines.engine import (
     Flags,

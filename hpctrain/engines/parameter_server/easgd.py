@@ -25,8 +25,8 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import Field
 
-from hpctrain import config
 from hpctrain.checkpoint import Piece
+from hpctrain.core import config
 from hpctrain.engines.background import background_executor
 from hpctrain.engines.engine import Flags, Work
 from hpctrain.engines.parameter_server.coordinator import Reply, Report

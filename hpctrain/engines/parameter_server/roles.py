@@ -11,7 +11,7 @@ from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field
 
-from hpctrain import config
+from hpctrain.core import config
 from hpctrain.core.errors import UsageError
 
 

@@ -20,7 +20,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from hpctrain import config
+from hpctrain.core import config
 from hpctrain.core.errors import UsageError
 from hpctrain.engines.parameter_server.coordinator import (
     Coordinator,

@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from hpctrain import config
 from hpctrain.checkpoint import Piece
 from hpctrain.collectives.nccl import communicator_for, nccl
+from hpctrain.core import config
 from hpctrain.core.errors import LostRankError, ModelError, UsageError
 from hpctrain.core.xp import on_device
 from hpctrain.engines.base import EngineBase

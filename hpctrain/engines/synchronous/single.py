@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from hpctrain import config
 from hpctrain.checkpoint import Piece
+from hpctrain.core import config
 from hpctrain.core.errors import UsageError
 from hpctrain.engines.engine import (
     Flags,

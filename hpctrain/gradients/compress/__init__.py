@@ -21,8 +21,8 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import Field
 
-from hpctrain import config
 from hpctrain.collectives import AllReduceFunction, Group, Operation
+from hpctrain.core import config
 from hpctrain.core.errors import UsageError
 from hpctrain.core.xp import Array, fetch, namespace
 from hpctrain.gradients.arena import Arena

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hpctrain import config
+from hpctrain.core import config
 from hpctrain.core.errors import UsageError
 from hpctrain.nn.losses.binary_cross_entropy import binary_cross_entropy
 from hpctrain.nn.losses.cross_entropy import cross_entropy

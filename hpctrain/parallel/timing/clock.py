@@ -6,7 +6,7 @@
     rank 1                                  [o][ F 0 ]
 
 An action starts when its predecessor in the rank's list has ended and its message is there. The
-costs of messages follow cost_model/loggp.py; without wires they take no time. The receiver's port
+costs of messages follow tuning/model/loggp.py; without wires they take no time. The receiver's port
 is always free: it has two peers at most, or three.
 """
 
@@ -16,10 +16,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hpctrain.core.errors import UsageError
-from hpctrain.cost_model.loggp import Wire
 from hpctrain.parallel.schedules.actions import PipelineSchedule
 from hpctrain.parallel.schedules.check import bytes_per_boundary, execution_order
 from hpctrain.parallel.schedules.messages import Message, needed_message, output
+from hpctrain.tuning.model.loggp import Wire
 
 Wires = Callable[[int, int], Wire]  #: of (sender, receiver)
 FREE_WIRE = Wire(0.0, 0.0, 0.0, 0.0)

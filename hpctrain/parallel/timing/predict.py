@@ -19,10 +19,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from hpctrain.core.errors import UsageError
-from hpctrain.cost_model.loggp import Clocks, Cluster, Wire
-from hpctrain.cost_model.message_schedules import ring
 from hpctrain.parallel.schedules.actions import PipelineSchedule
 from hpctrain.parallel.timing.clock import StageCosts, run_clock
+from hpctrain.tuning.model.loggp import Clocks, Cluster, Wire
+from hpctrain.tuning.model.message_schedules import ring
 
 
 @dataclass(frozen=True)

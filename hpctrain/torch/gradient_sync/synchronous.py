@@ -46,10 +46,10 @@ from hpctrain.torch.gradient_sync.planes import GradientPlanes
 from hpctrain.torch.gradient_sync.shared_state import broadcast_buffers, broadcast_state
 from hpctrain.torch.gradient_sync.trained import TrainedSet
 from hpctrain.torch.job import start_job
-from hpctrain.user_collectives.bound_calls import forget_calls
 from hpctrain.watch.ended import GRADIENTS, GRADIENTS_CALL
 from hpctrain.watch.inside import ALL_RANKS
 from hpctrain.world import World, survive
+from hpctrain.world.calls.bound_calls import forget_calls
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)

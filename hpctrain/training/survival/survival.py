@@ -25,7 +25,7 @@ from hpctrain.core import errors
 from hpctrain.core.errors import AGREED_ERRORS, JobEndedError, LostRankError, RecoveryError
 from hpctrain.core.files import FileError
 from hpctrain.core.names import counted
-from hpctrain.run_files import run_folder
+from hpctrain.core.run_files import run_folder
 from hpctrain.training.checkpointer import Checkpointer
 from hpctrain.training.journal import Journal
 from hpctrain.training.run_options import ElasticOptions

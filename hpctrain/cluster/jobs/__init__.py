@@ -1,0 +1,8 @@
+"""Training runs as jobs of Slurm: `ht.slurm`.
+
+`submit` puts a run into the queue; `status`, `log` and `cancel` take the folders of runs.
+"""
+
+from hpctrain.cluster.jobs.jobs import Submission, cancel, log, status, submit
+
+__all__ = ["Submission", "cancel", "log", "status", "submit"]

@@ -1,0 +1,119 @@
+"""`hpctrain bench allreduce` and similar commands: from options to a table, JSON and a plot."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hpctrain import collectives
+from hpctrain.collectives import DTYPES, OPERATIONS
+from hpctrain.collectives.reductions.operations import can_mpi_reduce
+from hpctrain.core import config
+from hpctrain.core.errors import UsageError
+from hpctrain.tools.bench import memory_check, message_sizes, output, rivals, sweep
+from hpctrain.tools.bench.measured_collectives import COLLECTIVES, NATIVE, NATIVE_UNBOUND
+from hpctrain.tools.bench.options import RivalOptions, require_minimum, split_words
+from hpctrain.tuning.measure import COLD_BYTES
+from hpctrain.world import World
+
+NODE_MEMORY_BY_BUFFERS = {"node": True, "private": False}
+TIMING_METHOD = (
+    "per round, after a warm-up call, all ranks start at a barrier and make `calls` calls back to "
+    "back; the slowest rank's time / calls counts; contenders and floor take turns; buffers hold "
+    f"zeros; cold: each rank writes {COLD_BYTES} bytes of other arrays, then one call after a "
+    "barrier is timed"
+)
+RIVAL_OPERATIONS = ("sum", "min", "max")
+RIVAL_DTYPES = ("float16", "bfloat16", "float32", "float64", "int32", "int64")
+
+
+def parse_options(
+    operation: str,
+    sizes_text: str,
+    algorithms: str,
+    rivals_text: str,
+    dtype: str,
+    op: str,
+    buffers: str,
+    iterations: int,
+    warm_up: int,
+    json: Path | None,
+    plot: Path | None,
+) -> RivalOptions[sweep.SweepPlan]:
+    """Return the validated options; a UsageError names the expected and the nearest value."""
+    collective = COLLECTIVES[operation]
+    names = list(split_words(algorithms))
+    for name in names:
+        config.pick(dict.fromkeys(collective.names), name, "algorithm")
+    parsed_dtype = parse_dtype(dtype)
+    config.pick(dict.fromkeys(OPERATIONS), op, "op")
+    collectives.operation(op, parsed_dtype)
+    plan = sweep.SweepPlan(
+        collective,
+        message_sizes.parse(sizes_text),
+        names,
+        parsed_dtype,
+        op,
+        require_minimum("--iterations", iterations, 1),
+        require_minimum("--warm-up", warm_up, 0),
+        config.pick(NODE_MEMORY_BY_BUFFERS, buffers, "--buffers"),
+    )
+    rival_names = rivals.parse_names(rivals_text)
+    if not names and not rival_names:
+        raise UsageError(f"--algorithms: choose some of {', '.join(collective.names)}")
+    return RivalOptions(plan=plan, rivals=rival_names, json=json, plot=plot)
+
+
+def run(world: World, options: RivalOptions[sweep.SweepPlan]) -> list[dict[str, Any]]:
+    """Measure, print, save and return the rows; collective."""
+    plan = options.plan
+    memory_check.check_host_memory(world, max(plan.sizes), bool(options.rivals))
+    output.check_writable(world, options.json, options.plot)
+    natives = _skipped_natives(plan)
+    with rivals.joined(world, options.rivals, partial(_refusal, plan), natives) as (joined, about):
+        plan = replace(plan, algorithms=[name for name in plan.algorithms if name not in natives])
+        title = _title(world, plan)
+        printer = output.RowPrinter(world, title, output.COLLECTIVE_COLUMNS, len(plan.sizes))
+        rows = printer.print_groups(sweep.run(world, plan, joined))
+    kind = world.memory.kind if plan.in_node_memory else None
+    buffers = f"node ({kind})" if kind else "private"
+    facts = {"buffers": buffers, "timed": TIMING_METHOD, "rivals": about}
+    output.save(world, options, rows, title, lambda plot: plot.draw_size_plot, facts)
+    return rows
+
+
+def _refusal(plan: sweep.SweepPlan, library: rivals.Rival) -> str:
+    """Return why `library` cannot be measured; empty if it can."""
+    is_supported = plan.op in RIVAL_OPERATIONS and plan.dtype.name in RIVAL_DTYPES
+    if is_supported and library.offers(plan.collective.name, plan.dtype):
+        return ""
+    return f"offers no {plan.collective.name} ({plan.op}) of {plan.dtype.name} in place"
+
+
+def parse_dtype(name: str) -> np.dtype:
+    """Return the dtype with this `name`; raise UsageError if no all-reduce takes it."""
+    import ml_dtypes  # late: other commands do not need it
+
+    config.pick(dict.fromkeys(DTYPES), name, "dtype")
+    return np.dtype(getattr(ml_dtypes, name, name))
+
+
+def _skipped_natives(plan: sweep.SweepPlan) -> dict[str, str]:
+    """Return {algorithm: reason} for native contenders if MPI lacks the operation."""
+    if can_mpi_reduce(np.empty(0, plan.dtype), collectives.operation(plan.op, plan.dtype)):
+        return {}
+    natives = [name for name in (NATIVE, NATIVE_UNBOUND) if name in plan.algorithms]
+    return dict.fromkeys(natives, f"MPI has no {plan.op} of {plan.dtype.name}")
+
+
+def _title(world: World, plan: sweep.SweepPlan) -> str:
+    nodes = len(world.main.nodes)
+    node_text = "1 node" if nodes == 1 else f"{nodes} nodes"
+    op_text = f", {plan.op}" if plan.collective.name in ("allreduce", "reduce-scatter") else ""
+    return (
+        f"{plan.collective.name} of {plan.dtype.name}{op_text}, {world.size} ranks on {node_text}"
+    )

@@ -1,0 +1,151 @@
+"""Plots of benchmarks: time and bandwidth over size, one line per contender.
+
+Different markers keep a print in grey readable. Bands reach from the 5th to the 95th percentile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure  # not pyplot, which needs a display
+from matplotlib.ticker import (
+    EngFormatter,
+    FixedLocator,
+    Formatter,
+    FuncFormatter,
+    LogLocator,
+    MaxNLocator,
+    NullLocator,
+)
+
+from hpctrain.core.palette import BLUE, COLORS, MARKERS, ORANGE, plain
+from hpctrain.tools.bench.message_sizes import size_text
+
+MAX_TICKS = 7  #: more labels would overlap
+MAX_SPAN = 1e5  #: ticks between powers of ten would crowd an axis of a wider span
+SECONDS_FORMAT = EngFormatter(unit="s")  #: 100 us, 1 ms
+NUMBER_FORMAT = FuncFormatter(lambda y, _: f"{y:g}")
+Row = Mapping[str, Any]
+
+
+def draw_size_plot(rows: Sequence[Row], title: str, path: Path, bandwidth: str = "busbw") -> None:
+    """Write the plot of `rows` to `path`, PNG or SVG by its suffix."""
+    figure = Figure((12, 5), layout="constrained")
+    time_axes, bandwidth_axes = figure.subplots(1, 2)
+    names = list(dict.fromkeys(row["algorithm"] for row in rows))
+    styles = _line_styles(names)
+    for name in names:
+        algorithm_rows = sorted(
+            (row for row in rows if row["algorithm"] == name), key=lambda r: r["bytes"]
+        )
+        style = styles[name]
+        _draw_line(time_axes, algorithm_rows, name, style, "median_s")
+        bandwidth_rows = [row for row in algorithm_rows if row[bandwidth]]
+        _draw_line(bandwidth_axes, bandwidth_rows, name, style, bandwidth)
+        percentiles = [[row[column] for row in algorithm_rows] for column in ("p5_s", "p95_s")]
+        sizes = [row["bytes"] for row in algorithm_rows]
+        time_axes.fill_between(sizes, *percentiles, color=style["color"], alpha=0.12, linewidth=0)
+    sizes = sorted({row["bytes"] for row in rows})
+    format_size_axes(time_axes, sizes, "median time of a call", SECONDS_FORMAT)
+    format_size_axes(bandwidth_axes, sizes, f"{bandwidth} [GB/s]")
+    legend = time_axes.get_legend_handles_labels()
+    figure.legend(*legend, loc="outside lower center", ncols=5, fontsize="small")
+    figure.suptitle(plain(title))
+    figure.savefig(path, dpi=130)
+
+
+def draw_link_plot(rows: Sequence[Row], title: str, path: Path) -> None:
+    """Write the plot of a link's `rows`, whose bandwidth has no factor, to `path`."""
+    draw_size_plot(rows, title, path, "algbw")
+
+
+def _line_styles(names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Return the line style of each name; `x, A` and `x, B` share a colour, not the dashes."""
+    name_parts = {name: name.partition(", ")[::2] for name in names}
+    algorithms = list(dict.fromkeys(algorithm for algorithm, _ in name_parts.values()))
+    variants = list(dict.fromkeys(variant for _, variant in name_parts.values()))
+    styles = {}
+    for name, (algorithm, variant) in name_parts.items():
+        color_index = algorithms.index(algorithm) % len(COLORS)
+        styles[name] = {
+            "color": COLORS[color_index],
+            "marker": MARKERS[color_index],
+            "markersize": 4,
+            "linestyle": ("-", "--", ":")[variants.index(variant) % 3],
+        }
+    return styles
+
+
+def draw_step_bars(rows: Sequence[Row], title: str, path: Path) -> None:
+    """Write the plot of training steps: compute and exposed communication of each library."""
+    batches = sorted({row["batch_per_rank"] for row in rows})
+    rows = [row for row in rows if row["exposed_s"] is not None]
+    names = list(dict.fromkeys(row["algorithm"] for row in rows))
+    figure = Figure((max(6, 5 * len(batches)), 1.7 + 0.3 * len(names)), layout="constrained")
+    all_axes = figure.subplots(1, len(batches), sharey=True, squeeze=False)[0]
+    for axes, batch in zip(all_axes, batches, strict=True):
+        _draw_steps(axes, [row for row in rows if row["batch_per_rank"] == batch])
+        axes.set_title(f"{batch} samples per rank", fontsize="medium")
+    all_axes[0].invert_yaxis()
+    legend = all_axes[0].get_legend_handles_labels()
+    figure.legend(*legend, loc="outside lower center", ncols=2, fontsize="small")
+    figure.suptitle(plain(title))
+    figure.savefig(path, dpi=130)
+
+
+def _draw_steps(axes: Axes, rows: Sequence[Row]) -> None:
+    """Draw a bar per library, with the range from the 5th to the 95th percentile."""
+    names = [row["algorithm"] for row in rows]
+    median, alone = (np.array([row[key] for row in rows]) for key in ("median_s", "alone_s"))
+    spread = [[abs(row[key] - row["median_s"]) for row in rows] for key in ("p5_s", "p95_s")]
+    style: dict[str, Any] = {"edgecolor": "white", "linewidth": 0.5}
+    axes.barh(names, alone, color=BLUE, label="the library's step without communication", **style)
+    axes.barh(
+        names, median - alone, left=alone, color=ORANGE, label="exposed communication", **style
+    )
+    axes.errorbar(median, names, xerr=spread, fmt="none", color="black", capsize=3)
+    axes.set_xlabel("median time of a step")
+    axes.xaxis.set_major_locator(MaxNLocator(5))
+    axes.xaxis.set_major_formatter(SECONDS_FORMAT)
+    axes.grid(axis="x", alpha=0.3)
+    axes.set_axisbelow(True)
+
+
+def _draw_line(
+    axes: Axes, rows: Sequence[Row], name: str, style: Mapping[str, Any], column: str
+) -> None:
+    values = [row[column] for row in rows]
+    axes.plot([row["bytes"] for row in rows], values, label=name, linewidth=1.5, **style)
+
+
+def format_size_axes(
+    axes: Axes, sizes: Sequence[int], y_label: str, formatter: Formatter = NUMBER_FORMAT
+) -> None:
+    """Make both axes logarithmic: sizes in bytes along x, numbers as `formatter` shows along y."""
+    axes.set_xscale("log", base=2)
+    format_log_axis(axes, formatter)
+    tick_stride = -(-len(sizes) // MAX_TICKS)
+    axes.xaxis.set_major_locator(FixedLocator(list(sizes)[::tick_stride]))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda size, _: size_text(round(size))))
+    axes.set_xlabel("size")
+    axes.set_ylabel(y_label)
+    axes.grid(alpha=0.3)
+
+
+def format_log_axis(axes: Axes, formatter: Formatter) -> None:
+    """Make the y axis of drawn data logarithmic, with ticks at 1, 2 and 5 times powers of ten.
+
+    Over many decades the powers of ten are enough.
+    Minor ticks are off: on a short axis matplotlib would label them too, in another format.
+    """
+    axes.set_yscale("log")
+    low, high = axes.dataLim.intervaly
+    subs = (1, 2, 5) if high < MAX_SPAN * low else (1,)
+    axes.yaxis.set_major_locator(LogLocator(10, subs))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(formatter)

@@ -1,0 +1,93 @@
+"""torch.distributed on Gloo, over TCP: PyTorch's usual backend on CPUs."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from hpctrain.tools.bench.rivals import TIMEOUT_S, DenseModel, StepFunction
+from hpctrain.tools.bench.rivals.training import make_step
+from hpctrain.transport.placement.core_binding import allow_all_cores
+from hpctrain.world import World
+
+OPERATIONS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+
+
+class Gloo:
+    """See `hpctrain.tools.bench.rivals.Rival`."""
+
+    def __init__(self, world: World):
+        """Join the other ranks through a store on a free port of rank 0."""
+        torch.set_num_threads(1)
+        timeout = timedelta(seconds=TIMEOUT_S)
+        host = "127.0.0.1" if len(set(world.hosts)) == 1 else socket.getfqdn()
+        with allow_all_cores():  # Gloo's threads
+            self._join_process_group(world, host, timeout)
+        self.about = f"torch {torch.__version__}, Gloo, 1 thread, unbound"
+
+    def _join_process_group(self, world: World, host: str, timeout: timedelta) -> None:
+        store, open_store = None, partial(dist.TCPStore, world_size=world.size, timeout=timeout)
+        if world.rank == 0:
+            store = open_store(host, 0, is_master=True, wait_for_workers=False)
+        address = world.gather(f"{host} {store.port}" if store else "")[0].split()
+        store = store or open_store(address[0], int(address[1]), is_master=False)
+        dist.init_process_group(
+            "gloo", store=store, rank=world.rank, world_size=world.size, timeout=timeout
+        )
+
+    def offers(self, operation: str, dtype: np.dtype) -> bool:
+        """Return whether torch supports `operation` in place on NumPy's arrays of `dtype`."""
+        return operation != "reduce-scatter" and dtype.name != "bfloat16"
+
+    def call(self, operation: str, x: np.ndarray, op: str) -> Callable[[], None]:
+        """Return a call on `x`'s own memory."""
+        tensor = torch.from_numpy(x)
+        if operation == "allreduce":
+            return _discard_result(dist.all_reduce, tensor, OPERATIONS[op])
+        if operation == "broadcast":
+            return _discard_result(dist.broadcast, tensor, 0)
+        chunks = list(tensor.chunk(dist.get_world_size()))
+        return _discard_result(dist.all_gather, chunks, chunks[dist.get_rank()])
+
+    def awake_context(self) -> AbstractContextManager[None]:
+        """Return a context manager that unbinds this thread from its core.
+
+        On the same core as Gloo's threads a call takes five times as long. Between calls Gloo's
+        threads sleep.
+        """
+        return allow_all_cores()
+
+    def step(self, dense: DenseModel, without_communication: bool) -> StepFunction:
+        """Return a step of DistributedDataParallel, which reduces gradients during backward."""
+        return make_step(dense, _leave_unwrapped if without_communication else _wrap_in_ddp)
+
+    def close(self) -> None:
+        """Leave the process group."""
+        dist.destroy_process_group()
+
+
+def _wrap_in_ddp(network: Any, optimizer: Any) -> tuple[Any, Any]:
+    # Gradients are views of the buckets that are sent: otherwise DDP copies them.
+    return DistributedDataParallel(network, gradient_as_bucket_view=True), optimizer
+
+
+def _leave_unwrapped(network: Any, optimizer: Any) -> tuple[Any, Any]:
+    return network, optimizer
+
+
+def _discard_result(function: Callable[..., Any], *arguments: Any) -> Callable[[], None]:
+    """Return a call without a return value: the result is in place."""
+
+    def call() -> None:
+        function(*arguments)
+
+    return call

@@ -1,0 +1,111 @@
+"""`hpctrain bench step`: from options to a table, JSON and a plot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import threadpoolctl
+
+from hpctrain.core import config
+from hpctrain.core.errors import UsageError
+from hpctrain.tools.bench import output, rivals
+from hpctrain.tools.bench.options import RivalOptions, require_minimum, split_words
+from hpctrain.tools.bench.training_step import timing
+from hpctrain.training import recipe, runs
+from hpctrain.training.recipe import Recipe
+from hpctrain.tuning.select import ALGORITHM_NAMES
+from hpctrain.world import World
+
+TIMING_METHOD = (
+    "contenders take turns, `calls` steps each; the slowest rank's time / calls counts; exposed_s: "
+    "the median of a step minus the same library's own step without communication, taken in the "
+    f"same round; correct: after {timing.EQUAL_LOSS_STEPS} steps from equal weights on equal "
+    f"samples the loss lies within {timing.LOSS_TOLERANCE:g} of the first row's; one BLAS thread "
+    "per rank"
+)
+TORCH_RIVALS = "gloo,ddp,sync"  #: beside our engines with a module of PyTorch, by default
+
+
+def parse_options(
+    name: str,
+    sets: Sequence[str],
+    algorithms: str,
+    rivals_text: str,
+    batches: str | None,
+    model: str,
+    iterations: int,
+    warm_up: int,
+    json: Path | None,
+    plot: Path | None,
+) -> RivalOptions[timing.StepPlan]:
+    """Return the validated options; a UsageError names the expected and the nearest value."""
+    spec = recipe.load(name, sets)
+    names = list(split_words(algorithms))
+    for algorithm in names:
+        config.pick(
+            dict.fromkeys((*ALGORITHM_NAMES, timing.SHARE_PARAMETERS)), algorithm, "algorithm"
+        )
+    if not set(names) - {timing.NULL_ALGORITHM}:
+        raise UsageError("--algorithms: expected one that communicates, seen none")
+    plan = timing.StepPlan(
+        spec,
+        # `null` is measured in any case.
+        [algorithm for algorithm in names if algorithm != timing.NULL_ALGORITHM],
+        _parse_batches(spec, batches),
+        require_minimum("--iterations", iterations, 1),
+        require_minimum("--warm-up", warm_up, 0),
+        config.pick({"ours": False, "torch": True}, model, "--model"),
+    )
+    if plan.in_torch and (reason := timing.rival_refusal(spec)):
+        raise UsageError(f"--model torch: {reason}")
+    rivals_text = rivals_text or TORCH_RIVALS * plan.in_torch
+    return RivalOptions(plan=plan, rivals=rivals.parse_names(rivals_text), json=json, plot=plot)
+
+
+def run(world: World, options: RivalOptions[timing.StepPlan]) -> list[timing.Row]:
+    """Measure, print, save and return the rows; collective."""
+    plan = options.plan
+    output.check_writable(world, options.json, options.plot)
+    split = world.on_all_ranks(lambda: plan.spec.data.load(plan.spec.run.seed))
+    model = world.on_all_ranks(lambda: runs.build_model(plan.spec, split))
+    refusal = timing.rival_refusal(plan.spec)
+    title = f"a step of {plan.spec.run.name}, {world.size} ranks"
+    with rivals.joined(world, options.rivals, lambda _: refusal) as (joined, about):
+        printer = output.RowPrinter(world, title, _columns(joined), len(plan.batches))
+        with threadpoolctl.threadpool_limits(1, "blas"):
+            rows = printer.print_groups(timing.run(world, plan, model, split.train, joined))
+    facts = {"timed": TIMING_METHOD, "rivals": about, "recipe": plan.spec.tables}
+    output.save(world, options, rows, title, lambda plot: plot.draw_step_bars, facts)
+    return rows
+
+
+def _columns(supported_rivals: Iterable[str]) -> list[output.Column]:
+    rival_columns = [(f"x {name}", _ratio_formatter(name)) for name in supported_rivals]
+    return [
+        ("batch", output.number_column("batch_per_rank", "d")),
+        output.ALGORITHM_COLUMN,
+        *output.TIME_COLUMNS[:3],
+        ("samples/s", output.number_column("samples_per_s", ",.0f")),
+        ("exposed us", output.microseconds_column("exposed_s")),
+        ("loss", output.number_column("loss", ".5f")),
+        *rival_columns,
+        output.CORRECT_COLUMN,
+    ]
+
+
+def _ratio_formatter(name: str) -> output.RowFormatter:
+    return lambda row: f"{row['times'][name]:.2f}" if name in row["times"] else "-"
+
+
+def _parse_batches(spec: Recipe, text: str | None) -> list[int]:
+    if text is None:
+        if spec.batch.batch_per_rank is None:
+            raise UsageError(
+                "the recipe gives a batch for all ranks together; use --batch-per-rank N"
+            )
+        return [spec.batch.batch_per_rank]
+    batch_words = list(split_words(text))
+    if not batch_words or not all(word.isdigit() and int(word) for word in batch_words):
+        raise UsageError(f"--batch-per-rank: expected numbers such as 32,128, seen '{text}'")
+    return [int(word) for word in batch_words]

@@ -1,0 +1,131 @@
+"""The runs below a folder, newest first, as their files describe them; no MPI is needed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hpctrain.core.config import toml
+from hpctrain.core.errors import UsageError
+from hpctrain.core.names import counted
+from hpctrain.core.run_files import run_folder
+from hpctrain.core.run_files.folder_lock import is_locked
+from hpctrain.tools.report import record
+from hpctrain.tools.report.record import RunRecord
+
+DEFAULT_WIDTH = 130  # characters, if stdout is no terminal
+#: The first that a run has is its result.
+RESULTS = ("test_accuracy", "test_r2", "test_loss", "train_loss")
+NO_RECIPE = "(Python)"  #: in place of a recipe's name
+RUNNING, KILLED, DAMAGED = "running", "killed", "damaged"
+
+
+@dataclass(frozen=True)
+class HistoryEntry:
+    """A run in a line; None where its files do not tell."""
+
+    started: float  #: of the last part of the run; seconds since the epoch
+    recipe: str
+    engine: str | None
+    ranks: int | None
+    status: str  #: the summary's, or RUNNING, KILLED, or DAMAGED with the fault
+    step: int | None
+    metric: str | None  #: of RESULTS
+    value: float | None
+    folder: str
+    lost_ranks: int = 0  #: that the run survived
+
+    def as_json(self) -> dict[str, Any]:
+        started = time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(self.started))
+        return {**asdict(self), "started": started}
+
+
+def list_runs(folder: Path) -> list[HistoryEntry]:
+    """Return the runs in `folder`, the last started first; `folder` may be a run itself.
+
+    Raises UsageError if there are none.
+    """
+    entries = [read_entry(run) for run in _find_folders(folder)]
+    if not entries:
+        raise UsageError(
+            f"{folder}: expected the folder of a run, or one that holds runs, seen none"
+        )
+    return sorted(entries, key=lambda entry: entry.started, reverse=True)
+
+
+def _find_folders(folder: Path) -> Iterator[Path]:
+    """Yield the folders of runs; a job array's lie in nodes-N below its folder."""
+    for path in (folder, *folder.glob("*"), *folder.glob("*/nodes-*")):
+        if any((path / name).is_file() for name in record.FILES):
+            yield path
+
+
+def read_entry(run: Path) -> HistoryEntry:
+    """Return the entry of the run in folder `run`; of damaged files it says so."""
+    started = max((run / name).stat().st_mtime for name in record.FILES if (run / name).exists())
+    if (run / run_folder.RECIPE).exists():  # written at the start of each part
+        started = (run / run_folder.RECIPE).stat().st_mtime
+    nothing = dict.fromkeys(("engine", "ranks", "step", "metric", "value"))
+    try:
+        values = _describe(run, record.read(run))
+    except (UsageError, ValueError) as error:
+        values = {**nothing, "recipe": "-", "status": f"{DAMAGED}: {error}"}
+    return HistoryEntry(started=started, folder=str(run), **values)
+
+
+def _describe(run: Path, contents: RunRecord) -> dict[str, Any]:
+    recipe = toml.parse(contents.recipe, str(run / run_folder.RECIPE))
+    last_row = contents.rows[-1] if contents.rows else {}
+    latest = {**last_row, **contents.summary}
+    unfinished = RUNNING if is_locked(run) else KILLED
+    metric = next((name for name in RESULTS if latest.get(name) is not None), None)
+    times = next(iter((last_row.get("ranks") or {}).values()), None)
+    return {
+        "recipe": recipe.get("run", {}).get("name") or NO_RECIPE,
+        "engine": contents.summary.get("engine") or recipe.get("engine", {}).get("kind"),
+        "ranks": contents.summary.get("world_size") or (times and len(times)),
+        "status": contents.summary.get("status", unfinished),
+        "step": last_row.get("step"),
+        "metric": metric,
+        "value": latest[metric] if metric else None,
+        "lost_ranks": sum(len(loss.ranks) for loss in contents.losses()),
+    }
+
+
+def find_newest(folder: Path, recipe: str) -> Path:
+    """Return the folder of the last started run of `recipe` below `folder`.
+
+    Raises UsageError if there is none.
+    """
+    runs = list_runs(folder) if folder.is_dir() else []
+    names = [run.folder for run in runs if run.recipe == recipe]
+    if not names:
+        raise UsageError(
+            f"--resume: expected a run of recipe '{recipe}' in {folder}/, seen none; name its "
+            "folder: --resume=DIR"
+        )
+    return Path(names[0])
+
+
+def print_table(entries: Sequence[HistoryEntry]) -> None:
+    """Print a row per run on stdout."""
+    from rich.table import Table
+    from rich.text import Text
+
+    from hpctrain.core.fitted_table import print_table as print_fitted
+
+    table = Table("started", "recipe", "engine", "ranks", "status", "step", "result",
+                  "folder")  # fmt: skip
+    for entry in entries:
+        started = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.started))
+        status = entry.status
+        if entry.lost_ranks:
+            status += f", {counted(entry.lost_ranks, 'rank')} lost"
+        result = "-" if entry.value is None else f"{entry.metric} {entry.value:.4f}"
+        cells = (started, entry.recipe, entry.engine or "-", str(entry.ranks or "-"), status,
+                 str(entry.step or "-"), result.replace("_", " "), entry.folder)  # fmt: skip
+        table.add_row(*map(Text, cells))
+    print_fitted(table, DEFAULT_WIDTH)

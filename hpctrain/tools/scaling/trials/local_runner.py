@@ -1,0 +1,134 @@
+"""Run trials from this process: ranks on this machine, or on the hosts of a netlab.
+
+A trial is a command of its own, `hpctrain launch` or `hpctrain netlab`, with a log of its own. It
+ends when this process does, in whatever way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from hpctrain.cluster.launch import MpiInstallation, find_mpi
+from hpctrain.cluster.netlab import netlab
+from hpctrain.core import launchers, opening, progress
+from hpctrain.core.errors import UsageError
+from hpctrain.core.interpreter import module_command
+from hpctrain.tools.scaling.collect import LEVELS
+from hpctrain.tools.scaling.study import Study
+from hpctrain.tools.scaling.world_sizes import Size
+
+PLACES = ("local", "netlab", "slurm")
+LIMIT_S = 3600.0  #: a trial that takes longer is ended; one that hangs is ended by its own watch
+POLL_S = 2.0  #: more often would take time from the timed ranks
+_GRACE_S = 20.0
+_PR_SET_PDEATHSIG = 1
+
+
+def must_work(on: str, sizes: Sequence[Size], link: str | None) -> MpiInstallation | None:
+    """Raise UsageError where trials cannot run; return the MPI that they will use, if known."""
+    outer = launchers.launched(os.environ)
+    if outer.size > 1:
+        raise UsageError(
+            f"this is rank {outer.rank} of {outer.size}: `hpctrain scale` starts ranks itself"
+        )
+    if link is not None and on != "netlab":
+        raise UsageError(f"--link shapes the links of a netlab; seen --on {on}")
+    if on == "slurm":
+        if shutil.which("sbatch") is None:
+            raise UsageError(
+                "--on slurm: there is no sbatch on the PATH; load the site's Slurm, or take --on "
+                "local or --on netlab"
+            )
+        return None
+    if on == "netlab":
+        speed = netlab.parse_speed(link or "")
+        for size in sizes:
+            netlab.Lab(size.nodes, size.per_node, speed)
+        if (reason := netlab.unavailable_reason()) is not None:
+            raise UsageError(f"--on netlab: {reason}")
+    mpi = find_mpi()
+    if mpi.mpiexec is None:
+        raise UsageError(
+            f"no mpiexec belongs to {mpi.vendor} ({mpi.libmpi}), which mpi4py loads; "
+            "`hpctrain doctor` tells more"
+        )
+    return mpi
+
+
+def line(study: Study, size: Size, arguments: Sequence[str]) -> list[str]:
+    """Return the command that runs `hpctrain ARGUMENTS` on the ranks of `size`."""
+    program = module_command("hpctrain")
+    if study.on == "local":
+        return [*program, "launch", "-n", str(size.ranks), *arguments]
+    hosts = ["--hosts", str(size.nodes), "--ranks-per-host", str(size.per_node)]
+    return [*program, "netlab", *hosts, "--link", str(study.link), "--", *program, *arguments]
+
+
+def run(
+    command: Sequence[str],
+    log: Path,
+    threads: int | None,
+    limit_s: float = LIMIT_S,
+    on_poll: Callable[[], None] | None = None,
+) -> int:
+    """Run `command` to its end with its output in `log`; return its exit code.
+
+    Meanwhile `on_poll` is called every POLL_S. A command that takes longer than `limit_s` is
+    stopped, and `log` reports it.
+    """
+    environ = {k: v for k, v in os.environ.items() if k != progress.TERMINAL}
+    if threads is not None:
+        environ["OMP_NUM_THREADS"] = str(threads)
+    with opening.create(log, LEVELS) as out:
+        process = subprocess.Popen(
+            command,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            start_new_session=True,
+            preexec_fn=_end_with_parent,
+        )
+        try:
+            return _wait(process, limit_s, on_poll)
+        except subprocess.TimeoutExpired:
+            _stop(process)
+            out.write(f"hpctrain: ended after {limit_s:g} s, the limit of a trial\n".encode())
+            return 1
+        except BaseException:
+            _stop(process)
+            raise
+
+
+def _wait(
+    process: subprocess.Popen[bytes], limit_s: float, on_poll: Callable[[], None] | None
+) -> int:
+    """Return the exit code of `process`; raise TimeoutExpired after `limit_s`."""
+    deadline = time.monotonic() + limit_s
+    while on_poll is not None and time.monotonic() + POLL_S < deadline:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.wait(POLL_S)
+        on_poll()
+    return process.wait(max(0.0, deadline - time.monotonic()))
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """Send SIGINT twice, as two Ctrl-Cs do: the second one kills the ranks."""
+    for number in (signal.SIGINT, signal.SIGINT, signal.SIGKILL):
+        process.send_signal(number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_GRACE_S)
+            return
+
+
+def _end_with_parent() -> None:
+    """Let the kernel send SIGTERM when the study is killed: `launch` then stops its ranks."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
