@@ -59,7 +59,6 @@ __all__ = [
     "torch",
 ]
 
-_PACKAGES = {"data", "engines", "jax", "nn", "optim", "parallel", "slurm", "torch"}
 _MODULE_OF = {
     "CheckpointOptions": "hpctrain.training.run_options",
     "ElasticOptions": "hpctrain.training.run_options",
@@ -69,6 +68,8 @@ _MODULE_OF = {
     "init": "hpctrain.world",
     "load": "hpctrain.training.runs",
 }
+_PACKAGES = {"data", "engines", "jax", "nn", "optim", "parallel", "torch"}
+_MODULES = {"callbacks": "hpctrain.training.callbacks", "slurm": "hpctrain.cluster.jobs"}
 
 
 def __getattr__(name: str) -> Any:
@@ -76,10 +77,8 @@ def __getattr__(name: str) -> Any:
         from hpctrain.core.lazy import NoAttributeError
 
         raise NoAttributeError("hpctrain", name)
-    if name in _PACKAGES:
-        return import_module(f"hpctrain.{name}")
-    if name == "callbacks":
-        return import_module("hpctrain.training.callbacks")
+    if name in _PACKAGES | _MODULES.keys():
+        return import_module(_MODULES.get(name, f"hpctrain.{name}"))
     value = getattr(import_module(_MODULE_OF.get(name, "hpctrain.world.calls.calls")), name)
     globals()[name] = value
     return value

@@ -87,4 +87,4 @@ def test_files_are_opened_by_one_function():
         if OPENING.fullmatch(name) and not OTHERS.match(ast.unparse(call))
     }
     # A campaign of faults reads and writes the folder of its own runs.
-    assert {file for file in opening if not file.startswith("chaos/")} == OPENED.keys()
+    assert {file for file in opening if not file.startswith("tools/chaos/")} == OPENED.keys()

@@ -18,7 +18,7 @@ MOST_LINES = 300
 MOST_FILES = 20  #: of a room, `__init__.py` included
 #: rooms of more files, with headroom: a room near its limit is divided
 WIDE = {
-    "chaos": 26, "collectives": 28, "commands": 32, "core": 26, "nn": 28, "torch": 24,
+    "tools/chaos": 26, "collectives": 28, "commands": 32, "core": 26, "nn": 28, "torch": 24,
     "training": 32,
 }  # fmt: skip
 #: longer files and their lines, which may only shrink
@@ -66,8 +66,8 @@ def test_statements_do_not_grow():
 def test_the_top_level_is_small():
     entries = [p for p in ROOT.iterdir() if p.is_dir() or p.suffix == ".py"]
     entries = [p for p in entries if p.name != "__pycache__"]
-    assert len(entries) <= 34  # a room for each guest; ht.slurm, pipelines, campaigns
-    assert sum(p.is_file() for p in entries) <= 8
+    assert len(entries) <= 25
+    assert sum(p.is_file() for p in entries) <= 4
 
 
 def test_the_list_of_files_is_complete():

@@ -47,7 +47,9 @@ def test_public_names_exist_and_are_few():
     assert [name for name in ht.__all__ if not hasattr(ht, name)] == []
 
 
-@pytest.mark.parametrize("file", ["py.typed", "training/recipes/digits.toml", "report/page.html"])
+@pytest.mark.parametrize(
+    "file", ["py.typed", "training/recipes/digits.toml", "tools/report/page.html"]
+)
 def test_package_data_is_there(file):
     assert resources.files("hpctrain").joinpath(file).is_file()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hpctrain.tools.bench.rivals import DenseModel, StepFunction
 from hpctrain.tools.bench.rivals.training import make_step
+from hpctrain.torch import sync
 from hpctrain.world import World
 
 
@@ -52,7 +52,7 @@ class Sync(PyTorchOnMpi):
     """A loop with `ht.torch.sync`."""
 
     def _wrap(self, network: Any, optimizer: Any) -> tuple[Any, Any]:
-        import_module("hpctrain.torch").sync(network, optimizer)  # lies above this room
+        sync(network, optimizer)
         return network, optimizer
 
 

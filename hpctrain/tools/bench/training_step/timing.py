@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from importlib import import_module
 from math import isfinite
 from typing import Any
 
@@ -157,12 +156,11 @@ def _make_replica(plan: StepPlan, model: Model) -> tuple[Replica, Optimizer]:
         optimizer = plan.spec.optimizer
         return replica, optimizer.build(lambda step: optimizer.rate)
     from hpctrain.tools.bench.rivals.training import build_network, make_optimizer
+    from hpctrain.torch.modules.optimizers.conversion import as_optimizer
 
     dense = _dense_model(plan, replica)
     network = build_network(dense)
-    # lies above this room
-    torch_modules = import_module("hpctrain.torch.modules.optimizers.conversion")
-    optimizer = torch_modules.as_optimizer(make_optimizer(network, dense), network)
+    optimizer = as_optimizer(make_optimizer(network, dense), network)
     return frameworks.as_model(network).make_replica(0, "float32", on_gpu=False), optimizer
 
 

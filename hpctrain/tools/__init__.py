@@ -1,0 +1,1 @@
+"""Tools above the library: benchmarks, preflight, reports, scaling studies, fault campaigns."""
