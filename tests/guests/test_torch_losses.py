@@ -161,6 +161,32 @@ def test_a_sum_is_trained_as_a_mean_and_said_so_unless_it_was_asked_for(caplog, 
     assert len(warnings) == (not by_argument)
 
 
+class Counting(nn.MSELoss):
+    """A loss that writes to itself: its last value, a count, and a buffer in place and anew."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+        self.register_buffer("places", torch.zeros(1, dtype=torch.int64))
+        self.register_buffer("mean", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, outputs, targets):
+        self.calls += 1
+        self.places += len(outputs)
+        loss = super().forward(outputs, targets)
+        self.mean = loss.detach()
+        return loss
+
+
+def test_what_a_loss_writes_to_itself_is_kept():
+    loss = Counting()
+    by_hpctrain(1, loss, REALS, make_module)
+    expected = Counting()
+    plain(expected, REALS, make_module)
+    assert (loss.calls, loss.places.item()) == (expected.calls, expected.places.item())
+    assert loss.reduction == "mean" and loss.mean.item() > 0
+
+
 def test_the_users_loss_is_not_changed_and_read_at_each_step():
     loss = CE(weight=W.float())
     by_hpctrain(2, loss, LABELS, make_module)

@@ -8,7 +8,8 @@ add up to that for the batch, or whose parameters the Trainer would not train.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from inspect import signature
 from typing import Any
@@ -116,7 +117,8 @@ def check_shapes(loss: Any, outputs: Any, targets: Any) -> None:
 def call_in_dtype(loss: Any, outputs: Any, targets: Any, reduction: str | None = None) -> Any:
     """Return `loss(outputs, targets)`, its weights in dtype and memory of the outputs.
 
-    With `reduction` instead of its own. The user's module is not changed.
+    With `reduction` instead of its own. A copy is called, and what it writes to itself, as a count
+    of its calls, is given to the user's module.
     """
     if not isinstance(loss, nn.Module) or not isinstance(outputs, torch.Tensor):
         return loss(outputs, targets)
@@ -125,10 +127,30 @@ def call_in_dtype(loss: Any, outputs: Any, targets: Any, reduction: str | None =
         for name, x in loss._buffers.items()
     }
     called: Any = copy.copy(loss) if hasattr(type(loss), "__copy__") else _copy(loss)
-    vars(called)["_buffers"] = weights
+    vars(called)["_buffers"] = dict(weights)
     if reduction is not None:
         called.reduction = reduction
-    return called(outputs, targets)
+    before = dict(vars(called))
+    result = called(outputs, targets)
+    vars(loss).update({k: x for k, x in vars(called).items() if x is not before.get(k, called)})
+    written = {k: x for k, x in called._buffers.items() if x is not weights.get(k, called)}
+    loss._buffers.update(written)
+    return result
+
+
+@contextmanager
+def unwritten(loss: Any) -> Iterator[None]:
+    """Give a loss module the attributes and buffers of before back, after a call that checks it."""
+    attributes = dict(vars(loss)) if isinstance(loss, nn.Module) else {}
+    if attributes:
+        buffers = {k: x if x is None else x.clone() for k, x in loss._buffers.items()}
+        vars(loss)["_buffers"] = buffers
+    try:
+        yield
+    finally:
+        if attributes:
+            vars(loss).clear()
+            vars(loss).update(attributes)
 
 
 def _copy(module: nn.Module) -> Any:

@@ -80,6 +80,10 @@ class TorchLoss:
         self.terms = tuple(self._functions)
         self.metrics: Mapping[str, Metric] = {name: mean(name) for name in self.terms}
 
+    def unwritten(self) -> AbstractContextManager[None]:
+        """Return a context in which calls leave the user's function as it was."""
+        return loss_modules.unwritten(self._functions["loss"])
+
     def totals(self, outputs: Any, targets: Any, n: int) -> dict[str, tuple[torch.Tensor, float]]:
         """Return the sum over `n` samples of the loss and of each metric, with its divisor."""
         factor = n if self._reduction == "mean" else 1
@@ -204,9 +208,8 @@ def compute_sums(
     """Return the sums of `loss` over `n` samples with targets `y`, arrays (n, ...).
 
     With `scale` the gradient of `scale` times the loss is propagated back from `outputs`, within
-    the context `backward`. Targets
-    of functions become tensors in the memory and the dtype of `like`; so do outputs of 16 bits, as
-    autocast makes them.
+    the context `backward`. Targets of functions become tensors in the memory and the dtype of
+    `like`; so do outputs of 16 bits, as autocast makes them.
     """
     if isinstance(loss, TorchLoss):
         outputs = map_arrays(partial(_widened, dtype=like.dtype), outputs)

@@ -113,7 +113,8 @@ class TorchModel:
             self.output_shape = tuple(outputs.shape[1:])
             check_class_axis(self._loss, self.output_shape, y, self._is_default_loss)
         if isinstance(self._loss, TorchLoss):
-            compute_sums(self._loss, outputs, y, sample_count(x), None, self._parameter)
+            with self._loss.unwritten():
+                compute_sums(self._loss, outputs, y, sample_count(x), None, self._parameter)
         elif not isinstance(outputs, torch.Tensor):
             raise UsageError(
                 f"the loss {self._loss!r} needs a tensor of outputs, seen "
