@@ -87,7 +87,7 @@ def fabric_ports(ports: tuple[Nic, ...]) -> tuple[Nic, ...]:
 
 
 def nearest_ports(gpu_address: str, ports: Sequence[Nic], root: Path = ROOT) -> tuple[str, ...]:
-    """Return the names of the `ports` nearest to a GPU; of all ports without topology in sysfs."""
+    """Return the names of the `ports` nearest to a GPU; of every port without topology in sysfs."""
     nearest_addresses = nearest_devices(gpu_address, [nic.pci for nic in ports if nic.pci], root)
     return tuple(nic.name for nic in ports if nic.pci in nearest_addresses or not nearest_addresses)
 

@@ -39,7 +39,7 @@ def near_cores(device: str, root: Path = ROOT) -> frozenset[int]:
 
 
 def relation(device: str, other: str, root: Path = ROOT) -> str | None:
-    """Return the name of the path between two devices; None if sysfs lacks one of them."""
+    """Return the name of the path between two devices; None if sysfs lacks either."""
     first, second = device_path(device, root), device_path(other, root)
     if not first or not second:
         return None

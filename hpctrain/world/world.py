@@ -45,8 +45,7 @@ class World:
     verdict: Verdict = STAGED_VERDICT  #: the path of GPU memory between ranks
     bindings: tuple[RankBinding, ...] = ()  #: of each rank at the start; none among threads
     trace: Trace = field(default_factory=Trace)  #: of the spans of all threads
-    #: records the reason why this rank ends
-    on_failure: Callable[[BaseException], Any] | None = None
+    on_failure: Callable[[BaseException], Any] | None = None  #: records why this rank ends
     purpose_links: dict[str, list[Link]] = field(default_factory=dict)  #: of other threads
     parent: World | None = None  #: the World that this sub-world was split from
     sub_worlds: list[World] = field(default_factory=list)

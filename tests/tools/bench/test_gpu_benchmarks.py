@@ -15,7 +15,7 @@ from ranks import run_on_gpus
 
 from hpctrain.transport.gpu_probe import probe_process
 
-FOLDER = Path(__file__).parents[2] / "benchmarks"
+FOLDER = Path(__file__).parents[3] / "benchmarks"
 
 
 @pytest.fixture

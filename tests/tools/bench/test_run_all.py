@@ -12,7 +12,7 @@ import pytest
 
 from hpctrain.transport.device import gpus
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu" / "run_all.py"
+SCRIPT = Path(__file__).parents[3] / "benchmarks" / "gpu" / "run_all.py"
 
 
 @pytest.fixture

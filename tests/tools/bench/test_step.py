@@ -16,7 +16,7 @@ from hpctrain.tools.bench.rivals import DenseModel
 from hpctrain.tools.bench.training_step import command, timing
 from hpctrain.training import recipe
 
-COMPARED = Path(__file__).parents[2] / "benchmarks" / "mlp-10m.toml"
+COMPARED = Path(__file__).parents[3] / "benchmarks" / "mlp-10m.toml"
 REQUESTED = {
     "algorithms": "direct",
     "rivals_text": "",

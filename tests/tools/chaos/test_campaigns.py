@@ -13,7 +13,7 @@ from hpctrain.tools.chaos.case import Case, FailingFile, FullDisk, HostFault, Li
 from hpctrain.tools.chaos.draw import draw_case
 
 PLAIN = {"engines": ["ring"], "ranks": [2, 3], "faults": {"kinds": ["kill-rank"]}}
-EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "faults.toml"
+EXAMPLE = Path(__file__).parents[3] / "docs" / "examples" / "faults.toml"
 
 # Changes of a campaign -> words of the refusal
 REFUSED = {

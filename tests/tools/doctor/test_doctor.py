@@ -64,7 +64,7 @@ def test_inside_a_job_it_is_refused(hpctrain):
 @pytest.mark.processes
 @pytest.mark.either
 def test_gpus_and_an_mpi_that_crashes_on_them(hpctrain, tmp_path):
-    site, tests = cupy_package.install(tmp_path / "site"), Path(__file__).parents[1]
+    site, tests = cupy_package.install(tmp_path / "site"), Path(__file__).parents[2]
     path = f"{site}:{tests}:{os.environ.get('PYTHONPATH', '')}"
     environ = {"PYTHONPATH": path, "FAKE_CRASH": "1", "FAKE_GPUS": "1",
                "CUDA_VISIBLE_DEVICES": "1,GPU-1", "XDG_CACHE_HOME": str(tmp_path)}  # fmt: skip

@@ -46,7 +46,7 @@ hpctrain doctor --json found.json
 @pytest.mark.full
 def test_trials_with_gpu_memory_by_srun(slurm, tmp_path):
     """Each in a step of its own that overlaps; MPI crashes on the pointers of the stand-in."""
-    site, tests = cupy_package.install(tmp_path / "site"), Path(__file__).parents[1]
+    site, tests = cupy_package.install(tmp_path / "site"), Path(__file__).parents[2]
     path = f"{site}:{tests}:{os.environ.get('PYTHONPATH', '')}"
     variables = {"PYTHONPATH": path, "FAKE_CRASH": "1", "FAKE_GPUS": "2",
                  "XDG_CACHE_HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}  # fmt: skip

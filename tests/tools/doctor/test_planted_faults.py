@@ -133,7 +133,7 @@ def test_a_full_disk(with_little_room, tmp_path):
 def test_a_gpu_that_all_ranks_take_and_no_threads(hpctrain, tmp_path):
     """The stand-in is one GPU to each rank, as CUDA shows it; NVML knows of two."""
     (tmp_path / "sitecustomize.py").write_text(FUNNELED)
-    site, tests = cupy_package.install(tmp_path / "site"), Path(__file__).parents[1]
+    site, tests = cupy_package.install(tmp_path / "site"), Path(__file__).parents[2]
     output = {"FAKE_GPUS": "1", "FAKE_CRASH": "1", "CUDA_VISIBLE_DEVICES": "0"}
     environ = QUICK | on_path(tmp_path, site, tests) | output | {"XDG_CACHE_HOME": str(tmp_path)}
     file = tmp_path / "found.json"

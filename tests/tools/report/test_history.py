@@ -10,7 +10,7 @@ import pytest
 from browser import painted
 from click.testing import CliRunner
 from matplotlib import image
-from report.test_report import ROWS, row
+from tools.report.test_report import ROWS, row
 
 from hpctrain.commands.compare import compare
 from hpctrain.commands.follow import follow as follow_command

@@ -37,7 +37,7 @@ from hpctrain.tools.scaling.trials import local_runner
 from hpctrain.tools.scaling.trials import runner as trial_runner
 from hpctrain.tools.scaling.world_sizes import Size
 
-GOLDEN = Path(__file__).parent.parent / "golden"
+GOLDEN = Path(__file__).parents[2] / "golden"
 SERIAL = 0.2
 
 
@@ -466,7 +466,7 @@ def test_who_calls_while_another_works_sees_how_things_stand(tmp_path, monkeypat
 @pytest.mark.parametrize("missing", ["jinja2", "matplotlib.figure"])
 def test_without_the_extra_all_but_pictures_is_there(missing, tmp_path, monkeypatch, caplog):
     for module in ("scaling.output.page", "scaling.output.plots", "report.page", "report.plots"):
-        monkeypatch.delitem(sys.modules, f"hpctrain.{module}", raising=False)
+        monkeypatch.delitem(sys.modules, f"hpctrain.tools.{module}", raising=False)
     monkeypatch.setitem(sys.modules, missing, None)
     assert called(monkeypatch, tmp_path / "s")[0] == 0
     assert "pip install 'hpctrain[report]'" in caplog.text
