@@ -45,6 +45,15 @@ class Metrics(pydantic.BaseModel):
     straggler_scores: list[Number] | None = None
 
 
+class RankTimes(pydantic.BaseModel):
+    """The seconds of each rank since the last resumption."""
+
+    model_config = _OPEN
+    compute_s: list[Number] | None = None
+    wait_s: list[Number] | None = None
+    wire_s: list[Number] | None = None
+
+
 class MetricsRow(Metrics):
     """A row of metrics.jsonl."""
 
@@ -54,7 +63,7 @@ class MetricsRow(Metrics):
     epoch: Count | None = None
     train_accuracy: Number = None
     rate: Number = None
-    ranks: dict[str, list[float]] | None = None
+    ranks: RankTimes | None = None
     interrupted: bool = False
     lost_ranks: list[Count] | None = None
 

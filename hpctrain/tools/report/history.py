@@ -82,7 +82,7 @@ def _describe(run: Path, contents: RunRecord) -> dict[str, Any]:
     latest = {**last_row, **contents.summary}
     unfinished = RUNNING if is_locked(run) else KILLED
     metric = next((name for name in RESULTS if latest.get(name) is not None), None)
-    times = next(iter((last_row.get("ranks") or {}).values()), None)
+    times = (last_row.get("ranks") or {}).get("compute_s")
     return {
         "recipe": recipe.get("run", {}).get("name") or NO_RECIPE,
         "engine": contents.summary.get("engine") or recipe.get("engine", {}).get("kind"),

@@ -77,8 +77,9 @@ class RunRecord:
         row = self.rows[-1] if self.rows else {}
         if not row.get("ranks"):
             return {}
-        times = {name: np.array(seconds, np.float64) for name, seconds in row["ranks"].items()}
-        if len({len(seconds) for seconds in times.values()}) != 1 or set(TIMES[1:]) - set(times):
+        own = {name: row["ranks"].get(name) or [] for name in TIMES[1:]}
+        times = {name: np.array(seconds, np.float64) for name, seconds in own.items()}
+        if len({len(seconds) for seconds in times.values()}) != 1 or not own["compute_s"]:
             raise FileError(f"{self.folder}: expected times of as many ranks each in 'ranks'")
         return {**times, "wall_s": np.full_like(times["compute_s"], row.get("wall_s"))}
 

@@ -115,6 +115,16 @@ def test_rows_after_the_resumed_step_go(tmp_path, step, saved, redone):
     assert run_folder.rows(tmp_path)[-1] == {"step": 99}
 
 
+def test_rows_with_nan_of_an_older_version_are_read_after_they_were_cut(tmp_path):
+    """What is kept is written anew, where NaN is null."""
+    ranks = {name: [1.0, float("nan")] for name in ("compute_s", "wait_s", "wire_s")}
+    rows = [{"step": step, "wall_s": float("nan"), "ranks": ranks} for step in (1, 2)]
+    (tmp_path / run_folder.METRICS).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run_folder.go_back(tmp_path, 1, 0)
+    (row,) = run_folder.rows(tmp_path)
+    assert row["wall_s"] is None and row["ranks"]["compute_s"] == [1.0, None]
+
+
 def test_rows_are_added_whole_or_not_at_all(tmp_path):
     run_folder.append_row(tmp_path, {"step": 1}, {"step": 2})
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
