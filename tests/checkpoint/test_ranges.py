@@ -20,8 +20,8 @@ from hpctrain.checkpoint import Piece, exchange, hashes, manifest, parts, reader
 from hpctrain.collectives.chunks import bounds
 from hpctrain.core import files
 from hpctrain.core.errors import SaveError, UsageError
-from hpctrain.engines import engine
 from hpctrain.gradients import arena as arenas
+from hpctrain.optim.optimizer import BLOCK_ELEMENTS
 from hpctrain.training import weights
 from hpctrain.transport.threads.ranks import run_ranks
 
@@ -359,7 +359,7 @@ def test_a_range_beyond_the_array_is_refused(tmp_path):
 
 
 def test_shards_begin_at_bounds_of_units():
-    assert engine.BLOCK_ELEMENTS % BLOCK == 0
+    assert BLOCK_ELEMENTS % BLOCK == 0
 
 
 def test_extents_are_dealt_evenly():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from hpctrain.cli import hpctrain
 from hpctrain.cluster.slurm import queries, sbatch, status, submit
 from hpctrain.cluster.slurm.job import Job
 from hpctrain.cluster.slurm.reasons import explain_reason, is_permanent
-from hpctrain.cluster.slurm.render import DEFAULT_JOBS, render
+from hpctrain.cluster.slurm.render import DEFAULT_JOBS, SENT_FILE, render
 from hpctrain.cluster.slurm.submit import JobState
 from hpctrain.core.errors import HpctrainError, UsageError
 from hpctrain.core.run_files import run_folder
@@ -443,6 +444,7 @@ def test_who_sees_which_gpus(slurm, tmp_path):
     observed.chmod(0o755)
     (tmp_path / "slurm").mkdir()
     (tmp_path / "slurm/site.env").write_text("export OURS=ours\n")
+    shutil.copy(SENT_FILE, tmp_path / "slurm")  # such a job has no PATH with hpctrain
     text = render(Job(nodes=2, gpus_per_node=2, servers=1, max_restarts=0))
     assert "train=(hpctrain" in text
     text = text.replace("train=(hpctrain", "train=(./seen.sh")
