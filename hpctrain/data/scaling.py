@@ -46,7 +46,7 @@ class Scale:
 
     def apply(self, x: Any) -> Any:
         """Return samples `x` (n, ...), scaled: float32, or float64 if `x` is; others unchanged."""
-        if not self.changes(getattr(x, "dtype", np.dtype(object))):
+        if not self.changes(_dtype(x)):
             return x
         if self.shift is None or self.divisor is None:
             return x.astype(np.float32) / 255.0
@@ -115,8 +115,8 @@ def scale_split(split: Split, scale: Scale) -> Split:
     """Return `split` with both sets scaled, where `scale` changes them."""
 
     def scaled(samples: Samples) -> Samples:
-        dtype = samples.rows(np.arange(0))[0].dtype
-        return ScaledSamples(samples, scale) if scale.changes(dtype) else samples
+        x, _ = samples.rows(np.arange(0))
+        return ScaledSamples(samples, scale) if scale.changes(_dtype(x)) else samples
 
     test = None if split.test is None else scaled(split.test)
     return split._replace(train=scaled(split.train), test=test)
@@ -154,6 +154,11 @@ class Moments(NamedTuple):
     squares: np.ndarray  #: the sum of squared differences from the mean
     low: np.ndarray
     high: np.ndarray
+
+
+def _dtype(x: Any) -> np.dtype:
+    """Return the dtype of samples; object for a dict or a tuple of arrays, which no rule scales."""
+    return getattr(x, "dtype", np.dtype(object))
 
 
 def _columns(sample_shape: tuple[int, ...]) -> int:

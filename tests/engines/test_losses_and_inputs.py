@@ -202,7 +202,7 @@ def written(folder: Path, name: str, engine: dict) -> recipe.Recipe:
     return recipe.check(tables, folder)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("kind", ["allreduce", "ps-sync", "ps-async", "local-sgd", "easgd",
                                   "gossip"])  # fmt: skip

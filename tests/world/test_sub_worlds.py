@@ -177,7 +177,7 @@ WRONG = {
                       r"init\(comm=...\) has 2 ranks, but .* in another order"),
     "a rank outside": ("ht.init(comm=all.Split(0 if all.rank == 0 else MPI.UNDEFINED))\n"
                        "time.sleep(60)",
-                       r"hpctrain: rank 1 on \S+: init.* not COMM_NULL: ranks outside"),
+                       r"hpctrain: rank 1 on \S+: init.* not COMM_NULL: other ranks do"),
     "between groups": ("ht.init(comm=all.Split(all.rank).Create_intercomm(0, all, 1 - all.rank))",
                        "not an intercommunicator"),
     "no communicator": ("ht.init(comm=1)", "takes an intracommunicator of mpi4py, not 1"),
