@@ -26,7 +26,7 @@ def allocated_hosts(environ: Mapping[str, str]) -> list[Host]:
 def remaining_hosts(hosts: Sequence[Host]) -> list[Host]:
     """Return the `hosts` that Slurm does not report as lost; all without an answer."""
     names = remaining_nodes(",".join(host.name for host in hosts))
-    return [host for host in hosts if host.name in names or not names]
+    return [host for host in hosts if names is None or host.name in names]
 
 
 def host_options(vendor: str, hosts: Sequence[Host]) -> list[str]:

@@ -18,8 +18,9 @@ Examples:
   srun --overlap --ntasks-per-node=1 hpctrain hang --collect runs/first
 
 The records of a running job lie in the memory of its nodes: only the ranks on this host are shown.
-Records of other hosts follow once the job hangs or has died: `hpctrain launch` and the Slurm
-templates move them to DIR/watch, after other launchers --collect does, on each node.
+Records of other hosts follow once the job hangs or has died: `hpctrain launch`, which the scripts
+of `hpctrain slurm` call too, moves them to DIR/watch; after other launchers --collect does, on each
+node.
 """
 
 

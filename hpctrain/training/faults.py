@@ -76,7 +76,7 @@ def uniform(seed: int, rank: int, step: int) -> float:
     return float(int(word) >> 11) / 2**53  # as many bits as a float64 holds
 
 
-class Pace:
+class Slowdown:
     """The clock of a rank's compute: sleeps to make it slower by the planted factor."""
 
     def __init__(
@@ -126,9 +126,9 @@ class SlowedReplica(WrappedReplica):
     overlaps with backward still does.
     """
 
-    def __init__(self, replica: Replica, pace: Pace):
+    def __init__(self, replica: Replica, slowdown: Slowdown):
         super().__init__(replica)
-        self._pace = pace
+        self._slowdown = slowdown
 
     @property
     def loss(self) -> nn.Loss:
@@ -139,11 +139,11 @@ class SlowedReplica(WrappedReplica):
         self, batch: Batch, scale: float, key: nn.Key, on_ready: Callable[[str], None]
     ) -> nn.Sums:
         """Write the gradient into the arena, and take longer over it; see Replica."""
-        self._pace.begin(key.seed, key.step)
+        self._slowdown.begin(key.seed, key.step)
         if key.sum_over_ranks is not None:  # a rank waits for the others in it
-            key = key._replace(sum_over_ranks=self._pace.not_slowed(key.sum_over_ranks))
+            key = key._replace(sum_over_ranks=self._slowdown.not_slowed(key.sum_over_ranks))
         if key.on_need is not None:
-            key = key._replace(on_need=self._pace.not_slowed(key.on_need))
-        sums = self._replica.gradient(batch, scale, key, self._pace.not_slowed(on_ready))
-        self._pace.catch_up()
+            key = key._replace(on_need=self._slowdown.not_slowed(key.on_need))
+        sums = self._replica.gradient(batch, scale, key, self._slowdown.not_slowed(on_ready))
+        self._slowdown.catch_up()
         return sums

@@ -28,7 +28,7 @@ from hpctrain.parallel.options import MeshOptions, PipelineOptions
 from hpctrain.training import orders, split_model, weights
 from hpctrain.training.arguments import as_engine, as_model, as_optimizer, as_samples, check_sets
 from hpctrain.training.centered_loss import centered_loss
-from hpctrain.training.faults import FaultsOptions, Pace, SlowedReplica
+from hpctrain.training.faults import FaultsOptions, Slowdown, SlowedReplica
 from hpctrain.training.fit_call import FitCall, RunOrigin
 from hpctrain.training.loop import evaluate
 from hpctrain.training.run_options import (
@@ -226,7 +226,7 @@ class Trainer:
         faults.check(self.world.size, workers)
         if not faults.any:
             return self.replica
-        return SlowedReplica(self.replica, Pace(faults, self.world.rank))
+        return SlowedReplica(self.replica, Slowdown(faults, self.world.rank))
 
     def _warm_start(self, path: Path) -> None:
         """Load the weights at `path`; every rank reads the file, and all must read the same."""

@@ -145,6 +145,8 @@ def test_hosts_of_an_allocation(tmp_path, monkeypatch):
     hosts = allocated_hosts(environ)
     assert hosts == [Host("n1", 2), Host("n2", 2), Host("n3", 2), Host("n4", 1)]
     assert remaining_hosts(hosts) == [Host("n1", 2), Host("n3", 2)]
+    fake(tmp_path, "sinfo", "printf 'n1 down\\nn2 down*\\nn3 fail\\nn4 unknown\\n'")
+    assert remaining_hosts(hosts) == []
     fake(tmp_path, "sinfo", "exit 1")
     assert remaining_hosts(hosts) == hosts
     assert allocated_hosts({}) == remaining_hosts([]) == []

@@ -175,6 +175,7 @@ STATES = [
     (f"{UP}\nn3 allocated\nn4 down*", 6, LEFT),
     (f"{UP}\nn1 allocated\nn3 allocated\nn4 allocated*", 6, LEFT),  # in two partitions
     (f"{UP}\nn3 failing\nn4 down*", 6, None),
+    ("n1 down*\nn2 down*\nn3 down*\nn4 down*", 2, None),
     (f"{UP}\nn3 powering_down\nn4 boot", 4, "--nodelist=n1,n2 --nodes=2 -n 4 " + ALL),
 ]
 

@@ -9,7 +9,7 @@ from ranks import on_ranks, run_on
 from hpctrain import data, engines, nn, optim
 from hpctrain.core.errors import UsageError
 from hpctrain.gradients import arena as arenas
-from hpctrain.training.faults import FaultsOptions, Pace, SlowedReplica, uniform
+from hpctrain.training.faults import FaultsOptions, Slowdown, SlowedReplica, uniform
 from hpctrain.training.trainer import Trainer
 
 SEED, STEP = 7, 11
@@ -54,7 +54,7 @@ def gradient(options: FaultsOptions, rank: int, clock: Clock) -> list[tuple[str,
         calls.append((str(name), clock.now))
         clock.now += 5
 
-    slowed = SlowedReplica(Timed(clock), Pace(options, rank, clock.sleep, clock))
+    slowed = SlowedReplica(Timed(clock), Slowdown(options, rank, clock.sleep, clock))
     key = KEY._replace(sum_over_ranks=take_note)
     assert slowed.gradient(None, 1.0, key, take_note) == {"loss": nn.Total(1.5, 3)}
     return calls

@@ -203,7 +203,7 @@ class BatchJob:
         if self._asked_s or self._relaunches >= most or self._query().get("JobState") != "RUNNING":
             return False
         names = remaining_nodes(self._nodes)
-        if 0 < len(names) < _variable("SLURM_JOB_NUM_NODES", 1):  # Slurm answers, and not with all
+        if names is not None and len(names) < _variable("SLURM_JOB_NUM_NODES", 1):
             srun, *words = self._srun
             ranks = len(names) * _variable("SLURM_NTASKS_PER_NODE", 1)
             if not self._is_srun or not 0 < self.options.min_ranks <= ranks:
@@ -248,7 +248,7 @@ class BatchJob:
         """Let each node move the records of its ranks."""
         table = _read_json(self.folder / "watch/nodes.json")
         if isinstance(table, dict) and "token" in table:
-            nodes = remaining_nodes(self._nodes)  # a lost node would not answer
+            nodes = remaining_nodes(self._nodes) or []  # a lost node would not answer
             count = len(nodes) or _variable("SLURM_JOB_NUM_NODES", 1)
             srun = f"srun --overlap --nodelist={','.join(nodes) or self._nodes} --nodes={count}"
             srun += f" --ntasks={count} --ntasks-per-node=1 bash -c"
@@ -269,12 +269,12 @@ def _is_loss(run_code: object, launcher_code: int, futile_parts: int) -> bool:
     return futile_parts <= 2 and not (is_refusal and futile_parts)
 
 
-def remaining_nodes(names: str) -> list[str]:
-    """Return the nodes of a node list that are not lost; empty if Slurm does not answer."""
+def remaining_nodes(names: str) -> list[str] | None:
+    """Return the nodes of a node list that are not lost; None if Slurm does not answer."""
     query = ("sinfo", "--noheader", "--Node", f"--nodes={names}", "--format=%N %T")
     states = re.findall(r"^(\S+) (\S+)$", output(*query) if names else "", re.M)
     # A node in two partitions has two lines.
-    return sorted({name for name, state in states if not _LOST_STATE.fullmatch(state)})
+    return sorted({n for n, s in states if not _LOST_STATE.fullmatch(s)}) if states else None
 
 
 def output(*command: str, limit_s: int = _QUERY_LIMIT_S, **variables: str) -> str:
