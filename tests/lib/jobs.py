@@ -47,9 +47,9 @@ class Training:
 
     @property
     def steps(self) -> list[int]:
-        """The steps of which there are checkpoints."""
-        result = (self.out / "checkpoints").glob("step-*")
-        return sorted(int(path.name.removeprefix("step-")) for path in result)
+        """The steps with checkpoints, each once; `step-N.2` is step N, saved once more."""
+        names = (path.name for path in (self.out / "checkpoints").glob("step-*"))
+        return sorted({int(name.removeprefix("step-").partition(".")[0]) for name in names})
 
     def reach(self, step: int, ranks: int = 2, timeout: float = 60) -> None:
         """Wait until every rank has begun `step`."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import gc
-import os
 import weakref
 from functools import partial
 
+import leftovers
 import numpy as np
 import pytest
 from ranks import on_ranks, run_on
@@ -135,7 +135,7 @@ def test_a_window_that_one_rank_is_refused_is_none(monkeypatch):
 
 
 def test_nothing_stays_behind():
-    before = set(os.listdir("/dev/shm")), len(os.listdir("/proc/self/fd"))
+    before = leftovers.shared_files(), leftovers.descriptors()
 
     def body(world):
         for kind in ("memfd", "file"):
@@ -147,5 +147,5 @@ def test_nothing_stays_behind():
             link.barrier()
 
     run_on("threads", 2, body)
-    assert {n for n in os.listdir("/dev/shm") if n.startswith("hpctrain")} <= before[0]
-    assert len(os.listdir("/proc/self/fd")) <= before[1]
+    assert leftovers.shared_files() <= before[0]
+    assert leftovers.descriptors() <= before[1]
