@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import time
-
 import pytest
-from jobs import MARK
-from limits import clock
+from jobs import MARK, memory_files, wait_until_removed
 from tables import rows_of
 
 pytestmark = pytest.mark.processes
@@ -43,19 +39,14 @@ print("never comes here")
 @pytest.mark.parametrize("signal, message", [("SIGKILL", ""), ("SIGSTOP", "a collective with all")])
 def test_a_rank_that_is_lost_in_direct(start, mark, tmp_path, signal, message):
     """The launcher sees that one was killed, the watch that one was stopped."""
-    before = set(os.listdir("/dev/shm"))
+    before = memory_files()
     job = start("-c", SUMS, signal, tmp_path / "run", ranks=2, env={MARK: mark})
     ended = job.finish()
     assert ended.returncode != 0
     assert "step 1" in ended.stdout
     assert "never comes here" not in ended.stdout
     assert message in ended.stderr
-    limit = clock() + 30  # other tests run meanwhile, whose files go at once
-    while remaining := [
-        n for n in set(os.listdir("/dev/shm")) - before if "hpctrain" in n and "watch" not in n
-    ]:
-        assert clock() < limit, remaining
-        time.sleep(0.02)
+    wait_until_removed(memory_files() - before)
 
 
 STAYS_AWAY = """

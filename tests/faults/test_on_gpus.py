@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
-import time
 from functools import partial
 
 import pytest
-from jobs import EVERY, MARK, NEVER, on_fakes, sets, trap
-from limits import clock
+from jobs import EVERY, MARK, NEVER, memory_files, on_fakes, sets, trap, wait_until_removed
 from ranks import run_on
 from tables import rows_of
 
@@ -174,7 +171,7 @@ print("never comes here")
 @pytest.mark.parametrize("number", ["SIGKILL", "SIGSTOP"])
 def test_a_rank_whose_memory_neighbours_map_is_lost(start, mark, tmp_path, number):
     """They end by their launcher or, where that lets them live, by the watch, which names it."""
-    before = set(os.listdir("/dev/shm"))
+    before = memory_files()
     left_alone = number == "SIGKILL" and launch.find_mpi().vendor == "Open MPI"
     flags = ["--enable-recovery"] * left_alone  # MPICH's ends neighbours sooner or later anyway
     env = {MARK: mark, **on_fakes()}
@@ -186,12 +183,7 @@ def test_a_rank_whose_memory_neighbours_map_is_lost(start, mark, tmp_path, numbe
     if left_alone or number == "SIGSTOP":
         reported = ended.stderr.split("the job waits for:")[1].split("these wait:")[0]
         assert "rank 1 on" in reported
-    limit = clock() + 30  # other tests run meanwhile, whose files go at once
-    while remaining := [
-        n for n in set(os.listdir("/dev/shm")) - before if "hpctrain" in n and "watch" not in n
-    ]:
-        assert clock() < limit, remaining
-        time.sleep(0.02)
+    wait_until_removed(memory_files() - before)
 
 
 CALLS = """

@@ -70,6 +70,19 @@ def on_fakes(**options: object) -> dict[str, str]:
     return {"PYTHONPATH": path, "HPCTRAIN_FAKES": json.dumps(options)}
 
 
+def memory_files() -> set[str]:
+    """Return the names of the files of ranks' shared memory, of other tests' jobs too."""
+    return {n for n in os.listdir("/dev/shm") if "hpctrain" in n and "watch" not in n}
+
+
+def wait_until_removed(files: set[str]) -> None:
+    """Wait until each of `files` is gone: other tests run meanwhile, whose files go at once."""
+    limit = clock() + 30
+    while files := files & memory_files():
+        assert clock() < limit, files
+        time.sleep(0.02)
+
+
 def carriers(mark: str) -> list[psutil.Process]:
     """Return the processes started with `mark` in their environment; zombies have none."""
     result = []
