@@ -81,8 +81,8 @@ def read(path: Path) -> Manifest:
         fault_text = f"{type(error).__name__}: {brief(str(error))[1:-1]}"
         raise DamagedError(f"{file} cannot be understood: {fault_text}") from None
     if manifest is None:
-        older = "use it with the hpctrain that wrote it, or start anew in another --out"
-        remedy = "install a newer hpctrain" if newer else older
+        for_older = "use it with the hpctrain that wrote it, or start anew in another --out"
+        remedy = "install a newer hpctrain" if newer else for_older
         raise UsageError(f"{path} has format {brief(format_number)}, expected {FORMAT}; {remedy}")
     _check_consistency(path, manifest)
     return manifest

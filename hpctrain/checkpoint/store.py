@@ -104,13 +104,13 @@ def sweep(run: Path) -> None:
 
 def _prepare_on_first(link: Link, partial: Path, about: Mapping[str, Any]) -> SlotEdges:
     """Let rank 0 create the folder; return the edges, by rank 0, at which all ranks cut arrays."""
-    data, results = broadcast_from_first(link, lambda: _prepare(partial, about))
+    data, results = broadcast_from_first(link, lambda: _create_partial_folder(partial, about))
     _raise_faults(results, partial)
     slot_edges: SlotEdges = json.loads(data)
     return slot_edges
 
 
-def _prepare(partial: Path, about: Mapping[str, Any]) -> bytes:
+def _create_partial_folder(partial: Path, about: Mapping[str, Any]) -> bytes:
     """Create the folder of a checkpoint; return the edges of its slots as JSON."""
     checkpoints = partial.parent
     checkpoints.parent.mkdir(parents=True, exist_ok=True)

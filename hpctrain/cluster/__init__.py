@@ -1,1 +1,1 @@
-"""Clusters: launching on this machine, Slurm, a lab of several hosts."""
+"""Start, supervise and restart jobs: mpiexec, Slurm, several emulated hosts."""

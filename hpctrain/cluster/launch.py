@@ -249,10 +249,10 @@ def find_mpi() -> MpiInstallation:
 
 def _count_physical_cores() -> int:
     """Return the number of physical cores that this process may use: Open MPI's default slots."""
-    siblings_path = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
+    siblings_template = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
     cores = os.sched_getaffinity(0)
     try:
-        return len({Path(siblings_path.format(core)).read_text() for core in cores})
+        return len({Path(siblings_template.format(core)).read_text() for core in cores})
     except OSError:
         return len(cores)
 

@@ -1,4 +1,4 @@
-"""The states of the ranks of a job, from their marks in the output of its mpiexec.
+"""The state of each rank of a job, read from the marks that ranks write to their mpiexec.
 
 They decide what the mpiexec of an elastic job, or of MPICH, does not: whether its 0 is true, and
 whether the ranks that are left wait in MPI_Init for one that was lost. See core/rank_marks.py.

@@ -1,4 +1,4 @@
-"""All-gathers: copy each rank's finished chunk to all ranks, bit by bit the same.
+"""All-gathers: copy each rank's reduced chunk to all ranks; all hold the same bytes.
 
     ring          P - 1 steps round the ring                       n(P-1)/P bytes sent per rank
     doubling      log2 P steps, 1, 2, 4, ... chunks at a time      n(P-1)/P

@@ -150,7 +150,7 @@ def families(rank: int, size: int) -> tuple[Family, Family]:
 
 
 def family_in_order(rank: int, size: int) -> Family:
-    """Return the family of `rank` in the tree whose nodes are numbered from left to right."""
+    """Return the parent and the children of `rank` in the tree numbered from left to right."""
     low, high, parent = 0, size, None
     while (root := _root(low, high)) != rank:
         low, high, parent = (low, root, root) if rank < root else (root + 1, high, root)

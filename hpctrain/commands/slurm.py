@@ -45,7 +45,7 @@ def slurm() -> None:
     """Render, submit, watch and cancel jobs of Slurm."""
 
 
-def _job_options(command: Callable[..., Any]) -> Callable[..., Any]:
+def _add_job_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Give a command the argument and options that describe a job."""
     for add_option in reversed(JOB_OPTIONS):
         command = add_option(command)
@@ -146,7 +146,7 @@ Examples:
 
 
 @slurm.command(epilog=RENDER_EPILOG)
-@_job_options
+@_add_job_options
 @click.option("--interactive", is_flag=True, help="Print a script that calls salloc.")
 def render(interactive: bool, **options: Any) -> None:
     """Print the script of a job that trains RECIPE."""
@@ -186,7 +186,7 @@ Examples:
 
 
 @slurm.command(epilog=SUBMIT_EPILOG)
-@_job_options
+@_add_job_options
 @click.pass_context
 def submit(context: click.Context, /, **options: Any) -> None:
     """Submit a job that trains RECIPE; print its id and the run's folder.

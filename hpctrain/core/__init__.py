@@ -1,1 +1,1 @@
-"""Parts that know neither MPI nor training: errors, files, arrays of two libraries, signals."""
+"""What imports neither MPI nor training: errors, files, launchers' variables, output, signals."""

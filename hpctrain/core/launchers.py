@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Launched:
-    """The ranks of this process by its launcher; a local field is None if there is no variable."""
+    """Rank and size of this process, by its launcher; a field is None where no variable has it."""
 
     name: str  #: a key of `TITLES`, or "none" for a process on its own
     rank: int

@@ -60,8 +60,8 @@ def unpack_array(
     UsageError for fewer or more bytes, or for more than the available memory.
     """
     expected, available, data = count_bytes(dtype, shape), available_bytes(), bytearray()
-    header = f"({dtype}, {_brief_shape(shape)})"
-    expectation = f"{path}: expected {expected} bytes, as its header says {header}"
+    header_text = f"({dtype}, {_brief_shape(shape)})"
+    expectation = f"{path}: expected {expected} bytes, as its header says {header_text}"
     if available is not None and expected > available:
         raise UsageError(f"{expectation}; only {available} bytes of memory are available")
     while len(data) < expected and (block := stream.read(min(BLOCK_BYTES, expected - len(data)))):

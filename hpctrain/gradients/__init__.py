@@ -1,1 +1,1 @@
-"""Gradients: the arena of a model's planes, buckets, reduction, precision, compression."""
+"""The arena of parameters and gradients, replicas, buckets, reduction, precision."""

@@ -264,15 +264,15 @@ def _named(layers: Mapping[str, Layer] | Sequence[Layer]) -> dict[str, Layer]:
         raise UsageError(
             f"layers: expected a list of layers, or a dict of layers by name, seen {layers!r}"
         )
-    values = list(layers.values() if isinstance(layers, Mapping) else layers)
-    for layer in values:
+    layer_list = list(layers.values() if isinstance(layers, Mapping) else layers)
+    for layer in layer_list:
         if isinstance(layer, type) or not hasattr(layer, "output_shape"):
             raise UsageError(f"layers: expected layers such as ht.nn.Linear(10), seen {layer!r}")
     if isinstance(layers, Mapping):
         return dict(layers)
-    kinds = [type(layer).__name__.lower() for layer in values]
+    kinds = [type(layer).__name__.lower() for layer in layer_list]
     numbers = [kinds[: i + 1].count(kind) for i, kind in enumerate(kinds)]
-    return {f"{kind}{n}": layer for kind, n, layer in zip(kinds, numbers, values, strict=True)}
+    return {f"{kind}{n}": layer for kind, n, layer in zip(kinds, numbers, layer_list, strict=True)}
 
 
 def _shape(input_shape: Any) -> Any:

@@ -51,8 +51,8 @@ def code_location(thread: int) -> str:
         exists = thread in {other.ident for other in threading.enumerate()}
         return "(one of over 100 threads)" if exists else "(its main thread has ended)"
     own = next((i for i, line in enumerate(stack) if _is_relevant(line.file)), len(stack))
-    users = next((line for line in stack[own:] if _is_users(line.file)), None)
-    lines = dict.fromkeys(filter(None, (users, *stack[own : own + 1])))
+    user_line = next((line for line in stack[own:] if _is_users(line.file)), None)
+    lines = dict.fromkeys(filter(None, (user_line, *stack[own : own + 1])))
     return ", ".join(map(str, lines)) or str(stack[0])
 
 

@@ -107,7 +107,7 @@ class ParameterServerEngine(EngineBase):
             self._share_buffers(self._workers)
 
     def state(self) -> list[Piece]:
-        """Return this rank's pieces: a server's shard, worker 0's running statistics."""
+        """Return this rank's pieces of a checkpoint: a server's shard, worker 0's statistics."""
         pieces = self._server.shard.pieces() if self._server else []
         arena = self.replica.arena
         if self.worker == 0 and arena.buffer.size:

@@ -69,7 +69,7 @@ class PipelineReplica:
         plan: StagePlan,
         schedule: str,
     ):
-        """Create the arena of this rank's stages, with the initial values that one rank has.
+        """Create the arena of this rank's stages; initial values equal a one-rank run's.
 
         `pipe`: the World of the ranks that hold this replica; `grid` has their links for stages and
         norms.

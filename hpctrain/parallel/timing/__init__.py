@@ -1,1 +1,1 @@
-"""Times of pipelines, predicted on a clock, and their pictures."""
+"""Simulated times of pipeline schedules, and their timelines as text and plots."""

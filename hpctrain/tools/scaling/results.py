@@ -241,16 +241,18 @@ def _predicted_row(
     rate = samples / forecast.step_s
     speed_up = rate / base.mean("samples_per_s")
     rates = [samples / single_model.forecast(size).step_s for single_model, _ in repeat_models]
-    ratios = [rate / base_rate for rate, (_, base_rate) in zip(rates, repeat_models, strict=True)]
+    speed_ups = [
+        rate / base_rate for rate, (_, base_rate) in zip(rates, repeat_models, strict=True)
+    ]
     return {
         "kind": "predicted",
         "ranks": size.ranks,
         "nodes": size.nodes,
         **_mean_columns("samples_per_s", _recenter(rate, rates)),
-        **_mean_columns("speed_up", _recenter(speed_up, ratios)),
+        **_mean_columns("speed_up", _recenter(speed_up, speed_ups)),
         **_mean_columns(
             "efficiency",
-            _recenter(speed_up * ranks_ratio, [ratio * ranks_ratio for ratio in ratios]),
+            _recenter(speed_up * ranks_ratio, [ratio * ranks_ratio for ratio in speed_ups]),
         ),
         "step_s": forecast.step_s,
         "compute_s": forecast.compute_s,

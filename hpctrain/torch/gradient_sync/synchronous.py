@@ -242,7 +242,7 @@ class GradientSync:
         """Let the World and the planes go on with the ranks that are left; collective."""
         job = self.world.job
         assert job is not None
-        numbers = job.numbers
+        ranks_before = job.numbers
         while True:
             try:
                 self._planes.close()
@@ -253,7 +253,7 @@ class GradientSync:
             except LostRankError:
                 continue
         forget_calls()
-        lost = [number for number in numbers if number not in job.numbers]
+        lost = [number for number in ranks_before if number not in job.numbers]
         if lost and self.world.rank == 0:
             names = ", ".join(f"{number} ({job.places[number].node})" for number in lost)
             ranks = counted(self.world.size, "rank")

@@ -53,7 +53,7 @@ class DirectGradients(TorchDispatchMode):
         return False
 
     def bind(self, slots: Collection[Slot], gradients: Mapping[str, torch.Tensor]) -> None:
-        """Write to `gradients` from now on, by name, which are the `slots` of an arena."""
+        """Let backward write the gradient of each parameter to its array in `gradients`."""
         for slot in slots:
             if slot.name in self._parameters:
                 flat = gradients[slot.name].view(-1)

@@ -128,8 +128,8 @@ def _sum_statistics(x: torch.Tensor, sum_over_ranks: SumOverRanks | None) -> Sta
     n = x.numel() // x.shape[1]
     variance = mean = torch.zeros(x.shape[1], dtype=torch.float64, device=x.device)
     if n:
-        wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
-        variance, mean = (v.double() for v in torch.var_mean(wide.detach(), dims, correction=0))
+        widened = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+        variance, mean = (v.double() for v in torch.var_mean(widened.detach(), dims, correction=0))
     rows = torch.tensor([n], dtype=torch.float64, device=x.device)
     total = torch.cat([rows, n * mean, n * (variance + mean * mean)])
     if sum_over_ranks is not None:

@@ -66,12 +66,14 @@ def _find_corrupted_path(link: Link, places: Sequence[RankPlace], verdict: Verdi
     corrupted_path, distance = "", 1
     while distance < link.size:
         left, right = (link.rank - distance) % link.size, (link.rank + distance) % link.size
-        is_intact = [
+        intact_by_size = [
             _message_arrives_intact(link, bool(places[link.rank].gpu), left, right, nbytes)
             for nbytes in TEST_MESSAGE_BYTES
         ]
         path = path_between(verdict, places[left], places[link.rank])
-        corrupted_path = corrupted_path if all(is_intact) or path not in POINTER_PATHS else path
+        corrupted_path = (
+            corrupted_path if all(intact_by_size) or path not in POINTER_PATHS else path
+        )
         distance *= 2
     return corrupted_path
 

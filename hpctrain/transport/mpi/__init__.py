@@ -1,1 +1,1 @@
-"""The Link over MPI."""
+"""The Link over MPI: messages, windows, start-up and fault tolerance."""

@@ -24,20 +24,20 @@ _SUCCESSES = (0, -157)  # the second: the operation is complete, and no callback
 _MAPS = Path("/proc/self/maps")
 
 
-class _Process(ctypes.Structure):
+class _PmixProcess(ctypes.Structure):
     _fields_ = (("namespace", ctypes.c_char * 256), ("rank", ctypes.c_uint32))
 
 
-class _Data(ctypes.Union):
-    _fields_ = (("process", ctypes.POINTER(_Process)), ("size", ctypes.c_char * 24))
+class _PmixData(ctypes.Union):
+    _fields_ = (("process", ctypes.POINTER(_PmixProcess)), ("size", ctypes.c_char * 24))
 
 
-class _Value(ctypes.Structure):
-    _fields_ = (("type", ctypes.c_uint16), ("data", _Data))
+class _PmixValue(ctypes.Structure):
+    _fields_ = (("type", ctypes.c_uint16), ("data", _PmixData))
 
 
-class _Info(ctypes.Structure):
-    _fields_ = (("key", ctypes.c_char * 512), ("flags", ctypes.c_uint32), ("value", _Value))
+class _PmixInfo(ctypes.Structure):
+    _fields_ = (("key", ctypes.c_char * 512), ("flags", ctypes.c_uint32), ("value", _PmixValue))
 
 
 def report_lost_processes(job_ranks: Sequence[int]) -> None:
@@ -46,10 +46,12 @@ def report_lost_processes(job_ranks: Sequence[int]) -> None:
     Callable from any thread. Raises TransportError where the job has no PMIx, or refuses the event.
     """
     pmix, namespace = _load_pmix(), os.environ.get("PMIX_NAMESPACE", "").encode()
-    source = _Process(namespace, int(os.environ["PMIX_RANK"]))
+    source = _PmixProcess(namespace, int(os.environ["PMIX_RANK"]))
     for rank in job_ranks:
-        lost = _Process(namespace, rank)
-        info = _Info(_AFFECTED_PROCESS_KEY, 0, _Value(_PROCESS_TYPE, _Data(ctypes.pointer(lost))))
+        lost = _PmixProcess(namespace, rank)
+        info = _PmixInfo(
+            _AFFECTED_PROCESS_KEY, 0, _PmixValue(_PROCESS_TYPE, _PmixData(ctypes.pointer(lost)))
+        )
         result = pmix.PMIx_Notify_event(
             _PROCESS_LOST,
             ctypes.byref(source),

@@ -221,9 +221,11 @@ def _core_faults(bindings: Sequence[RankBinding], node: Sequence[int]) -> Iterat
         count = len(parse_core_list(binding.cores))
         if len(ranks) > count and idle_core_count > 0:
             shared = f"core{'s' * (count > 1)} {binding.cores}"
-            idle_cores = f"{idle_core_count} others are" if idle_core_count > 1 else "another is"
+            idle_cores_text = (
+                f"{idle_core_count} others are" if idle_core_count > 1 else "another is"
+            )
             names = f"{format_ranks(ranks)} of {binding.host}"
-            text = f"{names} all run on {shared}, and {idle_cores} idle"
+            text = f"{names} all run on {shared}, and {idle_cores_text} idle"
             yield PlacementFault("cores shared", ranks, text, unbind_advice(binding.launcher))
 
 

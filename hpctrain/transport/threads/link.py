@@ -189,7 +189,7 @@ class LocalLink(transfers.QueuedLink):
         return LocalLink(result.hub, ranks.index(self.rank)), ranks
 
     def _take_part(self, vote: int) -> Agreed:
-        """Return the result of this rank's next agreement."""
+        """Vote in the link's next agreement, and return its result; collective."""
         self._count_call()
         hub, self._agreements = self.hub, self._agreements + 1
         with hub.lock:

@@ -208,7 +208,7 @@ class Clocks:
         self.now = latest_of_node[self.nodes] + np.where(self.neighbours > 1, flag_s, 0.0)
 
     def stream(self, nbytes: Array | float) -> None:
-        """Let all ranks of rank r's node read or write `nbytes[r]` bytes together."""
+        """Advance all clocks: the ranks of rank r's node copy `nbytes[r]` bytes in all."""
         self.now = self.now + self.cluster.memory * nbytes * self.slow_factors
 
     def repeat(

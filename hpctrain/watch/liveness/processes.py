@@ -26,7 +26,7 @@ class ProcessIdentity:
 
     @classmethod
     def parse(cls, text: str) -> ProcessIdentity:
-        """Return the identity that `str` has written."""
+        """Parse the text that `str(identity)` returns."""
         pid, start_ticks, namespace = text.split(" ", 2)
         return cls(int(pid), int(start_ticks), namespace)
 
