@@ -50,7 +50,7 @@ class Ranges:
         """Return the indices of the ranges that have no gradient."""
         firsts = grad[namespace(grad).asarray(self._starts)]
         candidates: list[int] = to_host(_has_mark(firsts)).nonzero()[0].tolist()
-        return [i for i in candidates if _is_absent(grad[self.parts[i]])]
+        return [i for i in candidates if is_absent(grad[self.parts[i]])]
 
 
 class _SlotRanges:
@@ -86,9 +86,10 @@ def _update_present(
         view[...] = value
 
 
-def _is_absent(grad: Array) -> bool:
+def is_absent(grad: Array) -> bool:
+    """Return whether each element of flat `grad` is the mark."""
     starts = range(0, grad.size, BLOCK_ELEMENTS)  # most other gradients end the search at once
-    return all(bool(_has_mark(grad[i : i + BLOCK_ELEMENTS]).all()) for i in starts)
+    return all(to_host(_has_mark(grad[i : i + BLOCK_ELEMENTS]).all()) for i in starts)
 
 
 def _has_mark(x: Array) -> Array:

@@ -14,6 +14,7 @@ from hpctrain.gradients import compress
 from hpctrain.gradients.buckets import cut_buckets
 from hpctrain.gradients.compress import powersgd
 from hpctrain.gradients.reducer import Reducer, WireOptions
+from hpctrain.optim.absent import ABSENT, is_absent
 
 SHAPES = {"conv": (3, 3, 4, 8), "bias": (8,), "small": (2, 2), "wide": (20, 31), "last": (5,)}
 SIZE, VECTORS = 288 + 8 + 4 + 620 + 5, 8 + 5
@@ -36,7 +37,7 @@ class Side:
         self.world, self.arena = world, arenas.make_arena(SHAPES, dtype)
         grad = self.arena.grad
         self.compressor = compress.build(
-            options, ALLREDUCE[algorithm], self.arena, world.size, world.memory.zeros_like
+            options, ALLREDUCE[algorithm], self.arena, world.size, world.memory.zeros_like, True
         )
         self.buckets = cut_buckets(self.arena.slots, grad.size, grad.itemsize, bucket_bytes)
         self.group = world.group_for("compressed")
@@ -120,6 +121,33 @@ def everyones_owed(side: Side) -> np.ndarray:
     own = side.flat(side.compressor.local_state["residual"])
     rows = [np.frombuffer(b, own.dtype) for b in all_gather_bytes(side.world.link, own.tobytes())]
     return np.sum(rows, axis=0, dtype=np.float64)
+
+
+@pytest.mark.parametrize("method", OWES)
+@on_ranks(2, 3, mpi=(2,))
+def test_a_matrix_without_a_gradient_on_any_rank_keeps_its_residual(ranks, method):
+    """In step 1 no rank has one, in step 2 rank 0 alone."""
+
+    def body(world):
+        side, sums, arguments = Side(world, method, "float64"), 0.0, 0.0
+        wide = side.arena.views(side.arena.grad)["wide"]
+        residual = side.arena.views(side.compressor.local_state["residual"])["wide"]
+        for step in range(5):
+            rows = [gradients(rank, step) for rank in range(world.size)]
+            for rank, row in enumerate(rows):
+                if step == 1 or (step == 2 and rank):
+                    row["wide"] = np.full(SHAPES["wide"], ABSENT)
+            before = residual.copy()
+            total = side.sum(rows[world.rank])
+            assert alike(world, total)
+            assert is_absent(wide.ravel()) == (step == 1)
+            if step == 1:
+                assert before.any() and np.array_equal(residual, before)
+            sums, arguments = sums + total, arguments + sum(map(flat, rows))
+            assert abs(sums + everyones_owed(side) - arguments).max() < 1e-12
+        side.reducer.close()
+
+    ranks(body)
 
 
 def test_top_k_sends_the_largest_of_each_matrix():

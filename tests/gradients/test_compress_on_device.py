@@ -18,6 +18,7 @@ from hpctrain.gradients.buckets import cut_buckets
 from hpctrain.gradients.compress.orthonormal import Orthonormalizer
 from hpctrain.gradients.compress.top_k_cuda import LargestSelector
 from hpctrain.gradients.reducer import Reducer, WireOptions
+from hpctrain.optim.absent import ABSENT
 
 SHAPES = {"conv": (3, 3, 4, 8), "bias": (8,), "small": (2, 2), "wide": (20, 31), "last": (5,)}
 METHODS = {
@@ -47,19 +48,24 @@ class Side:
         grad = world.memory.zeros_like(self.arena.grad)
         self.arena = arenas.Arena(self.arena.slots, self.arena.param, grad)
         self.compressor = compress.build(
-            options, ALLREDUCE[algorithm], self.arena, world.size, world.memory.zeros_like
+            options, ALLREDUCE[algorithm], self.arena, world.size, world.memory.zeros_like, True
         )
         buckets = cut_buckets(self.arena.slots, grad.size, grad.itemsize, 1600)
         self.group = world.group_for("compressed")
         self.reducer = Reducer(grad, buckets, self.group, self.compressor, True)
 
     def sum(self, rank: int, step: int, spoil: float | None = None) -> np.ndarray:
-        """Return the sums of made-up gradients, and what is owed."""
+        """Return the sums of made-up gradients, and what is owed.
+
+        In step 1 no rank has a gradient of "wide", in step 2 rank 1 has none of "conv".
+        """
         rng = np.random.default_rng([rank, step])
         for slot in self.arena.slots:
             g = rng.standard_normal(slot.shape) * 10.0 ** rng.integers(-3, 3)
             if spoil is not None and rank == 1 and slot.name == "conv":
                 g.flat[3] = spoil
+            if (slot.name, step) == ("wide", 1) or (slot.name, step, rank) == ("conv", 2, 1):
+                g[...] = ABSENT
             xp.copy(self.arena.views(self.arena.grad)[slot.name], g.astype(self.arena.grad.dtype))
         for slot in reversed(self.arena.slots):
             self.reducer.mark_ready(slot.name)

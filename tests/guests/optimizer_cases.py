@@ -58,19 +58,20 @@ def groups_of(net, **options):
     ]
 
 
-def step_plainly(net, optimizer, steps=1, scheduler=None):
+def step_plainly(net, optimizer, steps=1, scheduler=None, samples=(X, LABELS)):
     """Train `net` by plain PyTorch."""
     net.train()
+    x, labels = map(torch.tensor, samples)
     for _ in range(steps):
         optimizer.zero_grad()
-        nn.functional.cross_entropy(net(torch.tensor(X)), torch.tensor(LABELS)).backward()
+        nn.functional.cross_entropy(net(x), labels).backward()
         optimizer.step()
         if scheduler is not None:
             scheduler.step()
     optimizer.zero_grad()
 
 
-def train_plainly(prepare, steps=STEPS, net=INITIAL):
+def train_plainly(prepare, steps=STEPS, net=INITIAL, samples=(X, LABELS)):
     """Return the parameters of a copy of `net` after `steps` of plain PyTorch.
 
     `prepare(net)` returns the optimizer and the scheduler, a function that makes one, or None.
@@ -78,11 +79,13 @@ def train_plainly(prepare, steps=STEPS, net=INITIAL):
     net = copy.deepcopy(net)
     optimizer, schedule = prepare(net)
     scheduler = schedule(optimizer) if callable(schedule) else schedule
-    step_plainly(net, optimizer, steps, scheduler)
+    step_plainly(net, optimizer, steps, scheduler, samples)
     return values(net)
 
 
-def train(prepare, ranks=1, engine="allreduce", steps=STEPS, net=INITIAL, **options):
+def train(
+    prepare, ranks=1, engine="allreduce", steps=STEPS, net=INITIAL, samples=(X, LABELS), **options
+):
     """Return the parameters of each worker after `steps` of the Trainer; as `train_plainly`."""
 
     def on_rank(world):
@@ -94,7 +97,7 @@ def train(prepare, ranks=1, engine="allreduce", steps=STEPS, net=INITIAL, **opti
             own, optimizer, engine, schedule=schedule, world=world, precision="float64"
         )
         with trainer:
-            trainer.fit((X, LABELS), steps=steps, batch=SAMPLES, **options)
+            trainer.fit(samples, steps=steps, batch=SAMPLES, **options)
             return None if trainer.engine.worker is None else values(own)
 
     with redirect_stdout(io.StringIO()):

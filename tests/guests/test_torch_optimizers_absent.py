@@ -11,6 +11,7 @@ import torch
 from guests.optimizer_cases import (
     ENGINES,
     INITIAL,
+    LABELS,
     LIMIT,
     SAMPLES,
     STEPS,
@@ -221,6 +222,47 @@ def test_the_wire_keeps_the_mark(wire, ranks):
     (first, *_) = train(prepare, ranks, engine, steps=3)
     assert np.array_equal(first[IS_HEAD], values(INITIAL)[IS_HEAD])
     assert not np.allclose(first[~IS_HEAD], values(INITIAL)[~IS_HEAD])
+
+
+#: Equal samples: ranks have equal gradients, of matrices of rank 1
+EQUAL = np.repeat(X[:1], SAMPLES, 0), np.repeat(LABELS[:1], SAMPLES)
+RATIO = 0.25
+COMPRESSIONS = {
+    "top-k": {"compression": "top-k", "compression_ratio": RATIO},
+    "powersgd": {"compression": "powersgd", "compression_rank": 1},
+}
+
+
+def keep_largest(optimizer):
+    """Replace each matrix's gradient by its largest elements, with error feedback."""
+    residuals = {}
+
+    def replace(*_):
+        for p in (p for group in optimizer.param_groups for p in group["params"]):
+            if p.grad is not None and p.dim() > 1:
+                total = p.grad + residuals.get(p, 0.0)
+                largest = total.abs().view(-1).topk(int(np.ceil(RATIO * p.numel()))).indices
+                p.grad = torch.zeros_like(p)
+                p.grad.view(-1)[largest] = total.view(-1)[largest]
+                residuals[p] = total - p.grad
+
+    optimizer.register_step_pre_hook(replace)
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+def test_compression_leaves_it_alone(compression, ranks, use):
+    def prepare_plainly(net):
+        optimizer = make("SGD", net)
+        if compression == "top-k":
+            keep_largest(optimizer)
+        return optimizer, None
+
+    engine, net = ht.engines.AllReduce(**COMPRESSIONS[compression]), make_net(USES[use])
+    expected = train_plainly(prepare_plainly, net=net, samples=EQUAL)
+    result = train(lambda net: (make("SGD", net), None), ranks, engine, net=net, samples=EQUAL)
+    assert difference(result, expected) <= LIMIT
 
 
 APART = ["local-sgd", "ps-async", "easgd", "gossip", ht.engines.PsSync(servers=2)]

@@ -82,7 +82,7 @@ class AllReduceEngine(EngineBase):
         replica.move(grad=world.memory.zeros_like(replica.arena.grad))  # for neighbours to read
         super().__init__(world, replica, str(options))
         self.algorithm = options.algorithm
-        self._sums = make_gradient_sums(world, replica, options)
+        self._sums = make_gradient_sums(world, replica, options, optimizer.skips_absent)
         self.replica = self._sums.replica
         self.check = GradientCheck(self.replica, world.size, self._sums.parts)
         self._sum_in_layer = partial(sum_in_layer, self._group, self.times, self._trace)

@@ -176,13 +176,18 @@ class OrderedSums(FastSums):
         return total if on_all_ranks or self._link.rank == 0 else {}
 
 
-def make_gradient_sums(world: World, replica: Replica, options: WireOptions) -> FastSums:
-    """Return the sums of `[wire] reduction` and `compression`; collective."""
+def make_gradient_sums(
+    world: World, replica: Replica, options: WireOptions, skips_absent: bool
+) -> FastSums:
+    """Return the sums of `[wire] reduction` and `compression`; collective.
+
+    `skips_absent`: whether the optimizer needs the marks of slots without a gradient.
+    """
     if tree := options.tree(world.size):
         return OrderedSums(replica, tree, find_all_gather(options.algorithm), world.link)
     allreduce = find_allreduce(options.algorithm)
     compressor = compress.build(
-        options, allreduce, replica.arena, world.size, world.memory.zeros_like
+        options, allreduce, replica.arena, world.size, world.memory.zeros_like, skips_absent
     )
     if compressor is not None:
         return CompressedSums(replica, compressor, world.link)

@@ -122,17 +122,19 @@ def build(
     arena: Arena,
     ranks: int,
     zeros_like: Callable[[Array], Array],
+    has_marks: bool = False,
 ) -> Compressor | None:
     """Return the compressor for the gradients of `arena`; None if nothing is compressed.
 
     `zeros_like(x)` allocates memory that neighbours can read; `build` is collective if `zeros_like`
-    is. Raises UsageError if compression would send more bytes than no compression.
+    is. `has_marks`: whether slots without a gradient are marked, see optim/absent.py. Raises
+    UsageError if compression would send more bytes than no compression.
     """
     method = options.compression
     methods: dict[str, Callable[[], Bfloat16 | Float16 | TopK | PowerSgd]] = {
         "bf16": lambda: Bfloat16(allreduce, arena, zeros_like),
         "fp16": lambda: Float16(allreduce, arena, zeros_like),
-        "top-k": lambda: TopK(allreduce, arena, options.ratio, ranks),
-        "powersgd": lambda: PowerSgd(allreduce, arena, options.compression_rank or 4),
+        "top-k": lambda: TopK(allreduce, arena, options.ratio, ranks, has_marks),
+        "powersgd": lambda: PowerSgd(allreduce, arena, options.compression_rank or 4, has_marks),
     }
     return None if method == "none" else Compressor(methods[method](), method)

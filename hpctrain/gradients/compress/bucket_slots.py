@@ -10,12 +10,14 @@ together. A matrix that the method cannot make smaller is also sent uncompressed
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
 from hpctrain.core.xp import Array, namespace
 from hpctrain.gradients.arena import Arena, Slot, view_offset
+from hpctrain.optim.absent import ABSENT, Ranges
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,7 @@ class BucketSlots:
     start: int
     matrices: tuple[Slot, ...]
     uncompressed: tuple[Slot, ...]
+    has_marks: bool  #: whether slots without a gradient are marked, see optim/absent.py
 
     def view_slot(self, x: Array, slot: Slot) -> Array:
         """Return a flat view of `slot` in bucket `x`."""
@@ -41,13 +44,28 @@ class BucketSlots:
         for slot, part in zip(self.uncompressed, parts, strict=True):
             self.view_slot(x, slot)[...] = packed[part]
 
+    def find_absent(self, x: Array) -> list[int]:
+        """Return the indices of the matrices without a gradient in bucket `x`."""
+        return self._ranges.find_absent(x) if self.has_marks else []
+
+    def mark_absent(self, message: Array, parts: Sequence[slice], absent: Iterable[int]) -> None:
+        """Mark the `absent` matrices, and no others, in `message`: `parts` has their elements."""
+        if self.has_marks:
+            message += 0.0  # -0.0 becomes 0.0
+            for i in absent:
+                message[parts[i]] = ABSENT
+
+    @cached_property
+    def _ranges(self) -> Ranges:
+        return Ranges([slice(s.offset - self.start, s.stop - self.start) for s in self.matrices])
+
 
 class BucketSlotsCache:
     """The slots of every bucket in a plane, looked up by the address of the bucket."""
 
-    def __init__(self, arena: Arena, is_compressed: Callable[[Slot], bool]):
+    def __init__(self, arena: Arena, is_compressed: Callable[[Slot], bool], has_marks: bool):
         """`is_compressed(slot)`: whether a tensor of two dims or more is compressed."""
-        self._arena, self._is_compressed = arena, is_compressed
+        self._arena, self._is_compressed, self._has_marks = arena, is_compressed, has_marks
         self._cache: dict[tuple[int, int], BucketSlots] = {}
 
     def find(self, x: Array) -> BucketSlots:
@@ -61,7 +79,7 @@ class BucketSlotsCache:
         slots = [slot for slot in self._arena.slots if start <= slot.offset < stop and slot.size]
         matrices = [slot for slot in slots if len(slot.shape) > 1 and self._is_compressed(slot)]
         uncompressed = [slot for slot in slots if slot not in matrices]
-        return BucketSlots(start, tuple(matrices), tuple(uncompressed))
+        return BucketSlots(start, tuple(matrices), tuple(uncompressed), self._has_marks)
 
 
 def consecutive_slices(lengths: Iterable[int]) -> list[slice]:

@@ -15,6 +15,9 @@ of successive steps are similar, so one multiplication per step approximates the
     rank 0   M ======   M Q |   all-reduce |   M^T P ---   all-reduce ---   P Q^T ======
                ======       |              |                                      ======
 
+A rank without a gradient of a matrix marks M Q. Where the sum P is marked, no rank has a gradient:
+residuals and Q stay, and the sum of the matrix is marked; see optim/absent.py.
+
 Cost: two all-reduces, of (n + m) r elements together, instead of n m. Tensors of more than two dims
 are reshaped to the matrix with the least n + m. Vectors are sent uncompressed with P, and so are
 matrices for which (n + m) r is not less than n m. Time: about 8 n m r operations per rank.
@@ -42,6 +45,7 @@ from hpctrain.gradients.compress.bucket_slots import (
     consecutive_slices,
 )
 from hpctrain.gradients.compress.orthonormal import Orthonormalizer
+from hpctrain.optim.absent import ABSENT, is_absent
 
 
 class _Matrix(NamedTuple):
@@ -56,7 +60,7 @@ class _Matrix(NamedTuple):
 class PowerSgd:
     """Sums gradients as matrices of low rank."""
 
-    def __init__(self, allreduce: AllReduceFunction, arena: Arena, rank: int):
+    def __init__(self, allreduce: AllReduceFunction, arena: Arena, rank: int, has_marks: bool):
         """Send each matrix of `arena` as the product of matrices of rank `rank`.
 
         Raises UsageError for an arena that holds a part of a model: Q is drawn for every slot.
@@ -67,7 +71,7 @@ class PowerSgd:
                 "model; expected another method, such as 'top-k', or 'none'"
             )
         self._allreduce, self._rank = allreduce, rank
-        self._slots_cache = BucketSlotsCache(arena, self._is_compressed)
+        self._slots_cache = BucketSlotsCache(arena, self._is_compressed, has_marks)
         self._residual = namespace(arena.grad).zeros_like(arena.grad)
         matrices = [s for s in arena.slots if len(s.shape) > 1 and self._is_compressed(s)]
         q_slices = consecutive_slices(fold_shape(slot.shape)[1] * rank for slot in matrices)
@@ -86,26 +90,33 @@ class PowerSgd:
         p_sizes = [n * self._rank for n in rows]
         packed_slots = bucket.pack(x, sum(p_sizes))
         stacked_p = packed_slots[packed_slots.size - sum(p_sizes) :]
-        p_parts = [stacked_p[part] for part in consecutive_slices(p_sizes)]
-        matrices = self._matrices(bucket, x, p_parts)
+        parts, absent = list(consecutive_slices(p_sizes)), bucket.find_absent(x)
+        matrices = self._matrices(bucket, x, [stacked_p[part] for part in parts])
         for m, p, q, _ in matrices:
             xp.matmul(m, q, out=p)
+        bucket.mark_absent(stacked_p, parts, absent)
         if packed_slots.size:
             self._allreduce(group, packed_slots, np.add)
         bucket.unpack(packed_slots, x)
+        absent = [i for i in absent if is_absent(stacked_p[parts[i]])]  # on all ranks
+        unchanged = [(matrices[i], matrices[i].q.copy()) for i in absent]
+        matrices = [matrix for i, matrix in enumerate(matrices) if i not in absent]
         if bucket.start not in self._orthonormal:
             self._orthonormal[bucket.start] = Orthonormalizer(x, self._rank, rows)
         self._orthonormal[bucket.start](stacked_p)
         for m, p, q, _ in matrices:
             xp.matmul(m.T, p, out=q)
             m -= p @ q.T
-        if matrices:
+        if bucket.matrices:
             first, last = bucket.matrices[0].name, bucket.matrices[-1].name
             # One slice holds Q of the bucket's matrices, since Q has the order of slots.
             bucket_q = self._q[self._q_slices[first].start : self._q_slices[last].stop]
             self._allreduce(group, bucket_q, np.add)
         for _, p, q, out in matrices:
             xp.matmul(p, q.T, out=out)
+        for matrix, q in unchanged:
+            matrix.q[...] = q
+            matrix.out[...] = ABSENT
 
     def _matrices(self, bucket: BucketSlots, x: Array, p: list[Array]) -> list[_Matrix]:
         """Add the gradient of bucket `x` to the residual; return the matrices with factors `p`."""

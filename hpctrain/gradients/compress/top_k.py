@@ -21,6 +21,9 @@ Source: Stich, Cordonnier and Jaggi, "Sparsified SGD with memory", 2018, who pro
 rate of SGD; Lin et al., "Deep gradient compression", 2018, who also keep momentum on each rank and
 warm up the ratio. Here the optimizer applies momentum to the sum.
 
+A rank without a gradient of a matrix sends marks as values and keeps its residual, so that the sum
+is marked where no rank has a gradient; see optim/absent.py.
+
 On a GPU the kernels of top_k_cuda.py select the largest elements; pairs stay in its memory.
 """
 
@@ -42,6 +45,7 @@ from hpctrain.gradients.compress.bucket_slots import (
     consecutive_slices,
 )
 from hpctrain.gradients.compress.top_k_cuda import LargestSelector, add_pairs
+from hpctrain.optim.absent import ABSENT, is_absent
 
 INDEX_DTYPE = np.dtype(np.uint32)
 ROW_BYTES = 8  #: messages are padded to multiples of this, the alignment that GPU kernels need
@@ -60,7 +64,14 @@ def require_smaller_message(ratio: float, ranks: int) -> None:
 class TopK:
     """Sums the largest gradient elements of each rank."""
 
-    def __init__(self, allreduce: AllReduceFunction, arena: Arena, ratio: float, ranks: int):
+    def __init__(
+        self,
+        allreduce: AllReduceFunction,
+        arena: Arena,
+        ratio: float,
+        ranks: int,
+        has_marks: bool,
+    ):
         """Send a fraction `ratio` of each matrix of `arena`, at least one element."""
         require_smaller_message(ratio, ranks)
         if arena.grad.size > np.iinfo(INDEX_DTYPE).max:
@@ -73,7 +84,7 @@ class TopK:
         self.local_state = {"residual": self._residual}
         self.shared_state: dict[str, np.ndarray] = {}
         self._allreduce, self._ratio, self._scratch = allreduce, ratio, Scratch()
-        self._slots_cache = BucketSlotsCache(arena, lambda slot: True)
+        self._slots_cache = BucketSlotsCache(arena, lambda slot: True, has_marks)
 
     def __call__(self, group: Group, x: Array) -> None:
         """Sum flat `x`, a slice of the gradient plane, in place."""
@@ -87,13 +98,23 @@ class TopK:
             row_bytes = -(-sum(counts) * pair_bytes // ROW_BYTES) * ROW_BYTES  # one row per rank
             rows = self._scratch.buffer(x, group.link.size * row_bytes, np.uint8)
             rows = rows.reshape(-1, row_bytes)
-            local_pairs = _view_pairs(rows[group.link.rank], sum(counts), x.dtype)
+            pairs = [_view_pairs(row, sum(counts), x.dtype) for row in rows]
+            indices, values = pairs[group.link.rank]
+            parts, absent = list(consecutive_slices(counts)), bucket.find_absent(x)
+            slots = [bucket.matrices[i] for i in absent]
+            kept = [self._residual[slot.offset : slot.stop].copy() for slot in slots]
             select = self._select_pairs_on_device if on_device(x) else self._select_pairs
-            select(bucket, counts, x, *local_pairs)
+            select(bucket, counts, x, indices, values)
+            bucket.mark_absent(values, parts, absent)
+            for slot, residual in zip(slots, kept, strict=True):
+                self._residual[slot.offset : slot.stop] = residual
             all_gather(group, rows.reshape(-1))
             x[...] = 0
-            for row in rows:
-                add_at(x, *_view_pairs(row, sum(counts), x.dtype))
+            for indices, values in pairs:
+                add_at(x, indices, values)
+            for i, slot in zip(absent, slots, strict=True):
+                if all(is_absent(values[parts[i]]) for _, values in pairs):
+                    bucket.view_slot(x, slot)[...] = ABSENT
         bucket.unpack(packed_slots, x)
 
     def _select_pairs(
