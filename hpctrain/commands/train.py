@@ -125,7 +125,7 @@ def train(
     overrides = [f"{key}={value}" for key, value in recipe_values.items() if value is not None]
     overrides += ["trace.enabled=true"] * trace
     resolved_recipe = recipe.load(name, [*overrides, *sets])
-    job = world.init(resolved_recipe.run.device)
+    job = world.init(resolved_recipe.run.device, resolved_recipe.run.start_timeout_s)
     if is_dry:
         dry_run(resolved_recipe, job, out)
         return

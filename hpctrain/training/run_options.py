@@ -84,6 +84,14 @@ class RunOptions(FitOptions):
     precision: Precision = "float32"
 
     @property
+    def start_timeout_s(self) -> float:
+        """The limit of a wait before the run, in s, while ranks start and read data.
+
+        Ten times `timeout_s` as in the first step, but from 60 to 300 s, or `timeout_s` if longer.
+        """
+        return max(min(max(10 * self.timeout_s, 60.0), 300.0), self.timeout_s)
+
+    @property
     def callback_options(self) -> list[CallbackOptions]:
         """The callbacks as options; raises UsageError for an unknown key."""
         tables = [{"kind": item} if isinstance(item, str) else item for item in self.callbacks]

@@ -48,9 +48,7 @@ def is_possible(moment: str, who: str, how: str, started: str) -> bool:
     if who == "launcher":
         return how in ("KILL", "TERM") and started != "mpiexec"  # whose ranks may outlive it
     if how == "STOP":  # a job that is stopped as a whole goes on later; after its end nobody waits
-        is_late = moment in ("end", "after")
-        is_watched_for_minutes = moment == "begun" and started != "script"  # before a run: 300 s
-        return who != "all" and not is_late and not is_watched_for_minutes
+        return who != "all" and moment not in ("end", "after")
     return True
 
 

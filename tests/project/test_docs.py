@@ -167,7 +167,7 @@ def train_briefly(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for change in ("run.epochs=", f"run.steps={steps}", f"run.interval_steps={STEPS}"):
         arguments += ["--set", change]
     local = threading.local()
-    monkeypatch.setattr(worlds, "init", lambda device: local.world)
+    monkeypatch.setattr(worlds, "init", lambda *_: local.world)
 
     def rank(world: World) -> None:
         local.world = world

@@ -6,8 +6,11 @@ import os
 from importlib import resources
 
 import pytest
+from click.testing import CliRunner
 from ranks import run_on
 
+from hpctrain import world
+from hpctrain.commands.train import train
 from hpctrain.core.errors import UsageError
 from hpctrain.training import recipe, runs
 
@@ -333,6 +336,21 @@ def test_what_is_set_takes_its_rival_away(arguments, gone, target, tmp_path):
 )
 def test_batch(change, ranks, batch):
     assert recipe.load("digits", change).batch.size(ranks) == batch
+
+
+@pytest.mark.parametrize(
+    "timeout_s, expected", [(4, 60), (20, 200), (60, 300), (300, 300), (900, 900)]
+)
+def test_the_limit_of_a_run_gives_the_limit_before_it(timeout_s, expected, monkeypatch):
+    limits = []
+
+    def init(device: str, timeout_s: float = 0.0) -> None:
+        limits.append(timeout_s)
+        raise UsageError("only the limit counts")
+
+    monkeypatch.setattr(world, "init", init)
+    CliRunner().invoke(train, ["digits", "--set", f"run.timeout_s={timeout_s}"])
+    assert limits == [expected]
 
 
 @pytest.mark.parametrize("name", recipe.built_in())

@@ -68,7 +68,7 @@ def watch_start() -> None:
 
 
 def limit_start() -> None:
-    """Let ranks wait for LIMIT_S in the start of MPI, instead of for five minutes."""
+    """Let ranks wait for LIMIT_S in the start of MPI, instead of for one to five minutes."""
     original = builtins.__import__
 
     def import_(name: str, *args: object, **keys: object) -> object:
@@ -80,7 +80,7 @@ def limit_start() -> None:
                 start = getattr(limit, "_start", None)
                 if start is not None and not hasattr(limit, "is_short"):
                     limit.is_short = True
-                    limit._start = lambda s, *rest: start(s % 300 + LIMIT_S, *rest)
+                    limit._start = lambda s, *rest: start(s % 60 + LIMIT_S, *rest)
         return module
 
     builtins.__import__ = import_
