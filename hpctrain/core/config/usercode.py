@@ -35,6 +35,7 @@ from types import ModuleType
 from typing import Any
 
 from hpctrain.core import config, files
+from hpctrain.core.config.loaded_code import runs_source
 from hpctrain.core.errors import UsageError
 from hpctrain.core.opening import NAMED
 
@@ -293,7 +294,15 @@ def _import(name: str, location: str, folder: str) -> ModuleType:
 
 def _sha256(module: str, file: Path) -> str:
     """Return the SHA-256 of the source that runs as `module` in this process, else of its file."""
-    spec = getattr(sys.modules.get(module), "__spec__", None)
-    if spec and spec.origin == str(file) and isinstance(spec.loader, _SourceLoader):
-        return spec.loader.sha256
-    return hashlib.sha256(files.read_bytes(file, MODULE_BYTES, NAMED)).hexdigest()
+    loaded = sys.modules.get(module)
+    spec = getattr(loaded, "__spec__", None)
+    loader = spec.loader if spec and spec.origin == str(file) else None
+    if isinstance(loader, _SourceLoader):
+        return loader.sha256
+    data = files.read_bytes(file, MODULE_BYTES, NAMED)
+    if loaded and type(loader) is SourceFileLoader and not runs_source(loaded, loader, data):
+        raise UsageError(
+            f"module {module} runs other code than its file {file}, which was changed after the "
+            "import or replaced by bytecode: start the program again, without __pycache__"
+        )
+    return hashlib.sha256(data).hexdigest()

@@ -193,6 +193,43 @@ def test_the_hash_is_of_the_code_that_runs_after_its_file_was_edited(project, tm
     assert load(project).code.sha256 == {project.stem: sha256_of(project)} != {project.stem: before}
 
 
+LAYER = """
+class Layer:
+    @staticmethod
+    def epsilon():
+        return 1e-3
+"""
+# what is done between a program's own import of a module and the reading of a recipe
+AFTER_IMPORT = {
+    "nothing": lambda module: None,
+    "a function": lambda module: module.write_text(MODULE.replace("[0, 1] * 8", "[1, 0] * 8")),
+    "a method": lambda module: module.write_text(f"{LAYER}{MODULE}".replace("1e-3", "1e-4")),
+    "a constant": lambda module: module.write_text(MODULE + "RATE = 0.2"),
+    "no Python": lambda module: module.write_text("def"),
+    "replaced by bytecode": lambda module: None,
+}
+
+
+@pytest.mark.parametrize("change", AFTER_IMPORT)
+def test_a_module_imported_before_is_hashed_only_as_it_runs(project, monkeypatch, change):
+    monkeypatch.setattr(sys, "dont_write_bytecode", change not in ("nothing", "a constant"))
+    monkeypatch.syspath_prepend(str(project.parent))
+    if change == "a method":
+        project.write_text(LAYER + MODULE)
+    elif change == "replaced by bytecode":
+        bytecode = Path(importlib.util.cache_from_source(str(project)))
+        bytecode.parent.mkdir()
+        code = compile(MODULE.replace("[0, 1] * 8", "[1, 0] * 8"), str(project), "exec")
+        bytecode.write_bytes(importlib._bootstrap_external._code_to_hash_pyc(code, bytes(8), False))
+    importlib.import_module(project.stem)
+    AFTER_IMPORT[change](project)
+    if change == "nothing":
+        assert load(project).code.sha256 == {project.stem: sha256_of(project)}
+    else:
+        with pytest.raises(UsageError, match=f"{project.stem} runs other code than its file"):
+            load(project)
+
+
 def test_without_own_code_nothing_is_kept():
     assert "code" not in recipe.load("digits", ["code.folder=/x"]).tables
     with pytest.raises(UsageError, match=r"\[code\] folder: expected an absolute path, seen 'x'"):
