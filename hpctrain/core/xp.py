@@ -204,13 +204,13 @@ def zeros(length: int, dtype: Any) -> Array:
     return sys.modules["cupy"].zeros(length, dtype)
 
 
-def array_at(address: int, nbytes: int, dtype: np.dtype, device: int, owner: Any) -> Array:
-    """Return flat GPU memory of another library as an array, which holds its `owner`.
+def array_at(address: int, nbytes: int, dtype: np.dtype, device: int) -> Array:
+    """Return flat GPU memory of another library as an array, which does not keep it alive.
 
     Raises UsageError without CuPy.
     """
     cupy = _import_cupy()
-    memory = cupy.cuda.UnownedMemory(address, nbytes, owner, device)
+    memory = cupy.cuda.UnownedMemory(address, nbytes, None, device)
     pointer = cupy.cuda.MemoryPointer(memory, 0)
     return cupy.ndarray(nbytes // dtype.itemsize, dtype, pointer)
 

@@ -21,8 +21,8 @@ def all_reduce(group: Group, tensor: torch.Tensor) -> None:
     indices = [own.indices().new_empty((own.sparse_dim(), int(n))) for n in counts]
     values = [own.values().new_empty((int(n), *own.values().shape[1:])) for n in counts]
     for part, parts in ((own.indices(), indices), (own.values(), values)):
-        arrays = list(map(as_bytes, parts))
-        collectives.all_gather_uneven(group, as_bytes(part.contiguous()), arrays)
+        source, arrays = part.contiguous(), list(map(as_bytes, parts))
+        collectives.all_gather_uneven(group, as_bytes(source), arrays)
     entries = torch.cat(indices, 1), torch.cat(values)
     total = torch.sparse_coo_tensor(*entries, tensor.shape).coalesce()
     with torch.no_grad():

@@ -55,7 +55,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
 def _alias(tensor: torch.Tensor, dtype: np.dtype) -> Any:
     nbytes = tensor.nbytes
     if tensor.is_cuda:
-        return array_at(tensor.data_ptr(), nbytes, dtype, tensor.device.index, tensor)
+        return array_at(tensor.data_ptr(), nbytes, dtype, tensor.device.index)
     if nbytes == 0:
         return np.empty(0, dtype)
     memory = (ctypes.c_char * nbytes).from_address(tensor.data_ptr())

@@ -70,5 +70,5 @@ def _kind(tensor: torch.Tensor) -> tuple[str, str]:
 
 
 def _digest(tensor: torch.Tensor) -> bytes:
-    data = as_bytes(tensor.detach().cpu().contiguous())
-    return blake2b(data.tobytes(), digest_size=16).digest()
+    on_host = tensor.detach().cpu().contiguous()
+    return blake2b(as_bytes(on_host).tobytes(), digest_size=16).digest()

@@ -1,0 +1,154 @@
+"""Tensors of PyTorch on the stand-in, and torch.cuda: streams, and their order, as on a GPU.
+
+    with fakes.installed(lazy=True), tensors.cuda():
+        x = tensors.on_cuda(torch.ones(4))            # is_cuda, device cuda:0, memory of device 0
+        with torch.cuda.stream(torch.cuda.Stream()):
+            x.add_(1)                                 # done when that stream is waited for
+
+A tensor is one of the CPU inside. What changes it, or makes a new one, is put into the current
+stream of PyTorch; copies to the host wait for that stream. PyTorch's streams other than the default
+one are non-blocking: nothing orders them but events and waits.
+"""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import torch
+
+from fakes import streams
+from fakes.machine import machine
+
+#: Functions that wait for the stream, since the host needs the values.
+TO_HOST = ("cpu", "item", "tolist", "numpy", "equal", "__bool__", "__float__", "__repr__")
+_PLAIN = torch._C.DisableTorchFunctionSubclass
+
+
+class CudaTensor(torch.Tensor):
+    """A tensor of device 0."""
+
+    is_cuda = property(lambda self: True)
+    device = property(lambda self: torch.device("cuda", 0))
+
+    def data_ptr(self) -> int:
+        with _PLAIN():
+            return torch.Tensor.data_ptr(self) - (machine().away if self.numel() else 0)
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        kwargs, name = kwargs or {}, function.__name__
+        stream = torch.cuda.current_stream().fake
+
+        def run():
+            with _PLAIN(), torch.no_grad():
+                return function(*args, **kwargs)
+
+        if name in TO_HOST:
+            stream.synchronize()
+            return run()
+        if (name.endswith("_") and not name.endswith("__")) or name == "__setitem__":
+            stream.put(run)
+            if not isinstance(args[0], CudaTensor) or _has_host_memory(args):
+                stream.synchronize()  # copies from and to pageable memory
+            return args[0]
+        if "out" in kwargs:
+            stream.put(run)
+            return kwargs["out"]
+        result = run()
+        if isinstance(result, torch.Tensor):
+            return _later(result, run, stream, args)
+        if isinstance(result, (tuple, list)) and any(isinstance(x, torch.Tensor) for x in result):
+            return type(result)(_view(x) for x in result)  # split, unbind
+        return result
+
+
+def _has_host_memory(args) -> bool:
+    return any(isinstance(x, torch.Tensor) and not isinstance(x, CudaTensor) for x in args)
+
+
+def _view(x):
+    return torch.Tensor._make_subclass(CudaTensor, x)
+
+
+def _later(result, run, stream, args):
+    """Return a result on the device: a view of an argument, or memory that `stream` will fill."""
+    with _PLAIN():
+        place = result.untyped_storage().data_ptr()
+        flat = [x for arg in args for x in (arg if isinstance(arg, (tuple, list)) else (arg,))]
+        sources = [x for x in flat if isinstance(x, torch.Tensor)]
+        if any(x is result for x in sources):
+            return result
+        if any(x.untyped_storage().data_ptr() == place for x in sources):
+            return _view(result)
+        result = on_cuda(result)
+        if machine().lazy:
+            result.fill_(float("nan") if result.is_floating_point() else 77)
+
+    def fill() -> None:
+        value = run()
+        with _PLAIN(), torch.no_grad():
+            torch.Tensor.copy_(result, value)
+
+    stream.put(fill)
+    return result
+
+
+def on_cuda(x: torch.Tensor) -> CudaTensor:
+    """Return a copy of `x`, of the CPU, in memory of the device."""
+    memory = machine().allocate(max(x.nbytes, 1))  # goes with the tensor
+    with _PLAIN():
+        flat = torch.from_numpy(memory)[: x.nbytes].view(x.dtype)
+        own = torch.as_strided(flat, x.shape, x.contiguous().stride())
+        own.copy_(x)
+    return _view(own)
+
+
+class Stream:
+    """torch.cuda.Stream."""
+
+    def __init__(self, device=None, fake=None):
+        self.fake = streams.Stream(non_blocking=True) if fake is None else fake
+        self.cuda_stream, self.device_index = self.fake.ptr, self.fake.device_id
+        self.device = torch.device("cuda", self.device_index)
+
+    def record_event(self):
+        return self.fake.record()
+
+    def wait_event(self, event) -> None:
+        self.fake.wait_event(event)
+
+    def synchronize(self) -> None:
+        self.fake.synchronize()
+
+
+_here = threading.local()
+
+
+def current_stream(device=None) -> Stream:
+    return getattr(_here, "stream", None) or default_stream()
+
+
+def default_stream(device=None) -> Stream:
+    return Stream(fake=streams.null_stream())
+
+
+@contextmanager
+def stream(new):
+    before, _here.stream = getattr(_here, "stream", None), new
+    try:
+        yield
+    finally:
+        _here.stream = before
+
+
+@contextmanager
+def cuda():
+    """Let torch.cuda be of the stand-in within the block."""
+    own = {
+        "is_initialized": lambda: True, "is_available": lambda: True, "Stream": Stream,
+        "current_stream": current_stream, "default_stream": default_stream, "stream": stream,
+    }  # fmt: skip
+    with patch.multiple(torch.cuda, **own):
+        yield
