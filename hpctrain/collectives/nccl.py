@@ -62,7 +62,7 @@ def communicator_for(group: Group, x: Array) -> Communicator:
         name = load_libraries()[0].cuda.runtime.deviceGetPCIBusId(device)
         names = all_gather_bytes(node, name.encode())  # of the GPUs of this node's ranks
         _require_enough_gpus(group, node.size - len(set(names)))
-        id_buffer = new_unique_id() if link.rank == 0 else np.zeros(ID_BYTES, np.int16)
+        id_buffer = new_unique_id() if link.rank == 0 else np.zeros(ID_BYTES, np.uint8)
         broadcast(group, id_buffer)
         _communicators[link] = Communicator(link.rank, link.size, device, id_buffer, link.survives)
     return _communicators[link]

@@ -22,7 +22,7 @@ from hpctrain.transport.threads.ranks import run_ranks
 from hpctrain.tuning.select import find_allreduce
 from hpctrain.world import over_threads, survive
 
-ID = tuple(range(-128, 0))
+ID = bytes(range(128, 256))
 CONSTANTS = {"NCCL_SUM": 0, "NCCL_PROD": 1, "NCCL_MAX": 2, "NCCL_MIN": 3, "NCCL_INT8": 0,
              "NCCL_UINT8": 1, "NCCL_INT32": 2, "NCCL_INT64": 4, "NCCL_FLOAT32": 7,
              "NCCL_FLOAT64": 8}  # fmt: skip
@@ -283,7 +283,7 @@ class Kernels(Cuda):
 
     def get_unique_id(self):
         self.ids += 1
-        return (self.ids, *ID[1:])
+        return bytes([self.ids]) + ID[1:]
 
     def communicator(self, size, shared, rank):
         return KernelCommunicator(self, size, shared, rank)

@@ -65,10 +65,8 @@ def load_libraries() -> tuple[Any, Any]:
 
 
 def new_unique_id() -> np.ndarray:
-    """Return the unique id of a new communicator, for all its ranks: (128,) int16."""
-    return np.array(
-        load_libraries()[1].get_unique_id(), np.int16
-    )  # its chars may be signed or unsigned
+    """Return the unique id of a new communicator, for all its ranks: (128,) uint8."""
+    return np.frombuffer(load_libraries()[1].get_unique_id(), np.uint8).copy()
 
 
 class Communicator:
@@ -86,7 +84,7 @@ class Communicator:
         self._device = self._cupy.cuda.Device(device)
         with self._device:
             self._stream = self._cupy.cuda.Stream(non_blocking=True)
-            self._comm = self._nccl.NcclCommunicator(size, tuple(unique_id.tolist()), rank)
+            self._comm = self._nccl.NcclCommunicator(size, unique_id.tobytes(), rank)
         self._survives = survives
 
     def abort(self) -> None:
