@@ -165,7 +165,7 @@ class DataMovement(Operations):
             function(self.group, [*map(as_bytes, sent)], [*map(as_bytes, staged)])
             copy_all_back(staged, targets)
 
-        return self.start(operation, nbytes, call, is_async(opts), list(targets))
+        return self.start(operation, nbytes, call, is_async(opts), list(targets), sources)
 
 
 def _split(tensor: Tensor, sizes: Sequence[int], parts: int) -> Tensors:

@@ -7,20 +7,22 @@ node, or with TORCH_DISTRIBUTED_DEBUG=DETAIL.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 
 from hpctrain.collectives import Group
 from hpctrain.collectives.signature import Signature, make_signature, must_match
-from hpctrain.core.xp import foreign_stream
 from hpctrain.torch.communicator import Communicator
 from hpctrain.torch.progress import Operation
+from hpctrain.torch.tensors import own_stream
 from hpctrain.torch.work import FinishedWork, RunningWork
 
+Tensors: TypeAlias = Sequence[torch.Tensor]
 _FINISHED = FinishedWork()
 BATCHES_HINT = " (do ranks have different numbers of batches?)"
 
@@ -39,15 +41,23 @@ class Operations:
         return self.communicator.group
 
     def start(
-        self, operation: bytes, nbytes: int, call: Callable[[], Any], is_async: bool, tensors: Any
+        self,
+        operation: bytes,
+        nbytes: int,
+        call: Callable[[], Any],
+        is_async: bool,
+        tensors: Tensors,
+        sources: Tensors = (),
     ) -> Any:
         """Run a collective, or start it where it is asynchronous; return its Work.
 
-        On a GPU its work is done in PyTorch's current stream, before later work there.
+        `tensors`: the results. `sources`: what it reads, where a rank may have no result.
         """
         if torch.cuda.is_initialized():
-            stream = torch.cuda.current_stream()
-            call = partial(_call_in_stream, call, stream.cuda_stream, stream.device_index)
+            for tensor in (*tensors, *sources):
+                if tensor.is_cuda:
+                    call = partial(_call_in_stream, call, own_stream(tensor))
+                    break
         if not is_async:
             self.communicator.progress.run(operation, nbytes, call)
             return _FINISHED
@@ -79,8 +89,8 @@ class Operations:
         return BatchWork(works)
 
 
-def _call_in_stream(call: Callable[[], Any], pointer: int, device: int) -> None:
-    with foreign_stream(pointer, device):
+def _call_in_stream(call: Callable[[], Any], stream: AbstractContextManager[None]) -> None:
+    with stream:
         call()
 
 

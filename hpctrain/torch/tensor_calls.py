@@ -12,17 +12,16 @@ They call the collectives on arrays, world/calls/calls.py, with the same `op`, `
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from hpctrain.collectives.signature import fault_signature, must_match
 from hpctrain.core.errors import UsageError
-from hpctrain.core.xp import foreign_stream
 from hpctrain.torch.job import start_job
 from hpctrain.torch.modules.inputs import as_tensor
-from hpctrain.torch.tensors import as_array, copy_back, numpy_dtype
+from hpctrain.torch.tensors import as_array, copy_back, numpy_dtype, own_stream
 from hpctrain.world import World
 from hpctrain.world.calls import calls
 
@@ -102,13 +101,13 @@ def bind(
     _raise_on_all(world, "bind", fault, check=True)
     tensor = tensor.detach()
     address, array = tensor.data_ptr(), as_array(tensor).reshape(tensor.shape)
-    with _stream_of(tensor):
+    with own_stream(tensor):
         reduce_array = calls.bind(array, op, algorithm, world=world)
 
     def reduce_tensor() -> None:
         if tensor.data_ptr() != address:
             raise UsageError("ht.torch.bind: the memory of the tensor has changed; bind it again")
-        with _stream_of(tensor):
+        with own_stream(tensor):
             reduce_array()
         torch.autograd.graph.increment_version(tensor)
 
@@ -142,7 +141,7 @@ def _read(name: str, tensor: torch.Tensor, world: World | None, check: bool, **o
 def _dense(name: str, tensor: torch.Tensor, world: World, check: bool) -> Iterator[torch.Tensor]:
     """Yield `tensor`, or a contiguous copy; raise UsageError, with `check` on all ranks."""
     _raise_on_all(world, name, _find_fault(tensor), check)
-    with _stream_of(tensor):
+    with own_stream(tensor):
         yield tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
@@ -177,10 +176,3 @@ def _find_fault(tensor: Any) -> str:
     except UsageError as error:
         return str(error)
     return ""
-
-
-def _stream_of(tensor: torch.Tensor) -> Any:
-    """Return the context in which arrays are used in the order of PyTorch's current stream."""
-    if not tensor.is_cuda:
-        return nullcontext()
-    return foreign_stream(torch.cuda.current_stream(tensor.device).cuda_stream, tensor.device.index)

@@ -1,13 +1,22 @@
-"""Tensors as arrays: the same memory, without a copy.
+"""Tensors as arrays: the same memory, without a copy, and in the order of PyTorch's streams.
 
 An alias is made from the address: `tensor.numpy()` would fix the size of the storage for ever, and
 FSDP resizes storages. So an alias does not keep its tensor alive: who uses it must.
+
+On a GPU an operation has a stream of its own, between its caller's earlier work and all that is
+queued once the operation has returned:
+
+    caller's stream   [ layer 3 ]*            [ layer 2 ][ layer 1 ] ...
+    own stream                   *[ copies ][ additions ]| the host waits here
+    any stream                                           [ reads the sum ]
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -15,7 +24,7 @@ import numpy as np
 import torch
 
 from hpctrain.core.errors import UsageError
-from hpctrain.core.xp import array_at
+from hpctrain.core.xp import array_at, foreign_stream
 
 _NAMES = (
     "bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64",
@@ -60,6 +69,39 @@ def _alias(tensor: torch.Tensor, dtype: np.dtype) -> Any:
         return np.empty(0, dtype)
     memory = (ctypes.c_char * nbytes).from_address(tensor.data_ptr())
     return np.ndarray(nbytes // dtype.itemsize, dtype, memory)
+
+
+class _ThreadStreams(threading.local):
+    def __init__(self) -> None:
+        self.by_device: dict[torch.device, Any] = {}
+
+
+_thread_streams = _ThreadStreams()
+
+
+def own_stream(tensor: torch.Tensor) -> AbstractContextManager[None]:
+    """Return the stream of an operation on `tensor`, to be entered once, in any thread.
+
+    Work in it, by PyTorch and CuPy, comes after the present work of this thread's current stream.
+    At its end the host waits for it: then all streams may read the results, and the scratch memory
+    and temporary tensors of the operation are free.
+    """
+    if not tensor.is_cuda:
+        return nullcontext()
+    return _own_stream(tensor.device, torch.cuda.current_stream(tensor.device).record_event())
+
+
+@contextmanager
+def _own_stream(device: torch.device, caller_event: Any) -> Iterator[None]:
+    if device not in _thread_streams.by_device:
+        _thread_streams.by_device[device] = torch.cuda.Stream(device)
+    stream = _thread_streams.by_device[device]
+    with torch.cuda.stream(stream), foreign_stream(stream.cuda_stream, device.index):
+        stream.wait_event(caller_event)
+        try:
+            yield
+        finally:
+            stream.synchronize()
 
 
 def copy_back(staged: torch.Tensor, target: torch.Tensor) -> None:

@@ -47,13 +47,15 @@ class CudaTensor(torch.Tensor):
 
         if name in TO_HOST:
             stream.synchronize()
-            return run()
+            with _PLAIN():
+                value = run()
+                return value.clone().as_subclass(torch.Tensor) if name == "cpu" else value
         if (name.endswith("_") and not name.endswith("__")) or name == "__setitem__":
             stream.put(run)
             if not isinstance(args[0], CudaTensor) or _has_host_memory(args):
                 stream.synchronize()  # copies from and to pageable memory
             return args[0]
-        if "out" in kwargs:
+        if kwargs.get("out") is not None:
             stream.put(run)
             return kwargs["out"]
         result = run()

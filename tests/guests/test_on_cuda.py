@@ -7,9 +7,12 @@ early. Ranks are threads.
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
+from functools import partial
 from threading import Thread
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import fakes
 import pytest
@@ -19,6 +22,7 @@ from fakes import tensors
 from guests.test_synchronous import one_thread  # noqa: F401  (a fixture)
 from ranks import on_gpus
 
+import hpctrain as ht
 from hpctrain.torch.data_movement import DataMovement
 from hpctrain.torch.reductions import Reductions
 from hpctrain.torch.work import RunningWork
@@ -31,7 +35,7 @@ TOTAL = float(sum(range(1, SIZE + 1)))
 
 
 class InThread:
-    """The progress of a group whose asynchronous operations each have a thread."""
+    """The progress of a group whose asynchronous operations run in a thread, at the first wait."""
 
     def run(self, name, nbytes, call):
         call()
@@ -45,9 +49,12 @@ class InThread:
             else:
                 work.finish()
 
-        thread = Thread(target=run)
-        work = RunningWork(results, lambda _: thread.join())
-        thread.start()
+        def run_in_thread(_):
+            thread = Thread(target=run)
+            thread.start()
+            thread.join()
+
+        work = RunningWork(results, run_in_thread)
         return work
 
 
@@ -81,7 +88,85 @@ def leaves_no_tensor_alive(world):
     assert not [tensor for tensor in dropped if tensor() is not None]
 
 
+def the_stream_that_waits_reads_the_sum(world):
+    group, x = Group(world), rank_values(world)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        x.mul_(2)
+        work = reduced(group, x, waits=False)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        work.wait()
+        assert (x.clone().cpu() == 2 * TOTAL).all()
+
+
+def strided_tensors_are_copied_in_order(world):
+    """In PyTorch's stream of the thread that runs the operation, too."""
+    group, whole = Group(world), rank_values(world, 2 * N)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        x = whole[::2]
+        x.mul_(2)
+        work = reduced(group, x, waits=False)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        work.wait()
+        assert (whole.clone().cpu()[::2] == 2 * TOTAL).all()
+
+
+def later_work_of_the_caller_is_not_awaited(world):
+    """So that backward of the next layers runs beside the sum of a layer."""
+    group, x, done = Group(world), rank_values(world), []
+    with torch.cuda.stream(torch.cuda.Stream()):
+        work = reduced(group, x, waits=False)
+        torch.cuda.current_stream().fake.put(lambda: done.append("layer"))
+    work.wait()
+    assert not done
+
+
+def calls_in_several_streams_share_scratch_memory(world):
+    group = Group(world)
+    sum_in_streams(partial(reduced, group), [rank_values(world) for _ in range(4)])
+
+
+def user_calls_in_several_streams_share_scratch_memory(world):
+    allreduce = partial(ht.torch.allreduce, world=world)
+    sum_in_streams(allreduce, [rank_values(world) for _ in range(4)])
+
+
+def sum_in_streams(call, sent):
+    """Sum each of `sent` in a stream of its own."""
+    streams = [torch.cuda.Stream() for _ in sent]
+    for x, stream in zip(sent, streams, strict=True):
+        with torch.cuda.stream(stream):
+            call(x)
+    for x, stream in zip(sent, streams, strict=True):
+        stream.synchronize()
+        assert (x.cpu() == TOTAL).all()
+
+
+def ranks_that_only_send_find_their_gpu(world):
+    """Ranks other than the root of a gather have no result."""
+    group, x = Group(world), rank_values(world)
+    targets = [torch.zeros_like(x) for _ in range(world.size)] if world.rank == 0 else []
+    with torch.cuda.stream(torch.cuda.Stream()):
+        x.mul_(2)
+        options = SimpleNamespace(rootRank=0, asyncOp=False)
+        group.gather([targets] if targets else [], [x], options)
+        assert all((y.cpu() == 2 * (r + 1)).all() for r, y in enumerate(targets))
+
+
+def tensors_of_the_host_need_no_cupy(world):
+    x = torch.full((N,), world.rank + 1.0)
+    with patch.dict(sys.modules, cupy=None):
+        reduced(Group(world), x)
+    assert (x == TOTAL).all()
+
+
 BODIES = {
+    "stream that waits": the_stream_that_waits_reads_the_sum,
+    "strided": strided_tensors_are_copied_in_order,
+    "overlap": later_work_of_the_caller_is_not_awaited,
+    "scratch": calls_in_several_streams_share_scratch_memory,
+    "scratch of user calls": user_calls_in_several_streams_share_scratch_memory,
+    "gather": ranks_that_only_send_find_their_gpu,
+    "host": tensors_of_the_host_need_no_cupy,
     "dropped tensors": leaves_no_tensor_alive,
 }
 
