@@ -15,6 +15,7 @@ from torch._C._distributed_c10d import Work
 from torch.futures import Future
 
 from hpctrain.core.errors import TransportError
+from hpctrain.torch.tensors import own_stream
 from hpctrain.transport.mpi.tagged import TaggedMessages, TaggedRequest
 from hpctrain.watch import Entry
 
@@ -132,6 +133,7 @@ class MessageWork(Work):
         """`tensor` holds the message; it is copied to `target` when the message has arrived."""
         super().__init__()
         self._request, self._tensor, self._target, self._waits = request, tensor, target, waits
+        self._stream = own_stream(target)  # of the copy, after the present work of the caller
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return once the message is sent or received; raise TransportError after the limit.
@@ -182,6 +184,6 @@ class MessageWork(Work):
 
     def _copy_to_target(self) -> None:
         if self._target is not self._tensor:
-            with torch.no_grad():
+            with self._stream, torch.no_grad():
                 self._target.copy_(self._tensor)
             self._tensor = self._target

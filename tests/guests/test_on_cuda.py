@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from unittest.mock import patch
 
 import fakes
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -24,6 +25,7 @@ from ranks import on_gpus
 
 import hpctrain as ht
 from hpctrain.torch.data_movement import DataMovement
+from hpctrain.torch.point_to_point import PointToPoint
 from hpctrain.torch.reductions import Reductions
 from hpctrain.torch.work import RunningWork
 from hpctrain.transport.threads.ranks import run_ranks
@@ -58,12 +60,41 @@ class InThread:
         return work
 
 
-class Group(Reductions, DataMovement):
+class Messages:
+    """Sends and receives by tag over a link of threads, of memory that any MPI takes."""
+
+    def __init__(self, link):
+        self.rank, self._link = link.rank, link
+
+    def isend(self, x, dest, tag):
+        assert type(x) is np.ndarray, "MPI is given a pointer of a GPU"
+        return Message(self._link.isend(x, dest), dest, tag)
+
+    def irecv(self, x, source, tag):
+        assert type(x) is np.ndarray, "MPI is given a pointer of a GPU"
+        return Message(self._link.irecv(x, source), source, tag)
+
+
+class Message:
+    name = "message"
+
+    def __init__(self, request, peer, tag):
+        self._request, self.peer, self.tag = request, peer, tag
+
+    def wait(self, limit_s):
+        self._request.wait()
+        return True
+
+
+class Group(Reductions, DataMovement, PointToPoint):
     """The operations of a process group, of ranks that are threads."""
 
     def __init__(self, world):
-        super().__init__(SimpleNamespace(group=world.main, world=world, ranks=range(world.size),
-                                         progress=InThread()))  # fmt: skip
+        entry = SimpleNamespace(enter=lambda *_: None, leave=lambda: None)
+        super().__init__(SimpleNamespace(
+            group=world.main, world=world, ranks=range(world.size), progress=InThread(),
+            messages=Messages(world.link), entry=entry, limit_s=20.0,
+        ))  # fmt: skip
 
 
 def reduced(group, x, *, waits=True):
@@ -152,6 +183,23 @@ def ranks_that_only_send_find_their_gpu(world):
         assert all((y.cpu() == 2 * (r + 1)).all() for r, y in enumerate(targets))
 
 
+def messages_go_through_the_host(world):
+    """After the work in the stream of each call, and before the work of whoever waits."""
+    group, peer, x = Group(world), 1 - world.rank, rank_values(world)
+    whole = tensors.on_cuda(torch.zeros(3, N))
+    for y in (whole[0], whole.T[:, 1]):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            x.mul_(2)
+            y.fill_(7)
+            works = [group.recv([y], peer, 0), group.send([x], peer, 0)]
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for work in works:
+                work.wait()
+            assert torch.equal(y.clone().cpu(), torch.full((N,), (peer + 1.0) * 2))
+        x.div_(2)
+        torch.cuda.current_stream().synchronize()
+
+
 def tensors_of_the_host_need_no_cupy(world):
     x = torch.full((N,), world.rank + 1.0)
     with patch.dict(sys.modules, cupy=None):
@@ -166,6 +214,7 @@ BODIES = {
     "scratch": calls_in_several_streams_share_scratch_memory,
     "scratch of user calls": user_calls_in_several_streams_share_scratch_memory,
     "gather": ranks_that_only_send_find_their_gpu,
+    "messages": messages_go_through_the_host,
     "host": tensors_of_the_host_need_no_cupy,
     "dropped tensors": leaves_no_tensor_alive,
 }

@@ -106,7 +106,8 @@ def cut_pieces(x: Array, max_piece_bytes: int) -> Iterator[Array]:
 
 
 def buffer_spec(x: np.ndarray) -> Spec:
-    """Return the MPI buffer of contiguous `x` in host memory."""
+    """Return the MPI buffer of contiguous `x` in host memory; mpi4py would take others, too."""
+    assert isinstance(x, np.ndarray)
     return [x, x.nbytes, MPI.BYTE]
 
 
