@@ -15,11 +15,11 @@ import pytest
 from ranks import run_on
 
 from hpctrain.core.run_files import run_folder
-from hpctrain.tools.chaos import campaign, case, disks, draw, namespaces, oracle, regimes
+from hpctrain.tools.chaos import campaign, case, disks, draw, oracle, regimes, scope
 from hpctrain.training import recipe, runs
 
 LOCAL = Path(__file__).parent
-NO_NAMESPACES = namespaces.unavailable()
+NO_NAMESPACES = scope.unavailable()
 isolated = pytest.mark.skipif(bool(NO_NAMESPACES), reason=NO_NAMESPACES)
 LONG = campaign.load(LOCAL / "long.toml")
 SHORT = (LOCAL / "short.jsonl").read_text().splitlines(keepends=True)

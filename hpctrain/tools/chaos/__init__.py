@@ -13,11 +13,11 @@ processes, files or shared memory left.
 
     campaign.py    the TOML file of a campaign; regimes.py: the engines it may name
     case.py        the format of cases and faults; draw.py: cases from a seed
-    attempt.py     one attempt: start, wait for the end with a limit; jobs.py: its command lines
-    moments.py     when a signal is due, and which process it hits; hosts.py: faults of a netlab
+    attempt.py     one attempt: start, signals at their moments, the end with a limit
+    jobs.py        command lines; hosts.py: faults of a netlab; threads.py: ranks as threads
     disks.py       disks that are full or fail, by failing.c, which is preloaded into the ranks
-    scope.py       the processes and shared memory of a case: namespaces.py, or an environment mark
-    oracle.py      the promises; exit_codes.py: the exit codes that a fault allows
+    scope.py       the processes and shared memory of a case: namespaces, or an environment mark
+    oracle.py      the promises, and the exit codes that a fault allows
     runner.py      a case from its first attempt to its verdict; reference.py: runs without faults
-    command.py     the command line; results.py and output.py: lines of JSON, tables, the bar
+    command.py     the command line; results.py: lines of JSON, tables, the bar
 """

@@ -15,7 +15,7 @@ from pathlib import Path
 from hpctrain.core import launchers
 from hpctrain.core.errors import UsageError
 from hpctrain.tools.chaos import campaign as campaigns
-from hpctrain.tools.chaos import jobs, namespaces, output, results, runner
+from hpctrain.tools.chaos import jobs, results, runner, scope
 from hpctrain.tools.chaos.case import Case, Table, dump
 from hpctrain.tools.chaos.draw import draw_case
 from hpctrain.tools.chaos.runner import FAILED, PASSED
@@ -57,10 +57,10 @@ def chaos(request: Request) -> int:
     cases = choose_cases(request)
     old_results = results.read(request.campaign if request.is_lines else request.results_file)
     if request.lists:
-        output.print_cases(cases, old_results)
+        results.print_cases(cases, old_results)
         listed = [table for case in cases if (table := old_results.get((case.seed, case.index)))]
         if listed:
-            output.print_summary(listed)
+            results.print_summary(listed)
         return EXIT_CODE_FAILED if any(table["verdict"] == FAILED for table in listed) else 0
     return _run(request, cases)
 
@@ -99,7 +99,7 @@ def _run(request: Request, cases: list[Case]) -> int:
     work.mkdir(parents=True, exist_ok=True)
     run = partial(runner.run, work=work, isolated=isolated, keep=request.keep)
     waiting = results.remaining(cases, tables)
-    with output.CaseBar(request.campaign.stem, len(waiting)) as bar:
+    with results.CaseBar(request.campaign.stem, len(waiting)) as bar:
         for result in _results(waiting, work, request.workers, run, isolated=isolated):
             tables[result["case"]["seed"], result["case"]["index"]] = result
             bar.show(result)
@@ -107,7 +107,7 @@ def _run(request: Request, cases: list[Case]) -> int:
                 results.append(file, result)
             if result["verdict"] == PASSED and not request.keep:
                 shutil.rmtree(work / "case-{seed}-{index}".format_map(result["case"]))
-    output.print_summary(list(tables.values()))
+    results.print_summary(list(tables.values()))
     return _finish(request, list(tables.values()), work)
 
 
@@ -138,7 +138,7 @@ def _is_isolated(request: Request, cases: Sequence[Case]) -> bool:
     """Return whether cases get namespaces; ranks of `srun` are children of its daemons."""
     if not request.isolate or any(case.launcher == "srun" for case in cases):
         return False
-    if reason := namespaces.unavailable():
+    if reason := scope.unavailable():
         log.warning("%s: processes are known by a variable of their environment", reason)
     return not reason
 
@@ -148,7 +148,7 @@ def _results(
 ) -> Iterator[Table]:
     """Run cases, `workers` at a time; yield their results as they come."""
     running: dict[int, Case] = {}
-    start = namespaces.isolated if isolated else namespaces.forked
+    start = scope.isolated if isolated else scope.forked
     for case in cases:
         running[start(partial(run, case))] = case
         if len(running) == workers:

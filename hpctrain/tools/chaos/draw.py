@@ -19,7 +19,7 @@ from hpctrain.tools.chaos.case import (
     Signal,
     Table,
 )
-from hpctrain.tools.chaos.exit_codes import lost_ranks
+from hpctrain.tools.chaos.oracle import lost_ranks
 
 #: How often rank 0, and how often any other, does what to files of a small run, about.
 OPERATIONS = {

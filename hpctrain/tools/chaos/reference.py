@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import tomli_w
 
-from hpctrain.tools.chaos import disks, jobs, oracle, start
+from hpctrain.tools.chaos import disks, jobs, oracle, threads
 from hpctrain.tools.chaos.attempt import Attempt
 from hpctrain.tools.chaos.case import SAMPLES, Case, Fault, LinkCall, dump
 from hpctrain.tools.chaos.jobs import Order, Place
@@ -102,7 +102,7 @@ def _train(plain: Case, place: Place, scope: Scope) -> Reference:
 
 def run_plainly(case: Case, place: Place, scope: Scope, order: Order) -> tuple[Attempt, list[str]]:
     """Train without faults; return how that ended, and the promises that the end breaks."""
-    ending = start.train(case, place, scope, order, [], place.home / "attempt.stderr")
+    ending = threads.train(case, place, scope, order, [], place.home / "attempt.stderr")
     return ending, list(oracle.problems_of(case, [], ending, place.run))
 
 

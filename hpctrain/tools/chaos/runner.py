@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hpctrain.tools.chaos import jobs, oracle, reference, regimes, start
+from hpctrain.tools.chaos import jobs, oracle, reference, regimes, threads
 from hpctrain.tools.chaos.attempt import Attempt
 from hpctrain.tools.chaos.case import Case, Fault, FullDisk, Signal, dump
 from hpctrain.tools.chaos.draw import ORPHAN_MS
@@ -105,7 +105,7 @@ def _attempt(case: Case, place: Place, scope: Scope, number: int, faults: list[F
     settings = (f"faults.step_ms={ORPHAN_MS}",) * orphaned
     kills = reference.link_calls(case, faults, place.work, scope)
     order = Order(launcher, resume=number > 0, settings=settings, kills=kills)
-    return start.train(case, place, scope, order, faults, place.home / f"attempt-{number}.stderr")
+    return threads.train(case, place, scope, order, faults, place.home / f"attempt-{number}.stderr")
 
 
 def _compare(case: Case, place: Place, scope: Scope, verdict: Verdict) -> Iterator[str]:

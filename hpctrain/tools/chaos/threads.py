@@ -1,6 +1,6 @@
-"""One attempt of a case whose ranks are threads: no processes, so that thousands are cheap.
+"""Attempts by launcher: processes, or threads of this process, of which thousands are cheap.
 
-Runs in the process of the case, which ends with it: a thread that hangs ends there, too.
+Threads run in the process of the case, which ends with it: a thread that hangs ends there, too.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from types import FrameType
 from hpctrain import world as worlds
 from hpctrain.core.errors import HpctrainError
 from hpctrain.core.printing import say
+from hpctrain.tools.chaos import attempt
 from hpctrain.tools.chaos.attempt import Attempt
-from hpctrain.tools.chaos.case import Case
+from hpctrain.tools.chaos.case import Case, Fault
 from hpctrain.tools.chaos.jobs import Order, Place
+from hpctrain.tools.chaos.scope import Scope
 from hpctrain.training import recipe, runs
 from hpctrain.transport.threads.hub import Job
 from hpctrain.transport.threads.link import LocalLink
@@ -34,8 +36,12 @@ class OutOfTimeError(Exception):
     """The attempt has taken longer than its limit."""
 
 
-def attempt(case: Case, place: Place, order: Order, log: Path) -> Attempt:
-    """Train on threads, and kill some; return how that ended."""
+def train(
+    case: Case, place: Place, scope: Scope, order: Order, faults: list[Fault], log: Path
+) -> Attempt:
+    """Train `case` under `faults`; return how that ended."""
+    if order.launcher != "threads":
+        return attempt.attempt(case, place, scope, order, faults, log)
     start_s = time.monotonic()
     with _output_in(log):
         code, job = _train(case, place, order)

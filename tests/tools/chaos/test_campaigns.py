@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hpctrain.core.errors import UsageError
-from hpctrain.tools.chaos import campaign, case, describe, exit_codes, regimes
+from hpctrain.tools.chaos import campaign, case, oracle, regimes
 from hpctrain.tools.chaos.case import Case, FailingFile, FullDisk, HostFault, LinkCall, Signal
 from hpctrain.tools.chaos.draw import draw_case
 
@@ -86,7 +86,7 @@ DRAWN = {
 def test_the_kinds_of_faults_that_are_drawn(name):
     changes, expected = DRAWN[name]
     cases = drawn(**changes)
-    assert {describe.describe_kind(fault) for fault in faults_of(cases)} == expected
+    assert {case.describe_kind(fault) for fault in faults_of(cases)} == expected
     assert {item.ranks for item in cases} == set(changes.get("ranks", PLAIN["ranks"]))
     assert [case.read(json.dumps(case.dump(item))) for item in cases] == cases
 
@@ -164,8 +164,8 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_faults_in_words_and_their_exit_codes(name):
     item, words, codes = CASES[name]
-    assert describe.describe_case(item).partition(": ")[2] == words
-    assert exit_codes.allowed_codes(item, item.faults) == codes
+    assert case.describe_case(item).partition(": ")[2] == words
+    assert oracle.allowed_codes(item, item.faults) == codes
 
 
 # A recipe's tables -> deterministic, ordered, with state that no other rank holds
