@@ -27,9 +27,9 @@ from lib.common import (
 )
 
 from hpctrain.collectives import Group
-from hpctrain.tools.bench.message_sizes import parse, size_text
 from hpctrain.tools.bench.sweep import calls_per_round
-from hpctrain.tools.bench.tuning.command import DEFAULT_LIMIT_S, DEFAULT_ROUNDS, DEFAULT_SIZES
+from hpctrain.tools.bench.tune import DEFAULT_LIMIT_S, DEFAULT_ROUNDS, DEFAULT_SIZES
+from hpctrain.tools.bench.units import parse_sizes, size_text
 from hpctrain.tuning import choose, select, sweep
 from hpctrain.tuning.measure import time_calls
 from hpctrain.world import World
@@ -42,14 +42,14 @@ SCREENING_ROUNDS = 3
 def main() -> None:
     arguments = make_parser(__doc__).parse_args()
     world = start_world(arguments.ranks)
-    tuned_sizes = parse(DEFAULT_SIZES)
+    tuned_sizes = parse_sizes(DEFAULT_SIZES)
     *_, rows = sweep.sweep(world.main, tuned_sizes, DEFAULT_ROUNDS, DEFAULT_LIMIT_S)
     plan = choose.make_plan(rows, (), measured=True)
     group = replace(world.main, choices=choose.make_choices(plan))
     arrays = sweep.make_operands(group, max(tuned_sizes))
     results = [
         measure_size(world, group, nbytes, in_memory, x[: nbytes // 4], arguments.rounds)
-        for nbytes in parse(MEASURED_SIZES)
+        for nbytes in parse_sizes(MEASURED_SIZES)
         for in_memory, x in arrays.arrays_by_kind
     ]
     worst = max(results, key=lambda row: row["auto_to_best"])

@@ -22,7 +22,7 @@ import numpy as np
 from lib.common import make_parser, report_result, start_world, summarize_times, time_interleaved
 
 import hpctrain as ht
-from hpctrain.tools.bench import message_sizes
+from hpctrain.tools.bench import units
 from hpctrain.tools.bench.sweep import calls_per_round
 from hpctrain.tuning.measure import COLD_BYTES
 from hpctrain.world import World
@@ -40,7 +40,7 @@ def main() -> None:
     world = start_world(arguments.ranks)
     x = world.zeros(1 << 20)
     rows, claims = [], {}
-    for nbytes in message_sizes.parse(arguments.sizes):
+    for nbytes in units.parse_sizes(arguments.sizes):
         for caches in ("hot", "cold"):
             case_rows = measure_contenders(world, x[: nbytes // 4], caches, arguments.rounds)
             rows += case_rows

@@ -29,7 +29,7 @@ from hpctrain.core import launchers
 from hpctrain.engines import Flags, Task
 from hpctrain.gradients.replica import Batch, ModelReplica
 from hpctrain.nn import Key
-from hpctrain.tools.bench.training_step.profile import profile_step
+from hpctrain.tools.bench.prediction.command import profile_step
 from hpctrain.transport.link import Link
 from hpctrain.tuning.measure import time_calls
 from hpctrain.tuning.model import fit

@@ -28,7 +28,7 @@ from lib.outcomes import print_claims, save_result
 from hpctrain.cluster.launch import launch_program
 from hpctrain.core import launchers, xp
 from hpctrain.tools.bench import p2p, p2p_gpu
-from hpctrain.tools.bench.rank_pair import RankPair
+from hpctrain.tools.bench.p2p_gpu import RankPair
 from hpctrain.transport.device import gpus
 from hpctrain.transport.shared_memory.host import aligned_zeros
 from hpctrain.world import World, init

@@ -20,7 +20,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import EngFormatter, NullLocator
 
 from hpctrain.core.palette import COLORS, MARKERS
-from hpctrain.tools.bench.message_sizes import size_text
+from hpctrain.tools.bench.units import size_text
 
 HATCHES = ("", "//", "..", "xx", "\\\\", "++")  #: tell bars apart in grey
 RESULTS = Path(__file__).parents[1] / "results" / "gpu"

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain.tools.bench.message_sizes import size_text
+from hpctrain.tools.bench.units import size_text
 
 KIB = 1 << 10
 NATIVES = ("native", "native-plain")

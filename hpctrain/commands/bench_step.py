@@ -9,13 +9,13 @@ import click
 from hpctrain import world
 from hpctrain.commands import _options
 from hpctrain.commands._complete import complete_recipes
-from hpctrain.tools.bench.training_step import command
+from hpctrain.tools.bench import training_step
 
 EPILOG = """\b
 Examples:
   mpirun -n 2 hpctrain bench step digits --batch-per-rank 64
   mpirun -n 2 hpctrain bench step benchmarks/mlp-10m.toml --batch-per-rank 32,128 \\
-      --algorithms auto,direct,share-parameters --rivals gloo,horovod --json step.json
+      --algorithms auto,direct,share-parameters --rivals gloo,horovod --json training_step.json
   mpirun -n 2 hpctrain bench step benchmarks/mlp-10m.toml --batch-per-rank 32 --model torch
 
 `share-parameters` keeps one array of parameters per node; all other names are algorithms of [wire].
@@ -43,5 +43,5 @@ ignored: all steps use its constant rate. --model torch takes the rivals gloo, d
 @_options.plot_option
 def step(name: str, rivals: str, **option_values: Any) -> None:
     """Time whole training steps of RECIPE's model, beside other libraries."""
-    options = command.parse_options(name, rivals_text=rivals, **option_values)
-    command.run(world.init("cpu"), options)
+    options = training_step.parse_options(name, rivals_text=rivals, **option_values)
+    training_step.run(world.init("cpu"), options)

@@ -20,7 +20,7 @@ from hpctrain.core.printing import say
 from hpctrain.core.strict_json import to_json
 from hpctrain.parallel.schedules import LOOPED, SCHEDULES, make
 from hpctrain.parallel.schedules.actions import PipelineSchedule
-from hpctrain.parallel.timing import picture, tables
+from hpctrain.parallel.timing import picture
 from hpctrain.parallel.timing.clock import Timeline
 from hpctrain.parallel.timing.summary import (
     MAX_PAIRS,
@@ -30,7 +30,8 @@ from hpctrain.parallel.timing.summary import (
     summarize,
     time_uniform,
 )
-from hpctrain.tools.bench.message_sizes import parse, size_text
+from hpctrain.tools.bench.units import parse_sizes, size_text
+from hpctrain.tools.show import tables
 
 EPILOG = """\b
 Examples:
@@ -131,7 +132,7 @@ def draw(schedule: str | None, as_json: bool, plot: Path | None, **options: Any)
     title = f"{row.schedule}: {row.ranks} ranks, {row.micro_batches} micro-batches"
     if plot is not None:
         with report_packages():  # late: only plots need matplotlib
-            from hpctrain.parallel.timing.plot import draw_timeline
+            from hpctrain.tools.show.timelines import draw_timeline
         draw_timeline(timeline, title, plot)
     if as_json:
         say(to_json({**asdict(row), "actions": _json_actions(timeline)}, indent=1))
@@ -197,7 +198,7 @@ def _divide_stages(stages: int, stages_per_rank: int) -> int:
 
 
 def _boundary_bytes(options: Mapping[str, Any]) -> int:
-    return parse(options["activation"], "--activation")[-1]
+    return parse_sizes(options["activation"], "--activation")[-1]
 
 
 def _json_actions(timeline: Timeline) -> list[list[dict[str, Any]]]:

@@ -65,7 +65,7 @@ started.
 @click.option("--plot", type=FILE_TYPE, help="Plot time and efficiency over ranks.")
 def predict(json: Path | None, plot: Path | None, **options: Any) -> None:
     """Predict the step of a model on grids of data x pipe ranks; needs no MPI."""
-    from hpctrain.tools.bench.prediction import grid_tables, grids  # late: they import the trainer
+    from hpctrain.tools.bench.prediction import grids, tables
 
     check_counts(options, ("ranks_per_node", "cards", "micro_batches", "batch"))
     machine = make_machine(options)
@@ -84,13 +84,13 @@ def predict(json: Path | None, plot: Path | None, **options: Any) -> None:
         )
     )  # fmt: skip
     title = f"{options['recipe'] or options['model']}, {options['schedule']}"
-    grid_tables.print_table(rows, f"predicted: a step, {options['mode']} scaling, {title}")
+    tables.print_table(rows, f"predicted: a step, {options['mode']} scaling, {title}")
     text = machine_text(machine, per_node)
     say(f"assumed: {text}; data x pipe ranks, gradients reduced after the last action")
     assumed = f"{title}; {text}"
 
     def draw(path: Path) -> None:
-        from hpctrain.tools.bench.prediction.grid_plot import draw_grids  # needs matplotlib
+        from hpctrain.tools.bench.prediction.plots import draw_grids
 
         draw_grids(rows, assumed, path)
 

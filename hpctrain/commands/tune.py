@@ -10,7 +10,7 @@ import click
 from hpctrain import world
 from hpctrain.core import launchers
 from hpctrain.core.errors import UsageError
-from hpctrain.tools.bench.tuning import command as tuning
+from hpctrain.tools.bench import tune as tuning
 
 FILE_TYPE = click.Path(path_type=Path)
 EPILOG = """\b

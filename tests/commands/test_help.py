@@ -13,7 +13,7 @@ from hpctrain.cli import hpctrain
 from hpctrain.cluster.netlab import netlab
 from hpctrain.core.interpreter import module_command
 from hpctrain.parallel.schedules import SCHEDULES
-from hpctrain.parallel.timing import tables
+from hpctrain.tools.show import tables
 
 #: command: words that stand in its help whole
 NAMES = {

@@ -13,7 +13,7 @@ from ranks import STAGED, on_gpus, on_ranks, run_on, run_on_gpus
 from hpctrain.collectives import Group
 from hpctrain.core import thresholds
 from hpctrain.core.errors import UsageError
-from hpctrain.tools.bench.tuning import command
+from hpctrain.tools.bench import tune
 from hpctrain.transport.paths import RankPlace, Verdict
 from hpctrain.tuning import choose, defaults_gpu, select, table
 from hpctrain.tuning.choose import AlgorithmTime
@@ -191,9 +191,9 @@ def test_ranks_that_stage_share_the_way_of_their_gpu():
 def test_tune_on_gpus_and_auto_after_it(tmp_path, monkeypatch, capsys):
     """On arrays of GPUs alone, whose table is then taken; the library's own is not among them."""
     monkeypatch.setenv(table.FILE_VARIABLE, str(tmp_path))
-    requested = command.parse_options("4B:256KiB*256", 3, None, None, "gpu", keep_noisy=True)
+    requested = tune.parse_options("4B:256KiB*256", 3, None, None, "gpu", keep_noisy=True)
     with fakes.installed(lazy=True, ipc_within=True) as machine:
-        run_on_gpus(2, lambda world: command.run(world, requested))
+        run_on_gpus(2, lambda world: tune.run(world, requested))
         assert machine.counts["implicit"] == 0
         assert machine.counts["raw kernel"] > 0 and machine.counts["D2H"] > 0
         (path,) = tmp_path.iterdir()
@@ -207,10 +207,10 @@ def test_tune_on_gpus_and_auto_after_it(tmp_path, monkeypatch, capsys):
         assert "neighbours see it" in output
         assert run_on_gpus(2, lambda w: w.main.choices.gpus.measured) == [True, True]
         assert run_on_gpus(2, lambda w: w.main.choices.measured) == [False, False]
-    command.show_table(None, 2, None, "gpu")
+    tune.show_table(None, 2, None, "gpu")
     assert capsys.readouterr().out == output
     with pytest.raises(UsageError, match=r"no tuning table of 2 ranks of this machine in"):
-        command.show_table(None, 2, None)
+        tune.show_table(None, 2, None)
 
 
 @pytest.mark.parametrize(
@@ -218,10 +218,10 @@ def test_tune_on_gpus_and_auto_after_it(tmp_path, monkeypatch, capsys):
     [(None, "expected a GPU for every rank, seen none"), ({"memory_bytes": MIB}, "are free; take")],
 )
 def test_what_cannot_be_measured_is_said_before(options, message):
-    requested = command.parse_options("64MiB", 3, None, None, "gpu")
+    requested = tune.parse_options("64MiB", 3, None, None, "gpu")
     with fakes.installed(**options or {}), pytest.raises(UsageError, match=message):
         ranks = run_on_gpus if options else lambda n, body: run_on("threads", n, body)
-        ranks(2, lambda world: command.run(world, requested))
+        ranks(2, lambda world: tune.run(world, requested))
 
 
 STEPS = ((0, "staged"), (100 * KIB, "pointer"))

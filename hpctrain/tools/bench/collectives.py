@@ -14,7 +14,7 @@ from hpctrain.collectives import DTYPES, OPERATIONS
 from hpctrain.collectives.reductions.operations import can_mpi_reduce
 from hpctrain.core import config
 from hpctrain.core.errors import UsageError
-from hpctrain.tools.bench import memory_check, message_sizes, output, rivals, sweep
+from hpctrain.tools.bench import memory_check, output, rivals, sweep, units
 from hpctrain.tools.bench.measured_collectives import COLLECTIVES, NATIVE, NATIVE_UNBOUND
 from hpctrain.tools.bench.options import RivalOptions, require_minimum, split_words
 from hpctrain.tuning.measure import COLD_BYTES
@@ -54,7 +54,7 @@ def parse_options(
     collectives.operation(op, parsed_dtype)
     plan = sweep.SweepPlan(
         collective,
-        message_sizes.parse(sizes_text),
+        units.parse_sizes(sizes_text),
         names,
         parsed_dtype,
         op,

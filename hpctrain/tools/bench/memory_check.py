@@ -7,7 +7,7 @@ from pathlib import Path
 from hpctrain.core.errors import UsageError
 from hpctrain.hardware.memory import available_bytes
 from hpctrain.hardware.pci import ROOT
-from hpctrain.tools.bench.message_sizes import size_text
+from hpctrain.tools.bench.units import size_text
 from hpctrain.transport.device import gpus
 from hpctrain.world import World
 

@@ -19,8 +19,8 @@ from hpctrain.core.errors import UsageError
 from hpctrain.core.fitted_table import fit_table, make_table
 from hpctrain.core.printing import say
 from hpctrain.core.strict_json import to_json
-from hpctrain.tools.bench.message_sizes import size_text
 from hpctrain.tools.bench.options import Options
+from hpctrain.tools.bench.units import size_text
 from hpctrain.transport import machine
 from hpctrain.tuning import choose
 from hpctrain.world import World

@@ -20,9 +20,9 @@ import numpy as np
 from hpctrain.collectives import all_gather_bytes
 from hpctrain.core import config, xp
 from hpctrain.core.errors import UsageError
-from hpctrain.tools.bench import checks, memory_check, message_sizes, output, p2p_gpu
+from hpctrain.tools.bench import checks, memory_check, output, p2p_gpu, units
 from hpctrain.tools.bench.options import Options, require_minimum
-from hpctrain.tools.bench.rank_pair import RankPair
+from hpctrain.tools.bench.p2p_gpu import RankPair
 from hpctrain.tools.bench.sweep import calls_per_round
 from hpctrain.transport.device import gpus
 from hpctrain.transport.shared_memory.host import aligned_zeros
@@ -67,7 +67,7 @@ def parse_options(
 ) -> LinkOptions:
     """Return the validated options; raise UsageError."""
     return LinkOptions(
-        sizes=message_sizes.parse(sizes_text),
+        sizes=units.parse_sizes(sizes_text),
         ranks=None if ranks is None else _parse_pair(ranks),
         rounds=require_minimum("--iterations", iterations, 1),
         warm_up=require_minimum("--warm-up", warm_up, 0),

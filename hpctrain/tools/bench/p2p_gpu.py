@@ -12,6 +12,7 @@ each GPU, according to sysfs; the slower one of the two adapters counts.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path as File
 from typing import NamedTuple
 
@@ -21,11 +22,11 @@ from hpctrain.core import xp
 from hpctrain.core.errors import UsageError
 from hpctrain.hardware import nics, pci
 from hpctrain.tools.bench import output
-from hpctrain.tools.bench.rank_pair import RankPair
 from hpctrain.transport.device import gpus
 from hpctrain.transport.link import Link, Request
 from hpctrain.transport.paths import POINTER_PATHS, Path, path_between
 from hpctrain.transport.shared_memory.host import NodeMemory
+from hpctrain.tuning.measure import TimedLink
 from hpctrain.world import World
 
 COLUMNS = (
@@ -136,3 +137,17 @@ def _pair_over_path(world: World, source: int, target: int, path: Path) -> RankP
     link = world.link_for(f"p2p {path}")
     link.set_paths([path] * world.size)
     return RankPair(link, source, target, path)
+
+
+@dataclass(frozen=True)
+class RankPair:
+    """A pair of ranks; `peer` is None on all other ranks."""
+
+    link: TimedLink
+    source: int
+    target: int
+    path: str = "host"  #: taken by the messages
+
+    @property
+    def peer(self) -> int | None:
+        return {self.source: self.target, self.target: self.source}.get(self.link.rank)

@@ -1,6 +1,7 @@
-"""Plots of benchmarks: time and bandwidth over size, one line per contender.
+"""Plots of benchmarks: time and bandwidth over size, one line per contender; bars of steps.
 
 Different markers keep a print in grey readable. Bands reach from the 5th to the 95th percentile.
+The plot of a tuning table has rings around the choices of `auto`.
 """
 
 from __future__ import annotations
@@ -22,8 +23,11 @@ from matplotlib.ticker import (
     NullLocator,
 )
 
+from hpctrain.core import thresholds
 from hpctrain.core.palette import BLUE, COLORS, MARKERS, ORANGE, plain
-from hpctrain.tools.bench.message_sizes import size_text
+from hpctrain.tools.bench.tune import memory_heading, times_by_memory
+from hpctrain.tools.bench.units import size_text
+from hpctrain.tuning.table import Table
 
 MAX_TICKS = 7  #: more labels would overlap
 MAX_SPAN = 1e5  #: ticks between powers of ten would crowd an axis of a wider span
@@ -149,3 +153,42 @@ def format_log_axis(axes: Axes, formatter: Formatter) -> None:
     axes.yaxis.set_major_locator(LogLocator(10, subs))
     axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(formatter)
+
+
+def draw_table(table: Table, path: Path) -> None:
+    """Write the plot of `table` to `path`, PNG or SVG by its suffix."""
+    times_by_kind = times_by_memory(table)
+    figure = Figure((6.5 * len(times_by_kind), 5.2), layout="constrained")
+    all_axes = figure.subplots(1, len(times_by_kind), sharey=True, squeeze=False)[0]
+    algorithms = list(dict.fromkeys(row.algorithm for row in table.rows))
+    for axes, (in_memory, times) in zip(all_axes, times_by_kind.items(), strict=True):
+        _draw_algorithms(axes, times, algorithms)
+        format_size_axes(axes, list(times), "time of a call", SECONDS_FORMAT)
+        axes.label_outer()
+        axes.set_title(memory_heading(table, in_memory))
+    all_axes[0].legend(fontsize="small")
+    fingerprint = table.fingerprint
+    gpu_text = f", {fingerprint.device}; {fingerprint.paths}" if fingerprint.on_gpu else ""
+    figure.suptitle(f"all-reduce of float32, {fingerprint.mpi}, {fingerprint.layout}{gpu_text}")
+    figure.savefig(path, dpi=130)
+
+
+def _draw_algorithms(axes: Axes, times: thresholds.Times, algorithms: list[str]) -> None:
+    """Draw a line per algorithm, with a ring where `auto` chooses it."""
+    for algorithm_index, algorithm in enumerate(algorithms):
+        sizes = [nbytes for nbytes, seconds in times.items() if algorithm in seconds]
+        algorithm_seconds = [times[nbytes][algorithm] for nbytes in sizes]
+        color, mark = COLORS[algorithm_index % 8], MARKERS[algorithm_index % 8]
+        axes.plot(
+            sizes,
+            algorithm_seconds,
+            label=algorithm,
+            color=color,
+            marker=mark,
+            linewidth=1.3,
+            markersize=3.5,
+        )
+    chosen_algorithms = thresholds.choices_at(times)
+    seconds = [times[nbytes][algorithm] for nbytes, algorithm in chosen_algorithms.items()]
+    axes.plot(list(chosen_algorithms), seconds, "o", markersize=9, markerfacecolor="none",
+              markeredgecolor="black", label="taken by auto")  # fmt: skip

@@ -3,6 +3,11 @@
 For each size, each contender is called once on random data, and its result is compared with
 float64. Then all contenders and the roofline are timed on zeros, so that no sum overflows. Another
 timing has cold caches.
+
+Results are reported as a fraction of the roofline. On one node the limit is memory: all ranks
+stream `a += b` over private arrays; each moves 3n bytes. On several nodes the limit is the link:
+one message from one node to another. The arrays have the length of the measured vector, so both fit
+into the caches or neither does.
 """
 
 from __future__ import annotations
@@ -15,8 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain.collectives import all_gather_bytes, operation
-from hpctrain.tools.bench import roofline
+from hpctrain.collectives import Group, all_gather_bytes, operation
 from hpctrain.tools.bench.measured_collectives import (
     NATIVE,
     NATIVE_UNBOUND,
@@ -24,6 +28,7 @@ from hpctrain.tools.bench.measured_collectives import (
     CollectiveCall,
 )
 from hpctrain.tools.bench.rivals import Rival
+from hpctrain.transport.shared_memory.host import aligned_zeros
 from hpctrain.tuning.measure import (
     COLD_BYTES,
     ContextFactory,
@@ -39,6 +44,7 @@ FLOOR_NAME = "floor"
 MAX_BYTES_PER_ROUND, MAX_CALLS = 1 << 20, 64
 RIVAL_WARM_UP_CALLS = 2  # after its threads wake up
 Row = dict[str, Any]
+BYTES_STREAMED_PER_BYTE = 3  #: bytes moved per byte of `a += b`: two reads, one write
 
 
 @dataclass(frozen=True)
@@ -156,7 +162,7 @@ def _measure_length(
         name: check_result(world, plan, contender, x) for name, contender in contenders.items()
     }
     x.fill(0)
-    floor, call_count = roofline.make_roofline(world.main, x), calls_per_round(x.nbytes)
+    floor, call_count = make_roofline(world.main, x), calls_per_round(x.nbytes)
     calls_by_name = {name: contender.call for name, contender in contenders.items()} | {
         FLOOR_NAME: floor.call
     }
@@ -225,3 +231,41 @@ def _make_row(
         "algbw": algbw,
         "busbw": algbw * plan.collective.busbw(world.size),
     }
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """A call to time beside the contenders, and the bytes it moves in a node or over a link."""
+
+    kind: str
+    call: Callable[[], Any]
+    nbytes: int
+
+
+def make_roofline(group: Group, x: np.ndarray) -> Roofline:
+    """Return the roofline for vectors like flat `x`: memory on one node, otherwise a link."""
+    if len(group.nodes) <= 1:
+        a, b = aligned_zeros(x.size, x.dtype), aligned_zeros(x.size, x.dtype)
+        b.fill(0)  # untouched pages all map to one page, which stays in the cache
+        return Roofline(
+            "memory", partial(np.add, a, b, a), BYTES_STREAMED_PER_BYTE * x.nbytes * group.link.size
+        )
+    source_rank, target_rank = group.nodes[0][0], group.nodes[1][0]
+    return Roofline("link", one_way_call(group, x, source_rank, target_rank), x.nbytes)
+
+
+def one_way_call(group: Group, x: np.ndarray, source: int, target: int) -> Callable[[], None]:
+    """Return a call in which rank `source` sends `x` to rank `target`; other ranks do nothing."""
+    link = group.link
+
+    def send_message() -> None:
+        link.isend(x, target).wait()
+
+    def receive_message() -> None:
+        link.irecv(x, source).wait()
+
+    return {source: send_message, target: receive_message}.get(link.rank, _do_nothing)
+
+
+def _do_nothing() -> None:
+    """Do nothing: the clock waits for the two ranks that communicate."""

@@ -24,6 +24,7 @@ from hpctrain.watch import Snapshot
 
 POLL_S = 0.002
 GRACE_S = 20.0  #: for processes to end after their launcher: it may have been killed
+AGAIN_S = 0.1  #: between two signals of a fault
 
 
 @dataclass
@@ -93,9 +94,6 @@ def _watch(process: subprocess.Popen[bytes], disturbance: Disturbance, faults: l
         waiting = [moment for moment in waiting if next(moment, moment) is None]
         time.sleep(POLL_S)
     return bool(disturbance.fired_s)
-
-
-AGAIN_S = 0.1  #: between two signals of a fault
 
 
 @dataclass

@@ -15,6 +15,7 @@ Launcher = Literal["launch", "mpiexec", "elastic", "threads", "netlab", "srun"]
 Moment = Literal["step", "checkpoint", "recovery"]
 LIMIT_S = 90.0  #: of an attempt; a hang is one that takes longer, though cores are shared
 SAMPLES, BATCH = 390, 32  #: of built-in recipes: 13 steps per epoch, the last of 6 samples
+HOSTS = {"cut": "link cut", "slow": "link slowed", "dead": "host dead"}
 
 
 @dataclass(frozen=True)
@@ -170,9 +171,6 @@ def read(line: str) -> Case:
         return parse(table.get("case", table))
     except ValueError as error:
         raise UsageError(str(error)) from None
-
-
-HOSTS = {"cut": "link cut", "slow": "link slowed", "dead": "host dead"}
 
 
 def describe_case(case: Case) -> str:

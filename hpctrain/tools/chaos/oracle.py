@@ -31,6 +31,12 @@ FILES_AFTER_HANG = re.compile(r"watch/(stacks-\d{5}\.txt|hung-report\.(txt|json)
 #: Also of the watch: without `hpctrain launch` nobody moves its records when all ranks are killed.
 FILES_OF_MPI = re.compile(r"sysv|mpich_shm_|sm_segment\.|ompi\.|prte\.|pmix-|hpctrain-watch-")
 GAP, NO_COPY = "has a gap", "of which no copy is left"
+#: exit codes of hpctrain's own, and the status in the summary
+STATUS = {0: "done", 1: "failed", 2: "failed", 3: "failed", 75: "stopped", 86: "hung",
+          130: "failed"}  # fmt: skip
+OWN_LAUNCHERS = ("launch", "elastic", "threads")  #: those that return the exit code of the job
+ANY_CODE = frozenset(range(-64, 256))
+DONE, LOST = frozenset({0}), frozenset({0, 1})
 
 
 def problems_of(case: Case, faults: Sequence[Fault], ending: Attempt, run: Path) -> Iterator[str]:
@@ -167,14 +173,6 @@ def problems_of_rows(case: Case, path: Path) -> Iterator[str]:
         before = row["step"]
     if before != total:
         yield f"{path.name} ends at step {before} of {total}"
-
-
-#: exit codes of hpctrain's own, and the status in the summary
-STATUS = {0: "done", 1: "failed", 2: "failed", 3: "failed", 75: "stopped", 86: "hung",
-          130: "failed"}  # fmt: skip
-OWN_LAUNCHERS = ("launch", "elastic", "threads")  #: those that return the exit code of the job
-ANY_CODE = frozenset(range(-64, 256))
-DONE, LOST = frozenset({0}), frozenset({0, 1})
 
 
 def allowed_codes(case: Case, faults: Sequence[Fault]) -> frozenset[int]:

@@ -14,7 +14,7 @@ from hpctrain.collectives import all_gather_bytes
 from hpctrain.core.errors import UsageError
 from hpctrain.hardware import nics
 from hpctrain.tools.bench import p2p, p2p_gpu
-from hpctrain.tools.bench.rank_pair import RankPair
+from hpctrain.tools.bench.p2p_gpu import RankPair
 from hpctrain.transport.device import gpus
 from hpctrain.transport.device.gpus import Gpu
 from hpctrain.transport.paths import RankPlace, Verdict

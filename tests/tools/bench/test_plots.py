@@ -9,8 +9,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from hpctrain.tools.bench import plot
-from hpctrain.tools.bench.message_sizes import size_text
 from hpctrain.tools.bench.prediction import plots as prediction_plots
+from hpctrain.tools.bench.units import size_text
 from hpctrain.tuning.model.message_schedules import SCHEDULES
 
 SIZES = [4 << i for i in range(0, 25)]

@@ -16,7 +16,7 @@ from hpctrain.gradients.replica import Batch, ModelReplica
 from hpctrain.nn import MODELS, Key
 from hpctrain.tools.bench import units
 from hpctrain.tools.bench.prediction import measurements, predict, tables
-from hpctrain.tools.bench.training_step.profile import profile_step
+from hpctrain.tools.bench.prediction.command import profile_step
 from hpctrain.tuning.model import cost
 from hpctrain.tuning.table import Fingerprint, Table, write_table
 

@@ -6,7 +6,7 @@ import pytest
 
 from hpctrain.core.errors import UsageError
 from hpctrain.tools.bench.memory_check import check_host_memory
-from hpctrain.tools.bench.message_sizes import parse, size_text
+from hpctrain.tools.bench.units import parse_sizes, size_text
 from hpctrain.transport.threads.ranks import run_ranks
 from hpctrain.world import over_threads
 
@@ -27,18 +27,18 @@ REFUSED = ("", "4X", "4B:", ":4B", "-4B", "1.5MiB", "8B:4B", "0B:4B", "4B:64B*1"
 
 @pytest.mark.parametrize("text", SIZES)
 def test_sizes(text):
-    assert parse(text) == SIZES[text]
+    assert parse_sizes(text) == SIZES[text]
 
 
 @pytest.mark.parametrize("text", REFUSED)
 def test_refused(text):
     with pytest.raises(UsageError, match=r"--sizes: expected sizes such as .* seen"):
-        parse(text)
+        parse_sizes(text)
 
 
 @pytest.mark.parametrize("size", [0, 4, 1000, 1024, 3 * MIB, MIB + 4, 2 << 30])
 def test_what_is_shown_can_be_typed(size):
-    assert parse(size_text(size).replace(" ", "")) == [size]
+    assert parse_sizes(size_text(size).replace(" ", "")) == [size]
 
 
 def test_what_does_not_fit_is_refused_before_it_is_made(tmp_path):

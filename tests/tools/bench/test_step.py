@@ -12,8 +12,8 @@ import pytest
 from ranks import on_ranks, run_on
 
 from hpctrain.core.errors import UsageError
+from hpctrain.tools.bench import step_times, training_step
 from hpctrain.tools.bench.rivals import DenseModel
-from hpctrain.tools.bench.training_step import command, timing
 from hpctrain.training import recipe
 
 COMPARED = Path(__file__).parents[3] / "benchmarks" / "mlp-10m.toml"
@@ -30,14 +30,14 @@ REQUESTED = {
 
 
 def asked(name="digits", sets=(), **changes):
-    return command.parse_options(name, sets, **{**REQUESTED, **changes})
+    return training_step.parse_options(name, sets, **{**REQUESTED, **changes})
 
 
 @pytest.mark.sample(2)
 @on_ranks(1, 2, 3, mpi=(2, 3))
 def test_all_ways_to_train_end_with_the_same_loss(ranks):
     expected = asked(algorithms="ring,direct,auto,share-parameters", batches="8,16")
-    for rows in ranks(lambda world: command.run(world, expected)):
+    for rows in ranks(lambda world: training_step.run(world, expected)):
         names = ["ring", "direct", "auto", "share-parameters", "null"]
         assert [row["algorithm"] for row in rows] == names * 2
         assert all(row["correct"] for row in rows)
@@ -96,7 +96,7 @@ def test_a_rival_that_trains_something_else_is_seen(right):
 
     def body(world):
         rivals = {"other": Rival(world, right)}
-        return next(timing.run(world, plan, model, split.train, rivals))
+        return next(step_times.run(world, plan, model, split.train, rivals))
 
     for rows in run_on("threads", 2, body):
         by = {row["algorithm"]: row for row in rows}
@@ -120,7 +120,7 @@ REFUSED = {
 def test_refused(wrong):
     changes, message = REFUSED[wrong]
     with pytest.raises(UsageError) as error:
-        run_on("threads", 2, lambda world: command.run(world, asked(**changes)))
+        run_on("threads", 2, lambda world: training_step.run(world, asked(**changes)))
     assert message in str(error.value)
 
 
@@ -138,12 +138,12 @@ CANNOT = {
 @pytest.mark.parametrize("subject", CANNOT)
 def test_what_rivals_cannot_train_is_said(subject):
     name, sets, word = CANNOT[subject]
-    assert word in timing.rival_refusal(recipe.load(name, sets))
+    assert word in step_times.rival_refusal(recipe.load(name, sets))
 
 
 def test_the_recipe_of_the_comparison_has_ten_million_parameters():
     spec = recipe.load(str(COMPARED))
-    assert timing.rival_refusal(spec) is None
+    assert step_times.rival_refusal(spec) is None
     assert sum(a * b + b for a, b in pairwise(spec.model.widths)) == 10_020_874
 
 

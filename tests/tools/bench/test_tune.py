@@ -12,7 +12,7 @@ from ranks import run_on
 from hpctrain import world as worlds
 from hpctrain.commands.tune import tune as command
 from hpctrain.core.errors import UsageError
-from hpctrain.tools.bench.tuning import command as tune_command
+from hpctrain.tools.bench import tune as tune_command
 from hpctrain.tuning import choose, table
 
 AUTO = """

@@ -1,20 +1,28 @@
-"""`hpctrain bench predict`: from options to a machine, a training step and predicted rows."""
+"""`hpctrain bench predict`: from options to a machine, a training step and predicted rows.
+
+The step of a recipe is profiled in this process: until each bucket is full, and the update.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from time import perf_counter
 from typing import Any
+
+import numpy as np
 
 from hpctrain import data, nn
 from hpctrain.core.errors import UsageError
 from hpctrain.engines import Task
+from hpctrain.gradients import buckets
+from hpctrain.gradients.buckets import Bucket
 from hpctrain.gradients.precision import make_reading_replica
-from hpctrain.gradients.replica import Batch
-from hpctrain.tools.bench import message_sizes, units
+from hpctrain.gradients.replica import Batch, Replica
+from hpctrain.optim import Optimizer
+from hpctrain.tools.bench import units
 from hpctrain.tools.bench.prediction import measurements as measurement_files
 from hpctrain.tools.bench.prediction import predict
-from hpctrain.tools.bench.training_step.profile import profile_step
 from hpctrain.training import recipe, runs
 from hpctrain.tuning.model.loggp import Cluster, Wire
 from hpctrain.tuning.model.training_step import Step, uniform_step
@@ -48,7 +56,7 @@ def run(options: CommandOptions) -> Prediction:
     ]
     names, sizes = (
         predict.choose_algorithms(options["algorithms"], layouts),
-        message_sizes.parse(options["sizes"]),
+        units.parse_sizes(options["sizes"]),
     )
     measurements = (
         measurement_files.read_measurements(options["measured"]) if options["measured"] else None
@@ -114,12 +122,12 @@ def _make_wire(
 
 def _make_step(options: CommandOptions) -> Step:
     """Return the step of `--step`; if it names a recipe, measure the step in this process."""
-    bucket = message_sizes.parse(options["bucket"])[-1]
+    bucket = units.parse_sizes(options["bucket"])[-1]
     compute_text, separator, gradient_text = options["step"].partition(",")
     if separator:
         return uniform_step(
             units.parse_seconds(compute_text, "--step"),
-            message_sizes.parse(gradient_text)[-1],
+            units.parse_sizes(gradient_text)[-1],
             bucket,
         )
     return measure_step(options["step"], bucket)
@@ -147,3 +155,49 @@ def machine_text(machine: Cluster, ranks_per_node: int) -> str:
     )
     ranks = f"{ranks_per_node} rank{'s' * (ranks_per_node != 1)}"
     return f"{ranks} a node; between nodes {network_wire}; in a node {node_wire}"
+
+
+def profile_step(
+    replica: Replica,
+    optimizer: Optimizer,
+    task: Task,
+    bucket_bytes: int,
+    rounds: int = 7,
+    warm_up: int = 2,
+) -> Step:
+    """Return the median times of `rounds` steps without communication; trains the model."""
+    arena = replica.arena
+    bucket_list = buckets.cut_buckets(
+        arena.slots, arena.grad.size, arena.grad.itemsize, bucket_bytes
+    )
+    optimizer_state, round_times = optimizer.init(arena.param), []
+    for _ in range(warm_up + rounds):
+        full_times = _bucket_times(replica, task, bucket_list)
+        start = perf_counter()
+        arrays = arena.grad, optimizer_state, arena.param
+        optimizer.update(*arrays, arena.layout, arena.gather_rows)
+        round_times.append([*full_times, perf_counter() - start])
+    *full_times, update_s = np.median(round_times[warm_up:], axis=0).tolist()
+    bucket_bytes_list = (
+        float((bucket.stop - bucket.start) * arena.grad.itemsize) for bucket in bucket_list
+    )
+    return Step(tuple(full_times), tuple(bucket_bytes_list), update_s)
+
+
+def _bucket_times(replica: Replica, task: Task, bucket_list: list[Bucket]) -> list[float]:
+    """Compute one gradient; return the seconds until each bucket and all before it are full."""
+    times_by_name: dict[str, float] = {}
+    start = perf_counter()
+    replica.gradient(
+        task.batch, task.scale, task.key, lambda name: _record_time(times_by_name, name)
+    )
+    times_by_name[""] = perf_counter()  # the end of backward counts for the last bucket
+    slots_by_bucket = [*(bucket.names for bucket in bucket_list[:-1]), bucket_list[-1].names | {""}]
+    full_times = [
+        max(times_by_name[name] for name in slot_names) - start for slot_names in slots_by_bucket
+    ]
+    return np.maximum.accumulate(full_times).tolist()
+
+
+def _record_time(times_by_name: dict[str, float], name: str) -> None:
+    times_by_name[name] = perf_counter()

@@ -1,4 +1,4 @@
-"""Tables of predictions beside measurements."""
+"""Tables of predictions beside measurements; of steps on grids a row per grid."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from typing import Any
 from rich.table import Table
 
 from hpctrain.core.fitted_table import make_table
-from hpctrain.tools.bench.message_sizes import size_text
+from hpctrain.core.fitted_table import print_table as print_fitted
+from hpctrain.tools.bench.units import size_text
 
 Row = Mapping[str, Any]
 SECONDS_PER_UNIT = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
+HEADINGS = ("ranks", "data x pipe", "micro-batches", "step", "pipeline", "compute", "efficiency",
+            "samples/s")  # fmt: skip
 
 
 def format_time(seconds: float) -> str:
@@ -76,3 +79,19 @@ def _step_table(rows: Sequence[Row]) -> Table:
         times = [format_time(row[column]) for column in columns.values()]
         table.add_row(str(row["ranks"]), row["algorithm"], *times, f"{row['efficiency']:.1%}")
     return table
+
+
+def print_table(rows: Sequence[Mapping[str, Any]], title: str) -> None:
+    """Print the table on stdout."""
+    table = make_table(HEADINGS, title=f"{title} (* most samples/s)")
+    for row in rows:
+        rate = max(other["samples_per_s"] for other in rows if other["ranks"] == row["ranks"])
+        table.add_row(
+            f"{row['ranks']:,}",
+            f"{row['data']:,} x {row['pipe']}",
+            str(row["micro_batches"]),
+            *(format_time(row[f"{name}_s"]) for name in ("step", "pipeline", "compute")),
+            f"{row['efficiency']:.1%}",
+            f"{row['samples_per_s']:,.4g}" + ("*" if row["samples_per_s"] == rate else " "),
+        )
+    print_fitted(table, 160)

@@ -9,9 +9,8 @@ import threadpoolctl
 
 from hpctrain.core import config
 from hpctrain.core.errors import UsageError
-from hpctrain.tools.bench import output, rivals
+from hpctrain.tools.bench import output, rivals, step_times
 from hpctrain.tools.bench.options import RivalOptions, require_minimum, split_words
-from hpctrain.tools.bench.training_step import timing
 from hpctrain.training import recipe, runs
 from hpctrain.training.recipe import Recipe
 from hpctrain.tuning.select import ALGORITHM_NAMES
@@ -20,9 +19,9 @@ from hpctrain.world import World
 TIMING_METHOD = (
     "contenders take turns, `calls` steps each; the slowest rank's time / calls counts; exposed_s: "
     "the median of a step minus the same library's own step without communication, taken in the "
-    f"same round; correct: after {timing.EQUAL_LOSS_STEPS} steps from equal weights on equal "
-    f"samples the loss lies within {timing.LOSS_TOLERANCE:g} of the first row's; one BLAS thread "
-    "per rank"
+    f"same round; correct: after {step_times.EQUAL_LOSS_STEPS} steps from equal weights on equal "
+    f"samples the loss lies within {step_times.LOSS_TOLERANCE:g} of the first row's; one BLAS "
+    "thread per rank"
 )
 TORCH_RIVALS = "gloo,ddp,sync"  #: beside our engines with a module of PyTorch, by default
 
@@ -38,43 +37,43 @@ def parse_options(
     warm_up: int,
     json: Path | None,
     plot: Path | None,
-) -> RivalOptions[timing.StepPlan]:
+) -> RivalOptions[step_times.StepPlan]:
     """Return the validated options; a UsageError names the expected and the nearest value."""
     spec = recipe.load(name, sets)
     names = list(split_words(algorithms))
     for algorithm in names:
         config.pick(
-            dict.fromkeys((*ALGORITHM_NAMES, timing.SHARE_PARAMETERS)), algorithm, "algorithm"
+            dict.fromkeys((*ALGORITHM_NAMES, step_times.SHARE_PARAMETERS)), algorithm, "algorithm"
         )
-    if not set(names) - {timing.NULL_ALGORITHM}:
+    if not set(names) - {step_times.NULL_ALGORITHM}:
         raise UsageError("--algorithms: expected one that communicates, seen none")
-    plan = timing.StepPlan(
+    plan = step_times.StepPlan(
         spec,
         # `null` is measured in any case.
-        [algorithm for algorithm in names if algorithm != timing.NULL_ALGORITHM],
+        [algorithm for algorithm in names if algorithm != step_times.NULL_ALGORITHM],
         _parse_batches(spec, batches),
         require_minimum("--iterations", iterations, 1),
         require_minimum("--warm-up", warm_up, 0),
         config.pick({"ours": False, "torch": True}, model, "--model"),
     )
-    if plan.in_torch and (reason := timing.rival_refusal(spec)):
+    if plan.in_torch and (reason := step_times.rival_refusal(spec)):
         raise UsageError(f"--model torch: {reason}")
     rivals_text = rivals_text or TORCH_RIVALS * plan.in_torch
     return RivalOptions(plan=plan, rivals=rivals.parse_names(rivals_text), json=json, plot=plot)
 
 
-def run(world: World, options: RivalOptions[timing.StepPlan]) -> list[timing.Row]:
+def run(world: World, options: RivalOptions[step_times.StepPlan]) -> list[step_times.Row]:
     """Measure, print, save and return the rows; collective."""
     plan = options.plan
     output.check_writable(world, options.json, options.plot)
     split = world.on_all_ranks(lambda: plan.spec.data.load(plan.spec.run.seed))
     model = world.on_all_ranks(lambda: runs.build_model(plan.spec, split))
-    refusal = timing.rival_refusal(plan.spec)
+    refusal = step_times.rival_refusal(plan.spec)
     title = f"a step of {plan.spec.run.name}, {world.size} ranks"
     with rivals.joined(world, options.rivals, lambda _: refusal) as (joined, about):
         printer = output.RowPrinter(world, title, _columns(joined), len(plan.batches))
         with threadpoolctl.threadpool_limits(1, "blas"):
-            rows = printer.print_groups(timing.run(world, plan, model, split.train, joined))
+            rows = printer.print_groups(step_times.run(world, plan, model, split.train, joined))
     facts = {"timed": TIMING_METHOD, "rivals": about, "recipe": plan.spec.tables}
     output.save(world, options, rows, title, lambda plot: plot.draw_step_bars, facts)
     return rows

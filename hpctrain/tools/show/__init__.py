@@ -1,0 +1,1 @@
+"""Tables, plots and live views of the tools, in one style."""
