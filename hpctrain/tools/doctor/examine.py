@@ -1,4 +1,8 @@
-"""Examine this node: gather its facts and check them; MPI starts only in child processes."""
+"""Examine this node: gather its facts and check them; MPI starts only in child processes.
+
+PyTorch is not imported, which takes seconds: its version and the entry points of its backends say
+enough.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ import os
 import platform
 import resource
 import socket
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib import metadata
@@ -18,7 +23,7 @@ from hpctrain.cluster.launch import find_mpi
 from hpctrain.core import launchers
 from hpctrain.core.errors import UsageError
 from hpctrain.hardware import gdr, nics, nvidia, pci, quota
-from hpctrain.tools.doctor import gpus, guests, mpi, network, node
+from hpctrain.tools.doctor import gpus, mpi, node, topology
 from hpctrain.tools.doctor.check import Check, exit_code
 from hpctrain.tools.doctor.topology import Topology, find_topology, format_topology
 from hpctrain.transport.gpu_probe import probe_process, verdicts
@@ -84,12 +89,11 @@ def examine_node() -> NodeResult:
     packages = [f"{name} {version(name)}" for name in PACKAGES]
     versions = ", ".join([f"Python {platform.python_version()}", *packages])
     checks = [Check("versions", "ok", versions), *_check_mpi(), blas]
-    if (torch_version := guests.torch_version()) is not None:
+    if (torch := torch_version()) is not None:
         has_gpu = bool(node_hardware.node_gpus.gpus)
-        names = guests.backend_names()
-        checks.append(guests.check_torch(torch_version, names, os.environ, has_gpu))
+        checks.append(check_torch(torch, backend_names(), os.environ, has_gpu))
     checks += check_node(node_hardware, gpu_paths)
-    checks += network.check_named_nics(node_hardware.nics, os.environ)
+    checks += topology.check_named_nics(node_hardware.nics, os.environ)
     return NodeResult(socket.gethostname(), checks, node_hardware, gpu_paths)
 
 
@@ -103,7 +107,7 @@ def check_node(node_hardware: Hardware, gpu_paths: ProbeResult | None) -> list[C
     )
     if node_hardware.node_gpus.gpus:
         checks.append(gpus.check_gdr(node_hardware.gdr))
-    return checks + network.check_adapters(node_hardware.nics)
+    return checks + topology.check_adapters(node_hardware.nics)
 
 
 def find_hardware(host: str, root: Path = pci.ROOT, nvml: Any = None) -> Hardware:
@@ -155,3 +159,32 @@ def _probe_gpu_paths() -> ProbeResult | None:
         return verdicts.result_from_json(probe_process.run_probe(force=True))
     except (ValueError, KeyError, TypeError, json.JSONDecodeError):
         return None
+
+
+def torch_version() -> str | None:
+    """Return the version of PyTorch in this environment, None without it."""
+    try:
+        return metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def backend_names() -> list[str]:
+    """Return the names that PyTorch loads at its import."""
+    return [entry.name for entry in metadata.entry_points(group="torch.backends")]
+
+
+def check_torch(
+    version: str, loaded_names: Sequence[str], environ: Mapping[str, str], has_gpu: bool
+) -> Check:
+    """Return the check of PyTorch `version`: whether scripts can name the backend hpctrain."""
+    build = "for CPUs" if version.endswith("+cpu") else "with CUDA"
+    others = "gloo" if version.endswith("+cpu") or not has_gpu else "gloo, nccl"
+    for variable, disabling in (("HPCTRAIN_TORCH", "0"), ("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")):
+        if environ.get(variable) == disabling:
+            text = f"{version}, {build}; {variable}={disabling}: backends {others} alone"
+            return Check("PyTorch", "note", text, f"unset {variable}, or import hpctrain.torch")
+    if "hpctrain" not in loaded_names:
+        text = f"{version}, {build}; no entry point of hpctrain: backends {others} alone"
+        return Check("PyTorch", "note", text, "install hpctrain again, or import hpctrain.torch")
+    return Check("PyTorch", "ok", f"{version}, {build}; backends hpctrain, {others}")

@@ -1,15 +1,21 @@
-"""The topology of a node: devices by NUMA node, and the matrix of links between them, as text."""
+"""The topology of a node: devices by NUMA node, and the matrix of links between them, as text.
+
+Network adapters are checked: state, rate, and those that the environment names for UCX.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from hpctrain.hardware import pci
-from hpctrain.hardware.nics import Nic, fabric_ports, nearest_ports
+from hpctrain.hardware.nics import Nic, fabric_ports, fastest_port, nearest_ports
 from hpctrain.hardware.nvidia import GpuInfo, NodeGpus
-from hpctrain.tools.doctor import network
+from hpctrain.hardware.pci import ROOT
+from hpctrain.tools.doctor.check import Check
+from hpctrain.transport.placement import nearest_nics
+from hpctrain.transport.placement.check import EXISTING_PORTS_REMEDY
 
 _LEGEND = "NV# that many NVLinks, PIX one PCIe switch, PXB several, PHB one host bridge, NODE one \
 NUMA node, SYS two"
@@ -52,7 +58,7 @@ def format_topology(
     for card in cards.gpus:
         texts_by_node.setdefault(pci.numa_node(card.pci, root), []).append(_format_card(card))
     for nic in nics:
-        texts_by_node.setdefault(pci.numa_node(nic.pci, root), []).append(network.describe_nic(nic))
+        texts_by_node.setdefault(pci.numa_node(nic.pci, root), []).append(describe_nic(nic))
     lines = [f"node {host}"]
     for number, devices in texts_by_node.items():
         if number in topology.numa:
@@ -95,3 +101,58 @@ def _read_numa_nodes(root: Path) -> dict[int, str]:
     folders = (root / "sys/devices/system/node").glob("node[0-9]*")
     folders_by_number = {int(folder.name.removeprefix("node")): folder for folder in folders}
     return {n: pci.read_text(folder / "cpulist") for n, folder in sorted(folders_by_number.items())}
+
+
+def check_adapters(nics: Sequence[Nic]) -> list[Check]:
+    """Return the checks of the adapters."""
+    if not nics:
+        return [Check("network", "note", "no hardware adapter in /sys/class")]
+    fastest_nic = fastest_port(tuple(nics))
+    observed = ", ".join(map(describe_nic, nics))
+    checks = [Check("network", "ok" if fastest_nic else "note", observed)]
+    down_ports = [nic for nic in nics if nic.has_rdma and not nic.active]
+    if down_ports:
+        names = ", ".join(nic.name for nic in down_ports)
+        checks.append(
+            Check("links down", "slow", names, "see ibstat and ibdev2netdev, and ask the site")
+        )
+    slow_ports = _slow_ports(nics)
+    if slow_ports:
+        names = ", ".join(f"{nic.name} {nic.gbit_s:g} Gbit/s" for nic in slow_ports)
+        checks.append(
+            Check("slow links", "slow", names, "a cable or a port may be damaged: tell the site")
+        )
+    return checks
+
+
+def check_named_nics(
+    nics: Sequence[Nic], environ: Mapping[str, str], root: Path = ROOT
+) -> list[Check]:
+    """Return the check of the adapters that UCX_NET_DEVICES names; [] if it is not set."""
+    value = environ.get(nearest_nics.UCX_DEVICES, "")
+    if not nearest_nics.device_names(value):
+        return []
+    faults = nearest_nics.device_faults(value, nics, root)
+    if faults:
+        return [
+            Check(
+                "NICs named",
+                "bad",
+                f"{nearest_nics.UCX_DEVICES}={value}: {', '.join(faults)}",
+                EXISTING_PORTS_REMEDY,
+            )
+        ]
+    return [Check("NICs named", "ok", f"{nearest_nics.UCX_DEVICES}={value}")]
+
+
+def describe_nic(nic: Nic) -> str:
+    """Return the name, kind, rate and state of an adapter as text."""
+    rate = f"{nic.gbit_s:g} Gbit/s" if nic.gbit_s else "rate unknown"
+    return f"{nic.name} {nic.kind} {rate}{'' if nic.active else ' DOWN'}"
+
+
+def _slow_ports(nics: Sequence[Nic]) -> list[Nic]:
+    """Return the active RDMA ports slower than the node's fastest: damaged links run slower."""
+    rdma_ports = [nic for nic in nics if nic.has_rdma and nic.active and nic.gbit_s]
+    max_gbit_s = max((nic.gbit_s or 0 for nic in rdma_ports), default=0)
+    return [nic for nic in rdma_ports if (nic.gbit_s or 0) < max_gbit_s]

@@ -14,8 +14,7 @@ from matplotlib.figure import Figure  # not pyplot, which would look for a scree
 from matplotlib.ticker import EngFormatter, MaxNLocator, PercentFormatter
 
 from hpctrain.core.palette import BLACK, BLUE, GREY, ORANGE, VERMILION, plain
-from hpctrain.tools.report.loss_marks import describe_marks, mark_losses
-from hpctrain.tools.report.many_ranks import plot_many_ranks
+from hpctrain.tools.report.many_ranks import describe_marks, mark_losses, plot_many_ranks
 from hpctrain.tools.report.pipeline import plot_schedule, rank_label
 from hpctrain.tools.report.record import RunRecord
 

@@ -5,8 +5,8 @@
     trials             trials/ on this machine, on a netlab, as jobs of Slurm
     files -> numbers   collect.py, table of   summary.json and metrics.jsonl of each trial, no more
                        numbers: results.py
-    laws, forecast     laws.py, forecast.py   Amdahl, Gustafson; the alpha-beta model beyond
-    display            output/             live_view.py while trials run; tables, plots, page
+    laws, forecast     statistics.py          Amdahl, Gustafson; forecast.py: the alpha-beta model beyond
+    display            output/             live_table.py while trials run; tables, plots, page
 
 Everything after the trials reads files only; so a study that was stopped anywhere goes on when it
 is called again, and the trials measured so far are drawn.

@@ -19,7 +19,7 @@ from hpctrain.gradients.precision import master_dtype
 from hpctrain.tools.scaling import trial_recipe, world_sizes
 from hpctrain.tools.scaling.collect import Gap, TrialResult
 from hpctrain.tools.scaling.output import live_table, study_files, tables
-from hpctrain.tools.scaling.output.live_view import LiveView
+from hpctrain.tools.scaling.output.live_table import LiveView
 from hpctrain.tools.scaling.results import Result, evaluate
 from hpctrain.tools.scaling.study import Study, StudyFolder, extend_study, lock_folder
 from hpctrain.tools.scaling.trials import local_runner, runner, slurm_runner

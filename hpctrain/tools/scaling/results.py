@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean, median
 from typing import Any
 
-from hpctrain.tools.scaling import laws
+from hpctrain.tools.scaling import confidence
 from hpctrain.tools.scaling.collect import Gap, TrialResult
 from hpctrain.tools.scaling.confidence import Estimate, estimate_mean
 from hpctrain.tools.scaling.forecast import StepModel, StepTimes, fit_model
@@ -279,8 +279,8 @@ def _fit_law(
     ranks = tuple(point.size.ranks for point in fitted_points)
     if len(fitted_points) < 2:
         return None, ranks, None
-    law: Callable[..., float] = laws.fit_amdahl if is_strong else laws.fit_gustafson
-    speed_up = laws.amdahl_speed_up if is_strong else laws.gustafson_speed_up
+    law: Callable[..., float] = confidence.fit_amdahl if is_strong else confidence.fit_gustafson
+    speed_up = confidence.amdahl_speed_up if is_strong else confidence.gustafson_speed_up
     key = "step_s" if is_strong else "samples_per_s"
     repeats = sorted(set.intersection(*(set(point.trials) for point in fitted_points)))
     values = [[getattr(point.trials[i], key) for point in fitted_points] for i in repeats]
@@ -292,5 +292,5 @@ def _fit_law(
     return (
         fraction,
         ranks,
-        laws.max_misfit(law_values, [fmean(size) for size in zip(*values, strict=True)]),
+        confidence.max_misfit(law_values, [fmean(size) for size in zip(*values, strict=True)]),
     )

@@ -14,7 +14,7 @@ from hpctrain.cluster.launch import MpiInstallation
 from hpctrain.hardware.gdr import GdrState
 from hpctrain.hardware.nics import Nic
 from hpctrain.hardware.nvidia import GpuInfo, NodeGpus
-from hpctrain.tools.doctor import gpus, mpi, network, node
+from hpctrain.tools.doctor import gpus, mpi, node, topology
 from hpctrain.tools.doctor.check import Check, exit_code
 from hpctrain.tools.doctor.examine import NodeResult, find_hardware
 from hpctrain.tools.doctor.mpi import LaunchReport
@@ -232,10 +232,10 @@ def test_gdr():
 def test_network():
     good = Nic("a:1", "InfiniBand", True, 400.0, "")
     hurt, down = replace(good, name="b:1", gbit_s=100.0), replace(good, name="c:1", active=False)
-    assert [c.verdict for c in network.check_adapters([good])] == ["ok"]
-    assert result(network.check_adapters([good, hurt]), "slow links")[1] == "b:1 100 Gbit/s"
-    assert result(network.check_adapters([good, down]), "links down")[1] == "c:1"
-    assert network.check_adapters([])[0].verdict == "note"
+    assert [c.verdict for c in topology.check_adapters([good])] == ["ok"]
+    assert result(topology.check_adapters([good, hurt]), "slow links")[1] == "b:1 100 Gbit/s"
+    assert result(topology.check_adapters([good, down]), "links down")[1] == "c:1"
+    assert topology.check_adapters([])[0].verdict == "note"
 
 
 @pytest.mark.parametrize(
@@ -248,11 +248,11 @@ def test_network():
 )
 def test_what_ucx_was_told(value, verdict, words, tmp_path):
     good = Nic("a:1", "InfiniBand", True, 400.0, "")
-    (check,) = network.check_named_nics(
+    (check,) = topology.check_named_nics(
         [good, replace(good, name="c:1", active=False)], {"UCX_NET_DEVICES": value}, tmp_path
     )
     assert (check.verdict, words in check.seen) == (verdict, True)
-    assert network.check_named_nics([good], {}, tmp_path) == []
+    assert topology.check_named_nics([good], {}, tmp_path) == []
 
 
 @pytest.fixture

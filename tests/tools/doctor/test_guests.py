@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpctrain.tools.doctor.guests import check_torch
+from hpctrain.tools.doctor.examine import check_torch
 
 #: version, entry points, environment, GPU: verdict and words
 ROWS = {

@@ -26,11 +26,11 @@ from hpctrain.tools.doctor.job import (
     ping_pong,
     show,
 )
+from hpctrain.tools.doctor.job.consistency import RankFacts, facts_from_table
 from hpctrain.tools.doctor.job.cores import CoreTiming
 from hpctrain.tools.doctor.job.outliers import compute_median_mad
 from hpctrain.tools.doctor.job.output_folder import FolderState
 from hpctrain.tools.doctor.job.ping_pong import Ping
-from hpctrain.tools.doctor.job.rank_facts import RankFacts, facts_from_table
 from hpctrain.tools.doctor.job.result import JobResult, gather_json
 from hpctrain.transport.placement.check import RankBinding
 from hpctrain.transport.placement.nearest_nics import NicPorts

@@ -20,7 +20,7 @@ from hpctrain.core.errors import UsageError
 from hpctrain.core.run_files import run_folder
 from hpctrain.optim import CosineOptions
 from hpctrain.optim.optimizer import rate_curve
-from hpctrain.tools.report import loss_marks, page, plots, record
+from hpctrain.tools.report import many_ranks, page, plots, record
 from hpctrain.training import recipe, runs
 
 NAME = "<script>alert('$x_1$ & more')</script>"
@@ -413,7 +413,7 @@ def test_losses_of_all_parts_are_on_the_time_axis(kind):
     assert [(x.step, x.at_s, x.ranks, x.lost_s) for x in losses] == expected
 
 
-@pytest.mark.parametrize("count", [1, loss_marks.MAX_LABELS, loss_marks.MAX_LABELS + 1])
+@pytest.mark.parametrize("count", [1, many_ranks.MAX_LABELS, many_ranks.MAX_LABELS + 1])
 def test_each_plot_over_steps_or_time_marks_losses(count, tmp_path):
     steps = np.linspace(5, 25, count).astype(int).tolist()
     entries = [{**ENTRY, "step": step, "wall_s": step / 10} for step in steps]
@@ -426,17 +426,17 @@ def test_each_plot_over_steps_or_time_marks_losses(count, tmp_path):
         assert all(len(line.get_xdata()) == count for line in marks)
         labels = [text.get_text() for axes in figure.axes for text in axes.texts]
         assert sum("rank" in text for text in labels) == panels * (
-            count if count <= loss_marks.MAX_LABELS else 0
+            count if count <= many_ranks.MAX_LABELS else 0
         )
         below = " ".join(axes.get_xlabel() for axes in figure.axes)
-        assert ("ranks lost: 5.5 s" if count > loss_marks.MAX_LABELS else "▼: ranks lost") in below
+        assert ("ranks lost: 5.5 s" if count > many_ranks.MAX_LABELS else "▼: ranks lost") in below
 
 
 def test_losses_near_each_other_share_a_label():
-    groups = loss_marks.group_near([1.0, 1.5, 2.5, 9.0], 1.0)
+    groups = many_ranks.group_near([1.0, 1.5, 2.5, 9.0], 1.0)
     assert groups == [(1.0, [0, 1]), (2.5, [2]), (9.0, [3])]
     losses = [record.Loss(1, 1.0, [rank], lost_s=0.25) for rank in range(4)]
-    assert loss_marks.describe(losses[:1]) == "rank 0: 0.25 s"
-    assert loss_marks.describe(losses[:3]) == "ranks 0, 1, 2: 0.75 s"
-    assert loss_marks.describe(losses) == "4 ranks lost: 1 s"
-    assert loss_marks.describe([record.Loss(1, 1.0, [7])]) == "rank 7"
+    assert many_ranks.describe(losses[:1]) == "rank 0: 0.25 s"
+    assert many_ranks.describe(losses[:3]) == "ranks 0, 1, 2: 0.75 s"
+    assert many_ranks.describe(losses) == "4 ranks lost: 1 s"
+    assert many_ranks.describe([record.Loss(1, 1.0, [7])]) == "rank 7"

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hpctrain.tools.bench.prediction import predict
-from hpctrain.tools.scaling import laws
+from hpctrain.tools.scaling import confidence
 from hpctrain.tools.scaling.collect import TrialResult
 from hpctrain.tools.scaling.confidence import estimate_mean, quantile
 from hpctrain.tools.scaling.forecast import (
@@ -84,14 +84,14 @@ FRACTIONS = [0.0, 0.03, 0.5, 1.0]
 @pytest.mark.parametrize("ranks", SIZES.values(), ids=SIZES)
 @pytest.mark.parametrize("fraction", FRACTIONS)
 def test_laws_find_the_serial_fraction(fraction, ranks):
-    seconds = [7e-3 / laws.amdahl_speed_up(fraction, n) for n in ranks]
-    rates = [900 * laws.gustafson_speed_up(fraction, n) for n in ranks]
-    assert laws.fit_amdahl(ranks, seconds) == pytest.approx(fraction, abs=1e-9)
-    assert laws.fit_gustafson(ranks, rates) == pytest.approx(fraction, abs=1e-9)
+    seconds = [7e-3 / confidence.amdahl_speed_up(fraction, n) for n in ranks]
+    rates = [900 * confidence.gustafson_speed_up(fraction, n) for n in ranks]
+    assert confidence.fit_amdahl(ranks, seconds) == pytest.approx(fraction, abs=1e-9)
+    assert confidence.fit_gustafson(ranks, rates) == pytest.approx(fraction, abs=1e-9)
 
 
 @pytest.mark.parametrize("law, speed_up, sign", [
-    (laws.fit_amdahl, laws.amdahl_speed_up, -1), (laws.fit_gustafson, laws.gustafson_speed_up, 1),
+    (confidence.fit_amdahl, confidence.amdahl_speed_up, -1), (confidence.fit_gustafson, confidence.gustafson_speed_up, 1),
 ])  # fmt: skip
 def test_the_fraction_of_noisy_repeats_and_its_interval(law, speed_up, sign):
     ranks = [1, 2, 4, 8]
@@ -105,13 +105,15 @@ def test_the_fraction_of_noisy_repeats_and_its_interval(law, speed_up, sign):
 
 
 def test_how_far_sizes_miss_a_law():
-    assert laws.max_misfit([1.0, 2.0, 3.0], [5.0, 10.0, 15.0]) == pytest.approx(0.0, abs=1e-12)
-    assert laws.max_misfit([1.0, 1.0], [1.0, 1.1]) == pytest.approx(0.05, abs=0.005)
+    assert confidence.max_misfit([1.0, 2.0, 3.0], [5.0, 10.0, 15.0]) == pytest.approx(
+        0.0, abs=1e-12
+    )
+    assert confidence.max_misfit([1.0, 1.0], [1.0, 1.1]) == pytest.approx(0.05, abs=0.005)
 
 
 def test_better_than_ideal_is_a_serial_fraction_of_nothing():
-    assert laws.fit_amdahl([1, 2, 4], [1.0, 0.4, 0.15]) == 0.0
-    assert laws.fit_gustafson([1, 2, 4], [1.0, 2.2, 5.0]) == 0.0
+    assert confidence.fit_amdahl([1, 2, 4], [1.0, 0.4, 0.15]) == 0.0
+    assert confidence.fit_gustafson([1, 2, 4], [1.0, 2.2, 5.0]) == 0.0
 
 
 WIRE = predict.make_wire(125e6, 50e-6)

@@ -7,7 +7,7 @@ import studies
 from studies import SPEC, Times, study
 
 from hpctrain.core.errors import UsageError
-from hpctrain.tools.scaling.output.live_view import LiveView
+from hpctrain.tools.scaling.output.live_table import LiveView
 from hpctrain.tools.scaling.study import StudyFolder
 from hpctrain.tools.scaling.trials import local_runner, runner, slurm_runner
 

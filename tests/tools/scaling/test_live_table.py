@@ -14,8 +14,7 @@ from hpctrain.core.fitted_table import PlainConsole
 from hpctrain.tools.scaling import collect
 from hpctrain.tools.scaling.collect import Gap, TrialResult
 from hpctrain.tools.scaling.output import live_table
-from hpctrain.tools.scaling.output.live_table import FAILED, RUNNING, WAITING, TrialStatus
-from hpctrain.tools.scaling.output.live_view import LiveView
+from hpctrain.tools.scaling.output.live_table import FAILED, RUNNING, WAITING, LiveView, TrialStatus
 from hpctrain.tools.scaling.study import StudyFolder
 from hpctrain.tools.scaling.trials import runner, slurm_runner
 from hpctrain.tools.scaling.world_sizes import Size

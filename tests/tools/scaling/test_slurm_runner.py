@@ -17,7 +17,7 @@ from hpctrain.cluster.slurm.submit import JobState
 from hpctrain.core import progress
 from hpctrain.core.errors import HpctrainError, UsageError
 from hpctrain.tools.scaling import collect
-from hpctrain.tools.scaling.output.live_view import LiveView
+from hpctrain.tools.scaling.output.live_table import LiveView
 from hpctrain.tools.scaling.study import StudyFolder
 from hpctrain.tools.scaling.trial_recipe import Timing
 from hpctrain.tools.scaling.trials import runner, slurm_runner

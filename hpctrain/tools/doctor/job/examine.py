@@ -24,7 +24,6 @@ from hpctrain.tools.doctor.job import (
     known_sums,
     output_folder,
     ping_pong,
-    rank_facts,
     show,
 )
 from hpctrain.tools.doctor.job.result import JobResult, gather_json, watch_job
@@ -89,7 +88,7 @@ def _inspect_out_folder(world: World, result: JobResult, out_folder: Path) -> st
     """Check the output folder; return a probe folder in it, "" if nodes do not share it."""
     probe, word = output_folder.make_probe(out_folder) if world.rank == 0 else ("", "")
     probe, word = json.loads(world.gather(json.dumps([probe, word]))[0])
-    is_first_of_node = rank_facts.is_first_of_node(world)
+    is_first_of_node = consistency.is_first_of_node(world)
     state = (
         output_folder.inspect_folder(out_folder, probe, word)
         if is_first_of_node
@@ -114,7 +113,7 @@ def _run_stages(
     stages = (
         (
             "versions, bindings, hardware",
-            lambda: asdict(rank_facts.collect_local_facts(world, options.recipe)),
+            lambda: asdict(consistency.collect_local_facts(world, options.recipe)),
             _add_facts,
         ),
         ("clocks", lambda: consistency.measure_clock_offset(world, machines), _add_clocks),
@@ -134,7 +133,7 @@ def _run_stages(
 
 
 def _add_facts(world: World, result: JobResult, answers: Answers) -> None:
-    result.facts = [rank_facts.facts_from_table(table) for table in answers]
+    result.facts = [consistency.facts_from_table(table) for table in answers]
     result.checks[:0] = _check_facts(result)  # printed before the checks of the output folder
 
 

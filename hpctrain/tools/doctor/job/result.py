@@ -22,9 +22,9 @@ from hpctrain.core.errors import UsageError
 from hpctrain.core.printing import say
 from hpctrain.tools.doctor.check import Check, exit_code, node_list
 from hpctrain.tools.doctor.job import binding
+from hpctrain.tools.doctor.job.consistency import RankFacts
 from hpctrain.tools.doctor.job.cores import CoreTiming
 from hpctrain.tools.doctor.job.ping_pong import Ping
-from hpctrain.tools.doctor.job.rank_facts import RankFacts
 from hpctrain.transport import abort
 from hpctrain.transport.link import Link
 from hpctrain.transport.placement.check import RankBinding

@@ -2,15 +2,17 @@
 
 Filled marks were measured, with their intervals; hollow ones share cores; dashed lines with white
 marks are predicted. Colours are from Okabe and Ito (2008), as in every plot of hpctrain;
-bars differ in their greys too, and have edges.
+bars differ in their greys too, and have edges. The report of a study is one HTML file that holds
+all it shows and needs no network.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import tomli_w
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure  # not pyplot, which would look for a screen
@@ -24,7 +26,9 @@ from matplotlib.ticker import (
 )
 
 from hpctrain.core.palette import BLACK, BLUE, GREY, ORANGE, VERMILION, plain
+from hpctrain.tools.report.page import encode, render, text_of
 from hpctrain.tools.report.plots import image
+from hpctrain.tools.scaling.output import tables
 from hpctrain.tools.scaling.output.tables import GAP, MEASURED, PREDICTED, is_meaningful, title
 from hpctrain.tools.scaling.results import Result, Row
 
@@ -39,6 +43,11 @@ PARTS: dict[str, tuple[str, dict[str, Any]]] = {
 WIRE = ("wire (may overlap compute)", {"facecolor": BLACK})
 #: The order of the legend.
 LEGEND = ("measured", "gap", "predicted", "ideal")
+PAGE = "report.html"
+CAPTIONS = {
+    "scaling.png": "Samples/s and efficiency over sizes, beside the ideal; predictions dashed.",
+    "time.png": "The time of a step of each size: compute, wait, other; the wire beside it.",
+}
 
 
 def plots(result: Result) -> dict[str, bytes]:
@@ -245,3 +254,22 @@ def _spread(rows: Sequence[Row], key: str) -> tuple[np.ndarray, np.ndarray]:
     values = np.array(_values(rows, key))
     half = np.array([row[f"{key}_ci95"] if is_meaningful(row, key) else 0.0 for row in rows])
     return values - half, values + half
+
+
+def page(result: Result, images: Mapping[str, bytes], changes: Sequence[str]) -> str:
+    """Return the page as HTML; `images` are PNGs by file name."""
+    table = tables.table(result)
+    return render(
+        __package__,
+        title=tables.title(result.study),
+        lead=list(tables.summary_lines(result)),
+        gaps=len(result.of(tables.GAP)),
+        sizes=len(result.study.sizes),
+        images=encode({CAPTIONS[name]: png for name, png in images.items()}),
+        headings=[str(column.header) or "remarks" for column in table.columns],
+        rows=list(zip((row["kind"] for row in result.rows), tables.cells(result), strict=True)),
+        facts=tables.facts(result),
+        changes=changes,
+        machine={name.replace("_", " "): text_of(value) for name, value in result.machine.items()},
+        recipe=tomli_w.dumps(result.study.tables),
+    )

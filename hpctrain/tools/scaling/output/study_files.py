@@ -24,8 +24,7 @@ MISSING = (
 def can_draw() -> bool:
     """Return whether plots and the report can be made on this host; log a warning if not."""
     try:
-        import hpctrain.tools.scaling.output.page  # late: only drawing needs them
-        import hpctrain.tools.scaling.output.plots  # noqa: F401
+        import hpctrain.tools.scaling.output.plots  # noqa: F401  late: only drawing needs them
     except ImportError:
         log.warning(MISSING)
         return False
@@ -39,8 +38,7 @@ def write(folder: Path, result: Result, changes: Sequence[str], with_plots: bool
         "scaling.csv": tables.to_csv(result.rows).encode(),
     }
     if with_plots:
-        from hpctrain.tools.scaling.output.page import PAGE, page
-        from hpctrain.tools.scaling.output.plots import for_page, plots
+        from hpctrain.tools.scaling.output.plots import PAGE, for_page, page, plots
 
         files |= {**plots(result), PAGE: page(result, for_page(result), changes).encode()}
     try:

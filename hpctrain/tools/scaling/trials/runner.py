@@ -20,8 +20,7 @@ from hpctrain.core.errors import UsageError
 from hpctrain.tools.bench.prediction import measurements
 from hpctrain.tools.scaling import collect, trial_recipe
 from hpctrain.tools.scaling.collect import Gap, TrialResult
-from hpctrain.tools.scaling.output.live_table import RUNNING, TrialStatus
-from hpctrain.tools.scaling.output.live_view import LiveView
+from hpctrain.tools.scaling.output.live_table import RUNNING, LiveView, TrialStatus
 from hpctrain.tools.scaling.study import Study, StudyFolder, TrialKey
 from hpctrain.tools.scaling.trial_recipe import Timing
 from hpctrain.tools.scaling.trials import local_runner

@@ -32,8 +32,7 @@ from hpctrain.core.errors import HpctrainError
 from hpctrain.core.run_files import run_folder
 from hpctrain.tools.scaling import collect, trial_recipe
 from hpctrain.tools.scaling.collect import Gap, TrialResult
-from hpctrain.tools.scaling.output.live_table import RUNNING, SUBMITTED, TrialStatus
-from hpctrain.tools.scaling.output.live_view import LiveView
+from hpctrain.tools.scaling.output.live_table import RUNNING, SUBMITTED, LiveView, TrialStatus
 from hpctrain.tools.scaling.study import Study, StudyFolder, TrialKey
 from hpctrain.tools.scaling.world_sizes import Size
 from hpctrain.training.recipe import Recipe
