@@ -5,7 +5,7 @@
     trials             trials/ on this machine, on a netlab, as jobs of Slurm
     files -> numbers   collect.py, table of   summary.json and metrics.jsonl of each trial, no more
                        numbers: results.py
-    laws, forecast     statistics.py          Amdahl, Gustafson; forecast.py: the alpha-beta model beyond
+    laws, forecast     statistics.py, forecast.py   Amdahl, Gustafson; the alpha-beta model beyond
     display            output/             live_table.py while trials run; tables, plots, page
 
 Everything after the trials reads files only; so a study that was stopped anywhere goes on when it

@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 from statistics import fmean, median
 from typing import Any
 
-from hpctrain.tools.scaling import confidence
+from hpctrain.tools.scaling import statistics
 from hpctrain.tools.scaling.collect import Gap, TrialResult
-from hpctrain.tools.scaling.confidence import Estimate, estimate_mean
 from hpctrain.tools.scaling.forecast import StepModel, StepTimes, fit_model
+from hpctrain.tools.scaling.statistics import Estimate, estimate_mean
 from hpctrain.tools.scaling.study import Study
 from hpctrain.tools.scaling.world_sizes import Size
 from hpctrain.tuning.model.loggp import Wire
@@ -279,8 +279,8 @@ def _fit_law(
     ranks = tuple(point.size.ranks for point in fitted_points)
     if len(fitted_points) < 2:
         return None, ranks, None
-    law: Callable[..., float] = confidence.fit_amdahl if is_strong else confidence.fit_gustafson
-    speed_up = confidence.amdahl_speed_up if is_strong else confidence.gustafson_speed_up
+    law: Callable[..., float] = statistics.fit_amdahl if is_strong else statistics.fit_gustafson
+    speed_up = statistics.amdahl_speed_up if is_strong else statistics.gustafson_speed_up
     key = "step_s" if is_strong else "samples_per_s"
     repeats = sorted(set.intersection(*(set(point.trials) for point in fitted_points)))
     values = [[getattr(point.trials[i], key) for point in fitted_points] for i in repeats]
@@ -292,5 +292,5 @@ def _fit_law(
     return (
         fraction,
         ranks,
-        confidence.max_misfit(law_values, [fmean(size) for size in zip(*values, strict=True)]),
+        statistics.max_misfit(law_values, [fmean(size) for size in zip(*values, strict=True)]),
     )

@@ -1,10 +1,8 @@
 """Confidence intervals of the mean of a few repeats, and laws of scaling.
 
-Intervals are by Student's t distribution (1908).
-
-With mean m and standard deviation s of n repeats the interval is m -+ t s / sqrt(n), where T of
-Student's distribution with v = n - 1 degrees of freedom satisfies P(|T| > t) = 5 %. P(|T| < t) has
-a closed form in the angle x = arctan(t / sqrt(v)):
+By Student's t distribution (1908): with mean m and standard deviation s of n repeats the interval
+is m -+ t s / sqrt(n), where T of Student's distribution with v = n - 1 degrees of freedom satisfies
+P(|T| > t) = 5 %. P(|T| < t) has a closed form in the angle x = arctan(t / sqrt(v)):
 
     v odd     2/pi (x + sin x (cos x + 2/3 cos^3 x + ... + (2 4 .. v-3)/(3 5 .. v-2) cos^(v-2) x))
     v even    sin x (1 + 1/2 cos^2 x + ... + (1 3 .. v-3)/(2 4 .. v-2) cos^(v-2) x)

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from hpctrain.tools.bench.prediction import predict
-from hpctrain.tools.scaling import confidence
+from hpctrain.tools.scaling import statistics
 from hpctrain.tools.scaling.collect import TrialResult
-from hpctrain.tools.scaling.confidence import estimate_mean, quantile
 from hpctrain.tools.scaling.forecast import (
     FROM_DEFAULTS,
     FROM_MESSAGES,
@@ -22,6 +21,7 @@ from hpctrain.tools.scaling.forecast import (
     predict_communication,
 )
 from hpctrain.tools.scaling.results import SizeTrials
+from hpctrain.tools.scaling.statistics import estimate_mean, quantile
 from hpctrain.tools.scaling.world_sizes import Size
 from hpctrain.tuning.model.loggp import Cluster
 
@@ -84,14 +84,15 @@ FRACTIONS = [0.0, 0.03, 0.5, 1.0]
 @pytest.mark.parametrize("ranks", SIZES.values(), ids=SIZES)
 @pytest.mark.parametrize("fraction", FRACTIONS)
 def test_laws_find_the_serial_fraction(fraction, ranks):
-    seconds = [7e-3 / confidence.amdahl_speed_up(fraction, n) for n in ranks]
-    rates = [900 * confidence.gustafson_speed_up(fraction, n) for n in ranks]
-    assert confidence.fit_amdahl(ranks, seconds) == pytest.approx(fraction, abs=1e-9)
-    assert confidence.fit_gustafson(ranks, rates) == pytest.approx(fraction, abs=1e-9)
+    seconds = [7e-3 / statistics.amdahl_speed_up(fraction, n) for n in ranks]
+    rates = [900 * statistics.gustafson_speed_up(fraction, n) for n in ranks]
+    assert statistics.fit_amdahl(ranks, seconds) == pytest.approx(fraction, abs=1e-9)
+    assert statistics.fit_gustafson(ranks, rates) == pytest.approx(fraction, abs=1e-9)
 
 
 @pytest.mark.parametrize("law, speed_up, sign", [
-    (confidence.fit_amdahl, confidence.amdahl_speed_up, -1), (confidence.fit_gustafson, confidence.gustafson_speed_up, 1),
+    (statistics.fit_amdahl, statistics.amdahl_speed_up, -1),
+    (statistics.fit_gustafson, statistics.gustafson_speed_up, 1),
 ])  # fmt: skip
 def test_the_fraction_of_noisy_repeats_and_its_interval(law, speed_up, sign):
     ranks = [1, 2, 4, 8]
@@ -105,15 +106,15 @@ def test_the_fraction_of_noisy_repeats_and_its_interval(law, speed_up, sign):
 
 
 def test_how_far_sizes_miss_a_law():
-    assert confidence.max_misfit([1.0, 2.0, 3.0], [5.0, 10.0, 15.0]) == pytest.approx(
+    assert statistics.max_misfit([1.0, 2.0, 3.0], [5.0, 10.0, 15.0]) == pytest.approx(
         0.0, abs=1e-12
     )
-    assert confidence.max_misfit([1.0, 1.0], [1.0, 1.1]) == pytest.approx(0.05, abs=0.005)
+    assert statistics.max_misfit([1.0, 1.0], [1.0, 1.1]) == pytest.approx(0.05, abs=0.005)
 
 
 def test_better_than_ideal_is_a_serial_fraction_of_nothing():
-    assert confidence.fit_amdahl([1, 2, 4], [1.0, 0.4, 0.15]) == 0.0
-    assert confidence.fit_gustafson([1, 2, 4], [1.0, 2.2, 5.0]) == 0.0
+    assert statistics.fit_amdahl([1, 2, 4], [1.0, 0.4, 0.15]) == 0.0
+    assert statistics.fit_gustafson([1, 2, 4], [1.0, 2.2, 5.0]) == 0.0
 
 
 WIRE = predict.make_wire(125e6, 50e-6)

@@ -25,7 +25,7 @@ from hpctrain.commands.scale import scale
 from hpctrain.core.errors import UsageError
 from hpctrain.core.fitted_table import PlainConsole
 from hpctrain.core.run_files import run_folder
-from hpctrain.tools.scaling import collect, command, confidence
+from hpctrain.tools.scaling import collect, command, statistics
 from hpctrain.tools.scaling.collect import Gap, TrialResult
 from hpctrain.tools.scaling.output import plots, study_files, tables
 from hpctrain.tools.scaling.output.live_table import LiveView
@@ -43,13 +43,13 @@ SERIAL = 0.2
 
 def amdahl(ranks, repeat=0):
     """Return a step with the serial fraction SERIAL, all of it exposed wire; repeats drift."""
-    drift, step = 1 + 0.01 * repeat, 1e-2 / confidence.amdahl_speed_up(SERIAL, ranks)
+    drift, step = 1 + 0.01 * repeat, 1e-2 / statistics.amdahl_speed_up(SERIAL, ranks)
     wait = 2e-3 * (1 - 1 / ranks)
     return Times(*(drift * single for single in (step, step - wait - 1e-4, wait, wait)))
 
 
 def gustafson(ranks, repeat=0):
-    step = 1e-2 * ranks / confidence.gustafson_speed_up(SERIAL, ranks)
+    step = 1e-2 * ranks / statistics.gustafson_speed_up(SERIAL, ranks)
     return Times(step, 9.5e-3, step - 1e-2, step - 1e-2)
 
 
@@ -75,7 +75,7 @@ def test_the_serial_fraction_of_trials(mode, times):
     assert result.serial.mean == pytest.approx(SERIAL)
     assert result.serial.half == pytest.approx(0, abs=1e-9)  # each repeat tells the same
     for row in result.of("measured"):
-        law = confidence.amdahl_speed_up if mode == "strong" else confidence.gustafson_speed_up
+        law = statistics.amdahl_speed_up if mode == "strong" else statistics.gustafson_speed_up
         assert row["speed_up"] == pytest.approx(law(SERIAL, row["ranks"]))
         assert row["efficiency"] == pytest.approx(row["speed_up"] / row["ranks"])
 

@@ -12,10 +12,10 @@ from rich.table import Table
 from hpctrain.cluster.netlab.netlab import parse_speed
 from hpctrain.core.fitted_table import make_table
 from hpctrain.tools.bench.prediction.tables import format_time
-from hpctrain.tools.scaling import confidence
-from hpctrain.tools.scaling.confidence import Estimate
+from hpctrain.tools.scaling import statistics
 from hpctrain.tools.scaling.forecast import StepModel
 from hpctrain.tools.scaling.results import Result, Row
+from hpctrain.tools.scaling.statistics import Estimate
 from hpctrain.tools.scaling.study import Study
 from hpctrain.tuning import choose
 
@@ -233,7 +233,7 @@ def _serial_text(result: Result) -> str:
     if result.law == "amdahl":
         limit = _ranged(serial, lambda s: f"{1 / s:.3g}" if s else "no bound", (1, -1))
         return f"{text}; the speed-up stays below {limit}"
-    work = _ranged(serial, lambda s: f"{confidence.gustafson_speed_up(s, 64):.3g}", (1, -1))
+    work = _ranged(serial, lambda s: f"{statistics.gustafson_speed_up(s, 64):.3g}", (1, -1))
     return f"{text}; if it held, 64 ranks would do {work} times the work of one"
 
 
