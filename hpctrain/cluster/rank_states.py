@@ -1,7 +1,8 @@
 """The state of each rank of a job, read from the marks that ranks write to their mpiexec.
 
-They decide what the mpiexec of an elastic job, or of MPICH, does not: whether its 0 is true, and
-whether the ranks that are left wait in MPI_Init for one that was lost. See core/rank_marks.py.
+They decide what the mpiexec of an elastic job, or of MPICH, does not: whether its 0 is true,
+whether the ranks that are left wait in MPI_Init for one that was lost, and whether mpiexec itself
+waits for a lost host. See core/rank_marks.py.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from hpctrain.core import rank_marks
-from hpctrain.core.rank_marks import ABORTS, ENDED, FINISHES, HAS_MPI, STARTS_MPI
+from hpctrain.core.rank_marks import ABORTS, ENDED, FINISHES, HAS_MPI, LOSES, STARTS_MPI
 
 _MARK = re.compile(re.escape(rank_marks.MARK.encode()).replace(b"\\{\\}", b"([a-z0-9-]+)"))
 _BEGIN, _MAX_BYTES = rank_marks.MARK[0].encode(), 64
@@ -33,9 +34,11 @@ class RankStates:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._pending = clock, b""
         self._starting, self._joined, self._finishing = set[str](), set[str](), set[str]()
+        self._lost = set[str]()  # says a rank that is left
         self._codes: dict[str, int] = {}  # as in subprocess, in the order of the ends
         self._aborts: list[int] = []
         self._doomed_s: float | None = None
+        self._over_s: float | None = None
 
     def feed(self, data: bytes) -> bytes:
         """Return the output without the marks in it; keep the beginning of a mark back."""
@@ -63,8 +66,16 @@ class RankStates:
             self._aborts.append(value)
         elif event == ENDED:
             self._codes[rank] = value
+        elif event == LOSES:
+            self._lost.add(str(value))
+        if self._over_s is None and self._lost and self._started <= self._lost | {*self._codes}:
+            self._over_s = self._clock()
         if self._doomed_s is None and self._starting and self._missing:
             self._doomed_s = self._clock()
+
+    @property
+    def _started(self) -> set[str]:
+        return self._starting | self._joined
 
     @property
     def _missing(self) -> list[str]:
@@ -72,7 +83,12 @@ class RankStates:
         return [rank for rank in self._codes if rank not in self._joined]
 
     def find_fault(self) -> str:
-        """Return why the job must be ended: its ranks wait in MPI_Init for one that was lost."""
+        """Return why mpiexec must be ended; '' if it need not.
+
+        Ranks wait in MPI_Init for one that was lost, or all have ended but ranks of lost hosts.
+        """
+        if self._over_s is not None and self._clock() >= self._over_s + GRACE_S:
+            return "all ranks left have ended: mpiexec, which waits for a lost host, is ended"
         is_due = self._doomed_s is not None and self._clock() >= self._doomed_s + GRACE_S
         if not is_due or not self._starting - self._joined - {*self._codes}:
             return ""
@@ -88,6 +104,8 @@ class RankStates:
         and if each rank that ended with another code was lost from a running MPI, or by a signal:
         others went on.
         """
+        if was_ended and self._over_s is not None:  # mpiexec was, which has no code to tell
+            launcher_code, was_ended = 0, False
         refusals = [code for rank, code in self._codes.items() if self._is_refusal(rank, code)]
         if launcher_code and not was_ended:
             return launcher_code, ""
@@ -104,7 +122,7 @@ class RankStates:
 
     def _is_success(self, rank: str, code: int) -> bool:
         """Return whether a rank ended with 0, and not without a word while it used MPI."""
-        return code == 0 and (rank in self._finishing or rank not in self._starting | self._joined)
+        return code == 0 and (rank in self._finishing or rank not in self._started)
 
     def _is_refusal(self, rank: str, code: int) -> bool:
         """Return whether a rank ended by itself, with an error, and not from a running MPI."""

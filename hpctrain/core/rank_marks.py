@@ -30,9 +30,10 @@ from typing import NoReturn
 #: have closed it, and opened another file.
 VARIABLE = "HPCTRAIN_RANK_MARKS"
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")
-#: HAS_MPI: other ranks watch this one. FINISHES: it does not leave without a word.
+#: HAS_MPI: other ranks watch this one. FINISHES: it does not leave without a word. LOSES: it takes
+#: the rank of that number, as of a dead host, for lost.
 STARTS_MPI, HAS_MPI, FINISHES = "starts-mpi", "has-mpi", "finishes"
-ABORTS, ENDED = "aborts", "ended"
+ABORTS, ENDED, LOSES = "aborts", "ended", "loses"
 MARK = "\x1ehpctrain rank {} {} {}\n"  # a line: mpiexec keeps back what is none
 _FORWARDED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP)
 _DRAIN_S = 1.0  #: given to mpiexec to read earlier output, so that it passes on a mark whole

@@ -8,6 +8,7 @@ from functools import partial
 import numpy as np
 
 from hpctrain.collectives import all_gather_bytes
+from hpctrain.core import rank_marks
 from hpctrain.transport import abort
 from hpctrain.transport.shared_memory.host import NodeMemory
 from hpctrain.watch import RECORD_BYTES, Watch, WatchRecord
@@ -89,8 +90,10 @@ def _share_pages(world: World) -> dict[int, np.ndarray]:
 
 
 def _report_lost(numbers: list[int], reason: str) -> None:
-    """Let MPI count ranks as lost that it does not notice by itself."""
+    """Let MPI, and the launcher, count ranks as lost that these do not notice by themselves."""
     from hpctrain.transport.mpi.lost_processes import report_lost_processes
 
     log.warning("%s", reason)
     report_lost_processes(numbers)
+    for number in numbers:
+        rank_marks.write_mark(rank_marks.LOSES, number)

@@ -22,6 +22,7 @@ from hpctrain.cluster.netlab.netlab import (
 )
 from hpctrain.collectives.chunks import SEGMENT_BYTES
 from hpctrain.core.errors import UsageError
+from hpctrain.core.run_files import run_folder
 
 OPENMPI = MpiInstallation("Open MPI", "5", "/opt/libmpi.so", "/opt/mpiexec")
 MPICH = MpiInstallation("MPICH", "5", "/opt/libmpi.so", "/opt/mpiexec")
@@ -205,6 +206,32 @@ def test_the_exit_code_of_an_elastic_job_is_that_of_its_ranks(hpctrain, name):
     assert ended.returncode == code, ended
     assert ("no rank came to its end" in ended.stderr) == (code == 137)
     assert "\x1e" not in ended.stderr
+
+
+CUT = """
+import os, subprocess
+
+def cut(row):
+    if row["step"] == 3 and os.environ["OMPI_COMM_WORLD_RANK"] == "2":
+        subprocess.run(["ip", "link", "set", "lab", "down"], check=True)
+"""
+
+
+@pytest.mark.full
+@pytest.mark.processes
+@pytest.mark.usefixtures("permitted")
+def test_a_job_that_lost_a_host_ends_with_its_last_rank(hpctrain, tmp_path):
+    """Open MPI's mpiexec waits for the daemon of the host, for eight minutes or for ever."""
+    if not find_mpi().ulfm:
+        pytest.skip("this MPI has no ULFM")
+    (tmp_path / "cut.py").write_text(CUT)
+    keys = ("run.epochs=", "run.steps=8", "run.interval_steps=1", "model.widths=[64,4,10]")
+    keys += ('run.callbacks=[{kind="cut:cut", ranks="all"}]', "faults.step_ms=200")
+    train = ("train", "digits", *(word for key in keys for word in ("--set", key)), "--out", "run")
+    ended = hpctrain("netlab", "--hosts", 3, "--elastic", *train, timeout=150)
+    assert ended.returncode == 0, ended
+    assert ended.stderr.count("mpiexec, which waits for a lost host, is ended") == 1
+    assert run_folder.read_summary(tmp_path / "run")["world_size"] == 2
 
 
 def links() -> str:

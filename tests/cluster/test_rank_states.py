@@ -11,7 +11,7 @@ import pytest
 
 from hpctrain.cluster import rank_states
 from hpctrain.core import rank_marks
-from hpctrain.core.rank_marks import ABORTS, ENDED, FINISHES, HAS_MPI, STARTS_MPI
+from hpctrain.core.rank_marks import ABORTS, ENDED, FINISHES, HAS_MPI, LOSES, STARTS_MPI
 
 KILLED, SEGFAULT = -signal.SIGKILL, -signal.SIGSEGV
 
@@ -59,7 +59,7 @@ def test_codes(name):
     assert states_after(*events).exit_code(launcher_code, was_ended=False)[0] == expected
 
 
-# events, whether ranks wait in MPI_Init for one that was lost, the code of the job if so
+# events, whether mpiexec or ranks wait for one that was lost, the code of the job if so
 FAULTS = {
     "lost in MPI_Init": ([(0, STARTS_MPI, 0), (1, STARTS_MPI, 0), (1, ENDED, KILLED)], 137),
     "lost before": ([(1, ENDED, KILLED), (0, STARTS_MPI, 0)], 137),
@@ -68,11 +68,15 @@ FAULTS = {
     "nobody waits": ([(0, STARTS_MPI, 0), (1, ENDED, KILLED), (0, ENDED, 86)], None),
     "no MPI": ([(1, ENDED, KILLED)], None),
     "lost after": ([*all_with_mpi(ranks=2), (1, ENDED, KILLED)], None),
+    "mpiexec": (all_with_mpi((0, LOSES, 2), *finish(0, 1), *ends(0, 0)), 0),
+    "mpiexec after an error": (all_with_mpi((0, LOSES, 2), *ends(3, KILLED)), 3),
+    "a rank that computes": (all_with_mpi((0, LOSES, 2), *finish(0), *ends(0)), None),
+    "no lost host": (all_with_mpi(*finish(0, 1), *ends(0, 0)), None),
 }
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_ranks_that_wait_for_a_lost_one_in_mpi_init(name):
+def test_waits_for_a_lost_rank(name):
     events, code = FAULTS[name]
     now = [0.0]
     states = states_after(*events, clock=lambda: now[0])
@@ -80,7 +84,7 @@ def test_ranks_that_wait_for_a_lost_one_in_mpi_init(name):
     now[0] = rank_states.GRACE_S
     assert bool(states.find_fault()) == (code is not None)
     if code is not None:
-        assert states.exit_code(0, was_ended=True)[0] == code
+        assert states.exit_code(KILLED, was_ended=True)[0] == code
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 1000])
