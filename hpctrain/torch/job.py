@@ -16,6 +16,8 @@ from hpctrain.transport import abort
 from hpctrain.world import DEFAULT_TIMEOUT_S, World, current_world, has_spare_cores, init
 
 OLDEST_TORCH = (2, 13)
+#: With any value, an older PyTorch is used, with a warning.
+OLD_TORCH_VARIABLE = "HPCTRAIN_OLD_TORCH"
 GRACE, GRACE_S = 1.1, 5.0
 LOST_NAMES_S = 1.0  #: limit of the wait for the names of lost ranks
 log = logging.getLogger(__name__)
@@ -80,16 +82,20 @@ def end_after_loss(job: World) -> NoReturn:
 
 
 def check_version(version: str) -> None:
-    """Raise UsageError unless `version` of PyTorch is one that the backend supports."""
+    """Raise UsageError unless `version` of PyTorch is supported, or the user's variable is set."""
     try:
         numbers = tuple(int(number) for number in version.split("+")[0].split(".")[:2])
     except ValueError:  # a build from source, as "2.14.0a0+git1234": its first two are numbers
         numbers = OLDEST_TORCH
-    if numbers < OLDEST_TORCH:
+    if numbers >= OLDEST_TORCH:
+        return
+    text = f"PyTorch {'.'.join(map(str, OLDEST_TORCH))} or newer, seen {version}"
+    if not os.environ.get(OLD_TORCH_VARIABLE):
         raise UsageError(
-            f"the backend hpctrain needs PyTorch {'.'.join(map(str, OLDEST_TORCH))} or newer, seen "
-            f"{version}: pip install -U torch, or use the backend gloo"
+            f"the backend hpctrain needs {text}: pip install -U torch, use the backend gloo, or "
+            f"try it with {OLD_TORCH_VARIABLE}=1"
         )
+    log.warning("hpctrain was tested with %s, which %s allows", text, OLD_TORCH_VARIABLE)
 
 
 def uses_threads(job: World) -> bool:

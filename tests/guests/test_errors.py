@@ -11,9 +11,12 @@ pytestmark = pytest.mark.either
 
 
 @pytest.mark.parametrize("version", ["2.4.1", "2.12.1+cpu", "1.13.0"])
-def test_an_old_pytorch_is_refused(version):
-    with pytest.raises(UsageError, match=r"needs PyTorch 2\.13 or newer, seen .*pip install"):
+def test_an_old_pytorch_is_refused_unless_a_variable_allows_it(version, monkeypatch, caplog):
+    with pytest.raises(UsageError, match=r"2\.13 or newer, seen .*pip install.*HPCTRAIN_OLD_TORCH"):
         job.check_version(version)
+    monkeypatch.setenv("HPCTRAIN_OLD_TORCH", "1")
+    job.check_version(version)
+    assert f"2.13 or newer, seen {version}, which HPCTRAIN_OLD_TORCH allows" in caplog.text
 
 
 @pytest.mark.parametrize("version", ["2.13.0", "2.13.0+cpu", "2.14.0a0+gitdeadbee", "unknown"])
