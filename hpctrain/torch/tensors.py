@@ -71,6 +71,13 @@ def _alias(tensor: torch.Tensor, dtype: np.dtype) -> Any:
     return np.ndarray(nbytes // dtype.itemsize, dtype, memory)
 
 
+def caller_stream(tensor: torch.Tensor) -> AbstractContextManager[None]:
+    """Let CuPy work in PyTorch's current stream: of this thread, which may be autograd's."""
+    if not tensor.is_cuda:
+        return nullcontext()
+    return foreign_stream(torch.cuda.current_stream(tensor.device).cuda_stream, tensor.device.index)
+
+
 class _ThreadStreams(threading.local):
     def __init__(self) -> None:
         self.by_device: dict[torch.device, Any] = {}

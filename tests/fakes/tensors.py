@@ -18,7 +18,7 @@ from unittest.mock import patch
 
 import torch
 
-from fakes import streams
+from fakes import arrays, streams
 from fakes.machine import machine
 
 #: Functions that wait for the stream, since the host needs the values.
@@ -107,6 +107,17 @@ def on_cuda(x: torch.Tensor) -> CudaTensor:
     return _view(own)
 
 
+def as_tensor(x, *args, **kwargs):
+    """torch.as_tensor: of an array of CuPy, in its memory."""
+    if not isinstance(x, arrays.ndarray):
+        return _AS_TENSOR(x, *args, **kwargs)
+    with _PLAIN():
+        return _view(torch.from_numpy(x._host))
+
+
+_AS_TENSOR = torch.as_tensor
+
+
 class Stream:
     """torch.cuda.Stream."""
 
@@ -152,5 +163,5 @@ def cuda():
         "is_initialized": lambda: True, "is_available": lambda: True, "Stream": Stream,
         "current_stream": current_stream, "default_stream": default_stream, "stream": stream,
     }  # fmt: skip
-    with patch.multiple(torch.cuda, **own):
+    with patch.multiple(torch.cuda, **own), patch.object(torch, "as_tensor", as_tensor):
         yield

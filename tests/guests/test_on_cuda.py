@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
+from contextlib import closing
 from functools import partial
 from threading import Thread
 from types import SimpleNamespace
@@ -24,7 +25,10 @@ from guests.test_synchronous import one_thread  # noqa: F401  (a fixture)
 from ranks import on_gpus
 
 import hpctrain as ht
+from hpctrain.gradients.reducer import WireOptions
 from hpctrain.torch.data_movement import DataMovement
+from hpctrain.torch.gradient_sync.gradient_plane import GradientPlane
+from hpctrain.torch.gradient_sync.shared_state import broadcast_buffers
 from hpctrain.torch.point_to_point import PointToPoint
 from hpctrain.torch.reductions import Reductions
 from hpctrain.torch.work import RunningWork
@@ -207,7 +211,40 @@ def tensors_of_the_host_need_no_cupy(world):
     assert (x == TOTAL).all()
 
 
+def means_of_a_loop(world, dtype, overlap):
+    """Gradients are written in one stream of PyTorch, and their means are read in another."""
+    size = {"dtype": dtype, "shape": (N,), "is_cuda": True, "device": torch.device("cuda", 0)}
+    parameters = {name: SimpleNamespace(grad=None, **size) for name in "ab"}
+    plane = GradientPlane(world, parameters, WireOptions(overlap=overlap, bucket_bytes=N))
+    with closing(plane):
+        for step in (1, 2):
+            with torch.cuda.stream(torch.cuda.Stream()):
+                for name, p in parameters.items():
+                    p.grad = tensors.on_cuda(torch.full((N,), world.rank + 1.0, dtype=dtype))
+                    p.grad.mul_(step)
+                    plane.take(name)
+                plane.finish()
+            with torch.cuda.stream(torch.cuda.Stream()):
+                plane.wait()
+                plane.give()
+                for p in parameters.values():
+                    assert (p.grad.clone().cpu() == step * TOTAL / world.size).all()
+
+
+def buffers_of_the_first_rank(world):
+    with torch.cuda.stream(torch.cuda.Stream()):
+        buffers = [rank_values(world), rank_values(world, 3)]
+        buffers[0].mul_(2)
+        broadcast_buffers(world.main, buffers)
+        assert (buffers[0].cpu() == 2).all() and (buffers[1].cpu() == 1).all()
+
+
 BODIES = {
+    **{
+        f"means, {dtype}, {overlap}": partial(means_of_a_loop, dtype=dtype, overlap=overlap)
+        for dtype, overlap in ((torch.float32, "always"), (torch.bfloat16, "never"))
+    },
+    "buffers": buffers_of_the_first_rank,
     "stream that waits": the_stream_that_waits_reads_the_sum,
     "strided": strided_tensors_are_copied_in_order,
     "overlap": later_work_of_the_caller_is_not_awaited,

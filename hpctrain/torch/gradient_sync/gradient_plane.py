@@ -22,7 +22,7 @@ from hpctrain.engines.synchronous import overlap as overlapping
 from hpctrain.gradients.arena import Arena, lay_out
 from hpctrain.gradients.reducer import Reducer, WireOptions
 from hpctrain.torch.modules.inputs import as_tensor
-from hpctrain.torch.tensors import numpy_dtype
+from hpctrain.torch.tensors import caller_stream, numpy_dtype, own_stream
 from hpctrain.tuning.select import find_allreduce
 from hpctrain.world import World
 
@@ -69,8 +69,12 @@ class GradientPlane:
 
         A loss of ranks invalidates the previous plane and its reducer.
         """
+        like = next(iter(self.parameters.values()))
+        with own_stream(like):
+            self._build(world, like)
+
+    def _build(self, world: World, like: torch.Tensor) -> None:
         parameters, options = self.parameters, self._options
-        like = next(iter(parameters.values()))
         dtype = numpy_dtype(like.dtype)
         shapes = {name: tuple(p.shape) for name, p in parameters.items()}
         slots, length = lay_out({FLAGS: (len(self._flags),), **shapes}, dtype.itemsize)
@@ -178,11 +182,13 @@ class GradientPlane:
 
     def _mark_ready(self, name: str) -> None:
         self._sent.add(name)
-        self._reducer.mark_ready(name)
+        with caller_stream(self._flat):
+            self._reducer.mark_ready(name)
 
     def wait(self) -> None:
         """Wait for the sums; collective."""
-        self._reducer.wait()
+        with own_stream(self._flat):
+            self._reducer.wait()
         self._begin()
 
     def _begin(self) -> None:

@@ -8,7 +8,7 @@ from hashlib import blake2b
 import torch
 
 from hpctrain.collectives import Group, broadcast
-from hpctrain.torch.tensors import as_bytes
+from hpctrain.torch.tensors import as_bytes, own_stream
 from hpctrain.world import World
 
 
@@ -46,7 +46,8 @@ def broadcast_new(world: World, tensors: Sequence[torch.Tensor]) -> bool:
 def broadcast_tensor(group: Group, tensor: torch.Tensor) -> None:
     """Broadcast rank 0's tensor, in place and in any layout."""
     dense = tensor.detach().contiguous()
-    broadcast(group, as_bytes(dense))
+    with own_stream(dense):
+        broadcast(group, as_bytes(dense))
     if dense.data_ptr() != tensor.data_ptr():
         with torch.no_grad():
             tensor.copy_(dense)
