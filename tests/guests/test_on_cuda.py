@@ -32,6 +32,7 @@ from hpctrain.torch.gradient_sync.shared_state import broadcast_buffers
 from hpctrain.torch.point_to_point import PointToPoint
 from hpctrain.torch.reductions import Reductions
 from hpctrain.torch.work import RunningWork
+from hpctrain.transport.shared_memory import cuda_ipc
 from hpctrain.transport.threads.ranks import run_ranks
 from hpctrain.world import over_threads
 
@@ -231,6 +232,21 @@ def means_of_a_loop(world, dtype, overlap):
                     assert (p.grad.clone().cpu() == step * TOTAL / world.size).all()
 
 
+def planes_are_allocated_once(world):
+    """A GPU that has room for the planes of its ranks, and not for one more, has enough."""
+    length = 1 << 20
+    parameter = SimpleNamespace(grad=None, dtype=torch.float32, shape=(length,), is_cuda=True,
+                                device=torch.device("cuda", 0))  # fmt: skip
+    allocated = cuda_ipc.PAGE_BYTES + 4 * length  # a page begins with the token
+    machine = fakes.machine_now()
+    world.barrier()
+    used = machine.used(0)
+    world.barrier()
+    machine.limits[0] = used + world.size * allocated + 2 * length
+    with closing(GradientPlane(world, {"a": parameter}, WireOptions(overlap="never"))) as plane:
+        assert plane.nbytes >= 4 * length
+
+
 def buffers_of_the_first_rank(world):
     with torch.cuda.stream(torch.cuda.Stream()):
         buffers = [rank_values(world), rank_values(world, 3)]
@@ -244,6 +260,7 @@ BODIES = {
         f"means, {dtype}, {overlap}": partial(means_of_a_loop, dtype=dtype, overlap=overlap)
         for dtype, overlap in ((torch.float32, "always"), (torch.bfloat16, "never"))
     },
+    "planes": planes_are_allocated_once,
     "buffers": buffers_of_the_first_rank,
     "stream that waits": the_stream_that_waits_reads_the_sum,
     "strided": strided_tensors_are_copied_in_order,

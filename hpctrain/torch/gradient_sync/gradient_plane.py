@@ -79,8 +79,11 @@ class GradientPlane:
         shapes = {name: tuple(p.shape) for name, p in parameters.items()}
         slots, length = lay_out({FLAGS: (len(self._flags),), **shapes}, dtype.itemsize)
         memory = world.memory
-        on_gpu = like.is_cuda
-        grad = memory.zeros_like(xp.zeros(length, dtype)) if on_gpu else memory.zeros(length, dtype)
+        if like.is_cuda:
+            zeros = xp.zeros if memory.gpu is None else memory.gpu.zeros
+        else:
+            zeros = memory.zeros
+        grad = zeros(length, dtype)
         arena = Arena(slots, grad, grad)
         self._is_concurrent = overlapping.uses_thread(world, options)
         self._group = world.group_for("wire", alone=not self._is_concurrent)
