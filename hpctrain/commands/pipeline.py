@@ -16,6 +16,7 @@ from hpctrain.commands._lazy import WholeGroup
 from hpctrain.commands._options import FILE_TYPE, add_options, report_packages
 from hpctrain.commands.pipeline_predict import predict
 from hpctrain.core.errors import UsageError
+from hpctrain.core.fitted_table import print_table
 from hpctrain.core.printing import say
 from hpctrain.core.strict_json import to_json
 from hpctrain.parallel.schedules import LOOPED, SCHEDULES, make
@@ -31,8 +32,10 @@ from hpctrain.parallel.timing.summary import (
     time_uniform,
 )
 from hpctrain.tools.bench.units import parse_sizes, size_text
-from hpctrain.tools.show import tables
+from hpctrain.tools.show.tables import make_table
 
+DEFAULT_WIDTH = 160  #: of tables, if stdout is no terminal
+CAPTION = "activations: peak, 1 is a rank's for a micro-batch; messages and bytes: sent in a step"
 EPILOG = """\b
 Examples:
   hpctrain pipeline check --ranks 4 --micro-batches 8
@@ -116,7 +119,13 @@ def check(schedule: str | None, as_json: bool, **options: Any) -> None:
         content = {"rows": [asdict(row) for row in rows], "refused": refusals}
         say(to_json(content, indent=1))
         return
-    tables.print_schedules(rows, size_text)
+    table = make_table(
+        ("schedule", "stages", "step", "bubble", "activations", "messages", "bytes", "verdict"),
+        map(_schedule_cells, rows),
+        *("schedule", "verdict"),
+        caption=f"of the ranks with most; {CAPTION}",
+    )
+    print_table(table, DEFAULT_WIDTH)
     for message in refusals.values():
         say(f"left out: {message}")
 
@@ -141,8 +150,42 @@ def draw(schedule: str | None, as_json: bool, plot: Path | None, **options: Any)
     for line in picture.draw(timeline, shutil.get_terminal_size((80, 24)).columns):
         say(line)
     say(f"\n{picture.legend(timeline)}")
-    tables.print_ranks(drawn, row, timeline.idle_shares, size_text)
+    table = make_table(
+        ("rank", "stages", "idle", "activations", "messages", "bytes"),
+        (
+            (
+                str(rank),
+                ", ".join(map(str, drawn.stages_of(rank))),
+                _percent(idle),
+                f"{row.peak_activations[rank]:.4g}",
+                str(row.messages[rank]),
+                size_text(row.bytes[rank]),
+            )
+            for rank, idle in enumerate(timeline.idle_shares)
+        ),
+        caption=CAPTION,
+    )
+    print_table(table, DEFAULT_WIDTH)
     say(f"step {row.step:.4g}, {row.verdict}")
+
+
+def _schedule_cells(row: Summary) -> tuple[str, ...]:
+    """Return the row of a schedule: of numbers that differ between ranks the largest."""
+    return (
+        row.schedule,
+        str(row.ranks * row.stages_per_rank),
+        f"{row.step:.4g}",
+        _percent(row.bubble),
+        f"{max(row.peak_activations):.4g}",
+        str(max(row.messages)),
+        size_text(max(row.bytes)),
+        row.verdict.partition(" %")[2].lstrip(":, "),  # the bubble has a column
+    )
+
+
+def _percent(share: float) -> str:
+    """Return `share` as a text such as "27.3 %"; a share of -0.0 has no sign."""
+    return f"{abs(100 * share):.1f} %"
 
 
 def _summarize_all(

@@ -47,12 +47,6 @@ def print_table(table: Table, width: int) -> None:
     console.print(fit_table(table, console))
 
 
-def make_table(headings: Iterable[str], *left: str, title: str | None = None) -> Table:
-    """Return a table without rows: columns are aligned to the right, but for those named `left`."""
-    columns = (Column(text, justify="left" if text in left else "right") for text in headings)
-    return Table(*columns, title=title)
-
-
 def fit_table(table: Table, console: Console) -> Table:
     """Return `table` so that `console` shows all of its text."""
     sizes = [_measure(column, console) for column in table.columns]

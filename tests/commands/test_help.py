@@ -11,9 +11,9 @@ from rich.console import Console
 from hpctrain import engines
 from hpctrain.cli import hpctrain
 from hpctrain.cluster.netlab import netlab
+from hpctrain.core import fitted_table
 from hpctrain.core.interpreter import module_command
 from hpctrain.parallel.schedules import SCHEDULES
-from hpctrain.tools.show import tables
 
 #: command: words that stand in its help whole
 NAMES = {
@@ -60,7 +60,7 @@ def test_a_netlab_takes_commands_as_launch_does(monkeypatch, words, expected):
 def test_names_of_schedules_are_whole_on_any_terminal(monkeypatch, width):
     out = io.StringIO()
     terminal = Console(file=out, width=width, force_terminal=True)
-    monkeypatch.setattr(tables, "stdout_console", lambda _: terminal)
+    monkeypatch.setattr(fitted_table, "stdout_console", lambda _: terminal)
     words = ["pipeline", "check", "--ranks", "4", "--micro-batches", "8"]
     CliRunner().invoke(hpctrain, words, catch_exceptions=False)
     assert [name for name in SCHEDULES if name not in out.getvalue()] == []

@@ -16,11 +16,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from hpctrain.core import progress
 from hpctrain.core.errors import UsageError
-from hpctrain.core.fitted_table import fit_table, make_table
+from hpctrain.core.fitted_table import fit_table
 from hpctrain.core.printing import say
 from hpctrain.core.strict_json import to_json
 from hpctrain.tools.bench.options import Options
 from hpctrain.tools.bench.units import size_text
+from hpctrain.tools.show.tables import make_table
 from hpctrain.transport import machine
 from hpctrain.tuning import choose
 from hpctrain.world import World
@@ -73,7 +74,7 @@ class RowPrinter:
         console = progress.console()
         self._is_terminal = console.is_terminal and self._is_printing_rank
         self._console = progress.stdout_console(160)
-        self._table = make_table((heading for heading, _ in columns), "algorithm", title=title)
+        self._table = make_table((heading for heading, _ in columns), (), "algorithm", title=title)
         self._bar = Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(),

@@ -16,12 +16,13 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 from hpctrain.core import config, progress, thresholds
 from hpctrain.core.errors import UsageError
-from hpctrain.core.fitted_table import fit_table, make_table
+from hpctrain.core.fitted_table import fit_table
 from hpctrain.core.printing import say
 from hpctrain.tools.bench import memory_check, output, units
 from hpctrain.tools.bench.options import check_plot_path, require_minimum
 from hpctrain.tools.bench.p2p import DEVICES
 from hpctrain.tools.bench.units import size_text
+from hpctrain.tools.show.tables import make_table
 from hpctrain.transport.device import gpus
 from hpctrain.tuning import choose, select, sweep, table
 from hpctrain.tuning.alpha_beta import measure_constants
@@ -226,23 +227,25 @@ def _choice_table(table: Table) -> rich.table.Table:
     seconds_by_memory, has_native = times_by_memory(table), not table.fingerprint.on_gpu
     takes = [f"{memory_heading(table, in_memory)}: takes" for in_memory in seconds_by_memory]
     numbers = ["us", *["x native"] * has_native]
-    grid = make_table(["size", *(text for name in takes for text in (name, *numbers))], *takes)
     chosen_algorithms = {
         in_memory: thresholds.choices_at(times) for in_memory, times in seconds_by_memory.items()
     }
-    for nbytes in sorted({row.bytes for row in table.rows}):
-        cells = [
-            _choice_cells(
-                seconds_by_memory[in_memory].get(nbytes, {}),
-                chosen_algorithms[in_memory].get(nbytes, ""),
-            )
-            for in_memory in seconds_by_memory
-        ]
-        grid.add_row(
+    rows = (
+        [
             size_text(nbytes),
-            *(cell for cells_of_memory in cells for cell in cells_of_memory[: 2 + has_native]),
-        )
-    return grid
+            *(
+                cell
+                for in_memory, times in seconds_by_memory.items()
+                for cell in _choice_cells(
+                    times.get(nbytes, {}), chosen_algorithms[in_memory].get(nbytes, "")
+                )[: 2 + has_native]
+            ),
+        ]
+        for nbytes in sorted({row.bytes for row in table.rows})
+    )
+    return make_table(
+        ["size", *(text for name in takes for text in (name, *numbers))], rows, *takes
+    )
 
 
 def _choice_cells(seconds: dict[str, float], name: str) -> tuple[str, str, str]:

@@ -22,7 +22,6 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
-from rich.table import Table as RichTable
 
 from hpctrain.core import files, progress
 from hpctrain.core.fitted_table import print_table
@@ -31,6 +30,7 @@ from hpctrain.tools.chaos import jobs
 from hpctrain.tools.chaos.campaign import LINES_LIMIT_BYTES
 from hpctrain.tools.chaos.case import Case, Table, describe_case, describe_kind, parse
 from hpctrain.tools.chaos.runner import FAILED, PASSED, SKIPPED
+from hpctrain.tools.show.tables import make_table
 from hpctrain.transport import machine
 
 CaseKey = tuple[int, int]  #: seed and index
@@ -171,10 +171,12 @@ def print_cases(cases: Sequence[Case], found: dict[CaseKey, Table]) -> None:
 def print_summary(tables: list[Table]) -> None:
     """Print tables of verdicts by engine, launcher, fault and broken promise, then the sums."""
     for title, rows in counts(tables).items():
-        table = RichTable(title, "passed", "failed", "skipped", title_justify="left")
-        for name, verdicts in sorted(rows.items()):
-            table.add_row(name, *(str(verdicts[word]) for word in (PASSED, FAILED, SKIPPED)))
-        print_table(table, DEFAULT_WIDTH)
+        headings = (title, PASSED, FAILED, SKIPPED)
+        cells = (
+            (name, *(str(verdicts[word]) for word in headings[1:]))
+            for name, verdicts in sorted(rows.items())
+        )
+        print_table(make_table(headings, cells, *headings), DEFAULT_WIDTH)
     for text, number in unchecked(tables).items():
         say(f"not checked in {number} cases: {text}")
     if sums := losses(tables):

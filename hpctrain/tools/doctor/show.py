@@ -10,6 +10,7 @@ from rich.text import Text
 from hpctrain.core.fitted_table import PlainConsole, fit_table, stdout_console
 from hpctrain.tools.doctor.check import Check
 from hpctrain.tools.doctor.examine import NodeResult
+from hpctrain.tools.show.tables import make_table
 
 VERDICT_COLOURS = {"ok": "green", "note": "cyan", "slow": "yellow", "bad": "bold red"}
 DEFAULT_WIDTH = 110  # characters, if stdout is no terminal
@@ -37,11 +38,17 @@ def print_remedies(checks: Sequence[Check], console: PlainConsole) -> None:
 
 def checks_table(checks: Sequence[Check]) -> Table:
     """Return a table with a row per check."""
-    table = Table("check", "verdict", "seen", "remedy")
-    for check in checks:
-        verdict = Text(check.verdict, VERDICT_COLOURS[check.verdict])
-        table.add_row(check.name, verdict, Text(check.seen), Text(check.remedy))
-    return table
+    headings = ("check", "verdict", "seen", "remedy")
+    rows = (
+        (
+            check.name,
+            Text(check.verdict, VERDICT_COLOURS[check.verdict]),
+            Text(check.seen),
+            Text(check.remedy),
+        )
+        for check in checks
+    )
+    return make_table(headings, rows, *headings)
 
 
 def make_console() -> PlainConsole:

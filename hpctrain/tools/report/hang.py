@@ -72,18 +72,17 @@ def as_json(job: JobState, last: int) -> dict[str, Any]:
 
 def print_report(job: JobState, last: int) -> None:
     """Print the table, the last operations of each rank if `last`, the conclusions, the remedy."""
-    from rich.table import Table
     from rich.text import Text
 
     from hpctrain.core.fitted_table import fit_table, stdout_console
+    from hpctrain.tools.show.tables import make_table
 
     console = stdout_console(history.DEFAULT_WIDTH)
-    table = Table("rank", "host", "state", "step", "last operation", "since", "line")
+    headings = ("rank", "host", "state", "step", "last operation", "since", "line")
     result = job.diagnosis
     notable = {*result.waited_for, *result.silent_first, *result.behind}
     states = sorted(result.ranks, key=lambda state: state.rank not in notable)
-    for state in states[:MAX_ROWS]:
-        table.add_row(*map(Text, _cells(state)))
+    table = make_table(headings, map(_cells, states[:MAX_ROWS]), *headings)
     console.print(fit_table(table, console))
     hidden = len(states) - MAX_ROWS
     lines = [f"and {hidden} more ranks: --json shows all"] if hidden > 0 else []

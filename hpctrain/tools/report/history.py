@@ -112,20 +112,18 @@ def find_newest(folder: Path, recipe: str) -> Path:
 
 def print_table(entries: Sequence[HistoryEntry]) -> None:
     """Print a row per run on stdout."""
-    from rich.table import Table
-    from rich.text import Text
-
     from hpctrain.core.fitted_table import print_table as print_fitted
+    from hpctrain.tools.show.tables import make_table
 
-    table = Table("started", "recipe", "engine", "ranks", "status", "step", "result",
-                  "folder")  # fmt: skip
-    for entry in entries:
-        started = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.started))
-        status = entry.status
-        if entry.lost_ranks:
-            status += f", {counted(entry.lost_ranks, 'rank')} lost"
-        result = "-" if entry.value is None else f"{entry.metric} {entry.value:.4f}"
-        cells = (started, entry.recipe, entry.engine or "-", str(entry.ranks or "-"), status,
-                 str(entry.step or "-"), result.replace("_", " "), entry.folder)  # fmt: skip
-        table.add_row(*map(Text, cells))
-    print_fitted(table, DEFAULT_WIDTH)
+    headings = ("started", "recipe", "engine", "ranks", "status", "step", "result", "folder")
+    print_fitted(make_table(headings, map(_cells, entries), *headings), DEFAULT_WIDTH)
+
+
+def _cells(entry: HistoryEntry) -> tuple[str, ...]:
+    lost = f", {counted(entry.lost_ranks, 'rank')} lost" if entry.lost_ranks else ""
+    result = "-" if entry.value is None else f"{entry.metric} {entry.value:.4f}"
+    return (
+        time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.started)), entry.recipe,
+        entry.engine or "-", str(entry.ranks or "-"), entry.status + lost, str(entry.step or "-"),
+        result.replace("_", " "), entry.folder,
+    )  # fmt: skip

@@ -7,9 +7,9 @@ from typing import Any
 
 from rich.table import Table
 
-from hpctrain.core.fitted_table import make_table
 from hpctrain.core.fitted_table import print_table as print_fitted
 from hpctrain.tools.bench.units import size_text
+from hpctrain.tools.show.tables import make_table
 
 Row = Mapping[str, Any]
 SECONDS_PER_UNIT = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
@@ -43,16 +43,19 @@ def make_tables(rows: Sequence[Row]) -> Iterator[tuple[str, Table]]:
 
 
 def _measured_table(rows: Sequence[Row]) -> Table:
-    headings = ("algorithm", "ranks", "size", "measured", "predicted", "error")
-    table = make_table(headings, "algorithm")
-    for row in rows:
-        number_cells = (
+    cells = (
+        (
+            row["algorithm"],
+            str(row["ranks"]),
+            size_text(row["bytes"]),
             format_time(row["measured_s"]),
             format_time(row["predicted_s"]),
             f"{row['error']:+.0%}",
         )
-        table.add_row(row["algorithm"], str(row["ranks"]), size_text(row["bytes"]), *number_cells)
-    return table
+        for row in rows
+    )
+    headings = ("algorithm", "ranks", "size", "measured", "predicted", "error")
+    return make_table(headings, cells, "algorithm")
 
 
 def _allreduce_table(rows: Sequence[Row]) -> Table:
@@ -74,24 +77,34 @@ def _step_table(rows: Sequence[Row]) -> Table:
     """Return a row per rank count and algorithm."""
     columns = {"step": "predicted_s", "compute": "compute_s", "wire": "wire_s",
             "exposed": "exposed_s", "without overlap": "without_overlap_s"}  # fmt: skip
-    table = make_table(["ranks", "algorithm", *columns, "efficiency"], "algorithm")
-    for row in rows:
-        times = [format_time(row[column]) for column in columns.values()]
-        table.add_row(str(row["ranks"]), row["algorithm"], *times, f"{row['efficiency']:.1%}")
-    return table
+    cells = (
+        (
+            str(row["ranks"]),
+            row["algorithm"],
+            *(format_time(row[column]) for column in columns.values()),
+            f"{row['efficiency']:.1%}",
+        )
+        for row in rows
+    )
+    return make_table(["ranks", "algorithm", *columns, "efficiency"], cells, "algorithm")
 
 
 def print_table(rows: Sequence[Mapping[str, Any]], title: str) -> None:
     """Print the table on stdout."""
-    table = make_table(HEADINGS, title=f"{title} (* most samples/s)")
-    for row in rows:
-        rate = max(other["samples_per_s"] for other in rows if other["ranks"] == row["ranks"])
-        table.add_row(
+    rates = {
+        ranks: max(row["samples_per_s"] for row in rows if row["ranks"] == ranks)
+        for ranks in {row["ranks"] for row in rows}
+    }
+    cells = (
+        (
             f"{row['ranks']:,}",
             f"{row['data']:,} x {row['pipe']}",
             str(row["micro_batches"]),
             *(format_time(row[f"{name}_s"]) for name in ("step", "pipeline", "compute")),
             f"{row['efficiency']:.1%}",
-            f"{row['samples_per_s']:,.4g}" + ("*" if row["samples_per_s"] == rate else " "),
+            f"{row['samples_per_s']:,.4g}"
+            + ("*" if row["samples_per_s"] == rates[row["ranks"]] else " "),
         )
-    print_fitted(table, 160)
+        for row in rows
+    )
+    print_fitted(make_table(HEADINGS, cells, title=f"{title} (* most samples/s)"), 160)

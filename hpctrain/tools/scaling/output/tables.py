@@ -10,13 +10,13 @@ from typing import Any
 from rich.table import Table
 
 from hpctrain.cluster.netlab.netlab import parse_speed
-from hpctrain.core.fitted_table import make_table
 from hpctrain.tools.bench.prediction.tables import format_time
 from hpctrain.tools.scaling import statistics
 from hpctrain.tools.scaling.forecast import StepModel
 from hpctrain.tools.scaling.results import Result, Row
 from hpctrain.tools.scaling.statistics import Estimate
 from hpctrain.tools.scaling.study import Study
+from hpctrain.tools.show.tables import make_table
 from hpctrain.tuning import choose
 
 HEADINGS = ("samples/s", "step", "speed-up", "efficiency", "compute", "wait", "other", "wire")
@@ -33,10 +33,7 @@ LAW_NAMES = {"amdahl": "Amdahl's law", "gustafson": "Gustafson's law"}
 def table(result: Result) -> Table:
     """Return the rows as a table; intervals stand behind their means; a grid is data x pipe."""
     sizes = ["ranks", *["grid"] * (result.study.pipe > 1), *["nodes"] * _over_nodes(result)]
-    grid = make_table([*sizes, *HEADINGS, ""], "", title=title(result.study))
-    for words in cells(result):
-        grid.add_row(*words)
-    return grid
+    return make_table([*sizes, *HEADINGS, ""], cells(result), "", title=title(result.study))
 
 
 def cells(result: Result) -> list[list[str]]:
