@@ -14,7 +14,6 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure  # not pyplot, which needs a display
 from matplotlib.ticker import (
-    EngFormatter,
     FixedLocator,
     Formatter,
     FuncFormatter,
@@ -24,14 +23,14 @@ from matplotlib.ticker import (
 )
 
 from hpctrain.core import thresholds
-from hpctrain.core.palette import BLUE, COLORS, MARKERS, ORANGE, plain
+from hpctrain.core.palette import BLUE, COLORS, MARKERS, ORANGE
 from hpctrain.tools.bench.tune import memory_heading, times_by_memory
 from hpctrain.tools.bench.units import size_text
+from hpctrain.tools.show.plots import SECONDS_FORMAT, explain, save
 from hpctrain.tuning.table import Table
 
 MAX_TICKS = 7  #: more labels would overlap
 MAX_SPAN = 1e5  #: ticks between powers of ten would crowd an axis of a wider span
-SECONDS_FORMAT = EngFormatter(unit="s")  #: 100 us, 1 ms
 NUMBER_FORMAT = FuncFormatter(lambda y, _: f"{y:g}")
 Row = Mapping[str, Any]
 
@@ -43,23 +42,20 @@ def draw_size_plot(rows: Sequence[Row], title: str, path: Path, bandwidth: str =
     names = list(dict.fromkeys(row["algorithm"] for row in rows))
     styles = _line_styles(names)
     for name in names:
-        algorithm_rows = sorted(
-            (row for row in rows if row["algorithm"] == name), key=lambda r: r["bytes"]
-        )
-        style = styles[name]
-        _draw_line(time_axes, algorithm_rows, name, style, "median_s")
-        bandwidth_rows = [row for row in algorithm_rows if row[bandwidth]]
-        _draw_line(bandwidth_axes, bandwidth_rows, name, style, bandwidth)
-        percentiles = [[row[column] for row in algorithm_rows] for column in ("p5_s", "p95_s")]
-        sizes = [row["bytes"] for row in algorithm_rows]
-        time_axes.fill_between(sizes, *percentiles, color=style["color"], alpha=0.12, linewidth=0)
+        own = sorted((row for row in rows if row["algorithm"] == name), key=lambda r: r["bytes"])
+        for axes, column in ((time_axes, "median_s"), (bandwidth_axes, bandwidth)):
+            drawn = [row for row in own if row[column]]
+            values = [row[column] for row in drawn]
+            axes.plot(
+                [r["bytes"] for r in drawn], values, label=name, linewidth=1.5, **styles[name]
+            )
+        percentiles = [[row[column] for row in own] for column in ("bytes", "p5_s", "p95_s")]
+        time_axes.fill_between(*percentiles, color=styles[name]["color"], alpha=0.12, linewidth=0)
     sizes = sorted({row["bytes"] for row in rows})
     format_size_axes(time_axes, sizes, "median time of a call", SECONDS_FORMAT)
     format_size_axes(bandwidth_axes, sizes, f"{bandwidth} [GB/s]")
-    legend = time_axes.get_legend_handles_labels()
-    figure.legend(*legend, loc="outside lower center", ncols=5, fontsize="small")
-    figure.suptitle(plain(title))
-    figure.savefig(path, dpi=130)
+    explain(figure, time_axes, 5, fontsize="small")
+    save(figure, title, path)
 
 
 def draw_link_plot(rows: Sequence[Row], title: str, path: Path) -> None:
@@ -95,10 +91,8 @@ def draw_step_bars(rows: Sequence[Row], title: str, path: Path) -> None:
         _draw_steps(axes, [row for row in rows if row["batch_per_rank"] == batch])
         axes.set_title(f"{batch} samples per rank", fontsize="medium")
     all_axes[0].invert_yaxis()
-    legend = all_axes[0].get_legend_handles_labels()
-    figure.legend(*legend, loc="outside lower center", ncols=2, fontsize="small")
-    figure.suptitle(plain(title))
-    figure.savefig(path, dpi=130)
+    explain(figure, all_axes[0], 2, fontsize="small")
+    save(figure, title, path)
 
 
 def _draw_steps(axes: Axes, rows: Sequence[Row]) -> None:
@@ -119,13 +113,6 @@ def _draw_steps(axes: Axes, rows: Sequence[Row]) -> None:
     axes.set_axisbelow(True)
 
 
-def _draw_line(
-    axes: Axes, rows: Sequence[Row], name: str, style: Mapping[str, Any], column: str
-) -> None:
-    values = [row[column] for row in rows]
-    axes.plot([row["bytes"] for row in rows], values, label=name, linewidth=1.5, **style)
-
-
 def format_size_axes(
     axes: Axes, sizes: Sequence[int], y_label: str, formatter: Formatter = NUMBER_FORMAT
 ) -> None:
@@ -136,8 +123,7 @@ def format_size_axes(
     axes.xaxis.set_major_locator(FixedLocator(list(sizes)[::tick_stride]))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda size, _: size_text(round(size))))
-    axes.set_xlabel("size")
-    axes.set_ylabel(y_label)
+    axes.set(xlabel="size", ylabel=y_label)
     axes.grid(alpha=0.3)
 
 
@@ -169,8 +155,8 @@ def draw_table(table: Table, path: Path) -> None:
     all_axes[0].legend(fontsize="small")
     fingerprint = table.fingerprint
     gpu_text = f", {fingerprint.device}; {fingerprint.paths}" if fingerprint.on_gpu else ""
-    figure.suptitle(f"all-reduce of float32, {fingerprint.mpi}, {fingerprint.layout}{gpu_text}")
-    figure.savefig(path, dpi=130)
+    title = f"all-reduce of float32, {fingerprint.mpi}, {fingerprint.layout}{gpu_text}"
+    save(figure, title, path)
 
 
 def _draw_algorithms(axes: Axes, times: thresholds.Times, algorithms: list[str]) -> None:

@@ -14,11 +14,12 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
-from matplotlib.ticker import EngFormatter, MaxNLocator
+from matplotlib.ticker import MaxNLocator
 
 from hpctrain.core.names import counted
 from hpctrain.core.palette import BLACK, BLUE, GREY, ORANGE, VERMILION
 from hpctrain.tools.report.record import Loss
+from hpctrain.tools.show.plots import SECONDS_FORMAT, explain
 
 SLOW = 1.2  #: times the median of compute, from which a rank is named
 MAX_NAMED = 6  #: slow ranks that are named
@@ -55,12 +56,12 @@ def plot_many_ranks(
     if has_hosts:
         _draw_hosts(panels[1], times, np.array([names.index(host) for host in hosts]), names)
     for axes in panels:
-        axes.set_ylabel("time")
-        axes.yaxis.set_major_formatter(EngFormatter(unit="s"))
-        axes.set_ylim(0, 1.25 * times["wall_s"].max())  # room for the names of slow ranks
+        # Room for the names of slow ranks.
+        axes.set(ylabel="time", ylim=(0, 1.25 * times["wall_s"].max()))
+        axes.yaxis.set_major_formatter(SECONDS_FORMAT)
         axes.grid(alpha=0.3)
         axes.set_axisbelow(True)
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    explain(figure, panels[0], 4)
     return figure
 
 

@@ -5,18 +5,18 @@ Lines also differ in their dashes, so that a print in grey can be read.
 
 from __future__ import annotations
 
-import io
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure  # not pyplot, which would look for a screen
-from matplotlib.ticker import EngFormatter, MaxNLocator, PercentFormatter
+from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from hpctrain.core.palette import BLACK, BLUE, GREY, ORANGE, VERMILION, plain
 from hpctrain.tools.report.many_ranks import describe_marks, mark_losses, plot_many_ranks
 from hpctrain.tools.report.pipeline import plot_schedule, rank_label
 from hpctrain.tools.report.record import RunRecord
+from hpctrain.tools.show.plots import SECONDS_FORMAT, explain, image
 
 Array = np.ndarray
 LINES: dict[str, dict[str, Any]] = {
@@ -55,8 +55,7 @@ def _losses(record: RunRecord) -> Figure:
             by_step.legend()
         _step_axis(by_step, record)
         by_step.label_outer()
-    axes[-1][1].set_xlabel(f"wall time in training [{unit}]")
-    axes[-1][1].set_xlim(left=0)
+    axes[-1][1].set(xlabel=f"wall time in training [{unit}]", xlim=(0, None))
     for _, by_time in axes:
         losses = record.losses()
         mark_losses(by_time, losses, [loss.at_s / UNITS[unit] for loss in losses])
@@ -98,8 +97,7 @@ def _rate(record: RunRecord) -> Figure | None:
         {} if curve and len(points) > 1 else {"linestyle": "", "marker": "o", "markersize": 4}
     )
     axes.plot(*points.T, color=BLUE, clip_on=False, **style)
-    axes.set_ylabel("rate" if curve else "rate at the last step of each interval")
-    axes.set_ylim(bottom=0)
+    axes.set(ylabel="rate" if curve else "rate at the last step of each interval", ylim=(0, None))
     return figure
 
 
@@ -158,9 +156,8 @@ def _rank_axis(axes: Axes, size: int, first_server: int | None) -> None:
     else:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     servers = f" (servers: {serving[0]} to {size - 1})" if serving and size > LABELS else ""
-    axes.set_xlabel(f"rank{servers}")
     margin = 1.0 if size == 1 else 0.0
-    axes.set_xlim(-0.6 - margin, size - 0.4 + margin)
+    axes.set(xlabel=f"rank{servers}", xlim=(-0.6 - margin, size - 0.4 + margin))
 
 
 def _staleness(record: RunRecord) -> Figure | None:
@@ -179,8 +176,7 @@ def _staleness(record: RunRecord) -> Figure | None:
     )
     mark = "o" if len(means) <= MAX_MARKED_POINTS else ""
     by_step.plot(record.column("step"), means, color=BLUE, marker=mark, markersize=4)
-    by_step.set_ylabel("staleness, mean of an interval")
-    by_step.set_ylim(0, 1.1 * max(np.nanmax(means), 1))
+    by_step.set(ylabel="staleness, mean of an interval", ylim=(0, 1.1 * max(np.nanmax(means), 1)))
     by_step.grid(alpha=0.3)
     _step_axis(by_step, record)
     figure.suptitle(_title(record, "staleness: updates between pull and push of a gradient"))
@@ -196,8 +192,9 @@ def _histogram(axes: Axes, counts: Array) -> None:
     axes.axvline(mean, color=ORANGE, linestyle="--", linewidth=2,
                  label=f"mean {mean:.3g}, max {len(counts) - 1}")  # fmt: skip
     axes.legend()
-    axes.set_xlabel("staleness" + f", {width} values a bar" * (width > 1))
-    axes.set_ylabel("share of gradients")
+    axes.set(
+        xlabel="staleness" + f", {width} values a bar" * (width > 1), ylabel="share of gradients"
+    )
     axes.yaxis.set_major_formatter(PercentFormatter(1))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.3)
@@ -223,8 +220,8 @@ def _stacked(
 
 def _time_axis(figure: Figure, axes: Axes, label: str) -> None:
     axes.set_ylabel(label)
-    axes.yaxis.set_major_formatter(EngFormatter(unit="s"))
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    axes.yaxis.set_major_formatter(SECONDS_FORMAT)
+    explain(figure, axes, 4)
 
 
 def _single(record: RunRecord, subject: str) -> tuple[Figure, Axes]:
@@ -239,9 +236,9 @@ def _single(record: RunRecord, subject: str) -> tuple[Figure, Axes]:
 def _step_axis(axes: Axes, record: RunRecord) -> None:
     losses = record.losses()
     marks = ["dotted: resumed"] * bool(record.resumed()) + [describe_marks(losses)] * bool(losses)
-    axes.set_xlabel("step" + f" ({'; '.join(marks)})" * bool(marks))
+    label = "step" + f" ({'; '.join(marks)})" * bool(marks)
+    axes.set(xlabel=label, xlim=(0, 1.02 * record.column("step")[-1]))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_xlim(0, 1.02 * record.column("step")[-1])
     for step in record.resumed():
         axes.axvline(step, color=BLACK, linestyle=":", linewidth=1)
     mark_losses(axes, losses, [loss.step for loss in losses])
@@ -254,10 +251,3 @@ def _title(record: RunRecord, subject: str) -> str:
 def choose_unit(seconds: float) -> str:
     """Return the largest unit that fits at least five times."""
     return next((unit for unit, size in UNITS.items() if seconds >= 5 * size), "s")
-
-
-def image(figure: Figure, kind: str = "png") -> bytes:
-    """Return the figure as PNG or SVG; an SVG has no date, so that equal plots are equal files."""
-    file = io.BytesIO()
-    figure.savefig(file, format=kind, dpi=130, metadata={"Date": None} if kind == "svg" else None)
-    return file.getvalue()

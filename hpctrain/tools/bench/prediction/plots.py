@@ -13,9 +13,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure  # not pyplot, which needs a display
 from matplotlib.ticker import FuncFormatter, PercentFormatter
 
-from hpctrain.core.palette import COLORS, DASHES, MARKERS, plain
-from hpctrain.tools.bench.plot import SECONDS_FORMAT, format_log_axis, format_size_axes
+from hpctrain.core.palette import COLORS, DASHES, MARKERS
+from hpctrain.tools.bench.plot import format_log_axis, format_size_axes
 from hpctrain.tools.bench.units import size_text
+from hpctrain.tools.show.plots import SECONDS_FORMAT, save
 from hpctrain.tuning.model.message_schedules import SCHEDULES
 
 Row = Mapping[str, Any]
@@ -49,8 +50,7 @@ def draw_prediction(rows: Sequence[Row], title: str, path: Path) -> None:
     figure.legend(
         handles_by_label.values(), handles_by_label.keys(), loc="outside lower center", ncols=8
     )
-    figure.suptitle(plain(title))
-    figure.savefig(path, dpi=130)
+    save(figure, title, path)
 
 
 def _draw_algorithms(axes: Axes, rows: Sequence[Row], x_column: str) -> None:
@@ -63,30 +63,20 @@ def _draw_algorithms(axes: Axes, rows: Sequence[Row], x_column: str) -> None:
         ]
         measured_rows = [r for r in algorithm_rows if r["kind"] == "measured"]
         if predicted_rows:
-            style: dict[str, Any] = {"color": color, "marker": marker, "markerfacecolor": "white"}
-            positions = [r[x_column] for r in predicted_rows]
-            axes.plot(
-                positions, [r["predicted_s"] for r in predicted_rows], "--", label=name, **style
-            )
+            style: dict[str, Any] = {"marker": marker, "markerfacecolor": "white", "label": name}
+            points = [(r[x_column], r["predicted_s"]) for r in predicted_rows]
+            axes.plot(*zip(*points, strict=True), "--", color=color, **style)
         if measured_rows:
-            positions, seconds = (
-                [r[x_column] for r in measured_rows],
-                [r["measured_s"] for r in measured_rows],
-            )
-            axes.plot(positions, seconds, marker, color=color, label=f"{name}, measured")
+            points = [(r[x_column], r["measured_s"]) for r in measured_rows]
+            axes.plot(*zip(*points, strict=True), marker, color=color, label=f"{name}, measured")
     if x_column == "bytes":
         format_size_axes(axes, sorted({row["bytes"] for row in rows}), "time", SECONDS_FORMAT)
     else:
-        _format_rank_axes(axes)
-
-
-def _format_rank_axes(axes: Axes) -> None:
-    axes.set_xscale("log", base=2)
-    format_log_axis(axes, SECONDS_FORMAT)
-    axes.set_xlabel("ranks")
-    axes.set_ylabel("time")
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{round(x)}"))
-    axes.grid(alpha=0.3)
+        axes.set_xscale("log", base=2)
+        format_log_axis(axes, SECONDS_FORMAT)
+        axes.set(xlabel="ranks", ylabel="time")
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{round(x)}"))
+        axes.grid(alpha=0.3)
 
 
 def draw_grids(rows: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
@@ -106,15 +96,12 @@ def draw_grids(rows: Sequence[Mapping[str, Any]], title: str, path: Path) -> Non
         efficiency.plot(ranks, [row["efficiency"] for row in own], **style)
     format_log_axis(time, SECONDS_FORMAT)
     time.set_ylabel("time of a step, predicted")
-    efficiency.set_ylabel("share of the step in which ranks compute, predicted")
-    efficiency.set_ylim(0, 1)
+    efficiency.set(ylabel="share of the step in which ranks compute, predicted", ylim=(0, 1))
     efficiency.yaxis.set_major_formatter(PercentFormatter(1))
     for axes in (time, efficiency):
         axes.set_xscale("log", base=2)
-        axes.set_xticks(sorted({row["ranks"] for row in rows}))
+        axes.set(xticks=sorted({row["ranks"] for row in rows}), xlabel="ranks (data x pipe)")
         axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{round(x):,}"))
-        axes.set_xlabel("ranks (data x pipe)")
         axes.grid(alpha=0.3)
     figure.legend(loc="outside lower center", ncols=8)
-    figure.suptitle(plain(title))
-    figure.savefig(path, dpi=130)
+    save(figure, title, path)

@@ -27,10 +27,10 @@ from matplotlib.ticker import (
 
 from hpctrain.core.palette import BLACK, BLUE, GREY, ORANGE, VERMILION, plain
 from hpctrain.tools.report.page import encode, render, text_of
-from hpctrain.tools.report.plots import image
 from hpctrain.tools.scaling.output import tables
 from hpctrain.tools.scaling.output.tables import GAP, MEASURED, PREDICTED, is_meaningful, title
 from hpctrain.tools.scaling.results import Result, Row
+from hpctrain.tools.show.plots import SECONDS_FORMAT, image
 
 FORMATS = ("png", "svg")
 WIDTH = 11.0  #: the same for every figure, so that their letters are as large on a page
@@ -79,9 +79,9 @@ def scaling(result: Result, heading: str | None = None) -> Figure:
         axes.grid(alpha=0.3)
     _log_rate(rate, result)
     rate.set_ylabel("throughput [samples/s]")
-    efficiency.set_ylabel("efficiency [% of ideal]")
+    top = max(1.1, efficiency.get_ylim()[1])
+    efficiency.set(ylabel="efficiency [% of ideal]", ylim=(0, top))
     efficiency.yaxis.set_major_formatter(PercentFormatter(1, symbol=""))
-    efficiency.set_ylim(0, max(1.1, efficiency.get_ylim()[1]))
     handles, labels = rate.get_legend_handles_labels()
     order = sorted(range(len(labels)), key=lambda i: LEGEND.index(labels[i].split()[0].strip(",:")))
     handles, labels = [handles[i] for i in order], [labels[i] for i in order]
@@ -106,11 +106,13 @@ def time(result: Result, heading: str | None = None) -> Figure:
         if row["kind"] == GAP:
             axes.text(i, 0, "not measured", ha="center", va="bottom", color=EDGE)
     axes.set_xticks(range(len(rows)), [_label(row, result) for row in rows])
-    axes.set_xlim(-0.7, max(len(rows), 4) - 0.3)
-    axes.set_xlabel(_unit(result))
-    axes.set_ylabel("time of a step, mean over ranks")
-    axes.yaxis.set_major_formatter(EngFormatter(unit="s"))
-    axes.set_ylim(0, 1.08 * max(floor.max(), wire.max()))
+    axes.set(
+        xlabel=_unit(result),
+        xlim=(-0.7, max(len(rows), 4) - 0.3),
+        ylabel="time of a step, mean over ranks",
+        ylim=(0, 1.08 * max(floor.max(), wire.max())),
+    )
+    axes.yaxis.set_major_formatter(SECONDS_FORMAT)
     axes.grid(alpha=0.3, axis="y")
     axes.set_axisbelow(True)
     figure.legend(loc="outside lower center", ncols=5, fontsize="small")
@@ -208,8 +210,7 @@ def _sizes_axis(axes: Axes, result: Result) -> None:
     axes.xaxis.set_major_locator(FixedLocator(positions))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}"))
-    axes.set_xlim(positions[0] / 1.25, positions[-1] * 1.25)
-    axes.set_xlabel(_unit(result))
+    axes.set(xlabel=_unit(result), xlim=(positions[0] / 1.25, positions[-1] * 1.25))
 
 
 def _log_rate(axes: Axes, result: Result) -> None:
