@@ -19,7 +19,7 @@ from hpctrain import watch
 from hpctrain.tools.chaos import disks, hosts, jobs
 from hpctrain.tools.chaos.case import Case, FailingFile, Fault, FullDisk, HostFault, Signal
 from hpctrain.tools.chaos.jobs import Order, Place
-from hpctrain.tools.chaos.scope import Scope, clear, ended, kill_all
+from hpctrain.tools.chaos.scope import Scope, clear, command_line, ended, kill_all
 from hpctrain.watch import Snapshot
 
 POLL_S = 0.002
@@ -129,7 +129,8 @@ class Disturbance:
             yield from self._step(fault.step)
             due_s = time.time()
         if fault.during == "checkpoint":
-            while not _writes_checkpoint(self.place.run):
+            # The folder of a checkpoint that is being written is not committed yet.
+            while not [*(self.place.run / "checkpoints").glob("*.partial")]:
                 yield
             due_s = time.time()
         while fault.target >= 0 and not self._ranks(0):  # their process ids are not known yet
@@ -157,7 +158,7 @@ class Disturbance:
         ordered = [snapshots[rank] for rank in sorted(snapshots)]
         records = [record for record in ordered if record.heartbeat >= self.start_s]
         if self.case.is_elastic:
-            records = [record for record in records if _is_alive(record.pid)]
+            records = [record for record in records if command_line(record.pid)]
             is_complete = bool(records) and (len(records) >= self.case.ranks or bool(self.fired_s))
             # A spare that sleeps stays at step 0.
             training = [record for record in records if record.step >= step]
@@ -192,21 +193,6 @@ class Disturbance:
 def _until(due_s: float) -> Iterator[None]:
     while time.time() < due_s:
         yield
-
-
-def _writes_checkpoint(run: Path) -> bool:
-    """Return whether a checkpoint is being written: its folder is not committed yet."""
-    try:
-        return any(name.endswith(".partial") for name in os.listdir(run / "checkpoints"))
-    except OSError:
-        return False
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] not in "ZX"
-    except OSError:
-        return False
 
 
 def _sent_to(pid: int, number: signal.Signals) -> bool:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -34,7 +35,6 @@ from hpctrain.tools.chaos import regimes
 from hpctrain.tools.chaos.case import LIMIT_S, Case, Launcher, Table, read
 from hpctrain.tools.chaos.regimes import REGIMES
 from hpctrain.training import recipe as recipes
-from hpctrain.training.recipe import Recipe
 
 Kind = Literal[
     "kill-rank", "kill-two", "stop-rank", "signal-rank", "kill-launcher", "signal-launcher",
@@ -171,16 +171,8 @@ def _own(name: str, settings: list[str], folder: Path) -> Subject:
         steps = spec.run.steps or (spec.run.epochs or 1) * steps_per_epoch
         return {**spec.tables, "run": {**run, "steps": steps}}
 
-    return Subject(name, tables, lambda ranks: _fits(spec, ranks), samples,
+    return Subject(name, tables, partial(regimes.can_train, spec), samples,
                    lambda ranks: spec.batch.size(spec.workers(ranks)))  # fmt: skip
-
-
-def _fits(spec: Recipe, ranks: int) -> bool:
-    try:
-        spec.must_fit(ranks)
-    except UsageError:
-        return False
-    return True
 
 
 def _check(campaign: Campaign) -> None:

@@ -70,7 +70,8 @@ def choose_cases(request: Request) -> list[Case]:
     if request.is_lines:
         cases = campaigns.read_lines(request.campaign)
         if request.failed:
-            failed = results.failed_keys(results.read(request.campaign))
+            tables = results.read(request.campaign)
+            failed = {key for key, table in tables.items() if table["verdict"] == FAILED}
             cases = [case for case in cases if (case.seed, case.index) in failed]
         return _pick(cases, request.indexes)
     if request.failed:

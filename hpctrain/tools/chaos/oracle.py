@@ -132,15 +132,12 @@ def problems_at_end(case: Case, run: Path, *, hung: bool) -> Iterator[str]:
         yield from problems_of_recoveries(case, summary)
     yield from problems_of_rows(case, run / run_folder.METRICS)
     expected = [FILES, FILES_AFTER_HANG] if hung else [FILES]
-    if spare := [n for n in _files(run) if not any(pattern.fullmatch(n) for pattern in expected)]:
+    names = [str(path.relative_to(run)) for path in sorted(run.rglob("*"))]
+    if spare := [n for n in names if not any(pattern.fullmatch(n) for pattern in expected)]:
         yield f"files left: {spare}"
     for path in sorted((run / "checkpoints").glob("step-*")):
         if fault := checkpoint.verify(path):
             yield f"{path.name} is damaged: {fault}"
-
-
-def _files(run: Path) -> list[str]:
-    return [str(path.relative_to(run)) for path in sorted(run.rglob("*"))]
 
 
 def problems_of_recoveries(case: Case, summary: dict[str, Any]) -> Iterator[str]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from hpctrain.core.errors import UsageError
 from hpctrain.tools.chaos.case import BATCH, Table
-from hpctrain.training.recipe import check
+from hpctrain.training.recipe import Recipe, check
 
 WIRE_KEYS = {
     "algorithm", "bucket_bytes", "overlap", "priority", "compression", "compression_ratio",
@@ -109,7 +109,15 @@ def fits(recipe: Table, ranks: int) -> bool:
     if ranks < recipe.get("elastic", {}).get("min_ranks", 1):
         return False
     try:
-        check({"data": {"kind": "digits"}, **recipe}).must_fit(ranks)
+        return can_train(check({"data": {"kind": "digits"}, **recipe}), ranks)
+    except UsageError:
+        return False
+
+
+def can_train(spec: Recipe, ranks: int) -> bool:
+    """Return whether `ranks` can train a recipe that was checked."""
+    try:
+        spec.must_fit(ranks)
     except UsageError:
         return False
     return True

@@ -97,16 +97,6 @@ def summarize(results: list[Table]) -> str:
     return f"{text}, {skipped} skipped" if skipped else text
 
 
-def unchecked(results: Iterable[Table]) -> Counter[str]:
-    """Return the promises that could not be checked, with numbers of cases."""
-    return Counter(text for result in results for text in result.get("unchecked", ()))
-
-
-def failed_keys(results: dict[CaseKey, Table]) -> set[CaseKey]:
-    """Return the cases that failed."""
-    return {key for key, table in results.items() if table["verdict"] == FAILED}
-
-
 def losses(results: Iterable[Table]) -> dict[str, Any]:
     """Return sums over elastic runs: recoveries, and the part of time that made progress."""
     elastic = [result for result in results if "wall_s" in result]
@@ -177,7 +167,8 @@ def print_summary(tables: list[Table]) -> None:
             for name, verdicts in sorted(rows.items())
         )
         print_table(make_table(headings, cells, *headings), DEFAULT_WIDTH)
-    for text, number in unchecked(tables).items():
+    unchecked = Counter(text for table in tables for text in table.get("unchecked", ()))
+    for text, number in unchecked.items():
         say(f"not checked in {number} cases: {text}")
     if sums := losses(tables):
         say(f"{sums['recoveries']} recoveries, {100 * sums['ettr']:.1f} % of time in progress")

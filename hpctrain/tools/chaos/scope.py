@@ -57,7 +57,7 @@ class Namespaces:
     def processes(self) -> dict[int, str]:
         """Return the command lines of other processes, zombies excluded."""
         own = {1, os.getpid()}
-        return {pid: line for pid in _pids() if pid not in own and (line := _command(pid))}
+        return {pid: line for pid in _pids() if pid not in own and (line := command_line(pid))}
 
     def shared_memory(self) -> list[str]:
         """Return the files in /dev/shm, and the segments of System V."""
@@ -84,7 +84,7 @@ class Marked:
     def processes(self) -> dict[int, str]:
         """Return the command lines of this host's processes that carry the mark."""
         mark = f"{MARK}={self._mark}".encode()
-        return {pid: line for pid in _pids() if _has(pid, mark) and (line := _command(pid))}
+        return {pid: line for pid in _pids() if _has(pid, mark) and (line := command_line(pid))}
 
     def shared_memory(self) -> list[str]:
         """Return our files in /dev/shm that are new, and that no process has mapped or open."""
@@ -122,7 +122,7 @@ def _pids() -> Iterable[int]:
     return (int(name) for name in os.listdir("/proc") if name.isdigit())
 
 
-def _command(pid: int) -> str:
+def command_line(pid: int) -> str:
     """Return the command line of a process, or its name; '' if it has ended, or is a zombie."""
     try:
         name, _, fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")
@@ -192,11 +192,6 @@ def _enter(act: Callable[[], None]) -> None:
         raise SystemExit(1)
 
 
-def _mount_and_act(act: Callable[[], None]) -> None:
-    _mount()
-    act()
-
-
 def _fork(act: Callable[[], None], at_death_of_parent: int) -> int:
     child = os.fork()
     if child == 0:
@@ -232,10 +227,11 @@ def _unshare() -> None:
         Path("/proc/self/gid_map").write_text(f"0 {group} 1")
 
 
-def _mount() -> None:
+def _mount_and_act(act: Callable[[], None]) -> None:
     for words in (
         ["--make-rprivate", "/"],
         ["-t", "proc", "proc", "/proc"],
         ["-t", "tmpfs", "-o", "mode=1777", "campaign", str(SHARED_MEMORY)],
     ):
         subprocess.run(["mount", *words], check=True)
+    act()

@@ -6,11 +6,11 @@ Nothing of hpctrain needs them. This package alone imports torch and horovod, an
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -33,22 +33,35 @@ class DenseModel:
     sgd_options: Mapping[str, Any]  #: rate and the like, by PyTorch's names
 
 
-class Rival(Protocol):
-    """A library that has joined the job; `about` holds version and settings."""
+class Rival:
+    """A library that has joined the job and trains with PyTorch; `about`: version and settings.
+
+    This base offers no operation, has no thread that is awake between calls, and leaves nothing.
+    """
 
     about: str
 
     def offers(self, operation: str, dtype: np.dtype) -> bool:
         """Return whether the library supports `operation` in place on arrays of `dtype`."""
+        return False
 
     def call(self, operation: str, x: np.ndarray, op: str) -> Callable[[], None]:
-        """Return a call of `operation` on flat `x` itself."""
+        """Return a call of `operation`, which is offered, on flat `x` itself."""
+        raise NotImplementedError
 
     def awake_context(self) -> AbstractContextManager[None]:
         """Return the context manager for calls; outside of it the library's threads sleep."""
+        return nullcontext()
 
     def step(self, dense: DenseModel, without_communication: bool) -> StepFunction:
         """Return a training step of `dense`; on all ranks unless `without_communication`."""
+        from hpctrain.tools.bench.rivals.training import make_step  # imports PyTorch
+
+        return make_step(dense, None if without_communication else self.wrap)
+
+    def wrap(self, network: Any, optimizer: Any) -> tuple[Any, Any]:
+        """Return a network and an optimizer that reduce gradients during backward."""
+        raise NotImplementedError
 
     def close(self) -> None:
         """Leave the job; collective."""

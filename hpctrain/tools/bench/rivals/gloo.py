@@ -14,16 +14,15 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from hpctrain.tools.bench.rivals import TIMEOUT_S, DenseModel, StepFunction
-from hpctrain.tools.bench.rivals.training import make_step
+from hpctrain.tools.bench.rivals import TIMEOUT_S, Rival
 from hpctrain.transport.placement.core_binding import allow_all_cores
 from hpctrain.world import World
 
 OPERATIONS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 
 
-class Gloo:
-    """See `hpctrain.tools.bench.rivals.Rival`."""
+class Gloo(Rival):
+    """DistributedDataParallel and collectives of torch.distributed."""
 
     def __init__(self, world: World):
         """Join the other ranks through a store on a free port of rank 0."""
@@ -52,11 +51,11 @@ class Gloo:
         """Return a call on `x`'s own memory."""
         tensor = torch.from_numpy(x)
         if operation == "allreduce":
-            return _discard_result(dist.all_reduce, tensor, OPERATIONS[op])
+            return partial(dist.all_reduce, tensor, OPERATIONS[op])
         if operation == "broadcast":
-            return _discard_result(dist.broadcast, tensor, 0)
+            return partial(dist.broadcast, tensor, 0)
         chunks = list(tensor.chunk(dist.get_world_size()))
-        return _discard_result(dist.all_gather, chunks, chunks[dist.get_rank()])
+        return partial(dist.all_gather, chunks, chunks[dist.get_rank()])
 
     def awake_context(self) -> AbstractContextManager[None]:
         """Return a context manager that unbinds this thread from its core.
@@ -66,28 +65,11 @@ class Gloo:
         """
         return allow_all_cores()
 
-    def step(self, dense: DenseModel, without_communication: bool) -> StepFunction:
-        """Return a step of DistributedDataParallel, which reduces gradients during backward."""
-        return make_step(dense, _leave_unwrapped if without_communication else _wrap_in_ddp)
+    def wrap(self, network: Any, optimizer: Any) -> tuple[Any, Any]:
+        """Return the network in DistributedDataParallel, and the optimizer as it is."""
+        # Gradients are views of the buckets that are sent: otherwise DDP copies them.
+        return DistributedDataParallel(network, gradient_as_bucket_view=True), optimizer
 
     def close(self) -> None:
         """Leave the process group."""
         dist.destroy_process_group()
-
-
-def _wrap_in_ddp(network: Any, optimizer: Any) -> tuple[Any, Any]:
-    # Gradients are views of the buckets that are sent: otherwise DDP copies them.
-    return DistributedDataParallel(network, gradient_as_bucket_view=True), optimizer
-
-
-def _leave_unwrapped(network: Any, optimizer: Any) -> tuple[Any, Any]:
-    return network, optimizer
-
-
-def _discard_result(function: Callable[..., Any], *arguments: Any) -> Callable[[], None]:
-    """Return a call without a return value: the result is in place."""
-
-    def call() -> None:
-        function(*arguments)
-
-    return call

@@ -12,15 +12,14 @@ import horovod.torch as hvd
 import numpy as np
 import torch
 
-from hpctrain.tools.bench.rivals import DenseModel, StepFunction
-from hpctrain.tools.bench.rivals.training import make_step
+from hpctrain.tools.bench.rivals import Rival
 from hpctrain.world import World
 
 OPERATIONS = {"sum": hvd.Sum, "min": hvd.Min, "max": hvd.Max}
 
 
-class Horovod:
-    """See `hpctrain.tools.bench.rivals.Rival`."""
+class Horovod(Rival):
+    """DistributedOptimizer and collectives of Horovod."""
 
     def __init__(self, world: World):
         """Record version and settings; Horovod itself starts in `awake_context`."""
@@ -60,18 +59,7 @@ class Horovod:
         finally:
             hvd.shutdown()
 
-    def step(self, dense: DenseModel, without_communication: bool) -> StepFunction:
-        """Return a step of DistributedOptimizer, which reduces gradients during backward."""
-        return make_step(dense, _leave_unwrapped if without_communication else _wrap_optimizer)
-
-    def close(self) -> None:
-        """Do nothing: `awake_context` has stopped Horovod already."""
-
-
-def _wrap_optimizer(network: Any, optimizer: Any) -> tuple[Any, Any]:
-    parameters = network.named_parameters()
-    return network, hvd.DistributedOptimizer(optimizer, named_parameters=parameters)
-
-
-def _leave_unwrapped(network: Any, optimizer: Any) -> tuple[Any, Any]:
-    return network, optimizer
+    def wrap(self, network: Any, optimizer: Any) -> tuple[Any, Any]:
+        """Return the network as it is, and the optimizer in DistributedOptimizer."""
+        parameters = network.named_parameters()
+        return network, hvd.DistributedOptimizer(optimizer, named_parameters=parameters)

@@ -1,62 +1,36 @@
-"""PyTorch on our collectives: DistributedDataParallel on our backend, and ht.torch.sync."""
+"""PyTorch on our collectives: DistributedDataParallel on our backend, and ht.torch.sync.
+
+They offer no operation: their collectives are ours, which are measured anyway.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from hpctrain.tools.bench.rivals import DenseModel, StepFunction
-from hpctrain.tools.bench.rivals.training import make_step
+from hpctrain.tools.bench.rivals import Rival
 from hpctrain.torch import sync
 from hpctrain.world import World
 
 
-class PyTorchOnMpi:
-    """The base of both; see `hpctrain.tools.bench.rivals.Rival`."""
+class Sync(Rival):
+    """A loop with `ht.torch.sync`."""
 
     def __init__(self, world: World):
         """Compute in one thread, as other contenders do."""
         torch.set_num_threads(1)
         self.about = f"torch {torch.__version__} on hpctrain's collectives, 1 thread"
 
-    def offers(self, operation: str, dtype: np.dtype) -> bool:
-        """Return False: its collectives are ours, which are measured anyway."""
-        return False
-
-    def call(self, operation: str, x: np.ndarray, op: str) -> Callable[[], None]:
-        """Not called: no operation is offered."""
-        raise NotImplementedError
-
-    def awake_context(self) -> AbstractContextManager[None]:
-        """Return a context manager that does nothing: no thread of it is awake between calls."""
-        return nullcontext()
-
-    def step(self, dense: DenseModel, without_communication: bool) -> StepFunction:
-        """Return a step that reduces gradients during backward."""
-        return make_step(dense, _leave_unwrapped if without_communication else self._wrap)
-
-    def _wrap(self, network: Any, optimizer: Any) -> tuple[Any, Any]:
-        raise NotImplementedError
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
-class Sync(PyTorchOnMpi):
-    """A loop with `ht.torch.sync`."""
-
-    def _wrap(self, network: Any, optimizer: Any) -> tuple[Any, Any]:
+    def wrap(self, network: Any, optimizer: Any) -> tuple[Any, Any]:
+        """Return both as they are, once `sync` has registered its hooks."""
         sync(network, optimizer)
         return network, optimizer
 
 
-class Ddp(PyTorchOnMpi):
+class Ddp(Sync):
     """DistributedDataParallel on the backend hpctrain."""
 
     def __init__(self, world: World):
@@ -66,7 +40,8 @@ class Ddp(PyTorchOnMpi):
             dist.init_process_group("hpctrain")
         self._group = dist.new_group(backend="hpctrain")
 
-    def _wrap(self, network: Any, optimizer: Any) -> tuple[Any, Any]:
+    def wrap(self, network: Any, optimizer: Any) -> tuple[Any, Any]:
+        """Return the network in DistributedDataParallel, and the optimizer as it is."""
         wrapped = DistributedDataParallel(
             network, process_group=self._group, gradient_as_bucket_view=True
         )
@@ -76,7 +51,3 @@ class Ddp(PyTorchOnMpi):
         """Leave the process group; with Gloo, which closes first, it has ended already."""
         if self._owns_processes:
             dist.destroy_process_group()
-
-
-def _leave_unwrapped(network: Any, optimizer: Any) -> tuple[Any, Any]:
-    return network, optimizer

@@ -14,13 +14,15 @@ from hpctrain.tools.bench.rivals import DenseModel
 Wrap = Callable[[nn.Module, torch.optim.Optimizer], tuple[nn.Module, torch.optim.Optimizer]]
 
 
-def make_step(dense: DenseModel, wrap: Wrap) -> Callable[[np.ndarray, np.ndarray], float]:
+def make_step(dense: DenseModel, wrap: Wrap | None) -> Callable[[np.ndarray, np.ndarray], float]:
     """Return step(x, y), which trains on a rank's share and returns its summed loss.
 
-    `wrap` makes network and optimizer communicate.
+    `wrap` makes network and optimizer communicate; None: they do not.
     """
-    network = build_network(dense)
-    network, optimizer = wrap(network, make_optimizer(network, dense))
+    network: nn.Module = build_network(dense)
+    optimizer = make_optimizer(network, dense)
+    if wrap:
+        network, optimizer = wrap(network, optimizer)
     loss_function = nn.CrossEntropyLoss()  # the mean over the share; wrappers average over ranks
 
     def step(x: np.ndarray, y: np.ndarray) -> float:
