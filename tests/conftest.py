@@ -29,9 +29,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
-    """Start `python ARGS`, under the mpiexec of this environment when `ranks` is given.
+    """Start `python ARGS`, under `launcher` when `ranks` is given: by default our own mpiexec.
 
-    `flags` are for mpiexec.
+    `flags` are for the launcher.
     """
     jobs: list[Job] = []
 
@@ -41,9 +41,10 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
         env: Mapping[str, str] | None = None,
         cwd: Path = tmp_path,
         flags: Sequence[str] = (),
+        launcher: Sequence[str] = (str(BIN / "mpiexec"),),
     ) -> Job:
-        launcher = [] if ranks is None else [str(BIN / "mpiexec"), *flags, "-n", str(ranks)]
-        command = [*launcher, sys.executable, *map(str, args)]
+        of_ranks = [] if ranks is None else [*launcher, *flags, "-n", str(ranks)]
+        command = [*of_ranks, sys.executable, *map(str, args)]
         jobs.append(Job(command, env or {}, cwd, tmp_path / f"job-{len(jobs)}"))
         return jobs[-1]
 

@@ -2,6 +2,7 @@
 
 The code of `hpctrain launch` is never 0 unless a run, or the program, said so; every job ends, and
 nothing of it is left. `make test` runs each value once, `pytest` all pairs, `--full` all rows.
+Ranks of `srun` are on two nodes of a Slurm of this machine.
 """
 
 from __future__ import annotations
@@ -9,12 +10,16 @@ from __future__ import annotations
 import signal
 import sys
 import time
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from itertools import product
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 from jobs import MARK
 from limits import clock
+from processes import Job
 
 from hpctrain.cluster import launch
 from hpctrain.core.run_files import run_folder
@@ -32,7 +37,9 @@ STARTED = {
     "both": ("launch", "-n", 3, "--elastic", "--max-restarts", 1),
     "script": ("launch", "-n", 3, "--elastic"),
     "mpiexec": (),
+    "srun": (),
 }
+PLAIN = ("mpiexec", "srun")  #: without a launcher of ours
 #: of a program that a signal ended, by Open MPI and by MPICH
 SIGNALLED = {code + number for number in SIGNALS for code in (0, 128)}
 LIMIT_S = 60.0  #: of an end, from the loss
@@ -45,8 +52,8 @@ TRAIN = ("train", "digits", *(word for key in KEYS for word in ("--set", key)))
 
 def is_possible(moment: str, who: str, how: str, started: str) -> bool:
     """Return whether a row is a loss that somebody can end."""
-    if who == "launcher":
-        return how in ("KILL", "TERM") and started != "mpiexec"  # whose ranks may outlive it
+    if who == "launcher":  # ranks of a plain one may outlive its SIGKILL, of mpiexec its SIGTERM
+        return (how == "KILL" and started not in PLAIN) or (how == "TERM" and started != "mpiexec")
     if how == "STOP":  # a job that is stopped as a whole goes on later; after its end nobody waits
         return who != "all" and moment not in ("end", "after")
     return True
@@ -54,8 +61,10 @@ def is_possible(moment: str, who: str, how: str, started: str) -> bool:
 
 def codes(moment: str, who: str, how: str, started: str) -> set[int] | None:
     """Return the possible exit codes of a job; None for any code but 0."""
-    if started == "mpiexec":
-        return set(range(256)) if moment in ("end", "after") or how in ("TERM", "exit") else None
+    if started in PLAIN:
+        is_done = moment in ("end", "after") or (how == "exit" and who == "all")
+        is_vague = started == "mpiexec" and how in ("TERM", "exit")
+        return set(range(256)) if is_done or is_vague else None
     if who == "launcher":
         return {-9} if how == "KILL" else {0, 75, 143}
     if moment == "after":  # the run is done; a program is not, for its launcher
@@ -76,10 +85,10 @@ def codes(moment: str, who: str, how: str, started: str) -> set[int] | None:
     return {1} if started != "script" else None
 
 
-def rows() -> list:
+def rows(starts: Collection[str]) -> list:
     """Return all possible rows; those without a new pair of values are marked `full`."""
     result, pairs = [], set()
-    table = [row for row in product(MOMENTS, WHO, HOW, STARTED) if is_possible(*row)]
+    table = [row for row in product(MOMENTS, WHO, HOW, starts) if is_possible(*row)]
     table.sort(key=lambda row: sum(map(ord, "".join(row))) * 7919 % 1009)  # in no order
     for row in table:
         own = {(i, j, row[i], row[j]) for i in range(4) for j in range(i)}
@@ -91,15 +100,37 @@ def rows() -> list:
 
 @pytest.mark.timeout(900)  # a campaign: beside the first ring for --full alone
 @pytest.mark.sample(6)
-@pytest.mark.parametrize(("moment", "who", "how", "started"), rows())
+@pytest.mark.parametrize(("moment", "who", "how", "started"), rows([*STARTED][:-1]))
 def test_every_job_ends_and_says_how(start, mark, tmp_path, moment, who, how, started):
+    must_end(start, mark, tmp_path, moment, who, how, started)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.sample(3)
+@pytest.mark.parametrize(("moment", "who", "how", "started"), rows(["srun"]))
+def test_every_step_of_slurm_ends(slurm, start, mark, tmp_path, moment, who, how, started):
+    with_srun = partial(start, launcher=(*slurm.srun.split(), "--nodes=2"))
+    must_end(with_srun, mark, tmp_path, moment, who, how, started, slurm.environ)
+
+
+def must_end(
+    start: Callable[..., Job],
+    mark: str,
+    tmp_path: Path,
+    moment: str,
+    who: str,
+    how: str,
+    started: str,
+    environ: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+    """Start a job, let ranks be lost, and check its end."""
     words = STARTED[started]
     if "--elastic" in words and not launch.find_mpi().ulfm:
         words = tuple(word for word in words if word != "--elastic")
         started = {"elastic": "launch", "both": "restarts"}.get(started, started)
     seen, out = tmp_path / "seen", tmp_path / "run"
     seen.mkdir()
-    own = {MARK: mark, "ENDS": f"{moment} {how} {WHO[who]}", "ENDS_SEEN": str(seen)}
+    own = {**environ, MARK: mark, "ENDS": f"{moment} {how} {WHO[who]}", "ENDS_SEEN": str(seen)}
     own["PYTHONPATH"] = str(HOOKS)
     # In an elastic job the others are to notice a stopped rank, before the watch ends the job.
     train = (*TRAIN, "--set", f"run.timeout_s={60 if '--elastic' in words else 4}")
@@ -107,7 +138,7 @@ def test_every_job_ends_and_says_how(start, mark, tmp_path, moment, who, how, st
         script = tmp_path / "script.py"
         script.write_text("import sitecustomize\nsitecustomize.program()\n")
         job = start("-m", "hpctrain", *words, "--", sys.executable, script, env=own)
-    elif started == "mpiexec":
+    elif started in PLAIN:
         job = start("-m", "hpctrain", *train, "--out", out, ranks=3, env=own)
     else:
         job = start("-m", "hpctrain", *words, *train, "--out", out, env=own)

@@ -13,7 +13,7 @@ import signal
 import time
 from pathlib import Path
 
-RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")
+RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 RANK = next((int(os.environ[name]) for name in RANKS if name in os.environ), None)
 MOMENT, HOW, VICTIMS = (os.environ.get("ENDS", "") + "  ").split(" ")[:3]
 VICTIM = (
