@@ -15,16 +15,18 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache
-from typing import Any
+from functools import cache, wraps
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
 from hpctrain.core.errors import UsageError
-from hpctrain.core.xp import array_at, foreign_stream
+from hpctrain.core.xp import array_at, event, foreign_stream, on_device, wait_for
+
+T = TypeVar("T")
 
 _NAMES = (
     "bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64",
@@ -76,6 +78,34 @@ def caller_stream(tensor: torch.Tensor) -> AbstractContextManager[None]:
     if not tensor.is_cuda:
         return nullcontext()
     return foreign_stream(torch.cuda.current_stream(tensor.device).cuda_stream, tensor.device.index)
+
+
+@contextmanager
+def joined_streams(x: Any) -> Iterator[None]:
+    """Order work in PyTorch's current stream after CuPy's on array `x`, and CuPy's after it.
+
+    Within the block both work in PyTorch's stream.
+    """
+    if not on_device(x):
+        yield
+        return
+    cupy_event, device = event(x), x.device.id
+    with foreign_stream(torch.cuda.current_stream(device).cuda_stream, device):
+        wait_for(cupy_event)
+        yield
+        torch_event = event(x)
+    wait_for(torch_event)
+
+
+def between_cupy_work(method: Callable[..., T]) -> Callable[..., T]:
+    """Let a method of a replica work with PyTorch between CuPy's work on its arena."""
+
+    @wraps(method)
+    def call(replica: Any, *args: Any, **options: Any) -> T:
+        with joined_streams(replica.arena.grad):
+            return method(replica, *args, **options)
+
+    return call
 
 
 class _ThreadStreams(threading.local):

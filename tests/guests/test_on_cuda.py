@@ -29,6 +29,7 @@ from hpctrain.gradients.reducer import WireOptions
 from hpctrain.torch.data_movement import DataMovement
 from hpctrain.torch.gradient_sync.gradient_plane import GradientPlane
 from hpctrain.torch.gradient_sync.shared_state import broadcast_buffers
+from hpctrain.torch.modules.replica import TorchReplica
 from hpctrain.torch.point_to_point import PointToPoint
 from hpctrain.torch.reductions import Reductions
 from hpctrain.torch.work import RunningWork
@@ -247,6 +248,34 @@ def planes_are_allocated_once(world):
         assert plane.nbytes >= 4 * length
 
 
+def a_module_computes_between_the_work_of_its_engine(world):
+    """PyTorch's current stream and CuPy's wait for each other, whoever wrote the arena."""
+    import cupy
+
+    x = cupy.empty(N, np.float32)
+    x.fill(world.rank)
+    module_side = tensors.as_tensor(x)
+    replica = SimpleNamespace(
+        arena=SimpleNamespace(grad=x), _buffers=SimpleNamespace(load=lambda: module_side.mul_(2))
+    )
+    with torch.cuda.stream(torch.cuda.Stream()):
+        TorchReplica.read_arena(replica)
+    assert ((x + 1).get() == 2 * world.rank + 1).all()
+
+
+def gradients_are_ready_in_the_stream_of_backward(world):
+    import cupy
+
+    streams, own = [], rank_values(world)
+    replica = SimpleNamespace(
+        _on_ready=lambda name: streams.append(cupy.cuda.get_current_stream()),
+        _grads={"w": own}, _written=set(), _unready={"w"}, loss_scale=None,
+    )  # fmt: skip
+    with torch.cuda.stream(torch.cuda.Stream()):
+        TorchReplica._take_gradient(replica, "w", SimpleNamespace(grad=rank_values(world)))
+        assert streams == [torch.cuda.current_stream().fake]
+
+
 def buffers_of_the_first_rank(world):
     with torch.cuda.stream(torch.cuda.Stream()):
         buffers = [rank_values(world), rank_values(world, 3)]
@@ -261,6 +290,8 @@ BODIES = {
         for dtype, overlap in ((torch.float32, "always"), (torch.bfloat16, "never"))
     },
     "planes": planes_are_allocated_once,
+    "engine": a_module_computes_between_the_work_of_its_engine,
+    "backward": gradients_are_ready_in_the_stream_of_backward,
     "buffers": buffers_of_the_first_rank,
     "stream that waits": the_stream_that_waits_reads_the_sum,
     "strided": strided_tensors_are_copied_in_order,

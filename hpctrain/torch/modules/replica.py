@@ -41,6 +41,7 @@ from hpctrain.torch.modules.losses import compute_sums, mean_factor
 from hpctrain.torch.modules.model import TorchModel
 from hpctrain.torch.modules.names import is_compiled, named_parameters, tied_names
 from hpctrain.torch.modules.needs import ParameterNeeds
+from hpctrain.torch.tensors import between_cupy_work, caller_stream, joined_streams
 from hpctrain.transport.shared_memory.host import aligned_zeros
 
 log = logging.getLogger(__name__)
@@ -75,7 +76,7 @@ class TorchReplica:
         arena = arenas.make_arena(shapes, dtype, self._buffers.shapes, zeros)
         self.arena = replace(arena, integers=self._buffers.integers, ties=self._find_ties(arena))
         self._bind_views()
-        with torch.no_grad():
+        with joined_streams(arena.param), torch.no_grad():
             for name, p in self._parameters.items():
                 self._views[name].copy_(p)
             self._buffers.fill(arena.views(arena.buffer))
@@ -100,6 +101,7 @@ class TorchReplica:
         """Whether a layer uses statistics of the whole batch."""
         return self.model.normalizes_batch
 
+    @between_cupy_work
     def gradient(
         self, batch: Batch, scale: float, key: nn.Key, on_ready: Callable[[str], None]
     ) -> nn.Sums:
@@ -157,6 +159,7 @@ class TorchReplica:
                     on_ready(name)
         return sums
 
+    @between_cupy_work
     def evaluate(self, batch: Batch) -> nn.Sums:
         """Return the sums over `batch`; see Replica."""
         self._buffers.load()
@@ -165,18 +168,18 @@ class TorchReplica:
             piece = batch.part(start, min(start + MAX_EVALUATION_ROWS, batch.n))
             with self._autocast, torch.no_grad():
                 outputs = self.model.outputs(piece.inputs)
-            piece_sums = compute_sums(
-                self.loss, outputs, piece.targets, piece.n, None, self._parameter
-            )
-            sums = nn.add(sums, piece_sums)
+            args = (self.loss, outputs, piece.targets, piece.n, None, self._parameter)
+            sums = nn.add(sums, compute_sums(*args))
         return sums
 
+    @between_cupy_work
     def predict(self, x: Any) -> Any:
         """Return the module's outputs for samples `x` (n, ...), on the host."""
         self._buffers.load()
         with self._autocast:
             return as_arrays(self.model.outputs(x))
 
+    @between_cupy_work
     def read_arena(self) -> None:
         """Copy into the module what lies in the arena alone: integers that an engine changed."""
         self._buffers.load()
@@ -189,6 +192,7 @@ class TorchReplica:
         self._bind_views()
         self._adopt_views()
 
+    @between_cupy_work
     def leave_arena(self) -> None:
         """Move the module's parameters and buffers to private memory, with their values."""
         self._buffers.load()
@@ -207,7 +211,8 @@ class TorchReplica:
             self._call_on_need(key)
             return nn.losses.zero_sums(self.loss.terms)
         if key.on_need is not None and self._needs is None:
-            self._needs = ParameterNeeds(self.model.module, self._names_by_parameter())
+            names = {id(p): name for name, p in self._parameters.items()}
+            self._needs = ParameterNeeds(self.model.module, names)
         with gradient_key(key, batch.n), ExitStack() as draws:
             if self._draws.is_on:
                 draws.enter_context(self._draws)
@@ -246,7 +251,8 @@ class TorchReplica:
             self._written.add(name)
         parameter.grad = None
         self._unready.discard(name)
-        self._on_ready(name)
+        with caller_stream(own):
+            self._on_ready(name)
 
     def _bind_views(self) -> None:
         """Create tensors that are views of the planes."""
@@ -272,9 +278,6 @@ class TorchReplica:
         dtypes, dtype = self._own_dtypes, as_tensor(self.arena.param).dtype
         cast = self._buffers.cast_names
         return describe_changes(dtypes, cast, dtype, self.model.was_in_evaluation)
-
-    def _names_by_parameter(self) -> dict[int, str]:
-        return {id(p): name for name, p in self._parameters.items()}
 
     @property
     def _parameter(self) -> torch.Tensor:
