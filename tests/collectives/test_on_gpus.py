@@ -361,14 +361,25 @@ def test_out_of_memory_names_rank_and_bytes():
         run_on("threads", 2, body)
 
 
-def test_a_handle_that_leads_elsewhere_is_refused(monkeypatch):
-    """As when ranks in two containers tell each other the same number."""
+def _fail(pointer):
+    raise fakes.CUDARuntimeError(719, "cudaErrorLaunchFailure: unspecified launch failure")
+
+
+@pytest.mark.parametrize(
+    "name, found",
+    [
+        ("_read_token", lambda pointer: b"another token..."),  # containers with alike numbers
+        ("_read_token", _fail),
+        ("_is_reachable", _fail),
+    ],
+)
+def test_memory_behind_a_handle_that_is_not_the_neighbours_is_refused_by_all(name, found):
     with machine():
 
         def body(plain):
             world = on_gpus(plain)
             if world.rank == 1:
-                world.memory.gpu._read_token = lambda pointer: b"another token..."
+                setattr(world.memory.gpu, name, found)
             assert world.memory.locate(kept(world, np.zeros(10))) is None
 
         run_ranks(2, lambda link: body(over_threads(link)))

@@ -198,12 +198,15 @@ class SharedGpuMemory:
                 yield 0
                 continue
             token, _, handle = _DESCRIPTION.unpack(description)
+            pointer = 0
             try:
                 pointer = runtime.ipcOpenMemHandle(handle)
+                is_right = self._is_reachable(pointer) and self._read_token(pointer) == token
             except runtime.CUDARuntimeError:
-                return
-            if not self._is_reachable(pointer) or self._read_token(pointer) != token:
-                runtime.ipcCloseMemHandle(pointer)
+                is_right = False
+            if not is_right:
+                if pointer:
+                    runtime.ipcCloseMemHandle(pointer)
                 return
             yield pointer
 
