@@ -28,6 +28,7 @@ import numpy as np
 from hpctrain.core.errors import LostRankError, TransportError
 from hpctrain.torch.begun import Begun
 from hpctrain.torch.work import RunningWork
+from hpctrain.transport.device import gpus
 from hpctrain.transport.mpi.link import MpiLink
 from hpctrain.transport.pace import SPIN_S, Pace
 from hpctrain.watch import Entry, WatchRecord
@@ -97,7 +98,7 @@ class Progress:
         `has_thread`: whether there may be one; else all operations run in their calls.
         """
         self._links = [link for link in world.main.links if isinstance(link, MpiLink)]
-        self._record, self._on_loss = record, on_loss
+        self._record, self._on_loss, self._gpu = record, on_loss, world.gpu
         self.limit_s = limit_s
         self._begun, self._has_thread = begun, has_thread
         self._entry = record.entry("torch")
@@ -204,6 +205,8 @@ class Progress:
         return work
 
     def _run_thread(self) -> None:
+        if self._gpu is not None:  # MPI needs CUDA's context in each thread that calls it
+            gpus.use_gpu(self._gpu.ordinal)
         number = min(next(_thread_numbers), _MAX_THREAD_ENTRIES)
         entry = self._record.entry(f"torch thread {number}")
         watcher = self._links[0].view()

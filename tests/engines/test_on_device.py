@@ -7,10 +7,11 @@ from functools import partial
 import fakes
 import numpy as np
 import pytest
-from ranks import run_on, run_on_gpus
+from ranks import on_gpus, run_on, run_on_gpus
 
 from hpctrain import data, engines, nn, optim
 from hpctrain.core import xp
+from hpctrain.engines.parameter_server.server import server_thread
 from hpctrain.training.trainer import Trainer
 
 SAMPLES, BATCH, STEPS = 151, 37, 6  # the last batch of an epoch has 3 samples
@@ -139,3 +140,17 @@ def test_a_run_goes_on_elsewhere_than_it_began(tmp_path, lazy_gpu, name, begins)
         result[:2], expected[:2], strict=True
     ):  # the last may only serve
         np.testing.assert_allclose(item, other, rtol=1e-4, atol=1e-4)
+
+
+def test_a_server_has_the_gpu_of_its_rank():
+    """MPI needs a context of CUDA in each thread that calls it."""
+    with fakes.installed(devices=2):
+        import cupy
+
+        def body(plain):
+            cupy.cuda.Device(1).use()
+            with server_thread(cupy.cuda.runtime.getDevice, on_gpus(plain)) as outcome:
+                pass
+            return outcome.result()
+
+        assert run_on("threads", 1, body) == [1]

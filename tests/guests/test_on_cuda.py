@@ -13,7 +13,7 @@ from contextlib import closing
 from functools import partial
 from threading import Thread
 from types import SimpleNamespace
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import fakes
 import numpy as np
@@ -31,6 +31,7 @@ from hpctrain.torch.gradient_sync.gradient_plane import GradientPlane
 from hpctrain.torch.gradient_sync.shared_state import broadcast_buffers
 from hpctrain.torch.modules.replica import TorchReplica
 from hpctrain.torch.point_to_point import PointToPoint
+from hpctrain.torch.progress import Progress
 from hpctrain.torch.reductions import Reductions
 from hpctrain.torch.work import RunningWork
 from hpctrain.transport.shared_memory import cuda_ipc
@@ -303,6 +304,21 @@ BODIES = {
     "host": tensors_of_the_host_need_no_cupy,
     "dropped tensors": leaves_no_tensor_alive,
 }
+
+
+def test_the_communication_thread_has_the_gpu_of_its_rank():
+    """MPI needs a context of CUDA in each thread that calls it."""
+    with fakes.installed(devices=2):
+        import cupy
+
+        seen = []
+        inbox = SimpleNamespace(get=lambda: seen.append(cupy.cuda.runtime.getDevice()))
+        gpu = SimpleNamespace(ordinal=1)
+        progress = SimpleNamespace(_gpu=gpu, _record=Mock(), _links=[Mock()], _inbox=inbox)
+        thread = Thread(target=Progress._run_thread, args=[progress])
+        thread.start()
+        thread.join()
+    assert seen == [1]
 
 
 @pytest.mark.parametrize("name", BODIES)

@@ -179,4 +179,4 @@ class AdPsgdEngine(GossipEngine):
             serve = self._role.server_body(interval.get("turns"))
         else:
             return nullcontext(Outcome())
-        return server_thread(serve, self._world.fail)
+        return server_thread(serve, self._world)

@@ -93,7 +93,7 @@ class ParameterServerEngine(EngineBase):
         else:
             self._server.category = "wire"
             serve = partial(self._server.serve, events)
-            with server_thread(serve, self._world.fail) as result:
+            with server_thread(serve, self._world) as result:
                 self._worker.run(work, start)
             history = result.result()
         if history and self.recorder is not None:

@@ -19,8 +19,10 @@ from hpctrain.core.errors import HpctrainError, TransportError
 from hpctrain.engines.engine import Flags
 from hpctrain.engines.parameter_server.coordinator import Coordinator, Event
 from hpctrain.engines.parameter_server.shard import GradientAction, Order, Shard
+from hpctrain.transport.device import gpus
 from hpctrain.transport.link import Link, Request
 from hpctrain.watch.trace import Category, Trace
+from hpctrain.world import World
 
 T = TypeVar("T")
 JOIN_TIMEOUT_S = 10.0
@@ -136,16 +138,20 @@ class Outcome(Generic[T]):
 
 
 @contextmanager
-def server_thread(
-    serve: Callable[[], T], on_failure: Callable[[BaseException], None]
-) -> Iterator[Outcome[T]]:
+def server_thread(serve: Callable[[], T], world: World) -> Iterator[Outcome[T]]:
     """Call `serve()` in a thread beside the enclosed block; yield its outcome.
 
-    The thread calls `on_failure` with the exception that ends it, which is raised again here.
+    The thread calls `world.fail` with the exception that ends it, which is raised again here.
     """
+
+    def serve_with_context() -> T:
+        if world.gpu is not None:  # this thread's MPI calls may move other threads' GPU messages
+            gpus.use_gpu(world.gpu.ordinal)
+        return serve()
+
     outcome = Outcome[T]()
     thread = threading.Thread(
-        target=outcome.run, args=[serve, on_failure], name="server", daemon=True
+        target=outcome.run, args=[serve_with_context, world.fail], name="server", daemon=True
     )
     thread.start()
     try:
