@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import time
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import NoReturn
 
@@ -13,6 +15,8 @@ import torch
 from hpctrain.core.errors import LostRankError, UsageError
 from hpctrain.core.launchers import SPARES
 from hpctrain.transport import abort
+from hpctrain.transport.gpu_probe.verdicts import OVERRIDE_VARIABLE
+from hpctrain.transport.paths import POINTER_PATHS
 from hpctrain.world import DEFAULT_TIMEOUT_S, World, current_world, has_spare_cores, init
 
 OLDEST_TORCH = (2, 13)
@@ -40,8 +44,30 @@ def start_job(timeout: timedelta | None) -> World:
         _limits_s.append(limit_s)
         has_cuda = torch.cuda.is_available()
         world = init("auto" if has_cuda else "cpu", timeout_s, binds_cores=False)
+        warn_of_allocator(world, os.environ)
     refuse_spares(world)
     return world
+
+
+def warn_of_allocator(world: World, environ: Mapping[str, str]) -> None:
+    """Warn on rank 0 if MPI gets pointers to memory that no other process can map.
+
+    The trials of the paths are made with cudaMalloc. UCX copies other memory through the host.
+    """
+    verdict = world.verdict
+    if world.rank or not {verdict.same_gpu, verdict.same_node} & {*POINTER_PATHS}:
+        return
+    for variable in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        if match := _UNMAPPABLE.search(environ.get(variable, "")):
+            log.warning(
+                "%s=%s: MPI gets pointers to memory that other processes cannot map, and may copy "
+                "it through the host, slower than in the trials: leave it out, or set %s=staged",
+                variable, match[0], OVERRIDE_VARIABLE,
+            )  # fmt: skip
+
+
+#: Settings with which PyTorch's tensors do not come from cudaMalloc.
+_UNMAPPABLE = re.compile(r"expandable_segments:\s*True|backend:\s*cudaMallocAsync", re.IGNORECASE)
 
 
 #: The limit of the first group; the watch ends what goes beyond it.

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from hpctrain.core.errors import UsageError
 from hpctrain.torch import job
+from hpctrain.transport.paths import Verdict
 
 pytestmark = pytest.mark.either
 
@@ -22,6 +25,23 @@ def test_an_old_pytorch_is_refused_unless_a_variable_allows_it(version, monkeypa
 @pytest.mark.parametrize("version", ["2.13.0", "2.13.0+cpu", "2.14.0a0+gitdeadbee", "unknown"])
 def test_newer_and_own_builds_are_tried(version):
     job.check_version(version)
+
+
+@pytest.mark.parametrize(
+    "variable, value, path, rank, warns",
+    [
+        ("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True", "cuda-aware", 0, True),
+        ("PYTORCH_ALLOC_CONF", "a:1,backend:cudaMallocAsync", "gdr", 0, True),
+        ("PYTORCH_ALLOC_CONF", "expandable_segments:True", "cuda-aware", 1, False),
+        ("PYTORCH_ALLOC_CONF", "expandable_segments:True", "ipc", 0, False),
+        ("PYTORCH_ALLOC_CONF", "expandable_segments:False", "cuda-aware", 0, False),
+    ],
+)
+def test_memory_that_no_other_process_maps_is_named(caplog, variable, value, path, rank, warns):
+    world = SimpleNamespace(rank=rank, verdict=Verdict("staged", path, "staged", ""))
+    job.warn_of_allocator(world, {variable: value})
+    assert bool(caplog.records) == warns
+    assert not warns or f"{variable}={value.split(',')[-1]}: " in caplog.text
 
 
 # One write per line: print() makes several, and lines of ranks would mix.
