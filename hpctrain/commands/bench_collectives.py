@@ -30,8 +30,9 @@ On fewer cores than ranks Open MPI needs `mpirun --oversubscribe`; `hpctrain lau
 """
 
 
-def _add_options(name: str) -> _options.Decorator:
-    return _options.add_options(
+def _make_command(name: str) -> click.Command:
+    algorithms = ", ".join(COLLECTIVES[name].names)
+    add_options = _options.add_options(
         click.option("--sizes", default="4B:128MiB", show_default=True, metavar="SIZES",
                      help="A:B doubles, A:B*4 quadruples; or a list."),
         click.option("--algorithms", default=DEFAULTS[name], show_default=True, metavar="NAMES",
@@ -51,17 +52,13 @@ def _add_options(name: str) -> _options.Decorator:
         _options.plot_option,
     )  # fmt: skip
 
-
-def _make_command(name: str) -> click.Command:
-    algorithms = ", ".join(COLLECTIVES[name].names)
-
     @click.command(
         name,
         help=f"Time {name} over sizes: hpctrain, the MPI library and other libraries.",
         short_help=f"Time {name} over sizes.",
         epilog=EPILOG.format(name=name, algorithms=algorithms),
     )
-    @_add_options(name)
+    @add_options
     def command(sizes: str, rivals: str, **option_values: Any) -> None:
         options = collectives.parse_options(
             name, sizes_text=sizes, rivals_text=rivals, **option_values

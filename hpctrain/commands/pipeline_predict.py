@@ -107,7 +107,10 @@ def _model(options: dict[str, Any]) -> Any:
     if options["recipe"] is not None:
         samples = max(1, (options["batch"] or options["micro_batches"]) // options["micro_batches"])
         return grids.measure_recipe(recipe.load(options["recipe"]), samples)
-    return grids.transformer(*_sizes(options["model"]), _flops(options["flops"]))
+    sizes, flops = _sizes(options["model"]), options["flops"]
+    if flops is None or not flops > 0:
+        raise UsageError(f"--flops: expected operations per second such as 400e12, seen {flops}")
+    return grids.transformer(*sizes, flops)
 
 
 def _sizes(text: str) -> tuple[float, int, int, int]:
@@ -121,9 +124,3 @@ def _sizes(text: str) -> tuple[float, int, int, int]:
             f"13e9,40,5120,2048, seen '{text}'"
         )
     return parameters, int(layers), int(width), int(length)
-
-
-def _flops(value: float | None) -> float:
-    if value is None or not value > 0:
-        raise UsageError(f"--flops: expected operations per second such as 400e12, seen {value}")
-    return value

@@ -79,7 +79,7 @@ def new(file: Path, base: str) -> None:
         raise UsageError(f"expected a name that ends with .toml, seen {file}")
     if file.exists():
         raise UsageError(f"{file} is there already; name another file")
-    if (names := _relative_names(base)) and not _lie_together(file, Path(base)):
+    if (names := _relative_names(base)) and file.parent.resolve() != Path(base).parent.resolve():
         raise UsageError(
             f"{base} names {', '.join(names)} relative to its own folder, which a copy in another "
             f"one would not find: expected a file in {Path(base).parent}, seen {file}"
@@ -106,10 +106,6 @@ def _relative_names(name: str) -> list[str]:
     folder = Path(spec.code.folder).resolve()
     own = [m for m in modules if folder in sources(m, spec.code.folder)[m].resolve().parents]
     return [*(file for file in files if file and not os.path.isabs(file)), *own]
-
-
-def _lie_together(first: Path, second: Path) -> bool:
-    return first.parent.resolve() == second.parent.resolve()
 
 
 @recipe.command()

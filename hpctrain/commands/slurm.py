@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,14 +44,8 @@ def slurm() -> None:
     """Render, submit, watch and cancel jobs of Slurm."""
 
 
-def _add_job_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command the argument and options that describe a job."""
-    for add_option in reversed(JOB_OPTIONS):
-        command = add_option(command)
-    return command
-
-
-JOB_OPTIONS = [
+#: Adds the argument and options that describe a job.
+_add_job_options = _options.add_options(
     click.argument("recipe", metavar="RECIPE", shell_complete=complete_recipes),
     click.option(
         "--nodes",
@@ -132,7 +125,7 @@ JOB_OPTIONS = [
         help="Of the ranks, K that wait to replace lost ones.",
     ),
     click.option("--out", metavar="DIR", help="The run's folder."),
-]
+)
 
 
 RENDER_EPILOG = """\b
@@ -233,12 +226,8 @@ def status(
     """
     rows = jobs.status(*folders, wait_s=wait_s or 0)
     say(to_json(rows, indent=1)) if as_json else print_table(rows)
-    is_successful = is_done if wait_s is not None else _has_answer
-    context.exit(0 if all(map(is_successful, rows)) else 1)
-
-
-def _has_answer(row: dict[str, Any]) -> bool:
-    return bool(row["state"] != NO_ANSWER)
+    successes = (row["state"] != NO_ANSWER if wait_s is None else is_done(row) for row in rows)
+    context.exit(0 if all(successes) else 1)
 
 
 LOG_EPILOG = """\b

@@ -14,7 +14,6 @@ from collections.abc import Iterator
 import numpy as np
 
 from hpctrain.collectives import operation
-from hpctrain.collectives.chunks import bounds
 from hpctrain.collectives.reductions.operations import ufunc_of
 
 BLOCK_LENGTH = 65_537  # a prime: chunks do not begin at multiples of it
@@ -74,15 +73,6 @@ def expected_reduction(op: str, ranks: int, dtype: np.dtype) -> tuple[np.ndarray
 def eps(dtype: np.dtype) -> float:
     """Return the machine epsilon of `dtype`: the spacing of floats at 1."""
     return BFLOAT16_EPS if dtype.name == "bfloat16" else float(np.finfo(dtype).eps)
-
-
-def expected_chunks(
-    ranks: int, length: int, dtype: np.dtype
-) -> Iterator[tuple[int, int, np.ndarray]]:
-    """Yield (start, stop, block) for each rank's chunk of a vector of `length` elements."""
-    chunk_bounds = bounds(length, ranks)
-    for rank in range(ranks):
-        yield chunk_bounds[rank], chunk_bounds[rank + 1], random_block(rank, dtype)
 
 
 def _block_slices(start: int, length: int) -> Iterator[tuple[slice, slice]]:

@@ -77,8 +77,8 @@ def run(world: World, options: RivalOptions[sweep.SweepPlan]) -> list[dict[str, 
     with rivals.joined(world, options.rivals, partial(_refusal, plan), natives) as (joined, about):
         plan = replace(plan, algorithms=[name for name in plan.algorithms if name not in natives])
         title = _title(world, plan)
-        printer = output.RowPrinter(world, title, output.COLLECTIVE_COLUMNS, len(plan.sizes))
-        rows = printer.print_groups(sweep.run(world, plan, joined))
+        groups = sweep.run(world, plan, joined)
+        rows = output.print_groups(world, title, output.COLLECTIVE_COLUMNS, groups, len(plan.sizes))
     kind = world.memory.kind if plan.in_node_memory else None
     buffers = f"node ({kind})" if kind else "private"
     facts = {"buffers": buffers, "timed": TIMING_METHOD, "rivals": about}

@@ -65,62 +65,51 @@ COLLECTIVE_COLUMNS: tuple[Column, ...] = (
 )
 
 
-class RowPrinter:
-    """Rank 0 prints rows of `columns` as they arrive; the other ranks print nothing."""
-
-    def __init__(self, world: World, title: str, columns: Sequence[Column], group_count: int):
-        """Expect `group_count` groups of rows."""
-        self._columns, self._title, self._is_printing_rank = columns, title, world.rank == 0
-        console = progress.console()
-        self._is_terminal = console.is_terminal and self._is_printing_rank
-        self._console = progress.stdout_console(160)
-        self._table = make_table((heading for heading, _ in columns), (), "algorithm", title=title)
-        self._bar = Progress(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            console=console,
-            disable=not self._is_terminal,
-            auto_refresh=False,  # a drawing thread would take a core from a rank
-        )
-        is_wide = len(title) < console.width - BAR_WIDTH
-        self._task = self._bar.add_task(title if is_wide else "", total=group_count)
-
-    def print_groups(self, groups: Iterable[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-        """Print groups of rows as they arrive; return all rows."""
-        self._bar.start()
-        self._print_line(f"# {self._title}")
-        self._print_line(self._row_line([heading for heading, _ in self._columns]))
-        rows: list[dict[str, Any]] = []
+def print_groups(
+    world: World,
+    title: str,
+    columns: Sequence[Column],
+    groups: Iterable[list[dict[str, Any]]],
+    group_count: int,
+) -> list[dict[str, Any]]:
+    """Print groups of rows from rank 0 as they arrive, `group_count` in all; return all rows."""
+    console, headings = progress.console(), [heading for heading, _ in columns]
+    is_drawn = console.is_terminal and world.rank == 0
+    bar = Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        disable=not is_drawn,
+        auto_refresh=False,  # a drawing thread would take a core from a rank
+    )
+    is_wide = len(title) < console.width - BAR_WIDTH
+    task = bar.add_task(title if is_wide else "", total=group_count)
+    table = make_table(headings, (), "algorithm", title=title)
+    rows: list[dict[str, Any]] = []
+    with bar:
+        if not is_drawn:
+            print_lines(world, [f"# {title}", _row_line(headings, headings)])
         for group in groups:
+            for row in group:
+                words = [text(row) for _, text in columns]
+                table.add_row(*words)
+                if not is_drawn:
+                    print_lines(world, [_row_line(words, headings)])
             rows += group
-            self._show_rows(group)
-        self._bar.stop()
-        if self._is_terminal:
-            self._console.print(fit_table(self._table, self._console))
-        return rows
+            bar.update(task, advance=1, refresh=True)
+    if is_drawn:
+        stdout = progress.stdout_console(160)
+        stdout.print(fit_table(table, stdout))
+    return rows
 
-    def _show_rows(self, group: Sequence[Row]) -> None:
-        for row in group:
-            words = [text(row) for _, text in self._columns]
-            self._table.add_row(*words)
-            self._print_line(self._row_line(words))
-        self._bar.update(self._task, advance=1, refresh=True)
 
-    def _row_line(self, words: Sequence[str]) -> str:
-        headings = [heading for heading, _ in self._columns]
-        widths = [20 if h == "algorithm" else max(8, len(h)) for h in headings]
-        left_aligned = [h == "algorithm" for h in headings]
-        pairs = zip(words, widths, left_aligned, strict=True)
-        return "  ".join(
-            word.ljust(width) if is_left_aligned else word.rjust(width)
-            for word, width, is_left_aligned in pairs
-        )
-
-    def _print_line(self, line: str) -> None:
-        if self._is_printing_rank and not self._is_terminal:
-            say(line)
+def _row_line(words: Sequence[str], headings: Sequence[str]) -> str:
+    return "  ".join(
+        word.ljust(20) if heading == "algorithm" else word.rjust(max(8, len(heading)))
+        for word, heading in zip(words, headings, strict=True)
+    )
 
 
 def find_noise(world: World, rows: Sequence[Row]) -> float | None:

@@ -95,13 +95,20 @@ def run(world: World, options: LinkOptions) -> list[Row]:
     nic_rate = p2p_gpu.nominal_nic_rate(world, source, target) if is_on_gpu else None
     title = f"p2p, {_describe_rank(world, source)} to {_describe_rank(world, target)}"
     columns = p2p_gpu.COLUMNS if is_on_gpu else COLUMNS
-    printer = output.RowPrinter(world, title, columns, len(options.sizes))
-    rows = printer.print_groups(measure(world, options, x, pairs, nic_rate))
+    groups = measure(world, options, x, pairs, nic_rate)
+    rows = output.print_groups(world, title, columns, groups, len(options.sizes))
     gpu_facts = (
         {"device": "gpu", "paths": asdict(world.verdict), "nic_gb_s": nic_rate} if is_on_gpu else {}
     )
     facts = {"timed": TIMING_METHOD, **gpu_facts}
-    output.save(world, options, rows, title, lambda plot: plot.draw_link_plot, facts)
+    output.save(
+        world,
+        options,
+        rows,
+        title,
+        lambda plot: partial(plot.draw_size_plot, bandwidth="algbw"),
+        facts,
+    )
     return rows
 
 

@@ -36,7 +36,7 @@ Row = Mapping[str, Any]
 
 
 def draw_size_plot(rows: Sequence[Row], title: str, path: Path, bandwidth: str = "busbw") -> None:
-    """Write the plot of `rows` to `path`, PNG or SVG by its suffix."""
+    """Write the plot of `rows` to `path`; the bandwidth of a link has no factor: "algbw"."""
     figure = Figure((12, 5), layout="constrained")
     time_axes, bandwidth_axes = figure.subplots(1, 2)
     names = list(dict.fromkeys(row["algorithm"] for row in rows))
@@ -56,11 +56,6 @@ def draw_size_plot(rows: Sequence[Row], title: str, path: Path, bandwidth: str =
     format_size_axes(bandwidth_axes, sizes, f"{bandwidth} [GB/s]")
     explain(figure, time_axes, 5, fontsize="small")
     save(figure, title, path)
-
-
-def draw_link_plot(rows: Sequence[Row], title: str, path: Path) -> None:
-    """Write the plot of a link's `rows`, whose bandwidth has no factor, to `path`."""
-    draw_size_plot(rows, title, path, "algbw")
 
 
 def _line_styles(names: Sequence[str]) -> dict[str, dict[str, Any]]:

@@ -257,15 +257,8 @@ def make_roofline(group: Group, x: np.ndarray) -> Roofline:
 def one_way_call(group: Group, x: np.ndarray, source: int, target: int) -> Callable[[], None]:
     """Return a call in which rank `source` sends `x` to rank `target`; other ranks do nothing."""
     link = group.link
-
-    def send_message() -> None:
-        link.isend(x, target).wait()
-
-    def receive_message() -> None:
-        link.irecv(x, source).wait()
-
-    return {source: send_message, target: receive_message}.get(link.rank, _do_nothing)
-
-
-def _do_nothing() -> None:
-    """Do nothing: the clock waits for the two ranks that communicate."""
+    calls = {
+        source: lambda: link.isend(x, target).wait(),
+        target: lambda: link.irecv(x, source).wait(),
+    }
+    return calls.get(link.rank, lambda: None)  # the clock waits for the two that communicate

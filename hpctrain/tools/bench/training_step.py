@@ -71,9 +71,9 @@ def run(world: World, options: RivalOptions[step_times.StepPlan]) -> list[step_t
     refusal = step_times.rival_refusal(plan.spec)
     title = f"a step of {plan.spec.run.name}, {world.size} ranks"
     with rivals.joined(world, options.rivals, lambda _: refusal) as (joined, about):
-        printer = output.RowPrinter(world, title, _columns(joined), len(plan.batches))
+        groups = step_times.run(world, plan, model, split.train, joined)
         with threadpoolctl.threadpool_limits(1, "blas"):
-            rows = printer.print_groups(step_times.run(world, plan, model, split.train, joined))
+            rows = output.print_groups(world, title, _columns(joined), groups, len(plan.batches))
     facts = {"timed": TIMING_METHOD, "rivals": about, "recipe": plan.spec.tables}
     output.save(world, options, rows, title, lambda plot: plot.draw_step_bars, facts)
     return rows

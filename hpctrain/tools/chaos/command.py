@@ -100,10 +100,10 @@ def _run(request: Request, cases: list[Case]) -> int:
     work.mkdir(parents=True, exist_ok=True)
     run = partial(runner.run, work=work, isolated=isolated, keep=request.keep)
     waiting = results.remaining(cases, tables)
-    with results.CaseBar(request.campaign.stem, len(waiting)) as bar:
+    with results.make_bar(request.campaign.stem, len(waiting)) as bar:
         for result in _results(waiting, work, request.workers, run, isolated=isolated):
             tables[result["case"]["seed"], result["case"]["index"]] = result
-            bar.show(result)
+            results.show(bar, result)
             if file:
                 results.append(file, result)
             if result["verdict"] == PASSED and not request.keep:

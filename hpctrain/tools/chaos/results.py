@@ -106,37 +106,27 @@ def losses(results: Iterable[Table]) -> dict[str, Any]:
     return {"recoveries": recoveries, "ettr": 1 - lost_s / wall_s} if wall_s and recoveries else {}
 
 
-class CaseBar:
-    """A bar of cases on a terminal, and a line per case above it or in a log."""
+def make_bar(title: str, total: int) -> Progress:
+    """Return a bar of cases, which is drawn on a terminal only."""
+    console = progress.console()
+    columns = (
+        TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(),
+        TextColumn("{task.fields[failed]} failed", markup=False), TimeElapsedColumn(),
+        TextColumn("ETA", markup=False), TimeRemainingColumn(),
+    )  # fmt: skip
+    bar = Progress(*columns, console=console, disable=not console.is_terminal)
+    bar.add_task(title, total=total, failed=0)
+    return bar
 
-    def __init__(self, title: str, total: int):
-        console = progress.console()
-        columns = (
-            TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(),
-            TextColumn("{task.fields[failed]} failed", markup=False), TimeElapsedColumn(),
-            TextColumn("ETA", markup=False), TimeRemainingColumn(),
-        )  # fmt: skip
-        self._is_shown = console.is_terminal
-        self._progress = Progress(*columns, console=console, disable=not self._is_shown)
-        self._task = self._progress.add_task(title, total=total, failed=0)
-        self._failed = 0
 
-    def __enter__(self) -> CaseBar:
-        """Draw the bar."""
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Leave the bar as it is."""
-        self._progress.stop()
-
-    def show(self, result: Table) -> None:
-        """Print the line of a case, and move the bar on."""
-        self._failed += result["verdict"] == FAILED
-        is_quiet = not log.isEnabledFor(logging.INFO) and result["verdict"] == PASSED
-        for line in () if is_quiet else case_lines(result):
-            self._progress.console.print(line, highlight=False, soft_wrap=True)
-        self._progress.update(self._task, advance=1, failed=self._failed)
+def show(bar: Progress, result: Table) -> None:
+    """Print the line of a case above the bar or in a log, and move the bar on."""
+    is_quiet = not log.isEnabledFor(logging.INFO) and result["verdict"] == PASSED
+    for line in () if is_quiet else case_lines(result):
+        bar.console.print(line, highlight=False, soft_wrap=True)
+    (task,) = bar.tasks
+    failed = task.fields["failed"] + (result["verdict"] == FAILED)
+    bar.update(task.id, advance=1, failed=failed)
 
 
 def case_lines(result: Table) -> list[str]:

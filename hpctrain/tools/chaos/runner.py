@@ -15,7 +15,7 @@ from hpctrain.tools.chaos.attempt import Attempt
 from hpctrain.tools.chaos.case import Case, Fault, FullDisk, Signal, dump
 from hpctrain.tools.chaos.draw import ORPHAN_MS
 from hpctrain.tools.chaos.jobs import Order, Place
-from hpctrain.tools.chaos.scope import Scope, make_scope
+from hpctrain.tools.chaos.scope import Marked, Scope
 
 RESULT_FILE = "result.json"
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
@@ -64,12 +64,10 @@ def home_of(case: Case, work: Path) -> Path:
 def run(case: Case, work: Path, *, isolated: bool, keep: bool) -> None:
     """Run a case, in this process's namespaces if `isolated`; leave result.json in its folder."""
     place, start_s = Place(work, home_of(case, work)), time.monotonic()
-    scope = make_scope(
-        f"{place.home}-{time.time_ns()}", isolated=isolated,
-        on_other_hosts=case.launcher not in jobs.ON_THIS_HOST,
-    )  # fmt: skip
+    mark, is_elsewhere = f"{place.home}-{time.time_ns()}", case.launcher not in jobs.ON_THIS_HOST
+    scope = Scope() if isolated else Marked(mark, is_elsewhere)
     reference.prepare(case, place, scope)
-    verdict = Verdict(unchecked=scope.unchecked)
+    verdict = Verdict(unchecked=[*scope.unchecked])
     if not isolated and any(isinstance(fault, FullDisk) for fault in case.faults):
         verdict.skipped = "a full disk needs namespaces, in which the case may mount one"
     else:

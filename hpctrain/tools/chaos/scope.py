@@ -1,6 +1,6 @@
 """The processes and shared memory of a case, so that whatever is left there is the case's.
 
-    Namespaces   the case is alone in Linux namespaces, its own processes, mounts and shared
+    Scope        the case is alone in Linux namespaces, its own processes, mounts and shared
                  memory: whatever is there after the job was left by it, and ends with them
     Marked       elsewhere, as on a cluster: an environment variable marks the processes, as
                  cluster/guard.py does; shared memory is the case's if it is new, ours and unused
@@ -17,11 +17,11 @@ import signal
 import subprocess
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 from hpctrain.transport.shared_memory.dev_shm import used_files
 
@@ -31,24 +31,11 @@ NEW_MOUNTS, NEW_IPC, NEW_USER, NEW_PIDS = 0x00020000, 0x08000000, 0x10000000, 0x
 PR_SET_PDEATHSIG = 1
 
 
-class Scope(Protocol):
-    """The surroundings of a case."""
+class Scope:
+    """The surroundings of a case: it is alone in namespaces."""
 
-    unchecked: list[str]
-    has_own_mounts: bool  #: whether the case may mount disks of its own
-
-    def variables(self) -> dict[str, str]: ...
-    def processes(self) -> dict[int, str]: ...
-    def shared_memory(self) -> list[str]: ...
-
-
-class Namespaces:
-    """A case that is alone in namespaces."""
-
-    has_own_mounts = True
-
-    def __init__(self) -> None:
-        self.unchecked: list[str] = []
+    unchecked: Sequence[str] = ()
+    has_own_mounts = True  #: whether the case may mount disks of its own
 
     def variables(self) -> dict[str, str]:
         """Return variables that the job needs."""
@@ -65,7 +52,7 @@ class Namespaces:
         return sorted(os.listdir(SHARED_MEMORY)) + [f"sysv {line.split()[1]}" for line in segments]
 
 
-class Marked:
+class Marked(Scope):
     """A case whose processes carry a mark in their environment."""
 
     has_own_mounts = False
@@ -148,11 +135,6 @@ def _shared_files() -> list[str]:
         with suppress(OSError):
             own += [path.name] * (path.lstat().st_uid == os.getuid())
     return own
-
-
-def make_scope(mark: str, *, isolated: bool, on_other_hosts: bool) -> Scope:
-    """Return the scope of a case: of this process's namespaces, or of its mark."""
-    return Namespaces() if isolated else Marked(mark, on_other_hosts)
 
 
 def unavailable() -> str:

@@ -91,7 +91,9 @@ def examine_node() -> NodeResult:
     checks = [Check("versions", "ok", versions), *_check_mpi(), blas]
     if (torch := torch_version()) is not None:
         has_gpu = bool(node_hardware.node_gpus.gpus)
-        checks.append(check_torch(torch, backend_names(), os.environ, has_gpu))
+        # PyTorch loads these names at its import.
+        names = [entry.name for entry in metadata.entry_points(group="torch.backends")]
+        checks.append(check_torch(torch, names, os.environ, has_gpu))
     checks += check_node(node_hardware, gpu_paths)
     checks += topology.check_named_nics(node_hardware.nics, os.environ)
     return NodeResult(socket.gethostname(), checks, node_hardware, gpu_paths)
@@ -167,11 +169,6 @@ def torch_version() -> str | None:
         return metadata.version("torch")
     except metadata.PackageNotFoundError:
         return None
-
-
-def backend_names() -> list[str]:
-    """Return the names that PyTorch loads at its import."""
-    return [entry.name for entry in metadata.entry_points(group="torch.backends")]
 
 
 def check_torch(

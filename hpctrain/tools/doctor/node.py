@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
 
 from hpctrain.tools.doctor.check import Check
@@ -88,7 +89,10 @@ def _check_leftovers(folder: Path, mapped_files: Collection[str]) -> Check:
         for file in folder.glob(pattern)
         if str(file) not in mapped_files
     ]
-    facts = {file: facts for file in files if (facts := _lstat(file))}
+    facts = {}
+    for file in files:
+        with suppress(OSError):  # it was removed meanwhile
+            facts[file] = file.lstat()
     user_files = [file for file in facts if facts[file].st_uid == os.geteuid()]
     if not user_files:
         return Check("left-overs", "ok", f"none of yours in {folder}")
@@ -109,10 +113,3 @@ def _remove_command(folder: Path, files: Collection[Path]) -> str:
     patterns = [p for p in LEFTOVER_PATTERNS if any(file.match(p) for file in files)]
     names = " -o ".join(f"-name '{pattern}'" for pattern in patterns)
     return f"find {folder} -maxdepth 1 -uid {os.geteuid()} \\( {names} \\) -delete"
-
-
-def _lstat(file: Path) -> os.stat_result | None:
-    try:
-        return file.lstat()
-    except OSError:
-        return None

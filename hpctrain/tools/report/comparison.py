@@ -108,15 +108,11 @@ def print_tables(comparison: Mapping[str, Any]) -> None:
     table = Table("", *(Column(Text(folder)) for folder in runs))
     for key in dict.fromkeys(key for facts in runs.values() for key in facts):
         name = NAMES.get(key, key.removesuffix("_s").replace("_", " "))
-        table.add_row(name, *(_write(key, facts.get(key)) for facts in runs.values()))
+        values = (facts.get(key) for facts in runs.values())
+        write = FACTS.get(key, "{:.4f}".format)
+        table.add_row(name, *("-" if value is None else write(value) for value in values))
     if comparison["recipes"]:
         table.add_section()
     for key, values in comparison["recipes"].items():
         table.add_row(Text(key), *(Text("-" if x is None else str(x)) for x in values))
     print_table(table, DEFAULT_WIDTH)
-
-
-def _write(key: str, value: Any) -> Text:
-    if value is None:
-        return Text("-")
-    return Text(FACTS[key](value) if key in FACTS else f"{value:.4f}")

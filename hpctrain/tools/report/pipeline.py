@@ -31,7 +31,9 @@ def plot_schedule(record: RunRecord) -> Figure | None:
     schedule = make(mesh["schedule"], mesh["pipe"], mesh["micro_batches"], stages_per_rank)
     if schedule.ranks > MAX_RANKS or sum(map(len, schedule.actions)) > MAX_ACTIONS:
         return None
-    ranks = first_pipeline(mesh)
+    # The first replica, in the order of the pipe axis.
+    places = sorted((pipe, rank) for rank, (data, pipe) in enumerate(mesh["ranks"]) if data == 0)
+    ranks = [rank for _, rank in places]
     steps = list(_traced_steps(record, schedule, ranks))
     costs, source = _costs(mesh, schedule, steps)
     predicted = run_clock(schedule, costs)
@@ -45,12 +47,6 @@ def plot_schedule(record: RunRecord) -> Figure | None:
     return plot_timelines(
         timelines, "time [s]" if has_seconds else "time", [rank_label(mesh, rank) for rank in ranks]
     )
-
-
-def first_pipeline(mesh: Mapping[str, Any]) -> list[int]:
-    """Return the ranks of the first replica, in the order of the pipe axis."""
-    ranks = [(pipe, rank) for rank, (data, pipe) in enumerate(mesh["ranks"]) if data == 0]
-    return [rank for _, rank in sorted(ranks)]
 
 
 def rank_label(mesh: Mapping[str, Any], rank: int) -> str:

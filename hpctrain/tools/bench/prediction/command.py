@@ -189,7 +189,7 @@ def _bucket_times(replica: Replica, task: Task, bucket_list: list[Bucket]) -> li
     times_by_name: dict[str, float] = {}
     start = perf_counter()
     replica.gradient(
-        task.batch, task.scale, task.key, lambda name: _record_time(times_by_name, name)
+        task.batch, task.scale, task.key, lambda name: times_by_name.update({name: perf_counter()})
     )
     times_by_name[""] = perf_counter()  # the end of backward counts for the last bucket
     slots_by_bucket = [*(bucket.names for bucket in bucket_list[:-1]), bucket_list[-1].names | {""}]
@@ -197,7 +197,3 @@ def _bucket_times(replica: Replica, task: Task, bucket_list: list[Bucket]) -> li
         max(times_by_name[name] for name in slot_names) - start for slot_names in slots_by_bucket
     ]
     return np.maximum.accumulate(full_times).tolist()
-
-
-def _record_time(times_by_name: dict[str, float], name: str) -> None:
-    times_by_name[name] = perf_counter()

@@ -70,10 +70,12 @@ def inspect_folder(folder: Path, probe: str, word: str) -> FolderState:
     """Return the state of `folder` on this node; rank 0 wrote `word` into its folder `probe`."""
     shared = not probe or _file_contains(Path(probe, WORD_FILE), word)
     file = folder / f"{PROBE_PREFIX}{secrets.token_hex(4)}"
+    free = 0
     try:
-        return FolderState(shutil.disk_usage(folder).free, _measure_fsync_s(file), "", shared)
+        free = shutil.disk_usage(folder).free
+        return FolderState(free, _measure_fsync_s(file), "", shared)
     except OSError as error:
-        return FolderState(_free_bytes(folder), None, error.strerror or str(error), shared)
+        return FolderState(free, None, error.strerror or str(error), shared)
     finally:
         with suppress(OSError):
             file.unlink(missing_ok=True)
@@ -110,13 +112,6 @@ def _file_contains(file: Path, word: str) -> bool:
         return file.read_text() == word
     except OSError:
         return False
-
-
-def _free_bytes(folder: Path) -> int:
-    try:
-        return shutil.disk_usage(folder).free
-    except OSError:
-        return 0
 
 
 def _check_free_space(folder: Path, states: Mapping[str, FolderState]) -> Check:
