@@ -1,4 +1,4 @@
-"""The subcommands: one thin file per command, imported when the command is used."""
+"""The subcommands: thin files, each imported when a command of it is used."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from functools import partial
 
 from hpctrain.commands._lazy import LazyGroup, load_command
 
-COMMANDS = {
-    name: partial(load_command, name, name)
-    for name in (
-        *("train", "launch", "netlab", "evaluate", "report", "checkpoint", "bench", "tune"),
-        *("doctor", "scale", "slurm", "runs", "compare", "follow", "hang", "recipe", "pipeline"),
-        "chaos",
-    )
+#: file: its commands
+FILES = {
+    **{name: (name,) for name in ("train", "launch", "netlab", "bench", "tune", "doctor", "scale")},
+    **{name: (name,) for name in ("slurm", "recipe", "pipeline", "chaos")},
+    "runs": ("runs", "compare", "follow", "hang", "report"),
+    "checkpoint": ("checkpoint", "evaluate"),
 }
+COMMANDS = {name: partial(load_command, file, name) for file in FILES for name in FILES[file]}
 
 __all__ = ["COMMANDS", "LazyGroup"]

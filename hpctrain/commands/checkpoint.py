@@ -1,4 +1,4 @@
-"""`hpctrain checkpoint`: lists, verifies and exports the checkpoints of a run."""
+"""`hpctrain checkpoint | evaluate`: lists, verifies, exports, evaluates checkpoints."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from hpctrain.commands._lazy import WholeGroup
 from hpctrain.commands._options import FILE_TYPE
 from hpctrain.core.errors import UsageError
 from hpctrain.core.printing import say
+from hpctrain.core.strict_json import to_json
 from hpctrain.training import weights
+from hpctrain.transport.device.gpus import Device
 
 RUN_ARGUMENT = click.argument("run", type=click.Path(path_type=Path, exists=True), metavar="DIR")
 
@@ -74,3 +76,27 @@ def export(run: Path, best: bool, output: Path | None, force: bool) -> None:
     """
     file = weights.export(run, output, best, force)
     say(f"{file}  {file.stat().st_size} bytes")
+
+
+@click.command(epilog="\b\nExample:\n  hpctrain evaluate runs/digits-20260101-120000")
+@click.argument("run", type=click.Path(path_type=Path), metavar="DIR")
+@click.option("--best", is_flag=True, help="Use the best checkpoint, not the newest.")
+@click.option(
+    "--device",
+    type=click.Choice(["auto", "cpu", "gpu"]),
+    default="auto",
+    help="The device to compute on; auto: a GPU if there is one.",
+)
+@click.option("--trust", is_flag=True, help="Run the code that DIR names, even if others own it.")
+def evaluate(run: Path, best: bool, device: Device, trust: bool) -> None:
+    """Evaluate the newest checkpoint in DIR on the test set.
+
+    Loss and accuracy are printed as JSON.
+
+    If data or model are functions of the user, their code is run. Without --trust this requires
+    that DIR and the code belong to you, that nobody else can write to them, and that the code has
+    not changed since the training.
+    """
+    from hpctrain.training import runs  # late: the other commands train nothing
+
+    say(to_json(runs.evaluate(run, best, device, trust)))

@@ -1,4 +1,4 @@
-"""`hpctrain runs`: the runs below a folder."""
+"""`hpctrain runs | compare | follow | hang | report`: runs, by the files of their folders."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ from pathlib import Path
 
 import click
 
+from hpctrain.commands._options import report_packages
+from hpctrain.core.errors import UsageError
 from hpctrain.core.printing import say
+from hpctrain.core.progress import describe_losses
 from hpctrain.core.strict_json import to_json
 from hpctrain.tools.report import history
+from hpctrain.tools.report.follow import follow as follow_run
 
 EPILOG = """\b
 Examples:
@@ -17,6 +21,30 @@ Examples:
 
 summary.json gives the status; without it, `running` if a job holds the run's lock, else `killed`.
 The result is the test accuracy or, in this order, test r2, test loss, train loss.
+"""
+COMPARE_EPILOG = """\b
+Examples:
+  hpctrain compare runs/ring runs/tree
+  hpctrain compare runs/* --plot losses.png
+"""
+FOLLOW_EPILOG = """\b
+Examples:
+  hpctrain follow runs/digits-20260101-120000
+  hpctrain follow runs/first && hpctrain report runs/first
+
+It reads the files of the run alone, so it works on a login node while a job trains.
+"""
+HANG_EPILOG = """\b
+Examples:
+  hpctrain hang runs/digits-20260101-120000
+  hpctrain hang -n 10 runs/first
+  hpctrain hang --json runs/first | jq .waited_for
+  srun --overlap --ntasks-per-node=1 hpctrain hang --collect runs/first
+
+The records of a running job lie in the memory of its nodes: only the ranks on this host are shown.
+Records of other hosts follow once the job hangs or has died: `hpctrain launch`, which the scripts
+of `hpctrain slurm` call too, moves them to DIR/watch; after other launchers --collect does, on each
+node.
 """
 
 
@@ -30,3 +58,95 @@ def runs(folder: Path, as_json: bool) -> None:
         say(to_json([entry.as_json() for entry in entries], indent=1))
     else:
         history.print_table(entries)
+
+
+@click.command(epilog=COMPARE_EPILOG)
+@click.argument(
+    "folders", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="DIR DIR..."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+@click.option(
+    "--plot",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Also draw losses and accuracies: .png or .svg.",
+)
+def compare(folders: tuple[Path, ...], as_json: bool, plot: Path | None) -> None:
+    """Compare results, times and recipes of runs, a column each."""
+    if len(folders) < 2:
+        raise UsageError(f"expected the folders of two or more runs, seen {folders[0]} alone")
+    from hpctrain.tools.report import comparison  # late: the other commands read no recipes
+
+    compared = comparison.compare(folders)
+    if plot is not None:
+        with report_packages():  # late: only plots need matplotlib
+            from hpctrain.tools.report.comparison_plot import draw
+        draw(folders, plot)
+        say(f"wrote {plot}", err=True)
+    if as_json:
+        say(to_json(compared, indent=1))
+    else:
+        comparison.print_tables(compared)
+
+
+@click.command(epilog=FOLLOW_EPILOG)
+@click.argument("run", type=click.Path(path_type=Path), metavar="DIR")
+@click.pass_context
+def follow(context: click.Context, run: Path) -> None:
+    """Show the progress of the run in DIR until it ends.
+
+    It exits with the run's exit code.
+    """
+    summary = follow_run(run)
+    status, reason = summary["status"], summary.get("reason") or ""
+    say(reason if reason.startswith(status) else f"{status}: {reason}".removesuffix(": "))
+    if losses := describe_losses(summary):
+        say(losses)
+    context.exit(summary.get("exit_code") or 0)
+
+
+@click.command(epilog=HANG_EPILOG)
+@click.argument("run", type=click.Path(path_type=Path, exists=True, file_okay=False), metavar="DIR")
+@click.option(
+    "-n", "last", type=click.IntRange(0, 1024), default=0, metavar="N",
+    help="Show each rank's last N operations; with --json 8 by default.",
+)  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+@click.option(
+    "--collect", is_flag=True,
+    help="Move the records on this host to DIR/watch, if the job has ended.",
+)  # fmt: skip
+def hang(run: Path, last: int, as_json: bool, collect: bool) -> None:
+    """Show each rank's state and last operation in the job in DIR.
+
+    The job may run, hang or be dead. States: alive; stopped (a process without heartbeats); dead;
+    closed (its record was closed, as at the end of the run); unknown (on another host, or lost).
+    """
+    from hpctrain.core.run_files.folder_lock import is_locked
+    from hpctrain.tools.report import hang as ranks
+    from hpctrain.watch import node_file
+
+    if collect:
+        if is_locked(run):
+            raise UsageError(f"{run}: its job runs; --collect is for a job that has ended")
+        for node in node_file.collect(run / "watch"):
+            say(f"node {node}: no records here", err=True)
+        return
+    job = ranks.read_job(run)
+    if as_json:
+        say(to_json(ranks.as_json(job, last or 8), indent=1))
+    else:
+        ranks.print_report(job, last)
+
+
+@click.command(epilog="\b\nExample:\n  hpctrain report runs/digits-20260101-120000")
+@click.argument("run", type=click.Path(path_type=Path), metavar="DIR")
+@click.option("--out", type=click.Path(path_type=Path), metavar="DIR", help="Default: the run's.")
+def report(run: Path, out: Path | None) -> None:
+    """Write a self-contained report.html; print its path.
+
+    Its plots are also written as PNG.
+    """
+    with report_packages():  # late: only reports need matplotlib and jinja2
+        from hpctrain.tools.report.page import write
+    say(write(run, out or run))

@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from ranks import on_ranks, run_on
 
 from hpctrain import data, engines, nn, optim
-from hpctrain.commands.evaluate import evaluate
+from hpctrain.commands.checkpoint import evaluate
 from hpctrain.core.errors import HpctrainError, UsageError
 from hpctrain.training import recipe, runs
 from hpctrain.training.run_options import CheckpointOptions, FitOptions

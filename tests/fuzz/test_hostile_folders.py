@@ -25,12 +25,9 @@ from click.testing import CliRunner
 from fuzz import campaign, in_memory, mutated, mutated_json
 from fuzz.test_run_files import DAMAGES
 from hpctrain.commands.checkpoint import checkpoint as checkpoint_command
-from hpctrain.commands.compare import compare
-from hpctrain.commands.evaluate import evaluate
-from hpctrain.commands.follow import follow
-from hpctrain.commands.hang import hang
+from hpctrain.commands.checkpoint import evaluate
 from hpctrain.commands.recipe import recipe as recipe_command
-from hpctrain.commands.report import report
+from hpctrain.commands.runs import compare, follow, hang, report
 from hpctrain.commands.runs import runs as runs_command
 from hpctrain.core.errors import HpctrainError
 from hpctrain.tools.report import follow as follow_report

@@ -14,7 +14,7 @@ from ranks import on_ranks, run_on
 from hpctrain import checkpoint, nn, optim
 from hpctrain.checkpoint import Piece
 from hpctrain.commands.checkpoint import checkpoint as command
-from hpctrain.commands.evaluate import evaluate
+from hpctrain.commands.checkpoint import evaluate
 from hpctrain.core.errors import StoppedError, UsageError
 from hpctrain.core.metrics import Criterion
 from hpctrain.core.run_files import run_folder

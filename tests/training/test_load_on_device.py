@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from ranks import run_on_gpus
 
 from hpctrain import data, nn
-from hpctrain.commands.evaluate import evaluate
+from hpctrain.commands.checkpoint import evaluate
 from hpctrain.core import xp
 from hpctrain.core.errors import UsageError
 from hpctrain.training import recipe, runs

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from ranks import run_on
 
 from hpctrain import nn
-from hpctrain.commands.evaluate import evaluate
+from hpctrain.commands.checkpoint import evaluate
 from hpctrain.core.errors import BadSampleError, UsageError
 from hpctrain.core.run_files import run_folder
 from hpctrain.data import Dataset, read

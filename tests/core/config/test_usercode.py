@@ -18,8 +18,8 @@ from click.testing import CliRunner
 from ranks import run_on
 
 from hpctrain.commands.checkpoint import checkpoint as checkpoint_command
-from hpctrain.commands.evaluate import evaluate as evaluate_command
-from hpctrain.commands.report import report as report_command
+from hpctrain.commands.checkpoint import evaluate as evaluate_command
+from hpctrain.commands.runs import report as report_command
 from hpctrain.core.config import code_ownership, usercode
 from hpctrain.core.errors import UsageError
 from hpctrain.core.run_files import run_folder

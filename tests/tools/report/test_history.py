@@ -12,9 +12,8 @@ from click.testing import CliRunner
 from matplotlib import image
 from tools.report.test_report import ROWS, row
 
-from hpctrain.commands.compare import compare
-from hpctrain.commands.follow import follow as follow_command
-from hpctrain.commands.runs import runs
+from hpctrain.commands.runs import compare, runs
+from hpctrain.commands.runs import follow as follow_command
 from hpctrain.commands.train import train
 from hpctrain.core import palette
 from hpctrain.core.errors import UsageError

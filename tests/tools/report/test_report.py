@@ -15,7 +15,7 @@ from browser import BROWSER, LOOK, browse, painted
 from matplotlib import image
 from ranks import run_on
 
-from hpctrain.commands.report import report
+from hpctrain.commands.runs import report
 from hpctrain.core.errors import UsageError
 from hpctrain.core.run_files import run_folder
 from hpctrain.optim import CosineOptions
