@@ -1,14 +1,16 @@
-"""Options that several commands have, and the files that they name."""
+"""Options that several commands have, the files that they name, and completion in shells."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import reduce
+from glob import escape, glob
 from pathlib import Path
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem, ShellComplete
 
 from hpctrain.core.errors import UsageError
 from hpctrain.core.strict_json import to_json
@@ -33,6 +35,7 @@ json_option = click.option(
 plot_option = click.option(
     "--plot", type=FILE_TYPE, metavar="FILE", help="Plot the rows: .png or .svg."
 )
+CompletionFunction = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]
 
 
 def warm_up_option(default: int) -> Decorator:
@@ -69,3 +72,41 @@ def write_results(
                 draw(plot)
         except (OSError, ValueError) as error:
             raise UsageError(f"--json, --plot: cannot be written: {error}") from None
+
+
+def complete_recipes(
+    context: click.Context, parameter: click.Parameter, incomplete: str
+) -> list[CompletionItem]:
+    """Return the recipes that begin with `incomplete`, built-in ones and TOML files."""
+    from hpctrain.training import recipe  # late, so that `launch --help` stays fast
+
+    names = [*recipe.built_in(), *sorted(glob(f"{escape(incomplete)}*.toml"))]
+    # An item of type "file" makes shells drop all preceding names, so it is returned alone.
+    return _filter_by_prefix(incomplete, names) or [CompletionItem(incomplete, type="file")]
+
+
+def complete_choices(names: Iterable[str]) -> CompletionFunction:
+    """Return the completion of an option that takes one of `names`."""
+    return lambda context, parameter, incomplete: _filter_by_prefix(incomplete, names)
+
+
+def complete_command_line(
+    context: click.Context, parameter: click.Parameter, incomplete: str
+) -> list[CompletionItem]:
+    """Return the completions for a command whose arguments are a command line of hpctrain."""
+    words = [*(context.params.get("arguments") or ())]
+    root = context.find_root().command
+    return ShellComplete(root, {}, "hpctrain", "").get_completions(words, incomplete)
+
+
+class ForwardingCommand(click.Command):
+    """A command that runs the command line in its arguments and can complete it."""
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        if ctx.params.get("arguments"):
+            return complete_command_line(ctx, self.params[-1], incomplete)
+        return super().shell_complete(ctx, incomplete)
+
+
+def _filter_by_prefix(incomplete: str, names: Iterable[str]) -> list[CompletionItem]:
+    return [CompletionItem(name) for name in names if name.startswith(incomplete)]

@@ -13,8 +13,13 @@ from typing import Any
 
 import click
 
-from hpctrain.commands._complete import complete_choices, complete_recipes
-from hpctrain.commands._options import FILE_TYPE, add_options, write_results
+from hpctrain.commands._options import (
+    FILE_TYPE,
+    add_options,
+    complete_choices,
+    complete_recipes,
+    write_results,
+)
 from hpctrain.core.errors import UsageError
 from hpctrain.core.fitted_table import fit_table, stdout_console
 from hpctrain.core.printing import say

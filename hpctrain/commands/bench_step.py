@@ -8,7 +8,7 @@ import click
 
 from hpctrain import world
 from hpctrain.commands import _options
-from hpctrain.commands._complete import complete_recipes
+from hpctrain.commands._options import complete_recipes
 from hpctrain.tools.bench import training_step
 
 EPILOG = """\b

@@ -11,6 +11,7 @@ import click
 from hpctrain.commands._options import FILE_TYPE
 from hpctrain.core import config, launchers
 from hpctrain.core.errors import UsageError
+from hpctrain.core.fitted_table import stdout_console
 from hpctrain.core.strict_json import to_json
 from hpctrain.transport.device import gpus
 
@@ -53,7 +54,7 @@ def _examine_node(file: Path | None) -> int:
 
     _write_json(file, {})  # fails now if the file is not writable, rather than after a minute
     report = examine.examine_node()
-    show.print_result(report, show.make_console())
+    show.print_result(report, stdout_console(show.DEFAULT_WIDTH))
     _write_json(file, report.table())
     return check.exit_code(report.checks)
 

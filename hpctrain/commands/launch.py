@@ -11,7 +11,7 @@ from click.shell_completion import CompletionItem
 
 from hpctrain.cluster.slurm import batch_job
 from hpctrain.commands import COMMANDS
-from hpctrain.commands._complete import ForwardingCommand, complete_command_line
+from hpctrain.commands._options import ForwardingCommand, complete_command_line
 
 EPILOG = """\b
 Examples:

@@ -11,9 +11,8 @@ from typing import Any
 
 import click
 
-from hpctrain.commands._complete import complete_choices
 from hpctrain.commands._lazy import WholeGroup
-from hpctrain.commands._options import FILE_TYPE, add_options, report_packages
+from hpctrain.commands._options import FILE_TYPE, add_options, complete_choices, report_packages
 from hpctrain.commands.bench_predict import predict
 from hpctrain.core.errors import UsageError
 from hpctrain.core.fitted_table import print_table

@@ -14,8 +14,8 @@ import tomli_w
 
 from hpctrain import data
 from hpctrain.commands import _options
-from hpctrain.commands._complete import complete_recipes
 from hpctrain.commands._lazy import WholeGroup
+from hpctrain.commands._options import complete_recipes
 from hpctrain.core import atomic
 from hpctrain.core.config import paths, toml
 from hpctrain.core.config.usercode import sources

@@ -12,7 +12,7 @@ from hpctrain.core.printing import say
 from hpctrain.core.progress import describe_losses
 from hpctrain.core.strict_json import to_json
 from hpctrain.tools.report import history
-from hpctrain.tools.report.follow import follow as follow_run
+from hpctrain.tools.report.history import follow as follow_run
 
 EPILOG = """\b
 Examples:

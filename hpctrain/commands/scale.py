@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from hpctrain.commands import _options
-from hpctrain.commands._complete import complete_recipes
+from hpctrain.commands._options import complete_recipes
 from hpctrain.tools.scaling.trial_recipe import SCALING_MODES
 from hpctrain.tools.scaling.trials.local_runner import PLACES
 

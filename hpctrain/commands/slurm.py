@@ -19,8 +19,8 @@ from hpctrain.cluster.slurm.site import profile_names as site_names
 from hpctrain.cluster.slurm.status import is_done
 from hpctrain.cluster.slurm.status_table import print_table
 from hpctrain.commands import _options
-from hpctrain.commands._complete import complete_choices, complete_recipes
 from hpctrain.commands._lazy import WholeGroup
+from hpctrain.commands._options import complete_choices, complete_recipes
 from hpctrain.core.errors import HpctrainError, UsageError
 from hpctrain.core.printing import say
 from hpctrain.core.strict_json import to_json

@@ -10,7 +10,7 @@ import click
 
 from hpctrain import engines, world
 from hpctrain.commands import _options
-from hpctrain.commands._complete import complete_choices, complete_recipes
+from hpctrain.commands._options import complete_choices, complete_recipes
 from hpctrain.core.run_files import run_folder
 from hpctrain.tools.report import history
 from hpctrain.training import recipe, runs

@@ -15,7 +15,7 @@ import pytest
 from ranks import run_on
 
 from hpctrain.core.run_files import run_folder
-from hpctrain.tools.chaos import campaign, case, disks, draw, oracle, regimes, scope
+from hpctrain.tools.chaos import campaign, case, draw, hosts, oracle, regimes, scope
 from hpctrain.training import recipe, runs
 
 LOCAL = Path(__file__).parent
@@ -113,7 +113,7 @@ def test_a_failing_disk(tmp_path, name):
     fault = case.FailingFile(*(rank or [0]), operation, number, effect, stays)
     folder, report = tmp_path / "run", tmp_path / "report"
     folder.mkdir()
-    environ = disks.environment(fault, disks.build(tmp_path), folder, report)
+    environ = hosts.environment(fault, hosts.build(tmp_path), folder, report)
     ended = subprocess.run(
         [sys.executable, "-c", WRITES, folder], env={**os.environ, **environ, "PMI_RANK": "0"},
         capture_output=True, text=True,

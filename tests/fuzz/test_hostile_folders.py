@@ -30,7 +30,7 @@ from hpctrain.commands.recipe import recipe as recipe_command
 from hpctrain.commands.runs import compare, follow, hang, report
 from hpctrain.commands.runs import runs as runs_command
 from hpctrain.core.errors import HpctrainError
-from hpctrain.tools.report import follow as follow_report
+from hpctrain.tools.report import history as follow_report
 from hpctrain.training import recipe, runs
 from hpctrain.transport.threads.ranks import run_ranks
 from hpctrain.watch import WatchRecord, node_file

@@ -14,9 +14,14 @@ from hpctrain.collectives import DTYPES, OPERATIONS
 from hpctrain.collectives.reductions.operations import can_mpi_reduce
 from hpctrain.core import config
 from hpctrain.core.errors import UsageError
-from hpctrain.tools.bench import memory_check, output, rivals, sweep, units
+from hpctrain.tools.bench import output, rivals, sweep, units
 from hpctrain.tools.bench.measured_collectives import COLLECTIVES, NATIVE, NATIVE_UNBOUND
-from hpctrain.tools.bench.options import RivalOptions, require_minimum, split_words
+from hpctrain.tools.bench.options import (
+    RivalOptions,
+    check_host_memory,
+    require_minimum,
+    split_words,
+)
 from hpctrain.tuning.measure import COLD_BYTES
 from hpctrain.world import World
 
@@ -71,7 +76,7 @@ def parse_options(
 def run(world: World, options: RivalOptions[sweep.SweepPlan]) -> list[dict[str, Any]]:
     """Measure, print, save and return the rows; collective."""
     plan = options.plan
-    memory_check.check_host_memory(world, max(plan.sizes), bool(options.rivals))
+    check_host_memory(world, max(plan.sizes), bool(options.rivals))
     output.check_writable(world, options.json, options.plot)
     natives = _skipped_natives(plan)
     with rivals.joined(world, options.rivals, partial(_refusal, plan), natives) as (joined, about):

@@ -20,8 +20,13 @@ import numpy as np
 from hpctrain.collectives import all_gather_bytes
 from hpctrain.core import config, xp
 from hpctrain.core.errors import UsageError
-from hpctrain.tools.bench import checks, memory_check, output, p2p_gpu, units
-from hpctrain.tools.bench.options import Options, require_minimum
+from hpctrain.tools.bench import checks, output, p2p_gpu, units
+from hpctrain.tools.bench.options import (
+    Options,
+    check_gpu_memory,
+    check_host_memory,
+    require_minimum,
+)
 from hpctrain.tools.bench.p2p_gpu import RankPair
 from hpctrain.tools.bench.sweep import calls_per_round
 from hpctrain.transport.device import gpus
@@ -80,11 +85,11 @@ def parse_options(
 def run(world: World, options: LinkOptions) -> list[Row]:
     """Measure, print, save and return the rows; collective."""
     source, target = _choose_pair(world, options.ranks)
-    memory_check.check_host_memory(world, max(options.sizes), with_rivals=False)
+    check_host_memory(world, max(options.sizes), with_rivals=False)
     is_on_gpu = options.device == "gpu"
     # If a rank lacks a GPU, `pairs_by_path` reports whether it is one of the two.
     if is_on_gpu and all(place.gpu for place in world.places):
-        memory_check.check_gpu_memory(world, max(options.sizes), max(options.sizes))
+        check_gpu_memory(world, max(options.sizes), max(options.sizes))
     output.check_writable(world, options.json, options.plot)
     x = _make_buffer(world, max(options.sizes), is_on_gpu)
     pairs = (

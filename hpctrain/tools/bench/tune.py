@@ -18,8 +18,13 @@ from hpctrain.core import config, progress, thresholds
 from hpctrain.core.errors import UsageError
 from hpctrain.core.fitted_table import fit_table
 from hpctrain.core.printing import say
-from hpctrain.tools.bench import memory_check, output, units
-from hpctrain.tools.bench.options import check_plot_path, require_minimum
+from hpctrain.tools.bench import output, units
+from hpctrain.tools.bench.options import (
+    check_gpu_memory,
+    check_host_memory,
+    check_plot_path,
+    require_minimum,
+)
 from hpctrain.tools.bench.p2p import DEVICES
 from hpctrain.tools.bench.units import size_text
 from hpctrain.tools.show.tables import make_table
@@ -89,13 +94,11 @@ def run(world: World, options: Options) -> bool:
         raise UsageError("one rank has nothing to tune; start more: hpctrain launch -n RANKS tune")
     group, is_over_mpi, is_on_gpu = world.main, world.transport == "mpi", options.device == "gpu"
     if is_on_gpu:
-        memory_check.check_gpu_memory(
-            world, max(options.sizes), sweep.bytes_needed(max(options.sizes))
-        )
+        check_gpu_memory(world, max(options.sizes), sweep.bytes_needed(max(options.sizes)))
     array_module = gpus.import_cupy() if is_on_gpu else np
     fingerprint = table.make_fingerprint(group, is_over_mpi, world.gpus if is_on_gpu else None)
     path = options.out or table.default_file(fingerprint)
-    memory_check.check_host_memory(world, max(options.sizes), with_rivals=False)
+    check_host_memory(world, max(options.sizes), with_rivals=False)
     world.on_all_ranks(lambda: _check_writable(world, path, options.plot))
     rows: list[AlgorithmTime] = []
     with _make_progress_bar(world, 2 * options.rounds + 1) as progress_bar:

@@ -14,8 +14,9 @@ processes, files or shared memory left.
     campaign.py    the TOML file of a campaign; regimes.py: the engines it may name
     case.py        the format of cases and faults; draw.py: cases from a seed
     attempt.py     one attempt: start, signals at their moments, the end with a limit
-    jobs.py        command lines; hosts.py: faults of a netlab; threads.py: ranks as threads
-    disks.py       disks that are full or fail, by failing.c, which is preloaded into the ranks
+    jobs.py        command lines; threads.py: ranks as threads
+    hosts.py       faults of a netlab; disks that are full or fail, by failing.c, which is
+                   preloaded into the ranks
     scope.py       the processes and shared memory of a case: namespaces, or an environment mark
     oracle.py      the promises, and the exit codes that a fault allows
     runner.py      a case from its first attempt to its verdict; reference.py: runs without faults

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hpctrain import watch
-from hpctrain.tools.chaos import disks, hosts, jobs
+from hpctrain.tools.chaos import hosts, jobs
 from hpctrain.tools.chaos.case import Case, FailingFile, Fault, FullDisk, HostFault, Signal
 from hpctrain.tools.chaos.jobs import Order, Place
 from hpctrain.tools.chaos.scope import Scope, clear, command_line, ended, kill_all
@@ -78,12 +78,12 @@ def _disk(faults: list[Fault], place: Place, log: Path) -> Iterator[tuple[dict[s
     report, variables = log.with_suffix(".fired"), dict[str, str]()
     for fault in faults:
         if isinstance(fault, FullDisk):
-            disks.resize(place.disk, fault.kib)
+            hosts.resize(place.disk, fault.kib)
         elif isinstance(fault, FailingFile):  # of several the last one
-            variables = disks.environment(fault, disks.build(place.work), place.run, report)
+            variables = hosts.environment(fault, hosts.build(place.work), place.run, report)
     yield variables, report
     if any(isinstance(fault, FullDisk) for fault in faults):
-        disks.resize(place.disk)
+        hosts.resize(place.disk)
 
 
 def _watch(process: subprocess.Popen[bytes], disturbance: Disturbance, faults: list[Fault]) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import tomli_w
 
-from hpctrain.tools.chaos import disks, jobs, oracle, threads
+from hpctrain.tools.chaos import hosts, jobs, oracle, threads
 from hpctrain.tools.chaos.attempt import Attempt
 from hpctrain.tools.chaos.case import SAMPLES, Case, Fault, LinkCall, dump
 from hpctrain.tools.chaos.jobs import Order, Place
@@ -34,7 +34,7 @@ def prepare(case: Case, place: Place, scope: Scope) -> None:
     shutil.rmtree(place.home, ignore_errors=True)
     place.temporary.mkdir(parents=True)
     if scope.has_own_mounts:
-        disks.mount(place.disk, disks.ROOM_KIB)
+        hosts.mount(place.disk, hosts.ROOM_KIB)
     else:
         place.disk.mkdir()
     data = {"kind": "npz", "path": str(_data(place.work))} if "data" not in case.recipe else {}

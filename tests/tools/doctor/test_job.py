@@ -16,6 +16,7 @@ from ranks import on_ranks
 from hpctrain import collectives
 from hpctrain import world as worlds
 from hpctrain.hardware.nics import Nic
+from hpctrain.tools.doctor import show
 from hpctrain.tools.doctor.check import Check, node_list
 from hpctrain.tools.doctor.job import (
     binding,
@@ -24,7 +25,6 @@ from hpctrain.tools.doctor.job import (
     known_sums,
     output_folder,
     ping_pong,
-    show,
 )
 from hpctrain.tools.doctor.job.consistency import RankFacts, facts_from_table
 from hpctrain.tools.doctor.job.cores import CoreTiming
@@ -587,7 +587,7 @@ def test_what_is_shown(capsys):
         Check("x", "slow", "y", "z", ("n3",)),
     ]
     job = JobResult(FOUR, (SEAT,) * 4, reported, faults)
-    show.print_result(job)
+    show.print_job(job)
     out = capsys.readouterr().out
     assert out.count("NUMA 0") == 1
     assert "node n[1-4]\n" in out
@@ -623,7 +623,7 @@ def test_what_many_nodes_say_fits_on_a_page(capsys):
         reported,
         ping_pong.check_links(slow, hosts, oversubscribed=False),
     )
-    show.print_result(job)
+    show.print_job(job)
     out = capsys.readouterr().out
     assert "node n[01-64]" in out
     assert "n[02-63] are bound as n01: --json" in out

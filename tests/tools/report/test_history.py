@@ -19,7 +19,7 @@ from hpctrain.core import palette
 from hpctrain.core.errors import UsageError
 from hpctrain.core.run_files import folder_lock, run_folder
 from hpctrain.tools.report import comparison, comparison_plot, history
-from hpctrain.tools.report.follow import POLL_S, SILENT_S, follow
+from hpctrain.tools.report.history import POLL_S, SILENT_S, follow
 from hpctrain.training import recipe
 
 RECIPE = '[run]\nname = "digits"\nepochs = 3\n[engine]\nkind = "ps-async"\n'

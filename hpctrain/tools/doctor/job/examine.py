@@ -15,7 +15,7 @@ from hpctrain.core import launchers
 from hpctrain.core.errors import UsageError
 from hpctrain.core.strict_json import to_json
 from hpctrain.hardware.nics import Nic
-from hpctrain.tools.doctor import mpi
+from hpctrain.tools.doctor import mpi, show
 from hpctrain.tools.doctor.check import Check, exit_code
 from hpctrain.tools.doctor.job import (
     binding,
@@ -24,7 +24,6 @@ from hpctrain.tools.doctor.job import (
     known_sums,
     output_folder,
     ping_pong,
-    show,
 )
 from hpctrain.tools.doctor.job.result import JobResult, gather_json, watch_job
 from hpctrain.tools.doctor.node import check_free_memory
@@ -226,7 +225,7 @@ def _report_no_job(launched: launchers.Launched, reason: str, options: Options) 
 
 
 def _publish_result(result: JobResult, options: Options) -> None:
-    show.print_result(result)
+    show.print_job(result)
     if options.json is not None:
         _save_result(result, options.json)
 
