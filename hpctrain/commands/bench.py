@@ -19,13 +19,13 @@ On fewer cores than ranks Open MPI needs `mpirun --oversubscribe`; `hpctrain lau
 
 #: {name: (file in commands/, function in this file)}
 SUBCOMMANDS: dict[str, tuple[str, str]] = {
-    "allreduce": ("bench_collectives", "allreduce"),
-    "reduce-scatter": ("bench_collectives", "reduce_scatter"),
-    "all-gather": ("bench_collectives", "all_gather"),
-    "broadcast": ("bench_collectives", "broadcast"),
+    "allreduce": ("bench_measured", "allreduce"),
+    "reduce-scatter": ("bench_measured", "reduce_scatter"),
+    "all-gather": ("bench_measured", "all_gather"),
+    "broadcast": ("bench_measured", "broadcast"),
     "predict": ("bench_predict", "bench_predict"),
-    "p2p": ("bench_p2p", "p2p"),
-    "step": ("bench_step", "step"),
+    "p2p": ("bench_measured", "p2p"),
+    "step": ("bench_measured", "step"),
 }
 LOADERS = {name: partial(load_command, *target) for name, target in SUBCOMMANDS.items()}
 

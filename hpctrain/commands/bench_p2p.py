@@ -8,9 +8,8 @@ import click
 
 from hpctrain import world
 from hpctrain.commands import _options
-from hpctrain.tools.bench import p2p as bench
 
-EPILOG = """\b
+P2P_EPILOG = """\b
 Examples:
   mpirun -n 2 hpctrain bench p2p
   srun -N 2 -n 2 hpctrain bench p2p --sizes 1B:64MiB --json link.json --plot link.png
@@ -19,7 +18,7 @@ Examples:
 """
 
 
-@click.command(epilog=EPILOG)
+@click.command(epilog=P2P_EPILOG)
 @click.option("--sizes", default="1B:64MiB", show_default=True, metavar="SIZES",
               help="A:B doubles, A:B*4 quadruples; or a list.")  # fmt: skip
 @click.option(
@@ -38,5 +37,7 @@ Examples:
 @_options.plot_option
 def p2p(sizes: str, **option_values: Any) -> None:
     """Time messages between two ranks: latency by ping-pong, bandwidth one way."""
+    from hpctrain.tools.bench import p2p as bench
+
     options = bench.parse_options(sizes, **option_values)
     bench.run(world.init(options.device), options)

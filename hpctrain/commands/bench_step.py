@@ -9,9 +9,8 @@ import click
 from hpctrain import world
 from hpctrain.commands import _options
 from hpctrain.commands._options import complete_recipes
-from hpctrain.tools.bench import training_step
 
-EPILOG = """\b
+STEP_EPILOG = """\b
 Examples:
   mpirun -n 2 hpctrain bench step digits --batch-per-rank 64
   mpirun -n 2 hpctrain bench step benchmarks/mlp-10m.toml --batch-per-rank 32,128 \\
@@ -26,7 +25,7 @@ ignored: all steps use its constant rate. --model torch takes the rivals gloo, d
 """
 
 
-@click.command(epilog=EPILOG)
+@click.command(epilog=STEP_EPILOG)
 @click.argument("name", metavar="RECIPE", shell_complete=complete_recipes)
 @click.option("--algorithms", default="auto,share-parameters", show_default=True, metavar="NAMES",
               help="Algorithms of hpctrain.")  # fmt: skip
@@ -43,5 +42,7 @@ ignored: all steps use its constant rate. --model torch takes the rivals gloo, d
 @_options.plot_option
 def step(name: str, rivals: str, **option_values: Any) -> None:
     """Time whole training steps of RECIPE's model, beside other libraries."""
+    from hpctrain.tools.bench import training_step  # late: it imports the trainer
+
     options = training_step.parse_options(name, rivals_text=rivals, **option_values)
     training_step.run(world.init("cpu"), options)

@@ -10,7 +10,7 @@ import click
 from hpctrain.commands import COMMANDS
 from hpctrain.core.interpreter import module_command
 
-EPILOG = """\b
+NETLAB_EPILOG = """\b
 Examples:
   hpctrain netlab --hosts 4 train digits --epochs 1
   hpctrain netlab --hosts 2 --ranks-per-host 2 --link 2.5gbit -- python my_script.py
@@ -25,7 +25,7 @@ and root or the right to create namespaces. It limits bandwidth, not latency.
 
 
 @click.command(
-    epilog=EPILOG,
+    epilog=NETLAB_EPILOG,
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
 )
 @click.option("--hosts", type=int, required=True, metavar="N", help="Number of hosts.")

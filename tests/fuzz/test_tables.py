@@ -14,7 +14,7 @@ from hpctrain.collectives import ALLREDUCE
 from hpctrain.core.errors import HpctrainError
 from hpctrain.tools.bench.prediction import measurements
 from hpctrain.tools.scaling.study import Study, StudyFolder
-from hpctrain.tools.scaling.world_sizes import Size
+from hpctrain.tools.scaling.trial_recipe import Size
 from hpctrain.tuning import choose, table
 from hpctrain.tuning.model.cost import Machine
 

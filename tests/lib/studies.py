@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from hpctrain.core.run_files import run_folder
 from hpctrain.tools.scaling import collect
 from hpctrain.tools.scaling.study import Study
+from hpctrain.tools.scaling.trial_recipe import Size
 from hpctrain.tools.scaling.trials import local_runner
-from hpctrain.tools.scaling.world_sizes import Size
 from hpctrain.training import recipe
 
 COLD = 3.0  #: warm-up takes so many times as long, and must not count

@@ -19,6 +19,6 @@ processes, files or shared memory left.
                    preloaded into the ranks
     scope.py       the processes and shared memory of a case: namespaces, or an environment mark
     oracle.py      the promises, and the exit codes that a fault allows
-    runner.py      a case from its first attempt to its verdict; reference.py: runs without faults
+    runner.py      a case from its first attempt to its verdict; runs without faults
     command.py     the command line; results.py: lines of JSON, tables, the bar
 """

@@ -23,7 +23,7 @@ from hpctrain.cluster.launch import find_mpi
 from hpctrain.core import launchers
 from hpctrain.core.errors import UsageError
 from hpctrain.hardware import gdr, nics, nvidia, pci, quota
-from hpctrain.tools.doctor import gpus, mpi, node, topology
+from hpctrain.tools.doctor import mpi, node, topology
 from hpctrain.tools.doctor.check import Check, exit_code
 from hpctrain.tools.doctor.topology import Topology, find_topology, format_topology
 from hpctrain.transport.gpu_probe import probe_process, verdicts
@@ -104,11 +104,11 @@ def check_node(node_hardware: Hardware, gpu_paths: ProbeResult | None) -> list[C
     has_rdma = any(nic.has_rdma for nic in node_hardware.nics)
     memlock_limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     checks = [*node.check_shared_memory(), node.check_memlock(memlock_limit, has_rdma)]
-    checks += gpus.check_gpus(
+    checks += node.check_gpus(
         node_hardware.node_gpus, node_hardware.gpus_on_bus, cupy_version(), gpu_paths, os.environ
     )
     if node_hardware.node_gpus.gpus:
-        checks.append(gpus.check_gdr(node_hardware.gdr))
+        checks.append(node.check_gdr(node_hardware.gdr))
     return checks + topology.check_adapters(node_hardware.nics)
 
 

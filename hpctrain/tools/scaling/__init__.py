@@ -1,6 +1,6 @@
 """Scaling studies: `hpctrain scale` trains one recipe on several sizes and reports how it scales.
 
-    sizes x repeats    world_sizes.py, trial_recipe.py trials: one recipe per size, made for timing
+    sizes x repeats    trial_recipe.py        trials: one recipe per size, made for timing
     folder             study.py               study.json, a folder per trial: those there are done
     trials             trials/ on this machine, on a netlab, as jobs of Slurm
     files -> numbers   collect.py, table of   summary.json and metrics.jsonl of each trial, no more

@@ -16,14 +16,14 @@ from hpctrain.core.fitted_table import PlainConsole, fit_table, print_table
 from hpctrain.core.printing import say
 from hpctrain.core.run_files import folder_lock, run_folder
 from hpctrain.gradients.precision import master_dtype
-from hpctrain.tools.scaling import trial_recipe, world_sizes
+from hpctrain.tools.scaling import trial_recipe
 from hpctrain.tools.scaling.collect import Gap, TrialResult
 from hpctrain.tools.scaling.output import live_table, study_files, tables
 from hpctrain.tools.scaling.output.live_table import LiveView
 from hpctrain.tools.scaling.results import Result, evaluate
 from hpctrain.tools.scaling.study import Study, StudyFolder, extend_study, lock_folder
+from hpctrain.tools.scaling.trial_recipe import Size
 from hpctrain.tools.scaling.trials import local_runner, runner, slurm_runner
-from hpctrain.tools.scaling.world_sizes import Size
 from hpctrain.training import recipe, runs
 from hpctrain.training.recipe import Recipe
 from hpctrain.transport import machine
@@ -85,7 +85,7 @@ def make_study(spec: Recipe, options: CommandOptions) -> Study:
     ranks_per_node = (
         (options["gpus_per_node"] or None) if ranks_per_node is None else ranks_per_node
     )
-    size_list = world_sizes.parse_sizes(
+    size_list = trial_recipe.parse_sizes(
         options["ranks"], options["nodes"], ranks_per_node, platform
     )
     _check_slurm_options(options)

@@ -28,7 +28,7 @@ from functools import cache
 import numpy as np
 
 from hpctrain.tools.bench.prediction.predict import RankLayout, applies_to
-from hpctrain.tools.scaling.world_sizes import Size
+from hpctrain.tools.scaling.trial_recipe import Size
 from hpctrain.tuning import defaults
 from hpctrain.tuning.model import cost, fit
 from hpctrain.tuning.model.loggp import Clocks, Cluster, Wire, uniform_cluster

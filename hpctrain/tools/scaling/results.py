@@ -21,7 +21,7 @@ from hpctrain.tools.scaling.collect import Gap, TrialResult
 from hpctrain.tools.scaling.forecast import StepModel, StepTimes, fit_model
 from hpctrain.tools.scaling.statistics import Estimate, estimate_mean
 from hpctrain.tools.scaling.study import Study
-from hpctrain.tools.scaling.world_sizes import Size
+from hpctrain.tools.scaling.trial_recipe import Size
 from hpctrain.tuning.model.loggp import Wire
 
 Row = dict[str, Any]

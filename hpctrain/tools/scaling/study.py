@@ -23,8 +23,7 @@ import pydantic
 from hpctrain.core import atomic, files, opening
 from hpctrain.core.errors import UsageError
 from hpctrain.core.run_files import folder_lock
-from hpctrain.tools.scaling.trial_recipe import Timing
-from hpctrain.tools.scaling.world_sizes import PositiveInt, Size, ranks_per_core
+from hpctrain.tools.scaling.trial_recipe import PositiveInt, Size, Timing, ranks_per_core
 
 STUDY_FILE, FORMAT_VERSION = "study.json", 1
 MAX_REPEATS = 10_000  #: a larger number means a damaged file

@@ -14,7 +14,7 @@ from hpctrain.cluster.launch import MpiInstallation
 from hpctrain.hardware.gdr import GdrState
 from hpctrain.hardware.nics import Nic
 from hpctrain.hardware.nvidia import GpuInfo, NodeGpus
-from hpctrain.tools.doctor import gpus, mpi, node, topology
+from hpctrain.tools.doctor import mpi, node, topology
 from hpctrain.tools.doctor.check import Check, exit_code
 from hpctrain.tools.doctor.examine import NodeResult, find_hardware
 from hpctrain.tools.doctor.mpi import LaunchReport
@@ -184,7 +184,7 @@ OF_GPUS = {
 @pytest.mark.parametrize("case", OF_GPUS)
 def test_gpus(case):
     cards, on_bus, environ, name, verdict, observed, remedy = OF_GPUS[case]
-    message = result(gpus.check_gpus(cards, on_bus, "cupy 14", None, environ), name)
+    message = result(node.check_gpus(cards, on_bus, "cupy 14", None, environ), name)
     assert message[0] == verdict
     assert observed in message[1]
     assert remedy in message[2]
@@ -192,36 +192,36 @@ def test_gpus(case):
 
 def test_names_that_are_right():
     for words in ("0,1", "GPU-0a,2", "GPU-3"):
-        names = [c.name for c in gpus.check_gpus(FOUR, 4, "cupy 14", None, {VISIBLE: words})]
+        names = [c.name for c in node.check_gpus(FOUR, 4, "cupy 14", None, {VISIBLE: words})]
         assert "GPUs listed" not in names
     older = {VISIBLE: "MIG-GPU-0a/1/0"}
-    assert "GPUs listed" not in [c.name for c in gpus.check_gpus(CUT, 1, "cupy 14", None, older)]
+    assert "GPUs listed" not in [c.name for c in node.check_gpus(CUT, 1, "cupy 14", None, older)]
 
 
 def test_no_gpu_is_no_fault():
-    (check,) = gpus.check_gpus(NodeGpus(), 0, None, None, {})
+    (check,) = node.check_gpus(NodeGpus(), 0, None, None, {})
     assert (check.verdict, check.name) == ("note", "GPUs")
 
 
 def test_without_cupy():
-    message = result(gpus.check_gpus(FOUR, 4, None, None, {}), "CuPy")
+    message = result(node.check_gpus(FOUR, 4, None, None, {}), "CuPy")
     assert (message[0], "hpctrain[cuda12x]" in message[2]) == ("bad", True)
 
 
 def test_an_mpi_that_claims_cuda_and_crashes():
     way = Verdict("ipc", "ipc", "staged", "a device pointer given to MPI: a crash")
     reported = ProbeResult(way, "take the site's build", {"same_gpu": ProbeTrial(True, False)})
-    message = result(gpus.check_gpus(FOUR, 4, "cupy 14", reported, {}), "CUDA-aware MPI")
+    message = result(node.check_gpus(FOUR, 4, "cupy 14", reported, {}), "CUDA-aware MPI")
     assert message[0] == "slow"
     assert "a crash" in message[1]
     assert message[2] == "take the site's build"
     best = ProbeResult(Verdict("cuda-aware", "cuda-aware", "gdr", "device pointers arrived"))
-    assert result(gpus.check_gpus(FOUR, 4, "cupy 14", best, {}), "CUDA-aware MPI")[0] == "ok"
+    assert result(node.check_gpus(FOUR, 4, "cupy 14", best, {}), "CUDA-aware MPI")[0] == "ok"
 
 
 def test_gdr():
-    assert gpus.check_gdr(GdrState("dmabuf", available=True)).verdict == "ok"
-    assert gpus.check_gdr(GdrState("no", "modprobe", available=False)) == Check(
+    assert node.check_gdr(GdrState("dmabuf", available=True)).verdict == "ok"
+    assert node.check_gdr(GdrState("no", "modprobe", available=False)) == Check(
         "GPUDirect RDMA", "note", "no: no", "modprobe"
     )
 

@@ -17,7 +17,7 @@ from hpctrain import collectives
 from hpctrain import world as worlds
 from hpctrain.hardware.nics import Nic
 from hpctrain.tools.doctor import show
-from hpctrain.tools.doctor.check import Check, node_list
+from hpctrain.tools.doctor.check import Check, compute_median_mad, node_list
 from hpctrain.tools.doctor.job import (
     binding,
     consistency,
@@ -28,7 +28,6 @@ from hpctrain.tools.doctor.job import (
 )
 from hpctrain.tools.doctor.job.consistency import RankFacts, facts_from_table
 from hpctrain.tools.doctor.job.cores import CoreTiming
-from hpctrain.tools.doctor.job.outliers import compute_median_mad
 from hpctrain.tools.doctor.job.output_folder import FolderState
 from hpctrain.tools.doctor.job.ping_pong import Ping
 from hpctrain.tools.doctor.job.result import JobResult, gather_json

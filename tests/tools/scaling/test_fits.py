@@ -22,7 +22,7 @@ from hpctrain.tools.scaling.forecast import (
 )
 from hpctrain.tools.scaling.results import SizeTrials
 from hpctrain.tools.scaling.statistics import estimate_mean, quantile
-from hpctrain.tools.scaling.world_sizes import Size
+from hpctrain.tools.scaling.trial_recipe import Size
 from hpctrain.tuning.model.loggp import Cluster
 
 ITEM, TWO = math.tan(0.475 * math.pi), 0.95 * math.sqrt(2 / (1 - 0.95**2))

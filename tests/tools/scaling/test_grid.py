@@ -6,7 +6,7 @@ import pytest
 
 from hpctrain.core.errors import UsageError
 from hpctrain.tools.scaling import trial_recipe
-from hpctrain.tools.scaling.world_sizes import Size
+from hpctrain.tools.scaling.trial_recipe import Size
 from hpctrain.training import recipe
 
 CHANGES = ["mesh.pipe=2", "optimizer.micro_batches=2"]

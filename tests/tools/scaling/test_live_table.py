@@ -16,8 +16,8 @@ from hpctrain.tools.scaling.collect import Gap, TrialResult
 from hpctrain.tools.scaling.output import live_table
 from hpctrain.tools.scaling.output.live_table import FAILED, RUNNING, WAITING, LiveView, TrialStatus
 from hpctrain.tools.scaling.study import StudyFolder
+from hpctrain.tools.scaling.trial_recipe import Size
 from hpctrain.tools.scaling.trials import runner, slurm_runner
-from hpctrain.tools.scaling.world_sizes import Size
 
 ITEM, TWO, FOUR = Size(1), Size(2), Size(4)
 OF = study((1, 2, 4), repeats=2)

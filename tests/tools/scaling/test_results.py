@@ -32,10 +32,9 @@ from hpctrain.tools.scaling.output.live_table import LiveView
 from hpctrain.tools.scaling.output.plots import page
 from hpctrain.tools.scaling.results import evaluate
 from hpctrain.tools.scaling.study import StudyFolder, lock_folder
-from hpctrain.tools.scaling.trial_recipe import Timing
+from hpctrain.tools.scaling.trial_recipe import Size, Timing
 from hpctrain.tools.scaling.trials import local_runner
 from hpctrain.tools.scaling.trials import runner as trial_runner
-from hpctrain.tools.scaling.world_sizes import Size
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 SERIAL = 0.2

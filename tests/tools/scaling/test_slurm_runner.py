@@ -19,9 +19,8 @@ from hpctrain.core.errors import HpctrainError, UsageError
 from hpctrain.tools.scaling import collect
 from hpctrain.tools.scaling.output.live_table import LiveView
 from hpctrain.tools.scaling.study import StudyFolder
-from hpctrain.tools.scaling.trial_recipe import Timing
+from hpctrain.tools.scaling.trial_recipe import Size, Timing
 from hpctrain.tools.scaling.trials import runner, slurm_runner
-from hpctrain.tools.scaling.world_sizes import Size
 from hpctrain.training import recipe
 
 JOB = {"site": None, "time": "10", "gpus_per_node": 0, "cpus_per_task": None, "options": {}}

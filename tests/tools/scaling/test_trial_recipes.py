@@ -14,10 +14,9 @@ from hpctrain.core.errors import UsageError
 from hpctrain.data import Dataset, resize_training_set
 from hpctrain.data.dataset import Split
 from hpctrain.tools.scaling import study as studies
-from hpctrain.tools.scaling import trial_recipe, world_sizes
-from hpctrain.tools.scaling.trial_recipe import Timing
+from hpctrain.tools.scaling import trial_recipe
+from hpctrain.tools.scaling.trial_recipe import Size, Timing
 from hpctrain.tools.scaling.trials import local_runner
-from hpctrain.tools.scaling.world_sizes import Size
 from hpctrain.training import recipe
 
 #: --ranks, --nodes, --ranks-per-node, --on: the sizes
@@ -36,7 +35,7 @@ TYPED = {
 
 @pytest.mark.parametrize("typed", TYPED, ids=str)
 def test_sizes(typed):
-    assert world_sizes.parse_sizes(*typed) == [Size(*item) for item in TYPED[typed]]
+    assert trial_recipe.parse_sizes(*typed) == [Size(*item) for item in TYPED[typed]]
 
 
 REFUSED = {
@@ -55,14 +54,14 @@ REFUSED = {
 @pytest.mark.parametrize("typed", REFUSED, ids=str)
 def test_sizes_that_cannot_be(typed):
     with pytest.raises(UsageError, match=REFUSED[typed]):
-        world_sizes.parse_sizes(*typed)
+        trial_recipe.parse_sizes(*typed)
 
 
 @pytest.mark.parametrize("ranks, cores, threads, share", [
     (2, 2, 1, 1.0), (4, 2, 1, 2.0), (2, 2, 2, 2.0), (1, 8, 4, 1.0), (64, None, 1, 1.0),
 ])  # fmt: skip
 def test_oversubscription(ranks, cores, threads, share):
-    assert world_sizes.ranks_per_core(Size(ranks), cores, threads) == share
+    assert trial_recipe.ranks_per_core(Size(ranks), cores, threads) == share
 
 
 FULL = """

@@ -20,8 +20,7 @@ import numpy as np
 
 from hpctrain.hardware import quota
 from hpctrain.hardware.pci import parse_core_list
-from hpctrain.tools.doctor.check import Check
-from hpctrain.tools.doctor.job.outliers import compute_median_mad
+from hpctrain.tools.doctor.check import Check, compute_median_mad
 from hpctrain.tools.doctor.node import MORE_CPU_TIME
 from hpctrain.transport.placement.check import FEWER_THREADS_REMEDY, RankBinding
 from hpctrain.transport.placement.core_binding import bind_thread_to_core

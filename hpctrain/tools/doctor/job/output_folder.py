@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from hpctrain.tools.doctor.check import Check, Verdict, node_list
-from hpctrain.tools.doctor.job.outliers import compute_median_mad
+from hpctrain.tools.doctor.check import Check, Verdict, compute_median_mad, node_list
 from hpctrain.transport.shared_memory.dev_shm import GIB, MIB
 
 PROBE_PREFIX, WORD_FILE = ".hpctrain-doctor-", "word"

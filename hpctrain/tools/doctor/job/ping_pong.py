@@ -16,7 +16,7 @@ with the number of pairs, there 17,920: rank 0 shows the worst pairs, --json kee
 A rank whose best link is much slower than usual is slow itself, or its node or adapter is slow. Its
 links are left out when the links between the other ranks are compared.
 
-Source of the tournament: the circle method, Kirkman 1847. Source of the limits: see outliers.py.
+Source of the tournament: the circle method, Kirkman 1847. Source of the limits: see check.py.
 """
 
 from __future__ import annotations
@@ -29,8 +29,14 @@ import numpy as np
 
 from hpctrain.collectives import all_gather_short
 from hpctrain.hardware.nics import Nic, fastest_port
-from hpctrain.tools.doctor.check import Check, Verdict, node_list
-from hpctrain.tools.doctor.job.outliers import MIN_RELATIVE_MARGIN, MedianMad, compute_median_mad
+from hpctrain.tools.doctor.check import (
+    MIN_RELATIVE_MARGIN,
+    Check,
+    MedianMad,
+    Verdict,
+    compute_median_mad,
+    node_list,
+)
 from hpctrain.transport.link import Link
 from hpctrain.transport.pace import Pace
 from hpctrain.tuning.measure import ping_pong
@@ -230,7 +236,7 @@ class SlowLinks:
     def find(
         cls, times: Mapping[tuple[int, int], float], margin: float = MIN_RELATIVE_MARGIN
     ) -> SlowLinks:
-        """Find slow ranks and links; `times` are seconds by pair; outliers.py explains `margin`.
+        """Find slow ranks and links; `times` are seconds by pair; check.py explains `margin`.
 
         The P (P - 1) / 2 links of P ranks are passed once, since all ranks wait for rank 0.
         """

@@ -27,7 +27,7 @@ from hpctrain.tools.scaling.collect import Gap, TrialResult
 from hpctrain.tools.scaling.output import live_table, tables
 from hpctrain.tools.scaling.results import SizeTrials, group_trials
 from hpctrain.tools.scaling.study import Study, TrialKey
-from hpctrain.tools.scaling.world_sizes import Size
+from hpctrain.tools.scaling.trial_recipe import Size
 
 WAITING, SUBMITTED, RUNNING = "waiting", "submitted", "running"
 MEASURED, FAILED = "measured", "failed"

@@ -23,7 +23,7 @@ from hpctrain.core.errors import UsageError
 from hpctrain.core.interpreter import module_command
 from hpctrain.tools.scaling.collect import LEVELS
 from hpctrain.tools.scaling.study import Study
-from hpctrain.tools.scaling.world_sizes import Size
+from hpctrain.tools.scaling.trial_recipe import Size
 
 PLACES = ("local", "netlab", "slurm")
 LIMIT_S = 3600.0  #: a trial that takes longer is ended; one that hangs is ended by its own watch

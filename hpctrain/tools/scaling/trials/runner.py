@@ -22,9 +22,8 @@ from hpctrain.tools.scaling import collect, trial_recipe
 from hpctrain.tools.scaling.collect import Gap, TrialResult
 from hpctrain.tools.scaling.output.live_table import RUNNING, LiveView, TrialStatus
 from hpctrain.tools.scaling.study import Study, StudyFolder, TrialKey
-from hpctrain.tools.scaling.trial_recipe import Timing
+from hpctrain.tools.scaling.trial_recipe import Size, Timing
 from hpctrain.tools.scaling.trials import local_runner
-from hpctrain.tools.scaling.world_sizes import Size
 from hpctrain.training.recipe import Recipe
 from hpctrain.tuning.model.loggp import Wire
 

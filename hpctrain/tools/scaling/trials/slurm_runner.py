@@ -34,7 +34,7 @@ from hpctrain.tools.scaling import collect, trial_recipe
 from hpctrain.tools.scaling.collect import Gap, TrialResult
 from hpctrain.tools.scaling.output.live_table import RUNNING, SUBMITTED, LiveView, TrialStatus
 from hpctrain.tools.scaling.study import Study, StudyFolder, TrialKey
-from hpctrain.tools.scaling.world_sizes import Size
+from hpctrain.tools.scaling.trial_recipe import Size
 from hpctrain.training.recipe import Recipe
 
 TIME = "0:30:00"  #: of each job, unless one is asked for
