@@ -101,7 +101,7 @@ class BoundParameters:
             raise UsageError(
                 "module: expected the parameters with which the Trainer was made, frozen or not as "
                 f"they were, seen {', '.join(changes[:3])}{more}; close this Trainer and make a "
-                "new one"
+                "new one, or use ht.torch.sync, which follows such changes"
             )
 
     def _is_same(self) -> bool:
