@@ -32,6 +32,10 @@ OPTION_ROWS = {
         "lr": 0.1, "momentum": 0.5, "dampening": 0.3, "weight_decay": 0.1, "nesterov": True,
         "maximize": True, "foreach": True, "fused": True,
     }),
+    "ASGD": (0.3, {"lambd": 0.1}, {
+        "lr": 0.1, "lambd": 0.5, "alpha": 0.2, "t0": 3.0, "weight_decay": 0.2, "maximize": True,
+        "foreach": True,
+    }),
     "Adam": (0.05, {"weight_decay": 0.01}, {
         "lr": 0.01, "betas": (0.7, 0.9), "eps": 0.1, "weight_decay": 0.2, "amsgrad": True,
         "maximize": True, "foreach": True, "fused": True, "decoupled_weight_decay": True,
@@ -44,16 +48,20 @@ OPTION_ROWS = {
         "lr": 0.01, "betas": (0.7, 0.9), "eps": 0.1, "weight_decay": 0.2, "maximize": True,
         "foreach": True,
     }),
+    "NAdam": (0.05, {"weight_decay": 0.01}, {
+        "lr": 0.01, "betas": (0.7, 0.9), "eps": 0.1, "weight_decay": 0.2, "momentum_decay": 0.5,
+        "decoupled_weight_decay": True, "maximize": True, "foreach": True,
+    }),
+    "RAdam": (0.05, {"weight_decay": 0.01}, {
+        "lr": 0.01, "betas": (0.7, 0.9), "eps": 0.1, "weight_decay": 0.2, "maximize": True,
+        "foreach": True, "decoupled_weight_decay": True,
+    }),
     "Adagrad": (0.1, {}, {
         "lr": 0.05, "lr_decay": 0.2, "weight_decay": 0.2, "eps": 0.1, "maximize": True,
         "initial_accumulator_value": 0.1, "foreach": True, "fused": True,
     }),
     "Adadelta": (1.0, {}, {
         "lr": 0.5, "rho": 0.5, "eps": 1e-3, "weight_decay": 0.2, "maximize": True, "foreach": True,
-    }),
-    "RAdam": (0.05, {"weight_decay": 0.01}, {
-        "lr": 0.01, "betas": (0.7, 0.9), "eps": 0.1, "weight_decay": 0.2, "maximize": True,
-        "foreach": True, "decoupled_weight_decay": True,
     }),
     "RMSprop": (0.01, {}, {
         "lr": 0.02, "alpha": 0.5, "eps": 0.1, "weight_decay": 0.2, "momentum": 0.5,
@@ -67,6 +75,7 @@ OPTION_ROWS = {
 ROWS = [(name, option) for name, (_, _, options) in OPTION_ROWS.items() for option in options]
 FOR_ALL_GROUPS = {"initial_accumulator_value"}  #: read by the constructor alone
 WAYS = ("foreach", "fused")  #: options that change how a step is computed, not its result
+FOR_STATES = {"t0"}  #: options that change the state alone
 NAMES = list(OPTION_ROWS)
 
 
@@ -89,7 +98,7 @@ def test_each_option_of_a_group_is_used(row, engine):
     expected = train_plainly(prepare)
     ranks, kind = ENGINES[engine]
     assert difference(train(prepare, ranks, kind), expected) <= LIMIT
-    if option not in WAYS:  # the row shows something
+    if option not in {*WAYS, *FOR_STATES}:  # the row shows something
         assert difference([train_plainly(preparation(name))], expected) > 1e-6
 
 
@@ -151,15 +160,16 @@ def test_the_first_update_continues_from_the_states_of_the_optimizer(source, nam
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", ["Adam", "NAdam", "ASGD"])
 @pytest.mark.parametrize("saved", ["one rank", "2 ranks, sharded", "a server"])
-def test_a_resumed_training_ends_as_one_without_an_end(tmp_path, saved, engine):
+def test_a_resumed_training_ends_as_one_without_an_end(tmp_path, saved, name, engine):
     """With states that were loaded, and a head with fewer updates than the other layers."""
     before = make_net()
-    optimizer = make("Adam", before)
+    optimizer = make(name, before)
     step_plainly(before, optimizer, 3)
 
     def prepare(net, first=0):
-        own = make("Adam", net)
+        own = make(name, net)
         own.load_state_dict(copy.deepcopy(optimizer.state_dict()))
         net.uses_head, net.calls = (lambda step: (first + step) % 3 == 2), 0
         return own, lambda own: optim.lr_scheduler.StepLR(own, 3)
@@ -172,6 +182,23 @@ def test_a_resumed_training_ends_as_one_without_an_end(tmp_path, saved, engine):
         lambda net: prepare(net, half), *ENGINES[engine], net=before, resume=True, **run
     )
     assert difference(resumed, expected) <= LIMIT
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_optimizer_is_given_the_states(name):
+    """With t0, on which nothing but the averages of ASGD depends."""
+    optimizers = []
+
+    def prepare(net):
+        optimizers.append(make(name, net, **({"t0": 3.0} if name == "ASGD" else {})))
+        return optimizers[-1], None
+
+    net = make_net(lambda step: step == 2)
+    train_plainly(prepare, net=net)
+    train(prepare, 2, net=net)
+    plain, *own = [optimizer.state_dict()["state"] for optimizer in optimizers]
+    for states in own:
+        torch.testing.assert_close(states, plain, rtol=LIMIT, atol=LIMIT)
 
 
 def test_a_float32_state_is_continued_in_float64():

@@ -12,6 +12,7 @@ tests/guests/test_attributes_optimizers.py fails.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,12 +20,16 @@ from torch.optim import optimizer as hooks_of_all
 
 from hpctrain.core.errors import UsageError
 
-#: Classes that treat each element by itself, whose state has the shape of parameters.
-ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adamax", "Adagrad", "Adadelta", "RAdam", "RMSprop", "Rprop")
+#: Classes that treat each element by itself: a state has the shape of parameters, or is a number.
+ELEMENTWISE = (
+    "SGD", "ASGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop",
+    "Rprop",
+)  # fmt: skip
+#: On CPUs one pass over memory instead of several: AdamW takes a ninth of the time.
+FUSED = ("SGD", "Adam", "AdamW", "Adagrad")
 CLASSES = {
     **dict.fromkeys(ELEMENTWISE, "used"),
     **dict.fromkeys(("Adafactor", "LBFGS", "Muon", "SparseAdam"), "refused"),  # whole tensors
-    **dict.fromkeys(("ASGD", "NAdam"), "refused"),  # numbers per parameter in their state
     "Optimizer": "refused",  # subclasses of the user's own
 }
 OPTIONS = {
@@ -32,6 +37,7 @@ OPTIONS = {
     **dict.fromkeys(("momentum", "dampening", "nesterov"), "used"),  # SGD
     **dict.fromkeys(("betas", "amsgrad", "decoupled_weight_decay"), "used"),  # Adam and others
     **dict.fromkeys(("lr_decay", "initial_accumulator_value"), "used"),  # Adagrad
+    **dict.fromkeys(("lambd", "t0", "momentum_decay"), "used"),  # ASGD and NAdam
     **dict.fromkeys(("rho", "alpha", "centered", "etas", "step_sizes"), "used"),  # others
     "capturable": "refused",
     "differentiable": "refused",
@@ -86,6 +92,14 @@ def check_options(optimizer: torch.optim.Optimizer) -> None:
                 f"optimizer: expected {type(optimizer).__name__} as PyTorch makes it, seen another "
                 f"'{name}'; with ht.torch.sync it works"
             )
+
+
+def is_fused(optimizer: torch.optim.Optimizer, options: Mapping[str, Any]) -> bool:
+    """Return whether an update with `options` is one pass: where the user leaves it open."""
+    if options.get("fused") is not None or type(optimizer).__name__ not in FUSED:
+        return bool(options.get("fused"))
+    values = [x for v in options.values() for x in (v if isinstance(v, tuple) else (v,))]
+    return not options["foreach"] and not any(isinstance(x, torch.Tensor) for x in values)
 
 
 def announced_attributes(optimizer: torch.optim.Optimizer) -> list[str]:

@@ -18,13 +18,12 @@ import numpy as np
 import torch
 
 from hpctrain.core.errors import UsageError
-from hpctrain.core.xp import Array, address_of
+from hpctrain.core.xp import Array, address_of, to_host
 from hpctrain.optim.absent import Ranges
 from hpctrain.optim.optimizer import State
 from hpctrain.torch.modules.inputs import as_tensor
+from hpctrain.torch.modules.optimizers.attributes import is_fused
 
-#: On CPUs one pass over memory instead of several: AdamW takes a ninth of the time.
-FUSED = ("SGD", "Adam", "AdamW", "Adagrad")
 HOOKS_REFUSED = (
     "optimizer: hooks of its steps need the module's own parameters, all of them; expected the "
     "engine allreduce without shard_optimizer, share_parameters and priority, or local-sgd; or "
@@ -58,6 +57,14 @@ class Span(NamedTuple):
     is_new: bool  #: whether the first step makes its state
 
 
+class StateNames(NamedTuple):
+    """The names in the state of a parameter."""
+
+    planes: list[str]
+    numbers: list[str]  #: one of the parameter, which each element of a plane has
+    all: list[str]  #: with "step" where PyTorch has it
+
+
 class BoundOptimizer:
     """The updates of an array of parameters."""
 
@@ -67,13 +74,13 @@ class BoundOptimizer:
         pieces: Sequence[Piece],
         param: Array,
         state: State,
-        names: Sequence[Sequence[str]],
+        names: Sequence[StateNames],
         is_own: bool,
     ):
         """Before the first update the state is that of `source`, the user's optimizer.
 
-        `names`: of the states of each group, with "step" where PyTorch has it. `is_own`: whether
-        `source` itself steps, with its own parameters, options and hooks.
+        `names`: of the states of each group. `is_own`: whether `source` itself steps, with its own
+        parameters, options and hooks.
         """
         self.state, self.is_own = state, is_own
         self._source, self.pieces, self._param, self._names = source, pieces, param, names
@@ -112,14 +119,15 @@ class BoundOptimizer:
             views = self._planes_of(piece.group, piece.elements).items()
             shape = piece.parameter.shape
             values = {name: view.clone().view(shape) for name, view in views}
-            if count and "step" in self._names[piece.group]:
+            values.update(self._numbers_of(piece))
+            if count and "step" in self._names[piece.group].all:
                 values["step"] = torch.tensor(float(count))
             if count:
                 self._source.state[piece.parameter] = values
 
     def _take_state(self, piece: Piece) -> None:
         """Copy the state of a parameter in the user's optimizer, and its count."""
-        state, names = self._source.state.get(piece.parameter, {}), self._names[piece.group]
+        state, names = self._source.state.get(piece.parameter, {}), self._names[piece.group].all
         values = {name: state[name] for name in names if state.get(name) is not None}
         if not values:
             return
@@ -130,6 +138,8 @@ class BoundOptimizer:
             )
         for name, view in self._planes_of(piece.group, piece.elements).items():
             view.copy_(values[name].detach().reshape(-1)[piece.part])
+        for name in self._names[piece.group].numbers:
+            self.state[name][piece.elements] = float(values[name])
         self.state["step"][piece.place] = int(values.get("step", 1))
         self._with_state.add(piece.place)
 
@@ -143,13 +153,14 @@ class BoundOptimizer:
         """Make the tensors, an optimizer for them, and its states in the planes."""
         counts = self._expected = self.state["step"][self._places]
 
-        def key(i: int) -> tuple[int, ...]:
+        def key(i: int) -> tuple[float, ...]:
             piece = self.pieces[i]
             # Without epsilon the gap behind a parameter would become 0 / 0.
             is_single = self.is_own or options[piece.group].get("eps", 1) == 0
             is_new = not counts[i] and piece.place not in self._with_state
             run = i if is_single else piece.slot - i  # equal for neighbours
-            return piece.group, int(counts[i]), is_new, i in absent, run
+            numbers = tuple(map(float, self._numbers_of(piece).values()))
+            return piece.group, int(counts[i]), is_new, i in absent, run, *numbers
 
         parts = [(list(own), first[2]) for first, own in groupby(range(len(self.pieces)), key)]
         self._spans = [self._make_span(range(p[0], p[-1] + 1), bool(new)) for p, new in parts]
@@ -181,10 +192,12 @@ class BoundOptimizer:
         """Let the state of a span lie in the planes."""
         state = self._optimizer.state[span.tensor]
         state.update(self._planes_of(span.group, span.elements, span.tensor.shape))
-        if "step" in self._names[span.group]:
-            device = span.tensor.device if is_fused(self._source, options) else "cpu"
-            count = float(self._expected[span.pieces[0]])
-            state["step"] = torch.tensor(count, device=device)
+        numbers = self._numbers_of(self.pieces[span.pieces[0]])
+        if "step" in self._names[span.group].all:
+            numbers["step"] = torch.tensor(float(self._expected[span.pieces[0]]))
+        is_moved = is_fused(self._source, options) or isinstance(self._source, torch.optim.ASGD)
+        device = span.tensor.device if is_moved else "cpu"  # as PyTorch makes them
+        state.update({name: number.to(device) for name, number in numbers.items()})
 
     def _set_options(self, options: list[dict[str, Any]], absent: set[int]) -> None:
         """Write the options of this update into the groups."""
@@ -205,24 +218,39 @@ class BoundOptimizer:
         self._expected = self.state["step"][self._places]
         for i, span in enumerate(self._spans):
             state = self._optimizer.state.get(span.tensor, {})
-            if span.is_new and span.pieces[0] not in absent:
-                for name, view in self._planes_of(
-                    span.group, span.elements, span.tensor.shape
-                ).items():
-                    state[name] = view.copy_(state[name])
-                self._spans[i] = span._replace(is_new=False)
-            names = self._names[span.group]
+            names = self._names[span.group].all
+            if span.pieces[0] not in absent:
+                self._keep_state(span, state)
+                if span.is_new:
+                    self._spans[i] = span._replace(is_new=False)
             if len(state) > len(names) and not self.is_own:
                 raise UsageError(
                     f"schedule: expected options that keep a state of {', '.join(names) or 'none'}"
                     f", seen one with {', '.join(state)}; begin with the option that needs it"
                 )
 
+    def _keep_state(self, span: Span, state: dict[str, torch.Tensor]) -> None:
+        """Write into the planes what an update made, or does not write there itself."""
+        if span.is_new:
+            planes = self._planes_of(span.group, span.elements, span.tensor.shape)
+            state.update({name: view.copy_(state[name]) for name, view in planes.items()})
+        for name in self._names[span.group].numbers:
+            for i in span.pieces:
+                self.state[name][self.pieces[i].elements] = float(state[name])
+
+    def _numbers_of(self, piece: Piece) -> dict[str, torch.Tensor]:
+        """Return the numbers in the state of a piece, in the dtypes of the user's optimizer."""
+        numbers, given = {}, self._source.state.get(piece.parameter, {})
+        for name in self._names[piece.group].numbers:
+            value = float(to_host(self.state[name][piece.elements.start]))
+            numbers[name] = torch.tensor(value, dtype=given[name].dtype if given else None)
+        return numbers
+
     def _planes_of(
         self, group: int, elements: slice, shape: Sequence[int] = (-1,)
     ) -> dict[str, torch.Tensor]:
         """Return the planes of the state of a range, as tensors of `shape`."""
-        names = [name for name in self._names[group] if name != "step"]
+        names = self._names[group].planes
         return {name: as_tensor(self.state[name][elements]).view(tuple(shape)) for name in names}
 
     def _views_of(self, grad: Array) -> list[torch.Tensor]:
@@ -236,17 +264,9 @@ class BoundOptimizer:
         return views
 
 
-def is_fused(optimizer: torch.optim.Optimizer, options: Mapping[str, Any]) -> bool:
-    """Return whether an update with `options` is one pass: where the user leaves it open."""
-    if options.get("fused") is not None or type(optimizer).__name__ not in FUSED:
-        return bool(options.get("fused"))
-    values = [x for v in options.values() for x in (v if isinstance(v, tuple) else (v,))]
-    return not options["foreach"] and not any(isinstance(x, torch.Tensor) for x in values)
-
-
 def find_state_names(
     like: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]
-) -> list[list[str]]:
+) -> list[StateNames]:
     """Return the names of the state of each group's parameters: those that a first update makes."""
     names = []
     for group in groups:
@@ -254,7 +274,10 @@ def find_state_names(
         p.grad = torch.ones(1)
         optimizer = _make(like, [{"params": [p], **group}])
         _step_without_hooks(optimizer)
-        names.append(sorted(name for name, x in optimizer.state[p].items() if x is not None))
+        state = {name: x for name, x in sorted(optimizer.state[p].items()) if x is not None}
+        planes = [name for name, x in state.items() if x.shape == p.shape]
+        numbers = [name for name in state if name not in ("step", *planes)]
+        names.append(StateNames(planes, numbers, list(state)))
     return names
 
 

@@ -53,7 +53,7 @@ class FlatOptimizer:
     def init(self, param: Array) -> State:
         """Return the state of `param`."""
         self._bound.clear()
-        names = sorted({name for names in self._state_names for name in names} - {"step"})
+        names = sorted({name for names in self._state_names for name in names.all} - {"step"})
         state = initial_state(param, names)
         return {**state, "step": np.zeros(1 + len(self._parameters), np.int64)}
 
