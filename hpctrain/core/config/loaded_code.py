@@ -1,15 +1,58 @@
-"""Comparison of a module that a program has imported by itself with the source in its file."""
+"""The code that modules of a recipe run: loaded from its source, and hashed as it runs."""
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import os
 import sys
+from collections.abc import Mapping
 from importlib.machinery import SourceFileLoader, SourcelessFileLoader
+from pathlib import Path
 from types import CodeType, ModuleType
+from typing import Any
+
+from hpctrain.core import files
+from hpctrain.core.errors import UsageError
+from hpctrain.core.opening import NAMED
+
+MODULE_BYTES = 1 << 30  #: of a module's file at most; extensions are large
 
 
-def runs_source(module: ModuleType, loader: SourceFileLoader, source: bytes) -> bool:
+class SourceLoader(SourceFileLoader):
+    """The loader of a module from its source, without its bytecode."""
+
+    def path_stats(self, path: Any) -> Mapping[str, Any]:
+        """Raise OSError: without the time of a source, Python neither reads nor writes bytecode."""
+        raise OSError
+
+    def source_to_code(self, data: Any, path: Any) -> Any:  # type: ignore[override]
+        """Compile the source, and keep its SHA-256: the file may be changed later."""
+        self.sha256 = hashlib.sha256(data).hexdigest()
+        return super().source_to_code(data, path)
+
+
+def hash_module(name: str, file: Path) -> str:
+    """Return the SHA-256 of the source that runs as module `name` in this process, else of `file`.
+
+    Raises UsageError for a module that the program has imported by itself, and that runs other code
+    than its file holds.
+    """
+    module = sys.modules.get(name)
+    spec = getattr(module, "__spec__", None)
+    loader = spec.loader if spec and spec.origin == str(file) else None
+    if isinstance(loader, SourceLoader):
+        return loader.sha256
+    data = files.read_bytes(file, MODULE_BYTES, NAMED)
+    if module and type(loader) is SourceFileLoader and not _runs_source(module, loader, data):
+        raise UsageError(
+            f"module {name} runs other code than its file {file}, which was changed after the "
+            "import or replaced by bytecode: start the program again, without __pycache__"
+        )
+    return hashlib.sha256(data).hexdigest()
+
+
+def _runs_source(module: ModuleType, loader: SourceFileLoader, source: bytes) -> bool:
     """Return whether a module that Python's own `loader` imported runs `source`.
 
     Python does not keep a module's statements: its functions are compared, and the bytecode of the

@@ -11,7 +11,6 @@ Python would run bytecode in __pycache__ in their place, which may be of other c
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import importlib.util
 import inspect
@@ -27,7 +26,6 @@ from importlib.machinery import (
     FileFinder,
     ModuleSpec,
     PathFinder,
-    SourceFileLoader,
     SourcelessFileLoader,
 )
 from pathlib import Path
@@ -35,12 +33,10 @@ from types import ModuleType
 from typing import Any
 
 from hpctrain.core import config, files
-from hpctrain.core.config.loaded_code import runs_source
+from hpctrain.core.config.loaded_code import SourceLoader, hash_module
 from hpctrain.core.errors import UsageError
-from hpctrain.core.opening import NAMED
 
 STANDARD = sys.stdlib_module_names | {"__main__", "test"}
-MODULE_BYTES = 1 << 30  #: of a module's file at most; extensions are large
 EXPECTED_FUNCTION = "expected a function of a module beside the recipe or of an installed package"
 
 
@@ -182,7 +178,7 @@ def _hashes(targets: Sequence[tuple[str, str]], folder: str) -> dict[str, str]:
     for place, target in targets:
         name = _parts(target, place)[0]
         _must_be_users(name, _place_text(place, target), folder)
-        hashes |= {module: _sha256(module, file) for module, file in sources(name, folder).items()}
+        hashes |= {name: hash_module(name, file) for name, file in sources(name, folder).items()}
     return hashes
 
 
@@ -239,21 +235,8 @@ def _recipe_spec(top: str, folder: str) -> ModuleSpec | None:
     return PathFinder.find_spec(top, [path])
 
 
-class _SourceLoader(SourceFileLoader):
-    """The loader of a module from its source, without its bytecode."""
-
-    def path_stats(self, path: Any) -> Mapping[str, Any]:
-        """Raise OSError: without the time of a source, Python neither reads nor writes bytecode."""
-        raise OSError
-
-    def source_to_code(self, data: Any, path: Any) -> Any:  # type: ignore[override]
-        """Compile the source, and keep its SHA-256: the file may be changed later."""
-        self.sha256 = hashlib.sha256(data).hexdigest()
-        return super().source_to_code(data, path)
-
-
 class _SourceFinder(FileFinder):
-    """The finder of the modules in a folder, and in the packages there, for `_SourceLoader`."""
+    """The finder of the modules in a folder, and in the packages there, for `SourceLoader`."""
 
     def find_spec(self, fullname: str, target: ModuleType | None = None) -> ModuleSpec | None:
         spec = super().find_spec(fullname, target)
@@ -268,7 +251,7 @@ def _load_from_source(folder: str) -> None:
         sys.path_importer_cache[folder] = _SourceFinder(
             folder,
             (ExtensionFileLoader, EXTENSION_SUFFIXES),
-            (_SourceLoader, SOURCE_SUFFIXES),
+            (SourceLoader, SOURCE_SUFFIXES),
             (SourcelessFileLoader, BYTECODE_SUFFIXES),
         )
 
@@ -290,19 +273,3 @@ def _import(name: str, location: str, folder: str) -> ModuleType:
     except ImportError as error:
         places = f"looked in {folder} and the installed packages"
         raise UsageError(f"{location}: {error}; {places}") from error
-
-
-def _sha256(module: str, file: Path) -> str:
-    """Return the SHA-256 of the source that runs as `module` in this process, else of its file."""
-    loaded = sys.modules.get(module)
-    spec = getattr(loaded, "__spec__", None)
-    loader = spec.loader if spec and spec.origin == str(file) else None
-    if isinstance(loader, _SourceLoader):
-        return loader.sha256
-    data = files.read_bytes(file, MODULE_BYTES, NAMED)
-    if loaded and type(loader) is SourceFileLoader and not runs_source(loaded, loader, data):
-        raise UsageError(
-            f"module {module} runs other code than its file {file}, which was changed after the "
-            "import or replaced by bytecode: start the program again, without __pycache__"
-        )
-    return hashlib.sha256(data).hexdigest()
