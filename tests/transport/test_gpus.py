@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import fakes
@@ -119,7 +120,7 @@ class Cupy:
         return f"0000:{0x13 + ordinal:02X}:00.0"
 
     def device(self, ordinal):
-        return SimpleNamespace(use=lambda: self.used.append(ordinal))
+        return SimpleNamespace(use=lambda: self.used.append(ordinal), compute_capability="90")
 
 
 @pytest.fixture
@@ -184,6 +185,39 @@ def test_without_cupy_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "cupy", None)
     with pytest.raises(UsageError, match=r"hpctrain\[cuda12x\]"):
         gpus.visible_gpus("gpu")
+
+
+def _driver_of(*capabilities):
+    """Return a driver's library, with a GPU for each compute capability."""
+
+    def get_count(count):
+        count._obj.value = len(capabilities)
+
+    def get_attribute(value, attribute, device):
+        value._obj.value = divmod(capabilities[device], 10)[attribute - 75]
+
+    return SimpleNamespace(
+        cuInit=lambda flags: 0, cuDeviceGetCount=get_count, cuDeviceGetAttribute=get_attribute
+    )
+
+
+@pytest.mark.parametrize("capabilities, extra", [((70,), 12), ((90, 70), 12), ((75, 100), 13)])
+def test_a_gpu_older_than_the_compiler_of_cuda_13(monkeypatch, capabilities, extra):
+    """A driver for CUDA 13 serves Volta; CUDA 13's compiler does not."""
+    monkeypatch.setattr(gpus, "driver_cuda_version", lambda: 13000)
+    monkeypatch.setattr(gpus.ctypes, "CDLL", lambda name: _driver_of(*capabilities))
+    with monkeypatch.context() as patch:
+        patch.setitem(__import__("sys").modules, "cupy", None)
+        with pytest.raises(UsageError, match=rf"hpctrain\[cuda{extra}x\]"):
+            gpus.use_gpu(0)
+
+
+@pytest.mark.parametrize("capability", ["70", "75"])
+def test_a_gpu_for_which_cupy_compiles_nothing_is_refused(gpu, monkeypatch, capability):
+    monkeypatch.setattr(fakes.cuda.Device, "compute_capability", capability)
+    refusal = r"GPU 0 has compute capability 7.0, .* 7.5 and newer: .*cuda13x; .*hpctrain\[cuda12x"
+    with pytest.raises(UsageError, match=refusal) if capability == "70" else nullcontext():
+        gpus.use_gpu(0)
 
 
 @pytest.mark.parametrize("variable, count", [("", 1), ("4", 4), ("none", 1)])

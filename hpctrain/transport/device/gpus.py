@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, Literal
@@ -25,6 +26,8 @@ Device = Literal["cpu", "gpu", "auto"]
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 #: {major version of CUDA: the extra of hpctrain that installs the CuPy for it}
 EXTRAS = {12: "cuda12x", 13: "cuda13x"}
+#: The lowest compute capability that the compiler of CUDA 13 knows; Volta has 70.
+LOWEST_CAPABILITY_OF_13 = 75
 
 
 @dataclass(frozen=True)
@@ -125,16 +128,24 @@ def visible_gpus(device: Device) -> tuple[Gpu, ...]:
 def use_gpu(ordinal: int) -> None:
     """Make the GPU current in this thread; every thread that uses the GPU must call this.
 
-    Raises UsageError if the GPU is unavailable: its compute mode may allow only one process.
+    Raises UsageError if the GPU is unavailable, since its compute mode may allow only one process,
+    or if CuPy has no compiler for it.
     """
-    cuda = cuda_runtime()
+    cuda, device = cuda_runtime(), import_cupy().cuda.Device(ordinal)
     try:
-        import_cupy().cuda.Device(ordinal).use()
+        device.use()
+        capability = int(device.compute_capability)
     except cuda.CUDARuntimeError as error:
         raise HereError(
             f"GPU {ordinal} cannot be used: {error}; if nvidia-smi shows the compute mode "
             "'E. Process', start one rank per GPU, MPS, or let it be set to DEFAULT"
         ) from None
+    if cuda.runtimeGetVersion() >= 13000 and capability < LOWEST_CAPABILITY_OF_13:
+        raise HereError(
+            f"GPU {ordinal} has compute capability {capability / 10}, and CuPy was made for CUDA "
+            f"13, which compiles for {LOWEST_CAPABILITY_OF_13 / 10} and newer: "
+            "pip uninstall cupy-cuda13x; pip install 'hpctrain[cuda12x]'"
+        )
 
 
 def cuda_runtime() -> Any:
@@ -233,7 +244,23 @@ def _startup_error_text(error: str, cupy_cuda_version: int) -> str:
 
 
 def _matching_extra() -> str:
-    return EXTRAS.get((driver_cuda_version() or 0) // 1000, EXTRAS[max(EXTRAS)])
+    major = (driver_cuda_version() or 0) // 1000
+    if major >= 13 and any(c < LOWEST_CAPABILITY_OF_13 for c in _query_capabilities()):
+        major = 12
+    return EXTRAS.get(major, EXTRAS[max(EXTRAS)])
+
+
+def _query_capabilities() -> Iterator[int]:
+    """Yield the compute capability of each visible GPU, 70 for 7.0, as the driver reports it."""
+    count, major, minor = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
+    with suppress(OSError, AttributeError):  # no driver
+        cuda = ctypes.CDLL("libcuda.so.1")
+        if cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)):
+            return
+        for i in range(count.value):
+            cuda.cuDeviceGetAttribute(ctypes.byref(major), 75, i)
+            cuda.cuDeviceGetAttribute(ctypes.byref(minor), 76, i)
+            yield 10 * major.value + minor.value
 
 
 def _format_version(version: int) -> str:
