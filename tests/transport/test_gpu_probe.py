@@ -49,6 +49,8 @@ VERDICTS = {
                      ("staged", "staged", "staged"), "CUDA IPC: cudaErrorInvalidValue", "docs"),
     "pointers but no IPC": ({"same_gpu": NO_IPC}, NO_GDR,
                             ("cuda-aware", "ipc", "staged"), "arrived", ""),
+    "a cure": ({"same_gpu": replace(CRASHED, cure="UCX_MEMTYPE_CACHE=n")}, NO_GDR,
+               ("ipc", "ipc", "staged"), "cache of memory types", "export UCX_MEMTYPE_CACHE=n"),
     "no job": ({"same_gpu": NEVER}, NO_GDR, ("ipc", "ipc", "staged"), "no slots", "doctor"),
 }  # fmt: skip
 
@@ -61,6 +63,27 @@ def test_judged(case):
     assert word in result.verdict.reason
     assert remedy in result.remedy
     assert verdicts.result_from_json(json.dumps(asdict(result))) == result
+
+
+UCX = replace(PLAIN, libraries=("/x/libucp.so.0", "/x/libuct_cuda.so.0"))
+#: the trial as it is, and with UCX_MEMTYPE_CACHE=n; variables -> the cure, how many trials
+CURES = {
+    "helps": (replace(CRASHED, claims=UCX), WORKS, {}, "UCX_MEMTYPE_CACHE=n", 2),
+    "does not help": (replace(CRASHED, claims=UCX), CRASHED, {}, "", 2),
+    "is there": (replace(CRASHED, claims=UCX), WORKS, {"UCX_MEMTYPE_CACHE": "n"}, "", 1),
+    "no CUDA in UCX": (CRASHED, WORKS, {}, "", 1),
+    "pointers work": (replace(WORKS, claims=UCX), WORKS, {}, "", 1),
+    "no job": (NEVER, WORKS, {}, "", 1),
+}
+
+
+@pytest.mark.parametrize("case", CURES)
+def test_a_trial_is_repeated_without_the_cache_of_memory_types(monkeypatch, case):
+    first, second, environ, cure, count = CURES[case]
+    trials = [first, second]
+    monkeypatch.setattr(jobs, "run_trial", lambda command, environ: trials.pop(0))
+    assert jobs.run_trial_and_cure([], environ) == replace(first, cure=cure)
+    assert len(trials) == 2 - count
 
 
 STAGED_ONLY = replace(CRASHED, staged=((1024, 3e-5), (65536, 5e-5)))

@@ -93,5 +93,8 @@ def _explain_failure(trial: ProbeTrial, environ: Mapping[str, str]) -> tuple[str
     if trial.claims is None:
         return f"no trial could be made: {trial.ended}", "run `hpctrain doctor` in the job itself"
     reason, remedy = mpi_claims.find_fault(trial.claims, environ)
+    if trial.cure:
+        reason = "UCX's cache of memory types takes CuPy's GPU memory for memory of the host"
+        remedy = f"export {trial.cure}: with it the trial succeeded"
     ipc_text = f"; CUDA IPC: {trial.ipc_fault}" if trial.ipc_fault else ""
     return f"{reason}; a device pointer given to MPI: {trial.ended}{ipc_text}", remedy

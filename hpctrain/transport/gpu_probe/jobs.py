@@ -14,7 +14,7 @@ import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hpctrain.core.interpreter import module_command
@@ -26,6 +26,7 @@ PAIR_CLASSES = ("same_gpu", "same_node", "across")
 TIMEOUT_S = 60.0
 GRACE_S = 5.0  #: for a launcher to end its ranks
 _MAX_STDERR_CHARACTERS = 200  # characters of the stderr of a failed job
+MEMTYPE_CACHE = "UCX_MEMTYPE_CACHE"
 TIMEOUT_CODE = 1000  # stands for an exit code: no process ends with this one
 
 
@@ -43,6 +44,7 @@ class ProbeTrial:
     #: (bytes, seconds of a staged message, seconds by pointer), where pointers were right
     sizes: tuple[tuple[int, float, float], ...] = ()
     staged: tuple[tuple[int, float], ...] = ()  #: (bytes, seconds of a message staged), always
+    cure: str = ""  #: a variable with which pointers were right, where they failed without it
 
 
 def trial_from_table(fields: Mapping[str, Any]) -> ProbeTrial:
@@ -67,6 +69,9 @@ def parse_trial(output: str, exit_code: int, stderr: str) -> ProbeTrial:
             report = json.loads(line)
             stages[report.pop("stage")] = report
     started, ipc, pointer = (stages.get(name, {}) for name in ("started", "ipc", "pointer"))
+    sizes, staged = (
+        tuple(map(tuple, stages.get(name, {}).get("seconds", ()))) for name in ("sizes", "staged")
+    )
     return ProbeTrial(
         ipc.get("correct"),
         pointer.get("correct", False if started else None),
@@ -75,10 +80,8 @@ def parse_trial(output: str, exit_code: int, stderr: str) -> ProbeTrial:
         _claims_from_table(started.get("claims")),
         pointer.get("reason", "") if pointer else describe_exit(exit_code, stderr),
         ipc.get("reason", ""),
-        *(
-            tuple(map(tuple, stages.get(name, {}).get("seconds", ())))
-            for name in ("sizes", "staged")
-        ),
+        sizes,
+        staged,
     )
 
 
@@ -136,6 +139,19 @@ def _mpiexec_command(mpiexec: str | None, vendor: str) -> list[str] | None:
         return None
     options = ["--bind-to", "none", "--oversubscribe"] if vendor == "Open MPI" else []
     return [mpiexec, *options, "-n", "2"]
+
+
+def run_trial_and_cure(command: Sequence[str], environ: Mapping[str, str]) -> ProbeTrial:
+    """Run a trial; if a UCX with CUDA fails, once more without its cache of memory types.
+
+    CuPy's wheels link CUDA's runtime statically, where UCX does not see its allocations.
+    """
+    trial = run_trial(command, environ)
+    knows_cuda = trial.claims is not None and trial.claims.has_library("libuct_cuda")
+    if trial.pointer or not knows_cuda or MEMTYPE_CACHE in environ:
+        return trial
+    again = run_trial(command, {**environ, MEMTYPE_CACHE: "n"})
+    return replace(trial, cure=f"{MEMTYPE_CACHE}=n") if again.pointer else trial
 
 
 def run_trial(command: Sequence[str], environ: Mapping[str, str]) -> ProbeTrial:

@@ -143,7 +143,10 @@ def probe(environ: Mapping[str, str], repeat_trials: bool = False) -> ProbeResul
     if missing_commands:
         message = f"probing the path of GPU memory, once ({', '.join(missing_commands)})"
         say(message.replace("_", " "), err=True)
-    trials |= {name: jobs.run_trial(command, environ) for name, command in missing_commands.items()}
+    trials |= {
+        name: jobs.run_trial_and_cure(command, environ)
+        for name, command in missing_commands.items()
+    }
     result = decide_verdict(trials, gdr.gdr_state(nics.read_nics()), environ)
     if all(trial.claims for trial in trials.values()):
         _write_cache(file, result)
