@@ -33,8 +33,7 @@ from lib.common import machine_facts, median_ratio, save_result, summarize_times
 
 from hpctrain.cluster.netlab.netlab import Lab, netlab, parse_speed
 from hpctrain.collectives import ALLREDUCE, Group, all_gather_bytes
-from hpctrain.collectives.chunks import segments
-from hpctrain.collectives.ring import STREAM_SEGMENT_BYTES
+from hpctrain.collectives.chunks import STREAM_SEGMENT_BYTES, segments
 from hpctrain.core import launchers
 from hpctrain.world import World, init
 

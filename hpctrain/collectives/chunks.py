@@ -9,6 +9,11 @@ import numpy as np
 
 #: It limits the scratch of algorithms that exchange whole vectors, and fits a core's L2 cache.
 SEGMENT_BYTES = 1 << 20
+#: Segments between nodes. Shorter ones cost too much CPU time at 10 Gbit/s; longer ones, or more
+#: receives ahead, fill queues and delay other messages.
+STREAM_SEGMENT_BYTES = SEGMENT_BYTES // 2
+#: The same where MPI gets pointers of GPUs: each segment costs the host two waits for a stream.
+GPU_STREAM_SEGMENT_BYTES = 8 << 20
 
 
 def bounds(length: int, parts: int, align: int = 1) -> list[int]:

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from hpctrain.collectives.chunks import STREAM_SEGMENT_BYTES
+
 ReductionFunction = Callable[..., Any]
 
 
@@ -26,13 +28,14 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True)
 class Choices:
-    """All-reduces by message size, and the cost of buckets of several lengths on the wire."""
+    """All-reduces by message size, the cost of buckets on the wire, the length of segments."""
 
     start_bytes: tuple[int, ...]  #: bytes from which the next choice applies, ascending
     choices: tuple[Choice, ...]  #: one more than `start_bytes`
     buckets: tuple[tuple[int, float], ...]  #: (bytes, seconds per byte), ascending
     measured: bool  #: by `hpctrain tune`; else predicted by the cost model
     gpus: Choices | None = None  #: for arrays on GPUs, if every rank has one; None: the host's
+    stream_segment_bytes: int = STREAM_SEGMENT_BYTES  #: of segments between nodes
 
     def for_memory(self, on_gpu: bool) -> Choices:
         """Return the choices for arrays on GPUs, or on the host."""

@@ -41,7 +41,7 @@ import numpy as np
 from hpctrain.collectives.chunks import SEGMENT_BYTES, segments
 from hpctrain.collectives.group import Group
 from hpctrain.collectives.reductions.operations import Operation
-from hpctrain.collectives.ring import RECEIVES_AHEAD, STREAM_SEGMENT_BYTES
+from hpctrain.collectives.ring import RECEIVES_AHEAD
 from hpctrain.transport.link import Link, Request
 
 
@@ -59,7 +59,7 @@ def double_tree(group: Group, x: np.ndarray, op: Operation) -> None:
     """Reduce flat `x` in place over all ranks of `group`."""
     crosses_nodes = len(group.nodes) > 1
     segment_bytes, receives_ahead = (
-        (STREAM_SEGMENT_BYTES, 2 * RECEIVES_AHEAD)
+        (group.stream_segment_bytes, 2 * RECEIVES_AHEAD)
         if crosses_nodes
         else (SEGMENT_BYTES, RECEIVES_AHEAD)
     )

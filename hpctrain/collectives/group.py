@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from hpctrain.collectives.chunks import STREAM_SEGMENT_BYTES
 from hpctrain.collectives.dispatch import Choices
 from hpctrain.collectives.node_buffers import NodeBuffers, make_node_buffers
 from hpctrain.core.xp import Array, finish, namespace
@@ -74,6 +75,12 @@ class Group:
             node = self.node if self.memory is not None and self.memory.kind is not None else None
             self._node_buffers.append(None if node is None else make_node_buffers(node, self.spins))
         return self._node_buffers[0]
+
+    @property
+    def stream_segment_bytes(self) -> int:
+        """The length of segments between nodes, the same on all ranks."""
+        choices = self.choices
+        return STREAM_SEGMENT_BYTES if choices is None else choices.stream_segment_bytes
 
     @property
     def links(self) -> list[Link]:

@@ -48,7 +48,8 @@ def hierarchical(group: Group, x: np.ndarray, op: Operation) -> None:
     offsets, has_neighbours = rail_offsets(x, group), group.node.size > 1
     rail = reduce_scatter(group, x, op, offsets) if has_neighbours else x
     if rail.size:  # its owners, one on each node, reduce it
-        owners = Group(group.across, group.scratch, nodes=_single_rank_nodes(group.across.size))
+        nodes = _single_rank_nodes(group.across.size)
+        owners = Group(group.across, group.scratch, nodes=nodes, choices=group.choices)
         ring(owners, rail, op)
     if has_neighbours:
         all_gather(group, x, offsets)

@@ -52,9 +52,6 @@ from hpctrain.collectives.reductions.operations import Operation
 from hpctrain.transport.link import Link, Request
 
 RECEIVES_AHEAD = 2  # segments whose receive is posted before they are needed
-#: Segments between nodes. Shorter ones cost too much CPU time at 10 Gbit/s; longer ones, or more
-#: receives ahead, fill queues and delay other messages.
-STREAM_SEGMENT_BYTES = SEGMENT_BYTES // 2
 
 
 def ring(group: Group, x: np.ndarray, op: Operation) -> None:
@@ -126,7 +123,7 @@ def all_gather(group: Group, x: np.ndarray, offsets: Sequence[int] | None = None
 
 def is_streamed(group: Group, chunk_views: Sequence[np.ndarray]) -> bool:
     """Return whether chunks travel as one stream: they cross nodes, and exceed one segment."""
-    return len(group.nodes) > 1 and max(c.nbytes for c in chunk_views) > STREAM_SEGMENT_BYTES
+    return len(group.nodes) > 1 and max(c.nbytes for c in chunk_views) > group.stream_segment_bytes
 
 
 def _stream_chunks(
@@ -142,7 +139,8 @@ def _stream_chunks(
     """
     link = group.link
     left, right = _neighbours(link)
-    chunk_segments = [list(segments(c, STREAM_SEGMENT_BYTES)) or [c] for c in chunk_views]
+    segment_bytes = group.stream_segment_bytes
+    chunk_segments = [list(segments(c, segment_bytes)) or [c] for c in chunk_views]
     sent_segments = [
         segment for s in range(sum(steps)) for segment in chunk_segments[(first - s) % link.size]
     ]
@@ -155,9 +153,7 @@ def _stream_chunks(
     # At most the segments of a chunk: a segment must arrive before it is forwarded, and the partial
     # sum in `x` must have been sent before a segment is received into the same place.
     receives_ahead = min(RECEIVES_AHEAD, *map(len, chunk_segments))
-    inboxes = group.scratch.buffer_rows(
-        max(chunk_views, key=len), receives_ahead, STREAM_SEGMENT_BYTES
-    )
+    inboxes = group.scratch.buffer_rows(max(chunk_views, key=len), receives_ahead, segment_bytes)
     sends: deque[Request | None] = deque([None] * receives_ahead)
     posted_receives: deque[_PostedReceive | None] = deque([None] * receives_ahead)
     for k, (outgoing, target) in enumerate(zip_longest(sent_segments, received_segments)):

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hpctrain.transport.paths import RankPlace, Verdict
+from hpctrain.collectives.chunks import GPU_STREAM_SEGMENT_BYTES, STREAM_SEGMENT_BYTES
+from hpctrain.transport.paths import RankPlace, Verdict, sends_by_pointer
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,13 @@ class GpuLayout:
     def share_one_gpu(self, node: Sequence[int]) -> bool:
         """Return whether the ranks of `node` share one GPU."""
         return len({self.places[rank] for rank in node}) == 1
+
+    @property
+    def stream_segment_bytes(self) -> int:
+        """The length of segments between nodes: longer where MPI gets pointers of that length."""
+        thresholds, long = self.verdict.by_size.get("across", ()), GPU_STREAM_SEGMENT_BYTES
+        by_pointer = sends_by_pointer(self.verdict.across, thresholds, long)
+        return long if by_pointer else STREAM_SEGMENT_BYTES
 
     @property
     def paths(self) -> str:

@@ -176,7 +176,10 @@ def add_choices(group: Group, mpi: bool, gpus: GpuLayout | None = None) -> Group
         make_choices(TuningPlan(**plan))
         for plan in json.loads(_broadcast_from_rank_0(group, message))
     )
-    return replace(group, choices=replace(host_choices, gpus=next(iter(gpu_choices), None)))
+    if gpus is not None:
+        length = gpus.stream_segment_bytes
+        host_choices = replace(host_choices, gpus=gpu_choices[0], stream_segment_bytes=length)
+    return replace(group, choices=host_choices)
 
 
 def _decide_plans(group: Group, mpi: bool, gpus: GpuLayout | None) -> list[dict[str, Any]]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import contextmanager
+from dataclasses import replace
 
 import fakes
 import numpy as np
@@ -292,6 +293,30 @@ def test_hierarchical(ranks, verdict, observed):
             assert across == 0 if by_pointer or world.main.across.size < 2 else across > 0
 
         ranks(body)
+
+
+STAGED_IF_LONG = replace(POINTERS, by_size={"across": ((0, "pointer"), (1 << 20, "staged"))})
+
+
+@pytest.mark.parametrize(
+    "verdict, segment_bytes",
+    [(STAGED, 1 << 19), (STAGED_IF_LONG, 1 << 19), (POINTERS, 8 << 20)],
+)
+def test_segments_between_nodes_are_long_where_mpi_gets_pointers(verdict, segment_bytes):
+    """Each costs the host two waits for its stream."""
+    n = 2 * (16 << 20) // 8
+
+    def body(plain):
+        world, x = on_gpus(plain, nodes="ab", verdict=verdict), np.arange(n, dtype=np.int64)
+        sent = []
+        for group in (world.main, world.group_for("wire")):
+            before = group.link.messages_sent
+            ALLREDUCE["ring"](group, x, np.add)
+            sent.append(group.link.messages_sent - before)
+        assert (x == 4 * np.arange(n)).all() and sent == 2 * [2 * (16 << 20) // segment_bytes]
+
+    with machine():
+        run_on("threads", 2, body)
 
 
 @pytest.mark.parametrize("refused", [{"ipc": False}, {"peers": False, "devices": 2}])

@@ -9,10 +9,10 @@ from clocked import alike, clocks, over_hosts
 from oracles.messages import MESSAGES, Call
 
 from hpctrain.collectives import ALLREDUCE, all_gather_bytes, operation
+from hpctrain.collectives.chunks import STREAM_SEGMENT_BYTES
 from hpctrain.collectives.group import group_over_nodes
 from hpctrain.collectives.ring import (
     RECEIVES_AHEAD,
-    STREAM_SEGMENT_BYTES,
     all_gather,
     reduce_scatter,
 )

@@ -13,9 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from hpctrain.collectives.chunks import SEGMENT_BYTES, bounds
+from hpctrain.collectives.chunks import SEGMENT_BYTES, STREAM_SEGMENT_BYTES, bounds
 from hpctrain.collectives.ordered import SCRATCH_BYTES
-from hpctrain.collectives.ring import STREAM_SEGMENT_BYTES
 from hpctrain.transport.shared_memory.host import ALIGN_BYTES
 
 

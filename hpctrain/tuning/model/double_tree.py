@@ -18,8 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hpctrain.collectives.chunks import SEGMENT_BYTES
-from hpctrain.collectives.ring import STREAM_SEGMENT_BYTES
+from hpctrain.collectives.chunks import SEGMENT_BYTES, STREAM_SEGMENT_BYTES
 from hpctrain.tuning.model.loggp import Array, Clocks, Route, Train
 
 

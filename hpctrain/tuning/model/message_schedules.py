@@ -15,8 +15,8 @@ from functools import partial
 
 import numpy as np
 
-from hpctrain.collectives.chunks import SEGMENT_BYTES
-from hpctrain.collectives.ring import RECEIVES_AHEAD, STREAM_SEGMENT_BYTES
+from hpctrain.collectives.chunks import SEGMENT_BYTES, STREAM_SEGMENT_BYTES
+from hpctrain.collectives.ring import RECEIVES_AHEAD
 from hpctrain.tuning.model.double_tree import count_segments, double_tree
 from hpctrain.tuning.model.loggp import Clocks, Route, Train
 
