@@ -110,7 +110,8 @@ def compiled(code: str) -> bytes:
     options = [f"-I{path}" for path in (root, *bundled, *toolkit)]
     program = nvrtc.createProgram(code, "k.cu", [], [])
     try:
-        nvrtc.compileProgram(program, [*options, "--std=c++17", "-default-device", "-arch=sm_90"])
+        own = ["--std=c++17", "-ftz=true", "-default-device", "-arch=sm_90"]  # as CuPy compiles
+        nvrtc.compileProgram(program, [*options, *own])
     except nvrtc.NVRTCError:
         pytest.fail(f"{nvrtc.getProgramLog(program)}\n{code}")
     return nvrtc.getCUBIN(program)
