@@ -35,19 +35,16 @@ def as_optimizer(optimizer: Any) -> Optimizer:
     is_pair = all(callable(getattr(optimizer, name, None)) for name in ("init", "update"))
     if is_pair and hasattr(optimizer, "rate"):  # optimizers of Optax have none
         return optimizer
-    if isinstance(optimizer, str) and optimizer in optim.OPTIMIZERS:
-        if optimizer in DEFAULT_RATES:
-            make = getattr(optim, optimizer)
-            return make(rate=DEFAULT_RATES[optimizer])
+    if not isinstance(optimizer, str):
         raise UsageError(
-            f"optimizer '{optimizer}' needs a rate: write ht.optim.{optimizer}(rate=...)"
+            f"optimizer: expected one such as ht.optim.sgd(rate=0.1), or a name, seen "
+            f"{_described(optimizer)}"
         )
-    if isinstance(optimizer, str):
-        raise UsageError(config.unknown("optimizer", optimizer, optim.OPTIMIZERS))
-    raise UsageError(
-        f"optimizer: expected one such as ht.optim.sgd(rate=0.1), or a name, seen "
-        f"{_described(optimizer)}"
-    )
+    config.pick(optim.OPTIMIZERS, optimizer, "optimizer")
+    if optimizer in DEFAULT_RATES:
+        make = getattr(optim, optimizer)
+        return make(rate=DEFAULT_RATES[optimizer])
+    raise UsageError(f"optimizer '{optimizer}' needs a rate: write ht.optim.{optimizer}(rate=...)")
 
 
 def as_engine(engine: Any) -> Any:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -141,7 +141,11 @@ class Callbacks:
         self._world, self._model = world, model
         self._epoch, self._in_use = steps_per_epoch, False
         self.saved: Row = {}  #: the states of rank 0's callbacks, and the step of the next row
-        self._active = dict(_on_rank(callbacks, world.rank))  # by the number in `callbacks`
+        self._active = {  # by the number in `callbacks`
+            number: item.make() if isinstance(item, FirstRank) else item
+            for number, item in enumerate(callbacks)
+            if world.rank == 0 or not isinstance(item, FirstRank)
+        }
         for callback in self._active.values():
             if not callable(callback) and not any(hasattr(callback, hook) for hook in HOOKS):
                 raise UsageError(
@@ -206,10 +210,11 @@ class Callbacks:
 
     def _states(self) -> dict[int, tuple[str, Any]]:
         """Return the name and the state of each callback that saves one."""
-        states = {}
-        for number, item in self._active.items():
-            if hasattr(item, "save_state"):
-                states[number] = self._names[number], _call(item, "save_state")
+        states = {
+            number: (self._names[number], _call(item, "save_state"))
+            for number, item in self._active.items()
+            if hasattr(item, "save_state")
+        }
         try:
             json.dumps(states, allow_nan=False)
         except (TypeError, ValueError) as error:
@@ -231,15 +236,6 @@ class Callbacks:
                 if summary["status"] == "done":
                     raise
                 log.warning("%s", error)
-
-
-def _on_rank(callbacks: Sequence[Any], rank: int) -> Iterable[tuple[int, Any]]:
-    """Yield the number and the object of each callback on `rank`."""
-    for number, callback in enumerate(callbacks):
-        if not isinstance(callback, FirstRank):
-            yield number, callback
-        elif rank == 0:
-            yield number, callback.make()
 
 
 def _ask(callback: Any, hook: str, row: Row) -> str:

@@ -109,11 +109,11 @@ def _pipeline(job: runs.Job) -> tuple[str, Any, dict[str, str]]:
     text = run_facts.describe_mesh(mesh, job.batch)
     if not text:
         return "", None, {}
-    from hpctrain.training import pipeline_memory  # most runs have no pipeline
+    from hpctrain.training import pipeline_facts  # most runs have no pipeline
 
     is_sharded = getattr(job.spec.engine, "shard_optimizer", False)
-    memory = pipeline_memory.memory_of_ranks(mesh, engine, is_sharded)
-    return text, memory, pipeline_memory.table_rows(memory)
+    memory = pipeline_facts.memory_of_ranks(mesh, engine, is_sharded)
+    return text, memory, pipeline_facts.table_rows(memory)
 
 
 @contextmanager

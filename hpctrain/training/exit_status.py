@@ -47,12 +47,9 @@ def summary_on_exit(journal: Journal, on_end: Callable[[dict[str, Any]], None]) 
         raise
     except RankKilled:
         raise
-    except StoppedError as error:
-        on_end(journal.finish("stopped", error.exit_code, str(error)))
-        _with_last_lines(error, journal)
-        raise
-    except (TrainingError, SaveError, ModelError) as error:  # raised on all ranks
-        on_end(journal.finish("failed", error.exit_code, str(error)))
+    except (StoppedError, TrainingError, SaveError, ModelError) as error:  # raised on all ranks
+        status = "stopped" if isinstance(error, StoppedError) else "failed"
+        on_end(journal.finish(status, error.exit_code, str(error)))
         _with_last_lines(error, journal)
         raise
     except DataError as error:

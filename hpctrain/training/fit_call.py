@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -31,6 +32,7 @@ from hpctrain.world import World, watched
 if TYPE_CHECKING:
     from hpctrain.training.trainer import Trainer
 
+log = logging.getLogger(__name__)
 LOCK_S = 5.0  #: within which the kernel releases the lock of a killed process
 
 
@@ -90,14 +92,16 @@ class FitCall:
             )
             survival.has_claimed = True
             loop = self._make_loop(trainer, run, sampler, total, callbacks, survival)
-            stack.enter_context(survival.holding(loop))
+            stack.enter_context(survival.holding(loop.engine, loop.journal, loop.checkpointer))
             self._load_state(loop, run if resume else None, survival)
             # Before the summary: a second signal while it is written must not end the process.
             request = catch_signals()
             loop.begin()
             if not has_begun:
-                self._announce(world, trainer.replica.loss)
-                run_facts.log_start(loop.journal)
+                orders.announce(world, self.train, self.batch)
+                for value in (self.test, trainer.replica.loss):
+                    orders.announce(world, value)
+                _log_start(loop.journal)
             stack.enter_context(summary_on_exit(loop.journal, callbacks.end))
             stack.enter_context(centered_loss(trainer.replica.model, self.train))
             with np.errstate(over="ignore", invalid="ignore"):  # the loss is checked, each step
@@ -139,14 +143,14 @@ class FitCall:
         trainer.check_sets(training=orders.samples_to_check(self.train, sampler), test=self.test)
         keep_best, has_test = self.checkpoints.keep_best, self.test is not None
         check_metrics(trainer.replica.loss, trainer.callbacks, keep_best, has_test)
-        trainer.replica.micro_batches = self._checked_micro_batches(trainer.replica)
+        if self.micro_batches > 1 and trainer.replica.normalizes_batch:
+            raise UsageError(
+                f"micro_batches is {self.micro_batches}, but the model normalizes over the batch: "
+                "smaller pieces would change the result; set micro_batches = 1"
+            )
+        trainer.replica.micro_batches = self.micro_batches
         model, steps_per_epoch = trainer.replica.model, sampler.steps_per_epoch
         return Callbacks(trainer.callbacks, trainer.world, model, steps_per_epoch)
-
-    def _announce(self, world: World, loss: Any) -> None:
-        orders.announce(world, self.train, self.batch)
-        for value in (self.test, loss):
-            orders.announce(world, value)
 
     def _make_loop(
         self,
@@ -195,15 +199,6 @@ class FitCall:
             },
         )
 
-    def _checked_micro_batches(self, replica: Any) -> int:
-        pieces = self.micro_batches
-        if pieces > 1 and replica.normalizes_batch:
-            raise UsageError(
-                f"micro_batches is {pieces}, but the model normalizes over the batch: smaller "
-                "pieces would change the result; set micro_batches = 1"
-            )
-        return pieces
-
 
 def _claim(
     world: World, stack: ExitStack, out: str | None, resume: bool, timeout_s: float, wait_s: float
@@ -224,3 +219,15 @@ def _claim(
     world.on_all_ranks(claim)
     stack.enter_context(watched(world, run, timeout_s))
     return run
+
+
+def _log_start(journal: Journal) -> None:
+    """Log the ranks, the engine and the folder of a run; collective."""
+    mesh, batch = journal.mesh, journal.sampler.batch
+    start = run_facts.describe_start(mesh, journal.engine, batch)
+    mesh_text = run_facts.describe_mesh(mesh, batch)
+    if journal.world.rank == 0:
+        steps, run = journal.total_steps, journal.run
+        log.info("%s: %s, %d steps; folder: %s", journal.name, start, steps, run)
+        if mesh_text:
+            log.info("pipeline: %s", mesh_text)

@@ -22,11 +22,9 @@ from hpctrain.nn import Sums, losses
 from hpctrain.optim.optimizer import Schedule, rate_at, rate_curve
 from hpctrain.parallel.mesh import Mesh
 from hpctrain.training import run_facts
-from hpctrain.training.open_row import OpenRow
+from hpctrain.training.counters import OpenRow, RunTimes, SkipCounter
 from hpctrain.training.recipe import Recipe
 from hpctrain.training.run_options import TraceOptions
-from hpctrain.training.run_times import RunTimes
-from hpctrain.training.skip_counter import SkipCounter
 from hpctrain.training.stragglers import Stragglers
 from hpctrain.training.survival.recoveries import Recoveries
 from hpctrain.training.timeline import Timeline
@@ -58,7 +56,7 @@ class Journal:
         self.name = recipe.run.name if recipe else "training"
         self.recoveries = recoveries or Recoveries()
         self.times = RunTimes(engine, earlier_times)
-        self.steps_redone, self._first_step = 0, 0
+        self.steps_redone = 0
         self._versions = versions()  # now, since a recovery waits for `about_here`
         self.intervals: int | None = 0  #: since the first step; each ends with a collective call
         self.skips = SkipCounter(world, engine)
@@ -99,7 +97,6 @@ class Journal:
     def begin(self, step: int) -> None:
         """Write the recipe, start the clocks and the bar; raise UsageError; collective."""
         is_first, elapsed_s = not self.recoveries.has_begun, self.recoveries.begin(step)
-        self._first_step = self.recoveries.since_step
         if is_first:
             text = self.recipe.toml() if self.recipe else None
             self.world.on_all_ranks(lambda: self.files.begin(text))
@@ -108,10 +105,6 @@ class Journal:
             self._bar = progress.open_bar(self.name, step, self.total_steps)
         self.times.begin(elapsed_s)
         self.skips.begin()
-
-    def count_interval(self) -> None:
-        """Count an interval, unless an older part of the run did not count them."""
-        self.intervals = None if self.intervals is None else self.intervals + 1
 
     def step(self, step: int, sums: Sums) -> None:
         """Add this rank's share of a step that is done."""
@@ -141,7 +134,7 @@ class Journal:
             "step": step,
             "steps": step - since_step,
             "total_steps": self.total_steps,
-            "since_step": self._first_step,  # start of the clocks: a resumed run has several parts
+            "since_step": self.recoveries.since_step,  # start of the clocks, also of a resumed run
             "epoch": self._epoch(step),
             "samples": self.sampler.samples_before(step),
             **losses.evaluate(self._loss, sums, "train_"),
@@ -201,27 +194,30 @@ class Journal:
         }
 
     def finish(self, status: str, exit_code: int, reason: str | None = None) -> dict[str, Any]:
-        """Write the summary, show the closing table and return the summary; collective."""
+        """Write pending rows and the summary, show the closing table, return the summary.
+
+        Collective. Raises SaveError if a run that is done cannot be written.
+        """
         self.recoveries.end_loss()
         summary = self._summary(status, exit_code, reason)
-        if self._done_summary and status == "done" and self.open_row.since_step == self._first_step:
+        if (
+            self._done_summary
+            and status == "done"
+            and self.open_row.since_step == self.recoveries.since_step
+        ):
             summary = self._done_summary  # nothing was done: what was measured stands
         self.close_bar()
         self._timeline.end()  # summary.json is the last of all files
-        self._write_end(summary)
+        fault = self.world.gather(self.files.end(summary))[0]
+        if fault and status == "done":
+            raise SaveError(fault)
+        if fault and self.world.rank == 0:
+            log.warning("%s", fault)
         if self.world.rank == 0 and status == "done" and log.isEnabledFor(logging.INFO):
             is_text = self.recipe is not None and isinstance(self.recipe.data, data.TextOptions)
             progress.console().print(progress.closing_table(summary, is_text))
             log.info("results: %s", self.run or "not kept, as no folder was given")
         return summary
-
-    def _write_end(self, summary: dict[str, Any]) -> None:
-        """Write pending rows and the summary; raise SaveError if the run is done; collective."""
-        fault = self.world.gather(self.files.end(summary))[0]
-        if fault and summary["status"] == "done":
-            raise SaveError(fault)
-        if fault and self.world.rank == 0:
-            log.warning("%s", fault)
 
     def close_bar(self) -> None:
         """Take the bar from the terminal."""
@@ -246,7 +242,7 @@ class Journal:
             "mesh": run_facts.of_mesh(self.mesh, engine),
             "epochs": step / self.sampler.steps_per_epoch,
             "steps": step,
-            "since_step": self._first_step,  # start of the clocks of a resumed run
+            "since_step": self.recoveries.since_step,  # start of the clocks of a resumed run
             "steps_redone": self.steps_redone,
             **self.recoveries.summary(wall),
             "skipped_steps": self.skips.skipped_steps,
@@ -297,4 +293,6 @@ class Journal:
         return -(-step // self.sampler.steps_per_epoch)
 
     def _samples(self, step: int) -> int:
-        return self.sampler.samples_before(step) - self.sampler.samples_before(self._first_step)
+        return self.sampler.samples_before(step) - self.sampler.samples_before(
+            self.recoveries.since_step
+        )

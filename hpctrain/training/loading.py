@@ -101,14 +101,10 @@ def _rule(spec: Recipe, model: Any) -> Rule:
 
 def _announce(scale: Scale, train: Any, model: Any) -> None:
     log.info("[data] scale: %s", scale.describe(train.x.dtype, len(train)))
-    if is_channels_first(train) and isinstance(model, nn.Model):
+    shape = train.sample_shape
+    looks_like_images = len(shape) == 3 and shape[0] in CHANNELS and shape[-1] not in CHANNELS
+    if looks_like_images and isinstance(model, nn.Model):
         log.warning(
             "[data] samples of shape %s look like images (channels, h, w); expected (h, w, "
-            "channels), as numpy.moveaxis(x, 1, -1) makes them", train.sample_shape,
+            "channels), as numpy.moveaxis(x, 1, -1) makes them", shape,
         )  # fmt: skip
-
-
-def is_channels_first(samples: Samples) -> bool:
-    """Return whether images have few channels in front, and not at the end."""
-    shape = samples.sample_shape
-    return len(shape) == 3 and shape[0] in CHANNELS and shape[-1] not in CHANNELS

@@ -73,14 +73,22 @@ class Loop:
         survival: Survival,
     ):
         """Train `replica`, on which `engine` was built."""
-        self._survival, self.replica = survival, replica
+        self._survival, self.replica, self.callbacks = survival, replica, callbacks
         self.world, self.engine, self.plan, self.journal = world, engine, plan, journal
-        self.callbacks = callbacks
+        self._replay_settings = {  # which must be equal in a run and in its replay
+            "engine": engine.name,
+            "workers": engine.workers,
+            "servers": engine.servers,
+            "training samples": plan.sampler.n,
+            "batch": plan.sampler.batch,
+            "seed": plan.sampler.seed,
+            "interval_steps": plan.interval,
+        }
         self.replay_log = replay.ReplayLog(
             engine.recorder if journal.mesh.is_first else None,
             journal.run,
             journal.mesh.data.rank,
-            self._replay_settings(),
+            self._replay_settings,
         )
         self.step, self.rows = 0, list[Row]()  # rows: of the earlier segments of the run
         self.row, self.first_row = Row(), Row()  # of this step, where there is one; of this part
@@ -124,10 +132,7 @@ class Loop:
 
     def _train(self, work: Tasks) -> None:
         total = self.journal.total_steps
-        if self.engine.shares_sums:
-            self.engine.committed_step = self.step
-        if self._makes_copies:
-            self._copy()
+        self._keep()
         if self._survival.reader is not None and self.journal.open_row.has_steps(self.step):
             self._end_interval(0)  # a loss of ranks came before its row
         if self.journal.recoveries.has_lost_host and self.step:
@@ -137,17 +142,15 @@ class Loop:
             step_before, stop = self.step, self._next_stop()
             orders.draw(self.world, self.plan.sampler, self.step, stop - 1 + self._steps_ahead)
             self.step, flags = self.engine.train(work, self.step, stop)
-            self.journal.count_interval()
+            if self.journal.intervals is not None:  # else an older part did not count them
+                self.journal.intervals += 1
             self.replay_log.write()
             if self.step > step_before:
                 self.journal.skips.in_a_row = 0
             if flags.failed:
                 self.journal.skips.skip(self.step, flags.failed - 1, self.plan.max_skipped)
                 self.step += 1
-                if self.engine.shares_sums:
-                    self.engine.committed_step = self.step
-            if self._makes_copies:
-                self._copy()
+            self._keep()
             self._end_interval(flags.stop)
 
     def _end_interval(self, stop: int) -> None:
@@ -174,10 +177,16 @@ class Loop:
         """Whether a rank's part of the state would be lost with it."""
         return self.world.survives and not self.engine.shares_sums and self.world.size > 1
 
-    def _copy(self) -> None:
-        """Copy the state to other ranks: after a rank loss training resumes here; collective."""
-        self.engine.settle()
-        self._survival.copy(self.step, self.journal, self.checkpointer)
+    def _keep(self) -> None:
+        """Note the state, or copy it to other ranks: after a rank loss training resumes here.
+
+        Collective.
+        """
+        if self.engine.shares_sums:
+            self.engine.committed_step = self.step
+        if self._makes_copies:
+            self.engine.settle()
+            self._survival.copy(self.step, self.journal, self.checkpointer)
 
     def _stop_error(self, number: int) -> StoppedError:
         run = self.journal.run
@@ -198,7 +207,10 @@ class Loop:
         self.row = {}
         if is_regular or stopped:
             # No evaluation for a stop: the time until the job is killed may be short.
-            tested = self._evaluate() if evaluated else None
+            tested = None
+            if evaluated and self.plan.test is not None:
+                with self.world.trace.span("evaluate", "other"):
+                    tested = evaluate(self.engine, self.plan.test, self.plan.blocks)
             self.row = self.journal.row(self.step, tested, interrupted=not is_regular) or {}
             self.first_row = self.first_row or self.row
             self.stop_reason = self.callbacks.call(self.row) if self.row else ""
@@ -212,7 +224,7 @@ class Loop:
                 "train again without --replay"
             )
         recorded, intervals = self.world.on_all_ranks(
-            lambda: replay.read_log(run, rank, self._replay_settings())
+            lambda: replay.read_log(run, rank, self._replay_settings)
         )
         recorder.start_replay(intervals, self.journal.intervals or 0)
         changes = replay.describe_differences(recorded, replay.describe_machine())
@@ -220,25 +232,12 @@ class Loop:
         if rank == 0 and (text := " | ".join(notes)):
             log.warning("the last bits may differ from those of %s: %s", run, text)
 
-    def _replay_settings(self) -> dict[str, Any]:
-        """Return the settings that must be equal in a run and in its replay."""
-        return {
-            "engine": self.engine.name,
-            "workers": self.engine.workers,
-            "servers": self.engine.servers,
-            "training samples": self.plan.sampler.n,
-            "batch": self.plan.sampler.batch,
-            "seed": self.plan.sampler.seed,
-            "interval_steps": self.plan.interval,
-        }
-
     def restore(self, reader: checkpoint.Reader) -> None:
         """Restore a state from the memory of ranks; every rank goes on, or none; collective."""
         self._request(reader)
         assert self.world.job is not None
         reader.fetch(self.world.job.link)  # spares, too, send what they hold
         reader.finish()
-        self.step = reader.step
         self._go_back(reader.step, reader.about)
         self.world.link.agree()
 
@@ -248,14 +247,13 @@ class Loop:
         if loaded is None:  # a part that was lost before its first checkpoint may have left rows
             self.journal.resume(0, {})
             return
-        self.step = loaded.step
         self._go_back(loaded.step, loaded.about)
         if self.world.rank == 0:
             log.info("resumed at step %d of %d", self.step, self.journal.total_steps)
         self.checkpointer.resume(run, loaded.path)
 
     def _go_back(self, step: int, about: dict[str, Any]) -> None:
-        self.rows = self.journal.resume(step, about)
+        self.step, self.rows = step, self.journal.resume(step, about)
         self._callback_states = about.get("callbacks", {})
 
     def _request(self, reader: checkpoint.Reader) -> None:
@@ -292,9 +290,3 @@ class Loop:
 
     def _multiple_of(self, *periods: int) -> bool:
         return any(period and self.step % period == 0 for period in periods)
-
-    def _evaluate(self) -> nn.Sums | None:
-        if self.plan.test is None:
-            return None
-        with self.world.trace.span("evaluate", "other"):
-            return evaluate(self.engine, self.plan.test, self.plan.blocks)

@@ -256,23 +256,17 @@ def _engine(table: Table, wire: Table) -> Any:
     if misplaced_keys:
         raise UsageError(f"[engine] {', '.join(sorted(misplaced_keys))}: belongs in [wire]")
     kind = config.pick(engines.ENGINES, table["kind"], "[engine] kind")
-    _must_belong(table, kind)
     options = {option.name for option in fields(kind)}
-    wire_options.must_have_defaults(table["kind"], ALLREDUCE_ONLY_DEFAULTS.keys() - options)
-    keys = {key: value for key, value in wire.items() if key in options}
-    return config.read_kind(engines.ENGINES, table | keys, "engine")
-
-
-def _must_belong(table: Table, kind: Any) -> None:
-    """Raise UsageError for a key of another regime than the `kind` of the table."""
-    options = {"kind"} | {option.name for option in fields(kind)}
-    for key in table.keys() - options:
+    for key in table.keys() - options - {"kind"}:
         owners = [n for n, cls in engines.ENGINES.items() if key in {f.name for f in fields(cls)}]
         if owners:
             raise UsageError(
                 f"[engine] {key}: belongs to {' and '.join(owners)}, seen with {table['kind']}; "
                 f"use --engine {owners[0]}, or remove the key"
             )
+    wire_options.must_have_defaults(table["kind"], ALLREDUCE_ONLY_DEFAULTS.keys() - options)
+    keys = {key: value for key, value in wire.items() if key in options}
+    return config.read_kind(engines.ENGINES, table | keys, "engine")
 
 
 def _batch(table: Table) -> BatchOptions:

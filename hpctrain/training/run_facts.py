@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hpctrain.collectives import all_gather_bytes
 from hpctrain.core import launchers
@@ -16,11 +15,6 @@ from hpctrain.parallel.mesh import Mesh
 from hpctrain.transport import paths
 from hpctrain.transport.machine import blas_threads, versions
 from hpctrain.world import World
-
-if TYPE_CHECKING:
-    from hpctrain.training.journal import Journal
-
-log = logging.getLogger(__name__)
 
 
 def of_run(world: World, engine: Engine) -> dict[str, Any]:
@@ -78,18 +72,6 @@ def describe_start(mesh: Mesh, engine: Engine, batch: int) -> str:
     return (
         f"{engine.name}, {', '.join(counts)}, {parameters:,} parameters, {batch} samples per step"
     )
-
-
-def log_start(journal: Journal) -> None:
-    """Log the ranks, the engine and the folder of a run; collective."""
-    mesh, batch = journal.mesh, journal.sampler.batch
-    start = describe_start(mesh, journal.engine, batch)
-    mesh_text = describe_mesh(mesh, batch)
-    if journal.world.rank == 0:
-        steps, run = journal.total_steps, journal.run
-        log.info("%s: %s, %d steps; folder: %s", journal.name, start, steps, run)
-        if mesh_text:
-            log.info("pipeline: %s", mesh_text)
 
 
 def trained_sha256(world: World, engine: Engine) -> str:

@@ -31,18 +31,14 @@ def find_suspicions(
     """
     texts = list[str]()
     if engine.worker == 0:
-        texts += _loss_text(first.get("train_loss"), row.get("train_loss"))
+        before, after = first.get("train_loss"), row.get("train_loss")
+        if before is not None and after is not None and after > before:
+            texts += [f"the training loss grew from {before:.4g} to {after:.4g}: lower the rate"]
         texts += _test_texts(test, row)
         if texts and test is not None and mesh.pipe is mesh.everyone:
             texts += _output_texts(replica, test)
     everyone = mesh.everyone.gather(json.dumps(texts))
     return next(filter(None, map(json.loads, everyone)), [])
-
-
-def _loss_text(first: float | None, last: float | None) -> list[str]:
-    if first is None or last is None or not last > first:
-        return []
-    return [f"the training loss grew from {first:.4g} to {last:.4g}: lower the rate"]
 
 
 def _test_texts(test: Samples | None, row: Row) -> list[str]:

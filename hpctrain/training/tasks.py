@@ -37,22 +37,21 @@ class FitPlan:
     about: dict[str, Any]  #: facts of the model for checkpoints
 
 
-class _Share(NamedTuple):
-    """A worker's share of a step: its samples, their offset in the batch, the batch's size."""
-
-    step: int
-    first: int
-    batch: Batch
-    samples: int
-
-
 class _Place(NamedTuple):
-    """Where the samples of a worker's share are: see _Share."""
+    """Where the samples of a worker's share are."""
 
     epoch: int
     indexes: np.ndarray
-    first: int
-    samples: int
+    first: int  #: offset in the batch
+    samples: int  #: of the whole batch
+
+
+class _Share(NamedTuple):
+    """A worker's share of a step: its samples, and their place."""
+
+    step: int
+    place: _Place
+    batch: Batch
 
 
 class Tasks:
@@ -91,9 +90,10 @@ class Tasks:
         with self._world.trace.span("wait for data", "other"):
             while (share := self._shares.next()).step < step:
                 pass  # a step that the other workers took without this one
-        samples = share.batch.n if self._engine.asynchronous else share.samples
+        place = share.place
+        samples = share.batch.n if self._engine.asynchronous else place.samples
         scale = 1.0 / max(samples * self._plan.targets, 1)
-        key = nn.Key(self._plan.sampler.seed, step, share.first, samples=share.samples)
+        key = nn.Key(self._plan.sampler.seed, step, place.first, samples=place.samples)
         return Task(share.batch, scale, key)
 
     def record(self, step: int, sums: nn.Sums) -> None:
@@ -123,7 +123,7 @@ class Tasks:
             rows = self._plan.train.rows(place.indexes, place.epoch)
         else:
             rows = next(self._stream)
-        return _Share(step, place.first, Batch.of(*rows), place.samples)
+        return _Share(step, place, Batch.of(*rows))
 
     def _locate(self, step: int) -> _Place:
         """Return the place of this worker's share of a step."""

@@ -16,7 +16,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hpctrain.checkpoint.memory import LiveState, MemoryCopies
 from hpctrain.checkpoint.memory_reader import MemoryReader, newest_whole
@@ -26,15 +26,13 @@ from hpctrain.core.errors import AGREED_ERRORS, JobEndedError, LostRankError, Re
 from hpctrain.core.files import FileError
 from hpctrain.core.names import counted
 from hpctrain.core.run_files import run_folder
+from hpctrain.engines import Engine
 from hpctrain.training.checkpointer import Checkpointer
+from hpctrain.training.counters import RunTimes
 from hpctrain.training.journal import Journal
 from hpctrain.training.run_options import ElasticOptions
-from hpctrain.training.run_times import RunTimes
 from hpctrain.training.survival.recoveries import Recoveries
 from hpctrain.world import World, survive
-
-if TYPE_CHECKING:
-    from hpctrain.training.loop import Loop
 
 log = logging.getLogger(__name__)
 
@@ -103,20 +101,22 @@ class Survival:
             raise
 
     @contextmanager
-    def holding(self, loop: Loop) -> Iterator[None]:
-        """Hold the state of `loop` at its end, or when a rank is lost, if that is whole."""
+    def holding(
+        self, engine: Engine, journal: Journal, checkpointer: Checkpointer
+    ) -> Iterator[None]:
+        """Hold the state of `engine` at the end, or when a rank is lost, if that is whole."""
         try:
             yield
         except LostRankError:
-            self._hold(loop)
+            self._hold(engine, journal, checkpointer)
             raise
-        self._hold(loop)  # a rank may be lost before all have ended
+        self._hold(engine, journal, checkpointer)  # a rank may be lost before all have ended
 
-    def _hold(self, loop: Loop) -> None:
-        step, self.times = loop.engine.committed_step, loop.journal.times
+    def _hold(self, engine: Engine, journal: Journal, checkpointer: Checkpointer) -> None:
+        step, self.times = engine.committed_step, journal.times
         if step is not None:
-            about = loop.checkpointer.about(loop.journal.about_here(step))
-            self._live = LiveState(step, loop.engine.whole_state(), about)
+            about = checkpointer.about(journal.about_here(step))
+            self._live = LiveState(step, engine.whole_state(), about)
 
     def must_have_state(self, step: int) -> None:
         """Raise RecoveryError if training has begun, but no state and no checkpoint is left."""
@@ -142,7 +142,12 @@ class Survival:
         assert self.world.job is not None
         if self.reader is not None:
             self.reader.fetch(self.world.job.link)
-        _apply_note(json.loads(self.world.job.await_note()))
+        note = json.loads(self.world.job.await_note())
+        if "summary" in note:
+            raise _DismissalError(note["summary"])
+        if "error" in note:
+            raise getattr(errors, note["error"])(note["text"])
+        raise JobEndedError(note["exit_code"])
 
     def _regroup(self) -> None:
         """Share the record of losses and find the state to go on from; collective, also of spares.
@@ -211,12 +216,3 @@ class _DismissalError(Exception):
     def __init__(self, summary: dict[str, Any]):
         super().__init__()
         self.summary = summary
-
-
-def _apply_note(note: dict[str, Any]) -> None:
-    """End a spare's wait: raise what the World's first rank reports of the training's end."""
-    if "summary" in note:
-        raise _DismissalError(note["summary"])
-    if "error" in note:
-        raise getattr(errors, note["error"])(note["text"])
-    raise JobEndedError(note["exit_code"])

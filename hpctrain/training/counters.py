@@ -1,10 +1,11 @@
-"""Counts of the skipped steps and dropped gradients of a run, and their limit."""
+"""Counters of a run: its times and bytes, its skipped steps, the sums of the row not due yet."""
 
 from __future__ import annotations
 
 import json
 import logging
 from collections.abc import Mapping
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,72 @@ import numpy as np
 from hpctrain.core.errors import TrainingError
 from hpctrain.engines import Engine
 from hpctrain.engines.staleness import Staleness
+from hpctrain.nn import Sums, Total, add
 from hpctrain.world import World
+
+
+class RunTimes:
+    """Times since the start of the clocks, over all engines that a call of fit has had."""
+
+    def __init__(self, engine: Engine, earlier: RunTimes | None = None):
+        """`earlier`: times of the engine before a rank loss."""
+        self._engine = engine
+        self._earlier_s = earlier.of_engine() if earlier else {}
+        self._earlier_bytes = earlier.bytes_sent if earlier else 0
+        self.begin()
+
+    def begin(self, elapsed_s: float = 0.0) -> None:
+        """Start the clocks, `elapsed_s` before now; engines may train repeatedly."""
+        self._start_s = perf_counter() - elapsed_s
+        self._offsets_s = {
+            name: s - self._earlier_s.get(name, 0.0) for name, s in vars(self._engine.times).items()
+        }
+
+    @property
+    def wall_s(self) -> float:
+        """Seconds since the start."""
+        return perf_counter() - self._start_s
+
+    def of_engine(self) -> dict[str, float]:
+        """Return the seconds of each activity of this rank, see `engines.engine.Times`."""
+        return {name: s - self._offsets_s[name] for name, s in vars(self._engine.times).items()}
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this rank has sent."""
+        return self._earlier_bytes + self._engine.bytes_sent
+
+
+class OpenRow:
+    """The steps since the last row, with the sums of this rank or of all workers."""
+
+    def __init__(self) -> None:
+        self.sums, self.since_step = Sums(), 0
+        self.since_s = 0.0  #: the wall time of the last row
+
+    def add(self, sums: Sums) -> None:
+        """Add the sums of a step."""
+        self.sums = add(self.sums, sums)
+
+    def has_steps(self, step: int) -> bool:
+        """Return whether steps before `step` are in no row yet."""
+        return self.since_step < step
+
+    def close(self, step: int, wall_s: float = 0.0) -> None:
+        """Begin the next row after `step`."""
+        self.sums, self.since_step, self.since_s = Sums(), step, wall_s
+
+    def to_json(self, step: int, sums: Sums) -> dict[str, Any] | None:
+        """Return the row at `step` for a checkpoint, with each rank's `sums`; None without sums."""
+        return {"since_step": self.since_step, "sums": sums} if self.has_steps(step) else None
+
+    def restore(self, table: dict[str, Any] | None, step: int, *, with_sums: bool) -> None:
+        """Go on with the row in a checkpoint of `step`, on one rank `with_sums`."""
+        table = table or {"since_step": step, "sums": {}}
+        self.since_step = table["since_step"]
+        if with_sums:
+            self.sums = {name: Total(*total) for name, total in table["sums"].items()}
+
 
 log = logging.getLogger(__name__)
 
