@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 from hpctrain.core import config
 from hpctrain.core.config import usercode
 from hpctrain.core.lazy import LazyTable, lazy_names
-from hpctrain.nn.initial_values import initial_values
-from hpctrain.nn.layer import Key, Layer, Parameter
+from hpctrain.nn.layer import Key, Layer, Parameter, initial_values
 from hpctrain.nn.losses import (
     LOSSES,
     Loss,

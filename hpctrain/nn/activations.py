@@ -8,21 +8,15 @@ from math import pi, sqrt
 from typing import Any
 
 from hpctrain.core.xp import Array, fused, namespace, narrowed, on_device, widened
-from hpctrain.nn.layer import Key, Parameter, Shape
+from hpctrain.nn.layer import Key, PlainLayer
 
 BLOCK_ELEMENTS = 32_768  #: elements handled at once on the host: all temporaries stay in the cache
 GELU_SCALE, GELU_CUBIC = sqrt(2 / pi), 0.044715
 
 
 @dataclass(frozen=True)
-class ReLU:
+class ReLU(PlainLayer):
     """y = max(x, 0) for samples in any shape; a NaN stays NaN, so that the loss shows it."""
-
-    def output_shape(self, shape: Shape) -> Shape:
-        return shape
-
-    def parameters(self, shape: Shape) -> dict[str, Parameter]:
-        return {}
 
     def forward(self, p: Mapping[str, Array], x: Array, key: Key | None) -> tuple[Array, Array]:
         y = namespace(x).maximum(x, 0)
@@ -35,18 +29,12 @@ class ReLU:
 
 
 @dataclass(frozen=True)
-class GELU:
+class GELU(PlainLayer):
     """y = x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))), for samples of any shape.
 
     This approximation differs by less than 5e-4 from the exact GELU, whose erf NumPy does not have.
     Source: Hendrycks and Gimpel (2016).
     """
-
-    def output_shape(self, shape: Shape) -> Shape:
-        return shape
-
-    def parameters(self, shape: Shape) -> dict[str, Parameter]:
-        return {}
 
     def forward(
         self, p: Mapping[str, Array], x: Array, key: Key | None

@@ -121,7 +121,11 @@ class CausalAttention:
             _matmul(a.swapaxes(-1, -2), dc, out=dv)
             ds, weights_wide = widened(dc) @ widened(v).swapaxes(-1, -2), widened(a)
             # Backward of softmax: ds = a (da - sum(a da)). Masked positions have a = 0, so ds = 0.
-            ds -= _sum_of_products(weights_wide, ds)
+            ds -= (
+                (weights_wide * ds).sum(axis=-1, keepdims=True)
+                if on_device(ds)
+                else xp.einsum("hij,hij->hi", weights_wide, ds)[..., None]
+            )
             ds *= weights_wide
             ds *= 1 / sqrt(d)
             _matmul(ds, k, out=dq)
@@ -145,13 +149,6 @@ def _matmul(a: Array, b: Array, out: Array) -> None:
         namespace(a).matmul(a, b, out=out)
     else:  # CuPy multiplies batches of matrices only in float32 and float64
         out[...] = widened(a) @ widened(b)
-
-
-def _sum_of_products(a: Array, b: Array) -> Array:
-    """Return the sum of a * b over the last axis, which is kept with length 1."""
-    if on_device(a):
-        return (a * b).sum(axis=-1, keepdims=True)
-    return namespace(a).einsum("hij,hij->hi", a, b)[..., None]
 
 
 def _softmax(scores: Array, factor: float) -> None:

@@ -109,22 +109,16 @@ class BatchNorm:
             len(flat), local_mean_wide, squares, sum_over_ranks
         )
         if rows and not key.recomputed:
-            self._update_running_statistics(p, rows, mean, variance)
+            unbiased_variance = variance * (rows / max(rows - 1, 1))
+            for buffer, batch_value in ((p["mean"], mean), (p["variance"], unbiased_variance)):
+                buffer *= 1 - self.momentum
+                buffer += (self.momentum * batch_value).astype(buffer.dtype)
         scale = (1 / np.sqrt(variance + self.epsilon)).astype(flat.dtype)
         x_hat += (local_mean_wide - mean).astype(flat.dtype)
         x_hat *= scale
         y = np.multiply(x_hat, p["weight"], out=squares)
         y += p["bias"]
         return narrowed(y, x).reshape(x.shape), BatchNormSaved(x_hat, scale, rows, sum_over_ranks)
-
-    def _update_running_statistics(
-        self, p: Mapping[str, np.ndarray], rows: float, mean: np.ndarray, variance: np.ndarray
-    ) -> None:
-        """Average the statistics of this batch into the running statistics."""
-        unbiased_variance = variance * (rows / max(rows - 1, 1))
-        for buffer, batch_value in ((p["mean"], mean), (p["variance"], unbiased_variance)):
-            buffer *= 1 - self.momentum
-            buffer += (self.momentum * batch_value).astype(buffer.dtype)
 
     def backward(
         self,

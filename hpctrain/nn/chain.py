@@ -17,8 +17,7 @@ from typing import Any
 
 from hpctrain.core.errors import UsageError
 from hpctrain.core.xp import Array
-from hpctrain.nn.gradient_sums import LazyArrays
-from hpctrain.nn.layer import Key, Later, Layer, Parameter, Shape, run_now, takes_later
+from hpctrain.nn.layer import Key, Later, Layer, LazyArrays, Parameter, Shape, run_now, takes_later
 
 #: More layers than a chain has: keeps the random streams of nested layers apart.
 MAX_CHAIN_LAYERS = 1 << 16
@@ -63,12 +62,12 @@ class Chain:
         return infer_shapes(self.layers, shape)[-1]
 
     def parameters(self, shape: Shape) -> dict[str, Parameter]:
-        result: dict[str, Parameter] = {}
-        for (name, layer), inner_shape in zip(
-            self.layers.items(), infer_shapes(self.layers, shape), strict=False
-        ):
-            result |= qualify_names(name, layer.parameters(inner_shape))
-        return result
+        inner_shapes = infer_shapes(self.layers, shape)
+        return {
+            full_name: parameter
+            for (name, layer), inner in zip(self.layers.items(), inner_shapes, strict=False)
+            for full_name, parameter in qualify_names(name, layer.parameters(inner)).items()
+        }
 
     def forward(
         self, p: Mapping[str, Array], x: Array, key: Key | None

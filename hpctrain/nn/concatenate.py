@@ -41,10 +41,13 @@ class Concatenate:
 
     def parameters(self, shape: Any) -> dict[str, Parameter]:
         self._check_names(shape)
-        result: dict[str, Parameter] = {}
-        for name, layers in self.branches.items():
-            result |= qualify_names(name, Chain(layers).parameters(shape[name]))
-        return result
+        return {
+            full_name: parameter
+            for name, layers in self.branches.items()
+            for full_name, parameter in qualify_names(
+                name, Chain(layers).parameters(shape[name])
+            ).items()
+        }
 
     def forward(
         self, p: Mapping[str, Array], x: Any, key: Key | None

@@ -117,7 +117,10 @@ class Conv2d:
         if on_device(x):
             return im2col.image_to_columns(x, (oh, ow), k, self.stride, self.padding)
         if self.padding:
-            x = _pad_images(x, self.padding)
+            p, (h, w) = self.padding, x.shape[1:3]
+            padded_images = np.zeros((n, h + 2 * p, w + 2 * p, c), x.dtype)
+            padded_images[:, p : p + h, p : p + w] = x
+            x = padded_images
         dn, dh, dw, dc = x.strides
         strides = (dn, dh * self.stride, dw * self.stride, dh, dw, dc)
         windows = np.lib.stride_tricks.as_strided(x, (n, oh, ow, k, k, c), strides)
@@ -146,10 +149,3 @@ class Conv2d:
             np.matmul(dy, weight[i, j].T, out=product)
             dx[index] += product.reshape(n, oh, ow, c)
         return narrowed(dx[:, pad : pad + h, pad : pad + w], dy)
-
-
-def _pad_images(x: np.ndarray, padding: int) -> np.ndarray:
-    n, h, w, c = x.shape
-    padded_images = np.zeros((n, h + 2 * padding, w + 2 * padding, c), x.dtype)
-    padded_images[:, padding : padding + h, padding : padding + w] = x
-    return padded_images

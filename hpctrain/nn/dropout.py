@@ -20,7 +20,7 @@ import numpy as np
 from hpctrain.core.errors import UsageError
 from hpctrain.core.xp import Array, on_device
 from hpctrain.nn.cuda.philox import DRAWS_PER_COUNTER, apply_dropout
-from hpctrain.nn.layer import Key, Parameter, Shape
+from hpctrain.nn.layer import Key, PlainLayer
 
 DROPOUT_STREAM = 1 << 63  #: separate from the initial values, whose keys are (seed, index)
 
@@ -44,7 +44,7 @@ def _philox_words(key: Key, features: int) -> tuple[tuple[int, ...], tuple[int, 
 
 
 @dataclass(frozen=True)
-class Dropout:
+class Dropout(PlainLayer):
     """Set each value to 0 with probability `rate`, and multiply the others by 1 / (1 - rate).
 
     Evaluation changes nothing. Samples may have any shape. Raises UsageError unless 0 <= rate < 1.
@@ -56,12 +56,6 @@ class Dropout:
     def __post_init__(self) -> None:
         if not 0 <= self.rate < 1:
             raise UsageError(f"Dropout: rate must be in [0, 1), seen {self.rate}")
-
-    def output_shape(self, shape: Shape) -> Shape:
-        return shape
-
-    def parameters(self, shape: Shape) -> dict[str, Parameter]:
-        return {}
 
     def forward(
         self, p: Mapping[str, Array], x: Array, key: Key | None

@@ -14,47 +14,16 @@ on one rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
 from hpctrain.core.errors import HpctrainError
 from hpctrain.core.xp import Array, namespace
+from hpctrain.nn.layer import LazyArrays
 
 if TYPE_CHECKING:
     from hpctrain.nn.part import Part, PartLayer
-
-
-class LazyArrays(Mapping[str, Array]):
-    """Arrays by name, each created when it is first read: waiting products then need no memory."""
-
-    def __init__(self, makers: Mapping[str, Callable[[], Array]]):
-        self._makers = makers
-        self._arrays: dict[str, Array] = {}
-
-    def __getitem__(self, name: str) -> Array:
-        if name not in self._arrays:
-            self._arrays[name] = self._makers[name]()
-        return self._arrays[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._makers)
-
-    def __len__(self) -> int:
-        return len(self._makers)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._makers
-
-    def select(self, prefix: str) -> LazyArrays:
-        """Return the arrays whose names begin with `prefix`, without creating them."""
-        return LazyArrays(
-            {
-                name.removeprefix(prefix): partial(self.__getitem__, name)
-                for name in self
-                if name.startswith(prefix)
-            }
-        )
 
 
 class GradientSums:

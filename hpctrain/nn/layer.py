@@ -7,9 +7,9 @@ layer object, and the caller chooses the memory of the arrays.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from inspect import signature
 from math import prod
 from operator import methodcaller
@@ -95,6 +95,48 @@ class Layer(Protocol):
         """
 
 
+class LazyArrays(Mapping[str, Array]):
+    """Arrays by name, each created when it is first read: waiting products then need no memory."""
+
+    def __init__(self, makers: Mapping[str, Callable[[], Array]]):
+        self._makers = makers
+        self._arrays: dict[str, Array] = {}
+
+    def __getitem__(self, name: str) -> Array:
+        if name not in self._arrays:
+            self._arrays[name] = self._makers[name]()
+        return self._arrays[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._makers)
+
+    def __len__(self) -> int:
+        return len(self._makers)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._makers
+
+    def select(self, prefix: str) -> LazyArrays:
+        """Return the arrays whose names begin with `prefix`, without creating them."""
+        return LazyArrays(
+            {
+                name.removeprefix(prefix): partial(self.__getitem__, name)
+                for name in self
+                if name.startswith(prefix)
+            }
+        )
+
+
+class PlainLayer:
+    """The part that layers without parameters share; by default the shape of samples stays."""
+
+    def output_shape(self, shape: Shape) -> Shape:
+        return shape
+
+    def parameters(self, shape: Shape) -> dict[str, Parameter]:
+        return {}
+
+
 @cache
 def takes_later(layer_type: type) -> bool:
     """Return whether `backward` of such layers takes `later`."""
@@ -151,3 +193,21 @@ def write_affine_gradients(
     namespace(dy).matmul(x.T, dy, out=out)
     if bias in g:
         sum_rows(dy, out=g[bias])
+
+
+def initial_values(
+    parameters: Mapping[str, Parameter], seed: int, names: Container[str] | None = None
+) -> dict[str, np.ndarray]:
+    """Return the initial values of each parameter, float64; they depend on `seed` and shapes alone.
+
+    Each parameter has its own random stream, so a new shape of one parameter changes no value of
+    another, and the parameters `names`, by default all, may be drawn alone.
+    """
+    return {
+        name: parameter.init(
+            np.random.Generator(np.random.Philox(key=np.array([seed, i], np.uint64))),
+            parameter.shape,
+        )
+        for i, (name, parameter) in enumerate(parameters.items())
+        if names is None or name in names
+    }

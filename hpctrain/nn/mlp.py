@@ -34,14 +34,6 @@ class MlpOptions:
         the model takes vectors of `widths[0]` features. Raises UsageError if `widths` does not fit.
         """
         shape = (self.widths[0],) if input_shape is None else tuple(input_shape)
-        self._check_widths(shape, outputs)
-        layers: dict[str, Layer] = {
-            "flatten": Flatten(),
-            **dense_layers(self.widths[1:], self.dropout),
-        }
-        return Model(layers, shape)
-
-    def _check_widths(self, shape: Shape, outputs: int | None) -> None:
         features = math.prod(shape)
         if features != self.widths[0]:
             raise UsageError(
@@ -54,6 +46,11 @@ class MlpOptions:
                 f"the features of its targets), seen {self.widths[-1]}; "
                 f"set widths = {[*self.widths[:-1], outputs]}"
             )
+        layers: dict[str, Layer] = {
+            "flatten": Flatten(),
+            **dense_layers(self.widths[1:], self.dropout),
+        }
+        return Model(layers, shape)
 
 
 def dense_layers(widths: list[int], dropout: float) -> dict[str, Layer]:

@@ -223,17 +223,16 @@ class Model:
             full_name = parameter.shared_with or name
             names[name.removeprefix(f"{layer}.")] = full_name
             if parameter.shared_with:
-                self._check_shared_shape(layer, full_name, parameter)
+                owner = self.parameters.get(full_name)
+                shared_shape = owner.shape if owner else "none before it"
+                if shared_shape != parameter.shape:
+                    raise UsageError(
+                        f"layer '{layer}' shares '{full_name}': expected {parameter.shape}, "
+                        f"seen {shared_shape}"
+                    )
             else:
                 (self.parameters if parameter.trainable else self.buffers)[name] = parameter
         return names
-
-    def _check_shared_shape(self, layer: str, name: str, parameter: Parameter) -> None:
-        shared_shape = self.parameters[name].shape if name in self.parameters else "none before it"
-        if shared_shape != parameter.shape:
-            raise UsageError(
-                f"layer '{layer}' shares '{name}': expected {parameter.shape}, seen {shared_shape}"
-            )
 
 
 def _convert(x: Any, layer: Layer | None, parameter: Array) -> Any:

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from hpctrain.core.errors import UsageError
 from hpctrain.core.xp import Array, namespace, narrowed, widened
 from hpctrain.nn.conv import count_windows, window_pixels
-from hpctrain.nn.layer import Key, Parameter, Shape, require_at_least
+from hpctrain.nn.layer import Key, PlainLayer, Shape, require_at_least
 
 
 @dataclass(frozen=True)
-class MaxPool2d:
+class MaxPool2d(PlainLayer):
     """Keep the largest value of each window: (n, h, w, c) -> (n, oh, ow, c).
 
     oh = (h - window) // stride + 1; rows and columns that fill no window are ignored. Of several
@@ -28,9 +28,6 @@ class MaxPool2d:
 
     def output_shape(self, shape: Shape) -> Shape:
         return (*count_windows(shape, self.window, self.stride), shape[2])
-
-    def parameters(self, shape: Shape) -> dict[str, Parameter]:
-        return {}
 
     def forward(
         self, p: Mapping[str, Array], x: Array, key: Key | None
@@ -65,16 +62,13 @@ class MaxPool2d:
 
 
 @dataclass(frozen=True)
-class MeanPool:
+class MeanPool(PlainLayer):
     """The mean of each channel over the whole image: (n, h, w, c) -> (n, c)."""
 
     def output_shape(self, shape: Shape) -> Shape:
         if len(shape) != 3:
             raise UsageError(f"expected images (height, width, channels), seen {shape}")
         return shape[2:]
-
-    def parameters(self, shape: Shape) -> dict[str, Parameter]:
-        return {}
 
     def forward(self, p: Mapping[str, Array], x: Array, key: Key | None) -> tuple[Array, Shape]:
         return narrowed(widened(x).mean(axis=(1, 2)), x), x.shape

@@ -8,18 +8,15 @@ from dataclasses import dataclass
 
 from hpctrain.core.errors import UsageError
 from hpctrain.core.xp import Array, namespace
-from hpctrain.nn.layer import Key, Parameter, Shape, require_at_least
+from hpctrain.nn.layer import Key, PlainLayer, Shape, require_at_least
 
 
 @dataclass(frozen=True)
-class Flatten:
+class Flatten(PlainLayer):
     """Turn samples of any shape into vectors: (n, ...) -> (n, features)."""
 
     def output_shape(self, shape: Shape) -> Shape:
         return (math.prod(shape),)
-
-    def parameters(self, shape: Shape) -> dict[str, Parameter]:
-        return {}
 
     def forward(self, p: Mapping[str, Array], x: Array, key: Key | None) -> tuple[Array, Shape]:
         # NumPy cannot infer a size given as -1 for a share without samples.
@@ -32,7 +29,7 @@ class Flatten:
 
 
 @dataclass(frozen=True)
-class AddChannel:
+class AddChannel(PlainLayer):
     """Add a channel dim to grey images: (n, h, w) -> (n, h, w, 1).
 
     Raises UsageError if samples are not (h, w).
@@ -42,9 +39,6 @@ class AddChannel:
         if len(shape) != 2:
             raise UsageError(f"expected grey images (h, w), seen {shape}")
         return (*shape, 1)
-
-    def parameters(self, shape: Shape) -> dict[str, Parameter]:
-        return {}
 
     def forward(self, p: Mapping[str, Array], x: Array, key: Key | None) -> tuple[Array, None]:
         return x[..., None], None
@@ -56,7 +50,7 @@ class AddChannel:
 
 
 @dataclass(frozen=True)
-class Subsample:
+class Subsample(PlainLayer):
     """Take every `stride`-th pixel and add channels of zeros, up to `channels`.
 
     (n, h, w, c) -> (n, oh, ow, channels) with oh = ceil(h / stride). The shortcut without
@@ -76,9 +70,6 @@ class Subsample:
                 f"expected images (h, w, at most {self.channels} channels), seen {shape}"
             )
         return (-(-shape[0] // self.stride), -(-shape[1] // self.stride), self.channels)
-
-    def parameters(self, shape: Shape) -> dict[str, Parameter]:
-        return {}
 
     def forward(self, p: Mapping[str, Array], x: Array, key: Key | None) -> tuple[Array, Shape]:
         y = namespace(x).zeros((len(x), *self.output_shape(x.shape[1:])), x.dtype)
