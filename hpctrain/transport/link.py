@@ -8,7 +8,7 @@ of bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -27,6 +27,12 @@ class Request(Protocol):
 
     def done(self) -> bool:
         """Return whether `wait` would return at once."""
+
+
+def wait_all(requests: Iterable[Request]) -> None:
+    """Wait for each of `requests`."""
+    for request in requests:
+        request.wait()
 
 
 class NativeCall(NamedTuple):
