@@ -8,14 +8,13 @@ from hpctrain.checkpoint.folder import (
     rank_by,
 )
 from hpctrain.checkpoint.format import Piece
-from hpctrain.checkpoint.memory import LiveState, MemoryCopies
-from hpctrain.checkpoint.memory_reader import MemoryReader, newest_whole
+from hpctrain.checkpoint.memory import MemoryCopies
+from hpctrain.checkpoint.memory_reader import MemoryReader, live_state, newest_whole
 from hpctrain.checkpoint.requests import Reader
 from hpctrain.checkpoint.restore import Loaded, best_value, is_checkpoint, load, read, verify
 from hpctrain.checkpoint.store import save, sweep
 
 __all__ = [
-    "LiveState",
     "Loaded",
     "MemoryCopies",
     "MemoryReader",
@@ -26,6 +25,7 @@ __all__ = [
     "best_value",
     "is_checkpoint",
     "listing",
+    "live_state",
     "load",
     "newest_whole",
     "rank_by",

@@ -151,28 +151,17 @@ def find_fault(about: Mapping[str, Any], step: int, sizes: Mapping[str, int]) ->
         entries = CheckpointFacts.model_validate(dict(about))
     except pydantic.ValidationError as error:
         return first_fault(error, "about")
-    given_keys = about.keys()
+    rate, ranks = entries.updates_per_step, entries.world_size
+    if "step" in about and entries.step != step:
+        return f"'about.step': expected {step}, seen {entries.step}"
+    if ranks is not None and rate > ranks:  # more than the ranks that send gradients
+        return f"'about.updates_per_step': expected at most {ranks}, seen {rate}"
     return (
-        _mismatch_fault("step", entries.step, step, given_keys)
-        or _update_rate_fault(entries.updates_per_step, entries.world_size)
-        or _position_fault(entries, step, given_keys)
+        _position_fault(entries, step, about.keys())
         or _placement_fault(entries.weights, sizes)
         or _name_fault(entries)
         or _scale_fault(entries.scale)
     )
-
-
-def _mismatch_fault(name: str, actual: object, expected: object, given_keys: Any) -> str:
-    if name not in given_keys or actual == expected:
-        return ""
-    return f"'about.{name}': expected {expected}, seen {actual}"
-
-
-def _update_rate_fault(updates_per_step: float, ranks: int | None) -> str:
-    """Return the fault of more updates per step than ranks that send gradients."""
-    if ranks is None or updates_per_step <= ranks:
-        return ""
-    return f"'about.updates_per_step': expected at most {ranks}, seen {updates_per_step}"
 
 
 def _position_fault(about: CheckpointFacts, step: int, given_keys: Any) -> str:

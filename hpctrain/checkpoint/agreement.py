@@ -8,10 +8,9 @@ import socket
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from hpctrain.checkpoint.format import DamagedError
-from hpctrain.collectives import Group, all_gather_bytes, broadcast
+from hpctrain.collectives import all_gather_bytes
+from hpctrain.collectives.tree import broadcast_bytes
 from hpctrain.core.errors import UsageError
 from hpctrain.transport.link import Link
 
@@ -42,15 +41,6 @@ def broadcast_from_first(link: Link, call: Callable[[], bytes]) -> tuple[bytes, 
     own = [b""]
     results = gather_results(link, lambda: own.append(call()) if link.rank == 0 else None)
     return broadcast_bytes(link, own[-1]), results
-
-
-def broadcast_bytes(link: Link, payload: bytes, root: int = 0) -> bytes:
-    """Return the `payload` of rank `root`; the other ranks give an empty one."""
-    length = np.array([len(payload)])
-    broadcast(Group(link), length, root)
-    data = np.frombuffer(bytearray(payload) or bytearray(int(length[0])), np.uint8)
-    broadcast(Group(link), data, root)
-    return data.tobytes()
 
 
 def join_faults(results: Sequence[RankResult]) -> str:

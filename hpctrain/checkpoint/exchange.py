@@ -19,13 +19,15 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import zip_longest
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from hpctrain.collectives.group import Scratch
 from hpctrain.core.xp import copy, like
-from hpctrain.transport.link import Link, Request
+from hpctrain.transport.link import Link, Request, wait_all
 
 RankSpans = list[list[Any]]  #: the requests of a rank: [array, first element, end]
 
@@ -106,7 +108,7 @@ class Exchange:
         """`load` returns the bytes of an extent, in memory of the host."""
         self.fault: Exception | None = None
         self.link, self.load = link, load
-        self._received = np.empty(0, np.uint8)
+        self._buffer = partial(Scratch().host_buffer, dtype=np.dtype(np.uint8))
 
     def run_guarded(self, call: Callable[..., Any], *arguments: Any) -> Any:
         """Return `call(*arguments)`; keep the first error instead of raising it."""
@@ -139,24 +141,16 @@ class Exchange:
         requests: list[Request] = []
         inbox = buffer = None
         if incoming is not None:
-            inbox = self._inbox(incoming)
-            buffer = self._buffer(incoming.extent.nbytes) if inbox is None else inbox
+            targets, extent = incoming.targets, incoming.extent
+            # The place of the extent in its only target, if it fits there.
+            inbox = targets[0].inbox(extent) if len(targets) == 1 else None
+            buffer = self._buffer(extent.nbytes) if inbox is None else inbox
             requests.append(self.link.irecv(buffer, source))
         if outgoing is not None:
             requests.append(self.link.isend(outgoing, to))
-        for request in requests:
-            request.wait()
+        wait_all(requests)
         if incoming is not None and inbox is None:
             self._write(incoming, buffer)
-
-    def _inbox(self, read: Read) -> np.ndarray | None:
-        """Return the place of an extent in its only target; None if it needs a buffer."""
-        return read.targets[0].inbox(read.extent) if len(read.targets) == 1 else None
-
-    def _buffer(self, nbytes: int) -> np.ndarray:
-        if nbytes > self._received.size:
-            self._received = np.empty(nbytes, np.uint8)
-        return self._received[:nbytes]
 
     def _write(self, read: Read, data: Any) -> None:
         values = data.view(read.extent.dtype)

@@ -65,7 +65,8 @@ def to_bytes(manifest: Manifest) -> bytes:
 def read(path: Path) -> Manifest:
     """Return the manifest of the checkpoint `path`.
 
-    Raises DamagedError if it is missing or altered, UsageError if it has another format.
+    Raises DamagedError if it is missing or altered, or if its entries do not fit each other and the
+    folder's name, UsageError if it has another format.
     """
     file = path / MANIFEST
     table = _read_table(file)
@@ -84,24 +85,19 @@ def read(path: Path) -> Manifest:
         for_older = "use it with the hpctrain that wrote it, or start anew in another --out"
         remedy = "install a newer hpctrain" if newer else for_older
         raise UsageError(f"{path} has format {brief(format_number)}, expected {FORMAT}; {remedy}")
-    _check_consistency(path, manifest)
-    return manifest
-
-
-def parse(text: str | bytes) -> Manifest:
-    """Return the manifest that JSON `text` holds; raise pydantic.ValidationError."""
-    return _MANIFEST_ADAPTER.validate_json(text)
-
-
-def _check_consistency(path: Path, manifest: Manifest) -> None:
-    """Raise DamagedError unless the entries of a manifest fit each other and the folder's name."""
-    file, folder_name = path / MANIFEST, NAME.fullmatch(path.name)
+    folder_name = NAME.fullmatch(path.name)
     if folder_name and int(folder_name[2]) != manifest.step:
         raise DamagedError(f"{file} is that of step {manifest.step}")
     sizes = {name: flat.size for name, flat in manifest.arrays.items()}
     if fault := find_fault(manifest.about, manifest.step, sizes):
         raise DamagedError(f"{file}: {fault}")
     check_pieces(manifest)
+    return manifest
+
+
+def parse(text: str | bytes) -> Manifest:
+    """Return the manifest that JSON `text` holds; raise pydantic.ValidationError."""
+    return _MANIFEST_ADAPTER.validate_json(text)
 
 
 def _read_table(file: Path) -> dict[str, Any]:

@@ -15,50 +15,20 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from hpctrain.checkpoint.format import Piece
-from hpctrain.checkpoint.memory_reader import MemoryReader, newest_whole
+from hpctrain.checkpoint.memory_reader import HeldState, MemoryReader, newest_whole
 from hpctrain.checkpoint.requests import ArrayFacts
 from hpctrain.collectives import all_gather_bytes
 from hpctrain.core.errors import UsageError
 from hpctrain.core.xp import on_device, pinned, to_host
-from hpctrain.transport.link import Link, Request
+from hpctrain.transport.link import Link, Request, wait_all
 
 ALIGNMENT = 64  #: each piece begins at a multiple of so many bytes of its buffer
-
-
-class LiveState(NamedTuple):
-    """The arrays of a training that goes on, where a rank holds each array: no copy is needed."""
-
-    step: int
-    pieces: Sequence[Piece]
-    about: Mapping[str, Any]
-
-    @property
-    def version(self) -> int:
-        """0: live states are ordered by their steps."""
-        return 0
-
-    @property
-    def facts(self) -> dict[str, ArrayFacts]:
-        """The size and dtype of each array."""
-        return {p.name: ArrayFacts(p.size, p.array.dtype.name) for p in self.pieces}
-
-
-@dataclass(frozen=True)
-class CommittedState:
-    """A version of the copies: this rank's pieces, and the pieces that it holds for other ranks."""
-
-    version: int
-    step: int
-    about: Mapping[str, Any]
-    pieces: Sequence[Piece]
-    facts: Mapping[str, ArrayFacts]  #: of all ranks' arrays
 
 
 class _PieceFacts(NamedTuple):
@@ -94,13 +64,13 @@ class MemoryCopies:
     def __init__(self, copies: int = 1):
         """`copies`: the number of other ranks that hold each rank's pieces, fewer if there are."""
         self._copies, self._newest_version = copies, 0
-        self._versions: list[CommittedState] = []  # the committed version, and its predecessor
-        self._written: CommittedState | None = None
+        self._versions: list[HeldState] = []  # the committed version, and its predecessor
+        self._written: HeldState | None = None
         self._active, self._spare = np.empty(0, np.uint8), np.empty(0, np.uint8)
         self._interrupted: list[tuple[np.ndarray, list[Request]]] = []
 
     @property
-    def committed(self) -> CommittedState | None:
+    def committed(self) -> HeldState | None:
         """The version that was committed last."""
         return self._versions[0] if self._versions else None
 
@@ -128,7 +98,7 @@ class MemoryCopies:
             to_host(piece.array, copy.array)
         self._exchange(link, partners(hosts, self._copies)[link.rank], order, buffers)
         self._newest_version = 1 + max(table.newest_version for table in tables)
-        self._written = CommittedState(
+        self._written = HeldState(
             self._newest_version,
             step,
             json.loads(about_json),
@@ -154,8 +124,11 @@ class MemoryCopies:
         It is pinned if pieces lie on a device.
         """
         if sum(lengths) > self._spare.size:
-            is_pinned = any(on_device(piece.array) for piece in pieces)
-            self._spare = _allocate(sum(lengths), is_pinned)
+            is_pinned = any(on_device(piece.array) for piece in pieces)  # to be copied to
+            n = sum(lengths)
+            self._spare = (
+                np.frombuffer(pinned(n), np.uint8, n) if is_pinned else np.zeros(n, np.uint8)
+            )
         ends = np.cumsum(lengths)
         return [self._spare[end - n : end] for end, n in zip(ends, lengths, strict=True)]
 
@@ -169,8 +142,7 @@ class MemoryCopies:
                 requests.append(link.irecv(buffer, source))
             for target in targets:
                 requests.append(link.isend(buffers[0], target))
-            for request in requests:
-                request.wait()
+            wait_all(requests)
         except BaseException:
             # Messages that are still under way may write into this buffer later.
             self._interrupted.append((self._spare, requests))
@@ -218,10 +190,11 @@ def _gather_tables(
     """Gather each rank's table; raise UsageError unless all ranks write the same state."""
     facts = [_PieceFacts(*p[:3], p.array.size, p.array.dtype.name) for p in pieces]
     own = _Table(newest_version, step, hashlib.sha256(about_json.encode()).hexdigest(), facts)
-    tables = []
-    for payload in all_gather_bytes(link, json.dumps(own).encode()):
-        version, step, sha256, rows = json.loads(payload)
-        tables.append(_Table(version, step, sha256, [_PieceFacts(*row) for row in rows]))
+    payloads = all_gather_bytes(link, json.dumps(own).encode())
+    tables = [
+        _Table(version, step, sha256, [_PieceFacts(*row) for row in rows])
+        for version, step, sha256, rows in map(json.loads, payloads)
+    ]
     for rank, table in enumerate(tables):
         if (table.step, table.about_sha256) != (tables[0].step, tables[0].about_sha256):
             raise UsageError(
@@ -243,8 +216,3 @@ def _views(facts: Iterable[_PieceFacts], buffer: np.ndarray) -> list[Piece]:
 
 def _padded(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
-
-
-def _allocate(nbytes: int, is_pinned: bool) -> np.ndarray:
-    """Return uint8 memory of the host, pinned if it is to be copied to from a device."""
-    return np.frombuffer(pinned(nbytes), np.uint8, nbytes) if is_pinned else np.zeros(nbytes, "u1")

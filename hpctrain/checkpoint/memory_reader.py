@@ -17,16 +17,17 @@ from __future__ import annotations
 import json
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from hpctrain.checkpoint.agreement import broadcast_bytes
 from hpctrain.checkpoint.exchange import Exchange, RankSpans, Read, Target, plan_reads
 from hpctrain.checkpoint.format import Piece
 from hpctrain.checkpoint.requests import ArrayFacts, Reader
 from hpctrain.collectives import all_gather_bytes
+from hpctrain.collectives.tree import broadcast_bytes
 from hpctrain.core.errors import LostStateError
 from hpctrain.core.files import MIB
 from hpctrain.core.xp import address_of, on_device, to_host
@@ -35,28 +36,24 @@ from hpctrain.transport.link import Link
 SEGMENT_BYTES = 4 * MIB  #: the bytes of a message at most
 
 
-class HeldState(Protocol):
+@dataclass(frozen=True)
+class HeldState:
     """A state of the run; this rank holds pieces of the state."""
 
-    @property
-    def version(self) -> int:
-        """The number of the write of copies; of two states the greater is the newer."""
+    version: int  #: of the write of copies; of two states the greater is the newer
+    step: int
+    about: Mapping[str, Any]  #: JSON data of the run, the same on all ranks
+    pieces: Sequence[Piece]  #: that this rank can send
+    facts: Mapping[str, ArrayFacts]  #: of the whole state's arrays, as far as this rank knows them
 
-    @property
-    def step(self) -> int:
-        """The step of the run."""
 
-    @property
-    def about(self) -> Mapping[str, Any]:
-        """JSON data of the run, the same on all ranks."""
+def live_state(step: int, pieces: Sequence[Piece], about: Mapping[str, Any]) -> HeldState:
+    """Return the state of a training that goes on, where a rank holds each array: without a copy.
 
-    @property
-    def pieces(self) -> Sequence[Piece]:
-        """The pieces that this rank can send."""
-
-    @property
-    def facts(self) -> Mapping[str, ArrayFacts]:
-        """The arrays of the whole state, as far as this rank has their names."""
+    The version is 0: live states are ordered by their steps.
+    """
+    facts = {p.name: ArrayFacts(p.size, p.array.dtype.name) for p in pieces}
+    return HeldState(0, step, about, pieces, facts)
 
 
 class Holding(NamedTuple):

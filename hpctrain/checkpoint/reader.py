@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +21,7 @@ from hpctrain.checkpoint.exchange import Exchange, RankSpans, Read, Target, plan
 from hpctrain.checkpoint.format import Manifest
 from hpctrain.checkpoint.parts import Extent, check_header, extents_in_part, read_extent
 from hpctrain.checkpoint.requests import ArrayFacts, Reader
+from hpctrain.collectives.group import Scratch
 from hpctrain.transport.link import Link
 
 
@@ -60,12 +61,11 @@ class _FileExchange(Exchange):
 
     def __init__(self, path: Path, link: Link):
         super().__init__(link, self._read)
-        self._path, self._data = path, np.empty(0, np.uint8)
+        self._path = path
+        self._sent = partial(Scratch().host_buffer, dtype=np.dtype(np.uint8))
 
     def _read(self, extent: Extent) -> np.ndarray:
-        if extent.nbytes > self._data.size:
-            self._data = np.empty(extent.nbytes, np.uint8)
-        data = self._data[: extent.nbytes]
+        data = self._sent(extent.nbytes)
         if self.run_guarded(read_extent, self._path, extent, data) is None:
             data[:] = 0  # the other ranks receive zeros, which are never used
         return data

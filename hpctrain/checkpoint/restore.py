@@ -112,8 +112,7 @@ def best_value(
     )[0]
     if result.fault:
         raise UsageError(f"cannot look for the best checkpoint: {result.fault}")
-    value: float | None = result.value
-    return value
+    return result.value
 
 
 def verify(path: Path) -> str | None:

@@ -11,6 +11,7 @@ reads. This file and restore.py, which sets damaged ones aside, are those that r
 
 from __future__ import annotations
 
+import fnmatch
 import functools
 import json
 import logging
@@ -18,7 +19,6 @@ import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +72,10 @@ def save(
     partial = checkpoints / f".{step_name(step)}.partial"
     on_all_ranks = functools.partial(_on_all_ranks, link, partial)
     try:
-        slot_edges = _prepare_on_first(link, partial, about)
+        # Rank 0 alone gives the edges at which all ranks cut arrays.
+        data, results = broadcast_from_first(link, lambda: _create_partial_folder(partial, about))
+        _raise_faults(results, partial)
+        slot_edges: SlotEdges = json.loads(data)
         part = partial / f"part-{link.rank:05d}.safetensors"
         tables = on_all_ranks(lambda: parts.write_part(part, pieces, slot_edges, state or {}))
         written = [Contribution(*table) for table in tables]
@@ -102,14 +105,6 @@ def sweep(run: Path) -> None:
         logger.warning("partial checkpoints stay: %s", error)
 
 
-def _prepare_on_first(link: Link, partial: Path, about: Mapping[str, Any]) -> SlotEdges:
-    """Let rank 0 create the folder; return the edges, by rank 0, at which all ranks cut arrays."""
-    data, results = broadcast_from_first(link, lambda: _create_partial_folder(partial, about))
-    _raise_faults(results, partial)
-    slot_edges: SlotEdges = json.loads(data)
-    return slot_edges
-
-
 def _create_partial_folder(partial: Path, about: Mapping[str, Any]) -> bytes:
     """Create the folder of a checkpoint; return the edges of its slots as JSON."""
     checkpoints = partial.parent
@@ -125,17 +120,11 @@ def _create_partial_folder(partial: Path, about: Mapping[str, Any]) -> bytes:
 
 def _remove_partial(checkpoints: Path) -> None:
     with suppress(FileNotFoundError):
-        for name in opening.names_in(checkpoints):
-            if fnmatch(name, ".step-*.partial"):
-                _remove(checkpoints / name)
-
-
-def _remove(leftover: Path) -> None:
-    """Remove a folder that nobody reads, or a file or link in its place."""
-    if leftover.is_dir() and not leftover.is_symlink():
-        shutil.rmtree(leftover, ignore_errors=True)
-    else:
-        leftover.unlink()
+        for name in fnmatch.filter(opening.names_in(checkpoints), ".step-*.partial"):
+            if _is_folder(leftover := checkpoints / name):  # which nobody reads
+                shutil.rmtree(leftover, ignore_errors=True)
+            else:
+                leftover.unlink()
 
 
 def _commit(

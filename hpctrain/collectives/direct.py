@@ -109,7 +109,11 @@ def bind_direct(
         if not agree(payload):
             must_match_in_node(buffers, call)
         elif location is not None:
-            _sum_tiles(tiles, op, write_back=not shared)
+            for tile in tiles:
+                copy_through.sum_in_order(tile, op, tile[0])
+                if not shared:
+                    for operand in tile[1:]:
+                        operand[:] = tile[0]
             agree()
             return location.arrays[0] if shared else x
         copy_through.reduce_long(buffers, x, op)
@@ -249,12 +253,3 @@ def _tiles(arrays: list[np.ndarray]) -> Tiles:
         [a[start : start + tile_length] for a in arrays]
         for start in range(0, arrays[0].size, tile_length)
     ]
-
-
-def _sum_tiles(tiles: Tiles, op: Operation, write_back: bool) -> None:
-    """Sum each tile into the first rank's array, with `write_back` also into all others."""
-    for tile in tiles:
-        copy_through.sum_in_order(tile, op, tile[0])
-        if write_back:
-            for operand in tile[1:]:
-                operand[:] = tile[0]

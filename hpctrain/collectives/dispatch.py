@@ -37,10 +37,6 @@ class Choices:
     gpus: Choices | None = None  #: for arrays on GPUs, if every rank has one; None: the host's
     stream_segment_bytes: int = STREAM_SEGMENT_BYTES  #: of segments between nodes
 
-    def for_memory(self, on_gpu: bool) -> Choices:
-        """Return the choices for arrays on GPUs, or on the host."""
-        return self.gpus if on_gpu and self.gpus is not None else self
-
     def lookup(self, nbytes: int) -> Choice:
         """Return the choice for `nbytes` bytes."""
         return self.choices[bisect_right(self.start_bytes, nbytes)]

@@ -42,7 +42,7 @@ from hpctrain.collectives.chunks import SEGMENT_BYTES, segments
 from hpctrain.collectives.group import Group
 from hpctrain.collectives.reductions.operations import Operation
 from hpctrain.collectives.ring import RECEIVES_AHEAD
-from hpctrain.transport.link import Link, Request
+from hpctrain.transport.link import Link, Request, wait_all
 
 
 class Family(NamedTuple):
@@ -79,8 +79,7 @@ def _reduce(link: Link, halves: list[Half], op: Operation, inboxes: np.ndarray) 
                 op(segment, inbox, out=segment)
             if family.parent is not None:
                 sends.append(link.isend(segment, family.parent))
-    for send in sends:
-        send.wait()
+    wait_all(sends)
 
 
 def _receive_segments(
@@ -117,8 +116,7 @@ def _broadcast(link: Link, halves: list[Half], receives_ahead: int) -> None:
                 )
                 posted_receives.popleft().wait()
             pending_requests += [link.isend(segment, child) for child in children]
-    for request in pending_requests:
-        request.wait()
+    wait_all(pending_requests)
 
 
 def _halves_leaf_first(group: Group, x: np.ndarray) -> list[tuple[np.ndarray, Family]]:

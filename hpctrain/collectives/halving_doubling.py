@@ -29,7 +29,7 @@ import numpy as np
 from hpctrain.collectives.chunks import bounds, segments
 from hpctrain.collectives.group import Group
 from hpctrain.collectives.reductions.operations import Operation
-from hpctrain.transport.link import Link
+from hpctrain.transport.link import Link, wait_all
 
 
 def halving_doubling(group: Group, x: np.ndarray, op: Operation) -> None:
@@ -41,7 +41,10 @@ def halving_doubling(group: Group, x: np.ndarray, op: Operation) -> None:
         return
     folded_rank = rank + core_size if rank + core_size < size else None
     if folded_rank is not None:
-        _add_folded_vector(group, x, op, folded_rank)
+        # This rank adds the lower half, that rank the upper.
+        lower, upper = x[: x.size // 2], x[x.size // 2 :]
+        _exchange_and_add(group, upper, lower, op, folded_rank)
+        group.link.irecv(upper, folded_rank).wait()
     _halve_and_double(group, x, op, core_size)
     if folded_rank is not None:
         group.link.isend(x, folded_rank).wait()
@@ -69,8 +72,7 @@ def _exchange(link: Link, outgoing: np.ndarray, incoming: np.ndarray, partner: i
     """Exchange in segments: as one message each, one direction would wait for the other."""
     receives = [link.irecv(segment, partner) for segment in segments(incoming)]
     sends = [link.isend(segment, partner) for segment in segments(outgoing)]
-    for request in (*receives, *sends):
-        request.wait()
+    wait_all((*receives, *sends))
 
 
 def _exchange_and_add(
@@ -82,15 +84,7 @@ def _exchange_and_add(
         inbox = group.scratch.buffer_like(segment)
         group.link.irecv(inbox, partner).wait()
         op(segment, inbox, out=segment)
-    for send in sends:
-        send.wait()
-
-
-def _add_folded_vector(group: Group, x: np.ndarray, op: Operation, folded_rank: int) -> None:
-    """Add the vector of `folded_rank`: this rank adds the lower half, that rank the upper."""
-    lower, upper = x[: x.size // 2], x[x.size // 2 :]
-    _exchange_and_add(group, upper, lower, op, folded_rank)
-    group.link.irecv(upper, folded_rank).wait()
+    wait_all(sends)
 
 
 def _fold_into(group: Group, x: np.ndarray, op: Operation, partner: int) -> None:

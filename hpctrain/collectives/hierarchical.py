@@ -45,7 +45,9 @@ def hierarchical(group: Group, x: np.ndarray, op: Operation) -> None:
         (ring if group.node_buffers is None else direct)(group, x, op)
         return
     assert group.node is not None and group.across is not None
-    offsets, has_neighbours = rail_offsets(x, group), group.node.size > 1
+    # The offsets of each local rank's rail; ranks beyond the first `rails` have empty rails.
+    rails, has_neighbours = min(map(len, group.nodes)), group.node.size > 1
+    offsets = part_offsets(x, rails) + [x.size] * (group.node.size - rails)
     rail = reduce_scatter(group, x, op, offsets) if has_neighbours else x
     if rail.size:  # its owners, one on each node, reduce it
         nodes = _single_rank_nodes(group.across.size)
@@ -53,13 +55,6 @@ def hierarchical(group: Group, x: np.ndarray, op: Operation) -> None:
         ring(owners, rail, op)
     if has_neighbours:
         all_gather(group, x, offsets)
-
-
-def rail_offsets(x: np.ndarray, group: Group) -> list[int]:
-    """Return the offsets of each local rank's rail; ranks beyond the g-th have empty rails."""
-    assert group.node is not None
-    count = min(map(len, group.nodes))
-    return part_offsets(x, count) + [x.size] * (group.node.size - count)
 
 
 @cache

@@ -61,18 +61,13 @@ def communicator_for(group: Group, x: Array) -> Communicator:
         )
         name = load_libraries()[0].cuda.runtime.deviceGetPCIBusId(device)
         names = all_gather_bytes(node, name.encode())  # of the GPUs of this node's ranks
-        _require_enough_gpus(group, node.size - len(set(names)))
+        max_missing = elementwise_maximum(group, ((node.size - len(set(names))), 0))[0]
+        if max_missing > 0:
+            raise UsageError(
+                "algorithm 'nccl': expected a GPU for each rank, seen a node with "
+                f"{max_missing} fewer; start fewer ranks on each, or take algorithm = 'auto'"
+            )
         id_buffer = new_unique_id() if link.rank == 0 else np.zeros(ID_BYTES, np.uint8)
         broadcast(group, id_buffer)
         _communicators[link] = Communicator(link.rank, link.size, device, id_buffer, link.survives)
     return _communicators[link]
-
-
-def _require_enough_gpus(group: Group, missing_gpus: int) -> None:
-    """Raise UsageError, on all ranks, if a node lacks GPUs for its ranks."""
-    max_missing = elementwise_maximum(group, (missing_gpus, 0))[0]
-    if max_missing > 0:
-        raise UsageError(
-            "algorithm 'nccl': expected a GPU for each rank, seen a node with "
-            f"{max_missing} fewer; start fewer ranks on each, or take algorithm = 'auto'"
-        )

@@ -45,6 +45,7 @@ from hpctrain.collectives.group import Group
 from hpctrain.collectives.reductions.operations import Operation
 from hpctrain.collectives.ring import all_gather as round_the_ring
 from hpctrain.core.errors import UsageError
+from hpctrain.transport.link import wait_all
 
 SCRATCH_BYTES = 2 << 20
 TILE_BYTES = 256 << 10  # the sum over all ranks' tiles, which are added while in the cache
@@ -221,10 +222,8 @@ def _sum_segments(
         for array in own_arrays
         if array[segment[peer]].size  # empty segments are not sent
     ]
-    for request in receives:
-        request.wait()
+    wait_all(receives)
     arrays[link.rank] = [array[own_chunk] for array in own_arrays]
     ordered_arrays = [array for rank in range(link.size) for array in arrays[rank]]
     x[own_chunk] = tree.sum_subtotals(ordered_arrays, make_in_place_add(op))
-    for request in sends:
-        request.wait()
+    wait_all(sends)

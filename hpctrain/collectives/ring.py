@@ -49,7 +49,7 @@ import numpy as np
 from hpctrain.collectives.chunks import SEGMENT_BYTES, bounds, chunks, segments, slices
 from hpctrain.collectives.group import Group
 from hpctrain.collectives.reductions.operations import Operation
-from hpctrain.transport.link import Link, Request
+from hpctrain.transport.link import Link, Request, wait_all
 
 RECEIVES_AHEAD = 2  # segments whose receive is posted before they are needed
 
@@ -213,8 +213,7 @@ def _exchange_and_add_segments(
             sends.append(link.isend(sent_segment, right))
     for receive in posted_receives:
         _add_received(receive, op)
-    for send in sends:
-        send.wait()
+    wait_all(sends)
 
 
 def _add_received(receive: _PostedReceive | None, op: Operation) -> None:

@@ -20,6 +20,7 @@ import numpy as np
 
 from hpctrain.collectives.chunks import chunks
 from hpctrain.collectives.group import Group
+from hpctrain.transport.link import wait_all
 
 
 def gather(group: Group, x: np.ndarray, root: int = 0) -> None:
@@ -28,20 +29,14 @@ def gather(group: Group, x: np.ndarray, root: int = 0) -> None:
     if link.rank != root:
         link.isend(chunk_views[link.rank], root).wait()
         return
-    for request in [
-        link.irecv(chunk_views[rank], rank) for rank in range(link.size) if rank != root
-    ]:
-        request.wait()
+    wait_all([link.irecv(chunk_views[rank], rank) for rank in range(link.size) if rank != root])
 
 
 def scatter(group: Group, x: np.ndarray, root: int = 0) -> np.ndarray:
     """Return this rank's chunk of flat `x` as a view, filled from `root`'s `x`."""
     link, chunk_views = group.link, chunks(x, group.link.size)
     if link.rank == root:
-        for request in [
-            link.isend(chunk_views[rank], rank) for rank in range(link.size) if rank != root
-        ]:
-            request.wait()
+        wait_all([link.isend(chunk_views[rank], rank) for rank in range(link.size) if rank != root])
     else:
         link.irecv(chunk_views[link.rank], root).wait()
     return chunk_views[link.rank]

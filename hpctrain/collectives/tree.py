@@ -27,6 +27,7 @@ import numpy as np
 from hpctrain.collectives.chunks import segments
 from hpctrain.collectives.group import Group
 from hpctrain.collectives.reductions.operations import Operation
+from hpctrain.transport.link import Link, wait_all
 
 
 def tree(group: Group, x: np.ndarray, op: Operation) -> None:
@@ -56,8 +57,16 @@ def broadcast(group: Group, x: np.ndarray, root: int = 0) -> None:
         if parent is not None:
             link.irecv(segment, parent).wait()
         # The farthest child roots the largest subtree: it goes first.
-        for request in [link.isend(segment, child) for child in reversed(children)]:
-            request.wait()
+        wait_all([link.isend(segment, child) for child in reversed(children)])
+
+
+def broadcast_bytes(link: Link, payload: bytes, root: int = 0) -> bytes:
+    """Return the `payload` of rank `root`; the other ranks give an empty one."""
+    length = np.array([len(payload)])
+    broadcast(Group(link), length, root)
+    data = np.frombuffer(bytearray(payload) or bytearray(int(length[0])), np.uint8)
+    broadcast(Group(link), data, root)
+    return data.tobytes()
 
 
 def family(rank: int, size: int, root: int) -> tuple[int | None, list[int]]:

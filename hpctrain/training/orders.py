@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from hpctrain.checkpoint.agreement import broadcast_bytes
+from hpctrain.collectives.tree import broadcast_bytes
 from hpctrain.data import EpochOrder, Sampler, Samples, SelectedSamples, dropped_batch, order_of
 from hpctrain.world import World
 

@@ -13,6 +13,7 @@ Each is the median over rounds; a round is several calls. measure.py has the clo
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 
 import numpy as np
@@ -20,8 +21,8 @@ import numpy as np
 from hpctrain.collectives import Group
 from hpctrain.collectives.chunks import SEGMENT_BYTES
 from hpctrain.core.xp import Array
-from hpctrain.transport.link import Link
-from hpctrain.tuning.measure import time_calls
+from hpctrain.transport.link import Link, wait_all
+from hpctrain.tuning.measure import ping_pong, time_calls
 from hpctrain.tuning.model.cost import Machine
 
 PING_PONGS, SEGMENT_COUNT = 200, 16
@@ -68,30 +69,21 @@ def _measure_pair(link: Link, pair: Pair, gamma: float, rounds: int, xp: ModuleT
 
 
 def _ping_pong(link: Link, a: int, b: int, short_message: Array) -> Callable[[], None]:
-    def send_then_receive() -> None:
-        for _ in range(PING_PONGS):
-            link.isend(short_message, b).wait()
-            link.irecv(short_message, b).wait()
-
-    def receive_then_send() -> None:
-        for _ in range(PING_PONGS):
-            link.irecv(short_message, a).wait()
-            link.isend(short_message, a).wait()
-
-    return {a: send_then_receive, b: receive_then_send}.get(link.rank, _do_nothing)
+    if link.rank not in (a, b):
+        return _do_nothing
+    is_first = link.rank == a
+    return partial(ping_pong, link, b if is_first else a, short_message, PING_PONGS, is_first)
 
 
 def _stream_segments(
     link: Link, a: int, b: int, segments: Array, short_message: Array
 ) -> Callable[[], None]:
     def send_all() -> None:
-        for request in [link.isend(segment, b) for segment in segments]:
-            request.wait()
+        wait_all([link.isend(segment, b) for segment in segments])
         link.irecv(short_message, b).wait()
 
     def receive_all() -> None:
-        for request in [link.irecv(segment, a) for segment in segments]:
-            request.wait()
+        wait_all([link.irecv(segment, a) for segment in segments])
         link.isend(short_message, a).wait()
 
     return {a: send_all, b: receive_all}.get(link.rank, _do_nothing)

@@ -53,7 +53,7 @@ def default_plan(group: Group, gpus: GpuLayout) -> TuningPlan:
 def layout_of(group: Group, gpus: GpuLayout) -> GpuNetwork:
     """Return the placement of `group`'s ranks and the cost of their paths."""
     nodes = group.nodes or (tuple(range(group.link.size)),)
-    one_gpu = all(map(gpus.share_one_gpu, nodes))
+    one_gpu = all(len({gpus.places[rank] for rank in node}) == 1 for node in nodes)
     name = "same_gpu" if one_gpu else "same_node"
     rate = gpus.verdict.mapped_gb_s.get(name, 0.0) * 1e9
     rate = rate or (SAME_GPU_RATE if one_gpu else BETWEEN_GPUS_RATE)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hpctrain.collectives.chunks import GPU_STREAM_SEGMENT_BYTES, STREAM_SEGMENT_BYTES
@@ -25,10 +24,6 @@ class GpuLayout:
         for rank, place in enumerate(self.places):
             ranks_by_place.setdefault(place, []).append(rank)
         return list(ranks_by_place.values())
-
-    def share_one_gpu(self, node: Sequence[int]) -> bool:
-        """Return whether the ranks of `node` share one GPU."""
-        return len({self.places[rank] for rank in node}) == 1
 
     @property
     def stream_segment_bytes(self) -> int:

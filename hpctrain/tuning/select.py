@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from hpctrain import collectives
-from hpctrain.collectives import AllReduceFunction, Group, broadcast
+from hpctrain.collectives import AllReduceFunction, Group
 from hpctrain.collectives.all_gathers import ALL_GATHERS, AllGather, gather_by_allreduce
 from hpctrain.collectives.direct import bind_direct, direct, direct_shared
 from hpctrain.collectives.dispatch import Choices
@@ -31,6 +31,7 @@ from hpctrain.collectives.nccl import nccl
 from hpctrain.collectives.null import null
 from hpctrain.collectives.reductions.operations import Operation, can_mpi_reduce
 from hpctrain.collectives.signature import Signature, bind_match
+from hpctrain.collectives.tree import broadcast_bytes
 from hpctrain.collectives.vote import elementwise_maximum
 from hpctrain.core import names
 from hpctrain.core.errors import UsageError
@@ -65,7 +66,8 @@ def choose_algorithm(group: Group, x: np.ndarray, op: Operation) -> AllReduceFun
 
 
 def _choices_for(group: Group, x: Array) -> Choices:
-    return (group.choices or _default_choices(group.link.size)).for_memory(on_device(x))
+    choices = group.choices or _default_choices(group.link.size)
+    return choices.gpus if on_device(x) and choices.gpus is not None else choices
 
 
 def bind(
@@ -174,7 +176,7 @@ def add_choices(group: Group, mpi: bool, gpus: GpuLayout | None = None) -> Group
     message = json.dumps(_decide_plans(group, mpi, gpus)).encode() if group.link.rank == 0 else b""
     host_choices, *gpu_choices = (
         make_choices(TuningPlan(**plan))
-        for plan in json.loads(_broadcast_from_rank_0(group, message))
+        for plan in json.loads(broadcast_bytes(group.link, message))
     )
     if gpus is not None:
         length = gpus.stream_segment_bytes
@@ -197,15 +199,6 @@ def _measured_plan(group: Group, mpi: bool, gpus: GpuLayout | None) -> TuningPla
 
     tuning_table = table.find_table(group, mpi, gpus)
     return None if tuning_table is None else table.plan_from_table(tuning_table)
-
-
-def _broadcast_from_rank_0(group: Group, message: bytes) -> bytes:
-    """Return the `message` of rank 0; collective."""
-    length = np.array([len(message)])
-    broadcast(group, length)
-    padded_message = np.frombuffer(message.ljust(int(length[0])), np.uint8).copy()
-    broadcast(group, padded_message)
-    return padded_message.tobytes()
 
 
 @cache

@@ -240,17 +240,13 @@ def parse_table(text: bytes) -> Table:
             f"it is damaged: {location}: {first_error['msg'].lower()}; {ADVICE}"
         ) from None
     for name in ("node", "across"):
-        _check_machine(getattr(table, name), name)
+        times: cost.Machine | None = getattr(table, name)
+        for key, value in asdict(times).items() if times else ():
+            if not 0 <= value < math.inf:
+                raise TableError(
+                    f"it is damaged: {name}.{key}: expected seconds, seen {value}; {ADVICE}"
+                )
     return table
-
-
-def _check_machine(machine: cost.Machine | None, name: str) -> None:
-    """Raise TableError for times of `machine` that are negative or not finite."""
-    for key, value in asdict(machine).items() if machine else ():
-        if not 0 <= value < math.inf:
-            raise TableError(
-                f"it is damaged: {name}.{key}: expected seconds, seen {value}; {ADVICE}"
-            )
 
 
 def write_table(table: Table, path: Path) -> None:

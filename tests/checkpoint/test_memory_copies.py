@@ -10,10 +10,10 @@ import pytest
 from ranks import on_ranks, run_on_gpus
 
 from hpctrain.checkpoint import (
-    LiveState,
     MemoryCopies,
     MemoryReader,
     Piece,
+    live_state,
     memory,
     memory_reader,
     newest_whole,
@@ -153,7 +153,7 @@ def test_what_all_hold_is_sent_evenly_and_left_where_it_is(ranks, monkeypatch):
         out = np.zeros(SIZE, "f4") if fresh else x
         if not fresh:
             x.flags.writeable = False
-        states = [] if fresh else [LiveState(5, [Piece("param", 0, SIZE, x)], ABOUT)]
+        states = [] if fresh else [live_state(5, [Piece("param", 0, SIZE, x)], ABOUT)]
         reader = newest_whole(link, states)
         assert reader.step == 5 and reader.about == ABOUT
         reader.request("param", out)
@@ -173,7 +173,7 @@ def test_turns_are_added_and_calls_wait_for_the_end(ranks, dtype):
         link, calls = world.link, []
         x = np.arange(10.0)
         own = [Piece("x", 0, 10, x)] if link.rank == 0 else []
-        reader = newest_whole(link, [LiveState(1, own, {})])
+        reader = newest_whole(link, [live_state(1, own, {})])
         out = np.full(4, 9, dtype)
         for turn, offset in enumerate((1, 3, 6)):
             reader.request("x", out, offset, turn)
@@ -195,7 +195,7 @@ def test_a_rank_sends_less_of_what_others_hold_if_it_alone_holds_more(ranks):
     def body(world):
         link, x = world.link, np.arange(40_000.0)
         own = [Piece(name, 0, x.size, x) for name in {0: "ab", 1: "a"}.get(link.rank, "")]
-        reader = newest_whole(link, [LiveState(1, own, {})])
+        reader = newest_whole(link, [live_state(1, own, {})])
         if link.rank == link.size - 1:
             reader.request_whole("ab")
         before = link.bytes_sent
@@ -210,7 +210,7 @@ def test_a_state_with_a_gap_is_not_whole():
     def rank(link, last):
         x = np.arange(10.0)
         start, stop = ((0, 5), (last, 10))[link.rank]
-        reader = newest_whole(link, [LiveState(1, [Piece("x", start, 10, x[start:stop])], {})])
+        reader = newest_whole(link, [live_state(1, [Piece("x", start, 10, x[start:stop])], {})])
         assert (reader is not None) == (last == 5)
 
     for last in (5, 6):
@@ -239,7 +239,7 @@ def test_any_ranges_from_any_holders(monkeypatch, seed):
 
     def rank(link):
         own = [Piece("x", int(a), length, x[a:b].copy()) for a, b in spans[link.rank]]
-        reader = newest_whole(link, [LiveState(1, own, {})] if own else [])
+        reader = newest_whole(link, [live_state(1, own, {})] if own else [])
         outs = [np.zeros(b - a, rng.choice(["i8", "f8"])) for a, b in requests[link.rank]]
         for (a, _), out in zip(requests[link.rank], outs, strict=True):
             reader.request("x", out, int(a))
@@ -395,7 +395,7 @@ def test_arrays_of_devices(gpu):
         pieces = pieces_of(on_device, link.rank, link.size)
         own.write(4, pieces, ABOUT, link, "aaa")
         own.commit()
-        live = LiveState(4, [Piece(n, 0, x.size, x) for n, x in on_device.items()], ABOUT)
+        live = live_state(4, [Piece(n, 0, x.size, x) for n, x in on_device.items()], ABOUT)
         for states in (own._versions, [live] if link.rank == 1 else []):
             reader = newest_whole(link, states)
             outs = {

@@ -10,7 +10,7 @@ from ranks import run_on
 from regimes import REGIMES, digits
 
 from hpctrain import checkpoint, engines, nn, optim
-from hpctrain.checkpoint import LiveState, MemoryCopies, Piece, newest_whole
+from hpctrain.checkpoint import MemoryCopies, Piece, live_state, newest_whole
 from hpctrain.engines.saved_state import SavedState
 from hpctrain.training.trainer import Trainer
 from hpctrain.transport.threads.ranks import run_ranks
@@ -36,7 +36,7 @@ def saved(tmp_path_factory):
             copies[link.rank].write(step, pieces, about, link, HOSTS[:size])
             copies[link.rank].commit()
             owned = [Piece(*piece[:3], piece.array.copy()) for piece in pieces]
-            live[link.rank] = LiveState(step, owned, about)
+            live[link.rank] = live_state(step, owned, about)
             return save(run, step, pieces, about, link, *args, **options)
 
         def body(world):

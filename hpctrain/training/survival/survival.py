@@ -18,8 +18,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from hpctrain.checkpoint.memory import LiveState, MemoryCopies
-from hpctrain.checkpoint.memory_reader import MemoryReader, newest_whole
+from hpctrain.checkpoint.memory import MemoryCopies
+from hpctrain.checkpoint.memory_reader import HeldState, MemoryReader, live_state, newest_whole
 from hpctrain.collectives import all_gather_bytes
 from hpctrain.core import errors
 from hpctrain.core.errors import AGREED_ERRORS, JobEndedError, LostRankError, RecoveryError
@@ -52,7 +52,7 @@ class Survival:
         self.callbacks: list[str] = []  #: the names of all ranks' callbacks in the part before
         self.has_claimed = False  #: whether this call has used its folder
         self._copies = MemoryCopies(options.copies)
-        self._live: LiveState | None = None
+        self._live: HeldState | None = None
         job = world.job
         self._numbers, self._members = (job.numbers, job.members) if job else ((), ())
         if job is not None:
@@ -116,15 +116,7 @@ class Survival:
         step, self.times = engine.committed_step, journal.times
         if step is not None:
             about = checkpointer.about(journal.about_here(step))
-            self._live = LiveState(step, engine.whole_state(), about)
-
-    def must_have_state(self, step: int) -> None:
-        """Raise RecoveryError if training has begun, but no state and no checkpoint is left."""
-        if self.recoveries.last_step > 0 and self.reader is None and step == 0:
-            raise RecoveryError(
-                "the lost ranks held a part of the state of which no copy is left, and there is no "
-                "checkpoint: start the job again; [elastic] copies = 2 keeps one copy more"
-            )
+            self._live = live_state(step, engine.whole_state(), about)
 
     def copy(self, step: int, journal: Journal, checkpointer: Checkpointer) -> None:
         """Copy the state after `step` to other ranks; collective."""

@@ -186,10 +186,6 @@ class Clocks:
         """Wait until all messages of `ranks` have left their ports."""
         self.now[ranks] = np.maximum(self.now[ranks], self.send_port_free[ranks])
 
-    def wait_for_train(self, route: Route, train: Train) -> None:
-        """Let the senders of `train` wait until it has left their ports."""
-        self.now[route.senders] = np.maximum(self.now[route.senders], train.port_times)
-
     def exchange(self, route: Route, nbytes: float, adds: bool = False) -> None:
         """Send and receive at once, wait for both, and only then add."""
         self.receive(route, self.send(route, nbytes))

@@ -53,7 +53,8 @@ def _stream_segments(clocks: Clocks, route: Route, chunk: float, size: int, peri
     def receive_segment() -> None:
         train = arriving_trains.popleft()
         clocks.receive(route, train, add_flags.popleft())
-        clocks.wait_for_train(route, train)
+        # Its senders wait until it has left their ports.
+        clocks.now[route.senders] = np.maximum(clocks.now[route.senders], train.port_times)
 
     def forward_half(adds: bool) -> None:
         for nbytes in segment_sizes:
