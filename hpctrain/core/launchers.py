@@ -225,16 +225,10 @@ def _srun(environ: Mapping[str, str]) -> Launched | None:
     for variable, expected in (("PMI_RANK", rank), ("PMI_SIZE", size), ("PMIX_RANK", rank)):
         if _integer(environ, variable) not in (None, expected):
             return None
-    return Launched(
-        "srun", rank, size, _integer(environ, "SLURM_LOCALID"), _srun_local_size(environ)
-    )
-
-
-def _srun_local_size(environ: Mapping[str, str]) -> int | None:
-    """Return the number of tasks of the step on this node, from Slurm's "2(x3),1"."""
     node = _integer(environ, "SLURM_NODEID")
     counts = _counts(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
-    return counts[node] if node is not None and node < len(counts) else None
+    local_size = counts[node] if node is not None and node < len(counts) else None
+    return Launched("srun", rank, size, _integer(environ, "SLURM_LOCALID"), local_size)
 
 
 def _counts(tasks: str) -> list[int]:

@@ -185,7 +185,10 @@ def closing_table(summary: Mapping[str, Any], text: bool = False) -> Table:
     table = Table(title=f"{summary['recipe']}: {summary['status']}", show_header=False)
     wall, nats = summary["wall_s"] or 1.0, summary["test_loss"] if text else None
     bits = None if nats is None else nats / math.log(2)
+    has_peers, skipped = summary["world_size"] > 1, summary.get("skipped_steps")
     rows = {
+        "ended early": summary.get("reason"),
+        "suspicious": "; ".join(summary.get("suspicious") or ()),
         "engine": _engine(summary),
         **_test_metrics(summary),
         **({"test bits per byte": _number(bits, ".3f")} if text else {}),
@@ -193,20 +196,14 @@ def closing_table(summary: Mapping[str, Any], text: bool = False) -> Table:
         "samples/s": f"{summary['samples_per_s']:,.0f}",
         "wall": f"{summary['wall_s']:.2f} s for {_steps(summary)}",
         "compute": _part(summary["compute_s"], wall),
+        "wait (exposed wire)": has_peers and _part(summary["wait_s"], wall),
+        "wire": has_peers and _part(summary["wire_s"], wall),
+        "steps skipped": skipped and f"{skipped}, whose gradient was not finite",
+        "recoveries": describe_losses(summary),
     }
-    if summary["world_size"] > 1:
-        rows["wait (exposed wire)"] = _part(summary["wait_s"], wall)
-        rows["wire"] = _part(summary["wire_s"], wall)
-    if skipped := summary.get("skipped_steps"):
-        rows["steps skipped"] = f"{skipped}, whose gradient was not finite"
-    if losses := describe_losses(summary):
-        rows["recoveries"] = losses
-    if suspicious := summary.get("suspicious"):
-        rows = {"suspicious": "; ".join(suspicious), **rows}
-    if summary.get("reason"):
-        rows = {"ended early": summary["reason"], **rows}
     for name, value in rows.items():
-        table.add_row(name, value)
+        if value:
+            table.add_row(name, value)
     return table
 
 

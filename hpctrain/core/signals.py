@@ -42,31 +42,25 @@ class StopRequest:
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
-            self._install()
+            self._reading, self._writing = socket.socketpair()
+            self._writing.setblocking(False)  # noqa: FBT003
+            self._thread = threading.Thread(target=self._read, name="hpctrain-stop", daemon=True)
+            self._thread.start()
+            # The socket before the handlers: a signal between the two would be lost.
+            self._wakeup = signal.set_wakeup_fd(self._writing.fileno(), warn_on_full_buffer=False)
+            self._restore = {number: _replace(number) for number in SIGNALS}
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._restore:
-            self._uninstall()
-
-    def _install(self) -> None:
-        self._reading, self._writing = socket.socketpair()
-        self._writing.setblocking(False)  # noqa: FBT003
-        self._thread = threading.Thread(target=self._read, name="hpctrain-stop", daemon=True)
-        self._thread.start()
-        # The socket before the handlers: a signal between the two would be lost.
-        self._wakeup = signal.set_wakeup_fd(self._writing.fileno(), warn_on_full_buffer=False)
-        self._restore = {number: _replace(number) for number in SIGNALS}
-
-    def _uninstall(self) -> None:
-        for number, handler in self._restore.items():
-            # None: it was not set from Python, so Python cannot restore it.
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        signal.set_wakeup_fd(self._wakeup)
-        self._restore = {}
-        self._writing.close()  # the thread reads to the end, then leaves
-        self._thread.join(5.0)
-        self._reading.close()
+            for number, handler in self._restore.items():
+                # None: it was not set from Python, so Python cannot restore it.
+                signal.signal(number, signal.SIG_DFL if handler is None else handler)
+            signal.set_wakeup_fd(self._wakeup)
+            self._restore = {}
+            self._writing.close()  # the thread reads to the end, then leaves
+            self._thread.join(5.0)
+            self._reading.close()
 
     def _read(self) -> None:
         while numbers := self._reading.recv(64):

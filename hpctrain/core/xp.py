@@ -101,8 +101,7 @@ def fused(function: Callable[..., None], x: Array) -> Callable[..., None]:
 @cache
 def _kernel(cupy: Any, function: Callable[..., None]) -> Callable[..., None]:
     name = function.__name__.strip("_")
-    kernel: Callable[..., None] = cupy.fuse(kernel_name=name)(partial(function, cupy))
-    return kernel
+    return cupy.fuse(kernel_name=name)(partial(function, cupy))
 
 
 def raw_kernel(x: Array, source: str, name: str) -> Callable[..., None]:
@@ -112,8 +111,7 @@ def raw_kernel(x: Array, source: str, name: str) -> Callable[..., None]:
 
 @cache
 def _raw_kernel(cupy: Any, source: str, name: str) -> Callable[..., None]:
-    kernel: Callable[..., None] = cupy.RawKernel(source, name)
-    return kernel
+    return cupy.RawKernel(source, name)
 
 
 def fetch(x: Array) -> Callable[[], np.ndarray]:
@@ -171,8 +169,7 @@ def stream_of_thread(x: Array) -> AbstractContextManager[Any]:
     It can be entered any number of times.
     """
     with x.device:
-        stream: AbstractContextManager[Any] = namespace(x).cuda.Stream(non_blocking=True)
-    return stream
+        return namespace(x).cuda.Stream(non_blocking=True)
 
 
 def keep_stream(x: Array) -> None:

@@ -162,7 +162,10 @@ def sources(name: str, folder: str) -> dict[str, Path]:
     if not _is_name(name) or _is_standard(name):
         return {}
     top, *submodules = name.split(".")
-    specs = [_choose(_installed_spec(top), _recipe_spec(top, folder))]
+    installed, own = _installed_spec(top), _recipe_spec(top, folder)
+    # Python imports a folder without __init__.py only as the last choice.
+    takes_installed = installed and (installed.origin or not (own and own.origin))
+    specs = [installed if takes_installed else own]
     for part in submodules:
         if specs[-1] is None or (folders := specs[-1].submodule_search_locations) is None:
             return {}
@@ -220,13 +223,6 @@ def _must_be_users(name: str, location: str, folder: str) -> None:
     origin = installed.origin if installed else None
     if own_paths and origin and os.path.realpath(own_paths) != os.path.realpath(origin):
         raise UsageError(f"{location}: Python takes {origin} for {top}{rename}")
-
-
-def _choose(installed: ModuleSpec | None, recipe_module: ModuleSpec | None) -> ModuleSpec | None:
-    """Return the spec that Python imports: a folder without __init__.py only as the last choice."""
-    if installed and (installed.origin or not (recipe_module and recipe_module.origin)):
-        return installed
-    return recipe_module
 
 
 def _recipe_spec(top: str, folder: str) -> ModuleSpec | None:

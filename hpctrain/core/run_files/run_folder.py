@@ -96,11 +96,6 @@ def begin(run: Path) -> None:
     """Remove the summary of an earlier part; announce `run` to `hpctrain launch`, if any."""
     (run / SUMMARY).unlink(missing_ok=True)
     (run / STOP_REASON).unlink(missing_ok=True)
-    _announce(run)
-
-
-def _announce(run: Path) -> None:
-    """Announce the run's folder to `hpctrain launch`, if it started us and runs on this host."""
     file = os.environ.get(ANNOUNCE, "")
     with suppress(OSError):
         if os.readlink(file).startswith(
@@ -162,26 +157,6 @@ def recipe_file(run: Path, instead: str) -> Path:
 def append_row(run: Path, *rows: Mapping[str, Any]) -> None:
     """Append rows to metrics.jsonl, all or none; raise OSError if that fails."""
     files.append_lines(run / METRICS, "".join(to_json(row) + "\n" for row in rows))
-
-
-def try_append(run: Path, new_rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Append rows to metrics.jsonl; after a failure warn, and return them as still pending."""
-    try:
-        append_row(run, *new_rows)
-    except OSError as error:  # as where a checkpoint cannot be saved, training goes on
-        log.warning("%s of %s is not written (%s); training goes on", METRICS, run, error.strerror)
-        return new_rows
-    return []
-
-
-def sync_rows(run: Path) -> None:
-    """Write the rows through to the disk; if that fails, warn: training goes on."""
-    try:
-        files.sync(run / METRICS)
-    except FileNotFoundError:
-        return  # no row was due yet
-    except OSError as error:
-        log.warning("%s may lose rows: %s", run / METRICS, error.strerror)
 
 
 def rows(run: Path) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hpctrain.core import files
 from hpctrain.core.run_files import run_folder
 
 log = logging.getLogger(__name__)
@@ -43,13 +44,27 @@ class RunFiles:
 
     def add(self, row: Row) -> None:
         """Write a row after the pending ones; if that fails, training goes on."""
-        if self.run is not None:
-            self.pending = run_folder.try_append(self.run, [*self.pending, row])
+        if self.run is None:
+            return
+        self.pending = [*self.pending, row]
+        try:
+            run_folder.append_row(self.run, *self.pending)
+            self.pending = []
+        except OSError as error:  # as where a checkpoint cannot be saved, training goes on
+            place = f"{run_folder.METRICS} of {self.run}"
+            log.warning("%s is not written (%s); training goes on", place, error.strerror)
 
     def sync(self) -> None:
         """Write the rows through to the disk before a checkpoint that counts on them."""
-        if self.run is not None:
-            run_folder.sync_rows(self.run)
+        if self.run is None:
+            return
+        rows = self.run / run_folder.METRICS
+        try:
+            files.sync(rows)
+        except FileNotFoundError:
+            return  # no row was due yet
+        except OSError as error:  # training goes on
+            log.warning("%s may lose rows: %s", rows, error.strerror)
 
     def end(self, summary: Row) -> str:
         """Write the pending rows, then the summary; return the fault, '' for none.
@@ -58,7 +73,18 @@ class RunFiles:
         """
         if self.run is None:
             return ""
-        fault = self._write_pending()
+        fault = ""
+        try:
+            if self.pending:
+                run_folder.append_row(self.run, *self.pending)
+            self.pending = []
+        except OSError as error:
+            steps = ", ".join(str(row["step"]) for row in self.pending)
+            fault = (
+                f"{self.run / run_folder.METRICS} lacks the rows of steps {steps}: "
+                f"{error.strerror}. The last checkpoint has them: make room, go on with --resume "
+                "(in Python resume=True)"
+            )
         if fault and summary["status"] == "done":
             return fault
         try:
@@ -66,18 +92,3 @@ class RunFiles:
         except OSError as error:
             return f"{self.run / run_folder.SUMMARY} cannot be written: {error.strerror}"
         return fault
-
-    def _write_pending(self) -> str:
-        assert self.run is not None
-        try:
-            if self.pending:
-                run_folder.append_row(self.run, *self.pending)
-        except OSError as error:
-            steps = ", ".join(str(row["step"]) for row in self.pending)
-            return (
-                f"{self.run / run_folder.METRICS} lacks the rows of steps {steps}: "
-                f"{error.strerror}. The last checkpoint has them: make room, go on with --resume "
-                "(in Python resume=True)"
-            )
-        self.pending = []
-        return ""
