@@ -9,11 +9,9 @@ from hpctrain.core import config
 from hpctrain.core.config import usercode
 from hpctrain.core.lazy import LazyTable, lazy_names
 from hpctrain.data.dataset import Dataset, Samples, Split, in_pieces
+from hpctrain.data.derived import SelectedSamples, known_targets, resize_training_set, unwrap
 from hpctrain.data.prefetch import Prefetch, batches_to_read_ahead
-from hpctrain.data.resized import resize_training_set
 from hpctrain.data.sampler import EpochOrder, Sampler, dropped_batch, order, order_of, share
-from hpctrain.data.selected import SelectedSamples
-from hpctrain.data.targets import known_targets, unwrap
 
 if TYPE_CHECKING:
     from hpctrain.data.digit_images import DigitsOptions, MnistOptions
@@ -110,5 +108,4 @@ def read(table: Mapping[str, Any], folder: str = ".") -> Source:
 
         arguments = {key: value for key, value in table.items() if key != "kind"}
         return FunctionData(target=table["kind"], arguments=arguments, folder=folder)
-    source: Source = config.read_kind(DATA, table, "data")
-    return source
+    return config.read_kind(DATA, table, "data")

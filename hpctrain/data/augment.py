@@ -16,14 +16,14 @@ import pydantic
 
 from hpctrain.core import config
 from hpctrain.core.errors import UsageError
-from hpctrain.data.dataset import Samples, Split
+from hpctrain.data.dataset import DerivedSamples, Samples, Split
 from hpctrain.data.scaling import BLOCKS, Rule, Scale, block_moments, scale_from, scale_split
 
 # Tells this stream from the stream of `sampler.order`, which has the same key.
 _INITIAL_COUNTER = (0, 0, 0, 2)
 
 
-class AugmentedSamples:
+class AugmentedSamples(DerivedSamples):
     """Images (h, w) or (h, w, channels), shifted and mirrored at random when they are read."""
 
     def __init__(self, samples: Samples, seed: int, shift: int, flip: bool) -> None:
@@ -35,15 +35,6 @@ class AugmentedSamples:
             )
         self.samples, self.seed, self.shift, self.flip = samples, seed, shift, flip
         self._epoch, self._words = -1, np.empty(0, np.uint64)
-
-    def __len__(self) -> int:
-        """Return the number of samples."""
-        return len(self.samples)
-
-    @property
-    def sample_shape(self) -> tuple[int, ...]:
-        """A sample's shape."""
-        return self.samples.sample_shape
 
     def rows(self, indexes: np.ndarray, epoch: int = 0) -> tuple[np.ndarray, np.ndarray]:
         """Return (x, y) of the samples at `indexes`, with the random changes of `epoch`."""

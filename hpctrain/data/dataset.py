@@ -84,6 +84,21 @@ class Dataset:
         return trees.map_arrays(take, self.x), trees.map_arrays(take, self.y)
 
 
+class DerivedSamples:
+    """The part that data sets made from other `samples` share, with the same samples by default."""
+
+    samples: Samples
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return len(self.samples)
+
+    @property
+    def sample_shape(self) -> Any:
+        """A sample's shape."""
+        return self.samples.sample_shape
+
+
 class Split(NamedTuple):
     """A training and a test set; `classes` is their number if the data set has class labels."""
 
@@ -174,7 +189,11 @@ def as_targets(y: np.ndarray) -> np.ndarray:
 
 def _find_array_fault(array: Any, name: str, min_dims: int) -> str:
     if not isinstance(array, np.ndarray) or array.ndim < min_dims:
-        actual = f"of shape {array.shape}" if isinstance(array, np.ndarray) else _describe(array)
+        actual = (
+            f"of shape {array.shape}"
+            if isinstance(array, np.ndarray)
+            else f"a {type(array).__name__}"
+        )
         return f"{name} is {actual}; expected an array (samples, ...) of {min_dims} dims or more"
     if array.dtype.kind not in "fiub":
         return f"{name} has dtype {array.dtype}; expected real numbers: {_find_remedy(name, array)}"
@@ -197,7 +216,3 @@ def _find_remedy(name: str, array: np.ndarray) -> str:
     if array.dtype.kind == "c":
         return f"numpy.stack([{name}.real, {name}.imag], axis=-1)"
     return f"{name}.astype('float32'), if that is what the numbers mean"
-
-
-def _describe(value: object) -> str:
-    return f"a {type(value).__name__}"

@@ -37,10 +37,9 @@ def _as_split(value: Any, target: str, finite: bool) -> Split:
     if not isinstance(value, tuple) or len(value) not in (2, 3):
         raise UsageError(f"{target}: expected (train, test) or a Split, seen {_describe(value)}")
     train = _as_dataset(value[0], f"{target} (train)", finite)
-    test_set = None
-    if value[1] is not None:
-        test_set = _as_dataset(value[1], f"{target} (test)", finite)
-    return make_split(train, test_set, target, *value[2:])
+    has_test = value[1] is not None
+    test = _as_dataset(value[1], f"{target} (test)", finite) if has_test else None
+    return make_split(train, test, target, *value[2:])
 
 
 def _as_dataset(value: Any, source: str, finite: bool) -> Samples:

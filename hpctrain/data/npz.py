@@ -35,9 +35,8 @@ class NpzOptions(ArrayOptions):
         """Return the arrays of the file as sets; raise UsageError for an invalid file."""
         arrays = _read_arrays(expanded(self.path))
         train = _dataset_from(arrays, "x", "y", self.path, finite)
-        test = None
-        if "x_test" in arrays:
-            test = _dataset_from(arrays, "x_test", "y_test", self.path, finite)
+        has_test = "x_test" in arrays
+        test = _dataset_from(arrays, "x_test", "y_test", self.path, finite) if has_test else None
         return self.finish(make_split(train, test, self.path), seed)
 
 

@@ -9,13 +9,12 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from types import TracebackType
+from collections.abc import Callable, Iterable
 from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 
 from hpctrain.core.errors import HpctrainError
 from hpctrain.data.dataset import Dataset, Samples
-from hpctrain.data.targets import unwrap
+from hpctrain.data.derived import unwrap
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -85,8 +84,7 @@ class Prefetch(Generic[T]):
             self._results.put(result)  # the next call raises it again
             raise result.error
         self._free_slots.release()
-        item: T = result.item
-        return item
+        return result.item
 
     def close(self) -> None:
         """End the thread; give up after some seconds if a read does not return."""
@@ -98,29 +96,12 @@ class Prefetch(Generic[T]):
                 log.warning("the thread that reads data did not end: a read has not returned")
         self._read = _refuse_to_read  # whose owner may own this object: it is free at once
 
-    def __enter__(self) -> Prefetch[T]:
-        """Return self."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Close."""
-        self.close()
-
     def _run(self) -> None:
-        for result in self._iterate_reads():
-            self._results.put(result)
-
-    def _iterate_reads(self) -> Iterator[_ReadResult]:
-        """Yield the results of `read` as slots become free, until the last step or an error."""
-        while self._free_slots.acquire() and not self._is_closed:
+        """Put the results of `read` as slots become free, until the last step or an error."""
+        result = _ReadResult(None, None)
+        while result.error is None and self._free_slots.acquire() and not self._is_closed:
             try:
-                item = self._read(next(self._steps))
+                result = _ReadResult(self._read(next(self._steps)), None)
             except BaseException as error:  # including StopIteration after the last step
-                yield _ReadResult(None, error)
-                return
-            yield _ReadResult(item, None)
+                result = _ReadResult(None, error)
+            self._results.put(result)

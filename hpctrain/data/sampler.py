@@ -110,10 +110,6 @@ class Sampler:
         """Return the Sampler of a training set."""
         return cls(len(samples), batch, seed, order_of(samples), dropped_batch(samples) > 0)
 
-    def describe_order(self) -> str:
-        """Describe the order if it is the user's own."""
-        return "" if self.order is None else f", in the order of {self.order!r}"
-
     def locate_step(self, step: int) -> tuple[int, int]:
         """Return (epoch, position in the order of the epoch) of the first sample of `step`."""
         epoch, step_in_epoch = divmod(step, self.steps_per_epoch)

@@ -22,7 +22,7 @@ import numpy as np
 
 from hpctrain.core.errors import UsageError
 from hpctrain.core.xp import namespace
-from hpctrain.data.dataset import Samples, Split, in_pieces
+from hpctrain.data.dataset import DerivedSamples, Samples, Split, in_pieces
 
 Rule = Literal["auto", "standard", "minmax", "none"]
 BLOCKS = 64  #: of the training samples; more ranks would not be faster
@@ -90,20 +90,11 @@ class Scale:
 
 
 @dataclass(frozen=True, eq=False)
-class ScaledSamples:
+class ScaledSamples(DerivedSamples):
     """`samples`, scaled when they are read."""
 
     samples: Samples
     scale: Scale
-
-    def __len__(self) -> int:
-        """Return the number of samples."""
-        return len(self.samples)
-
-    @property
-    def sample_shape(self) -> Any:
-        """A sample's shape."""
-        return self.samples.sample_shape
 
     def rows(self, indexes: np.ndarray, epoch: int = 0) -> tuple[Any, Any]:
         """Return (x, y) of the samples at `indexes`, x scaled."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import closing
 
 import pytest
 from limits import clock
@@ -35,7 +36,9 @@ def until(condition, timeout_s: float = 5.0) -> None:
 @pytest.mark.parametrize("ahead", AHEAD)
 def test_each_step_is_read_once_and_in_order(ahead):
     read: list[int] = []
-    with Prefetch(lambda step: read.append(step) or step * 10, range(3, 40), ahead) as batches:
+    with closing(
+        Prefetch(lambda step: read.append(step) or step * 10, range(3, 40), ahead)
+    ) as batches:
         assert [batches.next() for _ in range(37)] == [step * 10 for step in range(3, 40)]
         for _ in range(2):
             with pytest.raises(StopIteration):
@@ -46,7 +49,7 @@ def test_each_step_is_read_once_and_in_order(ahead):
 @pytest.mark.parametrize("ahead", AHEAD)
 def test_no_more_batches_are_made_than_allowed(ahead):
     read: list[int] = []
-    with Prefetch(lambda step: read.append(step) or step, range(100), ahead) as batches:
+    with closing(Prefetch(lambda step: read.append(step) or step, range(100), ahead)) as batches:
         for used in range(6):
             until(lambda maximum=used + ahead: len(read) >= maximum)
             time.sleep(0.01)  # time to do wrong
@@ -62,7 +65,7 @@ def test_an_error_is_raised_where_its_batch_would_be_used(ahead):
             raise UsageError("label 12 is out of range")
         return step
 
-    with Prefetch(read, range(9), ahead) as batches:
+    with closing(Prefetch(read, range(9), ahead)) as batches:
         assert [batches.next() for _ in range(4)] == [0, 1, 2, 3]
         if ahead:
             until(lambda: not readers())
@@ -75,7 +78,7 @@ def test_a_read_that_does_not_return_is_given_up(monkeypatch):
     answer = threading.Event()
     with (
         pytest.raises(HpctrainError, match=r"within 0\.1 s; is the file system"),
-        Prefetch(lambda step: answer.wait(), range(9), 2, timeout_s=0.1) as batches,
+        closing(Prefetch(lambda step: answer.wait(), range(9), 2, timeout_s=0.1)) as batches,
     ):
         batches.next()
     answer.set()
@@ -83,6 +86,6 @@ def test_a_read_that_does_not_return_is_given_up(monkeypatch):
 
 
 def test_an_end_in_the_middle_leaves_no_thread():
-    with Prefetch(lambda step: step, range(10**9), 3) as batches:
+    with closing(Prefetch(lambda step: step, range(10**9), 3)) as batches:
         assert batches.next() == 0
     assert not readers()
