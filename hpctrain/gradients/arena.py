@@ -171,7 +171,13 @@ def make_arena(
     slots, length = lay_out(shapes, itemsize)
     buffer_slots, buffer_length = lay_out(buffers, itemsize)
     if own is not None and set(own) != shapes.keys():
-        _check_own(own, shapes, buffers)
+        if buffers:
+            raise UsageError(
+                "an arena of some slots of a model: expected a model without buffers, such as the "
+                f"running statistics of BatchNorm, seen '{next(iter(buffers))}'"
+            )
+        if unknown := sorted(set(own) - shapes.keys()):
+            raise ValueError(f"expected names of the model's slots, seen '{unknown[0]}'")
         ranges, own_slots = _cut_ranges(slots, length, own)
         share = Share(ranges, slots, length)
         slots, length = own_slots, ranges[-1].stop if ranges else 0
@@ -186,18 +192,6 @@ def lay_out(shapes: Mapping[str, tuple[int, ...]], itemsize: int) -> tuple[tuple
         slots.append(Slot(name, tuple(shape), offset))
         offset = -(-slots[-1].stop // alignment) * alignment
     return tuple(slots), offset
-
-
-def _check_own(
-    own: Collection[str], shapes: Mapping[str, object], buffers: Mapping[str, object]
-) -> None:
-    if buffers:
-        raise UsageError(
-            "an arena of some slots of a model: expected a model without buffers, such as the "
-            f"running statistics of BatchNorm, seen '{next(iter(buffers))}'"
-        )
-    if unknown := sorted(set(own) - shapes.keys()):
-        raise ValueError(f"expected names of the model's slots, seen '{unknown[0]}'")
 
 
 def _cut_ranges(

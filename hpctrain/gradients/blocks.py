@@ -111,23 +111,19 @@ class BlockReplica(WrappedReplica):
             sums = self._replica.gradient(block_batch, scale, block_key, block_on_ready)
             self.table[block] = nn.losses.pack(sums, self.loss.terms)
             if not is_last:
-                self._add_or_copy(block)
+                grad = self.arena.grad
+                self._tree.append_subtotal(
+                    self._subtotals, Subtotal(block, block + 1, grad), make_in_place_add(np.add)
+                )
+                if self._subtotals[-1].x is grad:
+                    plane = self._find_free_plane()
+                    plane[...] = grad
+                    self._subtotals[-1] = self._subtotals[-1]._replace(x=plane)
         return add_in_order(self.table, self.loss)
 
     def subtotals(self, elements: slice) -> list[np.ndarray]:
         """Return a range of the subtotals of this rank, in the order of blocks."""
         return [subtotal.x[elements] for subtotal in self._subtotals]
-
-    def _add_or_copy(self, block: int) -> None:
-        """Add the gradient of `block` to the subtotal before it, or keep a copy of the gradient."""
-        grad = self.arena.grad
-        self._tree.append_subtotal(
-            self._subtotals, Subtotal(block, block + 1, grad), make_in_place_add(np.add)
-        )
-        if self._subtotals[-1].x is grad:
-            plane = self._find_free_plane()
-            plane[...] = grad
-            self._subtotals[-1] = self._subtotals[-1]._replace(x=plane)
 
     def _join_last_block(self, block: int) -> list[np.ndarray]:
         """Append the last block; return the planes that must be added to it, in order."""

@@ -67,7 +67,8 @@ class GradientCheck:
         arena = replica.arena
         self.fault = ""  #: the fault of the last gradient; empty if it is valid
         self.dropped = 0  #: number of gradients of this rank that were not applied
-        self._replica, self._ranks, self._parts = replica, ranks, parts or self._grad_parts
+        self._replica, self._ranks = replica, ranks
+        self._parts = parts or (lambda elements: (replica.arena.grad[elements],))
         limit = float(np.finfo(arena.grad.dtype).max) / (2 * ranks if ranks > 1 else 1)
         self._limit, self._limit_of_sums = map(arena.grad.dtype.type, (limit, limit * ranks))
         self._slots = {slot.name: slice(slot.offset, slot.stop) for slot in arena.slots}
@@ -117,7 +118,13 @@ class GradientCheck:
         On a device this waits until backward is complete.
         """
         if self._first_fault is not None:
-            self._check_on_device(self._first_fault)
+            if not self._has_checked_buckets:
+                self._launch_kernel(slice(0, self._replica.arena.grad.size))
+            index, is_finite = divmod(int(fetch(self._first_fault)()[0]), 2)
+            if 2 * index + is_finite != NO_FAULT:
+                self._first_fault[...] = NO_FAULT
+                names = (name for name, s in self._slots.items() if s.start <= index < s.stop)
+                self._set_fault(next(names, "?"), bool(is_finite))
         else:
             self._check_remaining_slots()
         if not isfinite(sums["loss"].sum):
@@ -168,15 +175,6 @@ class GradientCheck:
             if not isfinite(x.dot(x)) and not (abs(x) <= self._limit).all():
                 self._set_fault(name, bool(np.isfinite(x).all()))
 
-    def _check_on_device(self, first_fault: Array) -> None:
-        if not self._has_checked_buckets:
-            self._launch_kernel(slice(0, self._replica.arena.grad.size))
-        index, is_finite = divmod(int(fetch(first_fault)()[0]), 2)
-        if 2 * index + is_finite != NO_FAULT:
-            first_fault[...] = NO_FAULT
-            names = (name for name, s in self._slots.items() if s.start <= index < s.stop)
-            self._set_fault(next(names, "?"), bool(is_finite))
-
     def _launch_kernel(self, elements: slice) -> None:
         for x in self._parts(elements):
             if x.size:
@@ -188,6 +186,3 @@ class GradientCheck:
     def _set_fault(self, name: str, is_finite: bool) -> None:
         too_large = f"too large for a sum over {self._ranks} ranks"
         self.fault = f"the gradient of '{name}' is {too_large if is_finite else 'not finite'}"
-
-    def _grad_parts(self, elements: slice) -> tuple[Array]:
-        return (self._replica.arena.grad[elements],)

@@ -26,9 +26,8 @@ import numpy as np
 
 from hpctrain import nn
 from hpctrain.core import xp
-from hpctrain.gradients.arena import Arena
 from hpctrain.gradients.loss_scale import LossScale
-from hpctrain.gradients.replica import Batch, ModelReplica, split_batch
+from hpctrain.gradients.replica import Batch, ModelReplica, WrappedReplica, split_batch
 
 
 def half_dtype(name: str) -> np.dtype:
@@ -40,12 +39,12 @@ def half_dtype(name: str) -> np.dtype:
     return np.dtype(bfloat16)
 
 
-class MixedReplica:
+class MixedReplica(WrappedReplica):
     """A Replica that computes in 16 bits, with 32-bit master weights in its arena."""
 
     def __init__(self, model: nn.Model, seed: int, dtype: np.dtype, on_gpu: bool):
         """Create a ModelReplica of `model`, with a copy of weights and a gradient in `dtype`."""
-        self._master = ModelReplica(model, seed, np.float32, on_gpu)
+        super().__init__(ModelReplica(model, seed, np.float32, on_gpu))
         self.model, self.loss = model, model.loss
         self.micro_batches = 1
         self.loss_scale = LossScale() if dtype == np.float16 else None
@@ -57,19 +56,9 @@ class MixedReplica:
         self._slots = {slot.name: slot for slot in self.arena.slots}
         self._bind_views()
 
-    @property
-    def arena(self) -> Arena:
-        """The arena of the master weights and the widened gradients."""
-        return self._master.arena
-
-    @property
-    def normalizes_batch(self) -> bool:
-        """Whether a layer uses statistics of the whole batch."""
-        return self.model.normalizes_batch
-
     def move(self, **planes: np.ndarray) -> None:
         """Move planes to other arrays; see Replica."""
-        self._master.move(**planes)
+        super().move(**planes)
         self._bind_views()
 
     def gradient(
@@ -82,7 +71,13 @@ class MixedReplica:
             is_last = i == self.micro_batches - 1
 
             def take_slot(name: str, accumulate: bool = i > 0, is_last: bool = is_last) -> None:
-                self._widen_slot(name, accumulate)
+                slot_grad, g = self._grad_views[name], self._grads[name]
+                if self.loss_scale is not None:
+                    g = xp.widened(g) * (1 / self.loss_scale.factor)
+                if accumulate:
+                    slot_grad += g
+                else:
+                    slot_grad[...] = g
                 if is_last:
                     on_ready(name)
 
@@ -148,16 +143,6 @@ class MixedReplica:
         if self.normalizes_batch and key.sum_over_ranks is not None:
             flags = key.sum_over_ranks(flags)
         return bool(flags[0]), bool(flags[1])
-
-    def _widen_slot(self, name: str, accumulate: bool) -> None:
-        """Write the gradient of slot `name` into the arena in 32 bits, or add it there."""
-        slot_grad, g = self._grad_views[name], self._grads[name]
-        if self.loss_scale is not None:
-            g = xp.widened(g) * (1 / self.loss_scale.factor)
-        if accumulate:
-            slot_grad += g
-        else:
-            slot_grad[...] = g
 
     def _round_params(self, key: nn.Key) -> nn.Key:
         """Round all parameters now, or each in the `on_need` of the returned key."""

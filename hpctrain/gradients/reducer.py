@@ -154,6 +154,7 @@ class Reducer:
         neighbours = group.memory.neighbours(grad) if group.memory is not None else None
         self._first_plane = neighbours[0] if neighbours else grad  # of the node's first rank
         self._progress = BucketProgress(buckets)
+        self.bucket_number = self._progress.bucket_number
         self._send_queue: SimpleQueue[int | None] = SimpleQueue()
         self._result_queue: SimpleQueue[tuple[int, BaseException | None]] = SimpleQueue()
         self._complete_buckets: set[int] = set()  # buckets of this step whose sum is complete
@@ -194,10 +195,6 @@ class Reducer:
             bucket.elements[...] = bucket.total
         return self._grad
 
-    def bucket_number(self, name: str) -> int | None:
-        """Return the number of the bucket of slot `name`; None if it has none."""
-        return self._progress.bucket_number(name)
-
     def wait_for(self, number: int) -> np.ndarray:
         """Wait for the sum of bucket `number`; return the array that holds it."""
         while number not in self._complete_buckets:
@@ -216,7 +213,7 @@ class Reducer:
         """Wait for the next bucket; raise its error if it failed."""
         if self._thread is None:
             number = len(self._complete_buckets)
-            self._reduce(number)
+            self.wire_s += self.sums[number].reduce(self._trace)
         else:
             number, error = self._next_result()
             if error is not None:
@@ -250,12 +247,9 @@ class Reducer:
 
     def _reduce_queued(self, number: int) -> None:
         wait_for(self.sums[number].written_event)
-        self._reduce(number)
+        self.wire_s += self.sums[number].reduce(self._trace)
         self.sums[number].sum_event = event(self._grad)
         self._result_queue.put((number, None))
-
-    def _reduce(self, number: int) -> None:
-        self.wire_s += self.sums[number].reduce(self._trace)
 
 
 def _run_thread(owner: weakref.ref[Reducer], grad: np.ndarray, numbers: Iterator[int]) -> None:

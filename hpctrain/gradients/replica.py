@@ -84,7 +84,7 @@ class Replica(Protocol):
 
 
 class WrappedReplica:
-    """A Replica that takes all but its gradient and its loss from another replica."""
+    """A Replica that takes its arena, and all but its gradient and its loss, from another one."""
 
     def __init__(self, replica: Replica):
         self._replica = replica

@@ -35,52 +35,45 @@ MAX_SUM_EXPONENT = 15  #: scaled sums stay below 2 to this power
 MAX_SCALE_EXPONENT = 100  #: the scale is at most 2 to this power
 
 
-class _HalfPlane:
-    """A plane with 16 bits per element of the arena, from which buckets are sent."""
+class _HalfPrecision:
+    """Has a plane of 16-bit elements, which the wire sees in place of the gradients."""
 
-    def __init__(self, arena: Arena, dtype: np.dtype, zeros_like: Callable[[Array], Array]):
-        self._grad = arena.grad
-        self._plane = zeros_like(namespace(arena.grad).empty(arena.grad.size, dtype))
+    def __init__(
+        self, allreduce: AllReduceFunction, arena: Arena, zeros_like: Callable[[Array], Array]
+    ):
+        """Sum slices of `arena.grad`; `zeros_like` gives the memory that the wire sees."""
+        self.local_state: dict[str, Array] = {}
+        self.shared_state: dict[str, Array] = {}
+        self._allreduce, self._grad = allreduce, arena.grad
+        self._plane = zeros_like(namespace(arena.grad).empty(arena.grad.size, self._dtype()))
 
-    def view_bucket(self, x: Array) -> Array:
+    def _dtype(self) -> np.dtype:
+        return np.dtype(np.float16)
+
+    def _view_bucket(self, x: Array) -> Array:
         """Return the 16-bit elements of bucket `x`."""
         start = view_offset(self._grad, x)
         return self._plane[start : start + x.size]
 
 
-class Bfloat16:
+class Bfloat16(_HalfPrecision):
     """Sums in bfloat16."""
-
-    def __init__(
-        self, allreduce: AllReduceFunction, arena: Arena, zeros_like: Callable[[Array], Array]
-    ):
-        """Sum slices of `arena.grad`; `zeros_like` gives the memory that the wire sees."""
-        from ml_dtypes import bfloat16  # late: few runs need it
-
-        self.local_state: dict[str, Array] = {}
-        self.shared_state: dict[str, Array] = {}
-        self._allreduce = allreduce
-        self._half_plane = _HalfPlane(arena, np.dtype(bfloat16), zeros_like)
 
     def __call__(self, group: Group, x: Array) -> None:
         """Sum flat `x` in place."""
-        rounded_bucket = self._half_plane.view_bucket(x)
+        rounded_bucket = self._view_bucket(x)
         round_to_bfloat16(x, rounded_bucket)
         self._allreduce(group, rounded_bucket, float32_ufunc(np.add))
         widen_bfloat16(rounded_bucket, x)
 
+    def _dtype(self) -> np.dtype:
+        from ml_dtypes import bfloat16  # late: few runs need it
 
-class Float16:
+        return np.dtype(bfloat16)
+
+
+class Float16(_HalfPrecision):
     """Sums in float16, scaled by a power of two."""
-
-    def __init__(
-        self, allreduce: AllReduceFunction, arena: Arena, zeros_like: Callable[[Array], Array]
-    ):
-        """Sum slices of `arena.grad`; `zeros_like` gives the memory that the wire sees."""
-        self.local_state: dict[str, Array] = {}
-        self.shared_state: dict[str, Array] = {}
-        self._allreduce = allreduce
-        self._half_plane = _HalfPlane(arena, np.dtype(np.float16), zeros_like)
 
     def __call__(self, group: Group, x: Array) -> None:
         """Sum flat `x` in place; where a gradient is not finite, its first element is NaN."""
@@ -88,7 +81,7 @@ class Float16:
         if scale is None:  # on all ranks, since they agree on the magnitude
             x[:1] = np.nan  # one element is enough, and gaps between slots stay zero
             return
-        rounded_bucket, xp = self._half_plane.view_bucket(x), namespace(x)
+        rounded_bucket, xp = self._view_bucket(x), namespace(x)
         xp.multiply(x, scale, out=rounded_bucket)
         self._allreduce(group, rounded_bucket, float32_ufunc(np.add))
         xp.multiply(rounded_bucket, 1 / scale, out=x, dtype=x.dtype)
