@@ -85,8 +85,7 @@ def must_fit(options: Any, ranks: int, batch: int, samples: int | None = None) -
 def updates_per_step(options: Any, ranks: int) -> float:
     """Return the optimizer's updates per step; its learning-rate schedule counts updates."""
     if hasattr(options, "updates_per_step"):
-        updates: float = options.updates_per_step(workers_of(options, ranks))
-        return updates
+        return options.updates_per_step(workers_of(options, ranks))
     return 1.0
 
 

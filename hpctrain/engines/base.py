@@ -11,9 +11,9 @@ import numpy as np
 from hpctrain.checkpoint import Piece
 from hpctrain.collectives import Group, all_gather_bytes, broadcast
 from hpctrain.collectives.recursive_doubling import recursive_doubling
+from hpctrain.collectives.vote import elementwise_maximum
 from hpctrain.core.xp import to_host
-from hpctrain.engines.engine import Task, Times, sum_over
-from hpctrain.engines.pipe_row import PipeRow
+from hpctrain.engines.engine import Flags, Task, Times, sum_over
 from hpctrain.engines.replay import Recorder
 from hpctrain.engines.staleness import Staleness
 from hpctrain.gradients.finite import GradientCheck
@@ -23,8 +23,8 @@ from hpctrain.transport.link import Link
 from hpctrain.world import World
 
 
-class EngineBase:
-    """Implements `engines.engine.Engine` except training, checkpoints and the gradient check."""
+class EngineDefaults:
+    """The attributes of `engines.engine.Engine` with the values that most regimes have."""
 
     algorithm: str | None = None
     servers = 0
@@ -34,8 +34,12 @@ class EngineBase:
     staleness: Staleness | None = None
     committed_step: int | None = None
     shares_sums = False
-    optimizer_state: Mapping[str, Any] | None = None
 
+
+class EngineBase(EngineDefaults):
+    """Implements `engines.engine.Engine` except training, checkpoints and the gradient check."""
+
+    optimizer_state: Mapping[str, Any] | None = None
     worker: int | None
     check: GradientCheck
 
@@ -103,3 +107,47 @@ class EngineBase:
             sums = self.replica.gradient(*task, self.check.begin(ignore_ready))
             is_finite = self.check.passes(sums)
         return sums, not self._row.join_check(is_finite).failed
+
+
+class PipeRow:
+    """This rank's row, for the main thread.
+
+        pipe rank         0                       1                       2
+        gradient          of its layers           of its layers           of its layers
+        join              <------ the maxima of flags and failures over the ranks -------->
+        report            to the coordinator
+        reply             from the coordinator -> from rank 0 ----------> from rank 0
+        push, pull        with pipe rank 0 of     with pipe rank 1 of     with pipe rank 2 of
+                          the other rows          the other rows          the other rows
+
+    What depends on the order of arrival is decided once, on pipe rank 0, and passed along the row:
+    two decisions could differ, and the layers of a replica would come from different models.
+    Without a mesh each rank is a row of its own, and nothing is exchanged.
+    """
+
+    def __init__(self, world: World, times: Times):
+        """`world` has the ranks with the same layers; waits are added to `times`."""
+        self.rank = world.voters.link.rank  #: the rank that a failure names
+        self._grid, self._trace, self._times = world.grid, world.trace, times
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank decides for its row, and reports for it."""
+        return self._grid is None or self._grid.pipe.link.rank == 0
+
+    def join(self, flags: Flags) -> Flags:
+        """Return the maxima of the flags over the row; collective."""
+        if self._grid is None:
+            return flags
+        with self._times.wait(self._trace, "wait for flags"):
+            return Flags(*elementwise_maximum(self._grid.pipe, flags))
+
+    def join_check(self, is_finite: bool, flags: Flags = Flags()) -> Flags:  # noqa: B008 (immutable)
+        """Return the joined `flags`, with a failure unless all ranks pass `is_finite`."""
+        return self.join(flags if is_finite else flags.with_failure(self.rank))
+
+    def share(self, numbers: np.ndarray) -> np.ndarray:
+        """Return `numbers` of the first rank on all ranks of the row; collective."""
+        if self._grid is not None:
+            broadcast(self._grid.pipe, numbers)
+        return numbers

@@ -27,6 +27,7 @@ import pydantic
 import threadpoolctl
 from pydantic import Field
 
+from hpctrain.checkpoint.about import StalenessFacts
 from hpctrain.core import atomic, files, opening
 from hpctrain.core.errors import HpctrainError, UsageError
 from hpctrain.core.run_files.schemas import first_fault
@@ -47,15 +48,6 @@ _STRICT_CONFIG = pydantic.ConfigDict(strict=True, extra="forbid")
 Interval = dict[str, Any]  #: the decisions of an engine from step "start" to "until"
 
 
-class StalenessEntry(pydantic.BaseModel):
-    """The counts of stale gradients after an interval."""
-
-    model_config = _STRICT_CONFIG
-    histogram: dict[Annotated[str, Field(pattern=r"^[0-9]{1,18}$")], Count]
-    clock_gap_max: Count | None
-    dropped: Count
-
-
 class LogHead(pydantic.BaseModel):
     """The first line of a log: the settings that a replay must share, and the machine."""
 
@@ -73,7 +65,7 @@ class IntervalEntry(pydantic.BaseModel):
     events: list[EventEntry] | None = None
     turns: list[Annotated[int, Field(ge=-(2**31), lt=2**31)]] | None = None
     clocks: list[Count] | None = None
-    staleness: StalenessEntry | None = None
+    staleness: StalenessFacts | None = None
 
     @pydantic.model_validator(mode="after")
     def _check_fields(self) -> IntervalEntry:

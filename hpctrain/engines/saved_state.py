@@ -27,6 +27,8 @@ class SavedState:
     def __init__(self, reader: Reader, update_ratio: float = 1.0):
         """`update_ratio`: updates per step of this regime over the saved regime's."""
         self._reader, self._ratio = reader, update_ratio
+        #: registers a call to make once everything that any rank requested has arrived
+        self.on_arrival = reader.on_arrival
         self._means: dict[str, list[str]] = {}  # name: the arrays of all workers
         own_arrays = sorted(
             (int(m[1]), m[2], m[0]) for m in map(_WORKER_ARRAY.fullmatch, reader.sizes) if m
@@ -64,8 +66,9 @@ class SavedState:
             self._reader.request(source, out, offset, turn)
         if len(sources) > 1:
             self.on_arrival(partial(divide, out, len(sources)))
-        if name.endswith(UPDATE_COUNT) and self._ratio != 1:
-            self.on_arrival(partial(_convert_count, out, self._ratio))
+        ratio = self._ratio
+        if name.endswith(UPDATE_COUNT) and ratio != 1:
+            self.on_arrival(lambda: copy(out, np.rint(to_host(out) * ratio)))
 
     def request_sum(self, name: str, out: Any, offset: int, size: int) -> None:
         """Request elements, from `offset` on, of the sum over the parts of `name`, `size` long."""
@@ -83,10 +86,6 @@ class SavedState:
         self.request(name, arrived, offset, size)
         self.on_arrival(partial(copy, out, arrived))
 
-    def on_arrival(self, call: Any) -> None:
-        """Register a `call` to make once everything that any rank requested has arrived."""
-        self._reader.on_arrival(call)
-
 
 def divide(x: Any, n: int) -> None:
     """Divide `x` by `n` in place, integers rounded down."""
@@ -94,7 +93,3 @@ def divide(x: Any, n: int) -> None:
         x //= n
     else:
         x /= n
-
-
-def _convert_count(count: Any, ratio: float) -> None:
-    copy(count, np.rint(to_host(count) * ratio))

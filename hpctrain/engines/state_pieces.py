@@ -64,14 +64,21 @@ def range_pieces(
     `state` is the optimizer's state of the range, which begins at element `start` of the planes;
     parameters and step are common to all ranks.
     """
-    first, pieces = start + own_slice.start, pieces_of(arena, {}, link.rank, link.size)
-    for name, x in state.items():
-        if name != "step":
-            pieces += plane_pieces(arena, f"optimizer.{name}", x[own_slice], first)
-    return pieces + count_pieces(arena, state["step"], first, own_slice.stop - own_slice.start)
+    common = pieces_of(arena, {}, link.rank, link.size)
+    return common + optimizer_pieces(arena, state, start, own_slice)
 
 
-def count_pieces(arena: Arena, counts: np.ndarray, start: int, size: int) -> list[Piece]:
+def optimizer_pieces(
+    arena: Arena, state: Mapping[str, np.ndarray], start: int, own_slice: slice
+) -> list[Piece]:
+    """Return elements `own_slice` of the optimizer's state of a range that begins at `start`."""
+    first, size = start + own_slice.start, own_slice.stop - own_slice.start
+    moments = {f"optimizer.{name}": x[own_slice] for name, x in state.items() if name != "step"}
+    pieces = [p for name, x in moments.items() for p in plane_pieces(arena, name, x, first)]
+    return pieces + _count_pieces(arena, state["step"], first, size)
+
+
+def _count_pieces(arena: Arena, counts: np.ndarray, start: int, size: int) -> list[Piece]:
     """Return the counts that a range of the plane saves, if it has `size` elements from `start` on.
 
     The first range saves the count of all updates. Each range saves the counts of the slots that

@@ -14,10 +14,10 @@ from ranks import run_on, run_on_gpus
 from hpctrain import data, engines, nn, optim
 from hpctrain.core import xp
 from hpctrain.core.errors import HpctrainError
+from hpctrain.engines.base import PipeRow
 from hpctrain.engines.engine import Times
 from hpctrain.engines.parameter_server import push, shard
 from hpctrain.engines.parameter_server.worker import Worker
-from hpctrain.engines.pipe_row import PipeRow
 from hpctrain.gradients import arena as arenas
 from hpctrain.gradients.finite import GradientCheck
 from hpctrain.gradients.replica import ModelReplica

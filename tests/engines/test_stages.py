@@ -20,10 +20,10 @@ from hpctrain.checkpoint import restore
 from hpctrain.collectives import all_gather_bytes
 from hpctrain.core.errors import UsageError
 from hpctrain.engines import Flags, Task, base
+from hpctrain.engines.base import PipeRow
 from hpctrain.engines.parameter_server import engine as server_engine
 from hpctrain.engines.parameter_server.engine import ParameterServerEngine
 from hpctrain.engines.parameter_server.shard import Order
-from hpctrain.engines.pipe_row import PipeRow
 from hpctrain.engines.saved_state import SavedState
 from hpctrain.gradients import arena as arenas
 from hpctrain.gradients.replica import Batch

@@ -37,8 +37,7 @@ from hpctrain.checkpoint import Piece
 from hpctrain.engines.engine import Flags, Task, Work
 from hpctrain.engines.gossip.base import GossipEngine
 from hpctrain.engines.gossip.pairs import ActiveWorker, PassiveWorker
-from hpctrain.engines.parameter_server.coordinator import Coordinator, Reply, Report
-from hpctrain.engines.parameter_server.pacing import PeriodicMethod
+from hpctrain.engines.parameter_server.coordinator import Coordinator, PeriodicMethod, Reply, Report
 from hpctrain.engines.parameter_server.server import Outcome, server_thread
 from hpctrain.engines.replay import Recorder
 from hpctrain.engines.saved_state import SavedState
@@ -46,7 +45,7 @@ from hpctrain.engines.staleness import broadcast_staleness
 from hpctrain.gradients.replica import Replica
 from hpctrain.nn import Sums
 from hpctrain.optim import Optimizer
-from hpctrain.transport.link import Link, Request
+from hpctrain.transport.link import Link, Request, wait_all
 from hpctrain.world import World
 
 COORDINATOR_RANK = 0  # the rank that counts steps
@@ -159,8 +158,7 @@ class AdPsgdEngine(GossipEngine):
 
         def wait_for_reply() -> Reply:
             with self.times.wait(self._trace, "wait for grant"):
-                for request in requests:
-                    request.wait()
+                wait_all(requests)
                 self._row.share(reply)
             return Reply(*reply.tolist())
 

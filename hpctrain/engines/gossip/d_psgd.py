@@ -33,7 +33,7 @@ from hpctrain.engines.engine import Flags, Work
 from hpctrain.engines.gossip.base import GossipEngine
 from hpctrain.gradients.replica import Replica
 from hpctrain.optim import Optimizer
-from hpctrain.transport.link import Request
+from hpctrain.transport.link import Request, wait_all
 from hpctrain.world import World
 
 NO_END_STEP = 1 << 62
@@ -143,8 +143,7 @@ class DPsgdEngine(GossipEngine):
                 requests += [link.irecv(end_steps[i], rank), link.irecv(receive_buffers[i], rank)]
             for rank in targets:
                 requests += [link.isend(end_step, rank), link.isend(param, rank)]
-            for request in requests:
-                request.wait()
+            wait_all(requests)
             self._end_step = min(self._end_step, int(end_steps.min()))
             np.add(param, receive_buffers[0], out=self._mean)
             for neighbour_param in receive_buffers[1:]:

@@ -20,7 +20,7 @@ from hpctrain.engines.background import background_executor
 from hpctrain.engines.engine import Times
 from hpctrain.engines.gossip.turns import END_TURN, OWN_TURN, TurnLock, make_turn_lock
 from hpctrain.nn import Key
-from hpctrain.transport.link import Link, Request
+from hpctrain.transport.link import Link, Request, wait_all
 from hpctrain.world import World
 
 _RANDOM_STREAM = 4  # in Philox's counter: separates these random numbers from other uses
@@ -74,8 +74,7 @@ class ActiveWorker:
         with self._trace.span("gossip", "wire", bytes=self._param.nbytes, rank=peer) as wire_span:
             header = np.array([AVERAGE_MESSAGE])
             reply = self._link.irecv(self._mean, peer)
-            for request in (self._link.isend(header, peer), self._link.isend(self._param, peer)):
-                request.wait()
+            wait_all((self._link.isend(header, peer), self._link.isend(self._param, peer)))
             reply.wait()
         self._times.wire_s += wire_span.seconds
 
@@ -131,21 +130,18 @@ class PassiveWorker:
         """Do nothing: the thread ends with each training."""
 
     def _serve(self) -> list[int]:
-        with own_stream(self._averaged_param):
-            return self._serve_on_stream()
-
-    def _serve_on_stream(self) -> list[int]:
         headers = np.zeros((self._link.size, 1), np.int64)
         receives = {rank: self._link.irecv(headers[rank], rank) for rank in self._active_ranks}
         try:
-            while receives:
-                peer = self._wait_for_sender(receives)
-                if headers[peer] == AVERAGE_MESSAGE:
-                    self._average_with(peer)
-                    receives[peer] = self._link.irecv(headers[peer], peer)
-                else:  # recorded as a turn: in a replay a later message may wait for this one
-                    with self._turn_lock.turn(END_TURN - peer):
-                        pass
+            with own_stream(self._averaged_param):
+                while receives:
+                    peer = self._wait_for_sender(receives)
+                    if headers[peer] == AVERAGE_MESSAGE:
+                        self._average_with(peer)
+                        receives[peer] = self._link.irecv(headers[peer], peer)
+                    else:  # recorded as a turn: in a replay a later message may wait for this one
+                        with self._turn_lock.turn(END_TURN - peer):
+                            pass
             self._turn_lock.finish()
         except BaseException:
             self._turn_lock.abort()

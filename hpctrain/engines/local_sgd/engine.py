@@ -35,17 +35,20 @@ import numpy as np
 from pydantic import Field
 
 from hpctrain.checkpoint import Piece
+from hpctrain.collectives import AllReduceFunction, Group
+from hpctrain.collectives.recursive_doubling import recursive_doubling
 from hpctrain.core import config
 from hpctrain.core.errors import UsageError
 from hpctrain.engines.engine import (
     Flags,
     Task,
+    Times,
     Work,
     average_over,
     join_flags,
+    sum_in_layer,
     train_in_lockstep,
 )
-from hpctrain.engines.local_sgd.node_group import NodeGroup
 from hpctrain.engines.local_sgd.outer_step import Averaging, DelayedAverage, OuterOptimizer
 from hpctrain.engines.saved_state import SavedState
 from hpctrain.engines.state_pieces import pieces_of
@@ -53,7 +56,7 @@ from hpctrain.engines.synchronous.allreduce import AllReduce, AllReduceEngine
 from hpctrain.engines.worker_state import WorkerState
 from hpctrain.gradients.reducer import WireOptions
 from hpctrain.gradients.replica import Replica
-from hpctrain.nn import Sums
+from hpctrain.nn import Key, Sums
 from hpctrain.optim import Optimizer
 from hpctrain.world import World
 
@@ -244,3 +247,42 @@ class LocalSgdEngine(AllReduceEngine):
         """End the communication threads and free their links; collective."""
         self._averaging.close()
         super().close()
+
+
+class NodeGroup:
+    """The ranks on this rank's host; without `group_by_host` only this rank.
+
+    In every step gradients are summed within the node, over fast links; the engine exchanges
+    parameters between nodes. A node with a single rank sums nothing.
+    """
+
+    def __init__(
+        self, world: World, times: Times, allreduce: AllReduceFunction, group_by_host: bool
+    ):
+        """Create the link of the node; collective."""
+        color = world.hosts.index(world.host) if group_by_host else world.rank
+        self.link = world.link_for("node", color)
+        self._group, self._allreduce = Group(self.link), allreduce
+        self._times, self._trace = times, world.trace
+
+    @property
+    def size(self) -> int:
+        return self.link.size
+
+    def key_with_sums(self, key: Key) -> Key:
+        """Return `key` with a function by which layers sum over the node."""
+        if self.size == 1:
+            return key
+        add = partial(sum_in_layer, self._group, self._times, self._trace, on_wire=True)
+        return key._replace(sum_over_ranks=add)
+
+    def sum_gradients(self, grad: np.ndarray, is_finite: bool) -> bool:
+        """Sum the gradients of the node in place, if all are finite; return whether they are."""
+        if self.size == 1:
+            return is_finite
+        with self._times.wait(self._trace, "sum in the node", on_wire=True):
+            failure = np.array([not is_finite], np.int32)
+            recursive_doubling(self._group, failure, np.maximum)
+            if not failure[0]:
+                self._allreduce(self._group, grad, np.add)
+        return not failure[0]

@@ -158,10 +158,6 @@ class Coordinator:
         self._posted_receives: dict[int, Request] = {}
         self._sent_replies: dict[int, tuple[Request, np.ndarray]] = {}
 
-    @property
-    def workers(self) -> int:
-        return len(self._worker_ranks)
-
     def run(
         self,
         events: Iterable[Event],
@@ -173,22 +169,24 @@ class Coordinator:
         `apply(event)` applies its order; `read_own_flags()` returns the flags of this rank.
         """
         self.flags, self._read_own_flags = Flags(), read_own_flags
+        history = []
         try:
-            return self._carry_out(events, apply)
+            self._post_receives(range(len(self._worker_ranks)))
+            for event in events:
+                for reply in event.replies:
+                    if reply.worker in self._sent_replies:  # it has reported again: returns at once
+                        self._sent_replies[reply.worker][0].wait()
+                    message = np.array(reply, np.int64)
+                    request = self._pull_link.isend(message, self._worker_ranks[reply.worker])
+                    self._sent_replies[reply.worker] = request, message
+                apply(event)
+                # One link carries gradients and reports in order: the gradients have been received.
+                if not event.order.is_last:
+                    self._post_receives(reply.worker for reply in event.replies)
+                history.append(event)
+            return history
         finally:
             self._read_own_flags = Flags  # whose owner has this engine: a lost one is free at once
-
-    def _carry_out(self, events: Iterable[Event], apply: Callable[[Event], None]) -> list[Event]:
-        self._post_receives(range(self.workers))
-        history = []
-        for event in events:
-            self._send_replies(event.replies)
-            apply(event)
-            # One link carries gradients and reports in order: the gradients have been received.
-            if not event.order.is_last:
-                self._post_receives(reply.worker for reply in event.replies)
-            history.append(event)
-        return history
 
     def receive_report(self) -> tuple[int, Report]:
         """Wait for any report; return (worker, report)."""
@@ -200,14 +198,6 @@ class Coordinator:
         """Wait for the report of `worker`; return it."""
         self._posted_receives[worker].wait()
         return self._decode_report(worker)
-
-    def _send_replies(self, replies: Sequence[Reply]) -> None:
-        for reply in replies:
-            if reply.worker in self._sent_replies:  # its worker has reported again: returns at once
-                self._sent_replies[reply.worker][0].wait()
-            message = np.array(reply, np.int64)
-            request = self._pull_link.isend(message, self._worker_ranks[reply.worker])
-            self._sent_replies[reply.worker] = request, message
 
     def _post_receives(self, workers: Iterable[int]) -> None:
         for worker in workers:
@@ -221,3 +211,57 @@ class Coordinator:
         report = Report.decode(self._inbox[worker])
         self.flags = self.flags.merge(report.flags).merge(self._read_own_flags())
         return report
+
+
+class PeriodicMethod(ServerMethod):
+    """Grants each worker `period` steps at a time.
+
+    A worker reports, receives a grant of steps, and reports again when it begins the last granted
+    step, so that the reply arrives while it computes. After a grant of zero steps a worker finishes
+    its step and reports once more. The order of reports decides how many steps each worker takes,
+    and is logged.
+    """
+
+    def __init__(self, workers: int, period: int = 1, moving_rate: float = 0.0):
+        """Grant steps up to the next exchange, which is due every `period` steps of a worker.
+
+        In an exchange the servers move by `moving_rate` times the difference to the worker.
+        """
+        super().__init__(workers)
+        self.period, self.moving_rate = period, moving_rate
+
+    def events(self, coordinator: Coordinator, start: int, until: int) -> Iterator[Event]:
+        """Yield the events until all workers together have done their part of `until` steps."""
+        if self.run_step() != start:
+            self.clocks[:] = start  # the clocks are of another run or of other workers
+        steps_left = until * self.workers - int(self.clocks.sum())
+        stopping_workers: set[int] = set()
+        finished_workers = 0
+        while finished_workers < self.workers:
+            worker, report = coordinator.receive_report()
+            if worker in stopping_workers:  # its last report, after its last step
+                finished_workers += 1
+                yield Event((worker,), Order())
+                continue
+            steps = self._grant_steps(worker, report, steps_left, coordinator)
+            steps_left -= steps
+            if not steps:
+                stopping_workers.add(worker)
+            pushing_workers = (worker,) if report.has_push else ()
+            action = GradientAction.ELASTIC if pushing_workers else GradientAction.NONE
+            reply = Reply(worker, steps, int(self.clocks[worker]), self.run_step())
+            yield Event((worker,), Order(pushing_workers, action, self.moving_rate), (reply,))
+        yield final_event(self.workers, self.run_step())
+
+    def _grant_steps(
+        self, worker: int, report: Report, steps_left: int, coordinator: Coordinator
+    ) -> int:
+        """Return the number of steps that `worker` may take before it reports again."""
+        self.clocks[worker] += report.steps
+        clock = int(self.clocks[worker])
+        if any(coordinator.flags):
+            return 0
+        steps = min(self.period - clock % self.period, steps_left)
+        if steps:
+            self.staleness.record_gap(clock - int(self.clocks.min()))
+        return steps

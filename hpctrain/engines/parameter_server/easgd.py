@@ -29,15 +29,14 @@ from hpctrain.checkpoint import Piece
 from hpctrain.core import config
 from hpctrain.engines.background import background_executor
 from hpctrain.engines.engine import Flags, Work
-from hpctrain.engines.parameter_server.coordinator import Reply, Report
+from hpctrain.engines.parameter_server.coordinator import PeriodicMethod, Reply, Report
 from hpctrain.engines.parameter_server.engine import ParameterServerEngine
-from hpctrain.engines.parameter_server.pacing import PeriodicMethod
 from hpctrain.engines.parameter_server.roles import Roles, ServerOptions
 from hpctrain.engines.parameter_server.shard import (
     GradientAction,
     Order,
     Shard,
-    wait_all,
+    drain,
 )
 from hpctrain.engines.parameter_server.worker import Worker
 from hpctrain.engines.saved_state import SavedState
@@ -47,6 +46,7 @@ from hpctrain.gradients.arena import Arena
 from hpctrain.gradients.replica import Replica, ignore_ready
 from hpctrain.nn import Sums, add
 from hpctrain.optim import Optimizer, sgd
+from hpctrain.transport.link import wait_all
 from hpctrain.world import World
 
 
@@ -217,7 +217,7 @@ class CentreShard(Shard):
         (worker,) = order.pushing_workers
         for i, (worker_param,) in self._receive_gradients(order.pushing_workers):
             part = self._wire_slices[i]
-            wait_all(self._sends[i])  # a send may still read the difference
+            drain(self._sends[i])  # a send may still read the difference
             centre, difference = self.param[part], self._difference[part]
             np.subtract(worker_param, centre, out=difference)
             difference *= order.factor

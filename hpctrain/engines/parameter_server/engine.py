@@ -5,7 +5,7 @@
     servers                  apply: take slices, update,       send slices
 
 On a mesh a worker is a row, and each server has a range of the layers of its column; the first
-server of pipe rank 0 decides for all columns, see engines/pipe_row.py.
+server of pipe rank 0 decides for all columns, see PipeRow in engines/base.py.
 
 The *method* decides which gradients make an update, and which workers may continue: sync.py and
 async_.py. The two sides are worker.py and server.py; in shard.py a server updates its slices.
@@ -68,7 +68,7 @@ class ParameterServerEngine(EngineBase):
         super().__init__(world, replica, f"{name}, {roles}")
         self.name, self._method = name, method
         self.workers, self.servers = len(roles.workers), len(roles.servers)
-        self.worker, server = roles.worker_index(world.rank), roles.server_index(world.rank)
+        self.worker, server = roles.indexes(world.rank)
         self.asynchronous, self.updates_per_step = method.asynchronous, method.updates_per_step
         self.check = GradientCheck(replica, self.workers * method.push_every)
         self.recorder = None if method.is_lockstep else Recorder()
@@ -188,15 +188,8 @@ class ParameterServerEngine(EngineBase):
             push_link = self._world.view_for("server push", push_link)
             pull_link = self._world.view_for("server pull", pull_link)
             self._links += [push_link, pull_link]
-        shard = self._make_shard(roles, optimizer, servers, push_link, pull_link)
-        coordinator = Coordinator(push_link, pull_link, roles.workers)
-        return Server(shard, coordinator, self._orders, self.workers, self._trace)
-
-    def _make_shard(
-        self, roles: Roles, optimizer: Optimizer, servers: Link, push_link: Link, pull_link: Link
-    ) -> Shard:
         arena, method = self.replica.arena, self._method
-        return self._shard_class(
+        shard = self._shard_class(
             arena,
             shard_ranges(arena.param.size, self.servers)[servers.rank],
             optimizer,
@@ -207,6 +200,8 @@ class ParameterServerEngine(EngineBase):
             delay_compensation=method.delay_compensation,
             accumulates=method.accumulates,
         )
+        coordinator = Coordinator(push_link, pull_link, roles.workers)
+        return Server(shard, coordinator, self._orders, self.workers, self._trace)
 
     def _serve(self, events: EventSource, read_own_flags: Callable[[], Flags]) -> list[Event]:
         """Serve in the main thread; its time counts as compute or as waiting."""
@@ -230,15 +225,12 @@ class ParameterServerEngine(EngineBase):
         if flags.failed and not self._method.asynchronous:
             self.check.undo()  # no gradient of this step was applied
         if not self._method.is_lockstep:
-            self._share_worker_state()
+            # All ranks get the staleness, and the mean of the running statistics of the workers.
+            is_coordinator = self._server is not None and self._server.first
+            local_staleness = self._method.staleness if is_coordinator else None
+            self.staleness = broadcast_staleness(self._world.voters.link, local_staleness)
+            buffer = self.replica.arena.buffer
+            if self.worker is not None and buffer.size:
+                recursive_doubling(self._workers, buffer, np.add)
+                buffer /= self.workers
         return step, flags
-
-    def _share_worker_state(self) -> None:
-        """Send the staleness to all ranks; average the running statistics of the workers."""
-        is_coordinator = self._server is not None and self._server.first
-        local_staleness = self._method.staleness if is_coordinator else None
-        self.staleness = broadcast_staleness(self._world.voters.link, local_staleness)
-        buffer = self.replica.arena.buffer
-        if self.worker is not None and buffer.size:
-            recursive_doubling(self._workers, buffer, np.add)
-            buffer /= self.workers

@@ -21,13 +21,10 @@ class Roles(NamedTuple):
     workers: tuple[int, ...]
     servers: tuple[int, ...]
 
-    def worker_index(self, rank: int) -> int | None:
-        """Return the index of `rank` among the workers; None if it only serves."""
-        return self.workers.index(rank) if rank in self.workers else None
-
-    def server_index(self, rank: int) -> int | None:
-        """Return the index of `rank` among the servers; None if it is only a worker."""
-        return self.servers.index(rank) if rank in self.servers else None
+    def indexes(self, rank: int) -> tuple[int | None, int | None]:
+        """Return the indexes of `rank` among the workers and the servers; None where it is none."""
+        worker, server = (ranks.index(rank) if rank in ranks else None for ranks in self)
+        return worker, server
 
 
 @config.options

@@ -20,7 +20,7 @@ from hpctrain.engines.engine import Flags
 from hpctrain.engines.parameter_server.coordinator import Coordinator, Event
 from hpctrain.engines.parameter_server.shard import GradientAction, Order, Shard
 from hpctrain.transport.device import gpus
-from hpctrain.transport.link import Link, Request
+from hpctrain.transport.link import Link, Request, wait_all
 from hpctrain.watch.trace import Category, Trace
 from hpctrain.world import World
 
@@ -42,12 +42,8 @@ class Server:
         self.shard, self.coordinator, self._trace = shard, coordinator, trace
         self.category: Category = "compute"  #: of trace spans; "wire" in a thread beside a worker
         self.busy_s = 0.0  #: the time of all orders
-        self._servers, self._workers = servers, workers
+        self._servers, self._workers, self.first = servers, workers, servers.rank == 0
         self._pending_sends: list[tuple[Request, np.ndarray]] = []
-
-    @property
-    def first(self) -> bool:
-        return self._servers.rank == 0
 
     def serve(
         self, event_source: EventSource, read_own_flags: Callable[[], Flags] = Flags
@@ -61,23 +57,25 @@ class Server:
             events = event_source(self.coordinator)
             history = self.coordinator.run(events, self._apply_event, read_own_flags)
         else:
-            self._follow_orders()
+            # Apply the orders of the first server, up to the last of the interval.
+            is_last = False
+            while not is_last:
+                message = _encode_order(Order(), self._workers)
+                self._servers.irecv(message, 0).wait()
+                order = _decode_order(message)
+                self._apply_order(order)
+                is_last = order.is_last
         self.shard.flush()
         return history
 
     def _apply_event(self, event: Event) -> None:
-        self._forward_order(event.order)
+        self._wait_for_sends()  # of the previous order: no server is more than one order behind
+        message = _encode_order(event.order, self._workers)
+        peers = range(1, self._servers.size)
+        self._pending_sends = [(self._servers.isend(message, rank), message) for rank in peers]
+        if event.order.is_last:
+            self._wait_for_sends()
         self._apply_order(event.order, event.staleness)
-
-    def _follow_orders(self) -> None:
-        """Apply the orders of the first server, up to the last of the interval."""
-        is_last = False
-        while not is_last:
-            message = _encode_order(Order(), self._workers)
-            self._servers.irecv(message, 0).wait()
-            order = _decode_order(message)
-            self._apply_order(order)
-            is_last = order.is_last
 
     def _apply_order(self, order: Order, staleness: int | None = None) -> None:
         args: dict[str, Any] = {} if staleness is None else {"staleness": staleness}
@@ -92,18 +90,8 @@ class Server:
             self.shard.apply(order)
         self.busy_s += serving.seconds
 
-    def _forward_order(self, order: Order) -> None:
-        """Send `order` to the other servers."""
-        self._wait_for_sends()  # of the previous order: no server is more than one order behind
-        message = _encode_order(order, self._workers)
-        peers = range(1, self._servers.size)
-        self._pending_sends = [(self._servers.isend(message, rank), message) for rank in peers]
-        if order.is_last:
-            self._wait_for_sends()
-
     def _wait_for_sends(self) -> None:
-        for request, _ in self._pending_sends:
-            request.wait()
+        wait_all([request for request, _ in self._pending_sends])
         self._pending_sends = []
 
 

@@ -27,12 +27,12 @@ from hpctrain.checkpoint import Piece
 from hpctrain.collectives.chunks import SEGMENT_BYTES, bounds
 from hpctrain.core.xp import to_host
 from hpctrain.engines.saved_state import SavedState
-from hpctrain.engines.state_pieces import count_pieces, plane_pieces, request_plane
+from hpctrain.engines.state_pieces import optimizer_pieces, plane_pieces, request_plane
 from hpctrain.gradients.arena import Arena, shift_slots
 from hpctrain.optim import Optimizer
 from hpctrain.optim.absent import ABSENT
 from hpctrain.optim.optimizer import BLOCK_ELEMENTS, GatherRows, State
-from hpctrain.transport.link import Link, Request
+from hpctrain.transport.link import Link, Request, wait_all
 
 RECEIVES_AHEAD = 2  #: the number of slices for which receives are posted in advance
 
@@ -110,6 +110,8 @@ class Shard:
         max_length = max((s.stop - s.start for s in self._wire_slices), default=0)
         self._inbox = np.empty((RECEIVES_AHEAD, len(workers), max_length), self.param.dtype)
         self._sends: list[list[Request]] = [[] for _ in self._wire_slices]
+        #: the slices in the order of sending: the last first, as backward computes them
+        self._send_order = range(len(self._wire_slices))[::-1]
         self._delay_compensation = delay_compensation
         self._params_at_pull = [self.param.copy() for _ in workers] if delay_compensation else []
 
@@ -122,8 +124,7 @@ class Shard:
             if not self._needs_whole_gradient:
                 self._send_slice(i, order.pulling_workers)
         if self._needs_whole_gradient and order.action == GradientAction.UPDATE:
-            for requests in self._sends:
-                wait_all(requests)
+            self.flush()
             self._update_part(0, self._sum)
             self._sum[...] = ABSENT
         if self._needs_whole_gradient or not order.pushing_workers:
@@ -133,17 +134,14 @@ class Shard:
     def flush(self) -> None:
         """Wait until all sends are complete."""
         for requests in self._sends:
-            wait_all(requests)
+            drain(requests)
 
     def pieces(self) -> list[Piece]:
         """Return this shard's part of parameters and optimizer state, for a checkpoint."""
         pieces = plane_pieces(self._arena, "param", self.param, self._own.start)
         for part, state in zip(self._parts, self._states, strict=True):
-            start = self._own.start + part.start
-            for name, x in state.items():
-                if name != "step":
-                    pieces += plane_pieces(self._arena, f"optimizer.{name}", x, start)
-            pieces += count_pieces(self._arena, state["step"], start, part.stop - part.start)
+            whole = slice(0, part.stop - part.start)
+            pieces += optimizer_pieces(self._arena, state, self._own.start + part.start, whole)
         return pieces
 
     def load(self, saved: SavedState) -> None:
@@ -157,11 +155,6 @@ class Shard:
                 if name != "step":
                     request_plane(self._arena, f"optimizer.{name}", x, saved.request, start)
 
-    @property
-    def _send_order(self) -> range:
-        """The slices in the order of sending: the last first, as backward computes them."""
-        return range(len(self._wire_slices))[::-1]
-
     def _receive_gradients(self, workers: Sequence[int]) -> Iterator[tuple[int, list[np.ndarray]]]:
         """Yield (number of a slice, its gradients in the order of `workers`)."""
         slice_numbers = deque(self._send_order if workers else ())
@@ -171,8 +164,7 @@ class Shard:
                 i = slice_numbers.popleft()
                 posted_slices.append((i, [self._post_receive(i, worker) for worker in workers]))
             i, receives = posted_slices.popleft()
-            for request, _ in receives:
-                request.wait()
+            wait_all([request for request, _ in receives])
             yield i, [gradient for _, gradient in receives]
 
     def _post_receive(self, i: int, worker: int) -> tuple[Request, np.ndarray]:
@@ -211,7 +203,7 @@ class Shard:
         if self._needs_whole_gradient:
             self._sum[self._wire_slices[i]] += gradient
         else:
-            wait_all(self._sends[i])  # these sends still read the slice
+            drain(self._sends[i])  # these sends still read the slice
             self._update_part(i, gradient)
 
     def _update_part(self, part: int, gradient: np.ndarray) -> None:
@@ -227,8 +219,7 @@ class Shard:
                 self._params_at_pull[worker][part] = self.param[part]
 
 
-def wait_all(requests: list[Request]) -> None:
+def drain(requests: list[Request]) -> None:
     """Wait for all `requests`; clear the list."""
-    for request in requests:
-        request.wait()
+    wait_all(requests)
     requests.clear()

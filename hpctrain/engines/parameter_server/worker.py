@@ -8,16 +8,15 @@ from functools import cached_property
 
 import numpy as np
 
+from hpctrain.engines.base import PipeRow
 from hpctrain.engines.engine import Flags, Task, Times, Work
 from hpctrain.engines.parameter_server.coordinator import Reply, Report
 from hpctrain.engines.parameter_server.push import GradientPush, ServerSlices
-from hpctrain.engines.parameter_server.shard import wait_all
-from hpctrain.engines.pipe_row import PipeRow
 from hpctrain.gradients.finite import GradientCheck
 from hpctrain.gradients.replica import Replica
 from hpctrain.nn import Sums, add
 from hpctrain.optim import Optimizer
-from hpctrain.transport.link import Link, Request
+from hpctrain.transport.link import Link, Request, wait_all
 from hpctrain.watch.trace import Trace
 
 

@@ -20,7 +20,7 @@ from hpctrain.core import config
 from hpctrain.core.errors import LostRankError, ModelError, UsageError
 from hpctrain.core.xp import on_device
 from hpctrain.engines.base import EngineBase
-from hpctrain.engines.engine import Flags, Task, Work, sum_in_layer, train_in_lockstep
+from hpctrain.engines.engine import Flags, Task, sum_in_layer, train_in_lockstep
 from hpctrain.engines.saved_state import SavedState
 from hpctrain.engines.state_pieces import pieces_of
 from hpctrain.engines.synchronous import overlap
@@ -52,7 +52,7 @@ class AllReduce(WireOptions):
         super().__post_init__()
         if self.reduction == "ordered":
             find_all_gather(self.algorithm)  # raises an error if there is none
-        for conflict, message in contradictions(self):
+        for conflict, message in contradictions(self, self.shard_optimizer, self.share_parameters):
             if conflict:
                 raise UsageError(message)
 
@@ -93,7 +93,12 @@ class AllReduceEngine(EngineBase):
                 world, replica, optimizer, self._sums.allreduce, self.times
             )
         else:
-            self.update = self._make_update(optimizer, options)
+            arena = self.replica.arena
+            self.update = (
+                ShardedUpdate(self._group, arena, optimizer, self._sums, self.times, self._trace)
+                if options.shard_optimizer
+                else ReplicatedUpdate(world.link, arena, optimizer, self._sums)
+            )
             self._reducer = self._make_reducer(self.update.reduce, options)
         self.optimizer_state = self.update.state
         self._vote = self._make_vote(options)
@@ -101,15 +106,6 @@ class AllReduceEngine(EngineBase):
         # Each rank holds the whole state, and changes it once per step.
         is_replicated = isinstance(self.update, ReplicatedUpdate) and not is_split
         self.shares_sums = world.survives and is_replicated and not options.priority
-
-    def _make_update(
-        self, optimizer: Optimizer, options: AllReduce
-    ) -> ReplicatedUpdate | ShardedUpdate:
-        """Return the update of the whole model, or of this rank's range."""
-        group, arena = self._group, self.replica.arena
-        if options.shard_optimizer:
-            return ShardedUpdate(group, arena, optimizer, self._sums, self.times, self._trace)
-        return ReplicatedUpdate(group.link, arena, optimizer, self._sums)
 
     def _make_reducer(self, reduce: SumFunction, options: AllReduce) -> Reducer:
         """Return the reducer of gradients in buckets; collective."""
@@ -148,9 +144,7 @@ class AllReduceEngine(EngineBase):
             return GradientVote(replica, check, group)
         return SumVote(replica, check, group, self.update.own)
 
-    def train(self, work: Work, start: int, until: int) -> tuple[int, Flags]:
-        """Train from step `start` to `until`."""
-        return train_in_lockstep(self, work, start, until)
+    train = train_in_lockstep
 
     def step(self, task: Task, flags: Flags) -> tuple[Sums, Flags]:
         """Sum the gradients over the ranks while backward runs, and update with the sum.

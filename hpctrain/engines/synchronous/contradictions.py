@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from hpctrain.engines.synchronous.allreduce import AllReduce
+from hpctrain.gradients.reducer import WireOptions
 
 
-def contradictions(options: AllReduce) -> Iterator[tuple[bool, str]]:
-    """Yield each pair of options that exclude each other: whether both are given, and a message."""
-    shard, share = options.shard_optimizer, options.share_parameters
+def contradictions(options: WireOptions, shard: bool, share: bool) -> Iterator[tuple[bool, str]]:
+    """Yield each pair of options that exclude each other: whether both are given, and a message.
+
+    `shard`, `share`: the options `shard_optimizer` and `share_parameters`.
+    """
     ordered, compression = options.reduction == "ordered", options.compression
     yield (
         shard and share,
         "[engine] shard_optimizer: expected without share_parameters, seen both; where "
         "parameters are shared, a rank keeps only a part of the optimizer's state anyway",
     )
-    for key in ("shard_optimizer", "share_parameters"):
+    for key, is_set in {"shard_optimizer": shard, "share_parameters": share}.items():
         yield (
-            getattr(options, key) and compression != "none",
+            is_set and compression != "none",
             f"[engine] {key}: ranks exchange ranges of the gradient as it is; "
             f"expected [wire] compression none, seen {compression}",
         )

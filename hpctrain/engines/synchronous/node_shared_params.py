@@ -66,9 +66,16 @@ class NodeSharedUpdate:
         self._node, self._across = world.node, Group(world.across, group.scratch)
         self._link, self._allreduce, self._optimizer = group.link, allreduce, optimizer
         self._times, self._trace = times, world.trace
-        _share_params(world, replica)
+        is_alone, param = world.node.size == 1, replica.arena.param
+        array = None if is_alone else world.memory.common_zeros(param.size, param.dtype)
+        world.on_all_ranks(lambda: _check_shared(is_alone or array is not None, param.nbytes))
+        if array is not None:
+            replica.move(param=array)
         self._arena = arena = replica.arena
-        self._own = own = _rank_range(arena.param.size, min(map(len, group.nodes)), self._node.rank)
+        rank, parts = self._node.rank, min(map(len, group.nodes))
+        offsets = bounds(arena.param.size, parts, BLOCK_ELEMENTS)
+        # Ranks beyond `parts`, as some nodes have, get an empty range.
+        self._own = own = slice(*offsets[rank : rank + 2]) if rank < parts else slice(0, 0)
         self._param, self._slots = arena.param[own], shift_slots(own.start, arena.layout)
         self.state = optimizer.init(self._param)
         grads = [x[own] for x in world.memory.neighbours(arena.grad) or [arena.grad]]
@@ -144,15 +151,6 @@ class NodeSharedUpdate:
         self._optimizer.update(total, self.state, self._param, self._slots, gather)
 
 
-def _share_params(world: World, replica: Replica) -> None:
-    """Move the parameters of a node's ranks to one array."""
-    is_alone, param = world.node.size == 1, replica.arena.param
-    array = None if is_alone else world.memory.common_zeros(param.size, param.dtype)
-    world.on_all_ranks(lambda: _check_shared(is_alone or array is not None, param.nbytes))
-    if array is not None:
-        replica.move(param=array)
-
-
 def _check_shared(shared: bool, nbytes: int) -> None:
     if not shared:
         raise UsageError(
@@ -160,12 +158,6 @@ def _check_shared(shared: bool, nbytes: int) -> None:
             "node see, seen none: neither memfd_create, /dev/shm nor MPI gives it; free memory "
             "there, or train without share_parameters"
         )
-
-
-def _rank_range(size: int, parts: int, rank: int) -> slice:
-    """Return the range of a node's rank, cut at blocks; ranks beyond `parts` get an empty range."""
-    offsets = bounds(size, parts, BLOCK_ELEMENTS)
-    return slice(*offsets[rank : rank + 2]) if rank < parts else slice(0, 0)
 
 
 def _blocks_of_range(size: int) -> list[slice]:

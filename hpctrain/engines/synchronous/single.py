@@ -10,11 +10,11 @@ import numpy as np
 from hpctrain.checkpoint import Piece
 from hpctrain.core import config
 from hpctrain.core.errors import UsageError
+from hpctrain.engines.base import EngineDefaults
 from hpctrain.engines.engine import (
     Flags,
     Task,
     Times,
-    Work,
     train_in_lockstep,
 )
 from hpctrain.engines.saved_state import SavedState
@@ -50,28 +50,18 @@ class Single(ReductionOptions):
         )
 
 
-class SingleEngine:
+class SingleEngine(EngineDefaults):
     """See `hpctrain.engines.engine.Engine`."""
 
     name = "single"
-    algorithm = None
-    workers, servers, worker = 1, 0, 0
-    asynchronous = False
-    updates_per_step = 1.0
-    recorder = None
-    bytes_sent = 0
-    staleness = None
-    committed_step = None
-    shares_sums = False
+    workers, worker, bytes_sent = 1, 0, 0
 
     def __init__(self, replica: Replica, optimizer: Optimizer, trace: Trace | None = None):
         self.replica, self.times, self._trace = replica, Times(), trace or Trace()
         self._optimizer, self.optimizer_state = optimizer, optimizer.init(replica.arena.param)
         self.check = GradientCheck(replica, 1)
 
-    def train(self, work: Work, start: int, until: int) -> tuple[int, Flags]:
-        """Train from step `start` to `until`."""
-        return train_in_lockstep(self, work, start, until)
+    train = train_in_lockstep
 
     def step(self, task: Task, flags: Flags) -> tuple[Sums, Flags]:
         """Compute the gradient and update with it, unless it is not finite."""
