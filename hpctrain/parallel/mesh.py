@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hpctrain.parallel.options import MeshOptions
-from hpctrain.transport.link import Link
 from hpctrain.world import World
 from hpctrain.world.grid import Grid
 
@@ -44,11 +43,6 @@ class Mesh:
     def is_first(self) -> bool:
         """Whether this rank is the first of its row, which decides on the order of events."""
         return self.data.grid is None or self.grid.pipe.link.rank == 0
-
-    @property
-    def stages(self) -> Link:
-        """The link of the ranks of `pipe` for messages between stages."""
-        return self.grid.stages
 
 
 def make_mesh(world: World, options: MeshOptions) -> Mesh:

@@ -62,7 +62,7 @@ def test_messages_and_tapes_are_those_of_the_list(ranks, schedule, model):
     def body(world):
         plan = Plan(model, 2 * world.size, M, steps=3)
         with trainer_of(world, plan, world.size, schedule=schedule, balance="even") as trainer:
-            link, replica = trainer.mesh.stages, trainer.replica
+            link, replica = trainer.mesh.grid.stages, trainer.replica
             before = np.array([link.messages_sent, link.bytes_sent])
             fit(trainer, plan)
             sent = np.array([link.messages_sent, link.bytes_sent]) - before

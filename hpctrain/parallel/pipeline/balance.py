@@ -14,6 +14,7 @@ among equals, the cut with the shortest first stages.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 
@@ -35,12 +36,7 @@ def cut(
         if not cost >= 0:
             raise UsageError(f"cut, layer {i}: expected seconds from 0 up, seen {cost}")
     sums = np.concatenate([[0.0], np.cumsum(seconds)])
-    crossing = _bytes_before(layers, boundary_bytes)
-    return _fewest_bytes(sums, stages, crossing, _least_maximum(sums, stages))
-
-
-def _bytes_before(layers: int, boundary_bytes: Sequence[float]) -> Array:
-    """Return the bytes that cross before each layer: none before the first."""
+    # The bytes that cross before each layer: none before the first.
     crossing = np.zeros(layers + 1)
     if len(boundary_bytes):
         if len(boundary_bytes) != layers - 1:
@@ -49,7 +45,7 @@ def _bytes_before(layers: int, boundary_bytes: Sequence[float]) -> Array:
                 f"seen {len(boundary_bytes)}"
             )
         crossing[1:-1] = boundary_bytes
-    return crossing
+    return _fewest_bytes(sums, stages, crossing, _least_maximum(sums, stages))
 
 
 def check_cut(layer_counts: Sequence[int], layers: int, stages: int) -> tuple[int, ...]:
@@ -102,8 +98,5 @@ def _fewest_bytes(sums: Array, stages: int, crossing: Array, slowest: float) -> 
             0, np.array([i + 1 + (t.argmin() if t.size else 0) for i, t in enumerate(totals)])
         )
         best = np.array([_best_of(t) for t in totals])
-    bounds = [0]
-    for end in ends:
-        bounds.append(int(end[bounds[-1]]))
-    bounds.append(len(sums) - 1)
-    return tuple(np.diff(bounds).tolist())
+    bounds = accumulate(ends, lambda start, end: int(end[start]), initial=0)
+    return tuple(np.diff([*bounds, len(sums) - 1]).tolist())

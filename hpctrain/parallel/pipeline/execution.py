@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -125,7 +126,7 @@ class TrainingStep:
         self.peak_tapes = 0  #: the largest number of tapes that lived at one time
         self.operations: dict[str, Operation] = {
             "F": self._forward,
-            "B": self._backward,
+            "B": partial(self._backpropagate, later=run_now),
             "I": self._input_gradient,
             "W": self._weight_gradients,
         }
@@ -145,9 +146,6 @@ class TrainingStep:
         sums, self._loss_gradients[micro] = self._model.loss_gradient(y, batch.targets, self._scale)
         self.losses.append(sums)
         return None
-
-    def _backward(self, action: Action, dy: Array | None) -> Array | None:
-        return self._backpropagate(action, dy, run_now)
 
     def _input_gradient(self, action: Action, dy: Array | None) -> Array | None:
         products = self._products[action.stage, action.micro] = []

@@ -21,7 +21,7 @@ import numpy as np
 from hpctrain.core.errors import TransportError
 from hpctrain.core.xp import Array, namespace, to_host
 from hpctrain.parallel.schedules.messages import Arrivals, Kind, Message
-from hpctrain.transport.link import Link, Request
+from hpctrain.transport.link import Link, Request, wait_all
 
 STAMP_BYTES = 8
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -40,11 +40,6 @@ def stamp(message: Message) -> int:
     return (kind == KINDS[1]) << 62 | stage << 32 | micro
 
 
-def message_of(number: int) -> Message:
-    """Return the message of a stamp."""
-    return Message(KINDS[number >> 62], number >> 32 & 0x3FFFFFFF, number & 0xFFFFFFFF)
-
-
 class StageLink:
     """The messages of a pass through the stages, as a rank sends and receives them."""
 
@@ -59,13 +54,14 @@ class StageLink:
         self._link, self._shape_of = link, shape_of
         self._xp, self._dtype = namespace(like), like.dtype
         self._expected = {peer: deque(messages) for peer, messages in arrivals.items()}
-        self._posted: dict[int, deque[tuple[Message, Array, Array, Request]]] = {}
+        self._posted: dict[int, deque[tuple[Message, Array, Array, Request]]] = {
+            peer: deque() for peer in arrivals
+        }
         self._arrived: dict[Message, Array] = {}
         self.sent_bytes = 0  #: with stamps
         #: sends, oldest first, with their memory, which the next one may take once they are over
         self._sent: deque[tuple[Request, Array, Array]] = deque()
         for peer in arrivals:
-            self._posted[peer] = deque()
             for _ in range(POSTED_AHEAD):
                 self._post(peer)
 
@@ -78,28 +74,28 @@ class StageLink:
         self._sent.append((self._link.isend(buffer, peer), buffer, tensor))
 
     def receive(self, peer: int, message: Message) -> Array:
-        """Return the tensor of `message`; earlier messages are kept for later."""
+        """Return the tensor of `message`; earlier messages are kept for later.
+
+        Raises TransportError for an unexpected message.
+        """
         while message not in self._arrived:
-            self._take_next(peer)
+            expected, buffer, tensor, request = self._posted[peer].popleft()
+            request.wait()
+            self._post(peer)
+            actual = int(to_host(buffer[-1:])[0])
+            if actual != stamp(expected):
+                kind, stage, micro = KINDS[actual >> 62], actual >> 32 & 0x3FFFFFFF, actual
+                raise TransportError(
+                    f"rank {self._link.rank} of the pipeline: expected the {expected} from rank "
+                    f"{peer}, seen the {Message(kind, stage, micro & 0xFFFFFFFF)}; all ranks must "
+                    "run the same schedule"
+                )
+            self._arrived[expected] = tensor
         return self._arrived.pop(message)
 
     def close(self) -> None:
         """Wait until all messages of this rank are sent."""
-        for request, _, _ in self._sent:
-            request.wait()
-
-    def _take_next(self, peer: int) -> None:
-        """Wait for the next message of `peer`; raise TransportError for an unexpected message."""
-        expected, buffer, tensor, request = self._posted[peer].popleft()
-        request.wait()
-        self._post(peer)
-        actual = int(to_host(buffer[-1:])[0])
-        if actual != stamp(expected):
-            raise TransportError(
-                f"rank {self._link.rank} of the pipeline: expected the {expected} from rank "
-                f"{peer}, seen the {message_of(actual)}; all ranks must run the same schedule"
-            )
-        self._arrived[expected] = tensor
+        wait_all([request for request, _, _ in self._sent])
 
     def _post(self, peer: int) -> None:
         if self._expected[peer]:

@@ -79,8 +79,7 @@ class StagePlan:
 
     def boundary_shape(self, model: nn.Model, boundary: int) -> tuple[int, ...]:
         """Return the shape of a sample between the stages `boundary` and `boundary` + 1."""
-        shape: tuple[int, ...] = model.shapes[self.bounds[boundary + 1]]
-        return shape
+        return model.shapes[self.bounds[boundary + 1]]
 
     def owned_names(self, model: nn.Model, rank: int) -> list[str]:
         """Return the parameters that `rank` keeps in its arena, in the model's order."""

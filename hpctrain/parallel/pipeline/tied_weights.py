@@ -16,7 +16,7 @@ from hpctrain import nn
 from hpctrain.core.xp import Array, namespace
 from hpctrain.nn.gradient_sums import GradientSums
 from hpctrain.parallel.pipeline.stages import StagePlan
-from hpctrain.transport.link import Link, Request
+from hpctrain.transport.link import Link, Request, wait_all
 
 
 class TiedWeights:
@@ -64,8 +64,7 @@ class TiedWeights:
 
     def wait(self) -> None:
         """Wait until all values of this rank are sent: they may be overwritten then."""
-        for request in self._sent:
-            request.wait()
+        wait_all(self._sent)
         self._sent = []
 
     def _send(self, x: Array, rank: int) -> None:

@@ -35,5 +35,4 @@ def make(
     module = pick(SCHEDULES, name, "pipeline schedule")
     function = getattr(import_module(f"{__name__}.{module}"), module)
     counts = () if stages_per_rank is None else (stages_per_rank,)
-    schedule: PipelineSchedule = function(ranks, micro_batches, *counts)
-    return schedule
+    return function(ranks, micro_batches, *counts)

@@ -70,16 +70,14 @@ def action_lists(lists: Iterable[Iterable[Action]]) -> tuple[ActionList, ...]:
     return tuple(tuple(actions) for actions in lists)
 
 
-def require_counts(name: str, ranks: int, micro_batches: int) -> None:
-    """Raise UsageError unless there is a rank and a micro-batch."""
+def require_counts(
+    name: str, ranks: int, micro_batches: int, stages_per_rank: int = 1, expected: int | None = None
+) -> None:
+    """Raise UsageError unless there is a rank, a micro-batch, and `expected` stages per rank."""
     for count, noun in ((ranks, "rank"), (micro_batches, "micro-batch")):
         if count < 1:
             raise UsageError(f"pipeline schedule {name}: expected 1 {noun} or more, seen {count}")
-
-
-def require_stages_per_rank(name: str, stages_per_rank: int, expected: int) -> None:
-    """Raise UsageError unless a rank has the number of stages that the schedule is made for."""
-    if stages_per_rank != expected:
+    if expected is not None and stages_per_rank != expected:
         noun = "stage" if expected == 1 else "stages"
         raise UsageError(
             f"pipeline schedule {name}: expected {expected} {noun} per rank, "

@@ -24,14 +24,12 @@ from hpctrain.parallel.schedules.actions import (
     PipelineSchedule,
     action_lists,
     require_counts,
-    require_stages_per_rank,
 )
 
 
 def gpipe(ranks: int, micro_batches: int, stages_per_rank: int = 1) -> PipelineSchedule:
     """Return the schedule on `ranks` ranks."""
-    require_counts("gpipe", ranks, micro_batches)
-    require_stages_per_rank("gpipe", stages_per_rank, 1)
+    require_counts("gpipe", ranks, micro_batches, stages_per_rank, 1)
     lists = (
         [Action(op, rank, micro) for op in ("F", "B") for micro in range(micro_batches)]
         for rank in range(ranks)

@@ -24,7 +24,6 @@ from hpctrain.parallel.schedules.actions import (
     PipelineSchedule,
     action_lists,
     require_counts,
-    require_stages_per_rank,
 )
 
 
@@ -32,8 +31,7 @@ def one_forward_one_backward(
     ranks: int, micro_batches: int, stages_per_rank: int = 1
 ) -> PipelineSchedule:
     """Return the schedule on `ranks` ranks."""
-    require_counts("1f1b", ranks, micro_batches)
-    require_stages_per_rank("1f1b", stages_per_rank, 1)
+    require_counts("1f1b", ranks, micro_batches, stages_per_rank, 1)
     lists = (
         alternate(
             [Action("F", rank, micro) for micro in range(micro_batches)],

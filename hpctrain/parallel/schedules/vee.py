@@ -19,7 +19,6 @@ from hpctrain.parallel.schedules.actions import (
     PipelineSchedule,
     action_lists,
     require_counts,
-    require_stages_per_rank,
 )
 
 Pattern = Callable[[int, int, int], str]  #: of (rank, ranks, micro_batches): the rank's letters
@@ -32,8 +31,7 @@ def vee_schedule(
 
     For fewer, the actions of micro-batches beyond `micro_batches` are left out: nothing needs them.
     """
-    require_counts(name, ranks, micro_batches)
-    require_stages_per_rank(name, stages_per_rank, 2)
+    require_counts(name, ranks, micro_batches, stages_per_rank, 2)
     pattern_size = max(micro_batches, 2 * ranks)
     lists = (
         (

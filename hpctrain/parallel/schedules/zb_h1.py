@@ -24,14 +24,12 @@ from hpctrain.parallel.schedules.actions import (
     PipelineSchedule,
     action_lists,
     require_counts,
-    require_stages_per_rank,
 )
 
 
 def zb_h1(ranks: int, micro_batches: int, stages_per_rank: int = 1) -> PipelineSchedule:
     """Return the schedule on `ranks` ranks."""
-    require_counts("zb-h1", ranks, micro_batches)
-    require_stages_per_rank("zb-h1", stages_per_rank, 1)
+    require_counts("zb-h1", ranks, micro_batches, stages_per_rank, 1)
     lists = (_actions(rank, ranks, micro_batches) for rank in range(ranks))
     return PipelineSchedule("zb-h1", micro_batches, placement.straight(ranks), action_lists(lists))
 

@@ -89,7 +89,13 @@ def run_clock(
 
     `boundary_bytes`: as `check` takes them.
     """
-    seconds = _checked_seconds(schedule, costs)
+    for name, by_stage in vars(costs).items():
+        if len(by_stage) != schedule.stages:
+            raise UsageError(
+                f"{schedule.name}, costs of {name}: expected the seconds of {schedule.stages} "
+                f"stages, seen {len(by_stage)}"
+            )
+    seconds = costs.by_op()
     wire_of = (lambda sender, receiver: wires) if isinstance(wires, Wire) else wires
     sizes = bytes_per_boundary(schedule, boundary_bytes)
     now, port_free = [0.0] * schedule.ranks, [0.0] * schedule.ranks
@@ -111,14 +117,3 @@ def run_clock(
             port_free[rank] = max(now[rank], port_free[rank]) + transfer
             arrivals[message] = port_free[rank] - wire.gap + wire.latency
     return Timeline(schedule, tuple(map(tuple, starts)), tuple(map(tuple, ends)))
-
-
-def _checked_seconds(schedule: PipelineSchedule, costs: StageCosts) -> dict[str, Sequence[float]]:
-    """Return the seconds of each operation; raise UsageError unless there is one per stage."""
-    for name, seconds in vars(costs).items():
-        if len(seconds) != schedule.stages:
-            raise UsageError(
-                f"{schedule.name}, costs of {name}: expected the seconds of {schedule.stages} "
-                f"stages, seen {len(seconds)}"
-            )
-    return costs.by_op()

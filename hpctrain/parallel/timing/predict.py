@@ -57,7 +57,13 @@ def predict_step(
     gradient_bytes: Sequence[int],
 ) -> GridStep:
     """Return the step of `grid.data` pipelines; `gradient_bytes` has an entry per stage."""
-    _check_nodes(schedule, grid)
+    large, small = sorted((schedule.ranks, grid.ranks_per_node), reverse=True)
+    if large % small:
+        raise UsageError(
+            f"{schedule.name}: expected whole pipelines in a node, or whole nodes in a pipeline, "
+            f"seen {schedule.ranks} ranks and {grid.ranks_per_node} per node; take "
+            f"{large // small * small} in place of {large}"
+        )
     if len(gradient_bytes) != schedule.stages:
         raise UsageError(
             f"{schedule.name}: expected the gradient bytes of {schedule.stages} stages, seen "
@@ -74,16 +80,6 @@ def predict_step(
     step = max(ends[-1] + ring_seconds[n] for ends, n in zip(timeline.ends, nbytes, strict=True))
     compute = (1 - timeline.bubble) * timeline.makespan
     return GridStep(grid.data * schedule.ranks, step, timeline.makespan, compute)
-
-
-def _check_nodes(schedule: PipelineSchedule, grid: Grid) -> None:
-    large, small = sorted((schedule.ranks, grid.ranks_per_node), reverse=True)
-    if large % small:
-        raise UsageError(
-            f"{schedule.name}: expected whole pipelines in a node, or whole nodes in a pipeline, "
-            f"seen {schedule.ranks} ranks and {grid.ranks_per_node} per node; take "
-            f"{large // small * small} in place of {large}"
-        )
 
 
 def _ring_seconds(pipe: int, grid: Grid, nbytes: int) -> float:
