@@ -9,9 +9,8 @@ from hpctrain.world.process import (
     init,
     report_without_traceback,
 )
-from hpctrain.world.spare_cores import has_spare_cores
 from hpctrain.world.survive import survive
-from hpctrain.world.threads import over_threads
+from hpctrain.world.threads import has_spare_cores, over_threads
 from hpctrain.world.world import World
 
 __all__ = [

@@ -18,7 +18,7 @@ import numpy as np
 from hpctrain.core.errors import LostRankError, RecoveryError, UsageError
 from hpctrain.core.launchers import MIN_RANKS, SPARES
 from hpctrain.core.names import counted
-from hpctrain.transport.link import Link
+from hpctrain.transport.link import Link, wait_all
 from hpctrain.transport.pace import Pace
 from hpctrain.transport.paths import RankPlace
 from hpctrain.transport.placement.check import RankBinding
@@ -68,10 +68,6 @@ class Job:
         """The node of each rank of `link`."""
         return [self.places[number].node for number in self.numbers]
 
-    def numbers_on(self, host: str) -> list[int]:
-        """Return the numbers of the ranks on `host`."""
-        return [number for number in self.numbers if self.places[number].node == host]
-
     @property
     def is_spare(self) -> bool:
         """Whether this rank waits for a place in the World."""
@@ -95,7 +91,12 @@ class Job:
             self.link, ranks = self.link.shrink()
             self.numbers = tuple(self.numbers[rank] for rank in ranks)
             self.members = fill_places(self.members, self.numbers, self.unit)
-            self._must_suffice()
+            if len(self.members) < self.min_ranks or not self.members:
+                raise RecoveryError(
+                    f"{counted(len(self.numbers), 'rank')} left, but training needs "
+                    f"{max(self.min_ranks, self.unit)} "
+                    "([elastic] min_ranks, --min-ranks); start the job again with --resume"
+                )
             self.link.pace = Pace() if self.is_spare else None  # the others need the cores
             if self.members == self.numbers:
                 return self.link
@@ -106,14 +107,6 @@ class Job:
                 self.link.dissolve()
             else:
                 return group
-
-    def _must_suffice(self) -> None:
-        if len(self.members) < self.min_ranks or not self.members:
-            raise RecoveryError(
-                f"{counted(len(self.numbers), 'rank')} left, but training needs "
-                f"{max(self.min_ranks, self.unit)} "
-                "([elastic] min_ranks, --min-ranks); start the job again with --resume"
-            )
 
     def await_note(self) -> bytes:
         """Sleep as a spare until the World's first rank sends a note, and return it.
@@ -146,8 +139,7 @@ class Job:
             if rank not in lost
             for x in (np.array([data.size]), data)
         ]
-        for request in requests:
-            request.wait()
+        wait_all(requests)
 
 
 def fill_places(members: Sequence[int], numbers: Sequence[int], unit: int = 1) -> tuple[int, ...]:

@@ -47,7 +47,12 @@ def init(
     """
     global _world
     if _world is None:
-        _refuse_workers()
+        # A process that multiprocessing starts, and that imports the script.
+        if getattr(multiprocessing.current_process(), "_inheriting", False):
+            raise UsageError(
+                "init: a worker process, as of a DataLoader, runs the script of its rank while it "
+                'starts; put the script\'s statements under `if __name__ == "__main__":`'
+            )
         try:
             _world = over_mpi(device, timeout_s, comm, binds_cores)
         except UsageError as error:  # most likely on all ranks: one reports it
@@ -69,15 +74,6 @@ def init(
                 "world.split or world.subset"
             )
     return _world
-
-
-def _refuse_workers() -> None:
-    """Raise UsageError in a process that multiprocessing starts, and that imports the script."""
-    if getattr(multiprocessing.current_process(), "_inheriting", False):
-        raise UsageError(
-            "init: a worker process, as of a DataLoader, runs the script of its rank while it "
-            'starts; put the script\'s statements under `if __name__ == "__main__":`'
-        )
 
 
 def report_without_traceback(error: UsageError) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hpctrain.core.errors import LostRankError
-from hpctrain.transport.link import Link
 from hpctrain.world.world import World
 
 
@@ -22,25 +21,20 @@ def survive(world: World) -> None:
     link = world.job.regroup()
     try:
         if link is not None:
-            vars(world).update(vars(_with_members(world, link)))
+            members = replace(
+                world,
+                link=link,
+                places=world.job.of_peers(world.job.places),
+                bindings=world.job.of_peers(world.job.bindings),
+                on_failure=None,
+                purpose_links={},
+                sub_worlds=[],
+                grid=None,
+            )
+            vars(world).update(vars(members))
         if world.on_regroup is not None:
             world.on_regroup()
     except LostRankError:
         if link is not None:
             link.dissolve()
         raise
-
-
-def _with_members(world: World, link: Link) -> World:
-    """Return the World of the job's members on `link`; collective."""
-    assert world.job is not None
-    return replace(
-        world,
-        link=link,
-        places=world.job.of_peers(world.job.places),
-        bindings=world.job.of_peers(world.job.bindings),
-        on_failure=None,
-        purpose_links={},
-        sub_worlds=[],
-        grid=None,
-    )

@@ -1,7 +1,8 @@
-"""Worlds whose ranks are threads of a single process."""
+"""Threads: Worlds whose ranks are threads of a process, and spare cores for communication."""
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Sequence
 
@@ -23,3 +24,12 @@ def over_threads(link: Link, hosts: Sequence[str] = (), spares: int = 0) -> Worl
         return World(link, places)
     job = Job.of_ranks(link, places, spares=spares)
     return World(job.group(job.peers), job.of_peers(places), job=job)
+
+
+def has_spare_cores(world: World) -> bool:
+    """Return whether every node has more cores than ranks; collective."""
+    cores = world.gather(" ".join(map(str, os.sched_getaffinity(0))))
+    return all(
+        len(set().union(*(cores[rank].split() for rank in node))) > len(node)
+        for node in world.main.nodes
+    )

@@ -62,7 +62,9 @@ class Watches:
             self._step,
             LossReports(
                 lambda rank, reason: _report_lost([numbers[rank]], reason),
-                lambda host, reason: _report_lost(job.numbers_on(host), reason),
+                lambda host, reason: _report_lost(
+                    [n for n in job.numbers if job.places[n].node == host], reason
+                ),
                 lambda reason: log.critical("%s: its ranks end", reason),
             ),
         )

@@ -109,8 +109,7 @@ def bind(
     with the sum, which may belong to another rank of the node: it is read-only, and valid until the
     next collective call; `x` may stay unchanged. Raises as `allreduce`.
     """
-    world = world or init()
-    flat, operation = _validate_and_match(
+    world, flat, operation = _validate_and_match(
         world, "bind", x, check=True, op=op, algorithm=algorithm, result=result
     )
     function = select.resolve_auto(select.find_allreduce(algorithm), world.main, flat, operation)
@@ -134,8 +133,7 @@ def reduce(
 
     `x`: any shape. Binomial tree: ceil(log2 P) steps. Raises as `allreduce`.
     """
-    world = world or init()
-    flat, operation = _validate_and_match(world, "reduce", x, check=check, op=op, root=root)
+    world, flat, operation = _validate_and_match(world, "reduce", x, check=check, op=op, root=root)
     _divided_if_mean(op, partial(tree_reduce, root=root))(world.main, flat, operation)
 
 
@@ -144,8 +142,9 @@ def broadcast(x: np.ndarray, root: int = 0, world: World | None = None, check: b
 
     `root`'s own may be read-only. Raises as `allreduce`.
     """
-    world = world or init()
-    flat, _ = _validate_and_match(world, "broadcast", x, check=check, root=root, root_sends=True)
+    world, flat, _ = _validate_and_match(
+        world, "broadcast", x, check=check, root=root, root_sends=True
+    )
     tree_broadcast(world.main, flat, root)
 
 
@@ -156,8 +155,7 @@ def reduce_scatter(
 
     Ring: P-1 steps, n(P-1)/P bytes sent. Raises as `allreduce`.
     """
-    world = world or init()
-    flat, operation = _validate_and_match(
+    world, flat, operation = _validate_and_match(
         world, "reduce_scatter", x, check=check, op=op, has_rows=True
     )
     _divided_if_mean(op, ring_reduce_scatter)(world.main, flat, operation)
@@ -169,8 +167,7 @@ def all_gather(x: np.ndarray, world: World | None = None, check: bool = True) ->
 
     `x` may be read-only. Raises as `allreduce`.
     """
-    world = world or init()
-    _validate_and_match(world, "all_gather", x, check=check, writes_x=False)
+    world, *_ = _validate_and_match(world, "all_gather", x, check=check, writes_x=False)
     rows = _allocate_rows(x, world)
     ring_all_gather(world.main, rows.reshape(-1))
     return rows
@@ -183,8 +180,7 @@ def gather(
 
     `x` may be read-only. Raises as `allreduce`.
     """
-    world = world or init()
-    flat, _ = _validate_and_match(world, "gather", x, check=check, root=root, writes_x=False)
+    world, flat, _ = _validate_and_match(world, "gather", x, check=check, root=root, writes_x=False)
     if world.rank != root:
         world.link.isend(flat, root).wait()
         return None
@@ -200,8 +196,7 @@ def scatter(
 
     `root`'s own may be read-only. Raises as `allreduce`.
     """
-    world = world or init()
-    flat, _ = _validate_and_match(
+    world, flat, _ = _validate_and_match(
         world, "scatter", x, check=check, root=root, has_rows=True, root_sends=True
     )
     rooted.scatter(world.main, flat, root)
@@ -213,8 +208,7 @@ def all_to_all(x: np.ndarray, world: World | None = None, check: bool = True) ->
 
     `x` may be read-only. Raises as `allreduce`.
     """
-    world = world or init()
-    flat, _ = _validate_and_match(
+    world, flat, _ = _validate_and_match(
         world, "all_to_all", x, check=check, has_rows=True, writes_x=False
     )
     out = namespace(x).empty(x.shape, x.dtype)
@@ -233,13 +227,14 @@ def _divided_if_mean(op: str, function: SumFunction) -> Callable[..., Any]:
 
 
 def _validate_and_match(
-    world: World, name: str, x: Any, *, check: bool, **arguments: Any
-) -> tuple[np.ndarray, Any]:
-    """Return flat `x` and the operation; with `check`, all ranks compare their calls first."""
+    requested_world: World | None, name: str, x: Any, *, check: bool, **arguments: Any
+) -> tuple[World, np.ndarray, Any]:
+    """Return the World, flat `x` and the operation; with `check`, ranks compare their calls."""
+    world = requested_world or init()
     flat, operation, call = _validate(world, name, x, check=check, **arguments)
     if check:
         must_match(world.main, call)
-    return flat, operation
+    return world, flat, operation
 
 
 def _validate(world: World, name: str, x: Any, *, check: bool, **arguments: Any) -> ValidArguments:
