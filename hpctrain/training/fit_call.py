@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from hpctrain import checkpoint, engines
-from hpctrain.core.errors import UsageError
+from hpctrain.core.errors import RecoveryError, UsageError
 from hpctrain.core.run_files import run_folder
 from hpctrain.core.signals import StopRequest
 from hpctrain.data import Sampler, Samples, batches_to_read_ahead, order_of
@@ -91,7 +91,21 @@ class FitCall:
                 LOCK_S if world.job is not None and world.job.has_lost_ranks else 0.0,
             )
             survival.has_claimed = True
-            loop = self._make_loop(trainer, run, sampler, total, callbacks, survival)
+            journal = Journal(
+                trainer.mesh,
+                trainer.engine,
+                sampler,
+                total,
+                run,
+                self.origin.recipe,
+                trainer.rate,
+                self.trace,
+                survival.recoveries,
+                survival.times,
+            )
+            survival.times = None  # else they hold the engine before the loss, and its memory
+            plan, replica = self._make_plan(trainer, sampler), trainer.replica
+            loop = Loop(trainer.world, trainer.engine, replica, plan, journal, callbacks, survival)
             stack.enter_context(survival.holding(loop.engine, loop.journal, loop.checkpointer))
             self._load_state(loop, run if resume else None, survival)
             # Before the summary: a second signal while it is written must not end the process.
@@ -115,7 +129,9 @@ class FitCall:
             f"{sampler.n} samples in batches of {self.batch} for {total} steps with seed "
             f"{trainer.seed}, {self.trace}"
         )
-        trainer.world.must_agree(plan_text + sampler.describe_order(), "the plan of a training")
+        if sampler.order is not None:
+            plan_text += f", in the order of {sampler.order!r}"
+        trainer.world.must_agree(plan_text, "the plan of a training")
         orders.draw(trainer.world, sampler, 0, 0)
         return sampler, total
 
@@ -125,7 +141,11 @@ class FitCall:
             loop.restore(survival.reader)
         elif checkpoints is not None:
             loop.resume(checkpoints)
-        survival.must_have_state(loop.step)
+        if survival.recoveries.last_step > 0 and survival.reader is None and loop.step == 0:
+            raise RecoveryError(
+                "the lost ranks held a part of the state of which no copy is left, and there is no "
+                "checkpoint: start the job again; [elastic] copies = 2 keeps one copy more"
+            )
         if survival.recoveries.has_begun:
             survival.log_recovery(loop.step)
         elif self.replay is not None:
@@ -151,31 +171,6 @@ class FitCall:
         trainer.replica.micro_batches = self.micro_batches
         model, steps_per_epoch = trainer.replica.model, sampler.steps_per_epoch
         return Callbacks(trainer.callbacks, trainer.world, model, steps_per_epoch)
-
-    def _make_loop(
-        self,
-        trainer: Trainer,
-        run: Path | None,
-        sampler: Sampler,
-        total_steps: int,
-        callbacks: Callbacks,
-        survival: Survival,
-    ) -> Loop:
-        journal = Journal(
-            trainer.mesh,
-            trainer.engine,
-            sampler,
-            total_steps,
-            run,
-            self.origin.recipe,
-            trainer.rate,
-            self.trace,
-            survival.recoveries,
-            survival.times,
-        )
-        survival.times = None  # else they hold the engine before the loss, and its memory
-        plan, replica = self._make_plan(trainer, sampler), trainer.replica
-        return Loop(trainer.world, trainer.engine, replica, plan, journal, callbacks, survival)
 
     def _make_plan(self, trainer: Trainer, sampler: Sampler) -> FitPlan:
         """Return the plan of a training, with all periods in steps."""

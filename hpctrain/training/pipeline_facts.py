@@ -120,7 +120,15 @@ def _measured(mesh: Mesh, engine: Engine) -> Bytes:
 def _predicted(mesh: Mesh, engine: Engine, is_sharded: bool) -> Bytes:
     replica: Any = mesh.pipeline
     samples, itemsize = replica.samples, replica.arena.param.itemsize
-    length = _plane_length(mesh, replica)
+    # The elements of a plane of this rank's slots, from their shapes alone.
+    shapes = {name: p.shape for name, p in replica.model.parameters.items()}
+    names = replica.plan.owned_names(replica.model, mesh.pipe.rank)
+
+    def unallocated(length: int, dtype: Any) -> np.ndarray:
+        return np.broadcast_to(np.zeros(1, dtype), length)
+
+    arena = make_arena(shapes, replica.arena.param.dtype, zeros=unallocated, own=names)
+    length = int(arena.param.size)
     kept = length
     if is_sharded:
         offsets = bounds(length, mesh.data.size, BLOCK_ELEMENTS)
@@ -133,18 +141,6 @@ def _predicted(mesh: Mesh, engine: Engine, is_sharded: bool) -> Bytes:
         "tapes": _peak_of_tapes(mesh, replica, tapes),
         "messages": _message_bytes(mesh, replica, samples * itemsize),
     }
-
-
-def _plane_length(mesh: Mesh, replica: PipelineReplica) -> int:
-    """Return the elements of a plane of this rank's slots, from their shapes alone."""
-    shapes = {name: p.shape for name, p in replica.model.parameters.items()}
-    names = replica.plan.owned_names(replica.model, mesh.pipe.rank)
-
-    def unallocated(length: int, dtype: Any) -> np.ndarray:
-        return np.broadcast_to(np.zeros(1, dtype), length)
-
-    arena = make_arena(shapes, replica.arena.param.dtype, zeros=unallocated, own=names)
-    return int(arena.param.size)
 
 
 def _planes_of_state(engine: Engine) -> list[Array]:

@@ -94,7 +94,15 @@ def prepare(
     """
     if not world.is_spare:  # which cannot know the nodes of the others
         world.on_all_ranks(lambda: spec.must_fit(world.size, len(world.main.nodes)))
-    _agree_on_code(spec, world)
+    current_code, recorded_code = spec.code.sha256, spec.code.recorded
+    world.must_agree(str(sorted(current_code.items())), "the code that the recipe names")
+    changed = [
+        name
+        for name in current_code.keys() & recorded_code.keys()
+        if current_code[name] != recorded_code[name]
+    ]
+    if changed and world.rank == 0:
+        log.warning("code has changed since the run was recorded: module %s", ", ".join(changed))
     split = world.on_all_ranks(lambda: loading.load_raw(spec))
     world.must_agree(
         loading.fingerprint(split.train), "training data (by the hash of a few samples)"
@@ -127,17 +135,7 @@ def _optimizer(spec: Recipe, ranks: int, steps_per_epoch: int, total_steps: int)
     rate = spec.optimizer.rate * spec.batch.rate_factor(spec.workers(ranks))
     updates = engines.updates_per_step(spec.engine, spec.mesh.workers(ranks))
     lengths = (round(steps * updates) for steps in (steps_per_epoch, total_steps))
-    built: Optimizer = spec.optimizer.build(spec.schedule.build(rate, *lengths))
-    return built
-
-
-def _agree_on_code(spec: Recipe, world: World) -> None:
-    """Raise UsageError unless all ranks have the same code; warn if it has changed."""
-    current, recorded = spec.code.sha256, spec.code.recorded
-    world.must_agree(str(sorted(current.items())), "the code that the recipe names")
-    changed = [name for name in current.keys() & recorded.keys() if current[name] != recorded[name]]
-    if changed and world.rank == 0:
-        log.warning("code has changed since the run was recorded: module %s", ", ".join(changed))
+    return spec.optimizer.build(spec.schedule.build(rate, *lengths))
 
 
 def _callbacks(spec: Recipe) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, NamedTuple
@@ -54,7 +55,7 @@ class _Share(NamedTuple):
     batch: Batch
 
 
-class Tasks:
+class Tasks(AbstractContextManager["Tasks"]):
     """The tasks of this worker, read ahead; see `hpctrain.engines.Work`. A context manager."""
 
     def __init__(
@@ -65,10 +66,6 @@ class Tasks:
         self._shares: Prefetch[_Share] | None = None
         self._stream: Any = None  # the rows of this worker's shares, if the data set streams them
         self.max_drops = plan.max_skipped
-
-    def __enter__(self) -> Tasks:
-        """Return self."""
-        return self
 
     def __exit__(self, *_: object) -> None:
         """Read no more."""

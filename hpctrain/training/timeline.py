@@ -58,7 +58,12 @@ class Timeline:
         if self._run is None or not self._options.enabled:
             return
         if self._world.rank == 0:
-            _remove_earlier(self._run)
+            # The trace of an earlier part may have had more ranks.
+            with contextlib.suppress(OSError):
+                opening.remove(self._run / MERGED)
+                for name in opening.names_in(self._run / FOLDER):
+                    if name.startswith("rank-"):
+                        opening.remove(self._run / FOLDER / name, LEVELS)
         replies = self._world.gather(f"{kernel()} {perf_counter()!r}")
         kernels, clocks = zip(*(reply.rsplit(" ", 1) for reply in replies), strict=True)
         self._origin_s = float(clocks[0])
@@ -184,15 +189,6 @@ def kernel() -> str:
         return _KERNEL.read_text().strip()
     except OSError:
         return socket.gethostname()
-
-
-def _remove_earlier(run: Path) -> None:
-    """Remove the trace of an earlier part, which may have had more ranks."""
-    with contextlib.suppress(OSError):
-        opening.remove(run / MERGED)
-        for name in opening.names_in(run / FOLDER):
-            if name.startswith("rank-"):
-                opening.remove(run / FOLDER / name, LEVELS)
 
 
 def _fault_of(write: Callable[[], None]) -> str:
