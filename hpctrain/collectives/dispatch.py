@@ -1,4 +1,4 @@
-"""Table of all-reduces by message size: made once per group by tuning/select.py, read per call.
+"""All-reduces by message size: a table, made once per group by tuning/select.py, read per call.
 
     bytes      0 ........ starts[0] ........... starts[1] ............
     choices     choices[0]    |     choices[1]      |    choices[2]

@@ -65,18 +65,16 @@ class StopRequest:
     def _read(self) -> None:
         while numbers := self._reading.recv(64):
             for number in numbers:
-                if number in SIGNALS:
-                    self._handle_signal(signal.Signals(number))
-
-    def _handle_signal(self, number: signal.Signals) -> None:
-        self.ask(number.name, number)
-        self._interrupts += number == signal.SIGINT
-        if self._interrupts == 2:
-            threading.Timer(LAST_WORDS_S, os._exit, [130]).start()  # disks may not answer
-            # Past sys.stderr: the main thread may hold its lock.
-            os.write(2, b"interrupted\n")
-            os.write(2, printable(self._last_words()).encode())
-            os._exit(130)
+                if number not in SIGNALS:
+                    continue
+                self.ask(signal.Signals(number).name, number)
+                self._interrupts += number == signal.SIGINT
+                if self._interrupts == 2:
+                    threading.Timer(LAST_WORDS_S, os._exit, [130]).start()  # disks may not answer
+                    # Past sys.stderr: the main thread may hold its lock.
+                    os.write(2, b"interrupted\n")
+                    os.write(2, printable(self._last_words()).encode())
+                    os._exit(130)
 
 
 def cause(number: int) -> str:

@@ -29,17 +29,16 @@ class FunctionData:
         tuples of arrays. Raises UsageError for a missing function or an invalid return value.
         Errors inside the function are not caught.
         """
-        result = usercode.call(self.target, "[data] kind", self.folder, **self.arguments)
-        return _as_split(result, self.target, finite)
-
-
-def _as_split(value: Any, target: str, finite: bool) -> Split:
-    if not isinstance(value, tuple) or len(value) not in (2, 3):
-        raise UsageError(f"{target}: expected (train, test) or a Split, seen {_describe(value)}")
-    train = _as_dataset(value[0], f"{target} (train)", finite)
-    has_test = value[1] is not None
-    test = _as_dataset(value[1], f"{target} (test)", finite) if has_test else None
-    return make_split(train, test, target, *value[2:])
+        target = self.target
+        value = usercode.call(target, "[data] kind", self.folder, **self.arguments)
+        if not isinstance(value, tuple) or len(value) not in (2, 3):
+            raise UsageError(
+                f"{target}: expected (train, test) or a Split, seen {_describe(value)}"
+            )
+        train = _as_dataset(value[0], f"{target} (train)", finite)
+        has_test = value[1] is not None
+        test = _as_dataset(value[1], f"{target} (test)", finite) if has_test else None
+        return make_split(train, test, target, *value[2:])
 
 
 def _as_dataset(value: Any, source: str, finite: bool) -> Samples:

@@ -56,7 +56,13 @@ class Part:
         self.tied = tuple(n for n in model.parameters if 0 < used[n] < model.use_counts[n])
         #: Number of uses of each parameter by layers of this part
         self.use_counts = {n: count for n, count in used.items() if n in model.parameters}
-        self._layers = self._collect_layers(model)
+        layers, seen = [], set(self.tied)
+        for i, layer in reversed(list(enumerate(model.layers.values()))[start:stop]):
+            names = model.layer_names[i]
+            trained = {o: n for o, n in reversed(names.items()) if n in model.parameters}
+            separate = tuple(_repeated(trained, seen))
+            layers.append(PartLayer(i, layer, takes_later(type(layer)), names, trained, separate))
+        self._layers = tuple(reversed(layers))
         self._lowest = next((i for i, layer in enumerate(self._layers) if layer.names),
                             len(self._layers))  # fmt: skip
 
@@ -112,15 +118,6 @@ class Part:
             if layer.trained:
                 later(partial(sums.add, layer, g, micro_batch))
         return dx if want_dx else None
-
-    def _collect_layers(self, model: Model) -> tuple[PartLayer, ...]:
-        layers, seen = [], set(self.tied)
-        for i, layer in reversed(list(enumerate(model.layers.values()))[self.start : self.stop]):
-            names = model.layer_names[i]
-            trained = {o: n for o, n in reversed(names.items()) if n in model.parameters}
-            separate = tuple(_repeated(trained, seen))
-            layers.append(PartLayer(i, layer, takes_later(type(layer)), names, trained, separate))
-        return tuple(reversed(layers))
 
 
 def _repeated(names: Mapping[str, str], seen: set[str]) -> Iterator[str]:

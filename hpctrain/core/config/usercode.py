@@ -146,12 +146,16 @@ def find(target: str, place: str, folder: str, classes: bool = False) -> Callabl
     if function_name not in functions:
         hint = config.unknown(f"function in {module_name}:", function_name, functions)
         raise UsageError(f"{location}: {hint}")
-    origin = _origin(functions[function_name])
+    function = functions[function_name]
+    owner = getattr(function, "__self__", None)
+    name = owner.__name__ if isinstance(owner, ModuleType) else type(owner).__module__
+    # The module that defines it, also if another one re-exports it.
+    origin = getattr(function, "__module__", None) or name
     if _is_standard(origin):
         raise UsageError(
             f"{location}: {EXPECTED_FUNCTION}, seen one of Python's own module {origin}"
         )
-    return functions[function_name]
+    return function
 
 
 def sources(name: str, folder: str) -> dict[str, Path]:
@@ -202,13 +206,6 @@ def _is_name(module: str) -> bool:
 
 def _is_standard(module: str) -> bool:
     return module.partition(".")[0] in STANDARD
-
-
-def _origin(function: Any) -> str:
-    """Return the module that defines a function, also if another module re-exports it."""
-    owner = getattr(function, "__self__", None)
-    name = owner.__name__ if isinstance(owner, ModuleType) else type(owner).__module__
-    return getattr(function, "__module__", None) or name
 
 
 def _must_be_users(name: str, location: str, folder: str) -> None:

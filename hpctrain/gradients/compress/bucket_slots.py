@@ -72,14 +72,15 @@ class BucketSlotsCache:
         """Return the slots in `x`, a slice of the gradient plane."""
         start = view_offset(self._arena.grad, x)
         if (start, x.size) not in self._cache:
-            self._cache[start, x.size] = self._slots_between(start, start + x.size)
+            stop = start + x.size
+            slots = [s for s in self._arena.slots if start <= s.offset < stop and s.size]
+            matrices = [slot for slot in slots if len(slot.shape) > 1 and self._is_compressed(slot)]
+            uncompressed = [slot for slot in slots if slot not in matrices]
+            self._cache[start, x.size] = BucketSlots(
+                start, tuple(matrices), tuple(uncompressed), self._has_marks
+            )
         return self._cache[start, x.size]
 
-    def _slots_between(self, start: int, stop: int) -> BucketSlots:
-        slots = [slot for slot in self._arena.slots if start <= slot.offset < stop and slot.size]
-        matrices = [slot for slot in slots if len(slot.shape) > 1 and self._is_compressed(slot)]
-        uncompressed = [slot for slot in slots if slot not in matrices]
-        return BucketSlots(start, tuple(matrices), tuple(uncompressed), self._has_marks)
 
 
 def consecutive_slices(lengths: Iterable[int]) -> list[slice]:

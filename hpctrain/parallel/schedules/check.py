@@ -45,13 +45,30 @@ def check(schedule: PipelineSchedule, boundary_bytes: Sequence[int] | int = 0) -
     """
     for rank, actions in enumerate(schedule.actions):
         for action in actions:
-            _check_place(schedule, rank, action)
+            if not (
+                0 <= action.stage < schedule.stages and 0 <= action.micro < schedule.micro_batches
+            ):
+                raise UsageError(
+                    f"{schedule.name}, rank {rank}: expected {schedule.stages} stages and "
+                    f"{schedule.micro_batches} micro-batches, seen {action}"
+                )
+            if schedule.placement[action.stage] != rank:
+                raise UsageError(
+                    f"{schedule.name}, rank {rank}: {action}, which is on rank "
+                    f"{schedule.placement[action.stage]}; move the action there"
+                )
         _check_counts(schedule, rank, actions)
     _check_order(schedule)
     for _ in execution_order(schedule):
         pass
-    messages, nbytes = _count_messages(schedule, boundary_bytes)
-    return ScheduleReport(peak_activations(schedule), messages, nbytes)
+    messages, nbytes = Counter[Pair](), Counter[Pair]()
+    sizes = bytes_per_boundary(schedule, boundary_bytes)
+    for rank in range(schedule.ranks):
+        for receiver, message in outbound(schedule, rank):
+            messages[rank, receiver] += 1
+            nbytes[rank, receiver] += sizes[message.boundary]
+    bytes_of_pairs = {pair: nbytes[pair] for pair in messages}
+    return ScheduleReport(peak_activations(schedule), dict(messages), bytes_of_pairs)
 
 
 def peak_activations(schedule: PipelineSchedule) -> tuple[int, ...]:
@@ -102,19 +119,6 @@ def needs(schedule: PipelineSchedule, action: Action) -> tuple[Action, ...]:
     return (forward,) if is_last else (forward, Action("I", stage + 1, micro))
 
 
-def _check_place(schedule: PipelineSchedule, rank: int, action: Action) -> None:
-    if not (0 <= action.stage < schedule.stages and 0 <= action.micro < schedule.micro_batches):
-        raise UsageError(
-            f"{schedule.name}, rank {rank}: expected {schedule.stages} stages and "
-            f"{schedule.micro_batches} micro-batches, seen {action}"
-        )
-    if schedule.placement[action.stage] != rank:
-        raise UsageError(
-            f"{schedule.name}, rank {rank}: {action}, which is on rank "
-            f"{schedule.placement[action.stage]}; move the action there"
-        )
-
-
 def _check_counts(schedule: PipelineSchedule, rank: int, actions: ActionList) -> None:
     counts = Counter(actions)
     for stage in schedule.stages_of(rank):
@@ -153,18 +157,6 @@ def _deadlock_message(
         for rank in ranks
     ]
     return f"{schedule.name}: deadlock; " + "; ".join(sorted(texts))
-
-
-def _count_messages(
-    schedule: PipelineSchedule, boundary_bytes: Sequence[int] | int
-) -> tuple[dict[Pair, int], dict[Pair, int]]:
-    messages, nbytes = Counter[Pair](), Counter[Pair]()
-    sizes = bytes_per_boundary(schedule, boundary_bytes)
-    for rank in range(schedule.ranks):
-        for receiver, message in outbound(schedule, rank):
-            messages[rank, receiver] += 1
-            nbytes[rank, receiver] += sizes[message.boundary]
-    return dict(messages), {pair: nbytes[pair] for pair in messages}
 
 
 def bytes_per_boundary(

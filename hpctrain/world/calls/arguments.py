@@ -48,7 +48,10 @@ def validate_arguments(
     call has them.
     """
     if "root" in options:
-        _check_root(options["root"], world.size)
+        root = options["root"]
+        is_integer = isinstance(root, (int, np.integer)) and not isinstance(root, bool)
+        if not (is_integer and 0 <= root < world.size):
+            raise UsageError(f"expected a root in 0 .. {world.size - 1}, seen {reprlib.repr(root)}")
     x = _check_array(name, x, writes_x and not (root_sends and options["root"] == world.rank))
     memory = _describe_memory(x, world)
     if has_rows and (x.ndim == 0 or len(x) != world.size):
@@ -133,12 +136,6 @@ def check_writable(x: np.ndarray) -> None:
 @lru_cache
 def _is_reducible(dtype: np.dtype) -> bool:
     return dtype.name in collectives.DTYPES  # the name of a dtype takes a microsecond
-
-
-def _check_root(root: Any, ranks: int) -> None:
-    is_integer = isinstance(root, (int, np.integer)) and not isinstance(root, bool)
-    if not (is_integer and 0 <= root < ranks):
-        raise UsageError(f"expected a root in 0 .. {ranks - 1}, seen {reprlib.repr(root)}")
 
 
 def _check_string(name: Any, argument: str) -> str:
