@@ -140,7 +140,7 @@ def draw(schedule: str | None, as_json: bool, plot: Path | None, **options: Any)
     title = f"{row.schedule}: {row.ranks} ranks, {row.micro_batches} micro-batches"
     if plot is not None:
         with report_packages():  # late: only plots need matplotlib
-            from hpctrain.tools.show.timelines import draw_timeline
+            from hpctrain.tools.show.plots import draw_timeline
         draw_timeline(timeline, title, plot)
     if as_json:
         say(to_json({**asdict(row), "actions": _json_actions(timeline)}, indent=1))

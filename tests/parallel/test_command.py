@@ -171,7 +171,7 @@ def test_what_it_refuses(words, tmp_path, monkeypatch):
 
 
 def test_plots_name_the_extra(monkeypatch):
-    monkeypatch.setitem(sys.modules, "hpctrain.tools.show.timelines", None)
+    monkeypatch.setitem(sys.modules, "hpctrain.tools.show.plots", None)
     result = run("draw --schedule 1f1b --ranks 2 --micro-batches 2 --plot x.png")
     assert "pip install 'hpctrain[report]'" in str(result.exception)
 

@@ -12,11 +12,18 @@ node must read or write: each needed byte once, each changed byte once.
     broadcast        1              P
 
 Source of the factors: nccl-tests, doc/PERFORMANCE.md.
+
+Test data are random, and their reduction is known at any length; float64 is the reference for
+floats. Each rank repeats a block of random values up to the length of its vector. The block length
+is a prime, so the check detects a misplaced chunk. No rank needs the vectors of the others.
+
+    rank 0   [ a a' a'' ... ][ a a' a'' ... ][ a a'       the sum of the blocks, in float64, is
+    rank 1   [ b b' b'' ... ][ b b' b'' ... ][ b b'       the block of the sum
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -24,12 +31,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hpctrain import collectives
-from hpctrain.collectives import Group, Operation
+from hpctrain.collectives import Group, Operation, operation
 from hpctrain.collectives.chunks import bounds
 from hpctrain.collectives.direct import direct, direct_shared
 from hpctrain.collectives.direct import reduce_scatter as direct_reduce_scatter
+from hpctrain.collectives.reductions.operations import ufunc_of
 from hpctrain.collectives.ring import all_gather, reduce_scatter
-from hpctrain.tools.bench import checks
 from hpctrain.tuning.select import bind, choose_algorithm
 
 #: f(group, x, op) works in place, or returns the array of the result.
@@ -39,6 +46,8 @@ Binder = Callable[[Group, np.ndarray, Operation], Callable[[], Any]]
 NATIVE = "native"  #: the MPI library's collective as a bound call
 #: The same through mpi4py, which detects the array's type in each call.
 NATIVE_UNBOUND = "native-plain"
+BLOCK_LENGTH = 65_537  # a prime: chunks do not begin at multiples of it
+BFLOAT16_EPS = 2.0**-7  # absent from NumPy's finfo
 
 
 class CollectiveCall(NamedTuple):
@@ -98,18 +107,14 @@ class Collective:
         """Fill flat `x` with the input of this rank."""
         x[:] = 0
         own_slice = self.input(case)
-        checks.fill_with_block(
-            x[own_slice], checks.random_block(case.rank, case.dtype), own_slice.start
-        )
+        fill_with_block(x[own_slice], random_block(case.rank, case.dtype), own_slice.start)
 
     def is_correct(self, result: np.ndarray, case: CollectiveCall) -> bool:
         """Return whether `result` is right on this rank."""
         expected_ranges = self.output(case)
         first_element = expected_ranges[0].start
         return result.size == expected_ranges[-1].stop - first_element and all(
-            checks.is_close(
-                result[start - first_element : stop - first_element], expected, margin, start
-            )
+            is_close(result[start - first_element : stop - first_element], expected, margin, start)
             for start, stop, expected, margin in expected_ranges
         )
 
@@ -127,14 +132,14 @@ def _expected_reduction(case: CollectiveCall, elements: slice) -> list[ExpectedR
         ExpectedRange(
             elements.start,
             elements.stop,
-            *checks.expected_reduction(case.op, case.ranks, case.dtype),
+            *expected_reduction(case.op, case.ranks, case.dtype),
         )
     ]
 
 
 def _expected_copy(case: CollectiveCall, rank: int, elements: slice) -> ExpectedRange:
-    values = checks.widen(checks.random_block(rank, case.dtype))
-    return ExpectedRange(elements.start, elements.stop, values, np.zeros(checks.BLOCK_LENGTH))
+    values = widen(random_block(rank, case.dtype))
+    return ExpectedRange(elements.start, elements.stop, values, np.zeros(BLOCK_LENGTH))
 
 
 def _expected_chunks(case: CollectiveCall) -> list[ExpectedRange]:
@@ -198,3 +203,71 @@ COLLECTIVES = {
         ),
     )
 }
+
+
+def random_block(rank: int, dtype: np.dtype) -> np.ndarray:
+    """Return the block of `rank`: BLOCK_LENGTH random values of `dtype`."""
+    rng = np.random.default_rng((rank, 2026))
+    if dtype.kind in "biu":
+        return rng.integers(-1000, 1000, BLOCK_LENGTH).astype(dtype)
+    components = rng.standard_normal((2, BLOCK_LENGTH))
+    return (components[0] + 1j * components[1] if dtype.kind == "c" else components[0]).astype(
+        dtype
+    )
+
+
+def widen(values: np.ndarray) -> np.ndarray:
+    """Convert `values` to the dtype of comparisons: int64, float64 or complex128."""
+    if values.dtype.kind in "biu":
+        return values.astype(np.int64)
+    return values.astype(np.complex128 if values.dtype.kind == "c" else np.float64)
+
+
+def fill_with_block(x: np.ndarray, values: np.ndarray, start: int = 0) -> None:
+    """Repeat block `values` in flat `x`, which begins at element `start` of the vector."""
+    for array_slice, block_slice in _block_slices(start, x.size):
+        x[array_slice] = values[block_slice]
+
+
+def is_close(x: np.ndarray, expected: np.ndarray, margin: np.ndarray, start: int = 0) -> bool:
+    """Return whether `x` lies within `margin` of `expected`; both are blocks from `widen`."""
+    return all(
+        bool(np.all(np.abs(widen(x[array_slice]) - expected[block_slice]) <= margin[block_slice]))
+        for array_slice, block_slice in _block_slices(start, x.size)
+    )
+
+
+def expected_reduction(op: str, ranks: int, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
+    """Return the block of the reduction over `ranks`, and the error margin of each element.
+
+    In a sum of P values, in any order, each value is rounded at most P - 1 times. The error is at
+    most (P - 1) u sum|v| (Higham 2002, section 4.2); we use the full spacing for u as slack. The
+    same holds for a product, with up to sqrt(5) u per complex factor (Brent et al., 2007).
+    """
+    values = [widen(random_block(rank, dtype)) for rank in range(ranks)]
+    ufunc = ufunc_of(operation(op, dtype))
+    expected = ufunc.reduce(values)
+    if dtype.kind in "biu":  # integer overflow wraps around
+        return widen(expected.astype(dtype)), np.zeros(BLOCK_LENGTH)
+    if op in ("min", "max"):
+        return expected, np.zeros(BLOCK_LENGTH)
+    factor = np.sqrt(5) if op == "prod" and dtype.kind == "c" else 1.0
+    return expected, factor * ranks * eps(dtype) * ufunc.reduce(np.abs(values))
+
+
+def eps(dtype: np.dtype) -> float:
+    """Return the machine epsilon of `dtype`: the spacing of floats at 1."""
+    return BFLOAT16_EPS if dtype.name == "bfloat16" else float(np.finfo(dtype).eps)
+
+
+def _block_slices(start: int, length: int) -> Iterator[tuple[slice, slice]]:
+    """Yield (slice of the array, slice of the block) pairs that cover `length` elements."""
+    offset = 0
+    while offset < length:
+        block_offset = (start + offset) % BLOCK_LENGTH
+        length_in_block = min(BLOCK_LENGTH - block_offset, length - offset)
+        yield (
+            slice(offset, offset + length_in_block),
+            slice(block_offset, block_offset + length_in_block),
+        )
+        offset += length_in_block

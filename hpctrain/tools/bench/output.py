@@ -120,17 +120,6 @@ def find_noise(world: World, rows: Sequence[Row]) -> float | None:
     return noisy
 
 
-def make_report(
-    world: World, rows: Sequence[Row], noisy: float | None = None, **about: Any
-) -> dict[str, Any]:
-    """Return the content of the --json file: facts of the machine, `about` and the rows.
-
-    `noisy`: see `find_noise`.
-    """
-    facts = machine.facts(world.hosts, world.transport)
-    return {"machine": facts, **about, "noisy": noisy, "rows": list(rows)}
-
-
 def save(
     world: World,
     options: Options,
@@ -139,18 +128,18 @@ def save(
     drawing: Callable[[ModuleType], Callable[..., None]],
     about: Mapping[str, Any],
 ) -> None:
-    """Write --json and --plot from rank 0; `drawing` picks a function of tools/bench/plot.py."""
-    write_json(world, options.json, make_report(world, rows, find_noise(world, rows), **about))
+    """Write --json and --plot from rank 0; `drawing` picks a function of tools/bench/plot.py.
+
+    The --json file has facts of the machine, `about`, the noise and the rows.
+    """
+    facts, noisy = machine.facts(world.hosts, world.transport), find_noise(world, rows)
+    if options.json is not None and world.rank == 0:
+        content = {"machine": facts, **about, "noisy": noisy, "rows": list(rows)}
+        options.json.write_text(to_json(content, indent=1) + "\n")
+        report_file(options.json)
     if options.plot is not None and world.rank == 0:
         drawing(import_module("hpctrain.tools.bench.plot"))(rows, title, options.plot)
         report_file(options.plot)
-
-
-def write_json(world: World, path: Path | None, content: Mapping[str, Any]) -> None:
-    """Write `content` to `path` from rank 0, unless `path` is None."""
-    if path is not None and world.rank == 0:
-        path.write_text(to_json(content, indent=1) + "\n")
-        report_file(path)
 
 
 def report_file(path: Path) -> None:

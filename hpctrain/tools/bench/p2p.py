@@ -20,7 +20,7 @@ import numpy as np
 from hpctrain.collectives import all_gather_bytes
 from hpctrain.core import config, xp
 from hpctrain.core.errors import UsageError
-from hpctrain.tools.bench import checks, output, p2p_gpu, units
+from hpctrain.tools.bench import measured_collectives, output, p2p_gpu, units
 from hpctrain.tools.bench.options import (
     Options,
     check_gpu_memory,
@@ -194,15 +194,17 @@ METHODS = {"ping-pong": _ping_pong_call, "one-way": _one_way_call}
 
 def _delivers_data(world: World, pair: RankPair, x: xp.Array, call: Callable[[], None]) -> bool:
     """Return whether `call` delivers the source's data to the target; collective."""
-    pattern = checks.random_block(0, np.dtype(np.int32)).view(np.uint8)[: checks.BLOCK_LENGTH]
+    pattern = measured_collectives.random_block(0, np.dtype(np.int32)).view(np.uint8)[
+        : measured_collectives.BLOCK_LENGTH
+    ]
     sent_data = np.zeros(x.size, np.uint8)
     if pair.link.rank == pair.source:
-        checks.fill_with_block(sent_data, pattern)
+        measured_collectives.fill_with_block(sent_data, pattern)
     xp.copy(x, sent_data)
     call()
     expected = pattern.astype(np.float64)
-    is_received = pair.peer is None or checks.is_close(
-        xp.to_host(x), expected, np.zeros(checks.BLOCK_LENGTH)
+    is_received = pair.peer is None or measured_collectives.is_close(
+        xp.to_host(x), expected, np.zeros(measured_collectives.BLOCK_LENGTH)
     )
     return all(vote == b"\1" for vote in all_gather_bytes(world.link, bytes([is_received])))
 

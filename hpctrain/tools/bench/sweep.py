@@ -171,7 +171,8 @@ def _measure_length(
         world.link, calls_by_name, plan.rounds, plan.warm_up, call_count, contender_contexts
     )
     streaming_s = float(np.median(seconds.pop(FLOOR_NAME)))
-    cold_seconds = _measure_cold(world, plan, contenders, x)
+    calls_by_name.pop(FLOOR_NAME)
+    cold_seconds = _measure_cold(world, plan, calls_by_name, contender_contexts, x.nbytes)
     rows = []
     for name, times_s in seconds.items():
         row = _make_row(world, plan, name, x.nbytes, times_s) | {"cold_s": cold_seconds.get(name)}
@@ -191,13 +192,15 @@ def _measure_length(
 
 
 def _measure_cold(
-    world: World, plan: SweepPlan, contenders: Mapping[str, Contender], x: np.ndarray
+    world: World,
+    plan: SweepPlan,
+    calls_by_name: Mapping[str, Callable[[], Any]],
+    contender_contexts: Mapping[str, ContextFactory],
+    nbytes: int,
 ) -> dict[str, float]:
-    """Return the median seconds with cold caches; empty if `x` alone exceeds the caches."""
-    if x.nbytes > COLD_BYTES:
+    """Return the median seconds with cold caches; empty if `nbytes` alone exceed the caches."""
+    if nbytes > COLD_BYTES:
         return {}
-    calls_by_name = {name: contender.call for name, contender in contenders.items()}
-    contender_contexts = {name: contender.warmed_up for name, contender in contenders.items()}
     eviction_buffer = np.zeros(COLD_BYTES // 4, np.float32)
     link, rounds = world.link, (plan.rounds, plan.warm_up)
     seconds = time_interleaved(

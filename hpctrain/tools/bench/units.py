@@ -42,18 +42,18 @@ def parse_counts(text: str, option: str = "--ranks") -> list[int]:
     counts = {
         count
         for count_range in text.split(",")
-        for count in _doublings(*map(int, count_range.split(":")))
+        for count in _growing(*map(int, count_range.split(":")))
     }
     if not counts or min(counts) < 1 or max(counts) > MAX_RANKS:
         raise UsageError(f"{option}: {expected}, seen '{text}'")
     return sorted(counts)
 
 
-def _doublings(first: int, last: int | None = None) -> list[int]:
-    counts = [first]
-    while last is not None and 0 < 2 * counts[-1] <= last:
-        counts.append(2 * counts[-1])
-    return counts if last is None or first <= last else []
+def _growing(first: int, last: int | None = None, factor: int = 2) -> list[int]:
+    numbers = [first]
+    while last is not None and 0 < factor * numbers[-1] <= last:
+        numbers.append(factor * numbers[-1])
+    return numbers if last is None or first <= last else []
 
 
 def _parse_quantity(text: str, units: Mapping[str, float], option: str, expected: str) -> float:
@@ -98,10 +98,7 @@ def _parse_range(range_text: str, text: str, option: str) -> list[int]:
     growth_factor = int(factor) if factor.isdigit() else 0 if factor else 2
     if not 1 <= min_size <= max_size or growth_factor < 2:
         raise UsageError(f"{option}: {EXPECTED_SIZES}, from small to large, seen '{text}'")
-    sizes = [min_size]
-    while sizes[-1] * growth_factor <= max_size:
-        sizes.append(sizes[-1] * growth_factor)
-    return sizes
+    return _growing(min_size, max_size, growth_factor)
 
 
 def _parse_size(size_word: str, text: str, option: str) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from hpctrain.core.errors import UsageError
@@ -147,13 +147,8 @@ class Case:
         return epochs * self.epoch_samples + min(steps * self.batch, self.epoch_samples)
 
 
-def dump(case: Case) -> Table:
-    """Return the case as JSON data."""
-    return asdict(case)
-
-
 def parse(table: Mapping[str, Any]) -> Case:
-    """Return the case that `dump` made `table` of; raise ValueError for any other table."""
+    """Return the case that `asdict` made `table` of; raise ValueError for any other table."""
     try:
         faults = [KINDS[fault["kind"]](**fault) for fault in table["faults"]]
         case = Case(**{**table, "faults": faults})

@@ -8,7 +8,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from hpctrain.core import launchers
 from hpctrain.core.errors import UsageError
 from hpctrain.tools.chaos import campaign as campaigns
 from hpctrain.tools.chaos import jobs, results, runner, scope
-from hpctrain.tools.chaos.case import Case, Table, dump
+from hpctrain.tools.chaos.case import Case, Table
 from hpctrain.tools.chaos.draw import draw_case
 from hpctrain.tools.chaos.runner import FAILED, PASSED
 
@@ -166,7 +166,7 @@ def _await_next(running: dict[int, Case], work: Path) -> Table:
     file = runner.home_of(case, work) / runner.RESULT_FILE
     if status or not file.exists():
         problem = f"the campaign itself failed, status {status}"
-        return {"case": dump(case), "verdict": FAILED, "problems": [problem], "attempts": [],
+        return {"case": asdict(case), "verdict": FAILED, "problems": [problem], "attempts": [],
                 "mpi": jobs.mpi_name(), "seconds": 0.0}  # fmt: skip
     result: Table = json.loads(file.read_text())
     return result

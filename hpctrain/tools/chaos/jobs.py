@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
-from hpctrain.cluster.launch import MpiInstallation, find_mpi
+from hpctrain.cluster.launch import find_mpi
 from hpctrain.core.errors import UsageError
 from hpctrain.core.interpreter import module_command
 from hpctrain.tools.chaos.case import Case
@@ -54,10 +54,7 @@ class Place:
         return self.home / "tmp"
 
 
-@cache
-def mpi() -> MpiInstallation:
-    """Return the MPI that mpi4py loads; raise UsageError if there is none."""
-    return find_mpi()
+mpi = cache(find_mpi)  #: the MPI that mpi4py loads; raises UsageError if there is none
 
 
 def mpi_name() -> str:

@@ -21,7 +21,7 @@ import tomli_w
 
 from hpctrain.tools.chaos import hosts, jobs, oracle, regimes, threads
 from hpctrain.tools.chaos.attempt import Attempt
-from hpctrain.tools.chaos.case import SAMPLES, Case, Fault, FullDisk, LinkCall, Signal, dump
+from hpctrain.tools.chaos.case import SAMPLES, Case, Fault, FullDisk, LinkCall, Signal
 from hpctrain.tools.chaos.draw import ORPHAN_MS
 from hpctrain.tools.chaos.jobs import Order, Place
 from hpctrain.tools.chaos.scope import Marked, Scope
@@ -60,7 +60,7 @@ class Verdict:
             for item in self.attempts
         ]  # fmt: skip
         return {
-            "case": dump(case), "mpi": jobs.mpi_name(), "verdict": self.word,
+            "case": asdict(case), "mpi": jobs.mpi_name(), "verdict": self.word,
             "problems": self.problems, "attempts": attempts, "params_sha256": self.params_sha256,
             "reference_sha256": self.reference_sha256, "seconds": round(self.seconds, 2),
             "skipped": self.skipped, "unchecked": self.unchecked, **self.facts,
@@ -174,7 +174,7 @@ def train_once(case: Case, work: Path, scope: Scope) -> Reference:
     Raises BrokenReferenceError if that run breaks a promise too.
     """
     plain = _without_faults(case)
-    table = dump(plain)
+    table = asdict(plain)
     launcher = "threads" if plain.launcher == "threads" else jobs.mpi_name()
     key = json.dumps([table["ranks"], table["spares"], table["recipe"], launcher], sort_keys=True)
     name = f"reference-{hashlib.sha256(key.encode()).hexdigest()[:16]}"

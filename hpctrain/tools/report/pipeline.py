@@ -14,7 +14,7 @@ from hpctrain.parallel.schedules import make
 from hpctrain.parallel.schedules.actions import PipelineSchedule
 from hpctrain.parallel.timing.clock import StageCosts, Timeline, run_clock
 from hpctrain.tools.report.record import RunRecord
-from hpctrain.tools.show.timelines import plot_timelines
+from hpctrain.tools.show.plots import plot_timelines
 
 TRACE = "trace.json"
 MARK = '"cat": "stage"'  #: of the lines of a trace that are actions

@@ -18,7 +18,6 @@ from hpctrain.tools.report.pipeline import plot_schedule, rank_label
 from hpctrain.tools.report.record import RunRecord
 from hpctrain.tools.show.plots import SECONDS_FORMAT, explain, image
 
-Array = np.ndarray
 LINES: dict[str, dict[str, Any]] = {
     "train": {"color": BLUE, "linestyle": "-", "marker": "o"},
     "test": {"color": VERMILION, "linestyle": "--", "marker": "s"},
@@ -183,7 +182,7 @@ def _staleness(record: RunRecord) -> Figure | None:
     return figure
 
 
-def _histogram(axes: Axes, counts: Array) -> None:
+def _histogram(axes: Axes, counts: np.ndarray) -> None:
     width = -(-len(counts) // BINS)
     share = np.add.reduceat(counts, np.arange(0, len(counts), width)) / counts.sum()
     mean = counts @ np.arange(len(counts)) / counts.sum()
@@ -202,7 +201,12 @@ def _histogram(axes: Axes, counts: Array) -> None:
 
 
 def _stacked(
-    axes: Axes, begin: Array, width: Array, wall: Array, compute: Array, wait: Array
+    axes: Axes,
+    begin: np.ndarray,
+    width: np.ndarray,
+    wall: np.ndarray,
+    compute: np.ndarray,
+    wait: np.ndarray,
 ) -> None:
     """Draw stacked bars of disjoint times that add up to the wall time."""
     other_s = np.maximum(wall - compute - wait, 0)

@@ -23,7 +23,6 @@ from hpctrain.tuning.measure import summarize_times
 TIME_COLUMNS = ("compute_s", "wire_s", "wait_s")
 #: Facts about the machine in a run's summary: jobs may run on other nodes than this process.
 MACHINE_FACTS = ("transport", "threads", "gpus", "gpu_paths")
-SUMMARY = run_folder.SUMMARY
 LEVELS = 3  #: of a log, STUDY/trials/SIZE/FILE, see core/opening.py
 LOG_BYTES = 1 << 30
 Row = dict[str, Any]

@@ -32,10 +32,9 @@ from hpctrain.transport.placement import core_binding
 DEFAULT_WIDTH = 200  #: of tables where there is no terminal
 log = logging.getLogger(__name__)
 EXIT_CODE_GAPS = 1  #: the exit code of a study in which something is missing
-CommandOptions = Mapping[str, Any]
 
 
-def scale(options: CommandOptions) -> int:
+def scale(options: Mapping[str, Any]) -> int:
     """Run the missing trials of the study that `options` ask for; return the exit code.
 
     Raises UsageError before anything is run.
@@ -77,7 +76,7 @@ def _lock_or_show(folder_path: Path) -> Iterator[StudyFolder]:
         raise
 
 
-def make_study(spec: Recipe, options: CommandOptions) -> Study:
+def make_study(spec: Recipe, options: Mapping[str, Any]) -> Study:
     """Return the study that `options` ask for; raise UsageError for one that cannot run."""
     platform, mode = options["on"], options["mode"]
     link = options["link"] or ("1gbit" if platform == "netlab" else None)
@@ -121,7 +120,7 @@ def make_study(spec: Recipe, options: CommandOptions) -> Study:
     return study
 
 
-def _check_slurm_options(options: CommandOptions) -> None:
+def _check_slurm_options(options: Mapping[str, Any]) -> None:
     """Raise UsageError for options of jobs where there are none."""
     for name in ("site", "time", "gpus_per_node", "cpus_per_task", "options"):
         if options[name] not in (None, ()) and options["on"] != "slurm":

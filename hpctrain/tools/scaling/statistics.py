@@ -39,7 +39,6 @@ import numpy as np
 from hpctrain.tuning.model.fit import solve_nonnegative
 
 CONFIDENCE = 0.95
-Floats = Sequence[float]
 
 
 @dataclass(frozen=True)
@@ -82,12 +81,12 @@ def central_probability(angle: float, degrees: int) -> float:
     return 2 / math.pi * (angle + sin_angle * total) if is_odd else sin_angle * total
 
 
-def fit_amdahl(ranks: Sequence[int], seconds: Floats) -> float:
+def fit_amdahl(ranks: Sequence[int], seconds: Sequence[float]) -> float:
     """Return the serial fraction of steps that take `seconds` on `ranks`: strong scaling."""
     return _constant_fraction(1 / np.array(ranks, float), np.array(seconds, float))
 
 
-def fit_gustafson(ranks: Sequence[int], rates: Floats) -> float:
+def fit_gustafson(ranks: Sequence[int], rates: Sequence[float]) -> float:
     """Return the serial fraction if `ranks` reach `rates` in samples/s: weak scaling."""
     return _constant_fraction(np.array(ranks, float), np.array(rates, float))
 
@@ -98,7 +97,7 @@ def _constant_fraction(x: np.ndarray, y: np.ndarray) -> float:
     return float(a / (a + b))
 
 
-def max_misfit(law_values: Floats, measured: Floats) -> float:
+def max_misfit(law_values: Sequence[float], measured: Sequence[float]) -> float:
     """Return the largest relative distance of `measured` from the best multiple of `law_values`."""
     ratio = np.array(law_values, float) / np.array(measured, float)
     return float(np.abs(ratio * ratio.sum() / np.square(ratio).sum() - 1).max())

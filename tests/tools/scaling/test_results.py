@@ -515,6 +515,6 @@ def test_a_wire_faster_than_its_link_gets_a_word(gbit, message):
 def test_the_page_says_its_title_once():
     result = with_gaps()
     assert plots.scaling(result).get_suptitle() == plots.time(result).get_suptitle() != ""
-    assert plots.for_page(result).keys() == {"scaling.png", "time.png"}
+    assert plots.plots(result, "", ("png",)).keys() == {"scaling.png", "time.png"}
     assert plots.scaling(result, "").get_suptitle() == plots.time(result, "").get_suptitle() == ""
     assert page(result, {}, []).count(tables.title(result.study)) == 2  # of the window, of the page

@@ -35,7 +35,6 @@ DEFAULT_LINK, DEFAULT_LATENCY, DEFAULT_NODE_LINK, DEFAULT_NODE_LATENCY = (
     "1us",
 )
 DEFAULT_MEMORY_BANDWIDTH = "100GB/s"
-CommandOptions = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ class Prediction:
     machine_text: str
 
 
-def run(options: CommandOptions) -> Prediction:
+def run(options: Mapping[str, Any]) -> Prediction:
     """Return the predictions for the command line's `options`; raise UsageError."""
     check_counts(options)
     ranks_per_node = options["ranks_per_node"]
@@ -71,7 +70,7 @@ def run(options: CommandOptions) -> Prediction:
 
 
 def check_counts(
-    options: CommandOptions, names: Sequence[str] = ("ranks_per_node", "cards")
+    options: Mapping[str, Any], names: Sequence[str] = ("ranks_per_node", "cards")
 ) -> None:
     """Raise UsageError for an option of `names` that is below 1; None has a default."""
     for name in names:
@@ -81,7 +80,7 @@ def check_counts(
 
 
 def make_machine(
-    options: CommandOptions, measurements: measurement_files.Measurements | None = None
+    options: Mapping[str, Any], measurements: measurement_files.Measurements | None = None
 ) -> Cluster:
     """Return the machine: options override measurements, and measurements override defaults."""
     fitted = measurements or measurement_files.Measurements([], 1)
@@ -102,7 +101,7 @@ def make_machine(
 
 
 def _make_wire(
-    options: CommandOptions, prefix: str, fitted_wire: Wire | None, defaults: tuple[str, str]
+    options: Mapping[str, Any], prefix: str, fitted_wire: Wire | None, defaults: tuple[str, str]
 ) -> Wire:
     link_text, latency_text = options[f"{prefix}link"], options[f"{prefix}latency"]
     option_prefix = prefix.replace("_", "-")
@@ -120,7 +119,7 @@ def _make_wire(
     )
 
 
-def _make_step(options: CommandOptions) -> Step:
+def _make_step(options: Mapping[str, Any]) -> Step:
     """Return the step of `--step`; if it names a recipe, measure the step in this process."""
     bucket = units.parse_sizes(options["bucket"])[-1]
     compute_text, separator, gradient_text = options["step"].partition(",")

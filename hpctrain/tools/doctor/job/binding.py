@@ -38,7 +38,6 @@ def binding_rows(bindings: Sequence[RankBinding]) -> list[tuple[str, ...]]:
     rows = []
     for rank, binding in enumerate(bindings):
         local_rank = last_local_rank[binding.host] = last_local_rank.get(binding.host, -1) + 1
-        nic = binding.nics.label
         cells = (
             rank,
             binding.host,
@@ -46,7 +45,7 @@ def binding_rows(bindings: Sequence[RankBinding]) -> list[tuple[str, ...]]:
             binding.cores,
             binding.blas_threads,
             binding.gpu,
-            nic,
+            binding.nics.label,
         )
         rows.append(tuple(str(cell) or "-" for cell in cells))
     return rows

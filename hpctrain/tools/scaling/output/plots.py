@@ -50,20 +50,17 @@ CAPTIONS = {
 }
 
 
-def plots(result: Result) -> dict[str, bytes]:
-    """Return {file name: PNG or SVG}; none where nothing was measured."""
+def plots(
+    result: Result, heading: str | None = None, formats: Sequence[str] = FORMATS
+) -> dict[str, bytes]:
+    """Return {file name: PNG or SVG}; none where nothing was measured.
+
+    The `heading` is the title of the study by default; a page needs none, it has a title itself.
+    """
     if not result.of(MEASURED):
         return {}
-    figures = {"scaling": scaling(result), "time": time(result)}
-    return {f"{name}.{kind}": image(figures[name], kind) for name in figures for kind in FORMATS}
-
-
-def for_page(result: Result) -> dict[str, bytes]:
-    """Return {file name: PNG} of the same without the title, which the page itself has."""
-    if not result.of(MEASURED):
-        return {}
-    figures = {"scaling.png": scaling(result, ""), "time.png": time(result, "")}
-    return {name: image(figure) for name, figure in figures.items()}
+    figures = {"scaling": scaling(result, heading), "time": time(result, heading)}
+    return {f"{name}.{kind}": image(figures[name], kind) for name in figures for kind in formats}
 
 
 def scaling(result: Result, heading: str | None = None) -> Figure:

@@ -38,9 +38,10 @@ def write(folder: Path, result: Result, changes: Sequence[str], with_plots: bool
         "scaling.csv": tables.to_csv(result.rows).encode(),
     }
     if with_plots:
-        from hpctrain.tools.scaling.output.plots import PAGE, for_page, page, plots
+        from hpctrain.tools.scaling.output.plots import PAGE, page, plots
 
-        files |= {**plots(result), PAGE: page(result, for_page(result), changes).encode()}
+        images = plots(result, heading="", formats=("png",))
+        files |= {**plots(result), PAGE: page(result, images, changes).encode()}
     try:
         for name, content in files.items():
             atomic.replace(folder / name, content)

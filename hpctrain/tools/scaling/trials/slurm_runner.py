@@ -237,7 +237,7 @@ def _is_final(state: JobState) -> bool:
 def _log_end(out: Path, state: JobState) -> None:
     """Write the job's state in Slurm to the log, in case its files hold none; drop checkpoints."""
     deadline = time.monotonic() + LATE_S * (state.state == "COMPLETED")
-    while not (out / collect.SUMMARY).exists() and time.monotonic() < deadline:
+    while not (out / run_folder.SUMMARY).exists() and time.monotonic() < deadline:
         time.sleep(0.2)
     reason = f" ({explain_reason(state.reason)})" if state.reason else ""
     end = "" if state.state in END_STATES else f"; `scancel {state.job}` ends it"
