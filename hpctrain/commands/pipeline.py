@@ -115,8 +115,7 @@ def check(schedule: str | None, as_json: bool, **options: Any) -> None:
     """Show step, bubble, memory and messages of one schedule or of every schedule."""
     rows, refusals = _summarize_all([schedule] if schedule else [*SCHEDULES], options)
     if as_json:
-        content = {"rows": [asdict(row) for row in rows], "refused": refusals}
-        say(to_json(content, indent=1))
+        say(to_json({"rows": [asdict(row) for row in rows], "refused": refusals}, indent=1))
         return
     table = make_table(
         ("schedule", "stages", "step", "bubble", "activations", "messages", "bytes", "verdict"),

@@ -79,9 +79,8 @@ def compare(folders: tuple[Path, ...], as_json: bool, plot: Path | None) -> None
 
     compared = comparison.compare(folders)
     if plot is not None:
-        with report_packages():  # late: only plots need matplotlib
-            from hpctrain.tools.report.comparison_plot import draw
-        draw(folders, plot)
+        with report_packages():
+            comparison.draw(folders, plot)
         say(f"wrote {plot}", err=True)
     if as_json:
         say(to_json(compared, indent=1))

@@ -91,7 +91,9 @@ def run(world: World, options: LinkOptions) -> list[Row]:
     if is_on_gpu and all(place.gpu for place in world.places):
         check_gpu_memory(world, max(options.sizes), max(options.sizes))
     output.check_writable(world, options.json, options.plot)
-    x = _make_buffer(world, max(options.sizes), is_on_gpu)
+    length = max(options.sizes)
+    x = p2p_gpu.zeros_on_gpu(world, length) if is_on_gpu else aligned_zeros(length, np.uint8)
+    x.fill(0)  # every page is written once
     pairs = (
         p2p_gpu.pairs_by_path(world, source, target, x)
         if is_on_gpu
@@ -157,15 +159,6 @@ def measure(
             | {"calls": calls, "rounds": options.rounds, "correct": correct_by_name[name]}
             for name, (method, pair) in contenders.items()
         ]
-
-
-def _make_buffer(world: World, nbytes: int, is_on_gpu: bool) -> xp.Array:
-    """Return a uint8 array of `nbytes` zeros with every page written once; collective."""
-    if is_on_gpu:
-        return p2p_gpu.zeros_on_gpu(world, nbytes)
-    x = aligned_zeros(nbytes, np.uint8)
-    x.fill(0)
-    return x
 
 
 def _ping_pong_call(pair: RankPair, x: xp.Array, calls: int) -> Callable[[], None]:

@@ -94,8 +94,9 @@ def run(world: World, plan: SweepPlan, rivals: Mapping[str, Rival]) -> Iterator[
     """Yield each contender's row for each size; collective."""
     itemsize = plan.dtype.itemsize
     lengths = sorted({plan.collective.length(n, itemsize, world.size) for n in plan.sizes})
-    allocate = world.memory.zeros if plan.in_node_memory else _private_zeros
+    allocate = world.memory.zeros if plan.in_node_memory else np.empty
     buffer = allocate(lengths[-1], plan.dtype)
+    buffer.fill(0)  # untouched pages all map to one page of zeros
     for length in lengths:
         yield _measure_length(world, plan, rivals, buffer[:length])
 
@@ -146,12 +147,6 @@ def check_result(
     return all(is_correct for is_correct, _ in verdicts), any(
         is_shared for _, is_shared in verdicts
     )
-
-
-def _private_zeros(length: int, dtype: np.dtype) -> np.ndarray:
-    x = np.empty(length, dtype)
-    x.fill(0)  # untouched pages all map to one page of zeros
-    return x
 
 
 def _measure_length(

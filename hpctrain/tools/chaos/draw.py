@@ -6,14 +6,13 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 
-from hpctrain.tools.chaos.campaign import Campaign, FaultsOptions, LimitsOptions, Subject
+from hpctrain.tools.chaos.campaign import Campaign, FaultsOptions, LimitsOptions
 from hpctrain.tools.chaos.case import (
     Case,
     FailingFile,
     Fault,
     FullDisk,
     HostFault,
-    Launcher,
     LinkCall,
     Moment,
     Signal,
@@ -180,22 +179,13 @@ def draw_case(campaign: Campaign, index: int) -> Case:
     recipe = subject.recipe_for(draw.randrange(1 << 16))
     if launcher == "threads" and "faults" in recipe:  # nothing is timed: no need to sleep
         recipe = {**recipe, "faults": {**recipe["faults"], "step_ms": 0.0}}
-    plain = _case(campaign, subject, index, ranks, spares, launcher, recipe, [])
-    faults = FaultDraw(draw, options.faults, plain).faults()
-    recipe = _with_limit(recipe, faults, options.limits)
-    return _case(campaign, subject, index, ranks, spares, launcher, recipe, faults)
-
-
-def _case(
-    campaign: Campaign, subject: Subject, index: int, ranks: int, spares: int,
-    launcher: Launcher, recipe: Table, faults: list[Fault],
-) -> Case:  # fmt: skip
-    options = campaign.options
-    return Case(
-        options.seed, index, ranks, subject.name, recipe, launcher, faults, spares,
+    plain = Case(
+        options.seed, index, ranks, subject.name, recipe, launcher, [], spares,
         options.launcher_options, subject.epoch_samples, subject.batch_for(ranks),
         options.limits.attempt_s,
     )  # fmt: skip
+    faults = FaultDraw(draw, options.faults, plain).faults()
+    return replace(plain, recipe=_with_limit(recipe, faults, options.limits), faults=faults)
 
 
 def _with_limit(recipe: Table, faults: list[Fault], limits: LimitsOptions) -> Table:

@@ -142,10 +142,6 @@ def _had_fewer_ranks(case: Case, verdict: Verdict) -> bool:
     return ended_early or verdict.facts.get("world_size", case.ranks) < case.ranks
 
 
-class BrokenReferenceError(RuntimeError):
-    """A run without faults that breaks a promise."""
-
-
 def prepare(case: Case, place: Place, scope: Scope) -> None:
     """Make the folder of a case, its recipe and its disk."""
     shutil.rmtree(place.home, ignore_errors=True)
@@ -171,7 +167,7 @@ class Reference:
 def train_once(case: Case, work: Path, scope: Scope) -> Reference:
     """Return the run of `case` without faults; train it if no case has done so yet.
 
-    Raises BrokenReferenceError if that run breaks a promise too.
+    Raises RuntimeError if that run breaks a promise too.
     """
     plain = _without_faults(case)
     table = asdict(plain)
@@ -186,7 +182,7 @@ def train_once(case: Case, work: Path, scope: Scope) -> Reference:
             note.write_text(json.dumps(asdict(_train(plain, place, scope))))
     result = Reference(**json.loads(note.read_text()))
     if result.problems:
-        raise BrokenReferenceError(
+        raise RuntimeError(
             f"the run without faults has problems: {result.problems}; see {work / name}"
         )
     return result

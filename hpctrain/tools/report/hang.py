@@ -99,8 +99,7 @@ def _cells(state: RankState) -> tuple[str, ...]:
     life = f"{state.life}, waits" if call and call.is_waiting and state.life != DEAD else state.life
     operation = "in " * bool(call and call.is_waiting) + (_describe(call) if call else "none")
     since = _since(call, state.as_of_s) if call else "-"
-    step = str(record.step)
-    return (str(state.rank), record.host, life, step, operation, since, record.line)
+    return (str(state.rank), record.host, life, str(record.step), operation, since, record.line)
 
 
 def _describe(call: Call) -> str:

@@ -47,7 +47,10 @@ MAX_FITTED_SIZES = 3  #: the model is fitted to the largest sizes
 
 @dataclass(frozen=True)
 class StepTimes:
-    """The measured times of a step at one size, in seconds; `share` ranks shared a core."""
+    """The times of a step at one size, in seconds; `share` ranks share a core.
+
+    `other_s` is the rest of a predicted step; of a measured one it is not read.
+    """
 
     size: Size
     step_s: float
@@ -56,18 +59,7 @@ class StepTimes:
     wait_s: float
     algorithm: str | None = None
     share: float = 1.0
-
-
-@dataclass(frozen=True)
-class Forecast:
-    """The predicted times of a step at one size, in seconds."""
-
-    size: Size
-    step_s: float
-    compute_s: float
-    wire_s: float
-    wait_s: float
-    other_s: float
+    other_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -106,16 +98,15 @@ class StepModel:
         """Seconds per byte."""
         return self.wire.duplex_seconds_per_byte
 
-    def forecast(self, size: Size, share: float = 1.0) -> Forecast:
+    def forecast(self, size: Size, share: float = 1.0) -> StepTimes:
         """Return the predicted times of a step at `size` if `share` ranks share a core."""
         own_compute_s = self.shrinking_s / size.ranks + self.fixed_s
         wire, exposed = predict_communication(
             self.cluster, self.algorithm, self.nbytes, size, own_compute_s, self.buckets, share
         )
         compute_s, wait_s = own_compute_s * share, max(0.0, exposed + self.uneven_s)
-        return Forecast(
-            size, compute_s + wait_s + self.other_s, compute_s, wire, wait_s, self.other_s
-        )
+        step_s = compute_s + wait_s + self.other_s
+        return StepTimes(size, step_s, compute_s, wire, wait_s, other_s=self.other_s)
 
 
 @cache

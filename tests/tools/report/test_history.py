@@ -18,7 +18,7 @@ from hpctrain.commands.train import train
 from hpctrain.core import palette
 from hpctrain.core.errors import UsageError
 from hpctrain.core.run_files import folder_lock, run_folder
-from hpctrain.tools.report import comparison, comparison_plot, history
+from hpctrain.tools.report import comparison, history
 from hpctrain.tools.report.history import POLL_S, SILENT_S, follow
 from hpctrain.training import recipe
 
@@ -117,7 +117,7 @@ def test_keys_with_their_defaults_are_no_differences(tmp_path):
 def test_a_single_evaluation_is_a_mark_in_the_plot(tmp_path):
     row = {"step": 10, "steps": 10, "since_step": 0, "wall_s": 1.0, "test_loss": 0.5}
     runs = [write_run(tmp_path / name, rows=[row]) for name in "ab"]
-    comparison_plot.draw(runs, tmp_path / "plot.png")
+    comparison.draw(runs, tmp_path / "plot.png")
     picture = image.imread(tmp_path / "plot.png")
     assert min(painted(picture, color) for color in palette.COLORS[:2]) > 20
 

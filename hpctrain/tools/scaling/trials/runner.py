@@ -123,8 +123,7 @@ def current_statuses(folder: StudyFolder, study: Study) -> dict[TrialKey, TrialS
 
 def missing_trials(folder: StudyFolder, study: Study) -> list[TrialKey]:
     """Return each trial that is not done, in the order of the trials."""
-    by_key = statuses(folder, study)
-    return [key for key, status in by_key.items() if status.trial is None]
+    return [key for key, status in statuses(folder, study).items() if status.trial is None]
 
 
 def trial(folder: StudyFolder, study: Study, repeat: int, size: Size) -> TrialResult | Gap:
