@@ -132,7 +132,7 @@ def test_share_of_the_adapter_between_nodes(gpu, monkeypatch, tmp_path, capsys):
 
 
 def test_gpus_without_room(gpu, monkeypatch):
-    monkeypatch.setattr(p2p.memory_check.gpus, "free_gpu_bytes", lambda: 4095)
+    monkeypatch.setattr(p2p.gpus, "free_gpu_bytes", lambda: 4095)
     with pytest.raises(UsageError, match="--sizes: 4 KiB needs"):
         run_on("threads", 2, lambda w: p2p.run(on_gpus(w), asked("4KiB", device="gpu")))
 

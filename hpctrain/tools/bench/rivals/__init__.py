@@ -34,7 +34,7 @@ class DenseModel:
 
 
 class Rival:
-    """A library that has joined the job and trains with PyTorch; `about`: version and settings.
+    """A library that has joined the job; `about` holds version and settings.
 
     This base offers no operation, has no thread that is awake between calls, and leaves nothing.
     """
@@ -55,12 +55,6 @@ class Rival:
 
     def step(self, dense: DenseModel, without_communication: bool) -> StepFunction:
         """Return a training step of `dense`; on all ranks unless `without_communication`."""
-        from hpctrain.tools.bench.rivals.training import make_step  # imports PyTorch
-
-        return make_step(dense, None if without_communication else self.wrap)
-
-    def wrap(self, network: Any, optimizer: Any) -> tuple[Any, Any]:
-        """Return a network and an optimizer that reduce gradients during backward."""
         raise NotImplementedError
 
     def close(self) -> None:

@@ -14,14 +14,15 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from hpctrain.tools.bench.rivals import TIMEOUT_S, Rival
+from hpctrain.tools.bench.rivals import TIMEOUT_S
+from hpctrain.tools.bench.rivals.training import TorchRival
 from hpctrain.transport.placement.core_binding import allow_all_cores
 from hpctrain.world import World
 
 OPERATIONS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 
 
-class Gloo(Rival):
+class Gloo(TorchRival):
     """DistributedDataParallel and collectives of torch.distributed."""
 
     def __init__(self, world: World):

@@ -12,13 +12,13 @@ import horovod.torch as hvd
 import numpy as np
 import torch
 
-from hpctrain.tools.bench.rivals import Rival
+from hpctrain.tools.bench.rivals.training import TorchRival
 from hpctrain.world import World
 
 OPERATIONS = {"sum": hvd.Sum, "min": hvd.Min, "max": hvd.Max}
 
 
-class Horovod(Rival):
+class Horovod(TorchRival):
     """DistributedOptimizer and collectives of Horovod."""
 
     def __init__(self, world: World):

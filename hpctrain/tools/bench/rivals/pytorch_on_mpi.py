@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from hpctrain.tools.bench.rivals import Rival
+from hpctrain.tools.bench.rivals.training import TorchRival
 from hpctrain.torch import sync
 from hpctrain.world import World
 
 
-class Sync(Rival):
+class Sync(TorchRival):
     """A loop with `ht.torch.sync`."""
 
     def __init__(self, world: World):

@@ -2,37 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from hpctrain.tools.bench.rivals import DenseModel
-
-Wrap = Callable[[nn.Module, torch.optim.Optimizer], tuple[nn.Module, torch.optim.Optimizer]]
+from hpctrain.tools.bench.rivals import DenseModel, Rival, StepFunction
 
 
-def make_step(dense: DenseModel, wrap: Wrap | None) -> Callable[[np.ndarray, np.ndarray], float]:
-    """Return step(x, y), which trains on a rank's share and returns its summed loss.
+class TorchRival(Rival):
+    """A library that trains with PyTorch."""
 
-    `wrap` makes network and optimizer communicate; None: they do not.
-    """
-    network: nn.Module = build_network(dense)
-    optimizer = make_optimizer(network, dense)
-    if wrap:
-        network, optimizer = wrap(network, optimizer)
-    loss_function = nn.CrossEntropyLoss()  # the mean over the share; wrappers average over ranks
+    def step(self, dense: DenseModel, without_communication: bool) -> StepFunction:
+        """Return step(x, y), which trains on a rank's share and returns its summed loss."""
+        network: nn.Module = build_network(dense)
+        optimizer = make_optimizer(network, dense)
+        if not without_communication:
+            network, optimizer = self.wrap(network, optimizer)
+        loss_function = (
+            nn.CrossEntropyLoss()
+        )  # the mean over the share; wrappers average over ranks
 
-    def step(x: np.ndarray, y: np.ndarray) -> float:
-        optimizer.zero_grad()
-        loss = loss_function(network(torch.from_numpy(x)), torch.from_numpy(y))
-        loss.backward()
-        optimizer.step()
-        return loss.item() * len(y)
+        def step(x: np.ndarray, y: np.ndarray) -> float:
+            optimizer.zero_grad()
+            loss = loss_function(network(torch.from_numpy(x)), torch.from_numpy(y))
+            loss.backward()
+            optimizer.step()
+            return loss.item() * len(y)
 
-    return step
+        return step
+
+    def wrap(self, network: Any, optimizer: Any) -> tuple[Any, Any]:
+        """Return a network and an optimizer that reduce gradients during backward."""
+        raise NotImplementedError
 
 
 def make_optimizer(network: nn.Module, dense: DenseModel) -> torch.optim.Optimizer:

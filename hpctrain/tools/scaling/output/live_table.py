@@ -24,7 +24,7 @@ from rich.table import Column, Table
 from hpctrain.core import progress
 from hpctrain.core.fitted_table import fit_table
 from hpctrain.tools.scaling.collect import Gap, TrialResult
-from hpctrain.tools.scaling.output import live_table, tables
+from hpctrain.tools.scaling.output import tables
 from hpctrain.tools.scaling.results import SizeTrials, group_trials
 from hpctrain.tools.scaling.study import Study, TrialKey
 from hpctrain.tools.scaling.trial_recipe import Size
@@ -254,7 +254,7 @@ class LiveView:
         if self._live:
             self._draw()
             return
-        for level, text in live_table.change_lines(self.study, previous, self._statuses):
+        for level, text in change_lines(self.study, previous, self._statuses):
             log.log(level, text)
 
     def log_line(self, level: int, text: str) -> None:
@@ -267,7 +267,7 @@ class LiveView:
     def _draw(self) -> None:
         if self._live:
             title = tables.title(self.study)
-            live_rows = live_table.table(self.study, self._statuses, title, self._note())
+            live_rows = table(self.study, self._statuses, title, self._note())
             self._live.start()  # for the first time
             self._live.update(fit_table(live_rows, self._live.console), refresh=True)
 
@@ -281,6 +281,4 @@ class LiveView:
 
 
 def _final_keys(statuses: Mapping[TrialKey, TrialStatus]) -> set[TrialKey]:
-    return {
-        key for key, status in statuses.items() if status.state in (MEASURED, live_table.FAILED)
-    }
+    return {key for key, status in statuses.items() if status.state in (MEASURED, FAILED)}
