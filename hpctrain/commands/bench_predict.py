@@ -25,7 +25,8 @@ from hpctrain.core.fitted_table import fit_table, stdout_console
 from hpctrain.core.printing import say
 from hpctrain.parallel.schedules import SCHEDULES
 from hpctrain.tools.bench import units
-from hpctrain.tools.bench.prediction import grids, tables
+from hpctrain.tools.bench.prediction import grids
+from hpctrain.tools.bench.prediction import predict as predictions
 from hpctrain.tools.bench.prediction.command import (
     DEFAULT_LATENCY,
     DEFAULT_LINK,
@@ -132,7 +133,7 @@ def bench_predict(**option_values: Any) -> None:
     """Predict how long all-reduces take on N ranks, and whole training steps; needs no MPI."""
     prediction = run(option_values)
     console = stdout_console(160)
-    for title, table in tables.make_tables(prediction.rows):
+    for title, table in predictions.make_tables(prediction.rows):
         say(title)
         console.print(fit_table(table, console))
     say(f"assumed: {prediction.machine_text}")
@@ -148,7 +149,7 @@ def bench_predict(**option_values: Any) -> None:
 
 
 def _draw(prediction: Prediction, plot: Path) -> None:
-    from hpctrain.tools.bench.prediction.plots import draw_prediction  # needs matplotlib
+    from hpctrain.tools.bench.plot import draw_prediction
 
     draw_prediction(prediction.rows, prediction.machine_text, plot)
 
@@ -207,13 +208,13 @@ def predict(json: Path | None, plot: Path | None, **options: Any) -> None:
         )
     )  # fmt: skip
     title = f"{options['recipe'] or options['model']}, {options['schedule']}"
-    tables.print_table(rows, f"predicted: a step, {options['mode']} scaling, {title}")
+    predictions.print_table(rows, f"predicted: a step, {options['mode']} scaling, {title}")
     text = machine_text(machine, per_node)
     say(f"assumed: {text}; data x pipe ranks, gradients reduced after the last action")
     assumed = f"{title}; {text}"
 
     def draw(path: Path) -> None:
-        from hpctrain.tools.bench.prediction.plots import draw_grids
+        from hpctrain.tools.bench.plot import draw_grids
 
         draw_grids(rows, assumed, path)
 

@@ -1,4 +1,7 @@
-"""`hpctrain scale`: from the command line to a study that is run, evaluated, shown and saved."""
+"""`hpctrain scale`: from the command line to a study that is run, evaluated, shown and saved.
+
+The output files are each written whole or not at all, at any time.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +9,21 @@ import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from hpctrain.cluster.launch import MpiInstallation
-from hpctrain.core import progress
+from hpctrain.core import atomic, progress
 from hpctrain.core.errors import UsageError
 from hpctrain.core.fitted_table import PlainConsole, fit_table, print_table
 from hpctrain.core.printing import say
 from hpctrain.core.run_files import folder_lock, run_folder
+from hpctrain.core.strict_json import to_json
 from hpctrain.gradients.precision import master_dtype
 from hpctrain.tools.scaling import trial_recipe
 from hpctrain.tools.scaling.collect import Gap, TrialResult
-from hpctrain.tools.scaling.output import live_table, study_files, tables
+from hpctrain.tools.scaling.output import live_table, tables
 from hpctrain.tools.scaling.output.live_table import LiveView
 from hpctrain.tools.scaling.results import Result, evaluate
 from hpctrain.tools.scaling.study import Study, StudyFolder, extend_study, lock_folder
@@ -30,8 +35,12 @@ from hpctrain.transport import machine
 from hpctrain.transport.placement import core_binding
 
 DEFAULT_WIDTH = 200  #: of tables where there is no terminal
-log = logging.getLogger(__name__)
 EXIT_CODE_GAPS = 1  #: the exit code of a study in which something is missing
+log = logging.getLogger(__name__)
+MISSING = (
+    "no plots and no report.html: they are drawn with matplotlib and jinja2; run: "
+    "pip install 'hpctrain[report]', then the same command again"
+)
 
 
 def scale(options: Mapping[str, Any]) -> int:
@@ -44,7 +53,7 @@ def scale(options: Mapping[str, Any]) -> int:
     folder_path = options["out"] or run_folder.default_path(
         f"scale-{requested_study.name}-{requested_study.mode}"
     )
-    with_plots = study_files.can_draw()
+    with_plots = can_draw()
     with _lock_or_show(folder_path) as folder:
         study = extend_study(requested_study, folder.load(), folder_path)
         folder.save(study)
@@ -219,7 +228,7 @@ def _write_result(
     deviations = list(
         trial_recipe.describe_deviations(spec, study.mode, study.batch, study.timing, study.threads)
     )
-    return result, study_files.write(folder.path, result, deviations, with_plots)
+    return result, write(folder.path, result, deviations, with_plots)
 
 
 def _print_result(result: Result, files: Sequence[Path]) -> None:
@@ -228,3 +237,52 @@ def _print_result(result: Result, files: Sequence[Path]) -> None:
     for name, text in tables.facts(result).items():
         say(f"{name}: {text}")
     say(f"written: {', '.join(map(str, files))}")
+
+
+def can_draw() -> bool:
+    """Return whether plots and the report can be made on this host; log a warning if not."""
+    try:
+        import hpctrain.tools.scaling.output.plots  # noqa: F401  late: only drawing needs them
+    except ImportError:
+        log.warning(MISSING)
+        return False
+    return True
+
+
+def write(folder: Path, result: Result, changes: Sequence[str], with_plots: bool) -> list[Path]:
+    """Write JSON, CSV and, if `with_plots`, plots and the report; return their paths."""
+    files = {
+        "scaling.json": (to_json(_result_json(result), indent=1) + "\n").encode(),
+        "scaling.csv": tables.to_csv(result.rows).encode(),
+    }
+    if with_plots:
+        from hpctrain.tools.scaling.output.plots import PAGE, page, plots
+
+        images = plots(result, heading="", formats=("png",))
+        files |= {**plots(result), PAGE: page(result, images, changes).encode()}
+    try:
+        for name, content in files.items():
+            atomic.replace(folder / name, content)
+    except OSError as error:
+        raise UsageError(f"--out {folder} cannot be written: {error.strerror}") from None
+    return [folder / name for name in files]
+
+
+def _result_json(result: Result) -> dict[str, Any]:
+    """Return the contents of scaling.json."""
+    study, model = result.study, result.model
+    wire = {"alpha_s": model.alpha_s, "beta_s_per_byte": model.beta_s} if model else {}
+    return {
+        "machine": result.machine,
+        "study": {key: value for key, value in asdict(study).items() if key != "machine"},
+        "numbers": "means over repeats; of a trial the median of ten parts of its timed steps",
+        "confidence": "95 %, Student's t over repeats",
+        "law": {
+            "name": result.law,
+            "serial_fraction": result.serial and asdict(result.serial),
+            "ranks": list(result.law_ranks),
+            "misfit": result.law_misfit,
+        },
+        "model": {**wire, **asdict(model)} if model else None,
+        "rows": result.rows,
+    }

@@ -9,7 +9,6 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from hpctrain.tools.bench import plot
-from hpctrain.tools.bench.prediction import plots as prediction_plots
 from hpctrain.tools.bench.units import size_text
 from hpctrain.tuning.model.message_schedules import SCHEDULES
 
@@ -73,7 +72,7 @@ def test_times_of_predictions_have_one_unit(drawn, tmp_path):
          "bytes": size, "predicted_s": 2e-3 * (1 + i % 5)}
         for i, name in enumerate(SCHEDULES) for ranks in (2, 4) for size in SIZES
     ]  # fmt: skip
-    prediction_plots.draw_prediction(rows, "a title", tmp_path / "x.png")
+    plot.draw_prediction(rows, "a title", tmp_path / "x.png")
     for axes in drawn[0].axes:
         message = [label.get_text() for label in labels(axes.yaxis)]
         assert message and all(text.endswith(" ms") for text in message)

@@ -15,7 +15,7 @@ from hpctrain.engines import Task
 from hpctrain.gradients.replica import Batch, ModelReplica
 from hpctrain.nn import MODELS, Key
 from hpctrain.tools.bench import units
-from hpctrain.tools.bench.prediction import measurements, predict, tables
+from hpctrain.tools.bench.prediction import measurements, predict
 from hpctrain.tools.bench.prediction.command import profile_step
 from hpctrain.tuning.model import cost
 from hpctrain.tuning.table import Fingerprint, Table, write_table
@@ -190,4 +190,4 @@ def test_ranks_of_a_node_share_its_memory_when_they_add():
     (5e-8, "0.05 us"), (83.0, "83 s"),
 ])  # fmt: skip
 def test_times_have_the_unit_of_what_is_shown(seconds, text):
-    assert tables.format_time(seconds) == text
+    assert predict.format_time(seconds) == text

@@ -27,7 +27,7 @@ from hpctrain.core.fitted_table import PlainConsole
 from hpctrain.core.run_files import run_folder
 from hpctrain.tools.scaling import collect, command, statistics
 from hpctrain.tools.scaling.collect import Gap, TrialResult
-from hpctrain.tools.scaling.output import plots, study_files, tables
+from hpctrain.tools.scaling.output import plots, tables
 from hpctrain.tools.scaling.output.live_table import LiveView
 from hpctrain.tools.scaling.output.plots import page
 from hpctrain.tools.scaling.results import evaluate
@@ -232,9 +232,7 @@ def test_nothing_was_measured():
 def test_files_hold_all_of_it(tmp_path):
     of = study()
     result = evaluate(of, trials(of, amdahl))
-    names = {
-        path.name for path in study_files.write(tmp_path, result, ["as it is"], with_plots=True)
-    }
+    names = {path.name for path in command.write(tmp_path, result, ["as it is"], with_plots=True)}
     assert names == {path.name for path in tmp_path.iterdir()}  # and nothing half written
     reported = json.loads((tmp_path / "scaling.json").read_text())
     assert (reported["machine"]["cpu"], len(reported["rows"])) == ("made up", 6)
@@ -252,7 +250,7 @@ def test_names_are_no_markup(tmp_path):
     result = evaluate(of, trials(of, amdahl))
     assert "&lt;b&gt;" in page(result, {}, []) and "<b>" not in page(result, {}, [])
     assert plots.plots(result)
-    study_files.write(tmp_path, result, [], with_plots=False)
+    command.write(tmp_path, result, [], with_plots=False)
     assert {path.name for path in tmp_path.iterdir()} == {"scaling.json", "scaling.csv"}
 
 
@@ -369,7 +367,7 @@ def test_a_trial_that_takes_too_long_is_ended(watched, tmp_path, monkeypatch):
 @pytest.mark.full
 @pytest.mark.skipif(BROWSER is None, reason="needs Chromium: apt-get install chromium")
 def test_the_report_in_a_browser(tmp_path):
-    study_files.write(tmp_path, with_gaps(), ["as it is"], with_plots=True)
+    command.write(tmp_path, with_gaps(), ["as it is"], with_plots=True)
     shot, written = tmp_path / "shot.png", tmp_path / "report.html"
     screen = ("--window-size=1200,2400", f"--screenshot={shot}")
     assert browse(tmp_path, *screen, written.as_uri())[1] == []

@@ -10,7 +10,7 @@ from typing import Any
 from rich.table import Table
 
 from hpctrain.cluster.netlab.netlab import parse_speed
-from hpctrain.tools.bench.prediction.tables import format_time
+from hpctrain.tools.bench.prediction.predict import format_time
 from hpctrain.tools.scaling import statistics
 from hpctrain.tools.scaling.forecast import StepModel
 from hpctrain.tools.scaling.results import Result, Row
