@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,6 @@ from hpctrain.tools.bench.prediction.command import (
     DEFAULT_MEMORY_BANDWIDTH,
     DEFAULT_NODE_LATENCY,
     DEFAULT_NODE_LINK,
-    Prediction,
     check_counts,
     machine_text,
     make_machine,
@@ -131,27 +129,23 @@ started.
 @click.option("--plot", type=FILE_TYPE, help="Plot time over size and over ranks.")
 def bench_predict(**option_values: Any) -> None:
     """Predict how long all-reduces take on N ranks, and whole training steps; needs no MPI."""
-    prediction = run(option_values)
+    rows, machine, text = run(option_values)
     console = stdout_console(160)
-    for title, table in predictions.make_tables(prediction.rows):
+    for title, table in predictions.make_tables(rows):
         say(title)
         console.print(fit_table(table, console))
-    say(f"assumed: {prediction.machine_text}")
-    content = {
-        "machine": asdict(prediction.machine),
-        "assumed": prediction.machine_text,
-        "rows": prediction.rows,
-    }
+    say(f"assumed: {text}")
+
+    def draw(plot: Path) -> None:
+        from hpctrain.tools.bench.plot import draw_prediction  # needs matplotlib
+
+        draw_prediction(rows, text, plot)
+
     files = option_values["json"], option_values["plot"]
-    write_results(content, files[0], partial(_draw, prediction), files[1])
+    content = {"machine": asdict(machine), "assumed": text, "rows": rows}
+    write_results(content, files[0], draw, files[1])
     for file in filter(None, files):
         say(f"wrote {file}", err=True)
-
-
-def _draw(prediction: Prediction, plot: Path) -> None:
-    from hpctrain.tools.bench.plot import draw_prediction
-
-    draw_prediction(prediction.rows, prediction.machine_text, plot)
 
 
 @click.command(epilog=GRIDS_EPILOG)

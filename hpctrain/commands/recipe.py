@@ -119,8 +119,7 @@ def check(name: str, sets: tuple[str, ...]) -> None:
     from hpctrain.training.dry_run import examine  # late: other subcommands read no data
 
     spec = recipes.load(name, sets)
-    text = examine(spec)
-    say(f"{name}: {spec.run.name} is a valid recipe: {text}")
+    say(f"{name}: {spec.run.name} is a valid recipe: {examine(spec)}")
     say(f"memory and time per step: hpctrain train {name} --dry-run")
 
 

@@ -262,6 +262,5 @@ def cancel(folders: tuple[str, ...]) -> None:
 
     `hpctrain slurm submit` with the same --out continues the run.
     """
-    cancelled_jobs = jobs.cancel(*folders)
-    text = "\n".join(f"cancelled: {job}" for job in cancelled_jobs)
-    say(text or "no unfinished job")
+    lines = [f"cancelled: {job}" for job in jobs.cancel(*folders)]
+    say("\n".join(lines) or "no unfinished job")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,12 +15,7 @@ from hpctrain.core import config
 from hpctrain.core.errors import UsageError
 from hpctrain.tools.bench import output, rivals, sweep, units
 from hpctrain.tools.bench.measured_collectives import COLLECTIVES, NATIVE, NATIVE_UNBOUND
-from hpctrain.tools.bench.options import (
-    RivalOptions,
-    check_host_memory,
-    require_minimum,
-    split_words,
-)
+from hpctrain.tools.bench.options import check_host_memory, split_words
 from hpctrain.tuning.measure import COLD_BYTES
 from hpctrain.world import World
 
@@ -44,11 +38,8 @@ def parse_options(
     dtype: str,
     op: str,
     buffers: str,
-    iterations: int,
-    warm_up: int,
-    json: Path | None,
-    plot: Path | None,
-) -> RivalOptions[sweep.SweepPlan]:
+    **bench: Any,
+) -> sweep.SweepPlan:
     """Return the validated options; a UsageError names the expected and the nearest value."""
     collective = COLLECTIVES[operation]
     names = list(split_words(algorithms))
@@ -63,23 +54,21 @@ def parse_options(
         names,
         parsed_dtype,
         op,
-        require_minimum("--iterations", iterations, 1),
-        require_minimum("--warm-up", warm_up, 0),
         config.pick(NODE_MEMORY_BY_BUFFERS, buffers, "--buffers"),
+        rivals=rivals.parse_names(rivals_text),
+        **bench,
     )
-    rival_names = rivals.parse_names(rivals_text)
-    if not names and not rival_names:
+    if not names and not plan.rivals:
         raise UsageError(f"--algorithms: choose some of {', '.join(collective.names)}")
-    return RivalOptions(plan=plan, rivals=rival_names, json=json, plot=plot)
+    return plan
 
 
-def run(world: World, options: RivalOptions[sweep.SweepPlan]) -> list[dict[str, Any]]:
+def run(world: World, plan: sweep.SweepPlan) -> list[dict[str, Any]]:
     """Measure, print, save and return the rows; collective."""
-    plan = options.plan
-    check_host_memory(world, max(plan.sizes), bool(options.rivals))
-    output.check_writable(world, options.json, options.plot)
+    check_host_memory(world, max(plan.sizes), bool(plan.rivals))
+    output.check_writable(world, plan.json, plan.plot)
     natives = _skipped_natives(plan)
-    with rivals.joined(world, options.rivals, partial(_refusal, plan), natives) as (joined, about):
+    with rivals.joined(world, plan.rivals, partial(_refusal, plan), natives) as (joined, about):
         plan = replace(plan, algorithms=[name for name in plan.algorithms if name not in natives])
         title = _title(world, plan)
         groups = sweep.run(world, plan, joined)
@@ -87,7 +76,7 @@ def run(world: World, options: RivalOptions[sweep.SweepPlan]) -> list[dict[str, 
     kind = world.memory.kind if plan.in_node_memory else None
     buffers = f"node ({kind})" if kind else "private"
     facts = {"buffers": buffers, "timed": TIMING_METHOD, "rivals": about}
-    output.save(world, options, rows, title, lambda plot: plot.draw_size_plot, facts)
+    output.save(world, plan, rows, title, lambda plot: plot.draw_size_plot, facts)
     return rows
 
 

@@ -5,11 +5,10 @@ Before allocation it is checked that buffers fit into memory: otherwise the kern
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Generic, TypeVar
 
 from hpctrain.core.errors import UsageError
 from hpctrain.hardware.memory import available_bytes
@@ -19,29 +18,25 @@ from hpctrain.transport.device import gpus
 from hpctrain.world import World
 
 MATPLOTLIB_HINT = "--plot needs matplotlib; run: pip install 'hpctrain[report]'"
-Plan = TypeVar("Plan")
 OWN_BUFFERS = 3  #: the buffer to reduce, and two buffers of the roofline
 RIVAL_BUFFERS = 2  #: copies made by other libraries
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
-    """Validated options of every benchmark: the files that it writes."""
+class Bench:
+    """What every benchmark is asked for: rounds, other libraries, and the files that it writes."""
 
+    iterations: int  #: timed rounds
+    warm_up: int  #: untimed rounds before them
     json: Path | None
     plot: Path | None
+    rivals: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        """Raise UsageError for a `plot` that cannot be drawn."""
+        """Raise UsageError for numbers that are too small, and a `plot` that cannot be drawn."""
+        require_minimum("--iterations", self.iterations, 1)
+        require_minimum("--warm-up", self.warm_up, 0)
         check_plot_path(self.plot)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RivalOptions(Options, Generic[Plan]):
-    """Validated options of a benchmark beside other libraries."""
-
-    plan: Plan
-    rivals: list[str]
 
 
 def split_words(text: str) -> Iterable[str]:
@@ -49,11 +44,10 @@ def split_words(text: str) -> Iterable[str]:
     return dict.fromkeys(word.strip() for word in text.split(",") if word.strip())
 
 
-def require_minimum(flag: str, number: int, minimum: int) -> int:
-    """Return `number`; raise UsageError if it is less than `minimum`."""
+def require_minimum(flag: str, number: int, minimum: int) -> None:
+    """Raise UsageError if `number` is less than `minimum`."""
     if number < minimum:
         raise UsageError(f"{flag}: expected at least {minimum}, seen {number}")
-    return number
 
 
 def check_plot_path(plot: Path | None) -> None:

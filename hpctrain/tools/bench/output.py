@@ -19,7 +19,7 @@ from hpctrain.core.errors import UsageError
 from hpctrain.core.fitted_table import fit_table
 from hpctrain.core.printing import say
 from hpctrain.core.strict_json import to_json
-from hpctrain.tools.bench.options import Options
+from hpctrain.tools.bench.options import Bench
 from hpctrain.tools.bench.units import size_text
 from hpctrain.tools.show.tables import make_table
 from hpctrain.transport import machine
@@ -122,7 +122,7 @@ def find_noise(world: World, rows: Sequence[Row]) -> float | None:
 
 def save(
     world: World,
-    options: Options,
+    options: Bench,
     rows: Sequence[Row],
     title: str,
     drawing: Callable[[ModuleType], Callable[..., None]],

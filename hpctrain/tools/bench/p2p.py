@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,12 +20,7 @@ from hpctrain.collectives import all_gather_bytes
 from hpctrain.core import config, xp
 from hpctrain.core.errors import UsageError
 from hpctrain.tools.bench import measured_collectives, output, p2p_gpu, units
-from hpctrain.tools.bench.options import (
-    Options,
-    check_gpu_memory,
-    check_host_memory,
-    require_minimum,
-)
+from hpctrain.tools.bench.options import Bench, check_gpu_memory, check_host_memory
 from hpctrain.tools.bench.p2p_gpu import RankPair
 from hpctrain.tools.bench.sweep import calls_per_round
 from hpctrain.transport.device import gpus
@@ -51,34 +45,23 @@ Row = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class LinkOptions(Options):
+class LinkOptions(Bench):
     """Validated options of the command line."""
 
     sizes: Sequence[int]
     ranks: tuple[int, int] | None  #: the measured pair; None: the default pair
-    rounds: int
-    warm_up: int
     device: gpus.Device = "cpu"
 
 
 def parse_options(
-    sizes_text: str,
-    ranks: str | None,
-    iterations: int,
-    warm_up: int,
-    json: Path | None,
-    plot: Path | None,
-    device: str = "cpu",
+    sizes_text: str, ranks: str | None, device: str = "cpu", **bench: Any
 ) -> LinkOptions:
     """Return the validated options; raise UsageError."""
     return LinkOptions(
         sizes=units.parse_sizes(sizes_text),
         ranks=None if ranks is None else _parse_pair(ranks),
-        rounds=require_minimum("--iterations", iterations, 1),
-        warm_up=require_minimum("--warm-up", warm_up, 0),
-        json=json,
-        plot=plot,
         device=config.pick(DEVICES, device, "--device"),
+        **bench,
     )
 
 
@@ -145,7 +128,7 @@ def measure(
             name: _delivers_data(world, contenders[name][1], x, call)
             for name, call in calls_by_name.items()
         }
-        seconds = time_interleaved(world.link, calls_by_name, options.rounds, options.warm_up)
+        seconds = time_interleaved(world.link, calls_by_name, options.iterations, options.warm_up)
         messages_per_call = {"ping-pong": 2 * calls, "one-way": calls}
         yield [
             _make_row(
@@ -156,7 +139,7 @@ def measure(
                 np.array(seconds[name]) / messages_per_call[method],
                 nic_rate,
             )
-            | {"calls": calls, "rounds": options.rounds, "correct": correct_by_name[name]}
+            | {"calls": calls, "rounds": options.iterations, "correct": correct_by_name[name]}
             for name, (method, pair) in contenders.items()
         ]
 

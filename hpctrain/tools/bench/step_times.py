@@ -27,6 +27,7 @@ from hpctrain.gradients.replica import Batch, ModelReplica, Replica
 from hpctrain.nn import Key, Model
 from hpctrain.nn.mlp import MlpOptions
 from hpctrain.optim import Optimizer, SgdOptions
+from hpctrain.tools.bench.options import Bench
 from hpctrain.tools.bench.rivals import DenseModel, Rival, StepFunction
 from hpctrain.training.recipe import Recipe
 from hpctrain.transport.placement.core_binding import allow_all_cores
@@ -40,14 +41,12 @@ Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class StepPlan:
-    """The contenders, batch sizes and rounds of a measurement."""
+class StepPlan(Bench):
+    """The contenders and batch sizes of a measurement."""
 
     spec: Recipe
     algorithms: Sequence[str]
     batches: Sequence[int]  #: samples per rank and step
-    rounds: int
-    warm_up: int
     in_torch: bool = False  #: our engines train the same model as a module of PyTorch
 
 
@@ -210,7 +209,7 @@ def _measure_batch(
         if contender.awake_context is not nullcontext
     }
     timings = time_interleaved(
-        world.link, step_calls, plan.rounds, plan.warm_up, contexts=contender_contexts
+        world.link, step_calls, plan.iterations, plan.warm_up, contexts=contender_contexts
     )
     seconds = {name: np.array(times) / STEPS_PER_CALL for name, times in timings.items()}
     shared_columns = {
@@ -218,7 +217,7 @@ def _measure_batch(
         "bytes": 4 * model.parameter_count,
         "batch_per_rank": batch,
         "ranks": world.size,
-        "rounds": plan.rounds,
+        "rounds": plan.iterations,
         "calls": STEPS_PER_CALL,
     }
     reference_loss = losses[plan.algorithms[0]]

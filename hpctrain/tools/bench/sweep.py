@@ -27,6 +27,7 @@ from hpctrain.tools.bench.measured_collectives import (
     Collective,
     CollectiveCall,
 )
+from hpctrain.tools.bench.options import Bench
 from hpctrain.tools.bench.rivals import Rival
 from hpctrain.transport.shared_memory.host import aligned_zeros
 from hpctrain.tuning.measure import (
@@ -48,16 +49,14 @@ BYTES_STREAMED_PER_BYTE = 3  #: bytes moved per byte of `a += b`: two reads, one
 
 
 @dataclass(frozen=True)
-class SweepPlan:
-    """The contenders, sizes and rounds of a measurement."""
+class SweepPlan(Bench):
+    """The contenders and sizes of a measurement."""
 
     collective: Collective
     sizes: Sequence[int]
     algorithms: Sequence[str]
     dtype: np.dtype
     op: str = "sum"
-    rounds: int = 20
-    warm_up: int = 3
     in_node_memory: bool = True  #: whether buffers lie in node memory, as gradients do
 
 
@@ -163,7 +162,7 @@ def _measure_length(
     }
     contender_contexts = {name: contender.warmed_up for name, contender in contenders.items()}
     seconds = time_interleaved(
-        world.link, calls_by_name, plan.rounds, plan.warm_up, call_count, contender_contexts
+        world.link, calls_by_name, plan.iterations, plan.warm_up, call_count, contender_contexts
     )
     streaming_s = float(np.median(seconds.pop(FLOOR_NAME)))
     calls_by_name.pop(FLOOR_NAME)
@@ -182,7 +181,7 @@ def _measure_length(
             streaming_s * min_bytes_moved(world, plan, is_shared, x.nbytes) / floor.nbytes
         )
         row["share_of_floor"] = row["floor_s"] / row["median_s"]
-        rows.append(row | {"rounds": plan.rounds, "calls": call_count, "correct": is_correct})
+        rows.append(row | {"rounds": plan.iterations, "calls": call_count, "correct": is_correct})
     return rows
 
 
@@ -197,7 +196,7 @@ def _measure_cold(
     if nbytes > COLD_BYTES:
         return {}
     eviction_buffer = np.zeros(COLD_BYTES // 4, np.float32)
-    link, rounds = world.link, (plan.rounds, plan.warm_up)
+    link, rounds = world.link, (plan.iterations, plan.warm_up)
     seconds = time_interleaved(
         link, calls_by_name, *rounds, contexts=contender_contexts, eviction_array=eviction_buffer
     )

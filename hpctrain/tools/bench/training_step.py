@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from pathlib import Path
+from typing import Any
 
 import threadpoolctl
 
 from hpctrain.core import config
 from hpctrain.core.errors import UsageError
 from hpctrain.tools.bench import output, rivals, step_times
-from hpctrain.tools.bench.options import RivalOptions, require_minimum, split_words
+from hpctrain.tools.bench.options import split_words
 from hpctrain.training import recipe, runs
 from hpctrain.training.recipe import Recipe
 from hpctrain.tuning.select import ALGORITHM_NAMES
@@ -33,11 +33,8 @@ def parse_options(
     rivals_text: str,
     batches: str | None,
     model: str,
-    iterations: int,
-    warm_up: int,
-    json: Path | None,
-    plot: Path | None,
-) -> RivalOptions[step_times.StepPlan]:
+    **bench: Any,
+) -> step_times.StepPlan:
     """Return the validated options; a UsageError names the expected and the nearest value."""
     spec = recipe.load(name, sets)
     names = list(split_words(algorithms))
@@ -47,35 +44,33 @@ def parse_options(
         )
     if not set(names) - {step_times.NULL_ALGORITHM}:
         raise UsageError("--algorithms: expected one that communicates, seen none")
-    plan = step_times.StepPlan(
+    in_torch = config.pick({"ours": False, "torch": True}, model, "--model")
+    if in_torch and (reason := step_times.rival_refusal(spec)):
+        raise UsageError(f"--model torch: {reason}")
+    return step_times.StepPlan(
         spec,
         # `null` is measured in any case.
         [algorithm for algorithm in names if algorithm != step_times.NULL_ALGORITHM],
         _parse_batches(spec, batches),
-        require_minimum("--iterations", iterations, 1),
-        require_minimum("--warm-up", warm_up, 0),
-        config.pick({"ours": False, "torch": True}, model, "--model"),
+        in_torch,
+        rivals=rivals.parse_names(rivals_text or TORCH_RIVALS * in_torch),
+        **bench,
     )
-    if plan.in_torch and (reason := step_times.rival_refusal(spec)):
-        raise UsageError(f"--model torch: {reason}")
-    rivals_text = rivals_text or TORCH_RIVALS * plan.in_torch
-    return RivalOptions(plan=plan, rivals=rivals.parse_names(rivals_text), json=json, plot=plot)
 
 
-def run(world: World, options: RivalOptions[step_times.StepPlan]) -> list[step_times.Row]:
+def run(world: World, plan: step_times.StepPlan) -> list[step_times.Row]:
     """Measure, print, save and return the rows; collective."""
-    plan = options.plan
-    output.check_writable(world, options.json, options.plot)
+    output.check_writable(world, plan.json, plan.plot)
     split = world.on_all_ranks(lambda: plan.spec.data.load(plan.spec.run.seed))
     model = world.on_all_ranks(lambda: runs.build_model(plan.spec, split))
     refusal = step_times.rival_refusal(plan.spec)
     title = f"a step of {plan.spec.run.name}, {world.size} ranks"
-    with rivals.joined(world, options.rivals, lambda _: refusal) as (joined, about):
+    with rivals.joined(world, plan.rivals, lambda _: refusal) as (joined, about):
         groups = step_times.run(world, plan, model, split.train, joined)
         with threadpoolctl.threadpool_limits(1, "blas"):
             rows = output.print_groups(world, title, _columns(joined), groups, len(plan.batches))
     facts = {"timed": TIMING_METHOD, "rivals": about, "recipe": plan.spec.tables}
-    output.save(world, options, rows, title, lambda plot: plot.draw_step_bars, facts)
+    output.save(world, plan, rows, title, lambda plot: plot.draw_step_bars, facts)
     return rows
 
 

@@ -141,17 +141,13 @@ def unavailable() -> str:
     """Return why there can be no namespaces here; empty if there can."""
     child = os.fork()
     if child == 0:
-        os._exit(_tried())
+        try:
+            _unshare()
+            os._exit(0)
+        except OSError as error:
+            os._exit(error.errno or 1)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     return "" if code == 0 else f"no namespaces here: {os.strerror(code)}"
-
-
-def _tried() -> int:
-    try:
-        _unshare()
-    except OSError as error:
-        return error.errno or 1
-    return 0
 
 
 def isolated(act: Callable[[], None]) -> int:

@@ -40,7 +40,7 @@ def asked(operation="allreduce", **changes):
 @on_ranks(1, 2, 3, mpi=(1, 2, 3))
 @pytest.mark.parametrize("operation", COLLECTIVES)
 def test_every_algorithm_is_right(ranks, operation):
-    plan = asked(operation).plan
+    plan = asked(operation)
     if operation == "allreduce":  # null sends nothing
         plan = replace(plan, algorithms=[name for name in plan.algorithms if name != "null"])
     for groups in ranks(lambda world: list(sweep.run(world, plan, {}))):
@@ -58,7 +58,7 @@ ROWS += [("bool", "sum"), ("uint8", "prod"), ("int64", "xor"), ("complex64", "pr
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype, op", ROWS)
 def test_every_dtype_is_right(dtype, op):
-    plan = asked(dtype=dtype, op=op, algorithms="ring,tree", buffers="private").plan
+    plan = asked(dtype=dtype, op=op, algorithms="ring,tree", buffers="private")
     for groups in run_on("threads", 4, lambda world: list(sweep.run(world, plan, {}))):
         assert all(row["correct"] for group in groups for row in group)
 
@@ -94,7 +94,7 @@ WRONG = [_forgets_the_last, _turned, _on_one_rank_only, _a_bit_less, _elsewhere_
 
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda f: f.__name__)
 def test_a_planted_error_is_seen(wrong):
-    right = asked(algorithms="ring").plan
+    right = asked(algorithms="ring")
     plan = replace(
         right, collective=replace(right.collective, algorithms={"ring": wrong}), sizes=[1 << 20]
     )
@@ -122,7 +122,7 @@ def test_a_result_that_is_one_for_all_is_checked_and_named():
         COLLECTIVES["allreduce"].algorithms["ring"](group, x, op)
         return x.copy()
 
-    right = asked(algorithms="ring").plan
+    right = asked(algorithms="ring")
     plan = replace(right, collective=replace(right.collective, algorithms={"ring": shared}))
     groups = run_on("threads", 2, lambda world: list(sweep.run(world, plan, {})))[0]
     assert [(row["correct"], row["result"]) for row in groups[0]] == [(True, "shared")]

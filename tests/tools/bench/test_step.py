@@ -90,7 +90,7 @@ class Rival:
 
 @pytest.mark.parametrize("right", [True, False])
 def test_a_rival_that_trains_something_else_is_seen(right):
-    plan, spec = asked().plan, recipe.load("digits")
+    plan, spec = asked(), recipe.load("digits")
     split = spec.data.load(0)
     model = spec.model.build(split.train.sample_shape, split.classes)
 

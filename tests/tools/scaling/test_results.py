@@ -384,7 +384,7 @@ def test_the_report_in_a_browser(tmp_path):
     assert (len(widths), min(widths) > 1000, message) == (2, True, [])
 
 
-def no_time(result):
+def no_time(result, **_):
     """Stand for what draws plots: that is tested above."""
     return {"scaling.png": b"", "time.png": b""}
 
@@ -404,7 +404,7 @@ def called(monkeypatch, out, *words, failing=(), times=amdahl, draw=no_time):
 
 
 def test_a_collector_that_was_stopped_is_called_again(tmp_path, monkeypatch):
-    def stop(result):
+    def stop(result, **_):
         raise KeyboardInterrupt
 
     with pytest.raises((KeyboardInterrupt, Abort)):

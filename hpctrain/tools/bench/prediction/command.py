@@ -6,7 +6,7 @@ The step of a recipe is profiled in this process: until each bucket is full, and
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
@@ -37,17 +37,11 @@ DEFAULT_LINK, DEFAULT_LATENCY, DEFAULT_NODE_LINK, DEFAULT_NODE_LATENCY = (
 DEFAULT_MEMORY_BANDWIDTH = "100GB/s"
 
 
-@dataclass(frozen=True)
-class Prediction:
-    """Predicted rows, their machine, and that machine in words."""
+def run(options: Mapping[str, Any]) -> tuple[list[dict[str, Any]], Cluster, str]:
+    """Return the rows for the command line's `options`, their machine, and that in words.
 
-    rows: list[dict[str, Any]]
-    machine: Cluster
-    machine_text: str
-
-
-def run(options: Mapping[str, Any]) -> Prediction:
-    """Return the predictions for the command line's `options`; raise UsageError."""
+    Raises UsageError.
+    """
     check_counts(options)
     ranks_per_node = options["ranks_per_node"]
     layouts = [
@@ -66,7 +60,7 @@ def run(options: Mapping[str, Any]) -> Prediction:
     rows += predict.allreduce_rows(machine, layouts, names, sizes)
     if step:
         rows += predict.step_rows(machine, layouts, names, step, options["mode"])
-    return Prediction(rows, machine, machine_text(machine, ranks_per_node))
+    return rows, machine, machine_text(machine, ranks_per_node)
 
 
 def check_counts(
