@@ -8,8 +8,9 @@ from hpctrain.commands._lazy import LazyGroup, load_command
 
 #: file: its commands
 FILES = {
-    **{name: (name,) for name in ("train", "bench", "tune", "doctor", "scale")},
-    **{name: (name,) for name in ("slurm", "recipe", "pipeline", "chaos")},
+    **{name: (name,) for name in ("train", "bench", "doctor", "scale", "slurm", "recipe", "chaos")},
+    "pipeline": ("pipeline",),
+    "bench_measured": ("tune",),
     "launch": ("launch", "netlab"),
     "runs": ("runs", "compare", "follow", "hang", "report"),
     "checkpoint": ("checkpoint", "evaluate"),

@@ -15,7 +15,7 @@ from hpctrain.core import config
 from hpctrain.core.errors import UsageError
 from hpctrain.tools.bench import output, rivals, sweep, units
 from hpctrain.tools.bench.measured_collectives import COLLECTIVES, NATIVE, NATIVE_UNBOUND
-from hpctrain.tools.bench.options import check_host_memory, split_words
+from hpctrain.tools.bench.output import check_host_memory, split_words
 from hpctrain.tuning.measure import COLD_BYTES
 from hpctrain.world import World
 

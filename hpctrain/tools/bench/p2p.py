@@ -20,7 +20,7 @@ from hpctrain.collectives import all_gather_bytes
 from hpctrain.core import config, xp
 from hpctrain.core.errors import UsageError
 from hpctrain.tools.bench import measured_collectives, output, p2p_gpu, units
-from hpctrain.tools.bench.options import Bench, check_gpu_memory, check_host_memory
+from hpctrain.tools.bench.output import Bench, check_gpu_memory, check_host_memory
 from hpctrain.tools.bench.p2p_gpu import RankPair
 from hpctrain.tools.bench.sweep import calls_per_round
 from hpctrain.transport.device import gpus

@@ -27,7 +27,7 @@ from hpctrain.tools.bench.measured_collectives import (
     Collective,
     CollectiveCall,
 )
-from hpctrain.tools.bench.options import Bench
+from hpctrain.tools.bench.output import Bench
 from hpctrain.tools.bench.rivals import Rival
 from hpctrain.transport.shared_memory.host import aligned_zeros
 from hpctrain.tuning.measure import (

@@ -10,7 +10,7 @@ import threadpoolctl
 from hpctrain.core import config
 from hpctrain.core.errors import UsageError
 from hpctrain.tools.bench import output, rivals, step_times
-from hpctrain.tools.bench.options import split_words
+from hpctrain.tools.bench.output import split_words
 from hpctrain.training import recipe, runs
 from hpctrain.training.recipe import Recipe
 from hpctrain.tuning.select import ALGORITHM_NAMES

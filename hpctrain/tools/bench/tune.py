@@ -19,7 +19,7 @@ from hpctrain.core.errors import UsageError
 from hpctrain.core.fitted_table import fit_table
 from hpctrain.core.printing import say
 from hpctrain.tools.bench import output, units
-from hpctrain.tools.bench.options import (
+from hpctrain.tools.bench.output import (
     check_gpu_memory,
     check_host_memory,
     check_plot_path,

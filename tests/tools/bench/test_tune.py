@@ -10,7 +10,7 @@ from jobs import on_fakes
 from ranks import run_on
 
 from hpctrain import world as worlds
-from hpctrain.commands.tune import tune as command
+from hpctrain.commands.bench_measured import tune as command
 from hpctrain.core.errors import UsageError
 from hpctrain.tools.bench import tune as tune_command
 from hpctrain.tuning import choose, table
