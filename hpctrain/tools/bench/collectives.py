@@ -13,9 +13,9 @@ from hpctrain.collectives import DTYPES, OPERATIONS
 from hpctrain.collectives.reductions.operations import can_mpi_reduce
 from hpctrain.core import config
 from hpctrain.core.errors import UsageError
-from hpctrain.tools.bench import output, rivals, sweep, units
+from hpctrain.tools.bench import base, rivals, sweep, units
+from hpctrain.tools.bench.base import check_host_memory, split_words
 from hpctrain.tools.bench.measured_collectives import COLLECTIVES, NATIVE, NATIVE_UNBOUND
-from hpctrain.tools.bench.output import check_host_memory, split_words
 from hpctrain.tuning.measure import COLD_BYTES
 from hpctrain.world import World
 
@@ -66,17 +66,17 @@ def parse_options(
 def run(world: World, plan: sweep.SweepPlan) -> list[dict[str, Any]]:
     """Measure, print, save and return the rows; collective."""
     check_host_memory(world, max(plan.sizes), bool(plan.rivals))
-    output.check_writable(world, plan.json, plan.plot)
+    base.check_writable(world, plan.json, plan.plot)
     natives = _skipped_natives(plan)
     with rivals.joined(world, plan.rivals, partial(_refusal, plan), natives) as (joined, about):
         plan = replace(plan, algorithms=[name for name in plan.algorithms if name not in natives])
         title = _title(world, plan)
         groups = sweep.run(world, plan, joined)
-        rows = output.print_groups(world, title, output.COLLECTIVE_COLUMNS, groups, len(plan.sizes))
+        rows = base.print_groups(world, title, base.COLLECTIVE_COLUMNS, groups, len(plan.sizes))
     kind = world.memory.kind if plan.in_node_memory else None
     buffers = f"node ({kind})" if kind else "private"
     facts = {"buffers": buffers, "timed": TIMING_METHOD, "rivals": about}
-    output.save(world, plan, rows, title, lambda plot: plot.draw_size_plot, facts)
+    base.save(world, plan, rows, title, lambda plot: plot.draw_size_plot, facts)
     return rows
 
 

@@ -19,8 +19,8 @@ import numpy as np
 from hpctrain.collectives import all_gather_bytes
 from hpctrain.core import config, xp
 from hpctrain.core.errors import UsageError
-from hpctrain.tools.bench import measured_collectives, output, p2p_gpu, units
-from hpctrain.tools.bench.output import Bench, check_gpu_memory, check_host_memory
+from hpctrain.tools.bench import base, measured_collectives, p2p_gpu, units
+from hpctrain.tools.bench.base import Bench, check_gpu_memory, check_host_memory
 from hpctrain.tools.bench.p2p_gpu import RankPair
 from hpctrain.tools.bench.sweep import calls_per_round
 from hpctrain.transport.device import gpus
@@ -35,11 +35,11 @@ TIMING_METHOD = (
     "`calls` messages and a byte back / calls; the slower rank of the two counts"
 )
 COLUMNS = (
-    output.SIZE_COLUMN,
-    output.ALGORITHM_COLUMN,
-    *output.TIME_COLUMNS,
-    ("GB/s", output.number_column("algbw", ".3g")),
-    output.CORRECT_COLUMN,
+    base.SIZE_COLUMN,
+    base.ALGORITHM_COLUMN,
+    *base.TIME_COLUMNS,
+    ("GB/s", base.number_column("algbw", ".3g")),
+    base.CORRECT_COLUMN,
 )
 Row = dict[str, Any]
 
@@ -73,7 +73,7 @@ def run(world: World, options: LinkOptions) -> list[Row]:
     # If a rank lacks a GPU, `pairs_by_path` reports whether it is one of the two.
     if is_on_gpu and all(place.gpu for place in world.places):
         check_gpu_memory(world, max(options.sizes), max(options.sizes))
-    output.check_writable(world, options.json, options.plot)
+    base.check_writable(world, options.json, options.plot)
     length = max(options.sizes)
     x = p2p_gpu.zeros_on_gpu(world, length) if is_on_gpu else aligned_zeros(length, np.uint8)
     x.fill(0)  # every page is written once
@@ -86,12 +86,12 @@ def run(world: World, options: LinkOptions) -> list[Row]:
     title = f"p2p, {_describe_rank(world, source)} to {_describe_rank(world, target)}"
     columns = p2p_gpu.COLUMNS if is_on_gpu else COLUMNS
     groups = measure(world, options, x, pairs, nic_rate)
-    rows = output.print_groups(world, title, columns, groups, len(options.sizes))
+    rows = base.print_groups(world, title, columns, groups, len(options.sizes))
     gpu_facts = (
         {"device": "gpu", "paths": asdict(world.verdict), "nic_gb_s": nic_rate} if is_on_gpu else {}
     )
     facts = {"timed": TIMING_METHOD, **gpu_facts}
-    output.save(
+    base.save(
         world,
         options,
         rows,

@@ -21,7 +21,7 @@ import numpy as np
 from hpctrain.core import xp
 from hpctrain.core.errors import UsageError
 from hpctrain.hardware import nics, pci
-from hpctrain.tools.bench import output
+from hpctrain.tools.bench import base
 from hpctrain.transport.device import gpus
 from hpctrain.transport.link import Link, Request
 from hpctrain.transport.paths import POINTER_PATHS, Path, path_between
@@ -30,12 +30,12 @@ from hpctrain.tuning.measure import TimedLink
 from hpctrain.world import World
 
 COLUMNS = (
-    output.SIZE_COLUMN,
-    output.ALGORITHM_COLUMN,
-    *output.TIME_COLUMNS,
-    ("GB/s", output.number_column("algbw", ".3g")),
-    ("of NIC", output.number_column("share_of_nic", ".0%")),
-    output.CORRECT_COLUMN,
+    base.SIZE_COLUMN,
+    base.ALGORITHM_COLUMN,
+    *base.TIME_COLUMNS,
+    ("GB/s", base.number_column("algbw", ".3g")),
+    ("of NIC", base.number_column("share_of_nic", ".0%")),
+    base.CORRECT_COLUMN,
 )
 
 

@@ -27,7 +27,7 @@ from hpctrain.gradients.replica import Batch, ModelReplica, Replica
 from hpctrain.nn import Key, Model
 from hpctrain.nn.mlp import MlpOptions
 from hpctrain.optim import Optimizer, SgdOptions
-from hpctrain.tools.bench.output import Bench
+from hpctrain.tools.bench.base import Bench
 from hpctrain.tools.bench.rivals import DenseModel, Rival, StepFunction
 from hpctrain.training.recipe import Recipe
 from hpctrain.transport.placement.core_binding import allow_all_cores

@@ -21,13 +21,13 @@ from typing import Any
 import numpy as np
 
 from hpctrain.collectives import Group, all_gather_bytes, operation
+from hpctrain.tools.bench.base import Bench
 from hpctrain.tools.bench.measured_collectives import (
     NATIVE,
     NATIVE_UNBOUND,
     Collective,
     CollectiveCall,
 )
-from hpctrain.tools.bench.output import Bench
 from hpctrain.tools.bench.rivals import Rival
 from hpctrain.transport.shared_memory.host import aligned_zeros
 from hpctrain.tuning.measure import (

@@ -9,8 +9,8 @@ import threadpoolctl
 
 from hpctrain.core import config
 from hpctrain.core.errors import UsageError
-from hpctrain.tools.bench import output, rivals, step_times
-from hpctrain.tools.bench.output import split_words
+from hpctrain.tools.bench import base, rivals, step_times
+from hpctrain.tools.bench.base import split_words
 from hpctrain.training import recipe, runs
 from hpctrain.training.recipe import Recipe
 from hpctrain.tuning.select import ALGORITHM_NAMES
@@ -60,7 +60,7 @@ def parse_options(
 
 def run(world: World, plan: step_times.StepPlan) -> list[step_times.Row]:
     """Measure, print, save and return the rows; collective."""
-    output.check_writable(world, plan.json, plan.plot)
+    base.check_writable(world, plan.json, plan.plot)
     split = world.on_all_ranks(lambda: plan.spec.data.load(plan.spec.run.seed))
     model = world.on_all_ranks(lambda: runs.build_model(plan.spec, split))
     refusal = step_times.rival_refusal(plan.spec)
@@ -68,27 +68,27 @@ def run(world: World, plan: step_times.StepPlan) -> list[step_times.Row]:
     with rivals.joined(world, plan.rivals, lambda _: refusal) as (joined, about):
         groups = step_times.run(world, plan, model, split.train, joined)
         with threadpoolctl.threadpool_limits(1, "blas"):
-            rows = output.print_groups(world, title, _columns(joined), groups, len(plan.batches))
+            rows = base.print_groups(world, title, _columns(joined), groups, len(plan.batches))
     facts = {"timed": TIMING_METHOD, "rivals": about, "recipe": plan.spec.tables}
-    output.save(world, plan, rows, title, lambda plot: plot.draw_step_bars, facts)
+    base.save(world, plan, rows, title, lambda plot: plot.draw_step_bars, facts)
     return rows
 
 
-def _columns(supported_rivals: Iterable[str]) -> list[output.Column]:
+def _columns(supported_rivals: Iterable[str]) -> list[base.Column]:
     rival_columns = [(f"x {name}", _ratio_formatter(name)) for name in supported_rivals]
     return [
-        ("batch", output.number_column("batch_per_rank", "d")),
-        output.ALGORITHM_COLUMN,
-        *output.TIME_COLUMNS[:3],
-        ("samples/s", output.number_column("samples_per_s", ",.0f")),
-        ("exposed us", output.microseconds_column("exposed_s")),
-        ("loss", output.number_column("loss", ".5f")),
+        ("batch", base.number_column("batch_per_rank", "d")),
+        base.ALGORITHM_COLUMN,
+        *base.TIME_COLUMNS[:3],
+        ("samples/s", base.number_column("samples_per_s", ",.0f")),
+        ("exposed us", base.microseconds_column("exposed_s")),
+        ("loss", base.number_column("loss", ".5f")),
         *rival_columns,
-        output.CORRECT_COLUMN,
+        base.CORRECT_COLUMN,
     ]
 
 
-def _ratio_formatter(name: str) -> output.RowFormatter:
+def _ratio_formatter(name: str) -> base.RowFormatter:
     return lambda row: f"{row['times'][name]:.2f}" if name in row["times"] else "-"
 
 

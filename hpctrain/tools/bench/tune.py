@@ -18,8 +18,8 @@ from hpctrain.core import config, progress, thresholds
 from hpctrain.core.errors import UsageError
 from hpctrain.core.fitted_table import fit_table
 from hpctrain.core.printing import say
-from hpctrain.tools.bench import output, units
-from hpctrain.tools.bench.output import (
+from hpctrain.tools.bench import base, units
+from hpctrain.tools.bench.base import (
     check_gpu_memory,
     check_host_memory,
     check_plot_path,
@@ -165,7 +165,7 @@ def _save_and_show(
 def _draw_plot(tuning_table: Table, plot: Path | None) -> None:
     if plot is not None:
         import_module("hpctrain.tools.bench.plot").draw_table(tuning_table, plot)
-        output.report_file(plot)
+        base.report_file(plot)
 
 
 def _make_progress_bar(world: World, step_count: int) -> Progress:

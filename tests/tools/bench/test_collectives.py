@@ -11,7 +11,7 @@ import pytest
 from ranks import on_ranks, run_on
 
 from hpctrain.core.errors import UsageError
-from hpctrain.tools.bench import collectives, output, sweep
+from hpctrain.tools.bench import base, collectives, sweep
 from hpctrain.tools.bench.measured_collectives import COLLECTIVES, CollectiveCall
 
 REQUESTED = {
@@ -162,8 +162,8 @@ def test_what_cannot_be_written_is_said_before_anything_is_measured(tmp_path):
 
 
 def test_buffers_that_do_not_fit_are_refused_before_they_are_made(monkeypatch):
-    available_bytes = 2 * output.OWN_BUFFERS * 1024
-    monkeypatch.setattr(output, "available_bytes", lambda root: available_bytes)
+    available_bytes = 2 * base.OWN_BUFFERS * 1024
+    monkeypatch.setattr(base, "available_bytes", lambda root: available_bytes)
     requested = asked(algorithms="ring", sizes_text="1KiB,2KiB")
     with pytest.raises(UsageError, match=r"2 KiB needs .* in each of 2 ranks"):
         run_on("threads", 2, lambda world: collectives.run(world, requested))
@@ -212,7 +212,7 @@ def test_too_much_is_refused_with_one_voice(hpctrain):
 )
 def test_times_of_a_busy_machine_are_said_to_be_noisy(spreads, expected, capsys):
     rows = [{"spread": spread} for spread in spreads]
-    assert run_on("threads", 1, lambda world: output.find_noise(world, rows)) == [expected]
+    assert run_on("threads", 1, lambda world: base.find_noise(world, rows)) == [expected]
     assert ("noisy: the quartiles of repeats differ by 90%" in capsys.readouterr().out) == bool(
         expected
     )

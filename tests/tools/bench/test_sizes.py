@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hpctrain.core.errors import UsageError
-from hpctrain.tools.bench.output import check_host_memory
+from hpctrain.tools.bench.base import check_host_memory
 from hpctrain.tools.bench.units import parse_sizes, size_text
 from hpctrain.transport.threads.ranks import run_ranks
 from hpctrain.world import over_threads

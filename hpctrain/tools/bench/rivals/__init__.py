@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from hpctrain.core import config
-from hpctrain.tools.bench import output
+from hpctrain.tools.bench import base
 from hpctrain.world import World
 
 TIMEOUT_S = 60.0
@@ -113,7 +113,7 @@ def joined(
     about = {name: rival.about for name, rival in measured.items()}
     for name, reason in {**reasons, **skipped, **refusals}.items():
         about[name] = f"skipped: {reason}"
-    output.print_lines(world, [f"# {name}: {text}" for name, text in about.items()])
+    base.print_lines(world, [f"# {name}: {text}" for name, text in about.items()])
     try:
         yield measured, about
     finally:
