@@ -9,9 +9,9 @@
 Additions have the order of NumPy in `direct`, and each is one IEEE 754 operation; 16-bit floats are
 added in float32, and each sum is rounded. So the CPU gives the same bytes, except for the bits of a
 NaN from a sum or a product, and for subnormal numbers of float32, complex64 and bfloat16, which are
-zeros here: CuPy compiles each kernel with -ftz=true. An output may be one of the inputs, since a thread reads an element of
-all arrays before it writes the result. Arrays of neighbours, even on another GPU, need no special
-reads: no cache holds them between kernels.
+zeros here: CuPy compiles each kernel with -ftz=true. An output may be one of the inputs, since a
+thread reads an element of all arrays before it writes the result. Arrays of neighbours, even on
+another GPU, need no special reads: no cache holds them between kernels.
 
 Cost: (P + Q) n bytes through memory. The source is generated for each P, Q, dtype and operation.
 """

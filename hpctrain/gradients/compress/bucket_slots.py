@@ -82,7 +82,6 @@ class BucketSlotsCache:
         return self._cache[start, x.size]
 
 
-
 def consecutive_slices(lengths: Iterable[int]) -> list[slice]:
     """Return consecutive slices with these lengths."""
     stops = list(accumulate(lengths))
