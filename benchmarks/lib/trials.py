@@ -25,7 +25,7 @@ from hpctrain.data import Sampler, Split, share
 from hpctrain.engines import ENGINES, Engine, Flags, Task
 from hpctrain.engines.staleness import metrics
 from hpctrain.gradients.replica import Batch, ModelReplica
-from hpctrain.training.faults import FaultsOptions, Pace, SlowedReplica
+from hpctrain.training.faults import FaultsOptions, Slowdown, SlowedReplica
 from hpctrain.transport.link import Link
 from hpctrain.transport.threads.ranks import run_ranks
 
@@ -156,7 +156,7 @@ def run(trial: Trial) -> dict[str, Any]:
 
 def _train_rank(link: Link, trial: Trial, watcher: Watcher) -> dict[str, Any]:
     world = worlds.over_threads(link)
-    pace = Pace(config.read(FaultsOptions, trial.faults, "faults"), world.rank)
+    pace = Slowdown(config.read(FaultsOptions, trial.faults, "faults"), world.rank)
     replica = SlowedReplica(make_replica(trial), pace)
     options = config.read_kind(ENGINES, trial.engine, "engine")
     engine = options.build(world, replica, make_optimizer(trial))
