@@ -13,7 +13,7 @@ from functools import partial
 
 import numpy as np
 
-from hpctrain.core.xp import Array, namespace, to_host
+from hpctrain.core.xp import Array, namespace, on_device, to_host
 from hpctrain.optim.norms import slot_pieces
 from hpctrain.optim.optimizer import (
     BLOCK_ELEMENTS,
@@ -49,6 +49,8 @@ class Ranges:
     def find_absent(self, grad: Array) -> list[int]:
         """Return the indices of the ranges that have no gradient."""
         firsts = grad[namespace(grad).asarray(self._starts)]
+        if not on_device(grad) and firsts.all():  # as of most gradients: none is zero
+            return []
         candidates: list[int] = to_host(_has_mark(firsts)).nonzero()[0].tolist()
         return [i for i in candidates if is_absent(grad[self.parts[i]])]
 

@@ -77,6 +77,7 @@ class TorchLoss:
         self._counts: TargetCounts | None = UserCount(count) if count is not None else None
         if loss_modules.sums_by_class(function):
             self._counts = ClassCounts(function)
+        self._counted: tuple[Any, np.ndarray | None] = self, None  # the targets of a batch
         self.terms = tuple(self._functions)
         self.metrics: Mapping[str, Metric] = {name: mean(name) for name in self.terms}
 
@@ -84,12 +85,19 @@ class TorchLoss:
         """Return a context in which calls leave the user's function as it was."""
         return loss_modules.unwritten(self._functions["loss"])
 
-    def totals(self, outputs: Any, targets: Any, n: int) -> dict[str, tuple[torch.Tensor, float]]:
-        """Return the sum over `n` samples of the loss and of each metric, with its divisor."""
+    def totals(
+        self, outputs: Any, y: Any, targets: Any, n: int
+    ) -> dict[str, tuple[torch.Tensor, float]]:
+        """Return the sum over `n` samples of the loss and of each metric, with its divisor.
+
+        `targets`: the arrays `y` as tensors.
+        """
         factor = n if self._reduction == "mean" else 1
         function = self._functions["loss"]
         loss_modules.check_shapes(function, outputs, targets)
-        counts = None if self._counts is None else self._counts.counts(targets)
+        (counted, counts), self._counted = self._counted, (self, None)  # threads may share the loss
+        if self._counts is not None and y is not counted:
+            counts = self._counts.counts(targets)
         if self._counts is None or counts is None:
             loss, divisor = loss_modules.call_in_dtype(function, outputs, targets), float(n)
         else:
@@ -119,6 +127,7 @@ class TorchLoss:
         if key.mean_factor is not None:
             return key.mean_factor
         counts = self._counts.counts(as_targets(batch.targets, _HOST))
+        self._counted = batch.targets, counts
         if counts is None:
             return 1.0
         n: float = batch.n
@@ -213,7 +222,7 @@ def compute_sums(
     """
     if isinstance(loss, TorchLoss):
         outputs = map_arrays(partial(_widened, dtype=like.dtype), outputs)
-        totals = loss.totals(outputs, as_targets(y, like), n)
+        totals = loss.totals(outputs, y, as_targets(y, like), n)
         if scale is not None:
             loss_sum = totals["loss"][0]
             with backward:
