@@ -136,7 +136,7 @@ def _start_job(
     slots = launchers.allocated_tasks(os.environ) or _count_physical_cores()
     # MPICH's mpiexec, too, ends with 0 after ranks that left MPI without a word.
     is_marked = policy.elastic or mpi.vendor == "MPICH"
-    states = rank_states.RankStates() if is_marked else None
+    states = rank_states.RankStates(ranks) if is_marked else None
     rank_argv = argv(start.run)
     command, variables = build_command(
         mpi,

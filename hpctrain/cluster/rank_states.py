@@ -29,10 +29,10 @@ def command(argv: Sequence[str]) -> list[str]:
 
 
 class RankStates:
-    """The ranks that have started MPI, and the codes of those that have ended."""
+    """The ranks that have started MPI, and the codes of those that have ended, of `size` ranks."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock, self._pending = clock, b""
+    def __init__(self, size: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._size, self._clock, self._pending = size, clock, b""
         self._starting, self._joined, self._finishing = set[str](), set[str](), set[str]()
         self._lost = set[str]()  # says a rank that is left
         self._codes: dict[str, int] = {}  # as in subprocess, in the order of the ends
@@ -68,14 +68,10 @@ class RankStates:
             self._codes[rank] = value
         elif event == LOSES:
             self._lost.add(str(value))
-        if self._over_s is None and self._lost and self._started <= self._lost | {*self._codes}:
+        if self._over_s is None and self._lost and len({*self._codes} | self._lost) == self._size:
             self._over_s = self._clock()
         if self._doomed_s is None and self._starting and self._missing:
             self._doomed_s = self._clock()
-
-    @property
-    def _started(self) -> set[str]:
-        return self._starting | self._joined
 
     @property
     def _missing(self) -> list[str]:
@@ -90,7 +86,8 @@ class RankStates:
         if self._over_s is not None and self._clock() >= self._over_s + GRACE_S:
             return "all ranks left have ended: mpiexec, which waits for a lost host, is ended"
         is_due = self._doomed_s is not None and self._clock() >= self._doomed_s + GRACE_S
-        if not is_due or not self._starting - self._joined - {*self._codes}:
+        is_over = len(self._codes) == self._size  # else some wait, or are stopped before that
+        if not is_due or is_over or not self._starting - self._joined:
             return ""
         return (
             f"{self._describe(self._missing)} before MPI had started, for which the other ranks "
@@ -122,7 +119,7 @@ class RankStates:
 
     def _is_success(self, rank: str, code: int) -> bool:
         """Return whether a rank ended with 0, and not without a word while it used MPI."""
-        return code == 0 and (rank in self._finishing or rank not in self._started)
+        return code == 0 and (rank in self._finishing or rank not in self._starting | self._joined)
 
     def _is_refusal(self, rank: str, code: int) -> bool:
         """Return whether a rank ended by itself, with an error, and not from a running MPI."""

@@ -17,7 +17,7 @@ KILLED, SEGFAULT = -signal.SIGKILL, -signal.SIGSEGV
 
 
 def states_after(*events, clock=lambda: 0.0):
-    states = rank_states.RankStates(clock)
+    states = rank_states.RankStates(1 + max((rank for rank, *_ in events), default=0), clock)
     for rank, event, value in events:
         states.feed(rank_marks.MARK.format(rank, event, value).encode())
     return states
@@ -65,6 +65,7 @@ FAULTS = {
     "lost before": ([(1, ENDED, KILLED), (0, STARTS_MPI, 0)], 137),
     "refused alone": ([(1, ENDED, 2), (0, STARTS_MPI, 0)], 2),
     "gone without a word": ([(1, ENDED, 0), (0, STARTS_MPI, 0)], 1),
+    "stopped before it": ([(1, STARTS_MPI, 0), (1, ENDED, 86)], 86),
     "nobody waits": ([(0, STARTS_MPI, 0), (1, ENDED, KILLED), (0, ENDED, 86)], None),
     "no MPI": ([(1, ENDED, KILLED)], None),
     "lost after": ([*all_with_mpi(ranks=2), (1, ENDED, KILLED)], None),
@@ -89,7 +90,7 @@ def test_waits_for_a_lost_rank(name):
 
 @pytest.mark.parametrize("chunk", [1, 7, 1000])
 def test_marks_are_taken_out_of_the_output(chunk):
-    states = rank_states.RankStates()
+    states = rank_states.RankStates(12)
     data = b"".join(
         [b"a\x1eb ", *(rank_marks.MARK.format(r, ENDED, -9).encode() for r in (0, 11)), b"c\n\x1e"]
     )

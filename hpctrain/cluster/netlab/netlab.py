@@ -120,7 +120,7 @@ def netlab(lab: Lab, argv: Sequence[str], policy: LossPolicy | None = None) -> i
     _check_request(lab, argv)
     mpi = find_mpi()
     options = elastic_options(mpi) if policy.elastic else ()
-    states = RankStates() if policy.elastic else None
+    states = RankStates(lab.ranks) if policy.elastic else None
     argv = rank_states.command(argv) if states else argv
     lab_command = [*module_command("hpctrain.cluster.netlab.namespaces"), json.dumps(asdict(lab))]
     command = [*unshare_command(), *lab_command, *build_command(mpi, lab, argv, options)]
