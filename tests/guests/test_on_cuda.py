@@ -11,6 +11,7 @@ import sys
 import weakref
 from contextlib import closing
 from functools import partial
+from pathlib import Path
 from threading import Thread
 from types import SimpleNamespace
 from unittest.mock import Mock, patch
@@ -325,3 +326,40 @@ def test_the_communication_thread_has_the_gpu_of_its_rank():
 def test_tensors_of_cuda(name):
     with fakes.installed(lazy=True, ipc_within=True), tensors.cuda():
         run_ranks(SIZE, lambda link: BODIES[name](on_gpus(over_threads(link))), timeout_s=20)
+
+
+#: By way of C++, as scripts call: under MPI, which crashes on the pointers of this machine.
+SCRIPT = """
+import sys
+sys.path[:0] = {folders!r}
+import fakes, torch, torch.distributed as dist
+from fakes import tensors
+from hpctrain.transport.device import gpus
+
+with fakes.installed(lazy=True, hidden=True) as machine, tensors.cuda():
+    gpus.driver_cuda_version = lambda: machine.driver
+    dist.init_process_group("hpctrain")
+    rank, group, side = dist.get_rank(), dist.group.WORLD, torch.cuda.Stream()
+    x, y = (tensors.on_cuda(torch.full((1000,), value)) for value in (rank + 1.0, 0.0))
+    with torch.cuda.stream(side):
+        x.mul_(2)
+        work = dist.all_reduce(x, async_op=True)
+    work.wait()
+    assert (x.clone().cpu() == 6).all(), x.cpu()
+    with torch.cuda.stream(side):
+        x.mul_(rank + 1)
+        works = [group.send([x], 1 - rank, 0), group.recv([y], 1 - rank, 0)]
+    for work in works:
+        work.wait()
+    assert (y.clone().cpu() == 6 * (2 - rank)).all(), y.cpu()
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.full
+@pytest.mark.processes
+def test_a_process_group_under_mpi(start):
+    tests = Path(__file__).parents[1]
+    script = SCRIPT.format(folders=[str(tests), str(tests / "lib")])
+    ended = start("-c", script, ranks=2).finish(timeout=100)
+    assert ended.returncode == 0, ended.stderr
