@@ -4,8 +4,8 @@
     bfloat16  s eeeeeeee mmmmmmm|
 
 It has the range of float32, with 8 binary digits in place of 24; the dtype is that of ml_dtypes. On
-a GPU each function is one kernel, with the bits of the host for all numbers but those of float64
-that are subnormal in float32: they become zeros, since CuPy compiles with -ftz=true.
+a GPU each function is one kernel, with the bits of the host; but float64 numbers that are subnormal
+in float32 become zeros, since CuPy compiles with -ftz=true.
 Source: Kalamkar et al., "A study of bfloat16 for deep learning training", 2019.
 """
 
