@@ -45,7 +45,7 @@ STEP_EPILOG = """\b
 Examples:
   mpirun -n 2 hpctrain bench step digits --batch-per-rank 64
   mpirun -n 2 hpctrain bench step benchmarks/mlp-10m.toml --batch-per-rank 32,128 \\
-      --algorithms auto,direct,share-parameters --rivals gloo,horovod --json training_step.json
+      --algorithms auto,direct,share-parameters --rivals gloo,horovod --json step.json
   mpirun -n 2 hpctrain bench step benchmarks/mlp-10m.toml --batch-per-rank 32 --model torch
 
 `share-parameters` keeps one array of parameters per node; all other names are algorithms of [wire].
