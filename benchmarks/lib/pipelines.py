@@ -14,8 +14,8 @@ import numpy as np
 
 from hpctrain import nn
 from hpctrain.gradients.replica import Batch, ignore_ready, split_batch
-from hpctrain.nn.gradient_sums import GradientSums
 from hpctrain.nn.layer import Parameter, run_now
+from hpctrain.nn.part import GradientSums
 from hpctrain.parallel.mesh import Mesh, make_mesh
 from hpctrain.parallel.options import MeshOptions, PipelineOptions
 from hpctrain.parallel.pipeline.build import make_pipeline

@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from hpctrain.data.digit_images import DigitsOptions, MnistOptions
     from hpctrain.data.from_function import FunctionData
     from hpctrain.data.idx import IdxOptions
-    from hpctrain.data.npy import NpyOptions
-    from hpctrain.data.npz import NpzOptions
+    from hpctrain.data.npy import NpyOptions, NpzOptions
     from hpctrain.data.text import TextOptions
 
 __all__ = [
@@ -70,7 +69,7 @@ __getattr__ = lazy_names(
         "IdxOptions": "idx",
         "MnistOptions": "digit_images",
         "NpyOptions": "npy",
-        "NpzOptions": "npz",
+        "NpzOptions": "npy",
         "TextOptions": "text",
     },
 )

@@ -18,8 +18,7 @@ import numpy as np
 
 from hpctrain.checkpoint import Piece
 from hpctrain.core.xp import namespace
-from hpctrain.engines.saved_state import SavedState
-from hpctrain.engines.state_pieces import array_pieces, request_array, request_state
+from hpctrain.engines.saved_state import SavedState, array_pieces, request_array, request_state
 from hpctrain.gradients.arena import Arena
 from hpctrain.optim import Optimizer
 from hpctrain.optim.optimizer import State

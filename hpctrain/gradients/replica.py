@@ -17,7 +17,7 @@ from hpctrain.core.trees import arrays, map_arrays
 from hpctrain.gradients import arena as arenas
 from hpctrain.gradients.arena import Arena
 from hpctrain.hardware.memory import available_bytes
-from hpctrain.nn.gradient_sums import GradientSums
+from hpctrain.nn.part import GradientSums
 from hpctrain.transport.shared_memory.host import aligned_zeros
 
 INITIAL_VALUE_BYTES = 8  #: per element: initial values are float64

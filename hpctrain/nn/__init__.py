@@ -29,17 +29,15 @@ if TYPE_CHECKING:
     from hpctrain.nn.activations import GELU, ReLU
     from hpctrain.nn.attention import CausalAttention
     from hpctrain.nn.batch_norm import BatchNorm
-    from hpctrain.nn.chain import Chain, Recompute, Residual
+    from hpctrain.nn.chain import Chain, Concatenate, Recompute, Residual
     from hpctrain.nn.cnn import CnnOptions
-    from hpctrain.nn.concatenate import Concatenate
-    from hpctrain.nn.conv import Conv2d
+    from hpctrain.nn.conv import Conv2d, MaxPool2d, MeanPool
     from hpctrain.nn.dropout import Dropout
     from hpctrain.nn.embedding import Embedding, Positions, Unembedding
     from hpctrain.nn.from_function import FunctionModel
     from hpctrain.nn.layer_norm import LayerNorm
     from hpctrain.nn.linear import Linear
     from hpctrain.nn.mlp import MlpOptions
-    from hpctrain.nn.pooling import MaxPool2d, MeanPool
     from hpctrain.nn.reshape import AddChannel, Flatten, Subsample
     from hpctrain.nn.resnet import ResNetOptions
     from hpctrain.nn.transformer import TransformerOptions
@@ -96,7 +94,7 @@ __getattr__ = lazy_names(
         "CausalAttention": "attention",
         "Chain": "chain",
         "CnnOptions": "cnn",
-        "Concatenate": "concatenate",
+        "Concatenate": "chain",
         "Conv2d": "conv",
         "Dropout": "dropout",
         "Embedding": "embedding",
@@ -105,8 +103,8 @@ __getattr__ = lazy_names(
         "GELU": "activations",
         "LayerNorm": "layer_norm",
         "Linear": "linear",
-        "MaxPool2d": "pooling",
-        "MeanPool": "pooling",
+        "MaxPool2d": "conv",
+        "MeanPool": "conv",
         "MlpOptions": "mlp",
         "Positions": "embedding",
         "ReLU": "activations",

@@ -9,11 +9,10 @@ import pydantic
 from hpctrain.core.config import options
 from hpctrain.core.errors import UsageError
 from hpctrain.nn.activations import ReLU
-from hpctrain.nn.conv import Conv2d
+from hpctrain.nn.conv import Conv2d, MaxPool2d
 from hpctrain.nn.layer import Layer, Shape
 from hpctrain.nn.mlp import Count, Rate, dense_layers
 from hpctrain.nn.model import Model
-from hpctrain.nn.pooling import MaxPool2d
 from hpctrain.nn.reshape import AddChannel, Flatten
 
 

@@ -9,6 +9,8 @@ With channels last, a row of a window is contiguous in memory, y leaves the prod
 order, and neither forward nor backward transposes an array. The price: `columns` is
 kernel^2 / stride^2 times as large as x, and is saved for backward. On a GPU one kernel gathers the
 columns, and another sums their gradient into dx; see cuda/im2col.py.
+
+Pooling has one number for each window of an image, or for the whole image.
 """
 
 from __future__ import annotations
@@ -20,12 +22,13 @@ from functools import partial
 import numpy as np
 
 from hpctrain.core.errors import UsageError
-from hpctrain.core.xp import Array, narrowed, on_device
+from hpctrain.core.xp import Array, namespace, narrowed, on_device, widened
 from hpctrain.nn.cuda import im2col
 from hpctrain.nn.layer import (
     Key,
     Later,
     Parameter,
+    PlainLayer,
     Shape,
     he_normal,
     require_at_least,
@@ -149,3 +152,74 @@ class Conv2d:
             np.matmul(dy, weight[i, j].T, out=product)
             dx[index] += product.reshape(n, oh, ow, c)
         return narrowed(dx[:, pad : pad + h, pad : pad + w], dy)
+
+
+@dataclass(frozen=True)
+class MaxPool2d(PlainLayer):
+    """Keep the largest value of each window: (n, h, w, c) -> (n, oh, ow, c).
+
+    oh = (h - window) // stride + 1; rows and columns that fill no window are ignored. Of several
+    equal maxima the first gets the gradient. Raises UsageError if samples are not (h, w, c) or are
+    smaller than the window.
+    """
+
+    window: int = 2
+    stride: int = 2
+
+    def __post_init__(self) -> None:
+        require_at_least(self, window=(self.window, 1), stride=(self.stride, 1))
+
+    def output_shape(self, shape: Shape) -> Shape:
+        return (*count_windows(shape, self.window, self.stride), shape[2])
+
+    def forward(
+        self, p: Mapping[str, Array], x: Array, key: Key | None
+    ) -> tuple[Array, tuple[Array, Array]]:
+        first_index, *other_indices = (index for _, _, index in self._window_pixels(x))
+        y = x[first_index].copy()
+        for index in other_indices:
+            namespace(x).maximum(y, x[index], out=y)
+        return y, (x, y)
+
+    def backward(
+        self,
+        p: Mapping[str, Array],
+        g: Mapping[str, Array],
+        saved: tuple[Array, Array],
+        dy: Array,
+        want_dx: bool,
+    ) -> Array | None:
+        x, y = saved
+        dx = namespace(x).zeros(x.shape, x.dtype)
+        is_unassigned = namespace(x).ones(y.shape, bool)
+        # All values of a window may be equal, such as 0 after a ReLU: only one gets the gradient.
+        for _, _, index in self._window_pixels(x):
+            is_max = (x[index] == y) & is_unassigned
+            is_unassigned ^= is_max
+            dx[index] += dy * is_max
+        return dx
+
+    def _window_pixels(self, x: Array) -> list[tuple[int, int, tuple[slice, ...]]]:
+        oh, ow, _ = self.output_shape(x.shape[1:])
+        return list(window_pixels(self.window, self.stride, oh, ow))
+
+
+@dataclass(frozen=True)
+class MeanPool(PlainLayer):
+    """The mean of each channel over the whole image: (n, h, w, c) -> (n, c)."""
+
+    def output_shape(self, shape: Shape) -> Shape:
+        if len(shape) != 3:
+            raise UsageError(f"expected images (height, width, channels), seen {shape}")
+        return shape[2:]
+
+    def forward(self, p: Mapping[str, Array], x: Array, key: Key | None) -> tuple[Array, Shape]:
+        return narrowed(widened(x).mean(axis=(1, 2)), x), x.shape
+
+    def backward(
+        self, p: Mapping[str, Array], g: Mapping[str, Array], saved: Shape, dy: Array, want_dx: bool
+    ) -> Array | None:
+        n, h, w, c = saved
+        dx = namespace(dy).empty(saved, dy.dtype)
+        dx[...] = (dy / (h * w)).reshape(n, 1, 1, c)
+        return dx

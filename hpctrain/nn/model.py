@@ -14,10 +14,8 @@ import numpy as np
 from hpctrain.core.errors import UsageError
 from hpctrain.core.trees import map_arrays, sample_count, sample_shape
 from hpctrain.core.xp import Array, like, narrowed, on_device, widened
-from hpctrain.nn.chain import infer_shapes, qualify_names
-from hpctrain.nn.concatenate import Concatenate
+from hpctrain.nn.chain import Concatenate, infer_shapes, qualify_names
 from hpctrain.nn.embedding import Embedding
-from hpctrain.nn.gradient_sums import GradientSums
 from hpctrain.nn.layer import Key, Layer, Parameter, Shape
 from hpctrain.nn.losses import (
     Loss,
@@ -28,7 +26,7 @@ from hpctrain.nn.losses import (
     cross_entropy,
     wait_for_sums,
 )
-from hpctrain.nn.part import Part
+from hpctrain.nn.part import GradientSums, Part
 
 MAX_EVALUATION_TARGETS = 2048  #: targets that `evaluate` computes at once; bounds the memory
 MAX_EVALUATION_ROWS = 256  #: samples that `evaluate` computes at once

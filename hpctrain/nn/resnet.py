@@ -17,11 +17,10 @@ from hpctrain.core.errors import UsageError
 from hpctrain.nn.activations import ReLU
 from hpctrain.nn.batch_norm import BatchNorm
 from hpctrain.nn.chain import Chain, Recompute, Residual
-from hpctrain.nn.conv import Conv2d
+from hpctrain.nn.conv import Conv2d, MeanPool
 from hpctrain.nn.layer import MAX_LAYERS, Layer, Shape
 from hpctrain.nn.linear import Linear
 from hpctrain.nn.model import Model
-from hpctrain.nn.pooling import MeanPool
 from hpctrain.nn.reshape import AddChannel, Subsample
 
 Count = Annotated[int, pydantic.Field(gt=0)]

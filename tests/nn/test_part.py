@@ -11,10 +11,9 @@ import pytest
 from hpctrain import nn
 from hpctrain.core.errors import HpctrainError
 from hpctrain.gradients.replica import Batch, ModelReplica, ignore_ready, split_batch
-from hpctrain.nn import gradient_sums
-from hpctrain.nn.gradient_sums import GradientSums
+from hpctrain.nn import part as part_module
 from hpctrain.nn.layer import run_now, takes_later
-from hpctrain.nn.part import Part
+from hpctrain.nn.part import GradientSums, Part
 
 
 @dataclass(frozen=True)
@@ -340,9 +339,9 @@ def test_totals_of_shared_parameters_do_not_wait_for_other_products():
 def test_arrays_of_waiting_products_are_created_when_they_run():
     model, created = MODELS["recompute"](), []
     stages, waiting = Stages(model, [], 2), []
-    empty_like = gradient_sums._empty_like
+    empty_like = part_module._empty_like
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gradient_sums, "_empty_like", lambda x: created.append(x) or empty_like(x))
+        patch.setattr(part_module, "_empty_like", lambda x: created.append(x) or empty_like(x))
         stages.run(lambda stage: waiting.append)
         before = len(created)
         for product in waiting:

@@ -12,7 +12,7 @@ from ranks import on_ranks, run_on
 from hpctrain import nn
 from hpctrain.core.errors import TransportError, UsageError
 from hpctrain.gradients.replica import Batch, ignore_ready
-from hpctrain.nn.gradient_sums import GradientSums
+from hpctrain.nn.part import GradientSums
 from hpctrain.parallel.pipeline import replica as replicas
 from hpctrain.parallel.pipeline.execution import TrainingStep
 from hpctrain.parallel.pipeline.tied_weights import TiedWeights

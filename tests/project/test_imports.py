@@ -15,7 +15,7 @@ ARROWS = 134
 #: files that import each other; circles may only shrink
 CIRCLES = {
     "jax": {"model", "replica"},
-    "nn": {"gradient_sums", "model", "part"},
+    "nn": {"model", "part"},
     "torch": {"autoload", "process_group", "rendezvous"},
     "torch.modules": {"model", "replica"},
     "training": {"fit_call", "trainer"},

@@ -9,8 +9,7 @@ import numpy as np
 from hpctrain.checkpoint import Piece
 from hpctrain.engines.base import EngineBase
 from hpctrain.engines.engine import Flags, average_over, join_flags
-from hpctrain.engines.saved_state import SavedState
-from hpctrain.engines.state_pieces import pieces_of
+from hpctrain.engines.saved_state import SavedState, pieces_of
 from hpctrain.engines.worker_state import WorkerState
 from hpctrain.gradients.finite import GradientCheck
 from hpctrain.gradients.replica import Replica

@@ -50,8 +50,7 @@ from hpctrain.engines.engine import (
     train_in_lockstep,
 )
 from hpctrain.engines.local_sgd.outer_step import Averaging, DelayedAverage, OuterOptimizer
-from hpctrain.engines.saved_state import SavedState
-from hpctrain.engines.state_pieces import pieces_of
+from hpctrain.engines.saved_state import SavedState, pieces_of
 from hpctrain.engines.synchronous.allreduce import AllReduce, AllReduceEngine
 from hpctrain.engines.worker_state import WorkerState
 from hpctrain.gradients.reducer import WireOptions

@@ -15,8 +15,7 @@ from hpctrain.collectives import AllReduceFunction, Group
 from hpctrain.collectives.chunks import slices
 from hpctrain.core.xp import namespace
 from hpctrain.engines.engine import Times
-from hpctrain.engines.saved_state import SavedState
-from hpctrain.engines.state_pieces import array_pieces, request_array
+from hpctrain.engines.saved_state import SavedState, array_pieces, request_array
 from hpctrain.gradients.arena import Arena
 from hpctrain.gradients.buckets import Bucket
 from hpctrain.gradients.reducer import Reducer

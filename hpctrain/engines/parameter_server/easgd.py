@@ -39,8 +39,7 @@ from hpctrain.engines.parameter_server.shard import (
     drain,
 )
 from hpctrain.engines.parameter_server.worker import Worker
-from hpctrain.engines.saved_state import SavedState
-from hpctrain.engines.state_pieces import plane_pieces, request_plane
+from hpctrain.engines.saved_state import SavedState, plane_pieces, request_plane
 from hpctrain.engines.worker_state import WorkerState
 from hpctrain.gradients.arena import Arena
 from hpctrain.gradients.replica import Replica, ignore_ready

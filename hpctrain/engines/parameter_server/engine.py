@@ -38,9 +38,8 @@ from hpctrain.engines.parameter_server.server import EventSource, Server, server
 from hpctrain.engines.parameter_server.shard import Shard, shard_ranges, wire_slices
 from hpctrain.engines.parameter_server.worker import Worker
 from hpctrain.engines.replay import Recorder
-from hpctrain.engines.saved_state import SavedState
+from hpctrain.engines.saved_state import SavedState, array_pieces, request_state
 from hpctrain.engines.staleness import broadcast_staleness
-from hpctrain.engines.state_pieces import array_pieces, request_state
 from hpctrain.gradients.finite import GradientCheck
 from hpctrain.gradients.replica import Replica
 from hpctrain.optim import Optimizer, sgd

@@ -26,8 +26,7 @@ import numpy as np
 from hpctrain.checkpoint import Piece
 from hpctrain.collectives.chunks import SEGMENT_BYTES, bounds
 from hpctrain.core.xp import to_host
-from hpctrain.engines.saved_state import SavedState
-from hpctrain.engines.state_pieces import optimizer_pieces, plane_pieces, request_plane
+from hpctrain.engines.saved_state import SavedState, optimizer_pieces, plane_pieces, request_plane
 from hpctrain.gradients.arena import Arena, shift_slots
 from hpctrain.optim import Optimizer
 from hpctrain.optim.absent import ABSENT

@@ -21,8 +21,7 @@ from hpctrain.core.errors import LostRankError, ModelError, UsageError
 from hpctrain.core.xp import on_device
 from hpctrain.engines.base import EngineBase
 from hpctrain.engines.engine import Flags, Task, sum_in_layer, train_in_lockstep
-from hpctrain.engines.saved_state import SavedState
-from hpctrain.engines.state_pieces import pieces_of
+from hpctrain.engines.saved_state import SavedState, pieces_of
 from hpctrain.engines.synchronous import overlap
 from hpctrain.engines.synchronous.contradictions import contradictions
 from hpctrain.engines.synchronous.finite_vote import CompressedVote, GradientVote, SumVote

@@ -35,8 +35,13 @@ from hpctrain.collectives.all_gathers import IN_MEMORY_ALL_GATHERS, AllGather
 from hpctrain.collectives.ordered import SumTree
 from hpctrain.collectives.ring import reduce_scatter
 from hpctrain.core.errors import UsageError
-from hpctrain.engines.saved_state import SavedState, divide
-from hpctrain.engines.state_pieces import array_pieces, plane_pieces, request_plane
+from hpctrain.engines.saved_state import (
+    SavedState,
+    array_pieces,
+    divide,
+    plane_pieces,
+    request_plane,
+)
 from hpctrain.gradients import compress
 from hpctrain.gradients.arena import view_offset
 from hpctrain.gradients.blocks import BlockReplica, add_in_order

@@ -33,8 +33,7 @@ from hpctrain.collectives import AllReduceFunction, Group
 from hpctrain.collectives.chunks import bounds
 from hpctrain.core.errors import UsageError
 from hpctrain.engines.engine import Times
-from hpctrain.engines.saved_state import SavedState
-from hpctrain.engines.state_pieces import range_pieces, request_range
+from hpctrain.engines.saved_state import SavedState, range_pieces, request_range
 from hpctrain.engines.synchronous.update import PartwiseUpdate, gather_rows_timed
 from hpctrain.gradients.arena import shift_slots
 from hpctrain.gradients.replica import Replica

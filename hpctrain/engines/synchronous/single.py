@@ -17,8 +17,7 @@ from hpctrain.engines.engine import (
     Times,
     train_in_lockstep,
 )
-from hpctrain.engines.saved_state import SavedState
-from hpctrain.engines.state_pieces import pieces_of, request_state
+from hpctrain.engines.saved_state import SavedState, pieces_of, request_state
 from hpctrain.engines.synchronous.gradient_sums import warn_of_residuals
 from hpctrain.gradients.blocks import BlockReplica, ReductionOptions
 from hpctrain.gradients.finite import GradientCheck

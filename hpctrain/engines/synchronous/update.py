@@ -27,8 +27,13 @@ from hpctrain.collectives.chunks import bounds
 from hpctrain.collectives.copy_through import part_offsets
 from hpctrain.collectives.ring import all_gather
 from hpctrain.engines.engine import Times, gather_rows
-from hpctrain.engines.saved_state import SavedState
-from hpctrain.engines.state_pieces import pieces_of, range_pieces, request_range, request_state
+from hpctrain.engines.saved_state import (
+    SavedState,
+    pieces_of,
+    range_pieces,
+    request_range,
+    request_state,
+)
 from hpctrain.engines.synchronous.gradient_sums import FastSums
 from hpctrain.gradients.arena import Arena, Slot, identity, shift_slots, view_offset
 from hpctrain.optim import Optimizer

@@ -21,9 +21,8 @@ from typing import Any, NamedTuple
 from hpctrain import nn
 from hpctrain.core.xp import Array
 from hpctrain.gradients.replica import Batch
-from hpctrain.nn.gradient_sums import GradientSums
 from hpctrain.nn.layer import Later, run_now
-from hpctrain.nn.part import Part
+from hpctrain.nn.part import GradientSums, Part
 from hpctrain.parallel.pipeline.stage_link import StageLink
 from hpctrain.parallel.pipeline.tape_bytes import tape_bytes
 from hpctrain.parallel.schedules.actions import Action, PipelineSchedule

@@ -17,8 +17,7 @@ import numpy as np
 from hpctrain import nn
 from hpctrain.core.xp import Array, finish, like
 from hpctrain.gradients.replica import ignore_ready
-from hpctrain.nn.gradient_sums import GradientSums
-from hpctrain.nn.part import Part
+from hpctrain.nn.part import GradientSums, Part
 from hpctrain.parallel.timing.clock import StageCosts
 
 SAMPLES = 4

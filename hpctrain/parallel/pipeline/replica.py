@@ -28,7 +28,7 @@ from hpctrain.core.trees import map_arrays, sample_count
 from hpctrain.core.xp import Array
 from hpctrain.gradients import arena as arenas
 from hpctrain.gradients.replica import Batch, split_batch
-from hpctrain.nn.gradient_sums import GradientSums
+from hpctrain.nn.part import GradientSums
 from hpctrain.optim.norms import ordered_rows
 from hpctrain.parallel.pipeline.execution import (
     MicroBatch,

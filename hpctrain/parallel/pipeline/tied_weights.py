@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 from hpctrain import nn
 from hpctrain.core.xp import Array, namespace
-from hpctrain.nn.gradient_sums import GradientSums
+from hpctrain.nn.part import GradientSums
 from hpctrain.parallel.pipeline.stages import StagePlan
 from hpctrain.transport.link import Link, Request, wait_all
 
