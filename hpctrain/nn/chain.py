@@ -243,10 +243,10 @@ class Concatenate:
         parts = xp.split(dy, ends[:-1], axis=-1)
         branches = list(zip(self.branches.items(), branch_saved, parts, strict=True))
         # The last branch first: parameters are then written in reverse order, as in a model.
-        for (name, layers), own_saved, own_dy in reversed(branches):
+        for (name, layers), own_saved, branch_dy in reversed(branches):
             own_p, own_g = select_layer(p, name), select_layer(g, name)
-            own_dy = xp.ascontiguousarray(own_dy)
-            Chain(layers).backward(own_p, own_g, own_saved, own_dy, want_dx=False, later=later)
+            branch_dy = xp.ascontiguousarray(branch_dy)
+            Chain(layers).backward(own_p, own_g, own_saved, branch_dy, want_dx=False, later=later)
 
     def _check_names(self, shape: Any) -> None:
         if not isinstance(shape, dict) or shape.keys() != self.branches.keys():
