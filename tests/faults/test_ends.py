@@ -107,6 +107,7 @@ def test_every_job_ends_and_says_how(start, mark, tmp_path, moment, who, how, st
 
 @pytest.mark.timeout(900)
 @pytest.mark.sample(3)
+@pytest.mark.either  # in `make test`, for time
 @pytest.mark.parametrize(("moment", "who", "how", "started"), rows(["srun"]))
 def test_every_step_of_slurm_ends(slurm, start, mark, tmp_path, moment, who, how, started):
     with_srun = partial(start, launcher=(*slurm.srun.split(), "--nodes=2"))
