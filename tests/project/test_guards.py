@@ -61,7 +61,7 @@ MEMORY = "memory without a name of another process of the job, /proc/PID/fd"
 NAMED, NEW = "a user names it", "has a random name, and is new"
 #: Files that open others without core/opening.py, and which.
 OPENED = {
-    "tools/bench/output.py": NAMED, "cluster/program.py": NAMED, "commands/_options.py": NAMED,
+    "tools/bench/base.py": NAMED, "cluster/program.py": NAMED, "commands/_options.py": NAMED,
     "commands/doctor.py": NAMED, "data/text.py": NAMED,
     "tools/doctor/job/examine.py": NAMED,
     "data/digit_images.py": PACKAGES, "tuning/table.py": PACKAGES,
