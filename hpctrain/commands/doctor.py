@@ -11,7 +11,6 @@ import click
 from hpctrain.commands._options import FILE_TYPE
 from hpctrain.core import config, launchers
 from hpctrain.core.errors import UsageError
-from hpctrain.core.fitted_table import stdout_console
 from hpctrain.core.strict_json import to_json
 from hpctrain.transport.device import gpus
 
@@ -50,6 +49,7 @@ def doctor(context: click.Context, /, job: bool, file: Path | None, **job_option
 
 
 def _examine_node(file: Path | None) -> int:
+    from hpctrain.core.fitted_table import stdout_console
     from hpctrain.tools.doctor import check, examine, show  # late, so that `--help` stays fast
 
     _write_json(file, {})  # fails now if the file is not writable, rather than after a minute

@@ -11,8 +11,6 @@ from hpctrain.core.errors import UsageError
 from hpctrain.core.printing import say
 from hpctrain.core.progress import describe_losses
 from hpctrain.core.strict_json import to_json
-from hpctrain.tools.report import history
-from hpctrain.tools.report.history import follow as follow_run
 
 EPILOG = """\b
 Examples:
@@ -53,6 +51,8 @@ node.
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 def runs(folder: Path, as_json: bool) -> None:
     """List the runs in DIR, by default runs/, newest first."""
+    from hpctrain.tools.report import history  # late: `hang` and `report` read no rows
+
     entries = history.list_runs(folder)
     if as_json:
         say(to_json([entry.as_json() for entry in entries], indent=1))
@@ -96,7 +96,9 @@ def follow(context: click.Context, run: Path) -> None:
 
     It exits with the run's exit code.
     """
-    summary = follow_run(run)
+    from hpctrain.tools.report import history
+
+    summary = history.follow(run)
     status, reason = summary["status"], summary.get("reason") or ""
     say(reason if reason.startswith(status) else f"{status}: {reason}".removesuffix(": "))
     if losses := describe_losses(summary):
