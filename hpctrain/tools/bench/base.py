@@ -216,14 +216,19 @@ def check_plot_path(plot: Path | None) -> None:
 
 
 def check_host_memory(world: World, max_bytes: int, with_rivals: bool, root: Path = ROOT) -> None:
-    """Raise UsageError on all ranks if buffers of `max_bytes` do not fit; collective."""
-    world.on_all_ranks(lambda: _check_host(world, max_bytes, with_rivals, root))
+    """Raise UsageError on all ranks if buffers of `max_bytes` do not fit; collective.
+
+    The least that a rank of a host sees counts for all of them, so that they raise one error.
+    """
+    texts = zip(world.hosts, world.gather(str(available_bytes(root))), strict=True)
+    seen = [int(text) for host, text in texts if host == world.host and text != "None"]
+    free_bytes = min(seen, default=None)
+    world.on_all_ranks(lambda: _check_host(world, max_bytes, with_rivals, free_bytes))
 
 
-def _check_host(world: World, max_bytes: int, with_rivals: bool, root: Path) -> None:
+def _check_host(world: World, max_bytes: int, with_rivals: bool, free_bytes: int | None) -> None:
     ranks = world.hosts.count(world.host)
     needed_bytes = max_bytes * (OWN_BUFFERS + RIVAL_BUFFERS * with_rivals)
-    free_bytes = available_bytes(root)
     if free_bytes is not None and ranks * needed_bytes > free_bytes:
         max_fitting_bytes = free_bytes // (ranks * (needed_bytes // max_bytes))
         raise UsageError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hpctrain.core.errors import UsageError
+from hpctrain.tools.bench import base
 from hpctrain.tools.bench.base import check_host_memory
 from hpctrain.tools.bench.units import parse_sizes, size_text
 from hpctrain.transport.threads.ranks import run_ranks
@@ -54,3 +55,11 @@ def test_what_does_not_fit_is_refused_before_it_is_made(tmp_path):
     for nbytes, rivals in ((MIB + 1, False), (MIB, True)):
         with pytest.raises(UsageError, match=r"in each of 2 ranks on .* available"):
             fits(nbytes, rivals)
+
+
+def test_ranks_that_see_other_sizes_of_free_memory_raise_one_error(monkeypatch):
+    sizes = iter([3000 * MIB, 4000 * MIB])
+    monkeypatch.setattr(base, "available_bytes", lambda root: next(sizes))
+    with pytest.raises(UsageError, match="take at most 500 MiB") as refused:
+        run_ranks(2, lambda link: check_host_memory(over_threads(link), 1000 * MIB, False))
+    assert str(refused.value).count("needs") == 1
