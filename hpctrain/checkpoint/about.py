@@ -166,19 +166,19 @@ def find_fault(about: Mapping[str, Any], step: int, sizes: Mapping[str, int]) ->
 
 def _position_fault(about: CheckpointFacts, step: int, given_keys: Any) -> str:
     """Return the fault in the positions of the next sample, of rows due and of the open row."""
-    due = [due_row["step"] for due_row in about.rows_due]
-    if due != sorted({n for n in due if n <= step}):
-        return f"'about.rows_due': expected growing steps up to {step}, seen {brief(due)}"
-    row = about.open_row
-    if row is not None and not row.since_step < step:
-        return f"'about.open_row.since_step': expected less than {step}, seen {row.since_step}"
+    due_steps = [due_row["step"] for due_row in about.rows_due]
+    if due_steps != sorted({n for n in due_steps if n <= step}):
+        return f"'about.rows_due': expected growing steps up to {step}, seen {brief(due_steps)}"
+    open_row = about.open_row
+    if open_row is not None and not open_row.since_step < step:
+        return f"'about.open_row.since_step': expected less than {step}, seen {open_row.since_step}"
     if about.batch is None or not {"epoch", "sample_index"} <= given_keys:
         return ""
-    within, rest = divmod(about.sample_index, about.batch)
-    steps, uneven = divmod(step - within, about.epoch or 1)
+    epoch_step, remainder = divmod(about.sample_index, about.batch)
+    steps, uneven = divmod(step - epoch_step, about.epoch or 1)
     # `epoch` epochs of as many steps each, and `within` steps more of the next.
-    fits = steps == 0 if about.epoch == 0 else steps > within and not uneven
-    if rest or not fits:
+    fits = steps == 0 if about.epoch == 0 else steps > epoch_step and not uneven
+    if remainder or not fits:
         place = f"sample {about.sample_index} of epoch {about.epoch}"
         return f"'about.sample_index': {place} cannot be that of step {step}"
     return ""
@@ -203,8 +203,8 @@ def _name_fault(about: CheckpointFacts) -> str:
         is_wide = not dtype.endswith(("bool", "int8", "int16"))
         if name not in places or (is_wide and places[name].shape[-1:] != [INTEGER_CHUNKS]):
             return f"'about.integers': expected a tensor of integers, seen {brief(name)}"
-    if unknown := sorted(set(about.ties.values()) - places.keys()):
-        return f"'about.ties': expected the name of a tensor, seen {brief(unknown[0])}"
+    if unknown_names := sorted(set(about.ties.values()) - places.keys()):
+        return f"'about.ties': expected the name of a tensor, seen {brief(unknown_names[0])}"
     return ""
 
 

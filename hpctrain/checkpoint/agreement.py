@@ -38,20 +38,20 @@ def gather_results(link: Link, call: Callable[[], Any]) -> list[RankResult]:
 
 def broadcast_from_first(link: Link, call: Callable[[], bytes]) -> tuple[bytes, list[RankResult]]:
     """Call `call` on rank 0, and broadcast its bytes and each rank's result; memory for a copy."""
-    own = [b""]
-    results = gather_results(link, lambda: own.append(call()) if link.rank == 0 else None)
-    return broadcast_bytes(link, own[-1]), results
+    own_data = [b""]
+    results = gather_results(link, lambda: own_data.append(call()) if link.rank == 0 else None)
+    return broadcast_bytes(link, own_data[-1]), results
 
 
 def join_faults(results: Sequence[RankResult]) -> str:
     """Return the faults of `results`, the first three; empty for none."""
-    texts = [result.fault for result in results if result.fault]
-    rest = f" (and {len(texts) - 3} more ranks)" if len(texts) > 3 else ""
-    return "; ".join(texts[:3]) + rest
+    faults = [result.fault for result in results if result.fault]
+    rest_text = f" (and {len(faults) - 3} more ranks)" if len(faults) > 3 else ""
+    return "; ".join(faults[:3]) + rest_text
 
 
 def _describe_fault(link: Link, error: Exception) -> str:
     is_expected = isinstance(error, (OSError, DamagedError, UsageError))
     prefix = "" if is_expected else f"{type(error).__name__}: "
-    place = f"rank {link.rank} on {socket.gethostname()}: " if link.size > 1 else ""
-    return f"{place}{prefix}{error}"
+    rank_text = f"rank {link.rank} on {socket.gethostname()}: " if link.size > 1 else ""
+    return f"{rank_text}{prefix}{error}"

@@ -122,22 +122,22 @@ class Exchange:
         """Exchange extents between the ranks: rank r sends the extents of `reads_by_rank[r]`."""
         rank, size = self.link.rank, self.link.size
         for round_reads in zip_longest(*reads_by_rank):
-            own, data = round_reads[rank], None
-            if own is not None:
-                data = self.load(own.extent)
-                self._write(own, data)
+            own_read, data = round_reads[rank], None
+            if own_read is not None:
+                data = self.load(own_read.extent)
+                self._write(own_read, data)
             for distance in range(1, size):
-                to, source = (rank + distance) % size, (rank - distance) % size
-                outgoing = data if own is not None and to in own.ranks else None
+                destination, source = (rank + distance) % size, (rank - distance) % size
+                outgoing = data if own_read is not None and destination in own_read.ranks else None
                 incoming = round_reads[source]
                 if incoming is not None and rank not in incoming.ranks:
                     incoming = None
-                self._exchange_extents(outgoing, to, incoming, source)
+                self._exchange_extents(outgoing, destination, incoming, source)
 
     def _exchange_extents(
-        self, outgoing: np.ndarray | None, to: int, incoming: Read | None, source: int
+        self, outgoing: np.ndarray | None, destination: int, incoming: Read | None, source: int
     ) -> None:
-        """Send an extent to rank `to`, and receive an extent from rank `source`, if any."""
+        """Send an extent to `destination`, and receive an extent from rank `source`, if any."""
         requests: list[Request] = []
         inbox = buffer = None
         if incoming is not None:
@@ -147,7 +147,7 @@ class Exchange:
             buffer = self._buffer(extent.nbytes) if inbox is None else inbox
             requests.append(self.link.irecv(buffer, source))
         if outgoing is not None:
-            requests.append(self.link.isend(outgoing, to))
+            requests.append(self.link.isend(outgoing, destination))
         wait_all(requests)
         if incoming is not None and inbox is None:
             self._write(incoming, buffer)
@@ -159,9 +159,11 @@ class Exchange:
 
 
 def plan_reads(
-    extents: Mapping[str, Sequence[Extent]], spans: Sequence[RankSpans], own: Iterable[Target]
+    extents: Mapping[str, Sequence[Extent]],
+    spans: Sequence[RankSpans],
+    own_targets: Iterable[Target],
 ) -> Iterator[Read]:
-    """Yield each rank's reads for its `spans`, array by array; `own`: this rank's targets.
+    """Yield each rank's reads for its `spans`, array by array; `own_targets`: this rank's targets.
 
     The extents of an array are in the order of its elements, and cover it.
     """
@@ -172,7 +174,7 @@ def plan_reads(
         for name, start, stop in rank_spans:
             for number in _overlapping_extents(extents[name], start, stop):
                 reads[name][number].ranks.add(rank)
-    for target in own:
+    for target in own_targets:
         _, name, start, stop = target.span
         for number in _overlapping_extents(extents[name], start, stop):
             reads[name][number].targets.append(target)

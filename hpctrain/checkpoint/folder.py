@@ -79,8 +79,8 @@ def vacant_path(checkpoints: Path, step: int, bad: bool) -> Path:
     """Return the free path for the next checkpoint of `step`."""
     # Never reuse the number of a removed one: the newest revision must stay the newest.
     revisions = [e.revision for e in scan(checkpoints) if (e.step, e.bad) == (step, bad)]
-    revision = f".{max(revisions) + 1}" if revisions else ""
-    return checkpoints / f"{'bad-' if bad else ''}{step_name(step)}{revision}"
+    suffix = f".{max(revisions) + 1}" if revisions else ""
+    return checkpoints / f"{'bad-' if bad else ''}{step_name(step)}{suffix}"
 
 
 def listing(run: Path) -> list[SavedCheckpoint]:
@@ -100,18 +100,18 @@ def best_criterion(checkpoints: Sequence[SavedCheckpoint]) -> Criterion | None:
 def metric_value(saved: SavedCheckpoint, metric: str) -> float | None:
     """Return the metric at the checkpoint's own step, None if not finite or not evaluated."""
     value = ((saved.about or {}).get("metrics") or {}).get(metric)
-    usable = isinstance(value, float | int) and isfinite(value) and not saved.set_aside
-    return value if usable else None
+    is_usable = isinstance(value, float | int) and isfinite(value) and not saved.set_aside
+    return value if is_usable else None
 
 
 def rank_by(checkpoints: Sequence[SavedCheckpoint], criterion: Criterion) -> list[SavedCheckpoint]:
     """Return the checkpoints with a value of the metric, best first; of equals the earliest."""
-    valued = [
+    ranking = [
         (criterion.goodness(value), -saved.step, i, saved)
         for i, saved in enumerate(checkpoints)
         if (value := metric_value(saved, criterion.metric)) is not None
     ]
-    return [saved for *_, saved in sorted(valued, key=lambda row: row[:3], reverse=True)]
+    return [saved for *_, saved in sorted(ranking, key=lambda row: row[:3], reverse=True)]
 
 
 def _summarize(path: Path, entry: CheckpointName) -> SavedCheckpoint:

@@ -139,10 +139,12 @@ def params_sha256(manifest: Manifest) -> str | None:
         return None
 
 
-def merge_arrays(written: Iterable[Contribution]) -> dict[str, FlatArray]:
+def merge_arrays(contributions: Iterable[Contribution]) -> dict[str, FlatArray]:
     """Return the arrays that the pieces of some ranks belong to; raise DamagedError if unequal."""
     arrays: dict[str, FlatArray] = {}
-    for name, size, dtype in (entry for rank in written for entry in rank.arrays):
+    for name, size, dtype in (
+        entry for contribution in contributions for entry in contribution.arrays
+    ):
         add(arrays, name, FlatArray(size=size, dtype=dtype), "pieces")
     return arrays
 
@@ -162,39 +164,41 @@ def check_pieces(manifest: Manifest) -> None:
     """Raise DamagedError unless the pieces fill their parts and make up the arrays."""
     slot_edges, spans = manifest.edges, []
     for part in manifest.parts:
-        end = part.header_bytes
+        end_byte = part.header_bytes
         for piece in part.pieces:
             flat = manifest.arrays.get(piece.array)
-            key = f"{part.file}: piece '{piece.array}@{piece.offset}'"
+            piece_text = f"{part.file}: piece '{piece.array}@{piece.offset}'"
             if flat is None or piece.offset + piece.length > flat.size:
-                raise DamagedError(f"{key} does not fit {flat}")
-            if piece.begin != end:
-                raise DamagedError(f"{key} begins at byte {piece.begin}; expected {end}")
+                raise DamagedError(f"{piece_text} does not fit {flat}")
+            if piece.begin != end_byte:
+                raise DamagedError(
+                    f"{piece_text} begins at byte {piece.begin}; expected {end_byte}"
+                )
             bounds = _unit_bounds(piece, slot_edges.get(piece.array, ()))
             if len(piece.sha256) != len(bounds) - 1:
                 raise DamagedError(
-                    f"{key} has {len(piece.sha256)} hashes; expected {len(bounds) - 1}"
+                    f"{piece_text} has {len(piece.sha256)} hashes; expected {len(bounds) - 1}"
                 )
-            end += piece.length * np.dtype(flat.dtype).itemsize
+            end_byte += piece.length * np.dtype(flat.dtype).itemsize
             spans.append((piece.array, piece.offset, piece.length))
-        if end != part.size_bytes:
-            raise DamagedError(f"{part.file} has {part.size_bytes} bytes; expected {end}")
-    names = [part.file for part in manifest.parts]
-    if len(set(names)) != len(names):
+        if end_byte != part.size_bytes:
+            raise DamagedError(f"{part.file} has {part.size_bytes} bytes; expected {end_byte}")
+    file_names = [part.file for part in manifest.parts]
+    if len(set(file_names)) != len(file_names):
         raise DamagedError("two parts have one name")
     _check_coverage(manifest.arrays, spans)
 
 
 def _check_coverage(arrays: Mapping[str, FlatArray], spans: Iterable[tuple[str, int, int]]) -> None:
-    reached = dict.fromkeys(arrays, 0)
+    covered = dict.fromkeys(arrays, 0)
     for name, offset, length in sorted(spans):
-        if offset != reached[name]:
-            kind = "overlap" if offset < reached[name] else "leave a gap"
-            raise DamagedError(f"pieces of '{name}' {kind} at element {min(offset, reached[name])}")
-        reached[name] += length
+        if offset != covered[name]:
+            kind = "overlap" if offset < covered[name] else "leave a gap"
+            raise DamagedError(f"pieces of '{name}' {kind} at element {min(offset, covered[name])}")
+        covered[name] += length
     for name, flat in arrays.items():
-        if reached[name] != flat.size:
-            raise DamagedError(f"pieces of '{name}' have {reached[name]} of {flat.size} elements")
+        if covered[name] != flat.size:
+            raise DamagedError(f"pieces of '{name}' have {covered[name]} of {flat.size} elements")
 
 
 def _unit_bounds(piece: SavedPiece, slot_edges: Sequence[int]) -> list[int]:

@@ -30,9 +30,9 @@ def distinct_bounds(spans: Iterable[Span]) -> list[int]:
 
 def unit_bounds(start: int, stop: int, slot_edges: Sequence[int] = ()) -> list[int]:
     """Return the bounds of the units in elements `start` .. `stop` of an array, both included."""
-    inside = slot_edges[bisect_right(slot_edges, start) : bisect_left(slot_edges, stop)]
+    inner_edges = slot_edges[bisect_right(slot_edges, start) : bisect_left(slot_edges, stop)]
     next_block = (start // BLOCK_ELEMENTS + 1) * BLOCK_ELEMENTS
-    return sorted({start, stop, *inside, *range(next_block, stop, BLOCK_ELEMENTS)})
+    return sorted({start, stop, *inner_edges, *range(next_block, stop, BLOCK_ELEMENTS)})
 
 
 def slot_sha256(slot: Span, unit_sha256: Callable[[int, int], str]) -> str:

@@ -39,12 +39,14 @@ _SHAPE_ERRORS = (ValueError, KeyError, TypeError, AttributeError, RecursionError
 _MANIFEST_ADAPTER = pydantic.TypeAdapter(Manifest)
 
 
-def assemble(step: int, written: Sequence[Contribution], about: dict[str, Any]) -> Manifest:
+def assemble(step: int, contributions: Sequence[Contribution], about: dict[str, Any]) -> Manifest:
     """Return the manifest of what all ranks have written; raise DamagedError if it is not whole."""
-    arrays, state = merge_arrays(written), dict[str, int | str]()
-    for name, value in (entry for rank in written for entry in rank.state.items()):
+    arrays, state = merge_arrays(contributions), dict[str, int | str]()
+    for name, value in (
+        entry for contribution in contributions for entry in contribution.state.items()
+    ):
         add(state, name, value, "states")
-    parts = [part_from_table(rank.part) for rank in written]
+    parts = [part_from_table(contribution.part) for contribution in contributions]
     manifest = Manifest(step=step, arrays=arrays, parts=parts, state=state, about=about)
     check_pieces(manifest)
     return manifest
@@ -74,7 +76,7 @@ def read(path: Path) -> Manifest:
         if table.pop("sha256") != _hash_table(table):
             raise DamagedError(f"{file} was altered: its own SHA-256 is another")
         format_number = table["format"]
-        newer = format_number > FORMAT
+        is_newer = format_number > FORMAT
         manifest = parse(json.dumps(table)) if format_number == FORMAT else None
     except pydantic.ValidationError as error:
         raise DamagedError(f"{file} cannot be understood: {first_fault(error)}") from None
@@ -82,11 +84,11 @@ def read(path: Path) -> Manifest:
         fault_text = f"{type(error).__name__}: {brief(str(error))[1:-1]}"
         raise DamagedError(f"{file} cannot be understood: {fault_text}") from None
     if manifest is None:
-        for_older = "use it with the hpctrain that wrote it, or start anew in another --out"
-        remedy = "install a newer hpctrain" if newer else for_older
+        older_remedy = "use it with the hpctrain that wrote it, or start anew in another --out"
+        remedy = "install a newer hpctrain" if is_newer else older_remedy
         raise UsageError(f"{path} has format {brief(format_number)}, expected {FORMAT}; {remedy}")
-    folder_name = NAME.fullmatch(path.name)
-    if folder_name and int(folder_name[2]) != manifest.step:
+    name_match = NAME.fullmatch(path.name)
+    if name_match and int(name_match[2]) != manifest.step:
         raise DamagedError(f"{file} is that of step {manifest.step}")
     sizes = {name: flat.size for name, flat in manifest.arrays.items()}
     if fault := find_fault(manifest.about, manifest.step, sizes):

@@ -55,7 +55,7 @@ class _Table(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        return sum(_padded(piece.nbytes) for piece in self.pieces)
+        return sum(_padded_bytes(piece.nbytes) for piece in self.pieces)
 
 
 class MemoryCopies:
@@ -63,10 +63,10 @@ class MemoryCopies:
 
     def __init__(self, copies: int = 1):
         """`copies`: the number of other ranks that hold each rank's pieces, fewer if there are."""
-        self._copies, self._newest_version = copies, 0
+        self._copy_count, self._newest_version = copies, 0
         self._versions: list[HeldState] = []  # the committed version, and its predecessor
         self._written: HeldState | None = None
-        self._active, self._spare = np.empty(0, np.uint8), np.empty(0, np.uint8)
+        self._active_buffer, self._spare_buffer = np.empty(0, np.uint8), np.empty(0, np.uint8)
         self._interrupted: list[tuple[np.ndarray, list[Request]]] = []
 
     @property
@@ -90,19 +90,21 @@ class MemoryCopies:
         """
         about_json = json.dumps(about, sort_keys=True)
         tables = _gather_tables(link, self._newest_version, step, about_json, pieces)
-        order = [link.rank, *_sources(link, hosts, self._copies)]
+        order = [link.rank, *_source_ranks(link, hosts, self._copy_count)]
         self._written, self._versions = None, self._versions[:1]
-        buffers = self._cut_spare([tables[rank].nbytes for rank in order], pieces)
-        held = [_views(tables[r].pieces, x) for r, x in zip(order, buffers, strict=True)]
-        for piece, copy in zip(pieces, held[0], strict=True):
-            to_host(piece.array, copy.array)
-        self._exchange(link, partners(hosts, self._copies)[link.rank], order, buffers)
+        buffers = self._cut_spare_buffer([tables[rank].nbytes for rank in order], pieces)
+        held_views = [
+            _piece_views(tables[r].pieces, x) for r, x in zip(order, buffers, strict=True)
+        ]
+        for piece, view in zip(pieces, held_views[0], strict=True):
+            to_host(piece.array, view.array)
+        self._exchange_buffers(link, partners(hosts, self._copy_count)[link.rank], order, buffers)
         self._newest_version = 1 + max(table.newest_version for table in tables)
         self._written = HeldState(
             self._newest_version,
             step,
             json.loads(about_json),
-            [piece for views in held for piece in views],
+            [piece for views in held_views for piece in views],
             {p.name: ArrayFacts(p.size, p.dtype) for table in tables for p in table.pieces},
         )
 
@@ -111,28 +113,30 @@ class MemoryCopies:
         if self._written is None:
             raise UsageError("commit of copies that were not written; expected a write before it")
         self._versions, self._written = [self._written, *self._versions], None
-        self._active, self._spare = self._spare, self._active
+        self._active_buffer, self._spare_buffer = self._spare_buffer, self._active_buffer
         self._interrupted.clear()
 
     def reader(self, link: Link) -> MemoryReader | None:
         """Return the reader of the newest committed version that is whole; see `newest_whole`."""
         return newest_whole(link, self._versions)
 
-    def _cut_spare(self, lengths: Sequence[int], pieces: Iterable[Piece]) -> list[np.ndarray]:
+    def _cut_spare_buffer(
+        self, lengths: Sequence[int], pieces: Iterable[Piece]
+    ) -> list[np.ndarray]:
         """Return slices of the spare buffer, of `lengths` bytes; it grows only if it is too small.
 
         It is pinned if pieces lie on a device.
         """
-        if sum(lengths) > self._spare.size:
+        if sum(lengths) > self._spare_buffer.size:
             is_pinned = any(on_device(piece.array) for piece in pieces)  # to be copied to
             n = sum(lengths)
-            self._spare = (
+            self._spare_buffer = (
                 np.frombuffer(pinned(n), np.uint8, n) if is_pinned else np.zeros(n, np.uint8)
             )
         ends = np.cumsum(lengths)
-        return [self._spare[end - n : end] for end, n in zip(ends, lengths, strict=True)]
+        return [self._spare_buffer[end - n : end] for end, n in zip(ends, lengths, strict=True)]
 
-    def _exchange(
+    def _exchange_buffers(
         self, link: Link, targets: Iterable[int], order: Sequence[int], buffers: list[np.ndarray]
     ) -> None:
         """Send the own buffer to `targets`, and fill the others from the ranks of `order`."""
@@ -145,8 +149,8 @@ class MemoryCopies:
             wait_all(requests)
         except BaseException:
             # Messages that are still under way may write into this buffer later.
-            self._interrupted.append((self._spare, requests))
-            self._spare = np.empty(0, np.uint8)
+            self._interrupted.append((self._spare_buffer, requests))
+            self._spare_buffer = np.empty(0, np.uint8)
             raise
 
 
@@ -158,14 +162,19 @@ def partners(hosts: Sequence[str], copies: int) -> list[list[int]]:
     ranks_by_host: dict[str, list[int]] = {}
     for rank, host in enumerate(hosts):
         ranks_by_host.setdefault(host, []).append(rank)
-    names = list(ranks_by_host)
+    host_names = list(ranks_by_host)
     return [
-        list(islice(_candidates(rank, list(ranks_by_host.values()), names.index(host)), copies))
+        list(
+            islice(
+                _candidate_holders(rank, list(ranks_by_host.values()), host_names.index(host)),
+                copies,
+            )
+        )
         for rank, host in enumerate(hosts)
     ]
 
 
-def _candidates(rank: int, nodes: list[list[int]], own_node: int) -> Iterator[int]:
+def _candidate_holders(rank: int, nodes: list[list[int]], own_node: int) -> Iterator[int]:
     """Yield all other ranks: a rank from each other node in turn, at last the own node's ranks."""
     index = nodes[own_node].index(rank)
     rings = [nodes[(own_node + d) % len(nodes)] for d in range(1, len(nodes))]
@@ -173,15 +182,15 @@ def _candidates(rank: int, nodes: list[list[int]], own_node: int) -> Iterator[in
         for ring in rings:
             if lap < len(ring):
                 yield ring[(index + lap) % len(ring)]
-    own = nodes[own_node]
-    yield from (own[(index + lap) % len(own)] for lap in range(1, len(own)))
+    own_ranks = nodes[own_node]
+    yield from (own_ranks[(index + lap) % len(own_ranks)] for lap in range(1, len(own_ranks)))
 
 
-def _sources(link: Link, hosts: Sequence[str], copies: int) -> list[int]:
+def _source_ranks(link: Link, hosts: Sequence[str], copies: int) -> list[int]:
     """Return the ranks whose copies this rank holds."""
     if len(hosts) != link.size:
         raise UsageError(f"expected the hosts of {link.size} ranks, seen {len(hosts)}")
-    return [rank for rank, own in enumerate(partners(hosts, copies)) if link.rank in own]
+    return [rank for rank, holders in enumerate(partners(hosts, copies)) if link.rank in holders]
 
 
 def _gather_tables(
@@ -189,8 +198,8 @@ def _gather_tables(
 ) -> list[_Table]:
     """Gather each rank's table; raise UsageError unless all ranks write the same state."""
     facts = [_PieceFacts(*p[:3], p.array.size, p.array.dtype.name) for p in pieces]
-    own = _Table(newest_version, step, hashlib.sha256(about_json.encode()).hexdigest(), facts)
-    payloads = all_gather_bytes(link, json.dumps(own).encode())
+    own_table = _Table(newest_version, step, hashlib.sha256(about_json.encode()).hexdigest(), facts)
+    payloads = all_gather_bytes(link, json.dumps(own_table).encode())
     tables = [
         _Table(version, step, sha256, [_PieceFacts(*row) for row in rows])
         for version, step, sha256, rows in map(json.loads, payloads)
@@ -204,15 +213,15 @@ def _gather_tables(
     return tables
 
 
-def _views(facts: Iterable[_PieceFacts], buffer: np.ndarray) -> list[Piece]:
+def _piece_views(facts: Iterable[_PieceFacts], buffer: np.ndarray) -> list[Piece]:
     """Return the pieces that lie one behind the other in `buffer`."""
     pieces, begin = [], 0
     for piece in facts:
         data = buffer[begin : begin + piece.nbytes].view(piece.dtype)
         pieces.append(Piece(piece.name, piece.offset, piece.size, data))
-        begin += _padded(piece.nbytes)
+        begin += _padded_bytes(piece.nbytes)
     return pieces
 
 
-def _padded(nbytes: int) -> int:
+def _padded_bytes(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT

@@ -95,27 +95,29 @@ class MemoryReader(Reader):
 
     def _make_exchange(self, link: Link) -> Exchange:
         def load(segment: Any) -> np.ndarray:
-            return np.ascontiguousarray(to_host(self._values(segment))).view(np.uint8)
+            return np.ascontiguousarray(to_host(self._segment_values(segment))).view(np.uint8)
 
         return Exchange(link, load)
 
-    def _fetch_turn(self, exchange: Exchange, spans: list[RankSpans], own: list[Target]) -> None:
-        reads = list(plan_reads(self._cut(spans), spans, own))
+    def _fetch_turn(
+        self, exchange: Exchange, spans: list[RankSpans], own_targets: list[Target]
+    ) -> None:
+        reads = list(plan_reads(self._cut_segments(spans), spans, own_targets))
         reads_by_rank = _deal_reads(reads, exchange.link.size)
         for read in reads:
             if exchange.link.rank in read.extent.holders:
-                exchange.run_guarded(self._copy, read)
+                exchange.run_guarded(self._copy_own_extent, read)
         exchange.run(reads_by_rank)
 
-    def _copy(self, read: Read) -> None:
+    def _copy_own_extent(self, read: Read) -> None:
         """Write an extent of this rank's own memory into its targets."""
-        values = self._values(read.extent)
+        values = self._segment_values(read.extent)
         for target in read.targets:
-            if not _is_place(target, read.extent.start, values):
+            if not _is_in_place(target, read.extent.start, values):
                 target.write(read.extent.start, values)
         read.targets.clear()
 
-    def _values(self, segment: Segment) -> Any:
+    def _segment_values(self, segment: Segment) -> Any:
         """Return the elements of a segment that this rank holds."""
         for name, offset, _, array in self._pieces:
             if name == segment.array and offset <= segment.start <= segment.stop <= (
@@ -124,7 +126,7 @@ class MemoryReader(Reader):
                 return array[segment.start - offset : segment.stop - offset]
         raise AssertionError(f"this rank does not hold {segment}")
 
-    def _cut(self, spans: Iterable[RankSpans]) -> dict[str, list[Segment]]:
+    def _cut_segments(self, spans: Iterable[RankSpans]) -> dict[str, list[Segment]]:
         """Return the segments of each requested array.
 
         They are cut where a request or a holding begins or ends: a rank receives nothing else, and
@@ -134,13 +136,15 @@ class MemoryReader(Reader):
         for rank_spans in spans:
             for name, start, stop in rank_spans:
                 edges.setdefault(name, set()).update((start, stop))
-        return {name: self._segments(name, array_edges) for name, array_edges in edges.items()}
+        return {
+            name: self._array_segments(name, array_edges) for name, array_edges in edges.items()
+        }
 
-    def _segments(self, name: str, edges: set[int]) -> list[Segment]:
+    def _array_segments(self, name: str, edges: set[int]) -> list[Segment]:
         (size, dtype), holdings = self._facts[name], self._holdings.get(name, ())
-        step = max(1, SEGMENT_BYTES // np.dtype(dtype).itemsize)
+        segment_length = max(1, SEGMENT_BYTES // np.dtype(dtype).itemsize)
         ends = (end for _, start, stop in holdings for end in (start, stop))
-        bounds = sorted({*edges, *ends, *range(0, size, step), size})
+        bounds = sorted({*edges, *ends, *range(0, size, segment_length), size})
         segments = [Segment(name, dtype, start, stop, set()) for start, stop in pairwise(bounds)]
         for rank, start, stop in holdings:
             for segment in segments[bisect_left(bounds, start) : bisect_left(bounds, stop)]:
@@ -165,12 +169,16 @@ def newest_whole(link: Link, states: Sequence[HeldState]) -> MemoryReader | None
         rows_of_state = [row for row in rows if (row[1], row[2]) == key]
         facts = {n: ArrayFacts(*f) for row in rows_of_state for n, f in row[3].items()}
         holdings = _list_holdings(rows_of_state)
-        if all(_covers(holdings.get(name, []), array.size) for name, array in facts.items()):
-            own = next((s for s in states if (s.version, s.step) == key), None)
+        if all(_covers_array(holdings.get(name, []), array.size) for name, array in facts.items()):
+            own_state = next((s for s in states if (s.version, s.step) == key), None)
             root = rows_of_state[0][0]  # ranks that have just joined have no `about`
-            payload = json.dumps(own.about).encode() if own and link.rank == root else b""
+            payload = (
+                json.dumps(own_state.about).encode() if own_state and link.rank == root else b""
+            )
             about = json.loads(broadcast_bytes(link, payload, root))
-            return MemoryReader(key[1], about, facts, holdings, own.pieces if own else ())
+            return MemoryReader(
+                key[1], about, facts, holdings, own_state.pieces if own_state else ()
+            )
     return None
 
 
@@ -183,7 +191,7 @@ def _list_holdings(rows: Iterable[tuple[Any, ...]]) -> dict[str, list[Holding]]:
     return holdings
 
 
-def _covers(holdings: Iterable[Holding], size: int) -> bool:
+def _covers_array(holdings: Iterable[Holding], size: int) -> bool:
     end = 0
     for start, stop in sorted((holding.start, holding.stop) for holding in holdings):
         if start > end:
@@ -216,11 +224,11 @@ def _deal_reads(reads: Iterable[Read], size: int) -> list[list[Read]]:
     return reads_by_rank
 
 
-def _is_place(target: Target, start: int, values: Any) -> bool:
+def _is_in_place(target: Target, start: int, values: Any) -> bool:
     """Return whether `values`, from element `start` on, lie where the target wants them."""
     out = target.out
     if target.turn or (out.dtype, out.strides) != (values.dtype, values.strides):
         return False
-    first = max(start, target.start)
-    x, y = out[first - target.start :], values[first - start :]
+    first_element = max(start, target.start)
+    x, y = out[first_element - target.start :], values[first_element - start :]
     return on_device(x) == on_device(y) and address_of(x) == address_of(y)

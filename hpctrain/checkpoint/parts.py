@@ -80,29 +80,29 @@ def write_part(
     """
     arrays = [(p.name, p.size, _dtype_of(p)) for p in pieces]
     # An array of no elements needs no piece: its name and dtype are in the manifest.
-    nonempty = sorted((p for p in pieces if len(p.array)), key=lambda p: -p.array.itemsize)
-    header = _make_header(nonempty)
-    saved, end = [], len(header)
+    nonempty_pieces = sorted((p for p in pieces if len(p.array)), key=lambda p: -p.array.itemsize)
+    header = _make_header(nonempty_pieces)
+    saved_pieces, end_byte = [], len(header)
     with create_file(file) as write:
         write(header)
-        for piece in nonempty:
+        for piece in nonempty_pieces:
             sha256 = _write_piece(write, piece, edges.get(piece.name, ()))
-            saved.append(
+            saved_pieces.append(
                 SavedPiece(
                     array=piece.name,
                     offset=piece.offset,
                     length=len(piece.array),
-                    begin=end,
+                    begin=end_byte,
                     sha256=sha256,
                 )
             )
-            end += piece.array.nbytes
+            end_byte += piece.array.nbytes
     part = PartFile(
         file=file.name,
-        size_bytes=end,
+        size_bytes=end_byte,
         header_bytes=len(header),
         header_sha256=hashlib.sha256(header).hexdigest(),
-        pieces=saved,
+        pieces=saved_pieces,
     )
     return Contribution(asdict(part), arrays, dict(state))
 
@@ -166,13 +166,13 @@ def extents_in_part(
     """Yield the extents that cover the pieces of a part, in the order of its bytes."""
     for piece in part.pieces:
         dtype = arrays[piece.array].dtype
-        itemsize, hashed = np.dtype(dtype).itemsize, 0
+        itemsize, hash_index = np.dtype(dtype).itemsize, 0
         bounds = unit_bounds(piece.offset, piece.offset + piece.length, edges.get(piece.array, ()))
         for group in _group_units(bounds, itemsize):
             begin = piece.begin + (group[0] - piece.offset) * itemsize
-            sha256 = piece.sha256[hashed : hashed + len(group) - 1]
-            yield Extent(part.file, begin, piece.array, dtype, group, sha256)
-            hashed += len(group) - 1
+            unit_hashes = piece.sha256[hash_index : hash_index + len(group) - 1]
+            yield Extent(part.file, begin, piece.array, dtype, group, unit_hashes)
+            hash_index += len(group) - 1
 
 
 @contextmanager
@@ -184,7 +184,7 @@ def create_file(file: Path) -> Iterator[Callable[[Any], None]]:
     try:
         handle = open_file(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, LEVELS)
         try:
-            yield lambda data: _write(handle, data)
+            yield lambda data: _write_all(handle, data)
             os.fsync(handle)
         finally:
             os.close(handle)
@@ -208,7 +208,7 @@ def _write_piece(
     write: Callable[[Any], None], piece: Piece, slot_edges: Sequence[int]
 ) -> list[str]:
     """Append a piece to the file; return the hashes of its units."""
-    sha256 = []
+    unit_hashes = []
     bounds = unit_bounds(piece.offset, piece.offset + len(piece.array), slot_edges)
     for group in _group_units(bounds, piece.array.itemsize):
         first = group[0] - piece.offset
@@ -216,9 +216,9 @@ def _write_piece(
         data, itemsize = np.ascontiguousarray(to_host(x)).view(np.uint8), x.itemsize
         for start, stop in pairwise(group):
             unit = data[(start - group[0]) * itemsize : (stop - group[0]) * itemsize]
-            sha256.append(hashlib.sha256(unit.data).hexdigest())
+            unit_hashes.append(hashlib.sha256(unit.data).hexdigest())
         write(data)
-    return sha256
+    return unit_hashes
 
 
 def _group_units(bounds: Sequence[int], itemsize: int) -> Iterator[list[int]]:
@@ -237,13 +237,13 @@ def _make_header(pieces: Sequence[Piece]) -> bytes:
     table, end = {}, 0
     for p in pieces:
         begin, end = end, end + p.array.nbytes
-        code = _SAFETENSORS_DTYPES[p.array.dtype.name]
+        dtype_code = _SAFETENSORS_DTYPES[p.array.dtype.name]
         table[f"{p.name}@{p.offset}"] = {
-            "dtype": code, "shape": [len(p.array)], "data_offsets": [begin, end]
+            "dtype": dtype_code, "shape": [len(p.array)], "data_offsets": [begin, end]
         }  # fmt: skip
-    text = json.dumps(table).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+    table_json = json.dumps(table).encode()
+    table_json += b" " * (-len(table_json) % 8)
+    return len(table_json).to_bytes(8, "little") + table_json
 
 
 def _dtype_of(piece: Piece) -> Dtype:
@@ -257,7 +257,7 @@ def _dtype_of(piece: Piece) -> Dtype:
     return cast(Dtype, dtype)
 
 
-def _write(handle: int, data: Any) -> None:
+def _write_all(handle: int, data: Any) -> None:
     remaining = memoryview(data)
     while remaining:
         remaining = remaining[os.write(handle, remaining) :]

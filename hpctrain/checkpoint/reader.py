@@ -40,8 +40,10 @@ class FileReader(Reader):
             exchange.run_guarded(check_header, self._path, self._manifest.parts[number])
         return exchange
 
-    def _fetch_turn(self, exchange: Exchange, spans: list[RankSpans], own: list[Target]) -> None:
-        exchange.run(_deal_reads(plan_reads(self._extents, spans, own), exchange.link.size))
+    def _fetch_turn(
+        self, exchange: Exchange, spans: list[RankSpans], own_targets: list[Target]
+    ) -> None:
+        exchange.run(_deal_reads(plan_reads(self._extents, spans, own_targets), exchange.link.size))
 
     @cached_property
     def _extents(self) -> dict[str, list[Extent]]:
@@ -62,10 +64,10 @@ class _FileExchange(Exchange):
     def __init__(self, path: Path, link: Link):
         super().__init__(link, self._read)
         self._path = path
-        self._sent = partial(Scratch().host_buffer, dtype=np.dtype(np.uint8))
+        self._send_buffer = partial(Scratch().host_buffer, dtype=np.dtype(np.uint8))
 
     def _read(self, extent: Extent) -> np.ndarray:
-        data = self._sent(extent.nbytes)
+        data = self._send_buffer(extent.nbytes)
         if self.run_guarded(read_extent, self._path, extent, data) is None:
             data[:] = 0  # the other ranks receive zeros, which are never used
         return data

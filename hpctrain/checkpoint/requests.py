@@ -66,8 +66,8 @@ class Reader:
     def fetch(self, link: Link) -> None:
         """Write what all ranks have requested; raise the first fault of this rank; collective."""
         exchange = self._make_exchange(link)
-        for spans, own in self._turns(link):
-            self._fetch_turn(exchange, spans, own)
+        for spans, own_targets in self._spans_by_turn(link):
+            self._fetch_turn(exchange, spans, own_targets)
         if exchange.fault is not None:
             raise exchange.fault
 
@@ -79,18 +79,20 @@ class Reader:
     def _make_exchange(self, link: Link) -> Exchange:
         raise NotImplementedError
 
-    def _fetch_turn(self, exchange: Exchange, spans: list[RankSpans], own: list[Target]) -> None:
-        """Fetch every rank's `spans`, and this rank's elements into its `own` targets."""
+    def _fetch_turn(
+        self, exchange: Exchange, spans: list[RankSpans], own_targets: list[Target]
+    ) -> None:
+        """Fetch every rank's `spans`, and this rank's elements into `own_targets`."""
         raise NotImplementedError
 
-    def _turns(self, link: Link) -> Iterator[tuple[list[RankSpans], list[Target]]]:
+    def _spans_by_turn(self, link: Link) -> Iterator[tuple[list[RankSpans], list[Target]]]:
         """Yield, turn by turn, the spans that each rank requests, and this rank's targets."""
-        own_spans = json.dumps(_merge_requests(self._targets)).encode()
-        spans = [json.loads(rank_spans) for rank_spans in all_gather_bytes(link, own_spans)]
+        own_spans_json = json.dumps(_merge_requests(self._targets)).encode()
+        spans = [json.loads(rank_spans) for rank_spans in all_gather_bytes(link, own_spans_json)]
         turns = {span[0] for rank_spans in spans for span in rank_spans}
         for turn in sorted(turns):
-            own = [target for target in self._targets if target.turn == turn]
-            yield [[s[1:] for s in rank_spans if s[0] == turn] for rank_spans in spans], own
+            own_targets = [target for target in self._targets if target.turn == turn]
+            yield [[s[1:] for s in rank_spans if s[0] == turn] for rank_spans in spans], own_targets
 
 
 def _merge_requests(targets: Iterable[Target]) -> list[list[Any]]:

@@ -65,10 +65,10 @@ def load(
     """
     checkpoints = folder.of(run)
     list_names = _best_first if best else _newest_first
-    names_result = gather_results(link, lambda: list_names(Path(run)) if link.rank == 0 else None)
-    if names_result[0].fault:
-        raise UsageError(f"cannot look for checkpoints: {names_result[0].fault}")
-    names: list[str] = names_result[0].value
+    names_results = gather_results(link, lambda: list_names(Path(run)) if link.rank == 0 else None)
+    if names_results[0].fault:
+        raise UsageError(f"cannot look for checkpoints: {names_results[0].fault}")
+    names: list[str] = names_results[0].value
     reasons: list[str] = []
     for name in names:
         if name.startswith("bad-"):
@@ -192,13 +192,13 @@ def _request_all(reader: Reader) -> None:
 
 def _set_aside(path: Path, link: Link, results: list[RankResult]) -> str:
     """Rename a damaged checkpoint; return the reason why it cannot be used; collective."""
-    damaged = any(result.damaged for result in results)
+    is_damaged = any(result.damaged for result in results)
     # If it is whole on rank 0, another rank's node merely cannot read it.
-    confirm = gather_results(
-        link, lambda: _rename_if_damaged(path) if damaged and link.rank == 0 else False
+    rename_results = gather_results(
+        link, lambda: _rename_if_damaged(path) if is_damaged and link.rank == 0 else False
     )
-    state = "is damaged, set aside" if confirm[0].value else "cannot be read"
-    return f"{path.name} {state} ({join_faults(results)})"
+    state_text = "is damaged, set aside" if rename_results[0].value else "cannot be read"
+    return f"{path.name} {state_text} ({join_faults(results)})"
 
 
 def _rename_if_damaged(path: Path) -> bool:

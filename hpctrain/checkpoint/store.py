@@ -69,56 +69,61 @@ def save(
     if keep is not None and keep < 1:
         raise UsageError(f"[checkpoint] keep is {keep}; expected at least 1, or none to keep all")
     checkpoints = folder.of(run)
-    partial = checkpoints / f".{step_name(step)}.partial"
-    on_all_ranks = functools.partial(_on_all_ranks, link, partial)
+    partial_folder = checkpoints / f".{step_name(step)}.partial"
+    on_all_ranks = functools.partial(_on_all_ranks, link, partial_folder)
     try:
         # Rank 0 alone gives the edges at which all ranks cut arrays.
-        data, results = broadcast_from_first(link, lambda: _create_partial_folder(partial, about))
-        _raise_faults(results, partial)
-        slot_edges: SlotEdges = json.loads(data)
-        part = partial / f"part-{link.rank:05d}.safetensors"
-        tables = on_all_ranks(lambda: parts.write_part(part, pieces, slot_edges, state or {}))
-        written = [Contribution(*table) for table in tables]
+        slot_edges_json, results = broadcast_from_first(
+            link, lambda: _create_partial_folder(partial_folder, about)
+        )
+        _raise_faults(results, partial_folder)
+        slot_edges: SlotEdges = json.loads(slot_edges_json)
+        part_path = partial_folder / f"part-{link.rank:05d}.safetensors"
+        tables = on_all_ranks(lambda: parts.write_part(part_path, pieces, slot_edges, state or {}))
+        contributions = [Contribution(*table) for table in tables]
         # Another process, on many clusters another node, reads each part before it counts.
-        peer = written[(link.rank + 1) % link.size]
+        peer_contribution = contributions[(link.rank + 1) % link.size]
         on_all_ranks(
             lambda: parts.check_part(
-                partial, part_from_table(peer.part), merge_arrays([peer]), slot_edges
+                partial_folder,
+                part_from_table(peer_contribution.part),
+                merge_arrays([peer_contribution]),
+                slot_edges,
             )
         )
-        commit = functools.partial(_commit, partial, step, written, about)
-        name = on_all_ranks(lambda: commit() if link.rank == 0 else None)[0]
+        commit = functools.partial(_commit, partial_folder, step, contributions, about)
+        checkpoint_name = on_all_ranks(lambda: commit() if link.rank == 0 else None)[0]
     except SaveError:
         if link.rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)
+            shutil.rmtree(partial_folder, ignore_errors=True)
         raise
     if link.rank == 0 and keep is not None:
-        _prune(checkpoints, name, keep, keep_best)
-    return checkpoints / name
+        _remove_old_checkpoints(checkpoints, checkpoint_name, keep, keep_best)
+    return checkpoints / checkpoint_name
 
 
 def sweep(run: Path) -> None:
     """Remove the partial checkpoints in `run`, which the caller has locked; warn if any stay."""
     try:
-        _remove_partial(folder.of(run))
+        _remove_partial_folders(folder.of(run))
     except OSError as error:
         logger.warning("partial checkpoints stay: %s", error)
 
 
-def _create_partial_folder(partial: Path, about: Mapping[str, Any]) -> bytes:
+def _create_partial_folder(partial_folder: Path, about: Mapping[str, Any]) -> bytes:
     """Create the folder of a checkpoint; return the edges of its slots as JSON."""
-    checkpoints = partial.parent
+    checkpoints = partial_folder.parent
     checkpoints.parent.mkdir(parents=True, exist_ok=True)
     opening.make_folder(checkpoints)
     parts.sync(checkpoints.parent)
-    _remove_partial(checkpoints)
-    partial.mkdir()
+    _remove_partial_folders(checkpoints)
+    partial_folder.mkdir()
     return json.dumps(
         {name: distinct_bounds(spans) for name, spans in slot_spans(about).items()}
     ).encode()
 
 
-def _remove_partial(checkpoints: Path) -> None:
+def _remove_partial_folders(checkpoints: Path) -> None:
     with suppress(FileNotFoundError):
         for name in fnmatch.filter(opening.names_in(checkpoints), ".step-*.partial"):
             if _is_folder(leftover := checkpoints / name):  # which nobody reads
@@ -128,31 +133,35 @@ def _remove_partial(checkpoints: Path) -> None:
 
 
 def _commit(
-    partial: Path, step: int, written: Sequence[Contribution], about: dict[str, Any]
+    partial_folder: Path, step: int, contributions: Sequence[Contribution], about: dict[str, Any]
 ) -> str:
-    data = manifest.to_bytes(manifest.assemble(step, written, about))
-    with parts.create_file(partial / manifest.MANIFEST) as write:
+    data = manifest.to_bytes(manifest.assemble(step, contributions, about))
+    with parts.create_file(partial_folder / manifest.MANIFEST) as write:
         write(data)
-    parts.sync(partial)
-    manifest.read(partial)
-    path = folder.vacant_path(partial.parent, step, bad=False)
-    os.rename(partial, path)  # from here on it counts
-    parts.sync(partial.parent)
+    parts.sync(partial_folder)
+    manifest.read(partial_folder)
+    path = folder.vacant_path(partial_folder.parent, step, bad=False)
+    os.rename(partial_folder, path)  # from here on it counts
+    parts.sync(partial_folder.parent)
     return path.name
 
 
-def _prune(checkpoints: Path, newest: str, keep: int, keep_best: Criterion | None) -> None:
+def _remove_old_checkpoints(
+    checkpoints: Path, newest: str, keep: int, keep_best: Criterion | None
+) -> None:
     try:
-        intact = [entry.name for entry in folder.scan(checkpoints) if not entry.bad]
-        names = [name for name in intact if _is_folder(checkpoints / name)]
+        intact_names = [entry.name for entry in folder.scan(checkpoints) if not entry.bad]
+        names = [name for name in intact_names if _is_folder(checkpoints / name)]
         run = checkpoints.parent
-        saved = folder.rank_by(folder.listing(run), keep_best) if keep_best else []
-        best = [entry.path.name for entry in saved[:1]]
-        for name in (name for name in names[names.index(newest) + keep :] if name not in best):
+        ranked = folder.rank_by(folder.listing(run), keep_best) if keep_best else []
+        best_names = [entry.path.name for entry in ranked[:1]]
+        for name in (
+            name for name in names[names.index(newest) + keep :] if name not in best_names
+        ):
             # Renamed in one step, so that a half removed one never passes for a damaged one.
-            renamed = checkpoints / f".{name}.partial"
-            os.rename(checkpoints / name, renamed)
-            shutil.rmtree(renamed)
+            doomed_path = checkpoints / f".{name}.partial"
+            os.rename(checkpoints / name, doomed_path)
+            shutil.rmtree(doomed_path)
     except (OSError, FileError) as error:
         logger.warning("old checkpoints stay: %s", error)
 
@@ -162,17 +171,17 @@ def _is_folder(path: Path) -> bool:
     return path.is_dir() and not path.is_symlink()
 
 
-def _on_all_ranks(link: Link, partial: Path, call: Callable[[], Any]) -> list[Any]:
+def _on_all_ranks(link: Link, partial_folder: Path, call: Callable[[], Any]) -> list[Any]:
     results = gather_results(link, call)
-    _raise_faults(results, partial)
+    _raise_faults(results, partial_folder)
     return [result.value for result in results]
 
 
-def _raise_faults(results: Sequence[RankResult], partial: Path) -> None:
+def _raise_faults(results: Sequence[RankResult], partial_folder: Path) -> None:
     """Raise SaveError if any rank has failed."""
     if fault_text := join_faults(results):
-        remaining = _newest_remaining(partial.parent)
-        raise SaveError(f"could not save {partial}: {fault_text}; {remaining}")
+        remaining_text = _newest_remaining(partial_folder.parent)
+        raise SaveError(f"could not save {partial_folder}: {fault_text}; {remaining_text}")
 
 
 def _newest_remaining(checkpoints: Path) -> str:

@@ -104,7 +104,7 @@ class _Patience:
 
     def __init__(self, options: EarlyStop):
         self._options, self._criterion, self._count = options, options.criterion, 0
-        self._best: float | None = None
+        self._best_value: float | None = None
         self._best_step = 0
 
     def on_row(self, row: Row) -> str | None:
@@ -113,13 +113,17 @@ class _Patience:
         # A row cut short by a stop is left out: an uninterrupted run does not have it.
         if value is None or row.get("interrupted"):
             return None
-        if self._criterion.better(value, self._best, options.min_delta):
-            self._best, self._best_step, self._count = value, row["step"], 0
+        if self._criterion.better(value, self._best_value, options.min_delta):
+            self._best_value, self._best_step, self._count = value, row["step"], 0
         else:
             self._count += 1
         if self._count < options.patience:
             return None
-        best = "" if self._best is None else f" on {self._best:.6g} of step {self._best_step}"
+        best = (
+            ""
+            if self._best_value is None
+            else f" on {self._best_value:.6g} of step {self._best_step}"
+        )
         return f"early stop: {options.metric} has not improved{best} in {self._count} values"
 
 
@@ -152,19 +156,19 @@ class Callbacks:
                     f"callback {callback!r}: expected a function, or an object with one of "
                     f"{', '.join(HOOKS)}"
                 )
-        self._names = {number: _name(item) for number, item in self._active.items()}
+        self._names = {number: _callback_name(item) for number, item in self._active.items()}
 
     def share_names(self, earlier: Sequence[str]) -> list[str]:
         """Gather the names of callbacks; warn of `earlier` names that are missing; collective."""
-        own = json.dumps([[*self._names.values()], [*earlier]])
-        pairs = map(json.loads, self._world.gather(own))
-        names, before = ({*chain(*lists)} for lists in zip(*pairs, strict=True))
+        own_names_json = json.dumps([[*self._names.values()], [*earlier]])
+        pairs = map(json.loads, self._world.gather(own_names_json))
+        names, earlier_names = ({*chain(*lists)} for lists in zip(*pairs, strict=True))
         self._in_use = bool(names)
-        if (lost := before - names) and self._world.rank == 0:
+        if (lost_names := earlier_names - names) and self._world.rank == 0:
             log.warning(
                 "callback %s was on lost ranks alone, and is called no more; pass "
                 "ht.callbacks.FirstRank(make) on all ranks",
-                ", ".join(sorted(lost)),
+                ", ".join(sorted(lost_names)),
             )
         return sorted(names)
 
@@ -174,13 +178,13 @@ class Callbacks:
         `saved`: `self.saved` of the part before.
         """
         next_step = saved.get("step", rows[-1]["step"] if rows else 0)
-        known = [row for row in rows if row["step"] < next_step]
+        earlier_rows = [row for row in rows if row["step"] < next_step]
         for number, item in self._active.items():
             name, state = saved.get("states", {}).get(str(number), ("", None))
-            own = state if name == self._names[number] else None
-            run = Run(self._world, self._model, arena, folder, known, own)
-            self._active[number] = _call(item, "on_begin", run) or item
-        reasons = [self.call(row) for row in rows[len(known) :]]
+            own_state = state if name == self._names[number] else None
+            run = Run(self._world, self._model, arena, folder, earlier_rows, own_state)
+            self._active[number] = _call_hook(item, "on_begin", run) or item
+        reasons = [self.call(row) for row in rows[len(earlier_rows) :]]
         return next(filter(None, reasons), "")
 
     def call(self, row: Row) -> str:
@@ -189,7 +193,9 @@ class Callbacks:
             return ""
         hooks = ["on_row"] + ["on_epoch"] * (row["step"] % self._epoch == 0)
         states = self._states() if self._world.rank == 0 else {}
-        answers = [_ask(item, hook, dict(row)) for item in self._active.values() for hook in hooks]
+        answers = [
+            _stop_reason(item, hook, dict(row)) for item in self._active.values() for hook in hooks
+        ]
         own_reasons = "; ".join(dict.fromkeys(filter(None, answers)))
 
         def answer() -> str:
@@ -211,7 +217,7 @@ class Callbacks:
     def _states(self) -> dict[int, tuple[str, Any]]:
         """Return the name and the state of each callback that saves one."""
         states = {
-            number: (self._names[number], _call(item, "save_state"))
+            number: (self._names[number], _call_hook(item, "save_state"))
             for number, item in self._active.items()
             if hasattr(item, "save_state")
         }
@@ -225,33 +231,37 @@ class Callbacks:
     def checkpoint(self, folder: Path) -> None:
         """Pass on the folder of a checkpoint."""
         for item in self._active.values():
-            _call(item, "on_checkpoint", folder)
+            _call_hook(item, "on_checkpoint", folder)
 
     def end(self, summary: dict[str, Any]) -> None:
         """Pass on the summary; a callback that fails cannot replace the reason of another end."""
         for item in self._active.values():
             try:
-                _call(item, "on_end", dict(summary))
+                _call_hook(item, "on_end", dict(summary))
             except HpctrainError as error:
                 if summary["status"] == "done":
                     raise
                 log.warning("%s", error)
 
 
-def _ask(callback: Any, hook: str, row: Row) -> str:
+def _stop_reason(callback: Any, hook: str, row: Row) -> str:
     """Return the reason to stop that a hook gives, '' for none."""
-    answer = _call(callback, hook, row)
+    answer = _call_hook(callback, hook, row)
     if isinstance(answer, str):
         return answer
     if answer is None or isinstance(answer, bool | np.bool_):
-        return f"callback {_name(callback)} asked to stop at step {row['step']}" if answer else ""
+        return (
+            f"callback {_callback_name(callback)} asked to stop at step {row['step']}"
+            if answer
+            else ""
+        )
     raise HpctrainError(
-        f"callback {_name(callback)} returned {answer!r}; expected None to go on, True or a reason "
-        "to stop"
+        f"callback {_callback_name(callback)} returned {answer!r}; expected None to go on, True or "
+        "a reason to stop"
     )
 
 
-def _call(callback: Any, hook: str, *arguments: Any) -> Any:
+def _call_hook(callback: Any, hook: str, *arguments: Any) -> Any:
     """Return the result of a hook, None if the callback lacks it."""
     function = getattr(callback, hook, None)
     if function is None and hook == "on_row" and callable(callback):
@@ -260,11 +270,11 @@ def _call(callback: Any, hook: str, *arguments: Any) -> Any:
         return None if function is None else function(*arguments)
     except Exception as error:
         raise HpctrainError(
-            f"callback {_name(callback)}: {type(error).__name__}: {error}"
+            f"callback {_callback_name(callback)}: {type(error).__name__}: {error}"
         ) from error
 
 
-def _name(callback: Any) -> str:
+def _callback_name(callback: Any) -> str:
     return getattr(callback, "__qualname__", type(callback).__qualname__)
 
 
@@ -272,12 +282,13 @@ def check_metrics(
     loss: nn.Loss, callbacks: Sequence[Any], keep_best: str | None, has_test_set: bool
 ) -> None:
     """Raise UsageError if early stop or keep_best needs a metric that no row has."""
-    names = [f"{part}_{name}" for part in PARTS for name in loss.metrics]
+    metric_names = [f"{part}_{name}" for part in PARTS for name in loss.metrics]
     users = [("early stop", c.metric) for c in callbacks if isinstance(c, EarlyStop)]
     for user, metric in [*users, ("keep_best", keep_best)]:
-        if metric and metric not in names:
+        if metric and metric not in metric_names:
             raise UsageError(
-                f"{user}: {unknown('metric', metric, names)}; the loss of the model is {loss!r}"
+                f"{user}: {unknown('metric', metric, metric_names)}; the loss of the model is "
+                f"{loss!r}"
             )
         if metric and metric.startswith("test") and not has_test_set:
             raise UsageError(

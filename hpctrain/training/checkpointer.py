@@ -45,7 +45,7 @@ class Checkpointer:
         self._loss = replica.loss
         self._loss_scale: LossScale | None = getattr(replica, "loss_scale", None)
         self._options, self._about = options, about
-        self._best: float | None = None  # of the metric `keep_best`
+        self._best_value: float | None = None  # of the metric `keep_best`
 
     @property
     def periods(self) -> tuple[int, int]:
@@ -56,34 +56,34 @@ class Checkpointer:
     def resume(self, run: Path, loaded: Path) -> None:
         """Read the value of the best checkpoint in `run`, unless it is `loaded`; collective."""
         if criterion := self._options.best:
-            self._best = checkpoint.best_value(run, criterion, self._world.link, loaded)
+            self._best_value = checkpoint.best_value(run, criterion, self._world.link, loaded)
 
     def load(self, saved: SavedState) -> None:
         """Request this worker's loss scale, if there is one.
 
         A new worker takes the mean over the saved workers.
         """
-        names = [name for name in (self._scale_name, SCALE) if name in saved.sizes]
-        if self._loss_scale is not None and names:
+        scale_names = [name for name in (self._scale_name, SCALE) if name in saved.sizes]
+        if self._loss_scale is not None and scale_names:
             state = np.zeros(2)
-            saved.request(names[0], state)
+            saved.request(scale_names[0], state)
             saved.on_arrival(partial(self._loss_scale.restore, state))
 
     def must_fit(self, reader: checkpoint.Reader) -> None:
         """Raise UsageError if the facts of a checkpoint differ from this model and engine."""
         recipe, about = self._journal.recipe, reader.about
-        model, own_model = about.get("model") or {}, self._about["model"]
-        same_run = recipe is not None and about.get("recipe_sha256") == recipe.sha256
+        saved_model, own_model = about.get("model") or {}, self._about["model"]
+        is_same_run = recipe is not None and about.get("recipe_sha256") == recipe.sha256
         facts: dict[str, tuple[Any, Any]] = {
             "weights": (weights.layout(self._engine.replica.arena), about.get("weights")),
             "model.input_shape": (
                 own_model["input_shape"],
-                shape_from_json(model.get("input_shape")),
+                shape_from_json(saved_model.get("input_shape")),
             ),
         }
         if open_row := about.get("open_row"):
             facts["open_row.sums"] = sorted(self._loss.terms), sorted(open_row["sums"])
-        if same_run and about.get("world_size") == self._world.size:
+        if is_same_run and about.get("world_size") == self._world.size:
             updates = self._engine.updates_per_step
             facts["updates_per_step"] = updates, about.get("updates_per_step")
         for name, (expected, saved) in facts.items():
@@ -111,7 +111,7 @@ class Checkpointer:
         self._journal.files.sync()
         try:
             with self._world.trace.span("save a checkpoint", "other"):
-                return self._write(run, step, row)
+                return self._write_checkpoint(run, step, row)
         except SaveError as error:
             if must:
                 raise
@@ -119,15 +119,15 @@ class Checkpointer:
                 log.warning("%s; training goes on", error)
             return None
 
-    def _write(self, run: Path, step: int, row: Row) -> Path:
+    def _write_checkpoint(self, run: Path, step: int, row: Row) -> Path:
         state, options, link = self.state(), self._options, self._world.link
         about = self.about(self._journal.about_now(step)) | {
-            "metrics": self._metrics(row),
+            "metrics": self._row_metrics(row),
             "keep_best": options.best and options.best._asdict(),
         }
         path = checkpoint.save(run, step, state, about, link, options.keep, options.best)
         best = self._new_best(row)
-        self._best = self._best if best is None else best
+        self._best_value = self._best_value if best is None else best
         return path
 
     def about(self, facts: dict[str, Any]) -> dict[str, Any]:
@@ -149,12 +149,12 @@ class Checkpointer:
     def _new_best(self, row: Row) -> float | None:
         """Return the value of the metric `keep_best` if it is better than all before."""
         criterion = self._options.best
-        value = self._metrics(row)[criterion.metric] if criterion else None
-        is_best = criterion and value is not None and criterion.better(value, self._best)
+        value = self._row_metrics(row)[criterion.metric] if criterion else None
+        is_best = criterion and value is not None and criterion.better(value, self._best_value)
         return value if is_best else None
 
-    def _metrics(self, row: Row) -> dict[str, float | None]:
+    def _row_metrics(self, row: Row) -> dict[str, float | None]:
         """Return the metrics of a row; None for each if a stop cut the row short."""
-        complete = {} if row.get("interrupted") else row
-        names = [f"{part}_{name}" for part in PARTS for name in self._loss.metrics]
-        return {name: complete.get(name) for name in names}
+        complete_row = {} if row.get("interrupted") else row
+        metric_names = [f"{part}_{name}" for part in PARTS for name in self._loss.metrics]
+        return {name: complete_row.get(name) for name in metric_names}

@@ -106,7 +106,7 @@ class SkipCounter:
         return {
             "skipped_steps": self.skipped_steps,
             "skipped_in_a_row": self.in_a_row,
-            "dropped_not_finite": self._dropped(ranks),
+            "dropped_not_finite": self._dropped_count(ranks),
         }
 
     def rank_counts(self) -> dict[str, float]:
@@ -114,8 +114,8 @@ class SkipCounter:
 
         The rank with the first slot counts for the ranks that hold a replica together.
         """
-        counts = self._engine.replica.arena.has_first_slot
-        dropped = self._check.dropped - self._dropped_at_begin if counts else 0
+        counts_gradients = self._engine.replica.arena.has_first_slot
+        dropped = self._check.dropped - self._dropped_at_begin if counts_gradients else 0
         return {"dropped": dropped, "own_steps": self._check.has_own_steps}
 
     def dropped_gradients(
@@ -125,7 +125,7 @@ class SkipCounter:
         late_gradients = staleness.dropped if staleness else None
         if late_gradients is None and not ranks["own_steps"].any():
             return None
-        return (late_gradients or 0) + self._dropped(ranks)
+        return (late_gradients or 0) + self._dropped_count(ranks)
 
     def skip(self, step: int, rank: int, limit: int) -> None:
         """Count a step that all ranks skip; raise TrainingError after `limit` in a row.
@@ -134,19 +134,19 @@ class SkipCounter:
         all ranks together. Collective.
         """
         size, check = self._world.size, self._check
-        texts = self._world.gather(json.dumps([check.fault, check.has_own_steps]))
-        fault, own_steps = json.loads(texts[rank % size])
-        place = f"rank {rank} ({self._world.hosts[rank]})" if rank < size else "all ranks"
-        text = f"{fault} at step {step} on {place}"
+        encoded_checks = self._world.gather(json.dumps([check.fault, check.has_own_steps]))
+        fault, own_steps = json.loads(encoded_checks[rank % size])
+        rank_text = f"rank {rank} ({self._world.hosts[rank]})" if rank < size else "all ranks"
+        fault_text = f"{fault} at step {step} on {rank_text}"
         if own_steps or self.in_a_row >= limit:
             advice = _advice(limit, "gradient" if own_steps else "step")
-            raise TrainingError(f"{text}; no rank has taken its gradient. {advice}")
+            raise TrainingError(f"{fault_text}; no rank has taken its gradient. {advice}")
         if self._world.rank == 0 and not self.skipped_steps:
-            log.warning("%s; the step is skipped. Rows of metrics count skipped_steps", text)
+            log.warning("%s; the step is skipped. Rows of metrics count skipped_steps", fault_text)
         self.skipped_steps += 1
         self.in_a_row += 1
 
-    def _dropped(self, ranks: Mapping[str, np.ndarray]) -> int:
+    def _dropped_count(self, ranks: Mapping[str, np.ndarray]) -> int:
         return self._dropped_before_resume + int(ranks["dropped"].sum())
 
 

@@ -35,15 +35,15 @@ def dry_run(spec: Recipe, world: World, out: Path | None) -> dict[str, Any]:
     """
     quiet_spec = replace(spec, early_stop=None, run=replace(spec.run, callbacks=[]))
     with _no_messages(), runs.prepare(quiet_spec, world) as job:
-        first_s = job.fit(steps=WARM_UP_STEPS)["wall_s"] / WARM_UP_STEPS
-        first_s = float(world.gather(str(first_s))[0])
-        steps = min(max(1, round(MEASURE_S / first_s)), MAX_STEPS, job.total_steps)
+        first_step_s = job.fit(steps=WARM_UP_STEPS)["wall_s"] / WARM_UP_STEPS
+        first_step_s = float(world.gather(str(first_step_s))[0])
+        steps = min(max(1, round(MEASURE_S / first_step_s)), MAX_STEPS, job.total_steps)
         step_s = job.fit(steps=steps)["wall_s"] / steps
         engine = job.trainer.engine
         engine.settle()
         checkpoint_bytes = sum(piece.array.nbytes for piece in engine.state())
         start = run_facts.describe_start(job.trainer.mesh, engine, job.batch)
-        mesh_text, memory, memory_texts = _pipeline(job)
+        mesh_text, memory, memory_texts = _describe_pipeline(job)
     costs = _costs_over_ranks(world, step_s, checkpoint_bytes)
     facts = {
         "recipe": spec.run.name,
@@ -62,7 +62,7 @@ def dry_run(spec: Recipe, world: World, out: Path | None) -> dict[str, Any]:
         **costs,
     }
     if world.rank == 0:
-        progress.console().print(_table(facts))
+        progress.console().print(_make_table(facts))
     return facts
 
 
@@ -70,14 +70,14 @@ def _costs_over_ranks(world: World, step_s: float, checkpoint_bytes: int) -> dic
     """Return the time of the slowest rank, the largest memory and all bytes saved; collective."""
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     free_bytes = gpus.free_gpu_bytes() if world.gpu is not None else None
-    own = (step_s, checkpoint_bytes, peak_bytes, free_bytes)
-    ranks = [json.loads(text) for text in world.gather(json.dumps(own))]
-    times, sizes, peaks, free = zip(*ranks, strict=True)
+    own_costs = (step_s, checkpoint_bytes, peak_bytes, free_bytes)
+    costs_of_ranks = [json.loads(text) for text in world.gather(json.dumps(own_costs))]
+    step_times, sizes, peaks, free_sizes = zip(*costs_of_ranks, strict=True)
     return {
-        "step_s": max(times),
+        "step_s": max(step_times),
         "checkpoint_bytes": sum(sizes),
         "peak_bytes": max(peaks),
-        "gpu_free_bytes": min((n for n in free if n is not None), default=None),
+        "gpu_free_bytes": min((n for n in free_sizes if n is not None), default=None),
     }
 
 
@@ -96,24 +96,24 @@ def examine(spec: Recipe) -> str:
     loading.fingerprint(split.train)
     model = runs.build_model(spec, split)
     check_sets(model, model.loss, training=split.train, test=split.test)
-    tests = 0 if split.test is None else len(split.test)
+    test_count = 0 if split.test is None else len(split.test)
     return (
-        f"{len(split.train):,} training and {tests:,} test samples {split.train.sample_shape}, "
-        f"{model.parameter_count:,} parameters"
+        f"{len(split.train):,} training and {test_count:,} test samples "
+        f"{split.train.sample_shape}, {model.parameter_count:,} parameters"
     )
 
 
-def _pipeline(job: runs.Job) -> tuple[str, Any, dict[str, str]]:
+def _describe_pipeline(job: runs.Job) -> tuple[str, Any, dict[str, str]]:
     """Describe a pipeline: the line of its mesh, the bytes of ranks by kind, and a text of each."""
     mesh, engine = job.trainer.mesh, job.trainer.engine
-    text = run_facts.describe_mesh(mesh, job.batch)
-    if not text:
+    mesh_text = run_facts.describe_mesh(mesh, job.batch)
+    if not mesh_text:
         return "", None, {}
     from hpctrain.training import pipeline_facts  # most runs have no pipeline
 
     is_sharded = getattr(job.spec.engine, "shard_optimizer", False)
     memory = pipeline_facts.memory_of_ranks(mesh, engine, is_sharded)
-    return text, memory, pipeline_facts.table_rows(memory)
+    return mesh_text, memory, pipeline_facts.table_rows(memory)
 
 
 @contextmanager
@@ -126,7 +126,7 @@ def _no_messages() -> Iterator[None]:
         logging.disable(logging.NOTSET)
 
 
-def _table(facts: dict[str, Any]) -> Any:
+def _make_table(facts: dict[str, Any]) -> Any:
     from rich.table import Table
 
     table = Table(title=f"{facts['recipe']}: dry run, nothing was written", show_header=False)

@@ -59,11 +59,11 @@ def summary_on_exit(journal: Journal, on_end: Callable[[dict[str, Any]], None]) 
         _fail_alone(journal, error)
         raise _with_last_lines(HpctrainError(str(error)), journal) from error
     except BaseException as error:
-        first = _fail_alone(journal, error)
+        is_first = _fail_alone(journal, error)
         _with_last_lines(error, journal)
         if (shortage_error := shortage(error)) is None:
             raise
-        if not first:  # ranks are often short of memory together: the first one reports
+        if not is_first:  # ranks are often short of memory together: the first one reports
             time.sleep(FIRST_REPORT_S)
         raise shortage_error from error
     finally:
@@ -79,8 +79,8 @@ def _fail_alone(journal: Journal, error: BaseException) -> bool:
     journal.end_alone()
     place = f"rank {world.rank} on {world.host}, step {world.trace.step}"
     reason = f"{place}: {type(error).__name__}: {error}"
-    code = error.exit_code if isinstance(error, BadSampleError) else 1
-    facts = {"status": "failed", "exit_code": code, "reason": reason, "recipe": journal.name}
+    exit_code = error.exit_code if isinstance(error, BadSampleError) else 1
+    facts = {"status": "failed", "exit_code": exit_code, "reason": reason, "recipe": journal.name}
     with suppress(OSError):  # a full disk, say: the error itself must still be printed
         return journal.run is None or run_folder.write_first_summary(journal.run, facts)
     return True

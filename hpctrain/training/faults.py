@@ -87,36 +87,38 @@ class Slowdown:
         clock: Callable[[], float] = time.perf_counter,
     ):
         self._options, self._rank, self._sleep, self._clock = options, rank, sleep, clock
-        self._stretch, self._since, self._owed = 1.0, 0.0, 0.0
+        self._stretch, self._last_reading_s, self._owed_s = 1.0, 0.0, 0.0
 
     def begin(self, seed: int, step: int) -> None:
         """Begin a gradient: sleep for its fixed part, and read the clock."""
         self._stretch = self._options.stretch(seed, self._rank, step)
-        self._owed = self._options.step_ms / 1e3 * self._stretch
-        self._pay()
+        self._owed_s = self._options.step_ms / 1e3 * self._stretch
+        self._sleep_owed()
 
     def catch_up(self) -> None:
         """Sleep until the compute since the last reading has taken its stretched time."""
-        self._owed += (self._stretch - 1) * (self._clock() - self._since)
-        self._pay()
+        self._owed_s += (self._stretch - 1) * (self._clock() - self._last_reading_s)
+        self._sleep_owed()
 
     def not_slowed(self, call: Callable[[U], T]) -> Callable[[U], T]:
         """Return `call` excluded from compute: it first sleeps for the compute before it."""
 
-        def lag_s(argument: U) -> T:
+        def call_after_sleep(argument: U) -> T:
             self.catch_up()
             result = call(argument)
-            self._since = self._clock()
+            self._last_reading_s = self._clock()
             return result
 
-        return lag_s
+        return call_after_sleep
 
-    def _pay(self) -> None:
+    def _sleep_owed(self) -> None:
         start = self._clock()
-        if self._owed > MIN_SLEEP_S:
-            self._sleep(self._owed)
-        self._since = self._clock()
-        self._owed -= self._since - start  # a sleep is longer than requested: the next is shorter
+        if self._owed_s > MIN_SLEEP_S:
+            self._sleep(self._owed_s)
+        self._last_reading_s = self._clock()
+        self._owed_s -= (
+            self._last_reading_s - start
+        )  # a sleep is longer than requested: the next is shorter
 
 
 class SlowedReplica(WrappedReplica):

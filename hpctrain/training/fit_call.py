@@ -77,12 +77,12 @@ class FitCall:
         self, trainer: Trainer, catch_signals: Callable[[], StopRequest], survival: Survival
     ) -> dict[str, Any]:
         world = trainer.world
-        sampler, total = self._agree_on_batches(trainer)
-        callbacks = world.on_all_ranks(lambda: self._prepare(trainer, sampler))
+        sampler, total_steps = self._agree_on_batches(trainer)
+        callbacks = world.on_all_ranks(lambda: self._make_callbacks(trainer, sampler))
         has_begun = survival.recoveries.has_begun
         resume = self.resume or survival.has_claimed
         with ExitStack() as stack:
-            run = _claim(
+            run = _claim_folder(
                 world,
                 stack,
                 survival.run,
@@ -95,7 +95,7 @@ class FitCall:
                 trainer.mesh,
                 trainer.engine,
                 sampler,
-                total,
+                total_steps,
                 run,
                 self.origin.recipe,
                 trainer.rate,
@@ -109,7 +109,7 @@ class FitCall:
             stack.enter_context(survival.holding(loop.engine, loop.journal, loop.checkpointer))
             self._load_state(loop, run if resume else None, survival)
             # Before the summary: a second signal while it is written must not end the process.
-            request = catch_signals()
+            stop_request = catch_signals()
             loop.begin()
             if not has_begun:
                 orders.announce(world, self.train, self.batch)
@@ -119,21 +119,21 @@ class FitCall:
             stack.enter_context(summary_on_exit(loop.journal, callbacks.end))
             stack.enter_context(centered_loss(trainer.replica.model, self.train))
             with np.errstate(over="ignore", invalid="ignore"):  # the loss is checked, each step
-                return loop.run(request)
+                return loop.run(stop_request)
 
     def _agree_on_batches(self, trainer: Trainer) -> tuple[Sampler, int]:
         """Return the batches and the number of steps, the same on all ranks; collective."""
         sampler = trainer.world.on_all_ranks(lambda: self._make_sampler(trainer))
-        total = self.steps or (self.epochs or 0) * sampler.steps_per_epoch
+        total_steps = self.steps or (self.epochs or 0) * sampler.steps_per_epoch
         plan_text = (
-            f"{sampler.n} samples in batches of {self.batch} for {total} steps with seed "
+            f"{sampler.n} samples in batches of {self.batch} for {total_steps} steps with seed "
             f"{trainer.seed}, {self.trace}"
         )
         if sampler.order is not None:
             plan_text += f", in the order of {sampler.order!r}"
         trainer.world.must_agree(plan_text, "the plan of a training")
         orders.draw(trainer.world, sampler, 0, 0)
-        return sampler, total
+        return sampler, total_steps
 
     def _load_state(self, loop: Loop, checkpoints: Path | None, survival: Survival) -> None:
         """Load the state to train from: copies in memory, a checkpoint, or a replay's start."""
@@ -158,11 +158,11 @@ class FitCall:
         engines.must_fit(trainer.engine_options, ranks, self.batch, samples)
         return Sampler.of(self.train, self.batch, trainer.seed)
 
-    def _prepare(self, trainer: Trainer, sampler: Sampler) -> Callbacks:
+    def _make_callbacks(self, trainer: Trainer, sampler: Sampler) -> Callbacks:
         """Return the callbacks; raise UsageError for arguments that do not fit."""
         trainer.check_sets(training=orders.samples_to_check(self.train, sampler), test=self.test)
-        keep_best, has_test = self.checkpoints.keep_best, self.test is not None
-        check_metrics(trainer.replica.loss, trainer.callbacks, keep_best, has_test)
+        keep_best, has_test_set = self.checkpoints.keep_best, self.test is not None
+        check_metrics(trainer.replica.loss, trainer.callbacks, keep_best, has_test_set)
         if self.micro_batches > 1 and trainer.replica.normalizes_batch:
             raise UsageError(
                 f"micro_batches is {self.micro_batches}, but the model normalizes over the batch: "
@@ -174,7 +174,7 @@ class FitCall:
 
     def _make_plan(self, trainer: Trainer, sampler: Sampler) -> FitPlan:
         """Return the plan of a training, with all periods in steps."""
-        epoch, model, options = sampler.steps_per_epoch, trainer.replica.model, self.options
+        epoch_steps, model, options = sampler.steps_per_epoch, trainer.replica.model, self.options
         prefetch = options.prefetch
         return FitPlan(
             self.train,
@@ -182,8 +182,8 @@ class FitCall:
             sampler,
             targets=model.targets,
             blocks=trainer.blocks,
-            interval=options.interval_steps or epoch,
-            evaluate_every=options.evaluate_steps or (options.evaluate_epochs or 1) * epoch,
+            interval=options.interval_steps or epoch_steps,
+            evaluate_every=options.evaluate_steps or (options.evaluate_epochs or 1) * epoch_steps,
             prefetch=batches_to_read_ahead(self.train) if prefetch is None else prefetch,
             timeout_s=options.timeout_s,
             checkpoints=self.checkpoints,
@@ -195,7 +195,7 @@ class FitCall:
         )
 
 
-def _claim(
+def _claim_folder(
     world: World, stack: ExitStack, out: str | None, resume: bool, timeout_s: float, wait_s: float
 ) -> Path | None:
     """Lock the run's folder for this job, and let the watch write into it.

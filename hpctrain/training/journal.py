@@ -64,7 +64,7 @@ class Journal:
         self.files = RunFiles(None if world.rank else run)
         self._timeline = Timeline(world, run, trace)
         self._bar: progress.Bar | None = None  # on rank 0, if it has a terminal
-        self._last: dict[str, Any] = {}  # the latest row
+        self._last_row: dict[str, Any] = {}  # the latest row
         self._done_summary: dict[str, Any] | None = None  # of a run that was done before
         self._loss = engine.replica.loss
         self._test_metrics = losses.evaluate(self._loss, {}, "test_")
@@ -82,24 +82,24 @@ class Journal:
         self.skips.resume(about)
         with_sums = self.mesh.data.rank == 0 or self.engine.shares_sums  # of all workers
         self.open_row.restore(about.get("open_row"), step, with_sums=with_sums)
-        of_rank_0, *_ = self.world.gather_from(lambda: json.dumps(self.files.go_back(step, about)))
-        rows, summary, self.steps_redone = json.loads(of_rank_0)
+        rows_json, *_ = self.world.gather_from(lambda: json.dumps(self.files.go_back(step, about)))
+        rows, summary, self.steps_redone = json.loads(rows_json)
         is_done = summary and (summary["status"], summary.get("steps")) == ("done", step)
         self._done_summary = summary if is_done else None
         if rows and rows[-1]["step"] == step:  # the row was made after this state
             self.open_row.close(step)
         # A run that was complete makes no new row: its summary is from the last one.
-        self._last = rows[-1] if rows else {}
-        self.open_row.since_s = (self._last.get("wall_s") or 0.0) * self.recoveries.has_begun
-        self._test_metrics = {key: self._last.get(key) for key in self._test_metrics}
+        self._last_row = rows[-1] if rows else {}
+        self.open_row.since_s = (self._last_row.get("wall_s") or 0.0) * self.recoveries.has_begun
+        self._test_metrics = {key: self._last_row.get(key) for key in self._test_metrics}
         return rows
 
     def begin(self, step: int) -> None:
         """Write the recipe, start the clocks and the bar; raise UsageError; collective."""
         is_first, elapsed_s = not self.recoveries.has_begun, self.recoveries.begin(step)
         if is_first:
-            text = self.recipe.toml() if self.recipe else None
-            self.world.on_all_ranks(lambda: self.files.begin(text))
+            recipe_text = self.recipe.toml() if self.recipe else None
+            self.world.on_all_ranks(lambda: self.files.begin(recipe_text))
         self._timeline.begin()
         if self.world.rank == 0 and log.isEnabledFor(logging.INFO):
             self._bar = progress.open_bar(self.name, step, self.total_steps)
@@ -110,10 +110,10 @@ class Journal:
         """Add this rank's share of a step that is done."""
         self.open_row.add(sums)
         self.recoveries.count_step(step)
-        now = self.times.wall_s
-        if self._bar is not None and self._bar.is_due(now) and self.open_row.sums:
+        wall_s = self.times.wall_s
+        if self._bar is not None and self._bar.is_due(wall_s) and self.open_row.sums:
             loss = self.open_row.sums["loss"].mean or 0.0
-            self._bar.show(step, self._epoch(step), loss, self._samples(step) / now)
+            self._bar.show(step, self._epoch(step), loss, self._trained_samples(step) / wall_s)
 
     def row(
         self, step: int, tested: Sums | None, interrupted: bool = False
@@ -126,11 +126,11 @@ class Journal:
         since_step, since_s = self.open_row.since_step, self.open_row.since_s
         if step == since_step:
             return None
-        sums, ranks = self._sum_over_ranks()
-        now = float(ranks["wall_s"][self.world.rank])
-        samples = self._samples(step) - max(self._samples(since_step), 0)
+        sums, rank_facts = self._sum_over_ranks()
+        wall_s = float(rank_facts["wall_s"][self.world.rank])
+        samples = self._trained_samples(step) - max(self._trained_samples(since_step), 0)
         self._test_metrics = losses.evaluate(self._loss, tested or {}, "test_")
-        self._last = {
+        self._last_row = {
             "step": step,
             "steps": step - since_step,
             "total_steps": self.total_steps,
@@ -140,26 +140,26 @@ class Journal:
             **losses.evaluate(self._loss, sums, "train_"),
             **self._test_metrics,
             "skipped_steps": self.skips.skipped_steps,
-            "rate": None if self.rate is None else rate_at(self.rate, self._updates(step)),
-            "rates": rate_curve(self.rate, since_step + 1, step, self._updates),
-            "samples_per_s": samples / max(now - since_s, 1e-9),
-            "wall_s": now,
+            "rate": None if self.rate is None else rate_at(self.rate, self._updates_before(step)),
+            "rates": rate_curve(self.rate, since_step + 1, step, self._updates_before),
+            "samples_per_s": samples / max(wall_s - since_s, 1e-9),
+            "wall_s": wall_s,
             **self.times.of_engine(),
-            "ranks": {name: ranks[name].round(6).tolist() for name in self.times.of_engine()},
+            "ranks": {name: rank_facts[name].round(6).tolist() for name in self.times.of_engine()},
             **staleness.metrics(self._staleness),
-            "dropped_gradients": self.skips.dropped_gradients(ranks, self._staleness),
-            "idle_fraction": idle(ranks),
+            "dropped_gradients": self.skips.dropped_gradients(rank_facts, self._staleness),
+            "idle_fraction": idle(rank_facts),
             **({"interrupted": True} if interrupted else {}),
             **({"lost_ranks": ranks_lost} if (ranks_lost := self.recoveries.row_ranks) else {}),
         }
         self.recoveries.row_ranks = []
-        self.open_row.close(step, now)
-        self._stragglers.row(ranks)
+        self.open_row.close(step, wall_s)
+        self._stragglers.row(rank_facts)
         if self.world.rank == 0:
-            self.files.add(self._last)
+            self.files.add(self._last_row)
             if self._bar is None:
-                log.info(progress.line(self._last, self.total_steps))
-        return self._last
+                log.info(progress.line(self._last_row, self.total_steps))
+        return self._last_row
 
     def about_now(self, step: int) -> dict[str, Any]:
         """Return the facts beside the arrays of a checkpoint after `step` steps; collective."""
@@ -167,10 +167,10 @@ class Journal:
 
     def about_here(self, step: int) -> dict[str, Any]:
         """Return the same facts without communication; each rank must record all sums."""
-        own = {name: np.array([number]) for name, number in self.skips.rank_counts().items()}
-        about = self._about(step, self.open_row.sums, own)
+        own_counts = {name: np.array([number]) for name, number in self.skips.rank_counts().items()}
+        about = self._about(step, self.open_row.sums, own_counts)
         # The rank that writes may have been lost between the sums of the row and its writing.
-        return {**about, "rows_due": [*about["rows_due"], *filter(None, [self._last])]}
+        return {**about, "rows_due": [*about["rows_due"], *filter(None, [self._last_row])]}
 
     def _about(self, step: int, sums: Sums, ranks: dict[str, np.ndarray]) -> dict[str, Any]:
         epoch, index = self.sampler.locate_step(step)
@@ -199,7 +199,7 @@ class Journal:
         Collective. Raises SaveError if a run that is done cannot be written.
         """
         self.recoveries.end_loss()
-        summary = self._summary(status, exit_code, reason)
+        summary = self._make_summary(status, exit_code, reason)
         if (
             self._done_summary
             and status == "done"
@@ -229,10 +229,10 @@ class Journal:
         self.close_bar()
         self._timeline.end_alone()
 
-    def _summary(self, status: str, exit_code: int, reason: str | None) -> dict[str, Any]:
+    def _make_summary(self, status: str, exit_code: int, reason: str | None) -> dict[str, Any]:
         world, engine, step = self.world, self.engine, self.open_row.since_step
-        _, ranks = self._sum_over_ranks()
-        wall = float(ranks["wall_s"][world.rank])
+        _, rank_facts = self._sum_over_ranks()
+        wall_s = float(rank_facts["wall_s"][world.rank])
         return {
             "status": status,
             "exit_code": exit_code,
@@ -244,19 +244,19 @@ class Journal:
             "steps": step,
             "since_step": self.recoveries.since_step,  # start of the clocks of a resumed run
             "steps_redone": self.steps_redone,
-            **self.recoveries.summary(wall),
+            **self.recoveries.summary(wall_s),
             "skipped_steps": self.skips.skipped_steps,
             "samples": self.sampler.samples_before(step),
-            "samples_per_s": self._samples(step) / max(wall, 1e-9),
-            "wall_s": wall,
-            **{name: float(ranks[name].mean()) for name in self.times.of_engine()},
-            "bytes_sent_per_rank": int(ranks["bytes_sent"].mean()),
-            "train_loss": self._last.get("train_loss"),
+            "samples_per_s": self._trained_samples(step) / max(wall_s, 1e-9),
+            "wall_s": wall_s,
+            **{name: float(rank_facts[name].mean()) for name in self.times.of_engine()},
+            "bytes_sent_per_rank": int(rank_facts["bytes_sent"].mean()),
+            "train_loss": self._last_row.get("train_loss"),
             **self._test_metrics,
             **staleness.metrics(self._staleness),
-            "dropped_gradients": self.skips.dropped_gradients(ranks, self._staleness),
-            "idle_fraction": idle(ranks),
-            "straggler_scores": self._stragglers.scores(ranks),
+            "dropped_gradients": self.skips.dropped_gradients(rank_facts, self._staleness),
+            "idle_fraction": idle(rank_facts),
+            "straggler_scores": self._stragglers.scores(rank_facts),
             "params_sha256": run_facts.trained_sha256(world, engine),
             "seed": self.sampler.seed,
             "suspicious": self.suspicious,
@@ -274,8 +274,8 @@ class Journal:
         table = np.zeros((len(own_facts), self.world.size))
         table[:, self.world.rank] = list(own_facts.values())
         with self.world.trace.span("sum for a row", "other"):
-            own = losses.pack(self.open_row.sums, self._loss.terms)
-            sums = own if self.engine.shares_sums else self.engine.sum(own)
+            own_sums = losses.pack(self.open_row.sums, self._loss.terms)
+            sums = own_sums if self.engine.shares_sums else self.engine.sum(own_sums)
             ranks = sum_over(self.world.main, table.ravel()).reshape(table.shape)
         return losses.unpack(sums, self._loss.terms), dict(zip(own_facts, ranks, strict=True))
 
@@ -285,14 +285,14 @@ class Journal:
         since_resume, earlier = self.engine.staleness, self._earlier_staleness
         return since_resume.merge(earlier) if since_resume and earlier else since_resume or earlier
 
-    def _updates(self, step: int) -> int:
+    def _updates_before(self, step: int) -> int:
         """Return the number of updates before the 1-based step `step` updates."""
         return int(max(step - 1 - self.skips.skipped_steps, 0) * self.engine.updates_per_step)
 
     def _epoch(self, step: int) -> int:
         return -(-step // self.sampler.steps_per_epoch)
 
-    def _samples(self, step: int) -> int:
+    def _trained_samples(self, step: int) -> int:
         return self.sampler.samples_before(step) - self.sampler.samples_before(
             self.recoveries.since_step
         )

@@ -37,9 +37,9 @@ def load_raw(spec: Recipe) -> Split:
 
 def fingerprint(samples: Samples) -> str:
     """Return a hash of a few samples, spread over the set: all ranks must have the same."""
-    rows = np.unique(np.linspace(0, len(samples) - 1, 16).astype(np.int64))
-    parts = (array.tobytes() for _, array in trees.arrays(samples.rows(rows)))
-    return hashlib.sha256(b"".join(parts)).hexdigest()[:16]
+    indexes = np.unique(np.linspace(0, len(samples) - 1, 16).astype(np.int64))
+    array_bytes = (array.tobytes() for _, array in trees.arrays(samples.rows(indexes)))
+    return hashlib.sha256(b"".join(array_bytes)).hexdigest()[:16]
 
 
 def recorded_scale(about: Mapping[str, Any], spec: Recipe) -> Scale:
@@ -56,14 +56,14 @@ def read_begun(spec: Recipe, world: World, out: Path | None) -> tuple[bool, Scal
     """Return whether the run in `out` has checkpoints, and the scale of its data; collective."""
 
     def read() -> str:
-        reads = out is not None and (world.rank == 0 or world.is_spare)
-        saved = checkpoint.listing(out) if reads and out is not None else []
-        facts = [entry.about for entry in saved if entry.about and not entry.set_aside]
+        is_reader = out is not None and (world.rank == 0 or world.is_spare)
+        saved_checkpoints = checkpoint.listing(out) if is_reader and out is not None else []
+        facts = [entry.about for entry in saved_checkpoints if entry.about and not entry.set_aside]
         scale = recorded_scale(facts[-1], spec).as_json() if facts else None
-        return json.dumps([bool(saved), scale])
+        return json.dumps([bool(saved_checkpoints), scale])
 
-    has_begun, table = json.loads(world.gather_from(read)[0])
-    return has_begun, table and Scale.from_json(table)
+    has_begun, scale_table = json.loads(world.gather_from(read)[0])
+    return has_begun, scale_table and Scale.from_json(scale_table)
 
 
 def choose_scale(
@@ -75,31 +75,31 @@ def choose_scale(
     """
     if not hasattr(spec.data, "scale"):
         return Scale()
-    train, rule = unwrap(split.train), _rule(spec, model)
+    train, rule = unwrap(split.train), _scale_rule(spec, model)
     if recorded is None and rule in ("auto", "none"):
         recorded = Scale(rule)
     if recorded is None:
-        ranks = range(world.link.rank, BLOCKS, world.link.size)
-        table = world.on_all_ranks(lambda: block_moments(train, ranks))
-        recorded = scale_from(sum_over(world.main, table.ravel()).reshape(table.shape), rule)
+        own_blocks = range(world.link.rank, BLOCKS, world.link.size)
+        moments = world.on_all_ranks(lambda: block_moments(train, own_blocks))
+        recorded = scale_from(sum_over(world.main, moments.ravel()).reshape(moments.shape), rule)
     if recorded.rule != rule and "scale" in spec.tables["data"]:
         raise UsageError(
             f"[data] scale: expected '{recorded.rule}', with which this run began, seen '{rule}'; "
             "leave it out, or begin another run"
         )
     if world.rank == 0 and (spec.data.PATHS or "scale" in spec.tables["data"]):
-        _announce(recorded, train, model)
+        _announce_scale(recorded, train, model)
     return recorded.must_fit(train.sample_shape, "[data] scale")
 
 
-def _rule(spec: Recipe, model: Any) -> Rule:
+def _scale_rule(spec: Recipe, model: Any) -> Rule:
     """Return the rule of a recipe; by "auto" the rows of an Embedding's table are not scaled."""
     rule: Rule = spec.data.scale
     layers = list(model.layers.values()) if isinstance(model, nn.Model) else []
     return "none" if rule == "auto" and layers and isinstance(layers[0], nn.Embedding) else rule
 
 
-def _announce(scale: Scale, train: Any, model: Any) -> None:
+def _announce_scale(scale: Scale, train: Any, model: Any) -> None:
     log.info("[data] scale: %s", scale.describe(train.x.dtype, len(train)))
     shape = train.sample_shape
     looks_like_images = len(shape) == 3 and shape[0] in CHANNELS and shape[-1] not in CHANNELS

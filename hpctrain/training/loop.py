@@ -44,19 +44,21 @@ def evaluate(engine: Engine, samples: Samples, blocks: int) -> nn.Sums:
     """
     engine.settle()
     loss = engine.replica.loss
-    table = np.zeros((blocks, 2 * len(loss.terms)))
+    block_sums = np.zeros((blocks, 2 * len(loss.terms)))
     if engine.worker is not None:
         _, own_blocks = share(np.arange(blocks), engine.worker, engine.workers)
         for block in own_blocks:
             _, indexes = share(np.arange(len(samples)), block, blocks)
-            table[block] = nn.losses.pack(sums_over(engine.replica, samples, indexes), loss.terms)
-    return add_in_order(engine.sum(table.ravel()).reshape(table.shape), loss)
+            block_sums[block] = nn.losses.pack(
+                sums_over(engine.replica, samples, indexes), loss.terms
+            )
+    return add_in_order(engine.sum(block_sums.ravel()).reshape(block_sums.shape), loss)
 
 
 def sums_over(replica: Replica, samples: Samples, indexes: np.ndarray) -> nn.Sums:
     """Return the sums over the samples at `indexes`, read a few at a time."""
-    pieces = (Batch.of(*rows) for rows in in_pieces(samples, indexes))
-    return reduce(nn.add, map(replica.evaluate, pieces), {})
+    batches = (Batch.of(*rows) for rows in in_pieces(samples, indexes))
+    return reduce(nn.add, map(replica.evaluate, batches), {})
 
 
 class Loop:
@@ -102,10 +104,10 @@ class Loop:
 
         Raises UsageError on all ranks if one cannot be read or written.
         """
-        self.world.on_all_ranks(self._begin_log)
+        self.world.on_all_ranks(self._begin_replay_log)
         self.journal.begin(self.step)
 
-    def _begin_log(self) -> None:
+    def _begin_replay_log(self) -> None:
         with run_folder.writable(self.journal.run or Path()):
             self.replay_log.truncate(
                 self.step, self.journal.intervals, self.journal.recoveries.lost_ranks
@@ -114,12 +116,12 @@ class Loop:
     def run(self, request: StopRequest) -> dict[str, Any]:
         """Train from `step` to the end, or to the step of a request to stop."""
         arena = self.engine.replica.arena
-        names = self.callbacks.share_names(self._survival.callbacks)
-        self._survival.callbacks = names
+        callback_names = self.callbacks.share_names(self._survival.callbacks)
+        self._survival.callbacks = callback_names
         states, run = self._callback_states, self.journal.run
         self.stop_reason = self.callbacks.begin(self.rows, arena, run, states)
-        with Tasks(self.world, self.engine, self.plan, self.journal, request) as work:
-            self._train(work)
+        with Tasks(self.world, self.engine, self.plan, self.journal, request) as tasks:
+            self._train(tasks)
         self.replay_log.end()
         is_early = self.step < self.journal.total_steps
         first_row = self.rows[0] if self.rows else self.first_row
@@ -130,18 +132,18 @@ class Loop:
         self.callbacks.end(summary)
         return summary
 
-    def _train(self, work: Tasks) -> None:
-        total = self.journal.total_steps
-        self._keep()
+    def _train(self, tasks: Tasks) -> None:
+        total_steps = self.journal.total_steps
+        self._keep_state()
         if self._survival.reader is not None and self.journal.open_row.has_steps(self.step):
             self._end_interval(0)  # a loss of ranks came before its row
         if self.journal.recoveries.has_lost_host and self.step:
-            self._save(must=False)
-        while self.step < total and not self.stop_reason:
-            work.at(self.step)
+            self._save_checkpoint(must=False)
+        while self.step < total_steps and not self.stop_reason:
+            tasks.at(self.step)
             step_before, stop = self.step, self._next_stop()
             orders.draw(self.world, self.plan.sampler, self.step, stop - 1 + self._steps_ahead)
-            self.step, flags = self.engine.train(work, self.step, stop)
+            self.step, flags = self.engine.train(tasks, self.step, stop)
             if self.journal.intervals is not None:  # else an older part did not count them
                 self.journal.intervals += 1
             self.replay_log.write()
@@ -150,23 +152,23 @@ class Loop:
             if flags.failed:
                 self.journal.skips.skip(self.step, flags.failed - 1, self.plan.max_skipped)
                 self.step += 1
-            self._keep()
+            self._keep_state()
             self._end_interval(flags.stop)
 
-    def _end_interval(self, stop: int) -> None:
-        """Make the row and the checkpoint that are due; raise StoppedError after signal `stop`."""
-        stopped = bool(stop) and self.step < self.journal.total_steps
-        self._make_row(stopped)
-        is_last = self.step == self.journal.total_steps or stopped or bool(self.stop_reason)
+    def _end_interval(self, stop_signal: int) -> None:
+        """Make the row and the checkpoint that are due; raise StoppedError after a signal."""
+        is_stopped = bool(stop_signal) and self.step < self.journal.total_steps
+        self._make_row(is_stopped)
+        is_last = self.step == self.journal.total_steps or is_stopped or bool(self.stop_reason)
         if is_last:
             self.engine.settle()  # the arena then holds the trained parameters
             finish(self.engine.replica.arena.param)  # no copy into it outlives us
         if is_last or self.checkpointer.is_due(self.step, self.row):
-            self._save(must=is_last)
-        if stopped and not self.stop_reason:
-            raise self._stop_error(stop)
+            self._save_checkpoint(must=is_last)
+        if is_stopped and not self.stop_reason:
+            raise self._stop_error(stop_signal)
 
-    def _save(self, must: bool) -> None:
+    def _save_checkpoint(self, must: bool) -> None:
         self.replay_log.sync()
         if folder := self.checkpointer.save(self.step, self.row, must):
             self.journal.recoveries.has_lost_host = False
@@ -177,7 +179,7 @@ class Loop:
         """Whether a rank's part of the state would be lost with it."""
         return self.world.survives and not self.engine.shares_sums and self.world.size > 1
 
-    def _keep(self) -> None:
+    def _keep_state(self) -> None:
         """Note the state, or copy it to other ranks: after a rank loss training resumes here.
 
         Collective.
@@ -188,30 +190,30 @@ class Loop:
             self.engine.settle()
             self._survival.copy(self.step, self.journal, self.checkpointer)
 
-    def _stop_error(self, number: int) -> StoppedError:
+    def _stop_error(self, signal_number: int) -> StoppedError:
         run = self.journal.run
         reason = run_folder.stop_reason(run) if run else ""
-        stop_cause = f"on request ({reason})" if reason else cause(number)
-        stopped = f"stopped at step {self.step} of {self.journal.total_steps} {stop_cause}"
+        stop_cause = f"on request ({reason})" if reason else cause(signal_number)
+        stop_text = f"stopped at step {self.step} of {self.journal.total_steps} {stop_cause}"
         if run is None:
             return UnsavedError(
-                f"{stopped}; nothing was saved: `fit` was given no folder (out=DIR)"
+                f"{stop_text}; nothing was saved: `fit` was given no folder (out=DIR)"
             )
-        return StoppedError(f"{stopped}; resume me")
+        return StoppedError(f"{stop_text}; resume me")
 
-    def _make_row(self, stopped: bool) -> None:
+    def _make_row(self, is_stopped: bool) -> None:
         """Make a row of metrics and evaluate if due, and call the callbacks with the row."""
         is_last = self.step == self.journal.total_steps
-        evaluated = is_last or self._multiple_of(self.plan.evaluate_every)
-        is_regular = evaluated or self._multiple_of(self.plan.interval, self._epoch)
+        is_evaluated = is_last or self._multiple_of(self.plan.evaluate_every)
+        is_regular = is_evaluated or self._multiple_of(self.plan.interval, self._epoch_steps)
         self.row = {}
-        if is_regular or stopped:
+        if is_regular or is_stopped:
             # No evaluation for a stop: the time until the job is killed may be short.
-            tested = None
-            if evaluated and self.plan.test is not None:
+            test_sums = None
+            if is_evaluated and self.plan.test is not None:
                 with self.world.trace.span("evaluate", "other"):
-                    tested = evaluate(self.engine, self.plan.test, self.plan.blocks)
-            self.row = self.journal.row(self.step, tested, interrupted=not is_regular) or {}
+                    test_sums = evaluate(self.engine, self.plan.test, self.plan.blocks)
+            self.row = self.journal.row(self.step, test_sums, interrupted=not is_regular) or {}
             self.first_row = self.first_row or self.row
             self.stop_reason = self.callbacks.call(self.row) if self.row else ""
 
@@ -223,18 +225,18 @@ class Loop:
                 f"--replay: the engine '{self.engine.name}' is deterministic by itself; "
                 "train again without --replay"
             )
-        recorded, intervals = self.world.on_all_ranks(
+        recorded_machine, intervals = self.world.on_all_ranks(
             lambda: replay.read_log(run, rank, self._replay_settings)
         )
         recorder.start_replay(intervals, self.journal.intervals or 0)
-        changes = replay.describe_differences(recorded, replay.describe_machine())
-        notes = filter(None, self.world.gather(changes))
-        if rank == 0 and (text := " | ".join(notes)):
+        differences = replay.describe_differences(recorded_machine, replay.describe_machine())
+        rank_differences = filter(None, self.world.gather(differences))
+        if rank == 0 and (text := " | ".join(rank_differences)):
             log.warning("the last bits may differ from those of %s: %s", run, text)
 
     def restore(self, reader: checkpoint.Reader) -> None:
         """Restore a state from the memory of ranks; every rank goes on, or none; collective."""
-        self._request(reader)
+        self._request_state(reader)
         assert self.world.job is not None
         reader.fetch(self.world.job.link)  # spares, too, send what they hold
         reader.finish()
@@ -243,7 +245,7 @@ class Loop:
 
     def resume(self, run: Path) -> None:
         """Restore the newest good checkpoint, if there is one."""
-        loaded = checkpoint.load(run, self.world.link, request=self._request)
+        loaded = checkpoint.load(run, self.world.link, request=self._request_state)
         if loaded is None:  # a part that was lost before its first checkpoint may have left rows
             self.journal.resume(0, {})
             return
@@ -256,7 +258,7 @@ class Loop:
         self.step, self.rows = step, self.journal.resume(step, about)
         self._callback_states = about.get("callbacks", {})
 
-    def _request(self, reader: checkpoint.Reader) -> None:
+    def _request_state(self, reader: checkpoint.Reader) -> None:
         """Request this rank's part of a checkpoint; raise UsageError on all ranks if it differs."""
         self.checkpointer.must_fit(reader)
         if (step := reader.about.get("step", 0)) > self.journal.total_steps:
@@ -270,21 +272,27 @@ class Loop:
         self.checkpointer.load(saved)
 
     @property
-    def _epoch(self) -> int:
+    def _epoch_steps(self) -> int:
         return self.plan.sampler.steps_per_epoch
 
     @property
     def _steps_ahead(self) -> int:
         """The steps that this rank may read before the others begin them."""
-        own_steps = self._epoch if self.engine.asynchronous else 0
+        own_steps = self._epoch_steps if self.engine.asynchronous else 0
         return own_steps + self.plan.prefetch + getattr(self.plan.train, "steps_ahead", 0)
 
     def _next_stop(self) -> int:
         """Return the next step with a row, an evaluation, an epoch's end or a checkpoint."""
         plan = self.plan
-        copies = self._survival.options.copy_steps if self._makes_copies else 0
-        checkpoints = self.checkpointer.periods
-        periods = (plan.interval, plan.evaluate_every, self._epoch, copies, *checkpoints)
+        copy_period = self._survival.options.copy_steps if self._makes_copies else 0
+        checkpoint_periods = self.checkpointer.periods
+        periods = (
+            plan.interval,
+            plan.evaluate_every,
+            self._epoch_steps,
+            copy_period,
+            *checkpoint_periods,
+        )
         next_due = [(self.step // period + 1) * period for period in periods if period]
         return min(self.journal.total_steps, *next_due)
 

@@ -48,13 +48,13 @@ def samples_to_check(samples: Samples, sampler: Sampler) -> Samples:
 def announce(world: World, value: Any, batch: int | None = None) -> None:
     """Log on rank 0 the unused parts of a user's object; `batch`: of training samples."""
     describe = getattr(value, "unused", None)
-    if world.rank == 0 and describe is not None and (text := describe(batch)):
-        log.warning("%s", text)
+    if world.rank == 0 and describe is not None and (unused_text := describe(batch)):
+        log.warning("%s", unused_text)
 
 
 def _draw_epoch(world: World, order: EpochOrder, seed: int, epoch: int) -> np.ndarray:
     """Return the indexes of an epoch, drawn on rank 0; collective."""
-    own = world.on_all_ranks(
+    index_bytes = world.on_all_ranks(
         lambda: order.indexes(seed, epoch).tobytes() if world.rank == 0 else b""
     )
-    return np.frombuffer(broadcast_bytes(world.link, own), np.int64).copy()
+    return np.frombuffer(broadcast_bytes(world.link, index_bytes), np.int64).copy()

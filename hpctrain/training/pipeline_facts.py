@@ -37,13 +37,13 @@ def describe_pipeline(mesh: Mesh, batch: int) -> str:
     """Return grid, schedule, stages, and the clock's verdict on the micro-batches."""
     replica: Any = mesh.pipeline
     schedule, plan = replica.schedule, replica.plan
-    layers = ", ".join(map(str, plan.layer_counts))
-    cut = "by measured times" if plan.layer_seconds else "times not measured, taken as equal"
-    verdict = describe_bubble(schedule, plan.costs, batch // mesh.data.size)
+    layers_text = ", ".join(map(str, plan.layer_counts))
+    cut_text = "by measured times" if plan.layer_seconds else "times not measured, taken as equal"
+    bubble_text = describe_bubble(schedule, plan.costs, batch // mesh.data.size)
     return (
         f"data {mesh.data.size} x pipe {mesh.pipe.size}, {schedule.name} with "
         f"{schedule.micro_batches} micro-batch{'es' * (schedule.micro_batches != 1)}, "
-        f"stages of {layers} layers ({cut}): {verdict}"
+        f"stages of {layers_text} layers ({cut_text}): {bubble_text}"
     )
 
 
@@ -53,8 +53,8 @@ def summarize_pipeline(mesh: Mesh, engine: Engine) -> dict[str, Any]:
     schedule, plan = replica.schedule, replica.plan
     wait_s, compute_s = replica.wait.seconds, engine.times.compute_s
     own_facts = [mesh.data.rank, mesh.pipe.rank, wait_s / max(compute_s + wait_s, 1e-9)]
-    ranks = [json.loads(text) for text in mesh.everyone.gather(json.dumps(own_facts))]
-    costs = _scale(plan.costs, replica.samples / SAMPLES)
+    facts_of_ranks = [json.loads(text) for text in mesh.everyone.gather(json.dumps(own_facts))]
+    costs = _scale_costs(plan.costs, replica.samples / SAMPLES)
     return {
         "data": mesh.data.size,
         "pipe": mesh.pipe.size,
@@ -62,17 +62,19 @@ def summarize_pipeline(mesh: Mesh, engine: Engine) -> dict[str, Any]:
         "micro_batches": schedule.micro_batches,
         "layers": plan.layer_counts,
         "placement": list(plan.placement),
-        "ranks": [rank[:2] for rank in ranks],
+        "ranks": [rank[:2] for rank in facts_of_ranks],
         "stage_s": asdict(costs) if plan.layer_seconds else None,
         "predicted_bubble": round(run_clock(schedule, plan.costs).bubble, 4),
-        "measured_idle": round(sum(rank[2] for rank in ranks) / len(ranks), 4),
+        "measured_idle": round(sum(rank[2] for rank in facts_of_ranks) / len(facts_of_ranks), 4),
     }
 
 
-def _scale(costs: StageCosts, factor: float) -> StageCosts:
+def _scale_costs(costs: StageCosts, factor: float) -> StageCosts:
     """Return the costs of micro-batches of `factor` times as many samples."""
-    columns = {name: tuple(factor * s for s in seconds) for name, seconds in vars(costs).items()}
-    return replace(costs, **columns)
+    scaled_columns = {
+        name: tuple(factor * s for s in seconds) for name, seconds in vars(costs).items()
+    }
+    return replace(costs, **scaled_columns)
 
 
 Bytes = dict[str, int]  #: by kind
@@ -81,12 +83,15 @@ MIB = 1 << 20
 
 def memory_of_ranks(mesh: Mesh, engine: Engine, is_sharded: bool) -> dict[str, list[Bytes]]:
     """Return the bytes of each rank by kind, "measured" and "predicted"; collective."""
-    own = [_measured(mesh, engine), _predicted(mesh, engine, is_sharded)]
+    own_bytes = [_measured_bytes(mesh, engine), _predicted_bytes(mesh, engine, is_sharded)]
     if engine.optimizer_state is None:
-        for nbytes in own:
+        for nbytes in own_bytes:
             del nbytes["optimizer"]
-    ranks = [json.loads(text) for text in mesh.everyone.gather(json.dumps(own))]
-    return {"measured": [rank[0] for rank in ranks], "predicted": [rank[1] for rank in ranks]}
+    bytes_of_ranks = [json.loads(text) for text in mesh.everyone.gather(json.dumps(own_bytes))]
+    return {
+        "measured": [rank[0] for rank in bytes_of_ranks],
+        "predicted": [rank[1] for rank in bytes_of_ranks],
+    }
 
 
 def table_rows(memory: Mapping[str, list[Bytes]]) -> dict[str, str]:
@@ -105,7 +110,7 @@ def _range_text(counts: list[int]) -> str:
     return f"{low} MiB" if low == high else f"{low} to {high} MiB"
 
 
-def _measured(mesh: Mesh, engine: Engine) -> Bytes:
+def _measured_bytes(mesh: Mesh, engine: Engine) -> Bytes:
     replica: Any = mesh.pipeline
     tapes = {stage: replica.samples * nbytes for stage, nbytes in replica.sample_bytes.items()}
     return {
@@ -117,27 +122,27 @@ def _measured(mesh: Mesh, engine: Engine) -> Bytes:
     }
 
 
-def _predicted(mesh: Mesh, engine: Engine, is_sharded: bool) -> Bytes:
+def _predicted_bytes(mesh: Mesh, engine: Engine, is_sharded: bool) -> Bytes:
     replica: Any = mesh.pipeline
     samples, itemsize = replica.samples, replica.arena.param.itemsize
     # The elements of a plane of this rank's slots, from their shapes alone.
     shapes = {name: p.shape for name, p in replica.model.parameters.items()}
-    names = replica.plan.owned_names(replica.model, mesh.pipe.rank)
+    owned_names = replica.plan.owned_names(replica.model, mesh.pipe.rank)
 
     def unallocated(length: int, dtype: Any) -> np.ndarray:
         return np.broadcast_to(np.zeros(1, dtype), length)
 
-    arena = make_arena(shapes, replica.arena.param.dtype, zeros=unallocated, own=names)
+    arena = make_arena(shapes, replica.arena.param.dtype, zeros=unallocated, own=owned_names)
     length = int(arena.param.size)
-    kept = length
+    optimizer_length = length
     if is_sharded:
         offsets = bounds(length, mesh.data.size, BLOCK_ELEMENTS)
-        kept = offsets[mesh.data.rank + 1] - offsets[mesh.data.rank]
+        optimizer_length = offsets[mesh.data.rank + 1] - offsets[mesh.data.rank]
     tapes = {s: samples * n for s, n in replica.predict_sample_bytes(samples).items()}
     return {
         "parameters": itemsize * (length + _copied_elements(mesh, replica)),
         "gradients": itemsize * length,
-        "optimizer": itemsize * kept * len(_planes_of_state(engine)),
+        "optimizer": itemsize * optimizer_length * len(_planes_of_state(engine)),
         "tapes": _peak_of_tapes(mesh, replica, tapes),
         "messages": _message_bytes(mesh, replica, samples * itemsize),
     }
@@ -150,11 +155,11 @@ def _planes_of_state(engine: Engine) -> list[Array]:
 
 def _copied_elements(mesh: Mesh, replica: PipelineReplica) -> int:
     """Return the size of the tensors that this rank uses and another one owns."""
-    own, model = replica.plan.stages_of(mesh.pipe.rank), replica.model
+    own_stages, model = replica.plan.stages_of(mesh.pipe.rank), replica.model
     return sum(
         prod(model.parameters[name].shape)
         for name, owner, uses in replica.plan.shared_tensors(model)
-        if owner not in own and any(stage in own for _, stage in uses)
+        if owner not in own_stages and any(stage in own_stages for _, stage in uses)
     )
 
 

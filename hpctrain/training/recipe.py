@@ -168,26 +168,26 @@ def check(tables: Mapping[str, Any], folder: str | Path = ".") -> Recipe:
     If [code] names a folder, that counts: the recipe is then of an earlier run.
     """
     tables, written = _checked_tables(tables, folder)
-    own = {name: dict(tables.get(name, {})) for name in overrides.TABLES}
+    copies = {name: dict(tables.get(name, {})) for name in overrides.TABLES}
     keys = [option.name for option in fields(BatchOptions)]
-    batch = {key: own["optimizer"].pop(key) for key in keys if key in own["optimizer"]}
-    init, run = _init(own["model"].pop("init", None)), _run(own["run"])
-    code = usercode.read(own, [callback.kind for callback in run.callback_options], str(folder))
+    batch_table = {key: copies["optimizer"].pop(key) for key in keys if key in copies["optimizer"]}
+    init, run = _init_path(copies["model"].pop("init", None)), _run_options(copies["run"])
+    code = usercode.read(copies, [callback.kind for callback in run.callback_options], str(folder))
     tables.pop("code", None)
     tables |= code.tables()
     has_loss, has_early_stop = "loss" in tables, "early_stop" in tables
-    schedule = {"kind": "constant", **own["schedule"]}
+    schedule = {"kind": "constant", **copies["schedule"]}
     recipe = Recipe(
         run=run,
-        model=nn.read(own["model"], code.folder),
-        loss=nn.LOSSES[config.read(LossOptions, own["loss"], "loss").kind] if has_loss else None,
-        data=data.read(own["data"], code.folder),
-        batch=_batch(batch),
-        optimizer=config.read_kind(optim.OPTIMIZERS, own["optimizer"], "optimizer", keys),
+        model=nn.read(copies["model"], code.folder),
+        loss=nn.LOSSES[config.read(LossOptions, copies["loss"], "loss").kind] if has_loss else None,
+        data=data.read(copies["data"], code.folder),
+        batch=_batch_options(batch_table),
+        optimizer=config.read_kind(optim.OPTIMIZERS, copies["optimizer"], "optimizer", keys),
         schedule=config.read_kind(optim.SCHEDULES, schedule, "schedule"),
-        engine=_engine(own["engine"], own["wire"]),
-        **{name: config.read(options, own[name], name) for name, options in OPTIONS.items()},
-        early_stop=config.read(EarlyStop, own["early_stop"], "early_stop")
+        engine=_engine_options(copies["engine"], copies["wire"]),
+        **{name: config.read(options, copies[name], name) for name, options in OPTIONS.items()},
+        early_stop=config.read(EarlyStop, copies["early_stop"], "early_stop")
         if has_early_stop
         else None,
         init=init,
@@ -230,7 +230,7 @@ def source(name: str) -> str:
     return resources.files("hpctrain.training.recipes").joinpath(f"{name}.toml").read_text()
 
 
-def _run(table: Table) -> RunOptions:
+def _run_options(table: Table) -> RunOptions:
     options: RunOptions = _exactly_one(
         config.read(RunOptions, table, "run"), "run", "epochs", "steps"
     )
@@ -238,7 +238,7 @@ def _run(table: Table) -> RunOptions:
     return options
 
 
-def _init(path: Any) -> Path | None:
+def _init_path(path: Any) -> Path | None:
     """Return the path of the initial weights; None stands for random weights."""
     if path is None:
         return None
@@ -247,7 +247,7 @@ def _init(path: Any) -> Path | None:
     return Path(path)
 
 
-def _engine(table: Table, wire: Table) -> Any:
+def _engine_options(table: Table, wire: Table) -> Any:
     """Return the engine's options; engines with wire options also take the keys of `[wire]`."""
     table = {"kind": "allreduce", **table}
     wire_options = config.read(WireOptions, wire, "wire")
@@ -256,20 +256,20 @@ def _engine(table: Table, wire: Table) -> Any:
     if misplaced_keys:
         raise UsageError(f"[engine] {', '.join(sorted(misplaced_keys))}: belongs in [wire]")
     kind = config.pick(engines.ENGINES, table["kind"], "[engine] kind")
-    options = {option.name for option in fields(kind)}
-    for key in table.keys() - options - {"kind"}:
+    option_names = {option.name for option in fields(kind)}
+    for key in table.keys() - option_names - {"kind"}:
         owners = [n for n, cls in engines.ENGINES.items() if key in {f.name for f in fields(cls)}]
         if owners:
             raise UsageError(
                 f"[engine] {key}: belongs to {' and '.join(owners)}, seen with {table['kind']}; "
                 f"use --engine {owners[0]}, or remove the key"
             )
-    wire_options.must_have_defaults(table["kind"], ALLREDUCE_ONLY_DEFAULTS.keys() - options)
-    keys = {key: value for key, value in wire.items() if key in options}
+    wire_options.must_have_defaults(table["kind"], ALLREDUCE_ONLY_DEFAULTS.keys() - option_names)
+    keys = {key: value for key, value in wire.items() if key in option_names}
     return config.read_kind(engines.ENGINES, table | keys, "engine")
 
 
-def _batch(table: Table) -> BatchOptions:
+def _batch_options(table: Table) -> BatchOptions:
     options: BatchOptions = _exactly_one(
         config.read(BatchOptions, table, "optimizer"), "optimizer", *overrides.BATCH_KEYS
     )

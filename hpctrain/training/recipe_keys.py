@@ -15,21 +15,24 @@ def list_all_keys(spec: Recipe) -> Table:
 
     Tables of a user's own functions have the keys that were given.
     """
-    wire = {option.name for option in fields(WireOptions)}
-    parts = {"run": spec.run, "model": spec.model, "data": spec.data, "schedule": spec.schedule,
-             "checkpoint": spec.checkpoint, "early_stop": spec.early_stop, "trace": spec.trace,
-             "faults": spec.faults, "engine": spec.engine, "mesh": spec.mesh,
-             "pipeline": spec.pipeline}  # fmt: skip
-    values = {name: _options(part) for name, part in parts.items() if part is not None}
+    wire_keys = {option.name for option in fields(WireOptions)}
+    tables = {"run": spec.run, "model": spec.model, "data": spec.data, "schedule": spec.schedule,
+              "checkpoint": spec.checkpoint, "early_stop": spec.early_stop, "trace": spec.trace,
+              "faults": spec.faults, "engine": spec.engine, "mesh": spec.mesh,
+              "pipeline": spec.pipeline}  # fmt: skip
+    values = {name: _options(part) for name, part in tables.items() if part is not None}
     values["optimizer"] = _options(spec.optimizer) | _options(spec.batch)
-    values["wire"] = {key: values["engine"].pop(key) for key in wire & values["engine"].keys()}
+    values["wire"] = {key: values["engine"].pop(key) for key in wire_keys & values["engine"].keys()}
     defaults = {"engine": {"kind": "allreduce"}, "schedule": {"kind": "constant"}}
-    given = {**defaults, **spec.tables}
-    has_functions = {n for n in ("model", "data") if ":" in spec.tables[n]["kind"]}
-    names = [name for name in overrides.TABLES if name in values.keys() | given.keys()]
+    recipe_tables = {**defaults, **spec.tables}
+    function_tables = {n for n in ("model", "data") if ":" in spec.tables[n]["kind"]}
+    table_names = [
+        name for name in overrides.TABLES if name in values.keys() | recipe_tables.keys()
+    ]
     return {"schema": 1} | {
-        name: dict(given.get(name, {})) | ({} if name in has_functions else values.get(name, {}))
-        for name in names
+        name: dict(recipe_tables.get(name, {}))
+        | ({} if name in function_tables else values.get(name, {}))
+        for name in table_names
     }
 
 

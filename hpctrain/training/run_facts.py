@@ -60,26 +60,26 @@ def describe_start(mesh: Mesh, engine: Engine, batch: int) -> str:
     world = mesh.everyone
     hosts = len(set(world.hosts))
     gpus = sum(bool(place.gpu) for place in world.places)
-    counts = [f"{counted(world.size, 'rank')} of {counted(hosts, 'host')}"]
-    counts += [f"{gpus} of them with GPUs" if gpus else "on CPU cores"]
+    phrases = [f"{counted(world.size, 'rank')} of {counted(hosts, 'host')}"]
+    phrases += [f"{gpus} of them with GPUs" if gpus else "on CPU cores"]
     if engine.servers:
         roles = f"{counted(engine.workers, 'worker')} and {counted(engine.servers, 'server')}"
         is_alone = engine.asynchronous and engine.workers == 1
-        counts.append(roles + " (a single worker is never asynchronous)" * is_alone)
+        phrases.append(roles + " (a single worker is never asynchronous)" * is_alone)
     if mesh.pipe is not world:
-        counts += [f"{counted(mesh.data.size, 'replica')} of {mesh.pipe.size} ranks each"]
+        phrases += [f"{counted(mesh.data.size, 'replica')} of {mesh.pipe.size} ranks each"]
     parameters = sum(slot.size for slot in engine.replica.arena.model_slots)
     return (
-        f"{engine.name}, {', '.join(counts)}, {parameters:,} parameters, {batch} samples per step"
+        f"{engine.name}, {', '.join(phrases)}, {parameters:,} parameters, {batch} samples per step"
     )
 
 
 def trained_sha256(world: World, engine: Engine) -> str:
     """Return the hash of the trained parameters of worker 0: a server's replica is not trained."""
-    arena, sha256_by_name, own = engine.replica.arena, dict[str, str](), ""
+    arena, sha256_by_name, own_json = engine.replica.arena, dict[str, str](), ""
     if engine.worker == 0:
-        own = json.dumps(slot_hashes(arena) if arena.share else params_sha256(arena))
-    for text in filter(None, all_gather_bytes(world.link, own.encode())):
+        own_json = json.dumps(slot_hashes(arena) if arena.share else params_sha256(arena))
+    for text in filter(None, all_gather_bytes(world.link, own_json.encode())):
         hashes = json.loads(text)
         if isinstance(hashes, str):  # of the whole model
             return hashes

@@ -96,13 +96,15 @@ def prepare(
         world.on_all_ranks(lambda: spec.must_fit(world.size, len(world.main.nodes)))
     current_code, recorded_code = spec.code.sha256, spec.code.recorded
     world.must_agree(str(sorted(current_code.items())), "the code that the recipe names")
-    changed = [
+    changed_modules = [
         name
         for name in current_code.keys() & recorded_code.keys()
         if current_code[name] != recorded_code[name]
     ]
-    if changed and world.rank == 0:
-        log.warning("code has changed since the run was recorded: module %s", ", ".join(changed))
+    if changed_modules and world.rank == 0:
+        log.warning(
+            "code has changed since the run was recorded: module %s", ", ".join(changed_modules)
+        )
     split = world.on_all_ranks(lambda: loading.load_raw(spec))
     world.must_agree(
         loading.fingerprint(split.train), "training data (by the hash of a few samples)"
@@ -111,26 +113,26 @@ def prepare(
     scale = loading.choose_scale(spec, split, model, world, recorded)
     split = scale_split(split, scale)
     batch = spec.batch.size(spec.workers(world.size))
-    per_epoch = Sampler.of(split.train, batch, spec.run.seed).steps_per_epoch
-    total = spec.run.steps or (spec.run.epochs or 0) * per_epoch
+    steps_per_epoch = Sampler.of(split.train, batch, spec.run.seed).steps_per_epoch
+    total_steps = spec.run.steps or (spec.run.epochs or 0) * steps_per_epoch
     trainer = Trainer(
         model,
-        _optimizer(spec, world.size, per_epoch, total),
+        _build_optimizer(spec, world.size, steps_per_epoch, total_steps),
         spec.engine,
         spec.run.seed,
         spec.run.precision,
         world,
-        callbacks=world.on_all_ranks(lambda: _callbacks(spec)),
+        callbacks=world.on_all_ranks(lambda: _make_callbacks(spec)),
         faults=spec.faults,
         init=spec.init if init else None,
         mesh=spec.mesh,
         pipeline=spec.pipeline,
     )
-    yield Job(spec, split, scale, trainer, batch, per_epoch, total)
+    yield Job(spec, split, scale, trainer, batch, steps_per_epoch, total_steps)
     trainer.close()  # not after a failure: it is collective, and other ranks do not take part
 
 
-def _optimizer(spec: Recipe, ranks: int, steps_per_epoch: int, total_steps: int) -> Optimizer:
+def _build_optimizer(spec: Recipe, ranks: int, steps_per_epoch: int, total_steps: int) -> Optimizer:
     """Return the optimizer of a recipe; its schedule counts updates, not the regime's steps."""
     rate = spec.optimizer.rate * spec.batch.rate_factor(spec.workers(ranks))
     updates = engines.updates_per_step(spec.engine, spec.mesh.workers(ranks))
@@ -138,7 +140,7 @@ def _optimizer(spec: Recipe, ranks: int, steps_per_epoch: int, total_steps: int)
     return spec.optimizer.build(spec.schedule.build(rate, *lengths))
 
 
-def _callbacks(spec: Recipe) -> list[Any]:
+def _make_callbacks(spec: Recipe) -> list[Any]:
     """Return this rank's callbacks: early stop on each rank, a user's own where they belong."""
     callbacks: list[Any] = [spec.early_stop] if spec.early_stop else []
     for options in spec.run.callback_options:
@@ -149,10 +151,10 @@ def _callbacks(spec: Recipe) -> list[Any]:
 
 def build_model(spec: Recipe, split: Split) -> Any:
     """Return the model of a recipe for the samples of `split`."""
-    return _build(spec, split.train.sample_shape, count_outputs(spec, split))
+    return _build_seeded_model(spec, split.train.sample_shape, count_outputs(spec, split))
 
 
-def _build(spec: Recipe, input_shape: Any, outputs: int | None) -> Any:
+def _build_seeded_model(spec: Recipe, input_shape: Any, outputs: int | None) -> Any:
     if isinstance(spec.model, FunctionModel):
         spec.model.find()  # its imports first: they may draw random numbers
     with frameworks.seeded_generators(spec.run.seed):
@@ -208,7 +210,7 @@ def load(
         loaded = weights.checkpoint_of(folder, best)
         precision: Precision = "float64" if loaded.arrays["param"].itemsize == 8 else "float32"
         replica = make_reading_replica(model, 0, precision, _on_gpu(device))
-        return _fill(replica, loaded, Scale.from_json(loaded.about.get("scale")))
+        return _fill_replica(replica, loaded, Scale.from_json(loaded.about.get("scale")))
     spec = _recipe_of(folder, trust)
     return with_weights(spec, weights.checkpoint_of(folder, best), _on_gpu(device))
 
@@ -227,13 +229,15 @@ def with_weights(spec: Recipe, loaded: checkpoint.Loaded, on_gpu: bool = False) 
 
     `on_gpu`: on the current device, in the precision of `spec`.
     """
-    facts = loaded.about.get("model")
-    if facts is None:  # an older checkpoint: the data have the shape and the classes
+    model_facts = loaded.about.get("model")
+    if model_facts is None:  # an older checkpoint: the data have the shape and the classes
         model = build_model(spec, loading.load_raw(spec))
     else:
-        model = _build(spec, trees.shape_from_json(facts["input_shape"]), facts["outputs"])
+        model = _build_seeded_model(
+            spec, trees.shape_from_json(model_facts["input_shape"]), model_facts["outputs"]
+        )
     replica = make_reading_replica(model, spec.run.seed, spec.run.precision, on_gpu)
-    return _fill(replica, loaded, loading.recorded_scale(loaded.about, spec))
+    return _fill_replica(replica, loaded, loading.recorded_scale(loaded.about, spec))
 
 
 def _on_gpu(device: Device) -> bool:
@@ -248,7 +252,7 @@ def _on_gpu(device: Device) -> bool:
     return device != "cpu"
 
 
-def _fill(replica: Any, loaded: checkpoint.Loaded, scale: Scale) -> TrainedModel:
+def _fill_replica(replica: Any, loaded: checkpoint.Loaded, scale: Scale) -> TrainedModel:
     if scale.shift is not None:
         scale.must_fit(replica.model.input_shape, str(loaded.path))
     weights.copy_into(replica.arena, weights.tensors_of(loaded), str(loaded.path))

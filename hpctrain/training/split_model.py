@@ -53,8 +53,8 @@ def check_options(
         if pipeline != PipelineOptions():
             raise UsageError("[pipeline]: expected [mesh] pipe of 2 or more beside it, seen 1")
         return
-    for conflict, message in _conflicts(engine, precision, faults):
-        if conflict:
+    for has_conflict, message in _conflicts(engine, precision, faults):
+        if has_conflict:
             raise UsageError(f"[mesh] pipe: {message}")
 
 
@@ -62,10 +62,10 @@ def _conflicts(
     engine: Any, precision: Precision, faults: FaultsOptions
 ) -> Iterator[tuple[bool, str]]:
     """Yield each conflict with a pipeline: whether it is there, and a message."""
-    kind = type(engine).__name__
+    engine_name = type(engine).__name__
     yield (
-        kind not in ENGINES,
-        f"expected an engine of several ranks, such as allreduce, seen {kind}",
+        engine_name not in ENGINES,
+        f"expected an engine of several ranks, such as allreduce, seen {engine_name}",
     )
     for key, usual in {
         "priority": False, "share_parameters": False, "compression": "none", "apart": "ranks"
@@ -97,14 +97,14 @@ def make_replica(
     if mesh.pipe > 1:
         from hpctrain.parallel.pipeline.build import make_pipeline  # most runs have no pipeline
 
-        ranks = make_mesh(world, mesh)
-        part = make_pipeline(model, seed, precision, on_gpu, ranks, pipeline)
-        return replace(ranks, pipeline=part), part
-    whole = world.on_all_ranks(lambda: make_whole_replica(model, seed, precision, on_gpu))
-    announce = getattr(whole, "announcements", None)  # of models of other frameworks
+        rank_mesh = make_mesh(world, mesh)
+        part = make_pipeline(model, seed, precision, on_gpu, rank_mesh, pipeline)
+        return replace(rank_mesh, pipeline=part), part
+    whole_replica = world.on_all_ranks(lambda: make_whole_replica(model, seed, precision, on_gpu))
+    announce = getattr(whole_replica, "announcements", None)  # of models of other frameworks
     for text in announce(world.size) if announce is not None and world.rank == 0 else ():
         log.warning("%s", text)
-    return Mesh(everyone=world, data=world, pipe=world), whole
+    return Mesh(everyone=world, data=world, pipe=world), whole_replica
 
 
 class StageWait:

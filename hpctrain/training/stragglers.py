@@ -53,9 +53,9 @@ class Stragglers:
         is_scored = engine.worker is not None and not engine.asynchronous
         stage = 0 if mesh.data.grid is None else mesh.pipe.rank
         self._kind = stage if is_scored else -1
-        self._last: Mapping[str, np.ndarray] = {}
+        self._last_facts: Mapping[str, np.ndarray] = {}
         self._rows_beyond = np.zeros(mesh.everyone.size, int)
-        self._named: set[int] = set()
+        self._reported_ranks: set[int] = set()
 
     def rank_facts(self) -> dict[str, float]:
         """Return this rank's numbers for `row` and `scores`."""
@@ -66,18 +66,22 @@ class Stragglers:
 
         `ranks`: by name each rank's numbers since the first step, equal on all ranks.
         """
-        names = ("compute_s", "core_wait_s")
-        since = {name: ranks[name] - self._last.get(name, 0.0) for name in names if self._last}
-        self._last = ranks
-        if not since:
+        time_names = ("compute_s", "core_wait_s")
+        interval_times = {
+            name: ranks[name] - self._last_facts.get(name, 0.0)
+            for name in time_names
+            if self._last_facts
+        }
+        self._last_facts = ranks
+        if not interval_times:
             return  # the clock of waits for a core began before the first step
-        scores = score(since["compute_s"], ranks["kind_of_work"], MIN_COMPUTE_S)
+        scores = score(interval_times["compute_s"], ranks["kind_of_work"], MIN_COMPUTE_S)
         self._rows_beyond = np.where(scores > MAX_SCORE, self._rows_beyond + 1, 0)
         slow_ranks = [int(rank) for rank in np.flatnonzero(self._rows_beyond >= ROWS)]
-        if new_ranks := [rank for rank in slow_ranks if rank not in self._named]:
-            self._named |= {*new_ranks}
-            delays = since["core_wait_s"] / np.maximum(since["compute_s"], 1e-9)
-            self._warn(new_ranks, scores, delays)
+        if new_ranks := [rank for rank in slow_ranks if rank not in self._reported_ranks]:
+            self._reported_ranks |= {*new_ranks}
+            delays = interval_times["core_wait_s"] / np.maximum(interval_times["compute_s"], 1e-9)
+            self._warn_of_ranks(new_ranks, scores, delays)
 
     def scores(self, ranks: Mapping[str, np.ndarray]) -> list[float | None] | None:
         """Return the score of each rank since the first step, None for ranks without a score.
@@ -88,19 +92,23 @@ class Stragglers:
         values = [None if np.isnan(value) else round(float(value), 4) for value in scores]
         return values if any(value is not None for value in values) else None
 
-    def _warn(self, slow_ranks: Sequence[int], scores: np.ndarray, delays: np.ndarray) -> None:
+    def _warn_of_ranks(
+        self, slow_ranks: Sequence[int], scores: np.ndarray, delays: np.ndarray
+    ) -> None:
         world = self._world
         facts: list[RankFacts] = [json.loads(text) for text in world.gather(json.dumps(_facts()))]
         for rank in slow_ranks if world.rank == 0 else ():
             planted = ["planted by [faults] slow_rank"] * (rank == self._slow_rank)
-            known = [*planted, *known_causes(rank, facts, world.hosts, delays.tolist())]
-            causes = f"known: {'; '.join(known)}" if known else "no cause is known"
+            causes_found = [*planted, *known_causes(rank, facts, world.hosts, delays.tolist())]
+            causes_text = (
+                f"known: {'; '.join(causes_found)}" if causes_found else "no cause is known"
+            )
             if guesses := list(possible_causes(rank, facts)):
-                causes += f"; may be: {'; '.join(guesses)}"
+                causes_text += f"; may be: {'; '.join(guesses)}"
             log.warning(
                 "rank %d on %s computes for %.2f times as long per step as the median of the ranks "
                 "with the same work, in %d rows: %s",
-                rank, world.hosts[rank], scores[rank], ROWS, causes,
+                rank, world.hosts[rank], scores[rank], ROWS, causes_text,
             )  # fmt: skip
 
 
@@ -112,10 +120,10 @@ def score(compute_s: np.ndarray, kinds: np.ndarray, min_s: float = 0.0) -> np.nd
     """
     scores = np.full(len(compute_s), np.nan)
     for kind in {*kinds.tolist()} - {-1}:
-        same = kinds == kind
-        middle = float(np.median(compute_s[same]))
-        if same.sum() > 1 and middle > min_s:
-            scores[same] = compute_s[same] / middle
+        has_kind = kinds == kind
+        median_s = float(np.median(compute_s[has_kind]))
+        if has_kind.sum() > 1 and median_s > min_s:
+            scores[has_kind] = compute_s[has_kind] / median_s
     return scores
 
 
@@ -126,12 +134,12 @@ def known_causes(
 
     `delays`: of each rank the time ready to run over its compute time.
     """
-    shares = [_sharing(r, facts, hosts) for r in range(len(facts))]
+    shares = [_find_sharing_ranks(r, facts, hosts) for r in range(len(facts))]
     sharing, cores = shares[rank]
     if len(sharing) / max(cores, 1) > max(min(len(s) / max(n, 1) for s, n in shares), 1):
         others = ", ".join(str(r) for r in sharing if r != rank)
-        ranks = f"rank{'s' * (len(sharing) > 2)} {others}"
-        yield f"it shares {cores} core{'s' * (cores > 1)} with {ranks}"
+        ranks_text = f"rank{'s' * (len(sharing) > 2)} {others}"
+        yield f"it shares {cores} core{'s' * (cores > 1)} with {ranks_text}"
     if delays[rank] > _MIN_DELAY + median(delays):
         yield (
             f"for {delays[rank]:.0%} of its compute time other threads had its core, usual are "
@@ -139,26 +147,28 @@ def known_causes(
         )
 
 
-def _sharing(rank: int, facts: Sequence[RankFacts], hosts: Sequence[str]) -> tuple[list[int], int]:
+def _find_sharing_ranks(
+    rank: int, facts: Sequence[RankFacts], hosts: Sequence[str]
+) -> tuple[list[int], int]:
     """Return the ranks that may run on a core of `rank`, itself included, and all their cores."""
-    own = {*facts[rank]["cores"]}
+    own_cores = {*facts[rank]["cores"]}
     on_host = [r for r, host in enumerate(hosts) if host == hosts[rank]]
-    sharing = [r for r in on_host if own & {*facts[r]["cores"]}]
+    sharing = [r for r in on_host if own_cores & {*facts[r]["cores"]}]
     return sharing, len(set[int]().union(*(facts[r]["cores"] for r in sharing)))
 
 
 def possible_causes(rank: int, facts: Sequence[RankFacts]) -> Iterator[str]:
     """Yield the differences to the other ranks that may slow a rank."""
-    own, others = facts[rank], [fact for r, fact in enumerate(facts) if r != rank]
-    cores, usual_cores = len(own["cores"]), median(len(fact["cores"]) for fact in others)
+    own_facts, other_facts = facts[rank], [fact for r, fact in enumerate(facts) if r != rank]
+    cores, usual_cores = len(own_facts["cores"]), median(len(fact["cores"]) for fact in other_facts)
     if cores < usual_cores:
         yield f"{cores} cores, others {usual_cores:g}"
-    usual_threads = median(fact["blas_threads"] for fact in others)
-    if own["blas_threads"] < usual_threads:
-        yield f"{own['blas_threads']} BLAS threads, others {usual_threads:g}"
-    clocks = [fact["mhz"] for fact in others if fact["mhz"]]
-    if own["mhz"] and clocks and own["mhz"] < _LOWER_CLOCK * median(clocks):
-        yield f"a clock of {own['mhz']:.0f} MHz, others {median(clocks):.0f}"
+    usual_threads = median(fact["blas_threads"] for fact in other_facts)
+    if own_facts["blas_threads"] < usual_threads:
+        yield f"{own_facts['blas_threads']} BLAS threads, others {usual_threads:g}"
+    clocks = [fact["mhz"] for fact in other_facts if fact["mhz"]]
+    if own_facts["mhz"] and clocks and own_facts["mhz"] < _LOWER_CLOCK * median(clocks):
+        yield f"a clock of {own_facts['mhz']:.0f} MHz, others {median(clocks):.0f}"
 
 
 def core_wait_s(path: Path = Path("/proc/thread-self/schedstat")) -> float:
@@ -171,7 +181,7 @@ def core_wait_s(path: Path = Path("/proc/thread-self/schedstat")) -> float:
 
 def _facts() -> RankFacts:
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    clocks = [clock for core in cores if (clock := _mhz(core))]
+    clocks = [clock for core in cores if (clock := _clock_mhz(core))]
     return {
         "cores": cores,
         "blas_threads": blas_threads(),
@@ -180,7 +190,7 @@ def _facts() -> RankFacts:
     }
 
 
-def _mhz(core: int) -> float | None:
+def _clock_mhz(core: int) -> float | None:
     """Return the present clock of a core; None where the kernel does not show it."""
     path = Path(f"/sys/devices/system/cpu/cpu{core}/cpufreq/scaling_cur_freq")
     try:

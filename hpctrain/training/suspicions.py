@@ -21,7 +21,7 @@ LARGE = 30.0  #: samples beyond are seldom learned without a scale
 
 
 def find_suspicions(
-    mesh: Mesh, engine: Engine, replica: Any, test: Samples | None, first: Row, row: Row
+    mesh: Mesh, engine: Engine, replica: Any, test: Samples | None, first_row: Row, row: Row
 ) -> list[str]:
     """Return sentences about the last `row` of metrics if it seems wrong; collective.
 
@@ -31,25 +31,27 @@ def find_suspicions(
     """
     texts = list[str]()
     if engine.worker == 0:
-        before, after = first.get("train_loss"), row.get("train_loss")
-        if before is not None and after is not None and after > before:
-            texts += [f"the training loss grew from {before:.4g} to {after:.4g}: lower the rate"]
+        first_loss, last_loss = first_row.get("train_loss"), row.get("train_loss")
+        if first_loss is not None and last_loss is not None and last_loss > first_loss:
+            texts += [
+                f"the training loss grew from {first_loss:.4g} to {last_loss:.4g}: lower the rate"
+            ]
         texts += _test_texts(test, row)
         if texts and test is not None and mesh.pipe is mesh.everyone:
             texts += _output_texts(replica, test)
-    everyone = mesh.everyone.gather(json.dumps(texts))
-    return next(filter(None, map(json.loads, everyone)), [])
+    texts_of_ranks = mesh.everyone.gather(json.dumps(texts))
+    return next(filter(None, map(json.loads, texts_of_ranks)), [])
 
 
 def _test_texts(test: Samples | None, row: Row) -> list[str]:
     accuracy, r2 = row.get("test_accuracy"), row.get("test_r2")
-    base = None if test is None else unwrap(test)
-    if accuracy is not None and isinstance(base, Dataset | StoredSamples):
-        share = np.unique(base.y, return_counts=True)[1].max() / base.y.size
-        if accuracy <= share:
+    samples = None if test is None else unwrap(test)
+    if accuracy is not None and isinstance(samples, Dataset | StoredSamples):
+        class_share = np.unique(samples.y, return_counts=True)[1].max() / samples.y.size
+        if accuracy <= class_share:
             return [
-                f"the test accuracy of {accuracy:.4f} is not above {share:.4f}, the share of the "
-                "most frequent class"
+                f"the test accuracy of {accuracy:.4f} is not above {class_share:.4f}, the share "
+                "of the most frequent class"
             ]
     if r2 is not None and r2 <= 0:
         return [f"the test r2 of {r2:.4f} is not above 0: as good as the mean of the targets"]

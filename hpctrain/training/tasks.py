@@ -80,9 +80,11 @@ class Tasks(AbstractContextManager["Tasks"]):
         if self._shares is None:
             # Data sets with a method `stream` read ahead by themselves, as with worker processes.
             stream = getattr(self._plan.train, "stream", None)
-            self._stream = stream and stream(self._locate(s)[:2] for s in self._steps(step))
+            self._stream = stream and stream(
+                self._locate_share(s)[:2] for s in self._steps_from(step)
+            )
             self._shares = Prefetch(
-                self._read, self._steps(step), self._plan.prefetch, self._plan.timeout_s
+                self._read_share, self._steps_from(step), self._plan.prefetch, self._plan.timeout_s
             )
         with self._world.trace.span("wait for data", "other"):
             while (share := self._shares.next()).step < step:
@@ -107,22 +109,22 @@ class Tasks(AbstractContextManager["Tasks"]):
         if self._world.record is not None:
             self._world.record.step = step
 
-    def _steps(self, first: int) -> Iterable[int]:
+    def _steps_from(self, first: int) -> Iterable[int]:
         # A worker that is faster than the others computes more than its part of all steps.
         return (
             count(first) if self._engine.asynchronous else range(first, self._journal.total_steps)
         )
 
-    def _read(self, step: int) -> _Share:
+    def _read_share(self, step: int) -> _Share:
         """Return this worker's share of a step; called by the thread that reads ahead."""
-        place = self._locate(step)
+        place = self._locate_share(step)
         if self._stream is None:
             rows = self._plan.train.rows(place.indexes, place.epoch)
         else:
             rows = next(self._stream)
         return _Share(step, place, Batch.of(*rows))
 
-    def _locate(self, step: int) -> _Place:
+    def _locate_share(self, step: int) -> _Place:
         """Return the place of this worker's share of a step."""
         sampler, engine = self._plan.sampler, self._engine
         assert engine.worker is not None  # a server has no tasks

@@ -50,7 +50,9 @@ class Timeline:
             raise UsageError("a trace is written into the folder of a run: give fit out=DIR")
         self._world, self._run, self._options = world, run, options
         self._active, self._origin_s = False, 0.0
-        self._remote: list[int] = []  # ranks on another host than rank 0: they have another clock
+        self._remote_ranks: list[
+            int
+        ] = []  # ranks on another host than rank 0: they have another clock
         self._readings: tuple[Reading, ...] = ()
 
     def begin(self) -> None:
@@ -67,8 +69,8 @@ class Timeline:
         replies = self._world.gather(f"{kernel()} {perf_counter()!r}")
         kernels, clocks = zip(*(reply.rsplit(" ", 1) for reply in replies), strict=True)
         self._origin_s = float(clocks[0])
-        self._remote = [rank for rank, kernel in enumerate(kernels) if kernel != kernels[0]]
-        self._readings = (clock_offset(self._world.link, self._remote),)
+        self._remote_ranks = [rank for rank, kernel in enumerate(kernels) if kernel != kernels[0]]
+        self._readings = (clock_offset(self._world.link, self._remote_ranks),)
         self._world.trace.start(self._options.traced_steps, self._options.max_spans)
         self._active = True
 
@@ -77,7 +79,7 @@ class Timeline:
         if not self._active:
             return
         self._stop()
-        self._readings += (clock_offset(self._world.link, self._remote),)
+        self._readings += (clock_offset(self._world.link, self._remote_ranks),)
         faults = self._world.gather(_fault_of(self._write))
         if self._world.rank == 0:
             self._warn(faults, _fault_of(self._merge))
@@ -95,13 +97,15 @@ class Timeline:
 
     def _warn(self, faults: list[str], fault: str) -> None:
         hosts = self._world.hosts
-        failed = [
+        fault_texts = [
             f"rank {rank} on {hosts[rank]}: {text}" for rank, text in enumerate(faults) if text
         ]
-        failed += [f"{MERGED}: {fault}"] * bool(fault)
-        if failed:
-            rest = f" (and {len(failed) - 1} more)" * (len(failed) > 1)
-            log.warning("the trace in %s could not be written: %s%s", self._run, failed[0], rest)
+        fault_texts += [f"{MERGED}: {fault}"] * bool(fault)
+        if fault_texts:
+            rest_text = f" (and {len(fault_texts) - 1} more)" * (len(fault_texts) > 1)
+            log.warning(
+                "the trace in %s could not be written: %s%s", self._run, fault_texts[0], rest_text
+            )
         elif dropped := self._world.trace.dropped:
             log.warning(
                 "the trace is incomplete: trace.max_spans is %d, and rank 0 had %d more; raise it "
@@ -138,15 +142,15 @@ def path_of(run: Path, rank: int) -> Path:
 
 def merge(run: Path, size: int) -> None:
     """Merge the existing traces of `size` ranks into one file, line by line; raise OSError."""
-    merged: list[Path] = []
+    merged_files: list[Path] = []
     # Ranks that fail together merge together: the last one to rename has read all files.
-    while (rank_files := _files(run, size)) != merged:
-        merged = rank_files
-        about = {"ranks": [_head(path) for path in merged]}
-        _write(run / MERGED, about, chain.from_iterable(map(_lines, merged)))
+    while (rank_files := _rank_files(run, size)) != merged_files:
+        merged_files = rank_files
+        about = {"ranks": [_read_head(path) for path in merged_files]}
+        _write(run / MERGED, about, chain.from_iterable(map(_event_lines, merged_files)))
 
 
-def _files(run: Path, size: int) -> list[Path]:
+def _rank_files(run: Path, size: int) -> list[Path]:
     paths = (path_of(run, rank) for rank in range(size))
     return [path for path in paths if path.exists()]
 
@@ -217,7 +221,7 @@ def _write(path: Path, about: dict[str, Any], events: Iterable[str], levels: int
             opening.remove(temporary, levels)
 
 
-def _head(path: Path) -> dict[str, Any]:
+def _read_head(path: Path) -> dict[str, Any]:
     with files.open_regular(path, LEVELS) as file:
         line = file.readline(_HEAD_BYTES).rstrip(b",\n") + b"}"
     place = f"{path}, line 1"
@@ -225,7 +229,7 @@ def _head(path: Path) -> dict[str, Any]:
     return files.as_object(head.get("otherData"), place)
 
 
-def _lines(path: Path) -> Iterator[str]:
+def _event_lines(path: Path) -> Iterator[str]:
     """Yield the events of a trace that `_write` wrote, as text."""
     with files.open_regular(path, LEVELS) as raw, io.TextIOWrapper(raw) as file:
         for line in islice(file, 2, None):

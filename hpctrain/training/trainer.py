@@ -78,17 +78,17 @@ class Trainer:
         """
         self.world = world or hpctrain.world.init()
         model, optimizer, engine = as_model(model), as_optimizer(optimizer), as_engine(engine)
-        chosen = self.world.on_all_ranks(lambda: choose_precision(model, precision))
+        chosen_precision = self.world.on_all_ranks(lambda: choose_precision(model, precision))
         if getattr(model, "marks_absent", False):
             optimizer = skip_absent(optimizer)
         self.seed, self.rate, self.callbacks = seed, optimizer.rate, callbacks
         self.summary: dict[str, Any] | None = None  #: of the last `fit`
         self.world.on_all_ranks(
-            lambda: split_model.check(mesh, pipeline, model, engine, chosen, faults)
+            lambda: split_model.check(mesh, pipeline, model, engine, chosen_precision, faults)
         )
         self.engine_options, self._optimizer, self._faults = engine, optimizer, faults
         self._make_replica = partial(
-            split_model.make_replica, model, seed, chosen, self.world, mesh, pipeline
+            split_model.make_replica, model, seed, chosen_precision, self.world, mesh, pipeline
         )
         self._unit = mesh.pipe
         if not (self.world.is_spare and self._unit > 1):
@@ -101,13 +101,13 @@ class Trainer:
     def _build_engine(self) -> None:
         """Build the engine on the replica; collective."""
         engine = self.engine_options
-        replica = self.world.on_all_ranks(lambda: self._slowed(self._faults))
+        replica = self.world.on_all_ranks(lambda: self._slowed_replica(self._faults))
         self.engine: Engine = self.world.on_all_ranks(
             lambda: engine.build(self.mesh.data, replica, self._optimizer)
         )
         if self.mesh.pipeline is not None:
-            waits = split_model.StageWait(self.engine.times, self.world.trace)
-            self.mesh.pipeline.wait = waits
+            stage_wait = split_model.StageWait(self.engine.times, self.world.trace)
+            self.mesh.pipeline.wait = stage_wait
         self.blocks = engines.blocks_of(engine, self.engine.workers)
 
     def _rebuild(self) -> None:
@@ -167,15 +167,15 @@ class Trainer:
         if (epochs is None) == (steps is None):
             raise UsageError("fit needs exactly one of epochs and steps")
         options.check()
-        call = FitCall(
+        fit_call = FitCall(
             train, test, epochs, steps, batch, micro_batches, resume, replay, options, checkpoints,
             trace, origin,
         )  # fmt: skip
         survival = Survival(self.world, elastic, None if out is None else str(out), self._unit)
         with ExitStack() as signals:
-            request = StopRequest(partial(self._last_words, survival))
-            catch_signals = cache(partial(signals.enter_context, request))
-            part = partial(call.run_part, self, catch_signals)
+            stop_request = StopRequest(partial(self._last_words, survival))
+            catch_signals = cache(partial(signals.enter_context, stop_request))
+            part = partial(fit_call.run_part, self, catch_signals)
             if self.world.is_spare:
                 catch_signals()  # a signal to stop the job must not end it
             self.summary = survival.train(self._rebuild, part)
@@ -221,7 +221,7 @@ class Trainer:
         self.engine.settle()
         return self.replica.predict(x)
 
-    def _slowed(self, faults: FaultsOptions) -> Replica:
+    def _slowed_replica(self, faults: FaultsOptions) -> Replica:
         workers = engines.workers_of(self.engine_options, self.mesh.data.size)
         faults.check(self.world.size, workers)
         if not faults.any:

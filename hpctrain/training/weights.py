@@ -50,19 +50,22 @@ _READ_ERRORS = (
 
 def layout(arena: Arena) -> dict[str, Any]:
     """Return the place of each tensor in the planes, as JSON data for a manifest."""
-    return {"param": _places(arena.model_slots), "buffer": _places(arena.buffer_slots)}
+    return {"param": _slot_places(arena.model_slots), "buffer": _slot_places(arena.buffer_slots)}
 
 
 def facts(arena: Arena) -> dict[str, Any]:
     """Return the entries of a manifest about the tensors of `arena`, as JSON data."""
-    notes = {"integers": dict(arena.integers), "ties": dict(arena.ties)}
-    return {"weights": layout(arena), **{key: note for key, note in notes.items() if note}}
+    optional_entries = {"integers": dict(arena.integers), "ties": dict(arena.ties)}
+    return {
+        "weights": layout(arena),
+        **{key: note for key, note in optional_entries.items() if note},
+    }
 
 
 def tensors_of(loaded: Loaded) -> Tensors:
     """Return the tensors of a checkpoint by name, parameters first: views, but for integers."""
     tensors = {
-        name: _view(loaded.arrays[plane], place["offset"], place["shape"])
+        name: _view_tensor(loaded.arrays[plane], place["offset"], place["shape"])
         for plane, places in loaded.about["weights"].items()
         for name, place in places.items()
     }
@@ -114,23 +117,32 @@ def copy_into(arena: Arena, tensors: Mapping[str, np.ndarray], source: str) -> N
     shape, tied tensors of different values, and tensors without a slot: of the whole model,
     whichever slots the arena holds.
     """
-    firsts = {arena.ties[name]: x for name, x in tensors.items() if name in arena.ties}
-    firsts |= {name: x for name, x in tensors.items() if name not in arena.ties}
+    tensor_of_slot = {arena.ties[name]: x for name, x in tensors.items() if name in arena.ties}
+    tensor_of_slot |= {name: x for name, x in tensors.items() if name not in arena.ties}
     slots = {slot.name: slot for slot in (*arena.model_slots, *arena.buffer_slots)}
-    faults = [f for s in slots.values() if (f := _fault(s, firsts.get(s.name), arena.integers))]
-    faults += [f"'{name}': the model has none" for name in sorted(firsts) if name not in slots]
+    faults = [
+        f
+        for s in slots.values()
+        if (f := _tensor_fault(s, tensor_of_slot.get(s.name), arena.integers))
+    ]
+    faults += [
+        f"'{name}': the model has none" for name in sorted(tensor_of_slot) if name not in slots
+    ]
     faults += [
         f"'{name}': expected the values of '{first}', with which it is tied, seen others"
         for name, first in arena.ties.items()
-        if name in tensors and not np.array_equal(tensors[name], firsts[first])
+        if name in tensors and not np.array_equal(tensors[name], tensor_of_slot[first])
     ]
     if faults:
         rest = [f"and {len(faults) - MAX_FAULTS} more"] if len(faults) > MAX_FAULTS else []
-        listed = "".join(f"\n  {line}" for line in faults[:MAX_FAULTS] + rest)
-        raise UsageError(f"the weights of {source} do not fit the model:{listed}")
+        faults_text = "".join(f"\n  {line}" for line in faults[:MAX_FAULTS] + rest)
+        raise UsageError(f"the weights of {source} do not fit the model:{faults_text}")
     for name, view in (arena.views(arena.param) | arena.views(arena.buffer)).items():
         dtype = arena.integers.get(name)
-        xp.copy(view, firsts[name] if dtype is None else encode(firsts[name].astype(dtype)))
+        xp.copy(
+            view,
+            tensor_of_slot[name] if dtype is None else encode(tensor_of_slot[name].astype(dtype)),
+        )
 
 
 def tensors_sha256(tensors: Tensors) -> str:
@@ -178,15 +190,15 @@ def _request_planes(reader: checkpoint.Reader) -> None:
     reader.request_whole(plane for plane, places in reader.about["weights"].items() if places)
 
 
-def _places(slots: tuple[Slot, ...]) -> dict[str, Any]:
+def _slot_places(slots: tuple[Slot, ...]) -> dict[str, Any]:
     return {slot.name: {"shape": list(slot.shape), "offset": slot.offset} for slot in slots}
 
 
-def _view(plane: np.ndarray, offset: int, shape: list[int]) -> np.ndarray:
+def _view_tensor(plane: np.ndarray, offset: int, shape: list[int]) -> np.ndarray:
     return plane[offset : offset + prod(shape)].reshape(shape)
 
 
-def _fault(slot: Slot, tensor: np.ndarray | None, integers: Mapping[str, str]) -> str:
+def _tensor_fault(slot: Slot, tensor: np.ndarray | None, integers: Mapping[str, str]) -> str:
     dtype = integers.get(slot.name)
     shape = slot.shape if dtype is None else decoded_shape(slot.shape, dtype)
     if tensor is None:

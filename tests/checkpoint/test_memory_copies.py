@@ -332,7 +332,7 @@ def test_an_interrupted_write_leaves_the_committed_version(count):
             pass
 
     run_ranks(4, interrupted)
-    buffers = [copies._spare for copies in own] if count in (4, 5) else []
+    buffers = [copies._spare_buffer for copies in own] if count in (4, 5) else []
     assert not any(buffer.size for buffer in buffers)  # late messages may change the old ones
     assert len(completed) == (0 if count < 6 else 4)
 

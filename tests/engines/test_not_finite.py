@@ -110,7 +110,7 @@ class Planted:
 def trainer_of(world, engine, steps=(), value=np.nan, model=MLP, optimizer=SGD, **extra):
     """Return a Trainer that is given `value` in the gradients of `steps`, on this rank."""
     trainer = Trainer.__new__(Trainer)
-    trainer._slowed = lambda faults: Planted(trainer.replica, steps, value)
+    trainer._slowed_replica = lambda faults: Planted(trainer.replica, steps, value)
     trainer.__init__(model.build((8, 8), 10), optimizer, engine, world=world, **extra)
     return trainer
 
@@ -567,7 +567,7 @@ def test_backup_workers_do_not_mind_what_comes_too_late():
     def body(world):
         trainer = Trainer.__new__(Trainer)
         bad = range(1000) if world.rank == 2 else []
-        trainer._slowed = lambda faults: Late(trainer.replica, bad, np.nan, world.rank)
+        trainer._slowed_replica = lambda faults: Late(trainer.replica, bad, np.nan, world.rank)
         trainer.__init__(MLP.build((8, 8), 10), SGD, engines.PsSync(backup_workers=1), world=world)
         summary = trainer.fit(
             digits(), steps=60, batch=BATCH, options=FitOptions(interval_steps=30)

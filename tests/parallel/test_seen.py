@@ -213,7 +213,7 @@ def test_the_start_of_a_run_names_grid_schedule_stages_and_verdict(caplog, tmp_p
 
 
 def test_the_predicted_step_scales_with_the_samples():
-    costs = pipeline_facts._scale(StageCosts((1.0,), (2.0,), (3.0,)), 2.0)
+    costs = pipeline_facts._scale_costs(StageCosts((1.0,), (2.0,), (3.0,)), 2.0)
     assert costs == StageCosts((2.0,), (4.0,), (6.0,))
 
 

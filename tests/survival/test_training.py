@@ -227,7 +227,7 @@ def test_a_run_that_lost_ranks_has_no_replay(engine, victim, moment, tmp_path):
 
 def test_a_state_without_a_copy_ends_the_job(monkeypatch, moment):
     """Planted: copies that no other rank holds; there is no checkpoint either."""
-    monkeypatch.setattr("hpctrain.checkpoint.memory._sources", lambda *_: [])
+    monkeypatch.setattr("hpctrain.checkpoint.memory._source_ranks", lambda *_: [])
     monkeypatch.setattr("hpctrain.checkpoint.memory.partners", lambda hosts, _: [[]] * len(hosts))
     outcomes = set()
     for victim in range(3):  # the state of the optimizer is one block, which one rank has

@@ -69,13 +69,13 @@ class Recoveries:
         if self.began_at is None:
             return
         if self.entries and self.entries[-1].lost_s is None:  # another loss before any step
-            last = self.entries[-1]
+            last_loss = self.entries[-1]
             ranks, hosts, spares = (
-                [*last.ranks, *ranks], [*last.hosts, *hosts], [*last.spares, *spares]
+                [*last_loss.ranks, *ranks], [*last_loss.hosts, *hosts], [*last_loss.spares, *spares]
             )  # fmt: skip
             self.entries.pop()
-        wall_s, redone = self.last_step_at - self.began_at, max(self.last_step - step, 0)
-        recovery = Recovery(step, wall_s, list(ranks), list(hosts), list(spares), redone)
+        wall_s, steps_redone = self.last_step_at - self.began_at, max(self.last_step - step, 0)
+        recovery = Recovery(step, wall_s, list(ranks), list(hosts), list(spares), steps_redone)
         self.entries.append(recovery)
         self.row_ranks += [rank for rank in ranks if rank not in self.row_ranks]
 

@@ -52,7 +52,7 @@ class Survival:
         self.callbacks: list[str] = []  #: the names of all ranks' callbacks in the part before
         self.has_claimed = False  #: whether this call has used its folder
         self._copies = MemoryCopies(options.copies)
-        self._live: HeldState | None = None
+        self._live_state: HeldState | None = None
         job = world.job
         self._numbers, self._members = (job.numbers, job.members) if job else ((), ())
         if job is not None:
@@ -73,7 +73,7 @@ class Survival:
                     survive(self.world)
                     self._regroup()
                 summary = self._run_part(None if is_first else build, part)
-                self._end({"summary": summary})
+                self._end_call({"summary": summary})
                 return summary
             except LostRankError:
                 if not self.world.survives:
@@ -97,7 +97,7 @@ class Survival:
                 self.world.restores = False  # for other trainers of this World
             return part(self)
         except AGREED_ERRORS as error:
-            self._end({"error": type(error).__name__, "text": str(error)})
+            self._end_call({"error": type(error).__name__, "text": str(error)})
             raise
 
     @contextmanager
@@ -108,15 +108,15 @@ class Survival:
         try:
             yield
         except LostRankError:
-            self._hold(engine, journal, checkpointer)
+            self._hold_state(engine, journal, checkpointer)
             raise
-        self._hold(engine, journal, checkpointer)  # a rank may be lost before all have ended
+        self._hold_state(engine, journal, checkpointer)  # a rank may be lost before all have ended
 
-    def _hold(self, engine: Engine, journal: Journal, checkpointer: Checkpointer) -> None:
+    def _hold_state(self, engine: Engine, journal: Journal, checkpointer: Checkpointer) -> None:
         step, self.times = engine.committed_step, journal.times
         if step is not None:
             about = checkpointer.about(journal.about_here(step))
-            self._live = live_state(step, engine.whole_state(), about)
+            self._live_state = live_state(step, engine.whole_state(), about)
 
     def copy(self, step: int, journal: Journal, checkpointer: Checkpointer) -> None:
         """Copy the state after `step` to other ranks; collective."""
@@ -146,11 +146,11 @@ class Survival:
 
         Raises RecoveryError if all ranks that trained are lost.
         """
-        world, job, own = self.world, self.world.job, ""
+        world, job, own_record_json = self.world, self.world.job, ""
         assert job is not None
         if self.has_claimed:
-            own = json.dumps({"run": self.run, "recoveries": self.recoveries.to_json()})
-        texts = [text for text in all_gather_bytes(job.link, own.encode()) if text]
+            own_record_json = json.dumps({"run": self.run, "recoveries": self.recoveries.to_json()})
+        texts = [text for text in all_gather_bytes(job.link, own_record_json.encode()) if text]
         if not texts and not {*job.numbers} & {*self._members}:
             raise RecoveryError("all ranks that trained are lost; start the job again")
         notes = [json.loads(text) for text in texts]
@@ -159,7 +159,7 @@ class Survival:
             records = [Recoveries.from_json(note["recoveries"]) for note in notes]
             self.recoveries = max(records, key=lambda record: record.progress)
             self.run = notes[0]["run"]
-        states = [self._live] if self._live is not None else []
+        states = [self._live_state] if self._live_state is not None else []
         self.reader = newest_whole(job.link, states) or self._copies.reader(job.link)
         world.restores = self.reader is not None
 
@@ -176,24 +176,24 @@ class Survival:
         """Record the loss, after which training goes on from `step`, and log it from one rank."""
         job, record = self.world.job, self.recoveries
         assert job is not None
-        lost = sorted({*self._numbers} - {*job.numbers} - {*record.lost_ranks})
-        joined = sorted({*job.members} - {*self._members} - {*record.spares})
-        hosts = [job.places[number].node for number in lost]
+        lost_ranks = sorted({*self._numbers} - {*job.numbers} - {*record.lost_ranks})
+        joined_spares = sorted({*job.members} - {*self._members} - {*record.spares})
+        hosts = [job.places[number].node for number in lost_ranks]
         record.has_lost_host |= not {*hosts} <= {*job.hosts}
-        record.add(step, lost, hosts, joined)
+        record.add(step, lost_ranks, hosts, joined_spares)
         if self.world.rank == 0:
-            names = ", ".join(f"{number} ({job.places[number].node})" for number in lost)
-            redone = record.entries[-1].steps_redone if record.entries else 0
+            ranks_text = ", ".join(f"{number} ({job.places[number].node})" for number in lost_ranks)
+            steps_redone = record.entries[-1].steps_redone if record.entries else 0
             log.warning(
                 "lost rank %s; training goes on after step %d with %s%s%s",
-                names,
+                ranks_text,
                 step,
                 counted(self.world.size, "rank"),
-                f", {counted(len(joined), 'spare')} among them" if joined else "",
-                f"; {counted(redone, 'step')} will be done again" if redone else "",
+                f", {counted(len(joined_spares), 'spare')} among them" if joined_spares else "",
+                f"; {counted(steps_redone, 'step')} will be done again" if steps_redone else "",
             )
 
-    def _end(self, note: dict[str, Any]) -> None:
+    def _end_call(self, note: dict[str, Any]) -> None:
         """End this call on all ranks, whoever is lost afterwards; note it to spares; collective."""
         job = self.world.job
         if job is not None and not job.is_spare:
