@@ -30,28 +30,28 @@ MAX_WRITE_S = 3600.0
 
 def replace(path: Path, content: str | bytes, levels: int = 1) -> None:
     """Write a file whole or not at all; raise OSError. For `levels` see opening.py."""
-    aside = write_aside(path, content, levels)
+    temporary_path = write_aside(path, content, levels)
     try:
-        opening.rename(aside, path.name, levels)
+        opening.rename(temporary_path, path.name, levels)
     except OSError:
-        opening.remove(aside, levels)
+        opening.remove(temporary_path, levels)
         raise
 
 
 def write_aside(path: Path, content: str | bytes, levels: int = 1) -> Path:
     """Write `content` to a temporary file beside `path`, and return that; raise OSError."""
     writer = f"{process_identity(os.getpid())}.{threading.get_native_id()}@{os.uname().nodename}"
-    aside = path.with_name(f".{path.name}.{writer}")
+    temporary_path = path.with_name(f".{path.name}.{writer}")
     try:
-        opening.remove(aside, levels)
-        with opening.create(aside, levels, exclusive=True) as file:
+        opening.remove(temporary_path, levels)
+        with opening.create(temporary_path, levels, exclusive=True) as file:
             file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
     except OSError:
-        opening.remove(aside, levels)
+        opening.remove(temporary_path, levels)
         raise
-    return aside
+    return temporary_path
 
 
 def sweep(folder: Path, levels: int = 0) -> None:
@@ -67,11 +67,11 @@ def sweep(folder: Path, levels: int = 0) -> None:
 
 def is_left(path: Path) -> bool:
     """Return whether `path` is a temporary file of a writer that has ended."""
-    named = TEMPORARY_NAME.fullmatch(path.name)
-    if named is None:
+    name_match = TEMPORARY_NAME.fullmatch(path.name)
+    if name_match is None:
         return False
-    pid = named["process"].partition("-")[0]
-    if named["host"] == os.uname().nodename and process_identity(pid) != named["process"]:
+    pid = name_match["process"].partition("-")[0]
+    if name_match["host"] == os.uname().nodename and process_identity(pid) != name_match["process"]:
         return True
     try:
         return time.time() - path.lstat().st_mtime > MAX_WRITE_S

@@ -73,7 +73,7 @@ def open_regular(path: str | Path, levels: int = 1, *, own: bool = False) -> Bin
 def read_bytes(path: str | Path, limit_bytes: int, levels: int = 1, *, own: bool = False) -> bytes:
     """Return the contents of a file; raise FileError if they exceed `limit_bytes`."""
     with open_regular(path, levels, own=own) as file:
-        pieces = list(_pieces(path, file, limit_bytes))
+        pieces = list(_read_pieces(path, file, limit_bytes))
     return b"".join(pieces)
 
 
@@ -104,10 +104,10 @@ def read_log(
     """
     entries: list[T] = []
     with open_regular(path, levels) as file:
-        for number, line in enumerate(_lines(path, file, limit_bytes), start=1):
+        for number, line in enumerate(_read_lines(path, file, limit_bytes), start=1):
             if not (line.endswith(b"\n") or _is_object(line)):
                 return Log(entries, len(line))
-            entries.append(_entry(line, f"{path}, line {number}", check))
+            entries.append(_parse_entry(line, f"{path}, line {number}", check))
     return Log(entries)
 
 
@@ -159,9 +159,9 @@ def decoded(data: bytes, source: str) -> str:
     try:
         return data.decode()
     except UnicodeDecodeError as error:
-        line = f", line {data.count(10, 0, error.start) + 1}" * (b"\n" in data)
-        byte = f"byte 0x{data[error.start]:02x}"
-        raise FileError(f"{source}{line}: expected UTF-8 text, seen {byte}") from None
+        line_text = f", line {data.count(10, 0, error.start) + 1}" * (b"\n" in data)
+        byte_text = f"byte 0x{data[error.start]:02x}"
+        raise FileError(f"{source}{line_text}: expected UTF-8 text, seen {byte_text}") from None
 
 
 def parsed_json(text: str, source: str) -> Any:
@@ -172,8 +172,8 @@ def parsed_json(text: str, source: str) -> Any:
             json.dumps(value, ensure_ascii=False).encode()
         return value
     except json.JSONDecodeError as error:
-        line = f", line {error.lineno}" * ("\n" in text)
-        place = f"{source}{line}, column {error.colno}"
+        line_text = f", line {error.lineno}" * ("\n" in text)
+        place = f"{source}{line_text}, column {error.colno}"
         raise FileError(f"{place}: expected JSON ({error.msg.lower()})") from None
     except RecursionError:
         raise FileError(f"{source}: expected JSON, seen too many levels") from None
@@ -206,19 +206,19 @@ def unreadable(path: str | Path, error: OSError | ValueError) -> FileError:
     return FileError(f"{name}: {reason}" if is_odd else f"{name} cannot be read: {reason}")
 
 
-def _pieces(path: str | Path, file: BinaryIO, limit_bytes: int) -> Iterator[bytes]:
+def _read_pieces(path: str | Path, file: BinaryIO, limit_bytes: int) -> Iterator[bytes]:
     size, total = os.fstat(file.fileno()).st_size, 0
     # A file may grow meanwhile, and files in /proc have no size.
-    while size <= limit_bytes and (piece := _guarded(path, lambda: file.read(_PIECE_BYTES))):
+    while size <= limit_bytes and (piece := _read_guarded(path, lambda: file.read(_PIECE_BYTES))):
         yield piece
         size = total = total + len(piece)
     if size > limit_bytes:
         raise FileError(f"{path}: expected at most {limit_bytes} bytes, seen {size}")
 
 
-def _lines(path: str | Path, file: BinaryIO, limit_bytes: int) -> Iterator[bytes]:
+def _read_lines(path: str | Path, file: BinaryIO, limit_bytes: int) -> Iterator[bytes]:
     pieces, length = list[bytes](), 0
-    while piece := _guarded(path, lambda: file.readline(_PIECE_BYTES)):
+    while piece := _read_guarded(path, lambda: file.readline(_PIECE_BYTES)):
         length += len(piece)
         if length > limit_bytes:
             raise FileError(f"{path}: expected lines of at most {limit_bytes} bytes, seen a longer")
@@ -231,7 +231,7 @@ def _lines(path: str | Path, file: BinaryIO, limit_bytes: int) -> Iterator[bytes
         yield b"".join(pieces)
 
 
-def _guarded(path: str | Path, read: Callable[[], bytes]) -> bytes:
+def _read_guarded(path: str | Path, read: Callable[[], bytes]) -> bytes:
     try:
         return read()
     except OSError as error:
@@ -247,7 +247,7 @@ def _is_object(line: bytes) -> bool:
     return True
 
 
-def _entry(line: bytes, source: str, check: Callable[[dict[str, Any]], T]) -> T:
+def _parse_entry(line: bytes, source: str, check: Callable[[dict[str, Any]], T]) -> T:
     value = as_object(parsed_json(decoded(line.rstrip(b"\n"), source), source), source)
     try:
         return check(value)

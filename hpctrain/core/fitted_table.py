@@ -49,16 +49,16 @@ def print_table(table: Table, width: int) -> None:
 
 def fit_table(table: Table, console: Console) -> Table:
     """Return `table` so that `console` shows all of its text."""
-    sizes = [_measure(column, console) for column in table.columns]
-    needed = [min(size.minimum, MAX_WORD) for size in sizes]
-    spare = console.width - sum(needed) - 3 * len(sizes) - 1  # two spaces and a line each
+    sizes = [_measure_column(column, console) for column in table.columns]
+    needed_widths = [min(size.minimum, MAX_WORD) for size in sizes]
+    spare = console.width - sum(needed_widths) - 3 * len(sizes) - 1  # two spaces and a line each
     if spare < 0:
         table.box, table.padding, table.pad_edge = None, (0, 1, 0, 0), False
-        spare = console.width - sum(needed) - (len(sizes) - 1)  # spaces between them alone
+        spare = console.width - sum(needed_widths) - (len(sizes) - 1)  # between them alone
     if spare < 0:
         return _split_rows(table)
-    if spare < sum(size.maximum for size in sizes) - sum(needed):
-        widths = _share_width(spare, needed, [size.maximum for size in sizes])
+    if spare < sum(size.maximum for size in sizes) - sum(needed_widths):
+        widths = _share_width(spare, needed_widths, [size.maximum for size in sizes])
         for column, width in zip(table.columns, widths, strict=True):
             column.width, column.overflow = width, "fold"
     return table
@@ -73,7 +73,7 @@ def _share_width(spare: int, needed: Sequence[int], wanted: Sequence[int]) -> li
     return widths
 
 
-def _measure(column: Column, console: Console) -> Measurement:
+def _measure_column(column: Column, console: Console) -> Measurement:
     """Return the widths of what may not be broken, and of the longest line, in `column`.
 
     Words may not, nor numbers and their units, which are aligned to the right.
@@ -89,13 +89,13 @@ def _measure(column: Column, console: Console) -> Measurement:
 
 def _split_rows(table: Table) -> Table:
     """Return a table of two columns: headings, and the cells row by row."""
-    split = Table(title=table.title, caption=table.caption, show_header=False)
-    split.add_column(overflow="fold")
-    split.add_column(overflow="fold")
+    split_table = Table(title=table.title, caption=table.caption, show_header=False)
+    split_table.add_column(overflow="fold")
+    split_table.add_column(overflow="fold")
     headings: list[RenderableType] = [column.header for column in table.columns]
     for cells in zip(*(column.cells for column in table.columns), strict=True):
         for heading, cell in zip(headings, cells, strict=True):
             if str(cell):
-                split.add_row(heading, cell)
-        split.add_section()
-    return split
+                split_table.add_row(heading, cell)
+        split_table.add_section()
+    return split_table

@@ -98,17 +98,17 @@ def set_home(environ: MutableMapping[str, str]) -> None:
 def launched(environ: Mapping[str, str]) -> Launched:
     """Return the rank and the sizes from the launcher's variables in `environ`."""
     for name, variables in _VARIABLES.items():
-        rank, size, local_rank, local_size = (_integer(environ, *v.split()) for v in variables)
+        rank, size, local_rank, local_size = (_read_integer(environ, *v.split()) for v in variables)
         if rank is not None and size is not None and local_rank is not None:
             # Slurm's plugin for Cray sets what PALS does.
-            by_srun = _srun(environ) if name == "pals" else None
+            by_srun = _launched_by_srun(environ) if name == "pals" else None
             return by_srun or Launched(name, rank, size, local_rank, local_size)
-    return _srun(environ) or _pmi(environ) or SINGLE_RANK
+    return _launched_by_srun(environ) or _launched_by_pmi(environ) or SINGLE_RANK
 
 
 def restarts(environ: Mapping[str, str]) -> int:
     """Return the number of restarts of this job, by Slurm and within its allocation."""
-    return sum(_integer(environ, name) or 0 for name in ("SLURM_RESTART_COUNT", RESTARTS))
+    return sum(_read_integer(environ, name) or 0 for name in ("SLURM_RESTART_COUNT", RESTARTS))
 
 
 def allocated_tasks(environ: Mapping[str, str]) -> int | None:
@@ -118,7 +118,7 @@ def allocated_tasks(environ: Mapping[str, str]) -> int | None:
 
 def task_counts(environ: Mapping[str, str]) -> list[int]:
     """Return the number of tasks allocated on each node of this Slurm job."""
-    return _counts(environ.get("SLURM_TASKS_PER_NODE", ""))
+    return _parse_task_counts(environ.get("SLURM_TASKS_PER_NODE", ""))
 
 
 def nodes(hosts: Sequence[str], slurm: Sequence[str]) -> tuple[str, ...]:
@@ -151,7 +151,7 @@ def only_pmix(environ: Mapping[str, str]) -> bool:
 
 def pmix_of_daemons(environ: Mapping[str, str]) -> bool:
     """Return whether PMIx belongs to daemons, which Slurm started for a launcher."""
-    in_step = _integer(environ, "SLURM_STEP_ID", "SLURM_STEPID") is not None
+    in_step = _read_integer(environ, "SLURM_STEP_ID", "SLURM_STEPID") is not None
     return in_step and "PMIX_RANK" in environ and launched(environ).name == "hydra"
 
 
@@ -172,20 +172,20 @@ def unstartable(
         return (
             f"{job.size} ranks were started by {TITLES[job.name]}, but mpi4py loaded {mpi_vendor} "
             f"({libmpi_path}): the launcher belongs to another MPI, and its daemons would be taken "
-            f"for the ranks. {_remedy(job, mpi_vendor, libmpi_path)}"
+            f"for the ranks. {_remedy_text(job, mpi_vendor, libmpi_path)}"
         )
     if job.name == "srun" and mpi_vendor == "MPICH" and no_pmix:
         return (
             f"{job.size} ranks were started by srun with --mpi=pmix, by option or as the site's "
             f"default, but mpi4py loaded MPICH ({libmpi_path}), which was built without PMIx. "
-            + _remedy(job, mpi_vendor, libmpi_path)
+            + _remedy_text(job, mpi_vendor, libmpi_path)
         )
     if job.name != "openmpi" or mpi_vendor not in _MPICH_VARIABLES:
         return None
     return (
         f"{job.size} ranks were started by {TITLES[job.name]}, but mpi4py loaded {mpi_vendor} "
         f"({libmpi_path}): the launcher belongs to another MPI, and these are {job.size} jobs of "
-        f"one rank. {_remedy(job, mpi_vendor, libmpi_path)}"
+        f"one rank. {_remedy_text(job, mpi_vendor, libmpi_path)}"
     )
 
 
@@ -197,55 +197,55 @@ def mismatch(job: Launched, mpi_size: int, mpi_vendor: str, libmpi_path: str) ->
     """
     if mpi_size >= job.size:
         return None
-    jobs = f"{job.size} jobs of one rank" if mpi_size == 1 else f"jobs of {mpi_size} ranks"
+    jobs_text = f"{job.size} jobs of one rank" if mpi_size == 1 else f"jobs of {mpi_size} ranks"
     return (
         f"{job.size} ranks were started by {TITLES[job.name]}, but {mpi_vendor} ({libmpi_path}), "
         f"which mpi4py loaded, has {mpi_size}: the launcher belongs to another MPI, and these are "
-        f"{jobs}. {_remedy(job, mpi_vendor, libmpi_path)}"
+        f"{jobs_text}. {_remedy_text(job, mpi_vendor, libmpi_path)}"
     )
 
 
-def _remedy(job: Launched, mpi_vendor: str, libmpi_path: str) -> str:
+def _remedy_text(job: Launched, mpi_vendor: str, libmpi_path: str) -> str:
     command = f"hpctrain launch -n {job.size} ..."
     if job.name == "srun":
-        kind = _SRUN_VARIABLES.get(mpi_vendor, "pmi2")
-        command = f"srun --mpi={kind} -n {job.size} hpctrain ..."
+        pmi_plugin = _SRUN_VARIABLES.get(mpi_vendor, "pmi2")
+        command = f"srun --mpi={pmi_plugin} -n {job.size} hpctrain ..."
     return (
         f"Start them with `{command}`, or with the mpiexec that was installed beside {libmpi_path}."
     )
 
 
-def _srun(environ: Mapping[str, str]) -> Launched | None:
-    step = _integer(environ, "SLURM_STEP_ID", "SLURM_STEPID")
-    rank = _integer(environ, "SLURM_PROCID")
-    size = _integer(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+def _launched_by_srun(environ: Mapping[str, str]) -> Launched | None:
+    step = _read_integer(environ, "SLURM_STEP_ID", "SLURM_STEPID")
+    rank = _read_integer(environ, "SLURM_PROCID")
+    size = _read_integer(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
     if step is None or step >= _FIRST_SPECIAL_STEP or rank is None or size is None:
         return None
     # An mpirun inside the step numbers its own ranks; where it differs, Slurm's are a daemon's.
     for variable, expected in (("PMI_RANK", rank), ("PMI_SIZE", size), ("PMIX_RANK", rank)):
-        if _integer(environ, variable) not in (None, expected):
+        if _read_integer(environ, variable) not in (None, expected):
             return None
-    node = _integer(environ, "SLURM_NODEID")
-    counts = _counts(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    node = _read_integer(environ, "SLURM_NODEID")
+    counts = _parse_task_counts(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
     local_size = counts[node] if node is not None and node < len(counts) else None
-    return Launched("srun", rank, size, _integer(environ, "SLURM_LOCALID"), local_size)
+    return Launched("srun", rank, size, _read_integer(environ, "SLURM_LOCALID"), local_size)
 
 
-def _counts(tasks: str) -> list[int]:
+def _parse_task_counts(tasks: str) -> list[int]:
     """Return the number of tasks on each node, from Slurm's "2(x3),1"."""
     groups = re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks)
     return [int(count) for count, times in groups for _ in range(int(times or 1))]
 
 
-def _pmi(environ: Mapping[str, str]) -> Launched | None:
-    rank, size = _integer(environ, "PMI_RANK"), _integer(environ, "PMI_SIZE")
+def _launched_by_pmi(environ: Mapping[str, str]) -> Launched | None:
+    rank, size = _read_integer(environ, "PMI_RANK"), _read_integer(environ, "PMI_SIZE")
     if rank is None or size is None:
         return None
-    local_rank = _integer(environ, "PMI_LOCAL_RANK")
-    return Launched("pmi", rank, size, local_rank, _integer(environ, "PMI_LOCAL_SIZE"))
+    local_rank = _read_integer(environ, "PMI_LOCAL_RANK")
+    return Launched("pmi", rank, size, local_rank, _read_integer(environ, "PMI_LOCAL_SIZE"))
 
 
-def _integer(environ: Mapping[str, str], *names: str) -> int | None:
+def _read_integer(environ: Mapping[str, str], *names: str) -> int | None:
     """Return the value of the first variable that is an integer of at least 0."""
     for name in names:
         value = environ.get(name, "")

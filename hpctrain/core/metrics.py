@@ -46,12 +46,12 @@ def make_criterion(metric: str, direction: Direction | None, place: str) -> Crit
     part, _, name = metric.partition("_")
     if part in PARTS and name and (direction or name in DIRECTIONS):
         return Criterion(metric, direction or DIRECTIONS[name])
-    names = [f"{part}_{name}" for name in DIRECTIONS for part in PARTS]
+    metric_names = [f"{part}_{name}" for name in DIRECTIONS for part in PARTS]
     hint = "; one of a loss of your own needs a direction beside it" if part in PARTS else ""
-    raise UsageError(f"{place}: {unknown('metric', metric, names)}{hint}")
+    raise UsageError(f"{place}: {unknown('metric', metric, metric_names)}{hint}")
 
 
 def idle(ranks: Mapping[str, np.ndarray]) -> list[float] | None:
     """Return the share of time that each rank's main thread waited; None on a single rank."""
-    waited = ranks["wait_s"] / np.maximum(ranks["wall_s"], 1e-9)
-    return waited.round(4).tolist() if waited.size > 1 else None
+    wait_shares = ranks["wait_s"] / np.maximum(ranks["wall_s"], 1e-9)
+    return wait_shares.round(4).tolist() if wait_shares.size > 1 else None

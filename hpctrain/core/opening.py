@@ -38,9 +38,9 @@ def open_file(
             with suppress(FileNotFoundError):  # first: to open some devices has effects
                 status = os.stat(name, dir_fd=folder, follow_symlinks=not levels)
                 if not flags & os.O_EXCL:
-                    _check(status, name, folder, flags, own)
+                    _check_file(status, name, folder, flags, own)
             handle = os.open(name, flags, mode, dir_fd=folder)
-            _check(os.fstat(handle), name, folder, flags, own)
+            _check_file(os.fstat(handle), name, folder, flags, own)
     except BaseException:
         if handle >= 0:
             os.close(handle)
@@ -69,7 +69,7 @@ def make_folder(path: str | Path, levels: int = 1) -> None:
     with _in_folder(path, levels) as (folder, name):
         with suppress(FileExistsError):
             os.mkdir(name, dir_fd=folder)
-        os.close(_enter(name, folder))
+        os.close(_open_folder(name, folder))
 
 
 def remove(path: str | Path, levels: int = 1) -> None:
@@ -81,7 +81,7 @@ def remove(path: str | Path, levels: int = 1) -> None:
 def remove_folder(path: str | Path, levels: int = 1) -> None:
     """Remove a folder with all that is in it, if there is one; raise OSError. Follows no link."""
     with suppress(FileNotFoundError), _in_folder(path, levels) as (folder, name):
-        os.close(_enter(name, folder))
+        os.close(_open_folder(name, folder))
         for _, inner, files, handle in os.fwalk(name, topdown=False, dir_fd=folder):
             for entry in (*inner, *files):
                 is_folder = stat.S_ISDIR(os.lstat(entry, dir_fd=handle).st_mode)
@@ -107,7 +107,7 @@ def _in_folder(path: str | Path, levels: int) -> Iterator[tuple[int, str]]:
     try:
         folder = os.open(root, _PASSED)
         for part in parts:
-            folder, outer = _enter(part, folder), folder
+            folder, outer = _open_folder(part, folder), folder
             os.close(outer)
         yield folder, path.name or "."
     except OSError as error:
@@ -117,25 +117,25 @@ def _in_folder(path: str | Path, levels: int) -> Iterator[tuple[int, str]]:
             os.close(folder)
 
 
-def _enter(name: str, folder: int) -> int:
+def _open_folder(name: str, folder: int) -> int:
     """Return the descriptor of a folder in `folder`; raise OSError for a link."""
     if stat.S_ISLNK(os.lstat(name, dir_fd=folder).st_mode):
-        raise OSError(errno.ELOOP, f"expected a folder, seen {_link(name, folder)}")
+        raise OSError(errno.ELOOP, f"expected a folder, seen {_describe_link(name, folder)}")
     return os.open(name, _PASSED | os.O_NOFOLLOW, dir_fd=folder)
 
 
-def _check(status: os.stat_result, name: str, folder: int, flags: int, own: bool) -> None:
+def _check_file(status: os.stat_result, name: str, folder: int, flags: int, own: bool) -> None:
     """Raise OSError unless a file is regular, `own`, and of no other name if it is written."""
     if not stat.S_ISREG(status.st_mode):
         is_link = stat.S_ISLNK(status.st_mode)
         kind = _KINDS.get(stat.S_IFMT(status.st_mode), "something else")
-        seen = _link(name, folder) if is_link else kind
-        raise OSError(errno.EINVAL, f"expected a regular file, seen {seen}")
+        seen_text = _describe_link(name, folder) if is_link else kind
+        raise OSError(errno.EINVAL, f"expected a regular file, seen {seen_text}")
     if own and status.st_uid != os.geteuid():
         raise OSError(errno.EPERM, f"expected a file of yours, seen a file of user {status.st_uid}")
     if flags & (os.O_WRONLY | os.O_RDWR) and status.st_nlink > 1:
         raise OSError(errno.EMLINK, "expected a file with a single name, seen a hard link")
 
 
-def _link(name: str, folder: int) -> str:
+def _describe_link(name: str, folder: int) -> str:
     return f"a link to {os.readlink(name, dir_fd=folder)}"

@@ -112,7 +112,10 @@ class Bar:
     ) -> None:
         """Draw the state after `step` steps; None where a row does not have it."""
         fields: dict[str, Any] = {"epoch": "-" if epoch is None else epoch}
-        fields |= {"loss": _number(loss, ".4f"), "rate": _number(samples_per_s, ",.0f")}
+        fields |= {
+            "loss": _format_number(loss, ".4f"),
+            "rate": _format_number(samples_per_s, ",.0f"),
+        }
         self._progress.start()  # now: lines that are logged at the start would leave a first bar
         self._progress.update(self._task, completed=step, refresh=True, **fields)
 
@@ -139,8 +142,8 @@ def line(row: Mapping[str, Any], total_steps: int) -> str:
     words = [
         f"step {row['step']}/{total_steps}",
         f"epoch {row.get('epoch', '-')}",
-        f"loss {_number(row.get('train_loss'), '.4f')}",
-        f"{_number(row.get('samples_per_s'), ',.0f')} samples/s",
+        f"loss {_format_number(row.get('train_loss'), '.4f')}",
+        f"{_format_number(row.get('samples_per_s'), ',.0f')} samples/s",
     ]
     words += [f"{name} {value}" for name, value in _test_metrics(row).items() if value != "-"]
     words += filter(None, [describe_lost(row)])
@@ -149,8 +152,8 @@ def line(row: Mapping[str, Any], total_steps: int) -> str:
 
 def _test_metrics(entries: Mapping[str, Any]) -> dict[str, str]:
     """Return the metrics of the test set in words, without its loss."""
-    names = [key for key in entries if key.startswith("test_") and key != "test_loss"]
-    return {key.replace("_", " "): _number(entries[key], ".4f") for key in names}
+    metric_keys = [key for key in entries if key.startswith("test_") and key != "test_loss"]
+    return {key.replace("_", " "): _format_number(entries[key], ".4f") for key in metric_keys}
 
 
 def describe_lost(row: Mapping[str, Any]) -> str:
@@ -167,8 +170,11 @@ def describe_losses(summary: Mapping[str, Any]) -> str:
     entries = summary.get("recoveries") or []
     if not entries:
         return ""
-    lost, spares = sum(len(entry.get("ranks", [])) for entry in entries), summary.get("spares_used")
-    words = [f"{counted(lost, 'rank')} lost"]
+    lost_count, spares = (
+        sum(len(entry.get("ranks", [])) for entry in entries),
+        summary.get("spares_used"),
+    )
+    words = [f"{counted(lost_count, 'rank')} lost"]
     if summary.get("lost_s") is not None:
         words += [f"{summary['lost_s']:.2f} s without progress"]
     if spares is not None:
@@ -183,21 +189,21 @@ def closing_table(summary: Mapping[str, Any], text: bool = False) -> Table:
     from rich.table import Table
 
     table = Table(title=f"{summary['recipe']}: {summary['status']}", show_header=False)
-    wall, nats = summary["wall_s"] or 1.0, summary["test_loss"] if text else None
+    wall_s, nats = summary["wall_s"] or 1.0, summary["test_loss"] if text else None
     bits = None if nats is None else nats / math.log(2)
     has_peers, skipped = summary["world_size"] > 1, summary.get("skipped_steps")
     rows = {
         "ended early": summary.get("reason"),
         "suspicious": "; ".join(summary.get("suspicious") or ()),
-        "engine": _engine(summary),
+        "engine": _describe_engine(summary),
         **_test_metrics(summary),
-        **({"test bits per byte": _number(bits, ".3f")} if text else {}),
-        "train loss": _number(summary["train_loss"], ".4f"),
+        **({"test bits per byte": _format_number(bits, ".3f")} if text else {}),
+        "train loss": _format_number(summary["train_loss"], ".4f"),
         "samples/s": f"{summary['samples_per_s']:,.0f}",
-        "wall": f"{summary['wall_s']:.2f} s for {_steps(summary)}",
-        "compute": _part(summary["compute_s"], wall),
-        "wait (exposed wire)": has_peers and _part(summary["wait_s"], wall),
-        "wire": has_peers and _part(summary["wire_s"], wall),
+        "wall": f"{summary['wall_s']:.2f} s for {_describe_steps(summary)}",
+        "compute": _format_share(summary["compute_s"], wall_s),
+        "wait (exposed wire)": has_peers and _format_share(summary["wait_s"], wall_s),
+        "wire": has_peers and _format_share(summary["wire_s"], wall_s),
         "steps skipped": skipped and f"{skipped}, whose gradient was not finite",
         "recoveries": describe_losses(summary),
     }
@@ -207,7 +213,7 @@ def closing_table(summary: Mapping[str, Any], text: bool = False) -> Table:
     return table
 
 
-def _engine(summary: Mapping[str, Any]) -> str:
+def _describe_engine(summary: Mapping[str, Any]) -> str:
     """Return the engine with its ranks, servers and all-reduce, as far as it has them."""
     text = f"{summary['engine']} on {counted(summary['world_size'], 'rank')}"
     if servers := summary.get("servers"):
@@ -215,7 +221,7 @@ def _engine(summary: Mapping[str, Any]) -> str:
     return f"{text}, all-reduce: {summary['algorithm']}" if summary["algorithm"] else text
 
 
-def _steps(summary: Mapping[str, Any]) -> str:
+def _describe_steps(summary: Mapping[str, Any]) -> str:
     """Return the steps that the times cover: a resumed run has timed its last part."""
     steps, first_counted_step = summary["steps"], summary.get("since_step", 0)
     return (
@@ -225,9 +231,9 @@ def _steps(summary: Mapping[str, Any]) -> str:
     )
 
 
-def _number(value: float | None, form: str) -> str:
+def _format_number(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
-def _part(seconds: float, wall: float) -> str:
+def _format_share(seconds: float, wall: float) -> str:
     return f"{seconds:.2f} s ({100 * seconds / wall:.0f} %)"

@@ -71,26 +71,26 @@ def main() -> NoReturn:
     os.environ[VARIABLE] = f"{descriptor} {os.fstat(descriptor).st_ino}"
     libc = ctypes.CDLL(None)
     # The launcher's signals reach the whole process group, the rank too: here they end nothing.
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
+    signal_mask = signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
     parent, child = os.getpid(), os.fork()
     if child == 0:
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        _become(sys.argv[1:], parent, mask)
+        _execute_program(sys.argv[1:], parent, signal_mask)
     for number in _FORWARDED:
         signal.signal(number, signal.SIG_IGN)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    write_mark(ENDED, code)
-    if code >= 0:
-        os._exit(code)
+    exit_code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    write_mark(ENDED, exit_code)
+    if exit_code >= 0:
+        os._exit(exit_code)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the rank has left one
     with suppress(OSError):  # SIGKILL has no other disposition
-        signal.signal(-code, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    os.kill(parent, -code)
-    os._exit(128 - code)
+        signal.signal(-exit_code, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, signal_mask)
+    os.kill(parent, -exit_code)
+    os._exit(128 - exit_code)
 
 
-def _become(argv: list[str], parent: int, mask: set[int | signal.Signals]) -> NoReturn:
+def _execute_program(argv: list[str], parent: int, mask: set[int | signal.Signals]) -> NoReturn:
     """Replace this process by the program `argv`, with the signals that launch's ranks have."""
     if os.getppid() != parent:  # it was killed before the kernel was asked
         os._exit(128 + signal.SIGKILL)

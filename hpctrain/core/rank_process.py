@@ -29,31 +29,32 @@ _IDENTITY = (
 
 def mark_rank(environ: MutableMapping[str, str]) -> None:
     """Note in `environ` that this process is the rank of its launcher's variables."""
-    environ[RANK_PROCESS] = f"{os.getpid()} {_socket(environ)} {_identity(environ)}"
+    environ[RANK_PROCESS] = f"{os.getpid()} {_launcher_socket(environ)} {_rank_identity(environ)}"
 
 
 def find_fault(environ: Mapping[str, str]) -> str | None:
     """Return the fault of a process that has the place of a rank that started it."""
-    words = environ.get(RANK_PROCESS, "").split(" ", 2)
+    mark_fields = environ.get(RANK_PROCESS, "").split(" ", 2)
     job = launched(environ)
-    if len(words) < 3 or job.name == "none" or words[0] == str(os.getpid()):
+    if len(mark_fields) < 3 or job.name == "none" or mark_fields[0] == str(os.getpid()):
         return None
-    has_own_socket = _socket(environ) not in ("none", words[1])
-    if words[2] != _identity(environ) or has_own_socket:
+    has_own_socket = _launcher_socket(environ) not in ("none", mark_fields[1])
+    if mark_fields[2] != _rank_identity(environ) or has_own_socket:
         return None
     return (
-        f"this process was started by rank {job.rank} of {job.size} (process {words[0]}), and has "
-        f"the variables of {TITLES[job.name]} from it; expected a process that the launcher "
-        "started, since MPI would wait here for ever. For a job of its own start it without them: "
-        "subprocess.run(..., env=hpctrain.core.launchers.without_rank_variables(os.environ))"
+        f"this process was started by rank {job.rank} of {job.size} (process {mark_fields[0]}), "
+        f"and has the variables of {TITLES[job.name]} from it; expected a process that the "
+        "launcher started, since MPI would wait here for ever. For a job of its own start it "
+        "without them: subprocess.run(..., "
+        "env=hpctrain.core.launchers.without_rank_variables(os.environ))"
     )
 
 
-def _identity(environ: Mapping[str, str]) -> str:
+def _rank_identity(environ: Mapping[str, str]) -> str:
     return " ".join(f"{name}={environ[name]}" for name in _IDENTITY if name in environ)
 
 
-def _socket(environ: Mapping[str, str]) -> str:
+def _launcher_socket(environ: Mapping[str, str]) -> str:
     """Return the number of the socket to the launcher; "none" if this process does not have it."""
     try:
         status = os.fstat(int(environ["PMI_FD"]))

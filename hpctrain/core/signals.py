@@ -33,7 +33,7 @@ class StopRequest:
         self._last_words = last_words
         self.requested, self.signal, self.number = False, "", WITHOUT_SIGNAL
         self._interrupts = 0
-        self._restore: dict[signal.Signals, Any] = {}
+        self._old_handlers: dict[signal.Signals, Any] = {}
 
     def ask(self, name: str = "ask", number: int = WITHOUT_SIGNAL) -> None:
         """Request a stop in the name of `name`; the first one counts."""
@@ -44,25 +44,27 @@ class StopRequest:
         if threading.current_thread() is threading.main_thread():
             self._reading, self._writing = socket.socketpair()
             self._writing.setblocking(False)  # noqa: FBT003
-            self._thread = threading.Thread(target=self._read, name="hpctrain-stop", daemon=True)
+            self._thread = threading.Thread(
+                target=self._read_signals, name="hpctrain-stop", daemon=True
+            )
             self._thread.start()
             # The socket before the handlers: a signal between the two would be lost.
             self._wakeup = signal.set_wakeup_fd(self._writing.fileno(), warn_on_full_buffer=False)
-            self._restore = {number: _replace(number) for number in SIGNALS}
+            self._old_handlers = {number: _replace_handler(number) for number in SIGNALS}
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._restore:
-            for number, handler in self._restore.items():
+        if self._old_handlers:
+            for number, handler in self._old_handlers.items():
                 # None: it was not set from Python, so Python cannot restore it.
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)
             signal.set_wakeup_fd(self._wakeup)
-            self._restore = {}
+            self._old_handlers = {}
             self._writing.close()  # the thread reads to the end, then leaves
             self._thread.join(5.0)
             self._reading.close()
 
-    def _read(self) -> None:
+    def _read_signals(self) -> None:
         while numbers := self._reading.recv(64):
             for number in numbers:
                 if number not in SIGNALS:
@@ -82,7 +84,7 @@ def cause(number: int) -> str:
     return "as asked" if number == WITHOUT_SIGNAL else f"by {signal.Signals(number).name}"
 
 
-def _replace(number: signal.Signals) -> Any:
+def _replace_handler(number: signal.Signals) -> Any:
     old_handler = signal.signal(number, lambda *_: None)  # the C half of the handler runs
     # Restart interrupted calls: not every C library expects its read to fail half-way.
     signal.siginterrupt(number, False)  # noqa: FBT003

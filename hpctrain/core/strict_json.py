@@ -13,16 +13,16 @@ NOT_FINITE = "not_finite"
 
 def to_json(value: Any, indent: int | None = None) -> str:
     """Return `value` as JSON, with null for numbers that are not finite, named by `not_finite`."""
-    return json.dumps(_replace(value), indent=indent, allow_nan=False)
+    return json.dumps(_replace_invalid(value), indent=indent, allow_nan=False)
 
 
-def _replace(value: Any) -> Any:
+def _replace_invalid(value: Any) -> Any:
     if isinstance(value, Mapping):
-        names = [name for name, entry in value.items() if _holds_invalid(entry)]
-        entries = {name: _replace(entry) for name, entry in value.items()}
-        return entries | {NOT_FINITE: names} if names else entries
+        invalid_names = [name for name, entry in value.items() if _holds_invalid(entry)]
+        entries = {name: _replace_invalid(entry) for name, entry in value.items()}
+        return entries | {NOT_FINITE: invalid_names} if invalid_names else entries
     if isinstance(value, list | tuple):
-        return [_replace(entry) for entry in value]
+        return [_replace_invalid(entry) for entry in value]
     return None if _holds_invalid(value) else value
 
 

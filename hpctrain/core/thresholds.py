@@ -27,29 +27,32 @@ def lookup(thresholds: Thresholds, nbytes: int) -> str:
 
 def thresholds_from(times: Times, default: str) -> Thresholds:
     """Return the sizes at which the choice changes; `default` if nothing was timed."""
-    chosen = choices_at(times)
-    result = [(0, chosen[min(chosen)] if chosen else default)]
-    for small, large in pairwise(chosen):
-        if chosen[small] != chosen[large]:
+    choices = choices_at(times)
+    result = [(0, choices[min(choices)] if choices else default)]
+    for small, large in pairwise(choices):
+        if choices[small] != choices[large]:
             result.append(
-                (_crossing(times, small, large, chosen[small], chosen[large]), chosen[large])
+                (
+                    _find_crossing(times, small, large, choices[small], choices[large]),
+                    choices[large],
+                )
             )
     return tuple(result)
 
 
 def choices_at(times: Times) -> dict[int, str]:
     """Return the candidate chosen at each size: the previous one unless another is 5 % faster."""
-    chosen: dict[int, str] = {}
+    choices: dict[int, str] = {}
     current = ""
     for nbytes, seconds in times.items():
         fastest = min(seconds, key=seconds.__getitem__)
         if seconds.get(current, math.inf) > MIN_GAIN * seconds[fastest]:
             current = fastest
-        chosen[nbytes] = current
-    return chosen
+        choices[nbytes] = current
+    return choices
 
 
-def _crossing(times: Times, small: int, large: int, old: str, new: str) -> int:
+def _find_crossing(times: Times, small: int, large: int, old: str, new: str) -> int:
     """Return the size in (small, large] from which `new` is faster than `old`.
 
     Log-log interpolation; the geometric middle if one of the four times is missing.

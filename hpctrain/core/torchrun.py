@@ -98,15 +98,15 @@ def choose_ranks(
     job = launchers.launched(environ)
     values = {name: environ.get(name, "") for name in (*REQUIRED, "LOCAL_RANK")}
     values |= arguments or {}
-    chosen = {name for name in values if values[name] != (inherited or {}).get(name, "")}
+    chosen_names = {name for name in values if values[name] != (inherited or {}).get(name, "")}
     missing = [name for name in REQUIRED if not values[name]]
     if environ.get(TORCHRUN) and missing and job.name == "none":
         return Choice("refused", f"torchrun has set {', '.join(missing)}, and the script unset it")
     if environ.get(TORCHRUN) and not missing:
         return _under_torchrun(job, values, is_own_backend)
     if job.name == "none":
-        return _alone(values, is_own_backend)
-    return _under_launcher(job, values, chosen, is_own_backend)
+        return _without_launcher(values, is_own_backend)
+    return _under_launcher(job, values, chosen_names, is_own_backend)
 
 
 def _under_torchrun(job: Launched, values: Mapping[str, str], is_own_backend: bool) -> Choice:
@@ -117,12 +117,12 @@ def _under_torchrun(job: Launched, values: Mapping[str, str], is_own_backend: bo
     return Choice(
         "refused",
         f"the backend hpctrain has the ranks of MPI, {job.size}, but torchrun gave "
-        f"{_numbers(values)}: start the script with `mpirun -n {values['WORLD_SIZE']} python -m "
-        f"hpctrain.torch SCRIPT`, or srun, instead of torchrun, or unset {TORCHRUN}",
+        f"{_describe_numbers(values)}: start the script with `mpirun -n {values['WORLD_SIZE']} "
+        f"python -m hpctrain.torch SCRIPT`, or srun, instead of torchrun, or unset {TORCHRUN}",
     )
 
 
-def _alone(values: Mapping[str, str], is_own_backend: bool) -> Choice:
+def _without_launcher(values: Mapping[str, str], is_own_backend: bool) -> Choice:
     """Without a launcher other backends have PyTorch's own rendezvous, and its errors."""
     if not is_own_backend:
         return Choice("pytorch")
@@ -131,47 +131,49 @@ def _alone(values: Mapping[str, str], is_own_backend: bool) -> Choice:
     size = values["WORLD_SIZE"] if values["WORLD_SIZE"] not in ("", "1") else "N"
     return Choice(
         "refused",
-        f"{_numbers(values)}, but no launcher of MPI has started this script: start it with "
-        f"`mpirun -n {size} python -m hpctrain.torch SCRIPT`, or unset RANK and WORLD_SIZE for one "
-        "rank",
+        f"{_describe_numbers(values)}, but no launcher of MPI has started this script: start it "
+        f"with `mpirun -n {size} python -m hpctrain.torch SCRIPT`, or unset RANK and WORLD_SIZE "
+        "for one rank",
     )
 
 
 def _under_launcher(
-    job: Launched, values: Mapping[str, str], chosen: set[str], is_own_backend: bool
+    job: Launched, values: Mapping[str, str], chosen_names: set[str], is_own_backend: bool
 ) -> Choice:
     """The decision is equal on all ranks: no comparison with this rank's number decides it."""
     is_complete = all(values[name] for name in REQUIRED)
     has_other_size = values["WORLD_SIZE"] not in ("", str(job.size))
-    has_chosen_ranks = "RANK" in chosen and ("WORLD_SIZE" in chosen or not has_other_size)
+    has_chosen_ranks = "RANK" in chosen_names and (
+        "WORLD_SIZE" in chosen_names or not has_other_size
+    )
     if not is_own_backend and is_complete and (has_chosen_ranks or job.size == 1):
         return Choice("pytorch")
-    if has_other_size and "WORLD_SIZE" in chosen:
+    if has_other_size and "WORLD_SIZE" in chosen_names:
         return Choice(
             "refused",
-            f"{_numbers(values)}, but {TITLES[job.name]} has started rank {job.rank} of "
+            f"{_describe_numbers(values)}, but {TITLES[job.name]} has started rank {job.rank} of "
             f"{job.size}: unset RANK and WORLD_SIZE, or leave the arguments rank and world_size out"
             + ("" if is_own_backend else ", or set MASTER_ADDR and MASTER_PORT as well"),
         )
-    return _ranks_of_mpi(job, values, chosen)
+    return _ranks_of_mpi(job, values, chosen_names)
 
 
-def _ranks_of_mpi(job: Launched, values: Mapping[str, str], chosen: set[str]) -> Choice:
-    own = {"RANK": job.rank, "WORLD_SIZE": job.size, "LOCAL_RANK": job.local_rank}
+def _ranks_of_mpi(job: Launched, values: Mapping[str, str], chosen_names: set[str]) -> Choice:
+    mpi_numbers = {"RANK": job.rank, "WORLD_SIZE": job.size, "LOCAL_RANK": job.local_rank}
     stale = tuple(
         name
-        for name, number in own.items()
-        if name not in chosen and number is not None and values[name] not in ("", str(number))
+        for name, number in mpi_numbers.items()
+        if name not in chosen_names and number is not None and values[name] not in ("", str(number))
     )
-    text = (
+    warning = (
         f"{', '.join(f'{name}={values[name]}' for name in stale)}: set before {TITLES[job.name]} "
         f"started rank {job.rank} of {job.size}, and replaced: unset {' '.join(stale)}"
     )
-    rank = values["RANK"] if "RANK" in chosen else ""
-    return Choice("mpi", text if stale else "", stale, rank)
+    rank = values["RANK"] if "RANK" in chosen_names else ""
+    return Choice("mpi", warning if stale else "", stale, rank)
 
 
-def _numbers(values: Mapping[str, str]) -> str:
+def _describe_numbers(values: Mapping[str, str]) -> str:
     """Return the given rank and size in words."""
     return f"rank {values['RANK'] or '(unset)'} of {values['WORLD_SIZE'] or '(unset)'}"
 

@@ -120,10 +120,10 @@ def fetch(x: Array) -> Callable[[], np.ndarray]:
         return lambda: x
     stream, host = namespace(x).cuda.get_current_stream(), pinned_like(x)
     x.get(out=host, blocking=False)
-    copied = stream.record()
+    copy_event = stream.record()
 
     def arrived() -> np.ndarray:
-        copied.synchronize()
+        copy_event.synchronize()
         return host
 
     return arrived
@@ -241,11 +241,11 @@ def pinned(nbytes: int) -> Any:
     except (cupy.cuda.runtime.CUDARuntimeError, MemoryError) as error:
         if shortage(error) is None:
             raise
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        free_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         raise GpuMemoryError(
             f"out of pinned host memory, by which GPU arrays travel: {nbytes:,} bytes asked, "
-            f"{free:,} free on the host. Take fewer ranks per node, or ask for more memory, locked "
-            "memory, too (ulimit -l)"
+            f"{free_bytes:,} free on the host. Take fewer ranks per node, or ask for more memory, "
+            "locked memory, too (ulimit -l)"
         ) from error
 
 
@@ -266,9 +266,9 @@ def shortage(error: BaseException, nbytes: int | None = None) -> GpuMemoryError 
     match = _SHORT.search(str(error))
     if match is None or "cupy" not in sys.modules:
         return None
-    amount = match[1] or ("a number of" if nbytes is None else f"{nbytes:,}")
+    bytes_text = match[1] or ("a number of" if nbytes is None else f"{nbytes:,}")
     return GpuMemoryError(
-        f"{_room()}: {amount} bytes asked. Take a smaller batch or more [optimizer] "
+        f"{_describe_memory()}: {bytes_text} bytes asked. Take a smaller batch or more [optimizer] "
         "micro_batches, [run] precision = 'bf16', or fewer ranks per GPU"
     )
 
@@ -284,13 +284,16 @@ def shortage_raised() -> Iterator[None]:
         raise shortage_bytes from error
 
 
-def _room() -> str:
+def _describe_memory() -> str:
     """Return a sentence on the current device's free memory and on this process's share."""
     cupy = sys.modules["cupy"]
     try:
-        device, (free, total_bytes) = cupy.cuda.runtime.getDevice(), cupy.cuda.runtime.memGetInfo()
+        device = cupy.cuda.runtime.getDevice()
+        free_bytes, total_bytes = cupy.cuda.runtime.memGetInfo()
     except cupy.cuda.runtime.CUDARuntimeError:  # too little memory for CUDA itself
         return "out of memory on a GPU that does not report its free memory"
     pool_bytes = cupy.get_default_memory_pool().total_bytes()
-    usage = f"{free:,} of {total_bytes:,} bytes free now, {pool_bytes:,} held by this rank's arrays"
-    return f"GPU {device} is out of memory ({usage})"
+    return (
+        f"GPU {device} is out of memory ({free_bytes:,} of {total_bytes:,} bytes free now, "
+        f"{pool_bytes:,} held by this rank's arrays)"
+    )

@@ -51,9 +51,9 @@ class OptionsError(UsageError):
     def text(self, name: str, more_keys: Iterable[str] = ()) -> str:
         """Return the faults as lines about the options or the table `name`."""
         keys = [*self._keys, *more_keys]
-        faults = [_fault(error, keys, name) for error in self._errors[:_MAX_FAULTS]]
-        omitted = len(self._errors) - _MAX_FAULTS
-        return "\n".join([*faults, *[f"{name} and {omitted} more"] * (omitted > 0)])
+        faults = [_describe_error(error, keys, name) for error in self._errors[:_MAX_FAULTS]]
+        omitted_count = len(self._errors) - _MAX_FAULTS
+        return "\n".join([*faults, *[f"{name} and {omitted_count} more"] * (omitted_count > 0)])
 
 
 def read(cls: type[T], table: Any, name: str, more_keys: Iterable[str] = ()) -> T:
@@ -81,15 +81,15 @@ def read_kind(
     return read(kind, table, name, more_keys)
 
 
-def _fault(error: Any, keys: Iterable[str], name: str) -> str:
+def _describe_error(error: Any, keys: Iterable[str], name: str) -> str:
     key = ".".join(str(part) for part in error["loc"])
     if error["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
         return unknown(f"key in {name}:", key, keys)
     if error["type"] in _MISSING:
         return f"{name} {key} is missing"
     if error["type"] == "unexpected_positional_argument":
-        names = f"{name}({', '.join(f'{key}=...' for key in keys)})"
-        return f"{name} takes its options by name, seen {brief(error['input'])}; write {names}"
+        usage_text = f"{name}({', '.join(f'{key}=...' for key in keys)})"
+        return f"{name} takes its options by name, seen {brief(error['input'])}; write {usage_text}"
     if not key and "error" in error.get("ctx", {}):
         return str(error["ctx"]["error"])  # a check of several options together
     return f"{name} {key}: {error['msg'].lower()}, seen {brief(error['input'])}"

@@ -32,8 +32,8 @@ def must_be_own(run: Path, recipe: Path, code: Code) -> None:
             candidates = (file, *file.parents)
             own_paths |= dict.fromkeys(path for path in candidates if path.is_relative_to(folder))
         if (sha256 := code.recorded.get(name)) != code.sha256[name]:
-            expected = f"expected SHA-256 {sha256}" if sha256 else "no SHA-256 is recorded"
-            faults.append(f"module {name} ({file}): {expected}, seen {code.sha256[name]}")
+            expected_text = f"expected SHA-256 {sha256}" if sha256 else "no SHA-256 is recorded"
+            faults.append(f"module {name} ({file}): {expected_text}, seen {code.sha256[name]}")
     faults = [*filter(None, map(_foreign_access, own_paths)), *faults]
     if faults:
         raise UsageError(
@@ -47,22 +47,22 @@ def _foreign_access(path: Path) -> str:
     """Return the way in which another user could have changed `path`; '' if no other user could."""
     status = os.stat(path)
     if status.st_uid != os.geteuid():
-        return f"{path}: expected your own, seen a file of {_user(status.st_uid)}"
+        return f"{path}: expected your own, seen a file of {_user_name(status.st_uid)}"
     if status.st_mode & stat.S_IWOTH:
         return f"{path}: every user may write to it; chmod o-w"
     if status.st_mode & stat.S_IWGRP and not _is_private(status.st_gid):
-        return f"{path}: its group {_group(status.st_gid)} may write to it; chmod g-w"
+        return f"{path}: its group {_group_name(status.st_gid)} may write to it; chmod g-w"
     return ""
 
 
-def _user(number: int) -> str:
+def _user_name(number: int) -> str:
     try:
         return pwd.getpwuid(number).pw_name
     except KeyError:
         return f"user {number}"
 
 
-def _group(number: int) -> str:
+def _group_name(number: int) -> str:
     try:
         return grp.getgrgid(number).gr_name
     except KeyError:
@@ -75,5 +75,5 @@ def _is_private(group: int) -> bool:
         members = grp.getgrgid(group).gr_mem
     except KeyError:
         return False
-    name = _user(os.geteuid())
-    return _group(group) == name and set(members) <= {name}
+    name = _user_name(os.geteuid())
+    return _group_name(group) == name and set(members) <= {name}

@@ -64,8 +64,8 @@ def _runs_source(module: ModuleType, loader: SourceFileLoader, source: bytes) ->
         return False
     for code in codes:
         codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-    running = {code for code in _function_codes(module) if code.co_filename == loader.path}
-    return running.issubset(codes) and _written_code(loader.name, module) in (None, codes[0])
+    running_codes = {code for code in _function_codes(module) if code.co_filename == loader.path}
+    return running_codes.issubset(codes) and _written_code(loader.name, module) in (None, codes[0])
 
 
 def _function_codes(module: ModuleType) -> list[CodeType]:

@@ -30,11 +30,11 @@ def apply(tables: Table, settings: Iterable[str]) -> Table:
 
     Raises UsageError for an invalid setting, and if a table has another type.
     """
-    values = dict(_setting(setting) for setting in settings)
+    values = dict(_parse_setting(setting) for setting in settings)
     for (table, key), value in values.items():
-        _set(tables, table, key, value)
+        _set_value(tables, table, key, value)
     for (table, key), value in values.items():
-        for rival in _rivals(table, key) if value is not None else ():
+        for rival in _rival_keys(table, key) if value is not None else ():
             if values.get((table, rival)) is None:
                 tables[table].pop(rival, None)
     return tables
@@ -47,26 +47,30 @@ def merge(base: Table, changes: Table) -> Table:
     """
     merged = {**base, **changes}
     for name in base.keys() & changes.keys():
-        old, new = base[name], changes[name]
-        if not isinstance(old, Mapping) or not isinstance(new, Mapping):
+        old_table, new_table = base[name], changes[name]
+        if not isinstance(old_table, Mapping) or not isinstance(new_table, Mapping):
             continue  # refused later, unless it is `schema`
-        if new.get("kind", old.get("kind")) == old.get("kind"):
-            excluded = {rival for key in new for rival in _rivals(name, key)}
-            merged[name] = {key: x for key, x in old.items() if key not in excluded} | dict(new)
+        if new_table.get("kind", old_table.get("kind")) == old_table.get("kind"):
+            excluded_keys = {rival for key in new_table for rival in _rival_keys(name, key)}
+            merged[name] = {
+                key: x for key, x in old_table.items() if key not in excluded_keys
+            } | dict(new_table)
     return merged
 
 
-def _setting(override: str) -> tuple[tuple[str, str], Any]:
+def _parse_setting(override: str) -> tuple[tuple[str, str], Any]:
     """Return table, key and value of `table.key=value`; None for a value that is empty."""
     path, equals, text = override.partition("=")
     table, dot, key = path.strip().partition(".")
     if not (equals and dot and key):
         raise UsageError(f"--set takes TABLE.KEY=VALUE, seen {brief(override)}")
     config.pick(dict.fromkeys(TABLES), table, "table")
-    return (table, key), _value(text.strip(), f"--set {path.strip()}") if text.strip() else None
+    return (table, key), _parse_value(
+        text.strip(), f"--set {path.strip()}"
+    ) if text.strip() else None
 
 
-def _value(text: str, place: str) -> Any:
+def _parse_value(text: str, place: str) -> Any:
     """Return `text` as a TOML value; text that is no TOML is a string as it is."""
     try:
         tables = toml.parse(f"value = {text}", place)
@@ -75,7 +79,7 @@ def _value(text: str, place: str) -> Any:
     return tables["value"] if len(tables) == 1 else text  # further lines with other keys
 
 
-def _set(tables: Table, table: str, key: str, value: Any) -> None:
+def _set_value(tables: Table, table: str, key: str, value: Any) -> None:
     """Set `key` of a table, or remove it if `value` is None, and the table if then empty."""
     entries = tables.setdefault(table, {})
     must_be_table(table, entries)
@@ -87,7 +91,7 @@ def _set(tables: Table, table: str, key: str, value: Any) -> None:
             del tables[table]
 
 
-def _rivals(table: str, key: str) -> list[str]:
+def _rival_keys(table: str, key: str) -> list[str]:
     """Return the keys of `table` that cannot stand beside `key`."""
     return [
         rival for pair in RIVALS.get(table, ()) if key in pair for rival in pair if rival != key

@@ -40,7 +40,7 @@ def make_absolute(tables: Table, keys: Iterable[str], folder: str | Path) -> Non
         written[path] = text
         return path
 
-    _replace(tables, keys, absolute)
+    _replace_paths(tables, keys, absolute)
     if written:
         tables[PATHS] = {**tables.get(PATHS, {}), **written}
     model = tables.get("model")
@@ -62,7 +62,7 @@ def take_written(tables: Table) -> dict[str, str]:
 def as_written(tables: Table, keys: Iterable[str], written: Mapping[str, str]) -> Table:
     """Return `tables` with the paths as they were written."""
     copy = {**tables, "data": dict(tables.get("data", {}))}
-    _replace(copy, keys, lambda text: written.get(text, text))
+    _replace_paths(copy, keys, lambda text: written.get(text, text))
     return copy
 
 
@@ -74,11 +74,11 @@ def used(tables: Table, keys: Iterable[str], written: Mapping[str, str]) -> dict
         paths.update({text: written[text]} if text in written else {})
         return text
 
-    _replace({**tables, "data": dict(tables.get("data", {}))}, keys, add)
+    _replace_paths({**tables, "data": dict(tables.get("data", {}))}, keys, add)
     return paths
 
 
-def _replace(tables: Table, keys: Iterable[str], change: Callable[[str], str]) -> None:
+def _replace_paths(tables: Table, keys: Iterable[str], change: Callable[[str], str]) -> None:
     data = tables.get("data")
     if not isinstance(data, Mapping):
         return  # refused later

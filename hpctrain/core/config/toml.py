@@ -52,7 +52,7 @@ def parse(text: str, source: str) -> dict[str, Any]:
 
 def must_be_plain(tables: Mapping[str, Any], source: str) -> None:
     """Raise UsageError that names the key for a value of `tables` beyond the limits."""
-    for key, fault in _faults(tables):
+    for key, fault in _find_faults(tables):
         raise UsageError(f"{source}: {key}: {fault}")
 
 
@@ -60,21 +60,21 @@ _TOO_DEEP = f"expected at most {LEVELS} levels of tables and lists, seen more"
 _TOO_LONG = "expected integers of at most 64 bits, seen one of thousands of digits"
 
 
-def _faults(value: Any, place: str = "", level: int = 0) -> Iterator[tuple[str, str]]:
+def _find_faults(value: Any, place: str = "", level: int = 0) -> Iterator[tuple[str, str]]:
     if level > LEVELS:
         yield place, _TOO_DEEP
     elif isinstance(value, Mapping):
         for key, inner in value.items():
-            yield from _faults(key, f"a key in [{place}]")
-            yield from _faults(inner, f"{place}.{key}".lstrip("."), level + 1)
+            yield from _find_faults(key, f"a key in [{place}]")
+            yield from _find_faults(inner, f"{place}.{key}".lstrip("."), level + 1)
     elif isinstance(value, list):
         for i, inner in enumerate(value):
-            yield from _faults(inner, f"{place}.{i}", level + 1)
-    elif fault := _fault(value):
+            yield from _find_faults(inner, f"{place}.{i}", level + 1)
+    elif fault := _find_fault(value):
         yield place, fault
 
 
-def _fault(value: Any) -> str:
+def _find_fault(value: Any) -> str:
     if isinstance(value, int) and not _MIN_INTEGER <= value <= _MAX_INTEGER:
         return f"expected an integer of at most 64 bits, seen one of {value.bit_length()}"
     if not isinstance(value, str):

@@ -49,8 +49,8 @@ class CodeOptions:
 
     def __post_init__(self) -> None:
         if self.folder and not os.path.isabs(self.folder):
-            actual = files.brief(self.folder)
-            raise UsageError(f"[code] folder: expected an absolute path, seen {actual}")
+            seen_text = files.brief(self.folder)
+            raise UsageError(f"[code] folder: expected an absolute path, seen {seen_text}")
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def read(tables: Mapping[str, Any], callbacks: Sequence[str], folder: str) -> Co
     targets += [(f"[{name}] kind", tables[name]["kind"]) for name in tables_with_target]
     if not targets:
         return Code(".")
-    return Code(folder, exists=True, sha256=_hashes(targets, folder), recorded=options.sha256)
+    return Code(folder, exists=True, sha256=_hash_modules(targets, folder), recorded=options.sha256)
 
 
 def call(target: str, place: str, folder: str, *args: Any, **arguments: Any) -> Any:
@@ -114,13 +114,17 @@ def _unknown_key(signature: inspect.Signature, positional: int, keys: Iterable[s
     parameters = list(signature.parameters.values())
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return ""
-    names = [
+    parameter_names = [
         p.name
         for i, p in enumerate(parameters)
         if p.kind is p.KEYWORD_ONLY or (p.kind is p.POSITIONAL_OR_KEYWORD and i >= positional)
     ]
-    unknown = [key for key in keys if key not in signature.parameters]
-    return config.unknown("key", unknown[0], names) if unknown and names else ""
+    unknown_keys = [key for key in keys if key not in signature.parameters]
+    return (
+        config.unknown("key", unknown_keys[0], parameter_names)
+        if unknown_keys and parameter_names
+        else ""
+    )
 
 
 def is_target(table: Mapping[str, Any]) -> bool:
@@ -135,9 +139,12 @@ def find(target: str, place: str, folder: str, classes: bool = False) -> Callabl
     With `classes` the target may also be a class. Raises UsageError, with the nearest name, if it
     is missing or belongs to Python itself.
     """
-    location, (module_name, function_name) = _place_text(place, target), _parts(target, place)
+    location, (module_name, function_name) = (
+        _place_text(place, target),
+        _split_target(target, place),
+    )
     _must_be_users(module_name, location, folder)
-    module = _import(module_name, location, folder)
+    module = _import_module(module_name, location, folder)
     functions = {
         name: value
         for name, value in vars(module).items()
@@ -166,10 +173,12 @@ def sources(name: str, folder: str) -> dict[str, Path]:
     if not _is_name(name) or _is_standard(name):
         return {}
     top, *submodules = name.split(".")
-    installed, own = _installed_spec(top), _recipe_spec(top, folder)
+    installed_spec, own_spec = _installed_spec(top), _recipe_spec(top, folder)
     # Python imports a folder without __init__.py only as the last choice.
-    takes_installed = installed and (installed.origin or not (own and own.origin))
-    specs = [installed if takes_installed else own]
+    takes_installed = installed_spec and (
+        installed_spec.origin or not (own_spec and own_spec.origin)
+    )
+    specs = [installed_spec if takes_installed else own_spec]
     for part in submodules:
         if specs[-1] is None or (folders := specs[-1].submodule_search_locations) is None:
             return {}
@@ -179,11 +188,11 @@ def sources(name: str, folder: str) -> dict[str, Path]:
     return {s.name: Path(s.origin) for s in specs if s and s.has_location and s.origin}
 
 
-def _hashes(targets: Sequence[tuple[str, str]], folder: str) -> dict[str, str]:
+def _hash_modules(targets: Sequence[tuple[str, str]], folder: str) -> dict[str, str]:
     """Return the SHA-256 of the file of each module that (place, target)s name."""
     hashes: dict[str, str] = {}
     for place, target in targets:
-        name = _parts(target, place)[0]
+        name = _split_target(target, place)[0]
         _must_be_users(name, _place_text(place, target), folder)
         hashes |= {name: hash_module(name, file) for name, file in sources(name, folder).items()}
     return hashes
@@ -193,7 +202,7 @@ def _place_text(place: str, target: str) -> str:
     return f"{place} {files.brief(target)}"
 
 
-def _parts(target: str, place: str) -> tuple[str, str]:
+def _split_target(target: str, place: str) -> tuple[str, str]:
     module, _, function = target.partition(":")
     if not _is_name(module) or not function.isidentifier():
         raise UsageError(f"{_place_text(place, target)}: expected 'package.module:function'")
@@ -212,14 +221,16 @@ def _must_be_users(name: str, location: str, folder: str) -> None:
     """Raise UsageError if Python would import its own module or another package's."""
     top = name.partition(".")[0]
     recipe_module = _recipe_spec(top, folder)
-    own_paths = recipe_module.origin if recipe_module else None
-    rename = f"; rename {own_paths}" if own_paths else ""
+    own_path = recipe_module.origin if recipe_module else None
+    rename_text = f"; rename {own_path}" if own_path else ""
     if _is_standard(name):
-        raise UsageError(f"{location}: {EXPECTED_FUNCTION}, seen Python's own module {top}{rename}")
+        raise UsageError(
+            f"{location}: {EXPECTED_FUNCTION}, seen Python's own module {top}{rename_text}"
+        )
     installed = _installed_spec(top)  # not before: a finder of Python's own would run code
     origin = installed.origin if installed else None
-    if own_paths and origin and os.path.realpath(own_paths) != os.path.realpath(origin):
-        raise UsageError(f"{location}: Python takes {origin} for {top}{rename}")
+    if own_path and origin and os.path.realpath(own_path) != os.path.realpath(origin):
+        raise UsageError(f"{location}: Python takes {origin} for {top}{rename_text}")
 
 
 def _recipe_spec(top: str, folder: str) -> ModuleSpec | None:
@@ -257,12 +268,12 @@ def _installed_spec(top: str) -> ModuleSpec | None:
         return None
 
 
-def _import(name: str, location: str, folder: str) -> ModuleType:
+def _import_module(name: str, location: str, folder: str) -> ModuleType:
     folder = os.path.abspath(folder)
     if folder not in sys.path:
         sys.path.append(folder)
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        places = f"looked in {folder} and the installed packages"
-        raise UsageError(f"{location}: {error}; {places}") from error
+        places_text = f"looked in {folder} and the installed packages"
+        raise UsageError(f"{location}: {error}; {places_text}") from error

@@ -28,7 +28,7 @@ def lock_folder(run: Path, wait_s: float = 0.0) -> int:
     lock = open_file(run / LOCK, os.O_RDWR | os.O_CREAT)
     deadline_s = time.monotonic() + wait_s
     try:
-        while time.monotonic() < deadline_s and not _take(lock):
+        while time.monotonic() < deadline_s and not _take_lock(lock):
             time.sleep(POLL_S)
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -44,7 +44,7 @@ def lock_folder(run: Path, wait_s: float = 0.0) -> int:
     return lock
 
 
-def _take(lock: int) -> bool:
+def _take_lock(lock: int) -> bool:
     """Return whether the lock could be taken."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

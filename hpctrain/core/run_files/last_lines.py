@@ -19,12 +19,12 @@ _STARTERS = {"openmpi": "mpirun", "srun": "srun", "flux": "flux run", "jsm": "js
 
 def last_lines(run: Path) -> list[str]:
     """Return the lines that end a run in folder `run` before its last step."""
-    call = f"fit(..., out={str(run)!r}, resume=True)"
+    command = f"fit(..., out={str(run)!r}, resume=True)"
     if (run / run_folder.RECIPE).is_file():  # a run of `hpctrain train`, not of a script
-        call = shlex.join(resuming(command_line(), run))
-    saved = any((run / "checkpoints").glob("step-*/manifest.json"))
-    verb = "resume" if saved else "no checkpoint was written; start again"
-    return [f"results: {run.absolute()}", f"{verb}: {call}"]
+        command = shlex.join(resuming(command_line(), run))
+    has_checkpoint = any((run / "checkpoints").glob("step-*/manifest.json"))
+    verb = "resume" if has_checkpoint else "no checkpoint was written; start again"
+    return [f"results: {run.absolute()}", f"{verb}: {command}"]
 
 
 def command_line() -> list[str]:
@@ -33,7 +33,7 @@ def command_line() -> list[str]:
         return shlex.split(os.environ[COMMAND])
     job = launchers.launched(os.environ)
     starter = f"{_STARTERS.get(job.name, 'mpiexec')} -n {job.size}" * (job.name != "none")
-    return [*starter.split(), *_program(), *sys.argv[1:]]
+    return [*starter.split(), *_program_words(), *sys.argv[1:]]
 
 
 def resuming(words: Sequence[str], run: Path) -> list[str]:
@@ -45,7 +45,7 @@ def resuming(words: Sequence[str], run: Path) -> list[str]:
     return [*arguments, "--out", str(run), "--resume"]
 
 
-def _program() -> list[str]:
+def _program_words() -> list[str]:
     """Return the first words of this program's call: a name on the PATH, a file, or `python -m`."""
     module = getattr(sys.modules["__main__"], "__spec__", None)
     if module is not None:

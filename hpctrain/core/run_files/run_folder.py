@@ -61,7 +61,7 @@ def claim(run: Path, resume: bool, wait_s: float = 0.0) -> Iterator[None]:
     """
     try:
         run.mkdir(parents=True, exist_ok=True)
-        if not resume and (names := _names(run)):
+        if not resume and (names := _list_contents(run)):
             raise UsageError(
                 f"{run} is in use: it holds {names}. Add --resume (in Python resume=True) to go on "
                 "with that run, or name a new folder"
@@ -85,7 +85,7 @@ def writable(run: Path) -> Iterator[None]:
         raise UsageError(f"{path} cannot be written: {error.strerror or error}") from None
 
 
-def _names(run: Path) -> str:
+def _list_contents(run: Path) -> str:
     names = sorted(
         path.name for path in run.iterdir() if path.name != LOCK and not atomic.is_left(path)
     )
@@ -106,15 +106,15 @@ def begin(run: Path) -> None:
 
 def stop_reason(run: Path) -> str:
     """Return the reason to stop that a job script has written; empty if none."""
-    return _note(run / STOP_REASON)
+    return _read_note(run / STOP_REASON)
 
 
 def slurm_job(run: Path) -> str:
     """Return the Slurm job that last started the run; empty if none is recorded."""
-    return _note(run / SLURM_JOB)
+    return _read_note(run / SLURM_JOB)
 
 
-def _note(path: Path) -> str:
+def _read_note(path: Path) -> str:
     """Return the text of a one-line file; empty if it is missing or cannot be read."""
     try:
         return files.read_text(path, NOTE_BYTES).strip()
@@ -137,8 +137,8 @@ def write_recipe(run: Path, text: str) -> None:
         previous_lines = set(files.read_text(path, RECIPE_BYTES).splitlines())
     except MissingError:
         previous_lines = set(text.splitlines())
-    for changed in sorted(set(text.splitlines()) - previous_lines):
-        log.warning("the recipe of this run changes: %s", changed)
+    for changed_line in sorted(set(text.splitlines()) - previous_lines):
+        log.warning("the recipe of this run changes: %s", changed_line)
     atomic.replace(path, text)
 
 
@@ -161,10 +161,10 @@ def append_row(run: Path, *rows: Mapping[str, Any]) -> None:
 
 def rows(run: Path) -> list[dict[str, Any]]:
     """Return the rows of metrics.jsonl, without a last line that a crash cut off."""
-    return _log(run).entries
+    return _read_rows(run).entries
 
 
-def _log(run: Path) -> files.Log[dict[str, Any]]:
+def _read_rows(run: Path) -> files.Log[dict[str, Any]]:
     try:
         return files.read_log(run / METRICS, schemas.row, ROW_BYTES)
     except MissingError:
@@ -173,12 +173,12 @@ def _log(run: Path) -> files.Log[dict[str, Any]]:
 
 def cut_rows(run: Path, step: int) -> int:
     """Drop the rows after `step`; return the number of steps in them, which will be done again."""
-    old_rows = _log(run)
+    old_rows = _read_rows(run)
     if old_rows.torn_bytes:
         log.warning("%s ended in half a line, which is dropped", run / METRICS)
-    remaining = [row for row in old_rows.entries if row["step"] <= step]
-    if len(remaining) < len(old_rows.entries) or old_rows.torn_bytes:
-        atomic.replace(run / METRICS, "".join(to_json(row) + "\n" for row in remaining))
+    remaining_rows = [row for row in old_rows.entries if row["step"] <= step]
+    if len(remaining_rows) < len(old_rows.entries) or old_rows.torn_bytes:
+        atomic.replace(run / METRICS, "".join(to_json(row) + "\n" for row in remaining_rows))
     return max([step, *(row["step"] for row in old_rows.entries)]) - step
 
 
@@ -187,14 +187,14 @@ def go_back(run: Path, step: int, recorded: int) -> int:
 
     `recorded`: that number according to the checkpoint.
     """
-    redone_before = _redone(run / REDONE)
+    redone_before = _read_redone(run / REDONE)
     redone = max(redone_before, recorded) + max(cut_rows(run, step), 0)
     if redone > redone_before:
         atomic.replace(run / REDONE, f"{redone}\n")
     return redone
 
 
-def _redone(path: Path) -> int:
+def _read_redone(path: Path) -> int:
     try:
         text = files.read_text(path, NOTE_BYTES).strip()
     except MissingError:
@@ -225,15 +225,15 @@ def write_json(path: Path, table: Mapping[str, Any]) -> None:
 
 def write_first_summary(run: Path, summary: Mapping[str, Any]) -> bool:
     """Write summary.json unless there is one; return whether this rank was the first."""
-    temporary = atomic.write_aside(run / SUMMARY, _as_text(summary))
+    temporary_path = atomic.write_aside(run / SUMMARY, _as_text(summary))
     try:
-        os.link(temporary, run / SUMMARY)
+        os.link(temporary_path, run / SUMMARY)
     except FileExistsError:
         return False
     except OSError:  # a file system without links
         write_summary(run, summary)
     finally:
-        os.unlink(temporary)
+        os.unlink(temporary_path)
     return True
 
 

@@ -137,7 +137,7 @@ def _is_number(value: Any) -> bool:
 
 def first_fault(error: pydantic.ValidationError, within: str = "") -> str:
     """Return the first fault of a validation in a line: key, expected and actual value."""
-    first = error.errors(include_url=False)[0]
-    key = ".".join(map(str, (*[within] * bool(within), *first["loc"])))
-    actual = "nothing" if first["type"] == "missing" else brief(first["input"])
-    return f"'{brief(key)[1:-1]}': {first['msg'].lower()}, seen {actual}"
+    first_error = error.errors(include_url=False)[0]
+    key = ".".join(map(str, (*[within] * bool(within), *first_error["loc"])))
+    seen_text = "nothing" if first_error["type"] == "missing" else brief(first_error["input"])
+    return f"'{brief(key)[1:-1]}': {first_error['msg'].lower()}, seen {seen_text}"

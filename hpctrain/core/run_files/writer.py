@@ -58,13 +58,13 @@ class RunFiles:
         """Write the rows through to the disk before a checkpoint that counts on them."""
         if self.run is None:
             return
-        rows = self.run / run_folder.METRICS
+        metrics_path = self.run / run_folder.METRICS
         try:
-            files.sync(rows)
+            files.sync(metrics_path)
         except FileNotFoundError:
             return  # no row was due yet
         except OSError as error:  # training goes on
-            log.warning("%s may lose rows: %s", rows, error.strerror)
+            log.warning("%s may lose rows: %s", metrics_path, error.strerror)
 
     def end(self, summary: Row) -> str:
         """Write the pending rows, then the summary; return the fault, '' for none.

@@ -359,7 +359,7 @@ def test_a_group_may_write_that_is_the_users_alone(trained, monkeypatch, members
         return code_ownership.grp.struct_group((group, "x", 1, members))
 
     monkeypatch.setattr(code_ownership.grp, "getgrgid", entry)
-    monkeypatch.setattr(code_ownership, "_user", lambda _: "me")
+    monkeypatch.setattr(code_ownership, "_user_name", lambda _: "me")
     if strange:
         with pytest.raises(UsageError, match=r"run: its group .* may write to it; chmod g-w"):
             runs.evaluate(run)
