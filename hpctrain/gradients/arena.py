@@ -127,10 +127,10 @@ class Arena:
 
         Slots of other arenas lie beyond the plane, with as many pieces as in the model's plane.
         """
-        own = {slot.name: slot for slot in self.slots}
+        own_slots = {slot.name: slot for slot in self.slots}
         beyond = -(-self.param.size // BLOCK_ELEMENTS) * BLOCK_ELEMENTS
         return tuple(
-            own.get(s.name, replace(s, offset=beyond + s.offset)) for s in self.model_slots
+            own_slots.get(s.name, replace(s, offset=beyond + s.offset)) for s in self.model_slots
         )
 
     def spans(self, start: int, size: int) -> list[tuple[int, slice]]:
@@ -142,11 +142,11 @@ class Arena:
         if self.share is None:
             return [(start, slice(0, size))]
         spans = []
-        for held in self.share.ranges:
-            first = min(max(held.start, start), held.stop)
-            stop = max(first, min(held.stop, start + size))
+        for held_range in self.share.ranges:
+            first = min(max(held_range.start, start), held_range.stop)
+            stop = max(first, min(held_range.stop, start + size))
             part = slice(max(first - start, 0), max(stop - start, 0))
-            spans.append((held.offset + first - held.start, part))
+            spans.append((held_range.offset + first - held_range.start, part))
         return spans
 
     def views(self, plane: Array) -> dict[str, Array]:
@@ -176,8 +176,8 @@ def make_arena(
                 "an arena of some slots of a model: expected a model without buffers, such as the "
                 f"running statistics of BatchNorm, seen '{next(iter(buffers))}'"
             )
-        if unknown := sorted(set(own) - shapes.keys()):
-            raise ValueError(f"expected names of the model's slots, seen '{unknown[0]}'")
+        if unknown_names := sorted(set(own) - shapes.keys()):
+            raise ValueError(f"expected names of the model's slots, seen '{unknown_names[0]}'")
         ranges, own_slots = _cut_ranges(slots, length, own)
         share = Share(ranges, slots, length)
         slots, length = own_slots, ranges[-1].stop if ranges else 0

@@ -108,8 +108,8 @@ class BlockReplica(WrappedReplica):
             if is_last:
                 block_on_ready = partial(self._finish_slot, self._join_last_block(block), on_ready)
             block_batch = batch.part(start, stop)
-            sums = self._replica.gradient(block_batch, scale, block_key, block_on_ready)
-            self.table[block] = nn.losses.pack(sums, self.loss.terms)
+            metric_sums = self._replica.gradient(block_batch, scale, block_key, block_on_ready)
+            self.table[block] = nn.losses.pack(metric_sums, self.loss.terms)
             if not is_last:
                 grad = self.arena.grad
                 self._tree.append_subtotal(

@@ -50,8 +50,8 @@ class BucketProgress:
     def __init__(self, buckets: Sequence[Bucket]):
         """Begin the first step, in which no slot of `buckets` is ready."""
         self._bucket_of = {name: i for i, b in enumerate(buckets) for name in b.names}
-        self._names = [bucket.names for bucket in buckets]
-        self._missing = [set(names) for names in self._names]
+        self._bucket_names = [bucket.names for bucket in buckets]
+        self._missing_names = [set(names) for names in self._bucket_names]
         self._sent_count = 0  # buckets sent in this step
 
     def bucket_number(self, name: str) -> int | None:
@@ -60,17 +60,20 @@ class BucketProgress:
 
     def mark_ready(self, name: str) -> range:
         """Mark slot `name` as final; return the buckets that may be sent now."""
-        missing = self._missing[self._bucket_of[name]]
-        if name not in missing:
+        missing_names = self._missing_names[self._bucket_of[name]]
+        if name not in missing_names:
             raise HpctrainError(f"on_ready fired twice for slot '{name}'")
-        missing.remove(name)
-        first = self._sent_count
-        while self._sent_count < len(self._missing) and not self._missing[self._sent_count]:
+        missing_names.remove(name)
+        first_bucket = self._sent_count
+        while (
+            self._sent_count < len(self._missing_names)
+            and not self._missing_names[self._sent_count]
+        ):
             self._sent_count += 1
-        return range(first, self._sent_count)
+        return range(first_bucket, self._sent_count)
 
     def finish_step(self) -> None:
         """Check that every slot was marked ready, and begin the next step."""
-        if missing := sorted(set().union(*self._missing)):
-            raise HpctrainError(f"on_ready never fired for slots: {', '.join(missing)}")
-        self._missing, self._sent_count = [set(names) for names in self._names], 0
+        if missing_names := sorted(set().union(*self._missing_names)):
+            raise HpctrainError(f"on_ready never fired for slots: {', '.join(missing_names)}")
+        self._missing_names, self._sent_count = [set(names) for names in self._bucket_names], 0

@@ -77,7 +77,7 @@ class GradientCheck:
         self.buffers_may_differ = False  #: between ranks: gradients have been computed since
         self.has_own_steps = False  #: whether this rank applies or drops its gradients alone
         self._drops_in_a_row = 0
-        self._statistics = arena.buffer.copy()
+        self._saved_statistics = arena.buffer.copy()
         self._first_fault: Array | None = None  # on a device
         self._has_checked_buckets = False
         if on_device(arena.grad):
@@ -92,8 +92,8 @@ class GradientCheck:
         """
         self.fault, self._has_checked_buckets, self._unchecked_slots = "", False, set()
         self.buffers_may_differ = True
-        if self._statistics.size:
-            self._statistics[...] = self._replica.arena.buffer
+        if self._saved_statistics.size:
+            self._saved_statistics[...] = self._replica.arena.buffer
         if self._first_fault is not None or not check_slots:
             return on_ready
         self._unchecked_slots = set(self._slots)
@@ -123,8 +123,8 @@ class GradientCheck:
             index, is_finite = divmod(int(fetch(self._first_fault)()[0]), 2)
             if 2 * index + is_finite != NO_FAULT:
                 self._first_fault[...] = NO_FAULT
-                names = (name for name, s in self._slots.items() if s.start <= index < s.stop)
-                self._set_fault(next(names, "?"), bool(is_finite))
+                slot_names = (name for name, s in self._slots.items() if s.start <= index < s.stop)
+                self._set_fault(next(slot_names, "?"), bool(is_finite))
         else:
             self._check_remaining_slots()
         if not isfinite(sums["loss"].sum):
@@ -140,8 +140,8 @@ class GradientCheck:
 
     def undo(self) -> None:
         """Restore the running statistics to their values before the gradient."""
-        if self._statistics.size:
-            self._replica.arena.buffer[...] = self._statistics
+        if self._saved_statistics.size:
+            self._replica.arena.buffer[...] = self._saved_statistics
 
     def may_continue(self, is_applied: bool, limit: int, count: int = 1) -> bool:
         """Return whether a worker that steps independently of others may continue.
@@ -184,5 +184,5 @@ class GradientCheck:
                 launch(x, source, "first_not_finite", x.size, args)
 
     def _set_fault(self, name: str, is_finite: bool) -> None:
-        too_large = f"too large for a sum over {self._ranks} ranks"
-        self.fault = f"the gradient of '{name}' is {too_large if is_finite else 'not finite'}"
+        too_large_text = f"too large for a sum over {self._ranks} ranks"
+        self.fault = f"the gradient of '{name}' is {too_large_text if is_finite else 'not finite'}"

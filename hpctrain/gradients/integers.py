@@ -42,12 +42,12 @@ def encode(x: np.ndarray) -> np.ndarray:
 
 def decode(code: np.ndarray, dtype: np.typing.DTypeLike) -> np.ndarray:
     """Return the integers of `dtype` that `code`, or a mean of codes, stands for."""
-    wide = code.astype(np.float64)
-    whole = np.rint(wide)
+    float_code = code.astype(np.float64)
+    rounded_code = np.rint(float_code)
     if not is_wide(dtype):
-        return np.asarray(whole).astype(dtype)
-    fractions = wide - whole
+        return np.asarray(rounded_code).astype(dtype)
+    fractions = float_code - rounded_code
     fractions[abs(fractions) < ROUNDING] = 0
     shifts = CHUNK_BITS * np.arange(CHUNKS)
-    rest = np.rint((fractions * 2.0**shifts).sum(-1)).astype(np.int64)
-    return np.asarray((whole.astype(np.int64) << shifts).sum(-1) + rest).astype(dtype)
+    remainder = np.rint((fractions * 2.0**shifts).sum(-1)).astype(np.int64)
+    return np.asarray((rounded_code.astype(np.int64) << shifts).sum(-1) + remainder).astype(dtype)

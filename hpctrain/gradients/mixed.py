@@ -65,7 +65,7 @@ class MixedReplica(WrappedReplica):
         self, batch: Batch, scale: float, key: nn.Key, on_ready: Callable[[str], None]
     ) -> nn.Sums:
         """Write the gradient into the arena, as the sum over micro-batches; see Replica."""
-        sums: nn.Sums = {}
+        metric_sums: nn.Sums = {}
         key = self._round_params(key)
         for i, (piece, first) in enumerate(split_batch(batch, self.micro_batches)):
             is_last = i == self.micro_batches - 1
@@ -85,8 +85,8 @@ class MixedReplica(WrappedReplica):
             compute = self._compute_gradient
             if self.loss_scale is not None:
                 compute = partial(self._compute_until_finite, self.loss_scale)
-            sums = nn.add(sums, compute(piece, scale, piece_key, take_slot))
-        return sums
+            metric_sums = nn.add(metric_sums, compute(piece, scale, piece_key, take_slot))
+        return metric_sums
 
     def evaluate(self, batch: Batch) -> nn.Sums:
         """Return the sums over `batch`; see Replica."""

@@ -117,16 +117,16 @@ class BucketSum:
         # On a device, these events synchronize the streams of the two threads.
         self.written_event: Event = None
         self.sum_event: Event = None
-        self._call = bind(group, self.elements, np.add, function)
-        self._name = f"bucket {number}"
-        self._details = {"bytes": self.elements.nbytes, "algorithm": self.algorithm}
+        self._bound_call = bind(group, self.elements, np.add, function)
+        self._span_name = f"bucket {number}"
+        self._span_details = {"bytes": self.elements.nbytes, "algorithm": self.algorithm}
 
     def reduce(self, trace: Trace) -> float:
         """Sum the elements over all ranks, record a span, and return its seconds; collective."""
         start = perf_counter()
-        total = self._call()
+        total = self._bound_call()
         self.total = self.elements if total is None else total
-        return trace.add(self._name, "wire", start, perf_counter(), self._details)
+        return trace.add(self._span_name, "wire", start, perf_counter(), self._span_details)
 
 
 class Reducer:
@@ -149,7 +149,12 @@ class Reducer:
         """
         self.wire_s = 0.0  #: time in collectives since the start
         self.sums = [BucketSum(i, x, grad, group, allreduce) for i, x in enumerate(buckets)]
-        self._grad, self._group, self._trace, self._check = grad, group, trace or Trace(), check
+        self._grad, self._group, self._trace, self._check_bucket = (
+            grad,
+            group,
+            trace or Trace(),
+            check,
+        )
         self._shares_sums = any(bucket.is_shared for bucket in self.sums)
         neighbours = group.memory.neighbours(grad) if group.memory is not None else None
         self._first_plane = neighbours[0] if neighbours else grad  # of the node's first rank
@@ -163,8 +168,10 @@ class Reducer:
             send_order: Iterator[int] = iter(self._send_queue.get, None)
             if priority:
                 send_order = _iterate_by_priority(self._send_queue, group, len(buckets))
-            body = (weakref.ref(self), grad, send_order)
-            self._thread = threading.Thread(target=_run_thread, args=body, name="wire", daemon=True)
+            thread_arguments = (weakref.ref(self), grad, send_order)
+            self._thread = threading.Thread(
+                target=_run_thread, args=thread_arguments, name="wire", daemon=True
+            )
             weakref.finalize(self, self._send_queue.put, None)  # of a trainer that nobody closes
             self._thread.start()
 
@@ -173,8 +180,8 @@ class Reducer:
         for number in self._progress.mark_ready(name):
             if self._thread is not None:
                 bucket_sum = self.sums[number]
-                if self._check is not None:
-                    self._check(bucket_sum.bucket.start, bucket_sum.bucket.stop)
+                if self._check_bucket is not None:
+                    self._check_bucket(bucket_sum.bucket.start, bucket_sum.bucket.stop)
                 bucket_sum.written_event = event(self._grad)
                 self._send_queue.put(number)
 

@@ -45,8 +45,10 @@ class Batch(NamedTuple):
 
     def part(self, start: int, stop: int) -> Batch:
         """Return the samples `start` .. `stop - 1`."""
-        take = itemgetter(slice(start, stop))
-        return Batch(map_arrays(take, self.inputs), map_arrays(take, self.targets), stop - start)
+        take_slice = itemgetter(slice(start, stop))
+        return Batch(
+            map_arrays(take_slice, self.inputs), map_arrays(take_slice, self.targets), stop - start
+        )
 
 
 class Replica(Protocol):
@@ -161,15 +163,15 @@ class ModelReplica:
         self, batch: Batch, scale: float, key: nn.Key, on_ready: Callable[[str], None]
     ) -> nn.Sums:
         """Write the gradient into the arena, as the sum over micro-batches; see Replica."""
-        sums: nn.Sums = {}
+        metric_sums: nn.Sums = {}
         grads = GradientSums(self.model.whole, self._grads, self.micro_batches, on_ready)
         for piece, first in split_batch(batch, self.micro_batches):
             piece_key = key._replace(first=key.first + first)
             piece_sums = self.model.add_gradient(
                 self._params, grads, piece.inputs, piece.targets, scale, piece_key
             )
-            sums = nn.add(sums, piece_sums)
-        return sums
+            metric_sums = nn.add(metric_sums, piece_sums)
+        return metric_sums
 
     def evaluate(self, batch: Batch) -> nn.Sums:
         """Return the sums over `batch`; see Replica."""
@@ -215,11 +217,11 @@ def require_memory(model: nn.Model, itemsize: int) -> None:
     """
     element_count = sum(prod(p.shape) for p in model.parameters.values())
     needed_bytes = element_count * (INITIAL_VALUE_BYTES + 2 * itemsize)
-    available = available_bytes()
-    if available is not None and needed_bytes > available:
+    free_bytes = available_bytes()
+    if free_bytes is not None and needed_bytes > free_bytes:
         raise UsageError(
             f"[model] the model has {element_count:,} parameters, which need "
-            f"{needed_bytes:,} bytes, but only {available:,} bytes of memory are available here; "
+            f"{needed_bytes:,} bytes, but only {free_bytes:,} bytes of memory are available here; "
             "expected a smaller model"
         )
 

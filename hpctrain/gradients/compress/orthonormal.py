@@ -94,8 +94,8 @@ class Orthonormalizer:
             return
         if on_device(x):
             args = (x, *self._layout, self._factors, np.int32(self._rank))
-            code = cuda_source(x.dtype.name)
-            launch(x, code, "orthonormal", THREADS, args, rows=len(self._rows))
+            source = cuda_source(x.dtype.name)
+            launch(x, source, "orthonormal", THREADS, args, rows=len(self._rows))
             return
         for start, n in zip(self._starts, self._rows, strict=False):
             a = x[start : start + n * self._rank].reshape(n, self._rank)

@@ -79,7 +79,7 @@ class PowerSgd:
         # The initial Q is a function of the layout, hence the same on all ranks.
         q = np.random.default_rng(0).standard_normal(q_slices[-1].stop if q_slices else 0)
         self._q = like(arena.grad, q)
-        self._orthonormal: dict[int, Orthonormalizer] = {}  # of each bucket
+        self._orthonormalizers: dict[int, Orthonormalizer] = {}  # of each bucket
         self.local_state = {"residual": self._residual}
         self.shared_state = {"powersgd_q": self._q}
 
@@ -91,7 +91,7 @@ class PowerSgd:
         packed_slots = bucket.pack(x, sum(p_sizes))
         stacked_p = packed_slots[packed_slots.size - sum(p_sizes) :]
         parts, absent = list(consecutive_slices(p_sizes)), bucket.find_absent(x)
-        matrices = self._matrices(bucket, x, [stacked_p[part] for part in parts])
+        matrices = self._add_to_residuals(bucket, x, [stacked_p[part] for part in parts])
         for m, p, q, _ in matrices:
             xp.matmul(m, q, out=p)
         bucket.mark_absent(stacked_p, parts, absent)
@@ -99,11 +99,11 @@ class PowerSgd:
             self._allreduce(group, packed_slots, np.add)
         bucket.unpack(packed_slots, x)
         absent = [i for i in absent if is_absent(stacked_p[parts[i]])]  # on all ranks
-        unchanged = [(matrices[i], matrices[i].q.copy()) for i in absent]
+        saved_factors = [(matrices[i], matrices[i].q.copy()) for i in absent]
         matrices = [matrix for i, matrix in enumerate(matrices) if i not in absent]
-        if bucket.start not in self._orthonormal:
-            self._orthonormal[bucket.start] = Orthonormalizer(x, self._rank, rows)
-        self._orthonormal[bucket.start](stacked_p)
+        if bucket.start not in self._orthonormalizers:
+            self._orthonormalizers[bucket.start] = Orthonormalizer(x, self._rank, rows)
+        self._orthonormalizers[bucket.start](stacked_p)
         for m, p, q, _ in matrices:
             xp.matmul(m.T, p, out=q)
             m -= p @ q.T
@@ -114,11 +114,11 @@ class PowerSgd:
             self._allreduce(group, bucket_q, np.add)
         for _, p, q, out in matrices:
             xp.matmul(p, q.T, out=out)
-        for matrix, q in unchanged:
+        for matrix, q in saved_factors:
             matrix.q[...] = q
             matrix.out[...] = ABSENT
 
-    def _matrices(self, bucket: BucketSlots, x: Array, p: list[Array]) -> list[_Matrix]:
+    def _add_to_residuals(self, bucket: BucketSlots, x: Array, p: list[Array]) -> list[_Matrix]:
         """Add the gradient of bucket `x` to the residual; return the matrices with factors `p`."""
         matrices = []
         for slot, p_part in zip(bucket.matrices, p, strict=True):

@@ -101,18 +101,20 @@ class TopK:
             pairs = [_view_pairs(row, sum(counts), x.dtype) for row in rows]
             indices, values = pairs[group.link.rank]
             parts, absent = list(consecutive_slices(counts)), bucket.find_absent(x)
-            slots = [bucket.matrices[i] for i in absent]
-            kept = [self._residual[slot.offset : slot.stop].copy() for slot in slots]
+            absent_slots = [bucket.matrices[i] for i in absent]
+            saved_residuals = [
+                self._residual[slot.offset : slot.stop].copy() for slot in absent_slots
+            ]
             select = self._select_pairs_on_device if on_device(x) else self._select_pairs
             select(bucket, counts, x, indices, values)
             bucket.mark_absent(values, parts, absent)
-            for slot, residual in zip(slots, kept, strict=True):
+            for slot, residual in zip(absent_slots, saved_residuals, strict=True):
                 self._residual[slot.offset : slot.stop] = residual
             all_gather(group, rows.reshape(-1))
             x[...] = 0
             for indices, values in pairs:
                 add_at(x, indices, values)
-            for i, slot in zip(absent, slots, strict=True):
+            for i, slot in zip(absent, absent_slots, strict=True):
                 if all(is_absent(values[parts[i]]) for _, values in pairs):
                     bucket.view_slot(x, slot)[...] = ABSENT
         bucket.unpack(packed_slots, x)
