@@ -48,10 +48,10 @@ class Ranges:
 
     def find_absent(self, grad: Array) -> list[int]:
         """Return the indices of the ranges that have no gradient."""
-        firsts = grad[namespace(grad).asarray(self._starts)]
-        if not on_device(grad) and firsts.all():  # as of most gradients: none is zero
+        first_elements = grad[namespace(grad).asarray(self._starts)]
+        if not on_device(grad) and first_elements.all():  # as of most gradients: none is zero
             return []
-        candidates: list[int] = to_host(_has_mark(firsts)).nonzero()[0].tolist()
+        candidates: list[int] = to_host(_has_mark(first_elements)).nonzero()[0].tolist()
         return [i for i in candidates if is_absent(grad[self.parts[i]])]
 
 
@@ -59,14 +59,14 @@ class _SlotRanges:
     """The ranges of the slots in an array; the next update mostly has the same."""
 
     def __init__(self) -> None:
-        self._last: tuple[int, Sequence[TensorSlot], Ranges] = (0, (), Ranges([]))
+        self._last_ranges: tuple[int, Sequence[TensorSlot], Ranges] = (0, (), Ranges([]))
 
     def of(self, size: int, slots: Sequence[TensorSlot]) -> Ranges:
         """Return the ranges of `slots` in `size` elements."""
-        last = self._last
+        last = self._last_ranges
         if size != last[0] or slots is not last[1]:  # replaced at once: threads share optimizers
             parts = [part for _, part in slot_pieces(size, slots)]
-            last = self._last = size, slots, Ranges(parts)
+            last = self._last_ranges = size, slots, Ranges(parts)
         return last[2]
 
 
@@ -80,11 +80,11 @@ def _update_present(
     gather_rows: GatherRows,
 ) -> None:
     ranges = slot_ranges.of(param.size, slots)
-    absent = [ranges.parts[i] for i in ranges.find_absent(grad)]
+    absent_parts = [ranges.parts[i] for i in ranges.find_absent(grad)]
     arrays = [param, *planes(state).values()]
-    values = [(x[part], x[part].copy()) for part in absent for x in arrays]
+    saved_values = [(x[part], x[part].copy()) for part in absent_parts for x in arrays]
     update(grad, state, param, slots, gather_rows)
-    for view, value in values:
+    for view, value in saved_values:
         view[...] = value
 
 

@@ -96,8 +96,8 @@ def _update(
     trust_ratios = safe_ratio(const.trust * w_norms, divisors)  # l of each slot, float64
     state["step"] += 1
     scratch = [] if on_device(param) else [np.empty(min(BLOCK_ELEMENTS, param.size), param.dtype)]
-    parts = slot_pieces if on_device(param) else pieces  # a kernel takes a slot of any length
-    for i, elements in parts(param.size, slots):
+    pieces_of = slot_pieces if on_device(param) else pieces  # a kernel takes a slot of any length
+    for i, elements in pieces_of(param.size, slots):
         is_exempt = const.exempt_vectors and is_vector(slots[i])
         local_rate = rate if is_exempt else rate * float(trust_ratios[i])
         decay = 0.0 if is_exempt else local_rate * const.weight_decay

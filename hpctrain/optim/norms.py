@@ -58,16 +58,16 @@ def ordered_rows(
     `parts[r]` are the rows of rank r, in the order of its slots; `names[r]` are their names. Each
     slot is on one rank. Raises ValueError unless the parts have a row for each piece.
     """
-    ranks = {name: rank for rank, own in enumerate(names) for name in own}
+    rank_of_name = {name: rank for rank, rank_names in enumerate(names) for name in rank_names}
     row_ranks = np.repeat(
-        [ranks[slot.name] for slot in slots], [len(_blocks_of(slot)) for slot in slots]
+        [rank_of_name[slot.name] for slot in slots], [len(_blocks_of(slot)) for slot in slots]
     )
     counts = np.bincount(row_ranks, minlength=len(parts)).tolist()
     if counts != [len(part) for part in parts]:
         raise ValueError(f"expected {counts} rows of each rank, seen {[len(p) for p in parts]}")
-    joined = np.concatenate(parts)
-    rows = np.empty_like(joined)
-    rows[np.argsort(row_ranks, kind="stable")] = joined
+    joined_rows = np.concatenate(parts)
+    rows = np.empty_like(joined_rows)
+    rows[np.argsort(row_ranks, kind="stable")] = joined_rows
     return rows
 
 
