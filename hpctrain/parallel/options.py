@@ -39,11 +39,11 @@ class MeshOptions:
             fewer = ranks // self.pipe * self.pipe
             choices = [str(n) for n in (fewer, fewer + self.pipe) if n]
             divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
-            closest = sorted(divisors, key=lambda n: (abs(n - self.pipe), n))[:2]
+            closest_divisors = sorted(divisors, key=lambda n: (abs(n - self.pipe), n))[:2]
             raise UsageError(
                 f"[mesh] pipe: expected a divisor of {counted(ranks, 'rank')}, seen {self.pipe}; "
                 f"start {' or '.join(choices)} ranks, "
-                f"or set pipe = {' or '.join(map(str, sorted(closest)))}"
+                f"or set pipe = {' or '.join(map(str, sorted(closest_divisors)))}"
             )
         return ranks // self.pipe
 

@@ -37,15 +37,15 @@ def cut(
             raise UsageError(f"cut, layer {i}: expected seconds from 0 up, seen {cost}")
     sums = np.concatenate([[0.0], np.cumsum(seconds)])
     # The bytes that cross before each layer: none before the first.
-    crossing = np.zeros(layers + 1)
+    crossing_bytes = np.zeros(layers + 1)
     if len(boundary_bytes):
         if len(boundary_bytes) != layers - 1:
             raise UsageError(
                 f"cut: expected the bytes of {layers - 1} boundaries between {layers} layers, "
                 f"seen {len(boundary_bytes)}"
             )
-        crossing[1:-1] = boundary_bytes
-    return _fewest_bytes(sums, stages, crossing, _least_maximum(sums, stages))
+        crossing_bytes[1:-1] = boundary_bytes
+    return _fewest_bytes(sums, stages, crossing_bytes, _least_maximum(sums, stages))
 
 
 def check_cut(layer_counts: Sequence[int], layers: int, stages: int) -> tuple[int, ...]:

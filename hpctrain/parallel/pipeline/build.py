@@ -34,7 +34,7 @@ def make_pipeline(
     if its GPU has too little memory.
     """
     everyone = mesh.everyone
-    plan = everyone.on_all_ranks(lambda: _plan(model, precision, on_gpu, mesh, options))
+    plan = everyone.on_all_ranks(lambda: _make_plan(model, precision, on_gpu, mesh, options))
     if on_gpu:
         xp.allow_tf32(precision == "tf32")
     else:
@@ -43,7 +43,7 @@ def make_pipeline(
     return PipelineReplica(model, seed, dtype, on_gpu, mesh.pipe, mesh.grid, plan, options.schedule)
 
 
-def _plan(
+def _make_plan(
     model: nn.Model, precision: Precision, on_gpu: bool, mesh: Mesh, options: PipelineOptions
 ) -> StagePlan:
     """Return the stages by `options`; rank 0 measures for all."""

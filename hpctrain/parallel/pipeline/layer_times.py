@@ -42,7 +42,7 @@ def layer_seconds(model: nn.Model, memory: Array, samples: int = SAMPLES) -> lis
     keys = [f"{layer} {shape}" for layer, shape in layers]
     for i, key in enumerate(keys):
         if key not in times:
-            times[key] = _seconds(model, Part(model, i, i + 1), memory, samples)
+            times[key] = _time_layer(model, Part(model, i, i + 1), memory, samples)
     return [times[key] for key in keys]
 
 
@@ -53,18 +53,18 @@ def stage_costs(layers: Sequence[LayerSeconds], bounds: Sequence[int]) -> StageC
     return StageCosts(*columns)
 
 
-def _seconds(model: nn.Model, part: Part, memory: Array, samples: int) -> LayerSeconds:
+def _time_layer(model: nn.Model, part: Part, memory: Array, samples: int) -> LayerSeconds:
     """Return the least of some times of forward and backward of `part`, one layer."""
-    names = {**part.parameters, **part.shared}
-    params = {name: _random(p.shape, memory) for name, p in names.items()}
-    grads = {name: _random(p.shape, memory) for name, p in part.parameters.items()}
+    parameters = {**part.parameters, **part.shared}
+    params = {name: _random_array(p.shape, memory) for name, p in parameters.items()}
+    grads = {name: _random_array(p.shape, memory) for name, p in part.parameters.items()}
     x = example_input(model, part.start, samples, memory)
     key = nn.Key(seed=0, step=0, first=0, samples=samples)
-    runs = [_run(part, params, grads, x, key, memory) for _ in range(REPEATS)]
-    return LayerSeconds(*map(min, zip(*runs, strict=True)))
+    measured_seconds = [_time_passes(part, params, grads, x, key, memory) for _ in range(REPEATS)]
+    return LayerSeconds(*map(min, zip(*measured_seconds, strict=True)))
 
 
-def _run(
+def _time_passes(
     part: Part,
     params: dict[str, Array],
     grads: dict[str, Array],
@@ -93,12 +93,12 @@ def example_input(model: nn.Model, layer: int, samples: int, memory: Array) -> A
     """Return an input of `layer` for `samples` samples, in the memory of `memory`."""
     shape = model.shapes[layer]
     if layer:
-        return _random((samples, *shape), memory)
+        return _random_array((samples, *shape), memory)
     # zeros are valid as numbers and as indices, on the host as data are
     return model.prepare_samples(_zeros(shape, samples), memory)
 
 
-def _random(shape: tuple[int, ...], memory: Array) -> Array:
+def _random_array(shape: tuple[int, ...], memory: Array) -> Array:
     return like(memory, np.random.default_rng(0).standard_normal(shape), memory.dtype)
 
 

@@ -86,7 +86,7 @@ class PipelineReplica:
         self._pipe, self._link, self._schedule_name = pipe, grid.stages, schedule
         self._parts = {stage: plan.part(model, stage) for stage in plan.stages_of(pipe.rank)}
         self.arena = self._make_arena(dtype, on_gpu, grid.norms)
-        self._tied = TiedWeights(grid.stages, plan, model, self.arena.param)
+        self._tied_weights = TiedWeights(grid.stages, plan, model, self.arena.param)
         self._bind_views()
         names = [slot.name for slot in self.arena.slots]
         for name, values in nn.initial_values(model.parameters, seed, names).items():
@@ -114,28 +114,35 @@ class PipelineReplica:
             MicroBatch(piece, key._replace(first=key.first + first))
             for piece, first in split_batch(batch, self.schedule.micro_batches)
         ]
-        sums = {
+        gradient_sums = {
             stage: GradientSums(part, self._grads, len(pieces), on_ready)
             for stage, part in self._parts.items()
         }
         memory = self.arena.param
         step = TrainingStep(
-            self.model, self._parts, self._params, sums, pieces, scale, memory, self.sample_bytes
+            self.model,
+            self._parts,
+            self._params,
+            gradient_sums,
+            pieces,
+            scale,
+            memory,
+            self.sample_bytes,
         )
         samples = [piece.batch.n for piece in pieces]
         self.samples = max(self.samples, *samples)
-        sent_bytes = self._run(self.schedule, step.operations, samples, self.wait)
+        sent_bytes = self._run_schedule(self.schedule, step.operations, samples, self.wait)
         self.sent_bytes = max(self.sent_bytes, sent_bytes)
         self.peak_tapes = max(self.peak_tapes, step.peak_tapes)
         with self.wait:
-            self._tied.reduce(sums, self._params)
-            self._tied.wait()
+            self._tied_weights.reduce(gradient_sums, self._params)
+            self._tied_weights.wait()
             return self._share_sums(step.losses)
 
     @property
     def copied_bytes(self) -> int:
         """The bytes of copies of parameters that other ranks own."""
-        return sum(x.nbytes for x in self._tied.copies.values())
+        return sum(x.nbytes for x in self._tied_weights.copies.values())
 
     def predict_sample_bytes(self, samples: int) -> dict[int, float]:
         """Return the bytes per sample of a tape of each stage, from a pass of an example."""
@@ -151,7 +158,7 @@ class PipelineReplica:
         losses: list[nn.Sums | nn.losses.PendingSums] = []
 
         def add_loss(y: Array, piece: slice) -> None:
-            losses.append(self.model.loss_sums(y, _rows(batch.targets, piece)))
+            losses.append(self.model.loss_sums(y, _take_rows(batch.targets, piece)))
 
         self._forward(batch.inputs, pieces, add_loss)
         return self._share_sums(losses)
@@ -176,26 +183,26 @@ class PipelineReplica:
         self._bind_views()
 
     def _forward(
-        self, x: Any, pieces: Sequence[slice], take: Callable[[Array, slice], None]
+        self, x: Any, pieces: Sequence[slice], take_outputs: Callable[[Array, slice], None]
     ) -> None:
-        """Pass `pieces` of the samples `x` through all stages; `take` gets each piece's outputs."""
+        """Pass `pieces` of the samples `x` through all stages; `take_outputs` gets each output."""
 
         def forward(action: Action, activation: Array | None) -> Array | None:
             part, piece = self._parts[action.stage], pieces[action.micro]
             if part.start == 0:
-                activation = self.model.prepare_samples(_rows(x, piece), self.arena.param)
+                activation = self.model.prepare_samples(_take_rows(x, piece), self.arena.param)
             y, _ = part.forward(self._params, activation, None)
             if action.stage < self.plan.stages - 1:
                 return y
-            take(y, piece)
+            take_outputs(y, piece)
             return None
 
         schedule = forward_only(len(pieces), self.plan.placement)
         samples = [piece.stop - piece.start for piece in pieces]
-        self._run(schedule, {"F": forward}, samples, nullcontext())
-        self._tied.wait()
+        self._run_schedule(schedule, {"F": forward}, samples, nullcontext())
+        self._tied_weights.wait()
 
-    def _run(
+    def _run_schedule(
         self,
         schedule: PipelineSchedule,
         operations: Mapping[str, Operation],
@@ -207,7 +214,7 @@ class PipelineReplica:
         `wait` encloses waits.
         """
         with wait:
-            self._tied.update_copies(self._params)
+            self._tied_weights.update_copies(self._params)
         program = _make_program(schedule, self._pipe.rank)
         boundaries = range(self.plan.stages - 1)
         shapes = [self.plan.boundary_shape(self.model, boundary) for boundary in boundaries]
@@ -232,22 +239,24 @@ class PipelineReplica:
         """Return the arena of this rank's stages, which exchanges norms with the other ranks."""
         model, pipe = self.model, self._pipe
         shapes = {name: p.shape for name, p in model.parameters.items()}
-        names = [self.plan.owned_names(model, rank) for rank in range(pipe.size)]
+        names_of_ranks = [self.plan.owned_names(model, rank) for rank in range(pipe.size)]
         zeros = xp.zeros if on_gpu else aligned_zeros
-        arena = arenas.make_arena(shapes, dtype, zeros=zeros, own=names[pipe.rank])
+        arena = arenas.make_arena(shapes, dtype, zeros=zeros, own=names_of_ranks[pipe.rank])
 
         def gather_rows(rows: np.ndarray) -> np.ndarray:
             parts = all_gather_bytes(norms, rows.tobytes())
             shape = (-1, rows.shape[1])
             return ordered_rows(
-                [np.frombuffer(part).reshape(shape) for part in parts], names, arena.model_slots
+                [np.frombuffer(part).reshape(shape) for part in parts],
+                names_of_ranks,
+                arena.model_slots,
             )
 
         return replace(arena, gather_rows=gather_rows)
 
     def _bind_views(self) -> None:
         """Create a view of each tensor in the planes."""
-        self._params = self.arena.views(self.arena.param) | self._tied.copies
+        self._params = self.arena.views(self.arena.param) | self._tied_weights.copies
         self._grads = self.arena.views(self.arena.grad)
 
 
@@ -257,6 +266,6 @@ def _make_program(schedule: PipelineSchedule, rank: int) -> Program:
     return Program(rank, route(schedule, rank), inbound(schedule, rank))
 
 
-def _rows(tree: Any, rows: slice) -> Any:
+def _take_rows(tree: Any, rows: slice) -> Any:
     """Return `rows` of each array of `tree`."""
     return map_arrays(itemgetter(rows), tree)

@@ -53,66 +53,74 @@ class StageLink:
         """Post the first receives; tensors have the dtype of `like`, and lie in its memory."""
         self._link, self._shape_of = link, shape_of
         self._xp, self._dtype = namespace(like), like.dtype
-        self._expected = {peer: deque(messages) for peer, messages in arrivals.items()}
-        self._posted: dict[int, deque[tuple[Message, Array, Array, Request]]] = {
+        self._expected_messages = {peer: deque(messages) for peer, messages in arrivals.items()}
+        self._posted_receives: dict[int, deque[tuple[Message, Array, Array, Request]]] = {
             peer: deque() for peer in arrivals
         }
-        self._arrived: dict[Message, Array] = {}
+        self._arrived_tensors: dict[Message, Array] = {}
         self.sent_bytes = 0  #: with stamps
         #: sends, oldest first, with their memory, which the next one may take once they are over
-        self._sent: deque[tuple[Request, Array, Array]] = deque()
+        self._pending_sends: deque[tuple[Request, Array, Array]] = deque()
         for peer in arrivals:
             for _ in range(POSTED_AHEAD):
-                self._post(peer)
+                self._post_receive(peer)
 
     def send(self, peer: int, message: Message, x: Array) -> None:
         """Start to send a copy of `x`."""
-        buffer, tensor = self._reuse(x.shape) or self._allocate(x.shape)
+        buffer, tensor = self._reuse_buffer(x.shape) or self._allocate_buffer(x.shape)
         tensor[...] = x
         buffer[-1] = stamp(message)
         self.sent_bytes += buffer.nbytes
-        self._sent.append((self._link.isend(buffer, peer), buffer, tensor))
+        self._pending_sends.append((self._link.isend(buffer, peer), buffer, tensor))
 
     def receive(self, peer: int, message: Message) -> Array:
         """Return the tensor of `message`; earlier messages are kept for later.
 
         Raises TransportError for an unexpected message.
         """
-        while message not in self._arrived:
-            expected, buffer, tensor, request = self._posted[peer].popleft()
+        while message not in self._arrived_tensors:
+            expected_message, buffer, tensor, request = self._posted_receives[peer].popleft()
             request.wait()
-            self._post(peer)
-            actual = int(to_host(buffer[-1:])[0])
-            if actual != stamp(expected):
-                kind, stage, micro = KINDS[actual >> 62], actual >> 32 & 0x3FFFFFFF, actual
-                raise TransportError(
-                    f"rank {self._link.rank} of the pipeline: expected the {expected} from rank "
-                    f"{peer}, seen the {Message(kind, stage, micro & 0xFFFFFFFF)}; all ranks must "
-                    "run the same schedule"
+            self._post_receive(peer)
+            seen_stamp = int(to_host(buffer[-1:])[0])
+            if seen_stamp != stamp(expected_message):
+                kind, stage, micro = (
+                    KINDS[seen_stamp >> 62],
+                    seen_stamp >> 32 & 0x3FFFFFFF,
+                    seen_stamp,
                 )
-            self._arrived[expected] = tensor
-        return self._arrived.pop(message)
+                raise TransportError(
+                    f"rank {self._link.rank} of the pipeline: expected the {expected_message} from "
+                    f"rank {peer}, seen the {Message(kind, stage, micro & 0xFFFFFFFF)}; all ranks "
+                    "must run the same schedule"
+                )
+            self._arrived_tensors[expected_message] = tensor
+        return self._arrived_tensors.pop(message)
 
     def close(self) -> None:
         """Wait until all messages of this rank are sent."""
-        wait_all([request for request, _, _ in self._sent])
+        wait_all([request for request, _, _ in self._pending_sends])
 
-    def _post(self, peer: int) -> None:
-        if self._expected[peer]:
-            message = self._expected[peer].popleft()
-            buffer, tensor = self._allocate(self._shape_of(message))
+    def _post_receive(self, peer: int) -> None:
+        if self._expected_messages[peer]:
+            message = self._expected_messages[peer].popleft()
+            buffer, tensor = self._allocate_buffer(self._shape_of(message))
             request = self._link.irecv(buffer, peer)
-            self._posted[peer].append((message, buffer, tensor, request))
+            self._posted_receives[peer].append((message, buffer, tensor, request))
 
-    def _reuse(self, shape: Shape) -> tuple[Array, Array] | None:
+    def _reuse_buffer(self, shape: Shape) -> tuple[Array, Array] | None:
         """Return the memory of the oldest send, if it is over and had a tensor of `shape`."""
-        if self._sent and self._sent[0][2].shape == shape and self._sent[0][0].done():
-            request, buffer, tensor = self._sent.popleft()
+        if (
+            self._pending_sends
+            and self._pending_sends[0][2].shape == shape
+            and self._pending_sends[0][0].done()
+        ):
+            request, buffer, tensor = self._pending_sends.popleft()
             request.wait()
             return buffer, tensor
         return None
 
-    def _allocate(self, shape: Shape) -> tuple[Array, Array]:
+    def _allocate_buffer(self, shape: Shape) -> tuple[Array, Array]:
         """Return memory for a message, and its part that holds a tensor of `shape`."""
         count = prod(shape)
         nbytes = message_bytes(count * self._dtype.itemsize)

@@ -160,15 +160,15 @@ def require_splittable(model: nn.Model) -> None:
 
 def require_stages(model: nn.Model, stages: int) -> None:
     """Raise UsageError if the model has fewer layers with parameters than `stages`."""
-    possible = len(_possible_starts(model))
-    if stages > possible:
+    max_stages = len(_possible_starts(model))
+    if stages > max_stages:
         raise UsageError(
-            f"[mesh] pipe: expected at most {possible} stages, one per layer with parameters, seen "
-            f"{stages}; start fewer ranks along pipe, or take fewer stages per rank"
+            f"[mesh] pipe: expected at most {max_stages} stages, one per layer with parameters, "
+            f"seen {stages}; start fewer ranks along pipe, or take fewer stages per rank"
         )
 
 
 def _possible_starts(model: nn.Model) -> list[int]:
     """Return the layers at which a stage may begin: the first, and layers with parameters."""
-    declaring = sorted({layers[0] for layers in parameter_uses(model).values()})
-    return [0, *declaring[1:]]
+    declaring_layers = sorted({layers[0] for layers in parameter_uses(model).values()})
+    return [0, *declaring_layers[1:]]

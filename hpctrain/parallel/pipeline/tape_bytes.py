@@ -19,12 +19,12 @@ def tape_bytes(tape: Any, params: Mapping[str, Array]) -> int:
 
     The largest view of an array counts: the array may belong to a whole batch.
     """
-    largest: dict[int, int] = {}
-    for x in _arrays(tape):
-        owner = id(_owner(x))
-        largest[owner] = max(largest.get(owner, 0), x.nbytes)
-    arena = {id(_owner(x)) for x in params.values()}
-    return sum(nbytes for owner, nbytes in largest.items() if owner not in arena)
+    bytes_of_owner: dict[int, int] = {}
+    for x in _tape_arrays(tape):
+        owner = id(_memory_owner(x))
+        bytes_of_owner[owner] = max(bytes_of_owner.get(owner, 0), x.nbytes)
+    arena_owners = {id(_memory_owner(x)) for x in params.values()}
+    return sum(nbytes for owner, nbytes in bytes_of_owner.items() if owner not in arena_owners)
 
 
 def predict_sample_bytes(
@@ -42,18 +42,18 @@ def peak_bytes(actions: ActionList, bytes_by_stage: Mapping[int, float]) -> int:
     return round(max(accumulate(changes), default=0))
 
 
-def _arrays(tree: Any) -> Iterator[Array]:
+def _tape_arrays(tree: Any) -> Iterator[Array]:
     """Yield the arrays of a tape: of sequences, mappings, and objects with attributes."""
     if hasattr(tree, "nbytes") and hasattr(tree, "dtype"):
         yield tree
     elif isinstance(tree, Mapping):
-        yield from _arrays([*tree.values()])
+        yield from _tape_arrays([*tree.values()])
     elif isinstance(tree, Sequence) and not isinstance(tree, str | bytes):
         for branch in tree:
-            yield from _arrays(branch)
+            yield from _tape_arrays(branch)
 
 
-def _owner(x: Array) -> Array:
+def _memory_owner(x: Array) -> Array:
     """Return the array that owns the memory of `x`."""
     while getattr(x, "base", None) is not None and hasattr(x.base, "nbytes"):
         x = x.base

@@ -30,31 +30,31 @@ class TiedWeights:
         self.copies = {
             name: namespace(like).empty(model.parameters[name].shape, like.dtype)
             for name, owner, uses in self._tensors
-            if link.rank in self._users(owner, uses)
+            if link.rank in self._user_ranks(owner, uses)
         }
-        self._sent: list[Request] = []
+        self._pending_sends: list[Request] = []
 
     def update_copies(self, params: Mapping[str, Array]) -> None:
         """Send the values of owned parameters, and receive `copies`."""
         for name, owner, uses in self._tensors:
             if self._placement[owner] == self._link.rank:
-                for user in self._users(owner, uses):
-                    self._send(params[name], user)
+                for user in self._user_ranks(owner, uses):
+                    self._send_values(params[name], user)
         for name, owner, _ in self._tensors:
             if name in self.copies:
                 self._link.irecv(self.copies[name], self._placement[owner]).wait()
 
     def reduce(self, sums: Mapping[int, GradientSums], params: Mapping[str, Array]) -> None:
         """Send the sums of gradients of this rank's stages to their owners, which add them."""
-        own = {(layer, name): x for s in sums.values() for layer, name, x in s.totals()}
+        own_totals = {(layer, name): x for s in sums.values() for layer, name, x in s.totals()}
         for name, owner, uses in self._tensors:
             totals = []
             for layer, stage in uses:
                 if owner not in sums:
                     if stage in sums:
-                        self._send(own[layer, name], self._placement[owner])
+                        self._send_values(own_totals[layer, name], self._placement[owner])
                 elif stage in sums:
-                    totals.append((layer, own[layer, name]))
+                    totals.append((layer, own_totals[layer, name]))
                 else:
                     total = namespace(params[name]).empty_like(params[name])
                     self._link.irecv(total, self._placement[stage]).wait()
@@ -64,12 +64,12 @@ class TiedWeights:
 
     def wait(self) -> None:
         """Wait until all values of this rank are sent: they may be overwritten then."""
-        wait_all(self._sent)
-        self._sent = []
+        wait_all(self._pending_sends)
+        self._pending_sends = []
 
-    def _send(self, x: Array, rank: int) -> None:
-        self._sent.append(self._link.isend(x, rank))
+    def _send_values(self, x: Array, rank: int) -> None:
+        self._pending_sends.append(self._link.isend(x, rank))
 
-    def _users(self, owner: int, uses: tuple[tuple[int, int], ...]) -> list[int]:
+    def _user_ranks(self, owner: int, uses: tuple[tuple[int, int], ...]) -> list[int]:
         """Return the ranks that need a copy, ascending."""
         return sorted({self._placement[stage] for _, stage in uses} - {self._placement[owner]})

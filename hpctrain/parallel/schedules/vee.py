@@ -36,7 +36,9 @@ def vee_schedule(
     lists = (
         (
             action
-            for action in _number(pattern(rank, ranks, pattern_size), rank, 2 * ranks - 1 - rank)
+            for action in _number_actions(
+                pattern(rank, ranks, pattern_size), rank, 2 * ranks - 1 - rank
+            )
             if action.micro < micro_batches
         )
         for rank in range(ranks)
@@ -44,7 +46,7 @@ def vee_schedule(
     return PipelineSchedule(name, micro_batches, placement.vee(ranks), action_lists(lists))
 
 
-def _number(letters: str, down: int, up: int) -> Iterator[Action]:
+def _number_actions(letters: str, down: int, up: int) -> Iterator[Action]:
     """Yield the action of each letter; B counts as I and W."""
     counts: Counter[tuple[str, int]] = Counter()
     for letter in letters:

@@ -18,7 +18,7 @@ MAX_BLOCKS = 8  #: a picture that is longer says less than a plot
 
 def draw(timeline: Timeline, width: int = 80) -> list[str]:
     """Return the lines of a picture, in blocks of at most `width` columns below each other."""
-    rows = [_cells(timeline, rank) for rank in range(timeline.schedule.ranks)]
+    rows = [_draw_cells(timeline, rank) for rank in range(timeline.schedule.ranks)]
     count = max(map(len, rows))
     label_width = len(f"rank {len(rows) - 1}") + 1
     cell_width = len(rows[0][0])
@@ -43,19 +43,19 @@ def unit(timeline: Timeline) -> float:
     )
 
 
-def _cells(timeline: Timeline, rank: int) -> list[str]:
+def _draw_cells(timeline: Timeline, rank: int) -> list[str]:
     """Return the cells of `rank`, up to the end of the step."""
     schedule, seconds = timeline.schedule, unit(timeline)
     width = 1 + len(str(schedule.micro_batches - 1)) + (schedule.stages_per_rank > 1)
     cells = [".".rjust(width)] * floor(timeline.makespan / seconds + 0.5)
-    for label, start, end in _labels(timeline, rank):
+    for label, start, end in _label_actions(timeline, rank):
         first, last = floor(start / seconds + 0.5), floor(end / seconds + 0.5)
         text = label.rjust(width).ljust(width * (last - first), "-")
         cells[first:last] = [text[i : i + width] for i in range(0, len(text), width)]
     return cells
 
 
-def _labels(timeline: Timeline, rank: int) -> Iterator[tuple[str, float, float]]:
+def _label_actions(timeline: Timeline, rank: int) -> Iterator[tuple[str, float, float]]:
     """Yield label, start and end of each action of `rank`."""
     schedule = timeline.schedule
     letters = {stage: chr(ord("a") + i) for i, stage in enumerate(schedule.stages_of(rank))}

@@ -87,13 +87,14 @@ def _ring_seconds(pipe: int, grid: Grid, nbytes: int) -> float:
     between = grid.cluster.between
     sharing_ranks = max(1.0, min(pipe, grid.ranks_per_node) / grid.cluster.cards)
     duplex = between.duplex_seconds_per_byte * sharing_ranks
-    shared = replace(
+    shared_wire = replace(
         between,
         seconds_per_byte=between.seconds_per_byte * sharing_ranks,
         seconds_per_byte_duplex=duplex,
     )
     clocks = Clocks(
-        replace(grid.cluster, between=shared), np.arange(grid.data) * pipe // grid.ranks_per_node
+        replace(grid.cluster, between=shared_wire),
+        np.arange(grid.data) * pipe // grid.ranks_per_node,
     )
     ring(clocks, nbytes)
     return float(clocks.now.max())

@@ -73,14 +73,16 @@ def describe_bubble(schedule: PipelineSchedule, costs: StageCosts, batch: int = 
         return f"{text}: ok"
     if schedule.micro_batches < schedule.ranks:
         text += ", since micro-batches are fewer than ranks"
-    if (unequal := _unequal_share(schedule, costs)) > MAX_BUBBLE / 2:
-        text += f", {100 * unequal:.0f} % by unequal work of the ranks"
-    better = list(_improve(schedule, costs, bubble, batch))
-    if not better:
+    if (unequal_share := _unequal_share(schedule, costs)) > MAX_BUBBLE / 2:
+        text += f", {100 * unequal_share:.0f} % by unequal work of the ranks"
+    smaller_bubbles = list(_smaller_bubbles(schedule, costs, bubble, batch))
+    if not smaller_bubbles:
         return text
-    proposals = better[:1] + better[1:][-1:]  # twice as many, and those that make it small
-    parts = [f"{count} for {100 * share:.0f} %" for count, share in proposals]
-    return f"{text}: take {', '.join(parts).replace(' for', ' micro-batches for', 1)}"
+    proposals = (
+        smaller_bubbles[:1] + smaller_bubbles[1:][-1:]
+    )  # twice as many, and those that make it small
+    proposal_texts = [f"{count} for {100 * share:.0f} %" for count, share in proposals]
+    return f"{text}: take {', '.join(proposal_texts).replace(' for', ' micro-batches for', 1)}"
 
 
 def _unequal_share(schedule: PipelineSchedule, costs: StageCosts) -> float:
@@ -90,7 +92,7 @@ def _unequal_share(schedule: PipelineSchedule, costs: StageCosts) -> float:
     return 1 - sum(work) / len(work) / max(work)
 
 
-def _improve(
+def _smaller_bubbles(
     schedule: PipelineSchedule, costs: StageCosts, bubble: float, batch: int
 ) -> Iterator[tuple[int, float]]:
     """Yield numbers of micro-batches and their bubbles, until a bubble is small or stays as it is.
