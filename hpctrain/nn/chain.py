@@ -99,9 +99,9 @@ class Chain:
             layer, name, inner_saved = tape.pop()
             # Layers before the first one with parameters need no gradient.
             needs_dx = want_dx or any(select_layer(p, earlier) for _, earlier, _ in tape)
-            inner = select_layer(p, name), select_layer(g, name), inner_saved
+            layer_arrays = select_layer(p, name), select_layer(g, name), inner_saved
             extra = (later,) if takes_later(type(layer)) else ()
-            dx = layer.backward(*inner, dy, needs_dx, *extra)
+            dx = layer.backward(*layer_arrays, dy, needs_dx, *extra)
             if not needs_dx:
                 return dx
             dy = dx
@@ -202,10 +202,13 @@ class Concatenate:
         self._check_names(shape)
         shapes = {name: Chain(layers).output_shape(shape[name])
                   for name, layers in self.branches.items()}  # fmt: skip
-        if len({own[:-1] for own in shapes.values()}) > 1:
+        if len({branch_shape[:-1] for branch_shape in shapes.values()}) > 1:
             raise UsageError(f"expected branches with outputs alike but for the last axis, "
                              f"seen {shapes}")  # fmt: skip
-        return (*next(iter(shapes.values()))[:-1], sum(own[-1] for own in shapes.values()))
+        return (
+            *next(iter(shapes.values()))[:-1],
+            sum(branch_shape[-1] for branch_shape in shapes.values()),
+        )
 
     def parameters(self, shape: Any) -> dict[str, Parameter]:
         self._check_names(shape)
@@ -250,6 +253,6 @@ class Concatenate:
 
     def _check_names(self, shape: Any) -> None:
         if not isinstance(shape, dict) or shape.keys() != self.branches.keys():
-            names = ", ".join(self.branches)
-            actual = ", ".join(shape) if isinstance(shape, dict) else f"one of shape {shape}"
-            raise UsageError(f"expected a dict of arrays {names} per sample, seen {actual}")
+            names_text = ", ".join(self.branches)
+            seen_text = ", ".join(shape) if isinstance(shape, dict) else f"one of shape {shape}"
+            raise UsageError(f"expected a dict of arrays {names_text} per sample, seen {seen_text}")

@@ -50,8 +50,8 @@ class Model:
         input_shape: Any = None,
         loss: Loss | str = cross_entropy,
     ) -> None:
-        self.layers = _named(layers)
-        self.input_shape = _shape(input_shape)
+        self.layers = _name_layers(layers)
+        self.input_shape = _as_shape(input_shape)
         self.loss = as_loss(loss)
         self._first_layer = next(iter(self.layers.values()), None)
         #: The shape of a sample before each layer and after the last
@@ -80,8 +80,8 @@ class Model:
         """Return a table with each layer's output shape and parameters."""
         rows = [("layer", "output shape", "parameters")]
         rows += [
-            (f"{name} ({type(layer).__name__})", str(shape), f"{self._count_elements(own):,}")
-            for (name, layer), shape, own in zip(
+            (f"{name} ({type(layer).__name__})", str(shape), f"{self._count_elements(own_names):,}")
+            for (name, layer), shape, own_names in zip(
                 self.layers.items(),
                 self.shapes[1:],
                 map(dict.values, self.layer_names),
@@ -163,13 +163,13 @@ class Model:
 
     def evaluate(self, params: Mapping[str, Array], x: Any, y: Any) -> Sums:
         """Return the sums over a data set, without dropout; for the arrays see `gradient`."""
-        sums: Sums = {}
+        metric_sums: Sums = {}
         for piece in self.evaluation_pieces(sample_count(x)):
-            take = itemgetter(piece)
-            outputs = self.outputs(params, map_arrays(take, x))
-            piece_sums = self.loss_sums(outputs, map_arrays(take, y))
-            sums = add(sums, wait_for_sums(piece_sums))
-        return sums
+            take_piece = itemgetter(piece)
+            outputs = self.outputs(params, map_arrays(take_piece, x))
+            piece_sums = self.loss_sums(outputs, map_arrays(take_piece, y))
+            metric_sums = add(metric_sums, wait_for_sums(piece_sums))
+        return metric_sums
 
     def evaluation_pieces(self, samples: int) -> list[slice]:
         """Return the samples that `evaluate` computes at once, in turn: it bounds the memory."""
@@ -210,7 +210,7 @@ class Model:
         Raises UsageError if samples have another shape than `input_shape`.
         """
         self.check_shape(sample_shape(x))
-        return _convert(x, self._first_layer, parameters)
+        return _convert_samples(x, self._first_layer, parameters)
 
     def _register_parameters(
         self, layer: str, parameters: Mapping[str, Parameter]
@@ -233,14 +233,14 @@ class Model:
         return names
 
 
-def _convert(x: Any, layer: Layer | None, parameter: Array) -> Any:
+def _convert_samples(x: Any, layer: Layer | None, parameter: Array) -> Any:
     """Return samples for `layer`, in the memory and the dtype of `parameter`; indices keep theirs.
 
     16-bit floats may not represent the indices of an Embedding.
     """
     if isinstance(layer, Concatenate):
         return {
-            name: _convert(x[name], next(iter(layers.values()), None), parameter)
+            name: _convert_samples(x[name], next(iter(layers.values()), None), parameter)
             for name, layers in layer.branches.items()
         }
     if isinstance(layer, Embedding):
@@ -255,7 +255,7 @@ def _in_memory_of(x: Array, y: Any) -> Any:
     return map_arrays(lambda array: like(x, array, array.dtype), y)
 
 
-def _named(layers: Mapping[str, Layer] | Sequence[Layer]) -> dict[str, Layer]:
+def _name_layers(layers: Mapping[str, Layer] | Sequence[Layer]) -> dict[str, Layer]:
     """Return the layers by name; a sequence names them by class and number, such as "linear1"."""
     if not isinstance(layers, (Mapping, list, tuple)):
         raise UsageError(
@@ -268,17 +268,19 @@ def _named(layers: Mapping[str, Layer] | Sequence[Layer]) -> dict[str, Layer]:
     if isinstance(layers, Mapping):
         return dict(layers)
     kinds = [type(layer).__name__.lower() for layer in layer_list]
-    numbers = [kinds[: i + 1].count(kind) for i, kind in enumerate(kinds)]
-    return {f"{kind}{n}": layer for kind, n, layer in zip(kinds, numbers, layer_list, strict=True)}
+    layer_numbers = [kinds[: i + 1].count(kind) for i, kind in enumerate(kinds)]
+    return {
+        f"{kind}{n}": layer for kind, n, layer in zip(kinds, layer_numbers, layer_list, strict=True)
+    }
 
 
-def _shape(input_shape: Any) -> Any:
+def _as_shape(input_shape: Any) -> Any:
     """Return a sample's shape as a tuple, or a tree of such."""
     if isinstance(input_shape, Mapping):
-        return {name: _shape(shape) for name, shape in input_shape.items()}
+        return {name: _as_shape(shape) for name, shape in input_shape.items()}
     shape = (input_shape,) if isinstance(input_shape, (int, np.integer)) else input_shape
     if isinstance(shape, tuple) and any(isinstance(n, (Mapping, tuple)) for n in shape):
-        return tuple(map(_shape, shape))
+        return tuple(map(_as_shape, shape))
     if not isinstance(shape, (tuple, list)) or not all(
         isinstance(n, (int, np.integer)) and n > 0 for n in shape
     ):

@@ -51,30 +51,34 @@ class Part:
 
     def __init__(self, model: Model, start: int, stop: int):
         self.start, self.stop = start, stop
-        used = Counter(full for names in model.layer_names[start:stop] for full in names.values())
-        declared = [
+        uses_here = Counter(
+            full for names in model.layer_names[start:stop] for full in names.values()
+        )
+        declared_names = [
             full
             for layer, names in list(zip(model.layers, model.layer_names, strict=True))[start:stop]
             for own, full in names.items()
             if full == f"{layer}.{own}"
         ]
         #: Parameters and buffers that layers of this part declare, in the model's order
-        self.parameters = {n: p for n, p in model.parameters.items() if n in declared}
-        self.buffers = {n: p for n, p in model.buffers.items() if n in declared}
+        self.parameters = {n: p for n, p in model.parameters.items() if n in declared_names}
+        self.buffers = {n: p for n, p in model.buffers.items() if n in declared_names}
         #: Parameters that layers before this part declare
-        self.shared = {n: p for n, p in model.parameters.items() if n in used and n not in declared}
+        self.shared = {
+            n: p for n, p in model.parameters.items() if n in uses_here and n not in declared_names
+        }
         #: Parameters that layers of other parts use too
-        self.tied = tuple(n for n in model.parameters if 0 < used[n] < model.use_counts[n])
+        self.tied = tuple(n for n in model.parameters if 0 < uses_here[n] < model.use_counts[n])
         #: Number of uses of each parameter by layers of this part
-        self.use_counts = {n: count for n, count in used.items() if n in model.parameters}
-        layers, seen = [], set(self.tied)
+        self.use_counts = {n: count for n, count in uses_here.items() if n in model.parameters}
+        layers, seen_names = [], set(self.tied)
         for i, layer in reversed(list(enumerate(model.layers.values()))[start:stop]):
             names = model.layer_names[i]
             trained = {o: n for o, n in reversed(names.items()) if n in model.parameters}
-            separate = tuple(_repeated(trained, seen))
+            separate = tuple(_repeated_names(trained, seen_names))
             layers.append(PartLayer(i, layer, takes_later(type(layer)), names, trained, separate))
         self._layers = tuple(reversed(layers))
-        self._lowest = next((i for i, layer in enumerate(self._layers) if layer.names),
+        self._lowest_layer = next((i for i, layer in enumerate(self._layers) if layer.names),
                             len(self._layers))  # fmt: skip
 
     def forward(
@@ -117,26 +121,26 @@ class Part:
         returned.
         """
         want_dx = self.start > 0 if want_dx is None else want_dx
-        lowest = 0 if want_dx else self._lowest
+        lowest_layer = 0 if want_dx else self._lowest_layer
         micro_batch, lazy = sums.begin(), later is not run_now
         dx: Array | None = dy
-        for i in range(len(self._layers) - 1, lowest - 1, -1):
+        for i in range(len(self._layers) - 1, lowest_layer - 1, -1):
             layer = self._layers[i]
             p = {own: params[name] for own, name in layer.names.items()}
             g = sums.arrays_for(layer, p, micro_batch, lazy) if layer.trained else {}
             extra = (later,) if layer.takes_later else ()
-            dx = layer.layer.backward(p, g, tape.pop(), dx, want_dx or i > lowest, *extra)
+            dx = layer.layer.backward(p, g, tape.pop(), dx, want_dx or i > lowest_layer, *extra)
             if layer.trained:
                 later(partial(sums.add, layer, g, micro_batch))
         return dx if want_dx else None
 
 
-def _repeated(names: Mapping[str, str], seen: set[str]) -> Iterator[str]:
-    """Yield the own names whose full names are in `seen`; add all to `seen`."""
+def _repeated_names(names: Mapping[str, str], seen_names: set[str]) -> Iterator[str]:
+    """Yield the own names whose full names are in `seen_names`; add all to `seen_names`."""
     for own, name in names.items():
-        if name in seen:
+        if name in seen_names:
             yield own
-        seen.add(name)
+        seen_names.add(name)
 
 
 if TYPE_CHECKING:
@@ -160,21 +164,21 @@ class GradientSums:
         gradient of a parameter in `part.tied`.
         """
         self._views, self._on_ready = views, on_ready
-        self._micro_batches, self._begun = micro_batches, 0
+        self._micro_batches, self._begun_count = micro_batches, 0
         self._part, self._uses_left = part, dict(part.use_counts)
-        self._added = [0] * (part.stop - part.start)  #: micro-batches of each layer
+        self._added_counts = [0] * (part.stop - part.start)  #: micro-batches of each layer
         self._totals: dict[int, dict[str, Array]] = {}  #: by layer, then by its own names
         #: Totals that are not summed in `views`, with their layers, last layer first
-        self._separate: dict[str, list[tuple[int, Array]]] = {}
+        self._separate_totals: dict[str, list[tuple[int, Array]]] = {}
 
     def begin(self) -> int:
         """Return the number of the next micro-batch."""
-        if self._begun == self._micro_batches:
+        if self._begun_count == self._micro_batches:
             raise HpctrainError(
                 f"a gradient of {self._micro_batches} micro-batches: expected no further backward"
             )
-        self._begun += 1
-        return self._begun - 1
+        self._begun_count += 1
+        return self._begun_count - 1
 
     def arrays_for(
         self, layer: PartLayer, p: Mapping[str, Array], micro_batch: int, lazy: bool
@@ -196,13 +200,15 @@ class GradientSums:
         }
         for own in layer.separate:
             totals[own] = _empty_like(p[own])
-            self._separate.setdefault(layer.trained[own], []).append((layer.number, totals[own]))
+            self._separate_totals.setdefault(layer.trained[own], []).append(
+                (layer.number, totals[own])
+            )
         self._totals[layer.number] = totals
         return totals
 
     def add(self, layer: PartLayer, g: Mapping[str, Array], micro_batch: int) -> None:
         """Add what the layer has written into `g` to its totals; each micro-batch in turn."""
-        self._count(layer.number, micro_batch)
+        self._count_micro_batch(layer.number, micro_batch)
         if micro_batch:
             totals = self._totals[layer.number]
             for own in totals:
@@ -211,45 +217,47 @@ class GradientSums:
             for name in layer.trained.values():
                 self._uses_left[name] -= 1
                 if not self._uses_left[name] and name not in self._part.tied:
-                    self._finish(name)
+                    self._finish_gradient(name)
 
     def check_complete(self, names: Iterable[str] | None = None) -> None:
         """Raise HpctrainError if products of a parameter, by default of any, have not run."""
         names = self._uses_left if names is None else names
-        waiting = [name for name in names if self._uses_left[name]]
-        if waiting:
+        waiting_names = [name for name in names if self._uses_left[name]]
+        if waiting_names:
+            by_layer = dict(enumerate(self._added_counts, self._part.start))
             raise HpctrainError(
-                f"the gradient of '{waiting[0]}': expected {self._micro_batches} micro-batches of "
-                f"each layer, seen {dict(enumerate(self._added, self._part.start))} by layer; "
-                "run all products that backward has passed to `later`"
+                f"the gradient of '{waiting_names[0]}': expected {self._micro_batches} "
+                f"micro-batches of each layer, seen {by_layer} by layer; run all products that "
+                "backward has passed to `later`"
             )
 
     def totals(self) -> list[tuple[int, str, Array]]:
         """Return (layer, name, total) of this part for parameters that other parts use too."""
         self.check_complete(self._part.tied)
-        return [(i, name, x) for name in self._part.tied for i, x in self._separate[name]]
+        return [(i, name, x) for name in self._part.tied for i, x in self._separate_totals[name]]
 
     def finish(self, name: str, foreign: Iterable[tuple[int, Array]]) -> None:
         """Write the gradient of a tied parameter, with the totals of layers of other parts."""
         self.check_complete([name])
-        totals = [*self._separate[name], *foreign]
+        totals = [*self._separate_totals[name], *foreign]
         totals.sort(key=lambda total: total[0], reverse=True)
         self._views[name][...] = totals[0][1]
-        self._separate[name] = totals[1:]
-        self._finish(name)
+        self._separate_totals[name] = totals[1:]
+        self._finish_gradient(name)
 
-    def _count(self, layer: int, micro_batch: int) -> None:
+    def _count_micro_batch(self, layer: int, micro_batch: int) -> None:
         i = layer - self._part.start
-        if self._added[i] != micro_batch:
+        if self._added_counts[i] != micro_batch:
             raise HpctrainError(
-                f"the gradient of layer {layer}: expected micro-batch {self._added[i]} next, seen "
-                f"{micro_batch}; run products once, in the order in which backward passed them"
+                f"the gradient of layer {layer}: expected micro-batch "
+                f"{self._added_counts[i]} next, seen {micro_batch}; run products once, in the "
+                "order in which backward passed them"
             )
-        self._added[i] += 1
+        self._added_counts[i] += 1
 
-    def _finish(self, name: str) -> None:
+    def _finish_gradient(self, name: str) -> None:
         """Add the other totals of a parameter to the first one, which is in its view."""
-        for _, total in self._separate.get(name, ()):
+        for _, total in self._separate_totals.get(name, ()):
             self._views[name][...] += total
         self._on_ready(name)
 

@@ -88,7 +88,7 @@ def image_to_columns(
     x = namespace(x).ascontiguousarray(x)
     n, _, _, c = x.shape
     out = namespace(x).empty((n * output_size[0] * output_size[1], kernel * kernel * c), x.dtype)
-    _launch("columns", out, x, x.shape, (*output_size, kernel, stride, padding))
+    _launch_kernel("columns", out, x, x.shape, (*output_size, kernel, stride, padding))
     return out
 
 
@@ -98,11 +98,11 @@ def columns_to_image(
 ) -> Array:  # fmt: skip
     """Return images of `shape` (n, h, w, c): each pixel is the sum of its copies in `rows`."""
     dx = namespace(rows).empty(shape, rows.dtype)
-    _launch("image", dx, rows, shape, (*output_size, kernel, stride, padding))
+    _launch_kernel("image", dx, rows, shape, (*output_size, kernel, stride, padding))
     return dx
 
 
-def _launch(
+def _launch_kernel(
     name: str, out: Array, values: Array, shape: tuple[int, ...], window_args: tuple[int, ...]
 ) -> None:
     if not out.size:
