@@ -41,14 +41,14 @@ class AugmentedSamples(DerivedSamples):
         x, y = self.samples.rows(indexes, epoch)
         if epoch != self._epoch:
             self._epoch, self._words = epoch, draw_words(self.seed, epoch, len(self))
-        words = self._words[indexes]
+        random_words = self._words[indexes]
         shift_count = 2 * self.shift + 1
         down, right = (
-            (words >> np.uint64(bit) & np.uint64(0xFFFF)).astype(int) * shift_count // 2**16
+            (random_words >> np.uint64(bit) & np.uint64(0xFFFF)).astype(int) * shift_count // 2**16
             for bit in (1, 17)
         )
         x = shift_images(x, down, right, self.shift)
-        is_mirrored = (words & np.uint64(1)).astype(bool) & self.flip
+        is_mirrored = (random_words & np.uint64(1)).astype(bool) & self.flip
         x[is_mirrored] = x[is_mirrored][:, :, ::-1]
         return x, y
 

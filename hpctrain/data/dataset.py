@@ -80,8 +80,8 @@ class Dataset:
 
     def rows(self, indexes: np.ndarray, epoch: int = 0) -> tuple[Any, Any]:
         """Return (x, y) copies of the samples at `indexes`."""
-        take = itemgetter(indexes)
-        return trees.map_arrays(take, self.x), trees.map_arrays(take, self.y)
+        take_rows = itemgetter(indexes)
+        return trees.map_arrays(take_rows, self.x), trees.map_arrays(take_rows, self.y)
 
 
 class DerivedSamples:
@@ -153,14 +153,14 @@ def find_fault(x: Any, y: Any) -> str:
     for name, array, min_dims in named_arrays:
         if fault := _find_array_fault(array, name, min_dims):
             return fault
-    first_name, first, _ = named_arrays[0]
+    first_name, first_array, _ = named_arrays[0]
     for name, array, _ in named_arrays:
-        if len(array) != len(first):
+        if len(array) != len(first_array):
             return (
-                f"{first_name} has {len(first)} samples but {name} has {len(array)}; expected "
-                "equal numbers"
+                f"{first_name} has {len(first_array)} samples but {name} has {len(array)}; "
+                "expected equal numbers"
             )
-    return "" if len(first) else "x and y hold 0 samples; expected at least 1"
+    return "" if len(first_array) else "x and y hold 0 samples; expected at least 1"
 
 
 def find_value_fault(numbers: Sequence[int] | np.ndarray, **parts: Any) -> str:
@@ -171,13 +171,15 @@ def find_value_fault(numbers: Sequence[int] | np.ndarray, **parts: Any) -> str:
     for name, tree in parts.items():
         for path, array in trees.arrays(tree):
             if array.dtype.kind == "f" and not np.isfinite(array).all():
-                row, *place = np.argwhere(~np.isfinite(array))[0].tolist()
-                index = ", ".join(map(str, place))
-                column = f", column {index}" if len(place) == 1 else f", at ({index})"
+                row, *position = np.argwhere(~np.isfinite(array))[0].tolist()
+                index_text = ", ".join(map(str, position))
+                place_text = (
+                    f", column {index_text}" if len(position) == 1 else f", at ({index_text})"
+                )
                 return (
-                    f"{name}{path} holds {array[(row, *place)]} in sample {numbers[row]}"
-                    f"{column * bool(place)}; expected finite numbers: replace or remove it, or "
-                    "set [run] not_finite = 'skip' to go on without the steps that read it"
+                    f"{name}{path} holds {array[(row, *position)]} in sample {numbers[row]}"
+                    f"{place_text * bool(position)}; expected finite numbers: replace or remove "
+                    "it, or set [run] not_finite = 'skip' to go on without the steps that read it"
                 )
     return ""
 
@@ -189,12 +191,12 @@ def as_targets(y: np.ndarray) -> np.ndarray:
 
 def _find_array_fault(array: Any, name: str, min_dims: int) -> str:
     if not isinstance(array, np.ndarray) or array.ndim < min_dims:
-        actual = (
+        seen_text = (
             f"of shape {array.shape}"
             if isinstance(array, np.ndarray)
             else f"a {type(array).__name__}"
         )
-        return f"{name} is {actual}; expected an array (samples, ...) of {min_dims} dims or more"
+        return f"{name} is {seen_text}; expected an array (samples, ...) of {min_dims} dims or more"
     if array.dtype.kind not in "fiub":
         return f"{name} has dtype {array.dtype}; expected real numbers: {_find_remedy(name, array)}"
     return ""

@@ -26,7 +26,7 @@ class DigitsOptions(ArrayOptions):
 
     def load(self, seed: int, finite: bool = True) -> Split:
         """Return 1,437 training and 360 test images, float32 (n, 8, 8) in 0 .. 1."""
-        return self.finish(_read("digits", np.float32(16)), seed)
+        return self.finish(_read_split("digits", np.float32(16)), seed)
 
 
 @config.options
@@ -35,10 +35,10 @@ class MnistOptions(ArrayOptions):
 
     def load(self, seed: int, finite: bool = True) -> Split:
         """Return 4,000 training and 1,000 test images, float32 (n, 28, 28) in 0 .. 1."""
-        return self.finish(_read("mnist", np.float32(255)), seed)
+        return self.finish(_read_split("mnist", np.float32(255)), seed)
 
 
-def _read(name: str, white: np.float32) -> Split:
+def _read_split(name: str, white: np.float32) -> Split:
     """Return the training and the test set of `name`, with `white` as 1."""
     with resources.files(__package__).joinpath(f"{name}.npz").open("rb") as file:
         arrays = np.load(file)

@@ -33,7 +33,7 @@ class FunctionData:
         value = usercode.call(target, "[data] kind", self.folder, **self.arguments)
         if not isinstance(value, tuple) or len(value) not in (2, 3):
             raise UsageError(
-                f"{target}: expected (train, test) or a Split, seen {_describe(value)}"
+                f"{target}: expected (train, test) or a Split, seen {_describe_value(value)}"
             )
         train = _as_dataset(value[0], f"{target} (train)", finite)
         has_test = value[1] is not None
@@ -47,10 +47,12 @@ def _as_dataset(value: Any, source: str, finite: bool) -> Samples:
     if (samples := frameworks.as_samples(value)) is not None:
         return samples
     if not isinstance(value, tuple) or len(value) != 2:
-        raise UsageError(f"{source}: expected a Dataset or a pair (x, y), seen {_describe(value)}")
+        raise UsageError(
+            f"{source}: expected a Dataset or a pair (x, y), seen {_describe_value(value)}"
+        )
     x, y = map_arrays(np.asarray, value)
     return make_dataset(x, y, source, finite)
 
 
-def _describe(value: Any) -> str:
+def _describe_value(value: Any) -> str:
     return f"a tuple of {len(value)}" if isinstance(value, tuple) else f"a {type(value).__name__}"

@@ -102,12 +102,12 @@ def _read_header(path: Path, file: Stream) -> tuple[np.dtype, tuple[int, ...]]:
             f"{path}: expected an IDX file, which begins with two zero bytes, a type and the "
             f"number of dims; seen {_describe_start(start + file.read(56))}"
         )
-    sizes = file.read(4 * start[3])
-    if len(sizes) < 4 * start[3]:
+    encoded_sizes = file.read(4 * start[3])
+    if len(encoded_sizes) < 4 * start[3]:
         raise UsageError(
-            f"{path}: expected the sizes of {start[3]} dims, seen {4 + len(sizes)} bytes"
+            f"{path}: expected the sizes of {start[3]} dims, seen {4 + len(encoded_sizes)} bytes"
         )
-    return np.dtype(_DTYPES[start[2]]), struct.unpack(f">{start[3]}I", sizes)
+    return np.dtype(_DTYPES[start[2]]), struct.unpack(f">{start[3]}I", encoded_sizes)
 
 
 def _describe_start(start: bytes) -> str:

@@ -103,13 +103,13 @@ def _parse_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
     if version not in _FORMATS:
         raise ValueError(f"version {version}, which this hpctrain does not read")
     length_format, parse = _FORMATS[version]
-    size = file.read(struct.calcsize(length_format))
-    (length,) = struct.unpack(length_format, size)
+    length_bytes = file.read(struct.calcsize(length_format))
+    (length,) = struct.unpack(length_format, length_bytes)
     if length > MAX_HEADER_BYTES:
         raise ValueError(f"a header of {length} bytes, which has {MAX_HEADER_BYTES} at most")
     with warnings.catch_warnings():  # about numbers of Python 2, or backslashes in damaged text
         warnings.simplefilter("ignore")
-        shape, is_fortran, dtype = _retry_parse(parse, size + file.read(length))
+        shape, is_fortran, dtype = _retry_parse(parse, length_bytes + file.read(length))
     return shape, is_fortran, dtype
 
 
@@ -153,9 +153,9 @@ def _read_arrays(path: Path) -> dict[str, np.ndarray]:
             if file.read(4) not in _MAGIC:  # zipfile accepts any bytes in front
                 raise zipfile.BadZipFile("it does not begin as a zip file does")
             with zipfile.ZipFile(file) as archive:
-                names = {name.removesuffix(".npy"): name for name in archive.namelist()}
-                keys = _required_keys(path, list(names))
-                return {key: _read_array(path, archive, names[key]) for key in keys}
+                member_names = {name.removesuffix(".npy"): name for name in archive.namelist()}
+                keys = _required_keys(path, list(member_names))
+                return {key: _read_array(path, archive, member_names[key]) for key in keys}
         except UsageError:
             raise
         except Exception as error:  # zipfile and zlib do not document errors of damaged bytes
@@ -196,5 +196,5 @@ def _missing_array_message(path: Path, key: str, names: list[str]) -> str:
         if nearest_names
         else _NPZ_HINT
     )
-    listing = ", ".join(names[:10]) + f" and {len(names) - 10} more" * (len(names) > 10)
-    return f"{path}: expected an array '{key}', seen: {listing or 'none'}; {hint}"
+    names_text = ", ".join(names[:10]) + f" and {len(names) - 10} more" * (len(names) > 10)
+    return f"{path}: expected an array '{key}', seen: {names_text or 'none'}; {hint}"

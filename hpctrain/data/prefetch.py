@@ -63,7 +63,9 @@ class Prefetch(Generic[T]):
         self._free_slots, self._is_closed = threading.Semaphore(max_ahead), False
         self._thread = None
         if max_ahead:
-            self._thread = threading.Thread(target=self._run, name="hpctrain-reader", daemon=True)
+            self._thread = threading.Thread(
+                target=self._read_ahead, name="hpctrain-reader", daemon=True
+            )
             self._thread.start()
 
     def next(self) -> T:
@@ -96,7 +98,7 @@ class Prefetch(Generic[T]):
                 log.warning("the thread that reads data did not end: a read has not returned")
         self._read = _refuse_to_read  # whose owner may own this object: it is free at once
 
-    def _run(self) -> None:
+    def _read_ahead(self) -> None:
         """Put the results of `read` as slots become free, until the last step or an error."""
         result = _ReadResult(None, None)
         while result.error is None and self._free_slots.acquire() and not self._is_closed:

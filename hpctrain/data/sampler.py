@@ -60,15 +60,15 @@ class EpochOrder(Protocol):
 
 def order_of(samples: Samples) -> EpochOrder | None:
     """Return the order that the user has given to `samples`; None for `order` above."""
-    return getattr(_base(samples), "order", None)
+    return getattr(_without_augmentation(samples), "order", None)
 
 
 def dropped_batch(samples: Samples) -> int:
     """Return the size of batches that `samples` are cut to, by evaluations; 0: all are used."""
-    return getattr(_base(samples), "dropped_batch", 0)
+    return getattr(_without_augmentation(samples), "dropped_batch", 0)
 
 
-def _base(samples: Samples) -> Samples:
+def _without_augmentation(samples: Samples) -> Samples:
     while isinstance(samples, AugmentedSamples):
         samples = samples.samples
     return samples

@@ -46,7 +46,7 @@ class Scale:
 
     def apply(self, x: Any) -> Any:
         """Return samples `x` (n, ...), scaled: float32, or float64 if `x` is; others unchanged."""
-        if not self.changes(_dtype(x)):
+        if not self.changes(_dtype_of(x)):
             return x
         if self.shift is None or self.divisor is None:
             return x.astype(np.float32) / 255.0
@@ -59,8 +59,10 @@ class Scale:
         if self.shift is None:
             action = "divided by 255" if self.changes(dtype) else "used as they are"
             return f"{dtype} samples are {action} ({self.rule})"
-        part = f"each of {len(self.shift)} columns" if len(self.shift) > 1 else "each number"
-        return f"{part} {WORDS[self.rule]}, over {rows:,} training samples ({self.rule})"
+        columns_text = (
+            f"each of {len(self.shift)} columns" if len(self.shift) > 1 else "each number"
+        )
+        return f"{columns_text} {WORDS[self.rule]}, over {rows:,} training samples ({self.rule})"
 
     def as_json(self) -> dict[str, Any]:
         """Return the scale for a manifest."""
@@ -80,7 +82,7 @@ class Scale:
 
     def must_fit(self, sample_shape: tuple[int, ...], source: str) -> Scale:
         """Return self; raise UsageError, which begins with `source`, for other samples."""
-        columns = _columns(sample_shape)
+        columns = _column_count(sample_shape)
         if self.shift is not None and len(self.shift) != columns:
             raise UsageError(
                 f"{source}: expected a scale of {columns} numbers for samples {sample_shape}, "
@@ -107,33 +109,36 @@ def scale_split(split: Split, scale: Scale) -> Split:
 
     def scaled(samples: Samples) -> Samples:
         x, _ = samples.rows(np.arange(0))
-        return ScaledSamples(samples, scale) if scale.changes(_dtype(x)) else samples
+        return ScaledSamples(samples, scale) if scale.changes(_dtype_of(x)) else samples
 
     test = None if split.test is None else scaled(split.test)
     return split._replace(train=scaled(split.train), test=test)
 
 
-def block_moments(samples: Samples, own: Iterable[int]) -> np.ndarray:
-    """Return the moments of the blocks `own` of training `samples`, float64, 0 for other blocks.
+def block_moments(samples: Samples, own_blocks: Iterable[int]) -> np.ndarray:
+    """Return the moments of `own_blocks` of training `samples`, float64, 0 for other blocks.
 
     Each rank has its own blocks, so the sum of all ranks' arrays covers every block. Rows with a
     value that is not finite do not count.
     """
-    table = np.zeros((BLOCKS, len(Moments._fields), _columns(samples.sample_shape)))
-    for block in own:
+    table = np.zeros((BLOCKS, len(Moments._fields), _column_count(samples.sample_shape)))
+    for block in own_blocks:
         first, end = (len(samples) * i // BLOCKS for i in (block, block + 1))
-        parts = (_moments(x) for x, _ in in_pieces(samples, np.arange(first, end)))
-        table[block] = np.array(reduce(_merge, parts, Moments(*table[block])))
+        parts = (_compute_moments(x) for x, _ in in_pieces(samples, np.arange(first, end)))
+        table[block] = np.array(reduce(_merge_moments, parts, Moments(*table[block])))
     return table
 
 
 def scale_from(table: np.ndarray, rule: Rule) -> Scale:
     """Return the "standard" or "minmax" scale from the moments over all blocks."""
-    whole = reduce(_merge, (Moments(*block) for block in table))
+    total_moments = reduce(_merge_moments, (Moments(*block) for block in table))
     if rule == "standard":
-        shift, width = whole.mean, np.sqrt(whole.squares / np.maximum(whole.rows, 1))
+        shift, width = (
+            total_moments.mean,
+            np.sqrt(total_moments.squares / np.maximum(total_moments.rows, 1)),
+        )
     else:
-        shift, width = whole.low, whole.high - whole.low
+        shift, width = total_moments.low, total_moments.high - total_moments.low
     return Scale(rule, shift, np.where(width > 0, width, 1.0))
 
 
@@ -147,19 +152,19 @@ class Moments(NamedTuple):
     high: np.ndarray
 
 
-def _dtype(x: Any) -> np.dtype:
+def _dtype_of(x: Any) -> np.dtype:
     """Return the dtype of samples; object for a dict or a tuple of arrays, which no rule scales."""
     return getattr(x, "dtype", np.dtype(object))
 
 
-def _columns(sample_shape: tuple[int, ...]) -> int:
+def _column_count(sample_shape: tuple[int, ...]) -> int:
     """Return the length of the arrays of a scale."""
     return 1 if len(sample_shape) == 2 else sample_shape[-1]
 
 
-def _moments(x: np.ndarray) -> Moments:
+def _compute_moments(x: np.ndarray) -> Moments:
     """Return the moments of samples `x` (n, ...)."""
-    values = x.reshape(-1, _columns(x.shape[1:])).astype(np.float64)
+    values = x.reshape(-1, _column_count(x.shape[1:])).astype(np.float64)
     values = values[np.isfinite(values).all(axis=1)]
     if not len(values):
         return Moments(*np.zeros((len(Moments._fields), values.shape[1])))
@@ -169,7 +174,7 @@ def _moments(x: np.ndarray) -> Moments:
     return Moments(count, mean, squares, values.min(axis=0), values.max(axis=0))
 
 
-def _merge(a: Moments, b: Moments) -> Moments:
+def _merge_moments(a: Moments, b: Moments) -> Moments:
     """Return the moments over both sets of rows."""
     if not a.rows.any() or not b.rows.any():
         return a if a.rows.any() else b

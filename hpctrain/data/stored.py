@@ -37,11 +37,11 @@ def map_array(
 
     Raises UsageError if the file has another length.
     """
-    expected, actual = offset + count_bytes(dtype, shape), file.seek(0, 2)
-    if actual != expected:
+    expected_bytes, actual_bytes = offset + count_bytes(dtype, shape), file.seek(0, 2)
+    if actual_bytes != expected_bytes:
         raise UsageError(
-            f"{path}: expected {expected} bytes, as its header says "
-            f"({dtype}, {_brief_shape(shape)}), seen {actual}; copy it again"
+            f"{path}: expected {expected_bytes} bytes, as its header says "
+            f"({dtype}, {_brief_shape(shape)}), seen {actual_bytes}; copy it again"
         )
     if not prod(shape):  # an empty range cannot be mapped
         return reshape_array(path, np.empty(0, dtype), shape)
@@ -59,16 +59,18 @@ def unpack_array(
     A damaged header can announce any size, so memory is allocated only as bytes arrive. Raises
     UsageError for fewer or more bytes, or for more than the available memory.
     """
-    expected, available, data = count_bytes(dtype, shape), available_bytes(), bytearray()
+    expected_bytes, free_bytes, data = count_bytes(dtype, shape), available_bytes(), bytearray()
     header_text = f"({dtype}, {_brief_shape(shape)})"
-    expectation = f"{path}: expected {expected} bytes, as its header says {header_text}"
-    if available is not None and expected > available:
-        raise UsageError(f"{expectation}; only {available} bytes of memory are available")
-    while len(data) < expected and (block := stream.read(min(BLOCK_BYTES, expected - len(data)))):
+    expectation = f"{path}: expected {expected_bytes} bytes, as its header says {header_text}"
+    if free_bytes is not None and expected_bytes > free_bytes:
+        raise UsageError(f"{expectation}; only {free_bytes} bytes of memory are available")
+    while len(data) < expected_bytes and (
+        block := stream.read(min(BLOCK_BYTES, expected_bytes - len(data)))
+    ):
         data += block
-    if len(data) < expected or stream.read(1):  # a read at the end compares checksums
-        actual = f"{len(data)} bytes" if len(data) < expected else "more"
-        raise UsageError(f"{expectation}, seen {actual}; copy it again")
+    if len(data) < expected_bytes or stream.read(1):  # a read at the end compares checksums
+        seen_text = f"{len(data)} bytes" if len(data) < expected_bytes else "more"
+        raise UsageError(f"{expectation}, seen {seen_text}; copy it again")
     return reshape_array(path, np.frombuffer(data, dtype), shape)
 
 

@@ -90,11 +90,11 @@ class TextWindows:
         """Return (windows, targets) at `indexes`, uint8 and int64, both (n, length)."""
         windows = np.empty((len(indexes), self.length + 1), np.uint8)
         for row, index in zip(windows, indexes, strict=True):
-            data = self._read((self.first_window + int(index)) * self.length, self.length + 1)
+            data = self._read_text((self.first_window + int(index)) * self.length, self.length + 1)
             row[:] = np.frombuffer(data, np.uint8)
         return windows[:, :-1], windows[:, 1:].astype(np.int64)
 
-    def _read(self, start: int, size: int) -> bytes:
+    def _read_text(self, start: int, size: int) -> bytes:
         """Return `size` bytes of the text from position `start`, possibly from several files."""
         data = b""
         while len(data) < size:
