@@ -44,9 +44,9 @@ def mean(group: Group, x: Array, op: Operation, reduce: SumFunction) -> None:
         fallback = _clipped_quotients(
             _sum_as_real(group, scaled, op, reduce), ranks * 2.0**exponent
         )
-        finite = namespace(x).isfinite(total)
+        is_finite = namespace(x).isfinite(total)
         _divide(total, ranks)
-        total[...] = namespace(x).where(finite, total, fallback)
+        total[...] = namespace(x).where(is_finite, total, fallback)
 
 
 def _sum_as_real(group: Group, x: Array, op: Operation, reduce: SumFunction) -> Array:

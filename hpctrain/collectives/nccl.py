@@ -59,9 +59,9 @@ def communicator_for(group: Group, x: Array) -> Communicator:
         device = (
             x.data.device_id if on_device(x) else node.rank % count_devices(load_libraries()[0])
         )
-        name = load_libraries()[0].cuda.runtime.deviceGetPCIBusId(device)
-        names = all_gather_bytes(node, name.encode())  # of the GPUs of this node's ranks
-        max_missing = elementwise_maximum(group, ((node.size - len(set(names))), 0))[0]
+        gpu_id = load_libraries()[0].cuda.runtime.deviceGetPCIBusId(device)
+        gpu_ids = all_gather_bytes(node, gpu_id.encode())  # of the GPUs of this node's ranks
+        max_missing = elementwise_maximum(group, ((node.size - len(set(gpu_ids))), 0))[0]
         if max_missing > 0:
             raise UsageError(
                 "algorithm 'nccl': expected a GPU for each rank, seen a node with "

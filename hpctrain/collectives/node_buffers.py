@@ -33,14 +33,15 @@ class NodeBuffers:
         self.short_buffers = lru_cache(MAX_CACHED_LENGTHS)(
             partial(_views_of_short_buffers, buffers)
         )
-        self._long = [x[2 * SHORT_BUFFER_BYTES :] for x in buffers]
+        self._long_memory = [x[2 * SHORT_BUFFER_BYTES :] for x in buffers]
 
     def long_buffers(self, dtype: np.dtype) -> list[np.ndarray]:
         """Return every rank's long buffer as an array (P, n): a row for each part."""
-        row_bytes = LONG_BUFFER_BYTES // len(self._long) // ALIGN_BYTES * ALIGN_BYTES
-        used_bytes = row_bytes * len(self._long)
+        row_bytes = LONG_BUFFER_BYTES // len(self._long_memory) // ALIGN_BYTES * ALIGN_BYTES
+        used_bytes = row_bytes * len(self._long_memory)
         return [
-            buffer[:used_bytes].view(dtype).reshape(len(self._long), -1) for buffer in self._long
+            buffer[:used_bytes].view(dtype).reshape(len(self._long_memory), -1)
+            for buffer in self._long_memory
         ]
 
 

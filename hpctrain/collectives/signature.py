@@ -133,20 +133,23 @@ def _encode(text: str) -> bytes:
 def _raise_mismatch(link: Link, call: Signature) -> None:
     """Exchange texts; raise UsageError on all ranks of `link`."""
     prefix = _FAULT_PREFIX if call.is_fault else _CALL_PREFIX
-    rows = all_gather_bytes(link, prefix + _encode(call.text))
-    texts = [row[1:].decode() for row in rows]
-    faults = [rank for rank, row in enumerate(rows) if row[:1] == _FAULT_PREFIX]
-    if len(faults) == link.size and len(set(texts)) == 1:
+    prefixed_texts = all_gather_bytes(link, prefix + _encode(call.text))
+    texts = [row[1:].decode() for row in prefixed_texts]
+    faulty_ranks = [rank for rank, row in enumerate(prefixed_texts) if row[:1] == _FAULT_PREFIX]
+    if len(faulty_ranks) == link.size and len(set(texts)) == 1:
         raise UsageError(texts[0])
-    if faults:
+    if faulty_ranks:
         raise UsageError(
-            "; ".join(f"rank {rank}: {texts[rank]}" for rank in faults[:MAX_NAMED_RANKS])
+            "; ".join(f"rank {rank}: {texts[rank]}" for rank in faulty_ranks[:MAX_NAMED_RANKS])
         )
-    first, *rest = dict.fromkeys(texts)
-    differences = [f"{_name_ranks_with(text, texts)} {text}" for text in rest[:MAX_NAMED_RANKS]]
+    first_text, *other_texts = dict.fromkeys(texts)
+    differences = [
+        f"{_name_ranks_with(text, texts)} {text}" for text in other_texts[:MAX_NAMED_RANKS]
+    ]
     raise UsageError(
         "shape, dtype and call must be the same on all ranks; "
-        f"{_name_ranks_with(first, texts)} {first}, but {', '.join(differences)}{call.hint}"
+        f"{_name_ranks_with(first_text, texts)} {first_text}, "
+        f"but {', '.join(differences)}{call.hint}"
     )
 
 

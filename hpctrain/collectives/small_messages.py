@@ -43,9 +43,9 @@ def all_gather_bytes(link: Link, payload: bytes) -> list[bytes]:
     lengths = heads[:, :LENGTH].copy().view(np.int64).ravel()
     rows = heads[:, LENGTH:]
     if (longest := int(lengths.max())) > SHORT:
-        padded = np.zeros(longest, np.uint8)
-        padded[: len(payload)] = np.frombuffer(payload, np.uint8)
-        rows = all_gather_short(link, padded)
+        padded_row = np.zeros(longest, np.uint8)
+        padded_row[: len(payload)] = np.frombuffer(payload, np.uint8)
+        rows = all_gather_short(link, padded_row)
     return [row[:n].tobytes() for row, n in zip(rows, lengths)]  # noqa: B905
 
 

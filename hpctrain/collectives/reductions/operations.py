@@ -88,10 +88,10 @@ def operation(name: str, dtype: np.dtype) -> Operation:
 
 
 def _describe_fault(name: str, dtype: np.dtype, valid_names: Sequence[str]) -> str:
-    expected = f"{dtype.name} has: {', '.join(valid_names)}"
+    valid_text = f"{dtype.name} has: {', '.join(valid_names)}"
     if name in (*OPERATIONS, MEAN):
-        return f"op '{name}' is not defined for {dtype.name}; {expected}"
-    return f"{unknown('op', name, valid_names).partition('; choose')[0]}; {expected}"
+        return f"op '{name}' is not defined for {dtype.name}; {valid_text}"
+    return f"{unknown('op', name, valid_names).partition('; choose')[0]}; {valid_text}"
 
 
 def can_mpi_reduce(x: Array, op: Operation) -> bool:
