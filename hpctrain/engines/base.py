@@ -49,8 +49,8 @@ class EngineBase(EngineDefaults):
         Raises an error on all ranks if `settings` or the layout of the model differ between them.
         """
         arena = replica.arena
-        layout = f"{settings}, {arena.param.dtype}, {arena.slots}, {arena.buffer_slots}"
-        world.must_agree(layout, "model and options")
+        layout_text = f"{settings}, {arena.param.dtype}, {arena.slots}, {arena.buffer_slots}"
+        world.must_agree(layout_text, "model and options")
         if not world.restores:  # models of users may start from other random numbers
             for plane in (arena.param, arena.buffer):
                 broadcast(world.main, plane)
@@ -63,8 +63,8 @@ class EngineBase(EngineDefaults):
     @property
     def bytes_sent(self) -> int:
         """Bytes that this rank has sent since the start."""
-        along_pipe = self._world.grid.bytes_sent if self._world.grid else 0
-        return self._group.bytes_sent + sum(link.bytes_sent for link in self._links) + along_pipe
+        pipe_bytes = self._world.grid.bytes_sent if self._world.grid else 0
+        return self._group.bytes_sent + sum(link.bytes_sent for link in self._links) + pipe_bytes
 
     def sum(self, numbers: np.ndarray) -> np.ndarray:
         """Return the sums of a few float64 over all ranks, the same on each."""
@@ -88,8 +88,8 @@ class EngineBase(EngineDefaults):
             return
         self.check.buffers_may_differ = False
         views = list(arena.views(arena.buffer).values())
-        own = [hashlib.sha256(to_host(x).data).digest() for x in views]
-        hashes = all_gather_bytes(group.link, b"".join(own))
+        own_hashes = [hashlib.sha256(to_host(x).data).digest() for x in views]
+        hashes = all_gather_bytes(group.link, b"".join(own_hashes))
         for i, x in enumerate(views):
             if len({text[32 * i : 32 * i + 32] for text in hashes}) > 1:
                 flat = x.reshape(-1)

@@ -211,13 +211,15 @@ def read_log(
             "events matters write one"
         )
     head, *intervals = _read_entries(log_path(run, rank)) or [{"run": settings, "about": {}}]
-    if lost := head["run"].get(LOST_RANKS):
+    if lost_ranks := head["run"].get(LOST_RANKS):
         raise UsageError(
-            f"--replay {run}: that run lost ranks ({', '.join(map(str, lost))}) and went on with "
-            "the others; a replay repeats only runs of which no rank was lost"
+            f"--replay {run}: that run lost ranks ({', '.join(map(str, lost_ranks))}) and went on "
+            "with the others; a replay repeats only runs of which no rank was lost"
         )
-    if changes := describe_differences(head["run"], settings):
-        raise UsageError(f"--replay {run}: that run had other settings: {changes}; take its recipe")
+    if differences := describe_differences(head["run"], settings):
+        raise UsageError(
+            f"--replay {run}: that run had other settings: {differences}; take its recipe"
+        )
     return head["about"], intervals
 
 
@@ -243,8 +245,10 @@ def _cpu_model() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    model_names = [
+        line.partition(":")[2].strip() for line in lines if line.startswith("model name")
+    ]
+    return model_names[0] if model_names else platform.processor() or platform.machine()
 
 
 def _read_entries(path: Path) -> list[dict[str, Any]]:
@@ -255,8 +259,8 @@ def _read_entries(path: Path) -> list[dict[str, Any]]:
         return []
     for line_number, entry in enumerate(entries, start=1):
         if (line_number == 1) != ("run" in entry):
-            expected = "the line of the machine" if line_number == 1 else "an interval"
-            raise files.FileError(f"{path}, line {line_number}: expected {expected}")
+            expected_text = "the line of the machine" if line_number == 1 else "an interval"
+            raise files.FileError(f"{path}, line {line_number}: expected {expected_text}")
     return entries
 
 

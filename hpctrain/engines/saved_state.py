@@ -49,14 +49,14 @@ class SavedState:
         own_arrays = sorted(
             (int(m[1]), m[2], m[0]) for m in map(_WORKER_ARRAY.fullmatch, reader.sizes) if m
         )
-        for _, common, name in own_arrays:
-            if common not in reader.sizes:
-                self._means.setdefault(common, []).append(name)
+        for _, common_name, name in own_arrays:
+            if common_name not in reader.sizes:
+                self._means.setdefault(common_name, []).append(name)
         self.sizes = reader.sizes | {
             name: reader.sizes[arrays[0]] for name, arrays in self._means.items()
         }
         #: the number of workers with an optimizer state of their own
-        self.workers = sum(common == UPDATE_COUNT for _, common, _ in own_arrays)
+        self.workers = sum(common_name == UPDATE_COUNT for _, common_name, _ in own_arrays)
 
     def own_name(self, name: str, worker: int, workers: int) -> str:
         """Return the name of a worker's own array, of the common one where it has none.
@@ -71,11 +71,15 @@ class SavedState:
 
         Raises UsageError unless the whole array has `size` elements, by default `out.size`.
         """
-        expected, actual = out.size if size is None else size, self.sizes.get(name, "none")
-        if actual != expected:
+        expected_size, actual_size = (
+            out.size if size is None else size,
+            self.sizes.get(name, "none"),
+        )
+        if actual_size != expected_size:
             raise UsageError(
-                f"the checkpoint does not fit the recipe: expected {expected} numbers of '{name}', "
-                f"seen {actual}; resume with the model and the optimizer of the checkpoint"
+                f"the checkpoint does not fit the recipe: expected {expected_size} numbers of "
+                f"'{name}', seen {actual_size}; resume with the model and the optimizer of the "
+                "checkpoint"
             )
         sources = self._means.get(name, [name])
         for turn, source in enumerate(sources):
@@ -115,9 +119,11 @@ def pieces_of(
     arena: Arena, optimizer_state: Mapping[str, np.ndarray], rank: int, size: int
 ) -> list[Piece]:
     """Return the 1/P that `rank` saves of a state that every rank holds in full."""
-    named = _flat(arena, optimizer_state)
+    named_arrays = _flat_arrays(arena, optimizer_state)
     return [
-        piece for name, x in named.items() for piece in array_pieces(arena, name, x, rank, size)
+        piece
+        for name, x in named_arrays.items()
+        for piece in array_pieces(arena, name, x, rank, size)
     ]
 
 
@@ -128,11 +134,11 @@ def request_state(
 
     Raises UsageError for a checkpoint of another model or optimizer.
     """
-    for name, x in _flat(arena, optimizer_state).items():
+    for name, x in _flat_arrays(arena, optimizer_state).items():
         request_array(arena, name, x, saved.request)
 
 
-def _flat(arena: Arena, optimizer_state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+def _flat_arrays(arena: Arena, optimizer_state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     buffer = {"buffer": arena.buffer} if arena.buffer.size else {}
     return {
         "param": arena.param,
@@ -149,8 +155,8 @@ def range_pieces(
     `state` is the optimizer's state of the range, which begins at element `start` of the planes;
     parameters and step are common to all ranks.
     """
-    common = pieces_of(arena, {}, link.rank, link.size)
-    return common + optimizer_pieces(arena, state, start, own_slice)
+    common_pieces = pieces_of(arena, {}, link.rank, link.size)
+    return common_pieces + optimizer_pieces(arena, state, start, own_slice)
 
 
 def optimizer_pieces(
@@ -173,18 +179,20 @@ def _count_pieces(arena: Arena, counts: np.ndarray, start: int, size: int) -> li
     if counts.size > 1:
         indexes += [i for i, s in enumerate(arena.layout, 1) if start <= s.offset < start + size]
     own_slice = slice(indexes[0], indexes[-1] + 1) if indexes else slice(0, 0)
-    own = counts[own_slice]
-    return [Piece(UPDATE_COUNT, own_slice.start, counts.size, own)] if own.size else []
+    own_counts = counts[own_slice]
+    return (
+        [Piece(UPDATE_COUNT, own_slice.start, counts.size, own_counts)] if own_counts.size else []
+    )
 
 
 def request_range(
-    arena: Arena, state: Mapping[str, np.ndarray], own: slice, saved: SavedState
+    arena: Arena, state: Mapping[str, np.ndarray], own_range: slice, saved: SavedState
 ) -> None:
-    """Request the parameters, and range `own` of the optimizer's state."""
+    """Request the parameters, and range `own_range` of the optimizer's state."""
     request_state(arena, {"step": state["step"]}, saved)
     for name, x in state.items():
         if name != "step":
-            request_plane(arena, f"optimizer.{name}", x, saved.request, own.start)
+            request_plane(arena, f"optimizer.{name}", x, saved.request, own_range.start)
 
 
 def array_pieces(arena: Arena, name: str, x: np.ndarray, rank: int, size: int) -> list[Piece]:

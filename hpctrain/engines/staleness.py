@@ -36,9 +36,9 @@ class Staleness:
     @property
     def mean(self) -> float | None:
         """The mean over gradients; None if no gradient was applied on its own."""
-        gradients = self.histogram.total()
+        gradient_count = self.histogram.total()
         total = sum(staleness * count for staleness, count in self.histogram.items())
-        return total / gradients if gradients else None
+        return total / gradient_count if gradient_count else None
 
     @property
     def max(self) -> int | None:

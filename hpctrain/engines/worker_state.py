@@ -72,9 +72,9 @@ class WorkerState:
     def pieces(self) -> list[Piece]:
         """Return this worker's own pieces of a checkpoint, after its planes were saved."""
         state = self.state if self.states_differ else {}
-        named = {**self._own_planes, **{f"optimizer.{name}": x for name, x in state.items()}}
+        named_arrays = {**self._own_planes, **{f"optimizer.{name}": x for name, x in state.items()}}
         prefix = f"worker.{self._worker}."
-        arrays = named.items()
+        arrays = named_arrays.items()
         return [p for name, x in arrays for p in array_pieces(self._arena, prefix + name, x, 0, 1)]
 
     def load(self, saved: SavedState) -> None:

@@ -50,7 +50,7 @@ class TurnLock:
             self._condition.wait_for(lambda: self._has_failed or self._is_next(entry))
             if self._has_failed:
                 raise TransportError("the thread that averages with other workers has failed")
-            self._begin(entry)
+            self._begin_turn(entry)
             yield
             self._condition.notify_all()
 
@@ -63,7 +63,7 @@ class TurnLock:
             self._has_failed = True
             self._condition.notify_all()
 
-    def _begin(self, entry: int) -> None:
+    def _begin_turn(self, entry: int) -> None:
         self.history.append(entry)
 
     def _is_next(self, entry: int) -> bool:
@@ -84,9 +84,9 @@ class LeadingTurnLock(TurnLock):
         while self._pending_sends:
             self._pending_sends.popleft()[0].wait()
 
-    def _begin(self, entry: int) -> None:
+    def _begin_turn(self, entry: int) -> None:
         # Not at its end: an update that needs norms waits for the same turn of the other ranks.
-        super()._begin(entry)
+        super()._begin_turn(entry)
         if not self._active_workers:
             return
         self._active_workers -= entry <= END_TURN
@@ -104,7 +104,7 @@ class FollowingTurnLock(TurnLock):
         """Receive by `link` until all `active_workers` have ended; then allow any turn."""
         super().__init__()
         self._link, self._active_workers = link, active_workers
-        self._received = deque[int]()  # the turns that are not yet taken
+        self._received_turns = deque[int]()  # the turns that are not yet taken
 
     def next_sender(self) -> int:
         """Receive turns up to one for which a message of an active worker is needed."""
@@ -112,17 +112,19 @@ class FollowingTurnLock(TurnLock):
         while message[0] == OWN_TURN:
             self._link.irecv(message, 0).wait()
             with self._condition:
-                self._received.append(entry := int(message[0]))
+                self._received_turns.append(entry := int(message[0]))
                 self._active_workers -= entry <= END_TURN
                 self._condition.notify_all()
         return entry if entry >= 0 else END_TURN - entry
 
-    def _begin(self, entry: int) -> None:
-        if self._received:
-            self._received.popleft()
+    def _begin_turn(self, entry: int) -> None:
+        if self._received_turns:
+            self._received_turns.popleft()
 
     def _is_next(self, entry: int) -> bool:
-        return self._received[0] == entry if self._received else not self._active_workers
+        return (
+            self._received_turns[0] == entry if self._received_turns else not self._active_workers
+        )
 
 
 def make_turn_lock(

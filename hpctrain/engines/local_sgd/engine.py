@@ -272,8 +272,8 @@ class NodeGroup:
         """Return `key` with a function by which layers sum over the node."""
         if self.size == 1:
             return key
-        add = partial(sum_in_layer, self._group, self._times, self._trace, on_wire=True)
-        return key._replace(sum_over_ranks=add)
+        sum_over_node = partial(sum_in_layer, self._group, self._times, self._trace, on_wire=True)
+        return key._replace(sum_over_ranks=sum_over_node)
 
     def sum_gradients(self, grad: np.ndarray, is_finite: bool) -> bool:
         """Sum the gradients of the node in place, if all are finite; return whether they are."""

@@ -74,16 +74,18 @@ class OuterOptimizer(Averaging):
 
     def pieces(self, rank: int, size: int) -> list[Piece]:
         """Return rank's 1/P of the outer state, which all ranks hold."""
-        named = self._named().items()
-        return [p for name, x in named for p in array_pieces(self._arena, name, x, rank, size)]
+        named_arrays = self._named_arrays().items()
+        return [
+            p for name, x in named_arrays for p in array_pieces(self._arena, name, x, rank, size)
+        ]
 
     def load(self, saved: SavedState) -> None:
         """Request the whole state; without an outer state begin at the arena's parameters."""
         saved.on_arrival(self.begin)
-        for name, x in self._named().items() if "outer.param" in saved.sizes else ():
+        for name, x in self._named_arrays().items() if "outer.param" in saved.sizes else ():
             request_array(self._arena, name, x, saved.request_deferred)
 
-    def _named(self) -> dict[str, np.ndarray]:
+    def _named_arrays(self) -> dict[str, np.ndarray]:
         return {"outer.param": self._centre, **{f"outer.{k}": x for k, x in self._state.items()}}
 
 
@@ -112,57 +114,57 @@ class DelayedAverage(Averaging):
         self._reducer = Reducer(
             self._sum, buckets, Group(self.link), allreduce, world.concurrent, world.trace
         )
-        self._pending = self._complete = False
+        self._is_pending = self._is_complete = False
         self._wire_s = 0.0  # of the sums so far
 
     def begin(self) -> None:
         """Wait for the pending sum, if any, and discard it."""
-        if self._pending:
-            self._wait()
-        self._pending = False
+        if self._is_pending:
+            self._wait_for_sum()
+        self._is_pending = False
 
     def end_round(self, average: Callable[[], None]) -> None:
         """Start to sum the current parameters."""
         for x, buffer in zip(self._planes, self._buffers, strict=True):
             buffer[...] = x
         self._reducer.mark_ready("planes")
-        self._pending, self._complete = True, False
+        self._is_pending, self._is_complete = True, False
         if not self._uses_thread:
-            self._wait()  # without a thread the sum runs now, while all ranks are here
+            self._wait_for_sum()  # without a thread the sum runs now, while all ranks are here
 
     def end_step(self, round_steps: int) -> None:
         """Mix the pending sum, if it is due, into the planes."""
-        if not self._pending or round_steps != self._delay:
+        if not self._is_pending or round_steps != self._delay:
             return
         with self._times.wait(self._trace, "wait for an average"):
-            self._wait()
+            self._wait_for_sum()
             for x, plane_sum in zip(self._planes, self._buffers, strict=True):
                 x *= 2 * self._delay
                 x += plane_sum
                 x /= 2 * self._delay + self._workers
-        self._pending = False
+        self._is_pending = False
 
     def pieces(self, rank: int, size: int) -> list[Piece]:
         """Wait for the pending sum, if any; return this rank's 1/P of the sum."""
-        if not self._pending:
+        if not self._is_pending:
             return []
-        self._wait()
+        self._wait_for_sum()
         return array_pieces(self._arena, f"delayed.{size}", self._sum, rank, size)
 
     def load(self, saved: SavedState) -> None:
         """Request the sum that was pending, if it is over the same number of workers."""
         name = f"delayed.{self._workers}"
-        self._pending = self._complete = name in saved.sizes
-        if self._pending:
+        self._is_pending = self._is_complete = name in saved.sizes
+        if self._is_pending:
             request_array(self._arena, name, self._sum, saved.request)
 
     def close(self) -> None:
         """End the thread."""
         self._reducer.close()
 
-    def _wait(self) -> None:
-        if not self._complete:
+    def _wait_for_sum(self) -> None:
+        if not self._is_complete:
             self._reducer.wait()
             self._times.wire_s += self._reducer.wire_s - self._wire_s
             self._wire_s = self._reducer.wire_s
-            self._complete = True
+            self._is_complete = True

@@ -216,17 +216,17 @@ class CentreShard(Shard):
         (worker,) = order.pushing_workers
         for i, (worker_param,) in self._receive_gradients(order.pushing_workers):
             part = self._wire_slices[i]
-            drain(self._sends[i])  # a send may still read the difference
+            drain(self._send_requests[i])  # a send may still read the difference
             centre, difference = self.param[part], self._difference[part]
             np.subtract(worker_param, centre, out=difference)
             difference *= order.factor
             centre += difference
-            self._sends[i].append(self._pull_link.isend(difference, self._workers[worker]))
+            self._send_requests[i].append(self._pull_link.isend(difference, self._workers[worker]))
 
     def pieces(self) -> list[Piece]:
         """Return this server's part of the centre."""
-        return plane_pieces(self._arena, "param", self.param, self._own.start)
+        return plane_pieces(self._arena, "param", self.param, self._own_range.start)
 
     def load(self, saved: SavedState) -> None:
         """Request this server's part of the centre."""
-        request_plane(self._arena, "param", self.param, saved.request, self._own.start)
+        request_plane(self._arena, "param", self.param, saved.request, self._own_range.start)

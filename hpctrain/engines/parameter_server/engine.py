@@ -75,7 +75,9 @@ class ParameterServerEngine(EngineBase):
         self._workers = Group(world.link_for("workers", int(self.worker is None)))
         servers = world.link_for("servers", int(server is None))
         self._links += [self._workers.link, servers]  # `servers` of a pure worker is unused
-        self._orders = servers if world.grid is None else self._make_order_link(world.grid, server)
+        self._order_link = (
+            servers if world.grid is None else self._make_order_link(world.grid, server)
+        )
         self._worker = None if self.worker is None else self._make_worker(roles, optimizer)
         self._server = None if server is None else self._make_server(roles, optimizer, servers)
 
@@ -130,10 +132,10 @@ class ParameterServerEngine(EngineBase):
 
     def _make_worker(self, roles: Roles, optimizer: Optimizer) -> Worker:
         method = self._method
-        rate, per_step = optimizer.rate, method.updates_per_step
+        rate, updates_per_step = optimizer.rate, method.updates_per_step
         local_optimizer = sum_over_workers = None
         if method.pull_every > 1 and rate is not None:
-            local_optimizer = sgd(lambda step: rate_at(rate, int(step * per_step)))
+            local_optimizer = sgd(lambda step: rate_at(rate, int(step * updates_per_step)))
         if method.is_lockstep:
             sum_over_workers = partial(sum_in_layer, self._workers, self.times, self._trace)
         return Worker(
@@ -200,7 +202,7 @@ class ParameterServerEngine(EngineBase):
             accumulates=method.accumulates,
         )
         coordinator = Coordinator(push_link, pull_link, roles.workers)
-        return Server(shard, coordinator, self._orders, self.workers, self._trace)
+        return Server(shard, coordinator, self._order_link, self.workers, self._trace)
 
     def _serve(self, events: EventSource, read_own_flags: Callable[[], Flags]) -> list[Event]:
         """Serve in the main thread; its time counts as compute or as waiting."""

@@ -145,12 +145,12 @@ def server_thread(serve: Callable[[], T], world: World) -> Iterator[Outcome[T]]:
     try:
         yield outcome
     except TransportError:  # perhaps because the thread has failed
-        _join(thread, outcome)
+        _join_thread(thread, outcome)
         raise
-    _join(thread, outcome)
+    _join_thread(thread, outcome)
 
 
-def _join(thread: threading.Thread, outcome: Outcome[Any]) -> None:
+def _join_thread(thread: threading.Thread, outcome: Outcome[Any]) -> None:
     thread.join(JOIN_TIMEOUT_S)
     if thread.is_alive():
         raise HpctrainError("the server thread did not end after all workers were told to stop")

@@ -93,13 +93,13 @@ class Shard:
         """
         # In host memory even if workers compute on GPUs: servers run on the cores of the host.
         self.param = to_host(arena.param[own_range]).copy()
-        self._arena, self._own, self._gather_rows = arena, own_range, gather_rows
+        self._arena, self._own_range, self._gather_rows = arena, own_range, gather_rows
         self._optimizer, self._workers = optimizer, workers
         self._push_link, self._pull_link = push_link, pull_link
         self._wire_slices = wire_slices(slice(0, self.param.size), self.param.itemsize)
         self._needs_whole_gradient = optimizer.needs_norms or accumulates
         sum_size = self.param.size if self._needs_whole_gradient else 0
-        self._sum = np.full(sum_size, ABSENT, self.param.dtype)
+        self._gradient_sum = np.full(sum_size, ABSENT, self.param.dtype)
         self._parts = (
             [slice(0, self.param.size)] if self._needs_whole_gradient else self._wire_slices
         )
@@ -108,7 +108,7 @@ class Shard:
         self._states: list[State] = [optimizer.init(self.param[part]) for part in self._parts]
         max_length = max((s.stop - s.start for s in self._wire_slices), default=0)
         self._inbox = np.empty((RECEIVES_AHEAD, len(workers), max_length), self.param.dtype)
-        self._sends: list[list[Request]] = [[] for _ in self._wire_slices]
+        self._send_requests: list[list[Request]] = [[] for _ in self._wire_slices]
         #: the slices in the order of sending: the last first, as backward computes them
         self._send_order = range(len(self._wire_slices))[::-1]
         self._delay_compensation = delay_compensation
@@ -124,31 +124,33 @@ class Shard:
                 self._send_slice(i, order.pulling_workers)
         if self._needs_whole_gradient and order.action == GradientAction.UPDATE:
             self.flush()
-            self._update_part(0, self._sum)
-            self._sum[...] = ABSENT
+            self._update_part(0, self._gradient_sum)
+            self._gradient_sum[...] = ABSENT
         if self._needs_whole_gradient or not order.pushing_workers:
             for i in self._send_order:
                 self._send_slice(i, order.pulling_workers)
 
     def flush(self) -> None:
         """Wait until all sends are complete."""
-        for requests in self._sends:
+        for requests in self._send_requests:
             drain(requests)
 
     def pieces(self) -> list[Piece]:
         """Return this shard's part of parameters and optimizer state, for a checkpoint."""
-        pieces = plane_pieces(self._arena, "param", self.param, self._own.start)
+        pieces = plane_pieces(self._arena, "param", self.param, self._own_range.start)
         for part, state in zip(self._parts, self._states, strict=True):
-            whole = slice(0, part.stop - part.start)
-            pieces += optimizer_pieces(self._arena, state, self._own.start + part.start, whole)
+            whole_slice = slice(0, part.stop - part.start)
+            pieces += optimizer_pieces(
+                self._arena, state, self._own_range.start + part.start, whole_slice
+            )
         return pieces
 
     def load(self, saved: SavedState) -> None:
         """Request this shard's part of parameters and optimizer state."""
         for param in (self.param, *self._params_at_pull):
-            request_plane(self._arena, "param", param, saved.request, self._own.start)
+            request_plane(self._arena, "param", param, saved.request, self._own_range.start)
         for part, state in zip(self._parts, self._states, strict=True):
-            start = self._own.start + part.start
+            start = self._own_range.start + part.start
             saved.request("optimizer.step", state["step"])
             for name, x in state.items():
                 if name != "step":
@@ -200,9 +202,9 @@ class Shard:
 
     def _apply_sum(self, i: int, gradient: np.ndarray) -> None:
         if self._needs_whole_gradient:
-            self._sum[self._wire_slices[i]] += gradient
+            self._gradient_sum[self._wire_slices[i]] += gradient
         else:
-            drain(self._sends[i])  # these sends still read the slice
+            drain(self._send_requests[i])  # these sends still read the slice
             self._update_part(i, gradient)
 
     def _update_part(self, part: int, gradient: np.ndarray) -> None:
@@ -213,7 +215,9 @@ class Shard:
         """Send slice `i` of the parameters to `workers`."""
         part = self._wire_slices[i]
         for worker in workers:
-            self._sends[i].append(self._pull_link.isend(self.param[part], self._workers[worker]))
+            self._send_requests[i].append(
+                self._pull_link.isend(self.param[part], self._workers[worker])
+            )
             if self._params_at_pull:
                 self._params_at_pull[worker][part] = self.param[part]
 

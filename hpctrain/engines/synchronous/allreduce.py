@@ -51,8 +51,10 @@ class AllReduce(WireOptions):
         super().__post_init__()
         if self.reduction == "ordered":
             find_all_gather(self.algorithm)  # raises an error if there is none
-        for conflict, message in contradictions(self, self.shard_optimizer, self.share_parameters):
-            if conflict:
+        for has_conflict, message in contradictions(
+            self, self.shard_optimizer, self.share_parameters
+        ):
+            if has_conflict:
                 raise UsageError(message)
 
     def build(
@@ -110,27 +112,27 @@ class AllReduceEngine(EngineBase):
         """Return the reducer of gradients in buckets; collective."""
         world, arena = self._world, self.replica.arena
         concurrent = overlap.uses_thread(world, options)
-        wire = world.group_for("wire", alone=not concurrent)
-        self._links += wire.links
+        wire_group = world.group_for("wire", alone=not concurrent)
+        self._links += wire_group.links
         if self._sums.allreduce is nccl:
-            communicator_for(wire, arena.grad)  # now, while a failure can still be reported
-        if concurrent and len(wire.nodes) > 1:
-            for link in wire.links:
+            communicator_for(wire_group, arena.grad)  # now, while a failure can still be reported
+        if concurrent and len(wire_group.nodes) > 1:
+            for link in wire_group.links:
                 link.pace = Pace()  # it polls for other nodes, beside compute
-        buckets = overlap.choose_buckets(arena, wire, options, concurrent)
+        buckets = overlap.choose_buckets(arena, wire_group, options, concurrent)
         reducer = Reducer(
             arena.grad,
             buckets,
-            wire,
-            overlap.prefer_shared_sum(reduce, wire, arena.grad, buckets, options),
+            wire_group,
+            overlap.prefer_shared_sum(reduce, wire_group, arena.grad, buckets, options),
             concurrent,
             self._trace,
             options.priority,
             self.check.on_bucket,
         )
         if reduce is auto:
-            names = dict.fromkeys(bucket.algorithm for bucket in reducer.sums)
-            self.algorithm = f"auto ({', '.join(names)})"
+            algorithm_names = dict.fromkeys(bucket.algorithm for bucket in reducer.sums)
+            self.algorithm = f"auto ({', '.join(algorithm_names)})"
         return reducer
 
     def _make_vote(self, options: AllReduce) -> GradientVote:
@@ -138,8 +140,8 @@ class AllReduceEngine(EngineBase):
         replica, check, group = self.replica, self.check, self._world.voters
         if isinstance(self._sums, CompressedSums):
             return CompressedVote(replica, check, group, self._sums.compressor)
-        early = options.priority or on_device(replica.arena.grad)
-        if early or isinstance(self.update, NodeSharedUpdate):
+        sums_early = options.priority or on_device(replica.arena.grad)
+        if sums_early or isinstance(self.update, NodeSharedUpdate):
             return GradientVote(replica, check, group)
         return SumVote(replica, check, group, self.update.own)
 
@@ -241,13 +243,13 @@ class PriorityEngine(AllReduceEngine):
         self._is_checked = False
         # slots for which no gradient has called on_need yet
         self._unrequested_names = {slot.name for slot in arena.slots}
-        self._unapplied: set[int] = set()  # buckets whose sums are not applied yet
+        self._unapplied_buckets: set[int] = set()  # buckets whose sums are not applied yet
 
     def settle(self) -> None:
         """Apply all remaining sums and share buffers; then all ranks hold the same planes."""
         with self.times.compute(self._trace, "apply remaining sums"):
-            while self._unapplied:
-                self._apply_next(max(self._unapplied))
+            while self._unapplied_buckets:
+                self._apply_next(max(self._unapplied_buckets))
         self.times.wire_s = self._reducer.wire_s
         super().settle()
 
@@ -262,32 +264,32 @@ class PriorityEngine(AllReduceEngine):
             self._world.on_all_ranks(self._check_calls)
             self._is_checked = True
         self._reducer.finish_backward()
-        self._unapplied = set(range(len(self._reducer.sums)))
+        self._unapplied_buckets = set(range(len(self._reducer.sums)))
         return flags
 
     def _on_need(self, name: str) -> None:
         """Apply the sum of the bucket of slot `name`, unless it was applied already."""
         self._unrequested_names.discard(name)
         number = self._reducer.bucket_number(name)
-        while number in self._unapplied:
+        while number in self._unapplied_buckets:
             self._apply_next(number)
 
     def _apply_next(self, first: int) -> None:
         """Apply the sum of bucket `first`, or of another bucket that arrives before it."""
         with self.times.wait(self._trace, "wait for gradients", bucket=first):
-            number = self._reducer.wait_for_any(self._unapplied, first)
+            number = self._reducer.wait_for_any(self._unapplied_buckets, first)
         with self._trace.span("update", "compute", bucket=number):
             self._bucket_update(number, self._reducer.wait_for(number))
-        self._unapplied.discard(number)
-        if not self._unapplied:
+        self._unapplied_buckets.discard(number)
+        if not self._unapplied_buckets:
             self._bucket_update.count()
 
     def _check_calls(self) -> None:
-        if names := self._unrequested_names:
+        if slot_names := self._unrequested_names:
             self._reducer.wait()  # no transfer may be under way when training ends
-            more = f" and {len(names) - 1} more" * (len(names) > 1)
+            more_text = f" and {len(slot_names) - 1} more" * (len(slot_names) > 1)
             raise ModelError(
                 "[wire] priority: expected a model that calls key.on_need(name) before it first "
-                f"reads a parameter, seen no call for '{min(names)}'{more} in the first gradient; "
-                "add the calls, or set priority = false"
+                f"reads a parameter, seen no call for '{min(slot_names)}'{more_text} in the first "
+                "gradient; add the calls, or set priority = false"
             )

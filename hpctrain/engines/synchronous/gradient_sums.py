@@ -131,14 +131,14 @@ class CompressedSums(FastSums):
 
     def _request_residual(self, x: np.ndarray, name: str, saved: SavedState) -> None:
         """Request this rank's residual `x` from the checkpoint's residuals."""
-        arena, total, size = self.replica.arena, saved.sizes[name], self._link.size
-        if total % arena.model_size:
+        arena, saved_size, size = self.replica.arena, saved.sizes[name], self._link.size
+        if saved_size % arena.model_size:
             raise UsageError(
                 "the checkpoint does not fit the recipe: expected residuals of "
-                f"{arena.model_size} numbers, seen {total} in all; resume with the model of the "
-                "checkpoint"
+                f"{arena.model_size} numbers, seen {saved_size} in all; resume with the model of "
+                "the checkpoint"
             )
-        if total == size * arena.model_size:
+        if saved_size == size * arena.model_size:
             request_plane(arena, name, x, saved.request, number=self._link.rank, count=size)
         else:
             request_plane(arena, name, x, saved.request_sum)
@@ -161,16 +161,16 @@ class OrderedSums(FastSums):
         self, group: Group, x: np.ndarray, op: Operation, offsets: Sequence[int] | None = None
     ) -> None:
         """Sum slice `x` of the gradient plane; each rank gets the sum of its own chunk."""
-        ordered.reduce_scatter(group, self._tree, self._own_blocks(x), x, op, offsets)
+        ordered.reduce_scatter(group, self._tree, self._own_subtotals(x), x, op, offsets)
 
     def ordered(self, group: Group, x: np.ndarray, op: Operation) -> None:
         """Sum slice `x` of the gradient plane; every rank gets the whole sum."""
         in_memory = self._all_gather in IN_MEMORY_ALL_GATHERS
         scatter = ordered.reduce_scatter_in_memory if in_memory else ordered.reduce_scatter
-        scatter(group, self._tree, self._own_blocks(x), x, op)
+        scatter(group, self._tree, self._own_subtotals(x), x, op)
         self._all_gather(group, x)
 
-    def _own_blocks(self, x: np.ndarray) -> list[np.ndarray]:
+    def _own_subtotals(self, x: np.ndarray) -> list[np.ndarray]:
         start = view_offset(self.replica.arena.grad, x)
         return self.replica.subtotals(slice(start, start + x.size))
 

@@ -66,10 +66,12 @@ class NodeSharedUpdate:
         self._link, self._allreduce, self._optimizer = group.link, allreduce, optimizer
         self._times, self._trace = times, world.trace
         is_alone, param = world.node.size == 1, replica.arena.param
-        array = None if is_alone else world.memory.common_zeros(param.size, param.dtype)
-        world.on_all_ranks(lambda: _check_shared(is_alone or array is not None, param.nbytes))
-        if array is not None:
-            replica.move(param=array)
+        shared_param = None if is_alone else world.memory.common_zeros(param.size, param.dtype)
+        world.on_all_ranks(
+            lambda: _check_shared(is_alone or shared_param is not None, param.nbytes)
+        )
+        if shared_param is not None:
+            replica.move(param=shared_param)
         self._arena = arena = replica.arena
         rank, parts = self._node.rank, min(map(len, group.nodes))
         offsets = bounds(arena.param.size, parts, BLOCK_ELEMENTS)
@@ -78,9 +80,11 @@ class NodeSharedUpdate:
         self._param, self._slots = arena.param[own], shift_slots(own.start, arena.layout)
         self.state = optimizer.init(self._param)
         grads = [x[own] for x in world.memory.neighbours(arena.grad) or [arena.grad]]
-        cut = _blocks_of_range(self._param.size)
-        self._blocks = [[x[range_slice] for x in grads] for range_slice in cut]
-        self._block_update = PartwiseUpdate(optimizer, self.state, self._param, self._slots, cut)
+        block_slices = _blocks_of_range(self._param.size)
+        self._blocks = [[x[range_slice] for x in grads] for range_slice in block_slices]
+        self._block_update = PartwiseUpdate(
+            optimizer, self.state, self._param, self._slots, block_slices
+        )
         self._sum = np.empty(min(PASS_ELEMENTS, self._param.size), self._param.dtype)
         buffers = group.node_buffers
         self._node_barrier = self._node.barrier if buffers is None else buffers.flags.exchange
@@ -113,9 +117,9 @@ class NodeSharedUpdate:
 
     def pieces(self) -> list[Piece]:
         """Return this rank's part of the state; each node saves an equal part of a range."""
-        nodes = self._across.link
-        offsets = bounds(self._param.size, nodes.size, BLOCK_ELEMENTS)
-        range_slice = slice(offsets[nodes.rank], offsets[nodes.rank + 1])
+        across_link = self._across.link
+        offsets = bounds(self._param.size, across_link.size, BLOCK_ELEMENTS)
+        range_slice = slice(offsets[across_link.rank], offsets[across_link.rank + 1])
         return range_pieces(self._arena, self.state, self._own.start, range_slice, self._link)
 
     def load(self, saved: SavedState) -> None:
@@ -127,13 +131,13 @@ class NodeSharedUpdate:
 
     def _sum_block(self, number: int) -> np.ndarray:
         """Return the sum of a block over the node, in a buffer that the next call overwrites."""
-        first, *rest = self._blocks[number]
+        first, *other_grads = self._blocks[number]
         total = self._sum[: first.size]
-        if not rest:
+        if not other_grads:
             total[...] = first
             return total
-        np.add(first, rest[0], out=total)
-        for grad in rest[1:]:
+        np.add(first, other_grads[0], out=total)
+        for grad in other_grads[1:]:
             total += grad
         return total
 
@@ -150,8 +154,8 @@ class NodeSharedUpdate:
         self._optimizer.update(total, self.state, self._param, self._slots, gather)
 
 
-def _check_shared(shared: bool, nbytes: int) -> None:
-    if not shared:
+def _check_shared(is_shared: bool, nbytes: int) -> None:
+    if not is_shared:
         raise UsageError(
             f"[engine] share_parameters: expected {nbytes} bytes of memory that all ranks of this "
             "node see, seen none: neither memfd_create, /dev/shm nor MPI gives it; free memory "

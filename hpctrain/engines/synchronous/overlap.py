@@ -72,6 +72,8 @@ def prefer_shared_sum(
     Not with priority: a neighbour would write its next gradient while this rank still reads.
     """
     slices = (grad[bucket.start : bucket.stop] for bucket in gradient_buckets)
-    longest = max(slices, key=len, default=grad)
-    direct = len(group.nodes) == 1 and select.algorithm_name(allreduce, group, longest) == "direct"
-    return direct_shared if direct and not options.priority else allreduce
+    longest_slice = max(slices, key=len, default=grad)
+    is_direct = (
+        len(group.nodes) == 1 and select.algorithm_name(allreduce, group, longest_slice) == "direct"
+    )
+    return direct_shared if is_direct and not options.priority else allreduce

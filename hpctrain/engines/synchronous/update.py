@@ -55,31 +55,33 @@ class PartwiseUpdate:
     ):
         """`slots` have offsets that count from the first element of `param`."""
         self._optimizer, self._step = optimizer, state["step"]
-        self._count = self._step.copy()  # the optimizer counts a step in each part
-        self._next = np.zeros_like(self._step)  # the highest counts of any part
+        self._part_counts = self._step.copy()  # the optimizer counts a step in each part
+        self._max_counts = np.zeros_like(self._step)  # the highest counts of any part
         self._parts = [self._part_state(state, param, slots, part) for part in parts]
 
     def __call__(self, number: int, gradient: np.ndarray) -> None:
         """Update part `number` with its gradient."""
-        self._count[...] = self._step
+        self._part_counts[...] = self._step
         self._optimizer.update(gradient, *self._parts[number], identity)
-        np.maximum(self._next, self._count, out=self._next)
+        np.maximum(self._max_counts, self._part_counts, out=self._max_counts)
 
     def count(self) -> None:
         """Count one update, after all of its parts."""
         self._step[0] += 1
-        np.maximum(self._step, self._next, out=self._step)
-        self._next[...] = 0
+        np.maximum(self._step, self._max_counts, out=self._step)
+        self._max_counts[...] = 0
 
     def _part_state(
         self, state: State, param: np.ndarray, slots: Sequence[Slot], own_slice: slice
     ) -> tuple[State, np.ndarray, list[Slot]]:
         views = {name: x[own_slice] for name, x in state.items() if name != "step"}
-        overlapping = [s for s in slots if s.stop > own_slice.start and s.offset < own_slice.stop]
+        overlapping_slots = [
+            s for s in slots if s.stop > own_slice.start and s.offset < own_slice.stop
+        ]
         return (
-            {**views, "step": self._count},
+            {**views, "step": self._part_counts},
             param[own_slice],
-            shift_slots(own_slice.start, overlapping),
+            shift_slots(own_slice.start, overlapping_slots),
         )
 
 
@@ -148,8 +150,8 @@ class ShardedUpdate:
 
     def pieces(self) -> list[Piece]:
         """Return this rank's range of the state, and its 1/P of the common arrays."""
-        whole = slice(0, self.own.stop - self.own.start)
-        return range_pieces(self._arena, self.state, self.own.start, whole, self._group.link)
+        whole_slice = slice(0, self.own.stop - self.own.start)
+        return range_pieces(self._arena, self.state, self.own.start, whole_slice, self._group.link)
 
     def load(self, saved: SavedState) -> None:
         """Request the parameters and this rank's range of the optimizer's state."""
