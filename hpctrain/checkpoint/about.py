@@ -176,7 +176,7 @@ def _position_fault(about: CheckpointFacts, step: int, given_keys: Any) -> str:
         return ""
     epoch_step, remainder = divmod(about.sample_index, about.batch)
     steps, uneven = divmod(step - epoch_step, about.epoch or 1)
-    # `epoch` epochs of as many steps each, and `within` steps more of the next.
+    # `epoch` epochs of as many steps each, and `epoch_step` steps more of the next.
     fits = steps == 0 if about.epoch == 0 else steps > epoch_step and not uneven
     if remainder or not fits:
         place = f"sample {about.sample_index} of epoch {about.epoch}"
@@ -209,7 +209,7 @@ def _name_fault(about: CheckpointFacts) -> str:
 
 
 def _scale_fault(scale: ScaleFacts | None) -> str:
-    """Return the fault of a scale whose numbers and rule do not belong together."""
+    """Return the fault of a scale with numbers that do not fit the rule."""
     if scale is None:
         return ""
     has_numbers = scale.rule in ("standard", "minmax")

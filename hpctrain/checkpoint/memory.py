@@ -187,7 +187,7 @@ def _candidate_holders(rank: int, nodes: list[list[int]], own_node: int) -> Iter
 
 
 def _source_ranks(link: Link, hosts: Sequence[str], copies: int) -> list[int]:
-    """Return the ranks whose copies this rank holds."""
+    """Return the ranks that send copies to this rank."""
     if len(hosts) != link.size:
         raise UsageError(f"expected the hosts of {link.size} ranks, seen {len(hosts)}")
     return [rank for rank, holders in enumerate(partners(hosts, copies)) if link.rank in holders]

@@ -179,7 +179,7 @@ def _try_load(
 
 
 def _encode_manifest(path: Path) -> bytes:
-    """Return the manifest of a checkpoint whose parts have their sizes, as JSON."""
+    """Return the manifest of a checkpoint as JSON, after a check of the sizes of its parts."""
     folder.must_be_folder(path)
     entries = manifest.read(path)
     parts.check_sizes(path, entries)

@@ -163,7 +163,7 @@ def all_gather(group: Group, x: np.ndarray, offsets: Sequence[int] | None = None
 
 
 def require_one_node(node_count: int) -> None:
-    """Raise UsageError if there are several `node_count`, whose ranks share no memory."""
+    """Raise UsageError for several nodes: ranks of different nodes share no memory."""
     if node_count > 1:
         raise UsageError(
             f"algorithm direct works inside one node, seen {node_count}; use hierarchical, or auto"

@@ -120,7 +120,7 @@ def _broadcast(link: Link, halves: list[Half], receives_ahead: int) -> None:
 
 
 def _halves_leaf_first(group: Group, x: np.ndarray) -> list[tuple[np.ndarray, Family]]:
-    """Return both halves with this rank's family in their trees, first as a leaf.
+    """Return both halves with this rank's family in each tree, first the tree where it is a leaf.
 
     A leaf waits for no rank, so all its segments are in flight before this rank waits for a segment
     of the other half. If halves alternated, segments of one tree would wait for the other tree's.

@@ -30,7 +30,7 @@ def keep_freed_memory() -> bool:
 
 
 def _user_has_set(environ: Mapping[str, str]) -> bool:
-    """Return whether the environment sets these thresholds, or another allocator."""
+    """Return whether the environment sets the allocator's thresholds, or another allocator."""
     return (
         any(name in environ for name in _USER_VARIABLES)
         or "glibc.malloc" in environ.get("GLIBC_TUNABLES", "")

@@ -1,4 +1,4 @@
-"""The errors that users meet, each with the exit code of its job, and their printed form."""
+"""The errors that users meet: the exit code of the job, and the printed message."""
 
 from __future__ import annotations
 

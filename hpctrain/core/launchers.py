@@ -122,7 +122,7 @@ def task_counts(environ: Mapping[str, str]) -> list[int]:
 
 
 def nodes(hosts: Sequence[str], slurm: Sequence[str]) -> tuple[str, ...]:
-    """Return the name of each rank's node, from the names of `hosts` and their names by `slurm`.
+    """Return the name of each rank's node, from host names and from Slurm's node names.
 
     Slurm's names distinguish nodes that share one host, as in a test. They are ignored if a
     launcher passes on the environment of the first node: then one name stands for several hosts.

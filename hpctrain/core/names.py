@@ -43,7 +43,7 @@ def unknown(kind: str, name: Any, names: Iterable[str]) -> str:
 
 
 def fold_names(names: Iterable[str]) -> list[str]:
-    """Return names with ranges of their last number: n[01-12], gpu3; in the order of the names."""
+    """Return names with consecutive last numbers folded into ranges, such as n[01-12], in order."""
     groups: dict[tuple[str, str, int], list[int]] = {}
     for name in names:
         match = _NUMBERED.fullmatch(name)

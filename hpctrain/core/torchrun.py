@@ -63,7 +63,7 @@ def set_variables(values: Mapping[str, str]) -> None:
 
 
 def reserve_port() -> socket.socket:
-    """Return a socket whose port is nobody else's until it is closed, and free for PyTorch's store.
+    """Return a socket that reserves a port, which PyTorch's store may take once it is closed.
 
     It does not listen, so that a socket which allows the reuse of its address may.
     """
@@ -75,7 +75,7 @@ def reserve_port() -> socket.socket:
 
 @dataclass(frozen=True)
 class Choice:
-    """Whose ranks a process group has: the ranks of MPI, or PyTorch's own; or why neither."""
+    """The source of a process group's ranks: MPI, PyTorch, or neither, with the reason."""
 
     source: Literal["mpi", "pytorch", "refused"]
     text: str = ""  #: why it is refused, or the warning about `stale`
@@ -89,7 +89,7 @@ def choose_ranks(
     arguments: Mapping[str, str] | None = None,
     inherited: Mapping[str, str] | None = None,
 ) -> Choice:
-    """Return whose ranks `init_process_group` has with `env://`.
+    """Return the source of the ranks of `init_process_group` with `env://`: MPI or PyTorch.
 
     `arguments`: "RANK" and "WORLD_SIZE" if the script gives them as arguments. `inherited`: the
     environment with which the launcher started this rank; what it has is equal on all ranks, so

@@ -1,4 +1,4 @@
-"""Training regimes: the options of each by name; their interface is in `engine.py`.
+"""The options of each training regime, by name; `engine.py` has the interface of engines.
 
 A regime's modules are imported when it is picked.
 """

@@ -79,7 +79,7 @@ class EngineBase(EngineDefaults):
         self._share_buffers(self._group)
 
     def _share_buffers(self, group: Group) -> None:
-        """Let buffers that ranks wrote for themselves become their mean; collective.
+        """Replace buffers that differ between ranks by the mean over ranks; collective.
 
         Those that are equal on all ranks keep their bytes.
         """

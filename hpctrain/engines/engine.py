@@ -86,7 +86,7 @@ class Task(NamedTuple):
 
 
 class Work(Protocol):
-    """The source of tasks and the sink of their results: the trainer's side of an engine."""
+    """The trainer's side of an engine: it gives tasks to the engine and records the results."""
 
     #: The consecutive non-finite gradients that a worker may drop where workers train apart.
     max_drops: int

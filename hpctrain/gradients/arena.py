@@ -197,7 +197,7 @@ def lay_out(shapes: Mapping[str, tuple[int, ...]], itemsize: int) -> tuple[tuple
 def _cut_ranges(
     slots: Sequence[Slot], length: int, own: Collection[str]
 ) -> tuple[tuple[Range, ...], tuple[Slot, ...]]:
-    """Return a range for each run of slots in `own`, and these slots in the planes of the ranges.
+    """Return a range for each run of consecutive slots in `own`, and the slots within the ranges.
 
     A run ends at the next other slot, or at `length`, the end of the model's plane.
     """

@@ -26,7 +26,7 @@ def coded_shape(shape: tuple[int, ...], dtype: np.typing.DTypeLike) -> tuple[int
 
 
 def decoded_shape(shape: tuple[int, ...], dtype: np.typing.DTypeLike) -> tuple[int, ...]:
-    """Return the shape of the array whose code has `shape`."""
+    """Return the shape of the integers that a code of `shape` stands for."""
     return shape[:-1] if is_wide(dtype) else shape
 
 

@@ -139,7 +139,7 @@ class PlainLayer:
 
 @cache
 def takes_later(layer_type: type) -> bool:
-    """Return whether `backward` of such layers takes `later`."""
+    """Return whether the method `backward` of a type of layers takes `later`."""
     return "later" in signature(layer_type.backward).parameters  # type: ignore[attr-defined]
 
 

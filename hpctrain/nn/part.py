@@ -148,7 +148,7 @@ if TYPE_CHECKING:
 
 
 class GradientSums:
-    """The gradient of one step of a part, which `Part.backward` adds to."""
+    """The gradient of a part in one step; `Part.backward` adds each micro-batch."""
 
     def __init__(
         self,

@@ -215,7 +215,7 @@ class Callbacks:
         return "; ".join(dict.fromkeys(filter(None, reasons)))
 
     def _states(self) -> dict[int, tuple[str, Any]]:
-        """Return the name and the state of each callback that saves one."""
+        """Return the name and the state of each callback with a method `save_state`."""
         states = {
             number: (self._names[number], _call_hook(item, "save_state"))
             for number, item in self._active.items()

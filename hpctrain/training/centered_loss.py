@@ -11,7 +11,7 @@ from hpctrain.data import Samples, known_targets
 
 @contextmanager
 def centered_loss(model: Any, samples: Samples) -> Iterator[None]:
-    """Let the sums of the loss be of targets without their mean, if it knows how."""
+    """Let a loss that can do so subtract the mean of the targets before it sums them."""
     loss = model.loss
     if hasattr(loss, "centered"):
         model.loss = loss.centered(known_targets(samples))

@@ -95,7 +95,7 @@ class Checkpointer:
                 )
 
     def is_due(self, step: int, row: Row) -> bool:
-        """Return whether to save after `step`, whose row of metrics is `row`, empty for none."""
+        """Return whether to save after `step`; `row`: its row of metrics, empty if it has none."""
         is_periodic = any(period and step % period == 0 for period in self.periods)
         return is_periodic or self._new_best(row) is not None
 

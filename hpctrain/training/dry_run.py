@@ -104,7 +104,7 @@ def examine(spec: Recipe) -> str:
 
 
 def _describe_pipeline(job: runs.Job) -> tuple[str, Any, dict[str, str]]:
-    """Describe a pipeline: the line of its mesh, the bytes of ranks by kind, and a text of each."""
+    """Return a text about the mesh, the bytes of each rank by kind, and a text about each kind."""
     mesh, engine = job.trainer.mesh, job.trainer.engine
     mesh_text = run_facts.describe_mesh(mesh, job.batch)
     if not mesh_text:

@@ -95,7 +95,7 @@ def memory_of_ranks(mesh: Mesh, engine: Engine, is_sharded: bool) -> dict[str, l
 
 
 def table_rows(memory: Mapping[str, list[Bytes]]) -> dict[str, str]:
-    """Return a text per kind: least and most of the ranks, measured and predicted."""
+    """Return a text per kind: the smallest and the largest rank, measured and predicted."""
     return {
         f"{kind} of a rank": ", ".join(
             f"{_range_text([rank[kind] for rank in ranks])} {source}"

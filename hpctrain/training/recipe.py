@@ -89,7 +89,7 @@ class Recipe:
             require_one_node(nodes)
 
     def workers(self, ranks: int) -> int:
-        """Return the number of workers among `ranks`; raise UsageError if these do not fit."""
+        """Return the number of workers among `ranks`; raise UsageError if the ranks do not fit."""
         return engines.workers_of(self.engine, self.mesh.workers(ranks))
 
     @property

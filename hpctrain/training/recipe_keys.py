@@ -11,7 +11,7 @@ from hpctrain.training.recipe import Recipe, Table
 
 
 def list_all_keys(spec: Recipe) -> Table:
-    """Return the tables of a recipe with each key that it could have, but for those without value.
+    """Return the tables of a recipe with every key that has a value, defaults included.
 
     Tables of a user's own functions have the keys that were given.
     """

@@ -18,7 +18,7 @@ from hpctrain.world import World
 
 
 def of_run(world: World, engine: Engine) -> dict[str, Any]:
-    """Return the ranks, their places and their software, by the keys of summary.json."""
+    """Return the ranks, the hosts and the software of a run, by the keys of summary.json."""
     hosts = sorted(set(world.hosts))
     return {
         "engine": engine.name,
@@ -56,7 +56,7 @@ def describe_mesh(mesh: Mesh, batch: int) -> str:
 
 
 def describe_start(mesh: Mesh, engine: Engine, batch: int) -> str:
-    """Return the engine, the ranks, their devices, and the sizes of model and batch in words."""
+    """Describe the engine, the ranks, the devices, and the sizes of model and batch."""
     world = mesh.everyone
     hosts = len(set(world.hosts))
     gpus = sum(bool(place.gpu) for place in world.places)

@@ -150,7 +150,7 @@ def known_causes(
 def _find_sharing_ranks(
     rank: int, facts: Sequence[RankFacts], hosts: Sequence[str]
 ) -> tuple[list[int], int]:
-    """Return the ranks that may run on a core of `rank`, itself included, and all their cores."""
+    """Return the ranks that share a core with `rank`, itself included, and the number of cores."""
     own_cores = {*facts[rank]["cores"]}
     on_host = [r for r, host in enumerate(hosts) if host == hosts[rank]]
     sharing = [r for r in on_host if own_cores & {*facts[r]["cores"]}]

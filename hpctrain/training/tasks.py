@@ -39,7 +39,7 @@ class FitPlan:
 
 
 class _Place(NamedTuple):
-    """Where the samples of a worker's share are."""
+    """The place of a worker's share: epoch, indexes of samples, offset in the batch."""
 
     epoch: int
     indexes: np.ndarray
@@ -48,7 +48,7 @@ class _Place(NamedTuple):
 
 
 class _Share(NamedTuple):
-    """A worker's share of a step: its samples, and their place."""
+    """A worker's share of a step: the samples, and the place of the samples in the batch."""
 
     step: int
     place: _Place

@@ -69,7 +69,7 @@ class MetricsRow(Metrics):
 
 
 class Recovery(pydantic.BaseModel):
-    """A loss of ranks that a run survived; numbers of ranks are those in the job."""
+    """A loss of ranks that a run survived; ranks are numbered as in the job."""
 
     model_config = _OPEN
     step: Count | None = None

@@ -1,4 +1,4 @@
-"""The base of the gossip engines: workers have parameters of their own, the mean is evaluated."""
+"""The base of the gossip engines: each worker has its own parameters; the mean is evaluated."""
 
 from __future__ import annotations
 

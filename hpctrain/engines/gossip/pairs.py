@@ -153,7 +153,7 @@ class PassiveWorker:
         return range(0, self._link.size, 2)
 
     def _wait_for_sender(self, receives: dict[int, Request]) -> int:
-        """Return a worker whose header has arrived: any, or the one whose turn it is."""
+        """Wait for a header, of any active worker or of the next in turn; return the worker."""
         sender = self._turn_lock.next_sender()
         if sender is not None:
             receives.pop(sender).wait()

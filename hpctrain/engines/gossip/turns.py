@@ -40,7 +40,7 @@ class TurnLock:
         self._senders = deque(turn if turn >= 0 else END_TURN - turn for turn in turns)
 
     def next_sender(self) -> int | None:
-        """Return the active worker whose message must be the next; None if any may be."""
+        """Return the active worker that must send the next message; None if any worker may."""
         return None if self._order is None else self._senders.popleft()
 
     @contextmanager

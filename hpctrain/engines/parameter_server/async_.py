@@ -71,7 +71,7 @@ class PsAsync(ServerOptions):
         return ParameterServerEngine("ps-async", world, replica, optimizer, roles, method)
 
     def gradients_per_update(self, workers: int) -> int:
-        """Return the number of gradients whose mean makes one update."""
+        """Return the number of gradients that are averaged for one update."""
         return workers // self.softsync if self.softsync else 1
 
     def updates_per_step(self, workers: int) -> float:
@@ -116,7 +116,7 @@ class AsyncMethod(ServerMethod):
         self._pulled_versions = [0] * workers  # the version that each worker has pulled
 
     def events(self, coordinator: Coordinator, start: int, until: int) -> Iterator[Event]:
-        """Yield the events until all workers together have done their part of `until` steps."""
+        """Yield the events until all workers together have reached step `until`."""
         self._pulled_versions = [self._version] * self.workers  # an interval begins with a pull
         extra_steps = int(self.clocks.sum()) - start * self.workers
         if not 0 <= extra_steps < max(self.workers, self.push_every):

@@ -231,7 +231,7 @@ class PeriodicMethod(ServerMethod):
         self.period, self.moving_rate = period, moving_rate
 
     def events(self, coordinator: Coordinator, start: int, until: int) -> Iterator[Event]:
-        """Yield the events until all workers together have done their part of `until` steps."""
+        """Yield the events until all workers together have reached step `until`."""
         if self.run_step() != start:
             self.clocks[:] = start  # the clocks are of another run or of other workers
         steps_left = until * self.workers - int(self.clocks.sum())

@@ -192,7 +192,7 @@ class ElasticWorker(Worker):
         return message
 
     def _receive_centre(self, report: Report) -> np.ndarray:
-        """Report the end of training; receive the centre when all workers have reported theirs."""
+        """Report the end of training; receive the centre once all workers have ended."""
         message = self._exchange(report)
         self._receive_slices(self.replica.arena.param)
         return message

@@ -98,7 +98,7 @@ class Worker:
     def _compute_gradient(
         self, task: Task, step: int, flags: Flags, is_last: bool
     ) -> tuple[Sums, Flags]:
-        """Compute a gradient, the last one of a push if `is_last`.
+        """Compute a gradient; `is_last`: it is the last gradient before a push.
 
         Return its sums, and `flags` of the row with a failure if the gradient is not finite.
         """

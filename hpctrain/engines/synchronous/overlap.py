@@ -1,4 +1,4 @@
-"""Overlap: when gradients are sent, in which buckets, and when their sums are applied.
+"""Overlap of communication and backward: the buckets of gradients, and when they are sent.
 
     never    | forward | backward      | reduce | update |
     always   | forward | backward      |wait| update |          two threads

@@ -83,6 +83,6 @@ class BucketSlotsCache:
 
 
 def consecutive_slices(lengths: Iterable[int]) -> list[slice]:
-    """Return consecutive slices with these lengths."""
+    """Return consecutive slices of the given lengths."""
     stops = list(accumulate(lengths))
     return [slice(a, b) for a, b in zip([0, *stops], stops)]  # noqa: B905

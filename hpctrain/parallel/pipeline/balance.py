@@ -85,7 +85,7 @@ def _best_of(values: Array) -> float:
 
 
 def _fewest_bytes(sums: Array, stages: int, crossing: Array, slowest: float) -> tuple[int, ...]:
-    """Return the cut with the fewest bytes whose stages take at most `slowest`."""
+    """Return the cut with the fewest bytes between stages, each of at most `slowest` seconds."""
     best = np.where(sums[-1] - sums <= slowest, 0.0, np.inf)
     best[-1] = np.inf  # a stage has a layer
     ends: list[Array] = []

@@ -57,7 +57,7 @@ class MicroBatch(NamedTuple):
 
 
 def route(schedule: PipelineSchedule, rank: int) -> tuple[RoutedAction, ...]:
-    """Return the actions of `rank` with their messages, those between its own stages too."""
+    """Return the actions of `rank`, each with the messages that it receives and sends."""
     return tuple(
         RoutedAction(action, source(schedule, action), destination(schedule, action))
         for action in schedule.actions[rank]

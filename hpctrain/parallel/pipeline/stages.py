@@ -125,14 +125,14 @@ def plan_by_hand(
 def plan_by_times(
     model: nn.Model, layers: Sequence[LayerSeconds], placement: tuple[int, ...]
 ) -> StagePlan:
-    """Return the plan whose slowest stage is fastest."""
+    """Return the plan with the least time of the slowest stage."""
     return replace(
         plan_by_costs(model, [*map(sum, layers)], placement), layer_seconds=tuple(layers)
     )
 
 
 def plan_by_costs(model: nn.Model, costs: Sequence[float], placement: tuple[int, ...]) -> StagePlan:
-    """Return the plan whose most expensive stage costs least, from the cost of each layer."""
+    """Return the plan with the least cost of the most expensive stage, from the costs of layers."""
     starts = _possible_starts(model)
     bounds = [*starts, len(costs)]
     groups = [sum(costs[start:stop]) for start, stop in pairwise(bounds)]

@@ -1,4 +1,4 @@
-"""Parameters that stages share: values from their owner before a pass, gradients to it after.
+"""Parameters that stages share: the owner sends values before a pass, and receives gradients.
 
     stage 0, owner     table --values------> stage S-1: a copy, outside of the arena
                        table <--gradients--- stage S-1: the sum over the micro-batches of the step
@@ -45,7 +45,7 @@ class TiedWeights:
                 self._link.irecv(self.copies[name], self._placement[owner]).wait()
 
     def reduce(self, sums: Mapping[int, GradientSums], params: Mapping[str, Array]) -> None:
-        """Send the sums of gradients of this rank's stages to their owners, which add them."""
+        """Send this rank's sums of gradients to the owners of the parameters, which add them."""
         own_totals = {(layer, name): x for s in sums.values() for layer, name, x in s.totals()}
         for name, owner, uses in self._tensors:
             totals = []

@@ -1,4 +1,4 @@
-"""Pipeline schedules: the list of actions of each rank, in the order in which it takes them.
+"""Pipeline schedules: the actions of each rank, in order.
 
 A model is cut into S contiguous *stages*, a batch into M *micro-batches*. An action is one
 operation of a stage on a micro-batch:

@@ -80,7 +80,7 @@ def _on_another_rank(
 
 
 def outbound(schedule: PipelineSchedule, rank: int) -> Iterator[tuple[int, Message]]:
-    """Yield the receiver of each message of `rank` and the message, in the order of its list."""
+    """Yield (receiver, message) for each message that `rank` sends, in order."""
     for action in schedule.actions[rank]:
         if (sent := output(schedule, action)) is not None:
             yield sent
