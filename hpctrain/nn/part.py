@@ -224,11 +224,11 @@ class GradientSums:
         names = self._uses_left if names is None else names
         waiting_names = [name for name in names if self._uses_left[name]]
         if waiting_names:
-            by_layer = dict(enumerate(self._added_counts, self._part.start))
             raise HpctrainError(
                 f"the gradient of '{waiting_names[0]}': expected {self._micro_batches} "
-                f"micro-batches of each layer, seen {by_layer} by layer; run all products that "
-                "backward has passed to `later`"
+                "micro-batches of each layer, seen "
+                f"{dict(enumerate(self._added_counts, self._part.start))} by layer; run all "
+                "products that backward has passed to `later`"
             )
 
     def totals(self) -> list[tuple[int, str, Array]]:
