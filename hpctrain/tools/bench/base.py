@@ -100,10 +100,10 @@ def print_groups(
             print_lines(world, [f"# {title}", _row_line(headings, headings)])
         for group in groups:
             for row in group:
-                words = [text(row) for _, text in columns]
-                table.add_row(*words)
+                cells = [text(row) for _, text in columns]
+                table.add_row(*cells)
                 if not is_drawn:
-                    print_lines(world, [_row_line(words, headings)])
+                    print_lines(world, [_row_line(cells, headings)])
             rows += group
             bar.update(task, advance=1, refresh=True)
     if is_drawn:
@@ -177,7 +177,7 @@ def check_writable(world: World, *paths: Path | None) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """What every benchmark is asked for: rounds, other libraries, and the files that it writes."""
+    """The options of every benchmark: rounds, other libraries, and output files."""
 
     iterations: int  #: timed rounds
     warm_up: int  #: untimed rounds before them

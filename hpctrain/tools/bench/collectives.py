@@ -68,14 +68,17 @@ def run(world: World, plan: sweep.SweepPlan) -> list[dict[str, Any]]:
     check_host_memory(world, max(plan.sizes), bool(plan.rivals))
     base.check_writable(world, plan.json, plan.plot)
     natives = _skipped_natives(plan)
-    with rivals.joined(world, plan.rivals, partial(_refusal, plan), natives) as (joined, about):
+    with rivals.joined(world, plan.rivals, partial(_refusal, plan), natives) as (
+        joined_rivals,
+        rival_descriptions,
+    ):
         plan = replace(plan, algorithms=[name for name in plan.algorithms if name not in natives])
         title = _title(world, plan)
-        groups = sweep.run(world, plan, joined)
+        groups = sweep.run(world, plan, joined_rivals)
         rows = base.print_groups(world, title, base.COLLECTIVE_COLUMNS, groups, len(plan.sizes))
     kind = world.memory.kind if plan.in_node_memory else None
     buffers = f"node ({kind})" if kind else "private"
-    facts = {"buffers": buffers, "timed": TIMING_METHOD, "rivals": about}
+    facts = {"buffers": buffers, "timed": TIMING_METHOD, "rivals": rival_descriptions}
     base.save(world, plan, rows, title, lambda plot: plot.draw_size_plot, facts)
     return rows
 

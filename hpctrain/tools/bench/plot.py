@@ -96,14 +96,19 @@ def draw_step_bars(rows: Sequence[Row], title: str, path: Path) -> None:
 def _draw_steps(axes: Axes, rows: Sequence[Row]) -> None:
     """Draw a bar per library, with the range from the 5th to the 95th percentile."""
     names = [row["algorithm"] for row in rows]
-    median, alone = (np.array([row[key] for row in rows]) for key in ("median_s", "alone_s"))
+    median_s, alone_s = (np.array([row[key] for row in rows]) for key in ("median_s", "alone_s"))
     spread = [[abs(row[key] - row["median_s"]) for row in rows] for key in ("p5_s", "p95_s")]
     style: dict[str, Any] = {"edgecolor": "white", "linewidth": 0.5}
-    axes.barh(names, alone, color=BLUE, label="the library's step without communication", **style)
+    axes.barh(names, alone_s, color=BLUE, label="the library's step without communication", **style)
     axes.barh(
-        names, median - alone, left=alone, color=ORANGE, label="exposed communication", **style
+        names,
+        median_s - alone_s,
+        left=alone_s,
+        color=ORANGE,
+        label="exposed communication",
+        **style,
     )
-    axes.errorbar(median, names, xerr=spread, fmt="none", color="black", capsize=3)
+    axes.errorbar(median_s, names, xerr=spread, fmt="none", color="black", capsize=3)
     axes.set_xlabel("median time of a step")
     axes.xaxis.set_major_locator(MaxNLocator(5))
     axes.xaxis.set_major_formatter(SECONDS_FORMAT)
@@ -145,9 +150,9 @@ def draw_table(table: Table, path: Path) -> None:
     figure = Figure((6.5 * len(times_by_kind), 5.2), layout="constrained")
     all_axes = figure.subplots(1, len(times_by_kind), sharey=True, squeeze=False)[0]
     algorithms = list(dict.fromkeys(row.algorithm for row in table.rows))
-    for axes, (in_memory, times) in zip(all_axes, times_by_kind.items(), strict=True):
-        _draw_algorithms(axes, times, algorithms)
-        format_size_axes(axes, list(times), "time of a call", SECONDS_FORMAT)
+    for axes, (in_memory, seconds_by_size) in zip(all_axes, times_by_kind.items(), strict=True):
+        _draw_algorithms(axes, seconds_by_size, algorithms)
+        format_size_axes(axes, list(seconds_by_size), "time of a call", SECONDS_FORMAT)
         axes.label_outer()
         axes.set_title(memory_heading(table, in_memory))
     all_axes[0].legend(fontsize="small")
@@ -157,11 +162,11 @@ def draw_table(table: Table, path: Path) -> None:
     save(figure, title, path)
 
 
-def _draw_algorithms(axes: Axes, times: thresholds.Times, algorithms: list[str]) -> None:
+def _draw_algorithms(axes: Axes, seconds_by_size: thresholds.Times, algorithms: list[str]) -> None:
     """Draw a line per algorithm, with a ring where `auto` chooses it."""
     for algorithm_index, algorithm in enumerate(algorithms):
-        sizes = [nbytes for nbytes, seconds in times.items() if algorithm in seconds]
-        algorithm_seconds = [times[nbytes][algorithm] for nbytes in sizes]
+        sizes = [nbytes for nbytes, seconds in seconds_by_size.items() if algorithm in seconds]
+        algorithm_seconds = [seconds_by_size[nbytes][algorithm] for nbytes in sizes]
         color, mark = COLORS[algorithm_index % 8], MARKERS[algorithm_index % 8]
         axes.plot(
             sizes,
@@ -172,8 +177,10 @@ def _draw_algorithms(axes: Axes, times: thresholds.Times, algorithms: list[str])
             linewidth=1.3,
             markersize=3.5,
         )
-    chosen_algorithms = thresholds.choices_at(times)
-    seconds = [times[nbytes][algorithm] for nbytes, algorithm in chosen_algorithms.items()]
+    chosen_algorithms = thresholds.choices_at(seconds_by_size)
+    seconds = [
+        seconds_by_size[nbytes][algorithm] for nbytes, algorithm in chosen_algorithms.items()
+    ]
     axes.plot(list(chosen_algorithms), seconds, "o", markersize=9, markerfacecolor="none",
               markeredgecolor="black", label="taken by auto")  # fmt: skip
 
@@ -240,16 +247,18 @@ def draw_grids(rows: Sequence[Mapping[str, Any]], title: str, path: Path) -> Non
     figure = Figure((12, 5), layout="constrained")
     time, efficiency = figure.subplots(1, 2)
     for i, pipe in enumerate(sorted({row["pipe"] for row in rows})):
-        own = sorted((row for row in rows if row["pipe"] == pipe), key=lambda row: row["ranks"])
+        pipe_rows = sorted(
+            (row for row in rows if row["pipe"] == pipe), key=lambda row: row["ranks"]
+        )
         style: dict[str, Any] = {
             "color": COLORS[i % len(COLORS)],
             "linestyle": DASHES[i % len(DASHES)],
             "marker": MARKERS[i % len(MARKERS)],
             "markerfacecolor": "white",
         }
-        ranks = [row["ranks"] for row in own]
-        time.plot(ranks, [row["step_s"] for row in own], label=f"pipe {pipe}", **style)
-        efficiency.plot(ranks, [row["efficiency"] for row in own], **style)
+        ranks = [row["ranks"] for row in pipe_rows]
+        time.plot(ranks, [row["step_s"] for row in pipe_rows], label=f"pipe {pipe}", **style)
+        efficiency.plot(ranks, [row["efficiency"] for row in pipe_rows], **style)
     format_log_axis(time, SECONDS_FORMAT)
     time.set_ylabel("time of a step, predicted")
     efficiency.set(ylabel="share of the step in which ranks compute, predicted", ylim=(0, 1))

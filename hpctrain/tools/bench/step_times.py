@@ -169,8 +169,8 @@ def _engine_step(world: World, engine: Any, seed: int) -> StepFunction:
 
     def step(x: np.ndarray, y: np.ndarray) -> float:
         key = Key(seed, next(step_numbers), world.rank * len(y))
-        sums, _ = engine.step(Task(Batch.of(x, y), 1 / (len(y) * world.size), key), Flags())
-        return float(sums["loss"].sum) if sums else 0.0
+        metric_sums, _ = engine.step(Task(Batch.of(x, y), 1 / (len(y) * world.size), key), Flags())
+        return float(metric_sums["loss"].sum) if metric_sums else 0.0
 
     return step
 

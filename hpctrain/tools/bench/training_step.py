@@ -65,11 +65,16 @@ def run(world: World, plan: step_times.StepPlan) -> list[step_times.Row]:
     model = world.on_all_ranks(lambda: runs.build_model(plan.spec, split))
     refusal = step_times.rival_refusal(plan.spec)
     title = f"a step of {plan.spec.run.name}, {world.size} ranks"
-    with rivals.joined(world, plan.rivals, lambda _: refusal) as (joined, about):
-        groups = step_times.run(world, plan, model, split.train, joined)
+    with rivals.joined(world, plan.rivals, lambda _: refusal) as (
+        joined_rivals,
+        rival_descriptions,
+    ):
+        groups = step_times.run(world, plan, model, split.train, joined_rivals)
         with threadpoolctl.threadpool_limits(1, "blas"):
-            rows = base.print_groups(world, title, _columns(joined), groups, len(plan.batches))
-    facts = {"timed": TIMING_METHOD, "rivals": about, "recipe": plan.spec.tables}
+            rows = base.print_groups(
+                world, title, _columns(joined_rivals), groups, len(plan.batches)
+            )
+    facts = {"timed": TIMING_METHOD, "rivals": rival_descriptions, "recipe": plan.spec.tables}
     base.save(world, plan, rows, title, lambda plot: plot.draw_step_bars, facts)
     return rows
 

@@ -228,26 +228,31 @@ def _choice_table(table: Table) -> rich.table.Table:
     There is no gain for arrays on GPUs: MPI's own all-reduce is not measured there.
     """
     seconds_by_memory, has_native = times_by_memory(table), not table.fingerprint.on_gpu
-    takes = [f"{memory_heading(table, in_memory)}: takes" for in_memory in seconds_by_memory]
-    numbers = ["us", *["x native"] * has_native]
+    memory_headings = [
+        f"{memory_heading(table, in_memory)}: takes" for in_memory in seconds_by_memory
+    ]
+    time_headings = ["us", *["x native"] * has_native]
     chosen_algorithms = {
-        in_memory: thresholds.choices_at(times) for in_memory, times in seconds_by_memory.items()
+        in_memory: thresholds.choices_at(seconds_by_size)
+        for in_memory, seconds_by_size in seconds_by_memory.items()
     }
     rows = (
         [
             size_text(nbytes),
             *(
                 cell
-                for in_memory, times in seconds_by_memory.items()
+                for in_memory, seconds_by_size in seconds_by_memory.items()
                 for cell in _choice_cells(
-                    times.get(nbytes, {}), chosen_algorithms[in_memory].get(nbytes, "")
+                    seconds_by_size.get(nbytes, {}), chosen_algorithms[in_memory].get(nbytes, "")
                 )[: 2 + has_native]
             ),
         ]
         for nbytes in sorted({row.bytes for row in table.rows})
     )
     return make_table(
-        ["size", *(text for name in takes for text in (name, *numbers))], rows, *takes
+        ["size", *(text for name in memory_headings for text in (name, *time_headings))],
+        rows,
+        *memory_headings,
     )
 
 

@@ -50,10 +50,10 @@ def parse_counts(text: str, option: str = "--ranks") -> list[int]:
 
 
 def _growing(first: int, last: int | None = None, factor: int = 2) -> list[int]:
-    numbers = [first]
-    while last is not None and 0 < factor * numbers[-1] <= last:
-        numbers.append(factor * numbers[-1])
-    return numbers if last is None or first <= last else []
+    counts = [first]
+    while last is not None and 0 < factor * counts[-1] <= last:
+        counts.append(factor * counts[-1])
+    return counts if last is None or first <= last else []
 
 
 def _parse_quantity(text: str, units: Mapping[str, float], option: str, expected: str) -> float:

@@ -19,7 +19,7 @@ from hpctrain import watch
 from hpctrain.tools.chaos import hosts, jobs
 from hpctrain.tools.chaos.case import Case, FailingFile, Fault, FullDisk, HostFault, Signal
 from hpctrain.tools.chaos.jobs import Order, Place
-from hpctrain.tools.chaos.scope import Scope, clear, command_line, ended, kill_all
+from hpctrain.tools.chaos.scope import Scope, clear, command_line, kill_all, wait_for_processes
 from hpctrain.watch import Snapshot
 
 POLL_S = 0.002
@@ -29,7 +29,7 @@ AGAIN_S = 0.1  #: between two signals of a fault
 
 @dataclass
 class Attempt:
-    """How an attempt ended, and what it left behind."""
+    """The outcome of an attempt: its end, and the processes and files that it left."""
 
     code: int | None  #: None: it was still running at the limit
     seconds: float
@@ -45,9 +45,9 @@ class Attempt:
 def attempt(
     case: Case, place: Place, scope: Scope, order: Order, faults: list[Fault], log: Path
 ) -> Attempt:
-    """Train under `faults` and return how that ended; afterwards nothing of it runs."""
+    """Train under `faults` and return the outcome; no process of the job runs afterwards."""
     start_s, wall_s = time.monotonic(), time.time()
-    with _disk(faults, place, log) as (variables, report), open(log, "w") as stderr:
+    with _prepare_disk(faults, place, log) as (variables, report), open(log, "w") as stderr:
         process = subprocess.Popen(
             jobs.command(case, place, order),
             env={**jobs.variables(place), **scope.variables(), **variables}, cwd=place.home,
@@ -55,9 +55,11 @@ def attempt(
             start_new_session=True,
         )  # fmt: skip
         try:
-            fired = _watch(process, Disturbance(case, place, process, wall_s), faults)
+            fired = _wait_for_end(process, Disturbance(case, place, process, wall_s), faults)
             code = process.poll()
-            remaining, lingered_s = ended(scope, GRACE_S) if code is not None else ({}, 0.0)
+            remaining, lingered_s = (
+                wait_for_processes(scope, GRACE_S) if code is not None else ({}, 0.0)
+            )
             remaining = remaining or (scope.processes() if code is None else {})
             seconds = time.monotonic() - start_s
         finally:
@@ -73,8 +75,10 @@ def attempt(
 
 
 @contextmanager
-def _disk(faults: list[Fault], place: Place, log: Path) -> Iterator[tuple[dict[str, str], Path]]:
-    """Yield variables under which the job meets the faults of its disk, and a file that reports."""
+def _prepare_disk(
+    faults: list[Fault], place: Place, log: Path
+) -> Iterator[tuple[dict[str, str], Path]]:
+    """Yield the variables that inject faults of the disk, and the file that reports them."""
     report, variables = log.with_suffix(".fired"), dict[str, str]()
     for fault in faults:
         if isinstance(fault, FullDisk):
@@ -86,7 +90,9 @@ def _disk(faults: list[Fault], place: Place, log: Path) -> Iterator[tuple[dict[s
         hosts.resize(place.disk)
 
 
-def _watch(process: subprocess.Popen[bytes], disturbance: Disturbance, faults: list[Fault]) -> bool:
+def _wait_for_end(
+    process: subprocess.Popen[bytes], disturbance: Disturbance, faults: list[Fault]
+) -> bool:
     """Wait for the end, until the limit of an attempt; return whether a fault took place."""
     deadline_s = time.monotonic() + disturbance.case.limit_s
     waiting = disturbance.schedule(faults)
@@ -109,16 +115,18 @@ class Disturbance:
     def schedule(self, faults: list[Fault]) -> list[Iterator[None]]:
         """Return an iterator per fault, to be advanced often; each ends with its fault."""
         signals = [self._signal(fault) for fault in faults if isinstance(fault, Signal)]
-        return signals + [self._host(fault) for fault in faults if isinstance(fault, HostFault)]
+        return signals + [
+            self._disturb_host(fault) for fault in faults if isinstance(fault, HostFault)
+        ]
 
     def _signal(self, fault: Signal) -> Iterator[None]:
-        yield from self._moment(fault)
+        yield from self._wait_for_moment(fault)
         for i in range(fault.times):
             if i:
-                yield from _until(time.time() + AGAIN_S)
-            self._send(fault)
+                yield from _wait_until(time.time() + AGAIN_S)
+            self._send_signal(fault)
 
-    def _moment(self, fault: Signal) -> Iterator[None]:
+    def _wait_for_moment(self, fault: Signal) -> Iterator[None]:
         """Wait for the moment of `fault`."""
         due_s = self.start_s
         if fault.during == "recovery":
@@ -126,76 +134,77 @@ class Disturbance:
                 yield
             due_s = self.fired_s[-1] if self.case.is_elastic else self.start_s
         elif fault.step is not None:
-            yield from self._step(fault.step)
+            yield from self._wait_for_step(fault.step)
             due_s = time.time()
         if fault.during == "checkpoint":
             # The folder of a checkpoint that is being written is not committed yet.
             while not [*(self.place.run / "checkpoints").glob("*.partial")]:
                 yield
             due_s = time.time()
-        while fault.target >= 0 and not self._ranks(0):  # their process ids are not known yet
+        # The ranks' process ids are not known yet.
+        while fault.target >= 0 and not self._rank_records(0):
             yield
-        yield from _until(due_s + fault.delay_ms / 1000)
+        yield from _wait_until(due_s + fault.delay_ms / 1000)
 
-    def _host(self, fault: HostFault) -> Iterator[None]:
-        yield from self._step(fault.step)
-        yield from _until(time.time() + fault.delay_ms / 1000)
-        ranks = self._ranks(0)
+    def _disturb_host(self, fault: HostFault) -> Iterator[None]:
+        yield from self._wait_for_step(fault.step)
+        yield from _wait_until(time.time() + fault.delay_ms / 1000)
+        ranks = self._rank_records(0)
         if ranks and hosts.disturb(hosts.outer_pid(ranks[fault.target % len(ranks)].pid), fault):
             self.fired_s.append(time.time())
 
-    def _step(self, step: int) -> Iterator[None]:
-        while not self._ranks(step):
+    def _wait_for_step(self, step: int) -> Iterator[None]:
+        while not self._rank_records(step):
             yield
 
-    def _ranks(self, step: int) -> list[Snapshot]:
+    def _rank_records(self, step: int) -> list[Snapshot]:
         """Return every rank's record, in order, if all ranks have come to `step`, else nothing.
 
         In an elastic job only living ranks count: others were lost, and spares may have records.
         """
         snapshots = watch.read_records(self.place.run / "watch")
         # Records of an earlier attempt are left out.
-        ordered = [snapshots[rank] for rank in sorted(snapshots)]
-        records = [record for record in ordered if record.heartbeat >= self.start_s]
+        records_by_rank = [snapshots[rank] for rank in sorted(snapshots)]
+        records = [record for record in records_by_rank if record.heartbeat >= self.start_s]
         if self.case.is_elastic:
             records = [record for record in records if command_line(record.pid)]
             is_complete = bool(records) and (len(records) >= self.case.ranks or bool(self.fired_s))
             # A spare that sleeps stays at step 0.
             training = [record for record in records if record.step >= step]
             return training if is_complete and len(training) >= min(2, len(records)) else []
-        reached = all(record.step >= step for record in records)
-        return records if reached and len(records) == self.case.ranks else []
+        is_at_step = all(record.step >= step for record in records)
+        return records if is_at_step and len(records) == self.case.ranks else []
 
-    def _send(self, fault: Signal) -> None:
+    def _send_signal(self, fault: Signal) -> None:
         number = signal.Signals[fault.signal]
         if fault.target < 0:
-            self._note(_sent_to(self.process.pid, number))
+            self._note_fault(_signal_process(self.process.pid, number))
             return
-        ranks = self._ranks(0)
+        ranks = self._rank_records(0)
         victims = [ranks[target % len(ranks)] for target in (fault.target, *fault.others) if ranks]
         for record in {record.pid: record for record in victims}.values():
-            self._note(self._reach(record, number))
+            self._note_fault(self._signal_rank(record, number))
 
-    def _reach(self, record: Snapshot, number: signal.Signals) -> bool:
+    def _signal_rank(self, record: Snapshot, number: signal.Signals) -> bool:
         if self.case.launcher == "netlab":
-            return _sent_to(hosts.outer_pid(record.pid), number)
+            return _signal_process(hosts.outer_pid(record.pid), number)
         if record.host == socket.gethostname():
-            return _sent_to(record.pid, number)
-        words = ["srun", "--overlap", "-N1", "-n1", "-w", record.host, "kill", "-s"]
-        ended = subprocess.run([*words, number.name.removeprefix("SIG"), str(record.pid)])
-        return ended.returncode == 0
+            return _signal_process(record.pid, number)
+        kill_command = ["srun", "--overlap", "-N1", "-n1", "-w", record.host, "kill", "-s"]
+        process = subprocess.run([*kill_command, number.name.removeprefix("SIG"), str(record.pid)])
+        return process.returncode == 0
 
-    def _note(self, took_place: bool) -> None:
+    def _note_fault(self, took_place: bool) -> None:
         if took_place:
             self.fired_s.append(time.time())
 
 
-def _until(due_s: float) -> Iterator[None]:
+def _wait_until(due_s: float) -> Iterator[None]:
     while time.time() < due_s:
         yield
 
 
-def _sent_to(pid: int, number: signal.Signals) -> bool:
+def _signal_process(pid: int, number: signal.Signals) -> bool:
     if pid <= 0:
         return False
     try:

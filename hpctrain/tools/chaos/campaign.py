@@ -122,19 +122,19 @@ def load(path: Path, changes: Mapping[str, Any] | None = None) -> Campaign:
 
 def make(name: str, tables: Mapping[str, Any], folder: Path = Path()) -> Campaign:
     """Return the campaign of `tables`; recipes that it names lie in `folder`."""
-    parts: dict[str, type[Any]] = {"faults": FaultsOptions, "limits": LimitsOptions}
-    nested = {
+    option_classes: dict[str, type[Any]] = {"faults": FaultsOptions, "limits": LimitsOptions}
+    nested_options = {
         key: config.read(cls, tables.get(key, {}), key)
-        for key, cls in parts.items()
+        for key, cls in option_classes.items()
         if key in tables
     }
-    options = config.read(CampaignOptions, {**tables, **nested}, "campaign")
+    options = config.read(CampaignOptions, {**tables, **nested_options}, "campaign")
     if not options.engines and not options.recipes:
         raise UsageError("a campaign needs engines = [...] or recipes = [...], seen neither")
     subjects = [_built_in(engine) for engine in options.engines]
-    subjects += [_own(recipe, options.set, folder) for recipe in options.recipes]
+    subjects += [_user_subject(recipe, options.set, folder) for recipe in options.recipes]
     campaign = Campaign(name, options, subjects)
-    _check(campaign)
+    _check_campaign(campaign)
     return campaign
 
 
@@ -159,7 +159,7 @@ def _built_in(name: str) -> Subject:
     )
 
 
-def _own(name: str, settings: list[str], folder: Path) -> Subject:
+def _user_subject(name: str, settings: list[str], folder: Path) -> Subject:
     """Return a user's recipe, with its length in steps instead of epochs."""
     path = folder / name if name.endswith(".toml") else name
     spec = recipes.load(str(path), settings)
@@ -175,7 +175,7 @@ def _own(name: str, settings: list[str], folder: Path) -> Subject:
                    lambda ranks: spec.batch.size(spec.workers(ranks)))  # fmt: skip
 
 
-def _check(campaign: Campaign) -> None:
+def _check_campaign(campaign: Campaign) -> None:
     """Raise UsageError for a campaign with a case that could not be drawn."""
     options = campaign.options
     for subject in campaign.subjects:
@@ -187,8 +187,8 @@ def _check(campaign: Campaign) -> None:
             f"campaign faults.kinds: {', '.join(sorted(on_netlab))}: expected launchers = "
             f"['netlab'] beside it, seen {options.launchers}"
         )
-    low, *high = options.faults.disk_kib
-    if len(high) != 1 or not 0 < low <= high[0]:
+    min_kib, *further_kib = options.faults.disk_kib
+    if len(further_kib) != 1 or not 0 < min_kib <= further_kib[0]:
         raise UsageError(
             "campaign faults.disk_kib: expected [smallest, largest], seen "
             f"{options.faults.disk_kib}"

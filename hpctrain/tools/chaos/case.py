@@ -169,68 +169,71 @@ def read(line: str) -> Case:
 
 
 def describe_case(case: Case) -> str:
-    """Return a case in words: engine, ranks, launcher and faults."""
-    spares = f"+{case.spares}" if case.spares else ""
-    faults = "; ".join(map(describe_fault, case.faults)) or "no faults"
-    return f"{case.engine} x{case.ranks}{spares} {case.launcher}: {faults}"
+    """Describe a case: engine, ranks, launcher and faults."""
+    spares_text = f"+{case.spares}" if case.spares else ""
+    fault_texts = "; ".join(map(describe_fault, case.faults)) or "no faults"
+    return f"{case.engine} x{case.ranks}{spares_text} {case.launcher}: {fault_texts}"
 
 
 def describe_fault(fault: Fault) -> str:
     """Return a fault with its moment and its values."""
     if isinstance(fault, Signal):
-        return f"{_signal(fault)} {_moment(fault)}"
+        return f"{_describe_signal(fault)} {_describe_moment(fault)}"
     if isinstance(fault, HostFault):
         return (
-            f"{HOSTS[fault.effect]} of rank {fault.target} at {_step(fault.step, fault.delay_ms)}"
+            f"{HOSTS[fault.effect]} of rank {fault.target} at "
+            f"{_describe_step(fault.step, fault.delay_ms)}"
         )
     if isinstance(fault, LinkCall):
-        later = f" + {fault.later}" if fault.later else ""
-        return f"kill in call {100 * fault.part:.2f} %{later} of rank {_ranks(fault)}"
+        later_text = f" + {fault.later}" if fault.later else ""
+        return f"kill in call {100 * fault.part:.2f} %{later_text} of rank {_describe_ranks(fault)}"
     if isinstance(fault, FullDisk):
         return f"disk of {fault.kib} KiB"
     rank = "each rank" if fault.rank < 0 else f"rank {fault.rank}"
-    stays = " and later ones" * fault.stays
-    return f"{fault.effect} at {fault.operation} {fault.number} of {rank}{stays}"
+    stays_text = " and later ones" * fault.stays
+    return f"{fault.effect} at {fault.operation} {fault.number} of {rank}{stays_text}"
 
 
 def describe_kind(fault: Fault) -> str:
-    """Return a fault in words, without its values: a row of the table of verdicts."""
+    """Describe a fault without its values, as a row of the table of verdicts."""
     if isinstance(fault, Signal):
-        target = "launcher" if fault.target < 0 else _victims(fault)
+        target = "launcher" if fault.target < 0 else _describe_victims(fault)
         moment = "start" if fault.step is None and fault.during == "step" else fault.during
         return f"{fault.signal} to {target} at {moment}"
     if isinstance(fault, HostFault):
         return HOSTS[fault.effect]
     if isinstance(fault, LinkCall):
-        return f"kill of {_victims(fault)} in a call" + " during recovery" * bool(fault.later)
+        return (
+            f"kill of {_describe_victims(fault)} in a call{' during recovery' * bool(fault.later)}"
+        )
     if isinstance(fault, FailingFile):
         return f"file: {fault.effect} at {fault.operation}"
     return "full disk"
 
 
-def _signal(fault: Signal) -> str:
-    times = f" {fault.times} times" if fault.times > 1 else ""
+def _describe_signal(fault: Signal) -> str:
+    times_text = f" {fault.times} times" if fault.times > 1 else ""
     if fault.target < 0:
-        return f"{fault.signal}{times} to the launcher"
-    return f"{fault.signal}{times} to rank {_ranks(fault)}"
+        return f"{fault.signal}{times_text} to the launcher"
+    return f"{fault.signal}{times_text} to rank {_describe_ranks(fault)}"
 
 
-def _victims(fault: Signal | LinkCall) -> str:
+def _describe_victims(fault: Signal | LinkCall) -> str:
     return f"{1 + len(fault.others)} ranks" if fault.others else "rank"
 
 
-def _ranks(fault: Signal | LinkCall) -> str:
-    first = fault.target if isinstance(fault, Signal) else fault.rank
-    return " and ".join(map(str, (first, *fault.others)))
+def _describe_ranks(fault: Signal | LinkCall) -> str:
+    first_rank = fault.target if isinstance(fault, Signal) else fault.rank
+    return " and ".join(map(str, (first_rank, *fault.others)))
 
 
-def _moment(fault: Signal) -> str:
-    step = _step(fault.step, fault.delay_ms)
+def _describe_moment(fault: Signal) -> str:
+    step = _describe_step(fault.step, fault.delay_ms)
     if fault.during == "recovery":
         return f"{fault.delay_ms:g} ms into the recovery"
     return f"during a checkpoint after {step}" if fault.during == "checkpoint" else f"at {step}"
 
 
-def _step(step: int | None, delay_ms: float) -> str:
+def _describe_step(step: int | None, delay_ms: float) -> str:
     moment = "the start" if step is None else f"step {step}"
     return f"{moment} + {delay_ms:g} ms"

@@ -58,11 +58,15 @@ def chaos(request: Request) -> int:
     old_results = results.read(request.campaign if request.is_lines else request.results_file)
     if request.lists:
         results.print_cases(cases, old_results)
-        listed = [table for case in cases if (table := old_results.get((case.seed, case.index)))]
-        if listed:
-            results.print_summary(listed)
-        return EXIT_CODE_FAILED if any(table["verdict"] == FAILED for table in listed) else 0
-    return _run(request, cases)
+        listed_results = [
+            table for case in cases if (table := old_results.get((case.seed, case.index)))
+        ]
+        if listed_results:
+            results.print_summary(listed_results)
+        return (
+            EXIT_CODE_FAILED if any(table["verdict"] == FAILED for table in listed_results) else 0
+        )
+    return _run_cases(request, cases)
 
 
 def choose_cases(request: Request) -> list[Case]:
@@ -71,26 +75,26 @@ def choose_cases(request: Request) -> list[Case]:
         cases = campaigns.read_lines(request.campaign)
         if request.failed:
             tables = results.read(request.campaign)
-            failed = {key for key, table in tables.items() if table["verdict"] == FAILED}
-            cases = [case for case in cases if (case.seed, case.index) in failed]
-        return _pick(cases, request.indexes)
+            failed_keys = {key for key, table in tables.items() if table["verdict"] == FAILED}
+            cases = [case for case in cases if (case.seed, case.index) in failed_keys]
+        return _pick_cases(cases, request.indexes)
     if request.failed:
         raise UsageError("--failed: expected a file of results, NAME.jsonl, in place of CAMPAIGN")
-    values = {"seed": request.seed, "cases": request.cases}
-    changes = {key: value for key, value in values.items() if value is not None}
+    options = {"seed": request.seed, "cases": request.cases}
+    changes = {key: value for key, value in options.items() if value is not None}
     campaign = campaigns.load(request.campaign, changes)
     indexes = request.indexes or range(campaign.options.cases)
     return [draw_case(campaign, index) for index in indexes]
 
 
-def _pick(cases: list[Case], indexes: Sequence[int]) -> list[Case]:
-    chosen = [case for case in cases if not indexes or case.index in indexes]
-    if missing := {*indexes} - {case.index for case in chosen}:
-        raise UsageError(f"--case {min(missing)}: the file has no such case")
-    return chosen
+def _pick_cases(cases: list[Case], indexes: Sequence[int]) -> list[Case]:
+    chosen_cases = [case for case in cases if not indexes or case.index in indexes]
+    if missing_indexes := {*indexes} - {case.index for case in chosen_cases}:
+        raise UsageError(f"--case {min(missing_indexes)}: the file has no such case")
+    return chosen_cases
 
 
-def _run(request: Request, cases: list[Case]) -> int:
+def _run_cases(request: Request, cases: list[Case]) -> int:
     _check_outer_job()
     jobs.must_start([case.launcher for case in cases])
     file = _begin_results(request)
@@ -101,7 +105,7 @@ def _run(request: Request, cases: list[Case]) -> int:
     run = partial(runner.run, work=work, isolated=isolated, keep=request.keep)
     waiting = results.remaining(cases, tables)
     with results.make_bar(request.campaign.stem, len(waiting)) as bar:
-        for result in _results(waiting, work, request.workers, run, isolated=isolated):
+        for result in _case_results(waiting, work, request.workers, run, isolated=isolated):
             tables[result["case"]["seed"], result["case"]["index"]] = result
             results.show(bar, result)
             if file:
@@ -109,7 +113,7 @@ def _run(request: Request, cases: list[Case]) -> int:
             if result["verdict"] == PASSED and not request.keep:
                 shutil.rmtree(work / "case-{seed}-{index}".format_map(result["case"]))
     results.print_summary(list(tables.values()))
-    return _finish(request, list(tables.values()), work)
+    return _finish_campaign(request, list(tables.values()), work)
 
 
 def _check_outer_job() -> None:
@@ -144,25 +148,25 @@ def _is_isolated(request: Request, cases: Sequence[Case]) -> bool:
     return not reason
 
 
-def _results(
+def _case_results(
     cases: Sequence[Case], work: Path, workers: int, run: partial[None], *, isolated: bool
 ) -> Iterator[Table]:
-    """Run cases, `workers` at a time; yield their results as they come."""
-    running: dict[int, Case] = {}
+    """Run cases, `workers` at a time; yield results in order of completion."""
+    running_cases: dict[int, Case] = {}
     start = scope.isolated if isolated else scope.forked
     for case in cases:
-        running[start(partial(run, case))] = case
-        if len(running) == workers:
-            yield _await_next(running, work)
-    while running:
-        yield _await_next(running, work)
+        running_cases[start(partial(run, case))] = case
+        if len(running_cases) == workers:
+            yield _await_next(running_cases, work)
+    while running_cases:
+        yield _await_next(running_cases, work)
 
 
-def _await_next(running: dict[int, Case], work: Path) -> Table:
+def _await_next(running_cases: dict[int, Case], work: Path) -> Table:
     pid, status = os.wait()
-    while pid not in running:  # of a process that is not a case's
+    while pid not in running_cases:  # of a process that is not a case's
         pid, status = os.wait()
-    case = running.pop(pid)
+    case = running_cases.pop(pid)
     file = runner.home_of(case, work) / runner.RESULT_FILE
     if status or not file.exists():
         problem = f"the campaign itself failed, status {status}"
@@ -172,7 +176,7 @@ def _await_next(running: dict[int, Case], work: Path) -> Table:
     return result
 
 
-def _finish(request: Request, tables: list[Table], work: Path) -> int:
+def _finish_campaign(request: Request, tables: list[Table], work: Path) -> int:
     failed = any(table["verdict"] == FAILED for table in tables)
     if failed or request.keep:
         log.warning("folders of cases: %s", work)

@@ -76,7 +76,7 @@ class FaultDraw:
         return Signal(fault.signal, fault.target, 1, delay_ms, fault.times, fault.others)
 
     def _step(self, last: int) -> int:
-        """Return a step; the first and the last ones oftener than the others."""
+        """Draw a step; the first and the last steps are more frequent than other steps."""
         last = max(1, last)
         return self._draw.choice([1, *[self._draw.randint(min(2, last), last)] * 4, last])
 

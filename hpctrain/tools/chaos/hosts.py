@@ -26,9 +26,9 @@ def outer_pid(inner_pid: int) -> int:
     for status in Path("/proc").glob("[0-9]*/status"):
         with suppress(OSError):
             (line,) = (x for x in status.read_text().splitlines() if x.startswith("NSpid:"))
-            outer, *_, inner = line.split()[1:] * 2
-            if int(inner) == inner_pid and len(line.split()) > 2:
-                return int(outer)
+            outer_id, *_, inner_id = line.split()[1:] * 2
+            if int(inner_id) == inner_pid and len(line.split()) > 2:
+                return int(outer_id)
     return 0
 
 
@@ -66,24 +66,24 @@ def build(folder: Path) -> Path:
     """Compile failing.c into `folder`, unless it is there; return the library."""
     library = folder / "failing.so"
     if not library.exists():
-        fresh = Path(tempfile.mkdtemp(dir=folder)) / library.name  # others may build it too
+        new_library = Path(tempfile.mkdtemp(dir=folder)) / library.name  # others may build it too
         options = ["-O1", "-Wall", "-Werror", "-shared", "-fPIC"]
-        command: list[str | Path] = ["cc", *options, "-o", fresh, SOURCE, "-ldl"]
+        command: list[str | Path] = ["cc", *options, "-o", new_library, SOURCE, "-ldl"]
         subprocess.run(command, check=True)
-        fresh.rename(library)
-        fresh.parent.rmdir()
+        new_library.rename(library)
+        new_library.parent.rmdir()
     return library
 
 
 def environment(fault: FailingFile, library: Path, run: Path, report: Path) -> dict[str, str]:
-    """Return the variables under which the ranks of a job meet `fault` in the folder `run`."""
+    """Return the environment variables that inject `fault` into files of the folder `run`."""
     effect = errno.__dict__.get(fault.effect, fault.effect)
     words = [fault.rank, fault.operation, fault.number, effect, int(fault.stays), report, run]
     return {"LD_PRELOAD": str(library), "CAMPAIGN_DISK": " ".join(map(str, words))}
 
 
 def mount(folder: Path, kib: int) -> None:
-    """Make `folder` a file system of `kib` KiB in memory; it goes with the mount namespace."""
+    """Mount a file system of `kib` KiB in memory on `folder`; it ends with the mount namespace."""
     folder.mkdir()
     options = ["-t", "tmpfs", "-o", f"size={kib}k", "campaign"]
     subprocess.run(["mount", *options, folder], check=True)

@@ -64,15 +64,17 @@ def mpi_name() -> str:
 
 def variables(place: Place) -> dict[str, str]:
     """Return the environment of every job of a campaign."""
-    own = {
+    own_variables = {
         "HPCTRAIN_TUNING": str(place.work),  # without tables: `auto` is to choose alike
         "TMPDIR": str(place.temporary),
         "PYTHONDONTWRITEBYTECODE": "",
         "PYTHONPYCACHEPREFIX": str(place.work / "pycache"),
     }
     # Coverage of the processes under fault would be measured in files that faults damage.
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith("COVERAGE_PROCESS")}
-    return {**OPEN_MPI_VARIABLES, "OMP_NUM_THREADS": "1", **inherited, **own}
+    inherited_variables = {
+        k: v for k, v in os.environ.items() if not k.startswith("COVERAGE_PROCESS")
+    }
+    return {**OPEN_MPI_VARIABLES, "OMP_NUM_THREADS": "1", **inherited_variables, **own_variables}
 
 
 @dataclass(frozen=True)

@@ -157,19 +157,22 @@ def problems_of_recoveries(case: Case, summary: dict[str, Any]) -> Iterator[str]
 
 def problems_of_rows(case: Case, path: Path) -> Iterator[str]:
     """Yield places where rows of metrics do not have each step and sample exactly once."""
-    before, total = 0, case.steps
+    last_step, total_steps = 0, case.steps
     for number, line in enumerate(path.read_text().splitlines() if path.exists() else [], 1):
         try:
             row = json.loads(line)
         except ValueError:
             yield f"{path.name}:{number} is no JSON: {line[:60]!r}"
             continue
-        if (row["step"] - row["steps"], row["samples"]) != (before, case.samples_of(row["step"])):
+        if (row["step"] - row["steps"], row["samples"]) != (
+            last_step,
+            case.samples_of(row["step"]),
+        ):
             yield f"{path.name}:{number} has steps {row['step'] - row['steps']} to {row['step']}"
-            yield f"after step {before}, {row['samples']} samples"
-        before = row["step"]
-    if before != total:
-        yield f"{path.name} ends at step {before} of {total}"
+            yield f"after step {last_step}, {row['samples']} samples"
+        last_step = row["step"]
+    if last_step != total_steps:
+        yield f"{path.name} ends at step {last_step} of {total_steps}"
 
 
 def allowed_codes(case: Case, faults: Sequence[Fault]) -> frozenset[int]:
@@ -193,8 +196,8 @@ def _lost_rank(case: Case) -> frozenset[int]:
     """
     if case.is_elastic:
         lost = lost_ranks(case)
-        left = min(case.ranks, case.job_ranks - lost)
-        return DONE if lost < case.ranks and regimes.fits(case.recipe, left) else LOST
+        ranks_left = min(case.ranks, case.job_ranks - lost)
+        return DONE if lost < case.ranks and regimes.fits(case.recipe, ranks_left) else LOST
     return LOST if case.launcher in OWN_LAUNCHERS else ANY_CODE
 
 

@@ -64,37 +64,38 @@ def read(path: Path) -> dict[CaseKey, Table]:
 
 def remaining(cases: Iterable[Case], results: dict[CaseKey, Table]) -> list[Case]:
     """Return the cases that have not passed."""
-    passed = {key for key, table in results.items() if table["verdict"] == PASSED}
-    return [case for case in cases if (case.seed, case.index) not in passed]
+    passed_keys = {key for key, table in results.items() if table["verdict"] == PASSED}
+    return [case for case in cases if (case.seed, case.index) not in passed_keys]
 
 
 def counts(results: Iterable[Table]) -> dict[str, dict[str, Counter[str]]]:
     """Return title -> name -> verdict -> number of cases."""
-    counted: dict[str, dict[str, Counter[str]]] = {}
+    totals: dict[str, dict[str, Counter[str]]] = {}
     for result in results:
         launcher, spares = result["case"]["launcher"], result["case"].get("spares")
-        names = {
+        keys_by_title = {
             "engine": [f"{result['mpi']} {result['case']['engine']}"],
             "launcher": [f"{result['mpi']} {launcher}" + (f", {spares} spares" if spares else "")],
             "fault": [describe_kind(fault) for fault in parse(result["case"]).faults],
             "broken promise": [problem[:70] for problem in result["problems"]],
         }
-        for title, keys in names.items():
+        for title, keys in keys_by_title.items():
             for key in keys:
-                counted.setdefault(title, {}).setdefault(key, Counter())[result["verdict"]] += 1
-    return counted
+                totals.setdefault(title, {}).setdefault(key, Counter())[result["verdict"]] += 1
+    return totals
 
 
 def summarize(results: list[Table]) -> str:
     """Return the last line of a campaign."""
     verdicts = Counter(result["verdict"] for result in results)
-    hit = sum(any(item["fired"] for item in result["attempts"]) for result in results)
-    faults = sum(len(result["case"]["faults"]) for result in results)
+    hit_count = sum(any(item["fired"] for item in result["attempts"]) for result in results)
+    fault_count = sum(len(result["case"]["faults"]) for result in results)
     text = (
-        f"{len(results)} cases with {faults} faults, {hit} of them hit, {verdicts[FAILED]} failed"
+        f"{len(results)} cases with {fault_count} faults, {hit_count} of them hit, "
+        f"{verdicts[FAILED]} failed"
     )
-    skipped = len(results) - verdicts[FAILED] - verdicts[PASSED]
-    return f"{text}, {skipped} skipped" if skipped else text
+    skipped_count = len(results) - verdicts[FAILED] - verdicts[PASSED]
+    return f"{text}, {skipped_count} skipped" if skipped_count else text
 
 
 def losses(results: Iterable[Table]) -> dict[str, Any]:
@@ -125,8 +126,8 @@ def show(bar: Progress, result: Table) -> None:
     for line in () if is_quiet else case_lines(result):
         bar.console.print(line, highlight=False, soft_wrap=True)
     (task,) = bar.tasks
-    failed = task.fields["failed"] + (result["verdict"] == FAILED)
-    bar.update(task.id, advance=1, failed=failed)
+    failed_count = task.fields["failed"] + (result["verdict"] == FAILED)
+    bar.update(task.id, advance=1, failed=failed_count)
 
 
 def case_lines(result: Table) -> list[str]:
@@ -140,10 +141,10 @@ def case_lines(result: Table) -> list[str]:
     return [line, *(f"    FAILED {problem}" for problem in result["problems"])]
 
 
-def print_cases(cases: Sequence[Case], found: dict[CaseKey, Table]) -> None:
+def print_cases(cases: Sequence[Case], results: dict[CaseKey, Table]) -> None:
     """Print a line per case with its verdict, if it has one."""
     for case in cases:
-        result = found.get((case.seed, case.index))
+        result = results.get((case.seed, case.index))
         verdict = result["verdict"] if result else "not run"
         say(f"{verdict:8} {case.seed}/{case.index} {describe_case(case)}")
 
@@ -153,13 +154,13 @@ def print_summary(tables: list[Table]) -> None:
     for title, rows in counts(tables).items():
         headings = (title, PASSED, FAILED, SKIPPED)
         cells = (
-            (name, *(str(verdicts[word]) for word in headings[1:]))
+            (name, *(str(verdicts[verdict]) for verdict in headings[1:]))
             for name, verdicts in sorted(rows.items())
         )
         print_table(make_table(headings, cells, *headings), DEFAULT_WIDTH)
-    unchecked = Counter(text for table in tables for text in table.get("unchecked", ()))
-    for text, number in unchecked.items():
+    unchecked_counts = Counter(text for table in tables for text in table.get("unchecked", ()))
+    for text, number in unchecked_counts.items():
         say(f"not checked in {number} cases: {text}")
-    if sums := losses(tables):
-        say(f"{sums['recoveries']} recoveries, {100 * sums['ettr']:.1f} % of time in progress")
+    if totals := losses(tables):
+        say(f"{totals['recoveries']} recoveries, {100 * totals['ettr']:.1f} % of time in progress")
     say(summarize(tables))

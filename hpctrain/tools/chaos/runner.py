@@ -82,21 +82,21 @@ def run(case: Case, work: Path, *, isolated: bool, keep: bool) -> None:
     if not isolated and any(isinstance(fault, FullDisk) for fault in case.faults):
         verdict.skipped = "a full disk needs namespaces, in which the case may mount one"
     else:
-        verdict.problems += _suffer(case, place, scope, verdict)
+        verdict.problems += _inject_faults(case, place, scope, verdict)
         if not verdict.problems:
-            verdict.problems += _compare(case, place, scope, verdict)
+            verdict.problems += _compare_parameters(case, place, scope, verdict)
     if isolated and (keep or verdict.problems):  # the disk goes with the namespace
         shutil.copytree(place.run, place.home / "run", symlinks=True, dirs_exist_ok=True)
     verdict.seconds = time.monotonic() - start_s
     (place.home / RESULT_FILE).write_text(json.dumps(verdict.table(case)))
 
 
-def _suffer(case: Case, place: Place, scope: Scope, verdict: Verdict) -> Iterator[str]:
+def _inject_faults(case: Case, place: Place, scope: Scope, verdict: Verdict) -> Iterator[str]:
     """Let the job suffer its faults, then resume it until it has completed."""
     for number, faults in enumerate([*case.attempts, []]):
         if case.is_elastic and verdict.attempts and verdict.attempts[-1].code == 0:
             break
-        ending = _attempt(case, place, scope, number, faults)
+        ending = _run_attempt(case, place, scope, number, faults)
         verdict.attempts.append(ending)
         for problem in oracle.problems_of(case, faults, ending, place.run):
             yield f"attempt {number}: {problem}"
@@ -108,7 +108,9 @@ def _suffer(case: Case, place: Place, scope: Scope, verdict: Verdict) -> Iterato
     verdict.facts = {key: summary[key] for key in FACTS if case.is_elastic and key in summary}
 
 
-def _attempt(case: Case, place: Place, scope: Scope, number: int, faults: list[Fault]) -> Attempt:
+def _run_attempt(
+    case: Case, place: Place, scope: Scope, number: int, faults: list[Fault]
+) -> Attempt:
     launcher = case.launcher if faults or not number else jobs.undisturbed_launcher(case)
     orphaned = any(isinstance(fault, Signal) and fault.is_orphaning for fault in faults)
     settings = (f"faults.step_ms={ORPHAN_MS}",) * orphaned
@@ -117,7 +119,7 @@ def _attempt(case: Case, place: Place, scope: Scope, number: int, faults: list[F
     return threads.train(case, place, scope, order, faults, place.home / f"attempt-{number}.stderr")
 
 
-def _compare(case: Case, place: Place, scope: Scope, verdict: Verdict) -> Iterator[str]:
+def _compare_parameters(case: Case, place: Place, scope: Scope, verdict: Verdict) -> Iterator[str]:
     """Compare the parameters with a run without faults, or with the replay."""
     verdict.params_sha256 = recorded_sha256(place.run)
     if regimes.is_deterministic(case.recipe):
@@ -150,7 +152,9 @@ def prepare(case: Case, place: Place, scope: Scope) -> None:
         hosts.mount(place.disk, hosts.ROOM_KIB)
     else:
         place.disk.mkdir()
-    data = {"kind": "npz", "path": str(_data(place.work))} if "data" not in case.recipe else {}
+    data = (
+        {"kind": "npz", "path": str(_sample_file(place.work))} if "data" not in case.recipe else {}
+    )
     recipe = {**({"data": data} if data else {}), **case.recipe}
     place.recipe.write_text(tomli_w.dumps(recipe))
 
@@ -214,7 +218,7 @@ def _train(plain: Case, place: Place, scope: Scope) -> Reference:
 
 
 def run_plainly(case: Case, place: Place, scope: Scope, order: Order) -> tuple[Attempt, list[str]]:
-    """Train without faults; return how that ended, and the promises that the end breaks."""
+    """Train without faults; return the attempt and the promises that it breaks."""
     ending = threads.train(case, place, scope, order, [], place.home / "attempt.stderr")
     return ending, list(oracle.problems_of(case, [], ending, place.run))
 
@@ -233,7 +237,7 @@ def recorded_sha256(run: Path) -> str | None:
     return (oracle.read_summary(run) or {}).get("params_sha256")
 
 
-def _data(work: Path) -> Path:
+def _sample_file(work: Path) -> Path:
     """Return a file of samples that a small network can learn; made once."""
     path = work / "data.npz"
     with locked(path):

@@ -71,7 +71,9 @@ class Marked(Scope):
     def processes(self) -> dict[int, str]:
         """Return the command lines of this host's processes that carry the mark."""
         mark = f"{MARK}={self._mark}".encode()
-        return {pid: line for pid in _pids() if _has(pid, mark) and (line := command_line(pid))}
+        return {
+            pid: line for pid in _pids() if _has_variable(pid, mark) and (line := command_line(pid))
+        }
 
     def shared_memory(self) -> list[str]:
         """Return our files in /dev/shm that are new, and that no process has mapped or open."""
@@ -81,18 +83,18 @@ class Marked(Scope):
         return sorted(spare - used)
 
 
-def ended(scope: Scope, limit_s: float) -> tuple[dict[int, str], float]:
-    """Wait until no process is left, `limit_s` at most; return those left and the seconds."""
+def wait_for_processes(scope: Scope, limit_s: float) -> tuple[dict[int, str], float]:
+    """Wait up to `limit_s` for all processes to end; return remaining processes and seconds."""
     start_s = time.monotonic()
-    while (remaining := scope.processes()) and time.monotonic() - start_s < limit_s:
+    while (remaining_processes := scope.processes()) and time.monotonic() - start_s < limit_s:
         time.sleep(0.02)
-    return remaining, time.monotonic() - start_s
+    return remaining_processes, time.monotonic() - start_s
 
 
 def kill_all(scope: Scope) -> None:
     """Kill all processes of the case."""
-    while remaining := scope.processes():
-        for pid in remaining:
+    while remaining_processes := scope.processes():
+        for pid in remaining_processes:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.01)
@@ -100,8 +102,10 @@ def kill_all(scope: Scope) -> None:
 
 def clear(scope: Scope, *folders: Path) -> None:
     """Remove the shared memory that the case has left, and the contents of `folders`."""
-    left = [SHARED_MEMORY / name for name in scope.shared_memory() if not name.startswith("sysv ")]
-    for path in (*left, *(path for folder in folders for path in folder.iterdir())):
+    left_files = [
+        SHARED_MEMORY / name for name in scope.shared_memory() if not name.startswith("sysv ")
+    ]
+    for path in (*left_files, *(path for folder in folders for path in folder.iterdir())):
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
@@ -121,7 +125,7 @@ def command_line(pid: int) -> str:
     return line.decode(errors="replace").strip() or name.partition("(")[2]
 
 
-def _has(pid: int, variable: bytes) -> bool:
+def _has_variable(pid: int, variable: bytes) -> bool:
     try:
         return variable in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:  # it has ended, or belongs to another user
@@ -130,11 +134,11 @@ def _has(pid: int, variable: bytes) -> bool:
 
 def _shared_files() -> list[str]:
     """Return the names of this user's files in /dev/shm."""
-    own = []
+    file_names = []
     for path in SHARED_MEMORY.iterdir() if SHARED_MEMORY.is_dir() else ():
         with suppress(OSError):
-            own += [path.name] * (path.lstat().st_uid == os.getuid())
-    return own
+            file_names += [path.name] * (path.lstat().st_uid == os.getuid())
+    return file_names
 
 
 def unavailable() -> str:

@@ -39,7 +39,7 @@ class OutOfTimeError(Exception):
 def train(
     case: Case, place: Place, scope: Scope, order: Order, faults: list[Fault], log: Path
 ) -> Attempt:
-    """Train `case` under `faults`; return how that ended."""
+    """Train `case` under `faults`; return the outcome."""
     if order.launcher != "threads":
         return attempt.attempt(case, place, scope, order, faults, log)
     start_s = time.monotonic()
@@ -98,12 +98,12 @@ def _limited(seconds: float) -> Iterator[None]:
 @contextmanager
 def _output_in(log: Path) -> Iterator[None]:
     """Write what this process prints into `log`."""
-    kept = os.dup(2)
+    saved_stderr = os.dup(2)
     with open(log, "w") as file:
         os.dup2(file.fileno(), 2)
     try:
         yield
     finally:
         sys.stderr.flush()
-        os.dup2(kept, 2)
-        os.close(kept)
+        os.dup2(saved_stderr, 2)
+        os.close(saved_stderr)

@@ -153,15 +153,15 @@ def check_gpus(
 
 def check_gdr(support: GdrState) -> Check:
     """Return the check of GPUDirect RDMA."""
-    answer = {True: "may be used", False: "no", None: "not known"}[support.available]
-    observed = f"{answer}: {support.evidence}"
+    availability_text = {True: "may be used", False: "no", None: "not known"}[support.available]
+    observed = f"{availability_text}: {support.evidence}"
     verdict: Verdict = "ok" if support.available else "note"
     return Check("GPUDirect RDMA", verdict, observed, support.remedy)
 
 
 def _check_inventory(cards: NodeGpus) -> Check:
-    names = Counter(card.name for card in cards.gpus)
-    counts_text = ", ".join(f"{count} x {name}" for name, count in names.items())
+    name_counts = Counter(card.name for card in cards.gpus)
+    counts_text = ", ".join(f"{count} x {name}" for name, count in name_counts.items())
     slice_count = sum(len(card.slices) for card in cards.gpus)
     mig_text = f", divided into {slice_count} MIG slices" if slice_count else ""
     return Check("GPUs", "ok", f"{counts_text}{mig_text}; driver {cards.driver}")

@@ -38,11 +38,13 @@ def print_remedies(checks: Sequence[Check], console: PlainConsole) -> None:
     for check in checks:
         if check.remedy and check.verdict in ("slow", "bad"):
             console.print(Text(f"{check.name}: {check.remedy}"), soft_wrap=True)
-    names = {v: [check.name for check in checks if check.verdict == v] for v in ("bad", "slow")}
-    faults = "; ".join(
-        f"{verdict}: {', '.join(listed)}" for verdict, listed in names.items() if listed
+    names_by_verdict = {
+        v: [check.name for check in checks if check.verdict == v] for v in ("bad", "slow")
+    }
+    faults_text = "; ".join(
+        f"{verdict}: {', '.join(names)}" for verdict, names in names_by_verdict.items() if names
     )
-    console.print(Text(faults or "no fault: runs can start here"), soft_wrap=True)
+    console.print(Text(faults_text or "no fault: runs can start here"), soft_wrap=True)
 
 
 def checks_table(checks: Sequence[Check]) -> Table:

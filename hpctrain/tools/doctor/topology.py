@@ -76,20 +76,20 @@ def _format_nearest_ports(cards: NodeGpus, nics: Sequence[Nic], root: Path) -> l
     if len(ports) < 2:
         return []
     nearest_by_card = [nearest_ports(card.pci, ports, root) for card in cards.gpus]
-    texts = (
+    port_texts = (
         f"GPU{c.index} {', '.join(n)}" for c, n in zip(cards.gpus, nearest_by_card, strict=True)
     )
-    return [f"  near: {'; '.join(texts)}"]
+    return [f"  near: {'; '.join(port_texts)}"]
 
 
 def _format_matrix(topology: Topology) -> list[str]:
     width = max(map(len, topology.headings)) + 2
-    header = "".join(name.ljust(width) for name in ("", *topology.headings))
+    header_line = "".join(name.ljust(width) for name in ("", *topology.headings))
     rows = [
-        "".join(word.ljust(width) for word in (name, *row))
+        "".join(cell.ljust(width) for cell in (name, *row))
         for name, row in zip(topology.headings, topology.matrix, strict=True)
     ]
-    return [f"  {line.rstrip()}" for line in (header, *rows, _LEGEND)]
+    return [f"  {line.rstrip()}" for line in (header_line, *rows, _LEGEND)]
 
 
 def _format_card(card: GpuInfo) -> str:

@@ -62,7 +62,7 @@ def compare(folders: Sequence[Path]) -> dict[str, Any]:
 
 
 def _fill_in(tables: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Return a recipe with the defaults of its keys; as it is if this version refuses it."""
+    """Return a recipe with the defaults of its keys; unchanged if this version refuses it."""
     try:
         return list_all_keys(recipe.check(tables, folder)) if tables else tables
     except UsageError:
@@ -71,27 +71,27 @@ def _fill_in(tables: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 def _collect(run: RunRecord) -> dict[str, Any]:
     """Return the facts and metrics of a run, of its last row where there is no summary."""
-    latest = {**(run.rows[-1] if run.rows else {}), **run.summary}
-    latest["status"] = run.status
+    latest_values = {**(run.rows[-1] if run.rows else {}), **run.summary}
+    latest_values["status"] = run.status
     if run.rows and "steps" not in run.summary:  # a row counts the steps of its interval
-        latest["steps"] = run.rows[-1]["step"]
-    latest["lost_ranks"] = sum(len(loss.ranks) for loss in run.losses()) or None
-    if not latest["lost_ranks"]:
-        latest |= dict.fromkeys(("lost_s", "ettr", "spares_used"))
-    metrics = [key for key in latest if key.startswith(("train_", "test_"))]
-    keys = [key for key in (*FACTS, *metrics) if key != "since_step" or latest.get(key)]
-    return {key: latest[key] for key in keys if latest.get(key) is not None}
+        latest_values["steps"] = run.rows[-1]["step"]
+    latest_values["lost_ranks"] = sum(len(loss.ranks) for loss in run.losses()) or None
+    if not latest_values["lost_ranks"]:
+        latest_values |= dict.fromkeys(("lost_s", "ettr", "spares_used"))
+    metrics = [key for key in latest_values if key.startswith(("train_", "test_"))]
+    keys = [key for key in (*FACTS, *metrics) if key != "since_step" or latest_values.get(key)]
+    return {key: latest_values[key] for key in keys if latest_values.get(key) is not None}
 
 
 def _flatten(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return {"table.key": value} of a recipe, without the hashes of its code."""
-    flat: dict[str, Any] = {}
+    flat_recipe: dict[str, Any] = {}
     for key, value in tables.items():
         if isinstance(value, Mapping):
-            flat |= _flatten(value, f"{prefix}{key}.")
+            flat_recipe |= _flatten(value, f"{prefix}{key}.")
         elif not prefix.startswith(("code.", "paths.")):
-            flat[prefix + key] = value
-    return flat
+            flat_recipe[prefix + key] = value
+    return flat_recipe
 
 
 def find_differences(recipes: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
@@ -99,12 +99,18 @@ def find_differences(recipes: Sequence[Mapping[str, Any]]) -> dict[str, list[Any
 
     A run from Python has an empty recipe: no key is compared with it.
     """
-    flat = [_flatten(recipe) for recipe in recipes]
-    values = {key: [tables.get(key) for tables in flat] for key in sorted(set().union(*flat))}
-    compared = [i for i, tables in enumerate(flat) if tables]  # a run from Python has no recipe
-    names = {"recipe": [tables.get("run.name", NO_RECIPE) for tables in flat]}
-    return (names if len(compared) < len(flat) else {}) | {
-        key: row for key, row in values.items() if any(row[i] != row[compared[0]] for i in compared)
+    flat_recipes = [_flatten(recipe) for recipe in recipes]
+    values_by_key = {
+        key: [tables.get(key) for tables in flat_recipes]
+        for key in sorted(set().union(*flat_recipes))
+    }
+    # A run from Python has no recipe.
+    compared_runs = [i for i, tables in enumerate(flat_recipes) if tables]
+    recipe_names = {"recipe": [tables.get("run.name", NO_RECIPE) for tables in flat_recipes]}
+    return (recipe_names if len(compared_runs) < len(flat_recipes) else {}) | {
+        key: row
+        for key, row in values_by_key.items()
+        if any(row[i] != row[compared_runs[0]] for i in compared_runs)
     }
 
 
@@ -134,30 +140,30 @@ def draw(folders: Sequence[Path], path: Path) -> None:
     from hpctrain.tools.report.plots import MAX_MARKED_POINTS, UNITS, choose_unit, scale_losses
 
     runs = [record.read(folder) for folder in folders]
-    drawn = [m for m in METRICS if any(np.isfinite(run.column(m)).any() for run in runs)]
-    if not drawn:
+    drawn_metrics = [m for m in METRICS if any(np.isfinite(run.column(m)).any() for run in runs)]
+    if not drawn_metrics:
         raise UsageError(f"--plot: expected rows of metrics, seen none in {folders[0]}")
     seconds = [np.cumsum(run.seconds_per_row("wall_s")) for run in runs]
     unit = choose_unit(max(clock[-1] for clock in seconds if len(clock)))
-    figure = Figure((10, 0.8 + 2.6 * len(drawn)), layout="constrained")
-    panels = figure.subplots(len(drawn), 2, sharex="col", sharey="row", squeeze=False)
-    for metric, (by_step, by_time) in zip(drawn, panels, strict=True):
+    figure = Figure((10, 0.8 + 2.6 * len(drawn_metrics)), layout="constrained")
+    panels = figure.subplots(len(drawn_metrics), 2, sharex="col", sharey="row", squeeze=False)
+    for metric, (by_step, by_time) in zip(drawn_metrics, panels, strict=True):
         for i, (run, clock) in enumerate(zip(runs, seconds, strict=True)):
             y = run.column(metric)
-            finite = np.isfinite(y)
+            is_finite = np.isfinite(y)
             style: dict[str, Any] = {
                 "color": COLORS[i % len(COLORS)],
                 "linestyle": DASHES[i % len(DASHES)],
             }
-            if finite.sum() <= MAX_MARKED_POINTS:  # a lone point has no line
+            if is_finite.sum() <= MAX_MARKED_POINTS:  # a lone point has no line
                 style |= {"marker": MARKERS[i % len(MARKERS)], "markersize": 4}
-            label = plain(str(folders[i])) if metric == drawn[0] else None
-            by_step.plot(run.column("step")[finite], y[finite], label=label, **style)
-            by_time.plot(clock[finite] / UNITS[unit], y[finite], **style)
-        values = np.concatenate([run.column(metric) for run in runs])
+            label = plain(str(folders[i])) if metric == drawn_metrics[0] else None
+            by_step.plot(run.column("step")[is_finite], y[is_finite], label=label, **style)
+            by_time.plot(clock[is_finite] / UNITS[unit], y[is_finite], **style)
+        metric_values = np.concatenate([run.column(metric) for run in runs])
         for axes in (by_step, by_time):
             axes.grid(alpha=0.3)
-            scale_losses(axes, values)
+            scale_losses(axes, metric_values)
         by_step.set_ylabel(metric.replace("_", " "))
     panels[-1][0].set_xlabel("step")
     panels[-1][1].set_xlabel(f"wall time in training [{unit}]")

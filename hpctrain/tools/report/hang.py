@@ -34,15 +34,15 @@ class JobState(NamedTuple):
 
 def read_job(run: Path) -> JobState:
     """Return the state of the job in the folder of a run; raise UsageError without records."""
-    now_s, locked = time.time(), is_locked(run)
-    summary = (run_folder.read_summary(run) or {}) if not locked else {}
-    status = history.RUNNING if locked else summary.get("status") or history.KILLED
-    result = diagnosis.diagnose(run / "watch", now_s, is_running=locked)
+    now_s, is_running = time.time(), is_locked(run)
+    summary = (run_folder.read_summary(run) or {}) if not is_running else {}
+    status = history.RUNNING if is_running else summary.get("status") or history.KILLED
+    result = diagnosis.diagnose(run / "watch", now_s, is_running=is_running)
     if not result.ranks:
-        ended = f"the run ended with status {status}: " if status in _FINAL else ""
+        end_text = f"the run ended with status {status}: " if status in _FINAL else ""
         raise UsageError(
-            f"{run}: {ended}expected records of its ranks in {run / 'watch'}, seen none. They are "
-            "removed when a run ends well; is this the folder of a run (--out)?"
+            f"{run}: {end_text}expected records of its ranks in {run / 'watch'}, seen none. They "
+            "are removed when a run ends well; is this the folder of a run (--out)?"
         )
     return JobState(run, status, summary.get("reason") or "", now_s, result)
 
@@ -80,9 +80,9 @@ def print_report(job: JobState, last: int) -> None:
     console = stdout_console(history.DEFAULT_WIDTH)
     headings = ("rank", "host", "state", "step", "last operation", "since", "line")
     result = job.diagnosis
-    notable = {*result.waited_for, *result.silent_first, *result.behind}
-    states = sorted(result.ranks, key=lambda state: state.rank not in notable)
-    table = make_table(headings, map(_cells, states[:MAX_ROWS]), *headings)
+    notable_ranks = {*result.waited_for, *result.silent_first, *result.behind}
+    states = sorted(result.ranks, key=lambda state: state.rank not in notable_ranks)
+    table = make_table(headings, map(_rank_cells, states[:MAX_ROWS]), *headings)
     console.print(fit_table(table, console))
     hidden = len(states) - MAX_ROWS
     lines = [f"and {hidden} more ranks: --json shows all"] if hidden > 0 else []
@@ -92,29 +92,31 @@ def print_report(job: JobState, last: int) -> None:
         console.print(Text(line), soft_wrap=True)
 
 
-def _cells(state: RankState) -> tuple[str, ...]:
+def _rank_cells(state: RankState) -> tuple[str, ...]:
     record, call = state.record, state.last_call
     if record is None:
         return (str(state.rank), state.node, state.life, "-", "-", "-", "-")
-    life = f"{state.life}, waits" if call and call.is_waiting and state.life != DEAD else state.life
-    operation = "in " * bool(call and call.is_waiting) + (_describe(call) if call else "none")
-    since = _since(call, state.as_of_s) if call else "-"
-    return (str(state.rank), record.host, life, str(record.step), operation, since, record.line)
+    life_text = (
+        f"{state.life}, waits" if call and call.is_waiting and state.life != DEAD else state.life
+    )
+    operation = "in " * bool(call and call.is_waiting) + (_describe_call(call) if call else "none")
+    times = _call_times_text(call, state.as_of_s) if call else "-"
+    return str(state.rank), record.host, life_text, str(record.step), operation, times, record.line
 
 
-def _describe(call: Call) -> str:
+def _describe_call(call: Call) -> str:
     peer = "all ranks" if call.peer == -1 else f"rank {call.peer}"
     return f"{call.operation} with {peer}, {call.nbytes:,} bytes"
 
 
-def _since(call: Call, as_of_s: float) -> str:
+def _call_times_text(call: Call, as_of_s: float) -> str:
     """Return when a call began and for how long it lasts, or when it ended."""
     if call.is_waiting:
-        return f"{_clock(call.start_s)}, for {max(as_of_s - call.start_s, 0):.1f} s"
-    return f"ended {_clock(call.end_s or call.start_s)}"
+        return f"{_clock_text(call.start_s)}, for {max(as_of_s - call.start_s, 0):.1f} s"
+    return f"ended {_clock_text(call.end_s or call.start_s)}"
 
 
-def _clock(seconds: float) -> str:
+def _clock_text(seconds: float) -> str:
     millis = f"{seconds % 1:.3f}"[1:] if seconds % 1 < 0.9995 else ".999"
     try:
         return time.strftime("%H:%M:%S", time.localtime(seconds)) + millis
@@ -126,8 +128,8 @@ def _last_operations(state: RankState, last: int) -> Iterator[str]:
     for call in state.record.history[-last:] if state.record else ():
         length = "not over" if call.end_s is None else f"{1e3 * (call.end_s - call.start_s):.3f} ms"
         yield (
-            f"  {_clock(call.start_s)}  step {call.step}  {_describe(call)}, thread {call.thread}: "
-            f"{length}"
+            f"  {_clock_text(call.start_s)}  step {call.step}  {_describe_call(call)}, "
+            f"thread {call.thread}: {length}"
         )
 
 
@@ -137,21 +139,21 @@ def conclusions(job: JobState) -> Iterator[str]:
     yield f"{job.run}: {job.status}" + (f": {job.reason.splitlines()[0]}" if job.reason else "")
     steps = {state.rank: state.step for state in result.ranks}
     if result.behind:
-        yield f"behind: {_names(result.behind)}, in step {steps[result.behind[0]]}"
+        yield f"behind: {_ranks_text(result.behind)}, in step {steps[result.behind[0]]}"
     if result.waited_for:
-        yield f"others wait for: {_names(result.waited_for)}"
+        yield f"others wait for: {_ranks_text(result.waited_for)}"
     elif _is_stuck(job) and all(state.waiting_calls for state in result.ranks):
         yield "every rank waits: compare their operations, peers and lines"
     if result.died_in_call:
-        yield f"dead in an operation: {_names(result.died_in_call)}"
+        yield f"dead in an operation: {_ranks_text(result.died_in_call)}"
     if result.silent_first:
-        yield f"first without a heartbeat on its node: {_names(result.silent_first)}"
+        yield f"first without a heartbeat on its node: {_ranks_text(result.silent_first)}"
     for node in result.unread_nodes:
         yield f"node {node}: its records are neither on this host nor in {job.run / 'watch'}"
 
 
 def remedies(job: JobState) -> Iterator[str]:
-    """Yield the lines on what to do."""
+    """Yield the lines that describe the remedy."""
     result = job.diagnosis
     if result.unread_nodes:
         yield (
@@ -161,7 +163,10 @@ def remedies(job: JobState) -> Iterator[str]:
     if job.status != history.RUNNING:
         suspects = result.waited_for or result.silent_first
         if suspects:
-            yield f"look at the output of {_names(suspects)}, and on its host into `dmesg`: memory?"
+            yield (
+                f"look at the output of {_ranks_text(suspects)}, and on its host into `dmesg`: "
+                "memory?"
+            )
         yield f"then start the job again with --out {job.run} --resume"
     elif _is_stuck(job):
         yield from remedy(bool(result.waited_for)).splitlines()
@@ -175,6 +180,6 @@ def _is_stuck(job: JobState) -> bool:
     return any(job.now_s - call.start_s > _LONG_S for call in calls)
 
 
-def _names(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + ", ..." * (len(ranks) > 8)
-    return f"rank{'s' * (len(ranks) > 1)} {shown}"
+def _ranks_text(ranks: Sequence[int]) -> str:
+    names = ", ".join(map(str, ranks[:8])) + ", ..." * (len(ranks) > 8)
+    return f"rank{'s' * (len(ranks) > 1)} {names}"

@@ -73,33 +73,33 @@ def _find_folders(folder: Path) -> Iterator[Path]:
 
 
 def read_entry(run: Path) -> HistoryEntry:
-    """Return the entry of the run in folder `run`; of damaged files it says so."""
+    """Return the entry of the run in folder `run`; its status names damaged files."""
     started = max((run / name).stat().st_mtime for name in record.FILES if (run / name).exists())
     if (run / run_folder.RECIPE).exists():  # written at the start of each part
         started = (run / run_folder.RECIPE).stat().st_mtime
-    nothing = dict.fromkeys(("engine", "ranks", "step", "metric", "value"))
+    empty_values = dict.fromkeys(("engine", "ranks", "step", "metric", "value"))
     try:
-        values = _describe(run, record.read(run))
+        values = _describe_run(run, record.read(run))
     except (UsageError, ValueError) as error:
-        values = {**nothing, "recipe": "-", "status": f"{DAMAGED}: {error}"}
+        values = {**empty_values, "recipe": "-", "status": f"{DAMAGED}: {error}"}
     return HistoryEntry(started=started, folder=str(run), **values)
 
 
-def _describe(run: Path, contents: RunRecord) -> dict[str, Any]:
+def _describe_run(run: Path, contents: RunRecord) -> dict[str, Any]:
     recipe = toml.parse(contents.recipe, str(run / run_folder.RECIPE))
     last_row = contents.rows[-1] if contents.rows else {}
-    latest = {**last_row, **contents.summary}
+    latest_values = {**last_row, **contents.summary}
     unfinished = RUNNING if is_locked(run) else KILLED
-    metric = next((name for name in RESULTS if latest.get(name) is not None), None)
-    times = (last_row.get("ranks") or {}).get("compute_s")
+    metric = next((name for name in RESULTS if latest_values.get(name) is not None), None)
+    compute_seconds = (last_row.get("ranks") or {}).get("compute_s")
     return {
         "recipe": recipe.get("run", {}).get("name") or NO_RECIPE,
         "engine": contents.summary.get("engine") or recipe.get("engine", {}).get("kind"),
-        "ranks": contents.summary.get("world_size") or (times and len(times)),
+        "ranks": contents.summary.get("world_size") or (compute_seconds and len(compute_seconds)),
         "status": contents.summary.get("status", unfinished),
         "step": last_row.get("step"),
         "metric": metric,
-        "value": latest[metric] if metric else None,
+        "value": latest_values[metric] if metric else None,
         "lost_ranks": sum(len(loss.ranks) for loss in contents.losses()),
     }
 
@@ -110,13 +110,13 @@ def find_newest(folder: Path, recipe: str) -> Path:
     Raises UsageError if there is none.
     """
     runs = list_runs(folder) if folder.is_dir() else []
-    names = [run.folder for run in runs if run.recipe == recipe]
-    if not names:
+    run_folders = [run.folder for run in runs if run.recipe == recipe]
+    if not run_folders:
         raise UsageError(
             f"--resume: expected a run of recipe '{recipe}' in {folder}/, seen none; name its "
             "folder: --resume=DIR"
         )
-    return Path(names[0])
+    return Path(run_folders[0])
 
 
 def print_table(entries: Sequence[HistoryEntry]) -> None:
@@ -125,10 +125,10 @@ def print_table(entries: Sequence[HistoryEntry]) -> None:
     from hpctrain.tools.show.tables import make_table
 
     headings = ("started", "recipe", "engine", "ranks", "status", "step", "result", "folder")
-    print_fitted(make_table(headings, map(_cells, entries), *headings), DEFAULT_WIDTH)
+    print_fitted(make_table(headings, map(_entry_cells, entries), *headings), DEFAULT_WIDTH)
 
 
-def _cells(entry: HistoryEntry) -> tuple[str, ...]:
+def _entry_cells(entry: HistoryEntry) -> tuple[str, ...]:
     lost = f", {counted(entry.lost_ranks, 'rank')} lost" if entry.lost_ranks else ""
     result = "-" if entry.value is None else f"{entry.metric} {entry.value:.4f}"
     return (

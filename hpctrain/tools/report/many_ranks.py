@@ -80,24 +80,28 @@ def _draw_stack(axes: Axes, times: Mapping[str, np.ndarray]) -> None:
 
 
 def _draw_hosts(
-    axes: Axes, times: Mapping[str, np.ndarray], host: np.ndarray, names: Sequence[str]
+    axes: Axes, times: Mapping[str, np.ndarray], host: np.ndarray, host_names: Sequence[str]
 ) -> None:
     """Draw the median of each part over the ranks of a host, and the range of their compute."""
-    groups = [np.flatnonzero(host == i) for i in range(len(names))]
+    groups = [np.flatnonzero(host == i) for i in range(len(host_names))]
     medians = {
         key: np.array([np.median(values[group]) for group in groups])
         for key, values in times.items()
     }
     _draw_stack(axes, medians)
     compute = times["compute_s"]
-    low, high = (np.array([pick(compute[group]) for group in groups]) for pick in (np.min, np.max))
-    x = np.arange(len(names))
-    axes.vlines(x, low, high, color=BLACK, linewidth=2)
-    axes.plot(x, high, "_", x, low, "_", color=BLACK)
+    min_compute, max_compute = (
+        np.array([pick(compute[group]) for group in groups]) for pick in (np.min, np.max)
+    )
+    x = np.arange(len(host_names))
+    axes.vlines(x, min_compute, max_compute, color=BLACK, linewidth=2)
+    axes.plot(x, max_compute, "_", x, min_compute, "_", color=BLACK)
     ratios = medians["compute_s"] / max(float(np.median(medians["compute_s"])), 1e-12)
-    _name_slow(axes, {i: ratios[i] for i in range(len(names)) if ratios[i] >= SLOW}, names)
-    if len(names) <= MAX_HOSTS:
-        axes.set_xticks(x, names, rotation=0 if len(names) <= MAX_HOSTS // 4 else 60)
+    _name_slow(
+        axes, {i: ratios[i] for i in range(len(host_names)) if ratios[i] >= SLOW}, host_names
+    )
+    if len(host_names) <= MAX_HOSTS:
+        axes.set_xticks(x, host_names, rotation=0 if len(host_names) <= MAX_HOSTS // 4 else 60)
     else:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("host: medians over its ranks; lines: from the least to the most compute")
@@ -107,8 +111,8 @@ def _name_slow(axes: Axes, ratios: Mapping[int, float], names: Sequence[str]) ->
     """Mark slow ranks or hosts at the top, and name the slowest."""
     above = axes.get_xaxis_transform()
     axes.plot(list(ratios), [0.84] * len(ratios), "v", transform=above, color=VERMILION)
-    slowest = sorted(ratios, key=lambda i: -ratios[i])[:MAX_NAMED]
-    labels = [f"{names[i]} {ratios[i]:.1f}x" for i in slowest]
+    slowest_indexes = sorted(ratios, key=lambda i: -ratios[i])[:MAX_NAMED]
+    labels = [f"{names[i]} {ratios[i]:.1f}x" for i in slowest_indexes]
     if len(ratios) > MAX_NAMED:
         labels += [f"and {len(ratios) - MAX_NAMED} more"]
     if labels:
@@ -157,7 +161,7 @@ def group_near(x: Sequence[float], width: float) -> list[tuple[float, list[int]]
 
 
 def describe(losses: Sequence[Loss]) -> str:
-    """Return the label of some losses: the ranks, or their number, and the seconds in all."""
+    """Return the label of losses: the ranks, or the number of ranks, and the total seconds."""
     ranks = [rank for loss in losses for rank in loss.ranks]
     names = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
     text = names if len(ranks) <= MAX_RANKS else f"{counted(len(ranks), 'rank')} lost"

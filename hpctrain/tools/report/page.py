@@ -97,10 +97,12 @@ def page(record: RunRecord, images: Mapping[str, bytes]) -> str:
     return render(
         __package__,
         record=record,
-        losses=[_cells(loss) for loss in record.losses()],
+        losses=[_loss_cells(loss) for loss in record.losses()],
         headlines=_headlines(summary),
         images=encode(images),
-        summary={key: (words(key), text_of(_scale(key, value))) for key, value in summary.items()},
+        summary={
+            key: (words(key), text_of(_scale_value(key, value))) for key, value in summary.items()
+        },
         versions=versions,
     )
 
@@ -117,7 +119,7 @@ def encode(images: Mapping[str, bytes]) -> dict[str, str]:
     return {name: b64encode(png).decode() for name, png in images.items()}
 
 
-def _cells(loss: Loss) -> list[str]:
+def _loss_cells(loss: Loss) -> list[str]:
     """Return a loss of ranks as a row of the page's table."""
     lost_s = None if loss.lost_s is None else f"{loss.lost_s:.3f} s"
     lists = [list(dict.fromkeys(x)) for x in (loss.ranks, loss.hosts, loss.spares)]
@@ -141,7 +143,7 @@ def _headlines(summary: Mapping[str, Any]) -> dict[str, str]:
     return headlines
 
 
-def _scale(key: str, value: Any) -> Any:
+def _scale_value(key: str, value: Any) -> Any:
     """Return bytes as MiB, recoveries as their number, other values as they are."""
     if key == "recoveries":
         return len(value)
@@ -150,15 +152,15 @@ def _scale(key: str, value: Any) -> Any:
     return value / 2**20 if key == "bytes_sent_per_rank" and value is not None else value
 
 
-def _fold(values: list[Any]) -> str:
+def _fold_list(values: list[Any]) -> str:
     """Return a long list, such as one number per rank, in a line."""
     numbers = [x for x in values if isinstance(x, int | float)]
     if len(numbers) < len(values):
         return f"{', '.join(map(text_of, values[:MAX_LISTED]))} and {len(values) - MAX_LISTED} more"
-    largest = max(range(len(values)), key=lambda i: values[i])
+    largest_index = max(range(len(values)), key=lambda i: values[i])
     return (
         f"{text_of(min(values))} to {text_of(max(values))}, median {text_of(median(values))}; "
-        f"the largest is number {largest} of 0 to {len(values) - 1}"
+        f"the largest is number {largest_index} of 0 to {len(values) - 1}"
     )
 
 
@@ -177,7 +179,7 @@ def text_of(value: Any) -> str:
     if isinstance(value, Mapping):
         return ", ".join(f"{key}: {text_of(item)}" for key, item in value.items())
     if isinstance(value, list) and len(value) > MAX_LISTED:
-        return _fold(value)
+        return _fold_list(value)
     if isinstance(value, list):
         return ", ".join(map(text_of, value))
     return str(value)

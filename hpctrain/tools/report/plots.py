@@ -32,14 +32,14 @@ UNITS = {"h": 3600.0, "min": 60.0, "s": 1.0}
 
 def plots(record: RunRecord) -> dict[str, bytes]:
     """Return {file name: PNG} of the plots for which `record` has rows."""
-    figures = {"loss.png": _losses, "rate.png": _rate, "time.png": _times,
-               "ranks.png": _ranks, "schedule.png": plot_schedule,
-               "staleness.png": _staleness}  # fmt: skip
+    figures = {"loss.png": _plot_losses, "rate.png": _plot_rate, "time.png": _plot_step_times,
+               "ranks.png": _plot_rank_times, "schedule.png": plot_schedule,
+               "staleness.png": _plot_staleness}  # fmt: skip
     images = {name: draw(record) for name, draw in figures.items() if record.rows}
     return {name: image(figure) for name, figure in images.items() if figure is not None}
 
 
-def _losses(record: RunRecord) -> Figure:
+def _plot_losses(record: RunRecord) -> Figure:
     """Losses and, if any is above zero, accuracies: by step and by wall time."""
     kinds = ["loss"] + ["accuracy"] * bool(np.nansum(_train_and_test(record, "accuracy")) > 0)
     figure = Figure((10, 0.6 + 3 * len(kinds)), layout="constrained")
@@ -85,11 +85,11 @@ def _train_and_test(record: RunRecord, kind: str) -> np.ndarray:
     return np.concatenate([record.column(f"{name}_{kind}") for name in LINES])
 
 
-def _rate(record: RunRecord) -> Figure | None:
+def _plot_rate(record: RunRecord) -> Figure | None:
     """The learning rate; None where no row has it."""
     if not np.isfinite(record.column("rate")).any():
         return None
-    figure, axes = _single(record, "learning rate")
+    figure, axes = _make_figure(record, "learning rate")
     _step_axis(axes, record)
     points, curve = record.rates()
     style: dict[str, Any] = (
@@ -100,22 +100,22 @@ def _rate(record: RunRecord) -> Figure | None:
     return figure
 
 
-def _times(record: RunRecord) -> Figure:
+def _plot_step_times(record: RunRecord) -> Figure:
     """The time of a step: disjoint parts are stacked, the time on the wire overlays them."""
     steps = record.column("steps")
     wall, compute, wait, wire = (record.seconds_per_row(f"{x}_s") / steps for x in
                                  ("wall", "compute", "wait", "wire"))  # fmt: skip
-    figure, axes = _single(record, "time of a step on rank 0")
+    figure, axes = _make_figure(record, "time of a step on rank 0")
     _step_axis(axes, record)
     begin = record.column("step") - steps
-    _stacked(axes, begin, steps, wall, compute, wait)
+    _draw_stacked(axes, begin, steps, wall, compute, wait)
     if wire.any():
         axes.hlines(wire, begin, begin + steps, color=BLACK, linewidth=1.5, label=WIRE)
     _time_axis(figure, axes, "time per step, mean of an interval")
     return figure
 
 
-def _ranks(record: RunRecord) -> Figure | None:
+def _plot_rank_times(record: RunRecord) -> Figure | None:
     """The time of each rank; None where no row has it."""
     times = record.by_rank()
     if not times:
@@ -126,21 +126,21 @@ def _ranks(record: RunRecord) -> Figure | None:
     if len(wall) > LABELS:
         servers = range(record.first_server or len(wall), len(wall))
         return plot_many_ranks(_title(record, subject), times, servers, record.rank_hosts)
-    figure, axes = _single(record, subject)
+    figure, axes = _make_figure(record, subject)
     ranks, width = np.arange(len(wall)), 0.6 if wire.any() else 0.8
-    _stacked(axes, ranks - 0.4, np.full(len(wall), width), wall, compute, wait)
+    _draw_stacked(axes, ranks - 0.4, np.full(len(wall), width), wall, compute, wait)
     if wire.any():
         axes.bar(ranks + 0.2, wire, 0.2, align="edge", color=BLACK, label=WIRE)
     if 1 < len(wall) <= LABELS:
-        for rank, height, idle in zip(ranks, wall, wait / wall, strict=True):
-            axes.annotate(f"idle {idle:.0%}", (rank - 0.4 + width / 2, height), (0, 2), ha="center",
-                          textcoords="offset points", fontsize=8)  # fmt: skip
+        for rank, height, share in zip(ranks, wall, wait / wall, strict=True):
+            axes.annotate(f"idle {share:.0%}", (rank - 0.4 + width / 2, height), (0, 2),
+                          ha="center", textcoords="offset points", fontsize=8)  # fmt: skip
     _rank_axis(axes, len(wall), record.first_server)
     if (mesh := record.summary.get("mesh")) and 1 < len(wall) <= LABELS and "ranks" in mesh:
-        names = [
+        rank_labels = [
             rank_label(mesh, int(rank)).replace(": ", "\n").replace(", ", "\n", 1) for rank in ranks
         ]
-        axes.set_xticks(ranks, names)
+        axes.set_xticks(ranks, rank_labels)
     axes.set_ylim(top=1.08 * wall.max())  # room for the labels above the bars
     _time_axis(figure, axes, "time")
     return figure
@@ -159,7 +159,7 @@ def _rank_axis(axes: Axes, size: int, first_server: int | None) -> None:
     axes.set(xlabel=f"rank{servers}", xlim=(-0.6 - margin, size - 0.4 + margin))
 
 
-def _staleness(record: RunRecord) -> Figure | None:
+def _plot_staleness(record: RunRecord) -> Figure | None:
     """The staleness of gradients, in all and in each interval; None where none could be stale."""
     table = record.staleness()
     if not table.size:
@@ -170,12 +170,14 @@ def _staleness(record: RunRecord) -> Figure | None:
     _histogram(total, table[-1])
     increments = np.diff(table, axis=0, prepend=0)
     counts = increments.sum(axis=1)
-    means = np.divide(
+    mean_staleness = np.divide(
         increments @ values, counts, np.full(len(increments), np.nan), where=counts > 0
     )
-    mark = "o" if len(means) <= MAX_MARKED_POINTS else ""
-    by_step.plot(record.column("step"), means, color=BLUE, marker=mark, markersize=4)
-    by_step.set(ylabel="staleness, mean of an interval", ylim=(0, 1.1 * max(np.nanmax(means), 1)))
+    mark = "o" if len(mean_staleness) <= MAX_MARKED_POINTS else ""
+    by_step.plot(record.column("step"), mean_staleness, color=BLUE, marker=mark, markersize=4)
+    by_step.set(
+        ylabel="staleness, mean of an interval", ylim=(0, 1.1 * max(np.nanmax(mean_staleness), 1))
+    )
     by_step.grid(alpha=0.3)
     _step_axis(by_step, record)
     figure.suptitle(_title(record, "staleness: updates between pull and push of a gradient"))
@@ -200,7 +202,7 @@ def _histogram(axes: Axes, counts: np.ndarray) -> None:
     axes.set_axisbelow(True)
 
 
-def _stacked(
+def _draw_stacked(
     axes: Axes,
     begin: np.ndarray,
     width: np.ndarray,
@@ -210,10 +212,10 @@ def _stacked(
 ) -> None:
     """Draw stacked bars of disjoint times that add up to the wall time."""
     other_s = np.maximum(wall - compute - wait, 0)
-    parts = {"compute": (compute, BLUE), "wait (exposed wire)": (wait, ORANGE),
-             "other (evaluation, checkpoints, reading)": (other_s, GREY)}  # fmt: skip
+    time_parts = {"compute": (compute, BLUE), "wait (exposed wire)": (wait, ORANGE),
+                  "other (evaluation, checkpoints, reading)": (other_s, GREY)}  # fmt: skip
     floor = np.zeros_like(wall)
-    for label, (height, color) in parts.items():
+    for label, (height, color) in time_parts.items():
         if not height.any():  # a rank alone never waits
             continue
         edge = 0.5 if len(wall) <= MAX_MARKED_POINTS else 0
@@ -228,7 +230,7 @@ def _time_axis(figure: Figure, axes: Axes, label: str) -> None:
     explain(figure, axes, 4)
 
 
-def _single(record: RunRecord, subject: str) -> tuple[Figure, Axes]:
+def _make_figure(record: RunRecord, subject: str) -> tuple[Figure, Axes]:
     figure = Figure((10, 4), layout="constrained")
     axes = figure.subplots()
     axes.grid(alpha=0.3)

@@ -77,9 +77,12 @@ class RunRecord:
         row = self.rows[-1] if self.rows else {}
         if not row.get("ranks"):
             return {}
-        own = {name: row["ranks"].get(name) or [] for name in TIMES[1:]}
-        times = {name: np.array(seconds, np.float64) for name, seconds in own.items()}
-        if len({len(seconds) for seconds in times.values()}) != 1 or not own["compute_s"]:
+        seconds_by_name = {name: row["ranks"].get(name) or [] for name in TIMES[1:]}
+        times = {name: np.array(seconds, np.float64) for name, seconds in seconds_by_name.items()}
+        if (
+            len({len(seconds) for seconds in times.values()}) != 1
+            or not seconds_by_name["compute_s"]
+        ):
             raise FileError(f"{self.folder}: expected times of as many ranks each in 'ranks'")
         return {**times, "wall_s": np.full_like(times["compute_s"], row.get("wall_s"))}
 
@@ -99,9 +102,11 @@ class RunRecord:
     @property
     def rank_hosts(self) -> list[str]:
         """The host of each rank; empty where the summary does not tell."""
-        hosts, places = self.summary.get("hosts") or [], self.summary.get("rank_hosts") or []
-        is_whole = len(places) == self.summary.get("world_size")
-        return [hosts[i] for i in places] if is_whole and max(places) < len(hosts) else []
+        hosts, host_indexes = self.summary.get("hosts") or [], self.summary.get("rank_hosts") or []
+        is_whole = len(host_indexes) == self.summary.get("world_size")
+        return (
+            [hosts[i] for i in host_indexes] if is_whole and max(host_indexes) < len(hosts) else []
+        )
 
     def staleness(self) -> np.ndarray:
         """Return the histogram of staleness up to each row, int64 (rows, largest + 1).
@@ -126,16 +131,16 @@ class RunRecord:
 
         Losses in the summary's part are exact. Earlier parts record the ranks alone.
         """
-        ends = np.cumsum(self.seconds_per_row("wall_s")).tolist()
+        row_ends = np.cumsum(self.seconds_per_row("wall_s")).tolist()
         part = self.summary.get("since_step") if "recoveries" in self.summary else None
         losses = [
             Loss(row["step"], end, row["lost_ranks"])
-            for row, end in zip(self.rows, ends, strict=True)
+            for row, end in zip(self.rows, row_ends, strict=True)
             if row.get("lost_ranks") and row.get("since_step") != part
         ]
-        starts = [end - row["wall_s"] for row, end in zip(self.rows, ends, strict=True)
-                  if row.get("since_step") == part]  # fmt: skip
-        start = starts[0] if starts else 0.0
+        row_starts = [end - row["wall_s"] for row, end in zip(self.rows, row_ends, strict=True)
+                      if row.get("since_step") == part]  # fmt: skip
+        start = row_starts[0] if row_starts else 0.0
         return losses + [
             Loss(
                 entry.get("step") or 0, start + (entry.get("wall_s") or 0.0),

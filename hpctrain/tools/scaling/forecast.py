@@ -149,38 +149,38 @@ def fit_model(
 
     Oversubscribed sizes count only if no other size has more than one rank.
     """
-    own_core = [step for step in steps if step.share == 1.0]
-    basis = own_core if any(step.size.ranks > 1 for step in own_core) else list(steps)
-    fitted = [step for step in basis if step.size.ranks > 1 and step.wire_s > 0]
-    fitted = fitted[-MAX_FITTED_SIZES:]
-    if not fitted:
+    own_core_steps = [step for step in steps if step.share == 1.0]
+    basis = own_core_steps if any(step.size.ranks > 1 for step in own_core_steps) else list(steps)
+    fitted_steps = [step for step in basis if step.size.ranks > 1 and step.wire_s > 0]
+    fitted_steps = fitted_steps[-MAX_FITTED_SIZES:]
+    if not fitted_steps:
         return None
-    largest = fitted[-1]
-    has_overlap = any(step.wait_s < (1 - MIN_HIDDEN_SHARE) * step.wire_s for step in fitted)
+    largest_step = fitted_steps[-1]
+    has_overlap = any(step.wait_s < (1 - MIN_HIDDEN_SHARE) * step.wire_s for step in fitted_steps)
     bucket_counts = BUCKET_COUNTS if has_overlap else BUCKET_COUNTS[:1]
-    shrinking, fixed = _fit_compute_law(basis, strong)
-    cluster = _make_cluster(fitted, nbytes, inside, between)
-    across = any(step.size.nodes > 1 for step in fitted)
+    shrinking_s, fixed_s = _fit_compute_law(basis, strong)
+    cluster = _make_cluster(fitted_steps, nbytes, inside, between)
+    across = any(step.size.nodes > 1 for step in fitted_steps)
     buckets, factor = min(
-        ((count, _wire_factor(cluster, fitted, nbytes, count)) for count in bucket_counts),
+        ((count, _wire_factor(cluster, fitted_steps, nbytes, count)) for count in bucket_counts),
         key=lambda candidate: _wait_error(
-            scale_cluster(cluster, candidate[1]), fitted, nbytes, candidate[0]
+            scale_cluster(cluster, candidate[1]), fitted_steps, nbytes, candidate[0]
         ),
     )
     model = StepModel(
         scale_cluster(cluster, factor),
         nbytes,
-        choose_schedule(largest.algorithm),
+        choose_schedule(largest_step.algorithm),
         buckets,
-        shrinking,
-        fixed,
+        shrinking_s,
+        fixed_s,
         across,
-        _wire_origin(between if across else inside, fitted, nbytes, across),
-        tuple(step.size.ranks for step in fitted),
+        _wire_origin(between if across else inside, fitted_steps, nbytes, across),
+        tuple(step.size.ranks for step in fitted_steps),
     )
-    exposed = model.forecast(largest.size, largest.share).wait_s
-    other_s = max(0.0, largest.step_s - largest.compute_s - largest.wait_s)
-    return replace(model, uneven_s=largest.wait_s - exposed, other_s=other_s)
+    exposed_s = model.forecast(largest_step.size, largest_step.share).wait_s
+    other_s = max(0.0, largest_step.step_s - largest_step.compute_s - largest_step.wait_s)
+    return replace(model, uneven_s=largest_step.wait_s - exposed_s, other_s=other_s)
 
 
 def _fit_compute_law(steps: Sequence[StepTimes], strong: bool) -> tuple[float, float]:

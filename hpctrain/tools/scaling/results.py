@@ -194,10 +194,10 @@ def _mean_columns(name: str, estimate: Estimate) -> Row:
 
 
 def _backcast_row(
-    study: Study, smaller: Sequence[StepTimes], point: SizeTrials, wires: Wires
+    study: Study, smaller_steps: Sequence[StepTimes], point: SizeTrials, wires: Wires
 ) -> Row:
     """Return the prediction from smaller sizes alone, and its error: how far to trust the rest."""
-    model = _fit_model(study, smaller, wires)
+    model = _fit_model(study, smaller_steps, wires)
     if model is None:
         return {}
     step_s = model.forecast(point.size, point.share).step_s
@@ -283,14 +283,16 @@ def _fit_law(
     speed_up = statistics.amdahl_speed_up if is_strong else statistics.gustafson_speed_up
     key = "step_s" if is_strong else "samples_per_s"
     repeats = sorted(set.intersection(*(set(point.trials) for point in fitted_points)))
-    values = [[getattr(point.trials[i], key) for point in fitted_points] for i in repeats]
-    values = values or [[point.mean(key) for point in fitted_points]]
-    fraction = estimate_mean([law(ranks, repeat) for repeat in values])
+    values_by_repeat = [[getattr(point.trials[i], key) for point in fitted_points] for i in repeats]
+    values_by_repeat = values_by_repeat or [[point.mean(key) for point in fitted_points]]
+    fraction = estimate_mean([law(ranks, repeat) for repeat in values_by_repeat])
     if len(fitted_points) == 2:
         return fraction, ranks, None
     law_values = [speed_up(fraction.mean, count) ** (-1 if is_strong else 1) for count in ranks]
     return (
         fraction,
         ranks,
-        statistics.max_misfit(law_values, [fmean(size) for size in zip(*values, strict=True)]),
+        statistics.max_misfit(
+            law_values, [fmean(size) for size in zip(*values_by_repeat, strict=True)]
+        ),
     )

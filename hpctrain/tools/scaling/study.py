@@ -111,7 +111,7 @@ class StudyFolder:
                 opening.make_folder(self.path / folder, len(folder.parts))
 
     def make_room(self, *outs: Path) -> None:
-        """Remove the folders of an earlier trial, and make those that they lie in.
+        """Remove the folders of an earlier trial, and create their parent folders.
 
         Raises UsageError where one is a link, which may lead out of the study.
         """

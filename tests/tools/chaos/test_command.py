@@ -108,7 +108,7 @@ def test_processes_are_known_by_their_mark():
         assert scope.Marked("another").processes() == {}
         scope.kill_all(marked)
         assert process.wait() == -9
-    assert scope.ended(marked, 1.0)[0] == {}
+    assert scope.wait_for_processes(marked, 1.0)[0] == {}
 
 
 def test_shared_memory_is_left_if_it_is_new_and_unused(monkeypatch, tmp_path):

@@ -292,7 +292,7 @@ def many(size: int = 200, slow: int = 137, hosts: int = 25) -> tuple[dict, dict]
 
 def test_the_slow_one_of_many_ranks_is_named_with_its_host(tmp_path):
     rows, summary = many()
-    figure = plots._ranks(record.RunRecord("a", [rows], summary))
+    figure = plots._plot_rank_times(record.RunRecord("a", [rows], summary))
     by_rank, by_host = figure.axes
     (text,) = (item.get_text() for item in by_rank.texts)
     assert text == "more compute than the median: rank 137 on node18 1.6x"
@@ -311,7 +311,7 @@ def test_the_slow_one_of_many_ranks_is_named_with_its_host(tmp_path):
 )
 def test_many_ranks_on_unknown_hosts(change):
     rows, summary = many()
-    figure = plots._ranks(record.RunRecord("a", [rows], {**summary, **change}))
+    figure = plots._plot_rank_times(record.RunRecord("a", [rows], {**summary, **change}))
     assert len(figure.axes) == 1 and "rank 137 1.6x" in figure.axes[0].texts[0].get_text()
 
 
@@ -349,7 +349,7 @@ def test_ticks_are_ranks(case):
     size, workers, ticks, label = RANKS[case]
     times = {"compute_s": [0.5] * size, "wait_s": [0.1] * size, "wire_s": [0.2] * size}
     reported = {} if workers is None else {"world_size": size, "workers": workers}
-    figure = plots._ranks(record.RunRecord("a", [row(10, ranks=times)], reported))
+    figure = plots._plot_rank_times(record.RunRecord("a", [row(10, ranks=times)], reported))
     (axes,) = figure.axes
     figure.canvas.draw()
     output = [tick.get_text() for tick in axes.get_xticklabels()]
@@ -360,7 +360,7 @@ def test_ticks_are_ranks(case):
 
 def test_a_rank_alone_has_no_wire():
     times = {"compute_s": [0.5], "wait_s": [0.0], "wire_s": [0.0]}
-    figure = plots._ranks(record.RunRecord("a", [row(10, ranks=times)]))
+    figure = plots._plot_rank_times(record.RunRecord("a", [row(10, ranks=times)]))
     assert plots.WIRE not in figure.axes[0].get_legend_handles_labels()[1]
 
 
@@ -369,7 +369,7 @@ def test_the_rate_is_a_curve_by_step():
     rate = CosineOptions(warm_up_epochs=1).build(0.1, 10, 40)
     rates = [rate_curve(rate, first, first + 19, lambda step: step - 1) for first in (1, 21)]
     rows = [row(20 * n, rate=item[-1][1], rates=item) for n, item in enumerate(rates, 1)]
-    (line,) = plots._rate(record.RunRecord("a", rows)).axes[0].get_lines()
+    (line,) = plots._plot_rate(record.RunRecord("a", rows)).axes[0].get_lines()
     steps, drawn = line.get_data()
     assert len(steps) == 34 and steps[0] == 1 and steps[-1] == 40
     np.testing.assert_allclose(drawn, [rate(int(step) - 1) for step in steps], rtol=1e-5)
@@ -386,9 +386,9 @@ def test_the_curve_of_a_short_interval_has_each_step_once():
 
 def test_rates_known_at_the_ends_of_rows_alone_are_points():
     rows = [row(10, rate=0.1), row(20, rate=0.05)]
-    (line,) = plots._rate(record.RunRecord("a", rows)).axes[0].get_lines()
+    (line,) = plots._plot_rate(record.RunRecord("a", rows)).axes[0].get_lines()
     assert (line.get_linestyle(), line.get_marker()) == ("None", "o")
-    (line,) = plots._rate(record.RunRecord("a", ROWS)).axes[0].get_lines()  # a constant rate
+    (line,) = plots._plot_rate(record.RunRecord("a", ROWS)).axes[0].get_lines()  # a constant rate
     assert line.get_linestyle() == "-"
 
 
@@ -419,7 +419,11 @@ def test_each_plot_over_steps_or_time_marks_losses(count, tmp_path):
     entries = [{**ENTRY, "step": step, "wall_s": step / 10} for step in steps]
     with_losses = {**LOSSES, "recoveries": entries}
     run = record.RunRecord("run", ROWS, with_losses)
-    for draw, panels in ((plots._losses, 4), (plots._times, 1), (plots._rate, 1)):
+    for draw, panels in (
+        (plots._plot_losses, 4),
+        (plots._plot_step_times, 1),
+        (plots._plot_rate, 1),
+    ):
         figure = draw(run)
         marks = [line for axes in figure.axes for line in axes.lines if line.get_marker() == "v"]
         assert len(marks) == panels

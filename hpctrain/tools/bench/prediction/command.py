@@ -38,7 +38,7 @@ DEFAULT_MEMORY_BANDWIDTH = "100GB/s"
 
 
 def run(options: Mapping[str, Any]) -> tuple[list[dict[str, Any]], Cluster, str]:
-    """Return the rows for the command line's `options`, their machine, and that in words.
+    """Return the rows for the command line's `options`, the machine, and its description.
 
     Raises UsageError.
     """
@@ -47,7 +47,7 @@ def run(options: Mapping[str, Any]) -> tuple[list[dict[str, Any]], Cluster, str]
     layouts = [
         predict.RankLayout(ranks, ranks_per_node) for ranks in units.parse_counts(options["ranks"])
     ]
-    names, sizes = (
+    algorithms, sizes = (
         predict.choose_algorithms(options["algorithms"], layouts),
         units.parse_sizes(options["sizes"]),
     )
@@ -57,17 +57,17 @@ def run(options: Mapping[str, Any]) -> tuple[list[dict[str, Any]], Cluster, str]
     machine = make_machine(options, measurements)
     step = _make_step(options) if options["step"] else None
     rows = list(predict.compare_measurements(measurements, machine)) if measurements else []
-    rows += predict.allreduce_rows(machine, layouts, names, sizes)
+    rows += predict.allreduce_rows(machine, layouts, algorithms, sizes)
     if step:
-        rows += predict.step_rows(machine, layouts, names, step, options["mode"])
+        rows += predict.step_rows(machine, layouts, algorithms, step, options["mode"])
     return rows, machine, machine_text(machine, ranks_per_node)
 
 
 def check_counts(
-    options: Mapping[str, Any], names: Sequence[str] = ("ranks_per_node", "cards")
+    options: Mapping[str, Any], option_names: Sequence[str] = ("ranks_per_node", "cards")
 ) -> None:
-    """Raise UsageError for an option of `names` that is below 1; None has a default."""
-    for name in names:
+    """Raise UsageError for an option of `option_names` that is below 1; None has a default."""
+    for name in option_names:
         if options[name] is not None and options[name] < 1:
             option = name.replace("_", "-")
             raise UsageError(f"--{option}: expected 1 or more, seen {options[name]}")
@@ -77,11 +77,11 @@ def make_machine(
     options: Mapping[str, Any], measurements: measurement_files.Measurements | None = None
 ) -> Cluster:
     """Return the machine: options override measurements, and measurements override defaults."""
-    fitted = measurements or measurement_files.Measurements([], 1)
+    fitted_machine = measurements or measurement_files.Measurements([], 1)
     node_wire = _make_wire(
-        options, "node_", fitted.inside, (DEFAULT_NODE_LINK, DEFAULT_NODE_LATENCY)
+        options, "node_", fitted_machine.inside, (DEFAULT_NODE_LINK, DEFAULT_NODE_LATENCY)
     )
-    network_wire = _make_wire(options, "", fitted.between, (DEFAULT_LINK, DEFAULT_LATENCY))
+    network_wire = _make_wire(options, "", fitted_machine.between, (DEFAULT_LINK, DEFAULT_LATENCY))
     ranks_per_node, bandwidth_text = options["ranks_per_node"], options["memory_bandwidth"]
     memory_bytes_per_s = units.parse_speed(
         bandwidth_text or DEFAULT_MEMORY_BANDWIDTH, "--memory-bandwidth"
@@ -90,7 +90,9 @@ def make_machine(
         node_wire, network_wire, memory_bytes_per_s, ranks_per_node, options["cards"]
     )
     return (
-        machine if bandwidth_text or fitted.gamma is None else replace(machine, gamma=fitted.gamma)
+        machine
+        if bandwidth_text or fitted_machine.gamma is None
+        else replace(machine, gamma=fitted_machine.gamma)
     )
 
 

@@ -136,13 +136,13 @@ def fitting_grids(
     pairs = [(count, pipe) for count in ranks for pipe in pipes if count % pipe == 0]
     if not pairs:
         MeshOptions(pipe=pipes[0]).workers(ranks[0])
-    fitting = [pair for pair in pairs if pair[0] // pair[1] <= most_replicas]
-    if not fitting:
+    grids = [pair for pair in pairs if pair[0] // pair[1] <= most_replicas]
+    if not grids:
         raise UsageError(
             f"--batch: expected a sample per replica, seen {most_replicas:g} samples for "
             f"{pairs[0][0] // pairs[0][1]} replicas; raise --batch or --pipe"
         )
-    return fitting
+    return grids
 
 
 def grid_rows(

@@ -80,12 +80,12 @@ def choose_algorithms(names: str | None, layouts: Sequence[RankLayout]) -> list[
 
     Raises UsageError for an unknown name or an algorithm that applies to no layout.
     """
-    listed = [name.strip() for name in names.split(",")] if names else list(SCHEDULES)
-    for name in listed:
+    algorithms = [name.strip() for name in names.split(",")] if names else list(SCHEDULES)
+    for name in algorithms:
         config.pick(SCHEDULES, name, "algorithm")
         if names and not any(applies_to(name, layout) for layout in layouts):
             raise UsageError(f"--algorithms {name}: {LAYOUT_REQUIREMENTS[name]}")
-    return [name for name in listed if any(applies_to(name, layout) for layout in layouts)]
+    return [name for name in algorithms if any(applies_to(name, layout) for layout in layouts)]
 
 
 def applies_to(name: str, layout: RankLayout) -> bool:
@@ -185,8 +185,8 @@ def format_time(seconds: float) -> str:
 
 def make_tables(rows: Sequence[Row]) -> Iterator[tuple[str, Table]]:
     """Yield (title, table): measurements with their predictions, then pure predictions."""
-    if measured := [row for row in rows if row["kind"] == "measured"]:
-        yield "measured, and the model's prediction", _measured_table(measured)
+    if measured_rows := [row for row in rows if row["kind"] == "measured"]:
+        yield "measured, and the model's prediction", _measured_table(measured_rows)
     predictions = [row for row in rows if row["kind"] == "predicted"]
     allreduces, steps = (
         [row for row in predictions if row["operation"] == operation]
@@ -222,10 +222,13 @@ def _allreduce_table(rows: Sequence[Row]) -> Table:
     algorithms = list(dict.fromkeys(row["algorithm"] for row in rows))
     table = make_table(["size", *algorithms])
     for nbytes in dict.fromkeys(row["bytes"] for row in rows):
-        times = {r["algorithm"]: r["predicted_s"] for r in rows if r["bytes"] == nbytes}
-        fastest_s = min(times.values())
+        seconds_by_algorithm = {
+            r["algorithm"]: r["predicted_s"] for r in rows if r["bytes"] == nbytes
+        }
+        fastest_s = min(seconds_by_algorithm.values())
         time_cells = [
-            format_time(times[name]) + ("*" if times[name] == fastest_s else " ")
+            format_time(seconds_by_algorithm[name])
+            + ("*" if seconds_by_algorithm[name] == fastest_s else " ")
             for name in algorithms
         ]
         table.add_row(size_text(nbytes), *time_cells)

@@ -87,9 +87,9 @@ def join(world: World, names: Iterable[str]) -> tuple[dict[str, Rival], dict[str
     skip_reasons: dict[str, str] = {}
     for name in names:
         rival_class, reason = _import_rival_class(world, name)
-        reasons = [text for text in world.gather(reason) if text]
-        if rival_class is None or reasons:
-            skip_reasons[name] = reasons[0]
+        absence_reasons = [text for text in world.gather(reason) if text]
+        if rival_class is None or absence_reasons:
+            skip_reasons[name] = absence_reasons[0]
         else:
             joined_rivals[name] = rival_class(world)
     return joined_rivals, skip_reasons
@@ -107,17 +107,17 @@ def joined(
     `refuse` returns the reason why a rival cannot be measured; `skipped` has reasons for further
     names. Rank 0 prints the descriptions: version and settings, or the reason for the absence.
     """
-    present, reasons = join(world, names)
-    refusals = {name: reason for name, rival in present.items() if (reason := refuse(rival))}
-    measured = {name: rival for name, rival in present.items() if name not in refusals}
-    about = {name: rival.about for name, rival in measured.items()}
-    for name, reason in {**reasons, **skipped, **refusals}.items():
-        about[name] = f"skipped: {reason}"
-    base.print_lines(world, [f"# {name}: {text}" for name, text in about.items()])
+    joined_rivals, absence_reasons = join(world, names)
+    refusals = {name: reason for name, rival in joined_rivals.items() if (reason := refuse(rival))}
+    measured_rivals = {name: rival for name, rival in joined_rivals.items() if name not in refusals}
+    descriptions = {name: rival.about for name, rival in measured_rivals.items()}
+    for name, reason in {**absence_reasons, **skipped, **refusals}.items():
+        descriptions[name] = f"skipped: {reason}"
+    base.print_lines(world, [f"# {name}: {text}" for name, text in descriptions.items()])
     try:
-        yield measured, about
+        yield measured_rivals, descriptions
     finally:
-        for rival in present.values():
+        for rival in joined_rivals.values():
             rival.close()
 
 

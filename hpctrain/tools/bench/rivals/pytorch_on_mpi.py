@@ -42,10 +42,10 @@ class Ddp(Sync):
 
     def wrap(self, network: Any, optimizer: Any) -> tuple[Any, Any]:
         """Return the network in DistributedDataParallel, and the optimizer as it is."""
-        wrapped = DistributedDataParallel(
+        ddp_network = DistributedDataParallel(
             network, process_group=self._group, gradient_as_bucket_view=True
         )
-        return wrapped, optimizer
+        return ddp_network, optimizer
 
     def close(self) -> None:
         """Leave the process group; with Gloo, which closes first, it has ended already."""

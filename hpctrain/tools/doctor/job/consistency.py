@@ -34,16 +34,21 @@ REFUSED_PREFIX = "refused: "
 
 def check_versions(facts: Sequence[RankFacts], hosts: Sequence[str]) -> Check:
     """Return the check that all ranks have the same Python, packages and MPI."""
-    names = list(dict.fromkeys(name for rank_facts in facts for name in rank_facts.versions))
+    package_names = list(
+        dict.fromkeys(name for rank_facts in facts for name in rank_facts.versions)
+    )
     values_by_name = {
-        name: [rank_facts.versions.get(name, "none") for rank_facts in facts] for name in names
+        name: [rank_facts.versions.get(name, "none") for rank_facts in facts]
+        for name in package_names
     }
     differing_values = {
         name: values for name, values in values_by_name.items() if len(set(values)) > 1
     }
     if not differing_values:
         return Check(
-            "versions", "ok", ", ".join(f"{name} {values_by_name[name][0]}" for name in names)
+            "versions",
+            "ok",
+            ", ".join(f"{name} {values_by_name[name][0]}" for name in package_names),
         )
     observed = "; ".join(
         f"{name}: {_describe_difference(values, hosts)}"
@@ -76,7 +81,9 @@ def check_host_names(facts: Sequence[RankFacts], hosts: Sequence[str]) -> list[C
     kernels: dict[str, set[str]] = {host: set() for host in hosts}
     for rank_facts, host in zip(facts, hosts, strict=True):
         kernels[host].add(rank_facts.kernel)
-    ambiguous_hosts = [host for host, names in kernels.items() if len(names) > 1]
+    ambiguous_hosts = [
+        host for host, kernels_of_host in kernels.items() if len(kernels_of_host) > 1
+    ]
     if not ambiguous_hosts:
         return []
     machine_count = max(len(kernels[host]) for host in ambiguous_hosts)
@@ -93,7 +100,7 @@ def deviating_ranks(values: Sequence[str]) -> list[int]:
 
 def merge_checks(by_node: Mapping[str, Sequence[Check]]) -> list[Check]:
     """Merge the nodes' checks into one check per name, with the worst verdict."""
-    names = dict.fromkeys(check.name for checks in by_node.values() for check in checks)
+    check_names = dict.fromkeys(check.name for checks in by_node.values() for check in checks)
     checks_by_name = {
         name: {
             node: check
@@ -101,7 +108,7 @@ def merge_checks(by_node: Mapping[str, Sequence[Check]]) -> list[Check]:
             for check in checks
             if check.name == name
         }
-        for name in names
+        for name in check_names
     }
     return [_merge_check(checks, len(by_node)) for checks in checks_by_name.values()]
 

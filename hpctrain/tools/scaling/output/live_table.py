@@ -87,35 +87,47 @@ class SizeStatus:
 
 def rows(study: Study, statuses: Statuses) -> list[SizeStatus]:
     """Return a row for each size of the study."""
-    by_size = {
+    statuses_by_size = {
         size: tuple(statuses[key] for key in sorted(statuses) if key[1] == size)
         for size in study.sizes
     }
     outcomes = {
-        size: [status.trial or Gap(status.reason) for status in by_size[size]] for size in by_size
+        size: [status.trial or Gap(status.reason) for status in statuses_by_size[size]]
+        for size in statuses_by_size
     }
-    points = {point.size: point for point in group_trials(study, outcomes)}
-    base = _base(by_size, points)
-    return [_row(size, by_size[size], points.get(size), base) for size in by_size]
+    trials_by_size = {point.size: point for point in group_trials(study, outcomes)}
+    base_trials = _base(statuses_by_size, trials_by_size)
+    return [
+        _row(size, statuses_by_size[size], trials_by_size.get(size), base_trials)
+        for size in statuses_by_size
+    ]
 
 
 def _base(
-    by_size: Mapping[Size, Sequence[TrialStatus]], points: Mapping[Size, SizeTrials]
+    statuses_by_size: Mapping[Size, Sequence[TrialStatus]],
+    trials_by_size: Mapping[Size, SizeTrials],
 ) -> SizeTrials | None:
     """Return the base size of speed-up and efficiency: None while it may still be measured."""
-    for size, statuses in by_size.items():
-        if size in points:
-            return points[size]
+    for size, statuses in statuses_by_size.items():
+        if size in trials_by_size:
+            return trials_by_size[size]
         if any(status.state != FAILED for status in statuses):
             return None
     return None
 
 
 def _row(
-    size: Size, statuses: tuple[TrialStatus, ...], point: SizeTrials | None, base: SizeTrials | None
+    size: Size,
+    statuses: tuple[TrialStatus, ...],
+    size_trials: SizeTrials | None,
+    base_trials: SizeTrials | None,
 ) -> SizeStatus:
-    rate = None if point is None else point.mean("samples_per_s")
-    efficiency = None if point is None or base is None else fmean(point.efficiencies(base))
+    rate = None if size_trials is None else size_trials.mean("samples_per_s")
+    efficiency = (
+        None
+        if size_trials is None or base_trials is None
+        else fmean(size_trials.efficiencies(base_trials))
+    )
     return SizeStatus(size, statuses, rate, efficiency)
 
 
@@ -189,8 +201,8 @@ def _log_key(status: TrialStatus) -> tuple[str, int | None, str]:
 
 
 def _label(study: Study, keys: Sequence[TrialKey]) -> str:
-    numbers = ", ".join(str(repeat + 1) for repeat, _ in keys)
-    return f"{keys[0][1].text}, repeat{'s' * (len(keys) > 1)} {numbers} of {study.repeats}"
+    repeat_numbers = ", ".join(str(repeat + 1) for repeat, _ in keys)
+    return f"{keys[0][1].text}, repeat{'s' * (len(keys) > 1)} {repeat_numbers} of {study.repeats}"
 
 
 def _end_line(

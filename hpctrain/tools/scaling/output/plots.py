@@ -68,10 +68,10 @@ def scaling(result: Result, heading: str | None = None) -> Figure:
     figure = Figure((WIDTH, 4.6), layout="constrained")
     rate, efficiency = figure.subplots(1, 2)
     for axes, key in ((rate, "samples_per_s"), (efficiency, "efficiency")):
-        _ideal(axes, result, key)
-        _predictions(axes, result, key)
-        _points(axes, result, key)
-        _gaps(axes, result)
+        _draw_ideal(axes, result, key)
+        _draw_predictions(axes, result, key)
+        _draw_points(axes, result, key)
+        _draw_gaps(axes, result)
         _sizes_axis(axes, result)
         axes.grid(alpha=0.3)
     _log_rate(rate, result)
@@ -95,10 +95,10 @@ def time(result: Result, heading: str | None = None) -> Figure:
     floor = np.zeros(len(rows))
     for key, (label, style) in PARTS.items():
         height = np.array([max(row.get(key) or 0.0, 0.0) for row in rows])
-        _bars(axes, result, height, floor, label, style, -0.08, 0.56)
+        _draw_bars(axes, result, height, floor, label, style, -0.08, 0.56)
         floor += height
     wire = np.array([row.get("wire_s") or 0.0 for row in rows])
-    _bars(axes, result, wire, np.zeros(len(rows)), *WIRE, 0.3, 0.12)
+    _draw_bars(axes, result, wire, np.zeros(len(rows)), *WIRE, 0.3, 0.12)
     for i, row in enumerate(rows):
         if row["kind"] == GAP:
             axes.text(i, 0, "not measured", ha="center", va="bottom", color=EDGE)
@@ -117,7 +117,7 @@ def time(result: Result, heading: str | None = None) -> Figure:
     return figure
 
 
-def _bars(
+def _draw_bars(
     axes: Axes,
     result: Result,
     height: np.ndarray,
@@ -137,16 +137,16 @@ def _bars(
             bar.set(facecolor=(*to_rgb(bar.get_facecolor()), 0.45), hatch="//", linestyle="--")
 
 
-def _points(axes: Axes, result: Result, key: str) -> None:
+def _draw_points(axes: Axes, result: Result, key: str) -> None:
     """Draw the measured sizes: filled marks, hollow ones where ranks share cores."""
     for is_oversubscribed in (False, True):
         rows = [r for r in result.of(MEASURED) if (r["ranks_per_core"] > 1) == is_oversubscribed]
-        words = ["measured", *["oversubscribed"] * is_oversubscribed]
+        label_words = ["measured", *["oversubscribed"] * is_oversubscribed]
         has_interval = any(row.get(f"{key}_ci95") is not None for row in rows)
-        label = ", ".join([*words, *["95 % interval"] * has_interval])
+        label = ", ".join([*label_words, *["95 % interval"] * has_interval])
         if rows:
             if not is_oversubscribed:
-                _line(axes, result, key)
+                _draw_line(axes, result, key)
             style: dict[str, Any] = {"markerfacecolor": "white"} if is_oversubscribed else {}
             values = np.array(_values(rows, key))
             low, high = _spread(rows, key)
@@ -155,7 +155,7 @@ def _points(axes: Axes, result: Result, key: str) -> None:
                           capsize=4, label=label, **style)  # fmt: skip
 
 
-def _line(axes: Axes, result: Result, key: str) -> None:
+def _draw_line(axes: Axes, result: Result, key: str) -> None:
     """Join the measured sizes whose ranks have cores of their own; a gap breaks the line."""
     rows = [r for r in result.rows if r["kind"] == GAP or r.get("ranks_per_core") == 1]
     rows = [row for row in rows if row["kind"] != PREDICTED]
@@ -163,7 +163,7 @@ def _line(axes: Axes, result: Result, key: str) -> None:
     axes.plot(_positions_of(rows, result), values, "-", color=BLUE)
 
 
-def _predictions(axes: Axes, result: Result, key: str) -> None:
+def _draw_predictions(axes: Axes, result: Result, key: str) -> None:
     """Draw the dashed line from the last size that the model was fitted to."""
     rows = result.of(PREDICTED)
     if rows:
@@ -184,7 +184,7 @@ def _predictions(axes: Axes, result: Result, key: str) -> None:
                   label=label)  # fmt: skip
 
 
-def _ideal(axes: Axes, result: Result, key: str) -> None:
+def _draw_ideal(axes: Axes, result: Result, key: str) -> None:
     base = result.of(MEASURED)[0]
     sizes = [row for row in result.rows if row["ranks"] >= base["ranks"]]
     values = [base[key] * (1 if key == "efficiency" else row["ranks"] / base["ranks"])
@@ -193,7 +193,7 @@ def _ideal(axes: Axes, result: Result, key: str) -> None:
     axes.plot(*zip(*pairs, strict=True), ":", color=BLACK, linewidth=1.2, label="ideal")
 
 
-def _gaps(axes: Axes, result: Result) -> None:
+def _draw_gaps(axes: Axes, result: Result) -> None:
     for i, row in enumerate(result.of(GAP)):
         label = "gap: not measured" if i == 0 else None
         position = _positions_of([row], result)[0]

@@ -139,14 +139,14 @@ TOO_NOISY = "too noisy to conclude"
 
 def noise_text(result: Result) -> str:
     """Return that repeats differ too much to conclude, and on how many ranks; else ""."""
-    measured = result.of(MEASURED)
-    noisy_ranks = [row["ranks"] for row in measured if _is_noisy(row)]
+    measured_rows = result.of(MEASURED)
+    noisy_ranks = [row["ranks"] for row in measured_rows if _is_noisy(row)]
     if noisy_ranks:
         return (
             f"{TOO_NOISY}: repeats on {rank_list(noisy_ranks)} differ much; measure on a "
             "quieter machine, or with more --repeats"
         )
-    if spread := choose.exceeding_spread(row["spread"] for row in measured):
+    if spread := choose.exceeding_spread(row["spread"] for row in measured_rows):
         return f"{TOO_NOISY}: {choose.noise_warning(spread, 'measure')}"
     return ""
 
@@ -214,7 +214,7 @@ def _faster_than_link(model: StepModel, link: str | None) -> str:
 
 
 def law_text(result: Result) -> str:
-    """Return the fitted law in words, and how well it fits."""
+    """Describe the fitted law and its misfit."""
     if result.law_misfit is None:
         return f"{_serial_text(result)}; two sizes always fit: a third one would check it"
     ranks = rank_list(result.law_ranks)

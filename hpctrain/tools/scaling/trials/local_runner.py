@@ -98,17 +98,17 @@ def run(
             preexec_fn=_end_with_parent,
         )
         try:
-            return _wait(process, limit_s, on_poll)
+            return _wait_for_exit(process, limit_s, on_poll)
         except subprocess.TimeoutExpired:
-            _stop(process)
+            _stop_job(process)
             out.write(f"hpctrain: ended after {limit_s:g} s, the limit of a trial\n".encode())
             return 1
         except BaseException:
-            _stop(process)
+            _stop_job(process)
             raise
 
 
-def _wait(
+def _wait_for_exit(
     process: subprocess.Popen[bytes], limit_s: float, on_poll: Callable[[], None] | None
 ) -> int:
     """Return the exit code of `process`; raise TimeoutExpired after `limit_s`."""
@@ -120,7 +120,7 @@ def _wait(
     return process.wait(max(0.0, deadline - time.monotonic()))
 
 
-def _stop(process: subprocess.Popen[bytes]) -> None:
+def _stop_job(process: subprocess.Popen[bytes]) -> None:
     """Send SIGINT twice, as two Ctrl-Cs do: the second one kills the ranks."""
     for number in (signal.SIGINT, signal.SIGINT, signal.SIGKILL):
         process.send_signal(number)

@@ -37,7 +37,7 @@ def run_pilots(folder: StudyFolder, study: Study, spec: Recipe, view: LiveView) 
     timing, step_times = Timing.of(PILOT_STEPS), []
     for size in sorted({min(study.sizes), max(study.sizes)}):
         view.show_activity(f"pilot on {size.text}")
-        outcome = _train(folder, study, spec, size, folder.pilot(size), timing)
+        outcome = _train_trial(folder, study, spec, size, folder.pilot(size), timing)
         if isinstance(outcome, TrialResult):
             step_times.append(outcome.step_s)
     step_count = TRIAL_S / max(step_times) if step_times else MIN_STEPS
@@ -112,10 +112,10 @@ def current_statuses(folder: StudyFolder, study: Study) -> dict[TrialKey, TrialS
     start_times = {key: log.stat().st_mtime_ns for key, log in logs.items() if log.exists()}
     for key in start_times:
         out = folder.trial(key[1], key[0])
-        running = key == max(start_times, key=lambda k: start_times[k])
+        is_running = key == max(start_times, key=lambda k: start_times[k])
         result[key] = (
             TrialStatus(RUNNING, step=collect.read_last_step(out))
-            if running
+            if is_running
             else TrialStatus.from_outcome(trial(folder, study, *key))
         )
     return result
@@ -135,18 +135,18 @@ def trials(
     folder: StudyFolder, study: Study, spec: Recipe, view: LiveView
 ) -> Iterator[TrialResult | Gap]:
     """Run the missing trials; yield the outcome of each."""
-    failed: set[Size] = set()
+    failed_sizes: set[Size] = set()
     for key in missing_trials(folder, study):
         repeat, size = key
-        if size in failed:
+        if size in failed_sizes:
             view.update({key: TrialStatus.from_outcome(Gap("not tried: an earlier repeat failed"))})
             continue
         out = folder.trial(size, repeat)
         view.update({key: TrialStatus(RUNNING)})
         on_poll = partial(_show_progress, view, key, out) if view.is_drawn else None
-        outcome = _train(folder, study, spec, size, out, study.timing, on_poll)
+        outcome = _train_trial(folder, study, spec, size, out, study.timing, on_poll)
         if isinstance(outcome, Gap):
-            failed.add(size)
+            failed_sizes.add(size)
         view.update({key: TrialStatus.from_outcome(outcome)})
         yield outcome
 
@@ -156,7 +156,7 @@ def _show_progress(view: LiveView, key: TrialKey, out: Path) -> None:
     view.update({key: TrialStatus(RUNNING, step=collect.read_last_step(out))})
 
 
-def _train(
+def _train_trial(
     folder: StudyFolder,
     study: Study,
     spec: Recipe,

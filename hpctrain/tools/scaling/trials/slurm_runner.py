@@ -62,7 +62,7 @@ def job_options(words: Mapping[str, Any]) -> dict[str, Any]:
 def must_render(study: Study) -> None:
     """Raise UsageError for an impossible job."""
     for size in study.sizes:
-        name = _name(study, (0, size), Path("out"))
+        name = _job_name(study, (0, size), Path("out"))
         check_job(_job(study, size, "recipe.toml", "out", name), _site(study))
 
 
@@ -93,7 +93,7 @@ def _job_for(folder: StudyFolder, study: Study, spec: Recipe, key: TrialKey) -> 
     job_folder = collect.job_folder(out)
     folder.make_folders_of(job_folder / submit.JOBS_FILE if job_folder.exists() else job_folder)
     try:
-        return _open_job(study, key, out) or _submit(folder, study, spec, key, out)
+        return _open_job(study, key, out) or _submit_trial(folder, study, spec, key, out)
     except HpctrainError as error:  # of this size alone, it may be; so is an sbatch too slow
         collect.write_log(out, " ".join(str(error).split()))
         return None
@@ -109,21 +109,22 @@ def _outcome(
 
 def status(out: Path, state: JobState) -> TrialStatus:
     """Return the status of a trial from the state of its job."""
-    word = state.state.lower()
-    step = collect.read_last_step(out) if word == RUNNING else None
-    reason = "" if word == RUNNING else explain_reason(state.reason)
-    return TrialStatus(word, int(state.job), step, reason)
+    state_name = state.state.lower()
+    step = collect.read_last_step(out) if state_name == RUNNING else None
+    reason = "" if state_name == RUNNING else explain_reason(state.reason)
+    return TrialStatus(state_name, int(state.job), step, reason)
 
 
 def current_statuses(folder: StudyFolder, study: Study) -> dict[TrialKey, TrialStatus]:
     """Return the status of each trial by its files and Slurm, for a process that only looks."""
-    outs = {key: folder.trial(key[1], key[0]) for key in study.trials}
-    outcomes = {key: collect.read_trial(out, study.timing) for key, out in outs.items()}
-    jobs = {key: ids[-1] for key, out in outs.items() if (ids := _jobs(out))}
+    run_folders = {key: folder.trial(key[1], key[0]) for key in study.trials}
+    outcomes = {key: collect.read_trial(out, study.timing) for key, out in run_folders.items()}
+    jobs = {key: ids[-1] for key, out in run_folders.items() if (ids := _jobs(out))}
     states = submit.query_jobs([job for key, job in jobs.items() if isinstance(outcomes[key], Gap)])
     state = {key: states[job][0] for key, job in jobs.items() if job in states}
     return {
-        k: _current_status(out, outcomes[k], jobs.get(k), state.get(k)) for k, out in outs.items()
+        k: _current_status(out, outcomes[k], jobs.get(k), state.get(k))
+        for k, out in run_folders.items()
     }
 
 
@@ -148,7 +149,7 @@ def _open_job(study: Study, key: TrialKey, out: Path) -> int | None:
     job_folder = collect.job_folder(out)
     ids = submit.read_job_ids(job_folder)
     if not ids and job_folder.exists():  # the submitting process was killed before the id came back
-        ids = submit.find_jobs_by_name(_name(study, key, out))
+        ids = submit.find_jobs_by_name(_job_name(study, key, out))
         run_folder.write_json(job_folder / submit.JOBS_FILE, {"jobs": ids})
     return (
         ids[-1]
@@ -157,7 +158,7 @@ def _open_job(study: Study, key: TrialKey, out: Path) -> int | None:
     )
 
 
-def _submit(folder: StudyFolder, study: Study, spec: Recipe, key: TrialKey, out: Path) -> int:
+def _submit_trial(folder: StudyFolder, study: Study, spec: Recipe, key: TrialKey, out: Path) -> int:
     """Submit a new job to Slurm; return its id. Files of an earlier one are removed."""
     folder.make_room(out, collect.job_folder(out))
     opening.remove(collect.log_path(out), collect.LEVELS)
@@ -165,7 +166,7 @@ def _submit(folder: StudyFolder, study: Study, spec: Recipe, key: TrialKey, out:
         spec, study.mode, study.batch, key[1], study.timing
     )
     file = folder.recipe(key[1], timed_recipe.toml()).absolute()
-    job = _job(study, key[1], str(file), str(out.absolute()), _name(study, key, out))
+    job = _job(study, key[1], str(file), str(out.absolute()), _job_name(study, key, out))
     with _defer_interrupt():
         jobs = collect.job_folder(out)
         return submit.submit_script(render(job, _site(study), jobs), jobs)
@@ -186,7 +187,7 @@ def _defer_interrupt() -> Iterator[None]:
         raise KeyboardInterrupt
 
 
-def _name(study: Study, key: TrialKey, out: Path) -> str:
+def _job_name(study: Study, key: TrialKey, out: Path) -> str:
     """Return a job name that is unique among the trials of every study."""
     mark = hashlib.sha256(str(out.absolute()).encode()).hexdigest()[:8]
     safe_name = re.sub(r"[^\w.-]", "_", study.name)  # squeue would take a comma for two names
@@ -212,19 +213,21 @@ def _await_ends(
     waiting: Mapping[TrialKey, int], folder: StudyFolder, view: LiveView
 ) -> Iterator[TrialKey]:
     """Yield trials as their jobs end or cannot start; after LIMIT_S all the others."""
-    remaining, deadline, pause = dict(waiting), time.monotonic() + LIMIT_S, 0.5
-    outs = {key: folder.trial(key[1], key[0]) for key in waiting}
-    while remaining:
-        states_of = submit.query_jobs(remaining.values())
-        states = {key: states_of[job][0] for key, job in remaining.items()}
+    jobs_by_trial, deadline, pause = dict(waiting), time.monotonic() + LIMIT_S, 0.5
+    run_folders = {key: folder.trial(key[1], key[0]) for key in waiting}
+    while jobs_by_trial:
+        states_of = submit.query_jobs(jobs_by_trial.values())
+        states = {key: states_of[job][0] for key, job in jobs_by_trial.items()}
         is_over = time.monotonic() > deadline
         ended_keys = [key for key, state in states.items() if is_over or _is_final(state)]
-        view.update({k: status(outs[k], states[k]) for k in remaining if k not in ended_keys})
+        view.update(
+            {k: status(run_folders[k], states[k]) for k in jobs_by_trial if k not in ended_keys}
+        )
         for key in ended_keys:
-            del remaining[key]
-            _log_end(outs[key], states[key])
+            del jobs_by_trial[key]
+            _log_end(run_folders[key], states[key])
             yield key
-        if remaining:
+        if jobs_by_trial:
             time.sleep(pause)
             pause = min(1.3 * pause, POLL_INTERVAL_S)
 
