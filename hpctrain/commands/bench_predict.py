@@ -194,7 +194,7 @@ def predict(json: Path | None, plot: Path | None, **options: Any) -> None:
     )
     batch = options["batch"] or count
     shapes = grids.fitting_grids(ranks, pipes, batch if options["mode"] == "strong" else math.inf)
-    model = _model(options)
+    model = _model_layers(options)
     rows = list(
         grids.grid_rows(
             model, shapes, options["schedule"], count, batch,
@@ -205,30 +205,30 @@ def predict(json: Path | None, plot: Path | None, **options: Any) -> None:
     predictions.print_table(rows, f"predicted: a step, {options['mode']} scaling, {title}")
     text = machine_text(machine, per_node)
     say(f"assumed: {text}; data x pipe ranks, gradients reduced after the last action")
-    assumed = f"{title}; {text}"
+    assumed_text = f"{title}; {text}"
 
     def draw(path: Path) -> None:
         from hpctrain.tools.bench.plot import draw_grids
 
-        draw_grids(rows, assumed, path)
+        draw_grids(rows, assumed_text, path)
 
-    write_results({"assumed": assumed, "rows": rows}, json, draw, plot)
+    write_results({"assumed": assumed_text, "rows": rows}, json, draw, plot)
 
 
-def _model(options: dict[str, Any]) -> Any:
+def _model_layers(options: dict[str, Any]) -> Any:
     """Return the layers of the recipe or of `--model`; raise UsageError."""
     if (options["recipe"] is None) == (options["model"] is None):
         raise UsageError("expected one of RECIPE and --model, such as --model 13e9,40,5120,2048")
     if options["recipe"] is not None:
         samples = max(1, (options["batch"] or options["micro_batches"]) // options["micro_batches"])
         return grids.measure_recipe(recipe.load(options["recipe"]), samples)
-    sizes, flops = _sizes(options["model"]), options["flops"]
+    model_sizes, flops = _parse_model(options["model"]), options["flops"]
     if flops is None or not flops > 0:
         raise UsageError(f"--flops: expected operations per second such as 400e12, seen {flops}")
-    return grids.transformer(*sizes, flops)
+    return grids.transformer(*model_sizes, flops)
 
 
-def _sizes(text: str) -> tuple[float, int, int, int]:
+def _parse_model(text: str) -> tuple[float, int, int, int]:
     try:
         parameters, layers, width, length = map(float, text.split(","))
     except ValueError:

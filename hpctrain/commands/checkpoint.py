@@ -31,12 +31,12 @@ def list_checkpoints(run: Path) -> None:
     """Print a line per checkpoint in DIR, oldest first; the best one is marked."""
     entries = checkpoints.listing(run)
     criterion = checkpoints.best_criterion(entries)
-    best = checkpoints.rank_by(entries, criterion)[:1] if criterion else []
+    best_entries = checkpoints.rank_by(entries, criterion)[:1] if criterion else []
     for entry in entries:
         ranks = entry.about.get("world_size", "?") if entry.about else "?"
         note = f"  (cannot be used: {entry.fault})" if entry.fault else ""
         note = "  (damaged, set aside)" if entry.set_aside else note
-        if criterion and entry in best:
+        if criterion and entry in best_entries:
             value = checkpoints.metric_value(entry, criterion.metric)
             note = f"  (best {criterion.metric}: {value:.6g})"
         say(f"step {entry.step}  {entry.size_bytes} bytes  {ranks} ranks  {entry.path}{note}")
@@ -49,10 +49,10 @@ def verify(run: Path) -> None:
     entries = [entry for entry in checkpoints.listing(run) if not entry.set_aside]
     if not entries:
         raise UsageError(f"{run} holds no checkpoint")
-    faults = {entry.path: checkpoints.verify(entry.path) for entry in entries}
-    for path, fault in faults.items():
+    fault_by_path = {entry.path: checkpoints.verify(entry.path) for entry in entries}
+    for path, fault in fault_by_path.items():
         say(f"{path}: {fault or 'good'}")
-    if any(faults.values()):
+    if any(fault_by_path.values()):
         raise UsageError(
             "at least one checkpoint is damaged; --resume uses the newest undamaged one"
         )

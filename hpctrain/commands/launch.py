@@ -124,8 +124,8 @@ def launch(
     if is_program:
         context.exit(launcher.launch_program(ranks, arguments, policy))
     # The -v and -q before `launch` apply to the ranks.
-    before = context.parent.params if context.parent else {}
-    verbosity = [f"--{name}" for name in ("verbose", "quiet") if before.get(name)]
+    outer_options = context.parent.params if context.parent else {}
+    verbosity = [f"--{name}" for name in ("verbose", "quiet") if outer_options.get(name)]
     context.exit(launcher.launch(ranks, [*verbosity, *arguments], policy))
 
 

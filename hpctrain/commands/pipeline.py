@@ -133,9 +133,9 @@ def check(schedule: str | None, as_json: bool, **options: Any) -> None:
 @_schedule_options
 def draw(schedule: str | None, as_json: bool, plot: Path | None, **options: Any) -> None:
     """Draw the timeline of a schedule as text or as a plot."""
-    drawn = _make(schedule, options)
-    timeline = time_uniform(drawn, options["costs"])
-    row = summarize(drawn, options["costs"], _boundary_bytes(options))
+    pipeline_schedule = _make_schedule(schedule, options)
+    timeline = time_uniform(pipeline_schedule, options["costs"])
+    row = summarize(pipeline_schedule, options["costs"], _boundary_bytes(options))
     title = f"{row.schedule}: {row.ranks} ranks, {row.micro_batches} micro-batches"
     if plot is not None:
         with report_packages():  # late: only plots need matplotlib
@@ -153,13 +153,13 @@ def draw(schedule: str | None, as_json: bool, plot: Path | None, **options: Any)
         (
             (
                 str(rank),
-                ", ".join(map(str, drawn.stages_of(rank))),
-                _percent(idle),
+                ", ".join(map(str, pipeline_schedule.stages_of(rank))),
+                _percent(idle_share),
                 f"{row.peak_activations[rank]:.4g}",
                 str(row.messages[rank]),
                 size_text(row.bytes[rank]),
             )
-            for rank, idle in enumerate(timeline.idle_shares)
+            for rank, idle_share in enumerate(timeline.idle_shares)
         ),
         caption=CAPTION,
     )
@@ -187,19 +187,19 @@ def _percent(share: float) -> str:
 
 
 def _summarize_all(
-    names: list[str], options: Mapping[str, Any]
+    schedule_names: list[str], options: Mapping[str, Any]
 ) -> tuple[list[Summary], dict[str, str]]:
-    """Return the summaries of the schedules `names`, and why others were refused.
+    """Return the summaries of `schedule_names`, and why others were refused.
 
     Raises UsageError if all are refused.
     """
     rows: list[Summary] = []
     refusals: dict[str, str] = {}
-    for name in names:
-        is_optional = len(names) > 1 and name not in LOOPED
-        chosen = {**options, "stages_per_rank": None} if is_optional else options
+    for name in schedule_names:
+        is_optional = len(schedule_names) > 1 and name not in LOOPED
+        schedule_options = {**options, "stages_per_rank": None} if is_optional else options
         try:
-            schedule = _make(name, chosen)
+            schedule = _make_schedule(name, schedule_options)
             rows.append(summarize(schedule, options["costs"], _boundary_bytes(options)))
         except UsageError as error:
             refusals[name] = str(error)
@@ -208,7 +208,7 @@ def _summarize_all(
     return rows, refusals
 
 
-def _make(name: str | None, options: Mapping[str, Any]) -> PipelineSchedule:
+def _make_schedule(name: str | None, options: Mapping[str, Any]) -> PipelineSchedule:
     """Return the schedule of the command line's options; raise UsageError."""
     ranks, stages, stages_per_rank = (
         options[key] for key in ("ranks", "stages", "stages_per_rank")
@@ -230,10 +230,10 @@ def _make(name: str | None, options: Mapping[str, Any]) -> PipelineSchedule:
 
 def _divide_stages(stages: int, stages_per_rank: int) -> int:
     if stages < 1 or stages % stages_per_rank:
-        lower = stages // stages_per_rank * stages_per_rank
+        lower_multiple = stages // stages_per_rank * stages_per_rank
         raise UsageError(
             f"--stages: expected a multiple of {stages_per_rank} stages per rank, seen {stages}; "
-            f"take {max(lower, 0) + stages_per_rank}"
+            f"take {max(lower_multiple, 0) + stages_per_rank}"
         )
     return stages // stages_per_rank
 

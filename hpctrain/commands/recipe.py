@@ -43,10 +43,10 @@ def recipe() -> None:
 @recipe.command("list")
 def list_recipes() -> None:
     """Print the built-in recipes, a line each; on a narrow terminal more."""
-    names = recipes.built_in()
-    indent = " " * (max(map(len, names)) + 2)
+    recipe_names = recipes.built_in()
+    indent = " " * (max(map(len, recipe_names)) + 2)
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 1000
-    for name in names:
+    for name in recipe_names:
         description = recipes.source(name).splitlines()[0].removeprefix("# ")
         text = f"{name:{len(indent)}}{description}"
         say(textwrap.fill(text, width, subsequent_indent=indent))
@@ -104,8 +104,10 @@ def _relative_names(name: str) -> list[str]:
     files = [*tables.get(paths.PATHS, {}).values(), init, *{base} - {*recipes.built_in()}]
     modules = [] if "code" in tables else [*spec.code.sha256]
     folder = Path(spec.code.folder).resolve()
-    own = [m for m in modules if folder in sources(m, spec.code.folder)[m].resolve().parents]
-    return [*(file for file in files if file and not os.path.isabs(file)), *own]
+    own_modules = [
+        m for m in modules if folder in sources(m, spec.code.folder)[m].resolve().parents
+    ]
+    return [*(file for file in files if file and not os.path.isabs(file)), *own_modules]
 
 
 @recipe.command()

@@ -77,15 +77,15 @@ def compare(folders: tuple[Path, ...], as_json: bool, plot: Path | None) -> None
         raise UsageError(f"expected the folders of two or more runs, seen {folders[0]} alone")
     from hpctrain.tools.report import comparison  # late: the other commands read no recipes
 
-    compared = comparison.compare(folders)
+    run_comparison = comparison.compare(folders)
     if plot is not None:
         with report_packages():
             comparison.draw(folders, plot)
         say(f"wrote {plot}", err=True)
     if as_json:
-        say(to_json(compared, indent=1))
+        say(to_json(run_comparison, indent=1))
     else:
-        comparison.print_tables(compared)
+        comparison.print_tables(run_comparison)
 
 
 @click.command(epilog=FOLLOW_EPILOG)

@@ -143,7 +143,7 @@ Examples:
 @click.option("--interactive", is_flag=True, help="Print a script that calls salloc.")
 def render(interactive: bool, **options: Any) -> None:
     """Print the script of a job that trains RECIPE."""
-    script = render_script(*build_job(_request(options), interactive))
+    script = render_script(*build_job(_make_request(options), interactive))
     command = shlex.join(["hpctrain", *sys.argv[1:]])
     head, _, rest = script.partition("\n")
     say(
@@ -151,7 +151,7 @@ def render(interactive: bool, **options: Any) -> None:
     )
 
 
-def _request(options: dict[str, Any]) -> JobRequest:
+def _make_request(options: dict[str, Any]) -> JobRequest:
     """Return the request that the values of a command's options describe."""
     sizes, overrides = options.pop("sizes"), options.pop("sets")
     return JobRequest(
@@ -187,7 +187,7 @@ def submit(context: click.Context, /, **options: Any) -> None:
     The folder keeps the script, the job's id and the job's output.
     """
     try:
-        job, folder = jobs.submit_request(_request(options))
+        job, folder = jobs.submit_request(_make_request(options))
     except UsageError:
         raise
     except HpctrainError as error:  # a fault of Slurm needs no traceback
