@@ -77,7 +77,7 @@ def _stack_of(thread: int) -> list[_Line]:
         file.seek(0)
         stacks = file.read().decode("ascii")
     stack = stacks.partition(f"hread 0x{thread:016x}")[2].partition("\n\n")[0]
-    text = _ESCAPED.sub(lambda found: chr(int(found[found.lastindex], 16)), stack)
+    text = _ESCAPED.sub(lambda match: chr(int(match[match.lastindex], 16)), stack)
     return [_Line(*groups) for groups in _LINE.findall(text)]
 
 

@@ -38,7 +38,7 @@ class RankState:
 
     @property
     def waiting_calls(self) -> list[Call]:
-        """The calls in which it waits, or did when it died."""
+        """The calls in which the rank waits, or waited when it died."""
         return self.record.waiting_calls if self.record else []
 
     @property
@@ -60,9 +60,9 @@ class Diagnosis:
     def behind(self) -> list[int]:
         """The ranks in the earliest step, unless all ranks are in the same step."""
         steps = {state.rank: state.step for state in self.ranks if state.step is not None}
-        first = min(steps.values(), default=0)
-        behind = [rank for rank, step in steps.items() if step == first]
-        return behind if len(behind) < len(steps) else []
+        first_step = min(steps.values(), default=0)
+        ranks_behind = [rank for rank, step in steps.items() if step == first_step]
+        return ranks_behind if len(ranks_behind) < len(steps) else []
 
     @property
     def died_in_call(self) -> list[int]:
@@ -72,22 +72,26 @@ class Diagnosis:
     @property
     def silent_first(self) -> list[int]:
         """The ranks whose last heartbeat is older than other heartbeats on their node."""
-        beats = [(s.node, s.rank, s.record.heartbeat) for s in self.ranks if s.record]
-        latest: dict[str, float] = {}
-        for node, _, heartbeat in beats:
-            latest[node] = max(heartbeat, latest.get(node, heartbeat))
-        return [rank for node, rank, heartbeat in beats if latest[node] - heartbeat > SILENT_S / 2]
+        heartbeats = [(s.node, s.rank, s.record.heartbeat) for s in self.ranks if s.record]
+        latest_by_node: dict[str, float] = {}
+        for node, _, heartbeat in heartbeats:
+            latest_by_node[node] = max(heartbeat, latest_by_node.get(node, heartbeat))
+        return [
+            rank
+            for node, rank, heartbeat in heartbeats
+            if latest_by_node[node] - heartbeat > SILENT_S / 2
+        ]
 
     @property
     def waited_for(self) -> list[int]:
         """The ranks that other ranks wait for, and that do not wait; empty if all ranks wait."""
         peers = {call.peer for state in self.ranks for call in state.waiting_calls}
-        silent = self.silent_first  # such a rank may have been in a call, but ends no other's
+        silent_ranks = self.silent_first  # such a rank may have been in a call, but ends no other's
         return [
             state.rank
             for state in self.ranks
             if (state.rank in peers or -1 in peers)
-            and (not state.waiting_calls or state.life == STOPPED or state.rank in silent)
+            and (not state.waiting_calls or state.life == STOPPED or state.rank in silent_ranks)
         ]
 
 
@@ -97,23 +101,23 @@ def diagnose(directory: Path, now_s: float, is_running: bool) -> Diagnosis:
     `is_running`: whether the job has not ended. Raises FileError if nodes.json is damaged.
     """
     ranks: list[RankState] = []
-    unread = []
+    unread_nodes = []
     for node in read_nodes(directory):
         in_memory = read_memory(node, history=True)
         records = in_memory or read_copy(directory, node, history=True) or []
         if in_memory is None and not node.copy(directory).exists():
-            unread.append(node.name)
-        ranks += _states(node, records, now_s, in_memory is not None, is_running, unread)
-    return Diagnosis(tuple(sorted(ranks, key=lambda state: state.rank)), tuple(unread))
+            unread_nodes.append(node.name)
+        ranks += _rank_states(node, records, now_s, in_memory is not None, is_running, unread_nodes)
+    return Diagnosis(tuple(sorted(ranks, key=lambda state: state.rank)), tuple(unread_nodes))
 
 
-def _states(
+def _rank_states(
     node: Node,
     records: Sequence[Snapshot],
     now_s: float,
     in_memory: bool,
     is_running: bool,
-    unread: Sequence[str],
+    unread_nodes: Sequence[str],
 ) -> list[RankState]:
     """Return the states of a node's ranks; a copy is as old as the latest heartbeat in it."""
     by_rank = {record.rank: record for record in records}
@@ -121,9 +125,9 @@ def _states(
     states = []
     for rank in node.ranks:
         if rank not in by_rank:
-            life, as_of_s = UNKNOWN if node.name in unread else CLOSED, now_s
+            life, as_of_s = UNKNOWN if node.name in unread_nodes else CLOSED, now_s
         elif in_memory:
-            life = _life(by_rank[rank], now_s)
+            life = _judge_life(by_rank[rank], now_s)
             as_of_s = by_rank[rank].heartbeat if life == DEAD else now_s
         else:
             life, as_of_s = UNKNOWN if is_running else DEAD, copied_s
@@ -131,7 +135,7 @@ def _states(
     return states
 
 
-def _life(record: Snapshot, now_s: float) -> str:
+def _judge_life(record: Snapshot, now_s: float) -> str:
     """Return the state of a rank of this host.
 
     Heartbeat first: from outside of a container its process may not be visible.

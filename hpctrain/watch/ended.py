@@ -54,7 +54,7 @@ class EndedRanks:
 
 def _are_mismatched(snapshots: Sequence[Snapshot]) -> bool:
     """Return whether all main threads wait, in different calls, and some for gradients."""
-    calls = {
+    calls_of_ranks = {
         frozenset(
             (call.thread, call.operation == GRADIENTS_CALL.decode())
             for call in snapshot.waiting_calls
@@ -62,8 +62,8 @@ def _are_mismatched(snapshots: Sequence[Snapshot]) -> bool:
         )
         for snapshot in snapshots
     }
-    threads = {thread for waits in calls for thread, _ in waits}
-    return len(calls) > 1 and frozenset() not in calls and GRADIENTS in threads
+    threads = {thread for waits in calls_of_ranks for thread, _ in waits}
+    return len(calls_of_ranks) > 1 and frozenset() not in calls_of_ranks and GRADIENTS in threads
 
 
 def _waits(snapshots: Sequence[Snapshot]) -> tuple[tuple[int, str, float], ...]:

@@ -120,7 +120,9 @@ def _decode_ring(raw: bytes | memoryview, index: int, first: int) -> list[Call]:
     (clock_offset_s,) = CLOCK_OFFSET.unpack_from(raw, CLOCK_OFFSET_OFFSET)
     ring = CALL.iter_unpack(bytes(raw[RING_OFFSETS[index] : RING_OFFSETS[index] + RING_BYTES]))
     # A call whose start is not written yet has empty fields.
-    begun = sorted((call for call in ring if math.isfinite(call[4]) and call[4] > 0), key=_start)
+    begun_calls = sorted(
+        (call for call in ring if math.isfinite(call[4]) and call[4] > 0), key=_start
+    )
     return [
         Call(
             thread,
@@ -129,10 +131,10 @@ def _decode_ring(raw: bytes | memoryview, index: int, first: int) -> list[Call]:
             peer,
             nbytes,
             start + clock_offset_s,
-            is_waiting=end == 0 and start == begun[-1][4],
+            is_waiting=end == 0 and start == begun_calls[-1][4],
             end_s=end + clock_offset_s if end >= start else None,
         )
-        for operation, step, peer, nbytes, start, end in begun[first:]
+        for operation, step, peer, nbytes, start, end in begun_calls[first:]
     ]
 
 

@@ -61,23 +61,25 @@ class NodeExchange:
                 os.unlink(node.file)
 
     def collect(self, timeout_s: float) -> tuple[list[Snapshot], dict[str, tuple[int, ...]]]:
-        """Return the ranks' records, and the nodes whose records do not come, with their ranks."""
+        """Return the ranks' records, and the ranks of each node whose records do not arrive."""
         self.write_own()
-        own = self._record.node_snapshots(history=True)
+        own_snapshots = self._record.node_snapshots(history=True)
         if self._is_alone:
-            return own, {}
+            return own_snapshots, {}
         with suppress(OSError):
             opening.create(self._directory / WANTED, LEVELS).close()
-        others, deadline = self._nodes(own=False), time.monotonic() + max(ARRIVAL_S, timeout_s / 10)
-        copies = {node: _read(self._directory, node) for node in others}
+        nodes, deadline = self._nodes(own=False), time.monotonic() + max(ARRIVAL_S, timeout_s / 10)
+        copies = {node: _read_snapshots(self._directory, node) for node in nodes}
         while not all(copies.values()) and time.monotonic() < deadline:
             time.sleep(0.1)
             self._record.write_heartbeat()
-            copies |= {n: _read(self._directory, n) for n, read in copies.items() if not read}
-        arrived = [snapshot for snapshots in copies.values() for snapshot in snapshots]
+            copies |= {
+                n: _read_snapshots(self._directory, n) for n, read in copies.items() if not read
+            }
+        arrived_snapshots = [snapshot for snapshots in copies.values() for snapshot in snapshots]
         lost_nodes = {node.name: node.ranks for node, read in copies.items() if not read}
-        own = self._record.node_snapshots(history=True)
-        return sorted([*own, *arrived], key=lambda s: s.rank), lost_nodes
+        own_snapshots = self._record.node_snapshots(history=True)
+        return sorted([*own_snapshots, *arrived_snapshots], key=lambda s: s.rank), lost_nodes
 
     def _nodes(self, own: bool) -> list[Node]:
         """Return our own node or the other nodes; [] if the list of nodes cannot be read."""
@@ -87,19 +89,19 @@ class NodeExchange:
         return []
 
 
-def _read(directory: Path, node: Node) -> list[Snapshot]:
-    """Return the records of another node, with times as of now: its clock may differ from ours.
+def _read_snapshots(directory: Path, node: Node) -> list[Snapshot]:
+    """Return the records of another node, with times shifted to the clock of this node.
 
     A rank of that node has just written its heartbeat: the latest one is the time of the copy.
     """
     with suppress(FileError, OSError, ValueError):
         snapshots = read_copy(directory, node, history=True)
         shift_s = clock() - max((s.heartbeat for s in snapshots), default=0.0)
-        return [_shifted(snapshot, shift_s) for snapshot in snapshots]
+        return [_shift_times(snapshot, shift_s) for snapshot in snapshots]
     return []
 
 
-def _shifted(snapshot: Snapshot, shift_s: float) -> Snapshot:
+def _shift_times(snapshot: Snapshot, shift_s: float) -> Snapshot:
     def shift(calls: Sequence[Call]) -> tuple[Call, ...]:
         return tuple(
             replace(c, start_s=c.start_s + shift_s, end_s=c.end_s and c.end_s + shift_s)

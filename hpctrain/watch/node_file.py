@@ -146,11 +146,11 @@ def publish(directory: Path, token: str, nodes: Sequence[Node]) -> None:
             opening.remove(directory / name, LEVELS)
     table = {"schema": 1, "token": token, "nodes": [asdict(node) for node in nodes]}
     # Renamed, but not synced: a recovery waits for it, and after a crash of the node it is useless.
-    aside = directory / f".{NODES}"
-    opening.remove(aside, LEVELS)
-    with opening.create(aside, LEVELS, exclusive=True) as file:
+    temporary_file = directory / f".{NODES}"
+    opening.remove(temporary_file, LEVELS)
+    with opening.create(temporary_file, LEVELS, exclusive=True) as file:
         file.write(json.dumps(table).encode() + b"\n")
-    opening.rename(aside, NODES, LEVELS)
+    opening.rename(temporary_file, NODES, LEVELS)
 
 
 def read_nodes(directory: Path) -> list[Node]:
@@ -184,7 +184,7 @@ def collect(directory: Path) -> list[str]:
 
     Raises OSError if a copy cannot be written.
     """
-    missing = []
+    missing_nodes = []
     for node in read_nodes(directory):
         path = Path(node.file)
         with suppress(FileNotFoundError):
@@ -192,8 +192,8 @@ def collect(directory: Path) -> list[str]:
                 write_copy(directory, node, files.read_bytes(path, _FILE_BYTES, own=True))
                 path.unlink(missing_ok=True)
         if not node.copy(directory).exists():
-            missing.append(node.name)
-    return missing
+            missing_nodes.append(node.name)
+    return missing_nodes
 
 
 def remove_earlier(directory: Path) -> None:

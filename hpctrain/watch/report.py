@@ -110,16 +110,16 @@ def _describe_missing(rank: int, node: str | None) -> str:
 
 
 def _describe_rank(snapshot: Snapshot, judgement: str, now_s: float, has_steps: bool) -> str:
-    place = f"  rank {snapshot.rank} on {snapshot.host} (pid {snapshot.pid})"
+    place_text = f"  rank {snapshot.rank} on {snapshot.host} (pid {snapshot.pid})"
     if judgement == ENDED:
-        return f"{place}: {judgement}"
-    place += f", step {snapshot.step}" * has_steps
+        return f"{place_text}: {judgement}"
+    place_text += f", step {snapshot.step}" * has_steps
     last_call = sorted(snapshot.calls, key=lambda call: call.start_s)[-1:]
     calls = ", ".join(
         _describe_call(call, now_s, has_steps) for call in snapshot.waiting_calls or last_call
     )
     call_kind = "in" if snapshot.waiting_calls else "last operation"
-    return f"{place}, at {snapshot.line}: {judgement}; {call_kind} {calls or 'none'}"
+    return f"{place_text}, at {snapshot.line}: {judgement}; {call_kind} {calls or 'none'}"
 
 
 def _describe_call(call: Call, now_s: float, has_steps: bool) -> str:
@@ -133,15 +133,19 @@ def make_ended_report(
     ended: Sequence[Snapshot], waiting: Sequence[Snapshot], now_s: float
 ) -> HungReport:
     """Return the report of ranks that wait for others whose script has ended, or in other calls."""
-    names = ", ".join(f"rank {snapshot.rank}" for snapshot in ended)
-    facts = [f"{names} {ENDED}"] if ended else []
+    ended_text = ", ".join(f"rank {snapshot.rank}" for snapshot in ended)
+    facts = [f"{ended_text} {ENDED}"] if ended else []
     first, *rest = waiting
     facts.append(f"rank {first.rank} waits in {_describe_first_call(first)}")
     if not ended:
-        own = _first_call(first)
+        first_call = _first_call(first)
         calls = ((s, _first_call(s)) for s in rest)
-        other = next(s for s, c in calls if (c.thread, c.operation) != (own.thread, own.operation))
-        facts.append(f"rank {other.rank} in {_describe_first_call(other)}")
+        other_snapshot = next(
+            s
+            for s, c in calls
+            if (c.thread, c.operation) != (first_call.thread, first_call.operation)
+        )
+        facts.append(f"rank {other_snapshot.rank} in {_describe_first_call(other_snapshot)}")
     text = "\n".join(
         [
             f"hung: {', '.join(facts)}: do ranks have different numbers of batches?",

@@ -58,7 +58,7 @@ class Trace:
         self.step = self._step
 
     def stop(self) -> None:
-        """Record no more; what was recorded stays."""
+        """Stop recording; recorded spans remain."""
         self._steps, self._recording = range(0), False
 
     @property
@@ -111,23 +111,23 @@ class Trace:
         """
         # Perfetto merges threads of the same number, even of two processes.
         lanes = self._lanes()
-        numbers = {lane: rank * MAX_THREADS + i for i, lane in enumerate(lanes, start=1)}
+        lane_numbers = {lane: rank * MAX_THREADS + i for i, lane in enumerate(lanes, start=1)}
         main_number = rank * MAX_THREADS + 1
         yield _make_metadata("process_name", rank, main_number, name=f"rank {rank} ({host})")
         yield _make_metadata("process_sort_index", rank, main_number, sort_index=rank)
         for lane, name in lanes.items():
-            yield _make_metadata("thread_name", rank, numbers[lane], name=name)
-        spans = sorted(self.spans(), key=lambda s: (numbers[_lane(s)], s.start, -s.stop))
+            yield _make_metadata("thread_name", rank, lane_numbers[lane], name=name)
+        spans = sorted(self.spans(), key=lambda s: (lane_numbers[_lane(s)], s.start, -s.stop))
         starts = clock.nanoseconds([span.start for span in spans])
         stops = clock.nanoseconds([span.stop for span in spans])
         step = None
         for span, start, stop in zip(spans, starts.tolist(), stops.tolist(), strict=True):
-            event_place = {"pid": rank, "tid": numbers[_lane(span)], "ts": start / 1000}
+            event_place = {"pid": rank, "tid": lane_numbers[_lane(span)], "ts": start / 1000}
             if span.step != step and event_place["tid"] == main_number:
                 step = span.step
                 yield {"name": f"step {step}", "ph": "i", "s": "t", **event_place}
             args = {"step": span.step, **(span.args or {})}
-            yield {"name": _title(span), "cat": span.category, "ph": "X", **event_place,
+            yield {"name": _span_title(span), "cat": span.category, "ph": "X", **event_place,
                    "dur": (stop - start) / 1000, "args": args}  # fmt: skip
 
 
@@ -190,7 +190,7 @@ def _lane(span: Span) -> int | str:
     return f"stage {span.args['stage']}"
 
 
-def _title(span: Span) -> str:
+def _span_title(span: Span) -> str:
     """Return the name of a span, with the micro-batch of an action."""
     if span.category != "stage" or span.args is None:
         return span.name

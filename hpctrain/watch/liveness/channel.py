@@ -109,11 +109,13 @@ def host_addresses() -> list[str]:
 
     IPv4 before IPv6.
     """
-    names = [str(entry[4][0]) for entry in _resolve(socket.gethostname())]
+    name_addresses = [str(entry[4][0]) for entry in _resolve(socket.gethostname())]
     interfaces = [address for _, name in socket.if_nameindex() for address in _ipv4_of(name)]
-    addresses = dict.fromkeys([*names, *interfaces, *_ipv6_addresses()])
-    usable = [a for a in addresses if not a.startswith(("127.", "169.254.", "::1", "fe80:"))]
-    return sorted(usable, key=_family)
+    addresses = dict.fromkeys([*name_addresses, *interfaces, *_ipv6_addresses()])
+    usable_addresses = [
+        a for a in addresses if not a.startswith(("127.", "169.254.", "::1", "fe80:"))
+    ]
+    return sorted(usable_addresses, key=_family)
 
 
 def choose_addresses(addresses: Sequence[Sequence[str]]) -> list[str]:
@@ -123,13 +125,13 @@ def choose_addresses(addresses: Sequence[Sequence[str]]) -> list[str]:
     between containers, lead to no other host.
     """
     for family in (socket.AF_INET, socket.AF_INET6):
-        everyone = [address for host in addresses for address in dict.fromkeys(host)]
-        own = [
-            [a for a in host if _family(a) == family and everyone.count(a) == 1]
+        all_addresses = [address for host in addresses for address in dict.fromkeys(host)]
+        own_addresses = [
+            [a for a in host if _family(a) == family and all_addresses.count(a) == 1]
             for host in addresses
         ]
-        if all(own):
-            return [host[0] for host in own]
+        if all(own_addresses):
+            return [host[0] for host in own_addresses]
     return []
 
 

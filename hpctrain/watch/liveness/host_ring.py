@@ -119,51 +119,51 @@ class HostRing:
         for raw in self._network.receive():
             datagram = self.sealer.open(raw)
             if datagram is not None:
-                self._handle(datagram, now_s, limit_s)
+                self._handle_datagram(datagram, now_s, limit_s)
         self._answer_requests(now_s, limit_s)
         if self._was_heard:
-            self._judge(now_s, limit_s)
+            self._judge_previous(now_s, limit_s)
 
     def _neighbour(self, direction: int) -> int:
         count = len(self._endpoints)
         places = [(self._host + direction * i) % count for i in range(1, count + 1)]
         return next(place for place in places if place in self._alive)
 
-    def _send(self, kind: Kind, receiver: int, subject: int) -> None:
+    def _send_datagram(self, kind: Kind, receiver: int, subject: int) -> None:
         self._network.send(self.sealer.seal(kind, receiver, subject), self._endpoints[receiver])
 
     def _send_due(self, now_s: float) -> None:
-        self._send(Kind.HEARTBEAT, self._neighbour(1), self._host)
-        for dead in [dead for dead, until_s in self._announced.items() if now_s < until_s]:
-            self._announce(dead)  # again, since datagrams get lost
+        self._send_datagram(Kind.HEARTBEAT, self._neighbour(1), self._host)
+        for dead_host in [host for host, until_s in self._announced.items() if now_s < until_s]:
+            self._announce_death(dead_host)  # again, since datagrams get lost
         if self._trial is not None and not self._trial.is_own:
-            self._send(Kind.QUESTION, self._trial.askers[0], self.previous)
+            self._send_datagram(Kind.QUESTION, self._trial.askers[0], self.previous)
 
-    def _announce(self, dead: int) -> None:
+    def _announce_death(self, dead_host: int) -> None:
         for receiver in range(len(self._endpoints)):
             if receiver != self._host:
-                self._send(Kind.DEAD, receiver, dead)
+                self._send_datagram(Kind.DEAD, receiver, dead_host)
 
-    def _handle(self, datagram: Datagram, now_s: float, limit_s: float) -> None:
+    def _handle_datagram(self, datagram: Datagram, now_s: float, limit_s: float) -> None:
         sender, subject = datagram.sender, datagram.subject
         if datagram.kind is Kind.HEARTBEAT and sender == self.previous:
-            self._hear(now_s, pause=1.0)
+            self._note_sign_of_life(now_s, pause=1.0)
         elif datagram.kind is Kind.QUESTION and subject in self._alive:
             if (sender, subject) not in self._requests:  # a question is repeated until its answer
                 connection = self._network.probe(self._endpoints[subject])
                 self._requests[sender, subject] = _Request(connection, now_s)
         elif datagram.kind is Kind.DEAD:
-            self._bury(subject, now_s)
-        elif self._awaits(sender, subject):
+            self._remove_host(subject, now_s)
+        elif self._awaits_answer(sender, subject):
             if datagram.kind is Kind.ANSWERS:
-                self._hear(now_s, pause=2 * self._pause)
+                self._note_sign_of_life(now_s, pause=2 * self._pause)
             elif datagram.kind is Kind.SILENT:
                 self._announced[subject] = now_s + limit_s
                 for _ in range(LAST_COPIES):  # this death may cut us off, with all on our side
-                    self._announce(subject)
-                self._bury(subject, now_s)
+                    self._announce_death(subject)
+                self._remove_host(subject, now_s)
 
-    def _awaits(self, sender: int, subject: int) -> bool:
+    def _awaits_answer(self, sender: int, subject: int) -> bool:
         trial = self._trial
         is_open = trial is not None and not trial.is_own and sender == trial.askers[0]
         return is_open and subject == self.previous
@@ -172,10 +172,10 @@ class HostRing:
         for (sender, subject), request in list(self._requests.items()):
             has_answer = request.connection.has_answer()
             if has_answer or now_s - request.since_s > limit_s / 2:
-                self._send(Kind.ANSWERS if has_answer else Kind.SILENT, sender, subject)
+                self._send_datagram(Kind.ANSWERS if has_answer else Kind.SILENT, sender, subject)
                 self._requests.pop((sender, subject)).connection.close()
 
-    def _judge(self, now_s: float, limit_s: float) -> None:
+    def _judge_previous(self, now_s: float, limit_s: float) -> None:
         trial = self._trial
         if trial is None:
             if now_s - self._heard_s > self._pause * limit_s / 2:
@@ -185,7 +185,7 @@ class HostRing:
                 askers = [h for h in hosts if h in self._alive and h != self.previous]
                 self._trial = _Trial(connection, now_s, askers[:MAX_ASKERS])
         elif trial.is_own and trial.connection.has_answer():
-            self._hear(now_s, pause=2 * self._pause)
+            self._note_sign_of_life(now_s, pause=2 * self._pause)
         elif now_s - trial.since_s > limit_s / 2 * (1 if trial.is_own else 2):
             if not trial.is_own:
                 trial.askers.pop(0)
@@ -193,18 +193,18 @@ class HostRing:
             if not trial.askers:
                 self._cut_off()
 
-    def _hear(self, now_s: float, pause: float) -> None:
+    def _note_sign_of_life(self, now_s: float, pause: float) -> None:
         self._heard_s, self._pause, self._was_heard = now_s, pause, True
         self._end_trial()
 
-    def _bury(self, subject: int, now_s: float) -> None:
+    def _remove_host(self, subject: int, now_s: float) -> None:
         if subject == self._host:
             self._cut_off()
         elif subject in self._alive:
             was_previous = subject == self.previous
             self._alive.discard(subject)
             if was_previous:
-                self._hear(now_s, pause=1.0)
+                self._note_sign_of_life(now_s, pause=1.0)
             self._on_dead(subject)
             if 2 * len(self._alive) <= len(self._endpoints):
                 self._cut_off()

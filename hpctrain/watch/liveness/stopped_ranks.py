@@ -47,7 +47,7 @@ class StepTimes:
 
 @dataclass
 class _Silence:
-    """What an observer knows of a rank; times are seconds that the observer was awake."""
+    """The silence of a rank, as observed; times are seconds that the observer was awake."""
 
     heartbeat: float
     heard_s: float  #: when the last heartbeat was observed
@@ -108,21 +108,21 @@ class StoppedRanks:
                 self._silences[rank] = _Silence(heartbeat, awake_s, killed_s=killed_s)
         if not self._is_lowest(awake_s, limit_s):
             return []
-        verdicts = [self._judge(rank, awake_s, limit_s) for rank in sorted(self._silences)]
+        verdicts = [self._judge_rank(rank, awake_s, limit_s) for rank in sorted(self._silences)]
         return [verdict for verdict in verdicts if verdict is not None]
 
     def _is_lowest(self, awake_s: float, limit_s: float) -> bool:
-        lower = (silence for rank, silence in self._silences.items() if rank < self._rank)
-        return all(awake_s - silence.heard_s > limit_s / 2 for silence in lower)
+        lower_silences = (silence for rank, silence in self._silences.items() if rank < self._rank)
+        return all(awake_s - silence.heard_s > limit_s / 2 for silence in lower_silences)
 
-    def _judge(self, rank: int, awake_s: float, limit_s: float) -> StoppedRank | None:
+    def _judge_rank(self, rank: int, awake_s: float, limit_s: float) -> StoppedRank | None:
         silence = self._silences[rank]
         if silence.killed_s is not None:
             return self._judge_killed(rank, silence.killed_s, awake_s, limit_s)
         if awake_s - silence.heard_s <= limit_s * FIRST_LOOK:
             return None
-        previous, silence.state = silence.state, self._read(self._processes[rank])
-        if silence.state is None or not silence.state.shows_stop(previous):
+        previous_state, silence.state = silence.state, self._read(self._processes[rank])
+        if silence.state is None or not silence.state.shows_stop(previous_state):
             silence.stopped_s = None
             return None
         silence.stopped_s = awake_s if silence.stopped_s is None else silence.stopped_s
