@@ -149,8 +149,8 @@ def fill_places(members: Sequence[int], numbers: Sequence[int], unit: int = 1) -
     """
     spares = iter([number for number in numbers if number not in members])
     places = (number if number in numbers else next(spares, None) for number in members)
-    filled = [number for number in places if number is not None]
-    return tuple(filled[: len(filled) // unit * unit])
+    filled_numbers = [number for number in places if number is not None]
+    return tuple(filled_numbers[: len(filled_numbers) // unit * unit])
 
 
 def spares_requested(environ: Mapping[str, str], size: int) -> int:

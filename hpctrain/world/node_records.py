@@ -93,7 +93,7 @@ def _remove(world: World, directory: Path, file: NodeFile, record: WatchRecord) 
 def _make_files(world: World, directory: Path, token: str) -> dict[str, Node]:
     """Create one file per node on the node's first rank; return the nodes (collective)."""
     ranks = tuple(rank for rank, host in enumerate(world.hosts) if host == world.host)
-    created: list[str] = []
+    created_files: list[str] = []
 
     def create() -> str:
         if world.rank != ranks[0]:
@@ -101,7 +101,7 @@ def _make_files(world: World, directory: Path, token: str) -> dict[str, Node]:
         node_file.remove_earlier(directory)
         with _no_space(directory):
             path = node_file.create(token, ranks[0], len(ranks))
-        created.append(path)
+        created_files.append(path)
         segments.announce_record(path, node_file.copy_path(directory, ranks[0]))
         return path
 
@@ -109,11 +109,11 @@ def _make_files(world: World, directory: Path, token: str) -> dict[str, Node]:
     try:
         paths = world.gather_from(create)
     except LostRankError:
-        for path in created:
+        for path in created_files:
             os.unlink(path)
         raise
     for host, path in zip(world.hosts, paths, strict=True):
-        members = tuple(rank for rank, other in enumerate(world.hosts) if other == host)
+        members = tuple(rank for rank, other_host in enumerate(world.hosts) if other_host == host)
         nodes.setdefault(host, Node(host, path, members))
     return nodes
 

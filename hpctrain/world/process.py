@@ -77,7 +77,7 @@ def init(
 
 
 def report_without_traceback(error: UsageError) -> None:
-    """Print `error` in words alone if it is not caught: the script is not at fault."""
+    """Print `error` without a traceback if it is not caught: the script is not at fault."""
     sys.excepthook = partial(_uncaught, refused=error)
 
 

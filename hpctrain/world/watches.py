@@ -44,14 +44,15 @@ class Watches:
         running: list[Watch | LivenessObserver] = []
         if job is not None:
             job.link.record_waits_in(record.entry("main"))
-            running.append(self._observe(job, record))  # first: it may raise LostRankError
+            # First: it may raise LostRankError.
+            running.append(self._observe_liveness(job, record))
         # No steps are recorded here.
         running.append(Watch(record, None, self._timeout_s, on_hang, first_step_factor=1))
         for watch in self._running:  # not before: a loss meanwhile must not go unnoticed
             watch.stop()
         self._running = running
 
-    def _observe(self, job: Job, record: WatchRecord) -> LivenessObserver:
+    def _observe_liveness(self, job: Job, record: WatchRecord) -> LivenessObserver:
         numbers = job.numbers  # `job` changes before this observer ends
         return observe_liveness(
             record,
@@ -59,7 +60,7 @@ class Watches:
             job.hosts,
             self._identities.of(job.numbers),
             partial(all_gather_bytes, job.link),
-            self._step,
+            self._current_step,
             LossReports(
                 lambda rank, reason: _report_lost([numbers[rank]], reason),
                 lambda host, reason: _report_lost(
@@ -69,7 +70,7 @@ class Watches:
             ),
         )
 
-    def _step(self) -> int:
+    def _current_step(self) -> int:
         record = self._world.record
         return 0 if record is None else record.step
 
@@ -91,11 +92,11 @@ def _share_pages(world: World) -> dict[int, np.ndarray]:
     return {own: page} if pages is None else dict(zip(ranks, pages, strict=True))
 
 
-def _report_lost(numbers: list[int], reason: str) -> None:
+def _report_lost(rank_numbers: list[int], reason: str) -> None:
     """Let MPI, and the launcher, count ranks as lost that these do not notice by themselves."""
     from hpctrain.transport.mpi.lost_processes import report_lost_processes
 
     log.warning("%s", reason)
-    report_lost_processes(numbers)
-    for number in numbers:
+    report_lost_processes(rank_numbers)
+    for number in rank_numbers:
         rank_marks.write_mark(rank_marks.LOSES, number)

@@ -253,10 +253,10 @@ class World:
     def must_agree(self, text: str, subject: str) -> None:
         """Raise UsageError on every rank, naming those that differ, unless all texts are equal."""
         texts = self.gather(text)
-        if differing := [rank for rank, other in enumerate(texts) if other != texts[0]]:
+        if differing_ranks := [rank for rank, other in enumerate(texts) if other != texts[0]]:
             raise UsageError(
                 f"{subject} must be the same on all ranks; rank 0 has {texts[0]}, but "
-                + "; ".join(f"rank {rank} has {texts[rank]}" for rank in differing[:8])
+                + "; ".join(f"rank {rank} has {texts[rank]}" for rank in differing_ranks[:8])
             )
 
     def on_all_ranks(self, function: Callable[[], T]) -> T:
@@ -282,13 +282,13 @@ class World:
         texts, faults = zip(*map(json.loads, self.gather(json.dumps([text, fault]))), strict=True)
         if not any(faults):
             return list(texts)
-        raise (kind if fault else UsageError)(self._joined(faults))
+        raise (kind if fault else UsageError)(self._joined_faults(faults))
 
-    def _joined(self, faults: Sequence[str]) -> str:
+    def _joined_faults(self, faults: Sequence[str]) -> str:
         if len(set(faults)) == 1:
             return faults[0]
-        named = ((f"rank {r} on {self.hosts[r]}", fault) for r, fault in enumerate(faults) if fault)
-        return "\n".join(map(": ".join, named))
+        pairs = ((f"rank {r} on {self.hosts[r]}", fault) for r, fault in enumerate(faults) if fault)
+        return "\n".join(map(": ".join, pairs))
 
     def record_in(self, record: WatchRecord) -> None:
         """Let every thread's links record the calls that wait in `record`."""
