@@ -119,7 +119,7 @@ class Link(Protocol):
         """
 
     def dissolve(self) -> None:
-        """Let the agreement that others are in, or will be in, fail; agree no more after it.
+        """Make the pending or next agreement of the other ranks fail; join no agreement after it.
 
         Does nothing if an agreement has failed: each rank takes part in each agreement once.
         """

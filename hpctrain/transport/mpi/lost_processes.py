@@ -48,9 +48,11 @@ def report_lost_processes(job_ranks: Sequence[int]) -> None:
     pmix, namespace = _load_pmix(), os.environ.get("PMIX_NAMESPACE", "").encode()
     source = _PmixProcess(namespace, int(os.environ["PMIX_RANK"]))
     for rank in job_ranks:
-        lost = _PmixProcess(namespace, rank)
+        lost_process = _PmixProcess(namespace, rank)
         info = _PmixInfo(
-            _AFFECTED_PROCESS_KEY, 0, _PmixValue(_PROCESS_TYPE, _PmixData(ctypes.pointer(lost)))
+            _AFFECTED_PROCESS_KEY,
+            0,
+            _PmixValue(_PROCESS_TYPE, _PmixData(ctypes.pointer(lost_process))),
         )
         result = pmix.PMIx_Notify_event(
             _PROCESS_LOST,

@@ -106,15 +106,15 @@ def describe_ports(bindings: Sequence[RankBinding]) -> str:
     )
     if len(nodes) < 2 or not port_texts:
         return ""
-    texts = [
+    node_texts = [
         f"{n} node{'s' * (n > 1)}: {text}" for text, n in port_texts.most_common(MAX_FAULTS_SHOWN)
     ]
-    rest = f". And others, {len(port_texts) - MAX_FAULTS_SHOWN} kinds" * (
+    rest_text = f". And others, {len(port_texts) - MAX_FAULTS_SHOWN} kinds" * (
         len(port_texts) > MAX_FAULTS_SHOWN
     )
     note = bindings[0].nics.note
     suffix = f"; {NIC_VARIABLE}: {note}" * bool(note)
-    return f"NICs near local ranks, {'. '.join(texts)}{rest}{suffix}"
+    return f"NICs near local ranks, {'. '.join(node_texts)}{rest_text}{suffix}"
 
 
 def binding_from_table(table: Mapping[str, Any]) -> RankBinding:
@@ -123,16 +123,18 @@ def binding_from_table(table: Mapping[str, Any]) -> RankBinding:
 
 
 def describe_faults(group: Sequence[PlacementFault]) -> tuple[str, str]:
-    """Return a text about the first faults of a kind, and their remedy."""
+    """Describe the first faults of a kind; return the description and the remedy."""
     texts = [fault.observed for fault in group]
-    rest = f"; and {len(texts) - MAX_FAULTS_SHOWN} more like this" * (len(texts) > MAX_FAULTS_SHOWN)
-    return "; ".join(texts[:MAX_FAULTS_SHOWN]) + rest, group[0].remedy
+    rest_text = f"; and {len(texts) - MAX_FAULTS_SHOWN} more like this" * (
+        len(texts) > MAX_FAULTS_SHOWN
+    )
+    return "; ".join(texts[:MAX_FAULTS_SHOWN]) + rest_text, group[0].remedy
 
 
 def group_by_kind(faults: Sequence[PlacementFault]) -> list[list[PlacementFault]]:
     """Return `faults` grouped by kind, in the order of first appearance."""
-    names = dict.fromkeys(fault.name for fault in faults)
-    return [[fault for fault in faults if fault.name == name] for name in names]
+    fault_names = dict.fromkeys(fault.name for fault in faults)
+    return [[fault for fault in faults if fault.name == name] for name in fault_names]
 
 
 def unbind_advice(launcher: str) -> str:
@@ -220,12 +222,12 @@ def _core_faults(bindings: Sequence[RankBinding], node: Sequence[int]) -> Iterat
         binding = bindings[ranks[0]]
         count = len(parse_core_list(binding.cores))
         if len(ranks) > count and idle_core_count > 0:
-            shared = f"core{'s' * (count > 1)} {binding.cores}"
+            cores_text = f"core{'s' * (count > 1)} {binding.cores}"
             idle_cores_text = (
                 f"{idle_core_count} others are" if idle_core_count > 1 else "another is"
             )
-            names = f"{format_ranks(ranks)} of {binding.host}"
-            text = f"{names} all run on {shared}, and {idle_cores_text} idle"
+            ranks_text = f"{format_ranks(ranks)} of {binding.host}"
+            text = f"{ranks_text} all run on {cores_text}, and {idle_cores_text} idle"
             yield PlacementFault("cores shared", ranks, text, unbind_advice(binding.launcher))
 
 
@@ -245,10 +247,10 @@ def _blas_faults(bindings: Sequence[RankBinding], node: Sequence[int]) -> Iterat
             ranks_by_load.setdefault((load, format_ranks(ranks) * (len(ranks) > 1)), []).extend(
                 ranks
             )
-    for (load, shared), group in ranks_by_load.items():
-        suffix = " each" * (len(group) > 1 and not shared)
-        names = f"{format_ranks(group)} of {bindings[group[0]].host}"
-        text = f"{names}: {load}{suffix}, so they take turns"
+    for (load, sharing_ranks), group in ranks_by_load.items():
+        suffix = " each" * (len(group) > 1 and not sharing_ranks)
+        ranks_text = f"{format_ranks(group)} of {bindings[group[0]].host}"
+        text = f"{ranks_text}: {load}{suffix}, so they take turns"
         yield PlacementFault("BLAS threads", tuple(group), text, FEWER_THREADS_REMEDY)
 
 
@@ -284,8 +286,8 @@ def _shared_nic_faults(
     nics = [bindings[rank].nics for rank in node]
     unnamed_ports = set(nics[0].ports) - set(nics[0].named)
     if len(node) > 1 and nics[0].named and unnamed_ports and len({nic.named for nic in nics}) == 1:
-        names = ", ".join(nics[0].named)
-        text = f"{format_ranks(node)} of {bindings[node[0]].host} all name {names} in "
+        port_names = ", ".join(nics[0].named)
+        text = f"{format_ranks(node)} of {bindings[node[0]].host} all name {port_names} in "
         text += f"{UCX_DEVICES}, and "
         text += (
             f"{', '.join(sorted(unnamed_ports))} {'are' if len(unnamed_ports) > 1 else 'is'} idle"

@@ -172,15 +172,15 @@ def ports_for_rank(
 
 def device_faults(value: str, adapters: Sequence[Nic], root: Path = pci.ROOT) -> tuple[str, ...]:
     """Return the faults of UCX_NET_DEVICES' `value`, such as "mlx5_7:1 is not there"."""
-    faults = []
+    fault_texts = []
     for word in device_names(value):
         matching_ports = _matching_ports(word, adapters)
         if not matching_ports and not (root / "sys/class/net" / word).exists():
-            faults.append(f"{word} is not there")
+            fault_texts.append(f"{word} is not there")
         # The kernel does not always report the state of a TCP interface.
         elif matching_ports and all(nic.has_rdma and not nic.active for nic in matching_ports):
-            faults.append(f"{word} is down")
-    return tuple(faults)
+            fault_texts.append(f"{word} is down")
+    return tuple(fault_texts)
 
 
 def device_names(value: str) -> tuple[str, ...]:

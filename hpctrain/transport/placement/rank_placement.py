@@ -175,10 +175,12 @@ def _gather_reports(gather: verify.Gather, report: dict[str, Any]) -> list[dict[
 def _log_paths(places: Sequence[RankPlace], verdict: Verdict, unproven: Sequence[str]) -> None:
     """Log the path of memory between the GPUs at `places`, and whether ranks share GPUs."""
     occurring_classes = pair_classes(places)
-    if untried := [name.replace("_", " ") for name in occurring_classes if name in unproven]:
+    if unproven_classes := [
+        name.replace("_", " ") for name in occurring_classes if name in unproven
+    ]:
         logger.warning(
             "GPU memory goes through the host (%s), since no trial showed that this MPI takes "
-            "pointers to it: %s", ", ".join(untried), TRIAL_REMEDY,
+            "pointers to it: %s", ", ".join(unproven_classes), TRIAL_REMEDY,
         )  # fmt: skip
     paths = ", ".join(
         f"{name.replace('_', ' ')} {getattr(verdict, name)}" for name in occurring_classes

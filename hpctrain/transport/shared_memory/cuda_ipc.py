@@ -227,11 +227,13 @@ class SharedGpuMemory:
         dropped_sets = [
             frozenset(map(int, text.split())) for text in self._gather(dropped_text.encode())
         ]
-        numbers = dropped_sets[0].intersection(*dropped_sets)
-        if not numbers:
+        dropped_everywhere = dropped_sets[0].intersection(*dropped_sets)
+        if not dropped_everywhere:
             return
-        unused_allocations = [self._allocations.pop(number) for number in sorted(numbers)]
-        self._dropped_numbers -= numbers
+        unused_allocations = [
+            self._allocations.pop(number) for number in sorted(dropped_everywhere)
+        ]
+        self._dropped_numbers -= dropped_everywhere
         self._cached_arrays.clear()
         for allocation in unused_allocations:
             self._close_pointers(allocation.mapped_pointers)

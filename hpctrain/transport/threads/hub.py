@@ -18,7 +18,7 @@ class SentMessage:
 
 
 class Job:
-    """The threads that are ranks, by their numbers in the first hub: those killed, those to be."""
+    """The ranks that are threads, by number in the first hub: killed ranks, and kills to come."""
 
     def __init__(self, kills: dict[int, int] | None = None):
         """`kills`: the number of the call in which a rank is killed."""
@@ -100,7 +100,7 @@ class Hub:
         return self.job.lost.intersection(self.members)
 
 
-class Agreed(NamedTuple):
+class AgreementResult(NamedTuple):
     """The outcome of an agreement, which a loss or a vote of 0 fails, and the survivors' hub."""
 
     succeeded: bool
@@ -112,12 +112,12 @@ class Agreement:
 
     def __init__(self) -> None:
         self.votes: dict[int, int] = {}
-        self.result: Agreed | None = None
+        self.result: AgreementResult | None = None
 
     def settle(self, hub: Hub) -> bool:
         """Return whether there is a result: all members that are left have voted."""
-        left = tuple(member for member in hub.members if member not in hub.job.lost)
-        if self.result is None and self.votes.keys() >= set(left):
-            succeeded = left == hub.members and all(self.votes.values())
-            self.result = Agreed(succeeded, Hub(left, hub.timeout_s, hub.job))
+        survivors = tuple(member for member in hub.members if member not in hub.job.lost)
+        if self.result is None and self.votes.keys() >= set(survivors):
+            succeeded = survivors == hub.members and all(self.votes.values())
+            self.result = AgreementResult(succeeded, Hub(survivors, hub.timeout_s, hub.job))
         return self.result is not None

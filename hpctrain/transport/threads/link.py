@@ -24,7 +24,7 @@ from hpctrain.core.thresholds import Thresholds
 from hpctrain.transport.device import transfers
 from hpctrain.transport.pace import Pace
 from hpctrain.transport.paths import Path
-from hpctrain.transport.threads.hub import Agreed, Hub, SentMessage
+from hpctrain.transport.threads.hub import AgreementResult, Hub, SentMessage
 from hpctrain.transport.threads.native import ThreadCollectives
 from hpctrain.transport.threads.requests import Receive, Send
 from hpctrain.watch import Entry
@@ -169,7 +169,7 @@ class LocalLink(transfers.QueuedLink):
             raise self._make_loss("agree")
 
     def dissolve(self) -> None:
-        """Let the agreement that other ranks are in fail; see Link."""
+        """Make the pending agreement of the other ranks fail; see Link."""
         if not self._is_dissolved:
             self._take_part(0)
             self._is_dissolved = True
@@ -188,7 +188,7 @@ class LocalLink(transfers.QueuedLink):
         ranks = [self.hub.members.index(member) for member in result.hub.members]
         return LocalLink(result.hub, ranks.index(self.rank)), ranks
 
-    def _take_part(self, vote: int) -> Agreed:
+    def _take_part(self, vote: int) -> AgreementResult:
         """Vote in the link's next agreement, and return its result; collective."""
         self._count_call()
         hub, self._agreements = self.hub, self._agreements + 1
@@ -203,7 +203,7 @@ class LocalLink(transfers.QueuedLink):
         return agreement.result
 
     def _count_call(self) -> None:
-        """Kill this rank if its time has come: this thread ends, and later its others."""
+        """Count a call; kill this rank in the call that `kills` names, later its other threads."""
         job, member = self.hub.job, self.hub.members[self.rank]
         if not job.kills:
             return
@@ -217,8 +217,8 @@ class LocalLink(transfers.QueuedLink):
         hub = self.hub
         if hub.failure.is_set() or hub.root.revoked or self._is_killed:
             return True
-        lost = hub.lost_members
-        return bool(lost) and (peer < 0 or hub.members[peer] in lost)
+        lost_members = hub.lost_members
+        return bool(lost_members) and (peer < 0 or hub.members[peer] in lost_members)
 
     def must_be_open(self, call: str, peer: int) -> None:
         """Raise LostRankError if a `call` that waits for `peer` will never end."""
@@ -232,8 +232,8 @@ class LocalLink(transfers.QueuedLink):
         hub, wakeup = self.hub, self.hub.wakeups[self.rank]
         with hub.lock:
             wakeup.wait_for(lambda: condition() or self._is_interrupted(peer), hub.timeout_s)
-            complete = condition()
-        if not complete:
+            is_complete = condition()
+        if not is_complete:
             raise self._wait_error(call)
 
     def gather_items(self, item: T) -> list[T]:
