@@ -35,13 +35,15 @@ def available_bytes(root: Path = ROOT) -> int | None:
 def _free_bytes_in_group(group: Path) -> Iterator[int]:
     """Yield the bytes available in a control group if it has a limit."""
     for limit_file, usage_file, cache_field in _CGROUP_FILES:
-        words = read_text(group / limit_file), read_text(group / usage_file)
-        if all(word.isdigit() for word in words):  # "max": no limit
-            used_bytes = int(words[1]) - _parse_fields(group / "memory.stat").get(cache_field, 0)
-            yield max(0, int(words[0]) - used_bytes)
+        limit, usage = read_text(group / limit_file), read_text(group / usage_file)
+        if limit.isdigit() and usage.isdigit():  # "max": no limit
+            used_bytes = int(usage) - _parse_fields(group / "memory.stat").get(cache_field, 0)
+            yield max(0, int(limit) - used_bytes)
 
 
 def _parse_fields(file: Path) -> dict[str, int]:
     """Return {name: number} from a kernel file with one name and number per line."""
     lines = (line.replace(":", " ").split() for line in read_text(file).splitlines())
-    return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}
+    return {
+        fields[0]: int(fields[1]) for fields in lines if len(fields) > 1 and fields[1].isdigit()
+    }

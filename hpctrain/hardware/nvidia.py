@@ -102,7 +102,7 @@ def _memory_bytes(nvml: Any, handle: Any) -> int | None:
 
 
 def _mig_slices(nvml: Any, handle: Any) -> tuple[str, ...]:
-    names = []
+    slice_names = []
     try:
         mig_mode = nvml.nvmlDeviceGetMigMode(handle)[0]
         max_slices = nvml.nvmlDeviceGetMaxMigDeviceCount(handle) if mig_mode else 0
@@ -113,8 +113,8 @@ def _mig_slices(nvml: Any, handle: Any) -> tuple[str, ...]:
             nvml.NVMLError
         ):  # no slice has this number; one that was removed leaves a gap
             slice_ = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, i)
-            names.append(_decode(nvml.nvmlDeviceGetUUID(slice_)))
-    return tuple(names)
+            slice_names.append(_decode(nvml.nvmlDeviceGetUUID(slice_)))
+    return tuple(slice_names)
 
 
 def _count_nvlinks(nvml: Any, handles: Sequence[Any], addresses: Sequence[str]) -> dict[Any, Any]:

@@ -40,10 +40,10 @@ def near_cores(device: str, root: Path = ROOT) -> frozenset[int]:
 
 def relation(device: str, other: str, root: Path = ROOT) -> str | None:
     """Return the name of the path between two devices; None if sysfs lacks either."""
-    first, second = device_path(device, root), device_path(other, root)
-    if not first or not second:
+    first_path, second_path = device_path(device, root), device_path(other, root)
+    if not first_path or not second_path:
         return None
-    equal_parts = (a == b for a, b in zip(first, second, strict=False))
+    equal_parts = (a == b for a, b in zip(first_path, second_path, strict=False))
     common_length = len(list(takewhile(bool, equal_parts)))
     if common_length == 0:
         nodes = {numa_node(device, root), numa_node(other, root)}
@@ -51,7 +51,7 @@ def relation(device: str, other: str, root: Path = ROOT) -> str | None:
     if common_length == 1:
         return "PHB"
     # Below one bridge or one switch: only down port and device differ.
-    return "PIX" if max(len(first), len(second)) - common_length <= 2 else "PXB"
+    return "PIX" if max(len(first_path), len(second_path)) - common_length <= 2 else "PXB"
 
 
 def device_path(device: str, root: Path = ROOT) -> list[str]:
@@ -71,11 +71,11 @@ def nearest_devices(device: str, candidates: Sequence[str], root: Path = ROOT) -
     device_node = numa_node(device, root)
     distances = {
         candidate: (
-            RELATIONS.index(word),
+            RELATIONS.index(relation_name),
             numa_distance(device_node, numa_node(candidate, root), root),
         )
-        for candidate, word in relations.items()
-        if word
+        for candidate, relation_name in relations.items()
+        if relation_name
     }
     return [
         candidate

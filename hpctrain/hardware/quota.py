@@ -40,10 +40,12 @@ def control_groups(controller: str, root: Path = ROOT) -> Iterator[Path]:
 
 
 def _cpu_limit(group: Path) -> float | None:
-    words = read_text(group / "cpu.max").split()
-    words = words or [read_text(group / f"cpu.cfs_{name}_us") for name in ("quota", "period")]
+    quota_and_period = read_text(group / "cpu.max").split()
+    quota_and_period = quota_and_period or [
+        read_text(group / f"cpu.cfs_{name}_us") for name in ("quota", "period")
+    ]
     try:
-        quota, period = map(int, words)
+        quota, period = map(int, quota_and_period)
     except ValueError:  # no limit, or the group is not visible here
         return None
     return quota / period if quota > 0 else None

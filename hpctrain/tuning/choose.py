@@ -101,7 +101,7 @@ def find_changes(rows: Sequence[AlgorithmTime]) -> list[tuple[int, int, set[str]
 
     These include the choices for dtypes that MPI cannot reduce, which have their own thresholds.
     """
-    chosen, non_mpi = (
+    chosen_by_size, non_mpi_by_size = (
         choices_at(times_by_size(rows)),
         choices_at(times_by_size(_without_native(rows))),
     )
@@ -111,13 +111,13 @@ def find_changes(rows: Sequence[AlgorithmTime]) -> list[tuple[int, int, set[str]
             b,
             {
                 choices_by_size[n]
-                for choices_by_size in (chosen, non_mpi)
+                for choices_by_size in (chosen_by_size, non_mpi_by_size)
                 for n in (a, b)
                 if n in choices_by_size
             },
         )
-        for a, b in pairwise(chosen)
-        if chosen[a] != chosen[b]
+        for a, b in pairwise(chosen_by_size)
+        if chosen_by_size[a] != chosen_by_size[b]
     ]
 
 
@@ -140,8 +140,8 @@ def find_noise(rows: Iterable[AlgorithmTime]) -> float | None:
 
 def exceeding_spread(spreads: Iterable[float]) -> float | None:
     """Return the upper quartile of `spreads` if it exceeds MAX_SPREAD, else None."""
-    ordered = sorted(spreads)
-    quartile = ordered[len(ordered) * 3 // 4] if ordered else 0.0
+    ordered_spreads = sorted(spreads)
+    quartile = ordered_spreads[len(ordered_spreads) * 3 // 4] if ordered_spreads else 0.0
     return quartile if quartile > MAX_SPREAD else None
 
 

@@ -98,7 +98,7 @@ def predict_times(layout: NodeLayout, n: int) -> Iterator[AlgorithmTime]:
 
 
 def _flat_seconds(layout: NodeLayout, name: str, n: int) -> float:
-    """Ranks of a node share its wire to other nodes; in a ring only one of them uses it."""
+    """Return the seconds of a flat algorithm; ranks of a node share its wire to other nodes."""
     if len(layout.nodes) == 1:
         return INTRA_NODE.seconds(cost.ALLREDUCE[name](n, layout.ranks))
     sharing_ranks = 1 if name == "ring" else max(layout.nodes)

@@ -96,7 +96,7 @@ def predict_times(layout: GpuNetwork, n: int) -> Iterator[AlgorithmTime]:
 
 
 def _flat_seconds(layout: GpuNetwork, name: str, n: int) -> float:
-    """Ranks of a node share its wire to other nodes; in a ring only one of them uses it."""
+    """Return the seconds of a flat algorithm; ranks of a node share its wire to other nodes."""
     algorithm_cost = cost.ALLREDUCE[name](n, sum(layout.nodes))
     if len(layout.nodes) == 1:
         return layout.intra_node.seconds(algorithm_cost)

@@ -34,7 +34,7 @@ class GpuLayout:
 
     @property
     def paths(self) -> str:
-        """The verdict in words."""
+        """A description of the verdict."""
         verdict = self.verdict
         return (
             f"same GPU {verdict.same_gpu}, same node {verdict.same_node}, across {verdict.across}"

@@ -90,12 +90,12 @@ def make_operands(group: Group, nbytes: int, xp: ModuleType = np) -> Operands:
 
 def applicable_algorithms(group: Group, xp: ModuleType = np) -> list[str]:
     """Return the names of the algorithms that support the layout of `group`; collective."""
-    excluded = [*choose.NEVER_CHOSEN]
-    excluded += ["hierarchical"] if len(group.nodes) < 2 else []  # equals `direct` there
-    excluded += [] if xp is np else ["native"]  # reduces on the host
+    excluded_names = [*choose.NEVER_CHOSEN]
+    excluded_names += ["hierarchical"] if len(group.nodes) < 2 else []  # equals `direct` there
+    excluded_names += [] if xp is np else ["native"]  # reduces on the host
     names = []
     for name, function in ALLREDUCE.items():
-        if name in excluded:
+        if name in excluded_names:
             continue
         try:
             function(group, xp.zeros(1, np.float32), np.add)
@@ -230,9 +230,9 @@ class Candidates:
         """
         medians_s = {name: float(np.median(self._seconds[name])) for name in self._running_calls}
         fastest = min(medians_s, key=medians_s.__getitem__)
-        shortest = min(self._seconds[fastest])
+        shortest_s = min(self._seconds[fastest])
         medians = {
-            name: medians_s.get(name) or medians_s[fastest] * min(times) / shortest
+            name: medians_s.get(name) or medians_s[fastest] * min(times) / shortest_s
             for name, times in self._seconds.items()
         }
         return [
@@ -248,10 +248,12 @@ class Candidates:
         return float((quartile_75 - quartile_25) / median)
 
 
-def find_slower(times: Mapping[str, Sequence[float]], factor: float) -> set[str]:
+def find_slower(seconds_by_name: Mapping[str, Sequence[float]], factor: float) -> set[str]:
     """Return the names whose best time is more than `factor` times the fastest best time."""
-    shortest = {name: min(seconds) for name, seconds in times.items()}
-    return {name for name, seconds in shortest.items() if seconds > factor * min(shortest.values())}
+    shortest_s = {name: min(seconds) for name, seconds in seconds_by_name.items()}
+    return {
+        name for name, seconds in shortest_s.items() if seconds > factor * min(shortest_s.values())
+    }
 
 
 def measure_buckets(

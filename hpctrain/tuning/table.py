@@ -199,10 +199,12 @@ def find_table(group: Group, mpi: bool, gpus: GpuLayout | None = None) -> Table 
 def check_fit(table: Table, current: Fingerprint) -> Table:
     """Return `table` if machine and algorithms are the `current` ones; else raise TableError."""
     for fact in fields(Fingerprint):
-        recorded, actual = (getattr(facts, fact.name) for facts in (table.fingerprint, current))
-        if recorded != actual:
+        recorded_value, current_value = (
+            getattr(facts, fact.name) for facts in (table.fingerprint, current)
+        )
+        if recorded_value != current_value:
             raise TableError(
-                f"its {fact.name} is {brief(recorded)}, here it is {brief(actual)}; "
+                f"its {fact.name} is {brief(recorded_value)}, here it is {brief(current_value)}; "
                 f"{current.advice}"
             )
     if table.algorithms != hash_sources():

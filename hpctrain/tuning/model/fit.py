@@ -57,9 +57,9 @@ def fit_line(times: Times) -> tuple[float, float]:
     return float(a), float(b)
 
 
-def fit_machine(measured: Iterable[tuple[cost.Cost, float]]) -> cost.Machine:
+def fit_machine(measured_costs: Iterable[tuple[cost.Cost, float]]) -> cost.Machine:
     """Return the machine on which the longest paths take the measured seconds."""
-    paths, seconds = zip(*measured, strict=True)
+    paths, seconds = zip(*measured_costs, strict=True)
     coefficients = np.array([(path.steps, path.bytes, path.added_bytes) for path in paths], float)
     return cost.Machine(*map(float, solve_nonnegative(coefficients, np.array(seconds))))
 
