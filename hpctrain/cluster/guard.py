@@ -55,13 +55,13 @@ def remove_segments(descriptor: int) -> None:
         path, _, copy = paths.partition("\t")
         try:
             if os.stat(path).st_ino == int(inode):
-                _copy(path, copy)
+                _copy_records(path, copy)
                 os.unlink(path)
         except OSError:  # the MPI library has removed the file
             continue
 
 
-def _copy(source: str, target: str) -> None:
+def _copy_records(source: str, target: str) -> None:
     """Copy a file of records into the folder of its run, if that is there and not full."""
     try:
         if target and not os.path.islink(os.path.dirname(target)):

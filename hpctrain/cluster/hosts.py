@@ -19,14 +19,14 @@ class Host(NamedTuple):
 def allocated_hosts(environ: Mapping[str, str]) -> list[Host]:
     """Return the hosts of this job of Slurm; empty outside of one, or without an answer."""
     nodes = environ.get("SLURM_JOB_NODELIST", "")
-    names = output("scontrol", "show", "hostnames", nodes).split() if nodes else []
-    return [Host(*pair) for pair in zip(names, launchers.task_counts(environ), strict=False)]
+    host_names = output("scontrol", "show", "hostnames", nodes).split() if nodes else []
+    return [Host(*pair) for pair in zip(host_names, launchers.task_counts(environ), strict=False)]
 
 
 def remaining_hosts(hosts: Sequence[Host]) -> list[Host]:
     """Return the `hosts` that Slurm does not report as lost; all without an answer."""
-    names = remaining_nodes(",".join(host.name for host in hosts))
-    return [host for host in hosts if names is None or host.name in names]
+    remaining_names = remaining_nodes(",".join(host.name for host in hosts))
+    return [host for host in hosts if remaining_names is None or host.name in remaining_names]
 
 
 def host_options(vendor: str, hosts: Sequence[Host]) -> list[str]:

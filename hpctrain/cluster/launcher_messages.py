@@ -28,7 +28,7 @@ _MAX_BYTES = 4096  #: of a message
 
 
 class MessageFilter:
-    """The output of a launcher without its messages on the end of ranks, which are in `held`."""
+    """The output of a launcher; its messages on the end of ranks are kept in `held`."""
 
     def __init__(self) -> None:
         self.held = b""

@@ -35,7 +35,7 @@ class LossPolicy:
 def check_policy(n: int, policy: LossPolicy) -> None:
     """Raise UsageError, with the first fault of the options that start `n` ranks."""
     spares, min_ranks = policy.spares, policy.min_ranks
-    faults = {
+    is_present_by_fault = {
         f"--spares: expected 0 or more, seen {spares}": spares < 0,
         f"--max-restarts: expected 0 or more, seen {policy.max_restarts}": (
             policy.max_restarts < 0
@@ -50,7 +50,7 @@ def check_policy(n: int, policy: LossPolicy) -> None:
             min_ranks is not None and not (policy.elastic or policy.max_restarts)
         ),
     }
-    for fault, is_present in faults.items():
+    for fault, is_present in is_present_by_fault.items():
         if is_present:
             raise UsageError(fault)
 

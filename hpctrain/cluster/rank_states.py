@@ -44,7 +44,7 @@ class RankStates:
         """Return the output without the marks in it; keep the beginning of a mark back."""
         data = self._pending + data
         for rank, event, value in _MARK.findall(data):
-            self._take(rank.decode(), event.decode(), int(value))
+            self._take_mark(rank.decode(), event.decode(), int(value))
         data = _MARK.sub(b"", data)
         start = data.rfind(_BEGIN)
         end = start if start >= 0 and len(data) - start < _MAX_BYTES else len(data)
@@ -55,7 +55,7 @@ class RankStates:
         """Return the remaining output."""
         return self._pending
 
-    def _take(self, rank: str, event: str, value: int) -> None:
+    def _take_mark(self, rank: str, event: str, value: int) -> None:
         if event == STARTS_MPI:
             self._starting.add(rank)
         elif event == HAS_MPI:
@@ -90,8 +90,8 @@ class RankStates:
         if not is_due or is_over or not self._starting - self._joined:
             return ""
         return (
-            f"{self._describe(self._missing)} before MPI had started, for which the other ranks "
-            "would wait for ever: the job is ended"
+            f"{self._describe_codes(self._missing)} before MPI had started, for which the other "
+            "ranks would wait for ever: the job is ended"
         )
 
     def exit_code(self, launcher_code: int, was_ended: bool) -> tuple[int, str]:
@@ -103,18 +103,18 @@ class RankStates:
         """
         if was_ended and self._over_s is not None:  # mpiexec was, which has no code to tell
             launcher_code, was_ended = 0, False
-        refusals = [code for rank, code in self._codes.items() if self._is_refusal(rank, code)]
+        refusal_codes = [code for rank, code in self._codes.items() if self._is_refusal(rank, code)]
         if launcher_code and not was_ended:
             return launcher_code, ""
         has_success = any(self._is_success(rank, code) for rank, code in self._codes.items())
-        if has_success and not refusals and not was_ended:
+        if has_success and not refusal_codes and not was_ended:
             return 0, ""
-        if codes := [*self._aborts, *refusals]:
+        if codes := [*self._aborts, *refusal_codes]:
             return codes[0], ""
         failures = [rank for rank, code in self._codes.items() if not self._is_success(rank, code)]
         code = self._codes[failures[0]] or 1 if failures else 1
-        described = f": {self._describe(failures)}" if failures else ""
-        reason = "" if was_ended else f"no rank came to its end{described}"
+        failures_text = f": {self._describe_codes(failures)}" if failures else ""
+        reason = "" if was_ended else f"no rank came to its end{failures_text}"
         return code if code > 0 else 128 - code, reason
 
     def _is_success(self, rank: str, code: int) -> bool:
@@ -125,9 +125,11 @@ class RankStates:
         """Return whether a rank ended by itself, with an error, and not from a running MPI."""
         return code > 0 and rank not in self._joined
 
-    def _describe(self, ranks: Sequence[str]) -> str:
-        names = [f"rank {rank} ended with {_name(self._codes[rank])}" for rank in ranks[:_NAMES]]
-        return ", ".join([*names, *["..."] * (len(ranks) > _NAMES)])
+    def _describe_codes(self, ranks: Sequence[str]) -> str:
+        rank_texts = [
+            f"rank {rank} ended with {_name(self._codes[rank])}" for rank in ranks[:_NAMES]
+        ]
+        return ", ".join([*rank_texts, *["..."] * (len(ranks) > _NAMES)])
 
 
 def _name(code: int) -> str:

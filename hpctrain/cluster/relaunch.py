@@ -95,9 +95,9 @@ def run_until_done(
         next_start = plan_start(n, policy, hosts, remaining_hosts(hosts))
         next_start = next_start._replace(restarts=start.restarts + 1, run=end.run or start.run)
         if fault := _refusal(next_start, progress, policy):
-            print_message(f"{_describe(end)}; not started again: {fault}")
+            print_message(f"{_describe_loss(end)}; not started again: {fault}")
             return end.code
-        _announce(end, start, next_start, progress, policy.max_restarts)
+        _announce_start(end, start, next_start, progress, policy.max_restarts)
         time.sleep(progress.pause_s)
         start = next_start
 
@@ -137,14 +137,14 @@ def _refusal(start: Start, progress: Progress, policy: LossPolicy) -> str:
     return ""
 
 
-def _announce(
+def _announce_start(
     end: JobEnd, previous: Start, start: Start, progress: Progress, max_restarts: int
 ) -> None:
     """Print why and how the job is started again."""
     pause = f", in {progress.pause_s:g} s" * bool(progress.pause_s)
     target = f"; resumes {start.run}, which was at step {progress.step}" if start.run else ""
     print_message(
-        f"{_describe(end)}; restart {start.restarts} of {max_restarts} on "
+        f"{_describe_loss(end)}; restart {start.restarts} of {max_restarts} on "
         f"{counted(start.ranks, 'rank')}{pause}{target}"
     )
     if start.ranks != previous.ranks and start.run and _has_batch_per_rank(start.run):
@@ -154,7 +154,7 @@ def _announce(
         )
 
 
-def _describe(end: JobEnd) -> str:
+def _describe_loss(end: JobEnd) -> str:
     """Return the reason of a loss in a line."""
     summary = (run_folder.read_summary(end.run) if end.run else None) or {}
     reason = str(summary.get("reason") or f"the job ended with {end.code}")

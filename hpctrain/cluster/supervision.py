@@ -141,8 +141,8 @@ def catch_stop_signals() -> Iterator[Callable[[], list[int]]]:
 
     def read_signals() -> list[int]:
         readable = select.select([read_fd], [], [], 1.0)[0]
-        numbers = os.read(read_fd, 64) if readable else b""
-        return [number for number in numbers if number in caught_signals]
+        signal_numbers = os.read(read_fd, 64) if readable else b""
+        return [number for number in signal_numbers if number in caught_signals]
 
     try:
         yield read_signals

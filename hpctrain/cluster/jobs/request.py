@@ -102,8 +102,8 @@ def _must_be_printable(request: JobRequest) -> None:
     job = Job(
         request.recipe, name=request.job_name, out=request.out, arguments=tuple(request.overrides)
     )
-    if faults := text_faults(job):
-        raise UsageError("\n".join(faults))
+    if fault_texts := text_faults(job):
+        raise UsageError("\n".join(fault_texts))
     for name in ("site", "job_name", "out"):  # a field is an option of the command line
         if getattr(request, name) == "":
             raise UsageError(f"--{name.replace('_', '-')}: expected a value, seen ''")

@@ -97,9 +97,9 @@ class BatchJob:
     def run(self) -> int:
         """Start the ranks, again after a loss, until the job ends; return its exit code."""
         if self._restarts > (most := self.options.max_restarts):  # as by a preemption
-            return self._print(f"restarted {self._restarts} times, of {most}: {self._later}")
+            return self._print_line(f"restarted {self._restarts} times, of {most}: {self._later}")
         signal.signal(signal.SIGALRM, lambda *_: self._stop_if_due())
-        signal.signal(signal.SIGUSR1, lambda *_: self._stop())
+        signal.signal(signal.SIGUSR1, lambda *_: self._stop_ranks())
         # Slurm ends the job, and lets the ranks save (KillWait): do not leave before them.
         signal.signal(signal.SIGTERM, lambda *_: None)
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -129,14 +129,14 @@ class BatchJob:
         (self.folder / ".began").write_text(f"{self.id}\n")
         self._process = Popen([*self._launcher, *self._command], stdin=DEVNULL)
         # Until its handler stood USR1 was ignored: Slurm tells whether it has come.
-        self._stop() if self._asked_s else self._stop_if_due()
+        self._stop_ranks() if self._asked_s else self._stop_if_due()
         signal.setitimer(signal.ITIMER_REAL, _REPEAT_S, _REPEAT_S)
         code = self._process.wait()
         signal.setitimer(signal.ITIMER_REAL, 0)
         self._process, self._is_stopping = None, False
         return code if code >= 0 else 128 - code
 
-    def _stop(self) -> None:
+    def _stop_ranks(self) -> None:
         """Leave the reason for the run, and pass USR1 on to the ranks, from now on repeatedly."""
         self._asked_s = time.monotonic() if self._asked_s is None else self._asked_s
         if self._process and not self._is_stopping:
@@ -157,7 +157,7 @@ class BatchJob:
             is_preempted, rest_s = self._query_end()
             self._next_query_s = time.monotonic() + (_RETRY_S if rest_s is None else rest_s)
             if is_preempted or (rest_s is not None and rest_s <= 0):
-                self._stop()
+                self._stop_ranks()
 
     def _query_end(self) -> tuple[bool, float | None]:
         """Return whether the job is preempted, and the seconds to USR1, None without an answer."""
@@ -192,8 +192,8 @@ class BatchJob:
         """Count the parts in a row, up to this one and over requeues, that saved nothing."""
         path, count = self.folder / ".tries", 0
         if not any(map(self._is_of_this_part, self.folder.glob("checkpoints/*/manifest.json"))):
-            earlier = _read_json(path)
-            count = 1 + (earlier if isinstance(earlier, int) else 0)
+            earlier_count = _read_json(path)
+            count = 1 + (earlier_count if isinstance(earlier_count, int) else 0)
         path.write_text(f"{count}\n")
         return count
 
@@ -204,43 +204,43 @@ class BatchJob:
             return False
         names = remaining_nodes(self._nodes)
         if names is not None and len(names) < _variable("SLURM_JOB_NUM_NODES", 1):
-            srun, *words = self._srun
+            srun, *srun_options = self._srun
             ranks = len(names) * _variable("SLURM_NTASKS_PER_NODE", 1)
             if not self._is_srun or not 0 < self.options.min_ranks <= ranks:
                 return False
             nodes = [f"--nodelist={','.join(names)}", f"--nodes={len(names)}", "-n", str(ranks)]
-            self._launcher = [srun, *nodes, *words]
+            self._launcher = [srun, *nodes, *srun_options]
         self._relaunches += 1
         # The step of a lost node may never end for Slurm: do not wait for its cores.
         os.environ.update(SLURM_OVERLAP="1", HPCTRAIN_RESTARTS=str(self._relaunches))
         start = f"{self._relaunches} of {most}: {' '.join(self._launcher)}"
-        self._print(f"ranks were lost, or hung; started again here, {start}")
+        self._print_line(f"ranks were lost, or hung; started again here, {start}")
         return True
 
     def _requeue(self, cause: str) -> int:
         """Put the job back into the queue, unless it was ended from outside: cancelled, say."""
         # Slurm answers late where many jobs end at once.
         limit_s = self.options.warn_s + (self._asked_s or time.monotonic())
-        most, pause_s, refusals = self.options.max_restarts, _PAUSE_S, 0
+        max_restarts, pause_s, refusal_count = self.options.max_restarts, _PAUSE_S, 0
         while True:
             state = self._query().get("JobState", "")
             if state not in ("", "RUNNING"):
-                return self._print(f"{cause}; Slurm says {state}")
-            if self._restarts >= most:
+                return self._print_line(f"{cause}; Slurm says {state}")
+            if self._restarts >= max_restarts:
                 count = f"restarted {self._restarts} times, which is enough"
-                return self._print(f"{cause}; {count}: {self._later}")
+                return self._print_line(f"{cause}; {count}: {self._later}")
             requeue = ["timeout", str(_QUERY_LIMIT_S), "scontrol", "requeue", self.id]
             if state and not call(requeue):
-                restart = f"restart {self._restarts + 1} of {most}"
-                return self._print(f"{cause}; back into the queue for {restart}", 0)
-            refusals += bool(state)
-            if refusals >= _MAX_REFUSALS or time.monotonic() + pause_s >= limit_s:
-                answer = "does not put it back into the queue" if state else "does not answer"
-                return self._print(f"{cause}; Slurm {answer}: {self._later}")
+                restart = f"restart {self._restarts + 1} of {max_restarts}"
+                return self._print_line(f"{cause}; back into the queue for {restart}", 0)
+            refusal_count += bool(state)
+            if refusal_count >= _MAX_REFUSALS or time.monotonic() + pause_s >= limit_s:
+                answer_text = "does not put it back into the queue" if state else "does not answer"
+                return self._print_line(f"{cause}; Slurm {answer_text}: {self._later}")
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _MAX_PAUSE_S)
 
-    def _print(self, message: str, code: int = _EXIT_STOPPED) -> int:
+    def _print_line(self, message: str, code: int = _EXIT_STOPPED) -> int:
         print(f"job {self.id}: {message if message.isprintable() else ascii(message)}", flush=True)
         return code
 

@@ -146,8 +146,8 @@ def query_sacct(job: JobId) -> list[JobState]:
 def require_command(command: str) -> None:
     """Raise UsageError if this command of Slurm is not on the PATH."""
     if shutil.which(command) is None:
-        instead = _WITHOUT_SLURM if command == "sbatch" else ""
-        raise UsageError(_NO_SLURM_MESSAGE.format(command=command) + instead)
+        advice = _WITHOUT_SLURM if command == "sbatch" else ""
+        raise UsageError(_NO_SLURM_MESSAGE.format(command=command) + advice)
 
 
 def run_command(

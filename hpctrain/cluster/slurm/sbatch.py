@@ -131,10 +131,10 @@ def must_be_plain_value(label: str, value: str) -> None:
 
 def overriding_variables(options: Iterable[str]) -> set[str]:
     """Return the environment variables that would override `options` in sbatch."""
-    names = set(options)
-    if names & {"requeue", "no-requeue"}:
-        names |= {"requeue", "no-requeue"}
-    return {OPTION_VARIABLES.get(name, _variable_name(name)) for name in names}
+    option_names = set(options)
+    if option_names & {"requeue", "no-requeue"}:
+        option_names |= {"requeue", "no-requeue"}
+    return {OPTION_VARIABLES.get(name, _variable_name(name)) for name in option_names}
 
 
 def sbatch_lines(options: Mapping[str, str]) -> str:
