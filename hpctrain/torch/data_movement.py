@@ -43,7 +43,7 @@ class DataMovement(Operations):
         text = f"gather to {opts.rootRank} of {inputs[0].dtype} {inputs[0].numel()}"
         function = partial(collectives.gather, root=opts.rootRank)
         nbytes = inputs[0].nbytes
-        return self._move(b"gather", nbytes, inputs[:1], targets, function, opts, text)
+        return self._move_tensors(b"gather", nbytes, inputs[:1], targets, function, opts, text)
 
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> Any:
         """Distribute the root's tensors, one to each rank."""
@@ -51,7 +51,7 @@ class DataMovement(Operations):
         text = f"scatter from {opts.rootRank} of {outputs[0].dtype} {outputs[0].numel()}"
         function = partial(collectives.scatter, root=opts.rootRank)
         nbytes = outputs[0].nbytes
-        return self._move(b"scatter", nbytes, sources, outputs[:1], function, opts, text)
+        return self._move_tensors(b"scatter", nbytes, sources, outputs[:1], function, opts, text)
 
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Any:
         """Fill the list of tensors with every rank's tensor; they may differ in length."""
@@ -124,9 +124,9 @@ class DataMovement(Operations):
 
         def call() -> None:
             staged, source, group = output.contiguous(), tensor.contiguous(), self.group
-            sent = _split(source, input_splits, group.link.size)
-            received = _split(staged, output_splits, group.link.size)
-            arrays = [*map(as_bytes, sent)], [*map(as_bytes, received)]
+            sent_parts = _split(source, input_splits, group.link.size)
+            received_parts = _split(staged, output_splits, group.link.size)
+            arrays = [*map(as_bytes, sent_parts)], [*map(as_bytes, received_parts)]
             collectives.all_to_all_uneven(group, *arrays)
             copy_back(staged, output)
 
@@ -137,13 +137,13 @@ class DataMovement(Operations):
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Any:
         """Send tensor r to rank r, and fill output r from it."""
         function, nbytes = collectives.all_to_all_uneven, sum(tensor.nbytes for tensor in inputs)
-        return self._move(b"all_to_all", nbytes, inputs, outputs, function, opts)
+        return self._move_tensors(b"all_to_all", nbytes, inputs, outputs, function, opts)
 
     def barrier(self, opts: Any = None, *_: Any) -> Any:
         """Wait until every rank has called this."""
         return self.start(b"barrier", 0, self.communicator.world.barrier, is_async(opts), [])
 
-    def _move(
+    def _move_tensors(
         self,
         operation: bytes,
         nbytes: int,

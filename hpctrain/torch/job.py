@@ -96,13 +96,15 @@ def refuse_spares(world: World) -> None:
 def end_after_loss(job: World) -> NoReturn:
     """End the job, and name the lost ranks: a script of torch.distributed cannot go on."""
     deadline = time.monotonic() + LOST_NAMES_S
-    while not (lost := job.link.lost_ranks()) and time.monotonic() < deadline:
+    while not (lost_ranks := job.link.lost_ranks()) and time.monotonic() < deadline:
         time.sleep(0.01)  # this rank has noticed that links are revoked, not yet whose loss it was
-    names = ", ".join(f"rank {rank} ({job.hosts[rank]})" for rank in sorted(lost)) or "a rank"
+    rank_names = (
+        ", ".join(f"rank {rank} ({job.hosts[rank]})" for rank in sorted(lost_ranks)) or "a rank"
+    )
     abort.report_loss(
-        f"hpctrain: lost {names}: a script of torch.distributed cannot go on without it; "
+        f"hpctrain: lost {rank_names}: a script of torch.distributed cannot go on without it; "
         "ht.torch.sync and ht.torch.Trainer go on with the ranks that are left",
-        job.rank - sum(rank < job.rank for rank in lost) if lost else job.size,
+        job.rank - sum(rank < job.rank for rank in lost_ranks) if lost_ranks else job.size,
     )
     abort.abort(LostRankError.exit_code)
 
@@ -110,10 +112,10 @@ def end_after_loss(job: World) -> NoReturn:
 def check_version(version: str) -> None:
     """Raise UsageError unless `version` of PyTorch is supported, or the user's variable is set."""
     try:
-        numbers = tuple(int(number) for number in version.split("+")[0].split(".")[:2])
+        version_numbers = tuple(int(number) for number in version.split("+")[0].split(".")[:2])
     except ValueError:  # a build from source, as "2.14.0a0+git1234": its first two are numbers
-        numbers = OLDEST_TORCH
-    if numbers >= OLDEST_TORCH:
+        version_numbers = OLDEST_TORCH
+    if version_numbers >= OLDEST_TORCH:
         return
     text = f"PyTorch {'.'.join(map(str, OLDEST_TORCH))} or newer, seen {version}"
     if not os.environ.get(OLD_TORCH_VARIABLE):

@@ -137,7 +137,7 @@ class Progress:
         return self._leave_to_thread(operation, work, number)
 
     def finish(self, work: RunningWork) -> None:
-        """Run what waits up to `work` here, unless the thread does so now."""
+        """Run the waiting operations up to `work` here, unless the thread runs them now."""
         with self._lock:
             runner, self._runner = self._runner, threading.get_ident()
             try:

@@ -98,8 +98,8 @@ def over_mpi(choice: Choice, timeout: timedelta | None = None, **_: Any) -> Rend
     if job.size == 1 and launchers.launched(os.environ).name == "none":
         log.warning("hpctrain: 1 rank: no launcher has started this script, such as mpirun or srun")
     rank = _agree_on_rank(job, choice)
-    numbers = {"RANK": rank, "WORLD_SIZE": job.size, "LOCAL_RANK": job.local_rank}
-    os.environ.update({name: str(numbers[name]) for name in choice.stale})
+    rank_variables = {"RANK": rank, "WORLD_SIZE": job.size, "LOCAL_RANK": job.local_rank}
+    os.environ.update({name: str(rank_variables[name]) for name in choice.stale})
     local_rank = {"LOCAL_RANK": job.local_rank, "LOCAL_WORLD_SIZE": job.node.size}
     for name, value in local_rank.items():  # `dist.get_node_local_rank` reads it
         os.environ.setdefault(name, str(value))
@@ -115,15 +115,15 @@ def _agree_on_rank(job: World, choice: Choice) -> int:
     warnings = job.gather(choice.text)
     if job.rank == 0 and any(warnings):
         log.warning("hpctrain: %s", next(filter(None, warnings)))
-    numbers = job.gather(choice.rank or str(job.rank))
-    if sorted(numbers) != sorted(map(str, range(job.size))):
+    rank_texts = job.gather(choice.rank or str(job.rank))
+    if sorted(rank_texts) != sorted(map(str, range(job.size))):
         error = UsageError(
-            f"expected each of the ranks 0 to {job.size - 1} once, seen {', '.join(numbers)}: "
+            f"expected each of the ranks 0 to {job.size - 1} once, seen {', '.join(rank_texts)}: "
             "unset RANK, or leave the argument rank out"
         )
         report_without_traceback(error)
         raise error
-    return int(numbers[job.rank])
+    return int(rank_texts[job.rank])
 
 
 def _make_store(job: World, timeout: timedelta) -> dist.Store:

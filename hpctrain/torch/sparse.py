@@ -15,12 +15,14 @@ def all_reduce(group: Group, tensor: torch.Tensor) -> None:
 
     Cost: all ranks' entries reach each rank, and are sorted there.
     """
-    own = tensor.detach().coalesce()
+    own_entries = tensor.detach().coalesce()
     counts = np.zeros(group.link.size, np.int64)
-    collectives.all_gather(group, np.array([own._nnz()]), counts)
-    indices = [own.indices().new_empty((own.sparse_dim(), int(n))) for n in counts]
-    values = [own.values().new_empty((int(n), *own.values().shape[1:])) for n in counts]
-    for part, parts in ((own.indices(), indices), (own.values(), values)):
+    collectives.all_gather(group, np.array([own_entries._nnz()]), counts)
+    indices = [own_entries.indices().new_empty((own_entries.sparse_dim(), int(n))) for n in counts]
+    values = [
+        own_entries.values().new_empty((int(n), *own_entries.values().shape[1:])) for n in counts
+    ]
+    for part, parts in ((own_entries.indices(), indices), (own_entries.values(), values)):
         source, arrays = part.contiguous(), list(map(as_bytes, parts))
         collectives.all_gather_uneven(group, as_bytes(source), arrays)
     entries = torch.cat(indices, 1), torch.cat(values)

@@ -226,11 +226,11 @@ def means_of_a_loop(world, dtype, overlap):
                 for name, p in parameters.items():
                     p.grad = tensors.on_cuda(torch.full((N,), world.rank + 1.0, dtype=dtype))
                     p.grad.mul_(step)
-                    plane.take(name)
+                    plane.collect_gradient(name)
                 plane.finish()
             with torch.cuda.stream(torch.cuda.Stream()):
                 plane.wait()
-                plane.give()
+                plane.give_gradients()
                 for p in parameters.values():
                     assert (p.grad.clone().cpu() == step * TOTAL / world.size).all()
 

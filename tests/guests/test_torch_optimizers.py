@@ -255,9 +255,11 @@ def test_the_optimizer_has_its_states_after_the_trainer(name):
 
 
 def test_an_optimizer_is_bound_once(monkeypatch):
-    calls, make_optimizer = [], bound_optimizer._make
+    calls, make_optimizer = [], bound_optimizer._make_optimizer
     monkeypatch.setattr(
-        bound_optimizer, "_make", lambda *args: calls.append(args) or make_optimizer(*args)
+        bound_optimizer,
+        "_make_optimizer",
+        lambda *args: calls.append(args) or make_optimizer(*args),
     )
     train(preparation("AdamW"), steps=2)
     count = len(calls)

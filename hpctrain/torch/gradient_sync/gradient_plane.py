@@ -69,21 +69,21 @@ class GradientPlane:
 
         A loss of ranks invalidates the previous plane and its reducer.
         """
-        like = next(iter(self.parameters.values()))
-        with own_stream(like):
-            self._build(world, like)
+        first_parameter = next(iter(self.parameters.values()))
+        with own_stream(first_parameter):
+            self._build(world, first_parameter)
 
-    def _build(self, world: World, like: torch.Tensor) -> None:
+    def _build(self, world: World, first_parameter: torch.Tensor) -> None:
         parameters, options = self.parameters, self._options
-        dtype = numpy_dtype(like.dtype)
+        dtype = numpy_dtype(first_parameter.dtype)
         shapes = {name: tuple(p.shape) for name, p in parameters.items()}
         slots, length = lay_out({FLAGS: (len(self._flags),), **shapes}, dtype.itemsize)
         memory = world.memory
-        if like.is_cuda:
-            zeros = xp.zeros if memory.gpu is None else memory.gpu.zeros
+        if first_parameter.is_cuda:
+            allocate = xp.zeros if memory.gpu is None else memory.gpu.zeros
         else:
-            zeros = memory.zeros
-        grad = zeros(length, dtype)
+            allocate = memory.zeros
+        grad = allocate(length, dtype)
         arena = Arena(slots, grad, grad)
         self._is_concurrent = overlapping.uses_thread(world, options)
         self._group = world.group_for("wire", alone=not self._is_concurrent)
@@ -98,8 +98,8 @@ class GradientPlane:
         self._begin()
         if self.local:  # of a whole backward pass
             for name, gradient in self.local.items():
-                self._write(name, gradient)
-            self._send()
+                self._write_gradient(name, gradient)
+            self._send_gradients()
 
     def close(self) -> None:
         """End the communication thread."""
@@ -109,7 +109,7 @@ class GradientPlane:
         """Give back the links of a closed plane; collective."""
         self._group.free()
 
-    def take(self, name: str) -> None:
+    def collect_gradient(self, name: str) -> None:
         """Move the gradient of a parameter into the plane, divided by the number of ranks.
 
         A second gradient of the same backward pass, as of weights that are tied across re-entrant
@@ -122,14 +122,14 @@ class GradientPlane:
         if self._keeps_local:
             self._keep_local(name, gradient, is_second and name not in self._sent)
         if gradient is None:
-            self._write(name, None)
+            self._write_gradient(name, None)
         elif name in self._sent:
             late = self._late.get(name)
             self._late[name] = gradient if late is None else late + gradient
         elif is_second:
             view.add_(gradient, alpha=self._factor)
         else:
-            self._write(name, gradient)
+            self._write_gradient(name, gradient)
         if self._is_concurrent and self._sends_early and name not in self._sent:
             self._mark_ready(name)
 
@@ -145,17 +145,17 @@ class GradientPlane:
         gradient = gradient.detach()
         return gradient.to_dense() if gradient.layout is not torch.strided else gradient
 
-    def _keep_local(self, name: str, gradient: torch.Tensor | None, adds: bool) -> None:
+    def _keep_local(self, name: str, gradient: torch.Tensor | None, adds_to_earlier: bool) -> None:
         if name in self._sent:
             return  # it is kept when late gradients are sent
-        earlier = self.local.get(name) if adds else None
-        if gradient is not None and earlier is not None:
-            gradient = gradient + earlier
+        earlier_gradient = self.local.get(name) if adds_to_earlier else None
+        if gradient is not None and earlier_gradient is not None:
+            gradient = gradient + earlier_gradient
         elif gradient is not None and gradient.data_ptr() == self._views[name].gradient.data_ptr():
             gradient = gradient.clone()
         self.local[name] = gradient
 
-    def _write(self, name: str, gradient: torch.Tensor | None) -> None:
+    def _write_gradient(self, name: str, gradient: torch.Tensor | None) -> None:
         view = self._views[name]
         if gradient is None:
             view.reals.fill_(-0.0)
@@ -165,18 +165,18 @@ class GradientPlane:
         self._written.add(name)
 
     def finish(self, *, is_changed: bool = False, has_failed: bool = False) -> None:
-        """Take the gradients of parameters that the loss did not depend on; send the rest.
+        """Collect the gradients of parameters that the loss does not depend on; send the rest.
 
         `is_changed`: whether this rank trains other parameters than before. `has_failed`: an
         unfinished backward pass; nobody uses its sums.
         """
         for name in self.parameters:
             if name not in self._written:
-                self.take(name)
+                self.collect_gradient(name)
         self._flags = [is_changed, bool(self._late), has_failed, not has_failed]
-        self._send()
+        self._send_gradients()
 
-    def _send(self) -> None:
+    def _send_gradients(self) -> None:
         flags = self._views[FLAGS].reals
         flags[: len(self._flags)] = torch.tensor(self._flags, dtype=flags.dtype)
         for name in (FLAGS, *self.parameters):
@@ -207,7 +207,7 @@ class GradientPlane:
     def nbytes(self) -> int:
         return self._flat.nbytes
 
-    def drop(self) -> None:
+    def drop_gradients(self) -> None:
         """Forget an unfinished backward pass."""
         self._begin()
         self._late, self.local = {}, {}
@@ -226,27 +226,27 @@ class GradientPlane:
         self.local = {}
         for name in self.parameters:
             gradient = self._late.get(name)
-            self._write(name, gradient)
+            self._write_gradient(name, gradient)
             if self._keeps_local:
                 self.local[name] = gradient
         self._late, self._flags = {}, [0.0] * len(self._flags)
-        self._send()
+        self._send_gradients()
         return sums
 
-    def add(self, sums: torch.Tensor) -> None:
+    def add_sums(self, sums: torch.Tensor) -> None:
         """Add earlier `sums`."""
         self._flat.add_(sums)
 
-    def give(self) -> None:
+    def give_gradients(self) -> None:
         """Let `.grad` of each parameter be its mean, or None if no rank had a gradient."""
-        absent = set(self._absent())
+        absent_names = set(self._absent_names())
         for name, parameter in self.parameters.items():
-            parameter.grad = None if name in absent else self._views[name].gradient
+            parameter.grad = None if name in absent_names else self._views[name].gradient
 
-    def _absent(self) -> Iterable[str]:
-        firsts = torch.cat([self._views[name].first for name in self.parameters])
+    def _absent_names(self) -> Iterable[str]:
+        first_numbers = torch.cat([self._views[name].first for name in self.parameters])
         names = [name for name in self.parameters if self._views[name].first.numel()]
-        for name, is_zero in zip(names, _is_negative_zero(firsts).tolist(), strict=True):
+        for name, is_zero in zip(names, _is_negative_zero(first_numbers).tolist(), strict=True):
             if is_zero and bool(_is_negative_zero(self._views[name].reals).all()):
                 yield name
 

@@ -25,8 +25,8 @@ class GradientPlanes:
         self.close()
         planes = []
         for kind in sorted({_kind(p) for p in parameters.values()}):
-            own = {name: p for name, p in parameters.items() if _kind(p) == kind}
-            planes.append(GradientPlane(world, own, self._options))
+            kind_parameters = {name: p for name, p in parameters.items() if _kind(p) == kind}
+            planes.append(GradientPlane(world, kind_parameters, self._options))
         for plane in self._planes:
             plane.free()
         self._planes = planes
@@ -55,14 +55,14 @@ class GradientPlanes:
         """Return whether each of `parameters` has a place in a plane."""
         return all(map(self.has, parameters.values()))
 
-    def take(self, parameter: torch.Tensor) -> None:
-        """Take the gradient of `parameter`, unless it is new; see `GradientPlane.take`."""
+    def collect_gradient(self, parameter: torch.Tensor) -> None:
+        """Collect the gradient of `parameter` unless it is new; see GradientPlane."""
         if (place := self._places.get(id(parameter))) is not None:
             plane, name = place
-            plane.take(name)
+            plane.collect_gradient(name)
 
     def finish(self, *, is_changed: bool = False, has_failed: bool = False) -> None:
-        """Send what was not sent; see `GradientPlane.finish`."""
+        """Send the remaining gradients; see `GradientPlane.finish`."""
         for plane in self._planes:
             plane.finish(is_changed=is_changed, has_failed=has_failed)
 
@@ -80,23 +80,23 @@ class GradientPlanes:
         """Send late gradients; return the sums before."""
         return [plane.send_late() for plane in self._planes]
 
-    def add(self, sums: Sequence[torch.Tensor]) -> None:
+    def add_sums(self, sums: Sequence[torch.Tensor]) -> None:
         """Add earlier `sums`."""
-        for plane, own in zip(self._planes, sums, strict=True):
-            plane.add(own)
+        for plane, plane_sums in zip(self._planes, sums, strict=True):
+            plane.add_sums(plane_sums)
 
-    def give(self) -> None:
+    def give_gradients(self) -> None:
         """Let each parameter have its mean, and forget this rank's own gradients."""
         for plane in self._planes:
-            plane.give()
+            plane.give_gradients()
             plane.local.clear()
 
-    def drop(self) -> bool:
+    def drop_gradients(self) -> bool:
         """Forget an unfinished backward pass, unless a part was sent; return whether it could."""
         if any(plane.has_sent for plane in self._planes):
             return False
         for plane in self._planes:
-            plane.drop()
+            plane.drop_gradients()
         return True
 
     def close(self) -> None:

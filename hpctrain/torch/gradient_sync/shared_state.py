@@ -35,11 +35,11 @@ def _state_of(optimizer: torch.optim.Optimizer | None) -> Iterable[torch.Tensor]
 
 
 def broadcast_new(world: World, tensors: Sequence[torch.Tensor]) -> bool:
-    """Copy rank 0's `tensors` to all ranks; return whether any rank had others; collective."""
-    before = [_digest(tensor) for tensor in tensors]
+    """Broadcast rank 0's `tensors`; return whether any rank's tensors differed; collective."""
+    old_digests = [_digest(tensor) for tensor in tensors]
     for tensor in tensors:
         broadcast_tensor(world.main, tensor)
-    differs = before != [_digest(tensor) for tensor in tensors]
+    differs = old_digests != [_digest(tensor) for tensor in tensors]
     return "True" in world.gather(str(differs))
 
 
@@ -56,13 +56,13 @@ def broadcast_tensor(group: Group, tensor: torch.Tensor) -> None:
 def broadcast_buffers(group: Group, buffers: Sequence[torch.Tensor]) -> None:
     """Broadcast rank 0's buffers, in one message per dtype and device."""
     for kind in sorted({_kind(buffer) for buffer in buffers}):
-        own = [buffer for buffer in buffers if _kind(buffer) == kind]
-        flat = torch.cat([buffer.detach().reshape(-1) for buffer in own])
+        kind_buffers = [buffer for buffer in buffers if _kind(buffer) == kind]
+        flat = torch.cat([buffer.detach().reshape(-1) for buffer in kind_buffers])
         broadcast_tensor(group, flat)
         if group.link.rank > 0:
-            values = flat.split([buffer.numel() for buffer in own])
+            values = flat.split([buffer.numel() for buffer in kind_buffers])
             with torch.no_grad():
-                for buffer, value in zip(own, values, strict=True):
+                for buffer, value in zip(kind_buffers, values, strict=True):
                     buffer.copy_(value.reshape(buffer.shape))
 
 

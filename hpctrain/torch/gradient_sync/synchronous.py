@@ -158,13 +158,13 @@ class GradientSync:
             self.retry(lambda: broadcast_buffers(self._buffers_group, buffers))
 
     def take_gradient(self, parameter: torch.Tensor) -> None:
-        """Let the mean of the gradient of `parameter` follow, which is complete on this rank."""
+        """Collect the complete gradient of `parameter`, whose mean over the ranks then follows."""
         if not self._is_syncing:
             self._has_local_gradients = True
             return
         if self._pending is None or self._pending() is None:
             self._begin_backward()
-        self._planes.take(parameter)
+        self._planes.collect_gradient(parameter)
 
     def _begin_backward(self) -> None:
         if self._pending is not None:
@@ -176,11 +176,11 @@ class GradientSync:
 
     def _end_failed_pass(self) -> None:
         """Forget the pass; if a part was sent, send the rest: other ranks may wait for it."""
-        if not self._planes.drop():
+        if not self._planes.drop_gradients():
             self._planes.finish(has_failed=True)
             self.retry(self._wait_for_sums)
             _check_whole(self._planes.totals())
-            self._planes.drop()
+            self._planes.drop_gradients()
 
     def _finish_backward(self) -> None:
         """Wait until every gradient is summed."""
@@ -191,10 +191,10 @@ class GradientSync:
         totals = self._planes.totals()
         _check_whole(totals)
         if totals.late:
-            sums = self._planes.send_late()
+            earlier_sums = self._planes.send_late()
             self.retry(self._wait_for_sums)
-            self._planes.add(sums)
-        self._planes.give()
+            self._planes.add_sums(earlier_sums)
+        self._planes.give_gradients()
         if totals.changed:
             self.retry(self._trained.agree)
             if not self._planes.hold(self._trained.parameters):
@@ -207,7 +207,7 @@ class GradientSync:
         self._build()
         self._planes.finish()
         self.retry(self._wait_for_sums)
-        self._planes.give()
+        self._planes.give_gradients()
 
     def _build(self) -> None:
         self.retry(lambda: self._planes.build(self.world, self._trained.parameters))
@@ -253,11 +253,11 @@ class GradientSync:
             except LostRankError:
                 continue
         forget_calls()
-        lost = [number for number in ranks_before if number not in job.numbers]
-        if lost and self.world.rank == 0:
-            names = ", ".join(f"{number} ({job.places[number].node})" for number in lost)
+        lost_ranks = [number for number in ranks_before if number not in job.numbers]
+        if lost_ranks and self.world.rank == 0:
+            rank_names = ", ".join(f"{number} ({job.places[number].node})" for number in lost_ranks)
             ranks = counted(self.world.size, "rank")
-            log.warning("lost rank %s; the loop goes on with %s", names, ranks)
+            log.warning("lost rank %s; the loop goes on with %s", rank_names, ranks)
 
     def _check_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self._has_local_gradients:
@@ -275,8 +275,8 @@ class GradientSync:
 
 def _take_gradient(owner: weakref.ref[GradientSync], parameter: torch.Tensor) -> None:
     """Call `take_gradient` of `owner`, which hooks of autograd must not keep alive."""
-    if (synced := owner()) is not None:
-        synced.take_gradient(parameter)
+    if (gradient_sync := owner()) is not None:
+        gradient_sync.take_gradient(parameter)
 
 
 def _release(owner: GradientSync) -> None:

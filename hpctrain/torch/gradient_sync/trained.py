@@ -46,9 +46,9 @@ class TrainedSet:
         self._is_noted = False  # since the last backward pass
         self._stable_passes = 0
         self.parameters: Parameters = {}
-        self._agree(model)
+        self._agree_on_parameters(model)
         warn_of_sparse(world, model)
-        self._share(model)
+        self._share_parameters(model)
         self._key = self._noted_key = trained_key(model, optimizer)
 
     def agree(self) -> None:
@@ -58,28 +58,29 @@ class TrainedSet:
         """
         if (model := self._model()) is None:
             raise UsageError("ht.torch.sync: the model was deleted; call close() before")
-        self._agree(model)
-        new = {n: p for n, p in model.named_parameters() if id(p) not in self._shared}
-        layout = str([(name, tuple(p.shape), str(p.dtype)) for name, p in new.items()])
+        self._agree_on_parameters(model)
+        new_parameters = {n: p for n, p in model.named_parameters() if id(p) not in self._shared}
+        layout = str([(name, tuple(p.shape), str(p.dtype)) for name, p in new_parameters.items()])
         self._world.must_agree(layout, "the new parameters of ht.torch.sync")
-        if broadcast_new(self._world, list(new.values())) and self._world.rank == 0:
+        if broadcast_new(self._world, list(new_parameters.values())) and self._world.rank == 0:
             log.warning(
                 "ht.torch.sync: '%s' was new and not the same on all ranks; rank 0's values are "
-                "used from now on: seed ranks alike before you make layers", next(iter(new)),
+                "used from now on: seed ranks alike before you make layers",
+                next(iter(new_parameters)),
             )  # fmt: skip
-        self._share(model)
+        self._share_parameters(model)
         for identity in self._hooks.keys() - self._shared.keys():
             self._hooks.pop(identity)[1].remove()
         self._key, self._stable_passes = self._noted_key, 0
 
-    def _share(self, model: torch.nn.Module) -> None:
+    def _share_parameters(self, model: torch.nn.Module) -> None:
         # An optimizer may still hold parameters of a layer that was replaced.
-        replaced = (p for p in _params(self._optimizer) if id(p) in self._shared)
-        self._shared = {id(p): p for p in (*model.parameters(), *replaced)}
+        replaced_parameters = (p for p in _params(self._optimizer) if id(p) in self._shared)
+        self._shared = {id(p): p for p in (*model.parameters(), *replaced_parameters)}
 
-    def _agree(self, model: torch.nn.Module) -> None:
-        shared = self._shared.keys() | {id(p) for p in model.parameters()}
-        self._world.on_all_ranks(lambda: check_trained(model, self._optimizer, shared))
+    def _agree_on_parameters(self, model: torch.nn.Module) -> None:
+        shared_ids = self._shared.keys() | {id(p) for p in model.parameters()}
+        self._world.on_all_ranks(lambda: check_trained(model, self._optimizer, shared_ids))
         parameters = trained_parameters(model)
         must_train_alike(self._world, parameters)
         self.parameters = parameters
@@ -108,17 +109,17 @@ class TrainedSet:
     def _hook_new(self, parameters: Iterable[torch.Tensor]) -> None:
         if self._hook is None:
             return
-        new = [p for p in parameters if p.requires_grad and id(p) not in self._hooks]
-        if any(p._post_accumulate_grad_hooks for p in new) and self._world.rank == 0:
+        new_parameters = [p for p in parameters if p.requires_grad and id(p) not in self._hooks]
+        if any(p._post_accumulate_grad_hooks for p in new_parameters) and self._world.rank == 0:
             log.warning(
                 "ht.torch.sync: parameters have hooks, which get this rank's own gradients: "
                 "gradients are means when backward() has returned; step the optimizer then"
             )
-        for p in new:
+        for p in new_parameters:
             self._hooks[id(p)] = p, p.register_post_accumulate_grad_hook(self._hook)
 
     def has_changed(self) -> bool:
-        """Return whether this rank trains others than agreed; once at the end of backward."""
+        """Return whether the trained parameters differ from the agreed ones; once per backward."""
         if not self._is_noted:
             self.note()
         self._is_noted = False
@@ -133,8 +134,8 @@ class TrainedSet:
 
 def trained_parameters(model: torch.nn.Module) -> Parameters:
     """Return the parameters of `model` that require gradients, by name; tied ones once."""
-    named = ((n.replace(COMPILED, ""), p) for n, p in model.named_parameters())
-    return {name: p for name, p in named if p.requires_grad}
+    named_parameters = ((n.replace(COMPILED, ""), p) for n, p in model.named_parameters())
+    return {name: p for name, p in named_parameters if p.requires_grad}
 
 
 def trained_key(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> TrainedKey:
@@ -155,14 +156,14 @@ def _append_identities(module: torch.nn.Module, append: Callable[[int], None]) -
 
 
 def check_trained(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, shared: Set[int]
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, shared_ids: Set[int]
 ) -> None:
-    """Raise UsageError for what cannot be summed, or is trained and not among `shared`."""
-    lazy = [name for name, x in _tensors(model) if is_lazy(x)]
-    if lazy:
+    """Raise UsageError for what cannot be summed, or is trained and not among `shared_ids`."""
+    lazy_names = [name for name, x in _tensors(model) if is_lazy(x)]
+    if lazy_names:
         raise UsageError(
-            f"ht.torch.sync: '{lazy[0]}' has no shape yet, as {len(lazy)} of the model's lazy "
-            "tensors: run one forward pass first, and make the optimizer after it"
+            f"ht.torch.sync: '{lazy_names[0]}' has no shape yet, as {len(lazy_names)} of the "
+            "model's lazy tensors: run one forward pass first, and make the optimizer after it"
         )
     if not trained_parameters(model):
         raise UsageError("ht.torch.sync: expected parameters with requires_grad, seen none")
@@ -171,7 +172,7 @@ def check_trained(
             "ht.torch.sync: SparseAdam takes sparse gradients alone, and their sums are dense: "
             "take torch.optim.Adam, and sparse=False in each Embedding"
         )
-    if unknown := [p for p in _params(optimizer) if p.requires_grad and id(p) not in shared]:
+    if unknown := [p for p in _params(optimizer) if p.requires_grad and id(p) not in shared_ids]:
         raise UsageError(
             f"ht.torch.sync: the optimizer holds {counted(len(unknown), 'parameter')} that the "
             "model does not have, whose gradients would not be summed; build it with "
@@ -188,28 +189,28 @@ def must_train_alike(world: World, parameters: Parameters) -> None:
     text = json.dumps(layout)
     if len(set(world.gather(blake2b(text.encode(), digest_size=16).hexdigest()))) == 1:
         return
-    texts = world.gather(text)
-    first = json.loads(texts[0])
-    faults = [
-        f"rank {rank} {_describe_difference(first, json.loads(other))}"
-        for rank, other in enumerate(texts)
-        if other != texts[0]
+    layout_texts = world.gather(text)
+    first_layout = json.loads(layout_texts[0])
+    fault_texts = [
+        f"rank {rank} {_describe_difference(first_layout, json.loads(other))}"
+        for rank, other in enumerate(layout_texts)
+        if other != layout_texts[0]
     ]
     raise UsageError(
         "ht.torch.sync: the trained parameters must be the same on all ranks; beside rank 0, "
-        f"{'; '.join(faults[:8])}: freeze, unfreeze, add and replace layers on all ranks alike"
+        f"{'; '.join(fault_texts[:8])}: freeze, unfreeze, add and replace layers on all ranks alike"
     )
 
 
-def _describe_difference(first: list[object], other: list[object]) -> str:
-    added = [row for row in other if row not in first]
-    missing = [row for row in first if row not in other]
-    words = [f"also trains {_describe(row)}" for row in added[:1]]
-    words += [f"does not train {_describe(row)}" for row in missing[:1]]
-    return " and ".join(words) or "has them in another order"
+def _describe_difference(first_layout: list[object], other_layout: list[object]) -> str:
+    added_rows = [row for row in other_layout if row not in first_layout]
+    missing_rows = [row for row in first_layout if row not in other_layout]
+    difference_texts = [f"also trains {_describe_parameter(row)}" for row in added_rows[:1]]
+    difference_texts += [f"does not train {_describe_parameter(row)}" for row in missing_rows[:1]]
+    return " and ".join(difference_texts) or "has them in another order"
 
 
-def _describe(row: object) -> str:
+def _describe_parameter(row: object) -> str:
     assert isinstance(row, list)
     return f"'{row[0]}' {tuple(row[1])} of {row[2]}"
 

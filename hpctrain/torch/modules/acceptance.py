@@ -51,15 +51,15 @@ def check_module(module: nn.Module) -> None:
 
 def own_precision(module: nn.Module) -> Precision:
     """Return the dtype that the parameters share; raise UsageError for several, or another."""
-    names: dict[torch.dtype, str] = {}
+    name_by_dtype: dict[torch.dtype, str] = {}
     for name, p in named_parameters(module).items():
         if p.is_floating_point():
-            names.setdefault(p.dtype, name)
-    if len(names) == 1 and (precision := PRECISIONS.get(next(iter(names)))):
+            name_by_dtype.setdefault(p.dtype, name)
+    if len(name_by_dtype) == 1 and (precision := PRECISIONS.get(next(iter(name_by_dtype)))):
         return precision
-    listed = " and ".join(f"{dtype} ('{name}')" for dtype, name in names.items())
+    dtype_texts = " and ".join(f"{dtype} ('{name}')" for dtype, name in name_by_dtype.items())
     raise UsageError(
-        f"module: expected parameters of float32, or all of float64, seen {listed}; call "
+        f"module: expected parameters of float32, or all of float64, seen {dtype_texts}; call "
         "module.float(), or give the Trainer a precision, such as 'float32', which every parameter "
         "then takes"
     )
@@ -78,7 +78,7 @@ class BoundParameters:
     """The parameters of a module, and which were trained, when a Trainer was made."""
 
     def __init__(self, module: nn.Module):
-        """Note them, under all of their names."""
+        """Note the parameters of `module`, under all names."""
         self._module, self._bound = module, _find_parameters(module)
         self._parameters = [p for p, _ in self._bound.values()]
         self._trained = [is_trained for _, is_trained in self._bound.values()]
@@ -93,15 +93,19 @@ class BoundParameters:
         """Raise UsageError if any was replaced, frozen or unfrozen since."""
         if self._is_same():
             return
-        current = _find_parameters(self._module)
-        names = {**self._bound, **current}
-        changes = [text for name in names if (text := _change(name, self._bound, current))]
+        current_parameters = _find_parameters(self._module)
+        names = {**self._bound, **current_parameters}
+        changes = [
+            text
+            for name in names
+            if (text := _describe_change(name, self._bound, current_parameters))
+        ]
         if changes:
-            more = f" and {len(changes) - 3} more" * (len(changes) > 3)
+            more_text = f" and {len(changes) - 3} more" * (len(changes) > 3)
             raise UsageError(
                 "module: expected the parameters with which the Trainer was made, frozen or not as "
-                f"they were, seen {', '.join(changes[:3])}{more}; close this Trainer and make a "
-                "new one, or use ht.torch.sync, which follows such changes"
+                f"they were, seen {', '.join(changes[:3])}{more_text}; close this Trainer and make "
+                "a new one, or use ht.torch.sync, which follows such changes"
             )
 
     def _is_same(self) -> bool:
@@ -124,11 +128,11 @@ def _find_parameters(module: nn.Module) -> Parameters:
     }
 
 
-def _change(name: str, bound: Parameters, current: Parameters) -> str:
+def _describe_change(name: str, bound: Parameters, current: Parameters) -> str:
     if name not in current or name not in bound:
         return f"'{name}' {'removed' if name in bound else 'added'}"
-    (before, was_trained), (now, is_trained) = bound[name], current[name]
-    if before is not now:
+    (old_tensor, was_trained), (new_tensor, is_trained) = bound[name], current[name]
+    if old_tensor is not new_tensor:
         return f"'{name}' replaced"
     return "" if was_trained == is_trained else f"'{name}' {'un' * is_trained}frozen"
 
@@ -145,14 +149,15 @@ def describe_changes(
     """
     texts = []
     if own.keys() != {dtype}:
-        listed = " and ".join(f"{other} ('{name}')" for other, name in own.items())
+        dtype_texts = " and ".join(f"{other} ('{name}')" for other, name in own.items())
         texts.append(
             f"module: parameters are trained and returned in {dtype}, the precision of the run; "
-            f"seen {listed}"
+            f"seen {dtype_texts}"
         )
-    cast = {name: other for name, other in buffers.items() if other not in own}
+    cast_buffers = {name: other for name, other in buffers.items() if other not in own}
     texts += [
-        f"module: buffer '{name}' of {other} is kept in {dtype}" for name, other in cast.items()
+        f"module: buffer '{name}' of {other} is kept in {dtype}"
+        for name, other in cast_buffers.items()
     ]
     if was_in_evaluation:
         texts.append(

@@ -31,7 +31,7 @@ class ModuleBuffers:
     """The frozen parameters and the buffers of a module."""
 
     def __init__(self, module: nn.Module, dtype: torch.dtype):
-        """Find them; floating-point ones get `dtype`."""
+        """Find the frozen parameters and the buffers; floating-point tensors get `dtype`."""
         tied = tied_names(module)
         frozen = [p for p in parameter_places(module) if not p.tensor.requires_grad]  # type: ignore[union-attr]
         buffers = [place for place in buffer_places(module) if place.is_saved]
@@ -39,9 +39,9 @@ class ModuleBuffers:
         self._unsaved = [place for place in buffer_places(module) if not place.is_saved]
         self._own_dtypes = {name: place.tensor.dtype for name, place in places.items()}  # type: ignore[union-attr]
         self._flat = {n: p for n, p in places.items() if self._own_dtypes[n].is_floating_point}
-        coded = [name for name in places if name not in self._flat]
+        coded_names = [name for name in places if name not in self._flat]
         self._coded = {
-            n: places[n] for n in sorted(coded, key=lambda n: _kind(self._own_dtypes[n]))
+            n: places[n] for n in sorted(coded_names, key=lambda n: _kind(self._own_dtypes[n]))
         }
         self._dtype = dtype
         #: The tensors that the module has, by name; a place with another one was written anew.
@@ -59,15 +59,17 @@ class ModuleBuffers:
 
     @property
     def integers(self) -> dict[str, str]:
-        """The dtypes of those that are coded as integers.py describes, by name."""
+        """The dtypes of the tensors that integers.py encodes, by name."""
         dtypes = {name: self._own_dtypes[name] for name in self._coded}
         return {name: _name_of(dtype) for name, dtype in dtypes.items() if not dtype.is_complex}
 
     @property
     def cast_names(self) -> dict[str, torch.dtype]:
         """The buffers of another floating-point dtype than the parameters, with that dtype."""
-        own = {n: t for n, t in self._own_dtypes.items() if n in self._flat}
-        return {n: t for n, t in own.items() if t != self._dtype and n not in self._frozen_names}
+        own_dtypes = {n: t for n, t in self._own_dtypes.items() if n in self._flat}
+        return {
+            n: t for n, t in own_dtypes.items() if t != self._dtype and n not in self._frozen_names
+        }
 
     @property
     def _frozen_names(self) -> set[str]:
@@ -87,15 +89,15 @@ class ModuleBuffers:
         self._write_code()
 
     def store(self) -> None:
-        """Copy into the plane what a forward pass has written elsewhere."""
+        """Copy tensors that a forward pass has replaced into the plane."""
         self._warn_of_unsaved()
         for (name, x), place in zip(self._tensors.items(), self._places, strict=True):
             if place.table.get(place.key) is not x:
-                self._take(name, place)
+                self._copy_replaced(name, place)
         self._write_code()
 
     def load(self) -> None:
-        """Copy into the module's tensors what an engine has changed in the plane."""
+        """Copy changes that an engine made in the plane into the module's tensors."""
         if not self._coded:
             return
         views = [self._views[name].reshape(-1) for name in self._coded]
@@ -128,34 +130,34 @@ class ModuleBuffers:
         """Warn once of each buffer with persistent=False that was written since the last call."""
         if not self._unsaved:
             return
-        before, self._versions = self._versions, self._unsaved_versions()
-        pairs = zip(self._unsaved, before, self._versions, strict=True)
-        written = {place.name for place, old, new in pairs if old != new}
-        for name in sorted(written - self._warned):
+        old_versions, self._versions = self._versions, self._unsaved_versions()
+        pairs = zip(self._unsaved, old_versions, self._versions, strict=True)
+        written_names = {place.name for place, old, new in pairs if old != new}
+        for name in sorted(written_names - self._warned):
             log.warning(
                 "module: buffer '%s', which forward passes write, is of each rank alone and in no "
                 "checkpoint, since it has persistent=False",
                 name,
             )
-        self._warned |= written
+        self._warned |= written_names
 
     def _unsaved_versions(self) -> list[tuple[int, int]]:
         tensors = [place.tensor for place in self._unsaved]
         return [(id(x), getattr(x, "_version", 0)) for x in tensors]
 
-    def _take(self, name: str, place: Place) -> None:
-        """Copy the values of a buffer that was replaced, and put the tensor of before back."""
-        new, own = place.tensor, self._tensors[name]
-        assert own is not None
-        if new is None or new.shape != own.shape or new.dtype.is_complex != own.dtype.is_complex:
+    def _copy_replaced(self, name: str, place: Place) -> None:
+        """Copy the values of a replaced buffer into its tensor, and put that tensor back."""
+        new, x = place.tensor, self._tensors[name]
+        assert x is not None
+        if new is None or new.shape != x.shape or new.dtype.is_complex != x.dtype.is_complex:
             actual = "None" if new is None else f"{new.dtype} {tuple(new.shape)}"
             raise UsageError(
-                f"module: expected buffer '{name}' to stay {own.dtype} {tuple(own.shape)}, seen "
+                f"module: expected buffer '{name}' to stay {x.dtype} {tuple(x.shape)}, seen "
                 f"{actual} after a forward pass; register it with persistent=False"
             )
         with torch.no_grad():
-            own.copy_(new)
-        place.table[place.key] = own
+            x.copy_(new)
+        place.table[place.key] = x
 
     def _slot_shape(self, name: str) -> tuple[int, ...]:
         x, dtype = self._tensors[name], self._own_dtypes[name]
@@ -171,7 +173,9 @@ class ModuleBuffers:
         for name in self._coded:
             x = self._tensors[name].detach()  # type: ignore[union-attr]
             groups.setdefault(_kind(x.dtype), []).append(x.reshape(-1))
-        return np.concatenate([_code_of(kind, torch.cat(own)) for kind, own in groups.items()])
+        return np.concatenate(
+            [_code_of(kind, torch.cat(tensors)) for kind, tensors in groups.items()]
+        )
 
     def _decode(self, name: str, code: np.ndarray) -> None:
         x = self._tensors[name]

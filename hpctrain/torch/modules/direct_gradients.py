@@ -40,9 +40,11 @@ class DirectGradients(TorchDispatchMode):
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter]):
         """`parameters`: of a module on the host, by name; small ones and vectors are left out."""
         super().__init__()
-        large = {n: p for n, p in parameters.items() if p.dim() == 2 and p.nbytes >= MIN_BYTES}
-        self._parameters = large
-        self._shapes = {tuple(p.shape) for p in large.values()}
+        large_matrices = {
+            n: p for n, p in parameters.items() if p.dim() == 2 and p.nbytes >= MIN_BYTES
+        }
+        self._parameters = large_matrices
+        self._shapes = {tuple(p.shape) for p in large_matrices.values()}
         self._memory: dict[str, Memory] = {}
         #: What nothing was written to yet, by the `id` of the parameter.
         self._free: dict[int, Memory] = {}
@@ -56,9 +58,12 @@ class DirectGradients(TorchDispatchMode):
         """Let backward write the gradient of each parameter to its array in `gradients`."""
         for slot in slots:
             if slot.name in self._parameters:
-                flat = gradients[slot.name].view(-1)
-                firsts = flat[:1], flat[-slot.offset % BLOCK_ELEMENTS :: BLOCK_ELEMENTS]
-                self._memory[slot.name] = Memory(gradients[slot.name], firsts)
+                flat_gradient = gradients[slot.name].view(-1)
+                first_elements = (
+                    flat_gradient[:1],
+                    flat_gradient[-slot.offset % BLOCK_ELEMENTS :: BLOCK_ELEMENTS],
+                )
+                self._memory[slot.name] = Memory(gradients[slot.name], first_elements)
 
     def begin(self, written: Collection[str]) -> bool:
         """Begin a backward pass; return whether there is a gradient to write.

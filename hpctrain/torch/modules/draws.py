@@ -72,7 +72,7 @@ def is_batch(shape: torch.Size) -> bool:
     return len(shape) > 0 and shape[0] == _GRADIENT.rows
 
 
-def next_call() -> Key:
+def next_call_key() -> Key:
     """Return the key of the next random call, with its number as `layer`."""
     key, generator = _GRADIENT.key, torch.default_generator
     _GRADIENT.missed |= _is_used()
@@ -105,7 +105,7 @@ class SampleDraws(TorchDispatchMode):
         self._is_compiled = is_compiled
         self.is_on = not is_compiled
         self.has_seen = False  #: whether a forward pass has made a random call
-        self._others: set[Any] = set()  # operators that draw nothing
+        self._undrawing_operators: set[Any] = set()  # operators that draw nothing
         self._announced: set[str] = set()
 
     @classmethod
@@ -121,12 +121,12 @@ class SampleDraws(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Call an operator, or draw in its place."""
-        if func in self._others or current_key() is None:
+        if func in self._undrawing_operators or current_key() is None:
             return func(*args, **(kwargs or {}))
         if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
-            self._others.add(func)
+            self._undrawing_operators.add(func)
             return func(*args, **(kwargs or {}))
-        return self._draw(func, args, kwargs or {})
+        return self._draw_numbers(func, args, kwargs or {})
 
     def end_forward(self) -> None:
         """End a forward pass: leave the mode out of the next ones if no call was random."""
@@ -135,10 +135,10 @@ class SampleDraws(TorchDispatchMode):
         elif _GRADIENT.missed or _is_used():
             self.is_on = not self._is_compiled
             source = "compiled code" if self._is_compiled else "the first pass that draws any"
-            self._announce(source)
+            self._announce_source(source)
 
-    def _draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        key = next_call()
+    def _draw_numbers(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        key = next_call_key()
         result = func(*args, **kwargs)
         out = result[0] if isinstance(result, tuple) else result
         has_own, on_cpu = kwargs.get("generator") is not None, out.device.type == "cpu"
@@ -147,12 +147,12 @@ class SampleDraws(TorchDispatchMode):
         self.has_seen = True
         draw = None if has_own else DRAWS.get(func.overloadpacket.__name__)
         if draw is None or not is_batch(out.shape):
-            self._announce(str(func))
+            self._announce_source(str(func))
         elif out.numel():
             draw(result, uniform_rows(key, out.shape).to(out.device), args, kwargs)
         return result
 
-    def _announce(self, name: str) -> None:
+    def _announce_source(self, name: str) -> None:
         if name not in self._announced and _GRADIENT.key.first == 0:
             log.warning(
                 "module: random numbers of %s are of each rank and piece of a batch, not of each "

@@ -22,7 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from hpctrain.nn.dropout import keep_mask
 from hpctrain.nn.layer import SumOverRanks
-from hpctrain.torch.modules.draws import current_key, is_batch, next_call
+from hpctrain.torch.modules.draws import current_key, is_batch, next_call_key
 
 
 class SampleDropout(nn.Dropout):
@@ -33,7 +33,7 @@ class SampleDropout(nn.Dropout):
         key = current_key() if self.training else None
         if key is None or not 0 < self.p < 1 or not is_batch(x.shape):
             return super().forward(x)
-        mask = keep_mask(next_call(), len(x), prod(x.shape[1:]), self.p)
+        mask = keep_mask(next_call_key(), len(x), prod(x.shape[1:]), self.p)
         factor = torch.from_numpy(mask).reshape(x.shape).to(x.device, x.dtype) / (1 - self.p)
         return x.mul_(factor) if self.inplace else x * factor
 
@@ -63,9 +63,9 @@ class RankBatchNorm(_BatchNorm):
             self.num_batches_tracked += 1
             if self.momentum is None:  # the mean over all batches
                 factor = 1 / float(self.num_batches_tracked)
-        unbiased = statistics.variance * (statistics.rows / max(statistics.rows - 1, 1))
+        unbiased_variance = statistics.variance * (statistics.rows / max(statistics.rows - 1, 1))
         self.running_mean.lerp_(statistics.mean.to(self.running_mean.dtype), factor)
-        self.running_var.lerp_(unbiased.to(self.running_var.dtype), factor)
+        self.running_var.lerp_(unbiased_variance.to(self.running_var.dtype), factor)
 
 
 class Statistics(NamedTuple):
@@ -109,7 +109,7 @@ class _Normalization(torch.autograd.Function):
             dx, own_weight, own_bias = dy, torch.zeros_like(mean), torch.zeros_like(mean)
         total = torch.cat([own_bias, own_weight]).double()
         if ctx.statistics.sum_over_ranks is not None:
-            total = _sum(total, ctx.statistics.sum_over_ranks)
+            total = _sum_over_ranks(total, ctx.statistics.sum_over_ranks)
         mean_dy, mean_dy_x_hat = (total / max(ctx.statistics.rows, 1)).to(mean.dtype).chunk(2)
         inverse = torch.rsqrt(variance + ctx.eps)
         scale = inverse if weight is None else inverse * weight
@@ -128,19 +128,21 @@ def _sum_statistics(x: torch.Tensor, sum_over_ranks: SumOverRanks | None) -> Sta
     n = x.numel() // x.shape[1]
     variance = mean = torch.zeros(x.shape[1], dtype=torch.float64, device=x.device)
     if n:
-        widened = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
-        variance, mean = (v.double() for v in torch.var_mean(widened.detach(), dims, correction=0))
+        float_input = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+        variance, mean = (
+            v.double() for v in torch.var_mean(float_input.detach(), dims, correction=0)
+        )
     rows = torch.tensor([n], dtype=torch.float64, device=x.device)
     total = torch.cat([rows, n * mean, n * (variance + mean * mean)])
     if sum_over_ranks is not None:
-        total = _sum(total, sum_over_ranks)
+        total = _sum_over_ranks(total, sum_over_ranks)
     count = float(total[0])
     mean, mean_square = (total[1:] / max(count, 1)).chunk(2)
     return Statistics(count, mean, (mean_square - mean * mean).clamp_min(0), sum_over_ranks)
 
 
-def _sum(numbers: torch.Tensor, sum_over_ranks: SumOverRanks) -> torch.Tensor:
-    return torch.from_numpy(sum_over_ranks(numbers.cpu().numpy())).to(numbers.device)
+def _sum_over_ranks(statistics: torch.Tensor, sum_over_ranks: SumOverRanks) -> torch.Tensor:
+    return torch.from_numpy(sum_over_ranks(statistics.cpu().numpy())).to(statistics.device)
 
 
 class RankBatchNorm1d(RankBatchNorm, nn.BatchNorm1d):
@@ -178,6 +180,6 @@ def replace_layers(module: nn.Module) -> None:
 
 
 def restore_layers(module: nn.Module) -> None:
-    """Give the layers within `module` the classes that they had."""
+    """Restore the classes of the layers within `module`."""
     for layer in module.modules():
         layer.__class__ = ORIGINALS.get(type(layer), type(layer))

@@ -140,7 +140,7 @@ def call_in_dtype(loss: Any, outputs: Any, targets: Any, reduction: str | None =
 
 @contextmanager
 def unwritten(loss: Any) -> Iterator[None]:
-    """Give a loss module the attributes and buffers of before back, after a call that checks it."""
+    """Restore the attributes and buffers of a loss module after a call that checks it."""
     attributes = dict(vars(loss)) if isinstance(loss, nn.Module) else {}
     if attributes:
         buffers = {k: x if x is None else x.clone() for k, x in loss._buffers.items()}

@@ -95,8 +95,9 @@ class TorchLoss:
         factor = n if self._reduction == "mean" else 1
         function = self._functions["loss"]
         loss_modules.check_shapes(function, outputs, targets)
-        (counted, counts), self._counted = self._counted, (self, None)  # threads may share the loss
-        if self._counts is not None and y is not counted:
+        # Threads may share the loss.
+        (counted_targets, counts), self._counted = self._counted, (self, None)
+        if self._counts is not None and y is not counted_targets:
             counts = self._counts.counts(targets)
         if self._counts is None or counts is None:
             loss, divisor = loss_modules.call_in_dtype(function, outputs, targets), float(n)
@@ -132,8 +133,8 @@ class TorchLoss:
             return 1.0
         n: float = batch.n
         if key.sum_over_ranks is not None:
-            numbers = key.sum_over_ranks(np.concatenate([[n], counts]))
-            n, counts = numbers[0], numbers[1:]
+            count_sums = key.sum_over_ranks(np.concatenate([[n], counts]))
+            n, counts = count_sums[0], count_sums[1:]
         divisor = self._counts.total(counts)
         return float(n / divisor) if divisor else 0.0
 

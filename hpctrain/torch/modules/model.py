@@ -27,7 +27,7 @@ CHECKED_SAMPLES = 2  #: computed before training; more than one, since some loss
 
 
 class TorchModel:
-    """A module and its loss: what the Trainer needs of a model.
+    """A module and its loss, as the Trainer uses a model.
 
     `module` is called with an array of samples as a tensor (n, ...); with the values of a dict of
     arrays by keyword; with a tuple's by position. `loss` is a name, such as "cross_entropy",
@@ -150,10 +150,10 @@ def as_model(module: torch.nn.Module) -> TorchModel:
 @contextmanager
 def _evaluation_mode(module: torch.nn.Module) -> Iterator[None]:
     """Put the module and all within it into evaluation mode meanwhile."""
-    trained = [m for m in module.modules() if m.training]
+    training_modules = [m for m in module.modules() if m.training]
     module.eval()
     try:
         yield
     finally:
-        for m in trained:
+        for m in training_modules:
             m.training = True

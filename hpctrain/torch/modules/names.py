@@ -51,7 +51,7 @@ def named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def tied_names(module: nn.Module) -> dict[str, str]:
-    """Return the first name of tensors that have several, by each of the others."""
+    """Return the first name of tensors that have several names, by each further name."""
     firsts: dict[int, str] = {}
     places = [*parameter_places(module), *buffer_places(module)]
     pairs = {place.name: firsts.setdefault(id(place.tensor), place.name) for place in places}

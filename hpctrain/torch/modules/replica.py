@@ -149,7 +149,7 @@ class TorchReplica:
             self._on_ready = on_ready if is_last else ignore_ready
             piece_key = key._replace(first=key.first + first)
             try:
-                sums = nn.add(sums, self._compute(piece, scale, piece_key))
+                sums = nn.add(sums, self._compute_gradient(piece, scale, piece_key))
             finally:
                 self._on_ready = None
             for name in sorted(self._unready):  # parameters that the loss does not depend on
@@ -181,7 +181,7 @@ class TorchReplica:
 
     @between_cupy_work
     def read_arena(self) -> None:
-        """Copy into the module what lies in the arena alone: integers that an engine changed."""
+        """Copy the integers that an engine changed in the arena into the module."""
         self._buffers.load()
 
     def move(self, **planes: np.ndarray) -> None:
@@ -205,14 +205,14 @@ class TorchReplica:
             self._needs.remove_hooks()
         restore_layers(self.model.module)
 
-    def _compute(self, batch: Batch, scale: float, key: nn.Key) -> nn.Sums:
+    def _compute_gradient(self, batch: Batch, scale: float, key: nn.Key) -> nn.Sums:
         """Compute the gradient of a piece of a batch."""
         if batch.n == 0 and not (self.normalizes_batch and key.sum_over_ranks is not None):
             self._call_on_need(key)
             return nn.losses.zero_sums(self.loss.terms)
         if key.on_need is not None and self._needs is None:
-            names = {id(p): name for name, p in self._parameters.items()}
-            self._needs = ParameterNeeds(self.model.module, names)
+            names_by_id = {id(p): name for name, p in self._parameters.items()}
+            self._needs = ParameterNeeds(self.model.module, names_by_id)
         with gradient_key(key, batch.n), ExitStack() as draws:
             if self._draws.is_on:
                 draws.enter_context(self._draws)
@@ -224,9 +224,9 @@ class TorchReplica:
                 draws.close()
             self._call_on_need(key)
             recompute()
-            direct = self._direct if self._direct.begin(self._written) else nullcontext()
+            gradient_context = self._direct if self._direct.begin(self._written) else nullcontext()
             return compute_sums(
-                self.loss, outputs, batch.targets, batch.n, scale, self._parameter, direct
+                self.loss, outputs, batch.targets, batch.n, scale, self._parameter, gradient_context
             )
 
     def _call_on_need(self, key: nn.Key) -> None:
@@ -239,19 +239,19 @@ class TorchReplica:
         """Copy the final gradient of a parameter into the arena, and call `on_ready`."""
         if self._on_ready is None:  # backward of the user's own
             return
-        gradient, own = parameter.grad, self._grads[name]
+        gradient, plane_gradient = parameter.grad, self._grads[name]
         must_be_dense(name, gradient)
         factor = 1 if self.loss_scale is None else 1 / self.loss_scale.factor
         if name in self._written:
-            own.add_(gradient, alpha=factor)
+            plane_gradient.add_(gradient, alpha=factor)
         else:
             gradient = gradient if factor == 1 else gradient * factor
-            if gradient.data_ptr() != own.data_ptr():
-                torch.add(gradient, 0.0, out=own)  # -0.0 + 0.0 = 0.0, unlike ABSENT
+            if gradient.data_ptr() != plane_gradient.data_ptr():
+                torch.add(gradient, 0.0, out=plane_gradient)  # -0.0 + 0.0 = 0.0, unlike ABSENT
             self._written.add(name)
         parameter.grad = None
         self._unready.discard(name)
-        with caller_stream(own):
+        with caller_stream(plane_gradient):
             self._on_ready(name)
 
     def _bind_views(self) -> None:
@@ -268,16 +268,16 @@ class TorchReplica:
         self._buffers.bind(self.arena.views(self.arena.buffer))
 
     def _find_ties(self, arena: Arena) -> dict[str, str]:
-        """Return the slot of tensors that have several names, by each of the others."""
-        names = {slot.name for slot in (*arena.slots, *arena.buffer_slots)}
+        """Return the slot name of each further name of tensors that have several names."""
+        slot_names = {slot.name for slot in (*arena.slots, *arena.buffer_slots)}
         ties = tied_names(self.model.module)
-        return {other: first for other, first in ties.items() if first in names}
+        return {other: first for other, first in ties.items() if first in slot_names}
 
     def announcements(self, ranks: int) -> list[str]:
-        """Return a text for each thing that is not trained as it came."""
+        """Return a text for each property of the module that training changes."""
         dtypes, dtype = self._own_dtypes, as_tensor(self.arena.param).dtype
-        cast = self._buffers.cast_names
-        return describe_changes(dtypes, cast, dtype, self.model.was_in_evaluation)
+        cast_names = self._buffers.cast_names
+        return describe_changes(dtypes, cast_names, dtype, self.model.was_in_evaluation)
 
     @property
     def _parameter(self) -> torch.Tensor:

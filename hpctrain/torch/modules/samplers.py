@@ -89,10 +89,10 @@ class TorchOrder:
                     f"sampler: expected integer indexes of {self._samples} samples, "
                     f"{type(self._sampler).__name__} raised {type(error).__name__}: {error}"
                 ) from error
-        return self._checked(indexes)
+        return self._check_indexes(indexes)
 
-    def _checked(self, indexes: np.ndarray) -> np.ndarray:
-        """Return `indexes`, those from the end as others; raise UsageError for wrong ones."""
+    def _check_indexes(self, indexes: np.ndarray) -> np.ndarray:
+        """Return `indexes` with negative indexes resolved; raise UsageError for invalid indexes."""
         name = type(self._sampler).__name__
         if len(indexes) != self._length:
             raise UsageError(
@@ -109,7 +109,7 @@ class TorchOrder:
 
 
 def is_replaceable(sampler: Any, samples: int) -> bool:
-    """Return whether the Trainer's own order does what `sampler` does, but for its order.
+    """Return whether the Trainer's order covers the same samples as `sampler`.
 
     So it is for all samples in order, or shuffled by no generator of the user's own.
     """

@@ -96,19 +96,19 @@ class BoundOptimizer:
 
     def update(self, grad: Array, options: list[dict[str, Any]]) -> None:
         """Update the parameters with `grad`, and the counts."""
-        absent = set(self._ranges.find_absent(grad))
-        if not self._fits(absent):
-            self._make_spans(options, absent)
+        absent_pieces = set(self._ranges.find_absent(grad))
+        if not self._has_same_spans(absent_pieces):
+            self._make_spans(options, absent_pieces)
         for span, g in zip(self._spans, self._views_of(grad), strict=True):
-            span.tensor.grad = None if span.pieces[0] in absent else g
+            span.tensor.grad = None if span.pieces[0] in absent_pieces else g
         if self.is_own:
             self._optimizer.step()
         else:
-            self._set_options(options, absent)
+            self._set_options(options, absent_pieces)
             _step_without_hooks(self._optimizer)
         for span in self._spans:
             span.tensor.grad = None
-        self._count(absent)
+        self._count_update(absent_pieces)
 
     def export(self) -> None:
         """Give the user's optimizer the states, if they belong to whole parameters."""
@@ -118,38 +118,38 @@ class BoundOptimizer:
             count = int(self.state["step"][piece.place])
             views = self._planes_of(piece.group, piece.elements).items()
             shape = piece.parameter.shape
-            values = {name: view.clone().view(shape) for name, view in views}
-            values.update(self._numbers_of(piece))
+            state_values = {name: view.clone().view(shape) for name, view in views}
+            state_values.update(self._numbers_of(piece))
             if count and "step" in self._names[piece.group].all:
-                values["step"] = torch.tensor(float(count))
+                state_values["step"] = torch.tensor(float(count))
             if count:
-                self._source.state[piece.parameter] = values
+                self._source.state[piece.parameter] = state_values
 
     def _take_state(self, piece: Piece) -> None:
         """Copy the state of a parameter in the user's optimizer, and its count."""
         state, names = self._source.state.get(piece.parameter, {}), self._names[piece.group].all
-        values = {name: state[name] for name in names if state.get(name) is not None}
-        if not values:
+        state_values = {name: state[name] for name in names if state.get(name) is not None}
+        if not state_values:
             return
-        if absent := ", ".join(sorted(set(names) - values.keys())):
+        if absent_names := ", ".join(sorted(set(names) - state_values.keys())):
             raise UsageError(
-                f"optimizer: expected a state with {', '.join(names)}, seen none of {absent}; load "
-                "a state that was made with the same options"
+                f"optimizer: expected a state with {', '.join(names)}, seen none of "
+                f"{absent_names}; load a state that was made with the same options"
             )
         for name, view in self._planes_of(piece.group, piece.elements).items():
-            view.copy_(values[name].detach().reshape(-1)[piece.part])
+            view.copy_(state_values[name].detach().reshape(-1)[piece.part])
         for name in self._names[piece.group].numbers:
-            self.state[name][piece.elements] = float(values[name])
-        self.state["step"][piece.place] = int(values.get("step", 1))
+            self.state[name][piece.elements] = float(state_values[name])
+        self.state["step"][piece.place] = int(state_values.get("step", 1))
         self._with_state.add(piece.place)
 
-    def _fits(self, absent: set[int]) -> bool:
+    def _has_same_spans(self, absent_pieces: set[int]) -> bool:
         """Return whether the counts are those after the last update, and no span is cut."""
-        is_cut = absent and any(0 < len(absent.intersection(s.pieces)) < len(s.pieces)
+        is_cut = absent_pieces and any(0 < len(absent_pieces.intersection(s.pieces)) < len(s.pieces)
                                 for s in self._spans)  # fmt: skip
         return not is_cut and np.array_equal(self.state["step"][self._places], self._expected)
 
-    def _make_spans(self, options: list[dict[str, Any]], absent: set[int]) -> None:
+    def _make_spans(self, options: list[dict[str, Any]], absent_pieces: set[int]) -> None:
         """Make the tensors, an optimizer for them, and its states in the planes."""
         counts = self._expected = self.state["step"][self._places]
 
@@ -160,7 +160,7 @@ class BoundOptimizer:
             is_new = not counts[i] and piece.place not in self._with_state
             run = i if is_single else piece.slot - i  # equal for neighbours
             numbers = tuple(map(float, self._numbers_of(piece).values()))
-            return piece.group, int(counts[i]), is_new, i in absent, run, *numbers
+            return piece.group, int(counts[i]), is_new, i in absent_pieces, run, *numbers
 
         parts = [(list(own), first[2]) for first, own in groupby(range(len(self.pieces)), key)]
         self._spans = [self._make_span(range(p[0], p[-1] + 1), bool(new)) for p, new in parts]
@@ -170,7 +170,7 @@ class BoundOptimizer:
             for span in self._spans:
                 members.setdefault(span.group, []).append(span.tensor)
             groups = [{**options[number], "params": own} for number, own in members.items()]
-            self._optimizer = _make(self._source, groups)
+            self._optimizer = _make_optimizer(self._source, groups)
             self._groups = dict(zip(members, self._optimizer.param_groups, strict=True))
         for span in self._spans:
             if not span.is_new:
@@ -199,27 +199,27 @@ class BoundOptimizer:
         device = span.tensor.device if is_moved else "cpu"  # as PyTorch makes them
         state.update({name: number.to(device) for name, number in numbers.items()})
 
-    def _set_options(self, options: list[dict[str, Any]], absent: set[int]) -> None:
+    def _set_options(self, options: list[dict[str, Any]], absent_pieces: set[int]) -> None:
         """Write the options of this update into the groups."""
-        present = [span for span in self._spans if span.pieces[0] not in absent]
+        present_spans = [span for span in self._spans if span.pieces[0] not in absent_pieces]
         # A fused step of SGD makes the momenta of all tensors or of none.
-        is_mixed = len({span.is_new for span in present}) > 1
+        is_mixed = len({span.is_new for span in present_spans}) > 1
         is_split = is_mixed and isinstance(self._optimizer, torch.optim.SGD)
         for number, group in self._groups.items():
             group.update(options[number])
             if is_fused(self._optimizer, group):
                 group["fused"] = not is_split
 
-    def _count(self, absent: set[int]) -> None:
-        """Count the update of all pieces but those that are `absent`."""
+    def _count_update(self, absent_pieces: set[int]) -> None:
+        """Count the update of all pieces except `absent_pieces`."""
         is_present = np.ones(len(self.pieces), bool)
-        is_present[list(absent)] = False
+        is_present[list(absent_pieces)] = False
         self.state["step"][self._places[is_present]] += 1
         self._expected = self.state["step"][self._places]
         for i, span in enumerate(self._spans):
             state = self._optimizer.state.get(span.tensor, {})
             names = self._names[span.group].all
-            if span.pieces[0] not in absent:
+            if span.pieces[0] not in absent_pieces:
                 self._keep_state(span, state)
                 if span.is_new:
                     self._spans[i] = span._replace(is_new=False)
@@ -230,7 +230,7 @@ class BoundOptimizer:
                 )
 
     def _keep_state(self, span: Span, state: dict[str, torch.Tensor]) -> None:
-        """Write into the planes what an update made, or does not write there itself."""
+        """Write the state that an update made outside the planes into the planes."""
         if span.is_new:
             planes = self._planes_of(span.group, span.elements, span.tensor.shape)
             state.update({name: view.copy_(state[name]) for name, view in planes.items()})
@@ -268,24 +268,28 @@ def find_state_names(
     like: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]
 ) -> list[StateNames]:
     """Return the names of the state of each group's parameters: those that a first update makes."""
-    names = []
+    names_by_group = []
     for group in groups:
         p = torch.ones(1)
         p.grad = torch.ones(1)
-        optimizer = _make(like, [{"params": [p], **group}])
+        optimizer = _make_optimizer(like, [{"params": [p], **group}])
         _step_without_hooks(optimizer)
         state = {name: x for name, x in sorted(optimizer.state[p].items()) if x is not None}
-        planes = [name for name, x in state.items() if x.shape == p.shape]
-        numbers = [name for name in state if name not in ("step", *planes)]
-        names.append(StateNames(planes, numbers, list(state)))
-    return names
+        plane_names = [name for name, x in state.items() if x.shape == p.shape]
+        number_names = [name for name in state if name not in ("step", *plane_names)]
+        names_by_group.append(StateNames(plane_names, number_names, list(state)))
+    return names_by_group
 
 
-def _make(like: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+def _make_optimizer(
+    like: torch.optim.Optimizer, groups: list[dict[str, Any]]
+) -> torch.optim.Optimizer:
     """Return an optimizer as `like` with other groups."""
     kind: Any = type(like)
-    names = inspect.signature(kind).parameters.keys() & like.defaults.keys()
-    optimizer: torch.optim.Optimizer = kind(groups, **{name: like.defaults[name] for name in names})
+    option_names = inspect.signature(kind).parameters.keys() & like.defaults.keys()
+    optimizer: torch.optim.Optimizer = kind(
+        groups, **{name: like.defaults[name] for name in option_names}
+    )
     return optimizer
 
 

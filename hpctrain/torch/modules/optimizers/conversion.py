@@ -23,7 +23,7 @@ from hpctrain.torch.modules.optimizers.attributes import (
     has_step_hooks,
 )
 from hpctrain.torch.modules.optimizers.bound import HOOKS_REFUSED
-from hpctrain.torch.modules.optimizers.flat import FlatOptimizer, Owned
+from hpctrain.torch.modules.optimizers.flat import FlatOptimizer, ParameterEntry
 from hpctrain.torch.modules.optimizers.schedulers import Schedule, ScheduledOptions, has_scheduler
 from hpctrain.world import World
 
@@ -46,7 +46,7 @@ def as_optimizer(optimizer: Any, module: torch.nn.Module, schedule: Schedule | N
             )
         return optimizer
     check_class(optimizer)
-    parameters = _owned_parameters(optimizer, module)
+    parameters = _parameter_entries(optimizer, module)
     options = ScheduledOptions(optimizer, schedule)
     check_options(optimizer)
     flat = FlatOptimizer(optimizer, parameters, options)
@@ -63,7 +63,7 @@ def export_states(optimizer: Optimizer) -> None:
 
 
 def announce(optimizer: torch.optim.Optimizer, schedule: Schedule | None) -> None:
-    """Warn of what has no effect; one rank calls it."""
+    """Warn of hooks and schedulers without effect; one rank calls it."""
     for name in announced_attributes(optimizer):
         log.warning(
             "optimizer: its %s are not called: the Trainer's checkpoints hold the state", name
@@ -102,21 +102,26 @@ def check_agreement(world: World, optimizer: torch.optim.Optimizer) -> None:
     world.must_agree(digest.hexdigest(), "the optimizer's state (its SHA-256)")
 
 
-def _owned_parameters(
+def _parameter_entries(
     optimizer: torch.optim.Optimizer, module: torch.nn.Module
-) -> dict[str, Owned]:
+) -> dict[str, ParameterEntry]:
     """Return the trained parameters of `module` by name; frozen ones may be held, too."""
     group_of = {id(p): i for i, g in enumerate(optimizer.param_groups) for p in g["params"]}
     all_named = named_parameters(module)
-    trained = {name: p for name, p in all_named.items() if p.requires_grad}
-    if absent := sorted(name for name, p in trained.items() if id(p) not in group_of):
+    trained_parameters = {name: p for name, p in all_named.items() if p.requires_grad}
+    if absent_names := sorted(
+        name for name, p in trained_parameters.items() if id(p) not in group_of
+    ):
         raise UsageError(
             f"optimizer: expected all parameters of the module with requires_grad, seen none of "
-            f"{', '.join(absent[:3])}; set requires_grad = False for what is not trained"
+            f"{', '.join(absent_names[:3])}; set requires_grad = False for what is not trained"
         )
-    if strangers := len(group_of.keys() - {id(p) for p in all_named.values()}):
+    if foreign_count := len(group_of.keys() - {id(p) for p in all_named.values()}):
         raise UsageError(
-            f"optimizer: expected parameters of the module alone, seen {strangers} of others, "
+            f"optimizer: expected parameters of the module alone, seen {foreign_count} of others, "
             "which the Trainer would not train; make them part of the module"
         )
-    return {name: Owned(p, 1 + i, group_of[id(p)]) for i, (name, p) in enumerate(trained.items())}
+    return {
+        name: ParameterEntry(p, 1 + i, group_of[id(p)])
+        for i, (name, p) in enumerate(trained_parameters.items())
+    }

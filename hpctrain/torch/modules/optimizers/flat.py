@@ -28,7 +28,7 @@ from hpctrain.torch.modules.optimizers.bound import BoundOptimizer, Piece, find_
 from hpctrain.torch.modules.optimizers.schedulers import ScheduledOptions
 
 
-class Owned(NamedTuple):
+class ParameterEntry(NamedTuple):
     """A parameter of the module, its place in "step", and its group in the optimizer."""
 
     parameter: torch.nn.Parameter
@@ -42,7 +42,7 @@ class FlatOptimizer:
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        parameters: Mapping[str, Owned],
+        parameters: Mapping[str, ParameterEntry],
         options: ScheduledOptions,
     ):
         """`parameters`: those with a slot, by name; their states begin as the optimizer's are."""
@@ -53,7 +53,7 @@ class FlatOptimizer:
     def init(self, param: Array) -> State:
         """Return the state of `param`."""
         self._bound.clear()
-        names = sorted({name for names in self._state_names for name in names.all} - {"step"})
+        names = sorted({name for group in self._state_names for name in group.all} - {"step"})
         state = initial_state(param, names)
         return {**state, "step": np.zeros(1 + len(self._parameters), np.int64)}
 
@@ -69,8 +69,8 @@ class FlatOptimizer:
         options = self._options.at(int(state["step"][0]))
         bound, is_own = self._bound.get(address_of(param)), has_step_hooks(self._optimizer)
         if bound is None or bound.state is not state or bound.is_own != is_own:
-            pieces, names = self._pieces(param, slots), self._state_names
-            bound = BoundOptimizer(self._optimizer, pieces, param, state, names, is_own)
+            pieces, state_names = self._pieces(param, slots), self._state_names
+            bound = BoundOptimizer(self._optimizer, pieces, param, state, state_names, is_own)
             self._bound[address_of(param)] = bound
         if bound.pieces:  # none in an empty shard
             bound.update(grad, options)
