@@ -27,22 +27,22 @@ def allreduce(tree: Any, op: str = "sum", world: World | None = None) -> Any:
     or that were deleted or donated, and for trees or arguments that differ.
     """
     world = world or init()
-    leaves, arrays, structure, fault = _read(tree)
+    leaves, arrays, structure, fault = _read_tree(tree)
     # Every rank comes here, whatever its tree: one that raised before would leave the others alone.
-    call = fault_signature(fault) if fault else make_signature(_describe(leaves, arrays, op))
+    call = fault_signature(fault) if fault else make_signature(_describe_call(leaves, arrays, op))
     must_match(world.main, call)
-    reduced: list[Any] = [None] * len(arrays)
+    reduced_leaves: list[Any] = [None] * len(arrays)
     for dtype in dict.fromkeys(array.dtype for array in arrays):
         indexes = [i for i, array in enumerate(arrays) if array.dtype == dtype]
         message = np.concatenate([arrays[i].reshape(-1) for i in indexes])
         calls.allreduce(message, op, world=world, check=False)
         ends = np.cumsum([arrays[i].size for i in indexes])
         for i, part in zip(indexes, np.split(message, ends[:-1]), strict=True):
-            reduced[i] = _as_leaf(leaves[i][1], part.reshape(arrays[i].shape))
-    return jax.tree_util.tree_unflatten(structure, reduced)
+            reduced_leaves[i] = _as_leaf(leaves[i][1], part.reshape(arrays[i].shape))
+    return jax.tree_util.tree_unflatten(structure, reduced_leaves)
 
 
-def _read(tree: Any) -> tuple[list[Any], list[np.ndarray], Any, str]:
+def _read_tree(tree: Any) -> tuple[list[Any], list[np.ndarray], Any, str]:
     """Return (leaves with their paths, leaves as arrays, the structure, this rank's fault)."""
     try:
         leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
@@ -73,8 +73,8 @@ def _find_fault(path: Any, leaf: Any) -> str:
     return f"expected arrays or numbers, {where} is {fault[0]}; {fault[1]}" if fault else ""
 
 
-def _describe(leaves: Any, arrays: list[np.ndarray], op: str) -> str:
-    """Return the call in words, for comparison across ranks."""
+def _describe_call(leaves: Any, arrays: list[np.ndarray], op: str) -> str:
+    """Describe the call, for comparison across ranks."""
     words = [
         f"{jax.tree_util.keystr(path)} {array.dtype} {array.shape}"
         for (path, _), array in zip(leaves, arrays, strict=True)

@@ -41,14 +41,15 @@ class JaxLoss:
             raise UsageError(
                 f"loss: expected a function loss(params, x, y), seen {type(function).__name__}"
             )
-        names = [metrics] if isinstance(metrics, str) else list(metrics)
-        if "loss" in names or not all(isinstance(name, str) for name in names):
+        metric_names = [metrics] if isinstance(metrics, str) else list(metrics)
+        if "loss" in metric_names or not all(isinstance(name, str) for name in metric_names):
             raise UsageError(
-                f"metrics: expected names such as ('accuracy',), without 'loss', seen {names!r}"
+                f"metrics: expected names such as ('accuracy',), without 'loss', seen "
+                f"{metric_names!r}"
             )
         self._function = function
         self.takes_key, self.takes_keys = _find_key_parameters(function)
-        self.terms = ("loss", *names)
+        self.terms = ("loss", *metric_names)
         self.metrics: Mapping[str, Metric] = {name: mean(name) for name in self.terms}
 
     def means(
@@ -64,14 +65,14 @@ class JaxLoss:
         if self.takes_keys:
             n = len(jax.tree_util.tree_leaves(x)[0])
             arguments["keys"] = None if words is None else _sample_keys(words, n)
-        loss, metrics = self._split(self._function(params, x, y, **arguments))
+        loss, metrics = self._split_result(self._function(params, x, y, **arguments))
         _check_scalar("loss", loss)
         for name, value in metrics.items():
             _check_scalar(f"metric '{name}'", value)
-        numbers = [loss, *(metrics[name] for name in self.terms[1:])]
-        return loss, jnp.stack([jnp.asarray(number, loss.dtype) for number in numbers])
+        loss_and_metrics = [loss, *(metrics[name] for name in self.terms[1:])]
+        return loss, jnp.stack([jnp.asarray(number, loss.dtype) for number in loss_and_metrics])
 
-    def _split(self, value: Any) -> tuple[Any, Mapping[str, Any]]:
+    def _split_result(self, value: Any) -> tuple[Any, Mapping[str, Any]]:
         """Return the loss and the metrics that the function returned."""
         if len(self.terms) == 1:
             if isinstance(value, tuple):
@@ -80,12 +81,13 @@ class JaxLoss:
                     "the metrics: ht.jax.Trainer(..., metrics=('accuracy',))"
                 )
             return value, {}
-        names = list(self.terms[1:])
+        metric_names = list(self.terms[1:])
         is_pair = isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping)
-        if not is_pair or value[1].keys() != set(names):
-            form = f"a pair with {list(value[1])}" if is_pair else f"a {type(value).__name__}"
+        if not is_pair or value[1].keys() != set(metric_names):
+            form_text = f"a pair with {list(value[1])}" if is_pair else f"a {type(value).__name__}"
             raise UsageError(
-                f"loss: expected (mean, {{metric: mean}}) with the metrics {names}, seen {form}"
+                f"loss: expected (mean, {{metric: mean}}) with the metrics {metric_names}, "
+                f"seen {form_text}"
             )
         return value
 

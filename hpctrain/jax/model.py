@@ -18,7 +18,7 @@ from hpctrain.jax.parameters import common_dtype, find_devices, find_dtypes, is_
 
 
 class JaxModel:
-    """A loss and initial parameters: what the Trainer and `ht.load` need of a model.
+    """A loss and initial parameters, as the Trainer and `ht.load` use a model.
 
     `loss` is a function `loss(params, x, y)`; see `JaxLoss`. `params`: a pytree of floating-point
     arrays; it is read once, and not changed. `predict(params, x)` returns outputs for samples `x`,

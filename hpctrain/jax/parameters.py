@@ -102,9 +102,9 @@ def find_dtypes(leaves: Mapping[str, Any]) -> dict[np.dtype, str]:
     Without `jax_enable_x64` arrays of float64 count as float32, as everywhere in JAX. Weakly typed
     leaves, such as jnp.asarray(1.0), take the dtype of the others.
     """
-    strong = {name: leaf for name, leaf in leaves.items() if not is_weak(leaf)} or leaves
+    strong_leaves = {name: leaf for name, leaf in leaves.items() if not is_weak(leaf)} or leaves
     dtypes: dict[np.dtype, str] = {}
-    for name, leaf in strong.items():
+    for name, leaf in strong_leaves.items():
         native = leaf.dtype.newbyteorder("=")
         dtypes.setdefault(np.dtype(jax.dtypes.canonicalize_dtype(native)), name)
     return dtypes
@@ -112,9 +112,9 @@ def find_dtypes(leaves: Mapping[str, Any]) -> dict[np.dtype, str]:
 
 def common_dtype(dtypes: Mapping[np.dtype, str]) -> Any:
     """Return the name of the only one of `dtypes`; raise UsageError unless it is one of DTYPES."""
-    names = [dtype.name for dtype in dtypes]
-    if len(names) == 1 and names[0] in DTYPES:
-        return names[0]
+    dtype_names = [dtype.name for dtype in dtypes]
+    if len(dtype_names) == 1 and dtype_names[0] in DTYPES:
+        return dtype_names[0]
     raise UsageError(
         f"params: expected leaves of the same dtype, {' or '.join(DTYPES)}, seen "
         f"{describe_dtypes(dtypes)}; convert them with x.astype, and in the loss what it needs in "
@@ -129,9 +129,13 @@ def describe_dtypes(dtypes: Mapping[np.dtype, str]) -> str:
 
 def find_devices(leaves: Mapping[str, Any]) -> list[str]:
     """Return the devices, except the arena's, to which the user committed leaves."""
-    own = jax.local_devices(backend="cpu")[0]
-    committed = (leaf for leaf in leaves.values() if isinstance(leaf, jax.Array) and leaf.committed)
-    return sorted({str(device) for leaf in committed for device in leaf.devices() - {own}})
+    own_device = jax.local_devices(backend="cpu")[0]
+    committed_leaves = (
+        leaf for leaf in leaves.values() if isinstance(leaf, jax.Array) and leaf.committed
+    )
+    return sorted(
+        {str(device) for leaf in committed_leaves for device in leaf.devices() - {own_device}}
+    )
 
 
 def is_weak(leaf: Any) -> bool:

@@ -99,7 +99,7 @@ class JaxReplica:
         sums: nn.Sums = {}
         for i, (piece, first) in enumerate(split_batch(batch, self.micro_batches)):
             piece_key = key._replace(first=key.first + first)
-            sums = nn.add(sums, self._compute(piece, scale, piece_key, accumulates=i > 0))
+            sums = nn.add(sums, self._compute_gradient(piece, scale, piece_key, accumulates=i > 0))
         for name in reversed(self._grads):
             on_ready(name)
         return sums
@@ -111,7 +111,7 @@ class JaxReplica:
             piece = batch.part(start, min(start + MAX_EVALUATION_ROWS, batch.n))
             x, y = map_arrays(self.model.as_input, (piece.inputs, piece.targets))
             means = self._compiled.means(self._shared_params(), *self.model.as_arguments(x, y))
-            sums = nn.add(sums, self._sums(means, piece.n))
+            sums = nn.add(sums, self._metric_sums(means, piece.n))
         return sums
 
     def predict(self, x: Any) -> Any:
@@ -137,7 +137,9 @@ class JaxReplica:
         """Move the parameters to private memory, with their values."""
         self.move(param=aligned_zeros(len(self.arena.param), self.arena.param.dtype))
 
-    def _compute(self, batch: Batch, scale: float, key: nn.Key, accumulates: bool) -> nn.Sums:
+    def _compute_gradient(
+        self, batch: Batch, scale: float, key: nn.Key, accumulates: bool
+    ) -> nn.Sums:
         """Write or add the gradient of a piece of a batch; return its sums."""
         if batch.n == 0:
             for grad in () if accumulates else self._grads.values():
@@ -153,15 +155,15 @@ class JaxReplica:
                 grad += np.asarray(leaf)
             else:
                 grad[...] = np.asarray(leaf)
-        return self._sums(means, batch.n)
+        return self._metric_sums(means, batch.n)
 
     def _shared_params(self) -> Any:
         """Return the pytree of arrays in the memory of the arena."""
         return self.model.as_tree([jnp.from_dlpack(x) for x in self._params.values()])
 
-    def _sums(self, means: jax.Array, n: int) -> nn.Sums:
-        numbers = np.asarray(means).tolist()
-        return {name: Total(n * x, n) for name, x in zip(self.loss.terms, numbers, strict=True)}
+    def _metric_sums(self, means: jax.Array, n: int) -> nn.Sums:
+        mean_values = np.asarray(means).tolist()
+        return {name: Total(n * x, n) for name, x in zip(self.loss.terms, mean_values, strict=True)}
 
     def _bind_views(self) -> None:
         """Create each leaf's views of the planes."""
