@@ -10,10 +10,10 @@ from pathlib import Path
 from hpctrain.cluster.slurm import batch_job
 
 SENT = Path(batch_job.__file__)
-#: For slurm/site.env: USR1 every 20 ms through the first 3 s of a job, once.
+#: For slurm/site.env: USR1 every 20 ms, once, until the job has heard it; a start may take seconds.
 STORM = """[ -e stormed ] || (
     >stormed
-    for i in {1..150}; do kill -USR1 $$ || exit; sleep 0.02; done
+    for i in {1..1500}; do kill -USR1 $$ || exit; sleep 0.02; done
 ) >/dev/null 2>&1 &
 sleep 0.5
 """

@@ -16,18 +16,17 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import EngFormatter
 
 from hpctrain.core.errors import UsageError
-from hpctrain.core.palette import COLORS, plain
+from hpctrain.core.palette import COLORS, GREY, plain
 from hpctrain.parallel.schedules.actions import PipelineSchedule
 from hpctrain.parallel.timing.clock import Timeline
 
 SECONDS_FORMAT = EngFormatter(unit="s")  #: 100 us, 1 ms
-PALE = "#D4D4D4"
 #: operation: colour, and what the legend says; dark, medium and pale also in grey
 OPS = {
     "F": (COLORS[5], "forward"),
     "B": (COLORS[0], "backward"),
     "I": (COLORS[0], "gradient of the input"),
-    "W": (PALE, "gradient of the parameters"),
+    "W": (GREY, "gradient of the parameters"),
 }
 HATCHES = ("", "//", "..", "\\\\", "xx", "oo")  #: of a rank's stages
 MIN_LABELLED = 0.006  #: of the axis: a number of a micro-batch needs as much
@@ -76,7 +75,7 @@ def plot_timelines(
             _draw_rank(axes, timeline, rank)
         axes.set_ylim(schedule.ranks - 0.5, -0.5)
         axes.set_yticks(range(schedule.ranks), labels)
-        axes.set_title(title.replace("$", r"\$"))
+        axes.set_title(plain(title))
     panels[-1].set_xlabel(time_label)
     figure.legend(handles=_legend(schedule), loc="outside lower center", ncols=5, fontsize="small")
     return figure

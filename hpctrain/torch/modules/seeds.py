@@ -3,22 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
 
 _WORD = (1 << 64) - 1
 #: Of SplitMix64 (Steele, Lea and Flood, 2014)
 GOLDEN, FINALIZER = 0x9E3779B97F4A7C15, ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
-
-
-def seed_generator(*numbers: int) -> None:
-    """Seed PyTorch's generators by a few integers from 0 on.
-
-    Not by torch.manual_seed, which formats the stack where CUDA is not in use: 1 ms.
-    """
-    seed = hash_numbers(*numbers)
-    torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_initialized():
-        torch.cuda.manual_seed_all(seed)
 
 
 def hash_numbers(*numbers: int) -> int:
