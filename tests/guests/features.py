@@ -2,6 +2,7 @@
 
 `mpiexec -n P python features.py [NAME...]` prints a line per feature on rank 0: its name and the
 largest difference, and ends with an error if one is above 1e-12. No script here imports hpctrain.
+FEATURES_BACKEND (hpctrain) and FEATURES_DEVICE (cpu) are read from the environment.
 """
 
 from __future__ import annotations
@@ -19,18 +20,22 @@ from torch.nn.parallel import DistributedDataParallel
 
 LIMIT = 1e-12
 STEPS, BATCH, WIDTH = 5, 24, 16
+DEVICE = os.environ.get("FEATURES_DEVICE", "cpu")
 
 
 def make_model() -> nn.Module:
     torch.manual_seed(0)
     layers = [nn.Linear(WIDTH, 24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 4)]
-    return nn.Sequential(*layers).double()
+    return nn.Sequential(*layers).double().to(DEVICE)
 
 
 def make_batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
     generator = torch.Generator().manual_seed(1)
     return [
-        tuple(torch.randn(BATCH, n, generator=generator, dtype=torch.float64) for n in (WIDTH, 4))
+        tuple(
+            torch.randn(BATCH, n, generator=generator, dtype=torch.float64).to(DEVICE)
+            for n in (WIDTH, 4)
+        )
         for _ in range(STEPS)
     ]
 
@@ -131,7 +136,7 @@ def ddp_unused_parameters():
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
-            self.used, self.unused = make_model(), nn.Linear(3, 3).double()
+            self.used, self.unused = make_model(), nn.Linear(3, 3).double().to(DEVICE)
 
         def forward(self, x):
             return self.used(x)
@@ -146,7 +151,7 @@ def fsdp1():
     from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
     model = FullyShardedDataParallel(
-        make_model(), sharding_strategy=ShardingStrategy.FULL_SHARD, device_id=torch.device("cpu")
+        make_model(), sharding_strategy=ShardingStrategy.FULL_SHARD, device_id=torch.device(DEVICE)
     )
     train(model, sgd(model.parameters()), own_share())
     with FullyShardedDataParallel.summon_full_params(model):
@@ -170,7 +175,7 @@ def hsdp():
     size = dist.get_world_size()
     if size % 2:
         return None
-    return fsdp2(init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard")))
+    return fsdp2(init_device_mesh(DEVICE, (2, size // 2), mesh_dim_names=("replicate", "shard")))
 
 
 def tensor_parallel():
@@ -182,7 +187,7 @@ def tensor_parallel():
     )
 
     model = make_model()
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
     parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
     optimizer = sgd(model.parameters())
     for inputs, targets in make_batches():
@@ -204,7 +209,7 @@ def fsdp_and_tensor_parallel():
     size = dist.get_world_size()
     if size % 2:
         return None
-    mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("data", "tensor"))
+    mesh = init_device_mesh(DEVICE, (size // 2, 2), mesh_dim_names=("data", "tensor"))
     model = make_model()
     parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
     fully_shard(model, mesh=mesh["data"])
@@ -228,17 +233,19 @@ def pipeline(schedule_name, stages_per_rank=1, split_backward=False):
     rank, size = dist.get_rank(), dist.get_world_size()
     total = size * stages_per_rank
     torch.manual_seed(0)
-    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()).double() for _ in range(total)]
+    layers = [
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()).double().to(DEVICE) for _ in range(total)
+    ]
     whole = nn.Sequential(*copy.deepcopy(layers))
     schedule_class = getattr(schedules, schedule_name)
     if schedule_name in ("ScheduleZBVZeroBubble", "ScheduleDualPipeV"):
         numbers = [rank, total - 1 - rank]
     else:
         numbers = list(range(rank, total, size))
-    parts = [pipelining.PipelineStage(layers[i], i, total, torch.device("cpu")) for i in numbers]
+    parts = [pipelining.PipelineStage(layers[i], i, total, torch.device(DEVICE)) for i in numbers]
     stage = parts if stages_per_rank > 1 else parts[0]
-    inputs = torch.randn(BATCH, WIDTH, dtype=torch.float64)
-    targets = torch.randn(BATCH, WIDTH, dtype=torch.float64)
+    inputs = torch.randn(BATCH, WIDTH, dtype=torch.float64).to(DEVICE)
+    targets = torch.randn(BATCH, WIDTH, dtype=torch.float64).to(DEVICE)
     count = 2 * size
     schedule = schedule_class(
         stage, count, loss_fn=lambda y, t: ((y - t) ** 2).sum(), scale_grads=False
@@ -255,9 +262,9 @@ def dtensor():
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
     torch.manual_seed(0)
-    x = torch.randn(7, 9, dtype=torch.float64)
+    x = torch.randn(7, 9, dtype=torch.float64).to(DEVICE)
     rows = distribute_tensor(x, mesh, [Shard(0)])
     columns = rows.redistribute(mesh, [Shard(1)])
     return columns.redistribute(mesh, [Replicate()]).to_local() - x
@@ -301,15 +308,14 @@ def compiled_functional():
         return functional.all_reduce(x, "sum", dist.group.WORLD) * 2
 
     ranks = torch.arange(dist.get_world_size(), dtype=torch.float64)
-    return double_sum(torch.full((3,), float(dist.get_rank()), dtype=torch.float64)) - (
-        2 * ranks.sum()
-    )
+    own = torch.full((3,), float(dist.get_rank()), dtype=torch.float64, device=DEVICE)
+    return double_sum(own) - 2 * float(ranks.sum())
 
 
 def functional_out():
     """Functional collectives into given tensors: C++ calls those of process groups otherwise."""
     rank, size, name = dist.get_rank(), dist.get_world_size(), dist.group.WORLD.group_name
-    functional, x = torch.ops._c10d_functional, torch.arange(size * 3.0).double() + rank
+    functional, x = torch.ops._c10d_functional, torch.arange(size * 3.0).double().to(DEVICE) + rank
     gathered, part = x.new_empty(size * size * 3), x.new_empty(3)
     functional.all_gather_into_tensor_out(x, size, name, out=gathered)
     functional.reduce_scatter_tensor_out(x.clone(), "sum", size, name, out=part)
@@ -374,6 +380,8 @@ SLOW_FEATURES = {"compiled with inductor": compiled_with_inductor}
 def main() -> None:
     dist.init_process_group(os.environ.get("FEATURES_BACKEND", "hpctrain"))
     torch.set_num_threads(1)
+    if DEVICE == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
     wrong = []
     for name in sys.argv[1:] or FEATURES:
         difference = {**FEATURES, **SLOW_FEATURES}[name]()
