@@ -8,6 +8,7 @@
 #          pointers    the same ranks with a UCX to which MPI gives device pointers       2 minutes
 #          fast        training, messages, sums and the optimizer, one after another      8 minutes
 #          sanitized   kernels under compute-sanitizer                                    3 minutes
+#          none        the environment alone
 #
 # The environment sees the machine's packages (CuPy, perhaps PyTorch) and takes what is missing from
 # the wheels. A step that fails, or exceeds its limit, leaves the others. $OUT, .first-day/out by
@@ -82,8 +83,7 @@ sanitized() {
     done
 }
 
-parts=("$@")
-for part in "${parts[@]:-none}"; do
+for part in "$@"; do
     if [[ ! $part =~ ^(correct|pointers|fast|sanitized)$ ]]; then
         echo "expected parts of correct, pointers, fast, sanitized; seen '$part'" >&2
         exit 2
@@ -108,7 +108,8 @@ if ! "$bin/python" -c 'from hpctrain.transport.device.gpus import visible_gpus; 
     echo "no GPU is found by CuPy, or $root/environment/install.log tells why: nothing was asked" >&2
     exit 2
 fi
-for part in "${parts[@]}"; do
+export PATH=$bin:$PATH
+for part in "$@"; do
     out=$root/$part && rm -rf "$out" && mkdir -p "$out" || exit 2
     $part
     tar -C "$root" -czf "$root/$part.tar.gz" "$part"

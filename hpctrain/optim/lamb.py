@@ -33,6 +33,7 @@ from hpctrain.optim.norms import (
     is_vector,
     kernel_slices,
     make_scratch,
+    piece_ranges,
     pieces,
     safe_ratio,
     slot_pieces,
@@ -176,7 +177,8 @@ def _update_on_device(
         m, v = state["mean"][elements], state["square"][elements]
         arrays = (u[elements], param[elements], m, v, grad[elements])
         fused(_lamb_kernel, param)(*arrays, const.weight_decay * decays, *moments, *direction)
-    rows = sum_squares_by_piece([param, u], [elements for _, elements in pieces(param.size, slots)])
+    _, ranges = piece_ranges(param.size, slots)
+    rows = sum_squares_by_piece([param, u], ranges)
     ratios = _ratios_from(const, gather_rows(rows), slots)
     for slot, elements in slot_pieces(param.size, slots):
         fused(_step_kernel, param)(param[elements], u[elements], rate * float(ratios[slot]))

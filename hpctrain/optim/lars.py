@@ -24,6 +24,7 @@ from hpctrain.core.xp import Array, fused, on_device
 from hpctrain.optim.norms import (
     clip_factor,
     is_vector,
+    piece_ranges,
     pieces,
     safe_ratio,
     slot_pieces,
@@ -89,7 +90,7 @@ def _update(
 ) -> None:
     rate = rate_at(schedule, int(state["step"][0]))
     clip = clip_factor(grad, const.clip_norm, slots, gather_rows)
-    ranges = [piece.elements for piece in pieces(param.size, slots)]
+    _, ranges = piece_ranges(param.size, slots)
     rows = gather_rows(sum_squares_by_piece([param, grad], ranges))
     w_norms, g_norms = np.sqrt(sum_by_slot(rows, slots)).T
     divisors = clip * g_norms + const.weight_decay * w_norms

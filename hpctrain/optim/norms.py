@@ -31,12 +31,26 @@ class BlockPiece(NamedTuple):
 
 def pieces(size: int, slots: Sequence[TensorSlot]) -> Iterator[BlockPiece]:
     """Yield the pieces of a shard of `size` elements, in order; gaps belong to no piece."""
-    for i, slot in enumerate(slots):
-        stop = slot.offset + slot.size
-        for block in _blocks_of(slot):
-            if 0 <= block < size:
-                start = max(block, slot.offset)
-                yield BlockPiece(i, slice(start, min(block + BLOCK_ELEMENTS, stop)))
+    indices, ranges = piece_ranges(size, slots)
+    for i, (start, stop) in zip(indices.tolist(), ranges.tolist(), strict=True):
+        yield BlockPiece(i, slice(start, stop))
+
+
+def piece_ranges(size: int, slots: Sequence[TensorSlot]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the slot's index of each piece, int64 (pieces,), and its start and stop, (pieces, 2).
+
+    Without a loop over the pieces: a large model has thousands, and each update asks.
+    """
+    offsets = np.array([slot.offset for slot in slots], np.int64)
+    stops = offsets + np.array([slot.size for slot in slots], np.int64)
+    counts = np.array([len(_blocks_of(slot)) for slot in slots], np.int64)
+    indices = np.repeat(np.arange(len(slots)), counts)
+    positions = np.arange(len(indices)) - np.repeat(np.cumsum(counts) - counts, counts)
+    blocks = (offsets[indices] // BLOCK_ELEMENTS + positions) * BLOCK_ELEMENTS
+    starts = np.maximum(blocks, offsets[indices])
+    ranges = np.stack((starts, np.minimum(blocks + BLOCK_ELEMENTS, stops[indices])), axis=1)
+    is_inside = (blocks >= 0) & (blocks < size)
+    return indices[is_inside], ranges[is_inside]
 
 
 def sum_by_slot(rows: np.ndarray, slots: Sequence[TensorSlot]) -> np.ndarray:
@@ -76,15 +90,16 @@ def make_scratch(x: Array) -> Array:
     return namespace(x).empty(min(BLOCK_ELEMENTS, x.size), np.float64)
 
 
-def sum_squares_by_piece(arrays: Sequence[Array], pieces: Sequence[slice]) -> np.ndarray:
+def sum_squares_by_piece(arrays: Sequence[Array], ranges: np.ndarray) -> np.ndarray:
     """Return the sums of squares of each piece of flat `arrays`, float64 (pieces, arrays).
 
-    The squares are added in float64, in an order that depends only on the length of the piece.
+    `ranges`: as from `piece_ranges`. The squares are added in float64, in an order that depends
+    only on the length of the piece.
     """
     if on_device(arrays[0]):
-        return _sum_squares_on_device(arrays, pieces)
+        return _sum_squares_on_device(arrays, ranges)
     scratch = make_scratch(arrays[0])
-    rows = [[sum_squares(x[elements], scratch) for x in arrays] for elements in pieces]
+    rows = [[sum_squares(x[i:j], scratch) for x in arrays] for i, j in ranges.tolist()]
     return np.array(rows).reshape(-1, len(arrays))
 
 
@@ -113,7 +128,7 @@ def clip_factor(
     if max_norm is None:
         return 1.0
     # By pieces, since a block of an arena that holds some slots of a model has other elements.
-    ranges = [piece.elements for piece in pieces(grad.size, slots)]
+    _, ranges = piece_ranges(grad.size, slots)
     norm = math.sqrt(gather_rows(sum_squares_by_piece([grad], ranges)).sum())
     return max_norm / norm if norm > max_norm else 1.0
 
@@ -180,17 +195,17 @@ void squares(const REAL* x, const long long* starts, const long long* stops, dou
 """
 
 
-def _sum_squares_on_device(arrays: Sequence[Array], pieces: Sequence[slice]) -> np.ndarray:
+def _sum_squares_on_device(arrays: Sequence[Array], ranges: np.ndarray) -> np.ndarray:
     """Do the work of `sum_squares_by_piece` with one kernel per array and one small copy."""
     x, xp = arrays[0], namespace(arrays[0])
-    sums = xp.zeros((len(arrays), len(pieces)), np.float64)
-    if pieces:
-        starts, stops = xp.asarray(np.array([(s.start, s.stop) for s in pieces], np.int64).T.copy())
+    sums = xp.zeros((len(arrays), len(ranges)), np.float64)
+    if len(ranges):
+        starts, stops = xp.asarray(ranges.T.copy())
         c_type = {"float32": "float", "float64": "double"}[x.dtype.name]
         source = SQUARES_KERNEL.replace("REAL", c_type)
         kernel = raw_kernel(x, source, "squares")
         for array, piece_sums in zip(arrays, sums, strict=True):
-            kernel((len(pieces),), (THREADS,), (array, starts, stops, piece_sums))
+            kernel((len(ranges),), (THREADS,), (array, starts, stops, piece_sums))
     return np.ascontiguousarray(to_host(sums).T)
 
 

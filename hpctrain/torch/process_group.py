@@ -19,6 +19,7 @@ from hpctrain.torch.functional import add_out_variants
 from hpctrain.torch.job import check_limit, end_after_loss, start_job, uses_threads
 from hpctrain.torch.point_to_point import PointToPoint
 from hpctrain.torch.reductions import Reductions
+from hpctrain.torch.work import MessageWork, RunningWork
 from hpctrain.world import World
 
 
@@ -203,10 +204,11 @@ class ProcessGroup(Reductions, DataMovement, PointToPoint, dist.ProcessGroup):
 def _keep_compilers_out() -> None:
     """Let torch.compile run operations as they are, with all that they call.
 
-    C++ calls them, as in DDP's forward pass, while compiled code runs; Dynamo would trace them.
+    C++ calls them, and waits for them, as in DDP's forward pass, while compiled code runs; Dynamo
+    would trace them.
     """
     skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
-    for family in (Reductions, DataMovement, PointToPoint):
+    for family in (Reductions, DataMovement, PointToPoint, RunningWork, MessageWork):
         for method in filter(isfunction, vars(family).values()):
             eval_frame.set_code_exec_strategy(method.__code__, skip)
 

@@ -9,7 +9,6 @@ Without a GPU all rows are skipped.
 from __future__ import annotations
 
 import json
-import math
 from importlib import util
 from pathlib import Path
 
@@ -263,9 +262,11 @@ def test_messages_arrive_on_each_path(hpctrain, tmp_path):
 def test_memory_that_does_not_suffice(hpctrain, tmp_path):
     import cupy
 
-    wide = math.isqrt(cupy.cuda.runtime.memGetInfo()[1] // 4)  # one plane fills the GPU
+    kept = cupy.cuda.alloc(cupy.cuda.runtime.memGetInfo()[0] - (3 << 30))
+    wide = 1 << 14  # two planes of 1 GiB on each of two ranks
     keys = sets(model_widths=f"[64,{wide},{wide},10]", run_steps=1, run_epochs="")
     completed = hpctrain(*TRAIN, "gpu", *keys, "--out", tmp_path / "run", ranks=2, timeout=150)
+    del kept
     assert completed.returncode != 0 and "out of memory" in completed.stderr.lower()
 
 

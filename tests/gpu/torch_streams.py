@@ -180,9 +180,11 @@ def overlap() -> None:
     if DEVICE == "cpu":
         return
     x, done = own_values(1000), torch.cuda.Event()
+    check(x.clone().cpu(), own_values(1000).cpu())
+    dist.all_reduce(x.clone())  # kernels are loaded now: to load one may wait for all others
     torch.cuda.synchronize()
     work = dist.all_reduce(x, async_op=True)
-    torch.cuda._sleep(2_000_000_000)  # about a second
+    torch.cuda._sleep(4_000_000_000)  # about two seconds
     done.record()
     with torch.cuda.stream(torch.cuda.Stream()):
         work.wait()
