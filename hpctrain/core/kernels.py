@@ -18,6 +18,7 @@ from hpctrain.core.xp import Array, namespace, raw_kernel
 
 THREADS, BLOCKS_PER_UNIT = 256, 8
 MAX_CUDA_BLOCKS, LEAST_THREADS = 4096, 32  #: of a kernel with a block for each row
+ELEMENTS_PER_THREAD = 8  #: of a row: more threads would wait for each other more often
 PACK_BYTES = 16  #: the longest load of a GPU
 
 _IDENTITY_CONVERSIONS = (
@@ -109,7 +110,8 @@ def launch_rows(x: Array, source: str, name: str, args: tuple[Any, ...]) -> None
     Of many rows, a block must loop over several. It gets `args`, then rows (int64) and c (int32).
     """
     rows, c = x.shape
-    threads = min(THREADS, max(LEAST_THREADS, 1 << (c - 1).bit_length()))
+    wanted_threads = (1 << (c - 1).bit_length()) // ELEMENTS_PER_THREAD
+    threads = min(THREADS, max(LEAST_THREADS, wanted_threads))
     if rows:
         grid = min(rows, MAX_CUDA_BLOCKS), 1
         raw_kernel(x, source, name)(grid, (threads,), (*args, np.int64(rows), np.int32(c)))

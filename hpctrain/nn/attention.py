@@ -20,6 +20,7 @@ import numpy as np
 
 from hpctrain.core.errors import UsageError
 from hpctrain.core.xp import Array, namespace, narrowed, on_device, widened
+from hpctrain.nn.cuda import softmax
 from hpctrain.nn.embedding import INIT_STD
 from hpctrain.nn.layer import (
     Key,
@@ -28,6 +29,7 @@ from hpctrain.nn.layer import (
     Shape,
     normal,
     require_at_least,
+    rows_of,
     run_now,
     write_affine_gradients,
     zeros,
@@ -119,15 +121,8 @@ class CausalAttention:
             (q, k, v), (dq, dk, dv) = _split_heads(saved.qkv[i]), _split_heads(dqkv[i])
             a, dc = saved.weights[i], dcontext[i].swapaxes(-3, -2)
             _matmul(a.swapaxes(-1, -2), dc, out=dv)
-            ds, weights_wide = widened(dc) @ widened(v).swapaxes(-1, -2), widened(a)
-            # Backward of softmax: ds = a (da - sum(a da)). Masked positions have a = 0, so ds = 0.
-            ds -= (
-                (weights_wide * ds).sum(axis=-1, keepdims=True)
-                if on_device(ds)
-                else xp.einsum("hij,hij->hi", weights_wide, ds)[..., None]
-            )
-            ds *= weights_wide
-            ds *= 1 / sqrt(d)
+            ds = widened(dc) @ widened(v).swapaxes(-1, -2)
+            _softmax_gradient(ds, a, 1 / sqrt(d))
             _matmul(ds, k, out=dq)
             _matmul(ds.swapaxes(-1, -2), q, out=dk)
         return dqkv
@@ -153,14 +148,27 @@ def _matmul(a: Array, b: Array, out: Array) -> None:
 
 def _softmax(scores: Array, factor: float) -> None:
     """Turn the scores (..., heads, length, length) into weights, in place."""
+    if on_device(scores):
+        return softmax.softmax(rows_of(scores), factor)
     scores *= factor
-    scores += _causal_mask(namespace(scores), scores.shape[-1], scores.dtype.name)
+    scores += _causal_mask(scores.shape[-1], scores.dtype.name)
     scores -= scores.max(axis=-1, keepdims=True)
-    namespace(scores).exp(scores, out=scores)
+    np.exp(scores, out=scores)
     scores /= scores.sum(axis=-1, keepdims=True)
 
 
+def _softmax_gradient(ds: Array, weights: Array, factor: float) -> None:
+    """Turn dL/dweights into dL/dscores, in place: ds = factor a (da - sum(a da))."""
+    if on_device(ds):
+        return softmax.backward(rows_of(ds), rows_of(weights), factor)
+    # Masked positions have a = 0, so ds = 0.
+    wide_weights = widened(weights)
+    ds -= np.einsum("hij,hij->hi", wide_weights, ds)[..., None]
+    ds *= wide_weights
+    ds *= factor
+
+
 @cache
-def _causal_mask(xp: Any, length: int, dtype: str) -> Array:
+def _causal_mask(length: int, dtype: str) -> np.ndarray:
     """Return the mask added to the scores: minus infinity for later places, else 0."""
-    return xp.asarray(np.triu(np.full((length, length), -np.inf, dtype), 1))
+    return np.triu(np.full((length, length), -np.inf, dtype), 1)

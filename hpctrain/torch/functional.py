@@ -1,7 +1,7 @@
 """The functional collective of PyTorch that its C++ does not give to process groups in Python.
 
-`all_gather_into_tensor_out` asks a group for its backend in C++, which ours has not. For tensors of
-the CPU its kernel is replaced by one that asks the group, of any backend.
+`all_gather_into_tensor_out` asks a group for its backend in C++, which ours has not. Its kernel is
+replaced by one that asks the group, of any backend.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from torch._C._distributed_c10d import _register_work, _resolve_process_group
 
 @cache
 def add_out_variants() -> torch.library.Library:
-    """Replace the kernel for the CPU, once; it stays as long as the library is kept, here."""
+    """Replace the kernels, once; they stay as long as the library is kept, here."""
     library = torch.library.Library("_c10d_functional", "IMPL")
-    library.impl("all_gather_into_tensor_out", _all_gather_into_tensor_out, "CPU")
+    for device_type in ("CPU", "CUDA"):
+        library.impl("all_gather_into_tensor_out", _all_gather_into_tensor_out, device_type)
     return library
 
 

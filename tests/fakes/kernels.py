@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 
 from hpctrain.collectives.reductions.operations import operation, operation_names, ufunc_of
+from hpctrain.nn.cuda import batch_norm
 
 
 def squares(grid, block, x, starts, stops, sums) -> None:
@@ -140,13 +141,13 @@ def sums_of_gradients(grid, block, part, x, dy, mean, scale, rows, c) -> None:
 
 
 def totals_of_values(grid, block, total, part, parts, x, rows, c) -> None:
-    assert grid == (1, 1) and len(part) == parts
+    assert grid[0] * batch_norm.TOTAL_CHANNELS >= c and len(part) == parts
     (a, b), x0 = part.sum(axis=0), x[0].astype(np.float64)
     total[:c], total[c:] = rows * x0 + a, b + 2 * x0 * a + rows * x0 * x0
 
 
 def totals_of_gradients(grid, block, total, part, parts, bias, weight, c) -> None:
-    assert grid == (1, 1) and len(part) == parts
+    assert grid[0] * batch_norm.TOTAL_CHANNELS >= c and len(part) == parts
     bias[...], weight[...] = total[:c], total[c:] = part.sum(axis=0)
 
 
@@ -213,6 +214,22 @@ def entropies(grid, block, told, dz, z, labels, scale, expected, rows, c) -> Non
         dz[...] = powers
 
 
+def softmax_rows(grid, block, scores, factor, rows, c) -> None:
+    assert scores.shape == (rows, c) and rows % c == 0
+    later = np.arange(c) > (np.arange(rows) % c)[:, None]
+    powers = np.where(later, -np.inf, scores * scores.dtype.type(factor))
+    powers = np.exp(powers - powers.max(axis=1, keepdims=True))
+    totals = powers.sum(axis=1, keepdims=True, dtype=np.float64)
+    scores[...] = np.where(later, 0, powers / totals)
+
+
+def back_of_softmax(grid, block, gradient, weights, factor, rows, c) -> None:
+    assert gradient.shape == weights.shape == (rows, c)
+    a = weights.astype(gradient.dtype)
+    level = (a.astype(np.float64) * gradient).sum(axis=1, keepdims=True)
+    gradient[...] = (gradient - level.astype(a.dtype)) * a * a.dtype.type(factor)
+
+
 def nothing(grid, block, *args) -> None:
     """What only another kernel has use for."""
 
@@ -248,6 +265,8 @@ KERNELS = {
     "back_of_rows": back_of_rows,
     "sums_of_rows": sums_of_rows,
     "entropies": entropies,
+    "softmax_rows": softmax_rows,
+    "back_of_softmax": back_of_softmax,
     "columns": columns,
     "image": image,
     **COMBINED,

@@ -179,17 +179,18 @@ def overlap() -> None:
     """Kernels that the caller queues after a collective are not awaited by it."""
     if DEVICE == "cpu":
         return
-    x, done = own_values(1000), torch.cuda.Event()
-    check(x.clone().cpu(), own_values(1000).cpu())
-    dist.all_reduce(x.clone())  # kernels are loaded now: to load one may wait for all others
-    torch.cuda.synchronize()
-    work = dist.all_reduce(x, async_op=True)
-    torch.cuda._sleep(4_000_000_000)  # about two seconds
-    done.record()
-    with torch.cuda.stream(torch.cuda.Stream()):
-        work.wait()
-        check(x.clone().cpu(), total(1000).cpu())
-    assert not done.query(), "the collective has waited for kernels that were queued after it"
+    side, x = torch.cuda.Stream(), own_values(1000)
+    for seconds in (0.0, 0.0, 2.0):  # to load a kernel, and to allocate, may wait for all others
+        x.copy_(own_values(1000))
+        torch.cuda.synchronize()
+        work = dist.all_reduce(x, async_op=True)
+        torch.cuda._sleep(int(2e9 * seconds))  # cycles
+        done = torch.cuda.current_stream().record_event()
+        with torch.cuda.stream(side):
+            work.wait()
+            seen = x.cpu()
+        assert not seconds or not done.query(), "the collective has waited for later kernels"
+        check(seen, total(1000).cpu())
 
 
 def sync_in_streams() -> None:

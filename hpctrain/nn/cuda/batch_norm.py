@@ -25,13 +25,15 @@ from hpctrain.core.kernels import THREADS, launch, written
 from hpctrain.core.xp import Array, namespace, raw_kernel
 
 MAX_BLOCKS, MIN_ELEMENTS_PER_BLOCK = 512, 4096  #: blocks of threads that add rows
+TOTAL_CHANNELS = 16  #: that a block of threads adds over all block sums
 #: One block adds two numbers per channel; adjacent threads work on adjacent channels.
 SUM_KERNEL = """
 extern "C" __global__
 void NAME(PARAMETERS int c) {
     __shared__ double first[256], second[256];
-    int tile = c < blockDim.x ? c : blockDim.x, lanes = blockDim.x / tile;
-    for (int from = 0; from < c; from += tile) {
+    int most = CHANNELS < blockDim.x ? CHANNELS : blockDim.x;
+    int tile = c < most ? c : most, lanes = blockDim.x / tile;
+    for (int from = FIRST * tile; from < c; from += STEP * tile) {
         int lane = threadIdx.x / tile, at = from + threadIdx.x % tile;
         double a = 0, b = 0;
         if (lane < lanes && at < c) { LOOP }
@@ -148,7 +150,11 @@ def cuda_source(dtype: str, use_64_bits: bool) -> str:
 
 def sum_kernel_source(name: str, parameters: str, loop: str, epilogue: str) -> str:
     """Return the CUDA source of a kernel that adds two numbers, a and b, per channel."""
+    adds_blocks = loop is LOOP_OVER_BLOCK_SUMS  # then blocks of threads share the channels
     code = SUM_KERNEL.replace("NAME", name).replace("PARAMETERS", parameters)
+    code = code.replace("CHANNELS", str(TOTAL_CHANNELS if adds_blocks else THREADS))
+    code = code.replace("FIRST", "blockIdx.x" if adds_blocks else "0")
+    code = code.replace("STEP", "gridDim.x" if adds_blocks else "1")
     return code.replace("LOOP", loop).replace("END", epilogue)
 
 
@@ -159,7 +165,7 @@ def sum_values(x: Array) -> Array:
     if len(x):
         launch_sum_kernel(_source_for(x), "sums_of_values", block_sums, (x, np.int64(len(x))))
         args = (total, block_sums, np.int32(len(block_sums)), x, np.int64(len(x)), np.int32(c))
-        _launch_one_block("totals_of_values", x, args)
+        _launch_total_kernel("totals_of_values", x, args)
     return total
 
 
@@ -179,7 +185,7 @@ def write_gradient_totals(
 ) -> None:
     """Add `block_sums` over all blocks; write the totals into `total`, `bias` and `weight`."""
     args = (total, block_sums, np.int32(len(block_sums)), bias, weight, np.int32(x.shape[1]))
-    _launch_one_block("totals_of_gradients", x, args)
+    _launch_total_kernel("totals_of_gradients", x, args)
 
 
 def normalization_from(
@@ -240,5 +246,6 @@ def launch_sum_kernel(code: str, name: str, block_sums: Array, args: tuple[Any, 
     kernel((len(block_sums), 1), (THREADS,), (block_sums, *args, np.int32(block_sums.shape[2])))
 
 
-def _launch_one_block(name: str, x: Array, args: tuple[Any, ...]) -> None:
-    raw_kernel(x, _source_for(x), name)((1, 1), (THREADS,), args)
+def _launch_total_kernel(name: str, x: Array, args: tuple[Any, ...]) -> None:
+    blocks = -(-x.shape[1] // TOTAL_CHANNELS)
+    raw_kernel(x, _source_for(x), name)((blocks, 1), (THREADS,), args)
