@@ -3,24 +3,23 @@
     q, k, v = x W + b      a = softmax(q kᵀ / sqrt(d), causal mask)      y = (a v) W' + b'
 
 One product computes q, k and v of all heads, and each head is a view of the result: nothing is
-transposed or copied. On the host, scores and softmax are computed sample by sample, so that their
-heads * length^2 numbers stay in the cache; they are saved for backward. On a device all samples are
-computed at once, because there the number of kernels decides the time.
+transposed or copied. Scores and softmax are computed sample by sample, so that their heads *
+length^2 numbers stay in the cache; they are saved for backward. On a GPU: see cuda/attention.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from math import sqrt
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from hpctrain.core.errors import UsageError
-from hpctrain.core.xp import Array, namespace, narrowed, on_device, widened
-from hpctrain.nn.cuda import softmax
+from hpctrain.core.xp import Array, on_device
+from hpctrain.nn.cuda import attention as cuda_attention
 from hpctrain.nn.embedding import INIT_STD
 from hpctrain.nn.layer import (
     Key,
@@ -29,7 +28,6 @@ from hpctrain.nn.layer import (
     Shape,
     normal,
     require_at_least,
-    rows_of,
     run_now,
     write_affine_gradients,
     zeros,
@@ -40,7 +38,7 @@ class AttentionSaved(NamedTuple):
     """The values saved for backward; `rows` counts the positions of all samples."""
 
     x: Array  #: (rows, width)
-    qkv: Array  #: (n, length, 3, heads, width / heads)
+    qkv: Array  #: (n, length, 3, heads, width / heads), on a GPU (3, n, heads, length, ...)
     weights: Array  #: (n, heads, length, length)
     context: Array  #: (rows, width)
 
@@ -78,24 +76,18 @@ class CausalAttention:
     def forward(
         self, p: Mapping[str, Array], x: Array, key: Key | None
     ) -> tuple[Array, AttentionSaved]:
-        xp, (n, length, width) = namespace(x), x.shape
+        n, length, width = x.shape
         flat = x.reshape(n * length, width)
         qkv = flat @ p["qkv_weight"]
         qkv += p["qkv_bias"]
         qkv = qkv.reshape(n, length, 3, self.heads, width // self.heads)
-        # In 16 bits the sums of softmax would lose small numbers.
-        score_dtype = np.float32 if x.itemsize == 2 else x.dtype
-        weights = xp.empty((n, self.heads, length, length), score_dtype)
-        context = xp.empty((n, length, self.heads, width // self.heads), x.dtype)
-        for i in _sample_indices(x):
-            q, k, v = _split_heads(qkv[i])
-            _matmul(q, k.swapaxes(-1, -2), out=weights[i])
-            _softmax(weights[i], 1 / sqrt(q.shape[-1]))
-            _matmul(weights[i], v, out=context[i].swapaxes(-3, -2))
+        context, saved_qkv, weights = (
+            cuda_attention.attend(qkv) if on_device(x) else _attend_by_sample(qkv)
+        )
         context = context.reshape(n * length, width)
         y = context @ p["out_weight"]
         y += p["out_bias"]
-        return y.reshape(x.shape), AttentionSaved(flat, qkv, narrowed(weights, x), context)
+        return y.reshape(x.shape), AttentionSaved(flat, saved_qkv, weights, context)
 
     def backward(
         self,
@@ -109,28 +101,41 @@ class CausalAttention:
         shape, dy = dy.shape, dy.reshape(saved.x.shape)
         later(partial(write_affine_gradients, g, saved.context, dy, "out_weight", "out_bias"))
         dcontext = dy @ p["out_weight"].T
-        dqkv = self._qkv_gradient(saved, dcontext).reshape(len(dy), 3 * dy.shape[1])
+        dcontext = dcontext.reshape(*shape[:2], self.heads, shape[2] // self.heads)
+        qkv_gradient = cuda_attention.qkv_gradient if on_device(dy) else _qkv_gradient_by_sample
+        dqkv = qkv_gradient(saved.qkv, saved.weights, dcontext).reshape(len(dy), 3 * dy.shape[1])
         later(partial(write_affine_gradients, g, saved.x, dqkv, "qkv_weight", "qkv_bias"))
         return (dqkv @ p["qkv_weight"].T).reshape(shape) if want_dx else None
 
-    def _qkv_gradient(self, saved: AttentionSaved, dcontext: Array) -> Array:
-        """Return the gradient of `qkv` from the gradient of `context`."""
-        xp, (n, length, _, heads, d) = namespace(dcontext), saved.qkv.shape
-        dqkv, dcontext = xp.empty_like(saved.qkv), dcontext.reshape(n, length, heads, d)
-        for i in _sample_indices(dcontext):
-            (q, k, v), (dq, dk, dv) = _split_heads(saved.qkv[i]), _split_heads(dqkv[i])
-            a, dc = saved.weights[i], dcontext[i].swapaxes(-3, -2)
-            _matmul(a.swapaxes(-1, -2), dc, out=dv)
-            ds = widened(dc) @ widened(v).swapaxes(-1, -2)
-            _softmax_gradient(ds, a, 1 / sqrt(d))
-            _matmul(ds, k, out=dq)
-            _matmul(ds.swapaxes(-1, -2), q, out=dk)
-        return dqkv
+
+def _attend_by_sample(qkv: Array) -> tuple[Array, Array, Array]:
+    """Return context, `qkv` and weights of the host's `qkv` (n, length, 3, heads, d)."""
+    n, length, _, heads, d = qkv.shape
+    weights = np.empty((n, heads, length, length), qkv.dtype)
+    context = np.empty((n, length, heads, d), qkv.dtype)
+    for i in range(n):
+        q, k, v = _split_heads(qkv[i])
+        np.matmul(q, k.swapaxes(-1, -2), out=weights[i])
+        _softmax(weights[i], 1 / sqrt(d))
+        np.matmul(weights[i], v, out=context[i].swapaxes(-3, -2))
+    return context, qkv, weights
 
 
-def _sample_indices(x: Array) -> Iterable[Any]:
-    """Return one index per sample, or on a device a single index for all samples."""
-    return [...] if on_device(x) else range(len(x))
+def _qkv_gradient_by_sample(qkv: Array, weights: Array, dcontext: Array) -> Array:
+    """Return the gradient of `qkv` from the gradient of the context (n, length, heads, d)."""
+    dqkv = np.empty_like(qkv)
+    for i, a in enumerate(weights):
+        (q, k, v), (dq, dk, dv) = _split_heads(qkv[i]), _split_heads(dqkv[i])
+        dc = dcontext[i].swapaxes(-3, -2)
+        np.matmul(a.swapaxes(-1, -2), dc, out=dv)
+        ds = dc @ v.swapaxes(-1, -2)
+        # Backward of softmax: ds = a (da - sum(a da)). Masked positions have a = 0, so ds = 0.
+        ds -= np.einsum("hij,hij->hi", a, ds)[..., None]
+        ds *= a
+        ds *= 1 / sqrt(q.shape[-1])
+        np.matmul(ds, k, out=dq)
+        np.matmul(ds.swapaxes(-1, -2), q, out=dk)
+    return dqkv
 
 
 def _split_heads(qkv: Array) -> tuple[Array, Array, Array]:
@@ -138,34 +143,13 @@ def _split_heads(qkv: Array) -> tuple[Array, Array, Array]:
     return tuple(qkv[..., i, :, :].swapaxes(-3, -2) for i in range(3))
 
 
-def _matmul(a: Array, b: Array, out: Array) -> None:
-    """Write the matrix products of `a` and `b`, (..., n, k) and (..., k, m), into `out`."""
-    if min(a.itemsize, b.itemsize) > 2:
-        namespace(a).matmul(a, b, out=out)
-    else:  # CuPy multiplies batches of matrices only in float32 and float64
-        out[...] = widened(a) @ widened(b)
-
-
 def _softmax(scores: Array, factor: float) -> None:
     """Turn the scores (..., heads, length, length) into weights, in place."""
-    if on_device(scores):
-        return softmax.softmax(rows_of(scores), factor)
     scores *= factor
     scores += _causal_mask(scores.shape[-1], scores.dtype.name)
     scores -= scores.max(axis=-1, keepdims=True)
     np.exp(scores, out=scores)
     scores /= scores.sum(axis=-1, keepdims=True)
-
-
-def _softmax_gradient(ds: Array, weights: Array, factor: float) -> None:
-    """Turn dL/dweights into dL/dscores, in place: ds = factor a (da - sum(a da))."""
-    if on_device(ds):
-        return softmax.backward(rows_of(ds), rows_of(weights), factor)
-    # Masked positions have a = 0, so ds = 0.
-    wide_weights = widened(weights)
-    ds -= np.einsum("hij,hij->hi", wide_weights, ds)[..., None]
-    ds *= wide_weights
-    ds *= factor
 
 
 @cache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from fakes import memory, streams
+from fakes import memory, products, streams
 from fakes.machine import CUDARuntimeError, OutOfMemoryError, machine
 
 
@@ -166,6 +166,8 @@ def modules() -> dict[str, ModuleType]:
     mem.UnownedMemory = memory.UnownedMemory
     stream.Stream, stream.Event, device.Device = streams.Stream, streams.Event, Device
     stream.get_current_stream = streams.get_current_stream
+    device.get_cublas_handle = lambda: 1
+    cuda.cublas = products.cublas()
     cuda.runtime, cuda.memory, cuda.stream, cuda.device = runtime, mem, stream, device
     return {m.__name__: m for m in (cuda, runtime, mem, stream, device)}
 

@@ -21,7 +21,7 @@ from hpctrain.collectives.reductions import bfloat16
 from hpctrain.core.kernels import KINDS, written
 from hpctrain.gradients.compress import orthonormal, top_k_cuda
 from hpctrain.nn.activations import _gelu
-from hpctrain.nn.cuda import batch_norm, cross_entropy, im2col, layer_norm, philox, softmax
+from hpctrain.nn.cuda import attention, batch_norm, cross_entropy, im2col, layer_norm, philox
 from hpctrain.nn.dropout import Dropout
 from hpctrain.optim.adamw import _adamw_kernel
 from hpctrain.optim.lamb import _lamb_kernel, _step_kernel
@@ -145,7 +145,7 @@ def test_kernels_compile(dtype):
     assert compiled(written(philox.SOURCE, dtype))
     assert compiled(layer_norm.cuda_source(dtype))
     assert compiled(cross_entropy.cuda_source(dtype))
-    assert compiled(softmax.cuda_source(dtype))
+    assert compiled(attention.cuda_source(dtype))
     for width in (1, 16 // np.dtype(getattr(ml_dtypes, dtype, dtype)).itemsize):
         for far in (False, True):
             assert compiled(im2col.cuda_source(dtype, width, far))
