@@ -27,10 +27,11 @@ calls differ, all ranks raise (signature.py).
 
 Arrays on GPUs lie in memory that CUDA IPC maps (`cuda_ipc.py`). One kernel sums a part: it reads
 the part in all arrays and writes the sum to all (`cuda_sum.py`). The host synchronizes: each rank
-waits for its stream, then exchanges flags. GPU arrays in other memory travel as messages. If all
-ranks share one GPU, `direct_shared` moves (P+1)n bytes, `direct` 2Pn. On several GPUs
-`direct_shared` does the same as `direct`, since otherwise all ranks would read the sum over one
-link.
+waits for its stream, then exchanges flags. GPU arrays in other memory, as tensors of PyTorch, are
+copied piece by piece through buffers that CUDA IPC maps, and travel as messages where it is
+refused. If all ranks share one GPU, `direct_shared` moves (P+1)n bytes, `direct` 2Pn. On several
+GPUs `direct_shared` does the same as `direct`, since otherwise all ranks would read the sum over
+one link.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ from hpctrain.collectives.signature import (
     must_match_in_node,
 )
 from hpctrain.core.errors import UsageError
-from hpctrain.core.xp import Array, finish, on_device
+from hpctrain.core.xp import Array, copy, finish, on_device
 from hpctrain.transport.shared_memory.host import SharedArrays
 
 log = logging.getLogger(__name__)
@@ -211,15 +212,44 @@ def _reduce_on_gpus(
     shared: bool,
 ) -> Array:
     """Reduce `x` on GPUs; with `shared`, on one GPU, the sum is in the first array alone."""
-    arrays, rank = agree_on_arrays(group, buffers, x, call), buffers.link.rank
+    arrays = agree_on_arrays(group, buffers, x, call)
     if arrays is None:
-        return _reduce_by_messages(group, x, op)
-    views = views_of_part(arrays, part_offsets(x, len(arrays)), rank)
+        memory = None if group.memory is None else group.memory.gpu
+        copies = None if memory is None or not memory.shares else buffers.gpu_buffers(x.dtype)
+        if copies is None:
+            return _reduce_by_messages(group, x, op)
+        return _reduce_through_gpu_buffers(buffers, copies, x, op)
     shared = shared and group.memory is not None and group.memory.on_one_gpu
-    combine(views, op, views[:1] if shared else views)
-    finish(x)
-    buffers.flags.agree()
+    _combine_parts(buffers, arrays, op, shared)
     return arrays[0] if shared else x
+
+
+def _reduce_through_gpu_buffers(
+    buffers: NodeBuffers, copies: list[Array], x: Array, op: Operation
+) -> Array:
+    """Reduce `x`, in GPU memory that no neighbour maps, through every rank's buffer `copies`."""
+    length = copies[0].size
+    for start in range(0, x.size, length):
+        piece = x[start : start + length]
+        arrays = [buffer[: piece.size] for buffer in copies]
+        own = arrays[buffers.link.rank]
+        copy(own, piece)
+        finish(piece)
+        buffers.flags.agree()
+        _combine_parts(buffers, arrays, op)
+        copy(piece, own)
+    return x
+
+
+def _combine_parts(
+    buffers: NodeBuffers, arrays: list[Array], op: Operation, shared: bool = False
+) -> None:
+    """Reduce this rank's part of all ranks' `arrays`, into all or the first; wait for all ranks."""
+    offsets = part_offsets(arrays[0], len(arrays))
+    views = views_of_part(arrays, offsets, buffers.link.rank)
+    combine(views, op, views[:1] if shared else views)
+    finish(arrays[buffers.link.rank])
+    buffers.flags.agree()
 
 
 def agree_on_arrays(

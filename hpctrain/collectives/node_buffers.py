@@ -1,17 +1,21 @@
 """Node buffers: the flags shared by the ranks of a node, and buffers to copy through.
 
 They are made on first use over the link of the group, which keeps them: like that link, they belong
-to the group's thread.
+to the group's thread. Buffers on GPUs are made for the first GPU array that no neighbour maps.
 """
 
 from __future__ import annotations
 
+import logging
 from functools import lru_cache, partial
 
 import numpy as np
 
 from hpctrain.collectives.small_messages import all_gather_bytes
+from hpctrain.core.errors import GpuMemoryError
+from hpctrain.core.xp import Array
 from hpctrain.transport.link import Link
+from hpctrain.transport.shared_memory.cuda_ipc import SharedGpuMemory
 from hpctrain.transport.shared_memory.flags import NodeFlags, words_needed
 from hpctrain.transport.shared_memory.host import ALIGN_BYTES, NodeMemory
 
@@ -21,6 +25,9 @@ SHORT_BUFFER_BYTES = 128 << 10
 MAX_CACHED_LENGTHS = 256
 #: This buffer for longer arrays fits the cache together with parts of the neighbours' buffers.
 LONG_BUFFER_BYTES = 1 << 20
+#: On a GPU two waits of the host for each piece of an array are to be short against its copies.
+GPU_BUFFER_BYTES = 64 << 20
+log = logging.getLogger(__name__)
 
 
 class NodeBuffers:
@@ -34,6 +41,8 @@ class NodeBuffers:
             partial(_views_of_short_buffers, buffers)
         )
         self._long_memory = [x[2 * SHORT_BUFFER_BYTES :] for x in buffers]
+        self._gpu_memory: SharedGpuMemory | None = None
+        self._gpu_buffers: list[Array] | None = None
 
     def long_buffers(self, dtype: np.dtype) -> list[np.ndarray]:
         """Return every rank's long buffer as an array (P, n): a row for each part."""
@@ -43,6 +52,35 @@ class NodeBuffers:
             buffer[:used_bytes].view(dtype).reshape(len(self._long_memory), -1)
             for buffer in self._long_memory
         ]
+
+    def gpu_buffers(self, dtype: np.dtype) -> list[Array] | None:
+        """Return every rank's buffer on its GPU as an array of `dtype`.
+
+        None where CUDA IPC is refused, or a GPU has no room. The first use is collective: each rank
+        of the node has a GPU.
+        """
+        if self._gpu_memory is None:
+            self._gpu_memory = SharedGpuMemory(
+                self.link, partial(all_gather_bytes, self.link), one_gpu=False
+            )
+            self._gpu_buffers = self._map_gpu_buffers(self._gpu_memory)
+        return self._gpu_buffers and [buffer.view(dtype) for buffer in self._gpu_buffers]
+
+    def _map_gpu_buffers(self, memory: SharedGpuMemory) -> list[Array] | None:
+        try:
+            own = memory.zeros(GPU_BUFFER_BYTES, np.uint8)
+        except GpuMemoryError as error:  # on all ranks
+            if self.link.rank == 0:
+                log.warning("GPU arrays are reduced through the host, which is slower: %s", error)
+            return None
+        location = memory.locate(own)
+        return None if location is None else location.arrays
+
+    def free(self) -> None:
+        """Give back the buffers on GPUs; all ranks of the node must call, and use them no more."""
+        self._gpu_buffers = None
+        if self._gpu_memory is not None:
+            self._gpu_memory.free_dropped()
 
 
 def _views_of_short_buffers(

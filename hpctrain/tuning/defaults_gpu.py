@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from hpctrain.collectives import Group
+from hpctrain.collectives.node_buffers import GPU_BUFFER_BYTES
 from hpctrain.transport.paths import POINTER_PATHS
 from hpctrain.tuning.choose import AlgorithmTime, TuningPlan
 from hpctrain.tuning.defaults import plan_from_model
@@ -90,8 +91,9 @@ def predict_times(layout: GpuNetwork, n: int) -> Iterator[AlgorithmTime]:
             yield AlgorithmTime(
                 "hierarchical", in_memory, n, _hierarchical_seconds(layout, in_memory, n)
             )
-        if not has_several_nodes and in_memory and layout.mapped_rate:
+        if not has_several_nodes and layout.mapped_rate:
             seconds = _direct_seconds(layout, layout.nodes[0], layout.mapped_rate, n)
+            seconds += 0 if in_memory else _copy_seconds(layout, n)
             yield AlgorithmTime("direct", in_memory, n, seconds)
 
 
@@ -122,3 +124,10 @@ def _direct_seconds(layout: GpuNetwork, ranks: int, rate: float, n: int) -> floa
     """
     moved_bytes = ranks * n if layout.shares_one_gpu else 2 * n * (ranks - 1) / ranks
     return SYNCHRONIZATION_S + moved_bytes / rate
+
+
+def _copy_seconds(layout: GpuNetwork, n: int) -> float:
+    """To a buffer that neighbours map, and back, and the further pieces of a long array."""
+    sharing_ranks = max(layout.nodes) if layout.shares_one_gpu else 1
+    further_pieces = (n - 1) // GPU_BUFFER_BYTES
+    return 2 * n * sharing_ranks / SAME_GPU_RATE + further_pieces * SYNCHRONIZATION_S

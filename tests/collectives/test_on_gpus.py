@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 from contextlib import contextmanager
 from dataclasses import replace
+from unittest.mock import patch
 
 import fakes
 import numpy as np
@@ -14,7 +15,7 @@ import pytest
 from cases import DTYPES, OPERATIONS, length, vector
 from ranks import STAGED, on_gpus, on_ranks, run_on
 
-from hpctrain.collectives import ALLREDUCE, broadcast, operation
+from hpctrain.collectives import ALLREDUCE, broadcast, node_buffers, operation
 from hpctrain.collectives.all_gathers import (
     gather_by_allreduce,
     gather_by_broadcasts,
@@ -242,20 +243,51 @@ def test_straight_out_of_neighbours_memory(ranks, call, gpus, crossed):
 
 
 @on_ranks(4)
-def test_one_array_elsewhere_and_all_go_by_messages(ranks):
-    with machine():
+@pytest.mark.parametrize("elsewhere", ["one", "all"])
+def test_arrays_that_no_neighbour_maps_are_copied_through_buffers(ranks, elsewhere):
+    """In pieces of a buffer; no byte by way of the host, and nothing is kept after the group."""
+    buffer_bytes = 8 << 10
+    with machine() as result, patch.object(node_buffers, "GPU_BUFFER_BYTES", buffer_bytes):
 
         def body(plain):
             world = on_gpus(plain)
-            reported = vector(world.rank, 5003, "float32").copy()
-            observed = kept(world, np.concatenate([reported, reported]))
-            x = {0: here(reported), 1: observed[5003:]}.get(world.rank, observed[:5003])
-            direct(world.main, x, np.add)
-            direct(world.main, reported, np.add)
-            np.testing.assert_array_equal(x.get(), reported)
-            assert world.main.host_bytes > 0
+            for n, dtype in ((5003, "float32"), (1, "int64"), (4096, "float16")):
+                reported = vector(world.rank, n, dtype).copy()
+                observed = kept(world, np.concatenate([reported, reported]))
+                x = {0: here(reported), 1: observed[n:]}.get(world.rank, observed[:n])
+                x = here(reported) if elsewhere == "all" else x
+                for _ in range(2):
+                    x.set(reported)
+                    direct(world.main, x, operation("sum", x.dtype))
+                    expected = reported.copy()
+                    direct(world.main, expected, operation("sum", x.dtype))
+                    assert x.get().tobytes() == expected.tobytes(), (n, dtype)
+            assert world.main.host_bytes == 0 and world.main.bytes_sent < 2**20
+            buffers = world.main.node_buffers
+            assert buffers.gpu_buffers(np.dtype(np.uint8))[0].nbytes == buffer_bytes
+            world.link.barrier()
+            used = result.used(0)
+            buffers.free()
+            world.link.barrier()
+            assert result.used(0) < used
+            world.link.barrier()
 
         ranks(body)
+
+
+def test_without_room_for_buffers_arrays_go_through_the_host(caplog):
+    with machine(memory_bytes=32 << 20):
+
+        def body(plain):
+            world = on_gpus(plain)
+            x = here(np.full(5003, world.rank + 1, np.float32))
+            direct(world.main, x, np.add)
+            direct(world.main, x, np.add)
+            assert (x.get() == 6).all() and world.main.host_bytes > 0
+
+        with caplog.at_level(logging.WARNING):
+            run_on("threads", 2, body)
+    assert [r.getMessage().count("reduced through the host") for r in caplog.records] == [1]
 
 
 @on_ranks(3)

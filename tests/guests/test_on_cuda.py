@@ -152,6 +152,7 @@ def strided_tensors_are_copied_in_order(world):
 def later_work_of_the_caller_is_not_awaited(world):
     """So that backward of the next layers runs beside the sum of a layer."""
     group, x, done = Group(world), rank_values(world), []
+    reduced(group, rank_values(world))  # buffers are made: that waits for all streams
     with torch.cuda.stream(torch.cuda.Stream()):
         work = reduced(group, x, waits=False)
         torch.cuda.current_stream().fake.put(lambda: done.append("layer"))

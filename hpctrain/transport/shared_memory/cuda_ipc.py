@@ -84,7 +84,7 @@ class SharedGpuMemory:
         GpuMemoryError on all ranks if any GPU has too little memory.
         """
         dtype = np.dtype(dtype)
-        self._free_dropped()
+        self.free_dropped()
         address = self._allocate(length * dtype.itemsize)
         allocation = self._map_everywhere(address, length * dtype.itemsize) if self.shares else None
         owner, number = _MemoryOwner(), self._next_number
@@ -221,7 +221,7 @@ class SharedGpuMemory:
         runtime.memcpy(token.ctypes.data, pointer, TOKEN_BYTES, runtime.memcpyDeviceToHost)
         return token.tobytes()
 
-    def _free_dropped(self) -> None:
+    def free_dropped(self) -> None:
         """Free allocations whose arrays are gone on all ranks, after all have closed them."""
         dropped_text = " ".join(str(number) for number in sorted(self._dropped_numbers))
         dropped_sets = [
