@@ -67,12 +67,12 @@ pointers() {
         -m processes -k 'algorithm or overlap or ps or shards or neighbours or path or loop'
     tests torch 120 3 "tensors of PyTorch are read after they were written" \
         tests/gpu/test_torch_on_gpu.py -k 'late or ddp or shards'
-    measure rates 150 "messages have the expected rates" allreduce-2-ranks,paths,p2p
+    measure rates 150 "messages have the expected rates" allreduce-2-ranks,paths,tensors,p2p
 }
 fast() {
     measure training 240 "training equals a CPU's, and has PyTorch's speed" steps,equal,precision
     measure rates 240 "messages, sums and the optimizer have the expected rates" \
-        optimizer,allreduce-2-ranks,allreduce-4-ranks,paths,p2p
+        optimizer,allreduce-2-ranks,allreduce-4-ranks,paths,tensors,p2p
 }
 sanitized() {
     local tool

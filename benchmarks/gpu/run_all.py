@@ -121,6 +121,8 @@ def make_pieces(ranks: Sequence[int], out: Path, small: bool = False) -> list[Pi
                             *small_options("--sizes", "4096,65536"), file="allreduce")
           for p in ranks),
         make_script_piece("paths", 35, *small_options("--bytes", "65536")),
+        *([make_script_piece("tensors", 40, *small_options("--sizes", "4096,65536"))]
+          if find_spec("torch") is not None else []),
         make_script_piece("steps", 60, *small_options("--sizes", "small")),
         make_script_piece("optimizer", 30, *small_options("--bytes", "4194304")),
         make_script_piece("precision", 75, "--limit", "70", *(SMALL_PRECISION if small else ())),
