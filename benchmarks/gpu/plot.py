@@ -127,6 +127,7 @@ def draw_precision(axes: Axes, report: Report) -> None:
 PANELS: dict[str, Callable[[Axes, Report], None]] = {
     "allreduce-*-ranks.json": draw_allreduce,
     "paths.json": draw_paths,
+    "tensors.json": draw_allreduce,
     "steps.json": draw_steps,
     "optimizer.json": draw_optimizer,
     "precision.json": draw_precision,

@@ -47,7 +47,8 @@ def main() -> None:
     rows = [row for nbytes in sizes for row in measure_size(world, nbytes, options.rounds)]
     claims = check_claims(rows)
     if world.rank == 0:
-        about = {"machine": machine_facts(world), "device": world.device}
+        one_gpu = len(set(world.places)) == 1
+        about = {"machine": machine_facts(world), "device": world.device, "one_gpu": one_gpu}
         save_result(options.json, about, claims, rows)
         print_claims(claims)
     dist.destroy_process_group()

@@ -196,12 +196,6 @@ def allow_tf32(allowed: bool) -> None:
     products.set_compute_type(np.float32, kind)
 
 
-def allows_tf32() -> bool:
-    """Return whether `allow_tf32` was given True last."""
-    products = sys.modules["cupy"]._core._routines_linalg
-    return bool(products.get_compute_type(np.float32) == products.COMPUTE_TYPE_TF32)
-
-
 def zeros(length: int, dtype: Any) -> Array:
     """Return zeros (length,) on the device that is current in this thread."""
     return sys.modules["cupy"].zeros(length, dtype)

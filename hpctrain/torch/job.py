@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import Mapping
 from datetime import timedelta
+from functools import cache
 from typing import NoReturn
 
 import torch
@@ -123,6 +124,11 @@ def check_version(version: str) -> None:
             f"the backend hpctrain needs {text}: pip install -U torch, use the backend gloo, or "
             f"try it with {OLD_TORCH_VARIABLE}=1"
         )
+    _warn_of_version(text)
+
+
+@cache
+def _warn_of_version(text: str) -> None:
     log.warning("hpctrain was tested with %s, which %s allows", text, OLD_TORCH_VARIABLE)
 
 

@@ -10,7 +10,7 @@ from math import prod
 
 import numpy as np
 
-from hpctrain.core.xp import Array, allows_tf32, namespace
+from hpctrain.core.xp import Array, namespace
 
 #: Values of cudaDataType.
 CUDA_TYPES = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 14}
@@ -35,7 +35,9 @@ def multiply(
     xp = namespace(a)
     cublas, wide = xp.cuda.cublas, "float64" if a.dtype == np.float64 else "float32"
     compute_type = cublas.CUBLAS_COMPUTE_64F if wide == "float64" else cublas.CUBLAS_COMPUTE_32F
-    if a.dtype == np.float32 and allows_tf32():
+    settings = xp._core._routines_linalg  # see `allow_tf32`
+    allows_tf32 = settings.get_compute_type(np.float32) == settings.COMPUTE_TYPE_TF32
+    if a.dtype == np.float32 and allows_tf32:
         compute_type = cublas.CUBLAS_COMPUTE_32F_FAST_TF32
     one, zero = (factor.ctypes.data for factor in FACTORS[wide])
     cublas.gemmStridedBatchedEx(
