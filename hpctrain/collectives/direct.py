@@ -238,6 +238,7 @@ def _reduce_through_gpu_buffers(
         buffers.flags.agree()
         _combine_parts(buffers, arrays, op)
         copy(piece, own)
+    finish(x)  # the next call may be in another stream
     return x
 
 

@@ -275,6 +275,23 @@ def test_arrays_that_no_neighbour_maps_are_copied_through_buffers(ranks, elsewhe
         ranks(body)
 
 
+def test_calls_in_several_streams_share_the_buffers():
+    with machine():
+
+        def body(plain):
+            import cupy
+
+            world = on_gpus(plain)
+            arrays = [here(np.full(100, (world.rank + 1) * k, np.float32)) for k in (1, 10)]
+            cupy.cuda.get_current_stream().synchronize()
+            for x in arrays:
+                with cupy.cuda.Stream(non_blocking=True):
+                    direct(world.main, x, np.add)
+            assert [set(x.get().tolist()) for x in arrays] == [{3.0}, {30.0}]
+
+        run_on("threads", 2, body)
+
+
 def test_without_room_for_buffers_arrays_go_through_the_host(caplog):
     with machine(memory_bytes=32 << 20):
 
