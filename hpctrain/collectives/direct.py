@@ -28,10 +28,10 @@ calls differ, all ranks raise (signature.py).
 Arrays on GPUs lie in memory that CUDA IPC maps (`cuda_ipc.py`). One kernel sums a part: it reads
 the part in all arrays and writes the sum to all (`cuda_sum.py`). The host synchronizes: each rank
 waits for its stream, then exchanges flags. GPU arrays in other memory, as tensors of PyTorch, are
-copied piece by piece through buffers that CUDA IPC maps, and travel as messages where it is
-refused. If all ranks share one GPU, `direct_shared` moves (P+1)n bytes, `direct` 2Pn. On several
-GPUs `direct_shared` does the same as `direct`, since otherwise all ranks would read the sum over
-one link.
+copied piece by piece through buffers that CUDA IPC maps (`gpu_buffers.py`), and travel as messages
+where it is refused. If all ranks share one GPU, `direct_shared` moves (P+1)n bytes, `direct` 2Pn.
+On several GPUs `direct_shared` does the same as `direct`, since otherwise all ranks would read the
+sum over one link.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from zlib import crc32
 
 import numpy as np
 
-from hpctrain.collectives import copy_through
+from hpctrain.collectives import copy_through, gpu_buffers
 from hpctrain.collectives import ring as messages
 from hpctrain.collectives.chunks import views_of_part
 from hpctrain.collectives.copy_through import part_offsets
@@ -58,7 +58,7 @@ from hpctrain.collectives.signature import (
     must_match_in_node,
 )
 from hpctrain.core.errors import UsageError
-from hpctrain.core.xp import Array, copy, finish, on_device
+from hpctrain.core.xp import Array, finish, on_device
 from hpctrain.transport.shared_memory.host import SharedArrays
 
 log = logging.getLogger(__name__)
@@ -135,6 +135,8 @@ def reduce_scatter(
     offsets, rank = offsets or part_offsets(x, node.link.size), node.link.rank
     arrays = None if buffers is None else agree_on_arrays(group, buffers, x)
     if arrays is None:
+        if copies := _gpu_copies(group, x):
+            return gpu_buffers.reduce_scatter(*copies, x, op, offsets)
         return messages.reduce_scatter(node, x, op, offsets=offsets)
     if on_device(x):
         views = views_of_part(arrays, offsets, rank)
@@ -154,6 +156,8 @@ def all_gather(group: Group, x: np.ndarray, offsets: Sequence[int] | None = None
     offsets = offsets or part_offsets(x, node.link.size)
     arrays = None if buffers is None else agree_on_arrays(group, buffers, x)
     if buffers is None or arrays is None:
+        if copies := _gpu_copies(group, x):
+            return gpu_buffers.all_gather(*copies, x, offsets)
         return messages.all_gather(node, x, offsets)
     for rank, array in enumerate(arrays):
         if rank != node.link.rank:
@@ -214,43 +218,14 @@ def _reduce_on_gpus(
     """Reduce `x` on GPUs; with `shared`, on one GPU, the sum is in the first array alone."""
     arrays = agree_on_arrays(group, buffers, x, call)
     if arrays is None:
-        memory = None if group.memory is None else group.memory.gpu
-        copies = None if memory is None or not memory.shares else buffers.gpu_buffers(x.dtype)
+        copies = gpu_buffers.buffers_for(group, buffers, x)
         if copies is None:
             return _reduce_by_messages(group, x, op)
-        return _reduce_through_gpu_buffers(buffers, copies, x, op)
+        gpu_buffers.reduce(buffers, copies, x, op)
+        return x
     shared = shared and group.memory is not None and group.memory.on_one_gpu
-    _combine_parts(buffers, arrays, op, shared)
+    gpu_buffers.combine_parts(buffers, arrays, op, shared)
     return arrays[0] if shared else x
-
-
-def _reduce_through_gpu_buffers(
-    buffers: NodeBuffers, copies: list[Array], x: Array, op: Operation
-) -> Array:
-    """Reduce `x`, in GPU memory that no neighbour maps, through every rank's buffer `copies`."""
-    length = copies[0].size
-    for start in range(0, x.size, length):
-        piece = x[start : start + length]
-        arrays = [buffer[: piece.size] for buffer in copies]
-        own = arrays[buffers.link.rank]
-        copy(own, piece)
-        finish(piece)
-        buffers.flags.agree()
-        _combine_parts(buffers, arrays, op)
-        copy(piece, own)
-    finish(x)  # the next call may be in another stream
-    return x
-
-
-def _combine_parts(
-    buffers: NodeBuffers, arrays: list[Array], op: Operation, shared: bool = False
-) -> None:
-    """Reduce this rank's part of all ranks' `arrays`, into all or the first; wait for all ranks."""
-    offsets = part_offsets(arrays[0], len(arrays))
-    views = views_of_part(arrays, offsets, buffers.link.rank)
-    combine(views, op, views[:1] if shared else views)
-    finish(arrays[buffers.link.rank])
-    buffers.flags.agree()
 
 
 def agree_on_arrays(
@@ -264,6 +239,13 @@ def agree_on_arrays(
         return None if location is None else location.arrays
     must_match_in_node(buffers, call)
     return None
+
+
+def _gpu_copies(group: Group, x: Array) -> tuple[NodeBuffers, list[Array]] | None:
+    """Return the node's buffers and those on its GPUs; None for the host's arrays, or without."""
+    buffers = group.node_buffers
+    copies = gpu_buffers.buffers_for(group, buffers, x) if buffers and on_device(x) else None
+    return None if buffers is None or copies is None else (buffers, copies)
 
 
 def _location_hash(location: SharedArrays | None) -> int:

@@ -11,8 +11,9 @@ from functools import partial
 from typing import Any
 
 from hpctrain.collectives import Group
-from hpctrain.collectives.all_gathers import ALL_GATHERS
-from hpctrain.collectives.chunks import chunks
+from hpctrain.collectives.all_gathers import ALL_GATHERS, ranks_share_memory
+from hpctrain.collectives.chunks import bounds, chunks
+from hpctrain.collectives.direct import reduce_scatter as direct_reduce_scatter
 from hpctrain.collectives.mean import SumFunction, mean
 from hpctrain.collectives.ordered import sum_blocks
 from hpctrain.collectives.reductions.operations import Operation, operation
@@ -20,7 +21,7 @@ from hpctrain.collectives.ring import reduce_scatter as ring_reduce_scatter
 from hpctrain.collectives.signature import Signature
 from hpctrain.collectives.tree import broadcast as tree_broadcast
 from hpctrain.collectives.tree import reduce as tree_reduce
-from hpctrain.core.xp import Array, namespace
+from hpctrain.core.xp import Array, namespace, on_device
 from hpctrain.tuning.select import auto, bind
 
 Arrays = Sequence[Array]
@@ -74,12 +75,20 @@ def all_gather_uneven(group: Group, x: Array, outputs: Arrays) -> None:
 def reduce_scatter(group: Group, rows: Array, name: str, output: Array, ordered: bool) -> None:
     """Write this rank's row of the reduced `rows` (P n,) to `output` (n,); overwrites `rows`."""
     if group.link.size > 1:
-        reduce = _sum_in_order if ordered and name in ("sum", "mean") else ring_reduce_scatter
+        reduce = _sum_in_order if ordered and name in ("sum", "mean") else _reduce_rows
         if name == "mean":
             _reduce_to_mean(group, rows, reduce)
         else:
             reduce(group, rows, operation(name, rows.dtype))
     output[:] = chunks(rows, group.link.size)[group.link.rank]
+
+
+def _reduce_rows(group: Group, rows: Array, op: Operation) -> None:
+    """Reduce this rank's row of `rows` (P n,); the others are overwritten."""
+    if on_device(rows) and ranks_share_memory(group):
+        direct_reduce_scatter(group, rows, op, bounds(rows.size, group.link.size))
+    else:
+        ring_reduce_scatter(group, rows, op)
 
 
 def gather(group: Group, inputs: Arrays, outputs: Arrays, root: int) -> None:

@@ -242,6 +242,22 @@ def test_straight_out_of_neighbours_memory(ranks, call, gpus, crossed):
         assert result.counts["implicit"] == 0
 
 
+def check_halves(world, x, reported):
+    """Reduce-scatter and all-gather `x` in uneven parts; compare with the host."""
+    rank, op = world.rank, operation("sum", x.dtype)
+    offsets = [0, *sorted(x.size * k // 7 for k in range(2, 1 + world.size)), x.size]
+    x.set(reported)
+    part = reduce_scatter(world.main, x, op, offsets)
+    expected = reduce_scatter(world.main, reported.copy(), op, offsets)
+    assert part.get().tobytes() == expected.tobytes()
+    whole = np.zeros_like(reported)
+    whole[offsets[rank] : offsets[rank + 1]] = expected
+    x.set(whole)
+    all_gather(world.main, x, offsets)
+    all_gather(world.main, whole, offsets)
+    assert x.get().tobytes() == whole.tobytes()
+
+
 @on_ranks(4)
 @pytest.mark.parametrize("elsewhere", ["one", "all"])
 def test_arrays_that_no_neighbour_maps_are_copied_through_buffers(ranks, elsewhere):
@@ -262,6 +278,7 @@ def test_arrays_that_no_neighbour_maps_are_copied_through_buffers(ranks, elsewhe
                     expected = reported.copy()
                     direct(world.main, expected, operation("sum", x.dtype))
                     assert x.get().tobytes() == expected.tobytes(), (n, dtype)
+                check_halves(world, x, reported)
             assert world.main.host_bytes == 0 and world.main.bytes_sent < 2**20
             buffers = world.main.node_buffers
             assert buffers.gpu_buffers(np.dtype(np.uint8))[0].nbytes == buffer_bytes
