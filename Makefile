@@ -214,6 +214,6 @@ first-day-wheels: $(UV)  ## collect what benchmarks/gpu/first_day.sh installs on
 	rm -r .first-day/download && du -sh .first-day
 
 clean:  ## remove environments, caches and reports
-	rm -rf .venv .venv-uv .venv-openmpi .venv-mpich .venv-lowest-* .venv-guests-* .venv-dist dist .first-day $(REPORTS) .coverage*
+	rm -rf .venv .venv-uv .venv-openmpi .venv-mpich .venv-lowest-* .venv-guests-* .venv-gpu .venv-dist dist .first-day $(REPORTS) .coverage*
 	rm -rf docs/files.md .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

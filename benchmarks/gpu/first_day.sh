@@ -4,11 +4,12 @@
 #     make first-day-wheels                    where there is an index: fills .first-day
 #     bash benchmarks/gpu/first_day.sh PART... on the machine with the GPU, beside .first-day
 #
-#     PART correct     kernels, engines, ranks that share the GPU, tensors of PyTorch     5 minutes
-#          pointers    the same ranks with a UCX to which MPI gives device pointers       2 minutes
-#          fast        training, messages, sums and the optimizer, one after another      8 minutes
-#          sanitized   kernels under compute-sanitizer                                    3 minutes
-#          none        the environment alone
+#     PART correct     kernels, engines, ranks that share the GPU, tensors of PyTorch         2 minutes
+#          pointers    the same ranks with a UCX to which MPI gives device pointers  at most 10
+#          fast        training, messages, sums and the optimizer, one after another  at most 8
+#          sanitized   kernels under compute-sanitizer                                at most 3
+#
+#     Without a PART it makes the environment alone.
 #
 # The environment sees the machine's packages (CuPy, perhaps PyTorch) and takes what is missing from
 # the wheels. A step that fails, or exceeds its limit, leaves the others. $OUT, .first-day/out by

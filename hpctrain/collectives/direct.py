@@ -135,8 +135,8 @@ def reduce_scatter(
     offsets, rank = offsets or part_offsets(x, node.link.size), node.link.rank
     arrays = None if buffers is None else agree_on_arrays(group, buffers, x)
     if arrays is None:
-        if copies := _gpu_copies(group, x):
-            return gpu_buffers.reduce_scatter(*copies, x, op, offsets)
+        if mapped := gpu_buffers.mapped_buffers(group, x):
+            return gpu_buffers.reduce_scatter(*mapped, x, op, offsets)
         return messages.reduce_scatter(node, x, op, offsets=offsets)
     if on_device(x):
         views = views_of_part(arrays, offsets, rank)
@@ -156,8 +156,8 @@ def all_gather(group: Group, x: np.ndarray, offsets: Sequence[int] | None = None
     offsets = offsets or part_offsets(x, node.link.size)
     arrays = None if buffers is None else agree_on_arrays(group, buffers, x)
     if buffers is None or arrays is None:
-        if copies := _gpu_copies(group, x):
-            return gpu_buffers.all_gather(*copies, x, offsets)
+        if mapped := gpu_buffers.mapped_buffers(group, x):
+            return gpu_buffers.all_gather(*mapped, x, offsets)
         return messages.all_gather(node, x, offsets)
     for rank, array in enumerate(arrays):
         if rank != node.link.rank:
@@ -218,11 +218,10 @@ def _reduce_on_gpus(
     """Reduce `x` on GPUs; with `shared`, on one GPU, the sum is in the first array alone."""
     arrays = agree_on_arrays(group, buffers, x, call)
     if arrays is None:
-        copies = gpu_buffers.buffers_for(group, buffers, x)
-        if copies is None:
-            return _reduce_by_messages(group, x, op)
-        gpu_buffers.reduce(buffers, copies, x, op)
-        return x
+        if mapped := gpu_buffers.mapped_buffers(group, x):
+            gpu_buffers.reduce(*mapped, x, op)
+            return x
+        return _reduce_by_messages(group, x, op)
     shared = shared and group.memory is not None and group.memory.on_one_gpu
     gpu_buffers.combine_parts(buffers, arrays, op, shared)
     return arrays[0] if shared else x
@@ -239,13 +238,6 @@ def agree_on_arrays(
         return None if location is None else location.arrays
     must_match_in_node(buffers, call)
     return None
-
-
-def _gpu_copies(group: Group, x: Array) -> tuple[NodeBuffers, list[Array]] | None:
-    """Return the node's buffers and those on its GPUs; None for the host's arrays, or without."""
-    buffers = group.node_buffers
-    copies = gpu_buffers.buffers_for(group, buffers, x) if buffers and on_device(x) else None
-    return None if buffers is None or copies is None else (buffers, copies)
 
 
 def _location_hash(location: SharedArrays | None) -> int:

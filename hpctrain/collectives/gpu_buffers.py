@@ -6,8 +6,8 @@
                     | copy, of a sum or of neighbours' parts
     x          [ piece 0 ] ...
 
-Each piece waits twice for the stream and the flags of all ranks. When a call returns, its copies
-are done: the next one may be in another stream.
+Each piece waits twice for the stream, and for the flags of the node. When a call returns, its
+copies are done: the next one may be in another stream.
 """
 
 from __future__ import annotations
@@ -19,16 +19,23 @@ from hpctrain.collectives.copy_through import part_offsets
 from hpctrain.collectives.group import Group
 from hpctrain.collectives.node_buffers import NodeBuffers
 from hpctrain.collectives.reductions.operations import Operation, combine
-from hpctrain.core.xp import Array, copy, finish
+from hpctrain.core.errors import TransportError
+from hpctrain.core.kernels import PACK_BYTES
+from hpctrain.core.xp import Array, copy, finish, on_device
+
+PIECE = 0x67707562  #: what ranks exchange between the copies of a piece
 
 
-def buffers_for(group: Group, buffers: NodeBuffers, x: Array) -> list[Array] | None:
-    """Return every rank's buffer, of the dtype of `x`; None where there is none.
+def mapped_buffers(group: Group, x: Array) -> tuple[NodeBuffers, list[Array]] | None:
+    """Return the node, and every rank's GPU buffer in the dtype of `x`; None where there is none.
 
-    The first use is collective over the node, whose ranks all have a GPU's array here.
+    Also for arrays of the host. The first use is collective over the node.
     """
-    memory = None if group.memory is None else group.memory.gpu
-    return None if memory is None or not memory.shares else buffers.gpu_buffers(x.dtype)
+    node, memory = group.node_buffers, None if group.memory is None else group.memory.gpu
+    if node is None or memory is None or not memory.shares or not on_device(x):
+        return None
+    buffers = node.gpu_buffers(x.dtype)
+    return None if buffers is None else (node, buffers)
 
 
 def reduce(node: NodeBuffers, buffers: Sequence[Array], x: Array, op: Operation) -> None:
@@ -50,7 +57,7 @@ def reduce_scatter(
     The other parts are unchanged.
     """
     rank, ranks = node.link.rank, len(buffers)
-    length = buffers[0].size // ranks
+    length = buffers[0].size // ranks // PACK_BYTES * PACK_BYTES
     rows = [buffer[: ranks * length].reshape(ranks, length) for buffer in buffers]
     for pieces in _pieces_of_parts(x, offsets, length):
         for row, piece in zip(rows[rank], pieces, strict=True):
@@ -65,7 +72,7 @@ def reduce_scatter(
 def all_gather(
     node: NodeBuffers, buffers: Sequence[Array], x: Array, offsets: Sequence[int]
 ) -> None:
-    """Fill flat `x` with the parts of all ranks of the node; this rank's own is in place."""
+    """Fill flat `x` with the parts of the node's ranks; this rank's own is in place."""
     rank = node.link.rank
     for pieces in _pieces_of_parts(x, offsets, buffers[0].size):
         copy(buffers[rank][: pieces[rank].size], pieces[rank])
@@ -79,7 +86,7 @@ def all_gather(
 def combine_parts(
     node: NodeBuffers, arrays: Sequence[Array], op: Operation, shared: bool = False
 ) -> None:
-    """Reduce this rank's part of all ranks' `arrays`, into all or the first; wait for all ranks."""
+    """Reduce this rank's part of the node's `arrays`, into each or the first; wait for the node."""
     offsets = part_offsets(arrays[0], len(arrays))
     views = views_of_part(arrays, offsets, node.link.rank)
     combine(views, op, views[:1] if shared else views)
@@ -87,9 +94,15 @@ def combine_parts(
 
 
 def _wait_for_all(node: NodeBuffers, x: Array) -> None:
-    """Return when the streams of all ranks have done their work so far on arrays as `x`."""
+    """Return when every rank's stream has done its work so far on arrays as `x`.
+
+    Raises TransportError if another rank is in another call: an error may have ended this one.
+    """
     finish(x)
-    node.flags.agree()
+    if not node.flags.agree(PIECE):
+        raise TransportError(
+            "a rank of the node has left a collective on GPU arrays: see its error"
+        )
 
 
 def _pieces(x: Array, length: int) -> Iterator[Array]:

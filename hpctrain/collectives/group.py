@@ -98,9 +98,7 @@ class Group:
         return sum(link.host_bytes for link in self.links)
 
     def free(self) -> None:
-        """Give back all links, and memory on GPUs; all ranks must call."""
-        for buffers in filter(None, self._node_buffers):
-            buffers.free()
+        """Give back all links; all ranks must call."""
         for link in reversed(self.links):
             link.free()
 

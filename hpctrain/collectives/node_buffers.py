@@ -25,7 +25,7 @@ SHORT_BUFFER_BYTES = 128 << 10
 MAX_CACHED_LENGTHS = 256
 #: This buffer for longer arrays fits the cache together with parts of the neighbours' buffers.
 LONG_BUFFER_BYTES = 1 << 20
-#: On a GPU two waits of the host for each piece of an array are to be short against its copies.
+#: On a GPU: so long that the two waits of the host for each piece take less time than its copies.
 GPU_BUFFER_BYTES = 64 << 20
 log = logging.getLogger(__name__)
 
@@ -57,7 +57,8 @@ class NodeBuffers:
         """Return every rank's buffer on its GPU as an array of `dtype`.
 
         None where CUDA IPC is refused, or a GPU has no room. The first use is collective: each rank
-        of the node has a GPU.
+        of the node has a GPU. They stay as long as the process: to give them back, all ranks of the
+        node would have to wait for each other, also where one has failed.
         """
         if self._gpu_memory is None:
             self._gpu_memory = SharedGpuMemory(
@@ -71,16 +72,10 @@ class NodeBuffers:
             own = memory.zeros(GPU_BUFFER_BYTES, np.uint8)
         except GpuMemoryError as error:  # on all ranks
             if self.link.rank == 0:
-                log.warning("GPU arrays are reduced through the host, which is slower: %s", error)
+                log.warning("GPU arrays are sent as messages, which is slower: %s", error)
             return None
         location = memory.locate(own)
         return None if location is None else location.arrays
-
-    def free(self) -> None:
-        """Give back the buffers on GPUs; all ranks of the node must call, and use them no more."""
-        self._gpu_buffers = None
-        if self._gpu_memory is not None:
-            self._gpu_memory.free_dropped()
 
 
 def _views_of_short_buffers(

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -39,8 +40,13 @@ def pieces(size: int, slots: Sequence[TensorSlot]) -> Iterator[BlockPiece]:
 def piece_ranges(size: int, slots: Sequence[TensorSlot]) -> tuple[np.ndarray, np.ndarray]:
     """Return the slot's index of each piece, int64 (pieces,), and its start and stop, (pieces, 2).
 
-    Without a loop over the pieces: a large model has thousands, and each update asks.
+    Both are cached, and read-only: each update asks, and a large model has thousands of pieces.
     """
+    return _piece_ranges(size, tuple(slots))
+
+
+@lru_cache(maxsize=16)
+def _piece_ranges(size: int, slots: tuple[TensorSlot, ...]) -> tuple[np.ndarray, np.ndarray]:
     offsets = np.array([slot.offset for slot in slots], np.int64)
     stops = offsets + np.array([slot.size for slot in slots], np.int64)
     counts = np.array([len(_blocks_of(slot)) for slot in slots], np.int64)
@@ -50,7 +56,10 @@ def piece_ranges(size: int, slots: Sequence[TensorSlot]) -> tuple[np.ndarray, np
     starts = np.maximum(blocks, offsets[indices])
     ranges = np.stack((starts, np.minimum(blocks + BLOCK_ELEMENTS, stops[indices])), axis=1)
     is_inside = (blocks >= 0) & (blocks < size)
-    return indices[is_inside], ranges[is_inside]
+    indices, ranges = indices[is_inside], ranges[is_inside]
+    for array in (indices, ranges):
+        array.setflags(write=False)
+    return indices, ranges
 
 
 def sum_by_slot(rows: np.ndarray, slots: Sequence[TensorSlot]) -> np.ndarray:

@@ -83,12 +83,11 @@ def reduce_scatter(group: Group, rows: Array, name: str, output: Array, ordered:
     output[:] = chunks(rows, group.link.size)[group.link.rank]
 
 
-def _reduce_rows(group: Group, rows: Array, op: Operation) -> None:
-    """Reduce this rank's row of `rows` (P n,); the others are overwritten."""
+def _reduce_rows(group: Group, rows: Array, op: Operation) -> Array:
+    """Reduce this rank's row of `rows` (P n,), and return it; the others are overwritten."""
     if on_device(rows) and ranks_share_memory(group):
-        direct_reduce_scatter(group, rows, op, bounds(rows.size, group.link.size))
-    else:
-        ring_reduce_scatter(group, rows, op)
+        return direct_reduce_scatter(group, rows, op, bounds(rows.size, group.link.size))
+    return ring_reduce_scatter(group, rows, op)
 
 
 def gather(group: Group, inputs: Arrays, outputs: Arrays, root: int) -> None:

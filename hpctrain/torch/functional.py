@@ -1,7 +1,7 @@
 """The functional collective of PyTorch that its C++ does not give to process groups in Python.
 
-`all_gather_into_tensor_out` asks a group for its backend in C++, which ours has not. Its kernel is
-replaced by one that asks the group, of any backend.
+`all_gather_into_tensor_out` asks a group for its backend in C++; ours has none. Its kernel is
+replaced by one that calls the group itself, of any backend.
 """
 
 from __future__ import annotations

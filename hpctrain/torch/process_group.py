@@ -17,6 +17,7 @@ from hpctrain.torch.communicator import Communicator
 from hpctrain.torch.data_movement import DataMovement
 from hpctrain.torch.functional import add_out_variants
 from hpctrain.torch.job import check_limit, end_after_loss, start_job, uses_threads
+from hpctrain.torch.operations import BatchWork
 from hpctrain.torch.point_to_point import PointToPoint
 from hpctrain.torch.reductions import Reductions
 from hpctrain.torch.work import MessageWork, RunningWork
@@ -208,7 +209,7 @@ def _keep_compilers_out() -> None:
     would trace them.
     """
     skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
-    for family in (Reductions, DataMovement, PointToPoint, RunningWork, MessageWork):
+    for family in (Reductions, DataMovement, PointToPoint, RunningWork, MessageWork, BatchWork):
         for method in filter(isfunction, vars(family).values()):
             eval_frame.set_code_exec_strategy(method.__code__, skip)
 

@@ -33,6 +33,8 @@ POINTER_COSTS = {
 #: `direct`: two waits for a stream, two exchanges of flags, one kernel; the rate of a copy out of
 #: mapped memory, on one GPU and between two.
 SYNCHRONIZATION_S, SAME_GPU_RATE, BETWEEN_GPUS_RATE = 4e-5, 1e12, 5e10
+#: Processes that share a GPU take turns: a kernel of each (benchmarks/gpu/allreduce.py, one H100).
+TURN_S = 2e-4
 
 
 @dataclass(frozen=True)
@@ -110,10 +112,11 @@ def _flat_seconds(layout: GpuNetwork, name: str, n: int) -> float:
 
 def _hierarchical_seconds(layout: GpuNetwork, in_memory: bool, n: int) -> float:
     """Inside as in `direct` or a ring; between nodes a ring of the whole vector, on all rails."""
-    node_ranks = max(layout.nodes)
-    rate = layout.mapped_rate if in_memory else None
-    ring_s = layout.intra_node.seconds(cost.ring(n, node_ranks))
-    inside_s = _direct_seconds(layout, node_ranks, rate, n) if rate else ring_s
+    node_ranks, rate = max(layout.nodes), layout.mapped_rate
+    inside_s = layout.intra_node.seconds(cost.ring(n, node_ranks))
+    if rate:
+        copies_s = 0.0 if in_memory else _copy_seconds(layout, n)
+        inside_s = _direct_seconds(layout, node_ranks, rate, n) + copies_s
     return inside_s + layout.inter_node.seconds(cost.ring(n, len(layout.nodes)))
 
 
@@ -127,7 +130,7 @@ def _direct_seconds(layout: GpuNetwork, ranks: int, rate: float, n: int) -> floa
 
 
 def _copy_seconds(layout: GpuNetwork, n: int) -> float:
-    """To a buffer that neighbours map, and back, and the further pieces of a long array."""
+    """To a buffer that neighbours map, and back; each piece of the array waits for all ranks."""
     sharing_ranks = max(layout.nodes) if layout.shares_one_gpu else 1
-    further_pieces = (n - 1) // GPU_BUFFER_BYTES
-    return 2 * n * sharing_ranks / SAME_GPU_RATE + further_pieces * SYNCHRONIZATION_S
+    piece_s = SYNCHRONIZATION_S + (2 * TURN_S if layout.shares_one_gpu else 0.0)
+    return 2 * n * sharing_ranks / SAME_GPU_RATE + -(-n // GPU_BUFFER_BYTES) * piece_s

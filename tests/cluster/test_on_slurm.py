@@ -409,7 +409,7 @@ def test_a_storm_of_signals_ends_no_job(slurm, tmp_path, in_container):
 
 
 @pytest.mark.full
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     "event, seed", [(event, i) for event, (_, _, n) in EVENTS.items() for i in range(n)]
 )

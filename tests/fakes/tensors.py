@@ -97,9 +97,15 @@ def _later(result, run, stream, args):
     return result
 
 
+#: Memory of tensors, also of those that are gone: PyTorch keeps it, and gives it to others in the
+#: order of its stream, so that work which is still waiting may use it.
+_cached: list = []
+
+
 def on_cuda(x: torch.Tensor) -> CudaTensor:
     """Return a copy of `x`, of the CPU, in memory of the device."""
-    memory = machine().allocate(max(x.nbytes, 1))  # goes with the tensor
+    memory = machine().allocate(max(x.nbytes, 1))
+    _cached.append(memory)
     with _PLAIN():
         flat = torch.from_numpy(memory)[: x.nbytes].view(x.dtype)
         own = torch.as_strided(flat, x.shape, x.contiguous().stride())
@@ -165,3 +171,4 @@ def cuda():
     }  # fmt: skip
     with patch.multiple(torch.cuda, **own), patch.object(torch, "as_tensor", as_tensor):
         yield
+    _cached.clear()

@@ -41,7 +41,9 @@ DAEMONS = ("slurmctld", "slurmscriptd", "slurmd", "slurmstepd", "munged")
 COMMANDS = ("slurmctld", "slurmd", "munged", "sbatch", "srun")
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "munge", "libpmix2")
 INSTALL_S, START_S, STOP_S = 100, 100, 100
-TREE_S = 90  # step daemons wait a minute for those below them to end, which a lost node never tells
+#: Step daemons wait a minute for those below them to end, which a lost node never tells, and send
+#: their own end several times to one above that is lost: each time until the message's limit.
+TREE_S = 200
 LOCK = Path("/tmp/hpctrain-slurm.lock")  # of all runs of tests, whose temporary folders differ
 SBIN = (
     f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"  # a user's PATH may lack the daemons' folders

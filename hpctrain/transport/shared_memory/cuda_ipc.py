@@ -22,6 +22,7 @@ from __future__ import annotations
 import logging
 import os
 import struct
+import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -84,7 +85,7 @@ class SharedGpuMemory:
         GpuMemoryError on all ranks if any GPU has too little memory.
         """
         dtype = np.dtype(dtype)
-        self.free_dropped()
+        self._free_dropped()
         address = self._allocate(length * dtype.itemsize)
         allocation = self._map_everywhere(address, length * dtype.itemsize) if self.shares else None
         owner, number = _MemoryOwner(), self._next_number
@@ -154,14 +155,16 @@ class SharedGpuMemory:
 
     def _malloc(self, size: int) -> tuple[int, str]:
         """Return the address of new memory and ""; 0 and the error text if none is left."""
-        runtime = self._xp.cuda.runtime
-        self._xp.get_default_memory_pool().free_all_blocks()  # CuPy's pool is not free for us
-        try:
-            return runtime.malloc(size), ""
-        except runtime.CUDARuntimeError as error:
-            if (error_text := shortage(error, size)) is None:
-                raise
-            return 0, str(error_text)
+        runtime, error_text = self._xp.cuda.runtime, ""
+        for free_unused in (self._xp.get_default_memory_pool().free_all_blocks, _empty_torch_cache):
+            free_unused()  # what other allocators keep is not free for us
+            try:
+                return runtime.malloc(size), ""
+            except runtime.CUDARuntimeError as error:
+                if (text := shortage(error, size)) is None:
+                    raise
+                error_text = str(text)
+        return 0, error_text
 
     def _map_everywhere(self, address: int, nbytes: int) -> _Allocation | None:
         """Return the allocation mapped by all ranks, None if any rank cannot map it."""
@@ -221,7 +224,7 @@ class SharedGpuMemory:
         runtime.memcpy(token.ctypes.data, pointer, TOKEN_BYTES, runtime.memcpyDeviceToHost)
         return token.tobytes()
 
-    def free_dropped(self) -> None:
+    def _free_dropped(self) -> None:
         """Free allocations whose arrays are gone on all ranks, after all have closed them."""
         dropped_text = " ".join(str(number) for number in sorted(self._dropped_numbers))
         dropped_sets = [
@@ -249,6 +252,13 @@ class SharedGpuMemory:
 def shared_gpu_memory(link: Link, gather: Gather, gpus: Sequence[str]) -> SharedGpuMemory | None:
     """Return the shared memory of the ranks of `link` on `gpus`; None if a rank has no GPU."""
     return SharedGpuMemory(link, gather, len(set(gpus)) == 1) if all(gpus) else None
+
+
+def _empty_torch_cache() -> None:
+    """Give back the memory that PyTorch keeps for later tensors, if it is in use here."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 @cache
