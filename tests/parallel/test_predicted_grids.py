@@ -1,4 +1,4 @@
-"""`hpctrain pipeline predict`, predicted recipes, and the grid in a study's table."""
+"""`hpctrain pipeline predict`, and the grid in a study's table."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from hpctrain.parallel.pipeline.layer_times import LayerSeconds
 from hpctrain.parallel.timing.predict import Grid
 from hpctrain.tools.bench.prediction import grids
 from hpctrain.tools.bench.prediction.predict import make_cluster, make_wire
-from hpctrain.training import recipe
 
 FAST = make_cluster(make_wire(1e15, 0.0), make_wire(1e15, 0.0), 1e18, 1, 1)
 LAYERS = grids.LayeredModel([LayerSeconds(1.0, 1.0, 1.0)] * 8, [0] * 7, [0] * 8, 1)
@@ -76,15 +75,6 @@ def test_refused(case):
     words, message = REFUSED[case]
     result = predict(words)
     assert isinstance(result.exception, UsageError) and message in str(result.exception)
-
-
-def test_a_recipe_is_predicted_from_layers_timed_here():
-    changes = ["mesh.pipe=2", "optimizer.micro_batches=4", "model.widths=[64,32,32,10]"]
-    spec = recipe.load("digits", changes)
-    step = grids.predict_recipe(spec, 4, FAST)
-    assert step.ranks == 4 and 0 < step.compute <= step.pipeline <= step.step < 1
-    slow = make_cluster(make_wire(1e15, 0.0), make_wire(1e3, 0.1), 1e18, 1, 1)
-    assert grids.predict_recipe(spec, 4, slow).step > 1
 
 
 def test_a_recipe_on_the_command_line():

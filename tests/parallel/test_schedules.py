@@ -14,7 +14,7 @@ from hpctrain.core.errors import UsageError
 from hpctrain.parallel.schedules import LOOPED, SCHEDULES, make
 from hpctrain.parallel.schedules.actions import Action, PipelineSchedule, action_lists
 from hpctrain.parallel.schedules.check import check, execution_order, needs
-from hpctrain.parallel.schedules.messages import check_receives, inbound, needed_message, output
+from hpctrain.parallel.schedules.messages import inbound, needed_message, output
 
 UNIT = {"F": 1, "I": 1, "W": 1, "B": 2}
 
@@ -73,8 +73,6 @@ def test_every_schedule_passes_its_check(name, ranks):
         between_ranks = sum(a != b for a, b in pairwise(schedule.placement))
         assert sum(report.messages.values()) == 2 * micro_batches * between_ranks
         assert {pair: 10 * n for pair, n in report.messages.items()} == report.bytes
-        for rank in range(ranks):
-            check_receives(schedule, rank, inbound(schedule, rank))
 
 
 #: (F, I, W): seconds of a stage
@@ -220,23 +218,10 @@ def test_the_messages_that_arrive_are_those_that_are_needed(name):
             }
 
 
-def test_receives_in_the_order_of_need_are_refused():
+def test_messages_arrive_in_another_order_than_that_of_need():
     """At P = 2 rank 1 of zb-v needs messages in another order than rank 0 sends them."""
     schedule = make("zb-v", 2, 4)
-    with pytest.raises(
-        UsageError,
-        match=r"rank 1, message \d+ from rank 0: expected a receive of .*, seen .*; post receives "
-        "in the order of the sender's list",
-    ):
-        check_receives(schedule, 1, needed(schedule, 1))
     assert inbound(schedule, 1) != needed(schedule, 1)
-
-
-def test_a_missing_receive_is_refused():
-    schedule = make("1f1b", 2, 2)
-    (activations,) = inbound(schedule, 1).values()
-    with pytest.raises(UsageError, match=r"rank 1, message 1 from rank 0: .*seen no message"):
-        check_receives(schedule, 1, {0: activations[:1]})
 
 
 def test_messages_of_neighbouring_stages():

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Literal, NamedTuple
 
-from hpctrain.core.errors import UsageError
 from hpctrain.parallel.schedules.actions import Action, PipelineSchedule
 
 Kind = Literal["activation", "gradient"]
@@ -75,8 +74,7 @@ def needed_message(schedule: PipelineSchedule, action: Action) -> tuple[int, Mes
 def _on_another_rank(
     schedule: PipelineSchedule, action: Action, place: tuple[int, Message] | None
 ) -> tuple[int, Message] | None:
-    is_own = place is None or place[0] == schedule.placement[action.stage]
-    return None if is_own else place
+    return None if place is None or place[0] == schedule.placement[action.stage] else place
 
 
 def outbound(schedule: PipelineSchedule, rank: int) -> Iterator[tuple[int, Message]]:
@@ -93,17 +91,3 @@ def inbound(schedule: PipelineSchedule, rank: int) -> Arrivals:
         for peer in range(schedule.ranks)
         if (arrivals := tuple(m for to, m in outbound(schedule, peer) if to == rank))
     }
-
-
-def check_receives(schedule: PipelineSchedule, rank: int, receives: Arrivals) -> None:
-    """Raise UsageError unless `receives`, as `rank` posts them, are in the senders' order."""
-    arrivals = inbound(schedule, rank)
-    for peer in sorted({*arrivals, *receives}):
-        expected, posted = arrivals.get(peer, ()), receives.get(peer, ())
-        for i in range(max(len(expected), len(posted))):
-            pair = [str(m[i]) if i < len(m) else "no message" for m in (expected, posted)]
-            if pair[0] != pair[1]:
-                raise UsageError(
-                    f"rank {rank}, message {i} from rank {peer}: expected a receive of "
-                    f"{pair[0]}, seen {pair[1]}; post receives in the order of the sender's list"
-                )

@@ -94,11 +94,9 @@ def predict_grid(
     pipe: int,
     micro_batches: int,
     grid: Grid,
-    stages_per_rank: int | None = None,
 ) -> GridStep:
     """Return the step of `grid.data` pipelines of `pipe` ranks; one rank alone has one stage."""
-    name, count = (schedule_name, stages_per_rank) if pipe > 1 else ("gpipe", None)
-    schedule = make(name, pipe, micro_batches, count)
+    schedule = make(schedule_name if pipe > 1 else "gpipe", pipe, micro_batches)
     bounds = model.bounds(schedule.placement)
     return predict_step(
         schedule,
@@ -106,23 +104,6 @@ def predict_grid(
         grid,
         [model.boundary_bytes[bound - 1] for bound in bounds[1:-1]],
         [sum(model.gradient_bytes[start:stop]) for start, stop in pairwise(bounds)],
-    )
-
-
-def predict_recipe(spec: Recipe, ranks: int, cluster: Cluster, ranks_per_node: int = 1) -> GridStep:
-    """Return the step of a recipe on `ranks` ranks of `cluster`, from layers timed here.
-
-    The recipe sets grid, schedule and micro-batches.
-    """
-    data, count = spec.mesh.workers(ranks), spec.batch.micro_batches
-    samples = max(1, round(spec.batch.size(spec.workers(ranks)) / data / count))
-    return predict_grid(
-        measure_recipe(spec, samples),
-        spec.pipeline.schedule,
-        spec.mesh.pipe,
-        count,
-        Grid(cluster, data, ranks_per_node),
-        spec.pipeline.stages_per_rank,
     )
 
 
