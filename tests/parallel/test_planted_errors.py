@@ -18,7 +18,7 @@ from hpctrain.parallel.pipeline.execution import TrainingStep
 from hpctrain.parallel.pipeline.tied_weights import TiedWeights
 from hpctrain.parallel.schedules.actions import PipelineSchedule, action_lists
 from hpctrain.parallel.schedules.check import check
-from hpctrain.parallel.schedules.messages import needed_message
+from hpctrain.parallel.schedules.messages import source
 
 PLAN = Plan("tied twice", 8, 4)
 
@@ -60,7 +60,8 @@ def test_receives_in_the_order_of_need_are_refused(ranks, monkeypatch):
     def needed(schedule, rank):
         arrivals: dict[int, tuple] = {}
         for action in schedule.actions[rank]:
-            if (message := needed_message(schedule, action)) is not None:
+            message = source(schedule, action)
+            if message is not None and message[0] != rank:
                 arrivals[message[0]] = (*arrivals.get(message[0], ()), message[1])
         return arrivals
 

@@ -14,7 +14,7 @@ from hpctrain.core.errors import UsageError
 from hpctrain.parallel.schedules import LOOPED, SCHEDULES, make
 from hpctrain.parallel.schedules.actions import Action, PipelineSchedule, action_lists
 from hpctrain.parallel.schedules.check import check, execution_order, needs
-from hpctrain.parallel.schedules.messages import inbound, needed_message, output
+from hpctrain.parallel.schedules.messages import destination, inbound, outbound, source
 
 UNIT = {"F": 1, "I": 1, "W": 1, "B": 2}
 
@@ -202,7 +202,8 @@ def needed(schedule: PipelineSchedule, rank: int) -> dict[int, tuple]:
     """Return the messages from each peer in the order in which `rank` needs them."""
     result: dict[int, tuple] = {}
     for action in schedule.actions[rank]:
-        if (message := needed_message(schedule, action)) is not None:
+        message = source(schedule, action)
+        if message is not None and message[0] != rank:
             result[message[0]] = (*result.get(message[0], ()), message[1])
     return result
 
@@ -226,14 +227,15 @@ def test_messages_arrive_in_another_order_than_that_of_need():
 
 def test_messages_of_neighbouring_stages():
     schedule = make("zb-v", 2, 4)  # stages 0 and 3 on rank 0, 1 and 2 on rank 1
-    assert output(schedule, Action("F", 0, 3)) == (1, ("activation", 1, 3))
-    assert output(schedule, Action("F", 1, 3)) is None  # the tip of the V
-    assert output(schedule, Action("I", 3, 1)) == (1, ("gradient", 2, 1))
-    assert output(schedule, Action("W", 3, 1)) is None
-    assert output(schedule, Action("I", 0, 1)) is output(schedule, Action("F", 3, 0)) is None
-    assert needed_message(schedule, Action("F", 1, 3)) == (0, ("activation", 1, 3))
-    assert needed_message(schedule, Action("I", 2, 1)) == (0, ("gradient", 2, 1))
-    assert needed_message(schedule, Action("I", 3, 1)) is None
+    assert destination(schedule, Action("F", 0, 3)) == (1, ("activation", 1, 3))
+    assert destination(schedule, Action("F", 1, 3)) == (1, ("activation", 2, 3))  # tip of the V
+    assert destination(schedule, Action("I", 3, 1)) == (1, ("gradient", 2, 1))
+    for action in (Action("W", 3, 1), Action("I", 0, 1), Action("F", 3, 0)):
+        assert destination(schedule, action) is None
+    assert source(schedule, Action("F", 1, 3)) == (0, ("activation", 1, 3))
+    assert source(schedule, Action("I", 2, 1)) == (0, ("gradient", 2, 1))
+    assert source(schedule, Action("I", 3, 1)) is None
+    assert [peer for peer, _ in outbound(schedule, 1)] == [0] * 8  # none between stages 1 and 2
 
 
 def test_an_order_of_execution_has_each_action_after_those_that_it_needs():

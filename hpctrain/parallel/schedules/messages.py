@@ -61,26 +61,10 @@ def source(schedule: PipelineSchedule, action: Action) -> tuple[int, Message] | 
     return schedule.placement[sender_stage], Message(kind, stage, micro)
 
 
-def output(schedule: PipelineSchedule, action: Action) -> tuple[int, Message] | None:
-    """Return `destination` if it is another rank, to which the message is sent; else None."""
-    return _on_another_rank(schedule, action, destination(schedule, action))
-
-
-def needed_message(schedule: PipelineSchedule, action: Action) -> tuple[int, Message] | None:
-    """Return `source` if it is another rank, from which the message is received; else None."""
-    return _on_another_rank(schedule, action, source(schedule, action))
-
-
-def _on_another_rank(
-    schedule: PipelineSchedule, action: Action, place: tuple[int, Message] | None
-) -> tuple[int, Message] | None:
-    return None if place is None or place[0] == schedule.placement[action.stage] else place
-
-
 def outbound(schedule: PipelineSchedule, rank: int) -> Iterator[tuple[int, Message]]:
     """Yield (receiver, message) for each message that `rank` sends, in order."""
     for action in schedule.actions[rank]:
-        if (sent := output(schedule, action)) is not None:
+        if (sent := destination(schedule, action)) is not None and sent[0] != rank:
             yield sent
 
 

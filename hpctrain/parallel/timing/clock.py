@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from hpctrain.core.errors import UsageError
 from hpctrain.parallel.schedules.actions import PipelineSchedule
 from hpctrain.parallel.schedules.check import bytes_per_boundary, execution_order
-from hpctrain.parallel.schedules.messages import Message, needed_message, output
+from hpctrain.parallel.schedules.messages import Message, destination, source
 from hpctrain.tuning.model.loggp import Wire
 
 Wires = Callable[[int, int], Wire]  #: of (sender, receiver)
@@ -87,7 +87,7 @@ def run_clock(
 ) -> Timeline:
     """Return the timeline of `schedule`; raise UsageError if it deadlocks.
 
-    `boundary_bytes`: as `check` takes them.
+    `boundary_bytes`: as `check` takes them. Stages of one rank exchange no message.
     """
     for name, by_stage in vars(costs).items():
         if len(by_stage) != schedule.stages:
@@ -103,13 +103,13 @@ def run_clock(
     starts: list[list[float]] = [[] for _ in range(schedule.ranks)]
     ends: list[list[float]] = [[] for _ in range(schedule.ranks)]
     for rank, action in execution_order(schedule):
-        if (received := needed_message(schedule, action)) is not None:
+        if (received := source(schedule, action)) is not None and received[0] != rank:
             peer, message = received
             now[rank] = max(now[rank], arrivals.pop(message)) + wire_of(peer, rank).overhead
         starts[rank].append(now[rank])
         now[rank] += seconds[action.op][action.stage]
         ends[rank].append(now[rank])
-        if (sent := output(schedule, action)) is not None:
+        if (sent := destination(schedule, action)) is not None and sent[0] != rank:
             peer, message = sent
             wire = wire_of(rank, peer)
             now[rank] += wire.overhead
